@@ -1,0 +1,810 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package breaker
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/sony/gobreaker/v2"
+)
+
+// State is what a breaker does with admissions. The zero State is Closed.
+type State uint8
+
+const (
+	// Closed admits everything and counts.
+	Closed State = iota
+	// Open refuses everything until its deadline. It stays Open past the
+	// deadline until somebody asks: nothing to probe with, nothing to learn.
+	Open
+	// HalfOpen admits probes, a few at a time, and lets them decide.
+	HalfOpen
+)
+
+// String returns "closed", "open" or "half-open".
+func (s State) String() string {
+	switch s {
+	case Closed:
+		return "closed"
+	case Open:
+		return "open"
+	case HalfOpen:
+		return "half-open"
+	default:
+		return fmt.Sprintf("state(%d)", uint8(s))
+	}
+}
+
+// Cause is why a breaker is not closed. A force or a trip from outside brings
+// its own text.
+type Cause string
+
+const (
+	// CauseRate is a failure ratio above Config.Ratio.
+	CauseRate Cause = "rate"
+	// CauseRun is Config.Run failed attempts in a row.
+	CauseRun Cause = "run"
+	// CauseSlow is a trip whose last straw was a call that still ran.
+	CauseSlow Cause = "slow"
+	// CauseProbe is a probe's decision: failed, or, in a [Change] to Closed,
+	// enough of them succeeded.
+	CauseProbe Cause = "probe"
+	// CauseLost is a probe that outlived its lease.
+	CauseLost Cause = "probe lost"
+	// CauseQuorum is a parent scope with too many children not closed.
+	CauseQuorum Cause = "quorum"
+)
+
+// A Change is one step between states, or a longer open period (From and To
+// are Open then).
+type Change struct {
+	Scope string // name of the breaker or of the parent scope
+	Seq   uint64 // counts changes of this scope from 1; a gap means some were dropped
+	At    time.Duration
+	From  State
+	To    State
+	Cause Cause
+	// OpenFor is how long the scope opens for; 0 unless To is Open, and the
+	// largest Duration for a force without end. A parent has none.
+	OpenFor time.Duration
+	Rung    int // ladder position after the change
+}
+
+// maxChanges bounds the mailbox of one breaker; the oldest are dropped.
+const maxChanges = 64
+
+// Breaker is the circuit breaker of one scope. All methods are safe for
+// concurrent use. Instants may arrive slightly out of order from different
+// goroutines.
+//
+// Lock order: Scopes.mu, then mu, then gobreaker's own. Under mu nothing of the
+// caller's runs but the functions given to Attach and WithRand.
+type Breaker struct {
+	name string
+	cfg  *Config // with defaults; read-only, shared by the leaves of one Scopes
+	top  int
+	rand func() float64
+
+	// word is generation<<1 | closed, and all that Enter reads. epoch is the
+	// same generation with the facts of it. Both change under mu, epoch first.
+	word  atomic.Uint64
+	epoch atomic.Pointer[epoch]
+
+	// notify, if set, runs after a change of state, without mu.
+	notify  func(now time.Duration)
+	pending atomic.Int32 // len(changes), so that draining nothing takes no lock
+
+	mu      sync.Mutex
+	changed bool
+	changes []Change
+	seq     uint64
+
+	win    window
+	feeds  []*feed
+	okSeen uint64 // part of epoch.ok already in win
+	fresh  bool   // a success was seen since the last failure
+	run    run
+
+	rung     int
+	remember time.Duration // a trip until then goes on from rung; -1: none
+
+	gb      *gobreaker.TwoStepCircuitBreaker[struct{}]
+	verdict bool            // what ReadyToTrip answers
+	judged  gobreaker.State // what gobreaker last changed to
+	byHand  bool            // gobreaker refused a probe: this phase is judged without it
+	out     []*probe
+	passed  int // probes that succeeded in this phase
+
+	head      uint64 // whose probes failed last
+	headFails int
+}
+
+// epoch is one generation. Only its atomics change once it is published.
+type epoch struct {
+	gen    uint64
+	state  State
+	forced bool
+	cause  Cause
+	since  time.Duration
+
+	// until is the instant before which nobody is admitted: the deadline of an
+	// open period; half-open, the earliest lease while all slots are taken and
+	// the smallest Duration otherwise.
+	until atomic.Int64
+	// stir is when a probe was last given or settled.
+	stir atomic.Int64
+
+	_  [64]byte      // ok is written on every success, the rest only read
+	ok atomic.Uint64 // successes settled by token
+}
+
+func (e *epoch) deadline() time.Duration { return time.Duration(e.until.Load()) }
+
+// feed is one attached counter.
+type feed struct {
+	read func() uint64
+	last uint64
+}
+
+// run is the attempts that failed with no success between them.
+type run struct {
+	n      int
+	firsts int
+	led    bool   // began with a retry, whose delivery has no first attempt in the run
+	id     uint64 // of one delivery in the run, 0 if none was named
+	two    bool   // two deliveries were named
+}
+
+// deliveries is how many deliveries the run is known to come from, at least.
+func (r *run) deliveries() int {
+	d := r.firsts
+	if r.led {
+		d++
+	}
+	if r.two {
+		d = max(d, 2)
+	}
+	return d
+}
+
+func (r *run) add(first bool, delivery uint64) {
+	r.n++
+	switch {
+	case first:
+		r.firsts++
+	case r.n == 1:
+		r.led = true
+	}
+	switch {
+	case delivery == 0:
+	case r.id == 0:
+		r.id = delivery
+	case r.id != delivery:
+		r.two = true
+	}
+}
+
+// New returns a closed breaker. The name is what refusals, changes and
+// snapshots call the scope. The error is [ErrConfig], with all that is wrong.
+func New(name string, cfg Config, opts ...Option) (*Breaker, error) {
+	if err := cfg.Validate(); err != nil {
+		return nil, err
+	}
+	cfg = cfg.WithDefaults()
+	return newBreaker(name, &cfg, buildOptions(opts), nil), nil
+}
+
+func newBreaker(name string, cfg *Config, o options, notify func(time.Duration)) *Breaker {
+	b := &Breaker{
+		name:     name,
+		cfg:      cfg,
+		top:      topRung(cfg.Base, cfg.Cap),
+		rand:     o.rand,
+		notify:   notify,
+		remember: -1,
+	}
+	b.win.width = cfg.Window / buckets
+	b.win.reset(0)
+	b.gb = b.newGobreaker()
+	b.publishLocked(&epoch{gen: 1})
+	return b
+}
+
+// Name returns the name given to New.
+func (b *Breaker) Name() string { return b.name }
+
+// Config returns the configuration with its defaults filled in.
+func (b *Breaker) Config() Config { return *b.cfg }
+
+// Closed reports whether the breaker is closed: one atomic load.
+func (b *Breaker) Closed() bool { return b.word.Load()&1 != 0 }
+
+// Enter is the closed path: one atomic load, no clock, no lock, no
+// allocation. False means the breaker is not closed: ask Admit.
+func (b *Breaker) Enter() (Token, bool) {
+	w := b.word.Load()
+	if w&1 == 0 {
+		return Token{}, false
+	}
+	return Token{gen: w >> 1}, true
+}
+
+// Admit asks for a token in any state. Closed: a token like Enter's. Open: a
+// refusal until the deadline; at the deadline the first to ask becomes a
+// probe. Half-open: a probe while there is room, a refusal otherwise.
+//
+// head identifies the delivery that would probe, the same number for the same
+// delivery each time; 0 means it has no identity and is never Suspect. A
+// refusal takes no lock and allocates nothing.
+func (b *Breaker) Admit(now time.Duration, head uint64) (Token, Refusal) {
+	e := b.epoch.Load()
+	if e.state == Closed {
+		return Token{gen: e.gen}, Refusal{}
+	}
+	if until := e.deadline(); now < until {
+		return Token{}, b.refusal(e, until)
+	}
+	return b.admitSlow(now, head)
+}
+
+func (b *Breaker) admitSlow(now time.Duration, head uint64) (Token, Refusal) {
+	b.mu.Lock()
+	defer b.unlock(now)
+	b.expireLocked(now)
+	e := b.epoch.Load()
+	if e.state == Closed {
+		return Token{gen: e.gen}, Refusal{}
+	}
+	if until := e.deadline(); now < until {
+		return Token{}, b.refusal(e, until)
+	}
+	if e.state == Open {
+		e = b.halfOpenLocked(now)
+	}
+	p := &probe{gen: e.gen, head: head, deadline: later(now, b.cfg.Lease)}
+	if !b.byHand {
+		// gobreaker has room whenever we have: both give out no more than the
+		// successes still missing. Its own open period of 1 ns is long over,
+		// unless the clock it reads has not moved since (a frozen or a coarse
+		// one). It cannot be made half-open otherwise, so a phase in which it
+		// refuses is judged here, by the same two rules: any failure reopens,
+		// Successes without one close.
+		done, err := b.gb.Allow()
+		p.done, b.byHand = done, err != nil
+	}
+	b.out = append(b.out, p)
+	b.roomLocked(e, now)
+	return Token{gen: e.gen, probe: p}, Refusal{}
+}
+
+func (b *Breaker) refusal(e *epoch, until time.Duration) Refusal {
+	return Refusal{State: e.state, Cause: e.cause, Scope: b.name, Until: until}
+}
+
+// Success settles t as succeeded. On the closed path it is one atomic add, and
+// not needed at all by a caller who attached a counter ([Breaker.Attach]):
+// doing both counts twice. A token of an older generation changes nothing, a
+// probe settles once.
+func (b *Breaker) Success(now time.Duration, t Token) {
+	if t.probe != nil {
+		b.settleProbe(now, t.probe, passed)
+		return
+	}
+	if e := b.epoch.Load(); e.gen == t.gen {
+		e.ok.Add(1)
+	}
+}
+
+// Failure settles t as failed. first says that this was the delivery's first
+// attempt: only those count in the ratio, or a retried poison message would
+// weigh as many times as it is tried; every attempt counts in the run. The
+// run's deliveries are told apart by their first attempts; see
+// [Breaker.FailureOf] for a scope whose workers retry side by side.
+//
+// It takes the breaker's lock and reads the attached counters.
+func (b *Breaker) Failure(now time.Duration, t Token, first bool) {
+	b.fail(now, t, first, 0, CauseRun)
+}
+
+// FailureOf is Failure for a delivery that has an identity (0 means none), so
+// that a run of retries from two deliveries is known to be two.
+func (b *Breaker) FailureOf(now time.Duration, t Token, first bool, delivery uint64) {
+	b.fail(now, t, first, delivery, CauseRun)
+}
+
+// Slow reports that the call of t is still running after Config.Slow. It
+// counts as a failed attempt at once, so that a dependency that hangs is seen
+// before its calls return. A probe is settled by it: whatever is reported
+// later changes nothing. On the closed path a token carries no identity, so
+// the caller reports it slow once and then settles it with Exclude, or not at
+// all; if it succeeds after all, an attached counter may count that as one
+// success more, which is harmless.
+func (b *Breaker) Slow(now time.Duration, t Token, first bool) {
+	b.fail(now, t, first, 0, CauseSlow)
+}
+
+func (b *Breaker) fail(now time.Duration, t Token, first bool, delivery uint64, how Cause) {
+	if t.probe != nil {
+		o := failed
+		if how == CauseSlow {
+			o = tooSlow
+		}
+		b.settleProbe(now, t.probe, o)
+		return
+	}
+	if b.epoch.Load().gen != t.gen {
+		return
+	}
+	b.mu.Lock()
+	defer b.unlock(now)
+	if b.epoch.Load().gen != t.gen {
+		return
+	}
+	b.collectLocked(now)
+	if b.fresh {
+		b.run, b.fresh = run{}, false
+	}
+	b.run.add(first, delivery)
+	if first {
+		b.win.failed()
+	}
+	cause, trip := b.judgeLocked()
+	if !trip {
+		return
+	}
+	if how == CauseSlow {
+		cause = CauseSlow
+	}
+	b.tripLocked(now, cause)
+}
+
+// Exclude settles t without an outcome: cancelled by a shutdown or a revoke, a
+// rejection of our own, a permanently bad message. It frees the slot of a
+// probe and changes nothing else.
+func (b *Breaker) Exclude(now time.Duration, t Token) {
+	if t.probe != nil {
+		b.settleProbe(now, t.probe, excluded)
+	}
+}
+
+// Attach gives the breaker a cumulative count of successes that somebody else
+// writes, so that a success costs the closed path nothing. read is called
+// under the breaker's lock, at bucket edges and when a failure is judged: it
+// must be a few atomic loads. A counter that goes backwards is taken as
+// restarted.
+//
+// A counter knows no generations: a call admitted before a trip that succeeds
+// after the close counts. detach takes what the counter still owes and forgets
+// it; calling it again does nothing.
+func (b *Breaker) Attach(read func() uint64) (detach func()) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	f := &feed{read: read, last: read()}
+	b.feeds = append(b.feeds, f)
+	return func() {
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		if i := slices.Index(b.feeds, f); i >= 0 {
+			if n := f.take(); n > 0 && b.Closed() {
+				b.win.succeeded(n, false)
+				b.fresh = true
+			}
+			b.feeds = slices.Delete(b.feeds, i, i+1)
+		}
+	}
+}
+
+func (f *feed) take() uint64 {
+	n := f.read()
+	d := n - f.last
+	if n < f.last {
+		d = 0
+	}
+	f.last = n
+	return d
+}
+
+// Suspect reports whether the last Config.PoisonAfter probes, or more, failed
+// and all had this head. A probe that succeeds clears it, one that fails with
+// another head starts over. What to do about a suspect is the caller's
+// decision.
+func (b *Breaker) Suspect(head uint64) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return head != 0 && head == b.head && b.headFails >= b.cfg.PoisonAfter
+}
+
+// Force opens the breaker for d from now, or until Release if d <= 0. From the
+// moment Force returns, nothing is admitted before that deadline, and no
+// outcome of anything admitted earlier can change it; after it, probes decide.
+// An open period that ends later already stands as it is. The ladder does not
+// move.
+func (b *Breaker) Force(now, d time.Duration, cause Cause) {
+	b.mu.Lock()
+	defer b.unlock(now)
+	until := never
+	if d > 0 {
+		until = later(now, d)
+	} else {
+		d = never
+	}
+	if e := b.epoch.Load(); e.state == Open && (e.deadline() > until || e.forced && e.deadline() == until) {
+		return
+	}
+	b.gb = b.trippedGobreaker()
+	b.openLocked(now, cause, d, true)
+}
+
+// ForceClosed is the operator's way back: closed from any state, with an empty
+// window and the ladder at its start.
+func (b *Breaker) ForceClosed(now time.Duration, cause Cause) {
+	b.mu.Lock()
+	defer b.unlock(now)
+	b.rung = 0
+	b.head, b.headFails = 0, 0
+	b.gb = b.newGobreaker()
+	b.closeLocked(now, cause)
+	b.remember = -1
+}
+
+// Release ends a force, with or without an end of its own: the breaker is
+// half-open. It does nothing unless the breaker is open by force.
+//
+// A breaker knows one force at a time; where several parties force one scope,
+// they must agree among themselves who releases.
+func (b *Breaker) Release(now time.Duration) {
+	b.mu.Lock()
+	defer b.unlock(now)
+	if e := b.epoch.Load(); e.state == Open && e.forced {
+		b.halfOpenLocked(now)
+	}
+}
+
+// Trip opens the breaker as if it had judged so itself: the ladder applies.
+// Half-open it counts like a failed probe; open it does nothing.
+func (b *Breaker) Trip(now time.Duration, cause Cause) {
+	b.mu.Lock()
+	defer b.unlock(now)
+	b.expireLocked(now)
+	switch b.epoch.Load().state {
+	case Closed:
+		b.tripLocked(now, cause)
+	case HalfOpen:
+		b.gb = b.trippedGobreaker()
+		b.climbLocked()
+		b.openLocked(now, cause, b.periodLocked(), false)
+	}
+}
+
+// Tick rolls the window and ends the leases of lost probes. Call it at least
+// once a second, and at least once per sixtieth of Window: successes of an
+// attached counter are booked when it runs.
+func (b *Breaker) Tick(now time.Duration) {
+	b.mu.Lock()
+	defer b.unlock(now)
+	b.expireLocked(now)
+	if now >= b.win.edge && b.Closed() {
+		b.collectLocked(now)
+	}
+}
+
+// Changes appends the pending changes to dst, oldest first, and forgets them.
+// At most 64 are kept. With none pending it is one atomic load.
+func (b *Breaker) Changes(dst []Change) []Change {
+	if b.pending.Load() == 0 {
+		return dst
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	dst = append(dst, b.changes...)
+	b.changes = b.changes[:0]
+	b.pending.Store(0)
+	return dst
+}
+
+// Snapshot is what a breaker looks like at one instant.
+type Snapshot struct {
+	Name   string
+	State  State
+	Cause  Cause         // empty when closed
+	Forced bool          // open by force
+	Since  time.Duration // when the state began
+	Until  time.Duration // when Admit may next succeed; 0 when closed or when there is room for a probe
+	Rung   int           // ladder position: the rung of the last open period, less the closes since
+
+	Successes uint64  // in the window, all attempts
+	Failures  uint64  // in the window, first attempts
+	Ratio     float64 // Failures / (Successes + Failures)
+	Bound     float64 // what is compared with Config.Ratio
+	Run       int     // failed attempts with no success between
+
+	ProbesOut    int
+	ProbesPassed int // successes towards Config.Successes
+	Generation   uint64
+}
+
+// Snapshot describes the breaker as of now. It never changes it: not even an
+// open period that is over becomes half-open by being looked at.
+func (b *Breaker) Snapshot(now time.Duration) Snapshot {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	e := b.epoch.Load()
+	s := Snapshot{
+		Name:       b.name,
+		State:      e.state,
+		Cause:      e.cause,
+		Forced:     e.forced,
+		Since:      e.since,
+		Rung:       b.rungLocked(now),
+		Generation: e.gen,
+	}
+	if e.state != Closed {
+		s.Until = max(e.deadline(), 0)
+		s.ProbesOut, s.ProbesPassed = len(b.out), b.passed
+		return s
+	}
+	w := b.win
+	crossed := w.roll(now)
+	n := e.ok.Load() - b.okSeen
+	for _, f := range b.feeds {
+		if v := f.read(); v > f.last {
+			n += v - f.last
+		}
+	}
+	w.succeeded(n, crossed)
+	s.Successes, s.Failures = w.ok, w.bad
+	if total := w.ok + w.bad; total > 0 {
+		s.Ratio = float64(w.bad) / float64(total)
+		s.Bound = wilsonLow(w.bad, total, b.cfg.Z)
+	}
+	if n == 0 && !b.fresh {
+		s.Run = b.run.n
+	}
+	return s
+}
+
+// unlock releases mu and, if the state changed, tells the tree.
+func (b *Breaker) unlock(now time.Duration) {
+	changed := b.changed
+	b.changed = false
+	b.mu.Unlock()
+	if changed && b.notify != nil {
+		b.notify(now)
+	}
+}
+
+// collectLocked moves the window to now and books the successes since the last
+// time.
+func (b *Breaker) collectLocked(now time.Duration) {
+	crossed := b.win.roll(now)
+	ok := b.epoch.Load().ok.Load()
+	n := ok - b.okSeen
+	b.okSeen = ok
+	for _, f := range b.feeds {
+		n += f.take()
+	}
+	if n > 0 {
+		b.win.succeeded(n, crossed)
+		b.fresh = true
+	}
+}
+
+func (b *Breaker) judgeLocked() (Cause, bool) {
+	if !b.cfg.NoRun && b.run.n >= b.cfg.Run && b.run.deliveries() >= 2 {
+		return CauseRun, true
+	}
+	n := b.win.ok + b.win.bad
+	if n < uint64(b.cfg.MinSample) || float64(b.win.bad) <= b.cfg.Ratio*float64(n) {
+		return "", false
+	}
+	return CauseRate, wilsonLow(b.win.bad, n, b.cfg.Z) > b.cfg.Ratio
+}
+
+// tripLocked opens a closed breaker by verdict.
+func (b *Breaker) tripLocked(now time.Duration, cause Cause) {
+	b.rung = max(b.rungLocked(now), 1)
+	b.tripGobreaker(b.gb)
+	b.openLocked(now, cause, b.periodLocked(), false)
+}
+
+func (b *Breaker) climbLocked() { b.rung = min(b.rung+1, b.top) }
+
+// rungLocked is the rung as of now: forgotten once Memory has passed since the
+// close.
+func (b *Breaker) rungLocked(now time.Duration) int {
+	if b.Closed() && now > b.remember {
+		return 0
+	}
+	return b.rung
+}
+
+func (b *Breaker) periodLocked() time.Duration {
+	d := period(b.cfg.Base, b.cfg.Cap, b.rung)
+	if b.cfg.Jitter > 0 {
+		d = jittered(d, b.cfg.Jitter, b.rand())
+	}
+	return d
+}
+
+// openLocked is the only way into Open.
+func (b *Breaker) openLocked(now time.Duration, cause Cause, d time.Duration, forced bool) {
+	e := &epoch{state: Open, cause: cause, forced: forced}
+	e.until.Store(int64(later(now, d)))
+	b.moveLocked(now, e, cause, d)
+}
+
+// halfOpenLocked begins a phase of probes.
+func (b *Breaker) halfOpenLocked(now time.Duration) *epoch {
+	b.byHand, b.judged = false, gobreaker.StateHalfOpen
+	cause := b.epoch.Load().cause
+	e := &epoch{state: HalfOpen, cause: cause}
+	e.until.Store(math.MinInt64)
+	b.moveLocked(now, e, cause, 0)
+	return e
+}
+
+func (b *Breaker) closeLocked(now time.Duration, cause Cause) {
+	b.rung = max(b.rung-1, 0)
+	b.remember = later(now, b.cfg.Memory)
+	for _, f := range b.feeds {
+		f.take()
+	}
+	b.win.reset(now)
+	b.okSeen, b.fresh, b.run = 0, false, run{}
+	b.moveLocked(now, &epoch{state: Closed}, cause, 0)
+}
+
+// moveLocked makes e the next generation, which voids every token of the one
+// before, and records the change.
+func (b *Breaker) moveLocked(now time.Duration, e *epoch, cause Cause, openFor time.Duration) {
+	prev := b.epoch.Load()
+	e.gen, e.since = prev.gen+1, now
+	e.stir.Store(int64(now))
+	clear(b.out)
+	b.out, b.passed = b.out[:0], 0
+	b.publishLocked(e)
+	if prev.state == Closed && e.state == Closed {
+		return
+	}
+	b.changed = true
+	b.seq++
+	if len(b.changes) == maxChanges {
+		b.changes = slices.Delete(b.changes, 0, 1)
+	}
+	b.changes = append(b.changes, Change{
+		Scope: b.name, Seq: b.seq, At: now, From: prev.state, To: e.state,
+		Cause: cause, OpenFor: openFor, Rung: b.rung,
+	})
+	b.pending.Store(int32(len(b.changes)))
+}
+
+func (b *Breaker) publishLocked(e *epoch) {
+	word := e.gen << 1
+	if e.state == Closed {
+		word |= 1
+	}
+	b.epoch.Store(e)
+	b.word.Store(word)
+}
+
+// roomLocked sets the instant before which half-open admits nobody.
+func (b *Breaker) roomLocked(e *epoch, now time.Duration) {
+	e.stir.Store(int64(now))
+	if len(b.out) < min(b.cfg.Probes, b.cfg.Successes-b.passed) {
+		e.until.Store(math.MinInt64)
+		return
+	}
+	first := b.out[0].deadline
+	for _, p := range b.out[1:] {
+		first = min(first, p.deadline)
+	}
+	e.until.Store(int64(first))
+}
+
+// expireLocked ends the phase if a probe outlived its lease.
+func (b *Breaker) expireLocked(now time.Duration) {
+	for _, p := range b.out {
+		if p.deadline <= now {
+			b.settleLocked(now, p, lost)
+			return
+		}
+	}
+}
+
+func (b *Breaker) settleProbe(now time.Duration, p *probe, o outcome) {
+	b.mu.Lock()
+	defer b.unlock(now)
+	b.expireLocked(now)
+	b.settleLocked(now, p, o)
+}
+
+// outcome is what became of a probe.
+type outcome uint8
+
+const (
+	passed outcome = iota
+	failed
+	tooSlow
+	lost
+	excluded
+)
+
+// settleLocked settles p once, and only in its own generation.
+func (b *Breaker) settleLocked(now time.Duration, p *probe, o outcome) {
+	e := b.epoch.Load()
+	if p.settled || p.gen != e.gen {
+		return
+	}
+	p.settled = true
+	if i := slices.Index(b.out, p); i >= 0 {
+		b.out = slices.Delete(b.out, i, i+1)
+	}
+	switch o {
+	case excluded:
+		b.tellLocked(p, errExcluded)
+	case passed:
+		b.head, b.headFails = 0, 0
+		b.passed++
+		b.tellLocked(p, nil)
+		if b.byHand && b.passed >= b.cfg.Successes {
+			b.gb, b.judged = b.newGobreaker(), gobreaker.StateClosed
+		}
+		if b.judged == gobreaker.StateClosed {
+			b.closeLocked(now, CauseProbe)
+			return
+		}
+	default:
+		if p.head == b.head {
+			b.headFails++
+		} else {
+			b.head, b.headFails = p.head, 1
+		}
+		b.tellLocked(p, errFailed)
+		if b.byHand {
+			b.gb = b.trippedGobreaker()
+		}
+		b.climbLocked()
+		b.openLocked(now, probeCause[o], b.periodLocked(), false)
+		return
+	}
+	b.roomLocked(e, now)
+}
+
+var probeCause = [...]Cause{failed: CauseProbe, tooSlow: CauseSlow, lost: CauseLost}
+
+// tellLocked passes a probe's outcome to gobreaker, whose answer is in judged.
+func (b *Breaker) tellLocked(p *probe, err error) {
+	if p.done != nil {
+		p.done(err)
+	}
+}
+
+// votes reports whether the breaker counts as not closed for a parent: it is
+// not, and something was there to probe with in the last Cap.
+func (b *Breaker) votes(now time.Duration) bool {
+	e := b.epoch.Load()
+	if e.state == Closed {
+		return false
+	}
+	return now < later(time.Duration(max(e.until.Load(), e.stir.Load())), b.cfg.Cap)
+}
+
+// spent reports whether the breaker holds nothing worth keeping.
+func (b *Breaker) spent(now time.Duration) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	e := b.epoch.Load()
+	if e.state != Closed {
+		last := time.Duration(max(e.until.Load(), e.stir.Load()))
+		return len(b.out) == 0 && now >= later(last, b.cfg.Memory)
+	}
+	w := b.win
+	w.roll(now)
+	return w.bad == 0 && b.rungLocked(now) == 0
+}

@@ -1,0 +1,782 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package breaker
+
+import (
+	"math"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/sony/gobreaker/v2"
+)
+
+// bothClocks runs f with a real clock under gobreaker and with one that stands
+// still, so that both ways of judging a half-open phase are tested.
+func bothClocks(t *testing.T, f func(t *testing.T)) {
+	t.Helper()
+	t.Run("clock runs", f)
+	t.Run("clock stands", func(t *testing.T) { synctest.Test(t, f) })
+}
+
+func TestLadderIsExact(t *testing.T) {
+	bothClocks(t, func(t *testing.T) {
+		b := must(t, Config{})
+		now := 5 * sec
+		trip(t, b, now)
+		want := []time.Duration{
+			100 * ms, 200 * ms, 400 * ms, 800 * ms, 1600 * ms, 3200 * ms, 6400 * ms, 12800 * ms, 25600 * ms,
+			30 * sec, 30 * sec, 30 * sec, 30 * sec,
+		}
+		for n, d := range want {
+			if r := refused(t, b, now+d-1); r.Until != now+d || r.State != Open || r.Scope != "scope" {
+				t.Fatalf("period %d: refusal %+v, want until %v", n+1, r, now+d)
+			}
+			now += d
+			b.Failure(now, admit(t, b, now), true)
+		}
+		if got := b.Snapshot(now).Rung; got != 10 {
+			t.Errorf("rung %d after a long outage, want 10: the first at the cap", got)
+		}
+	})
+}
+
+func TestPeriod(t *testing.T) {
+	for _, c := range []struct {
+		base, limit time.Duration
+		n           int
+		want        time.Duration
+	}{
+		{100 * ms, 30 * sec, 0, 100 * ms},
+		{100 * ms, 30 * sec, 1, 100 * ms},
+		{100 * ms, 30 * sec, 9, 25600 * ms},
+		{100 * ms, 30 * sec, 10, 30 * sec},
+		{100 * ms, 30 * sec, 38, 30 * sec},
+		{100 * ms, 30 * sec, 63, 30 * sec},
+		{100 * ms, 30 * sec, 64, 30 * sec},
+		{100 * ms, 30 * sec, 65, 30 * sec},
+		{100 * ms, 30 * sec, math.MaxInt, 30 * sec},
+		{1, never, 63, 1 << 62},
+		{1, never, 64, never},
+		{3, never, 63, never},
+		{sec, sec, 1, sec},
+	} {
+		if got := period(c.base, c.limit, c.n); got != c.want {
+			t.Errorf("period(%v, %v, %d) = %v, want %v", c.base, c.limit, c.n, got, c.want)
+		}
+	}
+}
+
+func TestLadderSurvivesAClose(t *testing.T) {
+	bothClocks(t, func(t *testing.T) {
+		b := must(t, Config{Memory: 10 * sec})
+		now := sec
+		trip(t, b, now)
+		for range 4 { // to rung 5, 1.6 s
+			now = refused(t, b, now).Until
+			b.Failure(now, admit(t, b, now), true)
+		}
+		now = refused(t, b, now).Until
+		reclose(t, b, now)
+		if got := b.Snapshot(now).Rung; got != 4 {
+			t.Fatalf("rung %d after the close, want 4: one step down", got)
+		}
+		now += 10 * sec
+		trip(t, b, now)
+		if got := refused(t, b, now).Until - now; got != 800*ms {
+			t.Fatalf("a trip within Memory opens for %v, want 800ms", got)
+		}
+		now = refused(t, b, now).Until
+		reclose(t, b, now)
+		now += 10*sec + 1
+		if got := b.Snapshot(now).Rung; got != 0 {
+			t.Fatalf("rung %d after Memory, want 0", got)
+		}
+		trip(t, b, now)
+		if got := refused(t, b, now).Until - now; got != 100*ms {
+			t.Fatalf("a trip after Memory opens for %v, want 100ms", got)
+		}
+	})
+}
+
+func TestJitter(t *testing.T) {
+	for _, c := range []struct {
+		u    float64
+		want time.Duration
+	}{{0, 80 * ms}, {0.5, 100 * ms}, {0.75, 110 * ms}} {
+		b := must(t, Config{Jitter: 0.2}, WithRand(func() float64 { return c.u }))
+		trip(t, b, 0)
+		if got := refused(t, b, 0).Until; got.Round(time.Microsecond) != c.want {
+			t.Errorf("u = %v: open for %v, want %v", c.u, got, c.want)
+		}
+	}
+}
+
+// A result of an older generation changes nothing.
+func TestLateResults(t *testing.T) {
+	bothClocks(t, func(t *testing.T) {
+		b := must(t, Config{Successes: 2, Probes: 2})
+		old := enter(t, b)
+		trip(t, b, 0)
+		for range 100 {
+			b.Success(0, old)
+			b.Failure(0, old, true)
+			b.Slow(0, old, true)
+			b.Exclude(0, old)
+		}
+		if s := b.Snapshot(0); s.State != Open || s.Until != 100*ms || s.Rung != 1 {
+			t.Fatalf("late results moved it: %+v", s)
+		}
+		p, q := admit(t, b, 100*ms), admit(t, b, 100*ms)
+		b.Success(100*ms, old)
+		b.Success(100*ms, old)
+		state(t, b, 100*ms, HalfOpen)
+		b.Failure(100*ms, p, true)
+		b.Success(100*ms, q)
+		b.Failure(100*ms, q, true)
+		if s := b.Snapshot(100 * ms); s.State != Open || s.Rung != 2 || s.Until != 300*ms {
+			t.Fatalf("a probe of the last phase moved it: %+v", s)
+		}
+		admit(t, b, 300*ms)
+		b.Success(300*ms, q) // not of this phase either
+		b.Failure(300*ms, p, true)
+		if s := b.Snapshot(300 * ms); s.State != HalfOpen || s.ProbesPassed != 0 || s.ProbesOut != 1 {
+			t.Fatalf("a probe of the last phase settled in this one: %+v", s)
+		}
+		b.ForceClosed(300*ms, "test")
+		for range 100 {
+			b.Success(300*ms, old)
+			b.Failure(300*ms, old, true)
+			b.Success(300*ms, q)
+			b.Failure(300*ms, p, true)
+		}
+		if s := b.Snapshot(300 * ms); s.State != Closed || s.Successes+s.Failures != 0 || s.Run != 0 {
+			t.Fatalf("late results count in the next closed period: %+v", s)
+		}
+	})
+}
+
+func TestProbeSettlesOnce(t *testing.T) {
+	bothClocks(t, func(t *testing.T) {
+		b := must(t, Config{Successes: 3, Probes: 3})
+		trip(t, b, 0)
+		p := admit(t, b, sec)
+		for range 10 {
+			b.Success(sec, p)
+		}
+		if s := b.Snapshot(sec); s.State != HalfOpen || s.ProbesPassed != 1 || s.ProbesOut != 0 {
+			t.Fatalf("one probe settled ten times: %+v", s)
+		}
+		b.Failure(sec, p, true)
+		b.Exclude(sec, p)
+		if s := b.Snapshot(sec); s.State != HalfOpen || s.ProbesPassed != 1 {
+			t.Fatalf("a settled probe was settled again: %+v", s)
+		}
+		q := admit(t, b, sec)
+		b.Exclude(sec, q)
+		b.Success(sec, q)
+		if s := b.Snapshot(sec); s.ProbesPassed != 1 {
+			t.Fatalf("an excluded probe counted: %+v", s)
+		}
+	})
+}
+
+func TestProbeWidth(t *testing.T) {
+	bothClocks(t, func(t *testing.T) {
+		b := must(t, Config{Probes: 3, Successes: 4, Lease: 7 * sec})
+		trip(t, b, 0)
+		a := admit(t, b, sec)
+		admit(t, b, 2*sec)
+		admit(t, b, 3*sec)
+		if r := refused(t, b, 3*sec); r.State != HalfOpen || r.Until != 8*sec || r.Cause != CauseRun {
+			t.Fatalf("full: %+v", r)
+		}
+		b.Success(3*sec, a)
+		d := admit(t, b, 3*sec)
+		if r := refused(t, b, 3*sec); r.Until != 9*sec {
+			t.Fatalf("until %v, want the earliest lease that is left, 9s", r.Until)
+		}
+		b.Success(3*sec, d)
+		// Two passed, two out, two missing: a fourth probe has nothing to decide.
+		refused(t, b, 3*sec)
+	})
+}
+
+func TestExcludedProbesDoNotWedge(t *testing.T) {
+	bothClocks(t, func(t *testing.T) {
+		b := must(t, Config{})
+		trip(t, b, 0)
+		for range 1000 {
+			b.Exclude(sec, admit(t, b, sec))
+		}
+		if s := b.Snapshot(sec); s.State != HalfOpen || s.Rung != 1 || s.ProbesPassed != 0 {
+			t.Fatalf("%+v", s)
+		}
+		reclose(t, b, sec)
+	})
+}
+
+func TestExcludedCallsDoNotCount(t *testing.T) {
+	b := must(t, Config{})
+	for range 4 {
+		b.Failure(0, enter(t, b), true)
+	}
+	for range 1000 {
+		b.Exclude(0, enter(t, b))
+	}
+	if s := b.Snapshot(0); s.Successes != 0 || s.Failures != 4 || s.Run != 4 {
+		t.Fatalf("%+v", s)
+	}
+	b.Failure(0, enter(t, b), true)
+	state(t, b, 0, Open)
+}
+
+func TestLostProbe(t *testing.T) {
+	bothClocks(t, func(t *testing.T) {
+		for name, how := range map[string]func(*Breaker, time.Duration){
+			"Tick":  func(b *Breaker, now time.Duration) { b.Tick(now) },
+			"Admit": func(b *Breaker, now time.Duration) { b.Admit(now, 1) },
+		} {
+			b := must(t, Config{Lease: 5 * sec})
+			trip(t, b, 0)
+			p, _ := b.Admit(sec, 9)
+			how(b, 6*sec-1)
+			state(t, b, 6*sec-1, HalfOpen)
+			how(b, 6*sec)
+			if s := b.Snapshot(6 * sec); s.State != Open || s.Cause != CauseLost || s.Rung != 2 {
+				t.Fatalf("%s: a lost probe holds its slot: %+v", name, s)
+			}
+			b.Success(6*sec, p)
+			b.Success(7*sec, p)
+			state(t, b, 7*sec, Open)
+		}
+		// A result that comes as late as that is a loss, whoever looks first.
+		b := must(t, Config{Lease: 5 * sec, Successes: 1})
+		trip(t, b, 0)
+		p := admit(t, b, sec)
+		b.Success(6*sec, p)
+		state(t, b, 6*sec, Open)
+	})
+}
+
+func TestSuspect(t *testing.T) {
+	bothClocks(t, func(t *testing.T) {
+		b := must(t, Config{})
+		trip(t, b, 0)
+		now := time.Duration(0)
+		failWith := func(head uint64) {
+			now += 30 * sec
+			p, r := b.Admit(now, head)
+			if !r.OK() {
+				t.Fatalf("refused: %+v", r)
+			}
+			b.Failure(now, p, false)
+		}
+		failWith(7)
+		failWith(7)
+		if b.Suspect(7) {
+			t.Fatal("suspect after two")
+		}
+		failWith(8)
+		failWith(7)
+		failWith(7)
+		if b.Suspect(7) || b.Suspect(8) {
+			t.Fatal("another head does not start over")
+		}
+		failWith(7)
+		if !b.Suspect(7) || b.Suspect(8) || b.Suspect(0) {
+			t.Fatal("not suspect after three in a row")
+		}
+		now += 30 * sec
+		p, _ := b.Admit(now, 7)
+		b.Exclude(now, p)
+		if !b.Suspect(7) {
+			t.Fatal("an excluded probe cleared it")
+		}
+		p, _ = b.Admit(now, 7)
+		b.Success(now, p)
+		if b.Suspect(7) {
+			t.Fatal("a success did not clear it")
+		}
+		b.Exclude(now, admit(t, b, now))
+		for range 5 {
+			failWith(0)
+		}
+		if b.Suspect(0) {
+			t.Fatal("no identity, yet suspect")
+		}
+	})
+}
+
+func TestForce(t *testing.T) {
+	bothClocks(t, func(t *testing.T) {
+		for name, prepare := range map[string]func(b *Breaker) []Token{
+			"closed":   func(b *Breaker) []Token { return nil },
+			"inflight": func(b *Breaker) []Token { return []Token{enter(t, b), enter(t, b)} },
+			"open":     func(b *Breaker) []Token { k := enter(t, b); trip(t, b, 0); return []Token{k} },
+			"half-open": func(b *Breaker) []Token {
+				k := enter(t, b)
+				trip(t, b, 0)
+				return []Token{k, admit(t, b, sec), admit(t, b, sec)}
+			},
+		} {
+			b := must(t, Config{Successes: 2, Probes: 2})
+			old := prepare(b)
+			b.Force(sec, 10*sec, "storm")
+			for range 10 {
+				for _, k := range old {
+					b.Success(sec, k)
+				}
+			}
+			if _, ok := b.Enter(); ok {
+				t.Fatalf("%s: Enter during a force", name)
+			}
+			if r := refused(t, b, 11*sec-1); r.Until != 11*sec || r.Cause != "storm" {
+				t.Fatalf("%s: %+v", name, r)
+			}
+			for _, k := range old {
+				b.Success(11*sec, k)
+			}
+			state(t, b, 11*sec, Open)
+			if !admit(t, b, 11*sec).Probe() {
+				t.Fatalf("%s: not a probe", name)
+			}
+		}
+	})
+}
+
+func TestForceExtendsAndNeverShortens(t *testing.T) {
+	b := must(t, Config{})
+	b.Force(0, 10*sec, "a")
+	b.Force(sec, sec, "b")
+	if r := refused(t, b, 5*sec); r.Until != 10*sec || r.Cause != "a" {
+		t.Fatalf("%+v", r)
+	}
+	b.Force(sec, 20*sec, "c")
+	if r := refused(t, b, 5*sec); r.Until != 21*sec || r.Cause != "c" {
+		t.Fatalf("%+v", r)
+	}
+	b.Force(2*sec, 0, "d")
+	b.Force(2*sec, sec, "e")
+	b.Force(2*sec, -1, "f")
+	if r := refused(t, b, never-1); r.Until != never || r.Cause != "d" {
+		t.Fatalf("%+v", r)
+	}
+	b.Force(sec, never-1, "overflow")
+	refused(t, b, never-1)
+	b.Release(3 * sec)
+	b.Release(3 * sec)
+	state(t, b, 3*sec, HalfOpen)
+	reclose(t, b, 3*sec)
+	b.Release(3 * sec)
+	state(t, b, 3*sec, Closed)
+	trip(t, b, 4*sec)
+	b.Release(4 * sec) // not a force
+	state(t, b, 4*sec, Open)
+	// A force over an open period of the same length is a force all the same.
+	b.Force(4*sec, 100*ms, "g")
+	if s := b.Snapshot(4 * sec); !s.Forced || s.Cause != "g" {
+		t.Fatalf("%+v", s)
+	}
+}
+
+func TestForceClosed(t *testing.T) {
+	bothClocks(t, func(t *testing.T) {
+		b := must(t, Config{})
+		b.Failure(0, enter(t, b), true)
+		b.ForceClosed(0, "operator")
+		if s := b.Snapshot(0); s.State != Closed || s.Failures != 0 || s.Run != 0 {
+			t.Fatalf("%+v", s)
+		}
+		trip(t, b, 0)
+		b.Failure(sec, admit(t, b, sec), true)
+		b.ForceClosed(sec, "operator")
+		if s := b.Snapshot(sec); s.State != Closed || s.Rung != 0 || s.Cause != "" {
+			t.Fatalf("%+v", s)
+		}
+		trip(t, b, sec)
+		if got := refused(t, b, sec).Until; got != sec+100*ms {
+			t.Fatalf("the ladder went on to %v", got)
+		}
+		b.Force(sec, 0, "storm")
+		b.ForceClosed(2*sec, "operator")
+		trip(t, b, 2*sec)
+		reclose(t, b, 3*sec)
+	})
+}
+
+func TestTrip(t *testing.T) {
+	bothClocks(t, func(t *testing.T) {
+		b := must(t, Config{})
+		k := enter(t, b)
+		b.Trip(0, "witness")
+		b.Trip(50*ms, "again")
+		b.Success(50*ms, k)
+		if r := refused(t, b, 100*ms-1); r.Cause != "witness" || r.Until != 100*ms {
+			t.Fatalf("%+v", r)
+		}
+		p := admit(t, b, 100*ms)
+		b.Trip(150*ms, "witness 2")
+		b.Success(150*ms, p)
+		if r := refused(t, b, 150*ms); r.Cause != "witness 2" || r.Until != 350*ms {
+			t.Fatalf("half-open: %+v", r)
+		}
+		reclose(t, b, 350*ms)
+	})
+}
+
+func TestRunNeedsTwoDeliveries(t *testing.T) {
+	retries := func(b *Breaker, n int) {
+		for range n {
+			b.Failure(0, enter(t, b), false)
+		}
+	}
+	b := must(t, Config{})
+	b.Failure(0, enter(t, b), true)
+	retries(b, 1000)
+	state(t, b, 0, Closed) // one poison message, retried in place
+	b.Failure(0, enter(t, b), true)
+	if s := b.Snapshot(0); s.State != Open || s.Cause != CauseRun {
+		t.Fatalf("the second delivery did not trip: %+v", s)
+	}
+
+	b = must(t, Config{})
+	retries(b, 4) // of a delivery whose first attempt was before a success
+	state(t, b, 0, Closed)
+	b.Failure(0, enter(t, b), true)
+	state(t, b, 0, Open)
+
+	b = must(t, Config{})
+	for range 4 {
+		b.FailureOf(0, enter(t, b), false, 7)
+	}
+	b.FailureOf(0, enter(t, b), false, 8)
+	state(t, b, 0, Open)
+
+	b = must(t, Config{})
+	for range 100 {
+		b.FailureOf(0, enter(t, b), false, 7)
+	}
+	state(t, b, 0, Closed)
+
+	b = must(t, Config{NoRun: true, MinSample: 1000})
+	for range 999 {
+		b.Failure(0, enter(t, b), true)
+	}
+	state(t, b, 0, Closed)
+}
+
+func TestSuccessEndsARun(t *testing.T) {
+	for name, succeed := range map[string]func(*Breaker) func(){
+		"token": func(b *Breaker) func() { return func() { b.Success(0, enter(t, b)) } },
+		"attached": func(b *Breaker) func() {
+			var n uint64
+			b.Attach(func() uint64 { return n })
+			return func() { n++ }
+		},
+		"detached": func(b *Breaker) func() {
+			return func() {
+				var n uint64
+				detach := b.Attach(func() uint64 { return n })
+				n++
+				detach()
+				detach()
+			}
+		},
+	} {
+		b := must(t, Config{MinSample: 1000})
+		ok := succeed(b)
+		for range 20 {
+			for range 4 {
+				b.Failure(0, enter(t, b), true)
+			}
+			ok()
+			if s := b.Snapshot(0); s.State != Closed || s.Run != 0 {
+				t.Fatalf("%s: %+v", name, s)
+			}
+		}
+		if s := b.Snapshot(0); s.Successes != 20 || s.Failures != 80 {
+			t.Fatalf("%s: %+v", name, s)
+		}
+	}
+}
+
+// One poison message in a hundred, tried five times, is 1 % and not 4.8 %.
+func TestOnlyFirstAttemptsCountInTheRate(t *testing.T) {
+	b := must(t, Config{Plain: true, Ratio: 0.04})
+	for i := range 10_000 {
+		now := time.Duration(i) * ms
+		if i%100 != 0 {
+			b.Success(now, enter(t, b))
+			continue
+		}
+		for attempt := range 5 {
+			b.Failure(now, enter(t, b), attempt == 0)
+			b.Success(now, enter(t, b)) // of its neighbours, so that there is no run
+		}
+	}
+	if s := b.Snapshot(10 * sec); s.Failures != 100 || s.Ratio > 0.011 {
+		t.Fatalf("%+v", s)
+	}
+}
+
+func TestRate(t *testing.T) {
+	// 19 of 20 succeeded: at the limit, not above it.
+	b := must(t, Config{Plain: true})
+	for range 19 {
+		b.Success(0, enter(t, b))
+	}
+	b.Failure(0, enter(t, b), true)
+	state(t, b, 0, Closed)
+	b.Failure(0, enter(t, b), true)
+	if s := b.Snapshot(0); s.State != Open || s.Cause != CauseRate {
+		t.Fatalf("2 of 21: %+v", s)
+	}
+	// The same with confidence is noise.
+	b = must(t, Config{})
+	for range 18 {
+		b.Success(0, enter(t, b))
+	}
+	for range 3 {
+		b.Failure(0, enter(t, b), true)
+	}
+	if s := b.Snapshot(0); s.State != Closed || s.Bound > 0.05 || s.Ratio < 0.14 {
+		t.Fatalf("3 of 21: %+v", s)
+	}
+	// Below MinSample nothing is judged.
+	b = must(t, Config{NoRun: true})
+	for range 19 {
+		b.Failure(0, enter(t, b), true)
+	}
+	state(t, b, 0, Closed)
+	b.Failure(0, enter(t, b), true)
+	state(t, b, 0, Open)
+}
+
+func TestWindowSlides(t *testing.T) {
+	b := must(t, Config{NoRun: true})
+	for range 19 {
+		b.Failure(sec/2, enter(t, b), true)
+	}
+	// In the last bucket that still sees it, then in the first that does not.
+	if s := b.Snapshot(60*sec - 1); s.Failures != 19 {
+		t.Fatalf("%+v", s)
+	}
+	if s := b.Snapshot(60 * sec); s.Failures != 0 {
+		t.Fatalf("%+v", s)
+	}
+	b.Failure(60*sec, enter(t, b), true)
+	state(t, b, 60*sec, Closed)
+	if s := b.Snapshot(1000 * time.Hour); s.Failures != 0 {
+		t.Fatalf("%+v", s)
+	}
+	// An edge belongs to the bucket it begins.
+	b = must(t, Config{})
+	b.Failure(sec, enter(t, b), true)
+	if s := b.Snapshot(61*sec - 1); s.Failures != 1 {
+		t.Fatalf("%+v", s)
+	}
+	if s := b.Snapshot(61 * sec); s.Failures != 0 {
+		t.Fatalf("%+v", s)
+	}
+}
+
+func TestAttach(t *testing.T) {
+	b := must(t, Config{NoRun: true})
+	var n uint64 = 1000 // what it counted before is not ours
+	detach := b.Attach(func() uint64 { return n })
+	n += 10
+	b.Tick(sec) // booked before the edge
+	n += 5
+	if s := b.Snapshot(sec); s.Successes != 15 {
+		t.Fatalf("%+v", s)
+	}
+	if s := b.Snapshot(60 * sec); s.Successes != 5 {
+		t.Fatalf("a minute on: %+v", s)
+	}
+	n = 3 // restarted
+	b.Tick(2 * sec)
+	n = 4
+	if s := b.Snapshot(2 * sec); s.Successes != 11 {
+		t.Fatalf("after a restart: %+v", s)
+	}
+	detach()
+	n = 1000
+	if s := b.Snapshot(2 * sec); s.Successes != 11 {
+		t.Fatalf("after detach: %+v", s)
+	}
+	// What succeeds while the breaker is not closed is not in the next window.
+	detach = b.Attach(func() uint64 { return n })
+	defer detach()
+	b.Trip(3*sec, "test")
+	n += 100
+	reclose(t, b, 4*sec)
+	if s := b.Snapshot(4 * sec); s.Successes != 0 {
+		t.Fatalf("after a close: %+v", s)
+	}
+}
+
+func TestSlow(t *testing.T) {
+	b := must(t, Config{})
+	for range 5 {
+		k := enter(t, b)
+		b.Slow(10*sec, k, true)
+		b.Exclude(90*sec, k)
+	}
+	if s := b.Snapshot(10 * sec); s.State != Open || s.Cause != CauseSlow {
+		t.Fatalf("%+v", s)
+	}
+	bothClocks(t, func(t *testing.T) {
+		b := must(t, Config{Successes: 1})
+		trip(t, b, 0)
+		p := admit(t, b, sec)
+		b.Slow(11*sec, p, false)
+		b.Success(12*sec, p)
+		if s := b.Snapshot(12 * sec); s.State != Open || s.Cause != CauseSlow || s.Rung != 2 {
+			t.Fatalf("%+v", s)
+		}
+	})
+}
+
+// A dependency hangs for 90 s, a hundred calls a second begin for a minute.
+// gobreaker alone books each failure at its admission, which has left its
+// window by then, and never trips.
+func TestHangDifferential(t *testing.T) {
+	const gap, hang, n = 10 * ms, 90 * sec, 6000
+
+	synctest.Test(t, func(t *testing.T) {
+		raw := gobreaker.NewTwoStepCircuitBreaker[struct{}](gobreaker.Settings{
+			Interval: 60 * sec, BucketPeriod: sec,
+			ReadyToTrip: func(c gobreaker.Counts) bool {
+				return c.TotalFailures+c.TotalSuccesses >= 20 && c.TotalFailures*20 > c.TotalFailures+c.TotalSuccesses
+			},
+		})
+		var done []func(error)
+		for range n {
+			f, err := raw.Allow()
+			if err != nil {
+				t.Fatal("gobreaker tripped on calls that have not returned")
+			}
+			done = append(done, f)
+			time.Sleep(gap)
+		}
+		time.Sleep(hang - 60*sec)
+		for _, f := range done {
+			f(errFailed)
+			time.Sleep(gap)
+		}
+		if raw.State() != gobreaker.StateClosed {
+			t.Fatal("gobreaker trips on a hang by itself now: the early report may not be needed")
+		}
+	})
+
+	b := must(t, Config{Slow: 2 * sec})
+	var began []time.Duration
+	var tokens []Token
+	reported, trippedAt := 0, time.Duration(0)
+	for now := gap; now <= 60*sec && trippedAt == 0; now += gap {
+		if k, ok := b.Enter(); ok {
+			began, tokens = append(began, now), append(tokens, k)
+		}
+		if now%sec == 0 { // one sweep
+			b.Tick(now)
+			for ; reported < len(began) && now-began[reported] >= b.Config().Slow; reported++ {
+				b.Slow(now, tokens[reported], true)
+			}
+		}
+		if !b.Closed() {
+			trippedAt = now
+		}
+	}
+	if trippedAt == 0 || trippedAt > 3*sec || len(began) > 300 {
+		t.Fatalf("tripped at %v with %d admitted, want within the slow limit and one sweep", trippedAt, len(began))
+	}
+}
+
+func TestSnapshotChangesNothing(t *testing.T) {
+	b := must(t, Config{})
+	b.Failure(0, enter(t, b), true)
+	if s := b.Snapshot(time.Hour); s.Failures != 0 {
+		t.Fatalf("%+v", s)
+	}
+	if s := b.Snapshot(0); s.Failures != 1 {
+		t.Fatalf("looking ahead rolled the window: %+v", s)
+	}
+	trip(t, must(t, Config{}), 0)
+	b.Trip(0, "test")
+	b.Changes(nil)
+	if s := b.Snapshot(time.Hour); s.State != Open || s.Until != 100*ms || s.Cause != "test" {
+		t.Fatalf("%+v", s)
+	}
+	if c := b.Changes(nil); len(c) != 0 {
+		t.Fatalf("looking changed the state: %+v", c)
+	}
+	b.Admit(time.Hour, 0)
+	if s := b.Snapshot(100 * time.Hour); s.State != HalfOpen || s.ProbesOut != 1 {
+		t.Fatalf("looking expired a lease: %+v", s)
+	}
+}
+
+func TestChanges(t *testing.T) {
+	b := must(t, Config{Successes: 1})
+	b.Trip(sec, "x")
+	b.Success(2*sec, admit(t, b, 2*sec))
+	want := []Change{
+		{"scope", 1, sec, Closed, Open, "x", 100 * ms, 1},
+		{"scope", 2, 2 * sec, Open, HalfOpen, "x", 0, 1},
+		{"scope", 3, 2 * sec, HalfOpen, Closed, CauseProbe, 0, 0},
+	}
+	got := b.Changes(nil)
+	if len(got) != len(want) {
+		t.Fatalf("%+v", got)
+	}
+	for i := range want {
+		if got[i] != want[i] {
+			t.Errorf("change %d: %+v, want %+v", i, got[i], want[i])
+		}
+	}
+	if got = b.Changes(got[:0]); len(got) != 0 {
+		t.Fatalf("drained twice: %+v", got)
+	}
+	for range 100 {
+		b.Force(sec, 0, "y")
+		b.ForceClosed(sec, "z")
+	}
+	got = b.Changes(nil)
+	if len(got) != maxChanges || got[0].Seq != 3+200-maxChanges+1 || got[maxChanges-1].Seq != 203 {
+		t.Fatalf("%d kept, from %d", len(got), got[0].Seq)
+	}
+}
+
+// Out-of-order clocks must not corrupt the sums.
+func TestClockMayLagBehind(t *testing.T) {
+	b := must(t, Config{NoRun: true, MinSample: 1000})
+	b.Failure(100*sec, enter(t, b), true)
+	b.Failure(99*sec, enter(t, b), true)
+	b.Failure(0, enter(t, b), true)
+	if s := b.Snapshot(100 * sec); s.Failures != 3 {
+		t.Fatalf("%+v", s)
+	}
+	if s := b.Snapshot(never); s.Failures != 0 {
+		t.Fatalf("%+v", s)
+	}
+}
+
+func TestWilson(t *testing.T) {
+	for _, c := range []struct {
+		bad, n uint64
+		z      float64
+		want   float64
+	}{
+		{0, 0, 3, 0},
+		{0, 20, 3, 0},
+		{20, 20, 3, 20.0 / 29},
+		{1, 20, 0, 0.05},
+		{5, 10, 1.96, 0.23659}, // a textbook value
+	} {
+		if got := wilsonLow(c.bad, c.n, c.z); math.Abs(got-c.want) > 1e-5 {
+			t.Errorf("wilsonLow(%d, %d, %v) = %v, want %v", c.bad, c.n, c.z, got, c.want)
+		}
+	}
+}

@@ -1,0 +1,192 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package breaker
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"time"
+)
+
+// Config is what an operator may set from a file, a flag or the environment.
+// The zero value is valid and means the documented defaults.
+type Config struct {
+	// Window is how far back the failure ratio looks, sliding, in sixty
+	// buckets. In [1s, 1h]; unset means 60 s. A call that takes longer than
+	// Window is only seen through Slow.
+	Window time.Duration
+
+	// Ratio is the share of first attempts that may fail within Window. In
+	// (0, 1); unset means 0.05. The breaker opens above it, not at it.
+	Ratio float64
+
+	// Z is how many standard deviations of confidence the ratio needs: the
+	// lower end of the Wilson score interval is compared with Ratio. In
+	// (0, 10]; unset means 3. At 3, a dependency that fails 3 % practically
+	// never trips a 5 % limit; one that fails 10 % takes about a hundred
+	// deliveries, one that fails them all MinSample.
+	Z float64
+
+	// Plain compares the naked ratio, as if Z were 0. On small samples that
+	// trips on noise: at a true 3 %, about every second stretch of 12 000
+	// deliveries. It cannot be combined with Z.
+	Plain bool
+
+	// MinSample is how many outcomes the window must hold before the ratio is
+	// judged. In [1, 1000000]; unset means 20.
+	MinSample int
+
+	// Run is how many attempts in a row, over the whole scope and with no
+	// success between, open the breaker whatever the ratio. They must come
+	// from at least two deliveries, so that one poison message that is retried
+	// in place is not an outage. In [2, 1000000]; unset means 5.
+	Run int
+
+	// NoRun turns the rule of Run off. It cannot be combined with Run.
+	NoRun bool
+
+	// Base and Cap are the ladder of open periods: the n-th in a row lasts
+	// min(Cap, Base·2^(n-1)). Base in [1ms, 1h], unset means 100 ms; Cap in
+	// [Base, 24h], unset means 30 s, or Base if that is more.
+	Base, Cap time.Duration
+
+	// Jitter spreads every open period over ±Jitter of its length, so at most
+	// Cap·(1+Jitter). In [0, 0.5]; 0, the default, is exact.
+	Jitter float64
+
+	// Memory is how long the ladder survives a close. Each close steps one
+	// rung down; a trip within Memory of it opens for the rung it finds, a
+	// later one for the first. In [1ms, 24h]; unset means 60 s.
+	Memory time.Duration
+
+	// Successes is how many probes must succeed, with none failing, to close.
+	// In [1, 1000]; unset means 10.
+	Successes int
+
+	// Probes is how many probes may be out at once, though never more than
+	// are still missing to Successes. In [1, 64]; unset means 1. Above 1 an
+	// ordered source loses its order.
+	Probes int
+
+	// Lease is how long a probe may stay out. A probe that is not settled by
+	// then is lost (a panic, a Goexit, a hang) and counts as failed. In
+	// [1ms, 24h]; unset means 60 s.
+	Lease time.Duration
+
+	// Slow is the age at which the caller reports a call that still runs,
+	// through [Breaker.Slow]. The breaker itself does not measure it. It must
+	// be positive and below Window less one bucket, or the report would come
+	// when the window has moved on; unset means 10 s, or Window/6 if less.
+	Slow time.Duration
+
+	// PoisonAfter is how many probes in a row must fail with one head for it
+	// to be [Breaker.Suspect]. In [1, 1000000]; unset means 3.
+	PoisonAfter int
+}
+
+// WithDefaults returns c with every unset field replaced by its default.
+func (c Config) WithDefaults() Config {
+	def(&c.Window, 60*time.Second)
+	def(&c.Ratio, 0.05)
+	if !c.Plain {
+		def(&c.Z, 3)
+	}
+	def(&c.MinSample, 20)
+	if !c.NoRun {
+		def(&c.Run, 5)
+	}
+	def(&c.Base, 100*time.Millisecond)
+	def(&c.Cap, max(30*time.Second, c.Base))
+	def(&c.Memory, 60*time.Second)
+	def(&c.Successes, 10)
+	def(&c.Probes, 1)
+	def(&c.Lease, 60*time.Second)
+	def(&c.Slow, min(10*time.Second, c.Window/6))
+	def(&c.PoisonAfter, 3)
+	return c
+}
+
+func def[T comparable](field *T, value T) {
+	var zero T
+	if *field == zero {
+		*field = value
+	}
+}
+
+// Validate reports everything that is wrong with c at once, as an error that
+// is [ErrConfig], or nil. Unset fields are judged as their defaults.
+func (c Config) Validate() error {
+	var wrong []error
+	bad := func(field string, value any, want string) {
+		wrong = append(wrong, fmt.Errorf("%w: %s: %v is not in %s", ErrConfig, field, value, want))
+	}
+	span := func(field string, v, lo, hi time.Duration) {
+		if v < lo || v > hi {
+			bad(field, v, fmt.Sprintf("[%v, %v]", lo, hi))
+		}
+	}
+	count := func(field string, v, lo, hi int) {
+		if v < lo || v > hi {
+			bad(field, v, fmt.Sprintf("[%d, %d]", lo, hi))
+		}
+	}
+	if c.Plain && c.Z != 0 {
+		bad("Z", c.Z, "{0} with Plain")
+	}
+	if c.NoRun && c.Run != 0 {
+		bad("Run", c.Run, "{0} with NoRun")
+	}
+	c = c.WithDefaults()
+	span("Window", c.Window, time.Second, time.Hour)
+	if !(c.Ratio > 0 && c.Ratio < 1) {
+		bad("Ratio", c.Ratio, "(0, 1)")
+	}
+	if !c.Plain && !(c.Z > 0 && c.Z <= 10) {
+		bad("Z", c.Z, "(0, 10]")
+	}
+	count("MinSample", c.MinSample, 1, 1e6)
+	if !c.NoRun {
+		count("Run", c.Run, 2, 1e6)
+	}
+	span("Base", c.Base, time.Millisecond, time.Hour)
+	span("Cap", c.Cap, max(c.Base, time.Millisecond), 24*time.Hour)
+	if !(c.Jitter >= 0 && c.Jitter <= 0.5) {
+		bad("Jitter", c.Jitter, "[0, 0.5]")
+	}
+	span("Memory", c.Memory, time.Millisecond, 24*time.Hour)
+	count("Successes", c.Successes, 1, 1000)
+	count("Probes", c.Probes, 1, 64)
+	span("Lease", c.Lease, time.Millisecond, 24*time.Hour)
+	if limit := c.Window - c.Window/buckets; c.Slow <= 0 || c.Slow >= limit {
+		bad("Slow", c.Slow, fmt.Sprintf("(0s, %v), below Window less a bucket", limit))
+	}
+	count("PoisonAfter", c.PoisonAfter, 1, 1e6)
+	return errors.Join(wrong...)
+}
+
+// An Option supplies a collaborator that a config file cannot express.
+type Option interface{ apply(*options) }
+
+type options struct{ rand func() float64 }
+
+type optionFunc func(*options)
+
+func (f optionFunc) apply(o *options) { f(o) }
+
+// WithRand sets where jitter comes from: f returns numbers in [0, 1). It is
+// called once per open period, under the breaker's lock, and is not called
+// when Jitter is 0. The default is math/rand/v2; a simulation that must replay
+// gives its own.
+func WithRand(f func() float64) Option {
+	return optionFunc(func(o *options) { o.rand = f })
+}
+
+func buildOptions(opts []Option) options {
+	o := options{rand: rand.Float64}
+	for _, opt := range opts {
+		opt.apply(&o)
+	}
+	return o
+}

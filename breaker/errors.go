@@ -1,0 +1,25 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package breaker
+
+import "errors"
+
+var (
+	// ErrConfig means a configuration was refused. The text names every field
+	// that is wrong, its value and the allowed range.
+	ErrConfig = errors.New("breaker: config")
+
+	// ErrTooManyScopes means [Scopes.Leaf] was asked for one more scope than
+	// ScopesConfig.Limit. Nothing was created.
+	ErrTooManyScopes = errors.New("breaker: too many scopes")
+
+	// ErrPath means a scope path was empty, too long, or had an empty element.
+	ErrPath = errors.New("breaker: scope path")
+)
+
+// What gobreaker is told about a request.
+var (
+	errFailed   = errors.New("breaker: failed")
+	errExcluded = errors.New("breaker: excluded")
+)
