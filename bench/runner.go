@@ -1,0 +1,248 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"runtime"
+	"slices"
+	"time"
+)
+
+// A Group is what is measured together.
+type Group struct {
+	Name   string
+	About  string // one line for the help
+	Cases  []Case
+	Ratios []Ratio
+	Rounds int // unset means 9
+}
+
+// A Case is one thing to measure.
+type Case struct {
+	Name string
+	// Open prepares the case, once, before any round of the group.
+	Open func(context.Context) (Runner, error)
+	// N is how many operations a round does. Unset, a trial run finds the
+	// number that takes about Settings.Time.
+	N int
+}
+
+// A Runner is a case that is ready. All runners of a group are open at the same
+// time: one that leaves goroutines busy between its turns spoils the others'.
+type Runner struct {
+	// Do performs n operations, and is all that the clock and the allocation
+	// count see. Allocations are the process's: a case pays for its goroutines.
+	Do func(ctx context.Context, n int) error
+	// Close undoes Open; it may be nil.
+	Close func() error
+}
+
+// Kind says what a ratio compares.
+type Kind int
+
+const (
+	// Time is our time per operation over theirs: lower is better.
+	Time Kind = iota
+	// Throughput is our operations per second over theirs: higher is better.
+	Throughput
+)
+
+// A Ratio compares two cases of a group, round by round.
+type Ratio struct {
+	Name         string
+	Kind         Kind
+	Ours, Theirs string // names of cases
+}
+
+// Settings is what the command line decides.
+type Settings struct {
+	Rounds int           // 0 means the group's
+	Time   time.Duration // per case and round, about
+	Log    io.Writer     // progress; nil means none
+}
+
+// A sample is one case in one round.
+type sample struct {
+	ns, allocs float64 // per operation
+}
+
+// Run opens all cases, has them take turns and closes them.
+func (g Group) Run(ctx context.Context, set Settings) (_ Report, err error) {
+	if err := g.validate(); err != nil {
+		return Report{}, err
+	}
+	rounds := cmp.Or(set.Rounds, g.Rounds, 9)
+
+	runners := make([]Runner, len(g.Cases))
+	for i, c := range g.Cases {
+		runners[i], err = c.Open(ctx)
+		if err != nil {
+			return Report{}, fmt.Errorf("%s: open: %w", c.Name, err)
+		}
+		if runners[i].Close != nil {
+			defer func() {
+				if cerr := runners[i].Close(); cerr != nil {
+					err = errors.Join(err, fmt.Errorf("%s: close: %w", c.Name, cerr))
+				}
+			}()
+		}
+	}
+
+	ns := make([]int, len(g.Cases))
+	for i, c := range g.Cases {
+		if ns[i], err = c.operations(ctx, runners[i], set.Time); err != nil {
+			return Report{}, fmt.Errorf("%s: trial: %w", c.Name, err)
+		}
+	}
+
+	samples := make([][]sample, len(g.Cases))
+	for r := range rounds {
+		if set.Log != nil {
+			fmt.Fprintf(set.Log, "round %d of %d\n", r+1, rounds)
+		}
+		for _, i := range turns(r, len(g.Cases)) {
+			s, err := measure(ctx, runners[i], ns[i])
+			if err != nil {
+				return Report{}, fmt.Errorf("%s: round %d: %w", g.Cases[i].Name, r+1, err)
+			}
+			samples[i] = append(samples[i], s)
+		}
+	}
+	return g.report(samples), nil
+}
+
+// turns is the order of n cases in a round. It starts one case later each round,
+// so that none always follows the same one's garbage or goes first on a cool
+// processor.
+func turns(round, n int) []int {
+	order := make([]int, n)
+	for k := range order {
+		order[k] = (round + k) % n
+	}
+	return order
+}
+
+// measure gives one case one turn.
+func measure(ctx context.Context, r Runner, n int) (sample, error) {
+	if err := ctx.Err(); err != nil {
+		return sample{}, err
+	}
+	runtime.GC() // a case does not pay for the garbage of the one before
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	start := time.Now()
+	err := r.Do(ctx, n)
+	took := time.Since(start)
+	runtime.ReadMemStats(&after)
+	if err != nil {
+		return sample{}, err
+	}
+	return sample{
+		ns:     float64(took.Nanoseconds()) / float64(n),
+		allocs: float64(after.Mallocs-before.Mallocs) / float64(n),
+	}, nil
+}
+
+// operations finds how many operations take about d, and warms the case up.
+func (c Case) operations(ctx context.Context, r Runner, d time.Duration) (int, error) {
+	if c.N > 0 {
+		_, err := measure(ctx, r, c.N)
+		return c.N, err
+	}
+	for n := 1; ; {
+		s, err := measure(ctx, r, n)
+		if err != nil {
+			return 0, err
+		}
+		took := s.ns * float64(n)
+		if took >= float64(d)/2 || n >= 1e9 {
+			return max(1, int(float64(d)/max(s.ns, 1))), nil
+		}
+		// Small runs tell little, so grow at most a hundredfold.
+		n = max(n+1, min(100*n, int(float64(d)/max(s.ns, 1))))
+	}
+}
+
+// validate finds mistakes in the table, all at once.
+func (g Group) validate() error {
+	var problems []error
+	seen := map[string]bool{}
+	for _, c := range g.Cases {
+		if seen[c.Name] {
+			problems = append(problems, fmt.Errorf("two cases named %q", c.Name))
+		}
+		seen[c.Name] = true
+	}
+	ratios := map[string]bool{}
+	for _, r := range g.Ratios {
+		if ratios[r.Name] {
+			problems = append(problems, fmt.Errorf("two ratios named %q", r.Name))
+		}
+		ratios[r.Name] = true
+		for _, name := range []string{r.Ours, r.Theirs} {
+			if !seen[name] {
+				problems = append(problems, fmt.Errorf("ratio %q compares %q, which is no case", r.Name, name))
+			}
+		}
+	}
+	return errors.Join(problems...)
+}
+
+// report boils the samples down; samples[i] are case i's, one per round.
+func (g Group) report(samples [][]sample) Report {
+	rep := Report{Group: g.Name}
+	for i, c := range g.Cases {
+		rep.Results = append(rep.Results, Result{
+			Name:        c.Name,
+			NsPerOp:     median(each(samples[i], func(s sample) float64 { return s.ns })),
+			AllocsPerOp: median(each(samples[i], func(s sample) float64 { return s.allocs })),
+		})
+	}
+	index := func(name string) int {
+		return slices.IndexFunc(g.Cases, func(c Case) bool { return c.Name == name })
+	}
+	for _, r := range g.Ratios {
+		ours, theirs := samples[index(r.Ours)], samples[index(r.Theirs)]
+		perRound := make([]float64, len(ours))
+		for k := range ours {
+			perRound[k] = r.Kind.of(ours[k].ns, theirs[k].ns)
+		}
+		rep.Ratios = append(rep.Ratios, RatioResult{
+			Ratio: r, Median: median(perRound), Min: slices.Min(perRound), Max: slices.Max(perRound),
+		})
+	}
+	return rep
+}
+
+// of compares two times per operation.
+func (k Kind) of(ours, theirs float64) float64 {
+	if k == Throughput {
+		return theirs / ours
+	}
+	return ours / theirs
+}
+
+// median returns the middle value, or the mean of the two middle ones.
+// It does not change values, which must not be empty.
+func median(values []float64) float64 {
+	sorted := slices.Sorted(slices.Values(values))
+	mid := len(sorted) / 2
+	if len(sorted)%2 == 1 {
+		return sorted[mid]
+	}
+	return (sorted[mid-1] + sorted[mid]) / 2
+}
+
+func each(samples []sample, f func(sample) float64) []float64 {
+	values := make([]float64, len(samples))
+	for i, s := range samples {
+		values[i] = f(s)
+	}
+	return values
+}

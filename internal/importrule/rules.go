@@ -1,0 +1,235 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package importrule
+
+// Module is the import path that every pattern of a room is relative to.
+const Module = "github.com/stormguard-mq/stormguard"
+
+// A Room is a package and everything below it that has no room of its own.
+// Packages of one room may import each other.
+type Room struct {
+	Path string // relative to Module
+	// May lists what the room may import from this module: a room's path, or a
+	// path and "/..." for all rooms at and below it. Anything else is refused,
+	// so that a package nobody thought of is a question and not an accident.
+	May []string
+	// MayTest lists what its test files may import besides.
+	MayTest []string
+	Why     string
+}
+
+// A Ban keeps imports out of rooms whatever the other tables allow.
+type Ban struct {
+	Rooms   []string // as Room.May
+	Except  []string // as Room.May
+	Imports []string // import paths; "/..." takes all below as well
+	// Deep also refuses what the room's imports import, however far away.
+	Deep bool
+	// Tests also refuses the import in test files (never deep: what a test
+	// links is nobody's dependency).
+	Tests bool
+	Why   string
+}
+
+// A Home is where an outside library lives. The longest matching Imports wins,
+// so a part of a library can live elsewhere.
+type Home struct {
+	Imports string   // an import path and all below it
+	Rooms   []string // as Room.May
+	Tests   bool     // any room's test files may import it too
+	Why     string
+}
+
+// Rules is all that Check needs.
+type Rules struct {
+	Rooms []Room
+	Bans  []Ban
+	Homes []Home
+}
+
+// shipped are the rooms that a user's program can link, and so all that one of
+// our own programs may know.
+var shipped = []string{
+	"adapters/...", "console", "fleet", "guard/...", "limiter/...", "crdt/...",
+	"breaker/...", "dlq/...", "ringbuf/...",
+}
+
+// core are the rooms without brokers and without sockets.
+var core = []string{
+	"guard", "guard/guardtest", "limiter", "crdt", "breaker", "dlq", "dlq/redrive", "ringbuf",
+	"ringbuf/spill", "fleet",
+}
+
+// programs are the rooms with a main package.
+var programs = []string{"cmd/stormguard", "examples", "chaos"}
+
+// Ours are the rules of this module.
+var Ours = Rules{
+	Rooms: []Room{
+		{
+			Path: "cmd/stormguard", May: shipped,
+			Why: "the CLI wires what is below it; it is not an example and takes no part from one",
+		},
+		{
+			Path: "console", May: []string{"guard", "dlq", "dlq/redrive"}, MayTest: []string{"guard/guardtest"},
+			Why: "the console shows what guard and dlq decided and starts redrives; it decides nothing and knows no broker",
+		},
+		{
+			Path: "examples", May: shipped,
+			Why: "an example shows what a user can write, so it imports what a user can import",
+		},
+		{
+			Path: "chaos", May: shipped,
+			Why: "chaos drives fleets of real processes and simulated ones; the CLI it runs as a process",
+		},
+
+		{
+			Path: "adapters/kafka", May: []string{"guard", "dlq"}, MayTest: []string{"guard/guardtest"},
+			Why: "an adapter touches one broker and decides nothing; adapters never import each other",
+		},
+		{
+			Path: "adapters/amqp", May: []string{"guard", "dlq"}, MayTest: []string{"guard/guardtest"},
+			Why: "an adapter touches one broker and decides nothing; adapters never import each other",
+		},
+		{
+			Path: "adapters/nats", May: []string{"guard", "dlq"}, MayTest: []string{"guard/guardtest"},
+			Why: "an adapter touches one broker and decides nothing; adapters never import each other",
+		},
+		{
+			Path: "adapters/nethttp", May: []string{"guard"}, MayTest: []string{"guard/guardtest"},
+			Why: "an HTTP intake answers its caller and has no dead-letter queue of its own; adapters never import each other",
+		},
+
+		{
+			Path: "fleet", May: []string{"crdt", "limiter", "breaker", "dlq"},
+			MayTest: []string{"crdt/gossip"},
+			Why:     "what processes agree on implements interfaces that its users own; guard sees only those",
+		},
+		{
+			Path: "guard", May: []string{"limiter", "breaker", "dlq", "ringbuf"}, MayTest: []string{"guard/guardtest"},
+			Why: "the pipeline composes the leaves; brokers, transports and stores know the guard, never the reverse",
+		},
+		{
+			Path: "guard/guardtest", May: []string{"guard", "limiter", "breaker", "dlq", "ringbuf"},
+			Why: "one suite and an in-memory broker for every adapter, so it knows none of them",
+		},
+
+		{
+			Path: "limiter", May: []string{"crdt"},
+			Why: "the limiter keeps its books in crdt; how they travel is the transport's matter",
+		},
+		{Path: "limiter/redis", May: []string{"limiter"}, Why: "one outside library, behind the limiter's own interface"},
+		{Path: "limiter/limithttp", May: []string{"limiter"}, Why: "serves the limiter and nothing else"},
+		{Path: "limiter/limitgrpc", May: []string{"limiter"}, Why: "one outside library, in front of the limiter"},
+		{
+			Path: "crdt/gossip", May: []string{"crdt"},
+			Why: "gossip moves opaque named sections and must not know what is in them",
+		},
+
+		{Path: "crdt", Why: "a leaf: replicated data types and nothing of ours"},
+		{Path: "breaker", Why: "a leaf: usable without the rest"},
+		{Path: "breaker/etcd", May: []string{"breaker"}, Why: "an authority for those who want one, behind the breaker's own interface"},
+		{Path: "dlq", Why: "a leaf: records, budget and detector are usable without a guard"},
+		{Path: "dlq/archive", May: []string{"dlq"}, Why: "what archives share; the interface is in dlq"},
+		{
+			Path: "dlq/archive/sqlite", May: []string{"dlq", "dlq/archive"},
+			Why: "an archive implements dlq's interface; archives never import each other",
+		},
+		{
+			Path: "dlq/archive/postgres", May: []string{"dlq", "dlq/archive"},
+			Why: "an archive implements dlq's interface; archives never import each other",
+		},
+		{Path: "dlq/redrive", May: []string{"dlq"}, Why: "plans and lanes over an Archive, whichever it is and whoever sends"},
+		{Path: "ringbuf", Why: "a leaf: lanes and batches of anything"},
+		{Path: "ringbuf/spill", May: []string{"ringbuf"}, Why: "the same lane API on disk"},
+
+		{Path: "internal/importrule", Why: "reads import graphs; needs nothing of ours"},
+	},
+
+	Bans: []Ban{
+		{
+			Rooms: core, Deep: true, Tests: true,
+			Imports: []string{
+				"github.com/IBM/sarama/...", "github.com/rabbitmq/amqp091-go/...",
+				"github.com/nats-io/...", "github.com/twmb/franz-go/...",
+			},
+			Why: "only an adapter touches a broker; whoever imports the core must not link a client they do not use",
+		},
+		{
+			Rooms: []string{"guard", "guard/guardtest", "limiter", "crdt", "breaker", "dlq", "dlq/redrive", "ringbuf", "ringbuf/spill"},
+			Imports: []string{
+				"net", "net/http/...", "net/rpc/...", "os/exec",
+			},
+			Why: "the core opens no socket and starts no process, so that its tests run in a bubble and on virtual time",
+		},
+		{
+			Rooms: shipped, Deep: true,
+			Imports: []string{
+				"go.opentelemetry.io/otel/sdk/...", "go.opentelemetry.io/otel/exporters/...",
+				"github.com/spf13/cobra/...", "github.com/nats-io/nats-server/...",
+			},
+			Why: "a library measures through the OTel API; SDK, flags and servers are chosen by the program",
+		},
+		{
+			Rooms: append([]string{"cmd/stormguard"}, shipped...), Except: []string{"guard/guardtest"}, Deep: true,
+			Imports: []string{"testing/..."},
+			Why:     "nothing shipped links the testing package; the one package made for users' tests is guard/guardtest",
+		},
+		{
+			Rooms:   shipped,
+			Imports: []string{"flag", "log", "expvar", "net/http/pprof"},
+			Why:     "flags, the global logger and handlers registered by import belong to the program; a library takes a slog.Logger",
+		},
+		{
+			Rooms: append([]string{"cmd/stormguard"}, shipped...), Tests: true,
+			Imports: []string{"C"},
+			Why:     "everything builds with CGO_ENABLED=0 and cross-compiles",
+		},
+	},
+
+	Homes: []Home{
+		{Imports: "github.com/sony/gobreaker", Rooms: []string{"breaker"}, Why: "states, generations and the half-open judgement of a breaker"},
+		{Imports: "go.etcd.io/etcd", Rooms: []string{"breaker/etcd"}, Why: "the client of the authority"},
+		{Imports: "go.etcd.io/bbolt", Rooms: []string{"ringbuf/spill"}, Why: "the first store of the durable hold"},
+		{Imports: "github.com/hashicorp/memberlist", Rooms: []string{"crdt/gossip"}, Why: "membership and reliable push and pull"},
+
+		{
+			Imports: "github.com/IBM/sarama", Tests: true, Rooms: append([]string{"adapters/kafka"}, programs...),
+			Why: "the Kafka client; programs hand its types to the adapter",
+		},
+		{
+			Imports: "github.com/rabbitmq/amqp091-go", Tests: true, Rooms: append([]string{"adapters/amqp"}, programs...),
+			Why: "the RabbitMQ client; programs hand its types to the adapter",
+		},
+		{
+			Imports: "github.com/nats-io/nats.go", Tests: true, Rooms: append([]string{"adapters/nats"}, programs...),
+			Why: "the NATS client; programs hand its types to the adapter",
+		},
+		{
+			Imports: "github.com/nats-io/nats-server", Tests: true, Rooms: programs,
+			Why: "a broker inside the demo and the tests, so that they need no server; a library never starts one",
+		},
+
+		{
+			Imports: "go.opentelemetry.io/otel", Tests: true,
+			Rooms: append([]string{"guard/...", "adapters/...", "console", "fleet"}, programs...),
+			Why:   "the OTel API: instruments in guard, trace headers in adapters; leaves report through their own hooks",
+		},
+		{
+			Imports: "go.opentelemetry.io/otel/sdk", Tests: true, Rooms: programs,
+			Why: "which SDK, and how often it exports, is the program's choice",
+		},
+		{
+			Imports: "go.opentelemetry.io/otel/exporters", Tests: true, Rooms: programs,
+			Why: "where telemetry goes is the program's choice",
+		},
+
+		{Imports: "github.com/spf13/cobra", Rooms: []string{"cmd/stormguard"}, Why: "the CLI's commands and flags"},
+		{Imports: "github.com/spf13/pflag", Rooms: []string{"cmd/stormguard"}, Why: "the flag types that cobra takes"},
+
+		{Imports: "pgregory.net/rapid", Tests: true, Rooms: []string{"guard/guardtest"}, Why: "property tests"},
+		{Imports: "github.com/anishathalye/porcupine", Tests: true, Rooms: []string{"guard/guardtest"}, Why: "linearizability checks in tests"},
+		{Imports: "go.uber.org/goleak", Tests: true, Rooms: []string{"guard/guardtest"}, Why: "leak checks in each TestMain"},
+	},
+}
