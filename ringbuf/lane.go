@@ -1,0 +1,485 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package ringbuf
+
+import (
+	"context"
+	"sync"
+)
+
+// batch is how many messages are sized or encoded, and then placed, at a time.
+// batchBytes ends such a batch early when messages are large.
+const (
+	batch      = 64
+	batchBytes = 256 << 10
+)
+
+const minSlots = 4
+
+// slots is a circular buffer; its length is a power of two or 0.
+type slots[T any] struct {
+	v    []T
+	ends []int64 // with a Sizer: all bytes ever placed in the lane, up to and with this message
+}
+
+// A Lane is one ordered queue of a [Ring]. Several goroutines may put and
+// lease, but each Put's messages are in order only among themselves, so for
+// order there should be one producer.
+type Lane[T any] struct {
+	ring *Ring[T]
+	id   uint64
+
+	mu      sync.Mutex
+	err     error // why the lane takes no more calls, or nil
+	count   int   // messages held
+	leased  int   // how many of the first ones are under the open lease; 0 means no lease
+	lease   uint64
+	head    int // slot of the oldest message
+	peak    int // most messages held since the lane was last empty
+	slots   slots[T]
+	placed  int64 // bytes ever placed, with a Sizer
+	freed   int64 // bytes ever freed, with a Sizer
+	slab    *slab // with a Codec, instead of slots
+	blocked int   // Puts that wait, here or in Ring.writers
+	starved bool  // the oldest of writers starves
+	readers waitq // Leases that wait
+	writers waitq // Puts that wait for the lane's share
+	idle    waiters
+
+	_ [48]byte // to 256 bytes on 64-bit machines: two lanes never share a cache line
+}
+
+// ID returns the id that [Ring.Lane] was asked for.
+func (l *Lane[T]) ID() uint64 { return l.id }
+
+// Len returns how many messages the lane holds, leased ones included.
+func (l *Lane[T]) Len() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.count
+}
+
+func (l *Lane[T]) bytes() int64 {
+	if l.slab != nil {
+		return l.slab.held
+	}
+	return l.placed - l.freed
+}
+
+// Put places vs behind what the lane holds, in order, and waits while the ring
+// or the lane's share is full. It returns how many were placed; fewer than all
+// only with an error: that of ctx, [ErrTooLarge], [ErrClosed] or [ErrDropped].
+// Messages of other callers may come between those of one Put.
+//
+// A ctx that is done on entry places nothing. Waiting Puts are served oldest
+// first as room allows: a message may be overtaken by smaller ones, but not for
+// ever, unless callers of TryPut keep the ring full.
+func (l *Lane[T]) Put(ctx context.Context, vs ...T) (n int, err error) {
+	if err := ctx.Err(); err != nil {
+		return 0, err
+	}
+	return l.put(ctx, vs)
+}
+
+// TryPut is [Lane.Put] without waiting: it places as many of vs as fit and
+// returns [ErrFull] if the next one does not.
+func (l *Lane[T]) TryPut(vs ...T) (n int, err error) {
+	return l.put(nil, vs)
+}
+
+// put with a nil ctx does not wait.
+func (l *Lane[T]) put(ctx context.Context, vs []T) (n int, err error) {
+	r := l.ring
+	if r.sizer == nil && r.codec == nil {
+		n, err = l.push(ctx, vs, nil, nil)
+	} else {
+		n, err = l.putSized(ctx, vs)
+	}
+	if err == ErrFull {
+		r.refused.Add(1)
+	}
+	return n, err
+}
+
+func (l *Lane[T]) putSized(ctx context.Context, vs []T) (n int, err error) {
+	r := l.ring
+	var data []byte
+	if r.codec != nil {
+		p := scratch.Get().(*[]byte)
+		data = *p
+		defer func() { putScratch(p, data) }()
+	}
+	for n < len(vs) && err == nil {
+		var ends [batch]int64
+		var tooLarge error
+		data = data[:0]
+		k, end := 0, int64(0)
+		for k < batch && n+k < len(vs) && end < batchBytes {
+			var size int64
+			if r.codec != nil {
+				data = r.codec.Append(data, vs[n+k])
+				size = int64(len(data)) - end
+			} else {
+				size = max(0, int64(r.sizer(vs[n+k])))
+			}
+			if size > r.maxMessage {
+				tooLarge = &TooLargeError{Lane: l.id, Size: size, Limit: r.maxMessage}
+				break
+			}
+			end += size
+			ends[k] = end
+			k++
+		}
+		var placed int
+		placed, err = l.push(ctx, vs[n:n+k], ends[:k], data)
+		n += placed
+		if err == nil && tooLarge != nil {
+			r.refused.Add(1)
+			err = tooLarge
+		}
+	}
+	return n, err
+}
+
+// push places messages whose sizes are known. With ends, message i takes the
+// bytes up to ends[i]; with a codec, these are its bytes in data.
+func (l *Lane[T]) push(ctx context.Context, vs []T, ends []int64, data []byte) (int, error) {
+	if len(vs) == 0 {
+		return 0, nil
+	}
+	n, full, err := l.offer(vs, ends, data, 0, ctx != nil, nil)
+	if err != nil || full == nowhere {
+		return n, err
+	}
+	if ctx == nil {
+		return n, ErrFull
+	}
+	return l.pushSlow(ctx, vs, ends, data, n, full)
+}
+
+// where says which bound a message did not fit into.
+type where uint8
+
+const (
+	nowhere where = iota
+	inLane
+	inRing
+)
+
+// offer places as many of vs from n on as fit and returns the new n. A patient
+// caller lets one that starves go first; w is the caller's waiter, if any.
+func (l *Lane[T]) offer(vs []T, ends []int64, data []byte, n int, patient bool, w *waiter) (int, where, error) {
+	r := l.ring
+	base := int64(0)
+	if n > 0 && ends != nil {
+		base = ends[n-1]
+	}
+	if ends != nil {
+		ends = ends[n:]
+	}
+	vs = vs[n:]
+
+	l.mu.Lock()
+	if l.err != nil {
+		l.mu.Unlock()
+		return n, nowhere, l.err
+	}
+	full := nowhere
+	k := fit(min(len(vs), r.laneCount-l.count), ends, base, r.laneBytes-l.bytes())
+	if k < len(vs) {
+		full = inLane
+	}
+	if patient {
+		if l.starved && l.writers.head != w {
+			k, full = 0, inLane
+		} else if r.starving.Load() && !r.isFirst(w) {
+			k, full = 0, inRing
+		}
+	}
+	if k > 0 {
+		got := r.take(k, ends, base)
+		if got < k {
+			k, full = got, inRing
+		}
+	}
+	if k == 0 {
+		l.mu.Unlock()
+		return n, full, nil
+	}
+	if l.slab != nil {
+		from := base
+		for _, end := range ends[:k] {
+			appendRecord(l.slab, &r.spare, data[from:end])
+			from = end
+		}
+	} else {
+		l.store(vs[:k], ends, base)
+	}
+	l.count += k
+	l.peak = max(l.peak, l.count)
+	var reader *waiter
+	if l.leased == 0 {
+		reader = l.readers.first()
+	}
+	l.mu.Unlock()
+	if reader != nil {
+		reader.signal()
+	}
+	return n + k, full, nil
+}
+
+func (r *Ring[T]) isFirst(w *waiter) bool {
+	r.qmu.Lock()
+	defer r.qmu.Unlock()
+	return r.writers.head == w
+}
+
+// store copies vs behind the held messages.
+func (l *Lane[T]) store(vs []T, ends []int64, base int64) {
+	if need := l.count + len(vs); need > len(l.slots.v) {
+		l.grow(need)
+	}
+	b := l.slots
+	tail := (l.head + l.count) & (len(b.v) - 1)
+	if m := copy(b.v[tail:], vs); m < len(vs) {
+		copy(b.v, vs[m:])
+	}
+	if ends == nil {
+		return
+	}
+	for i := range vs {
+		b.ends[(tail+i)&(len(b.v)-1)] = l.placed + ends[i] - base
+	}
+	l.placed += ends[len(vs)-1] - base
+}
+
+func (l *Lane[T]) grow(need int) {
+	r := l.ring
+	old := l.slots
+	b := r.spare.getSlots(max(need, minSlots), r.sizer != nil)
+	m := copy(b.v, old.v[l.head:])
+	copy(b.v[m:], old.v[:l.head])
+	if b.ends != nil {
+		copy(b.ends, old.ends[l.head:])
+		copy(b.ends[m:], old.ends[:l.head])
+	}
+	l.slots, l.head = b, 0
+	clear(old.v)
+	r.spare.putSlots(old)
+}
+
+// pushSlow waits for room, first seen to be missing in full, and places what
+// is left of vs.
+func (l *Lane[T]) pushSlow(ctx context.Context, vs []T, ends []int64, data []byte, n int, full where) (int, error) {
+	r := l.ring
+	r.blocked.Add(1)
+	r.qmu.Lock()
+	w := r.idle.get()
+	r.qmu.Unlock()
+	l.mu.Lock()
+	l.blocked++
+	l.mu.Unlock()
+
+	var err error
+	var queue where
+	before := n
+	for {
+		if queue != full {
+			l.leave(w, queue)
+			queue = full
+		}
+		want, need, rest := len(vs)-n, int64(0), int64(0)
+		if ends != nil {
+			base := int64(0)
+			if n > 0 {
+				base = ends[n-1]
+			}
+			need, rest = ends[n]-base, ends[len(ends)-1]-base
+		}
+		l.enter(w, queue, want, need, rest, n > before)
+		before = n
+		select {
+		case <-w.ch:
+		case <-ctx.Done():
+			err = ctx.Err()
+		}
+		if err == nil {
+			n, full, err = l.offer(vs, ends, data, n, true, w)
+		}
+		if err != nil || full == nowhere {
+			break
+		}
+	}
+	l.leave(w, queue)
+	l.mu.Lock()
+	l.blocked--
+	l.mu.Unlock()
+	r.qmu.Lock()
+	r.idle.put(w)
+	r.qmu.Unlock()
+	return n, err
+}
+
+// enter puts w in the queue, or lets it wait on in its place, and then offers
+// the room there is to all who wait, w included: what came free since w looked
+// is not missed, and neither is the end of the lane.
+func (l *Lane[T]) enter(w *waiter, queue where, want int, need, rest int64, moved bool) {
+	r := l.ring
+	update := func(q *waitq) {
+		switch {
+		case moved:
+			w.passed = 0
+		case w.queued && w.woken:
+			w.passed++
+		}
+		if !w.queued {
+			q.push(w)
+		}
+		w.woken, w.want, w.need, w.rest = false, want, need, rest
+	}
+	if queue == inRing {
+		r.qmu.Lock()
+		if !w.queued {
+			r.waiting.Add(1)
+		}
+		update(&r.writers)
+		r.wakeLocked()
+		r.qmu.Unlock()
+	}
+	l.mu.Lock()
+	if queue == inLane {
+		update(&l.writers)
+		l.wakeLocked()
+	}
+	if l.err != nil {
+		w.signal()
+	}
+	l.mu.Unlock()
+}
+
+// leave takes w out of its queue and offers the room there is to the others.
+func (l *Lane[T]) leave(w *waiter, queue where) {
+	r := l.ring
+	switch queue {
+	case inLane:
+		l.mu.Lock()
+		l.writers.remove(w)
+		w.passed = 0
+		l.wakeLocked()
+		l.mu.Unlock()
+	case inRing:
+		r.qmu.Lock()
+		r.writers.remove(w)
+		r.waiting.Add(-1)
+		w.passed = 0
+		r.wakeLocked()
+		r.qmu.Unlock()
+	}
+}
+
+// wakeLocked wakes the Puts that the lane's share has room for.
+func (l *Lane[T]) wakeLocked() {
+	l.starved = l.writers.wake(l.ring.laneCount-l.count, l.ring.laneBytes-l.bytes())
+}
+
+// Snapshot appends all messages that the lane holds to dst, oldest first and
+// leased ones included, and returns the result. It copies under the lane's
+// lock. With a [Codec] it allocates and decodes every message; a
+// [*DecodeError] names the first one that cannot be read, and those before it
+// are in the result.
+func (l *Lane[T]) Snapshot(dst []T) ([]T, error) {
+	l.mu.Lock()
+	if l.slab == nil {
+		defer l.mu.Unlock()
+		return l.appendLocked(dst), nil
+	}
+	n := l.count
+	data := make([]byte, 0, l.slab.held)
+	ends := make([]int, n)
+	at := l.slab.head
+	for i := range n {
+		data = append(data, at.next()...)
+		ends[i] = len(data)
+	}
+	l.mu.Unlock()
+	from := 0
+	for _, end := range ends {
+		src := data[from:end:end]
+		v, err := l.ring.codec.Decode(src)
+		if err != nil {
+			return dst, &DecodeError{Lane: l.id, Data: src, Err: err}
+		}
+		dst, from = append(dst, v), end
+	}
+	return dst, nil
+}
+
+func (l *Lane[T]) appendLocked(dst []T) []T {
+	m := min(l.count, len(l.slots.v)-l.head)
+	dst = append(dst, l.slots.v[l.head:l.head+m]...)
+	return append(dst, l.slots.v[:l.count-m]...)
+}
+
+// Drain takes all messages out of the lane, oldest first, and frees their
+// budget, before or after [Ring.Close]. While a lease is open it fails with
+// [ErrLeased]. With a [Codec], messages that cannot be read are in the error,
+// which joins one [*DecodeError] for each, and the others in the result.
+func (l *Lane[T]) Drain() ([]T, error) {
+	r := l.ring
+	l.mu.Lock()
+	if l.leased > 0 {
+		l.mu.Unlock()
+		return nil, ErrLeased
+	}
+	n, bytes := l.count, l.bytes()
+	if n == 0 {
+		l.mu.Unlock()
+		return nil, nil
+	}
+	var vs []T
+	var at place
+	if l.slab == nil {
+		vs = l.appendLocked(make([]T, 0, n))
+	} else {
+		at = l.slab.head
+	}
+	l.discardLocked(l.slab == nil)
+	l.wakeLocked()
+	r.free(n, bytes)
+	l.mu.Unlock()
+	r.wake()
+	if r.codec == nil {
+		return vs, nil
+	}
+	return l.decodeAll(at, n)
+}
+
+// discardLocked empties the lane. Without recycle its memory is left to the
+// garbage collector, because somebody may still read it.
+func (l *Lane[T]) discardLocked(recycle bool) {
+	r := l.ring
+	if l.slab != nil {
+		if recycle {
+			for c := l.slab.head.c; c != nil; {
+				next := c.next
+				r.spare.putChunk(c)
+				c = next
+			}
+		}
+		*l.slab = slab{}
+	} else {
+		clear(l.slots.v)
+		r.spare.putSlots(l.slots)
+		l.slots = slots[T]{}
+	}
+	l.count, l.leased, l.head, l.peak = 0, 0, 0, 0
+	l.freed = l.placed
+}
+
+// endLocked makes every call on the lane return err from now on.
+func (l *Lane[T]) endLocked(err error) {
+	l.err = err
+	l.readers.wakeAll()
+	l.writers.wakeAll()
+}

@@ -1,0 +1,265 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package ringbuf
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+)
+
+// A Lease is the right to the oldest messages of a lane. They stay in the lane,
+// and in its budget, until Commit frees them. There is one open lease per lane.
+//
+// A Lease is a small value. Copies are the same lease: the first Commit or
+// Release ends it for all of them. The zero Lease is over.
+type Lease[T any] struct {
+	lane *Lane[T]
+	id   uint64
+	n    int
+}
+
+// Len returns how many messages were leased.
+func (s Lease[T]) Len() int { return s.n }
+
+// Lease copies the oldest messages into dst, at most len(dst) and at least one,
+// and returns the lease on them. It waits while the lane is empty or another
+// lease is open. The error is that of ctx, also if it is done on entry,
+// [ErrClosed] or [ErrDropped].
+//
+// With a [Codec], a lease ends before a message that cannot be read. If that is
+// the oldest one, the error is a [*DecodeError] and the lease is open on this
+// single message: Commit(1) gives it up, Release keeps it.
+func (l *Lane[T]) Lease(ctx context.Context, dst []T) (Lease[T], error) {
+	if err := ctx.Err(); err != nil {
+		return Lease[T]{}, err
+	}
+	s, err := l.TryLease(dst)
+	if err != ErrEmpty && err != ErrLeased {
+		return s, err
+	}
+	runtime.Gosched() // the producer is often about to put; parking costs much more
+	return l.leaseSlow(ctx, dst)
+}
+
+// TryLease is [Lane.Lease] without waiting: it returns [ErrLeased] while
+// another lease is open, and otherwise [ErrEmpty] if the lane is empty.
+func (l *Lane[T]) TryLease(dst []T) (Lease[T], error) {
+	l.mu.Lock()
+	s, at, err := l.leaseLocked(dst)
+	l.mu.Unlock()
+	if err != nil || at.c == nil {
+		return s, err
+	}
+	return l.decode(s, at, dst)
+}
+
+func (l *Lane[T]) leaseLocked(dst []T) (Lease[T], place, error) {
+	switch {
+	case l.err != nil:
+		return Lease[T]{}, place{}, l.err
+	case len(dst) == 0:
+		return Lease[T]{}, place{}, errNoDst
+	case l.leased > 0:
+		return Lease[T]{}, place{}, ErrLeased
+	case l.count == 0:
+		return Lease[T]{}, place{}, ErrEmpty
+	}
+	n := min(len(dst), l.count)
+	l.leased = n
+	l.lease++
+	s := Lease[T]{lane: l, id: l.lease, n: n}
+	if l.slab != nil {
+		return s, l.slab.head, nil
+	}
+	if m := copy(dst[:n], l.slots.v[l.head:]); m < n {
+		copy(dst[m:n], l.slots.v)
+	}
+	return s, place{}, nil
+}
+
+func (l *Lane[T]) leaseSlow(ctx context.Context, dst []T) (Lease[T], error) {
+	l.mu.Lock()
+	w := l.idle.get()
+	for {
+		s, at, err := l.leaseLocked(dst)
+		if err != ErrEmpty && err != ErrLeased {
+			l.leaveReaders(w)
+			l.mu.Unlock()
+			if err != nil || at.c == nil {
+				return s, err
+			}
+			return l.decode(s, at, dst)
+		}
+		if !w.queued {
+			l.readers.push(w)
+		}
+		w.woken = false
+		l.mu.Unlock()
+		select {
+		case <-w.ch:
+			l.mu.Lock()
+		case <-ctx.Done():
+			l.mu.Lock()
+			l.leaveReaders(w)
+			next := l.nextReader()
+			l.mu.Unlock()
+			if next != nil {
+				next.signal() // w may have been woken for a message it does not take
+			}
+			return Lease[T]{}, ctx.Err()
+		}
+	}
+}
+
+func (l *Lane[T]) leaveReaders(w *waiter) {
+	if w.queued {
+		l.readers.remove(w)
+	}
+	l.idle.put(w)
+}
+
+// nextReader returns the waiting Lease to signal if there is something for it.
+func (l *Lane[T]) nextReader() *waiter {
+	if l.leased > 0 || l.count == 0 {
+		return nil
+	}
+	return l.readers.first()
+}
+
+// decode fills dst from the records under lease s. They stay as they are until
+// the lease is over, so no lock is needed; a lane that is dropped meanwhile
+// leaves them to the garbage collector.
+func (l *Lane[T]) decode(s Lease[T], at place, dst []T) (Lease[T], error) {
+	done := false
+	defer func() {
+		if !done {
+			s.Release() // the codec panicked
+		}
+	}()
+	for i := range s.n {
+		src := at.next()
+		v, err := l.ring.codec.Decode(src)
+		if err == nil {
+			dst[i] = v
+			continue
+		}
+		if s.n = i; i == 0 {
+			s.n = 1
+			err = &DecodeError{Lane: l.id, Data: bytes.Clone(src), Err: err}
+		} else {
+			err = nil
+		}
+		l.mu.Lock()
+		if l.lease == s.id && l.leased > 0 {
+			l.leased = s.n
+		}
+		l.mu.Unlock()
+		done = true
+		return s, err
+	}
+	done = true
+	return s, nil
+}
+
+// decodeAll reads n records that no longer belong to the lane.
+func (l *Lane[T]) decodeAll(at place, n int) ([]T, error) {
+	vs := make([]T, 0, n)
+	var errs []error
+	for range n {
+		src := at.next()
+		v, err := l.ring.codec.Decode(src)
+		if err != nil {
+			errs = append(errs, &DecodeError{Lane: l.id, Data: src, Err: err})
+			continue
+		}
+		vs = append(vs, v)
+	}
+	return vs, errors.Join(errs...)
+}
+
+// Commit ends the lease, frees its first n messages and leaves the others at
+// the front of the lane, in the same order. A lease that is over gives
+// [ErrLeaseOver], and an n that is not in 0 to Len another error; both change
+// nothing, and the latter leaves the lease open.
+func (s Lease[T]) Commit(n int) error {
+	l := s.lane
+	if l == nil {
+		return ErrLeaseOver
+	}
+	if n < 0 || n > s.n {
+		return fmt.Errorf("ringbuf: commit: n is %d, want 0 to %d", n, s.n)
+	}
+	r := l.ring
+	l.mu.Lock()
+	if l.lease != s.id || l.leased == 0 {
+		l.mu.Unlock()
+		return ErrLeaseOver
+	}
+	l.leased = 0
+	var bytes int64
+	if n > 0 {
+		if l.slab != nil {
+			bytes = discardRecords(l.slab, &r.spare, n)
+		} else {
+			bytes = l.clearLocked(n)
+		}
+		l.count -= n
+		r.free(n, bytes)
+		if l.count == 0 {
+			l.emptyLocked()
+		}
+		if l.writers.head != nil {
+			l.wakeLocked()
+		}
+	}
+	reader := l.nextReader()
+	l.mu.Unlock()
+	if n > 0 {
+		r.wake()
+	}
+	if reader != nil {
+		reader.signal()
+	}
+	return nil
+}
+
+// clearLocked empties the first n slots, so that they keep nothing alive, and
+// returns the bytes of their messages.
+func (l *Lane[T]) clearLocked(n int) (bytes int64) {
+	b := l.slots
+	last := min(l.head+n, len(b.v))
+	clear(b.v[l.head:last])
+	clear(b.v[:l.head+n-last])
+	if b.ends != nil {
+		end := b.ends[(l.head+n-1)&(len(b.v)-1)]
+		bytes = end - l.freed
+		l.freed = end
+	}
+	l.head = (l.head + n) & (len(b.v) - 1)
+	return bytes
+}
+
+// emptyLocked is called when the last message has gone. It starts over at the
+// front, where memory is warm, and gives back a buffer that was far too large.
+func (l *Lane[T]) emptyLocked() {
+	r := l.ring
+	l.head = 0
+	if l.slab != nil {
+		rewindRecords(l.slab, &r.spare)
+	} else if len(l.slots.v) > 4*minSlots && l.peak <= len(l.slots.v)/8 {
+		r.spare.putSlots(l.slots)
+		l.slots = slots[T]{}
+	}
+	l.peak = 0
+}
+
+// Release ends the lease and leaves all its messages at the front of the lane,
+// in the same order. It does nothing to a lease that is over, so it may be
+// deferred.
+func (s Lease[T]) Release() {
+	_ = s.Commit(0)
+}

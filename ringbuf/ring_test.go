@@ -1,0 +1,368 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package ringbuf_test
+
+import (
+	"errors"
+	"math"
+	"os"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+	"weak"
+
+	"github.com/stormguard-mq/stormguard/ringbuf"
+)
+
+func TestConfigValidate(t *testing.T) {
+	for _, ok := range []ringbuf.Config{{}, {MaxCount: 1, MaxBytes: 1, LaneShare: 1}, {MaxCount: 1<<24 - 1, MaxBytes: 1<<40 - 1, LaneShare: 0.01}} {
+		if err := ok.Validate(); err != nil {
+			t.Errorf("%+v: %v", ok, err)
+		}
+	}
+	bad := ringbuf.Config{MaxCount: 1 << 24, MaxBytes: -1, LaneShare: math.NaN()}
+	_, err := ringbuf.NewRing[int](bad, nil)
+	if err == nil {
+		t.Fatal("accepted")
+	}
+	for _, want := range []string{"MaxCount is 16777216, want 1 to 16777215", "MaxBytes is -1, want 1 to 1099511627775", "LaneShare is NaN, want above 0"} {
+		if !strings.Contains(err.Error(), want) {
+			t.Errorf("%q is not in %q", want, err)
+		}
+	}
+	for _, share := range []float64{-0.1, 1.1, math.Inf(1)} {
+		if (ringbuf.Config{LaneShare: share}).Validate() == nil {
+			t.Errorf("LaneShare %v accepted", share)
+		}
+	}
+}
+
+func TestTooLarge(t *testing.T) {
+	eachKind(t, ringbuf.Config{MaxBytes: 100, LaneShare: 0.5}, func(t *testing.T, r *ringbuf.Ring[msg]) {
+		l := r.Lane(7)
+		n, err := l.TryPut(msg{}, msg{pad: 43}, msg{})
+		var facts *ringbuf.TooLargeError
+		if n != 1 || !errors.Is(err, ringbuf.ErrTooLarge) || !errors.As(err, &facts) {
+			t.Fatalf("%d, %v", n, err)
+		}
+		if *facts != (ringbuf.TooLargeError{Lane: 7, Size: 51, Limit: 50}) {
+			t.Fatalf("%+v", *facts)
+		}
+		if st := r.Stats(); st.Count != 1 || st.Bytes != 8 || st.Refused != 1 {
+			t.Fatalf("%+v", st)
+		}
+	})
+}
+
+func TestNegativeSizeCountsAsZero(t *testing.T) {
+	r, err := ringbuf.NewRing(ringbuf.Config{}, func(int) int { return -5 })
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.Lane(0).TryPut(1, 2); err != nil {
+		t.Fatal(err)
+	}
+	if st := r.Stats(); st.Count != 2 || st.Bytes != 0 {
+		t.Fatalf("%+v", st)
+	}
+}
+
+func TestLeaseMisuse(t *testing.T) {
+	eachKind(t, ringbuf.Config{}, func(t *testing.T, r *ringbuf.Ring[msg]) {
+		l := r.Lane(0)
+		mustPut(t, l, msg{seq: 1}, msg{seq: 2}, msg{seq: 3})
+		if _, err := l.TryLease(nil); err == nil {
+			t.Error("a lease into nothing was given")
+		}
+		s := mustLease(t, l, 2)
+		for _, n := range []int{-1, 3} {
+			if err := s.Commit(n); err == nil || errors.Is(err, ringbuf.ErrLeaseOver) {
+				t.Errorf("Commit(%d): %v", n, err)
+			}
+		}
+		mustCommit(t, s, 1)
+		next := mustLease(t, l, 2)
+		s.Release() // must not end next
+		if err := s.Commit(1); err != ringbuf.ErrLeaseOver {
+			t.Errorf("second Commit: %v", err)
+		}
+		mustCommit(t, next, 2)
+		if n := l.Len(); n != 0 {
+			t.Errorf("%d left", n)
+		}
+		var zero ringbuf.Lease[msg]
+		zero.Release()
+		if err := zero.Commit(0); err != ringbuf.ErrLeaseOver {
+			t.Errorf("zero Lease: %v", err)
+		}
+	})
+}
+
+// What was committed, drained or dropped must not be kept alive by the ring.
+func TestValuesAreCollectable(t *testing.T) {
+	type big struct{ _ [100]byte }
+	r, err := ringbuf.NewRing[*big](ringbuf.Config{}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	dead := map[string][]weak.Pointer[big]{}
+	fill := func(how string, l *ringbuf.Lane[*big], n int) {
+		for range n {
+			v := new(big)
+			dead[how] = append(dead[how], weak.Make(v))
+			if _, err := l.TryPut(v); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	keep := new(big)
+	l := r.Lane(0)
+	fill("commit", l, 5)
+	fill("grow", l, 30)
+	s, err := l.TryLease(make([]*big, 35))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := l.TryPut(keep); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Commit(35); err != nil {
+		t.Fatal(err)
+	}
+	wrapped := r.Lane(3)
+	fill("wrap", wrapped, 3)
+	for _, n := range []int{2, 3} {
+		s, err := wrapped.TryLease(make([]*big, n))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if n == 3 { // one stays, so that the buffer does not start over
+			if _, err := wrapped.TryPut(keep); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := s.Commit(n); err != nil {
+			t.Fatal(err)
+		}
+		if n == 2 {
+			fill("wrap", wrapped, 2)
+		}
+	}
+	drained := r.Lane(1)
+	fill("drain", drained, 9)
+	if _, err := drained.Drain(); err != nil {
+		t.Fatal(err)
+	}
+	dropped := r.Lane(2)
+	fill("drop", dropped, 9)
+	r.Drop(dropped)
+
+	for range 3 {
+		runtime.GC()
+	}
+	for how, ps := range dead {
+		for i, p := range ps {
+			if p.Value() != nil {
+				t.Errorf("%s: value %d is still alive", how, i)
+			}
+		}
+	}
+	if vs, _ := l.Snapshot(nil); !slices.Equal(vs, []*big{keep}) {
+		t.Errorf("holds %v", vs)
+	}
+	runtime.KeepAlive(r)
+}
+
+func TestNoAllocations(t *testing.T) {
+	if raceEnabled {
+		t.Skip("sync.Pool drops at random under the race detector")
+	}
+	eachKind(t, ringbuf.Config{MaxCount: 1000}, func(t *testing.T, r *ringbuf.Ring[msg]) {
+		ctx := t.Context()
+		l, dst, ms := r.Lane(0), make([]msg, 100), make([]msg, 100)
+		step := func() {
+			if n, err := l.Put(ctx, msg{seq: 1}); n != 1 || err != nil {
+				t.Fatal(n, err)
+			}
+			if n, err := l.TryPut(ms...); n != len(ms) || err != nil {
+				t.Fatal(n, err)
+			}
+			s, err := l.TryLease(dst)
+			if err != nil {
+				t.Fatal(err)
+			}
+			s.Release()
+			for l.Len() > 0 {
+				s, err = l.Lease(ctx, dst)
+				if err != nil {
+					t.Fatal(err)
+				}
+				mustCommit(t, s, s.Len())
+			}
+			if _, err := l.TryLease(dst); err != ringbuf.ErrEmpty {
+				t.Fatal(err)
+			}
+		}
+		step()
+		if n := testing.AllocsPerRun(200, step); n != 0 {
+			t.Errorf("%v allocations", n)
+		}
+	})
+}
+
+// A lane that never runs empty reuses its memory as well.
+func TestNoAllocationsWhileNeverEmpty(t *testing.T) {
+	if raceEnabled {
+		t.Skip("sync.Pool drops at random under the race detector")
+	}
+	eachKind(t, ringbuf.Config{}, func(t *testing.T, r *ringbuf.Ring[msg]) {
+		l, dst, ms := r.Lane(0), make([]msg, 64), make([]msg, 64)
+		for i := range ms {
+			ms[i].pad = 1000
+		}
+		mustPut(t, l, ms...)
+		step := func() {
+			for range 10 {
+				mustPut(t, l, ms...)
+				s, err := l.TryLease(dst)
+				if err != nil {
+					t.Fatal(err)
+				}
+				mustCommit(t, s, len(ms))
+			}
+		}
+		step()
+		if n := testing.AllocsPerRun(20, step); n != 0 {
+			t.Errorf("%v allocations", n)
+		}
+	})
+}
+
+// A buffer that grows while it wraps keeps the order and the sizes.
+func TestGrowWhileWrapped(t *testing.T) {
+	eachKind(t, ringbuf.Config{}, func(t *testing.T, r *ringbuf.Ring[msg]) {
+		l := r.Lane(0)
+		put := func(from, to int) {
+			for i := from; i < to; i++ {
+				mustPut(t, l, msg{seq: uint32(i), pad: i})
+			}
+		}
+		put(0, 4)
+		mustCommit(t, mustLease(t, l, 2), 2)
+		put(4, 20)
+		dst := make([]msg, 1)
+		bytes := r.Stats().Bytes
+		for i := 2; i < 20; i++ {
+			s, err := l.TryLease(dst)
+			if err != nil || dst[0] != (msg{seq: uint32(i), pad: i}) {
+				t.Fatalf("message %d: %v, %v", i, dst[0], err)
+			}
+			mustCommit(t, s, 1)
+			bytes -= int64(sizeOf(dst[0]))
+			if got := r.Stats().Bytes; got != bytes {
+				t.Fatalf("after message %d: %d bytes, want %d", i, got, bytes)
+			}
+		}
+	})
+}
+
+// Callers that meet on the shared budget must not take each other for full.
+func TestNeverFullBelowTheBound(t *testing.T) {
+	r, err := ringbuf.NewRing[int](ringbuf.Config{MaxCount: 100}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	for id := range uint64(4) {
+		l := r.Lane(id)
+		wg.Go(func() {
+			dst := make([]int, 1)
+			for range 50_000 {
+				if _, err := l.TryPut(1); err != nil {
+					t.Error(err)
+					return
+				}
+				s, err := l.TryLease(dst)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				if err := s.Commit(1); err != nil {
+					t.Error(err)
+					return
+				}
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// Buffers go from lane to lane: a lane per key costs its handle, not a buffer.
+func TestLanesAreCheap(t *testing.T) {
+	if raceEnabled {
+		t.Skip("the race detector allocates")
+	}
+	eachKind(t, ringbuf.Config{}, func(t *testing.T, r *ringbuf.Ring[msg]) {
+		id := uint64(0)
+		dst := make([]msg, 1)
+		one := func() {
+			id++
+			l := r.Lane(id)
+			mustPut(t, l, msg{})
+			s, err := l.TryLease(dst)
+			if err != nil {
+				t.Fatal(err)
+			}
+			mustCommit(t, s, 1)
+			r.DropEmpty()
+		}
+		one()
+		if n := testing.AllocsPerRun(200, one); n > 2 {
+			t.Errorf("%v allocations per lane", n)
+		}
+		const lanes = 5000
+		var before, after runtime.MemStats
+		runtime.GC()
+		runtime.ReadMemStats(&before)
+		for i := range lanes {
+			mustPut(t, r.Lane(uint64(i)<<20), msg{})
+		}
+		runtime.GC()
+		runtime.ReadMemStats(&after)
+		if each := (after.HeapAlloc - before.HeapAlloc) / lanes; each > 900 {
+			t.Errorf("%d bytes for a lane with one message", each)
+		}
+		runtime.KeepAlive(r)
+	})
+}
+
+// A million held messages are next to nothing to the garbage collector.
+func TestSlabsAreCheapToCollect(t *testing.T) {
+	if raceEnabled || os.Getenv("STORMGUARD_FULL") != "1" {
+		t.Skip("measures time; STORMGUARD_FULL=1 runs it")
+	}
+	const held = 1 << 20
+	r, err := ringbuf.NewSlabRing(ringbuf.Config{MaxCount: held}, msgCodec{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, ms := r.Lane(0), make([]msg, 1024)
+	for range held / len(ms) {
+		mustPut(t, l, ms...)
+	}
+	runtime.GC()
+	best := time.Hour
+	for range 20 {
+		start := time.Now()
+		runtime.GC()
+		best = min(best, time.Since(start))
+	}
+	if best > 3*time.Millisecond { // 1 ms on a quiet machine
+		t.Errorf("a collection takes %v", best)
+	}
+	runtime.KeepAlive(r)
+}

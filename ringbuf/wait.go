@@ -1,0 +1,125 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package ringbuf
+
+// patience is how often the oldest waiter may be passed over before later
+// callers have to queue up behind it.
+const patience = 32
+
+// A waiter is one call that waits. It stays in its queue, and so keeps its
+// place, until it leaves by itself. Being signalled means "look again", so a
+// stale or doubled signal is harmless.
+type waiter struct {
+	ch         chan struct{} // capacity 1
+	prev, next *waiter
+
+	// Guarded by the lock of the queue.
+	queued bool
+	woken  bool  // signalled, and has not looked yet
+	want   int   // messages to place
+	need   int64 // bytes of the first of them
+	rest   int64 // bytes of all of them
+	passed int   // times room came that it did not get
+}
+
+// signal may be called with or without the queue's lock.
+func (w *waiter) signal() {
+	select {
+	case w.ch <- struct{}{}:
+	default:
+	}
+}
+
+// A waitq is a queue of waiters, oldest first.
+type waitq struct{ head, tail *waiter }
+
+func (q *waitq) push(w *waiter) {
+	w.queued, w.prev, w.next = true, q.tail, nil
+	if q.tail == nil {
+		q.head = w
+	} else {
+		q.tail.next = w
+	}
+	q.tail = w
+}
+
+func (q *waitq) remove(w *waiter) {
+	if w.prev == nil {
+		q.head = w.next
+	} else {
+		w.prev.next = w.next
+	}
+	if w.next == nil {
+		q.tail = w.prev
+	} else {
+		w.next.prev = w.prev
+	}
+	w.queued, w.prev, w.next = false, nil, nil
+}
+
+// first marks the oldest waiter as woken and returns it, or nil if there is
+// none or it is already on its way. The caller signals it.
+func (q *waitq) first() *waiter {
+	w := q.head
+	if w == nil || w.woken {
+		return nil
+	}
+	w.woken = true
+	return w
+}
+
+// wake signals the waiters that the free room can serve, oldest first, and
+// reports whether the oldest one starves; then only that one is served.
+//
+// It counts a woken waiter as taking all it wants, which may be more than it
+// will take. So every waiter that has looked calls wake again, and no room is
+// left over that somebody in the queue could use.
+func (q *waitq) wake(count int, bytes int64) (starving bool) {
+	for w := q.head; w != nil && count > 0; w = w.next {
+		fits := w.need <= bytes
+		if fits && !w.woken {
+			w.woken = true
+			w.signal()
+		}
+		if w == q.head {
+			if !fits {
+				w.passed++
+			}
+			if w.passed > patience {
+				return true
+			}
+		}
+		if fits {
+			count -= w.want
+			bytes -= w.rest
+		}
+	}
+	return q.head != nil && q.head.passed > patience
+}
+
+func (q *waitq) wakeAll() {
+	for w := q.head; w != nil; w = w.next {
+		w.woken = true
+		w.signal()
+	}
+}
+
+// waiters is a free list. It belongs to one ring, not to the process, so that
+// channels never cross from one synctest bubble into another.
+type waiters struct{ head *waiter }
+
+func (f *waiters) get() *waiter {
+	w := f.head
+	if w == nil {
+		return &waiter{ch: make(chan struct{}, 1)}
+	}
+	f.head, w.next = w.next, nil
+	return w
+}
+
+// put takes a waiter that is in no queue. A late signal may still read w.ch.
+func (f *waiters) put(w *waiter) {
+	w.woken, w.passed, w.next = false, 0, f.head
+	f.head = w
+}
