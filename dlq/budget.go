@@ -1,0 +1,299 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package dlq
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"strconv"
+	"time"
+)
+
+// Defaults of a [BudgetConfig] field left at zero.
+const (
+	DefaultEarn             = 0.1
+	DefaultBalance          = 20
+	DefaultFreeEvery        = 5 * time.Minute
+	DefaultPermanentEarn    = 0.5
+	DefaultPermanentBalance = 500
+)
+
+// BudgetConfig says what dead-lettering costs. Each dead letter costs one
+// credit of its [Class]. The zero value is valid and means the documented
+// defaults: once nothing succeeds any more, at most 20 dead letters of messages
+// whose attempts are used up, and 12 an hour after that.
+type BudgetConfig struct {
+	// Earn is what one success earns for the class Exhausted, in credits. In
+	// [0.000001, 1], taken to the nearest millionth; default 0.1.
+	//
+	// With p of all deliveries failing for good, a source earns Earn*(1-p) and
+	// spends p a delivery. So Earn also says how much poison it can carry
+	// for ever: below Earn/(1+Earn), 9 % by default.
+	Earn float64
+
+	// Balance is the most that successes can save up for Exhausted, and what
+	// a source starts with. In [1, 1000000], taken to the nearest millionth;
+	// default 20. It is what an outage can spend, however busy the source was.
+	Balance float64
+
+	// FreeEvery is the time after which a class that is spent gets one credit
+	// though nothing succeeded, and again for as long as it stays spent. In
+	// [1s, 8760h]; default 5m. It is not saved up: an hour without a
+	// dead letter leaves one free credit, not twelve.
+	FreeEvery time.Duration
+
+	// PermanentEarn is Earn for the class Permanent; default 0.5.
+	PermanentEarn float64
+
+	// PermanentBalance is Balance for the class Permanent; default 500.
+	PermanentBalance float64
+
+	// Off makes a budget that refuses nothing and still counts. The other
+	// fields are still checked.
+	Off bool
+}
+
+// Validate reports every field out of its range, and every breach of one law:
+// what successes earn while stormRate of the deliveries fail must exceed what
+// dead-lettering those costs. Otherwise a source with a little less poison than
+// that would run out of credits and wait, and no storm would say why.
+//
+// stormRate is the [StormConfig] field ErrorRate; zero means its default.
+func (c BudgetConfig) Validate(stormRate float64) error {
+	d := c.withDefaults()
+	var errs []error
+	check := func(ok bool, field string, value any, want string) {
+		if !ok {
+			errs = append(errs, fmt.Errorf("dlq: budget config: %s is %v: must be %s", field, value, want))
+		}
+	}
+	if stormRate == 0 {
+		stormRate = DefaultErrorRate
+	}
+	rateOK := stormRate > 0 && stormRate < 1
+	check(rateOK, "storm rate", stormRate, "in (0, 1)")
+	earn := func(field string, set, v float64) {
+		inRange := 1e-6 <= v && v <= 1
+		check(inRange, field, set, "in [0.000001, 1]")
+		if inRange && rateOK && !(v*(1-stormRate) > stormRate) {
+			errs = append(errs, fmt.Errorf("dlq: budget config: %s is %v: with %v of the deliveries failing, the storm threshold, "+
+				"successes earn %.6g credits a delivery and dead letters cost %v: must be above %.6g",
+				field, v, stormRate, v*(1-stormRate), stormRate, stormRate/(1-stormRate)))
+		}
+	}
+	earn("Earn", c.Earn, d.Earn)
+	check(1 <= d.Balance && d.Balance <= 1e6, "Balance", c.Balance, "in [1, 1000000]")
+	check(time.Second <= d.FreeEvery && d.FreeEvery <= 8760*time.Hour, "FreeEvery", c.FreeEvery, "in [1s, 8760h]")
+	earn("PermanentEarn", c.PermanentEarn, d.PermanentEarn)
+	check(1 <= d.PermanentBalance && d.PermanentBalance <= 1e6, "PermanentBalance", c.PermanentBalance, "in [1, 1000000]")
+	return errors.Join(errs...)
+}
+
+func (c BudgetConfig) withDefaults() BudgetConfig {
+	if c.Earn == 0 {
+		c.Earn = DefaultEarn
+	}
+	if c.Balance == 0 {
+		c.Balance = DefaultBalance
+	}
+	if c.FreeEvery == 0 {
+		c.FreeEvery = DefaultFreeEvery
+	}
+	if c.PermanentEarn == 0 {
+		c.PermanentEarn = DefaultPermanentEarn
+	}
+	if c.PermanentBalance == 0 {
+		c.PermanentBalance = DefaultPermanentBalance
+	}
+	return c
+}
+
+// Class says why a delivery is to be dead-lettered. Each class has credits of
+// its own. A value other than the two below makes a method of [Budget] panic.
+type Class uint8
+
+const (
+	// Exhausted is a delivery whose attempts are used up. In an outage that is
+	// every delivery, so its balance is small.
+	Exhausted Class = iota
+	// Permanent is a delivery that its handler called hopeless. A dependency
+	// that is down rarely says that, a deploy with a bug or a producer gone
+	// wrong may say it of every delivery.
+	Permanent
+
+	classes = iota
+)
+
+// String returns "exhausted" or "permanent".
+func (c Class) String() string {
+	switch c {
+	case Exhausted:
+		return "exhausted"
+	case Permanent:
+		return "permanent"
+	}
+	return "Class(" + strconv.Itoa(int(c)) + ")"
+}
+
+// credits are counted in millionths, so that ten times 0.1 is 1.
+type credits uint64
+
+const credit credits = 1e6
+
+func toCredits(n float64) credits { return credits(math.Round(n * float64(credit))) }
+
+// Budget bounds what one source may dead-letter: successes earn credits up to
+// a small balance, and a dead letter costs one. From a full balance and without
+// a success or a grant, a class spends at most Balance + t/FreeEvery in a time
+// t, whatever the detector and the breaker have seen.
+//
+// What is refused is not lost: it stays unsettled and waits for a success, the
+// instant that [Budget.Next] gives, or an operator's [Budget.Grant].
+//
+// Instants are monotonic durations since an origin of the caller's choice. No
+// method allocates or takes more than a few nanoseconds, and a Budget starts
+// no goroutine. Its methods must not be called concurrently: the source calls
+// them under its own lock.
+type Budget struct {
+	off     bool
+	every   time.Duration
+	pools   [classes]pool
+	gift    credits // granted; for any class
+	total   uint64  // the success counter as last read
+	ignored uint64
+	spent   uint64
+	refused uint64
+}
+
+type pool struct {
+	has, most, earn credits
+	free            time.Duration // the next free credit, while spent
+}
+
+// NewBudget returns a budget with full balances. The error is that of
+// [BudgetConfig.Validate].
+func NewBudget(c BudgetConfig, stormRate float64) (*Budget, error) {
+	if err := c.Validate(stormRate); err != nil {
+		return nil, err
+	}
+	c = c.withDefaults()
+	b := &Budget{off: c.Off, every: c.FreeEvery}
+	for class, p := range [classes]pool{
+		Exhausted: {most: toCredits(c.Balance), earn: toCredits(c.Earn)},
+		Permanent: {most: toCredits(c.PermanentBalance), earn: toCredits(c.PermanentEarn)},
+	} {
+		p.has = p.most
+		b.pools[class] = p
+	}
+	return b, nil
+}
+
+// Successes takes the number of deliveries handled with success, retried ones
+// included, counted elsewhere since the budget was made. Those since the last
+// call earn, for both classes and up to their balances.
+//
+// A total smaller than the last is ignored, and counted by [Budget.Ignored]:
+// nothing is earned until it is past the last. So neither a stale read nor a
+// counter that restarts or wraps around can earn twice.
+func (b *Budget) Successes(total uint64) {
+	if total <= b.total {
+		if total < b.total {
+			b.ignored++
+		}
+		return
+	}
+	n := total - b.total
+	b.total = total
+	for i := range b.pools {
+		p := &b.pools[i]
+		room := p.most - p.has
+		if n > uint64(room/p.earn) {
+			p.has = p.most
+		} else {
+			p.has += credits(n) * p.earn
+		}
+	}
+}
+
+// Spend takes one credit of the class and reports whether it had one. Its own
+// balance is used first, then what was granted, then the free credit if that is
+// due. False means that the delivery must not be dead-lettered now.
+//
+// Spend before the dead letter is written. If the write fails, retry it under
+// the same credit; [Budget.Refund] is for a decision that was not carried out.
+func (b *Budget) Spend(now time.Duration, class Class) bool {
+	p := &b.pools[class]
+	switch {
+	case b.off:
+	case p.has+b.gift >= credit:
+		before := b.gift
+		own := min(p.has, credit)
+		p.has -= own
+		b.gift -= credit - own
+		for i := range b.pools {
+			q := &b.pools[i]
+			if q.has+b.gift < credit && (q == p || q.has+before >= credit) {
+				q.free = now + b.every
+			}
+		}
+	case now >= p.free:
+		p.free = now + b.every
+	default:
+		b.refused++
+		return false
+	}
+	b.spent++
+	return true
+}
+
+// Refund gives back a credit that Spend took for a dead letter that was then not
+// written. It cannot raise the balance over its maximum, so a refund of a
+// granted or free credit may be lost, but none is ever minted.
+func (b *Budget) Refund(class Class) {
+	b.spent--
+	if p := &b.pools[class]; !b.off {
+		p.has = min(p.has+credit, p.most)
+	}
+}
+
+// Next tells a class that is spent when its next free credit comes; a success
+// may come sooner. It reports false, and now, if Spend would be granted now.
+func (b *Budget) Next(now time.Duration, class Class) (at time.Duration, wait bool) {
+	p := &b.pools[class]
+	if b.off || p.has+b.gift >= credit || now >= p.free {
+		return now, false
+	}
+	return p.free, true
+}
+
+// Grant adds n credits, an operator's gift, to be spent by whichever class runs
+// out first. They lie beside the balances, so they are not cut at the maximum
+// and do not expire: a grant of 1000 lets exactly 1000 more through. A grant
+// that is not a number above zero does nothing, and the gift as a whole is cut
+// at 1e12 credits.
+func (b *Budget) Grant(n float64) {
+	const most = 1e12
+	if n > 0 {
+		b.gift = min(b.gift+toCredits(min(n, most)), toCredits(most))
+	}
+}
+
+// Balance is what the class could spend now, granted credits included and a
+// free one not. A budget that is off keeps its starting balance.
+func (b *Budget) Balance(class Class) float64 {
+	return float64(b.pools[class].has+b.gift) / float64(credit)
+}
+
+// Spent is the number of times that Spend returned true, over both classes.
+func (b *Budget) Spent() uint64 { return b.spent }
+
+// Refused is the number of times that Spend returned false, over both classes.
+// A caller that asks again for a waiting delivery is counted again.
+func (b *Budget) Refused() uint64 { return b.refused }
+
+// Ignored is the number of totals that [Budget.Successes] ignored because they
+// were smaller than an earlier one. More than zero is a fault of the caller's
+// counter.
+func (b *Budget) Ignored() uint64 { return b.ignored }

@@ -1,0 +1,93 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package dlq_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"strings"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+func ExampleRecord_ID() {
+	r := dlq.Record{Origin: dlq.Origin{
+		System: "kafka", Source: "orders", Group: "billing",
+		Partition: 3, HasPartition: true,
+		Offset: 1042, HasOffset: true,
+	}}
+	fmt.Println(r.ID())
+
+	r.Origin = dlq.Origin{System: "nats", Source: "ORDERS", Group: "worker", Sequence: 17}
+	fmt.Println(r.ID())
+	// Output:
+	// kafka/orders/billing/3/o1042
+	// nats/ORDERS/worker/-/s17
+}
+
+func ExampleFingerprint() {
+	for _, text := range []string{
+		`order 4711: field "amount" missing`,
+		`order 98: field "currency" missing`,
+		"connect to 10.0.0.7:5432 failed after 1.5s",
+	} {
+		cause := dlq.Fingerprint(errors.New(text), nil)
+		fmt.Println(cause.ID, cause.Title)
+	}
+	// Output:
+	// v1:683b5acf9b2df32e order <n>: field <s> missing
+	// v1:683b5acf9b2df32e order <n>: field <s> missing
+	// v1:0ddb22c44bbb4b10 connect to <ip> failed after <dur>
+}
+
+func ExampleDescribeError() {
+	err := fmt.Errorf("charge: %w", &net.OpError{Op: "dial", Net: "tcp", Err: errors.New("refused")})
+	e := dlq.DescribeError(err, nil)
+	fmt.Println(e.Type)
+	fmt.Println(e.Message)
+	// Output:
+	// *net.OpError
+	// charge: dial tcp: refused
+}
+
+// A history keeps the first attempt and the latest ones.
+func ExampleLimits_AppendAttempt() {
+	limits := dlq.Limits{History: 3}
+	var history []dlq.Attempt
+	for n := 1; n <= 6; n++ {
+		history = limits.AppendAttempt(history, dlq.Attempt{N: n, Message: "refused"})
+	}
+	for _, a := range history {
+		fmt.Println(a.N, a.Message)
+	}
+	// Output:
+	// 1 refused
+	// 5 refused
+	// 6 refused
+}
+
+// A broker with a maximum size: the writer says by how much the record is too
+// large, the caller trims and tries once more.
+func ExampleTrimFor() {
+	const max = 4096
+	writer := dlq.WriterFunc(func(_ context.Context, r *dlq.Record) error {
+		if size := r.Size(); size > max {
+			return &dlq.TooLargeError{Size: size, Max: max}
+		}
+		fmt.Println("written, stack of", len(r.Error.Stack), "bytes")
+		return nil
+	})
+
+	r := &dlq.Record{Body: make([]byte, 1000), Error: dlq.ErrorInfo{Message: "nil map", Stack: strings.Repeat("main.f()\n", 900)}}
+	err := writer.Write(context.Background(), r)
+	if dlq.TrimFor(r, err) {
+		err = writer.Write(context.Background(), r)
+	}
+	fmt.Println(err)
+	// Output:
+	// written, stack of 2048 bytes
+	// <nil>
+}

@@ -1,0 +1,165 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package dlq
+
+import (
+	"fmt"
+	"strings"
+	"time"
+)
+
+// A Header is one header of a message. Names repeat and order counts, as on
+// Kafka and NATS; where a broker keeps a table, as RabbitMQ does, the adapter
+// chooses an order and keeps to it.
+type Header struct {
+	Name string
+
+	// Value keeps the type the broker gave it. It is one of: nil, string,
+	// []byte, bool, int8, int16, int32, int64, int, uint8, uint16, uint32,
+	// uint64, float32, float64, [time.Time], [Decimal], []any and
+	// map[string]any of these. [Header.Validate] tells. Which of them a broker
+	// can carry is its adapter's matter: Kafka carries bytes, NATS text,
+	// RabbitMQ nearly all.
+	Value any
+}
+
+// Decimal is AMQP's fixed-point number: Unscaled divided by ten to the power
+// of Scale.
+type Decimal struct {
+	Scale    uint8
+	Unscaled int32
+}
+
+// maxDepth is how deep tables and lists may nest in a header value.
+const maxDepth = 32
+
+// Validate reports a value of a type that [Header] does not list, or one
+// nested more than 32 deep. It walks the value once.
+func (h Header) Validate() error {
+	if _, bad := valueSize(h.Value, 0); bad != "" {
+		return fmt.Errorf("dlq: header %s: value of type %s: want nil, text, bytes, bool, number, time, decimal, or a list or table of these at most %d deep",
+			show(h.Name), bad, maxDepth)
+	}
+	return nil
+}
+
+// Lookup returns the value of the last header called name, which is the one
+// that counts where names repeat. Names are compared without regard to case,
+// since NATS and HTTP may rewrite it. It allocates nothing.
+func Lookup(headers []Header, name string) (value any, ok bool) {
+	for i := len(headers) - 1; i >= 0; i-- {
+		if strings.EqualFold(headers[i].Name, name) {
+			return headers[i].Value, true
+		}
+	}
+	return nil, false
+}
+
+// LookupText is [Lookup] for a header that holds text, as a string or as
+// bytes; ok is false for any other type.
+func LookupText(headers []Header, name string) (text string, ok bool) {
+	v, ok := Lookup(headers, name)
+	if !ok {
+		return "", false
+	}
+	return asText(v)
+}
+
+func asText(v any) (string, bool) {
+	switch v := v.(type) {
+	case string:
+		return v, true
+	case []byte:
+		return string(v), true
+	}
+	return "", false
+}
+
+// asInt accepts every integer type that fits an int64.
+func asInt(v any) (int64, bool) {
+	switch v := v.(type) {
+	case int64:
+		return v, true
+	case int32:
+		return int64(v), true
+	case int:
+		return int64(v), true
+	case int16:
+		return int64(v), true
+	case int8:
+		return int64(v), true
+	case uint8:
+		return int64(v), true
+	case uint16:
+		return int64(v), true
+	case uint32:
+		return int64(v), true
+	case uint64:
+		return int64(v), v <= 1<<63-1
+	}
+	return 0, false
+}
+
+// valueSize estimates the bytes a value takes on the wire; bad names the
+// first type, if any, that a header may not hold.
+func valueSize(v any, depth int) (size int, bad string) {
+	if depth > maxDepth {
+		return 0, fmt.Sprintf("%T nested too deep", v)
+	}
+	switch v := v.(type) {
+	case nil, bool, int8, uint8:
+		return 1, ""
+	case int16, uint16:
+		return 2, ""
+	case int32, uint32, float32:
+		return 4, ""
+	case int, int64, uint64, float64, time.Time, Decimal:
+		return 8, ""
+	case string:
+		return len(v), ""
+	case []byte:
+		return len(v), ""
+	case []any:
+		for _, e := range v {
+			n, bad := valueSize(e, depth+1)
+			if bad != "" {
+				return 0, bad
+			}
+			size += n + headerOverhead
+		}
+		return size, ""
+	case map[string]any:
+		for name, e := range v {
+			n, bad := valueSize(e, depth+1)
+			if bad != "" {
+				return 0, bad
+			}
+			size += len(name) + n + headerOverhead
+		}
+		return size, ""
+	}
+	return 0, fmt.Sprintf("%T", v)
+}
+
+// show renders a name or value for an error text, quoted and short.
+func show(v any) string {
+	const most = 48
+	s, ok := v.(string)
+	if !ok {
+		switch b := v.(type) {
+		case []byte:
+			if len(b) > most {
+				return fmt.Sprintf("0x%x… (%d bytes)", b[:most], len(b))
+			}
+			return fmt.Sprintf("0x%x (%d bytes)", b, len(b))
+		case []any:
+			return fmt.Sprintf("a list of %d", len(b))
+		case map[string]any:
+			return fmt.Sprintf("a table of %d", len(b))
+		}
+		s = fmt.Sprintf("%v", v)
+		return fmt.Sprintf("%T %s", v, cut(s, most))
+	}
+	return fmt.Sprintf("%q", cut(s, most))
+}
