@@ -1,0 +1,347 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"math"
+	"time"
+
+	"go.opentelemetry.io/otel/metric"
+	"go.opentelemetry.io/otel/propagation"
+	"go.opentelemetry.io/otel/trace"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+// Config is what an operator may set for a process. The zero value is valid and
+// means the documented defaults.
+type Config struct {
+	// Group names the fleet of consumers that this process is one of: the
+	// consumer group, the durable. It is the coarsest scope of the breaker.
+	// Unset means "default".
+	Group string
+
+	// Policy is how sources behave that don't bring one of their own.
+	Policy Policy
+
+	// Quorum is the share of a scope's children (partitions of a topic, topics
+	// of a group) that must be open before the scope holds all of them, in
+	// (0, 1]; unset means 0.5. At least two children must be open.
+	Quorum float64
+}
+
+// Policy is how a source behaves. The zero value is valid and means the
+// documented defaults. Timeout, Retry, Ramp, Window and WindowBytes may be
+// changed while a source runs, see [Source.Update].
+type Policy struct {
+	// Order is what is handled in sequence: the source (default), each key, or
+	// nothing.
+	Order Order
+
+	// Workers is how many handlers of one source may run at once, from 1 to
+	// 1024; unset means 1. More than 1 needs [OrderKey] or [OrderNone].
+	Workers int
+
+	// Window is how many messages of a source may be unsettled in this process,
+	// held ones included, from 1 to 1 Mi; unset means 1024, or the broker's
+	// [Limits.MaxUnacked] if that is less. At its end intake stops.
+	Window int
+
+	// WindowBytes bounds the same messages by [Port.Size]; unset means 64 MiB.
+	// One larger message is let in when nothing else is there.
+	WindowBytes int64
+
+	// Timeout is how long a handler may run before its context ends; unset
+	// means 30s. It ends to within 10ms. NoTimeout lets handlers run for ever:
+	// a hanging one then shows only in the breaker's slow rule.
+	Timeout   time.Duration
+	NoTimeout bool
+
+	Retry Retry
+	Ramp  Ramp
+
+	// Breaker is the scope's breaker. NoBreaker leaves it out: nothing is held
+	// then, and the storm detector and the DLQ budget stand alone.
+	Breaker   breaker.Config
+	NoBreaker bool
+
+	// Storm holds the three thresholds that tell a storm.
+	Storm dlq.StormConfig
+
+	// Budget bounds what may be dead-lettered.
+	Budget dlq.BudgetConfig
+}
+
+// Order is what a source handles in sequence.
+type Order uint8
+
+// The orders.
+const (
+	OrderSource Order = iota // each message after the one before it
+	OrderKey                 // each message after the one before it of the same [Port.Lane]
+	OrderNone                // as workers come free
+)
+
+var orderNames = [...]string{"source", "key", "none"}
+
+// String is the order's word in configuration and logs.
+func (o Order) String() string {
+	if int(o) < len(orderNames) {
+		return orderNames[o]
+	}
+	return fmt.Sprintf("Order(%d)", uint8(o))
+}
+
+// MarshalText writes "source", "key" or "none".
+func (o Order) MarshalText() ([]byte, error) {
+	if int(o) >= len(orderNames) {
+		return nil, fmt.Errorf("guard: Order: %d is none of source, key, none", uint8(o))
+	}
+	return []byte(orderNames[o]), nil
+}
+
+// UnmarshalText reads "source", "key" or "none".
+func (o *Order) UnmarshalText(text []byte) error {
+	for i, name := range orderNames {
+		if string(text) == name {
+			*o = Order(i)
+			return nil
+		}
+	}
+	return fmt.Errorf("guard: Order: %q is none of source, key, none", text)
+}
+
+// Retry is how often and how soon a failed message is handled again. No worker
+// waits for a retry: the message is parked, and blocks only what its order says.
+type Retry struct {
+	// Attempts is how many handler calls a message gets before it may be
+	// dead-lettered, from 1 to 1000; unset means 5. Failed probes of a breaker
+	// are not counted.
+	Attempts int
+
+	// Base and Max bound the delay before the n-th retry: a random time up to
+	// min(Max, Base·2^(n-1)) ("full jitter"). Unset means 50ms and 10s.
+	Base, Max time.Duration
+
+	// Patience is how long a message whose attempts are used up waits for a
+	// witness when no other message has succeeded since it first failed, and
+	// none is there to try: on an idle source nothing else can tell poison from
+	// an outage. Unset means 10s.
+	Patience time.Duration
+}
+
+// Ramp is how a hold drains once its breaker has closed. The rate starts at
+// Start and doubles every Double; after For there is no limit. In the first t
+// it admits Start·Double/ln 2·(2^(t/Double)−1) messages, at most one more.
+type Ramp struct {
+	Start  float64       // messages per second; unset means 100
+	Double time.Duration // unset means 1s
+	For    time.Duration // unset means 10s
+	Off    bool          // drain at full speed
+}
+
+// SourceConfig describes one source to [Open].
+type SourceConfig struct {
+	// Name is the source's name in states, metrics and logs, such as "orders/0".
+	// It must not be empty, and is unique among the open sources of a Guard.
+	Name string
+
+	// System and Destination are messaging.system and
+	// messaging.destination.name of the OTel conventions; Partition is
+	// messaging.destination.partition.id, empty where there is none.
+	System, Destination, Partition string
+
+	// DeadLetters writes dead letters. Without one nothing is ever
+	// dead-lettered: what would be waits, with the reason "dlq".
+	DeadLetters dlq.Writer
+
+	// Policy overrides the Guard's; nil means the Guard's.
+	Policy *Policy
+
+	// Limiter paces admissions; nil means no limit.
+	Limiter Limiter
+}
+
+// A Limiter paces admissions. Admit takes one admission and returns 0, or takes
+// none and returns how long to wait before it is worth asking again (more than
+// 0). It is called for each message under the source's lock: no I/O, no wait.
+type Limiter interface {
+	Admit(now time.Duration) (wait time.Duration)
+}
+
+// An Option supplies a collaborator that a config file cannot express.
+type Option func(*Guard)
+
+// WithLogger logs changes of state, never messages. The default is silence.
+func WithLogger(log *slog.Logger) Option { return func(g *Guard) { g.log = log } }
+
+// WithMeterProvider is where metrics go; the default is OTel's global provider.
+func WithMeterProvider(p metric.MeterProvider) Option { return func(g *Guard) { g.meters = p } }
+
+// WithTracerProvider turns on a span for each handler call, linked to the
+// message's own trace context if [WithPropagator] is set too. The default is
+// none: a span costs more than the rest of the guard.
+func WithTracerProvider(p trace.TracerProvider) Option { return func(g *Guard) { g.traces = p } }
+
+// WithPropagator reads trace context from message headers, and writes it into
+// dead letters. The default is none: headers are then never parsed.
+func WithPropagator(p propagation.TextMapPropagator) Option {
+	return func(g *Guard) { g.propagator = p }
+}
+
+// WithClock replaces the monotonic clock, which counts from an origin of its
+// own. Timers still follow the runtime's clock.
+func WithClock(now func() time.Duration) Option { return func(g *Guard) { g.now = now } }
+
+const (
+	defaultWindow      = 1024
+	maxWindow          = 1 << 20
+	defaultWindowBytes = 64 << 20
+	defaultTimeout     = 30 * time.Second
+	maxWorkers         = 1024
+)
+
+// problems collects everything wrong with a configuration.
+type problems []error
+
+func (p *problems) addf(format string, args ...any) {
+	*p = append(*p, fmt.Errorf("guard: "+format, args...))
+}
+
+func (p *problems) within(field string, v, low, high time.Duration) {
+	if v < low || v > high {
+		p.addf("%s: %s is not within %s and %s", field, v, low, high)
+	}
+}
+
+// Validate reports everything wrong at once; nil means that [New] takes it.
+func (c Config) Validate() error {
+	var p problems
+	if math.IsNaN(c.Quorum) || c.Quorum < 0 || c.Quorum > 1 {
+		p.addf("Config.Quorum: %v is not within (0, 1]", c.Quorum)
+	}
+	return errors.Join(append(p, c.Policy.Validate())...)
+}
+
+// Validate reports everything wrong at once. What only a broker's [Limits] can
+// tell is checked by [Open].
+func (c Policy) Validate() error {
+	d := c.withDefaults(Limits{})
+	var p problems
+	if int(c.Order) >= len(orderNames) {
+		p.addf("Policy.Order: %d is none of source, key, none", uint8(c.Order))
+	}
+	if d.Workers < 1 || d.Workers > maxWorkers {
+		p.addf("Policy.Workers: %d is not within 1 and %d", c.Workers, maxWorkers)
+	}
+	if d.Workers > 1 && c.Order == OrderSource {
+		p.addf("Policy.Workers: %d workers cannot keep the order of a source; use order key or none, or 1 worker", c.Workers)
+	}
+	if d.Window < 1 || d.Window > maxWindow {
+		p.addf("Policy.Window: %d is not within 1 and %d", c.Window, maxWindow)
+	}
+	if d.Workers > d.Window {
+		p.addf("Policy.Workers: %d is more than the window of %d", c.Workers, d.Window)
+	}
+	if d.WindowBytes < 1 {
+		p.addf("Policy.WindowBytes: %d is not above 0", c.WindowBytes)
+	}
+	if !c.NoTimeout {
+		p.within("Policy.Timeout", d.Timeout, 20*time.Millisecond, 24*time.Hour)
+	}
+	if d.Retry.Attempts < 1 || d.Retry.Attempts > 1000 {
+		p.addf("Policy.Retry.Attempts: %d is not within 1 and 1000", c.Retry.Attempts)
+	}
+	p.within("Policy.Retry.Base", d.Retry.Base, time.Millisecond, time.Hour)
+	p.within("Policy.Retry.Max", d.Retry.Max, d.Retry.Base, 24*time.Hour)
+	p.within("Policy.Retry.Patience", d.Retry.Patience, time.Millisecond, 24*time.Hour)
+	if !c.Ramp.Off {
+		if !(d.Ramp.Start >= 1e-3 && d.Ramp.Start <= 1e9) {
+			p.addf("Policy.Ramp.Start: %v is not within 0.001 and 1e9 messages per second", c.Ramp.Start)
+		}
+		p.within("Policy.Ramp.Double", d.Ramp.Double, time.Millisecond, time.Hour)
+		p.within("Policy.Ramp.For", d.Ramp.For, 0, 24*time.Hour)
+	}
+	errs := append(p, c.Storm.Validate())
+	if !c.NoBreaker {
+		errs = append(errs, c.Breaker.Validate())
+	}
+	if !c.Budget.Off {
+		errs = append(errs, c.Budget.Validate(stormRate(c.Storm)))
+	}
+	return errors.Join(errs...)
+}
+
+// stormRate is the error rate that the DLQ budget has to outlast.
+func stormRate(c dlq.StormConfig) float64 {
+	if c.ErrorRate == 0 {
+		return dlq.DefaultErrorRate
+	}
+	return c.ErrorRate
+}
+
+// withDefaults fills what is unset, within what the broker allows.
+func (c Policy) withDefaults(l Limits) Policy {
+	def(&c.Workers, 1)
+	if c.Window == 0 {
+		c.Window = defaultWindow
+		if l.MaxUnacked > 0 {
+			c.Window = min(c.Window, l.MaxUnacked)
+		}
+	}
+	def(&c.WindowBytes, int64(defaultWindowBytes))
+	if c.NoTimeout {
+		c.Timeout = 0
+	} else {
+		def(&c.Timeout, defaultTimeout)
+	}
+	def(&c.Retry.Attempts, 5)
+	def(&c.Retry.Base, 50*time.Millisecond)
+	def(&c.Retry.Max, max(10*time.Second, c.Retry.Base))
+	def(&c.Retry.Patience, 10*time.Second)
+	def(&c.Ramp.Start, 100.0)
+	def(&c.Ramp.Double, time.Second)
+	def(&c.Ramp.For, 10*time.Second)
+	return c
+}
+
+func def[T comparable](field *T, value T) {
+	var zero T
+	if *field == zero {
+		*field = value
+	}
+}
+
+// fits reports every setting that the broker's limits make impossible.
+func (c Policy) fits(l Limits) error {
+	var p problems
+	if l.MaxUnacked > 0 && c.Window > l.MaxUnacked {
+		p.addf("Policy.Window: %d is more than the %d messages the broker leaves unsettled", c.Window, l.MaxUnacked)
+	}
+	if l.AckWait > 0 && l.AckWait < minAckWait {
+		p.addf("Limits.AckWait: %s is too short to be extended in time; at least %s", l.AckWait, minAckWait)
+	}
+	for _, bound := range []struct {
+		name string
+		max  time.Duration
+	}{{"HoldMax", l.HoldMax}, {"RevokeGrace", l.RevokeGrace}} {
+		if bound.max <= 0 {
+			continue
+		}
+		switch {
+		case c.Timeout == 0:
+			p.addf("Policy.NoTimeout: the broker's %s of %s needs a handler timeout", bound.name, bound.max)
+		case c.Timeout > bound.max:
+			p.addf("Policy.Timeout: %s is more than the broker's %s of %s", c.Timeout, bound.name, bound.max)
+		}
+	}
+	return errors.Join(p...)
+}
+
+// minAckWait leaves three extensions and the sweeper's tick room.
+const minAckWait = 300 * time.Millisecond

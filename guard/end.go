@@ -1,0 +1,144 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"errors"
+	"time"
+)
+
+// lastCall is how long End waits, once its context is over, for handlers that
+// heed theirs.
+const lastCall = 250 * time.Millisecond
+
+// End ends the source and this epoch: it stops intake, lets what is in flight
+// finish (with [ReasonRebalance] it cancels handlers at once), waits for dead
+// letters that are being written, gives everything else back through
+// [Port.Return], flushes, and fences: no port call comes after it returns.
+//
+// When ctx ends first, handlers are cancelled, and what does not return shortly
+// after is left and reported: a handler that ignores its context cannot be
+// killed. Its message stays unsettled, so the broker delivers it again.
+//
+// Later calls wait for the first and return its report.
+func (s *Source[M]) End(ctx context.Context, why Reason) Report {
+	s.mu.Lock()
+	if e := s.ending; e != nil {
+		s.mu.Unlock()
+		<-e.done
+		return e.report
+	}
+	e := &ending{reason: why, done: make(chan struct{})}
+	s.ending = e
+	s.c.ended = true
+	cancel := s.cancel
+	s.unlock(s.g.now())
+	if why == ReasonRebalance {
+		cancel(ErrRevoked)
+	}
+	s.nudge()
+
+	overdue := context.AfterFunc(ctx, func() {
+		cancel(ErrClosed)
+		time.AfterFunc(lastCall, s.abandonHung)
+		s.mu.Lock()
+		s.giveUp = true
+		s.mu.Unlock()
+		s.nudge()
+	})
+	s.awaitLoops()
+	overdue()
+	s.stopPump()
+	for {
+		s.mu.Lock()
+		if s.c.acks.len() == 0 {
+			s.mu.Unlock()
+			break
+		}
+		it := s.c.acks.pop()
+		s.mu.Unlock()
+		s.settle(it)
+	}
+	rest := s.fence(e)
+	if len(rest) > 0 {
+		e.report.Err = s.port.Return(rest, why)
+	}
+	e.report.Err = errors.Join(e.report.Err, s.port.Flush())
+	s.g.unregister(s.cfg.Name, s)
+	s.release()
+	close(e.done)
+	s.g.logChange("source ended", s.cfg.Name, why, "returned", e.report.Returned, "left", len(e.report.Left))
+	return e.report
+}
+
+// abandonHung makes End go on without what has not returned.
+func (s *Source[M]) abandonHung() {
+	s.mu.Lock()
+	s.hung = true
+	s.mu.Unlock()
+	s.cond.Broadcast()
+}
+
+// awaitLoops waits until the loop, the workers and all port calls are gone.
+func (s *Source[M]) awaitLoops() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for (s.loops > 0 || s.calls > 0 || s.pendingLocked()) && !s.hung {
+		s.cond.Wait()
+	}
+}
+
+// pendingLocked tells whether something of a source without a loop (a passive
+// one, or one whose Run has returned) still has to finish.
+func (s *Source[M]) pendingLocked() bool {
+	if s.giveUp {
+		return false
+	}
+	return s.c.count[processing] > 0 || len(s.c.writing) > 0
+}
+
+// fence stops all port calls but End's own, and takes out what is left.
+func (s *Source[M]) fence(e *ending) []M {
+	s.fenced.Store(true)
+	// The closed path announces an ack before it looks at the fence, so an ack
+	// that began before it is seen here.
+	for pause := time.Microsecond; phase(s.word.Load()&phaseMask) == settling && pause < time.Second; pause *= 2 {
+		time.Sleep(pause)
+	}
+	now := s.g.now()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	defer s.nudge()
+	rest := s.c.drain()
+	w := s.word.Load()
+	if n := s.batchLeftLocked(w >> phaseBits); n > 0 {
+		rest = append(rest, s.batch[len(s.batch)-n:]...)
+		s.giveBackLocked(n)
+	}
+	s.batch, s.diverted, s.batchAt = nil, 0, w>>phaseBits+s.adopted.Load()
+	if s.feed != nil {
+		s.feed.Close()
+		more, _ := s.feed.swap(nil)
+		rest = append(rest, more...)
+		s.giveBackLocked(len(more))
+	}
+	for _, it := range s.c.busy {
+		e.report.Left = append(e.report.Left, Left{"processing", now - it.at, "its handler has not returned"})
+	}
+	if phase(w&phaseMask) == processing {
+		e.report.Left = append(e.report.Left, Left{"processing", now - time.Duration(s.seen.since.Load()), "its handler has not returned"})
+	}
+	for it := range s.c.writing {
+		e.report.Left = append(e.report.Left, Left{"settling", now - it.at, "its dead letter is not confirmed"})
+	}
+	e.report.Source, e.report.Reason, e.report.Returned = s.cfg.Name, e.reason, len(rest)
+	e.report.Account = s.accountLocked(now)
+	return rest
+}
+
+func (s *Source[M]) giveBackLocked(n int) {
+	s.c.tally.Received += uint64(n)
+	s.c.tally.Returned += uint64(n)
+}

@@ -1,0 +1,126 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"errors"
+	"fmt"
+	"time"
+)
+
+// Errors to branch on.
+var (
+	// ErrClosed means that the Guard or the Source has ended.
+	ErrClosed = errors.New("guard: closed")
+
+	// ErrHeld means that a call was refused because its source is on hold.
+	// [errors.As] to a [*HeldError] tells why and until when.
+	ErrHeld = errors.New("guard: source on hold")
+
+	// ErrFull means that a window has no room for one more message. Nothing was
+	// taken; offer it again after [Port.Demand] named room.
+	ErrFull = errors.New("guard: window full")
+
+	// ErrTimeout is the cause of a handler context that passed [Policy.Timeout].
+	ErrTimeout = errors.New("guard: handler timeout")
+
+	// ErrRevoked is the cause of a handler context whose source was taken away.
+	ErrRevoked = errors.New("guard: source revoked")
+)
+
+// HeldError tells why a call was refused. It is an [ErrHeld].
+type HeldError struct {
+	Source string
+	Reason Reason
+	// Until is how long to wait before it is worth asking again; 0 means that
+	// somebody has to clear the reason first.
+	Until time.Duration
+}
+
+func (e *HeldError) Error() string {
+	return fmt.Sprintf("guard: source %s on hold: %s", e.Source, e.Reason)
+}
+
+// Unwrap makes errors.Is(err, ErrHeld) hold.
+func (*HeldError) Unwrap() error { return ErrHeld }
+
+// PanicError is the failure of a handler that panicked.
+type PanicError struct {
+	Value any    // what was passed to panic
+	Stack []byte // of the panicking goroutine
+}
+
+func (e *PanicError) Error() string { return fmt.Sprintf("guard: handler panicked: %v", e.Value) }
+
+// Unwrap gives the panic's value when it was an error.
+func (e *PanicError) Unwrap() error {
+	err, _ := e.Value.(error)
+	return err
+}
+
+// GoexitError is the failure of a handler that called [runtime.Goexit].
+type GoexitError struct {
+	Stack []byte // of the exiting goroutine
+}
+
+func (*GoexitError) Error() string { return "guard: handler called runtime.Goexit" }
+
+// Permanent marks a failure that no retry can mend: the message is
+// dead-lettered now, also while the breaker is not closed, as far as the budget
+// for permanent failures allows. It says nothing about the dependency's health.
+// Permanent(nil) is nil.
+func Permanent(err error) error { return mark(err, permanent, time.Time{}) }
+
+// Backoff says that nothing is wrong with the message, but the dependency asked
+// for time (an HTTP 429, a maintenance window): the source is held until then
+// and the message is handled again without having cost an attempt. A time that
+// has passed means at once; more than 1 h ahead is taken as 1 h.
+// Backoff(nil, t) is nil.
+func Backoff(err error, until time.Time) error { return mark(err, backoff, until) }
+
+// Ignore acks the message although the handler failed. Ignore(nil) is nil.
+func Ignore(err error) error { return mark(err, ignore, time.Time{}) }
+
+// outcome is what a handler's return means.
+type outcome uint8
+
+const (
+	success outcome = iota
+	failure
+	permanent
+	backoff
+	ignore
+	cancelled // the source was taken away under the handler: nobody's fault
+)
+
+// maxBackoff bounds what a handler may ask for: a unit mistake must not stop a
+// source for a year.
+const maxBackoff = time.Hour
+
+type markedError struct {
+	err   error
+	word  outcome
+	until time.Time
+}
+
+func (e *markedError) Error() string { return e.err.Error() }
+func (e *markedError) Unwrap() error { return e.err }
+
+func mark(err error, word outcome, until time.Time) error {
+	if err == nil {
+		return nil
+	}
+	return &markedError{err: err, word: word, until: until}
+}
+
+// classify finds the outermost mark: the code nearest the guard has the last word.
+func classify(err error) (outcome, time.Time) {
+	if err == nil {
+		return success, time.Time{}
+	}
+	if e, ok := errors.AsType[*markedError](err); ok {
+		return e.word, e.until
+	}
+	return failure, time.Time{}
+}

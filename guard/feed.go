@@ -1,0 +1,115 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"sync"
+)
+
+// A Feed hands batches from an adapter's reader, on a goroutine of its own, to
+// the source's loop. Two buffers change hands: the loop takes all that the
+// reader has put, so a message costs a short uncontended lock, and a side is
+// woken only if it is parked. (A channel wakes the reader at each receive once
+// it is full.)
+//
+// Lock order: Source.mu, then Feed.mu.
+type Feed[M any] struct {
+	max int // messages each buffer may hold
+
+	mu      sync.Mutex
+	buf     []M
+	closed  bool
+	waiting bool // the reader waits for room
+
+	ready chan struct{} // holds a token when the loop has to look; capacity 1
+	space chan struct{} // the same for the reader
+}
+
+func newFeed[M any](limit int) *Feed[M] {
+	return &Feed[M]{
+		max:   max(1, limit),
+		buf:   make([]M, 0, max(1, limit)),
+		ready: make(chan struct{}, 1),
+		space: make(chan struct{}, 1),
+	}
+}
+
+// Put hands messages over and waits while there is no room. It returns how many
+// it placed: all, unless ctx ended or the feed is closed.
+func (f *Feed[M]) Put(ctx context.Context, ms ...M) (int, error) {
+	placed := 0
+	for {
+		f.mu.Lock()
+		if f.closed {
+			f.mu.Unlock()
+			return placed, ErrClosed
+		}
+		was := len(f.buf)
+		n := min(f.max-was, len(ms)-placed)
+		f.buf = append(f.buf, ms[placed:placed+n]...)
+		placed += n
+		f.waiting = placed < len(ms)
+		f.mu.Unlock()
+		if was == 0 && n > 0 {
+			token(f.ready)
+		}
+		if placed == len(ms) {
+			return placed, nil
+		}
+		select {
+		case <-f.space:
+		case <-ctx.Done():
+			return placed, ctx.Err()
+		}
+	}
+}
+
+// Close ends the feed: what is in it is still taken, Put fails. It is how the
+// reader says that nothing more comes.
+func (f *Feed[M]) Close() {
+	f.mu.Lock()
+	f.closed = true
+	f.mu.Unlock()
+	token(f.ready)
+	token(f.space)
+}
+
+// Len is how many messages wait to be taken.
+func (f *Feed[M]) Len() int {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return len(f.buf)
+}
+
+// swap takes all messages and leaves spent, emptied, in their place. done means
+// that nothing will follow.
+func (f *Feed[M]) swap(spent []M) (batch []M, done bool) {
+	clear(spent)
+	f.mu.Lock()
+	batch, f.buf = f.buf, spent[:0]
+	done = f.closed
+	wake := f.waiting
+	f.waiting = false
+	f.mu.Unlock()
+	if wake {
+		token(f.space)
+	}
+	return batch, done
+}
+
+// peek appends what waits to dst.
+func (f *Feed[M]) peek(dst []M) []M {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return append(dst, f.buf...)
+}
+
+// token leaves a token in a channel of capacity 1.
+func token(c chan<- struct{}) {
+	select {
+	case c <- struct{}{}:
+	default:
+	}
+}

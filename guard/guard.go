@@ -1,0 +1,273 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"go.opentelemetry.io/otel/attribute"
+	"go.opentelemetry.io/otel/metric"
+	"go.opentelemetry.io/otel/propagation"
+	"go.opentelemetry.io/otel/trace"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+// Guard is what the sources of one process share: the scopes of the breakers,
+// the dead-letter writers, the sweeper, metrics. Make one for a process.
+//
+// Lock order: Guard.mu and letterbox.mu are leaves; nothing is called under them.
+type Guard struct {
+	cfg        Config
+	log        *slog.Logger
+	meters     metric.MeterProvider
+	traces     trace.TracerProvider
+	propagator propagation.TextMapPropagator
+	now        func() time.Duration // monotonic
+	origin     time.Time            // wall time of now's 0, for metadata
+	scopes     *breaker.Scopes
+	metrics    *metrics
+	epochs     atomic.Uint64
+
+	// ctx ends the goroutines the Guard owns: the sweeper, and one for each
+	// letterbox with something to write.
+	ctx     context.Context //nolint:containedctx // the lifetime of the Guard
+	cancel  context.CancelFunc
+	sweeper sweeper
+
+	mu      sync.Mutex
+	sources map[string]controls
+	boxes   map[dlq.Writer]*letterbox
+	closed  bool
+	running sync.WaitGroup
+	sorted  atomic.Pointer[[]controls]
+	changes []breaker.Change // the sweeper's
+	look    time.Duration    // the sweeper's: breakers are ticked again then
+	evict   time.Duration    // the sweeper's: scopes are evicted again then
+}
+
+// controls is a source whatever its message's type.
+type controls interface {
+	Control
+	sweep(now time.Duration) (moving bool)
+	attributes() []attribute.KeyValue
+	lag() int64
+}
+
+// A Control is a source of any message type, as operators see it.
+type Control interface {
+	Name() string
+	Account() Account
+	State() State
+	Pause()
+	Resume()
+	ForceOpen(d time.Duration) error
+	ForceClosed() error
+	GrantCredits(n float64)
+	Update(p Policy) error
+	End(ctx context.Context, why Reason) Report
+}
+
+// New makes a Guard. It starts one goroutine, the sweeper; Close ends it. The
+// error joins everything that is wrong with cfg.
+func New(cfg Config, opts ...Option) (*Guard, error) {
+	if err := cfg.Validate(); err != nil {
+		return nil, err
+	}
+	def(&cfg.Group, "default")
+	g := &Guard{
+		cfg:     cfg,
+		log:     slog.New(slog.DiscardHandler),
+		sources: make(map[string]controls),
+		boxes:   make(map[dlq.Writer]*letterbox),
+		sweeper: sweeper{wake: make(chan struct{}, 1)},
+	}
+	start := time.Now()
+	g.now = func() time.Duration { return time.Since(start) }
+	for _, o := range opts {
+		o(g)
+	}
+	g.origin = time.Now().Add(-g.now())
+	g.sorted.Store(new([]controls))
+	var err error
+	if g.scopes, err = breaker.NewScopes(breaker.ScopesConfig{Quorum: cfg.Quorum, Breaker: cfg.Policy.Breaker}); err != nil {
+		return nil, fmt.Errorf("guard: %w", err)
+	}
+	if g.metrics, err = newMetrics(g); err != nil {
+		return nil, fmt.Errorf("guard: metrics: %w", err)
+	}
+	g.ctx, g.cancel = context.WithCancel(context.Background())
+	g.running.Go(func() { g.sweep(g.ctx) })
+	return g, nil
+}
+
+func (g *Guard) policy() Policy { return g.cfg.Policy }
+
+// leaf is the breaker of a source: the partition where there is one, under the
+// topic or queue, under the consumer group.
+func (g *Guard) leaf(cfg SourceConfig) (*breaker.Leaf, error) {
+	path := []string{g.cfg.Group, cfg.Destination}
+	if cfg.Destination == "" {
+		path[1] = cfg.Name
+	}
+	if cfg.Partition != "" {
+		path = append(path, cfg.Partition)
+	}
+	return g.scopes.Leaf(path...)
+}
+
+// letterbox is the one box of a writer.
+func (g *Guard) letterbox(w dlq.Writer) *letterbox {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	b := g.boxes[w]
+	if b == nil {
+		b = &letterbox{g: g, writer: w}
+		g.boxes[w] = b
+	}
+	return b
+}
+
+// spawn starts a goroutine that ends with the Guard; false once it is closed.
+func (g *Guard) spawn(f func(context.Context)) bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.ctx.Err() != nil {
+		return false
+	}
+	g.running.Go(func() { f(g.ctx) })
+	return true
+}
+
+func (g *Guard) register(name string, s controls) error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.closed {
+		return ErrClosed
+	}
+	if g.sources[name] != nil {
+		return fmt.Errorf("guard: open %q: a source of this name is open already", name)
+	}
+	g.sources[name] = s
+	g.sortLocked()
+	return nil
+}
+
+func (g *Guard) unregister(name string, s controls) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.sources[name] == s {
+		delete(g.sources, name)
+		g.sortLocked()
+	}
+}
+
+func (g *Guard) sortLocked() {
+	all := slices.SortedFunc(maps.Values(g.sources), func(a, b controls) int { return strings.Compare(a.Name(), b.Name()) })
+	g.sorted.Store(&all)
+}
+
+// all is every open source, by name; the slice is never changed.
+func (g *Guard) all() []controls { return *g.sorted.Load() }
+
+// Sources are the open sources, by name.
+func (g *Guard) Sources() []Control {
+	all := g.all()
+	out := make([]Control, len(all))
+	for i, s := range all {
+		out[i] = s
+	}
+	return out
+}
+
+// Source is the open source of that name, nil if there is none.
+func (g *Guard) Source(name string) Control {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if s := g.sources[name]; s != nil {
+		return s
+	}
+	return nil
+}
+
+// Ready is for a readiness probe: nil while the Guard takes messages. A source
+// on hold is ready: taking it out of service would not help its dependency, and
+// its messages are safe. A closed Guard is not, and neither is one whose
+// dead-letter writer fails while something is to be written.
+func (g *Guard) Ready() error {
+	g.mu.Lock()
+	closed, boxes := g.closed, slices.Collect(maps.Values(g.boxes))
+	g.mu.Unlock()
+	if closed {
+		return ErrClosed
+	}
+	var errs []error
+	for _, b := range boxes {
+		if err := b.trouble(); err != nil {
+			errs = append(errs, fmt.Errorf("guard: dead-letter writer: %w", err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// Close ends all sources, as [Source.End] with [ReasonShutdown], at the same
+// time, and then the Guard's goroutines. The reports are in order of name. The
+// error names the sources that left something behind.
+func (g *Guard) Close(ctx context.Context) ([]Report, error) {
+	g.mu.Lock()
+	g.closed = true
+	g.mu.Unlock()
+	all := g.all()
+	reports := make([]Report, len(all))
+	var ends sync.WaitGroup
+	for i, s := range all {
+		ends.Go(func() { reports[i] = s.End(ctx, ReasonShutdown) })
+	}
+	ends.Wait()
+	g.mu.Lock()
+	g.cancel()
+	g.mu.Unlock()
+	g.running.Wait()
+	g.metrics.close()
+	var errs []error
+	for _, r := range reports {
+		if !r.Clean() {
+			errs = append(errs, fmt.Errorf("guard: source %s: %d messages left: %w", r.Source, len(r.Left), errors.Join(r.Err, context.Cause(ctx))))
+		}
+	}
+	return reports, errors.Join(errs...)
+}
+
+// logChange logs a change of state: never a message.
+func (g *Guard) logChange(what, source string, why Reason, args ...any) {
+	g.log.Info("state", append([]any{"change", what, "source", source, "reason", why.String()}, args...)...)
+}
+
+// noteChanges logs what the breakers did since the last tick, and makes the
+// scopes look at their children.
+func (g *Guard) noteChanges(now time.Duration) {
+	if now >= g.look {
+		g.look = now + stormEvery
+		g.scopes.Tick(now)
+	}
+	if now >= g.evict {
+		g.evict = now + time.Minute
+		g.scopes.Evict(now, g.scopes.Config().Breaker.Window)
+	}
+	g.changes = g.scopes.Changes(g.changes[:0])
+	for _, c := range g.changes {
+		g.metrics.transition(c)
+		g.log.Info("breaker", "scope", c.Scope, "from", c.From.String(), "to", c.To.String(), "reason", string(c.Cause), "for", c.OpenFor)
+	}
+}

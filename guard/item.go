@@ -1,0 +1,186 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"container/heap"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/ringbuf"
+)
+
+// phase is where an unsettled message is.
+type phase uint8
+
+const (
+	idle       phase = iota // nowhere: only the closed path's word says so
+	processing              // its handler runs
+	settling                // acked or dead-lettered, not yet confirmed
+	waiting                 // in front of the handler; held, if the source is not admitting
+	retryWait               // failed; waits its delay, a credit or a witness
+	phaseCount
+)
+
+// entry is a message in the ring: handed over, never handled yet.
+type entry[M any] struct {
+	m    M
+	size int
+	at   time.Duration // when this process was handed it
+}
+
+// item is a message outside the ring: up next, being handled, or failed.
+type item[M any] struct {
+	entry[M]
+	id    uint64   // within the source, from 1
+	lane  *lane[M] // nil with OrderNone
+	phase phase
+
+	serial      uint64 // times it was given to a handler
+	tries       int    // handler calls so far, those that said nothing left out
+	attempts    int    // those that count towards Retry.Attempts: not a failed probe, not a witness
+	probes      int    // failed probes with this item as head
+	rounds      int    // failed rounds of witnesses behind this item
+	firstFailed time.Duration
+	exhausted   time.Duration // when its attempts were first used up, 0 = not yet
+	luck        uint64        // the source's successes when it last failed
+	alive       bool          // others succeeded between its last two failures: proof that the failure is its own
+	permanent   bool          // its verdict waits for a credit only
+	failures    []attempt     // the first and the latest ones
+	reason      Reason        // why it is parked
+
+	due  time.Duration // retryWait: when to try again
+	heap int           // index in the machine's due heap, -1 outside
+
+	token   breaker.Token
+	probe   bool
+	ctx     *callContext // while processing in the function shape
+	started time.Duration
+	slow    bool // reported to the breaker as slow already
+	busy    int  // index in the machine's busy list, -1 outside
+
+	lastDelivery bool       // the broker will not deliver it again
+	verdict      dlq.Reason // why it is dead-lettered
+	buried       bool       // its dead letter is confirmed
+}
+
+// attempt is one failed handler call.
+type attempt struct {
+	n     int
+	at    time.Duration
+	err   error
+	stack []byte
+}
+
+// maxFailures bounds the history kept of one item: the first and the latest.
+const maxFailures = 8
+
+func (it *item[M]) note(now time.Duration, err error, stack []byte) {
+	if len(it.failures) == maxFailures {
+		it.failures = append(it.failures[:1], it.failures[2:]...)
+	}
+	it.failures = append(it.failures, attempt{it.tries, now, err, stack})
+}
+
+// lane is what must be handled in sequence: the source, or one key.
+type lane[M any] struct {
+	key    uint64
+	queue  *ringbuf.Lane[entry[M]]
+	front  []*item[M] // taken from the queue, in order: the head, then its witnesses
+	turn   int        // which of front is up
+	queued bool       // stands in the machine's ready list
+	parked bool       // front[turn] is processing or waits for a retry
+
+	// A round of witnesses that probes an open breaker shares the head's token.
+	token breaker.Token
+	probe bool
+}
+
+// head is the lane's first item, nil if that is still in the ring.
+func (l *lane[M]) head() *item[M] {
+	if len(l.front) == 0 {
+		return nil
+	}
+	return l.front[0]
+}
+
+func (l *lane[M]) more() bool  { return l.turn+1 < len(l.front) || l.queue.Len() > 0 }
+func (l *lane[M]) empty() bool { return len(l.front) == 0 && l.queue.Len() == 0 }
+
+// dueHeap orders parked items by the time of their next attempt.
+type dueHeap[M any] []*item[M]
+
+func (h dueHeap[M]) Len() int { return len(h) }
+func (h dueHeap[M]) Less(i, j int) bool {
+	if h[i].due != h[j].due {
+		return h[i].due < h[j].due
+	}
+	return h[i].id < h[j].id
+}
+
+func (h dueHeap[M]) Swap(i, j int) {
+	h[i], h[j] = h[j], h[i]
+	h[i].heap, h[j].heap = i, j
+}
+
+func (h *dueHeap[M]) Push(x any) {
+	it := x.(*item[M]) //nolint:forcetypeassert // only park pushes
+	it.heap = len(*h)
+	*h = append(*h, it)
+}
+
+func (h *dueHeap[M]) Pop() any {
+	old := *h
+	it := old[len(old)-1]
+	old[len(old)-1] = nil
+	*h = old[:len(old)-1]
+	it.heap = -1
+	return it
+}
+
+func (h *dueHeap[M]) remove(it *item[M]) {
+	if it.heap >= 0 {
+		heap.Remove(h, it.heap)
+	}
+}
+
+// fifo is a queue that reuses its memory.
+type fifo[T any] struct {
+	items []T
+	head  int
+}
+
+func (q *fifo[T]) len() int { return len(q.items) - q.head }
+
+func (q *fifo[T]) push(v T) { q.items = append(q.items, v) }
+
+// pushFront puts v before all others.
+func (q *fifo[T]) pushFront(v T) {
+	if q.head == 0 {
+		q.items = append(q.items, v)
+		copy(q.items[1:], q.items)
+		q.items[0] = v
+		return
+	}
+	q.head--
+	q.items[q.head] = v
+}
+
+func (q *fifo[T]) peek() T { return q.items[q.head] }
+
+func (q *fifo[T]) pop() T {
+	var zero T
+	v := q.items[q.head]
+	q.items[q.head] = zero
+	q.head++
+	if q.head == len(q.items) {
+		q.items, q.head = q.items[:0], 0
+	} else if q.head > 64 && q.head*2 > len(q.items) {
+		n := copy(q.items, q.items[q.head:])
+		clear(q.items[n:])
+		q.items, q.head = q.items[:n], 0
+	}
+	return v
+}

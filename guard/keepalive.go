@@ -1,0 +1,69 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"sync"
+	"time"
+)
+
+// keepAlive starts the goroutine that extends everything unsettled each third
+// of the broker's AckWait, and returns what ends it.
+func (s *Source[M]) keepAlive() (stop func()) {
+	if s.limits.AckWait <= 0 {
+		return func() {}
+	}
+	quit := make(chan struct{})
+	var gone sync.WaitGroup
+	gone.Go(func() {
+		tick := time.NewTicker(s.limits.AckWait / 3)
+		defer tick.Stop()
+		for {
+			select {
+			case <-tick.C:
+				s.extend()
+			case <-quit:
+				return
+			}
+		}
+	})
+	return func() {
+		close(quit)
+		gone.Wait()
+	}
+}
+
+// extend tells the port of everything that is unsettled.
+func (s *Source[M]) extend() {
+	s.mu.Lock()
+	ms := s.c.messages(nil)
+	for it := range s.c.writing {
+		ms = append(ms, it.m)
+	}
+	if len(s.batch) > 0 {
+		w := s.word.Load()
+		n := s.batchLeftLocked(w >> phaseBits)
+		if phase(w&phaseMask) == processing {
+			n++ // the one in hand
+		}
+		ms = append(ms, s.batch[len(s.batch)-min(n, len(s.batch)):]...)
+	}
+	if s.feed != nil {
+		ms = s.feed.peek(ms)
+	}
+	fenced := s.fenced.Load()
+	if !fenced {
+		s.calls++
+	}
+	s.mu.Unlock()
+	if fenced {
+		return
+	}
+	if len(ms) > 0 {
+		s.port.Extend(ms)
+	}
+	s.mu.Lock()
+	s.endLocked()
+	s.mu.Unlock()
+}

@@ -1,0 +1,163 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"math/rand/v2"
+	"sync"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+const (
+	// writeTimeout bounds one call of a dead-letter writer.
+	writeTimeout = 30 * time.Second
+	// writeBase and writeMax bound the pause after a failed write: full jitter.
+	writeBase = 100 * time.Millisecond
+	writeMax  = 10 * time.Second
+)
+
+// letterbox writes the dead letters of all sources that share a writer, one at
+// a time, on a goroutine that lives as long as there are any. It is the
+// writer's own breaker: after a failure nothing is written for a pause that
+// doubles up to 10s, then one letter is the probe. A letter that fails goes to
+// the end, so that one that can never be written does not stop the others.
+type letterbox struct {
+	g      *Guard
+	writer dlq.Writer
+
+	mu      sync.Mutex
+	queue   fifo[postable]
+	running bool
+	err     error // of the last write
+}
+
+// postable is a dead letter in the making, whatever its message's type.
+type postable interface {
+	// record makes the dead letter; nil if the source has ended.
+	record() *dlq.Record
+	// confirmed tells the source that it is written.
+	confirmed()
+}
+
+func (b *letterbox) post(l postable) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.queue.push(l)
+	if !b.running && b.g.spawn(b.run) {
+		b.running = true
+	}
+}
+
+// trouble is the error of the last write, nil if it went well.
+func (b *letterbox) trouble() error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.err
+}
+
+func (b *letterbox) run(ctx context.Context) {
+	failures := 0
+	for {
+		b.mu.Lock()
+		if b.queue.len() == 0 || ctx.Err() != nil {
+			b.running = false
+			b.mu.Unlock()
+			return
+		}
+		l := b.queue.pop()
+		b.mu.Unlock()
+		err := b.write(ctx, l)
+		b.mu.Lock()
+		turned := (err == nil) != (b.err == nil)
+		b.err = err
+		if err != nil {
+			b.queue.push(l)
+		}
+		b.mu.Unlock()
+		if turned {
+			b.g.logChange("dead-letter writer", "", ReasonDLQ, "error", err)
+		}
+		if err == nil {
+			failures = 0
+			continue
+		}
+		top := min(writeMax, writeBase<<min(failures, 10))
+		failures++
+		pause := time.NewTimer(1 + time.Duration(rand.Int64N(int64(top))))
+		select {
+		case <-pause.C:
+		case <-ctx.Done():
+			pause.Stop()
+		}
+	}
+}
+
+// write writes one letter; one that is too large is trimmed and tried once more.
+func (b *letterbox) write(ctx context.Context, l postable) error {
+	r := l.record()
+	if r == nil {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
+	defer cancel()
+	err := b.writer.Write(ctx, r)
+	if err != nil && dlq.TrimFor(r, err) {
+		err = b.writer.Write(ctx, r)
+	}
+	if err == nil {
+		l.confirmed()
+	}
+	return err
+}
+
+// letter is a condemned item on its way to the writer.
+type letter[M any] struct {
+	s  *Source[M]
+	it *item[M]
+}
+
+func (l letter[M]) record() *dlq.Record {
+	s, it := l.s, l.it
+	if !s.begin() {
+		return nil
+	}
+	meta := s.port.Meta(it.m)
+	s.mu.Lock()
+	s.endLocked()
+	s.mu.Unlock()
+	r := &dlq.Record{
+		Key: meta.Key, Body: meta.Body, Headers: meta.Headers, Timestamp: meta.Timestamp,
+		Origin: meta.Origin, Deliveries: meta.Deliveries,
+		Attempts: it.tries, Permanent: it.permanent, Reason: it.verdict,
+	}
+	wall := func(at time.Duration) time.Time { return s.g.origin.Add(at) }
+	for i, a := range it.failures {
+		info := dlq.DescribeError(a.err, a.stack)
+		r.History = append(r.History, dlq.Attempt{N: a.n, At: wall(a.at), Type: info.Type, Message: info.Message})
+		if i == len(it.failures)-1 {
+			r.Error, r.LastFailed, r.Cause = info, wall(a.at), dlq.Fingerprint(a.err, a.stack)
+		}
+	}
+	r.FirstFailed = wall(it.firstFailed)
+	s.g.inject(r)
+	return r
+}
+
+func (l letter[M]) confirmed() {
+	s := l.s
+	now := s.g.now()
+	s.mu.Lock()
+	if s.fenced.Load() {
+		s.c.abandon(l.it)
+		s.mu.Unlock()
+		return
+	}
+	s.c.buried(l.it)
+	s.unlock(now)
+	s.metrics.deadLettered(l.it.verdict)
+	s.nudge()
+}

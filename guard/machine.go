@@ -1,0 +1,516 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"container/heap"
+	"math"
+	"math/rand/v2"
+	"sync/atomic"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/ringbuf"
+)
+
+// machine is the state machine of one source: each method is a step over one
+// event at an instant, and returns what the caller has to do. It owns no
+// goroutine and no timer, calls no port and no handler, and is guarded by the
+// source's lock. The loop, the workers, the passive shape and the tests drive
+// the same machine.
+//
+//	         put                    next                done(nil)
+//	Created ────▶ Waiting | Held ────────▶ Processing ────────────▶ Settling ─▶ Acked
+//	                   ▲                       │ done(err)              ▲   └─▶ DeadLettered
+//	                   │      wake             ▼           condemn      │
+//	                   └─────────────────── RetryWait ──────────────────┘
+//
+// Everything unsettled goes to Returned when the source ends.
+type machine[M any] struct {
+	policy  Policy
+	limits  Limits
+	gate    *breaker.Leaf // nil with NoBreaker
+	storm   *dlq.Detector
+	budget  *dlq.Budget
+	limiter Limiter
+	letters bool // there is a dead-letter writer
+	rand    *rand.Rand
+	origin  time.Time // wall time of the clock's 0
+	reserve int       // of the window: for the feed
+
+	ring  *ringbuf.Ring[entry[M]]
+	bulk  *ringbuf.Lane[entry[M]] // all messages with OrderNone
+	lanes map[uint64]*lane[M]     // otherwise; those with something unsettled
+	ready fifo[*lane[M]]          // lanes whose head may be tried
+	again fifo[*item[M]]          // OrderNone: items to be tried (again)
+	due   dueHeap[M]              // parked items
+	busy  []*item[M]              // processing
+	acks  fifo[*item[M]]          // dead letters confirmed, to be acked
+
+	// condemned collects items whose dead letter is to be written; the driver
+	// takes them after each step.
+	condemned []*item[M]
+
+	lastID    uint64
+	count     [phaseCount]int
+	parked    [reasonCount]int // items in retryWait, by reason
+	queued    int              // entries in the ring
+	exhausted int              // items whose attempts are used up, not settling
+	bytes     int64
+	ended     bool
+	stopped   bool // the loop is to end
+	paused    bool
+	asked     time.Duration // a handler asked to be left alone until then
+	limited   time.Duration // the limiter refused until then
+	held      bool          // something was refused admission and is not yet drained
+	draining  bool          // the ramp is on
+	drainFrom time.Duration
+	drained   float64 // admitted since drainFrom
+
+	wasClosed bool
+	writing   map[*item[M]]struct{} // condemned, not yet confirmed
+	firsts    uint64                // successful first attempts, probes left out
+	lookAt    time.Duration         // the storm is judged again then
+
+	// tally counts for ever. Every end of a message is counted in settled.
+	tally Tally
+
+	// successes are the handler's, outside the closed path; read by the breaker.
+	successes atomic.Uint64
+	// fast reads the closed path's successes.
+	fast func() uint64
+}
+
+// A Tally counts since the source was opened.
+type Tally struct {
+	Received     uint64 // messages handed over by the adapter
+	Acked        uint64
+	DeadLettered uint64
+	Returned     uint64 // given back unsettled, or acked in vain
+
+	Failures       uint64 // failed handler calls
+	FailedMessages uint64 // messages that failed at least once
+	Retries        uint64 // handler calls after the first
+	Probes         uint64 // handler calls while the breaker was half-open
+	Diverted       uint64 // messages that found the source holding
+	AckFailures    uint64 // acks the broker did not take
+	Ignored        uint64 // acked by Ignore
+	Refused        uint64 // dead letters put off for want of a credit
+	Stale          uint64 // late or repeated Done calls, without effect
+	Timeouts       uint64
+	Panics         uint64 // Goexits too
+}
+
+// step is what the caller of next or done has to do.
+type step[M any] struct {
+	kind stepKind
+	it   *item[M]
+	at   time.Duration // stepWait: look again then; 0 = only when woken
+}
+
+type stepKind uint8
+
+const (
+	stepWait   stepKind = iota // nothing to do
+	stepHandle                 // call the handler, then done
+	stepAck                    // call Port.Ack, then settled
+)
+
+func (c *machine[M]) order() Order { return c.policy.Order }
+
+// unsettled is how many messages the machine has.
+func (c *machine[M]) unsettled() int {
+	return c.queued + c.count[waiting] + c.count[processing] + c.count[settling] + c.count[retryWait]
+}
+
+// room is how many more messages may come in.
+func (c *machine[M]) room() int {
+	n := c.unsettled()
+	if n > 0 && c.bytes >= c.policy.WindowBytes {
+		return 0
+	}
+	return max(0, max(1, c.policy.Window-c.reserve)-n)
+}
+
+// quiet tells that the closed path may run: nothing is here that has to go
+// first, and nothing but the breaker, which the path asks itself, can refuse.
+func (c *machine[M]) quiet(now time.Duration) bool {
+	if c.unsettled() > 0 || c.paused || c.ended || c.stopped || c.asked > now {
+		return false
+	}
+	c.held, c.draining = false, false
+	return true
+}
+
+// move is the only place where an item's phase changes.
+func (c *machine[M]) move(it *item[M], to phase) {
+	if it.phase != idle {
+		c.count[it.phase]--
+	}
+	if it.phase == retryWait {
+		c.parked[it.reason]--
+		c.due.remove(it)
+	}
+	if it.phase == processing {
+		last := len(c.busy) - 1
+		c.busy[it.busy] = c.busy[last]
+		c.busy[it.busy].busy = it.busy
+		c.busy[last] = nil
+		c.busy, it.busy = c.busy[:last], -1
+	}
+	if it.exhausted > 0 && it.phase != settling && (to == settling || to == idle) {
+		c.exhausted--
+	}
+	it.phase = to
+	if to == idle {
+		return
+	}
+	c.count[to]++
+	if to == processing {
+		it.busy = len(c.busy)
+		c.busy = append(c.busy, it)
+	}
+}
+
+// put takes one message in. The caller saw to the room.
+func (c *machine[M]) put(now time.Duration, m M, key uint64, size int) {
+	c.tally.Received++
+	c.bytes += int64(size)
+	if !c.admitting(now) {
+		c.divert(now, 1)
+	}
+	e := entry[M]{m: m, size: size, at: now}
+	if c.order() == OrderNone {
+		c.enqueue(c.bulk, e)
+		return
+	}
+	l := c.lane(key)
+	c.enqueue(l.queue, e)
+	c.stand(l)
+	if len(l.front) > 0 && l.front[0].phase == retryWait && l.front[0].exhausted > 0 {
+		c.wake(now, l.front[0]) // a witness came
+	}
+}
+
+// adopt takes over a message that the closed path has begun: it is processing.
+func (c *machine[M]) adopt(now time.Duration, m M, key uint64, size int) *item[M] {
+	c.bytes += int64(size)
+	it := c.item(entry[M]{m: m, size: size, at: now})
+	if c.order() != OrderNone {
+		l := c.lane(key)
+		l.front = append(l.front, it)
+		l.parked, it.lane = true, l
+	}
+	c.move(it, processing)
+	it.started = now
+	return it
+}
+
+// enqueue puts an entry into the ring, whose own bound is never reached: the
+// window was checked, and the ring is as large.
+func (c *machine[M]) enqueue(q *ringbuf.Lane[entry[M]], e entry[M]) {
+	if n, err := q.TryPut(e); n != 1 {
+		panic("guard: the ring refused a message within the window: " + err.Error())
+	}
+	c.queued++
+}
+
+// dequeue takes the oldest entry out of a ring lane as an item.
+func (c *machine[M]) dequeue(q *ringbuf.Lane[entry[M]]) *item[M] {
+	var buf [1]entry[M]
+	lease, err := q.TryLease(buf[:])
+	if err != nil {
+		return nil
+	}
+	if err := lease.Commit(1); err != nil {
+		panic("guard: the ring lost a lease: " + err.Error())
+	}
+	c.queued--
+	it := c.item(buf[0])
+	c.move(it, waiting)
+	return it
+}
+
+func (c *machine[M]) item(e entry[M]) *item[M] {
+	c.lastID++
+	return &item[M]{entry: e, id: c.lastID, heap: -1, busy: -1}
+}
+
+func (c *machine[M]) lane(key uint64) *lane[M] {
+	l := c.lanes[key]
+	if l == nil {
+		l = &lane[M]{key: key, queue: c.ring.Lane(key)}
+		c.lanes[key] = l
+	}
+	return l
+}
+
+// stand puts a lane into the ready list, if it has something to try.
+func (c *machine[M]) stand(l *lane[M]) {
+	if !l.queued && !l.parked && !l.empty() {
+		l.queued = true
+		c.ready.push(l)
+	}
+}
+
+// leave forgets a lane without messages.
+func (c *machine[M]) leave(l *lane[M]) {
+	if l.empty() && !l.queued {
+		delete(c.lanes, l.key)
+		c.ring.Drop(l.queue)
+	}
+}
+
+// park lets an item wait for its next attempt.
+func (c *machine[M]) park(it *item[M], at time.Duration, why Reason) {
+	c.move(it, retryWait)
+	it.reason, it.due = why, at
+	c.parked[why]++
+	heap.Push(&c.due, it)
+	if it.lane != nil {
+		it.lane.parked = true
+	}
+}
+
+// wake ends an item's wait.
+func (c *machine[M]) wake(_ time.Duration, it *item[M]) {
+	c.move(it, waiting)
+	if it.lane == nil {
+		c.again.push(it)
+		return
+	}
+	it.lane.parked = false
+	c.stand(it.lane)
+}
+
+// next decides what to do next.
+func (c *machine[M]) next(now time.Duration) step[M] {
+	if c.acks.len() > 0 {
+		return step[M]{kind: stepAck, it: c.acks.pop()}
+	}
+	if c.ended {
+		return step[M]{}
+	}
+	for len(c.due) > 0 && c.due[0].due <= now {
+		it := c.due[0]
+		c.wake(now, it)
+		if it.permanent {
+			c.unstand(it)
+			c.condemn(now, it)
+		}
+	}
+	if c.count[processing] >= c.policy.Workers {
+		return step[M]{}
+	}
+	it := c.up()
+	if it == nil {
+		return step[M]{at: c.wakeAt(0)}
+	}
+	if until, why := c.admit(now, it); why != ReasonNone {
+		if !c.held && why != ReasonLimiter && !c.draining {
+			c.held = true
+			c.divert(now, c.queued+c.count[waiting])
+		}
+		if l := it.lane; l != nil && l.turn > 0 {
+			c.rewind(l)
+		}
+		return step[M]{at: c.wakeAt(until)}
+	}
+	c.take(now, it)
+	return step[M]{kind: stepHandle, it: it}
+}
+
+// wakeAt is the sooner of until and the next due item; 0 means neither.
+func (c *machine[M]) wakeAt(until time.Duration) time.Duration {
+	if len(c.due) > 0 && (until == 0 || c.due[0].due < until) {
+		return c.due[0].due
+	}
+	return until
+}
+
+// up is the item whose turn it is, nil if there is none. It stays where it is.
+func (c *machine[M]) up() *item[M] {
+	if c.order() == OrderNone {
+		// While the breaker is open another delivery is probed first.
+		if c.again.len() == 0 || (!c.closed() && c.queued > 0 && c.again.peek().tries > 0) {
+			if it := c.dequeue(c.bulk); it != nil {
+				c.again.pushFront(it)
+			}
+		}
+		if c.again.len() == 0 {
+			return nil
+		}
+		rotate(c, &c.again, func(it *item[M]) *item[M] { return it })
+		return c.again.peek()
+	}
+	if c.ready.len() == 0 {
+		return nil
+	}
+	rotate(c, &c.ready, (*lane[M]).head)
+	l := c.ready.peek()
+	if l.turn == len(l.front) {
+		it := c.dequeue(l.queue)
+		it.lane = l
+		l.front = append(l.front, it)
+	}
+	return l.front[l.turn]
+}
+
+// rotate brings forward what is worth a probe: while the breaker is not closed,
+// an item that failed a probe and saw others succeed since may be its own
+// problem, and must not keep the breaker open for all. It waits for the close,
+// if there is anything else to probe with.
+func rotate[M, T any](c *machine[M], q *fifo[T], head func(T) *item[M]) {
+	if c.closed() {
+		return
+	}
+	for range q.len() {
+		it := head(q.peek())
+		if it == nil || it.probes == 0 || c.total() == it.luck {
+			return
+		}
+		q.push(q.pop())
+	}
+}
+
+// take starts an attempt of the item that is up.
+func (c *machine[M]) take(now time.Duration, it *item[M]) {
+	if it.lane == nil {
+		c.again.pop()
+	} else {
+		c.ready.pop()
+		it.lane.queued, it.lane.parked = false, true
+	}
+	c.move(it, processing)
+	it.started, it.slow = now, false
+	it.serial++
+	if it.tries > 0 {
+		c.tally.Retries++
+	}
+	if it.probe {
+		c.tally.Probes++
+	}
+}
+
+// unstand takes a woken item out of the list that wake put it into.
+func (c *machine[M]) unstand(it *item[M]) {
+	if l := it.lane; l != nil {
+		if l.queued {
+			remove(&c.ready, l)
+			l.queued = false
+		}
+		return
+	}
+	remove(&c.again, it)
+}
+
+func remove[T comparable](q *fifo[T], v T) {
+	for range q.len() {
+		if w := q.pop(); w != v {
+			q.push(w)
+		}
+	}
+}
+
+// closed tells whether the breaker and its scopes let everything through.
+func (c *machine[M]) closed() bool { return c.gate == nil || c.gate.Closed() }
+
+// admitting tells whether a message that comes now can be handled without
+// being held first.
+func (c *machine[M]) admitting(now time.Duration) bool {
+	return !c.held && !c.draining && !c.paused && c.asked <= now && c.closed()
+}
+
+// admit takes one admission for the item, or tells why not and until when; 0
+// means that somebody else has to clear the way. What is taken is taken last,
+// so that no refusal spends anything.
+func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration, why Reason) {
+	if c.paused {
+		return 0, ReasonOperator
+	}
+	if c.asked > now {
+		return c.asked, ReasonBackpressure
+	}
+	it.probe = false
+	if l := it.lane; l != nil && l.probe && l.turn > 0 {
+		it.token, it.probe = l.token, true
+		return 0, ReasonNone // the head's probe goes on with its witness
+	}
+	token, closed := c.enter()
+	if !closed {
+		var refusal breaker.Refusal
+		token, refusal = c.gate.Admit(now, it.id)
+		if !refusal.OK() {
+			c.draining = false
+			return max(refusal.Until, now+1), ReasonBreaker
+		}
+		it.probe = token.Probe()
+	}
+	if !it.probe {
+		if until := c.ramp(now); until > 0 {
+			return until, ReasonBackpressure
+		}
+	}
+	if c.limiter != nil {
+		if wait := c.limiter.Admit(now); wait > 0 {
+			if it.probe {
+				c.gate.Exclude(now, token)
+			}
+			c.limited = now + wait
+			return c.limited, ReasonLimiter
+		}
+	}
+	if c.draining {
+		c.drained++
+	}
+	it.token = token
+	return 0, ReasonNone
+}
+
+func (c *machine[M]) enter() (breaker.Token, bool) {
+	if c.gate == nil {
+		return breaker.Token{}, true
+	}
+	return c.gate.Enter()
+}
+
+// ramp tells until when a drain has to wait, 0 if it may go on.
+func (c *machine[M]) ramp(now time.Duration) time.Duration {
+	if !c.held && !c.draining {
+		return 0
+	}
+	if c.policy.Ramp.Off || c.policy.Ramp.For == 0 {
+		c.held, c.draining = false, false
+		return 0
+	}
+	if !c.draining {
+		c.held, c.draining, c.drainFrom, c.drained = false, true, now, 0
+	}
+	at := c.drainFrom + c.policy.Ramp.at(c.drained)
+	if now-c.drainFrom >= c.policy.Ramp.For {
+		c.draining = false
+		return 0
+	}
+	if at > now {
+		return at
+	}
+	return 0
+}
+
+// at is when the n-th message after the first may go: the inverse of the
+// integral of the rate.
+func (r Ramp) at(n float64) time.Duration {
+	tau := r.Double.Seconds() / math.Ln2
+	s := tau * math.Log1p(n/(r.Start*tau))
+	return time.Duration(s * float64(time.Second))
+}
+
+// divert counts messages that find the source holding.
+func (c *machine[M]) divert(now time.Duration, n int) {
+	if n > 0 {
+		c.tally.Diverted += uint64(n)
+		c.storm.Diverted(now, n)
+	}
+}

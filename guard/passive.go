@@ -1,0 +1,177 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"errors"
+	"fmt"
+	"time"
+)
+
+// The passive shape: a user's own loop handles and settles, and the guard stands
+// between it and the broker. Offer puts messages in, Ready gives them out when
+// they may be handled, Done takes their outcome. The machine is the same as in
+// Run; the loop is not.
+//
+// What it cannot do: it sees only the outcomes that the user's settling
+// reveals; there is no handler timeout, panic or Goexit to see (a slow message
+// is reported to the breaker all the same); and unless the policy asks for one
+// worker, several messages are out at once, so a retry comes after messages
+// that were behind it.
+
+// Item is a message that may be handled now.
+type Item[M any] struct {
+	Msg     M
+	Token   Token // for Done
+	Attempt int   // from 1
+}
+
+// Token names one attempt of one message in one epoch of a source.
+type Token struct{ epoch, id, serial uint64 }
+
+// Offer puts a message in. It does not wait: without room it is [ErrFull], and
+// the message stays the caller's.
+func (s *Source[M]) Offer(m M) error {
+	if s.handler != nil {
+		return fmt.Errorf("guard: source %s: Offer needs the passive shape; a source with a handler uses Run", s.cfg.Name)
+	}
+	key, size := s.weigh(m)
+	now := s.g.now()
+	s.mu.Lock()
+	switch {
+	case s.c.ended:
+		s.mu.Unlock()
+		return ErrClosed
+	case s.c.room() == 0:
+		s.mu.Unlock()
+		return ErrFull
+	}
+	if s.pump == nil {
+		s.pump = &pump[M]{s: s, quit: make(chan struct{}), gone: make(chan struct{}), stopKeepAlive: s.keepAlive()}
+		go s.pump.run()
+	}
+	s.c.put(now, m, key, size)
+	s.unlock(now)
+	s.nudge()
+	s.g.sweeper.kick()
+	return nil
+}
+
+// Ready gives out messages that may be handled, in the order of the policy. It
+// is closed when the source ends.
+func (s *Source[M]) Ready() <-chan Item[M] { return s.ready }
+
+// Done takes the outcome of an attempt: nil, or an error as a handler would
+// return it. It settles at the broker on the caller's goroutine. A second Done
+// of one attempt, or one of an older epoch, does nothing but count as stale.
+func (s *Source[M]) Done(t Token, err error) {
+	s.mu.Lock()
+	it := s.passive[t.id]
+	if it == nil || t.epoch != s.epoch || t.serial != it.serial || it.phase != processing {
+		s.c.tally.Stale++
+		s.mu.Unlock()
+		return
+	}
+	delete(s.passive, t.id)
+	s.mu.Unlock()
+	s.finish(it, err, nil)
+	s.nudge()
+}
+
+// pump moves messages from the machine to Ready. The source owns it: Offer
+// starts it and End stops it.
+type pump[M any] struct {
+	s             *Source[M]
+	quit, gone    chan struct{}
+	stopKeepAlive func()
+}
+
+func (p *pump[M]) run() {
+	s := p.s
+	defer close(p.gone)
+	defer close(s.ready)
+	timer := stoppedTimer()
+	defer timer.Stop()
+	var up *item[M] // given out by the machine, not yet taken by the user
+	for {
+		now := s.g.now()
+		s.mu.Lock()
+		st := step[M]{}
+		if up != nil && !up.probe && !s.c.admitting(now) {
+			s.c.done(now, up, errNotTaken, nil)
+			up = nil
+		}
+		if up == nil || s.c.acks.len() > 0 {
+			st = s.c.next(now)
+		}
+		s.unlock(now)
+		switch st.kind {
+		case stepAck:
+			s.settle(st.it)
+			continue
+		case stepHandle:
+			up = st.it
+		default:
+			s.flush()
+			s.tellDemand()
+		}
+		var ready chan<- Item[M]
+		var out Item[M]
+		if up != nil {
+			ready = s.ready
+			out = Item[M]{Msg: up.m, Token: Token{s.epoch, up.id, up.serial}, Attempt: up.tries + 1}
+			s.mu.Lock()
+			s.passive[up.id] = up
+			s.mu.Unlock()
+		}
+		var tick <-chan time.Time
+		if st.at > 0 {
+			timer.Reset(max(st.at-now, 0))
+			tick = timer.C
+		}
+		select {
+		case ready <- out:
+			up = nil
+		case <-s.wake:
+		case <-tick:
+		case <-p.quit:
+			if up != nil {
+				s.takeBack(up)
+			}
+			return
+		}
+		if tick != nil {
+			timer.Stop()
+		}
+		if up != nil {
+			s.mu.Lock()
+			delete(s.passive, up.id)
+			s.mu.Unlock()
+		}
+	}
+}
+
+// errNotTaken puts an item back that nobody took off Ready: no attempt was made.
+var errNotTaken = mark(errors.New("not taken"), cancelled, time.Time{})
+
+func (s *Source[M]) takeBack(it *item[M]) {
+	s.mu.Lock()
+	delete(s.passive, it.id)
+	if it.phase == processing {
+		s.c.done(s.g.now(), it, errNotTaken, nil)
+	}
+	s.mu.Unlock()
+}
+
+// stopPump ends the passive shape's goroutines.
+func (s *Source[M]) stopPump() {
+	s.mu.Lock()
+	p := s.pump
+	s.mu.Unlock()
+	if p != nil {
+		close(p.quit)
+		<-p.gone
+		p.stopKeepAlive()
+	}
+}

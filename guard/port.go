@@ -1,0 +1,126 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"time"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+// A Port is the adapter's side of one epoch of one source: a Kafka claim, a
+// RabbitMQ channel, a JetStream pull. The adapter alone touches the broker, the
+// guard alone decides. M is the client's own message type, end to end.
+//
+// Concurrency. Lane, Size, Ack and Flush are called by the source's loop; with
+// more than one worker, or in the passive shape, calls may overlap. Meta and
+// Extend may come from other goroutines of the guard at any time. No lock of
+// the guard is held during any call, and none comes after [Source.End] returned.
+type Port[M any] interface {
+	// Lane is the hash of the message's key: messages of one lane keep their
+	// order. It is asked only when the order is [OrderKey].
+	Lane(M) uint64
+
+	// Size is the message's weight in bytes in the budget of the hold.
+	Size(M) int
+
+	// Meta describes the message. It may allocate: the closed path never asks,
+	// unless spans are recorded.
+	Meta(M) Meta
+
+	// Ack settles the message as done, at most once for each. It may coalesce:
+	// Flush follows before the loop blocks. An error means that the broker will
+	// deliver the message again; it is counted, and not retried by the guard.
+	Ack(M) error
+
+	// Extend tells the broker that these messages are still being held, every
+	// third of [Limits.AckWait]. The slice is the guard's: don't keep it.
+	Extend([]M)
+
+	// Return gives messages back unsettled, once, while the epoch lives. What
+	// the broker counts as a delivery for that is the adapter's to keep small.
+	Return([]M, Reason) error
+
+	// Demand tells how many more messages the source has room for. 0 pauses
+	// fetching; a later number above 0 resumes it.
+	Demand(n int)
+
+	// Flush sends coalesced acks: before the loop blocks, after every 64 acks
+	// at most, and before the epoch ends.
+	Flush() error
+}
+
+// Meta is what the broker and the producer said about a message.
+type Meta struct {
+	Key, Body []byte
+	Headers   []dlq.Header
+	Timestamp time.Time  // zero if the broker gave none
+	Origin    dlq.Origin // where it stands at the broker
+
+	// Deliveries is the broker's own count, from 1; 0 means that it does not
+	// count. It is evidence of a crashing handler only, never our attempts.
+	Deliveries int
+
+	// Lag is the number of messages behind this one at the broker, -1 if unknown.
+	Lag int64
+}
+
+// Limits are the broker's deadlines and bounds for one source. The zero value
+// means that the broker has none. [Open] refuses settings that cannot meet them.
+type Limits struct {
+	// AckWait is how long the broker waits for an ack or an extension before it
+	// delivers a message again. Held messages are extended at a third of it.
+	AckWait time.Duration
+
+	// HoldMax is how long a message may stay unsettled although it is extended
+	// (RabbitMQ's consumer timeout). A handler timeout above it is refused.
+	HoldMax time.Duration
+
+	// RevokeGrace is how long a handler may go on once the source is taken away
+	// (Kafka's rebalance timeout). A handler timeout above it is refused.
+	RevokeGrace time.Duration
+
+	// MaxUnacked is how many unsettled messages the broker hands out
+	// (MaxAckPending, prefetch). A larger window is refused.
+	MaxUnacked int
+
+	// MaxDeliver is how often the broker delivers one message. A failure at the
+	// last delivery is treated as if the attempts were used up.
+	MaxDeliver int
+
+	// EndsWithInput says that a closed input means the source was taken away:
+	// Run returns at once and leaves what is held to End. Otherwise Run first
+	// finishes what it has.
+	EndsWithInput bool
+}
+
+// A Reason says why a source is not simply running, or why a message went back.
+// It is one vocabulary for states, metrics, logs and reports.
+type Reason uint8
+
+// The reasons, and who may clear each.
+const (
+	ReasonNone         Reason = iota
+	ReasonBreaker             // the breaker is not closed; its own probes clear it
+	ReasonLimiter             // the rate limit is spent; time clears it
+	ReasonBackpressure        // the window is full, the handler asked for time, or a drain ramps up; clears itself
+	ReasonStorm               // the three thresholds are crossed; the detector clears it
+	ReasonDLQ                 // the DLQ budget is spent or its writer is down; credits, an operator or the writer clear it
+	ReasonOperator            // paused or forced by a person, who clears it
+	ReasonRebalance           // the broker took the source away
+	ReasonShutdown            // the process is stopping
+	reasonCount
+)
+
+var reasonNames = [reasonCount]string{
+	"none", "breaker", "limiter", "backpressure", "storm", "dlq", "operator", "rebalance", "shutdown",
+}
+
+// String is the reason's word in metrics, logs and reports.
+func (r Reason) String() string {
+	if r < reasonCount {
+		return reasonNames[r]
+	}
+	return "unknown"
+}

@@ -1,0 +1,414 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"runtime/debug"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"go.opentelemetry.io/otel/attribute"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+// Func guards a plain function that many goroutines call: admission by limiter
+// and breaker, retries in place, timeout, panic recovery. There is no broker, so
+// there is no hold, no order and no dead letter: a refused caller gets a
+// [*HeldError] and keeps its message, and so does one whose attempts are used up.
+type Func[M any] struct {
+	g       *Guard
+	cfg     SourceConfig
+	policy  Policy
+	f       func(context.Context, M) error
+	gate    *breaker.Leaf
+	detach  func()
+	metrics sourceMetrics
+
+	// cells spread the counters of concurrent callers over cache lines.
+	cells  [cellCount]cell
+	closed atomic.Bool // no further call
+	paused atomic.Bool
+	limit  Limiter
+
+	mu        sync.Mutex
+	ended     bool
+	done      chan struct{}
+	ending    Report
+	deliverID atomic.Uint64
+}
+
+const cellCount = 16 // a power of 2
+
+// cell is one goroutine's share of the counters, most of the time. started is
+// written before the others of the same call, and read after them.
+type cell struct {
+	acked    atomic.Uint64
+	returned atomic.Uint64
+	waiting  atomic.Int64 // in a retry's delay
+	failures atomic.Uint64
+	retries  atomic.Uint64
+	probes   atomic.Uint64
+	diverted atomic.Uint64
+	started  atomic.Uint64
+	_        [64]byte
+}
+
+// Protect guards a function. cfg.DeadLetters is not used: what cannot be handled
+// goes back to the caller. Policy fields that need a broker (Order, Workers,
+// Window, Ramp, Storm, Budget) are checked and otherwise without effect.
+func Protect[M any](g *Guard, cfg SourceConfig, f func(context.Context, M) error) (*Func[M], error) {
+	policy := g.policy()
+	var p problems
+	if cfg.Policy != nil {
+		policy = *cfg.Policy
+	}
+	if cfg.Name == "" {
+		p.addf("SourceConfig.Name: must not be empty")
+	}
+	if f == nil {
+		p.addf("Protect: the function must not be nil")
+	}
+	if err := errors.Join(append(p, policy.Validate())...); err != nil {
+		return nil, fmt.Errorf("guard: protect %q: %w", cfg.Name, err)
+	}
+	fn := &Func[M]{g: g, cfg: cfg, policy: policy.withDefaults(Limits{}), f: f, limit: cfg.Limiter, done: make(chan struct{})}
+	fn.policy.Breaker = fn.policy.Breaker.WithDefaults()
+	if !policy.NoBreaker {
+		leaf, err := g.leaf(cfg)
+		if err != nil {
+			return nil, fmt.Errorf("guard: protect %q: %w", cfg.Name, err)
+		}
+		fn.gate, fn.detach = leaf, leaf.Attach(fn.successes)
+	}
+	fn.metrics = g.metrics.source(cfg)
+	if err := g.register(cfg.Name, fn); err != nil {
+		fn.release()
+		return nil, err
+	}
+	return fn, nil
+}
+
+func (f *Func[M]) release() {
+	if f.gate != nil {
+		f.detach()
+		f.g.scopes.Release(f.gate)
+	}
+}
+
+func (f *Func[M]) successes() (n uint64) {
+	for i := range f.cells {
+		n += f.cells[i].acked.Load()
+	}
+	return n
+}
+
+// Do calls the function for m on the caller's goroutine, and again after a
+// delay when it fails, up to Policy.Retry.Attempts. It returns nil once a call
+// succeeded; the last error after that, [Permanent], [Ignore] (as nil) and
+// [Backoff] errors at once; a [*HeldError] if the guard refused the call; and
+// ctx's error if it ended during a delay. A panic is a [*PanicError].
+func (f *Func[M]) Do(ctx context.Context, m M) error {
+	c := &f.cells[rand.Uint32()&(cellCount-1)]
+	if f.closed.Load() {
+		return ErrClosed
+	}
+	c.started.Add(1)
+	if f.closed.Load() { // End set it before it counted
+		c.returned.Add(1)
+		return ErrClosed
+	}
+	if f.paused.Load() || f.limit != nil {
+		return f.slow(ctx, c, m)
+	}
+	token, ok := f.enter()
+	if !ok {
+		return f.slow(ctx, c, m)
+	}
+	err := f.call(ctx, m, token)
+	if err == nil {
+		c.acked.Add(1)
+		return nil
+	}
+	return f.failed(ctx, c, m, token, err, 1)
+}
+
+func (f *Func[M]) enter() (breaker.Token, bool) {
+	if f.gate == nil {
+		return breaker.Token{}, true
+	}
+	return f.gate.Enter()
+}
+
+// slow asks everything that may refuse a call.
+func (f *Func[M]) slow(ctx context.Context, c *cell, m M) error {
+	token, err := f.admit(c)
+	if err != nil {
+		c.returned.Add(1)
+		return err
+	}
+	if err = f.call(ctx, m, token); err == nil {
+		f.succeeded(c, token)
+		return nil
+	}
+	return f.failed(ctx, c, m, token, err, 1)
+}
+
+func (f *Func[M]) admit(c *cell) (breaker.Token, error) {
+	if f.paused.Load() {
+		c.diverted.Add(1)
+		return breaker.Token{}, &HeldError{Source: f.cfg.Name, Reason: ReasonOperator}
+	}
+	now := f.g.now()
+	token, ok := f.enter()
+	if !ok {
+		var refusal breaker.Refusal
+		if token, refusal = f.gate.Admit(now, 0); !refusal.OK() {
+			c.diverted.Add(1)
+			return token, &HeldError{Source: f.cfg.Name, Reason: ReasonBreaker, Until: max(0, refusal.Until-now)}
+		}
+		if token.Probe() {
+			c.probes.Add(1)
+		}
+	}
+	if f.limit != nil {
+		if wait := f.limit.Admit(now); wait > 0 {
+			if token.Probe() {
+				f.gate.Exclude(now, token)
+			}
+			c.diverted.Add(1)
+			return token, &HeldError{Source: f.cfg.Name, Reason: ReasonLimiter, Until: wait}
+		}
+	}
+	return token, nil
+}
+
+func (f *Func[M]) succeeded(c *cell, token breaker.Token) {
+	c.acked.Add(1)
+	if token.Probe() {
+		f.gate.Success(f.g.now(), token)
+	}
+}
+
+// failed retries until the attempts are used up or the guard refuses.
+func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token breaker.Token, err error, tries int) error {
+	first := f.g.now()
+	id := f.deliverID.Add(1)
+	for {
+		now := f.g.now()
+		word, _ := classify(err)
+		if ctx.Err() != nil && word == failure {
+			word = cancelled
+		}
+		if f.gate != nil {
+			if word == failure {
+				f.gate.FailureOf(now, token, tries == 1, id)
+			} else {
+				f.gate.Exclude(now, token)
+			}
+		}
+		switch word {
+		case ignore:
+			c.acked.Add(1)
+			return nil
+		case failure, permanent:
+			c.failures.Add(1)
+		default:
+		}
+		if word != failure || tries >= f.policy.Retry.Attempts {
+			c.returned.Add(1)
+			return err
+		}
+		if stop := f.pause(ctx, c, f.policy.Retry.delay(tries, rand.Int64N)); stop != nil {
+			c.returned.Add(1)
+			return errors.Join(stop, err)
+		}
+		var refused error
+		if token, refused = f.admit(c); refused != nil {
+			c.returned.Add(1)
+			return errors.Join(refused, err)
+		}
+		tries++
+		c.retries.Add(1)
+		if err = f.call(ctx, m, token); err == nil {
+			f.succeeded(c, token)
+			f.metrics.retried(f.g.now()-first, false)
+			return nil
+		}
+	}
+}
+
+// pause waits a retry's delay.
+func (f *Func[M]) pause(ctx context.Context, c *cell, d time.Duration) error {
+	c.waiting.Add(1)
+	defer c.waiting.Add(-1)
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-f.done:
+		return ErrClosed
+	}
+}
+
+// call runs the function. Its context ends at the timeout, counted from the
+// first time that the function waits on it: one that never looks cannot tell.
+func (f *Func[M]) call(ctx context.Context, m M, token breaker.Token) (err error) {
+	cc := &callContext{parent: ctx, timeout: f.policy.Timeout, selfTimed: true}
+	returned := false
+	defer func() {
+		if returned {
+			return
+		}
+		// A panic is an error; a Goexit goes on unwinding the caller's goroutine,
+		// and is counted.
+		cc.finish()
+		if v := recover(); v != nil {
+			err = &PanicError{Value: v, Stack: debug.Stack()}
+			return
+		}
+		if f.gate != nil {
+			f.gate.FailureOf(f.g.now(), token, true, f.deliverID.Add(1))
+		}
+		c := &f.cells[0]
+		c.failures.Add(1)
+		c.returned.Add(1)
+	}()
+	err = f.f(cc, m)
+	returned = true
+	cc.finish()
+	if err != nil && cc.why() == ErrTimeout { //nolint:errorlint // the sentinel itself
+		err = fmt.Errorf("%w: %w", ErrTimeout, err)
+	}
+	return err
+}
+
+// Name is the source's name.
+func (f *Func[M]) Name() string { return f.cfg.Name }
+
+// Account sums what the callers count, read one after another: calls that end
+// meanwhile may still show as processing. A refused call is not received.
+func (f *Func[M]) Account() Account {
+	var a Account
+	var ended, started uint64
+	var waits int64
+	for i := range f.cells {
+		c := &f.cells[i]
+		a.Acked += c.acked.Load()
+		a.Returned += c.returned.Load()
+		waits += max(0, c.waiting.Load())
+	}
+	for i := range f.cells {
+		started += f.cells[i].started.Load()
+	}
+	ended = a.Acked + a.Returned
+	a.Received = started
+	open := int(started - ended)
+	a.RetryWait = int(min(waits, int64(open)))
+	a.Processing = open - a.RetryWait
+	return a
+}
+
+// State is the function seen from outside.
+func (f *Func[M]) State() State {
+	now := f.g.now()
+	st := State{Source: f.cfg.Name, Ended: f.closed.Load(), Account: f.Account(), Settings: f.policy, Storm: dlq.Storm{}}
+	st.Tally.Received, st.Tally.Acked, st.Tally.Returned = st.Account.Received, st.Account.Acked, st.Account.Returned
+	for i := range f.cells {
+		c := &f.cells[i]
+		st.Tally.Failures += c.failures.Load()
+		st.Tally.Retries += c.retries.Load()
+		st.Tally.Probes += c.probes.Load()
+		st.Tally.Diverted += c.diverted.Load()
+	}
+	if f.paused.Load() {
+		st.Holds = append(st.Holds, Hold{Reason: ReasonOperator, Detail: "paused", ClearedBy: "operator: Resume"})
+	}
+	if f.gate != nil {
+		st.Breaker = f.gate.Breaker.Snapshot(now)
+		if !f.gate.Closed() {
+			st.Holds = append(st.Holds, breakerHold(st.Breaker, now))
+		}
+	}
+	return st
+}
+
+// Pause refuses calls until Resume.
+func (f *Func[M]) Pause() { f.paused.Store(true) }
+
+// Resume ends Pause.
+func (f *Func[M]) Resume() { f.paused.Store(false) }
+
+// ForceOpen opens the breaker, as [Source.ForceOpen].
+func (f *Func[M]) ForceOpen(d time.Duration) error {
+	if f.gate == nil {
+		return ErrNoBreaker
+	}
+	f.gate.Force(f.g.now(), d, CauseOperator)
+	return nil
+}
+
+// ForceClosed closes the breaker, as [Source.ForceClosed].
+func (f *Func[M]) ForceClosed() error {
+	if f.gate == nil {
+		return ErrNoBreaker
+	}
+	f.gate.ForceClosed(f.g.now(), CauseOperator)
+	return nil
+}
+
+// GrantCredits does nothing: a function has no dead letters.
+func (*Func[M]) GrantCredits(float64) {}
+
+// Update is refused: a function's policy is fixed.
+func (f *Func[M]) Update(Policy) error {
+	return fmt.Errorf("guard: source %s: the policy of a protected function cannot change", f.cfg.Name)
+}
+
+// End refuses further calls with [ErrClosed] and waits for those under way until
+// ctx ends; what is then left is reported.
+func (f *Func[M]) End(ctx context.Context, why Reason) Report {
+	f.mu.Lock()
+	if f.ended {
+		f.mu.Unlock()
+		<-f.done
+		return f.ending
+	}
+	f.ended = true
+	f.mu.Unlock()
+	f.closed.Store(true)
+	wait := time.NewTicker(tick)
+	defer wait.Stop()
+	for f.Account().Processing > 0 && ctx.Err() == nil {
+		select {
+		case <-wait.C:
+		case <-ctx.Done():
+		}
+	}
+	a := f.Account()
+	rep := Report{Source: f.cfg.Name, Reason: why, Account: a}
+	for range a.Processing {
+		rep.Left = append(rep.Left, Left{State: "processing", Why: "the call has not returned"})
+	}
+	f.ending = rep
+	f.g.unregister(f.cfg.Name, f)
+	f.release()
+	close(f.done)
+	return rep
+}
+
+func (*Func[M]) sweep(time.Duration) bool { return false }
+
+func (f *Func[M]) attributes() []attribute.KeyValue { return f.metrics.attrs }
+
+func (*Func[M]) lag() int64 { return -1 }

@@ -1,0 +1,223 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"errors"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+func newFunc(t *testing.T, p Policy, f func(context.Context, int) error) (*Guard, *Func[int]) {
+	t.Helper()
+	g, err := New(Config{Policy: p})
+	if err != nil {
+		t.Fatal(err)
+	}
+	fn, err := Protect(g, SourceConfig{Name: "f"}, f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return g, fn
+}
+
+// Callers are refused while the dependency is down, and let in again by probes.
+func TestProtectOutage(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		var down atomic.Bool
+		var calls atomic.Int64
+		g, fn := newFunc(t, Policy{Timeout: time.Second}, func(context.Context, int) error {
+			calls.Add(1)
+			if down.Load() {
+				return errDown
+			}
+			return nil
+		})
+		for i := range 100 {
+			if err := fn.Do(t.Context(), i); err != nil {
+				t.Fatal(err)
+			}
+		}
+		down.Store(true)
+		calls.Store(0)
+		var callers sync.WaitGroup
+		var held, failed atomic.Int64
+		for range 20 {
+			callers.Go(func() {
+				for range 50 {
+					err := fn.Do(t.Context(), 1)
+					var h *HeldError
+					switch {
+					case errors.As(err, &h):
+						held.Add(1)
+						if h.Reason != ReasonBreaker || h.Source != "f" || !errors.Is(err, ErrHeld) {
+							t.Errorf("%+v", h)
+						}
+					case err != nil:
+						failed.Add(1)
+					default:
+						t.Error("succeeded while down")
+					}
+					time.Sleep(100 * time.Millisecond)
+				}
+			})
+		}
+		callers.Wait()
+		if n := calls.Load(); n > 60 {
+			t.Errorf("%d calls while down", n)
+		}
+		down.Store(false)
+		time.Sleep(30 * time.Second)
+		for range 30 {
+			_ = fn.Do(t.Context(), 1)
+		}
+		if err := fn.Do(t.Context(), 1); err != nil || !fn.gate.Closed() {
+			t.Error(err)
+		}
+		if err := fn.Account().Check(); err != nil {
+			t.Error(err)
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+		if err := fn.Do(t.Context(), 1); !errors.Is(err, ErrClosed) {
+			t.Error(err)
+		}
+	})
+}
+
+func TestProtectRetriesAndWords(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		calls := 0
+		g, fn := newFunc(t, Policy{Timeout: time.Second}, func(ctx context.Context, m int) error {
+			calls++
+			switch {
+			case m == 1 && calls < 3:
+				return errDown
+			case m == 2:
+				return Permanent(errDown)
+			case m == 3:
+				return Ignore(errDown)
+			case m == 4:
+				panic("x")
+			case m == 5:
+				<-ctx.Done()
+				return ctx.Err()
+			}
+			return nil
+		})
+		for _, want := range []struct {
+			m, calls int
+			is       error
+		}{{1, 3, nil}, {2, 1, errDown}, {3, 1, nil}, {5, 5, ErrTimeout}, {0, 1, nil}} {
+			calls = 0
+			err := fn.Do(t.Context(), want.m)
+			if calls != want.calls || !errors.Is(err, want.is) {
+				t.Errorf("%+v: %d calls, %v", want, calls, err)
+			}
+		}
+		var p *PanicError
+		if err := fn.Do(t.Context(), 4); !errors.As(err, &p) || len(p.Stack) == 0 {
+			t.Error(err)
+		}
+		var gone sync.WaitGroup
+		gone.Go(func() {
+			_ = fn.Do(t.Context(), 0)
+			fn.f = func(context.Context, int) error { runtime.Goexit(); return nil }
+			_ = fn.Do(t.Context(), 0)
+			t.Error("came back from Goexit")
+		})
+		gone.Wait()
+		if a := fn.Account(); a.Check() != nil || a.Processing != 0 {
+			t.Errorf("%+v", a)
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// The context of a call is what the context package promises, at any time.
+func TestCallContext(t *testing.T) {
+	type key struct{}
+	bubble(t, "", func(t *testing.T) {
+		parent, cancel := context.WithCancelCause(context.WithValue(t.Context(), key{}, "v"))
+		fresh := func() *callContext { return &callContext{parent: parent, timeout: time.Second} }
+
+		c := fresh()
+		if c.Err() != nil || c.Value(key{}) != "v" {
+			t.Error("a fresh context has ended")
+		}
+		if at, ok := c.Deadline(); !ok || time.Until(at) != time.Second {
+			t.Error("deadline", at)
+		}
+		child, stop := context.WithCancel(c)
+		defer stop()
+		before := runtime.NumGoroutine()
+		for range 10 {
+			_, s := context.WithCancel(c)
+			defer s()
+		}
+		if n := runtime.NumGoroutine(); n != before {
+			t.Errorf("deriving contexts started %d goroutines", n-before)
+		}
+		c.end(context.DeadlineExceeded, ErrTimeout)
+		<-c.Done()
+		<-child.Done()
+		if !errors.Is(c.Err(), context.DeadlineExceeded) || !errors.Is(child.Err(), context.DeadlineExceeded) {
+			t.Error(c.Err(), child.Err())
+		}
+
+		c = fresh()
+		c.finish()
+		<-c.Done() // one who looks too late sees the end
+		if !errors.Is(c.Err(), context.Canceled) {
+			t.Error(c.Err())
+		}
+
+		c = fresh()
+		ran := make(chan struct{})
+		context.AfterFunc(c, func() { close(ran) })
+		kept := context.AfterFunc(c, func() { t.Error("stopped function ran") })
+		if !kept() {
+			t.Error("not stopped")
+		}
+		c.finish()
+		<-ran
+
+		c = fresh()
+		done := c.Done()
+		cancel(ErrRevoked)
+		<-done
+		synctest.Wait()
+		if !errors.Is(c.Err(), context.Canceled) || c.why() != ErrRevoked {
+			t.Error(c.Err(), c.why())
+		}
+	})
+}
+
+// Everyone may look at a context while it ends.
+func TestCallContextRaces(t *testing.T) {
+	for range 300 {
+		parent, cancel := context.WithCancel(t.Context())
+		c := &callContext{parent: parent}
+		var all sync.WaitGroup
+		for _, f := range []func(){
+			func() { <-c.Done() }, func() { <-c.Done() }, func() { _ = c.Err() },
+			func() { context.AfterFunc(c, func() {}) }, c.finish, cancel,
+			func() { c.end(context.DeadlineExceeded, ErrTimeout) },
+		} {
+			all.Go(f)
+		}
+		all.Wait()
+		if c.Err() == nil {
+			t.Fatal("not ended")
+		}
+	}
+}

@@ -1,0 +1,666 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"fmt"
+	"runtime/debug"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+)
+
+const (
+	// flushEvery is how many acks may be coalesced at most.
+	flushEvery = 64
+	// intakeAtOnce bounds how much is read between two looks at the machine.
+	intakeAtOnce = 256
+)
+
+// Run guards the messages of in until in is closed, ctx ends or the source is
+// ended, and returns nil, ctx's error or [ErrClosed]. ctx is the parent of every
+// handler's context; a call cut short by its end is no failure. Follow Run by
+// [Source.End].
+//
+// Handlers run on goroutines of the guard, so one that calls [runtime.Goexit]
+// costs a goroutine and no more. With one worker, while the breaker is closed
+// and nothing is held, the loop that receives a message also handles and acks
+// it: no hop, no lock.
+//
+// Run may be called once, and not together with RunFeed.
+func (s *Source[M]) Run(ctx context.Context, in <-chan M) error { return s.run(ctx, in, nil) }
+
+// RunFeed is Run over [Source.Feed].
+func (s *Source[M]) RunFeed(ctx context.Context) error { return s.run(ctx, nil, s.Feed()) }
+
+// run owns the goroutines of the loop, the workers and the keep-alive.
+func (s *Source[M]) run(ctx context.Context, in <-chan M, feed *Feed[M]) error {
+	if s.handler == nil {
+		return fmt.Errorf("guard: source %s: Run needs a handler; the passive shape uses Offer", s.cfg.Name)
+	}
+	s.mu.Lock()
+	if s.c.ended || s.loops > 0 {
+		s.mu.Unlock()
+		return ErrClosed
+	}
+	s.loops++
+	s.ctx, s.cancel = context.WithCancelCause(ctx)
+	workers := s.c.policy.Workers
+	batch := max(1, min(flushEvery, s.c.policy.Window/4))
+	if feed == nil && s.limits.AckWait > 0 {
+		s.c.reserve = batch
+	}
+	s.mu.Unlock()
+	unhook := context.AfterFunc(ctx, s.stop)
+	defer unhook()
+	stopKeepAlive := s.keepAlive()
+	defer stopKeepAlive()
+
+	l := &loop[M]{s: s, ctx: ctx, in: in, feed: feed, timer: stoppedTimer(), workers: workers > 1, batch: batch}
+	defer l.timer.Stop()
+	retired := make(chan struct{}, workers)
+	if l.workers {
+		for range workers {
+			go s.work(retired)
+		}
+	}
+	for !l.over {
+		turn := make(chan struct{})
+		go l.turn(turn) // a handler's Goexit ends it; the next one goes on
+		<-turn
+	}
+	if l.workers {
+		s.mu.Lock()
+		s.retire = true
+		s.mu.Unlock()
+		s.cond.Broadcast()
+		for range workers {
+			<-retired
+		}
+	}
+	s.mu.Lock()
+	s.loops--
+	ended := s.c.ended
+	s.mu.Unlock()
+	s.cond.Broadcast()
+	switch {
+	case ended:
+		return ErrClosed
+	case l.closed:
+		return nil
+	default:
+		return ctx.Err()
+	}
+}
+
+// loop reads the input and, with one worker, handles it. It is used by one
+// goroutine at a time.
+type loop[M any] struct {
+	s       *Source[M]
+	ctx     context.Context //nolint:containedctx // Run's
+	in      <-chan M        // the input, unless it is the feed
+	feed    *Feed[M]
+	batch   int // how many are taken from in at once
+	spare   []M // the batch before the last, to be reused
+	timer   *time.Timer
+	workers bool
+	closed  bool // the input is at its end
+	over    bool // no further turn
+	calls   uint64
+	hand    hand[M]
+}
+
+// hand is what a goroutine is handling: what a Goexit leaves behind.
+type hand[M any] struct {
+	busy  bool
+	item  *item[M] // nil on the closed path
+	m     M
+	token breaker.Token
+	ctx   *callContext
+}
+
+// turn runs the loop until it is over or a handler's Goexit unwinds it.
+func (l *loop[M]) turn(done chan<- struct{}) {
+	defer close(done)
+	defer func() {
+		if !l.hand.busy {
+			return
+		}
+		l.hand.busy = false
+		err := &GoexitError{Stack: debug.Stack()}
+		if l.hand.item != nil {
+			l.s.finish(l.hand.item, err, err.Stack)
+		} else {
+			l.adopt(l.hand.m, err, err.Stack)
+		}
+	}()
+	for l.step() {
+	}
+	l.s.rest()
+	l.s.flush()
+	l.over = true
+}
+
+// step handles one message or waits for one; false ends the loop.
+func (l *loop[M]) step() bool {
+	s := l.s
+	switch {
+	case s.slow.Load() || l.closed && s.pos == len(s.batch):
+		return l.slowStep()
+	case l.batched():
+		if s.pos < len(s.batch) {
+			m := s.batch[s.pos]
+			s.pos++
+			l.fast(m, true)
+			return true
+		}
+		return l.refill() || l.slowOrBlock()
+	}
+	select {
+	case m, ok := <-l.in:
+		if l.closed = !ok; ok {
+			l.fast(m, false)
+		}
+		return true
+	default:
+		return l.block(0, 0, true)
+	}
+}
+
+func (l *loop[M]) slowOrBlock() bool {
+	if l.closed {
+		return l.slowStep()
+	}
+	return l.block(0, 0, true)
+}
+
+// batched tells whether messages are taken in batches that others can see: from
+// a feed, and where what the loop has in hand must be extended.
+func (l *loop[M]) batched() bool { return l.feed != nil || l.s.limits.AckWait > 0 }
+
+// refill takes the next batch; false if there is nothing.
+func (l *loop[M]) refill() bool {
+	s := l.s
+	s.rest()
+	if l.feed == nil {
+		return l.refillFrom(nil)
+	}
+	s.mu.Lock()
+	batch, done := l.feed.swap(s.batch)
+	s.beginBatchLocked(batch)
+	s.mu.Unlock()
+	l.closed = done && len(batch) == 0
+	return len(batch) > 0
+}
+
+// refillFrom makes a batch of what the input has ready, after first.
+func (l *loop[M]) refillFrom(first []M) bool {
+	s := l.s
+	l.spare = append(l.spare[:0], first...)
+	for len(l.spare) < l.batch && !l.closed {
+		select {
+		case m, ok := <-l.in:
+			if l.closed = !ok; ok {
+				l.spare = append(l.spare, m)
+			}
+			continue
+		default:
+		}
+		break
+	}
+	s.mu.Lock()
+	spent := s.batch
+	s.beginBatchLocked(l.spare)
+	s.mu.Unlock()
+	clear(spent)
+	l.spare = spent
+	return len(s.batch) > 0
+}
+
+func (s *Source[M]) beginBatchLocked(batch []M) {
+	s.batch, s.pos, s.diverted = batch, 0, 0
+	s.batchAt = s.started + s.adopted.Load()
+}
+
+// fast is the closed path: handler and ack right here. Whatever is not plain
+// success goes to the machine.
+func (l *loop[M]) fast(m M, batched bool) {
+	s := l.s
+	token, ok := s.c.enter()
+	if !ok {
+		s.put(m, batched)
+		return
+	}
+	s.started++
+	s.word.Store(s.started<<phaseBits | uint64(processing))
+	if s.fresh {
+		s.fresh = false
+		s.g.sweeper.kick()
+	}
+	ctx := s.chunk.Load().of(l.calls)
+	if ctx == nil {
+		s.chunk.Store(&callChunk{base: l.calls})
+		ctx = s.chunk.Load().of(l.calls)
+	}
+	l.calls++
+	ctx.parent, ctx.timeout = s.ctx, time.Duration(s.timeout.Load())
+	l.hand.m, l.hand.token, l.hand.ctx, l.hand.busy = m, token, ctx, true
+	var stack []byte
+	var err error
+	if s.metrics.sampled(s.started) || s.metrics.tracer != nil {
+		stack, err = s.observe(ctx, m, s.started)
+	} else {
+		stack, err = s.call(ctx, m)
+	}
+	l.hand.busy = false
+	ctx.finish()
+	if err != nil {
+		l.adopt(m, err, stack)
+		return
+	}
+	s.word.Store(s.started<<phaseBits | uint64(settling))
+	if s.fenced.Load() {
+		s.forget(nil)
+		return
+	}
+	if err := s.port.Ack(m); err != nil {
+		s.forget(err)
+	}
+	if s.acks++; s.acks >= flushEvery {
+		s.flush()
+	}
+}
+
+// call runs the handler. A panic is an error with a stack; a Goexit goes on
+// unwinding, and whoever owns the goroutine sees to it.
+func (s *Source[M]) call(ctx context.Context, m M) (stack []byte, err error) {
+	returned := false
+	defer func() {
+		if returned {
+			return
+		}
+		if v := recover(); v != nil {
+			stack = debug.Stack()
+			err = &PanicError{Value: v, Stack: stack}
+		}
+	}()
+	err = s.handler(ctx, m)
+	returned = true
+	return nil, err
+}
+
+// rest says that the loop has nothing in hand.
+func (s *Source[M]) rest() { s.word.Store(s.started<<phaseBits | uint64(idle)) }
+
+// unstartLocked takes the message in hand back out of the closed path.
+func (s *Source[M]) unstartLocked() {
+	s.started--
+	s.adopted.Add(1)
+	s.rest()
+	s.c.tally.Received++
+}
+
+// forget ends a message of the closed path that could not be acked.
+func (s *Source[M]) forget(err error) {
+	s.mu.Lock()
+	s.unstartLocked()
+	s.c.tally.Returned++
+	if err != nil {
+		s.c.tally.AckFailures++
+	} else {
+		s.c.tally.Stale++
+	}
+	s.mu.Unlock()
+}
+
+// adopt hands a failed message of the closed path to the machine.
+func (l *loop[M]) adopt(m M, err error, stack []byte) {
+	s := l.s
+	ctx := l.hand.ctx
+	err = s.explain(ctx, err)
+	last := s.lastDelivery(m)
+	key, size := s.weigh(m)
+	now := s.g.now()
+	s.mu.Lock()
+	slow := s.slowAt.Load() == l.calls
+	s.unstartLocked()
+	if s.fenced.Load() {
+		s.c.tally.Returned++
+		s.c.tally.Stale++
+		s.mu.Unlock()
+		return
+	}
+	it := s.c.adopt(now, m, key, size)
+	it.token, it.slow, it.lastDelivery, it.ctx = l.hand.token, slow, last, ctx
+	st := s.c.done(now, it, err, stack)
+	s.unlock(now)
+	if st.kind == stepAck {
+		s.settle(it)
+	}
+}
+
+// explain says in the error what the guard did to the call's context.
+func (s *Source[M]) explain(ctx *callContext, err error) error {
+	if err == nil {
+		return nil
+	}
+	if ctx != nil && ctx.why() == ErrTimeout { //nolint:errorlint // the sentinel itself
+		return fmt.Errorf("%w: %w", ErrTimeout, err)
+	}
+	if s.ctx.Err() != nil {
+		return mark(err, cancelled, time.Time{})
+	}
+	return err
+}
+
+// lastDelivery tells whether the broker would not deliver m again.
+func (s *Source[M]) lastDelivery(m M) bool {
+	return s.limits.MaxDeliver > 0 && s.port.Meta(m).Deliveries >= s.limits.MaxDeliver
+}
+
+// weigh asks the port for lane and size, outside any lock.
+func (s *Source[M]) weigh(m M) (key uint64, size int) {
+	if s.c.policy.Order == OrderKey {
+		key = s.port.Lane(m)
+	}
+	return key, s.port.Size(m)
+}
+
+// put hands a message to the machine.
+func (s *Source[M]) put(m M, batched bool) (room int) {
+	s.rest()
+	key, size := s.weigh(m)
+	now := s.g.now()
+	s.mu.Lock()
+	s.c.put(now, m, key, size)
+	if batched {
+		s.diverted++
+	}
+	room = s.c.room()
+	s.unlock(now)
+	s.cond.Signal()
+	return room
+}
+
+// slowStep is a step with the machine: it reads what there is room for, and
+// handles, acks or waits as the machine says.
+func (l *loop[M]) slowStep() bool {
+	s := l.s
+	s.rest()
+	room := l.intake()
+	now := s.g.now()
+	s.mu.Lock()
+	if l.finishedLocked() {
+		s.unlock(now)
+		return false
+	}
+	if l.workers {
+		at := s.lookAt
+		if at > 0 && at <= now {
+			at, s.lookAt = 0, 0
+			s.cond.Broadcast()
+		}
+		s.unlock(now)
+		return l.block(at, now, room > 0)
+	}
+	st := s.c.next(now)
+	s.prepareLocked(st)
+	s.unlock(now)
+	switch st.kind {
+	case stepHandle:
+		s.handle(&l.hand, st.it)
+		return true
+	case stepAck:
+		s.settle(st.it)
+		return true
+	default:
+		return l.block(st.at, now, room > 0)
+	}
+}
+
+// finishedLocked tells whether the loop has nothing left to do.
+func (l *loop[M]) finishedLocked() bool {
+	s := l.s
+	switch {
+	case s.fenced.Load():
+		return true
+	case s.c.ended:
+		return s.c.count[processing] == 0 && s.c.acks.len() == 0 && (len(s.c.writing) == 0 || s.giveUp)
+	case l.ctx.Err() != nil:
+		return true
+	default:
+		return l.closed && (s.limits.EndsWithInput || s.c.unsettled() == 0 && s.pos == len(s.batch))
+	}
+}
+
+// intake reads what is there, as far as there is room, and returns the room left.
+func (l *loop[M]) intake() int {
+	s := l.s
+	s.mu.Lock()
+	room, ended := s.c.room(), s.c.ended
+	s.mu.Unlock()
+	if ended {
+		return 0
+	}
+	for n := 0; room > 0 && n < intakeAtOnce; n++ {
+		m, batched, ok := l.poll()
+		if !ok {
+			break
+		}
+		room = s.put(m, batched)
+	}
+	return room
+}
+
+// poll reads a message if there is one.
+func (l *loop[M]) poll() (m M, batched, ok bool) {
+	s := l.s
+	if l.closed && s.pos == len(s.batch) {
+		return m, false, false
+	}
+	if l.batched() {
+		if s.pos == len(s.batch) && !l.refill() {
+			return m, false, false
+		}
+		s.pos++
+		return s.batch[s.pos-1], true, true
+	}
+	select {
+	case m, ok = <-l.in:
+		l.closed = !ok
+		return m, false, ok
+	default:
+		return m, false, false
+	}
+}
+
+// block waits for input, if it is wanted, a nudge, the instant at (0: none) or
+// the end of ctx.
+func (l *loop[M]) block(at, now time.Duration, wanted bool) bool {
+	s := l.s
+	s.flush()
+	s.rest()
+	s.tellDemand()
+	var tick <-chan time.Time
+	if at > 0 {
+		if at <= now {
+			return true
+		}
+		l.timer.Reset(at - now)
+		tick = l.timer.C
+	}
+	var in <-chan M
+	var ready <-chan struct{}
+	if wanted && !l.closed {
+		in = l.in
+		if l.feed != nil {
+			ready = l.feed.ready
+		}
+	}
+	select {
+	case m, ok := <-in:
+		l.closed = !ok
+		s.fresh = true
+		switch {
+		case !ok:
+		case s.slow.Load():
+			s.put(m, false)
+		case l.batched():
+			l.refillFrom([]M{m})
+		default:
+			l.fast(m, false)
+		}
+	case <-ready:
+		s.fresh = true
+	case <-s.wake:
+	case <-tick:
+	case <-l.ctx.Done():
+		s.stop()
+	}
+	if tick != nil {
+		l.timer.Stop()
+	}
+	return true
+}
+
+// stop makes the loop end: Run's context did.
+func (s *Source[M]) stop() {
+	s.mu.Lock()
+	s.c.stopped = true
+	s.unlock(s.g.now())
+	s.nudge()
+}
+
+// flush sends coalesced acks, unless there are none.
+func (s *Source[M]) flush() {
+	shared := s.shared()
+	if shared {
+		s.mu.Lock()
+	}
+	due := s.acks > 0 && !s.fenced.Load()
+	s.acks = 0
+	if shared {
+		s.mu.Unlock()
+	}
+	if !due {
+		return
+	}
+	if err := s.port.Flush(); err != nil {
+		s.mu.Lock()
+		s.c.tally.AckFailures++
+		s.mu.Unlock()
+	}
+}
+
+// tellDemand tells the port how much room there is, when that starts or stops
+// intake: at 0, and again when half the window is free.
+func (s *Source[M]) tellDemand() {
+	s.mu.Lock()
+	tell := s.demandDueLocked()
+	if tell {
+		s.demanded = s.c.room()
+	}
+	room := s.demanded
+	s.mu.Unlock()
+	if tell && !s.fenced.Load() {
+		s.port.Demand(room)
+	}
+}
+
+func (s *Source[M]) demandDueLocked() bool {
+	room := s.c.room()
+	if s.demanded == 0 {
+		return room > 0 && room >= s.c.policy.Window/2
+	}
+	return s.demanded < 0 || room == 0
+}
+
+// prepareLocked gives an item that is to be handled its context.
+func (s *Source[M]) prepareLocked(st step[M]) {
+	if st.kind == stepHandle && s.handler != nil {
+		st.it.ctx = &callContext{parent: s.ctx, timeout: s.c.policy.Timeout}
+	}
+}
+
+// handle calls the handler for an item of the machine.
+func (s *Source[M]) handle(h *hand[M], it *item[M]) {
+	s.g.sweeper.kick()
+	h.item, h.busy = it, true
+	var stack []byte
+	var err error
+	if s.metrics.sampled(it.id) || s.metrics.tracer != nil {
+		stack, err = s.observe(it.ctx, it.m, it.id)
+	} else {
+		stack, err = s.call(it.ctx, it.m)
+	}
+	h.item, h.busy = nil, false
+	s.finish(it, err, stack)
+}
+
+// finish takes an item's outcome to the machine and settles it if it is done.
+func (s *Source[M]) finish(it *item[M], err error, stack []byte) {
+	if it.ctx != nil {
+		it.ctx.finish()
+	}
+	err = s.explain(it.ctx, err)
+	last := err != nil && s.lastDelivery(it.m)
+	now := s.g.now()
+	s.mu.Lock()
+	if s.fenced.Load() {
+		s.c.abandon(it)
+		s.mu.Unlock()
+		return
+	}
+	it.lastDelivery = it.lastDelivery || last
+	st := s.c.done(now, it, err, stack)
+	s.unlock(now)
+	if st.kind == stepAck {
+		s.settle(it)
+	}
+}
+
+// settle acks an item of the machine.
+func (s *Source[M]) settle(it *item[M]) {
+	if !s.begin() {
+		s.mu.Lock()
+		s.c.abandon(it)
+		s.mu.Unlock()
+		return
+	}
+	err := s.port.Ack(it.m)
+	now := s.g.now()
+	s.mu.Lock()
+	s.c.settled(it, err)
+	s.acks++
+	s.endLocked()
+	s.unlock(now)
+	if it.firstFailed > 0 {
+		s.metrics.retried(now-it.firstFailed, it.buried)
+	}
+}
+
+// begin announces a port call, so that End waits for it; false if the source is
+// fenced. end follows.
+func (s *Source[M]) begin() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.fenced.Load() {
+		return false
+	}
+	s.calls++
+	return true
+}
+
+func (s *Source[M]) endLocked() {
+	if s.calls--; s.calls == 0 && s.ending != nil {
+		s.cond.Broadcast()
+	}
+}
+
+func stoppedTimer() *time.Timer {
+	t := time.NewTimer(time.Hour)
+	t.Stop()
+	return t
+}

@@ -1,0 +1,467 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/ringbuf"
+)
+
+// Source is one epoch of one guarded source. An adapter opens it, feeds it by
+// [Source.Run], [Source.RunFeed] or [Source.Offer], and ends it.
+//
+// Goroutines: Run starts the loop (with more than one worker: the loop and the
+// workers), which alone call the handler; a keep-alive runs beside it if the
+// broker has an AckWait. All end before Run returns, unless a handler hangs.
+// In the passive shape Offer starts a pump instead, which ends with End.
+//
+// Lock order: Source.mu, then Feed.mu or a lock of package breaker or ringbuf.
+// No port, handler, writer or logger is called under any of them.
+type Source[M any] struct {
+	g       *Guard
+	cfg     SourceConfig
+	limits  Limits
+	port    Port[M]
+	handler func(context.Context, M) error // nil in the passive shape
+	writer  *letterbox                     // nil without a dead-letter writer
+
+	// The closed path: written by the loop alone, read by anyone. word is the
+	// number of messages started there, shifted by 2, and the phase of the
+	// latest. One that fails is taken back out of the number and adopted by the
+	// machine, so that number less the one in hand is the closed path's successes.
+	word      atomic.Uint64
+	adopted   atomic.Uint64
+	chunk     atomic.Pointer[callChunk]
+	slowAt    atomic.Uint64 // number of the last call reported as slow, plus 1
+	fenced    atomic.Bool   // no port call may begin
+	slow      atomic.Bool   // the machine has something to do: no closed path
+	timeout   atomic.Int64  // Policy.Timeout
+	started   uint64        // the loop's copy of the number
+	acks      int           // since the last Flush; the loop's, with workers under mu
+	fresh     bool          // the loop was blocked: the sweeper may be parked
+	seen      seen          // the sweeper's
+	slowAfter time.Duration // Breaker.Slow
+
+	mu       sync.Mutex
+	c        machine[M] // its policy and gate may be read by the loop without mu, see Update
+	feed     *Feed[M]
+	batch    []M    // taken from the feed; replaced under mu, read by the loop
+	batchAt  uint64 // started+adopted when it was taken
+	diverted int    // messages of it that went to the machine instead
+	lookAt   time.Duration
+	demanded int  // what Port.Demand last heard
+	loops    int  // goroutines that may call the handler and the port
+	retire   bool // workers end
+	hung     bool // End stopped waiting
+	calls    int  // port calls under way on other goroutines
+	giveUp   bool // End's context is over: don't wait for writers
+	ending   *ending
+	cond     *sync.Cond // on mu: workers wait for work, End for loops and calls
+
+	pos    int // the loop's place in batch
+	epoch  uint64
+	wake   chan struct{}
+	ctx    context.Context //nolint:containedctx // parent of every handler call
+	cancel context.CancelCauseFunc
+	detach func()
+
+	ready   chan Item[M] // passive shape
+	passive map[uint64]*item[M]
+	pump    *pump[M]
+	metrics sourceMetrics
+}
+
+// ending is what End decided, once.
+type ending struct {
+	reason Reason
+	done   chan struct{}
+	report Report
+}
+
+// Open makes a source of a Guard. It refuses settings that the broker's limits
+// make impossible, all problems at once. A nil handler makes it passive: then
+// use Offer, Ready and Done instead of Run.
+func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handler func(context.Context, M) error) (*Source[M], error) {
+	policy := g.policy()
+	var p problems
+	if cfg.Policy != nil {
+		policy = *cfg.Policy
+		def(&policy.Breaker, g.cfg.Policy.Breaker)
+		if policy.Breaker != g.cfg.Policy.Breaker {
+			p.addf("SourceConfig.Policy.Breaker: differs from the Guard's; scopes are shared, so their breakers have one configuration")
+		}
+	}
+	if cfg.Name == "" {
+		p.addf("SourceConfig.Name: must not be empty")
+	}
+	if port == nil {
+		p.addf("Open: the port must not be nil")
+	}
+	errs := append(p, policy.Validate())
+	full := policy.withDefaults(limits)
+	if handler == nil && policy.Workers == 0 {
+		// The user's own loop may take many before it settles the first.
+		full.Workers = full.Window
+		if full.Order == OrderSource {
+			full.Order = OrderNone
+		}
+	}
+	if err := errors.Join(append(errs, full.fits(limits))...); err != nil {
+		return nil, fmt.Errorf("guard: open %q: %w", cfg.Name, err)
+	}
+	full.Breaker = full.Breaker.WithDefaults()
+
+	s := &Source[M]{
+		g: g, cfg: cfg, limits: limits, port: port, handler: handler,
+		wake:      make(chan struct{}, 1),
+		demanded:  -1,
+		epoch:     g.epochs.Add(1),
+		slowAfter: full.Breaker.Slow,
+	}
+	s.cond = sync.NewCond(&s.mu)
+	s.ctx, s.cancel = context.Background(), func(error) {}
+	ring, err := ringbuf.NewRing[entry[M]](ringbuf.Config{MaxCount: maxWindow}, nil)
+	if err != nil {
+		return nil, fmt.Errorf("guard: open %q: %w", cfg.Name, err)
+	}
+	detector, err := dlq.NewDetector(full.Storm)
+	if err != nil {
+		return nil, fmt.Errorf("guard: open %q: %w", cfg.Name, err)
+	}
+	budget, err := dlq.NewBudget(full.Budget, stormRate(full.Storm))
+	if err != nil {
+		return nil, fmt.Errorf("guard: open %q: %w", cfg.Name, err)
+	}
+	s.c = machine[M]{
+		policy: full, limits: limits, storm: detector, budget: budget, limiter: cfg.Limiter,
+		letters: cfg.DeadLetters != nil, origin: g.origin,
+		rand: rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())),
+		ring: ring, lanes: make(map[uint64]*lane[M]), writing: make(map[*item[M]]struct{}), fast: s.fastSuccesses, wasClosed: true,
+	}
+	if full.Order == OrderNone {
+		s.c.bulk = ring.Lane(0)
+	}
+	s.timeout.Store(int64(full.Timeout))
+	s.slow.Store(s.alwaysSlow())
+	if handler == nil {
+		s.ready = make(chan Item[M])
+		s.passive = make(map[uint64]*item[M])
+	}
+	if !full.NoBreaker {
+		leaf, err := g.leaf(cfg)
+		if err != nil {
+			return nil, fmt.Errorf("guard: open %q: %w", cfg.Name, err)
+		}
+		s.c.gate = leaf
+		s.detach = leaf.Attach(func() uint64 { return s.c.successes.Load() + s.fastSuccesses() })
+	}
+	if cfg.DeadLetters != nil {
+		s.writer = g.letterbox(cfg.DeadLetters)
+	}
+	s.metrics = g.metrics.source(cfg)
+	if err := g.register(cfg.Name, s); err != nil {
+		s.release()
+		return nil, err
+	}
+	return s, nil
+}
+
+// shared tells whether several goroutines ack.
+func (s *Source[M]) shared() bool { return s.handler == nil || s.c.policy.Workers > 1 }
+
+// alwaysSlow tells whether the machine sees every message.
+func (s *Source[M]) alwaysSlow() bool {
+	return s.shared() || s.c.limiter != nil
+}
+
+// release gives the breaker's scope back.
+func (s *Source[M]) release() {
+	if s.detach != nil {
+		s.detach()
+		s.g.scopes.Release(s.c.gate)
+	}
+	s.cancel(ErrClosed)
+}
+
+// fastSuccesses is how many messages succeeded on the closed path.
+func (s *Source[M]) fastSuccesses() uint64 {
+	w := s.word.Load()
+	if w&phaseMask != uint64(idle) {
+		return w>>phaseBits - 1
+	}
+	return w >> phaseBits
+}
+
+const (
+	phaseBits = 2
+	phaseMask = 1<<phaseBits - 1
+)
+
+// Name is the source's name.
+func (s *Source[M]) Name() string { return s.cfg.Name }
+
+// Feed is where an adapter whose reader is a goroutine of its own puts what it
+// reads; use it with [Source.RunFeed]. It takes half of the window.
+func (s *Source[M]) Feed() *Feed[M] {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.feed == nil {
+		s.feed = newFeed[M](s.c.policy.Window / 4)
+		s.c.reserve = 2 * s.feed.max // it has two buffers
+	}
+	return s.feed
+}
+
+// unlock ends a critical section of a step: it publishes whether the closed path
+// may run, and hands over what the step decided, outside the lock.
+func (s *Source[M]) unlock(now time.Duration) {
+	condemned := s.c.condemned
+	s.c.condemned = nil
+	s.slow.Store(s.alwaysSlow() || !s.c.quiet(now))
+	s.mu.Unlock()
+	for _, it := range condemned {
+		s.writer.post(letter[M]{s, it})
+	}
+}
+
+// nudge makes the loop, or the workers, look again.
+func (s *Source[M]) nudge() {
+	token(s.wake)
+	s.cond.Broadcast()
+}
+
+// Account is one consistent snapshot.
+func (s *Source[M]) Account() Account {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.accountLocked(s.g.now())
+}
+
+func (s *Source[M]) accountLocked(now time.Duration) Account {
+	w := s.word.Load()
+	started, at := w>>phaseBits, phase(w&phaseMask)
+	c := &s.c
+	a := Account{
+		Received:     c.tally.Received + started,
+		Processing:   c.count[processing],
+		Settling:     c.count[settling],
+		RetryWait:    c.count[retryWait],
+		Acked:        c.tally.Acked + started,
+		DeadLettered: c.tally.DeadLettered,
+		Returned:     c.tally.Returned,
+	}
+	switch at {
+	case processing:
+		a.Processing++
+		a.Acked--
+	case settling:
+		a.Settling++
+		a.Acked--
+	default:
+	}
+	front := c.queued + c.count[waiting]
+	left := s.batchLeftLocked(started)
+	if s.feed != nil {
+		left += s.feed.Len()
+	}
+	a.Received += uint64(left)
+	if c.admitting(now) {
+		a.Waiting = front + left
+	} else {
+		a.Held = front + left
+	}
+	return a
+}
+
+// batchLeftLocked is how many messages of the batch the loop has not begun.
+func (s *Source[M]) batchLeftLocked(started uint64) int {
+	if s.batch == nil {
+		return 0
+	}
+	return len(s.batch) - s.diverted - int(started+s.adopted.Load()-s.batchAt)
+}
+
+// Update changes the settings of a running source: Timeout, Retry, Ramp, Window
+// and WindowBytes. Another change is refused by name; open a new source for it.
+func (s *Source[M]) Update(p Policy) error {
+	next := p.withDefaults(s.limits)
+	err := errors.Join(p.Validate(), next.fits(s.limits))
+	s.mu.Lock()
+	old := s.c.policy
+	if p.Workers == 0 {
+		next.Workers = old.Workers
+	}
+	if s.handler == nil && p.Order == OrderSource {
+		next.Order = old.Order
+	}
+	next.Breaker = next.Breaker.WithDefaults()
+	var fixed problems
+	for name, same := range map[string]bool{
+		"Order":     next.Order == old.Order,
+		"Workers":   next.Workers == old.Workers,
+		"Breaker":   next.Breaker == old.Breaker,
+		"NoBreaker": next.NoBreaker == old.NoBreaker,
+		"Storm":     next.Storm == old.Storm,
+		"Budget":    next.Budget == old.Budget,
+	} {
+		if !same {
+			fixed.addf("Policy.%s: cannot change while the source %s runs", name, s.cfg.Name)
+		}
+	}
+	if err = errors.Join(append(fixed, err)...); err == nil {
+		p := &s.c.policy // field by field: the loop reads the others without mu
+		p.Timeout, p.Retry, p.Ramp, p.Window, p.WindowBytes = next.Timeout, next.Retry, next.Ramp, next.Window, next.WindowBytes
+		s.timeout.Store(int64(next.Timeout))
+	}
+	s.unlock(s.g.now())
+	if err == nil {
+		s.nudge()
+	}
+	return err
+}
+
+// Pause holds the source until Resume: an operator's hold, which nothing else
+// clears. What a handler is doing it finishes.
+func (s *Source[M]) Pause() { s.setPaused(true) }
+
+// Resume ends Pause. What was held drains at the ramp.
+func (s *Source[M]) Resume() { s.setPaused(false) }
+
+func (s *Source[M]) setPaused(paused bool) {
+	s.mu.Lock()
+	changed := s.c.paused != paused
+	s.c.paused = paused
+	s.unlock(s.g.now())
+	if changed {
+		s.g.logChange("source paused", s.cfg.Name, ReasonOperator, "paused", paused)
+		s.nudge()
+	}
+}
+
+// CauseOperator is the breaker's cause when a person forced it.
+const CauseOperator = "operator"
+
+// ForceOpen opens the source's breaker for d, or until ForceClosed if d is not
+// above 0. A success that comes late does not undo it; after d the breaker is
+// half-open and probes. It fails with [ErrNoBreaker] under NoBreaker.
+func (s *Source[M]) ForceOpen(d time.Duration) error {
+	if s.c.gate == nil {
+		return ErrNoBreaker
+	}
+	s.c.gate.Force(s.g.now(), d, CauseOperator)
+	s.gateChanged()
+	return nil
+}
+
+// ForceClosed closes the source's breaker now, whatever its window says.
+func (s *Source[M]) ForceClosed() error {
+	if s.c.gate == nil {
+		return ErrNoBreaker
+	}
+	s.c.gate.ForceClosed(s.g.now(), CauseOperator)
+	s.gateChanged()
+	return nil
+}
+
+func (s *Source[M]) gateChanged() {
+	now := s.g.now()
+	s.mu.Lock()
+	s.c.notice(now)
+	s.unlock(now)
+	s.nudge()
+}
+
+// ErrNoBreaker means that the source's policy has NoBreaker.
+var ErrNoBreaker = errors.New("guard: the source has no breaker")
+
+// GrantCredits gives n DLQ credits: an operator's leave to dead-letter what
+// waits with the reason "dlq", n messages of it.
+func (s *Source[M]) GrantCredits(n float64) {
+	s.mu.Lock()
+	s.c.budget.Grant(n)
+	s.unlock(s.g.now())
+	s.nudge()
+}
+
+// State is the source seen from outside, at one instant.
+func (s *Source[M]) State() State {
+	now := s.g.now()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	c := &s.c
+	st := State{
+		Source: s.cfg.Name, Ended: c.ended, Account: s.accountLocked(now), Tally: c.tally,
+		Storm: c.storm.Storm(), Budget: c.budget.Balance(dlq.Exhausted),
+		Window: c.policy.Window, Room: c.room(), Settings: c.policy,
+	}
+	st.Tally.Received, st.Tally.Acked = st.Account.Received, st.Account.Acked
+	if c.unsettled() > 0 {
+		st.OldestAge = c.reading(now).Age
+	}
+	hold := func(why Reason, until time.Duration, detail, by string) {
+		if until > 0 {
+			until = max(0, until-now)
+		}
+		st.Holds = append(st.Holds, Hold{why, detail, until, by})
+	}
+	if c.ended {
+		hold(s.ending.reason, 0, "ended", "a new source")
+	}
+	if c.paused {
+		hold(ReasonOperator, 0, "paused", "operator: Resume")
+	}
+	if st.Storm.Active {
+		hold(ReasonStorm, 0, st.Storm.String(), "the storm detector, when rate and age are back")
+	}
+	if c.gate != nil {
+		st.Breaker = c.gate.Breaker.Snapshot(now)
+		if !c.gate.Closed() {
+			st.Holds = append(st.Holds, breakerHold(st.Breaker, now))
+		}
+	}
+	if n := c.parked[ReasonDLQ]; n > 0 {
+		hold(ReasonDLQ, 0, fmt.Sprintf("%d messages wait for a credit", n), "successes, time, or operator: GrantCredits")
+	}
+	if s.writer != nil {
+		if err := s.writer.trouble(); err != nil && len(c.writing) > 0 {
+			hold(ReasonDLQ, 0, fmt.Sprintf("%d dead letters cannot be written: %v", len(c.writing), err), "the dead-letter writer")
+		}
+	}
+	if c.asked > now {
+		hold(ReasonBackpressure, c.asked, "a handler asked for time", "time")
+	}
+	if c.limited > now {
+		hold(ReasonLimiter, c.limited, "rate limit", "time")
+	}
+	if c.draining {
+		hold(ReasonBackpressure, c.drainFrom+c.policy.Ramp.For, "draining at the ramp", "time")
+	}
+	if st.Room == 0 {
+		hold(ReasonBackpressure, 0, "window full", "the messages in it")
+	}
+	return st
+}
+
+func breakerHold(b breaker.Snapshot, now time.Duration) Hold {
+	h := Hold{
+		Reason: ReasonBreaker, Detail: b.State.String() + ": " + string(b.Cause),
+		Until: max(0, b.Until-now), ClearedBy: "its own probes",
+	}
+	if b.Forced {
+		h.ClearedBy = "operator: ForceClosed; its own probes after the period"
+	}
+	if b.State == breaker.Closed {
+		h.Detail, h.ClearedBy = "a wider scope is open", "the probes of that scope's other children"
+	}
+	return h
+}

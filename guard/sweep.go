@@ -1,0 +1,153 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/ringbuf"
+)
+
+// stormEvery is how often the detector looks at its three readings.
+const stormEvery = 250 * time.Millisecond
+
+// CauseStorm is the breaker's cause when the detector opened it.
+const CauseStorm breaker.Cause = "storm"
+
+// sweep is the step of time passing. It returns the contexts of handlers that
+// are over their timeout, and whether a storm began or ended.
+func (c *machine[M]) sweep(now time.Duration, late []*callContext) ([]*callContext, bool) {
+	for _, it := range c.busy {
+		ran := now - it.started
+		if c.policy.Timeout > 0 && ran >= c.policy.Timeout && it.ctx != nil {
+			late = append(late, it.ctx)
+		}
+		if c.gate != nil && !it.slow && ran >= c.policy.Breaker.Slow {
+			it.slow = true
+			c.gate.Slow(now, it.token, it.tries == 0)
+		}
+	}
+	c.notice(now)
+	if now < c.lookAt {
+		return late, false
+	}
+	c.lookAt = now + stormEvery
+	c.earn()
+	c.storm.Successes(now, c.firsts+c.fast())
+	if !c.storm.Step(now, c.reading(now)) {
+		return late, false
+	}
+	if c.storm.Storm().Active && c.gate != nil && c.gate.Closed() {
+		c.gate.Trip(now, CauseStorm)
+		c.notice(now)
+	}
+	return late, true
+}
+
+// reading is the highest number of attempts and the age of the oldest among
+// the unsettled messages, held ones included.
+func (c *machine[M]) reading(now time.Duration) (r dlq.Reading) {
+	oldest := now
+	look := func(it *item[M]) {
+		r.Attempts = max(r.Attempts, it.tries)
+		oldest = min(oldest, it.at)
+	}
+	c.items(look)
+	var head [1]entry[M]
+	peek := func(l *ringbuf.Lane[entry[M]]) {
+		if lease, err := l.TryLease(head[:]); err == nil {
+			lease.Release()
+			oldest = min(oldest, head[0].at)
+		}
+	}
+	if c.bulk != nil {
+		peek(c.bulk)
+	}
+	for _, l := range c.lanes {
+		if len(l.front) == 0 {
+			peek(l.queue)
+		}
+	}
+	r.Age = now - oldest
+	return r
+}
+
+// items visits every item outside the ring that is not being settled.
+func (c *machine[M]) items(visit func(*item[M])) {
+	for _, l := range c.lanes {
+		for _, it := range l.front {
+			visit(it)
+		}
+	}
+	if c.order() != OrderNone {
+		return
+	}
+	for _, it := range c.again.items[c.again.head:] {
+		visit(it)
+	}
+	for _, it := range c.due {
+		visit(it)
+	}
+	for _, it := range c.busy {
+		visit(it)
+	}
+}
+
+// messages appends every unsettled message, oldest of each lane first; those
+// whose dead letter is being written are with the driver.
+func (c *machine[M]) messages(dst []M) []M {
+	c.items(func(it *item[M]) { dst = append(dst, it.m) })
+	for l := range c.ring.Lanes() {
+		held, err := l.Snapshot(nil)
+		if err != nil {
+			continue
+		}
+		for _, e := range held {
+			dst = append(dst, e.m)
+		}
+	}
+	return dst
+}
+
+// drain ends the source: it takes everything out that no handler or writer has,
+// and counts it as returned.
+func (c *machine[M]) drain() []M {
+	var rest []M
+	give := func(it *item[M]) {
+		if it.phase == waiting || it.phase == retryWait {
+			rest = append(rest, it.m)
+			c.move(it, idle)
+		}
+	}
+	for _, l := range c.lanes {
+		c.rewind(l)
+	}
+	var all []*item[M]
+	c.items(func(it *item[M]) { all = append(all, it) })
+	for _, it := range all {
+		give(it)
+	}
+	for l := range c.ring.Lanes() {
+		held, err := l.Drain()
+		if err != nil {
+			continue
+		}
+		for _, e := range held {
+			rest = append(rest, e.m)
+			c.queued--
+		}
+	}
+	c.tally.Returned += uint64(len(rest))
+	c.ready, c.again = fifo[*lane[M]]{}, fifo[*item[M]]{}
+	return rest
+}
+
+// abandon ends an item whose handler or writer came back too late.
+func (c *machine[M]) abandon(it *item[M]) {
+	c.move(it, idle)
+	c.tally.Returned++
+	c.tally.Stale++
+}

@@ -1,0 +1,136 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"sync/atomic"
+	"time"
+)
+
+// tick is how often the sweeper looks at timeouts while anything moves.
+const tick = 10 * time.Millisecond
+
+// restTicks is how many ticks without any change let the sweeper park.
+const restTicks = 4
+
+// sweeper is the goroutine that makes time pass for all sources of a Guard:
+// handler timeouts, slow reports, the storm detector, breaker windows. It is
+// started by New, owned by the Guard, ended by Close, and parked while all
+// sources are idle.
+type sweeper struct {
+	parked atomic.Bool
+	wake   chan struct{}
+}
+
+// kick wakes the sweeper if it is parked.
+func (w *sweeper) kick() {
+	if w.parked.Load() {
+		token(w.wake)
+	}
+}
+
+func (g *Guard) sweep(ctx context.Context) {
+	w := &g.sweeper
+	timer := time.NewTimer(tick)
+	defer timer.Stop()
+	quiet := 0
+	for {
+		select {
+		case <-timer.C:
+		case <-ctx.Done():
+			return
+		}
+		if g.sweepAll() {
+			quiet = 0
+		} else if quiet++; quiet >= restTicks {
+			// A source stores its word before it looks at parked, so either it
+			// sees the flag and kicks, or this look sees the word.
+			w.parked.Store(true)
+			if !g.sweepAll() {
+				select {
+				case <-w.wake:
+				case <-ctx.Done():
+					return
+				}
+			}
+			w.parked.Store(false)
+			quiet = 0
+		}
+		timer.Reset(tick)
+	}
+}
+
+// sweepAll tells whether any source is moving.
+func (g *Guard) sweepAll() (moving bool) {
+	now := g.now()
+	for _, s := range g.all() {
+		if s.sweep(now) {
+			moving = true
+		}
+	}
+	g.noteChanges(now)
+	return moving
+}
+
+// seen is what the sweeper saw of the closed path.
+type seen struct {
+	word    uint64
+	adopted uint64
+	since   atomic.Int64  // when it changed; End reads it too
+	storm   time.Duration // the machine is swept again then
+}
+
+// sweep makes time pass for one source. While the closed path is busy it costs
+// a few atomic loads.
+func (s *Source[M]) sweep(now time.Duration) (moving bool) {
+	w, adopted := s.word.Load(), s.adopted.Load()
+	if w != s.seen.word || adopted != s.seen.adopted {
+		s.seen.word, s.seen.adopted = w, adopted
+		s.seen.since.Store(int64(now))
+		moving = true
+	}
+	if phase(w&phaseMask) == processing {
+		moving = true
+		s.sweepCall(now, w>>phaseBits+adopted-1)
+	}
+	slow := s.slow.Load()
+	if !slow && now < s.seen.storm {
+		return moving
+	}
+	s.seen.storm = now + stormEvery
+	s.mu.Lock()
+	late, changed := s.c.sweep(now, nil)
+	storm := s.c.storm.Storm()
+	moving = moving || s.c.unsettled() > 0 || storm.Active || !s.c.closed()
+	s.unlock(now)
+	for _, ctx := range late {
+		ctx.end(context.DeadlineExceeded, ErrTimeout)
+	}
+	if changed {
+		s.g.logChange("storm", s.cfg.Name, ReasonStorm, "active", storm.Active, "readings", storm.String())
+		s.nudge()
+	}
+	return moving
+}
+
+// sweepCall sees to the call that the closed path has in hand.
+func (s *Source[M]) sweepCall(now time.Duration, call uint64) {
+	ran := now - time.Duration(s.seen.since.Load())
+	if limit := time.Duration(s.timeout.Load()); limit > 0 && ran >= limit {
+		if ctx := s.chunk.Load().of(call); ctx != nil {
+			ctx.end(context.DeadlineExceeded, ErrTimeout)
+		}
+	}
+	if s.c.gate == nil || ran < s.slowAfter || s.slowAt.Load() == call+1 {
+		return
+	}
+	s.slowAt.Store(call + 1)
+	if token, ok := s.c.gate.Enter(); ok {
+		s.c.gate.Slow(now, token, true)
+		s.mu.Lock()
+		s.c.notice(now)
+		s.mu.Unlock()
+	}
+}

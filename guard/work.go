@@ -1,0 +1,74 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"runtime/debug"
+)
+
+// work is one of several workers: it takes what the machine says is next, as
+// long as there is something, and otherwise waits on cond. The loop reads the
+// input and wakes workers when time has come. A worker that a handler's Goexit
+// ends is replaced.
+func (s *Source[M]) work(retired chan<- struct{}) {
+	var h hand[M]
+	defer func() {
+		if !h.busy {
+			retired <- struct{}{}
+			return
+		}
+		err := &GoexitError{Stack: debug.Stack()}
+		s.finish(h.item, err, err.Stack)
+		go s.work(retired)
+	}()
+	for {
+		st, ok := s.await()
+		switch {
+		case !ok:
+			return
+		case st.kind == stepHandle:
+			s.handle(&h, st.it)
+		default:
+			s.settle(st.it)
+		}
+	}
+}
+
+// await blocks until there is something to do; false means that the workers
+// are to end.
+func (s *Source[M]) await() (step[M], bool) {
+	s.mu.Lock()
+	for {
+		now := s.g.now()
+		st := s.c.next(now)
+		if st.kind != stepWait {
+			s.prepareLocked(st)
+			s.unlock(now)
+			return st, true
+		}
+		if s.retire || s.fenced.Load() {
+			s.mu.Unlock()
+			return st, false
+		}
+		if len(s.c.condemned) > 0 {
+			s.unlock(now)
+			s.mu.Lock()
+			continue
+		}
+		if st.at > 0 && (s.lookAt == 0 || st.at < s.lookAt) {
+			s.lookAt = st.at
+			token(s.wake)
+		}
+		if s.c.ended || s.c.unsettled() == 0 || s.demandDueLocked() {
+			token(s.wake)
+		}
+		if s.acks > 0 {
+			s.mu.Unlock()
+			s.flush()
+			s.mu.Lock()
+			continue
+		}
+		s.cond.Wait()
+	}
+}
