@@ -44,12 +44,13 @@ type item[M any] struct {
 	probes      int    // failed probes with this item as head
 	rounds      int    // failed rounds of witnesses behind this item
 	firstFailed time.Duration
-	exhausted   time.Duration // when its attempts were first used up, 0 = not yet
-	luck        uint64        // the source's successes when it last failed
-	alive       bool          // others succeeded between its last two failures: proof that the failure is its own
-	permanent   bool          // its verdict waits for a credit only
-	failures    []attempt     // the first and the latest ones
-	reason      Reason        // why it is parked
+	exhausted   bool // its attempts are used up
+	exhaustedAt time.Duration
+	luck        uint64    // the source's successes when it last failed
+	alive       bool      // others succeeded between its last two failures: proof that the failure is its own
+	permanent   bool      // its verdict waits for a credit only
+	failures    []attempt // the first and the latest ones
+	reason      Reason    // why it is parked
 
 	due  time.Duration // retryWait: when to try again
 	heap int           // index in the machine's due heap, -1 outside

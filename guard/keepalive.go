@@ -63,6 +63,14 @@ func (s *Source[M]) extend() {
 	if len(ms) > 0 {
 		s.port.Extend(ms)
 	}
+	if phase(s.word.Load()&phaseMask) == processing {
+		// Acks that the loop has coalesced must not wait behind a slow handler.
+		if err := s.port.Flush(); err != nil {
+			s.mu.Lock()
+			s.c.tally.AckFailures++
+			s.mu.Unlock()
+		}
+	}
 	s.mu.Lock()
 	s.endLocked()
 	s.mu.Unlock()

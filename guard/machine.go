@@ -160,7 +160,7 @@ func (c *machine[M]) move(it *item[M], to phase) {
 		c.busy[last] = nil
 		c.busy, it.busy = c.busy[:last], -1
 	}
-	if it.exhausted > 0 && it.phase != settling && (to == settling || to == idle) {
+	if it.exhausted && it.phase != settling && (to == settling || to == idle) {
 		c.exhausted--
 	}
 	it.phase = to
@@ -189,7 +189,7 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int) {
 	l := c.lane(key)
 	c.enqueue(l.queue, e)
 	c.stand(l)
-	if len(l.front) > 0 && l.front[0].phase == retryWait && l.front[0].exhausted > 0 {
+	if len(l.front) > 0 && l.front[0].phase == retryWait && l.front[0].exhausted {
 		c.wake(now, l.front[0]) // a witness came
 	}
 }
@@ -290,7 +290,7 @@ func (c *machine[M]) next(now time.Duration) step[M] {
 	if c.acks.len() > 0 {
 		return step[M]{kind: stepAck, it: c.acks.pop()}
 	}
-	if c.ended {
+	if c.ended || c.stopped {
 		return step[M]{}
 	}
 	for len(c.due) > 0 && c.due[0].due <= now {

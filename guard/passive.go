@@ -169,7 +169,10 @@ func (s *Source[M]) stopPump() {
 	s.mu.Lock()
 	p := s.pump
 	s.mu.Unlock()
-	if p != nil {
+	switch {
+	case p == nil && s.ready != nil:
+		close(s.ready) // no message was ever offered
+	case p != nil:
 		close(p.quit)
 		<-p.gone
 		p.stopKeepAlive()

@@ -13,10 +13,11 @@ import (
 // RabbitMQ channel, a JetStream pull. The adapter alone touches the broker, the
 // guard alone decides. M is the client's own message type, end to end.
 //
-// Concurrency. Lane, Size, Ack and Flush are called by the source's loop; with
-// more than one worker, or in the passive shape, calls may overlap. Meta and
-// Extend may come from other goroutines of the guard at any time. No lock of
-// the guard is held during any call, and none comes after [Source.End] returned.
+// Concurrency. Lane, Size and Ack are called by the source's loop; with more
+// than one worker, or in the passive shape, calls may overlap. Meta, Extend and,
+// where there is an AckWait, Flush may come from other goroutines of the guard
+// at any time. No lock of the guard is held during any call, and none comes
+// after [Source.End] returned.
 type Port[M any] interface {
 	// Lane is the hash of the message's key: messages of one lane keep their
 	// order. It is asked only when the order is [OrderKey].
@@ -47,7 +48,7 @@ type Port[M any] interface {
 	Demand(n int)
 
 	// Flush sends coalesced acks: before the loop blocks, after every 64 acks
-	// at most, and before the epoch ends.
+	// at most, with each Extend while a handler runs, and before the epoch ends.
 	Flush() error
 }
 

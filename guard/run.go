@@ -636,7 +636,7 @@ func (s *Source[M]) settle(it *item[M]) {
 	s.acks++
 	s.endLocked()
 	s.unlock(now)
-	if it.firstFailed > 0 {
+	if len(it.failures) > 0 {
 		s.metrics.retried(now-it.firstFailed, it.buried)
 	}
 }

@@ -83,7 +83,7 @@ func (r *rig) close() {
 		r.t.Error(err)
 	}
 	r.cancel()
-	if err := <-r.ended; err != nil && !errors.Is(err, ErrClosed) {
+	if err := <-r.ended; err != nil && !errors.Is(err, ErrClosed) && !errors.Is(err, context.Canceled) {
 		r.t.Error(err)
 	}
 	if err := r.s.Account().Check(); err != nil {

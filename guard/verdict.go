@@ -201,8 +201,8 @@ func (c *machine[M]) failed(now time.Duration, it *item[M], err error, stack []b
 		}
 		c.notice(now)
 	}
-	if head.exhausted == 0 && head.attempts > 0 && c.usedUp(head) {
-		head.exhausted = now
+	if !head.exhausted && head.attempts > 0 && c.usedUp(head) {
+		head.exhausted, head.exhaustedAt = true, now
 		c.exhausted++
 	}
 	if l != nil && c.callWitness(now, l, head, it) {
@@ -230,9 +230,9 @@ func (c *machine[M]) usedUp(it *item[M]) bool {
 // that anything else succeeds.
 func (c *machine[M]) suspect(it *item[M]) bool {
 	if it.probe {
-		return c.gate.Suspect(it.id)
+		return it.probes >= c.policy.Breaker.PoisonAfter
 	}
-	return it.exhausted > 0 && !it.alive
+	return it.exhausted && !it.alive
 }
 
 // callWitness tries the message behind a suspect head at once. In sequence
@@ -243,7 +243,7 @@ func (c *machine[M]) suspect(it *item[M]) bool {
 // Each witness costs a credit in advance: when it succeeds the head must be
 // dead-lettered, since it must not be handled after it.
 func (c *machine[M]) callWitness(now time.Duration, l *lane[M], head, it *item[M]) bool {
-	if !c.letters || !c.suspect(head) || !l.more() || c.others() {
+	if !c.letters || !c.suspect(head) || !l.more() || c.others(l) {
 		return false
 	}
 	if l.turn >= min(maxWitnesses, 1+head.rounds/c.policy.Breaker.PoisonAfter) {
@@ -264,29 +264,58 @@ func (c *machine[M]) callWitness(now time.Duration, l *lane[M], head, it *item[M
 	return true
 }
 
-// others tells whether other lanes have messages: witnesses in their turn.
-func (c *machine[M]) others() bool { return len(c.lanes) > 1 }
+// others tells whether other lanes have a head that did not fail yet, or is with
+// a handler: a witness in its turn.
+func (c *machine[M]) others(l *lane[M]) bool {
+	if len(c.lanes) > len(c.due)+c.ready.len()+maxWitnesses {
+		return true // not all can be looked at, nor need be
+	}
+	for _, other := range c.lanes {
+		if other == l {
+			continue
+		}
+		if it := other.head(); it == nil || it.tries == 0 || it.phase == processing {
+			return true
+		}
+	}
+	return false
+}
 
 // decide sends a failed item to its retry or to the dead letters.
 func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 	switch {
-	case !c.closed() && !it.permanent:
+	case !c.closed() && c.letters && it.probes >= lonelyProbes*c.policy.Breaker.PoisonAfter && !c.fresh():
+		c.condemn(now, it)
+	case !c.closed():
 		c.back(it) // the ladder is its delay
-	case it.exhausted == 0:
+	case !it.exhausted:
 		c.park(it, now+c.delay(it.attempts), ReasonNone)
 	case c.storm.Storm().Active:
 		c.park(it, now+c.delay(it.attempts), ReasonStorm)
 	case !c.letters:
 		c.park(it, now+c.delay(it.attempts), ReasonDLQ)
-	case it.alive, c.alone() && now-it.exhausted >= c.policy.Retry.Patience:
+	case it.alive, c.alone() && now-it.exhaustedAt >= c.policy.Retry.Patience:
 		c.condemn(now, it)
 	default:
 		at := now + c.delay(it.attempts)
 		if c.alone() {
-			at = min(at, it.exhausted+c.policy.Retry.Patience)
+			at = min(at, it.exhaustedAt+c.policy.Retry.Patience)
 		}
 		c.park(it, at, ReasonNone)
 	}
+}
+
+// lonelyProbes is how many times PoisonAfter probes must have failed with a head
+// before it is taken for poison although no witness can be had.
+const lonelyProbes = 3
+
+// fresh tells whether any unsettled message has not failed yet.
+func (c *machine[M]) fresh() (found bool) {
+	if c.queued > 0 {
+		return true
+	}
+	c.items(func(it *item[M]) { found = found || it.tries == 0 })
+	return found
 }
 
 // alone tells whether nothing is left but messages whose attempts are used up:

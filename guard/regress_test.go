@@ -1,0 +1,123 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// A few poison messages on an otherwise idle source must not hold it for ever.
+func TestPoisonDoesNotWedgeAnIdleSource(t *testing.T) {
+	for _, order := range []Order{OrderSource, OrderKey, OrderNone} {
+		bubble(t, order.String(), func(t *testing.T) {
+			r := newRig(t, Policy{Order: order}, Limits{}, func(_ *rig, _ context.Context, m int) error {
+				if m == 20 || m == 71 || m == 122 {
+					return errors.New("poison")
+				}
+				return nil
+			})
+			r.port.keys = 7
+			r.send(0, 150)
+			time.Sleep(20 * time.Minute)
+			if a := r.check(); a.Acked != 147 || a.DeadLettered != 3 {
+				t.Errorf("%+v\n%+v", a, r.s.State().Holds)
+			}
+			r.close()
+		})
+	}
+}
+
+// Ready is closed at the end, also of a source that was never offered anything.
+func TestReadyClosesWithoutOffer(t *testing.T) {
+	g, err := New(Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := Open[int](g, SourceConfig{Name: "s"}, Limits{}, &testPort{}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.End(t.Context(), ReasonShutdown)
+	if _, open := <-s.Ready(); open {
+		t.Error("an item")
+	}
+	if _, err := g.Close(t.Context()); err != nil {
+		t.Error(err)
+	}
+}
+
+// The end of Run's context ends the workers, though messages are left and
+// handlers heed it.
+func TestContextEndsWorkers(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r := newRig(t, Policy{Order: OrderKey, Workers: 4}, Limits{EndsWithInput: true}, func(_ *rig, ctx context.Context, _ int) error {
+			select {
+			case <-time.After(5 * time.Millisecond):
+				return nil
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+		})
+		r.send(0, 200)
+		time.Sleep(20 * time.Millisecond)
+		r.cancel()
+		synctest.Wait()
+		calls := len(r.calls)
+		time.Sleep(time.Second)
+		if n := len(r.calls); n != calls {
+			t.Errorf("%d further calls", n-calls)
+		}
+		select {
+		case err := <-r.ended:
+			if !errors.Is(err, context.Canceled) {
+				t.Error(err)
+			}
+			r.ended <- err
+		default:
+			t.Error("Run has not returned")
+		}
+		r.close()
+	})
+}
+
+// Acks that were coalesced do not wait behind a slow handler until the broker
+// delivers their messages again.
+func TestFlushBehindASlowHandler(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r := newRig(t, Policy{}, Limits{AckWait: time.Second}, func(_ *rig, _ context.Context, m int) error {
+			if m == 1 {
+				time.Sleep(5 * time.Second)
+			}
+			return nil
+		})
+		r.send(0, 2)
+		time.Sleep(2 * time.Second)
+		r.port.mu.Lock()
+		if len(r.port.acked) != 1 || r.port.flushes == 0 {
+			t.Errorf("%d acked, %d flushes", len(r.port.acked), r.port.flushes)
+		}
+		r.port.mu.Unlock()
+		time.Sleep(4 * time.Second)
+		r.close()
+	})
+}
+
+// A clock that begins at 0 is as good as any: nothing takes 0 for "never".
+func TestClockAtZero(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r := newRig(t, Policy{Retry: Retry{Attempts: 1, Patience: 200 * time.Millisecond}}, Limits{}, func(*rig, context.Context, int) error {
+			return errDown
+		})
+		r.send(0, 1) // no time has passed since New
+		time.Sleep(time.Minute)
+		if a := r.check(); a.DeadLettered != 1 {
+			t.Errorf("%+v", a)
+		}
+		r.close()
+	})
+}
