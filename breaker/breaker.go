@@ -479,6 +479,7 @@ func (b *Breaker) Trip(now time.Duration, cause Cause) {
 		b.gb = b.trippedGobreaker()
 		b.climbLocked()
 		b.openLocked(now, cause, b.periodLocked(), false)
+	default: // open already
 	}
 }
 

@@ -14,10 +14,7 @@ const never = time.Duration(math.MaxInt64)
 // period is the length of the n-th consecutive open period, n from 1:
 // min(limit, base·2^(n-1)). It cannot overflow.
 func period(base, limit time.Duration, n int) time.Duration {
-	shift := n - 1
-	if shift < 0 {
-		shift = 0
-	}
+	shift := max(n-1, 0)
 	if shift >= 63 || base > limit>>shift {
 		return limit
 	}

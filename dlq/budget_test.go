@@ -555,3 +555,28 @@ func BenchmarkBudgetRefuse(b *testing.B) {
 		d.Spend(time.Second, Exhausted)
 	}
 }
+
+// A refund gives back what was spent, and never more than the balance holds.
+func TestRefundMintsNothing(t *testing.T) {
+	b, err := NewBudget(BudgetConfig{}, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 3 {
+		if !b.Spend(0, Exhausted) {
+			t.Fatal("refused")
+		}
+		b.Refund(Exhausted)
+	}
+	if got := b.Balance(Exhausted); got != DefaultBalance || b.Spent() != 0 {
+		t.Errorf("balance %v, spent %d", got, b.Spent())
+	}
+	for range 25 {
+		b.Spend(0, Exhausted)
+		b.Successes(1000)
+		b.Refund(Exhausted)
+	}
+	if got := b.Balance(Exhausted); got > DefaultBalance {
+		t.Errorf("balance %v", got)
+	}
+}

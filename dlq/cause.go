@@ -150,7 +150,7 @@ func mostSpecific(err error, left *int) (found error) {
 		if !isWrapper(found) {
 			return found
 		}
-		switch w := found.(type) {
+		switch w := found.(type) { //nolint:errorlint // it walks the chain itself
 		case interface{ Unwrap() error }:
 			next := w.Unwrap()
 			if next == nil {

@@ -6,6 +6,7 @@ package dlq
 import (
 	"fmt"
 	"math"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -808,8 +809,8 @@ func (e evidence) over(rate float64) bool { return e.n > 0 && float64(e.failed)/
 func (m *model) step(now time.Duration, r Reading) (changed bool) {
 	c := call{at: now, kind: "step", r: r}
 	fired := -1
-	for j := len(m.calls) - 1; j >= 0; j-- {
-		if s := m.calls[j]; s.kind == "step" {
+	for _, v := range slices.Backward(m.calls) {
+		if s := v; s.kind == "step" {
 			c.active = s.active
 			break
 		}

@@ -94,7 +94,7 @@ type field struct {
 // first, names that people also make up for themselves last.
 var grammars []*grammar
 
-func init() {
+func init() { //nolint:gochecknoinits // the table and its grammars' functions refer to each other
 	grammars = []*grammar{
 		&stormguardGrammar, &shareGroupGrammar, &springGrammar, &connectGrammar, &streamsGrammar, &smallRyeGrammar,
 		&karafkaGrammar, &watermillGrammar, &massTransitGrammar, &nServiceBusGrammar, &wolverineGrammar, &knativeGrammar,
@@ -132,8 +132,9 @@ func grammarOf(d Dialect) *grammar {
 		return &springWrittenGrammar
 	case Connect:
 		return &connectGrammar
+	default:
+		return &stormguardGrammar
 	}
-	return &stormguardGrammar
 }
 
 func (g *grammar) same(a, b string) bool {

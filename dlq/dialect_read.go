@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"math"
 	"net/url"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -394,8 +395,8 @@ type decoder struct {
 
 // last returns the index of the last header called name, or -1.
 func (d *decoder) last(g *grammar, name string) int {
-	for i := len(d.headers) - 1; i >= 0; i-- {
-		if g.same(d.headers[i].Name, name) {
+	for i, v := range slices.Backward(d.headers) {
+		if g.same(v.Name, name) {
 			return i
 		}
 	}

@@ -59,8 +59,7 @@ func ExampleDecode_malformed() {
 		{Name: "__connect.errors.offset", Value: "many"},
 	})
 	fmt.Println(dialect, r.Origin.Source, r.Origin.HasOffset)
-	var bad *dlq.HeaderError
-	if errors.As(err, &bad) {
+	if bad, ok := errors.AsType[*dlq.HeaderError](err); ok {
 		fmt.Println(bad.Name, bad.Value)
 	}
 	fmt.Println(err)

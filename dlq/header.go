@@ -5,6 +5,7 @@ package dlq
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 )
@@ -48,9 +49,9 @@ func (h Header) Validate() error {
 // that counts where names repeat. Names are compared without regard to case,
 // since NATS and HTTP may rewrite it. It allocates nothing.
 func Lookup(headers []Header, name string) (value any, ok bool) {
-	for i := len(headers) - 1; i >= 0; i-- {
-		if strings.EqualFold(headers[i].Name, name) {
-			return headers[i].Value, true
+	for _, header := range slices.Backward(headers) {
+		if strings.EqualFold(header.Name, name) {
+			return header.Value, true
 		}
 	}
 	return nil, false

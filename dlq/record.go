@@ -384,20 +384,20 @@ var trims = []func(*Record){
 	func(r *Record) { r.Cause.Title = "" },
 }
 
-// Trim shrinks r in place until [Record.Size] is at most max bytes, and
+// Trim shrinks r in place until [Record.Size] is at most size bytes, and
 // reports whether it is. It drops, in this order and only as far as needed:
 // most of the stack, the stack, the middle of the history, the history, most
 // of the error text, most of the cause's title, the error text, the title.
 // Key, body, original headers, origin, counts, times and the cause's id are
-// never touched. The same record and max give the same result.
-func (r *Record) Trim(max int) bool {
+// never touched. The same record and size give the same result.
+func (r *Record) Trim(size int) bool {
 	for _, trim := range trims {
-		if r.Size() <= max {
+		if r.Size() <= size {
 			return true
 		}
 		trim(r)
 	}
-	return r.Size() <= max
+	return r.Size() <= size
 }
 
 const ellipsis = "…"
@@ -415,23 +415,23 @@ func cut(s string, n int) string {
 	return s[:n]
 }
 
-// capText makes s valid UTF-8 of at most max bytes. It looks at no more than
-// the first max bytes and a few.
-func capText(s string, max int) string {
-	long := len(s) > max
+// capText makes s valid UTF-8 of at most n bytes. It looks at no more than
+// the first n bytes and a few.
+func capText(s string, n int) string {
+	long := len(s) > n
 	if long {
-		s = s[:min(len(s), max+utf8.UTFMax)]
+		s = s[:min(len(s), n+utf8.UTFMax)]
 	}
 	if !utf8.ValidString(s) {
 		if long { // a character cut in two just now is not a fault of the text
-			s = cut(s, max)
+			s = cut(s, n)
 		}
 		s = strings.ToValidUTF8(s, "\uFFFD")
 	}
-	if len(s) <= max && !long {
+	if len(s) <= n && !long {
 		return s
 	}
-	return cut(s, max-len(ellipsis)) + ellipsis
+	return cut(s, n-len(ellipsis)) + ellipsis
 }
 
 type jsonAttempt struct {

@@ -44,8 +44,8 @@ func (w *window) slide(now time.Duration) {
 	if now < w.end {
 		return
 	}
-	steps := (now-w.end)/w.width + 1
-	w.end += steps * w.width
+	steps := (now-w.end)/w.width + 1 // a number
+	w.end += steps * w.width         //nolint:durationcheck // steps is a number
 	if steps > windowBuckets {
 		w.ring = [windowBuckets + 1]bucket{}
 		w.sum = tally{}
