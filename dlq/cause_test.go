@@ -260,7 +260,6 @@ func TestDescribeErrorBounds(t *testing.T) {
 }
 
 //go:fix inline
-func ptr[T any](v T) *T { return new(v) }
 
 // A record read back belongs to the group its error was put in.
 func TestFingerprintSurvivesTheRecord(t *testing.T) {

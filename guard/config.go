@@ -157,7 +157,8 @@ type SourceConfig struct {
 	System, Destination, Partition string
 
 	// DeadLetters writes dead letters. Without one nothing is ever
-	// dead-lettered: what would be waits, with the reason "dlq".
+	// dead-lettered: what would be waits, with the reason "dlq". Sources that
+	// share a writer share the goroutine that calls it.
 	DeadLetters dlq.Writer
 
 	// Policy overrides the Guard's; nil means the Guard's.

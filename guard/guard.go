@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -48,7 +49,7 @@ type Guard struct {
 
 	mu      sync.Mutex
 	sources map[string]controls
-	boxes   map[dlq.Writer]*letterbox
+	boxes   []*letterbox
 	closed  bool
 	running sync.WaitGroup
 	sorted  atomic.Pointer[[]controls]
@@ -90,7 +91,6 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 		cfg:     cfg,
 		log:     slog.New(slog.DiscardHandler),
 		sources: make(map[string]controls),
-		boxes:   make(map[dlq.Writer]*letterbox),
 		sweeper: sweeper{wake: make(chan struct{}, 1)},
 	}
 	start := time.Now()
@@ -127,15 +127,20 @@ func (g *Guard) leaf(cfg SourceConfig) (*breaker.Leaf, error) {
 	return g.scopes.Leaf(path...)
 }
 
-// letterbox is the one box of a writer.
+// letterbox is the one box of a writer; of one that cannot be compared, such as
+// a function, each source has its own.
 func (g *Guard) letterbox(w dlq.Writer) *letterbox {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	b := g.boxes[w]
-	if b == nil {
-		b = &letterbox{g: g, writer: w}
-		g.boxes[w] = b
+	if reflect.ValueOf(w).Comparable() {
+		for _, b := range g.boxes {
+			if reflect.ValueOf(b.writer).Comparable() && b.writer == w {
+				return b
+			}
+		}
 	}
+	b := &letterbox{g: g, writer: w}
+	g.boxes = append(g.boxes, b)
 	return b
 }
 
@@ -207,7 +212,7 @@ func (g *Guard) Source(name string) Control {
 // dead-letter writer fails while something is to be written.
 func (g *Guard) Ready() error {
 	g.mu.Lock()
-	closed, boxes := g.closed, slices.Collect(maps.Values(g.boxes))
+	closed, boxes := g.closed, slices.Clone(g.boxes)
 	g.mu.Unlock()
 	if closed {
 		return ErrClosed

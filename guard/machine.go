@@ -131,8 +131,12 @@ func (c *machine[M]) room() int {
 	if n > 0 && c.bytes >= c.policy.WindowBytes {
 		return 0
 	}
-	return max(0, max(1, c.policy.Window-c.reserve)-n)
+	return max(0, c.limit()-n)
 }
+
+// limit is how many messages the machine may have: the feed has its own part of
+// the window.
+func (c *machine[M]) limit() int { return max(1, c.policy.Window-c.reserve) }
 
 // quiet tells that the closed path may run: nothing is here that has to go
 // first, and nothing but the breaker, which the path asks itself, can refuse.

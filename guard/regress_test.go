@@ -9,6 +9,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/dlq"
 )
 
 // A few poison messages on an otherwise idle source must not hold it for ever.
@@ -120,4 +122,65 @@ func TestClockAtZero(t *testing.T) {
 		}
 		r.close()
 	})
+}
+
+// Intake that a full window stopped goes on when little is left in it, also
+// where the feed takes its part of a small window.
+func TestIntakeResumesBesideStuckMessages(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, err := New(Config{Policy: Policy{Order: OrderKey, Window: 10, Retry: Retry{Attempts: 12, Patience: time.Hour}}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		port := &testPort{keys: 1000}
+		s, err := Open(g, SourceConfig{Name: "s", DeadLetters: &testWriter{}}, Limits{}, port, func(_ context.Context, m int) error {
+			if m < 3 {
+				return errors.New("poison")
+			}
+			return nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ended := make(chan error)
+		feed := s.Feed()
+		go func() { ended <- s.RunFeed(t.Context()) }()
+		s.Pause()
+		for m := range 6 { // what the feed leaves of the window
+			if _, err := feed.Put(t.Context(), m); err != nil {
+				t.Fatal(err)
+			}
+		}
+		time.Sleep(time.Second)
+		s.Resume()
+		time.Sleep(time.Minute)
+		port.mu.Lock()
+		if d := port.demands; len(d) < 3 || d[len(d)-1] == 0 {
+			t.Errorf("demands %v, %+v", d, s.State().Account)
+		}
+		port.mu.Unlock()
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+		if err := <-ended; !errors.Is(err, ErrClosed) {
+			t.Error(err)
+		}
+	})
+}
+
+// A writer may be a function, which cannot be compared.
+func TestWriterMayBeAFunction(t *testing.T) {
+	g, err := New(Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := dlq.WriterFunc(func(context.Context, *dlq.Record) error { return nil })
+	for _, name := range []string{"a", "b"} {
+		if _, err := Open(g, SourceConfig{Name: name, DeadLetters: w}, Limits{}, &testPort{}, func(context.Context, int) error { return nil }); err != nil {
+			t.Error(err)
+		}
+	}
+	if _, err := g.Close(t.Context()); err != nil {
+		t.Error(err)
+	}
 }

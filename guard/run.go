@@ -555,7 +555,8 @@ func (s *Source[M]) flush() {
 }
 
 // tellDemand tells the port how much room there is, when that starts or stops
-// intake: at 0, and again when half the window is free.
+// intake: at 0, and again when half of it is free. When nothing moves any room
+// will do, since only a new message may get things moving.
 func (s *Source[M]) tellDemand() {
 	s.mu.Lock()
 	tell := s.demandDueLocked()
@@ -572,7 +573,8 @@ func (s *Source[M]) tellDemand() {
 func (s *Source[M]) demandDueLocked() bool {
 	room := s.c.room()
 	if s.demanded == 0 {
-		return room > 0 && room >= s.c.policy.Window/2
+		stuck := s.c.count[processing] == 0 && !s.c.draining
+		return room > 0 && (stuck || 2*room >= s.c.limit())
 	}
 	return s.demanded < 0 || room == 0
 }

@@ -192,6 +192,7 @@ var Ours = Rules{
 		{Imports: "github.com/sony/gobreaker", Rooms: []string{"breaker"}, Why: "states, generations and the half-open judgement of a breaker"},
 		{Imports: "go.etcd.io/etcd", Rooms: []string{"breaker/etcd"}, Why: "the client of the authority"},
 		{Imports: "go.etcd.io/bbolt", Rooms: []string{"ringbuf/spill"}, Why: "the first store of the durable hold"},
+		{Imports: "golang.org/x/term", Rooms: []string{"cmd/stormguard"}, Why: "whether an output is a terminal, and how wide"},
 		{Imports: "github.com/hashicorp/memberlist", Rooms: []string{"crdt/gossip"}, Why: "membership and reliable push and pull"},
 
 		{

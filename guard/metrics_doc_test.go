@@ -1,0 +1,144 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"os"
+	"regexp"
+	"slices"
+	"testing"
+	"time"
+
+	"go.opentelemetry.io/otel/propagation"
+	sdkmetric "go.opentelemetry.io/otel/sdk/metric"
+	"go.opentelemetry.io/otel/sdk/metric/metricdata"
+	sdktrace "go.opentelemetry.io/otel/sdk/trace"
+	"go.opentelemetry.io/otel/sdk/trace/tracetest"
+	"go.opentelemetry.io/otel/trace"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+// The page lists what is exported, and nothing else.
+func TestMetricsAreDocumented(t *testing.T) {
+	page, err := os.ReadFile("../docs/metrics.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var listed []string
+	for _, m := range regexp.MustCompile("(?m)^\\| `([a-z_.]+)`").FindAllSubmatch(page, -1) {
+		listed = append(listed, string(m[1]))
+	}
+	exported := []string{
+		MetricConsumed, MetricProcess, MetricMessages, MetricFailures, MetricRetries, MetricDiverted, MetricDeadLetters, MetricDLQRatio,
+		MetricRecovery, MetricAckFailures, MetricHoldAge, MetricHold, MetricBreaker, MetricTransitions, MetricStorm, MetricBudget, MetricLag,
+	}
+	slices.Sort(listed)
+	slices.Sort(exported)
+	if !slices.Equal(listed, exported) {
+		t.Errorf("documented %v\nexported   %v", listed, exported)
+	}
+}
+
+// Every metric is exported with the labels it is documented with, and tells
+// what happened.
+func TestMetricsTellWhatHappened(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		reader := sdkmetric.NewManualReader()
+		spans := tracetest.NewSpanRecorder()
+		g, err := New(Config{},
+			WithMeterProvider(sdkmetric.NewMeterProvider(sdkmetric.WithReader(reader))),
+			WithTracerProvider(sdktrace.NewTracerProvider(sdktrace.WithSpanProcessor(spans))),
+			WithPropagator(propagation.TraceContext{}))
+		if err != nil {
+			t.Fatal(err)
+		}
+		const far = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+		port := &tracedPort{parent: far}
+		letters := &testWriter{}
+		s, err := Open(g, SourceConfig{Name: "s", System: "test", Destination: "orders", DeadLetters: letters}, Limits{}, port, func(_ context.Context, m int) error {
+			if m%50 == 49 {
+				return Permanent(errDown)
+			}
+			return nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		in := make(chan int)
+		ended := make(chan error)
+		go func() { ended <- s.Run(t.Context(), in) }()
+		for m := range 200 {
+			in <- m
+		}
+		time.Sleep(time.Second)
+		var rm metricdata.ResourceMetrics
+		if err := reader.Collect(t.Context(), &rm); err != nil {
+			t.Fatal(err)
+		}
+		got := map[string]float64{}
+		for _, sm := range rm.ScopeMetrics {
+			for _, m := range sm.Metrics {
+				switch d := m.Data.(type) {
+				case metricdata.Sum[int64]:
+					for _, p := range d.DataPoints {
+						got[m.Name] += float64(p.Value)
+					}
+				case metricdata.Gauge[float64]:
+					for _, p := range d.DataPoints {
+						got[m.Name] += p.Value
+					}
+				case metricdata.Histogram[float64]:
+					for _, p := range d.DataPoints {
+						got[m.Name] += float64(p.Count)
+					}
+				}
+			}
+		}
+		for name, want := range map[string]float64{
+			MetricConsumed: 200, MetricFailures: 4, MetricDeadLetters: 4, MetricDLQRatio: 1, MetricRecovery: 4,
+			MetricBreaker: 1, MetricLag: 7, MetricMessages: 0, MetricStorm: 0, MetricBudget: 20,
+		} {
+			if v, ok := got[name]; !ok || v != want {
+				t.Errorf("%s = %v (%v), want %v", name, v, ok, want)
+			}
+		}
+		if got[MetricProcess] < 2 {
+			t.Errorf("%v durations sampled of 200", got[MetricProcess])
+		}
+		if rec := letters.recs[0]; rec.TraceParent != far {
+			t.Errorf("trace parent %q", rec.TraceParent)
+		}
+		close(in)
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+		if n := len(spans.Ended()); n != 200 {
+			t.Errorf("%d spans", n)
+		}
+		for _, sp := range spans.Ended() {
+			if sp.Name() != "process orders" || sp.SpanKind() != trace.SpanKindConsumer || len(sp.Links()) != 1 || sp.Links()[0].SpanContext.TraceID().String() != far[3:35] {
+				t.Fatalf("%s %v %v", sp.Name(), sp.SpanKind(), sp.Links())
+			}
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// tracedPort's messages carry a trace context.
+type tracedPort struct {
+	testPort
+	parent string
+}
+
+func (p *tracedPort) Lag() int64 { return 7 }
+
+func (p *tracedPort) Meta(m int) Meta {
+	meta := p.testPort.Meta(m)
+	meta.Headers = []dlq.Header{{Name: "Traceparent", Value: []byte(p.parent)}}
+	return meta
+}
