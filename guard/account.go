@@ -74,7 +74,8 @@ type State struct {
 	// OldestAge is the age of the oldest unsettled message in this process,
 	// while the source is not on the closed path.
 	OldestAge time.Duration
-	// Window and Room are how many messages may be unsettled, and how many more.
+	// Window is how many messages the source may have besides its feed (which has
+	// half of [Policy.Window] where there is one), and Room how many more.
 	Window, Room int
 	// Settings is the policy in force, defaults filled in.
 	Settings Policy

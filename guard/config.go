@@ -49,7 +49,9 @@ type Policy struct {
 
 	// Window is how many messages of a source may be unsettled in this process,
 	// held ones included, from 1 to 1 Mi; unset means 1024, or the broker's
-	// [Limits.MaxUnacked] if that is less. At its end intake stops.
+	// [Limits.MaxUnacked] if that is less. At its end intake stops. Where an
+	// adapter reads on a goroutine of its own, half of it is for what is on the
+	// way from there.
 	Window int
 
 	// WindowBytes bounds the same messages by [Port.Size]; unset means 64 MiB.

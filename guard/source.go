@@ -402,7 +402,7 @@ func (s *Source[M]) State() State {
 	st := State{
 		Source: s.cfg.Name, Ended: c.ended, Account: s.accountLocked(now), Tally: c.tally,
 		Storm: c.storm.Storm(), Budget: c.budget.Balance(dlq.Exhausted),
-		Window: c.policy.Window, Room: c.room(), Settings: c.policy,
+		Window: c.limit(), Room: c.room(), Settings: c.policy,
 	}
 	st.Tally.Received, st.Tally.Acked = st.Account.Received, st.Account.Acked
 	if c.unsettled() > 0 {

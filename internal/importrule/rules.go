@@ -85,15 +85,15 @@ var Ours = Rules{
 		},
 
 		{
-			Path: "adapters/kafka", May: []string{"guard", "dlq"}, MayTest: []string{"guard/guardtest"},
+			Path: "adapters/kafka", May: []string{"guard", "dlq"}, MayTest: []string{"guard/guardtest", "breaker"},
 			Why: "an adapter touches one broker and decides nothing; adapters never import each other",
 		},
 		{
-			Path: "adapters/amqp", May: []string{"guard", "dlq"}, MayTest: []string{"guard/guardtest"},
+			Path: "adapters/amqp", May: []string{"guard", "dlq"}, MayTest: []string{"guard/guardtest", "breaker"},
 			Why: "an adapter touches one broker and decides nothing; adapters never import each other",
 		},
 		{
-			Path: "adapters/nats", May: []string{"guard", "dlq"}, MayTest: []string{"guard/guardtest"},
+			Path: "adapters/nats", May: []string{"guard", "dlq"}, MayTest: []string{"guard/guardtest", "breaker"},
 			Why: "an adapter touches one broker and decides nothing; adapters never import each other",
 		},
 		{
