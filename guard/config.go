@@ -133,7 +133,8 @@ type Retry struct {
 	// Patience is how long a message whose attempts are used up waits for a
 	// witness when no other message has succeeded since it first failed, and
 	// none is there to try: on an idle source nothing else can tell poison from
-	// an outage. Unset means 10s.
+	// an outage. Unset means 10s. While the breaker is open a message waits 60
+	// times as long, and for at least three times Breaker.PoisonAfter probes.
 	Patience time.Duration
 }
 

@@ -22,10 +22,13 @@ var (
 	// taken; offer it again after [Port.Demand] named room.
 	ErrFull = errors.New("guard: window full")
 
-	// ErrTimeout is the cause of a handler context that passed [Policy.Timeout].
+	// ErrTimeout is the failure of a handler that returned an error after
+	// [Policy.Timeout], joined with that error. Its context then ended with
+	// [context.DeadlineExceeded].
 	ErrTimeout = errors.New("guard: handler timeout")
 
-	// ErrRevoked is the cause of a handler context whose source was taken away.
+	// ErrRevoked is the [context.Cause] of a handler's context whose source was
+	// taken away.
 	ErrRevoked = errors.New("guard: source revoked")
 )
 

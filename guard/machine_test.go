@@ -524,7 +524,7 @@ func TestAccountingIdentity(t *testing.T) {
 				may := s.closed() || it.lane != nil && it.lane.turn > 0 && err == nil
 				st := s.done(s.now, it, err, nil)
 				for _, c := range s.condemned {
-					lonely := c.probes >= lonelyProbes*s.policy.Breaker.PoisonAfter
+					lonely := c.probes >= lonelyProbes*s.policy.Breaker.PoisonAfter && s.now-c.firstFailed >= lonelyPatience*p.withDefaults(Limits{}).Retry.Patience
 					if !may && !c.permanent && !lonely {
 						t.Fatalf("message %d dead-lettered as %q while the breaker was not closed", c.m, c.verdict)
 					}

@@ -184,3 +184,22 @@ func TestWriterMayBeAFunction(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// An operator's grant dead-letters what nothing proves to be poison, as many
+// messages as were granted.
+func TestGrantNeedsNoProof(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r := newRig(t, Policy{}, Limits{}, func(*rig, context.Context, int) error { return errDown })
+		r.send(0, 10)
+		time.Sleep(5 * time.Minute)
+		if a := r.check(); a.DeadLettered != 0 {
+			t.Errorf("%+v", a)
+		}
+		r.s.GrantCredits(4)
+		time.Sleep(5 * time.Minute)
+		if a := r.check(); a.DeadLettered != 4 || r.letters.recs[0].Reason != dlq.ReasonOperator {
+			t.Errorf("%+v", a)
+		}
+		r.close()
+	})
+}

@@ -384,8 +384,9 @@ func (s *Source[M]) gateChanged() {
 // ErrNoBreaker means that the source's policy has NoBreaker.
 var ErrNoBreaker = errors.New("guard: the source has no breaker")
 
-// GrantCredits gives n DLQ credits: an operator's leave to dead-letter what
-// waits with the reason "dlq", n messages of it.
+// GrantCredits gives n DLQ credits: an operator's leave to dead-letter n messages
+// that wait with the reason "dlq", or whose attempts are used up without proof
+// that they are poison. Each goes when it fails the next time.
 func (s *Source[M]) GrantCredits(n float64) {
 	s.mu.Lock()
 	s.c.budget.Grant(n)

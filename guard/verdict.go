@@ -284,7 +284,10 @@ func (c *machine[M]) others(l *lane[M]) bool {
 // decide sends a failed item to its retry or to the dead letters.
 func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 	switch {
-	case !c.closed() && c.letters && it.probes >= lonelyProbes*c.policy.Breaker.PoisonAfter && !c.fresh():
+	case c.letters && (it.exhausted || c.suspect(it)) && c.budget.SpendGranted():
+		c.part(it) // an operator said so
+		c.bury(it, dlq.ReasonOperator)
+	case c.letters && c.lonely(now, it):
 		c.condemn(now, it)
 	case !c.closed():
 		c.back(it) // the ladder is its delay
@@ -305,9 +308,21 @@ func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 	}
 }
 
-// lonelyProbes is how many times PoisonAfter probes must have failed with a head
-// before it is taken for poison although no witness can be had.
-const lonelyProbes = 3
+const (
+	// lonelyProbes is how many times PoisonAfter probes must have failed with a
+	// head, and lonelyPatience how many times Patience must have passed since it
+	// first failed, before it is taken for poison although no witness can be had.
+	lonelyProbes   = 3
+	lonelyPatience = 60
+)
+
+// lonely tells whether a head that the breaker keeps waiting may be taken for
+// poison: it failed often and for long, and so did everything else that is here,
+// so that a window of poison alone does not wedge the source for ever.
+func (c *machine[M]) lonely(now time.Duration, it *item[M]) bool {
+	return !c.closed() && it.probes >= lonelyProbes*c.policy.Breaker.PoisonAfter &&
+		now-it.firstFailed >= lonelyPatience*c.policy.Retry.Patience && !c.fresh()
+}
 
 // fresh tells whether any unsettled message has not failed yet.
 func (c *machine[M]) fresh() (found bool) {
