@@ -67,7 +67,7 @@ type controls interface {
 }
 
 // A Control is a source of any message type, as operators see it.
-type Control interface {
+type Control interface { //nolint:interfacebloat // it is all that an operator can do
 	Name() string
 	Account() Account
 	State() State
@@ -76,6 +76,7 @@ type Control interface {
 	ForceOpen(d time.Duration) error
 	ForceClosed() error
 	GrantCredits(n float64)
+	DeadLetterWaiting(n int) int
 	Update(p Policy) error
 	End(ctx context.Context, why Reason) Report
 }

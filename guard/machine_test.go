@@ -524,8 +524,9 @@ func TestAccountingIdentity(t *testing.T) {
 				may := s.closed() || it.lane != nil && it.lane.turn > 0 && err == nil
 				st := s.done(s.now, it, err, nil)
 				for _, c := range s.condemned {
+					poison := c.probes >= s.policy.Breaker.PoisonAfter && c.alive && c.tries >= s.policy.Retry.Attempts
 					lonely := c.probes >= lonelyProbes*s.policy.Breaker.PoisonAfter && s.now-c.firstFailed >= lonelyPatience*p.withDefaults(Limits{}).Retry.Patience
-					if !may && !c.permanent && !lonely {
+					if !may && !c.permanent && !lonely && !poison {
 						t.Fatalf("message %d dead-lettered as %q while the breaker was not closed", c.m, c.verdict)
 					}
 				}

@@ -370,6 +370,9 @@ func (f *Func[M]) ForceClosed() error {
 // GrantCredits does nothing: a function has no dead letters.
 func (*Func[M]) GrantCredits(float64) {}
 
+// DeadLetterWaiting does nothing: a function has no dead letters.
+func (*Func[M]) DeadLetterWaiting(int) int { return 0 }
+
 // Update is refused: a function's policy is fixed.
 func (f *Func[M]) Update(Policy) error {
 	return fmt.Errorf("guard: source %s: the policy of a protected function cannot change", f.cfg.Name)

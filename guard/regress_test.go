@@ -185,21 +185,58 @@ func TestWriterMayBeAFunction(t *testing.T) {
 	}
 }
 
-// An operator's grant dead-letters what nothing proves to be poison, as many
-// messages as were granted.
-func TestGrantNeedsNoProof(t *testing.T) {
-	bubble(t, "", func(t *testing.T) {
-		r := newRig(t, Policy{}, Limits{}, func(*rig, context.Context, int) error { return errDown })
-		r.send(0, 10)
-		time.Sleep(5 * time.Minute)
-		if a := r.check(); a.DeadLettered != 0 {
-			t.Errorf("%+v", a)
-		}
-		r.s.GrantCredits(4)
-		time.Sleep(5 * time.Minute)
-		if a := r.check(); a.DeadLettered != 4 || r.letters.recs[0].Reason != dlq.ReasonOperator {
-			t.Errorf("%+v", a)
-		}
-		r.close()
-	})
+// An operator may dead-letter what nothing proves to be poison, as many messages
+// as are named and only those that wait now.
+func TestDeadLetterWaiting(t *testing.T) {
+	for _, order := range []Order{OrderSource, OrderKey, OrderNone} {
+		bubble(t, order.String(), func(t *testing.T) {
+			r := newRig(t, Policy{Order: order}, Limits{}, func(*rig, context.Context, int) error { return errDown })
+			if n := r.s.DeadLetterWaiting(5); n != 0 {
+				t.Errorf("%d of an empty source", n)
+			}
+			r.send(0, 10)
+			time.Sleep(5 * time.Minute)
+			if a := r.check(); a.DeadLettered != 0 {
+				t.Errorf("%+v", a)
+			}
+			if n := r.s.DeadLetterWaiting(1); n != 1 {
+				t.Errorf("%d of 1", n)
+			}
+			r.s.DeadLetterWaiting(3)
+			a := r.check()
+			if a.DeadLettered < 2 || a.DeadLettered > 4 || r.letters.recs[0].Reason != dlq.ReasonOperator {
+				t.Errorf("%+v", a)
+			}
+			if r.letters.bodies()[0] != "0" && order == OrderSource {
+				t.Error(r.letters.bodies())
+			}
+			r.close()
+		})
+	}
+}
+
+// A trickle of healthy messages, fewer between two probes than it takes to close
+// the breaker, gets past poison.
+func TestTricklePastPoison(t *testing.T) {
+	for _, order := range []Order{OrderSource, OrderKey, OrderNone} {
+		bubble(t, order.String(), func(t *testing.T) {
+			r := newRig(t, Policy{Order: order}, Limits{}, func(_ *rig, _ context.Context, m int) error {
+				if m < 3 {
+					return errors.New("poison")
+				}
+				return nil
+			})
+			r.port.keys = 1000
+			r.send(0, 3)
+			time.Sleep(5 * time.Minute) // long enough for the ladder's top
+			for m := 3; m < 30; m++ {
+				r.send(m, m+1)
+				time.Sleep(40 * time.Second)
+			}
+			if a := r.check(); a.Acked != 27 || a.DeadLettered != 3 {
+				t.Errorf("%+v\n%+v", a, r.s.State().Holds)
+			}
+			r.close()
+		})
+	}
 }

@@ -385,13 +385,25 @@ func (s *Source[M]) gateChanged() {
 var ErrNoBreaker = errors.New("guard: the source has no breaker")
 
 // GrantCredits gives n DLQ credits: an operator's leave to dead-letter n messages
-// that wait with the reason "dlq", or whose attempts are used up without proof
-// that they are poison. Each goes when it fails the next time.
+// more, such as those that wait with the reason "dlq". They do not expire.
 func (s *Source[M]) GrantCredits(n float64) {
 	s.mu.Lock()
 	s.c.budget.Grant(n)
 	s.unlock(s.g.now())
 	s.nudge()
+}
+
+// DeadLetterWaiting dead-letters up to n messages that have failed and wait,
+// oldest first, and returns how many: an operator's decision about messages that
+// nothing proves to be poison. It needs no credit and makes no further attempt.
+func (s *Source[M]) DeadLetterWaiting(n int) int {
+	now := s.g.now()
+	s.mu.Lock()
+	n = s.c.buryWaiting(n)
+	s.unlock(now)
+	s.nudge()
+	s.g.logChange("dead-lettered by hand", s.cfg.Name, ReasonOperator, "messages", n)
+	return n
 }
 
 // State is the source seen from outside, at one instant.

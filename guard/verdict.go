@@ -208,7 +208,10 @@ func (c *machine[M]) failed(now time.Duration, it *item[M], err error, stack []b
 	if l != nil && c.callWitness(now, l, head, it) {
 		return
 	}
-	if it.probe {
+	switch {
+	case it.probe && it.alive:
+		c.gate.Exclude(now, it.token) // others succeed: it says nothing about them
+	case it.probe:
 		c.storm.Probe(now, false)
 		c.gate.Failure(now, it.token, it.tries == 1)
 	}
@@ -284,10 +287,7 @@ func (c *machine[M]) others(l *lane[M]) bool {
 // decide sends a failed item to its retry or to the dead letters.
 func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 	switch {
-	case c.letters && (it.exhausted || c.suspect(it)) && c.budget.SpendGranted():
-		c.part(it) // an operator said so
-		c.bury(it, dlq.ReasonOperator)
-	case c.letters && c.lonely(now, it):
+	case c.letters && (c.poisonHead(it) || c.lonely(now, it)):
 		c.condemn(now, it)
 	case !c.closed():
 		c.back(it) // the ladder is its delay
@@ -315,6 +315,12 @@ const (
 	lonelyProbes   = 3
 	lonelyPatience = 60
 )
+
+// poisonHead tells whether a head may be dead-lettered although the breaker is
+// not closed: it has had all its calls, several as a probe, and others succeed.
+func (c *machine[M]) poisonHead(it *item[M]) bool {
+	return !c.closed() && it.alive && it.probes >= c.policy.Breaker.PoisonAfter && it.tries >= c.policy.Retry.Attempts
+}
 
 // lonely tells whether a head that the breaker keeps waiting may be taken for
 // poison: it failed often and for long, and so did everything else that is here,
@@ -377,6 +383,32 @@ func (c *machine[M]) earn() { c.budget.Successes(c.total()) }
 
 // creditPoll is how often a permanently failed message looks for a credit.
 const creditPoll = 250 * time.Millisecond
+
+// buryWaiting dead-letters up to n messages that have failed and wait, oldest
+// first: an operator's decision, which needs neither proof nor credit.
+func (c *machine[M]) buryWaiting(n int) (buried int) {
+	if !c.letters {
+		return 0
+	}
+	for buried < n {
+		var oldest *item[M]
+		c.items(func(it *item[M]) {
+			waits := it.tries > 0 && (it.phase == waiting || it.phase == retryWait)
+			head := it.lane == nil || it.lane.front[0] == it && it.lane.turn == 0
+			if waits && head && (oldest == nil || it.id < oldest.id) {
+				oldest = it
+			}
+		})
+		if oldest == nil {
+			break
+		}
+		c.unstand(oldest)
+		c.part(oldest)
+		c.bury(oldest, dlq.ReasonOperator)
+		buried++
+	}
+	return buried
+}
 
 // bury hands an item to the dead-letter writer.
 func (c *machine[M]) bury(it *item[M], why dlq.Reason) {

@@ -157,7 +157,8 @@ func (b *Broker) Pending(queue string) []uint64 {
 // Drained waits until every message of a queue is acked, or ctx ends.
 func (b *Broker) Drained(ctx context.Context, queue string) error {
 	q := b.queue(queue)
-	defer context.AfterFunc(ctx, q.wake.Broadcast)()
+	stop := context.AfterFunc(ctx, q.wake.Broadcast)
+	defer stop()
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.drainers++
@@ -278,7 +279,8 @@ func (b *Broker) queue(name string) *queue {
 
 // await waits until the broker is up and returns the number of the next epoch.
 func (b *Broker) await(ctx context.Context) (uint64, error) {
-	defer context.AfterFunc(ctx, b.up.Broadcast)()
+	stop := context.AfterFunc(ctx, b.up.Broadcast)
+	defer stop()
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for b.down && ctx.Err() == nil {

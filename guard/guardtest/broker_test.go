@@ -267,7 +267,7 @@ func TestDeadLettersFaults(t *testing.T) {
 		t.Error(err)
 	}
 	d.Fail(nil)
-	if writes, twins := d.Writes(); write(0) != nil || write(0) != nil || d.Len() != 3 || writes != 5 || twins != 1 {
+	if writes, twins := d.Writes(); errors.Join(write(0), write(0)) != nil || d.Len() != 3 || writes != 5 || twins != 1 {
 		t.Error("a record without an ID must be kept each time", d.Len(), writes, twins)
 	}
 }
@@ -356,7 +356,9 @@ func BenchmarkPublishToAck(b *testing.B) {
 			go func() { ran <- s.Run(e.Context(), e.Messages()) }()
 			<-done
 			s.End(context.Background(), guard.ReasonShutdown)
-			<-ran
+			if err := <-ran; !errors.Is(err, guard.ErrClosed) {
+				b.Error(err)
+			}
 		})
 		_, _ = g.Close(context.Background())
 	})

@@ -77,7 +77,9 @@ func ExampleHandler() {
 	fmt.Println("lost:", handler.CheckNothingLost(20))
 	fmt.Println("out of order:", handler.OutOfOrder(guard.OrderSource))
 	stop()
-	<-done
+	if err := <-done; err != nil {
+		fmt.Println(err)
+	}
 	_, _ = g.Close(context.Background())
 	// Output:
 	// acked in the outage: 0
@@ -106,4 +108,5 @@ func ExampleExercise() {
 		}, newSubject)
 	}
 	_ = TestAdapter // go test runs it
+	// Output:
 }

@@ -143,7 +143,7 @@ func (m *memory) runTwisted(ctx context.Context, c Consumer, cfg Guarded) error 
 			_ = e.Port().Flush()
 		}
 		if errors.Is(err, guard.ErrClosed) || ctx.Err() != nil {
-			return nil
+			return nil //nolint:nilerr // it was told to end
 		}
 	}
 }
@@ -172,7 +172,8 @@ func twisted(fault string, e *Epoch) <-chan *Message {
 				over = !send(m)
 			case fault == "lose" && n%50 == 0:
 			case fault == "twice" && n%50 == 0:
-				over = !send(m) || !send(m)
+				over = !send(m)
+				over = over || !send(m)
 			case fault == "swap" && n%20 == 0:
 				next, ok := <-e.Messages()
 				over = ok && !send(next) || !send(m)
@@ -234,7 +235,7 @@ func (m *memory) runPassive(ctx context.Context, c Consumer, cfg Guarded) error 
 			return errors.New("Ready is not closed although the source has ended")
 		}
 		if errors.Is(err, guard.ErrClosed) || ctx.Err() != nil {
-			return nil
+			return nil //nolint:nilerr // it was told to end
 		}
 	}
 }

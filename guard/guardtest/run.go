@@ -97,7 +97,7 @@ func (b *Broker) serve(ctx context.Context, s *guard.Source[*Message], e *Epoch,
 	report := s.End(end, why)
 	e.Close()
 	if !returned && len(report.Left) == 0 {
-		<-ran
+		<-ran //nolint:errcheck // why Run ended is known
 	}
 	return over, err
 }

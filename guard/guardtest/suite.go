@@ -76,9 +76,9 @@ func newRun(t testing.TB, f Features) *run {
 }
 
 // span is a time that has to pass.
-func (x *run) span(virtual, real time.Duration) time.Duration {
+func (x *run) span(virtual, actual time.Duration) time.Duration {
 	if x.f.RealTime {
-		return real
+		return actual
 	}
 	return virtual
 }
@@ -91,8 +91,8 @@ func (x *run) deadline() time.Duration {
 }
 
 // pass lets time pass.
-func (x *run) pass(virtual, real time.Duration) {
-	time.Sleep(x.span(virtual, real))
+func (x *run) pass(virtual, actual time.Duration) {
+	time.Sleep(x.span(virtual, actual))
 	x.rest()
 }
 
@@ -209,15 +209,13 @@ func (x *run) close(limit time.Duration) []guard.Report {
 }
 
 // publish publishes n numbered messages.
-func (x *run) publish(n int) (first uint64) {
+func (x *run) publish(n int) {
 	x.t.Helper()
-	first = x.numbers + 1
 	ms := make([]Publication, n)
 	for i := range ms {
 		ms[i] = x.message(0)
 	}
 	x.must("Publish", x.subject.Publish(x.ctx, ms...))
-	return first
 }
 
 // message is the next numbered message, of at least size bytes.

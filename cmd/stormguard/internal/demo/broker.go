@@ -1,0 +1,217 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package demo
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+
+	"github.com/nats-io/nats-server/v2/server"
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+)
+
+// inFlight is how many messages a consumer may have unsettled, on both sides.
+// It is also what nats.go's Consume asks for by default.
+const inFlight = 500
+
+// maxDeliver and ackWait are the consumers' on both sides.
+const (
+	maxDeliver = 5
+	ackWait    = 30 * time.Second
+)
+
+// broker is the NATS server of a demo: embedded, or the user's own.
+type broker struct {
+	url   string
+	creds string
+	srv   *server.Server // nil with a server of the user's
+	dir   string
+}
+
+func openBroker(ctx context.Context, cfg Config) (*broker, error) {
+	if cfg.URL != "" {
+		return &broker{url: cfg.URL, creds: cfg.Creds}, nil
+	}
+	dir, err := os.MkdirTemp("", "stormguard-demo-")
+	if err != nil {
+		return nil, fmt.Errorf("demo: %w", err)
+	}
+	b := &broker{dir: dir}
+	b.srv, err = server.NewServer(&server.Options{
+		ServerName: "stormguard-demo", Host: "127.0.0.1", Port: server.RANDOM_PORT,
+		JetStream: true, StoreDir: dir, NoSigs: true, NoLog: true,
+	})
+	if err != nil {
+		b.close()
+		return nil, fmt.Errorf("demo: embedded server: %w", err)
+	}
+	b.srv.Start()
+	for !b.srv.ReadyForConnections(250 * time.Millisecond) {
+		if ctx.Err() != nil {
+			b.close()
+			return nil, ctx.Err()
+		}
+	}
+	b.url = b.srv.ClientURL()
+	return b, nil
+}
+
+// close ends the embedded server and removes what it kept.
+func (b *broker) close() {
+	if b.srv != nil {
+		b.srv.Shutdown()
+		b.srv.WaitForShutdown()
+	}
+	if b.dir != "" {
+		_ = os.RemoveAll(b.dir)
+	}
+}
+
+func (b *broker) connect(name string) (*nats.Conn, jetstream.JetStream, error) {
+	opts := []nats.Option{nats.Name("stormguard demo: " + name), nats.MaxReconnects(-1)}
+	if b.creds != "" {
+		opts = append(opts, nats.UserCredentials(b.creds))
+	}
+	nc, err := nats.Connect(b.url, opts...)
+	if err != nil {
+		return nil, nil, fmt.Errorf("connect to %s: %w", b.url, err)
+	}
+	// Open loop: what the server cannot take in time waits in the client.
+	js, err := jetstream.New(nc, jetstream.WithPublishAsyncMaxPending(1<<16), jetstream.WithPublishAsyncTimeout(20*time.Second))
+	if err != nil {
+		nc.Close()
+		return nil, nil, err
+	}
+	return nc, js, nil
+}
+
+// plumbing is what one run has on the server.
+type plumbing struct {
+	stream, subject       string
+	dlqStream, dlqSubject string
+	js                    jetstream.JetStream // administers
+	consumer              jetstream.Consumer  // of the consuming side, on its connection
+	consumerJS            jetstream.JetStream // publishes that side's dead letters
+	publishJS             jetstream.JetStream
+	conns                 []*nats.Conn
+}
+
+// lay makes the streams and the consumer of a run. id keeps it apart from
+// everything else on the server.
+func (b *broker) lay(ctx context.Context, id string) (*plumbing, error) {
+	p := &plumbing{
+		stream: "STORMGUARD_DEMO_" + id, subject: "stormguard-demo." + id + ".orders",
+		dlqStream: "STORMGUARD_DEMO_" + id + "_DLQ", dlqSubject: "stormguard-demo." + id + ".dlq",
+	}
+	if err := b.fit(ctx, p); err != nil {
+		p.remove(ctx)
+		return nil, fmt.Errorf("demo: %w", err)
+	}
+	return p, nil
+}
+
+func (b *broker) fit(ctx context.Context, p *plumbing) error {
+	for _, c := range []struct {
+		name string
+		js   *jetstream.JetStream
+	}{{"oracle", &p.js}, {"publisher", &p.publishJS}, {"consumer", &p.consumerJS}} {
+		nc, js, err := b.connect(c.name)
+		if err != nil {
+			return err
+		}
+		p.conns, *c.js = append(p.conns, nc), js
+	}
+	for _, s := range []jetstream.StreamConfig{
+		{Name: p.stream, Subjects: []string{p.subject}},
+		{Name: p.dlqStream, Subjects: []string{p.dlqSubject}},
+	} {
+		if _, err := p.js.CreateStream(ctx, s); err != nil {
+			return fmt.Errorf("create stream %s: %w", s.Name, err)
+		}
+	}
+	var err error
+	p.consumer, err = p.consumerJS.CreateConsumer(ctx, p.stream, jetstream.ConsumerConfig{
+		Durable: "orders", AckPolicy: jetstream.AckExplicitPolicy,
+		AckWait: ackWait, MaxDeliver: maxDeliver, MaxAckPending: inFlight,
+	})
+	if err != nil {
+		return fmt.Errorf("create consumer: %w", err)
+	}
+	return nil
+}
+
+// remove deletes the streams, also when the demo is interrupted.
+func (p *plumbing) remove(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
+	defer cancel()
+	if p.js != nil {
+		for _, name := range []string{p.stream, p.dlqStream} {
+			_ = p.js.DeleteStream(ctx, name) // it may never have been made
+		}
+	}
+	for _, nc := range p.conns {
+		nc.Close()
+	}
+}
+
+// idle tells whether the consumer has nothing left to deliver or to settle.
+func (p *plumbing) idle(ctx context.Context) (bool, error) {
+	c, err := p.js.Consumer(ctx, p.stream, "orders")
+	if err != nil {
+		return false, err
+	}
+	info := c.CachedInfo()
+	return info.NumPending == 0 && info.NumAckPending == 0, nil
+}
+
+// buried is how many messages the DLQ stream has.
+func (p *plumbing) buried(ctx context.Context) (int, error) {
+	s, err := p.js.Stream(ctx, p.dlqStream)
+	if err != nil {
+		return 0, err
+	}
+	return int(s.CachedInfo().State.Msgs), nil
+}
+
+// exhume reads the DLQ stream.
+func (p *plumbing) exhume(ctx context.Context, start time.Time) ([]dead, error) {
+	n, err := p.buried(ctx)
+	if err != nil || n == 0 {
+		return nil, err
+	}
+	c, err := p.js.OrderedConsumer(ctx, p.dlqStream, jetstream.OrderedConsumerConfig{})
+	if err != nil {
+		return nil, err
+	}
+	out := make([]dead, 0, n)
+	for len(out) < n {
+		batch, err := c.Fetch(min(1000, n-len(out)), jetstream.FetchMaxWait(5*time.Second))
+		if err != nil {
+			return nil, err
+		}
+		got := len(out)
+		for m := range batch.Messages() {
+			o, err := parseOrder(m.Data())
+			if err != nil {
+				return nil, err
+			}
+			md, err := m.Metadata()
+			if err != nil {
+				return nil, err
+			}
+			out = append(out, dead{o.ID, md.Timestamp.Sub(start)})
+		}
+		if err := batch.Error(); err != nil {
+			return nil, err
+		}
+		if len(out) == got {
+			return nil, errors.New("the DLQ stream does not give out what it has")
+		}
+	}
+	return out, nil
+}

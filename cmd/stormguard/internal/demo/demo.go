@@ -1,0 +1,85 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Package demo runs one outage twice, against an unguarded and a guarded
+// JetStream consumer, shows it, and measures both.
+//
+// [Ledger] is the oracle: it knows each message by id, and takes nothing from
+// the guard. The sides are in unguarded.go and guarded.go, all that they share
+// in run.go.
+package demo
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"time"
+)
+
+// Config is what the command line sets.
+type Config struct {
+	URL, Creds string // empty URL: the embedded server
+
+	Rate                  int           // messages per second
+	WarmUp, Outage, After time.Duration // publishing goes on through all three
+	Seed                  uint64
+	Literal               bool // the guard's own storm thresholds
+
+	JSON    bool
+	NoColor bool
+}
+
+// Defaults is the demo of the README.
+func Defaults() Config {
+	return Config{Rate: 2500, WarmUp: 3 * time.Second, Outage: 20 * time.Second, After: 5 * time.Second, Seed: 1}
+}
+
+// messages is how many are published in a run.
+func (c Config) messages() int {
+	return int(float64(c.Rate) * (c.WarmUp + c.Outage + c.After).Seconds())
+}
+
+// Result is what --json prints.
+type Result struct {
+	Unguarded Figures `json:"unguarded"`
+	Guarded   Figures `json:"guarded"`
+}
+
+// Run runs both sides. The result goes to stdout, progress to stderr.
+func Run(ctx context.Context, cfg Config, stdout, stderr io.Writer) error {
+	out, err := play(ctx, cfg, newView(stderr, cfg))
+	if err != nil {
+		return err
+	}
+	if cfg.JSON {
+		return json.NewEncoder(stdout).Encode(out.result())
+	}
+	_, err = io.WriteString(stdout, report(cfg, out, outputStyle(stdout, cfg)))
+	return err
+}
+
+// outcome is both runs' figures and the curves of the report.
+type outcome struct {
+	unguarded, guarded trial
+}
+
+func (o outcome) result() Result {
+	return Result{Unguarded: o.unguarded.figures, Guarded: o.guarded.figures}
+}
+
+// play runs both sides one after the other on one server.
+func play(ctx context.Context, cfg Config, v view) (o outcome, err error) {
+	b, err := openBroker(ctx, cfg)
+	if err != nil {
+		return o, err
+	}
+	defer b.close()
+	if o.unguarded, err = stage(ctx, cfg, b, unguarded{}, v); err != nil {
+		return o, fmt.Errorf("unguarded run: %w", err)
+	}
+	if o.guarded, err = stage(ctx, cfg, b, newGuarded(cfg.Literal), v); err != nil {
+		return o, fmt.Errorf("guarded run: %w", err)
+	}
+	return o, nil
+}

@@ -1,0 +1,94 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"bytes"
+	"os"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+)
+
+func TestMain(m *testing.M) {
+	goleak.VerifyTestMain(m,
+		// nats-server and os/signal each keep one goroutine for the process.
+		goleak.IgnoreAnyFunction("github.com/nats-io/nats-server/v2/server/ats.init.0.func1"),
+		goleak.IgnoreTopFunction("os/signal.signal_recv"),
+		goleak.IgnoreTopFunction("os/signal.loop"))
+}
+
+func TestCommandLine(t *testing.T) {
+	for _, c := range []struct {
+		args   string
+		code   int
+		stdout string // a pattern
+		stderr string // exact
+	}{
+		{"version", exitOK, `^stormguard \S.* go\d\S* \w+/\w+\n$`, ""},
+		{"", exitOK, `Available Commands:`, ""},
+		{"completion bash", exitOK, `bash completion`, ""},
+		{"demo --help", exitOK, `contain_seconds +from the start of the outage`, ""},
+		{"storm", exitUsage, `^$`, "stormguard: unknown command \"storm\" for \"stormguard\"\nSee \"stormguard --help\".\n"},
+		{"demo now", exitUsage, `^$`, "stormguard: unknown command \"now\" for \"stormguard demo\"\nSee \"stormguard demo --help\".\n"},
+		{"demo --fast", exitUsage, `^$`, "stormguard: unknown flag: --fast\nSee \"stormguard demo --help\".\n"},
+		{
+			"demo --rate 5 --outage soon --warmup 1h --after 10ms --creds x", exitUsage, `^$`,
+			`stormguard: --rate "5": must be a number from 10 to 20000
+--outage "soon": must be a duration from 1s to 5m0s
+--warmup "1h": must be a duration from 500ms to 1m0s
+--after "10ms": must be a duration from 500ms to 1m0s
+--creds: needs --url, the embedded server asks for none
+See "stormguard demo --help".
+`,
+		},
+	} {
+		t.Run(c.args, func(t *testing.T) {
+			var stdout, stderr bytes.Buffer
+			if code := run(strings.Fields(c.args), &stdout, &stderr); code != c.code {
+				t.Errorf("exit code %d, want %d", code, c.code)
+			}
+			if !regexp.MustCompile(c.stdout).MatchString(stdout.String()) {
+				t.Errorf("stdout %q does not match %s", stdout.String(), c.stdout)
+			}
+			if stderr.String() != c.stderr {
+				t.Errorf("stderr:\n%s\nwant:\n%s", stderr.String(), c.stderr)
+			}
+		})
+	}
+}
+
+func TestInterrupt(t *testing.T) {
+	dir := t.TempDir()
+	t.Setenv("TMPDIR", dir)
+	self, err := os.FindProcess(os.Getpid())
+	if err != nil {
+		t.Fatal(err)
+	}
+	timer := time.AfterFunc(time.Second, func() { _ = self.Signal(os.Interrupt) })
+	defer timer.Stop()
+	var stdout, stderr bytes.Buffer
+	if code := run([]string{"demo", "--json"}, &stdout, &stderr); code != exitInterrupted || stdout.Len() > 0 {
+		t.Errorf("exit code %d, stdout %q", code, stdout.String())
+	}
+	if !strings.HasSuffix(stderr.String(), "stormguard: interrupted\n") {
+		t.Errorf("stderr %q", stderr.String())
+	}
+	if rest, _ := os.ReadDir(dir); len(rest) > 0 {
+		t.Errorf("left behind: %v", rest)
+	}
+}
+
+func TestFailure(t *testing.T) {
+	var stdout, stderr bytes.Buffer
+	if code := run([]string{"demo", "--url", "nats://127.0.0.1:1"}, &stdout, &stderr); code != exitError {
+		t.Errorf("exit code %d", code)
+	}
+	if !strings.Contains(stderr.String(), "nats://127.0.0.1:1") || strings.Contains(stderr.String(), "--help") {
+		t.Errorf("stderr %q", stderr.String())
+	}
+}

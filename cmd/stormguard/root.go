@@ -1,0 +1,72 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os/signal"
+	"syscall"
+
+	"github.com/spf13/cobra"
+)
+
+// Exit codes.
+const (
+	exitOK          = 0
+	exitError       = 1
+	exitUsage       = 2
+	exitInterrupted = 130
+)
+
+// usageError is a mistake on the command line.
+type usageError struct{ error }
+
+func (e usageError) Unwrap() error { return e.error }
+
+// run is main without the process: it returns the exit code.
+func run(args []string, stdout, stderr io.Writer) int {
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
+	defer stop()
+	context.AfterFunc(ctx, stop) // a second signal ends the process at once
+
+	begun := false
+	root := newRoot(&begun)
+	root.SetArgs(args)
+	root.SetOut(stdout)
+	root.SetErr(stderr)
+	cmd, err := root.ExecuteContextC(ctx)
+	if err == nil {
+		return exitOK
+	}
+	if ctx.Err() != nil && errors.Is(err, context.Canceled) {
+		fmt.Fprintln(stderr, "stormguard: interrupted")
+		return exitInterrupted
+	}
+	fmt.Fprintln(stderr, "stormguard:", err)
+	// What fails before a command begins is a flag, an argument or a command
+	// that cobra does not know.
+	if !begun || errors.As(err, new(usageError)) {
+		fmt.Fprintf(stderr, "See %q.\n", cmd.CommandPath()+" --help")
+		return exitUsage
+	}
+	return exitError
+}
+
+// newRoot builds the command tree. begun is set once a command's own code runs.
+func newRoot(begun *bool) *cobra.Command {
+	root := &cobra.Command{
+		Use:   "stormguard",
+		Short: "Keep a failing dependency from becoming a dead-letter storm",
+		Long: `stormguard stands between a message broker's client and a handler, and keeps a
+failing dependency from becoming a dead-letter storm. "stormguard demo" shows it.`,
+		SilenceErrors:    true,
+		SilenceUsage:     true,
+		PersistentPreRun: func(*cobra.Command, []string) { *begun = true },
+	}
+	root.AddCommand(newDemo(), newVersion())
+	return root
+}
