@@ -248,17 +248,6 @@ func (b *Budget) Spend(now time.Duration, class Class) bool {
 	return true
 }
 
-// SpendGranted takes one credit of an operator's grant, and nothing else: for
-// what the caller would not dead-letter on its own judgement.
-func (b *Budget) SpendGranted() bool {
-	if b.off || b.gift < credit {
-		return false
-	}
-	b.gift -= credit
-	b.spent++
-	return true
-}
-
 // Refund gives back a credit that Spend took for a dead letter that was then not
 // written. It cannot raise the balance over its maximum, so a refund of a
 // granted or free credit may be lost, but none is ever minted.

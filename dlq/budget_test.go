@@ -556,26 +556,6 @@ func BenchmarkBudgetRefuse(b *testing.B) {
 	}
 }
 
-// A grant is spent apart only as far as it goes.
-func TestSpendGranted(t *testing.T) {
-	b, err := NewBudget(BudgetConfig{}, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if b.SpendGranted() {
-		t.Error("spent a grant that nobody gave")
-	}
-	b.Grant(2)
-	for i, want := range []bool{true, true, false} {
-		if got := b.SpendGranted(); got != want {
-			t.Errorf("%d: %v", i, got)
-		}
-	}
-	if got := b.Balance(Exhausted); got != DefaultBalance || b.Spent() != 2 {
-		t.Errorf("balance %v, spent %d", got, b.Spent())
-	}
-}
-
 // A refund gives back what was spent, and never more than the balance holds.
 func TestRefundMintsNothing(t *testing.T) {
 	b, err := NewBudget(BudgetConfig{}, 0)

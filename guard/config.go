@@ -67,7 +67,8 @@ type Policy struct {
 	Retry Retry
 	Ramp  Ramp
 
-	// Breaker is the scope's breaker. NoBreaker leaves it out: nothing is held
+	// Breaker is the scope's breaker. Its Slow, where unset, is Timeout, but at
+	// most two thirds of its Window. NoBreaker leaves it out: nothing is held
 	// then, and the storm detector and the DLQ budget stand alone.
 	Breaker   breaker.Config
 	NoBreaker bool
@@ -199,7 +200,7 @@ func WithPropagator(p propagation.TextMapPropagator) Option {
 }
 
 // WithClock replaces the monotonic clock, which counts from an origin of its
-// own. Timers still follow the runtime's clock.
+// own and is never below 0. Timers still follow the runtime's clock.
 func WithClock(now func() time.Duration) Option { return func(g *Guard) { g.now = now } }
 
 const (

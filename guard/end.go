@@ -6,6 +6,7 @@ package guard
 import (
 	"context"
 	"errors"
+	"fmt"
 	"time"
 )
 
@@ -22,15 +23,18 @@ const lastCall = 250 * time.Millisecond
 // after is left and reported: a handler that ignores its context cannot be
 // killed. Its message stays unsettled, so the broker delivers it again.
 //
-// Later calls wait for the first and return its report.
+// Later calls wait for the first and return its report; whichever context ends
+// first counts.
 func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 	s.mu.Lock()
 	if e := s.ending; e != nil {
 		s.mu.Unlock()
+		stop := context.AfterFunc(ctx, s.overdue)
 		<-e.done
+		stop()
 		return e.report
 	}
-	e := &ending{reason: why, done: make(chan struct{})}
+	e := &ending{reason: why, done: make(chan struct{}), over: make(chan struct{})}
 	s.ending = e
 	s.c.ended = true
 	cancel := s.cancel
@@ -40,17 +44,10 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 	}
 	s.nudge()
 
-	overdue := context.AfterFunc(ctx, func() {
-		cancel(ErrClosed)
-		time.AfterFunc(lastCall, s.abandonHung)
-		s.mu.Lock()
-		s.giveUp = true
-		s.mu.Unlock()
-		s.nudge()
-	})
+	stop := context.AfterFunc(ctx, s.overdue)
+	defer stop()
 	s.awaitLoops()
-	overdue()
-	s.stopPump()
+	e.within(s.stopPump)
 	for {
 		s.mu.Lock()
 		if s.c.acks.len() == 0 {
@@ -62,10 +59,17 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 		s.settle(it)
 	}
 	rest := s.fence(e)
-	if len(rest) > 0 {
-		e.report.Err = s.port.Return(rest, why)
+	var err error
+	if e.within(func() {
+		if len(rest) > 0 {
+			err = s.port.Return(rest, why)
+		}
+		err = errors.Join(err, s.port.Flush())
+	}) {
+		e.report.Err = err
+	} else {
+		e.report.Err = fmt.Errorf("guard: source %s: a port call does not return", s.cfg.Name)
 	}
-	e.report.Err = errors.Join(e.report.Err, s.port.Flush())
 	s.g.unregister(s.cfg.Name, s)
 	s.release()
 	close(e.done)
@@ -73,10 +77,40 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 	return e.report
 }
 
+// within runs f and tells whether it returned before End stopped waiting;
+// otherwise it goes on by itself.
+func (e *ending) within(f func()) bool {
+	done := make(chan struct{})
+	go func() {
+		f()
+		close(done)
+	}()
+	select {
+	case <-done:
+		return true
+	case <-e.over:
+		return false
+	}
+}
+
+// overdue cancels handlers and gives them the last call: End's context is over.
+func (s *Source[M]) overdue() {
+	s.mu.Lock()
+	cancel := s.cancel
+	s.giveUp = true
+	s.mu.Unlock()
+	cancel(ErrClosed)
+	time.AfterFunc(lastCall, s.abandonHung)
+	s.nudge()
+}
+
 // abandonHung makes End go on without what has not returned.
 func (s *Source[M]) abandonHung() {
 	s.mu.Lock()
-	s.hung = true
+	if !s.hung {
+		s.hung = true
+		close(s.ending.over)
+	}
 	s.mu.Unlock()
 	s.cond.Broadcast()
 }
@@ -102,16 +136,16 @@ func (s *Source[M]) pendingLocked() bool {
 // fence stops all port calls but End's own, and takes out what is left.
 func (s *Source[M]) fence(e *ending) []M {
 	s.fenced.Store(true)
-	// The closed path announces an ack before it looks at the fence, so an ack
-	// that began before it is seen here.
-	for pause := time.Microsecond; phase(s.word.Load()&phaseMask) == settling && pause < time.Second; pause *= 2 {
+	// A port call is announced before its caller looks at the fence, so one that
+	// began before it is seen here.
+	for pause := time.Microsecond; s.calling() && pause < time.Second; pause *= 2 {
 		time.Sleep(pause)
 	}
 	now := s.g.now()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	defer s.nudge()
-	rest := s.c.drain()
+	rest := s.c.drain(now)
 	w := s.word.Load()
 	if n := s.batchLeftLocked(w >> phaseBits); n > 0 {
 		rest = append(rest, s.batch[len(s.batch)-n:]...)
@@ -136,6 +170,13 @@ func (s *Source[M]) fence(e *ending) []M {
 	e.report.Source, e.report.Reason, e.report.Returned = s.cfg.Name, e.reason, len(rest)
 	e.report.Account = s.accountLocked(now)
 	return rest
+}
+
+// calling tells whether a port call is under way.
+func (s *Source[M]) calling() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.calls > 0 || phase(s.word.Load()&phaseMask) == settling
 }
 
 func (s *Source[M]) giveBackLocked(n int) {

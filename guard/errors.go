@@ -78,7 +78,7 @@ func Permanent(err error) error { return mark(err, permanent, time.Time{}) }
 // Backoff says that nothing is wrong with the message, but the dependency asked
 // for time (an HTTP 429, a maintenance window): the source is held until then
 // and the message is handled again without having cost an attempt. A time that
-// has passed means at once; more than 1 h ahead is taken as 1 h.
+// has passed means Retry.Base; more than 1 h ahead is taken as 1 h.
 // Backoff(nil, t) is nil.
 func Backoff(err error, until time.Time) error { return mark(err, backoff, until) }
 
@@ -117,10 +117,28 @@ func mark(err error, word outcome, until time.Time) error {
 	return &markedError{err: err, word: word, until: until}
 }
 
-// classify finds the outermost mark: the code nearest the guard has the last word.
+// sound makes sure that an error can be looked at under a lock: one whose
+// methods panic, such as a nil pointer in an interface, becomes one that says so.
+func sound(err error) (safe error) {
+	defer func() {
+		if v := recover(); v != nil {
+			safe = fmt.Errorf("guard: the handler returned a %T whose methods panic: %v", err, v)
+		}
+	}()
+	classify(err)
+	_ = errors.As(err, new(*PanicError)) || errors.As(err, new(*GoexitError)) || errors.Is(err, ErrTimeout)
+	_ = err.Error()
+	return err
+}
+
+// classify finds the outermost mark: the code nearest the guard has the last
+// word. A panic is a failure whatever it was called with.
 func classify(err error) (outcome, time.Time) {
 	if err == nil {
 		return success, time.Time{}
+	}
+	if _, ok := err.(*PanicError); ok { //nolint:errorlint // only the guard's own
+		return failure, time.Time{}
 	}
 	if e, ok := errors.AsType[*markedError](err); ok {
 		return e.word, e.until

@@ -37,7 +37,8 @@ func newFeed[M any](limit int) *Feed[M] {
 }
 
 // Put hands messages over and waits while there is no room. It returns how many
-// it placed: all, unless ctx ended or the feed is closed.
+// it placed: all, unless ctx ended or the feed is closed. One goroutine at a
+// time may call it.
 func (f *Feed[M]) Put(ctx context.Context, ms ...M) (int, error) {
 	placed := 0
 	for {

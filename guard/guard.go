@@ -62,6 +62,7 @@ type Guard struct {
 type controls interface {
 	Control
 	sweep(now time.Duration) (moving bool)
+	nudge()
 	attributes() []attribute.KeyValue
 	lag() int64
 }
@@ -98,6 +99,9 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 	g.now = func() time.Duration { return time.Since(start) }
 	for _, o := range opts {
 		o(g)
+	}
+	if now := g.now(); now < 0 {
+		return nil, fmt.Errorf("guard: WithClock: the clock says %v; it must not be below 0", now)
 	}
 	g.origin = time.Now().Add(-g.now())
 	g.sorted.Store(new([]controls))
@@ -228,7 +232,8 @@ func (g *Guard) Ready() error {
 }
 
 // Close ends all sources, as [Source.End] with [ReasonShutdown], at the same
-// time, and then the Guard's goroutines. The reports are in order of name. The
+// time (called from a handler or a dead-letter writer it waits for itself until
+// ctx ends), and then the Guard's goroutines. The reports are in order of name. The
 // error names the sources that left something behind.
 func (g *Guard) Close(ctx context.Context) ([]Report, error) {
 	g.mu.Lock()
@@ -244,15 +249,37 @@ func (g *Guard) Close(ctx context.Context) ([]Report, error) {
 	g.mu.Lock()
 	g.cancel()
 	g.mu.Unlock()
-	g.running.Wait()
+	errs := []error{g.awaitGoroutines(ctx)}
 	g.metrics.close()
-	var errs []error
 	for _, r := range reports {
 		if !r.Clean() {
 			errs = append(errs, fmt.Errorf("guard: source %s: %d messages left: %w", r.Source, len(r.Left), errors.Join(r.Err, context.Cause(ctx))))
 		}
 	}
 	return reports, errors.Join(errs...)
+}
+
+// awaitGoroutines waits for the sweeper and the letterboxes. They heed the Guard's
+// end at once, unless a dead-letter writer does not heed its context.
+func (g *Guard) awaitGoroutines(ctx context.Context) error {
+	gone := make(chan struct{})
+	go func() { // ends with the last of them
+		g.running.Wait()
+		close(gone)
+	}()
+	select {
+	case <-gone:
+		return nil
+	case <-ctx.Done():
+	}
+	late := time.NewTimer(lastCall)
+	defer late.Stop()
+	select {
+	case <-gone:
+		return nil
+	case <-late.C:
+		return fmt.Errorf("guard: a dead-letter writer does not heed its context: %w", context.Cause(ctx))
+	}
 }
 
 // logChange logs a change of state: never a message.
@@ -272,6 +299,11 @@ func (g *Guard) noteChanges(now time.Duration) {
 		g.scopes.Evict(now, g.scopes.Config().Breaker.Window)
 	}
 	g.changes = g.scopes.Changes(g.changes[:0])
+	if len(g.changes) > 0 {
+		for _, s := range g.all() {
+			s.nudge() // it may share the scope
+		}
+	}
 	for _, c := range g.changes {
 		g.metrics.transition(c)
 		g.log.Info("breaker", "scope", c.Scope, "from", c.From.String(), "to", c.To.String(), "reason", string(c.Cause), "for", c.OpenFor)

@@ -60,6 +60,7 @@ type item[M any] struct {
 	ctx     *callContext // while processing in the function shape
 	started time.Duration
 	slow    bool // reported to the breaker as slow already
+	offered bool // on Ready, not yet taken: nobody has it
 	busy    int  // index in the machine's busy list, -1 outside
 
 	lastDelivery bool       // the broker will not deliver it again

@@ -71,7 +71,5 @@ func (s *Source[M]) extend() {
 			s.mu.Unlock()
 		}
 	}
-	s.mu.Lock()
-	s.endLocked()
-	s.mu.Unlock()
+	s.end()
 }

@@ -126,9 +126,7 @@ func (l letter[M]) record() *dlq.Record {
 		return nil
 	}
 	meta := s.port.Meta(it.m)
-	s.mu.Lock()
-	s.endLocked()
-	s.mu.Unlock()
+	s.end()
 	r := &dlq.Record{
 		Key: meta.Key, Body: meta.Body, Headers: meta.Headers, Timestamp: meta.Timestamp,
 		Origin: meta.Origin, Deliveries: meta.Deliveries,

@@ -58,6 +58,9 @@ type machine[M any] struct {
 	parked    [reasonCount]int // items in retryWait, by reason
 	queued    int              // entries in the ring
 	exhausted int              // items whose attempts are used up, not settling
+	guessed   bool             // one was taken for poison without proof …
+	guessedAt uint64           // … when there had been so many successes
+	slowAfter time.Duration    // a call is reported as slow then
 	bytes     int64
 	ended     bool
 	stopped   bool // the loop is to end
@@ -193,7 +196,7 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int) {
 	l := c.lane(key)
 	c.enqueue(l.queue, e)
 	c.stand(l)
-	if len(l.front) > 0 && l.front[0].phase == retryWait && l.front[0].exhausted {
+	if len(l.front) > 0 && l.front[0].phase == retryWait && l.front[0].exhausted && !l.front[0].permanent {
 		c.wake(now, l.front[0]) // a witness came
 	}
 }
@@ -317,8 +320,8 @@ func (c *machine[M]) next(now time.Duration) step[M] {
 			c.held = true
 			c.divert(now, c.queued+c.count[waiting])
 		}
-		if l := it.lane; l != nil && l.turn > 0 {
-			c.rewind(l)
+		if l := it.lane; l != nil && l.turn > 0 && !c.draining && why != ReasonLimiter {
+			c.rewind(now, l) // a pace only delays the witness
 		}
 		return step[M]{at: c.wakeAt(until)}
 	}

@@ -36,9 +36,13 @@ func (s *Source[M]) Offer(m M) error {
 	if s.handler != nil {
 		return fmt.Errorf("guard: source %s: Offer needs the passive shape; a source with a handler uses Run", s.cfg.Name)
 	}
+	if !s.begin() {
+		return ErrClosed
+	}
 	key, size := s.weigh(m)
 	now := s.g.now()
 	s.mu.Lock()
+	s.endLocked()
 	switch {
 	case s.c.ended:
 		s.mu.Unlock()
@@ -98,9 +102,10 @@ func (p *pump[M]) run() {
 		now := s.g.now()
 		s.mu.Lock()
 		st := step[M]{}
-		if up != nil && !up.probe && !s.c.admitting(now) {
+		if up != nil && (s.c.ended || !up.probe && !s.c.admitting(now)) {
 			s.c.done(now, up, errNotTaken, nil)
 			up = nil
+			s.cond.Broadcast() // End may wait for it
 		}
 		if up == nil || s.c.acks.len() > 0 {
 			st = s.c.next(now)
@@ -122,7 +127,7 @@ func (p *pump[M]) run() {
 			ready = s.ready
 			out = Item[M]{Msg: up.m, Token: Token{s.epoch, up.id, up.serial}, Attempt: up.tries + 1}
 			s.mu.Lock()
-			s.passive[up.id] = up
+			s.passive[up.id], up.offered = up, true
 			s.mu.Unlock()
 		}
 		var tick <-chan time.Time
@@ -132,6 +137,7 @@ func (p *pump[M]) run() {
 		}
 		select {
 		case ready <- out:
+			s.taken(up, out.Token)
 			up = nil
 		case <-s.wake:
 		case <-tick:
@@ -150,6 +156,16 @@ func (p *pump[M]) run() {
 			s.mu.Unlock()
 		}
 	}
+}
+
+// taken begins an attempt's time, unless its Done came first.
+func (s *Source[M]) taken(it *item[M], t Token) {
+	now := s.g.now()
+	s.mu.Lock()
+	if it.serial == t.serial && it.phase == processing {
+		it.started, it.offered = now, false
+	}
+	s.mu.Unlock()
 }
 
 // errNotTaken puts an item back that nobody took off Ready: no attempt was made.

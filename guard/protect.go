@@ -50,7 +50,8 @@ const cellCount = 16 // a power of 2
 // cell is one goroutine's share of the counters, most of the time. started is
 // written before the others of the same call, and read after them.
 type cell struct {
-	acked    atomic.Uint64
+	acked    atomic.Uint64 // successes
+	ignored  atomic.Uint64
 	returned atomic.Uint64
 	waiting  atomic.Int64 // in a retry's delay
 	failures atomic.Uint64
@@ -216,7 +217,7 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token breaker.Token,
 		}
 		switch word {
 		case ignore:
-			c.acked.Add(1)
+			c.ignored.Add(1)
 			return nil
 		case failure, permanent:
 			c.failures.Add(1)
@@ -287,6 +288,9 @@ func (f *Func[M]) call(ctx context.Context, m M, token breaker.Token) (err error
 	err = f.f(cc, m)
 	returned = true
 	cc.finish()
+	if err != nil {
+		err = sound(err)
+	}
 	if err != nil && cc.why() == ErrTimeout { //nolint:errorlint // the sentinel itself
 		err = fmt.Errorf("%w: %w", ErrTimeout, err)
 	}
@@ -304,7 +308,7 @@ func (f *Func[M]) Account() Account {
 	var waits int64
 	for i := range f.cells {
 		c := &f.cells[i]
-		a.Acked += c.acked.Load()
+		a.Acked += c.acked.Load() + c.ignored.Load()
 		a.Returned += c.returned.Load()
 		waits += max(0, c.waiting.Load())
 	}
@@ -409,6 +413,8 @@ func (f *Func[M]) End(ctx context.Context, why Reason) Report {
 	close(f.done)
 	return rep
 }
+
+func (*Func[M]) nudge() {}
 
 func (*Func[M]) sweep(time.Duration) bool { return false }
 

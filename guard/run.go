@@ -29,7 +29,7 @@ const (
 // and nothing is held, the loop that receives a message also handles and acks
 // it: no hop, no lock.
 //
-// Run may be called once, and not together with RunFeed.
+// Run or RunFeed may be called once; another call is an [ErrClosed].
 func (s *Source[M]) Run(ctx context.Context, in <-chan M) error { return s.run(ctx, in, nil) }
 
 // RunFeed is Run over [Source.Feed].
@@ -41,10 +41,11 @@ func (s *Source[M]) run(ctx context.Context, in <-chan M, feed *Feed[M]) error {
 		return fmt.Errorf("guard: source %s: Run needs a handler; the passive shape uses Offer", s.cfg.Name)
 	}
 	s.mu.Lock()
-	if s.c.ended || s.loops > 0 {
+	if s.c.ended || s.ran {
 		s.mu.Unlock()
 		return ErrClosed
 	}
+	s.ran = true
 	s.loops++
 	s.ctx, s.cancel = context.WithCancelCause(ctx)
 	workers := s.c.policy.Workers
@@ -73,7 +74,7 @@ func (s *Source[M]) run(ctx context.Context, in <-chan M, feed *Feed[M]) error {
 	}
 	if l.workers {
 		s.mu.Lock()
-		s.retire = true
+		s.retire, s.c.stopped = true, true // what is left is End's
 		s.mu.Unlock()
 		s.cond.Broadcast()
 		for range workers {
@@ -320,8 +321,14 @@ func (l *loop[M]) adopt(m M, err error, stack []byte) {
 	s := l.s
 	ctx := l.hand.ctx
 	err = s.explain(ctx, err)
-	last := s.lastDelivery(m)
-	key, size := s.weigh(m)
+	var last bool
+	var key uint64
+	var size int
+	if s.begin() {
+		last = s.lastDelivery(m)
+		key, size = s.weigh(m)
+		s.end()
+	}
 	now := s.g.now()
 	s.mu.Lock()
 	slow := s.slowAt.Load() == l.calls
@@ -346,6 +353,7 @@ func (s *Source[M]) explain(ctx *callContext, err error) error {
 	if err == nil {
 		return nil
 	}
+	err = sound(err)
 	if ctx != nil && ctx.why() == ErrTimeout { //nolint:errorlint // the sentinel itself
 		return fmt.Errorf("%w: %w", ErrTimeout, err)
 	}
@@ -607,7 +615,11 @@ func (s *Source[M]) finish(it *item[M], err error, stack []byte) {
 		it.ctx.finish()
 	}
 	err = s.explain(it.ctx, err)
-	last := err != nil && s.lastDelivery(it.m)
+	last := false
+	if err != nil && s.limits.MaxDeliver > 0 && s.begin() {
+		last = s.lastDelivery(it.m)
+		s.end()
+	}
 	now := s.g.now()
 	s.mu.Lock()
 	if s.fenced.Load() {
@@ -653,6 +665,12 @@ func (s *Source[M]) begin() bool {
 	}
 	s.calls++
 	return true
+}
+
+func (s *Source[M]) end() {
+	s.mu.Lock()
+	s.endLocked()
+	s.mu.Unlock()
 }
 
 func (s *Source[M]) endLocked() {

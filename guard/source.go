@@ -61,6 +61,7 @@ type Source[M any] struct {
 	lookAt   time.Duration
 	demanded int  // what Port.Demand last heard
 	loops    int  // goroutines that may call the handler and the port
+	ran      bool // Run was called
 	retire   bool // workers end
 	hung     bool // End stopped waiting
 	calls    int  // port calls under way on other goroutines
@@ -84,7 +85,8 @@ type Source[M any] struct {
 // ending is what End decided, once.
 type ending struct {
 	reason Reason
-	done   chan struct{}
+	done   chan struct{} // End has returned
+	over   chan struct{} // End waits no longer
 	report Report
 }
 
@@ -119,7 +121,11 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 	if err := errors.Join(append(errs, full.fits(limits))...); err != nil {
 		return nil, fmt.Errorf("guard: open %q: %w", cfg.Name, err)
 	}
+	unset := full.Breaker.Slow == 0
 	full.Breaker = full.Breaker.WithDefaults()
+	if unset && full.Timeout > 0 {
+		full.Breaker.Slow = min(full.Timeout, full.Breaker.Window/3*2)
+	}
 
 	s := &Source[M]{
 		g: g, cfg: cfg, limits: limits, port: port, handler: handler,
@@ -144,7 +150,7 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 	}
 	s.c = machine[M]{
 		policy: full, limits: limits, storm: detector, budget: budget, limiter: cfg.Limiter,
-		letters: cfg.DeadLetters != nil, origin: g.origin,
+		letters: cfg.DeadLetters != nil, origin: g.origin, slowAfter: full.Breaker.Slow,
 		rand: rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())),
 		ring: ring, lanes: make(map[uint64]*lane[M]), writing: make(map[*item[M]]struct{}), fast: s.fastSuccesses, wasClosed: true,
 	}
@@ -305,6 +311,9 @@ func (s *Source[M]) Update(p Policy) error {
 		next.Order = old.Order
 	}
 	next.Breaker = next.Breaker.WithDefaults()
+	if p.Breaker.Slow == 0 {
+		next.Breaker.Slow = old.Breaker.Slow
+	}
 	var fixed problems
 	for name, same := range map[string]bool{
 		"Order":     next.Order == old.Order,
@@ -379,6 +388,7 @@ func (s *Source[M]) gateChanged() {
 	s.c.notice(now)
 	s.unlock(now)
 	s.nudge()
+	s.g.sweeper.kick() // it wakes the others of the scope
 }
 
 // ErrNoBreaker means that the source's policy has NoBreaker.

@@ -25,7 +25,7 @@ func (c *machine[M]) sweep(now time.Duration, late []*callContext) ([]*callConte
 		if c.policy.Timeout > 0 && ran >= c.policy.Timeout && it.ctx != nil {
 			late = append(late, it.ctx)
 		}
-		if c.gate != nil && !it.slow && ran >= c.policy.Breaker.Slow {
+		if c.gate != nil && !it.slow && !it.offered && ran >= c.slowAfter {
 			it.slow = true
 			c.gate.Slow(now, it.token, it.tries == 0)
 		}
@@ -114,7 +114,7 @@ func (c *machine[M]) messages(dst []M) []M {
 
 // drain ends the source: it takes everything out that no handler or writer has,
 // and counts it as returned.
-func (c *machine[M]) drain() []M {
+func (c *machine[M]) drain(now time.Duration) []M {
 	var rest []M
 	give := func(it *item[M]) {
 		if it.phase == waiting || it.phase == retryWait {
@@ -123,7 +123,7 @@ func (c *machine[M]) drain() []M {
 		}
 	}
 	for _, l := range c.lanes {
-		c.rewind(l)
+		c.rewind(now, l)
 	}
 	var all []*item[M]
 	c.items(func(it *item[M]) { all = append(all, it) })

@@ -91,9 +91,11 @@ func (s *Source[M]) sweep(now time.Duration) (moving bool) {
 		s.seen.since.Store(int64(now))
 		moving = true
 	}
-	if phase(w&phaseMask) == processing {
+	if at := phase(w & phaseMask); at != idle {
 		moving = true
-		s.sweepCall(now, w>>phaseBits+adopted-1)
+		if at == processing {
+			s.sweepCall(now, w>>phaseBits+adopted-1)
+		}
 	}
 	slow := s.slow.Load()
 	if !slow && now < s.seen.storm {

@@ -17,7 +17,7 @@ const maxWitnesses = 8
 // done takes the outcome of the handler call of it, and returns what to do.
 func (c *machine[M]) done(now time.Duration, it *item[M], err error, stack []byte) step[M] {
 	word, until := classify(err)
-	if it.lane != nil && it.lane.turn > 0 && word != success {
+	if it.lane != nil && it.lane.turn > 0 && word != success && word != cancelled {
 		// A witness is only asked whether anything can succeed; what else it has
 		// to say it says again in its turn.
 		word = failure
@@ -41,14 +41,13 @@ func (c *machine[M]) done(now time.Duration, it *item[M], err error, stack []byt
 	case backoff:
 		c.exclude(now, it)
 		it.tries--
-		if wait := min(until.Sub(c.origin.Add(now)), maxBackoff); wait > 0 {
-			c.asked = max(c.asked, now+wait)
-		}
-		c.back(it)
+		wait := min(until.Sub(c.origin.Add(now)), maxBackoff)
+		c.asked = max(c.asked, now+max(wait, c.policy.Retry.Base))
+		c.back(now, it)
 	case cancelled:
 		c.exclude(now, it)
 		it.tries--
-		c.back(it)
+		c.back(now, it)
 	default:
 		c.failed(now, it, err, stack)
 	}
@@ -129,19 +128,23 @@ func (c *machine[M]) part(it *item[M]) {
 
 // back puts an item in front of the handler again, at the end of the ready
 // lanes, so that the next probe is another lane's head.
-func (c *machine[M]) back(it *item[M]) {
+func (c *machine[M]) back(now time.Duration, it *item[M]) {
 	c.move(it, waiting)
 	if it.lane == nil {
 		c.again.push(it)
 		return
 	}
-	c.rewind(it.lane)
+	c.rewind(now, it.lane)
 	it.lane.parked = false
 	c.stand(it.lane)
 }
 
-// rewind ends a round of witnesses without a verdict: the head is up again.
-func (c *machine[M]) rewind(l *lane[M]) {
+// rewind ends a round of witnesses without a verdict: the head is up again. The
+// probe that the head failed is settled, if that was not done.
+func (c *machine[M]) rewind(now time.Duration, l *lane[M]) {
+	if l.probe && l.turn > 0 {
+		c.gate.Failure(now, l.token, false)
+	}
 	for ; l.turn > 0; l.turn-- {
 		c.budget.Refund(dlq.Exhausted)
 	}
@@ -218,7 +221,7 @@ func (c *machine[M]) failed(now time.Duration, it *item[M], err error, stack []b
 	if l != nil && l.turn > 0 {
 		head.rounds++
 		c.move(it, waiting)
-		c.rewind(l)
+		c.rewind(now, l)
 	}
 	c.decide(now, head)
 }
@@ -233,7 +236,7 @@ func (c *machine[M]) usedUp(it *item[M]) bool {
 // that anything else succeeds.
 func (c *machine[M]) suspect(it *item[M]) bool {
 	if it.probe {
-		return it.probes >= c.policy.Breaker.PoisonAfter
+		return it.probes >= c.policy.Breaker.PoisonAfter && it.tries >= c.policy.Retry.Attempts
 	}
 	return it.exhausted && !it.alive
 }
@@ -287,21 +290,25 @@ func (c *machine[M]) others(l *lane[M]) bool {
 // decide sends a failed item to its retry or to the dead letters.
 func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 	switch {
-	case c.letters && (c.poisonHead(it) || c.lonely(now, it)):
+	case c.letters && c.poisonHead(it):
 		c.condemn(now, it)
+	case c.letters && c.lonely(now, it) && c.mayGuess():
+		c.guess(now, it)
 	case !c.closed():
-		c.back(it) // the ladder is its delay
+		c.back(now, it) // the ladder is its delay
 	case !it.exhausted:
 		c.park(it, now+c.delay(it.attempts), ReasonNone)
 	case c.storm.Storm().Active:
 		c.park(it, now+c.delay(it.attempts), ReasonStorm)
 	case !c.letters:
 		c.park(it, now+c.delay(it.attempts), ReasonDLQ)
-	case it.alive, c.alone() && now-it.exhaustedAt >= c.policy.Retry.Patience:
+	case it.alive:
 		c.condemn(now, it)
+	case c.alone() && c.mayGuess() && now-it.exhaustedAt >= c.policy.Retry.Patience:
+		c.guess(now, it)
 	default:
 		at := now + c.delay(it.attempts)
-		if c.alone() {
+		if c.alone() && c.mayGuess() {
 			at = min(at, it.exhaustedAt+c.policy.Retry.Patience)
 		}
 		c.park(it, at, ReasonNone)
@@ -328,6 +335,18 @@ func (c *machine[M]) poisonHead(it *item[M]) bool {
 func (c *machine[M]) lonely(now time.Duration, it *item[M]) bool {
 	return !c.closed() && it.probes >= lonelyProbes*c.policy.Breaker.PoisonAfter &&
 		now-it.firstFailed >= lonelyPatience*c.policy.Retry.Patience && !c.fresh()
+}
+
+// mayGuess tells whether a message may be taken for poison without proof: not a
+// second one before anything has succeeded, so that an outage costs one at most.
+func (c *machine[M]) mayGuess() bool { return !c.guessed || c.total() > c.guessedAt }
+
+func (c *machine[M]) guess(now time.Duration, it *item[M]) {
+	before := len(c.condemned)
+	c.condemn(now, it)
+	if len(c.condemned) > before {
+		c.guessed, c.guessedAt = true, c.total()
+	}
 }
 
 // fresh tells whether any unsettled message has not failed yet.

@@ -624,6 +624,12 @@ func poison(x *run) {
 	x.start()
 	x.handled(147)
 	took := time.Since(start)
+	// Traffic goes on: poison with nothing else around looks like an outage.
+	x.eventually("the poison is dead-lettered", func() bool {
+		x.publish(1)
+		x.pass(100*time.Millisecond, 20*time.Millisecond)
+		return len(x.letters()) == len(bad)
+	})
 	for _, n := range bad {
 		x.buried(n)
 	}
