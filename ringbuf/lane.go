@@ -20,7 +20,7 @@ const minSlots = 4
 // slots is a circular buffer; its length is a power of two or 0.
 type slots[T any] struct {
 	v    []T
-	ends []int64 // with a Sizer: all bytes ever placed in the lane, up to and with this message
+	ends []int64 // with a Sizer, as long as v: all bytes ever placed in the lane, up to and with this message
 }
 
 // A Lane is one ordered queue of a [Ring]. Several goroutines may put and
@@ -43,6 +43,7 @@ type Lane[T any] struct {
 	slab    *slab // with a Codec, instead of slots
 	blocked int   // Puts that wait, here or in Ring.writers
 	starved bool  // the oldest of writers starves
+	asleep  bool  // one of writers may not be woken
 	readers waitq // Leases that wait
 	writers waitq // Puts that wait for the lane's share
 	idle    waiters
@@ -79,80 +80,112 @@ func (l *Lane[T]) Put(ctx context.Context, vs ...T) (n int, err error) {
 	if err := ctx.Err(); err != nil {
 		return 0, err
 	}
-	return l.put(ctx, vs)
+	return l.put(ctx, vs, true)
 }
 
 // TryPut is [Lane.Put] without waiting: it places as many of vs as fit and
 // returns [ErrFull] if the next one does not.
 func (l *Lane[T]) TryPut(vs ...T) (n int, err error) {
-	return l.put(nil, vs)
+	return l.put(context.Background(), vs, false)
 }
 
-// put with a nil ctx does not wait.
-func (l *Lane[T]) put(ctx context.Context, vs []T) (n int, err error) {
-	r := l.ring
-	if r.sizer == nil && r.codec == nil {
-		n, err = l.push(ctx, vs, nil, nil)
-	} else {
-		n, err = l.putSized(ctx, vs)
+func (l *Lane[T]) put(ctx context.Context, vs []T, wait bool) (n int, err error) {
+	switch r := l.ring; {
+	case r.codec != nil:
+		return l.putEncoded(ctx, vs, wait)
+	case r.sizer != nil && len(vs) == 1:
+		return l.putOne(ctx, vs, wait)
+	case r.sizer != nil:
+		return l.putSized(ctx, vs, wait)
+	default:
+		return l.push(ctx, vs, nil, nil, wait)
 	}
-	if err == ErrFull {
-		r.refused.Add(1)
-	}
-	return n, err
 }
 
-func (l *Lane[T]) putSized(ctx context.Context, vs []T) (n int, err error) {
-	r := l.ring
-	var data []byte
-	if r.codec != nil {
-		p := scratch.Get().(*[]byte)
-		data = *p
-		defer func() { putScratch(p, data) }()
+// putOne is putSized for one message: it has no use for an array of a batch.
+func (l *Lane[T]) putOne(ctx context.Context, vs []T, wait bool) (n int, err error) {
+	size := max(0, int64(l.ring.sizer(vs[0])))
+	if size > l.ring.maxMessage {
+		return 0, l.tooLarge(size)
 	}
-	for n < len(vs) && err == nil {
-		var ends [batch]int64
-		var tooLarge error
-		data = data[:0]
-		k, end := 0, int64(0)
-		for k < batch && n+k < len(vs) && end < batchBytes {
-			var size int64
-			if r.codec != nil {
-				data = r.codec.Append(data, vs[n+k])
-				size = int64(len(data)) - end
-			} else {
-				size = max(0, int64(r.sizer(vs[n+k])))
-			}
-			if size > r.maxMessage {
-				tooLarge = &TooLargeError{Lane: l.id, Size: size, Limit: r.maxMessage}
+	return l.push(ctx, vs, []int64{size}, nil, wait)
+}
+
+func (l *Lane[T]) putSized(ctx context.Context, vs []T, wait bool) (n int, err error) {
+	sizer, limit := l.ring.sizer, l.ring.maxMessage
+	var ends [batch]int64
+	for n < len(vs) {
+		next := vs[n:min(n+batch, len(vs))]
+		k, end, size := 0, int64(0), int64(0)
+		for _, v := range next {
+			size = max(0, int64(sizer(v)))
+			if size > limit {
 				break
 			}
 			end += size
 			ends[k] = end
 			k++
 		}
-		var placed int
-		placed, err = l.push(ctx, vs[n:n+k], ends[:k], data)
+		placed, err := l.push(ctx, next[:k], ends[:k], nil, wait)
 		n += placed
-		if err == nil && tooLarge != nil {
-			r.refused.Add(1)
-			err = tooLarge
+		if err == nil && k < len(next) {
+			err = l.tooLarge(size)
+		}
+		if err != nil {
+			return n, err
 		}
 	}
-	return n, err
+	return n, nil
+}
+
+func (l *Lane[T]) putEncoded(ctx context.Context, vs []T, wait bool) (n int, err error) {
+	r := l.ring
+	buf := getScratch()
+	data := *buf
+	defer func() { putScratch(buf, data) }()
+	var ends [batch]int64
+	for n < len(vs) {
+		data = data[:0]
+		k, end, size := 0, int64(0), int64(0)
+		for k < batch && n+k < len(vs) && end < batchBytes {
+			data = r.codec.Append(data, vs[n+k])
+			size = int64(len(data)) - end
+			if size > r.maxMessage {
+				break
+			}
+			end += size
+			ends[k] = end
+			k++
+		}
+		placed, err := l.push(ctx, vs[n:n+k], ends[:k], data, wait)
+		n += placed
+		if err == nil && size > r.maxMessage {
+			err = l.tooLarge(size)
+		}
+		if err != nil {
+			return n, err
+		}
+	}
+	return n, nil
+}
+
+func (l *Lane[T]) tooLarge(size int64) error {
+	l.ring.refused.Add(1)
+	return &TooLargeError{Lane: l.id, Size: size, Limit: l.ring.maxMessage}
 }
 
 // push places messages whose sizes are known. With ends, message i takes the
 // bytes up to ends[i]; with a codec, these are its bytes in data.
-func (l *Lane[T]) push(ctx context.Context, vs []T, ends []int64, data []byte) (int, error) {
+func (l *Lane[T]) push(ctx context.Context, vs []T, ends []int64, data []byte, wait bool) (int, error) {
 	if len(vs) == 0 {
 		return 0, nil
 	}
-	n, full, err := l.offer(vs, ends, data, 0, ctx != nil, nil)
+	n, full, err := l.offer(vs, ends, data, 0, wait, nil)
 	if err != nil || full == nowhere {
 		return n, err
 	}
-	if ctx == nil {
+	if !wait {
+		l.ring.refused.Add(1)
 		return n, ErrFull
 	}
 	return l.pushSlow(ctx, vs, ends, data, n, full)
@@ -167,18 +200,17 @@ const (
 	inRing
 )
 
-// offer places as many of vs from n on as fit and returns the new n. A patient
-// caller lets one that starves go first; w is the caller's waiter, if any.
-func (l *Lane[T]) offer(vs []T, ends []int64, data []byte, n int, patient bool, w *waiter) (int, where, error) {
+// offer places as many of vs from n on as fit and returns the new n. A caller
+// that can wait lets one that starves go first; w is its waiter, if any.
+func (l *Lane[T]) offer(vs []T, ends []int64, data []byte, n int, wait bool, w *waiter) (int, where, error) {
 	r := l.ring
 	base := int64(0)
-	if n > 0 && ends != nil {
-		base = ends[n-1]
+	if n > 0 {
+		vs = vs[n:]
+		if ends != nil {
+			base, ends = ends[n-1], ends[n:]
+		}
 	}
-	if ends != nil {
-		ends = ends[n:]
-	}
-	vs = vs[n:]
 
 	l.mu.Lock()
 	if l.err != nil {
@@ -190,7 +222,7 @@ func (l *Lane[T]) offer(vs []T, ends []int64, data []byte, n int, patient bool, 
 	if k < len(vs) {
 		full = inLane
 	}
-	if patient {
+	if wait {
 		if l.starved && l.writers.head != w {
 			k, full = 0, inLane
 		} else if r.starving.Load() && !r.isFirst(w) {
@@ -242,14 +274,24 @@ func (l *Lane[T]) store(vs []T, ends []int64, base int64) {
 	}
 	b := l.slots
 	tail := (l.head + l.count) & (len(b.v) - 1)
-	if m := copy(b.v[tail:], vs); m < len(vs) {
+	if len(vs) == 1 {
+		b.v[tail] = vs[0]
+	} else if m := copy(b.v[tail:], vs); m < len(vs) {
 		copy(b.v, vs[m:])
 	}
 	if ends == nil {
 		return
 	}
-	for i := range vs {
-		b.ends[(tail+i)&(len(b.v)-1)] = l.placed + ends[i] - base
+	add := l.placed - base
+	to := b.ends[tail:]
+	for i, end := range ends[:len(vs)] {
+		if i == len(to) {
+			break
+		}
+		to[i] = add + end
+	}
+	for i := len(to); i < len(vs); i++ {
+		b.ends[i-len(to)] = add + ends[i]
 	}
 	l.placed += ends[len(vs)-1] - base
 }
@@ -344,6 +386,7 @@ func (l *Lane[T]) enter(w *waiter, queue where, want int, need, rest int64, move
 			r.waiting.Add(1)
 		}
 		update(&r.writers)
+		r.asleep.Store(true)
 		r.wakeLocked()
 		r.qmu.Unlock()
 	}
@@ -362,6 +405,7 @@ func (l *Lane[T]) enter(w *waiter, queue where, want int, need, rest int64, move
 func (l *Lane[T]) leave(w *waiter, queue where) {
 	r := l.ring
 	switch queue {
+	case nowhere:
 	case inLane:
 		l.mu.Lock()
 		l.writers.remove(w)
@@ -380,7 +424,7 @@ func (l *Lane[T]) leave(w *waiter, queue where) {
 
 // wakeLocked wakes the Puts that the lane's share has room for.
 func (l *Lane[T]) wakeLocked() {
-	l.starved = l.writers.wake(l.ring.laneCount-l.count, l.ring.laneBytes-l.bytes())
+	l.starved, l.asleep = l.writers.wake(l.ring.laneCount-l.count, l.ring.laneBytes-l.bytes())
 }
 
 // Snapshot appends all messages that the lane holds to dst, oldest first and

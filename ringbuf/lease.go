@@ -38,11 +38,16 @@ func (l *Lane[T]) Lease(ctx context.Context, dst []T) (Lease[T], error) {
 		return Lease[T]{}, err
 	}
 	s, err := l.TryLease(dst)
-	if err != ErrEmpty && err != ErrLeased {
+	if err == nil || !mayCome(err) {
 		return s, err
 	}
 	runtime.Gosched() // the producer is often about to put; parking costs much more
 	return l.leaseSlow(ctx, dst)
+}
+
+// mayCome says whether a lease that failed with err is worth waiting for.
+func mayCome(err error) bool {
+	return errors.Is(err, ErrEmpty) || errors.Is(err, ErrLeased)
 }
 
 // TryLease is [Lane.Lease] without waiting: it returns [ErrLeased] while
@@ -75,7 +80,9 @@ func (l *Lane[T]) leaseLocked(dst []T) (Lease[T], place, error) {
 	if l.slab != nil {
 		return s, l.slab.head, nil
 	}
-	if m := copy(dst[:n], l.slots.v[l.head:]); m < n {
+	if n == 1 {
+		dst[0] = l.slots.v[l.head]
+	} else if m := copy(dst[:n], l.slots.v[l.head:]); m < n {
 		copy(dst[m:n], l.slots.v)
 	}
 	return s, place{}, nil
@@ -86,7 +93,7 @@ func (l *Lane[T]) leaseSlow(ctx context.Context, dst []T) (Lease[T], error) {
 	w := l.idle.get()
 	for {
 		s, at, err := l.leaseLocked(dst)
-		if err != ErrEmpty && err != ErrLeased {
+		if err == nil || !mayCome(err) {
 			l.leaveReaders(w)
 			l.mu.Unlock()
 			if err != nil || at.c == nil {
@@ -212,7 +219,7 @@ func (s Lease[T]) Commit(n int) error {
 		if l.count == 0 {
 			l.emptyLocked()
 		}
-		if l.writers.head != nil {
+		if l.asleep {
 			l.wakeLocked()
 		}
 	}
@@ -231,9 +238,14 @@ func (s Lease[T]) Commit(n int) error {
 // returns the bytes of their messages.
 func (l *Lane[T]) clearLocked(n int) (bytes int64) {
 	b := l.slots
-	last := min(l.head+n, len(b.v))
-	clear(b.v[l.head:last])
-	clear(b.v[:l.head+n-last])
+	if n == 1 {
+		var zero T
+		b.v[l.head] = zero
+	} else {
+		last := min(l.head+n, len(b.v))
+		clear(b.v[l.head:last])
+		clear(b.v[:l.head+n-last])
+	}
 	if b.ends != nil {
 		end := b.ends[(l.head+n-1)&(len(b.v)-1)]
 		bytes = end - l.freed

@@ -29,7 +29,8 @@ type Ring[T any] struct {
 	used atomic.Uint64 // messages<<bytesBits | bytes
 	_    [64]byte
 
-	waiting  atomic.Int32 // length of writers; set before a writer looks at used for the last time
+	waiting  atomic.Int32 // length of writers
+	asleep   atomic.Bool  // one of writers may not be woken; set before it looks at used for the last time
 	starving atomic.Bool  // the oldest writer starves: other Puts must queue
 	blocked  atomic.Uint64
 	refused  atomic.Uint64
@@ -257,11 +258,11 @@ func (r *Ring[T]) free(n int, bytes int64) {
 	r.used.Add(-(uint64(n)<<bytesBits + uint64(bytes)))
 }
 
-// wake lets waiting writers have what was freed. A writer raises waiting before
+// wake lets waiting writers have what was freed. A writer raises asleep before
 // it looks at used for the last time, and used is lowered before wake looks at
-// waiting, so one of the two sees the other.
+// asleep, so one of the two sees the other.
 func (r *Ring[T]) wake() {
-	if r.waiting.Load() != 0 {
+	if r.asleep.Load() {
 		r.qmu.Lock()
 		r.wakeLocked()
 		r.qmu.Unlock()
@@ -269,7 +270,9 @@ func (r *Ring[T]) wake() {
 }
 
 func (r *Ring[T]) wakeLocked() {
-	r.starving.Store(r.writers.wake(r.room()))
+	starving, asleep := r.writers.wake(r.room())
+	r.starving.Store(starving)
+	r.asleep.Store(asleep)
 }
 
 func (r *Ring[T]) wakeAll() {

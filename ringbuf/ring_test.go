@@ -63,10 +63,12 @@ func TestNegativeSizeCountsAsZero(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := r.Lane(0).TryPut(1, 2); err != nil {
-		t.Fatal(err)
+	for _, vs := range [][]int{{1, 2}, {3}} {
+		if _, err := r.Lane(0).TryPut(vs...); err != nil {
+			t.Fatal(err)
+		}
 	}
-	if st := r.Stats(); st.Count != 2 || st.Bytes != 0 {
+	if st := r.Stats(); st.Count != 3 || st.Bytes != 0 {
 		t.Fatalf("%+v", st)
 	}
 }
@@ -151,6 +153,17 @@ func TestValuesAreCollectable(t *testing.T) {
 		if n == 2 {
 			fill("wrap", wrapped, 2)
 		}
+	}
+	single := r.Lane(4)
+	fill("single", single, 1)
+	if _, err := single.TryPut(keep); err != nil {
+		t.Fatal(err)
+	}
+	if s, err = single.TryLease(make([]*big, 1)); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Commit(1); err != nil {
+		t.Fatal(err)
 	}
 	drained := r.Lane(1)
 	fill("drain", drained, 9)
@@ -346,22 +359,25 @@ func TestSlabsAreCheapToCollect(t *testing.T) {
 		t.Skip("measures time; STORMGUARD_FULL=1 runs it")
 	}
 	const held = 1 << 20
-	r, err := ringbuf.NewSlabRing(ringbuf.Config{MaxCount: held}, msgCodec{})
+	r, err := ringbuf.NewSlabRing(ringbuf.Config{MaxCount: held, MaxBytes: 1 << 30}, msgCodec{})
 	if err != nil {
 		t.Fatal(err)
 	}
 	l, ms := r.Lane(0), make([]msg, 1024)
+	for i := range ms {
+		ms[i].pad = 256 - msgSize
+	}
 	for range held / len(ms) {
 		mustPut(t, l, ms...)
 	}
 	runtime.GC()
 	best := time.Hour
-	for range 20 {
+	for range 50 {
 		start := time.Now()
 		runtime.GC()
 		best = min(best, time.Since(start))
 	}
-	if best > 3*time.Millisecond { // 1 ms on a quiet machine
+	if best > time.Millisecond { // the best of many, because others may use the machine
 		t.Errorf("a collection takes %v", best)
 	}
 	runtime.KeepAlive(r)

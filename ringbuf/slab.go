@@ -9,13 +9,15 @@ import (
 	"sync"
 )
 
-// Chunks come in powers of two. A lane's chunks grow from chunkMin to chunkMax;
-// a message that needs more gets a chunk of its own, which is recycled up to
-// chunkMin<<(chunkClasses-1) and left to the garbage collector above.
+// Chunks come in powers of two. A lane's chunks grow from chunkMin to chunkIdle,
+// and on to chunkMax in a lane that holds more than that: the fewer chunks there
+// are, the less the garbage collector has to do. A message that needs more gets
+// a chunk of its own, which is left to the garbage collector.
 const (
 	chunkMin     = 256
-	chunkMax     = 64 << 10
-	chunkClasses = 13 // up to 1 MiB
+	chunkIdle    = 64 << 10 // the most that an empty lane keeps
+	chunkMax     = 1 << 20
+	chunkClasses = 13 // chunkMax is the last
 	recordHeader = 4
 )
 
@@ -71,7 +73,8 @@ func appendRecord[T any](s *slab, sp *spare[T], rec []byte) {
 	if c == nil || len(c.data)-s.tail.off < size {
 		class := chunkClass(size)
 		if c != nil {
-			class = max(class, min(chunkClass(len(c.data))+1, chunkClass(chunkMax)))
+			most := min(max(s.held/2, chunkIdle), chunkMax) // its class is at most held
+			class = max(class, min(chunkClass(len(c.data))+1, chunkClass(int(most))))
 		}
 		var fresh *chunk
 		if class < chunkClasses {
@@ -119,14 +122,21 @@ func rewindRecords[T any](s *slab, sp *spare[T]) {
 		sp.putChunk(old)
 	}
 	s.head.off, s.tail.off = 0, 0
-	if s.tail.c != nil && len(s.tail.c.data) > chunkMax {
+	if s.tail.c != nil && len(s.tail.c.data) > chunkIdle {
 		sp.putChunk(s.tail.c)
 		s.head, s.tail = place{}, place{}
 	}
 }
 
 // scratch is where a Put encodes before it takes the lane's lock.
-var scratch = sync.Pool{New: func() any { return new([]byte) }}
+var scratch sync.Pool // of *[]byte
+
+func getScratch() *[]byte {
+	if p, ok := scratch.Get().(*[]byte); ok {
+		return p
+	}
+	return new([]byte)
+}
 
 const scratchKeep = 1 << 20
 

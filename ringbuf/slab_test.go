@@ -6,6 +6,7 @@ package ringbuf_test
 import (
 	"bytes"
 	"errors"
+	"runtime"
 	"slices"
 	"testing"
 
@@ -67,6 +68,49 @@ func TestSlabRecordSizes(t *testing.T) {
 		}
 		r.Drop(l)
 	}
+}
+
+// What a lane has passed on does not decide what it keeps: one that holds little
+// has small chunks, also if it never runs empty.
+func TestSlabChunksFollowWhatIsHeld(t *testing.T) {
+	if raceEnabled {
+		t.Skip("the race detector allocates")
+	}
+	const lanes, passed, size = 50, 4000, 1000
+	r := newRaw(t, ringbuf.Config{})
+	v, large, dst := make([]byte, size), make([]byte, 1<<20-4), make([][]byte, 1)
+	pass := func(l *ringbuf.Lane[[]byte], v []byte) {
+		if _, err := l.TryPut(v); err != nil {
+			t.Fatal(err)
+		}
+		s, err := l.TryLease(dst)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := s.Commit(1); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var before, after runtime.MemStats
+	runtime.GC()
+	runtime.ReadMemStats(&before)
+	for id := range uint64(lanes) {
+		l := r.Lane(id)
+		pass(r.Lane(lanes+id), large)
+		if _, err := l.TryPut(v); err != nil {
+			t.Fatal(err)
+		}
+		for range passed {
+			pass(l, v)
+		}
+	}
+	dst[0] = nil
+	runtime.GC()
+	runtime.ReadMemStats(&after)
+	if each := (int64(after.HeapAlloc) - int64(before.HeapAlloc)) / lanes; each > 300<<10 {
+		t.Errorf("%d bytes for a lane that holds %d", each, size)
+	}
+	runtime.KeepAlive(r)
 }
 
 func TestDecodeError(t *testing.T) {

@@ -69,14 +69,16 @@ func (q *waitq) first() *waiter {
 	return w
 }
 
-// wake signals the waiters that the free room can serve, oldest first, and
-// reports whether the oldest one starves; then only that one is served.
+// wake signals the waiters that the free room can serve, oldest first. It
+// reports whether the oldest one starves, and then serves only that one, and
+// whether there may be a waiter left that is not woken.
 //
 // It counts a woken waiter as taking all it wants, which may be more than it
 // will take. So every waiter that has looked calls wake again, and no room is
 // left over that somebody in the queue could use.
-func (q *waitq) wake(count int, bytes int64) (starving bool) {
-	for w := q.head; w != nil && count > 0; w = w.next {
+func (q *waitq) wake(count int, bytes int64) (starving, asleep bool) {
+	w := q.head
+	for ; w != nil && count > 0; w = w.next {
 		fits := w.need <= bytes
 		if fits && !w.woken {
 			w.woken = true
@@ -87,15 +89,16 @@ func (q *waitq) wake(count int, bytes int64) (starving bool) {
 				w.passed++
 			}
 			if w.passed > patience {
-				return true
+				return true, true
 			}
 		}
 		if fits {
 			count -= w.want
 			bytes -= w.rest
 		}
+		asleep = asleep || !w.woken
 	}
-	return q.head != nil && q.head.passed > patience
+	return q.head != nil && q.head.passed > patience, asleep || w != nil
 }
 
 func (q *waitq) wakeAll() {
