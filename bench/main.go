@@ -28,6 +28,9 @@ import (
 // A file of its own defines each one.
 var groups = []Group{
 	noise,
+	hotpath,
+	ring,
+	jetStream,
 }
 
 func main() {

@@ -16,6 +16,13 @@ type Report struct {
 	Group   string
 	Results []Result // in the order of the group's cases
 	Ratios  []RatioResult
+	Rounds  *Rounds // nil where all rounds count
+}
+
+// Rounds is how many rounds were taken, and how many of them counted.
+type Rounds struct {
+	Counted int `json:"counted"`
+	Taken   int `json:"taken"`
 }
 
 // A Result is one case: medians over the rounds.
@@ -45,11 +52,13 @@ func (r Report) WriteJSON(w io.Writer) error {
 		Results []Result              `json:"results"`
 		Ratios  map[string]float64    `json:"ratios"`
 		Ranges  map[string]ratioRange `json:"ratio_ranges"`
+		Rounds  *Rounds               `json:"rounds,omitempty"`
 	}{
 		Group:   r.Group,
 		Results: append([]Result{}, r.Results...), // an empty list is [], not null
 		Ratios:  map[string]float64{},
 		Ranges:  map[string]ratioRange{},
+		Rounds:  r.Rounds,
 	}
 	for _, x := range r.Ratios {
 		object.Ratios[x.Name] = x.Median
@@ -71,16 +80,26 @@ func (r Report) WriteTable(w io.Writer) error {
 		fmt.Fprint(tw, "\nratio\tmedian [min..max]\n")
 	}
 	for _, x := range r.Ratios {
-		of, better := "time", "lower"
-		if x.Kind == Throughput {
-			of, better = "throughput", "higher"
-		}
-		fmt.Fprintf(tw, "%s\t%.3f [%.3f..%.3f]\t%s of %s over %s, %s is better\n",
-			x.Name, x.Median, x.Min, x.Max, of, x.Ours, x.Theirs, better)
+		fmt.Fprintf(tw, "%s\t%.3f [%.3f..%.3f]\t%s is better\n", x.Name, x.Median, x.Min, x.Max, x.says())
+	}
+	if r.Rounds != nil {
+		fmt.Fprintf(tw, "\n%d of %d rounds count\n", r.Rounds.Counted, r.Rounds.Taken)
 	}
 	if err := tw.Flush(); err != nil {
 		return err
 	}
 	_, err := io.WriteString(w, s.String())
 	return err
+}
+
+// says what a ratio is of, and which way is better.
+func (r Ratio) says() string {
+	switch r.Kind {
+	case Throughput:
+		return fmt.Sprintf("throughput of %s over %s, higher", r.Ours, r.Theirs)
+	case Millis:
+		return fmt.Sprintf("ms of %s, lower", r.Ours)
+	default:
+		return fmt.Sprintf("time of %s over %s, lower", r.Ours, r.Theirs)
+	}
 }

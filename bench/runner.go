@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"runtime"
 	"slices"
 	"time"
@@ -21,7 +22,16 @@ type Group struct {
 	Cases  []Case
 	Ratios []Ratio
 	Rounds int // unset means 9
+	// Steady names a ratio of two equal cases. A round in which it is not within
+	// Within of 1 does not count: the machine did something else meanwhile. Such
+	// a round is taken again, until three times as many were taken as asked for
+	// or patience is at its end.
+	Steady string
+	Within float64
 }
+
+// patience is after how long no round is taken in place of one that did not count.
+const patience = 100 * time.Second
 
 // A Case is one thing to measure.
 type Case struct {
@@ -36,6 +46,10 @@ type Case struct {
 // A Runner is a case that is ready. All runners of a group are open at the same
 // time: one that leaves goroutines busy between its turns spoils the others'.
 type Runner struct {
+	// Before and After surround each Do, and are not measured; they may be nil.
+	// After follows also a Do that failed.
+	Before func(ctx context.Context, n int) error
+	After  func(ctx context.Context) error
 	// Do performs n operations, and is all that the clock and the allocation
 	// count see. Allocations are the process's: a case pays for its goroutines.
 	Do func(ctx context.Context, n int) error
@@ -51,13 +65,16 @@ const (
 	Time Kind = iota
 	// Throughput is our operations per second over theirs: higher is better.
 	Throughput
+	// Millis is no ratio: our time per operation in milliseconds. It stands among
+	// the ratios because it has a limit, as they do.
+	Millis
 )
 
 // A Ratio compares two cases of a group, round by round.
 type Ratio struct {
 	Name         string
 	Kind         Kind
-	Ours, Theirs string // names of cases
+	Ours, Theirs string // names of cases; Millis has no Theirs
 }
 
 // Settings is what the command line decides.
@@ -102,19 +119,51 @@ func (g Group) Run(ctx context.Context, set Settings) (_ Report, err error) {
 	}
 
 	samples := make([][]sample, len(g.Cases))
-	for r := range rounds {
+	taken, counted, start := 0, 0, time.Now()
+	for ; counted < rounds && (taken < rounds || taken < 3*rounds && time.Since(start) < patience); taken++ {
 		if set.Log != nil {
-			fmt.Fprintf(set.Log, "round %d of %d\n", r+1, rounds)
+			fmt.Fprintf(set.Log, "round %d of %d\n", counted+1, rounds)
 		}
-		for _, i := range turns(r, len(g.Cases)) {
-			s, err := measure(ctx, runners[i], ns[i])
-			if err != nil {
-				return Report{}, fmt.Errorf("%s: round %d: %w", g.Cases[i].Name, r+1, err)
+		round := make([]sample, len(g.Cases))
+		for _, i := range turns(taken, len(g.Cases)) {
+			if round[i], err = measure(ctx, runners[i], ns[i]); err != nil {
+				return Report{}, fmt.Errorf("%s: round %d: %w", g.Cases[i].Name, taken+1, err)
 			}
+		}
+		if off, steady := g.steady(round); !steady {
+			if set.Log != nil {
+				fmt.Fprintf(set.Log, "does not count: %s is %.3f\n", g.Steady, off)
+			}
+			continue
+		}
+		counted++
+		for i, s := range round {
 			samples[i] = append(samples[i], s)
 		}
 	}
-	return g.report(samples), nil
+	if counted == 0 {
+		return Report{}, fmt.Errorf("%s was never within %g of 1 in %d rounds: the machine is too busy to measure on", g.Steady, g.Within, taken)
+	}
+	rep := g.report(samples)
+	if g.Steady != "" {
+		rep.Rounds = &Rounds{Counted: counted, Taken: taken}
+	}
+	return rep, nil
+}
+
+// steady tells whether a round counts, and what its yardstick was.
+func (g Group) steady(round []sample) (off float64, ok bool) {
+	for _, r := range g.Ratios {
+		if r.Name == g.Steady {
+			off = r.Kind.of(round[g.index(r.Ours)].ns, round[g.index(r.Theirs)].ns)
+			return off, math.Abs(off-1) <= g.Within
+		}
+	}
+	return 0, true
+}
+
+func (g Group) index(name string) int {
+	return slices.IndexFunc(g.Cases, func(c Case) bool { return c.Name == name })
 }
 
 // turns is the order of n cases in a round. It starts one case later each round,
@@ -129,15 +178,23 @@ func turns(round, n int) []int {
 }
 
 // measure gives one case one turn.
-func measure(ctx context.Context, r Runner, n int) (sample, error) {
+func measure(ctx context.Context, r Runner, n int) (_ sample, err error) {
 	if err := ctx.Err(); err != nil {
 		return sample{}, err
+	}
+	if r.Before != nil {
+		if err := r.Before(ctx, n); err != nil {
+			return sample{}, err
+		}
+	}
+	if r.After != nil {
+		defer func() { err = errors.Join(err, r.After(ctx)) }()
 	}
 	runtime.GC() // a case does not pay for the garbage of the one before
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
 	start := time.Now()
-	err := r.Do(ctx, n)
+	err = r.Do(ctx, n)
 	took := time.Since(start)
 	runtime.ReadMemStats(&after)
 	if err != nil {
@@ -185,11 +242,18 @@ func (g Group) validate() error {
 			problems = append(problems, fmt.Errorf("two ratios named %q", r.Name))
 		}
 		ratios[r.Name] = true
-		for _, name := range []string{r.Ours, r.Theirs} {
+		names := []string{r.Ours, r.Theirs}
+		if r.Kind == Millis {
+			names = names[:1]
+		}
+		for _, name := range names {
 			if !seen[name] {
 				problems = append(problems, fmt.Errorf("ratio %q compares %q, which is no case", r.Name, name))
 			}
 		}
+	}
+	if g.Steady != "" && !ratios[g.Steady] {
+		problems = append(problems, fmt.Errorf("steady %q is no ratio", g.Steady))
 	}
 	return errors.Join(problems...)
 }
@@ -197,18 +261,19 @@ func (g Group) validate() error {
 // report boils the samples down; samples[i] are case i's, one per round.
 func (g Group) report(samples [][]sample) Report {
 	rep := Report{Group: g.Name}
-	for i, c := range g.Cases {
+	for i, mine := range samples {
 		rep.Results = append(rep.Results, Result{
-			Name:        c.Name,
-			NsPerOp:     median(each(samples[i], func(s sample) float64 { return s.ns })),
-			AllocsPerOp: median(each(samples[i], func(s sample) float64 { return s.allocs })),
+			Name:        g.Cases[i].Name,
+			NsPerOp:     median(each(mine, func(s sample) float64 { return s.ns })),
+			AllocsPerOp: median(each(mine, func(s sample) float64 { return s.allocs })),
 		})
 	}
-	index := func(name string) int {
-		return slices.IndexFunc(g.Cases, func(c Case) bool { return c.Name == name })
-	}
 	for _, r := range g.Ratios {
-		ours, theirs := samples[index(r.Ours)], samples[index(r.Theirs)]
+		ours := samples[g.index(r.Ours)]
+		theirs := ours
+		if r.Kind != Millis {
+			theirs = samples[g.index(r.Theirs)]
+		}
 		perRound := make([]float64, len(ours))
 		for k := range ours {
 			perRound[k] = r.Kind.of(ours[k].ns, theirs[k].ns)
@@ -222,10 +287,14 @@ func (g Group) report(samples [][]sample) Report {
 
 // of compares two times per operation.
 func (k Kind) of(ours, theirs float64) float64 {
-	if k == Throughput {
+	switch k {
+	case Throughput:
 		return theirs / ours
+	case Millis:
+		return ours / 1e6
+	default:
+		return ours / theirs
 	}
-	return ours / theirs
 }
 
 // median returns the middle value, or the mean of the two middle ones.

@@ -261,3 +261,70 @@ func TestGroupsAreValid(t *testing.T) {
 }
 
 func near(a, b float64) bool { return math.Abs(a-b) < 1e-9 }
+
+// A round whose yardstick is off is taken again, but not for ever.
+func TestOnlySteadyRoundsCount(t *testing.T) {
+	t.Parallel()
+	g, log := made("a", "b")
+	g.Ratios = []Ratio{{Name: "same", Ours: "a", Theirs: "b"}}
+	g.Steady, g.Within = "same", 0.05
+	for _, tt := range []struct {
+		a, b float64
+		want bool
+	}{{100, 100, true}, {104, 100, true}, {100, 104, true}, {106, 100, false}, {100, 106, false}} {
+		if _, ok := g.steady([]sample{{ns: tt.a}, {ns: tt.b}}); ok != tt.want {
+			t.Errorf("%v and %v: steady is %v", tt.a, tt.b, ok)
+		}
+	}
+
+	g.Within = math.Inf(1)
+	rep, err := g.Run(t.Context(), Settings{Rounds: 2})
+	if err != nil || rep.Rounds == nil || *rep.Rounds != (Rounds{Counted: 2, Taken: 2}) {
+		t.Errorf("rounds %+v, error %v", rep.Rounds, err)
+	}
+
+	*log, g.Within = nil, -1
+	_, err = g.Run(t.Context(), Settings{Rounds: 2})
+	if err == nil || !strings.Contains(err.Error(), "in 6 rounds") || len(*log) != 2+2+2*6+2 {
+		t.Errorf("error %v after %q, want one about 6 rounds", err, *log)
+	}
+}
+
+func TestBeforeAndAfterSurroundEachTurn(t *testing.T) {
+	t.Parallel()
+	var log []string
+	note := func(s string) { log = append(log, s) }
+	failed := errors.New("failed")
+	g := Group{Name: "made-up", Cases: []Case{{Name: "a", N: 2, Open: func(context.Context) (Runner, error) {
+		turn := 0
+		return Runner{
+			Before: func(_ context.Context, n int) error { note("before"); return nil },
+			Do: func(context.Context, int) error {
+				note("do")
+				if turn++; turn == 2 {
+					return failed
+				}
+				return nil
+			},
+			After: func(context.Context) error { note("after"); return nil },
+		}, nil
+	}}}}
+	if _, err := g.Run(t.Context(), Settings{Rounds: 3}); !errors.Is(err, failed) {
+		t.Errorf("error %v, want %v", err, failed)
+	}
+	if want := []string{"before", "do", "after", "before", "do", "after"}; !slices.Equal(log, want) {
+		t.Errorf("%q, want %q", log, want)
+	}
+}
+
+func TestMillisHasNoRival(t *testing.T) {
+	t.Parallel()
+	g := Group{Name: "made-up", Cases: []Case{{Name: "gc"}}, Ratios: []Ratio{{Name: "gc_ms", Kind: Millis, Ours: "gc"}}}
+	if err := g.validate(); err != nil {
+		t.Fatal(err)
+	}
+	rep := g.report([][]sample{{{ns: 600_000}, {ns: 500_000}, {ns: 900_000}}})
+	if got := rep.Ratios[0]; !near(got.Median, 0.6) || !near(got.Min, 0.5) || !near(got.Max, 0.9) {
+		t.Errorf("%+v", got)
+	}
+}

@@ -1,0 +1,103 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"math"
+	"path/filepath"
+	"testing"
+	"time"
+)
+
+// Each group once and tiny: it says that all cases run to their end and that
+// the names which scripts read are there. Not parallel: the cases are greedy.
+func TestGroups(t *testing.T) {
+	for _, tt := range []struct {
+		group  Group
+		ratios []string
+	}{
+		{noise, []string{"chain", "throughput"}},
+		{hotpath, []string{"chain", "failsafe", "loop", "func8_watermill", "func8_failsafe", "router", "router_throttled"}},
+		{newRing(1 << 10), []string{"spsc_batch64", "lanes8_batch64", "spsc_single", "gc_ms_1m_held"}},
+		{newJetStream(1500, math.Inf(1)), []string{"guarded_raw", "raw_raw", "guarded_raw_10us"}},
+	} {
+		t.Run(tt.group.Name, func(t *testing.T) {
+			temp := t.TempDir()
+			t.Setenv("TMPDIR", temp)
+			rep, err := tt.group.Run(t.Context(), Settings{Rounds: 1, Time: time.Millisecond})
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, name := range tt.ratios {
+				found := false
+				for _, r := range rep.Ratios {
+					found = found || r.Name == name && r.Median > 0
+				}
+				if !found {
+					t.Errorf("no %s in %+v", name, rep.Ratios)
+				}
+			}
+			if left, _ := filepath.Glob(filepath.Join(temp, "*")); len(left) > 0 {
+				t.Errorf("left behind: %v", left)
+			}
+		})
+	}
+}
+
+// The table must name every group, under the name that it has itself.
+func TestGroupsAreListed(t *testing.T) {
+	t.Parallel()
+	seen := map[string]bool{}
+	for _, g := range groups {
+		if err := g.validate(); err != nil {
+			t.Errorf("%s: %v", g.Name, err)
+		}
+		seen[g.Name] = true
+	}
+	for _, name := range []string{"hotpath", "ring", "jetstream"} {
+		if !seen[name] {
+			t.Errorf("no group %q", name)
+		}
+	}
+}
+
+func TestCodecReadsWhatItWrote(t *testing.T) {
+	t.Parallel()
+	want := newRecord(1 << 20)
+	got, err := recordCodec{}.Decode(recordCodec{}.Append(nil, want))
+	if err != nil || got.seq != want.seq || string(got.key) != string(want.key) || string(got.value) != string(want.value) || got.headers != want.headers {
+		t.Errorf("%+v, %v; want %+v", got, err, want)
+	}
+}
+
+// A flow must neither let more through than its window nor wait for ever.
+func TestFlow(t *testing.T) {
+	t.Parallel()
+	f, todo := newFlow(), make(chan struct{}, 2*routerWindow)
+	defer close(todo)
+	for range 4 {
+		go func() {
+			for range todo {
+				f.handle()
+			}
+		}()
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	for _, n := range []int{1, 0, routerWindow, 5000} {
+		published := int64(0)
+		err := f.run(ctx, n, func() error {
+			if on := published - f.handled.Load(); on >= routerWindow {
+				t.Errorf("%d on their way", on)
+			}
+			published++
+			todo <- struct{}{}
+			return nil
+		})
+		if err != nil || f.handled.Load() != int64(n) {
+			t.Fatalf("%d of %d handled: %v", f.handled.Load(), n, err)
+		}
+	}
+}
