@@ -28,7 +28,8 @@ import (
 // Guard is what the sources of one process share: the scopes of the breakers,
 // the dead-letter writers, the sweeper, metrics. Make one for a process.
 //
-// Lock order: Guard.mu and letterbox.mu are leaves; nothing is called under them.
+// Lock order: Source.mu, letterbox.mu, Guard.mu, the last of all. No port,
+// handler, writer or logger is called under any.
 type Guard struct {
 	cfg        Config
 	log        *slog.Logger

@@ -17,8 +17,8 @@ import (
 
 // machine is the state machine of one source: each method is a step over one
 // event at an instant, and returns what the caller has to do. It owns no
-// goroutine and no timer, calls no port and no handler, and is guarded by the
-// source's lock. The loop, the workers, the passive shape and the tests drive
+// goroutine and no timer, calls no port and no handler (only a [Limiter] and the
+// breaker), and is guarded by the source's lock. The loop, the workers, the passive shape and the tests drive
 // the same machine.
 //
 //	         put                    next                done(nil)
@@ -27,7 +27,9 @@ import (
 //	                   │      wake             ▼           condemn      │
 //	                   └─────────────────── RetryWait ──────────────────┘
 //
-// Everything unsettled goes to Returned when the source ends.
+// Waiting and Held are one phase: which of the two it is depends on whether the
+// source is admitting. What no handler or writer has goes to Returned when the
+// source ends.
 type machine[M any] struct {
 	policy  Policy
 	limits  Limits
@@ -197,7 +199,7 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int) {
 	c.enqueue(l.queue, e)
 	c.stand(l)
 	if len(l.front) > 0 && l.front[0].phase == retryWait && l.front[0].exhausted && !l.front[0].permanent {
-		c.wake(now, l.front[0]) // a witness came
+		c.wake(l.front[0]) // a witness came
 	}
 }
 
@@ -282,7 +284,7 @@ func (c *machine[M]) park(it *item[M], at time.Duration, why Reason) {
 }
 
 // wake ends an item's wait.
-func (c *machine[M]) wake(_ time.Duration, it *item[M]) {
+func (c *machine[M]) wake(it *item[M]) {
 	c.move(it, waiting)
 	if it.lane == nil {
 		c.again.push(it)
@@ -302,7 +304,7 @@ func (c *machine[M]) next(now time.Duration) step[M] {
 	}
 	for len(c.due) > 0 && c.due[0].due <= now {
 		it := c.due[0]
-		c.wake(now, it)
+		c.wake(it)
 		if it.permanent {
 			c.unstand(it)
 			c.condemn(now, it)

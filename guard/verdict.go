@@ -260,7 +260,7 @@ func (c *machine[M]) callWitness(now time.Duration, l *lane[M], head, it *item[M
 		c.tally.Refused++
 		return false
 	}
-	if l.turn == 0 {
+	if l.turn == 0 || it.probe { // the breaker may have opened since the head
 		l.token, l.probe = it.token, it.probe
 	}
 	c.move(it, waiting)
