@@ -47,6 +47,7 @@ type item[M any] struct {
 	exhausted   bool // its attempts are used up
 	exhaustedAt time.Duration
 	luck        uint64    // the source's successes when it last failed
+	firstLuck   uint64    // the same when it first failed
 	alive       bool      // others succeeded between its last two failures: proof that the failure is its own
 	permanent   bool      // its verdict waits for a credit only
 	failures    []attempt // the first and the latest ones

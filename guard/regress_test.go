@@ -10,6 +10,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/dlq"
 )
 
@@ -241,4 +242,50 @@ func TestTricklePastPoison(t *testing.T) {
 			r.close()
 		})
 	}
+}
+
+// Retries of a few poison messages are no run of failures when the traffic
+// pauses: others succeeded since each first failed.
+func TestKnownPoisonDoesNotOpenTheBreaker(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g, err := New(Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		pol := Policy{Order: OrderKey, Workers: 8, Retry: Retry{Attempts: 3, Base: 5 * time.Millisecond, Max: 20 * time.Millisecond}}
+		s, err := Open(g, SourceConfig{Name: "s", Policy: &pol, DeadLetters: &testWriter{}}, Limits{}, &testPort{keys: 1000}, func(_ context.Context, m int) error {
+			if m%100 == 37 {
+				return errors.New("cannot parse")
+			}
+			return nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		in := make(chan int)
+		done := make(chan error, 1)
+		go func() { done <- s.Run(context.Background(), in) }()
+		for i := range 800 { // 8 poison of 8 keys, then a gap
+			in <- i
+		}
+		opened := false
+		for range 2000 {
+			time.Sleep(time.Millisecond)
+			opened = opened || s.State().Breaker.State != breaker.Closed
+		}
+		if opened {
+			t.Errorf("the breaker opened at 1%% poison: %+v", s.State().Breaker)
+		}
+		for i := range 50 { // what comes next is their proof
+			in <- 100 * i
+			time.Sleep(100 * time.Millisecond)
+		}
+		close(in)
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
 }

@@ -170,7 +170,7 @@ func (c *machine[M]) failedOnce(now time.Duration, it *item[M], err error, stack
 	total := c.total()
 	if len(it.failures) == 0 {
 		c.tally.FailedMessages++
-		it.firstFailed = now
+		it.firstFailed, it.firstLuck = now, total
 	} else {
 		it.alive = total > it.luck
 	}
@@ -197,9 +197,9 @@ func (c *machine[M]) failed(now time.Duration, it *item[M], err error, stack []b
 		if it.tries == 1 {
 			c.storm.Failure(now)
 		}
-		// A retry that fails although others succeeded since is evidence against
-		// the message, not against its dependency.
-		if c.gate != nil && !it.slow && !it.alive {
+		// A retry that fails although others succeeded since its first failure is
+		// no evidence against the dependency, also in a gap of the traffic.
+		if c.gate != nil && !it.slow && it.luck == it.firstLuck {
 			c.gate.FailureOf(now, it.token, it.tries == 1, it.id)
 		}
 		c.notice(now)
