@@ -490,6 +490,10 @@ func (x *run) outage(n int, d time.Duration) {
 // release was called.
 func (x *run) quietly(n int, release func()) {
 	x.t.Helper()
+	x.eventually("what was handled is settled", func() bool {
+		a := x.source().Account()
+		return a.Processing+a.Settling == 0
+	})
 	done, calls, acked := x.h.Done(), x.h.Len(), x.source().Account().Acked
 	x.publish(n)
 	x.pass(10*time.Second, time.Second)

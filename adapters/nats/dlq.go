@@ -1,0 +1,317 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package nats
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+// DLQConfig describes a stream of dead letters. Only Stream must be set.
+type DLQConfig struct {
+	// Stream is the name of the stream.
+	Stream string
+
+	// Subject is where a dead letter goes; {stream} and {consumer} stand for
+	// where the message was. Unset means "dlq.{stream}.{consumer}". It must have
+	// at least one literal token.
+	Subject string
+
+	// Dialect is how headers tell why a message is dead; unset means
+	// stormguard's own. Spring's values are binary and do not survive NATS
+	// headers, so it is refused.
+	Dialect dlq.Dialect
+
+	// NoCreate refuses a stream that does not exist, with the command that
+	// creates it, instead of creating it on disk with unlimited retention.
+	NoCreate bool
+
+	// Replicas of a stream that is created, from 1 to 5; unset means 1.
+	Replicas int
+
+	// Duplicates is the duplicate window of a stream that is created: a dead
+	// letter that is written again within it, after a crash between write and
+	// ack, makes no twin. At least 2m; unset means 10m. A stream that exists
+	// needs 2m as well.
+	Duplicates time.Duration
+}
+
+const (
+	minDuplicates     = 2 * time.Minute
+	defaultDuplicates = 10 * time.Minute
+	defaultSubject    = "dlq.{stream}.{consumer}"
+)
+
+func (c DLQConfig) withDefaults() DLQConfig {
+	if c.Subject == "" {
+		c.Subject = defaultSubject
+	}
+	if c.Duplicates == 0 {
+		c.Duplicates = defaultDuplicates
+	}
+	if c.Replicas == 0 {
+		c.Replicas = 1
+	}
+	return c
+}
+
+// Validate reports everything wrong at once.
+func (c DLQConfig) Validate() error {
+	d := c.withDefaults()
+	var errs []error
+	add := func(format string, args ...any) {
+		errs = append(errs, fmt.Errorf("nats: DLQConfig."+format, args...))
+	}
+	if d.Stream == "" || strings.ContainsAny(d.Stream, " .*>\t\r\n/\\") {
+		add("Stream: %q is not the name of a stream", c.Stream)
+	}
+	if s := wildcard(d.Subject); s == "" || strings.ContainsAny(s, " >{}\t\r\n") || strings.Trim(s, "*.") == "" ||
+		strings.HasPrefix(s, ".") || strings.HasSuffix(s, ".") || strings.Contains(s, "..") {
+		add("Subject: %q is not a subject with a literal token, {stream} and {consumer}", c.Subject)
+	}
+	if err := d.Dialect.Validate(); err != nil {
+		add("Dialect: %w", err)
+	} else if d.Dialect == dlq.Spring {
+		add("Dialect: spring is binary, which NATS headers cannot carry; want stormguard or connect")
+	}
+	if d.Duplicates < minDuplicates {
+		add("Duplicates: %s is not at least %s", c.Duplicates, minDuplicates)
+	}
+	if d.Replicas < 1 || d.Replicas > 5 {
+		add("Replicas: %d is not within 1 and 5", c.Replicas)
+	}
+	return errors.Join(errs...)
+}
+
+var placeholders = strings.NewReplacer("{stream}", "*", "{consumer}", "*")
+
+// wildcard is the subject that takes every dead letter of a template.
+func wildcard(subject string) string { return placeholders.Replace(subject) }
+
+// DLQ writes dead letters to a stream. It is a [dlq.Writer], and safe for
+// concurrent use. Each write costs a round trip; it returns nil once the stream
+// has acknowledged. How durable that is, is the server's sync_interval to say: by
+// default an acknowledged write survives a kill, but not a loss of power.
+//
+// A dead letter has the message's body and headers (without Nats-*, which
+// JetStream would obey), those of the dialect, and its [dlq.Record.ID] as
+// Nats-Msg-Id. A source stream that is deleted and made anew within the
+// duplicate window repeats IDs: then purge the DLQ first, or wait.
+type DLQ struct {
+	js  jetstream.JetStream
+	cfg DLQConfig
+}
+
+var _ dlq.Writer = (*DLQ)(nil)
+
+// NewDLQ creates the stream of dead letters, or checks the one that is there:
+// it must take the subject, confirm and keep what it gets, and recognise twins
+// for at least 2 minutes. What is wrong is an [ErrUnsuitable] that names the
+// command that mends it.
+func NewDLQ(ctx context.Context, js jetstream.JetStream, cfg DLQConfig) (*DLQ, error) {
+	if js == nil {
+		return nil, errors.New("nats: NewDLQ: the JetStream must not be nil")
+	}
+	if err := cfg.Validate(); err != nil {
+		return nil, err
+	}
+	cfg = cfg.withDefaults()
+	_, err := ensureStream(ctx, js, jetstream.StreamConfig{
+		Name: cfg.Stream, Subjects: []string{wildcard(cfg.Subject)},
+		Replicas: cfg.Replicas, Duplicates: cfg.Duplicates, Description: "dead letters of stormguard",
+	}, cfg.NoCreate)
+	if err != nil {
+		return nil, err
+	}
+	return &DLQ{js: js, cfg: cfg}, nil
+}
+
+// ensureStream creates a stream or checks that the one of that name will do.
+func ensureStream(ctx context.Context, js jetstream.JetStream, want jetstream.StreamConfig, noCreate bool) (jetstream.Stream, error) {
+	s, err := js.Stream(ctx, want.Name)
+	if errors.Is(err, jetstream.ErrStreamNotFound) {
+		if noCreate {
+			return nil, unsuitable("stream %s does not exist: %s", want.Name, addCommand(&want))
+		}
+		s, err = js.CreateStream(ctx, want)
+		if errors.Is(err, jetstream.ErrStreamNameAlreadyInUse) { // another process was faster
+			s, err = js.Stream(ctx, want.Name)
+		}
+	}
+	if err != nil {
+		return nil, fmt.Errorf("nats: stream %s on %q: %w", want.Name, want.Subjects, err)
+	}
+	c := s.CachedInfo().Config
+	var errs []error
+	for _, subject := range want.Subjects {
+		if !covered(subject, c.Subjects) {
+			errs = append(errs, unsuitable("stream %s: does not take %q but %q: nats stream edit %s --subjects %q",
+				c.Name, subject, c.Subjects, c.Name, strings.Join(append(c.Subjects, subject), ",")))
+		}
+	}
+	if c.Duplicates < minDuplicates {
+		errs = append(errs, unsuitable("stream %s: its duplicate window of %s is not at least %s, so a crash could make twins: nats stream edit %s --dupe-window 10m",
+			c.Name, c.Duplicates, minDuplicates, c.Name))
+	}
+	if c.NoAck {
+		errs = append(errs, unsuitable("stream %s: does not acknowledge, so nothing is confirmed: nats stream edit %s --ack", c.Name, c.Name))
+	}
+	if c.Retention == jetstream.InterestPolicy {
+		errs = append(errs, unsuitable("stream %s: its interest retention drops what nobody reads yet; make another: %s", c.Name, addCommand(&want)))
+	}
+	return s, errors.Join(errs...)
+}
+
+// addCommand creates the stream by hand.
+func addCommand(c *jetstream.StreamConfig) string {
+	retention := "limits"
+	if c.Retention == jetstream.WorkQueuePolicy {
+		retention = "work"
+	}
+	return fmt.Sprintf("nats stream add %s --subjects '%s' --storage file --retention %s --replicas %d --dupe-window %s --defaults",
+		c.Name, strings.Join(c.Subjects, ","), retention, max(1, c.Replicas), c.Duplicates)
+}
+
+// covered tells whether one of the patterns takes all that subject takes.
+func covered(subject string, patterns []string) bool {
+	want := strings.Split(subject, ".")
+	for _, pattern := range patterns {
+		have := strings.Split(pattern, ".")
+		for i, token := range have {
+			if token == ">" && i < len(want) {
+				return true
+			}
+			if i >= len(want) || token != "*" && token != want[i] {
+				break
+			}
+			if i == len(have)-1 && len(have) == len(want) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// Write publishes the dead letter and waits for the stream's answer. A record
+// over the server's max_payload or the stream's limit is a
+// [*dlq.TooLargeError]; a subject that no stream takes is an [ErrNoStream].
+func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
+	m, err := d.message(r)
+	if err != nil {
+		return err
+	}
+	opts := []jetstream.PublishOpt{jetstream.WithExpectStream(d.cfg.Stream)}
+	if id := r.ID(); id != "" {
+		opts = append(opts, jetstream.WithMsgID(id))
+	}
+	_, err = d.js.PublishMsg(ctx, m, opts...)
+	if err == nil {
+		return nil
+	}
+	size := wireSize(m)
+	var api *jetstream.APIError
+	switch {
+	case errors.Is(err, nats.ErrMaxPayload):
+		return &dlq.TooLargeError{Size: size, Max: int(d.js.Conn().MaxPayload()), Err: err}
+	case errors.Is(err, jetstream.ErrStreamMessageExceedsMaximum):
+		return &dlq.TooLargeError{Size: size, Max: d.streamMax(ctx), Err: err}
+	case errors.Is(err, jetstream.ErrNoStreamResponse):
+		return fmt.Errorf("%w %s: stream %s is gone, or the server is starting: %w: %w", ErrNoStream, m.Subject, d.cfg.Stream, dlq.ErrRefused, err)
+	case errors.As(err, &api) && (api.ErrorCode == streamMismatch || api.ErrorCode == streamSealed):
+		return fmt.Errorf("nats: dead letter to %s: stream %s: %w: %w", m.Subject, d.cfg.Stream, dlq.ErrRefused, err)
+	}
+	return fmt.Errorf("nats: dead letter to %s: %w", m.Subject, err)
+}
+
+// The server's error codes that nats.go has no name for.
+const (
+	streamMismatch jetstream.ErrorCode = 10060
+	streamSealed   jetstream.ErrorCode = 10109
+)
+
+// streamMax is the stream's limit of a message's size, 0 if it cannot be asked.
+func (d *DLQ) streamMax(ctx context.Context) int {
+	s, err := d.js.Stream(ctx, d.cfg.Stream)
+	if err != nil {
+		return 0
+	}
+	return int(max(0, s.CachedInfo().Config.MaxMsgSize))
+}
+
+// message is the dead letter as NATS carries it.
+func (d *DLQ) message(r *dlq.Record) (*nats.Msg, error) {
+	if r.Key != nil {
+		return nil, fmt.Errorf("nats: dead letter %s: %w: it has a key, which NATS has no place for", r.ID(), dlq.ErrRefused)
+	}
+	m := &nats.Msg{Subject: d.subject(r), Data: r.Body, Header: nats.Header{}}
+	for _, h := range dlq.Encode(r, d.cfg.Dialect) {
+		m.Header[h.Name] = append(m.Header[h.Name], headerText(h.Value))
+	}
+	return m, nil
+}
+
+// subject fills the template; a part that is unknown is "-".
+func (d *DLQ) subject(r *dlq.Record) string {
+	token := func(s string) string {
+		if s == "" {
+			return "-"
+		}
+		return strings.NewReplacer(".", "_", " ", "_", "*", "_", ">", "_").Replace(s)
+	}
+	return strings.NewReplacer("{stream}", token(r.Origin.Source), "{consumer}", token(r.Origin.Group)).Replace(d.cfg.Subject)
+}
+
+func headerText(v any) string {
+	switch v := v.(type) {
+	case nil:
+		return ""
+	case string:
+		return v
+	case []byte:
+		return string(v)
+	case time.Time:
+		return v.UTC().Format(time.RFC3339Nano)
+	}
+	return fmt.Sprint(v)
+}
+
+// wireSize is headers and body, as the server counts them.
+func wireSize(m *nats.Msg) int {
+	n := len("NATS/1.0\r\n\r\n") + len(m.Data)
+	for name, values := range m.Header {
+		for _, v := range values {
+			n += len(name) + len(": \r\n") + len(v)
+		}
+	}
+	return n
+}
+
+// ReadDeadLetter reads a dead letter, in whatever dialect it was written, from
+// a message of a DLQ. Where no dialect is recognised, the origin is that of the
+// message itself. The record shares the message's body. err joins a
+// [*dlq.HeaderError] for each header that cannot be read; the rest is decoded
+// all the same.
+func ReadDeadLetter(m jetstream.Msg) (dlq.Record, error) {
+	r, dialect, err := dlq.Decode(fromHeader(m.Headers()))
+	r.Body = m.Data()
+	md, mdErr := m.Metadata()
+	if mdErr != nil {
+		return r, errors.Join(err, fmt.Errorf("nats: dead letter on %s: %w", m.Subject(), mdErr))
+	}
+	if r.Timestamp.IsZero() {
+		r.Timestamp = md.Timestamp
+	}
+	if dialect == "" {
+		r.Origin = dlq.Origin{System: system, Source: md.Stream, Subject: m.Subject(), Group: md.Consumer, Sequence: md.Sequence.Stream}
+	}
+	return r, err
+}

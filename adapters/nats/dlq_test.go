@@ -1,0 +1,223 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package nats
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+func record() *dlq.Record {
+	return &dlq.Record{
+		Body:      []byte("body"),
+		Headers:   []dlq.Header{{Name: "Traceparent", Value: "00-1"}, {Name: "a", Value: "1"}, {Name: "a", Value: "2"}, {Name: "Nats-Expected-Stream", Value: "X"}},
+		Timestamp: time.Unix(1, 5).UTC(),
+		Origin:    dlq.Origin{System: "nats", Source: "S", Subject: "s.x", Group: "C", Sequence: 7},
+		Attempts:  3, Deliveries: 2, Reason: dlq.ReasonAttempts,
+		Error: dlq.ErrorInfo{Type: "T", Message: "two\nlines \x00"},
+	}
+}
+
+func (r *rig) letters(t testing.TB, stream string) []jetstream.Msg {
+	t.Helper()
+	ctx := testContext(t)
+	s, err := r.js.Stream(ctx, stream)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c, err := s.CreateConsumer(ctx, jetstream.ConsumerConfig{AckPolicy: jetstream.AckExplicitPolicy, InactiveThreshold: time.Minute})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = s.DeleteConsumer(ctx, c.CachedInfo().Name) }()
+	var out []jetstream.Msg
+	for n := c.CachedInfo().NumPending; n > 0; n-- {
+		m, err := c.Next()
+		if err != nil {
+			t.Fatal(err)
+		}
+		out = append(out, m)
+	}
+	return out
+}
+
+func TestDLQRoundTrip(t *testing.T) {
+	r := newRig(t, jetstream.ConsumerConfig{})
+	for _, dialect := range []dlq.Dialect{"", dlq.Connect} {
+		stream := "DLQ" + string(dialect)
+		d, err := NewDLQ(testContext(t), r.js, DLQConfig{Stream: stream, Subject: stream + ".{stream}.{consumer}", Dialect: dialect})
+		if err != nil {
+			t.Fatal(err)
+		}
+		want := record()
+		for range 2 { // the second is the twin that a crash makes
+			if err := d.Write(testContext(t), want); err != nil {
+				t.Fatal(err)
+			}
+		}
+		got := r.letters(t, stream)
+		if len(got) != 1 || got[0].Subject() != stream+".S.C" || got[0].Headers().Get("Nats-Msg-Id") != want.ID() {
+			t.Fatalf("%d letters", len(got))
+		}
+		rec, err := ReadDeadLetter(got[0])
+		if err != nil {
+			t.Fatal(err)
+		}
+		if rec.ID() != want.ID() || !bytes.Equal(rec.Body, want.Body) || !rec.Timestamp.Equal(want.Timestamp) ||
+			rec.Attempts != 3 || rec.Deliveries != 2 || rec.Reason != want.Reason || rec.TraceParent != "00-1" || rec.Origin.Subject != "s.x" {
+			t.Errorf("%+v", rec)
+		}
+		if dialect == "" && rec.Error != want.Error {
+			t.Errorf("%+v", rec.Error)
+		}
+		if fmt.Sprint(rec.Headers) != "[{Traceparent 00-1} {a 1} {a 2}]" {
+			t.Errorf("%v", rec.Headers)
+		}
+	}
+}
+
+func TestDLQRefusesWhatWouldLose(t *testing.T) {
+	r := newRig(t, jetstream.ConsumerConfig{})
+	ctx := testContext(t)
+	_, err := NewDLQ(ctx, r.js, DLQConfig{Stream: "NONE", NoCreate: true})
+	if !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), "nats stream add NONE --subjects 'dlq.*.*'") {
+		t.Error(err)
+	}
+	for name, c := range map[string]struct {
+		cfg  jetstream.StreamConfig
+		want string
+	}{
+		"window":   {jetstream.StreamConfig{Subjects: []string{"dlq.>"}, Duplicates: time.Second}, "--dupe-window"},
+		"subject":  {jetstream.StreamConfig{Subjects: []string{"dlq.a.*"}}, "--subjects"},
+		"noack":    {jetstream.StreamConfig{Subjects: []string{"dlq.>"}, NoAck: true}, "--ack"},
+		"interest": {jetstream.StreamConfig{Subjects: []string{"dlq.>"}, Retention: jetstream.InterestPolicy}, "nats stream add"},
+	} {
+		c.cfg.Name = "D"
+		if _, err := r.js.CreateStream(ctx, c.cfg); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := NewDLQ(ctx, r.js, DLQConfig{Stream: "D"}); !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%s: %v", name, err)
+		}
+		if err := r.js.DeleteStream(ctx, "D"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	bad := DLQConfig{Stream: "a.b", Subject: "*.*", Dialect: dlq.Spring, Duplicates: time.Second, Replicas: 9}
+	for _, want := range []string{"Stream", "Subject", "Dialect", "Duplicates", "Replicas"} {
+		if !strings.Contains(bad.Validate().Error(), "DLQConfig."+want) {
+			t.Errorf("%s is not reported: %v", want, bad.Validate())
+		}
+	}
+}
+
+func TestDLQErrorsSayWhatToDo(t *testing.T) {
+	r := newRig(t, jetstream.ConsumerConfig{})
+	ctx := testContext(t)
+	d, err := NewDLQ(ctx, r.js, DLQConfig{Stream: "D"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	big := record()
+	big.Body = make([]byte, 9<<20)
+	var large *dlq.TooLargeError
+	if err := d.Write(ctx, big); !errors.As(err, &large) || large.Max != 8<<20 || large.Size <= large.Max {
+		t.Errorf("%v", err)
+	}
+	if _, err := r.js.UpdateStream(ctx, jetstream.StreamConfig{Name: "D", Subjects: []string{"dlq.*.*"}, MaxMsgSize: 1200, Duplicates: defaultDuplicates}); err != nil {
+		t.Fatal(err)
+	}
+	long := record()
+	long.Error.Stack = strings.Repeat("x", 5000)
+	err = d.Write(ctx, long)
+	if !errors.As(err, &large) || large.Max != 1200 {
+		t.Fatalf("%v", err)
+	}
+	if !dlq.TrimFor(long, err) || d.Write(ctx, long) != nil {
+		t.Error("a trimmed record does not fit")
+	}
+	if err := r.js.DeleteStream(ctx, "D"); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.Write(ctx, record()); !errors.Is(err, ErrNoStream) || !errors.Is(err, dlq.ErrRefused) {
+		t.Errorf("%v", err)
+	}
+	if _, err := r.js.CreateStream(ctx, jetstream.StreamConfig{Name: "OTHER", Subjects: []string{"dlq.>"}}); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.Write(ctx, record()); !errors.Is(err, dlq.ErrRefused) {
+		t.Errorf("%v", err)
+	}
+}
+
+// A foreign dead letter is read by its own words, anything else by its place.
+func TestReadDeadLetterOfOthers(t *testing.T) {
+	r := newRig(t, jetstream.ConsumerConfig{})
+	m := nats.NewMsg("s.dead")
+	m.Header["reason_poisoned"], m.Header["topic_poisoned"] = []string{"boom"}, []string{"orders"}
+	if _, err := r.js.PublishMsg(testContext(t), m); err != nil {
+		t.Fatal(err)
+	}
+	r.publish(t, subject, 0, 1)
+	got := r.letters(t, "S")
+	first, err := ReadDeadLetter(got[0])
+	if err != nil || first.Error.Message != "boom" || first.Origin.Source != "orders" {
+		t.Errorf("%+v %v", first, err)
+	}
+	second, err := ReadDeadLetter(got[1])
+	if err != nil || second.Origin.Source != "S" || second.Origin.Sequence != 2 || second.Timestamp.IsZero() {
+		t.Errorf("%+v %v", second, err)
+	}
+}
+
+// A crash between the write of a dead letter and the ack of its message makes
+// no twin: the next process writes the same ID.
+func TestCrashBetweenLetterAndAckMakesNoTwin(t *testing.T) {
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: time.Second})
+	d, err := NewDLQ(testContext(t), r.js, DLQConfig{Stream: "D"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.publish(t, subject, 0, 1)
+	poison := func(context.Context, jetstream.Msg) error { return guard.Permanent(errDown) }
+	nc := r.connect()
+	js, err := jetstream.New(nc)
+	if err != nil {
+		t.Fatal(err)
+	}
+	doomed, err := js.Consumer(testContext(t), "S", "C")
+	if err != nil {
+		t.Fatal(err)
+	}
+	writer := dlq.WriterFunc(func(ctx context.Context, rec *dlq.Record) error {
+		defer nc.Close() // the crash: the ack cannot go out
+		return d.Write(ctx, rec)
+	})
+	c := consume(t, newGuard(t, guard.Config{}), doomed, poison, WithDeadLetters(&struct{ dlq.Writer }{writer}))
+	if err := c.wait(t); !errors.Is(err, ErrConnectionClosed) {
+		t.Fatal(err)
+	}
+	if i := r.info(t); i.NumAckPending != 1 {
+		t.Fatalf("%+v", i)
+	}
+	c = consume(t, newGuard(t, guard.Config{}), r.consumer, poison, WithDeadLetters(d))
+	eventually(t, "settled", func() bool { i := r.info(t); return i.NumAckPending == 0 && i.AckFloor.Stream == 1 })
+	if err := c.stop(t); err != nil {
+		t.Fatal(err)
+	}
+	if n := len(r.letters(t, "D")); n != 1 {
+		t.Errorf("%d dead letters", n)
+	}
+}

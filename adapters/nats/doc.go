@@ -1,0 +1,33 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Package nats guards JetStream consumers.
+//
+// [Consume] is the shape to choose: it owns the reader, so everything it took
+// from the server is kept alive, handed to a plain function, and acked, retried,
+// held or dead-lettered as package guard decides. [WrapConsumer] keeps the loop
+// of a program that already calls a [jetstream.Consumer]; its comment lists what
+// that shape cannot do. [Throttle] is Consume for a consumer of dead letters.
+//
+// JetStream has no dead-letter queue. [NewDLQ] makes one of a stream, and
+// [NewMover] brings the messages to it that the server itself has given up on.
+//
+// # What the consumer should be
+//
+// A durable pull consumer with explicit acks. MaxAckPending is shared by all
+// instances: one that holds takes one and a half windows out of it, so with
+// several instances set [WithWindow] to a part of it. A MaxDeliver is best left
+// out (-1): the guard's own attempts end a message, and every nak, crash and
+// missed keep-alive counts as a delivery. A failure at the last delivery is
+// dead-lettered at once. The connection needs nats.MaxReconnects(-1): by default
+// the client gives up after 60 tries.
+//
+// # What happens when
+//
+// A server restarts, or the connection breaks: acks are buffered by the client
+// and sent after it is back; what could not be kept alive is delivered again. The
+// consumer is deleted: [ErrConsumerGone]. The stream of dead letters is down:
+// nothing that should go there is acked; it waits. The process is killed: what
+// was not acked comes back after the AckWait, at most what was being handled and
+// the acks in the client's buffer twice.
+package nats

@@ -1,0 +1,373 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package nats
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+const (
+	// pullExpiry and pullHeartbeat bound a stalled pull: a heartbeat that is
+	// missing for twice its period makes nats.go pull again, so after 2s instead
+	// of its default of 30.
+	pullExpiry    = 10 * time.Second
+	pullHeartbeat = time.Second
+	// maxPull is nats.go's own default.
+	maxPull = 500
+	// infoTimeout bounds one look at the consumer.
+	infoTimeout = 5 * time.Second
+	// settleTime is how long a server may take to answer the last request.
+	settleTime = 100 * time.Millisecond
+	// drainTimeout bounds the wait for what is in the client's buffer.
+	drainTimeout = 15 * time.Second
+)
+
+// intake takes messages from the server and hands them to the source's feed.
+// While a pull is open it runs on two goroutines: nats.go's own, which calls
+// take, and Consume's, which calls run.
+//
+// nats.go cannot extend what waits in its buffer. So when the feed was full for
+// a sixth of the AckWait while the buffer turned over once, or the source has no
+// room, the pull is drained:
+// no request is open then, and what was in the buffer is in the stash, which
+// Port.Extend keeps alive. The next pull opens when the stash is empty and the
+// source has room.
+//
+// Lock order: mu, then the feed's. The feed never waits under mu.
+type intake struct {
+	consumer jetstream.Consumer
+	feed     *guard.Feed[jetstream.Msg]
+	log      *slog.Logger
+	name     string
+	batch    int           // messages a pull may have outstanding
+	expiry   time.Duration // of a pull request
+	patience time.Duration // how long the feed may be full, in all, before the pull is drained
+	last     *msgPort      // keeps the latest delivery
+
+	mu       sync.Mutex
+	stash    []jetstream.Msg // taken from the server, not yet in the feed; oldest first
+	draining bool            // no wait in take: the pull ends
+	blocked  time.Duration   // how long the feed was full since nats.go's buffer turned over
+	flow     int             // messages since that found room at once
+	room     bool            // the source wants messages
+	stop     context.CancelFunc
+	pull     context.Context //nolint:containedctx // ends the wait in take
+	gate     chan struct{}   // closed when take may return from a pull that ends
+	drain    chan struct{}   // holds a token when the pull is to be drained; capacity 1
+	more     chan struct{}   // holds a token when room may have come; capacity 1
+	trouble  chan error      // the latest error of the pull; capacity 1
+}
+
+// ended is a context that is over: with it Feed.Put does not wait.
+var ended = func() context.Context {
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	return ctx
+}()
+
+// take is nats.go's callback. While it does not return nats.go asks for no more,
+// which is how a pull comes to its end before it is drained.
+func (in *intake) take(m jetstream.Msg) {
+	if gate := in.place(m); gate != nil {
+		<-gate
+	}
+}
+
+// place puts a message into the feed or the stash. It returns what to wait for
+// before nats.go may go on, nil for nothing.
+func (in *intake) place(m jetstream.Msg) (gate <-chan struct{}) {
+	in.mu.Lock()
+	in.last.mu.Lock()
+	in.last.last = m
+	in.last.mu.Unlock()
+	if len(in.stash) == 0 {
+		if n, _ := in.feed.Put(ended, m); n == 1 {
+			if in.flow++; in.flow >= in.batch {
+				in.blocked = 0
+			}
+			if in.draining {
+				gate = in.gate
+			}
+			in.mu.Unlock()
+			return gate
+		}
+	}
+	in.flow = 0
+	in.stash = append(in.stash, m)
+	wait := !in.draining && len(in.stash) == 1
+	pull, left := in.pull, in.patience-in.blocked
+	gate = in.gate
+	in.mu.Unlock()
+	if !wait {
+		return gate
+	}
+	start := time.Now()
+	ctx, cancel := context.WithTimeout(pull, left)
+	n, _ := in.feed.Put(ctx, m)
+	cancel()
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	in.blocked += time.Since(start)
+	if n == 1 {
+		in.dropLocked(1)
+		if !in.draining {
+			return nil
+		}
+	}
+	in.drainLocked()
+	return gate
+}
+
+// dropLocked takes the oldest n messages out of the stash.
+func (in *intake) dropLocked(n int) {
+	left := copy(in.stash, in.stash[n:])
+	clear(in.stash[left:])
+	in.stash = in.stash[:left]
+}
+
+// drainLocked ends the pull.
+func (in *intake) drainLocked() {
+	if in.draining {
+		return
+	}
+	in.draining = true
+	if in.stop != nil {
+		in.stop()
+	}
+	token(in.drain)
+}
+
+// demand takes the source's word about room.
+func (in *intake) demand(n int) {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	in.room = n > 0
+	if in.room {
+		token(in.more)
+	} else {
+		in.drainLocked()
+	}
+}
+
+// waiting appends what is in the stash to dst.
+func (in *intake) waiting(dst []jetstream.Msg) []jetstream.Msg {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	return append(dst, in.stash...)
+}
+
+// run pulls until ctx ends (nil) or the consumer is gone for good. What it has
+// taken and not handed over stays in the stash.
+func (in *intake) run(ctx context.Context) error {
+	for {
+		if !in.awaitRoom(ctx) {
+			return nil
+		}
+		if err := in.once(ctx); err != nil {
+			return err
+		}
+	}
+}
+
+// awaitRoom moves the stash to the feed and waits until the source has room;
+// false when ctx ends first.
+func (in *intake) awaitRoom(ctx context.Context) bool {
+	for ctx.Err() == nil {
+		in.mu.Lock()
+		n, _ := in.feed.Put(ended, in.stash...)
+		in.dropLocked(n)
+		var head jetstream.Msg
+		if len(in.stash) > 0 {
+			head = in.stash[0]
+		}
+		room := in.room
+		in.mu.Unlock()
+		switch {
+		case head != nil:
+			if n, err := in.feed.Put(ctx, head); n == 1 {
+				in.mu.Lock()
+				in.dropLocked(1)
+				in.mu.Unlock()
+			} else if err != nil {
+				return false
+			}
+		case room:
+			return true
+		default:
+			select {
+			case <-in.more:
+			case <-ctx.Done():
+			}
+		}
+	}
+	return false
+}
+
+// once opens a pull and sees it through. nil means that another may follow.
+func (in *intake) once(ctx context.Context) error {
+	in.mu.Lock()
+	in.draining, in.blocked, in.flow = false, 0, 0
+	in.pull, in.stop = context.WithCancel(ctx)
+	defer in.stop()
+	in.gate = make(chan struct{})
+	defer in.open()
+	select {
+	case <-in.drain:
+	default:
+	}
+	if !in.room { // it went since awaitRoom looked
+		in.mu.Unlock()
+		return nil
+	}
+	in.mu.Unlock()
+	cc, err := in.consumer.Consume(in.take,
+		jetstream.PullMaxMessages(in.batch), jetstream.PullExpiry(in.expiry), jetstream.PullHeartbeat(min(pullHeartbeat, in.expiry/2)),
+		jetstream.ConsumeErrHandler(func(_ jetstream.ConsumeContext, err error) { in.report(err) }))
+	if err != nil {
+		if errors.Is(err, jetstream.ErrInvalidOption) {
+			return fmt.Errorf("nats: consume %s: %w", in.name, err)
+		}
+		return in.pause(ctx, err)
+	}
+	closed := cc.Closed()
+	for {
+		select {
+		case <-in.drain:
+			in.finish(cc, closed)
+			return nil
+		case <-ctx.Done():
+			in.mu.Lock()
+			in.drainLocked()
+			in.mu.Unlock()
+			in.finish(cc, closed)
+			return nil
+		case err := <-in.trouble:
+			if gone := in.examine(ctx, err); gone != nil {
+				in.mu.Lock()
+				in.drainLocked()
+				in.mu.Unlock()
+				in.finish(cc, closed)
+				return gone
+			}
+		case <-closed:
+			var why error
+			select {
+			case why = <-in.trouble:
+			default:
+			}
+			if gone := in.examine(ctx, why); gone != nil {
+				return gone
+			}
+			return in.pause(ctx, why)
+		}
+	}
+}
+
+// open lets take return.
+func (in *intake) open() {
+	select {
+	case <-in.gate:
+	default:
+		close(in.gate)
+	}
+}
+
+// finish drains the pull: what is in nats.go's buffer comes to take.
+//
+// It begins with a moment in which take does not return, so that no further
+// request goes out and the server answers the one that is open. Messages that
+// are on their way inside the server when the subscription ends are lost to us,
+// and come again only after their AckWait.
+func (in *intake) finish(cc jetstream.ConsumeContext, closed <-chan struct{}) {
+	timer := time.NewTimer(min(settleTime, in.patience))
+	defer timer.Stop()
+	select {
+	case <-closed:
+	case <-timer.C:
+	}
+	cc.Drain() // from here on nats.go sends no request
+	in.open()
+	timer.Reset(drainTimeout)
+	select {
+	case <-closed:
+	case <-timer.C:
+		cc.Stop()
+	}
+}
+
+// pause keeps a pull that cannot be opened from being tried without end.
+func (in *intake) pause(ctx context.Context, why error) error {
+	if why != nil {
+		in.log.Warn("pull", "source", in.name, "error", why)
+	}
+	timer := time.NewTimer(time.Second)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+	return nil
+}
+
+// report keeps an error of the pull for run.
+func (in *intake) report(err error) {
+	select {
+	case <-in.trouble: //nolint:errcheck // a newer one takes its place
+	default:
+	}
+	select {
+	case in.trouble <- err:
+	default:
+	}
+}
+
+// examine tells whether an error of the pull is the end of the consumer. A
+// missing heartbeat or responder may be a stalled pull, a restart or a deleted
+// consumer: only the server can tell.
+func (in *intake) examine(ctx context.Context, err error) error {
+	switch {
+	case errors.Is(err, jetstream.ErrConnectionClosed), errors.Is(err, nats.ErrConnectionClosed):
+		return fmt.Errorf("%w: consumer %s: %w", ErrConnectionClosed, in.name, err)
+	case errors.Is(err, jetstream.ErrBadRequest):
+		return fmt.Errorf("nats: pull from %s: %w", in.name, err)
+	}
+	in.log.Warn("pull", "source", in.name, "error", err)
+	for range 2 { // a server that is starting may not know its consumers yet
+		info, cancel := context.WithTimeout(ctx, infoTimeout)
+		_, infoErr := in.consumer.Info(info)
+		cancel()
+		switch {
+		case errors.Is(infoErr, nats.ErrConnectionClosed):
+			return fmt.Errorf("%w: consumer %s", ErrConnectionClosed, in.name)
+		case !errors.Is(infoErr, jetstream.ErrConsumerNotFound) && !errors.Is(infoErr, jetstream.ErrStreamNotFound):
+			return nil
+		}
+		if errors.Is(err, jetstream.ErrConsumerDeleted) {
+			break
+		}
+		_ = in.pause(ctx, nil)
+		if ctx.Err() != nil {
+			return nil //nolint:nilerr // told to end
+		}
+	}
+	return fmt.Errorf("%w: %s: create it again, for example with nats consumer add", ErrConsumerGone, in.name)
+}
+
+// token leaves a token in a channel of capacity 1.
+func token(c chan<- struct{}) {
+	select {
+	case c <- struct{}{}:
+	default:
+	}
+}

@@ -1,0 +1,515 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package nats
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+// MoverConfig describes a [Mover]. Stream, Consumer and DLQ must be set.
+type MoverConfig struct {
+	// Stream and Consumer name the consumer whose lost messages are moved.
+	Stream, Consumer string
+
+	// DLQ is where they go: usually the [*DLQ] that the guarded consumer writes
+	// to as well, so that a message both give up on has one letter.
+	DLQ dlq.Writer
+
+	// Advisories is the stream that keeps the server's advisories. Unset means
+	// "stormguard-advisories-<Stream>-<Consumer>"; name the one you have if
+	// another stream takes $JS.EVENT.ADVISORY subjects already, since the
+	// subjects of two streams must not overlap.
+	Advisories string
+
+	// Parking is the stream that keeps the copies until the budget lets them go.
+	// Unset means "stormguard-parked-<Stream>-<Consumer>".
+	Parking string
+
+	// Budget is what releasing costs; see [dlq.Budget]. What the server gave up
+	// on is class Exhausted, what a consumer terminated is Permanent. Each start
+	// begins with full balances.
+	Budget dlq.BudgetConfig
+
+	// NoCreate refuses streams that do not exist instead of creating them.
+	NoCreate bool
+
+	// Replicas of streams that are created, from 1 to 5; unset means 1.
+	Replicas int
+}
+
+func (c MoverConfig) withDefaults() MoverConfig {
+	if c.Advisories == "" {
+		c.Advisories = "stormguard-advisories-" + c.Stream + "-" + c.Consumer
+	}
+	if c.Parking == "" {
+		c.Parking = "stormguard-parked-" + c.Stream + "-" + c.Consumer
+	}
+	if c.Replicas == 0 {
+		c.Replicas = 1
+	}
+	return c
+}
+
+// Validate reports everything wrong at once.
+func (c MoverConfig) Validate() error {
+	d := c.withDefaults()
+	var errs []error
+	for _, f := range []struct{ name, value string }{
+		{"Stream", c.Stream}, {"Consumer", c.Consumer}, {"Advisories", d.Advisories}, {"Parking", d.Parking},
+	} {
+		if (DLQConfig{Stream: f.value}).Validate() != nil {
+			errs = append(errs, fmt.Errorf("nats: MoverConfig.%s: %q is not a name", f.name, f.value))
+		}
+	}
+	if c.DLQ == nil {
+		errs = append(errs, errors.New("nats: MoverConfig.DLQ: must not be nil"))
+	}
+	if d.Replicas < 1 || d.Replicas > 5 {
+		errs = append(errs, fmt.Errorf("nats: MoverConfig.Replicas: %d is not within 1 and 5", c.Replicas))
+	}
+	if !c.Budget.Off {
+		errs = append(errs, c.Budget.Validate(0))
+	}
+	return errors.Join(errs...)
+}
+
+const (
+	moverAckWait = 30 * time.Second
+	moverPoll    = time.Second // of the source's ack floor, and for a credit
+	moverCall    = 10 * time.Second
+	moverDurable = "stormguard-mover"
+)
+
+// A Mover brings messages that JetStream has given up on to the dead letters:
+// those whose MaxDeliver is used up, and those that a consumer terminated.
+// JetStream itself keeps the first in their stream, where nobody is given them
+// again, and forgets the second.
+//
+// It listens to the server's advisories through a stream, so it misses none
+// while it is down. The body of each is copied at once to a parking stream, and
+// released from there to the DLQ under a [dlq.Budget], which the growth of the
+// source consumer's ack floor earns: an outage in front of a consumer with a
+// MaxDeliver cannot drain it into the DLQ. A body that is gone by then (the
+// stream's limits, or a work queue's message that was terminated) becomes a dead
+// letter without one, which says so.
+//
+// A message of a work-queue stream is deleted there once its letter is
+// confirmed: no other consumer can have it. Elsewhere it stays.
+//
+// Letters carry the [dlq.Record.ID] that a guarded consumer gives them too, so
+// the DLQ's duplicate window keeps one of both, and one of those that a crash
+// repeats. Advisories are sent once, without confirmation: one that the server
+// loses leaves its message where it was. Run one Mover for a consumer; more are
+// safe, but each has a budget.
+type Mover struct {
+	js   jetstream.JetStream
+	cfg  MoverConfig
+	log  *slog.Logger
+	park *DLQ
+
+	advisories jetstream.Consumer
+	parked     [2]jetstream.Consumer // by class
+
+	// mu guards the rest.
+	mu      sync.Mutex
+	budget  *dlq.Budget
+	start   time.Time
+	base    uint64 // the ack floor when Run began
+	read    bool   // base is known
+	dead    uint64 // deliveries of the messages that died since
+	floor   uint64 // the latest floor that is safe to count
+	counted MoverCounts
+}
+
+// MoverCounts counts since [NewMover].
+type MoverCounts struct {
+	Parked   uint64 // advisories whose message is in the parking stream
+	Gone     uint64 // those of them whose body was gone
+	Released uint64 // letters confirmed by the DLQ
+	Refused  uint64 // looks for a credit that found none
+}
+
+// NewMover creates or checks the advisory and parking streams and their
+// durables. Of opts only [WithLogger] applies.
+func NewMover(ctx context.Context, js jetstream.JetStream, cfg MoverConfig, opts ...Option) (*Mover, error) {
+	if js == nil {
+		return nil, errors.New("nats: NewMover: the JetStream must not be nil")
+	}
+	o, err := newOptions(opts)
+	if err = errors.Join(err, cfg.Validate()); err != nil {
+		return nil, err
+	}
+	cfg = cfg.withDefaults()
+	m := &Mover{js: js, cfg: cfg, log: o.log, start: time.Now()}
+	if m.budget, err = dlq.NewBudget(cfg.Budget, 0); err != nil {
+		return nil, fmt.Errorf("nats: mover: %w", err)
+	}
+	where := cfg.Stream + "." + cfg.Consumer
+	subjects := []string{
+		"$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES." + where,
+		"$JS.EVENT.ADVISORY.CONSUMER.MSG_TERMINATED." + where,
+	}
+	// The server sends advisories without an id of its own choosing, so the
+	// window is there for ensureStream's rule alone.
+	adv, err := ensureStream(ctx, js, jetstream.StreamConfig{
+		Name: cfg.Advisories, Subjects: subjects, Retention: jetstream.WorkQueuePolicy, Replicas: cfg.Replicas,
+		Duplicates: minDuplicates, Description: "advisories for stormguard's mover",
+	}, cfg.NoCreate)
+	if err != nil {
+		return nil, err
+	}
+	parking := "stormguard.parked." + where
+	park, err := ensureStream(ctx, js, jetstream.StreamConfig{
+		Name: cfg.Parking, Subjects: []string{parking + ".*"}, Retention: jetstream.WorkQueuePolicy, Replicas: cfg.Replicas,
+		Duplicates: defaultDuplicates, Description: "messages JetStream gave up on, until stormguard's mover releases them",
+	}, cfg.NoCreate)
+	if err != nil {
+		return nil, err
+	}
+	m.park = &DLQ{js: js, cfg: DLQConfig{Stream: cfg.Parking, Dialect: dlq.Stormguard}}
+	durable := func(s jetstream.Stream, name string, filter ...string) (jetstream.Consumer, error) {
+		c, err := s.CreateOrUpdateConsumer(ctx, jetstream.ConsumerConfig{
+			Durable: name, FilterSubjects: filter, AckPolicy: jetstream.AckExplicitPolicy, AckWait: moverAckWait, MaxDeliver: -1,
+		})
+		if err != nil {
+			return nil, fmt.Errorf("nats: mover: durable %s of stream %s: %w", name, s.CachedInfo().Config.Name, err)
+		}
+		return c, nil
+	}
+	if m.advisories, err = durable(adv, moverDurable+"-"+cfg.Stream+"-"+cfg.Consumer, subjects...); err != nil {
+		return nil, err
+	}
+	for _, class := range []dlq.Class{dlq.Exhausted, dlq.Permanent} {
+		if m.parked[class], err = durable(park, moverDurable+"-"+class.String(), parking+"."+class.String()); err != nil {
+			return nil, err
+		}
+	}
+	return m, nil
+}
+
+// Counts is what it has done so far.
+func (m *Mover) Counts() MoverCounts {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.counted
+}
+
+// Grant gives n credits: an operator's leave to release n letters more.
+func (m *Mover) Grant(n float64) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.budget.Grant(n)
+}
+
+// Run moves until ctx ends (nil), or one of its durables is deleted
+// ([ErrConsumerGone]) or the connection closed ([ErrConnectionClosed]). It
+// starts three goroutines, which end before it returns. Run it once at a time.
+func (m *Mover) Run(ctx context.Context) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	var loops sync.WaitGroup
+	run := func(c jetstream.Consumer, handle func(context.Context, jetstream.Msg)) {
+		loops.Go(func() {
+			if err := m.each(ctx, c, handle); err != nil {
+				cancel(err)
+			}
+		})
+	}
+	run(m.advisories, m.parkOne)
+	for _, class := range []dlq.Class{dlq.Exhausted, dlq.Permanent} {
+		run(m.parked[class], func(ctx context.Context, msg jetstream.Msg) { m.release(ctx, msg, class) })
+	}
+	m.watchFloor(ctx)
+	loops.Wait()
+	if err := context.Cause(ctx); !errors.Is(err, context.Canceled) && !errors.Is(err, context.DeadlineExceeded) {
+		return err
+	}
+	return nil
+}
+
+// each handles the messages of a consumer one by one, and pulls one at a time,
+// so that none waits where it cannot be extended.
+func (m *Mover) each(ctx context.Context, c jetstream.Consumer, handle func(context.Context, jetstream.Msg)) error {
+	in := &intake{consumer: c, log: m.log, name: c.CachedInfo().Stream + "/" + c.CachedInfo().Name}
+	for ctx.Err() == nil {
+		it, err := c.Messages(jetstream.PullMaxMessages(1), jetstream.PullExpiry(pullExpiry), jetstream.PullHeartbeat(pullHeartbeat))
+		if err != nil {
+			return fmt.Errorf("nats: mover: %w", err)
+		}
+		for {
+			var msg jetstream.Msg
+			if msg, err = it.Next(jetstream.NextContext(ctx)); err != nil {
+				break
+			}
+			handle(ctx, msg)
+		}
+		it.Stop()
+		if ctx.Err() != nil {
+			return nil //nolint:nilerr // told to end
+		}
+		if gone := in.examine(ctx, err); gone != nil {
+			return gone
+		}
+	}
+	return nil
+}
+
+// advisory is what both kinds have in common.
+type advisory struct {
+	Time       time.Time `json:"timestamp"`
+	Stream     string    `json:"stream"`
+	Consumer   string    `json:"consumer"`
+	StreamSeq  uint64    `json:"stream_seq"`
+	Deliveries uint64    `json:"deliveries"`
+	Type       string    `json:"type"`
+	Reason     string    `json:"reason"`
+}
+
+const (
+	adviseMaxDeliver = "io.nats.jetstream.advisory.v1.max_deliver"
+	adviseTerminated = "io.nats.jetstream.advisory.v1.terminated"
+)
+
+// parkOne copies the message of an advisory to the parking stream.
+func (m *Mover) parkOne(ctx context.Context, msg jetstream.Msg) {
+	var a advisory
+	err := json.Unmarshal(msg.Data(), &a)
+	if err != nil || a.Stream != m.cfg.Stream || a.Consumer != m.cfg.Consumer || a.StreamSeq == 0 ||
+		a.Type != adviseMaxDeliver && a.Type != adviseTerminated {
+		m.log.Warn("mover: not an advisory of this consumer", "subject", msg.Subject(), "error", err)
+		_ = msg.Term() // nothing that another try could make of it
+		return
+	}
+	var gone bool
+	err = m.insist(ctx, msg, "park", func(ctx context.Context) error {
+		var r *dlq.Record
+		var err error
+		if r, gone, err = m.fetch(ctx, &a); err != nil {
+			return err
+		}
+		park := *m.park
+		class := dlq.Exhausted
+		if r.Permanent {
+			class = dlq.Permanent
+		}
+		park.cfg.Subject = "stormguard.parked." + m.cfg.Stream + "." + m.cfg.Consumer + "." + class.String()
+		err = park.Write(ctx, r)
+		if err != nil && dlq.TrimFor(r, err) {
+			err = park.Write(ctx, r)
+		}
+		return err
+	})
+	if err != nil {
+		return // ctx is over; the advisory is delivered again
+	}
+	m.mu.Lock()
+	m.counted.Parked++
+	if gone {
+		m.counted.Gone++
+	}
+	m.dead += a.Deliveries
+	m.mu.Unlock()
+}
+
+// fetch makes the dead letter of an advisory, with the body if it can be read.
+func (m *Mover) fetch(ctx context.Context, a *advisory) (r *dlq.Record, gone bool, err error) {
+	r = &dlq.Record{
+		Origin:     dlq.Origin{System: system, Source: a.Stream, Group: a.Consumer, Sequence: a.StreamSeq},
+		Deliveries: int(a.Deliveries), LastFailed: a.Time.UTC(),
+		Reason: dlq.ReasonMaxDeliver,
+		Error:  dlq.ErrorInfo{Type: a.Type, Message: fmt.Sprintf("not acked in %d deliveries", a.Deliveries)},
+	}
+	if a.Type == adviseTerminated {
+		r.Reason, r.Permanent, r.Error.Message = dlq.ReasonTerminated, true, "terminated by its consumer"
+		if a.Reason != "" {
+			r.Error.Message = a.Reason
+		}
+	}
+	r.Cause = dlq.Fingerprint(errors.New(r.Error.Message), nil)
+	s, err := m.js.Stream(ctx, a.Stream)
+	var raw *jetstream.RawStreamMsg
+	if err == nil {
+		raw, err = s.GetMsg(ctx, a.StreamSeq)
+	}
+	switch {
+	case err == nil:
+		r.Body, r.Headers, r.Timestamp, r.Origin.Subject = raw.Data, fromHeader(raw.Header), raw.Time, raw.Subject
+		r.TraceParent, _ = dlq.LookupText(r.Headers, "traceparent")
+		r.TraceState, _ = dlq.LookupText(r.Headers, "tracestate")
+	case errors.Is(err, jetstream.ErrMsgNotFound), errors.Is(err, jetstream.ErrStreamNotFound):
+		gone = true
+		r.Error.Message += fmt.Sprintf("; the body is gone: message %d is no longer in stream %s", a.StreamSeq, a.Stream)
+	default:
+		return nil, false, err
+	}
+	return r, gone, nil
+}
+
+// insist calls f until it succeeds, keeping msg alive, and then acks it. The
+// pause between tries doubles up to 10s. Its error is ctx's.
+func (m *Mover) insist(ctx context.Context, msg jetstream.Msg, what string, f func(context.Context) error) error {
+	pause := 100 * time.Millisecond
+	for failed := false; ; failed = true {
+		call, cancel := context.WithTimeout(ctx, moverCall)
+		err := f(call)
+		if err == nil {
+			if err = msg.DoubleAck(call); errors.Is(err, jetstream.ErrMsgAlreadyAckd) {
+				err = nil
+			}
+			if err != nil {
+				m.log.Warn("mover: ack", "error", err) // delivered again; twins are recognised
+			}
+			cancel()
+			return nil
+		}
+		cancel()
+		if !failed {
+			m.log.Warn("mover", "trouble", what, "stream", m.cfg.Stream, "consumer", m.cfg.Consumer, "error", err)
+		}
+		if err := m.wait(ctx, msg, pause); err != nil {
+			return err
+		}
+		pause = min(2*pause, 10*time.Second)
+	}
+}
+
+// wait waits with msg kept alive.
+func (m *Mover) wait(ctx context.Context, msg jetstream.Msg, d time.Duration) error {
+	_ = msg.InProgress()
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return nil
+	case <-ctx.Done():
+		_ = msg.Nak() // once: the next Mover need not wait for it
+		return ctx.Err()
+	}
+}
+
+// release writes a parked letter to the DLQ once there is a credit for it.
+func (m *Mover) release(ctx context.Context, msg jetstream.Msg, class dlq.Class) {
+	for !m.spend(class) {
+		if m.wait(ctx, msg, moverPoll) != nil {
+			return
+		}
+	}
+	r, err := ReadDeadLetter(msg)
+	if err != nil {
+		m.log.Warn("mover: parked letter", "error", err) // what was readable is kept
+	}
+	if err := m.insist(ctx, msg, "release", func(ctx context.Context) error {
+		err := m.cfg.DLQ.Write(ctx, &r)
+		if err != nil && dlq.TrimFor(&r, err) {
+			err = m.cfg.DLQ.Write(ctx, &r)
+		}
+		if err != nil {
+			return err
+		}
+		return m.clear(ctx, r.Origin.Sequence)
+	}); err != nil {
+		m.mu.Lock()
+		m.budget.Refund(class)
+		m.mu.Unlock()
+		return
+	}
+	m.mu.Lock()
+	m.counted.Released++
+	m.mu.Unlock()
+}
+
+// clear deletes a message of a work queue, where it would stay for ever.
+func (m *Mover) clear(ctx context.Context, seq uint64) error {
+	s, err := m.js.Stream(ctx, m.cfg.Stream)
+	if errors.Is(err, jetstream.ErrStreamNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if s.CachedInfo().Config.Retention != jetstream.WorkQueuePolicy {
+		return nil
+	}
+	if err = s.DeleteMsg(ctx, seq); err != nil {
+		if _, getErr := s.GetMsg(ctx, seq); errors.Is(getErr, jetstream.ErrMsgNotFound) {
+			return nil
+		}
+	}
+	return err
+}
+
+// spend takes a credit if there is one.
+func (m *Mover) spend(class dlq.Class) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.read && m.floor > m.base+m.dead {
+		m.budget.Successes(m.floor - m.base - m.dead)
+	}
+	if m.budget.Spend(time.Since(m.start), class) {
+		return true
+	}
+	m.counted.Refused++
+	return false
+}
+
+// watchFloor reads the source's ack floor. The floor also passes messages that
+// died, once for each of their deliveries, and their advisories say how many
+// those were; so a floor counts only once all advisories of its time are parked.
+func (m *Mover) watchFloor(ctx context.Context) {
+	tick := time.NewTicker(moverPoll)
+	defer tick.Stop()
+	var before uint64 // the floor one look ago
+	var known bool
+	for {
+		floor, err := m.ackFloor(ctx)
+		if err == nil {
+			idle, idleErr := m.idle(ctx)
+			m.mu.Lock()
+			switch {
+			case !m.read || floor < m.base: // the first look, or a new consumer of that name
+				m.read, m.base, m.floor, m.dead = true, floor, floor, 0
+			case known && idle && idleErr == nil:
+				m.floor = max(m.floor, before)
+			}
+			m.mu.Unlock()
+			before, known = floor, true
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+func (m *Mover) ackFloor(ctx context.Context) (uint64, error) {
+	ctx, cancel := context.WithTimeout(ctx, infoTimeout)
+	defer cancel()
+	c, err := m.js.Consumer(ctx, m.cfg.Stream, m.cfg.Consumer)
+	if err != nil {
+		return 0, err
+	}
+	return c.CachedInfo().AckFloor.Consumer, nil
+}
+
+// idle tells whether every advisory that was sent is parked.
+func (m *Mover) idle(ctx context.Context) (bool, error) {
+	ctx, cancel := context.WithTimeout(ctx, infoTimeout)
+	defer cancel()
+	info, err := m.advisories.Info(ctx)
+	if err != nil {
+		return false, err
+	}
+	return info.NumPending == 0 && info.NumAckPending == 0, nil
+}

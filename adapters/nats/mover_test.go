@@ -1,0 +1,321 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package nats
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+func TestRate(t *testing.T) {
+	r, err := NewRate(10, 3)
+	if err != nil {
+		t.Fatal(err)
+	}
+	admitted := func(from, to time.Duration) (n int) {
+		for now := from; now < to; now += time.Millisecond {
+			if r.Admit(now) == 0 {
+				n++
+			}
+		}
+		return n
+	}
+	if n := admitted(0, time.Second); n != 12 { // 3 at once, then at 100 ms, 200 ms ... 900 ms
+		t.Errorf("%d in the first second", n)
+	}
+	if n := admitted(10*time.Second, 10*time.Second+time.Millisecond); n != 1 {
+		t.Error("one tick admits one")
+	}
+	if n := admitted(20*time.Second, 20*time.Second+50*time.Millisecond); n != 3 {
+		t.Errorf("a burst of %d", n)
+	}
+	if wait := r.Admit(20*time.Second + 50*time.Millisecond); wait <= 0 || wait > 100*time.Millisecond {
+		t.Errorf("wait %s", wait)
+	}
+	for _, bad := range []struct {
+		rate  float64
+		burst int
+	}{{0, 1}, {-1, 1}, {1e9, 1}, {1, 0}} {
+		if _, err := NewRate(bad.rate, bad.burst); err == nil {
+			t.Errorf("%v is taken", bad)
+		}
+	}
+}
+
+// A DLQ consumer keeps to its rate, and does not call a dependency that is down
+// at that rate either: the breaker opens.
+func TestThrottle(t *testing.T) {
+	r := newRig(t, jetstream.ConsumerConfig{})
+	const n = 60
+	r.publish(t, subject, 0, n)
+	rate, err := NewRate(100, 5)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	var calls, ok atomic.Int64
+	var down atomic.Bool
+	done := make(chan error, 1)
+	g := newGuard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
+	start := time.Now()
+	go func() {
+		done <- Throttle(ctx, g, r.consumer, rate, func(_ context.Context, m jetstream.Msg) error {
+			calls.Add(1)
+			if down.Load() {
+				return errDown
+			}
+			if _, err := ReadDeadLetter(m); err != nil {
+				return err
+			}
+			ok.Add(1)
+			return nil
+		})
+	}()
+	eventually(t, "all handled", func() bool { return ok.Load() == n })
+	if took := time.Since(start); took < (n-5)*10*time.Millisecond {
+		t.Errorf("%d in %s", n, took)
+	}
+	down.Store(true)
+	calls.Store(0)
+	r.publish(t, subject, n, 2*n)
+	time.Sleep(1500 * time.Millisecond)
+	if c := calls.Load(); c > 40 {
+		t.Errorf("%d calls of a dependency that is down", c)
+	}
+	down.Store(false)
+	eventually(t, "the rest handled", func() bool { return ok.Load() == 2*n })
+	cancel()
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+}
+
+// moverRig is a consumer whose messages die, a DLQ and a mover.
+type moverRig struct {
+	*rig
+	dlq   *DLQ
+	mover *Mover
+}
+
+func newMoverRig(t *testing.T, stream jetstream.StreamConfig, budget dlq.BudgetConfig) *moverRig {
+	t.Helper()
+	r := &moverRig{rig: &rig{broker: newBroker(t)}}
+	r.nc = r.connect()
+	ctx := testContext(t)
+	var err error
+	if r.js, err = jetstream.New(r.nc); err != nil {
+		t.Fatal(err)
+	}
+	stream.Name, stream.Subjects = "S", []string{"s.>"}
+	if r.stream, err = r.js.CreateStream(ctx, stream); err != nil {
+		t.Fatal(err)
+	}
+	r.consumer = r.durable(t, jetstream.ConsumerConfig{AckWait: 300 * time.Millisecond, MaxDeliver: 2, AckPolicy: jetstream.AckExplicitPolicy})
+	if r.dlq, err = NewDLQ(ctx, r.js, DLQConfig{Stream: "D"}); err != nil {
+		t.Fatal(err)
+	}
+	r.mover = r.newMover(t, budget)
+	return r
+}
+
+func (r *moverRig) newMover(t *testing.T, budget dlq.BudgetConfig) *Mover {
+	t.Helper()
+	m, err := NewMover(testContext(t), r.js, MoverConfig{Stream: "S", Consumer: "C", DLQ: r.dlq, Budget: budget})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m
+}
+
+// run runs a mover until the returned stop, which returns its error.
+func (r *moverRig) run(t *testing.T, m *Mover) (stop func() error) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- m.Run(ctx) }()
+	var once sync.Once
+	var err error
+	stop = func() error {
+		once.Do(func() {
+			cancel()
+			err = <-done
+		})
+		return err
+	}
+	t.Cleanup(func() { _ = stop() })
+	return stop
+}
+
+// die lets messages be delivered until the server gives up on them.
+func (r *moverRig) die(t *testing.T, n int) {
+	t.Helper()
+	for range 2 * n {
+		if _, err := r.consumer.Next(jetstream.FetchMaxWait(5 * time.Second)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r.expire(t)
+}
+
+// expire pulls until the last AckWait is over: without a pull the server does
+// not look.
+func (r *moverRig) expire(t *testing.T) {
+	t.Helper()
+	if m, err := r.consumer.Next(jetstream.FetchMaxWait(1500 * time.Millisecond)); !errors.Is(err, nats.ErrTimeout) {
+		t.Fatalf("%v %v", m, err)
+	}
+}
+
+func TestMoverMovesWhatTheServerGaveUpOn(t *testing.T) {
+	r := newMoverRig(t, jetstream.StreamConfig{Retention: jetstream.WorkQueuePolicy}, dlq.BudgetConfig{})
+	r.publish(t, subject, 0, 3)
+	for range 5 { // 0 and 1 twice, 2 once
+		m, err := r.consumer.Next(jetstream.FetchMaxWait(5 * time.Second))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if string(m.Data()) == "2" {
+			if err := m.TermWithReason("a bad day"); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	r.expire(t)
+	// The advisories came while no mover ran.
+	stop := r.run(t, r.mover)
+	eventually(t, "all moved", func() bool { return r.mover.Counts().Released == 3 })
+	if err := stop(); err != nil {
+		t.Fatal(err)
+	}
+	byBody := map[string]dlq.Record{}
+	for _, m := range r.letters(t, "D") {
+		rec, err := ReadDeadLetter(m)
+		if err != nil {
+			t.Fatal(err)
+		}
+		byBody[string(rec.Body)] = rec
+	}
+	for _, body := range []string{"0", "1"} {
+		if rec := byBody[body]; rec.Reason != dlq.ReasonMaxDeliver || rec.Deliveries != 2 || rec.Permanent || rec.Origin.Subject != "s.x" || rec.Timestamp.IsZero() {
+			t.Errorf("%+v", rec)
+		}
+	}
+	// A work queue forgets what is terminated at once.
+	gone := byBody[""]
+	if gone.Reason != dlq.ReasonTerminated || !gone.Permanent || !strings.Contains(gone.Error.Message, "a bad day; the body is gone") || gone.Origin.Sequence != 3 {
+		t.Errorf("%+v", gone)
+	}
+	i, err := r.stream.Info(testContext(t))
+	if err != nil || i.State.Msgs != 0 {
+		t.Errorf("%d messages left in the work queue: %v", i.State.Msgs, err)
+	}
+	if c := r.mover.Counts(); c.Parked != 3 || c.Gone != 1 {
+		t.Errorf("%+v", c)
+	}
+}
+
+// What the budget does not cover waits in the parking stream, through a restart
+// of the mover; successes of the source release it.
+func TestMoverKeepsToItsBudget(t *testing.T) {
+	budget := dlq.BudgetConfig{Balance: 2, Earn: 1}
+	r := newMoverRig(t, jetstream.StreamConfig{}, budget)
+	stop := r.run(t, r.mover)
+	r.publish(t, subject, 0, 6)
+	r.die(t, 6)
+	eventually(t, "all parked", func() bool { return r.mover.Counts().Parked == 6 })
+	eventually(t, "two released", func() bool { return r.mover.Counts().Released == 2 })
+	eventually(t, "the third is refused", func() bool { return r.mover.Counts().Refused > 2 })
+	if n := len(r.letters(t, "D")); n != 2 {
+		t.Errorf("%d letters for two credits: what died must not earn", n)
+	}
+	if err := stop(); err != nil {
+		t.Fatal(err)
+	}
+	again := r.newMover(t, budget)
+	stop = r.run(t, again)
+	eventually(t, "two more", func() bool { return again.Counts().Released == 2 })
+	eventually(t, "and no more", func() bool { return again.Counts().Refused > 2 })
+	r.publish(t, subject, 6, 16)
+	for range 10 {
+		m, err := r.consumer.Next(jetstream.FetchMaxWait(5 * time.Second))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := m.DoubleAck(testContext(t)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	eventually(t, "successes release the rest", func() bool { return again.Counts().Released == 4 })
+	if err := stop(); err != nil {
+		t.Fatal(err)
+	}
+	seen := map[string]int{}
+	for _, m := range r.letters(t, "D") {
+		rec, err := ReadDeadLetter(m)
+		if err != nil {
+			t.Fatal(err)
+		}
+		seen[string(rec.Body)]++
+	}
+	if len(seen) != 6 {
+		t.Errorf("%v", seen)
+	}
+}
+
+// What the guard has dead-lettered already makes no second letter.
+func TestMoverAndGuardMakeOneLetter(t *testing.T) {
+	r := newMoverRig(t, jetstream.StreamConfig{}, dlq.BudgetConfig{})
+	r.publish(t, subject, 0, 1)
+	r.die(t, 1)
+	if err := r.dlq.Write(testContext(t), &dlq.Record{
+		Body: []byte("0"), Origin: dlq.Origin{System: system, Source: "S", Group: "C", Subject: "s.x", Sequence: 1}, Reason: dlq.ReasonLastDelivery,
+	}); err != nil {
+		t.Fatal(err)
+	}
+	r.run(t, r.mover)
+	eventually(t, "moved", func() bool { return r.mover.Counts().Released == 1 })
+	got := r.letters(t, "D")
+	rec, err := ReadDeadLetter(got[0])
+	if len(got) != 1 || err != nil || rec.Reason != dlq.ReasonLastDelivery {
+		t.Errorf("%d letters, %+v, %v", len(got), rec, err)
+	}
+}
+
+func TestMoverIsRefusedAndEnds(t *testing.T) {
+	r := newMoverRig(t, jetstream.StreamConfig{}, dlq.BudgetConfig{})
+	_, err := NewMover(testContext(t), r.js, MoverConfig{Stream: "a.b", Replicas: 7, Budget: dlq.BudgetConfig{Earn: 5}})
+	for _, want := range []string{"Stream", "Consumer", "DLQ", "Replicas", "Earn"} {
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s is not reported: %v", want, err)
+		}
+	}
+	_, err = NewMover(testContext(t), r.js, MoverConfig{Stream: "S", Consumer: "X", DLQ: r.dlq, NoCreate: true})
+	if !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), "nats stream add stormguard-advisories-S-X --subjects '$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.S.X") {
+		t.Error(err)
+	}
+	done := make(chan error, 1)
+	go func() { done <- r.mover.Run(context.Background()) }()
+	eventually(t, "it pulls", func() bool {
+		i, err := r.mover.advisories.Info(testContext(t))
+		return err == nil && i.NumWaiting > 0
+	})
+	if err := r.js.DeleteStream(testContext(t), "stormguard-advisories-S-C"); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-done; !errors.Is(err, ErrConsumerGone) {
+		t.Error(err)
+	}
+}

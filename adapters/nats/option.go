@@ -1,0 +1,94 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package nats
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// An Option changes how one consumer is guarded.
+type Option func(*options)
+
+type options struct {
+	name        string
+	policy      *guard.Policy
+	window      int
+	letters     dlq.Writer
+	limiter     guard.Limiter
+	key         func(jetstream.Msg) string
+	doubleAck   bool
+	stopTimeout time.Duration
+	log         *slog.Logger
+}
+
+// WithName names the source in states, metrics and logs, and is its breaker's
+// scope. The default is "stream/consumer". Names are unique within a Guard, so
+// several instances of one durable in one process need one each.
+func WithName(name string) Option { return func(o *options) { o.name = name } }
+
+// WithPolicy is how this source behaves; the default is the Guard's policy.
+func WithPolicy(p guard.Policy) Option { return func(o *options) { o.policy = &p } }
+
+// WithWindow overrides [guard.Policy.Window]: how many messages this process may
+// hold unsettled. One pull of up to half as many may come on top; all are kept
+// alive, and count in the consumer's MaxAckPending, which its instances share.
+// At least 1, at most MaxAckPending. The default is the policy's, or 1024, or
+// MaxAckPending if that is less.
+func WithWindow(n int) Option { return func(o *options) { o.window = n } }
+
+// WithDeadLetters is where dead letters go, usually a [*DLQ]. Without one
+// nothing is dead-lettered: what would be waits.
+func WithDeadLetters(w dlq.Writer) Option { return func(o *options) { o.letters = w } }
+
+// WithLimiter paces admissions; see [NewRate] for one on this process alone.
+func WithLimiter(l guard.Limiter) Option { return func(o *options) { o.limiter = l } }
+
+// WithKey chooses the key whose messages keep their order under
+// [guard.OrderKey]. The default is the subject. It is called once a message and
+// must not block.
+func WithKey(key func(jetstream.Msg) string) Option { return func(o *options) { o.key = key } }
+
+// WithDoubleAck waits for the server's answer to each ack, up to 5s: an ack
+// that is lost is then counted as a failure. It costs a round trip per message.
+// The default is a plain ack, which a reconnect delays and a crash may lose;
+// the message is then delivered again.
+func WithDoubleAck() Option { return func(o *options) { o.doubleAck = true } }
+
+// WithStopTimeout is how long a stop waits for handlers in flight and for dead
+// letters being written. At least 1ms; the default is 30s.
+func WithStopTimeout(d time.Duration) Option { return func(o *options) { o.stopTimeout = d } }
+
+// WithLogger logs changes of state, never messages. The default is silence.
+func WithLogger(log *slog.Logger) Option { return func(o *options) { o.log = log } }
+
+const (
+	defaultStopTimeout = 30 * time.Second
+	ackTimeout         = 5 * time.Second // of a double ack
+)
+
+func newOptions(opts []Option) (options, error) {
+	o := options{log: slog.New(slog.DiscardHandler), stopTimeout: defaultStopTimeout}
+	for _, opt := range opts {
+		opt(&o)
+	}
+	var errs []error
+	if o.stopTimeout < time.Millisecond {
+		errs = append(errs, fmt.Errorf("nats: WithStopTimeout: %s is not at least 1ms", o.stopTimeout))
+	}
+	if o.window < 0 {
+		errs = append(errs, fmt.Errorf("nats: WithWindow: %d is not at least 1", o.window))
+	}
+	if o.log == nil {
+		errs = append(errs, errors.New("nats: WithLogger: the logger must not be nil; leave the option out for silence"))
+	}
+	return o, errors.Join(errs...)
+}

@@ -1,0 +1,143 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package nats
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"hash/maphash"
+	"maps"
+	"slices"
+	"sync"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// system is messaging.system; the OTel conventions list no value for NATS.
+const system = "nats"
+
+// msgPort is what the ports of both shapes share: what a message says, and how
+// it is settled. It is safe for concurrent use.
+type msgPort struct {
+	group  string // the consumer
+	key    func(jetstream.Msg) string
+	seed   maphash.Seed
+	double bool
+
+	mu   sync.Mutex
+	last jetstream.Msg // the latest delivery, for the lag
+}
+
+func newMsgPort(group string, o *options) msgPort {
+	return msgPort{group: group, key: o.key, double: o.doubleAck, seed: maphash.MakeSeed()}
+}
+
+func (p *msgPort) Lane(m jetstream.Msg) uint64 {
+	key := m.Subject()
+	if p.key != nil {
+		key = p.key(m)
+	}
+	return maphash.String(p.seed, key)
+}
+
+func (p *msgPort) Size(m jetstream.Msg) int {
+	return len(m.Data()) + len(m.Subject()) + len(m.Reply())
+}
+
+func (p *msgPort) Meta(m jetstream.Msg) guard.Meta {
+	meta := guard.Meta{
+		Body:    m.Data(),
+		Headers: fromHeader(m.Headers()),
+		Origin:  dlq.Origin{System: system, Subject: m.Subject(), Group: p.group},
+		Lag:     -1,
+	}
+	if md, err := m.Metadata(); err == nil {
+		meta.Timestamp = md.Timestamp
+		meta.Origin.Source, meta.Origin.Group, meta.Origin.Sequence = md.Stream, md.Consumer, md.Sequence.Stream
+		meta.Deliveries = int(md.NumDelivered)
+		meta.Lag = int64(md.NumPending)
+	}
+	return meta
+}
+
+func (p *msgPort) Ack(m jetstream.Msg) error {
+	if !p.double {
+		return m.Ack()
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), ackTimeout)
+	defer cancel()
+	return m.DoubleAck(ctx)
+}
+
+// Extend sends one +WPI for each message. It is fire and forget: of the three
+// within an AckWait one may be lost.
+func (p *msgPort) Extend(ms []jetstream.Msg) {
+	for _, m := range ms {
+		_ = m.InProgress() // settled meanwhile, or the connection is down: the server decides
+	}
+}
+
+// Flush has nothing to do: the connection's own flusher sends acks at once.
+func (p *msgPort) Flush() error { return nil }
+
+// Lag is the number of messages that were behind the latest delivery; while
+// nothing is delivered it stands still.
+func (p *msgPort) Lag() int64 {
+	p.mu.Lock()
+	m := p.last
+	p.mu.Unlock()
+	if m == nil {
+		return -1
+	}
+	md, err := m.Metadata()
+	if err != nil {
+		return -1
+	}
+	return int64(md.NumPending)
+}
+
+// nakAll gives messages back in the order of the stream, once. A message on its
+// last delivery is left to its AckWait: a nak would not bring it again.
+func nakAll(ms []jetstream.Msg, maxDeliver int) error {
+	type back struct {
+		m   jetstream.Msg
+		seq uint64
+	}
+	rest := make([]back, 0, len(ms))
+	for _, m := range ms {
+		md, err := m.Metadata()
+		if err != nil || maxDeliver > 0 && md.NumDelivered >= uint64(maxDeliver) {
+			continue
+		}
+		rest = append(rest, back{m, md.Sequence.Stream})
+	}
+	slices.SortFunc(rest, func(a, b back) int { return cmp.Compare(a.seq, b.seq) })
+	var errs []error
+	for _, b := range rest {
+		if err := b.m.Nak(); err != nil && !errors.Is(err, jetstream.ErrMsgAlreadyAckd) {
+			errs = append(errs, err)
+			break // the connection is gone
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// fromHeader lists headers in order of name; a name's values keep their order.
+func fromHeader(h nats.Header) []dlq.Header {
+	if len(h) == 0 {
+		return nil
+	}
+	out := make([]dlq.Header, 0, len(h))
+	for _, name := range slices.Sorted(maps.Keys(h)) {
+		for _, v := range h[name] {
+			out = append(out, dlq.Header{Name: name, Value: v})
+		}
+	}
+	return out
+}

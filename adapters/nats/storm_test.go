@@ -1,0 +1,592 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package nats
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"math"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// full tells whether the long forms of the tests run.
+func full() bool { return os.Getenv("STORMGUARD_FULL") == "1" }
+
+// wire counts what passes between the client and JetStream.
+type wire struct {
+	progress, acks, naks, pulls, other atomic.Int64
+}
+
+func (r *rig) wire(t testing.TB) *wire {
+	t.Helper()
+	w := new(wire)
+	for _, s := range []string{"$JS.ACK.>", "$JS.API.>"} {
+		sub, err := r.nc.Subscribe(s, func(m *nats.Msg) {
+			switch body := string(m.Data); {
+			case strings.HasPrefix(m.Subject, "$JS.API.CONSUMER.MSG.NEXT."):
+				w.pulls.Add(1)
+			case strings.HasPrefix(m.Subject, "$JS.API."):
+				w.other.Add(1)
+			case body == "+WPI":
+				w.progress.Add(1)
+			case strings.HasPrefix(body, "-NAK"):
+				w.naks.Add(1)
+			default:
+				w.acks.Add(1)
+			}
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = sub.Unsubscribe() })
+	}
+	if err := r.nc.Flush(); err != nil {
+		t.Fatal(err)
+	}
+	return w
+}
+
+// sync waits until everything that was sent has been counted.
+func (r *rig) sync(t testing.TB) {
+	t.Helper()
+	if err := r.nc.Flush(); err != nil {
+		t.Fatal(err)
+	}
+	time.Sleep(50 * time.Millisecond) // the callbacks' own queue
+}
+
+func openSource(t testing.TB, g *guard.Guard, name string) guard.Control {
+	t.Helper()
+	eventually(t, "the source is open", func() bool { return g.Source(name) != nil })
+	return g.Source(name)
+}
+
+// While a breaker is forced open over a full window nothing goes over the wire
+// but keep-alives, and no message's delivery count moves.
+func TestForcedOpenCostsTheBrokerNothing(t *testing.T) {
+	ackWait, period := 900*time.Millisecond, 4*time.Second
+	if full() {
+		ackWait, period = 3*time.Second, 60*time.Second
+	}
+	const window, n = 200, 400
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: ackWait, MaxAckPending: window})
+	g := newGuard(t, guard.Config{})
+	var mu sync.Mutex
+	deliveries := map[uint64]uint64{}
+	c := consume(t, g, r.consumer, func(_ context.Context, m jetstream.Msg) error {
+		md, err := m.Metadata()
+		mu.Lock()
+		deliveries[md.Sequence.Stream] = md.NumDelivered
+		mu.Unlock()
+		return err
+	})
+	src := openSource(t, g, "S/C")
+	if err := src.ForceOpen(0); err != nil {
+		t.Fatal(err)
+	}
+	r.publish(t, subject, 0, n)
+	var held int
+	eventually(t, "the window is full, the pull closed, and what it brought taken in", func() bool {
+		i, st := r.info(t), src.State()
+		was := held // what is between the feed and nats.go is in no account
+		held = i.NumAckPending
+		return st.Room == 0 && i.NumWaiting == 0 && was == held
+	})
+	w := r.wire(t)
+	time.Sleep(period)
+	r.sync(t)
+	most := int64(float64(held) * math.Ceil(period.Seconds()/(ackWait/3).Seconds()))
+	t.Logf("%d held, open for %s: %d keep-alives (at most %d), %d acks, %d naks, %d pulls, %d other calls",
+		held, period, w.progress.Load(), most, w.acks.Load(), w.naks.Load(), w.pulls.Load(), w.other.Load())
+	if w.acks.Load() != 0 || w.naks.Load() != 0 || w.pulls.Load() != 0 || w.other.Load() != 0 {
+		t.Error("something else than keep-alives went over the wire")
+	}
+	if n := w.progress.Load(); n > most || n < int64(held) {
+		t.Errorf("%d keep-alives", n)
+	}
+	if i := r.info(t); i.NumRedelivered != 0 || i.NumAckPending != held {
+		t.Errorf("%d redelivered, %d pending", i.NumRedelivered, i.NumAckPending)
+	}
+	if err := src.ForceClosed(); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "everything drained", func() bool { return r.info(t).AckFloor.Stream == n })
+	mu.Lock()
+	defer mu.Unlock()
+	for seq, n := range deliveries {
+		if n != 1 {
+			t.Errorf("message %d: %d deliveries", seq, n)
+		}
+	}
+	if err := c.stop(t); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// What waits in nats.go's buffer behind a slow handler is taken out of it and
+// kept alive, so nothing is delivered twice.
+func TestNothingWaitsUnextendedBehindASlowHandler(t *testing.T) {
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 600 * time.Millisecond})
+	const n = 60
+	r.publish(t, subject, 0, n)
+	var calls atomic.Int64
+	c := consume(t, newGuard(t, guard.Config{}), r.consumer, func(context.Context, jetstream.Msg) error {
+		calls.Add(1)
+		time.Sleep(50 * time.Millisecond)
+		return nil
+	}, WithWindow(16)) // 16 + 8 in the feed + 8 pulled: less than there is
+	eventually(t, "all handled", func() bool { return r.info(t).AckFloor.Stream == n })
+	if i := r.info(t); calls.Load() != n || i.Delivered.Consumer != n {
+		t.Errorf("%d calls, %d deliveries of %d messages", calls.Load(), i.Delivered.Consumer, n)
+	}
+	if err := c.stop(t); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func key(m jetstream.Msg) string { return m.Subject() }
+
+// One percent of poison over 1,000 keys in steady traffic: each is dead-lettered
+// once with its history, the breaker stays closed, the other keys go on in order.
+func TestPoisonAmongThousandKeys(t *testing.T) {
+	r := newRig(t, jetstream.ConsumerConfig{})
+	d, err := NewDLQ(testContext(t), r.js, DLQConfig{Stream: "D"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	const n, keys = 10_000, 1000
+	poison := func(i int) bool { return i%100 == 37 }
+	g := newGuard(t, guard.Config{Policy: guard.Policy{
+		Order: guard.OrderKey, Workers: 8,
+		Retry: guard.Retry{Attempts: 3, Base: 5 * time.Millisecond, Max: 20 * time.Millisecond},
+	}})
+	var mu sync.Mutex
+	last := map[string]int{}
+	done := map[int]time.Time{}
+	var disorder, repeats int
+	c := consume(t, g, r.consumer, func(_ context.Context, m jetstream.Msg) error {
+		i, err := strconv.Atoi(string(m.Data()))
+		if err != nil {
+			return err
+		}
+		if poison(i) {
+			return fmt.Errorf("cannot parse order %d", i)
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		if was, ok := last[key(m)]; ok && was > i {
+			disorder++
+		}
+		if _, ok := done[i]; ok {
+			repeats++
+		}
+		last[key(m)], done[i] = i, time.Now()
+		return nil
+	}, WithDeadLetters(d))
+	src := openSource(t, g, "S/C")
+	start := time.Now()
+	var opened atomic.Bool
+	bySubject := func(i int) string { return "s." + strconv.Itoa(i%keys) }
+	published := 0
+	sent := map[int]time.Time{}
+	eventually(t, "all poison is dead-lettered", func() bool {
+		mu.Lock()
+		for i := published; i < published+20; i++ {
+			sent[i] = time.Now()
+		}
+		mu.Unlock()
+		r.publish(t, bySubject, published, published+20)
+		published += 20
+		st := src.State()
+		if st.Breaker.State != breaker.Closed {
+			opened.Store(true)
+		}
+		return published >= n && (opened.Load() || st.Tally.DeadLettered >= uint64(published/100))
+	})
+	eventually(t, "all settled", func() bool { return r.info(t).AckFloor.Stream == uint64(published) })
+	tally := src.State().Tally
+	if err := c.stop(t); err != nil {
+		t.Fatal(err)
+	}
+	letters := r.letters(t, "D")
+	seen := map[string]int{}
+	for _, m := range letters {
+		rec, err := ReadDeadLetter(m)
+		if err != nil {
+			t.Fatal(err)
+		}
+		i, _ := strconv.Atoi(string(rec.Body))
+		if seen[string(rec.Body)]++; !poison(i) || len(rec.History) < 3 || rec.FirstFailed.IsZero() || rec.Error.Message == "" || rec.Cause.ID == "" {
+			t.Errorf("letter %s: %+v", rec.Body, rec)
+		}
+	}
+	bad := (published + 62) / 100 // 37, 137, ...
+	if len(letters) != bad || len(seen) != bad {
+		t.Errorf("%d letters of %d messages, want %d", len(letters), len(seen), bad)
+	}
+	if opened.Load() {
+		t.Error("the breaker opened")
+	}
+	var waits []time.Duration // of keys without poison
+	for i, at := range done {
+		if !poison(i % 100) {
+			waits = append(waits, at.Sub(sent[i]))
+		}
+	}
+	slices.Sort(waits)
+	if disorder > 0 || repeats > 0 || len(done) != published-bad {
+		t.Errorf("%d handled, %d out of order, %d twice", len(done), disorder, repeats)
+	}
+	t.Logf("%d messages, %d dead letters, %d retries in %s; other keys waited %s (median), %s (99 %%), %s (most) from publishing to handled",
+		published, len(letters), tally.Retries, time.Since(start).Round(time.Millisecond),
+		waits[len(waits)/2], waits[len(waits)*99/100], waits[len(waits)-1])
+}
+
+// After an outage what was held drains in order and within the ramp.
+func TestDrainsInOrderWithinTheRamp(t *testing.T) {
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: time.Second})
+	ramp := guard.Ramp{Start: 100, Double: 500 * time.Millisecond, For: 3 * time.Second}
+	g := newGuard(t, guard.Config{Policy: guard.Policy{Ramp: ramp}})
+	var mu sync.Mutex
+	var order []uint64
+	var at []time.Time
+	c := consume(t, g, r.consumer, func(_ context.Context, m jetstream.Msg) error {
+		md, err := m.Metadata()
+		mu.Lock()
+		defer mu.Unlock()
+		order, at = append(order, md.Sequence.Stream), append(at, time.Now())
+		return err
+	})
+	src := openSource(t, g, "S/C")
+	if err := src.ForceOpen(0); err != nil {
+		t.Fatal(err)
+	}
+	const n = 450
+	r.publish(t, subject, 0, n)
+	eventually(t, "held", func() bool { return src.State().Account.Held == n })
+	closed := time.Now()
+	if err := src.ForceClosed(); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "drained", func() bool { return r.info(t).AckFloor.Stream == n })
+	if err := c.stop(t); err != nil {
+		t.Fatal(err)
+	}
+	if !slices.IsSorted(order) || len(order) != n {
+		t.Errorf("%d handled, in order: %v", len(order), slices.IsSorted(order))
+	}
+	tau := ramp.Double.Seconds() / math.Ln2
+	for i, when := range at {
+		passed := when.Sub(closed)
+		if passed >= ramp.For {
+			break
+		}
+		if most := ramp.Start*tau*(math.Exp(passed.Seconds()/tau)-1) + 1; float64(i) > most {
+			t.Fatalf("message %d after %s: at most %.0f", i, passed, most)
+		}
+	}
+	t.Logf("%d drained in %s", n, at[n-1].Sub(closed).Round(time.Millisecond))
+}
+
+func TestServerRestartIsWaitedOut(t *testing.T) {
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 3 * time.Second})
+	var mu sync.Mutex
+	seen := map[string]int{}
+	c := consume(t, newGuard(t, guard.Config{}), r.consumer, func(_ context.Context, m jetstream.Msg) error {
+		mu.Lock()
+		seen[string(m.Data())]++
+		mu.Unlock()
+		time.Sleep(time.Millisecond)
+		return nil
+	})
+	r.publish(t, subject, 0, 500)
+	count := func() int { mu.Lock(); defer mu.Unlock(); return len(seen) }
+	eventually(t, "some handled", func() bool { return count() > 50 })
+	r.stop()
+	time.Sleep(300 * time.Millisecond)
+	r.start()
+	eventually(t, "the publisher is back", func() bool { return r.nc.IsConnected() })
+	eventually(t, "JetStream is back", func() bool {
+		_, err := r.js.Publish(testContext(t), "s.x", []byte("500"))
+		return err == nil
+	})
+	eventually(t, "all handled", func() bool { return count() == 501 })
+	if err := c.stop(t); err != nil {
+		t.Fatal(err)
+	}
+	twice := 0
+	for _, n := range seen {
+		twice += n - 1
+	}
+	t.Logf("%d handled twice", twice)
+}
+
+func TestDeletedConsumerIsGone(t *testing.T) {
+	for name, remove := range map[string]func(r *rig) error{
+		"consumer": func(r *rig) error { return r.stream.DeleteConsumer(context.Background(), "C") },
+		"stream":   func(r *rig) error { return r.js.DeleteStream(context.Background(), "S") },
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, jetstream.ConsumerConfig{})
+			var n atomic.Int64
+			c := consume(t, newGuard(t, guard.Config{}), r.consumer, func(context.Context, jetstream.Msg) error { n.Add(1); return nil })
+			r.publish(t, subject, 0, 10)
+			eventually(t, "handled", func() bool { return n.Load() == 10 })
+			if err := remove(r); err != nil {
+				t.Fatal(err)
+			}
+			if err := c.wait(t); !errors.Is(err, ErrConsumerGone) {
+				t.Fatal(err)
+			}
+		})
+	}
+}
+
+// A consumer that is deleted while it is held is noticed when it is pulled again.
+func TestConsumerDeletedDuringAHold(t *testing.T) {
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 600 * time.Millisecond, MaxAckPending: 10})
+	g := newGuard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
+	c := consume(t, g, r.consumer, func(context.Context, jetstream.Msg) error { return nil })
+	src := openSource(t, g, "S/C")
+	if err := src.ForceOpen(0); err != nil {
+		t.Fatal(err)
+	}
+	r.publish(t, subject, 0, 20)
+	eventually(t, "the pull is closed", func() bool { return src.State().Room == 0 && r.info(t).NumWaiting == 0 })
+	if err := r.stream.DeleteConsumer(testContext(t), "C"); err != nil {
+		t.Fatal(err)
+	}
+	if err := src.ForceClosed(); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.wait(t); !errors.Is(err, ErrConsumerGone) {
+		t.Fatal(err)
+	}
+}
+
+func TestClosedConnectionAndClosedGuardEndConsume(t *testing.T) {
+	r := newRig(t, jetstream.ConsumerConfig{})
+	nc := r.connect()
+	js, err := jetstream.New(nc)
+	if err != nil {
+		t.Fatal(err)
+	}
+	own, err := js.Consumer(testContext(t), "S", "C")
+	if err != nil {
+		t.Fatal(err)
+	}
+	handle := func(context.Context, jetstream.Msg) error { return nil }
+	g := newGuard(t, guard.Config{})
+	c := consume(t, g, own, handle)
+	openSource(t, g, "S/C")
+	eventually(t, "a pull is open", func() bool { return r.info(t).NumWaiting > 0 })
+	nc.Close()
+	if err := c.wait(t); !errors.Is(err, ErrConnectionClosed) {
+		t.Fatal(err)
+	}
+	c = consume(t, g, r.consumer, handle)
+	openSource(t, g, "S/C")
+	if _, err := g.Close(testContext(t)); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.wait(t); !errors.Is(err, guard.ErrClosed) {
+		t.Fatal(err)
+	}
+}
+
+// While the stream of dead letters is gone nothing is acked in vain, and the
+// letters follow when it is back.
+func TestDLQUnavailable(t *testing.T) {
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: time.Second})
+	ctx := testContext(t)
+	d, err := NewDLQ(ctx, r.js, DLQConfig{Stream: "D"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := r.js.DeleteStream(ctx, "D"); err != nil {
+		t.Fatal(err)
+	}
+	var good atomic.Int64
+	g := newGuard(t, guard.Config{Policy: guard.Policy{Order: guard.OrderNone}})
+	c := consume(t, g, r.consumer, func(_ context.Context, m jetstream.Msg) error {
+		if i, _ := strconv.Atoi(string(m.Data())); i%10 == 0 {
+			return guard.Permanent(errDown)
+		}
+		good.Add(1)
+		return nil
+	}, WithDeadLetters(d))
+	r.publish(t, subject, 0, 50)
+	eventually(t, "the good ones are handled", func() bool { return good.Load() == 45 })
+	eventually(t, "the Guard says why", func() bool { return g.Ready() != nil })
+	if err := g.Ready(); !errors.Is(err, ErrNoStream) {
+		t.Errorf("%v", err)
+	}
+	eventually(t, "the good ones are acked", func() bool { return r.info(t).NumAckPending == 5 })
+	if _, err := NewDLQ(ctx, r.js, DLQConfig{Stream: "D"}); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "all settled", func() bool { return r.info(t).AckFloor.Stream == 50 })
+	if n := len(r.letters(t, "D")); n != 5 {
+		t.Errorf("%d letters", n)
+	}
+	if i := r.info(t); i.Delivered.Consumer != 50 {
+		t.Errorf("%d deliveries", i.Delivered.Consumer)
+	}
+	if err := c.stop(t); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Several instances share a durable; one that holds returns what it has when it
+// stops, and the others finish it.
+func TestSeveralInstancesOnOneDurable(t *testing.T) {
+	r := newRig(t, jetstream.ConsumerConfig{})
+	var mu sync.Mutex
+	seen := map[string]int{}
+	count := func() int { mu.Lock(); defer mu.Unlock(); return len(seen) }
+	handle := func(_ context.Context, m jetstream.Msg) error {
+		mu.Lock()
+		seen[string(m.Data())]++
+		mu.Unlock()
+		time.Sleep(200 * time.Microsecond)
+		return nil
+	}
+	held := newGuard(t, guard.Config{})
+	var cs []*consuming
+	for i := range 3 {
+		g := held
+		if i > 0 {
+			g = newGuard(t, guard.Config{})
+		}
+		cs = append(cs, consume(t, g, r.consumer, handle, WithWindow(100)))
+		if i == 0 {
+			if err := openSource(t, g, "S/C").ForceOpen(0); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	const n = 3000
+	r.publish(t, subject, 0, n)
+	eventually(t, "the other two finish theirs", func() bool {
+		i := r.info(t)
+		return i.NumPending == 0 && count()+i.NumAckPending == n
+	})
+	kept := n - count()
+	if err := cs[0].stop(t); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "all handled", func() bool { return count() == n })
+	for _, c := range cs[1:] {
+		if err := c.stop(t); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if most := slices.Max(slices.Collect(maps.Values(seen))); most != 1 || kept > 200 {
+		t.Errorf("%d handled at most, %d were held", most, kept)
+	}
+	t.Logf("%d were held by one of three", kept)
+}
+
+func TestUnsuitableConsumersAreRefused(t *testing.T) {
+	r := newRig(t, jetstream.ConsumerConfig{})
+	ctx := testContext(t)
+	g := newGuard(t, guard.Config{})
+	handle := func(context.Context, jetstream.Msg) error { return nil }
+	for _, p := range []jetstream.AckPolicy{jetstream.AckNonePolicy, jetstream.AckAllPolicy} {
+		c := r.durable(t, jetstream.ConsumerConfig{Durable: p.String(), AckPolicy: p})
+		if err := Consume(ctx, g, c, handle); !errors.Is(err, ErrUnsuitable) {
+			t.Errorf("%s: %v", p, err)
+		}
+		if _, err := WrapConsumer(g, c); !errors.Is(err, ErrUnsuitable) {
+			t.Errorf("%s: %v", p, err)
+		}
+	}
+	ordered, err := r.stream.OrderedConsumer(ctx, jetstream.OrderedConsumerConfig{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := Consume(ctx, g, ordered, handle); !errors.Is(err, ErrUnsuitable) {
+		t.Errorf("ordered: %v", err)
+	}
+	if err := Consume(ctx, g, r.consumer, handle, WithWindow(5000)); err == nil || !strings.Contains(err.Error(), "WithWindow") {
+		t.Errorf("%v", err)
+	}
+	if err := Consume(ctx, g, r.consumer, handle, WithWindow(-1), WithStopTimeout(-1), WithLogger(nil)); err == nil ||
+		!strings.Contains(err.Error(), "WithWindow") || !strings.Contains(err.Error(), "WithStopTimeout") || !strings.Contains(err.Error(), "WithLogger") {
+		t.Errorf("%v", err)
+	}
+	short := r.durable(t, jetstream.ConsumerConfig{Durable: "backoff", MaxDeliver: 4, BackOff: []time.Duration{time.Minute, 100 * time.Millisecond, time.Second}})
+	if err := Consume(ctx, g, short, handle); err == nil || !strings.Contains(err.Error(), "AckWait") {
+		t.Errorf("a BackOff of 100ms: %v", err)
+	}
+}
+
+// A handler that outlives the grace is named, and its message stays unsettled.
+func TestStopNamesWhatItLeaves(t *testing.T) {
+	r := newRig(t, jetstream.ConsumerConfig{})
+	release := make(chan struct{})
+	var begun atomic.Bool
+	c := consume(t, newGuard(t, guard.Config{}), r.consumer, func(context.Context, jetstream.Msg) error {
+		begun.Store(true)
+		<-release
+		return nil
+	}, WithStopTimeout(50*time.Millisecond))
+	r.publish(t, subject, 0, 3)
+	eventually(t, "the handler runs", begun.Load)
+	err := c.stop(t)
+	close(release)
+	if err == nil || !strings.Contains(err.Error(), "1 messages left after 50ms") {
+		t.Fatal(err)
+	}
+	if i := r.info(t); i.AckFloor.Stream != 0 || i.NumAckPending != 3 {
+		t.Errorf("%+v", i)
+	}
+}
+
+func TestDoubleAckAndLag(t *testing.T) {
+	r := newRig(t, jetstream.ConsumerConfig{})
+	r.publish(t, subject, 0, 20)
+	seen := make(chan int, 20)
+	c := consume(t, newGuard(t, guard.Config{}), r.consumer, func(_ context.Context, m jetstream.Msg) error {
+		// Not acked yet, but all before it are.
+		seen <- int(r.info(t).AckFloor.Stream)
+		return nil
+	}, WithDoubleAck())
+	eventually(t, "all handled", func() bool { return len(seen) == 20 })
+	for i := range 20 {
+		if floor := <-seen; floor != i {
+			t.Fatalf("floor %d in message %d", floor, i+1)
+		}
+	}
+	if err := c.stop(t); err != nil {
+		t.Fatal(err)
+	}
+	p := &msgPort{}
+	if p.Lag() != -1 {
+		t.Error("a lag before any delivery")
+	}
+	r.publish(t, subject, 20, 30)
+	m, err := r.consumer.Next()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if p.last = m; p.Lag() != 9 {
+		t.Errorf("lag %d", p.Lag())
+	}
+}

@@ -1,0 +1,615 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package nats
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"reflect"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// WrapConsumer is the passive shape: the consumer that an existing program
+// already calls, with the guard between it and the server. What the program
+// does to a message is the outcome: Ack and DoubleAck are success, Nak and
+// NakWithDelay failure, Term and TermWithReason [guard.Permanent], and [Fail]
+// says more. Nothing is nak'ed or terminated at the server: the guard decides
+// about the retry, the hold or the dead letter. A message is settled once;
+// again is [jetstream.ErrMsgAlreadyAckd]. One that is not settled within the
+// consumer's AckWait has failed with [ErrNotSettled]; InProgress begins that
+// time anew.
+//
+// What it cannot do: it sees only these outcomes. There is no handler timeout,
+// and a panic is the program's. A retry comes after messages that were behind
+// it, since several are out at once (a policy with one worker keeps the order).
+// What waits in nats.go's own buffer is not extended, so keep MaxAckPending
+// within the window, as the defaults do; a larger one is logged. While the
+// source holds, calls return as they do when there are no messages, and what
+// they pulled comes with a later call. [Consume] has none of these limits.
+//
+// The source ends with the Guard: close that after the program has stopped
+// consuming, and what is held is given back. Ordered consumers and those
+// without explicit acks are an [ErrUnsuitable]. Each call of Consume or
+// Messages starts one or two goroutines, which end when it is stopped.
+func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (jetstream.Consumer, error) {
+	o, err := newOptions(opts)
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), infoTimeout)
+	defer cancel()
+	s, err := describe(ctx, consumer, &o)
+	if err != nil {
+		return nil, err
+	}
+	p := &passivePort{
+		msgPort: newMsgPort(s.info.Name, &o), maxDeliver: s.limits.MaxDeliver,
+		more: make(chan struct{}), parked: make(map[*taken]struct{}),
+	}
+	src, err := guard.Open(g, s.config, s.limits, p, nil)
+	if err != nil {
+		return nil, fmt.Errorf("nats: wrap %s: %w", s.config.Name, err)
+	}
+	if err := override(src, o.window); err != nil {
+		src.End(ctx, guard.ReasonShutdown)
+		return nil, fmt.Errorf("nats: wrap %s: WithWindow: %w", s.config.Name, err)
+	}
+	window := src.State().Window
+	if most := s.info.Config.MaxAckPending; most < 1 || most > window {
+		o.log.Warn("MaxAckPending is above the window: what waits in the client's buffer is not kept alive",
+			"source", s.config.Name, "max_ack_pending", most, "window", window)
+	}
+	return &wrapped{Consumer: consumer, src: src, port: p, lease: s.limits.AckWait, window: window, log: o.log}, nil
+}
+
+// override changes the window of a source that was just opened.
+func override[M any](src *guard.Source[M], window int) error {
+	if window == 0 {
+		return nil
+	}
+	policy := src.State().Settings
+	policy.Window = window
+	return src.Update(policy)
+}
+
+var (
+	// ErrNak is the failure of a wrapped message that was nak'ed.
+	ErrNak = errors.New("nats: nak")
+
+	// ErrTerm is the permanent failure of a wrapped message that was terminated.
+	ErrTerm = errors.New("nats: terminated")
+
+	// ErrNotSettled is the failure of a wrapped message that was neither
+	// settled nor extended within the consumer's AckWait.
+	ErrNotSettled = errors.New("nats: not settled within the AckWait")
+
+	// ErrNotWrapped means that [Fail] was given a message that does not come
+	// from [WrapConsumer].
+	ErrNotWrapped = errors.New("nats: not a message of a wrapped consumer")
+)
+
+// Fail reports the failure of a message of a wrapped consumer, as a handler
+// would return it: guard.Permanent, guard.Backoff and guard.Ignore mean what
+// they mean there. A nil err acks.
+func Fail(m jetstream.Msg, err error) error {
+	w, ok := m.(*wrappedMsg)
+	if !ok {
+		return ErrNotWrapped
+	}
+	return w.settle(nil, err) //nolint:staticcheck // nil: no confirmation is waited for
+}
+
+// taken is a message that the source has.
+type taken struct {
+	jetstream.Msg
+	confirm context.Context //nolint:containedctx // of DoubleAck; nil for a plain ack
+	acked   error           // what the ack said; written and read by the goroutine that settles
+}
+
+// wrappedMsg is one attempt of a message, as the program sees it.
+type wrappedMsg struct {
+	jetstream.Msg
+	w     *wrapped
+	of    *taken
+	token guard.Token
+	lease *time.Timer
+	done  atomic.Bool
+}
+
+// settle takes the outcome, once.
+func (m *wrappedMsg) settle(confirm context.Context, err error) error {
+	if !m.done.CompareAndSwap(false, true) {
+		return jetstream.ErrMsgAlreadyAckd
+	}
+	m.lease.Stop()
+	m.of.confirm, m.of.acked = confirm, errNoAck
+	m.w.src.Done(m.token, err) // acks right here
+	if err == nil {
+		return m.of.acked
+	}
+	return nil
+}
+
+// errNoAck stays when the source has ended, so that no ack went out.
+var errNoAck = fmt.Errorf("nats: ack: %w", guard.ErrClosed)
+
+func (m *wrappedMsg) Ack() error { return m.settle(nil, nil) } //nolint:staticcheck // nil: no confirmation
+
+func (m *wrappedMsg) DoubleAck(ctx context.Context) error { return m.settle(ctx, nil) }
+
+func (m *wrappedMsg) Nak() error { return m.settle(nil, ErrNak) } //nolint:staticcheck // nil: no confirmation
+
+// NakWithDelay is Nak: the guard's own delays apply.
+func (m *wrappedMsg) NakWithDelay(time.Duration) error { return m.settle(nil, ErrNak) } //nolint:staticcheck // nil: no confirmation
+
+func (m *wrappedMsg) Term() error { return m.settle(nil, guard.Permanent(ErrTerm)) } //nolint:staticcheck // nil: no confirmation
+
+func (m *wrappedMsg) TermWithReason(reason string) error {
+	return m.settle(nil, guard.Permanent(fmt.Errorf("%w: %s", ErrTerm, reason))) //nolint:staticcheck // nil: no confirmation
+}
+
+// InProgress begins the message's AckWait anew, here and at the server.
+func (m *wrappedMsg) InProgress() error {
+	if m.done.Load() {
+		return jetstream.ErrMsgAlreadyAckd
+	}
+	m.lease.Reset(m.w.lease)
+	return m.Msg.InProgress()
+}
+
+// passivePort is the port of the passive shape.
+type passivePort struct {
+	msgPort
+	maxDeliver int
+
+	mu     sync.Mutex
+	parked map[*taken]struct{} // taken from the server, no room in the source yet
+	more   chan struct{}       // closed and replaced when room comes
+}
+
+func (p *passivePort) Lane(m *taken) uint64     { return p.msgPort.Lane(m.Msg) }
+func (p *passivePort) Size(m *taken) int        { return p.msgPort.Size(m.Msg) }
+func (p *passivePort) Meta(m *taken) guard.Meta { return p.msgPort.Meta(m.Msg) }
+
+func (p *passivePort) Ack(m *taken) error {
+	if m.confirm != nil {
+		m.acked = m.Msg.DoubleAck(m.confirm)
+	} else {
+		m.acked = p.msgPort.Ack(m.Msg)
+	}
+	return m.acked
+}
+
+func (p *passivePort) Extend(ms []*taken) {
+	for _, m := range ms {
+		_ = m.Msg.InProgress() // see msgPort.Extend
+	}
+	p.mu.Lock()
+	var parked []*taken
+	for m := range p.parked {
+		parked = append(parked, m)
+	}
+	p.mu.Unlock()
+	for _, m := range parked {
+		_ = m.Msg.InProgress()
+	}
+}
+
+func (p *passivePort) Return(ms []*taken, _ guard.Reason) error {
+	back := make([]jetstream.Msg, len(ms))
+	for i, m := range ms {
+		back[i] = m.Msg
+	}
+	return nakAll(back, p.maxDeliver)
+}
+
+func (p *passivePort) Demand(n int) {
+	if n == 0 {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	close(p.more)
+	p.more = make(chan struct{})
+}
+
+// wrapped is the consumer that the program calls.
+type wrapped struct {
+	jetstream.Consumer
+	src    *guard.Source[*taken]
+	port   *passivePort
+	lease  time.Duration
+	window int
+	log    *slog.Logger
+
+	// asked is how many messages pulls may still bring whose call has returned.
+	asked atomic.Int64
+}
+
+// offer gives a message to the source, waiting for room until stop or the source
+// ends.
+func (w *wrapped) offer(m jetstream.Msg, stop <-chan struct{}) {
+	t := &taken{Msg: m}
+	p := w.port
+	p.msgPort.mu.Lock()
+	p.last = m
+	p.msgPort.mu.Unlock()
+	for {
+		p.mu.Lock()
+		more := p.more
+		p.mu.Unlock()
+		err := w.src.Offer(t)
+		if !errors.Is(err, guard.ErrFull) {
+			p.mu.Lock()
+			delete(p.parked, t)
+			p.mu.Unlock()
+			if err != nil {
+				_ = nakAll([]jetstream.Msg{m}, p.maxDeliver)
+			}
+			return
+		}
+		p.mu.Lock()
+		p.parked[t] = struct{}{}
+		p.mu.Unlock()
+		retry := time.NewTimer(roomPoll) // room of less than half the window is not told
+		select {
+		case <-more:
+		case <-retry.C:
+		case <-stop:
+			retry.Stop()
+			p.mu.Lock()
+			delete(p.parked, t)
+			p.mu.Unlock()
+			_ = nakAll([]jetstream.Msg{m}, p.maxDeliver)
+			return
+		}
+		retry.Stop()
+	}
+}
+
+const (
+	roomPoll = 20 * time.Millisecond
+	// settleDown is how long a call waits for the source to hand out what it
+	// has just been offered.
+	settleDown = 20 * time.Millisecond
+)
+
+// hand makes an item the program's.
+func (w *wrapped) hand(it guard.Item[*taken]) jetstream.Msg {
+	m := &wrappedMsg{Msg: it.Msg.Msg, w: w, of: it.Msg, token: it.Token}
+	m.lease = time.AfterFunc(w.lease, func() { _ = m.settle(nil, ErrNotSettled) }) //nolint:staticcheck // nil: no confirmation
+	return m
+}
+
+// drained tells whether nothing is about to be handed out.
+func (w *wrapped) drained() bool { return w.src.Account().Waiting == 0 }
+
+// Fetch is up to batch messages that may be handled now.
+func (w *wrapped) Fetch(batch int, opts ...jetstream.FetchOpt) (jetstream.MessageBatch, error) {
+	return w.fetch(batch, waitOf(opts), func(n int) (jetstream.MessageBatch, error) { return w.Consumer.Fetch(n, opts...) })
+}
+
+// FetchNoWait is up to batch messages that are there.
+func (w *wrapped) FetchNoWait(batch int) (jetstream.MessageBatch, error) {
+	return w.fetch(batch, 0, w.Consumer.FetchNoWait)
+}
+
+// FetchBytes is messages up to maxBytes, if the source has room; messages that
+// were held come first and do not count.
+func (w *wrapped) FetchBytes(maxBytes int, opts ...jetstream.FetchOpt) (jetstream.MessageBatch, error) {
+	return w.fetch(w.window, waitOf(opts), func(int) (jetstream.MessageBatch, error) { return w.Consumer.FetchBytes(maxBytes, opts...) })
+}
+
+// Next is one message that may be handled now, or [nats.ErrTimeout].
+func (w *wrapped) Next(opts ...jetstream.FetchOpt) (jetstream.Msg, error) {
+	b, err := w.Fetch(1, opts...)
+	if err != nil {
+		return nil, err
+	}
+	if m, ok := <-b.Messages(); ok {
+		return m, nil
+	}
+	if err := b.Error(); err != nil {
+		return nil, err
+	}
+	return nil, nats.ErrTimeout
+}
+
+// waitOf is how long a fetch may wait. The options are functions over a type
+// that nats.go does not export, so one of it is made and asked.
+func waitOf(opts []jetstream.FetchOpt) time.Duration {
+	req := reflect.New(reflect.TypeFor[jetstream.FetchOpt]().In(0).Elem())
+	for _, opt := range opts {
+		reflect.ValueOf(opt).Call([]reflect.Value{req}) // an error comes again from the client
+	}
+	if f := req.Elem().FieldByName("Expires"); f.IsValid() && f.CanInt() && f.Int() > 0 {
+		return time.Duration(f.Int())
+	}
+	return jetstream.DefaultExpires
+}
+
+// batch is the result of a fetch.
+type batch struct {
+	out chan jetstream.Msg
+	mu  sync.Mutex
+	err error
+}
+
+func (b *batch) Messages() <-chan jetstream.Msg { return b.out }
+
+func (b *batch) Error() error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.err
+}
+
+// fetch pulls what the source has room for and hands out what it lets through.
+// It starts a goroutine that ends after wait at the latest. When messages that
+// were held have filled the batch, the pull goes on until it ends, and what it
+// brings is a later call's: that pulls less.
+func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.MessageBatch, error)) (jetstream.MessageBatch, error) {
+	st := w.src.State()
+	if st.Ended {
+		return nil, guard.ErrClosed
+	}
+	var in <-chan jetstream.Msg
+	var inner jetstream.MessageBatch
+	want := int64(min(most, st.Room)) - w.asked.Load()
+	if want > 0 || most < 1 { // the client says what is wrong with fewer than 1
+		var err error
+		if inner, err = pull(int(want)); err != nil {
+			return nil, err
+		}
+		in = inner.Messages()
+		w.asked.Add(want)
+	}
+	b := &batch{out: make(chan jetstream.Msg, max(0, min(most, w.window)))}
+	fail := func(err error) {
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		b.err = err
+	}
+	take := func(m jetstream.Msg) {
+		if want > 0 { // FetchBytes may bring more
+			want--
+			w.asked.Add(-1)
+		}
+		w.offer(m, nil)
+	}
+	rest := func() {
+		for m := range in {
+			take(m)
+		}
+		w.asked.Add(-want)
+	}
+	go func() {
+		defer close(b.out)
+		deadline := time.NewTimer(wait)
+		defer deadline.Stop()
+		look := time.NewTicker(settleDown)
+		defer look.Stop()
+		over, given := false, 0
+		for idle := 0; given < cap(b.out) && idle < 2; {
+			select {
+			case m, ok := <-in:
+				if ok {
+					take(m)
+					continue
+				}
+				w.asked.Add(-want)
+				in, over = nil, true
+				fail(inner.Error())
+			case it, ok := <-w.src.Ready():
+				if !ok {
+					fail(guard.ErrClosed)
+					idle = 2
+					continue
+				}
+				idle = 0
+				given++
+				b.out <- w.hand(it)
+			case <-deadline.C:
+				over = true
+			case <-look.C:
+				if over && in == nil && w.drained() {
+					idle++
+				}
+			}
+		}
+		if in != nil {
+			go rest() // ends with the pull
+		}
+	}()
+	return b, nil
+}
+
+// Consume calls handler for each message that may be handled, one at a time.
+func (w *wrapped) Consume(handler jetstream.MessageHandler, opts ...jetstream.PullConsumeOpt) (jetstream.ConsumeContext, error) {
+	if handler == nil {
+		return nil, jetstream.ErrHandlerRequired
+	}
+	c := &wrappedConsume{stop: make(chan struct{}), closed: make(chan struct{})}
+	inner, err := w.Consumer.Consume(func(m jetstream.Msg) { w.offer(m, c.stop) }, opts...)
+	if err != nil {
+		return nil, err
+	}
+	c.ConsumeContext = inner
+	go func() { // ends with Stop, Drain, the source or the pull
+		defer close(c.closed)
+		w.pump(c.stop, inner.Closed(), func(m jetstream.Msg) { handler(m) })
+		inner.Stop()
+	}()
+	return c, nil
+}
+
+// pump hands messages to f until stop, or until the pull is closed and nothing
+// is left that may be handled.
+func (w *wrapped) pump(stop, closed <-chan struct{}, f func(jetstream.Msg)) {
+	look := time.NewTicker(settleDown)
+	defer look.Stop()
+	for idle := 0; idle < 2; {
+		select {
+		case <-stop:
+			return
+		default:
+		}
+		select {
+		case it, ok := <-w.src.Ready():
+			if !ok {
+				return
+			}
+			idle = 0
+			f(w.hand(it))
+		case <-look.C:
+			select {
+			case <-closed:
+				if w.drained() {
+					idle++
+				}
+			default:
+			}
+		case <-stop:
+			return
+		}
+	}
+}
+
+// wrappedConsume is the context of a wrapped Consume.
+type wrappedConsume struct {
+	jetstream.ConsumeContext
+	once         sync.Once
+	stop, closed chan struct{}
+}
+
+func (c *wrappedConsume) Stop() {
+	c.once.Do(func() { close(c.stop) })
+	c.ConsumeContext.Stop()
+}
+
+func (c *wrappedConsume) Closed() <-chan struct{} { return c.closed }
+
+// Messages iterates over the messages that may be handled.
+func (w *wrapped) Messages(opts ...jetstream.PullMessagesOpt) (jetstream.MessagesContext, error) {
+	inner, err := w.Consumer.Messages(opts...)
+	if err != nil {
+		return nil, err
+	}
+	return &iterator{w: w, inner: inner, stop: make(chan struct{})}, nil
+}
+
+// iterator is a wrapped MessagesContext. One goroutine at most asks the client
+// for the next message; it may outlive the Next that started it, and ends with
+// the pull.
+type iterator struct {
+	w     *wrapped
+	inner jetstream.MessagesContext
+	once  sync.Once
+	stop  chan struct{}
+
+	next   sync.Mutex // held through Next
+	asking chan error // its answer; nil if nobody asks
+	over   bool       // the pull has ended
+}
+
+func (it *iterator) Next(opts ...jetstream.NextOpt) (jetstream.Msg, error) {
+	timeout, ctx := nextOptions(opts)
+	if timeout > 0 && ctx != nil {
+		return nil, fmt.Errorf("%w: cannot specify both NextMaxWait and NextContext", jetstream.ErrInvalidOption)
+	}
+	it.next.Lock()
+	defer it.next.Unlock()
+	var limit <-chan time.Time
+	if timeout > 0 {
+		timer := time.NewTimer(timeout)
+		defer timer.Stop()
+		limit = timer.C
+	}
+	var ended <-chan struct{}
+	if ctx != nil {
+		ended = ctx.Done()
+	}
+	look := time.NewTicker(settleDown)
+	defer look.Stop()
+	for idle := 0; idle < 2; {
+		select {
+		case <-it.stop:
+			return nil, jetstream.ErrMsgIteratorClosed
+		default:
+		}
+		if it.asking == nil && !it.over {
+			answer := make(chan error, 1)
+			it.asking = answer
+			go func() {
+				m, err := it.inner.Next()
+				if err == nil {
+					it.w.offer(m, it.stop)
+				}
+				answer <- err
+			}()
+		}
+		select {
+		case item, ok := <-it.w.src.Ready():
+			if !ok {
+				return nil, guard.ErrClosed
+			}
+			return it.w.hand(item), nil
+		case err := <-it.asking:
+			it.asking = nil
+			switch {
+			case err == nil:
+			case errors.Is(err, jetstream.ErrMsgIteratorClosed):
+				it.over = true
+			default:
+				return nil, err
+			}
+		case <-look.C:
+			if it.over && it.w.drained() {
+				idle++
+			}
+		case <-limit:
+			return nil, nats.ErrTimeout
+		case <-ended:
+			return nil, ctx.Err()
+		case <-it.stop:
+			return nil, jetstream.ErrMsgIteratorClosed
+		}
+	}
+	return nil, jetstream.ErrMsgIteratorClosed
+}
+
+// nextOptions is what NextMaxWait and NextContext asked for. They are functions
+// over a type that nats.go does not export, so one of it is made and read.
+func nextOptions(opts []jetstream.NextOpt) (timeout time.Duration, ctx context.Context) {
+	for _, opt := range opts {
+		f := reflect.ValueOf(opt)
+		if f.Kind() != reflect.Func || f.Type().NumIn() != 1 || f.Type().In(0).Kind() != reflect.Pointer {
+			continue
+		}
+		req := reflect.New(f.Type().In(0).Elem())
+		f.Call([]reflect.Value{req})
+		if v := req.Elem().FieldByName("timeout"); v.IsValid() && v.CanInt() {
+			timeout = max(timeout, time.Duration(v.Int()))
+		}
+		if v := req.Elem().FieldByName("ctx"); v.IsValid() && v.Type() == reflect.TypeFor[context.Context]() && !v.IsNil() {
+			ctx = *(*context.Context)(v.Addr().UnsafePointer()) //nolint:fatcontext // it replaces; the field is not exported
+		}
+	}
+	return timeout, ctx
+}
+
+func (it *iterator) Stop() {
+	it.once.Do(func() { close(it.stop) })
+	it.inner.Stop()
+}
+
+func (it *iterator) Drain() { it.inner.Drain() }

@@ -1,0 +1,299 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package nats
+
+import (
+	"context"
+	"errors"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+func wrap(t testing.TB, g *guard.Guard, c jetstream.Consumer, opts ...Option) *wrapped {
+	t.Helper()
+	w, err := WrapConsumer(g, c, opts...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return w.(*wrapped)
+}
+
+// Each way of getting messages gives all of them, and a nak brings one again
+// without a second delivery by the server.
+func TestWrappedWays(t *testing.T) {
+	const n = 50
+	ways := map[string]func(t *testing.T, c jetstream.Consumer, take func(jetstream.Msg) bool){
+		"consume": func(t *testing.T, c jetstream.Consumer, take func(jetstream.Msg) bool) {
+			done := make(chan struct{})
+			var once sync.Once
+			cc, err := c.Consume(func(m jetstream.Msg) {
+				if take(m) {
+					once.Do(func() { close(done) })
+				}
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			<-done
+			cc.Drain()
+			<-cc.Closed()
+		},
+		"messages": func(t *testing.T, c jetstream.Consumer, take func(jetstream.Msg) bool) {
+			it, err := c.Messages()
+			if err != nil {
+				t.Fatal(err)
+			}
+			for {
+				m, err := it.Next()
+				if err != nil {
+					t.Fatal(err)
+				}
+				if take(m) {
+					break
+				}
+			}
+			if _, err := it.Next(jetstream.NextMaxWait(50 * time.Millisecond)); !errors.Is(err, nats.ErrTimeout) {
+				t.Errorf("%v", err)
+			}
+			ctx, cancel := context.WithTimeout(context.Background(), 50*time.Millisecond)
+			defer cancel()
+			if _, err := it.Next(jetstream.NextContext(ctx)); !errors.Is(err, context.DeadlineExceeded) {
+				t.Errorf("%v", err)
+			}
+			it.Drain()
+			if _, err := it.Next(); !errors.Is(err, jetstream.ErrMsgIteratorClosed) {
+				t.Errorf("%v", err)
+			}
+			it.Stop()
+		},
+		"fetch": func(t *testing.T, c jetstream.Consumer, take func(jetstream.Msg) bool) {
+			for {
+				b, err := c.Fetch(20, jetstream.FetchMaxWait(500*time.Millisecond))
+				if err != nil {
+					t.Fatal(err)
+				}
+				for m := range b.Messages() {
+					if take(m) {
+						return
+					}
+				}
+				if err := b.Error(); err != nil {
+					t.Fatal(err)
+				}
+			}
+		},
+		"fetch bytes": func(t *testing.T, c jetstream.Consumer, take func(jetstream.Msg) bool) {
+			for {
+				b, err := c.FetchBytes(2000, jetstream.FetchMaxWait(500*time.Millisecond))
+				if err != nil {
+					t.Fatal(err)
+				}
+				over := false
+				for m := range b.Messages() {
+					over = take(m) || over
+				}
+				if over {
+					return
+				}
+			}
+		},
+		"fetch no wait": func(t *testing.T, c jetstream.Consumer, take func(jetstream.Msg) bool) {
+			for over := false; !over; {
+				b, err := c.FetchNoWait(20)
+				if err != nil {
+					t.Fatal(err)
+				}
+				for m := range b.Messages() {
+					over = take(m) || over
+				}
+			}
+		},
+		"next": func(t *testing.T, c jetstream.Consumer, take func(jetstream.Msg) bool) {
+			for {
+				m, err := c.Next(jetstream.FetchMaxWait(5 * time.Second))
+				if err != nil {
+					t.Fatal(err)
+				}
+				if take(m) {
+					break
+				}
+			}
+			if _, err := c.Next(jetstream.FetchMaxWait(100 * time.Millisecond)); !errors.Is(err, nats.ErrTimeout) {
+				t.Errorf("%v", err)
+			}
+		},
+	}
+	for name, way := range ways {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, jetstream.ConsumerConfig{})
+			r.publish(t, subject, 0, n)
+			g := newGuard(t, guard.Config{})
+			w := wrap(t, g, r.consumer)
+			var mu sync.Mutex
+			seen := map[string]int{}
+			done := 0
+			way(t, w, func(m jetstream.Msg) bool {
+				mu.Lock()
+				defer mu.Unlock()
+				seen[string(m.Data())]++
+				i, _ := strconv.Atoi(string(m.Data()))
+				if i%10 == 3 && seen[string(m.Data())] == 1 {
+					if err := m.Nak(); err != nil {
+						t.Error(err)
+					}
+					return false
+				}
+				settle := m.Ack
+				if i%10 == 4 {
+					settle = func() error { return m.DoubleAck(context.Background()) }
+				}
+				if err := settle(); err != nil {
+					t.Error(err)
+				}
+				if err := m.Ack(); !errors.Is(err, jetstream.ErrMsgAlreadyAckd) {
+					t.Errorf("settled twice: %v", err)
+				}
+				done++
+				return done == n
+			})
+			eventually(t, "all acked", func() bool { return r.info(t).AckFloor.Stream == n })
+			if i := r.info(t); i.Delivered.Consumer != n {
+				t.Errorf("%d deliveries", i.Delivered.Consumer)
+			}
+			if a := w.src.Account(); a.Acked != n || a.Check() != nil {
+				t.Errorf("%+v", a)
+			}
+			if _, err := g.Close(testContext(t)); err != nil {
+				t.Error(err)
+			}
+			if _, err := w.Fetch(1); !errors.Is(err, guard.ErrClosed) {
+				t.Errorf("%v", err)
+			}
+		})
+	}
+}
+
+// What a program says of a message is its outcome.
+func TestWrappedOutcomes(t *testing.T) {
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 500 * time.Millisecond})
+	d, err := NewDLQ(testContext(t), r.js, DLQConfig{Stream: "D"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := newGuard(t, guard.Config{Policy: guard.Policy{Retry: guard.Retry{Base: time.Millisecond, Max: time.Millisecond}}})
+	w := wrap(t, g, r.consumer, WithDeadLetters(d))
+	r.publish(t, subject, 0, 7)
+	tries := map[string]int{}
+	start := time.Now()
+	for acked := 0; acked < 4; {
+		m, err := w.Next(jetstream.FetchMaxWait(5 * time.Second))
+		if err != nil {
+			t.Fatalf("%v: tried %v, %+v", err, tries, w.src.State())
+		}
+		body := string(m.Data())
+		tries[body]++
+		switch {
+		case body == "0":
+			err = m.Term()
+		case body == "1":
+			err = m.TermWithReason("no such order")
+		case body == "2" && tries[body] == 1:
+			err = m.NakWithDelay(time.Hour) // the guard decides
+		case body == "3" && tries[body] == 1: // neither settled nor extended
+		case body == "4":
+			err = Fail(m, guard.Permanent(errDown))
+		case body == "5" && tries[body] == 1:
+			for range 4 {
+				time.Sleep(200 * time.Millisecond)
+				if err := m.InProgress(); err != nil {
+					t.Error(err)
+				}
+			}
+			acked++
+			err = m.Ack()
+		default:
+			acked++
+			err = m.Ack()
+		}
+		if err != nil {
+			t.Errorf("%s: %v", body, err)
+		}
+	}
+	eventually(t, "all settled", func() bool { return r.info(t).AckFloor.Stream == 7 })
+	if i := r.info(t); i.Delivered.Consumer != 7 {
+		t.Errorf("%d deliveries", i.Delivered.Consumer)
+	}
+	if tries["2"] != 2 || tries["3"] != 2 || tries["5"] != 1 {
+		t.Errorf("%v in %s", tries, time.Since(start))
+	}
+	reasons := map[string]string{}
+	for _, m := range r.letters(t, "D") {
+		rec, err := ReadDeadLetter(m)
+		if err != nil || rec.Reason != dlq.ReasonPermanent {
+			t.Errorf("%+v %v", rec, err)
+		}
+		reasons[string(rec.Body)] = rec.Error.Message
+	}
+	if len(reasons) != 3 || reasons["1"] != "nats: terminated: no such order" || reasons["4"] != errDown.Error() {
+		t.Errorf("%v", reasons)
+	}
+	if err := Fail(r.letters(t, "D")[0], errDown); !errors.Is(err, ErrNotWrapped) {
+		t.Errorf("%v", err)
+	}
+}
+
+// While the source holds, calls return empty in their time, nothing is
+// delivered twice, and it all comes later.
+func TestWrappedHold(t *testing.T) {
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 600 * time.Millisecond, MaxAckPending: 40})
+	g := newGuard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
+	w := wrap(t, g, r.consumer)
+	if err := w.src.ForceOpen(0); err != nil {
+		t.Fatal(err)
+	}
+	r.publish(t, subject, 0, 60)
+	for range 5 {
+		b, err := w.Fetch(20, jetstream.FetchMaxWait(400*time.Millisecond))
+		if err != nil {
+			t.Fatal(err)
+		}
+		start := time.Now()
+		for range b.Messages() {
+			t.Fatal("a message came through")
+		}
+		if took := time.Since(start); took > 10*time.Second {
+			t.Errorf("a fetch of 400ms took %s", took)
+		}
+	}
+	if i := r.info(t); i.NumRedelivered != 0 || i.NumAckPending != w.src.Account().Held {
+		t.Errorf("%+v", i)
+	}
+	if err := w.src.ForceClosed(); err != nil {
+		t.Fatal(err)
+	}
+	var n atomic.Int64
+	cc, err := w.Consume(func(m jetstream.Msg) {
+		if err := m.Ack(); err == nil {
+			n.Add(1)
+		}
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "all handled", func() bool { return n.Load() == 60 })
+	cc.Stop()
+	<-cc.Closed()
+	if i := r.info(t); i.Delivered.Consumer != 60 {
+		t.Errorf("%d deliveries", i.Delivered.Consumer)
+	}
+}
