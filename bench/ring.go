@@ -35,14 +35,16 @@ func newRing(held int) Group {
 		About: "ringbuf against buffered channels, and what a million held messages cost the collector",
 		Cases: []Case{
 			{Name: "spsc_channel", Open: openChannels(1, 1)},
-			{Name: "spsc_ring_batch64", Open: openLanes(1, ringBatch, ringBatch)},
-			{Name: "spsc_ring_single", Open: openLanes(1, 1, 1)},
-			{Name: "spsc_ring_put1_lease64", Open: openLanes(1, 1, ringBatch)},
+			{Name: "spsc_ring_batch64", Open: openLanes(1, ringBatch, ringBatch, sized)},
+			{Name: "spsc_ring_single", Open: openLanes(1, 1, 1, sized)},
+			{Name: "spsc_ring_put1_lease64", Open: openLanes(1, 1, ringBatch, sized)},
 			{Name: "spsc_channel_of_64", Open: openSlices},
 			{Name: "spsc_xsync", Open: openXsyncSPSC},
 			{Name: "8x8_channel", Open: openChannels(pairs, 1)},
 			{Name: "8x8_channels8", Open: openChannels(pairs, pairs)},
-			{Name: "8x8_lanes8_batch64", Open: openLanes(pairs, ringBatch, ringBatch)},
+			{Name: "8x8_lanes8_batch64", Open: openLanes(pairs, ringBatch, ringBatch, sized)},
+			{Name: "8x8_lanes8_batch64_count", Open: openLanes(pairs, ringBatch, ringBatch, nil)},
+			{Name: "spsc_ring_batch64_count", Open: openLanes(1, ringBatch, ringBatch, nil)},
 			{Name: "8x8_xsync_mpmc", Open: openXsyncMPMC},
 			{Name: "gc_slabs", N: 5, Open: openSlabs(held)},
 			{Name: "gc_pointers", N: 5, Open: openPointers(held)},
@@ -51,6 +53,8 @@ func newRing(held int) Group {
 		Ratios: []Ratio{
 			{Name: "spsc_batch64", Kind: Throughput, Ours: "spsc_ring_batch64", Theirs: "spsc_channel"},
 			{Name: "lanes8_batch64", Kind: Throughput, Ours: "8x8_lanes8_batch64", Theirs: "8x8_channel"},
+			{Name: "spsc_batch64_count", Kind: Throughput, Ours: "spsc_ring_batch64_count", Theirs: "spsc_channel"},
+			{Name: "lanes8_batch64_count", Kind: Throughput, Ours: "8x8_lanes8_batch64_count", Theirs: "8x8_channel"},
 			{Name: "spsc_single", Kind: Throughput, Ours: "spsc_ring_single", Theirs: "spsc_channel"},
 			{Name: "spsc_put1_lease64", Kind: Throughput, Ours: "spsc_ring_put1_lease64", Theirs: "spsc_channel"},
 			{Name: "lanes8_batch64_channels8", Kind: Throughput, Ours: "8x8_lanes8_batch64", Theirs: "8x8_channels8"},
@@ -62,6 +66,9 @@ func newRing(held int) Group {
 		},
 	}
 }
+
+// sized is asked for each message's bytes.
+func sized(*token) int { return 256 }
 
 // A token is what the rings and channels carry: 32 bytes by pointer.
 type token struct{ _ [4]uint64 }
@@ -114,9 +121,9 @@ func openChannels(pairs, channels int) func(context.Context) (Runner, error) {
 
 // openLanes gives each pair a lane of its own, in one ring with one budget. put
 // and lease are how many messages a call may have.
-func openLanes(pairs, put, lease int) func(context.Context) (Runner, error) {
+func openLanes(pairs, put, lease int, size ringbuf.Sizer[*token]) func(context.Context) (Runner, error) {
 	return func(ctx context.Context) (Runner, error) {
-		r, err := ringbuf.NewRing(ringbuf.Config{MaxCount: ringCap}, func(*token) int { return 256 })
+		r, err := ringbuf.NewRing(ringbuf.Config{MaxCount: ringCap}, size)
 		if err != nil {
 			return Runner{}, err
 		}

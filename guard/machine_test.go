@@ -758,3 +758,30 @@ func TestStormStopsDeadLetters(t *testing.T) {
 		t.Error("no storm")
 	}
 }
+
+// What poison costs under order source is what docs/design.md says: the retry
+// delays and the calls of each.
+func TestPoisonThroughputFollowsTheFormula(t *testing.T) {
+	const p, call = 0.01, 100 * time.Microsecond
+	s := newSim(t, Policy{Window: 100_000})
+	start, n := s.now, 0
+	var last time.Duration
+	s.run(start+10*time.Minute, func(m int) (time.Duration, error) {
+		if m%100 == 50 {
+			return call, errors.New("bad")
+		}
+		n++
+		last = s.now - start
+		return call, nil
+	}, counter(20_000, 0))
+	r := s.policy.Retry
+	delays := time.Duration(0)
+	for i := 1; i < r.Attempts; i++ {
+		delays += min(r.Max, r.Base<<(i-1)) / 2
+	}
+	want := 1 / (call.Seconds() + p*(delays.Seconds()+float64(r.Attempts)*call.Seconds()))
+	got := float64(20_000) / last.Seconds()
+	if n != 19_800 || math.Abs(got-want) > 0.15*want {
+		t.Errorf("%d handled at %.0f/s; the formula says %.0f/s", n, got, want)
+	}
+}

@@ -6,6 +6,7 @@ package guard
 import (
 	"context"
 	"errors"
+	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -158,7 +159,7 @@ func TestIntakeResumesBesideStuckMessages(t *testing.T) {
 		s.Resume()
 		time.Sleep(time.Minute)
 		port.mu.Lock()
-		if d := port.demands; len(d) < 3 || d[len(d)-1] == 0 {
+		if d := port.demands; len(d) < 2 || !slices.Contains(d, 0) || d[len(d)-1] == 0 {
 			t.Errorf("demands %v, %+v", d, s.State().Account)
 		}
 		port.mu.Unlock()

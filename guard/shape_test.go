@@ -230,7 +230,7 @@ func TestWindowStopsIntake(t *testing.T) {
 		if a := r.check(); a.Acked != 10 {
 			t.Errorf("%+v", a)
 		}
-		if d := r.port.demands; len(d) != 3 || d[0] == 0 || d[1] != 0 || d[2] < 5 {
+		if d := r.port.demands; !slices.Contains(d, 0) || d[len(d)-1] < 5 {
 			t.Errorf("demands %v", d)
 		}
 		r.close()
