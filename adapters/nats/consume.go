@@ -187,6 +187,9 @@ func describe(ctx context.Context, consumer jetstream.Consumer, o *options) (sou
 		if errors.Is(err, jetstream.ErrConsumerNotFound) {
 			err = fmt.Errorf("%w: %w", ErrConsumerGone, err)
 		}
+		if errors.Is(err, nats.ErrConnectionClosed) {
+			err = fmt.Errorf("%w: %w", ErrConnectionClosed, err)
+		}
 		if errors.Is(err, jetstream.ErrOrderedConsumerNotCreated) {
 			err = unsuitable("an ordered consumer has no acks: use a durable with AckPolicy explicit")
 		}

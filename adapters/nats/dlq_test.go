@@ -54,6 +54,7 @@ func (r *rig) letters(t testing.TB, stream string) []jetstream.Msg {
 }
 
 func TestDLQRoundTrip(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{})
 	for _, dialect := range []dlq.Dialect{"", dlq.Connect} {
 		stream := "DLQ" + string(dialect)
@@ -89,6 +90,7 @@ func TestDLQRoundTrip(t *testing.T) {
 }
 
 func TestDLQRefusesWhatWouldLose(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{})
 	ctx := testContext(t)
 	_, err := NewDLQ(ctx, r.js, DLQConfig{Stream: "NONE", NoCreate: true})
@@ -124,6 +126,7 @@ func TestDLQRefusesWhatWouldLose(t *testing.T) {
 }
 
 func TestDLQErrorsSayWhatToDo(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{})
 	ctx := testContext(t)
 	d, err := NewDLQ(ctx, r.js, DLQConfig{Stream: "D"})
@@ -164,6 +167,7 @@ func TestDLQErrorsSayWhatToDo(t *testing.T) {
 
 // A foreign dead letter is read by its own words, anything else by its place.
 func TestReadDeadLetterOfOthers(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{})
 	m := nats.NewMsg("s.dead")
 	m.Header["reason_poisoned"], m.Header["topic_poisoned"] = []string{"boom"}, []string{"orders"}
@@ -185,6 +189,7 @@ func TestReadDeadLetterOfOthers(t *testing.T) {
 // A crash between the write of a dead letter and the ack of its message makes
 // no twin: the next process writes the same ID.
 func TestCrashBetweenLetterAndAckMakesNoTwin(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{AckWait: time.Second})
 	d, err := NewDLQ(testContext(t), r.js, DLQConfig{Stream: "D"})
 	if err != nil {

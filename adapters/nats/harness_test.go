@@ -6,6 +6,7 @@ package nats
 import (
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"net"
 	"os"
@@ -23,6 +24,12 @@ import (
 func TestMain(m *testing.M) {
 	if runChild() {
 		return
+	}
+	// The parallel tests mostly wait for an AckWait, so more than one for each
+	// processor may run.
+	flag.Parse()
+	if err := flag.Set("test.parallel", "6"); err != nil {
+		panic(err)
 	}
 	code := m.Run()
 	// A fetch of nats.go ends a second after its request has expired, whatever

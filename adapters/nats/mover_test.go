@@ -57,6 +57,7 @@ func TestRate(t *testing.T) {
 // A DLQ consumer keeps to its rate, and does not call a dependency that is down
 // at that rate either: the breaker opens.
 func TestThrottle(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{})
 	const n = 60
 	r.publish(t, subject, 0, n)
@@ -180,6 +181,7 @@ func (r *moverRig) expire(t *testing.T) {
 }
 
 func TestMoverMovesWhatTheServerGaveUpOn(t *testing.T) {
+	t.Parallel()
 	r := newMoverRig(t, jetstream.StreamConfig{Retention: jetstream.WorkQueuePolicy}, dlq.BudgetConfig{})
 	r.publish(t, subject, 0, 3)
 	for range 5 { // 0 and 1 twice, 2 once
@@ -230,6 +232,7 @@ func TestMoverMovesWhatTheServerGaveUpOn(t *testing.T) {
 // What the budget does not cover waits in the parking stream, through a restart
 // of the mover; successes of the source release it.
 func TestMoverKeepsToItsBudget(t *testing.T) {
+	t.Parallel()
 	budget := dlq.BudgetConfig{Balance: 2, Earn: 1}
 	r := newMoverRig(t, jetstream.StreamConfig{}, budget)
 	stop := r.run(t, r.mover)
@@ -277,6 +280,7 @@ func TestMoverKeepsToItsBudget(t *testing.T) {
 
 // What the guard has dead-lettered already makes no second letter.
 func TestMoverAndGuardMakeOneLetter(t *testing.T) {
+	t.Parallel()
 	r := newMoverRig(t, jetstream.StreamConfig{}, dlq.BudgetConfig{})
 	r.publish(t, subject, 0, 1)
 	r.die(t, 1)
@@ -295,6 +299,7 @@ func TestMoverAndGuardMakeOneLetter(t *testing.T) {
 }
 
 func TestMoverIsRefusedAndEnds(t *testing.T) {
+	t.Parallel()
 	r := newMoverRig(t, jetstream.StreamConfig{}, dlq.BudgetConfig{})
 	_, err := NewMover(testContext(t), r.js, MoverConfig{Stream: "a.b", Replicas: 7, Budget: dlq.BudgetConfig{Earn: 5}})
 	for _, want := range []string{"Stream", "Consumer", "DLQ", "Replicas", "Earn"} {

@@ -185,6 +185,7 @@ func TestWrappedWays(t *testing.T) {
 
 // What a program says of a message is its outcome.
 func TestWrappedOutcomes(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{AckWait: 500 * time.Millisecond})
 	d, err := NewDLQ(testContext(t), r.js, DLQConfig{Stream: "D"})
 	if err != nil {
@@ -255,6 +256,7 @@ func TestWrappedOutcomes(t *testing.T) {
 // While the source holds, calls return empty in their time, nothing is
 // delivered twice, and it all comes later.
 func TestWrappedHold(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{AckWait: 600 * time.Millisecond, MaxAckPending: 40})
 	g := newGuard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
 	w := wrap(t, g, r.consumer)
