@@ -20,22 +20,35 @@ const (
 )
 
 // Run guards the messages of in until in is closed, ctx ends or the source is
+
 // ended, and returns nil, ctx's error or [ErrClosed]. ctx is the parent of every
+
 // handler's context; a call cut short by its end is no failure. Follow Run by
+
 // [Source.End].
+
 //
+
 // Handlers run on goroutines of the guard, so one that calls [runtime.Goexit]
+
 // costs a goroutine and no more. With one worker, while the breaker is closed
+
 // and nothing is held, the loop that receives a message also handles and acks
+
 // it: no hop, no lock.
+
 //
+
 // Run or RunFeed may be called once; another call is an [ErrClosed].
+
 func (s *Source[M]) Run(ctx context.Context, in <-chan M) error { return s.run(ctx, in, nil) }
 
 // RunFeed is Run over [Source.Feed].
+
 func (s *Source[M]) RunFeed(ctx context.Context) error { return s.run(ctx, nil, s.Feed()) }
 
 // run owns the goroutines of the loop, the workers and the keep-alive.
+
 func (s *Source[M]) run(ctx context.Context, in <-chan M, feed *Feed[M]) error {
 	if s.handler == nil {
 		return fmt.Errorf("guard: source %s: Run needs a handler; the passive shape uses Offer", s.cfg.Name)
@@ -97,7 +110,9 @@ func (s *Source[M]) run(ctx context.Context, in <-chan M, feed *Feed[M]) error {
 }
 
 // loop reads the input and, with one worker, handles it. It is used by one
+
 // goroutine at a time.
+
 type loop[M any] struct {
 	s       *Source[M]
 	ctx     context.Context //nolint:containedctx // Run's
@@ -114,6 +129,7 @@ type loop[M any] struct {
 }
 
 // hand is what a goroutine is handling: what a Goexit leaves behind.
+
 type hand[M any] struct {
 	busy  bool
 	item  *item[M] // nil on the closed path
@@ -123,6 +139,7 @@ type hand[M any] struct {
 }
 
 // turn runs the loop until it is over or a handler's Goexit unwinds it.
+
 func (l *loop[M]) turn(done chan<- struct{}) {
 	defer close(done)
 	defer func() {
@@ -145,6 +162,7 @@ func (l *loop[M]) turn(done chan<- struct{}) {
 }
 
 // step handles one message or waits for one; false ends the loop.
+
 func (l *loop[M]) step() bool {
 	s := l.s
 	switch {
@@ -178,10 +196,13 @@ func (l *loop[M]) slowOrBlock() bool {
 }
 
 // batched tells whether messages are taken in batches that others can see: from
+
 // a feed, and where what the loop has in hand must be extended.
+
 func (l *loop[M]) batched() bool { return l.feed != nil || l.s.limits.AckWait > 0 }
 
 // refill takes the next batch; false if there is nothing.
+
 func (l *loop[M]) refill() bool {
 	s := l.s
 	s.rest()
@@ -197,6 +218,7 @@ func (l *loop[M]) refill() bool {
 }
 
 // refillFrom makes a batch of what the input has ready, after first.
+
 func (l *loop[M]) refillFrom(first []M) bool {
 	s := l.s
 	l.spare = append(l.spare[:0], first...)
@@ -226,7 +248,9 @@ func (s *Source[M]) beginBatchLocked(batch []M) {
 }
 
 // fast is the closed path: handler and ack right here. Whatever is not plain
+
 // success goes to the machine.
+
 func (l *loop[M]) fast(m M, batched bool) {
 	s := l.s
 	token, ok := s.c.enter()
@@ -275,27 +299,15 @@ func (l *loop[M]) fast(m M, batched bool) {
 }
 
 // call runs the handler. A panic is an error with a stack; a Goexit goes on
+
 // unwinding, and whoever owns the goroutine sees to it.
-func (s *Source[M]) call(ctx context.Context, m M) (stack []byte, err error) {
-	returned := false
-	defer func() {
-		if returned {
-			return
-		}
-		if v := recover(); v != nil {
-			stack = debug.Stack()
-			err = &PanicError{Value: v, Stack: stack}
-		}
-	}()
-	err = s.handler(ctx, m)
-	returned = true
-	return nil, err
-}
 
 // rest says that the loop has nothing in hand.
+
 func (s *Source[M]) rest() { s.word.Store(s.started<<phaseBits | uint64(idle)) }
 
 // unstartLocked takes the message in hand back out of the closed path.
+
 func (s *Source[M]) unstartLocked() {
 	s.started--
 	s.adopted.Add(1)
@@ -304,6 +316,7 @@ func (s *Source[M]) unstartLocked() {
 }
 
 // forget ends a message of the closed path that could not be acked.
+
 func (s *Source[M]) forget(err error) {
 	s.mu.Lock()
 	s.unstartLocked()
@@ -317,6 +330,7 @@ func (s *Source[M]) forget(err error) {
 }
 
 // adopt hands a failed message of the closed path to the machine.
+
 func (l *loop[M]) adopt(m M, err error, stack []byte) {
 	s := l.s
 	ctx := l.hand.ctx
@@ -349,34 +363,13 @@ func (l *loop[M]) adopt(m M, err error, stack []byte) {
 }
 
 // explain says in the error what the guard did to the call's context.
-func (s *Source[M]) explain(ctx *callContext, err error) error {
-	if err == nil {
-		return nil
-	}
-	err = sound(err)
-	if ctx != nil && ctx.why() == ErrTimeout { //nolint:errorlint // the sentinel itself
-		return fmt.Errorf("%w: %w", ErrTimeout, err)
-	}
-	if s.ctx.Err() != nil {
-		return mark(err, cancelled, time.Time{})
-	}
-	return err
-}
 
 // lastDelivery tells whether the broker would not deliver m again.
-func (s *Source[M]) lastDelivery(m M) bool {
-	return s.limits.MaxDeliver > 0 && s.port.Meta(m).Deliveries >= s.limits.MaxDeliver
-}
 
 // weigh asks the port for lane and size, outside any lock.
-func (s *Source[M]) weigh(m M) (key uint64, size int) {
-	if s.c.policy.Order == OrderKey {
-		key = s.port.Lane(m)
-	}
-	return key, s.port.Size(m)
-}
 
 // put hands a message to the machine.
+
 func (s *Source[M]) put(m M, batched bool) (room int) {
 	s.rest()
 	key, size := s.weigh(m)
@@ -393,7 +386,9 @@ func (s *Source[M]) put(m M, batched bool) (room int) {
 }
 
 // slowStep is a step with the machine: it reads what there is room for, and
+
 // handles, acks or waits as the machine says.
+
 func (l *loop[M]) slowStep() bool {
 	s := l.s
 	s.rest()
@@ -429,6 +424,7 @@ func (l *loop[M]) slowStep() bool {
 }
 
 // finishedLocked tells whether the loop has nothing left to do.
+
 func (l *loop[M]) finishedLocked() bool {
 	s := l.s
 	switch {
@@ -444,6 +440,7 @@ func (l *loop[M]) finishedLocked() bool {
 }
 
 // intake reads what is there, as far as there is room, and returns the room left.
+
 func (l *loop[M]) intake() int {
 	s := l.s
 	s.mu.Lock()
@@ -463,6 +460,7 @@ func (l *loop[M]) intake() int {
 }
 
 // poll reads a message if there is one.
+
 func (l *loop[M]) poll() (m M, batched, ok bool) {
 	s := l.s
 	if l.closed && s.pos == len(s.batch) {
@@ -485,7 +483,9 @@ func (l *loop[M]) poll() (m M, batched, ok bool) {
 }
 
 // block waits for input, if it is wanted, a nudge, the instant at (0: none) or
+
 // the end of ctx.
+
 func (l *loop[M]) block(at, now time.Duration, wanted bool) bool {
 	s := l.s
 	s.flush()
@@ -534,6 +534,7 @@ func (l *loop[M]) block(at, now time.Duration, wanted bool) bool {
 }
 
 // stop makes the loop end: Run's context did.
+
 func (s *Source[M]) stop() {
 	s.mu.Lock()
 	s.c.stopped = true
@@ -542,142 +543,24 @@ func (s *Source[M]) stop() {
 }
 
 // flush sends coalesced acks, unless there are none.
-func (s *Source[M]) flush() {
-	shared := s.shared()
-	if shared {
-		s.mu.Lock()
-	}
-	due := s.acks > 0 && !s.fenced.Load()
-	s.acks = 0
-	if shared {
-		s.mu.Unlock()
-	}
-	if !due {
-		return
-	}
-	if err := s.port.Flush(); err != nil {
-		s.mu.Lock()
-		s.c.tally.AckFailures++
-		s.mu.Unlock()
-	}
-}
 
 // tellDemand tells the port how much room there is, when that starts or stops
-// intake: at 0, and again when half of it is free. When nothing moves any room
-// will do, since only a new message may get things moving.
-func (s *Source[M]) tellDemand() {
-	s.mu.Lock()
-	tell := s.demandDueLocked()
-	if tell {
-		s.demanded = s.c.room()
-	}
-	room := s.demanded
-	s.mu.Unlock()
-	if tell && !s.fenced.Load() {
-		s.port.Demand(room)
-	}
-}
 
-func (s *Source[M]) demandDueLocked() bool {
-	room := s.c.room()
-	if s.demanded == 0 {
-		stuck := s.c.count[processing] == 0 && !s.c.draining
-		return room > 0 && (stuck || 2*room >= s.c.limit())
-	}
-	return s.demanded < 0 || room == 0
-}
+// intake: at 0, and again when half of it is free. When nothing moves any room
+
+// will do, since only a new message may get things moving.
 
 // prepareLocked gives an item that is to be handled its context.
-func (s *Source[M]) prepareLocked(st step[M]) {
-	if st.kind == stepHandle && s.handler != nil {
-		st.it.ctx = &callContext{parent: s.ctx, timeout: s.c.policy.Timeout}
-	}
-}
 
 // handle calls the handler for an item of the machine.
-func (s *Source[M]) handle(h *hand[M], it *item[M]) {
-	s.g.sweeper.kick()
-	h.item, h.busy = it, true
-	var stack []byte
-	var err error
-	if s.metrics.sampled(it.id) || s.metrics.tracer != nil {
-		stack, err = s.observe(it.ctx, it.m, it.id)
-	} else {
-		stack, err = s.call(it.ctx, it.m)
-	}
-	h.item, h.busy = nil, false
-	s.finish(it, err, stack)
-}
 
 // finish takes an item's outcome to the machine and settles it if it is done.
-func (s *Source[M]) finish(it *item[M], err error, stack []byte) {
-	if it.ctx != nil {
-		it.ctx.finish()
-	}
-	err = s.explain(it.ctx, err)
-	last := false
-	if err != nil && s.limits.MaxDeliver > 0 && s.begin() {
-		last = s.lastDelivery(it.m)
-		s.end()
-	}
-	now := s.g.now()
-	s.mu.Lock()
-	if s.fenced.Load() {
-		s.c.abandon(it)
-		s.mu.Unlock()
-		return
-	}
-	it.lastDelivery = it.lastDelivery || last
-	st := s.c.done(now, it, err, stack)
-	s.unlock(now)
-	if st.kind == stepAck {
-		s.settle(it)
-	}
-}
 
 // settle acks an item of the machine.
-func (s *Source[M]) settle(it *item[M]) {
-	if !s.begin() {
-		s.mu.Lock()
-		s.c.abandon(it)
-		s.mu.Unlock()
-		return
-	}
-	err := s.port.Ack(it.m)
-	now := s.g.now()
-	s.mu.Lock()
-	s.c.settled(it, err)
-	s.acks++
-	s.endLocked()
-	s.unlock(now)
-	if len(it.failures) > 0 {
-		s.metrics.retried(now-it.firstFailed, it.buried)
-	}
-}
 
 // begin announces a port call, so that End waits for it; false if the source is
+
 // fenced. end follows.
-func (s *Source[M]) begin() bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.fenced.Load() {
-		return false
-	}
-	s.calls++
-	return true
-}
-
-func (s *Source[M]) end() {
-	s.mu.Lock()
-	s.endLocked()
-	s.mu.Unlock()
-}
-
-func (s *Source[M]) endLocked() {
-	if s.calls--; s.calls == 0 && s.ending != nil {
-		s.cond.Broadcast()
-	}
-}
 
 func stoppedTimer() *time.Timer {
 	t := time.NewTimer(time.Hour)

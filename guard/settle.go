@@ -1,0 +1,180 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"fmt"
+	"runtime/debug"
+	"time"
+)
+
+func (s *Source[M]) call(ctx context.Context, m M) (stack []byte, err error) {
+	returned := false
+	defer func() {
+		if returned {
+			return
+		}
+		if v := recover(); v != nil {
+			stack = debug.Stack()
+			err = &PanicError{Value: v, Stack: stack}
+		}
+	}()
+	err = s.handler(ctx, m)
+	returned = true
+	return nil, err
+}
+
+func (s *Source[M]) explain(ctx *callContext, err error) error {
+	if err == nil {
+		return nil
+	}
+	err = sound(err)
+	if ctx != nil && ctx.why() == ErrTimeout { //nolint:errorlint // the sentinel itself
+		return fmt.Errorf("%w: %w", ErrTimeout, err)
+	}
+	if s.ctx.Err() != nil {
+		return mark(err, cancelled, time.Time{})
+	}
+	return err
+}
+
+func (s *Source[M]) lastDelivery(m M) bool {
+	return s.limits.MaxDeliver > 0 && s.port.Meta(m).Deliveries >= s.limits.MaxDeliver
+}
+
+func (s *Source[M]) weigh(m M) (key uint64, size int) {
+	if s.c.policy.Order == OrderKey {
+		key = s.port.Lane(m)
+	}
+	return key, s.port.Size(m)
+}
+
+func (s *Source[M]) flush() {
+	shared := s.shared()
+	if shared {
+		s.mu.Lock()
+	}
+	due := s.acks > 0 && !s.fenced.Load()
+	s.acks = 0
+	if shared {
+		s.mu.Unlock()
+	}
+	if !due {
+		return
+	}
+	if err := s.port.Flush(); err != nil {
+		s.mu.Lock()
+		s.c.tally.AckFailures++
+		s.mu.Unlock()
+	}
+}
+
+func (s *Source[M]) tellDemand() {
+	s.mu.Lock()
+	tell := s.demandDueLocked()
+	if tell {
+		s.demanded = s.c.room()
+	}
+	room := s.demanded
+	s.mu.Unlock()
+	if tell && !s.fenced.Load() {
+		s.port.Demand(room)
+	}
+}
+
+func (s *Source[M]) demandDueLocked() bool {
+	room := s.c.room()
+	if s.demanded == 0 {
+		stuck := s.c.count[processing] == 0 && !s.c.draining
+		return room > 0 && (stuck || 2*room >= s.c.limit())
+	}
+	return s.demanded < 0 || room == 0
+}
+
+func (s *Source[M]) prepareLocked(st step[M]) {
+	if st.kind == stepHandle && s.handler != nil {
+		st.it.ctx = &callContext{parent: s.ctx, timeout: s.c.policy.Timeout}
+	}
+}
+
+func (s *Source[M]) handle(h *hand[M], it *item[M]) {
+	s.g.sweeper.kick()
+	h.item, h.busy = it, true
+	var stack []byte
+	var err error
+	if s.metrics.sampled(it.id) || s.metrics.tracer != nil {
+		stack, err = s.observe(it.ctx, it.m, it.id)
+	} else {
+		stack, err = s.call(it.ctx, it.m)
+	}
+	h.item, h.busy = nil, false
+	s.finish(it, err, stack)
+}
+
+func (s *Source[M]) finish(it *item[M], err error, stack []byte) {
+	if it.ctx != nil {
+		it.ctx.finish()
+	}
+	err = s.explain(it.ctx, err)
+	last := false
+	if err != nil && s.limits.MaxDeliver > 0 && s.begin() {
+		last = s.lastDelivery(it.m)
+		s.end()
+	}
+	now := s.g.now()
+	s.mu.Lock()
+	if s.fenced.Load() {
+		s.c.abandon(it)
+		s.mu.Unlock()
+		return
+	}
+	it.lastDelivery = it.lastDelivery || last
+	st := s.c.done(now, it, err, stack)
+	s.unlock(now)
+	if st.kind == stepAck {
+		s.settle(it)
+	}
+}
+
+func (s *Source[M]) settle(it *item[M]) {
+	if !s.begin() {
+		s.mu.Lock()
+		s.c.abandon(it)
+		s.mu.Unlock()
+		return
+	}
+	err := s.port.Ack(it.m)
+	now := s.g.now()
+	s.mu.Lock()
+	s.c.settled(it, err)
+	s.acks++
+	s.endLocked()
+	s.unlock(now)
+	if len(it.failures) > 0 {
+		s.metrics.retried(now-it.firstFailed, it.buried)
+	}
+}
+
+func (s *Source[M]) begin() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.fenced.Load() {
+		return false
+	}
+	s.calls++
+	return true
+}
+
+func (s *Source[M]) end() {
+	s.mu.Lock()
+	s.endLocked()
+	s.mu.Unlock()
+}
+
+func (s *Source[M]) endLocked() {
+	if s.calls--; s.calls == 0 && s.ending != nil {
+		s.cond.Broadcast()
+	}
+}
