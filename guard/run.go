@@ -20,35 +20,22 @@ const (
 )
 
 // Run guards the messages of in until in is closed, ctx ends or the source is
-
 // ended, and returns nil, ctx's error or [ErrClosed]. ctx is the parent of every
-
 // handler's context; a call cut short by its end is no failure. Follow Run by
-
 // [Source.End].
-
 //
-
 // Handlers run on goroutines of the guard, so one that calls [runtime.Goexit]
-
 // costs a goroutine and no more. With one worker, while the breaker is closed
-
 // and nothing is held, the loop that receives a message also handles and acks
-
 // it: no hop, no lock.
-
 //
-
 // Run or RunFeed may be called once; another call is an [ErrClosed].
-
 func (s *Source[M]) Run(ctx context.Context, in <-chan M) error { return s.run(ctx, in, nil) }
 
 // RunFeed is Run over [Source.Feed].
-
 func (s *Source[M]) RunFeed(ctx context.Context) error { return s.run(ctx, nil, s.Feed()) }
 
 // run owns the goroutines of the loop, the workers and the keep-alive.
-
 func (s *Source[M]) run(ctx context.Context, in <-chan M, feed *Feed[M]) error {
 	if s.handler == nil {
 		return fmt.Errorf("guard: source %s: Run needs a handler; the passive shape uses Offer", s.cfg.Name)
@@ -110,9 +97,7 @@ func (s *Source[M]) run(ctx context.Context, in <-chan M, feed *Feed[M]) error {
 }
 
 // loop reads the input and, with one worker, handles it. It is used by one
-
 // goroutine at a time.
-
 type loop[M any] struct {
 	s       *Source[M]
 	ctx     context.Context //nolint:containedctx // Run's
@@ -129,7 +114,6 @@ type loop[M any] struct {
 }
 
 // hand is what a goroutine is handling: what a Goexit leaves behind.
-
 type hand[M any] struct {
 	busy  bool
 	item  *item[M] // nil on the closed path
@@ -139,7 +123,6 @@ type hand[M any] struct {
 }
 
 // turn runs the loop until it is over or a handler's Goexit unwinds it.
-
 func (l *loop[M]) turn(done chan<- struct{}) {
 	defer close(done)
 	defer func() {
@@ -162,7 +145,6 @@ func (l *loop[M]) turn(done chan<- struct{}) {
 }
 
 // step handles one message or waits for one; false ends the loop.
-
 func (l *loop[M]) step() bool {
 	s := l.s
 	switch {
@@ -196,13 +178,10 @@ func (l *loop[M]) slowOrBlock() bool {
 }
 
 // batched tells whether messages are taken in batches that others can see: from
-
 // a feed, and where what the loop has in hand must be extended.
-
 func (l *loop[M]) batched() bool { return l.feed != nil || l.s.limits.AckWait > 0 }
 
 // refill takes the next batch; false if there is nothing.
-
 func (l *loop[M]) refill() bool {
 	s := l.s
 	s.rest()
@@ -218,7 +197,6 @@ func (l *loop[M]) refill() bool {
 }
 
 // refillFrom makes a batch of what the input has ready, after first.
-
 func (l *loop[M]) refillFrom(first []M) bool {
 	s := l.s
 	l.spare = append(l.spare[:0], first...)
@@ -248,9 +226,7 @@ func (s *Source[M]) beginBatchLocked(batch []M) {
 }
 
 // fast is the closed path: handler and ack right here. Whatever is not plain
-
 // success goes to the machine.
-
 func (l *loop[M]) fast(m M, batched bool) {
 	s := l.s
 	token, ok := s.c.enter()
@@ -298,16 +274,10 @@ func (l *loop[M]) fast(m M, batched bool) {
 	}
 }
 
-// call runs the handler. A panic is an error with a stack; a Goexit goes on
-
-// unwinding, and whoever owns the goroutine sees to it.
-
 // rest says that the loop has nothing in hand.
-
 func (s *Source[M]) rest() { s.word.Store(s.started<<phaseBits | uint64(idle)) }
 
 // unstartLocked takes the message in hand back out of the closed path.
-
 func (s *Source[M]) unstartLocked() {
 	s.started--
 	s.adopted.Add(1)
@@ -316,7 +286,6 @@ func (s *Source[M]) unstartLocked() {
 }
 
 // forget ends a message of the closed path that could not be acked.
-
 func (s *Source[M]) forget(err error) {
 	s.mu.Lock()
 	s.unstartLocked()
@@ -330,7 +299,6 @@ func (s *Source[M]) forget(err error) {
 }
 
 // adopt hands a failed message of the closed path to the machine.
-
 func (l *loop[M]) adopt(m M, err error, stack []byte) {
 	s := l.s
 	ctx := l.hand.ctx
@@ -362,14 +330,7 @@ func (l *loop[M]) adopt(m M, err error, stack []byte) {
 	}
 }
 
-// explain says in the error what the guard did to the call's context.
-
-// lastDelivery tells whether the broker would not deliver m again.
-
-// weigh asks the port for lane and size, outside any lock.
-
 // put hands a message to the machine.
-
 func (s *Source[M]) put(m M, batched bool) (room int) {
 	s.rest()
 	key, size := s.weigh(m)
@@ -386,9 +347,7 @@ func (s *Source[M]) put(m M, batched bool) (room int) {
 }
 
 // slowStep is a step with the machine: it reads what there is room for, and
-
 // handles, acks or waits as the machine says.
-
 func (l *loop[M]) slowStep() bool {
 	s := l.s
 	s.rest()
@@ -424,7 +383,6 @@ func (l *loop[M]) slowStep() bool {
 }
 
 // finishedLocked tells whether the loop has nothing left to do.
-
 func (l *loop[M]) finishedLocked() bool {
 	s := l.s
 	switch {
@@ -440,7 +398,6 @@ func (l *loop[M]) finishedLocked() bool {
 }
 
 // intake reads what is there, as far as there is room, and returns the room left.
-
 func (l *loop[M]) intake() int {
 	s := l.s
 	s.mu.Lock()
@@ -460,7 +417,6 @@ func (l *loop[M]) intake() int {
 }
 
 // poll reads a message if there is one.
-
 func (l *loop[M]) poll() (m M, batched, ok bool) {
 	s := l.s
 	if l.closed && s.pos == len(s.batch) {
@@ -483,9 +439,7 @@ func (l *loop[M]) poll() (m M, batched, ok bool) {
 }
 
 // block waits for input, if it is wanted, a nudge, the instant at (0: none) or
-
 // the end of ctx.
-
 func (l *loop[M]) block(at, now time.Duration, wanted bool) bool {
 	s := l.s
 	s.flush()
@@ -534,33 +488,12 @@ func (l *loop[M]) block(at, now time.Duration, wanted bool) bool {
 }
 
 // stop makes the loop end: Run's context did.
-
 func (s *Source[M]) stop() {
 	s.mu.Lock()
 	s.c.stopped = true
 	s.unlock(s.g.now())
 	s.nudge()
 }
-
-// flush sends coalesced acks, unless there are none.
-
-// tellDemand tells the port how much room there is, when that starts or stops
-
-// intake: at 0, and again when half of it is free. When nothing moves any room
-
-// will do, since only a new message may get things moving.
-
-// prepareLocked gives an item that is to be handled its context.
-
-// handle calls the handler for an item of the machine.
-
-// finish takes an item's outcome to the machine and settles it if it is done.
-
-// settle acks an item of the machine.
-
-// begin announces a port call, so that End waits for it; false if the source is
-
-// fenced. end follows.
 
 func stoppedTimer() *time.Timer {
 	t := time.NewTimer(time.Hour)

@@ -10,6 +10,8 @@ import (
 	"time"
 )
 
+// call runs the handler. A panic is an error with a stack; a Goexit goes on
+// unwinding, and whoever owns the goroutine sees to it.
 func (s *Source[M]) call(ctx context.Context, m M) (stack []byte, err error) {
 	returned := false
 	defer func() {
@@ -26,6 +28,7 @@ func (s *Source[M]) call(ctx context.Context, m M) (stack []byte, err error) {
 	return nil, err
 }
 
+// explain says in the error what the guard did to the call's context.
 func (s *Source[M]) explain(ctx *callContext, err error) error {
 	if err == nil {
 		return nil
@@ -40,10 +43,12 @@ func (s *Source[M]) explain(ctx *callContext, err error) error {
 	return err
 }
 
+// lastDelivery tells whether the broker would not deliver m again.
 func (s *Source[M]) lastDelivery(m M) bool {
 	return s.limits.MaxDeliver > 0 && s.port.Meta(m).Deliveries >= s.limits.MaxDeliver
 }
 
+// weigh asks the port for lane and size, outside any lock.
 func (s *Source[M]) weigh(m M) (key uint64, size int) {
 	if s.c.policy.Order == OrderKey {
 		key = s.port.Lane(m)
@@ -51,6 +56,7 @@ func (s *Source[M]) weigh(m M) (key uint64, size int) {
 	return key, s.port.Size(m)
 }
 
+// flush sends coalesced acks, unless there are none.
 func (s *Source[M]) flush() {
 	shared := s.shared()
 	if shared {
@@ -71,6 +77,9 @@ func (s *Source[M]) flush() {
 	}
 }
 
+// tellDemand tells the port how much room there is, when that starts or stops
+// intake: at 0, and again when half of it is free. When nothing moves any room
+// will do, since only a new message may get things moving.
 func (s *Source[M]) tellDemand() {
 	s.mu.Lock()
 	tell := s.demandDueLocked()
@@ -93,12 +102,14 @@ func (s *Source[M]) demandDueLocked() bool {
 	return s.demanded < 0 || room == 0
 }
 
+// prepareLocked gives an item that is to be handled its context.
 func (s *Source[M]) prepareLocked(st step[M]) {
 	if st.kind == stepHandle && s.handler != nil {
 		st.it.ctx = &callContext{parent: s.ctx, timeout: s.c.policy.Timeout}
 	}
 }
 
+// handle calls the handler for an item of the machine.
 func (s *Source[M]) handle(h *hand[M], it *item[M]) {
 	s.g.sweeper.kick()
 	h.item, h.busy = it, true
@@ -113,6 +124,7 @@ func (s *Source[M]) handle(h *hand[M], it *item[M]) {
 	s.finish(it, err, stack)
 }
 
+// finish takes an item's outcome to the machine and settles it if it is done.
 func (s *Source[M]) finish(it *item[M], err error, stack []byte) {
 	if it.ctx != nil {
 		it.ctx.finish()
@@ -138,6 +150,7 @@ func (s *Source[M]) finish(it *item[M], err error, stack []byte) {
 	}
 }
 
+// settle acks an item of the machine.
 func (s *Source[M]) settle(it *item[M]) {
 	if !s.begin() {
 		s.mu.Lock()
@@ -157,6 +170,8 @@ func (s *Source[M]) settle(it *item[M]) {
 	}
 }
 
+// begin announces a port call, so that End waits for it; false if the source is
+// fenced. end follows.
 func (s *Source[M]) begin() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()

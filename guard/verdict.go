@@ -14,6 +14,12 @@ import (
 // round, so also how many adjacent poison messages an ordered source passes.
 const maxWitnesses = 8
 
+// witnessFresh is how long ago the head's attempt may have begun for a witness to
+// be called: if the dependency recovers in between, the witness's success proves
+// nothing against the head. A head that only ever fails slowly, as by a timeout,
+// gets a witness after many more calls.
+const witnessFresh = 2 * time.Second
+
 // done takes the outcome of the handler call of it, and returns what to do.
 func (c *machine[M]) done(now time.Duration, it *item[M], err error, stack []byte) step[M] {
 	word, until := classify(err)
@@ -250,6 +256,9 @@ func (c *machine[M]) suspect(it *item[M]) bool {
 // dead-lettered, since it must not be handled after it.
 func (c *machine[M]) callWitness(now time.Duration, l *lane[M], head, it *item[M]) bool {
 	if !c.letters || !c.suspect(head) || !l.more() || c.others(l) {
+		return false
+	}
+	if now-head.started > witnessFresh && head.tries < c.policy.Retry.Attempts+lonelyProbes*c.policy.Breaker.PoisonAfter {
 		return false
 	}
 	if l.turn >= min(maxWitnesses, 1+head.rounds/c.policy.Breaker.PoisonAfter) {
