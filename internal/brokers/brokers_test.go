@@ -56,7 +56,7 @@ func mustInfo(t *testing.T, b *Broker) map[string]string {
 
 // A crash and a restart keep ports and data; a stop leaves nothing.
 func TestLife(t *testing.T) {
-	for _, k := range []Kind{Kafka, RabbitMQ, NATS} {
+	for _, k := range []Kind{Kafka, RabbitMQ, RabbitMQ4, NATS} {
 		t.Run(string(k), func(t *testing.T) {
 			b := StartForTest(t, k, Options{})
 			host := hosts(t, k, b.Addr())[0]

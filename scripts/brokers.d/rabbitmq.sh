@@ -3,7 +3,8 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # RabbitMQ 3.x from the system's packages, with the management plugin. Each
-# instance has its own home, cookie and epmd.
+# instance has its own home, cookie and epmd. rabbitmq4.sh shares all that does
+# not say where the programs are: KIND_dir and KIND_within differ.
 
 rabbitmq_install() {
   local version
@@ -17,7 +18,7 @@ rabbitmq_ports() {
   echo node1 distribution epmd management
 }
 
-# rabbit_dir prints the instance's directory as the broker sees it.
+# rabbitmq_dir prints the instance's directory as the broker sees it.
 rabbitmq_dir() {
   echo "$dir"
 }
@@ -66,7 +67,8 @@ rabbitmq_environment() {
   )
 }
 
-# A broker in the host's own root needs nothing around its command.
+# rabbitmq_within fills the array within, what goes before a command: nothing,
+# for programs in the system's own root.
 rabbitmq_within() {
   within=()
 }
