@@ -18,7 +18,6 @@ import (
 func TestInspect(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{})
-	ctx := testContext(t)
 	for name, c := range map[string]struct {
 		stream   jetstream.StreamConfig
 		consumer jetstream.ConsumerConfig
@@ -45,6 +44,8 @@ func TestInspect(t *testing.T) {
 		"dead size":       {dead: jetstream.StreamConfig{MaxBytes: 1 << 20}, severity: guard.Danger, want: "discards old dead letters"},
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			ctx := testContext(t)
 			id := strings.NewReplacer(" ", "-", ",", "").Replace(name)
 			c.stream.Name, c.stream.Subjects = "SRC-"+id, []string{"src-" + id}
 			c.dead.Name, c.dead.Subjects = "DEAD-"+id, []string{"dead-" + id}
