@@ -36,6 +36,7 @@ type Guard struct {
 	meters     metric.MeterProvider
 	traces     trace.TracerProvider
 	propagator propagation.TextMapPropagator
+	parents    bool                 // spans are children of the message's own, not linked to it
 	now        func() time.Duration // monotonic
 	origin     time.Time            // wall time of now's 0, for metadata
 	scopes     *breaker.Scopes
