@@ -42,12 +42,12 @@ type item[M any] struct {
 	tries       int    // handler calls so far, those that said nothing left out
 	attempts    int    // those that count towards Retry.Attempts: not a failed probe, not a witness
 	probes      int    // failed probes with this item as head
-	rounds      int    // failed rounds of witnesses behind this item
 	firstFailed time.Duration
 	exhausted   bool // its attempts are used up
 	exhaustedAt time.Duration
 	luck        uint64    // the source's successes when it last failed
 	firstLuck   uint64    // the same when it first failed
+	passed      bool      // let others go first since its last attempt
 	alive       bool      // others succeeded between its last two failures: proof that the failure is its own
 	permanent   bool      // its verdict waits for a credit only
 	failures    []attempt // the first and the latest ones

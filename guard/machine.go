@@ -60,8 +60,9 @@ type machine[M any] struct {
 	parked    [reasonCount]int // items in retryWait, by reason
 	queued    int              // entries in the ring
 	exhausted int              // items whose attempts are used up, not settling
-	guessed   bool             // one was taken for poison without proof …
-	guessedAt uint64           // … when there had been so many successes
+	guesses   int              // taken for poison without proof, and no success since
+	guessedAt time.Duration    // when the last was …
+	guessLuck uint64           // … and how many successes there had been
 	slowAfter time.Duration    // a call is reported as slow then
 	bytes     int64
 	ended     bool
@@ -369,17 +370,18 @@ func (c *machine[M]) up() *item[M] {
 
 // rotate brings forward what is worth a probe: while the breaker is not closed,
 // an item that failed a probe and saw others succeed since may be its own
-// problem, and must not keep the breaker open for all. It waits for the close,
-// if there is anything else to probe with.
+// problem, and must not keep the breaker open for all. It lets the others go
+// first, once: they may turn out to be as bad, and stand before what is healthy.
 func rotate[M, T any](c *machine[M], q *fifo[T], head func(T) *item[M]) {
 	if c.closed() {
 		return
 	}
 	for range q.len() {
 		it := head(q.peek())
-		if it == nil || it.probes == 0 || c.total() == it.luck {
+		if it == nil || it.probes == 0 || c.total() == it.luck || it.passed {
 			return
 		}
+		it.passed = true
 		q.push(q.pop())
 	}
 }
@@ -393,7 +395,7 @@ func (c *machine[M]) take(now time.Duration, it *item[M]) {
 		it.lane.queued, it.lane.parked = false, true
 	}
 	c.move(it, processing)
-	it.started, it.slow = now, false
+	it.started, it.slow, it.passed = now, false, false
 	it.serial++
 	if it.tries > 0 {
 		c.tally.Retries++

@@ -225,7 +225,6 @@ func (c *machine[M]) failed(now time.Duration, it *item[M], err error, stack []b
 		c.gate.Failure(now, it.token, it.tries == 1)
 	}
 	if l != nil && l.turn > 0 {
-		head.rounds++
 		c.move(it, waiting)
 		c.rewind(now, l)
 	}
@@ -250,7 +249,9 @@ func (c *machine[M]) suspect(it *item[M]) bool {
 // callWitness tries the message behind a suspect head at once. In sequence
 // nothing else can tell a poison message from an outage: if the witness
 // succeeds, the head is poison; if it fails too, nothing was done that a dead
-// letter of the head would not have done, and the head is kept.
+// letter of the head would not have done, and the head is kept. A witness that
+// has failed as often as a message may gets one of its own: so adjacent poison is
+// passed, and nothing is condemned that did not have its attempts.
 //
 // Each witness costs a credit in advance: when it succeeds the head must be
 // dead-lettered, since it must not be handled after it.
@@ -261,7 +262,7 @@ func (c *machine[M]) callWitness(now time.Duration, l *lane[M], head, it *item[M
 	if now-head.started > witnessFresh && head.tries < c.policy.Retry.Attempts+lonelyProbes*c.policy.Breaker.PoisonAfter {
 		return false
 	}
-	if l.turn >= min(maxWitnesses, 1+head.rounds/c.policy.Breaker.PoisonAfter) {
+	if l.turn == maxWitnesses || it != head && it.tries < c.policy.Retry.Attempts {
 		return false
 	}
 	c.earn()
@@ -301,7 +302,7 @@ func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 	switch {
 	case c.letters && c.poisonHead(it):
 		c.condemn(now, it)
-	case c.letters && c.lonely(now, it) && c.mayGuess():
+	case c.letters && c.lonely(now, it) && c.mayGuess(now):
 		c.guess(now, it)
 	case !c.closed():
 		c.back(now, it) // the ladder is its delay
@@ -313,11 +314,11 @@ func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 		c.park(it, now+c.delay(it.attempts), ReasonDLQ)
 	case it.alive:
 		c.condemn(now, it)
-	case c.alone() && c.mayGuess() && now-it.exhaustedAt >= c.policy.Retry.Patience:
+	case c.alone() && c.mayGuess(now) && now-it.exhaustedAt >= c.policy.Retry.Patience:
 		c.guess(now, it)
 	default:
 		at := now + c.delay(it.attempts)
-		if c.alone() && c.mayGuess() {
+		if c.alone() && c.mayGuess(now) {
 			at = min(at, it.exhaustedAt+c.policy.Retry.Patience)
 		}
 		c.park(it, at, ReasonNone)
@@ -338,23 +339,37 @@ func (c *machine[M]) poisonHead(it *item[M]) bool {
 	return !c.closed() && it.alive && it.probes >= c.policy.Breaker.PoisonAfter && it.tries >= c.policy.Retry.Attempts
 }
 
-// lonely tells whether a head that the breaker keeps waiting may be taken for
-// poison: it failed often and for long, and so did everything else that is here,
-// so that a window of poison alone does not wedge the source for ever.
+// lonely tells whether a message that breaker or storm keeps waiting may be taken
+// for poison: it failed often and for long, and so did everything else that is
+// here, so that a window of poison alone does not wedge the source for ever.
 func (c *machine[M]) lonely(now time.Duration, it *item[M]) bool {
-	return !c.closed() && it.probes >= lonelyProbes*c.policy.Breaker.PoisonAfter &&
-		now-it.firstFailed >= lonelyPatience*c.policy.Retry.Patience && !c.fresh()
+	often := it.probes >= lonelyProbes*c.policy.Breaker.PoisonAfter || it.exhausted && c.closed()
+	return often && now-it.firstFailed >= lonelyPatience*c.policy.Retry.Patience && !c.fresh()
 }
 
-// mayGuess tells whether a message may be taken for poison without proof: not a
-// second one before anything has succeeded, so that an outage costs one at most.
-func (c *machine[M]) mayGuess() bool { return !c.guessed || c.total() > c.guessedAt }
+// mayGuess tells whether a message may be taken for poison without proof. Until
+// something succeeds, each further one waits twice as long as the last, so that
+// a long outage costs a handful and a window full of poison still comes loose.
+func (c *machine[M]) mayGuess(now time.Duration) bool {
+	if c.guesses == 0 || c.total() > c.guessLuck {
+		return true
+	}
+	wait := lonelyPatience * c.policy.Retry.Patience << min(c.guesses, maxGuessShift)
+	return now-c.guessedAt >= wait
+}
+
+// maxGuessShift bounds the doubling: 7 days with the default Patience.
+const maxGuessShift = 10
 
 func (c *machine[M]) guess(now time.Duration, it *item[M]) {
+	if c.guesses > 0 && c.total() > c.guessLuck {
+		c.guesses = 0
+	}
 	before := len(c.condemned)
 	c.condemn(now, it)
 	if len(c.condemned) > before {
-		c.guessed, c.guessedAt = true, c.total()
+		c.guesses++
+		c.guessedAt, c.guessLuck = now, c.total()
 	}
 }
 

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -15,7 +16,6 @@ import (
 
 	"pgregory.net/rapid"
 
-	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
@@ -55,7 +55,7 @@ func live(order guard.Order, workers int, cfg ConsumerConfig, feed bool, ops []o
 	l := &life{b: NewBroker(), h: new(Handler), order: order, poison: make(map[uint64]bool), allowed: make(map[uint64]bool)}
 	policy := guard.Policy{
 		Order: order, Workers: workers, Timeout: 20 * time.Second,
-		Retry: guard.Retry{Attempts: lifeAttempts, Base: 10 * time.Millisecond, Max: time.Second, Patience: 10 * time.Hour},
+		Retry: guard.Retry{Attempts: lifeAttempts, Base: 10 * time.Millisecond, Max: time.Second, Patience: 10 * time.Second},
 	}
 	var err error
 	if l.g, err = guard.New(guard.Config{Policy: policy}); err != nil {
@@ -123,7 +123,6 @@ func (l *life) do(o op) {
 		l.h.On(l.numbers+1, Fail(errBroken), Fail(guard.Permanent(errBroken)))
 		l.publish(1)
 	case "panic":
-		l.allowed[l.numbers+1] = true // it fails by itself, and may stand behind poison
 		l.h.On(l.numbers+1, Panic("boom"), Goexit)
 		l.publish(1)
 	case "backoff":
@@ -225,11 +224,6 @@ func (l *life) heal() error {
 			return fmt.Errorf("while healing: %w", err)
 		}
 		l.do(op{what: "grant", n: 10})
-		if i >= 300 { // a window full of poison is an operator's to settle
-			for _, s := range l.g.Sources() {
-				s.DeadLetterWaiting(1)
-			}
-		}
 		if i >= 20 && len(l.b.Pending(queueName)) == 0 {
 			return nil
 		}
@@ -246,45 +240,97 @@ func (l *life) heal() error {
 
 func (l *life) check() error {
 	var dead []uint64
+	var unproven []Call // last calls of healthy messages that were dead-lettered by a guess
 	for _, r := range l.b.DeadLetters(queueName).Records() {
 		n := Number(r.Body)
 		dead = append(dead, n)
-		if err := l.deserved(n, r); err != nil {
-			return err
+		if l.allowed[n] {
+			continue
+		}
+		last, proven, err := l.deserved(n, r.LastFailed)
+		if err != nil {
+			return fmt.Errorf("message %d is healthy and was dead-lettered (%s, %d attempts): %w", n, r.Reason, r.Attempts, err)
+		}
+		if !proven {
+			unproven = append(unproven, last)
 		}
 	}
 	return errors.Join(
-		l.account(), l.h.CheckNothingLost(l.numbers, dead...), l.h.CheckOrder(l.order), l.h.CheckOverlap(l.order),
+		l.account(), l.guesses(unproven),
+		l.h.CheckNothingLost(l.numbers, dead...), l.h.CheckOrder(l.order), l.h.CheckOverlap(l.order),
 	)
 }
 
-// deserved checks that a healthy message was dead-lettered for a reason only:
-// its attempts were used up while other messages succeeded.
-func (l *life) deserved(n uint64, r dlq.Record) error {
-	if l.allowed[n] || r.Reason == dlq.ReasonOperator {
-		return nil
-	}
-	calls := l.h.CallsOf(n)
-	failed := 0
-	for _, c := range calls {
+// deserved checks that a healthy message was dead-lettered by the rules: it had
+// all its attempts in the epoch that gave it up, and then others succeeded between
+// its last two failures, or the one behind it did because the dependency recovered
+// in the moment between the two. Where neither is so it was taken for poison
+// without proof. last is its last call.
+func (l *life) deserved(n uint64, lastFailed time.Time) (last Call, proven bool, err error) {
+	var failed []Call
+	for _, c := range l.h.CallsOf(n) {
+		if c.End.After(lastFailed) {
+			break // a later epoch's, if the ack was lost with its own
+		}
+		if len(failed) > 0 && c.Epoch != failed[0].Epoch {
+			failed = nil
+		}
 		if c.Outcome != Succeeded {
-			failed++
+			failed = append(failed, c)
 		}
 	}
-	for _, up := range l.ups { // the dependency recovered between it and its witness
-		if d := up.Sub(r.LastFailed); d >= -time.Second && d <= 3*time.Second && failed > 0 {
-			return nil
+	if len(failed) < lifeAttempts {
+		return last, false, fmt.Errorf("%d failed calls in the epoch that gave it up, allowed are %d", len(failed), lifeAttempts)
+	}
+	last = failed[len(failed)-1]
+	before := failed[len(failed)-2]
+	for _, c := range l.successes(last.Epoch) {
+		if !c.End.Before(before.End) && !c.End.After(last.End) {
+			return last, true, nil
+		}
+		if c.Start.Before(last.End) || c.Start.Sub(last.Start) > 2*time.Second {
+			continue
+		}
+		for _, up := range l.ups {
+			if !up.Before(last.Start) && !up.After(c.End) {
+				return last, true, nil
+			}
 		}
 	}
-	proof := false
+	return last, false, nil
+}
+
+func (l *life) successes(epoch uint64) (all []Call) {
 	for _, c := range l.h.Calls() {
-		proof = proof || c.Seq != n && c.Outcome == Succeeded && !c.End.Before(calls[0].End) && !c.End.After(r.LastFailed.Add(time.Minute))
+		if c.Epoch == epoch && c.Outcome == Succeeded {
+			all = append(all, c)
+		}
 	}
-	if failed >= lifeAttempts && proof {
-		return nil
+	return all
+}
+
+// guesses checks that an outage costs a handful of healthy messages at most: of
+// those taken for poison without proof, with nothing that succeeded in between,
+// each came twice as long after the last.
+func (l *life) guesses(unproven []Call) error {
+	slices.SortFunc(unproven, func(a, b Call) int { return a.End.Compare(b.End) })
+	wait := 20 * time.Minute
+	for i, c := range unproven {
+		if i == 0 || unproven[i-1].Epoch != c.Epoch {
+			continue
+		}
+		before := unproven[i-1]
+		between := func(ok Call) bool { return !ok.End.Before(before.End) && !ok.End.After(c.End) }
+		if slices.ContainsFunc(l.successes(c.Epoch), between) {
+			wait = 20 * time.Minute
+			continue
+		}
+		if gap := c.End.Sub(before.End); gap < wait {
+			return fmt.Errorf("healthy messages %d and %d were taken for poison within %s, and nothing succeeded in between", before.Seq, c.Seq, gap)
+		}
+		wait *= 2
 	}
-	return fmt.Errorf("message %d is healthy and was dead-lettered (%s, %d attempts, %d failed calls, proof %t): %s",
-		n, r.Reason, r.Attempts, failed, proof, r.Error.Message)
+	return nil
 }
 
 // Whatever happens to a source, its books add up at every step; and once all is

@@ -68,7 +68,7 @@ var programs = []string{"cmd/stormguard", "examples", "chaos"}
 var Ours = Rules{
 	Rooms: []Room{
 		{
-			Path: "cmd/stormguard", May: shipped,
+			Path: "cmd/stormguard", May: append([]string{"internal/brokers"}, shipped...),
 			Why: "the CLI wires what is below it; it is not an example and takes no part from one",
 		},
 		{
@@ -76,25 +76,28 @@ var Ours = Rules{
 			Why: "the console shows what guard and dlq decided and starts redrives; it decides nothing and knows no broker",
 		},
 		{
-			Path: "examples", May: shipped,
+			Path: "examples", May: shipped, MayTest: []string{"internal/brokers"},
 			Why: "an example shows what a user can write, so it imports what a user can import",
 		},
 		{
-			Path: "chaos", May: shipped,
+			Path: "chaos", May: append([]string{"internal/brokers"}, shipped...),
 			Why: "chaos drives fleets of real processes and simulated ones; the CLI it runs as a process",
 		},
 
 		{
-			Path: "adapters/kafka", May: []string{"guard", "dlq"}, MayTest: []string{"guard/guardtest", "breaker"},
-			Why: "an adapter touches one broker and decides nothing; adapters never import each other",
+			Path: "adapters/kafka", May: []string{"guard", "dlq"},
+			MayTest: []string{"guard/guardtest", "breaker", "internal/brokers"},
+			Why:     "an adapter touches one broker and decides nothing; adapters never import each other",
 		},
 		{
-			Path: "adapters/amqp", May: []string{"guard", "dlq"}, MayTest: []string{"guard/guardtest", "breaker"},
-			Why: "an adapter touches one broker and decides nothing; adapters never import each other",
+			Path: "adapters/amqp", May: []string{"guard", "dlq"},
+			MayTest: []string{"guard/guardtest", "breaker", "internal/brokers"},
+			Why:     "an adapter touches one broker and decides nothing; adapters never import each other",
 		},
 		{
-			Path: "adapters/nats", May: []string{"guard", "dlq"}, MayTest: []string{"guard/guardtest", "breaker"},
-			Why: "an adapter touches one broker and decides nothing; adapters never import each other",
+			Path: "adapters/nats", May: []string{"guard", "dlq"},
+			MayTest: []string{"guard/guardtest", "breaker", "internal/brokers"},
+			Why:     "an adapter touches one broker and decides nothing; adapters never import each other",
 		},
 		{
 			Path: "adapters/nethttp", May: []string{"guard"}, MayTest: []string{"guard/guardtest"},
@@ -145,6 +148,7 @@ var Ours = Rules{
 		{Path: "ringbuf/spill", May: []string{"ringbuf"}, Why: "the same lane API on disk"},
 
 		{Path: "internal/importrule", Why: "reads import graphs; needs nothing of ours"},
+		{Path: "internal/brokers", Why: "starts brokers for tests and programs, and knows nobody who uses them"},
 	},
 
 	Bans: []Ban{
@@ -208,7 +212,7 @@ var Ours = Rules{
 			Why: "the NATS client; programs hand its types to the adapter",
 		},
 		{
-			Imports: "github.com/nats-io/nats-server", Tests: true, Rooms: programs,
+			Imports: "github.com/nats-io/nats-server", Tests: true, Rooms: append([]string{"internal/brokers"}, programs...),
 			Why: "a broker inside the demo and the tests, so that they need no server; a library never starts one",
 		},
 

@@ -1,0 +1,110 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"errors"
+	"slices"
+	"testing"
+	"time"
+)
+
+var errBad = errors.New("bad")
+
+// burst feeds the messages at once, while there is room.
+func burst(ms ...int) func(time.Duration) (int, bool) {
+	return func(time.Duration) (m int, ok bool) {
+		if len(ms) == 0 {
+			return 0, false
+		}
+		m, ms = ms[0], ms[1:]
+		return m, true
+	}
+}
+
+// While the breaker is open, a key that saw others succeed lets them go first; but
+// not for ever, or poison that saw nothing would keep it from its turn.
+func TestPoisonOfOneKeyDoesNotStarveAnother(t *testing.T) {
+	s := newSim(t, Policy{Order: OrderKey})
+	s.gate.Force(s.now, time.Second, CauseOperator)
+	forced := false
+	s.runKeyed(s.now+20*time.Minute, 3, func(m int) (time.Duration, error) {
+		if m == 1 || m == 2 {
+			if m == 2 && !forced {
+				forced = true // what comes next fails as the only one since the last success
+				s.gate.Force(s.now, time.Second, CauseOperator)
+			}
+			return time.Millisecond, errBad
+		}
+		return time.Millisecond, nil
+	}, burst(1, 0, 2, 4, 7, 10))
+	slices.Sort(s.handled)
+	if !forced || !slices.Equal(s.handled, []int{0, 4, 7, 10}) {
+		t.Errorf("handled %v, dead %v", s.handled, s.dead)
+	}
+}
+
+// A witness that fails for a reason of its own has all its attempts, whatever
+// stands before it.
+func TestWitnessHasItsAttempts(t *testing.T) {
+	for calls := 1; calls < 5; calls++ {
+		s := newSim(t, Policy{})
+		failed := 0
+		s.run(s.now+10*time.Minute, func(m int) (time.Duration, error) {
+			if m == 0 || m == 1 && failed < calls {
+				if m == 1 {
+					failed++
+				}
+				return time.Millisecond, errBad
+			}
+			return time.Millisecond, nil
+		}, counter(20, 0))
+		if len(s.handled) != 19 || !slices.Equal(s.dead, []int{0}) {
+			t.Errorf("%d failures of the witness: handled %v, dead %v", calls, s.handled, s.dead)
+		}
+	}
+}
+
+// A window with nothing but poison looks like an outage. It comes loose all the
+// same, and what is behind it is handled.
+func TestWindowFullOfPoisonComesLoose(t *testing.T) {
+	for _, order := range []Order{OrderSource, OrderKey, OrderNone} {
+		for _, breaker := range []bool{true, false} {
+			s := newSim(t, Policy{Order: order, Window: 6, NoBreaker: !breaker})
+			s.runKeyed(s.now+8*time.Hour, 5, func(m int) (time.Duration, error) {
+				if m < 8 {
+					return time.Millisecond, errBad
+				}
+				return time.Millisecond, nil
+			}, counter(30, 0))
+			slices.Sort(s.dead)
+			if len(s.handled) != 22 || !slices.Equal(s.dead, []int{0, 1, 2, 3, 4, 5, 6, 7}) {
+				t.Errorf("order %s, breaker %t: handled %v, dead %v", order, breaker, s.handled, s.dead)
+			}
+		}
+	}
+}
+
+// An outage during which nothing can be compared costs one healthy message after
+// ten minutes, and each further one takes twice as long.
+func TestGuessesDouble(t *testing.T) {
+	for _, order := range []Order{OrderSource, OrderKey, OrderNone} {
+		for _, outage := range []struct {
+			length time.Duration
+			most   int
+		}{{9 * time.Minute, 0}, {29 * time.Minute, 1}, {69 * time.Minute, 2}, {149 * time.Minute, 3}} {
+			s := newSim(t, Policy{Order: order, Window: 6})
+			down := s.now + outage.length
+			s.runKeyed(down+time.Hour, 5, func(int) (time.Duration, error) {
+				if s.now < down {
+					return time.Millisecond, errDown
+				}
+				return time.Millisecond, nil
+			}, counter(100, 0))
+			if len(s.dead) > outage.most || len(s.handled)+len(s.dead) != 100 {
+				t.Errorf("order %s, %s: handled %d, dead %v", order, outage.length, len(s.handled), s.dead)
+			}
+		}
+	}
+}

@@ -1,0 +1,41 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Command natsserver is nats-server as linked by the tests of this module, in a
+// process of its own so that it can be killed. It takes one argument, a
+// configuration file, and ends on SIGTERM.
+package main
+
+import (
+	"fmt"
+	"os"
+
+	"github.com/nats-io/nats-server/v2/server"
+)
+
+func main() {
+	if err := run(os.Args[1:]); err != nil {
+		fmt.Fprintln(os.Stderr, "natsserver:", err)
+		os.Exit(1)
+	}
+}
+
+func run(args []string) error {
+	if len(args) != 1 {
+		return fmt.Errorf("want one argument, a configuration file; got %d", len(args))
+	}
+	opts, err := server.ProcessConfigFile(args[0])
+	if err != nil {
+		return err
+	}
+	srv, err := server.NewServer(opts)
+	if err != nil {
+		return err
+	}
+	srv.ConfigureLogger()
+	if err := server.Run(srv); err != nil {
+		return err
+	}
+	srv.WaitForShutdown()
+	return nil
+}
