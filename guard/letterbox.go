@@ -155,7 +155,7 @@ func (l letter[M]) confirmed() {
 		s.mu.Unlock()
 		return
 	}
-	s.c.buried(l.it)
+	s.c.confirmed(l.it)
 	s.unlock(now)
 	s.metrics.deadLettered(l.it.verdict)
 	s.nudge()
