@@ -100,8 +100,8 @@ var Ours = Rules{
 			Why:     "an adapter touches one broker and decides nothing; adapters never import each other",
 		},
 		{
-			Path: "adapters/nethttp", May: []string{"guard"}, MayTest: []string{"guard/guardtest"},
-			Why: "an HTTP intake answers its caller and has no dead-letter queue of its own; adapters never import each other",
+			Path: "adapters/nethttp", May: []string{"guard", "dlq"}, MayTest: []string{"guard/guardtest", "breaker"},
+			Why: "an HTTP intake decides nothing, and has no dead-letter queue of its own but the type of its letters; adapters never import each other",
 		},
 
 		{
