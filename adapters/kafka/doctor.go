@@ -77,6 +77,10 @@ func (d *doctor) settings() {
 		d.add("client", "Consumer.Return.Errors = true, and go kafka.WatchErrors(ctx, group, log)",
 			"Consumer.Return.Errors is off: a commit that fails is told to sarama.Logger alone")
 	}
+	if m := c.Consumer.MaxProcessingTime; cooperative(c) && 2*m+yieldSlack > maxYield {
+		d.add("client", "Consumer.MaxProcessingTime = 100 * time.Millisecond",
+			"Consumer.MaxProcessingTime is %s: a cooperative revoke of one partition waits until the others of its broker have taken all that was fetched for them", m)
+	}
 	if s, h := c.Consumer.Group.Session.Timeout, c.Consumer.Group.Heartbeat.Interval; h > s/3 {
 		d.add("client", "Consumer.Group.Heartbeat.Interval = a third of Session.Timeout or less",
 			"Consumer.Group.Heartbeat.Interval is %s of a session of %s: two lost heartbeats cost the session", h, s)

@@ -226,6 +226,7 @@ func (w *wrappedClaim) intake(leave <-chan struct{}) {
 	poll := time.NewTimer(time.Hour)
 	defer poll.Stop()
 	for {
+		w.ss.yield(leave)
 		var m *sarama.ConsumerMessage
 		var ok bool
 		select {

@@ -5,8 +5,10 @@ package kafka
 
 import (
 	"context"
-	"errors"
+	"fmt"
+	"reflect"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/IBM/sarama"
@@ -24,6 +26,9 @@ type session struct {
 
 	cancel context.CancelFunc // of the watch
 
+	cooperative bool
+	yieldUntil  atomic.Int64 // Unix nanoseconds; 0: no claim is being let go
+
 	mu     sync.Mutex
 	claims map[place]*claim        // open ones, for the watch
 	wraps  map[place]*wrappedClaim // passive shape: the latest of each partition, until Cleanup
@@ -37,7 +42,7 @@ type place struct {
 
 func newSession(h *handler, native sarama.ConsumerGroupSession, set settings) *session {
 	return &session{
-		h: h, native: native, set: set, cancel: func() {},
+		h: h, native: native, set: set, cancel: func() {}, cooperative: cooperative(set.config),
 		claims: make(map[place]*claim), wraps: make(map[place]*wrappedClaim),
 	}
 }
@@ -64,46 +69,86 @@ func (ss *session) open() []*claim {
 	return all
 }
 
-// revoked is closed as soon as a claim of a cooperative group is taken away; of
-// an eager group it never is, since the session's context says it.
+// revoked is closed as soon as a claim is taken away or its session ends.
 //
-// A cooperative revoke leaves that context alive, and Messages is seen to be
-// closed only after everything that sarama has buffered is handled: with slow
-// handlers later than the rebalance timeout, or never while the window is full.
-// The claim's Errors close at the same time and hold nothing back. What comes
-// there otherwise is for the group's own reader; what this goroutine takes from
-// it instead, stolen gives back as the claim's error.
-func (ss *session) revoked(native sarama.ConsumerGroupClaim) (revoked <-chan struct{}, stolen func() error) {
-	none := func() error { return nil }
-	from, ok := native.(interface {
-		Errors() <-chan *sarama.ConsumerError
-	})
-	if !ok || !cooperative(ss.set.config) {
-		return nil, none
+// In an eager group the session's context says so. A cooperative revoke leaves
+// that alive, and the claim's Messages closed, but behind everything that sarama
+// has buffered, and not before the other partitions of the same broker have taken
+// what was fetched for them: with slow handlers later than the rebalance timeout,
+// or never while the window is full (sarama #1608). The channel by which sarama
+// itself closes the claim holds nothing back. There is no method for it, so it is
+// read as [look] reads the configuration; where it is not found, Messages alone
+// says it, late.
+func (ss *session) revoked(native sarama.ConsumerGroupClaim) <-chan struct{} {
+	dying := dyingOf(native)
+	if dying == nil && ss.cooperative {
+		ss.h.opts.log.Warn("a cooperative revoke will be seen late: not sarama's claim, or not as it was",
+			"topic", native.Topic(), "partition", native.Partition(), "type", fmt.Sprintf("%T", native))
 	}
-	closed := make(chan struct{})
-	var mu sync.Mutex
-	var errs []error
-	go func() { // ends with the claim: sarama closes it once ConsumeClaim has returned
-		for err := range from.Errors() {
-			ss.h.opts.log.Warn("claim", "topic", err.Topic, "partition", err.Partition, "error", err.Err)
-			mu.Lock()
-			if len(errs) < maxStolen {
-				errs = append(errs, err)
+	return dying
+}
+
+// dyingOf is the channel that closes when sarama closes a claim; nil if it is not
+// found.
+func dyingOf(native sarama.ConsumerGroupClaim) <-chan struct{} {
+	v := reflect.ValueOf(native)
+	for _, name := range []string{"", "PartitionConsumer"} {
+		if name != "" {
+			v = v.FieldByName(name)
+			if v.Kind() == reflect.Interface {
+				v = v.Elem()
 			}
-			mu.Unlock()
 		}
-		close(closed)
-	}()
-	return closed, func() error {
-		mu.Lock()
-		defer mu.Unlock()
-		return errors.Join(errs...)
+		if v.Kind() != reflect.Pointer || v.IsNil() || v.Elem().Kind() != reflect.Struct {
+			return nil
+		}
+		v = v.Elem()
+	}
+	f := v.FieldByName("dying")
+	if !f.IsValid() || f.Kind() != reflect.Chan || f.Type().ChanDir() != reflect.BothDir ||
+		f.Type().Elem().Kind() != reflect.Struct || f.Type().Elem().NumField() > 0 {
+		return nil
+	}
+	return *(*chan struct{})(f.Addr().UnsafePointer())
+}
+
+// makeWay helps sarama to let go of a claim that was revoked: it waits, for all
+// partitions of one broker together, until what was fetched for them is taken, or
+// until nobody takes anything for twice MaxProcessingTime. So the other claims
+// take nothing for that long.
+func (ss *session) makeWay() {
+	rest := 2*ss.set.config.Consumer.MaxProcessingTime + yieldSlack
+	if ss.cooperative && ss.native.Context().Err() == nil && rest <= maxYield {
+		ss.yieldUntil.Store(time.Now().Add(rest).UnixNano())
 	}
 }
 
-// maxStolen bounds what is kept of a claim's errors.
-const maxStolen = 16
+const (
+	yieldSlack = 50 * time.Millisecond
+	maxYield   = time.Second // with a longer MaxProcessingTime nothing is gained
+)
+
+// yield waits while another claim is being let go. Without one it costs an atomic
+// load.
+func (ss *session) yield(stop <-chan struct{}) {
+	until := ss.yieldUntil.Load()
+	if until == 0 {
+		return
+	}
+	rest := time.NewTimer(time.Until(time.Unix(0, until)))
+	defer rest.Stop()
+	select {
+	case <-rest.C:
+	case <-stop:
+	}
+	ss.yieldUntil.CompareAndSwap(until, 0)
+}
+
+// guarded is the user's handler.
+func (ss *session) guarded(ctx context.Context, m *sarama.ConsumerMessage) error {
+	ss.yield(ctx.Done())
+	return ss.h.handle(ctx, m)
+}
 
 // watch looks at the log's end and at what is committed, if there is a client to
 // ask. Setup starts it, Cleanup stops it.

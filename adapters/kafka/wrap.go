@@ -122,8 +122,7 @@ func (h *handler) session(s sarama.ConsumerGroupSession) *session {
 }
 
 // ConsumeClaim guards one claim until it ends. It starts a goroutine for the
-// source's loop and, in a cooperative group, one that watches for the revoke;
-// both end with the claim, unless a handler hangs.
+// source's loop, which ends with the claim, unless a handler hangs.
 func (h *handler) ConsumeClaim(s sarama.ConsumerGroupSession, native sarama.ConsumerGroupClaim) error {
 	ss := h.session(s)
 	if ss == nil {
@@ -131,7 +130,7 @@ func (h *handler) ConsumeClaim(s sarama.ConsumerGroupSession, native sarama.Cons
 	}
 	c := newClaim(ss, native)
 	c.Demand(1) // a pause of the group outlives its session
-	revoked, stolen := ss.revoked(native)
+	revoked := ss.revoked(native)
 	var err error
 	if h.passive() {
 		err = ss.consumePassive(c, revoked)
@@ -141,12 +140,12 @@ func (h *handler) ConsumeClaim(s sarama.ConsumerGroupSession, native sarama.Cons
 	if !ss.set.config.Consumer.Offsets.AutoCommit.Enable {
 		s.Commit() // with a cooperative revoke the mark is gone after this
 	}
-	return errors.Join(err, stolen())
+	return err
 }
 
 // consume is the function shape.
 func (ss *session) consume(c *claim, revoked <-chan struct{}) error {
-	src, err := openClaim(ss, c, guard.Port[*sarama.ConsumerMessage](c), ss.h.handle)
+	src, err := openClaim(ss, c, guard.Port[*sarama.ConsumerMessage](c), ss.guarded)
 	if src == nil {
 		return err
 	}
@@ -178,6 +177,7 @@ func (ss *session) await(src guard.Control, over, revoked <-chan struct{}) {
 		case <-over:
 			return
 		case <-revoked:
+			ss.makeWay()
 			return
 		case <-ss.native.Context().Done():
 			return
