@@ -35,7 +35,7 @@ type Config struct {
 
 // Defaults is the demo of the README.
 func Defaults() Config {
-	return Config{Rate: 2500, WarmUp: 3 * time.Second, Outage: 20 * time.Second, After: 5 * time.Second, Seed: 1}
+	return Config{Broker: NATS, Rate: 2500, WarmUp: 3 * time.Second, Outage: 20 * time.Second, After: 5 * time.Second, Seed: 1}
 }
 
 // messages is how many are published in a run.

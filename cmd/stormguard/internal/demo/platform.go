@@ -5,10 +5,13 @@ package demo
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"regexp"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/guard"
@@ -20,11 +23,12 @@ type Kind string
 
 // The kinds that a demo runs on.
 const (
-	NATS Kind = "nats"
+	Kafka Kind = "kafka"
+	NATS  Kind = "nats"
 )
 
-// Kinds are all of them.
-func Kinds() []Kind { return []Kind{NATS} }
+// Kinds are all of them, by name.
+func Kinds() []Kind { return slices.Sorted(maps.Keys(platforms)) }
 
 // inFlight is how many messages a consumer may have unsettled, on both sides,
 // where the broker bounds them. It is also what nats.go's Consume asks for by
@@ -33,6 +37,11 @@ const inFlight = 500
 
 // maxDeliver is how often the unguarded side tries a message.
 const maxDeliver = 5
+
+// lettersInFlight is how many dead letters an unguarded side has written and not
+// yet seen confirmed, where it goes on meanwhile. It is less than the clients
+// buffer.
+const lettersInFlight = 100
 
 // stopTimeout bounds the end of a consumer.
 const stopTimeout = 5 * time.Second
@@ -82,17 +91,34 @@ type platform struct {
 	found              brokers.Kind // what to look for when no address is given; empty: open needs none
 }
 
-func (c Config) platform() platform { return onNATS }
+var platforms = map[Kind]platform{Kafka: onKafka, NATS: onNATS}
 
-// Validate reports what is wrong with broker and address, in terms of flags.
+// platform is the zero one for a kind that Validate refuses.
+func (c Config) platform() platform { return platforms[c.kind()] }
+
+// Validate reports everything that is wrong with broker and address, in terms of
+// flags.
 func (c Config) Validate() error {
-	if c.Broker != "" && !slices.Contains(Kinds(), c.Broker) {
+	if !slices.Contains(Kinds(), c.kind()) {
 		return fmt.Errorf("--broker %q: must be one of %q", c.Broker, Kinds())
 	}
+	var errs []error
 	if p := c.platform(); c.URL != "" && !p.check(c.URL) {
-		return fmt.Errorf("--url %q: must be %s for --broker %s", redact(c.URL), p.address, c.kind())
+		errs = append(errs, fmt.Errorf("--url %q: must be %s for --broker %s", redact(c.URL), p.address, c.kind()))
 	}
-	return nil
+	if c.Creds != "" && (c.URL == "" || c.kind() != NATS) {
+		errs = append(errs, fmt.Errorf("--creds %q: needs --broker nats and --url, nothing else asks for a file", c.Creds))
+	}
+	return errors.Join(errs...)
+}
+
+// Addresses are the forms of Config.URL.
+func Addresses() string {
+	var all []string
+	for _, k := range Kinds() {
+		all = append(all, Config{Broker: k}.platform().address)
+	}
+	return strings.Join(all, ", ")
 }
 
 func (c Config) kind() Kind {

@@ -121,8 +121,10 @@ func stage(parent context.Context, cfg Config, b broker, s side, v view) (t tria
 	if ctx.Err() != nil { // stopping failed
 		return t, context.Cause(ctx)
 	}
-	if err := acked(ctx, p, settled); err != nil {
-		return t, err
+	if settled { // else the figures say what is wrong
+		if err := acked(ctx, p, stopTimeout); err != nil {
+			return t, err
+		}
 	}
 	graves, err := p.exhume(ctx, start)
 	if err != nil {
@@ -206,11 +208,8 @@ func settle(ctx context.Context, p plumbing, ledger *Ledger, published, broken <
 
 // acked checks, after the consumer's end, that what it handled it has also
 // settled: some brokers tell only now, and the next consumer would get it again.
-func acked(ctx context.Context, p plumbing, settled bool) error {
-	if !settled {
-		return nil // the figures say what is wrong
-	}
-	give, cancel := context.WithTimeout(ctx, stopTimeout)
+func acked(ctx context.Context, p plumbing, within time.Duration) error {
+	give, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
 	ok, err := poll(give, 3, p.idle)
 	switch {
