@@ -5,11 +5,26 @@ package main
 
 import (
 	"context"
+	"fmt"
 	"math"
+	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 )
+
+// The processes that hold messages are this program, as they are the command.
+func TestMain(m *testing.M) {
+	if spec := os.Getenv(gcEnv); spec != "" {
+		if err := runHolder(spec, os.Stdin, os.Stdout); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	os.Exit(m.Run())
+}
 
 // Each group once and tiny: it says that all cases run to their end and that
 // the names which scripts read are there. Not parallel: the cases are greedy.
@@ -20,7 +35,7 @@ func TestGroups(t *testing.T) {
 	}{
 		{noise, []string{"chain", "throughput"}},
 		{hotpath, []string{"chain", "failsafe", "loop", "func8_watermill", "func8_failsafe", "router", "router_throttled"}},
-		{newRing(1 << 10), []string{"spsc_batch64", "lanes8_batch64", "spsc_single", "gc_ms_1m_held"}},
+		{newRing(1 << 10), []string{"spsc_batch64", "lanes8_batch64", "spsc_single", "gc_ms_1m_held", "gc_ms_1m_held_pointers", "gc_ms_nothing_held"}},
 		{newJetStream(1500, math.Inf(1)), []string{"guarded_raw", "raw_raw", "guarded_raw_10us"}},
 	} {
 		t.Run(tt.group.Name, func(t *testing.T) {
@@ -69,6 +84,26 @@ func TestCodecReadsWhatItWrote(t *testing.T) {
 	got, err := recordCodec{}.Decode(recordCodec{}.Append(nil, want))
 	if err != nil || got.seq != want.seq || string(got.key) != string(want.key) || string(got.value) != string(want.value) || got.headers != want.headers {
 		t.Errorf("%+v, %v; want %+v", got, err, want)
+	}
+}
+
+// A holder must hold what it was told to, and say how long a collection takes.
+func TestHolder(t *testing.T) {
+	t.Parallel()
+	for kind, held := range map[string]int{"slabs": 300, "pointers": 300, "nothing": 0} {
+		var out strings.Builder
+		if err := runHolder(kind+" 300", strings.NewReader("1\n3\n"), &out); err != nil {
+			t.Fatal(err)
+		}
+		var n, one, three int
+		if _, err := fmt.Sscan(out.String(), &n, &one, &three); err != nil || n != held || one <= 0 || three <= 0 {
+			t.Errorf("%s: %q, %v; want %d held and two times", kind, out.String(), err, held)
+		}
+	}
+	for spec, want := range map[string]string{"slabs": "want a kind and a number", "air 1": `"air"`} {
+		if err := runHolder(spec, strings.NewReader(""), new(strings.Builder)); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%q: %v, want %s", spec, err, want)
+		}
 	}
 }
 

@@ -34,6 +34,13 @@ var groups = []Group{
 }
 
 func main() {
+	if spec := os.Getenv(gcEnv); spec != "" {
+		if err := runHolder(spec, os.Stdin, os.Stdout); err != nil {
+			fmt.Fprintln(os.Stderr, "bench:", err)
+			os.Exit(1)
+		}
+		return
+	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
 	err := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
 	stop()

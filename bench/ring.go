@@ -5,8 +5,6 @@ package main
 
 import (
 	"context"
-	"encoding/binary"
-	"fmt"
 	"runtime"
 	"sync"
 
@@ -26,7 +24,8 @@ var ring = newRing(1 << 20)
 // newRing is the memory hold against channels: one producer and one consumer
 // (spsc), and eight of each. An operation is one message, a pointer, from its
 // producer to its consumer. Our side always counts messages and bytes against
-// its budget, calls the forms that end with a context, and leases and commits.
+// its budget, calls the forms that end with a context, and leases and commits
+// (Next does both).
 //
 // held is the number of messages in the garbage collection cases.
 func newRing(held int) Group {
@@ -46,9 +45,9 @@ func newRing(held int) Group {
 			{Name: "8x8_lanes8_batch64_count", Open: openLanes(pairs, ringBatch, ringBatch, nil)},
 			{Name: "spsc_ring_batch64_count", Open: openLanes(1, ringBatch, ringBatch, nil)},
 			{Name: "8x8_xsync_mpmc", Open: openXsyncMPMC},
-			{Name: "gc_slabs", N: 5, Open: openSlabs(held)},
-			{Name: "gc_pointers", N: 5, Open: openPointers(held)},
-			{Name: "gc_nothing", N: 5, Open: openNothing},
+			{Name: "gc_slabs", N: 21, Open: openHeld("slabs", held)},
+			{Name: "gc_pointers", N: 5, Open: openHeld("pointers", held)},
+			{Name: "gc_nothing", N: 21, Open: openHeld("nothing", held)},
 		},
 		Ratios: []Ratio{
 			{Name: "spsc_batch64", Kind: Throughput, Ours: "spsc_ring_batch64", Theirs: "spsc_channel"},
@@ -63,6 +62,7 @@ func newRing(held int) Group {
 			{Name: "xsync_mpmc", Kind: Throughput, Ours: "8x8_xsync_mpmc", Theirs: "8x8_channel"},
 			{Name: "gc_ms_1m_held", Kind: Millis, Ours: "gc_slabs"},
 			{Name: "gc_ms_1m_held_pointers", Kind: Millis, Ours: "gc_pointers"},
+			{Name: "gc_ms_nothing_held", Kind: Millis, Ours: "gc_nothing"},
 		},
 	}
 }
@@ -145,18 +145,19 @@ func openLanes(pairs, put, lease int, size ringbuf.Sizer[*token]) func(context.C
 						return nil
 					},
 					func(i, n int) error {
-						l, dst := r.Lane(uint64(i)), make([]*token, lease)
-						for n > 0 {
-							s, err := l.Lease(ctx, dst)
-							if err != nil {
-								return err
-							}
-							n -= s.Len()
-							if err := s.Commit(s.Len()); err != nil {
-								return err
-							}
+						if n == 0 {
+							return nil
 						}
-						return nil
+						l, dst := r.Lane(uint64(i)), make([]*token, lease)
+						s, err := l.Lease(ctx, dst)
+						for err == nil && n > s.Len() {
+							n -= s.Len()
+							s, err = s.Next(ctx, s.Len(), dst)
+						}
+						if err != nil {
+							return err
+						}
+						return s.Commit(s.Len())
 					})
 			},
 			Close: func() error { cancel(); return r.Close() },
@@ -228,107 +229,4 @@ func openXsync(pairs int, put func(*token) bool, take func() (*token, bool)) Run
 				return nil
 			})
 	}}
-}
-
-// A record is a message as brokers have them: key, value and three headers.
-type record struct {
-	seq        uint64
-	key, value []byte
-	headers    [3]header
-}
-
-type header struct{ name, value string }
-
-func newRecord(seq int) record {
-	return record{
-		seq: uint64(seq), key: make([]byte, 16), value: make([]byte, 256), headers: [3]header{
-			{"traceparent", fmt.Sprintf("00-%032x-%016x-01", seq, seq)}, {"origin", fmt.Sprint(seq)}, {"kind", "order"},
-		},
-	}
-}
-
-type recordCodec struct{}
-
-func (recordCodec) Append(dst []byte, v record) []byte {
-	dst = binary.AppendUvarint(dst, v.seq)
-	dst = appendField(dst, v.key)
-	dst = appendField(dst, v.value)
-	for _, h := range v.headers {
-		dst = appendField(dst, h.name)
-		dst = appendField(dst, h.value)
-	}
-	return dst
-}
-
-func appendField[T []byte | string](dst []byte, f T) []byte {
-	return append(binary.AppendUvarint(dst, uint64(len(f))), f...)
-}
-
-func (recordCodec) Decode(src []byte) (v record, err error) {
-	number := func() uint64 {
-		n, k := binary.Uvarint(src)
-		src = src[k:]
-		return n
-	}
-	field := func() []byte {
-		n := number()
-		f := src[:n]
-		src = src[n:]
-		return f
-	}
-	v.seq, v.key, v.value = number(), field(), field()
-	for i := range v.headers {
-		v.headers[i] = header{string(field()), string(field())}
-	}
-	return v, nil
-}
-
-// collect is n whole collections, from their start to the end of their sweep.
-func collect(_ context.Context, n int) error {
-	for range n {
-		runtime.GC()
-	}
-	return nil
-}
-
-// openNothing is the floor: a collection while nothing is held.
-func openNothing(context.Context) (Runner, error) { return Runner{Do: collect}, nil }
-
-func openSlabs(held int) func(context.Context) (Runner, error) {
-	return openHeld(held, func(cfg ringbuf.Config) (*ringbuf.Ring[record], error) {
-		return ringbuf.NewSlabRing(cfg, recordCodec{})
-	})
-}
-
-func openPointers(held int) func(context.Context) (Runner, error) {
-	return openHeld(held, func(cfg ringbuf.Config) (*ringbuf.Ring[record], error) {
-		return ringbuf.NewRing[record](cfg, nil)
-	})
-}
-
-// openHeld holds records during its own turns only.
-func openHeld(held int, newRing func(ringbuf.Config) (*ringbuf.Ring[record], error)) func(context.Context) (Runner, error) {
-	return func(context.Context) (Runner, error) {
-		var r *ringbuf.Ring[record]
-		return Runner{
-			Before: func(context.Context, int) (err error) {
-				if r, err = newRing(ringbuf.Config{MaxCount: held, MaxBytes: int64(held) * 1024}); err != nil {
-					return err
-				}
-				l := r.Lane(0)
-				for i := range held {
-					if _, err := l.TryPut(newRecord(i)); err != nil {
-						return err
-					}
-				}
-				return nil
-			},
-			Do: collect,
-			After: func(context.Context) error {
-				err := r.Close()
-				r = nil
-				return err
-			},
-		}, nil
-	}
 }

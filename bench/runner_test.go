@@ -328,3 +328,15 @@ func TestMillisHasNoRival(t *testing.T) {
 		t.Errorf("%+v", got)
 	}
 }
+
+// A case with a clock of its own is believed.
+func TestEachReplacesTheClock(t *testing.T) {
+	t.Parallel()
+	s, err := measure(t.Context(), Runner{
+		Do:   func(context.Context, int) error { return nil },
+		Each: func() time.Duration { return time.Hour },
+	}, 7)
+	if err != nil || s.ns != float64(time.Hour) {
+		t.Errorf("%v ns per operation, %v; want an hour", s.ns, err)
+	}
+}

@@ -36,7 +36,7 @@ type Config struct {
 
 	// LaneShare is the part of MaxCount and of MaxBytes that one lane may fill,
 	// above 0 and up to 1; 0 means 1. A lane may always hold one message, but no
-	// message larger than the lane's bytes.
+	// message larger than the lane's bytes, and none of 4 GiB.
 	LaneShare float64
 }
 

@@ -8,7 +8,8 @@
 // else, so there is one lane per partition, queue or key. Producers place
 // batches with [Lane.Put]. A consumer takes a [Lease] on the oldest messages,
 // which frees nothing: [Lease.Commit] frees what was settled and
-// [Lease.Release] leaves the rest where it was, in the same order.
+// [Lease.Release] leaves the rest where it was, in the same order; [Lease.Next]
+// commits and takes the next lease in one step.
 //
 // The package decides three things: what still fits, who waits, and in which
 // order messages leave. A full ring makes Put wait and [Lane.TryPut] refuse;
@@ -23,5 +24,6 @@
 // Calls take one lock of the lane and one atomic step on the shared budget for
 // a batch of up to 64 messages, and allocate nothing unless they must wait or
 // the lane grows. Batches are where the speed is; one message at a time costs
-// two to three times what a buffered channel does.
+// about one and a half times what a buffered channel does with Next, and about
+// twice as much with Lease and Commit.
 package ringbuf

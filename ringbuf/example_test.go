@@ -44,6 +44,35 @@ func Example() {
 	// 1 held
 }
 
+// A consumer's loop: Next settles what it has handled and takes what follows.
+func ExampleLease_Next() {
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	r, err := ringbuf.NewRing[int](ringbuf.Config{}, nil)
+	if err != nil {
+		panic(err)
+	}
+	l := r.Lane(0)
+	if _, err := l.Put(ctx, 1, 2, 3, 4, 5); err != nil {
+		panic(err)
+	}
+	dst := make([]int, 2)
+	lease, err := l.Lease(ctx, dst)
+	for err == nil {
+		fmt.Println(dst[:lease.Len()])
+		if l.Len() == lease.Len() {
+			cancel() // these were the last ones
+		}
+		lease, err = lease.Next(ctx, lease.Len(), dst)
+	}
+	fmt.Println(err, r.Stats().Count)
+	// Output:
+	// [1 2]
+	// [3 4]
+	// [5]
+	// context canceled 0
+}
+
 // A full ring refuses and keeps what it has. The caller stops its intake.
 func ExampleLane_TryPut() {
 	r, err := ringbuf.NewRing[int](ringbuf.Config{MaxCount: 2}, nil)

@@ -17,10 +17,15 @@ const (
 
 const minSlots = 4
 
+// shrinkAfter is how many times in a row a lane must run empty without having
+// used an eighth of its buffer before it gives it back. Lanes that come and go
+// between full and empty would else allocate all the time.
+const shrinkAfter = 64
+
 // slots is a circular buffer; its length is a power of two or 0.
 type slots[T any] struct {
-	v    []T
-	ends []int64 // with a Sizer, as long as v: all bytes ever placed in the lane, up to and with this message
+	v     []T
+	sizes []uint32 // with a Sizer, as long as v: the bytes of each message
 }
 
 // A Lane is one ordered queue of a [Ring]. Several goroutines may put and
@@ -30,25 +35,26 @@ type Lane[T any] struct {
 	ring *Ring[T]
 	id   uint64
 
-	mu      sync.Mutex
-	err     error // why the lane takes no more calls, or nil
-	count   int   // messages held
-	leased  int   // how many of the first ones are under the open lease; 0 means no lease
-	lease   uint64
-	head    int // slot of the oldest message
-	peak    int // most messages held since the lane was last empty
-	slots   slots[T]
-	placed  int64 // bytes ever placed, with a Sizer
-	freed   int64 // bytes ever freed, with a Sizer
-	slab    *slab // with a Codec, instead of slots
-	blocked int   // Puts that wait, here or in Ring.writers
-	starved bool  // the oldest of writers starves
-	asleep  bool  // one of writers may not be woken
+	mu     sync.Mutex
+	head   int // slot of the oldest message
+	count  int // messages held
+	leased int // how many of the first ones are under the open lease; 0 means no lease
+	lease  uint64
+	bytes  int64 // of the messages held
+	slots  slots[T]
+	slab   *slab // with a Codec, instead of slots
+
 	readers waitq // Leases that wait
 	writers waitq // Puts that wait for the lane's share
+	starved bool  // the oldest of writers starves
+	asleep  bool  // one of writers may not be woken
+	err     error // why the lane takes no more calls, or nil
+	blocked int   // Puts that wait, here or in Ring.writers
+	peak    int   // most messages held since the lane was last empty
+	roomy   int   // how many times in a row the lane ran empty with a buffer far too large
 	idle    waiters
 
-	_ [48]byte // to 256 bytes on 64-bit machines: two lanes never share a cache line
+	_ [32]byte // to 256 bytes on 64-bit machines: two lanes never share a cache line
 }
 
 // ID returns the id that [Ring.Lane] was asked for.
@@ -59,13 +65,6 @@ func (l *Lane[T]) Len() int {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.count
-}
-
-func (l *Lane[T]) bytes() int64 {
-	if l.slab != nil {
-		return l.slab.held
-	}
-	return l.placed - l.freed
 }
 
 // Put places vs behind what the lane holds, in order, and waits while the ring
@@ -93,40 +92,69 @@ func (l *Lane[T]) put(ctx context.Context, vs []T, wait bool) (n int, err error)
 	switch r := l.ring; {
 	case r.codec != nil:
 		return l.putEncoded(ctx, vs, wait)
-	case r.sizer != nil && len(vs) == 1:
+	case len(vs) == 1:
 		return l.putOne(ctx, vs, wait)
 	case r.sizer != nil:
 		return l.putSized(ctx, vs, wait)
 	default:
-		return l.push(ctx, vs, nil, nil, wait)
+		return l.push(ctx, parcel[T]{vs: vs}, wait)
 	}
 }
 
-// putOne is putSized for one message: it has no use for an array of a batch.
+// putOne places a single message the short way, if nothing stands in its way.
 func (l *Lane[T]) putOne(ctx context.Context, vs []T, wait bool) (n int, err error) {
-	size := max(0, int64(l.ring.sizer(vs[0])))
-	if size > l.ring.maxMessage {
-		return 0, l.tooLarge(size)
+	r := l.ring
+	size := int64(0)
+	if r.sizer != nil {
+		if size = max(0, int64(r.sizer(vs[0]))); size > r.maxMessage {
+			return 0, l.tooLarge(size)
+		}
 	}
-	return l.push(ctx, vs, []int64{size}, nil, wait)
+	l.mu.Lock()
+	b := l.slots
+	if l.count >= len(b.v) || l.count >= r.laneCount || l.bytes > r.laneBytes-size ||
+		l.err != nil || l.starved || r.starving.Load() || !r.takeOne(size) {
+		l.mu.Unlock()
+		p := parcel[T]{vs: vs, bytes: size}
+		if r.sizer != nil {
+			p.sizes = []uint32{uint32(size)}
+		}
+		return l.push(ctx, p, wait)
+	}
+	tail := (l.head + l.count) & (len(b.v) - 1)
+	b.v[tail] = vs[0]
+	if b.sizes != nil {
+		b.sizes[tail] = uint32(size)
+	}
+	l.count++
+	l.bytes += size
+	l.peak = max(l.peak, l.count)
+	var reader *waiter
+	if l.leased == 0 {
+		reader = l.readers.first()
+	}
+	l.mu.Unlock()
+	if reader != nil {
+		reader.signal()
+	}
+	return 1, nil
 }
 
 func (l *Lane[T]) putSized(ctx context.Context, vs []T, wait bool) (n int, err error) {
 	sizer, limit := l.ring.sizer, l.ring.maxMessage
-	var ends [batch]int64
+	var sizes [batch]uint32
 	for n < len(vs) {
 		next := vs[n:min(n+batch, len(vs))]
-		k, end, size := 0, int64(0), int64(0)
+		k, bytes, size := 0, int64(0), int64(0)
 		for _, v := range next {
-			size = max(0, int64(sizer(v)))
-			if size > limit {
+			if size = max(0, int64(sizer(v))); size > limit {
 				break
 			}
-			end += size
-			ends[k] = end
+			sizes[k] = uint32(size)
+			bytes += size
 			k++
 		}
-		placed, err := l.push(ctx, next[:k], ends[:k], nil, wait)
+		placed, err := l.push(ctx, parcel[T]{vs: next[:k], sizes: sizes[:k], bytes: bytes}, wait)
 		n += placed
 		if err == nil && k < len(next) {
 			err = l.tooLarge(size)
@@ -143,21 +171,20 @@ func (l *Lane[T]) putEncoded(ctx context.Context, vs []T, wait bool) (n int, err
 	buf := getScratch()
 	data := *buf
 	defer func() { putScratch(buf, data) }()
-	var ends [batch]int64
+	var sizes [batch]uint32
 	for n < len(vs) {
 		data = data[:0]
-		k, end, size := 0, int64(0), int64(0)
-		for k < batch && n+k < len(vs) && end < batchBytes {
+		k, bytes, size := 0, int64(0), int64(0)
+		for k < batch && n+k < len(vs) && bytes < batchBytes {
 			data = r.codec.Append(data, vs[n+k])
-			size = int64(len(data)) - end
-			if size > r.maxMessage {
+			if size = int64(len(data)) - bytes; size > r.maxMessage {
 				break
 			}
-			end += size
-			ends[k] = end
+			sizes[k] = uint32(size)
+			bytes += size
 			k++
 		}
-		placed, err := l.push(ctx, vs[n:n+k], ends[:k], data, wait)
+		placed, err := l.push(ctx, parcel[T]{vs: vs[n : n+k], sizes: sizes[:k], bytes: bytes, data: data}, wait)
 		n += placed
 		if err == nil && size > r.maxMessage {
 			err = l.tooLarge(size)
@@ -174,21 +201,58 @@ func (l *Lane[T]) tooLarge(size int64) error {
 	return &TooLargeError{Lane: l.id, Size: size, Limit: l.ring.maxMessage}
 }
 
-// push places messages whose sizes are known. With ends, message i takes the
-// bytes up to ends[i]; with a codec, these are its bytes in data.
-func (l *Lane[T]) push(ctx context.Context, vs []T, ends []int64, data []byte, wait bool) (int, error) {
-	if len(vs) == 0 {
+// A parcel is what is left to place of one call's messages.
+type parcel[T any] struct {
+	vs    []T
+	sizes []uint32 // the bytes of each; nil means that bytes do not count
+	bytes int64    // of all
+	data  []byte   // with a Codec, their encodings
+}
+
+// fit returns how many of the first messages go into the room given, and their
+// bytes.
+func (p *parcel[T]) fit(count int, bytes int64) (k int, size int64) {
+	k, size = len(p.vs), p.bytes
+	for k > count || k > 0 && size > bytes {
+		k--
+		if p.sizes != nil {
+			size -= int64(p.sizes[k])
+		}
+	}
+	return k, size
+}
+
+// drop takes out the first k messages, which have size bytes.
+func (p *parcel[T]) drop(k int, size int64) {
+	p.vs = p.vs[k:]
+	p.bytes -= size
+	if p.sizes != nil {
+		p.sizes = p.sizes[k:]
+	}
+	if p.data != nil {
+		p.data = p.data[size:]
+	}
+}
+
+// push places a parcel and returns how many of its messages it has placed.
+func (l *Lane[T]) push(ctx context.Context, p parcel[T], wait bool) (int, error) {
+	n := len(p.vs)
+	if n == 0 {
 		return 0, nil
 	}
-	n, full, err := l.offer(vs, ends, data, 0, wait, nil)
-	if err != nil || full == nowhere {
-		return n, err
+	full, err := l.offer(&p, wait, nil)
+	if err == nil && full != nowhere {
+		if wait {
+			err = l.pushSlow(ctx, &p, full)
+		} else {
+			l.ring.refused.Add(1)
+			err = ErrFull
+		}
 	}
-	if !wait {
-		l.ring.refused.Add(1)
-		return n, ErrFull
+	if err == nil {
+		return n, nil
 	}
-	return l.pushSlow(ctx, vs, ends, data, n, full)
+	return n - len(p.vs), err
 }
 
 // where says which bound a message did not fit into.
@@ -200,26 +264,19 @@ const (
 	inRing
 )
 
-// offer places as many of vs from n on as fit and returns the new n. A caller
-// that can wait lets one that starves go first; w is its waiter, if any.
-func (l *Lane[T]) offer(vs []T, ends []int64, data []byte, n int, wait bool, w *waiter) (int, where, error) {
+// offer places as many of p's messages as fit, and takes them out of p unless
+// that is all of them. A caller that can wait lets one that starves go first; w
+// is its waiter, if any.
+func (l *Lane[T]) offer(p *parcel[T], wait bool, w *waiter) (where, error) {
 	r := l.ring
-	base := int64(0)
-	if n > 0 {
-		vs = vs[n:]
-		if ends != nil {
-			base, ends = ends[n-1], ends[n:]
-		}
-	}
-
 	l.mu.Lock()
-	if l.err != nil {
+	if err := l.err; err != nil {
 		l.mu.Unlock()
-		return n, nowhere, l.err
+		return nowhere, err
 	}
 	full := nowhere
-	k := fit(min(len(vs), r.laneCount-l.count), ends, base, r.laneBytes-l.bytes())
-	if k < len(vs) {
+	k, size := p.fit(r.laneCount-l.count, r.laneBytes-l.bytes)
+	if k < len(p.vs) {
 		full = inLane
 	}
 	if wait {
@@ -230,25 +287,26 @@ func (l *Lane[T]) offer(vs []T, ends []int64, data []byte, n int, wait bool, w *
 		}
 	}
 	if k > 0 {
-		got := r.take(k, ends, base)
-		if got < k {
-			k, full = got, inRing
+		want := k
+		if k, size = r.take(p, k, size); k < want {
+			full = inRing
 		}
 	}
 	if k == 0 {
 		l.mu.Unlock()
-		return n, full, nil
+		return full, nil
 	}
 	if l.slab != nil {
-		from := base
-		for _, end := range ends[:k] {
-			appendRecord(l.slab, &r.spare, data[from:end])
-			from = end
+		from := uint32(0)
+		for _, n := range p.sizes[:k] {
+			appendRecord(l.slab, &r.spare, p.data[from:from+n])
+			from += n
 		}
 	} else {
-		l.store(vs[:k], ends, base)
+		l.store(p, k)
 	}
 	l.count += k
+	l.bytes += size
 	l.peak = max(l.peak, l.count)
 	var reader *waiter
 	if l.leased == 0 {
@@ -258,7 +316,10 @@ func (l *Lane[T]) offer(vs []T, ends []int64, data []byte, n int, wait bool, w *
 	if reader != nil {
 		reader.signal()
 	}
-	return n + k, full, nil
+	if full != nowhere {
+		p.drop(k, size)
+	}
+	return full, nil
 }
 
 func (r *Ring[T]) isFirst(w *waiter) bool {
@@ -267,33 +328,28 @@ func (r *Ring[T]) isFirst(w *waiter) bool {
 	return r.writers.head == w
 }
 
-// store copies vs behind the held messages.
-func (l *Lane[T]) store(vs []T, ends []int64, base int64) {
-	if need := l.count + len(vs); need > len(l.slots.v) {
+// store copies p's first k messages behind the held ones.
+func (l *Lane[T]) store(p *parcel[T], k int) {
+	if need := l.count + k; need > len(l.slots.v) {
 		l.grow(need)
 	}
 	b := l.slots
 	tail := (l.head + l.count) & (len(b.v) - 1)
-	if len(vs) == 1 {
-		b.v[tail] = vs[0]
-	} else if m := copy(b.v[tail:], vs); m < len(vs) {
-		copy(b.v, vs[m:])
-	}
-	if ends == nil {
+	if k == 1 {
+		b.v[tail] = p.vs[0]
+		if b.sizes != nil {
+			b.sizes[tail] = p.sizes[0]
+		}
 		return
 	}
-	add := l.placed - base
-	to := b.ends[tail:]
-	for i, end := range ends[:len(vs)] {
-		if i == len(to) {
-			break
+	if m := copy(b.v[tail:], p.vs[:k]); m < k {
+		copy(b.v, p.vs[m:k])
+	}
+	if b.sizes != nil {
+		if m := copy(b.sizes[tail:], p.sizes[:k]); m < k {
+			copy(b.sizes, p.sizes[m:k])
 		}
-		to[i] = add + end
 	}
-	for i := len(to); i < len(vs); i++ {
-		b.ends[i-len(to)] = add + ends[i]
-	}
-	l.placed += ends[len(vs)-1] - base
 }
 
 func (l *Lane[T]) grow(need int) {
@@ -302,9 +358,9 @@ func (l *Lane[T]) grow(need int) {
 	b := r.spare.getSlots(max(need, minSlots), r.sizer != nil)
 	m := copy(b.v, old.v[l.head:])
 	copy(b.v[m:], old.v[:l.head])
-	if b.ends != nil {
-		copy(b.ends, old.ends[l.head:])
-		copy(b.ends[m:], old.ends[:l.head])
+	if b.sizes != nil {
+		copy(b.sizes, old.sizes[l.head:])
+		copy(b.sizes[m:], old.sizes[:l.head])
 	}
 	l.slots, l.head = b, 0
 	clear(old.v)
@@ -312,8 +368,8 @@ func (l *Lane[T]) grow(need int) {
 }
 
 // pushSlow waits for room, first seen to be missing in full, and places what
-// is left of vs.
-func (l *Lane[T]) pushSlow(ctx context.Context, vs []T, ends []int64, data []byte, n int, full where) (int, error) {
+// is left in p. Without an error that is all of it.
+func (l *Lane[T]) pushSlow(ctx context.Context, p *parcel[T], full where) error {
 	r := l.ring
 	r.blocked.Add(1)
 	r.qmu.Lock()
@@ -325,29 +381,25 @@ func (l *Lane[T]) pushSlow(ctx context.Context, vs []T, ends []int64, data []byt
 
 	var err error
 	var queue where
-	before := n
+	before := len(p.vs)
 	for {
 		if queue != full {
 			l.leave(w, queue)
 			queue = full
 		}
-		want, need, rest := len(vs)-n, int64(0), int64(0)
-		if ends != nil {
-			base := int64(0)
-			if n > 0 {
-				base = ends[n-1]
-			}
-			need, rest = ends[n]-base, ends[len(ends)-1]-base
+		want, need := len(p.vs), int64(0)
+		if p.sizes != nil {
+			need = int64(p.sizes[0])
 		}
-		l.enter(w, queue, want, need, rest, n > before)
-		before = n
+		l.enter(w, queue, want, need, p.bytes, want < before)
+		before = want
 		select {
 		case <-w.ch:
 		case <-ctx.Done():
 			err = ctx.Err()
 		}
 		if err == nil {
-			n, full, err = l.offer(vs, ends, data, n, true, w)
+			full, err = l.offer(p, true, w)
 		}
 		if err != nil || full == nowhere {
 			break
@@ -360,7 +412,7 @@ func (l *Lane[T]) pushSlow(ctx context.Context, vs []T, ends []int64, data []byt
 	r.qmu.Lock()
 	r.idle.put(w)
 	r.qmu.Unlock()
-	return n, err
+	return err
 }
 
 // enter puts w in the queue, or lets it wait on in its place, and then offers
@@ -424,7 +476,7 @@ func (l *Lane[T]) leave(w *waiter, queue where) {
 
 // wakeLocked wakes the Puts that the lane's share has room for.
 func (l *Lane[T]) wakeLocked() {
-	l.starved, l.asleep = l.writers.wake(l.ring.laneCount-l.count, l.ring.laneBytes-l.bytes())
+	l.starved, l.asleep = l.writers.wake(l.ring.laneCount-l.count, l.ring.laneBytes-l.bytes)
 }
 
 // Snapshot appends all messages that the lane holds to dst, oldest first and
@@ -476,7 +528,7 @@ func (l *Lane[T]) Drain() ([]T, error) {
 		l.mu.Unlock()
 		return nil, ErrLeased
 	}
-	n, bytes := l.count, l.bytes()
+	n, bytes := l.count, l.bytes
 	if n == 0 {
 		l.mu.Unlock()
 		return nil, nil
@@ -517,8 +569,7 @@ func (l *Lane[T]) discardLocked(recycle bool) {
 		r.spare.putSlots(l.slots)
 		l.slots = slots[T]{}
 	}
-	l.count, l.leased, l.head, l.peak = 0, 0, 0, 0
-	l.freed = l.placed
+	l.count, l.bytes, l.leased, l.head, l.peak = 0, 0, 0, 0, 0
 }
 
 // endLocked makes every call on the lane return err from now on.

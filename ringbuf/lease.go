@@ -42,7 +42,7 @@ func (l *Lane[T]) Lease(ctx context.Context, dst []T) (Lease[T], error) {
 		return s, err
 	}
 	runtime.Gosched() // the producer is often about to put; parking costs much more
-	return l.leaseSlow(ctx, dst)
+	return l.leaseSlow(ctx, dst, false)
 }
 
 // mayCome says whether a lease that failed with err is worth waiting for.
@@ -88,19 +88,24 @@ func (l *Lane[T]) leaseLocked(dst []T) (Lease[T], place, error) {
 	return s, place{}, nil
 }
 
-func (l *Lane[T]) leaseSlow(ctx context.Context, dst []T) (Lease[T], error) {
+// leaseSlow waits for a lease. With behind, it lets those go first who wait
+// already.
+func (l *Lane[T]) leaseSlow(ctx context.Context, dst []T, behind bool) (Lease[T], error) {
 	l.mu.Lock()
 	w := l.idle.get()
 	for {
-		s, at, err := l.leaseLocked(dst)
-		if err == nil || !mayCome(err) {
-			l.leaveReaders(w)
-			l.mu.Unlock()
-			if err != nil || at.c == nil {
-				return s, err
+		if !behind || l.readers.head == nil || l.err != nil {
+			s, at, err := l.leaseLocked(dst)
+			if err == nil || !mayCome(err) {
+				l.leaveReaders(w)
+				l.mu.Unlock()
+				if err != nil || at.c == nil {
+					return s, err
+				}
+				return l.decode(s, at, dst)
 			}
-			return l.decode(s, at, dst)
 		}
+		behind = false
 		if !w.queued {
 			l.readers.push(w)
 		}
@@ -193,40 +198,15 @@ func (l *Lane[T]) decodeAll(at place, n int) ([]T, error) {
 // [ErrLeaseOver], and an n that is not in 0 to Len another error; both change
 // nothing, and the latter leaves the lease open.
 func (s Lease[T]) Commit(n int) error {
+	if err := s.lock(n); err != nil {
+		return err
+	}
 	l := s.lane
-	if l == nil {
-		return ErrLeaseOver
-	}
-	if n < 0 || n > s.n {
-		return fmt.Errorf("ringbuf: commit: n is %d, want 0 to %d", n, s.n)
-	}
-	r := l.ring
-	l.mu.Lock()
-	if l.lease != s.id || l.leased == 0 {
-		l.mu.Unlock()
-		return ErrLeaseOver
-	}
-	l.leased = 0
-	var bytes int64
-	if n > 0 {
-		if l.slab != nil {
-			bytes = discardRecords(l.slab, &r.spare, n)
-		} else {
-			bytes = l.clearLocked(n)
-		}
-		l.count -= n
-		r.free(n, bytes)
-		if l.count == 0 {
-			l.emptyLocked()
-		}
-		if l.asleep {
-			l.wakeLocked()
-		}
-	}
+	l.commitLocked(n)
 	reader := l.nextReader()
 	l.mu.Unlock()
 	if n > 0 {
-		r.wake()
+		l.ring.wake()
 	}
 	if reader != nil {
 		reader.signal()
@@ -234,37 +214,130 @@ func (s Lease[T]) Commit(n int) error {
 	return nil
 }
 
+// Next is [Lease.Commit] of n and then [Lane.Lease] into dst, for little more
+// than the price of one of them. The error is that of Commit, which changed
+// nothing, or else that of Lease, and then the commit is done. Leases that wait
+// already go first.
+func (s Lease[T]) Next(ctx context.Context, n int, dst []T) (Lease[T], error) {
+	if err := s.lock(n); err != nil {
+		return Lease[T]{}, err
+	}
+	l := s.lane
+	l.commitLocked(n)
+	var next Lease[T]
+	var at place
+	err := ctx.Err()
+	others := l.readers.head != nil
+	if err == nil && !others {
+		next, at, err = l.leaseLocked(dst)
+	}
+	reader := l.nextReader()
+	l.mu.Unlock()
+	if n > 0 {
+		l.ring.wake()
+	}
+	if reader != nil {
+		reader.signal()
+	}
+	switch {
+	case at.c != nil:
+		return l.decode(next, at, dst)
+	case err == nil && others:
+		return l.leaseSlow(ctx, dst, true)
+	case err != nil && mayCome(err):
+		return l.Lease(ctx, dst)
+	}
+	return next, err
+}
+
+// lock takes the lane's lock if the lease is open and n of its messages can be
+// committed.
+func (s Lease[T]) lock(n int) error {
+	l := s.lane
+	if l == nil {
+		return ErrLeaseOver
+	}
+	if n < 0 || n > s.n {
+		return fmt.Errorf("ringbuf: commit: n is %d, want 0 to %d", n, s.n)
+	}
+	l.mu.Lock()
+	if l.lease != s.id || l.leased == 0 {
+		l.mu.Unlock()
+		return ErrLeaseOver
+	}
+	return nil
+}
+
+// commitLocked ends the open lease and frees its first n messages.
+func (l *Lane[T]) commitLocked(n int) {
+	l.leased = 0
+	if n == 0 {
+		return
+	}
+	r := l.ring
+	var bytes int64
+	if l.slab != nil {
+		bytes = discardRecords(l.slab, &r.spare, n)
+	} else {
+		bytes = l.clearLocked(n)
+	}
+	l.count -= n
+	l.bytes -= bytes
+	r.free(n, bytes)
+	if l.count == 0 {
+		l.emptyLocked()
+	}
+	if l.asleep {
+		l.wakeLocked()
+	}
+}
+
 // clearLocked empties the first n slots, so that they keep nothing alive, and
 // returns the bytes of their messages.
 func (l *Lane[T]) clearLocked(n int) (bytes int64) {
-	b := l.slots
+	b, head := l.slots, l.head
+	l.head = (head + n) & (len(b.v) - 1)
 	if n == 1 {
 		var zero T
-		b.v[l.head] = zero
-	} else {
-		last := min(l.head+n, len(b.v))
-		clear(b.v[l.head:last])
-		clear(b.v[:l.head+n-last])
+		b.v[head] = zero
+		if b.sizes != nil {
+			bytes = int64(b.sizes[head])
+		}
+		return bytes
 	}
-	if b.ends != nil {
-		end := b.ends[(l.head+n-1)&(len(b.v)-1)]
-		bytes = end - l.freed
-		l.freed = end
+	last := min(head+n, len(b.v))
+	wrapped := head + n - last
+	clear(b.v[head:last])
+	clear(b.v[:wrapped])
+	if b.sizes != nil {
+		bytes = sum(b.sizes[head:last]) + sum(b.sizes[:wrapped])
 	}
-	l.head = (l.head + n) & (len(b.v) - 1)
+	return bytes
+}
+
+func sum(sizes []uint32) (bytes int64) {
+	for _, size := range sizes {
+		bytes += int64(size)
+	}
 	return bytes
 }
 
 // emptyLocked is called when the last message has gone. It starts over at the
-// front, where memory is warm, and gives back a buffer that was far too large.
+// front, where memory is warm, and gives back a buffer that has long been far too
+// large.
 func (l *Lane[T]) emptyLocked() {
 	r := l.ring
 	l.head = 0
-	if l.slab != nil {
+	switch {
+	case l.slab != nil:
 		rewindRecords(l.slab, &r.spare)
-	} else if len(l.slots.v) > 4*minSlots && l.peak <= len(l.slots.v)/8 {
-		r.spare.putSlots(l.slots)
-		l.slots = slots[T]{}
+	case len(l.slots.v) <= 4*minSlots || l.peak > len(l.slots.v)/8:
+		l.roomy = 0
+	default:
+		if l.roomy++; l.roomy >= shrinkAfter {
+			r.spare.putSlots(l.slots)
+			l.slots, l.roomy = slots[T]{}, 0
+		}
 	}
 	l.peak = 0
 }

@@ -4,6 +4,7 @@
 package ringbuf_test
 
 import (
+	"context"
 	"math/rand/v2"
 	"runtime"
 	"slices"
@@ -17,7 +18,7 @@ import (
 )
 
 type op struct {
-	kind int // 0 TryPut, 1 TryLease, 2 Commit
+	kind int // 0 TryPut, 1 TryLease, 2 Commit, 3 Next
 	id   uint32
 	n    int
 }
@@ -49,16 +50,7 @@ var fifo = porcupine.Model{
 			s.n++
 			return a.n == 1 && a.err == nil, s
 		case 1:
-			if s.leased > 0 {
-				return a.err == ringbuf.ErrLeased, s
-			}
-			if s.n == 0 {
-				return a.err == ringbuf.ErrEmpty, s
-			}
-			s.leased = min(2, s.n)
-			var want [2]uint32
-			copy(want[:], s.held[:s.leased])
-			return a.err == nil && a.n == s.leased && a.ids == want, s
+			return s.lease(a)
 		default:
 			if s.leased == 0 {
 				return false, s
@@ -67,9 +59,26 @@ var fifo = porcupine.Model{
 			copy(s.held[:], s.held[o.n:])
 			s.n -= o.n
 			clear(s.held[s.n:])
+			if o.kind == 3 {
+				return s.lease(a)
+			}
 			return a.err == nil, s
 		}
 	},
+}
+
+// lease says whether a is what a lease must give in state s, and the next state.
+func (s queueState) lease(a answer) (bool, any) {
+	if s.leased > 0 {
+		return a.err == ringbuf.ErrLeased, s
+	}
+	if s.n == 0 {
+		return a.err == ringbuf.ErrEmpty, s
+	}
+	s.leased = min(2, s.n)
+	var want [2]uint32
+	copy(want[:], s.held[:s.leased])
+	return a.err == nil && a.n == s.leased && a.ids == want, s
 }
 
 // Each call must take effect at one instant between its start and its end.
@@ -119,14 +128,25 @@ func record4(l *ringbuf.Lane[msg], workers int, seed uint64) []porcupine.Operati
 					continue
 				}
 				var s ringbuf.Lease[msg]
-				got := do(op{kind: 1}, func() (a answer) {
-					s, a.err = l.TryLease(dst)
-					a.n = s.Len()
+				leased := func(err error) answer {
+					a := answer{n: s.Len(), err: err}
 					for k, m := range dst[:a.n] {
 						a.ids[k] = m.seq
 					}
 					return a
+				}
+				got := do(op{kind: 1}, func() (a answer) {
+					s, a.err = l.TryLease(dst)
+					return leased(a.err)
 				})
+				// One message stays, so that Next need not wait.
+				for got.err == nil && got.n == 2 && rng.IntN(2) == 0 {
+					n := rng.IntN(2)
+					got = do(op{kind: 3, n: n}, func() (a answer) {
+						s, a.err = s.Next(context.Background(), n, dst)
+						return leased(a.err)
+					})
+				}
 				if got.err == nil {
 					n := rng.IntN(got.n + 1)
 					do(op{kind: 2, n: n}, func() answer { return answer{err: s.Commit(n)} })

@@ -174,6 +174,47 @@ func checkModel(t *rapid.T, open func(ringbuf.Config) (*ringbuf.Ring[msg], error
 				l.held, l.leased = l.held[n:], 0
 			}
 		},
+		"Next": func(t *rapid.T) {
+			_, l := draw(t)
+			n := rapid.IntRange(-1, l.lease.Len()+1).Draw(t, "n")
+			dst := make([]msg, rapid.IntRange(0, 80).Draw(t, "len"))
+			ctx, cancel := context.WithCancel(context.Background())
+			left := len(l.held) - n
+			if done := rapid.Bool().Draw(t, "done"); done || left == 0 {
+				cancel()
+			}
+			defer cancel()
+			s, err := l.lease.Next(ctx, n, dst)
+			switch {
+			case l.lease.Len() > 0 && (n < 0 || n > l.lease.Len()):
+				if err == nil || err == ringbuf.ErrLeaseOver {
+					t.Fatalf("Next(%d) of %d: %v", n, l.lease.Len(), err)
+				}
+				return
+			case l.leased == 0:
+				if err != ringbuf.ErrLeaseOver {
+					t.Fatalf("Next of a lease that is over: %v", err)
+				}
+				return
+			}
+			l.held, l.leased = l.held[n:], 0
+			switch {
+			case ctx.Err() != nil:
+				if err != context.Canceled || s.Len() > 0 {
+					t.Fatalf("Next with a ctx that is done: %d messages, %v", s.Len(), err)
+				}
+			case len(dst) == 0:
+				if err == nil || s.Len() > 0 {
+					t.Fatalf("Next into nothing: %d messages, %v", s.Len(), err)
+				}
+			default:
+				want := l.held[:min(len(dst), len(l.held))]
+				if err != nil || !slices.Equal(dst[:s.Len()], want) {
+					t.Fatalf("Next: %v, %v; want %v", dst[:s.Len()], err, want)
+				}
+				l.lease, l.leased = s, s.Len()
+			}
+		},
 		"Release": func(t *rapid.T) {
 			_, l := draw(t)
 			l.lease.Release()

@@ -61,7 +61,7 @@ func NewRing[T any](cfg Config, sizer Sizer[T]) (*Ring[T], error) {
 		sizer:     sizer,
 		lanes:     make(map[uint64]*Lane[T]),
 	}
-	r.maxMessage = r.laneBytes
+	r.maxMessage = min(r.laneBytes, math.MaxUint32)
 	r.spare.room = int64(cfg.MaxCount)
 	return r, nil
 }
@@ -135,7 +135,7 @@ func (r *Ring[T]) Drop(l *Lane[T]) int {
 	delete(r.lanes, l.id)
 	l.mu.Lock()
 	r.mu.Unlock()
-	n, bytes := l.count, l.bytes()
+	n, bytes := l.count, l.bytes
 	waits := l.blocked > 0
 	l.endLocked(ErrDropped)
 	l.discardLocked(l.leased == 0)
@@ -221,34 +221,34 @@ func (r *Ring[T]) room() (count int, bytes int64) {
 	return r.maxCount - int(u>>bytesBits), r.maxBytes - int64(u&maxBytes)
 }
 
-// take reserves room for as many of the first k messages as fit.
-func (r *Ring[T]) take(k int, ends []int64, base int64) int {
+// take reserves room for as many of p's first k messages, of size bytes, as
+// fit, and returns how many those are and their bytes.
+func (r *Ring[T]) take(p *parcel[T], k int, size int64) (int, int64) {
 	for {
 		u := r.used.Load()
-		n := fit(min(k, r.maxCount-int(u>>bytesBits)), ends, base, r.maxBytes-int64(u&maxBytes))
-		if n == 0 {
-			return 0
+		count, bytes := r.maxCount-int(u>>bytesBits), r.maxBytes-int64(u&maxBytes)
+		if k > count || size > bytes {
+			if k, size = p.fit(min(k, count), bytes); k == 0 {
+				return 0, 0
+			}
 		}
-		add := uint64(n) << bytesBits
-		if ends != nil {
-			add += uint64(ends[n-1] - base)
-		}
-		if r.used.CompareAndSwap(u, u+add) {
-			return n
+		if r.used.CompareAndSwap(u, u+uint64(k)<<bytesBits+uint64(size)) {
+			return k, size
 		}
 	}
 }
 
-// fit returns how many of the first k messages bytes can hold. ends[i] is where
-// message i ends if the first one begins at base; nil means that bytes do not
-// count.
-func fit(k int, ends []int64, base, bytes int64) int {
-	if ends != nil {
-		for k > 0 && ends[k-1]-base > bytes {
-			k--
+// takeOne reserves room for one message of size bytes, if it fits.
+func (r *Ring[T]) takeOne(size int64) bool {
+	for {
+		u := r.used.Load()
+		if int(u>>bytesBits) >= r.maxCount || int64(u&maxBytes) > r.maxBytes-size {
+			return false
+		}
+		if r.used.CompareAndSwap(u, u+1<<bytesBits+uint64(size)) {
+			return true
 		}
 	}
-	return k
 }
 
 // free gives room back. The caller holds the lock of the lane that had it, so
@@ -304,7 +304,7 @@ func (s *spare[T]) getSlots(n int, sized bool) slots[T] {
 	s.mu.Unlock()
 	b := slots[T]{v: make([]T, 1<<class)}
 	if sized {
-		b.ends = make([]int64, 1<<class)
+		b.sizes = make([]uint32, 1<<class)
 	}
 	return b
 }

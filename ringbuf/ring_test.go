@@ -255,6 +255,60 @@ func TestNoAllocationsWhileNeverEmpty(t *testing.T) {
 	})
 }
 
+// A lane that goes back and forth between full and empty keeps its buffer, and
+// one that stays small gives it back.
+func TestBufferIsKeptForAWhile(t *testing.T) {
+	if raceEnabled {
+		t.Skip("the race detector allocates")
+	}
+	r, err := ringbuf.NewRing(ringbuf.Config{MaxCount: 4096}, sizeOf)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var lanes []*ringbuf.Lane[msg]
+	for id := range uint64(8) { // more than the ring keeps spare buffers for
+		lanes = append(lanes, r.Lane(id))
+	}
+	ms, dst := make([]msg, 4096), make([]msg, 4096)
+	round := func(l *ringbuf.Lane[msg], n int) {
+		mustPut(t, l, ms[:n]...)
+		s, err := l.TryLease(dst)
+		if err != nil {
+			t.Fatal(err)
+		}
+		mustCommit(t, s, n)
+	}
+	step := func() {
+		for _, l := range lanes {
+			round(l, len(ms))
+			for range 20 {
+				round(l, 64)
+			}
+		}
+	}
+	step()
+	if n := testing.AllocsPerRun(10, step); n != 0 {
+		t.Errorf("%v allocations", n)
+	}
+	heap := func() uint64 {
+		var m runtime.MemStats
+		runtime.GC()
+		runtime.ReadMemStats(&m)
+		return m.HeapAlloc
+	}
+	before := heap()
+	for _, l := range lanes {
+		for range 100 {
+			round(l, 1)
+		}
+	}
+	// Eight buffers of 4096 were held; one of them stays spare.
+	if after, all := heap(), uint64(8*4096*20); before < after+all/2 {
+		t.Errorf("%d bytes before, %d after; want %d fewer", before, after, all/2)
+	}
+	runtime.KeepAlive(r)
+}
+
 // A buffer that grows while it wraps keeps the order and the sizes.
 func TestGrowWhileWrapped(t *testing.T) {
 	eachKind(t, ringbuf.Config{}, func(t *testing.T, r *ringbuf.Ring[msg]) {
@@ -281,6 +335,31 @@ func TestGrowWhileWrapped(t *testing.T) {
 			}
 		}
 	})
+}
+
+// A single message must not go over the ring's bounds where its lane has room.
+func TestFullRingRefusesOne(t *testing.T) {
+	for name, cfg := range map[string]ringbuf.Config{
+		"bytes": {MaxBytes: 100, LaneShare: 0.5},
+		"count": {MaxCount: 10, LaneShare: 0.5},
+	} {
+		t.Run(name, func(t *testing.T) {
+			eachKind(t, cfg, func(t *testing.T, r *ringbuf.Ring[msg]) {
+				mustPut(t, r.Lane(1), make([]msg, 5)...)
+				mustPut(t, r.Lane(2), make([]msg, 4)...)
+				l, m := r.Lane(3), msg{}
+				if name == "bytes" {
+					m.pad = 92 - 72
+				}
+				mustPut(t, l, m)
+				if n, err := l.TryPut(msg{pad: 1}); n != 0 || err != ringbuf.ErrFull {
+					t.Fatalf("TryPut: %d, %v", n, err)
+				}
+				mustCommit(t, mustLease(t, r.Lane(1), 1), 1)
+				mustPut(t, l, msg{})
+			})
+		})
+	}
 }
 
 // Callers that meet on the shared budget must not take each other for full.

@@ -91,9 +91,9 @@ func soak(t *testing.T, r *ringbuf.Ring[msg], capacity, each int) {
 			rng := rand.New(rand.NewPCG(2, uint64(c)))
 			lane := c % lanes
 			l := r.Lane(uint64(lane))
+			dst := make([]msg, 1+rng.IntN(70))
+			s, err := l.Lease(ctx, dst)
 			for {
-				dst := make([]msg, 1+rng.IntN(70))
-				s, err := l.Lease(ctx, dst)
 				if err != nil {
 					if !errors.Is(err, context.Canceled) {
 						t.Error(err)
@@ -111,11 +111,18 @@ func soak(t *testing.T, r *ringbuf.Ring[msg], capacity, each int) {
 					}
 					next[lane][m.from] = m.seq + 1
 				}
-				if err := s.Commit(n); err != nil {
-					t.Error(err)
-				}
-				if left.Add(-int64(n)) == 0 {
+				last := left.Add(-int64(n)) == 0
+				if last {
 					cancel()
+				}
+				dst = make([]msg, 1+rng.IntN(70))
+				if last || rng.IntN(2) == 0 {
+					if err := s.Commit(n); err != nil {
+						t.Error(err)
+					}
+					s, err = l.Lease(ctx, dst)
+				} else {
+					s, err = s.Next(ctx, n, dst)
 				}
 			}
 		})

@@ -124,6 +124,102 @@ func TestLeaseWaitsForLease(t *testing.T) {
 	}
 }
 
+func goNext(s ringbuf.Lease[msg], ctx context.Context, n int) <-chan ringbuf.Lease[msg] {
+	c := make(chan ringbuf.Lease[msg], 1)
+	go func() {
+		s, err := s.Next(ctx, n, make([]msg, 8))
+		if err != nil {
+			close(c)
+			return
+		}
+		c <- s
+	}()
+	synctest.Wait()
+	return c
+}
+
+// Next frees what it commits before it waits, wakes who waits for that, and
+// ends with its context.
+func TestNextWaitsForMessage(t *testing.T) {
+	bubble(t, ringbuf.Config{MaxCount: 2}, func(t *testing.T, r *ringbuf.Ring[msg]) {
+		l, other := r.Lane(1), r.Lane(2)
+		mustPut(t, l, make([]msg, 2)...)
+		put := goPut(other, t.Context(), make([]msg, 1)...)
+		pending(t, put)
+		next := goNext(mustLease(t, l, 2), t.Context(), 2)
+		if got := <-put; got != (result{1, nil}) {
+			t.Fatal(got)
+		}
+		pending(t, next)
+		mustPut(t, l, msg{})
+		s := <-next
+		ctx, cancel := context.WithCancel(t.Context())
+		next = goNext(s, ctx, 1)
+		pending(t, next)
+		cancel()
+		if s, ok := <-next; ok {
+			t.Fatalf("leased %d", s.Len())
+		}
+		mustPut(t, l, msg{})
+		mustLease(t, l, 1) // no lease stayed open
+	})
+}
+
+// A loop of Next must not keep a Lease waiting that came before.
+func TestNextGivesWay(t *testing.T) {
+	bubble(t, ringbuf.Config{}, func(t *testing.T, r *ringbuf.Ring[msg]) {
+		l := r.Lane(1)
+		mustPut(t, l, make([]msg, 3)...)
+		s := mustLease(t, l, 1)
+		other := goLease(l, t.Context(), 1)
+		pending(t, other)
+		next := goNext(s, t.Context(), 1)
+		s = <-other
+		pending(t, next)
+		mustCommit(t, s, 1)
+		<-next
+	})
+}
+
+// A Next that waits behind others must not miss the end of the lane, nor the
+// turn of one that gives up, in whatever order that comes.
+func TestNextBehindOneThatLeaves(t *testing.T) {
+	for name, leave := range map[string]func(context.CancelFunc, *ringbuf.Ring[msg], *ringbuf.Lane[msg]){
+		"cancel": func(cancel context.CancelFunc, _ *ringbuf.Ring[msg], _ *ringbuf.Lane[msg]) { cancel() },
+		"drop":   func(_ context.CancelFunc, r *ringbuf.Ring[msg], l *ringbuf.Lane[msg]) { r.Drop(l) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			bubble(t, ringbuf.Config{}, func(t *testing.T, r *ringbuf.Ring[msg]) {
+				for round := range 3000 {
+					l := r.Lane(1)
+					mustPut(t, l, make([]msg, 3)...)
+					s := mustLease(t, l, 1)
+					ctx, cancel := context.WithCancel(t.Context())
+					other := goLease(l, ctx, 1)
+					next := make(chan error, 1)
+					go func() {
+						s, err := s.Next(t.Context(), 1, make([]msg, 1))
+						s.Release()
+						next <- err
+					}()
+					for range round % 10 {
+						runtime.Gosched()
+					}
+					leave(cancel, r, l)
+					if s, ok := <-other; ok {
+						s.Release()
+					}
+					if err := <-next; err != nil && err != ringbuf.ErrDropped && err != ringbuf.ErrLeaseOver {
+						t.Fatal(err)
+					}
+					cancel()
+					r.Drop(l)
+				}
+			})
+		})
+	}
+}
+
 // A reader that was woken and is then cancelled must not take the wake-up along.
 func TestCancelledLeasePassesWakeOn(t *testing.T) {
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1))
