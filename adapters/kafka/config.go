@@ -78,7 +78,7 @@ func (o *options) refused(g *guard.Guard, c *sarama.Config, passive bool) error 
 	case policy.NoTimeout:
 		add("Policy.NoTimeout: a handler that runs for ever cannot leave its claim within the %s that Consumer.Group.Rebalance.Timeout leaves: set a Timeout", left)
 	case timeout > left:
-		add("Policy.Timeout: %s is more than the %s that Consumer.Group.Rebalance.Timeout of %s leaves; a cooperative revoke is not seen while a handler runs: lower it, or set the rebalance timeout to %s",
+		add("Policy.Timeout: %s is more than the %s that Consumer.Group.Rebalance.Timeout of %s leaves; a handler that heeds nothing else would outlive the claim: lower it, or set the rebalance timeout to %s",
 			timeout, left, group.Rebalance.Timeout, timeout+margin(c))
 	}
 	if c.Consumer.Offsets.Initial == sarama.OffsetNewest && group.ResetInvalidOffsets && !o.newest {

@@ -146,3 +146,24 @@ func TestLanesOfKeys(t *testing.T) {
 		t.Error("WithKey is not asked")
 	}
 }
+
+// untouched is a context whose Done must not be asked for: the guard's own
+// contexts cost nothing until somebody looks at them.
+type untouched struct{ context.Context }
+
+func (untouched) Done() <-chan struct{} { panic("the hot path looked at the context") }
+
+func TestTheHotPathLeavesTheContextAlone(t *testing.T) {
+	ss := &session{h: &handler{handle: nothing}}
+	if err := ss.guarded(untouched{t.Context()}, nil); err != nil {
+		t.Error(err)
+	}
+	ss.yieldUntil.Store(time.Now().Add(10 * time.Millisecond).UnixNano())
+	begun := time.Now()
+	if err := ss.guarded(t.Context(), nil); err != nil || time.Since(begun) < 5*time.Millisecond {
+		t.Errorf("%v, no rest for a claim that is let go", err)
+	}
+	if ss.yieldUntil.Load() != 0 {
+		t.Error("it rests for ever")
+	}
+}

@@ -146,7 +146,9 @@ func (ss *session) yield(stop <-chan struct{}) {
 
 // guarded is the user's handler.
 func (ss *session) guarded(ctx context.Context, m *sarama.ConsumerMessage) error {
-	ss.yield(ctx.Done())
+	if ss.yieldUntil.Load() != 0 { // a look at the context would make it cost
+		ss.yield(ctx.Done())
+	}
 	return ss.h.handle(ctx, m)
 }
 

@@ -131,6 +131,7 @@ func key(i int) string { return "k" + strconv.Itoa(i%37) }
 // A member that comes and goes every 2 s loses nothing and disorders nothing,
 // whichever protocol moves the partitions, and whatever keeps its order.
 func TestRebalanceStorm(t *testing.T) {
+	t.Parallel()
 	period := 6 * time.Second
 	if full() {
 		period = 60 * time.Second

@@ -1,0 +1,201 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package kafka_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log"
+	"strings"
+	"time"
+
+	"github.com/IBM/sarama"
+
+	"github.com/stormguard-mq/stormguard/adapters/kafka"
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/brokers"
+)
+
+// demo makes a topic of three messages for an example, and a group.
+func demo() (addrs []string, config *sarama.Config, topic string, group sarama.ConsumerGroup, stop func()) {
+	addr, err := brokers.Find(context.Background(), brokers.Kafka)
+	if err != nil {
+		log.Fatal(err)
+	}
+	addrs, topic = strings.Split(addr, ","), fmt.Sprintf("example-%d", time.Now().UnixNano())
+	config = sarama.NewConfig()
+	config.Version = sarama.V3_6_0_0
+	config.Consumer.Offsets.Initial = sarama.OffsetOldest
+	config.Consumer.Return.Errors = true
+	config.Producer.Return.Successes = true
+	config.Metadata.Retry.Max = 40
+	client, err := sarama.NewClient(addrs, config)
+	if err != nil {
+		log.Fatal(err)
+	}
+	admin, err := sarama.NewClusterAdminFromClient(client)
+	if err != nil {
+		log.Fatal(err)
+	}
+	if err := admin.CreateTopic(topic, &sarama.TopicDetail{NumPartitions: 1, ReplicationFactor: -1}, false); err != nil {
+		log.Fatal(err)
+	}
+	producer, err := sarama.NewSyncProducerFromClient(client)
+	if err != nil {
+		log.Fatal(err)
+	}
+	for _, body := range []string{"one", "bad", "three"} {
+		if _, _, err := producer.SendMessage(&sarama.ProducerMessage{Topic: topic, Value: sarama.StringEncoder(body)}); err != nil {
+			log.Fatal(err)
+		}
+	}
+	if group, err = sarama.NewConsumerGroup(addrs, "billing-"+topic, config); err != nil {
+		log.Fatal(err)
+	}
+	return addrs, config, topic, group, func() {
+		_ = group.Close()
+		_ = producer.Close()
+		_ = admin.DeleteTopic(topic)
+		_ = admin.DeleteTopic(topic + ".dlq")
+		_ = client.Close()
+	}
+}
+
+// A consumer group whose hopeless messages go to a topic of dead letters.
+func ExampleWrap() {
+	addrs, config, topic, group, stop := demo()
+	defer stop()
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+
+	g, err := guard.New(guard.Config{Group: "billing"})
+	if err != nil {
+		log.Fatal(err)
+	}
+	dead, err := kafka.NewDLQ(addrs, config, kafka.DLQConfig{Sources: []string{topic}})
+	if err != nil {
+		log.Fatal(err)
+	}
+	handle := func(_ context.Context, m *sarama.ConsumerMessage) error {
+		if string(m.Value) == "bad" {
+			return guard.Permanent(errors.New("not an order"))
+		}
+		fmt.Println("billed", string(m.Value))
+		if string(m.Value) == "three" {
+			cancel() // a program waits for a signal instead
+		}
+		return nil
+	}
+	for ctx.Err() == nil {
+		if err := group.Consume(ctx, []string{topic}, kafka.Wrap(g, handle, kafka.WithDeadLetters(dead))); err != nil {
+			log.Fatal(err)
+		}
+	}
+	if _, err := g.Close(context.Background()); err != nil {
+		log.Fatal(err)
+	}
+	if err := dead.Close(); err != nil {
+		log.Fatal(err)
+	}
+	// Output:
+	// billed one
+	// billed three
+}
+
+// biller is a handler that exists already.
+type biller struct{ done func() }
+
+func (biller) Setup(sarama.ConsumerGroupSession) error   { return nil }
+func (biller) Cleanup(sarama.ConsumerGroupSession) error { return nil }
+
+func (b biller) ConsumeClaim(session sarama.ConsumerGroupSession, claim sarama.ConsumerGroupClaim) error {
+	for m := range claim.Messages() {
+		fmt.Println("billed", string(m.Value))
+		session.MarkMessage(m, "")
+		if string(m.Value) == "three" {
+			b.done()
+		}
+	}
+	return nil
+}
+
+// A program with a handler of its own changes by one line.
+func ExampleWrapHandler() {
+	_, _, topic, group, stop := demo()
+	defer stop()
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	g, err := guard.New(guard.Config{Group: "billing"})
+	if err != nil {
+		log.Fatal(err)
+	}
+
+	err = group.Consume(ctx, []string{topic}, kafka.WrapHandler(g, biller{cancel}))
+	if err != nil {
+		log.Fatal(err)
+	}
+	if _, err := g.Close(context.Background()); err != nil {
+		log.Fatal(err)
+	}
+	// Output:
+	// billed one
+	// billed bad
+	// billed three
+}
+
+// What a configuration would lose is known before the group is joined.
+func ExampleCheck() {
+	g, err := guard.New(guard.Config{Policy: guard.Policy{Timeout: 2 * time.Minute}})
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer func() { _, _ = g.Close(context.Background()) }()
+	config := sarama.NewConfig()
+	config.Consumer.Offsets.Initial = sarama.OffsetOldest
+	fmt.Println(kafka.Check(g, config))
+	config.Consumer.Group.Rebalance.Timeout = 3 * time.Minute
+	fmt.Println(kafka.Check(g, config))
+	// Output:
+	// kafka: unsuitable configuration: Policy.Timeout: 2m0s is more than the 55s that Consumer.Group.Rebalance.Timeout of 1m0s leaves; a handler that heeds nothing else would outlive the claim: lower it, or set the rebalance timeout to 2m5s
+	// <nil>
+}
+
+// A dead letter is read whoever wrote it.
+func ExampleReadDeadLetter() {
+	letter, err := kafka.ReadDeadLetter(&sarama.ConsumerMessage{
+		Topic: "orders.dlq", Value: []byte("bad"),
+		Headers: []*sarama.RecordHeader{
+			{Key: []byte("__connect.errors.topic"), Value: []byte("orders")},
+			{Key: []byte("__connect.errors.partition"), Value: []byte("2")},
+			{Key: []byte("__connect.errors.offset"), Value: []byte("1042")},
+			{Key: []byte("__connect.errors.exception.message"), Value: []byte("not an order")},
+		},
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	fmt.Println(letter.ID(), letter.Error.Message, string(letter.Body))
+	// Output:
+	// kafka/orders/-/2/o1042 not an order bad
+}
+
+// Doctor says what works against the guard and is not refused.
+func ExampleDoctor() {
+	addrs, config, topic, _, stop := demo()
+	defer stop()
+	config.Consumer.Return.Errors = false
+	client, err := sarama.NewClient(addrs, config)
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer client.Close()
+	findings, err := kafka.Doctor(client, kafka.DLQConfig{Sources: []string{topic}})
+	if err != nil {
+		log.Fatal(err)
+	}
+	fmt.Println(findings[0].Where, "→", findings[0].Fix)
+	// Output:
+	// client → Consumer.Return.Errors = true, and go kafka.WatchErrors(ctx, group, log)
+}

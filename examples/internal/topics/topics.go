@@ -1,0 +1,117 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Package topics makes and reads the topics of the Kafka examples. A program of
+// yours has its own.
+package topics
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/IBM/sarama"
+)
+
+// Addrs is the value of STORMGUARD_KAFKA, or a broker on this machine's usual
+// port. scripts/brokers start kafka runs one and prints its address.
+func Addrs() []string {
+	return strings.Split(cmp.Or(os.Getenv("STORMGUARD_KAFKA"), "127.0.0.1:9092"), ",")
+}
+
+// Config is sarama's own, quicker to notice what happens than production need be.
+func Config() *sarama.Config {
+	c := sarama.NewConfig()
+	c.Version = sarama.V3_6_0_0
+	c.ClientID = "stormguard-example"
+	c.Consumer.Offsets.Initial = sarama.OffsetOldest
+	c.Consumer.Return.Errors = true
+	c.Consumer.Group.Heartbeat.Interval = time.Second
+	c.Metadata.Retry.Max = 20
+	return c
+}
+
+// Topic is a topic that an example made.
+type Topic struct {
+	Name  string
+	Group string
+
+	client   sarama.Client
+	admin    sarama.ClusterAdmin
+	producer sarama.SyncProducer
+}
+
+// New makes a topic of one partition and a group for it, each of a name that
+// nobody else has.
+func New(name string) (*Topic, error) {
+	c := Config()
+	c.Producer.Return.Successes = true
+	client, err := sarama.NewClient(Addrs(), c)
+	if err != nil {
+		return nil, fmt.Errorf("no Kafka at %v; run scripts/brokers start kafka and set STORMGUARD_KAFKA to what it prints: %w", Addrs(), err)
+	}
+	name = fmt.Sprintf("%s-%d", name, time.Now().UnixNano())
+	t := &Topic{Name: name, Group: "billing-" + name, client: client}
+	if t.admin, err = sarama.NewClusterAdminFromClient(client); err == nil {
+		err = t.admin.CreateTopic(name, &sarama.TopicDetail{NumPartitions: 1, ReplicationFactor: -1}, false)
+	}
+	for wait := 0; err == nil && wait < 100; wait++ {
+		if _, err := client.Leader(name, 0); err == nil {
+			break
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
+	if err == nil {
+		t.producer, err = sarama.NewSyncProducerFromClient(client)
+	}
+	if err != nil {
+		return nil, errors.Join(err, client.Close())
+	}
+	return t, nil
+}
+
+// Publish appends a message to the topic.
+func (t *Topic) Publish(body string) error {
+	_, _, err := t.producer.SendMessage(&sarama.ProducerMessage{Topic: t.Name, Value: sarama.StringEncoder(body)})
+	return err
+}
+
+// Read is all that a topic has.
+func (t *Topic) Read(ctx context.Context, topic string) ([]*sarama.ConsumerMessage, error) {
+	end, err := t.client.GetOffset(topic, 0, sarama.OffsetNewest)
+	if err != nil || end == 0 {
+		return nil, err
+	}
+	consumer, err := sarama.NewConsumerFromClient(t.client)
+	if err != nil {
+		return nil, err
+	}
+	part, err := consumer.ConsumePartition(topic, 0, sarama.OffsetOldest)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = part.Close() }()
+	var all []*sarama.ConsumerMessage
+	for int64(len(all)) < end {
+		select {
+		case m := <-part.Messages():
+			all = append(all, m)
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+	return all, nil
+}
+
+// Close deletes the topic and those named besides.
+func (t *Topic) Close(also ...string) {
+	_ = t.producer.Close()
+	for _, name := range append(also, t.Name) {
+		_ = t.admin.DeleteTopic(name)
+	}
+	_ = t.client.Close()
+}
