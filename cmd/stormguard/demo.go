@@ -37,15 +37,19 @@ The brokers:
              writes to the DLQ. Guarded: kafka.Wrap(g, handle) as the group's
              handler. What is in flight is sarama's buffer and, guarded, the
              window of 1024
+  rabbitmq   a quorum queue with a delivery limit of 20, the default of RabbitMQ
+             4, and a prefetch of 500. Unguarded: Nack with requeue until the
+             broker has delivered five times. Guarded:
+             amqp.Consume(ctx, g, dialer, queue, handle), WithPrefetch(500)
 
-On kafka the unguarded consumer goes on while the DLQ confirms up to
+On kafka and rabbitmq the unguarded consumer goes on while the DLQ confirms up to
 100 messages; on nats it waits for each.
 
 The NATS server is embedded, keeps its data in a temporary directory and is gone
-at the end. Kafka is a real one. In a checkout of stormguard the
+at the end. Kafka and RabbitMQ are real ones. In a checkout of stormguard the
 demo asks scripts/brokers for one, which installs it if it must, starts it, and
-leaves it running; $STORMGUARD_KAFKA names another. So
-does --url, anywhere and for both. On a broker of yours the demo makes
+leaves it running; $STORMGUARD_KAFKA and $STORMGUARD_RABBITMQ name others. So
+does --url, anywhere and for all three. On a broker of yours the demo makes
 streams, topics, queues and groups of its own, one run after the other, and
 deletes them.
 
@@ -87,7 +91,8 @@ func newDemo() *cobra.Command {
 		Example: `  stormguard demo
   stormguard demo --outage 1m --rate 1000
   stormguard demo --broker kafka --json 2>/dev/null | jq .guarded
-  stormguard demo --url nats://localhost:4222`,
+  stormguard demo --url nats://localhost:4222
+  stormguard demo --broker rabbitmq --url amqp://localhost:5672/`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := errors.Join(rs.check(), cfg.Validate()); err != nil {

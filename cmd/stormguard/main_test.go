@@ -48,7 +48,7 @@ See "stormguard demo --help".
 		},
 		{
 			"demo --broker mqtt --rate 1", exitUsage, `^$`,
-			`stormguard: --broker "mqtt": must be kafka or nats
+			`stormguard: --broker "mqtt": must be kafka, nats or rabbitmq
 --rate "1": must be a number from 10 to 20000
 See "stormguard demo --help".
 `,
@@ -57,6 +57,12 @@ See "stormguard demo --help".
 			"demo --broker kafka --url nats://me:secret@host:4222 --creds x", exitUsage, `^$`,
 			`stormguard: --url "nats://...@host:4222": must be host:port,host:port,... for --broker kafka
 --creds "x": needs --broker nats and --url, nothing else asks for a file
+See "stormguard demo --help".
+`,
+		},
+		{
+			"demo --broker rabbitmq --url localhost:5672", exitUsage, `^$`,
+			`stormguard: --url "localhost:5672": must be amqp://user:password@host:port/ (or amqps) for --broker rabbitmq
 See "stormguard demo --help".
 `,
 		},

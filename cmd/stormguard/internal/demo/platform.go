@@ -23,8 +23,9 @@ type Kind string
 
 // The kinds that a demo runs on.
 const (
-	Kafka Kind = "kafka"
-	NATS  Kind = "nats"
+	Kafka    Kind = "kafka"
+	NATS     Kind = "nats"
+	RabbitMQ Kind = "rabbitmq"
 )
 
 // Kinds are all of them, by name.
@@ -91,7 +92,7 @@ type platform struct {
 	found              brokers.Kind // what to look for when no address is given; empty: open needs none
 }
 
-var platforms = map[Kind]platform{Kafka: onKafka, NATS: onNATS}
+var platforms = map[Kind]platform{Kafka: onKafka, NATS: onNATS, RabbitMQ: onRabbitMQ}
 
 // platform is the zero one for a kind that Validate refuses.
 func (c Config) platform() platform { return platforms[c.kind()] }

@@ -202,6 +202,7 @@ func TestNowhereToConnect(t *testing.T) {
 	for _, cfg := range []Config{
 		{Broker: NATS, URL: "nats://me:secret@127.0.0.1:1"},
 		{Broker: Kafka, URL: "127.0.0.1:1"},
+		{Broker: RabbitMQ, URL: "amqp://me:secret@127.0.0.1:1/"},
 	} {
 		t.Run(string(cfg.Broker), func(t *testing.T) {
 			cfg.Rate = 100
@@ -214,7 +215,7 @@ func TestNowhereToConnect(t *testing.T) {
 }
 
 func TestOutsideACheckout(t *testing.T) {
-	for _, k := range []Kind{Kafka} {
+	for _, k := range []Kind{Kafka, RabbitMQ} {
 		t.Run(string(k), func(t *testing.T) {
 			t.Chdir(t.TempDir())
 			cfg := Config{Broker: k, Rate: 100}
