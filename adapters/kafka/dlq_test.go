@@ -15,6 +15,7 @@ import (
 	"github.com/IBM/sarama"
 
 	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
@@ -220,21 +221,21 @@ func TestDLQWhileTheBrokerIsDown(t *testing.T) {
 	}
 }
 
-func TestDoctor(t *testing.T) {
+func TestInspect(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, 3)
 	cfg := DLQConfig{Sources: []string{r.topic}}
-	find := func(client sarama.Client) []Finding {
+	find := func(client sarama.Client) []guard.Finding {
 		t.Helper()
-		fs, err := Doctor(client, cfg)
+		fs, err := Inspect(client, Target{DLQ: cfg})
 		if err != nil {
 			t.Fatal(err)
 		}
 		return fs
 	}
-	has := func(fs []Finding, where, what string) {
+	has := func(fs []guard.Finding, where, what string) {
 		t.Helper()
-		if !slices.ContainsFunc(fs, func(f Finding) bool { return f.Where == where && strings.Contains(f.What, what) && f.Fix != "" }) {
+		if !slices.ContainsFunc(fs, func(f guard.Finding) bool { return f.Where == where && strings.Contains(f.What, what) && f.Fix != "" }) {
 			t.Errorf("nothing about %q at %s in %v", what, where, fs)
 		}
 	}
@@ -290,8 +291,19 @@ func TestDoctor(t *testing.T) {
 			t.Errorf("%s", f)
 		}
 	}
-	if _, err := Doctor(nil, DLQConfig{}); err == nil || !strings.Contains(err.Error(), "client") || !strings.Contains(err.Error(), "Sources") {
+	if _, err := Inspect(nil, Target{}); err == nil || !strings.Contains(err.Error(), "client") || !strings.Contains(err.Error(), "Sources") {
 		t.Errorf("%v", err)
+	}
+	for setting, what := range map[string]string{"retention.ms": "it keeps messages for 59m0s", "retention.bytes": "it keeps 3540000 bytes"} {
+		value := "3540000"
+		if err := r.admin.AlterConfig(sarama.TopicResource, r.topic, map[string]*string{setting: &value}, false); err != nil {
+			t.Fatal(err)
+		}
+		eventually(t, what, func() bool {
+			return slices.ContainsFunc(find(client2), func(f guard.Finding) bool {
+				return f.Severity == guard.Danger && f.Where == "topic "+r.topic && strings.Contains(f.What, what)
+			})
+		})
 	}
 	cfg.Sources = []string{r.topic + "-misspelt"}
 	has(find(client2), "topic "+r.topic+"-misspelt", "does not exist")

@@ -9,7 +9,7 @@
 // itself; its comment lists what that shape cannot do.
 //
 // [NewDLQ] makes a writer of dead letters. [Check] says before the start what
-// Setup would refuse, [Doctor] what else would lose or hide messages, and
+// Setup would refuse, [Inspect] what else would lose or hide messages, and
 // [WatchErrors] what sarama only tells on a channel.
 //
 // # What is marked

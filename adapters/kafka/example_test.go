@@ -181,8 +181,8 @@ func ExampleReadDeadLetter() {
 	// kafka/orders/-/2/o1042 not an order bad
 }
 
-// Doctor says what works against the guard and is not refused.
-func ExampleDoctor() {
+// Inspect says what works against the guard and is not refused.
+func ExampleInspect() {
 	addrs, config, topic, _, stop := demo()
 	defer stop()
 	config.Consumer.Return.Errors = false
@@ -191,7 +191,7 @@ func ExampleDoctor() {
 		log.Fatal(err)
 	}
 	defer client.Close()
-	findings, err := kafka.Doctor(client, kafka.DLQConfig{Sources: []string{topic}})
+	findings, err := kafka.Inspect(client, kafka.Target{DLQ: kafka.DLQConfig{Sources: []string{topic}}})
 	if err != nil {
 		log.Fatal(err)
 	}

@@ -38,7 +38,7 @@ func newDoctor() *cobra.Command {
 		Args:  cobra.NoArgs,
 		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	cmd.AddCommand(newDoctorNATS())
+	cmd.AddCommand(newDoctorKafka(), newDoctorNATS())
 	return cmd
 }
 

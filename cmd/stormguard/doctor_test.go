@@ -5,14 +5,18 @@ package main
 
 import (
 	"bytes"
+	"crypto/rand"
 	"encoding/json"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/IBM/sarama"
 	"github.com/nats-io/nats-server/v2/server"
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
 // command runs the CLI and returns what it printed.
@@ -69,6 +73,33 @@ func TestDoctorNATS(t *testing.T) {
 		t.Errorf("%d %q", code, stderr)
 	}
 	if code, _, stderr := command("doctor", "nats", "--url", "nats://127.0.0.1:1", "--stream", "S", "--consumer", "C"); code != exitError || !strings.Contains(stderr, "127.0.0.1:1") {
+		t.Errorf("%d %q", code, stderr)
+	}
+}
+
+func TestDoctorKafka(t *testing.T) {
+	url := brokers.ForTest(t, brokers.Kafka)
+	topic := "doctor-" + strings.ToLower(rand.Text()[:8])
+	admin, err := sarama.NewClusterAdmin(strings.Split(url, ","), sarama.NewConfig())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer admin.Close()
+	for _, name := range []string{topic, topic + ".dlq"} {
+		if err := admin.CreateTopic(name, &sarama.TopicDetail{NumPartitions: 1, ReplicationFactor: 1}, false); err != nil {
+			t.Fatal(err)
+		}
+		defer func() { _ = admin.DeleteTopic(name) }()
+	}
+	look := []string{"doctor", "kafka", "--url", url, "--topic", topic}
+	if code, stdout, stderr := command(append(look, "--hold", "24h")...); code != exitError || strings.Contains(stdout, "in an outage of 24h0m0s") ||
+		!strings.Contains(stdout, "danger   topic "+topic+".dlq: its retention of 168h0m0s counts from the message's own time") {
+		t.Errorf("%d %q %q", code, stdout, stderr)
+	}
+	if code, stdout, _ := command(append(look, "--hold", "240h")...); code != exitError || !strings.Contains(stdout, "danger   topic "+topic+": it keeps messages for 168h0m0s") {
+		t.Errorf("%d %q", code, stdout)
+	}
+	if code, _, stderr := command("doctor", "kafka", "--url", ""); code != exitUsage || !strings.Contains(stderr, "--url: must be given") || !strings.Contains(stderr, "--topic: must be given") {
 		t.Errorf("%d %q", code, stderr)
 	}
 }

@@ -1,0 +1,60 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/IBM/sarama"
+	"github.com/spf13/cobra"
+
+	"github.com/stormguard-mq/stormguard/adapters/kafka"
+)
+
+func newDoctorKafka() *cobra.Command {
+	var e examination
+	var url string
+	var target kafka.Target
+	cmd := &cobra.Command{
+		Use:   "kafka",
+		Short: "Look at topics and their dead-letter topics",
+		Long: `Look at the topics of a consumer group and at their dead-letter topics. What the
+group's own client has set only its program knows: kafka.Inspect looks at that too.`,
+		Example: `  stormguard doctor kafka --url localhost:9092 --topic orders --topic refunds`,
+		Args:    cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			err := e.need(cmd, "url")
+			if len(target.DLQ.Sources) == 0 {
+				err = errors.Join(err, usageError{errors.New("--topic: must be given")})
+			}
+			if err != nil {
+				return err
+			}
+			config := sarama.NewConfig()
+			config.ClientID = "stormguard-doctor"
+			config.Version = sarama.V3_6_0_0
+			config.Metadata.AllowAutoTopicCreation = false
+			// What a group's client should have, so that only the broker is judged.
+			config.Consumer.Offsets.Initial = sarama.OffsetOldest
+			config.Consumer.Return.Errors = true
+			client, err := sarama.NewClient(strings.Split(url, ","), config)
+			if err != nil {
+				return fmt.Errorf("connect to %s: %w", url, err)
+			}
+			defer func() { _ = client.Close() }()
+			target.Hold = e.hold
+			found, err := kafka.Inspect(client, target)
+			return errors.Join(err, e.report(cmd.OutOrStdout(), found))
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&url, "url", "localhost:9092", "bootstrap servers, host:port[,host:port...]")
+	f.StringArrayVar(&target.DLQ.Sources, "topic", nil, "a topic that the group consumes; may be given more than once")
+	f.StringVar(&target.DLQ.Topic, "dlq", "", "topic of the dead letters, {topic} stands for the source's (default {topic}.dlq)")
+	f.StringVar(&target.DLQ.Group, "group", "", "consumer group, where --dlq has {group}")
+	e.flags(cmd)
+	return cmd
+}
