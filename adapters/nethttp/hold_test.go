@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -109,6 +110,49 @@ func TestHeldProbeFirst(t *testing.T) {
 		r.s.handle = nil
 		r.s.mu.Unlock()
 		r.s.setDown(false)
+		r.drained()
+		r.close()
+	})
+}
+
+// Also at the very instant at which a probe is due, with many who would make it.
+func TestHeldProbeAtTheInstant(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r := newRig(t, quick, Config{})
+		for range 30 {
+			due := time.Now().Add(time.Second)
+			var live sync.WaitGroup
+			for range 20 {
+				live.Go(func() {
+					time.Sleep(time.Until(due))
+					r.get()
+				})
+			}
+			synctest.Wait() // they sleep
+			if err := r.g.Source("http").ForceOpen(time.Second); err != nil {
+				t.Fatal(err)
+			}
+			for range 4 { // more than it takes to close the breaker
+				r.want(r.post("held"), 202)
+			}
+			live.Wait()
+			r.drained()
+			_ = r.g.Source("http").ForceClosed()
+		}
+		if n := r.state().Tally.Probes; n != 0 {
+			t.Errorf("%d live probes", n)
+		}
+		r.close()
+	})
+}
+
+// A request that can be held is never a live probe: its client need not wait.
+func TestDeferrableIsNoLiveProbe(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r := newRig(t, quick, Config{})
+		_ = r.g.Source("http").ForceOpen(time.Second)
+		time.Sleep(2 * time.Second)
+		r.want(r.post("x"), 202)
 		r.drained()
 		r.close()
 	})
@@ -275,6 +319,13 @@ func TestFull(t *testing.T) {
 		if n != 9 {
 			t.Errorf("%d requests of a little more than %d bytes in %d", n, overhead, p.WindowBytes)
 		}
+		_ = r.g.Source("http").ForceClosed()
+		r.drained()
+
+		// A body of unknown length may be as long as allowed.
+		_ = r.g.Source("http").ForceOpen(time.Minute)
+		r.want(r.post("x"), 202)
+		r.want(send(r.defers, "POST", "/", "x", func(r *http.Request) { r.ContentLength = -1 }), 503)
 		_ = r.g.Source("http").ForceClosed()
 		r.drained()
 		r.close()

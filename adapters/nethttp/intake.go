@@ -40,10 +40,9 @@ type Intake struct {
 	ids    string
 	ran    chan struct{} // closed when the loop has ended
 
-	// due is since when a probe has been due that no held request made, in
-	// nanoseconds of wall time; 0 if that is not so.
-	due     atomic.Int64
-	waiting atomic.Int64 // held requests
+	due     atomic.Pointer[dueProbe] // nil if none is
+	replays atomic.Uint64            // begun
+	waiting atomic.Int64             // held requests
 
 	refused, full, accepted atomic.Uint64
 
@@ -68,6 +67,13 @@ type Intake struct {
 // ones: those have no client who would wait for a dependency that hangs. After
 // it they probe too, since the held ones may be paused, or their handler busy.
 const probeGrace = time.Second
+
+// dueProbe is a probe that a live request saw to be due and left to the held
+// ones; the first replay after it makes it void.
+type dueProbe struct {
+	since   time.Time
+	replays uint64
+}
 
 // New makes an intake. The error joins everything that is wrong with cfg and
 // the options. Follow it by [Intake.Close], after the server's Shutdown.
@@ -118,7 +124,8 @@ func (in *Intake) Wrap(next http.Handler) http.Handler {
 
 // Defer guards a handler whose requests may be held and answered with 202: those
 // with the methods POST, PUT, PATCH and DELETE; others are guarded as by
-// [Intake.Wrap]. It panics if the intake has no [WithDeadLetters], as
+// [Intake.Wrap]. next must live on when the request is over, or see [WithReplay].
+// It panics if the intake has no [WithDeadLetters], as
 // http.ServeMux does over a pattern: that is a mistake in the program.
 func (in *Intake) Defer(next http.Handler) http.Handler {
 	if in.src == nil {

@@ -82,7 +82,6 @@ func (p port) Return(hs []*held, _ guard.Reason) error {
 	in := p.in
 	in.mu.Lock()
 	closing := in.closing
-	in.closing = true // whoever ended the source, nothing more is held
 	in.mu.Unlock()
 	if closing {
 		return nil

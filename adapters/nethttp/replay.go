@@ -58,6 +58,7 @@ func Replayed(ctx context.Context) (Held, bool) {
 // replay is the handler of the source: it makes a request of what is held and
 // runs it through the user's handler.
 func (in *Intake) replay(ctx context.Context, h *held) error {
+	in.replays.Add(1)
 	in.mu.Lock()
 	h.attempt++
 	h.running = true

@@ -4,10 +4,15 @@
 package nethttp
 
 import (
+	"bytes"
 	"context"
+	"errors"
+	"fmt"
 	"io"
+	"mime/multipart"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"strconv"
 	"strings"
 	"testing"
@@ -64,6 +69,7 @@ func TestReplayIsTheRequest(t *testing.T) {
 			check("a kept value", req.Context().Value(userKey{}), "ada")
 			check("another value", req.Context().Value(secretKey{}), nil)
 			check("context", req.Context().Err(), nil)
+			check("connection", fmt.Sprint(req.Close, req.Trailer, req.TransferEncoding, req.Proto), "false map[] []HTTP/1.1")
 			if _, ok := req.Context().Deadline(); !ok {
 				t.Error("no deadline")
 			}
@@ -95,7 +101,7 @@ func TestReplayIsTheRequest(t *testing.T) {
 		_ = r.g.Source("http").ForceOpen(time.Second)
 		res := send(mux, "POST", "/orders/a%20b/c/d?q=1&q=2", "the body", func(req *http.Request) {
 			*req = *req.WithContext(ctx)
-			req.Host = "shop.example"
+			req.Host, req.Close, req.Trailer, req.TransferEncoding, req.Proto = "shop.example", true, http.Header{"X-Sum": {"1"}}, []string{"x"}, "HTTP/1.0"
 			for name, value := range map[string]string{
 				"Content-Type": "text/x", "Idempotency-Key": "k1", "X-Tenant": "acme", "If-Match": `"v1"`,
 				"Authorization": "Bearer s3cret", "Cookie": "s3cret", "X-Other": "x", "X-Hop": "x", "Connection": "close, X-hop", "Te": "trailers",
@@ -223,6 +229,36 @@ func TestPoison(t *testing.T) {
 		r.want(answer{w.Code, w.Header()}, 200)
 		r.close()
 	})
+}
+
+// The files of a form that a replay read go with it.
+func TestReplayedForm(t *testing.T) {
+	r := newRig(t, quick, Config{MaxBody: 16 << 20})
+	names := make(chan string, 1)
+	h := r.in.Defer(HandlerFunc(func(_ http.ResponseWriter, req *http.Request) error {
+		if err := req.ParseMultipartForm(1); err != nil {
+			return guard.Permanent(err)
+		}
+		f, err := req.MultipartForm.File["f"][0].Open()
+		if err != nil {
+			return guard.Permanent(err)
+		}
+		names <- f.(*os.File).Name()
+		return f.Close()
+	}))
+	var form bytes.Buffer
+	parts := multipart.NewWriter(&form)
+	part, _ := parts.CreateFormFile("f", "f.txt")
+	_, _ = io.CopyN(part, zeros{}, 11<<20)
+	_ = parts.Close()
+	_ = r.g.Source("http").ForceOpen(time.Minute)
+	r.want(send(h, "POST", "/", form.String(), func(req *http.Request) { req.Header.Set("Content-Type", parts.FormDataContentType()) }), 202)
+	_ = r.g.Source("http").ForceClosed()
+	r.drained()
+	if _, err := os.Stat(<-names); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the form's file is still there: %v", err)
+	}
+	r.close()
 }
 
 // A replay that goes through a whole router passes the intake on its way: what

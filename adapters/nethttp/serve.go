@@ -109,32 +109,24 @@ func (in *Intake) admit(c *call) error {
 	if in.waiting.Load() == 0 {
 		return in.live.Call(c, c)
 	}
-	if in.overdue() {
+	replays, due := in.replays.Load(), in.due.Load()
+	if due != nil && due.replays == replays && time.Since(due.since) >= probeGrace {
 		err := in.live.Call(c, c)
 		if err != nil {
-			in.due.Store(0)
+			in.due.CompareAndSwap(due, nil)
 		}
 		return err
 	}
 	err := in.live.CallClosed(c, c)
-	var due int64
-	if held, ok := errors.AsType[*guard.HeldError](err); ok && !c.started && held.Reason == guard.ReasonBreaker && held.Until <= 0 {
-		due = time.Now().UnixNano()
-	}
-	switch was := in.due.Load(); {
-	case due != 0 && was == 0:
-		in.due.CompareAndSwap(0, due)
-	case due == 0 && was != 0:
-		in.due.Store(0)
+	held, ok := errors.AsType[*guard.HeldError](err)
+	switch free := ok && !c.started && held.Reason == guard.ReasonBreaker && held.Until <= 0; {
+	case free && (due == nil || due.replays != replays):
+		in.due.CompareAndSwap(due, &dueProbe{time.Now(), replays})
+	case !free && due != nil:
+		in.due.CompareAndSwap(due, nil)
 	default:
 	}
 	return err
-}
-
-// overdue tells whether held requests have let a probe pass for too long.
-func (in *Intake) overdue() bool {
-	since := in.due.Load()
-	return since != 0 && time.Since(time.Unix(0, since)) >= probeGrace
 }
 
 // handle is what the function guard calls: the handler, in the goroutine of its

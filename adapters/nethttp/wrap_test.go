@@ -24,6 +24,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
@@ -397,6 +398,54 @@ func TestWriterKeepsMethods(t *testing.T) {
 			t.Errorf("%T: unwrapped to %T", under, u)
 		}
 	}
+}
+
+// Informational answers are not the answer; switching protocols is.
+func TestRecorderStatus(t *testing.T) {
+	for _, c := range []struct {
+		statuses []int
+		want     int32
+	}{{[]int{103, 500}, 500}, {[]int{100, 103, 204, 500}, 204}, {[]int{101}, 101}, {[]int{103}, 0}} {
+		rec := &recorder{w: discard{make(http.Header)}}
+		for _, s := range c.statuses {
+			rec.WriteHeader(s)
+		}
+		if got := rec.status.Load(); got != c.want {
+			t.Errorf("%v: %d, want %d", c.statuses, got, c.want)
+		}
+	}
+}
+
+// A handler that took the connection over and then fails gets no answer written
+// into it, and its failure counts.
+func TestHijackedFailure(t *testing.T) {
+	r := newRig(t, quick, Config{})
+	s := serve(t, r.in.Wrap(HandlerFunc(func(w http.ResponseWriter, _ *http.Request) error {
+		c, rw, err := http.NewResponseController(w).Hijack()
+		if err != nil {
+			return err
+		}
+		defer c.Close()
+		_, _ = rw.WriteString("mine")
+		_ = rw.Flush()
+		return errBroken
+	})), false)
+	for range 5 {
+		if got := s.raw(t, "GET / HTTP/1.1\r\nHost: x\r\n\r\n"); got != "mine" {
+			t.Error(got)
+		}
+	}
+	s.Close()
+	for range 1000 { // nobody waits for handlers with a connection of their own
+		if r.state().Breaker.State == breaker.Open {
+			break
+		}
+		time.Sleep(time.Millisecond)
+	}
+	if st := r.state(); st.Breaker.State != breaker.Open || s.log.String() != "" {
+		t.Errorf("%+v, log: %s", st.Breaker, s.log)
+	}
+	r.close()
 }
 
 // A client that sends its body too slowly does not keep its place, and the

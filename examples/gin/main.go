@@ -64,7 +64,9 @@ func run(out io.Writer) (err error) {
 	// gin's own handlers: the engine is wrapped, and its answers of 500 and above
 	// are the outcomes. A replay goes through the engine like any request.
 	stock, err := nethttp.New(g, nethttp.Config{Name: "stock"}, nethttp.WithDeadLetters(letters),
-		nethttp.WithDeferrable(func(r *http.Request) bool { return r.Method == http.MethodPut && strings.HasPrefix(r.URL.Path, "/stock/") }))
+		nethttp.WithDeferrable(func(r *http.Request) bool {
+			return r.Method == http.MethodPut && strings.HasPrefix(r.URL.Path, "/stock/")
+		}))
 	if err != nil {
 		return err
 	}

@@ -41,7 +41,7 @@ func TestOutage(t *testing.T) {
 		t.Errorf("%d held and %d refused, want at least %d of each", f.Accepted, f.Refused, least)
 	}
 	switch {
-	case !full || raceEnabled:
+	case !full || raceEnabled || f.P99 <= 5:
 	case f.PlainP99 > 2.5:
 		t.Logf("not judged: the 99th percentile of a plain answer is %.2f ms on this machine, now", f.PlainP99)
 	case f.P99 > 5:
