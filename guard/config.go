@@ -199,6 +199,11 @@ func WithPropagator(p propagation.TextMapPropagator) Option {
 	return func(g *Guard) { g.propagator = p }
 }
 
+// WithParentSpans makes a handler call's span a child of the span that sent the
+// message, so that both are one trace. The default is a link, as the messaging
+// conventions ask for: a message may be handled long after it was sent, or twice.
+func WithParentSpans() Option { return func(g *Guard) { g.parents = true } }
+
 // WithClock replaces the monotonic clock, which counts from an origin of its
 // own and is never below 0. Timers still follow the runtime's clock.
 func WithClock(now func() time.Duration) Option { return func(g *Guard) { g.now = now } }

@@ -36,6 +36,7 @@ type Guard struct {
 	meters     metric.MeterProvider
 	traces     trace.TracerProvider
 	propagator propagation.TextMapPropagator
+	parents    bool                 // spans are children of the message's own, not linked to it
 	now        func() time.Duration // monotonic
 	origin     time.Time            // wall time of now's 0, for metadata
 	scopes     *breaker.Scopes
@@ -119,6 +120,10 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 	g.running.Go(func() { g.sweep(g.ctx) })
 	return g, nil
 }
+
+// Config is what the Guard was made with, its Group never empty: an adapter
+// checks a broker's settings against it before it opens a source.
+func (g *Guard) Config() Config { return g.cfg }
 
 func (g *Guard) policy() Policy { return g.cfg.Policy }
 

@@ -66,7 +66,7 @@ type item[M any] struct {
 
 	lastDelivery bool       // the broker will not deliver it again
 	verdict      dlq.Reason // why it is dead-lettered
-	buried       bool       // its dead letter is confirmed
+	dead         bool       // its dead letter is confirmed
 }
 
 // attempt is one failed handler call.

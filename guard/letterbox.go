@@ -104,10 +104,12 @@ func (b *letterbox) write(ctx context.Context, l postable) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
+	ctx, end := b.g.trace(ctx, r)
 	err := b.writer.Write(ctx, r)
 	if err != nil && dlq.TrimFor(r, err) {
 		err = b.writer.Write(ctx, r)
 	}
+	end(err)
 	if err == nil {
 		l.confirmed()
 	}
@@ -141,7 +143,6 @@ func (l letter[M]) record() *dlq.Record {
 		}
 	}
 	r.FirstFailed = wall(it.firstFailed)
-	s.g.inject(r)
 	return r
 }
 
@@ -154,7 +155,7 @@ func (l letter[M]) confirmed() {
 		s.mu.Unlock()
 		return
 	}
-	s.c.buried(l.it)
+	s.c.confirmed(l.it)
 	s.unlock(now)
 	s.metrics.deadLettered(l.it.verdict)
 	s.nudge()

@@ -6,17 +6,14 @@ package guard
 import (
 	"context"
 	"errors"
-	"fmt"
 	"slices"
 	"strconv"
-	"strings"
 	"time"
 
 	"go.opentelemetry.io/otel"
 	"go.opentelemetry.io/otel/attribute"
 	"go.opentelemetry.io/otel/codes"
 	"go.opentelemetry.io/otel/metric"
-	"go.opentelemetry.io/otel/propagation"
 	"go.opentelemetry.io/otel/trace"
 
 	"github.com/stormguard-mq/stormguard/breaker"
@@ -242,72 +239,4 @@ func (s *Source[M]) observe(ctx *callContext, m M, n uint64) (stack []byte, err 
 			metric.WithAttributes(attribute.String("error.type", dlq.DescribeError(err, nil).Type)))
 	}
 	return stack, err
-}
-
-// span starts the span of a handler call, linked to the message's own trace.
-func (s *Source[M]) span(ctx context.Context, m M) (context.Context, trace.Span) {
-	meta := s.port.Meta(m)
-	opts := []trace.SpanStartOption{
-		trace.WithSpanKind(trace.SpanKindConsumer),
-		trace.WithAttributes(s.metrics.attrs...),
-		trace.WithAttributes(attribute.String("messaging.operation.type", "process")),
-	}
-	if s.g.propagator != nil {
-		far := s.g.propagator.Extract(context.Background(), headerCarrier{&meta.Headers})
-		if link := trace.SpanContextFromContext(far); link.IsValid() {
-			opts = append(opts, trace.WithLinks(trace.Link{SpanContext: link}))
-		}
-	}
-	return s.metrics.tracer.Start(ctx, s.metrics.name, opts...) //nolint:spancheck // the caller ends it
-}
-
-// inject keeps the message's trace context in its dead letter; a message
-// without one gets that of a span of its own, if spans are recorded.
-func (g *Guard) inject(r *dlq.Record) {
-	if g.propagator == nil {
-		return
-	}
-	carrier := headerCarrier{&r.Headers}
-	if trace.SpanContextFromContext(g.propagator.Extract(context.Background(), carrier)).IsValid() || g.metrics.tracer == nil {
-		r.TraceParent, r.TraceState = carrier.Get("traceparent"), carrier.Get("tracestate")
-		return
-	}
-	ctx, span := g.metrics.tracer.Start(context.Background(), "dead_letter "+r.Origin.Source, trace.WithSpanKind(trace.SpanKindClient))
-	g.propagator.Inject(ctx, carrier)
-	span.End()
-	r.TraceParent, r.TraceState = carrier.Get("traceparent"), carrier.Get("tracestate")
-}
-
-// headerCarrier reads and writes trace context in message headers. Names are
-// compared without case: NATS clients canonicalise some. The last one wins.
-type headerCarrier struct{ h *[]dlq.Header }
-
-var _ propagation.TextMapCarrier = headerCarrier{}
-
-func (c headerCarrier) Get(key string) string {
-	for _, h := range slices.Backward(*c.h) {
-		if strings.EqualFold(h.Name, key) {
-			switch v := h.Value.(type) {
-			case string:
-				return v
-			case []byte:
-				return string(v)
-			default:
-				return fmt.Sprint(v)
-			}
-		}
-	}
-	return ""
-}
-
-func (c headerCarrier) Set(key, value string) {
-	*c.h = append(slices.Clip(*c.h), dlq.Header{Name: key, Value: value})
-}
-
-func (c headerCarrier) Keys() []string {
-	keys := make([]string, len(*c.h))
-	for i, h := range *c.h {
-		keys[i] = h.Name
-	}
-	return keys
 }

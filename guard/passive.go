@@ -5,7 +5,6 @@ package guard
 
 import (
 	"errors"
-	"fmt"
 	"time"
 )
 
@@ -32,10 +31,10 @@ type Token struct{ epoch, id, serial uint64 }
 
 // Offer puts a message in. It does not wait: without room it is [ErrFull], and
 // the message stays the caller's.
+//
+// It also feeds a source with a handler whose input is whoever calls Offer: run
+// that by Run(ctx, nil).
 func (s *Source[M]) Offer(m M) error {
-	if s.handler != nil {
-		return fmt.Errorf("guard: source %s: Offer needs the passive shape; a source with a handler uses Run", s.cfg.Name)
-	}
 	if !s.begin() {
 		return ErrClosed
 	}
@@ -51,7 +50,7 @@ func (s *Source[M]) Offer(m M) error {
 		s.mu.Unlock()
 		return ErrFull
 	}
-	if s.pump == nil {
+	if s.handler == nil && s.pump == nil {
 		s.pump = &pump[M]{s: s, quit: make(chan struct{}), gone: make(chan struct{}), stopKeepAlive: s.keepAlive()}
 		go s.pump.run()
 	}

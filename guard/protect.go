@@ -116,7 +116,27 @@ func (f *Func[M]) successes() (n uint64) {
 // succeeded; the last error after that, [Permanent], [Ignore] (as nil) and
 // [Backoff] errors at once; a [*HeldError] if the guard refused the call; and
 // ctx's error if it ended during a delay. A panic is a [*PanicError].
-func (f *Func[M]) Do(ctx context.Context, m M) error {
+func (f *Func[M]) Do(ctx context.Context, m M) error { return f.do(ctx, m, 0) }
+
+// Call is [Func.Do] without retries, for a function that cannot be called twice
+// or whose panics are somebody else's to report, such as an HTTP handler: a
+// panic is counted as a failure and goes on, with the stack it has.
+func (f *Func[M]) Call(ctx context.Context, m M) error { return f.do(ctx, m, once) }
+
+// CallClosed is [Func.Call] that never is a probe: unless the breaker is closed
+// it is refused, and [HeldError.Until] is the time until a probe may be made, 0 if
+// one may be made now. It leaves the probes to a source of the same scope.
+func (f *Func[M]) CallClosed(ctx context.Context, m M) error { return f.do(ctx, m, once|noProbe) }
+
+// how is what a call may do.
+type how uint8
+
+const (
+	once    how = 1 << iota // one call, whose panic goes on
+	noProbe                 // refused unless the breaker is closed
+)
+
+func (f *Func[M]) do(ctx context.Context, m M, how how) error {
 	c := &f.cells[rand.Uint32()&(cellCount-1)]
 	if f.closed.Load() {
 		return ErrClosed
@@ -127,18 +147,18 @@ func (f *Func[M]) Do(ctx context.Context, m M) error {
 		return ErrClosed
 	}
 	if f.paused.Load() || f.limit != nil {
-		return f.slow(ctx, c, m)
+		return f.slow(ctx, c, m, how)
 	}
 	token, ok := f.enter()
 	if !ok {
-		return f.slow(ctx, c, m)
+		return f.slow(ctx, c, m, how)
 	}
-	err := f.call(ctx, m, token)
+	err := f.call(ctx, m, token, how)
 	if err == nil {
 		c.acked.Add(1)
 		return nil
 	}
-	return f.failed(ctx, c, m, token, err, 1)
+	return f.failed(ctx, c, m, token, err, how)
 }
 
 func (f *Func[M]) enter() (breaker.Token, bool) {
@@ -149,26 +169,30 @@ func (f *Func[M]) enter() (breaker.Token, bool) {
 }
 
 // slow asks everything that may refuse a call.
-func (f *Func[M]) slow(ctx context.Context, c *cell, m M) error {
-	token, err := f.admit(c)
+func (f *Func[M]) slow(ctx context.Context, c *cell, m M, how how) error {
+	token, err := f.admit(c, how)
 	if err != nil {
 		c.returned.Add(1)
 		return err
 	}
-	if err = f.call(ctx, m, token); err == nil {
+	if err = f.call(ctx, m, token, how); err == nil {
 		f.succeeded(c, token)
 		return nil
 	}
-	return f.failed(ctx, c, m, token, err, 1)
+	return f.failed(ctx, c, m, token, err, how)
 }
 
-func (f *Func[M]) admit(c *cell) (breaker.Token, error) {
+func (f *Func[M]) admit(c *cell, how how) (breaker.Token, error) {
 	if f.paused.Load() {
 		c.diverted.Add(1)
 		return breaker.Token{}, &HeldError{Source: f.cfg.Name, Reason: ReasonOperator}
 	}
 	now := f.g.now()
 	token, ok := f.enter()
+	if !ok && how&noProbe != 0 {
+		c.diverted.Add(1)
+		return token, &HeldError{Source: f.cfg.Name, Reason: ReasonBreaker, Until: f.untilProbe(now)}
+	}
 	if !ok {
 		var refusal breaker.Refusal
 		if token, refusal = f.gate.Admit(now, 0); !refusal.OK() {
@@ -183,6 +207,7 @@ func (f *Func[M]) admit(c *cell) (breaker.Token, error) {
 		if wait := f.limit.Admit(now); wait > 0 {
 			if token.Probe() {
 				f.gate.Exclude(now, token)
+				f.settled(token)
 			}
 			c.diverted.Add(1)
 			return token, &HeldError{Source: f.cfg.Name, Reason: ReasonLimiter, Until: wait}
@@ -191,18 +216,43 @@ func (f *Func[M]) admit(c *cell) (breaker.Token, error) {
 	return token, nil
 }
 
+// untilProbe is how long nobody is let through, 0 if a probe may be made now.
+func (f *Func[M]) untilProbe(now time.Duration) time.Duration {
+	b := f.gate.Breaker.Snapshot(now)
+	if b.State == breaker.Closed { // a wider scope is open
+		return f.policy.Breaker.Base
+	}
+	return max(0, b.Until-now)
+}
+
 func (f *Func[M]) succeeded(c *cell, token breaker.Token) {
 	c.acked.Add(1)
 	if token.Probe() {
 		f.gate.Success(f.g.now(), token)
+		f.settled(token)
+	}
+}
+
+// settled follows what was told the breaker: the sweeper must see a change of
+// its state, and sources of the scope that a probe is free.
+func (f *Func[M]) settled(token breaker.Token) {
+	f.g.sweeper.kick()
+	if token.Probe() {
+		for _, s := range f.g.all() {
+			s.nudge()
+		}
 	}
 }
 
 // failed retries until the attempts are used up or the guard refuses.
-func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token breaker.Token, err error, tries int) error {
+func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token breaker.Token, err error, how how) error {
 	first := f.g.now()
 	id := f.deliverID.Add(1)
-	for {
+	attempts := f.policy.Retry.Attempts
+	if how&once != 0 {
+		attempts = 1
+	}
+	for tries := 1; ; {
 		now := f.g.now()
 		word, _ := classify(err)
 		if ctx.Err() != nil && word == failure {
@@ -214,6 +264,7 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token breaker.Token,
 			} else {
 				f.gate.Exclude(now, token)
 			}
+			f.settled(token)
 		}
 		switch word {
 		case ignore:
@@ -223,7 +274,7 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token breaker.Token,
 			c.failures.Add(1)
 		default:
 		}
-		if word != failure || tries >= f.policy.Retry.Attempts {
+		if word != failure || tries >= attempts {
 			c.returned.Add(1)
 			return err
 		}
@@ -232,13 +283,13 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token breaker.Token,
 			return errors.Join(stop, err)
 		}
 		var refused error
-		if token, refused = f.admit(c); refused != nil {
+		if token, refused = f.admit(c, how); refused != nil {
 			c.returned.Add(1)
 			return errors.Join(refused, err)
 		}
 		tries++
 		c.retries.Add(1)
-		if err = f.call(ctx, m, token); err == nil {
+		if err = f.call(ctx, m, token, how); err == nil {
 			f.succeeded(c, token)
 			f.metrics.retried(f.g.now()-first, false)
 			return nil
@@ -264,22 +315,29 @@ func (f *Func[M]) pause(ctx context.Context, c *cell, d time.Duration) error {
 
 // call runs the function. Its context ends at the timeout, counted from the
 // first time that the function waits on it: one that never looks cannot tell.
-func (f *Func[M]) call(ctx context.Context, m M, token breaker.Token) (err error) {
+func (f *Func[M]) call(ctx context.Context, m M, token breaker.Token, how how) (err error) {
 	cc := &callContext{parent: ctx, timeout: f.policy.Timeout, selfTimed: true}
 	returned := false
 	defer func() {
 		if returned {
 			return
 		}
-		// A panic is an error; a Goexit goes on unwinding the caller's goroutine,
-		// and is counted.
+		// A panic is an error; a Goexit, and the panic of a Call, goes on unwinding
+		// the caller's goroutine, and is counted.
 		cc.finish()
-		if v := recover(); v != nil {
-			err = &PanicError{Value: v, Stack: debug.Stack()}
-			return
+		if how&once == 0 {
+			if v := recover(); v != nil {
+				err = &PanicError{Value: v, Stack: debug.Stack()}
+				return
+			}
 		}
 		if f.gate != nil {
-			f.gate.FailureOf(f.g.now(), token, true, f.deliverID.Add(1))
+			if ctx.Err() != nil {
+				f.gate.Exclude(f.g.now(), token)
+			} else {
+				f.gate.FailureOf(f.g.now(), token, true, f.deliverID.Add(1))
+			}
+			f.settled(token)
 		}
 		c := &f.cells[0]
 		c.failures.Add(1)

@@ -166,7 +166,7 @@ func (s *Source[M]) settle(it *item[M]) {
 	s.endLocked()
 	s.unlock(now)
 	if len(it.failures) > 0 {
-		s.metrics.retried(now-it.firstFailed, it.buried)
+		s.metrics.retried(now-it.firstFailed, it.dead)
 	}
 }
 

@@ -411,7 +411,7 @@ func (s *Source[M]) GrantCredits(n float64) {
 func (s *Source[M]) DeadLetterWaiting(n int) int {
 	now := s.g.now()
 	s.mu.Lock()
-	n = s.c.buryWaiting(n)
+	n = s.c.deadLetterWaiting(n)
 	s.unlock(now)
 	s.nudge()
 	s.g.logChange("dead-lettered by hand", s.cfg.Name, ReasonOperator, "messages", n)

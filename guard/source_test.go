@@ -79,6 +79,7 @@ type testWriter struct {
 	mu   sync.Mutex
 	recs []*dlq.Record
 	err  error
+	fail int // how many writes fail, at first
 }
 
 func (w *testWriter) Write(_ context.Context, r *dlq.Record) error {
@@ -86,6 +87,10 @@ func (w *testWriter) Write(_ context.Context, r *dlq.Record) error {
 	defer w.mu.Unlock()
 	if w.err != nil {
 		return w.err
+	}
+	if w.fail > 0 {
+		w.fail--
+		return errDown
 	}
 	w.recs = append(w.recs, r)
 	return nil

@@ -12,31 +12,49 @@ import (
 	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/demo"
 )
 
-const demoLong = `Watch one outage hit one JetStream consumer twice: unguarded, then guarded.
+const demoLong = `Watch one outage hit one consumer twice: unguarded, then guarded.
 
 Each of the two runs publishes the same messages at the same rate and kills the
 consumer's dependency, a TCP server on the loopback, at the same instant for the
-same time. Server, stream and consumer settings, the handler and its one
-goroutine, and the limit of 500 messages in flight are the same. What differs:
+same time. Broker and settings, the handler and its one goroutine are the same.
+What differs is the consumer:
 
-  unguarded  nats.go's Consume with its defaults, Nak on error, MaxDeliver 5; at
-             the fifth failure the message goes to the DLQ stream and is acked
-  guarded    nats.Consume(ctx, g, consumer, handle) of stormguard, with a DLQ
-             stream, and the defaults but for the storm thresholds: age over 3s
-             and a window of 10s instead of 60s each (--literal keeps 60s, and
-             then an outage of less than a minute is no storm yet: the breaker
-             alone contains it)
+  unguarded  as most programs are: a message that failed five times goes to the
+             DLQ, and is acked when the DLQ has it
+  guarded    wrapped by stormguard, with a DLQ, and the defaults but for the
+             storm thresholds: age over 3s and a window of 10s instead of 60s
+             each (--literal keeps 60s, and then an outage of less than a minute
+             is no storm yet: the breaker alone contains it)
 
-The server is embedded, keeps its data in a temporary directory and is gone at
-the end. With --url the demo makes two streams of its own on your server, one
-run after the other, and deletes them.
+The brokers:
+
+  nats       a stream, and a durable consumer with MaxDeliver 5 and 500 messages
+             in flight. Unguarded: nats.go's Consume with its defaults, Nak on
+             error. Guarded: nats.Consume(ctx, g, consumer, handle)
+  kafka      a topic of one partition, and sarama's consumer group with its
+             defaults. Unguarded: five tries in place, since a partition cannot
+             repeat one message and go on with the next; an idempotent producer
+             writes to the DLQ. Guarded: kafka.Wrap(g, handle) as the group's
+             handler. What is in flight is sarama's buffer and, guarded, the
+             window of 1024
+
+On kafka the unguarded consumer goes on while the DLQ confirms up to
+100 messages; on nats it waits for each.
+
+The NATS server is embedded, keeps its data in a temporary directory and is gone
+at the end. Kafka is a real one. In a checkout of stormguard the
+demo asks scripts/brokers for one, which installs it if it must, starts it, and
+leaves it running; $STORMGUARD_KAFKA names another. So
+does --url, anywhere and for both. On a broker of yours the demo makes
+streams, topics, queues and groups of its own, one run after the other, and
+deletes them.
 
 The figures come from a ledger of the demo's own, by message id, and from what
-is found in the DLQ stream; never from the guard's counters:
+is found in the DLQ; never from the guard's counters:
 
-  published                    messages that the server confirmed
+  published                    messages that the broker confirmed
   handled                      of these, handled successfully
-  dead_letters                 messages in the DLQ stream at the end
+  dead_letters                 messages in the DLQ at the end
   calls_during_outage          handler calls begun while the dependency was down
   contain_seconds              from the start of the outage to the last call
                                before the first pause of 50 ms or more. So that
@@ -51,6 +69,10 @@ is found in the DLQ stream; never from the guard's counters:
   duplicates                   handled more than once, or dead-lettered as well
   out_of_order                 handled after a message that was published later
 
+A run starts when the broker knows the consumer, and ends when nothing is left
+to settle, or 45s after the last message. When the consumer has ended, a broker
+that still has a message which the ledger calls settled is an error.
+
 Progress goes to stderr: a moving picture on a terminal, else a line a second.
 The result goes to stdout: a table, or with --json one object
 {"unguarded":{...},"guarded":{...}}.`
@@ -64,23 +86,20 @@ func newDemo() *cobra.Command {
 		Long:  demoLong,
 		Example: `  stormguard demo
   stormguard demo --outage 1m --rate 1000
-  stormguard demo --json 2>/dev/null | jq .guarded
+  stormguard demo --broker kafka --json 2>/dev/null | jq .guarded
   stormguard demo --url nats://localhost:4222`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			err := rs.check()
-			if cfg.Creds != "" && cfg.URL == "" {
-				err = errors.Join(err, usageError{errors.New("--creds: needs --url, the embedded server asks for none")})
-			}
-			if err != nil {
-				return err
+			if err := errors.Join(rs.check(), cfg.Validate()); err != nil {
+				return usageError{err}
 			}
 			return demo.Run(cmd.Context(), cfg, cmd.OutOrStdout(), cmd.ErrOrStderr())
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&cfg.URL, "url", "", "NATS server with JetStream to use instead of the embedded one")
-	f.StringVar(&cfg.Creds, "creds", "", "NATS credentials file for --url")
+	choice(&rs, f, &cfg.Broker, "broker", demo.Kinds(), "what to run on")
+	f.StringVar(&cfg.URL, "url", "", "`address` of a broker of yours: "+demo.Addresses())
+	f.StringVar(&cfg.Creds, "creds", "", "NATS credentials `file` for --url")
 	rs.number(f, &cfg.Rate, "rate", 10, 20000, "messages published per second")
 	rs.duration(f, &cfg.Outage, "outage", time.Second, 5*time.Minute, "how long the dependency is down")
 	rs.duration(f, &cfg.WarmUp, "warmup", 500*time.Millisecond, time.Minute, "healthy time before the outage")

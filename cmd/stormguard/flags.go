@@ -6,21 +6,23 @@ package main
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/spf13/pflag"
 )
 
-// ranges collects flags whose values must lie between two bounds, so that all
-// that is wrong with a command line is said at once; pflag stops at the first.
+// ranges collects flags whose values have a range, so that all that is wrong
+// with a command line is said at once; pflag stops at the first.
 type ranges []*ranged
 
 // ranged is a [pflag.Value] that keeps what it cannot read for check.
 type ranged struct {
-	name, kind, raw, low, high string
-	set                        func(string) bool // false: unreadable or out of range
-	bad                        bool
+	name, kind, raw, must string
+	set                   func(string) bool // false: unreadable or out of range
+	bad                   bool
 }
 
 func (r *ranged) String() string { return r.raw }
@@ -36,18 +38,15 @@ func (rs *ranges) check() error {
 	var errs []error
 	for _, r := range *rs {
 		if r.bad {
-			errs = append(errs, fmt.Errorf("--%s %q: must be a %s from %s to %s", r.name, r.raw, r.kind, r.low, r.high))
+			errs = append(errs, fmt.Errorf("--%s %q: must be %s", r.name, r.raw, r.must))
 		}
 	}
-	if len(errs) == 0 {
-		return nil
-	}
-	return usageError{errors.Join(errs...)}
+	return errors.Join(errs...)
 }
 
 func (rs *ranges) duration(flags *pflag.FlagSet, p *time.Duration, name string, low, high time.Duration, usage string) {
-	rs.add(flags, usage, &ranged{
-		name: name, kind: "duration", raw: p.String(), low: low.String(), high: high.String(),
+	rs.add(flags, fmt.Sprintf("%s, %s to %s", usage, low, high), &ranged{
+		name: name, kind: "duration", raw: p.String(), must: fmt.Sprintf("a duration from %s to %s", low, high),
 		set: func(raw string) (ok bool) {
 			d, err := time.ParseDuration(raw)
 			if ok = err == nil && d >= low && d <= high; ok {
@@ -59,8 +58,8 @@ func (rs *ranges) duration(flags *pflag.FlagSet, p *time.Duration, name string, 
 }
 
 func (rs *ranges) number(flags *pflag.FlagSet, p *int, name string, low, high int, usage string) {
-	rs.add(flags, usage, &ranged{
-		name: name, kind: "number", raw: strconv.Itoa(*p), low: strconv.Itoa(low), high: strconv.Itoa(high),
+	rs.add(flags, fmt.Sprintf("%s, %d to %d", usage, low, high), &ranged{
+		name: name, kind: "number", raw: strconv.Itoa(*p), must: fmt.Sprintf("a number from %d to %d", low, high),
 		set: func(raw string) (ok bool) {
 			n, err := strconv.Atoi(raw)
 			if ok = err == nil && n >= low && n <= high; ok {
@@ -71,7 +70,25 @@ func (rs *ranges) number(flags *pflag.FlagSet, p *int, name string, low, high in
 	})
 }
 
+// choice is one of a few words.
+func choice[T ~string](rs *ranges, flags *pflag.FlagSet, p *T, name string, all []T, usage string) {
+	words := make([]string, len(all))
+	for i, w := range all {
+		words[i] = string(w)
+	}
+	list := strings.Join(words[:len(words)-1], ", ") + " or " + words[len(words)-1]
+	rs.add(flags, usage+": "+list, &ranged{
+		name: name, kind: "name", raw: string(*p), must: list,
+		set: func(raw string) (ok bool) {
+			if ok = slices.Contains(all, T(raw)); ok {
+				*p = T(raw)
+			}
+			return ok
+		},
+	})
+}
+
 func (rs *ranges) add(flags *pflag.FlagSet, usage string, r *ranged) {
 	*rs = append(*rs, r)
-	flags.Var(r, r.name, fmt.Sprintf("%s, %s to %s", usage, r.low, r.high))
+	flags.Var(r, r.name, usage)
 }

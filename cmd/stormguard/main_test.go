@@ -42,7 +42,27 @@ func TestCommandLine(t *testing.T) {
 --outage "soon": must be a duration from 1s to 5m0s
 --warmup "1h": must be a duration from 500ms to 1m0s
 --after "10ms": must be a duration from 500ms to 1m0s
---creds: needs --url, the embedded server asks for none
+--creds "x": needs --broker nats and --url, nothing else asks for a file
+See "stormguard demo --help".
+`,
+		},
+		{
+			"demo --broker mqtt --rate 1", exitUsage, `^$`,
+			`stormguard: --broker "mqtt": must be kafka or nats
+--rate "1": must be a number from 10 to 20000
+See "stormguard demo --help".
+`,
+		},
+		{
+			"demo --broker kafka --url nats://me:secret@host:4222 --creds x", exitUsage, `^$`,
+			`stormguard: --url "nats://...@host:4222": must be host:port,host:port,... for --broker kafka
+--creds "x": needs --broker nats and --url, nothing else asks for a file
+See "stormguard demo --help".
+`,
+		},
+		{
+			"demo --url amqp://localhost", exitUsage, `^$`,
+			`stormguard: --url "amqp://localhost": must be nats://host:port (or tls, ws, wss) for --broker nats
 See "stormguard demo --help".
 `,
 		},

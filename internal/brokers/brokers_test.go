@@ -10,7 +10,9 @@ import (
 	"net"
 	"net/url"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -54,10 +56,14 @@ func mustInfo(t *testing.T, b *Broker) map[string]string {
 	return info
 }
 
+// Tests with a broker mostly wait for it, so they are parallel.
+
 // A crash and a restart keep ports and data; a stop leaves nothing.
 func TestLife(t *testing.T) {
+	t.Parallel()
 	for _, k := range []Kind{Kafka, RabbitMQ, RabbitMQ4, NATS} {
 		t.Run(string(k), func(t *testing.T) {
+			t.Parallel()
 			b := StartForTest(t, k, Options{})
 			host := hosts(t, k, b.Addr())[0]
 			if err := dial(t.Context(), host); err != nil {
@@ -132,6 +138,7 @@ func TestNodes(t *testing.T) {
 	if os.Getenv("STORMGUARD_FULL") != "1" {
 		t.Skip("three Kafka nodes: STORMGUARD_FULL=1, or scripts/test --full")
 	}
+	t.Parallel()
 	b := StartForTest(t, Kafka, Options{Nodes: 3})
 	nodes := hosts(t, Kafka, b.Addr())
 	if len(nodes) != 3 {
@@ -155,36 +162,95 @@ func TestNodes(t *testing.T) {
 	}
 }
 
-// Several callers at once, as test binaries are, get one and the same broker.
+// Several callers at once, as test binaries are, get one and the same broker,
+// whether it is new or was killed.
 func TestStartAtOnce(t *testing.T) {
-	first := StartForTest(t, NATS, Options{})
-	if err := first.Kill(t.Context(), 0); err != nil {
-		t.Fatal(err)
-	}
+	t.Parallel()
 	const callers = 4
 	type result struct {
-		addr string
-		err  error
+		b   *Broker
+		err error
 	}
-	results := make(chan result, callers)
-	for range callers {
-		go func() {
-			b, err := Start(t.Context(), NATS, Options{Name: first.Name()})
-			if err != nil {
-				results <- result{err: err}
-				return
+	name := fmt.Sprintf("at-once-%d", os.Getpid())
+	var first *Broker
+	for round := range 2 {
+		results := make(chan result, callers)
+		for range callers {
+			go func() {
+				b, err := Start(t.Context(), NATS, Options{Name: name})
+				results <- result{b, err}
+			}()
+		}
+		for range callers {
+			r := <-results
+			if r.err != nil {
+				t.Fatal(r.err)
 			}
-			results <- result{addr: b.Addr()}
-		}()
-	}
-	for range callers {
-		if r := <-results; r.err != nil || r.addr != first.Addr() {
-			t.Errorf("got %q, %v; want %s", r.addr, r.err, first.Addr())
+			if first == nil {
+				first = r.b
+				t.Cleanup(func() { _ = first.Stop(context.WithoutCancel(t.Context())) })
+			}
+			if r.b.Addr() != first.Addr() {
+				t.Errorf("round %d: one caller got %s, another %s", round, first.Addr(), r.b.Addr())
+			}
+		}
+		if err := dial(t.Context(), hosts(t, NATS, first.Addr())[0]); err != nil {
+			t.Errorf("round %d: %v", round, err)
+		}
+		if err := first.Kill(t.Context(), 0); err != nil {
+			t.Fatal(err)
 		}
 	}
 }
 
+// An instance ends with the last of those who hold it, also when they were
+// killed, and not before.
+func TestHolders(t *testing.T) {
+	t.Parallel()
+	var pids []string
+	var holders []*exec.Cmd
+	for range 2 {
+		cmd := exec.CommandContext(t.Context(), "sleep", "600")
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
+		holders, pids = append(holders, cmd), append(pids, strconv.Itoa(cmd.Process.Pid))
+	}
+	run := func(args ...string) string {
+		t.Helper()
+		out, err := script(t.Context(), args...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return out
+	}
+	name := fmt.Sprintf("holders-%d", os.Getpid())
+	b := &Broker{kind: NATS, name: name}
+	t.Cleanup(func() { _ = b.Stop(context.WithoutCancel(t.Context())) })
+	for _, pid := range pids {
+		b.addr = run("start", "nats", "--name", name, "--temp", "--while", pid)
+	}
+	host := hosts(t, NATS, b.Addr())[0]
+
+	run("stop", "nats", "--name", name, "--while", pids[0])
+	run("sweep")
+	if err := dial(t.Context(), host); err != nil {
+		t.Errorf("it is gone while one process holds it: %v", err)
+	}
+	_ = holders[1].Process.Kill()
+	_ = holders[1].Wait()
+	run("sweep")
+	if err := dial(t.Context(), host); !errors.Is(err, syscall.ECONNREFUSED) {
+		t.Errorf("nobody holds it: dial says %v, want connection refused", err)
+	}
+	if _, err := b.Info(t.Context()); err == nil {
+		t.Error("a temporary instance is still there after the sweep")
+	}
+}
+
 func TestSettings(t *testing.T) {
+	t.Parallel()
 	b := StartForTest(t, NATS, Options{Set: map[string]string{"max_payload": "4096"}})
 	// A NATS server names its settings to whoever connects.
 	c, err := new(net.Dialer).DialContext(t.Context(), "tcp", hosts(t, NATS, b.Addr())[0])
@@ -210,14 +276,34 @@ func TestSettings(t *testing.T) {
 
 // A start that its caller gives up leaves nothing behind.
 func TestStartGivenUp(t *testing.T) {
+	t.Parallel()
 	ctx, cancel := context.WithTimeout(t.Context(), 1500*time.Millisecond)
 	defer cancel()
 	name := fmt.Sprintf("given-up-%d", os.Getpid())
 	if _, err := Start(ctx, Kafka, Options{Name: name}); !errors.Is(err, context.DeadlineExceeded) {
 		t.Fatalf("got %v, want the context's error", err)
 	}
-	if _, err := (&Broker{kind: Kafka, name: name}).Info(t.Context()); err == nil {
-		t.Error("the instance is still there")
+	state := os.Getenv("STORMGUARD_BROKERS")
+	if state == "" {
+		cache, err := os.UserCacheDir()
+		if err != nil {
+			t.Fatal(err)
+		}
+		state = filepath.Join(cache, "stormguard", "brokers")
+	}
+	dir := filepath.Join(state, "instances", string(Kafka), name)
+	if _, err := os.Stat(dir); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("%s is still there (stat: %v)", dir, err)
+	}
+	commands, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range commands {
+		// Of a process that has ended by now there is nothing to read.
+		if command, err := os.ReadFile(path); err == nil && strings.Contains(string(command), dir+"/") {
+			t.Errorf("still running: %s", strings.ReplaceAll(string(command), "\x00", " "))
+		}
 	}
 }
 

@@ -67,7 +67,7 @@ func TestOurs(t *testing.T) {
 		{"the guard imports an adapter", []Package{imports("guard", in("adapters/nats"))}, []string{"guard adapters/nats"}},
 		{"the guard imports the fleet", []Package{imports("guard", in("fleet"))}, []string{"guard fleet"}},
 		{"an adapter imports an adapter", []Package{imports("adapters/amqp", in("adapters/kafka"))}, []string{"adapters/amqp adapters/kafka"}},
-		{"the HTTP intake imports dlq", []Package{imports("adapters/nethttp", in("dlq"))}, []string{"adapters/nethttp dlq"}},
+		{"the HTTP intake imports the breaker", []Package{imports("adapters/nethttp", in("breaker"))}, []string{"adapters/nethttp breaker"}},
 		{"an archive imports an archive", []Package{imports("dlq/archive/sqlite", in("dlq/archive/postgres"))}, []string{"dlq/archive/sqlite dlq/archive/postgres"}},
 		{"the console imports the breaker", []Package{imports("console", in("breaker"))}, []string{"console breaker"}},
 		{"something imports an example", []Package{imports("cmd/stormguard", in("examples/orders"))}, []string{"cmd/stormguard examples/orders"}},

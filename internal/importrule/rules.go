@@ -100,8 +100,8 @@ var Ours = Rules{
 			Why:     "an adapter touches one broker and decides nothing; adapters never import each other",
 		},
 		{
-			Path: "adapters/nethttp", May: []string{"guard"}, MayTest: []string{"guard/guardtest"},
-			Why: "an HTTP intake answers its caller and has no dead-letter queue of its own; adapters never import each other",
+			Path: "adapters/nethttp", May: []string{"guard", "dlq"}, MayTest: []string{"guard/guardtest", "breaker"},
+			Why: "an HTTP intake decides nothing, and has no dead-letter queue of its own but the type of its letters; adapters never import each other",
 		},
 
 		{
@@ -233,6 +233,7 @@ var Ours = Rules{
 		{Imports: "github.com/spf13/cobra", Rooms: []string{"cmd/stormguard"}, Why: "the CLI's commands and flags"},
 		{Imports: "github.com/spf13/pflag", Rooms: []string{"cmd/stormguard"}, Why: "the flag types that cobra takes"},
 
+		{Imports: "github.com/twmb/franz-go", Tests: true, Why: "kfake, a broker with faults on command, beside the real one in tests"},
 		{Imports: "pgregory.net/rapid", Tests: true, Rooms: []string{"guard/guardtest"}, Why: "property tests"},
 		{Imports: "github.com/anishathalye/porcupine", Tests: true, Rooms: []string{"guard/guardtest"}, Why: "linearizability checks in tests"},
 		{Imports: "go.uber.org/goleak", Tests: true, Rooms: []string{"guard/guardtest"}, Why: "leak checks in each TestMain"},

@@ -81,12 +81,17 @@ extra_settings() {
 }
 
 start_instance() {
+  if [[ ! -f $dir/ready ]]; then
+    install
+  fi
   settle_settings
   hold
+  # Whatever ends the script before all nodes serve ends what it started.
+  launched=()
+  trap 'undo_start' EXIT
+  trap 'exit 130' INT
+  trap 'exit 143' TERM
   if [[ ! -f $dir/ready ]]; then
-    install_lock
-    "${kind}_install"
-    install_unlock
     rm -rf --one-file-system "$dir"/[1-9]
     # shellcheck disable=SC2046 # words are wanted
     [[ -f $dir/ports ]] || { load_instance; allot_ports "$dir/ports" $("${kind}_ports"); }
@@ -97,23 +102,15 @@ start_instance() {
   load_instance
 
   local i
-  launched=()
   for ((i = 1; i <= nodes; i++)); do
     if ! alive "$dir/$i.pid"; then
-      if ((${#launched[@]} == 0)); then
-        install_lock
-        "${kind}_install"
-        install_unlock
-        # Whatever stops the script before all nodes serve stops them too.
-        trap 'undo_start' EXIT
-        trap 'exit 130' INT
-        trap 'exit 143' TERM
-      fi
+      ((${#launched[@]})) || install
       launched+=("$i")
       "${kind}_launch" "$i"
     fi
   done
-  for i in ${launched[@]+"${launched[@]}"}; do
+  # All of them: a start that was killed may have left one on its way.
+  for ((i = 1; i <= nodes; i++)); do
     wait_ready "$i"
   done
   trap - EXIT INT TERM
@@ -121,12 +118,23 @@ start_instance() {
   "${kind}_address"
 }
 
+install() {
+  exec 8>"$state/locks/install"
+  flock -w 900 8 || die "another install holds $state/locks/install for 15 minutes"
+  "${kind}_install"
+  exec 8>&-
+}
+
 undo_start() {
-  local i
-  for i in "${launched[@]}"; do
+  local i pid
+  for i in ${launched[@]+"${launched[@]}"}; do
     signal KILL "$dir/$i.pid"
     gone 10 "$dir/$i.pid" || true
   done
+  for pid in $(jobs -p); do
+    kill -KILL "$pid" 2>/dev/null || true
+  done
+  wait
 }
 
 wait_ready() {

@@ -34,11 +34,12 @@ kafka_ports() {
   done
 }
 
-kafka_java() {
-  local home
-  home=$(kafka_home)
-  env -i PATH="$PATH" HOME="$dir" LC_ALL=C java -cp "$home/*" \
-    -Dlog4j2.configurationFile="$parts/kafka/log4j2.properties" "$@"
+# kafka_format I ID becomes the program that makes node I's data directory, for
+# a cluster of that ID.
+kafka_format() {
+  exec env -i PATH="$PATH" HOME="$dir" LC_ALL=C java -Xmx128m -cp "$(kafka_home)/*" \
+    -Dlog4j2.configurationFile="$parts/kafka/log4j2.properties" \
+    kafka.tools.StorageTool format -t "$2" -c "$dir/$1/server.properties" >"$dir/$1/format.log" 2>&1
 }
 
 kafka_prepare() {
@@ -100,7 +101,7 @@ END
   done
   local pids=() pid
   for ((i = 1; i <= nodes; i++)); do
-    kafka_java -Xmx128m kafka.tools.StorageTool format -t "$id" -c "$dir/$i/server.properties" >"$dir/$i/format.log" 2>&1 &
+    kafka_format "$i" "$id" 7>&- 8>&- 9>&- &
     pids+=($!)
   done
   for pid in "${pids[@]}"; do

@@ -23,15 +23,6 @@ leave_out() {
   exit 77
 }
 
-install_lock() {
-  exec 8>"$state/locks/install"
-  flock -w 900 8 || die "another install holds $state/locks/install for 15 minutes"
-}
-
-install_unlock() {
-  exec 8>&-
-}
-
 # apt_install PACKAGE... as root on a Debian system, else says what is missing.
 # Nothing that it installs is started as a service.
 apt_install() {

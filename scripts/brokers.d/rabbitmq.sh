@@ -29,6 +29,9 @@ rabbitmq_prepare() {
   chmod 400 "$dir/1/home/.erlang.cookie"
   echo '[rabbitmq_management].' >"$dir/1/enabled_plugins"
   : >"$dir/1/environment.conf"
+  # How often a channel compares its oldest message with consumer_timeout, in
+  # ms: a minute by default, so that a test would wait for one.
+  echo '[{rabbit, [{channel_tick_interval, 500}]}].' >"$dir/1/advanced.config"
   {
     cat <<END
 listeners.tcp.1 = 127.0.0.1:${port[node1]}

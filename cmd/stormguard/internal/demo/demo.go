@@ -2,11 +2,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package demo runs one outage twice, against an unguarded and a guarded
-// JetStream consumer, shows it, and measures both.
+// consumer, shows it, and measures both.
 //
 // [Ledger] is the oracle: it knows each message by id, and takes nothing from
-// the guard. The sides are in unguarded.go and guarded.go, all that they share
-// in run.go.
+// the guard. A broker is a file for what a run has there, and one for its two
+// ways to consume (nats.go and nats_consume.go); platform.go says what it has to
+// do. The rest knows no broker.
 package demo
 
 import (
@@ -19,7 +20,9 @@ import (
 
 // Config is what the command line sets.
 type Config struct {
-	URL, Creds string // empty URL: the embedded server
+	Broker Kind
+	URL    string // empty: an embedded server, or one that is found or started
+	Creds  string // NATS credentials file
 
 	Rate                  int           // messages per second
 	WarmUp, Outage, After time.Duration // publishing goes on through all three
@@ -32,7 +35,7 @@ type Config struct {
 
 // Defaults is the demo of the README.
 func Defaults() Config {
-	return Config{Rate: 2500, WarmUp: 3 * time.Second, Outage: 20 * time.Second, After: 5 * time.Second, Seed: 1}
+	return Config{Broker: NATS, Rate: 2500, WarmUp: 3 * time.Second, Outage: 20 * time.Second, After: 5 * time.Second, Seed: 1}
 }
 
 // messages is how many are published in a run.
@@ -48,7 +51,15 @@ type Result struct {
 
 // Run runs both sides. The result goes to stdout, progress to stderr.
 func Run(ctx context.Context, cfg Config, stdout, stderr io.Writer) error {
-	out, err := play(ctx, cfg, newView(stderr, cfg))
+	if err := cfg.Validate(); err != nil {
+		return err
+	}
+	b, err := open(ctx, cfg, stderr)
+	if err != nil {
+		return err
+	}
+	defer b.close()
+	out, err := play(ctx, cfg, b, newView(stderr, cfg))
 	if err != nil {
 		return err
 	}
@@ -68,17 +79,13 @@ func (o outcome) result() Result {
 	return Result{Unguarded: o.unguarded.figures, Guarded: o.guarded.figures}
 }
 
-// play runs both sides one after the other on one server.
-func play(ctx context.Context, cfg Config, v view) (o outcome, err error) {
-	b, err := openBroker(ctx, cfg)
-	if err != nil {
-		return o, err
-	}
-	defer b.close()
-	if o.unguarded, err = stage(ctx, cfg, b, unguarded{}, v); err != nil {
+// play runs both sides one after the other on one broker.
+func play(ctx context.Context, cfg Config, b broker, v view) (o outcome, err error) {
+	on := cfg.platform()
+	if o.unguarded, err = stage(ctx, cfg, b, unguarded{on}, v); err != nil {
 		return o, fmt.Errorf("unguarded run: %w", err)
 	}
-	if o.guarded, err = stage(ctx, cfg, b, newGuarded(cfg.Literal), v); err != nil {
+	if o.guarded, err = stage(ctx, cfg, b, newGuarded(on, cfg.Literal), v); err != nil {
 		return o, fmt.Errorf("guarded run: %w", err)
 	}
 	return o, nil

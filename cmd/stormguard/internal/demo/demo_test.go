@@ -50,26 +50,39 @@ func TestDependencyIsRefusedWhileDownAndComesBack(t *testing.T) {
 // The promises, end to end, on a small outage. That the unguarded side suffers
 // is what the demo is about, so it is checked too.
 func TestDemo(t *testing.T) {
-	if testing.Short() {
-		t.Skip("takes 20s; run without -short")
-	}
-	dir := t.TempDir()
-	t.Setenv("TMPDIR", dir)
-	cfg := Config{Rate: 1000, WarmUp: time.Second, Outage: 3 * time.Second, After: time.Second, Seed: 7, JSON: true}
-	var stdout, stderr bytes.Buffer
-	if err := Run(t.Context(), cfg, &stdout, &stderr); err != nil {
-		t.Fatalf("%v\n%s", err, stderr.String())
-	}
-	t.Logf("%s%s", stderr.String(), stdout.String())
-	var r Result
-	d := json.NewDecoder(&stdout)
-	d.DisallowUnknownFields()
-	if err := d.Decode(&r); err != nil {
-		t.Fatal(err)
-	}
-	if rest, _ := os.ReadDir(dir); d.More() || len(rest) > 0 {
-		t.Errorf("more than one object on stdout, or left behind: %v", rest)
-	}
+	on(t, func(t *testing.T, at Config) {
+		dir := t.TempDir()
+		t.Setenv("TMPDIR", dir)
+		cfg := Config{
+			Broker: at.Broker, URL: at.URL,
+			Rate: 500, WarmUp: time.Second, Outage: 2 * time.Second, After: 500 * time.Millisecond, Seed: 7, JSON: true,
+		}
+		var stdout, stderr bytes.Buffer
+		if err := Run(t.Context(), cfg, &stdout, &stderr); err != nil {
+			t.Fatalf("%v\n%s", err, stderr.String())
+		}
+		t.Logf("%s%s", stderr.String(), stdout.String())
+		var r Result
+		d := json.NewDecoder(&stdout)
+		d.DisallowUnknownFields()
+		if err := d.Decode(&r); err != nil {
+			t.Fatal(err)
+		}
+		if rest, _ := os.ReadDir(dir); d.More() || len(rest) > 0 {
+			t.Errorf("more than one object on stdout, or left behind: %v", rest)
+		}
+		judge(t, cfg, r)
+		on := cfg.platform()
+		for _, want := range []string{"unguarded: " + on.unguarded, "guarded: " + on.guarded, "outage", "recovery", "breaker open"} {
+			if !strings.Contains(stderr.String(), want) {
+				t.Errorf("stderr has no %q", want)
+			}
+		}
+	})
+}
+
+func judge(t *testing.T, cfg Config, r Result) {
+	t.Helper()
 	u, g := r.Unguarded, r.Guarded
 	if u.Published != cfg.messages() || g.Published != cfg.messages() {
 		t.Errorf("published %d and %d, want %d", u.Published, g.Published, cfg.messages())
@@ -80,16 +93,13 @@ func TestDemo(t *testing.T) {
 	if g.Handled+g.DeadLetters != g.Published {
 		t.Errorf("guarded: %d handled and %d dead-lettered of %d", g.Handled, g.DeadLetters, g.Published)
 	}
-	if u.DeadLetters < 100 || u.Lost != 0 || u.CallsDuringOutage < 5*u.DeadLetters/2 {
+	// Five failed calls are a dead letter, however few a busy machine does, but
+	// for what is still in flight when the dependency is back.
+	if u.DeadLetters < u.CallsDuringOutage/maxDeliver-inFlight || u.Lost != 0 || u.CallsDuringOutage < maxDeliver*u.DeadLetters/2 {
 		t.Errorf("unguarded: %+v", u)
 	}
-	if 20*g.CallsDuringOutage > u.CallsDuringOutage {
+	if 10*g.CallsDuringOutage > u.CallsDuringOutage {
 		t.Errorf("calls during the outage: guarded %d, unguarded %d", g.CallsDuringOutage, u.CallsDuringOutage)
-	}
-	for _, want := range []string{"unguarded: Nak on error", "guarded: nats.Consume", "outage", "recovery", "breaker open"} {
-		if !strings.Contains(stderr.String(), want) {
-			t.Errorf("stderr has no %q", want)
-		}
 	}
 }
 
@@ -105,14 +115,5 @@ func TestDemoIsInterrupted(t *testing.T) {
 	}
 	if rest, _ := os.ReadDir(dir); len(rest) > 0 {
 		t.Errorf("left behind: %v", rest)
-	}
-}
-
-func TestDemoSaysWhyItCannotConnect(t *testing.T) {
-	cfg := Defaults()
-	cfg.URL = "nats://127.0.0.1:1"
-	err := Run(t.Context(), cfg, new(bytes.Buffer), new(bytes.Buffer))
-	if err == nil || !strings.Contains(err.Error(), cfg.URL) {
-		t.Error(err)
 	}
 }

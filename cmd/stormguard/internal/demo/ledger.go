@@ -17,9 +17,11 @@ type Ledger struct {
 	mu        sync.Mutex
 	sent      []time.Duration // by id
 	confirmed []bool          // by id
+	done      []bool          // by id: handled at least once
 	published int
 	calls     []call
 	handled   int // calls that succeeded
+	finished  int // published messages that are done
 	down, up  time.Duration
 }
 
@@ -30,7 +32,7 @@ type call struct {
 	ok         bool
 }
 
-// dead is one message in the DLQ stream.
+// dead is one message in the DLQ.
 type dead struct {
 	id int
 	at time.Duration
@@ -42,16 +44,20 @@ func (l *Ledger) Send(at time.Duration) (id int) {
 	defer l.mu.Unlock()
 	l.sent = append(l.sent, at)
 	l.confirmed = append(l.confirmed, false)
+	l.done = append(l.done, false)
 	return len(l.sent) - 1
 }
 
-// Confirm notes that the server has the message.
+// Confirm notes that the broker has the message.
 func (l *Ledger) Confirm(id int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if !l.confirmed[id] {
 		l.confirmed[id] = true
 		l.published++
+		if l.done[id] {
+			l.finished++
+		}
 	}
 }
 
@@ -60,9 +66,22 @@ func (l *Ledger) Call(id int, begin, end time.Duration, ok bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.calls = append(l.calls, call{id, begin, end, ok})
-	if ok {
-		l.handled++
+	if !ok {
+		return
 	}
+	l.handled++
+	if id >= 0 && id < len(l.done) && !l.done[id] {
+		if l.done[id] = true; l.confirmed[id] {
+			l.finished++
+		}
+	}
+}
+
+// unhandled is how many of the published messages were never handled.
+func (l *Ledger) unhandled() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.published - l.finished
 }
 
 // Down notes the start of the outage.
@@ -104,7 +123,7 @@ type Figures struct {
 // pause is how long no call begins when the handler is left alone.
 const pause = 50 * time.Millisecond
 
-// Figures closes the books at end. buried is what was found in the DLQ stream,
+// Figures closes the books at end. buried is what was found in the DLQ,
 // caughtUp the number of unsettled messages at which a backlog is gone.
 func (l *Ledger) Figures(buried []dead, caughtUp int, end time.Duration) Figures {
 	l.mu.Lock()

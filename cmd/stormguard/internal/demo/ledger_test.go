@@ -12,8 +12,10 @@ import (
 
 func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m,
-		// nats-server keeps one goroutine for the process; it has no way to end it.
-		goleak.IgnoreAnyFunction("github.com/nats-io/nats-server/v2/server/ats.init.0.func1"))
+		// nats-server and sarama's metrics keep one goroutine each for the
+		// process, and have no way to end it.
+		goleak.IgnoreAnyFunction("github.com/nats-io/nats-server/v2/server/ats.init.0.func1"),
+		goleak.IgnoreAnyFunction("github.com/rcrowley/go-metrics.(*meterArbiter).tick"))
 }
 
 const ms = time.Millisecond
@@ -238,4 +240,31 @@ func TestCurves(t *testing.T) {
 			}
 		}
 	}
+}
+
+func TestUnhandled(t *testing.T) {
+	l := books(3)
+	want := func(what string, n int) {
+		t.Helper()
+		if got := l.unhandled(); got != n {
+			t.Errorf("%s: %d unhandled, want %d", what, got, n)
+		}
+	}
+	want("at first", 3)
+	l.Call(1, ms, 2*ms, false)
+	want("after a failure", 3)
+	l.Call(1, ms, 2*ms, true)
+	l.Call(1, ms, 2*ms, true)
+	want("after a success and its duplicate", 2)
+	id := l.Send(3 * ms)
+	want("with one that is not confirmed", 2)
+	l.Call(id, 3*ms, 4*ms, true)
+	want("when that is handled", 2)
+	l.Confirm(id)
+	want("when it is confirmed", 2)
+	l.Confirm(l.Send(5 * ms))
+	want("with one that is published", 3)
+	l.Call(-1, ms, 2*ms, true)
+	l.Call(99, ms, 2*ms, true)
+	want("after messages of somebody else", 3)
 }

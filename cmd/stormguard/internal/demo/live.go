@@ -84,7 +84,7 @@ func picture(cfg Config, s side, run int, history []sample, width int) []line {
 		status(cfg, x),
 		{},
 	}
-	rows = append(rows, flow(x, speed(published), speed(handled), speed(failed), speed(dead))...)
+	rows = append(rows, flow(x, cfg.platform().store, speed(published), speed(handled), speed(failed), speed(dead))...)
 	rows = append(rows, line{})
 	for _, c := range []struct {
 		label string
@@ -99,7 +99,7 @@ func picture(cfg Config, s side, run int, history []sample, width int) []line {
 	}
 	rows = append(rows, line{})
 	rows = append(rows, gauges(x, history, width)...)
-	return append(rows, line{}, line{{cyan, " " + story(x)}})
+	return append(rows, line{}, line{{cyan, " " + story(x, cfg.platform().store)}})
 }
 
 // bars are the steps of the run so far, the latest last, and the highest.
@@ -164,7 +164,7 @@ func status(cfg Config, x sample) line {
 }
 
 // flow is the way of the messages, with something on it where they move.
-func flow(x sample, published, handled, failed, dead float64) []line {
+func flow(x sample, store string, published, handled, failed, dead float64) []line {
 	tick := int(x.at / frame)
 	const n = 5
 	arrow := func(perSecond float64, c color) line {
@@ -178,7 +178,7 @@ func flow(x sample, published, handled, failed, dead float64) []line {
 		return line{{c, " " + string(belt) + "▶ "}}
 	}
 	l := append(line{{plain, " publisher"}}, arrow(published, cyan)...)
-	l = append(l, span{bold, "stream"})
+	l = append(l, span{bold, store})
 	if x.guarded {
 		l = append(l, arrow(handled+failed, cyan)...)
 		gate := span{green, "│ guard │"}
@@ -242,7 +242,7 @@ func gauges(x sample, history []sample, width int) []line {
 }
 
 // story says what is to be seen.
-func story(x sample) string {
+func story(x sample, store string) string {
 	switch {
 	case x.phase == warmUp:
 		return "All is well: every message is handled as it comes."
@@ -251,7 +251,7 @@ func story(x sample) string {
 	case !x.guarded:
 		return "The dependency is back, but the good messages in the DLQ stay there."
 	case x.breaker != "closed" && x.phase == down:
-		return "Messages wait in the stream; now and then a probe asks for the dependency."
+		return "Messages wait in the " + store + "; now and then a probe asks for the dependency."
 	case x.breaker != "closed":
 		return "The dependency is back; the next probe will see it."
 	case x.phase == down:

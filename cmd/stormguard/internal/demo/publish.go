@@ -9,8 +9,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"time"
-
-	"github.com/nats-io/nats.go/jetstream"
 )
 
 // order is a message's body.
@@ -27,28 +25,23 @@ func parseOrder(body []byte) (o order, err error) {
 	return o, err
 }
 
-// publish publishes n orders at rate, whatever becomes of them. It returns when
-// the server has confirmed each, or it is known that it will not.
-func publish(ctx context.Context, js jetstream.JetStream, subject string, cfg Config, clock func() time.Duration, ledger *Ledger) error {
+// publish publishes all orders at their rate, whatever becomes of them. It
+// returns when the broker has confirmed each, or it is known that it will not.
+func publish(ctx context.Context, p plumbing, cfg Config, clock func() time.Duration, ledger *Ledger) error {
 	n := cfg.messages()
 	type sent struct {
-		id     int
-		future jetstream.PubAckFuture
+		id   int
+		wait func(context.Context) error
 	}
-	futures := make(chan sent, n)
+	all := make(chan sent, n)
 	result := make(chan error, 1)
-	go func() { // ends with futures
+	go func() { // ends with all
 		var first error
-		for s := range futures {
-			select {
-			case <-s.future.Ok():
+		for s := range all {
+			if err := s.wait(ctx); err == nil {
 				ledger.Confirm(s.id)
-			case err := <-s.future.Err():
-				if first == nil {
-					first = fmt.Errorf("demo: message %d was not confirmed: %w", s.id, err)
-				}
-			case <-ctx.Done():
-				first = ctx.Err()
+			} else if first == nil {
+				first = fmt.Errorf("demo: message %d was not confirmed: %w", s.id, err)
 			}
 		}
 		result <- first
@@ -71,16 +64,16 @@ func publish(ctx context.Context, js jetstream.JetStream, subject string, cfg Co
 				if err != nil {
 					return err
 				}
-				future, err := js.PublishAsync(subject, body)
+				wait, err := p.send(ctx, body)
 				if err != nil {
 					return fmt.Errorf("demo: publish: %w", err)
 				}
-				futures <- sent{o.ID, future}
+				all <- sent{o.ID, wait}
 			}
 		}
 		return nil
 	}()
-	close(futures)
+	close(all)
 	if failed := <-result; err == nil {
 		err = failed
 	}

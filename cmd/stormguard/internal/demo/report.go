@@ -17,7 +17,7 @@ func report(cfg Config, o outcome, s style) string {
 	var rows []line
 	add := func(l ...span) { rows = append(rows, l) }
 	add(span{bold, fmt.Sprintf(" The same outage of %s, twice", cfg.Outage)},
-		span{dim, fmt.Sprintf("   %s messages/s, seed %d", count(cfg.Rate), cfg.Seed)})
+		span{dim, fmt.Sprintf("   %s, %s messages/s, seed %d", cfg.platform().title, count(cfg.Rate), cfg.Seed)})
 	add()
 	rows = append(rows, append(append(line{}.pad(label), line{{bold, "unguarded"}}.pad(column+2)...), span{bold, "guarded"}))
 
@@ -110,7 +110,7 @@ func sentence(cfg Config, u, g Figures) string {
 	fmt.Fprintf(&b, "The dependency was down for %s. Unguarded, it was called %s in that time and %s went to the DLQ; guarded, it was called %s and %s went there",
 		cfg.Outage, times(u.CallsDuringOutage), messages(u.DeadLetters, "good message"), times(g.CallsDuringOutage), messages(g.DeadLetters, "message"))
 	if g.Lost+g.Duplicates+g.OutOfOrder == 0 {
-		fmt.Fprintf(&b, ": all others waited in the stream and were handled once, in order, and %.1f s after the recovery the backlog was gone.", g.Drain)
+		fmt.Fprintf(&b, ": all others waited in the %s and were handled once, in order, and %.1f s after the recovery the backlog was gone.", cfg.platform().store, g.Drain)
 	} else {
 		fmt.Fprintf(&b, ". But guarded, %s lost, %s handled more than once and %s out of order: that should not be, please report it.",
 			were(g.Lost), were(g.Duplicates), were(g.OutOfOrder))

@@ -37,7 +37,7 @@ func sampleOutcome() outcome {
 
 func TestReport(t *testing.T) {
 	got := report(Defaults(), sampleOutcome(), style{width: 79})
-	const want = ` The same outage of 20s, twice   2,500 messages/s, seed 1
+	const want = ` The same outage of 20s, twice   NATS JetStream, 2,500 messages/s, seed 1
 
                                   unguarded              guarded
  successes over time              ···············        ▁▂▂▃▄▅▆▆▇█▅▁▂▃▄▄▅▆▇██

@@ -10,33 +10,7 @@ import (
 	"fmt"
 	"strings"
 	"time"
-
-	"github.com/nats-io/nats.go/jetstream"
 )
-
-// handler is the work that both sides do for a message.
-type handler func(context.Context, jetstream.Msg) error
-
-// side is a way to consume.
-type side interface {
-	name() string
-	how() string // in a line, for people
-	// consume calls handle for one message after the other until ctx ends.
-	consume(ctx context.Context, p *plumbing, handle handler) error
-	// look says what the side does at this instant; it may be called at any
-	// time during consume.
-	look() look
-}
-
-// look is what the live view shows of a side, apart from the ledger's counts.
-type look struct {
-	guarded      bool
-	breaker      string        // closed, open or half-open
-	probe        time.Duration // until the next probe
-	storm        bool
-	draining     bool
-	hold, window int
-}
 
 // trial is what a run leaves.
 type trial struct {
@@ -53,6 +27,8 @@ const (
 	// patience is how long after the last publish a run may take to settle
 	// everything before it is measured as it is.
 	patience = 45 * time.Second
+	// joinTimeout bounds how long a consumer may take to reach the broker.
+	joinTimeout = 30 * time.Second
 	// frame is how often the view gets a sample.
 	frame = 100 * time.Millisecond
 )
@@ -61,12 +37,14 @@ const (
 // is settled.
 //
 // Goroutines: publisher, outage, consumer and view, all ended before it returns.
-func stage(parent context.Context, cfg Config, b *broker, s side, v view) (t trial, err error) {
+func stage(parent context.Context, cfg Config, b broker, s side, v view) (t trial, err error) {
 	p, err := b.lay(parent, strings.ToUpper(rand.Text()[:8]))
-	if err != nil {
-		return t, err
+	if p != nil {
+		defer p.remove(parent)
 	}
-	defer p.remove(parent)
+	if err != nil {
+		return t, fmt.Errorf("demo: %w", err)
+	}
 	dep, err := newDependency(parent)
 	if err != nil {
 		return t, err
@@ -78,10 +56,10 @@ func stage(parent context.Context, cfg Config, b *broker, s side, v view) (t tri
 	ctx, cancel := context.WithCancelCause(parent)
 	defer cancel(nil)
 	ledger := &Ledger{}
-	start := time.Now()
+	var start time.Time // set before the first message is published
 	clock := func() time.Duration { return time.Since(start) }
-	handle := func(ctx context.Context, m jetstream.Msg) error {
-		o, err := parseOrder(m.Data())
+	handle := func(ctx context.Context, body []byte) error {
+		o, err := parseOrder(body)
 		if err != nil {
 			return err
 		}
@@ -107,6 +85,10 @@ func stage(parent context.Context, cfg Config, b *broker, s side, v view) (t tri
 			fail(errors.New("consume: it ended by itself"))
 		}
 	}()
+	if err := join(ctx, p); err != nil {
+		return t, err
+	}
+	start = time.Now()
 	broken := make(chan struct{})
 	defer func() { cancel(nil); <-broken }()
 	go func() {
@@ -117,7 +99,7 @@ func stage(parent context.Context, cfg Config, b *broker, s side, v view) (t tri
 	defer func() { cancel(nil); <-published }()
 	go func() {
 		defer close(published)
-		fail(publish(ctx, p.publishJS, p.subject, cfg, clock, ledger))
+		fail(publish(ctx, p, cfg, clock, ledger))
 	}()
 	watched := make(chan struct{})
 	watching, unwatch := context.WithCancel(ctx)
@@ -127,7 +109,8 @@ func stage(parent context.Context, cfg Config, b *broker, s side, v view) (t tri
 		watch(watching, cfg, s, p, clock, ledger, v)
 	}()
 
-	if err := settle(ctx, p, published, broken); err != nil {
+	settled, err := settle(ctx, p, ledger, published, broken)
+	if err != nil {
 		return t, err
 	}
 	end := clock()
@@ -138,9 +121,14 @@ func stage(parent context.Context, cfg Config, b *broker, s side, v view) (t tri
 	if ctx.Err() != nil { // stopping failed
 		return t, context.Cause(ctx)
 	}
+	if settled { // else the figures say what is wrong
+		if err := acked(ctx, p, stopTimeout); err != nil {
+			return t, err
+		}
+	}
 	graves, err := p.exhume(ctx, start)
 	if err != nil {
-		return t, fmt.Errorf("demo: read the DLQ stream: %w", err)
+		return t, fmt.Errorf("demo: read the DLQ: %w", err)
 	}
 	t.end = end
 	t.figures = ledger.Figures(graves, max(10, cfg.Rate/10), end)
@@ -173,40 +161,95 @@ func outage(ctx context.Context, cfg Config, dep *dependency, clock func() time.
 	return err
 }
 
-// settle waits until everything is published and the server knows of nothing
-// unsettled. After patience it lets the run be measured as it is.
-func settle(ctx context.Context, p *plumbing, published, broken <-chan struct{}) error {
+// join waits until the broker knows the consumer, so that the first message
+// finds it.
+func join(ctx context.Context, p plumbing) error {
+	give, cancel := context.WithTimeout(ctx, joinTimeout)
+	defer cancel()
+	ok, err := poll(give, 1, p.joined)
+	switch {
+	case ctx.Err() != nil:
+		return context.Cause(ctx)
+	case err != nil:
+		return fmt.Errorf("demo: look for the consumer: %w", err)
+	case !ok:
+		return fmt.Errorf("demo: the broker knew no consumer within %s", joinTimeout)
+	}
+	return nil
+}
+
+// settle waits until everything is published, and neither ledger nor broker
+// knows of anything unsettled. After patience it lets the run be measured as it
+// is, and tells so.
+func settle(ctx context.Context, p plumbing, ledger *Ledger, published, broken <-chan struct{}) (bool, error) {
 	for _, done := range []<-chan struct{}{published, broken} {
 		select {
 		case <-done:
 		case <-ctx.Done():
 		}
 	}
-	give := time.NewTimer(patience)
-	defer give.Stop()
-	tick := time.NewTicker(frame)
-	defer tick.Stop()
-	for idle := 0; idle < 3; { // thrice in a row: a nak may be on its way
-		select {
-		case <-tick.C:
-		case <-give.C:
-			return nil
-		case <-ctx.Done():
-			return context.Cause(ctx)
+	give, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	ok, err := poll(give, 3, func(ctx context.Context) (bool, error) { // thrice in a row: a nak may be on its way
+		if idle, err := p.idle(ctx); !idle || err != nil {
+			return false, err
 		}
-		ok, err := p.idle(ctx)
-		if err != nil {
-			return fmt.Errorf("demo: consumer info: %w", err)
-		}
-		if idle++; !ok {
-			idle = 0
-		}
+		buried, err := p.buried(ctx)
+		return ledger.unhandled() <= buried, err
+	})
+	if ctx.Err() != nil {
+		return false, context.Cause(ctx)
+	}
+	if err != nil {
+		return false, fmt.Errorf("demo: look for what is left: %w", err)
+	}
+	return ok, nil
+}
+
+// acked checks, after the consumer's end, that what it handled it has also
+// settled: some brokers tell only now, and the next consumer would get it again.
+func acked(ctx context.Context, p plumbing, within time.Duration) error {
+	give, cancel := context.WithTimeout(ctx, within)
+	defer cancel()
+	ok, err := poll(give, 3, p.idle)
+	switch {
+	case ctx.Err() != nil:
+		return context.Cause(ctx)
+	case err != nil:
+		return fmt.Errorf("demo: look for what is left: %w", err)
+	case !ok:
+		return errors.New("demo: every message was handled, but the broker still has some that were never settled")
 	}
 	return nil
 }
 
+// poll asks every frame until the answer was yes n times in a row; false when
+// ctx ends before that.
+func poll(ctx context.Context, n int, ask func(context.Context) (bool, error)) (bool, error) {
+	tick := time.NewTicker(frame)
+	defer tick.Stop()
+	for row := 0; row < n; {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return false, nil
+		}
+		ok, err := ask(ctx)
+		if ctx.Err() != nil {
+			return false, nil
+		}
+		if err != nil {
+			return false, err
+		}
+		if row++; !ok {
+			row = 0
+		}
+	}
+	return true, nil
+}
+
 // watch shows a sample of the run every frame.
-func watch(ctx context.Context, cfg Config, s side, p *plumbing, clock func() time.Duration, ledger *Ledger, v view) {
+func watch(ctx context.Context, cfg Config, s side, p plumbing, clock func() time.Duration, ledger *Ledger, v view) {
 	buried := 0
 	v.begin(s)
 	defer v.end()

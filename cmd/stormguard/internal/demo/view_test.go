@@ -35,7 +35,7 @@ func frames(guarded bool) (out []sample) {
 func TestLines(t *testing.T) {
 	var b bytes.Buffer
 	v := newView(&b, Config{})
-	for _, s := range []side{unguarded{}, newGuarded(false)} {
+	for _, s := range []side{unguarded{onNATS}, newGuarded(onNATS, false)} {
 		v.begin(s)
 		for _, x := range frames(s.name() == "guarded") {
 			v.show(x)
@@ -63,7 +63,7 @@ guarded     5.0s  recovery  handled   1,000 (0/s)  failed      20 (0/s)  dead le
 func TestPicture(t *testing.T) {
 	all := frames(true)[:25]
 	var b strings.Builder
-	for _, l := range picture(Config{WarmUp: time.Second, Outage: 2 * time.Second, After: time.Second}, newGuarded(false), 2, all, 79) {
+	for _, l := range picture(Config{WarmUp: time.Second, Outage: 2 * time.Second, After: time.Second}, newGuarded(onNATS, false), 2, all, 79) {
 		b.WriteString(l.render(79, style{}) + "\n")
 	}
 	const want = ` stormguard demo  run 2 of 2  guarded  nats.Consume(ctx, g, consumer, handle)
@@ -95,7 +95,7 @@ func TestPictureFitsTheTerminal(t *testing.T) {
 		all := frames(guarded)
 		for width := minWidth; width <= fullWidth; width++ {
 			for n := 1; n <= len(all); n += 7 {
-				for _, l := range picture(Defaults(), unguarded{}, 1, all[:n], width) {
+				for _, l := range picture(Defaults(), unguarded{onNATS}, 1, all[:n], width) {
 					text := l.render(width, style{})
 					if got := (line{{plain, text}}).width(); got > width || strings.ContainsRune(text, '\x1b') {
 						t.Fatalf("%d cells in %d: %q", got, width, text)

@@ -7,24 +7,20 @@ import (
 	"context"
 	"time"
 
-	"github.com/nats-io/nats.go"
+	natsgo "github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/stormguard-mq/stormguard/adapters/nats"
+	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// unguarded consumes as most programs do: ack, nak, and at the last delivery
-// the DLQ.
-type unguarded struct{}
-
-func (unguarded) name() string { return "unguarded" }
-func (unguarded) how() string  { return "Nak on error, MaxDeliver 5, then the DLQ" }
-func (unguarded) look() look   { return look{} }
-
-func (unguarded) consume(ctx context.Context, p *plumbing, handle handler) error {
+// unguarded acks, naks, and at the last delivery publishes to the DLQ.
+func (p *natsRun) unguarded(ctx context.Context, handle handler) error {
 	cc, err := p.consumer.Consume(func(m jetstream.Msg) {
 		if ctx.Err() != nil {
 			return
 		}
-		err := handle(ctx, m)
+		err := handle(ctx, m.Data())
 		if err == nil {
 			_ = m.Ack()
 			return
@@ -34,7 +30,7 @@ func (unguarded) consume(ctx context.Context, p *plumbing, handle handler) error
 			_ = m.Nak()
 			return
 		}
-		letter := nats.NewMsg(p.dlqSubject)
+		letter := natsgo.NewMsg(p.dlqSubject)
 		letter.Data = m.Data()
 		letter.Header.Set("Error", err.Error())
 		if _, err := p.consumerJS.PublishMsg(ctx, letter); err != nil {
@@ -52,4 +48,13 @@ func (unguarded) consume(ctx context.Context, p *plumbing, handle handler) error
 	cc.Drain()
 	<-cc.Closed()
 	return nil
+}
+
+func (p *natsRun) guarded(ctx context.Context, g *guard.Guard, handle handler) error {
+	letters, err := nats.NewDLQ(ctx, p.consumerJS, nats.DLQConfig{Stream: p.dlqStream, Subject: p.dlqSubject})
+	if err != nil {
+		return err
+	}
+	return nats.Consume(ctx, g, p.consumer, func(ctx context.Context, m jetstream.Msg) error { return handle(ctx, m.Data()) },
+		nats.WithDeadLetters(letters), nats.WithStopTimeout(stopTimeout))
 }

@@ -8,6 +8,8 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/nats-io/nats-server/v2/server"
@@ -15,33 +17,43 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 )
 
-// inFlight is how many messages a consumer may have unsettled, on both sides.
-// It is also what nats.go's Consume asks for by default.
-const inFlight = 500
+// ackWait is the consumer's on both sides.
+const ackWait = 30 * time.Second
 
-// maxDeliver and ackWait are the consumers' on both sides.
-const (
-	maxDeliver = 5
-	ackWait    = 30 * time.Second
-)
+var onNATS = platform{
+	title: "NATS JetStream", store: "stream",
+	unguarded: "Nak on error, MaxDeliver 5, then the DLQ",
+	guarded:   "nats.Consume(ctx, g, consumer, handle)",
+	address:   "nats://host:port (or tls, ws, wss)",
+	check: func(address string) bool {
+		for a := range strings.SplitSeq(address, ",") {
+			scheme, _, has := strings.Cut(a, "://")
+			if a == "" || has && !slices.Contains([]string{"nats", "tls", "ws", "wss"}, scheme) {
+				return false
+			}
+		}
+		return true
+	},
+	open: openNATS,
+}
 
-// broker is the NATS server of a demo: embedded, or the user's own.
-type broker struct {
+// natsServer is the NATS server of a demo: embedded, or the user's own.
+type natsServer struct {
 	url   string
 	creds string
 	srv   *server.Server // nil with a server of the user's
 	dir   string
 }
 
-func openBroker(ctx context.Context, cfg Config) (*broker, error) {
-	if cfg.URL != "" {
-		return &broker{url: cfg.URL, creds: cfg.Creds}, nil
+func openNATS(ctx context.Context, cfg Config, address string) (broker, error) {
+	if address != "" {
+		return &natsServer{url: address, creds: cfg.Creds}, nil
 	}
 	dir, err := os.MkdirTemp("", "stormguard-demo-")
 	if err != nil {
 		return nil, fmt.Errorf("demo: %w", err)
 	}
-	b := &broker{dir: dir}
+	b := &natsServer{dir: dir}
 	b.srv, err = server.NewServer(&server.Options{
 		ServerName: "stormguard-demo", Host: "127.0.0.1", Port: server.RANDOM_PORT,
 		JetStream: true, StoreDir: dir, NoSigs: true, NoLog: true,
@@ -62,7 +74,7 @@ func openBroker(ctx context.Context, cfg Config) (*broker, error) {
 }
 
 // close ends the embedded server and removes what it kept.
-func (b *broker) close() {
+func (b *natsServer) close() {
 	if b.srv != nil {
 		b.srv.Shutdown()
 		b.srv.WaitForShutdown()
@@ -72,14 +84,14 @@ func (b *broker) close() {
 	}
 }
 
-func (b *broker) connect(name string) (*nats.Conn, jetstream.JetStream, error) {
+func (b *natsServer) connect(name string) (*nats.Conn, jetstream.JetStream, error) {
 	opts := []nats.Option{nats.Name("stormguard demo: " + name), nats.MaxReconnects(-1)}
 	if b.creds != "" {
 		opts = append(opts, nats.UserCredentials(b.creds))
 	}
 	nc, err := nats.Connect(b.url, opts...)
 	if err != nil {
-		return nil, nil, fmt.Errorf("connect to %s: %w", b.url, err)
+		return nil, nil, fmt.Errorf("connect to %s: %w", redact(b.url), err)
 	}
 	// Open loop: what the server cannot take in time waits in the client.
 	js, err := jetstream.New(nc, jetstream.WithPublishAsyncMaxPending(1<<16), jetstream.WithPublishAsyncTimeout(20*time.Second))
@@ -90,8 +102,8 @@ func (b *broker) connect(name string) (*nats.Conn, jetstream.JetStream, error) {
 	return nc, js, nil
 }
 
-// plumbing is what one run has on the server.
-type plumbing struct {
+// natsRun is the [plumbing] of one run.
+type natsRun struct {
 	stream, subject       string
 	dlqStream, dlqSubject string
 	js                    jetstream.JetStream // administers
@@ -101,21 +113,15 @@ type plumbing struct {
 	conns                 []*nats.Conn
 }
 
-// lay makes the streams and the consumer of a run. id keeps it apart from
-// everything else on the server.
-func (b *broker) lay(ctx context.Context, id string) (*plumbing, error) {
-	p := &plumbing{
+func (b *natsServer) lay(ctx context.Context, id string) (plumbing, error) {
+	p := &natsRun{
 		stream: "STORMGUARD_DEMO_" + id, subject: "stormguard-demo." + id + ".orders",
 		dlqStream: "STORMGUARD_DEMO_" + id + "_DLQ", dlqSubject: "stormguard-demo." + id + ".dlq",
 	}
-	if err := b.fit(ctx, p); err != nil {
-		p.remove(ctx)
-		return nil, fmt.Errorf("demo: %w", err)
-	}
-	return p, nil
+	return p, b.fit(ctx, p)
 }
 
-func (b *broker) fit(ctx context.Context, p *plumbing) error {
+func (b *natsServer) fit(ctx context.Context, p *natsRun) error {
 	for _, c := range []struct {
 		name string
 		js   *jetstream.JetStream
@@ -145,8 +151,7 @@ func (b *broker) fit(ctx context.Context, p *plumbing) error {
 	return nil
 }
 
-// remove deletes the streams, also when the demo is interrupted.
-func (p *plumbing) remove(ctx context.Context) {
+func (p *natsRun) remove(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
 	if p.js != nil {
@@ -159,18 +164,42 @@ func (p *plumbing) remove(ctx context.Context) {
 	}
 }
 
-// idle tells whether the consumer has nothing left to deliver or to settle.
-func (p *plumbing) idle(ctx context.Context) (bool, error) {
+func (p *natsRun) info(ctx context.Context) (*jetstream.ConsumerInfo, error) {
 	c, err := p.js.Consumer(ctx, p.stream, "orders")
 	if err != nil {
-		return false, err
+		return nil, err
 	}
-	info := c.CachedInfo()
-	return info.NumPending == 0 && info.NumAckPending == 0, nil
+	return c.CachedInfo(), nil
 }
 
-// buried is how many messages the DLQ stream has.
-func (p *plumbing) buried(ctx context.Context) (int, error) {
+func (p *natsRun) joined(ctx context.Context) (bool, error) {
+	info, err := p.info(ctx)
+	return err == nil && info.NumWaiting > 0, err
+}
+
+func (p *natsRun) idle(ctx context.Context) (bool, error) {
+	info, err := p.info(ctx)
+	return err == nil && info.NumPending == 0 && info.NumAckPending == 0, err
+}
+
+func (p *natsRun) send(_ context.Context, body []byte) (func(context.Context) error, error) {
+	future, err := p.publishJS.PublishAsync(p.subject, body)
+	if err != nil {
+		return nil, err
+	}
+	return func(ctx context.Context) error {
+		select {
+		case <-future.Ok():
+			return nil
+		case err := <-future.Err():
+			return err
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}, nil
+}
+
+func (p *natsRun) buried(ctx context.Context) (int, error) {
 	s, err := p.js.Stream(ctx, p.dlqStream)
 	if err != nil {
 		return 0, err
@@ -178,8 +207,7 @@ func (p *plumbing) buried(ctx context.Context) (int, error) {
 	return int(s.CachedInfo().State.Msgs), nil
 }
 
-// exhume reads the DLQ stream.
-func (p *plumbing) exhume(ctx context.Context, start time.Time) ([]dead, error) {
+func (p *natsRun) exhume(ctx context.Context, start time.Time) ([]dead, error) {
 	n, err := p.buried(ctx)
 	if err != nil || n == 0 {
 		return nil, err

@@ -9,26 +9,56 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/nats-io/nats.go/jetstream"
-
-	"github.com/stormguard-mq/stormguard/adapters/nats"
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
+// side is a way to consume.
+type side interface {
+	name() string
+	how() string // in a line, for people
+	// consume calls handle for one message after the other until ctx ends.
+	consume(ctx context.Context, p plumbing, handle handler) error
+	// look says what the side does at this instant; it may be called at any
+	// time during consume.
+	look() look
+}
+
+// look is what the live view shows of a side, apart from the ledger's counts.
+type look struct {
+	guarded      bool
+	breaker      string        // closed, open or half-open
+	probe        time.Duration // until the next probe
+	storm        bool
+	draining     bool
+	hold, window int
+}
+
+// unguarded consumes as most programs do.
+type unguarded struct{ on platform }
+
+func (unguarded) name() string  { return "unguarded" }
+func (s unguarded) how() string { return s.on.unguarded }
+func (unguarded) look() look    { return look{} }
+
+func (unguarded) consume(ctx context.Context, p plumbing, handle handler) error {
+	return p.unguarded(ctx, handle)
+}
+
 // guarded consumes through the guard, with its defaults.
 type guarded struct {
+	on      platform
 	literal bool
 	running *atomic.Pointer[guard.Guard] // while consume runs
 }
 
-func newGuarded(literal bool) guarded {
-	return guarded{literal: literal, running: new(atomic.Pointer[guard.Guard])}
+func newGuarded(on platform, literal bool) guarded {
+	return guarded{on: on, literal: literal, running: new(atomic.Pointer[guard.Guard])}
 }
 
-func (guarded) name() string { return "guarded" }
-func (guarded) how() string  { return "nats.Consume(ctx, g, consumer, handle)" }
+func (guarded) name() string  { return "guarded" }
+func (s guarded) how() string { return s.on.guarded }
 
 // policy scales the storm thresholds down, so that an outage of seconds can be
 // a storm. All else is the default.
@@ -39,11 +69,7 @@ func (s guarded) policy() guard.Policy {
 	return guard.Policy{Storm: dlq.StormConfig{Age: 3 * time.Second, Window: 10 * time.Second, ClearFor: 2 * time.Second}}
 }
 
-func (s guarded) consume(ctx context.Context, p *plumbing, handle handler) (err error) {
-	letters, err := nats.NewDLQ(ctx, p.consumerJS, nats.DLQConfig{Stream: p.dlqStream, Subject: p.dlqSubject})
-	if err != nil {
-		return err
-	}
+func (s guarded) consume(ctx context.Context, p plumbing, handle handler) (err error) {
 	g, err := guard.New(guard.Config{Group: "demo", Policy: s.policy()})
 	if err != nil {
 		return err
@@ -51,13 +77,12 @@ func (s guarded) consume(ctx context.Context, p *plumbing, handle handler) (err 
 	s.running.Store(g)
 	defer func() {
 		s.running.Store(nil)
-		end, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
+		end, cancel := context.WithTimeout(context.WithoutCancel(ctx), stopTimeout)
 		defer cancel()
 		_, closeErr := g.Close(end)
 		err = errors.Join(err, closeErr)
 	}()
-	return nats.Consume(ctx, g, p.consumer, func(ctx context.Context, m jetstream.Msg) error { return handle(ctx, m) },
-		nats.WithDeadLetters(letters), nats.WithStopTimeout(5*time.Second))
+	return p.guarded(ctx, g, handle)
 }
 
 func (s guarded) look() look {

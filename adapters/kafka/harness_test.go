@@ -1,0 +1,329 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package kafka
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"log/slog"
+	"os"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/IBM/sarama"
+	"go.uber.org/goleak"
+
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/brokers"
+)
+
+func TestMain(m *testing.M) {
+	if runChild() {
+		return
+	}
+	// The parallel tests mostly wait for a broker, so more than one for each
+	// processor may run.
+	flag.Parse()
+	if err := flag.Set("test.parallel", "8"); err != nil {
+		panic(err)
+	}
+	code := m.Run()
+	// A broker connection of sarama's ends some time after its client.
+	var err error
+	for deadline := time.Now().Add(10 * time.Second); code == 0 && time.Now().Before(deadline); {
+		if err = goleak.Find(goleak.IgnoreAnyFunction("github.com/rcrowley/go-metrics.(*meterArbiter).tick")); err == nil {
+			break
+		}
+	}
+	if code == 0 && err != nil {
+		fmt.Fprintln(os.Stderr, "goleak:", err)
+		code = 1
+	}
+	os.Exit(code)
+}
+
+// full tells whether the long forms of the tests run.
+func full() bool { return os.Getenv("STORMGUARD_FULL") == "1" }
+
+// number makes the names of topics and groups of this process its own.
+var number atomic.Int64
+
+// rig is a real broker with a topic and a group of this test's own.
+type rig struct {
+	t          testing.TB
+	addrs      []string
+	topic      string
+	group      string
+	partitions int32
+	client     sarama.Client
+	admin      sarama.ClusterAdmin
+	producer   sarama.SyncProducer
+}
+
+func newRig(t testing.TB, partitions int32) *rig {
+	t.Helper()
+	return newRigAt(t, brokers.ForTest(t, brokers.Kafka), partitions, 1)
+}
+
+func newRigAt(t testing.TB, addr string, partitions int32, replicas int16) *rig {
+	t.Helper()
+	name := fmt.Sprintf("t%d-%d", time.Now().UnixNano()%1e12, number.Add(1))
+	r := &rig{t: t, addrs: strings.Split(addr, ","), topic: name, group: "g-" + name, partitions: partitions}
+	cfg := testConfig()
+	cfg.Producer.Return.Successes = true
+	cfg.Producer.RequiredAcks = sarama.WaitForAll
+	cfg.Producer.Idempotent = true
+	cfg.Net.MaxOpenRequests = 1
+	cfg.Producer.MaxMessageBytes = 4 << 20
+	cfg.Producer.Partitioner = sarama.NewManualPartitioner
+	var err error
+	if r.client, err = sarama.NewClient(r.addrs, cfg); err != nil {
+		t.Fatal(err)
+	}
+	if r.admin, err = sarama.NewClusterAdminFromClient(r.client); err != nil {
+		t.Fatal(err)
+	}
+	most := "2097152"
+	if err = r.admin.CreateTopic(name, &sarama.TopicDetail{NumPartitions: partitions, ReplicationFactor: replicas, ConfigEntries: map[string]*string{"max.message.bytes": &most}}, false); err != nil {
+		t.Fatal(err)
+	}
+	r.awaitTopic(name, int(partitions))
+	if r.producer, err = sarama.NewSyncProducerFromClient(r.client); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = r.producer.Close()
+		_ = r.admin.DeleteTopic(name)
+		_ = r.client.Close()
+	})
+	return r
+}
+
+func (r *rig) awaitTopic(name string, partitions int) {
+	r.t.Helper()
+	eventually(r.t, "the topic is there", func() bool {
+		if r.client.RefreshMetadata(name) != nil {
+			return false
+		}
+		ps, err := r.client.WritablePartitions(name)
+		return err == nil && len(ps) == partitions
+	})
+}
+
+// testConfig is a consumer's, quick to notice and to retry.
+func testConfig() *sarama.Config {
+	c := sarama.NewConfig()
+	c.Version = sarama.V3_6_0_0
+	c.Consumer.Offsets.Initial = sarama.OffsetOldest
+	c.Consumer.Offsets.AutoCommit.Interval = 100 * time.Millisecond
+	c.Consumer.Group.Session.Timeout = 6 * time.Second
+	c.Consumer.Group.Heartbeat.Interval = 200 * time.Millisecond
+	c.Consumer.Group.Rebalance.Timeout = 40 * time.Second
+	c.Consumer.Group.Rebalance.Retry.Backoff = 100 * time.Millisecond
+	c.Consumer.Retry.Backoff = 200 * time.Millisecond
+	c.Consumer.MaxWaitTime = 100 * time.Millisecond
+	c.Metadata.Retry.Max = 20
+	c.Metadata.Retry.Backoff = 100 * time.Millisecond
+	return c
+}
+
+func cooperativeConfig() *sarama.Config {
+	c := testConfig()
+	c.Consumer.Group.Rebalance.GroupStrategies = []sarama.BalanceStrategy{sarama.NewBalanceStrategyCooperativeSticky()}
+	return c
+}
+
+// publish sends messages from to to, without to: the body is the number, key(i)
+// the key, and part(i) the partition.
+func (r *rig) publish(from, to int, part func(int) int32, key func(int) string) {
+	r.t.Helper()
+	var ms []*sarama.ProducerMessage
+	send := func() {
+		if len(ms) > 0 {
+			if err := r.producer.SendMessages(ms); err != nil {
+				r.t.Fatal(err)
+			}
+		}
+		ms = ms[:0]
+	}
+	for i := from; i < to; i++ {
+		m := &sarama.ProducerMessage{Topic: r.topic, Value: sarama.StringEncoder(fmt.Sprint(i))}
+		if part != nil {
+			m.Partition = part(i)
+		}
+		if key != nil {
+			m.Key = sarama.StringEncoder(key(i))
+		}
+		if ms = append(ms, m); len(ms) == 1000 {
+			send()
+		}
+	}
+	send()
+}
+
+// end is the end of a partition's log.
+func (r *rig) end(topic string, partition int32) int64 {
+	r.t.Helper()
+	n, err := r.client.GetOffset(topic, partition, sarama.OffsetNewest)
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	return n
+}
+
+// committed is what the group has committed, -1 for nothing.
+func (r *rig) committed(partition int32) int64 {
+	resp, err := r.admin.ListConsumerGroupOffsets(r.group, map[string][]int32{r.topic: {partition}})
+	if err != nil {
+		return -1
+	}
+	if b := resp.GetBlock(r.topic, partition); b != nil {
+		return b.Offset
+	}
+	return -1
+}
+
+// pending is how many messages are not committed.
+func (r *rig) pending() (n int64) {
+	for p := range r.partitions {
+		end, err := r.client.GetOffset(r.topic, p, sarama.OffsetNewest)
+		if err != nil {
+			return 1 << 30
+		}
+		if end > 0 {
+			n += end - max(0, r.committed(p))
+		}
+	}
+	return n
+}
+
+// member is one member of the rig's group, which consumes until it is stopped.
+type member struct {
+	t      testing.TB
+	group  sarama.ConsumerGroup
+	cancel context.CancelFunc
+	done   chan struct{}
+
+	mu   sync.Mutex
+	errs []error
+	last error // what ended it
+}
+
+// join starts a member. It ends when Setup refuses.
+func (r *rig) join(cfg *sarama.Config, h sarama.ConsumerGroupHandler) *member {
+	r.t.Helper()
+	m, err := r.tryJoin(cfg, h)
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	r.t.Cleanup(m.stop)
+	return m
+}
+
+func (r *rig) tryJoin(cfg *sarama.Config, h sarama.ConsumerGroupHandler) (*member, error) {
+	c := *cfg
+	c.Consumer.Return.Errors = true
+	group, err := sarama.NewConsumerGroup(r.addrs, r.group, &c)
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	m := &member{t: r.t, group: group, cancel: cancel, done: make(chan struct{})}
+	var reading sync.WaitGroup
+	reading.Go(func() {
+		for err := range group.Errors() {
+			m.mu.Lock()
+			m.errs = append(m.errs, err)
+			m.mu.Unlock()
+		}
+	})
+	go func() {
+		defer close(m.done)
+		for ctx.Err() == nil {
+			err := group.Consume(ctx, []string{r.topic}, h)
+			if errors.Is(err, guard.ErrClosed) || errors.Is(err, ErrUnsuitable) || errors.Is(err, sarama.ErrClosedConsumerGroup) {
+				m.mu.Lock()
+				m.last = err
+				m.mu.Unlock()
+				break
+			}
+			if err != nil {
+				select {
+				case <-time.After(100 * time.Millisecond):
+				case <-ctx.Done():
+				}
+			}
+		}
+		_ = group.Close()
+		reading.Wait()
+	}()
+	return m, nil
+}
+
+func (m *member) stop() {
+	m.cancel()
+	select {
+	case <-m.done:
+	case <-time.After(50 * time.Second):
+		m.t.Error("the consumer does not stop")
+	}
+}
+
+func (m *member) errors() string {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return errors.Join(m.errs...).Error()
+}
+
+func testContext(t testing.TB) context.Context {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 60*time.Second)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// eventually polls until ok or a deadline that only a failure meets.
+func eventually(t testing.TB, what string, ok func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(60 * time.Second); !ok(); time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatal("never: " + what)
+		}
+	}
+}
+
+func newGuard(t testing.TB, cfg guard.Config) *guard.Guard {
+	t.Helper()
+	g, err := guard.New(cfg, guard.WithLogger(testLog(t)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+		defer cancel()
+		_, _ = g.Close(ctx)
+	})
+	return g
+}
+
+// testLog is silent unless STORMGUARD_TEST_LOG is set.
+func testLog(testing.TB) *slog.Logger {
+	if os.Getenv("STORMGUARD_TEST_LOG") == "" {
+		return slog.New(slog.DiscardHandler)
+	}
+	return slog.New(slog.NewTextHandler(os.Stderr, nil))
+}
+
+func openSource(t testing.TB, g *guard.Guard, name string) guard.Control {
+	t.Helper()
+	eventually(t, "the source is open", func() bool { return g.Source(name) != nil })
+	return g.Source(name)
+}
+
+var errDown = errors.New("connection refused")

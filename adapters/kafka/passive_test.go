@@ -1,0 +1,326 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package kafka
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/IBM/sarama"
+
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// A loop that returns an error on failure keeps its claim: its message is retried
+// and dead-lettered, the group does not rebalance, and order is kept.
+func TestWrappedLoopThatReturnsItsErrors(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	d := r.dlq(DLQConfig{Sources: []string{r.topic}})
+	var mu sync.Mutex
+	var handled []string
+	var generations []int32
+	g := newGuard(t, guard.Config{Policy: guard.Policy{
+		Workers: 1, Retry: guard.Retry{Attempts: 3, Base: time.Millisecond, Max: 5 * time.Millisecond},
+	}})
+	failed := false
+	m := r.join(testConfig(), WrapHandler(g, rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
+		for m := range c.Messages() {
+			mu.Lock()
+			if g := s.GenerationID(); len(generations) == 0 || generations[len(generations)-1] != g {
+				generations = append(generations, g)
+			}
+			switch {
+			case string(m.Value) == "13":
+				mu.Unlock()
+				return errors.New("cannot parse 13")
+			case string(m.Value) == "20" && !failed:
+				failed = true
+				mu.Unlock()
+				return errDown
+			}
+			handled = append(handled, string(m.Value))
+			mu.Unlock()
+			s.MarkMessage(m, "")
+		}
+		return nil
+	}}, WithDeadLetters(d), WithLogger(testLog(t))))
+	const n = 60
+	r.publish(0, n, nil, nil)
+	eventually(t, "all committed", func() bool { return r.committed(0) == n })
+	m.stop()
+	var want []string
+	for i := range n {
+		if i != 13 {
+			want = append(want, fmt.Sprint(i))
+		}
+	}
+	mu.Lock()
+	defer mu.Unlock()
+	if !slices.Equal(handled, want) || len(generations) != 1 {
+		t.Errorf("handled %v in generations %v", handled, generations)
+	}
+	ms, err := r.read(testContext(t), r.topic+".dlq", 0, 0, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	rec, err := ReadDeadLetter(ms[0])
+	if err != nil || rec.Error.Message != "cannot parse 13" || rec.Origin.Offset != 13 || rec.Attempts < 3 {
+		t.Errorf("%+v, %v", rec, err)
+	}
+}
+
+// Marks that come out of order, from workers of the program's own, never commit
+// past a message that is not done.
+func TestMarksOutOfOrder(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	var mu sync.Mutex
+	var hands []*sarama.ConsumerMessage
+	var session sarama.ConsumerGroupSession
+	m := r.join(testConfig(), WrapHandler(newGuard(t, guard.Config{}), rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
+		for m := range c.Messages() {
+			mu.Lock()
+			session = s
+			hands = append(hands, m)
+			mu.Unlock()
+		}
+		return nil
+	}}))
+	r.publish(0, 10, nil, nil)
+	eventually(t, "all handed out", func() bool { mu.Lock(); defer mu.Unlock(); return len(hands) == 10 })
+	for _, i := range []int{9, 8, 1, 7, 6, 5, 3, 2} {
+		session.MarkMessage(hands[i], "")
+	}
+	session.Commit()
+	if n := r.committed(0); n > 0 {
+		t.Errorf("committed %d while message 0 is in hand", n)
+	}
+	copied := *hands[0] // a program may have made its own
+	session.MarkMessage(&copied, "meta")
+	session.Commit()
+	if n := r.committed(0); n != 4 {
+		t.Errorf("committed %d while message 4 is in hand", n)
+	}
+	session.MarkOffset(r.topic, 0, 5, "done")
+	session.Commit()
+	if n := r.committed(0); n != 10 {
+		t.Errorf("committed %d", n)
+	}
+	session.ResetOffset(r.topic, 0, 6, "")
+	session.Commit()
+	if n := r.committed(0); n != 6 {
+		t.Errorf("committed %d after a reset", n)
+	}
+	m.stop()
+}
+
+// A loop that marks the last of several says so; a mark then settles those before
+// it, but not one that failed and waits for its retry.
+func TestBatchMarks(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	r.publish(0, 100, nil, nil)
+	var failed, again atomic.Bool
+	var batches atomic.Int64
+	cfg := testConfig()
+	cfg.Consumer.Offsets.AutoCommit.Enable = false // the loop commits by itself
+	m := r.join(cfg, WrapHandler(newGuard(t, guard.Config{}), rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
+		var batch []*sarama.ConsumerMessage
+		flush := func() {
+			if len(batch) > 0 {
+				s.MarkMessage(batch[len(batch)-1], "")
+				s.Commit()
+				batches.Add(1)
+				batch = nil
+			}
+		}
+		idle := time.NewTicker(50 * time.Millisecond)
+		defer idle.Stop()
+		for {
+			select {
+			case m, ok := <-c.Messages():
+				if !ok {
+					flush()
+					return nil
+				}
+				if string(m.Value) == "42" {
+					if !failed.Swap(true) {
+						if err := Fail(s, m, guard.Backoff(errDown, time.Now().Add(time.Second))); err != nil {
+							return err
+						}
+						continue
+					}
+					again.Store(true)
+				}
+				if batch = append(batch, m); len(batch) == 10 {
+					flush()
+				}
+			case <-idle.C:
+				flush()
+			}
+		}
+	}}, WithBatchMarks()))
+	eventually(t, "batches are marked", func() bool { return r.committed(0) >= 40 })
+	for !again.Load() {
+		if n := r.committed(0); n > 42 && !again.Load() {
+			t.Fatalf("committed %d, 42 has failed", n)
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+	eventually(t, "all committed", func() bool { return r.committed(0) == 100 })
+	if n := batches.Load(); n < 10 || n > 60 {
+		t.Errorf("%d batches", n)
+	}
+	m.stop()
+}
+
+// What a loop neither marks nor fails has failed after the policy's timeout.
+func TestUnmarkedMessageFails(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	d := r.dlq(DLQConfig{Sources: []string{r.topic}})
+	var calls atomic.Int64
+	m := r.join(testConfig(), WrapHandler(newGuard(t, guard.Config{}), rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
+		for m := range c.Messages() {
+			if string(m.Value) == "3" {
+				calls.Add(1)
+				continue // forgotten
+			}
+			s.MarkMessage(m, "")
+		}
+		return nil
+	}}, WithDeadLetters(d), WithPolicy(guard.Policy{
+		Timeout: 200 * time.Millisecond, Retry: guard.Retry{Attempts: 2, Base: time.Millisecond, Max: time.Millisecond, Patience: 50 * time.Millisecond},
+	})))
+	r.publish(0, 10, nil, nil)
+	eventually(t, "all committed", func() bool { return r.committed(0) == 10 })
+	m.stop()
+	ms, err := r.read(testContext(t), r.topic+".dlq", 0, 0, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	rec, err := ReadDeadLetter(ms[0])
+	if want := ErrNotMarked.Error() + " of 200ms"; err != nil || rec.Error.Message != want || string(rec.Body) != "3" || calls.Load() < 2 {
+		t.Errorf("%d calls, %q, %v", calls.Load(), rec.Error.Message, err)
+	}
+}
+
+// A handler that collects and marks in Cleanup loses nothing by the guard.
+func TestMarksInCleanup(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	h := &lateMarks{}
+	m := r.join(testConfig(), WrapHandler(newGuard(t, guard.Config{}), h))
+	r.publish(0, 10, nil, nil)
+	eventually(t, "all handed out", func() bool { h.mu.Lock(); defer h.mu.Unlock(); return len(h.got) == 10 })
+	begun := time.Now()
+	m.stop()
+	if took := time.Since(begun); took > 5*time.Second {
+		t.Errorf("unmarked messages delayed the stop by %s", took)
+	}
+	if n := r.committed(0); n != 10 {
+		t.Errorf("committed %d", n)
+	}
+}
+
+type lateMarks struct {
+	mu  sync.Mutex
+	got []*sarama.ConsumerMessage
+}
+
+func (*lateMarks) Setup(sarama.ConsumerGroupSession) error { return nil }
+
+func (h *lateMarks) Cleanup(s sarama.ConsumerGroupSession) error {
+	for _, m := range h.got {
+		s.MarkMessage(m, "")
+	}
+	return nil
+}
+
+func (h *lateMarks) ConsumeClaim(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
+	for m := range c.Messages() {
+		h.mu.Lock()
+		h.got = append(h.got, m)
+		h.mu.Unlock()
+	}
+	return nil
+}
+
+// An outage in front of a loop that returns its errors is an outage, not a storm
+// of rebalances: nothing is dead-lettered and few calls are made.
+func TestWrappedLoopInAnOutage(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	d := r.dlq(DLQConfig{Sources: []string{r.topic}})
+	var down atomic.Bool
+	var calls, sessions atomic.Int64
+	g := newGuard(t, guard.Config{Policy: guard.Policy{Workers: 1, Ramp: guard.Ramp{Off: true}}})
+	m := r.join(testConfig(), WrapHandler(g, &counting{&sessions, func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
+		for m := range c.Messages() {
+			if down.Load() {
+				calls.Add(1)
+				return errDown
+			}
+			s.MarkMessage(m, "")
+		}
+		return nil
+	}}, WithDeadLetters(d)))
+	r.publish(0, 100, nil, nil)
+	eventually(t, "handled", func() bool { return r.committed(0) == 100 })
+	down.Store(true)
+	r.publish(100, 500, nil, nil)
+	time.Sleep(3 * time.Second)
+	down.Store(false)
+	eventually(t, "all committed", func() bool { return r.committed(0) == 500 })
+	m.stop()
+	if n := r.end(r.topic+".dlq", 0); n > 0 || calls.Load() > 30 || sessions.Load() != 1 {
+		t.Errorf("%d dead letters, %d calls, %d sessions", n, calls.Load(), sessions.Load())
+	}
+}
+
+// counting counts sessions.
+type counting struct {
+	sessions *atomic.Int64
+	consume  func(sarama.ConsumerGroupSession, sarama.ConsumerGroupClaim) error
+}
+
+func (h *counting) Setup(sarama.ConsumerGroupSession) error   { h.sessions.Add(1); return nil }
+func (h *counting) Cleanup(sarama.ConsumerGroupSession) error { return nil }
+func (h *counting) ConsumeClaim(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
+	return h.consume(s, c)
+}
+
+// What a wrapped handler's own Setup refuses comes out of Consume, and its
+// Cleanup is called all the same, as sarama does.
+func TestWrappedSetupMayRefuse(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	h := &refusing{}
+	wrapped := WrapHandler(newGuard(t, guard.Config{}), h)
+	group, err := sarama.NewConsumerGroup(r.addrs, r.group, testConfig())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer group.Close()
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	if err := group.Consume(ctx, []string{r.topic}, wrapped); !errors.Is(err, errDown) || h.cleaned != 1 {
+		t.Errorf("%v, %d times cleaned up", err, h.cleaned)
+	}
+}
+
+type refusing struct{ cleaned int }
+
+func (*refusing) Setup(sarama.ConsumerGroupSession) error     { return errDown }
+func (h *refusing) Cleanup(sarama.ConsumerGroupSession) error { h.cleaned++; return nil }
+func (*refusing) ConsumeClaim(sarama.ConsumerGroupSession, sarama.ConsumerGroupClaim) error {
+	return nil
+}

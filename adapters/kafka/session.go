@@ -1,0 +1,293 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package kafka
+
+import (
+	"context"
+	"fmt"
+	"reflect"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/IBM/sarama"
+)
+
+// session is one session of a consumer group. To a wrapped handler it is the
+// session itself.
+//
+// Goroutines: the watch, from Setup to Cleanup; it ends with the request it is
+// making. Lock order: session.mu, then a claim's.
+type session struct {
+	h      *handler
+	native sarama.ConsumerGroupSession
+	set    settings
+
+	cancel context.CancelFunc // of the watch
+
+	cooperative bool
+	yieldUntil  atomic.Int64 // Unix nanoseconds; 0: no claim is being let go
+
+	mu     sync.Mutex
+	claims map[place]*claim        // open ones, for the watch
+	wraps  map[place]*wrappedClaim // passive shape: the latest of each partition, until Cleanup
+}
+
+// place is a partition.
+type place struct {
+	topic     string
+	partition int32
+}
+
+func newSession(h *handler, native sarama.ConsumerGroupSession, set settings) *session {
+	return &session{
+		h: h, native: native, set: set, cancel: func() {}, cooperative: cooperative(set.config),
+		claims: make(map[place]*claim), wraps: make(map[place]*wrappedClaim),
+	}
+}
+
+func (ss *session) add(c *claim) {
+	ss.mu.Lock()
+	defer ss.mu.Unlock()
+	ss.claims[place{c.topic, c.partition}] = c
+}
+
+func (ss *session) remove(c *claim) {
+	ss.mu.Lock()
+	defer ss.mu.Unlock()
+	delete(ss.claims, place{c.topic, c.partition})
+}
+
+func (ss *session) open() []*claim {
+	ss.mu.Lock()
+	defer ss.mu.Unlock()
+	all := make([]*claim, 0, len(ss.claims))
+	for _, c := range ss.claims {
+		all = append(all, c)
+	}
+	return all
+}
+
+// revoked is closed as soon as a claim is taken away or its session ends.
+//
+// In an eager group the session's context says so. A cooperative revoke leaves
+// that alive, and the claim's Messages closed, but behind everything that sarama
+// has buffered, and not before the other partitions of the same broker have taken
+// what was fetched for them: with slow handlers later than the rebalance timeout,
+// or never while the window is full (sarama #1608). The channel by which sarama
+// itself closes the claim holds nothing back. There is no method for it, so it is
+// read as [look] reads the configuration; where it is not found, Messages alone
+// says it, late.
+func (ss *session) revoked(native sarama.ConsumerGroupClaim) <-chan struct{} {
+	dying := dyingOf(native)
+	if dying == nil && ss.cooperative {
+		ss.h.opts.log.Warn("a cooperative revoke will be seen late: not sarama's claim, or not as it was",
+			"topic", native.Topic(), "partition", native.Partition(), "type", fmt.Sprintf("%T", native))
+	}
+	return dying
+}
+
+// dyingOf is the channel that closes when sarama closes a claim; nil if it is not
+// found.
+func dyingOf(native sarama.ConsumerGroupClaim) <-chan struct{} {
+	v := reflect.ValueOf(native)
+	for _, name := range []string{"", "PartitionConsumer"} {
+		if name != "" {
+			v = v.FieldByName(name)
+			if v.Kind() == reflect.Interface {
+				v = v.Elem()
+			}
+		}
+		if v.Kind() != reflect.Pointer || v.IsNil() || v.Elem().Kind() != reflect.Struct {
+			return nil
+		}
+		v = v.Elem()
+	}
+	f := v.FieldByName("dying")
+	if !f.IsValid() || f.Kind() != reflect.Chan || f.Type().ChanDir() != reflect.BothDir ||
+		f.Type().Elem().Kind() != reflect.Struct || f.Type().Elem().NumField() > 0 {
+		return nil
+	}
+	return *(*chan struct{})(f.Addr().UnsafePointer())
+}
+
+// makeWay helps sarama to let go of a claim that was revoked: it waits, for all
+// partitions of one broker together, until what was fetched for them is taken, or
+// until nobody takes anything for twice MaxProcessingTime. So the other claims
+// take nothing for that long.
+func (ss *session) makeWay() {
+	rest := 2*ss.set.config.Consumer.MaxProcessingTime + yieldSlack
+	if ss.cooperative && ss.native.Context().Err() == nil && rest <= maxYield {
+		ss.yieldUntil.Store(time.Now().Add(rest).UnixNano())
+	}
+}
+
+const (
+	yieldSlack = 50 * time.Millisecond
+	maxYield   = time.Second // with a longer MaxProcessingTime nothing is gained
+)
+
+// yield waits while another claim is being let go. Without one it costs an atomic
+// load.
+func (ss *session) yield(stop <-chan struct{}) {
+	until := ss.yieldUntil.Load()
+	if until == 0 {
+		return
+	}
+	rest := time.NewTimer(time.Until(time.Unix(0, until)))
+	defer rest.Stop()
+	select {
+	case <-rest.C:
+	case <-stop:
+	}
+	ss.yieldUntil.CompareAndSwap(until, 0)
+}
+
+// guarded is the user's handler.
+func (ss *session) guarded(ctx context.Context, m *sarama.ConsumerMessage) error {
+	ss.yield(ctx.Done())
+	return ss.h.handle(ctx, m)
+}
+
+// watch looks at the log's end and at what is committed, if there is a client to
+// ask. Setup starts it, Cleanup stops it.
+func (ss *session) watch() {
+	if ss.set.client == nil {
+		return
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	ss.cancel = cancel
+	go func() {
+		w := watcher{ss: ss, behind: make(map[place]bool), marked: make(map[place]int64)}
+		next := time.NewTimer(min(ss.h.opts.lookEvery, time.Second))
+		defer next.Stop()
+		for {
+			select {
+			case <-next.C:
+			case <-ctx.Done():
+				return
+			}
+			w.look()
+			next.Reset(ss.h.opts.lookEvery)
+		}
+	}()
+}
+
+func (ss *session) stop() { ss.cancel() }
+
+// watcher is what the watch remembers from one look to the next.
+type watcher struct {
+	ss     *session
+	marked map[place]int64 // what was marked at the last look
+	behind map[place]bool  // commits of it fail
+}
+
+func (w *watcher) look() {
+	claims := w.ss.open()
+	parts := make(map[string][]int32)
+	for _, c := range claims {
+		end, err := w.ss.set.client.GetOffset(c.topic, c.partition, sarama.OffsetNewest)
+		if err != nil {
+			end = -1
+		}
+		c.end.Store(end)
+		parts[c.topic] = append(parts[c.topic], c.partition)
+	}
+	if len(claims) == 0 {
+		return
+	}
+	committed, err := w.ss.committed(parts)
+	for _, c := range claims {
+		at := place{c.topic, c.partition}
+		before, known := w.marked[at]
+		_, now := c.marks.position()
+		w.marked[at] = now
+		if !known || before < 0 {
+			continue
+		}
+		is := err != nil || committed(at) < before
+		if is == w.behind[at] {
+			continue
+		}
+		w.behind[at] = is
+		if is {
+			w.ss.h.opts.log.Warn("commits are behind: what is marked is not committed and would be delivered again",
+				"source", c.name, "marked", before, "error", err)
+		} else {
+			w.ss.h.opts.log.Info("commits have caught up", "source", c.name, "marked", before)
+		}
+	}
+}
+
+// committed asks the coordinator what the group has committed.
+func (ss *session) committed(parts map[string][]int32) (func(place) int64, error) {
+	coordinator, err := ss.set.client.Coordinator(ss.set.group)
+	if err != nil {
+		return nil, err
+	}
+	resp, err := coordinator.FetchOffset(sarama.NewOffsetFetchRequest(ss.set.config.Version, ss.set.group, parts))
+	if err != nil {
+		return nil, err
+	}
+	if resp.Err != sarama.ErrNoError {
+		return nil, resp.Err
+	}
+	return func(at place) int64 {
+		if b := resp.GetBlock(at.topic, at.partition); b != nil && b.Err == sarama.ErrNoError {
+			return b.Offset
+		}
+		return -1
+	}, nil
+}
+
+// --- what a wrapped handler sees --------------------------------------------
+
+func (ss *session) Claims() map[string][]int32 { return ss.native.Claims() }
+func (ss *session) MemberID() string           { return ss.native.MemberID() }
+func (ss *session) GenerationID() int32        { return ss.native.GenerationID() }
+func (ss *session) Context() context.Context   { return ss.native.Context() }
+
+// Commit marks what is settled and commits it.
+func (ss *session) Commit() {
+	ss.mu.Lock()
+	wraps := make([]*wrappedClaim, 0, len(ss.wraps))
+	for _, w := range ss.wraps {
+		wraps = append(wraps, w)
+	}
+	ss.mu.Unlock()
+	for _, w := range wraps {
+		_ = w.claim.Flush() // it has no error
+	}
+	ss.native.Commit()
+}
+
+// MarkMessage is the success of a message.
+func (ss *session) MarkMessage(m *sarama.ConsumerMessage, metadata string) {
+	if w := ss.wrapped(m.Topic, m.Partition); w != nil {
+		w.mark(m, metadata)
+	}
+}
+
+// MarkOffset is the success of every message below offset that was handed out
+// and is neither marked nor failed.
+func (ss *session) MarkOffset(topic string, partition int32, offset int64, metadata string) {
+	if w := ss.wrapped(topic, partition); w != nil {
+		w.markBelow(offset, metadata)
+	}
+}
+
+// ResetOffset goes to the group as it is. Nothing is marked after it until the
+// handler marks again.
+func (ss *session) ResetOffset(topic string, partition int32, offset int64, metadata string) {
+	if w := ss.wrapped(topic, partition); w != nil {
+		w.claim.marks.rewound()
+	}
+	ss.native.ResetOffset(topic, partition, offset, metadata)
+}
+
+func (ss *session) wrapped(topic string, partition int32) *wrappedClaim {
+	ss.mu.Lock()
+	defer ss.mu.Unlock()
+	return ss.wraps[place{topic, partition}]
+}

@@ -1,0 +1,101 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package kafka
+
+import (
+	"testing"
+
+	"pgregory.net/rapid"
+)
+
+// Whatever is delivered and settled in whatever order, the mark is the end of the
+// settled prefix of what was delivered, and gaps between offsets change nothing.
+func TestTrackerMarksTheSettledPrefix(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		tr := newTracker()
+		type entry struct {
+			offset int64
+			done   bool
+		}
+		var all []entry
+		marked := int64(-1)
+		next := rapid.Int64Range(0, 10).Draw(t, "first")
+		for range rapid.IntRange(1, 60).Draw(t, "steps") {
+			switch rapid.SampledFrom([]string{"deliver", "atOnce", "settle", "again", "take"}).Draw(t, "step") {
+			case "deliver":
+				tr.deliver(next)
+				all = append(all, entry{next, false})
+				next += rapid.Int64Range(1, 5).Draw(t, "gap")
+			case "atOnce": // handled before anything else was delivered
+				tr.settle(next, "")
+				all = append(all, entry{next, true})
+				next += rapid.Int64Range(1, 5).Draw(t, "gap")
+			case "settle":
+				if len(all) > 0 {
+					i := rapid.IntRange(0, len(all)-1).Draw(t, "which")
+					all[i].done = true
+					tr.settle(all[i].offset, "")
+				}
+			case "again":
+				if len(all) > 0 {
+					tr.deliver(all[rapid.IntRange(0, len(all)-1).Draw(t, "which")].offset)
+				}
+			case "take":
+				want := int64(-1)
+				oldest := int64(-1)
+				for _, e := range all {
+					if !e.done {
+						oldest = e.offset
+						break
+					}
+					want = e.offset + 1
+				}
+				offset, _, due := tr.take()
+				if due != (want > marked) || due && offset != want {
+					t.Fatalf("mark %d (due %t), want %d after %d, of %v", offset, due, want, marked, all)
+				}
+				if due {
+					marked = offset
+				}
+				if oldest < 0 {
+					oldest = want
+				}
+				if at, given := tr.position(); at != oldest || given != marked {
+					t.Fatalf("position %d, marked %d; want %d, %d, of %v", at, given, oldest, marked, all)
+				}
+			}
+		}
+	})
+}
+
+func TestTrackerKeepsMetadataAndHeedsAReset(t *testing.T) {
+	tr := newTracker()
+	for _, o := range []int64{3, 4, 9} {
+		tr.deliver(o)
+	}
+	tr.settle(4, "four")
+	tr.settle(3, "three")
+	if o, meta, due := tr.take(); o != 5 || meta != "four" || !due {
+		t.Errorf("%d %q %t", o, meta, due)
+	}
+	tr.rewound()
+	tr.settle(9, "nine")
+	if o, _, due := tr.take(); due {
+		t.Errorf("marked %d after a reset", o)
+	}
+	tr.resumed()
+	if o, meta, due := tr.take(); o != 10 || meta != "nine" || !due {
+		t.Errorf("%d %q %t", o, meta, due)
+	}
+}
+
+func BenchmarkTrackerAtOnce(b *testing.B) {
+	tr := newTracker()
+	for i := range int64(b.N) {
+		tr.settle(i, "")
+		if i%64 == 63 {
+			tr.take()
+		}
+	}
+}

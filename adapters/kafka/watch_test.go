@@ -1,0 +1,168 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package kafka
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"log/slog"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/IBM/sarama"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kmsg"
+	"go.opentelemetry.io/otel/propagation"
+	sdktrace "go.opentelemetry.io/otel/sdk/trace"
+	"go.opentelemetry.io/otel/sdk/trace/tracetest"
+	"go.opentelemetry.io/otel/trace"
+
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// logged is a log that a test reads.
+type logged struct {
+	mu  sync.Mutex
+	buf bytes.Buffer
+}
+
+func (l *logged) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.Write(p)
+}
+
+func (l *logged) has(text string) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return strings.Contains(l.buf.String(), text)
+}
+
+// A coordinator that refuses every commit is noticed by what is committed and by
+// the group's errors; when it takes them again, the marks are there.
+func TestCommitsThatFailAreNoticed(t *testing.T) {
+	t.Parallel()
+	fake, err := kfake.NewCluster(kfake.NumBrokers(1), kfake.SeedTopics(1, "t"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer fake.Close()
+	r := &rig{t: t, addrs: fake.ListenAddrs(), topic: "t", group: "g", partitions: 1}
+	cfg := testConfig()
+	cfg.Producer.Return.Successes = true
+	if r.client, err = sarama.NewClient(r.addrs, cfg); err != nil {
+		t.Fatal(err)
+	}
+	defer r.client.Close()
+	if r.admin, err = sarama.NewClusterAdminFromClient(r.client); err != nil {
+		t.Fatal(err)
+	}
+	if r.producer, err = sarama.NewSyncProducerFromClient(r.client); err != nil {
+		t.Fatal(err)
+	}
+	defer r.producer.Close()
+	fault := fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.OffsetCommit}, Err: kerr.InvalidCommitOffsetSize, Count: -1})
+
+	var own, groups logged
+	g := newGuard(t, guard.Config{})
+	h := Wrap(g, nothing, WithLogger(slog.New(slog.NewTextHandler(&own, nil))), func(o *options) { o.lookEvery = 200 * time.Millisecond })
+	c := *testConfig()
+	c.Consumer.Return.Errors = true
+	group, err := sarama.NewConsumerGroup(r.addrs, r.group, &c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	var running sync.WaitGroup
+	running.Go(func() { WatchErrors(context.Background(), group, slog.New(slog.NewTextHandler(&groups, nil))) })
+	running.Go(func() {
+		for ctx.Err() == nil {
+			_ = group.Consume(ctx, []string{"t"}, h)
+		}
+	})
+	r.publish(0, 10, nil, nil)
+	t.Cleanup(func() { if t.Failed() { t.Log(own.buf.String(), groups.buf.String()) } })
+	eventually(t, "the guard notices", func() bool { return own.has("commits are behind") && own.has("marked=10") })
+	eventually(t, "the group says it", func() bool { return groups.has("partition=0") && groups.has("times=1") })
+	if n := r.committed(0); n > 0 {
+		t.Errorf("committed %d", n)
+	}
+	fault.Remove()
+	r.publish(10, 20, nil, nil)
+	eventually(t, "the commits catch up", func() bool { return own.has("commits have caught up") && r.committed(0) == 20 })
+	cancel()
+	if err := group.Close(); err != nil {
+		t.Logf("close: %v", err)
+	}
+	running.Wait()
+}
+
+// A trace goes from the producer through the broker to the handler and into the
+// dead letter.
+func TestTraceReachesTheDeadLetter(t *testing.T) {
+	t.Parallel()
+	for _, parent := range []bool{false, true} {
+		r := newRig(t, 1)
+		d := r.dlq(DLQConfig{Sources: []string{r.topic}})
+		spans := tracetest.NewInMemoryExporter()
+		provider := sdktrace.NewTracerProvider(sdktrace.WithSyncer(spans))
+		w3c := propagation.TraceContext{}
+		opts := []guard.Option{guard.WithTracerProvider(provider), guard.WithPropagator(w3c)}
+		if parent {
+			opts = append(opts, guard.WithParentSpans())
+		}
+		g, err := guard.New(guard.Config{Policy: guard.Policy{Retry: guard.Retry{Attempts: 2, Base: time.Millisecond, Max: time.Millisecond}}}, opts...)
+		if err != nil {
+			t.Fatal(err)
+		}
+
+		ctx, root := provider.Tracer("test").Start(context.Background(), "publish", trace.WithSpanKind(trace.SpanKindProducer))
+		carrier := propagation.MapCarrier{}
+		w3c.Inject(ctx, carrier)
+		root.End()
+		if _, _, err := r.producer.SendMessage(&sarama.ProducerMessage{
+			Topic: r.topic, Value: sarama.StringEncoder("bad"),
+			Headers: []sarama.RecordHeader{{Key: []byte("traceparent"), Value: []byte(carrier["traceparent"])}},
+		}); err != nil {
+			t.Fatal(err)
+		}
+		var seen trace.SpanContext
+		m := r.join(testConfig(), Wrap(g, func(ctx context.Context, _ *sarama.ConsumerMessage) error {
+			seen = trace.SpanContextFromContext(ctx)
+			return guard.Permanent(errors.New("hopeless"))
+		}, WithDeadLetters(d)))
+		ms, err := r.read(testContext(t), r.topic+".dlq", 0, 0, 1)
+		if err != nil {
+			t.Fatal(err)
+		}
+		eventually(t, "committed", func() bool { return r.committed(0) == 1 })
+		m.stop()
+		if _, err := g.Close(testContext(t)); err != nil {
+			t.Fatal(err)
+		}
+		want := root.SpanContext().TraceID()
+		rec, err := ReadDeadLetter(ms[0])
+		if err != nil || !strings.Contains(rec.TraceParent, want.String()) {
+			t.Errorf("the letter's trace is %q, want %s; %v", rec.TraceParent, want, err)
+		}
+		if parent != (seen.TraceID() == want) {
+			t.Errorf("parent %t, the handler's trace is %s, want %s", parent, seen.TraceID(), want)
+		}
+		found := map[string]bool{}
+		for _, s := range spans.GetSpans() {
+			related := s.SpanContext.TraceID() == want
+			for _, l := range s.Links {
+				related = related || l.SpanContext.TraceID() == want
+			}
+			found[strings.Fields(s.Name)[0]] = related
+		}
+		if !found["process"] || !found["dead_letter"] {
+			t.Errorf("spans related to the producer's: %v", found)
+		}
+	}
+}

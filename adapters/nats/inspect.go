@@ -1,0 +1,177 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package nats
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// Target is what [Inspect] looks at.
+type Target struct {
+	// Stream and Consumer are those that are guarded.
+	Stream, Consumer string
+
+	// DLQ is the stream of dead letters; unset means that there is none to check.
+	DLQ string
+
+	// Policy is the guard's; its zero value means the defaults.
+	Policy guard.Policy
+
+	// Hold is the longest outage, of the dependency or of all consumers, that
+	// must lose nothing. Unset means 1h; not below 0.
+	Hold time.Duration
+}
+
+func (t Target) validate() error {
+	var errs []error
+	if t.Stream == "" {
+		errs = append(errs, errors.New("nats: Target.Stream: must not be empty"))
+	}
+	if t.Consumer == "" {
+		errs = append(errs, errors.New("nats: Target.Consumer: must not be empty"))
+	}
+	if t.Hold < 0 {
+		errs = append(errs, fmt.Errorf("nats: Target.Hold: %s is below 0", t.Hold))
+	}
+	return errors.Join(append(errs, t.Policy.Validate())...)
+}
+
+// Inspect looks for settings of a consumer and its streams that would lose,
+// repeat or delay messages. It changes nothing, and costs four requests at most.
+// The error says why it could not look.
+func Inspect(ctx context.Context, js jetstream.JetStream, t Target) ([]guard.Finding, error) {
+	if err := t.validate(); err != nil {
+		return nil, err
+	}
+	if t.Hold == 0 {
+		t.Hold = time.Hour
+	}
+	stream, err := js.Stream(ctx, t.Stream)
+	if err != nil {
+		return nil, fmt.Errorf("nats: inspect stream %s: %w", t.Stream, err)
+	}
+	consumer, err := stream.Consumer(ctx, t.Consumer)
+	if err != nil {
+		return nil, fmt.Errorf("nats: inspect consumer %s of stream %s: %w", t.Consumer, t.Stream, err)
+	}
+	i := inspection{Target: t}
+	i.source(stream.CachedInfo())
+	i.consumer(consumer.CachedInfo().Config)
+	if d := consumer.CachedInfo().Config.MaxDeliver; d > 0 {
+		advisory := fmt.Sprintf(maxDeliveriesSubject, t.Stream, t.Consumer)
+		switch _, err := js.StreamNameBySubject(ctx, advisory); {
+		case errors.Is(err, jetstream.ErrStreamNotFound):
+			i.add(guard.Danger, i.consumerName(), "run nats.NewMover, or set MaxDeliver to -1: the guard counts attempts itself",
+				"MaxDeliver is %d, and no stream keeps the advisories: a message that crashes its handler %d times stays in the stream, and nobody is told", d, d)
+		case err != nil:
+			return nil, fmt.Errorf("nats: inspect who keeps %s: %w", advisory, err)
+		}
+	}
+	if t.DLQ != "" {
+		dead, err := js.Stream(ctx, t.DLQ)
+		if err != nil {
+			return nil, fmt.Errorf("nats: inspect stream %s: %w", t.DLQ, err)
+		}
+		i.dlq(dead.CachedInfo().Config, stream.CachedInfo().Config)
+	}
+	return i.findings, nil
+}
+
+// maxDeliveriesSubject is where the server tells of a message that it will not
+// deliver again.
+const maxDeliveriesSubject = "$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.%s.%s"
+
+type inspection struct {
+	Target
+	findings []guard.Finding
+}
+
+func (i *inspection) add(s guard.Severity, where, fix, what string, args ...any) {
+	i.findings = append(i.findings, guard.Finding{Severity: s, Where: where, What: fmt.Sprintf(what, args...), Fix: fix})
+}
+
+func (i *inspection) consumerName() string { return "consumer " + i.Stream + "/" + i.Consumer }
+
+// source looks at the stream, which keeps what is held.
+func (i *inspection) source(info *jetstream.StreamInfo) {
+	c, where := info.Config, "stream "+i.Stream
+	if c.MaxAge > 0 && c.MaxAge < i.Hold {
+		i.add(guard.Danger, where, fmt.Sprintf("nats stream edit %s --max-age=%s", i.Stream, i.Hold),
+			"MaxAge is %s: in an outage of %s messages are dropped while they wait", c.MaxAge, i.Hold)
+	}
+	if c.Discard == jetstream.DiscardOld && (c.MaxMsgs > 0 || c.MaxBytes > 0 || c.MaxMsgsPerSubject > 0) {
+		i.add(guard.Danger, where, fmt.Sprintf("nats stream edit %s --discard=new", i.Stream),
+			"it discards old messages at MaxMsgs %d, MaxBytes %d, MaxMsgsPerSubject %d: those that wait first", c.MaxMsgs, c.MaxBytes, c.MaxMsgsPerSubject)
+	}
+	if c.Storage == jetstream.MemoryStorage {
+		i.add(guard.Danger, where, "keep it in files", "it is in memory: a restart of the server loses what waits")
+	}
+}
+
+// consumer looks at what decides about deliveries.
+func (i *inspection) consumer(c jetstream.ConsumerConfig) {
+	where := i.consumerName()
+	edit := fmt.Sprintf("nats consumer edit %s %s ", i.Stream, i.Consumer)
+	if c.AckPolicy != jetstream.AckExplicitPolicy {
+		i.add(guard.Danger, where, "make it anew with AckExplicit", "its ack policy is %s: a message is settled without its own ack", c.AckPolicy)
+		return
+	}
+	wait := c.AckWait
+	for _, d := range c.BackOff {
+		wait = min(wait, d)
+	}
+	if wait < time.Second {
+		i.add(guard.Warning, where, edit+"--wait=30s",
+			"AckWait (or the shortest BackOff) is %s: held messages are extended every %s, and one pause of the process repeats them", wait, wait/3)
+	}
+	if len(c.BackOff) > 0 {
+		i.add(guard.Notice, where, "make it anew without BackOff", "BackOff spaces deliveries, not attempts: with the guard it only shortens AckWait")
+	}
+	if window := i.Policy.Window; c.MaxAckPending > 0 && c.MaxAckPending < window {
+		i.add(guard.Warning, where, fmt.Sprintf("%s--max-pending=%d", edit, window),
+			"MaxAckPending is %d, and Policy.Window %d: the source will not open", c.MaxAckPending, window)
+	}
+	if c.InactiveThreshold > 0 && c.InactiveThreshold < i.Hold {
+		severity, then := guard.Warning, "a new one begins at the start of the stream"
+		if c.DeliverPolicy != jetstream.DeliverAllPolicy {
+			severity, then = guard.Danger, "a new one passes what was not handled"
+		}
+		i.add(severity, where, edit+"--inactive-threshold=0",
+			"InactiveThreshold is %s: when no process runs for longer the server deletes it with its position, and %s", c.InactiveThreshold, then)
+	}
+	if c.MaxDeliver > 0 && c.MaxDeliver < minMaxDeliver {
+		i.add(guard.Warning, where, edit+"--max-deliver=-1",
+			"MaxDeliver is %d: each restart of a process counts as a delivery of all it had buffered, so that a rolling restart comes close", c.MaxDeliver)
+	}
+}
+
+// minMaxDeliver leaves room for a few restarts beside a crashing handler.
+const minMaxDeliver = 5
+
+// dlq looks at the stream of dead letters.
+func (i *inspection) dlq(c, source jetstream.StreamConfig) {
+	where := "stream " + i.DLQ
+	if c.Storage == jetstream.MemoryStorage {
+		i.add(guard.Danger, where, "keep it in files", "it is in memory: a restart of the server loses the dead letters")
+	}
+	if c.MaxAge > 0 && (source.MaxAge == 0 || c.MaxAge < source.MaxAge) {
+		i.add(guard.Warning, where, fmt.Sprintf("nats stream edit %s --max-age=0", i.DLQ),
+			"MaxAge is %s, less than the source keeps: a dead letter is gone before what was published with it", c.MaxAge)
+	}
+	if c.Discard == jetstream.DiscardOld && (c.MaxMsgs > 0 || c.MaxBytes > 0 || c.MaxMsgsPerSubject > 0) {
+		i.add(guard.Danger, where, fmt.Sprintf("nats stream edit %s --discard=new", i.DLQ),
+			"it discards old dead letters at MaxMsgs %d, MaxBytes %d, MaxMsgsPerSubject %d", c.MaxMsgs, c.MaxBytes, c.MaxMsgsPerSubject)
+	}
+	if c.Replicas < source.Replicas {
+		i.add(guard.Warning, where, fmt.Sprintf("nats stream edit %s --replicas=%d", i.DLQ, source.Replicas),
+			"it has %d replicas, the source %d: a dead letter is worth as much as its message", c.Replicas, source.Replicas)
+	}
+}

@@ -1,0 +1,28 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Package nethttp guards what an HTTP service does with a dependency that may
+// fail: net/http middleware in front of the handlers that use it.
+//
+// [New] makes an [Intake] for one dependency. While its breaker is closed a
+// request runs in its own goroutine as it would without the guard, and handler
+// errors, panics and 5xx answers are its outcomes. While it is not closed,
+// [Intake.Wrap] answers 503 with Retry-After at once, and [Intake.Defer]
+// answers 202 and holds the request in memory, to be replayed in order, at the
+// ramp, when the dependency is back.
+//
+//	intake, err := nethttp.New(g, nethttp.Config{Name: "payments"}, nethttp.WithDeadLetters(letters))
+//	mux.Handle("GET /orders/{id}", intake.Wrap(show))
+//	mux.Handle("POST /orders", intake.Defer(create))
+//
+// # What a 202 promises
+//
+// That the handler will be called with the request until it succeeds, or that
+// the request ends with the dead-letter writer, as long as this process lives
+// and ends by [Intake.Close]. A crash loses what is held: the header [HeaderHold]
+// of the answer says "memory". A client that cannot bear that should send the
+// request again, with an idempotency key of its own, until it gets another
+// answer than 202.
+//
+// docs/http.md has the rest: settings, deadlines, probes, what a replay is.
+package nethttp

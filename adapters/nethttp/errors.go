@@ -1,0 +1,49 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package nethttp
+
+import (
+	"errors"
+	"fmt"
+	"net/http"
+)
+
+var (
+	// ErrConfig means that a configuration was refused. The text names every
+	// field that is wrong, its value and the allowed range.
+	ErrConfig = errors.New("nethttp: config")
+
+	// ErrNotReplayed is the error of a dead letter whose request was answered 202
+	// and not yet replayed when the intake was closed.
+	ErrNotReplayed = errors.New("nethttp: closed before the request was replayed")
+
+	// ErrUnfinished is the same for a request whose replay had begun and had not
+	// returned: it may still succeed.
+	ErrUnfinished = errors.New("nethttp: closed while the request was being replayed")
+
+	// errGone is the outcome of a handler that wrote nothing for a client that
+	// had gone away.
+	errGone = errors.New("nethttp: the client went away before there was an answer")
+
+	// errRefused is the outcome of a handler whose answer was another intake's
+	// refusal: it says nothing about this one's dependency.
+	errRefused = errors.New("nethttp: refused by another intake")
+)
+
+// StatusError is the outcome of a handler that answered with a status that
+// counts as a failure.
+type StatusError struct {
+	Status int
+	// Text is the beginning of a replay's answer, which nobody else gets; empty
+	// for a request whose client is there to read it.
+	Text string
+}
+
+func (e *StatusError) Error() string {
+	text := fmt.Sprintf("nethttp: the handler answered %d %s", e.Status, http.StatusText(e.Status))
+	if e.Text != "" {
+		text += ": " + e.Text
+	}
+	return text
+}

@@ -1,0 +1,299 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package nethttp
+
+import (
+	"context"
+	"errors"
+	"hash/maphash"
+	"io"
+	"net/http"
+	"net/url"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+
+	"go.opentelemetry.io/otel/propagation"
+	"go.opentelemetry.io/otel/trace"
+
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// Held describes a request that is held, or being replayed.
+type Held struct {
+	ID      string    // as in HeaderHoldID and in dead letters
+	Since   time.Time // when it was accepted
+	Attempt int       // the replay in hand, from 1; 0 before the first
+}
+
+// held is a request that was answered 202.
+type held struct {
+	id    string
+	lane  uint64
+	key   string
+	since time.Time
+	size  int
+
+	// req is a copy that only replays' own copies are made of: no body, and of
+	// the header what is to be kept. Its context has the values to carry.
+	req  *http.Request
+	body []byte
+	next http.Handler
+
+	// Guarded by Intake.mu.
+	older, newer *held
+	attempt      int
+	running      bool // a replay is in hand
+	given        bool // somebody writes it as a dead letter of the end
+}
+
+// overhead is what a held request weighs beside its bytes.
+const overhead = 1 << 10
+
+var laneSeed = maphash.MakeSeed()
+
+// lane is what a request keeps its order in.
+func (in *Intake) lane(r *http.Request) uint64 {
+	if in.order != guard.OrderKey {
+		return 0
+	}
+	return maphash.String(laneSeed, in.o.key(r))
+}
+
+// behind tells whether a request has to wait its turn: others are held that it
+// must not overtake.
+func (in *Intake) behind(lane uint64) bool {
+	switch {
+	case in.holdAll:
+		return true
+	case in.waiting.Load() == 0 || in.order == guard.OrderNone:
+		return false
+	case in.order == guard.OrderSource:
+		return true
+	default:
+		in.mu.Lock()
+		defer in.mu.Unlock()
+		return in.lanes[lane] > 0
+	}
+}
+
+// hold reads a request, puts it into the source and answers 202, or refuses it.
+func (in *Intake) hold(w http.ResponseWriter, r *http.Request, next http.Handler, lane uint64) {
+	header, size := in.pick(r)
+	if r.ContentLength > in.cfg.MaxBody || size > in.cfg.MaxHeader || r.MultipartForm != nil {
+		in.refuse(w, r, guard.ReasonBackpressure, nil) // it can be handled, but not held
+		return
+	}
+	need := int64(size + overhead)
+	if r.ContentLength < 0 {
+		need += in.cfg.MaxBody
+	} else {
+		need += r.ContentLength
+	}
+	if !in.reserve(need) {
+		in.refuse(w, r, guard.ReasonBackpressure, nil)
+		return
+	}
+	body, err := in.read(w, r)
+	switch {
+	case err == nil && int64(len(body)) > in.cfg.MaxBody:
+		in.unreserve(need)
+		in.refuse(w, r, guard.ReasonBackpressure, nil)
+		return
+	case err != nil:
+		in.unreserve(need)
+		status := bodyStatus(err)
+		http.Error(w, http.StatusText(status), status)
+		return
+	case r.Context().Err() != nil: // the client has gone: nothing is promised
+		in.unreserve(need)
+		return
+	default:
+	}
+	h := &held{
+		lane: lane, key: in.o.key(r), since: time.Now(), size: size + overhead + len(body),
+		req: in.copy(r, header), body: body, next: next,
+	}
+	if in.o.replay != nil {
+		h.next = in.o.replay
+	}
+	if err := in.enqueue(h, need); err != nil {
+		why := guard.ReasonBackpressure
+		if errors.Is(err, guard.ErrClosed) {
+			why = guard.ReasonShutdown
+		}
+		in.refuse(w, r, why, err)
+		return
+	}
+	in.accepted.Add(1)
+	w.Header().Set(HeaderHold, HoldMemory)
+	w.Header().Set(HeaderHoldID, h.id)
+	in.o.accepted(w, r, Held{ID: h.id, Since: h.since})
+}
+
+// accept is the default answer of a request that is held.
+func accept(w http.ResponseWriter, _ *http.Request, _ Held) {
+	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+	w.Header().Set("X-Content-Type-Options", "nosniff")
+	w.WriteHeader(http.StatusAccepted)
+	_, _ = io.WriteString(w, "accepted: held in memory until it can be handled; lost if this process crashes\n") // or the client is gone
+}
+
+// pick chooses the headers to keep, and weighs them with the URL.
+func (in *Intake) pick(r *http.Request) (http.Header, int) {
+	header := make(http.Header)
+	size := len(r.Method) + len(r.RequestURI) + len(r.Host)
+	for name, values := range r.Header {
+		if in.keep[name] && !named(r.Header["Connection"], name) {
+			header[name] = append([]string(nil), values...)
+			for _, v := range values {
+				size += len(name) + len(v)
+			}
+		}
+	}
+	// The link of a replay's span goes to the server's span where there is one,
+	// and not past it to the client's.
+	if sc := trace.SpanContextFromContext(r.Context()); sc.IsValid() && in.keep["Traceparent"] {
+		propagation.TraceContext{}.Inject(r.Context(), propagation.HeaderCarrier(header))
+	}
+	return header, size
+}
+
+// named tells whether Connection says that a header is of this hop only.
+func named(connection []string, name string) bool {
+	for _, list := range connection {
+		for token := range strings.SplitSeq(list, ",") {
+			if strings.EqualFold(strings.TrimSpace(token), name) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// reserve takes room for a request that is about to be read.
+func (in *Intake) reserve(bytes int64) bool {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	n := int(in.waiting.Load()) + in.reading
+	if in.closing || n >= in.window || n > 0 && in.bytes+bytes > in.room {
+		return false
+	}
+	in.reading++
+	in.bytes += bytes
+	return true
+}
+
+func (in *Intake) unreserve(bytes int64) {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	in.reading--
+	in.bytes -= bytes
+}
+
+// read reads the body, up to one byte more than can be held.
+func (in *Intake) read(w http.ResponseWriter, r *http.Request) ([]byte, error) {
+	if r.Body == nil || r.Body == http.NoBody {
+		return nil, nil
+	}
+	// Not every ResponseWriter can; then the server's own timeout has to do.
+	_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(in.cfg.BodyTimeout))
+	var body []byte
+	if r.ContentLength > 0 {
+		body = make([]byte, r.ContentLength)
+		_, err := io.ReadFull(r.Body, body)
+		return body, err
+	}
+	body, err := io.ReadAll(io.LimitReader(r.Body, in.cfg.MaxBody+1))
+	return body, err
+}
+
+// bodyStatus is the answer to a request whose body could not be read.
+func bodyStatus(err error) int {
+	switch {
+	case errors.As(err, new(*http.MaxBytesError)): // of a middleware further out
+		return http.StatusRequestEntityTooLarge
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		return http.StatusRequestTimeout
+	default:
+		return http.StatusBadRequest
+	}
+}
+
+// copy makes the request to keep. Path values and what a form was parsed into
+// in front of the intake are kept.
+func (in *Intake) copy(r *http.Request, header http.Header) *http.Request {
+	ctx := context.Background()
+	keys := append([]any{http.ServerContextKey, http.LocalAddrContextKey}, in.o.values...)
+	values := make([]any, len(keys))
+	for i, key := range keys {
+		values[i] = r.Context().Value(key)
+	}
+	kept := r.Clone(&carried{ctx, keys, values})
+	kept.Header = header
+	kept.Body, kept.GetBody = nil, nil
+	kept.Trailer, kept.TransferEncoding, kept.Close = nil, nil, false
+	kept.Proto, kept.ProtoMajor, kept.ProtoMinor = "HTTP/1.1", 1, 1
+	if kept.URL == nil {
+		kept.URL = new(url.URL)
+	}
+	return kept
+}
+
+// enqueue turns a reservation into a held request: from here on nobody of its
+// lane overtakes it.
+func (in *Intake) enqueue(h *held, reserved int64) error {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	in.reading--
+	in.bytes -= reserved
+	if in.closing {
+		return guard.ErrClosed
+	}
+	in.seq++
+	h.id = in.ids + "-" + strconv.FormatUint(in.seq, 10)
+	if err := in.src.Offer(h); err != nil {
+		return err
+	}
+	in.bytes += int64(h.size)
+	in.lanes[h.lane]++
+	in.waiting.Add(1)
+	if h.older = in.newest; h.older != nil {
+		h.older.newer = h
+	} else {
+		in.oldest = h
+	}
+	in.newest = h
+	return nil
+}
+
+// forget ends a held request: it was handled or dead-lettered.
+func (in *Intake) forget(h *held) {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	if h.older == nil && in.oldest != h {
+		return // twice
+	}
+	if h.older != nil {
+		h.older.newer = h.newer
+	} else {
+		in.oldest = h.newer
+	}
+	if h.newer != nil {
+		h.newer.older = h.older
+	} else {
+		in.newest = h.older
+	}
+	h.older, h.newer = nil, nil
+	in.bytes -= int64(h.size)
+	if in.lanes[h.lane]--; in.lanes[h.lane] == 0 {
+		delete(in.lanes, h.lane)
+	}
+	in.waiting.Add(-1)
+	if in.oldest == nil && in.idle != nil {
+		close(in.idle)
+		in.idle = nil
+	}
+}

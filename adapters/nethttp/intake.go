@@ -1,0 +1,252 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package nethttp
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// Intake guards the handlers that use one dependency. It is a function guard for
+// the requests whose clients wait, and a source for those that are held, with
+// one breaker. All methods are safe for concurrent use.
+//
+// Goroutines: [New] starts the loop of the source, which alone replays requests
+// (with Policy.Workers, they do); it ends with [Intake.Close] or the Guard's.
+//
+// Lock order: Intake.mu, then the guard's own. No handler, writer or option of
+// the user's runs under it.
+type Intake struct {
+	cfg  Config
+	o    options
+	keep map[string]bool
+	live *guard.Func[*call]
+	src  *guard.Source[*held] // nil if nothing can be deferred
+
+	order  guard.Order
+	window int   // requests that may be held, those being read included
+	room   int64 // bytes that may be held, the same
+	ids    string
+	ran    chan struct{} // closed when the loop has ended
+
+	// due is since when a probe has been due that no held request made, in
+	// nanoseconds of wall time; 0 if that is not so.
+	due     atomic.Int64
+	waiting atomic.Int64 // held requests
+
+	refused, full, accepted atomic.Uint64
+
+	holdAll bool // tests hold also while the breaker is closed
+
+	mu      sync.Mutex
+	seq     uint64
+	reading int   // requests whose body is being read
+	bytes   int64 // of what is held or being read
+	lanes   map[uint64]int
+	oldest  *held // held requests, in order
+	newest  *held
+	idle    chan struct{} // closed when nothing is held any more; nil if nobody waits
+	closing bool
+
+	once   sync.Once
+	closed chan struct{} // Close is done
+	report Report
+}
+
+// probeGrace is how long live requests leave a probe that is due to the held
+// ones: those have no client who would wait for a dependency that hangs. After
+// it they probe too, since the held ones may be paused, or their handler busy.
+const probeGrace = time.Second
+
+// New makes an intake. The error joins everything that is wrong with cfg and
+// the options. Follow it by [Intake.Close], after the server's Shutdown.
+func New(g *guard.Guard, cfg Config, opts ...Option) (*Intake, error) {
+	o, optErr := newOptions(opts)
+	err := errors.Join(cfg.Validate(), optErr)
+	if g == nil {
+		err = errors.Join(err, fmt.Errorf("%w: New: the Guard must not be nil", ErrConfig))
+	}
+	if err != nil {
+		return nil, err
+	}
+	cfg = cfg.WithDefaults()
+	in := &Intake{
+		cfg: cfg, o: o, keep: cfg.keep(), lanes: make(map[uint64]int), ids: rand.Text()[:10],
+		ran: make(chan struct{}), closed: make(chan struct{}),
+	}
+	source := guard.SourceConfig{Name: cfg.Name, System: "http", Destination: cfg.Dependency, Policy: cfg.Policy, Limiter: o.limiter}
+	if in.live, err = guard.Protect(g, source, in.handle); err != nil {
+		return nil, fmt.Errorf("nethttp: %w", err)
+	}
+	if o.letters == nil {
+		close(in.ran)
+		return in, nil
+	}
+	source.Name += "/held"
+	source.DeadLetters = o.letters
+	if in.src, err = guard.Open(g, source, guard.Limits{}, newPort(in), in.replay); err != nil {
+		in.live.End(context.Background(), guard.ReasonShutdown)
+		return nil, fmt.Errorf("nethttp: %w", err)
+	}
+	policy := in.src.State().Settings
+	in.order, in.window, in.room = policy.Order, policy.Window, policy.WindowBytes
+	go func() {
+		defer close(in.ran)
+		_ = in.src.Run(context.Background(), nil) // until the source has ended
+	}()
+	return in, nil
+}
+
+// Wrap guards a handler. While the breaker is not closed its requests are
+// refused, but for those that [WithDeferrable] says may be held.
+func (in *Intake) Wrap(next http.Handler) http.Handler {
+	return &handler{in: in, next: next, defers: func(r *http.Request) bool {
+		return in.o.deferrable != nil && in.o.deferrable(r)
+	}}
+}
+
+// Defer guards a handler whose requests may be held and answered with 202: those
+// with the methods POST, PUT, PATCH and DELETE; others are guarded as by
+// [Intake.Wrap]. It panics if the intake has no [WithDeadLetters], as
+// http.ServeMux does over a pattern: that is a mistake in the program.
+func (in *Intake) Defer(next http.Handler) http.Handler {
+	if in.src == nil {
+		panic("nethttp: Intake.Defer needs WithDeadLetters: a request that was answered 202 and cannot be replayed must go somewhere")
+	}
+	return &handler{in: in, next: next, defers: func(r *http.Request) bool {
+		switch r.Method {
+		case http.MethodPost, http.MethodPut, http.MethodPatch, http.MethodDelete:
+			return true
+		default:
+			return false
+		}
+	}}
+}
+
+// Stats counts what an intake answered by itself since it was made.
+type Stats struct {
+	Refused  uint64 // by the breaker, a limiter, an operator, or at the end; Full left out
+	Full     uint64 // deferrable, but the hold had no room, or not for so large a request
+	Accepted uint64 // 202
+	Held     int    // of Accepted, those neither replayed nor dead-lettered now
+}
+
+// Stats is what was counted so far. The rest is in the states of the Guard's
+// sources, under Config.Name and Config.Name + "/held".
+func (in *Intake) Stats() Stats {
+	return Stats{Refused: in.refused.Load(), Full: in.full.Load(), Accepted: in.accepted.Load(), Held: int(in.waiting.Load())}
+}
+
+// Drained waits until nothing is held, or ctx ends. New requests may be held
+// meanwhile, as long as the server runs.
+func (in *Intake) Drained(ctx context.Context) error {
+	for {
+		in.mu.Lock()
+		if in.oldest == nil {
+			in.mu.Unlock()
+			return nil
+		}
+		if in.idle == nil {
+			in.idle = make(chan struct{})
+		}
+		idle := in.idle
+		in.mu.Unlock()
+		select {
+		case <-idle:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+}
+
+// A Report says how an intake ended.
+type Report struct {
+	Live, Held guard.Report // Held is zero if nothing could be deferred
+
+	// Written is how many requests were answered 202 and are now with the
+	// dead-letter writer, not replayed, with [ReasonShutdown].
+	Written int
+	// Left are those the writer did not take: nobody else has them.
+	Left []Left
+}
+
+// A Left is a request that was answered 202 and is lost unless the caller sees
+// to it. [FromRecord] makes a request of it again.
+type Left struct {
+	Record *dlq.Record
+	Err    error // what the writer said
+}
+
+// Close ends the intake: it waits for live requests and the replay in hand
+// until ctx ends, and gives what is still held to the dead-letter writer, which
+// has at least a second for it even then. The error is not nil if anything is
+// left. Call it after the server's Shutdown, and [Intake.Drained] in between if
+// the dependency is well and there is time. Guard.Close does the same, but
+// cannot see a replay that does not return; call Close first.
+//
+// Later calls wait for the first and return its report.
+func (in *Intake) Close(ctx context.Context) (Report, error) {
+	in.once.Do(func() {
+		in.report = in.close(ctx)
+		close(in.closed)
+	})
+	<-in.closed
+	rep := in.report
+	var errs []error
+	for _, r := range []guard.Report{rep.Live, rep.Held} {
+		if n := len(r.Left); n > 0 {
+			errs = append(errs, fmt.Errorf("nethttp: close %s: %d requests have not returned", r.Source, n))
+		}
+		errs = append(errs, r.Err)
+	}
+	if n := len(rep.Left); n > 0 {
+		errs = append(errs, fmt.Errorf("nethttp: close %s: %d requests that were answered 202 are left: %w", in.cfg.Name, n, rep.Left[0].Err))
+	}
+	return rep, errors.Join(errs...)
+}
+
+func (in *Intake) close(ctx context.Context) (rep Report) {
+	in.mu.Lock()
+	in.closing = true
+	in.mu.Unlock()
+	var live sync.WaitGroup
+	live.Go(func() { rep.Live = in.live.End(ctx, guard.ReasonShutdown) })
+	defer live.Wait()
+	if in.src == nil {
+		return rep
+	}
+	rep.Held = in.src.End(ctx, guard.ReasonShutdown)
+	if rep.Held.Clean() {
+		<-in.ran
+	}
+	write, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	defer cancel()
+	stop := context.AfterFunc(ctx, func() { time.AfterFunc(lastLetters, cancel) })
+	defer stop()
+	rep.Written, rep.Left = in.surrender(write, in.heldNow())
+	return rep
+}
+
+// lastLetters is how long Close goes on writing once its context is over.
+const lastLetters = time.Second
+
+// heldNow lists what is held, oldest first.
+func (in *Intake) heldNow() (all []*held) {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	for h := in.oldest; h != nil; h = h.newer {
+		all = append(all, h)
+	}
+	return slices.Clip(all)
+}

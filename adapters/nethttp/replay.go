@@ -1,0 +1,107 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package nethttp
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"strings"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// replay is one run of a held request: the context that its handler gets, and
+// what is seen of its answer.
+type replay struct {
+	context.Context //nolint:containedctx // the guard's; replay is a context itself
+	outcome
+
+	in      *Intake
+	kept    context.Context //nolint:containedctx // values that were carried over
+	info    Held
+	answers sink
+}
+
+type replayKey struct{}
+
+func (p *replay) Value(key any) any {
+	switch k := key.(type) {
+	case outcomeKey:
+		return &p.outcome
+	case replayKey:
+		return p
+	case insideKey:
+		if k.in == p.in {
+			return p
+		}
+	}
+	if v := p.kept.Value(key); v != nil {
+		return v
+	}
+	return p.Context.Value(key)
+}
+
+// Replayed tells a handler that it handles a request which was held, and which;
+// nobody gets its answer.
+func Replayed(ctx context.Context) (Held, bool) {
+	if p, ok := ctx.Value(replayKey{}).(*replay); ok {
+		return p.info, true
+	}
+	return Held{}, false
+}
+
+// replay is the handler of the source: it makes a request of what is held and
+// runs it through the user's handler.
+func (in *Intake) replay(ctx context.Context, h *held) error {
+	in.mu.Lock()
+	h.attempt++
+	h.running = true
+	info := Held{ID: h.id, Since: h.since, Attempt: h.attempt}
+	in.mu.Unlock()
+	defer func() {
+		in.mu.Lock()
+		h.running = false
+		in.mu.Unlock()
+	}()
+	p := &replay{Context: ctx, in: in, kept: h.req.Context(), info: info}
+	p.answers.header = make(http.Header)
+	p.rec.w = &p.answers
+	r := h.req.Clone(p)
+	r.Body, r.ContentLength = http.NoBody, int64(len(h.body))
+	if len(h.body) > 0 {
+		r.Body = io.NopCloser(bytes.NewReader(h.body))
+	}
+	h.next.ServeHTTP(p.rec.writer(), r)
+	if r.MultipartForm != nil {
+		_ = r.MultipartForm.RemoveAll() // as a server does
+	}
+	return p.result(r)
+}
+
+// result is what a replay came to.
+func (p *replay) result(r *http.Request) error {
+	refused, err := p.said()
+	if err != nil {
+		return err
+	}
+	now := time.Now()
+	if refused != nil {
+		return guard.Backoff(errRefused, now.Add(refused.Until))
+	}
+	status := p.status()
+	err = p.in.o.judge(r, status, true)
+	e, ok := errors.AsType[*StatusError](err)
+	if !ok || p.in.o.judged {
+		return err
+	}
+	e.Text = strings.TrimSpace(strings.ToValidUTF8(string(p.answers.text), "\uFFFD"))
+	if at := retryAfter(p.answers.header, now); status == http.StatusTooManyRequests && !at.IsZero() {
+		return guard.Backoff(e, at)
+	}
+	return err
+}

@@ -1,0 +1,248 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package nethttp
+
+import (
+	"context"
+	"errors"
+	"math"
+	"net/http"
+	"strconv"
+	"sync/atomic"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// handler is one wrapped handler.
+type handler struct {
+	in     *Intake
+	next   http.Handler
+	defers func(*http.Request) bool
+}
+
+// insideKey is set in the context of a request that an intake let through, live
+// or replayed, so that it passes the same intake a second time.
+type insideKey struct{ in *Intake }
+
+// call is a live request: what its handler gets as a context, what is seen of
+// its answer, and what the function guard is called with.
+type call struct {
+	context.Context //nolint:containedctx // the request's; call is a context itself
+	outcome
+
+	in      *Intake
+	next    http.Handler
+	req     *http.Request
+	started bool
+	late    atomic.Bool
+}
+
+func (c *call) Value(key any) any {
+	switch k := key.(type) {
+	case outcomeKey:
+		return &c.outcome
+	case insideKey:
+		if k.in == c.in {
+			return c
+		}
+	}
+	return c.Context.Value(key)
+}
+
+// Err is the request's, but nil once the handler has failed after the client
+// had waited for Config.Patience: the function guard takes a call whose context
+// has ended for cancelled, and not for a failure.
+func (c *call) Err() error {
+	if c.late.Load() {
+		return nil
+	}
+	return c.Context.Err()
+}
+
+// ServeHTTP handles, holds or refuses a request.
+func (h *handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	in := h.in
+	if r.Context().Value(insideKey{in}) != nil {
+		h.next.ServeHTTP(w, r)
+		return
+	}
+	c := &call{Context: r.Context(), in: in, next: h.next, req: r}
+	c.rec.w = w
+	if in.src != nil && h.defers(r) && !upgrades(r) {
+		lane := in.lane(r)
+		var err error
+		if !in.behind(lane) {
+			if err = in.live.CallClosed(c, c); c.answered(err) {
+				return
+			}
+		}
+		if !errors.Is(err, guard.ErrClosed) {
+			in.hold(w, r, h.next, lane)
+			return
+		}
+		in.refuse(w, r, guard.ReasonShutdown, err)
+		return
+	}
+	err := in.admit(c)
+	if c.answered(err) {
+		return
+	}
+	why := guard.ReasonShutdown
+	if held, ok := errors.AsType[*guard.HeldError](err); ok {
+		why = held.Reason
+	}
+	in.refuse(w, r, why, err)
+}
+
+// answered tells whether a call of the function guard got to the handler.
+func (c *call) answered(err error) bool { return c.started || err == nil }
+
+// upgrades tells whether a request is the beginning of another protocol.
+func upgrades(r *http.Request) bool {
+	return r.Method == http.MethodConnect || r.Header.Get("Upgrade") != ""
+}
+
+// admit calls the handler, as a probe too unless held requests are to probe.
+func (in *Intake) admit(c *call) error {
+	if in.waiting.Load() == 0 {
+		return in.live.Call(c, c)
+	}
+	if in.overdue() {
+		err := in.live.Call(c, c)
+		if err != nil {
+			in.due.Store(0)
+		}
+		return err
+	}
+	err := in.live.CallClosed(c, c)
+	var due int64
+	if held, ok := errors.AsType[*guard.HeldError](err); ok && !c.started && held.Reason == guard.ReasonBreaker && held.Until <= 0 {
+		due = time.Now().UnixNano()
+	}
+	switch was := in.due.Load(); {
+	case due != 0 && was == 0:
+		in.due.CompareAndSwap(0, due)
+	case due == 0 && was != 0:
+		in.due.Store(0)
+	default:
+	}
+	return err
+}
+
+// overdue tells whether held requests have let a probe pass for too long.
+func (in *Intake) overdue() bool {
+	since := in.due.Load()
+	return since != 0 && time.Since(time.Unix(0, since)) >= probeGrace
+}
+
+// handle is what the function guard calls: the handler, in the goroutine of its
+// request.
+func (in *Intake) handle(ctx context.Context, c *call) error {
+	c.started = true
+	start := time.Now()
+	r := c.req.WithContext(ctx)
+	defer func() {
+		// What routers and the server look for in their own request.
+		c.req.Pattern = r.Pattern
+		if c.req.MultipartForm == nil {
+			c.req.MultipartForm = r.MultipartForm
+		}
+		if c.Context.Err() != nil && time.Since(start) >= in.cfg.Patience {
+			c.late.Store(true)
+		}
+	}()
+	c.next.ServeHTTP(c.rec.writer(), r)
+	refused, err := c.said()
+	switch {
+	case refused != nil:
+		return guard.Ignore(errRefused)
+	case err != nil:
+		return err
+	case c.rec.silent() && c.Context.Err() != nil:
+		return errGone
+	default:
+		return in.o.judge(r, c.status(), false)
+	}
+}
+
+// The headers that an intake sets.
+const (
+	// HeaderReason says in a refusal why: a word of [guard.Reason].
+	HeaderReason = "Stormguard-Reason"
+
+	// HeaderHold says in a 202 where the request is held, and so what the 202
+	// promises: [HoldMemory].
+	HeaderHold = "Stormguard-Hold"
+
+	// HeaderHoldID is the request's identity, in logs and dead letters.
+	HeaderHoldID = "Stormguard-Hold-Id"
+
+	// HoldMemory means that a crash of the process loses the request.
+	HoldMemory = "memory"
+)
+
+// A Refusal says why a request is neither handled nor held.
+type Refusal struct {
+	// Reason is why: breaker, limiter, operator, shutdown, or backpressure where
+	// the hold has no room for the request.
+	Reason guard.Reason
+	// Status is what the default answer has: 503, or 429 for a limiter.
+	Status int
+	// RetryAfter is what the header of that name says: at least 1s, in whole
+	// seconds.
+	RetryAfter time.Duration
+}
+
+// refuse answers a request that is neither handled nor held.
+func (in *Intake) refuse(w http.ResponseWriter, r *http.Request, why guard.Reason, err error) {
+	if why == guard.ReasonBackpressure {
+		in.full.Add(1)
+	} else {
+		in.refused.Add(1)
+	}
+	held, ok := errors.AsType[*guard.HeldError](err)
+	if !ok {
+		held = &guard.HeldError{Source: in.cfg.Name, Reason: why}
+	}
+	until := in.until(why, held.Until)
+	if o := outcomeOf(r.Context()); o != nil { // of an intake further out
+		o.mu.Lock()
+		o.refused = &guard.HeldError{Source: held.Source, Reason: why, Until: until}
+		o.mu.Unlock()
+	}
+	ref := Refusal{Reason: why, Status: http.StatusServiceUnavailable, RetryAfter: until}
+	if why == guard.ReasonLimiter {
+		ref.Status = http.StatusTooManyRequests
+	}
+	h := w.Header()
+	h.Set("Retry-After", strconv.FormatInt(int64(until/time.Second), 10))
+	h.Set(HeaderReason, why.String())
+	in.o.refused(w, r, ref)
+}
+
+// until is when a refused client should come back: at the end of the open
+// period, soon where probes are under way, after Config.RetryAfter where nobody
+// knows. In whole seconds, rounded up.
+func (in *Intake) until(why guard.Reason, until time.Duration) time.Duration {
+	if why == guard.ReasonBreaker || why == guard.ReasonBackpressure {
+		st := in.live.State()
+		switch {
+		case st.Breaker.ProbesOut > 0: // Until is when they are given up
+			until = time.Second
+		case len(st.Holds) > 0 && st.Holds[len(st.Holds)-1].Reason == guard.ReasonBreaker:
+			until = max(st.Holds[len(st.Holds)-1].Until, 1)
+		default:
+		}
+	}
+	if until <= 0 || until > 24*time.Hour {
+		return in.cfg.RetryAfter
+	}
+	return time.Duration(math.Ceil(until.Seconds())) * time.Second
+}
+
+// refuse is the default answer of a refusal.
+func refuse(w http.ResponseWriter, _ *http.Request, ref Refusal) {
+	http.Error(w, http.StatusText(ref.Status), ref.Status)
+}

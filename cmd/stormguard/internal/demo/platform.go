@@ -1,0 +1,153 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package demo
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/brokers"
+)
+
+// A Kind of broker; empty means [NATS].
+type Kind string
+
+// The kinds that a demo runs on.
+const (
+	Kafka Kind = "kafka"
+	NATS  Kind = "nats"
+)
+
+// Kinds are all of them, by name.
+func Kinds() []Kind { return slices.Sorted(maps.Keys(platforms)) }
+
+// inFlight is how many messages a consumer may have unsettled, on both sides,
+// where the broker bounds them. It is also what nats.go's Consume asks for by
+// default.
+const inFlight = 500
+
+// maxDeliver is how often the unguarded side tries a message.
+const maxDeliver = 5
+
+// lettersInFlight is how many dead letters an unguarded side has written and not
+// yet seen confirmed, where it goes on meanwhile. It is less than the clients
+// buffer.
+const lettersInFlight = 100
+
+// stopTimeout bounds the end of a consumer.
+const stopTimeout = 5 * time.Second
+
+// handler is the work that both sides do for the body of a message.
+type handler func(ctx context.Context, body []byte) error
+
+// broker is what both runs of a demo connect to.
+type broker interface {
+	// lay makes what a run needs; id keeps it apart from everything else there.
+	// What it returns is to be removed even if it fails, unless it is nil.
+	lay(ctx context.Context, id string) (plumbing, error)
+	close()
+}
+
+// plumbing is what one run has on the broker. The methods that ask are for one
+// goroutine each at a time, but for several at once.
+type plumbing interface {
+	// send publishes a message; one goroutine calls it. Waiting tells, once,
+	// whether the broker has it. send itself waits only where the client is full.
+	send(ctx context.Context, body []byte) (wait func(context.Context) error, err error)
+	// unguarded consumes as most programs do; guarded through the guard, with its
+	// dead letters. Each calls handle for one message after the other until ctx
+	// ends.
+	unguarded(ctx context.Context, handle handler) error
+	guarded(ctx context.Context, g *guard.Guard, handle handler) error
+	// joined tells whether the broker knows a consumer.
+	joined(ctx context.Context) (bool, error)
+	// idle tells whether, as far as the broker tells, nothing is left to deliver
+	// or to settle.
+	idle(ctx context.Context) (bool, error)
+	// buried is how many messages the DLQ has, exhume reads them.
+	buried(ctx context.Context) (int, error)
+	exhume(ctx context.Context, start time.Time) ([]dead, error)
+	// remove deletes all of it, also when ctx has ended.
+	remove(ctx context.Context)
+}
+
+// platform is a kind of broker.
+type platform struct {
+	title              string
+	store              string // where messages wait
+	unguarded, guarded string // how each side consumes, in a line
+	address            string // the form of --url
+	check              func(address string) bool
+	open               func(ctx context.Context, cfg Config, address string) (broker, error)
+	found              brokers.Kind // what to look for when no address is given; empty: open needs none
+}
+
+var platforms = map[Kind]platform{Kafka: onKafka, NATS: onNATS}
+
+// platform is the zero one for a kind that Validate refuses.
+func (c Config) platform() platform { return platforms[c.kind()] }
+
+// Validate reports everything that is wrong with broker and address, in terms of
+// flags.
+func (c Config) Validate() error {
+	if !slices.Contains(Kinds(), c.kind()) {
+		return fmt.Errorf("--broker %q: must be one of %q", c.Broker, Kinds())
+	}
+	var errs []error
+	if p := c.platform(); c.URL != "" && !p.check(c.URL) {
+		errs = append(errs, fmt.Errorf("--url %q: must be %s for --broker %s", redact(c.URL), p.address, c.kind()))
+	}
+	if c.Creds != "" && (c.URL == "" || c.kind() != NATS) {
+		errs = append(errs, fmt.Errorf("--creds %q: needs --broker nats and --url, nothing else asks for a file", c.Creds))
+	}
+	return errors.Join(errs...)
+}
+
+// Addresses are the forms of Config.URL.
+func Addresses() string {
+	var all []string
+	for _, k := range Kinds() {
+		all = append(all, Config{Broker: k}.platform().address)
+	}
+	return strings.Join(all, ", ")
+}
+
+func (c Config) kind() Kind {
+	if c.Broker == "" {
+		return NATS
+	}
+	return c.Broker
+}
+
+// open connects to the broker of cfg, and finds or starts one if it has no
+// address.
+func open(ctx context.Context, cfg Config, stderr io.Writer) (broker, error) {
+	p := cfg.platform()
+	address := cfg.URL
+	if address == "" && p.found != "" {
+		fmt.Fprintf(stderr, "looking for %s, or starting it; the very first start installs it and takes minutes\n", p.title)
+		var err error
+		if address, err = brokers.Find(ctx, p.found); err != nil {
+			if ctx.Err() != nil {
+				return nil, ctx.Err()
+			}
+			return nil, fmt.Errorf("no %s to run on; give the address of one by --url, %s: %w", p.title, p.address, err)
+		}
+		fmt.Fprintf(stderr, "%s at %s; it keeps running, \"scripts/brokers stop %s\" ends one that was started here\n", p.title, redact(address), p.found)
+	}
+	return p.open(ctx, cfg, address)
+}
+
+var userinfo = regexp.MustCompile(`//[^/]*@`)
+
+// redact leaves user and password out of an address.
+func redact(address string) string { return userinfo.ReplaceAllString(address, "//...@") }

@@ -1,0 +1,88 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"time"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+func poisonReason[M any](it *item[M]) dlq.Reason {
+	if it.probes > 0 {
+		return dlq.ReasonPoisonHead
+	}
+	return dlq.ReasonAttempts
+}
+
+// condemn dead-letters an item if the budget allows, else parks it until the
+// next credit may have come.
+func (c *machine[M]) condemn(now time.Duration, it *item[M]) {
+	class, reason := dlq.Exhausted, poisonReason(it)
+	switch {
+	case it.permanent:
+		class, reason = dlq.Permanent, dlq.ReasonPermanent
+	case it.lastDelivery && it.attempts < c.policy.Retry.Attempts:
+		reason = dlq.ReasonLastDelivery
+	}
+	c.earn()
+	if c.letters && c.budget.Spend(now, class) {
+		c.part(it)
+		c.deadLetter(it, reason)
+		return
+	}
+	c.tally.Refused++
+	wait := c.delay(max(it.attempts, 1))
+	if it.permanent {
+		wait = creditPoll // no handler call is spent on looking
+	}
+	c.park(it, now+wait, ReasonDLQ)
+}
+
+// earn brings the budget up to date with the successes.
+func (c *machine[M]) earn() { c.budget.Successes(c.total()) }
+
+// creditPoll is how often a permanently failed message looks for a credit.
+const creditPoll = 250 * time.Millisecond
+
+// deadLetterWaiting dead-letters up to n messages that have failed and wait, oldest
+// first: an operator's decision, which needs neither proof nor credit.
+func (c *machine[M]) deadLetterWaiting(n int) (done int) {
+	if !c.letters {
+		return 0
+	}
+	for done < n {
+		var oldest *item[M]
+		c.items(func(it *item[M]) {
+			waits := it.tries > 0 && (it.phase == waiting || it.phase == retryWait)
+			head := it.lane == nil || it.lane.front[0] == it && it.lane.turn == 0
+			if waits && head && (oldest == nil || it.id < oldest.id) {
+				oldest = it
+			}
+		})
+		if oldest == nil {
+			break
+		}
+		c.unstand(oldest)
+		c.part(oldest)
+		c.deadLetter(oldest, dlq.ReasonOperator)
+		done++
+	}
+	return done
+}
+
+// deadLetter hands an item to the dead-letter writer.
+func (c *machine[M]) deadLetter(it *item[M], why dlq.Reason) {
+	it.verdict = why
+	c.move(it, settling)
+	c.writing[it] = struct{}{}
+	c.condemned = append(c.condemned, it)
+}
+
+// confirmed takes the news that an item's dead letter is confirmed.
+func (c *machine[M]) confirmed(it *item[M]) {
+	it.dead = true
+	delete(c.writing, it)
+	c.acks.push(it)
+}

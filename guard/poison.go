@@ -1,0 +1,147 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"time"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+// maxWitnesses bounds how many messages behind a failing head are tried in one
+// round, so also how many adjacent poison messages an ordered source passes.
+const maxWitnesses = 8
+
+// witnessFresh is how long ago the head's attempt may have begun for a witness to
+// be called: if the dependency recovers in between, the witness's success proves
+// nothing against the head. A head that only ever fails slowly, as by a timeout,
+// gets a witness after many more calls.
+const witnessFresh = 2 * time.Second
+
+// usedUp tells whether an item may get no more attempts: by its own count, or
+// because the broker will not deliver it again if this process crashes.
+func (c *machine[M]) usedUp(it *item[M]) bool {
+	return it.attempts >= c.policy.Retry.Attempts || it.lastDelivery
+}
+
+// suspect tells whether an item has failed as often as it may without proof
+// that anything else succeeds.
+func (c *machine[M]) suspect(it *item[M]) bool {
+	if it.probe {
+		return it.probes >= c.policy.Breaker.PoisonAfter && it.tries >= c.policy.Retry.Attempts
+	}
+	return it.exhausted && !it.alive
+}
+
+// callWitness tries the message behind a suspect head at once. In sequence
+// nothing else can tell a poison message from an outage: if the witness
+// succeeds, the head is poison; if it fails too, nothing was done that a dead
+// letter of the head would not have done, and the head is kept. A witness that
+// has failed as often as a message may gets one of its own: so adjacent poison is
+// passed, and nothing is condemned that did not have its attempts.
+//
+// Each witness costs a credit in advance: when it succeeds the head must be
+// dead-lettered, since it must not be handled after it.
+func (c *machine[M]) callWitness(now time.Duration, l *lane[M], head, it *item[M]) bool {
+	if !c.letters || !c.suspect(head) || !l.more() || c.others(l) {
+		return false
+	}
+	if now-head.started > witnessFresh && head.tries < c.policy.Retry.Attempts+lonelyProbes*c.policy.Breaker.PoisonAfter {
+		return false
+	}
+	if l.turn == maxWitnesses || it != head && it.tries < c.policy.Retry.Attempts {
+		return false
+	}
+	c.earn()
+	if !c.budget.Spend(now, dlq.Exhausted) {
+		c.tally.Refused++
+		return false
+	}
+	if l.turn == 0 || it.probe { // the breaker may have opened since the head
+		l.token, l.probe = it.token, it.probe
+	}
+	c.move(it, waiting)
+	l.turn++
+	l.parked, l.queued = false, true
+	c.ready.pushFront(l)
+	return true
+}
+
+// others tells whether other lanes have a head that did not fail yet, or is with
+// a handler: a witness in its turn.
+func (c *machine[M]) others(l *lane[M]) bool {
+	if len(c.lanes) > len(c.due)+c.ready.len()+maxWitnesses {
+		return true // not all can be looked at, nor need be
+	}
+	for _, other := range c.lanes {
+		if other == l {
+			continue
+		}
+		if it := other.head(); it == nil || it.tries == 0 || it.phase == processing {
+			return true
+		}
+	}
+	return false
+}
+
+const (
+	// lonelyProbes is how many times PoisonAfter probes must have failed with a
+	// head, and lonelyPatience how many times Patience must have passed since it
+	// first failed, before it is taken for poison although no witness can be had.
+	lonelyProbes   = 3
+	lonelyPatience = 60
+)
+
+// poisonHead tells whether a head may be dead-lettered although the breaker is
+// not closed: it has had all its calls, several as a probe, and others succeed.
+func (c *machine[M]) poisonHead(it *item[M]) bool {
+	return !c.closed() && it.alive && it.probes >= c.policy.Breaker.PoisonAfter && it.tries >= c.policy.Retry.Attempts
+}
+
+// lonely tells whether a message that breaker or storm keeps waiting may be taken
+// for poison: it failed often and for long, and so did everything else that is
+// here, so that a window of poison alone does not wedge the source for ever.
+func (c *machine[M]) lonely(now time.Duration, it *item[M]) bool {
+	often := it.probes >= lonelyProbes*c.policy.Breaker.PoisonAfter || it.exhausted && c.closed()
+	return often && now-it.firstFailed >= lonelyPatience*c.policy.Retry.Patience && !c.fresh()
+}
+
+// mayGuess tells whether a message may be taken for poison without proof. Until
+// something succeeds, each further one waits twice as long as the last, so that
+// a long outage costs a handful and a window full of poison still comes loose.
+func (c *machine[M]) mayGuess(now time.Duration) bool {
+	if c.guesses == 0 || c.total() > c.guessLuck {
+		return true
+	}
+	wait := lonelyPatience * c.policy.Retry.Patience << min(c.guesses, maxGuessShift)
+	return now-c.guessedAt >= wait
+}
+
+// maxGuessShift bounds the doubling: 7 days with the default Patience.
+const maxGuessShift = 10
+
+func (c *machine[M]) guess(now time.Duration, it *item[M]) {
+	if c.guesses > 0 && c.total() > c.guessLuck {
+		c.guesses = 0
+	}
+	before := len(c.condemned)
+	c.condemn(now, it)
+	if len(c.condemned) > before {
+		c.guesses++
+		c.guessedAt, c.guessLuck = now, c.total()
+	}
+}
+
+// fresh tells whether any unsettled message has not failed yet.
+func (c *machine[M]) fresh() (found bool) {
+	if c.queued > 0 {
+		return true
+	}
+	c.items(func(it *item[M]) { found = found || it.tries == 0 })
+	return found
+}
+
+// alone tells whether nothing is left but messages whose attempts are used up:
+// no witness can be had.
+func (c *machine[M]) alone() bool { return c.unsettled()-c.count[settling] == c.exhausted }
