@@ -5,14 +5,12 @@ package amqp
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
 	"maps"
 	"math/rand/v2"
 	"net/http"
-	"net/url"
 	"os"
 	"strconv"
 	"sync"
@@ -252,28 +250,6 @@ func (r *rig) ready() (n int, err error) {
 		return err
 	})
 	return n, err
-}
-
-// read reads something from the management API.
-func (r *rig) read(ctx context.Context, into any, path ...string) error {
-	u, err := url.Parse(r.api)
-	if err != nil {
-		return err
-	}
-	u = u.JoinPath(append([]string{"api"}, path...)...)
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, u.String(), nil)
-	if err != nil {
-		return err
-	}
-	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		return err
-	}
-	defer resp.Body.Close()
-	if resp.StatusCode != http.StatusOK {
-		return fmt.Errorf("%s: %s", u.Redacted(), resp.Status)
-	}
-	return json.NewDecoder(resp.Body).Decode(into)
 }
 
 // get reads all of a queue and puts it back.

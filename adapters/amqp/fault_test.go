@@ -1,0 +1,174 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package amqp
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"strconv"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/rabbitmq/amqp091-go"
+
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/brokers"
+)
+
+// A broker that is killed and comes back loses nothing that it had confirmed,
+// neither of the queue nor of the dead letters.
+func TestKilledBroker(t *testing.T) {
+	t.Parallel()
+	if testing.Short() {
+		t.Skip("kills brokers of its own; run without -short")
+	}
+	kills, kinds := 1, []brokers.Kind{brokers.RabbitMQ4}
+	if full() {
+		kills, kinds = 5, []brokers.Kind{brokers.RabbitMQ, brokers.RabbitMQ4}
+	}
+	for _, k := range kinds {
+		t.Run(string(k), func(t *testing.T) {
+			t.Parallel()
+			s := own(t, k, nil)
+			r := newRig(t, s, Quorum, amqp091.Table{"x-delivery-limit": int64(1000)})
+			letters := r.deadLetters(Quorum)
+			// A quorum queue that has just been declared does not survive a kill:
+			// its log has not been written yet.
+			time.Sleep(8 * time.Second)
+			var l lines
+			var rec record
+			g := newGuard(t, guard.Config{Policy: guard.Policy{Order: guard.OrderNone, Retry: guard.Retry{Attempts: 2}}})
+			c := r.consumeBy(l.dialer(r.url()), g, func(ctx context.Context, d amqp091.Delivery) error {
+				if bytes.HasSuffix(d.Body, []byte("99")) {
+					return guard.Permanent(errDown)
+				}
+				time.Sleep(time.Millisecond)
+				return rec.handle(ctx, d)
+			}, WithDeadLetters(letters))
+			published := 0
+			confirmed := func(n int) {
+				for deadline := time.Now().Add(90 * time.Second); ; {
+					err := r.tryPublish(published, published+n)
+					if err == nil {
+						break
+					}
+					if time.Now().After(deadline) {
+						t.Fatal(err)
+					}
+					time.Sleep(50 * time.Millisecond)
+				}
+				published += n
+			}
+			const each = 500
+			for range kills {
+				confirmed(each)
+				eventually(t, "traffic", func() bool { return rec.distinct() > published-each })
+				if err := s.broker.Kill(testContext(t), 0); err != nil {
+					t.Fatal(err)
+				}
+				if err := s.broker.Restart(testContext(t)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			confirmed(each)
+			poison := published / 100
+			eventually(t, "all handled", func() bool { return rec.distinct() == published-poison })
+			dead := map[string]bool{}
+			eventually(t, "all poison is dead-lettered", func() bool {
+				all, err := r.get(r.queue + ".dlq")
+				if err != nil {
+					return false
+				}
+				for _, d := range all {
+					dead[string(d.Body)] = true
+				}
+				return len(dead) == poison
+			})
+			eventually(t, "all settled", func() bool { n, err := r.ready(); return err == nil && n+l.unacked() == 0 })
+			if err := errors.Join(c.stop(t), l.check()); err != nil {
+				t.Fatal(err)
+			}
+			t.Logf("%d kills, %d messages, %d dead letters: 0 lost, %d handled twice", kills, published, poison, rec.twice())
+			if most := kills * (perKill + each); rec.twice() > most { // what was published without a confirmation is there twice
+				t.Errorf("%d handled twice, at most %d", rec.twice(), most)
+			}
+		})
+	}
+}
+
+// Two consumers of a queue with a single active one lose their connections in
+// turn: the other takes over, and each handles what it is given in order.
+func TestRebalances(t *testing.T) {
+	t.Parallel()
+	if testing.Short() {
+		t.Skip("takes seconds; run without -short")
+	}
+	kinds(t, func(t *testing.T, s *server) {
+		every, whole := 2*time.Second, 6*time.Second
+		if full() {
+			whole = 60 * time.Second
+		}
+		r := newRig(t, s, Quorum, amqp091.Table{"x-single-active-consumer": true, "x-delivery-limit": int64(1000)})
+		var mu sync.Mutex
+		seen := map[int]int{}
+		var disorder []string
+		var both [2]lines
+		var cs []*consuming
+		for i := range both {
+			var lastTag uint64
+			var last int
+			cs = append(cs, r.consumeBy(both[i].dialer(r.url()), newGuard(t, guard.Config{}), func(_ context.Context, d amqp091.Delivery) error {
+				n, err := strconv.Atoi(string(d.Body))
+				if err != nil {
+					return err
+				}
+				mu.Lock()
+				defer mu.Unlock()
+				if d.DeliveryTag > lastTag && n < last {
+					disorder = append(disorder, fmt.Sprintf("consumer %d: %d after %d", i, n, last))
+				}
+				lastTag, last = d.DeliveryTag, n
+				seen[n]++
+				return nil
+			}, WithPrefetch(50)))
+		}
+		count := func() int { mu.Lock(); defer mu.Unlock(); return len(seen) }
+		published, turns := 0, 0
+		next := time.Now().Add(every)
+		for end := time.Now().Add(whole); time.Now().Before(end); {
+			r.publish(published, published+100)
+			published += 100
+			eventually(t, "traffic", func() bool { return count() > published-1000 })
+			if time.Now().After(next) {
+				both[turns%2].cut()
+				turns++
+				next = next.Add(every)
+			}
+			time.Sleep(5 * time.Millisecond)
+		}
+		eventually(t, "all handled", func() bool { return count() == published })
+		eventually(t, "all settled", func() bool {
+			n, err := r.ready()
+			return err == nil && n+both[0].unacked()+both[1].unacked() == 0
+		})
+		for i, c := range cs {
+			if err := errors.Join(c.stop(t), both[i].check()); err != nil {
+				t.Error(err)
+			}
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		twice := 0
+		for _, n := range seen {
+			twice += n - 1
+		}
+		t.Logf("%d takeovers, %d messages: 0 lost, %d handled twice", turns, published, twice)
+		if len(disorder) > 0 || twice > turns*perKill {
+			t.Errorf("%d handled twice, at most %d; out of order: %v", twice, turns*perKill, disorder)
+		}
+	})
+}

@@ -1,0 +1,379 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package amqp
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// Severity says how bad a [Finding] is.
+type Severity string
+
+// The severities.
+const (
+	SeverityError   Severity = "error"   // messages will be lost
+	SeverityWarning Severity = "warning" // messages can be lost, or a hold cannot last
+	SeverityInfo    Severity = "info"    // worth knowing
+)
+
+// A Finding is one thing about a queue that the guard cannot make good.
+type Finding struct {
+	Severity Severity
+	Subject  string // the queue, as vhost/name
+	Problem  string // what is so, and what it does
+	Fix      string // the command that mends it
+}
+
+// String is the finding on one line.
+func (f Finding) String() string {
+	return fmt.Sprintf("%s: %s: %s: %s", f.Severity, f.Subject, f.Problem, f.Fix)
+}
+
+// Inspection says what to look at. API and Queue must be set.
+type Inspection struct {
+	// API is the management plugin's address with user and password:
+	// "http://user:password@host:15672". The user needs the tag "monitoring".
+	API string
+
+	// VHost is the virtual host; unset means "/".
+	VHost string
+
+	// Queue is the queue that is consumed.
+	Queue string
+
+	// DLQ is the queue that a [DLQ] writes to; unset means that dead letters
+	// go elsewhere.
+	DLQ string
+
+	// Native says that [WithDeadLetterExchange] is used, so that the queue's
+	// dead-letter exchange is where dead letters go.
+	Native bool
+
+	// Prefetch is [WithPrefetch]; unset means 256.
+	Prefetch int
+
+	// ConsumerTimeout is [WithConsumerTimeout]; unset means 30m.
+	ConsumerTimeout time.Duration
+
+	// HandlerTime is how long one message usually takes, divided by the
+	// workers; unset leaves out what follows from it.
+	HandlerTime time.Duration
+
+	// Client does the requests; unset means [http.DefaultClient].
+	Client *http.Client
+}
+
+// manyPrefetched is a prefetch from which a consumer that crashes brings a lot
+// of messages nearer to their delivery limit.
+const manyPrefetched = 100
+
+// Inspect reads the arguments and the effective policy of a queue, and of its
+// dead-letter queue, from the management API, and says what would lose messages
+// or cut a hold short, worst first. It changes nothing. An error means that it
+// could not look: [ErrQueueGone] that there is no such queue.
+func Inspect(ctx context.Context, in Inspection) ([]Finding, error) {
+	if in.VHost == "" {
+		in.VHost = "/"
+	}
+	if in.Prefetch == 0 {
+		in.Prefetch = defaultPrefetch
+	}
+	if in.ConsumerTimeout == 0 {
+		in.ConsumerTimeout = defaultConsumerTimeout
+	}
+	if in.Client == nil {
+		in.Client = http.DefaultClient
+	}
+	base, err := url.Parse(in.API)
+	if err != nil || base.Host == "" {
+		return nil, errors.New("amqp: Inspection.API: not of the form http://user:password@host:15672")
+	}
+	if in.Queue == "" {
+		return nil, errors.New("amqp: Inspection.Queue: must not be empty")
+	}
+	x := &inspector{in: &in, base: base}
+	var overview struct {
+		Version string `json:"rabbitmq_version"`
+	}
+	if err := x.get(ctx, &overview, "overview"); err != nil {
+		return nil, err
+	}
+	major, _, _ := strings.Cut(overview.Version, ".")
+	x.major, _ = strconv.Atoi(major)
+	q, err := x.queue(ctx, in.Queue)
+	if err != nil {
+		return nil, err
+	}
+	if err := x.source(ctx, q); err != nil {
+		return nil, err
+	}
+	if in.DLQ != "" {
+		if err := x.deadLetters(ctx); err != nil {
+			return nil, err
+		}
+	}
+	var sorted []Finding
+	for _, s := range []Severity{SeverityError, SeverityWarning, SeverityInfo} {
+		for _, f := range x.found {
+			if f.Severity == s {
+				sorted = append(sorted, f)
+			}
+		}
+	}
+	return sorted, nil
+}
+
+// inspector collects findings.
+type inspector struct {
+	in    *Inspection
+	base  *url.URL
+	major int
+	found []Finding
+}
+
+var errNotThere = errors.New("amqp: not found")
+
+// get reads one thing from the API.
+func (x *inspector) get(ctx context.Context, into any, path ...string) error {
+	parts := []string{"api"}
+	for _, p := range path {
+		parts = append(parts, url.PathEscape(p))
+	}
+	u := x.base.JoinPath(parts...)
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, u.String(), nil)
+	if err != nil {
+		return errors.New("amqp: inspect: the API's address cannot be used") // its text would have the password
+	}
+	resp, err := x.in.Client.Do(req)
+	if err != nil {
+		var inner *url.Error
+		if errors.As(err, &inner) {
+			err = inner.Err
+		}
+		return fmt.Errorf("amqp: inspect: %s: %w", u.Redacted(), err)
+	}
+	defer resp.Body.Close() //nolint:errcheck // it was read
+	switch {
+	case resp.StatusCode == http.StatusNotFound:
+		return errNotThere
+	case resp.StatusCode != http.StatusOK:
+		return fmt.Errorf("amqp: inspect: %s: %s", u.Redacted(), resp.Status)
+	}
+	if err := json.NewDecoder(io.LimitReader(resp.Body, 16<<20)).Decode(into); err != nil {
+		return fmt.Errorf("amqp: inspect: %s: %w", u.Redacted(), err)
+	}
+	return nil
+}
+
+// queueInfo is a queue as the API tells it.
+type queueInfo struct {
+	Name       string
+	Type       string
+	Durable    bool
+	AutoDelete bool `json:"auto_delete"`
+	Exclusive  bool
+	Arguments  map[string]any
+	Policy     map[string]any `json:"effective_policy_definition"`
+	Messages   int
+	Persistent int `json:"messages_persistent"`
+}
+
+func (x *inspector) queue(ctx context.Context, name string) (*queueInfo, error) {
+	var q queueInfo
+	err := x.get(ctx, &q, "queues", x.in.VHost, name)
+	if errors.Is(err, errNotThere) {
+		return nil, fmt.Errorf("%w: %s in vhost %s", ErrQueueGone, name, x.in.VHost)
+	}
+	return &q, err
+}
+
+// text is a setting of the queue: its argument, or else the policy's.
+func (q *queueInfo) text(name string) string {
+	if s, ok := q.Arguments["x-"+name].(string); ok {
+		return s
+	}
+	s, _ := q.Policy[name].(string)
+	return s
+}
+
+// number is a setting of the queue: the lower of its argument and the policy's.
+func (q *queueInfo) number(name string) (n int, ok bool) {
+	for _, v := range []any{q.Arguments["x-"+name], q.Policy[name]} {
+		if f, is := v.(float64); is {
+			if !ok || int(f) < n {
+				n = int(f)
+			}
+			ok = true
+		}
+	}
+	return n, ok
+}
+
+func (x *inspector) add(s Severity, q *queueInfo, problem, fix string) {
+	x.found = append(x.found, Finding{s, strings.TrimSuffix(x.in.VHost, "/") + "/" + q.Name, problem, fix})
+}
+
+// policy is the command that sets a policy on a queue.
+func (x *inspector) policy(q *queueInfo, definition string) string {
+	return fmt.Sprintf("rabbitmqctl set_policy -p %s --apply-to queues --priority 10 %s '^%s$' '{%s}' (a queue has one policy: keep what yours says)",
+		x.in.VHost, q.Name, q.Name, definition)
+}
+
+// source looks at the queue that is consumed.
+func (x *inspector) source(ctx context.Context, q *queueInfo) error {
+	switch {
+	case q.Type == string(Stream):
+		x.add(SeverityError, q, "it is a stream: acks remove nothing, and a consumer begins where it is told to", "consume from a quorum queue")
+		return nil
+	case !q.Durable:
+		x.add(SeverityError, q, "it is not durable: it is gone with the broker's next restart", "declare it anew: rabbitmqadmin declare queue name="+q.Name+" durable=true arguments='{\"x-queue-type\":\"quorum\"}'")
+	case q.Type == string(Classic) && q.Messages > q.Persistent && q.Persistent >= 0:
+		x.add(SeverityWarning, q, fmt.Sprintf("%d of its %d messages are transient: they are gone with the broker's next restart, and with its dead-letter queue's", q.Messages-q.Persistent, q.Messages),
+			"publish with delivery mode 2")
+	default:
+	}
+	if q.AutoDelete || q.Exclusive {
+		x.add(SeverityError, q, "it is deleted when its last consumer goes, as it does in a long hold and when the connection breaks", "declare it anew with auto_delete and exclusive false")
+	}
+	if n, ok := q.number("expires"); ok {
+		x.add(SeverityError, q, fmt.Sprintf("it is deleted after %s without a consumer, which a long hold is", ms(n)), x.policy(q, "")+" without expires")
+	}
+	if err := x.limits(ctx, q); err != nil {
+		return err
+	}
+	if n, ok := q.number("message-ttl"); ok {
+		x.add(SeverityWarning, q, fmt.Sprintf("its messages expire after %s, also while an outage holds them", ms(n)), x.policy(q, "")+" without message-ttl")
+	}
+	x.overflow(q)
+	if n, ok := q.number("consumer-timeout"); ok && time.Duration(n)*time.Millisecond < x.in.ConsumerTimeout {
+		x.add(SeverityError, q, fmt.Sprintf("its consumer timeout is %s, and the guard counts on %s: the broker closes the channel under a hold", ms(n), x.in.ConsumerTimeout),
+			fmt.Sprintf("amqp.WithConsumerTimeout(%d * time.Millisecond), or %s", n, x.policy(q, fmt.Sprintf("\"consumer-timeout\":%d", x.in.ConsumerTimeout.Milliseconds()))))
+	}
+	if whole := time.Duration(x.in.Prefetch) * x.in.HandlerTime; x.in.HandlerTime > 0 && whole > x.in.ConsumerTimeout/2 {
+		x.add(SeverityWarning, q, fmt.Sprintf("the last of %d prefetched messages waits %s, more than half of the consumer timeout of %s", x.in.Prefetch, whole, x.in.ConsumerTimeout),
+			fmt.Sprintf("amqp.WithPrefetch(%d)", max(1, int(x.in.ConsumerTimeout/4/x.in.HandlerTime))))
+	}
+	return nil
+}
+
+// limits looks at delivery limit and dead-letter exchange.
+func (x *inspector) limits(ctx context.Context, q *queueInfo) error {
+	quorum := q.Type == string(Quorum)
+	limit, limited := q.number("delivery-limit")
+	if quorum && !limited && x.major >= 4 {
+		limit, limited = defaultDeliveryLimit, true
+	}
+	limited = limited && quorum && limit >= 0
+	exchange := q.text("dead-letter-exchange")
+	_, has := q.Arguments["x-dead-letter-exchange"]
+	_, byPolicy := q.Policy["dead-letter-exchange"]
+	has = has || byPolicy
+	toDLX := "\"dead-letter-exchange\":\"NAME\",\"dead-letter-strategy\":\"at-least-once\",\"overflow\":\"reject-publish\""
+	switch {
+	case !has && x.in.Native:
+		x.add(SeverityError, q, "it has no dead-letter exchange: what is rejected is dropped", x.policy(q, toDLX))
+	case !has && limited:
+		fix := x.policy(q, toDLX)
+		if x.major >= 4 {
+			fix += ", or \"delivery-limit\":-1"
+		}
+		x.add(SeverityError, q, fmt.Sprintf("its delivery limit is %d and it has no dead-letter exchange: after %d deliveries, broken connections among them, the broker drops a message", limit, limit+1), fix)
+	case has:
+		if err := x.exchange(ctx, q, exchange); err != nil {
+			return err
+		}
+		x.strategy(q, quorum, toDLX)
+	default:
+	}
+	if limited && x.in.Prefetch >= manyPrefetched {
+		x.add(SeverityWarning, q, fmt.Sprintf("a consumer that crashes %d times brings all %d prefetched messages to its delivery limit, although no handler saw them", limit+1, x.in.Prefetch),
+			fmt.Sprintf("a smaller prefetch, such as amqp.WithPrefetch(%d), or a higher limit: %s", manyPrefetched/5, x.policy(q, "\"delivery-limit\":1000")))
+	}
+	return nil
+}
+
+// exchange looks whether dead letters get anywhere.
+func (x *inspector) exchange(ctx context.Context, q *queueInfo, name string) error {
+	if name == "" {
+		return nil // the default exchange routes to queues by name
+	}
+	var bindings []struct{ Destination string }
+	err := x.get(ctx, new(struct{}), "exchanges", x.in.VHost, name)
+	if err == nil {
+		err = x.get(ctx, &bindings, "exchanges", x.in.VHost, name, "bindings", "source")
+	}
+	switch {
+	case errors.Is(err, errNotThere):
+		x.add(SeverityError, q, fmt.Sprintf("its dead-letter exchange %q does not exist: dead letters are dropped", name), "rabbitmqadmin declare exchange name="+name+" type=fanout durable=true")
+	case err != nil:
+		return err
+	case len(bindings) == 0:
+		x.add(SeverityError, q, fmt.Sprintf("nothing is bound to its dead-letter exchange %q: dead letters are dropped", name), "rabbitmqadmin declare binding source="+name+" destination=QUEUE")
+	}
+	return nil
+}
+
+// strategy looks whether the broker loses dead letters on their way.
+func (x *inspector) strategy(q *queueInfo, quorum bool, toDLX string) {
+	switch {
+	case !quorum:
+		x.add(SeverityWarning, q, "the broker's dead-lettering from a classic queue is at most once: a letter can be lost on its way", "a quorum queue, or amqp.WithDeadLetters instead")
+	case q.text("dead-letter-strategy") != "at-least-once":
+		x.add(SeverityWarning, q, "the broker's dead-lettering is at most once: a letter can be lost on its way", x.policy(q, toDLX))
+	case q.text("overflow") != "reject-publish":
+		x.add(SeverityError, q, "at-least-once dead-lettering without reject-publish is silently at most once", x.policy(q, toDLX))
+	default:
+	}
+}
+
+// overflow looks whether a full queue drops messages.
+func (x *inspector) overflow(q *queueInfo) {
+	_, count := q.number("max-length")
+	_, bytes := q.number("max-length-bytes")
+	if o := q.text("overflow"); (count || bytes) && (o == "" || o == "drop-head") {
+		x.add(SeverityError, q, "it has a maximum length and drops its oldest messages when it is full", x.policy(q, "\"overflow\":\"reject-publish\""))
+	}
+}
+
+// deadLetters looks at the queue of a [DLQ].
+func (x *inspector) deadLetters(ctx context.Context) error {
+	q, err := x.queue(ctx, x.in.DLQ)
+	if errors.Is(err, ErrQueueGone) {
+		missing := &queueInfo{Name: x.in.DLQ}
+		x.add(SeverityError, missing, "it does not exist: dead letters wait", DLQConfig{Queue: x.in.DLQ, Kind: Quorum}.command())
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if !q.Durable || q.AutoDelete || q.Exclusive {
+		x.add(SeverityError, q, "it is not durable, or deleted with its last consumer: dead letters are lost with it", "delete it, and "+DLQConfig{Queue: x.in.DLQ, Kind: Quorum}.command())
+	}
+	for _, name := range []string{"expires", "message-ttl", "max-age"} {
+		if n, ok := q.number(name); ok {
+			x.add(SeverityWarning, q, fmt.Sprintf("dead letters in it end after %s (%s)", ms(n), name), x.policy(q, "")+" without "+name)
+		}
+	}
+	if age := q.text("max-age"); age != "" {
+		x.add(SeverityInfo, q, "dead letters in it end after "+age+" (max-age)", x.policy(q, "\"max-age\":\"LONGER\""))
+	}
+	if q.Type != string(Stream) {
+		x.overflow(q)
+	}
+	if limit, ok := q.number("delivery-limit"); q.Type == string(Quorum) && q.text("dead-letter-exchange") == "" && (ok && limit >= 0 || !ok && x.major >= 4) {
+		x.add(SeverityInfo, q, "a consumer of dead letters that crashes over and over makes the broker drop them at the delivery limit", x.policy(q, "\"delivery-limit\":1000"))
+	}
+	return nil
+}
+
+func ms(n int) time.Duration { return time.Duration(n) * time.Millisecond }
