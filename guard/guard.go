@@ -127,10 +127,6 @@ func (g *Guard) Config() Config { return g.cfg }
 
 func (g *Guard) policy() Policy { return g.cfg.Policy }
 
-// Policy is how sources behave that don't bring one of their own, as it was
-// configured: for adapters that derive a broker's setting from it.
-func (g *Guard) Policy() Policy { return g.cfg.Policy }
-
 // leaf is the breaker of a source: the partition where there is one, under the
 // topic or queue, under the consumer group.
 func (g *Guard) leaf(cfg SourceConfig) (*breaker.Leaf, error) {

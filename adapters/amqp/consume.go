@@ -126,7 +126,7 @@ type consumer struct {
 // settings derives the policy from the options, and refuses what the broker's
 // deadlines make impossible, as far as the guard does not.
 func (c *consumer) settings() error {
-	c.policy = c.g.Policy()
+	c.policy = c.g.Config().Policy
 	if c.o.policy != nil {
 		c.policy = *c.o.policy
 	}

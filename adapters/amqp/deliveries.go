@@ -87,7 +87,7 @@ func guarded(ctx context.Context, g *guard.Guard, ch *amqp091.Channel, in <-chan
 	if o.name == "" || o.queue == "" {
 		return nil, fmt.Errorf("amqp: Deliveries: the channel does not tell its queue (one consumer on it: %t): WithQueue names it", seen)
 	}
-	policy := g.Policy()
+	policy := g.Config().Policy
 	if o.policy != nil {
 		policy = *o.policy
 	}

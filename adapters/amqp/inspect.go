@@ -14,33 +14,12 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// Severity says how bad a [Finding] is.
-type Severity string
-
-// The severities.
-const (
-	SeverityError   Severity = "error"   // messages will be lost
-	SeverityWarning Severity = "warning" // messages can be lost, or a hold cannot last
-	SeverityInfo    Severity = "info"    // worth knowing
-)
-
-// A Finding is one thing about a queue that the guard cannot make good.
-type Finding struct {
-	Severity Severity
-	Subject  string // the queue, as vhost/name
-	Problem  string // what is so, and what it does
-	Fix      string // the command that mends it
-}
-
-// String is the finding on one line.
-func (f Finding) String() string {
-	return fmt.Sprintf("%s: %s: %s: %s", f.Severity, f.Subject, f.Problem, f.Fix)
-}
-
-// Inspection says what to look at. API and Queue must be set.
-type Inspection struct {
+// Target is what [Inspect] looks at. API and Queue must be set.
+type Target struct {
 	// API is the management plugin's address with user and password:
 	// "http://user:password@host:15672". The user needs the tag "monitoring".
 	API string
@@ -65,6 +44,10 @@ type Inspection struct {
 	// ConsumerTimeout is [WithConsumerTimeout]; unset means 30m.
 	ConsumerTimeout time.Duration
 
+	// Hold is the longest outage that must lose nothing. Unset means 1h; not
+	// below 0.
+	Hold time.Duration
+
 	// HandlerTime is how long one message usually takes, divided by the
 	// workers; unset leaves out what follows from it.
 	HandlerTime time.Duration
@@ -81,7 +64,7 @@ const manyPrefetched = 100
 // dead-letter queue, from the management API, and says what would lose messages
 // or cut a hold short, worst first. It changes nothing. An error means that it
 // could not look: [ErrQueueGone] that there is no such queue.
-func Inspect(ctx context.Context, in Inspection) ([]Finding, error) {
+func Inspect(ctx context.Context, in Target) ([]guard.Finding, error) {
 	if in.VHost == "" {
 		in.VHost = "/"
 	}
@@ -91,15 +74,21 @@ func Inspect(ctx context.Context, in Inspection) ([]Finding, error) {
 	if in.ConsumerTimeout == 0 {
 		in.ConsumerTimeout = defaultConsumerTimeout
 	}
+	if in.Hold < 0 {
+		return nil, fmt.Errorf("amqp: Target.Hold: %s is below 0", in.Hold)
+	}
+	if in.Hold == 0 {
+		in.Hold = time.Hour
+	}
 	if in.Client == nil {
 		in.Client = http.DefaultClient
 	}
 	base, err := url.Parse(in.API)
 	if err != nil || base.Host == "" {
-		return nil, errors.New("amqp: Inspection.API: not of the form http://user:password@host:15672")
+		return nil, errors.New("amqp: Target.API: not of the form http://user:password@host:15672")
 	}
 	if in.Queue == "" {
-		return nil, errors.New("amqp: Inspection.Queue: must not be empty")
+		return nil, errors.New("amqp: Target.Queue: must not be empty")
 	}
 	x := &inspector{in: &in, base: base}
 	var overview struct {
@@ -122,8 +111,8 @@ func Inspect(ctx context.Context, in Inspection) ([]Finding, error) {
 			return nil, err
 		}
 	}
-	var sorted []Finding
-	for _, s := range []Severity{SeverityError, SeverityWarning, SeverityInfo} {
+	var sorted []guard.Finding
+	for _, s := range []guard.Severity{guard.Danger, guard.Warning, guard.Notice} {
 		for _, f := range x.found {
 			if f.Severity == s {
 				sorted = append(sorted, f)
@@ -135,10 +124,10 @@ func Inspect(ctx context.Context, in Inspection) ([]Finding, error) {
 
 // inspector collects findings.
 type inspector struct {
-	in    *Inspection
+	in    *Target
 	base  *url.URL
 	major int
-	found []Finding
+	found []guard.Finding
 }
 
 var errNotThere = errors.New("amqp: not found")
@@ -156,8 +145,7 @@ func (x *inspector) get(ctx context.Context, into any, path ...string) error {
 	}
 	resp, err := x.in.Client.Do(req)
 	if err != nil {
-		var inner *url.Error
-		if errors.As(err, &inner) {
+		if inner, ok := errors.AsType[*url.Error](err); ok {
 			err = inner.Err
 		}
 		return fmt.Errorf("amqp: inspect: %s: %w", u.Redacted(), err)
@@ -219,8 +207,9 @@ func (q *queueInfo) number(name string) (n int, ok bool) {
 	return n, ok
 }
 
-func (x *inspector) add(s Severity, q *queueInfo, problem, fix string) {
-	x.found = append(x.found, Finding{s, strings.TrimSuffix(x.in.VHost, "/") + "/" + q.Name, problem, fix})
+func (x *inspector) add(s guard.Severity, q *queueInfo, problem, fix string) {
+	where := "queue " + strings.TrimSuffix(x.in.VHost, "/") + "/" + q.Name
+	x.found = append(x.found, guard.Finding{Severity: s, Where: where, What: problem, Fix: fix})
 }
 
 // policy is the command that sets a policy on a queue.
@@ -233,34 +222,34 @@ func (x *inspector) policy(q *queueInfo, definition string) string {
 func (x *inspector) source(ctx context.Context, q *queueInfo) error {
 	switch {
 	case q.Type == string(Stream):
-		x.add(SeverityError, q, "it is a stream: acks remove nothing, and a consumer begins where it is told to", "consume from a quorum queue")
+		x.add(guard.Danger, q, "it is a stream: acks remove nothing, and a consumer begins where it is told to", "consume from a quorum queue")
 		return nil
 	case !q.Durable:
-		x.add(SeverityError, q, "it is not durable: it is gone with the broker's next restart", "declare it anew: rabbitmqadmin declare queue name="+q.Name+" durable=true arguments='{\"x-queue-type\":\"quorum\"}'")
+		x.add(guard.Danger, q, "it is not durable: it is gone with the broker's next restart", "declare it anew: rabbitmqadmin declare queue name="+q.Name+" durable=true arguments='{\"x-queue-type\":\"quorum\"}'")
 	case q.Type == string(Classic) && q.Messages > q.Persistent && q.Persistent >= 0:
-		x.add(SeverityWarning, q, fmt.Sprintf("%d of its %d messages are transient: they are gone with the broker's next restart, and with its dead-letter queue's", q.Messages-q.Persistent, q.Messages),
+		x.add(guard.Warning, q, fmt.Sprintf("%d of its %d messages are transient: they are gone with the broker's next restart, and with its dead-letter queue's", q.Messages-q.Persistent, q.Messages),
 			"publish with delivery mode 2")
 	default:
 	}
 	if q.AutoDelete || q.Exclusive {
-		x.add(SeverityError, q, "it is deleted when its last consumer goes, as it does in a long hold and when the connection breaks", "declare it anew with auto_delete and exclusive false")
+		x.add(guard.Danger, q, "it is deleted when its last consumer goes, as it does in a long hold and when the connection breaks", "declare it anew with auto_delete and exclusive false")
 	}
 	if n, ok := q.number("expires"); ok {
-		x.add(SeverityError, q, fmt.Sprintf("it is deleted after %s without a consumer, which a long hold is", ms(n)), x.policy(q, "")+" without expires")
+		x.add(guard.Danger, q, fmt.Sprintf("it is deleted after %s without a consumer, which a long hold is", ms(n)), x.policy(q, "")+" without expires")
 	}
 	if err := x.limits(ctx, q); err != nil {
 		return err
 	}
-	if n, ok := q.number("message-ttl"); ok {
-		x.add(SeverityWarning, q, fmt.Sprintf("its messages expire after %s, also while an outage holds them", ms(n)), x.policy(q, "")+" without message-ttl")
+	if n, ok := q.number("message-ttl"); ok && ms(n) < x.in.Hold {
+		x.add(guard.Danger, q, fmt.Sprintf("its messages expire after %s, also while an outage of %s holds them", ms(n), x.in.Hold), x.policy(q, "")+" without message-ttl")
 	}
 	x.overflow(q)
 	if n, ok := q.number("consumer-timeout"); ok && time.Duration(n)*time.Millisecond < x.in.ConsumerTimeout {
-		x.add(SeverityError, q, fmt.Sprintf("its consumer timeout is %s, and the guard counts on %s: the broker closes the channel under a hold", ms(n), x.in.ConsumerTimeout),
+		x.add(guard.Danger, q, fmt.Sprintf("its consumer timeout is %s, and the guard counts on %s: the broker closes the channel under a hold", ms(n), x.in.ConsumerTimeout),
 			fmt.Sprintf("amqp.WithConsumerTimeout(%d * time.Millisecond), or %s", n, x.policy(q, fmt.Sprintf("\"consumer-timeout\":%d", x.in.ConsumerTimeout.Milliseconds()))))
 	}
 	if whole := time.Duration(x.in.Prefetch) * x.in.HandlerTime; x.in.HandlerTime > 0 && whole > x.in.ConsumerTimeout/2 {
-		x.add(SeverityWarning, q, fmt.Sprintf("the last of %d prefetched messages waits %s, more than half of the consumer timeout of %s", x.in.Prefetch, whole, x.in.ConsumerTimeout),
+		x.add(guard.Warning, q, fmt.Sprintf("the last of %d prefetched messages waits %s, more than half of the consumer timeout of %s", x.in.Prefetch, whole, x.in.ConsumerTimeout),
 			fmt.Sprintf("amqp.WithPrefetch(%d)", max(1, int(x.in.ConsumerTimeout/4/x.in.HandlerTime))))
 	}
 	return nil
@@ -281,13 +270,13 @@ func (x *inspector) limits(ctx context.Context, q *queueInfo) error {
 	toDLX := "\"dead-letter-exchange\":\"NAME\",\"dead-letter-strategy\":\"at-least-once\",\"overflow\":\"reject-publish\""
 	switch {
 	case !has && x.in.Native:
-		x.add(SeverityError, q, "it has no dead-letter exchange: what is rejected is dropped", x.policy(q, toDLX))
+		x.add(guard.Danger, q, "it has no dead-letter exchange: what is rejected is dropped", x.policy(q, toDLX))
 	case !has && limited:
 		fix := x.policy(q, toDLX)
 		if x.major >= 4 {
 			fix += ", or \"delivery-limit\":-1"
 		}
-		x.add(SeverityError, q, fmt.Sprintf("its delivery limit is %d and it has no dead-letter exchange: after %d deliveries, broken connections among them, the broker drops a message", limit, limit+1), fix)
+		x.add(guard.Danger, q, fmt.Sprintf("its delivery limit is %d and it has no dead-letter exchange: after %d deliveries, broken connections among them, the broker drops a message", limit, limit+1), fix)
 	case has:
 		if err := x.exchange(ctx, q, exchange); err != nil {
 			return err
@@ -296,7 +285,7 @@ func (x *inspector) limits(ctx context.Context, q *queueInfo) error {
 	default:
 	}
 	if limited && x.in.Prefetch >= manyPrefetched {
-		x.add(SeverityWarning, q, fmt.Sprintf("a consumer that crashes %d times brings all %d prefetched messages to its delivery limit, although no handler saw them", limit+1, x.in.Prefetch),
+		x.add(guard.Warning, q, fmt.Sprintf("a consumer that crashes %d times brings all %d prefetched messages to its delivery limit, although no handler saw them", limit+1, x.in.Prefetch),
 			fmt.Sprintf("a smaller prefetch, such as amqp.WithPrefetch(%d), or a higher limit: %s", manyPrefetched/5, x.policy(q, "\"delivery-limit\":1000")))
 	}
 	return nil
@@ -314,11 +303,11 @@ func (x *inspector) exchange(ctx context.Context, q *queueInfo, name string) err
 	}
 	switch {
 	case errors.Is(err, errNotThere):
-		x.add(SeverityError, q, fmt.Sprintf("its dead-letter exchange %q does not exist: dead letters are dropped", name), "rabbitmqadmin declare exchange name="+name+" type=fanout durable=true")
+		x.add(guard.Danger, q, fmt.Sprintf("its dead-letter exchange %q does not exist: dead letters are dropped", name), "rabbitmqadmin declare exchange name="+name+" type=fanout durable=true")
 	case err != nil:
 		return err
 	case len(bindings) == 0:
-		x.add(SeverityError, q, fmt.Sprintf("nothing is bound to its dead-letter exchange %q: dead letters are dropped", name), "rabbitmqadmin declare binding source="+name+" destination=QUEUE")
+		x.add(guard.Danger, q, fmt.Sprintf("nothing is bound to its dead-letter exchange %q: dead letters are dropped", name), "rabbitmqadmin declare binding source="+name+" destination=QUEUE")
 	}
 	return nil
 }
@@ -327,11 +316,11 @@ func (x *inspector) exchange(ctx context.Context, q *queueInfo, name string) err
 func (x *inspector) strategy(q *queueInfo, quorum bool, toDLX string) {
 	switch {
 	case !quorum:
-		x.add(SeverityWarning, q, "the broker's dead-lettering from a classic queue is at most once: a letter can be lost on its way", "a quorum queue, or amqp.WithDeadLetters instead")
+		x.add(guard.Warning, q, "the broker's dead-lettering from a classic queue is at most once: a letter can be lost on its way", "a quorum queue, or amqp.WithDeadLetters instead")
 	case q.text("dead-letter-strategy") != "at-least-once":
-		x.add(SeverityWarning, q, "the broker's dead-lettering is at most once: a letter can be lost on its way", x.policy(q, toDLX))
+		x.add(guard.Warning, q, "the broker's dead-lettering is at most once: a letter can be lost on its way", x.policy(q, toDLX))
 	case q.text("overflow") != "reject-publish":
-		x.add(SeverityError, q, "at-least-once dead-lettering without reject-publish is silently at most once", x.policy(q, toDLX))
+		x.add(guard.Danger, q, "at-least-once dead-lettering without reject-publish is silently at most once", x.policy(q, toDLX))
 	default:
 	}
 }
@@ -341,7 +330,7 @@ func (x *inspector) overflow(q *queueInfo) {
 	_, count := q.number("max-length")
 	_, bytes := q.number("max-length-bytes")
 	if o := q.text("overflow"); (count || bytes) && (o == "" || o == "drop-head") {
-		x.add(SeverityError, q, "it has a maximum length and drops its oldest messages when it is full", x.policy(q, "\"overflow\":\"reject-publish\""))
+		x.add(guard.Danger, q, "it has a maximum length and drops its oldest messages when it is full", x.policy(q, "\"overflow\":\"reject-publish\""))
 	}
 }
 
@@ -350,28 +339,28 @@ func (x *inspector) deadLetters(ctx context.Context) error {
 	q, err := x.queue(ctx, x.in.DLQ)
 	if errors.Is(err, ErrQueueGone) {
 		missing := &queueInfo{Name: x.in.DLQ}
-		x.add(SeverityError, missing, "it does not exist: dead letters wait", DLQConfig{Queue: x.in.DLQ, Kind: Quorum}.command())
+		x.add(guard.Danger, missing, "it does not exist: dead letters wait", DLQConfig{Queue: x.in.DLQ, Kind: Quorum}.command())
 		return nil
 	}
 	if err != nil {
 		return err
 	}
 	if !q.Durable || q.AutoDelete || q.Exclusive {
-		x.add(SeverityError, q, "it is not durable, or deleted with its last consumer: dead letters are lost with it", "delete it, and "+DLQConfig{Queue: x.in.DLQ, Kind: Quorum}.command())
+		x.add(guard.Danger, q, "it is not durable, or deleted with its last consumer: dead letters are lost with it", "delete it, and "+DLQConfig{Queue: x.in.DLQ, Kind: Quorum}.command())
 	}
 	for _, name := range []string{"expires", "message-ttl", "max-age"} {
 		if n, ok := q.number(name); ok {
-			x.add(SeverityWarning, q, fmt.Sprintf("dead letters in it end after %s (%s)", ms(n), name), x.policy(q, "")+" without "+name)
+			x.add(guard.Warning, q, fmt.Sprintf("dead letters in it end after %s (%s)", ms(n), name), x.policy(q, "")+" without "+name)
 		}
 	}
 	if age := q.text("max-age"); age != "" {
-		x.add(SeverityInfo, q, "dead letters in it end after "+age+" (max-age)", x.policy(q, "\"max-age\":\"LONGER\""))
+		x.add(guard.Notice, q, "dead letters in it end after "+age+" (max-age)", x.policy(q, "\"max-age\":\"LONGER\""))
 	}
 	if q.Type != string(Stream) {
 		x.overflow(q)
 	}
 	if limit, ok := q.number("delivery-limit"); q.Type == string(Quorum) && q.text("dead-letter-exchange") == "" && (ok && limit >= 0 || !ok && x.major >= 4) {
-		x.add(SeverityInfo, q, "a consumer of dead letters that crashes over and over makes the broker drop them at the delivery limit", x.policy(q, "\"delivery-limit\":1000"))
+		x.add(guard.Notice, q, "a consumer of dead letters that crashes over and over makes the broker drop them at the delivery limit", x.policy(q, "\"delivery-limit\":1000"))
 	}
 	return nil
 }

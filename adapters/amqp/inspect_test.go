@@ -15,6 +15,7 @@ import (
 
 	"github.com/rabbitmq/amqp091-go"
 
+	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
@@ -26,33 +27,33 @@ func TestInspect(t *testing.T) {
 			kind   Kind
 			args   amqp091.Table
 			policy string
-			in     Inspection
+			in     Target
 			want   []string // "severity: a part of the problem"
 		}{
 			"good": {Quorum, amqp091.Table{
 				"x-delivery-limit": int64(50), "x-dead-letter-exchange": "amq.fanout.of.ours", "x-dead-letter-strategy": "at-least-once", "x-overflow": "reject-publish",
-			}, "", Inspection{Prefetch: 10}, []string{"error: does not exist"}},
+			}, "", Target{Prefetch: 10}, []string{"danger: does not exist"}},
 			"default exchange": {Quorum, amqp091.Table{
 				"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "q", "x-dead-letter-strategy": "at-least-once", "x-overflow": "reject-publish",
-			}, "", Inspection{Prefetch: 10}, nil},
-			"limit without a place":  {Quorum, amqp091.Table{"x-delivery-limit": int64(5)}, "", Inspection{Prefetch: 10}, []string{"error: after 6 deliveries"}},
-			"limit by policy":        {Quorum, nil, `"delivery-limit":7`, Inspection{Prefetch: 10}, []string{"error: after 8 deliveries"}},
-			"the lower limit counts": {Quorum, amqp091.Table{"x-delivery-limit": int64(9)}, `"delivery-limit":7`, Inspection{Prefetch: 10}, []string{"error: after 8 deliveries"}},
-			"at most once":           {Quorum, amqp091.Table{"x-dead-letter-exchange": "amq.direct"}, "", Inspection{Prefetch: 10}, []string{"error: nothing is bound", "warning: at most once"}},
-			"silently at most once": {Quorum, amqp091.Table{"x-dead-letter-exchange": "", "x-dead-letter-strategy": "at-least-once"}, "", Inspection{Prefetch: 10},
-				[]string{"error: without reject-publish"}},
-			"a storm of its own": {Quorum, amqp091.Table{"x-delivery-limit": int64(20), "x-dead-letter-exchange": ""}, "", Inspection{Prefetch: 1000},
+			}, "", Target{Prefetch: 10}, nil},
+			"limit without a place":  {Quorum, amqp091.Table{"x-delivery-limit": int64(5)}, "", Target{Prefetch: 10}, []string{"danger: after 6 deliveries"}},
+			"limit by policy":        {Quorum, nil, `"delivery-limit":7`, Target{Prefetch: 10}, []string{"danger: after 8 deliveries"}},
+			"the lower limit counts": {Quorum, amqp091.Table{"x-delivery-limit": int64(9)}, `"delivery-limit":7`, Target{Prefetch: 10}, []string{"danger: after 8 deliveries"}},
+			"at most once":           {Quorum, amqp091.Table{"x-dead-letter-exchange": "amq.direct"}, "", Target{Prefetch: 10}, []string{"danger: nothing is bound", "warning: at most once"}},
+			"silently at most once": {Quorum, amqp091.Table{"x-dead-letter-exchange": "", "x-dead-letter-strategy": "at-least-once"}, "", Target{Prefetch: 10},
+				[]string{"danger: without reject-publish"}},
+			"a storm of its own": {Quorum, amqp091.Table{"x-delivery-limit": int64(20), "x-dead-letter-exchange": ""}, "", Target{Prefetch: 1000},
 				[]string{"warning: at most once", "warning: crashes 21 times brings all 1000"}},
-			"native without a place": {Classic, nil, "", Inspection{Native: true}, []string{"error: what is rejected is dropped"}},
-			"classic":                {Classic, amqp091.Table{"x-dead-letter-exchange": ""}, "", Inspection{}, []string{"warning: from a classic queue"}},
-			"ends by itself": {Classic, amqp091.Table{"x-expires": int64(60000), "x-message-ttl": int64(1000)}, "", Inspection{},
-				[]string{"error: deleted after 1m0s", "warning: expire after 1s"}},
-			"drops its head": {Classic, amqp091.Table{"x-max-length": int64(10)}, "", Inspection{}, []string{"error: drops its oldest"}},
-			"short timeout": {Classic, amqp091.Table{"x-consumer-timeout": int64(60000)}, "", Inspection{},
-				[]string{"error: its consumer timeout is 1m0s, and the guard counts on 30m0s"}},
-			"slow":   {Classic, nil, "", Inspection{HandlerTime: 10 * time.Second}, []string{"warning: waits 42m40s"}},
-			"stream": {Stream, nil, "", Inspection{}, []string{"error: it is a stream"}},
-			"no dlq": {Classic, nil, "", Inspection{DLQ: "no-such-queue"}, []string{"error: it does not exist: dead letters wait"}},
+			"native without a place": {Classic, nil, "", Target{Native: true}, []string{"danger: what is rejected is dropped"}},
+			"classic":                {Classic, amqp091.Table{"x-dead-letter-exchange": ""}, "", Target{}, []string{"warning: from a classic queue"}},
+			"ends by itself": {Classic, amqp091.Table{"x-expires": int64(60000), "x-message-ttl": int64(1000)}, "", Target{},
+				[]string{"danger: deleted after 1m0s", "danger: expire after 1s"}},
+			"drops its head": {Classic, amqp091.Table{"x-max-length": int64(10)}, "", Target{}, []string{"danger: drops its oldest"}},
+			"short timeout": {Classic, amqp091.Table{"x-consumer-timeout": int64(60000)}, "", Target{},
+				[]string{"danger: its consumer timeout is 1m0s, and the guard counts on 30m0s"}},
+			"slow":   {Classic, nil, "", Target{HandlerTime: 10 * time.Second}, []string{"warning: waits 42m40s"}},
+			"stream": {Stream, nil, "", Target{}, []string{"danger: it is a stream"}},
+			"no dlq": {Classic, nil, "", Target{DLQ: "no-such-queue"}, []string{"danger: it does not exist: dead letters wait"}},
 		} {
 			t.Run(name, func(t *testing.T) {
 				if name == "short timeout" && !four {
@@ -67,7 +68,7 @@ func TestInspect(t *testing.T) {
 				in.API, in.Queue = r.api, r.queue
 				var wrong error
 				ok := func() bool { // the API learns of queues and policies by and by
-					var got []Finding
+					var got []guard.Finding
 					if got, wrong = Inspect(testContext(t), in); wrong == nil {
 						wrong = compare(got, c.want)
 					}
@@ -85,13 +86,13 @@ func TestInspect(t *testing.T) {
 }
 
 // compare wants findings in this order.
-func compare(got []Finding, want []string) error {
+func compare(got []guard.Finding, want []string) error {
 	if len(got) != len(want) {
 		return fmt.Errorf("%d findings: %v, want %q", len(got), got, want)
 	}
 	for i, w := range want {
 		severity, text, _ := strings.Cut(w, ": ")
-		if f := got[i]; string(f.Severity) != severity || !strings.Contains(f.Problem, text) || f.Fix == "" || !strings.HasPrefix(f.Subject, "/") {
+		if f := got[i]; f.Severity.String() != severity || !strings.Contains(f.What, text) || f.Fix == "" || !strings.HasPrefix(f.Where, "queue /") {
 			return fmt.Errorf("%s, want %s", f, w)
 		}
 	}
@@ -132,16 +133,16 @@ func TestInspectCannotLook(t *testing.T) {
 	t.Parallel()
 	s := shared(t, brokers.RabbitMQ)
 	ctx := testContext(t)
-	for _, in := range []Inspection{{}, {API: "http://u:secret@", Queue: "q"}, {API: s.api}, {API: "http://u:secret@127.0.0.1:1", Queue: "q"}} {
+	for _, in := range []Target{{}, {API: "http://u:secret@", Queue: "q"}, {API: s.api}, {API: "http://u:secret@127.0.0.1:1", Queue: "q"}} {
 		if _, err := Inspect(ctx, in); err == nil || strings.Contains(err.Error(), "secret") {
 			t.Errorf("%v", err)
 		}
 	}
-	if _, err := Inspect(ctx, Inspection{API: s.api, Queue: "no-such-queue"}); !errors.Is(err, ErrQueueGone) {
+	if _, err := Inspect(ctx, Target{API: s.api, Queue: "no-such-queue"}); !errors.Is(err, ErrQueueGone) {
 		t.Errorf("%v", err)
 	}
 	wrong := strings.Replace(s.api, "guest:guest", "guest:wrong", 1)
-	if _, err := Inspect(ctx, Inspection{API: wrong, Queue: "q"}); err == nil || !strings.Contains(err.Error(), "401") || strings.Contains(err.Error(), "wrong") {
+	if _, err := Inspect(ctx, Target{API: wrong, Queue: "q"}); err == nil || !strings.Contains(err.Error(), "401") || strings.Contains(err.Error(), "wrong") {
 		t.Errorf("%v (%s)", err, s.api)
 	}
 }

@@ -38,7 +38,7 @@ func newDoctor() *cobra.Command {
 		Args:  cobra.NoArgs,
 		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	cmd.AddCommand(newDoctorKafka(), newDoctorNATS())
+	cmd.AddCommand(newDoctorKafka(), newDoctorNATS(), newDoctorRabbitMQ())
 	return cmd
 }
 

@@ -15,6 +15,7 @@ import (
 	"github.com/nats-io/nats-server/v2/server"
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
+	"github.com/rabbitmq/amqp091-go"
 
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
@@ -100,6 +101,45 @@ func TestDoctorKafka(t *testing.T) {
 		t.Errorf("%d %q", code, stdout)
 	}
 	if code, _, stderr := command("doctor", "kafka", "--url", ""); code != exitUsage || !strings.Contains(stderr, "--url: must be given") || !strings.Contains(stderr, "--topic: must be given") {
+		t.Errorf("%d %q", code, stderr)
+	}
+}
+
+func TestDoctorRabbitMQ(t *testing.T) {
+	b := brokers.StartForTest(t, brokers.RabbitMQ, brokers.Options{})
+	info, err := b.Info(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	conn, err := amqp091.Dial(b.Addr())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	ch, err := conn.Channel()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := ch.QueueDeclare("orders", true, false, false, false, amqp091.Table{"x-message-ttl": int64(60000)}); err != nil {
+		t.Fatal(err)
+	}
+	look := []string{"doctor", "rabbitmq", "--api", info["management"], "--queue", "orders"}
+	var code int
+	var stdout, stderr string
+	for range 100 { // the API learns of a queue by and by
+		if code, stdout, stderr = command(append(look, "--hold", "59s")...); code == exitOK {
+			break
+		}
+		time.Sleep(100 * time.Millisecond)
+	}
+	if code != exitOK || stdout != "Nothing found.\n" {
+		t.Errorf("%d %q %q", code, stdout, stderr)
+	}
+	if code, stdout, _ = command(look...); code != exitError || !strings.Contains(stdout, "danger   queue /orders: its messages expire after 1m0s") {
+		t.Errorf("%d %q", code, stdout)
+	}
+	code, _, stderr = command("doctor", "rabbitmq", "--prefetch", "0")
+	if code != exitUsage || !strings.Contains(stderr, "--queue: must be given") || !strings.Contains(stderr, `--prefetch "0": must be a number from 1 to 65535`) {
 		t.Errorf("%d %q", code, stderr)
 	}
 }

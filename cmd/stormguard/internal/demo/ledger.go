@@ -257,4 +257,6 @@ func (l *Ledger) curves(buried []dead, n int, end time.Duration) (calls, success
 	return calls, successes, deadLetters
 }
 
-func seconds(d time.Duration) float64 { return float64(d.Round(time.Millisecond).Milliseconds()) / 1000 }
+func seconds(d time.Duration) float64 {
+	return float64(d.Round(time.Millisecond).Milliseconds()) / 1000
+}
