@@ -86,7 +86,11 @@ func TestCommitsThatFailAreNoticed(t *testing.T) {
 		}
 	})
 	r.publish(0, 10, nil, nil)
-	t.Cleanup(func() { if t.Failed() { t.Log(own.buf.String(), groups.buf.String()) } })
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Log(own.buf.String(), groups.buf.String())
+		}
+	})
 	eventually(t, "the guard notices", func() bool { return own.has("commits are behind") && own.has("marked=10") })
 	eventually(t, "the group says it", func() bool { return groups.has("partition=0") && groups.has("times=1") })
 	if n := r.committed(0); n > 0 {
