@@ -18,7 +18,7 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
-func TestExercise(t *testing.T) { //nolint:tparallel // beside nothing but its own shapes
+func TestExercise(t *testing.T) {
 	addr := brokers.ForTest(t, brokers.Kafka)
 	for _, c := range []struct {
 		name        string
@@ -26,15 +26,19 @@ func TestExercise(t *testing.T) { //nolint:tparallel // beside nothing but its o
 		workers     int
 		passive     bool
 		cooperative bool
+		long        bool // only in the full run
 	}{
-		{"source", guard.OrderSource, 1, false, false},
-		{"cooperative", guard.OrderSource, 1, false, true},
-		{"key", guard.OrderKey, 4, false, false},
-		{"none", guard.OrderNone, 4, false, true},
-		{"passive", guard.OrderNone, 4, true, false},
-		{"passive-order", guard.OrderSource, 1, true, true},
+		{"source", guard.OrderSource, 1, false, false, false},
+		{"cooperative", guard.OrderSource, 1, false, true, true},
+		{"key", guard.OrderKey, 4, false, true, false},
+		{"none", guard.OrderNone, 4, false, false, true},
+		{"passive", guard.OrderNone, 4, true, false, false},
+		{"passive-order", guard.OrderSource, 1, true, true, true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
+			if c.long && !full() {
+				t.Skip("one more shape: run with STORMGUARD_FULL=1")
+			}
 			t.Parallel() // mostly waiting; each has topics and groups of its own
 			cfg := testConfig()
 			if c.cooperative {

@@ -28,8 +28,9 @@
 // rebalance timeout. A breaker that is open stays so in the process that opened
 // it; who gets the partition finds out for itself. A leader moves, a broker
 // restarts: sarama reads on, and what could not be committed is handled again. A
-// topic is deleted: its claims end, Consume returns an error until it is there
-// again. The process is killed: what was marked since the last commit
+// topic is deleted: its claims end once the group's leader has looked at the
+// topics again (Metadata.RefreshFrequency, 10min), and Consume returns an error
+// until it is there again. The process is killed: what was marked since the last commit
 // (Consumer.Offsets.AutoCommit.Interval, 1s) is handled again, at most.
 //
 // # Attempts

@@ -324,3 +324,50 @@ func (h *refusing) Cleanup(sarama.ConsumerGroupSession) error { h.cleaned++; ret
 func (*refusing) ConsumeClaim(sarama.ConsumerGroupSession, sarama.ConsumerGroupClaim) error {
 	return nil
 }
+
+// What a loop says of an earlier attempt is not said of the one it has in hand,
+// and what it was not handed yet it cannot have failed.
+func TestOutcomesBelongToTheirAttempt(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	g := newGuard(t, guard.Config{Policy: guard.Policy{Retry: guard.Retry{Base: time.Millisecond, Max: time.Millisecond}}})
+	name := sourceName("", r.topic, 0)
+	var failures []uint64
+	step := 0
+	m := r.join(testConfig(), WrapHandler(g, rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
+		var first *sarama.ConsumerMessage
+		for m := range c.Messages() {
+			if string(m.Value) != "0" {
+				s.MarkMessage(m, "")
+				continue
+			}
+			switch step++; step {
+			case 1: // message 1 waits to be taken: it is not in hand
+				time.Sleep(100 * time.Millisecond)
+				return errDown
+			case 2:
+				failures = append(failures, g.Source(name).State().Tally.Failures)
+				first = m
+				_ = Fail(s, m, errDown)
+			case 3:
+				s.MarkMessage(first, "") // a worker that comes late
+				s.MarkOffset(r.topic, 0, 0, "")
+				s.Commit()
+				if n := r.committed(0); n > 0 {
+					t.Errorf("a mark of an earlier attempt committed %d", n)
+				}
+				_ = Fail(s, m, errDown)
+			default:
+				s.MarkMessage(m, "")
+			}
+		}
+		return nil
+	}}))
+	openSource(t, g, name)
+	r.publish(0, 5, nil, nil)
+	eventually(t, "all committed", func() bool { return r.committed(0) == 5 })
+	m.stop()
+	if !slices.Equal(failures, []uint64{1}) || step != 4 {
+		t.Errorf("%v failures when one message had failed; %d attempts of it", failures, step)
+	}
+}
