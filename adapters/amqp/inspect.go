@@ -156,8 +156,7 @@ func (x *inspector) get(ctx context.Context, into any, path ...string) error {
 	}
 	resp, err := x.in.Client.Do(req)
 	if err != nil {
-		var inner *url.Error
-		if errors.As(err, &inner) {
+		if inner, ok := errors.AsType[*url.Error](err); ok {
 			err = inner.Err
 		}
 		return fmt.Errorf("amqp: inspect: %s: %w", u.Redacted(), err)
