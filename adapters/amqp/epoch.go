@@ -122,7 +122,7 @@ func (e *epoch) run(ctx context.Context) (outcome, error) {
 		case err := <-e.closed:
 			return e.lost(err)
 		case <-e.read:
-			return e.ended(ctx)
+			return e.ended()
 		case now := <-look.C:
 			oldest, high := e.port.tags.oldest()
 			if e.age.over(now, oldest, high) {
@@ -243,15 +243,15 @@ func (e *epoch) notConsuming(ctx context.Context, err error) (outcome, error) {
 	c.o.log.Warn("not consuming", "source", c.o.name, "error", err)
 	p := pauses{longest: time.Second, limit: time.Second}
 	if !p.wait(ctx) {
-		return epochStopped, nil //nolint:nilerr // told to end
+		return epochStopped, nil
 	}
-	return epochLost, nil //nolint:nilerr // another try may do
+	return epochLost, nil
 }
 
 // ended judges why the reader has ended: the channel broke, a tag came twice,
 // or the broker cancelled the consumer, as it does when a queue is deleted, its
 // leader moves, or, from 4.3 on, a delivery was unsettled for too long.
-func (e *epoch) ended(ctx context.Context) (outcome, error) {
+func (e *epoch) ended() (outcome, error) {
 	select {
 	case err := <-e.closed:
 		return e.lost(err)
@@ -260,9 +260,6 @@ func (e *epoch) ended(ctx context.Context) (outcome, error) {
 			e.c.o.log.Warn("consumer cancelled by the broker", "source", e.c.o.name, "consumer", tag)
 		}
 	default:
-	}
-	if ctx.Err() != nil {
-		return epochStopped, nil
 	}
 	return epochLost, nil
 }

@@ -1,0 +1,258 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package amqp
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"net"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/rabbitmq/amqp091-go"
+	"pgregory.net/rapid"
+
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// The frames that tags gives out are checked against a broker's books: each acks
+// what is settled and nothing else, names a tag that is out, and in the end all
+// that is settled is acked.
+func TestTagsAgainstABroker(t *testing.T) {
+	t.Parallel()
+	rapid.Check(t, func(t *rapid.T) {
+		var tg tags
+		out := map[uint64]bool{}     // at the broker
+		settled := map[uint64]bool{} // by us, not acked
+		var next uint64
+		send := func(frames []ack) {
+			for _, f := range frames {
+				if !out[f.tag] {
+					t.Fatalf("an ack of %d, which is not out", f.tag)
+				}
+				for n := range out {
+					if n == f.tag || f.multiple && n < f.tag {
+						if !settled[n] {
+							t.Fatalf("%d is acked by %+v and was not settled", n, f)
+						}
+						delete(out, n)
+						delete(settled, n)
+					}
+				}
+			}
+		}
+		t.Repeat(map[string]func(*rapid.T){
+			"deliver": func(t *rapid.T) {
+				for range rapid.IntRange(1, 40).Draw(t, "n") {
+					next += uint64(rapid.IntRange(1, 2).Draw(t, "gap"))
+					if !tg.add(next) {
+						t.Fatal("a new tag is refused")
+					}
+					out[next] = true
+				}
+				if tg.add(uint64(rapid.IntRange(0, int(next)).Draw(t, "old"))) {
+					t.Fatal("an old tag is taken")
+				}
+			},
+			"settle": func(t *rapid.T) {
+				open := slices.Sorted(maps.Keys(out))
+				open = slices.DeleteFunc(open, func(n uint64) bool { return settled[n] })
+				if len(open) == 0 {
+					t.Skip("nothing is open")
+				}
+				for _, i := range rapid.SliceOfN(rapid.IntRange(0, len(open)-1), 1, 60).Draw(t, "which") {
+					n := open[i]
+					ok, first := tg.settle(n, tagSettled)
+					if ok == settled[n] {
+						t.Fatalf("settle %d: %t", n, ok)
+					}
+					if ok && first != (len(settled) == 0) {
+						t.Fatalf("settle %d of %d: first %t", n, len(settled), first)
+					}
+					settled[n] = true
+				}
+			},
+			"reject": func(t *rapid.T) {
+				for n := range out {
+					if !settled[n] {
+						if ok, _ := tg.settle(n, tagAcked); !ok {
+							t.Fatal("an open tag is not settled")
+						}
+						delete(out, n)
+						break
+					}
+				}
+			},
+			"ack": func(*rapid.T) { send(tg.take(nil)) },
+			"": func(t *rapid.T) {
+				if tg.open() != len(out)-0 {
+					t.Fatalf("%d are out, tags says %d", len(out), tg.open())
+				}
+				var oldest uint64
+				for n := range out {
+					if oldest == 0 || n < oldest {
+						oldest = n
+					}
+				}
+				if n, high := tg.oldest(); n != oldest || high != next {
+					t.Fatalf("oldest %d, latest %d; tags says %d, %d", oldest, next, n, high)
+				}
+				if most := 4*len(out) + 256; len(tg.out) > most {
+					t.Fatalf("%d entries for %d tags", len(tg.out), len(out))
+				}
+			},
+		})
+		send(tg.take(nil))
+		if len(settled) > 0 {
+			t.Fatalf("%d settled tags were never acked", len(settled))
+		}
+	})
+}
+
+// Acks that come in order take one frame.
+func TestTagsInOrder(t *testing.T) {
+	t.Parallel()
+	var tg tags
+	for n := uint64(1); n <= 100; n++ {
+		tg.add(n)
+		tg.settle(n, tagSettled)
+	}
+	if f := tg.take(nil); len(f) != 1 || f[0] != (ack{100, true}) {
+		t.Errorf("%v", f)
+	}
+	tg.add(101)
+	tg.settle(101, tagSettled)
+	if f := tg.take(nil); len(f) != 1 || f[0] != (ack{101, false}) {
+		t.Errorf("%v", f)
+	}
+}
+
+// A delivery is over its time not before the limit less two looks, and not
+// later than the limit.
+func TestAges(t *testing.T) {
+	t.Parallel()
+	rapid.Check(t, func(t *rapid.T) {
+		const limit = 160 * time.Second
+		a := newAges(limit)
+		var high, oldest uint64
+		arrived := map[uint64]int{}
+		for s := range 2000 {
+			now := time.Unix(int64(s), 0)
+			if rapid.IntRange(0, 9).Draw(t, "deliver") == 0 {
+				high++
+				arrived[high] = s
+				if oldest == 0 {
+					oldest = high
+				}
+			}
+			if oldest > 0 && rapid.IntRange(0, 99).Draw(t, "settle") == 0 {
+				if oldest++; oldest > high {
+					oldest = 0
+				}
+			}
+			over := a.over(now, oldest, high)
+			age := 0
+			if oldest > 0 {
+				age = s - arrived[oldest]
+			}
+			if over && age < 140 || !over && age > 160 {
+				t.Fatalf("%d s: over %t", age, over)
+			}
+			if over {
+				a, oldest, high = newAges(limit), 0, 0
+				clear(arrived)
+			}
+			if len(a.samples) > 2*agesPerLimit {
+				t.Fatalf("%d samples", len(a.samples))
+			}
+		}
+	})
+}
+
+func TestPace(t *testing.T) {
+	t.Parallel()
+	p := &pace{ramp: guard.Ramp{Start: 10, Double: time.Second, For: 3 * time.Second}}
+	admitted := func(from, to time.Duration) (n int) {
+		for at := from; at < to; at += time.Millisecond {
+			for p.Admit(at) == 0 && n < 1e5 {
+				n++
+			}
+		}
+		return n
+	}
+	if n := admitted(0, time.Millisecond); n != 1e5 {
+		t.Errorf("%d before it begins", n)
+	}
+	p.begin()
+	// 10/ln 2·(2^t−1): 14 in the first second, 29 in the next, 58 in the third.
+	for i, most := range []int{16, 30, 59} {
+		from := time.Second * time.Duration(i+1)
+		if n := admitted(from, from+time.Second); n > most || n < most-4 {
+			t.Errorf("%d in second %d", n, i+1)
+		}
+	}
+	if n := admitted(4*time.Second, 4*time.Second+time.Millisecond); n != 1e5 {
+		t.Errorf("%d after it has ended", n)
+	}
+	asked := &limiterFunc{}
+	q := &pace{inner: asked, ramp: guard.Ramp{Off: true}}
+	q.begin()
+	if q.Admit(0) != time.Minute || asked.n != 1 {
+		t.Error("the user's limiter is not asked")
+	}
+}
+
+type limiterFunc struct{ n int }
+
+func (l *limiterFunc) Admit(time.Duration) time.Duration { l.n++; return time.Minute }
+
+// Every endpoint is tried, not always in one order, and a context ends it.
+func TestDialerTriesAllInAFreshOrder(t *testing.T) {
+	t.Parallel()
+	var mu sync.Mutex
+	var rounds [][]string
+	d := Dialer{URLs: []string{"amqp://h1/", "amqp://h2/", "amqp://h3/"}, Config: amqp091.Config{Dial: func(_, addr string) (net.Conn, error) {
+		mu.Lock()
+		defer mu.Unlock()
+		if len(rounds) == 0 || len(rounds[len(rounds)-1]) == 3 {
+			rounds = append(rounds, nil)
+		}
+		rounds[len(rounds)-1] = append(rounds[len(rounds)-1], addr)
+		return nil, errDown
+	}}}
+	firsts := map[string]int{}
+	for range 60 {
+		if _, err := d.once(t.Context()); err == nil {
+			t.Fatal("connected to nobody")
+		}
+	}
+	for _, r := range rounds {
+		if len(slices.Compact(slices.Sorted(slices.Values(r)))) != 3 {
+			t.Fatalf("a round tries %v", r)
+		}
+		firsts[r[0]]++
+	}
+	if len(firsts) != 3 || len(rounds) != 60 {
+		t.Errorf("%d rounds begin with %v", len(rounds), firsts)
+	}
+	// A peer that accepts and says nothing.
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	defer cancel()
+	start := time.Now()
+	if _, err := Dial(fmt.Sprintf("amqp://%s/", l.Addr())).once(ctx); err == nil || time.Since(start) > 5*time.Second {
+		t.Errorf("%v after %s", err, time.Since(start))
+	}
+	start = time.Now()
+	if _, err := (Dialer{URLs: []string{fmt.Sprintf("amqp://%s/", l.Addr())}, Timeout: 50 * time.Millisecond}).once(t.Context()); err == nil || time.Since(start) > 5*time.Second {
+		t.Errorf("%v after %s", err, time.Since(start))
+	}
+}
