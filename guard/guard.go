@@ -119,6 +119,10 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 	return g, nil
 }
 
+// Config is what the Guard was made with, its Group never empty: an adapter
+// checks a broker's settings against it before it opens a source.
+func (g *Guard) Config() Config { return g.cfg }
+
 func (g *Guard) policy() Policy { return g.cfg.Policy }
 
 // leaf is the breaker of a source: the partition where there is one, under the

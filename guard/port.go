@@ -23,7 +23,10 @@ type Port[M any] interface {
 	// order. It is asked only when the order is [OrderKey].
 	Lane(M) uint64
 
-	// Size is the message's weight in bytes in the budget of the hold.
+	// Size is the message's weight in bytes in the budget of the hold. Run and
+	// RunFeed ask it once for each message that is not acked at once, in the order
+	// of intake and before a later one is acked: a port of a log, which may only
+	// move a low watermark, learns there what it must not pass.
 	Size(M) int
 
 	// Meta describes the message. It may allocate: the closed path never asks,

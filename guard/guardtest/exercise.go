@@ -61,6 +61,11 @@ type Features struct {
 	// held, paused or retried is never delivered twice.
 	OneDelivery bool
 
+	// Prefix says that the broker keeps one position, as a log does: what was
+	// handled behind a message that was still unsettled when its source ended is
+	// delivered again.
+	Prefix bool
+
 	// Dedup says that the dead-letter queue recognises twins by
 	// [dlq.Record.ID]. Without it a lost confirmation may leave two records of
 	// one ID.

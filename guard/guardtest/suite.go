@@ -331,7 +331,7 @@ func (x *run) checkEnd() {
 			ids[id] = true
 		}
 	}
-	if n := x.h.Duplicates(); n > x.unnamed && !x.again {
+	if n := x.h.Duplicates(); n > x.unnamed && !x.again && !(x.f.Prefix && x.returned) {
 		x.errorf("%d messages were handled twice", n)
 	}
 	if !x.disorder {

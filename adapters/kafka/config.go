@@ -1,0 +1,183 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package kafka
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"reflect"
+	"slices"
+	"time"
+
+	"github.com/IBM/sarama"
+
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// settle is what is left of the rebalance timeout, beside the heartbeat that
+// brings the news, for the last commit and for joining again.
+const settleTime = 2 * time.Second
+
+// margin is how much earlier than the rebalance timeout a claim must be left.
+func margin(c *sarama.Config) time.Duration { return c.Consumer.Group.Heartbeat.Interval + settleTime }
+
+// grace is how long a claim may take to be left once it is revoked.
+func grace(c *sarama.Config) time.Duration { return c.Consumer.Group.Rebalance.Timeout - margin(c) }
+
+// limits are the broker's, for one claim.
+func limits(c *sarama.Config) guard.Limits {
+	return guard.Limits{RevokeGrace: grace(c), EndsWithInput: true}
+}
+
+// Check reports everything that Setup of [Wrap] would refuse about a
+// configuration, all at once, so that a program knows before it joins a group.
+// nil means that Setup takes it. Use [CheckHandler] for [WrapHandler].
+func Check(g *guard.Guard, config *sarama.Config, opts ...Option) error {
+	return check(g, config, false, opts)
+}
+
+// CheckHandler is [Check] for [WrapHandler].
+func CheckHandler(g *guard.Guard, config *sarama.Config, opts ...Option) error {
+	return check(g, config, true, opts)
+}
+
+func check(g *guard.Guard, config *sarama.Config, passive bool, opts []Option) error {
+	o, err := newOptions(opts)
+	errs := []error{err}
+	if g == nil {
+		errs = append(errs, errors.New("kafka: the guard must not be nil"))
+	}
+	if config == nil {
+		errs = append(errs, errors.New("kafka: the configuration must not be nil"))
+	}
+	if g != nil && config != nil {
+		errs = append(errs, o.refused(g, config, passive))
+	}
+	return errors.Join(errs...)
+}
+
+// refused reports what cannot be run safely.
+func (o *options) refused(g *guard.Guard, c *sarama.Config, passive bool) error {
+	policy := g.Config().Policy
+	if o.policy != nil {
+		policy = *o.policy
+	}
+	errs := []error{policy.Validate()}
+	add := func(format string, args ...any) { errs = append(errs, unsuitable(format, args...)) }
+	timeout := policy.Timeout
+	if timeout == 0 {
+		timeout = defaultTimeout
+	}
+	group := &c.Consumer.Group
+	switch left := grace(c); {
+	case left <= 0:
+		add("Consumer.Group.Rebalance.Timeout: %s leaves nothing for a handler beside %s for the heartbeat that tells of a rebalance and the last commit: set it above %s, such as %s",
+			group.Rebalance.Timeout, margin(c), margin(c), timeout+margin(c))
+	case policy.NoTimeout:
+		add("Policy.NoTimeout: a handler that runs for ever cannot leave its claim within the %s that Consumer.Group.Rebalance.Timeout leaves: set a Timeout", left)
+	case timeout > left:
+		add("Policy.Timeout: %s is more than the %s that Consumer.Group.Rebalance.Timeout of %s leaves; a cooperative revoke is not seen while a handler runs: lower it, or set the rebalance timeout to %s",
+			timeout, left, group.Rebalance.Timeout, timeout+margin(c))
+	}
+	if c.Consumer.Offsets.Initial == sarama.OffsetNewest && group.ResetInvalidOffsets && !o.newest {
+		add("Consumer.Offsets.Initial: OffsetNewest with Consumer.Group.ResetInvalidOffsets skips what is left of the log once the committed offset is gone: set Initial to OffsetOldest, or ResetInvalidOffsets to false, or accept it by WithSkipToNewest")
+	}
+	if !passive && !c.Consumer.Offsets.AutoCommit.Enable {
+		add("Consumer.Offsets.AutoCommit.Enable: false: nobody would commit what the guard marks, and it marks only what is settled: leave it on")
+	}
+	if !c.Version.IsAtLeast(sarama.V0_11_0_0) {
+		add("Version: %s has no headers, so no trace and no dead letter could say where it comes from: set at least 0.11.0.0, better 2.8.0.0", c.Version)
+	}
+	return errors.Join(errs...)
+}
+
+// defaultTimeout is the Policy's.
+const defaultTimeout = 30 * time.Second
+
+// cooperative tells whether a revoke leaves the session's context alive: all
+// strategies must say that they support it.
+func cooperative(c *sarama.Config) bool {
+	strategies := c.Consumer.Group.Rebalance.GroupStrategies
+	if s := c.Consumer.Group.Rebalance.Strategy; s != nil {
+		strategies = []sarama.BalanceStrategy{s}
+	}
+	for _, s := range strategies {
+		p, ok := s.(sarama.RebalanceProtocolBalanceStrategy)
+		if !ok || !slices.Contains(p.SupportedProtocols(), sarama.RebalanceProtocolCooperative) {
+			return false
+		}
+	}
+	return len(strategies) > 0
+}
+
+// settings are what a consumer group runs with.
+type settings struct {
+	config *sarama.Config
+	client sarama.Client // nil if unknown
+	group  string
+}
+
+// look finds the settings of sarama's own session, which has no method for
+// them. It reads unexported fields by name and exact type; where these are not
+// what they were, or the session is somebody else's, it finds nothing, and Setup
+// asks for [WithConfig].
+func look(s sarama.ConsumerGroupSession) (found settings) {
+	v := reflect.ValueOf(s)
+	for _, name := range []string{"", "parent"} {
+		if name != "" {
+			v = v.FieldByName(name)
+		}
+		if v.Kind() != reflect.Pointer || v.IsNil() || v.Elem().Kind() != reflect.Struct {
+			return settings{}
+		}
+		v = v.Elem()
+	}
+	if f := v.FieldByName("config"); f.IsValid() && f.Type() == reflect.TypeFor[*sarama.Config]() {
+		found.config = (*sarama.Config)(f.UnsafePointer())
+	}
+	if f := v.FieldByName("groupID"); f.IsValid() && f.Kind() == reflect.String {
+		found.group = f.String()
+	}
+	if f := v.FieldByName("client"); f.IsValid() && f.CanAddr() && f.Type() == reflect.TypeFor[sarama.Client]() {
+		found.client = *(*sarama.Client)(f.Addr().UnsafePointer())
+	}
+	return found
+}
+
+// settingsOf joins what the options say with what the session shows.
+func (o *options) settingsOf(g *guard.Guard, s sarama.ConsumerGroupSession) (settings, error) {
+	set := look(s)
+	if o.client != nil {
+		set.client, set.config = o.client, o.client.Config()
+	}
+	if o.config != nil {
+		set.config = o.config
+	}
+	if o.group != "" {
+		set.group = o.group
+	}
+	if set.group == "" {
+		set.group = g.Config().Group
+	}
+	if set.config == nil {
+		return set, unsuitable("the configuration of the consumer group is not to be found in a session of type %T: pass it by WithConfig", s)
+	}
+	return set, nil
+}
+
+// ended tells whether a session's context is over because the program stops,
+// and not because the group rebalances or the session broke.
+func stopping(ctx context.Context) bool {
+	cause := context.Cause(ctx)
+	return errors.Is(cause, context.Canceled) || errors.Is(cause, context.DeadlineExceeded)
+}
+
+func sourceName(prefix, topic string, partition int32) string {
+	name := fmt.Sprintf("%s/%d", topic, partition)
+	if prefix != "" {
+		return prefix + "/" + name
+	}
+	return name
+}

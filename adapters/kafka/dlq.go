@@ -1,0 +1,364 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package kafka
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"hash/fnv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/IBM/sarama"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+// DLQConfig describes where dead letters go. The zero value needs Sources, and
+// writes what dies in "orders" to "orders.dlq".
+type DLQConfig struct {
+	// Topic is the topic; {topic} stands for the source's and {group} for the
+	// consumer group. Unset means "{topic}.dlq".
+	Topic string
+
+	// Sources are the topics whose messages may die. They are needed if Topic has
+	// a {topic} in it; a topic that is created gets as many partitions as the
+	// largest of its sources.
+	Sources []string
+
+	// Group is what {group} stands for, where Topic has it.
+	Group string
+
+	// Dialect is how headers tell why a message is dead; unset means
+	// stormguard's own.
+	Dialect dlq.Dialect
+
+	// NoCreate refuses a topic that does not exist, with the command that creates
+	// it, instead of creating it.
+	NoCreate bool
+
+	// Partitions of a topic that is created, from 1 to 10,000; unset means those
+	// of the largest source, or 1.
+	Partitions int32
+
+	// Replicas of a topic that is created, from 1 to 32767; unset means the
+	// broker's default.replication.factor.
+	Replicas int16
+
+	// Retention of a topic that is created; unset means that nothing is deleted.
+	// At least 1h.
+	Retention time.Duration
+}
+
+const defaultTopic = "{topic}.dlq"
+
+// Validate reports everything wrong at once.
+func (c DLQConfig) Validate() error {
+	var errs []error
+	add := func(format string, args ...any) { errs = append(errs, fmt.Errorf("kafka: DLQConfig."+format, args...)) }
+	topic := c.topic()
+	if bare := strings.NewReplacer("{topic}", "t", "{group}", "g").Replace(topic); !validTopic(bare) {
+		add("Topic: %q is not a topic's name of letters, digits, '.', '_' and '-' with {topic} and {group}", c.Topic)
+	}
+	if strings.Contains(topic, "{topic}") && len(c.Sources) == 0 {
+		add("Sources: at least one is needed for %q", topic)
+	}
+	if strings.Contains(topic, "{group}") && c.Group == "" {
+		add("Group: needed for %q", topic)
+	}
+	for _, s := range c.Sources {
+		if !validTopic(s) {
+			add("Sources: %q is not a topic's name", s)
+		} else if c.name(s) == s {
+			add("Topic: dead letters of %q would go to %q itself", s, s)
+		}
+	}
+	if err := c.Dialect.Validate(); err != nil {
+		add("Dialect: %w", err)
+	}
+	if c.Partitions < 0 || c.Partitions > 10_000 {
+		add("Partitions: %d is not within 1 and 10000", c.Partitions)
+	}
+	if c.Replicas < 0 {
+		add("Replicas: %d is not within 1 and 32767", c.Replicas)
+	}
+	if c.Retention != 0 && c.Retention < time.Hour {
+		add("Retention: %s is not at least 1h", c.Retention)
+	}
+	return errors.Join(errs...)
+}
+
+func validTopic(s string) bool {
+	if s == "" || len(s) > 249 || s == "." || s == ".." {
+		return false
+	}
+	return strings.Trim(s, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-") == ""
+}
+
+func (c DLQConfig) topic() string {
+	if c.Topic == "" {
+		return defaultTopic
+	}
+	return c.Topic
+}
+
+// name is where what dies in a topic goes. What a broker would not take in a
+// group's name becomes an underscore.
+func (c DLQConfig) name(source string) string {
+	group := strings.Map(func(r rune) rune {
+		if validTopic("t" + string(r)) {
+			return r
+		}
+		return '_'
+	}, c.Group)
+	return strings.NewReplacer("{topic}", source, "{group}", group).Replace(c.topic())
+}
+
+// DLQ writes dead letters to Kafka, each confirmed by all in-sync replicas. It is
+// a [dlq.Writer], safe for concurrent use. A dead letter keeps key, body,
+// headers and, where the DLQ has as many partitions, its partition; the headers
+// of the dialect say where it was and why it is dead, and its [dlq.Record.ID]
+// recognises a twin, which a crash between write and mark leaves. The record's
+// time is that of the message; a topic that this package creates keeps the time
+// of death instead (LogAppendTime), so that retention counts from there, and the
+// message's own is in a header.
+type DLQ struct {
+	cfg      DLQConfig
+	client   sarama.Client
+	producer sarama.SyncProducer
+	room     int            // a record's largest size for the client
+	max      map[string]int // the same for a topic
+	slots    chan struct{}  // writes under way, given up ones among them
+
+	mu     sync.Mutex
+	closed bool
+	writes sync.WaitGroup
+}
+
+var _ dlq.Writer = (*DLQ)(nil)
+
+// maxWrites bounds writes under way, those among them that nobody waits for any
+// more: sarama's SendMessage heeds no context.
+const maxWrites = 16
+
+// NewDLQ connects and creates or checks the topics. config is for connecting:
+// addresses, TLS, SASL, Version, retries and sizes are taken from a copy of it, and
+// what makes a producer safe is set there: Producer.Idempotent,
+// Producer.RequiredAcks = WaitForAll, Net.MaxOpenRequests = 1. nil means
+// sarama's defaults. A transactional id is refused. What is wrong with a topic is
+// an [ErrUnsuitable] that names the command that mends it. Close it last.
+func NewDLQ(addrs []string, config *sarama.Config, cfg DLQConfig) (*DLQ, error) {
+	if config == nil {
+		config = sarama.NewConfig()
+	}
+	c := *config
+	c.Producer.Idempotent = true
+	c.Producer.RequiredAcks = sarama.WaitForAll
+	c.Producer.Return.Successes, c.Producer.Return.Errors = true, true
+	c.Producer.Retry.Max = max(1, c.Producer.Retry.Max)
+	c.Producer.Partitioner = sarama.NewManualPartitioner
+	c.Producer.Interceptors = nil
+	c.Net.MaxOpenRequests = 1
+	c.Metadata.AllowAutoTopicCreation = false
+	if err := errors.Join(safeProducer(&c), cfg.Validate()); err != nil {
+		return nil, err
+	}
+	client, err := sarama.NewClient(addrs, &c)
+	if err != nil {
+		return nil, fmt.Errorf("kafka: dead letters: %w", err)
+	}
+	d, err := newDLQ(client, cfg)
+	if err != nil {
+		return nil, errors.Join(err, client.Close())
+	}
+	return d, nil
+}
+
+// safeProducer reports what would lose, double or reorder dead letters.
+func safeProducer(c *sarama.Config) error {
+	var errs []error
+	add := func(format string, args ...any) { errs = append(errs, unsuitable(format, args...)) }
+	if c.Producer.Transaction.ID != "" {
+		add("Producer.Transaction.ID: %q: a dead letter is written by itself: leave it empty", c.Producer.Transaction.ID)
+	}
+	if !c.Version.IsAtLeast(sarama.V0_11_0_0) {
+		add("Version: %s has neither headers nor idempotence: set at least 0.11.0.0", c.Version)
+	}
+	if c.Producer.MaxMessageBytes <= batchOverhead {
+		add("Producer.MaxMessageBytes: %d leaves no room for a record", c.Producer.MaxMessageBytes)
+	}
+	return errors.Join(errs...)
+}
+
+// batchOverhead is what a batch of one record takes beside it.
+const batchOverhead = 128
+
+func newDLQ(client sarama.Client, cfg DLQConfig) (*DLQ, error) {
+	d := &DLQ{
+		cfg: cfg, client: client, max: make(map[string]int), slots: make(chan struct{}, maxWrites),
+		room: client.Config().Producer.MaxMessageBytes,
+	}
+	if err := d.ensureTopics(); err != nil {
+		return nil, err
+	}
+	for _, most := range d.max {
+		d.room = max(d.room, most)
+	}
+	client.Config().Producer.MaxMessageBytes = d.room // the configuration is NewDLQ's own copy
+	producer, err := sarama.NewSyncProducerFromClient(client)
+	if err != nil {
+		return nil, fmt.Errorf("kafka: dead letters: %w", err)
+	}
+	d.producer = producer
+	return d, nil
+}
+
+// Close waits for writes under way and disconnects.
+func (d *DLQ) Close() error {
+	d.mu.Lock()
+	was := d.closed
+	d.closed = true
+	d.mu.Unlock()
+	if was {
+		return nil
+	}
+	d.writes.Wait()
+	return errors.Join(d.producer.Close(), d.client.Close())
+}
+
+// begin announces a write; false once it is closed.
+func (d *DLQ) begin() bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if !d.closed {
+		d.writes.Add(1)
+	}
+	return !d.closed
+}
+
+// ErrDLQClosed means that [DLQ.Close] was called.
+var ErrDLQClosed = errors.New("kafka: DLQ closed")
+
+// Write writes a dead letter and waits until all in-sync replicas have it, or ctx
+// ends; what was sent then may arrive all the same. A record over the topic's or
+// the client's limit is a [*dlq.TooLargeError]; a topic that does not exist, or
+// is not ours to write to, is a [dlq.ErrRefused].
+func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
+	topic := d.cfg.name(r.Origin.Source)
+	m := &sarama.ProducerMessage{Topic: topic, Value: sarama.ByteEncoder(r.Body), Timestamp: r.Timestamp}
+	if r.Body == nil {
+		m.Value = nil // a tombstone stays one
+	}
+	if r.Key != nil {
+		m.Key = sarama.ByteEncoder(r.Key)
+	}
+	for _, h := range dlq.Encode(r, d.cfg.Dialect) {
+		m.Headers = append(m.Headers, sarama.RecordHeader{Key: []byte(h.Name), Value: headerBytes(h.Value)})
+	}
+	limit := d.room
+	if most := d.max[topic]; most > 0 {
+		limit = most
+	}
+	if n := m.ByteSize(2) + batchOverhead; n > limit {
+		return &dlq.TooLargeError{Size: n, Max: limit}
+	}
+	partitions, err := d.client.Partitions(topic)
+	if err != nil {
+		return d.explain(topic, m, err)
+	}
+	m.Partition = partitionFor(r, int32(len(partitions)))
+	return d.send(ctx, topic, m)
+}
+
+// send gives the message to the producer. SendMessage heeds no context, so it
+// runs on a goroutine of its own, which Close waits for.
+func (d *DLQ) send(ctx context.Context, topic string, m *sarama.ProducerMessage) error {
+	select {
+	case d.slots <- struct{}{}:
+	case <-ctx.Done():
+		return fmt.Errorf("kafka: dead letter to %s: %w", topic, context.Cause(ctx))
+	}
+	if !d.begin() {
+		<-d.slots
+		return ErrDLQClosed
+	}
+	sent := make(chan error, 1)
+	go func() {
+		defer d.writes.Done()
+		_, _, err := d.producer.SendMessage(m)
+		sent <- err
+		<-d.slots
+	}()
+	select {
+	case err := <-sent:
+		return d.explain(topic, m, err)
+	case <-ctx.Done():
+		return fmt.Errorf("kafka: dead letter to %s: %w", topic, context.Cause(ctx))
+	}
+}
+
+// explain says what an error of the broker means.
+func (d *DLQ) explain(topic string, m *sarama.ProducerMessage, err error) error {
+	switch {
+	case err == nil:
+		return nil
+	case errors.Is(err, sarama.ErrMessageSizeTooLarge), errors.Is(err, sarama.ErrMessageTooLarge), errors.Is(err, sarama.ErrMessageSetSizeTooLarge):
+		return &dlq.TooLargeError{Size: m.ByteSize(2) + batchOverhead, Max: d.max[topic], Err: err}
+	case errors.Is(err, sarama.ErrUnknownTopicOrPartition), errors.Is(err, sarama.ErrInvalidTopic),
+		errors.Is(err, sarama.ErrTopicAuthorizationFailed), errors.Is(err, sarama.ErrClusterAuthorizationFailed), errors.Is(err, sarama.ErrInvalidTimestamp):
+		return fmt.Errorf("kafka: dead letter to %s: %w: %w", topic, dlq.ErrRefused, err)
+	}
+	return fmt.Errorf("kafka: dead letter to %s: %w", topic, err)
+}
+
+// partitionFor is the source's own partition if the topic has it. Otherwise the
+// messages of a key stay together, and of those without one each source's
+// partition.
+func partitionFor(r *dlq.Record, n int32) int32 {
+	if n < 1 {
+		return 0
+	}
+	if r.Origin.HasPartition && r.Origin.Partition < n {
+		return r.Origin.Partition
+	}
+	if r.Key == nil {
+		return r.Origin.Partition % n
+	}
+	h := fnv.New32a()
+	_, _ = h.Write(r.Key) // it has no error
+	return int32(h.Sum32() % uint32(n))
+}
+
+func headerBytes(v any) []byte {
+	switch v := v.(type) {
+	case nil:
+		return nil
+	case []byte:
+		return v
+	case string:
+		return []byte(v)
+	case time.Time:
+		return []byte(v.UTC().Format(time.RFC3339Nano))
+	}
+	return fmt.Append(nil, v)
+}
+
+// ReadDeadLetter reads a dead letter, in whatever dialect it was written, from a
+// message of a DLQ. Where no dialect is recognised, the origin is that of the
+// message itself. The record shares the message's key and body. err joins a
+// [*dlq.HeaderError] for each header that cannot be read; the rest is decoded
+// all the same.
+func ReadDeadLetter(m *sarama.ConsumerMessage) (dlq.Record, error) {
+	r, dialect, err := dlq.Decode(fromHeaders(m.Headers))
+	r.Key, r.Body = m.Key, m.Value
+	if r.Timestamp.IsZero() {
+		r.Timestamp = m.Timestamp
+	}
+	if dialect == "" {
+		r.Origin = originOf(m, "")
+	}
+	return r, err
+}

@@ -1,0 +1,29 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package kafka
+
+import (
+	"errors"
+	"fmt"
+)
+
+// Errors to branch on.
+var (
+	// ErrUnsuitable means that a client, group or topic is configured in a way
+	// that the guard cannot keep its promises with; the text says what to set.
+	ErrUnsuitable = errors.New("kafka: unsuitable configuration")
+
+	// ErrNotWrapped means that [Fail] was given a session that is not the one
+	// [WrapHandler] handed to the handler.
+	ErrNotWrapped = errors.New("kafka: not the session of a wrapped handler")
+
+	// ErrNotMarked is the failure of a message that a wrapped handler has
+	// neither marked nor failed within the policy's Timeout.
+	ErrNotMarked = errors.New("kafka: not marked within the timeout")
+)
+
+// unsuitable is an [ErrUnsuitable] with its reason.
+func unsuitable(format string, args ...any) error {
+	return fmt.Errorf("%w: %s", ErrUnsuitable, fmt.Sprintf(format, args...))
+}

@@ -1,0 +1,165 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package kafka
+
+import (
+	"encoding/binary"
+	"hash/maphash"
+	"sync/atomic"
+
+	"github.com/IBM/sarama"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// system is messaging.system of the OTel conventions.
+const system = "kafka"
+
+// pauser is what a claim of sarama's can do besides: its pause dies with it,
+// while that of a ConsumerGroup outlives the session.
+type pauser interface {
+	Pause()
+	Resume()
+}
+
+// claim is one epoch of one partition: the port of the function shape, and the
+// part of it that the passive shape shares. It is safe for concurrent use.
+type claim struct {
+	topic     string
+	partition int32
+	group     string
+	name      string // the source's
+	initial   int64  // below 0 if nothing was committed
+	key       func(*sarama.ConsumerMessage) []byte
+	seed      maphash.Seed
+	native    sarama.ConsumerGroupClaim
+	session   sarama.ConsumerGroupSession
+	marks     *tracker
+	end       atomic.Int64 // of the log, when last looked; -1 unknown
+}
+
+var (
+	_ guard.Port[*sarama.ConsumerMessage] = (*claim)(nil)
+	_ guard.Lagger                        = (*claim)(nil)
+)
+
+// seed is one for the process, so that a key is in the same lane in each epoch.
+var seed = maphash.MakeSeed()
+
+func newClaim(s *session, c sarama.ConsumerGroupClaim) *claim {
+	p := &claim{
+		topic: c.Topic(), partition: c.Partition(), group: s.set.group,
+		name: sourceName(s.h.opts.name, c.Topic(), c.Partition()), initial: c.InitialOffset(),
+		key: s.h.opts.key, seed: seed, native: c, session: s.native, marks: newTracker(),
+	}
+	p.end.Store(-1)
+	return p
+}
+
+// Lane is the hash of the key. Messages without one have no order among each
+// other, as in Kafka itself: each is in a lane of its own.
+func (c *claim) Lane(m *sarama.ConsumerMessage) uint64 {
+	key := m.Key
+	if c.key != nil {
+		key = c.key(m)
+	}
+	if key == nil {
+		var own [12]byte
+		binary.LittleEndian.PutUint64(own[:], uint64(m.Offset))
+		return maphash.Bytes(c.seed, own[:])
+	}
+	return maphash.Bytes(c.seed, key)
+}
+
+// Size also says that the message is not acked at once; see [guard.Port].
+func (c *claim) Size(m *sarama.ConsumerMessage) int {
+	c.marks.deliver(m.Offset)
+	return size(m)
+}
+
+func size(m *sarama.ConsumerMessage) int {
+	n := len(m.Key) + len(m.Value)
+	for _, h := range m.Headers {
+		n += len(h.Key) + len(h.Value)
+	}
+	return n
+}
+
+func (c *claim) Meta(m *sarama.ConsumerMessage) guard.Meta {
+	meta := guard.Meta{
+		Key: m.Key, Body: m.Value, Headers: fromHeaders(m.Headers), Timestamp: m.Timestamp,
+		Origin: originOf(m, c.group), Lag: -1,
+	}
+	if end := max(c.end.Load(), c.native.HighWaterMarkOffset()); end > m.Offset {
+		meta.Lag = end - m.Offset - 1
+	}
+	return meta
+}
+
+func originOf(m *sarama.ConsumerMessage, group string) dlq.Origin {
+	return dlq.Origin{
+		System: system, Source: m.Topic, Group: group,
+		Partition: m.Partition, HasPartition: true, Offset: m.Offset, HasOffset: true,
+	}
+}
+
+// Ack moves the low watermark; Flush marks it.
+func (c *claim) Ack(m *sarama.ConsumerMessage) error {
+	c.marks.settle(m.Offset, "")
+	return nil
+}
+
+// Extend has nothing to do: Kafka knows no deadline of a message.
+func (c *claim) Extend([]*sarama.ConsumerMessage) {}
+
+// Return has nothing to do: what is not marked is read again by whoever gets the
+// partition next.
+func (c *claim) Return([]*sarama.ConsumerMessage, guard.Reason) error { return nil }
+
+// Demand pauses fetching at 0. What was fetched already still arrives.
+func (c *claim) Demand(n int) {
+	p, ok := c.native.(pauser)
+	switch {
+	case !ok:
+	case n == 0:
+		p.Pause()
+	default:
+		p.Resume()
+	}
+}
+
+// Flush marks up to the low watermark; sarama commits it.
+func (c *claim) Flush() error {
+	if offset, meta, due := c.marks.take(); due {
+		c.session.MarkOffset(c.topic, c.partition, offset, meta)
+	}
+	return nil
+}
+
+// Lag is the log's end, when last looked, less what is settled.
+func (c *claim) Lag() int64 {
+	end := c.end.Load()
+	at, _ := c.marks.position()
+	if at < 0 {
+		at = c.initial
+	}
+	if end < 0 || at < 0 {
+		return -1
+	}
+	return max(0, end-at)
+}
+
+func fromHeaders(hs []*sarama.RecordHeader) []dlq.Header {
+	if len(hs) == 0 {
+		return nil
+	}
+	out := make([]dlq.Header, 0, len(hs))
+	for _, h := range hs {
+		if h != nil {
+			out = append(out, dlq.Header{Name: string(h.Key), Value: h.Value})
+		}
+	}
+	return out
+}

@@ -1,0 +1,121 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package kafka
+
+import "sync"
+
+// tracker knows which offsets of a claim were handed over and which of them are
+// settled, and so up to where it may be marked. It is a queue of the offsets
+// that came, in their order: offsets have gaps (compaction, control records,
+// aborted transactions), so nothing is computed from one to the next.
+//
+// It is safe for concurrent use. It holds one entry for each message that is not
+// settled or stands behind one that isn't, so at most the source's window.
+type tracker struct {
+	mu     sync.Mutex
+	queue  []delivered // by offset; the first of them is not settled
+	last   int64       // the highest offset handed over, -1 for none
+	next   int64       // the offset after the settled prefix, -1 for none
+	marked int64       // what take last gave out
+	meta   string      // of the mark
+	reset  bool        // ResetOffset was called: no mark until the user marks again
+}
+
+type delivered struct {
+	offset int64
+	done   bool
+	meta   string
+}
+
+func newTracker() *tracker { return &tracker{last: -1, next: -1, marked: -1} }
+
+// deliver announces a message that is not settled at once.
+func (t *tracker) deliver(offset int64) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if offset <= t.last {
+		return
+	}
+	t.last = offset
+	t.queue = append(t.queue, delivered{offset: offset})
+}
+
+// settle says that a message is done with. One that was not announced has just
+// been handed over, after all that were.
+func (t *tracker) settle(offset int64, meta string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if offset > t.last {
+		t.last = offset
+		if len(t.queue) == 0 {
+			t.next, t.meta = offset+1, meta
+			return
+		}
+		t.queue = append(t.queue, delivered{offset, true, meta})
+		return
+	}
+	i := t.find(offset)
+	if i < 0 {
+		return
+	}
+	t.queue[i].done, t.queue[i].meta = true, meta
+	if i > 0 {
+		return
+	}
+	n := 0
+	for n < len(t.queue) && t.queue[n].done {
+		n++
+	}
+	t.next, t.meta = t.queue[n-1].offset+1, t.queue[n-1].meta
+	t.queue = t.queue[n:]
+}
+
+// find is the place of an offset in the queue, -1 if it is not there.
+func (t *tracker) find(offset int64) int {
+	low, high := 0, len(t.queue)
+	for low < high {
+		if mid := (low + high) / 2; t.queue[mid].offset < offset {
+			low = mid + 1
+		} else {
+			high = mid
+		}
+	}
+	if low == len(t.queue) || t.queue[low].offset != offset {
+		return -1
+	}
+	return low
+}
+
+// take is the mark that is due, if there is one that was not taken yet.
+func (t *tracker) take() (offset int64, meta string, due bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.reset || t.next <= t.marked {
+		return 0, "", false
+	}
+	t.marked = t.next
+	return t.next, t.meta, true
+}
+
+// rewound stops marks: the user has reset the offset. resumed lets them go on.
+func (t *tracker) rewound() { t.setReset(true) }
+func (t *tracker) resumed() { t.setReset(false) }
+
+func (t *tracker) setReset(reset bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.reset = reset
+}
+
+// position is the offset of the oldest message that is not settled, or what
+// follows the last that is; -1 if nothing was handed over yet. given is the mark
+// that was last given out, -1 for none.
+func (t *tracker) position() (at, given int64) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if len(t.queue) > 0 {
+		return t.queue[0].offset, t.marked
+	}
+	return t.next, t.marked
+}

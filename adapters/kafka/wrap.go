@@ -1,0 +1,242 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package kafka
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/IBM/sarama"
+
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// Wrap guards a consumer group: handle gets each message of each claim when the
+// guard says so, and its return is the outcome. nil marks; any other error
+// retries, and later dead-letters; [guard.Permanent], [guard.Backoff] and
+// [guard.Ignore] say more.
+//
+//	for ctx.Err() == nil {
+//		err := group.Consume(ctx, []string{"orders"}, kafka.Wrap(g, handle))
+//	}
+//
+// One handler may serve several sessions, also of several groups. Each claim is
+// a source, "topic/partition", of its own; with the default order its handler
+// runs in the goroutine that reads the claim. Marks are coalesced, and only ever
+// pass messages that are settled; sarama commits them.
+//
+// What is wrong with the configuration Setup returns, all of it at once, so
+// Consume does; see [Check]. Setup also returns [guard.ErrClosed] once the Guard
+// is closed. A claim ends with its session, its partition's revoke, its
+// Messages, or its source: what is held then is dropped, unmarked, and whoever
+// gets the partition next reads it again. A handler that is running then is
+// cancelled at once in a rebalance, and has [WithStopTimeout] when the program
+// stops. One that outlives even the rebalance timeout is named by the error that
+// the claim ends with, which goes to the group's Errors.
+func Wrap(g *guard.Guard, handle func(context.Context, *sarama.ConsumerMessage) error, opts ...Option) sarama.ConsumerGroupHandler {
+	h := newHandler(g, opts)
+	h.handle = handle
+	if handle == nil {
+		h.err = errors.Join(h.err, errors.New("kafka: Wrap: the handler must not be nil"))
+	}
+	return h
+}
+
+// handler is a consumer group's handler in either shape.
+type handler struct {
+	g        *guard.Guard
+	handle   func(context.Context, *sarama.ConsumerMessage) error // function shape
+	existing sarama.ConsumerGroupHandler                          // passive shape
+	opts     options
+	err      error // what is wrong with the options
+
+	mu       sync.Mutex
+	sessions map[sarama.ConsumerGroupSession]*session
+}
+
+func newHandler(g *guard.Guard, opts []Option) *handler {
+	h := &handler{g: g, sessions: make(map[sarama.ConsumerGroupSession]*session)}
+	h.opts, h.err = newOptions(opts)
+	if g == nil {
+		h.err = errors.Join(h.err, errors.New("kafka: the guard must not be nil"))
+	}
+	return h
+}
+
+func (h *handler) passive() bool { return h.handle == nil }
+
+// Setup refuses what cannot be run safely, and begins to watch the session.
+func (h *handler) Setup(s sarama.ConsumerGroupSession) error {
+	if h.g == nil {
+		return h.err
+	}
+	set, err := h.opts.settingsOf(h.g, s)
+	if err == nil {
+		err = h.opts.refused(h.g, set.config, h.passive())
+	}
+	if err = errors.Join(h.err, err); err != nil {
+		return err
+	}
+	if errors.Is(h.g.Ready(), guard.ErrClosed) {
+		return fmt.Errorf("kafka: %w", guard.ErrClosed)
+	}
+	ss := newSession(h, s, set)
+	h.mu.Lock()
+	h.sessions[s] = ss
+	h.mu.Unlock()
+	if h.existing != nil {
+		if err := h.existing.Setup(ss); err != nil {
+			return err // Cleanup follows all the same
+		}
+	}
+	ss.watch()
+	return nil
+}
+
+// Cleanup marks and commits what is settled.
+func (h *handler) Cleanup(s sarama.ConsumerGroupSession) error {
+	ss := h.session(s)
+	if ss == nil {
+		return nil
+	}
+	var err error
+	if h.existing != nil {
+		err = h.existing.Cleanup(ss)
+	}
+	ss.Commit()
+	ss.stop()
+	h.mu.Lock()
+	delete(h.sessions, s)
+	h.mu.Unlock()
+	return err
+}
+
+func (h *handler) session(s sarama.ConsumerGroupSession) *session {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.sessions[s]
+}
+
+// ConsumeClaim guards one claim until it ends. It starts a goroutine for the
+// source's loop and, in a cooperative group, one that watches for the revoke;
+// both end with the claim, unless a handler hangs.
+func (h *handler) ConsumeClaim(s sarama.ConsumerGroupSession, native sarama.ConsumerGroupClaim) error {
+	ss := h.session(s)
+	if ss == nil {
+		return errors.New("kafka: ConsumeClaim without Setup")
+	}
+	c := newClaim(ss, native)
+	c.Demand(1) // a pause of the group outlives its session
+	revoked, stolen := ss.revoked(native)
+	var err error
+	if h.passive() {
+		err = ss.consumePassive(c, revoked)
+	} else {
+		err = ss.consume(c, revoked)
+	}
+	if !ss.set.config.Consumer.Offsets.AutoCommit.Enable {
+		s.Commit() // with a cooperative revoke the mark is gone after this
+	}
+	return errors.Join(err, stolen())
+}
+
+// consume is the function shape.
+func (ss *session) consume(c *claim, revoked <-chan struct{}) error {
+	src, err := openClaim(ss, c, guard.Port[*sarama.ConsumerMessage](c), ss.h.handle)
+	if src == nil {
+		return err
+	}
+	ss.add(c)
+	defer ss.remove(c)
+	ran := make(chan struct{})
+	go func() {
+		defer close(ran)
+		// Handlers may finish after the session's context is over, so it is not
+		// that which ends the loop but End, below.
+		_ = src.Run(context.WithoutCancel(ss.native.Context()), c.native.Messages())
+	}()
+	ss.await(src, ran, revoked)
+	report := ss.endSource(src.End)
+	if len(report.Left) == 0 {
+		<-ran
+	}
+	return leftError(c, report)
+}
+
+// await waits for the end of a claim: over, its session's, its revoke, or its
+// source's, which somebody else may end while a handler hangs.
+func (ss *session) await(src guard.Control, over, revoked <-chan struct{}) {
+	look := time.NewTicker(endedPoll)
+	defer look.Stop()
+	for !src.State().Ended {
+		select {
+		case <-look.C:
+		case <-over:
+			return
+		case <-revoked:
+			return
+		case <-ss.native.Context().Done():
+			return
+		}
+	}
+}
+
+// endedPoll is how soon a claim is left whose source was ended elsewhere.
+const endedPoll = 100 * time.Millisecond
+
+// endSource ends a claim's source for the reason that the session shows.
+func (ss *session) endSource(end func(context.Context, guard.Reason) guard.Report) guard.Report {
+	why, limit := guard.ReasonRebalance, grace(ss.set.config)
+	if ctx := ss.native.Context(); ctx.Err() != nil && stopping(ctx) {
+		why, limit = guard.ReasonShutdown, min(limit, ss.h.opts.stopTimeout)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	defer cancel()
+	return end(ctx, why)
+}
+
+func leftError(c *claim, r guard.Report) error {
+	if len(r.Left) == 0 {
+		return nil
+	}
+	return fmt.Errorf("kafka: claim %s: %d messages left, the oldest %s for %s: %s; they are delivered again",
+		c.name, len(r.Left), r.Left[0].State, r.Left[0].Age.Round(time.Millisecond), r.Left[0].Why)
+}
+
+// nameWait is how soon a name that is still taken is tried again.
+const nameWait = 20 * time.Millisecond
+
+// openClaim opens the source of a claim. One of the same name may be on its way
+// out: another member of the group in this process that overstays.
+func openClaim[M any](ss *session, c *claim, port guard.Port[M], handle func(context.Context, M) error) (*guard.Source[M], error) {
+	o := &ss.h.opts
+	cfg := guard.SourceConfig{
+		Name: c.name, System: system, Destination: c.topic, Partition: fmt.Sprint(c.partition),
+		DeadLetters: o.letters, Policy: o.policy, Limiter: o.limiter,
+	}
+	for waited, said := false, false; ; waited = true {
+		src, err := guard.Open(ss.h.g, cfg, limits(ss.set.config), port, handle)
+		if err == nil {
+			return src, nil
+		}
+		taken := ss.h.g.Source(c.name) != nil
+		if errors.Is(err, guard.ErrClosed) || !taken && waited {
+			return nil, err
+		}
+		if taken && !said {
+			said = true
+			o.log.Warn("claim waits for a source of its name to end", "source", c.name, "error", err)
+		}
+		pause := time.NewTimer(nameWait)
+		select {
+		case <-pause.C:
+		case <-ss.native.Context().Done():
+			pause.Stop()
+			return nil, nil //nolint:nilnil // the session is over before it began
+		}
+	}
+}
