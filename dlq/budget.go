@@ -286,6 +286,15 @@ func (b *Budget) Balance(class Class) float64 {
 	return float64(b.pools[class].has+b.gift) / float64(credit)
 }
 
+// Continue returns a copy for the caller's next counter of successes, which
+// starts at 0: what a source had left when it ended is what it begins with when
+// it comes back. b must not be used any more.
+func (b *Budget) Continue() *Budget {
+	next := *b
+	next.total = 0
+	return &next
+}
+
 // Spent is the number of times that Spend returned true, over both classes.
 func (b *Budget) Spent() uint64 { return b.spent }
 

@@ -70,6 +70,10 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 	} else {
 		e.report.Err = fmt.Errorf("guard: source %s: a port call does not return", s.cfg.Name)
 	}
+	s.mu.Lock()
+	kept := s.keepLocked(s.g.now())
+	s.mu.Unlock()
+	s.g.keep(s.cfg.Name, kept)
 	s.g.unregister(s.cfg.Name, s)
 	s.release()
 	close(e.done)

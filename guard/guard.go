@@ -52,6 +52,7 @@ type Guard struct {
 
 	mu      sync.Mutex
 	sources map[string]controls
+	kept    map[string]kept // of sources that ended, by name
 	boxes   []*letterbox
 	closed  bool
 	running sync.WaitGroup
@@ -96,6 +97,7 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 		cfg:     cfg,
 		log:     slog.New(slog.DiscardHandler),
 		sources: make(map[string]controls),
+		kept:    make(map[string]kept),
 		sweeper: sweeper{wake: make(chan struct{}, 1)},
 	}
 	start := time.Now()
@@ -125,6 +127,10 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 func (g *Guard) Config() Config { return g.cfg }
 
 func (g *Guard) policy() Policy { return g.cfg.Policy }
+
+// Policy is how sources behave that don't bring one of their own, as it was
+// configured: for adapters that derive a broker's setting from it.
+func (g *Guard) Policy() Policy { return g.cfg.Policy }
 
 // leaf is the breaker of a source: the partition where there is one, under the
 // topic or queue, under the consumer group; less of it where Config.Scope is
@@ -305,6 +311,7 @@ func (g *Guard) noteChanges(now time.Duration) {
 	if now >= g.evict {
 		g.evict = now + time.Minute
 		g.scopes.Evict(now, g.scopes.Config().Breaker.Window)
+		g.forget(now)
 	}
 	g.changes = g.scopes.Changes(g.changes[:0])
 	if len(g.changes) > 0 {

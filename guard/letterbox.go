@@ -131,7 +131,7 @@ func (l letter[M]) record() *dlq.Record {
 	s.end()
 	r := &dlq.Record{
 		Key: meta.Key, Body: meta.Body, Headers: meta.Headers, Timestamp: meta.Timestamp,
-		Origin: meta.Origin, Deliveries: meta.Deliveries,
+		Origin: meta.Origin, Deliveries: meta.Deliveries, Properties: meta.Properties,
 		Attempts: it.tries, Permanent: it.permanent, Reason: it.verdict,
 	}
 	wall := func(at time.Duration) time.Time { return s.g.origin.Add(at) }

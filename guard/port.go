@@ -62,6 +62,10 @@ type Meta struct {
 	Timestamp time.Time  // zero if the broker gave none
 	Origin    dlq.Origin // where it stands at the broker
 
+	// Properties are what the broker carries beside the headers, such as
+	// AMQP's content-type, under the broker's names: for its own dead letters.
+	Properties []dlq.Header
+
 	// Deliveries is the broker's own count, from 1; 0 means that it does not
 	// count. It is evidence of a crashing handler only, never our attempts.
 	Deliveries int

@@ -90,7 +90,8 @@ type ending struct {
 	report Report
 }
 
-// Open makes a source of a Guard. It refuses settings that the broker's limits
+// Open makes a source of a Guard. What a source of that name left in its DLQ
+// budget, and an operator's pause, it takes up where that one ended. It refuses settings that the broker's limits
 // make impossible, all problems at once. A nil handler makes it passive: then
 // use Offer, Ready and Done instead of Run.
 func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handler func(context.Context, M) error) (*Source[M], error) {
@@ -180,6 +181,7 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 		s.release()
 		return nil, err
 	}
+	s.resume(g.recall(cfg.Name))
 	return s, nil
 }
 

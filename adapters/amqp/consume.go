@@ -1,0 +1,196 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package amqp
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/rabbitmq/amqp091-go"
+
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// Consume guards a queue: it connects, and handle gets the deliveries when the
+// guard says so. nil acks; any other error retries, and later dead-letters;
+// guard.Permanent, guard.Backoff and guard.Ignore say more. handle must not
+// settle the delivery itself: its Ack, Nack and Reject are an [ErrSettled].
+//
+// It blocks until ctx ends and then stops in order: handlers in flight finish
+// within [WithStopTimeout], acks are flushed, and the channel is closed, which
+// puts everything else back in its order. Then it returns nil, or an error that
+// names what could not be finished. It returns [ErrQueueGone] when the queue
+// does not exist, [guard.ErrClosed] when the Guard or the source has ended, and
+// before the first connection what is wrong with user, password or vhost.
+// Everything else, such as a broker that restarts, it waits out.
+//
+// Each channel is an epoch: a delivery is never settled on another channel than
+// its own. When the channel breaks, handlers are cancelled, and what was not
+// acked is delivered again. The channel is closed in order when a delivery has
+// been unsettled for half of [WithConsumerTimeout], and opened again when the
+// source would admit a message, at first for one delivery at a time; what had
+// been held then drains at the policy's ramp. Nothing is ever requeued by nack.
+// A message that is out while the channel is closed a second time goes behind
+// those that went back before: the order of a hold that lasts longer than the
+// consumer timeout is the broker's. Where nothing holds the source, its handlers
+// are too slow for the prefetch, which is then halved.
+//
+// Acks are coalesced, and one frame acks all that is settled without a gap: a
+// crash may repeat the deliveries whose acks were on their way, at most 64 of
+// them with one worker.
+//
+// Beside the guard's goroutines and the client's it starts three, which end
+// before it returns; only a handler that ignores its cancelled context for ever
+// keeps its own.
+func Consume(ctx context.Context, g *guard.Guard, dialer Dialer, queue string, handle func(context.Context, amqp091.Delivery) error, opts ...Option) error {
+	o, err := newOptions(g, opts)
+	errs := []error{err, dialer.Validate()}
+	if handle == nil {
+		errs = append(errs, errors.New("amqp: Consume: the handler must not be nil"))
+	}
+	if queue == "" || len(queue) > maxShort {
+		errs = append(errs, fmt.Errorf("amqp: Consume: the queue's name has %d bytes, not 1 to %d", len(queue), maxShort))
+	}
+	if err := errors.Join(errs...); err != nil {
+		return err
+	}
+	o.queue = queue
+	if o.name == "" {
+		o.name = queue
+	}
+	c := &consumer{dialer: dialer, o: &o, g: g}
+	if err := c.settings(); err != nil {
+		return fmt.Errorf("amqp: consume %s: %w", o.name, err)
+	}
+	c.handle = func(ctx context.Context, d amqp091.Delivery) error {
+		d.Acknowledger = notYours{}
+		return handle(ctx, d)
+	}
+	if o.native != "" {
+		c.rejects = &rejects{}
+		o.letters = c.rejects
+	}
+	defer c.hangUp()
+	if c.link, err = dialer.connect(ctx, true, o.name, o.log); err != nil {
+		if ctx.Err() != nil {
+			return nil // it ended before it began
+		}
+		return err
+	}
+	c.watch()
+	p := pauses{longest: dialer.withDefaults().MaxPause}
+	for parked := false; ; {
+		began := time.Now()
+		again, err := c.epoch(ctx, parked)
+		switch {
+		case err != nil:
+			return err
+		case again == epochStopped:
+			return nil
+		case again == epochParked || time.Since(began) >= shortLived:
+			p.limit = 0
+		case !p.wait(ctx):
+			return nil
+		}
+		parked = again == epochParked
+	}
+}
+
+// notYours is the Acknowledger of what a handler gets.
+type notYours struct{}
+
+var errNotYours = fmt.Errorf("%w: the guard settles what a handler returned", ErrSettled)
+
+func (notYours) Ack(uint64, bool) error        { return errNotYours }
+func (notYours) Nack(uint64, bool, bool) error { return errNotYours }
+func (notYours) Reject(uint64, bool) error     { return errNotYours }
+
+// consumer is what lives through all epochs of a Consume. Its goroutine alone
+// touches the fields.
+type consumer struct {
+	g        *guard.Guard
+	dialer   Dialer
+	o        *options
+	policy   guard.Policy
+	prefetch int
+	handle   func(context.Context, amqp091.Delivery) error
+	rejects  *rejects
+	link     *link
+	version  [2]int
+	missing  int // how often the queue was not there
+}
+
+// settings derives the policy from the options, and refuses what the broker's
+// deadlines make impossible, as far as the guard does not.
+func (c *consumer) settings() error {
+	c.policy = c.g.Policy()
+	if c.o.policy != nil {
+		c.policy = *c.o.policy
+	}
+	var err error
+	c.prefetch, err = c.o.window(&c.policy)
+	return err
+}
+
+// window settles prefetch and window.
+func (o *options) window(p *guard.Policy) (prefetch int, err error) {
+	prefetch = o.prefetch
+	if prefetch == 0 {
+		prefetch = p.Window
+	}
+	if prefetch == 0 {
+		prefetch = defaultPrefetch
+	}
+	var errs []error
+	if prefetch > 65535 {
+		errs = append(errs, fmt.Errorf("amqp: Policy.Window: %d is more than the 65535 a prefetch can be; set WithPrefetch", prefetch))
+	}
+	if p.Window == 0 {
+		p.Window = prefetch
+	}
+	if most := o.timeout / 4; p.Retry.Max > most {
+		errs = append(errs, fmt.Errorf("amqp: Policy.Retry.Max: %s is more than %s, a quarter of the consumer timeout (WithConsumerTimeout)", p.Retry.Max, most))
+	} else if p.Retry.Max == 0 {
+		p.Retry.Max = max(min(10*time.Second, most), p.Retry.Base)
+	}
+	return prefetch, errors.Join(errs...)
+}
+
+// hangUp closes the connection, if there is one.
+func (c *consumer) hangUp() {
+	if c.link != nil {
+		c.link.close()
+		c.link = nil
+	}
+}
+
+// watch takes note of the broker's version, and says in the log when the broker
+// blocks the connection. The goroutine ends with the connection.
+func (c *consumer) watch() {
+	c.version = c.link.version
+	l, log, name := c.link, c.o.log, c.o.name
+	blocked := l.NotifyBlocked(make(chan amqp091.Blocking, 8))
+	go func() {
+		for b := range blocked {
+			log.Warn("connection blocked by the broker", "source", name, "endpoint", l.endpoint, "blocked", b.Active, "reason", b.Reason)
+		}
+	}()
+}
+
+// connected is an open connection, made anew if need be; nil when ctx ends.
+func (c *consumer) connected(ctx context.Context) *link {
+	if c.link != nil && !c.link.IsClosed() {
+		return c.link
+	}
+	c.hangUp()
+	l, err := c.dialer.connect(ctx, false, c.o.name, c.o.log)
+	if err != nil {
+		return nil
+	}
+	c.link = l
+	c.watch()
+	return l
+}

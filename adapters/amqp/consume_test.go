@@ -1,0 +1,436 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package amqp
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/rabbitmq/amqp091-go"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/brokers"
+)
+
+// record is a handler that keeps what it was given.
+type record struct {
+	mu   sync.Mutex
+	got  []int
+	when []time.Time
+	seen map[int]int
+	down atomic.Bool
+	hits atomic.Int64 // calls while down
+}
+
+func (r *record) handle(_ context.Context, d amqp091.Delivery) error {
+	if r.down.Load() {
+		r.hits.Add(1)
+		return errDown
+	}
+	n, err := strconv.Atoi(string(d.Body))
+	if err != nil {
+		return guard.Permanent(err)
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.seen == nil {
+		r.seen = make(map[int]int)
+	}
+	r.got, r.when = append(r.got, n), append(r.when, time.Now())
+	r.seen[n]++
+	return nil
+}
+
+func (r *record) distinct() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return len(r.seen)
+}
+
+func (r *record) all() []int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return slices.Clone(r.got)
+}
+
+// order reports the first that comes after a later one.
+func (r *record) order() error {
+	got := r.all()
+	for i := 1; i < len(got); i++ {
+		if got[i] < got[i-1] {
+			return fmt.Errorf("out of order at %d: %d", i, got[max(0, i-8):min(len(got), i+24)])
+		}
+	}
+	return nil
+}
+
+func (r *record) twice() int { return len(r.all()) - r.distinct() }
+
+// Everything is handled in order, and acked in far fewer frames than messages.
+func TestConsumeHandlesEverythingInOrderAndStops(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		r := newRig(t, s, Quorum, nil)
+		var l lines
+		var rec record
+		const n = 5000
+		r.publish(0, n)
+		c := r.consumeBy(l.dialer(r.url()), newGuard(t, guard.Config{}), rec.handle)
+		eventually(t, "all handled", func() bool { return rec.distinct() == n })
+		if err := c.stop(t); err != nil {
+			t.Fatal(err)
+		}
+		if !slices.IsSorted(rec.all()) || rec.twice() > 0 {
+			t.Error("out of order, or twice")
+		}
+		b := l.books()
+		if b.acked != n || b.ackFrames > n/2 || !slices.Equal(b.prefetch, []int{defaultPrefetch}) {
+			t.Errorf("%+v", b)
+		}
+		if err := l.check(); err != nil {
+			t.Error(err)
+		}
+		t.Logf("%d messages in %d ack frames", n, b.ackFrames)
+		if k, err := r.ready(); k != 0 || err != nil {
+			t.Errorf("%d left, %v", k, err)
+		}
+	})
+}
+
+// While a breaker is forced open nothing at all goes over the wire.
+func TestForcedOpenCostsTheBrokerNothing(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, shared(t, brokers.RabbitMQ), Quorum, nil)
+	g := newGuard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
+	var l lines
+	var rec record
+	c := r.consumeBy(l.dialer(r.url()), g, rec.handle, WithPrefetch(100))
+	src := openSource(t, g, r.queue)
+	if err := src.ForceOpen(0); err != nil {
+		t.Fatal(err)
+	}
+	r.publish(0, 300)
+	eventually(t, "the window is full", func() bool { return src.State().Room == 0 })
+	before := l.books()
+	time.Sleep(time.Second)
+	if after := l.books(); after.delivered != 100 || after.acked+after.rejects+after.nacks+after.flows != 0 || len(after.prefetch) != len(before.prefetch) {
+		t.Errorf("%+v", after)
+	}
+	if err := src.ForceClosed(); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "all handled", func() bool { return rec.distinct() == 300 })
+	if !slices.IsSorted(rec.all()) || l.books().delivered != 300 {
+		t.Errorf("in order: %t; %+v", slices.IsSorted(rec.all()), l.books())
+	}
+	if err := errors.Join(c.stop(t), l.check()); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// In a hold longer than half of the consumer timeout the channel is closed in
+// order, opened again only to probe, with a prefetch of 1, and what was held
+// drains in order at the ramp. The broker never closes it.
+func TestHoldLongerThanTheConsumerTimeout(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		r := newRig(t, s, Quorum, nil)
+		ramp := guard.Ramp{Start: 50, Double: 500 * time.Millisecond, For: 3 * time.Second}
+		g := newGuard(t, guard.Config{Policy: guard.Policy{
+			Timeout: 500 * time.Millisecond, Ramp: ramp,
+			Breaker: breaker.Config{Base: 200 * time.Millisecond, Cap: time.Second},
+		}})
+		var l lines
+		var rec record
+		rec.down.Store(true)
+		const n, prefetch, timeout = 300, 50, 3 * time.Second
+		r.publish(0, n)
+		c := r.consumeBy(l.dialer(r.url()), g, rec.handle, WithPrefetch(prefetch), WithConsumerTimeout(timeout))
+		src := openSource(t, g, r.queue)
+		eventually(t, "held", func() bool { return src.State().Room == 0 })
+		oldest := time.Now()
+		eventually(t, "the channel is closed before the timeout", func() bool { return l.unacked() == 0 })
+		if took := time.Since(oldest); took > timeout*3/4 {
+			t.Errorf("closed after %s", took)
+		}
+		eventually(t, "it is opened again to probe", func() bool { return len(l.books().prefetch) > 1 })
+		eventually(t, "it probes", func() bool { return l.unacked() == 1 })
+		rec.down.Store(false)
+		up := time.Now()
+		eventually(t, "drained", func() bool { return rec.distinct() == n })
+		took := time.Since(up)
+		if err := errors.Join(c.stop(t), l.check()); err != nil {
+			t.Fatal(err)
+		}
+		if err := rec.order(); err != nil || rec.twice() > 0 {
+			t.Errorf("%v, or %d twice", err, rec.twice())
+		}
+		b := l.books()
+		if i := slices.IndexFunc(b.prefetch[1:], func(n int) bool { return n != 1 }); i < 0 || b.prefetch[0] != prefetch || b.prefetch[i+1] != prefetch {
+			t.Errorf("prefetches %d", b.prefetch)
+		}
+		if took < time.Second {
+			t.Errorf("drained in %s, against the ramp", took)
+		}
+		t.Logf("held for %s, prefetches %d, drained %d in %s", up.Sub(oldest).Round(time.Millisecond), b.prefetch, n, took.Round(time.Millisecond))
+	})
+}
+
+// In a much longer hold the channel is opened and closed again and again, with
+// one delivery at a time: what the broker counts stays small, and few calls reach
+// the dependency. The one that was out goes behind those that came back before.
+func TestHoldMuchLongerThanTheConsumerTimeout(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		r := newRig(t, s, Quorum, nil)
+		g := newGuard(t, guard.Config{Policy: guard.Policy{
+			Timeout: 500 * time.Millisecond, Ramp: guard.Ramp{Off: true}, Breaker: breaker.Config{Base: 200 * time.Millisecond, Cap: time.Second},
+		}})
+		var l lines
+		var rec record
+		var most atomic.Int64
+		rec.down.Store(true)
+		const n, timeout = 100, 2 * time.Second
+		r.publish(0, n)
+		c := r.consumeBy(l.dialer(r.url()), g, func(ctx context.Context, d amqp091.Delivery) error {
+			most.Store(max(most.Load(), int64(deliveries(d.Headers))))
+			return rec.handle(ctx, d)
+		}, WithPrefetch(50), WithConsumerTimeout(timeout))
+		eventually(t, "parked", func() bool { return len(l.books().prefetch) > 1 })
+		calls, delivered := rec.hits.Load(), l.books().delivered
+		time.Sleep(3 * timeout)
+		if more := l.books().delivered - delivered; more > 8 || l.unacked() > 1 {
+			t.Errorf("%d delivered, %d out while probing", more, l.unacked())
+		}
+		if more := rec.hits.Load() - calls; more > 30 {
+			t.Errorf("%d calls of a dependency that is down, in %s", more, 3*timeout)
+		}
+		rec.down.Store(false)
+		eventually(t, "drained", func() bool { return rec.distinct() == n })
+		if err := errors.Join(c.stop(t), l.check()); err != nil {
+			t.Fatal(err)
+		}
+		if rec.twice() > 0 || most.Load() > int64(len(l.books().prefetch)) {
+			t.Errorf("%d twice, %d deliveries of one message", rec.twice(), most.Load())
+		}
+		t.Logf("prefetches %d, at most %d deliveries of one message", l.books().prefetch, most.Load())
+	})
+}
+
+// A pause by an operator outlives the channel, and so does the budget.
+func TestAPauseOutlivesTheChannel(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, shared(t, brokers.RabbitMQ4), Quorum, nil)
+	g := newGuard(t, guard.Config{Policy: guard.Policy{Timeout: 200 * time.Millisecond, Ramp: guard.Ramp{Off: true}}})
+	var l lines
+	var rec record
+	c := r.consumeBy(l.dialer(r.url()), g, rec.handle, WithConsumerTimeout(2*time.Second))
+	openSource(t, g, r.queue).Pause()
+	r.publish(0, 20)
+	eventually(t, "delivered", func() bool { return l.unacked() == 20 })
+	eventually(t, "closed", func() bool { return l.unacked() == 0 })
+	eventually(t, "another source", func() bool { s := g.Source(r.queue); return s != nil && !s.State().Ended })
+	time.Sleep(500 * time.Millisecond)
+	src := openSource(t, g, r.queue)
+	if b := l.books(); b.delivered != 20 || rec.distinct() != 0 {
+		t.Errorf("consumed while paused: %+v, %d handled", b, rec.distinct())
+	}
+	src.Resume()
+	eventually(t, "all handled", func() bool { return rec.distinct() == 20 })
+	if err := errors.Join(c.stop(t), l.check()); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Handlers too slow for the prefetch: the channel is closed before the broker
+// does it, and the prefetch shrinks until it fits.
+func TestSlowHandlersShrinkThePrefetch(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, shared(t, brokers.RabbitMQ4), Quorum, nil)
+	g := newGuard(t, guard.Config{})
+	var l lines
+	var rec record
+	const n = 40
+	r.publish(0, n)
+	c := r.consumeBy(l.dialer(r.url()), g, func(ctx context.Context, d amqp091.Delivery) error {
+		time.Sleep(100 * time.Millisecond)
+		return rec.handle(ctx, d)
+	}, WithPrefetch(32), WithConsumerTimeout(2*time.Second), WithPolicy(guard.Policy{Timeout: 500 * time.Millisecond}))
+	eventually(t, "all handled", func() bool { return rec.distinct() == n })
+	if err := errors.Join(c.stop(t), l.check()); err != nil {
+		t.Fatal(err)
+	}
+	if p := l.books().prefetch; len(p) < 2 || p[len(p)-1] > 16 || rec.twice() > 0 {
+		t.Errorf("prefetches %d, %d twice", p, rec.twice())
+	}
+}
+
+// Connections that break under traffic, again and again, lose nothing, and no
+// tag is settled on another channel than its own.
+func TestBrokenConnections(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		r := newRig(t, s, Quorum, amqp091.Table{"x-delivery-limit": int64(1000)})
+		var l lines
+		var rec record
+		c := r.consumeBy(l.dialer("amqp://guest:guest@127.0.0.1:1/", r.url()), newGuard(t, guard.Config{}), func(ctx context.Context, d amqp091.Delivery) error {
+			time.Sleep(100 * time.Microsecond)
+			return rec.handle(ctx, d)
+		}, WithPrefetch(100))
+		const n, cuts = 4000, 8
+		for i := range cuts {
+			r.publish(i*n/cuts, (i+1)*n/cuts)
+			eventually(t, "traffic", func() bool { return rec.distinct() > i*n/cuts })
+			l.cut()
+		}
+		eventually(t, "all handled", func() bool { return rec.distinct() == n })
+		eventually(t, "all acked", func() bool { k, err := r.ready(); return err == nil && k+l.unacked() == 0 })
+		if err := errors.Join(c.stop(t), l.check()); err != nil {
+			t.Fatal(err)
+		}
+		t.Logf("%d cuts, %d handled twice", cuts, rec.twice())
+		if most := cuts * perKill; rec.twice() > most {
+			t.Errorf("%d handled twice, at most %d", rec.twice(), most)
+		}
+	})
+}
+
+func TestDeletedQueueIsGone(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		r := newRig(t, s, Quorum, nil)
+		var rec record
+		c := r.consume(newGuard(t, guard.Config{}), rec.handle)
+		r.publish(0, 10)
+		eventually(t, "handled", func() bool { return rec.distinct() == 10 })
+		r.on(func(ch *amqp091.Channel) error { _, err := ch.QueueDelete(r.queue, false, false, false); return err })
+		if err := c.wait(t); !errors.Is(err, ErrQueueGone) {
+			t.Fatal(err)
+		}
+	})
+}
+
+func TestClosedGuardEndsConsume(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, shared(t, brokers.RabbitMQ), Classic, nil)
+	g := newGuard(t, guard.Config{})
+	var rec record
+	c := r.consume(g, rec.handle)
+	r.publish(0, 10)
+	eventually(t, "handled", func() bool { return rec.distinct() == 10 })
+	if _, err := g.Close(testContext(t)); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.wait(t); !errors.Is(err, guard.ErrClosed) {
+		t.Fatal(err)
+	}
+}
+
+// A handler cannot settle by itself.
+func TestHandlersDoNotSettle(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, shared(t, brokers.RabbitMQ), Classic, nil)
+	var l lines
+	var rec record
+	c := r.consumeBy(l.dialer(r.url()), newGuard(t, guard.Config{}), func(ctx context.Context, d amqp091.Delivery) error {
+		for _, err := range []error{d.Ack(true), d.Nack(true, false), d.Reject(false)} {
+			if !errors.Is(err, ErrSettled) {
+				t.Errorf("a handler settled: %v", err)
+			}
+		}
+		return rec.handle(ctx, d)
+	})
+	r.publish(0, 20)
+	eventually(t, "handled", func() bool { return rec.distinct() == 20 })
+	if err := errors.Join(c.stop(t), l.check()); err != nil {
+		t.Fatal(err)
+	}
+	if b := l.books(); b.acked != 20 || b.delivered != 20 {
+		t.Errorf("%+v", b)
+	}
+}
+
+// A handler that outlives the grace is named, and its message stays unsettled.
+func TestStopNamesWhatItLeaves(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, shared(t, brokers.RabbitMQ4), Quorum, nil)
+	release := make(chan struct{})
+	var begun atomic.Bool
+	c := r.consume(newGuard(t, guard.Config{}), func(context.Context, amqp091.Delivery) error {
+		begun.Store(true)
+		<-release
+		return nil
+	}, WithStopTimeout(50*time.Millisecond))
+	r.publish(0, 3)
+	eventually(t, "the handler runs", begun.Load)
+	err := c.stop(t)
+	close(release)
+	if err == nil || !strings.Contains(err.Error(), "1 messages left after 50ms") {
+		t.Fatal(err)
+	}
+	eventually(t, "all are back", func() bool { n, err := r.ready(); return err == nil && n == 3 })
+}
+
+func TestConsumeRefuses(t *testing.T) {
+	t.Parallel()
+	g := newGuard(t, guard.Config{})
+	handle := func(context.Context, amqp091.Delivery) error { return nil }
+	ctx := testContext(t)
+	err := Consume(ctx, nil, Dialer{URLs: []string{"http://user:secret@x"}, Timeout: 1, MaxPause: 1, Config: amqp091.Config{Recovery: &amqp091.Recovery{}}}, "", nil,
+		WithPrefetch(70000), WithStopTimeout(-1), WithLogger(nil), WithConsumerTimeout(1), WithDeliveryLimit(-1),
+		WithDeadLetters(&DLQ{}), WithDeadLetterExchange("x"), WithConsumeArgs(amqp091.Table{"x": struct{}{}}))
+	for _, word := range []string{
+		"Guard", "URLs[0]", "Dialer.Timeout", "MaxPause", "Recovery", "handler", "queue's name", "WithPrefetch", "WithStopTimeout", "WithLogger",
+		"WithConsumerTimeout", "WithDeliveryLimit", "WithDeadLetterExchange", "WithConsumeArgs",
+	} {
+		if err == nil || !strings.Contains(err.Error(), word) {
+			t.Errorf("nothing about %s: %v", word, err)
+		}
+	}
+	if strings.Contains(fmt.Sprint(err), "secret") {
+		t.Error("the password is in the error")
+	}
+	if err := Consume(ctx, g, Dial(), "q", handle); err == nil || !strings.Contains(err.Error(), "URLs") {
+		t.Errorf("%v", err)
+	}
+	for name, p := range map[string]guard.Policy{
+		"Retry.Max": {Retry: guard.Retry{Max: time.Hour}},
+		"Window":    {Window: 70000},
+	} {
+		if err := Consume(ctx, g, Dial("amqp://127.0.0.1:1/"), "q", handle, WithPolicy(p)); err == nil || !strings.Contains(err.Error(), name) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	kinds(t, func(t *testing.T, s *server) {
+		r := newRig(t, s, Quorum, nil)
+		g := newGuard(t, guard.Config{})
+		wrong := strings.Replace(r.url(), "guest:guest", "guest:wrong", 1)
+		if err := Consume(ctx, g, Dial(wrong), r.queue, handle); !errors.Is(err, amqp091.ErrCredentials) || strings.Contains(err.Error(), "wrong") {
+			t.Errorf("%v", err)
+		}
+		if err := Consume(ctx, g, Dial(r.url()), "no-such-"+r.queue, handle); !errors.Is(err, ErrQueueGone) {
+			t.Errorf("%v", err)
+		}
+		if err := Consume(ctx, g, Dial(r.url()), r.queue, handle, WithPolicy(guard.Policy{Timeout: time.Hour})); err == nil || !strings.Contains(err.Error(), "HoldMax") {
+			t.Errorf("%v", err)
+		}
+		if err := Consume(ctx, g, Dial(r.url()), r.queue, handle, WithDeadLetterExchange("no-such")); !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), "rabbitmqadmin") {
+			t.Errorf("%v", err)
+		}
+		ended, cancel := context.WithCancel(ctx)
+		cancel()
+		if err := Consume(ended, g, Dial("amqp://127.0.0.1:1/"), r.queue, handle); err != nil {
+			t.Errorf("%v", err)
+		}
+	})
+}

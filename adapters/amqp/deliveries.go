@@ -1,0 +1,354 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package amqp
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/rabbitmq/amqp091-go"
+
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// Deliveries is the passive shape: it stands between a channel that an existing
+// program consumes from and the program's own loop.
+//
+//	in, err := ch.Consume(...)
+//	in, err = amqp.Deliveries(ctx, g, ch, in) // the line that is new
+//	for d := range in { ... }
+//
+// What the program does to a delivery is the outcome: Ack is success, Nack and
+// Reject are failure, with and without requeue, and [Fail] says more. Nothing is
+// nacked or rejected at the broker: the guard decides about the retry, the hold
+// or the dead letter, and a message that is retried comes out again. So a
+// program that rejects to a dead-letter exchange on any error has the guard's
+// attempts, budget and dead-letter writer in its place. A delivery is settled
+// once; again is an [ErrSettled]. Tags stay the broker's, but a program that
+// settles by Channel.Ack goes past the guard and must not.
+//
+// The result is closed when in is, when the channel ends, when ctx does, or when
+// the Guard or the source has ended; nothing is settled after that. A program
+// then does what it does without a guard: it consumes again, and wraps again.
+// The channel stays the program's to close, which puts what is unsettled back in
+// its order. When in ends although the channel lives, as after Channel.Cancel,
+// what is held is still handed out before the result is closed.
+//
+// What it cannot do: it sees only these outcomes. There is no handler timeout,
+// and a panic is the program's. A retry comes after messages that were behind
+// it, since several are out at once (a policy with one worker keeps the order).
+// It cannot close the channel at half of the consumer timeout and consume again
+// later: in a longer hold the broker closes the channel, which counts as a
+// delivery of everything that was prefetched. [Consume] has none of these limits.
+//
+// An error says what is wrong with the options or the channel: with automatic
+// acks, or with the client's own recovery, after which an ack of an old delivery
+// acks another message, nothing can be guarded, and that is better known where
+// the wrap is than from a channel that closes. Where the client hides them the
+// tags are watched all the same. Call Channel.Qos before Channel.Consume; more
+// deliveries than [WithPrefetch], or than any Qos allows, end the result.
+//
+// Beside the guard's goroutines it starts three, which end with the result.
+func Deliveries(ctx context.Context, g *guard.Guard, ch *amqp091.Channel, in <-chan amqp091.Delivery, opts ...Option) (<-chan amqp091.Delivery, error) {
+	if ch != nil && recovers(ch) {
+		return nil, unsuitable("the connection's Config.Recovery must be nil: after the client's recovery an ack of an old delivery acks another message; consume again when the deliveries end")
+	}
+	return guarded(ctx, g, ch, in, opts)
+}
+
+// guarded is Deliveries of a channel whose connection is not asked for its
+// recovery.
+func guarded(ctx context.Context, g *guard.Guard, ch *amqp091.Channel, in <-chan amqp091.Delivery, opts []Option) (<-chan amqp091.Delivery, error) {
+	o, err := newOptions(g, opts)
+	errs := []error{err}
+	if ch == nil || in == nil {
+		errs = append(errs, errors.New("amqp: Deliveries: the channel and the deliveries must not be nil"))
+	}
+	if o.native != "" {
+		errs = append(errs, errors.New("amqp: WithDeadLetterExchange: not for Deliveries; use WithDeadLetters"))
+	}
+	if err := errors.Join(errs...); err != nil {
+		return nil, err
+	}
+	queue, autoAck, seen := consumerOf(ch)
+	if autoAck {
+		return nil, unsuitable("the consumer of %s acks automatically, so nothing can be held: Channel.Consume with autoAck false", queue)
+	}
+	if o.queue == "" {
+		o.queue = queue
+	}
+	if o.name == "" {
+		o.name = o.queue
+	}
+	if o.name == "" || o.queue == "" {
+		return nil, fmt.Errorf("amqp: Deliveries: the channel does not tell its queue (one consumer on it: %t): WithQueue names it", seen)
+	}
+	policy := g.Policy()
+	if o.policy != nil {
+		policy = *o.policy
+	}
+	limits := o.limits(o.prefetch, [2]int{})
+	if o.prefetch > 0 {
+		if _, err := o.window(&policy); err != nil {
+			return nil, fmt.Errorf("amqp: deliveries of %s: %w", o.name, err)
+		}
+	}
+	d := &desk{
+		o: &o, in: in, out: make(chan amqp091.Delivery), quit: make(chan struct{}), read: make(chan struct{}),
+		port: &passivePort{meta: newMeta(o.queue, &o), room: make(chan struct{}, 1)}, handed: make(map[uint64]*attempt),
+		most: o.prefetch, age: newAges(o.timeout / 2),
+	}
+	if d.most == 0 {
+		d.most = maxQos
+	}
+	d.port.life, d.closed = newLife(ch)
+	d.src, err = guard.Open(g, guard.SourceConfig{
+		Name: o.name, System: system, Destination: o.name, DeadLetters: o.letters, Policy: &policy, Limiter: o.limiter,
+	}, limits, d.port, nil)
+	if err != nil {
+		return nil, fmt.Errorf("amqp: deliveries of %s: %w", o.name, err)
+	}
+	go d.intake()
+	handing := make(chan struct{})
+	go func() {
+		defer close(handing)
+		d.handOut()
+	}()
+	go func() {
+		defer close(d.out)
+		d.watch(ctx)
+		<-handing
+	}()
+	return d.out, nil
+}
+
+// maxQos is the largest prefetch.
+const maxQos = 65535
+
+// desk is one passive epoch. Three goroutines: one reads the deliveries, one
+// hands them out, and one watches over both and ends the source.
+//
+// Lock order: mu alone; nothing is called under it.
+type desk struct {
+	o      *options
+	src    *guard.Source[*taken]
+	port   *passivePort
+	in     <-chan amqp091.Delivery
+	out    chan amqp091.Delivery
+	closed <-chan *amqp091.Error
+	quit   chan struct{} // closed when the source is to end
+	read   chan struct{} // closed when in is read to its end, or must not be
+	most   int           // deliveries that may be unsettled
+	age    *ages         // watch's
+
+	mu     sync.Mutex
+	stash  int   // deliveries that wait for room
+	fault  error // why the deliveries are not read any more
+	handed map[uint64]*attempt
+}
+
+// taken is a delivery that the source has.
+type taken struct {
+	amqp091.Delivery
+	acked error // what the ack said; of the goroutine that settles
+}
+
+// intake reads every delivery at once, so that its tag is known, and offers it
+// to the source as there is room.
+func (d *desk) intake() {
+	defer close(d.read)
+	var stash []*taken
+	retry := time.NewTimer(time.Hour)
+	retry.Stop()
+	defer retry.Stop()
+	for in := d.in; ; {
+		for len(stash) > 0 {
+			if err := d.src.Offer(stash[0]); err != nil {
+				if !errors.Is(err, guard.ErrFull) {
+					return // the source has ended
+				}
+				retry.Reset(roomPoll) // room of less than half the window is not told
+				break
+			}
+			stash[0] = nil
+			stash = stash[1:]
+		}
+		d.mu.Lock()
+		d.stash = len(stash)
+		d.mu.Unlock()
+		if in == nil && len(stash) == 0 {
+			return
+		}
+		select {
+		case m, ok := <-in:
+			if !ok {
+				in = nil
+				continue
+			}
+			if err := d.check(&m); err != nil {
+				d.mu.Lock()
+				d.fault = err
+				d.mu.Unlock()
+				return
+			}
+			stash = append(stash, &taken{Delivery: m, acked: ErrChannelGone})
+		case <-d.port.room:
+		case <-retry.C:
+		case <-d.quit:
+			return
+		}
+	}
+}
+
+const roomPoll = 20 * time.Millisecond
+
+// check takes note of a delivery's tag, and refuses one that cannot be.
+func (d *desk) check(m *amqp091.Delivery) error {
+	if !d.port.tags.add(m.DeliveryTag) {
+		d.port.life.over.Store(true)
+		return unsuitable("delivery tag %d came again: the client has recovered the channel; set Config.Recovery to nil", m.DeliveryTag)
+	}
+	if n := d.port.tags.open(); n > d.most {
+		return unsuitable("more than %d deliveries are unsettled: call Channel.Qos before Channel.Consume, and tell it by WithPrefetch", d.most)
+	}
+	return nil
+}
+
+// handOut gives the program what may be handled.
+func (d *desk) handOut() {
+	for it := range d.src.Ready() {
+		a := &attempt{desk: d, of: it.Msg, token: it.Token}
+		m := it.Msg.Delivery
+		m.Acknowledger = a
+		d.mu.Lock()
+		d.handed[m.DeliveryTag] = a
+		d.mu.Unlock()
+		select {
+		case d.out <- m:
+			d.mu.Lock()
+			a.given = true
+			d.mu.Unlock()
+		case <-d.quit:
+			_ = a.settle(guard.Backoff(errNotTaken, time.Now())) // no attempt was made
+		}
+	}
+}
+
+var errNotTaken = errors.New("amqp: not taken")
+
+// watch ends the source when its time has come.
+func (d *desk) watch(ctx context.Context) {
+	look := time.NewTicker(roomPoll)
+	defer look.Stop()
+	warn := time.NewTicker(min(max(time.Millisecond, d.o.timeout/64), time.Second))
+	defer warn.Stop()
+	why, told := guard.ReasonShutdown, false
+	read, reading := d.read, true
+loop:
+	for {
+		select {
+		case <-ctx.Done():
+			break loop
+		case err := <-d.closed:
+			d.o.log.Warn("channel lost", "source", d.o.name, "error", err)
+			why = guard.ReasonRebalance
+			break loop
+		case <-read:
+			read, reading = nil, false
+		case now := <-warn.C:
+			oldest, high := d.port.tags.oldest()
+			if d.age.over(now, oldest, high) && !told {
+				told = true
+				d.o.log.Warn("a delivery was unsettled for half of the consumer timeout; at its end the broker closes the channel",
+					"source", d.o.name, "consumer_timeout", d.o.timeout)
+			}
+		case <-look.C:
+			if d.src.State().Ended {
+				break loop
+			}
+			if reading {
+				continue
+			}
+			d.mu.Lock()
+			fault, stash := d.fault, d.stash
+			d.mu.Unlock()
+			if fault != nil {
+				d.o.log.Error("the deliveries are not read any more", "source", d.o.name, "error", fault)
+			}
+			if fault != nil || d.port.life.ended() {
+				why = guard.ReasonRebalance
+				break loop
+			}
+			if stash == 0 && d.src.Account().Unsettled() == 0 {
+				break loop // the consumer was cancelled, and everything is settled
+			}
+		}
+	}
+	close(d.quit)
+	grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.o.stopTimeout)
+	defer cancel()
+	if why == guard.ReasonRebalance {
+		d.port.life.over.Store(true)
+		cancel() // what the program still has cannot be settled
+	}
+	report := d.src.End(grace, why)
+	<-d.read
+	if !d.port.life.ended() {
+		d.port.sent.wait() // the program is about to close the channel
+		d.port.life.over.Store(true)
+	}
+	if n := len(report.Left); n > 0 {
+		d.o.log.Warn("messages left behind", "source", d.o.name, "messages", n, "state", report.Left[0].State, "why", report.Left[0].Why)
+	}
+}
+
+// passivePort is the passive shape's port. Other consumers may be on the
+// channel, so no frame acks more than one delivery.
+type passivePort struct {
+	meta
+	life *life
+	tags tags
+	sent recent
+	room chan struct{} // holds a token when there may be room; capacity 1
+}
+
+func (p *passivePort) Lane(m *taken) uint64     { return p.lane(&m.Delivery) }
+func (p *passivePort) Size(m *taken) int        { return size(&m.Delivery) }
+func (p *passivePort) Meta(m *taken) guard.Meta { return p.describe(&m.Delivery) }
+
+func (p *passivePort) Ack(m *taken) error {
+	m.acked = p.ack(m.DeliveryTag)
+	return m.acked
+}
+
+func (p *passivePort) ack(n uint64) error {
+	if p.life.ended() {
+		return ErrChannelGone
+	}
+	if ok, _ := p.tags.settle(n, tagAcked); !ok {
+		return ErrSettled
+	}
+	p.sent.add()
+	if err := p.life.ch.Ack(n, false); err != nil {
+		return fmt.Errorf("amqp: ack: %w", err)
+	}
+	return nil
+}
+
+func (p *passivePort) Flush() error                        { return nil }
+func (p *passivePort) Extend([]*taken)                     {}
+func (p *passivePort) Return([]*taken, guard.Reason) error { return nil } // see port.Return
+
+func (p *passivePort) Demand(n int) {
+	if n == 0 {
+		return
+	}
+	select {
+	case p.room <- struct{}{}:
+	default:
+	}
+}

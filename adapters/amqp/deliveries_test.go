@@ -1,0 +1,332 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package amqp
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"log/slog"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/rabbitmq/amqp091-go"
+
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/brokers"
+)
+
+// opened is a channel that a program consumes from.
+func (r *rig) opened(cfg amqp091.Config, prefetch int) (*amqp091.Connection, *amqp091.Channel, <-chan amqp091.Delivery) {
+	r.t.Helper()
+	return r.openedAs("", cfg, prefetch)
+}
+
+func (r *rig) openedAs(tag string, cfg amqp091.Config, prefetch int) (*amqp091.Connection, *amqp091.Channel, <-chan amqp091.Delivery) {
+	r.t.Helper()
+	conn, err := amqp091.DialConfig(r.url(), cfg)
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	r.t.Cleanup(func() { _ = conn.Close() })
+	ch, err := conn.Channel()
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	if prefetch > 0 {
+		if err := ch.Qos(prefetch, 0, false); err != nil {
+			r.t.Fatal(err)
+		}
+	}
+	in, err := ch.Consume(r.queue, tag, false, false, false, false, nil)
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	return conn, ch, in
+}
+
+func take(t testing.TB, in <-chan amqp091.Delivery) amqp091.Delivery {
+	t.Helper()
+	select {
+	case d, ok := <-in:
+		if !ok {
+			t.Fatal("the deliveries have ended")
+		}
+		return d
+	case <-time.After(20 * time.Second):
+		t.Fatal("no delivery comes")
+	}
+	return amqp091.Delivery{}
+}
+
+func drained(t testing.TB, in <-chan amqp091.Delivery) (left int) {
+	t.Helper()
+	limit := time.After(20 * time.Second)
+	for {
+		select {
+		case _, ok := <-in:
+			if !ok {
+				return left
+			}
+			left++
+		case <-limit:
+			t.Fatal("the deliveries do not end")
+		}
+	}
+}
+
+// The client's own recovery begins the tags at 1 again on the same channel: an
+// ack of an old delivery then acks another message, which is lost.
+func TestRecoveryTrap(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		recovery := func(l *lines) amqp091.Config {
+			cfg := l.dialer(s.url()).Config
+			cfg.Recovery = &amqp091.Recovery{ReconnectionConfig: &amqp091.ReconnectionConfig{MaxRetryCount: 10, RetryInterval: time.Millisecond}}
+			return cfg
+		}
+		t.Run("is refused", func(t *testing.T) {
+			r := newRig(t, s, Quorum, nil)
+			var l lines
+			_, ch, in := r.opened(recovery(&l), 10)
+			if _, err := Deliveries(t.Context(), newGuard(t, guard.Config{}), ch, in); !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), "Recovery") {
+				t.Errorf("%v", err)
+			}
+		})
+		// Where it is not seen, what the program still holds is never acked.
+		t.Run("is harmless", func(t *testing.T) {
+			r := newRig(t, s, Quorum, nil)
+			var l lines
+			_, ch, in := r.opened(recovery(&l), 3)
+			r.publish(0, 10)
+			out, err := guarded(t.Context(), newGuard(t, guard.Config{}), ch, in, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			first, second := take(t, out), take(t, out)
+			back := make(chan *amqp091.StateChanged, 16)
+			ch.NotifyStateChange(back)
+			l.cut()
+			for to := range back {
+				if to.To == amqp091.StateOpen {
+					break
+				}
+			}
+			eventually(t, "the broker delivered again", func() bool { return l.unacked() == 3 })
+			// Tags 1 and 2 mean other deliveries now.
+			for _, d := range []amqp091.Delivery{first, second} {
+				if err := d.Ack(true); !errors.Is(err, ErrChannelGone) {
+					t.Errorf("an old delivery was acked: %v", err)
+				}
+			}
+			drained(t, out)
+			if b := l.books(); b.acked != 0 {
+				t.Errorf("%d messages were acked", b.acked)
+			}
+		})
+	})
+}
+
+func TestDeliveriesRefuses(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, shared(t, brokers.RabbitMQ), Classic, nil)
+	g := newGuard(t, guard.Config{})
+	ctx := t.Context()
+	conn, ch, in := r.opened(amqp091.Config{}, 10)
+	if _, err := Deliveries(ctx, g, nil, nil); err == nil || !strings.Contains(err.Error(), "nil") {
+		t.Errorf("%v", err)
+	}
+	if _, err := Deliveries(ctx, g, ch, in, WithDeadLetterExchange("x")); err == nil {
+		t.Error("native dead letters")
+	}
+	if _, err := Deliveries(ctx, g, ch, in, WithPolicy(guard.Policy{Timeout: time.Hour})); err == nil || !strings.Contains(err.Error(), "HoldMax") {
+		t.Errorf("%v", err)
+	}
+	other, err := conn.Channel()
+	if err != nil {
+		t.Fatal(err)
+	}
+	auto, err := other.Consume(r.queue, "", true, false, false, false, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Deliveries(ctx, g, other, auto); !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), "autoAck") {
+		t.Errorf("%v", err)
+	}
+	// Two consumers on one channel: it does not tell whose deliveries these are.
+	more, err := ch.Consume(r.queue, "", false, false, false, false, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Deliveries(ctx, g, ch, more); err == nil || !strings.Contains(err.Error(), "WithQueue") {
+		t.Errorf("%v", err)
+	}
+	stopped, cancel := context.WithCancel(ctx)
+	out, err := Deliveries(stopped, g, ch, more, WithQueue(r.queue))
+	if err != nil {
+		t.Fatal(err)
+	}
+	cancel()
+	drained(t, out)
+}
+
+// What the loop does is the outcome: multiple acks, nacks that are retried,
+// rejects that are dead-lettered by the guard and never at the broker.
+func TestOutcomesOfALoop(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		r := newRig(t, s, Quorum, nil)
+		letters := r.deadLetters(Classic)
+		g := newGuard(t, guard.Config{Policy: guard.Policy{Retry: guard.Retry{Attempts: 3, Base: time.Millisecond, Max: time.Millisecond}}})
+		var l lines
+		_, ch, in := r.opened(l.dialer(s.url()).Config, 20)
+		out, err := Deliveries(t.Context(), g, ch, in, WithDeadLetters(letters))
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.publish(0, 10)
+		var batch []amqp091.Delivery
+		for range 10 {
+			batch = append(batch, take(t, out))
+		}
+		if err := errors.Join(batch[3].Nack(false, true), batch[5].Reject(false)); err != nil {
+			t.Fatal(err)
+		}
+		if err := batch[7].Ack(true); err != nil { // 0 to 7, but 3 and 5
+			t.Fatal(err)
+		}
+		for _, d := range []amqp091.Delivery{batch[0], batch[3], batch[5]} {
+			if err := d.Ack(false); !errors.Is(err, ErrSettled) {
+				t.Errorf("settled twice: %v", err)
+			}
+		}
+		src := openSource(t, g, r.queue)
+		eventually(t, "six are acked", func() bool { return src.Account().Acked == 6 })
+		if err := errors.Join(Fail(batch[8], guard.Permanent(errDown)), Fail(batch[9], nil)); err != nil {
+			t.Fatal(err)
+		}
+		for tries := 1; tries < 3; {
+			d := take(t, out)
+			switch d.DeliveryTag {
+			case batch[3].DeliveryTag:
+				if err := d.Ack(false); err != nil {
+					t.Fatal(err)
+				}
+			case batch[5].DeliveryTag:
+				tries++
+				if err := d.Nack(false, false); err != nil {
+					t.Fatal(err)
+				}
+			default:
+				t.Fatalf("%s again", d.Body)
+			}
+		}
+		eventually(t, "all settled", func() bool {
+			r.publish(100, 101) // traffic: poison alone looks like an outage
+			d := take(t, out)
+			settle := func() error { return d.Ack(false) }
+			if string(d.Body) == "5" {
+				settle = func() error { return d.Reject(false) }
+			}
+			if err := settle(); err != nil {
+				t.Fatal(err)
+			}
+			return src.Account().DeadLettered == 2
+		})
+		if err := Fail(amqp091.Delivery{}, nil); !errors.Is(err, ErrNotGuarded) {
+			t.Errorf("%v", err)
+		}
+		if err := l.check(); err != nil {
+			t.Error(err)
+		}
+		if b := l.books(); b.rejects+b.nacks != 0 {
+			t.Errorf("%+v", b)
+		}
+		dead, err := r.get(r.queue + ".dlq")
+		if err != nil || len(dead) != 2 {
+			t.Fatalf("%d letters, %v", len(dead), err)
+		}
+		for _, d := range dead {
+			rec, err := ReadDeadLetter(d)
+			want := map[string]string{"5": ErrReject.Error(), "8": errDown.Error()}[string(d.Body)]
+			if err != nil || rec.Error.Message != want || rec.Origin.Source != r.queue {
+				t.Errorf("%+v, %v", rec, err)
+			}
+		}
+	})
+}
+
+// A cancelled consumer's loop gets everything that was delivered, held messages
+// too, and then ends; the channel is still the program's.
+func TestCancelDrains(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, shared(t, brokers.RabbitMQ4), Quorum, nil)
+	g := newGuard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
+	_, ch, in := r.openedAs("c", amqp091.Config{}, 50)
+	out, err := Deliveries(t.Context(), g, ch, in)
+	if err != nil {
+		t.Fatal(err)
+	}
+	src := openSource(t, g, r.queue)
+	if err := src.ForceOpen(0); err != nil {
+		t.Fatal(err)
+	}
+	r.publish(0, 80)
+	eventually(t, "held", func() bool { return src.Account().Held == 50 })
+	if err := ch.Cancel("c", false); err != nil {
+		t.Fatal(err)
+	}
+	if err := src.ForceClosed(); err != nil {
+		t.Fatal(err)
+	}
+	var got []string
+	for d := range out {
+		got = append(got, string(d.Body))
+		if err := d.Ack(false); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if len(got) != 50 || got[0] != "0" || got[49] != "49" || ch.IsClosed() {
+		t.Errorf("%d: %v; channel closed: %t", len(got), got, ch.IsClosed())
+	}
+	eventually(t, "the rest is in the queue", func() bool { n, err := r.ready(); return err == nil && n == 30 })
+}
+
+// Without Qos the broker sends everything: that is refused by name.
+func TestDeliveriesWithoutQos(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, shared(t, brokers.RabbitMQ), Classic, nil)
+	r.publish(0, 100)
+	var log bytes.Buffer
+	g := newGuard(t, guard.Config{})
+	_, ch, in := r.opened(amqp091.Config{}, 0)
+	out, err := Deliveries(t.Context(), g, ch, in, WithPrefetch(50), WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
+	if err != nil {
+		t.Fatal(err)
+	}
+	drained(t, out)
+	if !strings.Contains(log.String(), "Channel.Qos") {
+		t.Errorf("%s", log.String())
+	}
+}
+
+func TestPeekKnowsTheClient(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, shared(t, brokers.RabbitMQ), Classic, nil)
+	_, ch, _ := r.opened(amqp091.Config{}, 1)
+	if queue, auto, ok := consumerOf(ch); !ok || auto || queue != r.queue {
+		t.Errorf("%q, %t, %t: this version of the client keeps its consumers elsewhere", queue, auto, ok)
+	}
+	if recovers(ch) {
+		t.Error("a recovery that is not there")
+	}
+	if recovers(nil) || slices.Contains([]bool{recovers(&amqp091.Channel{})}, true) {
+		t.Error("of nothing")
+	}
+	if _, _, ok := consumerOf(nil); ok {
+		t.Error("of nothing")
+	}
+}

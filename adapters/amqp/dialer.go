@@ -1,0 +1,221 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package amqp
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"net"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/rabbitmq/amqp091-go"
+)
+
+// Dialer says how to connect. [Consume] and [NewDLQ] each make connections of
+// their own with it, and make them anew when they break: all endpoints are tried
+// in an order that is shuffled each time, then there is a pause, drawn at random
+// up to a limit that doubles from 100ms to MaxPause ("full jitter").
+type Dialer struct {
+	// URLs are the endpoints: "amqp://user:password@host:5672/vhost", amqps for
+	// TLS. At least one. They are never logged, only host and port.
+	URLs []string
+
+	// Config is the client's. Its Recovery must be nil: the client's own
+	// recovery gives old delivery tags a new meaning. Its Dial, if set, should
+	// heed deadlines; unset means TCP.
+	Config amqp091.Config
+
+	// Timeout bounds one attempt, handshake included. At least 10ms; unset
+	// means 10s.
+	Timeout time.Duration
+
+	// MaxPause is the longest pause between two rounds. At least 100ms; unset
+	// means 10s.
+	MaxPause time.Duration
+}
+
+// Dial is a [Dialer] with defaults for these endpoints.
+func Dial(urls ...string) Dialer { return Dialer{URLs: urls} }
+
+const (
+	minPause       = 100 * time.Millisecond
+	defaultTimeout = 10 * time.Second
+	closeTimeout   = 5 * time.Second
+)
+
+func (d Dialer) withDefaults() Dialer {
+	if d.Timeout == 0 {
+		d.Timeout = defaultTimeout
+	}
+	if d.MaxPause == 0 {
+		d.MaxPause = 10 * time.Second
+	}
+	return d
+}
+
+// Validate reports everything wrong at once.
+func (d Dialer) Validate() error {
+	e := d.withDefaults()
+	var errs []error
+	if len(d.URLs) == 0 {
+		errs = append(errs, errors.New("amqp: Dialer.URLs: at least one endpoint is needed"))
+	}
+	for i, u := range d.URLs {
+		if _, err := amqp091.ParseURI(u); err != nil { // its text may have the password
+			errs = append(errs, fmt.Errorf("amqp: Dialer.URLs[%d]: not of the form amqp://user:password@host:port/vhost", i))
+		}
+	}
+	if d.Config.Recovery != nil {
+		errs = append(errs, unsuitable("Dialer.Config.Recovery: must be nil: after the client's own recovery an ack of an old delivery acks another message; connections are made anew here"))
+	}
+	if e.Timeout < 10*time.Millisecond {
+		errs = append(errs, fmt.Errorf("amqp: Dialer.Timeout: %s is not at least 10ms", d.Timeout))
+	}
+	if e.MaxPause < minPause {
+		errs = append(errs, fmt.Errorf("amqp: Dialer.MaxPause: %s is not at least %s", d.MaxPause, minPause))
+	}
+	return errors.Join(errs...)
+}
+
+// link is an open connection.
+type link struct {
+	*amqp091.Connection
+	endpoint string // host and port
+	sock     *socket
+	version  [2]int // the broker's, major and minor; 0 if it does not say
+}
+
+// close ends the connection within a few seconds, whatever state it is in.
+func (l *link) close() {
+	_ = l.CloseDeadline(time.Now().Add(closeTimeout))
+	l.sock.close()
+}
+
+// socket is the connection below the client, which may wait on it without limit.
+type socket struct {
+	mu   sync.Mutex
+	conn net.Conn
+}
+
+func (s *socket) set(c net.Conn) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.conn = c
+}
+
+func (s *socket) close() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.conn != nil {
+		_ = s.conn.Close()
+	}
+}
+
+// once tries every endpoint, in a fresh order, until one answers.
+func (d Dialer) once(ctx context.Context) (*link, error) {
+	d = d.withDefaults()
+	var errs []error
+	for _, i := range rand.Perm(len(d.URLs)) {
+		l, err := d.dial(ctx, d.URLs[i])
+		if err == nil {
+			return l, nil
+		}
+		if ctx.Err() != nil {
+			return nil, ctx.Err()
+		}
+		errs = append(errs, err)
+	}
+	return nil, errors.Join(errs...)
+}
+
+func (d Dialer) dial(ctx context.Context, url string) (*link, error) {
+	uri, err := amqp091.ParseURI(url)
+	if err != nil {
+		return nil, errors.New("amqp: dial: the URL cannot be read") // see Validate
+	}
+	l := &link{endpoint: net.JoinHostPort(uri.Host, strconv.Itoa(uri.Port)), sock: new(socket)}
+	ctx, cancel := context.WithTimeout(ctx, d.Timeout)
+	defer cancel()
+	stop := context.AfterFunc(ctx, l.sock.close) // the client's handshake knows no context
+	defer stop()
+	cfg := d.Config
+	under := cfg.Dial
+	if under == nil {
+		under = func(network, addr string) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, network, addr)
+		}
+	}
+	cfg.Dial = func(network, addr string) (net.Conn, error) {
+		c, err := under(network, addr)
+		if err != nil {
+			return nil, err
+		}
+		l.sock.set(c)
+		if ctx.Err() != nil {
+			l.sock.close()
+		}
+		deadline, _ := ctx.Deadline()
+		return c, c.SetDeadline(deadline) // the client clears it after the handshake
+	}
+	if l.Connection, err = amqp091.DialConfig(url, cfg); err != nil {
+		l.sock.close()
+		return nil, fmt.Errorf("amqp: connect %s: %w", l.endpoint, err)
+	}
+	if text, ok := l.Properties["version"].(string); ok {
+		for i, part := range strings.SplitN(text, ".", 3)[:min(2, strings.Count(text, ".")+1)] {
+			l.version[i], _ = strconv.Atoi(part)
+		}
+	}
+	return l, nil
+}
+
+// hopeless tells whether an error of the first connection is the
+// configuration's fault.
+func hopeless(err error) bool {
+	return errors.Is(err, amqp091.ErrCredentials) || errors.Is(err, amqp091.ErrVhost) || errors.Is(err, amqp091.ErrSASL)
+}
+
+// pauses are the pauses between rounds.
+type pauses struct {
+	limit, longest time.Duration
+}
+
+// wait pauses; false when ctx ends first.
+func (p *pauses) wait(ctx context.Context) bool {
+	p.limit = min(max(2*p.limit, minPause), p.longest)
+	timer := time.NewTimer(rand.N(p.limit) + 1)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
+
+// connect makes a connection, however long it takes. It fails when ctx ends,
+// or at once, if first, for what no further try can mend.
+func (d Dialer) connect(ctx context.Context, first bool, name string, log *slog.Logger) (*link, error) {
+	p := pauses{longest: d.withDefaults().MaxPause}
+	for {
+		l, err := d.once(ctx)
+		if err == nil {
+			log.Info("connected", "source", name, "endpoint", l.endpoint)
+			return l, nil
+		}
+		if ctx.Err() != nil || first && hopeless(err) {
+			return nil, err
+		}
+		log.Warn("not connected", "source", name, "error", err)
+		if !p.wait(ctx) {
+			return nil, ctx.Err()
+		}
+	}
+}

@@ -1,0 +1,284 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package amqp
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"strings"
+	"time"
+
+	"github.com/rabbitmq/amqp091-go"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+// Kind is a type of queue.
+type Kind string
+
+// The kinds of queue that can hold dead letters.
+const (
+	Quorum  Kind = "quorum"
+	Classic Kind = "classic"
+	Stream  Kind = "stream"
+)
+
+// DLQConfig describes a queue or stream of dead letters. Only Queue must be set.
+type DLQConfig struct {
+	// Queue is the name of the queue or stream.
+	Queue string
+
+	// Kind is the type of a queue that is created; unset means [Quorum]. One
+	// that exists may be of any.
+	Kind Kind
+
+	// Args are further arguments of a queue that is created, such as
+	// x-max-age of a stream.
+	Args amqp091.Table
+
+	// NoCreate refuses a queue that does not exist, with the command that
+	// creates it, instead of creating it.
+	NoCreate bool
+
+	// Dialect is how headers tell why a message is dead; unset means
+	// stormguard's own.
+	Dialect dlq.Dialect
+
+	// Logger logs changes of state: connections, and when the broker blocks
+	// one. The default is silence.
+	Logger *slog.Logger
+}
+
+func (c DLQConfig) withDefaults() DLQConfig {
+	if c.Kind == "" {
+		c.Kind = Quorum
+	}
+	if c.Logger == nil {
+		c.Logger = slog.New(slog.DiscardHandler)
+	}
+	return c
+}
+
+// Validate reports everything wrong at once.
+func (c DLQConfig) Validate() error {
+	d := c.withDefaults()
+	var errs []error
+	add := func(format string, args ...any) {
+		errs = append(errs, fmt.Errorf("amqp: DLQConfig."+format, args...))
+	}
+	if d.Queue == "" || len(d.Queue) > maxShort {
+		add("Queue: a name of %d bytes is not within 1 and %d", len(d.Queue), maxShort)
+	}
+	if strings.HasPrefix(d.Queue, "amq.") {
+		add("Queue: %q: names that begin with amq. are the broker's", d.Queue)
+	}
+	if d.Kind != Quorum && d.Kind != Classic && d.Kind != Stream {
+		add("Kind: %q is none of quorum, classic, stream", c.Kind)
+	}
+	if err := d.Args.Validate(); err != nil {
+		add("Args: %w", err)
+	}
+	if err := d.Dialect.Validate(); err != nil {
+		add("Dialect: %w", err)
+	}
+	return errors.Join(errs...)
+}
+
+// arguments are those of the declaration.
+func (c DLQConfig) arguments() amqp091.Table {
+	args := amqp091.Table{"x-queue-type": string(c.Kind)}
+	maps.Copy(args, c.Args)
+	return args
+}
+
+// command creates the queue by hand.
+func (c DLQConfig) command() string {
+	return fmt.Sprintf("rabbitmqadmin declare queue name=%s durable=true arguments='{\"x-queue-type\":\"%s\"}'", c.Queue, c.Kind)
+}
+
+// DLQ writes dead letters to a queue or stream, on a connection of its own,
+// which it makes anew when it breaks. It is a [dlq.Writer], and safe for
+// concurrent use; letters are written one after the other, at a round trip each.
+//
+// Write returns nil once the broker has taken responsibility: the message is
+// persistent, was confirmed, and was not returned as unroutable. A dead letter
+// has the message's body, headers and properties, the headers of the dialect,
+// and [dlq.Record.ID] as its message-id. Expiration and user-id are left out: one
+// would end the letter, the broker checks the other. RabbitMQ recognises no
+// twins: a letter whose confirmation was lost is there twice, with one ID. A
+// stream keeps no lists and tables in headers, which are then lost.
+//
+// Beside the client's it owns three goroutines while it is connected. Close
+// ends them.
+type DLQ struct {
+	cfg    DLQConfig
+	dialer Dialer
+
+	// turn holds a token while nobody uses what is below.
+	turn   chan struct{}
+	s      *session // nil while there is no connection
+	closed bool
+	plain  bool // no decimals: RabbitMQ's streams cannot take them in
+}
+
+var _ dlq.Writer = (*DLQ)(nil)
+
+// NewDLQ connects, and creates the queue of dead letters or checks that it is
+// there. It fails when no endpoint answers; what is wrong with the queue is an
+// [ErrUnsuitable] that names the command that mends it. What the protocol does
+// not tell about a queue that exists, such as its durability, [Inspect] does.
+func NewDLQ(ctx context.Context, dialer Dialer, cfg DLQConfig) (*DLQ, error) {
+	if err := errors.Join(dialer.Validate(), cfg.Validate()); err != nil {
+		return nil, err
+	}
+	d := &DLQ{cfg: cfg.withDefaults(), dialer: dialer, turn: make(chan struct{}, 1)}
+	d.plain = d.cfg.Kind == Stream
+	s, err := d.connect(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if err := d.ensure(s.link); err != nil {
+		s.end()
+		return nil, err
+	}
+	d.s = s
+	d.turn <- struct{}{}
+	return d, nil
+}
+
+// ensure looks for the queue, and creates it if it may.
+func (d *DLQ) ensure(l *link) error {
+	look := func(do func(*amqp091.Channel) error) error {
+		ch, err := l.Channel() // a failure costs the channel
+		if err != nil {
+			return err
+		}
+		if err := do(ch); err != nil {
+			return err
+		}
+		return ch.Close()
+	}
+	err := look(func(ch *amqp091.Channel) error {
+		_, err := ch.QueueDeclarePassive(d.cfg.Queue, true, false, false, false, nil)
+		return err
+	})
+	if isCode(err, amqp091.NotFound) {
+		if d.cfg.NoCreate {
+			return unsuitable("there is no queue %s for dead letters: %s", d.cfg.Queue, d.cfg.command())
+		}
+		err = look(func(ch *amqp091.Channel) error {
+			_, err := ch.QueueDeclare(d.cfg.Queue, true, false, false, false, d.cfg.arguments())
+			return err
+		})
+	}
+	if err != nil {
+		return fmt.Errorf("amqp: dead-letter queue %s: %w", d.cfg.Queue, err)
+	}
+	return nil
+}
+
+// Close ends the connection. It waits for a write that is under way, but not
+// longer than ctx.
+func (d *DLQ) Close(ctx context.Context) error {
+	select {
+	case <-d.turn:
+	case <-ctx.Done():
+		return fmt.Errorf("amqp: close the dead-letter queue %s: a write is under way: %w", d.cfg.Queue, ctx.Err())
+	}
+	defer func() { d.turn <- struct{}{} }()
+	d.closed = true
+	if d.s != nil {
+		d.s.end()
+		d.s = nil
+	}
+	return nil
+}
+
+var errDLQClosed = errors.New("amqp: the dead-letter queue is closed")
+
+// Write publishes the dead letter (a decimal among its headers as text, if the
+// queue is a stream) and waits until the broker has confirmed it.
+// A record over the broker's max_message_size, or whose headers don't fit a
+// frame, is a [*dlq.TooLargeError]; a queue that is gone an [ErrNoQueue]; while
+// the broker takes nothing in, an [ErrBlocked]. When ctx ends first the letter
+// may be there; written again within the same connection it is not published a
+// second time.
+func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
+	m, err := d.message(r)
+	if err != nil {
+		return err
+	}
+	select {
+	case <-d.turn:
+	case <-ctx.Done():
+		return fmt.Errorf("amqp: dead letter to %s: %w", d.cfg.Queue, ctx.Err())
+	}
+	defer func() { d.turn <- struct{}{} }()
+	if d.closed {
+		return errDLQClosed
+	}
+	if d.s == nil || d.s.over() {
+		if d.s != nil {
+			d.s.end()
+			d.s = nil
+		}
+		if d.s, err = d.connect(ctx); err != nil {
+			d.s = nil
+			return fmt.Errorf("amqp: dead letter to %s: %w", d.cfg.Queue, err)
+		}
+	}
+	decimals := hasDecimal(m.Headers)
+	if decimals && d.plain {
+		m.Headers = tableWithoutDecimals(m.Headers)
+	}
+	if most := d.s.link.Config.FrameSize; most > 0 {
+		if n := headerSize(m); n > most {
+			return &dlq.TooLargeError{Size: n, Max: most}
+		}
+	}
+	err = d.s.write(ctx, d.cfg.Queue, m)
+	if err == nil {
+		return nil
+	}
+	if isCode(err, amqp091.InternalError) && decimals {
+		d.plain = true // an existing stream
+	}
+	return fmt.Errorf("amqp: dead letter to %s: %w", d.cfg.Queue, err)
+}
+
+// message is the dead letter as AMQP carries it.
+func (d *DLQ) message(r *dlq.Record) (*amqp091.Publishing, error) {
+	headers := dlq.Encode(r, d.cfg.Dialect)
+	for _, h := range headers {
+		if err := h.Validate(); err != nil {
+			return nil, fmt.Errorf("amqp: dead letter %s: %w: %w", r.ID(), dlq.ErrRefused, err)
+		}
+	}
+	m := &amqp091.Publishing{
+		Headers: toTable(headers), Body: r.Body, DeliveryMode: amqp091.Persistent, MessageId: r.ID(), Timestamp: r.Timestamp,
+	}
+	if r.Key != nil {
+		return nil, fmt.Errorf("amqp: dead letter %s: %w: it has a key, which AMQP has no place for", r.ID(), dlq.ErrRefused)
+	}
+	toProperties(m, r.Properties)
+	if name, ok := longName(m.Headers); ok {
+		return nil, fmt.Errorf("amqp: dead letter %s: %w: a header's name has %d bytes, AMQP carries %d", r.ID(), dlq.ErrRefused, len(name), maxShort)
+	}
+	return m, nil
+}
+
+// headerSize is what the frame of the properties takes.
+func headerSize(m *amqp091.Publishing) int {
+	n := 8 + 14 + tableSize(m.Headers) + 1 + 1 + 8 // frame, class and flags, headers, mode, priority, timestamp
+	for _, s := range []string{m.ContentType, m.ContentEncoding, m.CorrelationId, m.ReplyTo, m.MessageId, m.Type, m.AppId} {
+		n += 1 + len(s)
+	}
+	return n
+}
+
+// blockedPatience is how long Write waits for a blocked broker before it says so.
+const blockedPatience = time.Second

@@ -1,0 +1,494 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package amqp
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"reflect"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/rabbitmq/amqp091-go"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/brokers"
+)
+
+func letter() *dlq.Record {
+	return &dlq.Record{
+		Body: []byte("body"),
+		Headers: []dlq.Header{
+			{Name: "b", Value: []byte{0, 255}}, {Name: "d", Value: dlq.Decimal{Scale: 2, Unscaled: -314}},
+			{Name: "f", Value: 1.5}, {Name: "i8", Value: int8(-8)}, {Name: "i16", Value: int16(-16)}, {Name: "i32", Value: int32(-32)}, {Name: "i64", Value: int64(1) << 40},
+			{Name: "list", Value: []any{"x", int64(1), map[string]any{"n": nil}}}, {Name: "nil", Value: nil}, {Name: "t", Value: true},
+			{Name: "traceparent", Value: "00-1"}, {Name: "u8", Value: uint8(8)}, {Name: "u16", Value: uint16(16)}, {Name: "u32", Value: uint32(32)},
+			{Name: "when", Value: time.Unix(1700000000, 0).UTC()}, {Name: "x-death", Value: "the broker's"}, {Name: "CC", Value: "elsewhere"},
+		},
+		Properties: []dlq.Header{{Name: "content-type", Value: "text/plain"}, {Name: "correlation-id", Value: "c"}, {Name: "priority", Value: uint8(3)}},
+		Timestamp:  time.Unix(1700000001, 0).UTC(),
+		Origin:     dlq.Origin{System: "rabbitmq", Source: "q", Subject: "key", Exchange: "ex", MessageID: "m-1"},
+		Attempts:   3, Deliveries: 2, Reason: dlq.ReasonAttempts,
+		Error: dlq.ErrorInfo{Type: "T", Message: "two\nlines \x00"},
+	}
+}
+
+func TestDLQRoundTrip(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		for _, kind := range []Kind{Quorum, Classic, Stream} {
+			for _, dialect := range []dlq.Dialect{"", dlq.Connect, dlq.Spring} {
+				r := newRig(t, s, Classic, nil)
+				d, err := NewDLQ(testContext(t), Dial(r.url()), DLQConfig{Queue: r.queue + ".dlq", Kind: kind, Dialect: dialect})
+				if err != nil {
+					t.Fatal(err)
+				}
+				want := letter()
+				if err := d.Write(testContext(t), want); err != nil {
+					t.Fatal(err)
+				}
+				if err := d.Close(testContext(t)); err != nil {
+					t.Fatal(err)
+				}
+				got := r.readAll(r.queue+".dlq", kind, 1)
+				r.on(func(ch *amqp091.Channel) error {
+					_, err := ch.QueueDelete(r.queue+".dlq", false, false, false)
+					return err
+				})
+				if len(got) != 1 || got[0].MessageId != want.ID() || got[0].DeliveryMode != amqp091.Persistent || got[0].Expiration != "" {
+					t.Fatalf("%s: %+v", kind, got)
+				}
+				rec, err := ReadDeadLetter(got[0])
+				if err != nil {
+					t.Fatal(err)
+				}
+				if rec.ID() != want.ID() || !bytes.Equal(rec.Body, want.Body) || !rec.Timestamp.Equal(want.Timestamp) || rec.Attempts != 3 ||
+					rec.Deliveries != 2 || rec.Reason != want.Reason || rec.TraceParent != "00-1" || rec.Origin != want.Origin ||
+					!reflect.DeepEqual(rec.Properties, want.Properties) {
+					t.Errorf("%s %s: %+v", kind, dialect, rec)
+				}
+				for _, h := range want.Headers[:15] {
+					v, ok := dlq.Lookup(rec.Headers, h.Name)
+					if at, isTime := v.(time.Time); isTime {
+						v = at.UTC()
+					}
+					if kind == Stream { // what a stream does to them is the broker's
+						switch h.Name {
+						case "d":
+							h.Value = "-3.14"
+						case "b", "list":
+							continue
+						}
+					}
+					if !ok || !reflect.DeepEqual(v, h.Value) {
+						t.Errorf("header %s became %#v, it was %#v", h.Name, v, h.Value)
+					}
+				}
+				for _, name := range []string{"x-death", "CC"} {
+					if _, ok := dlq.Lookup(rec.Headers, name); ok {
+						t.Errorf("%s was sent again", name)
+					}
+				}
+			}
+		}
+	})
+}
+
+// readAll reads n messages of a queue or stream, from the beginning.
+func (r *rig) readAll(queue string, kind Kind, n int) (out []amqp091.Delivery) {
+	r.t.Helper()
+	r.on(func(ch *amqp091.Channel) error {
+		if err := ch.Qos(100, 0, false); err != nil {
+			return err
+		}
+		var args amqp091.Table
+		if kind == Stream {
+			args = amqp091.Table{"x-stream-offset": "first"}
+		}
+		in, err := ch.Consume(queue, "", false, false, false, false, args)
+		if err != nil {
+			return err
+		}
+		for range n {
+			select {
+			case d := <-in:
+				out = append(out, d)
+			case <-time.After(20 * time.Second):
+				return errors.New("no message comes")
+			}
+		}
+		return nil
+	})
+	return out
+}
+
+func TestDLQIsCheckedOrCreated(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		r := newRig(t, s, Classic, nil)
+		ctx := testContext(t)
+		name := r.queue + ".dlq"
+		_, err := NewDLQ(ctx, Dial(r.url()), DLQConfig{Queue: name, NoCreate: true})
+		if !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), "rabbitmqadmin declare queue name="+name) {
+			t.Fatal(err)
+		}
+		for range 2 { // the second finds it
+			d, err := NewDLQ(ctx, Dial(r.url()), DLQConfig{Queue: name})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer func() {
+				if err := d.Close(ctx); err != nil {
+					t.Error(err)
+				}
+				if err := d.Write(ctx, letter()); !errors.Is(err, errDLQClosed) {
+					t.Errorf("%v", err)
+				}
+			}()
+		}
+		d, err := NewDLQ(ctx, Dial(r.url()), DLQConfig{Queue: name, NoCreate: true, Kind: Classic})
+		if err != nil {
+			t.Fatal("a queue of another kind will do:", err)
+		}
+		defer func() { _ = d.Close(ctx) }()
+		r.on(func(ch *amqp091.Channel) error { _, err := ch.QueueDelete(name, false, false, false); return err })
+		if err := d.Write(ctx, letter()); !errors.Is(err, ErrNoQueue) || !errors.Is(err, dlq.ErrRefused) {
+			t.Errorf("unroutable: %v", err)
+		}
+		r.on(func(ch *amqp091.Channel) error {
+			_, err := ch.QueueDeclare(name, true, false, false, false, amqp091.Table{"x-queue-type": "stream"})
+			return err
+		})
+		if err := d.Write(ctx, letter()); err == nil {
+			t.Error("a stream takes decimals: nothing need be done about them any more")
+		}
+		if err := d.Write(ctx, letter()); err != nil {
+			t.Errorf("the queue is back, as a stream: %v", err)
+		}
+		r.on(func(ch *amqp091.Channel) error { _, err := ch.QueueDelete(name, false, false, false); return err })
+	})
+	err := DLQConfig{Queue: "amq.x", Kind: "odd", Dialect: "rabbitmq", Args: amqp091.Table{"x": struct{}{}}}.Validate()
+	for _, field := range []string{"Queue", "Kind", "Dialect", "Args"} {
+		if err == nil || !strings.Contains(err.Error(), "DLQConfig."+field) {
+			t.Errorf("nothing about %s: %v", field, err)
+		}
+	}
+}
+
+// A letter over a limit of the broker is told apart, and can be trimmed.
+func TestTooLargeDeadLetters(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		r := newRig(t, s, Classic, nil)
+		d := r.deadLetters(Classic)
+		rec := letter()
+		rec.Error.Stack = strings.Repeat("x", 140_000) // a frame is 131072 bytes
+		err := d.Write(testContext(t), rec)
+		var large *dlq.TooLargeError
+		if !errors.As(err, &large) || large.Size < 140_000 || large.Max != 131072 {
+			t.Fatal(err)
+		}
+		if !dlq.TrimFor(rec, err) {
+			t.Fatal("it cannot be trimmed")
+		}
+		if err := d.Write(testContext(t), rec); err != nil {
+			t.Fatal(err)
+		}
+		if s.kind == brokers.RabbitMQ4 { // 16 MiB there, 128 before
+			rec.Body = make([]byte, 17<<20)
+			if err := d.Write(testContext(t), rec); !errors.As(err, &large) || large.Size < 17<<20 || large.Max != 16<<20 {
+				t.Fatal(err)
+			}
+			if err := d.Write(testContext(t), letter()); err != nil {
+				t.Fatal("after a channel that was closed:", err)
+			}
+		}
+		for name, bad := range map[string]*dlq.Record{
+			"a long name": {Headers: []dlq.Header{{Name: strings.Repeat("n", 256), Value: "v"}}},
+			"a key":       {Key: []byte("k")},
+			"a type":      {Headers: []dlq.Header{{Name: "n", Value: struct{}{}}}},
+		} {
+			if err := d.Write(testContext(t), bad); !errors.Is(err, dlq.ErrRefused) {
+				t.Errorf("%s: %v", name, err)
+			}
+		}
+		if err := d.Write(testContext(t), letter()); err != nil {
+			t.Fatal("the connection did not survive:", err)
+		}
+	})
+}
+
+// freezer passes bytes on to a broker until it is frozen.
+type freezer struct {
+	addr   string
+	frozen atomic.Bool
+	mu     sync.Mutex
+	conns  []net.Conn
+}
+
+func newFreezer(t testing.TB, target string) *freezer {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := &freezer{addr: l.Addr().String()}
+	var done sync.WaitGroup
+	done.Go(func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			b, err := net.Dial("tcp", target)
+			if err != nil {
+				_ = c.Close()
+				continue
+			}
+			f.mu.Lock()
+			f.conns = append(f.conns, c, b)
+			f.mu.Unlock()
+			for _, p := range [][2]net.Conn{{c, b}, {b, c}} {
+				done.Go(func() {
+					buf := make([]byte, 1<<16)
+					for {
+						n, err := p[0].Read(buf)
+						for f.frozen.Load() {
+							time.Sleep(time.Millisecond)
+						}
+						if _, e := p[1].Write(buf[:n]); e != nil || err != nil {
+							_ = p[0].Close()
+							_ = p[1].Close()
+							return
+						}
+					}
+				})
+			}
+		}
+	})
+	t.Cleanup(func() {
+		f.frozen.Store(false)
+		_ = l.Close()
+		f.mu.Lock()
+		for _, c := range f.conns {
+			_ = c.Close()
+		}
+		f.mu.Unlock()
+		done.Wait()
+	})
+	return f
+}
+
+// The client knows no context: a broker that does not answer, or does not even
+// read, must not keep Write.
+func TestWriteReturnsWithItsContext(t *testing.T) {
+	t.Parallel()
+	s := shared(t, brokers.RabbitMQ)
+	r := newRig(t, s, Classic, nil)
+	uri, err := amqp091.ParseURI(r.url())
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := newFreezer(t, net.JoinHostPort(uri.Host, fmt.Sprint(uri.Port)))
+	r.on(func(ch *amqp091.Channel) error {
+		_, err := ch.QueueDeclare(r.queue+".dlq", true, false, false, false, nil)
+		return err
+	})
+	d, err := NewDLQ(testContext(t), Dialer{URLs: []string{"amqp://guest:guest@" + f.addr + "/"}, Timeout: time.Second}, DLQConfig{Queue: r.queue + ".dlq", NoCreate: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	rec := letter()
+	if err := d.Write(testContext(t), rec); err != nil {
+		t.Fatal(err)
+	}
+	f.frozen.Store(true)
+	for _, size := range []int{10, 64 << 20} { // the second fills every buffer on the way
+		ctx, cancel := context.WithTimeout(context.Background(), 300*time.Millisecond)
+		start := time.Now()
+		rec.Body = make([]byte, size)
+		err := d.Write(ctx, rec)
+		cancel()
+		if took := time.Since(start); !errors.Is(err, context.DeadlineExceeded) || took > 2*time.Second {
+			t.Errorf("%d bytes: %v after %s", size, err, took)
+		}
+	}
+	f.frozen.Store(false)
+	rec.Body = []byte("after")
+	eventually(t, "it writes again", func() bool { return d.Write(testContext(t), rec) == nil })
+	if err := d.Close(testContext(t)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// A letter whose confirmation is late is not published twice.
+func TestALateConfirmationMakesNoTwin(t *testing.T) {
+	t.Parallel()
+	s := shared(t, brokers.RabbitMQ4)
+	r := newRig(t, s, Classic, nil)
+	uri, err := amqp091.ParseURI(r.url())
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := newFreezer(t, net.JoinHostPort(uri.Host, fmt.Sprint(uri.Port)))
+	name := r.queue + ".dlq"
+	r.on(func(ch *amqp091.Channel) error {
+		_, err := ch.QueueDeclare(name, true, false, false, false, nil)
+		return err
+	})
+	d, err := NewDLQ(testContext(t), Dial("amqp://guest:guest@"+f.addr+"/"), DLQConfig{Queue: name, NoCreate: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	f.frozen.Store(true)
+	ctx, cancel := context.WithTimeout(context.Background(), 200*time.Millisecond)
+	err = d.Write(ctx, letter())
+	cancel()
+	if !errors.Is(err, context.DeadlineExceeded) {
+		t.Fatal(err)
+	}
+	f.frozen.Store(false)
+	if err := d.Write(testContext(t), letter()); err != nil {
+		t.Fatal(err)
+	}
+	if all, err := r.get(name); err != nil || len(all) != 1 {
+		t.Errorf("%d letters, %v", len(all), err)
+	}
+	if err := d.Close(testContext(t)); err != nil {
+		t.Fatal(err)
+	}
+	r.on(func(ch *amqp091.Channel) error { _, err := ch.QueueDelete(name, false, false, false); return err })
+}
+
+// While the broker has a memory alarm dead letters wait, by name, and the
+// consumer goes on: its acks are on another connection.
+func TestMemoryAlarm(t *testing.T) {
+	t.Parallel()
+	if testing.Short() {
+		t.Skip("needs a broker of its own; run without -short")
+	}
+	s := own(t, brokers.RabbitMQ, nil)
+	r := newRig(t, s, Classic, nil)
+	d := r.deadLetters(Classic)
+	var rec record
+	g := newGuard(t, guard.Config{Policy: guard.Policy{Order: guard.OrderNone}})
+	r.publish(0, 50)
+	if _, err := s.broker.Ctl(testContext(t), "set_vm_memory_high_watermark", "0.000001"); err != nil {
+		t.Fatal(err)
+	}
+	var l lines
+	c := r.consumeBy(l.dialer(r.url()), g, func(ctx context.Context, m amqp091.Delivery) error {
+		if bytes.HasSuffix(m.Body, []byte("7")) {
+			return guard.Permanent(errDown)
+		}
+		return rec.handle(ctx, m)
+	}, WithDeadLetters(d))
+	eventually(t, "the healthy ones are handled and acked", func() bool { return rec.distinct() == 45 && l.unacked() == 5 })
+	eventually(t, "the Guard says why", func() bool { return errors.Is(g.Ready(), ErrBlocked) })
+	if err := g.Ready(); !strings.Contains(err.Error(), "low on memory") {
+		t.Errorf("%v", err)
+	}
+	if _, err := s.broker.Ctl(testContext(t), "set_vm_memory_high_watermark", "0.8"); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "all settled", func() bool { return l.unacked() == 0 })
+	if err := errors.Join(c.stop(t), l.check()); err != nil {
+		t.Fatal(err)
+	}
+	all, err := r.get(r.queue + ".dlq")
+	if err != nil || len(all) != 5 {
+		t.Errorf("%d letters, %v", len(all), err)
+	}
+}
+
+// Natively: a rejected delivery goes to the queue's dead-letter exchange, once,
+// and the acks around it miss it.
+func TestNativeDeadLetters(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		for _, kind := range []Kind{Quorum, Classic} {
+			dead := "x-" + strings.TrimPrefix(newRig(t, s, Classic, nil).queue, "q-")
+			r := newRig(t, s, kind, amqp091.Table{"x-dead-letter-exchange": dead})
+			r.on(func(ch *amqp091.Channel) error {
+				if err := ch.ExchangeDeclare(dead, "fanout", false, true, false, false, nil); err != nil {
+					return err
+				}
+				if _, err := ch.QueueDeclare(dead, true, false, false, false, nil); err != nil {
+					return err
+				}
+				return ch.QueueBind(dead, "", dead, false, nil)
+			})
+			var l lines
+			var rec record
+			const n = 500
+			c := r.consumeBy(l.dialer(r.url()), newGuard(t, guard.Config{}), func(ctx context.Context, m amqp091.Delivery) error {
+				if bytes.HasSuffix(m.Body, []byte("33")) {
+					return guard.Permanent(errDown)
+				}
+				return rec.handle(ctx, m)
+			}, WithDeadLetterExchange(dead))
+			r.publish(0, n)
+			eventually(t, "all settled", func() bool { k, err := r.ready(); return err == nil && k+l.unacked() == 0 && rec.distinct() == n-5 })
+			if err := errors.Join(c.stop(t), l.check()); err != nil {
+				t.Fatal(err)
+			}
+			var all []amqp091.Delivery
+			eventually(t, "the letters are there", func() bool {
+				var err error
+				all, err = r.get(dead)
+				return err == nil && len(all) >= 5
+			})
+			if len(all) != 5 || l.books().rejects != 5 || rec.order() != nil {
+				t.Errorf("%d letters, %+v, %v", len(all), l.books(), rec.order())
+			}
+			letter, err := ReadDeadLetter(all[0])
+			if err != nil || letter.Reason != dlq.ReasonRejected || letter.Origin.Source != r.queue || string(letter.Body) != "33" {
+				t.Errorf("%+v, %v", letter, err)
+			}
+			r.on(func(ch *amqp091.Channel) error { _, err := ch.QueueDelete(dead, false, false, false); return err })
+		}
+	})
+}
+
+func TestTablesSurvive(t *testing.T) {
+	t.Parallel()
+	if fromTable(nil) != nil {
+		t.Error("headers of nothing")
+	}
+	for in, want := range map[any]any{int(7): int64(7), uint64(7): int64(7), uint64(1 << 63): "9223372036854775808"} {
+		if got := toField(in); got != want {
+			t.Errorf("%T became %#v", in, got)
+		}
+	}
+	for name, c := range map[string]struct {
+		t    amqp091.Table
+		want int
+	}{
+		"neither":     {nil, 0},
+		"first":       {amqp091.Table{deliveryCount: int64(0)}, 1},
+		"third":       {amqp091.Table{deliveryCount: int64(2)}, 3},
+		"4.3 nacked":  {amqp091.Table{deliveryCount: int64(1), acquiredCount: int64(5)}, 2},
+		"4.3 nothing": {amqp091.Table{acquiredCount: int64(5)}, 5},
+		"odd":         {amqp091.Table{deliveryCount: "many"}, 0},
+	} {
+		if got := deliveries(c.t); got != c.want {
+			t.Errorf("%s: %d", name, got)
+		}
+	}
+	if _, ok := longName(amqp091.Table{"a": []any{amqp091.Table{strings.Repeat("n", 300): 1}}}); !ok {
+		t.Error("a long name within a list is not seen")
+	}
+	// What is estimated must not be less than what the client writes.
+	m := &amqp091.Publishing{Headers: toTable(letter().Headers), MessageId: "m", ContentType: "c"}
+	if n := headerSize(m); n < 200 || n > 1000 {
+		t.Errorf("%d bytes", n)
+	}
+}

@@ -1,0 +1,481 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package amqp
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"time"
+
+	"github.com/rabbitmq/amqp091-go"
+
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// outcome says how an epoch ended.
+type outcome int
+
+const (
+	epochStopped outcome = iota // ctx ended, or an error did
+	epochLost                   // the channel broke: another at once
+	epochParked                 // a delivery was held too long: another when the source would admit one
+)
+
+// epoch is one channel and one source. Consume's goroutine runs it; beside it
+// the source's own and the reader's.
+type epoch struct {
+	c      *consumer
+	src    *guard.Source[amqp091.Delivery]
+	port   *port
+	pace   *pace
+	ran    chan struct{}         // Run has returned
+	in     chan amqp091.Delivery // to Run; as large as the prefetch, so that the reader never waits
+	age    *ages
+	ch     *amqp091.Channel
+	life   *life
+	closed <-chan *amqp091.Error
+	cancel <-chan string
+	read   chan struct{} // closed when the reader has ended
+	quit   chan struct{} // closed when it must
+	tag    string        // of the consumer
+	narrow bool          // the prefetch is 1
+}
+
+const (
+	// lookEvery is how soon it is seen that the source was ended elsewhere, or
+	// would admit a message.
+	lookEvery = 100 * time.Millisecond
+	// queueTries is how often a queue may be missing: a broker that starts may
+	// not know it yet.
+	queueTries = 3
+	// returnPatience bounds awaitReturn.
+	returnPatience = 2 * time.Second
+	// shortLived is an epoch after which there is a pause.
+	shortLived = time.Second
+)
+
+// epoch opens a source, gives it a channel, and sees both through.
+func (c *consumer) epoch(ctx context.Context, parked bool) (outcome, error) {
+	e := &epoch{
+		c: c, port: newPort(c.o.queue, c.o), narrow: parked, ran: make(chan struct{}), quit: make(chan struct{}),
+		in:  make(chan amqp091.Delivery, c.prefetch+1), // one more may be out when widen has replaced a consumer
+		age: newAges(c.o.timeout / 2),
+	}
+	defer e.port.end()
+	limiter := c.o.limiter
+	if parked {
+		e.pace = &pace{inner: limiter, ramp: c.policy.Ramp}
+		limiter = e.pace
+	}
+	if c.rejects != nil {
+		e.port.rejects = c.rejects
+		c.rejects.begin(e.port.mark)
+	}
+	policy := c.policy
+	policy.Window = min(policy.Window, c.prefetch)
+	var err error
+	e.src, err = guard.Open(c.g, guard.SourceConfig{
+		Name: c.o.name, System: system, Destination: c.o.name,
+		DeadLetters: c.o.letters, Policy: &policy, Limiter: limiter,
+	}, c.o.limits(c.prefetch, c.version), e.port, c.handle)
+	if err != nil {
+		return epochStopped, fmt.Errorf("amqp: consume %s: %w", c.o.name, err)
+	}
+	// Handlers finish after ctx ends, so it is not its context that stops the
+	// loop but End.
+	go func() {
+		defer close(e.ran)
+		_ = e.src.Run(context.WithoutCancel(ctx), e.in)
+	}()
+	how, err := e.run(ctx)
+	if err == nil && how == epochLost && e.src.State().Ended {
+		how = epochStopped
+	}
+	return e.finish(ctx, how, err)
+}
+
+// run gets a channel and watches it.
+func (e *epoch) run(ctx context.Context) (outcome, error) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	go e.watchSource(ctx, cancel)
+	if e.narrow && !e.awaitAdmission(ctx) {
+		return epochStopped, nil
+	}
+	link := e.c.connected(ctx)
+	if link == nil {
+		return epochStopped, nil
+	}
+	if err := e.consume(link); err != nil {
+		return e.notConsuming(ctx, err)
+	}
+	look := time.NewTicker(max(time.Millisecond, min(e.c.o.timeout/64, time.Second)))
+	defer look.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return epochStopped, nil
+		case err := <-e.closed:
+			return e.lost(err)
+		case <-e.read:
+			return e.ended(ctx)
+		case now := <-look.C:
+			oldest, high := e.port.tags.oldest()
+			if e.age.over(now, oldest, high) {
+				return e.park()
+			}
+			if e.narrow && e.settled() {
+				if err := e.widen(ctx); err != nil {
+					return epochLost, nil // the channel broke
+				}
+			}
+		}
+	}
+}
+
+// watchSource ends ctx when the source was ended elsewhere. It ends with ctx.
+func (e *epoch) watchSource(ctx context.Context, end context.CancelCauseFunc) {
+	look := time.NewTicker(lookEvery) // a handler that hangs keeps Run from returning
+	defer look.Stop()
+	for {
+		select {
+		case <-look.C:
+			if e.src.State().Ended {
+				end(guard.ErrClosed)
+				return
+			}
+		case <-e.ran:
+			end(guard.ErrClosed)
+			return
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// consume opens a channel and consumes.
+func (e *epoch) consume(l *link) error {
+	ch, err := l.Channel()
+	if err != nil {
+		return err
+	}
+	e.ch = ch
+	e.life, e.closed = newLife(ch)
+	e.cancel = ch.NotifyCancel(make(chan string, 2))
+	e.port.life.Store(e.life)
+	if name := e.c.o.native; name != "" {
+		if err := ch.ExchangeDeclarePassive(name, "", true, false, false, false, nil); err != nil {
+			if isCode(err, amqp091.NotFound) {
+				return unsuitable("WithDeadLetterExchange: there is no exchange %q, so what is rejected would be dropped: rabbitmqadmin declare exchange name=%s type=direct, and bind a queue to it", name, name)
+			}
+			return err
+		}
+	}
+	n := e.c.prefetch
+	if e.narrow {
+		n = 1
+	}
+	return e.subscribe(n)
+}
+
+// subscribe starts a consumer of its own prefetch, and a reader.
+func (e *epoch) subscribe(prefetch int) error {
+	if err := e.ch.Qos(prefetch, 0, false); err != nil {
+		return err
+	}
+	e.tag = consumerTag()
+	out, err := e.ch.Consume(e.c.o.queue, e.tag, false, e.c.o.exclusive, false, false, e.c.o.args)
+	if err != nil {
+		return err
+	}
+	e.c.missing = 0
+	e.read = make(chan struct{})
+	go e.forward(out, e.read)
+	return nil
+}
+
+// forward hands deliveries to the source. It is the reader's, which ends with
+// the consumer or the channel, or when a tag came twice. There is always room,
+// so that what the client buffers is counted from its arrival.
+func (e *epoch) forward(out <-chan amqp091.Delivery, done chan<- struct{}) {
+	defer close(done)
+	for d := range out {
+		if !e.port.tags.add(d.DeliveryTag) {
+			e.life.over.Store(true)
+			e.c.o.log.Error("a delivery tag came twice: its channel is abandoned", "source", e.c.o.name)
+			return
+		}
+		select {
+		case e.in <- d:
+		case <-e.quit:
+			return
+		}
+	}
+}
+
+// lost names a broken channel in the log.
+func (e *epoch) lost(err *amqp091.Error) (outcome, error) {
+	e.c.o.log.Warn("channel lost", "source", e.c.o.name, "error", err)
+	return epochLost, nil
+}
+
+// notConsuming judges why a channel could not be opened or consumed from.
+func (e *epoch) notConsuming(ctx context.Context, err error) (outcome, error) {
+	c := e.c
+	switch {
+	case ctx.Err() != nil:
+		return epochStopped, nil //nolint:nilerr // told to end
+	case errors.Is(err, ErrUnsuitable):
+		return epochStopped, err
+	case isCode(err, amqp091.NotFound):
+		// A queue whose node is down is not found either, but waited for.
+		if c.missing++; c.missing >= queueTries && strings.Contains(err.Error(), "no queue") {
+			return epochStopped, fmt.Errorf("%w: %s: %w", ErrQueueGone, c.o.queue, err)
+		}
+	case isCode(err, amqp091.AccessRefused) && strings.Contains(err.Error(), "exclusive"): // somebody else's, or our own of a moment ago
+	case isCode(err, amqp091.AccessRefused), isCode(err, amqp091.PreconditionFailed), isCode(err, amqp091.NotAllowed), isCode(err, amqp091.NotImplemented):
+		return epochStopped, fmt.Errorf("amqp: consume %s: %w", c.o.queue, err)
+	}
+	c.o.log.Warn("not consuming", "source", c.o.name, "error", err)
+	p := pauses{longest: time.Second, limit: time.Second}
+	if !p.wait(ctx) {
+		return epochStopped, nil //nolint:nilerr // told to end
+	}
+	return epochLost, nil //nolint:nilerr // another try may do
+}
+
+// ended judges why the reader has ended: the channel broke, a tag came twice,
+// or the broker cancelled the consumer, as it does when a queue is deleted, its
+// leader moves, or, from 4.3 on, a delivery was unsettled for too long.
+func (e *epoch) ended(ctx context.Context) (outcome, error) {
+	select {
+	case err := <-e.closed:
+		return e.lost(err)
+	case tag, ok := <-e.cancel:
+		if ok {
+			e.c.o.log.Warn("consumer cancelled by the broker", "source", e.c.o.name, "consumer", tag)
+		}
+	default:
+	}
+	if ctx.Err() != nil {
+		return epochStopped, nil
+	}
+	return epochLost, nil
+}
+
+// settled tells whether the breaker has closed for a narrow epoch.
+func (e *epoch) settled() bool {
+	for _, h := range e.src.State().Holds {
+		if h.Reason == guard.ReasonBreaker || h.Reason == guard.ReasonStorm || h.Reason == guard.ReasonOperator {
+			return false
+		}
+	}
+	return true
+}
+
+// widen replaces the consumer by one with the whole prefetch: a prefetch is
+// the consumer's from its beginning. What the first had out stays settleable.
+func (e *epoch) widen(ctx context.Context) error {
+	if err := e.ch.Cancel(e.tag, false); err != nil {
+		return err
+	}
+	select {
+	case <-e.read:
+	case <-ctx.Done():
+		return nil
+	}
+	e.narrow = false
+	e.pace.begin()
+	return e.subscribe(e.c.prefetch)
+}
+
+// park ends an epoch in which a delivery was unsettled for half of the consumer
+// timeout. Where nothing holds the source its handlers are too slow for the
+// prefetch: then the next has half of it.
+func (e *epoch) park() (outcome, error) {
+	c := e.c
+	held := false
+	for _, h := range e.src.State().Holds {
+		held = held || h.Reason != guard.ReasonBackpressure || h.Until > 0
+	}
+	c.o.log.Warn("closing the channel: a delivery was unsettled for half of the consumer timeout",
+		"source", c.o.name, "held", held, "consumer_timeout", c.o.timeout, "prefetch", c.prefetch)
+	if !held {
+		c.prefetch = max(c.prefetch/2, c.policy.Workers, 1)
+		return epochLost, nil
+	}
+	return epochParked, nil
+}
+
+// awaitAdmission waits until the source would admit a message: nothing holds it,
+// or its breaker has room for a probe. false when ctx ends first.
+func (e *epoch) awaitAdmission(ctx context.Context) bool {
+	look := time.NewTicker(lookEvery)
+	defer look.Stop()
+	for !admits(e.src.State()) {
+		select {
+		case <-look.C:
+		case <-ctx.Done():
+			return false
+		}
+	}
+	return true
+}
+
+// admits tells whether a source without messages would try one.
+func admits(st guard.State) bool {
+	for _, h := range st.Holds {
+		switch h.Reason {
+		case guard.ReasonOperator:
+			return false
+		case guard.ReasonBreaker:
+			// A closed one is held by a wider scope, which others' probes open.
+			if h.Until > 0 || st.Breaker.State.String() == "closed" {
+				return false
+			}
+		default:
+		}
+	}
+	return true
+}
+
+// finish ends the source and the channel, in this order.
+func (e *epoch) finish(ctx context.Context, how outcome, cause error) (outcome, error) {
+	c := e.c
+	stopped := ctx.Err() != nil
+	why := guard.ReasonShutdown
+	switch {
+	case how == epochLost && e.life.ended():
+		why = guard.ReasonRebalance
+	case how != epochStopped:
+		why = guard.ReasonBackpressure
+	}
+	report := e.end(ctx, why)
+	if len(report.Left) == 0 {
+		<-e.ran
+	}
+	orderly := how != epochStopped && !e.life.ended()
+	before, _ := c.consumers(orderly)
+	closeErr := e.hangUp()
+	if orderly {
+		c.awaitReturn(ctx, before)
+	}
+	if how != epochStopped {
+		if n := len(report.Left); n > 0 {
+			c.o.log.Warn("messages left behind", "source", c.o.name, "messages", n, "state", report.Left[0].State, "why", report.Left[0].Why)
+		}
+		return how, nil
+	}
+	if cause != nil {
+		return how, cause
+	}
+	var errs []error
+	if report.Err != nil && !errors.Is(report.Err, ErrChannelGone) {
+		errs = append(errs, fmt.Errorf("amqp: stop %s: %w", c.o.name, report.Err))
+	}
+	if closeErr != nil {
+		errs = append(errs, fmt.Errorf("amqp: stop %s: close: %w", c.o.name, closeErr))
+	}
+	if n := len(report.Left); n > 0 {
+		errs = append(errs, fmt.Errorf("amqp: stop %s: %d messages left after %s (WithStopTimeout), the oldest %s: %s; they are delivered again",
+			c.o.name, n, c.o.stopTimeout, report.Left[0].State, report.Left[0].Why))
+	}
+	if !stopped {
+		errs = append(errs, guard.ErrClosed)
+	}
+	return how, errors.Join(errs...)
+}
+
+// end ends the source. With a channel that is gone it waits for handlers only,
+// which must not overlap with the next epoch's: a dead letter that is being
+// written could not be acked any more.
+func (e *epoch) end(ctx context.Context, why guard.Reason) guard.Report {
+	limit := e.c.o.stopTimeout
+	if why == guard.ReasonBackpressure {
+		limit = min(limit, e.c.o.timeout/4) // the broker does not wait longer
+	}
+	grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), limit)
+	defer cancel()
+	if why == guard.ReasonRebalance {
+		go func() {
+			look := time.NewTicker(lookEvery / 10)
+			defer look.Stop()
+			for e.src.Account().Processing > 0 {
+				select {
+				case <-look.C:
+				case <-grace.Done():
+					return
+				}
+			}
+			cancel()
+		}()
+	}
+	return e.src.End(grace, why)
+}
+
+// hangUp closes the channel and waits for the reader. Whatever does not answer
+// in time is cut off.
+func (e *epoch) hangUp() error {
+	e.port.end()
+	if e.ch == nil {
+		return nil
+	}
+	if !e.life.ended() {
+		e.port.sent.wait()
+	}
+	// The client waits without limit for the broker's answer.
+	cut := time.AfterFunc(closeTimeout, e.c.link.sock.close)
+	err := e.ch.Close()
+	cut.Stop()
+	e.life.over.Store(true)
+	close(e.quit)
+	if e.read != nil {
+		<-e.read
+	}
+	if errors.Is(err, amqp091.ErrClosed) {
+		err = nil
+	}
+	return err
+}
+
+// consumers is how many the queue has, as its leader knows it.
+func (c *consumer) consumers(ask bool) (n int, err error) {
+	if !ask {
+		return 0, nil
+	}
+	ch, err := c.link.Channel()
+	if err != nil {
+		return 0, err
+	}
+	q, err := ch.QueueDeclarePassive(c.o.queue, true, false, false, false, nil)
+	if err != nil {
+		return 0, err
+	}
+	return q.Consumers, ch.Close()
+}
+
+// awaitReturn waits until the queue knows that a channel is closed. A quorum
+// queue learns that by itself, later than we do, and would give a consumer that
+// comes before that what is behind the messages that went back. It is known by
+// the number of consumers; where others come and go, time must do.
+func (c *consumer) awaitReturn(ctx context.Context, before int) {
+	for deadline := time.Now().Add(returnPatience); time.Now().Before(deadline) && ctx.Err() == nil; {
+		if n, err := c.consumers(true); err != nil || n < before {
+			return
+		}
+		time.Sleep(settleTime / 10)
+	}
+}
+
+// isCode tells whether the broker answered with this code.
+func isCode(err error, code int) bool {
+	e, ok := errors.AsType[*amqp091.Error](err)
+	return ok && e.Code == code
+}
+
+// consumerTag is unique among all consumers of a queue.
+func consumerTag() string { return fmt.Sprintf("stormguard-%016x", rand.Uint64()) }

@@ -1,0 +1,82 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package amqp
+
+import (
+	"context"
+	"fmt"
+	"strconv"
+	"sync"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+// rejects is the dead-letter writer of [WithDeadLetterExchange]: it writes
+// nothing, but has the port reject the delivery where it would ack it. A reject
+// is no more confirmed than an ack: if the channel breaks before the broker has
+// read it, the message is delivered again.
+type rejects struct {
+	mu   sync.Mutex
+	live string              // the mark of the epoch whose deliveries may be named
+	due  map[string]struct{} // written, not settled yet
+}
+
+// reject names a delivery over all epochs.
+type reject struct {
+	mark string
+	tag  uint64
+}
+
+func (r reject) String() string { return r.mark + strconv.FormatUint(r.tag, 10) }
+
+// rejectProperty carries it through the record.
+const rejectProperty = "stormguard-reject"
+
+// begin forgets earlier epochs.
+func (r *rejects) begin(mark string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.live, r.due = mark, make(map[string]struct{})
+}
+
+func (r *rejects) Write(_ context.Context, rec *dlq.Record) error {
+	name, ok := dlq.LookupText(rec.Properties, rejectProperty)
+	if !ok {
+		return fmt.Errorf("amqp: dead letter %s: %w: it is no delivery of this consumer", rec.ID(), dlq.ErrRefused)
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(name) < len(r.live) || name[:len(r.live)] != r.live {
+		return ErrChannelGone
+	}
+	r.due[name] = struct{}{}
+	return nil
+}
+
+// take tells, once, whether a delivery is to be rejected.
+func (r *rejects) take(d reject) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	_, ok := r.due[d.String()]
+	delete(r.due, d.String())
+	return ok
+}
+
+// reject gives a delivery to the queue's dead-letter exchange.
+func (p *port) reject(tag uint64) error {
+	p.wire.Lock() // no ack of many may cover it meanwhile
+	defer p.wire.Unlock()
+	if ok, _ := p.tags.settle(tag, tagAcked); !ok {
+		return ErrSettled
+	}
+	l := p.life.Load()
+	if l.ended() {
+		return ErrChannelGone
+	}
+	p.sent.add()
+	if err := l.ch.Reject(tag, false); err != nil {
+		return fmt.Errorf("amqp: reject: %w", err)
+	}
+	return nil
+}

@@ -1,0 +1,57 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package amqp
+
+import (
+	"reflect"
+	"sync"
+
+	"github.com/rabbitmq/amqp091-go"
+)
+
+// What the client knows about a channel and has no method for. It is looked up
+// by reflection, and where another version has it elsewhere it is unknown.
+
+// recovers tells whether the channel's connection has the client's own recovery.
+func recovers(ch *amqp091.Channel) bool {
+	conn := field(reflect.ValueOf(ch), "connection")
+	recovery := field(field(conn, "Config"), "Recovery")
+	return recovery.IsValid() && recovery.Kind() == reflect.Pointer && !recovery.IsNil()
+}
+
+// consumerOf is the one consumer of a channel; ok is false where there are
+// several, or the client does not tell.
+func consumerOf(ch *amqp091.Channel) (queue string, autoAck, ok bool) {
+	subs := field(reflect.ValueOf(ch), "consumers")
+	lock, configs := field(subs, "Mutex"), field(subs, "configs")
+	if !lock.IsValid() || lock.Type() != reflect.TypeFor[sync.Mutex]() || !lock.CanAddr() ||
+		!configs.IsValid() || configs.Kind() != reflect.Map {
+		return "", false, false
+	}
+	mu := (*sync.Mutex)(lock.Addr().UnsafePointer()) // the client writes the map under it
+	mu.Lock()
+	defer mu.Unlock()
+	if configs.Len() != 1 {
+		return "", false, false
+	}
+	for it := configs.MapRange(); it.Next(); {
+		q, a := field(it.Value(), "Queue"), field(it.Value(), "AutoAck")
+		if q.IsValid() && q.Kind() == reflect.String && a.IsValid() && a.Kind() == reflect.Bool {
+			queue, autoAck, ok = q.String(), a.Bool(), true
+		}
+	}
+	return queue, autoAck, ok
+}
+
+// field is the field of a struct, or of what a pointer points to; invalid where
+// there is none.
+func field(v reflect.Value, name string) reflect.Value {
+	for v.IsValid() && v.Kind() == reflect.Pointer {
+		v = v.Elem()
+	}
+	if !v.IsValid() || v.Kind() != reflect.Struct {
+		return reflect.Value{}
+	}
+	return v.FieldByName(name)
+}

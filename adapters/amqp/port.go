@@ -1,0 +1,203 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package amqp
+
+import (
+	"fmt"
+	"hash/maphash"
+	"math/rand/v2"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/rabbitmq/amqp091-go"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// life is the time in which the tags of one channel mean what they say.
+//
+// latch holds the channel's close event and is never read: the client puts the
+// event there before anything else can happen to the channel, in particular
+// before its recovery opens another one under the same name, in which the tags
+// begin at 1 again.
+type life struct {
+	ch    *amqp091.Channel
+	latch chan *amqp091.Error
+	over  atomic.Bool
+}
+
+// newLife begins the life of a channel's tags. closed is told of its end too.
+func newLife(ch *amqp091.Channel) (l *life, closed <-chan *amqp091.Error) {
+	l = &life{ch: ch, latch: make(chan *amqp091.Error, 1)}
+	ch.NotifyClose(l.latch)
+	return l, ch.NotifyClose(make(chan *amqp091.Error, 1))
+}
+
+// ended tells whether the tags mean nothing any more.
+func (l *life) ended() bool {
+	return l == nil || l.over.Load() || len(l.latch) > 0 || l.ch.IsClosed()
+}
+
+// A quorum queue takes settlements in through a pipeline of some 32 in flight.
+// What still waits in front of it when the channel ends is lost, although it was
+// sent long before: the messages are delivered again. Nothing in the protocol
+// tells when they are through, so a channel that has just settled a lot is left
+// alone for a moment before it is closed.
+const (
+	pipeline   = 16 // settlements in flight that are certainly taken in
+	settleTime = 50 * time.Millisecond
+)
+
+// recent counts settlements sent within the last settleTime, roughly.
+type recent struct {
+	since atomic.Int64 // of the count, in nanoseconds
+	n     atomic.Int32
+}
+
+func (r *recent) add() {
+	now := time.Now().UnixNano()
+	if now-r.since.Load() > int64(settleTime) {
+		r.since.Store(now)
+		r.n.Store(0)
+	}
+	r.n.Add(1)
+}
+
+// wait lets the broker take in what was just sent.
+func (r *recent) wait() {
+	if r.n.Load() > pipeline && time.Now().UnixNano()-r.since.Load() < 2*int64(settleTime) {
+		time.Sleep(settleTime)
+	}
+}
+
+// meta is what the ports of both shapes say about a delivery.
+type meta struct {
+	queue string
+	mark  string // makes ids for messages that have none; of this epoch alone
+	key   func(amqp091.Delivery) string
+	seed  maphash.Seed
+}
+
+func newMeta(queue string, o *options) meta {
+	return meta{queue: queue, mark: fmt.Sprintf("sg-%016x-", rand.Uint64()), key: o.key, seed: maphash.MakeSeed()}
+}
+
+func (p *meta) lane(d *amqp091.Delivery) uint64 {
+	key := d.RoutingKey
+	if p.key != nil {
+		key = p.key(*d)
+	}
+	return maphash.String(p.seed, key)
+}
+
+// size leaves the headers out: to weigh them would cost more than they do.
+func size(d *amqp091.Delivery) int { return len(d.Body) + len(d.RoutingKey) + 512 }
+
+func (p *meta) describe(d *amqp091.Delivery) guard.Meta {
+	id := d.MessageId
+	if id == "" {
+		id = p.mark + strconv.FormatUint(d.DeliveryTag, 10)
+	}
+	return guard.Meta{
+		Body: d.Body, Headers: fromTable(d.Headers), Properties: fromProperties(d), Timestamp: brokerTime(d),
+		Origin: dlq.Origin{
+			System: system, Source: p.queue, Subject: d.RoutingKey, Exchange: d.Exchange, MessageID: id,
+		},
+		Deliveries: deliveries(d.Headers), Lag: -1,
+	}
+}
+
+// port is the function shape's port: one channel with one consumer at a time,
+// so that the tags on it are all ours.
+//
+// Lock order: wire, then tags.mu. wire is held while acks are sent: an ack of
+// many must not overtake, or be overtaken by, one that it covers, since the
+// broker closes the channel over a tag it does not know.
+type port struct {
+	meta
+	rejects *rejects // nil unless dead letters are rejected
+
+	life atomic.Pointer[life] // nil until there is a channel
+	tags tags
+
+	sent   recent
+	wire   sync.Mutex
+	frames []ack       // guarded by wire
+	late   *time.Timer // sends acks that wait behind a slow handler
+}
+
+// ackDelay is how long a coalesced ack waits for others while a handler runs.
+const ackDelay = 20 * time.Millisecond
+
+func newPort(queue string, o *options) *port {
+	p := &port{meta: newMeta(queue, o)}
+	p.late = time.AfterFunc(time.Hour, func() { _ = p.Flush() })
+	p.late.Stop()
+	return p
+}
+
+func (p *port) Lane(d amqp091.Delivery) uint64 { return p.lane(&d) }
+func (p *port) Size(d amqp091.Delivery) int    { return size(&d) }
+
+// Meta of a delivery that may be rejected names it to [rejects].
+func (p *port) Meta(d amqp091.Delivery) guard.Meta {
+	m := p.describe(&d)
+	if p.rejects != nil {
+		m.Properties = append(m.Properties, dlq.Header{Name: rejectProperty, Value: reject{p.mark, d.DeliveryTag}.String()})
+	}
+	return m
+}
+
+// Ack settles; Flush tells the broker.
+func (p *port) Ack(d amqp091.Delivery) error {
+	if p.life.Load().ended() {
+		return ErrChannelGone
+	}
+	if p.rejects != nil && p.rejects.take(reject{p.mark, d.DeliveryTag}) {
+		return p.reject(d.DeliveryTag)
+	}
+	ok, first := p.tags.settle(d.DeliveryTag, tagSettled)
+	if !ok {
+		return ErrSettled
+	}
+	if first {
+		p.late.Reset(ackDelay)
+	}
+	return nil
+}
+
+// Flush sends what is settled: one frame for everything up to the oldest that
+// is not, and one each for what is beyond.
+func (p *port) Flush() error {
+	p.wire.Lock()
+	defer p.wire.Unlock()
+	p.frames = p.tags.take(p.frames[:0])
+	l := p.life.Load()
+	for _, f := range p.frames {
+		if l.ended() {
+			return ErrChannelGone
+		}
+		p.sent.add()
+		if err := l.ch.Ack(f.tag, f.multiple); err != nil {
+			return fmt.Errorf("amqp: ack: %w", err)
+		}
+	}
+	return nil
+}
+
+// Extend has nothing to do: a consumer_timeout cannot be extended.
+func (p *port) Extend([]amqp091.Delivery) {}
+
+// Return leaves it to the channel's end, which puts everything back in its
+// order. A requeue would put it at the tail of a quorum queue without a limit.
+func (p *port) Return([]amqp091.Delivery, guard.Reason) error { return nil }
+
+// Demand has nothing to do: the prefetch is the window.
+func (p *port) Demand(int) {}
+
+// end stops what the port does by itself.
+func (p *port) end() { p.late.Stop() }

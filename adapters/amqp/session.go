@@ -1,0 +1,225 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package amqp
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"regexp"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/rabbitmq/amqp091-go"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+// session is one connection of a [DLQ], with a channel in confirm mode. One
+// write at a time uses it.
+type session struct {
+	link    *link
+	ch      *amqp091.Channel
+	returns chan amqp091.Return // read by write alone
+	closed  chan struct{}       // the channel or the connection has ended
+	why     *amqp091.Error      // of the end; to be read after closed
+
+	mu      sync.Mutex
+	blocked string        // why the broker takes nothing; "" if it does
+	change  chan struct{} // closed and replaced when blocked changes
+
+	// pending are publishings whose confirmation nobody waits for, by ID, so
+	// that a letter that is written again is not published again. The turn
+	// guards it.
+	pending map[string]*amqp091.DeferredConfirmation
+}
+
+// maxPending bounds what is remembered of writes that were given up.
+const maxPending = 256
+
+func (d *DLQ) connect(ctx context.Context) (*session, error) {
+	l, err := d.dialer.once(ctx)
+	if err != nil {
+		return nil, err
+	}
+	stop := context.AfterFunc(ctx, l.sock.close) // the client's calls know no context
+	defer stop()
+	s := &session{
+		link: l, returns: make(chan amqp091.Return, 8), closed: make(chan struct{}),
+		change: make(chan struct{}), pending: make(map[string]*amqp091.DeferredConfirmation),
+	}
+	if s.ch, err = l.Channel(); err == nil {
+		err = s.ch.Confirm(false)
+	}
+	if err != nil {
+		l.close()
+		return nil, errors.Join(err, ctx.Err())
+	}
+	s.ch.NotifyReturn(s.returns)
+	closed := s.ch.NotifyClose(make(chan *amqp091.Error, 1))
+	go func() { // ends with the channel
+		s.why = <-closed
+		close(s.closed)
+	}()
+	blocked := l.NotifyBlocked(make(chan amqp091.Blocking, 8))
+	go func() { // ends with the connection
+		for b := range blocked {
+			d.cfg.Logger.Warn("connection blocked by the broker", "queue", d.cfg.Queue, "endpoint", l.endpoint, "blocked", b.Active, "reason", b.Reason)
+			s.block(b)
+		}
+	}()
+	d.cfg.Logger.Info("connected", "queue", d.cfg.Queue, "endpoint", l.endpoint)
+	return s, nil
+}
+
+func (s *session) block(b amqp091.Blocking) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.blocked = ""
+	if b.Active {
+		if s.blocked = b.Reason; s.blocked == "" {
+			s.blocked = "no reason given"
+		}
+	}
+	close(s.change)
+	s.change = make(chan struct{})
+}
+
+func (s *session) blockage() (why string, change <-chan struct{}) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.blocked, s.change
+}
+
+func (s *session) over() bool {
+	select {
+	case <-s.closed:
+		return true
+	default:
+		return s.ch.IsClosed() || s.link.IsClosed()
+	}
+}
+
+// end closes the connection. A broker that blocks it does not answer, so it is
+// cut then.
+func (s *session) end() {
+	if why, _ := s.blockage(); why != "" {
+		s.link.sock.close()
+	}
+	s.link.close()
+}
+
+// write publishes, unless this letter already is, and waits for the broker.
+func (s *session) write(ctx context.Context, queue string, m *amqp091.Publishing) error {
+	confirm := s.pending[m.MessageId]
+	if confirm == nil || m.MessageId == "" {
+		if why, _ := s.blockage(); why != "" {
+			return fmt.Errorf("%w: %s", ErrBlocked, why)
+		}
+		var err error
+		if confirm, err = s.publish(ctx, queue, m); err != nil {
+			return err
+		}
+	}
+	delete(s.pending, m.MessageId)
+	keep := func() {
+		if m.MessageId != "" && len(s.pending) < maxPending {
+			s.pending[m.MessageId] = confirm
+		}
+	}
+	patience := time.NewTimer(blockedPatience)
+	defer patience.Stop()
+	late := false
+	for {
+		why, change := s.blockage()
+		if why != "" && late {
+			keep()
+			return fmt.Errorf("%w: %s", ErrBlocked, why)
+		}
+		select {
+		case <-confirm.Done():
+			return s.judge(confirm, m)
+		case <-s.closed:
+			return s.ended()
+		case <-ctx.Done():
+			keep()
+			return fmt.Errorf("not confirmed: %w", ctx.Err())
+		case <-patience.C:
+			late = true
+		case <-change:
+		}
+	}
+}
+
+// publish hands the message to the client, which may wait for the socket
+// without limit: when ctx ends first the connection is cut.
+func (s *session) publish(ctx context.Context, queue string, m *amqp091.Publishing) (*amqp091.DeferredConfirmation, error) {
+	type result struct {
+		confirm *amqp091.DeferredConfirmation
+		err     error
+	}
+	done := make(chan result, 1)
+	go func() { // ends when the client does, at the latest when the socket is cut
+		c, err := s.ch.PublishWithDeferredConfirmWithContext(ctx, "", queue, true, false, *m)
+		done <- result{c, err}
+	}()
+	var r result
+	select {
+	case r = <-done:
+	case <-ctx.Done():
+		s.link.sock.close()
+		<-done
+		return nil, ctx.Err()
+	}
+	if r.err != nil {
+		s.link.close() // whatever it is, the next write begins anew
+	}
+	return r.confirm, r.err
+}
+
+// judge says what a confirmation means. The return of an unroutable message
+// comes before it, and is then in the channel already.
+func (s *session) judge(confirm *amqp091.DeferredConfirmation, m *amqp091.Publishing) error {
+	var back *amqp091.Return
+	for more := true; more; {
+		select {
+		case r, ok := <-s.returns:
+			more = ok
+			if ok && r.MessageId == m.MessageId {
+				back = &r
+			}
+			delete(s.pending, r.MessageId) // its confirmation alone would be taken for success
+		default:
+			more = false
+		}
+	}
+	switch {
+	case back != nil:
+		return fmt.Errorf("%w: %w: it was returned: %d %s", ErrNoQueue, dlq.ErrRefused, back.ReplyCode, back.ReplyText)
+	case confirm.Acked():
+		return nil
+	case s.over():
+		return s.ended()
+	default:
+		return errors.New("the broker did not take it: the queue is full and rejects, or has no leader")
+	}
+}
+
+// tooLarge is how the broker says it.
+var tooLarge = regexp.MustCompile(`message size (\d+) is larger than (?:configured )?max size (\d+)`)
+
+// ended says why the channel ended under a write.
+func (s *session) ended() error {
+	<-s.closed
+	if s.why == nil {
+		return amqp091.ErrClosed
+	}
+	if at := tooLarge.FindStringSubmatch(s.why.Reason); at != nil {
+		size, _ := strconv.Atoi(at[1])
+		most, _ := strconv.Atoi(at[2])
+		return &dlq.TooLargeError{Size: size, Max: most, Err: s.why}
+	}
+	return s.why
+}

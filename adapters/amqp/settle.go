@@ -1,0 +1,124 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package amqp
+
+import (
+	"errors"
+	"slices"
+	"sync/atomic"
+
+	"github.com/rabbitmq/amqp091-go"
+
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+var (
+	// ErrNack is the failure of a delivery from [Deliveries] that the program
+	// nacked or rejected with requeue.
+	ErrNack = errors.New("amqp: nack")
+
+	// ErrReject is the same without requeue.
+	ErrReject = errors.New("amqp: rejected")
+
+	// ErrNotGuarded means that [Fail] was given a delivery that does not come
+	// from [Deliveries].
+	ErrNotGuarded = errors.New("amqp: not a guarded delivery")
+)
+
+// Fail reports the failure of a delivery from [Deliveries], as a handler would
+// return it: guard.Permanent, guard.Backoff and guard.Ignore mean what they mean
+// there. A nil err acks.
+func Fail(d amqp091.Delivery, err error) error {
+	a, ok := d.Acknowledger.(*attempt)
+	if !ok {
+		return ErrNotGuarded
+	}
+	return a.settle(err)
+}
+
+// attempt is one attempt of one delivery, as the program sees it: the
+// Acknowledger of what it was handed. A delivery that is retried comes with
+// another one.
+type attempt struct {
+	desk  *desk
+	of    *taken
+	token guard.Token
+	done  atomic.Bool
+	given bool // the program has taken it; guarded by desk.mu
+}
+
+var _ amqp091.Acknowledger = (*attempt)(nil)
+
+// settle takes the outcome, once.
+func (a *attempt) settle(err error) error {
+	if !a.done.CompareAndSwap(false, true) {
+		return ErrSettled
+	}
+	d := a.desk
+	d.mu.Lock()
+	if d.handed[a.of.DeliveryTag] == a {
+		delete(d.handed, a.of.DeliveryTag)
+	}
+	d.mu.Unlock()
+	a.of.acked = ErrChannelGone // stays when the source has ended, so that no ack went out
+	d.src.Done(a.token, err)    // acks right here
+	if err == nil {
+		return a.of.acked
+	}
+	return nil
+}
+
+// these are the attempts that a call means: this one, or with multiple all that
+// the program has been handed up to the tag.
+func (a *attempt) these(tag uint64, multiple bool) []*attempt {
+	if !multiple && tag == a.of.DeliveryTag {
+		return []*attempt{a}
+	}
+	d := a.desk
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var all []*attempt
+	for n, other := range d.handed {
+		if other != a && !other.given {
+			continue
+		}
+		if n == tag || multiple && (n < tag || tag == 0) {
+			all = append(all, other)
+		}
+	}
+	slices.SortFunc(all, func(x, y *attempt) int { return int(int64(x.of.DeliveryTag) - int64(y.of.DeliveryTag)) })
+	return all
+}
+
+func (a *attempt) settleAll(tag uint64, multiple bool, outcome error) error {
+	all := a.these(tag, multiple)
+	if len(all) == 0 {
+		return ErrSettled
+	}
+	var errs []error
+	for _, x := range all {
+		errs = append(errs, x.settle(outcome))
+	}
+	return errors.Join(errs...)
+}
+
+// Ack is success.
+func (a *attempt) Ack(tag uint64, multiple bool) error { return a.settleAll(tag, multiple, nil) }
+
+// Nack is failure.
+func (a *attempt) Nack(tag uint64, multiple, requeue bool) error {
+	return a.settleAll(tag, multiple, refused(requeue))
+}
+
+// Reject is failure.
+func (a *attempt) Reject(tag uint64, requeue bool) error {
+	return a.settleAll(tag, false, refused(requeue))
+}
+
+func refused(requeue bool) error {
+	if requeue {
+		return ErrNack
+	}
+	return ErrReject
+}

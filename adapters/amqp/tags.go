@@ -1,0 +1,176 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package amqp
+
+import (
+	"slices"
+	"sync"
+)
+
+// tags keeps the unsettled delivery tags of one channel with one consumer, and
+// says how settled ones are acked in the fewest frames. It is safe for
+// concurrent use. Its memory is bounded by the prefetch: about two entries for
+// each delivery that the broker may have out.
+//
+// Tags come from the broker in order, each once: a second one means that the
+// client has put another channel under this one, and that no tag is ours any
+// more.
+type tags struct {
+	mu    sync.Mutex
+	high  uint64 // the latest delivered
+	out   []tag  // from the oldest that is open on, in order of number
+	head  int    // of out; what is before it has been acked
+	due   int    // settled, not acked
+	acked int    // acked behind head
+}
+
+type tag struct {
+	n  uint64
+	is tagState
+}
+
+type tagState uint8
+
+const (
+	tagOpen    tagState = iota // delivered
+	tagSettled                 // to be acked
+	tagAcked                   // nothing is owed
+)
+
+// ack is one frame to send.
+type ack struct {
+	tag      uint64
+	multiple bool
+}
+
+// add takes the next delivery's tag; false for one that is not new.
+func (t *tags) add(n uint64) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if n <= t.high {
+		return false
+	}
+	t.high = n
+	if len(t.out) == cap(t.out) {
+		t.compact()
+	}
+	t.out = append(t.out, tag{n: n})
+	return true
+}
+
+// settle marks a tag; false if it is not open, so that each is settled once.
+// first says that it is the only one to be acked.
+func (t *tags) settle(n uint64, to tagState) (ok, first bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	i := t.head
+	if i >= len(t.out) || t.out[i].n != n {
+		i, ok = slices.BinarySearchFunc(t.out[t.head:], n, func(e tag, n uint64) int {
+			switch {
+			case e.n < n:
+				return -1
+			case e.n > n:
+				return 1
+			}
+			return 0
+		})
+		i += t.head
+		if !ok {
+			return false, false
+		}
+	}
+	if t.out[i].is != tagOpen {
+		return false, false
+	}
+	t.out[i].is = to
+	if to == tagAcked {
+		t.acked++
+		t.trim()
+		return true, false
+	}
+	t.due++
+	return true, t.due == 1
+}
+
+// take appends the frames that ack everything that is settled: one for what all
+// before it is settled too, one each for the others.
+func (t *tags) take(dst []ack) []ack {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.due == 0 {
+		return dst
+	}
+	// An ack of many must name a tag that is still out at the broker.
+	last, n := -1, 0
+	i := t.head
+	for ; i < len(t.out) && t.out[i].is != tagOpen; i++ {
+		if t.out[i].is == tagSettled {
+			last = i
+			n++
+		}
+	}
+	if n > 0 {
+		dst = append(dst, ack{t.out[last].n, n > 1})
+		for j := t.head; j <= last; j++ {
+			if t.out[j].is == tagSettled {
+				t.out[j].is = tagAcked
+				t.acked++
+			}
+		}
+		t.due -= n
+	}
+	for ; t.due > 0; i++ {
+		if t.out[i].is == tagSettled {
+			dst = append(dst, ack{tag: t.out[i].n})
+			t.out[i].is = tagAcked
+			t.acked++
+			t.due--
+		}
+	}
+	t.trim()
+	return dst
+}
+
+// trim moves head to the oldest tag that is owed something.
+func (t *tags) trim() {
+	for t.head < len(t.out) && t.out[t.head].is == tagAcked {
+		t.head++
+		t.acked--
+	}
+	switch {
+	case t.head == len(t.out):
+		t.out, t.head = t.out[:0], 0
+	case t.acked > 64 && 2*t.acked > len(t.out)-t.head:
+		t.compact()
+	}
+}
+
+// compact drops what is acked.
+func (t *tags) compact() {
+	kept := t.out[:0]
+	for _, e := range t.out[t.head:] {
+		if e.is != tagAcked {
+			kept = append(kept, e)
+		}
+	}
+	t.out, t.head, t.acked = kept, 0, 0
+}
+
+// oldest is the oldest tag that the broker waits for, 0 if there is none, and
+// the latest it has delivered.
+func (t *tags) oldest() (n, high uint64) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.head < len(t.out) {
+		n = t.out[t.head].n
+	}
+	return n, t.high
+}
+
+// open is how many tags the broker waits for.
+func (t *tags) open() int {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return len(t.out) - t.head - t.acked
+}
