@@ -54,7 +54,7 @@ func benches() []bench {
 	for _, g := range groups {
 		all = append(all, g)
 	}
-	return all
+	return append(all, scopes)
 }
 
 func main() {
