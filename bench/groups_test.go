@@ -5,13 +5,19 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"io"
 	"math"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
 // The processes that hold messages are this program, as they are the command.
@@ -45,19 +51,82 @@ func TestGroups(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			for _, name := range tt.ratios {
-				found := false
-				for _, r := range rep.Ratios {
-					found = found || r.Name == name && r.Median > 0
-				}
-				if !found {
-					t.Errorf("no %s in %+v", name, rep.Ratios)
-				}
-			}
+			wantRatios(t, rep, tt.ratios)
 			if left, _ := filepath.Glob(filepath.Join(temp, "*")); len(left) > 0 {
 				t.Errorf("left behind: %v", left)
 			}
 		})
+	}
+}
+
+// The same with real brokers, each started if it does not run; a machine that
+// cannot run one skips it and says so.
+func TestBrokerGroups(t *testing.T) {
+	for _, tt := range []struct {
+		kind   brokers.Kind
+		group  Group
+		ratios []string
+	}{
+		{brokers.Kafka, newKafka(2000, 400, math.Inf(1)), []string{"guarded_raw", "guarded_rawcoalesced", "raw_raw", "guarded_raw_10us", "cpu_guarded_raw"}},
+		{brokers.RabbitMQ, newRabbitMQ(1500, math.Inf(1)), []string{"guarded_raw", "raw_raw", "guarded_raw_10us"}},
+	} {
+		t.Run(tt.group.Name, func(t *testing.T) {
+			brokers.ForTest(t, tt.kind)
+			tt.group.Passes = 1
+			rep, err := tt.group.Run(t.Context(), Settings{Rounds: 1, Time: time.Millisecond})
+			if err != nil {
+				t.Fatal(err)
+			}
+			wantRatios(t, rep, tt.ratios)
+		})
+	}
+}
+
+func wantRatios(t *testing.T, rep Report, names []string) {
+	t.Helper()
+	for _, name := range names {
+		if !slices.ContainsFunc(rep.Ratios, func(r RatioResult) bool { return r.Name == name && r.Median > 0 }) {
+			t.Errorf("no %s in %+v", name, rep.Ratios)
+		}
+	}
+}
+
+// A course must not be done before each lane had its messages, and must say when
+// one had too few or too many.
+func TestCourse(t *testing.T) {
+	t.Parallel()
+	for handled, wrong := range map[int]bool{9: true, 10: false, 11: true} {
+		c := newCourse(2, 10, 0)
+		var lanes sync.WaitGroup
+		for lane := range 2 {
+			lanes.Go(func() {
+				for range []int{10, handled}[lane] {
+					c.handle(lane)
+				}
+			})
+		}
+		if err := c.ready(t.Context(), nil); err != nil {
+			t.Fatal(err)
+		}
+		select {
+		case <-c.done:
+			t.Error("a lane was done before the course began")
+		default:
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+		if err := c.run(ctx, nil); (err != nil) != (handled < 10) {
+			t.Errorf("%d of 10 handled: %v", handled, err)
+		}
+		cancel()
+		lanes.Wait()
+		if err := c.check(); (err != nil) != wrong {
+			t.Errorf("%d of 10 handled: %v", handled, err)
+		}
+	}
+	ended := make(chan error, 1)
+	ended <- io.ErrUnexpectedEOF
+	if err := newCourse(1, 1, 0).ready(t.Context(), ended); !errors.Is(err, io.ErrUnexpectedEOF) {
+		t.Errorf("a consumer that ended: %v", err)
 	}
 }
 
@@ -71,7 +140,7 @@ func TestGroupsAreListed(t *testing.T) {
 		}
 		seen[g.Name] = true
 	}
-	for _, name := range []string{"hotpath", "ring", "jetstream"} {
+	for _, name := range []string{"hotpath", "ring", "jetstream", "kafka", "rabbitmq"} {
 		if !seen[name] {
 			t.Errorf("no group %q", name)
 		}

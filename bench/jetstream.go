@@ -17,12 +17,11 @@ import (
 	sgnats "github.com/stormguard-mq/stormguard/adapters/nats"
 )
 
-var jetStream = newJetStream(100_000, 0.05)
+var jetStream = newJetStream(25_000, 0.05)
 
 const (
 	stream     = "BENCH"
 	ackPending = 1000 // both sides' window
-	busyFor    = 10 * time.Microsecond
 )
 
 // newJetStream consumes a stream of n messages, with a no-op handler and with
@@ -43,12 +42,13 @@ func newJetStream(n int, within float64) Group {
 		Name:   "jetstream",
 		About:  "adapters/nats against nats.go's own Consume, on an embedded server with its store on disk",
 		Rounds: 11,
+		Passes: 8,
 		Steady: "raw_raw",
 		Within: within,
 		Cases: []Case{
 			c("raw", 0, consumeRaw),
-			c("raw_again", 0, consumeRaw),
 			c("guarded", 0, r.consumeGuarded),
+			c("raw_again", 0, consumeRaw),
 			c("raw_10us", busyFor, consumeRaw),
 			c("guarded_10us", busyFor, r.consumeGuarded),
 		},
@@ -195,10 +195,7 @@ func (r *rig) runner(ctx context.Context, n int, busy time.Duration, consume con
 		Do: func(ctx context.Context, n int) (err error) {
 			left, done := n, make(chan struct{})
 			stop, err = consume(ctx, durable, func(jetstream.Msg) {
-				if busy > 0 {
-					for start := time.Now(); time.Since(start) < busy; { //nolint:revive // this is the work
-					}
-				}
+				work(busy)
 				if left--; left == 0 {
 					close(done)
 				}

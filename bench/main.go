@@ -3,7 +3,7 @@
 
 // Command bench measures stormguard against what people use today.
 //
-//	bench GROUP [--json] [--rounds N] [--time D]
+//	bench GROUP [--json] [--rounds N] [--time D] [--patience D]
 //
 // The cases of a group run in one process and take turns, round after round,
 // because two runs a minute apart differ by more than most of what there is to
@@ -24,13 +24,37 @@ import (
 	"time"
 )
 
-// groups is the table that GROUP is looked up in, in the order of the help.
-// A file of its own defines each one.
+// A bench is what the command line names: a [Group], or one with figures of its
+// own.
+type bench interface {
+	title() (name, about string)
+	measure(ctx context.Context, set Settings) (printer, error)
+}
+
+// A printer is a report.
+type printer interface {
+	WriteJSON(w io.Writer) error
+	WriteTable(w io.Writer) error
+}
+
+// groups are the comparisons, in the order of the help. A file of its own
+// defines each one.
 var groups = []Group{
 	noise,
 	hotpath,
 	ring,
 	jetStream,
+	kafka,
+	rabbitMQ,
+}
+
+// benches is the table that GROUP is looked up in.
+func benches() []bench {
+	all := make([]bench, 0, len(groups)+1)
+	for _, g := range groups {
+		all = append(all, g)
+	}
+	return append(all, scopes)
 }
 
 func main() {
@@ -66,11 +90,13 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	flags.SetOutput(stderr)
 	asJSON := flags.Bool("json", false, "print one JSON object in place of the table")
 	rounds := flags.Int("rounds", 0, "rounds to take the median of (default: the group's, 9 for most)")
-	roundTime := flags.Duration("time", 200*time.Millisecond, "what one case runs for in one round, about")
+	roundTime := flags.Duration("time", 200*time.Millisecond, "what one case runs for in one turn, about")
+	wait := flags.Duration("patience", patience, "after how long no round is taken in place of one that did not count")
 	flags.Usage = func() {
-		fmt.Fprint(stderr, "usage: bench GROUP [--json] [--rounds N] [--time D]\n\ngroups:\n")
-		for _, g := range groups {
-			fmt.Fprintf(stderr, "  %-10s %s\n", g.Name, g.About)
+		fmt.Fprint(stderr, "usage: bench GROUP [--json] [--rounds N] [--time D] [--patience D]\n\ngroups:\n")
+		for _, b := range benches() {
+			name, about := b.title()
+			fmt.Fprintf(stderr, "  %-10s %s\n", name, about)
 		}
 		fmt.Fprint(stderr, "\nflags:\n")
 		flags.PrintDefaults()
@@ -92,18 +118,19 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if flags.NArg() > 0 {
 		return usageError(fmt.Sprintf("one group at a time; what is %q?", flags.Arg(0)))
 	}
-	i := slices.IndexFunc(groups, func(g Group) bool { return g.Name == name })
+	all := benches()
+	i := slices.IndexFunc(all, func(b bench) bool { title, _ := b.title(); return title == name })
 	if i < 0 {
 		flags.Usage()
 		return usageError(fmt.Sprintf("no group %q", name))
 	}
-	if *rounds < 0 || *roundTime <= 0 {
-		return usageError("--rounds and --time must be positive")
+	if *rounds < 0 || *roundTime <= 0 || *wait <= 0 {
+		return usageError("--rounds, --time and --patience must be positive")
 	}
 
 	fmt.Fprintf(stderr, "%s: %s, %s/%s, GOMAXPROCS %d\n",
 		name, runtime.Version(), runtime.GOOS, runtime.GOARCH, runtime.GOMAXPROCS(0))
-	report, err := groups[i].Run(ctx, Settings{Rounds: *rounds, Time: *roundTime, Log: stderr})
+	report, err := all[i].measure(ctx, Settings{Rounds: *rounds, Time: *roundTime, Patience: *wait, Log: stderr})
 	if err != nil {
 		return fmt.Errorf("%s: %w", name, err)
 	}

@@ -19,10 +19,17 @@ type Report struct {
 	Rounds  *Rounds // nil where all rounds count
 }
 
-// Rounds is how many rounds were taken, and how many of them counted.
+// Rounds is how many rounds were asked for, were taken, and counted; and the
+// ratio that decides it, over all that were taken.
 type Rounds struct {
-	Counted int `json:"counted"`
-	Taken   int `json:"taken"`
+	Asked     int     `json:"asked"`
+	Counted   int     `json:"counted"`
+	Taken     int     `json:"taken"`
+	Yardstick string  `json:"yardstick"`
+	Within    float64 `json:"-"` // infinity is no JSON
+	Median    float64 `json:"median"`
+	Min       float64 `json:"min"`
+	Max       float64 `json:"max"`
 }
 
 // A Result is one case: medians over the rounds.
@@ -30,6 +37,7 @@ type Result struct {
 	Name        string  `json:"name"`
 	NsPerOp     float64 `json:"ns_per_op"`
 	AllocsPerOp float64 `json:"allocs_per_op"`
+	CPUNsPerOp  float64 `json:"cpu_ns_per_op"`
 }
 
 // A RatioResult is a ratio's median over the rounds, and how far they differ.
@@ -71,9 +79,9 @@ func (r Report) WriteJSON(w io.Writer) error {
 func (r Report) WriteTable(w io.Writer) error {
 	var s strings.Builder
 	tw := tabwriter.NewWriter(&s, 0, 0, 3, ' ', 0)
-	fmt.Fprintf(tw, "%s\tns/op\tallocs/op\n", r.Group)
+	fmt.Fprintf(tw, "%s\tns/op\tcpu ns/op\tallocs/op\n", r.Group)
 	for _, c := range r.Results {
-		fmt.Fprintf(tw, "%s\t%.1f\t%.2f\n", c.Name, c.NsPerOp, c.AllocsPerOp)
+		fmt.Fprintf(tw, "%s\t%.1f\t%.1f\t%.2f\n", c.Name, c.NsPerOp, c.CPUNsPerOp, c.AllocsPerOp)
 	}
 	if len(r.Ratios) > 0 {
 		// A line without cells ends the first table's columns.
@@ -83,7 +91,11 @@ func (r Report) WriteTable(w io.Writer) error {
 		fmt.Fprintf(tw, "%s\t%.3f [%.3f..%.3f]\t%s is better\n", x.Name, x.Median, x.Min, x.Max, x.says())
 	}
 	if r.Rounds != nil {
-		fmt.Fprintf(tw, "\n%d of %d rounds count\n", r.Rounds.Counted, r.Rounds.Taken)
+		fmt.Fprintf(tw, "\n%d of %d rounds count: %s within %g of 1. Over all rounds it is %.3f [%.3f..%.3f]\n",
+			r.Rounds.Counted, r.Rounds.Taken, r.Rounds.Yardstick, r.Rounds.Within, r.Rounds.Median, r.Rounds.Min, r.Rounds.Max)
+		if r.Rounds.Counted < r.Rounds.Asked {
+			fmt.Fprintf(tw, "NOT ENOUGH: %d were asked for; the machine is too busy\n", r.Rounds.Asked)
+		}
 	}
 	if err := tw.Flush(); err != nil {
 		return err
@@ -97,6 +109,8 @@ func (r Ratio) says() string {
 	switch r.Kind {
 	case Throughput:
 		return fmt.Sprintf("throughput of %s over %s, higher", r.Ours, r.Theirs)
+	case CPU:
+		return fmt.Sprintf("processor time of %s over %s, lower", r.Ours, r.Theirs)
 	case Millis:
 		return fmt.Sprintf("ms of %s, lower", r.Ours)
 	default:

@@ -15,7 +15,7 @@ import (
 
 var madeUpReport = Report{
 	Group:   "hotpath",
-	Results: []Result{{"ours", 60.5, 0.03}, {"theirs", 1099, 17}},
+	Results: []Result{{"ours", 60.5, 0.03, 58}, {"theirs", 1099, 17, 2000}},
 	Ratios: []RatioResult{
 		{Ratio: Ratio{Name: "chain", Kind: Time, Ours: "ours", Theirs: "theirs"}, Median: 0.048, Min: 0.029, Max: 0.06},
 		{Ratio: Ratio{Name: "router", Kind: Throughput, Ours: "ours", Theirs: "theirs"}, Median: 18, Min: 17, Max: 20},
@@ -30,7 +30,7 @@ func TestJSON(t *testing.T) {
 		want   string
 	}{
 		{"full", madeUpReport, `{"group":"hotpath",` +
-			`"results":[{"name":"ours","ns_per_op":60.5,"allocs_per_op":0.03},{"name":"theirs","ns_per_op":1099,"allocs_per_op":17}],` +
+			`"results":[{"name":"ours","ns_per_op":60.5,"allocs_per_op":0.03,"cpu_ns_per_op":58},{"name":"theirs","ns_per_op":1099,"allocs_per_op":17,"cpu_ns_per_op":2000}],` +
 			`"ratios":{"chain":0.048,"router":18},` +
 			`"ratio_ranges":{"chain":{"min":0.029,"max":0.06},"router":{"min":17,"max":20}}}` + "\n"},
 		{"empty", Report{Group: "none"}, `{"group":"none","results":[],"ratios":{},"ratio_ranges":{}}` + "\n"},
@@ -51,9 +51,9 @@ func TestTable(t *testing.T) {
 	if err := madeUpReport.WriteTable(&out); err != nil {
 		t.Fatal(err)
 	}
-	want := `hotpath   ns/op    allocs/op
-ours      60.5     0.03
-theirs    1099.0   17.00
+	want := `hotpath   ns/op    cpu ns/op   allocs/op
+ours      60.5     58.0        0.03
+theirs    1099.0   2000.0      17.00
 
 ratio    median [min..max]
 chain    0.048 [0.029..0.060]      time of ours over theirs, lower is better

@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"math/rand/v2"
 	"runtime"
 	"slices"
 	"time"
@@ -22,16 +23,20 @@ type Group struct {
 	Cases  []Case
 	Ratios []Ratio
 	Rounds int // unset means 9
+	// Passes is how often a round goes through the cases, unset means once. Above
+	// that it goes forth and back, two and two passes, in an order that is drawn
+	// anew for each two: what changes while the round lasts hits all alike
+	// (two equal cases are ABBA), and so does what a turn leaves to the next.
+	Passes int
 	// Steady names a ratio of two equal cases. A round in which it is not within
 	// Within of 1 does not count: the machine did something else meanwhile. Such
-	// a round is taken again, until three times as many were taken as asked for
-	// or patience is at its end.
+	// a round is taken again until Settings.Patience is at its end.
 	Steady string
 	Within float64
 }
 
-// patience is after how long no round is taken in place of one that did not count.
-const patience = 100 * time.Second
+// patience is Settings.Patience where that is unset.
+const patience = 8 * time.Minute
 
 // A Case is one thing to measure.
 type Case struct {
@@ -39,7 +44,8 @@ type Case struct {
 	// Open prepares the case, once, before any round of the group.
 	Open func(context.Context) (Runner, error)
 	// N is how many operations a round does. Unset, a trial run finds the
-	// number that takes about Settings.Time.
+	// number that takes about Settings.Time. It is for one turn: a round of
+	// several passes has as many turns.
 	N int
 }
 
@@ -68,6 +74,10 @@ const (
 	Time Kind = iota
 	// Throughput is our operations per second over theirs: higher is better.
 	Throughput
+	// CPU is the process's processor time per operation in ours over that in
+	// theirs: lower is better. It counts all threads, and what the kernel does for
+	// them; nothing of a broker that is another process.
+	CPU
 	// Millis is no ratio: our time per operation in milliseconds. It stands among
 	// the ratios because it has a limit, as they do.
 	Millis
@@ -83,18 +93,39 @@ type Ratio struct {
 // Settings is what the command line decides.
 type Settings struct {
 	Rounds int           // 0 means the group's
-	Time   time.Duration // per case and round, about
-	Log    io.Writer     // progress; nil means none
+	Time   time.Duration // per case and turn, about
+	// Patience is after how long no round is taken in place of one that did not
+	// count; 0 means 8 minutes. As many rounds as asked for are taken in any case.
+	Patience time.Duration
+	Log      io.Writer // progress; nil means none
 }
 
 // A sample is one case in one round.
 type sample struct {
-	ns, allocs float64 // per operation
+	ns, allocs, cpu float64 // per operation; cpu in ns
 }
+
+// mean is the sample of several turns with the same number of operations.
+func mean(turns []sample) (m sample) {
+	n := float64(len(turns))
+	for _, s := range turns {
+		m.ns += s.ns / n
+		m.allocs += s.allocs / n
+		m.cpu += s.cpu / n
+	}
+	return m
+}
+
+func (g Group) title() (name, about string) { return g.Name, g.About }
+
+func (g Group) measure(ctx context.Context, set Settings) (printer, error) { return g.Run(ctx, set) }
 
 // Run opens all cases, has them take turns and closes them.
 func (g Group) Run(ctx context.Context, set Settings) (_ Report, err error) {
 	if err := g.validate(); err != nil {
+		return Report{}, err
+	}
+	if _, err := cpuTime(); err != nil && g.asksForCPU() {
 		return Report{}, err
 	}
 	rounds := cmp.Or(set.Rounds, g.Rounds, 9)
@@ -122,21 +153,18 @@ func (g Group) Run(ctx context.Context, set Settings) (_ Report, err error) {
 	}
 
 	samples := make([][]sample, len(g.Cases))
+	var yardstick []float64 // of every round that was taken
 	taken, counted, start := 0, 0, time.Now()
-	for ; counted < rounds && (taken < rounds || taken < 3*rounds && time.Since(start) < patience); taken++ {
-		if set.Log != nil {
-			fmt.Fprintf(set.Log, "round %d of %d\n", counted+1, rounds)
+	for ; counted < rounds && (taken < rounds || time.Since(start) < cmp.Or(set.Patience, patience)); taken++ {
+		logf(set.Log, "round %d of %d\n", counted+1, rounds)
+		round, err := g.round(ctx, taken, runners, ns)
+		if err != nil {
+			return Report{}, err
 		}
-		round := make([]sample, len(g.Cases))
-		for _, i := range turns(taken, len(g.Cases)) {
-			if round[i], err = measure(ctx, runners[i], ns[i]); err != nil {
-				return Report{}, fmt.Errorf("%s: round %d: %w", g.Cases[i].Name, taken+1, err)
-			}
-		}
-		if off, steady := g.steady(round); !steady {
-			if set.Log != nil {
-				fmt.Fprintf(set.Log, "does not count: %s is %.3f\n", g.Steady, off)
-			}
+		off, steady := g.steady(round)
+		yardstick = append(yardstick, off)
+		if !steady {
+			logf(set.Log, "does not count: %s is %.3f\n", g.Steady, off)
 			continue
 		}
 		counted++
@@ -145,20 +173,59 @@ func (g Group) Run(ctx context.Context, set Settings) (_ Report, err error) {
 		}
 	}
 	if counted == 0 {
-		return Report{}, fmt.Errorf("%s was never within %g of 1 in %d rounds: the machine is too busy to measure on", g.Steady, g.Within, taken)
+		return Report{}, fmt.Errorf("%s was never within %g of 1 in %d rounds, but %.3f to %.3f: the machine is too busy to measure on",
+			g.Steady, g.Within, taken, slices.Min(yardstick), slices.Max(yardstick))
 	}
 	rep := g.report(samples)
 	if g.Steady != "" {
-		rep.Rounds = &Rounds{Counted: counted, Taken: taken}
+		rep.Rounds = &Rounds{
+			Asked: rounds, Counted: counted, Taken: taken,
+			Yardstick: g.Steady, Within: g.Within, Median: median(yardstick), Min: slices.Min(yardstick), Max: slices.Max(yardstick),
+		}
 	}
 	return rep, nil
+}
+
+// round gives each case its turns.
+func (g Group) round(ctx context.Context, number int, runners []Runner, ns []int) ([]sample, error) {
+	all := make([][]sample, len(g.Cases))
+	draw := rand.New(rand.NewPCG(uint64(number), 0))
+	order := turns(number, len(g.Cases))
+	for pass := range max(g.Passes, 1) {
+		if g.Passes > 1 && pass%2 == 0 {
+			order = draw.Perm(len(g.Cases))
+		}
+		for _, i := range order {
+			s, err := measure(ctx, runners[i], ns[i])
+			if err != nil {
+				return nil, fmt.Errorf("%s: round %d: %w", g.Cases[i].Name, number+1, err)
+			}
+			all[i] = append(all[i], s)
+		}
+		slices.Reverse(order)
+	}
+	round := make([]sample, len(g.Cases))
+	for i, mine := range all {
+		round[i] = mean(mine)
+	}
+	return round, nil
+}
+
+func logf(w io.Writer, format string, args ...any) {
+	if w != nil {
+		fmt.Fprintf(w, format, args...)
+	}
+}
+
+func (g Group) asksForCPU() bool {
+	return slices.ContainsFunc(g.Ratios, func(r Ratio) bool { return r.Kind == CPU })
 }
 
 // steady tells whether a round counts, and what its yardstick was.
 func (g Group) steady(round []sample) (off float64, ok bool) {
 	for _, r := range g.Ratios {
 		if r.Name == g.Steady {
-			off = r.Kind.of(round[g.index(r.Ours)].ns, round[g.index(r.Theirs)].ns)
+			off = r.Kind.of(round[g.index(r.Ours)], round[g.index(r.Theirs)])
 			return off, math.Abs(off-1) <= g.Within
 		}
 	}
@@ -196,9 +263,11 @@ func measure(ctx context.Context, r Runner, n int) (_ sample, err error) {
 	runtime.GC() // a case does not pay for the garbage of the one before
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
+	spent, _ := cpuTime()
 	start := time.Now()
 	err = r.Do(ctx, n)
 	took := time.Since(start)
+	now, _ := cpuTime() // Run has checked that it is known, if anyone asks
 	runtime.ReadMemStats(&after)
 	if err != nil {
 		return sample{}, err
@@ -210,6 +279,7 @@ func measure(ctx context.Context, r Runner, n int) (_ sample, err error) {
 	return sample{
 		ns:     each,
 		allocs: float64(after.Mallocs-before.Mallocs) / float64(n),
+		cpu:    float64((now - spent).Nanoseconds()) / float64(n),
 	}, nil
 }
 
@@ -273,6 +343,7 @@ func (g Group) report(samples [][]sample) Report {
 			Name:        g.Cases[i].Name,
 			NsPerOp:     median(each(mine, func(s sample) float64 { return s.ns })),
 			AllocsPerOp: median(each(mine, func(s sample) float64 { return s.allocs })),
+			CPUNsPerOp:  median(each(mine, func(s sample) float64 { return s.cpu })),
 		})
 	}
 	for _, r := range g.Ratios {
@@ -283,7 +354,7 @@ func (g Group) report(samples [][]sample) Report {
 		}
 		perRound := make([]float64, len(ours))
 		for k := range ours {
-			perRound[k] = r.Kind.of(ours[k].ns, theirs[k].ns)
+			perRound[k] = r.Kind.of(ours[k], theirs[k])
 		}
 		rep.Ratios = append(rep.Ratios, RatioResult{
 			Ratio: r, Median: median(perRound), Min: slices.Min(perRound), Max: slices.Max(perRound),
@@ -292,15 +363,17 @@ func (g Group) report(samples [][]sample) Report {
 	return rep
 }
 
-// of compares two times per operation.
-func (k Kind) of(ours, theirs float64) float64 {
+// of compares two samples.
+func (k Kind) of(ours, theirs sample) float64 {
 	switch k {
 	case Throughput:
-		return theirs / ours
+		return theirs.ns / ours.ns
+	case CPU:
+		return ours.cpu / theirs.cpu
 	case Millis:
-		return ours / 1e6
+		return ours.ns / 1e6
 	default:
-		return ours / theirs
+		return ours.ns / theirs.ns
 	}
 }
 

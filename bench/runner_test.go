@@ -54,22 +54,24 @@ func TestRatiosAreTakenWithinARound(t *testing.T) {
 		Ratios: []Ratio{
 			{Name: "chain", Kind: Time, Ours: "ours", Theirs: "theirs"},
 			{Name: "throughput", Kind: Throughput, Ours: "ours", Theirs: "theirs"},
+			{Name: "cpu", Kind: CPU, Ours: "ours", Theirs: "theirs"},
 		},
 	}
 	rep := g.report([][]sample{
-		{{ns: 10, allocs: 1}, {ns: 20, allocs: 3}, {ns: 900, allocs: 2}},
-		{{ns: 20, allocs: 0}, {ns: 80, allocs: 0}, {ns: 1000, allocs: 0}},
+		{{ns: 10, allocs: 1, cpu: 4}, {ns: 20, allocs: 3, cpu: 6}, {ns: 900, allocs: 2, cpu: 5}},
+		{{ns: 20, allocs: 0, cpu: 8}, {ns: 80, allocs: 0, cpu: 2}, {ns: 1000, allocs: 0, cpu: 10}},
 	})
 
-	if got, want := rep.Results[0], (Result{"ours", 20, 2}); got != want {
+	if got, want := rep.Results[0], (Result{"ours", 20, 2, 5}); got != want {
 		t.Errorf("ours: %+v, want %+v", got, want)
 	}
-	if got, want := rep.Results[1], (Result{"theirs", 80, 0}); got != want {
+	if got, want := rep.Results[1], (Result{"theirs", 80, 0, 8}); got != want {
 		t.Errorf("theirs: %+v, want %+v", got, want)
 	}
 	for i, want := range []struct{ median, least, most float64 }{
 		{0.5, 0.25, 0.9},
 		{2, 1 / 0.9, 4},
+		{0.5, 0.5, 3},
 	} {
 		got := rep.Ratios[i]
 		if !near(got.Median, want.median) || !near(got.Min, want.least) || !near(got.Max, want.most) {
@@ -279,14 +281,77 @@ func TestOnlySteadyRoundsCount(t *testing.T) {
 
 	g.Within = math.Inf(1)
 	rep, err := g.Run(t.Context(), Settings{Rounds: 2})
-	if err != nil || rep.Rounds == nil || *rep.Rounds != (Rounds{Counted: 2, Taken: 2}) {
+	if err != nil || rep.Rounds == nil || rep.Rounds.Counted != 2 || rep.Rounds.Taken != 2 || rep.Rounds.Asked != 2 {
 		t.Errorf("rounds %+v, error %v", rep.Rounds, err)
 	}
 
+	// None counts: as many as asked for are taken, and no more once patience is at its end.
 	*log, g.Within = nil, -1
-	_, err = g.Run(t.Context(), Settings{Rounds: 2})
-	if err == nil || !strings.Contains(err.Error(), "in 6 rounds") || len(*log) != 2+2+2*6+2 {
-		t.Errorf("error %v after %q, want one about 6 rounds", err, *log)
+	_, err = g.Run(t.Context(), Settings{Rounds: 2, Patience: 1})
+	if err == nil || !strings.Contains(err.Error(), "in 2 rounds") || len(*log) != 2+2+2*2+2 {
+		t.Errorf("error %v after %q, want one about 2 rounds", err, *log)
+	}
+	*log = nil
+	_, err = g.Run(t.Context(), Settings{Rounds: 2, Patience: 50 * time.Millisecond})
+	if err == nil || len(*log) <= 2+2+2*2+2 {
+		t.Errorf("error %v after %d entries: rounds that do not count were not taken again", err, len(*log))
+	}
+}
+
+// What changes while a round lasts must hit all alike, and so must what a turn
+// leaves to the next.
+func TestPassesGoForthAndBack(t *testing.T) {
+	t.Parallel()
+	const passes, rounds = 4, 30
+	names := []string{"a", "b", "c"}
+	g, log := made(names...)
+	g.Passes = passes
+	if _, err := g.Run(t.Context(), Settings{Rounds: rounds}); err != nil {
+		t.Fatal(err)
+	}
+	took := (*log)[2*len(names) : len(*log)-len(names)]
+	if len(took) != rounds*passes*len(names) {
+		t.Fatalf("%d turns", len(took))
+	}
+	first := make(map[string]int)
+	for pair := range slices.Chunk(took, 2*len(names)) {
+		back := slices.Clone(pair[len(names):])
+		slices.Reverse(back)
+		if !slices.Equal(pair[:len(names)], back) || !slices.Equal(slices.Sorted(slices.Values(back)), names) {
+			t.Fatalf("%q is not all cases forth and back", pair)
+		}
+		first[pair[0]]++
+	}
+	for _, name := range names {
+		if n := first[name]; n < rounds*passes/2/6 {
+			t.Errorf("%s went first in %d of %d", name, n, rounds*passes/2)
+		}
+	}
+}
+
+func TestMean(t *testing.T) {
+	t.Parallel()
+	if got, want := mean([]sample{{1, 2, 3}, {3, 4, 9}}), (sample{2, 3, 6}); got != want {
+		t.Errorf("%+v, want %+v", got, want)
+	}
+}
+
+func TestMeasureCountsProcessorTime(t *testing.T) {
+	// Not parallel: the count is the process's.
+	if _, err := cpuTime(); err != nil {
+		t.Skip(err)
+	}
+	s, err := measure(t.Context(), Runner{Do: func(context.Context, int) error {
+		work(50 * time.Millisecond)
+		time.Sleep(200 * time.Millisecond)
+		return nil
+	}}, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	// A busy machine gives less than the time that passes, never more but for what else the process does.
+	if s.cpu <= 0 || s.cpu > 0.8*s.ns {
+		t.Errorf("%v processor time in %v, of which a fifth was busy", time.Duration(s.cpu), time.Duration(s.ns))
 	}
 }
 

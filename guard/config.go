@@ -29,10 +29,55 @@ type Config struct {
 	// Policy is how sources behave that don't bring one of their own.
 	Policy Policy
 
+	// Scope is what one breaker counts over: a partition (default), a topic or
+	// queue with all its partitions, or everything this Guard has open. A breaker
+	// holds all that it counts over.
+	Scope Scope
+
 	// Quorum is the share of a scope's children (partitions of a topic, topics
 	// of a group) that must be open before the scope holds all of them, in
-	// (0, 1]; unset means 0.5. At least two children must be open.
+	// (0, 1]; unset means 0.5. At least two children must be open. It matters
+	// only above Scope: what is counted in one has no children.
 	Quorum float64
+}
+
+// Scope is what a breaker counts over.
+type Scope uint8
+
+// The scopes.
+const (
+	ScopePartition Scope = iota // each source; one without a partition is counted as ScopeTopic
+	ScopeTopic                  // the sources of one [SourceConfig.Destination]: a topic, a queue, a stream
+	ScopeGroup                  // all sources of the Guard
+)
+
+var scopeNames = [...]string{"partition", "topic", "group"}
+
+// String is the scope's word in configuration and logs.
+func (s Scope) String() string {
+	if int(s) < len(scopeNames) {
+		return scopeNames[s]
+	}
+	return fmt.Sprintf("Scope(%d)", uint8(s))
+}
+
+// MarshalText writes "partition", "topic" or "group".
+func (s Scope) MarshalText() ([]byte, error) {
+	if int(s) >= len(scopeNames) {
+		return nil, fmt.Errorf("guard: Scope: %d is none of partition, topic, group", uint8(s))
+	}
+	return []byte(scopeNames[s]), nil
+}
+
+// UnmarshalText reads "partition", "topic" or "group".
+func (s *Scope) UnmarshalText(text []byte) error {
+	for i, name := range scopeNames {
+		if string(text) == name {
+			*s = Scope(i)
+			return nil
+		}
+	}
+	return fmt.Errorf("guard: Scope: %q is none of partition, topic, group", text)
 }
 
 // Policy is how a source behaves. The zero value is valid and means the
@@ -232,6 +277,9 @@ func (p *problems) within(field string, v, low, high time.Duration) {
 // Validate reports everything wrong at once; nil means that [New] takes it.
 func (c Config) Validate() error {
 	var p problems
+	if int(c.Scope) >= len(scopeNames) {
+		p.addf("Config.Scope: %d is none of partition, topic, group", uint8(c.Scope))
+	}
 	if math.IsNaN(c.Quorum) || c.Quorum < 0 || c.Quorum > 1 {
 		p.addf("Config.Quorum: %v is not within (0, 1]", c.Quorum)
 	}

@@ -4,6 +4,7 @@
 package guard
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -128,13 +129,14 @@ func (g *Guard) Config() Config { return g.cfg }
 func (g *Guard) policy() Policy { return g.cfg.Policy }
 
 // leaf is the breaker of a source: the partition where there is one, under the
-// topic or queue, under the consumer group.
+// topic or queue, under the consumer group; less of it where Config.Scope is
+// coarser.
 func (g *Guard) leaf(cfg SourceConfig) (*breaker.Leaf, error) {
-	path := []string{g.cfg.Group, cfg.Destination}
-	if cfg.Destination == "" {
-		path[1] = cfg.Name
+	path := []string{g.cfg.Group}
+	if g.cfg.Scope != ScopeGroup {
+		path = append(path, cmp.Or(cfg.Destination, cfg.Name))
 	}
-	if cfg.Partition != "" {
+	if g.cfg.Scope == ScopePartition && cfg.Partition != "" {
 		path = append(path, cfg.Partition)
 	}
 	return g.scopes.Leaf(path...)

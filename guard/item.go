@@ -34,7 +34,7 @@ type entry[M any] struct {
 // item is a message outside the ring: up next, being handled, or failed.
 type item[M any] struct {
 	entry[M]
-	id    uint64   // within the source, from 1
+	id    uint64   // within the Guard; in the order of the source
 	lane  *lane[M] // nil with OrderNone
 	phase phase
 

@@ -154,6 +154,7 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 		letters: cfg.DeadLetters != nil, origin: g.origin, slowAfter: full.Breaker.Slow,
 		rand: rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())),
 		ring: ring, lanes: make(map[uint64]*lane[M]), writing: make(map[*item[M]]struct{}), fast: s.fastSuccesses, wasClosed: true,
+		lastID: s.epoch << idBits,
 	}
 	if full.Order == OrderNone {
 		s.c.bulk = ring.Lane(0)
@@ -209,6 +210,10 @@ func (s *Source[M]) fastSuccesses() uint64 {
 	}
 	return w >> phaseBits
 }
+
+// idBits of an item's id count within the source; the others are its epoch, for
+// sources may share a breaker, which tells deliveries apart by their ids.
+const idBits = 40
 
 const (
 	phaseBits = 2

@@ -1,0 +1,174 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+)
+
+type scopeSeen struct {
+	scope   string
+	tripped bool
+	acked   uint64
+}
+
+// scopeRig is two topics of two partitions, each a source that is fed 50
+// messages a second for 5s.
+func scopeRig(t *testing.T, cfg Config, bad string) map[string]scopeSeen {
+	t.Helper()
+	seen := make(map[string]scopeSeen)
+	synctest.Test(t, func(t *testing.T) {
+		g, err := New(cfg)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
+		var ins []chan int
+		before := make(map[string]uint64)
+		for _, c := range []SourceConfig{
+			{Name: "a/0", Destination: "a", Partition: "0"},
+			{Name: "a/1", Destination: "a", Partition: "1"},
+			{Name: "b/0", Destination: "b", Partition: "0"},
+			{Name: "b/1", Destination: "b", Partition: "1"},
+		} {
+			c.DeadLetters = &testWriter{}
+			s, err := Open(g, c, Limits{}, &testPort{}, func(context.Context, int) error {
+				if c.Name == bad {
+					return errDown
+				}
+				return nil
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			before[c.Name] = s.State().Breaker.Generation
+			in := make(chan int)
+			ins = append(ins, in)
+			go func() { _ = s.Run(ctx, in) }()
+		}
+		for range 250 {
+			for i, in := range ins {
+				select {
+				case in <- i:
+				default: // its window is full
+				}
+			}
+			time.Sleep(20 * time.Millisecond)
+		}
+		for _, s := range g.Sources() {
+			st := s.State()
+			seen[s.Name()] = scopeSeen{st.Breaker.Name, st.Breaker.Generation > before[s.Name()], st.Account.Acked}
+		}
+		cancel()
+		if _, err := g.Close(context.WithoutCancel(t.Context())); err != nil {
+			t.Error(err)
+		}
+	})
+	return seen
+}
+
+// One breaker counts over what Scope says, and holds no more and no less.
+func TestScope(t *testing.T) {
+	for _, tt := range []struct {
+		scope Scope
+		names string // of the breakers of a/0, a/1, b/0, b/1
+		hit   string // sources that a/0's failures hold
+	}{
+		{ScopePartition, "g/a/0 g/a/1 g/b/0 g/b/1", "a/0"},
+		{ScopeTopic, "g/a g/a g/b g/b", "a/0 a/1"},
+		{ScopeGroup, "g g g g", "a/0 a/1 b/0 b/1"},
+	} {
+		t.Run(tt.scope.String(), func(t *testing.T) {
+			seen := scopeRig(t, Config{Group: "g", Scope: tt.scope}, "a/0")
+			var names, hit []string
+			for _, source := range []string{"a/0", "a/1", "b/0", "b/1"} {
+				names = append(names, seen[source].scope)
+				if seen[source].tripped {
+					hit = append(hit, source)
+				}
+			}
+			if got := strings.Join(names, " "); got != tt.names {
+				t.Errorf("breakers %s, want %s", got, tt.names)
+			}
+			if got := strings.Join(hit, " "); got != tt.hit {
+				t.Errorf("held: %s, want %s", got, tt.hit)
+			}
+			if n := seen["a/0"].acked; n > 0 {
+				t.Errorf("a/0 acked %d messages, all of which fail", n)
+			}
+		})
+	}
+}
+
+// Sources that share a breaker have deliveries of their own: the second message
+// of each of two sources, failing over and over, is an outage and not one poison.
+func TestSharedScopeTellsDeliveriesApart(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g, err := New(Config{Scope: ScopeGroup})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
+		ins := make(map[string]chan int)
+		for _, name := range []string{"a", "b", "c"} {
+			s, err := Open(g, SourceConfig{Name: name}, Limits{}, &testPort{}, func(context.Context, int) error {
+				if name == "c" {
+					return nil
+				}
+				return errDown
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			in := make(chan int)
+			ins[name] = in
+			go func() { _ = s.Run(ctx, in) }()
+		}
+		ins["a"] <- 1
+		ins["b"] <- 1
+		synctest.Wait()
+		ins["c"] <- 1 // ends the run of first attempts: from here on only ids tell two deliveries from one
+		time.Sleep(5 * time.Second)
+		if st := g.Source("a").State(); st.Breaker.State == breaker.Closed {
+			t.Errorf("two deliveries failed on and on, and the breaker is %v, run %d", st.Breaker.State, st.Breaker.Run)
+		}
+		cancel()
+		_, _ = g.Close(context.WithoutCancel(t.Context()))
+	})
+}
+
+func TestScopeWords(t *testing.T) {
+	for scope, word := range map[Scope]string{ScopePartition: "partition", ScopeTopic: "topic", ScopeGroup: "group"} {
+		text, err := scope.MarshalText()
+		if err != nil || string(text) != word {
+			t.Errorf("%d is written %q, %v", scope, text, err)
+		}
+		var back Scope
+		if err := back.UnmarshalText([]byte(word)); err != nil || back != scope {
+			t.Errorf("%q is read as %v, %v", word, back, err)
+		}
+	}
+	var s Scope
+	if err := s.UnmarshalText([]byte("queue")); err == nil || !strings.Contains(err.Error(), `"queue"`) {
+		t.Errorf("queue: %v", err)
+	}
+	if _, err := Scope(9).MarshalText(); err == nil {
+		t.Error("9 is written")
+	}
+	if err := (Config{Scope: 9}).Validate(); err == nil || !strings.Contains(err.Error(), "Config.Scope: 9") {
+		t.Errorf("9 is valid: %v", err)
+	}
+	if _, err := New(Config{Scope: 9}); err == nil || errors.Is(err, ErrClosed) {
+		t.Errorf("New takes 9: %v", err)
+	}
+}
