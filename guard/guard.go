@@ -201,6 +201,15 @@ func (g *Guard) sortLocked() {
 // all is every open source, by name; the slice is never changed.
 func (g *Guard) all() []controls { return *g.sorted.Load() }
 
+// wakeOthers lets the sources that wait for a probe of their scope look again.
+func (g *Guard) wakeOthers(but controls) {
+	for _, s := range g.all() {
+		if s != but {
+			s.nudge()
+		}
+	}
+}
+
 // Sources are the open sources, by name.
 func (g *Guard) Sources() []Control {
 	all := g.all()

@@ -76,6 +76,7 @@ type machine[M any] struct {
 	drained   float64 // admitted since drainFrom
 
 	wasClosed bool
+	freed     bool // a probe was settled: another source of the scope may have one
 	writing   map[*item[M]]struct{} // condemned, not yet confirmed
 	firsts    uint64                // successful first attempts, probes left out
 	lookAt    time.Duration         // the storm is judged again then
@@ -468,6 +469,7 @@ func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration,
 		if wait := c.limiter.Admit(now); wait > 0 {
 			if it.probe {
 				c.gate.Exclude(now, token)
+				c.freed = true
 			}
 			c.limited = now + wait
 			return c.limited, ReasonLimiter

@@ -238,9 +238,7 @@ func (f *Func[M]) succeeded(c *cell, token breaker.Token) {
 func (f *Func[M]) settled(token breaker.Token) {
 	f.g.sweeper.kick()
 	if token.Probe() {
-		for _, s := range f.g.all() {
-			s.nudge()
-		}
+		f.g.wakeOthers(f)
 	}
 }
 

@@ -172,3 +172,51 @@ func TestScopeWords(t *testing.T) {
 		t.Errorf("New takes 9: %v", err)
 	}
 }
+
+// A source whose scope has no probe left is woken as soon as one is, not when the
+// lease of the other's would have ended.
+func TestProbeOfAnotherSourceIsAwaited(t *testing.T) {
+	for name, outcome := range map[string]error{"success": nil, "ignored": Ignore(errDown), "backoff": Backoff(errDown, time.Time{})} {
+		bubble(t, name, func(t *testing.T) {
+			g, err := New(Config{Scope: ScopeGroup})
+			if err != nil {
+				t.Fatal(err)
+			}
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			var sources []*Source[int]
+			for _, name := range []string{"slow", "quick"} {
+				calls := 0
+				s, err := Open(g, SourceConfig{Name: name}, Limits{}, &testPort{}, func(context.Context, int) error {
+					if calls++; name == "slow" && calls == 1 {
+						time.Sleep(5 * time.Second)
+						return outcome
+					}
+					return nil
+				})
+				if err != nil {
+					t.Fatal(err)
+				}
+				sources = append(sources, s)
+				go func() { _ = s.Run(ctx, nil) }()
+			}
+			if err := sources[0].ForceOpen(time.Second); err != nil {
+				t.Fatal(err)
+			}
+			for i, s := range sources {
+				if err := s.Offer(i); err != nil {
+					t.Fatal(err)
+				}
+				time.Sleep(1100 * time.Millisecond) // the first has the probe
+			}
+			time.Sleep(4 * time.Second)
+			if a := sources[1].Account(); a.Acked != 1 {
+				t.Errorf("%+v", a)
+			}
+			cancel()
+			if _, err := g.Close(context.WithoutCancel(t.Context())); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}

@@ -238,12 +238,15 @@ func (s *Source[M]) Feed() *Feed[M] {
 // unlock ends a critical section of a step: it publishes whether the closed path
 // may run, and hands over what the step decided, outside the lock.
 func (s *Source[M]) unlock(now time.Duration) {
-	condemned := s.c.condemned
-	s.c.condemned = nil
+	condemned, freed := s.c.condemned, s.c.freed
+	s.c.condemned, s.c.freed = nil, false
 	s.slow.Store(s.alwaysSlow() || !s.c.quiet(now))
 	s.mu.Unlock()
 	for _, it := range condemned {
 		s.writer.post(letter[M]{s, it})
+	}
+	if freed {
+		s.g.wakeOthers(s)
 	}
 }
 

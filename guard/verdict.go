@@ -74,6 +74,7 @@ func (c *machine[M]) succeeded(now time.Duration, it *item[M]) step[M] {
 	if it.probe {
 		c.storm.Probe(now, true)
 		c.gate.Success(now, it.token)
+		c.freed = true
 		if l != nil {
 			l.probe = false
 		}
@@ -133,6 +134,7 @@ func (c *machine[M]) back(now time.Duration, it *item[M]) {
 func (c *machine[M]) rewind(now time.Duration, l *lane[M]) {
 	if l.probe && l.turn > 0 {
 		c.gate.Failure(now, l.token, false)
+		c.freed = true
 	}
 	for ; l.turn > 0; l.turn-- {
 		c.budget.Refund(dlq.Exhausted)
@@ -144,6 +146,7 @@ func (c *machine[M]) rewind(now time.Duration, l *lane[M]) {
 func (c *machine[M]) exclude(now time.Duration, it *item[M]) {
 	if c.gate != nil {
 		c.gate.Exclude(now, it.token)
+		c.freed = c.freed || it.token.Probe()
 	}
 }
 
@@ -202,10 +205,11 @@ func (c *machine[M]) failed(now time.Duration, it *item[M], err error, stack []b
 	}
 	switch {
 	case it.probe && it.alive:
-		c.gate.Exclude(now, it.token) // others succeed: it says nothing about them
+		c.exclude(now, it) // others succeed: it says nothing about them
 	case it.probe:
 		c.storm.Probe(now, false)
 		c.gate.Failure(now, it.token, it.tries == 1)
+		c.freed = true
 	}
 	if l != nil && l.turn > 0 {
 		c.move(it, waiting)
