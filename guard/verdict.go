@@ -226,7 +226,7 @@ func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 	case c.letters && c.lonely(now, it) && c.mayGuess(now):
 		c.guess(now, it)
 	case !c.closed():
-		c.back(now, it) // the ladder is its delay
+		c.park(it, now+c.delay(it.probes), ReasonNone) // no longer than the ladder, unless others close the breaker
 	case !it.exhausted:
 		c.park(it, now+c.delay(it.attempts), ReasonNone)
 	case c.storm.Storm().Active:
