@@ -76,7 +76,7 @@ type machine[M any] struct {
 	drained   float64 // admitted since drainFrom
 
 	wasClosed bool
-	freed     bool // a probe was settled: another source of the scope may have one
+	freed     bool                  // a probe was settled: another source of the scope may have one
 	writing   map[*item[M]]struct{} // condemned, not yet confirmed
 	firsts    uint64                // successful first attempts, probes left out
 	lookAt    time.Duration         // the storm is judged again then
