@@ -81,6 +81,37 @@ func within(t *testing.T, d time.Duration, what string, done <-chan struct{}) {
 	}
 }
 
+// A claim that waits for its name lets go when it is revoked: the session of a
+// cooperative group lives on, and the whole group waits for it.
+func TestRevokeOfAClaimThatWaitsForItsName(t *testing.T) {
+	t.Parallel()
+	g := newGuard(t, guard.Config{})
+	for _, h := range []sarama.ConsumerGroupHandler{
+		Wrap(g, nothing, WithConfig(cooperativeConfig())),
+		WrapHandler(g, rawHandler{func(sarama.ConsumerGroupSession, sarama.ConsumerGroupClaim) error { return nil }}, WithConfig(cooperativeConfig())),
+	} {
+		owner := Wrap(g, nothing, WithConfig(cooperativeConfig()))
+		first, end := setup(t, owner)
+		var owning sync.WaitGroup
+		owning.Go(func() { _ = owner.ConsumeClaim(first, newFakeClaim()) })
+		openSource(t, g, "orders/0")
+
+		s, _ := setup(t, h)
+		c := newFakeClaim()
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			_ = h.ConsumeClaim(s, c)
+		}()
+		time.Sleep(5 * nameWait)
+		close(c.partition().dying)
+		close(c.partition().messages)
+		within(t, 5*time.Second, "the revoked claim is left", done)
+		end(nil)
+		owning.Wait()
+	}
+}
+
 // While another claim is let go, a handler with a short timeout waits; that is no
 // attempt, and no timeout.
 func TestMakingWayIsNoFailure(t *testing.T) {

@@ -151,7 +151,7 @@ func (w *wrappedClaim) Messages() <-chan *sarama.ConsumerMessage {
 // consumePassive is the passive shape.
 func (ss *session) consumePassive(c *claim, revoked <-chan struct{}) error {
 	port := passivePort{c, make(chan struct{}, 1)}
-	src, err := openClaim[*taken](ss, c, port, nil)
+	src, err := openClaim[*taken](ss, c, port, nil, revoked)
 	if src == nil {
 		return err
 	}

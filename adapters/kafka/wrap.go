@@ -145,7 +145,7 @@ func (h *handler) ConsumeClaim(s sarama.ConsumerGroupSession, native sarama.Cons
 
 // consume is the function shape.
 func (ss *session) consume(c *claim, revoked <-chan struct{}) error {
-	src, err := openClaim(ss, c, guard.Port[*sarama.ConsumerMessage](c), ss.guarded)
+	src, err := openClaim(ss, c, guard.Port[*sarama.ConsumerMessage](c), ss.guarded, revoked)
 	if src == nil {
 		return err
 	}
@@ -211,8 +211,9 @@ func leftError(c *claim, r guard.Report) error {
 const nameWait = 20 * time.Millisecond
 
 // openClaim opens the source of a claim. One of the same name may be on its way
-// out: another member of the group in this process that overstays.
-func openClaim[M any](ss *session, c *claim, port guard.Port[M], handle func(context.Context, M) error) (*guard.Source[M], error) {
+// out: another member of the group in this process that overstays. Without an
+// error there is none if the claim is over before it began.
+func openClaim[M any](ss *session, c *claim, port guard.Port[M], handle func(context.Context, M) error, revoked <-chan struct{}) (*guard.Source[M], error) {
 	o := &ss.h.opts
 	cfg := guard.SourceConfig{
 		Name: c.name, System: system, Destination: c.topic, Partition: fmt.Sprint(c.partition),
@@ -234,9 +235,11 @@ func openClaim[M any](ss *session, c *claim, port guard.Port[M], handle func(con
 		pause := time.NewTimer(nameWait)
 		select {
 		case <-pause.C:
+			continue
+		case <-revoked: // the session of a cooperative group lives on
 		case <-ss.native.Context().Done():
-			pause.Stop()
-			return nil, nil //nolint:nilnil // the session is over before it began
 		}
+		pause.Stop()
+		return nil, nil //nolint:nilnil // see above
 	}
 }
