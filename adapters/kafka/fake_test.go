@@ -5,6 +5,7 @@ package kafka
 
 import (
 	"context"
+	"errors"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -109,6 +110,41 @@ func TestRevokeOfAClaimThatWaitsForItsName(t *testing.T) {
 		within(t, 5*time.Second, "the revoked claim is left", done)
 		end(nil)
 		owning.Wait()
+	}
+}
+
+// A loop that leaves with the session's error has failed nothing: not the
+// messages in its hand, and not the dependency.
+func TestEndOfSessionIsNoFailure(t *testing.T) {
+	t.Parallel()
+	g := newGuard(t, guard.Config{})
+	var end context.CancelCauseFunc
+	var failures atomic.Uint64
+	h := WrapHandler(g, rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
+		if s.Context().Err() != nil {
+			return s.Context().Err()
+		}
+		for range 10 {
+			<-c.Messages()
+		}
+		src := g.Source("orders/0")
+		defer func() {
+			go func() {
+				time.Sleep(20 * time.Millisecond)
+				failures.Store(src.State().Tally.Failures)
+			}()
+		}()
+		end(errors.New("group is rebalancing"))
+		return s.Context().Err()
+	}}, WithConfig(testConfig()))
+	var s *fakeSession
+	s, end = setup(t, h)
+	c := newFakeClaim()
+	c.publish(0, 10)
+	_ = h.ConsumeClaim(s, c)
+	time.Sleep(100 * time.Millisecond)
+	if n := failures.Load(); n > 0 {
+		t.Errorf("%d failures", n)
 	}
 }
 

@@ -204,8 +204,8 @@ func (w *wrappedClaim) loop(leave <-chan struct{}) error {
 			return err
 		default:
 		}
-		if err == nil {
-			return nil // it wants to leave: the session ends, as without the guard
+		if err == nil || w.ss.native.Context().Err() != nil {
+			return err // it wants to leave, or saw the session's end before leave did
 		}
 		w.ss.h.opts.log.Warn("the handler's ConsumeClaim failed and is called again", "source", w.claim.name, "error", err)
 		if w.failAll(err) == 0 {
