@@ -236,6 +236,39 @@ func TestBatchMarksAmongRetries(t *testing.T) {
 	m.stop()
 }
 
+// Without AutoCommit a mark is not committed until the program says so: one that
+// marks as it collects, and commits what it has written, loses nothing when its
+// claim ends between the two.
+func TestOnlyTheProgramCommits(t *testing.T) {
+	t.Parallel()
+	cfg := testConfig()
+	cfg.Consumer.Offsets.AutoCommit.Enable = false
+	for name, wrap := range map[string]func(sarama.ConsumerGroupHandler) sarama.ConsumerGroupHandler{
+		"raw": func(h sarama.ConsumerGroupHandler) sarama.ConsumerGroupHandler { return h },
+		"wrapped": func(h sarama.ConsumerGroupHandler) sarama.ConsumerGroupHandler {
+			return WrapHandler(newGuard(t, guard.Config{}), h)
+		},
+	} {
+		r := newRig(t, 1)
+		var collected atomic.Int64
+		m := r.join(cfg, wrap(rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
+			for m := range c.Messages() {
+				s.MarkMessage(m, "")
+				if collected.Add(1) == 10 {
+					s.Commit() // the first ten are written
+				}
+			}
+			return nil
+		}}))
+		r.publish(0, 15, nil, nil)
+		eventually(t, "all are collected", func() bool { return collected.Load() == 15 })
+		m.stop()
+		if n := r.committed(0); n != 10 {
+			t.Errorf("%s: committed %d, written are 10", name, n)
+		}
+	}
+}
+
 // What a loop neither marks nor fails has failed after the policy's timeout.
 func TestUnmarkedMessageFails(t *testing.T) {
 	t.Parallel()

@@ -265,6 +265,12 @@ func (ss *session) Context() context.Context   { return ss.native.Context() }
 
 // Commit marks what is settled and commits it.
 func (ss *session) Commit() {
+	ss.flush()
+	ss.native.Commit()
+}
+
+// flush marks what is settled in every claim of a wrapped handler.
+func (ss *session) flush() {
 	ss.mu.Lock()
 	wraps := make([]*wrappedClaim, 0, len(ss.wraps))
 	for _, w := range ss.wraps {
@@ -274,7 +280,6 @@ func (ss *session) Commit() {
 	for _, w := range wraps {
 		_ = w.claim.Flush() // it has no error
 	}
-	ss.native.Commit()
 }
 
 // MarkMessage is the success of a message.

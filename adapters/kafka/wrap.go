@@ -97,7 +97,8 @@ func (h *handler) Setup(s sarama.ConsumerGroupSession) error {
 	return nil
 }
 
-// Cleanup marks and commits what is settled.
+// Cleanup marks what is settled, and commits it unless the program commits by
+// itself: what it has marked it may not have written yet.
 func (h *handler) Cleanup(s sarama.ConsumerGroupSession) error {
 	ss := h.session(s)
 	if ss == nil {
@@ -107,7 +108,10 @@ func (h *handler) Cleanup(s sarama.ConsumerGroupSession) error {
 	if h.existing != nil {
 		err = h.existing.Cleanup(ss)
 	}
-	ss.Commit()
+	ss.flush()
+	if ss.set.config.Consumer.Offsets.AutoCommit.Enable {
+		s.Commit()
+	}
 	ss.stop()
 	h.mu.Lock()
 	delete(h.sessions, s)
@@ -131,16 +135,10 @@ func (h *handler) ConsumeClaim(s sarama.ConsumerGroupSession, native sarama.Cons
 	c := newClaim(ss, native)
 	c.Demand(1) // a pause of the group outlives its session
 	revoked := ss.revoked(native)
-	var err error
 	if h.passive() {
-		err = ss.consumePassive(c, revoked)
-	} else {
-		err = ss.consume(c, revoked)
+		return ss.consumePassive(c, revoked)
 	}
-	if !ss.set.config.Consumer.Offsets.AutoCommit.Enable {
-		s.Commit() // with a cooperative revoke the mark is gone after this
-	}
-	return err
+	return ss.consume(c, revoked)
 }
 
 // consume is the function shape.
