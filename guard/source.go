@@ -215,8 +215,8 @@ func (s *Source[M]) fastSuccesses() uint64 {
 	return w >> phaseBits
 }
 
-// idBits of an item's id count within the source; the others are its epoch, for
-// sources may share a breaker, which tells deliveries apart by their ids.
+// idBits of an item's id, or a call's, count within the source; the others are its
+// epoch, for sources may share a breaker, which tells deliveries apart by their ids.
 const idBits = 40
 
 const (
