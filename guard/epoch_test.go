@@ -9,6 +9,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/dlq"
 )
 
 // An operator's pause waits for its source as long as it takes: only an operator
@@ -83,4 +85,30 @@ func TestGuessesOutliveAnEpoch(t *testing.T) {
 			t.Error(err)
 		}
 	})
+}
+
+// Epochs that come and go leave nothing behind, also where each has a letterbox
+// of its own: a function cannot be compared.
+func TestLetterboxesEndWithTheirEpoch(t *testing.T) {
+	g, err := New(Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := dlq.WriterFunc(func(context.Context, *dlq.Record) error { return nil })
+	for range 50 {
+		s, err := Open(g, SourceConfig{Name: "orders", DeadLetters: w}, Limits{}, &testPort{}, func(context.Context, int) error { return nil })
+		if err != nil {
+			t.Fatal(err)
+		}
+		s.End(t.Context(), ReasonRebalance)
+	}
+	g.mu.Lock()
+	n := len(g.boxes)
+	g.mu.Unlock()
+	if n > 0 {
+		t.Errorf("%d letterboxes are left", n)
+	}
+	if _, err := g.Close(t.Context()); err != nil {
+		t.Error(err)
+	}
 }

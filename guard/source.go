@@ -197,8 +197,9 @@ func (s *Source[M]) alwaysSlow() bool {
 	return s.shared() || s.c.limiter != nil
 }
 
-// release gives the breaker's scope back.
+// release gives the breaker's scope and the letterbox back.
 func (s *Source[M]) release() {
+	s.g.discard(s.writer)
 	if s.detach != nil {
 		s.detach()
 		s.g.scopes.Release(s.c.gate)
