@@ -159,6 +159,16 @@ func (g *Guard) letterbox(w dlq.Writer) *letterbox {
 	return b
 }
 
+// discard forgets the box of a source that has ended, if no other has it too.
+func (g *Guard) discard(b *letterbox) {
+	if b == nil || reflect.ValueOf(b.writer).Comparable() {
+		return
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.boxes = slices.DeleteFunc(g.boxes, func(other *letterbox) bool { return other == b })
+}
+
 // spawn starts a goroutine that ends with the Guard; false once it is closed.
 func (g *Guard) spawn(f func(context.Context)) bool {
 	g.mu.Lock()

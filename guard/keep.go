@@ -9,17 +9,21 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 )
 
-// keepFor is how long a Guard remembers a source that ended. By then the free
-// credits of a default budget have made up for a balance that was spent.
+// keepFor is how long a Guard remembers the budget and the guesses of a source
+// that ended. By then the free credits of a default budget have made up for a
+// balance of Exhausted that was spent. A pause it remembers until it is resumed.
 const keepFor = 2 * time.Hour
 
 // kept is what outlives an epoch: a channel or a claim that comes and goes must
-// neither refill the DLQ budget nor undo an operator's pause.
+// neither refill the DLQ budget, nor start the guesses of an outage anew, nor undo
+// an operator's pause.
 type kept struct {
-	budget *dlq.Budget
-	cfg    dlq.BudgetConfig
-	paused bool
-	at     time.Duration
+	budget    *dlq.Budget // nil if nothing is remembered but the pause
+	cfg       dlq.BudgetConfig
+	guesses   int // see machine
+	guessedAt time.Duration
+	paused    bool
+	at        time.Duration
 }
 
 // keep remembers a source that has ended.
@@ -44,7 +48,11 @@ func (g *Guard) forget(now time.Duration) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	for name, k := range g.kept {
-		if now-k.at >= keepFor {
+		switch {
+		case now-k.at < keepFor:
+		case k.paused:
+			g.kept[name] = kept{paused: true, at: k.at}
+		default:
 			delete(g.kept, name)
 		}
 	}
@@ -54,19 +62,18 @@ func (g *Guard) forget(now time.Duration) {
 // still looks at it.
 func (s *Source[M]) keepLocked(now time.Duration) kept {
 	s.c.earn()
-	return kept{budget: s.c.budget.Continue(), cfg: s.c.policy.Budget, paused: s.c.paused, at: now}
+	k := kept{budget: s.c.budget.Continue(), cfg: s.c.policy.Budget, paused: s.c.paused, at: now}
+	if s.c.total() == s.c.guessLuck {
+		k.guesses, k.guessedAt = s.c.guesses, s.c.guessedAt
+	}
+	return k
 }
 
-// resume takes up what an earlier epoch left; a budget of other settings begins
-// anew.
-func (s *Source[M]) resume(k kept) {
-	if k.budget == nil {
-		return
-	}
-	s.mu.Lock()
-	s.c.paused = k.paused
-	if k.cfg == s.c.policy.Budget {
+// resumeLocked takes up what an earlier epoch left; a budget of other settings
+// begins anew.
+func (s *Source[M]) resumeLocked(k kept) {
+	s.c.paused, s.c.guesses, s.c.guessedAt = k.paused, k.guesses, k.guessedAt
+	if k.budget != nil && k.cfg == s.c.policy.Budget {
 		s.c.budget = k.budget
 	}
-	s.unlock(s.g.now())
 }

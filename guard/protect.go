@@ -82,6 +82,7 @@ func Protect[M any](g *Guard, cfg SourceConfig, f func(context.Context, M) error
 	}
 	fn := &Func[M]{g: g, cfg: cfg, policy: policy.withDefaults(Limits{}), f: f, limit: cfg.Limiter, done: make(chan struct{})}
 	fn.policy.Breaker = fn.policy.Breaker.WithDefaults()
+	fn.deliverID.Store(g.epochs.Add(1) << idBits)
 	if !policy.NoBreaker {
 		leaf, err := g.leaf(cfg)
 		if err != nil {

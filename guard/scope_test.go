@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -144,6 +145,38 @@ func TestSharedScopeTellsDeliveriesApart(t *testing.T) {
 		}
 		cancel()
 		_, _ = g.Close(context.WithoutCancel(t.Context()))
+	})
+}
+
+// Neither do functions that share a breaker mix up theirs.
+func TestSharedScopeTellsCallsApart(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g, err := New(Config{Scope: ScopeGroup})
+		if err != nil {
+			t.Fatal(err)
+		}
+		funcs := make(map[string]*Func[int])
+		for _, name := range []string{"a", "b", "c"} {
+			if funcs[name], err = Protect(g, SourceConfig{Name: name}, func(context.Context, int) error {
+				if name == "c" {
+					return nil
+				}
+				return errDown
+			}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		var calls sync.WaitGroup
+		for _, name := range []string{"a", "b"} {
+			calls.Go(func() { _ = funcs[name].Do(t.Context(), 1) })
+		}
+		synctest.Wait()
+		_ = funcs["c"].Do(t.Context(), 1) // ends the run of first attempts
+		calls.Wait()
+		if st := funcs["a"].State(); st.Breaker.State == breaker.Closed {
+			t.Errorf("two calls failed on and on, and the breaker is %v, run %d", st.Breaker.State, st.Breaker.Run)
+		}
+		_, _ = g.Close(t.Context())
 	})
 }
 

@@ -90,10 +90,10 @@ type ending struct {
 	report Report
 }
 
-// Open makes a source of a Guard. What a source of that name left in its DLQ
-// budget, and an operator's pause, it takes up where that one ended. It refuses settings that the broker's limits
-// make impossible, all problems at once. A nil handler makes it passive: then
-// use Offer, Ready and Done instead of Run.
+// Open makes a source of a Guard. An operator's pause of a source of that name,
+// and for 2h what it left in its DLQ budget, it takes up where that one ended. It
+// refuses settings that the broker's limits make impossible, all problems at once.
+// A nil handler makes it passive: then use Offer, Ready and Done instead of Run.
 func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handler func(context.Context, M) error) (*Source[M], error) {
 	policy := g.policy()
 	var p problems
@@ -177,11 +177,15 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 		s.writer = g.letterbox(cfg.DeadLetters)
 	}
 	s.metrics = g.metrics.source(cfg)
-	if err := g.register(cfg.Name, s); err != nil {
+	s.mu.Lock() // from here on an operator may see it
+	if err = g.register(cfg.Name, s); err == nil {
+		s.resumeLocked(g.recall(cfg.Name))
+	}
+	s.unlock(g.now())
+	if err != nil {
 		s.release()
 		return nil, err
 	}
-	s.resume(g.recall(cfg.Name))
 	return s, nil
 }
 
@@ -193,8 +197,9 @@ func (s *Source[M]) alwaysSlow() bool {
 	return s.shared() || s.c.limiter != nil
 }
 
-// release gives the breaker's scope back.
+// release gives the breaker's scope and the letterbox back.
 func (s *Source[M]) release() {
+	s.g.discard(s.writer)
 	if s.detach != nil {
 		s.detach()
 		s.g.scopes.Release(s.c.gate)
@@ -211,8 +216,8 @@ func (s *Source[M]) fastSuccesses() uint64 {
 	return w >> phaseBits
 }
 
-// idBits of an item's id count within the source; the others are its epoch, for
-// sources may share a breaker, which tells deliveries apart by their ids.
+// idBits of an item's id, or a call's, count within the source; the others are its
+// epoch, for sources may share a breaker, which tells deliveries apart by their ids.
 const idBits = 40
 
 const (

@@ -4,6 +4,7 @@
 package kafka
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -66,10 +67,7 @@ func (o *options) refused(g *guard.Guard, c *sarama.Config, passive bool) error 
 	}
 	errs := []error{policy.Validate()}
 	add := func(format string, args ...any) { errs = append(errs, unsuitable(format, args...)) }
-	timeout := policy.Timeout
-	if timeout == 0 {
-		timeout = defaultTimeout
-	}
+	timeout := o.timeout(g)
 	group := &c.Consumer.Group
 	switch left := grace(c); {
 	case left <= 0:
@@ -95,6 +93,15 @@ func (o *options) refused(g *guard.Guard, c *sarama.Config, passive bool) error 
 
 // defaultTimeout is the Policy's.
 const defaultTimeout = 30 * time.Second
+
+// timeout is the handler's.
+func (o *options) timeout(g *guard.Guard) time.Duration {
+	policy := g.Config().Policy
+	if o.policy != nil {
+		policy = *o.policy
+	}
+	return cmp.Or(policy.Timeout, defaultTimeout)
+}
 
 // cooperative tells whether a revoke leaves the session's context alive: all
 // strategies must say that they support it.

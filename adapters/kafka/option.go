@@ -80,8 +80,9 @@ func WithSkipToNewest() Option { return func(o *options) { o.newest = true } }
 
 // WithBatchMarks is for [WrapHandler] around a loop that handles several
 // messages and marks only the last: a mark then settles every message that was
-// handed out before it, too. Without it a mark settles its message alone, so that
-// workers which mark out of order lose nothing.
+// handed out before it, too, a retry among them whatever its offset. Batches must
+// be marked in the order in which they were handed out. Without it a mark settles
+// its message alone, so that workers which mark out of order lose nothing.
 func WithBatchMarks() Option { return func(o *options) { o.batchMarks = true } }
 
 // WithStopTimeout is how long a stop waits for handlers in flight and for dead

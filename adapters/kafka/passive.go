@@ -41,9 +41,9 @@ import (
 //
 // While the source holds, Messages has nothing to give. It is closed when the
 // claim is revoked, at once: what sarama has buffered is not handed out any more.
-// Commit marks what is settled and commits; ResetOffset goes through, and stops
-// marks until the loop marks again. Messages and session are not to be used after
-// Cleanup.
+// Commit marks what is settled and commits; with AutoCommit off nothing else
+// does. ResetOffset goes through, and stops marks until the loop marks again.
+// Messages and session are not to be used after Cleanup.
 func WrapHandler(g *guard.Guard, existing sarama.ConsumerGroupHandler, opts ...Option) sarama.ConsumerGroupHandler {
 	h := newHandler(g, opts)
 	h.existing = existing
@@ -127,6 +127,7 @@ type wrappedClaim struct {
 	mu      sync.Mutex
 	out     map[int64]*out // handed out, by offset
 	sending *out           // of these, the one that waits to be taken
+	handed  uint64         // how many attempts were handed out
 	feed    chan *sarama.ConsumerMessage
 	over    bool // the source has ended: marks go to the group directly
 }
@@ -136,6 +137,7 @@ type out struct {
 	m     *taken
 	msg   *sarama.ConsumerMessage // as handed out
 	token guard.Token
+	turn  uint64    // its place in the order in which they were handed out, from 1
 	at    time.Time // when it was taken
 }
 
@@ -149,7 +151,7 @@ func (w *wrappedClaim) Messages() <-chan *sarama.ConsumerMessage {
 // consumePassive is the passive shape.
 func (ss *session) consumePassive(c *claim, revoked <-chan struct{}) error {
 	port := passivePort{c, make(chan struct{}, 1)}
-	src, err := openClaim[*taken](ss, c, port, nil)
+	src, err := openClaim[*taken](ss, c, port, nil, revoked)
 	if src == nil {
 		return err
 	}
@@ -202,8 +204,8 @@ func (w *wrappedClaim) loop(leave <-chan struct{}) error {
 			return err
 		default:
 		}
-		if err == nil {
-			return nil // it wants to leave: the session ends, as without the guard
+		if err == nil || w.ss.native.Context().Err() != nil {
+			return err // it wants to leave, or saw the session's end before leave did
 		}
 		w.ss.h.opts.log.Warn("the handler's ConsumeClaim failed and is called again", "source", w.claim.name, "error", err)
 		if w.failAll(err) == 0 {
@@ -311,6 +313,8 @@ func (w *wrappedClaim) hand(it guard.Item[*taken]) *out {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	it.Msg.attempts = append(it.Msg.attempts, o.msg)
+	w.handed++
+	o.turn = w.handed
 	w.out[o.m.Offset], w.sending = o, o
 	return o
 }
@@ -324,29 +328,53 @@ func (w *wrappedClaim) settleDown() {
 	}
 }
 
-// take takes a message out of the handler's hand; nil if it is not there. A
-// pointer that was handed out for an earlier attempt is not this one's.
+// take takes a message out of the handler's hand; nil if it is not there.
 func (w *wrappedClaim) take(m *sarama.ConsumerMessage) *out {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	o := w.findLocked(m)
+	if o != nil {
+		delete(w.out, m.Offset)
+	}
+	return o
+}
+
+// findLocked is the attempt that a message in the handler's hand belongs to. A
+// pointer that was handed out for an earlier attempt is not this one's.
+func (w *wrappedClaim) findLocked(m *sarama.ConsumerMessage) *out {
 	o := w.out[m.Offset]
 	if o == nil || m != o.msg && slices.Contains(o.m.attempts, m) {
 		return nil
 	}
-	delete(w.out, m.Offset)
 	return o
 }
 
 // mark is MarkMessage.
 func (w *wrappedClaim) mark(m *sarama.ConsumerMessage, meta string) {
+	w.claim.marks.resumed()
 	if w.ss.h.opts.batchMarks {
-		w.markBelow(m.Offset+1, meta)
+		w.markBatch(m, meta)
 		return
 	}
-	w.claim.marks.resumed()
 	if o := w.take(m); o != nil {
 		w.done([]*out{o}, meta)
 	}
+}
+
+// markBatch is MarkMessage of the last of several. Retries come between others, so
+// it is the order of handing out that counts, not that of the offsets.
+func (w *wrappedClaim) markBatch(m *sarama.ConsumerMessage, meta string) {
+	w.mu.Lock()
+	last := w.findLocked(m)
+	unsure := last != nil && w.sending == last
+	w.mu.Unlock()
+	if last == nil {
+		return
+	}
+	if unsure {
+		w.settleDown()
+	}
+	w.done(w.takeWhere(func(o *out) bool { return o.turn <= last.turn }), meta)
 }
 
 // markBelow is MarkOffset.

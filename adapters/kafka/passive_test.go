@@ -182,6 +182,93 @@ func TestBatchMarks(t *testing.T) {
 	m.stop()
 }
 
+// A retry comes in between: the mark of a batch settles what was handed out before
+// the message that is marked, whatever its offset, and nothing that came after it.
+func TestBatchMarksAmongRetries(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	hands := make(chan *sarama.ConsumerMessage, 100)
+	sessions := make(chan sarama.ConsumerGroupSession, 1)
+	m := r.join(testConfig(), WrapHandler(newGuard(t, guard.Config{}), rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
+		sessions <- s
+		for m := range c.Messages() {
+			hands <- m
+		}
+		return nil
+	}}, WithBatchMarks(), WithPolicy(guard.Policy{Retry: guard.Retry{Base: time.Millisecond, Max: time.Millisecond}})))
+	s := <-sessions
+	take := func(n int) (batch []*sarama.ConsumerMessage) {
+		for range n {
+			select {
+			case m := <-hands:
+				batch = append(batch, m)
+			case <-time.After(20 * time.Second):
+				t.Fatalf("%d of %d messages come", len(batch), n)
+			}
+		}
+		return batch
+	}
+	fail := func(m *sarama.ConsumerMessage) {
+		if err := Fail(s, m, errDown); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r.publish(0, 10, nil, nil)
+	batch := take(10)
+	fail(batch[3])
+	again := take(1) // the first of the next batch: not handled yet
+	s.MarkMessage(batch[9], "")
+	s.Commit()
+	if n := r.committed(0); again[0].Offset != 3 || n != 3 {
+		t.Errorf("committed %d, offset %d is only handed out", n, again[0].Offset)
+	}
+	fail(again[0])
+	again = take(1)
+	r.publish(10, 15, nil, nil)
+	batch = append(again, take(5)...)
+	fail(batch[2])
+	batch = append(batch, take(1)...)
+	s.MarkMessage(batch[len(batch)-1], "") // offset 11, the last of its batch
+	s.Commit()
+	if n := r.committed(0); n != 15 {
+		t.Errorf("committed %d after the whole batch", n)
+	}
+	m.stop()
+}
+
+// Without AutoCommit a mark is not committed until the program says so: one that
+// marks as it collects, and commits what it has written, loses nothing when its
+// claim ends between the two.
+func TestOnlyTheProgramCommits(t *testing.T) {
+	t.Parallel()
+	cfg := testConfig()
+	cfg.Consumer.Offsets.AutoCommit.Enable = false
+	for name, wrap := range map[string]func(sarama.ConsumerGroupHandler) sarama.ConsumerGroupHandler{
+		"raw": func(h sarama.ConsumerGroupHandler) sarama.ConsumerGroupHandler { return h },
+		"wrapped": func(h sarama.ConsumerGroupHandler) sarama.ConsumerGroupHandler {
+			return WrapHandler(newGuard(t, guard.Config{}), h)
+		},
+	} {
+		r := newRig(t, 1)
+		var collected atomic.Int64
+		m := r.join(cfg, wrap(rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
+			for m := range c.Messages() {
+				s.MarkMessage(m, "")
+				if collected.Add(1) == 10 {
+					s.Commit() // the first ten are written
+				}
+			}
+			return nil
+		}}))
+		r.publish(0, 15, nil, nil)
+		eventually(t, "all are collected", func() bool { return collected.Load() == 15 })
+		m.stop()
+		if n := r.committed(0); n != 10 {
+			t.Errorf("%s: committed %d, written are 10", name, n)
+		}
+	}
+}
+
 // What a loop neither marks nor fails has failed after the policy's timeout.
 func TestUnmarkedMessageFails(t *testing.T) {
 	t.Parallel()

@@ -5,6 +5,7 @@ package kafka
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"reflect"
 	"sync"
@@ -12,6 +13,8 @@ import (
 	"time"
 
 	"github.com/IBM/sarama"
+
+	"github.com/stormguard-mq/stormguard/guard"
 )
 
 // session is one session of a consumer group. To a wrapped handler it is the
@@ -27,7 +30,9 @@ type session struct {
 	cancel context.CancelFunc // of the watch
 
 	cooperative bool
-	yieldUntil  atomic.Int64 // Unix nanoseconds; 0: no claim is being let go
+	begun       time.Time
+	timeout     time.Duration // of a handler
+	yieldUntil  atomic.Int64  // nanoseconds since begun; 0: no claim is being let go
 
 	mu     sync.Mutex
 	claims map[place]*claim        // open ones, for the watch
@@ -43,6 +48,7 @@ type place struct {
 func newSession(h *handler, native sarama.ConsumerGroupSession, set settings) *session {
 	return &session{
 		h: h, native: native, set: set, cancel: func() {}, cooperative: cooperative(set.config),
+		begun: time.Now(), timeout: h.opts.timeout(h.g),
 		claims: make(map[place]*claim), wraps: make(map[place]*wrappedClaim),
 	}
 }
@@ -119,7 +125,7 @@ func dyingOf(native sarama.ConsumerGroupClaim) <-chan struct{} {
 func (ss *session) makeWay() {
 	rest := 2*ss.set.config.Consumer.MaxProcessingTime + yieldSlack
 	if ss.cooperative && ss.native.Context().Err() == nil && rest <= maxYield {
-		ss.yieldUntil.Store(time.Now().Add(rest).UnixNano())
+		ss.yieldUntil.Store(int64(time.Since(ss.begun) + rest))
 	}
 }
 
@@ -135,7 +141,7 @@ func (ss *session) yield(stop <-chan struct{}) {
 	if until == 0 {
 		return
 	}
-	rest := time.NewTimer(time.Until(time.Unix(0, until)))
+	rest := time.NewTimer(time.Duration(until) - time.Since(ss.begun))
 	defer rest.Stop()
 	select {
 	case <-rest.C:
@@ -144,13 +150,20 @@ func (ss *session) yield(stop <-chan struct{}) {
 	ss.yieldUntil.CompareAndSwap(until, 0)
 }
 
-// guarded is the user's handler.
+// guarded is the user's handler. To make way for a revoke is no attempt: where it
+// took much of the handler's timeout, the message has its call after it.
 func (ss *session) guarded(ctx context.Context, m *sarama.ConsumerMessage) error {
 	if ss.yieldUntil.Load() != 0 { // a look at the context would make it cost
+		begun := time.Now()
 		ss.yield(ctx.Done())
+		if 2*time.Since(begun) > ss.timeout {
+			return guard.Backoff(errMakesWay, begun)
+		}
 	}
 	return ss.h.handle(ctx, m)
 }
+
+var errMakesWay = errors.New("kafka: another claim is being left")
 
 // watch looks at the log's end and at what is committed, if there is a client to
 // ask. Setup starts it, Cleanup stops it.
@@ -252,6 +265,12 @@ func (ss *session) Context() context.Context   { return ss.native.Context() }
 
 // Commit marks what is settled and commits it.
 func (ss *session) Commit() {
+	ss.flush()
+	ss.native.Commit()
+}
+
+// flush marks what is settled in every claim of a wrapped handler.
+func (ss *session) flush() {
 	ss.mu.Lock()
 	wraps := make([]*wrappedClaim, 0, len(ss.wraps))
 	for _, w := range ss.wraps {
@@ -261,7 +280,6 @@ func (ss *session) Commit() {
 	for _, w := range wraps {
 		_ = w.claim.Flush() // it has no error
 	}
-	ss.native.Commit()
 }
 
 // MarkMessage is the success of a message.

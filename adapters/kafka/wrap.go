@@ -97,7 +97,8 @@ func (h *handler) Setup(s sarama.ConsumerGroupSession) error {
 	return nil
 }
 
-// Cleanup marks and commits what is settled.
+// Cleanup marks what is settled, and commits it unless the program commits by
+// itself: what it has marked it may not have written yet.
 func (h *handler) Cleanup(s sarama.ConsumerGroupSession) error {
 	ss := h.session(s)
 	if ss == nil {
@@ -107,7 +108,10 @@ func (h *handler) Cleanup(s sarama.ConsumerGroupSession) error {
 	if h.existing != nil {
 		err = h.existing.Cleanup(ss)
 	}
-	ss.Commit()
+	ss.flush()
+	if ss.set.config.Consumer.Offsets.AutoCommit.Enable {
+		s.Commit()
+	}
 	ss.stop()
 	h.mu.Lock()
 	delete(h.sessions, s)
@@ -131,21 +135,15 @@ func (h *handler) ConsumeClaim(s sarama.ConsumerGroupSession, native sarama.Cons
 	c := newClaim(ss, native)
 	c.Demand(1) // a pause of the group outlives its session
 	revoked := ss.revoked(native)
-	var err error
 	if h.passive() {
-		err = ss.consumePassive(c, revoked)
-	} else {
-		err = ss.consume(c, revoked)
+		return ss.consumePassive(c, revoked)
 	}
-	if !ss.set.config.Consumer.Offsets.AutoCommit.Enable {
-		s.Commit() // with a cooperative revoke the mark is gone after this
-	}
-	return err
+	return ss.consume(c, revoked)
 }
 
 // consume is the function shape.
 func (ss *session) consume(c *claim, revoked <-chan struct{}) error {
-	src, err := openClaim(ss, c, guard.Port[*sarama.ConsumerMessage](c), ss.guarded)
+	src, err := openClaim(ss, c, guard.Port[*sarama.ConsumerMessage](c), ss.guarded, revoked)
 	if src == nil {
 		return err
 	}
@@ -211,8 +209,9 @@ func leftError(c *claim, r guard.Report) error {
 const nameWait = 20 * time.Millisecond
 
 // openClaim opens the source of a claim. One of the same name may be on its way
-// out: another member of the group in this process that overstays.
-func openClaim[M any](ss *session, c *claim, port guard.Port[M], handle func(context.Context, M) error) (*guard.Source[M], error) {
+// out: another member of the group in this process that overstays. Without an
+// error there is none if the claim is over before it began.
+func openClaim[M any](ss *session, c *claim, port guard.Port[M], handle func(context.Context, M) error, revoked <-chan struct{}) (*guard.Source[M], error) {
 	o := &ss.h.opts
 	cfg := guard.SourceConfig{
 		Name: c.name, System: system, Destination: c.topic, Partition: fmt.Sprint(c.partition),
@@ -234,9 +233,11 @@ func openClaim[M any](ss *session, c *claim, port guard.Port[M], handle func(con
 		pause := time.NewTimer(nameWait)
 		select {
 		case <-pause.C:
+			continue
+		case <-revoked: // the session of a cooperative group lives on
 		case <-ss.native.Context().Done():
-			pause.Stop()
-			return nil, nil //nolint:nilnil // the session is over before it began
 		}
+		pause.Stop()
+		return nil, nil //nolint:nilnil // see above
 	}
 }
