@@ -98,6 +98,23 @@ func (l *link) close() {
 	l.sock.close()
 }
 
+// within does what asks the broker, for which the client waits without limit:
+// when there is no answer for patience after ctx has ended, the connection is cut.
+func (l *link) within(ctx context.Context, patience time.Duration, do func() error) error {
+	done := make(chan struct{})
+	defer close(done)
+	defer context.AfterFunc(ctx, func() {
+		wait := time.NewTimer(patience)
+		defer wait.Stop()
+		select {
+		case <-wait.C:
+			l.sock.close()
+		case <-done:
+		}
+	})()
+	return do()
+}
+
 // socket is the connection below the client, which may wait on it without limit.
 type socket struct {
 	mu   sync.Mutex
