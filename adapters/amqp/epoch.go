@@ -275,9 +275,11 @@ func (e *epoch) settled() bool {
 }
 
 // widen replaces the consumer by one with the whole prefetch: a prefetch is
-// the consumer's from its beginning. What the first had out stays settleable.
+// the consumer's from its beginning. What the first had out stays settleable,
+// but a delivery that is on its way to it goes back, and behind others: so it is
+// cancelled while its prefetch is used up, or not yet.
 func (e *epoch) widen(ctx context.Context) error {
-	if err := e.ch.Cancel(e.tag, false); err != nil {
+	if ok, err := e.port.whileOut(func() error { return e.ch.Cancel(e.tag, false) }); err != nil || !ok {
 		return err
 	}
 	select {
