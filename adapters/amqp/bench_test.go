@@ -122,3 +122,25 @@ func BenchmarkThroughput(b *testing.B) {
 		})
 	}
 }
+
+// A consumer that is always at its prefetch, and acks one by one.
+//
+//	go test -run - -bench TagsAtThePrefetch ./adapters/amqp
+//	64: 45 ns, 256: 59 ns (526 ns when every add compacted), 65535: 56 ns, on 2 busy cores
+func BenchmarkTagsAtThePrefetch(b *testing.B) {
+	for _, n := range []uint64{64, 256, 65535} {
+		b.Run(fmt.Sprint(n), func(b *testing.B) {
+			var tg tags
+			for tag := range n {
+				tg.add(tag + 1)
+			}
+			for next := n + 1; b.Loop(); next++ {
+				tg.settle(next-n, tagAcked)
+				tg.add(next)
+			}
+			if c := cap(tg.out); c > 4*int(n)+64 {
+				b.Errorf("%d entries for %d", c, n)
+			}
+		})
+	}
+}
