@@ -91,7 +91,7 @@ func guarded(ctx context.Context, g *guard.Guard, ch *amqp091.Channel, in <-chan
 	if o.policy != nil {
 		policy = *o.policy
 	}
-	limits := o.limits(o.prefetch, [2]int{})
+	limits := o.limits(o.prefetch, versionOf(ch))
 	if o.prefetch > 0 {
 		if _, err := o.window(&policy); err != nil {
 			return nil, fmt.Errorf("amqp: deliveries of %s: %w", o.name, err)

@@ -320,6 +320,12 @@ func TestPeekKnowsTheClient(t *testing.T) {
 	if queue, auto, ok := consumerOf(ch); !ok || auto || queue != r.queue {
 		t.Errorf("%q, %t, %t: this version of the client keeps its consumers elsewhere", queue, auto, ok)
 	}
+	if v := versionOf(ch); v[0] < 3 {
+		t.Errorf("%d: this version of the client keeps the broker's properties elsewhere", v)
+	}
+	if v := versionOf(nil); v != [2]int{} {
+		t.Errorf("%d of nothing", v)
+	}
 	if recovers(ch) {
 		t.Error("a recovery that is not there")
 	}

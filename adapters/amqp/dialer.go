@@ -98,6 +98,23 @@ func (l *link) close() {
 	l.sock.close()
 }
 
+// within does what asks the broker, for which the client waits without limit:
+// when there is no answer for patience after ctx has ended, the connection is cut.
+func (l *link) within(ctx context.Context, patience time.Duration, do func() error) error {
+	done := make(chan struct{})
+	defer close(done)
+	defer context.AfterFunc(ctx, func() {
+		wait := time.NewTimer(patience)
+		defer wait.Stop()
+		select {
+		case <-wait.C:
+			l.sock.close()
+		case <-done:
+		}
+	})()
+	return do()
+}
+
 // socket is the connection below the client, which may wait on it without limit.
 type socket struct {
 	mu   sync.Mutex
@@ -169,11 +186,18 @@ func (d Dialer) dial(ctx context.Context, url string) (*link, error) {
 		return nil, fmt.Errorf("amqp: connect %s: %w", l.endpoint, err)
 	}
 	if text, ok := l.Properties["version"].(string); ok {
-		for i, part := range strings.SplitN(text, ".", 3)[:min(2, strings.Count(text, ".")+1)] {
-			l.version[i], _ = strconv.Atoi(part)
-		}
+		l.version = version(text)
 	}
 	return l, nil
+}
+
+// version is the major and minor of a broker's version.
+func version(text string) (v [2]int) {
+	major, rest, _ := strings.Cut(text, ".")
+	minor, _, _ := strings.Cut(rest, ".")
+	v[0], _ = strconv.Atoi(major)
+	v[1], _ = strconv.Atoi(minor)
+	return v
 }
 
 // hopeless tells whether an error of the first connection is the

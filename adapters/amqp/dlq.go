@@ -141,9 +141,9 @@ func NewDLQ(ctx context.Context, dialer Dialer, cfg DLQConfig) (*DLQ, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := d.ensure(s.link); err != nil {
+	if err := s.link.within(ctx, 0, func() error { return d.ensure(s.link) }); err != nil {
 		s.end()
-		return nil, err
+		return nil, errors.Join(err, ctx.Err())
 	}
 	d.s = s
 	d.turn <- struct{}{}

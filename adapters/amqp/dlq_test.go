@@ -368,6 +368,54 @@ func TestALateConfirmationMakesNoTwin(t *testing.T) {
 	r.on(func(ch *amqp091.Channel) error { _, err := ch.QueueDelete(name, false, false, false); return err })
 }
 
+// Many returned letters that nobody waits for any more do not stop the client:
+// later ones are judged as ever.
+func TestReturnsAfterTheirWrites(t *testing.T) {
+	t.Parallel()
+	s := shared(t, brokers.RabbitMQ4)
+	r := newRig(t, s, Classic, nil)
+	uri, err := amqp091.ParseURI(r.url())
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := newFreezer(t, net.JoinHostPort(uri.Host, fmt.Sprint(uri.Port)))
+	name := r.queue + ".dlq"
+	d, err := NewDLQ(testContext(t), Dial("amqp://guest:guest@"+f.addr+"/"), DLQConfig{Queue: name, Kind: Classic})
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.on(func(ch *amqp091.Channel) error { _, err := ch.QueueDelete(name, false, false, false); return err })
+	write := func(id int, limit time.Duration) error {
+		ctx, cancel := context.WithTimeout(t.Context(), limit)
+		defer cancel()
+		rec := letter()
+		rec.Origin.MessageID = fmt.Sprint(id)
+		return d.Write(ctx, rec)
+	}
+	const lost = 20
+	f.frozen.Store(true)
+	for i := range lost {
+		if err := write(i, 20*time.Millisecond); !errors.Is(err, context.DeadlineExceeded) {
+			t.Fatal(err)
+		}
+	}
+	f.frozen.Store(false)
+	for _, id := range []int{lost, 0} { // a new one, and one that is out already
+		if err := write(id, 10*time.Second); !errors.Is(err, ErrNoQueue) {
+			t.Errorf("letter %d: %v", id, err)
+		}
+	}
+	f.frozen.Store(true)
+	for i := range lost {
+		_ = write(lost+1+i, 20*time.Millisecond)
+	}
+	f.frozen.Store(false)
+	start := time.Now()
+	if err := d.Close(testContext(t)); err != nil || time.Since(start) > closeTimeout/2 {
+		t.Errorf("%v after %s", err, time.Since(start))
+	}
+}
+
 // While the broker has a memory alarm dead letters wait, by name, and the
 // consumer goes on: its acks are on another connection.
 func TestMemoryAlarm(t *testing.T) {

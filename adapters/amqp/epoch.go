@@ -110,7 +110,7 @@ func (e *epoch) run(ctx context.Context) (outcome, error) {
 	if link == nil {
 		return epochStopped, nil
 	}
-	if err := e.consume(link); err != nil {
+	if err := link.within(ctx, closeTimeout, func() error { return e.consume(link) }); err != nil {
 		return e.notConsuming(ctx, err)
 	}
 	look := time.NewTicker(max(time.Millisecond, min(e.c.o.timeout/64, time.Second)))
@@ -129,7 +129,7 @@ func (e *epoch) run(ctx context.Context) (outcome, error) {
 				return e.park()
 			}
 			if e.narrow && e.settled() {
-				if err := e.widen(ctx); err != nil {
+				if err := link.within(ctx, closeTimeout, func() error { return e.widen(ctx) }); err != nil {
 					return epochLost, nil // the channel broke
 				}
 			}
@@ -275,9 +275,11 @@ func (e *epoch) settled() bool {
 }
 
 // widen replaces the consumer by one with the whole prefetch: a prefetch is
-// the consumer's from its beginning. What the first had out stays settleable.
+// the consumer's from its beginning. What the first had out stays settleable,
+// but a delivery that is on its way to it goes back, and behind others: so it is
+// cancelled while its prefetch is used up, or not yet.
 func (e *epoch) widen(ctx context.Context) error {
-	if err := e.ch.Cancel(e.tag, false); err != nil {
+	if ok, err := e.port.whileOut(func() error { return e.ch.Cancel(e.tag, false) }); err != nil || !ok {
 		return err
 	}
 	select {
@@ -356,7 +358,10 @@ func (e *epoch) finish(ctx context.Context, how outcome, cause error) (outcome, 
 		<-e.ran
 	}
 	orderly := how != epochStopped && !e.life.ended()
-	before, _ := c.consumers(orderly)
+	before := 0
+	if orderly {
+		before, _ = c.consumers(ctx)
+	}
 	closeErr := e.hangUp()
 	if orderly {
 		c.awaitReturn(ctx, before)
@@ -440,19 +445,20 @@ func (e *epoch) hangUp() error {
 }
 
 // consumers is how many the queue has, as its leader knows it.
-func (c *consumer) consumers(ask bool) (n int, err error) {
-	if !ask {
-		return 0, nil
-	}
-	ch, err := c.link.Channel()
-	if err != nil {
-		return 0, err
-	}
-	q, err := ch.QueueDeclarePassive(c.o.queue, true, false, false, false, nil)
-	if err != nil {
-		return 0, err
-	}
-	return q.Consumers, ch.Close()
+func (c *consumer) consumers(ctx context.Context) (n int, err error) {
+	err = c.link.within(ctx, closeTimeout, func() error {
+		ch, err := c.link.Channel()
+		if err != nil {
+			return err
+		}
+		q, err := ch.QueueDeclarePassive(c.o.queue, true, false, false, false, nil)
+		if err != nil {
+			return err
+		}
+		n = q.Consumers
+		return ch.Close()
+	})
+	return n, err
 }
 
 // awaitReturn waits until the queue knows that a channel is closed. A quorum
@@ -461,7 +467,7 @@ func (c *consumer) consumers(ask bool) (n int, err error) {
 // the number of consumers; where others come and go, time must do.
 func (c *consumer) awaitReturn(ctx context.Context, before int) {
 	for deadline := time.Now().Add(returnPatience); time.Now().Before(deadline) && ctx.Err() == nil; {
-		if n, err := c.consumers(true); err != nil || n < before {
+		if n, err := c.consumers(ctx); err != nil || n < before {
 			return
 		}
 		time.Sleep(settleTime / 10)

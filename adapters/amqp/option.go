@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"reflect"
 	"time"
 
 	"github.com/rabbitmq/amqp091-go"
@@ -62,7 +63,8 @@ func WithPrefetch(n int) Option { return func(o *options) { o.prefetch = n } }
 // WithConsumerTimeout is the broker's consumer_timeout, which the protocol does
 // not tell: how long a delivery may be unsettled before the broker closes the
 // channel. At half of it Consume closes the channel itself. At least 2s; the
-// default is the broker's, 30m.
+// default is the x-consumer-timeout of [WithConsumeArgs], or else the broker's,
+// 30m.
 func WithConsumerTimeout(d time.Duration) Option { return func(o *options) { o.timeout = d } }
 
 // WithDeliveryLimit is the queue's delivery limit: the broker gives a message
@@ -135,6 +137,15 @@ func newOptions(g *guard.Guard, opts []Option) (options, error) {
 	if o.limit < 0 {
 		add("WithDeliveryLimit: %d is not at least 1", o.limit)
 	}
+	if ms, ok := whole(o.args["x-consumer-timeout"]); ok {
+		asked := time.Duration(ms) * time.Millisecond
+		if o.timeout == 0 {
+			o.timeout = asked
+		}
+		if o.timeout > asked {
+			add("WithConsumerTimeout: %s is more than the %s asked for by WithConsumeArgs", o.timeout, asked)
+		}
+	}
 	if o.timeout == 0 {
 		o.timeout = defaultConsumerTimeout
 	}
@@ -151,6 +162,18 @@ func newOptions(g *guard.Guard, opts []Option) (options, error) {
 		add("WithLogger: the logger must not be nil; leave the option out for silence")
 	}
 	return o, errors.Join(errs...)
+}
+
+// whole is a number of an argument, of any size.
+func whole(v any) (int64, bool) {
+	switch n := reflect.ValueOf(v); {
+	case n.CanInt():
+		return n.Int(), true
+	case n.CanUint():
+		return int64(n.Uint()), true
+	default:
+		return 0, false
+	}
 }
 
 // limits are what the broker asks of a source with this prefetch.

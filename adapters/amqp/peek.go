@@ -20,6 +20,23 @@ func recovers(ch *amqp091.Channel) bool {
 	return recovery.IsValid() && recovery.Kind() == reflect.Pointer && !recovery.IsNil()
 }
 
+// versionOf is the version of a channel's broker, 0 where the client does not
+// tell. Its properties do not change once it is connected.
+func versionOf(ch *amqp091.Channel) [2]int {
+	properties := field(field(reflect.ValueOf(ch), "connection"), "Properties")
+	if !properties.IsValid() || properties.Type() != reflect.TypeFor[amqp091.Table]() {
+		return [2]int{}
+	}
+	v := properties.MapIndex(reflect.ValueOf("version"))
+	if v.IsValid() && v.Kind() == reflect.Interface {
+		v = v.Elem()
+	}
+	if !v.IsValid() || v.Kind() != reflect.String {
+		return [2]int{}
+	}
+	return version(v.String())
+}
+
 // consumerOf is the one consumer of a channel; ok is false where there are
 // several, or the client does not tell.
 func consumerOf(ch *amqp091.Channel) (queue string, autoAck, ok bool) {

@@ -189,6 +189,19 @@ func (p *port) Flush() error {
 	return nil
 }
 
+// whileOut calls f while the broker waits for a delivery, and lets no ack out
+// meanwhile. false if there is none and none comes soon.
+func (p *port) whileOut(f func() error) (ok bool, err error) {
+	p.wire.Lock()
+	defer p.wire.Unlock()
+	for limit := time.Now().Add(settleTime); p.tags.open() == 0; time.Sleep(settleTime / 50) {
+		if time.Now().After(limit) {
+			return false, nil
+		}
+	}
+	return true, f()
+}
+
 // Extend has nothing to do: a consumer_timeout cannot be extended.
 func (p *port) Extend([]amqp091.Delivery) {}
 

@@ -22,7 +22,7 @@ import (
 type session struct {
 	link    *link
 	ch      *amqp091.Channel
-	returns chan amqp091.Return // read by write alone
+	returns chan amqp091.Return // read by write alone, and whenever it waits: the client stops at a full one
 	closed  chan struct{}       // the channel or the connection has ended
 	why     *amqp091.Error      // of the end; to be read after closed
 
@@ -108,6 +108,10 @@ func (s *session) end() {
 	if why, _ := s.blockage(); why != "" {
 		s.link.sock.close()
 	}
+	go func() { // ends with the channel
+		for range s.returns {
+		}
+	}()
 	s.link.close()
 }
 
@@ -131,7 +135,8 @@ func (s *session) write(ctx context.Context, queue string, m *amqp091.Publishing
 	}
 	patience := time.NewTimer(blockedPatience)
 	defer patience.Stop()
-	late := false
+	late, returns := false, s.returns
+	var back *amqp091.Return
 	for {
 		why, change := s.blockage()
 		if why != "" && late {
@@ -140,7 +145,16 @@ func (s *session) write(ctx context.Context, queue string, m *amqp091.Publishing
 		}
 		select {
 		case <-confirm.Done():
-			return s.judge(confirm, m)
+			return s.judge(confirm, m, back)
+		case r, ok := <-returns:
+			if !ok {
+				returns = nil // s.closed is about to be
+				continue
+			}
+			if r.MessageId == m.MessageId {
+				back = &r
+			}
+			delete(s.pending, r.MessageId)
 		case <-s.closed:
 			return s.ended()
 		case <-ctx.Done():
@@ -180,9 +194,8 @@ func (s *session) publish(ctx context.Context, queue string, m *amqp091.Publishi
 }
 
 // judge says what a confirmation means. The return of an unroutable message
-// comes before it, and is then in the channel already.
-func (s *session) judge(confirm *amqp091.DeferredConfirmation, m *amqp091.Publishing) error {
-	var back *amqp091.Return
+// comes before it, and is then in the channel already, if it is not back.
+func (s *session) judge(confirm *amqp091.DeferredConfirmation, m *amqp091.Publishing, back *amqp091.Return) error {
 	for more := true; more; {
 		select {
 		case r, ok := <-s.returns:

@@ -10,8 +10,8 @@ import (
 
 // tags keeps the unsettled delivery tags of one channel with one consumer, and
 // says how settled ones are acked in the fewest frames. It is safe for
-// concurrent use. Its memory is bounded by the prefetch: about two entries for
-// each delivery that the broker may have out.
+// concurrent use. Its memory is bounded by the prefetch: at most four entries,
+// about, for each delivery that the broker may have out.
 //
 // Tags come from the broker in order, each once: a second one means that the
 // client has put another channel under this one, and that no tag is ours any
@@ -52,8 +52,8 @@ func (t *tags) add(n uint64) bool {
 		return false
 	}
 	t.high = n
-	if len(t.out) == cap(t.out) {
-		t.compact()
+	if len(t.out) == cap(t.out) && 2*(t.head+t.acked) >= len(t.out) {
+		t.compact() // with less to gain it would come again at once
 	}
 	t.out = append(t.out, tag{n: n})
 	return true

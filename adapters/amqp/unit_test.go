@@ -256,3 +256,30 @@ func TestDialerTriesAllInAFreshOrder(t *testing.T) {
 		t.Errorf("%v after %s", err, time.Since(start))
 	}
 }
+
+// A consumer timeout that is asked for by an argument is the guard's too.
+func TestConsumerTimeoutOfTheArguments(t *testing.T) {
+	t.Parallel()
+	g := newGuard(t, guard.Config{})
+	for _, c := range []struct {
+		arg      any
+		opt      time.Duration
+		want     time.Duration
+		conflict bool
+	}{
+		{nil, 0, defaultConsumerTimeout, false},
+		{int64(60000), 0, time.Minute, false},
+		{int32(60000), 30 * time.Second, 30 * time.Second, false},
+		{60000, time.Hour, time.Hour, true},
+		{"a minute", 0, defaultConsumerTimeout, false},
+	} {
+		opts := []Option{WithConsumerTimeout(c.opt)}
+		if c.arg != nil {
+			opts = append(opts, WithConsumeArgs(amqp091.Table{"x-consumer-timeout": c.arg}))
+		}
+		o, err := newOptions(g, opts)
+		if o.timeout != c.want || (err != nil) != c.conflict {
+			t.Errorf("%+v: %s, %v", c, o.timeout, err)
+		}
+	}
+}

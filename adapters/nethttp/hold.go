@@ -4,6 +4,7 @@
 package nethttp
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"hash/maphash"
@@ -96,19 +97,22 @@ func (in *Intake) hold(w http.ResponseWriter, r *http.Request, next http.Handler
 		in.refuse(w, r, guard.ReasonBackpressure, nil)
 		return
 	}
+	reserved := true
+	defer func() { // a body or a key may panic
+		if reserved {
+			in.unreserve(need)
+		}
+	}()
 	body, err := in.read(w, r)
 	switch {
 	case err == nil && int64(len(body)) > in.cfg.MaxBody:
-		in.unreserve(need)
 		in.refuse(w, r, guard.ReasonBackpressure, nil)
 		return
 	case err != nil:
-		in.unreserve(need)
 		status := bodyStatus(err)
 		http.Error(w, http.StatusText(status), status)
 		return
 	case r.Context().Err() != nil: // the client has gone: nothing is promised
-		in.unreserve(need)
 		return
 	default:
 	}
@@ -119,6 +123,7 @@ func (in *Intake) hold(w http.ResponseWriter, r *http.Request, next http.Handler
 	if in.o.replay != nil {
 		h.next = in.o.replay
 	}
+	reserved = false
 	if err := in.enqueue(h, need); err != nil {
 		why := guard.ReasonBackpressure
 		if errors.Is(err, guard.ErrClosed) {
@@ -193,21 +198,28 @@ func (in *Intake) unreserve(bytes int64) {
 	in.bytes -= bytes
 }
 
-// read reads the body, up to one byte more than can be held.
+// read reads the body to its end, or up to one byte more than can be held: a
+// middleware may have put another one in, such as what it decompressed, and left
+// the length. A form that was parsed in front of the intake is its body again.
 func (in *Intake) read(w http.ResponseWriter, r *http.Request) ([]byte, error) {
 	if r.Body == nil || r.Body == http.NoBody {
 		return nil, nil
 	}
 	// Not every ResponseWriter can; then the server's own timeout has to do.
 	_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(in.cfg.BodyTimeout))
-	var body []byte
-	if r.ContentLength > 0 {
-		body = make([]byte, r.ContentLength)
-		_, err := io.ReadFull(r.Body, body)
-		return body, err
+	var body bytes.Buffer
+	body.Grow(int(max(r.ContentLength, 0)) + bytes.MinRead) // the end is only seen with room left
+	_, err := body.ReadFrom(io.LimitReader(r.Body, in.cfg.MaxBody+1))
+	switch {
+	case err != nil:
+		return nil, err
+	case body.Len() == 0 && len(r.PostForm) > 0:
+		return []byte(r.PostForm.Encode()), nil
+	case int64(body.Len()) < r.ContentLength:
+		return nil, io.ErrUnexpectedEOF
+	default:
+		return body.Bytes(), nil
 	}
-	body, err := io.ReadAll(io.LimitReader(r.Body, in.cfg.MaxBody+1))
-	return body, err
 }
 
 // bodyStatus is the answer to a request whose body could not be read.
@@ -251,6 +263,10 @@ func (in *Intake) enqueue(h *held, reserved int64) error {
 	in.bytes -= reserved
 	if in.closing {
 		return guard.ErrClosed
+	}
+	// The body may be larger than its Content-Length, for which there was room.
+	if (in.oldest != nil || in.reading > 0) && in.bytes+int64(h.size) > in.room {
+		return guard.ErrFull
 	}
 	in.seq++
 	h.id = in.ids + "-" + strconv.FormatUint(in.seq, 10)

@@ -61,9 +61,18 @@ func (p port) Meta(h *held) guard.Meta {
 		}
 	}
 	meta.Headers = append(meta.Headers,
-		dlq.Header{Name: letterMethod, Value: h.req.Method}, dlq.Header{Name: letterTarget, Value: h.req.URL.RequestURI()},
+		dlq.Header{Name: letterMethod, Value: h.req.Method}, dlq.Header{Name: letterTarget, Value: target(h.req)},
 		dlq.Header{Name: letterHost, Value: h.req.Host}, dlq.Header{Name: letterRemote, Value: h.req.RemoteAddr})
 	return meta
+}
+
+// target is what the client asked for, whatever a middleware such as
+// http.StripPrefix made of the URL.
+func target(r *http.Request) string {
+	if strings.HasPrefix(r.RequestURI, "/") || r.RequestURI == "*" {
+		return r.RequestURI
+	}
+	return r.URL.RequestURI()
 }
 
 func (p port) Ack(h *held) error {

@@ -76,3 +76,17 @@ func TestFromRecordRefuses(t *testing.T) {
 		t.Error(req.Header)
 	}
 }
+
+// A dead letter says what the client asked for, not what the handler saw of it.
+func TestTargetOfAStrippedPrefix(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r := newRig(t, quick, Config{})
+		r.breakIt()
+		r.want(send(http.StripPrefix("/api", r.defers), "POST", "/api/orders?x=1", "a"), http.StatusAccepted)
+		r.close()
+		req, err := FromRecord(t.Context(), r.letters.list()[0])
+		if err != nil || req.URL.String() != "/api/orders?x=1" {
+			t.Errorf("%v, %v", req, err)
+		}
+	})
+}

@@ -72,7 +72,9 @@ func WithOutcome(f func(r *http.Request, status int, replay bool) error) Option 
 // WithReplay is where held requests are replayed, in place of the handler that
 // Wrap or Defer was given. Use it where that handler lives only as long as its
 // request, as under echo.WrapMiddleware: give it the whole router, which leads
-// the replay through the intake once more, and the intake lets it pass.
+// the replay through the intake once more, and the intake lets it pass. The
+// replay has the URL that the intake saw: a router in which http.StripPrefix
+// comes before the intake would not find it.
 func WithReplay(h http.Handler) Option { return func(o *options) { o.replay = h } }
 
 // WithValues carries the values of these keys over from the context of a

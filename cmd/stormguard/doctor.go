@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"regexp"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -57,13 +58,24 @@ func (e *examination) flags(cmd *cobra.Command) {
 
 // need reports which of the flags are unset.
 func (e *examination) need(cmd *cobra.Command, names ...string) error {
-	errs := []error{e.check()}
+	var errs []error
+	if err := e.check(); err != nil {
+		errs = append(errs, usageError{err})
+	}
 	for _, name := range names {
 		if cmd.Flag(name).Value.String() == "" {
 			errs = append(errs, usageError{fmt.Errorf("--%s: must be given", name)})
 		}
 	}
 	return errors.Join(errs...)
+}
+
+var userinfo = regexp.MustCompile(`[^/,"]*@`)
+
+// connectError says where nobody was found, without user and password, which
+// the client's error may repeat.
+func connectError(address string, err error) error {
+	return errors.New(userinfo.ReplaceAllString(fmt.Sprintf("connect to %s: %v", address, err), "...@"))
 }
 
 // report prints the findings.

@@ -5,7 +5,6 @@ package main
 
 import (
 	"errors"
-	"fmt"
 	"strings"
 
 	"github.com/IBM/sarama"
@@ -42,11 +41,14 @@ group's own client has set only its program knows: kafka.Inspect looks at that t
 			config.Consumer.Return.Errors = true
 			client, err := sarama.NewClient(strings.Split(url, ","), config)
 			if err != nil {
-				return fmt.Errorf("connect to %s: %w", url, err)
+				return connectError(url, err)
 			}
 			defer func() { _ = client.Close() }()
 			target.Hold = e.hold
 			found, err := kafka.Inspect(client, target)
+			if err != nil && len(found) == 0 {
+				return err // not the same as nothing found
+			}
 			return errors.Join(err, e.report(cmd.OutOrStdout(), found))
 		},
 	}

@@ -4,8 +4,6 @@
 package main
 
 import (
-	"fmt"
-
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 	"github.com/spf13/cobra"
@@ -32,7 +30,7 @@ func newDoctorNATS() *cobra.Command {
 			}
 			nc, err := nats.Connect(url, opts...)
 			if err != nil {
-				return fmt.Errorf("connect to %s: %w", url, err)
+				return connectError(url, err)
 			}
 			defer nc.Close()
 			js, err := jetstream.New(nc)

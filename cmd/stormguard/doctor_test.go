@@ -78,6 +78,31 @@ func TestDoctorNATS(t *testing.T) {
 	}
 }
 
+// What a broker does not answer, or a flag that cannot be, is told without
+// passwords and by the right exit status.
+func TestDoctorMistakes(t *testing.T) {
+	nats := []string{"doctor", "nats", "--stream", "S", "--consumer", "C", "--url"}
+	for _, args := range [][]string{
+		append(nats, "nats://bob:s3cret@127.0.0.1:1"),
+		append(nats, "bob:s3cret@127.0.0.1:1,bob:s3cret@127.0.0.1:2"),
+		append(nats, "nats://bob:%zs3cret@127.0.0.1:1"),
+		{"doctor", "kafka", "--topic", "t", "--url", "bob:s3cret@127.0.0.1:1"},
+		{"doctor", "rabbitmq", "--queue", "q", "--api", "http://bob:s3cret@127.0.0.1:1"},
+		{"doctor", "rabbitmq", "--queue", "q", "--api", "http://bob:%zs3cret@127.0.0.1:1"},
+	} {
+		if code, stdout, stderr := command(args...); code != exitError || stdout != "" || strings.Contains(stderr, "s3cret") {
+			t.Errorf("%v: %d %q %q", args, code, stdout, stderr)
+		}
+	}
+	for _, args := range [][]string{
+		append(nats, "nats://127.0.0.1:1", "--hold", "1x"), {"doctor", "kafka", "--topic", "t", "--hold", "1x"}, {"doctor", "rabbitmq", "--queue", "q", "--hold", "1x"},
+	} {
+		if code, _, stderr := command(args...); code != exitUsage || !strings.Contains(stderr, "--hold") {
+			t.Errorf("%v: %d %q", args, code, stderr)
+		}
+	}
+}
+
 func TestDoctorKafka(t *testing.T) {
 	url := brokers.ForTest(t, brokers.Kafka)
 	topic := "doctor-" + strings.ToLower(rand.Text()[:8])

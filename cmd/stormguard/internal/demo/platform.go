@@ -148,7 +148,8 @@ func open(ctx context.Context, cfg Config, stderr io.Writer) (broker, error) {
 	return p.open(ctx, cfg, address)
 }
 
-var userinfo = regexp.MustCompile(`//[^/]*@`)
+var userinfo = regexp.MustCompile(`[^/,]*@`)
 
-// redact leaves user and password out of an address.
-func redact(address string) string { return userinfo.ReplaceAllString(address, "//...@") }
+// redact leaves users and passwords out of an address, or of several. NATS needs
+// no scheme.
+func redact(address string) string { return userinfo.ReplaceAllString(address, "...@") }

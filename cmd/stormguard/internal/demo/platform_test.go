@@ -201,6 +201,7 @@ func TestHandledButNeverSettled(t *testing.T) {
 func TestNowhereToConnect(t *testing.T) {
 	for _, cfg := range []Config{
 		{Broker: NATS, URL: "nats://me:secret@127.0.0.1:1"},
+		{Broker: NATS, URL: "me:secret@127.0.0.1:1"},
 		{Broker: Kafka, URL: "127.0.0.1:1"},
 		{Broker: RabbitMQ, URL: "amqp://me:secret@127.0.0.1:1/"},
 	} {

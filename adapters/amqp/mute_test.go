@@ -1,0 +1,99 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package amqp
+
+import (
+	"context"
+	"errors"
+	"net"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/rabbitmq/amqp091-go"
+
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/brokers"
+)
+
+// mute is a dialer's broker that says nothing any more once it was sent a method.
+type mute struct {
+	method uint32
+	silent atomic.Bool
+}
+
+func (m *mute) dialer(url string) Dialer {
+	return Dialer{URLs: []string{url}, Config: amqp091.Config{Heartbeat: time.Minute, Dial: func(network, addr string) (net.Conn, error) {
+		c, err := net.Dial(network, addr)
+		return &muted{Conn: c, m: m}, err
+	}}}
+}
+
+type muted struct {
+	net.Conn
+	m    *mute
+	sent frames
+}
+
+func (c *muted) Read(p []byte) (int, error) {
+	for {
+		n, err := c.Conn.Read(p)
+		if err != nil || !c.m.silent.Load() {
+			return n, err
+		}
+	}
+}
+
+func (c *muted) Write(p []byte) (int, error) {
+	c.sent.feed(p, func(_ uint16, method uint32, _ []byte) {
+		if method == c.m.method {
+			c.m.silent.Store(true)
+		}
+	})
+	return c.Conn.Write(p)
+}
+
+// A broker that does not answer keeps nobody longer than its context and a
+// little more.
+func TestMuteBroker(t *testing.T) {
+	t.Parallel()
+	const (
+		channelOpen  = 20<<16 | 10
+		queueDeclare = 50<<16 | 10
+		basicConsume = 60<<16 | 20
+	)
+	s := shared(t, brokers.RabbitMQ4)
+	r := newRig(t, s, Quorum, nil)
+	for name, method := range map[string]uint32{"channel.open": channelOpen, "basic.qos": basicQos, "basic.consume": basicConsume} {
+		t.Run("Consume, "+name, func(t *testing.T) {
+			t.Parallel()
+			m := &mute{method: method}
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			done := make(chan error, 1)
+			go func() {
+				done <- Consume(ctx, newGuard(t, guard.Config{}), m.dialer(r.url()), r.queue, func(context.Context, amqp091.Delivery) error { return nil })
+			}()
+			eventually(t, "the broker is mute", m.silent.Load)
+			cancel()
+			select {
+			case err := <-done:
+				t.Log(err)
+			case <-time.After(3 * closeTimeout):
+				t.Fatal("Consume does not return")
+			}
+		})
+	}
+	t.Run("NewDLQ", func(t *testing.T) {
+		t.Parallel()
+		m := &mute{method: queueDeclare}
+		ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
+		defer cancel()
+		start := time.Now()
+		_, err := NewDLQ(ctx, m.dialer(r.url()), DLQConfig{Queue: r.queue + ".dlq"})
+		if took := time.Since(start); !errors.Is(err, context.DeadlineExceeded) || took > closeTimeout {
+			t.Errorf("%v after %s", err, took)
+		}
+	})
+}
