@@ -96,6 +96,27 @@ func TestRecoveryTrap(t *testing.T) {
 				t.Errorf("%v", err)
 			}
 		})
+		// What the client does by itself, so that this test is about something.
+		t.Run("loses messages without a guard", func(t *testing.T) {
+			r := newRig(t, s, Quorum, nil)
+			var l lines
+			_, ch, in := r.opened(recovery(&l), 3)
+			r.publish(0, 10)
+			take(t, in)
+			old := take(t, in)
+			back := make(chan *amqp091.StateChanged, 16)
+			ch.NotifyStateChange(back)
+			l.cut()
+			for to := range back {
+				if to.To == amqp091.StateOpen {
+					break
+				}
+			}
+			eventually(t, "the broker delivered again", func() bool { return l.unacked() == 3 })
+			if err := old.Ack(true); err != nil || l.books().acked != 2 {
+				t.Errorf("the trap is not there any more: %v, %d acked", err, l.books().acked)
+			}
+		})
 		// Where it is not seen, what the program still holds is never acked.
 		t.Run("is harmless", func(t *testing.T) {
 			r := newRig(t, s, Quorum, nil)

@@ -5,6 +5,7 @@ package amqp
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"net"
@@ -209,6 +210,25 @@ func TestPace(t *testing.T) {
 type limiterFunc struct{ n int }
 
 func (l *limiterFunc) Admit(time.Duration) time.Duration { l.n++; return time.Minute }
+
+// The close event alone ends the tags' life: with the client's recovery the
+// channel is open again before anybody has read the event.
+func TestTheCloseEventEndsTheTags(t *testing.T) {
+	t.Parallel()
+	l := &life{ch: new(amqp091.Channel), latch: make(chan *amqp091.Error, 1)}
+	p := &passivePort{life: l}
+	p.tags.add(1)
+	l.latch <- amqp091.ErrClosed
+	if err := p.Ack(&taken{Delivery: amqp091.Delivery{DeliveryTag: 1}}); !errors.Is(err, ErrChannelGone) {
+		t.Errorf("passive: %v", err)
+	}
+	q := newPort("q", &options{})
+	q.life.Store(l)
+	q.tags.add(1)
+	if err := q.Ack(amqp091.Delivery{DeliveryTag: 1}); !errors.Is(err, ErrChannelGone) {
+		t.Errorf("function: %v", err)
+	}
+}
 
 // Every endpoint is tried, not always in one order, and a context ends it.
 func TestDialerTriesAllInAFreshOrder(t *testing.T) {
