@@ -316,6 +316,46 @@ func TestCancelDrains(t *testing.T) {
 	eventually(t, "the rest is in the queue", func() bool { n, err := r.ready(); return err == nil && n == 30 })
 }
 
+// Acks that were sent just before the channel is closed are not lost in the
+// pipeline of a quorum queue.
+func TestAcksSurviveTheClose(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		for range 5 {
+			r := newRig(t, s, Quorum, nil)
+			const n = 200
+			r.publish(0, n)
+			g := newGuard(t, guard.Config{})
+			conn, ch, in := r.opened(amqp091.Config{}, 100)
+			ctx, cancel := context.WithCancel(t.Context())
+			out, err := Deliveries(ctx, g, ch, in)
+			if err != nil {
+				t.Fatal(err)
+			}
+			var all []amqp091.Delivery
+			for len(all) < n {
+				all = append(all, take(t, out))
+				if len(all)%100 == 0 { // the whole prefetch at once
+					for _, d := range all[len(all)-100:] {
+						if err := d.Ack(false); err != nil {
+							t.Fatal(err)
+						}
+					}
+				}
+			}
+			cancel()
+			drained(t, out)
+			if err := errors.Join(ch.Close(), conn.Close()); err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(200 * time.Millisecond) // what was lost is back by then
+			if left, err := r.get(r.queue); err != nil || len(left) > 0 {
+				t.Errorf("%d of %d acks were lost, %v", len(left), n, err)
+			}
+		}
+	})
+}
+
 // Without Qos the broker sends everything: that is refused by name.
 func TestDeliveriesWithoutQos(t *testing.T) {
 	t.Parallel()
