@@ -96,6 +96,27 @@ func TestRecoveryTrap(t *testing.T) {
 				t.Errorf("%v", err)
 			}
 		})
+		// What the client does by itself, so that this test is about something.
+		t.Run("loses messages without a guard", func(t *testing.T) {
+			r := newRig(t, s, Quorum, nil)
+			var l lines
+			_, ch, in := r.opened(recovery(&l), 3)
+			r.publish(0, 10)
+			take(t, in)
+			old := take(t, in)
+			back := make(chan *amqp091.StateChanged, 16)
+			ch.NotifyStateChange(back)
+			l.cut()
+			for to := range back {
+				if to.To == amqp091.StateOpen {
+					break
+				}
+			}
+			eventually(t, "the broker delivered again", func() bool { return l.unacked() == 3 })
+			if err := old.Ack(true); err != nil || l.books().acked != 2 {
+				t.Errorf("the trap is not there any more: %v, %d acked", err, l.books().acked)
+			}
+		})
 		// Where it is not seen, what the program still holds is never acked.
 		t.Run("is harmless", func(t *testing.T) {
 			r := newRig(t, s, Quorum, nil)
@@ -293,6 +314,46 @@ func TestCancelDrains(t *testing.T) {
 		t.Errorf("%d: %v; channel closed: %t", len(got), got, ch.IsClosed())
 	}
 	eventually(t, "the rest is in the queue", func() bool { n, err := r.ready(); return err == nil && n == 30 })
+}
+
+// Acks that were sent just before the channel is closed are not lost in the
+// pipeline of a quorum queue.
+func TestAcksSurviveTheClose(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		for range 5 {
+			r := newRig(t, s, Quorum, nil)
+			const n = 200
+			r.publish(0, n)
+			g := newGuard(t, guard.Config{})
+			conn, ch, in := r.opened(amqp091.Config{}, 100)
+			ctx, cancel := context.WithCancel(t.Context())
+			out, err := Deliveries(ctx, g, ch, in)
+			if err != nil {
+				t.Fatal(err)
+			}
+			var all []amqp091.Delivery
+			for len(all) < n {
+				all = append(all, take(t, out))
+				if len(all)%100 == 0 { // the whole prefetch at once
+					for _, d := range all[len(all)-100:] {
+						if err := d.Ack(false); err != nil {
+							t.Fatal(err)
+						}
+					}
+				}
+			}
+			cancel()
+			drained(t, out)
+			if err := errors.Join(ch.Close(), conn.Close()); err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(200 * time.Millisecond) // what was lost is back by then
+			if left, err := r.get(r.queue); err != nil || len(left) > 0 {
+				t.Errorf("%d of %d acks were lost, %v", len(left), n, err)
+			}
+		}
+	})
 }
 
 // Without Qos the broker sends everything: that is refused by name.

@@ -275,11 +275,21 @@ func (e *epoch) settled() bool {
 }
 
 // widen replaces the consumer by one with the whole prefetch: a prefetch is
-// the consumer's from its beginning. What the first had out stays settleable,
-// but a delivery that is on its way to it goes back, and behind others: so it is
-// cancelled while its prefetch is used up, or not yet.
+// the consumer's from its beginning.
+//
+// A delivery that is on its way when its consumer is cancelled goes to the tail
+// of a quorum queue. So acks are kept back until the one delivery that may be
+// out has come: then nothing else is on its way. When none comes there is
+// nothing to be gained either, and the next look tries again.
 func (e *epoch) widen(ctx context.Context) error {
-	if ok, err := e.port.whileOut(func() error { return e.ch.Cancel(e.tag, false) }); err != nil || !ok {
+	e.port.hold()
+	defer e.port.release()
+	for deadline := time.Now().Add(settleTime); e.port.tags.open() == 0; time.Sleep(settleTime / 50) {
+		if time.Now().After(deadline) || ctx.Err() != nil {
+			return nil
+		}
+	}
+	if err := e.ch.Cancel(e.tag, false); err != nil {
 		return err
 	}
 	select {

@@ -125,6 +125,7 @@ type port struct {
 	tags tags
 
 	sent   recent
+	held   atomic.Bool // no acks go out
 	wire   sync.Mutex
 	frames []ack       // guarded by wire
 	late   *time.Timer // sends acks that wait behind a slow handler
@@ -175,6 +176,9 @@ func (p *port) Ack(d amqp091.Delivery) error {
 func (p *port) Flush() error {
 	p.wire.Lock()
 	defer p.wire.Unlock()
+	if p.held.Load() {
+		return nil
+	}
 	p.frames = p.tags.take(p.frames[:0])
 	l := p.life.Load()
 	for _, f := range p.frames {
@@ -189,17 +193,16 @@ func (p *port) Flush() error {
 	return nil
 }
 
-// whileOut calls f while the broker waits for a delivery, and lets no ack out
-// meanwhile. false if there is none and none comes soon.
-func (p *port) whileOut(f func() error) (ok bool, err error) {
+// hold keeps acks back from when it returns until release, which sends them.
+func (p *port) hold() {
 	p.wire.Lock()
 	defer p.wire.Unlock()
-	for limit := time.Now().Add(settleTime); p.tags.open() == 0; time.Sleep(settleTime / 50) {
-		if time.Now().After(limit) {
-			return false, nil
-		}
-	}
-	return true, f()
+	p.held.Store(true)
+}
+
+func (p *port) release() {
+	p.held.Store(false)
+	_ = p.Flush() // an error is the channel's end, which is seen elsewhere
 }
 
 // Extend has nothing to do: a consumer_timeout cannot be extended.

@@ -5,6 +5,7 @@ package amqp
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"net"
@@ -140,7 +141,7 @@ func TestAges(t *testing.T) {
 		a := newAges(limit)
 		var high, oldest uint64
 		arrived := map[uint64]int{}
-		for s := range 2000 {
+		for s := range 700 {
 			now := time.Unix(int64(s), 0)
 			if rapid.IntRange(0, 9).Draw(t, "deliver") == 0 {
 				high++
@@ -209,6 +210,25 @@ func TestPace(t *testing.T) {
 type limiterFunc struct{ n int }
 
 func (l *limiterFunc) Admit(time.Duration) time.Duration { l.n++; return time.Minute }
+
+// The close event alone ends the tags' life: with the client's recovery the
+// channel is open again before anybody has read the event.
+func TestTheCloseEventEndsTheTags(t *testing.T) {
+	t.Parallel()
+	l := &life{ch: new(amqp091.Channel), latch: make(chan *amqp091.Error, 1)}
+	p := &passivePort{life: l}
+	p.tags.add(1)
+	l.latch <- amqp091.ErrClosed
+	if err := p.Ack(&taken{Delivery: amqp091.Delivery{DeliveryTag: 1}}); !errors.Is(err, ErrChannelGone) {
+		t.Errorf("passive: %v", err)
+	}
+	q := newPort("q", &options{})
+	q.life.Store(l)
+	q.tags.add(1)
+	if err := q.Ack(amqp091.Delivery{DeliveryTag: 1}); !errors.Is(err, ErrChannelGone) {
+		t.Errorf("function: %v", err)
+	}
+}
 
 // Every endpoint is tried, not always in one order, and a context ends it.
 func TestDialerTriesAllInAFreshOrder(t *testing.T) {
