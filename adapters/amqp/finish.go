@@ -1,0 +1,147 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package amqp
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/rabbitmq/amqp091-go"
+
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// finish ends the source and the channel, in this order.
+func (e *epoch) finish(ctx context.Context, how outcome, cause error) (outcome, error) {
+	c := e.c
+	stopped := ctx.Err() != nil
+	why := guard.ReasonShutdown
+	switch {
+	case how == epochLost && e.life.ended():
+		why = guard.ReasonRebalance
+	case how != epochStopped:
+		why = guard.ReasonBackpressure
+	}
+	report := e.end(ctx, why)
+	if len(report.Left) == 0 {
+		<-e.ran
+	}
+	orderly := how != epochStopped && !e.life.ended()
+	before := 0
+	if orderly {
+		before, _ = c.consumers(ctx)
+	}
+	closeErr := e.hangUp()
+	if orderly {
+		c.awaitReturn(ctx, before)
+	}
+	if how != epochStopped {
+		if n := len(report.Left); n > 0 {
+			c.o.log.Warn("messages left behind", "source", c.o.name, "messages", n, "state", report.Left[0].State, "why", report.Left[0].Why)
+		}
+		return how, nil
+	}
+	if cause != nil {
+		return how, cause
+	}
+	var errs []error
+	if report.Err != nil && !errors.Is(report.Err, ErrChannelGone) {
+		errs = append(errs, fmt.Errorf("amqp: stop %s: %w", c.o.name, report.Err))
+	}
+	if closeErr != nil {
+		errs = append(errs, fmt.Errorf("amqp: stop %s: close: %w", c.o.name, closeErr))
+	}
+	if n := len(report.Left); n > 0 {
+		errs = append(errs, fmt.Errorf("amqp: stop %s: %d messages left after %s (WithStopTimeout), the oldest %s: %s; they are delivered again",
+			c.o.name, n, c.o.stopTimeout, report.Left[0].State, report.Left[0].Why))
+	}
+	if !stopped {
+		errs = append(errs, guard.ErrClosed)
+	}
+	return how, errors.Join(errs...)
+}
+
+// end ends the source. With a channel that is gone it waits for handlers only,
+// which must not overlap with the next epoch's: a dead letter that is being
+// written could not be acked any more.
+func (e *epoch) end(ctx context.Context, why guard.Reason) guard.Report {
+	limit := e.c.o.stopTimeout
+	if why == guard.ReasonBackpressure {
+		limit = min(limit, e.c.o.timeout/4) // the broker does not wait longer
+	}
+	grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), limit)
+	defer cancel()
+	if why == guard.ReasonRebalance {
+		go func() {
+			look := time.NewTicker(lookEvery / 10)
+			defer look.Stop()
+			for e.src.Account().Processing > 0 {
+				select {
+				case <-look.C:
+				case <-grace.Done():
+					return
+				}
+			}
+			cancel()
+		}()
+	}
+	return e.src.End(grace, why)
+}
+
+// hangUp closes the channel and waits for the reader. Whatever does not answer
+// in time is cut off.
+func (e *epoch) hangUp() error {
+	e.port.end()
+	if e.ch == nil {
+		return nil
+	}
+	if !e.life.ended() {
+		e.port.sent.wait()
+	}
+	// The client waits without limit for the broker's answer.
+	cut := time.AfterFunc(closeTimeout, e.c.link.sock.close)
+	err := e.ch.Close()
+	cut.Stop()
+	e.life.over.Store(true)
+	close(e.quit)
+	if e.read != nil {
+		<-e.read
+	}
+	if errors.Is(err, amqp091.ErrClosed) {
+		err = nil
+	}
+	return err
+}
+
+// consumers is how many the queue has, as its leader knows it.
+func (c *consumer) consumers(ctx context.Context) (n int, err error) {
+	err = c.link.within(ctx, closeTimeout, func() error {
+		ch, err := c.link.Channel()
+		if err != nil {
+			return err
+		}
+		q, err := ch.QueueDeclarePassive(c.o.queue, true, false, false, false, nil)
+		if err != nil {
+			return err
+		}
+		n = q.Consumers
+		return ch.Close()
+	})
+	return n, err
+}
+
+// awaitReturn waits until the queue knows that a channel is closed. A quorum
+// queue learns that by itself, later than we do, and would give a consumer that
+// comes before that what is behind the messages that went back. It is known by
+// the number of consumers; where others come and go, time must do.
+func (c *consumer) awaitReturn(ctx context.Context, before int) {
+	for deadline := time.Now().Add(returnPatience); time.Now().Before(deadline) && ctx.Err() == nil; {
+		if n, err := c.consumers(ctx); err != nil || n < before {
+			return
+		}
+		time.Sleep(settleTime / 10)
+	}
+}
