@@ -48,8 +48,9 @@ func WithGroup(group string) Option { return func(o *options) { o.group = group 
 // sarama's session; it is needed where the session is somebody else's.
 func WithConfig(config *sarama.Config) Option { return func(o *options) { o.config = config } }
 
-// WithClient is a client for the log's end and for what is committed, each asked
-// every 10s, off the way of the messages; its configuration stands in for
+// WithClient is a client for the log's end and, with AutoCommit, for what is
+// committed, each asked every 10s, or every other AutoCommit.Interval if that is
+// longer, off the way of the messages; its configuration stands in for
 // [WithConfig]. The default is the group's own, found in sarama's session.
 // Without any, the lag is unknown.
 func WithClient(client sarama.Client) Option { return func(o *options) { o.client = client } }

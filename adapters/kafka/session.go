@@ -175,7 +175,11 @@ func (ss *session) watch() {
 	ss.cancel = cancel
 	go func() {
 		w := watcher{ss: ss, behind: make(map[place]bool), marked: make(map[place]int64)}
-		next := time.NewTimer(min(ss.h.opts.lookEvery, time.Second))
+		every := ss.h.opts.lookEvery
+		if a := ss.set.config.Consumer.Offsets.AutoCommit; a.Enable {
+			every = max(every, 2*a.Interval) // what is marked at one look is committed at the next
+		}
+		next := time.NewTimer(min(every, time.Second))
 		defer next.Stop()
 		for {
 			select {
@@ -184,7 +188,7 @@ func (ss *session) watch() {
 				return
 			}
 			w.look()
-			next.Reset(ss.h.opts.lookEvery)
+			next.Reset(every)
 		}
 	}()
 }
@@ -209,8 +213,8 @@ func (w *watcher) look() {
 		c.end.Store(end)
 		parts[c.topic] = append(parts[c.topic], c.partition)
 	}
-	if len(claims) == 0 {
-		return
+	if len(claims) == 0 || !w.ss.set.config.Consumer.Offsets.AutoCommit.Enable {
+		return // the program commits when it likes
 	}
 	committed, err := w.ss.committed(parts)
 	for _, c := range claims {

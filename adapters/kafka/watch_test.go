@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -104,6 +105,31 @@ func TestCommitsThatFailAreNoticed(t *testing.T) {
 		t.Logf("close: %v", err)
 	}
 	running.Wait()
+}
+
+// A mark that is not committed yet, since its time has not come or the program has
+// not asked for it, is no commit that fails.
+func TestCommitsThatAreNotDueAreNoNews(t *testing.T) {
+	t.Parallel()
+	for _, auto := range []bool{true, false} {
+		r := newRig(t, 1)
+		cfg := testConfig()
+		cfg.Consumer.Offsets.AutoCommit.Enable, cfg.Consumer.Offsets.AutoCommit.Interval = auto, time.Second
+		var own logged
+		var calls atomic.Int64
+		h := marking{func(context.Context, *sarama.ConsumerMessage) error { calls.Add(1); return nil }, false}
+		m := r.join(cfg, WrapHandler(newGuard(t, guard.Config{}), h,
+			WithLogger(slog.New(slog.NewTextHandler(&own, nil))), func(o *options) { o.lookEvery = 100 * time.Millisecond }))
+		for i := range 30 {
+			r.publish(i, i+1, nil, nil)
+			time.Sleep(100 * time.Millisecond)
+		}
+		eventually(t, "all are handled", func() bool { return calls.Load() == 30 })
+		if own.has("commits are behind") {
+			t.Errorf("AutoCommit %t: %s", auto, own.buf.String())
+		}
+		m.stop()
+	}
 }
 
 // A trace goes from the producer through the broker to the handler and into the
