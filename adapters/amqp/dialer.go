@@ -103,7 +103,7 @@ func (l *link) close() {
 func (l *link) within(ctx context.Context, patience time.Duration, do func() error) error {
 	done := make(chan struct{})
 	defer close(done)
-	defer context.AfterFunc(ctx, func() {
+	stop := context.AfterFunc(ctx, func() {
 		wait := time.NewTimer(patience)
 		defer wait.Stop()
 		select {
@@ -111,7 +111,8 @@ func (l *link) within(ctx context.Context, patience time.Duration, do func() err
 			l.sock.close()
 		case <-done:
 		}
-	})()
+	})
+	defer stop()
 	return do()
 }
 

@@ -97,19 +97,22 @@ func (in *Intake) hold(w http.ResponseWriter, r *http.Request, next http.Handler
 		in.refuse(w, r, guard.ReasonBackpressure, nil)
 		return
 	}
+	reserved := true
+	defer func() { // a body or a key may panic
+		if reserved {
+			in.unreserve(need)
+		}
+	}()
 	body, err := in.read(w, r)
 	switch {
 	case err == nil && int64(len(body)) > in.cfg.MaxBody:
-		in.unreserve(need)
 		in.refuse(w, r, guard.ReasonBackpressure, nil)
 		return
 	case err != nil:
-		in.unreserve(need)
 		status := bodyStatus(err)
 		http.Error(w, http.StatusText(status), status)
 		return
 	case r.Context().Err() != nil: // the client has gone: nothing is promised
-		in.unreserve(need)
 		return
 	default:
 	}
@@ -120,6 +123,7 @@ func (in *Intake) hold(w http.ResponseWriter, r *http.Request, next http.Handler
 	if in.o.replay != nil {
 		h.next = in.o.replay
 	}
+	reserved = false
 	if err := in.enqueue(h, need); err != nil {
 		why := guard.ReasonBackpressure
 		if errors.Is(err, guard.ErrClosed) {

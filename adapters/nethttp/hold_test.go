@@ -370,6 +370,39 @@ func TestUnreadable(t *testing.T) {
 	})
 }
 
+// A panic on the way into the hold gives its room back.
+func TestPanicBeforeTheHold(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		key := "panics"
+		r := newRig(t, quick, Config{}, WithKey(func(*http.Request) string {
+			if key == "panics" {
+				panic(http.ErrAbortHandler)
+			}
+			return key
+		}))
+		r.breakIt()
+		post := func(edit func(*http.Request)) {
+			defer func() {
+				if v := recover(); v == nil {
+					t.Error("the panic is gone")
+				}
+			}()
+			send(r.defers, "POST", "/", "x", edit)
+		}
+		post(func(*http.Request) {})
+		key = "k"
+		post(func(req *http.Request) { req.Body = io.NopCloser(panicking{}) })
+		r.want(r.post("a"), http.StatusAccepted)
+		r.s.setDown(false)
+		r.drained()
+		r.close() // looks at the room
+	})
+}
+
+type panicking struct{}
+
+func (panicking) Read([]byte) (int, error) { panic(http.ErrAbortHandler) }
+
 type failing struct{ err error }
 
 func (f *failing) Read([]byte) (int, error) { return 0, f.err }
