@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"maps"
 	"math"
-	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -24,9 +23,6 @@ import (
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/guard"
 )
-
-// full tells whether the long forms of the tests run.
-func full() bool { return os.Getenv("STORMGUARD_FULL") == "1" }
 
 // wire counts what passes between the client and JetStream.
 type wire struct {
@@ -69,12 +65,6 @@ func (r *rig) sync(t testing.TB) {
 		t.Fatal(err)
 	}
 	time.Sleep(50 * time.Millisecond) // the callbacks' own queue
-}
-
-func openSource(t testing.TB, g *guard.Guard, name string) guard.Control {
-	t.Helper()
-	eventually(t, "the source is open", func() bool { return g.Source(name) != nil })
-	return g.Source(name)
 }
 
 // While a breaker is forced open over a full window nothing goes over the wire
