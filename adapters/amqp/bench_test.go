@@ -13,6 +13,7 @@ import (
 	"github.com/rabbitmq/amqp091-go"
 
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
@@ -78,7 +79,7 @@ func BenchmarkThroughput(b *testing.B) {
 				}
 				return took
 			}
-			g := newGuard(b, guard.Config{})
+			g := adaptertest.Guard(b, guard.Config{})
 			guarded := func() time.Duration {
 				fill()
 				left, done := n, make(chan struct{})
@@ -92,7 +93,7 @@ func BenchmarkThroughput(b *testing.B) {
 				}, WithPrefetch(prefetch))
 				<-done
 				took := time.Since(start)
-				if err := c.stop(b); err != nil {
+				if err := c.Stop(b); err != nil {
 					b.Fatal(err)
 				}
 				return took

@@ -16,6 +16,7 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/guard/guardtest"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
 
 func TestExercise(t *testing.T) {
@@ -74,7 +75,7 @@ func newExercised(t testing.TB, s *server, kind Kind, set guardtest.Setup, passi
 	e.letters = e.deadLetters(Classic)
 	t.Cleanup(func() { // nobody consumes any more
 		if !t.Failed() {
-			eventually(t, "the queue is empty", func() bool { n, err := e.ready(); return n == 0 && err == nil })
+			adaptertest.Eventually(t, "the queue is empty", func() bool { n, err := e.ready(); return n == 0 && err == nil })
 		}
 		if err := e.lines.check(); err != nil {
 			t.Error(err)

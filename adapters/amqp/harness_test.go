@@ -247,23 +247,23 @@ func (r *rig) get(queue string) ([]amqp091.Delivery, error) {
 	return out, err
 }
 
-func (r *rig) consume(g *guard.Guard, handle func(context.Context, amqp091.Delivery) error, opts ...Option) *consuming {
+func (r *rig) consume(g *guard.Guard, handle func(context.Context, amqp091.Delivery) error, opts ...Option) *adaptertest.Running {
 	return r.consumeBy(Dial(r.url()), g, handle, opts...)
 }
 
-func (r *rig) consumeBy(d Dialer, g *guard.Guard, handle func(context.Context, amqp091.Delivery) error, opts ...Option) *consuming {
-	return &consuming{adaptertest.Run(r.t, func(ctx context.Context) error { return Consume(ctx, g, d, r.queue, handle, opts...) })}
+func (r *rig) consumeBy(d Dialer, g *guard.Guard, handle func(context.Context, amqp091.Delivery) error, opts ...Option) *adaptertest.Running {
+	return adaptertest.Run(r.t, func(ctx context.Context) error { return Consume(ctx, g, d, r.queue, handle, opts...) })
 }
 
 // deadLetters makes a DLQ that ends with the test.
 func (r *rig) deadLetters(kind Kind) *DLQ {
 	r.t.Helper()
-	d, err := NewDLQ(testContext(r.t), Dial(r.url()), DLQConfig{Queue: r.queue + ".dlq", Kind: kind})
+	d, err := NewDLQ(adaptertest.Context(r.t), Dial(r.url()), DLQConfig{Queue: r.queue + ".dlq", Kind: kind})
 	if err != nil {
 		r.t.Fatal(err)
 	}
 	r.t.Cleanup(func() {
-		if err := d.Close(testContext(r.t)); err != nil {
+		if err := d.Close(adaptertest.Context(r.t)); err != nil {
 			r.t.Error(err)
 		}
 		_ = r.do(func(ch *amqp091.Channel) error {
@@ -273,20 +273,5 @@ func (r *rig) deadLetters(kind Kind) *DLQ {
 	})
 	return d
 }
-
-// Names of package adaptertest.
-var (
-	full        = adaptertest.Full
-	testContext = adaptertest.Context
-	eventually  = adaptertest.Eventually
-	newGuard    = adaptertest.Guard
-	openSource  = adaptertest.Source
-)
-
-// consuming is a Running by another name.
-type consuming struct{ *adaptertest.Running }
-
-func (c *consuming) stop(t testing.TB) error { t.Helper(); return c.Stop(t) }
-func (c *consuming) wait(t testing.TB) error { t.Helper(); return c.Wait(t) }
 
 var errDown = errors.New("connection refused")

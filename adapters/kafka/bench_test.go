@@ -16,6 +16,7 @@ import (
 	"github.com/IBM/sarama"
 
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
 
 // BenchmarkThroughput compares Wrap with a loop that marks each message and one
@@ -50,7 +51,7 @@ func BenchmarkThroughput(b *testing.B) {
 			}}
 		}
 	}
-	g := newGuard(b, guard.Config{})
+	g := adaptertest.Guard(b, guard.Config{})
 	shapes := []func(done func()) sarama.ConsumerGroupHandler{
 		raw(1), raw(64),
 		func(done func()) sarama.ConsumerGroupHandler {

@@ -7,7 +7,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -86,7 +85,7 @@ func newRigAt(t testing.TB, addr string, partitions int32, replicas int16) *rig 
 
 func (r *rig) awaitTopic(name string, partitions int) {
 	r.t.Helper()
-	eventually(r.t, "the topic is there", func() bool {
+	adaptertest.Eventually(r.t, "the topic is there", func() bool {
 		if r.client.RefreshMetadata(name) != nil {
 			return false
 		}
@@ -259,16 +258,5 @@ func (m *member) errors() string {
 	defer m.mu.Unlock()
 	return errors.Join(m.errs...).Error()
 }
-
-// Names of package adaptertest.
-var (
-	full        = adaptertest.Full
-	testContext = adaptertest.Context
-	eventually  = adaptertest.Eventually
-	newGuard    = adaptertest.Guard
-	openSource  = adaptertest.Source
-)
-
-func testLog(testing.TB) *slog.Logger { return adaptertest.Log() }
 
 var errDown = errors.New("connection refused")

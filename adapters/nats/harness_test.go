@@ -92,7 +92,7 @@ func newRig(t testing.TB, cfg jetstream.ConsumerConfig) *rig {
 	t.Helper()
 	r := &rig{broker: newBroker(t)}
 	r.nc = r.connect()
-	ctx := testContext(t)
+	ctx := adaptertest.Context(t)
 	var err error
 	if r.js, err = jetstream.New(r.nc); err != nil {
 		t.Fatal(err)
@@ -109,7 +109,7 @@ func (r *rig) durable(t testing.TB, cfg jetstream.ConsumerConfig) jetstream.Cons
 	if cfg.Durable == "" {
 		cfg.Durable = "C"
 	}
-	c, err := r.stream.CreateConsumer(testContext(t), cfg)
+	c, err := r.stream.CreateConsumer(adaptertest.Context(t), cfg)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -137,31 +137,16 @@ func subject(int) string { return "s.x" }
 
 func (r *rig) info(t testing.TB) *jetstream.ConsumerInfo {
 	t.Helper()
-	i, err := r.consumer.Info(testContext(t))
+	i, err := r.consumer.Info(adaptertest.Context(t))
 	if err != nil {
 		t.Fatal(err)
 	}
 	return i
 }
 
-func consume(t testing.TB, g *guard.Guard, c jetstream.Consumer, handle func(context.Context, jetstream.Msg) error, opts ...Option) *consuming {
+func consume(t testing.TB, g *guard.Guard, c jetstream.Consumer, handle func(context.Context, jetstream.Msg) error, opts ...Option) *adaptertest.Running {
 	t.Helper()
-	return &consuming{adaptertest.Run(t, func(ctx context.Context) error { return Consume(ctx, g, c, handle, opts...) })}
+	return adaptertest.Run(t, func(ctx context.Context) error { return Consume(ctx, g, c, handle, opts...) })
 }
-
-// Names of package adaptertest.
-var (
-	full        = adaptertest.Full
-	testContext = adaptertest.Context
-	eventually  = adaptertest.Eventually
-	newGuard    = adaptertest.Guard
-	openSource  = adaptertest.Source
-)
-
-// consuming is a Running by another name.
-type consuming struct{ *adaptertest.Running }
-
-func (c *consuming) stop(t testing.TB) error { t.Helper(); return c.Stop(t) }
-func (c *consuming) wait(t testing.TB) error { t.Helper(); return c.Wait(t) }
 
 var errDown = errors.New("connection refused")
