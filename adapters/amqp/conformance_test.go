@@ -16,6 +16,7 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/guard/guardtest"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
 
 func TestExercise(t *testing.T) {
@@ -74,7 +75,7 @@ func newExercised(t testing.TB, s *server, kind Kind, set guardtest.Setup, passi
 	e.letters = e.deadLetters(Classic)
 	t.Cleanup(func() { // nobody consumes any more
 		if !t.Failed() {
-			eventually(t, "the queue is empty", func() bool { n, err := e.ready(); return n == 0 && err == nil })
+			adaptertest.Eventually(t, "the queue is empty", func() bool { n, err := e.ready(); return n == 0 && err == nil })
 		}
 		if err := e.lines.check(); err != nil {
 			t.Error(err)
@@ -178,10 +179,11 @@ func (e *exercised) session(ctx context.Context, dialer Dialer, c guardtest.Cons
 	if err := ch.Qos(100, 0, false); err != nil {
 		return err
 	}
-	in, err := ch.Consume(e.queue, "", false, false, false, false, nil)
+	in, err := ch.Consume(e.queue, "program", false, false, false, false, nil)
 	if err != nil {
 		return err
 	}
+	defer func() { _ = ch.Cancel("program", false) }() // a quorum queue then takes in every ack
 	out, err := Deliveries(ctx, c.Guard, ch, in, opts...)
 	if err != nil {
 		return err

@@ -19,6 +19,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
@@ -85,9 +86,9 @@ func TestConsumeHandlesEverythingInOrderAndStops(t *testing.T) {
 		var rec record
 		const n = 5000
 		r.publish(0, n)
-		c := r.consumeBy(l.dialer(r.url()), newGuard(t, guard.Config{}), rec.handle)
-		eventually(t, "all handled", func() bool { return rec.distinct() == n })
-		if err := c.stop(t); err != nil {
+		c := r.consumeBy(l.dialer(r.url()), adaptertest.Guard(t, guard.Config{}), rec.handle)
+		adaptertest.Eventually(t, "all handled", func() bool { return rec.distinct() == n })
+		if err := c.Stop(t); err != nil {
 			t.Fatal(err)
 		}
 		if !slices.IsSorted(rec.all()) || rec.twice() > 0 {
@@ -111,16 +112,16 @@ func TestConsumeHandlesEverythingInOrderAndStops(t *testing.T) {
 func TestForcedOpenCostsTheBrokerNothing(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, shared(t, brokers.RabbitMQ), Quorum, nil)
-	g := newGuard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
 	var l lines
 	var rec record
 	c := r.consumeBy(l.dialer(r.url()), g, rec.handle, WithPrefetch(100))
-	src := openSource(t, g, r.queue)
+	src := adaptertest.Source(t, g, r.queue)
 	if err := src.ForceOpen(0); err != nil {
 		t.Fatal(err)
 	}
 	r.publish(0, 300)
-	eventually(t, "the window is full", func() bool { return src.State().Room == 0 })
+	adaptertest.Eventually(t, "the window is full", func() bool { return src.State().Room == 0 })
 	before := l.books()
 	time.Sleep(time.Second)
 	if after := l.books(); after.delivered != 100 || after.acked+after.rejects+after.nacks+after.flows != 0 || len(after.prefetch) != len(before.prefetch) {
@@ -129,11 +130,11 @@ func TestForcedOpenCostsTheBrokerNothing(t *testing.T) {
 	if err := src.ForceClosed(); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "all handled", func() bool { return rec.distinct() == 300 })
+	adaptertest.Eventually(t, "all handled", func() bool { return rec.distinct() == 300 })
 	if !slices.IsSorted(rec.all()) || l.books().delivered != 300 {
 		t.Errorf("in order: %t; %+v", slices.IsSorted(rec.all()), l.books())
 	}
-	if err := errors.Join(c.stop(t), l.check()); err != nil {
+	if err := errors.Join(c.Stop(t), l.check()); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -146,7 +147,7 @@ func TestHoldLongerThanTheConsumerTimeout(t *testing.T) {
 	kinds(t, func(t *testing.T, s *server) {
 		r := newRig(t, s, Quorum, nil)
 		ramp := guard.Ramp{Start: 50, Double: 500 * time.Millisecond, For: 3 * time.Second}
-		g := newGuard(t, guard.Config{Policy: guard.Policy{
+		g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{
 			Timeout: 500 * time.Millisecond, Ramp: ramp,
 			Breaker: breaker.Config{Base: 200 * time.Millisecond, Cap: time.Second},
 		}})
@@ -156,20 +157,20 @@ func TestHoldLongerThanTheConsumerTimeout(t *testing.T) {
 		const n, prefetch, timeout = 300, 50, 3 * time.Second
 		r.publish(0, n)
 		c := r.consumeBy(l.dialer(r.url()), g, rec.handle, WithPrefetch(prefetch), WithConsumerTimeout(timeout))
-		src := openSource(t, g, r.queue)
-		eventually(t, "held", func() bool { return src.State().Room == 0 })
+		src := adaptertest.Source(t, g, r.queue)
+		adaptertest.Eventually(t, "held", func() bool { return src.State().Room == 0 })
 		oldest := time.Now()
-		eventually(t, "the channel is closed before the timeout", func() bool { return l.unacked() == 0 })
+		adaptertest.Eventually(t, "the channel is closed before the timeout", func() bool { return l.unacked() == 0 })
 		if took := time.Since(oldest); took > timeout*3/4 {
 			t.Errorf("closed after %s", took)
 		}
-		eventually(t, "it is opened again to probe", func() bool { return len(l.books().prefetch) > 1 })
-		eventually(t, "it probes", func() bool { return l.unacked() == 1 })
+		adaptertest.Eventually(t, "it is opened again to probe", func() bool { return len(l.books().prefetch) > 1 })
+		adaptertest.Eventually(t, "it probes", func() bool { return l.unacked() == 1 })
 		rec.down.Store(false)
 		up := time.Now()
-		eventually(t, "drained", func() bool { return rec.distinct() == n })
+		adaptertest.Eventually(t, "drained", func() bool { return rec.distinct() == n })
 		took := time.Since(up)
-		if err := errors.Join(c.stop(t), l.check()); err != nil {
+		if err := errors.Join(c.Stop(t), l.check()); err != nil {
 			t.Fatal(err)
 		}
 		if err := rec.order(); err != nil || rec.twice() > 0 {
@@ -197,7 +198,7 @@ func TestHoldMuchLongerThanTheConsumerTimeout(t *testing.T) {
 	t.Parallel()
 	kinds(t, func(t *testing.T, s *server) {
 		r := newRig(t, s, Quorum, nil)
-		g := newGuard(t, guard.Config{Policy: guard.Policy{
+		g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{
 			Timeout: 500 * time.Millisecond, Ramp: guard.Ramp{Off: true}, Breaker: breaker.Config{Base: 200 * time.Millisecond, Cap: time.Second},
 		}})
 		var l lines
@@ -210,7 +211,7 @@ func TestHoldMuchLongerThanTheConsumerTimeout(t *testing.T) {
 			most.Store(max(most.Load(), int64(deliveries(d.Headers))))
 			return rec.handle(ctx, d)
 		}, WithPrefetch(50), WithConsumerTimeout(timeout))
-		eventually(t, "parked", func() bool { return len(l.books().prefetch) > 1 })
+		adaptertest.Eventually(t, "parked", func() bool { return len(l.books().prefetch) > 1 })
 		calls, delivered := rec.hits.Load(), l.books().delivered
 		time.Sleep(3 * timeout)
 		if more := l.books().delivered - delivered; more > 8 || l.unacked() > 1 {
@@ -220,8 +221,8 @@ func TestHoldMuchLongerThanTheConsumerTimeout(t *testing.T) {
 			t.Errorf("%d calls of a dependency that is down, in %s", more, 3*timeout)
 		}
 		rec.down.Store(false)
-		eventually(t, "drained", func() bool { return rec.distinct() == n })
-		if err := errors.Join(c.stop(t), l.check()); err != nil {
+		adaptertest.Eventually(t, "drained", func() bool { return rec.distinct() == n })
+		if err := errors.Join(c.Stop(t), l.check()); err != nil {
 			t.Fatal(err)
 		}
 		if rec.twice() > 0 || most.Load() > int64(len(l.books().prefetch)) {
@@ -235,23 +236,23 @@ func TestHoldMuchLongerThanTheConsumerTimeout(t *testing.T) {
 func TestAPauseOutlivesTheChannel(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, shared(t, brokers.RabbitMQ4), Quorum, nil)
-	g := newGuard(t, guard.Config{Policy: guard.Policy{Timeout: 200 * time.Millisecond, Ramp: guard.Ramp{Off: true}}})
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Timeout: 200 * time.Millisecond, Ramp: guard.Ramp{Off: true}}})
 	var l lines
 	var rec record
 	c := r.consumeBy(l.dialer(r.url()), g, rec.handle, WithConsumerTimeout(2*time.Second))
-	openSource(t, g, r.queue).Pause()
+	adaptertest.Source(t, g, r.queue).Pause()
 	r.publish(0, 20)
-	eventually(t, "delivered", func() bool { return l.unacked() == 20 })
-	eventually(t, "closed", func() bool { return l.unacked() == 0 })
-	eventually(t, "another source", func() bool { s := g.Source(r.queue); return s != nil && !s.State().Ended })
+	adaptertest.Eventually(t, "delivered", func() bool { return l.unacked() == 20 })
+	adaptertest.Eventually(t, "closed", func() bool { return l.unacked() == 0 })
+	adaptertest.Eventually(t, "another source", func() bool { s := g.Source(r.queue); return s != nil && !s.State().Ended })
 	time.Sleep(500 * time.Millisecond)
-	src := openSource(t, g, r.queue)
+	src := adaptertest.Source(t, g, r.queue)
 	if b := l.books(); b.delivered != 20 || rec.distinct() != 0 {
 		t.Errorf("consumed while paused: %+v, %d handled", b, rec.distinct())
 	}
 	src.Resume()
-	eventually(t, "all handled", func() bool { return rec.distinct() == 20 })
-	if err := errors.Join(c.stop(t), l.check()); err != nil {
+	adaptertest.Eventually(t, "all handled", func() bool { return rec.distinct() == 20 })
+	if err := errors.Join(c.Stop(t), l.check()); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -261,7 +262,7 @@ func TestAPauseOutlivesTheChannel(t *testing.T) {
 func TestSlowHandlersShrinkThePrefetch(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, shared(t, brokers.RabbitMQ4), Quorum, nil)
-	g := newGuard(t, guard.Config{})
+	g := adaptertest.Guard(t, guard.Config{})
 	var l lines
 	var rec record
 	const n = 40
@@ -270,8 +271,8 @@ func TestSlowHandlersShrinkThePrefetch(t *testing.T) {
 		time.Sleep(100 * time.Millisecond)
 		return rec.handle(ctx, d)
 	}, WithPrefetch(32), WithConsumerTimeout(2*time.Second), WithPolicy(guard.Policy{Timeout: 500 * time.Millisecond}))
-	eventually(t, "all handled", func() bool { return rec.distinct() == n })
-	if err := errors.Join(c.stop(t), l.check()); err != nil {
+	adaptertest.Eventually(t, "all handled", func() bool { return rec.distinct() == n })
+	if err := errors.Join(c.Stop(t), l.check()); err != nil {
 		t.Fatal(err)
 	}
 	if p := l.books().prefetch; len(p) < 2 || p[len(p)-1] > 16 || rec.twice() > 0 {
@@ -287,19 +288,19 @@ func TestBrokenConnections(t *testing.T) {
 		r := newRig(t, s, Quorum, amqp091.Table{"x-delivery-limit": int64(1000)})
 		var l lines
 		var rec record
-		c := r.consumeBy(l.dialer("amqp://guest:guest@127.0.0.1:1/", r.url()), newGuard(t, guard.Config{}), func(ctx context.Context, d amqp091.Delivery) error {
+		c := r.consumeBy(l.dialer("amqp://guest:guest@127.0.0.1:1/", r.url()), adaptertest.Guard(t, guard.Config{}), func(ctx context.Context, d amqp091.Delivery) error {
 			time.Sleep(100 * time.Microsecond)
 			return rec.handle(ctx, d)
 		}, WithPrefetch(100))
 		const n, cuts = 4000, 8
 		for i := range cuts {
 			r.publish(i*n/cuts, (i+1)*n/cuts)
-			eventually(t, "traffic", func() bool { return rec.distinct() > i*n/cuts })
+			adaptertest.Eventually(t, "traffic", func() bool { return rec.distinct() > i*n/cuts })
 			l.cut()
 		}
-		eventually(t, "all handled", func() bool { return rec.distinct() == n })
-		eventually(t, "all acked", func() bool { k, err := r.ready(); return err == nil && k+l.unacked() == 0 })
-		if err := errors.Join(c.stop(t), l.check()); err != nil {
+		adaptertest.Eventually(t, "all handled", func() bool { return rec.distinct() == n })
+		adaptertest.Eventually(t, "all acked", func() bool { k, err := r.ready(); return err == nil && k+l.unacked() == 0 })
+		if err := errors.Join(c.Stop(t), l.check()); err != nil {
 			t.Fatal(err)
 		}
 		t.Logf("%d cuts, %d handled twice", cuts, rec.twice())
@@ -314,11 +315,11 @@ func TestDeletedQueueIsGone(t *testing.T) {
 	kinds(t, func(t *testing.T, s *server) {
 		r := newRig(t, s, Quorum, nil)
 		var rec record
-		c := r.consume(newGuard(t, guard.Config{}), rec.handle)
+		c := r.consume(adaptertest.Guard(t, guard.Config{}), rec.handle)
 		r.publish(0, 10)
-		eventually(t, "handled", func() bool { return rec.distinct() == 10 })
+		adaptertest.Eventually(t, "handled", func() bool { return rec.distinct() == 10 })
 		r.on(func(ch *amqp091.Channel) error { _, err := ch.QueueDelete(r.queue, false, false, false); return err })
-		if err := c.wait(t); !errors.Is(err, ErrQueueGone) {
+		if err := c.Wait(t); !errors.Is(err, ErrQueueGone) {
 			t.Fatal(err)
 		}
 	})
@@ -327,15 +328,15 @@ func TestDeletedQueueIsGone(t *testing.T) {
 func TestClosedGuardEndsConsume(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, shared(t, brokers.RabbitMQ), Classic, nil)
-	g := newGuard(t, guard.Config{})
+	g := adaptertest.Guard(t, guard.Config{})
 	var rec record
 	c := r.consume(g, rec.handle)
 	r.publish(0, 10)
-	eventually(t, "handled", func() bool { return rec.distinct() == 10 })
-	if _, err := g.Close(testContext(t)); err != nil {
+	adaptertest.Eventually(t, "handled", func() bool { return rec.distinct() == 10 })
+	if _, err := g.Close(adaptertest.Context(t)); err != nil {
 		t.Fatal(err)
 	}
-	if err := c.wait(t); !errors.Is(err, guard.ErrClosed) {
+	if err := c.Wait(t); !errors.Is(err, guard.ErrClosed) {
 		t.Fatal(err)
 	}
 }
@@ -346,7 +347,7 @@ func TestHandlersDoNotSettle(t *testing.T) {
 	r := newRig(t, shared(t, brokers.RabbitMQ), Classic, nil)
 	var l lines
 	var rec record
-	c := r.consumeBy(l.dialer(r.url()), newGuard(t, guard.Config{}), func(ctx context.Context, d amqp091.Delivery) error {
+	c := r.consumeBy(l.dialer(r.url()), adaptertest.Guard(t, guard.Config{}), func(ctx context.Context, d amqp091.Delivery) error {
 		for _, err := range []error{d.Ack(true), d.Nack(true, false), d.Reject(false)} {
 			if !errors.Is(err, ErrSettled) {
 				t.Errorf("a handler settled: %v", err)
@@ -355,8 +356,8 @@ func TestHandlersDoNotSettle(t *testing.T) {
 		return rec.handle(ctx, d)
 	})
 	r.publish(0, 20)
-	eventually(t, "handled", func() bool { return rec.distinct() == 20 })
-	if err := errors.Join(c.stop(t), l.check()); err != nil {
+	adaptertest.Eventually(t, "handled", func() bool { return rec.distinct() == 20 })
+	if err := errors.Join(c.Stop(t), l.check()); err != nil {
 		t.Fatal(err)
 	}
 	if b := l.books(); b.acked != 20 || b.delivered != 20 {
@@ -370,26 +371,26 @@ func TestStopNamesWhatItLeaves(t *testing.T) {
 	r := newRig(t, shared(t, brokers.RabbitMQ4), Quorum, nil)
 	release := make(chan struct{})
 	var begun atomic.Bool
-	c := r.consume(newGuard(t, guard.Config{}), func(context.Context, amqp091.Delivery) error {
+	c := r.consume(adaptertest.Guard(t, guard.Config{}), func(context.Context, amqp091.Delivery) error {
 		begun.Store(true)
 		<-release
 		return nil
 	}, WithStopTimeout(50*time.Millisecond))
 	r.publish(0, 3)
-	eventually(t, "the handler runs", begun.Load)
-	err := c.stop(t)
+	adaptertest.Eventually(t, "the handler runs", begun.Load)
+	err := c.Stop(t)
 	close(release)
 	if err == nil || !strings.Contains(err.Error(), "1 messages left after 50ms") {
 		t.Fatal(err)
 	}
-	eventually(t, "all are back", func() bool { n, err := r.ready(); return err == nil && n == 3 })
+	adaptertest.Eventually(t, "all are back", func() bool { n, err := r.ready(); return err == nil && n == 3 })
 }
 
 func TestConsumeRefuses(t *testing.T) {
 	t.Parallel()
-	g := newGuard(t, guard.Config{})
+	g := adaptertest.Guard(t, guard.Config{})
 	handle := func(context.Context, amqp091.Delivery) error { return nil }
-	ctx := testContext(t)
+	ctx := adaptertest.Context(t)
 	err := Consume(ctx, nil, Dialer{URLs: []string{"http://user:secret@x"}, Timeout: 1, MaxPause: 1, Config: amqp091.Config{Recovery: &amqp091.Recovery{}}}, "", nil,
 		WithPrefetch(70000), WithStopTimeout(-1), WithLogger(nil), WithConsumerTimeout(1), WithDeliveryLimit(-1),
 		WithDeadLetters(&DLQ{}), WithDeadLetterExchange("x"), WithConsumeArgs(amqp091.Table{"x": struct{}{}}))
@@ -417,7 +418,7 @@ func TestConsumeRefuses(t *testing.T) {
 	}
 	kinds(t, func(t *testing.T, s *server) {
 		r := newRig(t, s, Quorum, nil)
-		g := newGuard(t, guard.Config{})
+		g := adaptertest.Guard(t, guard.Config{})
 		wrong := strings.Replace(r.url(), "guest:guest", "guest:wrong", 1)
 		if err := Consume(ctx, g, Dial(wrong), r.queue, handle); !errors.Is(err, amqp091.ErrCredentials) || strings.Contains(err.Error(), "wrong") {
 			t.Errorf("%v", err)

@@ -35,7 +35,8 @@ import (
 // the Guard or the source has ended; nothing is settled after that. A program
 // then does what it does without a guard: it consumes again, and wraps again.
 // The channel stays the program's to close, which puts what is unsettled back in
-// its order. When in ends although the channel lives, as after Channel.Cancel,
+// its order; with a quorum queue cancel the consumer before, or acks that were
+// sent a moment ago may be lost. When in ends although the channel lives, as after Channel.Cancel,
 // what is held is still handed out before the result is closed.
 //
 // What it cannot do: it sees only these outcomes. There is no handler timeout,

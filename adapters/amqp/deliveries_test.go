@@ -16,6 +16,7 @@ import (
 	"github.com/rabbitmq/amqp091-go"
 
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
@@ -92,7 +93,7 @@ func TestRecoveryTrap(t *testing.T) {
 			r := newRig(t, s, Quorum, nil)
 			var l lines
 			_, ch, in := r.opened(recovery(&l), 10)
-			if _, err := Deliveries(t.Context(), newGuard(t, guard.Config{}), ch, in); !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), "Recovery") {
+			if _, err := Deliveries(t.Context(), adaptertest.Guard(t, guard.Config{}), ch, in); !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), "Recovery") {
 				t.Errorf("%v", err)
 			}
 		})
@@ -112,7 +113,7 @@ func TestRecoveryTrap(t *testing.T) {
 					break
 				}
 			}
-			eventually(t, "the broker delivered again", func() bool { return l.unacked() == 3 })
+			adaptertest.Eventually(t, "the broker delivered again", func() bool { return l.unacked() == 3 })
 			if err := old.Ack(true); err != nil || l.books().acked != 2 {
 				t.Errorf("the trap is not there any more: %v, %d acked", err, l.books().acked)
 			}
@@ -123,7 +124,7 @@ func TestRecoveryTrap(t *testing.T) {
 			var l lines
 			_, ch, in := r.opened(recovery(&l), 3)
 			r.publish(0, 10)
-			out, err := guarded(t.Context(), newGuard(t, guard.Config{}), ch, in, nil)
+			out, err := guarded(t.Context(), adaptertest.Guard(t, guard.Config{}), ch, in, nil)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -136,7 +137,7 @@ func TestRecoveryTrap(t *testing.T) {
 					break
 				}
 			}
-			eventually(t, "the broker delivered again", func() bool { return l.unacked() == 3 })
+			adaptertest.Eventually(t, "the broker delivered again", func() bool { return l.unacked() == 3 })
 			// Tags 1 and 2 mean other deliveries now.
 			for _, d := range []amqp091.Delivery{first, second} {
 				if err := d.Ack(true); !errors.Is(err, ErrChannelGone) {
@@ -154,7 +155,7 @@ func TestRecoveryTrap(t *testing.T) {
 func TestDeliveriesRefuses(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, shared(t, brokers.RabbitMQ), Classic, nil)
-	g := newGuard(t, guard.Config{})
+	g := adaptertest.Guard(t, guard.Config{})
 	ctx := t.Context()
 	conn, ch, in := r.opened(amqp091.Config{}, 10)
 	if _, err := Deliveries(ctx, g, nil, nil); err == nil || !strings.Contains(err.Error(), "nil") {
@@ -201,7 +202,7 @@ func TestOutcomesOfALoop(t *testing.T) {
 	kinds(t, func(t *testing.T, s *server) {
 		r := newRig(t, s, Quorum, nil)
 		letters := r.deadLetters(Classic)
-		g := newGuard(t, guard.Config{Policy: guard.Policy{Retry: guard.Retry{Attempts: 3, Base: time.Millisecond, Max: time.Millisecond}}})
+		g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Retry: guard.Retry{Attempts: 3, Base: time.Millisecond, Max: time.Millisecond}}})
 		var l lines
 		_, ch, in := r.opened(l.dialer(s.url()).Config, 20)
 		out, err := Deliveries(t.Context(), g, ch, in, WithDeadLetters(letters))
@@ -224,8 +225,8 @@ func TestOutcomesOfALoop(t *testing.T) {
 				t.Errorf("settled twice: %v", err)
 			}
 		}
-		src := openSource(t, g, r.queue)
-		eventually(t, "six are acked", func() bool { return src.Account().Acked == 6 })
+		src := adaptertest.Source(t, g, r.queue)
+		adaptertest.Eventually(t, "six are acked", func() bool { return src.Account().Acked == 6 })
 		if err := errors.Join(Fail(batch[8], guard.Permanent(errDown)), Fail(batch[9], nil)); err != nil {
 			t.Fatal(err)
 		}
@@ -245,7 +246,7 @@ func TestOutcomesOfALoop(t *testing.T) {
 				t.Fatalf("%s again", d.Body)
 			}
 		}
-		eventually(t, "all settled", func() bool {
+		adaptertest.Eventually(t, "all settled", func() bool {
 			r.publish(100, 101) // traffic: poison alone looks like an outage
 			d := take(t, out)
 			settle := func() error { return d.Ack(false) }
@@ -285,18 +286,18 @@ func TestOutcomesOfALoop(t *testing.T) {
 func TestCancelDrains(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, shared(t, brokers.RabbitMQ4), Quorum, nil)
-	g := newGuard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
 	_, ch, in := r.openedAs("c", amqp091.Config{}, 50)
 	out, err := Deliveries(t.Context(), g, ch, in)
 	if err != nil {
 		t.Fatal(err)
 	}
-	src := openSource(t, g, r.queue)
+	src := adaptertest.Source(t, g, r.queue)
 	if err := src.ForceOpen(0); err != nil {
 		t.Fatal(err)
 	}
 	r.publish(0, 80)
-	eventually(t, "held", func() bool { return src.Account().Held == 50 })
+	adaptertest.Eventually(t, "held", func() bool { return src.Account().Held == 50 })
 	if err := ch.Cancel("c", false); err != nil {
 		t.Fatal(err)
 	}
@@ -313,7 +314,7 @@ func TestCancelDrains(t *testing.T) {
 	if len(got) != 50 || got[0] != "0" || got[49] != "49" || ch.IsClosed() {
 		t.Errorf("%d: %v; channel closed: %t", len(got), got, ch.IsClosed())
 	}
-	eventually(t, "the rest is in the queue", func() bool { n, err := r.ready(); return err == nil && n == 30 })
+	adaptertest.Eventually(t, "the rest is in the queue", func() bool { n, err := r.ready(); return err == nil && n == 30 })
 }
 
 // Acks that were sent just before the channel is closed are not lost in the
@@ -325,7 +326,7 @@ func TestAcksSurviveTheClose(t *testing.T) {
 			r := newRig(t, s, Quorum, nil)
 			const n = 200
 			r.publish(0, n)
-			g := newGuard(t, guard.Config{})
+			g := adaptertest.Guard(t, guard.Config{})
 			conn, ch, in := r.opened(amqp091.Config{}, 100)
 			ctx, cancel := context.WithCancel(t.Context())
 			out, err := Deliveries(ctx, g, ch, in)
@@ -362,7 +363,7 @@ func TestDeliveriesWithoutQos(t *testing.T) {
 	r := newRig(t, shared(t, brokers.RabbitMQ), Classic, nil)
 	r.publish(0, 100)
 	var log bytes.Buffer
-	g := newGuard(t, guard.Config{})
+	g := adaptertest.Guard(t, guard.Config{})
 	_, ch, in := r.opened(amqp091.Config{}, 0)
 	out, err := Deliveries(t.Context(), g, ch, in, WithPrefetch(50), WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
 	if err != nil {

@@ -20,6 +20,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
@@ -47,15 +48,15 @@ func TestDLQRoundTrip(t *testing.T) {
 		for _, kind := range []Kind{Quorum, Classic, Stream} {
 			for _, dialect := range []dlq.Dialect{"", dlq.Connect, dlq.Spring} {
 				r := newRig(t, s, Classic, nil)
-				d, err := NewDLQ(testContext(t), Dial(r.url()), DLQConfig{Queue: r.queue + ".dlq", Kind: kind, Dialect: dialect})
+				d, err := NewDLQ(adaptertest.Context(t), Dial(r.url()), DLQConfig{Queue: r.queue + ".dlq", Kind: kind, Dialect: dialect})
 				if err != nil {
 					t.Fatal(err)
 				}
 				want := letter()
-				if err := d.Write(testContext(t), want); err != nil {
+				if err := d.Write(adaptertest.Context(t), want); err != nil {
 					t.Fatal(err)
 				}
-				if err := d.Close(testContext(t)); err != nil {
+				if err := d.Close(adaptertest.Context(t)); err != nil {
 					t.Fatal(err)
 				}
 				got := r.readAll(r.queue+".dlq", kind, 1)
@@ -134,7 +135,7 @@ func TestDLQIsCheckedOrCreated(t *testing.T) {
 	t.Parallel()
 	kinds(t, func(t *testing.T, s *server) {
 		r := newRig(t, s, Classic, nil)
-		ctx := testContext(t)
+		ctx := adaptertest.Context(t)
 		name := r.queue + ".dlq"
 		_, err := NewDLQ(ctx, Dial(r.url()), DLQConfig{Queue: name, NoCreate: true})
 		if !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), "rabbitmqadmin declare queue name="+name) {
@@ -191,7 +192,7 @@ func TestTooLargeDeadLetters(t *testing.T) {
 		d := r.deadLetters(Classic)
 		rec := letter()
 		rec.Error.Stack = strings.Repeat("x", 140_000) // a frame is 131072 bytes
-		err := d.Write(testContext(t), rec)
+		err := d.Write(adaptertest.Context(t), rec)
 		var large *dlq.TooLargeError
 		if !errors.As(err, &large) || large.Size < 140_000 || large.Max != 131072 {
 			t.Fatal(err)
@@ -199,15 +200,15 @@ func TestTooLargeDeadLetters(t *testing.T) {
 		if !dlq.TrimFor(rec, err) {
 			t.Fatal("it cannot be trimmed")
 		}
-		if err := d.Write(testContext(t), rec); err != nil {
+		if err := d.Write(adaptertest.Context(t), rec); err != nil {
 			t.Fatal(err)
 		}
 		if s.kind == brokers.RabbitMQ4 { // 16 MiB there, 128 before
 			rec.Body = make([]byte, 17<<20)
-			if err := d.Write(testContext(t), rec); !errors.As(err, &large) || large.Size < 17<<20 || large.Max != 16<<20 {
+			if err := d.Write(adaptertest.Context(t), rec); !errors.As(err, &large) || large.Size < 17<<20 || large.Max != 16<<20 {
 				t.Fatal(err)
 			}
-			if err := d.Write(testContext(t), letter()); err != nil {
+			if err := d.Write(adaptertest.Context(t), letter()); err != nil {
 				t.Fatal("after a channel that was closed:", err)
 			}
 		}
@@ -216,11 +217,11 @@ func TestTooLargeDeadLetters(t *testing.T) {
 			"a key":       {Key: []byte("k")},
 			"a type":      {Headers: []dlq.Header{{Name: "n", Value: struct{}{}}}},
 		} {
-			if err := d.Write(testContext(t), bad); !errors.Is(err, dlq.ErrRefused) {
+			if err := d.Write(adaptertest.Context(t), bad); !errors.Is(err, dlq.ErrRefused) {
 				t.Errorf("%s: %v", name, err)
 			}
 		}
-		if err := d.Write(testContext(t), letter()); err != nil {
+		if err := d.Write(adaptertest.Context(t), letter()); err != nil {
 			t.Fatal("the connection did not survive:", err)
 		}
 	})
@@ -302,12 +303,12 @@ func TestWriteReturnsWithItsContext(t *testing.T) {
 		_, err := ch.QueueDeclare(r.queue+".dlq", true, false, false, false, nil)
 		return err
 	})
-	d, err := NewDLQ(testContext(t), Dialer{URLs: []string{"amqp://guest:guest@" + f.addr + "/"}, Timeout: time.Second}, DLQConfig{Queue: r.queue + ".dlq", NoCreate: true})
+	d, err := NewDLQ(adaptertest.Context(t), Dialer{URLs: []string{"amqp://guest:guest@" + f.addr + "/"}, Timeout: time.Second}, DLQConfig{Queue: r.queue + ".dlq", NoCreate: true})
 	if err != nil {
 		t.Fatal(err)
 	}
 	rec := letter()
-	if err := d.Write(testContext(t), rec); err != nil {
+	if err := d.Write(adaptertest.Context(t), rec); err != nil {
 		t.Fatal(err)
 	}
 	f.frozen.Store(true)
@@ -323,8 +324,8 @@ func TestWriteReturnsWithItsContext(t *testing.T) {
 	}
 	f.frozen.Store(false)
 	rec.Body = []byte("after")
-	eventually(t, "it writes again", func() bool { return d.Write(testContext(t), rec) == nil })
-	if err := d.Close(testContext(t)); err != nil {
+	adaptertest.Eventually(t, "it writes again", func() bool { return d.Write(adaptertest.Context(t), rec) == nil })
+	if err := d.Close(adaptertest.Context(t)); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -344,7 +345,7 @@ func TestALateConfirmationMakesNoTwin(t *testing.T) {
 		_, err := ch.QueueDeclare(name, true, false, false, false, nil)
 		return err
 	})
-	d, err := NewDLQ(testContext(t), Dial("amqp://guest:guest@"+f.addr+"/"), DLQConfig{Queue: name, NoCreate: true})
+	d, err := NewDLQ(adaptertest.Context(t), Dial("amqp://guest:guest@"+f.addr+"/"), DLQConfig{Queue: name, NoCreate: true})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -356,13 +357,13 @@ func TestALateConfirmationMakesNoTwin(t *testing.T) {
 		t.Fatal(err)
 	}
 	f.frozen.Store(false)
-	if err := d.Write(testContext(t), letter()); err != nil {
+	if err := d.Write(adaptertest.Context(t), letter()); err != nil {
 		t.Fatal(err)
 	}
 	if all, err := r.get(name); err != nil || len(all) != 1 {
 		t.Errorf("%d letters, %v", len(all), err)
 	}
-	if err := d.Close(testContext(t)); err != nil {
+	if err := d.Close(adaptertest.Context(t)); err != nil {
 		t.Fatal(err)
 	}
 	r.on(func(ch *amqp091.Channel) error { _, err := ch.QueueDelete(name, false, false, false); return err })
@@ -380,7 +381,7 @@ func TestReturnsAfterTheirWrites(t *testing.T) {
 	}
 	f := newFreezer(t, net.JoinHostPort(uri.Host, fmt.Sprint(uri.Port)))
 	name := r.queue + ".dlq"
-	d, err := NewDLQ(testContext(t), Dial("amqp://guest:guest@"+f.addr+"/"), DLQConfig{Queue: name, Kind: Classic})
+	d, err := NewDLQ(adaptertest.Context(t), Dial("amqp://guest:guest@"+f.addr+"/"), DLQConfig{Queue: name, Kind: Classic})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -411,7 +412,7 @@ func TestReturnsAfterTheirWrites(t *testing.T) {
 	}
 	f.frozen.Store(false)
 	start := time.Now()
-	if err := d.Close(testContext(t)); err != nil || time.Since(start) > closeTimeout/2 {
+	if err := d.Close(adaptertest.Context(t)); err != nil || time.Since(start) > closeTimeout/2 {
 		t.Errorf("%v after %s", err, time.Since(start))
 	}
 }
@@ -420,16 +421,14 @@ func TestReturnsAfterTheirWrites(t *testing.T) {
 // consumer goes on: its acks are on another connection.
 func TestMemoryAlarm(t *testing.T) {
 	t.Parallel()
-	if testing.Short() {
-		t.Skip("needs a broker of its own; run without -short")
-	}
+	adaptertest.NotShort(t, "needs a broker of its own")
 	s := own(t, brokers.RabbitMQ, nil)
 	r := newRig(t, s, Classic, nil)
 	d := r.deadLetters(Classic)
 	var rec record
-	g := newGuard(t, guard.Config{Policy: guard.Policy{Order: guard.OrderNone}})
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Order: guard.OrderNone}})
 	r.publish(0, 50)
-	if _, err := s.broker.Ctl(testContext(t), "set_vm_memory_high_watermark", "0.000001"); err != nil {
+	if _, err := s.broker.Ctl(adaptertest.Context(t), "set_vm_memory_high_watermark", "0.000001"); err != nil {
 		t.Fatal(err)
 	}
 	var l lines
@@ -439,16 +438,16 @@ func TestMemoryAlarm(t *testing.T) {
 		}
 		return rec.handle(ctx, m)
 	}, WithDeadLetters(d))
-	eventually(t, "the healthy ones are handled and acked", func() bool { return rec.distinct() == 45 && l.unacked() == 5 })
-	eventually(t, "the Guard says why", func() bool { return errors.Is(g.Ready(), ErrBlocked) })
+	adaptertest.Eventually(t, "the healthy ones are handled and acked", func() bool { return rec.distinct() == 45 && l.unacked() == 5 })
+	adaptertest.Eventually(t, "the Guard says why", func() bool { return errors.Is(g.Ready(), ErrBlocked) })
 	if err := g.Ready(); !strings.Contains(err.Error(), "low on memory") {
 		t.Errorf("%v", err)
 	}
-	if _, err := s.broker.Ctl(testContext(t), "set_vm_memory_high_watermark", "0.8"); err != nil {
+	if _, err := s.broker.Ctl(adaptertest.Context(t), "set_vm_memory_high_watermark", "0.8"); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "all settled", func() bool { return l.unacked() == 0 })
-	if err := errors.Join(c.stop(t), l.check()); err != nil {
+	adaptertest.Eventually(t, "all settled", func() bool { return l.unacked() == 0 })
+	if err := errors.Join(c.Stop(t), l.check()); err != nil {
 		t.Fatal(err)
 	}
 	all, err := r.get(r.queue + ".dlq")
@@ -477,19 +476,19 @@ func TestNativeDeadLetters(t *testing.T) {
 			var l lines
 			var rec record
 			const n = 500
-			c := r.consumeBy(l.dialer(r.url()), newGuard(t, guard.Config{}), func(ctx context.Context, m amqp091.Delivery) error {
+			c := r.consumeBy(l.dialer(r.url()), adaptertest.Guard(t, guard.Config{}), func(ctx context.Context, m amqp091.Delivery) error {
 				if bytes.HasSuffix(m.Body, []byte("33")) {
 					return guard.Permanent(errDown)
 				}
 				return rec.handle(ctx, m)
 			}, WithDeadLetterExchange(dead))
 			r.publish(0, n)
-			eventually(t, "all settled", func() bool { k, err := r.ready(); return err == nil && k+l.unacked() == 0 && rec.distinct() == n-5 })
-			if err := errors.Join(c.stop(t), l.check()); err != nil {
+			adaptertest.Eventually(t, "all settled", func() bool { k, err := r.ready(); return err == nil && k+l.unacked() == 0 && rec.distinct() == n-5 })
+			if err := errors.Join(c.Stop(t), l.check()); err != nil {
 				t.Fatal(err)
 			}
 			var all []amqp091.Delivery
-			eventually(t, "the letters are there", func() bool {
+			adaptertest.Eventually(t, "the letters are there", func() bool {
 				var err error
 				all, err = r.get(dead)
 				return err == nil && len(all) >= 5

@@ -16,6 +16,7 @@ import (
 	"github.com/rabbitmq/amqp091-go"
 
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
@@ -23,11 +24,9 @@ import (
 // neither of the queue nor of the dead letters.
 func TestKilledBroker(t *testing.T) {
 	t.Parallel()
-	if testing.Short() {
-		t.Skip("kills brokers of its own; run without -short")
-	}
+	adaptertest.NotShort(t, "kills brokers of its own")
 	kills, kinds := 1, []brokers.Kind{brokers.RabbitMQ4}
-	if full() {
+	if adaptertest.Full() {
 		kills, kinds = 5, []brokers.Kind{brokers.RabbitMQ, brokers.RabbitMQ4}
 	}
 	for _, k := range kinds {
@@ -41,7 +40,7 @@ func TestKilledBroker(t *testing.T) {
 			time.Sleep(8 * time.Second)
 			var l lines
 			var rec record
-			g := newGuard(t, guard.Config{Policy: guard.Policy{Order: guard.OrderNone, Retry: guard.Retry{Attempts: 2}}})
+			g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Order: guard.OrderNone, Retry: guard.Retry{Attempts: 2}}})
 			c := r.consumeBy(l.dialer(r.url()), g, func(ctx context.Context, d amqp091.Delivery) error {
 				if bytes.HasSuffix(d.Body, []byte("99")) {
 					return guard.Permanent(errDown)
@@ -66,19 +65,19 @@ func TestKilledBroker(t *testing.T) {
 			const each = 500
 			for range kills {
 				confirmed(each)
-				eventually(t, "traffic", func() bool { return rec.distinct() > published-each })
-				if err := s.broker.Kill(testContext(t), 0); err != nil {
+				adaptertest.Eventually(t, "traffic", func() bool { return rec.distinct() > published-each })
+				if err := s.broker.Kill(adaptertest.Context(t), 0); err != nil {
 					t.Fatal(err)
 				}
-				if err := s.broker.Restart(testContext(t)); err != nil {
+				if err := s.broker.Restart(adaptertest.Context(t)); err != nil {
 					t.Fatal(err)
 				}
 			}
 			confirmed(each)
 			poison := published / 100
-			eventually(t, "all handled", func() bool { return rec.distinct() == published-poison })
+			adaptertest.Eventually(t, "all handled", func() bool { return rec.distinct() == published-poison })
 			dead := map[string]bool{}
-			eventually(t, "all poison is dead-lettered", func() bool {
+			adaptertest.Eventually(t, "all poison is dead-lettered", func() bool {
 				all, err := r.get(r.queue + ".dlq")
 				if err != nil {
 					return false
@@ -88,8 +87,8 @@ func TestKilledBroker(t *testing.T) {
 				}
 				return len(dead) == poison
 			})
-			eventually(t, "all settled", func() bool { n, err := r.ready(); return err == nil && n+l.unacked() == 0 })
-			if err := errors.Join(c.stop(t), l.check()); err != nil {
+			adaptertest.Eventually(t, "all settled", func() bool { n, err := r.ready(); return err == nil && n+l.unacked() == 0 })
+			if err := errors.Join(c.Stop(t), l.check()); err != nil {
 				t.Fatal(err)
 			}
 			t.Logf("%d kills, %d messages, %d dead letters: 0 lost, %d handled twice", kills, published, poison, rec.twice())
@@ -104,12 +103,10 @@ func TestKilledBroker(t *testing.T) {
 // turn: the other takes over, and each handles what it is given in order.
 func TestRebalances(t *testing.T) {
 	t.Parallel()
-	if testing.Short() {
-		t.Skip("takes seconds; run without -short")
-	}
+	adaptertest.NotShort(t, "takes seconds")
 	kinds(t, func(t *testing.T, s *server) {
 		every, whole := 2*time.Second, 6*time.Second
-		if full() {
+		if adaptertest.Full() {
 			whole = 60 * time.Second
 		}
 		r := newRig(t, s, Quorum, amqp091.Table{"x-single-active-consumer": true, "x-delivery-limit": int64(1000)})
@@ -117,11 +114,11 @@ func TestRebalances(t *testing.T) {
 		seen := map[int]int{}
 		var disorder []string
 		var both [2]lines
-		var cs []*consuming
+		var cs []*adaptertest.Running
 		for i := range both {
 			var lastTag uint64
 			var last int
-			cs = append(cs, r.consumeBy(both[i].dialer(r.url()), newGuard(t, guard.Config{}), func(_ context.Context, d amqp091.Delivery) error {
+			cs = append(cs, r.consumeBy(both[i].dialer(r.url()), adaptertest.Guard(t, guard.Config{}), func(_ context.Context, d amqp091.Delivery) error {
 				n, err := strconv.Atoi(string(d.Body))
 				if err != nil {
 					return err
@@ -142,7 +139,7 @@ func TestRebalances(t *testing.T) {
 		for end := time.Now().Add(whole); time.Now().Before(end); {
 			r.publish(published, published+100)
 			published += 100
-			eventually(t, "traffic", func() bool { return count() > published-1000 })
+			adaptertest.Eventually(t, "traffic", func() bool { return count() > published-1000 })
 			if time.Now().After(next) {
 				both[turns%2].cut()
 				turns++
@@ -150,13 +147,13 @@ func TestRebalances(t *testing.T) {
 			}
 			time.Sleep(5 * time.Millisecond)
 		}
-		eventually(t, "all handled", func() bool { return count() == published })
-		eventually(t, "all settled", func() bool {
+		adaptertest.Eventually(t, "all handled", func() bool { return count() == published })
+		adaptertest.Eventually(t, "all settled", func() bool {
 			n, err := r.ready()
 			return err == nil && n+both[0].unacked()+both[1].unacked() == 0
 		})
 		for i, c := range cs {
-			if err := errors.Join(c.stop(t), both[i].check()); err != nil {
+			if err := errors.Join(c.Stop(t), both[i].check()); err != nil {
 				t.Error(err)
 			}
 		}

@@ -98,11 +98,16 @@ func (e *epoch) hangUp() error {
 	if e.ch == nil {
 		return nil
 	}
+	// The client waits without limit for the broker's answers.
+	cut := time.AfterFunc(closeTimeout, e.c.link.sock.close)
 	if !e.life.ended() {
+		if e.tag != "" && e.port.tags.open() == 0 {
+			// Nothing is given back, so the consumer may go first: a quorum queue
+			// then takes in what was acked, however busy it is.
+			_ = e.ch.Cancel(e.tag, false) // an error is the channel's end
+		}
 		e.port.sent.wait()
 	}
-	// The client waits without limit for the broker's answer.
-	cut := time.AfterFunc(closeTimeout, e.c.link.sock.close)
 	err := e.ch.Close()
 	cut.Stop()
 	e.life.over.Store(true)

@@ -6,7 +6,6 @@ package amqp
 import (
 	"context"
 	"errors"
-	"flag"
 	"fmt"
 	"maps"
 	"math/rand/v2"
@@ -18,40 +17,21 @@ import (
 	"time"
 
 	"github.com/rabbitmq/amqp091-go"
-	"go.uber.org/goleak"
 
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
 func TestMain(m *testing.M) {
-	if runChild() {
-		return
-	}
-	// The parallel tests mostly wait, so more than one for each processor may run.
-	flag.Parse()
-	if err := flag.Set("test.parallel", "10"); err != nil {
-		panic(err)
-	}
-	code := m.Run()
-	for _, s := range servers {
-		if err := s.stop(); err != nil {
-			fmt.Fprintln(os.Stderr, err)
-			code = max(code, 1)
+	adaptertest.Main(m, adaptertest.Suite{Parallel: 10, Child: consumeAsChild, End: func() (err error) {
+		for _, s := range servers {
+			err = errors.Join(err, s.stop())
 		}
-	}
-	http.DefaultClient.CloseIdleConnections()
-	if code == 0 {
-		if err := goleak.Find(); err != nil {
-			fmt.Fprintln(os.Stderr, "goleak:", err)
-			code = 1
-		}
-	}
-	os.Exit(code)
+		http.DefaultClient.CloseIdleConnections()
+		return err
+	}})
 }
-
-// full tells whether the long forms of the tests run.
-func full() bool { return os.Getenv("STORMGUARD_FULL") == "1" }
 
 // server is the package's own broker of one kind, which all its tests share
 // that do not harm it.
@@ -267,92 +247,23 @@ func (r *rig) get(queue string) ([]amqp091.Delivery, error) {
 	return out, err
 }
 
-func testContext(t testing.TB) context.Context {
-	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 60*time.Second)
-	t.Cleanup(cancel)
-	return ctx
-}
-
-// eventually polls until ok or a deadline that only a failure meets.
-func eventually(t testing.TB, what string, ok func() bool) {
-	t.Helper()
-	for deadline := time.Now().Add(60 * time.Second); !ok(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(deadline) {
-			t.Fatal("never: " + what)
-		}
-	}
-}
-
-func newGuard(t testing.TB, cfg guard.Config, opts ...guard.Option) *guard.Guard {
-	t.Helper()
-	g, err := guard.New(cfg, opts...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
-		defer cancel()
-		_, _ = g.Close(ctx)
-	})
-	return g
-}
-
-// consuming is a Consume that a test stops.
-type consuming struct {
-	cancel context.CancelFunc
-	done   chan error
-}
-
-func (r *rig) consume(g *guard.Guard, handle func(context.Context, amqp091.Delivery) error, opts ...Option) *consuming {
+func (r *rig) consume(g *guard.Guard, handle func(context.Context, amqp091.Delivery) error, opts ...Option) *adaptertest.Running {
 	return r.consumeBy(Dial(r.url()), g, handle, opts...)
 }
 
-func (r *rig) consumeBy(d Dialer, g *guard.Guard, handle func(context.Context, amqp091.Delivery) error, opts ...Option) *consuming {
-	ctx, cancel := context.WithCancel(context.Background())
-	c := &consuming{cancel: cancel, done: make(chan error, 1)}
-	go func() { c.done <- Consume(ctx, g, d, r.queue, handle, opts...) }()
-	r.t.Cleanup(func() {
-		cancel()
-		_ = c.wait(r.t)
-	})
-	return c
-}
-
-// stop ends it and returns its error.
-func (c *consuming) stop(t testing.TB) error {
-	t.Helper()
-	c.cancel()
-	return c.wait(t)
-}
-
-func (c *consuming) wait(t testing.TB) error {
-	t.Helper()
-	select {
-	case err := <-c.done:
-		c.done <- err
-		return err
-	case <-time.After(50 * time.Second):
-		t.Fatal("Consume does not return")
-		return nil
-	}
-}
-
-func openSource(t testing.TB, g *guard.Guard, name string) guard.Control {
-	t.Helper()
-	eventually(t, "the source is open", func() bool { return g.Source(name) != nil })
-	return g.Source(name)
+func (r *rig) consumeBy(d Dialer, g *guard.Guard, handle func(context.Context, amqp091.Delivery) error, opts ...Option) *adaptertest.Running {
+	return adaptertest.Run(r.t, func(ctx context.Context) error { return Consume(ctx, g, d, r.queue, handle, opts...) })
 }
 
 // deadLetters makes a DLQ that ends with the test.
 func (r *rig) deadLetters(kind Kind) *DLQ {
 	r.t.Helper()
-	d, err := NewDLQ(testContext(r.t), Dial(r.url()), DLQConfig{Queue: r.queue + ".dlq", Kind: kind})
+	d, err := NewDLQ(adaptertest.Context(r.t), Dial(r.url()), DLQConfig{Queue: r.queue + ".dlq", Kind: kind})
 	if err != nil {
 		r.t.Fatal(err)
 	}
 	r.t.Cleanup(func() {
-		if err := d.Close(testContext(r.t)); err != nil {
+		if err := d.Close(adaptertest.Context(r.t)); err != nil {
 			r.t.Error(err)
 		}
 		_ = r.do(func(ch *amqp091.Channel) error {

@@ -16,6 +16,7 @@ import (
 	"github.com/rabbitmq/amqp091-go"
 
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
@@ -69,7 +70,7 @@ func TestInspect(t *testing.T) {
 				var wrong error
 				ok := func() bool { // the API learns of queues and policies by and by
 					var got []guard.Finding
-					if got, wrong = Inspect(testContext(t), in); wrong == nil {
+					if got, wrong = Inspect(adaptertest.Context(t), in); wrong == nil {
 						wrong = compare(got, c.want)
 					}
 					return wrong == nil
@@ -132,7 +133,7 @@ func (r *rig) policy(t *testing.T, definition string) {
 func TestInspectCannotLook(t *testing.T) {
 	t.Parallel()
 	s := shared(t, brokers.RabbitMQ)
-	ctx := testContext(t)
+	ctx := adaptertest.Context(t)
 	for _, in := range []Target{{}, {API: "http://u:secret@", Queue: "q"}, {API: s.api}, {API: "http://u:secret@127.0.0.1:1", Queue: "q"}} {
 		if _, err := Inspect(ctx, in); err == nil || strings.Contains(err.Error(), "secret") {
 			t.Errorf("%v", err)

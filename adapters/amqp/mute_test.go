@@ -14,6 +14,7 @@ import (
 	"github.com/rabbitmq/amqp091-go"
 
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
@@ -73,9 +74,9 @@ func TestMuteBroker(t *testing.T) {
 			defer cancel()
 			done := make(chan error, 1)
 			go func() {
-				done <- Consume(ctx, newGuard(t, guard.Config{}), m.dialer(r.url()), r.queue, func(context.Context, amqp091.Delivery) error { return nil })
+				done <- Consume(ctx, adaptertest.Guard(t, guard.Config{}), m.dialer(r.url()), r.queue, func(context.Context, amqp091.Delivery) error { return nil })
 			}()
-			eventually(t, "the broker is mute", m.silent.Load)
+			adaptertest.Eventually(t, "the broker is mute", m.silent.Load)
 			cancel()
 			select {
 			case err := <-done:

@@ -15,6 +15,7 @@ import (
 	"go.opentelemetry.io/otel/trace"
 
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
@@ -27,7 +28,7 @@ func TestTraceFromProducerToDeadLetter(t *testing.T) {
 	propagator := propagation.TraceContext{}
 	r := newRig(t, shared(t, brokers.RabbitMQ4), Quorum, nil)
 	letters := r.deadLetters(Quorum)
-	g := newGuard(t, guard.Config{}, guard.WithTracerProvider(provider), guard.WithPropagator(propagator))
+	g := adaptertest.Guard(t, guard.Config{}, guard.WithTracerProvider(provider), guard.WithPropagator(propagator))
 
 	produced := map[string]trace.SpanContext{}
 	for i, kind := range []string{"text", "bytes", "none"} {
@@ -44,7 +45,7 @@ func TestTraceFromProducerToDeadLetter(t *testing.T) {
 		}
 		produced[kind] = span.SpanContext()
 		m := amqp091.Publishing{Headers: headers, Body: []byte(kind), DeliveryMode: amqp091.Persistent}
-		if err := r.send(testContext(t), m); err != nil {
+		if err := r.send(adaptertest.Context(t), m); err != nil {
 			t.Fatal(i, err)
 		}
 	}
@@ -54,14 +55,14 @@ func TestTraceFromProducerToDeadLetter(t *testing.T) {
 		return guard.Permanent(errDown)
 	}, WithDeadLetters(letters))
 	dead := map[string]amqp091.Delivery{}
-	eventually(t, "three dead letters", func() bool {
+	adaptertest.Eventually(t, "three dead letters", func() bool {
 		all, err := r.get(r.queue + ".dlq")
 		for _, d := range all {
 			dead[string(d.Body)] = d
 		}
 		return err == nil && len(dead) == 3
 	})
-	if err := c.stop(t); err != nil {
+	if err := c.Stop(t); err != nil {
 		t.Fatal(err)
 	}
 	linked := map[trace.SpanID]bool{}

@@ -18,6 +18,7 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
 
 // The frames that tags gives out are checked against a broker's books: each acks
@@ -280,7 +281,7 @@ func TestDialerTriesAllInAFreshOrder(t *testing.T) {
 // A consumer timeout that is asked for by an argument is the guard's too.
 func TestConsumerTimeoutOfTheArguments(t *testing.T) {
 	t.Parallel()
-	g := newGuard(t, guard.Config{})
+	g := adaptertest.Guard(t, guard.Config{})
 	for _, c := range []struct {
 		arg      any
 		opt      time.Duration

@@ -17,6 +17,7 @@ import (
 	"github.com/IBM/sarama"
 
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
 
 // rawHandler is a consumer group's handler without a guard.
@@ -51,7 +52,7 @@ func revoking(t *testing.T, first func(handle func(context.Context, *sarama.Cons
 		}
 	}
 	a := r.join(cooperativeConfig(), first(handle))
-	eventually(t, "the first is at work", func() bool { return calls.Load() > 10 })
+	adaptertest.Eventually(t, "the first is at work", func() bool { return calls.Load() > 10 })
 	time.Sleep(300 * time.Millisecond) // its buffers fill
 	var got atomic.Bool
 	begun := time.Now()
@@ -61,7 +62,7 @@ func revoking(t *testing.T, first func(handle func(context.Context, *sarama.Cons
 		}
 		return nil
 	}})
-	eventually(t, "the second has a partition", got.Load)
+	adaptertest.Eventually(t, "the second has a partition", got.Load)
 	took := time.Since(begun)
 	a.stop()
 	b.stop()
@@ -75,11 +76,11 @@ func revoking(t *testing.T, first func(handle func(context.Context, *sarama.Cons
 func TestCooperativeRevokeIsSeenAtOnce(t *testing.T) {
 	t.Parallel()
 	took := revoking(t, func(handle func(context.Context, *sarama.ConsumerMessage) error) sarama.ConsumerGroupHandler {
-		return Wrap(newGuard(t, guard.Config{}), handle)
+		return Wrap(adaptertest.Guard(t, guard.Config{}), handle)
 	})
 	window := WithPolicy(guard.Policy{Window: 20}) // less than sarama's buffer
 	passive := revoking(t, func(handle func(context.Context, *sarama.ConsumerMessage) error) sarama.ConsumerGroupHandler {
-		return WrapHandler(newGuard(t, guard.Config{}), marking{handle, false}, window)
+		return WrapHandler(adaptertest.Guard(t, guard.Config{}), marking{handle, false}, window)
 	})
 	raw := revoking(t, func(handle func(context.Context, *sarama.ConsumerMessage) error) sarama.ConsumerGroupHandler {
 		return rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
@@ -106,10 +107,10 @@ func TestRevokeOfAFullWindow(t *testing.T) {
 	for _, cfg := range []*sarama.Config{testConfig(), cooperativeConfig()} {
 		r := newRig(t, 2)
 		r.publish(0, 2000, func(i int) int32 { return int32(i % 2) }, nil)
-		g := newGuard(t, guard.Config{})
+		g := adaptertest.Guard(t, guard.Config{})
 		a := r.join(cfg, Wrap(g, nothing, WithPolicy(guard.Policy{Window: 50, Ramp: guard.Ramp{Off: true}})))
 		for p := range 2 {
-			src := openSource(t, g, sourceName("", r.topic, int32(p)))
+			src := adaptertest.Source(t, g, sourceName("", r.topic, int32(p)))
 			if err := src.ForceOpen(0); err != nil {
 				t.Fatal(err)
 			}
@@ -118,18 +119,18 @@ func TestRevokeOfAFullWindow(t *testing.T) {
 		var seen sync.Map
 		done := atomic.Int64{}
 		begun := time.Now()
-		b := r.join(cfg, Wrap(newGuard(t, guard.Config{}), func(_ context.Context, m *sarama.ConsumerMessage) error {
+		b := r.join(cfg, Wrap(adaptertest.Guard(t, guard.Config{}), func(_ context.Context, m *sarama.ConsumerMessage) error {
 			if _, twice := seen.LoadOrStore(string(m.Value), true); !twice {
 				done.Add(1)
 			}
 			return nil
 		}))
-		eventually(t, "the second has a partition", func() bool { return done.Load() > 0 })
+		adaptertest.Eventually(t, "the second has a partition", func() bool { return done.Load() > 0 })
 		if took := time.Since(begun); took > 15*time.Second {
 			t.Errorf("the second had its partition after %s", took)
 		}
 		a.stop()
-		eventually(t, "the second finishes what the first held", func() bool { return r.pending() == 0 })
+		adaptertest.Eventually(t, "the second finishes what the first held", func() bool { return r.pending() == 0 })
 		b.stop()
 	}
 }
@@ -139,7 +140,7 @@ func TestRevokeOfAFullWindow(t *testing.T) {
 func TestPauses(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, 1)
-	g := newGuard(t, guard.Config{Policy: guard.Policy{Window: 20, Ramp: guard.Ramp{Off: true}}})
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Window: 20, Ramp: guard.Ramp{Off: true}}})
 	var calls atomic.Int64
 	var mu sync.Mutex
 	var claim sarama.ConsumerGroupClaim
@@ -153,9 +154,9 @@ func TestPauses(t *testing.T) {
 	}}
 	m := r.join(testConfig(), spy)
 	r.publish(0, 10, nil, nil)
-	eventually(t, "handled", func() bool { return calls.Load() == 10 })
+	adaptertest.Eventually(t, "handled", func() bool { return calls.Load() == 10 })
 	name := sourceName("", r.topic, 0)
-	src := openSource(t, g, name)
+	src := adaptertest.Source(t, g, name)
 	if err := src.ForceOpen(0); err != nil {
 		t.Fatal(err)
 	}
@@ -165,14 +166,14 @@ func TestPauses(t *testing.T) {
 		return claim.(interface{ IsPaused() bool }).IsPaused()
 	}
 	r.publish(10, 1000, nil, nil)
-	eventually(t, "the window is full and the claim paused", func() bool { return src.State().Room == 0 && paused() })
+	adaptertest.Eventually(t, "the window is full and the claim paused", func() bool { return src.State().Room == 0 && paused() })
 	if n := src.State().Account.Held; n != 20 {
 		t.Errorf("%d held in a window of 20", n)
 	}
 	if err := src.ForceClosed(); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "all handled", func() bool { return calls.Load() == 1000 && !paused() })
+	adaptertest.Eventually(t, "all handled", func() bool { return calls.Load() == 1000 && !paused() })
 
 	m.group.PauseAll()
 	if !paused() {
@@ -184,11 +185,11 @@ func TestPauses(t *testing.T) {
 		<-s.Context().Done()
 		return nil
 	}})
-	eventually(t, "the group has rebalanced", func() bool { return guests.Load() > 0 || claims.Load() > 1 })
+	adaptertest.Eventually(t, "the group has rebalanced", func() bool { return guests.Load() > 0 || claims.Load() > 1 })
 	guest.stop()
-	eventually(t, "the partition is back", func() bool { return claims.Load() > 1 && g.Source(name) != nil })
+	adaptertest.Eventually(t, "the partition is back", func() bool { return claims.Load() > 1 && g.Source(name) != nil })
 	r.publish(1000, 1100, nil, nil)
-	eventually(t, "the paused group goes on", func() bool { return r.pending() == 0 })
+	adaptertest.Eventually(t, "the paused group goes on", func() bool { return r.pending() == 0 })
 	m.stop()
 }
 
@@ -248,10 +249,10 @@ func TestAbortedTransactionIsNotSkipped(t *testing.T) {
 			}}
 		},
 		"wrap": func(handle func(*sarama.ConsumerMessage) error) sarama.ConsumerGroupHandler {
-			return Wrap(newGuard(t, guard.Config{}), func(_ context.Context, m *sarama.ConsumerMessage) error { return handle(m) })
+			return Wrap(adaptertest.Guard(t, guard.Config{}), func(_ context.Context, m *sarama.ConsumerMessage) error { return handle(m) })
 		},
 		"wrap handler": func(handle func(*sarama.ConsumerMessage) error) sarama.ConsumerGroupHandler {
-			return WrapHandler(newGuard(t, guard.Config{}), rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
+			return WrapHandler(adaptertest.Guard(t, guard.Config{}), rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
 				for m := range c.Messages() {
 					if err := handle(m); err != nil {
 						_ = Fail(s, m, err)
@@ -269,7 +270,7 @@ func TestAbortedTransactionIsNotSkipped(t *testing.T) {
 			r.publish(0, 10, nil, nil)
 			handle, stop := copying(t, r, to.topic)
 			m := r.join(testConfig(), wrap(handle))
-			eventually(t, "all committed", func() bool { return r.committed(0) == 10 })
+			adaptertest.Eventually(t, "all committed", func() bool { return r.committed(0) == 10 })
 			m.stop()
 			stop()
 			cfg := testConfig()
@@ -283,7 +284,7 @@ func TestAbortedTransactionIsNotSkipped(t *testing.T) {
 			reader.client = client
 			end := to.end(to.topic, 0)
 			// The last record is a commit marker, which is not delivered.
-			ms, err := reader.read(testContext(t), to.topic, 0, 0, end-1)
+			ms, err := reader.read(adaptertest.Context(t), to.topic, 0, 0, end-1)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -306,13 +307,13 @@ func TestAbortedTransactionIsNotSkipped(t *testing.T) {
 func TestLagDuringAHold(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, 1)
-	g := newGuard(t, guard.Config{Policy: guard.Policy{Window: 10}})
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Window: 10}})
 	h := Wrap(g, nothing, func(o *options) { o.lookEvery = 50 * time.Millisecond }).(*handler)
 	m := r.join(testConfig(), h)
 	name := sourceName("", r.topic, 0)
-	src := openSource(t, g, name)
+	src := adaptertest.Source(t, g, name)
 	r.publish(0, 5, nil, nil)
-	eventually(t, "handled", func() bool { return src.Account().Acked == 5 })
+	adaptertest.Eventually(t, "handled", func() bool { return src.Account().Acked == 5 })
 	open := func() *claim {
 		h.mu.Lock()
 		defer h.mu.Unlock()
@@ -324,15 +325,15 @@ func TestLagDuringAHold(t *testing.T) {
 		t.Fatal("no claim")
 		return nil
 	}()
-	eventually(t, "no lag", func() bool { return open.Lag() == 0 })
+	adaptertest.Eventually(t, "no lag", func() bool { return open.Lag() == 0 })
 	if err := src.ForceOpen(0); err != nil {
 		t.Fatal(err)
 	}
 	r.publish(5, 500, nil, nil)
-	eventually(t, "paused", func() bool { return src.State().Room == 0 })
+	adaptertest.Eventually(t, "paused", func() bool { return src.State().Room == 0 })
 	time.Sleep(200 * time.Millisecond) // what was under way arrives
 	r.publish(500, 1000, nil, nil)
-	eventually(t, "the lag counts to the log's end", func() bool { return open.Lag() == 995 })
+	adaptertest.Eventually(t, "the lag counts to the log's end", func() bool { return open.Lag() == 995 })
 	if n := open.native.HighWaterMarkOffset(); n == 1000 {
 		t.Logf("sarama's high water mark is not stale: %d", n)
 	}
@@ -344,22 +345,22 @@ func TestLagDuringAHold(t *testing.T) {
 func TestDeletedTopic(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, 1)
-	g := newGuard(t, guard.Config{})
+	g := adaptertest.Guard(t, guard.Config{})
 	var calls atomic.Int64
 	cfg := testConfig()
 	cfg.Metadata.RefreshFrequency = 500 * time.Millisecond // how soon a group's leader hears of it
 	m := r.join(cfg, Wrap(g, func(context.Context, *sarama.ConsumerMessage) error { calls.Add(1); return nil }))
 	r.publish(0, 10, nil, nil)
-	eventually(t, "handled", func() bool { return calls.Load() == 10 })
+	adaptertest.Eventually(t, "handled", func() bool { return calls.Load() == 10 })
 	if err := r.admin.DeleteTopic(r.topic); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "the claim ends", func() bool { return g.Source(sourceName("", r.topic, 0)) == nil })
-	eventually(t, "the topic can be made again", func() bool {
+	adaptertest.Eventually(t, "the claim ends", func() bool { return g.Source(sourceName("", r.topic, 0)) == nil })
+	adaptertest.Eventually(t, "the topic can be made again", func() bool {
 		return r.admin.CreateTopic(r.topic, &sarama.TopicDetail{NumPartitions: 1, ReplicationFactor: 1}, false) == nil
 	})
 	r.awaitTopic(r.topic, 1)
-	eventually(t, "a message of the new one is handled", func() bool {
+	adaptertest.Eventually(t, "a message of the new one is handled", func() bool {
 		_, _, err := r.producer.SendMessage(&sarama.ProducerMessage{Topic: r.topic, Value: sarama.StringEncoder("again")})
 		return err == nil && calls.Load() > 10
 	})
@@ -374,13 +375,13 @@ func TestDeafHandlerIsNamed(t *testing.T) {
 	var once sync.Once
 	defer once.Do(func() { close(release) })
 	var begun atomic.Bool
-	m := r.join(testConfig(), Wrap(newGuard(t, guard.Config{}), func(context.Context, *sarama.ConsumerMessage) error {
+	m := r.join(testConfig(), Wrap(adaptertest.Guard(t, guard.Config{}), func(context.Context, *sarama.ConsumerMessage) error {
 		begun.Store(true)
 		<-release
 		return nil
 	}, WithStopTimeout(100*time.Millisecond)))
 	r.publish(0, 3, nil, nil)
-	eventually(t, "the handler runs", begun.Load)
+	adaptertest.Eventually(t, "the handler runs", begun.Load)
 	start := time.Now()
 	m.stop()
 	if took := time.Since(start); took > 10*time.Second {
@@ -400,7 +401,7 @@ func TestDeafHandlerIsNamed(t *testing.T) {
 func TestNamesOfSources(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, 1)
-	g := newGuard(t, guard.Config{})
+	g := adaptertest.Guard(t, guard.Config{})
 	var a, b atomic.Int64
 	other := *r
 	other.group = r.group + "-2"
@@ -408,14 +409,14 @@ func TestNamesOfSources(t *testing.T) {
 		return func(context.Context, *sarama.ConsumerMessage) error { n.Add(1); return nil }
 	}
 	first := r.join(testConfig(), Wrap(g, count(&a)))
-	openSource(t, g, sourceName("", r.topic, 0))
+	adaptertest.Source(t, g, sourceName("", r.topic, 0))
 	second := other.join(testConfig(), Wrap(g, count(&b), WithName("second")))
-	openSource(t, g, sourceName("second", r.topic, 0))
+	adaptertest.Source(t, g, sourceName("second", r.topic, 0))
 	third := r2(r, "-3").join(testConfig(), Wrap(g, count(&b)))
 	r.publish(0, 10, nil, nil)
-	eventually(t, "both read all", func() bool { return a.Load() == 10 && b.Load() == 10 })
+	adaptertest.Eventually(t, "both read all", func() bool { return a.Load() == 10 && b.Load() == 10 })
 	first.stop()
-	eventually(t, "the third begins", func() bool { return b.Load() == 20 })
+	adaptertest.Eventually(t, "the third begins", func() bool { return b.Load() == 20 })
 	second.stop()
 	third.stop()
 }

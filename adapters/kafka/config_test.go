@@ -13,6 +13,7 @@ import (
 	"github.com/IBM/sarama"
 
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
 
 func nothing(context.Context, *sarama.ConsumerMessage) error { return nil }
@@ -51,7 +52,7 @@ func TestCheckRefusesWhatCannotBeKept(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			cfg := testConfig()
 			c.change(cfg)
-			g := newGuard(t, guard.Config{})
+			g := adaptertest.Guard(t, guard.Config{})
 			check := Check
 			if c.passive {
 				check = CheckHandler
@@ -82,7 +83,7 @@ func (foreignSession) Context() context.Context   { return context.Background() 
 func (foreignSession) Claims() map[string][]int32 { return nil }
 
 func TestSetupOfAForeignSessionAsksForTheConfiguration(t *testing.T) {
-	g := newGuard(t, guard.Config{})
+	g := adaptertest.Guard(t, guard.Config{})
 	err := Wrap(g, nothing).Setup(foreignSession{})
 	if !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), "WithConfig") {
 		t.Errorf("%v", err)
@@ -106,7 +107,7 @@ func TestSetupOfAForeignSessionAsksForTheConfiguration(t *testing.T) {
 func TestConsumeReturnsWhatSetupRefuses(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, 1)
-	g := newGuard(t, guard.Config{Policy: guard.Policy{Timeout: 39 * time.Second}})
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Timeout: 39 * time.Second}})
 	cfg := testConfig()
 	cfg.Consumer.Offsets.Initial = sarama.OffsetNewest
 	m := r.join(cfg, Wrap(g, nothing))
@@ -114,7 +115,7 @@ func TestConsumeReturnsWhatSetupRefuses(t *testing.T) {
 	if err := m.last; !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), "OffsetNewest") || !strings.Contains(err.Error(), "Policy.Timeout: 39s is more than the 37.8s") {
 		t.Errorf("%v", err)
 	}
-	if _, err := g.Close(testContext(t)); err != nil {
+	if _, err := g.Close(adaptertest.Context(t)); err != nil {
 		t.Fatal(err)
 	}
 	m = r.join(testConfig(), Wrap(g, nothing, WithPolicy(guard.Policy{})))

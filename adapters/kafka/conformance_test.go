@@ -15,6 +15,7 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/guard/guardtest"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
@@ -36,7 +37,7 @@ func TestExercise(t *testing.T) {
 		{"passive-order", guard.OrderSource, 1, true, true, true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			if c.long && !full() {
+			if c.long && !adaptertest.Full() {
 				t.Skip("one more shape: run with STORMGUARD_FULL=1")
 			}
 			t.Parallel() // mostly waiting; each has topics and groups of its own
@@ -117,7 +118,7 @@ func (e *exercised) Start(c guardtest.Consumer) error {
 	}
 	opts := []Option{
 		WithPolicy(policy), WithDeadLetters(c.Writer(e.letters)),
-		WithStopTimeout(3 * time.Second), WithLogger(testLog(e.t)),
+		WithStopTimeout(3 * time.Second), WithLogger(adaptertest.Log()),
 	}
 	handle := func(ctx context.Context, m *sarama.ConsumerMessage) error {
 		return c.Handler(ctx, string(m.Key), m.Value)

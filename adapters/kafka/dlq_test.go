@@ -16,6 +16,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
@@ -39,18 +40,18 @@ func TestDLQKeepsWhatDied(t *testing.T) {
 			d := r.dlq(DLQConfig{Sources: []string{r.topic}, Dialect: dialect})
 			want := letterOf(r.topic, 42)
 			want.Origin.Partition = 2
-			if err := d.Write(testContext(t), want); err != nil {
+			if err := d.Write(adaptertest.Context(t), want); err != nil {
 				t.Fatal(err)
 			}
 			tombstone := letterOf(r.topic, 43)
 			tombstone.Origin.Partition, tombstone.Key, tombstone.Body = 2, nil, nil
-			if err := d.Write(testContext(t), tombstone); err != nil {
+			if err := d.Write(adaptertest.Context(t), tombstone); err != nil {
 				t.Fatal(err)
 			}
 			if ps, err := r.client.Partitions(r.topic + ".dlq"); err != nil || len(ps) != 3 {
 				t.Errorf("%v, %v", ps, err)
 			}
-			ms, err := r.read(testContext(t), r.topic+".dlq", 2, 0, 2)
+			ms, err := r.read(adaptertest.Context(t), r.topic+".dlq", 2, 0, 2)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -94,25 +95,25 @@ func TestTooLargeDeadLetters(t *testing.T) {
 	rec := letterOf(r.topic, 1)
 	rec.Error.Stack = strings.Repeat("frame\n", 1500)
 	rec.Body = bytes.Repeat([]byte("x"), limit-6000)
-	err := d.Write(testContext(t), rec)
+	err := d.Write(adaptertest.Context(t), rec)
 	if tooLarge := (*dlq.TooLargeError)(nil); !errors.As(err, &tooLarge) || tooLarge.Max != limit || tooLarge.Size <= limit {
 		t.Fatalf("%v", err)
 	}
 	if !dlq.TrimFor(rec, err) {
 		t.Fatal("nothing to trim")
 	}
-	if err := d.Write(testContext(t), rec); err != nil {
+	if err := d.Write(adaptertest.Context(t), rec); err != nil {
 		t.Fatal(err)
 	}
 	rec.Body = bytes.Repeat([]byte("x"), limit)
-	if err := d.Write(testContext(t), rec); !errors.Is(err, dlq.ErrTooLarge) {
+	if err := d.Write(adaptertest.Context(t), rec); !errors.Is(err, dlq.ErrTooLarge) {
 		t.Errorf("%v", err)
 	}
 	// The broker's own word, if the topic changed since: the estimate is passed by.
 	d.max[r.topic+".dlq"] = limit * 2
 	d.room = limit * 2
 	d.client.Config().Producer.MaxMessageBytes = limit * 2
-	if err := d.Write(testContext(t), rec); !errors.Is(err, dlq.ErrTooLarge) {
+	if err := d.Write(adaptertest.Context(t), rec); !errors.Is(err, dlq.ErrTooLarge) {
 		t.Errorf("%v", err)
 	}
 }
@@ -143,7 +144,7 @@ func TestPartitionsOfDeadLetters(t *testing.T) {
 func TestUnsuitableDLQsAreRefused(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, 2)
-	ctx := testContext(t)
+	ctx := adaptertest.Context(t)
 	_, err := NewDLQ(r.addrs, testConfig(), DLQConfig{Sources: []string{r.topic}, NoCreate: true})
 	want := "kafka-topics.sh --bootstrap-server " + strings.Join(r.addrs, ",") + " --create --topic " + r.topic + ".dlq --partitions 2"
 	if !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), want) {
@@ -187,7 +188,7 @@ func TestUnsuitableDLQsAreRefused(t *testing.T) {
 	if err := r.admin.DeleteTopic(r.topic + ".other"); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "a topic that is gone refuses", func() bool {
+	adaptertest.Eventually(t, "a topic that is gone refuses", func() bool {
 		_ = d.client.RefreshMetadata()
 		return errors.Is(d.Write(ctx, letterOf("elsewhere", 1)), dlq.ErrRefused)
 	})
@@ -200,7 +201,7 @@ func TestDLQWhileTheBrokerIsDown(t *testing.T) {
 	b := brokers.StartForTest(t, brokers.Kafka, brokers.Options{})
 	r := newRigAt(t, b.Addr(), 1, 1)
 	d := r.dlq(DLQConfig{Sources: []string{r.topic}})
-	if err := b.Kill(testContext(t), 0); err != nil {
+	if err := b.Kill(adaptertest.Context(t), 0); err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 100*time.Millisecond)
@@ -209,14 +210,14 @@ func TestDLQWhileTheBrokerIsDown(t *testing.T) {
 	if err := d.Write(ctx, letterOf(r.topic, 1)); err == nil || time.Since(begun) > 2*time.Second {
 		t.Errorf("%v after %s", err, time.Since(begun))
 	}
-	if err := b.Restart(testContext(t)); err != nil {
+	if err := b.Restart(adaptertest.Context(t)); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "a letter is written again", func() bool { return d.Write(testContext(t), letterOf(r.topic, 2)) == nil })
+	adaptertest.Eventually(t, "a letter is written again", func() bool { return d.Write(adaptertest.Context(t), letterOf(r.topic, 2)) == nil })
 	if err := d.Close(); err != nil {
 		t.Error(err)
 	}
-	if err := d.Write(testContext(t), letterOf(r.topic, 3)); !errors.Is(err, ErrDLQClosed) && !errors.Is(err, sarama.ErrClosedClient) {
+	if err := d.Write(adaptertest.Context(t), letterOf(r.topic, 3)); !errors.Is(err, ErrDLQClosed) && !errors.Is(err, sarama.ErrClosedClient) {
 		t.Errorf("%v", err)
 	}
 }
@@ -270,7 +271,7 @@ func TestInspect(t *testing.T) {
 	if err := r.admin.DeleteTopic(r.topic + ".dlq"); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "the topic is gone", func() bool {
+	adaptertest.Eventually(t, "the topic is gone", func() bool {
 		in, err := newInspector(r.client)
 		if err != nil {
 			return false
@@ -299,7 +300,7 @@ func TestInspect(t *testing.T) {
 		if err := r.admin.AlterConfig(sarama.TopicResource, r.topic, map[string]*string{setting: &value}, false); err != nil {
 			t.Fatal(err)
 		}
-		eventually(t, what, func() bool {
+		adaptertest.Eventually(t, what, func() bool {
 			return slices.ContainsFunc(find(client2), func(f guard.Finding) bool {
 				return f.Severity == guard.Danger && f.Where == "topic "+r.topic && strings.Contains(f.What, what)
 			})

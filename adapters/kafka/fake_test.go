@@ -14,6 +14,7 @@ import (
 	"github.com/IBM/sarama"
 
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
 
 // fakeSession and fakeClaim are sarama's as far as the guard looks, for instants
@@ -86,7 +87,7 @@ func within(t *testing.T, d time.Duration, what string, done <-chan struct{}) {
 // cooperative group lives on, and the whole group waits for it.
 func TestRevokeOfAClaimThatWaitsForItsName(t *testing.T) {
 	t.Parallel()
-	g := newGuard(t, guard.Config{})
+	g := adaptertest.Guard(t, guard.Config{})
 	for _, h := range []sarama.ConsumerGroupHandler{
 		Wrap(g, nothing, WithConfig(cooperativeConfig())),
 		WrapHandler(g, rawHandler{func(sarama.ConsumerGroupSession, sarama.ConsumerGroupClaim) error { return nil }}, WithConfig(cooperativeConfig())),
@@ -95,7 +96,7 @@ func TestRevokeOfAClaimThatWaitsForItsName(t *testing.T) {
 		first, end := setup(t, owner)
 		var owning sync.WaitGroup
 		owning.Go(func() { _ = owner.ConsumeClaim(first, newFakeClaim()) })
-		openSource(t, g, "orders/0")
+		adaptertest.Source(t, g, "orders/0")
 
 		s, _ := setup(t, h)
 		c := newFakeClaim()
@@ -117,7 +118,7 @@ func TestRevokeOfAClaimThatWaitsForItsName(t *testing.T) {
 // messages in its hand, and not the dependency.
 func TestEndOfSessionIsNoFailure(t *testing.T) {
 	t.Parallel()
-	g := newGuard(t, guard.Config{})
+	g := adaptertest.Guard(t, guard.Config{})
 	var end context.CancelCauseFunc
 	var failures atomic.Uint64
 	h := WrapHandler(g, rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
@@ -152,7 +153,7 @@ func TestEndOfSessionIsNoFailure(t *testing.T) {
 // attempt, and no timeout.
 func TestMakingWayIsNoFailure(t *testing.T) {
 	t.Parallel()
-	g := newGuard(t, guard.Config{})
+	g := adaptertest.Guard(t, guard.Config{})
 	var calls atomic.Int64
 	policy := guard.Policy{Timeout: 100 * time.Millisecond, Retry: guard.Retry{Base: time.Millisecond, Max: time.Millisecond}, Ramp: guard.Ramp{Off: true}}
 	h := Wrap(g, func(ctx context.Context, _ *sarama.ConsumerMessage) error {
@@ -163,10 +164,10 @@ func TestMakingWayIsNoFailure(t *testing.T) {
 	c := newFakeClaim()
 	var consuming sync.WaitGroup
 	consuming.Go(func() { _ = h.ConsumeClaim(s, c) })
-	src := openSource(t, g, "orders/0")
+	src := adaptertest.Source(t, g, "orders/0")
 	h.(*handler).session(s).makeWay()
 	c.publish(0, 3)
-	eventually(t, "all are handled", func() bool { return src.Account().Acked == 3 })
+	adaptertest.Eventually(t, "all are handled", func() bool { return src.Account().Acked == 3 })
 	if n := src.State().Tally.Failures; n > 0 || calls.Load() != 3 {
 		t.Errorf("%d failures, %d calls", n, calls.Load())
 	}

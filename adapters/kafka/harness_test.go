@@ -6,10 +6,7 @@ package kafka
 import (
 	"context"
 	"errors"
-	"flag"
 	"fmt"
-	"log/slog"
-	"os"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -20,36 +17,17 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
 func TestMain(m *testing.M) {
-	if runChild() {
-		return
-	}
-	// The parallel tests mostly wait for a broker, so more than one for each
-	// processor may run.
-	flag.Parse()
-	if err := flag.Set("test.parallel", "8"); err != nil {
-		panic(err)
-	}
-	code := m.Run()
-	// A broker connection of sarama's ends some time after its client.
-	var err error
-	for deadline := time.Now().Add(10 * time.Second); code == 0 && time.Now().Before(deadline); {
-		if err = goleak.Find(goleak.IgnoreAnyFunction("github.com/rcrowley/go-metrics.(*meterArbiter).tick")); err == nil {
-			break
-		}
-	}
-	if code == 0 && err != nil {
-		fmt.Fprintln(os.Stderr, "goleak:", err)
-		code = 1
-	}
-	os.Exit(code)
+	adaptertest.Main(m, adaptertest.Suite{
+		Parallel: 8,
+		Child:    consumeAsChild,
+		Ignore:   []goleak.Option{goleak.IgnoreAnyFunction("github.com/rcrowley/go-metrics.(*meterArbiter).tick")},
+	})
 }
-
-// full tells whether the long forms of the tests run.
-func full() bool { return os.Getenv("STORMGUARD_FULL") == "1" }
 
 // number makes the names of topics and groups of this process its own.
 var number atomic.Int64
@@ -107,7 +85,7 @@ func newRigAt(t testing.TB, addr string, partitions int32, replicas int16) *rig 
 
 func (r *rig) awaitTopic(name string, partitions int) {
 	r.t.Helper()
-	eventually(r.t, "the topic is there", func() bool {
+	adaptertest.Eventually(r.t, "the topic is there", func() bool {
 		if r.client.RefreshMetadata(name) != nil {
 			return false
 		}
@@ -279,51 +257,6 @@ func (m *member) errors() string {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return errors.Join(m.errs...).Error()
-}
-
-func testContext(t testing.TB) context.Context {
-	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 60*time.Second)
-	t.Cleanup(cancel)
-	return ctx
-}
-
-// eventually polls until ok or a deadline that only a failure meets.
-func eventually(t testing.TB, what string, ok func() bool) {
-	t.Helper()
-	for deadline := time.Now().Add(60 * time.Second); !ok(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(deadline) {
-			t.Fatal("never: " + what)
-		}
-	}
-}
-
-func newGuard(t testing.TB, cfg guard.Config) *guard.Guard {
-	t.Helper()
-	g, err := guard.New(cfg, guard.WithLogger(testLog(t)))
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
-		defer cancel()
-		_, _ = g.Close(ctx)
-	})
-	return g
-}
-
-// testLog is silent unless STORMGUARD_TEST_LOG is set.
-func testLog(testing.TB) *slog.Logger {
-	if os.Getenv("STORMGUARD_TEST_LOG") == "" {
-		return slog.New(slog.DiscardHandler)
-	}
-	return slog.New(slog.NewTextHandler(os.Stderr, nil))
-}
-
-func openSource(t testing.TB, g *guard.Guard, name string) guard.Control {
-	t.Helper()
-	eventually(t, "the source is open", func() bool { return g.Source(name) != nil })
-	return g.Source(name)
 }
 
 var errDown = errors.New("connection refused")

@@ -16,6 +16,7 @@ import (
 	"github.com/IBM/sarama"
 
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
 
 // A loop that returns an error on failure keeps its claim: its message is retried
@@ -27,7 +28,7 @@ func TestWrappedLoopThatReturnsItsErrors(t *testing.T) {
 	var mu sync.Mutex
 	var handled []string
 	var generations []int32
-	g := newGuard(t, guard.Config{Policy: guard.Policy{
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{
 		Workers: 1, Retry: guard.Retry{Attempts: 3, Base: time.Millisecond, Max: 5 * time.Millisecond},
 	}})
 	failed := false
@@ -51,10 +52,10 @@ func TestWrappedLoopThatReturnsItsErrors(t *testing.T) {
 			s.MarkMessage(m, "")
 		}
 		return nil
-	}}, WithDeadLetters(d), WithLogger(testLog(t))))
+	}}, WithDeadLetters(d), WithLogger(adaptertest.Log())))
 	const n = 60
 	r.publish(0, n, nil, nil)
-	eventually(t, "all committed", func() bool { return r.committed(0) == n })
+	adaptertest.Eventually(t, "all committed", func() bool { return r.committed(0) == n })
 	m.stop()
 	var want []string
 	for i := range n {
@@ -67,7 +68,7 @@ func TestWrappedLoopThatReturnsItsErrors(t *testing.T) {
 	if !slices.Equal(handled, want) || len(generations) != 1 {
 		t.Errorf("handled %v in generations %v", handled, generations)
 	}
-	ms, err := r.read(testContext(t), r.topic+".dlq", 0, 0, 1)
+	ms, err := r.read(adaptertest.Context(t), r.topic+".dlq", 0, 0, 1)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -85,7 +86,7 @@ func TestMarksOutOfOrder(t *testing.T) {
 	var mu sync.Mutex
 	var hands []*sarama.ConsumerMessage
 	var session sarama.ConsumerGroupSession
-	m := r.join(testConfig(), WrapHandler(newGuard(t, guard.Config{}), rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
+	m := r.join(testConfig(), WrapHandler(adaptertest.Guard(t, guard.Config{}), rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
 		for m := range c.Messages() {
 			mu.Lock()
 			session = s
@@ -95,7 +96,7 @@ func TestMarksOutOfOrder(t *testing.T) {
 		return nil
 	}}))
 	r.publish(0, 10, nil, nil)
-	eventually(t, "all handed out", func() bool { mu.Lock(); defer mu.Unlock(); return len(hands) == 10 })
+	adaptertest.Eventually(t, "all handed out", func() bool { mu.Lock(); defer mu.Unlock(); return len(hands) == 10 })
 	for _, i := range []int{9, 8, 1, 7, 6, 5, 3, 2} {
 		session.MarkMessage(hands[i], "")
 	}
@@ -132,7 +133,7 @@ func TestBatchMarks(t *testing.T) {
 	var batches atomic.Int64
 	cfg := testConfig()
 	cfg.Consumer.Offsets.AutoCommit.Enable = false // the loop commits by itself
-	m := r.join(cfg, WrapHandler(newGuard(t, guard.Config{}), rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
+	m := r.join(cfg, WrapHandler(adaptertest.Guard(t, guard.Config{}), rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
 		var batch []*sarama.ConsumerMessage
 		flush := func() {
 			if len(batch) > 0 {
@@ -168,14 +169,14 @@ func TestBatchMarks(t *testing.T) {
 			}
 		}
 	}}, WithBatchMarks()))
-	eventually(t, "batches are marked", func() bool { return r.committed(0) >= 40 })
+	adaptertest.Eventually(t, "batches are marked", func() bool { return r.committed(0) >= 40 })
 	for !again.Load() {
 		if n := r.committed(0); n > 42 && !again.Load() {
 			t.Fatalf("committed %d, 42 has failed", n)
 		}
 		time.Sleep(10 * time.Millisecond)
 	}
-	eventually(t, "all committed", func() bool { return r.committed(0) == 100 })
+	adaptertest.Eventually(t, "all committed", func() bool { return r.committed(0) == 100 })
 	if n := batches.Load(); n < 10 || n > 60 {
 		t.Errorf("%d batches", n)
 	}
@@ -189,7 +190,7 @@ func TestBatchMarksAmongRetries(t *testing.T) {
 	r := newRig(t, 1)
 	hands := make(chan *sarama.ConsumerMessage, 100)
 	sessions := make(chan sarama.ConsumerGroupSession, 1)
-	m := r.join(testConfig(), WrapHandler(newGuard(t, guard.Config{}), rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
+	m := r.join(testConfig(), WrapHandler(adaptertest.Guard(t, guard.Config{}), rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
 		sessions <- s
 		for m := range c.Messages() {
 			hands <- m
@@ -246,7 +247,7 @@ func TestOnlyTheProgramCommits(t *testing.T) {
 	for name, wrap := range map[string]func(sarama.ConsumerGroupHandler) sarama.ConsumerGroupHandler{
 		"raw": func(h sarama.ConsumerGroupHandler) sarama.ConsumerGroupHandler { return h },
 		"wrapped": func(h sarama.ConsumerGroupHandler) sarama.ConsumerGroupHandler {
-			return WrapHandler(newGuard(t, guard.Config{}), h)
+			return WrapHandler(adaptertest.Guard(t, guard.Config{}), h)
 		},
 	} {
 		r := newRig(t, 1)
@@ -261,7 +262,7 @@ func TestOnlyTheProgramCommits(t *testing.T) {
 			return nil
 		}}))
 		r.publish(0, 15, nil, nil)
-		eventually(t, "all are collected", func() bool { return collected.Load() == 15 })
+		adaptertest.Eventually(t, "all are collected", func() bool { return collected.Load() == 15 })
 		m.stop()
 		if n := r.committed(0); n != 10 {
 			t.Errorf("%s: committed %d, written are 10", name, n)
@@ -275,7 +276,7 @@ func TestUnmarkedMessageFails(t *testing.T) {
 	r := newRig(t, 1)
 	d := r.dlq(DLQConfig{Sources: []string{r.topic}})
 	var calls atomic.Int64
-	m := r.join(testConfig(), WrapHandler(newGuard(t, guard.Config{}), rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
+	m := r.join(testConfig(), WrapHandler(adaptertest.Guard(t, guard.Config{}), rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
 		for m := range c.Messages() {
 			if string(m.Value) == "3" {
 				calls.Add(1)
@@ -288,9 +289,9 @@ func TestUnmarkedMessageFails(t *testing.T) {
 		Timeout: 200 * time.Millisecond, Retry: guard.Retry{Attempts: 2, Base: time.Millisecond, Max: time.Millisecond, Patience: 50 * time.Millisecond},
 	})))
 	r.publish(0, 10, nil, nil)
-	eventually(t, "all committed", func() bool { return r.committed(0) == 10 })
+	adaptertest.Eventually(t, "all committed", func() bool { return r.committed(0) == 10 })
 	m.stop()
-	ms, err := r.read(testContext(t), r.topic+".dlq", 0, 0, 1)
+	ms, err := r.read(adaptertest.Context(t), r.topic+".dlq", 0, 0, 1)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -305,9 +306,9 @@ func TestMarksInCleanup(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, 1)
 	h := &lateMarks{}
-	m := r.join(testConfig(), WrapHandler(newGuard(t, guard.Config{}), h))
+	m := r.join(testConfig(), WrapHandler(adaptertest.Guard(t, guard.Config{}), h))
 	r.publish(0, 10, nil, nil)
-	eventually(t, "all handed out", func() bool { h.mu.Lock(); defer h.mu.Unlock(); return len(h.got) == 10 })
+	adaptertest.Eventually(t, "all handed out", func() bool { h.mu.Lock(); defer h.mu.Unlock(); return len(h.got) == 10 })
 	begun := time.Now()
 	m.stop()
 	if took := time.Since(begun); took > 5*time.Second {
@@ -349,7 +350,7 @@ func TestWrappedLoopInAnOutage(t *testing.T) {
 	d := r.dlq(DLQConfig{Sources: []string{r.topic}})
 	var down atomic.Bool
 	var calls, sessions atomic.Int64
-	g := newGuard(t, guard.Config{Policy: guard.Policy{Workers: 1, Ramp: guard.Ramp{Off: true}}})
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Workers: 1, Ramp: guard.Ramp{Off: true}}})
 	m := r.join(testConfig(), WrapHandler(g, &counting{&sessions, func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
 		for m := range c.Messages() {
 			if down.Load() {
@@ -361,12 +362,12 @@ func TestWrappedLoopInAnOutage(t *testing.T) {
 		return nil
 	}}, WithDeadLetters(d)))
 	r.publish(0, 100, nil, nil)
-	eventually(t, "handled", func() bool { return r.committed(0) == 100 })
+	adaptertest.Eventually(t, "handled", func() bool { return r.committed(0) == 100 })
 	down.Store(true)
 	r.publish(100, 500, nil, nil)
 	time.Sleep(3 * time.Second)
 	down.Store(false)
-	eventually(t, "all committed", func() bool { return r.committed(0) == 500 })
+	adaptertest.Eventually(t, "all committed", func() bool { return r.committed(0) == 500 })
 	m.stop()
 	if n := r.end(r.topic+".dlq", 0); n > 0 || calls.Load() > 30 || sessions.Load() != 1 {
 		t.Errorf("%d dead letters, %d calls, %d sessions", n, calls.Load(), sessions.Load())
@@ -391,7 +392,7 @@ func TestWrappedSetupMayRefuse(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, 1)
 	h := &refusing{}
-	wrapped := WrapHandler(newGuard(t, guard.Config{}), h)
+	wrapped := WrapHandler(adaptertest.Guard(t, guard.Config{}), h)
 	group, err := sarama.NewConsumerGroup(r.addrs, r.group, testConfig())
 	if err != nil {
 		t.Fatal(err)
@@ -417,7 +418,7 @@ func (*refusing) ConsumeClaim(sarama.ConsumerGroupSession, sarama.ConsumerGroupC
 func TestOutcomesBelongToTheirAttempt(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, 1)
-	g := newGuard(t, guard.Config{Policy: guard.Policy{Retry: guard.Retry{Base: time.Millisecond, Max: time.Millisecond}}})
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Retry: guard.Retry{Base: time.Millisecond, Max: time.Millisecond}}})
 	name := sourceName("", r.topic, 0)
 	var failures []uint64
 	step := 0
@@ -450,9 +451,9 @@ func TestOutcomesBelongToTheirAttempt(t *testing.T) {
 		}
 		return nil
 	}}))
-	openSource(t, g, name)
+	adaptertest.Source(t, g, name)
 	r.publish(0, 5, nil, nil)
-	eventually(t, "all committed", func() bool { return r.committed(0) == 5 })
+	adaptertest.Eventually(t, "all committed", func() bool { return r.committed(0) == 5 })
 	m.stop()
 	if !slices.Equal(failures, []uint64{1}) || step != 4 {
 		t.Errorf("%v failures when one message had failed; %d attempts of it", failures, step)

@@ -15,6 +15,7 @@ import (
 	"github.com/IBM/sarama"
 
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
@@ -133,7 +134,7 @@ func key(i int) string { return "k" + strconv.Itoa(i%37) }
 func TestRebalanceStorm(t *testing.T) {
 	t.Parallel()
 	period := 6 * time.Second
-	if full() {
+	if adaptertest.Full() {
 		period = 60 * time.Second
 	}
 	for _, c := range []struct {
@@ -158,7 +159,7 @@ func TestRebalanceStorm(t *testing.T) {
 			}
 			joins := func() *member {
 				// Each has a Guard of its own, as in a process of its own.
-				return r.join(c.cfg(), Wrap(newGuard(t, guard.Config{}), l.handler(c.order), WithPolicy(policy), WithLogger(testLog(t))))
+				return r.join(c.cfg(), Wrap(adaptertest.Guard(t, guard.Config{}), l.handler(c.order), WithPolicy(policy), WithLogger(adaptertest.Log())))
 			}
 			steady := joins()
 			published, moves := 0, 0
@@ -178,7 +179,7 @@ func TestRebalanceStorm(t *testing.T) {
 					moves++
 				}
 			}
-			eventually(t, "all handled and committed", func() bool { return l.count() == published && r.pending() == 0 })
+			adaptertest.Eventually(t, "all handled and committed", func() bool { return l.count() == published && r.pending() == 0 })
 			twice := l.check(t, published)
 			if guest != nil {
 				guest.stop()
@@ -193,13 +194,13 @@ func TestRebalanceStorm(t *testing.T) {
 func TestKilledBrokerLosesNothing(t *testing.T) {
 	t.Parallel()
 	kills := 1
-	if full() {
+	if adaptertest.Full() {
 		kills = 10
 	}
 	b := brokers.StartForTest(t, brokers.Kafka, brokers.Options{})
 	r := newRigAt(t, b.Addr(), 2, 1)
 	l := newLedger(guard.OrderSource)
-	m := r.join(testConfig(), Wrap(newGuard(t, guard.Config{}), l.handler(guard.OrderSource), WithLogger(testLog(t)),
+	m := r.join(testConfig(), Wrap(adaptertest.Guard(t, guard.Config{}), l.handler(guard.OrderSource), WithLogger(adaptertest.Log()),
 		WithPolicy(guard.Policy{Retry: guard.Retry{Base: time.Millisecond, Max: 5 * time.Millisecond}, Ramp: guard.Ramp{Off: true}})))
 	const each = 1500
 	published := 0
@@ -207,16 +208,16 @@ func TestKilledBrokerLosesNothing(t *testing.T) {
 		r.publish(published, published+each, func(i int) int32 { return int32(i % 2) }, nil)
 		before := l.count()
 		published += each
-		eventually(t, "some are handled", func() bool { return l.count() > before+100 })
-		if err := b.Kill(testContext(t), 0); err != nil {
+		adaptertest.Eventually(t, "some are handled", func() bool { return l.count() > before+100 })
+		if err := b.Kill(adaptertest.Context(t), 0); err != nil {
 			t.Fatal(err)
 		}
 		time.Sleep(300 * time.Millisecond)
-		if err := b.Restart(testContext(t)); err != nil {
+		if err := b.Restart(adaptertest.Context(t)); err != nil {
 			t.Fatal(err)
 		}
 	}
-	eventually(t, "all handled and committed", func() bool { return l.count() == published && r.pending() == 0 })
+	adaptertest.Eventually(t, "all handled and committed", func() bool { return l.count() == published && r.pending() == 0 })
 	twice := l.check(t, published)
 	m.stop()
 	t.Logf("%d kills of the broker, %d messages: %d handled twice", kills, published, twice)
@@ -228,36 +229,36 @@ func TestLeaderMoves(t *testing.T) {
 	b := brokers.StartForTest(t, brokers.Kafka, brokers.Options{Nodes: 3})
 	r := newRigAt(t, b.Addr(), 3, 3)
 	l := newLedger(guard.OrderSource)
-	m := r.join(testConfig(), Wrap(newGuard(t, guard.Config{}), l.handler(guard.OrderSource), WithLogger(testLog(t)),
+	m := r.join(testConfig(), Wrap(adaptertest.Guard(t, guard.Config{}), l.handler(guard.OrderSource), WithLogger(adaptertest.Log()),
 		WithPolicy(guard.Policy{Retry: guard.Retry{Base: time.Millisecond, Max: 5 * time.Millisecond}, Ramp: guard.Ramp{Off: true}})))
 	letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
 	part := func(i int) int32 { return int32(i % 3) }
 	published := 0
 	rounds := 1
-	if full() {
+	if adaptertest.Full() {
 		rounds = 6
 	}
 	for i := range rounds {
 		r.publish(published, published+1500, part, nil)
 		before := l.count()
 		published += 1500
-		eventually(t, "some are handled", func() bool { return l.count() > before+100 })
+		adaptertest.Eventually(t, "some are handled", func() bool { return l.count() > before+100 })
 		node := i%3 + 1
 		leader, err := r.client.Leader(r.topic, int32(i%3))
 		if err == nil {
 			node = int(leader.ID())
 		}
-		if err := b.Kill(testContext(t), node); err != nil {
+		if err := b.Kill(adaptertest.Context(t), node); err != nil {
 			t.Fatal(err)
 		}
 		rec := letterOf(r.topic, int64(i))
-		eventually(t, "a dead letter is written meanwhile", func() bool { return letters.Write(testContext(t), rec) == nil })
-		eventually(t, "all are handled without it", func() bool { return l.count() == published })
-		if err := b.Restart(testContext(t)); err != nil {
+		adaptertest.Eventually(t, "a dead letter is written meanwhile", func() bool { return letters.Write(adaptertest.Context(t), rec) == nil })
+		adaptertest.Eventually(t, "all are handled without it", func() bool { return l.count() == published })
+		if err := b.Restart(adaptertest.Context(t)); err != nil {
 			t.Fatal(err)
 		}
 	}
-	eventually(t, "all committed", func() bool { return r.pending() == 0 })
+	adaptertest.Eventually(t, "all committed", func() bool { return r.pending() == 0 })
 	twice := l.check(t, published)
 	m.stop()
 	t.Logf("%d leaders killed, %d messages: %d handled twice", rounds, published, twice)

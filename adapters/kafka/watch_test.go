@@ -24,6 +24,7 @@ import (
 	"go.opentelemetry.io/otel/trace"
 
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
 
 // logged is a log that a test reads.
@@ -70,7 +71,7 @@ func TestCommitsThatFailAreNoticed(t *testing.T) {
 	fault := fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.OffsetCommit}, Err: kerr.InvalidCommitOffsetSize, Count: -1})
 
 	var own, groups logged
-	g := newGuard(t, guard.Config{})
+	g := adaptertest.Guard(t, guard.Config{})
 	h := Wrap(g, nothing, WithLogger(slog.New(slog.NewTextHandler(&own, nil))), func(o *options) { o.lookEvery = 200 * time.Millisecond })
 	c := *testConfig()
 	c.Consumer.Return.Errors = true
@@ -92,14 +93,14 @@ func TestCommitsThatFailAreNoticed(t *testing.T) {
 			t.Log(own.buf.String(), groups.buf.String())
 		}
 	})
-	eventually(t, "the guard notices", func() bool { return own.has("commits are behind") && own.has("marked=10") })
-	eventually(t, "the group says it", func() bool { return groups.has("partition=0") && groups.has("times=1") })
+	adaptertest.Eventually(t, "the guard notices", func() bool { return own.has("commits are behind") && own.has("marked=10") })
+	adaptertest.Eventually(t, "the group says it", func() bool { return groups.has("partition=0") && groups.has("times=1") })
 	if n := r.committed(0); n > 0 {
 		t.Errorf("committed %d", n)
 	}
 	fault.Remove()
 	r.publish(10, 20, nil, nil)
-	eventually(t, "the commits catch up", func() bool { return own.has("commits have caught up") && r.committed(0) == 20 })
+	adaptertest.Eventually(t, "the commits catch up", func() bool { return own.has("commits have caught up") && r.committed(0) == 20 })
 	cancel()
 	if err := group.Close(); err != nil {
 		t.Logf("close: %v", err)
@@ -118,13 +119,13 @@ func TestCommitsThatAreNotDueAreNoNews(t *testing.T) {
 		var own logged
 		var calls atomic.Int64
 		h := marking{func(context.Context, *sarama.ConsumerMessage) error { calls.Add(1); return nil }, false}
-		m := r.join(cfg, WrapHandler(newGuard(t, guard.Config{}), h,
+		m := r.join(cfg, WrapHandler(adaptertest.Guard(t, guard.Config{}), h,
 			WithLogger(slog.New(slog.NewTextHandler(&own, nil))), func(o *options) { o.lookEvery = 100 * time.Millisecond }))
 		for i := range 30 {
 			r.publish(i, i+1, nil, nil)
 			time.Sleep(100 * time.Millisecond)
 		}
-		eventually(t, "all are handled", func() bool { return calls.Load() == 30 })
+		adaptertest.Eventually(t, "all are handled", func() bool { return calls.Load() == 30 })
 		if own.has("commits are behind") {
 			t.Errorf("AutoCommit %t: %s", auto, own.buf.String())
 		}
@@ -166,13 +167,13 @@ func TestTraceReachesTheDeadLetter(t *testing.T) {
 			seen = trace.SpanContextFromContext(ctx)
 			return guard.Permanent(errors.New("hopeless"))
 		}, WithDeadLetters(d)))
-		ms, err := r.read(testContext(t), r.topic+".dlq", 0, 0, 1)
+		ms, err := r.read(adaptertest.Context(t), r.topic+".dlq", 0, 0, 1)
 		if err != nil {
 			t.Fatal(err)
 		}
-		eventually(t, "committed", func() bool { return r.committed(0) == 1 })
+		adaptertest.Eventually(t, "committed", func() bool { return r.committed(0) == 1 })
 		m.stop()
-		if _, err := g.Close(testContext(t)); err != nil {
+		if _, err := g.Close(adaptertest.Context(t)); err != nil {
 			t.Fatal(err)
 		}
 		want := root.SpanContext().TraceID()

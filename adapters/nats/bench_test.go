@@ -13,6 +13,7 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
 
 // BenchmarkThroughput compares Consume with nats.go's own Consume, in turns on
@@ -66,7 +67,7 @@ func BenchmarkThroughput(b *testing.B) {
 				<-cc.Closed()
 				return took
 			}
-			g := newGuard(b, guard.Config{})
+			g := adaptertest.Guard(b, guard.Config{})
 			guarded := func() time.Duration {
 				c, left, done := fresh(), n, make(chan struct{})
 				ctx, cancel := context.WithCancel(context.Background())

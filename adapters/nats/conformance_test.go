@@ -19,6 +19,7 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/guard/guardtest"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
 
 func TestExercise(t *testing.T) { //nolint:tparallel // beside nothing but its own shapes
@@ -67,7 +68,7 @@ func newExercised(t testing.TB, s guardtest.Setup, passive bool) *exercised {
 	}
 	e := &exercised{rig: newRig(t, cfg), passive: passive, cfg: cfg, acks: make(map[string]int)}
 	var err error
-	if e.letters, err = NewDLQ(testContext(t), e.js, DLQConfig{Stream: "DLQ"}); err != nil {
+	if e.letters, err = NewDLQ(adaptertest.Context(t), e.js, DLQConfig{Stream: "DLQ"}); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {

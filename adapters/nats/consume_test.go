@@ -11,11 +11,12 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
 
 func TestConsumeHandlesEverythingInOrderAndStops(t *testing.T) {
 	r := newRig(t, jetstream.ConsumerConfig{})
-	g := newGuard(t, guard.Config{})
+	g := adaptertest.Guard(t, guard.Config{})
 	var last atomic.Uint64
 	const n = 5000
 	c := consume(t, g, r.consumer, func(_ context.Context, m jetstream.Msg) error {
@@ -29,8 +30,8 @@ func TestConsumeHandlesEverythingInOrderAndStops(t *testing.T) {
 		return nil
 	})
 	r.publish(t, subject, 0, n)
-	eventually(t, "all handled", func() bool { return last.Load() == n })
-	if err := c.stop(t); err != nil {
+	adaptertest.Eventually(t, "all handled", func() bool { return last.Load() == n })
+	if err := c.Stop(t); err != nil {
 		t.Fatal(err)
 	}
 	if i := r.info(t); i.NumAckPending != 0 || i.AckFloor.Stream != n || i.NumRedelivered != 0 {

@@ -17,6 +17,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
 
 func record() *dlq.Record {
@@ -32,7 +33,7 @@ func record() *dlq.Record {
 
 func (r *rig) letters(t testing.TB, stream string) []jetstream.Msg {
 	t.Helper()
-	ctx := testContext(t)
+	ctx := adaptertest.Context(t)
 	s, err := r.js.Stream(ctx, stream)
 	if err != nil {
 		t.Fatal(err)
@@ -58,13 +59,13 @@ func TestDLQRoundTrip(t *testing.T) {
 	r := newRig(t, jetstream.ConsumerConfig{})
 	for _, dialect := range []dlq.Dialect{"", dlq.Connect} {
 		stream := "DLQ" + string(dialect)
-		d, err := NewDLQ(testContext(t), r.js, DLQConfig{Stream: stream, Subject: stream + ".{stream}.{consumer}", Dialect: dialect})
+		d, err := NewDLQ(adaptertest.Context(t), r.js, DLQConfig{Stream: stream, Subject: stream + ".{stream}.{consumer}", Dialect: dialect})
 		if err != nil {
 			t.Fatal(err)
 		}
 		want := record()
 		for range 2 { // the second is the twin that a crash makes
-			if err := d.Write(testContext(t), want); err != nil {
+			if err := d.Write(adaptertest.Context(t), want); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -92,7 +93,7 @@ func TestDLQRoundTrip(t *testing.T) {
 func TestDLQRefusesWhatWouldLose(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{})
-	ctx := testContext(t)
+	ctx := adaptertest.Context(t)
 	_, err := NewDLQ(ctx, r.js, DLQConfig{Stream: "NONE", NoCreate: true})
 	if !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), "nats stream add NONE --subjects 'dlq.*.*'") {
 		t.Error(err)
@@ -128,7 +129,7 @@ func TestDLQRefusesWhatWouldLose(t *testing.T) {
 func TestDLQErrorsSayWhatToDo(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{})
-	ctx := testContext(t)
+	ctx := adaptertest.Context(t)
 	d, err := NewDLQ(ctx, r.js, DLQConfig{Stream: "D"})
 	if err != nil {
 		t.Fatal(err)
@@ -171,7 +172,7 @@ func TestReadDeadLetterOfOthers(t *testing.T) {
 	r := newRig(t, jetstream.ConsumerConfig{})
 	m := nats.NewMsg("s.dead")
 	m.Header["reason_poisoned"], m.Header["topic_poisoned"] = []string{"boom"}, []string{"orders"}
-	if _, err := r.js.PublishMsg(testContext(t), m); err != nil {
+	if _, err := r.js.PublishMsg(adaptertest.Context(t), m); err != nil {
 		t.Fatal(err)
 	}
 	r.publish(t, subject, 0, 1)
@@ -191,7 +192,7 @@ func TestReadDeadLetterOfOthers(t *testing.T) {
 func TestCrashBetweenLetterAndAckMakesNoTwin(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{AckWait: time.Second})
-	d, err := NewDLQ(testContext(t), r.js, DLQConfig{Stream: "D"})
+	d, err := NewDLQ(adaptertest.Context(t), r.js, DLQConfig{Stream: "D"})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -202,7 +203,7 @@ func TestCrashBetweenLetterAndAckMakesNoTwin(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	doomed, err := js.Consumer(testContext(t), "S", "C")
+	doomed, err := js.Consumer(adaptertest.Context(t), "S", "C")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -210,16 +211,16 @@ func TestCrashBetweenLetterAndAckMakesNoTwin(t *testing.T) {
 		defer nc.Close() // the crash: the ack cannot go out
 		return d.Write(ctx, rec)
 	})
-	c := consume(t, newGuard(t, guard.Config{}), doomed, poison, WithDeadLetters(&struct{ dlq.Writer }{writer}))
-	if err := c.wait(t); !errors.Is(err, ErrConnectionClosed) {
+	c := consume(t, adaptertest.Guard(t, guard.Config{}), doomed, poison, WithDeadLetters(&struct{ dlq.Writer }{writer}))
+	if err := c.Wait(t); !errors.Is(err, ErrConnectionClosed) {
 		t.Fatal(err)
 	}
 	if i := r.info(t); i.NumAckPending != 1 {
 		t.Fatalf("%+v", i)
 	}
-	c = consume(t, newGuard(t, guard.Config{}), r.consumer, poison, WithDeadLetters(d))
-	eventually(t, "settled", func() bool { i := r.info(t); return i.NumAckPending == 0 && i.AckFloor.Stream == 1 })
-	if err := c.stop(t); err != nil {
+	c = consume(t, adaptertest.Guard(t, guard.Config{}), r.consumer, poison, WithDeadLetters(d))
+	adaptertest.Eventually(t, "settled", func() bool { i := r.info(t); return i.NumAckPending == 0 && i.AckFloor.Stream == 1 })
+	if err := c.Stop(t); err != nil {
 		t.Fatal(err)
 	}
 	if n := len(r.letters(t, "D")); n != 1 {

@@ -6,45 +6,21 @@ package nats
 import (
 	"context"
 	"errors"
-	"flag"
 	"fmt"
 	"net"
-	"os"
 	"testing"
 	"time"
 
 	"github.com/nats-io/nats-server/v2/server"
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
-	"go.uber.org/goleak"
 
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
 
 func TestMain(m *testing.M) {
-	if runChild() {
-		return
-	}
-	// The parallel tests mostly wait for an AckWait, so more than one for each
-	// processor may run.
-	flag.Parse()
-	if err := flag.Set("test.parallel", "6"); err != nil {
-		panic(err)
-	}
-	code := m.Run()
-	// A fetch of nats.go ends a second after its request has expired, whatever
-	// happens to its connection.
-	var err error
-	for deadline := time.Now().Add(10 * time.Second); code == 0 && time.Now().Before(deadline); {
-		if err = goleak.Find(); err == nil {
-			break
-		}
-	}
-	if code == 0 && err != nil {
-		fmt.Fprintln(os.Stderr, "goleak:", err)
-		code = 1
-	}
-	os.Exit(code)
+	adaptertest.Main(m, adaptertest.Suite{Parallel: 6, Child: consumeAsChild})
 }
 
 // broker is a real nats-server with JetStream on disk.
@@ -116,7 +92,7 @@ func newRig(t testing.TB, cfg jetstream.ConsumerConfig) *rig {
 	t.Helper()
 	r := &rig{broker: newBroker(t)}
 	r.nc = r.connect()
-	ctx := testContext(t)
+	ctx := adaptertest.Context(t)
 	var err error
 	if r.js, err = jetstream.New(r.nc); err != nil {
 		t.Fatal(err)
@@ -133,7 +109,7 @@ func (r *rig) durable(t testing.TB, cfg jetstream.ConsumerConfig) jetstream.Cons
 	if cfg.Durable == "" {
 		cfg.Durable = "C"
 	}
-	c, err := r.stream.CreateConsumer(testContext(t), cfg)
+	c, err := r.stream.CreateConsumer(adaptertest.Context(t), cfg)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -161,76 +137,16 @@ func subject(int) string { return "s.x" }
 
 func (r *rig) info(t testing.TB) *jetstream.ConsumerInfo {
 	t.Helper()
-	i, err := r.consumer.Info(testContext(t))
+	i, err := r.consumer.Info(adaptertest.Context(t))
 	if err != nil {
 		t.Fatal(err)
 	}
 	return i
 }
 
-func testContext(t testing.TB) context.Context {
+func consume(t testing.TB, g *guard.Guard, c jetstream.Consumer, handle func(context.Context, jetstream.Msg) error, opts ...Option) *adaptertest.Running {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 60*time.Second)
-	t.Cleanup(cancel)
-	return ctx
-}
-
-// eventually polls until ok or a deadline that only a failure meets.
-func eventually(t testing.TB, what string, ok func() bool) {
-	t.Helper()
-	for deadline := time.Now().Add(45 * time.Second); !ok(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(deadline) {
-			t.Fatal("never: " + what)
-		}
-	}
-}
-
-func newGuard(t testing.TB, cfg guard.Config) *guard.Guard {
-	t.Helper()
-	g, err := guard.New(cfg)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
-		defer cancel()
-		_, _ = g.Close(ctx)
-	})
-	return g
-}
-
-// consume runs Consume until the test stops it.
-type consuming struct {
-	cancel context.CancelFunc
-	done   chan error
-}
-
-func consume(t testing.TB, g *guard.Guard, c jetstream.Consumer, handle func(context.Context, jetstream.Msg) error, opts ...Option) *consuming {
-	t.Helper()
-	ctx, cancel := context.WithCancel(context.Background())
-	r := &consuming{cancel: cancel, done: make(chan error, 1)}
-	go func() { r.done <- Consume(ctx, g, c, handle, opts...) }()
-	t.Cleanup(cancel)
-	return r
-}
-
-// stop ends it and returns its error.
-func (c *consuming) stop(t testing.TB) error {
-	t.Helper()
-	c.cancel()
-	return c.wait(t)
-}
-
-func (c *consuming) wait(t testing.TB) error {
-	t.Helper()
-	select {
-	case err := <-c.done:
-		c.done <- err
-		return err
-	case <-time.After(50 * time.Second):
-		t.Fatal("Consume does not return")
-		return nil
-	}
+	return adaptertest.Run(t, func(ctx context.Context) error { return Consume(ctx, g, c, handle, opts...) })
 }
 
 var errDown = errors.New("connection refused")

@@ -12,6 +12,7 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
 
 // Each setting that works against a guarded consumer is found, alone.
@@ -45,7 +46,7 @@ func TestInspect(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			ctx := testContext(t)
+			ctx := adaptertest.Context(t)
 			id := strings.NewReplacer(" ", "-", ",", "").Replace(name)
 			c.stream.Name, c.stream.Subjects = "SRC-"+id, []string{"src-" + id}
 			c.dead.Name, c.dead.Subjects = "DEAD-"+id, []string{"dead-" + id}
@@ -79,7 +80,7 @@ func TestInspect(t *testing.T) {
 func TestInspectFindsTheMover(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{MaxDeliver: 5})
-	ctx := testContext(t)
+	ctx := adaptertest.Context(t)
 	letters, err := NewDLQ(ctx, r.js, DLQConfig{Stream: "DLQ"})
 	if err != nil {
 		t.Fatal(err)
@@ -95,7 +96,7 @@ func TestInspectFindsTheMover(t *testing.T) {
 func TestInspectSaysWhatIsMissing(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{})
-	ctx := testContext(t)
+	ctx := adaptertest.Context(t)
 	for want, target := range map[string]Target{
 		"Target.Stream":    {Consumer: "C", Hold: time.Second},
 		"Target.Consumer":  {Stream: "S"},

@@ -17,6 +17,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
 
 func TestRate(t *testing.T) {
@@ -70,7 +71,7 @@ func TestThrottle(t *testing.T) {
 	var calls, ok atomic.Int64
 	var down atomic.Bool
 	done := make(chan error, 1)
-	g := newGuard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
 	start := time.Now()
 	go func() {
 		done <- Throttle(ctx, g, r.consumer, rate, func(_ context.Context, m jetstream.Msg) error {
@@ -85,7 +86,7 @@ func TestThrottle(t *testing.T) {
 			return nil
 		})
 	}()
-	eventually(t, "all handled", func() bool { return ok.Load() == n })
+	adaptertest.Eventually(t, "all handled", func() bool { return ok.Load() == n })
 	if took := time.Since(start); took < (n-5)*10*time.Millisecond {
 		t.Errorf("%d in %s", n, took)
 	}
@@ -97,7 +98,7 @@ func TestThrottle(t *testing.T) {
 		t.Errorf("%d calls of a dependency that is down", c)
 	}
 	down.Store(false)
-	eventually(t, "the rest handled", func() bool { return ok.Load() == 2*n })
+	adaptertest.Eventually(t, "the rest handled", func() bool { return ok.Load() == 2*n })
 	cancel()
 	if err := <-done; err != nil {
 		t.Fatal(err)
@@ -115,7 +116,7 @@ func newMoverRig(t *testing.T, stream jetstream.StreamConfig, budget dlq.BudgetC
 	t.Helper()
 	r := &moverRig{rig: &rig{broker: newBroker(t)}}
 	r.nc = r.connect()
-	ctx := testContext(t)
+	ctx := adaptertest.Context(t)
 	var err error
 	if r.js, err = jetstream.New(r.nc); err != nil {
 		t.Fatal(err)
@@ -134,7 +135,7 @@ func newMoverRig(t *testing.T, stream jetstream.StreamConfig, budget dlq.BudgetC
 
 func (r *moverRig) newMover(t *testing.T, budget dlq.BudgetConfig) *Mover {
 	t.Helper()
-	m, err := NewMover(testContext(t), r.js, MoverConfig{Stream: "S", Consumer: "C", DLQ: r.dlq, Budget: budget})
+	m, err := NewMover(adaptertest.Context(t), r.js, MoverConfig{Stream: "S", Consumer: "C", DLQ: r.dlq, Budget: budget})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -198,7 +199,7 @@ func TestMoverMovesWhatTheServerGaveUpOn(t *testing.T) {
 	r.expire(t)
 	// The advisories came while no mover ran.
 	stop := r.run(t, r.mover)
-	eventually(t, "all moved", func() bool { return r.mover.Counts().Released == 3 })
+	adaptertest.Eventually(t, "all moved", func() bool { return r.mover.Counts().Released == 3 })
 	if err := stop(); err != nil {
 		t.Fatal(err)
 	}
@@ -220,7 +221,7 @@ func TestMoverMovesWhatTheServerGaveUpOn(t *testing.T) {
 	if gone.Reason != dlq.ReasonTerminated || !gone.Permanent || !strings.Contains(gone.Error.Message, "a bad day; the body is gone") || gone.Origin.Sequence != 3 {
 		t.Errorf("%+v", gone)
 	}
-	i, err := r.stream.Info(testContext(t))
+	i, err := r.stream.Info(adaptertest.Context(t))
 	if err != nil || i.State.Msgs != 0 {
 		t.Errorf("%d messages left in the work queue: %v", i.State.Msgs, err)
 	}
@@ -238,9 +239,9 @@ func TestMoverKeepsToItsBudget(t *testing.T) {
 	stop := r.run(t, r.mover)
 	r.publish(t, subject, 0, 6)
 	r.die(t, 6)
-	eventually(t, "all parked", func() bool { return r.mover.Counts().Parked == 6 })
-	eventually(t, "two released", func() bool { return r.mover.Counts().Released == 2 })
-	eventually(t, "the third is refused", func() bool { return r.mover.Counts().Refused > 2 })
+	adaptertest.Eventually(t, "all parked", func() bool { return r.mover.Counts().Parked == 6 })
+	adaptertest.Eventually(t, "two released", func() bool { return r.mover.Counts().Released == 2 })
+	adaptertest.Eventually(t, "the third is refused", func() bool { return r.mover.Counts().Refused > 2 })
 	if n := len(r.letters(t, "D")); n != 2 {
 		t.Errorf("%d letters for two credits: what died must not earn", n)
 	}
@@ -249,19 +250,19 @@ func TestMoverKeepsToItsBudget(t *testing.T) {
 	}
 	again := r.newMover(t, budget)
 	stop = r.run(t, again)
-	eventually(t, "two more", func() bool { return again.Counts().Released == 2 })
-	eventually(t, "and no more", func() bool { return again.Counts().Refused > 2 })
+	adaptertest.Eventually(t, "two more", func() bool { return again.Counts().Released == 2 })
+	adaptertest.Eventually(t, "and no more", func() bool { return again.Counts().Refused > 2 })
 	r.publish(t, subject, 6, 16)
 	for range 10 {
 		m, err := r.consumer.Next(jetstream.FetchMaxWait(5 * time.Second))
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := m.DoubleAck(testContext(t)); err != nil {
+		if err := m.DoubleAck(adaptertest.Context(t)); err != nil {
 			t.Fatal(err)
 		}
 	}
-	eventually(t, "successes release the rest", func() bool { return again.Counts().Released == 4 })
+	adaptertest.Eventually(t, "successes release the rest", func() bool { return again.Counts().Released == 4 })
 	if err := stop(); err != nil {
 		t.Fatal(err)
 	}
@@ -284,13 +285,13 @@ func TestMoverAndGuardMakeOneLetter(t *testing.T) {
 	r := newMoverRig(t, jetstream.StreamConfig{}, dlq.BudgetConfig{})
 	r.publish(t, subject, 0, 1)
 	r.die(t, 1)
-	if err := r.dlq.Write(testContext(t), &dlq.Record{
+	if err := r.dlq.Write(adaptertest.Context(t), &dlq.Record{
 		Body: []byte("0"), Origin: dlq.Origin{System: system, Source: "S", Group: "C", Subject: "s.x", Sequence: 1}, Reason: dlq.ReasonLastDelivery,
 	}); err != nil {
 		t.Fatal(err)
 	}
 	r.run(t, r.mover)
-	eventually(t, "moved", func() bool { return r.mover.Counts().Released == 1 })
+	adaptertest.Eventually(t, "moved", func() bool { return r.mover.Counts().Released == 1 })
 	got := r.letters(t, "D")
 	rec, err := ReadDeadLetter(got[0])
 	if len(got) != 1 || err != nil || rec.Reason != dlq.ReasonLastDelivery {
@@ -301,23 +302,23 @@ func TestMoverAndGuardMakeOneLetter(t *testing.T) {
 func TestMoverIsRefusedAndEnds(t *testing.T) {
 	t.Parallel()
 	r := newMoverRig(t, jetstream.StreamConfig{}, dlq.BudgetConfig{})
-	_, err := NewMover(testContext(t), r.js, MoverConfig{Stream: "a.b", Replicas: 7, Budget: dlq.BudgetConfig{Earn: 5}})
+	_, err := NewMover(adaptertest.Context(t), r.js, MoverConfig{Stream: "a.b", Replicas: 7, Budget: dlq.BudgetConfig{Earn: 5}})
 	for _, want := range []string{"Stream", "Consumer", "DLQ", "Replicas", "Earn"} {
 		if err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s is not reported: %v", want, err)
 		}
 	}
-	_, err = NewMover(testContext(t), r.js, MoverConfig{Stream: "S", Consumer: "X", DLQ: r.dlq, NoCreate: true})
+	_, err = NewMover(adaptertest.Context(t), r.js, MoverConfig{Stream: "S", Consumer: "X", DLQ: r.dlq, NoCreate: true})
 	if !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), "nats stream add stormguard-advisories-S-X --subjects '$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.S.X") {
 		t.Error(err)
 	}
 	done := make(chan error, 1)
 	go func() { done <- r.mover.Run(context.Background()) }()
-	eventually(t, "it pulls", func() bool {
-		i, err := r.mover.advisories.Info(testContext(t))
+	adaptertest.Eventually(t, "it pulls", func() bool {
+		i, err := r.mover.advisories.Info(adaptertest.Context(t))
 		return err == nil && i.NumWaiting > 0
 	})
-	if err := r.js.DeleteStream(testContext(t), "stormguard-advisories-S-C"); err != nil {
+	if err := r.js.DeleteStream(adaptertest.Context(t), "stormguard-advisories-S-C"); err != nil {
 		t.Fatal(err)
 	}
 	if err := <-done; !errors.Is(err, ErrConsumerGone) {

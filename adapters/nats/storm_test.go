@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"maps"
 	"math"
-	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -23,10 +22,8 @@ import (
 
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
-
-// full tells whether the long forms of the tests run.
-func full() bool { return os.Getenv("STORMGUARD_FULL") == "1" }
 
 // wire counts what passes between the client and JetStream.
 type wire struct {
@@ -71,22 +68,16 @@ func (r *rig) sync(t testing.TB) {
 	time.Sleep(50 * time.Millisecond) // the callbacks' own queue
 }
 
-func openSource(t testing.TB, g *guard.Guard, name string) guard.Control {
-	t.Helper()
-	eventually(t, "the source is open", func() bool { return g.Source(name) != nil })
-	return g.Source(name)
-}
-
 // While a breaker is forced open over a full window nothing goes over the wire
 // but keep-alives, and no message's delivery count moves.
 func TestForcedOpenCostsTheBrokerNothing(t *testing.T) {
 	ackWait, period := 900*time.Millisecond, 4*time.Second
-	if full() {
+	if adaptertest.Full() {
 		ackWait, period = 3*time.Second, 60*time.Second
 	}
 	const window, n = 200, 400
 	r := newRig(t, jetstream.ConsumerConfig{AckWait: ackWait, MaxAckPending: window})
-	g := newGuard(t, guard.Config{})
+	g := adaptertest.Guard(t, guard.Config{})
 	var mu sync.Mutex
 	deliveries := map[uint64]uint64{}
 	c := consume(t, g, r.consumer, func(_ context.Context, m jetstream.Msg) error {
@@ -96,13 +87,13 @@ func TestForcedOpenCostsTheBrokerNothing(t *testing.T) {
 		mu.Unlock()
 		return err
 	})
-	src := openSource(t, g, "S/C")
+	src := adaptertest.Source(t, g, "S/C")
 	if err := src.ForceOpen(0); err != nil {
 		t.Fatal(err)
 	}
 	r.publish(t, subject, 0, n)
 	var held int
-	eventually(t, "the window is full, the pull closed, and what it brought taken in", func() bool {
+	adaptertest.Eventually(t, "the window is full, the pull closed, and what it brought taken in", func() bool {
 		i, st := r.info(t), src.State()
 		was := held // what is between the feed and nats.go is in no account
 		held = i.NumAckPending
@@ -126,7 +117,7 @@ func TestForcedOpenCostsTheBrokerNothing(t *testing.T) {
 	if err := src.ForceClosed(); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "everything drained", func() bool { return r.info(t).AckFloor.Stream == n })
+	adaptertest.Eventually(t, "everything drained", func() bool { return r.info(t).AckFloor.Stream == n })
 	mu.Lock()
 	defer mu.Unlock()
 	for seq, n := range deliveries {
@@ -134,7 +125,7 @@ func TestForcedOpenCostsTheBrokerNothing(t *testing.T) {
 			t.Errorf("message %d: %d deliveries", seq, n)
 		}
 	}
-	if err := c.stop(t); err != nil {
+	if err := c.Stop(t); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -146,16 +137,16 @@ func TestNothingWaitsUnextendedBehindASlowHandler(t *testing.T) {
 	const n = 60
 	r.publish(t, subject, 0, n)
 	var calls atomic.Int64
-	c := consume(t, newGuard(t, guard.Config{}), r.consumer, func(context.Context, jetstream.Msg) error {
+	c := consume(t, adaptertest.Guard(t, guard.Config{}), r.consumer, func(context.Context, jetstream.Msg) error {
 		calls.Add(1)
 		time.Sleep(50 * time.Millisecond)
 		return nil
 	}, WithWindow(16)) // 16 + 8 in the feed + 8 pulled: less than there is
-	eventually(t, "all handled", func() bool { return r.info(t).AckFloor.Stream == n })
+	adaptertest.Eventually(t, "all handled", func() bool { return r.info(t).AckFloor.Stream == n })
 	if i := r.info(t); calls.Load() != n || i.Delivered.Consumer != n {
 		t.Errorf("%d calls, %d deliveries of %d messages", calls.Load(), i.Delivered.Consumer, n)
 	}
-	if err := c.stop(t); err != nil {
+	if err := c.Stop(t); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -167,13 +158,13 @@ func key(m jetstream.Msg) string { return m.Subject() }
 func TestPoisonAmongThousandKeys(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{})
-	d, err := NewDLQ(testContext(t), r.js, DLQConfig{Stream: "D"})
+	d, err := NewDLQ(adaptertest.Context(t), r.js, DLQConfig{Stream: "D"})
 	if err != nil {
 		t.Fatal(err)
 	}
 	const n, keys = 10_000, 1000
 	poison := func(i int) bool { return i%100 == 37 }
-	g := newGuard(t, guard.Config{Policy: guard.Policy{
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{
 		Order: guard.OrderKey, Workers: 8,
 		Retry: guard.Retry{Attempts: 3, Base: 5 * time.Millisecond, Max: 20 * time.Millisecond},
 	}})
@@ -200,13 +191,13 @@ func TestPoisonAmongThousandKeys(t *testing.T) {
 		last[key(m)], done[i] = i, time.Now()
 		return nil
 	}, WithDeadLetters(d))
-	src := openSource(t, g, "S/C")
+	src := adaptertest.Source(t, g, "S/C")
 	start := time.Now()
 	var opened atomic.Bool
 	bySubject := func(i int) string { return "s." + strconv.Itoa(i%keys) }
 	published := 0
 	sent := map[int]time.Time{}
-	eventually(t, "all poison is dead-lettered", func() bool {
+	adaptertest.Eventually(t, "all poison is dead-lettered", func() bool {
 		mu.Lock()
 		for i := published; i < published+20; i++ {
 			sent[i] = time.Now()
@@ -220,9 +211,9 @@ func TestPoisonAmongThousandKeys(t *testing.T) {
 		}
 		return published >= n && (opened.Load() || st.Tally.DeadLettered >= uint64(published/100))
 	})
-	eventually(t, "all settled", func() bool { return r.info(t).AckFloor.Stream == uint64(published) })
+	adaptertest.Eventually(t, "all settled", func() bool { return r.info(t).AckFloor.Stream == uint64(published) })
 	tally := src.State().Tally
-	if err := c.stop(t); err != nil {
+	if err := c.Stop(t); err != nil {
 		t.Fatal(err)
 	}
 	letters := r.letters(t, "D")
@@ -263,7 +254,7 @@ func TestPoisonAmongThousandKeys(t *testing.T) {
 func TestDrainsInOrderWithinTheRamp(t *testing.T) {
 	r := newRig(t, jetstream.ConsumerConfig{AckWait: time.Second})
 	ramp := guard.Ramp{Start: 100, Double: 500 * time.Millisecond, For: 3 * time.Second}
-	g := newGuard(t, guard.Config{Policy: guard.Policy{Ramp: ramp}})
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Ramp: ramp}})
 	var mu sync.Mutex
 	var order []uint64
 	var at []time.Time
@@ -274,19 +265,19 @@ func TestDrainsInOrderWithinTheRamp(t *testing.T) {
 		order, at = append(order, md.Sequence.Stream), append(at, time.Now())
 		return err
 	})
-	src := openSource(t, g, "S/C")
+	src := adaptertest.Source(t, g, "S/C")
 	if err := src.ForceOpen(0); err != nil {
 		t.Fatal(err)
 	}
 	const n = 450
 	r.publish(t, subject, 0, n)
-	eventually(t, "held", func() bool { return src.State().Account.Held == n })
+	adaptertest.Eventually(t, "held", func() bool { return src.State().Account.Held == n })
 	closed := time.Now()
 	if err := src.ForceClosed(); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "drained", func() bool { return r.info(t).AckFloor.Stream == n })
-	if err := c.stop(t); err != nil {
+	adaptertest.Eventually(t, "drained", func() bool { return r.info(t).AckFloor.Stream == n })
+	if err := c.Stop(t); err != nil {
 		t.Fatal(err)
 	}
 	if !slices.IsSorted(order) || len(order) != n {
@@ -310,7 +301,7 @@ func TestServerRestartIsWaitedOut(t *testing.T) {
 	r := newRig(t, jetstream.ConsumerConfig{AckWait: 3 * time.Second})
 	var mu sync.Mutex
 	seen := map[string]int{}
-	c := consume(t, newGuard(t, guard.Config{}), r.consumer, func(_ context.Context, m jetstream.Msg) error {
+	c := consume(t, adaptertest.Guard(t, guard.Config{}), r.consumer, func(_ context.Context, m jetstream.Msg) error {
 		mu.Lock()
 		seen[string(m.Data())]++
 		mu.Unlock()
@@ -319,17 +310,17 @@ func TestServerRestartIsWaitedOut(t *testing.T) {
 	})
 	r.publish(t, subject, 0, 500)
 	count := func() int { mu.Lock(); defer mu.Unlock(); return len(seen) }
-	eventually(t, "some handled", func() bool { return count() > 50 })
+	adaptertest.Eventually(t, "some handled", func() bool { return count() > 50 })
 	r.stop()
 	time.Sleep(300 * time.Millisecond)
 	r.start()
-	eventually(t, "the publisher is back", func() bool { return r.nc.IsConnected() })
-	eventually(t, "JetStream is back", func() bool {
-		_, err := r.js.Publish(testContext(t), "s.x", []byte("500"))
+	adaptertest.Eventually(t, "the publisher is back", func() bool { return r.nc.IsConnected() })
+	adaptertest.Eventually(t, "JetStream is back", func() bool {
+		_, err := r.js.Publish(adaptertest.Context(t), "s.x", []byte("500"))
 		return err == nil
 	})
-	eventually(t, "all handled", func() bool { return count() == 501 })
-	if err := c.stop(t); err != nil {
+	adaptertest.Eventually(t, "all handled", func() bool { return count() == 501 })
+	if err := c.Stop(t); err != nil {
 		t.Fatal(err)
 	}
 	twice := 0
@@ -347,13 +338,13 @@ func TestDeletedConsumerIsGone(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t, jetstream.ConsumerConfig{})
 			var n atomic.Int64
-			c := consume(t, newGuard(t, guard.Config{}), r.consumer, func(context.Context, jetstream.Msg) error { n.Add(1); return nil })
+			c := consume(t, adaptertest.Guard(t, guard.Config{}), r.consumer, func(context.Context, jetstream.Msg) error { n.Add(1); return nil })
 			r.publish(t, subject, 0, 10)
-			eventually(t, "handled", func() bool { return n.Load() == 10 })
+			adaptertest.Eventually(t, "handled", func() bool { return n.Load() == 10 })
 			if err := remove(r); err != nil {
 				t.Fatal(err)
 			}
-			if err := c.wait(t); !errors.Is(err, ErrConsumerGone) {
+			if err := c.Wait(t); !errors.Is(err, ErrConsumerGone) {
 				t.Fatal(err)
 			}
 		})
@@ -364,21 +355,21 @@ func TestDeletedConsumerIsGone(t *testing.T) {
 func TestConsumerDeletedDuringAHold(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{AckWait: 600 * time.Millisecond, MaxAckPending: 10})
-	g := newGuard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
 	c := consume(t, g, r.consumer, func(context.Context, jetstream.Msg) error { return nil })
-	src := openSource(t, g, "S/C")
+	src := adaptertest.Source(t, g, "S/C")
 	if err := src.ForceOpen(0); err != nil {
 		t.Fatal(err)
 	}
 	r.publish(t, subject, 0, 20)
-	eventually(t, "the pull is closed", func() bool { return src.State().Room == 0 && r.info(t).NumWaiting == 0 })
-	if err := r.stream.DeleteConsumer(testContext(t), "C"); err != nil {
+	adaptertest.Eventually(t, "the pull is closed", func() bool { return src.State().Room == 0 && r.info(t).NumWaiting == 0 })
+	if err := r.stream.DeleteConsumer(adaptertest.Context(t), "C"); err != nil {
 		t.Fatal(err)
 	}
 	if err := src.ForceClosed(); err != nil {
 		t.Fatal(err)
 	}
-	if err := c.wait(t); !errors.Is(err, ErrConsumerGone) {
+	if err := c.Wait(t); !errors.Is(err, ErrConsumerGone) {
 		t.Fatal(err)
 	}
 }
@@ -391,25 +382,25 @@ func TestClosedConnectionAndClosedGuardEndConsume(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	own, err := js.Consumer(testContext(t), "S", "C")
+	own, err := js.Consumer(adaptertest.Context(t), "S", "C")
 	if err != nil {
 		t.Fatal(err)
 	}
 	handle := func(context.Context, jetstream.Msg) error { return nil }
-	g := newGuard(t, guard.Config{})
+	g := adaptertest.Guard(t, guard.Config{})
 	c := consume(t, g, own, handle)
-	openSource(t, g, "S/C")
-	eventually(t, "a pull is open", func() bool { return r.info(t).NumWaiting > 0 })
+	adaptertest.Source(t, g, "S/C")
+	adaptertest.Eventually(t, "a pull is open", func() bool { return r.info(t).NumWaiting > 0 })
 	nc.Close()
-	if err := c.wait(t); !errors.Is(err, ErrConnectionClosed) {
+	if err := c.Wait(t); !errors.Is(err, ErrConnectionClosed) {
 		t.Fatal(err)
 	}
 	c = consume(t, g, r.consumer, handle)
-	openSource(t, g, "S/C")
-	if _, err := g.Close(testContext(t)); err != nil {
+	adaptertest.Source(t, g, "S/C")
+	if _, err := g.Close(adaptertest.Context(t)); err != nil {
 		t.Fatal(err)
 	}
-	if err := c.wait(t); !errors.Is(err, guard.ErrClosed) {
+	if err := c.Wait(t); !errors.Is(err, guard.ErrClosed) {
 		t.Fatal(err)
 	}
 }
@@ -419,7 +410,7 @@ func TestClosedConnectionAndClosedGuardEndConsume(t *testing.T) {
 func TestDLQUnavailable(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{AckWait: time.Second})
-	ctx := testContext(t)
+	ctx := adaptertest.Context(t)
 	d, err := NewDLQ(ctx, r.js, DLQConfig{Stream: "D"})
 	if err != nil {
 		t.Fatal(err)
@@ -428,7 +419,7 @@ func TestDLQUnavailable(t *testing.T) {
 		t.Fatal(err)
 	}
 	var good atomic.Int64
-	g := newGuard(t, guard.Config{Policy: guard.Policy{Order: guard.OrderNone}})
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Order: guard.OrderNone}})
 	c := consume(t, g, r.consumer, func(_ context.Context, m jetstream.Msg) error {
 		if i, _ := strconv.Atoi(string(m.Data())); i%10 == 0 {
 			return guard.Permanent(errDown)
@@ -437,23 +428,23 @@ func TestDLQUnavailable(t *testing.T) {
 		return nil
 	}, WithDeadLetters(d))
 	r.publish(t, subject, 0, 50)
-	eventually(t, "the good ones are handled", func() bool { return good.Load() == 45 })
-	eventually(t, "the Guard says why", func() bool { return g.Ready() != nil })
+	adaptertest.Eventually(t, "the good ones are handled", func() bool { return good.Load() == 45 })
+	adaptertest.Eventually(t, "the Guard says why", func() bool { return g.Ready() != nil })
 	if err := g.Ready(); !errors.Is(err, ErrNoStream) {
 		t.Errorf("%v", err)
 	}
-	eventually(t, "the good ones are acked", func() bool { return r.info(t).NumAckPending == 5 })
+	adaptertest.Eventually(t, "the good ones are acked", func() bool { return r.info(t).NumAckPending == 5 })
 	if _, err := NewDLQ(ctx, r.js, DLQConfig{Stream: "D"}); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "all settled", func() bool { return r.info(t).AckFloor.Stream == 50 })
+	adaptertest.Eventually(t, "all settled", func() bool { return r.info(t).AckFloor.Stream == 50 })
 	if n := len(r.letters(t, "D")); n != 5 {
 		t.Errorf("%d letters", n)
 	}
 	if i := r.info(t); i.Delivered.Consumer != 50 {
 		t.Errorf("%d deliveries", i.Delivered.Consumer)
 	}
-	if err := c.stop(t); err != nil {
+	if err := c.Stop(t); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -473,33 +464,33 @@ func TestSeveralInstancesOnOneDurable(t *testing.T) {
 		time.Sleep(200 * time.Microsecond)
 		return nil
 	}
-	held := newGuard(t, guard.Config{})
-	var cs []*consuming
+	held := adaptertest.Guard(t, guard.Config{})
+	var cs []*adaptertest.Running
 	for i := range 3 {
 		g := held
 		if i > 0 {
-			g = newGuard(t, guard.Config{})
+			g = adaptertest.Guard(t, guard.Config{})
 		}
 		cs = append(cs, consume(t, g, r.consumer, handle, WithWindow(100)))
 		if i == 0 {
-			if err := openSource(t, g, "S/C").ForceOpen(0); err != nil {
+			if err := adaptertest.Source(t, g, "S/C").ForceOpen(0); err != nil {
 				t.Fatal(err)
 			}
 		}
 	}
 	const n = 3000
 	r.publish(t, subject, 0, n)
-	eventually(t, "the other two finish theirs", func() bool {
+	adaptertest.Eventually(t, "the other two finish theirs", func() bool {
 		i := r.info(t)
 		return i.NumPending == 0 && count()+i.NumAckPending == n
 	})
 	kept := n - count()
-	if err := cs[0].stop(t); err != nil {
+	if err := cs[0].Stop(t); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "all handled", func() bool { return count() == n })
+	adaptertest.Eventually(t, "all handled", func() bool { return count() == n })
 	for _, c := range cs[1:] {
-		if err := c.stop(t); err != nil {
+		if err := c.Stop(t); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -512,8 +503,8 @@ func TestSeveralInstancesOnOneDurable(t *testing.T) {
 func TestUnsuitableConsumersAreRefused(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{})
-	ctx := testContext(t)
-	g := newGuard(t, guard.Config{})
+	ctx := adaptertest.Context(t)
+	g := adaptertest.Guard(t, guard.Config{})
 	handle := func(context.Context, jetstream.Msg) error { return nil }
 	for _, p := range []jetstream.AckPolicy{jetstream.AckNonePolicy, jetstream.AckAllPolicy} {
 		c := r.durable(t, jetstream.ConsumerConfig{Durable: p.String(), AckPolicy: p})
@@ -549,14 +540,14 @@ func TestStopNamesWhatItLeaves(t *testing.T) {
 	r := newRig(t, jetstream.ConsumerConfig{})
 	release := make(chan struct{})
 	var begun atomic.Bool
-	c := consume(t, newGuard(t, guard.Config{}), r.consumer, func(context.Context, jetstream.Msg) error {
+	c := consume(t, adaptertest.Guard(t, guard.Config{}), r.consumer, func(context.Context, jetstream.Msg) error {
 		begun.Store(true)
 		<-release
 		return nil
 	}, WithStopTimeout(50*time.Millisecond))
 	r.publish(t, subject, 0, 3)
-	eventually(t, "the handler runs", begun.Load)
-	err := c.stop(t)
+	adaptertest.Eventually(t, "the handler runs", begun.Load)
+	err := c.Stop(t)
 	close(release)
 	if err == nil || !strings.Contains(err.Error(), "1 messages left after 50ms") {
 		t.Fatal(err)
@@ -570,18 +561,18 @@ func TestDoubleAckAndLag(t *testing.T) {
 	r := newRig(t, jetstream.ConsumerConfig{})
 	r.publish(t, subject, 0, 20)
 	seen := make(chan int, 20)
-	c := consume(t, newGuard(t, guard.Config{}), r.consumer, func(_ context.Context, m jetstream.Msg) error {
+	c := consume(t, adaptertest.Guard(t, guard.Config{}), r.consumer, func(_ context.Context, m jetstream.Msg) error {
 		// Not acked yet, but all before it are.
 		seen <- int(r.info(t).AckFloor.Stream)
 		return nil
 	}, WithDoubleAck())
-	eventually(t, "all handled", func() bool { return len(seen) == 20 })
+	adaptertest.Eventually(t, "all handled", func() bool { return len(seen) == 20 })
 	for i := range 20 {
 		if floor := <-seen; floor != i {
 			t.Fatalf("floor %d in message %d", floor, i+1)
 		}
 	}
-	if err := c.stop(t); err != nil {
+	if err := c.Stop(t); err != nil {
 		t.Fatal(err)
 	}
 	p := &msgPort{}

@@ -16,6 +16,7 @@ import (
 	"go.opentelemetry.io/otel/trace"
 
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
 
 // A trace goes from the producer through the broker and the guarded handler to
@@ -31,7 +32,7 @@ func TestTraceReachesTheDeadLetter(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer g.Close(context.Background())
-	letters, err := NewDLQ(testContext(t), r.js, DLQConfig{Stream: "DLQ", Subject: "dlq.{stream}"})
+	letters, err := NewDLQ(adaptertest.Context(t), r.js, DLQConfig{Stream: "DLQ", Subject: "dlq.{stream}"})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -41,7 +42,7 @@ func TestTraceReachesTheDeadLetter(t *testing.T) {
 		return guard.Permanent(errors.New("no such order"))
 	}, WithDeadLetters(letters))
 
-	ctx, sent := provider.Tracer("producer").Start(testContext(t), "send s.x")
+	ctx, sent := provider.Tracer("producer").Start(adaptertest.Context(t), "send s.x")
 	m := &nats.Msg{Subject: "s.x", Header: nats.Header{}, Data: []byte("1")}
 	w3c.Inject(ctx, propagation.HeaderCarrier(m.Header)) // "Traceparent": canonicalised
 	if _, err := r.js.PublishMsg(ctx, m); err != nil {
@@ -51,13 +52,13 @@ func TestTraceReachesTheDeadLetter(t *testing.T) {
 
 	handled := <-inHandler
 	var letter jetstream.Msg
-	eventually(t, "a dead letter", func() bool {
+	adaptertest.Eventually(t, "a dead letter", func() bool {
 		if all := r.letters(t, "DLQ"); len(all) > 0 {
 			letter = all[0]
 		}
 		return letter != nil
 	})
-	if err := c.stop(t); err != nil && !errors.Is(err, context.Canceled) {
+	if err := c.Stop(t); err != nil && !errors.Is(err, context.Canceled) {
 		t.Error(err)
 	}
 	if id := sent.SpanContext().TraceID(); handled.TraceID() != id {

@@ -17,6 +17,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
 
 func wrap(t testing.TB, g *guard.Guard, c jetstream.Consumer, opts ...Option) *wrapped {
@@ -137,7 +138,7 @@ func TestWrappedWays(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t, jetstream.ConsumerConfig{})
 			r.publish(t, subject, 0, n)
-			g := newGuard(t, guard.Config{})
+			g := adaptertest.Guard(t, guard.Config{})
 			w := wrap(t, g, r.consumer)
 			var mu sync.Mutex
 			seen := map[string]int{}
@@ -166,14 +167,14 @@ func TestWrappedWays(t *testing.T) {
 				done++
 				return done == n
 			})
-			eventually(t, "all acked", func() bool { return r.info(t).AckFloor.Stream == n })
+			adaptertest.Eventually(t, "all acked", func() bool { return r.info(t).AckFloor.Stream == n })
 			if i := r.info(t); i.Delivered.Consumer != n {
 				t.Errorf("%d deliveries", i.Delivered.Consumer)
 			}
 			if a := w.src.Account(); a.Acked != n || a.Check() != nil {
 				t.Errorf("%+v", a)
 			}
-			if _, err := g.Close(testContext(t)); err != nil {
+			if _, err := g.Close(adaptertest.Context(t)); err != nil {
 				t.Error(err)
 			}
 			if _, err := w.Fetch(1); !errors.Is(err, guard.ErrClosed) {
@@ -187,11 +188,11 @@ func TestWrappedWays(t *testing.T) {
 func TestWrappedOutcomes(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{AckWait: 500 * time.Millisecond})
-	d, err := NewDLQ(testContext(t), r.js, DLQConfig{Stream: "D"})
+	d, err := NewDLQ(adaptertest.Context(t), r.js, DLQConfig{Stream: "D"})
 	if err != nil {
 		t.Fatal(err)
 	}
-	g := newGuard(t, guard.Config{Policy: guard.Policy{Retry: guard.Retry{Base: time.Millisecond, Max: time.Millisecond}}})
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Retry: guard.Retry{Base: time.Millisecond, Max: time.Millisecond}}})
 	w := wrap(t, g, r.consumer, WithDeadLetters(d))
 	r.publish(t, subject, 0, 7)
 	tries := map[string]int{}
@@ -230,7 +231,7 @@ func TestWrappedOutcomes(t *testing.T) {
 			t.Errorf("%s: %v", body, err)
 		}
 	}
-	eventually(t, "all settled", func() bool { return r.info(t).AckFloor.Stream == 7 })
+	adaptertest.Eventually(t, "all settled", func() bool { return r.info(t).AckFloor.Stream == 7 })
 	if i := r.info(t); i.Delivered.Consumer != 7 {
 		t.Errorf("%d deliveries", i.Delivered.Consumer)
 	}
@@ -258,7 +259,7 @@ func TestWrappedOutcomes(t *testing.T) {
 func TestWrappedHold(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{AckWait: 600 * time.Millisecond, MaxAckPending: 40})
-	g := newGuard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
 	w := wrap(t, g, r.consumer)
 	if err := w.src.ForceOpen(0); err != nil {
 		t.Fatal(err)
@@ -292,7 +293,7 @@ func TestWrappedHold(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "all handled", func() bool { return n.Load() == 60 })
+	adaptertest.Eventually(t, "all handled", func() bool { return n.Load() == 60 })
 	cc.Stop()
 	<-cc.Closed()
 	if i := r.info(t); i.Delivered.Consumer != 60 {

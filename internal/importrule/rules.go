@@ -86,17 +86,17 @@ var Ours = Rules{
 
 		{
 			Path: "adapters/kafka", May: []string{"guard", "dlq"},
-			MayTest: []string{"guard/guardtest", "breaker", "internal/brokers"},
+			MayTest: []string{"guard/guardtest", "breaker", "internal/adaptertest", "internal/brokers"},
 			Why:     "an adapter touches one broker and decides nothing; adapters never import each other",
 		},
 		{
 			Path: "adapters/amqp", May: []string{"guard", "dlq"},
-			MayTest: []string{"guard/guardtest", "breaker", "internal/brokers"},
+			MayTest: []string{"guard/guardtest", "breaker", "internal/adaptertest", "internal/brokers"},
 			Why:     "an adapter touches one broker and decides nothing; adapters never import each other",
 		},
 		{
 			Path: "adapters/nats", May: []string{"guard", "dlq"},
-			MayTest: []string{"guard/guardtest", "breaker", "internal/brokers"},
+			MayTest: []string{"guard/guardtest", "breaker", "internal/adaptertest", "internal/brokers"},
 			Why:     "an adapter touches one broker and decides nothing; adapters never import each other",
 		},
 		{
@@ -148,6 +148,7 @@ var Ours = Rules{
 		{Path: "ringbuf/spill", May: []string{"ringbuf"}, Why: "the same lane API on disk"},
 
 		{Path: "internal/importrule", Why: "reads import graphs; needs nothing of ours"},
+		{Path: "internal/adaptertest", May: []string{"guard"}, Why: "what the tests of adapters share, so it knows none of them"},
 		{Path: "internal/brokers", Why: "starts brokers for tests and programs, and knows nobody who uses them"},
 	},
 
@@ -236,6 +237,6 @@ var Ours = Rules{
 		{Imports: "github.com/twmb/franz-go", Tests: true, Why: "kfake, a broker with faults on command, beside the real one in tests"},
 		{Imports: "pgregory.net/rapid", Tests: true, Rooms: []string{"guard/guardtest"}, Why: "property tests"},
 		{Imports: "github.com/anishathalye/porcupine", Tests: true, Rooms: []string{"guard/guardtest"}, Why: "linearizability checks in tests"},
-		{Imports: "go.uber.org/goleak", Tests: true, Rooms: []string{"guard/guardtest"}, Why: "leak checks in each TestMain"},
+		{Imports: "go.uber.org/goleak", Tests: true, Rooms: []string{"guard/guardtest", "internal/adaptertest"}, Why: "leak checks in each TestMain"},
 	},
 }

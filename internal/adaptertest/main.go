@@ -1,0 +1,75 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package adaptertest
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+)
+
+// Suite is how the tests of a package run.
+type Suite struct {
+	// Parallel is how many tests run at once. They mostly wait for a broker, so
+	// it may be more than one for each processor.
+	Parallel int
+	// Child consumes as the process that [Kills] starts and kills.
+	Child func(*Child) error
+	// End ends what the tests share; nil for nothing.
+	End func() error
+	// Ignore excuses goroutines that a client library never ends.
+	Ignore []goleak.Option
+}
+
+// Main is a TestMain: it runs the tests and checks that no goroutine is left,
+// with patience for those of a client library that end a while after their
+// connection. It does not return.
+func Main(m *testing.M, s Suite) {
+	if orders := os.Getenv(childEnv); orders != "" {
+		fmt.Fprintln(os.Stderr, "child:", s.consume(orders))
+		os.Exit(3)
+	}
+	flag.Parse()
+	if err := flag.Set("test.parallel", fmt.Sprint(s.Parallel)); err != nil {
+		panic(err)
+	}
+	code := m.Run()
+	var err error
+	if s.End != nil {
+		err = s.End()
+	}
+	if code == 0 {
+		err = errors.Join(err, leaks(s.Ignore))
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		code = max(code, 1)
+	}
+	os.Exit(code)
+}
+
+func leaks(ignore []goleak.Option) (err error) {
+	for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline); {
+		if err = goleak.Find(ignore...); err == nil {
+			return nil
+		}
+	}
+	return fmt.Errorf("goleak: %w", err)
+}
+
+// Full tells whether the long forms of the tests run: STORMGUARD_FULL=1.
+func Full() bool { return os.Getenv("STORMGUARD_FULL") == "1" }
+
+// NotShort skips the test with -short; what says what takes its time.
+func NotShort(t testing.TB, what string) {
+	t.Helper()
+	if testing.Short() {
+		t.Skip(what + "; run without -short")
+	}
+}
