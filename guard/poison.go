@@ -121,6 +121,7 @@ func (c *machine[M]) mayGuess(now time.Duration) bool {
 // maxGuessShift bounds the doubling: 7 days with the default Patience.
 const maxGuessShift = 10
 
+// guess takes an item for poison without proof.
 func (c *machine[M]) guess(now time.Duration, it *item[M]) {
 	if c.guesses > 0 && c.total() > c.guessLuck {
 		c.guesses = 0

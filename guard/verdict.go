@@ -218,7 +218,19 @@ func (c *machine[M]) failed(now time.Duration, it *item[M], err error, stack []b
 	c.decide(now, head)
 }
 
-// decide sends a failed item to its retry or to the dead letters.
+// decide sends a failed item to its retry or to the dead letters. The first that
+// holds decides:
+//
+//	breaker open, has had its probes and calls, others succeed   dead letter
+//	nothing here succeeds, for long, and it has failed often     a guess: dead letter
+//	breaker open                                                 retry: it is held
+//	attempts left                                                retry
+//	storm, or no dead-letter writer                              retry, parked with the reason
+//	others succeed                                               dead letter
+//	alone for Retry.Patience                                     a guess: dead letter
+//	otherwise                                                    retry: a witness may come
+//
+// Each dead letter also needs a credit; see condemn.
 func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 	switch {
 	case c.letters && c.poisonHead(it):

@@ -174,8 +174,10 @@ func (o *options) settingsOf(g *guard.Guard, s sarama.ConsumerGroupSession) (set
 	return set, nil
 }
 
-// ended tells whether a session's context is over because the program stops,
-// and not because the group rebalances or the session broke.
+// stopping tells whether a session's context is over because the program stops,
+// and not because the group rebalances or the session broke. A program that ends
+// its context with a cause of its own is taken for a rebalance: its handlers are
+// cancelled at once.
 func stopping(ctx context.Context) bool {
 	cause := context.Cause(ctx)
 	return errors.Is(cause, context.Canceled) || errors.Is(cause, context.DeadlineExceeded)
