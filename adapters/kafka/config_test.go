@@ -159,7 +159,8 @@ func TestTheHotPathLeavesTheContextAlone(t *testing.T) {
 	if err := ss.guarded(untouched{t.Context()}, nil); err != nil {
 		t.Error(err)
 	}
-	ss.yieldUntil.Store(time.Now().Add(10 * time.Millisecond).UnixNano())
+	ss.begun, ss.timeout = time.Now(), time.Minute
+	ss.yieldUntil.Store(int64(10 * time.Millisecond))
 	begun := time.Now()
 	if err := ss.guarded(t.Context(), nil); err != nil || time.Since(begun) < 5*time.Millisecond {
 		t.Errorf("%v, no rest for a claim that is let go", err)
