@@ -28,7 +28,7 @@ const prefetch = 1000
 // the broker takes so long that the client hardly matters. An operation is one
 // message, from the first handler call until the last. Each turn has a queue of
 // its own, filled with confirms before the clock starts; that nothing is left in
-// it, but for tolerated, is checked after the clock has stopped.
+// it is checked after the clock has stopped.
 //
 // Both sides have a connection and a channel, prefetch 1000; the raw one acks
 // each message by itself, as most consumers do.
@@ -195,13 +195,6 @@ func (r *rabbitRig) fill(ctx context.Context, queue string, n int) (err error) {
 	return nil
 }
 
-// tolerated is how many messages may be left in a queue whose consumer has
-// handled all of them and closed its channel. Once, in some hundred guarded turns
-// on a machine under load, 80 were ready again; why is not known, and until it is
-// this hides up to two of the guard's coalesced acks. The prefetch proves that all
-// but the last thousand were acked.
-const tolerated = 128
-
 // drained checks that the messages of a queue were acked, and deletes the queue.
 // The consumer's channel is closed: what it did not ack is ready again.
 func (r *rabbitRig) drained(ctx context.Context, queue string) (err error) {
@@ -222,7 +215,7 @@ func (r *rabbitRig) drained(ctx context.Context, queue string) (err error) {
 		}
 	}
 	purged, err := ch.QueueDelete(queue, false, false, false)
-	if max(left, purged) > tolerated {
+	if max(left, purged) > 0 {
 		err = errors.Join(err, fmt.Errorf("%s: %d messages were not acked, %d when it was deleted", queue, left, purged))
 	}
 	return err
