@@ -104,6 +104,30 @@ func bubble(t *testing.T, name string, f func(t *testing.T)) {
 
 func ok(*rig, context.Context, int) error { return nil }
 
+// A handler that fails at once is not asked again and again while Run's context
+// ends: with workers, what ended last saw that. Many rounds, since it is a race.
+func TestNoCallAfterTheContext(t *testing.T) {
+	for range 200 {
+		synctest.Test(t, func(t *testing.T) {
+			r := newRig(t, Policy{Order: OrderKey, Workers: 4}, Limits{}, func(_ *rig, ctx context.Context, _ int) error {
+				<-ctx.Done()
+				return errDown
+			})
+			r.send(0, 4)
+			synctest.Wait()
+			before := len(r.calls)
+			r.cancel()
+			if a := r.check(); len(r.calls) > before {
+				t.Fatalf("%d calls with a context that is over, %+v", len(r.calls)-before, a)
+			}
+			r.close()
+		})
+		if t.Failed() {
+			return
+		}
+	}
+}
+
 // A handler that fails in any way costs its message an attempt and nothing
 // else; after its attempts the message is dead-lettered with its history.
 func TestFailuresOfEveryKind(t *testing.T) {

@@ -40,6 +40,9 @@ func (s *Source[M]) work(retired chan<- struct{}) {
 func (s *Source[M]) await() (step[M], bool) {
 	s.mu.Lock()
 	for {
+		if s.ctx.Err() != nil {
+			s.c.stopped = true // before Run notices: a call now would only be cancelled, and asked again
+		}
 		now := s.g.now()
 		st := s.c.next(now)
 		if st.kind != stepWait {
