@@ -240,7 +240,7 @@ func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 			return &dlq.TooLargeError{Size: n, Max: most}
 		}
 	}
-	err = d.s.write(ctx, d.cfg.Queue, m)
+	err = d.s.write(ctx, d.cfg.Queue, letterKeyOf(r), m)
 	if err == nil {
 		return nil
 	}

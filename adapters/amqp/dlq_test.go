@@ -330,7 +330,8 @@ func TestWriteReturnsWithItsContext(t *testing.T) {
 	}
 }
 
-// A letter whose confirmation is late is not published twice.
+// A letter whose confirmation is late is not published twice; another of the
+// same ID is another letter, and so is one that cannot be told from it.
 func TestALateConfirmationMakesNoTwin(t *testing.T) {
 	t.Parallel()
 	s := shared(t, brokers.RabbitMQ4)
@@ -349,19 +350,32 @@ func TestALateConfirmationMakesNoTwin(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	f.frozen.Store(true)
-	ctx, cancel := context.WithTimeout(context.Background(), 200*time.Millisecond)
-	err = d.Write(ctx, letter())
-	cancel()
-	if !errors.Is(err, context.DeadlineExceeded) {
-		t.Fatal(err)
+	failed := func(at int64) *dlq.Record {
+		rec := letter()
+		rec.FirstFailed, rec.LastFailed = time.Unix(at, 1), time.Unix(at, 2)
+		return rec
 	}
-	f.frozen.Store(false)
-	if err := d.Write(adaptertest.Context(t), letter()); err != nil {
-		t.Fatal(err)
-	}
-	if all, err := r.get(name); err != nil || len(all) != 1 {
-		t.Errorf("%d letters, %v", len(all), err)
+	unknown := letter()
+	unknown.FirstFailed = time.Unix(1, 1)
+	for _, c := range []struct {
+		late, then *dlq.Record
+		letters    int
+	}{{failed(1), failed(1), 1}, {failed(1), failed(2), 2}, {unknown, unknown, 2}} {
+		f.frozen.Store(true)
+		ctx, cancel := context.WithTimeout(context.Background(), 200*time.Millisecond)
+		err = d.Write(ctx, c.late)
+		cancel()
+		if !errors.Is(err, context.DeadlineExceeded) {
+			t.Fatal(err)
+		}
+		f.frozen.Store(false)
+		if err := d.Write(adaptertest.Context(t), c.then); err != nil {
+			t.Fatal(err)
+		}
+		if all, err := r.get(name); err != nil || len(all) != c.letters {
+			t.Errorf("%d letters, want %d: %v", len(all), c.letters, err)
+		}
+		r.on(func(ch *amqp091.Channel) error { _, err := ch.QueuePurge(name, false); return err })
 	}
 	if err := d.Close(adaptertest.Context(t)); err != nil {
 		t.Fatal(err)

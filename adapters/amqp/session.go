@@ -30,10 +30,27 @@ type session struct {
 	blocked string        // why the broker takes nothing; "" if it does
 	change  chan struct{} // closed and replaced when blocked changes
 
-	// pending are publishings whose confirmation nobody waits for, by ID, so
-	// that a letter that is written again is not published again. The turn
-	// guards it.
-	pending map[string]*amqp091.DeferredConfirmation
+	// pending are publishings whose confirmation nobody waits for, so that a
+	// letter that is written again is not published again. The turn guards it.
+	pending map[letterKey]*amqp091.DeferredConfirmation
+}
+
+// letterKey recognises a letter that is written again. The ID alone would not
+// do: where it comes from a publisher's message id, two messages may share it,
+// and the second would be taken for written.
+type letterKey struct {
+	id                      string
+	firstFailed, lastFailed int64 // Unix nanoseconds
+}
+
+// letterKeyOf is the zero key, which is never pending, for a letter that cannot be told
+// from another.
+func letterKeyOf(r *dlq.Record) letterKey {
+	id := r.ID()
+	if id == "" || r.FirstFailed.IsZero() || r.LastFailed.IsZero() {
+		return letterKey{}
+	}
+	return letterKey{id, r.FirstFailed.UnixNano(), r.LastFailed.UnixNano()}
 }
 
 // maxPending bounds what is remembered of writes that were given up.
@@ -48,7 +65,7 @@ func (d *DLQ) connect(ctx context.Context) (*session, error) {
 	defer stop()
 	s := &session{
 		link: l, returns: make(chan amqp091.Return, 8), closed: make(chan struct{}),
-		change: make(chan struct{}), pending: make(map[string]*amqp091.DeferredConfirmation),
+		change: make(chan struct{}), pending: make(map[letterKey]*amqp091.DeferredConfirmation),
 	}
 	if s.ch, err = l.Channel(); err == nil {
 		err = s.ch.Confirm(false)
@@ -115,10 +132,21 @@ func (s *session) end() {
 	s.link.close()
 }
 
+// forget drops what is pending under the ID of a returned letter: its
+// confirmation alone would be taken for success. Of several with that ID it may
+// be another's, which is then published again.
+func (s *session) forget(id string) {
+	for k := range s.pending {
+		if k.id == id {
+			delete(s.pending, k)
+		}
+	}
+}
+
 // write publishes, unless this letter already is, and waits for the broker.
-func (s *session) write(ctx context.Context, queue string, m *amqp091.Publishing) error {
-	confirm := s.pending[m.MessageId]
-	if confirm == nil || m.MessageId == "" {
+func (s *session) write(ctx context.Context, queue string, key letterKey, m *amqp091.Publishing) error {
+	confirm := s.pending[key]
+	if confirm == nil {
 		if why, _ := s.blockage(); why != "" {
 			return fmt.Errorf("%w: %s", ErrBlocked, why)
 		}
@@ -127,10 +155,10 @@ func (s *session) write(ctx context.Context, queue string, m *amqp091.Publishing
 			return err
 		}
 	}
-	delete(s.pending, m.MessageId)
+	delete(s.pending, key)
 	keep := func() {
-		if m.MessageId != "" && len(s.pending) < maxPending {
-			s.pending[m.MessageId] = confirm
+		if key != (letterKey{}) && len(s.pending) < maxPending {
+			s.pending[key] = confirm
 		}
 	}
 	patience := time.NewTimer(blockedPatience)
@@ -154,7 +182,7 @@ func (s *session) write(ctx context.Context, queue string, m *amqp091.Publishing
 			if r.MessageId == m.MessageId {
 				back = &r
 			}
-			delete(s.pending, r.MessageId)
+			s.forget(r.MessageId)
 		case <-s.closed:
 			return s.ended()
 		case <-ctx.Done():
@@ -203,7 +231,7 @@ func (s *session) judge(confirm *amqp091.DeferredConfirmation, m *amqp091.Publis
 			if ok && r.MessageId == m.MessageId {
 				back = &r
 			}
-			delete(s.pending, r.MessageId) // its confirmation alone would be taken for success
+			s.forget(r.MessageId)
 		default:
 			more = false
 		}
