@@ -194,6 +194,22 @@ type Ramp struct {
 	Off    bool          // drain at full speed
 }
 
+// WithDefaults fills what is unset.
+func (r Ramp) WithDefaults() Ramp {
+	def(&r.Start, 100.0)
+	def(&r.Double, time.Second)
+	def(&r.For, 10*time.Second)
+	return r
+}
+
+// At is when the n-th message after the first may go, counted from the first:
+// the inverse of the integral of the rate. All fields must be set.
+func (r Ramp) At(n float64) time.Duration {
+	tau := r.Double.Seconds() / math.Ln2
+	s := tau * math.Log1p(n/(r.Start*tau))
+	return time.Duration(s * float64(time.Second))
+}
+
 // SourceConfig describes one source to [Open].
 type SourceConfig struct {
 	// Name is the source's name in states, metrics and logs, such as "orders/0".
@@ -362,9 +378,7 @@ func (c Policy) withDefaults(l Limits) Policy {
 	def(&c.Retry.Base, 50*time.Millisecond)
 	def(&c.Retry.Max, max(10*time.Second, c.Retry.Base))
 	def(&c.Retry.Patience, 10*time.Second)
-	def(&c.Ramp.Start, 100.0)
-	def(&c.Ramp.Double, time.Second)
-	def(&c.Ramp.For, 10*time.Second)
+	c.Ramp = c.Ramp.WithDefaults()
 	return c
 }
 

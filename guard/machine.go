@@ -5,7 +5,6 @@ package guard
 
 import (
 	"container/heap"
-	"math"
 	"math/rand/v2"
 	"sync/atomic"
 	"time"
@@ -501,7 +500,7 @@ func (c *machine[M]) ramp(now time.Duration) time.Duration {
 	if !c.draining {
 		c.held, c.draining, c.drainFrom, c.drained = false, true, now, 0
 	}
-	at := c.drainFrom + c.policy.Ramp.at(c.drained)
+	at := c.drainFrom + c.policy.Ramp.At(c.drained)
 	if now-c.drainFrom >= c.policy.Ramp.For {
 		c.draining = false
 		return 0
@@ -510,14 +509,6 @@ func (c *machine[M]) ramp(now time.Duration) time.Duration {
 		return at
 	}
 	return 0
-}
-
-// at is when the n-th message after the first may go: the inverse of the
-// integral of the rate.
-func (r Ramp) at(n float64) time.Duration {
-	tau := r.Double.Seconds() / math.Ln2
-	s := tau * math.Log1p(n/(r.Start*tau))
-	return time.Duration(s * float64(time.Second))
 }
 
 // divert counts messages that find the source holding.

@@ -68,7 +68,7 @@ func (c *consumer) epoch(ctx context.Context, parked bool) (outcome, error) {
 	defer e.port.end()
 	limiter := c.o.limiter
 	if parked {
-		e.pace = &pace{inner: limiter, ramp: c.policy.Ramp}
+		e.pace = &pace{inner: limiter, ramp: c.policy.Ramp.WithDefaults()}
 		limiter = e.pace
 	}
 	if c.rejects != nil {

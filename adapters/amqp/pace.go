@@ -4,7 +4,6 @@
 package amqp
 
 import (
-	"math"
 	"sync"
 	"time"
 
@@ -51,7 +50,7 @@ func (a *ages) over(now time.Time, oldest, high uint64) bool {
 // back is not in the source, so its own ramp does not see it.
 type pace struct {
 	inner guard.Limiter // the user's; may be nil
-	ramp  guard.Ramp
+	ramp  guard.Ramp    // all set
 
 	mu       sync.Mutex
 	starting bool // begin was called; the next Admit is the start
@@ -89,21 +88,9 @@ func (p *pace) wait(now time.Duration) time.Duration {
 	if p.starting {
 		p.starting, p.on, p.from, p.admitted = false, true, now, 0
 	}
-	start, double, whole := p.ramp.Start, p.ramp.Double, p.ramp.For
-	if start == 0 {
-		start = 100
-	}
-	if double == 0 {
-		double = time.Second
-	}
-	if whole == 0 {
-		whole = 10 * time.Second
-	}
-	if !p.on || now-p.from >= whole {
+	if !p.on || now-p.from >= p.ramp.For {
 		p.on = false
 		return 0
 	}
-	tau := double.Seconds() / math.Ln2
-	due := p.from + time.Duration(tau*math.Log1p(p.admitted/(start*tau))*float64(time.Second))
-	return due - now
+	return p.from + p.ramp.At(p.admitted) - now
 }
