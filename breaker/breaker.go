@@ -626,7 +626,7 @@ func (b *Breaker) rungLocked(now time.Duration) int {
 }
 
 func (b *Breaker) periodLocked() time.Duration {
-	d := period(b.cfg.Base, b.cfg.Cap, b.rung)
+	d := b.cfg.Period(b.rung)
 	if b.cfg.Jitter > 0 {
 		d = jittered(d, b.cfg.Jitter, b.rand())
 	}

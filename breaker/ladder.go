@@ -21,6 +21,10 @@ func period(base, limit time.Duration, n int) time.Duration {
 	return base << shift
 }
 
+// Period is the length of the n-th consecutive open period, n from 1, without
+// jitter. Base and Cap must be set.
+func (c Config) Period(n int) time.Duration { return period(c.Base, c.Cap, n) }
+
 // topRung is the first rung whose period is limit. The ladder ends there: a
 // long outage must not take as many closes to forget as it had failed probes.
 func topRung(base, limit time.Duration) int {

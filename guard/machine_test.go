@@ -221,6 +221,32 @@ func TestOutage(t *testing.T) {
 	}
 }
 
+// Where every message has failed, a long retry delay does not keep the breaker
+// open: a head that failed a probe is up again within the ladder's period.
+func TestRecoveryWithinTheLadder(t *testing.T) {
+	s := newSim(t, Policy{Order: OrderKey, Retry: Retry{Base: 10 * time.Minute}})
+	from, closed := s.now, time.Duration(0)
+	const outage = 6 * time.Second
+	opened := false
+	s.runKeyed(from+3*outage, 100, func(int) (time.Duration, error) {
+		opened = opened || !s.closed()
+		if s.now < from+outage {
+			return time.Millisecond, errDown
+		}
+		if closed == 0 {
+			closed = s.now
+		}
+		return time.Millisecond, nil
+	}, func(time.Duration) (int, bool) {
+		// As many as it takes to open it, and one to probe with.
+		i := s.calls
+		return i, !opened && s.unsettled() == i
+	})
+	if !opened || closed == 0 || closed > from+2*outage+time.Second {
+		t.Errorf("opened %t, first success %v after the recovery", opened, closed-from-outage)
+	}
+}
+
 // Only the poison is dead-lettered, whenever it comes; healthy heads never are,
 // and the source does not wedge.
 func TestPoisonDuringAndAfterAnOutage(t *testing.T) {

@@ -238,7 +238,8 @@ func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 	case c.letters && c.lonely(now, it) && c.mayGuess(now):
 		c.guess(now, it)
 	case !c.closed():
-		c.park(it, now+c.delay(it.probes), ReasonNone) // no longer than the ladder, unless others close the breaker
+		// No longer than the ladder: it may be the only one left to probe with.
+		c.park(it, now+min(c.delay(it.probes), c.policy.Breaker.Period(it.probes)), ReasonNone)
 	case !it.exhausted:
 		c.park(it, now+c.delay(it.attempts), ReasonNone)
 	case c.storm.Storm().Active:
