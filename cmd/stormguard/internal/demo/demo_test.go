@@ -55,7 +55,7 @@ func TestDemo(t *testing.T) {
 		t.Setenv("TMPDIR", dir)
 		cfg := Config{
 			Broker: at.Broker, URL: at.URL,
-			Rate: 500, WarmUp: time.Second, Outage: 2 * time.Second, After: 500 * time.Millisecond, Seed: 7, JSON: true,
+			Rate: 1000, WarmUp: time.Second, Outage: 3 * time.Second, After: time.Second, Seed: 7, JSON: true,
 		}
 		var stdout, stderr bytes.Buffer
 		if err := Run(t.Context(), cfg, &stdout, &stderr); err != nil {
@@ -93,12 +93,12 @@ func judge(t *testing.T, cfg Config, r Result) {
 	if g.Handled+g.DeadLetters != g.Published {
 		t.Errorf("guarded: %d handled and %d dead-lettered of %d", g.Handled, g.DeadLetters, g.Published)
 	}
-	// Five failed calls are a dead letter, however few a busy machine does, but
-	// for what is still in flight when the dependency is back.
-	if u.DeadLetters < u.CallsDuringOutage/maxDeliver-inFlight || u.Lost != 0 || u.CallsDuringOutage < maxDeliver*u.DeadLetters/2 {
+	// Five failed calls are a dead letter, but for what is still in flight when
+	// the dependency is back.
+	if u.DeadLetters < 100 || u.DeadLetters < u.CallsDuringOutage/maxDeliver-inFlight || u.Lost != 0 || u.CallsDuringOutage < maxDeliver*u.DeadLetters/2 {
 		t.Errorf("unguarded: %+v", u)
 	}
-	if 10*g.CallsDuringOutage > u.CallsDuringOutage {
+	if 20*g.CallsDuringOutage > u.CallsDuringOutage {
 		t.Errorf("calls during the outage: guarded %d, unguarded %d", g.CallsDuringOutage, u.CallsDuringOutage)
 	}
 }
