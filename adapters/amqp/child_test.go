@@ -75,7 +75,7 @@ func TestKilledProcessLosesNothing(t *testing.T) {
 	kinds(t, func(t *testing.T, s *server) {
 		kills := 5
 		if adaptertest.Full() {
-			kills = 50
+			kills = 100
 		}
 		newKills(t, s, kills).LosesNothing(t)
 	})

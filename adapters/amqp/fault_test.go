@@ -27,7 +27,7 @@ func TestKilledBroker(t *testing.T) {
 	adaptertest.NotShort(t, "kills brokers of its own")
 	kills, kinds := 1, []brokers.Kind{brokers.RabbitMQ4}
 	if adaptertest.Full() {
-		kills, kinds = 5, []brokers.Kind{brokers.RabbitMQ, brokers.RabbitMQ4}
+		kills, kinds = 10, []brokers.Kind{brokers.RabbitMQ, brokers.RabbitMQ4}
 	}
 	for _, k := range kinds {
 		t.Run(string(k), func(t *testing.T) {
