@@ -141,5 +141,6 @@ func listen(ctx context.Context, h http.Handler) (*http.Server, string, error) {
 }
 
 func newClient() *http.Client {
-	return &http.Client{Transport: &http.Transport{MaxIdleConns: 1024, MaxIdleConnsPerHost: 1024, IdleConnTimeout: time.Minute}}
+	const most = 1024 // a server that is slow must not cost all the files of this process
+	return &http.Client{Transport: &http.Transport{MaxIdleConns: most, MaxIdleConnsPerHost: most, MaxConnsPerHost: most, IdleConnTimeout: time.Minute}}
 }
