@@ -768,23 +768,53 @@ func TestCloseWithBlockedPort(t *testing.T) {
 	}
 }
 
-type ringErr struct{ next error }
+// ringErr is a chain of errors without an end, until it is cut.
+type ringErr struct {
+	walked atomic.Int64
+	cut    atomic.Bool
+}
 
 func (*ringErr) Error() string { return "ring" }
 
-func (e *ringErr) Unwrap() error { return e.next }
-
-// A chain of errors that is endless hangs classify, under Source.mu: State, Account and Close hang with it.
-func TestEndlessErrorChain(t *testing.T) {
-	t.Skip("hangs for ever, see dlq.mostSpecific, which bounds it")
-	e := &ringErr{}
-	e.next = e
-	_, _ = classify(e)
+func (e *ringErr) Unwrap() error {
+	e.walked.Add(1)
+	if e.cut.Load() {
+		return nil
+	}
+	return e
 }
 
-// The cause that a derived context sees.
-
-// A clock whose origin lies ahead: asked (0) counts as later than now, so the source is held.
+// A chain of errors that has no end hangs whoever looks through it, but under no
+// lock: it is a handler that does not return, and Close says so.
+func TestEndlessErrorChain(t *testing.T) {
+	g, err := New(Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	e := &ringErr{}
+	s, err := Open(g, SourceConfig{Name: "s"}, Limits{}, &testPort{}, func(context.Context, int) error { return e })
+	if err != nil {
+		t.Fatal(err)
+	}
+	in, ended := make(chan int, 1), make(chan error, 1)
+	in <- 1
+	go func() { ended <- s.Run(t.Context(), in) }()
+	for e.walked.Load() < 1000 {
+		time.Sleep(time.Millisecond)
+	}
+	if a := s.Account(); a.Processing != 1 || a.Check() != nil {
+		t.Errorf("%+v", a)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	if reports, err := g.Close(ctx); err == nil || len(reports) != 1 || len(reports[0].Left) != 1 {
+		t.Errorf("%v: %+v", err, reports)
+	}
+	e.cut.Store(true)
+	if err := <-ended; !errors.Is(err, ErrClosed) {
+		t.Error(err)
+	}
+}
 
 // A clock below 0 is refused: 0 is when nothing is asked for.
 func TestNegativeClock(t *testing.T) {
