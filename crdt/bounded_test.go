@@ -149,6 +149,31 @@ func TestBoundedRefusesTwins(t *testing.T) {
 	}
 }
 
+// What comes back in parts comes back once.
+func TestBoundedReturnsInParts(t *testing.T) {
+	a, b := bounded(t, lender, 10), bounded(t, borrower, 0)
+	if err := a.Lend(borrower, 6); err != nil {
+		t.Fatal(err)
+	}
+	merge(t, b, whole(a))
+	for i, level := range []int64{5, 6, 7} {
+		if err := errors.Join(b.Return(lender, 1), b.TakeLoan(lender, 1)); err != nil {
+			t.Fatal(err)
+		}
+		before := a.Outstanding(borrower)
+		merge(t, a, whole(b))
+		if a.Level() != level || before-a.Outstanding(borrower) != 2 {
+			t.Fatalf("after %d: level %d, outstanding %d", i+1, a.Level(), a.Outstanding(borrower))
+		}
+	}
+	if b.Loan(lender) != 0 || !errors.Is(b.Return(lender, 1), ErrShort) {
+		t.Fatal(b.Loan(lender))
+	}
+	if v, err := a.Value(); v != 7 || err != nil {
+		t.Fatal(v, err)
+	}
+}
+
 func TestBoundedOverflow(t *testing.T) {
 	c := bounded(t, lender, math.MaxInt64)
 	if err := c.Mint(1); !errors.Is(err, ErrOverflow) {
