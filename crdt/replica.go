@@ -3,14 +3,40 @@
 
 package crdt
 
-import "fmt"
+import (
+	"cmp"
+	"fmt"
+	"strings"
+)
+
+// MaxName is how many bytes the name of a [Replica] may have.
+const MaxName = 255
 
 // Replica names one life of one process. What it counts it alone writes, so two
 // lives must never share a Replica: a process that starts again takes a higher
 // Incarnation, such as the wall time of its start in nanoseconds.
 type Replica struct {
-	Name        string // stable over restarts; not empty
+	Name        string // stable over restarts; 1 to MaxName bytes
 	Incarnation uint64 // of this life; higher is later
 }
 
 func (r Replica) String() string { return fmt.Sprintf("%s#%x", r.Name, r.Incarnation) }
+
+// Compare orders replicas by name, then incarnation: -1, 0 or +1.
+func (r Replica) Compare(o Replica) int {
+	return cmp.Or(cmp.Compare(r.Name, o.Name), cmp.Compare(r.Incarnation, o.Incarnation))
+}
+
+// Validate says whether the name can be sent, with an [ErrArgument].
+func (r Replica) Validate() error {
+	if len(r.Name) == 0 || len(r.Name) > MaxName {
+		return argument("length of Replica.Name", len(r.Name), fmt.Sprintf("1 to %d bytes", MaxName))
+	}
+	return nil
+}
+
+// kept is r with a name of its own, when that of r is part of a message.
+func (r Replica) kept() Replica {
+	r.Name = strings.Clone(r.Name)
+	return r
+}

@@ -1,0 +1,588 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package crdt
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+	"reflect"
+	"slices"
+	"time"
+)
+
+// What a zero [OpLogConfig] means.
+const (
+	DefaultMaxRecords = 4096
+	DefaultMaxHeld    = 1024
+)
+
+const maxRecords = 1 << 20
+
+// OpLogConfig bounds an [OpLog]. The zero value is valid and means the defaults.
+type OpLogConfig struct {
+	// MaxRecords is how many records of one origin are kept for peers that have
+	// not acknowledged them: 1 to 1048576; 0 means [DefaultMaxRecords]. It is a
+	// bound per origin because two logs that are full of their own must still be
+	// able to take in each other's, or neither would ever be acknowledged.
+	MaxRecords int
+
+	// MaxHeld is how many records may wait for one before them: 1 to 1048576;
+	// 0 means [DefaultMaxHeld].
+	MaxHeld int
+}
+
+// Validate reports every field that is out of range, with [ErrArgument], or nil.
+func (c OpLogConfig) Validate() error {
+	var errs []error
+	if c.MaxRecords < 0 || c.MaxRecords > maxRecords {
+		errs = append(errs, argument("OpLogConfig.MaxRecords", c.MaxRecords, fmt.Sprintf("1 to %d, or 0 for %d", maxRecords, DefaultMaxRecords)))
+	}
+	if c.MaxHeld < 0 || c.MaxHeld > maxRecords {
+		errs = append(errs, argument("OpLogConfig.MaxHeld", c.MaxHeld, fmt.Sprintf("1 to %d, or 0 for %d", maxRecords, DefaultMaxHeld)))
+	}
+	return errors.Join(errs...)
+}
+
+// Op is what a record does.
+type Op uint8
+
+// The operations. What is added or consumed is in the record's body.
+const (
+	OpAdd     Op = 1
+	OpConsume Op = 2
+	OpReset   Op = 3 // begins the next epoch
+)
+
+func (o Op) String() string {
+	switch o {
+	case OpAdd:
+		return "ADD"
+	case OpConsume:
+		return "CONSUME"
+	case OpReset:
+		return "RESET"
+	}
+	return fmt.Sprintf("Op(%d)", uint8(o))
+}
+
+// A Record is one operation, named by its origin and number.
+type Record[T any] struct {
+	Origin Replica
+	Seq    uint64 // from 1, without gaps
+	Epoch  uint64 // in which it counts; a RESET's is the one that it begins
+	At     Stamp  // as its origin stamped it
+	Op     Op
+	Body   T
+}
+
+// OpLogStats counts what became of records since the log was made.
+type OpLogStats struct {
+	Applied    uint64 // handed to apply, own ones included
+	Void       uint64 // of these, the ones that did not count: their epoch was over
+	Duplicates uint64 // were here before
+	Skipped    uint64 // gone from every log that was heard before they came here
+	Refused    uint64 // in messages that a bound refused; they come again
+}
+
+// An OpLog carries operations to every replica, where each is applied once, in
+// the order of its origin; between origins there is no order. It is for what is
+// rare and must be seen one by one: configuration, RESET, audit. What is counted
+// often travels as state, which costs the same however much was counted.
+//
+// # Epochs
+//
+// Operations count within an epoch, which begins at 0. A RESET begins the next
+// one, and each replica does that once: of two replicas that reset at the same
+// time, the second RESET does not count. An ADD or CONSUME counts if its epoch is
+// the current one when it is applied; of an older epoch it does not count, however
+// late it comes. One of a later epoch is ahead of its RESET, and begins that epoch
+// itself: apply then gets a RESET without Origin and Body first, and the record of
+// the RESET, when it comes, as one that does not count. So once all have all
+// records, what counted last at each is the same: those of the highest epoch.
+//
+// # Memory
+//
+// A record is kept until every peer named by [OpLog.Join] has acknowledged it,
+// and no longer. While one does not, [OpLog.Depth] grows up to MaxRecords of each
+// origin, and then the log refuses what is new of it. While no peer is known, the
+// oldest make room for what is beyond MaxRecords in all.
+// Who joins later begins where the logs of the others begin: it skips what is
+// gone, and learns the epoch. Whatever it needs besides must reach it as state.
+//
+// # Layout
+//
+// A record is 40 bytes and its body, little-endian, and is written and read in
+// place. So T must be the same memory on every machine: made of integers of
+// fixed size, floats, arrays and structs, without holes, 8 to [MaxBody] bytes in
+// eights. All replicas must have the same T.
+//
+// An OpLog is not safe for concurrent use. The zero value is not usable; see
+// [NewOpLog].
+type OpLog[T any] struct {
+	self  Replica
+	cfg   OpLogConfig
+	size  int // of a record
+	apply func(r Record[T], counts bool)
+	epoch uint64
+
+	kept    []record[T] // in the order in which they were applied here
+	from    []*origin[T]
+	dropped uint64 // records before kept; the mark of kept[i] is dropped+i+1
+	base    uint64 // the highest epoch that records before kept began
+
+	origins map[Replica]*origin[T]
+	held    int // by all origins
+	known   map[Replica]uint64
+	stats   OpLogStats
+	scratch []record[T]
+}
+
+// A record is what lies in memory and on the wire.
+type record[T any] struct {
+	Seq   uint64
+	Epoch uint64
+	At    Stamp
+	Op    uint64
+	Body  T
+}
+
+const recordHead = 40
+
+type origin[T any] struct {
+	id      Replica
+	applied uint64 // all up to this one are applied or skipped
+	floor   uint64 // all up to this one are not in kept
+	kept    int
+	held    map[uint64]record[T] // beyond applied+1
+}
+
+// NewOpLog makes an empty log that self appends to. apply is called for each
+// record once, within [OpLog.Append] and [OpLog.Merge], and must not call the
+// log; counts is false when the record's epoch is over. It fails with all that is
+// wrong: [ErrArgument], [ErrRecordType].
+func NewOpLog[T any](self Replica, cfg OpLogConfig, apply func(r Record[T], counts bool)) (*OpLog[T], error) {
+	errs := []error{self.Validate(), cfg.Validate(), checkLayout(reflect.TypeFor[T]())}
+	if apply == nil {
+		errs = append(errs, argument("apply", "nil", "a function"))
+	}
+	if err := errors.Join(errs...); err != nil {
+		return nil, err
+	}
+	if cfg.MaxRecords == 0 {
+		cfg.MaxRecords = DefaultMaxRecords
+	}
+	if cfg.MaxHeld == 0 {
+		cfg.MaxHeld = DefaultMaxHeld
+	}
+	l := &OpLog[T]{
+		self: self, cfg: cfg, apply: apply,
+		size:    recordHead + int(reflect.TypeFor[T]().Size()),
+		origins: make(map[Replica]*origin[T]),
+		known:   make(map[Replica]uint64),
+	}
+	l.origin(self)
+	return l, nil
+}
+
+// Append adds an operation of self's, in the current epoch or, for a RESET, the
+// next, applies it and returns it. It fails with [ErrFull] while a peer does not
+// acknowledge, with [ErrArgument] for an unknown operation, and with
+// [ErrOverflow] when the epochs are used up.
+func (l *OpLog[T]) Append(op Op, at Stamp, body T) (Record[T], error) {
+	r := record[T]{Epoch: l.epoch, At: at, Op: uint64(op), Body: body}
+	o := l.origins[l.self]
+	switch {
+	case op < OpAdd || op > OpReset:
+		return Record[T]{}, argument("operation", uint8(op), "1 to 3")
+	case op == OpReset && l.epoch == math.MaxUint64:
+		return Record[T]{}, ErrOverflow
+	case o.kept >= l.cfg.MaxRecords && len(l.known) > 0:
+		return Record[T]{}, l.full(o.kept + 1)
+	case op == OpReset:
+		r.Epoch++
+	}
+	r.Seq = o.applied + 1
+	l.take(o, r)
+	return r.of(o.id), nil
+}
+
+// Epoch is the current epoch.
+func (l *OpLog[T]) Epoch() uint64 { return l.epoch }
+
+// Applied is the number of an origin's latest record that was applied here.
+func (l *OpLog[T]) Applied(r Replica) uint64 {
+	if o := l.origins[r]; o != nil {
+		return o.applied
+	}
+	return 0
+}
+
+// Depth is the backlog: how many records are kept because a known peer has not
+// acknowledged them, or because none is known.
+func (l *OpLog[T]) Depth() int { return len(l.kept) }
+
+// Age is how old the oldest record of the backlog is by its stamp, at least 0,
+// and 0 when there is none.
+func (l *OpLog[T]) Age(now Stamp) time.Duration {
+	if len(l.kept) == 0 || l.kept[0].At.Physical > now.Physical {
+		return 0
+	}
+	const most = math.MaxInt64 / uint64(time.Millisecond)
+	return time.Duration(min(now.Physical-l.kept[0].At.Physical, most)) * time.Millisecond
+}
+
+// Held is how many records wait for one before them.
+func (l *OpLog[T]) Held() int { return l.held }
+
+// Stats counts what became of records.
+func (l *OpLog[T]) Stats() OpLogStats { return l.stats }
+
+// Join names a peer whose acknowledgement records wait for. It joins once; a
+// later life is another peer.
+func (l *OpLog[T]) Join(peer Replica) {
+	if _, ok := l.known[peer]; !ok && peer != l.self {
+		l.known[peer.kept()] = 0
+	}
+}
+
+// Gone says that a peer's acknowledgement is not waited for any more. Its
+// records stay.
+func (l *OpLog[T]) Gone(peer Replica) {
+	delete(l.known, peer)
+	l.compact()
+}
+
+// Ack says that a peer has everything up to a mark of this log's: the since that
+// a session asks Delta for. Unknown peers and older marks change nothing.
+func (l *OpLog[T]) Ack(peer Replica, mark uint64) {
+	if acked, ok := l.known[peer]; ok && mark > acked {
+		l.known[peer] = min(mark, l.Mark())
+		l.compact()
+	}
+}
+
+// Forget drops what is remembered of an origin that is gone, and with it the
+// knowledge of which of its records were applied: if one of them comes again, it
+// is applied again. So it is for origins that no other log keeps records of and
+// no packet can still bring, ten minutes after they went. It reports false while
+// this log itself keeps or holds records of the origin, or if it is self.
+func (l *OpLog[T]) Forget(r Replica) bool {
+	o := l.origins[r]
+	if r == l.self || o != nil && o.kept+len(o.held) > 0 {
+		return false
+	}
+	delete(l.origins, r)
+	return true
+}
+
+// Mark is the number of the latest record applied here, of any origin. See the
+// package comment.
+func (l *OpLog[T]) Mark() uint64 { return l.dropped + uint64(len(l.kept)) }
+
+// Delta appends the records applied after since, in that order, in at most room
+// bytes, and says up to which mark that is complete. Without news it appends
+// nothing. It copies runs of records as they lie in memory.
+func (l *OpLog[T]) Delta(b []byte, since uint64, room int) (_ []byte, upto uint64) {
+	if since >= l.Mark() {
+		return b, l.Mark()
+	}
+	at := 0
+	if since > l.dropped {
+		at = int(since - l.dropped)
+	}
+	start := len(b)
+	b = append(b, formatOpLog)
+	b = binary.AppendUvarint(b, l.base)
+	if len(b)-start > room {
+		return b[:start], since
+	}
+	head := len(b)
+	for at < len(l.kept) {
+		n := len(b)
+		o := l.from[at]
+		b = appendReplica(b, o.id)
+		b = binary.AppendUvarint(b, min(o.floor, l.kept[at].Seq-1))
+		const countBytes = 3 // of a varint up to maxRecords
+		fit := (room - (len(b) - start) - countBytes) / l.size
+		if fit <= 0 {
+			b = b[:n]
+			break
+		}
+		end := at + 1
+		for end < len(l.kept) && end-at < fit && l.from[end] == o && l.kept[end].Seq == l.kept[end-1].Seq+1 {
+			end++
+		}
+		b = binary.AppendUvarint(b, uint64(end-at))
+		b = append(b, memory(l.kept[at:end])...)
+		at = end
+	}
+	upto = l.dropped + uint64(at)
+	if len(b) == head && (l.base == 0 || at < len(l.kept)) {
+		b = b[:start] // says nothing, or not what it was to say
+		if at < len(l.kept) {
+			upto = since
+		}
+	}
+	return b, upto
+}
+
+// Merge takes in what a Delta appended: records that are here already are
+// counted and left, those that follow are applied, and those ahead of one that
+// is missing are held. It keeps nothing of b. When it fails nothing was changed:
+// with [ErrMalformed]; with [ErrGap] or [ErrFull] when a bound refuses, until what
+// is missing has come or a peer has acknowledged; with [ErrTwin] for a record of
+// self's that self did not write.
+func (l *OpLog[T]) Merge(b []byte) error {
+	base, err := l.eachRun(b, nil)
+	if err != nil {
+		return err
+	}
+	if err := l.admit(b); err != nil {
+		return err
+	}
+	if base > l.epoch {
+		l.base = base
+		l.begin(base, Stamp{})
+	}
+	_, err = l.eachRun(b, func(id Replica, floor uint64, records []record[T]) error {
+		o := l.origin(id)
+		l.skip(o, floor)
+		for i := range records {
+			l.put(o, &records[i])
+		}
+		return nil
+	})
+	return err
+}
+
+// admit says whether the records fit into the bounds, all or none.
+func (l *OpLog[T]) admit(b []byte) error {
+	type after struct {
+		applied uint64
+		kept    int // records, and held
+	}
+	fresh, ahead, full := 0, 0, 0
+	will := make(map[Replica]after)
+	_, err := l.eachRun(b, func(id Replica, floor uint64, records []record[T]) error {
+		o, last := l.origins[id], records[len(records)-1].Seq
+		a, ok := will[id]
+		if !ok && o != nil {
+			a = after{o.applied, o.kept + len(o.held)}
+		}
+		upto := a.applied
+		if id == l.self && last > upto {
+			return fmt.Errorf("%w: record %d of %v, which wrote %d", ErrTwin, last, id, upto)
+		}
+		upto = max(upto, floor)
+		news := 0
+		for i := range records {
+			if seq := records[i].Seq; seq > upto && (o == nil || !o.holds(seq)) {
+				news++
+			}
+		}
+		fresh += news
+		if records[0].Seq > upto+1 {
+			ahead += news
+		} else {
+			for upto = max(upto, last); o != nil && o.holds(upto+1); {
+				upto++
+			}
+		}
+		a.applied, a.kept = upto, a.kept+news
+		will[id] = a
+		if news > 0 && a.kept > l.cfg.MaxRecords && len(l.known) > 0 {
+			full = a.kept
+		}
+		return nil
+	})
+	switch {
+	case err != nil:
+		return err
+	case ahead > 0 && l.held+ahead > l.cfg.MaxHeld:
+		l.stats.Refused += uint64(fresh)
+		return fmt.Errorf("%w: %d records to hold beside %d, want at most %d", ErrGap, ahead, l.held, l.cfg.MaxHeld)
+	case full > 0:
+		l.stats.Refused += uint64(fresh)
+		return l.full(full)
+	}
+	return nil
+}
+
+// eachRun takes a message apart. Records lie in it, or in l.scratch, until run
+// returns; with run nil it only looks whether they are well formed.
+func (l *OpLog[T]) eachRun(b []byte, run func(id Replica, floor uint64, records []record[T]) error) (base uint64, err error) {
+	m := read("OpLog", formatOpLog, b)
+	if !m.more() {
+		return 0, m.err
+	}
+	base = m.uint("base epoch", 0, math.MaxUint64)
+	if base == 0 && m.err == nil && !m.more() {
+		m.fail("first run", "missing", "at least one when the base epoch is 0")
+	}
+	for m.more() {
+		id, floor := m.replica("origin"), m.uint("floor", 0, math.MaxUint64-1)
+		n := int(m.uint("count", 1, maxRecords))
+		off := m.off
+		raw := m.bytes("records", n*l.size)
+		if m.err != nil {
+			break
+		}
+		records, ok := overlay[record[T]](raw)
+		if !ok {
+			l.scratch = append(l.scratch[:0], make([]record[T], n)...)
+			copy(memory(l.scratch), raw)
+			records = l.scratch
+		}
+		if run != nil {
+			if err := run(id, floor, records); err != nil {
+				return 0, err
+			}
+			continue
+		}
+		for i := range records {
+			r := &records[i]
+			at := off + i*l.size
+			switch {
+			case i == 0 && r.Seq <= floor:
+				m.failAt(at, "number", r.Seq, fmt.Sprintf("above the floor, %d", floor))
+			case i > 0 && r.Seq != records[i-1].Seq+1 || r.Seq == math.MaxUint64:
+				m.failAt(at, "number", r.Seq, "one more than that before, and not the last of all")
+			case r.Op < uint64(OpAdd) || r.Op > uint64(OpReset):
+				m.failAt(at, "operation", r.Op, "1 to 3")
+			case r.Op == uint64(OpReset) && r.Epoch == 0:
+				m.failAt(at, "epoch of a RESET", r.Epoch, "at least 1")
+			}
+		}
+	}
+	return base, m.err
+}
+
+func (l *OpLog[T]) origin(id Replica) *origin[T] {
+	o := l.origins[id]
+	if o == nil {
+		o = &origin[T]{id: id.kept()}
+		l.origins[o.id] = o
+	}
+	return o
+}
+
+func (o *origin[T]) holds(seq uint64) bool {
+	_, ok := o.held[seq]
+	return ok
+}
+
+// skip goes on behind a floor below which the sender has nothing, by way of
+// what is held.
+func (l *OpLog[T]) skip(o *origin[T], floor uint64) {
+	if floor <= o.applied {
+		return
+	}
+	var held []uint64
+	for seq := range o.held {
+		if seq <= floor {
+			held = append(held, seq)
+		}
+	}
+	slices.Sort(held)
+	l.stats.Skipped += floor - o.applied - uint64(len(held))
+	for _, seq := range held {
+		l.unhold(o, seq)
+	}
+	o.applied, o.floor = floor, floor
+	l.drain(o)
+}
+
+// put applies, holds or leaves a record.
+func (l *OpLog[T]) put(o *origin[T], r *record[T]) {
+	switch {
+	case r.Seq <= o.applied || o.holds(r.Seq):
+		l.stats.Duplicates++
+	case r.Seq == o.applied+1:
+		l.take(o, *r)
+		l.drain(o)
+	default:
+		if o.held == nil {
+			o.held = make(map[uint64]record[T])
+		}
+		o.held[r.Seq] = *r
+		l.held++
+	}
+}
+
+func (l *OpLog[T]) drain(o *origin[T]) {
+	for o.holds(o.applied + 1) {
+		l.unhold(o, o.applied+1)
+	}
+}
+
+func (l *OpLog[T]) unhold(o *origin[T], seq uint64) {
+	r := o.held[seq]
+	delete(o.held, seq)
+	l.held--
+	l.take(o, r)
+}
+
+// take keeps and applies the next record of an origin.
+func (l *OpLog[T]) take(o *origin[T], r record[T]) {
+	if len(l.known) == 0 && len(l.kept) >= l.cfg.MaxRecords {
+		l.drop(len(l.kept) - l.cfg.MaxRecords + 1)
+	}
+	l.kept, l.from = append(l.kept, r), append(l.from, o)
+	o.applied = r.Seq
+	o.kept++
+	counts := r.Epoch == l.epoch
+	switch {
+	case r.Op == uint64(OpReset):
+		counts = r.Epoch > l.epoch
+		l.epoch = max(l.epoch, r.Epoch)
+	case r.Epoch > l.epoch:
+		l.begin(r.Epoch, r.At)
+		counts = true
+	}
+	l.stats.Applied++
+	if !counts {
+		l.stats.Void++
+	}
+	l.apply(r.of(o.id), counts)
+}
+
+// begin begins an epoch whose RESET is not here.
+func (l *OpLog[T]) begin(epoch uint64, at Stamp) {
+	l.epoch = epoch
+	l.apply(Record[T]{Epoch: epoch, At: at, Op: OpReset}, true)
+}
+
+func (r *record[T]) of(origin Replica) Record[T] {
+	return Record[T]{Origin: origin, Seq: r.Seq, Epoch: r.Epoch, At: r.At, Op: Op(r.Op), Body: r.Body}
+}
+
+func (l *OpLog[T]) full(n int) error {
+	return fmt.Errorf("%w: %d records of one origin, want at most %d", ErrFull, n, l.cfg.MaxRecords)
+}
+
+// compact drops what every known peer has acknowledged.
+func (l *OpLog[T]) compact() {
+	if len(l.known) == 0 {
+		return
+	}
+	acked := l.Mark()
+	for _, mark := range l.known {
+		acked = min(acked, mark)
+	}
+	if acked > l.dropped {
+		l.drop(int(acked - l.dropped))
+	}
+}
+
+func (l *OpLog[T]) drop(n int) {
+	for i, o := range l.from[:n] {
+		o.kept--
+		o.floor = max(o.floor, l.kept[i].Seq)
+		l.base = max(l.base, l.kept[i].Epoch)
+	}
+	l.kept, l.from = l.kept[n:], l.from[n:]
+	l.dropped += uint64(n)
+}
