@@ -13,8 +13,9 @@ import (
 // packets may be lost, then every 1 to 5 s, and ten times as rarely once nobody
 // was heard there for an hour.
 const (
-	quickTries = 4
-	quickWait  = 200 * time.Millisecond // doubles
+	quickTries = 6
+	quickWait  = 100 * time.Millisecond // doubles
+	hintWait   = 500 * time.Millisecond // least time between tries, whoever says that there is somebody
 	tryWait    = time.Second
 	trySpread  = 4 * time.Second
 	tryCold    = time.Hour
@@ -28,6 +29,7 @@ type address struct {
 	peer    *peer         // who was last heard there
 	heardAt time.Duration // or when the address was learned
 	tries   int
+	triedAt time.Duration
 	next    time.Duration
 }
 
@@ -77,6 +79,21 @@ func (b *book) seek(a *address, at time.Duration) {
 	b.next = min(b.next, at)
 }
 
+// hint brings a try forward: somebody may be there again.
+func (b *book) hint(now time.Duration, a *address) {
+	if !a.quiet() {
+		a.next = min(a.next, max(now, a.triedAt+hintWait))
+		b.next = min(b.next, a.next)
+	}
+}
+
+// hintAll brings all tries forward: one who was lost is back, so a split may be over.
+func (b *book) hintAll(now time.Duration) {
+	for _, a := range b.list {
+		b.hint(now, a)
+	}
+}
+
 // tried plans the next try.
 func (b *book) tried(now time.Duration, a *address, rand func() float64) {
 	wait := quickWait << a.tries
@@ -88,5 +105,5 @@ func (b *book) tried(now time.Duration, a *address, rand func() float64) {
 	} else {
 		a.tries++
 	}
-	a.next = now + wait
+	a.triedAt, a.next = now, now+wait
 }

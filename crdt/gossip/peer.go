@@ -85,7 +85,7 @@ func (p *peer) receive(seq uint64) Reason {
 			p.refuse[i] = shl(p.refuse[i], shift)
 		}
 		p.heard = seq
-		return accepted
+		return Accepted
 	}
 	back := p.heard - seq
 	if back >= window {
@@ -95,7 +95,7 @@ func (p *peer) receive(seq uint64) Reason {
 		return Duplicate
 	}
 	p.bits |= 1 << back
-	return accepted
+	return Accepted
 }
 
 func shl(v, n uint64) uint64 {

@@ -444,7 +444,7 @@ func (s *Session) receive(now time.Duration, ev Event) (p *peer, reason Reason, 
 	}
 
 	if ours {
-		if reason = p.receive(h.seq); reason != accepted {
+		if reason = p.receive(h.seq); reason != Accepted {
 			return p, reason, answer
 		}
 	} else if h.sent <= p.theirs && p.theirs > 0 {
@@ -581,6 +581,7 @@ func (s *Session) gone(now time.Duration, life crdt.Replica) {
 
 // heard notes that p is there, and what its header says of time.
 func (s *Session) heard(now time.Duration, wall int64, p *peer, h *header, addr netip.AddrPort) {
+	back := p.lost
 	p.heardAt, p.lost = now, false
 	if h.sent > p.theirs {
 		p.theirs, p.gotAt = h.sent, now
@@ -588,6 +589,9 @@ func (s *Session) heard(now time.Duration, wall int64, p *peer, h *header, addr 
 	}
 	if a := s.book.learn(now, addr); a != nil {
 		a.peer, a.heardAt = p, now
+	}
+	if back {
+		s.book.hintAll(now)
 	}
 	if h.echo == 0 || h.toInc != s.cfg.Self.Incarnation || h.toName != s.selfName {
 		return
@@ -669,7 +673,9 @@ func (s *Session) meet(now time.Duration, p *peer, b []byte) {
 			return
 		}
 		if addr.Port() != 0 && addr.Addr().IsValid() && !addr.Addr().IsUnspecified() && !addr.Addr().IsMulticast() {
-			s.book.learn(now, canonical(addr))
+			if a := s.book.learn(now, canonical(addr)); a != nil {
+				s.book.hint(now, a)
+			}
 		}
 	}
 }

@@ -445,8 +445,8 @@ func TestRefusals(t *testing.T) {
 		t.Error("something was merged")
 	}
 	after := b.Stats(20 * ms)
-	if after.Refused[accepted] != before.Refused[accepted] || after.Fresh != 1 {
-		t.Errorf("accepted %d, fresh %d", after.Refused[accepted], after.Fresh)
+	if after.Refused[Accepted] != before.Refused[Accepted] || after.Fresh != 1 {
+		t.Errorf("accepted %d, fresh %d", after.Refused[Accepted], after.Fresh)
 	}
 	b.take(21*ms, a, good)
 	b.take(22*ms, a, good)

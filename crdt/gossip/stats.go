@@ -16,19 +16,19 @@ type Reason uint8
 
 // The reasons. What a packet's sections refuse is counted with the section.
 const (
-	accepted     Reason = iota
-	Malformed           // not a packet, cut off, or says what cannot be
-	Version             // of another version
-	Cluster             // of another cluster
-	Self                // of our own name
-	OtherLife           // to an older life of ours; its sender is told of this one
-	OtherName           // to somebody else who had our address
-	Superseded          // from a life that is over; it is told
-	Stale               // so much overtaken that it could not be acknowledged
-	Duplicate           // the same packet again
-	Full                // of a newcomer for whom there is no room
-	Refusal             // says that a life is over; not a refusal of ours
-	Introduction        // the introduction was malformed, the rest was taken in
+	Accepted     Reason = iota // it was taken in
+	Malformed                  // not a packet, cut off, or says what cannot be
+	Version                    // of another version
+	Cluster                    // of another cluster
+	Self                       // of our own name
+	OtherLife                  // to an older life of ours; its sender is told of this one
+	OtherName                  // to somebody else who had our address
+	Superseded                 // from a life that is over; it is told
+	Stale                      // so much overtaken that it could not be acknowledged
+	Duplicate                  // the same packet again
+	Full                       // of a newcomer for whom there is no room
+	Refusal                    // says that a life is over; not a refusal of ours
+	Introduction               // the introduction was malformed, the rest was taken in
 	reasons
 )
 
@@ -49,7 +49,7 @@ type Stats struct {
 	PacketsIn, PacketsOut uint64
 	BytesIn, BytesOut     uint64 // without IP and UDP headers
 
-	Refused [reasons]uint64 // by [Reason]; the first is what was taken in
+	Refused [reasons]uint64 // by [Reason]
 	Resent  uint64          // packets whose changes had all been sent before
 	Hellos  uint64          // packets to addresses where nobody is heard
 	Unknown uint64          // sections of peers that this process does not have
