@@ -10,8 +10,8 @@ import (
 )
 
 // How an address that is not heard is tried: a few times fast, since the first
-// packets may be lost, then every 1 to 5 s, and ten times as rarely once nobody
-// was heard there for an hour.
+// packets may be lost, then every 1 to 5 s. Once nobody was heard there for an hour
+// it is tried ten times as rarely, unless it is a seed.
 const (
 	quickTries = 6
 	quickWait  = 100 * time.Millisecond // doubles
@@ -99,7 +99,7 @@ func (b *book) tried(now time.Duration, a *address, rand func() float64) {
 	wait := quickWait << a.tries
 	if a.tries >= quickTries {
 		wait = tryWait + time.Duration(rand()*float64(trySpread))
-		if now-a.heardAt > tryCold {
+		if now-a.heardAt > tryCold && !a.seed {
 			wait *= 10
 		}
 	} else {

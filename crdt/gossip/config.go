@@ -54,9 +54,9 @@ type Config struct {
 
 	// MaxPeers bounds the peers that are known, dead ones included; the table of
 	// addresses has four times as many. When it is full, the one that was lost for
-	// longest makes room, unless that was within the last hour; then the newcomer is
-	// refused and counted. In [1, 4096]; unset means 256. A peer costs about 2 KB
-	// and 1 KB per section.
+	// longest makes room: that life is over then, and is told so if it comes back.
+	// If none was lost for ten minutes the newcomer is refused and counted. In
+	// [1, 4096]; unset means 512. A peer costs about 2 KB and 1 KB per section.
 	MaxPeers int
 
 	// Burst is how many packets one Step sends at most; what is left over is due
@@ -70,7 +70,7 @@ func (c Config) WithDefaults() Config {
 	def(&c.Floor, 2*time.Millisecond)
 	def(&c.KeepAlive, max(50*time.Millisecond, c.Floor))
 	def(&c.MaxPacket, MaxPacket)
-	def(&c.MaxPeers, 256)
+	def(&c.MaxPeers, 512)
 	def(&c.Burst, 128)
 	return c
 }

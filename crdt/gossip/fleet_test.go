@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"maps"
 	"math/rand/v2"
+	"net/netip"
 	"slices"
 	"testing"
 	"time"
@@ -134,6 +135,7 @@ func (b *board) Gone(_ time.Duration, peer crdt.Replica) { b.gone = append(b.gon
 // member is a process with one board.
 type member struct {
 	*gossip.Session
+	proc    simnet.Process // the session, with its seeds
 	board   *board
 	over    *gossip.Action
 	arrived func(from int)
@@ -144,7 +146,7 @@ func (m *member) Step(now time.Duration, ev gossip.Event, actions []gossip.Actio
 		m.arrived(int(ev.Addr.Addr().As4()[3]))
 	}
 	n := len(actions)
-	actions = m.Session.Step(now, ev, actions)
+	actions = m.proc.Step(now, ev, actions)
 	for _, a := range actions[n:] {
 		if a.Kind == gossip.Displaced {
 			m.over = &a
@@ -152,6 +154,8 @@ func (m *member) Step(now time.Duration, ev gossip.Event, actions []gossip.Actio
 	}
 	return actions
 }
+
+func (m *member) Wake() time.Duration { return m.proc.Wake() }
 
 // fleet is a net of members that join through node 0.
 type fleet struct {
@@ -194,9 +198,11 @@ func (f *fleet) start(n int) *fleet {
 			if err != nil {
 				panic(err)
 			}
+			var seeds []netip.AddrPort
 			for _, seed := range f.seeds(node) {
-				m.Session.Step(0, gossip.Event{Kind: gossip.Join, Addr: simnet.Addr(seed)}, nil)
+				seeds = append(seeds, simnet.Addr(seed))
 			}
+			m.proc = simnet.Member(m.Session, seeds...)
 			if f.onBoot != nil {
 				f.onBoot(node, m)
 			}

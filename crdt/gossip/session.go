@@ -20,7 +20,7 @@ const (
 	introAddrs   = 32 // addresses of others in one introduction
 	wallEvery    = 250 * time.Millisecond
 	tellEvery    = 10 * time.Millisecond // refusals, to all together
-	retireAfter  = time.Hour             // a lost peer makes room for a newcomer
+	retireAfter  = 10 * time.Minute      // a lost peer makes room for a newcomer
 	retiredLives = 1024
 )
 
@@ -96,7 +96,7 @@ func (s *Session) Wake() time.Duration { return s.wake }
 // Step takes in one event at now and appends what is to be done. now is the
 // process's own monotonic clock; one that went back counts as the latest.
 //
-// With [Packet] it answers that peer only. With [Wake] it serves all peers that
+// With [Packet] it answers that peer only, and others at the next wake. With [Wake] it serves all peers that
 // are due, which costs one Mark per peer and section. Nothing is allocated as
 // long as no peer, address or larger batch is new.
 func (s *Session) Step(now time.Duration, ev Event, actions []Action) []Action {
@@ -121,14 +121,19 @@ func (s *Session) Step(now time.Duration, ev Event, actions []Action) []Action {
 				actions = s.send(now, ev.Wall, p, actions)
 			}
 			s.plan()
+			if reason == Accepted && s.in.flags&flagElicits != 0 {
+				s.wake = min(s.wake, s.floorAt) // what was merged may be news for others
+			}
 		case answer.Incarnation != 0 && now >= s.tellAt:
 			s.tellAt = now + tellEvery
 			actions = s.tell(ev.Addr, answer, actions)
 		}
 		return actions
 	case Join:
-		if a := s.book.learn(now, canonical(ev.Addr)); a != nil {
-			a.seed = true
+		if ev.Addr.IsValid() {
+			if a := s.book.learn(now, canonical(ev.Addr)); a != nil {
+				a.seed = true
+			}
 		}
 	case Evict:
 		if p := s.byName[ev.Name]; p != nil {

@@ -476,7 +476,7 @@ func TestAnyFaults(t *testing.T) {
 				f.Restart(a)
 			}
 		}
-		f.SetLinks(lossy(lan, 0.1))
+		f.SetLinks(lan)
 		for range 20 { // equality is dear to ask for
 			f.Run(f.Now() + 500*ms)
 			if f.equal() {

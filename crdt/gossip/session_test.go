@@ -394,6 +394,45 @@ func TestMarkWithoutBytes(t *testing.T) {
 	}
 }
 
+// A change below the floor waits for the floor, and not for the keep-alive.
+func TestPokeBelowTheFloor(t *testing.T) {
+	a, b := met(t)
+	a.led.mark = 1
+	a.take(21*ms, b, one(t, b.take(21*ms, a, one(t, a.wake(20*ms)))))
+	if got := a.Wake(); got != 70*ms {
+		t.Fatalf("wakes at %v, want 70ms", got)
+	}
+	a.led.mark = 2
+	if got := a.wake(21 * ms); len(got) != 0 || a.Wake() != 22*ms {
+		t.Errorf("%d packets; wakes at %v, want 22ms", len(got), a.Wake())
+	}
+	one(t, a.wake(22*ms))
+}
+
+// What one peer brings may be news for another, whom nobody wakes the session for.
+func TestMergeWakesForOthers(t *testing.T) {
+	a, b := met(t)
+	c := newEnd(t, "c", 1, 3)
+	c.take(12*ms, b, one(t, b.take(11*ms, c, one(t, c.join(1*ms, b)))))
+	b.wake(14 * ms)
+	a.led.mark = 1
+	b.led.mark = 1 // as if merging had done it
+	b.take(21*ms, a, one(t, a.wake(20*ms)))
+	if got := b.Wake(); got > 21*ms {
+		t.Fatalf("wakes at %v, want at once", got)
+	}
+	if got := b.wake(21 * ms); !slices.ContainsFunc(got, func(s Action) bool { return s.Addr == c.addr }) {
+		t.Errorf("c was not served: %v", got)
+	}
+}
+
+func TestInvalidSeedIsIgnored(t *testing.T) {
+	a := newEnd(t, "a", 1, 1)
+	if got := a.join(1*ms, &end{}); len(got) != 0 || len(a.book.list) != 0 {
+		t.Errorf("%v was sent", got)
+	}
+}
+
 func TestContact(t *testing.T) {
 	a, b := met(t)
 	a.led.mark = 1
@@ -647,6 +686,37 @@ func TestStates(t *testing.T) {
 	}
 }
 
+// An address is tried more rarely after an hour of silence; a seed is not.
+func TestColdAddresses(t *testing.T) {
+	for _, seed := range []bool{true, false} {
+		a := newEnd(t, "a", 1, 1)
+		addr := netip.MustParseAddrPort("10.0.0.1:1")
+		if seed {
+			a.Step(1*ms, Event{Kind: Join, Addr: addr}, nil)
+		} else {
+			a.book.learn(1*ms, addr)
+			a.plan()
+		}
+		minute, tries := 0, 0
+		for now := a.Wake(); now < 2*time.Hour; now = a.Wake() {
+			n := len(a.wake(now))
+			if now < time.Minute {
+				minute += n
+			}
+			if now >= time.Hour+5*time.Second {
+				tries += n
+			}
+		}
+		// Six at 0.1, 0.3, 0.7, 1.5, 3.1 and 6.3 s, then one in 3 s.
+		if minute < 22 || minute > 26 {
+			t.Errorf("seed %v: %d tries in the first minute, want about 24", seed, minute)
+		}
+		if want := map[bool]int{true: 1198, false: 120}[seed]; tries < want-5 || tries > want+5 {
+			t.Errorf("seed %v: %d tries in the second hour, want about %d", seed, tries, want)
+		}
+	}
+}
+
 // The budget serves those nearby first, and those who would starve before them.
 func TestBurstServesNearFirst(t *testing.T) {
 	c := Config{Cluster: "c", Self: crdt.Replica{Name: "me", Incarnation: 1}, Zone: "z1", Region: "r", Burst: 2}
@@ -712,16 +782,16 @@ func TestFullTableRefusesNewcomers(t *testing.T) {
 	if a.refused(Full) != 1 || len(a.Peers(0, nil)) != 2 {
 		t.Errorf("full %d, peers %d", a.refused(Full), len(a.Peers(0, nil)))
 	}
-	for now := a.Wake(); now < 2*ms+time.Hour; now = a.Wake() {
+	for now := a.Wake(); now < 2*ms+10*time.Minute; now = a.Wake() {
 		a.wake(now)
 	}
 	hello := newEnd(t, "p2", 1, 12)
 	packet := one(t, hello.join(5*ms, a))
-	a.take(2*ms+time.Hour-1, hello, packet)
+	a.take(2*ms+10*time.Minute-1, hello, packet)
 	if a.refused(Full) != 2 {
-		t.Error("one that was lost for less than an hour made room")
+		t.Error("one that was lost for less than ten minutes made room")
 	}
-	a.take(2*ms+time.Hour, hello, packet)
+	a.take(2*ms+10*time.Minute, hello, packet)
 	if got := a.Peers(0, nil); len(got) != 2 || got[1].Name != "p2" || len(a.led.gone) != 1 {
 		t.Errorf("peers %v, gone %v", got, a.led.gone)
 	}

@@ -28,13 +28,14 @@ func Example() {
 			if err != nil {
 				panic(err)
 			}
-			s.Step(0, gossip.Event{Kind: gossip.Join, Addr: simnet.Addr(0)}, nil)
-			return s
+			return simnet.Member(s, simnet.Addr(0))
 		})
 	}
 	report := func(when string) {
 		now, _ := net.Clock(1)
-		st := net.Process(1).(*gossip.Session).Stats(now)
+		st := net.Process(1).(interface {
+			Stats(now time.Duration) gossip.Stats
+		}).Stats(now)
 		fmt.Printf("%s: node-1 hears %d\n", when, st.Fresh)
 	}
 	net.At(10*time.Second, func() { report("together"); net.Split([]int{0}, []int{1}, []int{2}) })

@@ -201,16 +201,16 @@ func (n *Net) Run(t time.Duration) {
 	n.RunUntil(t, func() bool { return false })
 }
 
-// RunUntil lets time pass until true time t or until done, asked after every
-// event, says so. It reports whether it did.
+// RunUntil lets time pass until true time t or until done, asked before the first
+// and after every event, says so. It reports whether it did.
 func (n *Net) RunUntil(t time.Duration, done func() bool) bool {
-	for n.step(t) {
-		if done() {
-			return true
+	for !done() {
+		if !n.step(t) {
+			n.now = max(n.now, t)
+			return false
 		}
 	}
-	n.now = max(n.now, t)
-	return done()
+	return true
 }
 
 // step lets the next event happen, if it is not after limit.

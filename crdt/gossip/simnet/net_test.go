@@ -16,6 +16,7 @@ import (
 
 	"pgregory.net/rapid"
 
+	"github.com/stormguard-mq/stormguard/crdt"
 	"github.com/stormguard-mq/stormguard/crdt/gossip"
 )
 
@@ -511,6 +512,9 @@ func TestRunUntil(t *testing.T) {
 	if !net.RunUntil(time.Second, func() bool { return n == 4 }) || net.Now() != 3*ms {
 		t.Errorf("stopped at %v after %d", net.Now(), n)
 	}
+	if !net.RunUntil(time.Second, func() bool { return n == 4 }) || net.Now() != 3*ms {
+		t.Errorf("went on to %v though it was done", net.Now())
+	}
 	if net.RunUntil(5*ms, func() bool { return n == 20 }) || net.Now() != 5*ms || n != 6 {
 		t.Errorf("stopped at %v after %d", net.Now(), n)
 	}
@@ -617,5 +621,32 @@ func TestRate(t *testing.T) {
 	c := clock{halted: true}
 	if c.when(5, 1) != never {
 		t.Error("a paused machine wakes")
+	}
+}
+
+// Every seed is asked at the first step, on the node's own clock, and what came
+// with that step is not lost.
+func TestMember(t *testing.T) {
+	t.Parallel()
+	net := New(Config{Seed: 5})
+	s := scripts(net, 3)
+	net.Add(func(int, *rand.Rand) Process {
+		session, err := gossip.New(gossip.Config{Self: crdt.Replica{Name: "m", Incarnation: 1}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return Member(session, Addr(0), Addr(2))
+	})
+	net.Run(0)
+	if len(s[0].got) != 1 || len(s[1].got) != 0 || len(s[2].got) != 1 || s[0].got[0].body != s[2].got[0].body {
+		t.Errorf("asked %d, %d, %d times", len(s[0].got), len(s[1].got), len(s[2].got))
+	}
+	net.Run(50 * ms)
+	if got := net.Stats().Sent; got != 2 {
+		t.Errorf("%d packets in 50ms, want 2", got)
+	}
+	net.Run(150 * ms)
+	if got := net.Stats().Sent; got != 4 {
+		t.Errorf("%d packets in 150ms, want 4", got)
 	}
 }

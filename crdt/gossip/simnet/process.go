@@ -4,6 +4,8 @@
 package simnet
 
 import (
+	"bytes"
+	"net/netip"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/crdt/gossip"
@@ -27,4 +29,34 @@ type Process interface {
 	// Wake is when the process wants its next [gossip.Wake], asked after every
 	// Step. An instant in the past is now; [gossip.Never] is never.
 	Wake() time.Duration
+}
+
+// Member returns a process that is s, told of its seeds at its first step.
+func Member(s *gossip.Session, seeds ...netip.AddrPort) Process {
+	return &member{Session: s, seeds: seeds}
+}
+
+type member struct {
+	*gossip.Session
+
+	seeds []netip.AddrPort // not told yet
+}
+
+func (m *member) Step(now time.Duration, ev gossip.Event, actions []gossip.Action) []gossip.Action {
+	for _, seed := range m.seeds {
+		n := len(actions)
+		actions = m.Session.Step(now, gossip.Event{Kind: gossip.Join, Addr: seed, Wall: ev.Wall}, actions)
+		for i := range actions[n:] {
+			actions[n+i].Packet = bytes.Clone(actions[n+i].Packet) // the next Step ends it
+		}
+	}
+	m.seeds = nil
+	return m.Session.Step(now, ev, actions)
+}
+
+func (m *member) Wake() time.Duration {
+	if m.seeds != nil {
+		return 0
+	}
+	return m.Session.Wake()
 }
