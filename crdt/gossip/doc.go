@@ -2,4 +2,32 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package gossip moves named sections of replicated state between processes.
+//
+//	section ──Mark, Delta──▶ ┌─────────┐ ──Send──▶ driver ──▶ peers
+//	        ◀──Merge, Gone── │ Session │
+//	section ──Mark, Delta──▶ │         │ ◀─Packet─ driver ◀── peers
+//	        ◀──Merge, Gone── └─────────┘ ◀─Wake, Join, Evict─
+//
+// A [Section] is replicated state that can say what changed since a mark, and can
+// merge what others say in any order and any number of times. A [Session] knows
+// the peers and who has acknowledged what; it decides when which packet leaves.
+// It is a step machine without goroutines, timers, sockets or clocks, so that a
+// driver and a simulation run the same code: crdt/gossip/simnet runs whole fleets
+// of them in one goroutine.
+//
+// Between two processes there is no queue. What a peer has not acknowledged is
+// computed anew for each packet, so a slow or cut-off peer costs what the state
+// is and not what happened meanwhile. It is sent again at each floor (2 ms) until
+// it is acknowledged. At 35 % independent loss five packets are what 99 of 100
+// changes need: four floors, the wait for the first one, and the delay, in all
+// 10.4 ms in the simulation with a one-way delay of 0.5 ms and exponentially
+// distributed 0.5 ms; without loss 4.0 ms. Loss in bursts takes what the burst takes.
+//
+// Every process talks to every other. Each is told who else is heard, so knowing
+// one is enough; peers of the own zone are served first; addresses that fell
+// silent are tried for ever, which is what heals a split. Freshness is judged by a
+// peer's own packets only.
+//
+// The session neither encrypts nor authenticates: its driver must, or whoever can
+// send a packet can change the state or end a process's part in it.
 package gossip

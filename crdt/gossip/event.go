@@ -1,0 +1,57 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package gossip
+
+import (
+	"math"
+	"net/netip"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/crdt"
+)
+
+// Never is the wake instant of a process that waits for nothing.
+const Never = time.Duration(math.MaxInt64)
+
+// EventKind says what happened.
+type EventKind uint8
+
+const (
+	// Wake says that the wake instant has come or that a section has changed.
+	Wake EventKind = iota
+	// Packet says that a packet came in.
+	Packet
+	// Join names the address of a seed, which is tried for ever.
+	Join
+	// Evict ends the life that is known by a name, for good.
+	Evict
+)
+
+// An Event is what happens to a step machine such as a [Session].
+type Event struct {
+	Kind   EventKind
+	Addr   netip.AddrPort // Packet: where it came from. Join: the seed
+	Packet []byte         // Packet: the receiver neither keeps nor changes it
+	Name   string         // Evict
+	Wall   int64          // wall clock, nanoseconds since 1970, read with now; 0 is unknown
+}
+
+// ActionKind says what is to be done.
+type ActionKind uint8
+
+const (
+	// Send asks for one packet to be sent, once.
+	Send ActionKind = iota
+	// Displaced says that a later life of the session's own name is at work, or
+	// that this one was evicted. It comes once and last: the session is over.
+	Displaced
+)
+
+// An Action is what a step machine wants done.
+type Action struct {
+	Kind   ActionKind
+	Addr   netip.AddrPort // Send
+	Packet []byte         // Send: valid until the next Step
+	By     crdt.Replica   // Displaced: the life that took the name, or the own one if it was evicted
+}

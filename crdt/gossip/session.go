@@ -1,0 +1,686 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package gossip
+
+import (
+	"cmp"
+	"encoding/binary"
+	"net/netip"
+	"slices"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/crdt"
+)
+
+const (
+	silentAfter  = 20  // keep-alives until a peer is silent
+	lostAfter    = 200 // keep-alives until a peer is lost
+	introEvery   = time.Second
+	introAddrs   = 32 // addresses of others in one introduction
+	wallEvery    = 250 * time.Millisecond
+	tellEvery    = 10 * time.Millisecond // refusals, to all together
+	retireAfter  = 10 * time.Minute      // a lost peer makes room for a newcomer
+	retiredLives = 1024
+)
+
+type section struct {
+	Section
+	name   string
+	id     uint32
+	counts SectionStats
+}
+
+// Session is one process's part in the gossip, as a step machine: it owns no
+// goroutine, timer, socket or clock. Its driver hands it what happens, sends what
+// it says, and steps it with [Wake] at the instant that Wake returns and whenever
+// a section has changed. The same events give the same actions.
+//
+// It is not safe for concurrent use. Its sections are called within Step only,
+// and must not call the session.
+type Session struct {
+	cfg      Config
+	cluster  uint32
+	selfName uint32
+	sections []section
+	rand     func() float64
+
+	now     time.Duration
+	peers   []*peer // those nearby first, then by name
+	byName  map[string]*peer
+	book    book
+	retired map[string]uint64 // evicted names: the highest incarnation that is over
+	oldest  []string          // names in retired, oldest first
+	over    bool
+
+	wake    time.Duration
+	floorAt time.Duration // before this the floor keeps everybody waiting
+	tellAt  time.Duration
+	turn    int // whose address an introduction begins with
+
+	arena []byte // the packets of the latest Step
+	in    header // of the packet being received; here so that it is not allocated
+	out   header
+	stats Stats
+}
+
+// New returns a session that knows nobody: its driver says whom to ask, with
+// [Join]. The error is everything that [Config.Validate] and the options find.
+func New(cfg Config, opts ...Option) (*Session, error) {
+	if err := cfg.Validate(); err != nil {
+		return nil, err
+	}
+	o, err := buildOptions(opts)
+	if err != nil {
+		return nil, err
+	}
+	cfg = cfg.WithDefaults()
+	return &Session{
+		cfg:      cfg,
+		cluster:  hash32(cfg.Cluster),
+		selfName: hash32(cfg.Self.Name),
+		sections: o.sections,
+		rand:     o.rand,
+		byName:   map[string]*peer{},
+		retired:  map[string]uint64{},
+		book:     book{byAddr: map[netip.AddrPort]*address{}, limit: 4 * cfg.MaxPeers, next: Never},
+		wake:     Never,
+		floorAt:  Never,
+	}, nil
+}
+
+// Wake is when Step wants to be called with [Wake], on the clock that Step is
+// given; [Never] is never. Ask after every Step.
+func (s *Session) Wake() time.Duration { return s.wake }
+
+// Step takes in one event at now and appends what is to be done. now is the
+// process's own monotonic clock; one that went back counts as the latest.
+//
+// With [Packet] it answers that peer only, and others at the next wake. With [Wake] it serves all peers that
+// are due, which costs one Mark per peer and section. Nothing is allocated as
+// long as no peer, address or larger batch is new.
+func (s *Session) Step(now time.Duration, ev Event, actions []Action) []Action {
+	now = max(now, s.now)
+	s.now = now
+	s.arena = s.arena[:0]
+	if s.over {
+		return actions
+	}
+	switch ev.Kind {
+	case Packet:
+		s.stats.PacketsIn++
+		s.stats.BytesIn += uint64(len(ev.Packet))
+		p, reason, answer := s.receive(now, ev)
+		s.stats.Refused[reason]++
+		switch {
+		case s.over:
+			return append(actions, Action{Kind: Displaced, By: answer})
+		case p != nil:
+			p.due = s.dueAt(now, p)
+			if p.due <= now {
+				actions = s.send(now, ev.Wall, p, actions)
+			}
+			s.plan()
+			if reason == Accepted && s.in.flags&flagElicits != 0 {
+				s.wake = min(s.wake, s.floorAt) // what was merged may be news for others
+			}
+		case answer.Incarnation != 0 && now >= s.tellAt:
+			s.tellAt = now + tellEvery
+			actions = s.tell(ev.Addr, answer, actions)
+		}
+		return actions
+	case Join:
+		if ev.Addr.IsValid() {
+			if a := s.book.learn(now, canonical(ev.Addr)); a != nil {
+				a.seed = true
+			}
+		}
+	case Evict:
+		if p := s.byName[ev.Name]; p != nil {
+			s.retire(now, p)
+		}
+	case Wake:
+		if now < s.floorAt && now < s.wake {
+			s.wake = min(s.wake, s.floorAt) // what changed waits for the first floor
+			return actions
+		}
+	}
+	return s.flush(now, ev.Wall, actions)
+}
+
+// canonical makes one address of the forms that mean the same.
+func canonical(a netip.AddrPort) netip.AddrPort {
+	return netip.AddrPortFrom(a.Addr().Unmap().WithZone(""), a.Port())
+}
+
+// flush sends to all that are due, and plans the next wake.
+func (s *Session) flush(now time.Duration, wall int64, actions []Action) []Action {
+	due := 0
+	for _, p := range s.peers {
+		p.due = s.dueAt(now, p)
+		if p.due <= now {
+			due++
+		}
+	}
+	budget := s.cfg.Burst
+	if due > budget { // then those who would starve come first
+		for _, p := range s.peers {
+			if now-p.due > s.cfg.KeepAlive && budget > 0 {
+				actions = s.send(now, wall, p, actions)
+				budget--
+			}
+		}
+	}
+	for _, p := range s.peers {
+		if p.due <= now && budget > 0 {
+			actions = s.send(now, wall, p, actions)
+			budget--
+		}
+	}
+	if now >= s.book.next {
+		s.book.next = Never
+		for _, a := range s.book.list {
+			if a.quiet() {
+				continue
+			}
+			if a.next <= now && budget > 0 {
+				actions = s.hello(now, wall, a.addr, actions)
+				s.book.tried(now, a, s.rand)
+				budget--
+			}
+			s.book.next = min(s.book.next, a.next)
+		}
+	}
+	s.plan()
+	return actions
+}
+
+// plan finds the next wake, and the first floor.
+func (s *Session) plan() {
+	s.wake, s.floorAt = s.book.next, Never
+	for _, p := range s.peers {
+		s.wake = min(s.wake, p.due)
+		if !p.lost {
+			s.floorAt = min(s.floorAt, p.sentAt+s.cfg.Floor)
+		}
+	}
+}
+
+func (s *Session) silence() time.Duration { return silentAfter * s.cfg.KeepAlive }
+
+// dueAt returns when the next packet to p leaves: at the floor if there is
+// something that it does not have and it hears us, at the keep-alive otherwise.
+func (s *Session) dueAt(now time.Duration, p *peer) time.Duration {
+	if !p.lost && now-p.heardAt >= lostAfter*s.cfg.KeepAlive {
+		p.lost = true
+		if a := s.book.learn(now, p.addr); a != nil {
+			s.book.seek(a, now)
+		}
+	}
+	if p.lost {
+		return Never
+	}
+	dirty := s.dirty(now, p)
+	switch {
+	case !p.everSent:
+		return now
+	case p.owes, dirty && p.hears(now, s.silence()):
+		return p.sentAt + s.cfg.Floor
+	}
+	return p.sentAt + s.cfg.KeepAlive
+}
+
+// dirty says whether a section has something that p has not acknowledged. What p
+// refuses does not count, or it would be sent at every floor for ever.
+func (s *Session) dirty(now time.Duration, p *peer) bool {
+	dirty := false
+	for k := range s.sections {
+		mark := s.sections[k].Mark(p.life)
+		if mark <= p.acked[k] || p.refused[k] {
+			continue
+		}
+		dirty = true
+		if !p.delay.on {
+			p.delay = delayProbe{on: true, section: k, mark: mark, at: now}
+		}
+	}
+	return dirty
+}
+
+// begin starts a packet's header.
+func (s *Session) begin(now time.Duration, wall int64) *header {
+	h := &s.out
+	*h = header{cluster: s.cluster, fromInc: s.cfg.Self.Incarnation, sent: now}
+	if wall != 0 {
+		h.flags, h.wall = flagWall, wall
+	}
+	return h
+}
+
+func (s *Session) sent(start int, addr netip.AddrPort, actions []Action) []Action {
+	packet := s.arena[start:len(s.arena):len(s.arena)]
+	s.stats.PacketsOut++
+	s.stats.BytesOut += uint64(len(packet))
+	return append(actions, Action{Kind: Send, Addr: addr, Packet: packet})
+}
+
+// hello asks whoever is at an address who they are.
+func (s *Session) hello(now time.Duration, wall int64, addr netip.AddrPort, actions []Action) []Action {
+	start := len(s.arena)
+	s.arena = s.begin(now, wall).append(s.arena, s.cfg.Self.Name)
+	s.arena = s.intro(s.arena, nil, s.cfg.MaxPacket-(len(s.arena)-start))
+	s.stats.Hellos++
+	return s.sent(start, addr, actions)
+}
+
+// tell says to a life that it is over.
+func (s *Session) tell(addr netip.AddrPort, life crdt.Replica, actions []Action) []Action {
+	by := s.retired[life.Name]
+	switch p := s.byName[life.Name]; {
+	case p != nil:
+		by = p.life.Incarnation
+	case life.Name == s.cfg.Self.Name:
+		by = s.cfg.Self.Incarnation
+	}
+	start := len(s.arena)
+	h := s.begin(s.now, 0)
+	h.flags = flagRefusal
+	h.toInc, h.toName, h.seq = life.Incarnation, hash32(life.Name), 1
+	s.arena = h.append(s.arena, s.cfg.Self.Name)
+	s.arena = binary.LittleEndian.AppendUint64(s.arena, by)
+	return s.sent(start, addr, actions)
+}
+
+// send sends p its one packet: what we heard, and of every section what p has
+// not acknowledged, as far as there is room.
+func (s *Session) send(now time.Duration, wall int64, p *peer, actions []Action) []Action {
+	start := len(s.arena)
+	p.seq++
+	if now < p.wallAt {
+		wall = 0
+	} else if wall != 0 {
+		p.wallAt = now + wallEvery
+	}
+	h := s.begin(now, wall)
+	h.toInc, h.toName, h.seq = p.life.Incarnation, p.toName, p.seq
+	h.ack, h.bits = p.heard, p.bits
+	if p.theirs > 0 {
+		h.echo, h.held = p.theirs, now-p.gotAt
+	}
+	for k, bits := range p.refuse {
+		if bits != 0 {
+			h.refusals[h.nrefusals] = refusal{id: s.sections[k].id, bits: bits}
+			h.nrefusals++
+		}
+	}
+	b := h.append(s.arena, s.cfg.Self.Name)
+	end := start + s.cfg.MaxPacket
+	if !p.met || now >= p.introAt {
+		p.introAt = now + introEvery
+		b = s.intro(b, p, (end-len(b))/2)
+	}
+
+	n := len(s.sections)
+	slot := int(p.seq % window)
+	p.ring[slot] = p.seq
+	elicits, again := false, true
+	for i := range n {
+		k := (i + int(p.seq%uint64(n))) % n
+		upto := p.acked[k]
+		if room := end - len(b) - blockHeader; room > 0 {
+			b, upto = s.delta(now, b, p, k, room)
+		}
+		p.upto[slot*n+k] = upto
+		if upto > p.acked[k] {
+			elicits = true
+			again = again && upto <= p.sentUpto[k]
+			p.sentUpto[k] = max(p.sentUpto[k], upto)
+		}
+	}
+	if elicits {
+		b[start+1] |= flagElicits
+		if again {
+			s.stats.Resent++
+		}
+	}
+	s.arena = b
+	p.everSent, p.sentAt, p.owes = true, now, false
+	p.due = s.dueAt(now, p)
+	return s.sent(start, p.addr, actions)
+}
+
+// delta appends one section's block and returns the mark that it makes complete.
+func (s *Session) delta(now time.Duration, b []byte, p *peer, k, room int) ([]byte, uint64) {
+	sec := &s.sections[k]
+	front := len(b)
+	b = openBlock(b, sec.id)
+	content := len(b)
+	b, upto := sec.Delta(now, b, p.life, p.acked[k], room)
+	switch size := len(b) - content; {
+	case size > room:
+		sec.counts.Oversize++
+		return b[:front], p.acked[k]
+	case size == 0:
+		return b[:front], upto
+	}
+	return closeBlock(b, content), upto
+}
+
+// intro appends what a peer should know of us and of others: our zone and region,
+// and the addresses of those that are heard now. Whoever is not heard is not
+// passed on, or the addresses of the dead would go round for ever.
+func (s *Session) intro(b []byte, to *peer, room int) []byte {
+	fixed := blockHeader + 3 + len(s.cfg.Zone) + len(s.cfg.Region)
+	if room < fixed {
+		return b
+	}
+	room -= fixed
+	b = openBlock(b, blockIntro)
+	content := len(b)
+	b = appendString(b, s.cfg.Zone)
+	b = appendString(b, s.cfg.Region)
+	count := len(b)
+	b = append(b, 0)
+	first := s.turn
+	for i := range s.peers {
+		k := (first + i) % len(s.peers)
+		p := s.peers[k]
+		if p == to || s.now-p.heardAt >= s.silence() {
+			continue
+		}
+		if b[count] == introAddrs || room < 19 {
+			break
+		}
+		before := len(b)
+		b = appendAddr(b, p.addr)
+		room -= len(b) - before
+		b[count]++
+		s.turn = (k + 1) % len(s.peers)
+	}
+	return closeBlock(b, content)
+}
+
+// receive takes in a packet. It returns the peer that sent it if the peer may
+// have to be answered. Otherwise answer may be a life that is over and should be
+// told so; if the session itself is, answer is the life that took its name.
+func (s *Session) receive(now time.Duration, ev Event) (p *peer, reason Reason, answer crdt.Replica) {
+	h := &s.in
+	body, err := h.parse(ev.Packet)
+	switch {
+	case err != nil:
+		if err == errMagic { //nolint:errorlint // parse returns the sentinels themselves
+			return nil, Version, answer
+		}
+		return nil, Malformed, answer
+	case h.cluster != s.cluster:
+		return nil, Cluster, answer
+	}
+	addr := canonical(ev.Addr)
+	if string(h.from) == s.cfg.Self.Name {
+		return nil, Self, s.mirror(now, h, addr)
+	}
+	ours := h.toInc == s.cfg.Self.Incarnation && h.toName == s.selfName
+	if h.flags&flagRefusal != 0 {
+		return nil, Refusal, s.displaced(body, ours)
+	}
+	if ours && h.echo > now { // an older life of ours had another clock
+		return nil, Malformed, answer
+	}
+
+	p = s.byName[string(h.from)]
+	switch {
+	case p == nil:
+		if inc, ok := s.retired[string(h.from)]; ok && h.fromInc <= inc {
+			return nil, Superseded, crdt.Replica{Name: string(h.from), Incarnation: h.fromInc}
+		}
+		if ours && !framed(body) {
+			return nil, Malformed, answer
+		}
+		if p = s.admit(now, crdt.Replica{Name: string(h.from), Incarnation: h.fromInc}, addr); p == nil {
+			return nil, Full, answer
+		}
+	case h.fromInc < p.life.Incarnation:
+		return nil, Superseded, crdt.Replica{Name: p.life.Name, Incarnation: h.fromInc}
+	case !framed(body), ours && h.ack > p.seq && h.fromInc == p.life.Incarnation:
+		return nil, Malformed, answer
+	case h.fromInc > p.life.Incarnation:
+		s.gone(now, p.life)
+		p.reset(now, crdt.Replica{Name: p.life.Name, Incarnation: h.fromInc}, len(s.sections))
+	}
+
+	if ours {
+		if reason = p.receive(h.seq); reason != Accepted {
+			return p, reason, answer
+		}
+	} else if h.sent <= p.theirs && p.theirs > 0 {
+		return nil, Stale, answer // a packet with no number can be repeated by anybody
+	}
+	s.heard(now, ev.Wall, p, h, addr)
+	switch {
+	case ours:
+		s.merge(now, p, h, body)
+	case h.toInc == 0:
+		s.merge(now, p, h, body) // has an introduction at most
+		p.owes = true
+	case h.toName == s.selfName:
+		p.owes = true // so that it learns which life this is
+		reason = OtherLife
+	default:
+		p.owes = true
+		reason = OtherName
+	}
+	return p, reason, answer
+}
+
+// framed says whether a body can be cut into blocks, so that no half of a
+// packet is ever taken in.
+func framed(body []byte) bool {
+	for len(body) > 0 {
+		var err error
+		if _, _, body, err = nextBlock(body); err != nil {
+			return false
+		}
+	}
+	return true
+}
+
+// mirror handles a packet of our own name: ourselves, at an address that we need
+// not ask, or another life. Of two lives the later one stays.
+func (s *Session) mirror(now time.Duration, h *header, addr netip.AddrPort) (answer crdt.Replica) {
+	life := crdt.Replica{Name: s.cfg.Self.Name, Incarnation: h.fromInc}
+	switch inc := s.cfg.Self.Incarnation; {
+	case h.fromInc > inc:
+		s.end()
+	case h.fromInc == inc:
+		if a := s.book.learn(now, addr); a != nil {
+			a.own = true
+		}
+		return crdt.Replica{}
+	}
+	return life
+}
+
+// displaced ends the session if a peer says that its life is over.
+func (s *Session) displaced(body []byte, ours bool) (by crdt.Replica) {
+	r := reader{b: body}
+	inc := r.uint64()
+	if !ours || r.short || len(r.b) != 0 || inc < s.cfg.Self.Incarnation {
+		return crdt.Replica{}
+	}
+	s.end()
+	return crdt.Replica{Name: s.cfg.Self.Name, Incarnation: inc}
+}
+
+func (s *Session) end() {
+	s.over = true
+	s.wake = Never
+}
+
+// admit makes room for a newcomer, or returns nil.
+func (s *Session) admit(now time.Duration, life crdt.Replica, addr netip.AddrPort) *peer {
+	if len(s.peers) >= s.cfg.MaxPeers {
+		var out *peer
+		for _, p := range s.peers {
+			if p.lost && now-p.heardAt >= retireAfter && (out == nil || p.heardAt < out.heardAt) {
+				out = p
+			}
+		}
+		if out == nil {
+			return nil
+		}
+		s.retire(now, out)
+	}
+	p := &peer{addr: addr}
+	p.reset(now, life, len(s.sections))
+	s.byName[life.Name] = p
+	s.peers = append(s.peers, p)
+	s.sort()
+	return p
+}
+
+// sort puts those nearby first. Names make the order complete, so that it does
+// not depend on who came first.
+func (s *Session) sort() {
+	distance := func(p *peer) int {
+		switch {
+		case p.region != s.cfg.Region:
+			return 2
+		case p.zone != s.cfg.Zone:
+			return 1
+		}
+		return 0
+	}
+	slices.SortFunc(s.peers, func(a, b *peer) int {
+		return cmp.Or(cmp.Compare(distance(a), distance(b)), cmp.Compare(a.life.Name, b.life.Name))
+	})
+}
+
+// retire ends a peer's life for good and remembers that it is over.
+func (s *Session) retire(now time.Duration, p *peer) {
+	name := p.life.Name
+	if _, ok := s.retired[name]; !ok {
+		if len(s.oldest) == retiredLives {
+			delete(s.retired, s.oldest[0])
+			s.oldest = slices.Delete(s.oldest, 0, 1)
+		}
+		s.oldest = append(s.oldest, name)
+	}
+	s.retired[name] = p.life.Incarnation
+	delete(s.byName, name)
+	s.peers = slices.DeleteFunc(s.peers, func(q *peer) bool { return q == p })
+	s.turn = 0
+	for _, a := range s.book.list {
+		if a.peer == p {
+			a.peer = nil
+		}
+	}
+	s.gone(now, p.life)
+}
+
+func (s *Session) gone(now time.Duration, life crdt.Replica) {
+	s.stats.Gone++
+	for k := range s.sections {
+		s.sections[k].Gone(now, life)
+	}
+}
+
+// heard notes that p is there, and what its header says of time.
+func (s *Session) heard(now time.Duration, wall int64, p *peer, h *header, addr netip.AddrPort) {
+	back := p.lost
+	p.heardAt, p.lost = now, false
+	if h.sent > p.theirs {
+		p.theirs, p.gotAt = h.sent, now
+		p.addr = addr
+	}
+	if a := s.book.learn(now, addr); a != nil {
+		a.peer, a.heardAt = p, now
+	}
+	if back {
+		s.book.hintAll(now)
+	}
+	if h.echo == 0 || h.toInc != s.cfg.Self.Incarnation || h.toName != s.selfName {
+		return
+	}
+	p.echo, p.met = max(p.echo, h.echo), true
+	if rtt := now - h.echo - h.held; rtt >= 0 {
+		sample := rttSample{ok: true, rtt: rtt, hasWall: wall != 0 && h.wall != 0}
+		if sample.hasWall {
+			sample.offset = time.Duration(h.wall-wall) + rtt/2
+		}
+		p.rtt.add(now, sample)
+	}
+}
+
+// merge takes in the body of a packet, and what it acknowledges.
+func (s *Session) merge(now time.Duration, p *peer, h *header, body []byte) {
+	p.acks(h, s.sections)
+	if p.delay.on && p.acked[p.delay.section] >= p.delay.mark {
+		p.delay.on = false
+		p.last = now - p.delay.at
+		p.worst = max(p.worst, p.last)
+		s.stats.Delay.add(p.last)
+	}
+	if h.flags&flagElicits != 0 {
+		p.owes = true
+	}
+	c := crdt.Contact{From: p.life, Now: now, Sent: h.sent, Echo: h.echo}
+	for len(body) > 0 {
+		var id uint32
+		var block []byte
+		id, block, body, _ = nextBlock(body)
+		if id == blockIntro {
+			s.meet(now, p, block)
+			continue
+		}
+		k := s.find(id)
+		if k < 0 || h.toInc == 0 {
+			s.stats.Unknown++
+			continue
+		}
+		if err := s.sections[k].Merge(c, block); err != nil {
+			s.sections[k].counts.Refused++
+			s.sections[k].counts.LastError = err
+			p.refuse[k] |= 1 << (p.heard - h.seq)
+			continue
+		}
+		s.sections[k].counts.Merged++
+	}
+}
+
+func (s *Session) find(id uint32) int {
+	for k := range s.sections {
+		if s.sections[k].id == id {
+			return k
+		}
+	}
+	return -1
+}
+
+// meet takes in an introduction. What is malformed in it is left out: it is a
+// hint, and the packet around it was not.
+func (s *Session) meet(now time.Duration, p *peer, b []byte) {
+	r := reader{b: b}
+	zone := r.bytes(int(r.byte()))
+	region := r.bytes(int(r.byte()))
+	n := int(r.byte())
+	if r.short || len(zone) > maxName || len(region) > maxName || n > introAddrs {
+		s.stats.Refused[Introduction]++
+		return
+	}
+	if string(zone) != p.zone || string(region) != p.region {
+		p.zone, p.region = string(zone), string(region)
+		s.sort()
+	}
+	for range n {
+		addr := r.addr()
+		if r.short {
+			s.stats.Refused[Introduction]++
+			return
+		}
+		if addr.Port() != 0 && addr.Addr().IsValid() && !addr.Addr().IsUnspecified() && !addr.Addr().IsMulticast() {
+			if a := s.book.learn(now, canonical(addr)); a != nil {
+				s.book.hint(now, a)
+			}
+		}
+	}
+}

@@ -1,0 +1,170 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package simnet
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"time"
+)
+
+// Faults happen when they are called: from within At, for a schedule. Packets
+// that are on their way already arrive whatever is cut behind them.
+
+// SetLink sets one way between two nodes.
+func (n *Net) SetLink(from, to int, l Link) {
+	check(l)
+	n.wires[from][to] = wire{link: l, cut: n.wires[from][to].cut}
+}
+
+// SetLinks sets all links, also of nodes that are added later.
+func (n *Net) SetLinks(l Link) {
+	check(l)
+	n.link = l
+	for from := range n.wires {
+		for to := range n.wires[from] {
+			n.wires[from][to] = wire{link: l, cut: n.wires[from][to].cut}
+		}
+	}
+}
+
+// Cut loses everything one way; Mend ends that.
+func (n *Net) Cut(from, to int) { n.wires[from][to].cut = true }
+
+// Mend ends a Cut.
+func (n *Net) Mend(from, to int) { n.wires[from][to].cut = false }
+
+// Split parts the nodes into groups that do not reach each other. Nodes that are
+// not named are one more group, and so are nodes that are added later. It takes
+// the place of an earlier split.
+func (n *Net) Split(groups ...[]int) {
+	clear(n.groups)
+	for g, nodes := range groups {
+		for _, node := range nodes {
+			n.groups[node] = int32(g + 1)
+		}
+	}
+}
+
+// Heal ends a split. Cuts stay.
+func (n *Net) Heal() { clear(n.groups) }
+
+// Isolate parts one node from all others, which keep each other; Heal ends that
+// as well.
+func (n *Net) Isolate(node int) { n.Split([]int{node}) }
+
+// Flap isolates a node from true time from until true time until: down, then up,
+// again and again. It heals every split at each turn.
+func (n *Net) Flap(node int, down, up, from, until time.Duration) {
+	if down <= 0 || up <= 0 {
+		panic(fmt.Sprintf("simnet: flap: %v down and %v up are not both above 0s", down, up))
+	}
+	for t := from; t < until; t += down + up {
+		n.At(t, func() { n.Isolate(node) })
+		n.At(min(t+down, until), n.Heal)
+	}
+}
+
+// Crash ends a node's process without a word. What is on its way to it is lost if
+// the node is still down then.
+func (n *Net) Crash(node int) {
+	nd := n.nodes[node]
+	nd.process = nil
+	n.drop(nd)
+	n.arm(node)
+}
+
+// Restart starts the next life of a node, crashing the one that runs. Its
+// monotonic clock begins anew; rate error and wall clock stay the machine's. A
+// stopped or paused node goes on.
+func (n *Net) Restart(node int) {
+	nd := n.nodes[node]
+	nd.process = nil
+	n.drop(nd)
+	nd.stopped = 0
+	if nd.clock.halted {
+		nd.clock.restart(n.now)
+		nd.clock.halted = false
+	}
+	n.start(node)
+}
+
+func (n *Net) drop(nd *node) {
+	for _, f := range nd.inbox {
+		n.stats.Unreceived++
+		n.free = append(n.free, f.buf)
+	}
+	nd.inbox = nd.inbox[:0]
+}
+
+func (n *Net) start(id int) {
+	nd := n.nodes[id]
+	nd.life++
+	nd.clock.restart(n.now)
+	rng := rand.New(rand.NewPCG(n.seed, uint64(id+1)<<32|uint64(nd.life)))
+	nd.clock.mono = time.Duration(rng.Int64N(int64(time.Hour)))
+	nd.process = nd.boot(nd.life, rng)
+	n.arm(id)
+}
+
+// Suspend stops a node's process and not its clock, as SIGSTOP does: packets
+// wait in its socket, the first 256 of them. After d it goes on, and so do
+// overlapping suspensions when the last one ends.
+func (n *Net) Suspend(node int, d time.Duration) { n.stop(node, d, false) }
+
+// Pause stops a whole machine, its clocks included, as a hypervisor does: what
+// comes in is lost, and afterwards both clocks are late by d.
+func (n *Net) Pause(node int, d time.Duration) { n.stop(node, d, true) }
+
+func (n *Net) stop(node int, d time.Duration, clocks bool) {
+	nd := n.nodes[node]
+	life := nd.life
+	if nd.process == nil {
+		return
+	}
+	nd.stopped++
+	halted := clocks && !nd.clock.halted
+	if halted {
+		nd.clock.restart(n.now)
+		nd.clock.halted = true
+	}
+	n.arm(node)
+	n.At(n.now+d, func() {
+		if nd.life != life || nd.process == nil {
+			return // a restart let it go on
+		}
+		if halted {
+			nd.clock.restart(n.now)
+			nd.clock.halted = false
+		}
+		nd.stopped--
+		if nd.stopped > 0 {
+			return
+		}
+		waiting := slices.Clone(nd.inbox)
+		nd.inbox = nd.inbox[:0]
+		for _, f := range waiting {
+			n.deliver(f)
+		}
+		n.arm(node)
+	})
+}
+
+// Drift sets how many parts per million a node's clocks run fast, or slow if
+// negative. It panics beyond ±100,000.
+func (n *Net) Drift(node int, ppm int) {
+	if ppm < -maxRate || ppm > maxRate {
+		panic(fmt.Sprintf("simnet: drift: %d ppm is not in [%d, %d]", ppm, -maxRate, maxRate))
+	}
+	c := &n.nodes[node].clock
+	c.restart(n.now)
+	c.ppm = int64(ppm)
+	n.arm(node)
+}
+
+// StepWall moves a node's wall clock. Its monotonic clock does not notice.
+func (n *Net) StepWall(node int, by time.Duration) {
+	n.nodes[node].clock.wall += by
+}
