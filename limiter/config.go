@@ -1,0 +1,153 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package limiter
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"hash/fnv"
+	"math"
+	"slices"
+	"time"
+)
+
+// A Limit is a token bucket: at most Burst + Rate·T admissions in any time T.
+type Limit struct {
+	// Rate is in tokens per second, in [0.001, 1e9].
+	Rate float64
+	// Burst is in tokens, in [1, 1000000000].
+	Burst int
+}
+
+// Config is what an operator may set from a file, a flag or the environment.
+// All nodes of a fleet must have the same, or they refuse each other's packets.
+// Limit has no default; everything else may be left out.
+type Config struct {
+	// Limit is that of each key that Limits does not name.
+	Limit Limit
+
+	// Limits are those of keys that have their own.
+	Limits map[string]Limit
+
+	// Roster says who mints. Unset means that there is one node, which has it all
+	// and hears nobody.
+	Roster Roster
+
+	// MaxKeys bounds the keys that are known at a time; a key that lies idle is
+	// forgotten. In [1, 10000000]; unset means 100,000. Above it new keys are
+	// refused: nothing is admitted for them.
+	MaxKeys int
+}
+
+// MaxKey is the longest key, in bytes. Longer ones are refused.
+const MaxKey = 128
+
+// micro is a token in the unit of all books.
+const micro = 1_000_000
+
+const maxBurst = 1_000_000_000
+
+// WithDefaults returns c with every unset field replaced by its default.
+func (c Config) WithDefaults() Config {
+	c.MaxKeys = cmp.Or(c.MaxKeys, 100_000)
+	return c
+}
+
+// Validate reports everything that is wrong with c at once, as an error that is
+// [ErrConfig], or nil. Unset fields are judged as their defaults.
+func (c Config) Validate() error {
+	var wrong []error
+	bad := func(field string, value any, want string) {
+		wrong = append(wrong, fmt.Errorf("%w: %s: %v is not in %s", ErrConfig, field, value, want))
+	}
+	limit := func(field string, l Limit) {
+		if !(l.Rate >= 0.001 && l.Rate <= 1e9) {
+			bad(field+".Rate", l.Rate, "[0.001, 1e+09] tokens per second")
+		}
+		if l.Burst < 1 || l.Burst > maxBurst {
+			bad(field+".Burst", l.Burst, "[1, 1000000000] tokens")
+		}
+	}
+	c = c.WithDefaults()
+	limit("Limit", c.Limit)
+	for _, key := range sorted(c.Limits) {
+		if !validKey(key) {
+			bad(fmt.Sprintf("Limits[%.20q]", key), len(key), fmt.Sprintf("[1, %d] bytes", MaxKey))
+		}
+		limit(fmt.Sprintf("Limits[%.20q]", key), c.Limits[key])
+	}
+	if c.MaxKeys < 1 || c.MaxKeys > 1e7 {
+		bad("MaxKeys", c.MaxKeys, "[1, 10000000]")
+	}
+	if n := len(c.Roster.Members); n > 1024 {
+		bad("Roster.Members", n, "[0, 1024] members")
+	}
+	seen := map[string]bool{}
+	for i, m := range c.Roster.Members {
+		if m.Name == "" || seen[m.Name] {
+			bad(fmt.Sprintf("Roster.Members[%d].Name", i), fmt.Sprintf("%q", m.Name), "names that are not empty and not twice")
+		}
+		seen[m.Name] = true
+		if m.Weight < 0 || m.Weight > 1e6 || m.NoShare && m.Weight != 0 {
+			bad(fmt.Sprintf("Roster.Members[%d].Weight", i), m.Weight, "[0, 1000000], 0 with NoShare")
+		}
+	}
+	if sum, _ := c.Roster.weights(); len(c.Roster.Members) > 0 && sum <= 0 {
+		bad("Roster.Members", sum, "[1, …], the sum of weights: somebody must mint")
+	}
+	return errors.Join(wrong...)
+}
+
+// Warnings names what is allowed and will not work well, one sentence each.
+func (c Config) Warnings() []string {
+	if len(c.Roster.Members) <= 1 {
+		return nil
+	}
+	var all []string
+	check := func(field string, l Limit) {
+		if burst := time.Duration(float64(l.Burst) / l.Rate * float64(time.Second)); burst < controlLoop {
+			all = append(all, fmt.Sprintf("%s.Burst: %d tokens are %v of Rate, and a token lent is out for up to %v: the fleet may reach less than Rate; want %.0f or more",
+				field, l.Burst, burst.Round(time.Microsecond), controlLoop, math.Ceil(l.Rate*controlLoop.Seconds())))
+		}
+	}
+	check("Limit", c.Limit)
+	for _, key := range sorted(c.Limits) {
+		check(fmt.Sprintf("Limits[%.20q]", key), c.Limits[key])
+	}
+	return all
+}
+
+func sorted(m map[string]Limit) []string {
+	keys := make([]string, 0, len(m))
+	for k := range m {
+		keys = append(keys, k)
+	}
+	slices.Sort(keys)
+	return keys
+}
+
+func validKey(key string) bool { return key != "" && len(key) <= MaxKey }
+
+func (c Config) limit(key string) Limit {
+	if l, ok := c.Limits[key]; ok {
+		return l
+	}
+	return c.Limit
+}
+
+// fingerprint is of what all nodes must agree on.
+func (c Config) fingerprint() uint32 {
+	h := fnv.New32a()
+	_, _ = fmt.Fprint(h, c.Limit, c.Roster.Number, c.Roster.Guests)
+	members := slices.Clone(c.Roster.Members)
+	slices.SortFunc(members, func(a, b Member) int { return cmp.Compare(a.Name, b.Name) })
+	for _, m := range members {
+		_, _ = fmt.Fprintf(h, "%q%d", m.Name, m.weight())
+	}
+	for _, key := range sorted(c.Limits) {
+		_, _ = fmt.Fprintf(h, "%q%v", key, c.Limits[key])
+	}
+	return h.Sum32()
+}

@@ -1,0 +1,82 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Package limiter holds one rate limit over many processes, without a server, a
+// store or an election between them.
+//
+// Start with [Local] for one process, and with [New] and [Set.Key] for a fleet.
+//
+//	    own clock                             own clock
+//	        │ mints its share                     │ mints its share
+//	        ▼                                     ▼
+//	┌──── node a ────┐   loan: out 40      ┌──── node b ────┐
+//	│ level      60  │ ──────────────────▶ │ held       40  │
+//	│ lent       40  │ ◀────────────────── │ level       0  │
+//	└────────────────┘  need; used, ret    └────────────────┘
+//	 level + lent ≤ share of the burst      spends loans first, then its own
+//
+// Every node mints its share of the rate and spends what it holds. What it does
+// not need itself it lends, within milliseconds, to those who say that they need
+// it. A loan fills its lender's cap until the borrower reports it used or
+// returned, so the tokens of the fleet are never more than the burst, wherever
+// they are and whatever the network does: a cut costs use of the limit, never its
+// bound. Loans are leased: what a borrower that is gone had is written off after a
+// second, when it can no longer spend it.
+//
+// # What is promised
+//
+// In any interval of length T the fleet admits at most Burst + Rate·T, if every
+// clock keeps its rate within 500 ppm, Rate, Burst and roster are constant, and
+// each name is one living process. Loss, delay, repetition and reordering of
+// packets, partitions, crashes and restarts, and wrong wall clocks do not change
+// that. What does is named here, and nowhere is the bound stated without:
+//
+//   - A process that is paused between the admission and the work it admitted, or
+//     whose machine stands still so that its monotonic clock does too, may use what
+//     it had admitted, its pool (up to 64 tokens a key) and its loans (up to what
+//     was lent to it) later than everybody else thinks.
+//   - Two living processes of one name mint its share twice.
+//   - A roster or a limit that is changed while nodes run: nodes of different
+//     configurations refuse each other's packets, but each admits by its own.
+//
+// The price of the 500 ppm is 0.05 % of the rate. How near the fleet comes to the
+// rate is measured, not promised; docs/limiter.md has the table. What no design can
+// have is in it too: a node that is cut off with most of the load has only its
+// share, and what a crashed process would have minted is not minted until its name
+// is back.
+//
+// Alone ([Local], or an empty roster) the bucket is exact: never more than
+// Burst + Rate·T. What the pool of a full bucket gave is counted when the pool is
+// filled again, so a burst may be smaller by what the pool holds, at most 64
+// tokens and a quarter of it.
+//
+// # What is assumed
+//
+// Names are stable, and so is the roster: each name has its share from the start,
+// whether it is there or not. A new life mints nothing until every member of the
+// roster has written to it, or 1.011 s have passed; nobody needs to know that it
+// had an earlier one. The session that carries the packets tells lives apart, and
+// gives the clock that the set has too.
+//
+// # Small limits
+//
+// When the smallest share of the burst is below four tokens, the whole limit lives
+// on one home per key, chosen by rendezvous hashing, which lends whole tokens by a
+// draw among all who need one. While that node is down or cut off the key is denied
+// elsewhere.
+//
+// # What it does not know
+//
+// It opens no socket: a [Node] writes packets ([Node.Delta]) and reads them
+// ([Node.Merge]), and crdt/gossip or a test carries them. It has no state that is
+// merged by taking the larger: what remains of a limit is nobody's to know. Node is
+// a step machine without goroutine, timer or clock; [Set] puts a lock, handles and
+// one goroutine around it.
+//
+// # Sources
+//
+// Escrow: O'Neil, The escrow transactional method, 1986. Bounded counters: Balegas
+// et al., Extending eventually consistent cloud databases for enforcing numeric
+// invariants, 2015. Leases: Gray and Cheriton, 1989. Rendezvous hashing: Thaler and
+// Ravishankar, 1996.
+package limiter

@@ -1,0 +1,35 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package limiter
+
+import "errors"
+
+var (
+	// ErrConfig means a configuration was refused. The text names every field
+	// that is wrong, its value and the allowed range.
+	ErrConfig = errors.New("limiter: config")
+
+	// ErrBurst means that more tokens were asked for at once than Limit.Burst: no
+	// wait would end.
+	ErrBurst = errors.New("limiter: more than the burst")
+
+	// ErrClosed means that the [Set] is closed.
+	ErrClosed = errors.New("limiter: closed")
+
+	// ErrMalformed means that a packet is not what a peer of this version sends.
+	ErrMalformed = errors.New("limiter: malformed packet")
+
+	// ErrMismatch means that a peer has another Config: other limits or another
+	// roster. Nothing is lent to it and nothing taken from it, for two
+	// configurations have no common bound.
+	ErrMismatch = errors.New("limiter: a peer with another configuration")
+
+	// ErrStale means that a packet is from an earlier life, was meant for one, or
+	// was overtaken by what has been forgotten since.
+	ErrStale = errors.New("limiter: stale packet")
+
+	// ErrTooManyKeys means that a packet names more keys than Config.MaxKeys leaves
+	// room for.
+	ErrTooManyKeys = errors.New("limiter: too many keys")
+)

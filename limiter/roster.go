@@ -1,0 +1,128 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package limiter
+
+import (
+	"hash/fnv"
+	"math/bits"
+)
+
+// A Roster says who mints, and how much of it. It is fixed when a fleet is
+// founded: shares are configured, and never follow from who can be seen, or
+// both sides of a split would mint it all.
+//
+// Who only borrows is in it too, with NoShare, or is a guest.
+type Roster struct {
+	// Number tells one roster from its successor. Nodes with different rosters
+	// refuse each other's packets.
+	Number  uint64
+	Members []Member // at most 1,024, in any order; the same everywhere
+
+	// Guests lets names that are not in the roster take part; they mint nothing and
+	// live on loans. The price: a member that starts again mints nothing for 1.011 s,
+	// for it cannot know all who may still hold what it had lent.
+	Guests bool
+}
+
+// A Member is a name with a share.
+type Member struct {
+	// Name is that of [crdt.Replica]: stable over restarts, and of one living
+	// process at a time. A share whose name does not come back is stranded.
+	Name string
+	// Weight is the member's part of the sum of all weights. In [0, 1000000];
+	// unset means 1 unless NoShare is set.
+	Weight int
+	// NoShare makes the weight 0: the member only borrows.
+	NoShare bool
+}
+
+func (m Member) weight() int64 {
+	switch {
+	case m.NoShare:
+		return 0
+	case m.Weight == 0:
+		return 1
+	default:
+		return int64(m.Weight)
+	}
+}
+
+func (r Roster) index(name string) int {
+	for i, m := range r.Members {
+		if m.Name == name {
+			return i
+		}
+	}
+	return -1
+}
+
+// admits tells whether the name may take part.
+func (r Roster) admits(name string) bool { return r.Guests || r.index(name) >= 0 }
+
+// weights is the sum of all, and the smallest that is a share at all.
+func (r Roster) weights() (sum, least int64) {
+	for _, m := range r.Members {
+		w := m.weight()
+		sum += w
+		if w > 0 && (least == 0 || w < least) {
+			least = w
+		}
+	}
+	return sum, least
+}
+
+// part is v·w/sum, rounded down, so that parts never sum up to more than v.
+func part(v, w, sum int64) int64 {
+	if sum <= 0 {
+		return 0
+	}
+	hi, lo := bits.Mul64(uint64(v), uint64(w))
+	q, _ := bits.Div64(hi, lo, uint64(sum)) // w <= sum, so hi < sum
+	return int64(q)
+}
+
+// minHomeless is the smallest share of the burst with which a limit is spread
+// over the roster; below it the whole limit lives on one home node per key.
+//
+// Every node of a spread limit holds back what it may need itself before it
+// hears from others, and a token that is split over nodes is spent by none of
+// them. Both are a matter of one or two tokens a node, so with a share of the
+// burst below four they are no longer small against the share: 5/s with a burst
+// of 5 over 10 nodes lost a third. One home has them once, at the price of a
+// round trip for everybody else, and of the whole limit while it is down.
+const minHomeless = 4 * micro
+
+// home is the index of the member on which the key lives, or -1 if it is spread.
+func (r Roster) home(key string, burst int64) int {
+	sum, least := r.weights()
+	if len(r.Members) <= 1 || part(burst, least, sum) >= minHomeless {
+		return -1
+	}
+	// Rendezvous hashing (Thaler and Ravishankar, 1996): every node finds the same
+	// home without asking, and keys spread evenly over homes.
+	best, home := uint64(0), -1
+	for i, m := range r.Members {
+		if m.weight() == 0 {
+			continue
+		}
+		h := fnv.New64a()
+		_, _ = h.Write([]byte(m.Name))
+		_, _ = h.Write([]byte{0})
+		_, _ = h.Write([]byte(key))
+		if score := mix(h.Sum64()); home < 0 || score > best {
+			best, home = score, i
+		}
+	}
+	return home
+}
+
+// mix is the finalizer of MurmurHash3: FNV alone leaves its high bits to the
+// first bytes.
+func mix(h uint64) uint64 {
+	h ^= h >> 33
+	h *= 0xff51afd7ed558ccd
+	h ^= h >> 33
+	h *= 0xc4ceb9fe1a85ec53
+	return h ^ h>>33
+}

@@ -1,0 +1,220 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package limiter
+
+import (
+	"math"
+	"math/bits"
+	"time"
+)
+
+// never is a time that does not come.
+const never = time.Duration(math.MaxInt64)
+
+// A row is one key's books at one node. All amounts are micro-tokens.
+//
+// What it keeps, at every instant: level + lent <= cap, where lent is all that
+// borrowers were given and have not yet reported as used or returned. Since no
+// borrower can hold more than that, the tokens of the fleet, wherever they are,
+// never exceed the sum of all caps, which is the burst.
+type row struct {
+	name  string
+	burst int64
+	home  int // roster index, or -1 if spread
+	here  bool
+	cap   int64         // this node's part of the burst
+	rate  uint64        // this node's part of the rate, in nano-tokens per second
+	full  float64       // the whole limit's rate, micro-tokens per second
+	pace  time.Duration // time between two steps
+	ahead float64       // the forecast's horizon, seconds
+
+	level    int64 // own tokens; pooled of them are in the pool
+	pooled   int64
+	granted  int64 // of level, at a home: what its own waiters drew
+	lent     int64 // given and not accounted for, over all borrowers
+	held     int64 // borrowed and not spent, over all lenders
+	mintedAt time.Duration
+	minted   uint64 // the rest of the last mint, below one micro-token
+
+	entries []*entry      // by the peer's slot; nil where there is nothing between the two
+	cursor  int           // the lender that is spent from
+	sooner  time.Duration // no lease of what is held ends before
+
+	forecast  forecast
+	waiting   int64 // micro-tokens that waiters want, all together
+	head      int64 // what the first of them wants
+	lost      int64 // denied since the last step, and not asked again
+	want      int64 // denied, and asked again until wantUntil
+	wantUntil time.Duration
+	needing   bool // some peer has a need
+	drawing   bool // at a home: it is drawn who gets the next token
+	stated    bool // some peer was told a need
+
+	last, next time.Duration // steps
+	queued     int           // place in the node's queue, -1 if none
+	ripe       bool          // listed for its waiters
+	pool       *pool         // nil without a handle
+	handle     *Limiter      // that the row answers to, or nil
+
+	sum Sums
+}
+
+// Sums are cumulative, in micro-tokens. They tie up exactly:
+//
+//	Minted + Back = level + Own + Lent
+//	Got = Borrowed + Returned + Voided + held
+type Sums struct {
+	Minted   int64 // by this node
+	Own      int64 // spent of own tokens
+	Lent     int64 // given to borrowers
+	Back     int64 // returned by borrowers
+	Got      int64 // taken from lenders
+	Borrowed int64 // spent of loans
+	Returned int64 // returned to lenders
+	Voided   int64 // loans that ended with their lender's life or lease
+	Written  int64 // loans that were written off
+	Denied   int64 // tokens asked for and not given
+	Missed   int64 // not minted, because tokens and loans filled the cap
+}
+
+func newRow(n *Node, name string) *row {
+	l := n.cfg.limit(name)
+	r := &row{name: name, burst: int64(l.Burst) * micro, queued: -1, next: never}
+	sum, w := n.weights, n.weight
+	r.home = n.cfg.Roster.home(name, r.burst)
+	if r.home >= 0 {
+		r.here, sum, w = r.home == n.index, 1, 0
+		if r.here {
+			w = 1
+		}
+	}
+	r.cap = part(r.burst, w, sum)
+	nanos := int64(l.Rate * 1e9)
+	if n.alone {
+		r.rate = uint64(nanos)
+	} else {
+		// Every clock may be off by drift: what is minted by the fastest of them is
+		// still no more than the rate.
+		r.rate = uint64(part(part(nanos, w, sum), 1e6, 1e6+drift))
+	}
+	r.full = l.Rate * micro
+	r.pace = min(max(time.Duration(float64(l.Burst)/(10*l.Rate)*1e9), minPace), maxPace)
+	r.ahead = max(minWindow, 2*r.pace).Seconds()
+	r.last = -r.pace
+	r.forecast.since = n.now
+	if n.alone {
+		r.level, r.sum.Minted, r.mintedAt = r.cap, r.cap, n.now
+	}
+	return r
+}
+
+// mint brings the level up to now. What would exceed the cap is lost, also when
+// it is loans that fill it.
+func (r *row) mint(now, from time.Duration) {
+	since := max(r.mintedAt, from)
+	if now <= since {
+		return
+	}
+	r.mintedAt = now
+	const nanosPerMicro = 1e12 // nano-tokens per second times nanoseconds in a micro-token
+	due := int64(maxValue)
+	hi, lo := bits.Mul64(r.rate, uint64(now-since))
+	lo, carry := bits.Add64(lo, r.minted, 0)
+	if hi += carry; hi < nanosPerMicro/4 {
+		var q uint64
+		q, r.minted = bits.Div64(hi, lo, nanosPerMicro)
+		due = int64(q)
+	}
+	made := min(due, max(0, r.cap-r.level-r.lent))
+	if made < due {
+		r.minted = 0
+		r.sum.Missed += min(due-made, r.cap)
+	}
+	r.level += made
+	r.sum.Minted += made
+}
+
+// until is how long the own mint takes to the level, never if it cannot get there.
+func (r *row) until(level int64) time.Duration {
+	missing := level - r.level
+	switch {
+	case missing <= 0:
+		return 0
+	case r.rate == 0 || level > r.cap:
+		return never
+	}
+	d := math.Ceil((float64(missing)*1e12 - float64(r.minted)) / float64(r.rate))
+	if d >= 1<<62 {
+		return never
+	}
+	return time.Duration(d) + 1
+}
+
+// free are the own tokens that the node may spend here and now. At a home that
+// others need too, its own waiters have what they drew and no more.
+func (r *row) free() int64 {
+	if r.drawing {
+		return r.granted
+	}
+	return r.level - r.pooled
+}
+
+// spendable are all tokens that the node may spend; call expire first.
+func (r *row) spendable() int64 { return r.held + r.free() }
+
+// spend takes what spendable has said is there: loans first, since they fill
+// somebody's cap.
+func (r *row) spend(amount int64) {
+	for n := len(r.entries); r.held > 0 && amount > 0 && n > 0; n-- {
+		if r.cursor >= len(r.entries) {
+			r.cursor = 0
+		}
+		if e := r.entries[r.cursor]; e != nil && e.held() > 0 {
+			x := min(amount, e.held())
+			e.borrowed.used += x
+			e.borrowed.last = e.peer.node.now
+			e.dirty = true
+			e.peer.held -= x
+			r.held -= x
+			r.sum.Borrowed += x
+			if amount -= x; amount == 0 {
+				return
+			}
+		}
+		r.cursor++
+	}
+	r.level -= amount
+	r.granted = max(0, r.granted-amount)
+	r.sum.Own += amount
+}
+
+// update mints, and then takes into account what was spent from the pool. In this
+// order: what was spent since was there while the cap filled, as far as anybody
+// can know without a clock, and the other way round a burst could be that much
+// larger.
+func (r *row) update(now, from time.Duration) {
+	r.mint(now, from)
+	if r.pooled > 0 {
+		left := r.pool.left() * micro
+		r.spent(r.pooled - left)
+		r.pooled = left
+	}
+}
+
+// spent counts own tokens that are gone from the pool.
+func (r *row) spent(amount int64) {
+	r.level -= amount
+	r.sum.Own += amount
+	r.forecast.asked += amount
+}
+
+// reclaim empties the pool into the level, of which it is a part. The row is up
+// to date.
+func (r *row) reclaim() {
+	if r.pooled == 0 {
+		return
+	}
+	r.spent(r.pooled - r.pool.empty()*micro)
+	r.pooled = 0
+}

@@ -1,0 +1,215 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package limiter
+
+import (
+	"hash/maphash"
+	"maps"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/crdt"
+)
+
+// A Set is the limits of one process: a [Node] behind a lock, a [Limiter] for
+// each key, and what drives them. It is safe for concurrent use, and is a section
+// that crdt/gossip can carry.
+//
+// It has one goroutine, which runs only while something is to be done at a
+// certain time: somebody waits, or keys are busy in a fleet. Close ends it.
+type Set struct {
+	clock   func() time.Duration
+	handles [64]atomic.Pointer[map[string]*Limiter] // read without a lock, replaced under mu
+	seed    maphash.Seed
+
+	mu      sync.Mutex
+	node    *Node
+	known   int               // handles
+	waiting map[*Limiter]*row // that have waiters, and where these were counted
+	driver  driver
+	closed  bool
+}
+
+// An Option supplies a collaborator that a config file cannot express.
+type Option interface{ apply(*Set) }
+
+type optionFunc func(*Set)
+
+func (f optionFunc) apply(s *Set) { f(s) }
+
+// WithClock sets the monotonic clock. It must be the one of the session that
+// calls Delta and Merge; the default counts from New. It is called under the
+// set's lock.
+func WithClock(clock func() time.Duration) Option {
+	return optionFunc(func(s *Set) { s.clock = clock })
+}
+
+// New is the set of a life that begins now; see [NewNode]. With an empty roster
+// the node is alone, self may be anything with a name, and every limit is exactly
+// its bucket.
+func New(self crdt.Replica, cfg Config, opts ...Option) (*Set, error) {
+	s := &Set{seed: maphash.MakeSeed(), waiting: map[*Limiter]*row{}, clock: monotonic()}
+	for _, o := range opts {
+		o.apply(s)
+	}
+	n, err := NewNode(self, cfg, s.clock())
+	if err != nil {
+		return nil, err
+	}
+	s.node = n
+	s.driver.init()
+	return s, nil
+}
+
+// Local is one limit of one process: no gossip, nothing to close.
+func Local(limit Limit) (*Limiter, error) {
+	s, err := New(crdt.Replica{Name: "local"}, Config{Limit: limit})
+	if err != nil {
+		return nil, err
+	}
+	return s.Key("local"), nil
+}
+
+// Key is the handle of a key; the same one as long as the key is in use. It does
+// not fail: a key that is too long, or one too many, is denied everything.
+func (s *Set) Key(key string) *Limiter {
+	shard := &s.handles[maphash.String(s.seed, key)%uint64(len(s.handles))]
+	if m := shard.Load(); m != nil {
+		if l := (*m)[key]; l != nil {
+			return l
+		}
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.known >= 2*s.node.cfg.MaxKeys {
+		s.purge()
+	}
+	m := map[string]*Limiter{}
+	if old := shard.Load(); old != nil {
+		if l := (*old)[key]; l != nil {
+			return l
+		}
+		m = maps.Clone(*old)
+	}
+	l := &Limiter{set: s, key: key}
+	m[key] = l
+	s.known++
+	shard.Store(&m)
+	return l
+}
+
+// purge forgets the handles of keys that the node does not know. Who still has
+// one goes on with it, without its pool once there is another.
+func (s *Set) purge() {
+	for i := range s.handles {
+		old := s.handles[i].Load()
+		if old == nil {
+			continue
+		}
+		m := maps.Clone(*old)
+		maps.DeleteFunc(m, func(_ string, l *Limiter) bool { return l.row == nil && l.first == nil })
+		s.known -= len(*old) - len(m)
+		s.handles[i].Store(&m)
+	}
+}
+
+// lock takes the lock and lets time pass.
+func (s *Set) lock() {
+	s.mu.Lock()
+	s.node.advance(s.clock())
+}
+
+// unlock serves whoever can be served, and sees to it that the driver wakes in
+// time.
+func (s *Set) unlock() {
+	s.settle()
+	s.mu.Unlock()
+}
+
+// settle does what the last call made due.
+func (s *Set) settle() {
+	n := s.node
+	for !s.closed {
+		if n.Wake() <= n.now {
+			n.Tick(n.now)
+		}
+		if len(n.ripe) == 0 {
+			break
+		}
+		for _, r := range n.ripe {
+			r.ripe = false
+			if r.handle != nil {
+				r.handle.serve(r)
+			}
+			if r.waiting > 0 && (r.handle == nil || r.handle.first == nil) {
+				for l, row := range s.waiting { // older handles of the key
+					if row == r {
+						l.serve(r)
+					}
+				}
+			}
+		}
+		n.ripe = n.ripe[:0]
+	}
+	if wake := n.Wake(); wake < never && !s.closed {
+		s.driver.by(wake, s)
+	}
+}
+
+// View looks at a key; ok says whether the node knows it.
+func (s *Set) View(key string) (v View, ok bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.node.View(s.clock(), key)
+}
+
+// Close ends all waits with [ErrClosed] and denies everything from now on. It
+// returns when the set's goroutine has ended.
+func (s *Set) Close() {
+	s.mu.Lock()
+	s.closed = true
+	for l, r := range s.waiting {
+		for l.first != nil {
+			w := l.first
+			r.waiting = max(0, r.waiting-w.amount)
+			l.remove(w)
+			w.err = ErrClosed
+			close(w.ready)
+		}
+	}
+	for _, r := range s.node.rows {
+		r.reclaim()
+	}
+	s.mu.Unlock()
+	s.driver.stop()
+}
+
+// Mark is that of [Node.Mark].
+func (s *Set) Mark(to crdt.Replica) uint64 {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.node.Mark(to)
+}
+
+// Delta is that of [Node.Delta].
+func (s *Set) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
+	s.mu.Lock()
+	defer s.unlock()
+	return s.node.Delta(now, b, to, since, room)
+}
+
+// Merge is that of [Node.Merge].
+func (s *Set) Merge(c crdt.Contact, b []byte) error {
+	s.mu.Lock()
+	defer s.unlock()
+	return s.node.Merge(c, b)
+}
+
+// Gone is that of [Node.Gone].
+func (s *Set) Gone(now time.Duration, peer crdt.Replica) {
+	s.mu.Lock()
+	defer s.unlock()
+	s.node.Gone(now, peer)
+}

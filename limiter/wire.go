@@ -1,0 +1,345 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package limiter
+
+import (
+	"encoding/binary"
+	"fmt"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/crdt"
+)
+
+// What a packet says of a peer's books, all integers but two as varints:
+//
+//	version  byte
+//	config   4 bytes, the fingerprint of limits and roster
+//	life     4 bytes, the low half of the incarnation that this is meant for
+//	epoch    of the sender's loans to the receiver
+//	renewed  microseconds of the receiver's clock that its lease is renewed to; 0 is none
+//	entries, to the end, each
+//	  key    length and bytes
+//	  parts  byte: what follows
+//	  1      sender's loan: series, out
+//	  2      receiver's loan: series, used, ret
+//	  4      sender's need
+//
+// A part that is missing is closed, or zero.
+const (
+	version = 1
+
+	hasLoan     = 1
+	hasBorrowed = 2
+	hasNeed     = 4
+
+	maxHeader = 1 + 4 + 4 + 2*binary.MaxVarintLen64
+	maxValue  = 1 << 62
+)
+
+// Mark is the number of the latest change that concerns the peer.
+func (n *Node) Mark(to crdt.Replica) uint64 {
+	if p := n.peers[to.Name]; p != nil && p.id.Incarnation == to.Incarnation {
+		return p.mark
+	}
+	return 1 // its existence, once it is met
+}
+
+// Delta appends what changed for a peer after since, oldest change first; see
+// gossip.Section. With nothing new it appends a header, some 12 bytes, from which
+// the peer learns that this node is there, and to which the lease of what it has
+// borrowed is renewed.
+func (n *Node) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
+	n.advance(now)
+	p := n.peer(to)
+	if p == nil {
+		return b, since
+	}
+	if room < maxHeader {
+		return b, since
+	}
+	p.acked = max(p.acked, min(since, p.mark))
+	start := len(b)
+	b = append(b, version)
+	b = binary.LittleEndian.AppendUint32(b, n.config)
+	b = binary.LittleEndian.AppendUint32(b, uint32(to.Incarnation))
+	b = binary.AppendUvarint(b, p.epoch)
+	if p.lent > 0 && n.fresh(p) {
+		p.renewed, p.renewedAt = p.sent, p.heard
+	}
+	renewed := time.Duration(0)
+	if p.lent > 0 {
+		renewed = p.renewed
+	}
+	b = binary.AppendUvarint(b, uint64(renewed/time.Microsecond))
+
+	e := p.tail
+	for e != nil && e.prev != nil && e.prev.change > since {
+		e = e.prev
+	}
+	if e == nil || e.change <= since {
+		return b, p.mark
+	}
+	if !p.unanswered() {
+		p.toldAt = n.now
+	}
+	upto = max(since, 1)
+	for ; e != nil; e = e.next {
+		whole := len(b)
+		b = e.append(b)
+		if len(b)-start > room {
+			return b[:whole], upto
+		}
+		upto = e.change
+	}
+	return b, p.mark
+}
+
+func (e *entry) append(b []byte) []byte {
+	b = binary.AppendUvarint(b, uint64(len(e.row.name)))
+	b = append(b, e.row.name...)
+	parts := len(b)
+	b = append(b, 0)
+	if l := &e.lent; l.series != 0 {
+		b[parts] |= hasLoan
+		b = binary.AppendUvarint(b, l.series)
+		b = binary.AppendUvarint(b, uint64(l.out))
+	}
+	if l := &e.borrowed; l.series != 0 {
+		b[parts] |= hasBorrowed
+		b = binary.AppendUvarint(b, l.series)
+		b = binary.AppendUvarint(b, uint64(l.used))
+		b = binary.AppendUvarint(b, uint64(l.ret))
+	}
+	if e.need > 0 {
+		b[parts] |= hasNeed
+		b = binary.AppendUvarint(b, uint64(e.need))
+	}
+	return b
+}
+
+// A reader takes a packet apart. After an error it reads zeros.
+type reader struct {
+	b   []byte
+	bad bool
+}
+
+func (r *reader) take(n int) []byte {
+	if n > len(r.b) {
+		r.bad, r.b = true, nil
+		return nil
+	}
+	x := r.b[:n]
+	r.b = r.b[n:]
+	return x
+}
+
+func (r *reader) byte() byte {
+	if x := r.take(1); len(x) == 1 {
+		return x[0]
+	}
+	return 0
+}
+
+func (r *reader) fixed() uint32 {
+	if x := r.take(4); len(x) == 4 {
+		return binary.LittleEndian.Uint32(x)
+	}
+	return 0
+}
+
+func (r *reader) value() int64 {
+	if len(r.b) > 0 && r.b[0] < 0x80 {
+		x := r.b[0]
+		r.b = r.b[1:]
+		return int64(x)
+	}
+	x, n := binary.Uvarint(r.b)
+	if n <= 0 || x >= maxValue || r.b[n-1] == 0 { // the last: one encoding per value
+		r.bad, r.b = true, nil
+		return 0
+	}
+	r.b = r.b[n:]
+	return int64(x)
+}
+
+// A said is one entry of a packet.
+type said struct {
+	key            []byte
+	parts          byte
+	loan           int64 // its series
+	out            int64
+	borrowed       int64 // its series
+	used, returned int64
+	need           int64
+}
+
+func (r *reader) said() (s said) {
+	n := r.value()
+	if n < 1 || n > MaxKey {
+		r.bad = true
+		return s
+	}
+	s.key = r.take(int(n))
+	s.parts = r.byte()
+	if s.parts&hasLoan != 0 {
+		s.loan, s.out = r.value(), r.value()
+	}
+	if s.parts&hasBorrowed != 0 {
+		s.borrowed, s.used, s.returned = r.value(), r.value(), r.value()
+	}
+	if s.parts&hasNeed != 0 {
+		s.need = r.value()
+	}
+	r.bad = r.bad || s.parts >= 8 || s.parts&hasLoan != 0 && s.loan == 0 ||
+		s.parts&hasBorrowed != 0 && s.borrowed == 0 || s.parts&hasNeed != 0 && s.need == 0
+	return s
+}
+
+// Merge takes in what a peer's Delta appended; see gossip.Section. It is
+// [ErrMalformed], [ErrMismatch], [ErrStale] or [ErrTooManyKeys], and then nothing
+// of b was taken in.
+func (n *Node) Merge(c crdt.Contact, b []byte) error {
+	n.advance(c.Now)
+	r := reader{b: b}
+	if v := r.byte(); v != version {
+		return fmt.Errorf("%w: version %d from %v, want %d", ErrMalformed, v, c.From, version)
+	}
+	if r.fixed() != n.config && !r.bad {
+		return fmt.Errorf("%w: %v", ErrMismatch, c.From)
+	}
+	life := r.fixed()
+	epoch := uint64(r.value())
+	renewed := time.Duration(r.value()) * time.Microsecond
+	if r.bad || renewed > n.now || renewed < 0 || c.Echo > n.now {
+		return fmt.Errorf("%w: header from %v", ErrMalformed, c.From)
+	}
+	if life != uint32(n.self.Incarnation) {
+		return fmt.Errorf("%w: %v means another life", ErrStale, c.From)
+	}
+	if c.From.Name == "" || c.From.Name == n.self.Name {
+		return fmt.Errorf("%w: from %v", ErrMalformed, c.From)
+	}
+	p := n.peers[c.From.Name]
+	switch {
+	case !n.cfg.Roster.admits(c.From.Name):
+		return fmt.Errorf("%w: %v is not in the roster", ErrMismatch, c.From)
+	case p == nil:
+		if b, ok := n.buried[c.From.Name]; ok && b.incarnation >= c.From.Incarnation {
+			return fmt.Errorf("%w: %v is over", ErrStale, c.From)
+		}
+	case p.id.Incarnation > c.From.Incarnation:
+		return fmt.Errorf("%w: %v has begun a later life", ErrStale, c.From)
+	case p.id.Incarnation < c.From.Incarnation:
+		p = nil
+	case c.Sent <= p.floor:
+		return fmt.Errorf("%w: of %v from %v", ErrStale, c.Sent, c.From)
+	}
+	if err := n.check(r, p, c.From); err != nil {
+		return err
+	}
+
+	if p == nil {
+		p = n.peer(c.From)
+	}
+	n.vouched(p.index) // to write to this life it had to bury the earlier one
+	if c.Sent > p.sent {
+		p.sent, p.heard = c.Sent, n.now
+	}
+	was := n.fresh(p)
+	p.echo = max(p.echo, c.Echo)
+	if !was && n.fresh(p) {
+		for e := p.head; e != nil; e = e.next {
+			if e.itsNeed > 0 {
+				n.stir(e.row) // it rested
+			}
+		}
+	}
+	if epoch > p.itsEpoch {
+		p.itsEpoch = epoch
+		for e := p.head; e != nil; e = e.next {
+			e.void()
+		}
+		p.lease = 0
+	}
+	if epoch == p.itsEpoch {
+		p.lease = max(p.lease, renewed)
+	}
+	for i := 0; len(r.b) > 0; i++ {
+		s := r.said()
+		n.merge(p, n.read[i], &s, c.Sent, epoch)
+	}
+	return nil
+}
+
+// check reads all entries, and refuses the packet as a whole.
+func (n *Node) check(r reader, p *peer, from crdt.Replica) error {
+	n.read = n.read[:0]
+	unknown := 0
+	for len(r.b) > 0 {
+		s := r.said()
+		if r.bad {
+			return fmt.Errorf("%w: entry %d from %v", ErrMalformed, len(n.read), from)
+		}
+		row := n.rows[string(s.key)]
+		n.read = append(n.read, row)
+		if row == nil {
+			if s.parts&(hasLoan|hasNeed) != 0 {
+				unknown++
+			}
+			continue
+		}
+		if p == nil {
+			continue
+		}
+		if e := row.with(p); e != nil && uint64(s.borrowed) == e.lent.series && s.borrowed != 0 && s.used+s.returned > e.lent.out {
+			return fmt.Errorf("%w: %v has used and returned %d of %d lent", ErrMalformed, from, s.used+s.returned, e.lent.out)
+		}
+	}
+	if r.bad {
+		return fmt.Errorf("%w: from %v", ErrMalformed, from)
+	}
+	if len(n.rows)+unknown > n.cfg.MaxKeys {
+		return fmt.Errorf("%w: %v names %d new ones", ErrTooManyKeys, from, unknown)
+	}
+	return nil
+}
+
+// merge takes in one entry.
+func (n *Node) merge(p *peer, r *row, s *said, sent time.Duration, epoch uint64) {
+	if r == nil {
+		if s.parts&(hasLoan|hasNeed) == 0 {
+			return
+		}
+		if r = n.row(string(s.key)); r == nil {
+			return
+		}
+	}
+	e := r.with(p)
+	if e == nil {
+		if s.parts&(hasLoan|hasNeed) == 0 {
+			return
+		}
+		e = r.entry(p)
+	}
+	r.mint(n.now, n.mintAt) // what the loans filled until now is lost
+	newer := sent > e.sent
+	if series := uint64(s.loan); epoch == p.itsEpoch {
+		switch {
+		case series == 0 && newer:
+			e.void()
+		case series == 0:
+		case series == e.borrowed.series, series > e.borrowed.series && newer:
+			e.received(series, s.out)
+			n.ripen(r)
+		}
+	}
+	if s.borrowed != 0 && uint64(s.borrowed) == e.lent.series {
+		e.accounted(s.used, s.returned)
+	}
+	if newer {
+		e.sent = sent
+		e.itsNeed = min(s.need, r.burst)
+	}
+	n.stir(r)
+}
