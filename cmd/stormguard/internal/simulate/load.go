@@ -1,0 +1,82 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package simulate
+
+import (
+	"slices"
+	"time"
+)
+
+// A load is how many messages a second come in at a node from true time t on,
+// and until when that stays so.
+type load func(w *world, node int, t time.Duration) (rate float64, until time.Duration)
+
+// demand is all nodes' together, as a multiple of the limit, unless a scenario
+// says another.
+const demand = 1.2
+
+func balanced(times float64) load {
+	return func(w *world, _ int, _ time.Duration) (float64, time.Duration) {
+		return times * w.sc.all() / float64(w.sc.nodes), w.sc.length
+	}
+}
+
+// skewed is 90 % at one node, 9 % at another, and 1 % at the rest.
+func skewed(w *world, node int, _ time.Duration) (float64, time.Duration) {
+	part := 0.01 / float64(w.sc.nodes-2)
+	switch node {
+	case 0:
+		part = 0.9
+	case 1:
+		part = 0.09
+	}
+	return demand * part * w.sc.all(), w.sc.length
+}
+
+// only is all load at these nodes, in equal parts.
+func only(nodes ...int) load {
+	return func(w *world, node int, _ time.Duration) (float64, time.Duration) {
+		if !slices.Contains(nodes, node) {
+			return 0, w.sc.length
+		}
+		return demand * w.sc.all() / float64(len(nodes)), w.sc.length
+	}
+}
+
+// rotating is all load at one node, and after every at another, each in turn.
+func rotating(every time.Duration) load {
+	return func(w *world, node int, t time.Duration) (float64, time.Duration) {
+		turn := int(t / every)
+		until := time.Duration(turn+1) * every
+		if w.rotation[turn%w.sc.nodes] != node {
+			return 0, until
+		}
+		return demand * w.sc.all(), until
+	}
+}
+
+// rotatingWithin has each side's part of the load, by its nodes, at one node of
+// the side at a time.
+func rotatingWithin(every time.Duration, sides ...[]int) load {
+	return func(w *world, node int, t time.Duration) (float64, time.Duration) {
+		turn := int(t / every)
+		until := time.Duration(turn+1) * every
+		for _, side := range sides {
+			if side[turn%len(side)] == node {
+				return demand * w.sc.all() * float64(len(side)) / float64(w.sc.nodes), until
+			}
+		}
+		return 0, until
+	}
+}
+
+// after is a load that begins late.
+func after(begin time.Duration, l load) load {
+	return func(w *world, node int, t time.Duration) (float64, time.Duration) {
+		if t < begin {
+			return 0, begin
+		}
+		return l(w, node, t)
+	}
+}

@@ -1,0 +1,138 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package simulate
+
+import (
+	"math/rand/v2"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/crdt/gossip"
+	"github.com/stormguard-mq/stormguard/crdt/gossip/simnet"
+	"github.com/stormguard-mq/stormguard/limiter"
+)
+
+// stoppedFor is how late a message may be handled; one that is later came in
+// while its process was stopped, and so did not come in at all.
+const stoppedFor = 100 * time.Millisecond
+
+// A member is one life of a consumer process: a gossip session, its limiter's
+// books as one of its sections, and the messages that come in.
+type member struct {
+	w    *world
+	id   int
+	rng  *rand.Rand
+	next time.Duration // true time of the next message
+
+	session *gossip.Session // nil where nothing is shared
+	node    *limiter.Node
+	seeds   []int // to be joined
+	waiting []int // messages by key that wait for a token
+}
+
+// boot makes a member of the node with this number.
+func (w *world) boot(id int) simnet.Boot {
+	return func(life int, rng *rand.Rand) simnet.Process {
+		self := crdt.Replica{Name: w.names[id], Incarnation: uint64(life)}
+		m := &member{w: w, id: id, rng: rng, waiting: make([]int, len(w.keys))}
+		now, _ := w.net.Clock(id)
+		var err error
+		if m.node, err = limiter.NewNode(self, w.config(id), now); err != nil {
+			panic(err) // the scenario is wrong
+		}
+		if w.shared() {
+			section := gossip.Section(m.node)
+			if w.tap != nil {
+				section = &tapped{Section: section, tap: w.tap, w: w, id: id}
+			}
+			m.session, err = gossip.New(
+				gossip.Config{Cluster: "simulate", Self: self},
+				gossip.WithSection("limiter", section), gossip.WithRand(rng.Float64))
+			if err != nil {
+				panic(err)
+			}
+			m.seeds = w.seeds(id)
+		}
+		m.next = w.draw(m, w.net.Now())
+		w.members[id] = m
+		return m
+	}
+}
+
+// Step is [simnet.Process].
+func (m *member) Step(now time.Duration, ev gossip.Event, actions []gossip.Action) []gossip.Action {
+	for _, seed := range m.seeds {
+		actions = m.session.Step(now, gossip.Event{Kind: gossip.Join, Addr: simnet.Addr(seed)}, actions)
+	}
+	m.seeds = nil
+	changed := ev.Kind != gossip.Wake
+	if ev.Kind == gossip.Packet && m.session != nil {
+		actions = m.session.Step(now, ev, actions)
+	}
+	t := m.w.net.Now()
+	if t-m.next > stoppedFor { // it was stopped meanwhile, and nothing came in
+		m.next = m.w.draw(m, t)
+	}
+	for m.next <= t+time.Microsecond {
+		changed = m.message(now, t) || changed
+		m.next = m.w.draw(m, m.next)
+	}
+	if m.node.Wake() <= now {
+		m.node.Tick(now)
+		changed = true
+	}
+	for k, n := range m.waiting {
+		for ; n > 0 && m.node.Serve(now, m.w.keys[k], 1); n-- {
+			m.w.ledgers[k].admit(t, m.id)
+			changed = true
+		}
+		m.waiting[k] = n
+	}
+	if m.session != nil && (changed || m.session.Wake() <= now) {
+		if m.w.tap != nil {
+			m.w.tap.note(m)
+		}
+		actions = m.session.Step(now, gossip.Event{Kind: gossip.Wake}, actions)
+	}
+	return actions
+}
+
+// message handles one message, and tells whether there is something to share.
+func (m *member) message(now, t time.Duration) bool {
+	k := 0
+	if hot := m.w.sc.hot; hot > 1 {
+		k = m.rng.IntN(hot)
+	}
+	l, n := m.w.ledgers[k], m.w.batch(m.id)
+	for range n {
+		l.ask(t)
+	}
+	if m.w.sc.wait {
+		if m.node.Demand(now, m.w.keys[k], 1) {
+			m.waiting[k]++
+		}
+		return true
+	}
+	if !m.node.Take(now, m.w.keys[k], n) {
+		return true
+	}
+	for range n {
+		l.admit(t, m.id)
+	}
+	return false
+}
+
+// Wake is [simnet.Process].
+func (m *member) Wake() time.Duration {
+	now, _ := m.w.net.Clock(m.id)
+	at := gossip.Never
+	if m.next < gossip.Never {
+		at = now + max(0, m.next-m.w.net.Now())
+	}
+	at = min(at, m.node.Wake())
+	if m.session != nil {
+		at = min(at, m.session.Wake())
+	}
+	return at
+}

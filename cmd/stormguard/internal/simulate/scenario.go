@@ -1,0 +1,212 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package simulate
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/crdt/gossip/simnet"
+)
+
+// A scenario is a row of the table: a fleet, its load, and what goes wrong.
+type scenario struct {
+	name  string
+	gate  Gate
+	nodes int
+
+	rate        float64 // of each key, tokens per second
+	burstTokens int
+	keys, hot   int   // keys that are known, and those that have load; 0 is 1
+	shareless   []int // nodes that mint nothing
+	load        load
+	batch       int  // tokens that a message takes at a node without a share; 0 is 1
+	wait        bool // messages wait for their token
+
+	loss   float64
+	burst  simnet.Burst
+	faults func(w *world) // schedules them
+
+	length   time.Duration
+	from, to time.Duration // what is judged; to 0 is length
+	sync     bool          // sync delays are measured
+
+	maxError  float64       // percent
+	extra     float64       // tokens above the bound that are stated for this fault
+	extraWhy  string        // and why
+	converge  time.Duration // limit for world.converged; 0 is none
+	maxSync   time.Duration
+	windows   [2]int  // limits for ledger.windows; 0 is none
+	fairness  float64 // no node admits more than this times its fair part; 0 is no limit
+	maxBytes  float64 // per node and second; 0 is no limit
+	formula   float64 // percent: what the fault is said to cost at most; 0 is not stated
+	expensive bool    // only with --all
+}
+
+// all is the limit of all keys that have load.
+func (sc *scenario) all() float64 { return sc.rate * float64(max(1, sc.hot)) }
+
+// A Gate says what becomes of a figure that is out of its limits.
+type Gate string
+
+// The gates.
+const (
+	Gated   Gate = "strict"  // the run fails
+	Printed Gate = "printed" // it is printed: no design can have both sides of the trade
+)
+
+const (
+	rotation = time.Second
+	accuracy = 0.3 // percent
+)
+
+// base is what a scenario has unless it says something else.
+func base(name string, nodes int, load load) scenario {
+	return scenario{
+		name: name, gate: Gated, nodes: nodes, load: load,
+		rate: 10_000, burstTokens: 500,
+		length: 16 * time.Second, from: warmUp, maxError: accuracy,
+	}
+}
+
+// long is how long a load must rotate for each node to have been hot.
+func long(nodes int) time.Duration { return max(31*time.Second, time.Duration(nodes+6)*time.Second) }
+
+// scenarios is the table.
+func scenarios() []scenario {
+	var all []scenario
+	add := func(sc scenario, with ...func(*scenario)) {
+		for _, f := range with {
+			f(&sc)
+		}
+		if sc.to == 0 {
+			sc.to = sc.length
+		}
+		all = append(all, sc)
+	}
+	lasting := func(d time.Duration) func(*scenario) { return func(sc *scenario) { sc.length = d } }
+	printed := func(formula float64) func(*scenario) {
+		return func(sc *scenario) { sc.gate, sc.formula = Printed, formula }
+	}
+
+	for _, n := range []int{3, 9, 25} {
+		add(base(fmt.Sprintf("balanced-%d", n), n, balanced(2)), func(sc *scenario) { sc.sync = n == 3 })
+		add(base(fmt.Sprintf("skew-%d", n), n, skewed))
+		add(base(fmt.Sprintf("one-hot-%d", n), n, only(0)))
+		add(base(fmt.Sprintf("rotating-%d", n), n, rotating(rotation)), lasting(long(n)))
+	}
+
+	lossy := func(sc *scenario) { sc.loss, sc.sync, sc.maxSync = 0.35, true, 11300*time.Microsecond }
+	add(base("loss-35-balanced", 3, balanced(demand)), lossy)
+	add(base("loss-35-rotating", 3, rotating(rotation)), lossy, lasting(long(3)))
+
+	// Between 2 and 14 s.
+	fault := func(begin, end func(w *world)) func(*scenario) {
+		return func(sc *scenario) {
+			sc.from, sc.to = 2*time.Second, 14*time.Second
+			sc.converge = time.Second
+			sc.faults = func(w *world) {
+				w.net.At(sc.from, func() { begin(w) })
+				w.heal(sc.to, func() { end(w) })
+			}
+		}
+	}
+	split := func(groups ...[]int) func(*scenario) {
+		return fault(func(w *world) { w.net.Split(groups...) }, func(w *world) { w.net.Heal() })
+	}
+	cut := fault(
+		func(w *world) { w.net.Cut(0, 1); w.net.Cut(0, 2) },
+		func(w *world) { w.net.Mend(0, 1); w.net.Mend(0, 2) })
+	flap := func(sc *scenario) {
+		sc.from, sc.to, sc.length = 2*time.Second, 22*time.Second, 24*time.Second
+		sc.converge = time.Second
+		sc.faults = func(w *world) {
+			w.net.Flap(0, 2*time.Second, 2*time.Second, sc.from, sc.to)
+			w.heal(sc.to, func() { w.net.Heal() })
+		}
+	}
+	sides := rotatingWithin(rotation, []int{0}, []int{1, 2})
+	add(base("split-1+2", 3, balanced(demand)), split([]int{0}, []int{1, 2}))
+	add(base("split-1+1+1", 3, balanced(demand)), split([]int{0}, []int{1}, []int{2}))
+	add(base("split-1+2-rotating-within", 3, sides), split([]int{0}, []int{1, 2}))
+	add(base("one-way-balanced", 3, balanced(demand)), cut)
+	add(base("one-way-rotating-within", 3, sides), cut)
+	add(base("flaps-balanced", 3, balanced(demand)), flap)
+	add(base("flaps-rotating-within", 3, sides), flap)
+
+	clocks := func(sc *scenario) {
+		sc.faults = func(w *world) {
+			for i, ppm := range []int{-200, 0, 200} {
+				w.net.Drift(i, ppm)
+				w.net.StepWall(i, time.Duration(i-1)*87*time.Millisecond)
+			}
+			for t := time.Second; t < sc.length; t += time.Second {
+				w.net.At(t, func() {
+					by := 87 * time.Millisecond
+					if t/time.Second%2 == 0 {
+						by = -by
+					}
+					w.net.StepWall(int(t/time.Second)%3, by)
+				})
+			}
+		}
+	}
+	add(base("clocks-balanced", 3, balanced(demand)), clocks)
+	add(base("clocks-rotating", 3, rotating(rotation)), clocks, lasting(long(3)))
+
+	// From a full bucket: 5 + 10·5 in ten seconds, less the clocks' allowance.
+	add(base("five-a-second-10", 10, after(3*time.Second, balanced(5))), func(sc *scenario) {
+		sc.rate, sc.burstTokens, sc.wait = 5, 5, true
+		sc.length, sc.from, sc.to = 14*time.Second, 3*time.Second, 13*time.Second
+		sc.maxError, sc.windows, sc.fairness = 100, [2]int{53, 55}, 3
+	})
+
+	restarting := func(node int) func(*scenario) {
+		return func(sc *scenario) {
+			sc.maxError = 1
+			sc.faults = func(w *world) {
+				for t := warmUp; t < sc.length; t += time.Second {
+					w.net.At(t, func() { w.net.Restart(node) })
+				}
+			}
+		}
+	}
+	add(base("borrower-crash-loop", 4, balanced(demand)), restarting(3), func(sc *scenario) { sc.shareless = []int{3} })
+	add(base("lender-crash-loop", 4, balanced(demand)), restarting(0), func(sc *scenario) { sc.shareless, sc.batch = []int{3}, 50 })
+
+	stopped := func(do func(w *world)) func(*scenario) {
+		return func(sc *scenario) {
+			sc.maxError = 100 // what a stopped process does not do is not the limiter's error
+			sc.extra, sc.extraWhy = float64(sc.burstTokens), "what a stopped process held may be spent after it was written off"
+			sc.faults = func(w *world) { w.net.At(4*time.Second, func() { do(w) }) }
+		}
+	}
+	add(base("sigstop-3s", 3, balanced(demand)), stopped(func(w *world) { w.net.Suspend(0, 3*time.Second) }))
+	add(base("vm-pause-3s", 3, balanced(demand)), stopped(func(w *world) { w.net.Pause(0, 3*time.Second) }))
+
+	// Cut off, a node has its third. One way is as good as both: no echo, no loan.
+	add(base("rotating-across-one-way", 3, rotating(rotation)), cut, printed(-46.7))
+	add(base("rotating-across-flaps", 3, rotating(rotation)), flap, printed(0))
+	add(base("lone-loaded-node-cut-off", 3, only(0)), split([]int{0}, []int{1, 2}), printed(-66.7))
+	add(base("crash-2s", 3, balanced(demand)), printed(0), func(sc *scenario) {
+		sc.faults = func(w *world) {
+			w.net.At(4*time.Second, func() { w.net.Crash(0) })
+			w.net.At(6*time.Second, func() { w.net.Restart(0) })
+		}
+	})
+	add(base("suspend-10s", 3, only(0)), printed(0), func(sc *scenario) {
+		sc.faults = func(w *world) { w.net.At(3*time.Second, func() { w.net.Suspend(0, 10*time.Second) }) }
+	})
+	add(base("rotating-100ms", 3, rotating(100*time.Millisecond)), printed(0))
+	add(base("loss-in-bursts", 3, rotating(rotation)), printed(0), lasting(long(3)), func(sc *scenario) {
+		sc.burst = simnet.Burst{Good: 20 * time.Millisecond, Bad: 10 * time.Millisecond, Loss: 1}
+		sc.sync = true
+	})
+	many := func(sc *scenario) {
+		sc.keys, sc.hot, sc.length = 1000, 10, 12*time.Second
+		sc.maxBytes, sc.expensive = 2e6, true
+	}
+	add(base("1000-keys-50", 50, balanced(demand)), many)
+	return all
+}

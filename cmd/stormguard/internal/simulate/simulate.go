@@ -1,0 +1,242 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Package simulate runs the limiter and the gossip session of a whole fleet, the
+// code that ships, through a table of faults in simulated time, and judges from
+// outside what the fleet admitted.
+package simulate
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"runtime"
+	"strings"
+	"sync"
+	"text/tabwriter"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/crdt/gossip"
+)
+
+// Strategy is what divides the limit.
+type Strategy string
+
+// The strategies.
+const (
+	Strict Strategy = "strict" // token escrow with loans
+	Static Strategy = "static" // a fixed part for each node, for comparison
+)
+
+// Config says what to run.
+type Config struct {
+	Strategy Strategy
+	Seed     uint64
+	Only     []string // parts of scenarios' names; unset is all but the expensive ones
+	All      bool     // the expensive ones too
+	JSON     bool
+}
+
+// Result is what one scenario came to.
+type Result struct {
+	Name  string `json:"name"`
+	Gate  Gate   `json:"gate"`
+	Nodes int    `json:"nodes"`
+
+	Error       float64 `json:"error_percent"`
+	MaxError    float64 `json:"error_limit_percent"`
+	Over        float64 `json:"over_budget_tokens"`
+	StatedExtra float64 `json:"stated_extra_tokens"`
+	ExtraWhy    string  `json:"stated_extra_why,omitempty"`
+	SyncP99     float64 `json:"sync_p99_ms"`     // 0: not measured
+	Converged   float64 `json:"converged_ms"`    // after the fault; 0: not measured, -1: never
+	Formula     float64 `json:"formula_percent"` // what the fault is said to cost; 0: not stated
+	BytesPerSec float64 `json:"bytes_per_node_second"`
+	Fewest      int     `json:"fewest_in_10s,omitempty"`
+	Most        int     `json:"most_in_10s,omitempty"`
+	Share       float64 `json:"largest_share"` // of one node, times its fair part
+	Asked       int     `json:"asked"`
+	Admitted    int     `json:"admitted"`
+
+	Seed   uint64   `json:"seed"`
+	Trace  string   `json:"trace_hash"`
+	Took   float64  `json:"seconds"`
+	Passed bool     `json:"passed"`
+	Why    []string `json:"why,omitempty"` // it did not
+}
+
+// ErrUsage means that a Config asks for what there is not.
+var ErrUsage = errors.New("simulate")
+
+// ErrFailed means that a gated scenario is out of its limits.
+var ErrFailed = errors.New("a scenario is out of its limits")
+
+// Run runs what cfg says and prints it. The error is [ErrFailed] if a gated
+// scenario failed; its text names them.
+func Run(ctx context.Context, cfg Config, stdout, stderr io.Writer) error {
+	chosen, err := cfg.choose()
+	if err != nil {
+		return err
+	}
+	results := make([]Result, len(chosen))
+	next := make(chan int)
+	var runners sync.WaitGroup
+	var mu sync.Mutex // of stderr
+	for range min(len(chosen), runtime.GOMAXPROCS(0)) {
+		runners.Go(func() {
+			for i := range next {
+				results[i] = run(&chosen[i], cfg.Strategy, cfg.Seed)
+				mu.Lock()
+				fmt.Fprintf(stderr, "%-28s %6.1f s  %s\n", results[i].Name, results[i].Took, results[i].verdict())
+				mu.Unlock()
+			}
+		})
+	}
+	for i := range chosen {
+		select {
+		case next <- i:
+			continue
+		case <-ctx.Done():
+		}
+		break
+	}
+	close(next)
+	runners.Wait()
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	if cfg.JSON {
+		err = json.NewEncoder(stdout).Encode(struct {
+			Scenarios []Result `json:"scenarios"`
+		}{results})
+	} else {
+		err = table(stdout, results)
+	}
+	var failed []string
+	for _, r := range results {
+		if r.Gate == Gated && !r.Passed {
+			failed = append(failed, r.Name)
+		}
+	}
+	if len(failed) > 0 {
+		err = errors.Join(err, fmt.Errorf("%w: %s", ErrFailed, strings.Join(failed, ", ")))
+	}
+	return err
+}
+
+func (c Config) choose() (chosen []scenario, err error) {
+	switch c.Strategy {
+	case Strict, Static:
+	default:
+		return nil, fmt.Errorf("%w: strategy %q is neither %s nor %s", ErrUsage, c.Strategy, Strict, Static)
+	}
+	for _, sc := range scenarios() {
+		wanted := len(c.Only) == 0 && (c.All || !sc.expensive)
+		for _, part := range c.Only {
+			wanted = wanted || strings.Contains(sc.name, part)
+		}
+		if wanted {
+			chosen = append(chosen, sc)
+		}
+	}
+	if len(chosen) == 0 {
+		return nil, fmt.Errorf("%w: no scenario's name has any of %q", ErrUsage, c.Only)
+	}
+	return chosen, nil
+}
+
+// run runs one scenario and judges it.
+func run(sc *scenario, strategy Strategy, seed uint64) Result {
+	start := time.Now()
+	w := newWorld(sc, strategy, seed)
+	w.run()
+	r := Result{
+		Name: sc.name, Gate: sc.gate, Nodes: sc.nodes,
+		MaxError: sc.maxError, StatedExtra: sc.extra, ExtraWhy: sc.extraWhy, Formula: sc.formula,
+		Seed: seed, Trace: fmt.Sprintf("%016x", w.net.Hash()), SyncP99: milliseconds(w.tap.p99()),
+		BytesPerSec: float64(w.net.Stats().Bytes) / float64(sc.nodes) / sc.length.Seconds(),
+	}
+	byNode := make([]int, sc.nodes)
+	for _, l := range w.ledgers {
+		if e := l.worst(sc.from, sc.to); math.Abs(e) >= math.Abs(r.Error) {
+			r.Error = e
+		}
+		r.Over = max(r.Over, l.over)
+		r.Asked += total(l.asked)
+		r.Admitted += total(l.admitted)
+		for i, n := range l.byNode {
+			byNode[i] += n
+		}
+	}
+	if sc.windows != [2]int{} {
+		r.Fewest, r.Most = w.ledgers[0].windows(sc.from, sc.to)
+	}
+	for _, n := range byNode {
+		r.Share = max(r.Share, float64(n)*float64(sc.nodes)/float64(max(1, r.Admitted)))
+	}
+	r.Converged = milliseconds(w.converged)
+	if w.converged == gossip.Never {
+		r.Converged = -1
+	}
+	r.judge(sc, strategy)
+	r.Took = time.Since(start).Seconds()
+	return r
+}
+
+// judge says what is out of its limits. A thousandth of a token is rounding.
+func (r *Result) judge(sc *scenario, strategy Strategy) {
+	wrong := func(format string, args ...any) { r.Why = append(r.Why, fmt.Sprintf(format, args...)) }
+	if f := math.Abs(sc.formula); f > 0 {
+		// A bound that is never approached is wrong too.
+		if e := math.Abs(r.Error); strategy == Strict && (e > f+sc.maxError || e < 0.3*f) {
+			wrong("error %+.2f %%, said to be up to %+.2f %%", r.Error, sc.formula)
+		}
+	} else if math.Abs(r.Error) > sc.maxError {
+		wrong("error %+.2f %%, the limit is %.2f %%", r.Error, sc.maxError)
+	}
+	if r.Over > sc.extra+1e-3 {
+		wrong("%.3f tokens over the bound, %.0f are stated", r.Over, sc.extra)
+	}
+	if sc.maxSync > 0 && strategy == Strict && r.SyncP99 > milliseconds(sc.maxSync) {
+		wrong("sync p99 %.1f ms, the limit is %.1f ms", r.SyncP99, milliseconds(sc.maxSync))
+	}
+	if sc.converge > 0 && strategy == Strict && (r.Converged < 0 || r.Converged > milliseconds(sc.converge)) {
+		wrong("not equal again within %v", sc.converge)
+	}
+	if sc.windows != [2]int{} && (r.Fewest < sc.windows[0] || r.Most > sc.windows[1]) {
+		wrong("%d to %d admissions in 10 s, the limits are %d and %d", r.Fewest, r.Most, sc.windows[0], sc.windows[1])
+	}
+	if sc.fairness > 0 && r.Share > sc.fairness {
+		wrong("a node admitted %.1f times its part, the limit is %.1f", r.Share, sc.fairness)
+	}
+	if sc.maxBytes > 0 && r.BytesPerSec > sc.maxBytes {
+		wrong("%.0f bytes a second and node, the limit is %.0f", r.BytesPerSec, sc.maxBytes)
+	}
+	r.Passed = len(r.Why) == 0
+}
+
+func (r *Result) verdict() string {
+	switch {
+	case r.Passed:
+		return "ok"
+	case r.Gate == Printed:
+		return "printed: " + strings.Join(r.Why, "; ")
+	default:
+		return "FAILED: " + strings.Join(r.Why, "; ")
+	}
+}
+
+func milliseconds(d time.Duration) float64 { return float64(d) / 1e6 }
+
+func table(w io.Writer, results []Result) error {
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
+	fmt.Fprintln(t, "scenario\tnodes\tgate\terror %\tover\tstated\tsync p99 ms\tequal again ms\tKB/s per node\ttrace\t\t")
+	for _, r := range results {
+		fmt.Fprintf(t, "%s\t%d\t%s\t%+.3f\t%.3f\t%.0f\t%.1f\t%.0f\t%.0f\t%s\t%s\t\n",
+			r.Name, r.Nodes, r.Gate, r.Error, r.Over, r.StatedExtra, r.SyncP99, r.Converged, r.BytesPerSec/1000, r.Trace, r.verdict())
+	}
+	return t.Flush()
+}

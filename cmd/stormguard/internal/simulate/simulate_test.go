@@ -1,0 +1,177 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package simulate
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"io"
+	"strings"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"pgregory.net/rapid"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// row is a scenario of the table, shortened.
+func row(t *testing.T, name string, length time.Duration) *scenario {
+	t.Helper()
+	for _, sc := range scenarios() {
+		if sc.name == name {
+			sc.length = length
+			sc.to = min(sc.to, length)
+			return &sc
+		}
+	}
+	t.Fatalf("no scenario %s", name)
+	return nil
+}
+
+// A few rows, short, with every kind of figure. The table itself is a run of the
+// command.
+func TestRows(t *testing.T) {
+	t.Parallel()
+	for name, length := range map[string]time.Duration{
+		"rotating-3": 6 * time.Second, "loss-35-rotating": 6 * time.Second, "split-1+2": 16 * time.Second,
+		"borrower-crash-loop": 6 * time.Second,
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			sc := row(t, name, length)
+			r := run(sc, Strict, 3)
+			t.Logf("%+v", r)
+			if !r.Passed || r.Admitted == 0 || r.Asked <= r.Admitted {
+				t.Errorf("%s", r.verdict())
+			}
+			if sc.sync && (r.SyncP99 <= 0 || r.SyncP99 > 11.3) {
+				t.Errorf("sync p99 is %v ms", r.SyncP99)
+			}
+			if sc.converge > 0 && r.Converged <= 0 {
+				t.Error("nothing was missed in the split")
+			}
+		})
+	}
+}
+
+// A seed is a run: the same hash and the same figures again, and other ones for
+// another seed.
+func TestSeedsRepeat(t *testing.T) {
+	sc := row(t, "loss-35-rotating", 2*time.Second)
+	first, again, other := run(sc, Strict, 7), run(sc, Strict, 7), run(sc, Strict, 8)
+	first.Took, again.Took = 0, 0
+	if first.Trace != again.Trace || first.Admitted != again.Admitted || first.Error != again.Error {
+		t.Errorf("one seed, two runs:\n%+v\n%+v", first, again)
+	}
+	if first.Trace == other.Trace {
+		t.Error("two seeds, one run")
+	}
+}
+
+// A table that a fixed division of the limit passes would show nothing.
+func TestStaticFails(t *testing.T) {
+	for _, name := range []string{"skew-3", "rotating-3", "loss-35-rotating", "clocks-rotating", "one-way-rotating-within"} {
+		if r := run(row(t, name, 8*time.Second), Static, 1); r.Passed || r.Error > -20 {
+			t.Errorf("%s: a fixed division has an error of %.1f %%", name, r.Error)
+		}
+	}
+	if r := run(row(t, "balanced-3", 4*time.Second), Static, 1); r.Over > 0.5 {
+		t.Errorf("a fixed division is over the bound: %+v", r)
+	}
+}
+
+// Two limits where one was meant are seen.
+func TestOverIsSeen(t *testing.T) {
+	sc := row(t, "balanced-3", 4*time.Second)
+	twice := *sc
+	w := newWorld(&twice, Strict, 1)
+	w.ledgers[0].bound.rate /= 2
+	w.run()
+	if w.ledgers[0].over < 5000 {
+		t.Errorf("%.0f tokens over half the limit", w.ledgers[0].over)
+	}
+}
+
+// The ledger's sliding sums are what they are by definition.
+func TestLedger(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		const length = 14 * time.Second
+		rate, burst := rapid.Float64Range(1, 200).Draw(t, "rate"), float64(rapid.IntRange(1, 50).Draw(t, "burst"))
+		l := newLedger(rate, burst, length, 2)
+		var at []time.Duration
+		for now := time.Duration(0); len(at) < 300; {
+			now += time.Duration(rapid.Int64Range(0, int64(80*time.Millisecond)).Draw(t, "gap"))
+			if now >= length {
+				break
+			}
+			l.ask(now)
+			if rapid.Bool().Draw(t, "admitted") {
+				l.admit(now, rapid.IntRange(0, 1).Draw(t, "node"))
+				at = append(at, now)
+			}
+		}
+		over := 0.0
+		for i := range at {
+			for j := i; j < len(at); j++ {
+				over = max(over, float64(j-i+1)-burst-rate*(at[j]-at[i]).Seconds())
+			}
+		}
+		if d := l.over - over; d > 1e-6 || d < -1e-6 {
+			t.Fatalf("over is %v, by definition %v", l.over, over)
+		}
+		from, to := time.Duration(0), length
+		fewest, most := l.windows(from, to)
+		worst := 0.0
+		for i := int(from / bin); i+int(window/bin) <= int(to/bin); i++ {
+			n, want := total(l.admitted[i:i+int(window/bin)]), total(l.wanted[i:i+int(window/bin)])
+			if n < fewest || n > most {
+				t.Fatalf("%d admissions, not from %d to %d", n, fewest, most)
+			}
+			if e := 100 * float64(n-want) / float64(want); want > 0 && e*e > worst*worst {
+				worst = e
+			}
+		}
+		if got := l.worst(from, to); got*got-worst*worst > 1e-6 || worst*worst-got*got > 1e-6 {
+			t.Fatalf("worst is %v, by definition %v", got, worst)
+		}
+	})
+}
+
+func TestRun(t *testing.T) {
+	var out bytes.Buffer
+	cfg := Config{Strategy: Static, Seed: 1, Only: []string{"skew-3", "suspend"}, JSON: true}
+	err := Run(t.Context(), cfg, &out, io.Discard)
+	if !errors.Is(err, ErrFailed) || !strings.Contains(err.Error(), "skew-3") || strings.Contains(err.Error(), "suspend") {
+		t.Errorf("%v", err)
+	}
+	var got struct{ Scenarios []Result }
+	if err := json.Unmarshal(out.Bytes(), &got); err != nil || len(got.Scenarios) != 2 || got.Scenarios[0].Trace == "" {
+		t.Errorf("%v: %s", err, out.String())
+	}
+	for _, bad := range []Config{{Strategy: "max"}, {Strategy: Strict, Only: []string{"nothing"}}} {
+		if err := Run(t.Context(), bad, io.Discard, io.Discard); !errors.Is(err, ErrUsage) {
+			t.Errorf("%+v: %v", bad, err)
+		}
+	}
+}
+
+// Each scenario of the table can be run and has a name and limits of its own.
+func TestTable(t *testing.T) {
+	seen := map[string]bool{}
+	for _, sc := range scenarios() {
+		if seen[sc.name] || sc.name == "" {
+			t.Errorf("%q twice", sc.name)
+		}
+		seen[sc.name] = true
+		if sc.from >= sc.to || sc.to > sc.length || sc.maxError <= 0 {
+			t.Errorf("%s: judged from %v to %v of %v, error %v", sc.name, sc.from, sc.to, sc.length, sc.maxError)
+		}
+		if sc.gate == Gated && sc.maxError > 1 && sc.windows == [2]int{} && sc.extra == 0 {
+			t.Errorf("%s is strict and has no limit", sc.name)
+		}
+	}
+}

@@ -1,0 +1,107 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package simulate
+
+import (
+	"encoding/binary"
+	"errors"
+	"slices"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/crdt/gossip"
+)
+
+// A tap measures how long each change of a section takes to reach each peer,
+// from the instant of the change to that of its merge. It puts the section's
+// mark before what the section sends.
+type tap struct {
+	pairs  map[[2]int]*pending
+	delays []time.Duration
+	from   time.Duration // what changed before is not counted
+}
+
+// pending are the changes that one node has for another and the other has not
+// merged.
+type pending struct {
+	mark uint64
+	at   []change
+}
+
+type change struct {
+	mark uint64
+	at   time.Duration
+}
+
+func newTap(from time.Duration) *tap {
+	return &tap{pairs: make(map[[2]int]*pending), from: from}
+}
+
+func (t *tap) pair(from, to int) *pending {
+	p := t.pairs[[2]int{from, to}]
+	if p == nil {
+		p = &pending{}
+		t.pairs[[2]int{from, to}] = p
+	}
+	return p
+}
+
+// note books what has changed at a member.
+func (t *tap) note(m *member) {
+	now := m.w.net.Now()
+	for to, other := range m.w.members {
+		if to == m.id || other == nil {
+			continue
+		}
+		p := t.pair(m.id, to)
+		if mark := m.node.Mark(other.node.Self()); mark > p.mark {
+			p.mark = mark
+			p.at = append(p.at, change{mark, now})
+		}
+	}
+}
+
+// p99 is the 99th percentile of all delays; 0 if nothing was measured.
+func (t *tap) p99() time.Duration {
+	if t == nil || len(t.delays) == 0 {
+		return 0
+	}
+	slices.Sort(t.delays)
+	return t.delays[min(len(t.delays)-1, len(t.delays)*99/100)]
+}
+
+// tapped is a section with a tap.
+type tapped struct {
+	gossip.Section
+	tap *tap
+	w   *world
+	id  int
+}
+
+func (s *tapped) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64, room int) ([]byte, uint64) {
+	start := len(b)
+	b = append(b, make([]byte, 8)...)
+	b, upto := s.Section.Delta(now, b, to, since, room-8)
+	binary.BigEndian.PutUint64(b[start:], upto)
+	return b, upto
+}
+
+func (s *tapped) Merge(c crdt.Contact, b []byte) error {
+	if len(b) < 8 {
+		return errors.New("no mark")
+	}
+	if err := s.Section.Merge(c, b[8:]); err != nil {
+		return err
+	}
+	from := s.w.number(c.From.Name)
+	p, mark, now := s.tap.pair(from, s.id), binary.BigEndian.Uint64(b), s.w.net.Now()
+	n := 0
+	for ; n < len(p.at) && p.at[n].mark <= mark; n++ {
+		if p.at[n].at >= s.tap.from {
+			s.tap.delays = append(s.tap.delays, now-p.at[n].at)
+		}
+	}
+	p.at = slices.Delete(p.at, 0, n)
+	return nil
+}

@@ -1,0 +1,171 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package simulate
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/crdt/gossip"
+	"github.com/stormguard-mq/stormguard/crdt/gossip/simnet"
+	"github.com/stormguard-mq/stormguard/limiter"
+)
+
+// A world is one run of one scenario.
+type world struct {
+	sc       *scenario
+	strategy Strategy
+	net      *simnet.Net
+	names    []string
+	numbers  map[string]int
+	keys     []string
+	members  []*member // what runs, by node
+	ledgers  []*ledger // by hot key
+	tap      *tap      // nil unless sync delays are measured
+	rotation []int     // see rotating
+
+	healed    map[[2]int]uint64 // marks that had to be acknowledged when packets flowed again
+	healedAt  time.Duration
+	converged time.Duration
+}
+
+// warmUp is not judged.
+const warmUp = time.Second
+
+func newWorld(sc *scenario, strategy Strategy, seed uint64) *world {
+	w := &world{sc: sc, strategy: strategy, numbers: make(map[string]int)}
+	w.net = simnet.New(simnet.Config{Seed: seed, Link: simnet.Link{
+		Base: 500 * time.Microsecond, Jitter: 500 * time.Microsecond, Loss: sc.loss, Burst: sc.burst,
+	}})
+	for i := range sc.nodes {
+		w.names = append(w.names, fmt.Sprintf("n%02d", i))
+		w.numbers[w.names[i]] = i
+	}
+	for k := range max(1, sc.keys) {
+		w.keys = append(w.keys, fmt.Sprintf("k%03d", k))
+	}
+	for range max(1, sc.hot) {
+		w.ledgers = append(w.ledgers, newLedger(sc.rate, float64(sc.burstTokens), sc.length, sc.nodes))
+	}
+	if sc.sync && w.shared() {
+		w.tap = newTap(warmUp)
+	}
+	w.members = make([]*member, sc.nodes)
+	w.rotation = rand.New(rand.NewPCG(seed, 1)).Perm(sc.nodes)
+	for i := range sc.nodes {
+		w.net.Add(w.boot(i))
+	}
+	return w
+}
+
+// run lets the whole scenario happen.
+func (w *world) run() {
+	if w.sc.faults != nil {
+		w.sc.faults(w)
+	}
+	w.net.Run(w.sc.length)
+}
+
+func (w *world) shared() bool { return w.strategy == Strict }
+
+func (w *world) number(name string) int { return w.numbers[name] }
+
+// seeds are two neighbours: everybody else is heard of.
+func (w *world) seeds(id int) []int {
+	n := w.sc.nodes
+	all := []int{(id + 1) % n, (id + n - 1) % n}
+	return slices.Compact(slices.DeleteFunc(all, func(s int) bool { return s == id }))
+}
+
+// config is the limiter's of a node.
+func (w *world) config(id int) limiter.Config {
+	sc := w.sc
+	if w.strategy == Static {
+		// Each has its part of the limit, and nobody hears of it.
+		n := float64(sc.nodes)
+		if w.noShare(id) {
+			return limiter.Config{Limit: limiter.Limit{Rate: 0.001, Burst: 1}}
+		}
+		return limiter.Config{Limit: limiter.Limit{Rate: sc.rate / n, Burst: max(1, int(float64(sc.burstTokens)/n))}}
+	}
+	c := limiter.Config{Limit: limiter.Limit{Rate: sc.rate, Burst: sc.burstTokens}}
+	for i, name := range w.names {
+		c.Roster.Members = append(c.Roster.Members, limiter.Member{Name: name, NoShare: w.noShare(i)})
+	}
+	return c
+}
+
+func (w *world) noShare(id int) bool { return slices.Contains(w.sc.shareless, id) }
+
+// batch is how many tokens a message takes at a node.
+func (w *world) batch(id int) int {
+	if w.noShare(id) {
+		return max(1, w.sc.batch)
+	}
+	return 1
+}
+
+// draw is when the next message comes in after t, Poisson at the rate that the
+// scenario has for the node: exponential steps, begun anew wherever the rate
+// changes.
+func (w *world) draw(m *member, t time.Duration) time.Duration {
+	for t < w.sc.length {
+		rate, until := w.sc.load(w, m.id, t)
+		if rate > 0 {
+			messages := rate / float64(w.batch(m.id))
+			step := -math.Log1p(-m.rng.Float64()) / messages
+			if at := t + time.Duration(step*1e9); at < until {
+				return at
+			}
+		}
+		t = until
+	}
+	return gossip.Never
+}
+
+// heal ends the fault, and looks from then on how long it takes until every
+// node has from each other what it had missed.
+func (w *world) heal(at time.Duration, mend func()) {
+	w.net.At(at, func() {
+		mend()
+		if !w.shared() {
+			return
+		}
+		w.healed, w.healedAt = make(map[[2]int]uint64), at
+		for i, m := range w.members {
+			for j, other := range w.members {
+				if i != j && m != nil && other != nil {
+					w.healed[[2]int{i, j}] = m.node.Mark(other.node.Self())
+				}
+			}
+		}
+		w.watch()
+	})
+}
+
+// watch asks each millisecond whether what was missed has been acknowledged.
+func (w *world) watch() {
+	now := w.net.Now()
+	for i, m := range w.members {
+		own, _ := w.net.Clock(i)
+		for _, p := range m.session.Peers(own, nil) {
+			pair := [2]int{i, w.number(p.Name)}
+			if mark, missing := w.healed[pair]; missing && p.HearsUs && m.node.Mark(p.Replica)-p.Unacked >= mark {
+				delete(w.healed, pair)
+			}
+		}
+	}
+	if len(w.healed) == 0 {
+		w.converged = max(w.converged, now-w.healedAt)
+		return
+	}
+	if now < w.sc.length {
+		w.net.At(now+time.Millisecond, w.watch)
+	} else {
+		w.converged = gossip.Never
+	}
+}
