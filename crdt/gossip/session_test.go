@@ -857,7 +857,7 @@ func TestMalformedIntroduction(t *testing.T) {
 	_ = b
 }
 
-// The peer's wall clock is 70 ms ahead; the packet waited 5 ms in its hands.
+// The peer's wall clock is 70 ms ahead, and it keeps the stamp for 5 and 7 ms.
 func TestOffset(t *testing.T) {
 	a, b := newEnd(t, "a", 1, 1), newEnd(t, "b", 1, 2)
 	const epoch = 1_800_000_000_000_000_000
@@ -869,11 +869,20 @@ func TestOffset(t *testing.T) {
 	toA := one(t, step(b, 2*ms, 70*ms, Event{Kind: Packet, Addr: a.addr, Packet: hello}))
 	toB := one(t, step(a, 3*ms, 0, Event{Kind: Packet, Addr: b.addr, Packet: toA}))
 	_ = step(b, 4*ms, 70*ms, Event{Kind: Packet, Addr: a.addr, Packet: toB})
-	b.peers[0].wallAt = 0
+	a.peers[0].rtt = rttFilter{} // the next sample alone is to be judged
 	b.led.mark = 1
 	toA = one(t, step(b, 9*ms, 70*ms, Event{Kind: Wake}))
+	if h, _ := parse(t, toA); h.flags&flagWall != 0 {
+		t.Error("a second wall stamp within 250ms")
+	}
 	step(a, 10*ms, 0, Event{Kind: Packet, Addr: b.addr, Packet: toA})
-	p := a.Peers(10*ms, nil)[0]
+	if p := a.Peers(10*ms, nil)[0]; p.HasOffset || p.RTT != 2*ms {
+		t.Errorf("without a wall stamp: rtt %v, offset %v (%v)", p.RTT, p.Offset, p.HasOffset)
+	}
+	b.peers[0].wallAt = 0
+	toA = one(t, step(b, 11*ms, 70*ms, Event{Kind: Wake}))
+	step(a, 12*ms, 0, Event{Kind: Packet, Addr: b.addr, Packet: toA})
+	p := a.Peers(12*ms, nil)[0]
 	if !p.HasOffset || p.RTT != 2*ms || p.Offset != 70*ms {
 		t.Errorf("rtt %v, offset %v (%v)", p.RTT, p.Offset, p.HasOffset)
 	}
