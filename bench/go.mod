@@ -18,6 +18,7 @@ require (
 	github.com/sony/gobreaker v1.0.0
 	github.com/stormguard-mq/stormguard v0.0.0
 	go.opentelemetry.io/otel/sdk/metric v1.47.0
+	golang.org/x/time v0.16.0
 )
 
 require (
@@ -57,5 +58,4 @@ require (
 	golang.org/x/crypto v0.58.0 // indirect
 	golang.org/x/net v0.60.0 // indirect
 	golang.org/x/sys v0.49.0 // indirect
-	golang.org/x/time v0.16.0 // indirect
 )

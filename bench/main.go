@@ -43,6 +43,7 @@ var groups = []Group{
 	noise,
 	hotpath,
 	ring,
+	limit,
 	jetStream,
 	kafka,
 	rabbitMQ,

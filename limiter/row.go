@@ -9,6 +9,10 @@ import (
 	"time"
 )
 
+// nanosPerMicro is how many nano-tokens per second times nanoseconds make a
+// micro-token.
+const nanosPerMicro = 1e12
+
 // never is a time that does not come.
 const never = time.Duration(math.MaxInt64)
 
@@ -117,7 +121,6 @@ func (r *row) mint(now, from time.Duration) {
 		return
 	}
 	r.mintedAt = now
-	const nanosPerMicro = 1e12 // nano-tokens per second times nanoseconds in a micro-token
 	due := int64(maxValue)
 	hi, lo := bits.Mul64(r.rate, uint64(now-since))
 	lo, carry := bits.Add64(lo, r.minted, 0)
@@ -144,11 +147,19 @@ func (r *row) until(level int64) time.Duration {
 	case r.rate == 0 || level > r.cap:
 		return never
 	}
-	d := math.Ceil((float64(missing)*1e12 - float64(r.minted)) / float64(r.rate))
+	hi, lo := bits.Mul64(uint64(missing), nanosPerMicro)
+	lo, borrow := bits.Sub64(lo, r.minted, 0)
+	if hi -= borrow; hi >= r.rate {
+		return never
+	}
+	d, rest := bits.Div64(hi, lo, r.rate)
+	if rest > 0 {
+		d++
+	}
 	if d >= 1<<62 {
 		return never
 	}
-	return time.Duration(d) + 1
+	return time.Duration(d)
 }
 
 // free are the own tokens that the node may spend here and now. At a home that
