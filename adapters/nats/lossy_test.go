@@ -26,7 +26,8 @@ type frame struct {
 	body    string // behind the headers
 }
 
-func (f frame) pull() bool { return strings.HasPrefix(f.subject, "$JS.API.CONSUMER.MSG.NEXT.") }
+func (f frame) pull() bool     { return strings.HasPrefix(f.subject, "$JS.API.CONSUMER.MSG.NEXT.") }
+func (f frame) progress() bool { return f.body == "+WPI" }
 
 // lossy is a TCP proxy in front of the broker, which loses what a test says of
 // what clients publish. Neither side hears of that.
