@@ -69,9 +69,12 @@ func (b *broker) stop() {
 
 func (b *broker) url() string { return fmt.Sprintf("nats://127.0.0.1:%d", b.port) }
 
+// connectTimeout is one that only a failure meets; nats.go's own is 2s.
+const connectTimeout = 20 * time.Second
+
 func (b *broker) connect() *nats.Conn {
 	b.t.Helper()
-	nc, err := nats.Connect(b.url(), nats.MaxReconnects(-1), nats.ReconnectWait(50*time.Millisecond))
+	nc, err := nats.Connect(b.url(), nats.MaxReconnects(-1), nats.ReconnectWait(50*time.Millisecond), nats.Timeout(connectTimeout))
 	if err != nil {
 		b.t.Fatal(err)
 	}

@@ -145,7 +145,7 @@ func (i *inspection) consumer(c jetstream.ConsumerConfig) {
 			severity, then = guard.Danger, "a new one passes what was not handled"
 		}
 		i.add(severity, where, edit+"--inactive-threshold=0",
-			"InactiveThreshold is %s: when no process runs for longer the server deletes it with its position, and %s", c.InactiveThreshold, then)
+			"InactiveThreshold is %s: when no process is connected for longer the server deletes it with its position, and %s", c.InactiveThreshold, then)
 	}
 	if c.MaxDeliver > 0 && c.MaxDeliver < minMaxDeliver {
 		i.add(guard.Warning, where, edit+"--max-deliver=-1",

@@ -18,9 +18,11 @@ import (
 )
 
 const (
-	// pullExpiry and pullHeartbeat bound a stalled pull: a heartbeat that is
-	// missing for twice its period makes nats.go pull again, so after 2s instead
-	// of its default of 30.
+	// pullExpiry and pullHeartbeat bound a stall: nats.go waits for messages while
+	// the server knows of no pull, since the request was lost, or since nats.go
+	// left it out while another was being written. Two missing heartbeats make it
+	// pull again, so after 2s instead of its default of 30, and report
+	// jetstream.ErrNoHeartbeat, upon which examine looks at the consumer.
 	pullExpiry    = 10 * time.Second
 	pullHeartbeat = time.Second
 	// maxPull is nats.go's own default.
@@ -332,9 +334,11 @@ func (in *intake) report(err error) {
 	}
 }
 
-// examine tells whether an error of the pull is the end of the consumer. A
-// missing heartbeat or responder may be a stalled pull, a restart or a deleted
-// consumer: only the server can tell.
+// examine tells whether an error of the pull is the end of the consumer; if not
+// it returns nil, and nats.go goes on by itself. A missing heartbeat or responder
+// may be a stalled pull, a restart or a deleted consumer, and nats.go takes each
+// for something that passes. So the server is asked for the consumer: it tells of
+// a deletion by itself only where a pull is open.
 func (in *intake) examine(ctx context.Context, err error) error {
 	switch {
 	case errors.Is(err, jetstream.ErrConnectionClosed), errors.Is(err, nats.ErrConnectionClosed):

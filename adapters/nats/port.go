@@ -75,8 +75,11 @@ func (p *msgPort) Ack(m jetstream.Msg) error {
 	return m.DoubleAck(ctx)
 }
 
-// Extend sends one +WPI for each message. It is fire and forget: of the three
-// within an AckWait one may be lost.
+// Extend sends one +WPI for each message. It is fire and forget. They come each
+// third of the AckWait, so one that is lost leaves the next a third of it to be
+// late; behind two in a row the next is due at the deadline itself. A message's
+// first one comes up to a sixth and [settleTime] later if it was in nats.go's
+// buffer, and has that much less to spare.
 func (p *msgPort) Extend(ms []jetstream.Msg) {
 	for _, m := range ms {
 		_ = m.InProgress() // settled meanwhile, or the connection is down: the server decides

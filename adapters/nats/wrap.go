@@ -126,12 +126,25 @@ type wrappedMsg struct {
 	done  atomic.Bool
 }
 
-// settle takes the outcome, once.
+// settle takes the program's outcome, if there is none yet.
 func (m *wrappedMsg) settle(confirm context.Context, err error) error {
 	if !m.done.CompareAndSwap(false, true) {
 		return jetstream.ErrMsgAlreadyAckd
 	}
 	m.lease.Stop()
+	return m.tell(confirm, err)
+}
+
+// expire is the outcome at the end of the lease. It may run before hand has
+// kept the timer, and so leaves that alone.
+func (m *wrappedMsg) expire() {
+	if m.done.CompareAndSwap(false, true) {
+		_ = m.tell(nil, ErrNotSettled) //nolint:staticcheck // nil: no confirmation is waited for
+	}
+}
+
+// tell hands the outcome to the source. Who has set done calls it.
+func (m *wrappedMsg) tell(confirm context.Context, err error) error {
 	m.of.confirm, m.of.acked = confirm, errNoAck
 	m.w.src.Done(m.token, err) // acks right here
 	if err == nil {
@@ -287,7 +300,7 @@ const (
 // hand makes an item the program's.
 func (w *wrapped) hand(it guard.Item[*taken]) jetstream.Msg {
 	m := &wrappedMsg{Msg: it.Msg.Msg, w: w, of: it.Msg, token: it.Token}
-	m.lease = time.AfterFunc(w.lease, func() { _ = m.settle(nil, ErrNotSettled) }) //nolint:staticcheck // nil: no confirmation
+	m.lease = time.AfterFunc(w.lease, m.expire)
 	return m
 }
 

@@ -300,3 +300,22 @@ func TestWrappedHold(t *testing.T) {
 		t.Errorf("%d deliveries", i.Delivered.Consumer)
 	}
 }
+
+// A message's time may be over before the program has it, in a process that
+// stood still.
+func TestWrappedLeaseMayEndAtOnce(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{})
+	w := wrap(t, adaptertest.Guard(t, guard.Config{}), r.consumer)
+	w.lease = 1
+	const n = 200
+	for range n {
+		m := w.hand(guard.Item[*taken]{Msg: new(taken)})
+		adaptertest.Eventually(t, "over", m.(*wrappedMsg).done.Load)
+		if err := m.Ack(); !errors.Is(err, jetstream.ErrMsgAlreadyAckd) {
+			t.Fatal(err)
+		}
+	}
+	// The source does not know these messages.
+	adaptertest.Eventually(t, "told of each once", func() bool { return w.src.State().Tally.Stale == n })
+}
