@@ -60,7 +60,7 @@
 //
 // # Small limits
 //
-// When the smallest share of the burst is below four tokens, the whole limit lives
+// When the smallest share of the burst is below two tokens, the whole limit lives
 // on one home per key, chosen by rendezvous hashing, which lends whole tokens by a
 // draw among all who need one. While that node is down or cut off the key is denied
 // elsewhere.
