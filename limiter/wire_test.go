@@ -16,6 +16,16 @@ import (
 	"github.com/stormguard-mq/stormguard/crdt"
 )
 
+// What crdt/gossip carries; the limiter does not know it.
+type section interface {
+	Mark(to crdt.Replica) uint64
+	Delta(now time.Duration, b []byte, to crdt.Replica, since uint64, room int) (_ []byte, upto uint64)
+	Merge(c crdt.Contact, b []byte) error
+	Gone(now time.Duration, peer crdt.Replica)
+}
+
+var _, _ section = (*Node)(nil), (*Set)(nil)
+
 func pairOf(t testing.TB, cfg Config) (a, b *Node) {
 	t.Helper()
 	cfg.Roster = Roster{Members: []Member{{Name: "a"}, {Name: "b"}}}
@@ -256,6 +266,9 @@ func TestRoom(t *testing.T) {
 	}
 	if seen != 200 {
 		t.Errorf("%d of 200 needs arrived", seen)
+	}
+	if a.Mark(crdt.Replica{Name: "c"}) != 0 || a.Mark(crdt.Replica{Name: "b", Incarnation: 9}) != 1 {
+		t.Error("there is something to tell to who is no guest, or nothing to a new life")
 	}
 	if p, upto := a.Delta(now, nil, b.self, since, 10); len(p) != 0 || upto != since {
 		t.Errorf("%d bytes up to %d in no room", len(p), upto)
