@@ -141,8 +141,8 @@ func TestHomes(t *testing.T) {
 	if moved > 0 {
 		t.Errorf("%d keys moved that need not", moved)
 	}
-	if r.home("k", 40*micro) != -1 || r.home("k", 39*micro) < 0 {
-		t.Error("the threshold is not four tokens a share")
+	if r.home("k", 20*micro) != -1 || r.home("k", 19*micro) < 0 {
+		t.Error("the threshold is not two tokens a share")
 	}
 }
 

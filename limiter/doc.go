@@ -31,10 +31,10 @@
 // packets, partitions, crashes and restarts, and wrong wall clocks do not change
 // that. What does is named here, and nowhere is the bound stated without:
 //
-//   - A process that is paused between the admission and the work it admitted, or
-//     whose machine stands still so that its monotonic clock does too, may use what
-//     it had admitted, its pool (up to 64 tokens a key) and its loans (up to what
-//     was lent to it) later than everybody else thinks.
+//   - A process that is paused between an admission and the work it admitted does
+//     the work later than everybody else thinks; and one whose machine stands still,
+//     so that its monotonic clock does too, may spend loans that were written off:
+//     at most what was lent to it.
 //   - Two living processes of one name mint its share twice.
 //   - A roster or a limit that is changed while nodes run: nodes of different
 //     configurations refuse each other's packets, but each admits by its own.
@@ -60,7 +60,7 @@
 //
 // # Small limits
 //
-// When the smallest share of the burst is below four tokens, the whole limit lives
+// When the smallest share of the burst is below two tokens, the whole limit lives
 // on one home per key, chosen by rendezvous hashing, which lends whole tokens by a
 // draw among all who need one. While that node is down or cut off the key is denied
 // elsewhere.

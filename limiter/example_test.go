@@ -37,7 +37,7 @@ func ExampleNew() {
 		limiter.Config{
 			Limit: limiter.Limit{Rate: 1000, Burst: 100},
 			Limits: map[string]limiter.Limit{
-				"payments": {Rate: 50, Burst: 10}, // 3.3 a share: it lives on one home
+				"payments": {Rate: 50, Burst: 5}, // 1.7 a share: it lives on one home
 			},
 			Roster: limiter.Roster{Number: 1, Members: []limiter.Member{
 				{Name: "orders-0"}, {Name: "orders-1"}, {Name: "orders-2"},

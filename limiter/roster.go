@@ -85,13 +85,14 @@ func part(v, w, sum int64) int64 {
 // minHomeless is the smallest share of the burst with which a limit is spread
 // over the roster; below it the whole limit lives on one home node per key.
 //
-// Every node of a spread limit holds back what it may need itself before it
-// hears from others, and a token that is split over nodes is spent by none of
-// them. Both are a matter of one or two tokens a node, so with a share of the
-// burst below four they are no longer small against the share: 5/s with a burst
-// of 5 over 10 nodes lost a third. One home has them once, at the price of a
-// round trip for everybody else, and of the whole limit while it is down.
-const minHomeless = 4 * micro
+// In a spread limit a node that has lent part of a token cannot mint a whole one
+// with a cap of one, and with less it never has one: 5/s with a burst of 5 over 10
+// nodes admits nothing. From two on all that waits is served, and what is lost is
+// up to a token that each node has not completed, once. One home has no such
+// loss, at the price of a round trip for everybody else, of tokens that wait where
+// nobody asks again, and of the whole limit while it is down: with demand that
+// does not wait it admits less than a spread limit at any size above this.
+const minHomeless = 2 * micro
 
 // home is the index of the member on which the key lives, or -1 if it is spread.
 func (r Roster) home(key string, burst int64) int {

@@ -42,6 +42,9 @@ func (n *Node) Mark(to crdt.Replica) uint64 {
 	if p := n.peers[to.Name]; p != nil && p.id.Incarnation == to.Incarnation {
 		return p.mark
 	}
+	if !n.cfg.Roster.admits(to.Name) || to.Name == n.self.Name {
+		return 0
+	}
 	return 1 // its existence, once it is met
 }
 

@@ -16,6 +16,16 @@ import (
 	"github.com/stormguard-mq/stormguard/crdt"
 )
 
+// What crdt/gossip carries; the limiter does not know it.
+type section interface {
+	Mark(to crdt.Replica) uint64
+	Delta(now time.Duration, b []byte, to crdt.Replica, since uint64, room int) (_ []byte, upto uint64)
+	Merge(c crdt.Contact, b []byte) error
+	Gone(now time.Duration, peer crdt.Replica)
+}
+
+var _, _ section = (*Node)(nil), (*Set)(nil)
+
 func pairOf(t testing.TB, cfg Config) (a, b *Node) {
 	t.Helper()
 	cfg.Roster = Roster{Members: []Member{{Name: "a"}, {Name: "b"}}}
@@ -105,6 +115,45 @@ func TestLoanOverTheWire(t *testing.T) {
 }
 
 func second(_ []byte, err error) error { return err }
+
+// What was borrowed before a write-off is void with the first packet that tells of
+// a new epoch, whatever else is in it.
+func TestNewEpochVoids(t *testing.T) {
+	a, b := pairOf(t, Config{})
+	now := 2 * time.Second
+	b.Demand(now, "k", 80)
+	for range 6 {
+		b.Tick(now)
+		_, err1 := say(now, b, a)
+		a.Tick(now)
+		_, err2 := say(now, a, b)
+		if err := errors.Join(err1, err2); err != nil {
+			t.Fatal(err)
+		}
+		now += 10 * ms
+	}
+	v, _ := b.View(now, "k")
+	if v.Held == 0 {
+		t.Fatal("nothing was lent")
+	}
+	header, _ := a.Delta(now, nil, b.self, a.Mark(b.self), 1200)
+	header = append(header[:9:9], 1) // epoch 1
+	header = binary.AppendUvarint(header, uint64(now/time.Microsecond))
+	if err := b.Merge(crdt.Contact{From: a.self, Now: now, Sent: now, Echo: now}, header); err != nil {
+		t.Fatal(err)
+	}
+	if after, _ := b.View(now, "k"); after.Held != 0 || after.Sums.Voided != v.Held {
+		t.Errorf("%d held after a new epoch, of %d", after.Held, v.Held)
+	}
+	// A packet of the old epoch that comes late lends nothing again.
+	old, _ := a.Delta(now, nil, b.self, 0, 1200)
+	if err := b.Merge(crdt.Contact{From: a.self, Now: now, Sent: now + ms, Echo: now}, old); err != nil {
+		t.Fatal(err)
+	}
+	if after, _ := b.View(now, "k"); after.Held != 0 {
+		t.Errorf("%d held from an old epoch", after.Held)
+	}
+}
 
 // What is refused has changed nothing, and says why.
 func TestRefused(t *testing.T) {
@@ -217,6 +266,9 @@ func TestRoom(t *testing.T) {
 	}
 	if seen != 200 {
 		t.Errorf("%d of 200 needs arrived", seen)
+	}
+	if a.Mark(crdt.Replica{Name: "c"}) != 0 || a.Mark(crdt.Replica{Name: "b", Incarnation: 9}) != 1 {
+		t.Error("there is something to tell to who is no guest, or nothing to a new life")
 	}
 	if p, upto := a.Delta(now, nil, b.self, since, 10); len(p) != 0 || upto != since {
 		t.Errorf("%d bytes up to %d in no room", len(p), upto)
