@@ -64,8 +64,8 @@ type Config struct {
 	Start time.Duration
 
 	// Keep is how long a vote is remembered after its process fell silent or gave
-	// the scope up, or after it became one of nothing wrong. In [1s, 24h]; unset
-	// means 10 min.
+	// the scope up, or after it became one of nothing wrong. In [Silent, 24h];
+	// unset means 10 min.
 	Keep time.Duration
 
 	// Scopes is how many scopes are remembered, those of other processes
@@ -85,7 +85,7 @@ func (c Config) WithDefaults() Config {
 	def(&c.Turn, max(2*time.Second, 4*c.Settle))
 	def(&c.Silent, 5*time.Second)
 	def(&c.Start, time.Second)
-	def(&c.Keep, 10*time.Minute)
+	def(&c.Keep, max(10*time.Minute, c.Silent))
 	def(&c.Scopes, 10_000)
 	def(&c.Votes, 100_000)
 	return c
@@ -137,7 +137,7 @@ func (c Config) Validate() error {
 	w.span("Turn", c.Turn, 4*c.Settle, time.Hour)
 	w.span("Silent", c.Silent, 100*time.Millisecond, 10*time.Minute)
 	w.span("Start", c.Start, time.Millisecond, time.Minute)
-	w.span("Keep", c.Keep, time.Second, 24*time.Hour)
+	w.span("Keep", c.Keep, c.Silent, 24*time.Hour)
 	w.count("Scopes", c.Scopes, 1e6)
 	w.count("Votes", c.Votes, 1e7)
 	return errors.Join(w...)

@@ -36,6 +36,7 @@
 //	              open, period over, its turn                       lets one probe through, and holds on
 //	              open, all who can have probed, it cannot          seconds their success
 //	              just closed                                       closes its breaker, and keeps its ladder
+//	heard again   open, its own breaker has closed meanwhile        holds it, and counts as passed
 //	cut off       closed                                            its breaker decides by itself
 //	              open, period not over                             holds its breaker
 //	              open, period over, and up to a fifth longer       its breaker decides by itself
@@ -69,8 +70,9 @@
 // Two processes probe at once only if they differ about whose turn it is. They
 // cannot while all of one side hear each other, within half of Settle, and keep
 // a clock that runs evenly: who is newly there, or newly has something to probe
-// with, keeps out of its turn for Settle, when everybody knows. Where only some
-// hear each other (a hears b, b hears c, a does not hear c) they can.
+// with, keeps out of its turn for Settle, when everybody knows. They can where
+// only some hear each other (a hears b, b hears c, a does not hear c), and
+// within Silent of a cut, before it is known to be one.
 //
 // # Who takes a scope over
 //

@@ -197,7 +197,7 @@ func (v *Verdicts) dropLocked(sc *scope) {
 func (v *Verdicts) forgetLocked(now time.Duration) {
 	v.order = slices.DeleteFunc(v.order, func(sc *scope) bool {
 		for n, r := range sc.rows {
-			if now-v.stoodLocked(now, sc, r) > v.cfg.Keep {
+			if now-v.stoodLocked(sc, r) > v.cfg.Keep {
 				v.log.remove(r.change)
 				delete(sc.rows, n)
 				v.votes--
@@ -213,14 +213,11 @@ func (v *Verdicts) forgetLocked(now time.Duration) {
 
 // stoodLocked is when the process of r last stood by it. A vote of nothing wrong,
 // or on a scope given up, ages from when it came.
-func (v *Verdicts) stoodLocked(now time.Duration, sc *scope, r *row) time.Duration {
+func (v *Verdicts) stoodLocked(sc *scope, r *row) time.Duration {
 	if r.Gone || !r.troubled(sc.known.Gen) {
 		return r.seen
 	}
 	if p := v.peers.m[r.Node.Name]; p != nil && p.life == r.Node.Incarnation {
-		if v.peers.live(now, p) {
-			return now
-		}
 		return max(r.seen, p.heard)
 	}
 	return r.seen

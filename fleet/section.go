@@ -59,7 +59,7 @@ func (v *Verdicts) recordLocked(now time.Duration, c *change) record {
 	rec := record{kind: recordOwn, vote: c.row.Vote, age: now - c.row.opened}
 	if c.row.Node != v.self {
 		rec.kind = recordOther
-		rec.silent = now - v.stoodLocked(now, v.scopes[c.row.Scope], c.row)
+		rec.silent = now - v.stoodLocked(v.scopes[c.row.Scope], c.row)
 	}
 	return rec
 }
@@ -137,7 +137,7 @@ func (v *Verdicts) mergeLocked(now time.Duration, rec *record) {
 		old = sc.rows[w.Node.Name]
 	}
 	if old != nil && !w.later(&old.Vote) {
-		if old.Vote == *w {
+		if old.Vote == *w && !w.Gone && w.troubled(sc.known.Gen) {
 			old.seen = max(old.seen, now-rec.silent)
 		}
 		return

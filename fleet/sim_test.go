@@ -30,6 +30,7 @@ type world struct {
 
 	down     bool                         // the dependency
 	cut      func(a, b int) bool          // no packets from a to b
+	stirred  time.Duration                // cut last changed, or somebody began or ended
 	attempts int                          // on a dependency that was down
 	good     int                          // handled
 	out      map[int]Position             // nodes with a permitted probe out
@@ -222,6 +223,7 @@ func (n *node) replica() crdt.Replica { return crdt.Replica{Name: n.name, Incarn
 func (n *node) start() {
 	w := n.w
 	n.epoch++
+	w.stirred = w.now
 	n.alive, n.busy, n.waiting, n.probing = true, false, 0, false
 	n.life = w.opt.life + uint64(n.epoch)
 	n.origin = time.Duration(w.rng.Int64N(int64(1000 * sec)))
@@ -258,6 +260,7 @@ func (n *node) adopt() {
 func (n *node) crash() {
 	n.alive = false
 	n.epoch++
+	n.w.stirred = n.w.now
 	delete(n.w.out, n.i)
 	n.w.logf("%s crashes", n.name)
 }
@@ -383,7 +386,11 @@ func (n *node) work() {
 func (n *node) probe() {
 	w := n.w
 	at := n.v.Status(n.clock(), scopeName).Position
+	settled := w.now-w.stirred > w.opt.cfg.WithDefaults().Silent+w.opt.cfg.WithDefaults().Settle
 	for i := range w.out {
+		if !settled {
+			break // the sides do not know themselves yet
+		}
 		if !w.cut(i, n.i) && !w.cut(n.i, i) {
 			w.overlaps++
 			w.logf("OVERLAP %s and %s", n.name, w.nodes[i].name)

@@ -68,6 +68,7 @@ type scope struct {
 	release time.Duration // when held gives way to HalfOpen; never if it does not
 	seen    uint64        // generation of the breaker at the last Observe
 	cast    uint64        // generation that own votes about
+	back    bool          // cut off while the fleet is open, it has closed by itself
 
 	// Of the round.
 	trial   trial
@@ -181,7 +182,8 @@ func (v *Verdicts) Observe(now time.Duration, name string, s breaker.Snapshot) {
 		if s.State != breaker.Closed && !s.Held && !s.Forced {
 			v.reholdLocked(now, sc) // a force that stood in the way of the hold is over
 		}
-	case sc.known.Open(): // cut off: the breaker decides, and it is nobody's business
+	case sc.known.Open(): // cut off: the breaker decides
+		sc.back = s.State == breaker.Closed
 	case s.State == breaker.Closed:
 		if sc.own != nil && sc.own.troubled(sc.known.Gen) {
 			v.writeLocked(now, sc, Vote{At: Position{Gen: sc.known.Gen}})
@@ -355,11 +357,24 @@ func (v *Verdicts) lookAroundLocked(now time.Duration) {
 			continue
 		}
 		if connected {
-			v.holdLocked(now, sc)
+			v.rejoinLocked(now, sc)
 		} else if sc.mode != free {
 			sc.mode, sc.release = held, v.soloLocked(now, sc)
 		}
 	}
+}
+
+// rejoinLocked follows the fleet again. Where our breaker has closed by itself
+// meanwhile, its probes count as ours in the round: if the others have recovered
+// likewise, nobody needs to probe again.
+func (v *Verdicts) rejoinLocked(now time.Duration, sc *scope) {
+	if sc.mode == free && sc.back {
+		w := v.standing(sc)
+		w.Phase, w.Passes = PhasePassed, uint32(v.cfg.Successes)
+		v.writeLocked(now, sc, w)
+	}
+	v.holdLocked(now, sc)
+	v.decideLocked(now, sc)
 }
 
 // lostLocked passes on the last words of processes that fell silent: not all
@@ -459,7 +474,7 @@ func (v *Verdicts) joinLocked(now time.Duration, sc *scope, s State, age time.Du
 
 // holdLocked holds the scope as the fleet does.
 func (v *Verdicts) holdLocked(now time.Duration, sc *scope) {
-	sc.mode, sc.asking, sc.release = held, false, never
+	sc.mode, sc.asking, sc.release, sc.back = held, false, never, false
 	if !v.connected {
 		sc.release = v.soloLocked(now, sc)
 	}
