@@ -153,10 +153,11 @@ func TestSplitInThree(t *testing.T) {
 			}
 		}
 		w.cut = whole
+		probed := len(w.probes)
 		healed := w.until(10*sec, "the fleet closed", func() bool { return w.closed() && !w.status(0).Open() && w.status(0).Connected })
 		w.run(10 * sec)
-		if !w.closed() {
-			t.Error("opened again")
+		if !w.closed() || len(w.probes) != probed {
+			t.Errorf("closed %v, %d rounds of probes though each had recovered", w.closed(), len(w.probes)-probed)
 		}
 		for i := range known {
 			if s := w.status(i); s.State != w.status(0).State || before != (s.Gen > 0) {

@@ -251,6 +251,130 @@ func TestAdoptHeld(t *testing.T) {
 	if left := opened + 12800*ms - l.now; act.Kind != Hold || act.Rung != 8 || act.For > left+50*ms || act.For < left-50*ms {
 		t.Errorf("%+v, %v left", act, left)
 	}
+	// One that has just started is told how much of it is over.
+	d := l.start("c", 2)
+	l.tell(a, d)
+	act = l.adopt(d, "t")
+	if left := opened + 12800*ms - l.now; act.Kind != Hold || act.For > left+50*ms || act.For < left-50*ms {
+		t.Errorf("just started: %+v, %v left", act, left)
+	}
+}
+
+// A process that hears less than a quorum takes over what was decided all the
+// same, and goes on by itself when the period is over, within a fifth of it.
+func TestToldWhileCutOff(t *testing.T) {
+	l := newLab(t, Config{}, "a", "b", "c", "d", "e")
+	a, b, c, d := l.start("a", 1), l.start("b", 1), l.start("c", 1), l.start("d", 1)
+	l.meet(2*sec, a, b, c)
+	for _, v := range []*Verdicts{a, b, c} {
+		l.adopt(v, "t")
+		v.Observe(l.now, "t", trip(2, 7))
+	}
+	opened := l.now
+	l.meet(0, a, b, c)
+	d.Tick(l.now)
+	l.adopt(d, "t")
+	d.Actions(nil)
+	l.tell(a, d)
+	if got := d.Actions(nil); kinds(got) != "hold" || d.Status(l.now, "t").Connected {
+		t.Fatalf("%+v", got)
+	}
+	period := 6400 * ms
+	for l.now < opened+period {
+		d.Tick(l.now)
+		l.now += 50 * ms
+	}
+	if got := kinds(d.Actions(nil)); got != "" {
+		t.Fatalf("early: %q", got)
+	}
+	at := l.now
+	for kinds(d.Actions(nil)) != "half-open" {
+		d.Tick(l.now)
+		if l.now += 10 * ms; l.now > at+period/5+50*ms {
+			t.Fatal("never")
+		}
+	}
+	if d.soloLocked(l.now, d.scopes["t"]) == a.soloLocked(l.now, a.scopes["t"]) {
+		t.Error("all at once")
+	}
+}
+
+// What is no vote: an operator's force, and a trip from before the close that
+// the process has just heard of.
+func TestNoVote(t *testing.T) {
+	l := newLab(t, Config{}, "a", "b", "c")
+	a, b := l.start("a", 1), l.start("b", 1)
+	l.meet(2*sec, a, b)
+	l.adopt(a, "t")
+	forced := trip(2, 1)
+	forced.Forced = true
+	a.Observe(l.now, "t", forced)
+	if s := a.Status(l.now, "t"); len(s.Votes) != 0 {
+		t.Errorf("a force is a vote: %+v", s.Votes)
+	}
+
+	sc := b.scopeLocked(l.now, "t")
+	b.joinLocked(l.now, sc, State{Position{0, 3}, 1, 100 * ms, "run"}, 0)
+	l.tell(b, a)
+	l.now += 20 * sec // alone
+	a.Tick(l.now)
+	l.now += 20 * sec
+	a.Tick(l.now)
+	a.Observe(l.now, "t", trip(7, 9))
+	b.joinLocked(l.now, sc, State{Position: Position{Gen: 1}}, 0)
+	l.tell(b, a)
+	a.Observe(l.now, "t", trip(7, 9))
+	for _, v := range a.Status(l.now, "t").Votes {
+		if v.Phase == PhaseOpen {
+			t.Errorf("a trip from before the close: %+v", v)
+		}
+	}
+	a.Observe(l.now, "t", trip(9, 9))
+	if s := a.Status(l.now, "t"); len(s.Votes) != 1 || s.Votes[0].Phase != PhaseOpen || s.Votes[0].At.Gen != 1 {
+		t.Errorf("a trip since: %+v", s.Votes)
+	}
+}
+
+// A process that stood still for a while may be behind: it keeps out of its turn
+// until it has caught up.
+func TestStoodStill(t *testing.T) {
+	l := newLab(t, Config{}, "a")
+	a := l.start("a", 1)
+	l.adopt(a, "t")
+	a.Observe(l.now, "t", breaker.Snapshot{Generation: 2})
+	a.Observe(l.now, "t", trip(3, 3))
+	a.Want(l.now, "t", true)
+	tick := func(d time.Duration) string {
+		for end := l.now + d; l.now < end; {
+			l.now += 50 * ms
+			a.Tick(l.now)
+		}
+		return kinds(a.Actions(nil))
+	}
+	tick(50 * ms)
+	l.now += 3 * sec
+	if got := tick(450 * ms); got != "" {
+		t.Errorf("at once: %q", got)
+	}
+	if got := tick(100 * ms); got != "probe" {
+		t.Errorf("after Settle: %q", got)
+	}
+}
+
+// A round that fails climbs the ladder; one in which others passed steps down.
+func TestLadder(t *testing.T) {
+	c := Config{}.WithDefaults()
+	s := State{Position{2, 4}, 5, c.period(5), "run"}
+	if got, want := c.after(s, false, "probe"), (State{Position{2, 5}, 6, 3200 * ms, "probe"}); got != want {
+		t.Errorf("%+v, want %+v", got, want)
+	}
+	if got, want := c.after(s, true, "probe"), (State{Position{2, 5}, 4, 800 * ms, "probe"}); got != want {
+		t.Errorf("mixed: %+v, want %+v", got, want)
+	}
+	s.Rung = c.top()
+	if got := c.after(s, false, ""); got.Rung != c.top() || got.OpenFor != c.Cap {
+		t.Errorf("at the top: %+v", got)
+	}
 }
 
 // What is told is bounded, whoever tells it, and what does not fit is counted.
@@ -358,6 +482,9 @@ func TestLastWords(t *testing.T) {
 	l := newLab(t, Config{}, "a", "b", "c")
 	a, b, c := l.start("a", 1), l.start("b", 1), l.start("c", 1)
 	l.meet(2*sec, a, b, c)
+	l.adopt(b, "q")
+	b.Observe(l.now, "q", trip(2, 1))
+	l.meet(0, a, b, c)
 	acked := b.Mark(c.self)
 	l.adopt(a, "p")
 	a.Observe(l.now, "p", trip(2, 9))

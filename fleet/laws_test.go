@@ -18,19 +18,22 @@ import (
 // drawVotes draws votes about scopeName by some of the roster and by strangers,
 // several versions each.
 func drawVotes(t *rapid.T, names []string) []Vote {
-	return rapid.SliceOfN(rapid.Custom(func(t *rapid.T) Vote {
+	votes := rapid.SliceOfN(rapid.Custom(func(t *rapid.T) Vote {
 		return Vote{
-			Scope:   scopeName,
-			Node:    crdt.Replica{Name: rapid.SampledFrom(names).Draw(t, "node"), Incarnation: rapid.Uint64Range(1, 2).Draw(t, "life")},
-			Version: rapid.Uint64Range(1, 1<<40).Draw(t, "version"), // never twice, as one writer's are
-			Phase:   Phase(rapid.IntRange(0, int(phases)-1).Draw(t, "phase")),
-			At:      Position{rapid.Uint64Range(0, 2).Draw(t, "gen"), rapid.Uint32Range(0, 2).Draw(t, "round")},
-			Gone:    rapid.IntRange(0, 5).Draw(t, "gone") == 0,
-			Passes:  rapid.Uint32Range(0, 3).Draw(t, "passes"),
-			Rung:    rapid.IntRange(0, 4).Draw(t, "rung"),
-			Cause:   rapid.SampledFrom([]breaker.Cause{"", "rate", "run"}).Draw(t, "cause"),
+			Scope:  scopeName,
+			Node:   crdt.Replica{Name: rapid.SampledFrom(names).Draw(t, "node"), Incarnation: rapid.Uint64Range(1, 2).Draw(t, "life")},
+			Phase:  Phase(rapid.IntRange(0, int(phases)-1).Draw(t, "phase")),
+			At:     Position{rapid.Uint64Range(0, 2).Draw(t, "gen"), rapid.Uint32Range(0, 2).Draw(t, "round")},
+			Gone:   rapid.IntRange(0, 5).Draw(t, "gone") == 0,
+			Passes: rapid.Uint32Range(0, 3).Draw(t, "passes"),
+			Rung:   rapid.IntRange(0, 4).Draw(t, "rung"),
+			Cause:  rapid.SampledFrom([]breaker.Cause{"", "rate", "run"}).Draw(t, "cause"),
 		}
 	}), 0, 12).Draw(t, "votes")
+	for i := range votes {
+		votes[i].Version = uint64(i + 1) // never twice
+	}
+	return votes
 }
 
 func drawState(t *rapid.T, name string) State {
@@ -127,6 +130,10 @@ func TestDecideRung(t *testing.T) {
 	got := Decide(Config{}, r, State{}, votes)
 	if want := (State{Position{0, 1}, 2, 200 * ms, "run"}); got != want {
 		t.Errorf("got %+v, want %+v", got, want)
+	}
+	votes[0].Gone, votes[1].Gone = true, true
+	if got := Decide(Config{}, r, State{}, votes); got.Open() {
+		t.Errorf("by two who gave the scope up, and two: %+v", got)
 	}
 }
 

@@ -67,7 +67,7 @@ type scope struct {
 	mode    mode
 	release time.Duration // when held gives way to HalfOpen; never if it does not
 	seen    uint64        // generation of the breaker at the last Observe
-	cast    uint64        // generation that own votes about
+	cast    uint64        // generation of the breaker that the last vote was about
 	back    bool          // cut off while the fleet is open, it has closed by itself
 
 	// Of the round.
@@ -184,6 +184,7 @@ func (v *Verdicts) Observe(now time.Duration, name string, s breaker.Snapshot) {
 		}
 	case sc.known.Open(): // cut off: the breaker decides
 		sc.back = s.State == breaker.Closed
+		sc.cast = s.Generation // what tripped before a close is no vote after it
 	case s.State == breaker.Closed:
 		if sc.own != nil && sc.own.troubled(sc.known.Gen) {
 			v.writeLocked(now, sc, Vote{At: Position{Gen: sc.known.Gen}})
