@@ -117,12 +117,14 @@ type Breaker struct {
 	gb      *gobreaker.TwoStepCircuitBreaker[struct{}]
 	verdict bool            // what ReadyToTrip answers
 	judged  gobreaker.State // what gobreaker last changed to
-	byHand  bool            // gobreaker refused a probe: this phase is judged without it
+	byHand  bool            // gobreaker refused a probe, or it is by permit: this phase is judged without it
 	out     []*probe
 	passed  int // probes that succeeded in this phase
 
 	head      uint64 // whose probes failed last
 	headFails int
+
+	promised time.Duration // the latest end that a force was given: no hold before
 }
 
 // epoch is one generation. Only its atomics change once it is published.
@@ -130,6 +132,8 @@ type epoch struct {
 	gen    uint64
 	state  State
 	forced bool
+	held   bool // open by Hold, or half-open by Permit
+	trial  Trial
 	cause  Cause
 	since  time.Duration
 
@@ -204,6 +208,7 @@ func newBreaker(name string, cfg *Config, o options, notify func(time.Duration))
 	b := &Breaker{
 		name:     name,
 		cfg:      cfg,
+		promised: math.MinInt64,
 		top:      topRung(cfg.Base, cfg.Cap),
 		rand:     o.rand,
 		notify:   notify,
@@ -265,7 +270,7 @@ func (b *Breaker) admitSlow(now time.Duration, head uint64) (Token, Refusal) {
 		return Token{}, b.refusal(e, until)
 	}
 	if e.state == Open {
-		e = b.halfOpenLocked(now)
+		e = b.halfOpenLocked(now, false)
 	}
 	p := &probe{gen: e.gen, head: head, deadline: later(now, b.cfg.Lease)}
 	if !b.byHand {
@@ -423,8 +428,8 @@ func (b *Breaker) Suspect(head uint64) bool {
 // Force opens the breaker for d from now, or until Release if d <= 0. From the
 // moment Force returns, nothing is admitted before that deadline, and no
 // outcome of anything admitted earlier can change it; after it, probes decide.
-// An open period that ends later already stands as it is. The ladder does not
-// move.
+// An open period that ends later already stands as it is, a hold does not. The
+// ladder does not move.
 func (b *Breaker) Force(now, d time.Duration, cause Cause) {
 	b.mu.Lock()
 	defer b.unlock(now)
@@ -434,7 +439,8 @@ func (b *Breaker) Force(now, d time.Duration, cause Cause) {
 	} else {
 		d = never
 	}
-	if e := b.epoch.Load(); e.state == Open && (e.deadline() > until || e.forced && e.deadline() == until) {
+	b.promised = max(b.promised, until)
+	if e := b.epoch.Load(); e.state == Open && !e.held && (e.deadline() > until || e.forced && e.deadline() == until) {
 		return
 	}
 	b.gb = b.trippedGobreaker()
@@ -448,6 +454,7 @@ func (b *Breaker) ForceClosed(now time.Duration, cause Cause) {
 	defer b.unlock(now)
 	b.rung = 0
 	b.head, b.headFails = 0, 0
+	b.promised = math.MinInt64
 	b.gb = b.newGobreaker()
 	b.closeLocked(now, cause)
 	b.remember = -1
@@ -462,7 +469,8 @@ func (b *Breaker) Release(now time.Duration) {
 	b.mu.Lock()
 	defer b.unlock(now)
 	if e := b.epoch.Load(); e.state == Open && e.forced {
-		b.halfOpenLocked(now)
+		b.promised = math.MinInt64
+		b.halfOpenLocked(now, false)
 	}
 }
 
@@ -477,6 +485,10 @@ func (b *Breaker) Trip(now time.Duration, cause Cause) {
 		b.tripLocked(now, cause)
 	case HalfOpen:
 		b.gb = b.trippedGobreaker()
+		if b.epoch.Load().held {
+			b.holdLocked(now, cause, TrialFailed)
+			return
+		}
 		b.climbLocked()
 		b.openLocked(now, cause, b.periodLocked(), false)
 	default: // open already
@@ -515,6 +527,8 @@ type Snapshot struct {
 	State  State
 	Cause  Cause         // empty when closed
 	Forced bool          // open by force
+	Held   bool          // open by Hold, or half-open by Permit
+	Trial  Trial         // of the last permit, while held and open
 	Since  time.Duration // when the state began
 	Until  time.Duration // when Admit may next succeed; 0 when closed or when there is room for a probe
 	Rung   int           // ladder position: the rung of the last open period, less the closes since
@@ -541,6 +555,8 @@ func (b *Breaker) Snapshot(now time.Duration) Snapshot {
 		State:      e.state,
 		Cause:      e.cause,
 		Forced:     e.forced,
+		Held:       e.held,
+		Trial:      e.trial,
 		Since:      e.since,
 		Rung:       b.rungLocked(now),
 		Generation: e.gen,
@@ -640,11 +656,12 @@ func (b *Breaker) openLocked(now time.Duration, cause Cause, d time.Duration, fo
 	b.moveLocked(now, e, cause, d)
 }
 
-// halfOpenLocked begins a phase of probes.
-func (b *Breaker) halfOpenLocked(now time.Duration) *epoch {
-	b.byHand, b.judged = false, gobreaker.StateHalfOpen
+// halfOpenLocked begins a phase of probes, of one probe if it is by permit.
+func (b *Breaker) halfOpenLocked(now time.Duration, permit bool) *epoch {
+	// gobreaker judges a whole phase; a permit is not one.
+	b.byHand, b.judged = permit, gobreaker.StateHalfOpen
 	cause := b.epoch.Load().cause
-	e := &epoch{state: HalfOpen, cause: cause}
+	e := &epoch{state: HalfOpen, cause: cause, held: permit}
 	e.until.Store(math.MinInt64)
 	b.moveLocked(now, e, cause, 0)
 	return e
@@ -697,7 +714,11 @@ func (b *Breaker) publishLocked(e *epoch) {
 // roomLocked sets the instant before which half-open admits nobody.
 func (b *Breaker) roomLocked(e *epoch, now time.Duration) {
 	e.stir.Store(int64(now))
-	if len(b.out) < min(b.cfg.Probes, b.cfg.Successes-b.passed) {
+	room := min(b.cfg.Probes, b.cfg.Successes-b.passed)
+	if e.held {
+		room = 1
+	}
+	if len(b.out) < room {
 		e.until.Store(math.MinInt64)
 		return
 	}
@@ -751,6 +772,10 @@ func (b *Breaker) settleLocked(now time.Duration, p *probe, o outcome) {
 		b.tellLocked(p, errExcluded)
 	case passed:
 		b.head, b.headFails = 0, 0
+		if e.held {
+			b.holdLocked(now, e.cause, TrialPassed)
+			return
+		}
 		b.passed++
 		b.tellLocked(p, nil)
 		if b.byHand && b.passed >= b.cfg.Successes {
@@ -765,6 +790,10 @@ func (b *Breaker) settleLocked(now time.Duration, p *probe, o outcome) {
 			b.headFails++
 		} else {
 			b.head, b.headFails = p.head, 1
+		}
+		if e.held {
+			b.holdLocked(now, probeCause[o], TrialFailed)
+			return
 		}
 		b.tellLocked(p, errFailed)
 		if b.byHand {

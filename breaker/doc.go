@@ -28,7 +28,8 @@
 // does not measure how long it runs (the caller reports one that exceeds
 // Config.Slow while it still runs, through [Breaker.Slow]), and knows nothing
 // of other processes: their verdicts arrive as [Breaker.Force] and
-// [Breaker.Trip]. A refusal is not an outcome and must never be settled as one.
+// [Breaker.Trip], or, where they decide in its place, as [Breaker.Hold] and
+// what goes with it. A refusal is not an outcome and must never be settled as one.
 //
 // # Inside
 //

@@ -21,6 +21,8 @@ type model struct {
 	gen     int
 	until   time.Duration
 	forced  bool
+	held    bool // by Hold; half-open by Permit
+	trial   Trial
 	rung    int
 	retrip  time.Duration // the ladder is remembered until then
 	began   time.Duration // of the window
@@ -48,6 +50,7 @@ type modelToken struct {
 
 func (m *model) open(now, d time.Duration, forced bool) {
 	m.state, m.gen, m.until, m.forced, m.out, m.passed = Open, m.gen+1, now+d, forced, nil, 0
+	m.held, m.trial = false, NoTrial
 	if d == never {
 		m.until = never
 	}
@@ -66,7 +69,16 @@ func (m *model) fail(now time.Duration, head uint64) {
 	m.climb(now)
 }
 
+func (m *model) hold(now time.Duration, t Trial) {
+	m.open(now, never, false)
+	m.held, m.trial = true, t
+}
+
 func (m *model) climb(now time.Duration) {
+	if m.held {
+		m.hold(now, TrialFailed)
+		return
+	}
 	if m.rung == 0 || m.period() < m.cfg.Cap {
 		m.rung++
 	}
@@ -83,6 +95,7 @@ func (m *model) trip(now time.Duration) {
 
 func (m *model) close(now time.Duration) {
 	m.state, m.gen, m.began, m.events, m.run, m.forced = Closed, m.gen+1, now, nil, nil, false
+	m.held, m.trial = false, NoTrial
 	m.out, m.passed = nil, 0
 	m.rung = max(m.rung-1, 0)
 	m.retrip = now + m.cfg.Memory
@@ -123,6 +136,9 @@ func (m *model) admit(now time.Duration, head uint64) *modelToken {
 		}
 		m.state, m.gen, m.forced = HalfOpen, m.gen+1, false
 	}
+	if m.held && len(m.out) > 0 {
+		return nil
+	}
 	if len(m.out) >= m.cfg.Probes || len(m.out) >= m.cfg.Successes-m.passed {
 		return nil
 	}
@@ -147,6 +163,10 @@ func (m *model) settle(now time.Duration, t *modelToken, o outcome, first bool) 
 		switch o {
 		case passed:
 			m.head, m.fails = 0, 0
+			if m.held {
+				m.hold(now, TrialPassed)
+				return
+			}
 			if m.passed++; m.passed == m.cfg.Successes {
 				m.close(now)
 			}
@@ -246,7 +266,7 @@ func (h *harness) force(d time.Duration) {
 	if d <= 0 {
 		d, until = never, never
 	}
-	if h.m.state != Open || h.m.until < until || h.m.until == until && !h.m.forced {
+	if h.m.state != Open || h.m.held || h.m.until < until || h.m.until == until && !h.m.forced {
 		h.m.open(h.now, d, true)
 	}
 	h.b.Force(h.now, d, "force")
@@ -265,6 +285,43 @@ func (h *harness) release() {
 	if h.m.state == Open && h.m.forced {
 		h.m.state, h.m.gen, h.m.forced = HalfOpen, h.m.gen+1, false
 		h.m.promise = 0
+	}
+}
+
+func (h *harness) hold(rung int) {
+	h.b.Hold(h.now, rung, "fleet")
+	m := h.m
+	if h.now < m.promise {
+		return
+	}
+	if m.state == Closed && h.now > m.retrip {
+		m.rung = 0
+	}
+	m.rung = max(m.rung, min(rung, topRung(m.cfg.Base, m.cfg.Cap)))
+	if m.state != Open || !m.held || m.trial != NoTrial {
+		m.hold(h.now, NoTrial)
+	}
+}
+
+// endHold is Permit, Unhold or CloseHeld.
+func (h *harness) endHold(how int) {
+	m := h.m
+	switch how {
+	case 0:
+		h.b.Permit(h.now)
+		if m.held && m.state == Open {
+			m.state, m.gen, m.trial = HalfOpen, m.gen+1, NoTrial
+		}
+	case 1:
+		h.b.Unhold(h.now)
+		if m.held {
+			m.state, m.gen, m.held, m.trial, m.out, m.passed = HalfOpen, m.gen+1, false, NoTrial, nil, 0
+		}
+	case 2:
+		h.b.CloseHeld(h.now, "fleet")
+		if m.held {
+			m.close(h.now)
+		}
 	}
 }
 
@@ -294,7 +351,7 @@ func (h *harness) check() string {
 		rung = 0
 	}
 	switch {
-	case s.State != m.state, s.Rung != rung, s.Forced != (m.forced && m.state == Open),
+	case s.State != m.state, s.Rung != rung, s.Forced != (m.forced && m.state == Open), s.Held != m.held, s.Trial != m.trial,
 		m.state == Open && s.Until != m.until,
 		m.state == Closed && (int(s.Successes) != ok || int(s.Failures) != bad || s.Run != len(m.run)),
 		m.state == HalfOpen && (s.ProbesOut != len(m.out) || s.ProbesPassed != m.passed),
@@ -379,6 +436,16 @@ func checkModel(t *rapid.T, tb testing.TB) {
 		"forceClosed": func(*rapid.T) { h.forceClosed() },
 		"release":     func(*rapid.T) { h.release() },
 		"trip":        func(*rapid.T) { h.trip() },
+		"hold":        func(t *rapid.T) { h.hold(rapid.IntRange(0, 12).Draw(t, "rung")) },
+		"endHold":     func(t *rapid.T) { h.endHold(rapid.IntRange(0, 2).Draw(t, "how")) },
+		"permit": func(t *rapid.T) { // a permit and its probe
+			h.endHold(0)
+			if was := len(h.tokens); h.m.held {
+				if h.admit(1); len(h.tokens) > was {
+					h.settle(was, rapid.SampledFrom([]outcome{passed, failed, tooSlow, excluded}).Draw(t, "o"), true)
+				}
+			}
+		},
 		"": func(t *rapid.T) {
 			if msg := h.check(); msg != "" {
 				t.Fatal(msg)

@@ -1,0 +1,90 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package breaker
+
+import "time"
+
+// A hold is how a party above the breaker takes its decisions over: processes
+// that agree among themselves when their breakers open, which of them probes,
+// and when all close. It is apart from a force, so that neither can end the
+// other: an operator's Force stands where somebody wanted to hold, replaces a
+// hold, and is not closed by the end of one.
+
+// Trial is what became of the probe that [Breaker.Permit] let through.
+type Trial uint8
+
+const (
+	// NoTrial is a breaker that is not held, or holds since before a permit.
+	NoTrial Trial = iota
+	// TrialPassed is a held breaker whose last permitted probe succeeded.
+	TrialPassed
+	// TrialFailed is one whose last permitted probe failed, was too slow or was
+	// lost.
+	TrialFailed
+)
+
+// Hold opens the breaker until [Breaker.Unhold] or [Breaker.CloseHeld], and
+// raises the ladder to rung if it is lower. It voids what is out, as Force
+// does, a permitted probe included; on a breaker that is held already only the
+// ladder moves. It does nothing while a force lasts, be it behind a longer open
+// period of the breaker's own.
+func (b *Breaker) Hold(now time.Duration, rung int, cause Cause) {
+	b.mu.Lock()
+	defer b.unlock(now)
+	if now < b.promised {
+		return
+	}
+	e := b.epoch.Load()
+	b.rung = max(b.rungLocked(now), min(rung, b.top))
+	if e.held && e.state == Open && e.trial == NoTrial {
+		return
+	}
+	b.gb = b.trippedGobreaker()
+	b.holdLocked(now, cause, NoTrial)
+}
+
+// Permit lets one probe through a held breaker: the next to ask Admit gets it.
+// Whatever becomes of it the breaker stays shut and the ladder where it is;
+// Snapshot.Trial tells the outcome. An excluded probe gives the permit back.
+// It does nothing if the breaker is not held.
+func (b *Breaker) Permit(now time.Duration) {
+	b.mu.Lock()
+	defer b.unlock(now)
+	if e := b.epoch.Load(); !e.held || e.state != Open {
+		return
+	}
+	b.halfOpenLocked(now, true)
+}
+
+// Unhold gives a held breaker back to itself: it is half-open and judges its
+// own probes. It does nothing if the breaker is not held.
+func (b *Breaker) Unhold(now time.Duration) {
+	b.mu.Lock()
+	defer b.unlock(now)
+	if !b.epoch.Load().held {
+		return
+	}
+	b.gb = b.trippedGobreaker()
+	b.halfOpenLocked(now, false)
+}
+
+// CloseHeld closes a held breaker as if its own probes had: the window is
+// empty, and the ladder, one rung lower, outlives the close by Memory. It does
+// nothing if the breaker is not held.
+func (b *Breaker) CloseHeld(now time.Duration, cause Cause) {
+	b.mu.Lock()
+	defer b.unlock(now)
+	if !b.epoch.Load().held {
+		return
+	}
+	b.gb = b.newGobreaker()
+	b.closeLocked(now, cause)
+}
+
+// holdLocked is the way into a held open period.
+func (b *Breaker) holdLocked(now time.Duration, cause Cause, t Trial) {
+	e := &epoch{state: Open, cause: cause, held: true, trial: t}
+	e.until.Store(int64(never))
+	b.moveLocked(now, e, cause, never)
+}
