@@ -409,7 +409,7 @@ func TestClosedConnectionAndClosedGuardEndConsume(t *testing.T) {
 // letters follow when it is back.
 func TestDLQUnavailable(t *testing.T) {
 	t.Parallel()
-	r := newRig(t, jetstream.ConsumerConfig{AckWait: time.Second})
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 5 * time.Second})
 	ctx := adaptertest.Context(t)
 	d, err := NewDLQ(ctx, r.js, DLQConfig{Stream: "D"})
 	if err != nil {

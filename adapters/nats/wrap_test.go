@@ -187,7 +187,7 @@ func TestWrappedWays(t *testing.T) {
 // What a program says of a message is its outcome.
 func TestWrappedOutcomes(t *testing.T) {
 	t.Parallel()
-	r := newRig(t, jetstream.ConsumerConfig{AckWait: 500 * time.Millisecond})
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 2 * time.Second})
 	d, err := NewDLQ(adaptertest.Context(t), r.js, DLQConfig{Stream: "D"})
 	if err != nil {
 		t.Fatal(err)
@@ -198,7 +198,7 @@ func TestWrappedOutcomes(t *testing.T) {
 	tries := map[string]int{}
 	start := time.Now()
 	for acked := 0; acked < 4; {
-		m, err := w.Next(jetstream.FetchMaxWait(5 * time.Second))
+		m, err := w.Next(jetstream.FetchMaxWait(10 * time.Second))
 		if err != nil {
 			t.Fatalf("%v: tried %v, %+v", err, tries, w.src.State())
 		}
@@ -216,7 +216,7 @@ func TestWrappedOutcomes(t *testing.T) {
 			err = Fail(m, guard.Permanent(errDown))
 		case body == "5" && tries[body] == 1:
 			for range 4 {
-				time.Sleep(200 * time.Millisecond)
+				time.Sleep(800 * time.Millisecond)
 				if err := m.InProgress(); err != nil {
 					t.Error(err)
 				}
@@ -258,7 +258,7 @@ func TestWrappedOutcomes(t *testing.T) {
 // delivered twice, and it all comes later.
 func TestWrappedHold(t *testing.T) {
 	t.Parallel()
-	r := newRig(t, jetstream.ConsumerConfig{AckWait: 600 * time.Millisecond, MaxAckPending: 40})
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 2 * time.Second, MaxAckPending: 40})
 	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
 	w := wrap(t, g, r.consumer)
 	if err := w.src.ForceOpen(0); err != nil {
@@ -266,7 +266,7 @@ func TestWrappedHold(t *testing.T) {
 	}
 	r.publish(t, subject, 0, 60)
 	for range 5 {
-		b, err := w.Fetch(20, jetstream.FetchMaxWait(400*time.Millisecond))
+		b, err := w.Fetch(20, jetstream.FetchMaxWait(time.Second))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -275,7 +275,7 @@ func TestWrappedHold(t *testing.T) {
 			t.Fatal("a message came through")
 		}
 		if took := time.Since(start); took > 10*time.Second {
-			t.Errorf("a fetch of 400ms took %s", took)
+			t.Errorf("a fetch of 1s took %s", took)
 		}
 	}
 	if i := r.info(t); i.NumRedelivered != 0 || i.NumAckPending != w.src.Account().Held {
@@ -293,7 +293,7 @@ func TestWrappedHold(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	adaptertest.Eventually(t, "all handled", func() bool { return n.Load() == 60 })
+	adaptertest.Eventually(t, "all handled", func() bool { return n.Load() >= 60 })
 	cc.Stop()
 	<-cc.Closed()
 	if i := r.info(t); i.Delivered.Consumer != 60 {
