@@ -162,3 +162,25 @@ func TestOldPacketsAfterAll(t *testing.T) {
 		t.Errorf("%d micro-tokens came from packets that had come before", r.sum.Got)
 	}
 }
+
+// A lease ends on the instant, not when somebody looks after it.
+func TestLeaseEndsOnTheInstant(t *testing.T) {
+	for late, want := range map[time.Duration]bool{-1: true, 0: false} {
+		f := newFleet(t, 2, Limit{Rate: 1000, Burst: 500}, 1)
+		f.pass(3 * time.Second)
+		s := f.nodes[1]
+		s.demand(f.key(s), 400*micro)
+		f.settleNode(1)
+		f.pass(f.now + 200*ms)
+		r := f.key(s)
+		if r.held < 100*micro {
+			t.Fatalf("%d held", r.held)
+		}
+		s.expire(r) // it was looked at while the lease was on
+		s.advance(s.Node.peers["n00"].lease + lease + late)
+		r.mint(s.Node.now, s.mintAt)
+		if got := s.take(r, r.level+micro); got != want {
+			t.Errorf("%v after its end a loan was spent: %v, want %v", late, got, want)
+		}
+	}
+}
