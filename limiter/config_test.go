@@ -239,3 +239,20 @@ func TestIdleCostsNothing(t *testing.T) {
 		t.Errorf("%d packets, %d bytes in 10 s of nothing; want the keep-alives of the session alone", n, f.bytes-bytes)
 	}
 }
+
+// Time does not go back, whoever is late.
+func TestTimeMovesForward(t *testing.T) {
+	a, b := pairOf(t, Config{})
+	now := 5 * time.Second
+	late := []func(){
+		func() { a.Tick(1) }, func() { a.Take(1, "k", 1) }, func() { a.Demand(1, "k", 1) }, func() { a.Serve(1, "k", 1) },
+		func() { a.Withdraw(1, "k", 1) }, func() { a.View(1, "k") }, func() { a.Delta(1, nil, b.self, 0, 1200) },
+		func() { _, _ = say(1, b, a) }, func() { a.Gone(1, crdt.Replica{Name: "b"}) },
+	}
+	a.Tick(now)
+	for i, call := range late {
+		if call(); a.now != now {
+			t.Errorf("call %d set the time to %v", i, a.now)
+		}
+	}
+}

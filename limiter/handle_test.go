@@ -104,7 +104,7 @@ func TestWaitIsFair(t *testing.T) {
 			})
 			synctest.Wait()
 		}
-		time.Sleep(150 * ms)
+		time.Sleep(250 * ms) // there is a token, and the second waits for five
 		if l.Allow() {
 			t.Error("an Allow was before waiters")
 		}
@@ -153,6 +153,33 @@ func TestWaitEnds(t *testing.T) {
 		if err := l.Wait(t.Context()); !errors.Is(err, ErrClosed) || l.Allow() || l.Admit(0) == 0 {
 			t.Errorf("a closed set admits: %v", err)
 		}
+	})
+}
+
+// A waiter whose token is due sooner wakes the driver from its sleep for another.
+func TestWaitersOfTwoKeys(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, err := New(crdt.Replica{Name: "a"}, Config{Limit: Limit{Rate: .1, Burst: 1}, Limits: map[string]Limit{"fast": {Rate: 10, Burst: 1}}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer s.Close()
+		slow, fast := s.Key("slow"), s.Key("fast")
+		if !slow.Allow() || !fast.Allow() {
+			t.Fatal("denied within the burst")
+		}
+		start := time.Now()
+		var all sync.WaitGroup
+		all.Go(func() {
+			if err := slow.Wait(t.Context()); err != nil || time.Since(start) != 10*time.Second {
+				t.Errorf("%v after %v, want 10s", err, time.Since(start))
+			}
+		})
+		synctest.Wait()
+		if err := fast.Wait(t.Context()); err != nil || time.Since(start) != 100*ms {
+			t.Errorf("%v after %v, want 100ms", err, time.Since(start))
+		}
+		all.Wait()
 	})
 }
 

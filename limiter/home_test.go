@@ -34,3 +34,61 @@ func TestSmallLimit(t *testing.T) {
 		}
 	}
 }
+
+// homeOf is the node on which the key lives.
+func (f *fleet) homeOf() int { return f.cfg.Roster.home("k", int64(f.limit.Burst)*micro) }
+
+// While others wait, the home has what it drew, also when a token came and the
+// draw is late.
+func TestHomeDrawsToo(t *testing.T) {
+	f := newFleet(t, 10, Limit{Rate: 5, Burst: 5}, 1)
+	f.pass(4 * time.Second)
+	home := f.homeOf()
+	for range 20 {
+		for i := range f.nodes {
+			if i != home {
+				f.wait(i)
+			}
+		}
+	}
+	f.pass(f.now + time.Second)
+	s := f.nodes[home]
+	r := f.key(s)
+	if !r.drawing {
+		t.Fatal("nobody needs anything")
+	}
+	s.advance(s.now + 300*ms)
+	if s.take(r, micro) {
+		t.Error("the home took a token that others were to draw for")
+	}
+	if r.level < micro {
+		t.Error("there was no token")
+	}
+}
+
+// A token that nobody uses goes home.
+func TestIdleTokensGoHome(t *testing.T) {
+	f := newFleet(t, 10, Limit{Rate: 5, Burst: 5}, 1)
+	f.pass(4 * time.Second)
+	away := (f.homeOf() + 1) % 10
+	s := f.nodes[away]
+	for range 3 {
+		s.advance(s.clock(f.now))
+		s.demand(f.key(s), micro) // and never served
+	}
+	f.settleNode(away)
+	f.pass(f.now + 200*ms)
+	held := f.key(s).held
+	if held < 3*micro {
+		t.Fatalf("%d held of 3 that were asked for", held/micro)
+	}
+	s.Withdraw(s.clock(f.now), "k", 3)
+	f.pass(f.now + 200*ms)
+	if r := f.key(s); r.held != held {
+		t.Errorf("%d held 200 ms later, of %d", r.held/micro, held/micro)
+	}
+	f.pass(f.now + 400*ms)
+	if r := s.rows["k"]; r != nil && r.held != 0 {
+		t.Errorf("%d held 600 ms later", r.held/micro)
+	}
+}
