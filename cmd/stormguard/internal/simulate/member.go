@@ -29,6 +29,7 @@ type member struct {
 	node    *limiter.Node
 	seeds   []int // to be joined
 	waiting []int // messages by key that wait for a token
+	out     []byte
 }
 
 // boot makes a member of the node with this number.
@@ -62,13 +63,14 @@ func (w *world) boot(id int) simnet.Boot {
 
 // Step is [simnet.Process].
 func (m *member) Step(now time.Duration, ev gossip.Event, actions []gossip.Action) []gossip.Action {
+	m.out = m.out[:0]
 	for _, seed := range m.seeds {
-		actions = m.session.Step(now, gossip.Event{Kind: gossip.Join, Addr: simnet.Addr(seed)}, actions)
+		actions = m.step(now, gossip.Event{Kind: gossip.Join, Addr: simnet.Addr(seed), Wall: ev.Wall}, actions)
 	}
 	m.seeds = nil
 	changed := ev.Kind != gossip.Wake
 	if ev.Kind == gossip.Packet && m.session != nil {
-		actions = m.session.Step(now, ev, actions)
+		actions = m.step(now, ev, actions)
 	}
 	t := m.w.net.Now()
 	if t-m.next > stoppedFor { // it was stopped meanwhile, and nothing came in
@@ -93,7 +95,20 @@ func (m *member) Step(now time.Duration, ev gossip.Event, actions []gossip.Actio
 		if m.w.tap != nil {
 			m.w.tap.note(m)
 		}
-		actions = m.session.Step(now, gossip.Event{Kind: gossip.Wake}, actions)
+		actions = m.step(now, gossip.Event{Kind: gossip.Wake, Wall: ev.Wall}, actions)
+	}
+	return actions
+}
+
+// step steps the session and keeps what it wants sent, since the session's next
+// step ends it.
+func (m *member) step(now time.Duration, ev gossip.Event, actions []gossip.Action) []gossip.Action {
+	had := len(actions)
+	actions = m.session.Step(now, ev, actions)
+	for i := had; i < len(actions); i++ {
+		start := len(m.out)
+		m.out = append(m.out, actions[i].Packet...)
+		actions[i].Packet = m.out[start:len(m.out):len(m.out)]
 	}
 	return actions
 }

@@ -14,6 +14,8 @@ import (
 
 	"go.uber.org/goleak"
 	"pgregory.net/rapid"
+
+	"github.com/stormguard-mq/stormguard/crdt/gossip"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -55,6 +57,20 @@ func TestRows(t *testing.T) {
 				t.Error("nothing was missed in the split")
 			}
 		})
+	}
+}
+
+// Where nothing is lost nothing is refused but what was overtaken: what one step
+// of a session says is kept until it is sent, though the next reuses its memory.
+func TestPacketsArriveWhole(t *testing.T) {
+	w := newWorld(row(t, "balanced-9", 3*time.Second), Strict, 1)
+	w.run()
+	for i, m := range w.members {
+		now, _ := w.net.Clock(i)
+		st := m.session.Stats(now)
+		if st.PacketsIn == 0 || st.Refused[gossip.Accepted]+st.Refused[gossip.Stale] != st.PacketsIn || st.Unknown != 0 {
+			t.Errorf("node %d: %d packets, by reason %v, %d unknown sections", i, st.PacketsIn, st.Refused, st.Unknown)
+		}
 	}
 }
 
