@@ -105,25 +105,33 @@ func TestOneBadNode(t *testing.T) {
 	}
 }
 
-// An outage is over for all but two of twenty, whose own path stays broken.
-// They end rounds, but each only once before everybody else had a turn, and
-// then they are left to their own breakers.
+// An outage is over for all but nine of twenty, whose own path stays broken. Each
+// of them ends a round, but only one before everybody else had a turn; then they
+// are left to their own breakers.
 func TestPartlyBack(t *testing.T) {
 	w := newWorld(t, 3, options{nodes: 20, rate: 20})
 	w.down = true
 	w.run(90 * sec)
-	w.nodes[4].broken, w.nodes[11].broken = true, true
+	for _, n := range w.nodes[4:13] {
+		n.broken = true
+	}
 	w.down = false
-	took := w.until(2*time.Minute, "the others closed", func() bool {
+	round := w.status(0).Round
+	last := round
+	took := w.until(3*time.Minute, "the others closed", func() bool {
+		last = max(last, w.status(0).Round)
 		return !slices.ContainsFunc(w.nodes, func(n *node) bool { return !n.broken && !n.b.Closed() })
 	})
+	if n := last - round; n > 10 {
+		t.Errorf("%d rounds for nine processes with a broken path", n)
+	}
 	w.watch(func(n *node, _, is State) {
 		if is.Open() {
 			t.Errorf("%s: the fleet is %v", n.name, is.Position)
 		}
 	})
 	w.run(time.Minute)
-	t.Logf("closed %v after the dependency was back for most", took)
+	t.Logf("closed %v and %d rounds after the dependency was back for most", took, last-round)
 }
 
 // Three sides of one: nobody decides for the fleet, and each recovers by itself.

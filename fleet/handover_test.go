@@ -361,6 +361,46 @@ func TestStoodStill(t *testing.T) {
 	}
 }
 
+// Who has just got something to probe with lets the others hear of it first. And
+// a turn that comes to nothing is given back at half of the others' patience.
+func TestTurn(t *testing.T) {
+	l := newLab(t, Config{}, "a")
+	a := l.start("a", 1)
+	l.adopt(a, "t")
+	a.Observe(l.now, "t", breaker.Snapshot{Generation: 2})
+	a.Observe(l.now, "t", trip(3, 1))
+	tick := func(d time.Duration) string {
+		for end := l.now + d; l.now < end; {
+			l.now += 50 * ms
+			a.Tick(l.now)
+		}
+		return kinds(a.Actions(nil))
+	}
+	if got := tick(20 * sec); got != "hold" {
+		t.Fatalf("with nothing to probe with: %q", got)
+	}
+	a.Want(l.now, "t", true)
+	if got := tick(450 * ms); got != "" {
+		t.Errorf("at once: %q", got)
+	}
+	if got := tick(100 * ms); got != "probe" {
+		t.Fatalf("after Settle: %q", got)
+	}
+	if got := tick(900 * ms); got != "" {
+		t.Errorf("before half a turn: %q", got)
+	}
+	if got := tick(100 * ms); got != "hold" {
+		t.Errorf("nobody came to probe: %q", got)
+	}
+	if s := a.Status(l.now, "t"); s.Round != 1 || s.Votes[0].Phase != PhaseWaiting || s.Votes[0].Wants {
+		t.Errorf("%+v", s)
+	}
+	a.Want(l.now, "t", true)
+	if got := tick(6 * sec); got != "probe hold" {
+		t.Errorf("once more: %q", got)
+	}
+}
+
 // A round that fails climbs the ladder; one in which others passed steps down.
 func TestLadder(t *testing.T) {
 	c := Config{}.WithDefaults()
@@ -423,7 +463,15 @@ func TestKeep(t *testing.T) {
 	l.meet(2*sec, a, b, c)
 	l.adopt(a, "p")
 	a.Observe(l.now, "p", trip(2, 9))
-	l.meet(time.Minute, a, b, c)
+	l.meet(0, a, b, c)
+	for range 60 { // nothing new is said, only that it is there
+		l.now += sec
+		p, _ := a.Delta(l.now, nil, b.self, a.Mark(b.self), 1<<16)
+		if err := b.Merge(crdt.Contact{From: a.self, Now: l.now, Sent: l.now, Echo: l.now}, p); err != nil {
+			t.Fatal(err)
+		}
+		b.Tick(l.now)
+	}
 	if n := len(b.Status(l.now, "p").Votes); n != 1 {
 		t.Fatal("the vote of a process that is heard was forgotten")
 	}
