@@ -23,8 +23,11 @@ is over every packet and every instant.
                    same messages
   over             the most tokens that were ever above burst + rate·T, over all
                    intervals
-  sync p99         from a change to its merge at a peer, all changes and peers
-  equal again      from the end of the fault until every node has what it missed
+  sync p99         from a change to its merge at a peer, all changes and peers; what
+                   never arrived counts with its age
+  equal again      after the fault, from the first packet of a pair until it has
+                   what it had missed
+  rejoined         from the end of the fault until then
 
 Unless a scenario says another, the limit is 10,000 a second with a burst of 500,
 messages come in as a Poisson process at 1.2 times the limit, and packets take

@@ -35,7 +35,7 @@ type scenario struct {
 	maxError  float64       // percent
 	extra     float64       // tokens above the bound that are stated for this fault
 	extraWhy  string        // and why
-	converge  time.Duration // limit for world.converged; 0 is none
+	converge  time.Duration // limit for world.converged, and then rejoin for world.rejoined; 0 is none
 	maxSync   time.Duration
 	windows   [2]int  // limits for ledger.windows; 0 is none
 	fairness  float64 // no node admits more than this times its fair part; 0 is no limit
@@ -59,6 +59,10 @@ const (
 const (
 	rotation = time.Second
 	accuracy = 0.3 // percent
+
+	// rejoin is how long a fault may be over until all have met again: addresses
+	// that fell silent are tried every 1 to 5 s.
+	rejoin = 10 * time.Second
 )
 
 // base is what a scenario has unless it says something else.
@@ -105,6 +109,7 @@ func scenarios() []scenario {
 	fault := func(begin, end func(w *world)) func(*scenario) {
 		return func(sc *scenario) {
 			sc.from, sc.to = 2*time.Second, 14*time.Second
+			sc.length = sc.to + rejoin
 			sc.converge = time.Second
 			sc.faults = func(w *world) {
 				w.net.At(sc.from, func() { begin(w) })
@@ -122,8 +127,11 @@ func scenarios() []scenario {
 		sc.from, sc.to, sc.length = 2*time.Second, 22*time.Second, 24*time.Second
 		sc.converge = time.Second
 		sc.faults = func(w *world) {
-			w.net.Flap(0, 2*time.Second, 2*time.Second, sc.from, sc.to)
-			w.heal(sc.to, func() { w.net.Heal() })
+			const turn = 2 * time.Second
+			w.net.Flap(0, turn, turn, sc.from, sc.to)
+			for t := sc.from + turn; t < sc.to; t += 2 * turn {
+				w.heal(t, func() {}) // Flap has done it
+			}
 		}
 	}
 	sides := rotatingWithin(rotation, []int{0}, []int{1, 2})
@@ -177,7 +185,7 @@ func scenarios() []scenario {
 
 	stopped := func(do func(w *world)) func(*scenario) {
 		return func(sc *scenario) {
-			sc.maxError = 100 // what a stopped process does not do is not the limiter's error
+			sc.maxError = 10 // what a stopped process does not mint is not the limiter's error
 			sc.extra, sc.extraWhy = float64(sc.burstTokens), "what a stopped process held may be spent after it was written off"
 			sc.faults = func(w *world) { w.net.At(4*time.Second, func() { do(w) }) }
 		}

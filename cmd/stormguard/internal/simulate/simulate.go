@@ -52,7 +52,8 @@ type Result struct {
 	StatedExtra float64 `json:"stated_extra_tokens"`
 	ExtraWhy    string  `json:"stated_extra_why,omitempty"`
 	SyncP99     float64 `json:"sync_p99_ms"`     // 0: not measured
-	Converged   float64 `json:"converged_ms"`    // after the fault; 0: not measured, -1: never
+	Converged   float64 `json:"converged_ms"`    // from a pair's first packet after the fault; 0: not measured
+	Rejoined    float64 `json:"rejoined_ms"`     // from the end of the fault; 0: not measured, -1: never
 	Formula     float64 `json:"formula_percent"` // what the fault is said to cost; 0: not stated
 	BytesPerSec float64 `json:"bytes_per_node_second"`
 	Fewest      int     `json:"fewest_in_10s,omitempty"`
@@ -153,10 +154,18 @@ func run(sc *scenario, strategy Strategy, seed uint64) Result {
 	start := time.Now()
 	w := newWorld(sc, strategy, seed)
 	w.run()
+	r := w.result()
+	r.Seed, r.Took = seed, time.Since(start).Seconds()
+	return r
+}
+
+// result is what has happened in w, judged.
+func (w *world) result() Result {
+	sc := w.sc
 	r := Result{
 		Name: sc.name, Gate: sc.gate, Nodes: sc.nodes,
 		MaxError: sc.maxError, StatedExtra: sc.extra, ExtraWhy: sc.extraWhy, Formula: sc.formula,
-		Seed: seed, Trace: fmt.Sprintf("%016x", w.net.Hash()), SyncP99: milliseconds(w.tap.p99()),
+		Trace: fmt.Sprintf("%016x", w.net.Hash()), SyncP99: milliseconds(w.tap.p99(w.net.Now())),
 		BytesPerSec: float64(w.net.Stats().Bytes) / float64(sc.nodes) / sc.length.Seconds(),
 	}
 	byNode := make([]int, sc.nodes)
@@ -177,12 +186,11 @@ func run(sc *scenario, strategy Strategy, seed uint64) Result {
 	for _, n := range byNode {
 		r.Share = max(r.Share, float64(n)*float64(sc.nodes)/float64(max(1, r.Admitted)))
 	}
-	r.Converged = milliseconds(w.converged)
-	if w.converged == gossip.Never {
-		r.Converged = -1
+	r.Converged, r.Rejoined = milliseconds(w.converged), milliseconds(w.rejoined)
+	if w.rejoined == gossip.Never {
+		r.Rejoined = -1
 	}
-	r.judge(sc, strategy)
-	r.Took = time.Since(start).Seconds()
+	r.judge(sc, w.strategy)
 	return r
 }
 
@@ -200,11 +208,21 @@ func (r *Result) judge(sc *scenario, strategy Strategy) {
 	if r.Over > sc.extra+1e-3 {
 		wrong("%.3f tokens over the bound, %.0f are stated", r.Over, sc.extra)
 	}
-	if sc.maxSync > 0 && strategy == Strict && r.SyncP99 > milliseconds(sc.maxSync) {
-		wrong("sync p99 %.1f ms, the limit is %.1f ms", r.SyncP99, milliseconds(sc.maxSync))
+	if r.Asked == 0 || r.Admitted == 0 {
+		wrong("nothing happened: %d asked, %d admitted", r.Asked, r.Admitted)
 	}
-	if sc.converge > 0 && strategy == Strict && (r.Converged < 0 || r.Converged > milliseconds(sc.converge)) {
-		wrong("not equal again within %v", sc.converge)
+	if sc.maxSync > 0 && strategy == Strict && !(r.SyncP99 > 0 && r.SyncP99 <= milliseconds(sc.maxSync)) {
+		wrong("sync p99 %.1f ms, the limit is %.1f ms, and 0 is nothing measured", r.SyncP99, milliseconds(sc.maxSync))
+	}
+	if sc.converge > 0 && strategy == Strict {
+		switch {
+		case r.Rejoined < 0 || r.Rejoined > milliseconds(rejoin):
+			wrong("not whole again %v after the fault", rejoin)
+		case r.Converged <= 0:
+			wrong("nothing was missed in the fault")
+		case r.Converged > milliseconds(sc.converge):
+			wrong("equal again %.0f ms after packets flowed, the limit is %v", r.Converged, sc.converge)
+		}
 	}
 	if sc.windows != [2]int{} && (r.Fewest < sc.windows[0] || r.Most > sc.windows[1]) {
 		wrong("%d to %d admissions in 10 s, the limits are %d and %d", r.Fewest, r.Most, sc.windows[0], sc.windows[1])
@@ -233,10 +251,10 @@ func milliseconds(d time.Duration) float64 { return float64(d) / 1e6 }
 
 func table(w io.Writer, results []Result) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(t, "scenario\tnodes\tgate\terror %\tover\tstated\tsync p99 ms\tequal again ms\tKB/s per node\ttrace\t\t")
+	fmt.Fprintln(t, "scenario\tnodes\tgate\terror %\tover\tstated\tsync p99 ms\tequal again ms\trejoined ms\tKB/s per node\ttrace\t\t")
 	for _, r := range results {
-		fmt.Fprintf(t, "%s\t%d\t%s\t%+.3f\t%.3f\t%.0f\t%.1f\t%.0f\t%.0f\t%s\t%s\t\n",
-			r.Name, r.Nodes, r.Gate, r.Error, r.Over, r.StatedExtra, r.SyncP99, r.Converged, r.BytesPerSec/1000, r.Trace, r.verdict())
+		fmt.Fprintf(t, "%s\t%d\t%s\t%+.3f\t%.3f\t%.0f\t%.1f\t%.0f\t%.0f\t%.0f\t%s\t%s\t\n",
+			r.Name, r.Nodes, r.Gate, r.Error, r.Over, r.StatedExtra, r.SyncP99, r.Converged, r.Rejoined, r.BytesPerSec/1000, r.Trace, r.verdict())
 	}
 	return t.Flush()
 }

@@ -62,13 +62,25 @@ func (t *tap) note(m *member) {
 	}
 }
 
-// p99 is the 99th percentile of all delays; 0 if nothing was measured.
-func (t *tap) p99() time.Duration {
-	if t == nil || len(t.delays) == 0 {
+// p99 is the 99th percentile of all delays; 0 if nothing was measured. What has
+// not been merged by now has taken at least until now.
+func (t *tap) p99(now time.Duration) time.Duration {
+	if t == nil {
 		return 0
 	}
-	slices.Sort(t.delays)
-	return t.delays[min(len(t.delays)-1, len(t.delays)*99/100)]
+	all := slices.Clone(t.delays)
+	for _, p := range t.pairs {
+		for _, c := range p.at {
+			if c.at >= t.from {
+				all = append(all, now-c.at)
+			}
+		}
+	}
+	if len(all) == 0 {
+		return 0
+	}
+	slices.Sort(all)
+	return all[min(len(all)-1, len(all)*99/100)]
 }
 
 // tapped is a section with a tap.

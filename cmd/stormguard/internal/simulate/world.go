@@ -28,9 +28,16 @@ type world struct {
 	tap      *tap      // nil unless sync delays are measured
 	rotation []int     // see rotating
 
-	healed    map[[2]int]uint64 // marks that had to be acknowledged when packets flowed again
+	healed    map[[2]int]*missed // by sender and receiver, when the fault ended
 	healedAt  time.Duration
-	converged time.Duration
+	converged time.Duration // the longest from a pair's first packet to its last missed change
+	rejoined  time.Duration // the longest from the end of a fault to that; Never if it did not come
+}
+
+// missed is what one node had for another when a fault ended.
+type missed struct {
+	mark  uint64        // that must be acknowledged
+	flows time.Duration // when the first packet came through since; 0 is not yet
 }
 
 // warmUp is not judged.
@@ -128,44 +135,59 @@ func (w *world) draw(m *member, t time.Duration) time.Duration {
 }
 
 // heal ends the fault, and looks from then on how long it takes until every
-// node has from each other what it had missed.
+// node has from each other what it had missed. A fault may end several times.
 func (w *world) heal(at time.Duration, mend func()) {
 	w.net.At(at, func() {
 		mend()
 		if !w.shared() {
 			return
 		}
-		w.healed, w.healedAt = make(map[[2]int]uint64), at
+		if len(w.healed) > 0 {
+			w.rejoined = gossip.Never // of the last time
+		}
+		w.healed, w.healedAt = make(map[[2]int]*missed), at
 		for i, m := range w.members {
 			for j, other := range w.members {
 				if i != j && m != nil && other != nil {
-					w.healed[[2]int{i, j}] = m.node.Mark(other.node.Self())
+					w.healed[[2]int{i, j}] = &missed{mark: m.node.Mark(other.node.Self())}
 				}
 			}
 		}
-		w.watch()
+		w.watch(at)
 	})
 }
 
-// watch asks each millisecond whether what was missed has been acknowledged.
-func (w *world) watch() {
+// watch asks each millisecond whether what was missed at an end of the fault has
+// been acknowledged.
+func (w *world) watch(healedAt time.Duration) {
+	if healedAt != w.healedAt {
+		return // the fault has ended again
+	}
 	now := w.net.Now()
+	peers := make([][]gossip.Peer, len(w.members))
 	for i, m := range w.members {
 		own, _ := w.net.Clock(i)
-		for _, p := range m.session.Peers(own, nil) {
-			pair := [2]int{i, w.number(p.Name)}
-			if mark, missing := w.healed[pair]; missing && p.HearsUs && m.node.Mark(p.Replica)-p.Unacked >= mark {
-				delete(w.healed, pair)
+		peers[i] = m.session.Peers(own, nil)
+		for _, p := range peers[i] {
+			if d := w.healed[[2]int{w.number(p.Name), i}]; d != nil && d.flows == 0 && p.Heard < now-healedAt {
+				d.flows = now - p.Heard
 			}
 		}
 	}
-	if len(w.healed) == 0 {
-		w.converged = max(w.converged, now-w.healedAt)
-		return
+	for i, m := range w.members {
+		for _, p := range peers[i] {
+			pair := [2]int{i, w.number(p.Name)}
+			if d := w.healed[pair]; d != nil && d.flows != 0 && p.HearsUs && m.node.Mark(p.Replica)-p.Unacked >= d.mark {
+				delete(w.healed, pair)
+				w.converged, w.rejoined = max(w.converged, now-d.flows), max(w.rejoined, now-healedAt)
+			}
+		}
 	}
-	if now < w.sc.length {
-		w.net.At(now+time.Millisecond, w.watch)
-	} else {
-		w.converged = gossip.Never
+	switch {
+	case len(w.healed) == 0:
+	case now < w.sc.length:
+		w.net.At(now+time.Millisecond, func() { w.watch(healedAt) })
+	default:
+		w.rejoined = gossip.Never
 	}
 }
