@@ -387,9 +387,7 @@ func (l *OpLog[T]) admit(b []byte) error {
 		if records[0].Seq > upto+1 {
 			ahead += news
 		} else {
-			for upto = max(upto, last); o != nil && o.holds(upto+1); {
-				upto++
-			}
+			upto = max(upto, last)
 		}
 		a.applied, a.kept = upto, a.kept+news
 		will[id] = a

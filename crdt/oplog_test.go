@@ -250,6 +250,33 @@ func TestOpLogAloneThenJoined(t *testing.T) {
 	if b, upto := l.Delta(nil, 0, 1); len(b) != 0 || upto != 0 {
 		t.Fatalf("%x up to %d in one byte", b, upto)
 	}
+	// Where no record fits, no progress is told, not even over what is gone.
+	appendN(t, l, 1)
+	for room := range 20 {
+		if b, upto := l.Delta(nil, 0, room); len(b) != 0 || upto != 0 {
+			t.Fatalf("%x up to %d in %d bytes", b, upto, room)
+		}
+	}
+}
+
+// An epoch that was learned without a record is told to others too, also beside
+// records that are older than it.
+func TestOpLogTellsALearnedEpoch(t *testing.T) {
+	l := newLogged(origin1, OpLogConfig{MaxRecords: 1})
+	old := newLogged(origin2, OpLogConfig{})
+	appendN(t, old, 1)
+	if _, err := l.Append(OpReset, Stamp{}, body{}); err != nil {
+		t.Fatal(err)
+	}
+	merge(t, l, whole(old)) // the RESET makes room for what it voids
+	second, third := newLogged(Replica{"x", 1}, OpLogConfig{}), newLogged(Replica{"y", 1}, OpLogConfig{})
+	merge(t, second, whole(l))
+	merge(t, third, whole(second))
+	for _, got := range []*logged{second, third} {
+		if got.Epoch() != 1 || got.epoch != 1 || got.amounts[1] != 0 || got.Applied(origin2) != 1 {
+			t.Fatal(got.Epoch(), got.amounts, got.Applied(origin2))
+		}
+	}
 }
 
 // Held records are not lost where the log of the sender begins behind them.
