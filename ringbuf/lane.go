@@ -612,13 +612,13 @@ func (l *Lane[T]) discardLocked(recycle bool) {
 	r := l.ring
 	if l.slab != nil {
 		if recycle {
-			for c := l.slab.head.c; c != nil; c = c.next {
-				r.spare.putChunk(c.data)
+			for c := l.slab.head.c; c != nil; {
+				next := c.next
+				r.spare.putChunk(c)
+				c = next
 			}
-			*l.slab = slab{}
-		} else {
-			l.slab = new(slab)
 		}
+		*l.slab = slab{}
 	} else {
 		clear(l.slots.v)
 		r.spare.putSlots(l.slots)

@@ -266,7 +266,7 @@ type spare[T any] struct {
 	mu     sync.Mutex
 	room   int64          // slots or bytes that may still be kept
 	slots  [25][]slots[T] // by log2 of length
-	chunks [chunkClasses][][]byte
+	chunks [chunkClasses]*chunk
 }
 
 func (s *spare[T]) getSlots(n int, sized bool) slots[T] {
@@ -303,28 +303,26 @@ func (s *spare[T]) putSlots(b slots[T]) {
 	s.mu.Unlock()
 }
 
-// getChunk returns the data of a chunk, or nil.
-func (s *spare[T]) getChunk(class int) (data []byte) {
+func (s *spare[T]) getChunk(class int) *chunk {
 	s.mu.Lock()
-	if k := len(s.chunks[class]); k > 0 {
-		data = s.chunks[class][k-1]
-		s.chunks[class][k-1] = nil
-		s.chunks[class] = s.chunks[class][:k-1]
-		s.room += int64(len(data))
+	c := s.chunks[class]
+	if c != nil {
+		s.chunks[class], c.next = c.next, nil
+		s.room += int64(len(c.data))
 	}
 	s.mu.Unlock()
-	return data
+	return c
 }
 
-func (s *spare[T]) putChunk(data []byte) {
-	class := chunkClass(len(data))
-	if class >= chunkClasses || len(data) != chunkMin<<class {
+func (s *spare[T]) putChunk(c *chunk) {
+	class := chunkClass(len(c.data))
+	if class >= chunkClasses || len(c.data) != chunkMin<<class {
 		return
 	}
 	s.mu.Lock()
-	if s.room >= int64(len(data)) {
-		s.room -= int64(len(data))
-		s.chunks[class] = append(s.chunks[class], data)
+	if s.room >= int64(len(c.data)) {
+		s.room -= int64(len(c.data))
+		c.next, s.chunks[class] = s.chunks[class], c
 	}
 	s.mu.Unlock()
 }

@@ -284,7 +284,7 @@ func TestNoAllocationsWhileNeverEmpty(t *testing.T) {
 		}
 		mustPut(t, l, ms...)
 		step := func() {
-			for range 100 {
+			for range 10 {
 				mustPut(t, l, ms...)
 				s, err := l.TryLease(dst)
 				if err != nil {

@@ -35,11 +35,6 @@ type chunk struct {
 	next *chunk
 }
 
-// headersMost is how many chunks a lane makes room for at once, at most: chunks
-// that point to each other out of one object are found by the garbage collector
-// in one step, and else in one after the other.
-const headersMost = 64
-
 // A place is where the next record begins.
 type place struct {
 	c   *chunk
@@ -70,34 +65,6 @@ func (p *place) next() []byte {
 type slab struct {
 	head, tail place
 	held       int64 // bytes of all records, headers not counted
-
-	first chunk  // the only one of most lanes
-	idle  *chunk // chunks without data, linked by next
-	made  int    // chunks, first and those in idle included
-}
-
-// chunk returns one without data.
-func (s *slab) chunk() *chunk {
-	if s.made == 0 {
-		s.made = 1
-		return &s.first
-	}
-	if s.idle == nil {
-		fresh := make([]chunk, min(s.made, headersMost))
-		s.made += len(fresh)
-		for i := range fresh {
-			s.idle, fresh[i].next = &fresh[i], s.idle
-		}
-	}
-	c := s.idle
-	s.idle, c.next = c.next, nil
-	return c
-}
-
-// recycle takes a chunk that nobody reads any more.
-func recycle[T any](s *slab, sp *spare[T], c *chunk) {
-	sp.putChunk(c.data)
-	c.data, c.next, s.idle = nil, s.idle, c
 }
 
 func appendRecord[T any](s *slab, sp *spare[T], rec []byte) {
@@ -109,13 +76,13 @@ func appendRecord[T any](s *slab, sp *spare[T], rec []byte) {
 			most := min(max(s.held/2, chunkIdle), chunkMax) // its class is at most held
 			class = max(class, min(chunkClass(len(c.data))+1, chunkClass(int(most))))
 		}
-		fresh := s.chunk()
+		var fresh *chunk
 		if class < chunkClasses {
-			if fresh.data = sp.getChunk(class); fresh.data == nil {
-				fresh.data = make([]byte, chunkMin<<class)
+			if fresh = sp.getChunk(class); fresh == nil {
+				fresh = &chunk{data: make([]byte, chunkMin<<class)}
 			}
 		} else {
-			fresh.data = make([]byte, size)
+			fresh = &chunk{data: make([]byte, size)}
 		}
 		if c == nil {
 			s.head = place{c: fresh}
@@ -138,7 +105,7 @@ func appendRecord[T any](s *slab, sp *spare[T], rec []byte) {
 func discardRecords[T any](s *slab, sp *spare[T], n int) (bytes int64) {
 	for range n {
 		for old := s.head.c; s.head.skip(); old = s.head.c {
-			recycle(s, sp, old)
+			sp.putChunk(old)
 		}
 		bytes += int64(len(s.head.next()))
 	}
@@ -152,11 +119,11 @@ func rewindRecords[T any](s *slab, sp *spare[T]) {
 	for s.head.c != s.tail.c {
 		old := s.head.c
 		s.head.c = old.next
-		recycle(s, sp, old)
+		sp.putChunk(old)
 	}
 	s.head.off, s.tail.off = 0, 0
 	if s.tail.c != nil && len(s.tail.c.data) > chunkIdle {
-		recycle(s, sp, s.tail.c)
+		sp.putChunk(s.tail.c)
 		s.head, s.tail = place{}, place{}
 	}
 }
