@@ -16,8 +16,8 @@ import (
 const (
 	chunkMin     = 256
 	chunkIdle    = 64 << 10 // the most that an empty lane keeps
-	chunkMax     = 1 << 20
-	chunkClasses = 13 // chunkMax is the last
+	chunkMax     = 4 << 20
+	chunkClasses = 15 // chunkMax is the last
 	recordHeader = 4
 )
 

@@ -43,7 +43,7 @@ func TestSlabRecordSizes(t *testing.T) {
 	for round := range 3 {
 		l := r.Lane(uint64(round))
 		var want [][]byte
-		for _, n := range []int{0, 1, 247, 248, 249, 251, 252, 253, 500, 508, 65528, 65532, 65533, 65537, 1 << 20, 1<<20 - 4, 3 << 20, 0, 0, 7} {
+		for _, n := range []int{0, 1, 247, 248, 249, 251, 252, 253, 500, 508, 65528, 65532, 65533, 65537, 1 << 20, 1<<20 - 4, 3 << 20, 4 << 20, 4<<20 - 4, 5 << 20, 0, 0, 7} {
 			v := bytes.Repeat([]byte{byte(n + round)}, n)
 			if _, err := l.TryPut(v); err != nil {
 				t.Fatal(n, err)
