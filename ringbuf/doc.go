@@ -21,9 +21,9 @@
 // it keeps them encoded in reused memory without pointers, so that the garbage
 // collector has next to nothing to scan.
 //
-// Calls take one lock of the lane and one atomic step on the shared budget for
-// a batch of up to 64 messages, and allocate nothing unless they must wait or
-// the lane grows. Batches are where the speed is; one message at a time costs
+// Calls take one lock of the lane for a batch of up to 64 messages, mostly no
+// step on the shared budget, and allocate nothing unless they must wait or the
+// lane grows. Batches are where the speed is; one message at a time costs
 // about one and a half times what a buffered channel does with Next, and about
 // twice as much with Lease and Commit.
 package ringbuf

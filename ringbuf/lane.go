@@ -35,14 +35,16 @@ type Lane[T any] struct {
 	ring *Ring[T]
 	id   uint64
 
-	mu     sync.Mutex
-	head   int // slot of the oldest message
-	count  int // messages held
-	leased int // how many of the first ones are under the open lease; 0 means no lease
-	lease  uint64
-	bytes  int64 // of the messages held
-	slots  slots[T]
-	slab   *slab // with a Codec, instead of slots
+	mu      sync.Mutex
+	head    int // slot of the oldest message
+	count   int // messages held
+	leased  int // how many of the first ones are under the open lease; 0 means no lease
+	lease   uint64
+	bytes   int64  // of the messages held
+	reserve uint64 // room that the lane has taken and not used, as in Ring.used
+	entry   int    // where the lane is in Ring.reserves, from 1; 0 means nowhere, and no reserve
+	slots   slots[T]
+	slab    *slab // with a Codec, instead of slots
 
 	readers waitq // Leases that wait
 	writers waitq // Puts that wait for the lane's share
@@ -111,33 +113,52 @@ func (l *Lane[T]) putOne(ctx context.Context, vs []T, wait bool) (n int, err err
 		}
 	}
 	l.mu.Lock()
-	b := l.slots
-	if l.count >= len(b.v) || l.count >= r.laneCount || l.bytes > r.laneBytes-size ||
-		l.err != nil || l.starved || r.starving.Load() || !r.takeOne(size) {
-		l.mu.Unlock()
-		p := parcel[T]{vs: vs, bytes: size}
-		if r.sizer != nil {
-			p.sizes = []uint32{uint32(size)}
-		}
-		return l.push(ctx, p, wait)
+	fits := l.count < len(l.slots.v) && l.count < r.laneCount && l.bytes <= r.laneBytes-size &&
+		l.err == nil && !l.starved && !r.starving.Load()
+	if need := pack(1, size); fits && covers(l.reserve, need) {
+		l.reserve -= need
+	} else if fits {
+		k, _ := l.takeLocked(nil, 1, size)
+		fits = k > 0
 	}
-	tail := (l.head + l.count) & (len(b.v) - 1)
-	b.v[tail] = vs[0]
-	if b.sizes != nil {
-		b.sizes[tail] = uint32(size)
+	if !fits {
+		l.mu.Unlock()
+		return l.pushOne(ctx, vs, size, wait)
+	}
+	tail := (l.head + l.count) & (len(l.slots.v) - 1)
+	l.slots.v[tail] = vs[0]
+	if l.slots.sizes != nil {
+		l.slots.sizes[tail] = uint32(size)
 	}
 	l.count++
 	l.bytes += size
-	l.peak = max(l.peak, l.count)
-	var reader *waiter
-	if l.leased == 0 {
-		reader = l.readers.first()
+	if l.count > l.peak {
+		l.peak = l.count
 	}
+	if l.leased == 0 && l.readers.head != nil {
+		l.wakeReader()
+		return 1, nil
+	}
+	l.mu.Unlock()
+	return 1, nil
+}
+
+// wakeReader unlocks the lane and signals the oldest Lease that waits.
+func (l *Lane[T]) wakeReader() {
+	reader := l.readers.first()
 	l.mu.Unlock()
 	if reader != nil {
 		reader.signal()
 	}
-	return 1, nil
+}
+
+// pushOne places a single message, of size bytes, the long way.
+func (l *Lane[T]) pushOne(ctx context.Context, vs []T, size int64, wait bool) (n int, err error) {
+	p := parcel[T]{vs: vs, bytes: size}
+	if l.ring.sizer != nil {
+		p.sizes = []uint32{uint32(size)}
+	}
+	return l.push(ctx, p, wait)
 }
 
 func (l *Lane[T]) putSized(ctx context.Context, vs []T, wait bool) (n int, err error) {
@@ -240,14 +261,16 @@ func (l *Lane[T]) push(ctx context.Context, p parcel[T], wait bool) (int, error)
 	if n == 0 {
 		return 0, nil
 	}
-	full, err := l.offer(&p, wait, nil)
-	if err == nil && full != nowhere {
-		if wait {
-			err = l.pushSlow(ctx, &p, full)
-		} else {
-			l.ring.refused.Add(1)
-			err = ErrFull
-		}
+	full, err := l.offerAll(&p, wait, nil)
+	switch {
+	case err != nil:
+	case full == nowhere:
+		return n, nil
+	case wait:
+		err = l.pushSlow(ctx, &p, full)
+	default:
+		l.ring.refused.Add(1)
+		err = ErrFull
 	}
 	if err == nil {
 		return n, nil
@@ -263,6 +286,20 @@ const (
 	inLane
 	inRing
 )
+
+// offerAll is offer, and offer again without any lane's reserve if the ring
+// seemed to be full.
+func (l *Lane[T]) offerAll(p *parcel[T], wait bool, w *waiter) (where, error) {
+	full, err := l.offer(p, wait, w)
+	if full == inRing {
+		r := l.ring
+		r.reclaims.Add(1)
+		r.reclaim()
+		full, err = l.offer(p, wait, w)
+		r.reclaims.Add(-1)
+	}
+	return full, err
+}
 
 // offer places as many of p's messages as fit, and takes them out of p unless
 // that is all of them. A caller that can wait lets one that starves go first; w
@@ -288,7 +325,7 @@ func (l *Lane[T]) offer(p *parcel[T], wait bool, w *waiter) (where, error) {
 	}
 	if k > 0 {
 		want := k
-		if k, size = r.take(p, k, size); k < want {
+		if k, size = l.takeLocked(p, k, size); k < want {
 			full = inRing
 		}
 	}
@@ -399,7 +436,7 @@ func (l *Lane[T]) pushSlow(ctx context.Context, p *parcel[T], full where) error 
 			err = ctx.Err()
 		}
 		if err == nil {
-			full, err = l.offer(p, true, w)
+			full, err = l.offerAll(p, true, w)
 		}
 		if err != nil || full == nowhere {
 			break
@@ -439,6 +476,9 @@ func (l *Lane[T]) enter(w *waiter, queue where, want int, need, rest int64, move
 		}
 		update(&r.writers)
 		r.asleep.Store(true)
+		r.qmu.Unlock()
+		r.reclaim()
+		r.qmu.Lock()
 		r.wakeLocked()
 		r.qmu.Unlock()
 	}
@@ -542,7 +582,7 @@ func (l *Lane[T]) Drain() ([]T, error) {
 	}
 	l.discardLocked(l.slab == nil)
 	l.wakeLocked()
-	r.free(n, bytes)
+	l.freeLocked(n, bytes)
 	l.mu.Unlock()
 	r.wake()
 	if r.codec == nil {
@@ -575,6 +615,7 @@ func (l *Lane[T]) discardLocked(recycle bool) {
 // endLocked makes every call on the lane return err from now on.
 func (l *Lane[T]) endLocked(err error) {
 	l.err = err
+	l.yieldLocked()
 	l.readers.wakeAll()
 	l.writers.wakeAll()
 }

@@ -254,18 +254,21 @@ func (s Lease[T]) Next(ctx context.Context, n int, dst []T) (Lease[T], error) {
 // committed.
 func (s Lease[T]) lock(n int) error {
 	l := s.lane
-	if l == nil {
-		return ErrLeaseOver
+	if l != nil && uint(n) <= uint(s.n) {
+		l.mu.Lock()
+		if l.lease == s.id && l.leased > 0 {
+			return nil
+		}
+		l.mu.Unlock()
 	}
-	if n < 0 || n > s.n {
+	return s.misused(n)
+}
+
+func (s Lease[T]) misused(n int) error {
+	if s.lane != nil && uint(n) > uint(s.n) {
 		return fmt.Errorf("ringbuf: commit: n is %d, want 0 to %d", n, s.n)
 	}
-	l.mu.Lock()
-	if l.lease != s.id || l.leased == 0 {
-		l.mu.Unlock()
-		return ErrLeaseOver
-	}
-	return nil
+	return ErrLeaseOver
 }
 
 // commitLocked ends the open lease and frees its first n messages.
@@ -283,7 +286,7 @@ func (l *Lane[T]) commitLocked(n int) {
 	}
 	l.count -= n
 	l.bytes -= bytes
-	r.free(n, bytes)
+	l.freeLocked(n, bytes)
 	if l.count == 0 {
 		l.emptyLocked()
 	}

@@ -157,3 +157,84 @@ func record4(l *ringbuf.Lane[msg], workers int, seed uint64) []porcupine.Operati
 	wg.Wait()
 	return slices.Concat(logs...)
 }
+
+// room is the budget of a ring of 256 as one atomic object: how many messages all
+// lanes hold.
+var room = porcupine.Model{
+	Init: func() any { return 250 },
+	Step: func(state, in, out any) (bool, any) {
+		held, a := state.(int), out.(answer)
+		switch in.(op).kind {
+		case 0:
+			if held == 256 {
+				return a.n == 0 && a.err == ringbuf.ErrFull, held
+			}
+			return a.n == 1 && a.err == nil, held + 1
+		case 2:
+			return a.err == nil, held - 1
+		default:
+			return a.n == held, held
+		}
+	},
+}
+
+// What one lane has in reserve is not missing to another, at any instant: each
+// lane may have up to 8, which is more than the ring has room for.
+func TestReserveIsLinearizable(t *testing.T) {
+	for name, open := range kinds {
+		t.Run(name, func(t *testing.T) {
+			for round := range 400 {
+				r, err := open(ringbuf.Config{MaxCount: 256})
+				if err != nil {
+					t.Fatal(err)
+				}
+				history := recordRoom(t, r, 2+round%3, uint64(round))
+				if res := porcupine.CheckOperationsTimeout(room, history, 20*time.Second); res != porcupine.Ok {
+					t.Fatalf("round %d: %v: %v", round, res, history)
+				}
+				if _, _, err := r.Audit(); err != nil {
+					t.Fatal(err)
+				}
+			}
+		})
+	}
+}
+
+// recordRoom gives each worker a lane of r, which holds 250 messages.
+func recordRoom(t *testing.T, r *ringbuf.Ring[msg], workers int, seed uint64) []porcupine.Operation {
+	for i := range 250 {
+		mustPut(t, r.Lane(uint64(i%workers)), msg{})
+	}
+	logs := make([][]porcupine.Operation, workers)
+	start := time.Now()
+	var wg sync.WaitGroup
+	for g := range workers {
+		wg.Go(func() {
+			rng := rand.New(rand.NewPCG(seed, uint64(g)))
+			l, dst := r.Lane(uint64(g)), make([]msg, 1)
+			for range 25 {
+				o, a := op{kind: []int{0, 0, 0, 2, 2, 4}[rng.IntN(6)]}, answer{}
+				call := time.Since(start)
+				switch o.kind {
+				case 0:
+					a.n, a.err = l.TryPut(msg{})
+				case 2:
+					var s ringbuf.Lease[msg]
+					if s, a.err = l.TryLease(dst); a.err == nil {
+						a.err = s.Commit(1)
+					}
+				case 4:
+					a.n = r.Stats().Count
+				}
+				logs[g] = append(logs[g], porcupine.Operation{
+					ClientId: g, Input: o, Call: int64(call), Output: a, Return: int64(time.Since(start)),
+				})
+				if rng.IntN(4) == 0 {
+					runtime.Gosched()
+				}
+			}
+		})
+	}
+	wg.Wait()
+	return slices.Concat(logs...)
+}

@@ -30,7 +30,8 @@ func bytesOf(ms []msg) (n int) {
 }
 
 // The ring must do what slices would do: every message out once, in the order
-// of its lane, never above a bound, and never full below it.
+// of its lane, never above a bound, and never full below it. Rings of 256 and
+// more have reserves.
 func TestModel(t *testing.T) {
 	for name, open := range kinds {
 		t.Run(name, func(t *testing.T) {
@@ -41,8 +42,8 @@ func TestModel(t *testing.T) {
 
 func checkModel(t *rapid.T, open func(ringbuf.Config) (*ringbuf.Ring[msg], error)) {
 	cfg := ringbuf.Config{
-		MaxCount:  rapid.SampledFrom([]int{1, 2, 5, 16, 100}).Draw(t, "count"),
-		MaxBytes:  int64(rapid.SampledFrom([]int{20, 100, 3000}).Draw(t, "bytes")),
+		MaxCount:  rapid.SampledFrom([]int{1, 2, 5, 16, 100, 256, 300}).Draw(t, "count"),
+		MaxBytes:  int64(rapid.SampledFrom([]int{20, 100, 3000, 1 << 20}).Draw(t, "bytes")),
 		LaneShare: rapid.SampledFrom([]float64{0, 0.25, 0.5}).Draw(t, "share"),
 	}
 	r, err := open(cfg)
@@ -89,7 +90,7 @@ func checkModel(t *rapid.T, open func(ringbuf.Config) (*ringbuf.Ring[msg], error
 		return i, lanes[i]
 	}
 	drawBatch := func(t *rapid.T, i int) []msg {
-		ms := make([]msg, rapid.SampledFrom([]int{0, 1, 1, 2, 3, 7, 70}).Draw(t, "n"))
+		ms := make([]msg, rapid.SampledFrom([]int{0, 1, 1, 2, 3, 7, 70, 200}).Draw(t, "n"))
 		for k := range ms {
 			seq++
 			ms[k] = msg{from: uint32(i), seq: seq, pad: rapid.SampledFrom([]int{0, 0, 1, 5, 40, 400}).Draw(t, "pad")}
@@ -136,7 +137,7 @@ func checkModel(t *rapid.T, open func(ringbuf.Config) (*ringbuf.Ring[msg], error
 		},
 		"TryLease": func(t *rapid.T) {
 			_, l := draw(t)
-			dst := make([]msg, rapid.IntRange(1, 80).Draw(t, "len"))
+			dst := make([]msg, rapid.SampledFrom([]int{1, 1, 2, 7, 80}).Draw(t, "len"))
 			s, err := l.lane.TryLease(dst)
 			switch {
 			case l.leased > 0:
@@ -177,7 +178,7 @@ func checkModel(t *rapid.T, open func(ringbuf.Config) (*ringbuf.Ring[msg], error
 		"Next": func(t *rapid.T) {
 			_, l := draw(t)
 			n := rapid.IntRange(-1, l.lease.Len()+1).Draw(t, "n")
-			dst := make([]msg, rapid.IntRange(0, 80).Draw(t, "len"))
+			dst := make([]msg, rapid.SampledFrom([]int{0, 1, 1, 1, 2, 7, 80}).Draw(t, "len"))
 			ctx, cancel := context.WithCancel(context.Background())
 			left := len(l.held) - n
 			if done := rapid.Bool().Draw(t, "done"); done || left == 0 {
@@ -258,11 +259,16 @@ func checkModel(t *rapid.T, open func(ringbuf.Config) (*ringbuf.Ring[msg], error
 				l.lane = r.Lane(uint64(i))
 			}
 		},
-		"": func(t *rapid.T) {
+		"Stats": func(t *rapid.T) { // not after every step: it takes reserves back
 			n, bytes := total()
 			want := ringbuf.Stats{Count: n, Bytes: int64(bytes), Lanes: len(lanes), Blocked: blocked, Refused: refused}
 			if got := r.Stats(); got != want {
 				t.Fatalf("Stats: %+v, want %+v", got, want)
+			}
+		},
+		"": func(t *rapid.T) {
+			if _, _, err := r.Audit(); err != nil {
+				t.Fatal(err)
 			}
 			for i, l := range lanes {
 				vs, err := l.lane.Snapshot(nil)

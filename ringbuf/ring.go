@@ -11,8 +11,8 @@ import (
 	"sync/atomic"
 )
 
-// Lock order: Ring.mu, then Lane.mu, then Ring.qmu or spare.mu; never the other
-// way round. No code of the caller (Sizer, Codec, iteration) runs under any of
+// Lock order: Ring.mu, then one Lane.mu, then Ring.qmu or spare.mu; never the
+// other way round. No code of the caller (Sizer, Codec, iteration) runs under any of
 // them.
 
 // A Ring is a set of lanes under one budget. All its methods, and those of its
@@ -22,15 +22,19 @@ type Ring[T any] struct {
 	maxCount, laneCount int
 	maxBytes, laneBytes int64
 	maxMessage          int64
+	bound               uint64 // maxCount and maxBytes
+	reserveMax          uint64 // the most in a lane's reserve; 0 means that there are none
 	sizer               Sizer[T]
 	codec               Codec[T]
 
 	_    [64]byte
-	used atomic.Uint64 // messages<<bytesBits | bytes
+	used atomic.Uint64 // messages<<bytesBits | bytes, reserves included
 	_    [64]byte
 
+	reclaims atomic.Int32 // calls that take reserves back now
+	crowded  atomic.Bool  // no entry of reserves was free when somebody last looked
 	waiting  atomic.Int32 // length of writers
-	asleep   atomic.Bool  // one of writers may not be woken; set before it looks at used for the last time
+	asleep   atomic.Bool  // one of writers may not be woken; set before it looks at used for the last time; see reserve.go
 	starving atomic.Bool  // the oldest writer starves: other Puts must queue
 	blocked  atomic.Uint64
 	refused  atomic.Uint64
@@ -38,6 +42,8 @@ type Ring[T any] struct {
 	qmu     sync.Mutex
 	writers waitq   // guarded by qmu: Puts that wait for the shared budget
 	idle    waiters // guarded by qmu
+
+	reserves [reserveLanes]atomic.Pointer[Lane[T]] // lanes that may have a reserve
 
 	spare spare[T]
 
@@ -62,6 +68,8 @@ func NewRing[T any](cfg Config, sizer Sizer[T]) (*Ring[T], error) {
 		lanes:     make(map[uint64]*Lane[T]),
 	}
 	r.maxMessage = min(r.laneBytes, math.MaxUint32)
+	r.bound = pack(r.maxCount, r.maxBytes)
+	r.setReserves()
 	r.spare.room = int64(cfg.MaxCount)
 	return r, nil
 }
@@ -139,7 +147,7 @@ func (r *Ring[T]) Drop(l *Lane[T]) int {
 	waits := l.blocked > 0
 	l.endLocked(ErrDropped)
 	l.discardLocked(l.leased == 0)
-	r.free(n, bytes)
+	r.used.Add(-pack(n, bytes))
 	l.mu.Unlock()
 	r.wake()
 	if waits {
@@ -199,10 +207,14 @@ type Stats struct {
 	Refused uint64 // calls that ended with ErrFull or ErrTooLarge, ever
 }
 
-// Stats takes the lock that [Ring.Lane] takes. Count and Bytes belong together;
-// the other fields may be a moment younger.
+// Stats takes the lock that [Ring.Lane] takes, and for a moment those of up to 16
+// lanes, one after the other. Count and Bytes belong together; the other fields
+// may be a moment younger.
 func (r *Ring[T]) Stats() Stats {
-	u := r.used.Load()
+	r.reclaims.Add(1)
+	r.reclaim()
+	u := r.used.Load() // without reserves: what is held
+	r.reclaims.Add(-1)
 	r.mu.Lock()
 	lanes := len(r.lanes)
 	r.mu.Unlock()
@@ -217,45 +229,8 @@ func (r *Ring[T]) Stats() Stats {
 }
 
 func (r *Ring[T]) room() (count int, bytes int64) {
-	u := r.used.Load()
-	return r.maxCount - int(u>>bytesBits), r.maxBytes - int64(u&maxBytes)
-}
-
-// take reserves room for as many of p's first k messages, of size bytes, as
-// fit, and returns how many those are and their bytes.
-func (r *Ring[T]) take(p *parcel[T], k int, size int64) (int, int64) {
-	for {
-		u := r.used.Load()
-		count, bytes := r.maxCount-int(u>>bytesBits), r.maxBytes-int64(u&maxBytes)
-		if k > count || size > bytes {
-			if k, size = p.fit(min(k, count), bytes); k == 0 {
-				return 0, 0
-			}
-		}
-		if r.used.CompareAndSwap(u, u+uint64(k)<<bytesBits+uint64(size)) {
-			return k, size
-		}
-	}
-}
-
-// takeOne reserves room for one message of size bytes, if it fits.
-func (r *Ring[T]) takeOne(size int64) bool {
-	for {
-		u := r.used.Load()
-		if int(u>>bytesBits) >= r.maxCount || int64(u&maxBytes) > r.maxBytes-size {
-			return false
-		}
-		if r.used.CompareAndSwap(u, u+1<<bytesBits+uint64(size)) {
-			return true
-		}
-	}
-}
-
-// free gives room back. The caller holds the lock of the lane that had it, so
-// that nobody sees the lane without the messages and the ring still full of
-// them; it calls wake once it has let go of that lock.
-func (r *Ring[T]) free(n int, bytes int64) {
-	r.used.Add(-(uint64(n)<<bytesBits + uint64(bytes)))
+	free := r.bound - r.used.Load()
+	return int(free >> bytesBits), int64(free & maxBytes)
 }
 
 // wake lets waiting writers have what was freed. A writer raises asleep before
@@ -263,10 +238,14 @@ func (r *Ring[T]) free(n int, bytes int64) {
 // asleep, so one of the two sees the other.
 func (r *Ring[T]) wake() {
 	if r.asleep.Load() {
-		r.qmu.Lock()
-		r.wakeLocked()
-		r.qmu.Unlock()
+		r.wakeSome()
 	}
+}
+
+func (r *Ring[T]) wakeSome() {
+	r.qmu.Lock()
+	r.wakeLocked()
+	r.qmu.Unlock()
 }
 
 func (r *Ring[T]) wakeLocked() {

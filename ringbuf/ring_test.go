@@ -5,7 +5,9 @@ package ringbuf_test
 
 import (
 	"errors"
+	"fmt"
 	"math"
+	"math/rand/v2"
 	"os"
 	"runtime"
 	"slices"
@@ -104,6 +106,40 @@ func TestLeaseMisuse(t *testing.T) {
 	})
 }
 
+// A loop of Next over single messages is a loop of Commit and Lease.
+func TestNextOneByOne(t *testing.T) {
+	eachKind(t, ringbuf.Config{MaxCount: 256, MaxBytes: 256 * 10}, func(t *testing.T, r *ringbuf.Ring[msg]) {
+		l, dst := r.Lane(1), make([]msg, 1)
+		const n = 100
+		for i := range n {
+			mustPut(t, l, msg{seq: uint32(i), pad: i % 3})
+		}
+		s, err := l.TryLease(dst)
+		for i := range n {
+			if want := (msg{seq: uint32(i), pad: i % 3}); err != nil || s.Len() != 1 || dst[0] != want {
+				t.Fatalf("message %d: %v of %d, %v; want %v", i, dst[0], s.Len(), err, want)
+			}
+			if _, _, err := r.Audit(); err != nil || l.Len() != n-i {
+				t.Fatalf("before message %d: %d held, %v", i, l.Len(), err)
+			}
+			if i == n-1 {
+				break
+			}
+			old := s
+			if s, err = s.Next(t.Context(), 1, dst); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := old.Next(t.Context(), 1, dst); err != ringbuf.ErrLeaseOver {
+				t.Fatalf("Next of a lease that is over: %v", err)
+			}
+		}
+		mustCommit(t, s, 1)
+		if st := r.Stats(); st.Count != 0 || st.Bytes != 0 {
+			t.Fatalf("%+v", st)
+		}
+	})
+}
+
 // What was committed, drained or dropped must not be kept alive by the ring.
 func TestValuesAreCollectable(t *testing.T) {
 	type big struct{ _ [100]byte }
@@ -163,6 +199,17 @@ func TestValuesAreCollectable(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := s.Commit(1); err != nil {
+		t.Fatal(err)
+	}
+	nexts := r.Lane(5)
+	fill("next", nexts, 1)
+	if _, err := nexts.TryPut(keep); err != nil {
+		t.Fatal(err)
+	}
+	if s, err = nexts.TryLease(make([]*big, 1)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.Next(t.Context(), 1, make([]*big, 1)); err != nil {
 		t.Fatal(err)
 	}
 	drained := r.Lane(1)
@@ -362,35 +409,148 @@ func TestFullRingRefusesOne(t *testing.T) {
 	}
 }
 
-// Callers that meet on the shared budget must not take each other for full.
+// Callers that meet on the shared budget, or have room in reserve, must not take
+// each other for full: each holds at most its quarter.
 func TestNeverFullBelowTheBound(t *testing.T) {
-	r, err := ringbuf.NewRing[int](ringbuf.Config{MaxCount: 100}, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var wg sync.WaitGroup
-	for id := range uint64(4) {
-		l := r.Lane(id)
-		wg.Go(func() {
-			dst := make([]int, 1)
-			for range 50_000 {
-				if _, err := l.TryPut(1); err != nil {
-					t.Error(err)
-					return
-				}
-				s, err := l.TryLease(dst)
-				if err != nil {
-					t.Error(err)
-					return
-				}
-				if err := s.Commit(1); err != nil {
-					t.Error(err)
-					return
-				}
+	for _, capacity := range []int{4, 100, 256, 4096} {
+		t.Run(fmt.Sprint(capacity), func(t *testing.T) {
+			r, err := ringbuf.NewRing(ringbuf.Config{MaxCount: capacity, MaxBytes: int64(capacity) * 10}, func(int) int { return 10 })
+			if err != nil {
+				t.Fatal(err)
+			}
+			var wg sync.WaitGroup
+			for id := range 4 {
+				wg.Go(func() {
+					l, dst, vs := r.Lane(uint64(id)), make([]int, capacity/4), make([]int, capacity/4)
+					rng := rand.New(rand.NewPCG(3, uint64(id)))
+					for held := 0; held < 100_000; {
+						if rng.IntN(2) == 0 {
+							if len(vs) == 0 {
+								continue
+							}
+							n := 1 + rng.IntN(min(len(vs), 70))
+							if _, err := l.TryPut(vs[:n]...); err != nil {
+								t.Error(err)
+								return
+							}
+							vs, held = vs[n:], held+n
+							continue
+						}
+						s, err := l.TryLease(dst[:1+rng.IntN(min(len(dst), 70))])
+						if err == ringbuf.ErrEmpty {
+							continue
+						}
+						if err != nil {
+							t.Error(err)
+							return
+						}
+						vs = dst[:min(len(vs)+s.Len(), len(dst))]
+						if err := s.Commit(s.Len()); err != nil {
+							t.Error(err)
+							return
+						}
+					}
+				})
+			}
+			wg.Wait()
+			if _, _, err := r.Audit(); err != nil {
+				t.Error(err)
 			}
 		})
 	}
-	wg.Wait()
+}
+
+// A lane keeps what it frees for its next messages, and gives it back to whoever
+// finds too little room, and when it ends.
+func TestReserve(t *testing.T) {
+	for name, end := range map[string]func(*ringbuf.Ring[msg], *ringbuf.Lane[msg]){
+		"taken back": nil,
+		"drop":       func(r *ringbuf.Ring[msg], l *ringbuf.Lane[msg]) { r.Drop(l) },
+		"drop empty": func(r *ringbuf.Ring[msg], _ *ringbuf.Lane[msg]) { r.DropEmpty() },
+		"close":      func(r *ringbuf.Ring[msg], _ *ringbuf.Lane[msg]) { r.Close() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			eachKind(t, ringbuf.Config{MaxCount: 256, MaxBytes: 256 * 10}, func(t *testing.T, r *ringbuf.Ring[msg]) {
+				audit := func() (int, int64) {
+					t.Helper()
+					n, bytes, err := r.Audit()
+					if err != nil {
+						t.Fatal(err)
+					}
+					return n, bytes
+				}
+				l := r.Lane(1)
+				mustPut(t, l, make([]msg, 6)...)
+				n, bytes := audit()
+				mustCommit(t, mustLease(t, l, 2), 2)
+				if got, gotBytes := audit(); n == 0 || got != n+2 || gotBytes != bytes+2*msgSize {
+					t.Fatalf("%d messages and %d bytes in reserve, and %d and %d once two are committed", n, bytes, got, gotBytes)
+				}
+				mustPut(t, l, msg{}, msg{})
+				if got, gotBytes := audit(); got != n || gotBytes != bytes {
+					t.Fatalf("%d messages and %d bytes in reserve, want %d and %d again", got, gotBytes, n, bytes)
+				}
+				mustCommit(t, mustLease(t, l, 6), 6)
+				if n, _ := audit(); n == 0 {
+					t.Fatal("nothing in reserve")
+				}
+				if end == nil {
+					mustPut(t, r.Lane(2), make([]msg, 256)...)
+					if _, err := r.Lane(3).TryPut(msg{}); err != ringbuf.ErrFull {
+						t.Fatal(err)
+					}
+				} else {
+					end(r, l)
+				}
+				if n, bytes := audit(); n != 0 || bytes != 0 {
+					t.Fatalf("%d messages and %d bytes still in reserve", n, bytes)
+				}
+			})
+		})
+	}
+}
+
+// More lanes than may have a reserve share a ring like any others, and one that
+// ends leaves its place to the next.
+func TestReserveOfManyLanes(t *testing.T) {
+	r, err := ringbuf.NewRing(ringbuf.Config{MaxCount: 1 << 12}, sizeOf)
+	if err != nil {
+		t.Fatal(err)
+	}
+	turn := func(id uint64) {
+		mustPut(t, r.Lane(id), msg{}, msg{})
+		mustCommit(t, mustLease(t, r.Lane(id), 1), 1)
+	}
+	reserved := func() int {
+		t.Helper()
+		n, _, err := r.Audit()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	for id := range uint64(16) {
+		turn(id)
+	}
+	all := reserved()
+	for id := range uint64(100) {
+		turn(16 + id)
+	}
+	if n := reserved(); n != all {
+		t.Fatalf("%d in reserve, want %d: 16 lanes may have one", n, all)
+	}
+	r.Drop(r.Lane(3))
+	some := reserved()
+	turn(50)
+	if n := reserved(); n <= some {
+		t.Fatalf("%d in reserve, was %d: a place is free", n, some)
+	}
+	if st := r.Stats(); st.Count != 116 {
+		t.Fatalf("%+v", st)
+	}
+	if n := reserved(); n != 0 {
+		t.Fatalf("Stats left %d in reserve", n)
+	}
 }
 
 // Buffers go from lane to lane: a lane per key costs its handle, not a buffer.

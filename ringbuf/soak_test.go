@@ -27,7 +27,7 @@ func TestSoak(t *testing.T) {
 	}
 	for name, open := range kinds {
 		for _, procs := range []int{1, 2, 4} {
-			for _, capacity := range []int{1, 2, 16, 4096} {
+			for _, capacity := range []int{1, 2, 16, 256, 4096} {
 				t.Run(fmt.Sprintf("%s/procs=%d/cap=%d", name, procs, capacity), func(t *testing.T) {
 					defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(procs))
 					r, err := open(ringbuf.Config{MaxCount: capacity, MaxBytes: int64(capacity) * 20, LaneShare: 0.8})
@@ -131,5 +131,8 @@ func soak(t *testing.T, r *ringbuf.Ring[msg], capacity, each int) {
 	producing.Wait()
 	if st := r.Stats(); st.Count != 0 || st.Bytes != 0 || st.Waiting != 0 {
 		t.Errorf("at the end: %+v", st)
+	}
+	if _, _, err := r.Audit(); err != nil {
+		t.Error(err)
 	}
 }

@@ -124,10 +124,10 @@ func TestLeaseWaitsForLease(t *testing.T) {
 	}
 }
 
-func goNext(s ringbuf.Lease[msg], ctx context.Context, n int) <-chan ringbuf.Lease[msg] {
+func goNext(s ringbuf.Lease[msg], ctx context.Context, n, size int) <-chan ringbuf.Lease[msg] {
 	c := make(chan ringbuf.Lease[msg], 1)
 	go func() {
-		s, err := s.Next(ctx, n, make([]msg, 8))
+		s, err := s.Next(ctx, n, make([]msg, size))
 		if err != nil {
 			close(c)
 			return
@@ -146,7 +146,7 @@ func TestNextWaitsForMessage(t *testing.T) {
 		mustPut(t, l, make([]msg, 2)...)
 		put := goPut(other, t.Context(), make([]msg, 1)...)
 		pending(t, put)
-		next := goNext(mustLease(t, l, 2), t.Context(), 2)
+		next := goNext(mustLease(t, l, 2), t.Context(), 2, 8)
 		if got := <-put; got != (result{1, nil}) {
 			t.Fatal(got)
 		}
@@ -154,7 +154,7 @@ func TestNextWaitsForMessage(t *testing.T) {
 		mustPut(t, l, msg{})
 		s := <-next
 		ctx, cancel := context.WithCancel(t.Context())
-		next = goNext(s, ctx, 1)
+		next = goNext(s, ctx, 1, 8)
 		pending(t, next)
 		cancel()
 		if s, ok := <-next; ok {
@@ -165,20 +165,48 @@ func TestNextWaitsForMessage(t *testing.T) {
 	})
 }
 
-// A loop of Next must not keep a Lease waiting that came before.
+// A loop of Next must not keep a Lease waiting that came before, nor a Put that
+// waits for room.
 func TestNextGivesWay(t *testing.T) {
-	bubble(t, ringbuf.Config{}, func(t *testing.T, r *ringbuf.Ring[msg]) {
-		l := r.Lane(1)
-		mustPut(t, l, make([]msg, 3)...)
-		s := mustLease(t, l, 1)
-		other := goLease(l, t.Context(), 1)
-		pending(t, other)
-		next := goNext(s, t.Context(), 1)
-		s = <-other
-		pending(t, next)
-		mustCommit(t, s, 1)
-		<-next
-	})
+	for _, size := range []int{1, 8} {
+		bubble(t, ringbuf.Config{}, func(t *testing.T, r *ringbuf.Ring[msg]) {
+			l := r.Lane(1)
+			mustPut(t, l, make([]msg, 3)...)
+			s := mustLease(t, l, 1)
+			other := goLease(l, t.Context(), 1)
+			pending(t, other)
+			next := goNext(s, t.Context(), 1, size)
+			s = <-other
+			pending(t, next)
+			mustCommit(t, s, 1)
+			<-next
+		})
+		for name, cfg := range map[string]ringbuf.Config{
+			"ring": {MaxCount: 3},
+			"lane": {MaxCount: 6, LaneShare: 0.5},
+		} {
+			t.Run(name, func(t *testing.T) {
+				bubble(t, cfg, func(t *testing.T, r *ringbuf.Ring[msg]) {
+					l, to := r.Lane(1), r.Lane(1)
+					if name == "ring" {
+						to = r.Lane(2)
+					}
+					mustPut(t, l, make([]msg, 3)...)
+					put := goPut(to, t.Context(), msg{})
+					pending(t, put)
+					s := <-goNext(mustLease(t, l, 1), t.Context(), 1, size)
+					if got := <-put; got != (result{1, nil}) {
+						t.Fatal(got)
+					}
+					// Nor does it go on once the ring is closed.
+					r.Close()
+					if s, ok := <-goNext(s, t.Context(), 1, size); ok {
+						t.Fatalf("leased %d after Close", s.Len())
+					}
+				})
+			})
+		}
+	}
 }
 
 // A Next that waits behind others must not miss the end of the lane, nor the
@@ -271,6 +299,43 @@ func TestPutWaitsForLaneShare(t *testing.T) {
 		mustCommit(t, mustLease(t, a, 1), 1)
 		if got := <-c; got != (result{1, nil}) {
 			t.Fatal(got)
+		}
+	})
+}
+
+// What other lanes have in reserve serves a Put that waits, and so does what
+// they free while it waits: they keep nothing then.
+func TestReserveServesPut(t *testing.T) {
+	bubble(t, ringbuf.Config{MaxCount: 256, MaxBytes: 256 * 10}, func(t *testing.T, r *ringbuf.Ring[msg]) {
+		a, b, c := r.Lane(1), r.Lane(2), r.Lane(3)
+		mustPut(t, a, make([]msg, 150)...)
+		mustPut(t, b, make([]msg, 100)...)
+		mustCommit(t, mustLease(t, a, 4), 4)
+		mustCommit(t, mustLease(t, b, 4), 4)
+		if n, _, err := r.Audit(); n < 8 || err != nil {
+			t.Fatalf("%d in reserve, %v", n, err)
+		}
+		if got := <-goPut(c, t.Context(), make([]msg, 14)...); got != (result{14, nil}) {
+			t.Fatal(got)
+		}
+		large := goPut(c, t.Context(), msg{pad: 600}) // 512 bytes are left
+		pending(t, large)
+		for n := 0; ; n++ {
+			// Lane a places as well, so it may have a reserve again.
+			mustCommit(t, mustLease(t, a, 3), 3)
+			synctest.Wait()
+			select {
+			case got := <-large:
+				if got != (result{1, nil}) {
+					t.Fatal(got)
+				}
+				return
+			default:
+			}
+			if held := a.Len() + b.Len() + c.Len(); held*msgSize <= 2560-608 {
+				t.Fatalf("%d messages are held and a Put of 608 bytes waits", held)
+			}
+			mustPut(t, a, msg{})
 		}
 	})
 }
@@ -474,6 +539,58 @@ func TestDropEmptyKeepsLanesInUse(t *testing.T) {
 		<-writes
 		<-reads
 	})
+}
+
+// Room may go into a reserve just while a Put goes to sleep that needs it.
+func TestPutGoesToSleepBesideReserve(t *testing.T) {
+	r, err := ringbuf.NewRing[int](ringbuf.Config{MaxCount: 256}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	a, b := r.Lane(0), r.Lane(1)
+	dst := make([]int, 1)
+	move := func(l *ringbuf.Lane[int]) {
+		s, err := l.TryLease(dst)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := s.Commit(1); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := a.TryPut(make([]int, 256)...); err != nil {
+		t.Fatal(err)
+	}
+	for round := range 20_000 {
+		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+		var wg sync.WaitGroup
+		wg.Go(func() {
+			if _, err := b.Put(ctx, round); err != nil {
+				t.Errorf("round %d: %v", round, err)
+			}
+		})
+		for range round % 7 {
+			runtime.Gosched()
+		}
+		for range round % 30 {
+			move(a)
+			_, _ = a.TryPut(round) // full if b was faster
+		}
+		for b.Len() == 0 && a.Len() == 256 {
+			move(a)
+		}
+		wg.Wait()
+		cancel()
+		if t.Failed() {
+			return
+		}
+		move(b)
+		for a.Len() < 256 {
+			if _, err := a.TryPut(round); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
 }
 
 // Room, or the end of the lane, may come just while a Put goes to sleep.
