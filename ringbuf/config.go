@@ -68,8 +68,8 @@ func (c Config) withDefaults() Config {
 	return c
 }
 
-// A Sizer says how many bytes a message counts for in the budget. It is called
-// once or more per Put, never under a lock and possibly by many goroutines at
+// A Sizer says how many bytes a message counts for in the budget. A Put calls it
+// once or more for a message, never under a lock and possibly by many goroutines at
 // once. A negative size counts as 0.
 type Sizer[T any] func(T) int
 

@@ -5,6 +5,7 @@ package ringbuf
 
 import (
 	"context"
+	"runtime"
 	"sync"
 )
 
@@ -162,18 +163,28 @@ func (l *Lane[T]) pushOne(ctx context.Context, vs []T, size int64, wait bool) (n
 }
 
 func (l *Lane[T]) putSized(ctx context.Context, vs []T, wait bool) (n int, err error) {
-	sizer, limit := l.ring.sizer, l.ring.maxMessage
+	sizer, limit := l.ring.sizer, uint64(l.ring.maxMessage)
 	var sizes [batch]uint32
 	for n < len(vs) {
 		next := vs[n:min(n+batch, len(vs))]
 		k, bytes, size := 0, int64(0), int64(0)
-		for _, v := range next {
-			if size = max(0, int64(sizer(v))); size > limit {
+		// Nothing stays in a register over a call, so sums are kept for four calls.
+		for ; k+4 <= len(next); k += 4 {
+			v := next[k : k+4 : k+4]
+			a, b, c, d := sizer(v[0]), sizer(v[1]), sizer(v[2]), sizer(v[3])
+			if uint64(a) > limit || uint64(b) > limit || uint64(c) > limit || uint64(d) > limit {
+				break
+			}
+			s := sizes[k : k+4 : k+4]
+			s[0], s[1], s[2], s[3] = uint32(a), uint32(b), uint32(c), uint32(d)
+			bytes += int64(a) + int64(b) + int64(c) + int64(d)
+		}
+		for ; k < len(next); k++ {
+			if size = max(0, int64(sizer(next[k]))); uint64(size) > limit {
 				break
 			}
 			sizes[k] = uint32(size)
 			bytes += size
-			k++
 		}
 		placed, err := l.push(ctx, parcel[T]{vs: next[:k], sizes: sizes[:k], bytes: bytes}, wait)
 		n += placed
@@ -262,6 +273,10 @@ func (l *Lane[T]) push(ctx context.Context, p parcel[T], wait bool) (int, error)
 		return 0, nil
 	}
 	full, err := l.offerAll(&p, wait, nil)
+	if err == nil && full != nowhere && wait {
+		runtime.Gosched() // a consumer is often about to commit; parking costs much more
+		full, err = l.offerAll(&p, wait, nil)
+	}
 	switch {
 	case err != nil:
 	case full == nowhere:

@@ -219,6 +219,11 @@ func (s Lease[T]) Commit(n int) error {
 // nothing, or else that of Lease, and then the commit is done. Leases that wait
 // already go first.
 func (s Lease[T]) Next(ctx context.Context, n int, dst []T) (Lease[T], error) {
+	if n == 1 && len(dst) == 1 && ctx.Err() == nil {
+		if next, ok := s.nextOne(dst); ok {
+			return next, nil
+		}
+	}
 	if err := s.lock(n); err != nil {
 		return Lease[T]{}, err
 	}
@@ -248,6 +253,42 @@ func (s Lease[T]) Next(ctx context.Context, n int, dst []T) (Lease[T], error) {
 		return l.Lease(ctx, dst)
 	}
 	return next, err
+}
+
+// nextOne commits one message and leases the next one the short way, if nothing
+// stands in its way; otherwise it changes nothing.
+func (s Lease[T]) nextOne(dst []T) (next Lease[T], ok bool) {
+	l := s.lane
+	if l == nil || l.ring.codec != nil {
+		return s, false
+	}
+	l.mu.Lock()
+	if l.lease != s.id || l.leased == 0 || l.count < 2 || l.asleep || l.err != nil || l.readers.head != nil {
+		l.mu.Unlock()
+		return s, false
+	}
+	var zero T
+	var bytes int64
+	v := l.slots.v
+	v[l.head] = zero
+	if l.slots.sizes != nil {
+		bytes = int64(l.slots.sizes[l.head])
+	}
+	l.head = (l.head + 1) & (len(v) - 1)
+	l.count--
+	l.bytes -= bytes
+	if room := l.reserve + pack(1, bytes); l.entry != 0 && l.ring.calm() && covers(l.ring.reserveMax, room) {
+		l.reserve = room
+	} else {
+		l.freeLocked(1, bytes)
+	}
+	dst[0] = v[l.head]
+	l.leased = 1
+	l.lease++
+	next = Lease[T]{lane: l, id: l.lease, n: 1}
+	l.mu.Unlock()
+	l.ring.wake()
+	return next, true
 }
 
 // lock takes the lane's lock if the lease is open and n of its messages can be
@@ -318,7 +359,12 @@ func (l *Lane[T]) clearLocked(n int) (bytes int64) {
 	return bytes
 }
 
+// sum adds eight at a time, which takes half as long as one by one.
 func sum(sizes []uint32) (bytes int64) {
+	for ; len(sizes) >= 8; sizes = sizes[8:] {
+		s := (*[8]uint32)(sizes)
+		bytes += int64(s[0]) + int64(s[1]) + int64(s[2]) + int64(s[3]) + int64(s[4]) + int64(s[5]) + int64(s[6]) + int64(s[7])
+	}
 	for _, size := range sizes {
 		bytes += int64(size)
 	}

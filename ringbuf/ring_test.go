@@ -286,7 +286,7 @@ func TestNoAllocationsWhileNeverEmpty(t *testing.T) {
 		}
 		mustPut(t, l, ms...)
 		step := func() {
-			for range 10 {
+			for range 100 {
 				mustPut(t, l, ms...)
 				s, err := l.TryLease(dst)
 				if err != nil {
