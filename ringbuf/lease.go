@@ -259,7 +259,7 @@ func (s Lease[T]) Next(ctx context.Context, n int, dst []T) (Lease[T], error) {
 // stands in its way; otherwise it changes nothing.
 func (s Lease[T]) nextOne(dst []T) (next Lease[T], ok bool) {
 	l := s.lane
-	if l == nil || l.slab != nil {
+	if l == nil || l.ring.codec != nil {
 		return s, false
 	}
 	l.mu.Lock()

@@ -13,6 +13,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 	"weak"
 
 	"github.com/stormguard-mq/stormguard/ringbuf"
@@ -284,7 +285,7 @@ func TestNoAllocationsWhileNeverEmpty(t *testing.T) {
 		}
 		mustPut(t, l, ms...)
 		step := func() {
-			for range 10 {
+			for range 100 {
 				mustPut(t, l, ms...)
 				s, err := l.TryLease(dst)
 				if err != nil {

@@ -113,6 +113,41 @@ func TestSlabChunksFollowWhatIsHeld(t *testing.T) {
 	runtime.KeepAlive(r)
 }
 
+// A chunk that was made for one large message goes with it, also from a lane that
+// is not empty.
+func TestSlabLargeMessageLeavesNothing(t *testing.T) {
+	if raceEnabled {
+		t.Skip("the race detector allocates")
+	}
+	r := newRaw(t, ringbuf.Config{})
+	l, dst := r.Lane(1), make([][]byte, 3)
+	var before, after runtime.MemStats
+	runtime.GC()
+	runtime.ReadMemStats(&before)
+	for range 4 {
+		if _, err := l.TryPut([]byte("a"), make([]byte, 5<<20), []byte("b"), []byte("c")); err != nil {
+			t.Fatal(err)
+		}
+		for l.Len() > 1 {
+			s, err := l.TryLease(dst[:min(l.Len()-1, len(dst))])
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := s.Commit(s.Len()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		clear(dst)
+	}
+	runtime.GC()
+	runtime.ReadMemStats(&after)
+	// The chunk behind it was made while 5 MiB were held, and another one is spare.
+	if n := int64(after.HeapAlloc) - int64(before.HeapAlloc); n > 10<<20 {
+		t.Errorf("%d bytes are still there", n)
+	}
+	runtime.KeepAlive(r)
+}
+
 func TestDecodeError(t *testing.T) {
 	r := newRaw(t, ringbuf.Config{})
 	l := r.Lane(5)
