@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/rabbitmq/amqp091-go"
@@ -30,6 +31,11 @@ import (
 // attempts, budget and dead-letter writer in its place. A delivery is settled
 // once; again is an [ErrSettled]. Tags stay the broker's, but a program that
 // settles by Channel.Ack goes past the guard and must not.
+//
+// Acks are coalesced while there is something left to hand out, up to 64 and
+// for 5 ms: one frame acks all that is settled without a gap, as long as the
+// channel has delivered nothing to anybody else. So an Ack without an error does
+// not say that the broker has it, no more than it does without a guard.
 //
 // The result is closed when in is, when the channel ends, when ctx does, or when
 // the Guard or the source has ended; nothing is settled after that. A program
@@ -100,13 +106,14 @@ func guarded(ctx context.Context, g *guard.Guard, ch *amqp091.Channel, in <-chan
 	}
 	d := &desk{
 		o: &o, in: in, out: make(chan amqp091.Delivery), quit: make(chan struct{}), read: make(chan struct{}),
-		port: &passivePort{meta: newMeta(o.queue, &o), room: make(chan struct{}, 1)}, handed: make(map[uint64]*attempt),
-		most: o.prefetch, age: newAges(o.timeout / 2),
+		port: newPassivePort(&o), handed: make(map[uint64]*attempt), most: o.prefetch, age: newAges(o.timeout / 2),
 	}
 	if d.most == 0 {
 		d.most = maxQos
 	}
-	d.port.life, d.closed = newLife(ch)
+	l, closed := newLife(ch)
+	d.port.life.Store(l)
+	d.closed = closed
 	d.src, err = guard.Open(g, guard.SourceConfig{
 		Name: o.name, System: system, Destination: o.name, DeadLetters: o.letters, Policy: &policy, Limiter: o.limiter,
 	}, limits, d.port, nil)
@@ -210,7 +217,7 @@ const roomPoll = 20 * time.Millisecond
 // check takes note of a delivery's tag, and refuses one that cannot be.
 func (d *desk) check(m *amqp091.Delivery) error {
 	if !d.port.tags.add(m.DeliveryTag) {
-		d.port.life.over.Store(true)
+		d.port.life.Load().over.Store(true)
 		return unsuitable("delivery tag %d came again: the client has recovered the channel; set Config.Recovery to nil", m.DeliveryTag)
 	}
 	if n := d.port.tags.open(); n > d.most {
@@ -227,6 +234,7 @@ func (d *desk) handOut() {
 		m.Acknowledger = a
 		d.mu.Lock()
 		d.handed[m.DeliveryTag] = a
+		d.port.hands.Store(int32(len(d.handed)))
 		d.mu.Unlock()
 		select {
 		case d.out <- m:
@@ -280,7 +288,7 @@ loop:
 			if fault != nil {
 				d.o.log.Error("the deliveries are not read any more", "source", d.o.name, "error", fault)
 			}
-			if fault != nil || d.port.life.ended() {
+			if fault != nil || d.port.life.Load().ended() {
 				why = guard.ReasonRebalance
 				break loop
 			}
@@ -293,14 +301,15 @@ loop:
 	grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.o.stopTimeout)
 	defer cancel()
 	if why == guard.ReasonRebalance {
-		d.port.life.over.Store(true)
+		d.port.life.Load().over.Store(true)
 		cancel() // what the program still has cannot be settled
 	}
 	report := d.src.End(grace, why)
 	<-d.read
-	if !d.port.life.ended() {
+	d.port.end()
+	if err := d.port.flush(); err == nil && !d.port.life.Load().ended() {
 		d.port.sent.wait() // the program is about to close the channel
-		d.port.life.over.Store(true)
+		d.port.life.Load().over.Store(true)
 	}
 	if n := len(report.Left); n > 0 {
 		d.o.log.Warn("messages left behind", "source", d.o.name, "messages", n, "state", report.Left[0].State, "why", report.Left[0].Why)
@@ -308,13 +317,19 @@ loop:
 }
 
 // passivePort is the passive shape's port. Other consumers may be on the
-// channel, so no frame acks more than one delivery.
+// channel: see [tags].
 type passivePort struct {
 	meta
-	life *life
-	tags tags
-	sent recent
-	room chan struct{} // holds a token when there may be room; capacity 1
+	acker
+	hands atomic.Int32  // deliveries that the program has, or that wait for it to take them
+	room  chan struct{} // holds a token when there may be room; capacity 1
+}
+
+func newPassivePort(o *options) *passivePort {
+	p := &passivePort{meta: newMeta(o.queue, o), room: make(chan struct{}, 1)}
+	p.tags.mixed = true
+	p.begin(passiveDelay)
+	return p
 }
 
 func (p *passivePort) Lane(m *taken) uint64     { return p.lane(&m.Delivery) }
@@ -327,20 +342,29 @@ func (p *passivePort) Ack(m *taken) error {
 }
 
 func (p *passivePort) ack(n uint64) error {
-	if p.life.ended() {
+	if p.life.Load().ended() {
 		return ErrChannelGone
 	}
-	if ok, _ := p.tags.settle(n, tagAcked); !ok {
+	ok, due, rest := p.tags.settle(n, tagSettled)
+	switch {
+	case !ok:
 		return ErrSettled
+	case pressing(due, rest-int(p.hands.Load())):
+		return p.flush()
 	}
-	p.sent.add()
-	if err := p.life.ch.Ack(n, false); err != nil {
-		return fmt.Errorf("amqp: ack: %w", err)
-	}
+	p.wait(due)
 	return nil
 }
 
-func (p *passivePort) Flush() error                        { return nil }
+// pressing tells whether acks must not wait for others: there are many, or a
+// program might run out of deliveries, since as many as are due take up the
+// prefetch as are left for it to take.
+func pressing(due, left int) bool { return due >= ackMost || due >= left }
+
+// Flush has nothing to do. It comes with every outcome, while Ack knows when it
+// must be sent, and the desk's end sends the rest.
+func (p *passivePort) Flush() error { return nil }
+
 func (p *passivePort) Extend([]*taken)                     {}
 func (p *passivePort) Return([]*taken, guard.Reason) error { return nil } // see port.Return
 

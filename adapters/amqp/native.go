@@ -67,7 +67,7 @@ func (r *rejects) take(d reject) bool {
 func (p *port) reject(tag uint64) error {
 	p.wire.Lock() // no ack of many may cover it meanwhile
 	defer p.wire.Unlock()
-	if ok, _ := p.tags.settle(tag, tagAcked); !ok {
+	if ok, _, _ := p.tags.settle(tag, tagAcked); !ok {
 		return ErrSettled
 	}
 	l := p.life.Load()

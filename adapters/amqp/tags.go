@@ -16,8 +16,14 @@ import (
 // Tags come from the broker in order, each once: a second one means that the
 // client has put another channel under this one, and that no tag is ours any
 // more.
+//
+// They number all deliveries of a channel from 1 on, whosever they are. Where a
+// channel is not ours alone, an ack of many is safe up to the first number that
+// has not come to us, and no further.
 type tags struct {
 	mu    sync.Mutex
+	mixed bool   // the channel may have other deliveries than ours; set before the first
+	whole uint64 // all numbers up to it are ours
 	high  uint64 // the latest delivered
 	out   []tag  // from the oldest that is open on, in order of number
 	head  int    // of out; what is before it has been acked
@@ -52,6 +58,9 @@ func (t *tags) add(n uint64) bool {
 		return false
 	}
 	t.high = n
+	if n == t.whole+1 {
+		t.whole = n
+	}
 	if len(t.out) == cap(t.out) && 2*(t.head+t.acked) >= len(t.out) {
 		t.compact() // with less to gain it would come again at once
 	}
@@ -60,8 +69,8 @@ func (t *tags) add(n uint64) bool {
 }
 
 // settle marks a tag; false if it is not open, so that each is settled once.
-// first says that it is the only one to be acked.
-func (t *tags) settle(n uint64, to tagState) (ok, first bool) {
+// due are those to be acked then, and rest those that are not settled.
+func (t *tags) settle(n uint64, to tagState) (ok bool, due, rest int) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	i := t.head
@@ -77,24 +86,24 @@ func (t *tags) settle(n uint64, to tagState) (ok, first bool) {
 		})
 		i += t.head
 		if !ok {
-			return false, false
+			return false, 0, 0
 		}
 	}
 	if t.out[i].is != tagOpen {
-		return false, false
+		return false, 0, 0
 	}
 	t.out[i].is = to
 	if to == tagAcked {
 		t.acked++
 		t.trim()
-		return true, false
+	} else {
+		t.due++
 	}
-	t.due++
-	return true, t.due == 1
+	return true, t.due, len(t.out) - t.head - t.acked - t.due
 }
 
 // take appends the frames that ack everything that is settled: one for what all
-// before it is settled too, one each for the others.
+// before it is ours and settled too, one each for the others.
 func (t *tags) take(dst []ack) []ack {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -104,7 +113,7 @@ func (t *tags) take(dst []ack) []ack {
 	// An ack of many must name a tag that is still out at the broker.
 	last, n := -1, 0
 	i := t.head
-	for ; i < len(t.out) && t.out[i].is != tagOpen; i++ {
+	for ; i < len(t.out) && t.out[i].is != tagOpen && (!t.mixed || t.out[i].n <= t.whole); i++ {
 		if t.out[i].is == tagSettled {
 			last = i
 			n++

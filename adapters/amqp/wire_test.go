@@ -134,6 +134,7 @@ const (
 	channelFlow    = 20<<16 | 20
 	basicQos       = 60<<16 | 10
 	basicDeliver   = 60<<16 | 60
+	basicGetOK     = 60<<16 | 71
 	basicAck       = 60<<16 | 80
 	basicReject    = 60<<16 | 90
 	basicNack      = 60<<16 | 120
@@ -142,16 +143,21 @@ const (
 func (n *line) received(ch uint16, method uint32, args []byte) {
 	switch method {
 	case basicDeliver:
-		tag := binary.BigEndian.Uint64(args[1+int(args[0]):])
-		if n.out[ch] == nil {
-			n.out[ch] = make(map[uint64]bool)
-		}
-		n.out[ch][tag] = true
-		n.all.seen.delivered++
+		n.delivered(ch, binary.BigEndian.Uint64(args[1+int(args[0]):]))
+	case basicGetOK:
+		n.delivered(ch, binary.BigEndian.Uint64(args))
 	case channelClose, channelCloseOK:
 		delete(n.out, ch)
 	default:
 	}
+}
+
+func (n *line) delivered(ch uint16, tag uint64) {
+	if n.out[ch] == nil {
+		n.out[ch] = make(map[uint64]bool)
+	}
+	n.out[ch][tag] = true
+	n.all.seen.delivered++
 }
 
 func (n *line) written(ch uint16, method uint32, args []byte) {
