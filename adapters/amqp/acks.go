@@ -31,8 +31,8 @@ type acker struct {
 	life atomic.Pointer[life] // nil until there is a channel
 	tags tags
 
-	sent   recent
-	held   atomic.Bool // no acks go out
+	last   atomic.Int64 // when a frame was sent, in Unix nanoseconds
+	held   atomic.Bool  // no acks go out
 	wire   sync.Mutex
 	frames []ack       // guarded by wire
 	late   *time.Timer // sends acks that wait behind a slow handler
@@ -68,7 +68,7 @@ func (a *acker) flush() error {
 		if l.ended() {
 			return ErrChannelGone
 		}
-		a.sent.add()
+		a.last.Store(time.Now().UnixNano())
 		if err := l.ch.Ack(f.tag, f.multiple); err != nil {
 			return fmt.Errorf("amqp: ack: %w", err)
 		}

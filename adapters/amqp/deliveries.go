@@ -41,8 +41,11 @@ import (
 // the Guard or the source has ended; nothing is settled after that. A program
 // then does what it does without a guard: it consumes again, and wraps again.
 // The channel stays the program's to close, which puts what is unsettled back in
-// its order; with a quorum queue cancel the consumer before, or acks that were
-// sent a moment ago may be lost. When in ends although the channel lives, as after Channel.Cancel,
+// its order. Before the result is closed the last acks are seen through a quorum
+// queue's pipeline: if nothing is unsettled the consumer is cancelled, and else it
+// takes up to a second, less where [WithPrefetch] tells when it is done. So make
+// no other call that waits for an answer on the channel meanwhile, but for
+// Cancel. When in ends although the channel lives, as after Channel.Cancel,
 // what is held is still handed out before the result is closed.
 //
 // What it cannot do: it sees only these outcomes. There is no handler timeout,
@@ -81,7 +84,7 @@ func guarded(ctx context.Context, g *guard.Guard, ch *amqp091.Channel, in <-chan
 	if err := errors.Join(errs...); err != nil {
 		return nil, err
 	}
-	queue, autoAck, seen := consumerOf(ch)
+	queue, tag, autoAck, seen := consumerOf(ch)
 	if autoAck {
 		return nil, unsuitable("the consumer of %s acks automatically, so nothing can be held: Channel.Consume with autoAck false", queue)
 	}
@@ -106,7 +109,7 @@ func guarded(ctx context.Context, g *guard.Guard, ch *amqp091.Channel, in <-chan
 	}
 	d := &desk{
 		o: &o, in: in, out: make(chan amqp091.Delivery), quit: make(chan struct{}), read: make(chan struct{}),
-		port: newPassivePort(&o), handed: make(map[uint64]*attempt), most: o.prefetch, age: newAges(o.timeout / 2),
+		port: newPassivePort(&o), handed: make(map[uint64]*attempt), most: o.prefetch, age: newAges(o.timeout / 2), tag: tag,
 	}
 	if d.most == 0 {
 		d.most = maxQos
@@ -152,6 +155,8 @@ type desk struct {
 	read   chan struct{} // closed when in is read to its end, or must not be
 	most   int           // deliveries that may be unsettled
 	age    *ages         // watch's
+	tag    string        // of the consumer; "" if it is not known
+	dry    atomic.Bool   // in has ended, so that the consumer is cancelled
 
 	mu     sync.Mutex
 	stash  int   // deliveries that wait for room
@@ -194,6 +199,7 @@ func (d *desk) intake() {
 		select {
 		case m, ok := <-in:
 			if !ok {
+				d.dry.Store(true)
 				in = nil
 				continue
 			}
@@ -306,14 +312,64 @@ loop:
 	}
 	report := d.src.End(grace, why)
 	<-d.read
-	d.port.end()
-	if err := d.port.flush(); err == nil && !d.port.life.Load().ended() {
-		d.port.sent.wait() // the program is about to close the channel
-		d.port.life.Load().over.Store(true)
-	}
+	d.leave()
+	d.port.life.Load().over.Store(true)
 	if n := len(report.Left); n > 0 {
 		d.o.log.Warn("messages left behind", "source", d.o.name, "messages", n, "state", report.Left[0].State, "why", report.Left[0].Why)
 	}
+}
+
+// leave sees the last acks through: the program is about to close the channel.
+func (d *desk) leave() {
+	p, l := d.port, d.port.life.Load()
+	p.end()
+	if err := p.flush(); err != nil || l.ended() {
+		return
+	}
+	stop := make(chan struct{})
+	var reader sync.WaitGroup
+	reader.Go(func() {
+		for {
+			select {
+			case m, ok := <-d.in:
+				if !ok {
+					d.dry.Store(true)
+					return
+				}
+				if !p.tags.add(m.DeliveryTag) {
+					l.over.Store(true)
+					return
+				}
+			case <-stop:
+				return
+			}
+		}
+	})
+	known := make(chan bool, 1)
+	go func() { known <- p.takenIn(d.consumer) }() // ends with the channel, if the broker does not answer
+	patience := time.NewTimer(closeTimeout)
+	defer patience.Stop()
+	sure := false
+	select {
+	case sure = <-known:
+	case <-patience.C:
+	}
+	close(stop)
+	reader.Wait()
+	if !sure {
+		d.o.log.Info(notTakenIn, "source", d.o.name)
+	}
+}
+
+const notTakenIn = "the queue may not have taken in the last acks; their messages come again then"
+
+// consumer is the tag of the consumer, unless it is cancelled: another may have
+// that tag then.
+func (d *desk) consumer() string {
+	if d.dry.Load() {
+		return ""
+	}
+	return d.tag
 }
 
 // passivePort is the passive shape's port. Other consumers may be on the
@@ -328,6 +384,7 @@ type passivePort struct {
 func newPassivePort(o *options) *passivePort {
 	p := &passivePort{meta: newMeta(o.queue, o), room: make(chan struct{}, 1)}
 	p.tags.mixed = true
+	p.tags.fill(o.prefetch)
 	p.begin(passiveDelay)
 	return p
 }

@@ -450,46 +450,6 @@ func TestDeliveriesOnASharedChannel(t *testing.T) {
 	})
 }
 
-// Acks that were sent just before the channel is closed are not lost in the
-// pipeline of a quorum queue.
-func TestAcksSurviveTheClose(t *testing.T) {
-	t.Parallel()
-	kinds(t, func(t *testing.T, s *server) {
-		for range 5 {
-			r := newRig(t, s, Quorum, nil)
-			const n = 200
-			r.publish(0, n)
-			g := adaptertest.Guard(t, guard.Config{})
-			conn, ch, in := r.opened(amqp091.Config{}, 100)
-			ctx, cancel := context.WithCancel(t.Context())
-			out, err := Deliveries(ctx, g, ch, in)
-			if err != nil {
-				t.Fatal(err)
-			}
-			var all []amqp091.Delivery
-			for len(all) < n {
-				all = append(all, take(t, out))
-				if len(all)%100 == 0 { // the whole prefetch at once
-					for _, d := range all[len(all)-100:] {
-						if err := d.Ack(false); err != nil {
-							t.Fatal(err)
-						}
-					}
-				}
-			}
-			cancel()
-			drained(t, out)
-			if err := errors.Join(ch.Close(), conn.Close()); err != nil {
-				t.Fatal(err)
-			}
-			time.Sleep(200 * time.Millisecond) // what was lost is back by then
-			if left, err := r.get(r.queue); err != nil || len(left) > 0 {
-				t.Errorf("%d of %d acks were lost, %v", len(left), n, err)
-			}
-		}
-	})
-}
-
 // Without Qos the broker sends everything: that is refused by name.
 func TestDeliveriesWithoutQos(t *testing.T) {
 	t.Parallel()
@@ -511,9 +471,9 @@ func TestDeliveriesWithoutQos(t *testing.T) {
 func TestPeekKnowsTheClient(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, shared(t, brokers.RabbitMQ), Classic, nil)
-	_, ch, _ := r.opened(amqp091.Config{}, 1)
-	if queue, auto, ok := consumerOf(ch); !ok || auto || queue != r.queue {
-		t.Errorf("%q, %t, %t: this version of the client keeps its consumers elsewhere", queue, auto, ok)
+	_, ch, _ := r.openedAs("me", amqp091.Config{}, 1)
+	if queue, tag, auto, ok := consumerOf(ch); !ok || auto || queue != r.queue || tag != "me" {
+		t.Errorf("%q, %q, %t, %t: this version of the client keeps its consumers elsewhere", queue, tag, auto, ok)
 	}
 	if v := versionOf(ch); v[0] < 3 {
 		t.Errorf("%d: this version of the client keeps the broker's properties elsewhere", v)
@@ -527,7 +487,7 @@ func TestPeekKnowsTheClient(t *testing.T) {
 	if recovers(nil) || slices.Contains([]bool{recovers(&amqp091.Channel{})}, true) {
 		t.Error("of nothing")
 	}
-	if _, _, ok := consumerOf(nil); ok {
+	if _, _, _, ok := consumerOf(nil); ok {
 		t.Error("of nothing")
 	}
 }

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"strconv"
 	"sync"
+	"time"
 
 	"github.com/stormguard-mq/stormguard/dlq"
 )
@@ -74,7 +75,7 @@ func (p *port) reject(tag uint64) error {
 	if l.ended() {
 		return ErrChannelGone
 	}
-	p.sent.add()
+	p.last.Store(time.Now().UnixNano())
 	if err := l.ch.Reject(tag, false); err != nil {
 		return fmt.Errorf("amqp: reject: %w", err)
 	}

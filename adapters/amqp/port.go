@@ -9,7 +9,6 @@ import (
 	"math/rand/v2"
 	"strconv"
 	"sync/atomic"
-	"time"
 
 	"github.com/rabbitmq/amqp091-go"
 
@@ -39,38 +38,6 @@ func newLife(ch *amqp091.Channel) (l *life, closed <-chan *amqp091.Error) {
 // ended tells whether the tags mean nothing any more.
 func (l *life) ended() bool {
 	return l == nil || l.over.Load() || len(l.latch) > 0 || l.ch.IsClosed()
-}
-
-// A quorum queue takes settlements in through a pipeline of some 32 in flight.
-// What still waits in front of it when the channel ends is lost, although it was
-// sent long before: the messages are delivered again. Nothing in the protocol
-// tells when they are through, so a channel that has just settled a lot is left
-// alone for a moment before it is closed.
-const (
-	pipeline   = 16 // settlements in flight that are certainly taken in
-	settleTime = 50 * time.Millisecond
-)
-
-// recent counts settlements sent within the last settleTime, roughly.
-type recent struct {
-	since atomic.Int64 // of the count, in nanoseconds
-	n     atomic.Int32
-}
-
-func (r *recent) add() {
-	now := time.Now().UnixNano()
-	if now-r.since.Load() > int64(settleTime) {
-		r.since.Store(now)
-		r.n.Store(0)
-	}
-	r.n.Add(1)
-}
-
-// wait lets the broker take in what was just sent.
-func (r *recent) wait() {
-	if r.n.Load() > pipeline && time.Now().UnixNano()-r.since.Load() < 2*int64(settleTime) {
-		time.Sleep(settleTime)
-	}
 }
 
 // meta is what the ports of both shapes say about a delivery.

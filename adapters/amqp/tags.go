@@ -23,6 +23,8 @@ import (
 type tags struct {
 	mu    sync.Mutex
 	mixed bool   // the channel may have other deliveries than ours; set before the first
+	full  int    // the prefetch, 0 if it is not known
+	fresh int    // frames since all that was acked was known to be taken in
 	whole uint64 // all numbers up to it are ours
 	high  uint64 // the latest delivered
 	out   []tag  // from the oldest that is open on, in order of number
@@ -65,7 +67,25 @@ func (t *tags) add(n uint64) bool {
 		t.compact() // with less to gain it would come again at once
 	}
 	t.out = append(t.out, tag{n: n})
+	if t.full > 0 && len(t.out)-t.head-t.acked >= t.full {
+		t.fresh = 0 // the broker would not have sent it
+	}
 	return true
+}
+
+// fill says what the prefetch is from now on.
+func (t *tags) fill(prefetch int) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.full = prefetch
+}
+
+// unsure is how many frames were given out since all of them were known to be
+// taken in.
+func (t *tags) unsure() int {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.fresh
 }
 
 // settle marks a tag; false if it is not open, so that each is settled once.
@@ -95,6 +115,7 @@ func (t *tags) settle(n uint64, to tagState) (ok bool, due, rest int) {
 	t.out[i].is = to
 	if to == tagAcked {
 		t.acked++
+		t.fresh++ // settled by a frame of its own
 		t.trim()
 	} else {
 		t.due++
@@ -110,6 +131,7 @@ func (t *tags) take(dst []ack) []ack {
 	if t.due == 0 {
 		return dst
 	}
+	before := len(dst)
 	// An ack of many must name a tag that is still out at the broker.
 	last, n := -1, 0
 	i := t.head
@@ -137,6 +159,7 @@ func (t *tags) take(dst []ack) []ack {
 			t.due--
 		}
 	}
+	t.fresh += len(dst) - before
 	t.trim()
 	return dst
 }

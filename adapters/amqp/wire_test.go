@@ -29,7 +29,7 @@ type books struct {
 	delivered, acked int // deliveries
 	ackFrames        int
 	nacks, rejects   int
-	flows            int
+	flows, cancels   int
 	prefetch         []int // of each basic.qos
 }
 
@@ -133,6 +133,7 @@ const (
 	channelCloseOK = 20<<16 | 41
 	channelFlow    = 20<<16 | 20
 	basicQos       = 60<<16 | 10
+	basicCancel    = 60<<16 | 30
 	basicDeliver   = 60<<16 | 60
 	basicGetOK     = 60<<16 | 71
 	basicAck       = 60<<16 | 80
@@ -165,6 +166,8 @@ func (n *line) written(ch uint16, method uint32, args []byte) {
 	switch method {
 	case channelFlow:
 		b.flows++
+	case basicCancel:
+		b.cancels++
 	case basicQos:
 		b.prefetch = append(b.prefetch, int(binary.BigEndian.Uint16(args[4:])))
 	case basicAck, basicReject, basicNack:
