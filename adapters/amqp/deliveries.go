@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/rabbitmq/amqp091-go"
@@ -31,12 +32,20 @@ import (
 // once; again is an [ErrSettled]. Tags stay the broker's, but a program that
 // settles by Channel.Ack goes past the guard and must not.
 //
+// Acks are coalesced while there is something left to hand out, up to 64 and
+// for 5 ms: one frame acks all that is settled without a gap, as long as the
+// channel has delivered nothing to anybody else. So an Ack without an error does
+// not say that the broker has it, no more than it does without a guard.
+//
 // The result is closed when in is, when the channel ends, when ctx does, or when
 // the Guard or the source has ended; nothing is settled after that. A program
 // then does what it does without a guard: it consumes again, and wraps again.
 // The channel stays the program's to close, which puts what is unsettled back in
-// its order; with a quorum queue cancel the consumer before, or acks that were
-// sent a moment ago may be lost. When in ends although the channel lives, as after Channel.Cancel,
+// its order. Before the result is closed the last acks are seen through a quorum
+// queue's pipeline: if nothing is unsettled the consumer is cancelled, and else it
+// takes up to a second, less where [WithPrefetch] tells when it is done. So make
+// no other call that waits for an answer on the channel meanwhile, but for
+// Cancel. When in ends although the channel lives, as after Channel.Cancel,
 // what is held is still handed out before the result is closed.
 //
 // What it cannot do: it sees only these outcomes. There is no handler timeout,
@@ -75,7 +84,7 @@ func guarded(ctx context.Context, g *guard.Guard, ch *amqp091.Channel, in <-chan
 	if err := errors.Join(errs...); err != nil {
 		return nil, err
 	}
-	queue, autoAck, seen := consumerOf(ch)
+	queue, tag, autoAck, seen := consumerOf(ch)
 	if autoAck {
 		return nil, unsuitable("the consumer of %s acks automatically, so nothing can be held: Channel.Consume with autoAck false", queue)
 	}
@@ -100,13 +109,14 @@ func guarded(ctx context.Context, g *guard.Guard, ch *amqp091.Channel, in <-chan
 	}
 	d := &desk{
 		o: &o, in: in, out: make(chan amqp091.Delivery), quit: make(chan struct{}), read: make(chan struct{}),
-		port: &passivePort{meta: newMeta(o.queue, &o), room: make(chan struct{}, 1)}, handed: make(map[uint64]*attempt),
-		most: o.prefetch, age: newAges(o.timeout / 2),
+		port: newPassivePort(&o), handed: make(map[uint64]*attempt), most: o.prefetch, age: newAges(o.timeout / 2), tag: tag,
 	}
 	if d.most == 0 {
 		d.most = maxQos
 	}
-	d.port.life, d.closed = newLife(ch)
+	l, closed := newLife(ch)
+	d.port.life.Store(l)
+	d.closed = closed
 	d.src, err = guard.Open(g, guard.SourceConfig{
 		Name: o.name, System: system, Destination: o.name, DeadLetters: o.letters, Policy: &policy, Limiter: o.limiter,
 	}, limits, d.port, nil)
@@ -145,6 +155,8 @@ type desk struct {
 	read   chan struct{} // closed when in is read to its end, or must not be
 	most   int           // deliveries that may be unsettled
 	age    *ages         // watch's
+	tag    string        // of the consumer; "" if it is not known
+	dry    atomic.Bool   // in has ended, so that the consumer is cancelled
 
 	mu     sync.Mutex
 	stash  int   // deliveries that wait for room
@@ -187,6 +199,7 @@ func (d *desk) intake() {
 		select {
 		case m, ok := <-in:
 			if !ok {
+				d.dry.Store(true)
 				in = nil
 				continue
 			}
@@ -210,7 +223,7 @@ const roomPoll = 20 * time.Millisecond
 // check takes note of a delivery's tag, and refuses one that cannot be.
 func (d *desk) check(m *amqp091.Delivery) error {
 	if !d.port.tags.add(m.DeliveryTag) {
-		d.port.life.over.Store(true)
+		d.port.life.Load().over.Store(true)
 		return unsuitable("delivery tag %d came again: the client has recovered the channel; set Config.Recovery to nil", m.DeliveryTag)
 	}
 	if n := d.port.tags.open(); n > d.most {
@@ -227,6 +240,7 @@ func (d *desk) handOut() {
 		m.Acknowledger = a
 		d.mu.Lock()
 		d.handed[m.DeliveryTag] = a
+		d.port.hands.Store(int32(len(d.handed)))
 		d.mu.Unlock()
 		select {
 		case d.out <- m:
@@ -280,7 +294,7 @@ loop:
 			if fault != nil {
 				d.o.log.Error("the deliveries are not read any more", "source", d.o.name, "error", fault)
 			}
-			if fault != nil || d.port.life.ended() {
+			if fault != nil || d.port.life.Load().ended() {
 				why = guard.ReasonRebalance
 				break loop
 			}
@@ -293,28 +307,86 @@ loop:
 	grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.o.stopTimeout)
 	defer cancel()
 	if why == guard.ReasonRebalance {
-		d.port.life.over.Store(true)
+		d.port.life.Load().over.Store(true)
 		cancel() // what the program still has cannot be settled
 	}
 	report := d.src.End(grace, why)
 	<-d.read
-	if !d.port.life.ended() {
-		d.port.sent.wait() // the program is about to close the channel
-		d.port.life.over.Store(true)
-	}
+	d.leave()
+	d.port.life.Load().over.Store(true)
 	if n := len(report.Left); n > 0 {
 		d.o.log.Warn("messages left behind", "source", d.o.name, "messages", n, "state", report.Left[0].State, "why", report.Left[0].Why)
 	}
 }
 
+// leave sees the last acks through: the program is about to close the channel.
+func (d *desk) leave() {
+	p, l := d.port, d.port.life.Load()
+	p.end()
+	if err := p.flush(); err != nil || l.ended() {
+		return
+	}
+	stop := make(chan struct{})
+	var reader sync.WaitGroup
+	reader.Go(func() {
+		for {
+			select {
+			case m, ok := <-d.in:
+				if !ok {
+					d.dry.Store(true)
+					return
+				}
+				if !p.tags.add(m.DeliveryTag) {
+					l.over.Store(true)
+					return
+				}
+			case <-stop:
+				return
+			}
+		}
+	})
+	known := make(chan bool, 1)
+	go func() { known <- p.takenIn(d.consumer) }() // ends with the channel, if the broker does not answer
+	patience := time.NewTimer(closeTimeout)
+	defer patience.Stop()
+	sure := false
+	select {
+	case sure = <-known:
+	case <-patience.C:
+	}
+	close(stop)
+	reader.Wait()
+	if !sure {
+		d.o.log.Info(notTakenIn, "source", d.o.name)
+	}
+}
+
+const notTakenIn = "the queue may not have taken in the last acks; their messages come again then"
+
+// consumer is the tag of the consumer, unless it is cancelled: another may have
+// that tag then.
+func (d *desk) consumer() string {
+	if d.dry.Load() {
+		return ""
+	}
+	return d.tag
+}
+
 // passivePort is the passive shape's port. Other consumers may be on the
-// channel, so no frame acks more than one delivery.
+// channel: see [tags].
 type passivePort struct {
 	meta
-	life *life
-	tags tags
-	sent recent
-	room chan struct{} // holds a token when there may be room; capacity 1
+	acker
+	hands atomic.Int32  // deliveries that the program has, or that wait for it to take them
+	room  chan struct{} // holds a token when there may be room; capacity 1
+}
+
+func newPassivePort(o *options) *passivePort {
+	p := &passivePort{meta: newMeta(o.queue, o), room: make(chan struct{}, 1)}
+	p.tags.mixed = true
+	p.tags.fill(o.prefetch)
+	p.begin(passiveDelay)
+	return p
 }
 
 func (p *passivePort) Lane(m *taken) uint64     { return p.lane(&m.Delivery) }
@@ -327,20 +399,29 @@ func (p *passivePort) Ack(m *taken) error {
 }
 
 func (p *passivePort) ack(n uint64) error {
-	if p.life.ended() {
+	if p.life.Load().ended() {
 		return ErrChannelGone
 	}
-	if ok, _ := p.tags.settle(n, tagAcked); !ok {
+	ok, due, rest := p.tags.settle(n, tagSettled)
+	switch {
+	case !ok:
 		return ErrSettled
+	case pressing(due, rest-int(p.hands.Load())):
+		return p.flush()
 	}
-	p.sent.add()
-	if err := p.life.ch.Ack(n, false); err != nil {
-		return fmt.Errorf("amqp: ack: %w", err)
-	}
+	p.wait(due)
 	return nil
 }
 
-func (p *passivePort) Flush() error                        { return nil }
+// pressing tells whether acks must not wait for others: there are many, or a
+// program might run out of deliveries, since as many as are due take up the
+// prefetch as are left for it to take.
+func pressing(due, left int) bool { return due >= ackMost || due >= left }
+
+// Flush has nothing to do. It comes with every outcome, while Ack knows when it
+// must be sent, and the desk's end sends the rest.
+func (p *passivePort) Flush() error { return nil }
+
 func (p *passivePort) Extend([]*taken)                     {}
 func (p *passivePort) Return([]*taken, guard.Reason) error { return nil } // see port.Return
 

@@ -220,6 +220,9 @@ func TestOutcomesOfALoop(t *testing.T) {
 		if err := batch[7].Ack(true); err != nil { // 0 to 7, but 3 and 5
 			t.Fatal(err)
 		}
+		if b := l.books(); b.acked != 6 || b.ackFrames != 4 { // up to 2, and one each
+			t.Errorf("%+v", b)
+		}
 		for _, d := range []amqp091.Delivery{batch[0], batch[3], batch[5]} {
 			if err := d.Ack(false); !errors.Is(err, ErrSettled) {
 				t.Errorf("settled twice: %v", err)
@@ -317,42 +320,132 @@ func TestCancelDrains(t *testing.T) {
 	adaptertest.Eventually(t, "the rest is in the queue", func() bool { n, err := r.ready(); return err == nil && n == 30 })
 }
 
-// Acks that were sent just before the channel is closed are not lost in the
-// pipeline of a quorum queue.
-func TestAcksSurviveTheClose(t *testing.T) {
+// acking is a port of the passive shape over a real channel that has n deliveries,
+// the first of which has tag 1.
+func (r *rig) acking(l *lines, n int, delay time.Duration) *passivePort {
+	r.t.Helper()
+	r.publish(0, n)
+	_, ch, in := r.opened(l.dialer(r.url()).Config, n)
+	p := newPassivePort(&options{})
+	p.delay = delay
+	r.t.Cleanup(p.end)
+	life, _ := newLife(ch)
+	p.life.Store(life)
+	for range n {
+		p.tags.add(take(r.t, in).DeliveryTag)
+	}
+	return p
+}
+
+// The passive shape's acks go out together while there is something left for
+// the program to do, at once when there is not, and after a moment in any case.
+func TestPassiveAcks(t *testing.T) {
+	t.Parallel()
+	const n, never = 100, time.Hour
+	s := shared(t, brokers.RabbitMQ4)
+	ack := func(t *testing.T, p *passivePort, tags ...uint64) {
+		for _, tag := range tags {
+			if err := p.ack(tag); err != nil {
+				t.Fatal(err)
+			}
+			if err := p.ack(tag); !errors.Is(err, ErrSettled) {
+				t.Fatalf("acked twice: %v", err)
+			}
+		}
+	}
+	upTo := func(n uint64) (all []uint64) {
+		for tag := uint64(1); tag <= n; tag++ {
+			all = append(all, tag)
+		}
+		return all
+	}
+	want := func(t *testing.T, l *lines, frames, acked int) {
+		t.Helper()
+		if b := l.books(); b.ackFrames != frames || b.acked != acked {
+			t.Errorf("%d acks in %d frames, not %d in %d", b.acked, b.ackFrames, acked, frames)
+		}
+		if err := l.check(); err != nil {
+			t.Error(err)
+		}
+	}
+	t.Run("in order", func(t *testing.T) {
+		t.Parallel()
+		var l lines
+		p := newRig(t, s, Quorum, nil).acking(&l, n, never)
+		ack(t, p, upTo(49)...)
+		want(t, &l, 0, 0)
+		ack(t, p, 50)
+		want(t, &l, 1, 50) // as many are left
+		ack(t, p, upTo(n)[50:]...)
+		want(t, &l, 7, n) // 25, 13, 6, 3, 2 and 1
+	})
+	t.Run("out of order", func(t *testing.T) {
+		t.Parallel()
+		var l lines
+		p := newRig(t, s, Quorum, nil).acking(&l, n, never)
+		ack(t, p, 10, 3, 2, 1)
+		if err := p.flush(); err != nil {
+			t.Fatal(err)
+		}
+		want(t, &l, 2, 4) // up to 3, and 10
+	})
+	t.Run("the rest in hand", func(t *testing.T) {
+		t.Parallel()
+		var l lines
+		p := newRig(t, s, Quorum, nil).acking(&l, n, never)
+		p.hands.Store(n - 1)
+		ack(t, p, 7)
+		want(t, &l, 1, 1)
+	})
+	t.Run("late", func(t *testing.T) {
+		t.Parallel()
+		var l lines
+		p := newRig(t, s, Quorum, nil).acking(&l, n, passiveDelay)
+		ack(t, p, 1, 2)
+		adaptertest.Eventually(t, "they are acked", func() bool { return l.books().acked == 2 })
+	})
+}
+
+// Another consumer of the channel, and what the program gets by itself, is not
+// acked along.
+func TestDeliveriesOnASharedChannel(t *testing.T) {
 	t.Parallel()
 	kinds(t, func(t *testing.T, s *server) {
-		for range 5 {
-			r := newRig(t, s, Quorum, nil)
-			const n = 200
-			r.publish(0, n)
-			g := adaptertest.Guard(t, guard.Config{})
-			conn, ch, in := r.opened(amqp091.Config{}, 100)
-			ctx, cancel := context.WithCancel(t.Context())
-			out, err := Deliveries(ctx, g, ch, in)
-			if err != nil {
-				t.Fatal(err)
-			}
-			var all []amqp091.Delivery
-			for len(all) < n {
-				all = append(all, take(t, out))
-				if len(all)%100 == 0 { // the whole prefetch at once
-					for _, d := range all[len(all)-100:] {
-						if err := d.Ack(false); err != nil {
-							t.Fatal(err)
-						}
-					}
+		r, other := newRig(t, s, Quorum, nil), newRig(t, s, Classic, nil)
+		r.publish(0, 50)
+		other.publish(0, 3)
+		var l lines
+		_, ch, in := r.opened(l.dialer(s.url()).Config, 20)
+		out, err := Deliveries(t.Context(), adaptertest.Guard(t, guard.Config{}), ch, in)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ack := func(n int) {
+			for range n {
+				if err := take(t, out).Ack(false); err != nil {
+					t.Fatal(err)
 				}
 			}
-			cancel()
-			drained(t, out)
-			if err := errors.Join(ch.Close(), conn.Close()); err != nil {
-				t.Fatal(err)
-			}
-			time.Sleep(200 * time.Millisecond) // what was lost is back by then
-			if left, err := r.get(r.queue); err != nil || len(left) > 0 {
-				t.Errorf("%d of %d acks were lost, %v", len(left), n, err)
-			}
+		}
+		ack(10)
+		if _, ok, err := ch.Get(other.queue, false); err != nil || !ok {
+			t.Fatal(ok, err)
+		}
+		ack(20)
+		others, err := ch.Consume(other.queue, "other", false, false, false, false, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		take(t, others)
+		take(t, others)
+		r.publish(50, 100)
+		ack(70)
+		adaptertest.Eventually(t, "all are acked", func() bool { return l.books().acked >= 100 })
+		if n := l.unacked(); n != 3 {
+			t.Errorf("%d of the others' 3 deliveries are out", n)
+		}
+		if err := l.check(); err != nil {
+			t.Error(err)
 		}
 	})
 }
@@ -378,9 +471,9 @@ func TestDeliveriesWithoutQos(t *testing.T) {
 func TestPeekKnowsTheClient(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, shared(t, brokers.RabbitMQ), Classic, nil)
-	_, ch, _ := r.opened(amqp091.Config{}, 1)
-	if queue, auto, ok := consumerOf(ch); !ok || auto || queue != r.queue {
-		t.Errorf("%q, %t, %t: this version of the client keeps its consumers elsewhere", queue, auto, ok)
+	_, ch, _ := r.openedAs("me", amqp091.Config{}, 1)
+	if queue, tag, auto, ok := consumerOf(ch); !ok || auto || queue != r.queue || tag != "me" {
+		t.Errorf("%q, %q, %t, %t: this version of the client keeps its consumers elsewhere", queue, tag, auto, ok)
 	}
 	if v := versionOf(ch); v[0] < 3 {
 		t.Errorf("%d: this version of the client keeps the broker's properties elsewhere", v)
@@ -394,7 +487,7 @@ func TestPeekKnowsTheClient(t *testing.T) {
 	if recovers(nil) || slices.Contains([]bool{recovers(&amqp091.Channel{})}, true) {
 		t.Error("of nothing")
 	}
-	if _, _, ok := consumerOf(nil); ok {
+	if _, _, _, ok := consumerOf(nil); ok {
 		t.Error("of nothing")
 	}
 }

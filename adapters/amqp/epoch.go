@@ -187,6 +187,7 @@ func (e *epoch) subscribe(prefetch int) error {
 	if err := e.ch.Qos(prefetch, 0, false); err != nil {
 		return err
 	}
+	e.port.tags.fill(prefetch) // one of an earlier consumer may be out too, and does not matter
 	e.tag = consumerTag()
 	out, err := e.ch.Consume(e.c.o.queue, e.tag, false, e.c.o.exclusive, false, false, e.c.o.args)
 	if err != nil {

@@ -101,12 +101,9 @@ func (e *epoch) hangUp() error {
 	// The client waits without limit for the broker's answers.
 	cut := time.AfterFunc(closeTimeout, e.c.link.sock.close)
 	if !e.life.ended() {
-		if e.tag != "" && e.port.tags.open() == 0 {
-			// Nothing is given back, so the consumer may go first: a quorum queue
-			// then takes in what was acked, however busy it is.
-			_ = e.ch.Cancel(e.tag, false) // an error is the channel's end
+		if !e.port.takenIn(e.consumer) {
+			e.c.o.log.Info(notTakenIn, "source", e.c.o.name)
 		}
-		e.port.sent.wait()
 	}
 	err := e.ch.Close()
 	cut.Stop()
@@ -119,6 +116,16 @@ func (e *epoch) hangUp() error {
 		err = nil
 	}
 	return err
+}
+
+// consumer is the tag of the consumer, if it lives.
+func (e *epoch) consumer() string {
+	select {
+	case <-e.read: // cancelled by the broker
+		return ""
+	default:
+		return e.tag
+	}
 }
 
 // consumers is how many the queue has, as its leader knows it.

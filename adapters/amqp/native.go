@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"strconv"
 	"sync"
+	"time"
 
 	"github.com/stormguard-mq/stormguard/dlq"
 )
@@ -67,14 +68,14 @@ func (r *rejects) take(d reject) bool {
 func (p *port) reject(tag uint64) error {
 	p.wire.Lock() // no ack of many may cover it meanwhile
 	defer p.wire.Unlock()
-	if ok, _ := p.tags.settle(tag, tagAcked); !ok {
+	if ok, _, _ := p.tags.settle(tag, tagAcked); !ok {
 		return ErrSettled
 	}
 	l := p.life.Load()
 	if l.ended() {
 		return ErrChannelGone
 	}
-	p.sent.add()
+	p.last.Store(time.Now().UnixNano())
 	if err := l.ch.Reject(tag, false); err != nil {
 		return fmt.Errorf("amqp: reject: %w", err)
 	}

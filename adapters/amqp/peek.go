@@ -39,26 +39,26 @@ func versionOf(ch *amqp091.Channel) [2]int {
 
 // consumerOf is the one consumer of a channel; ok is false where there are
 // several, or the client does not tell.
-func consumerOf(ch *amqp091.Channel) (queue string, autoAck, ok bool) {
+func consumerOf(ch *amqp091.Channel) (queue, tag string, autoAck, ok bool) {
 	subs := field(reflect.ValueOf(ch), "consumers")
 	lock, configs := field(subs, "Mutex"), field(subs, "configs")
 	if !lock.IsValid() || lock.Type() != reflect.TypeFor[sync.Mutex]() || !lock.CanAddr() ||
 		!configs.IsValid() || configs.Kind() != reflect.Map {
-		return "", false, false
+		return "", "", false, false
 	}
 	mu := (*sync.Mutex)(lock.Addr().UnsafePointer()) // the client writes the map under it
 	mu.Lock()
 	defer mu.Unlock()
 	if configs.Len() != 1 {
-		return "", false, false
+		return "", "", false, false
 	}
 	for it := configs.MapRange(); it.Next(); {
 		q, a := field(it.Value(), "Queue"), field(it.Value(), "AutoAck")
 		if q.IsValid() && q.Kind() == reflect.String && a.IsValid() && a.Kind() == reflect.Bool {
-			queue, autoAck, ok = q.String(), a.Bool(), true
+			queue, tag, autoAck, ok = q.String(), it.Key().String(), a.Bool(), true
 		}
 	}
-	return queue, autoAck, ok
+	return queue, tag, autoAck, ok
 }
 
 // field is the field of a struct, or of what a pointer points to; invalid where

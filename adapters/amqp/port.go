@@ -8,9 +8,7 @@ import (
 	"hash/maphash"
 	"math/rand/v2"
 	"strconv"
-	"sync"
 	"sync/atomic"
-	"time"
 
 	"github.com/rabbitmq/amqp091-go"
 
@@ -40,38 +38,6 @@ func newLife(ch *amqp091.Channel) (l *life, closed <-chan *amqp091.Error) {
 // ended tells whether the tags mean nothing any more.
 func (l *life) ended() bool {
 	return l == nil || l.over.Load() || len(l.latch) > 0 || l.ch.IsClosed()
-}
-
-// A quorum queue takes settlements in through a pipeline of some 32 in flight.
-// What still waits in front of it when the channel ends is lost, although it was
-// sent long before: the messages are delivered again. Nothing in the protocol
-// tells when they are through, so a channel that has just settled a lot is left
-// alone for a moment before it is closed.
-const (
-	pipeline   = 16 // settlements in flight that are certainly taken in
-	settleTime = 50 * time.Millisecond
-)
-
-// recent counts settlements sent within the last settleTime, roughly.
-type recent struct {
-	since atomic.Int64 // of the count, in nanoseconds
-	n     atomic.Int32
-}
-
-func (r *recent) add() {
-	now := time.Now().UnixNano()
-	if now-r.since.Load() > int64(settleTime) {
-		r.since.Store(now)
-		r.n.Store(0)
-	}
-	r.n.Add(1)
-}
-
-// wait lets the broker take in what was just sent.
-func (r *recent) wait() {
-	if r.n.Load() > pipeline && time.Now().UnixNano()-r.since.Load() < 2*int64(settleTime) {
-		time.Sleep(settleTime)
-	}
 }
 
 // meta is what the ports of both shapes say about a delivery.
@@ -113,31 +79,15 @@ func (p *meta) describe(d *amqp091.Delivery) guard.Meta {
 
 // port is the function shape's port: one channel with one consumer at a time,
 // so that the tags on it are all ours.
-//
-// Lock order: wire, then tags.mu. wire is held while acks are sent: an ack of
-// many must not overtake, or be overtaken by, one that it covers, since the
-// broker closes the channel over a tag it does not know.
 type port struct {
 	meta
+	acker
 	rejects *rejects // nil unless dead letters are rejected
-
-	life atomic.Pointer[life] // nil until there is a channel
-	tags tags
-
-	sent   recent
-	held   atomic.Bool // no acks go out
-	wire   sync.Mutex
-	frames []ack       // guarded by wire
-	late   *time.Timer // sends acks that wait behind a slow handler
 }
-
-// ackDelay is how long a coalesced ack waits for others while a handler runs.
-const ackDelay = 20 * time.Millisecond
 
 func newPort(queue string, o *options) *port {
 	p := &port{meta: newMeta(queue, o)}
-	p.late = time.AfterFunc(time.Hour, func() { _ = p.Flush() })
-	p.late.Stop()
+	p.begin(ackDelay)
 	return p
 }
 
@@ -161,49 +111,16 @@ func (p *port) Ack(d amqp091.Delivery) error {
 	if p.rejects != nil && p.rejects.take(reject{p.mark, d.DeliveryTag}) {
 		return p.reject(d.DeliveryTag)
 	}
-	ok, first := p.tags.settle(d.DeliveryTag, tagSettled)
+	ok, due, _ := p.tags.settle(d.DeliveryTag, tagSettled)
 	if !ok {
 		return ErrSettled
 	}
-	if first {
-		p.late.Reset(ackDelay)
-	}
+	p.wait(due)
 	return nil
 }
 
-// Flush sends what is settled: one frame for everything up to the oldest that
-// is not, and one each for what is beyond.
-func (p *port) Flush() error {
-	p.wire.Lock()
-	defer p.wire.Unlock()
-	if p.held.Load() {
-		return nil
-	}
-	p.frames = p.tags.take(p.frames[:0])
-	l := p.life.Load()
-	for _, f := range p.frames {
-		if l.ended() {
-			return ErrChannelGone
-		}
-		p.sent.add()
-		if err := l.ch.Ack(f.tag, f.multiple); err != nil {
-			return fmt.Errorf("amqp: ack: %w", err)
-		}
-	}
-	return nil
-}
-
-// hold keeps acks back from when it returns until release, which sends them.
-func (p *port) hold() {
-	p.wire.Lock()
-	defer p.wire.Unlock()
-	p.held.Store(true)
-}
-
-func (p *port) release() {
-	p.held.Store(false)
-	_ = p.Flush() // an error is the channel's end, which is seen elsewhere
-}
+// Flush sends what is settled.
+func (p *port) Flush() error { return p.flush() }
 
 // Extend has nothing to do: a consumer_timeout cannot be extended.
 func (p *port) Extend([]amqp091.Delivery) {}
@@ -214,6 +131,3 @@ func (p *port) Return([]amqp091.Delivery, guard.Reason) error { return nil }
 
 // Demand has nothing to do: the prefetch is the window.
 func (p *port) Demand(int) {}
-
-// end stops what the port does by itself.
-func (p *port) end() { p.late.Stop() }

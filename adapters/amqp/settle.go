@@ -59,6 +59,7 @@ func (a *attempt) settle(err error) error {
 	d.mu.Lock()
 	if d.handed[a.of.DeliveryTag] == a {
 		delete(d.handed, a.of.DeliveryTag)
+		d.port.hands.Store(int32(len(d.handed)))
 	}
 	d.mu.Unlock()
 	a.of.acked = ErrChannelGone // stays when the source has ended, so that no ack went out
@@ -95,6 +96,11 @@ func (a *attempt) settleAll(tag uint64, multiple bool, outcome error) error {
 	all := a.these(tag, multiple)
 	if len(all) == 0 {
 		return ErrSettled
+	}
+	if len(all) > 1 { // in one frame, if they are without a gap
+		p := a.desk.port
+		p.hold()
+		defer p.release()
 	}
 	var errs []error
 	for _, x := range all {

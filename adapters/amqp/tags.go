@@ -16,8 +16,16 @@ import (
 // Tags come from the broker in order, each once: a second one means that the
 // client has put another channel under this one, and that no tag is ours any
 // more.
+//
+// They number all deliveries of a channel from 1 on, whosever they are. Where a
+// channel is not ours alone, an ack of many is safe up to the first number that
+// has not come to us, and no further.
 type tags struct {
 	mu    sync.Mutex
+	mixed bool   // the channel may have other deliveries than ours; set before the first
+	full  int    // the prefetch, 0 if it is not known
+	fresh int    // frames since all that was acked was known to be taken in
+	whole uint64 // all numbers up to it are ours
 	high  uint64 // the latest delivered
 	out   []tag  // from the oldest that is open on, in order of number
 	head  int    // of out; what is before it has been acked
@@ -52,16 +60,37 @@ func (t *tags) add(n uint64) bool {
 		return false
 	}
 	t.high = n
+	if n == t.whole+1 {
+		t.whole = n
+	}
 	if len(t.out) == cap(t.out) && 2*(t.head+t.acked) >= len(t.out) {
 		t.compact() // with less to gain it would come again at once
 	}
 	t.out = append(t.out, tag{n: n})
+	if t.full > 0 && len(t.out)-t.head-t.acked >= t.full {
+		t.fresh = 0 // the broker would not have sent it
+	}
 	return true
 }
 
+// fill says what the prefetch is from now on.
+func (t *tags) fill(prefetch int) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.full = prefetch
+}
+
+// unsure is how many frames were given out since all of them were known to be
+// taken in.
+func (t *tags) unsure() int {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.fresh
+}
+
 // settle marks a tag; false if it is not open, so that each is settled once.
-// first says that it is the only one to be acked.
-func (t *tags) settle(n uint64, to tagState) (ok, first bool) {
+// due are those to be acked then, and rest those that are not settled.
+func (t *tags) settle(n uint64, to tagState) (ok bool, due, rest int) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	i := t.head
@@ -77,34 +106,36 @@ func (t *tags) settle(n uint64, to tagState) (ok, first bool) {
 		})
 		i += t.head
 		if !ok {
-			return false, false
+			return false, 0, 0
 		}
 	}
 	if t.out[i].is != tagOpen {
-		return false, false
+		return false, 0, 0
 	}
 	t.out[i].is = to
 	if to == tagAcked {
 		t.acked++
+		t.fresh++ // settled by a frame of its own
 		t.trim()
-		return true, false
+	} else {
+		t.due++
 	}
-	t.due++
-	return true, t.due == 1
+	return true, t.due, len(t.out) - t.head - t.acked - t.due
 }
 
 // take appends the frames that ack everything that is settled: one for what all
-// before it is settled too, one each for the others.
+// before it is ours and settled too, one each for the others.
 func (t *tags) take(dst []ack) []ack {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.due == 0 {
 		return dst
 	}
+	before := len(dst)
 	// An ack of many must name a tag that is still out at the broker.
 	last, n := -1, 0
 	i := t.head
-	for ; i < len(t.out) && t.out[i].is != tagOpen; i++ {
+	for ; i < len(t.out) && t.out[i].is != tagOpen && (!t.mixed || t.out[i].n <= t.whole); i++ {
 		if t.out[i].is == tagSettled {
 			last = i
 			n++
@@ -128,6 +159,7 @@ func (t *tags) take(dst []ack) []ack {
 			t.due--
 		}
 	}
+	t.fresh += len(dst) - before
 	t.trim()
 	return dst
 }

@@ -27,7 +27,8 @@ import (
 func TestTagsAgainstABroker(t *testing.T) {
 	t.Parallel()
 	rapid.Check(t, func(t *rapid.T) {
-		var tg tags
+		tg := tags{mixed: rapid.Bool().Draw(t, "mixed")}
+		others := map[uint64]bool{}  // deliveries of other consumers of the channel
 		out := map[uint64]bool{}     // at the broker
 		settled := map[uint64]bool{} // by us, not acked
 		var next uint64
@@ -35,6 +36,11 @@ func TestTagsAgainstABroker(t *testing.T) {
 			for _, f := range frames {
 				if !out[f.tag] {
 					t.Fatalf("an ack of %d, which is not out", f.tag)
+				}
+				for n := range others {
+					if f.multiple && n < f.tag {
+						t.Fatalf("%+v acks %d, which is another consumer's", f, n)
+					}
 				}
 				for n := range out {
 					if n == f.tag || f.multiple && n < f.tag {
@@ -50,7 +56,12 @@ func TestTagsAgainstABroker(t *testing.T) {
 		t.Repeat(map[string]func(*rapid.T){
 			"deliver": func(t *rapid.T) {
 				for range rapid.IntRange(1, 40).Draw(t, "n") {
-					next += uint64(rapid.IntRange(1, 2).Draw(t, "gap"))
+					next++
+					if rapid.IntRange(0, 30).Draw(t, "gap") == 0 {
+						others[next] = tg.mixed
+						next++
+					}
+					maps.DeleteFunc(others, func(_ uint64, is bool) bool { return !is })
 					if !tg.add(next) {
 						t.Fatal("a new tag is refused")
 					}
@@ -68,20 +79,20 @@ func TestTagsAgainstABroker(t *testing.T) {
 				}
 				for _, i := range rapid.SliceOfN(rapid.IntRange(0, len(open)-1), 1, 60).Draw(t, "which") {
 					n := open[i]
-					ok, first := tg.settle(n, tagSettled)
+					ok, due, rest := tg.settle(n, tagSettled)
 					if ok == settled[n] {
 						t.Fatalf("settle %d: %t", n, ok)
 					}
-					if ok && first != (len(settled) == 0) {
-						t.Fatalf("settle %d of %d: first %t", n, len(settled), first)
-					}
 					settled[n] = true
+					if ok && (due != len(settled) || rest != len(out)-due) {
+						t.Fatalf("settle %d: %d due, %d left", n, due, rest)
+					}
 				}
 			},
 			"reject": func(t *rapid.T) {
 				for n := range out {
 					if !settled[n] {
-						if ok, _ := tg.settle(n, tagAcked); !ok {
+						if ok, _, _ := tg.settle(n, tagAcked); !ok {
 							t.Fatal("an open tag is not settled")
 						}
 						delete(out, n)
@@ -130,6 +141,40 @@ func TestTagsInOrder(t *testing.T) {
 	tg.settle(101, tagSettled)
 	if f := tg.take(nil); len(f) != 1 || f[0] != (ack{101, false}) {
 		t.Errorf("%v", f)
+	}
+}
+
+// On a channel that may not be ours alone, they do up to the first delivery
+// that is another's.
+func TestTagsOfAMixedChannel(t *testing.T) {
+	t.Parallel()
+	tg := tags{mixed: true}
+	for n := uint64(1); n <= 103; n++ {
+		if n != 51 && n != 102 {
+			tg.add(n)
+			tg.settle(n, tagSettled)
+		}
+	}
+	f := tg.take(nil)
+	if len(f) != 52 || f[0] != (ack{50, true}) || f[1] != (ack{tag: 52}) || f[51] != (ack{tag: 103}) {
+		t.Errorf("%v", f)
+	}
+}
+
+// Acks do not wait while the program may run out of deliveries.
+func TestPressing(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		due, left int
+		want      bool
+	}{
+		{1, 0, true}, {1, -1, true}, // all others are in the program's hands
+		{1, 1, true}, {1, 2, false}, {49, 51, false}, {50, 50, true},
+		{63, 60000, false}, {64, 60000, true},
+	} {
+		if got := pressing(c.due, c.left); got != c.want {
+			t.Errorf("%+v: %t", c, got)
+		}
 	}
 }
 
@@ -217,7 +262,8 @@ func (l *limiterFunc) Admit(time.Duration) time.Duration { l.n++; return time.Mi
 func TestTheCloseEventEndsTheTags(t *testing.T) {
 	t.Parallel()
 	l := &life{ch: new(amqp091.Channel), latch: make(chan *amqp091.Error, 1)}
-	p := &passivePort{life: l}
+	p := newPassivePort(&options{})
+	p.life.Store(l)
 	p.tags.add(1)
 	l.latch <- amqp091.ErrClosed
 	if err := p.Ack(&taken{Delivery: amqp091.Delivery{DeliveryTag: 1}}); !errors.Is(err, ErrChannelGone) {

@@ -29,7 +29,7 @@ type books struct {
 	delivered, acked int // deliveries
 	ackFrames        int
 	nacks, rejects   int
-	flows            int
+	flows, cancels   int
 	prefetch         []int // of each basic.qos
 }
 
@@ -133,7 +133,9 @@ const (
 	channelCloseOK = 20<<16 | 41
 	channelFlow    = 20<<16 | 20
 	basicQos       = 60<<16 | 10
+	basicCancel    = 60<<16 | 30
 	basicDeliver   = 60<<16 | 60
+	basicGetOK     = 60<<16 | 71
 	basicAck       = 60<<16 | 80
 	basicReject    = 60<<16 | 90
 	basicNack      = 60<<16 | 120
@@ -142,16 +144,21 @@ const (
 func (n *line) received(ch uint16, method uint32, args []byte) {
 	switch method {
 	case basicDeliver:
-		tag := binary.BigEndian.Uint64(args[1+int(args[0]):])
-		if n.out[ch] == nil {
-			n.out[ch] = make(map[uint64]bool)
-		}
-		n.out[ch][tag] = true
-		n.all.seen.delivered++
+		n.delivered(ch, binary.BigEndian.Uint64(args[1+int(args[0]):]))
+	case basicGetOK:
+		n.delivered(ch, binary.BigEndian.Uint64(args))
 	case channelClose, channelCloseOK:
 		delete(n.out, ch)
 	default:
 	}
+}
+
+func (n *line) delivered(ch uint16, tag uint64) {
+	if n.out[ch] == nil {
+		n.out[ch] = make(map[uint64]bool)
+	}
+	n.out[ch][tag] = true
+	n.all.seen.delivered++
 }
 
 func (n *line) written(ch uint16, method uint32, args []byte) {
@@ -159,6 +166,8 @@ func (n *line) written(ch uint16, method uint32, args []byte) {
 	switch method {
 	case channelFlow:
 		b.flows++
+	case basicCancel:
+		b.cancels++
 	case basicQos:
 		b.prefetch = append(b.prefetch, int(binary.BigEndian.Uint16(args[4:])))
 	case basicAck, basicReject, basicNack:
