@@ -160,7 +160,7 @@ func (n *Node) stepSpread(r *row) {
 	}
 
 	total := n.needs(r)
-	surplus := r.level - r.pooled - keep - owed
+	surplus := min(r.level-r.pooled, r.level-r.pooled-keep-owed) // sums of waiters overflow
 	if total == 0 || surplus < crumb {
 		return
 	}

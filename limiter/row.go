@@ -103,7 +103,7 @@ func newRow(n *Node, name string) *row {
 		r.rate = uint64(part(part(nanos, w, sum), 1e6, 1e6+drift))
 	}
 	r.full = l.Rate * micro
-	r.pace = min(max(time.Duration(float64(l.Burst)/(10*l.Rate)*1e9), minPace), maxPace)
+	r.pace = max(time.Duration(min(float64(l.Burst)/(10*l.Rate)*1e9, float64(maxPace))), minPace)
 	r.ahead = max(minWindow, 2*r.pace).Seconds()
 	r.last = -r.pace
 	r.forecast.since = n.now
