@@ -107,9 +107,9 @@ func (c Config) Warnings() []string {
 	}
 	var all []string
 	check := func(field string, l Limit) {
-		if burst := time.Duration(float64(l.Burst) / l.Rate * float64(time.Second)); burst < controlLoop {
+		if burst := float64(l.Burst) / l.Rate; burst < controlLoop.Seconds() {
 			all = append(all, fmt.Sprintf("%s.Burst: %d tokens are %v of Rate, and a token lent is out for up to %v: the fleet may reach less than Rate; want %.0f or more",
-				field, l.Burst, burst.Round(time.Microsecond), controlLoop, math.Ceil(l.Rate*controlLoop.Seconds())))
+				field, l.Burst, time.Duration(burst*1e9).Round(time.Microsecond), controlLoop, math.Ceil(l.Rate*controlLoop.Seconds())))
 		}
 	}
 	check("Limit", c.Limit)

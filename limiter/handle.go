@@ -101,7 +101,10 @@ func (l *Limiter) fill(r *row) {
 // and before any Allow that comes after them.
 func (l *Limiter) Wait(ctx context.Context) error { return l.WaitN(ctx, 1) }
 
-// WaitN is Wait for n at once; more than the burst is [ErrBurst].
+// WaitN is Wait for n at once; more than the burst is [ErrBurst]. More than this
+// node's share of the burst has to be gathered from others: it waits for as long
+// as they use what they have, or are not there, and nodes that gather at the same
+// time get it one after the other, each after some refills of the burst.
 func (l *Limiter) WaitN(ctx context.Context, n int) error {
 	if err := ctx.Err(); err != nil || n <= 0 {
 		return err

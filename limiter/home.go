@@ -17,35 +17,54 @@ func (n *Node) stepHome(r *row) {
 		r.granted, r.drawing = 0, false
 		return
 	}
-	own := min(max(0, r.waiting+r.want+r.lost-r.granted), r.burst) // as the others
+	own := min(max(0, r.owed()+r.lost-r.granted), r.burst) // as the others
+	if r.yielding {
+		own, r.granted = 0, 0
+	}
+	stuck := n.stuck(r)
 	for r.level-r.granted >= micro && total+own > 0 {
 		// Many tokens are dealt in bundles, so that a large burst is no long loop.
 		bundle := max(1, (r.level-r.granted)/(64*micro)) * micro
-		draw := n.rand.Int64N(total + own)
-		if draw < own {
+		e := n.drawn(r, total, own, stuck)
+		if e == nil {
 			x := min(bundle, roundUp(own))
 			r.granted += x
 			own = max(0, own-x)
 			continue
 		}
-		draw -= own
-		for _, e := range r.entries {
-			if e == nil || e.itsNeed == 0 || !n.lendable(e.peer) {
-				continue
-			}
-			if draw -= e.itsNeed; draw < 0 {
-				x := min(bundle, roundUp(e.itsNeed))
-				e.lend(x)
-				had := e.itsNeed
-				e.itsNeed = max(0, e.itsNeed-x)
-				total -= had - e.itsNeed
-				break
-			}
-		}
+		x := min(bundle, roundUp(e.itsNeed))
+		e.lend(x)
+		had := e.itsNeed
+		e.itsNeed = max(0, e.itsNeed-x)
+		total -= had - e.itsNeed
 	}
 	if r.drawing = total > 0; !r.drawing {
 		r.granted = 0
 	}
+}
+
+// drawn is who gets the next token, nil for this node's own waiters: by chance, or,
+// when nobody gets enough that way, who lacks least.
+func (n *Node) drawn(r *row, total, own int64, stuck bool) *entry {
+	if stuck {
+		if e := n.nearest(r); e != nil && (own == 0 || e.itsNeed < own) {
+			return e
+		}
+		return nil
+	}
+	draw := n.rand.Int64N(total+own) - own
+	if draw < 0 {
+		return nil
+	}
+	for _, e := range r.entries {
+		if e == nil || e.itsNeed == 0 || !n.lendable(e.peer) {
+			continue
+		}
+		if draw -= e.itsNeed; draw < 0 {
+			return e
+		}
+	}
+	return nil
 }
 
 // roundUp is the amount in whole tokens.
@@ -53,15 +72,18 @@ func roundUp(amount int64) int64 { return (amount + micro - 1) / micro * micro }
 
 // stepAway is a step at a node that is not the key's home: it lives on loans.
 func (n *Node) stepAway(r *row) {
-	owed := r.waiting + r.want
+	owed := r.owed()
 	for _, e := range r.entries {
-		if e != nil && e.held() > 0 && owed == 0 && n.now-e.borrowed.last >= returnIdle {
+		if e != nil && e.held() > 0 && owed == 0 && (r.yielding || n.now-e.borrowed.last >= returnIdle) {
 			e.giveBack(e.held())
 		}
 	}
 	_, ahead := r.plan()
 	short := owed + r.lost + ahead/micro*micro - r.held
 	need := min(roundUp(max(0, short)), r.burst)
+	if r.yielding {
+		need = 0
+	}
 	r.stated = false
 	p := n.peers[n.cfg.Roster.Members[r.home].Name]
 	if p == nil {

@@ -33,6 +33,9 @@ const (
 // micro-tokens: a sure forecast keeps little more than it expects and asks for
 // all of it, an unsure one keeps more and asks for less.
 func (r *row) plan() (keep, ahead int64) {
+	if r.yielding {
+		return 0, 0
+	}
 	window := max(minWindow, r.pace)
 	mean := r.forecast.mean * r.ahead / window.Seconds()
 	a := r.forecast.alpha()
@@ -48,6 +51,7 @@ func (n *Node) step(r *row) {
 	if n.now >= r.wantUntil {
 		r.want = 0
 	}
+	r.yielding = n.yields(r)
 	if keep, _ := r.plan(); r.pooled > keep && !n.alone {
 		r.reclaim() // what is taken ahead can neither be lent nor be forgotten
 	}
@@ -151,17 +155,25 @@ const idleRow = 10 * time.Second
 
 func (n *Node) stepSpread(r *row) {
 	keep, ahead := r.plan()
-	owed := r.waiting + r.want
+	owed := r.owed()
 	n.returnSpare(r, int64(spare*float64(keep))+owed)
 
 	short := owed + r.lost + ahead - r.held - r.level + r.pooled
+	if r.yielding {
+		short = 0
+	}
 	if short > crumb || r.stated {
 		n.need(r, min(short, r.burst))
 	}
 
 	total := n.needs(r)
-	surplus := r.level - r.pooled - keep - owed
+	surplus := min(r.level-r.pooled, r.level-r.pooled-keep-owed) // sums of waiters overflow
 	if total == 0 || surplus < crumb {
+		return
+	}
+	if n.stuck(r) {
+		e := n.nearest(r)
+		e.lend(min(e.itsNeed, surplus))
 		return
 	}
 	for _, e := range r.entries {

@@ -141,7 +141,7 @@ func TestNeverTooMuch(t *testing.T) {
 		for range steps {
 			node := rapid.IntRange(0, n-1).Draw(t, "node")
 			s := f.nodes[node]
-			switch rapid.SampledFrom([]string{"pass", "net", "cut", "heal", "crash", "hot", "replay", "wait", "stale", "rest", "gone"}).Draw(t, "what") {
+			switch rapid.SampledFrom([]string{"pass", "net", "cut", "heal", "crash", "hot", "replay", "wait", "stale", "rest", "gone", "gather"}).Draw(t, "what") {
 			case "net":
 				f.loss = rapid.SampledFrom([]float64{0, .1, .35, .9}).Draw(t, "loss")
 				f.dup = rapid.SampledFrom([]float64{0, .2}).Draw(t, "dup")
@@ -189,6 +189,11 @@ func TestNeverTooMuch(t *testing.T) {
 							t.Fatal("a stale now mints")
 						}
 					}
+				}
+			case "gather":
+				if s.alive {
+					s.advance(s.clock(f.now))
+					s.demand(f.key(s), int64(limit.Burst)*micro) // and never served
 				}
 			case "rest":
 				f.pass(f.now + 4*time.Second)

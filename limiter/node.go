@@ -78,7 +78,7 @@ func NewNode(self crdt.Replica, cfg Config, now time.Duration) (*Node, error) {
 		index: cfg.Roster.index(self.Name),
 		rows:  map[string]*row{}, peers: map[string]*peer{}, buried: map[string]burial{},
 		sweepAt: never,
-		rand:    rand.New(rand.NewPCG(self.Incarnation, uint64(cfg.fingerprint()))),
+		rand:    rand.New(rand.NewPCG(self.Incarnation, mix(uint64(cfg.fingerprint()))^seedOf(self.Name))),
 	}
 	if n.alone {
 		n.weight, n.weights, n.mintAt = 1, 1, now
@@ -154,6 +154,7 @@ func (n *Node) take(r *row, amount int64) bool {
 	r.sum.Denied += amount
 	if amount > micro {
 		// It will be asked for again, and what is gathered must not go back before.
+		r.begins(n.now)
 		r.want, r.wantUntil = max(r.want, min(amount, r.burst)), n.now+patience
 	} else {
 		r.lost += amount
@@ -182,6 +183,7 @@ func (n *Node) poll(r *row, amount int64) bool {
 	}
 	r.sum.Denied += amount
 	if r.want < amount {
+		r.begins(n.now)
 		r.forecast.asked += amount
 		r.want = amount
 	}
@@ -204,6 +206,7 @@ func (n *Node) Demand(now time.Duration, key string, tokens int) bool {
 }
 
 func (n *Node) demand(r *row, amount int64) {
+	r.begins(n.now)
 	r.forecast.asked += amount
 	if r.waiting == 0 {
 		r.head = amount
@@ -250,6 +253,7 @@ func (n *Node) draw(r *row, amount int64) bool {
 		return false
 	}
 	r.spend(amount)
+	r.spentAt = n.now
 	return true
 }
 

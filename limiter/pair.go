@@ -184,6 +184,9 @@ func (e *entry) accounted(used, ret int64) {
 	if u+b == 0 {
 		return
 	}
+	if u > 0 {
+		e.row.spentAt = e.peer.node.now
+	}
 	e.lent.used += u
 	e.lent.ret += b
 	e.release(u + b)

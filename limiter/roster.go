@@ -118,6 +118,13 @@ func (r Roster) home(key string, burst int64) int {
 	return home
 }
 
+// seedOf is a number of the name's own.
+func seedOf(name string) uint64 {
+	h := fnv.New64a()
+	_, _ = h.Write([]byte(name))
+	return mix(h.Sum64())
+}
+
 // mix is the finalizer of MurmurHash3: FNV alone leaves its high bits to the
 // first bytes.
 func mix(h uint64) uint64 {

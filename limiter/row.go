@@ -31,6 +31,7 @@ type row struct {
 	rate  uint64        // this node's part of the rate, in nano-tokens per second
 	full  float64       // the whole limit's rate, micro-tokens per second
 	pace  time.Duration // time between two steps
+	fill  time.Duration // in which the whole burst is refilled, at most an hour
 	ahead float64       // the forecast's horizon, seconds
 
 	level    int64 // own tokens; pooled of them are in the pool
@@ -54,6 +55,11 @@ type row struct {
 	needing   bool // some peer has a need
 	drawing   bool // at a home: it is drawn who gets the next token
 	stated    bool // some peer was told a need
+
+	spentAt   time.Duration // when any of its tokens was last spent, or began to be waited for
+	yielding  bool          // see yields, as what follows
+	yieldAt   time.Duration // drawn; 0 is not yet
+	yieldTill time.Duration // 0 is not begun
 
 	last, next time.Duration // steps
 	queued     int           // place in the node's queue, -1 if none
@@ -103,9 +109,10 @@ func newRow(n *Node, name string) *row {
 		r.rate = uint64(part(part(nanos, w, sum), 1e6, 1e6+drift))
 	}
 	r.full = l.Rate * micro
-	r.pace = min(max(time.Duration(float64(l.Burst)/(10*l.Rate)*1e9), minPace), maxPace)
+	r.pace = max(time.Duration(min(float64(l.Burst)/(10*l.Rate)*1e9, float64(maxPace))), minPace)
+	r.fill = time.Duration(min(float64(l.Burst)/l.Rate, 3600) * 1e9)
 	r.ahead = max(minWindow, 2*r.pace).Seconds()
-	r.last = -r.pace
+	r.last, r.spentAt = -r.pace, n.now
 	r.forecast.since = n.now
 	if n.alone {
 		r.level, r.sum.Minted, r.mintedAt = r.cap, r.cap, n.now
@@ -208,6 +215,9 @@ func (r *row) update(now, from time.Duration) {
 	r.mint(now, from)
 	if r.pooled > 0 {
 		left := r.pool.left() * micro
+		if left < r.pooled {
+			r.spentAt = now
+		}
 		r.spent(r.pooled - left)
 		r.pooled = left
 	}
