@@ -292,7 +292,7 @@ func TestOnlySteadyRoundsCount(t *testing.T) {
 		t.Errorf("error %v after %q, want one about 2 rounds", err, *log)
 	}
 	*log = nil
-	_, err = g.Run(t.Context(), Settings{Rounds: 2, Patience: 50 * time.Millisecond})
+	_, err = g.Run(t.Context(), Settings{Rounds: 2, Patience: time.Second})
 	if err == nil || len(*log) <= 2+2+2*2+2 {
 		t.Errorf("error %v after %d entries: rounds that do not count were not taken again", err, len(*log))
 	}
