@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"hash/maphash"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -309,6 +310,59 @@ func TestKeys(t *testing.T) {
 	}
 	if n > 10 {
 		t.Errorf("two handles of a key admitted %d", n)
+	}
+}
+
+// A new key costs the same however many there are: what is copied for it is spread
+// over many. Each key has one handle, and one that is asked for is soon read
+// without the lock.
+func TestManyKeys(t *testing.T) {
+	const keys = 100_000
+	s, err := New(crdt.Replica{Name: "a"}, Config{Limit: Limit{Rate: 10, Burst: 10}, MaxKeys: keys})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	copied := 0
+	all := make([]*Limiter, keys)
+	was := map[*shard]int{}
+	for i := range keys {
+		key := fmt.Sprint(i)
+		all[i] = s.Key(key)
+		h := &s.handles[maphash.String(s.seed, key)%uint64(len(s.handles))]
+		if n := len(*h.read.Load()); n != was[h] {
+			was[h] = n
+			copied += n
+		}
+	}
+	if copied > 12*keys {
+		t.Errorf("%d copies for %d keys", copied, keys)
+	}
+	for i, l := range all {
+		if s.Key(fmt.Sprint(i)) != l {
+			t.Fatalf("two handles of key %d", i)
+		}
+	}
+	last := fmt.Sprint(keys - 1)
+	h := &s.handles[maphash.String(s.seed, last)%uint64(len(s.handles))]
+	for range keys {
+		s.Key(last)
+	}
+	if (*h.read.Load())[last] == nil {
+		t.Error("a key that is often asked for is always looked up under the lock")
+	}
+}
+
+func BenchmarkNewKey(b *testing.B) {
+	s, err := New(crdt.Replica{Name: "a"}, Config{Limit: Limit{Rate: 10, Burst: 10}, MaxKeys: 1e7})
+	if err != nil {
+		b.Fatal(err)
+	}
+	b.ReportAllocs()
+	i := 0
+	for b.Loop() {
+		i++
+		s.Key(fmt.Sprint(i))
 	}
 }
 

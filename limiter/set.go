@@ -21,7 +21,7 @@ import (
 // certain time: somebody waits, or keys are busy in a fleet. Close ends it.
 type Set struct {
 	clock   func() time.Duration
-	handles [64]atomic.Pointer[map[string]*Limiter] // read without a lock, replaced under mu
+	handles [64]shard
 	seed    maphash.Seed
 
 	mu      sync.Mutex
@@ -30,6 +30,40 @@ type Set struct {
 	waiting map[*Limiter]*row // that have waiters, and where these were counted
 	driver  driver
 	closed  bool
+}
+
+// A shard has the handles of some keys. Those that it has lately got are in fresh
+// until they are, or are asked for, often enough to pay for a copy of the rest.
+type shard struct {
+	read  atomic.Pointer[map[string]*Limiter] // read without a lock, never changed
+	fresh map[string]*Limiter                 // guarded by Set.mu, as is what follows
+	found int                                 // how often something was found in fresh
+}
+
+// settled is what is read, after what is fresh has gone there. The caller holds
+// the set's lock.
+func (h *shard) settled() map[string]*Limiter {
+	all := map[string]*Limiter{}
+	if old := h.read.Load(); old != nil {
+		all = *old
+	}
+	if len(h.fresh) > 0 {
+		all = maps.Clone(all)
+		maps.Copy(all, h.fresh)
+		h.read.Store(&all)
+		clear(h.fresh)
+	}
+	h.found = 0
+	return all
+}
+
+// grown tells whether fresh is worth a copy.
+func (h *shard) grown() bool {
+	n := 0
+	if old := h.read.Load(); old != nil {
+		n = len(*old)
+	}
+	return max(len(h.fresh), h.found) > n/8
 }
 
 // An Option supplies a collaborator that a config file cannot express.
@@ -75,8 +109,8 @@ func Local(limit Limit) (*Limiter, error) {
 // Key is the handle of a key; the same one as long as the key is in use. It does
 // not fail: a key that is too long, or one too many, is denied everything.
 func (s *Set) Key(key string) *Limiter {
-	shard := &s.handles[maphash.String(s.seed, key)%uint64(len(s.handles))]
-	if m := shard.Load(); m != nil {
+	h := &s.handles[maphash.String(s.seed, key)%uint64(len(s.handles))]
+	if m := h.read.Load(); m != nil {
 		if l := (*m)[key]; l != nil {
 			return l
 		}
@@ -86,17 +120,25 @@ func (s *Set) Key(key string) *Limiter {
 	if s.known >= 2*s.node.cfg.MaxKeys {
 		s.purge()
 	}
-	m := map[string]*Limiter{}
-	if old := shard.Load(); old != nil {
-		if l := (*old)[key]; l != nil {
+	if m := h.read.Load(); m != nil {
+		if l := (*m)[key]; l != nil {
 			return l
 		}
-		m = maps.Clone(*old)
 	}
-	l := &Limiter{set: s, key: key}
-	m[key] = l
-	s.known++
-	shard.Store(&m)
+	l := h.fresh[key]
+	if l == nil {
+		l = &Limiter{set: s, key: key}
+		if h.fresh == nil {
+			h.fresh = map[string]*Limiter{}
+		}
+		h.fresh[key] = l
+		s.known++
+	} else {
+		h.found++
+	}
+	if h.grown() {
+		h.settled()
+	}
 	return l
 }
 
@@ -104,14 +146,11 @@ func (s *Set) Key(key string) *Limiter {
 // one goes on with it, without its pool once there is another.
 func (s *Set) purge() {
 	for i := range s.handles {
-		old := s.handles[i].Load()
-		if old == nil {
-			continue
-		}
-		m := maps.Clone(*old)
+		old := s.handles[i].settled()
+		m := maps.Clone(old)
 		maps.DeleteFunc(m, func(_ string, l *Limiter) bool { return l.row == nil && l.first == nil })
-		s.known -= len(*old) - len(m)
-		s.handles[i].Store(&m)
+		s.known -= len(old) - len(m)
+		s.handles[i].read.Store(&m)
 	}
 }
 
