@@ -74,6 +74,7 @@ func TestLargeWaitsDoNotBlockEachOther(t *testing.T) {
 		{Limit{100, 100}, 10, 100},
 		{Limit{5, 5}, 2, 5},
 		{Limit{5, 5}, 5, 4},
+		{Limit{5, 5}, 10, 5},
 	} {
 		t.Run(fmt.Sprint(tt), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -85,7 +86,7 @@ func TestLargeWaitsDoNotBlockEachOther(t *testing.T) {
 				start := time.Now()
 				for i, s := range sets {
 					all.Go(func() {
-						few, stop := context.WithTimeout(ctx, 2*time.Minute)
+						few, stop := context.WithTimeout(ctx, 30*time.Second)
 						defer stop()
 						if err := s.Key("k").WaitN(few, tt.n); err != nil {
 							v, _ := s.View("k")

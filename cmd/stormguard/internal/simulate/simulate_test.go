@@ -102,14 +102,15 @@ func TestStaticFails(t *testing.T) {
 }
 
 // A strategy that cheats is caught by each strict row: one that admits everything,
-// nothing, or a hundredth more than the limit, and one that says nothing to anybody.
+// nothing, half of the limit or a hundredth more, and one that says nothing to anybody.
 func TestCheatsAreCaught(t *testing.T) {
 	for _, sc := range scenarios() {
 		if sc.gate != Gated || sc.expensive {
 			continue
 		}
 		for name, cheat := range map[string]bucket{
-			"everything": newBucket(1e9, 1e9), "nothing": {}, "1.01 R": newBucket(1.01*sc.rate, float64(sc.burstTokens)),
+			"everything": newBucket(1e9, 1e9), "nothing": {},
+			"half": newBucket(sc.rate/2, float64(sc.burstTokens)), "1.01 R": newBucket(1.01*sc.rate, float64(sc.burstTokens)),
 		} {
 			if r := cheated(&sc, cheat); r.Passed {
 				t.Errorf("%s passes what admits %s: %+v", sc.name, name, r)
