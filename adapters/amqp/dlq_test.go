@@ -407,10 +407,12 @@ func TestReturnsAfterTheirWrites(t *testing.T) {
 		rec.Origin.MessageID = fmt.Sprint(id)
 		return d.Write(ctx, rec)
 	}
-	const lost = 20
+	// Long enough for a busy machine to hand a letter to the socket: a write that
+	// cannot cuts the connection.
+	const lost, short = 20, 250 * time.Millisecond
 	f.frozen.Store(true)
 	for i := range lost {
-		if err := write(i, 20*time.Millisecond); !errors.Is(err, context.DeadlineExceeded) {
+		if err := write(i, short); !errors.Is(err, context.DeadlineExceeded) {
 			t.Fatal(err)
 		}
 	}
@@ -422,7 +424,7 @@ func TestReturnsAfterTheirWrites(t *testing.T) {
 	}
 	f.frozen.Store(true)
 	for i := range lost {
-		_ = write(lost+1+i, 20*time.Millisecond)
+		_ = write(lost+1+i, short)
 	}
 	f.frozen.Store(false)
 	start := time.Now()
