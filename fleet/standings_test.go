@@ -17,23 +17,23 @@ import (
 	"github.com/stormguard-mq/stormguard/crdt"
 )
 
-func newMember(t testing.TB, name string, life uint64) *Members {
+func newStanding(t testing.TB, name string, life uint64) *Standings {
 	t.Helper()
-	m, err := NewMembers(crdt.Replica{Name: name, Incarnation: life})
+	m, err := NewStandings(crdt.Replica{Name: name, Incarnation: life})
 	if err != nil {
 		t.Fatal(err)
 	}
 	return m
 }
 
-func genMember(rt *rapid.T) Member {
+func genStanding(rt *rapid.T) Standing {
 	text := func(label string, most int) string {
 		return rapid.StringN(0, -1, most).Draw(rt, label)
 	}
 	amount := func(label string) float64 {
 		return float64(rapid.Uint32().Draw(rt, label)) / 1000
 	}
-	m := Member{
+	m := Standing{
 		Zone: text("zone", 64), Region: text("region", 64), Version: text("version", 64),
 		Charter: rapid.Uint64().Draw(rt, "charter"), Complete: rapid.Uint64().Draw(rt, "complete"), Applied: rapid.Uint64().Draw(rt, "applied"),
 		Share: float64(rapid.IntRange(0, 1000).Draw(rt, "share")) / 1000,
@@ -41,7 +41,7 @@ func genMember(rt *rapid.T) Member {
 		Unacked: rapid.Uint64().Draw(rt, "unacked"), SyncDelay: time.Duration(rapid.IntRange(0, 1e6).Draw(rt, "delay")) * time.Microsecond,
 	}
 	for range rapid.IntRange(0, 40).Draw(rt, "keys") {
-		m.Keys = append(m.Keys, MemberKey{
+		m.Keys = append(m.Keys, KeyStanding{
 			Key: text("key", 128), Admitted: rapid.Uint64().Draw(rt, "admitted"), Denied: rapid.Uint64().Draw(rt, "denied"),
 			Level: amount("key's level"), Cap: amount("key's cap"),
 		})
@@ -51,13 +51,13 @@ func genMember(rt *rapid.T) Member {
 
 // What a process says arrives as it was said, and what does not fit is cut at
 // both alike.
-func TestMembersSay(t *testing.T) {
+func TestStandingsSay(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
-		a, b := newMember(t, "a", 1), newMember(t, "b", 1)
-		said := genMember(rt)
+		a, b := newStanding(t, "a", 1), newStanding(t, "b", 1)
+		said := genStanding(rt)
 		a.Say(said)
-		p, upto := a.Delta(0, nil, b.self, 0, maxMember)
-		if len(p) > maxMember || upto != a.Mark(b.self) {
+		p, upto := a.Delta(0, nil, b.self, 0, maxStanding)
+		if len(p) > maxStanding || upto != a.Mark(b.self) {
 			rt.Fatalf("%d bytes, complete to %d of %d", len(p), upto, a.Mark(b.self))
 		}
 		if err := b.Merge(crdt.Contact{From: a.self, Now: sec, Sent: 1}, p); err != nil {
@@ -82,11 +82,11 @@ func TestMembersSay(t *testing.T) {
 
 // Of packets that overtake each other the latest counts, and an earlier life says
 // nothing any more.
-func TestMembersLatestCounts(t *testing.T) {
-	a, b := newMember(t, "a", 1), newMember(t, "b", 1)
+func TestStandingsLatestCounts(t *testing.T) {
+	a, b := newStanding(t, "a", 1), newStanding(t, "b", 1)
 	var packets [][]byte
 	for i := range 3 {
-		a.Say(Member{Charter: uint64(i)})
+		a.Say(Standing{Charter: uint64(i)})
 		p, _ := a.Delta(0, nil, b.self, 0, 4096)
 		packets = append(packets, p)
 	}
@@ -107,7 +107,7 @@ func TestMembersLatestCounts(t *testing.T) {
 	if err := b.Merge(crdt.Contact{From: a.self, Now: 2 * sec, Sent: 3}, nil); err != nil || b.All(2*sec, nil)[0].Heard != 0 {
 		t.Errorf("%v: a keep-alive was not heard", err)
 	}
-	again := newMember(t, "a", 2)
+	again := newStanding(t, "a", 2)
 	p, _ := again.Delta(0, nil, b.self, 0, 4096)
 	_ = b.Merge(crdt.Contact{From: again.self, Now: 3 * sec, Sent: 1}, p)
 	_ = b.Merge(crdt.Contact{From: a.self, Now: 4 * sec, Sent: 9}, packets[2])
@@ -116,14 +116,14 @@ func TestMembersLatestCounts(t *testing.T) {
 	}
 	b.Gone(0, a.self)
 	if n := len(b.All(4*sec, nil)); n != 2 {
-		t.Errorf("%d members: the end of an earlier life took the later one along", n)
+		t.Errorf("%d all: the end of an earlier life took the later one along", n)
 	}
-	if n := len(b.All(3*sec+memberKeep+1, nil)); n != 1 {
-		t.Errorf("%d members, one is silent for ten minutes", n)
+	if n := len(b.All(3*sec+standingKeep+1, nil)); n != 1 {
+		t.Errorf("%d all, one is silent for ten minutes", n)
 	}
 }
 
-func TestMembersSkew(t *testing.T) {
+func TestStandingsSkew(t *testing.T) {
 	for _, c := range []struct {
 		levels []float64
 		want   float64
@@ -133,29 +133,29 @@ func TestMembersSkew(t *testing.T) {
 		{[]float64{0, 10}, 0.5},
 		{[]float64{10, 0, 5}, math.Sqrt(1. / 6)},
 	} {
-		members := []Member{{Level: 7}} // without a share
+		all := []Standing{{Level: 7}} // without a share
 		for _, l := range c.levels {
-			members = append(members, Member{Level: l, Cap: 10})
+			all = append(all, Standing{Level: l, Cap: 10})
 		}
-		if got := Skew(members); math.Abs(got-c.want) > 1e-9 {
+		if got := Skew(all); math.Abs(got-c.want) > 1e-9 {
 			t.Errorf("%v: %v, want %v", c.levels, got, c.want)
 		}
 	}
 }
 
-func TestMembersRefuse(t *testing.T) {
-	if _, err := NewMembers(crdt.Replica{}); !errors.Is(err, ErrConfig) {
+func TestStandingsRefuse(t *testing.T) {
+	if _, err := NewStandings(crdt.Replica{}); !errors.Is(err, ErrConfig) {
 		t.Error(err)
 	}
-	m := newMember(t, "a", 1)
+	m := newStanding(t, "a", 1)
 	if err := m.Merge(crdt.Contact{From: crdt.Replica{Name: "a", Incarnation: 2}}, nil); !errors.Is(err, ErrSelf) {
 		t.Error(err)
 	}
-	var many Member
-	for i := range maxMemberKeys {
-		many.Keys = append(many.Keys, MemberKey{Key: fmt.Sprint(i)})
+	var many Standing
+	for i := range maxStandingKeys {
+		many.Keys = append(many.Keys, KeyStanding{Key: fmt.Sprint(i)})
 	}
-	whole := appendMember(nil, &many, 1)
+	whole := appendStanding(nil, &many, 1)
 	from := crdt.Contact{From: crdt.Replica{Name: "b", Incarnation: 1}}
 	for _, b := range [][]byte{{9}, {wireVersion}, whole[:len(whole)-1], append(whole, 1, 'x', 0, 0, 0, 0), []byte(strings.Repeat("\xff", 40))} {
 		if err := m.Merge(from, b); !errors.Is(err, ErrMalformed) {
@@ -163,26 +163,26 @@ func TestMembersRefuse(t *testing.T) {
 		}
 	}
 	if n := len(m.All(0, nil)); n != 1 {
-		t.Errorf("%d members after what was refused", n)
+		t.Errorf("%d all after what was refused", n)
 	}
 }
 
-func FuzzMember(f *testing.F) {
-	m := Member{Zone: "z", Version: "1", Share: 0.5, Level: 1.5, Cap: 3, Keys: []MemberKey{{Key: "k", Admitted: 7}}}
-	whole := appendMember(nil, &m, 3)
+func FuzzStanding(f *testing.F) {
+	m := Standing{Zone: "z", Version: "1", Share: 0.5, Level: 1.5, Cap: 3, Keys: []KeyStanding{{Key: "k", Admitted: 7}}}
+	whole := appendStanding(nil, &m, 3)
 	f.Add(whole)
 	f.Add(whole[:len(whole)-1])
 	f.Add([]byte{wireVersion, 1})
 	f.Fuzz(func(t *testing.T, b []byte) {
-		r, err := readMember(b)
+		r, err := readStanding(b)
 		if err != nil {
 			return
 		}
-		if len(r.Keys) > maxMemberKeys || r.Share > 1 || r.Level < 0 {
+		if len(r.Keys) > maxStandingKeys || r.Share > 1 || r.Level < 0 {
 			t.Fatalf("%+v", r)
 		}
-		again, err := readMember(appendMember(nil, &r.Member, r.num))
-		if err != nil || len(b) <= maxMember && len(again.Keys) != len(r.Keys) {
+		again, err := readStanding(appendStanding(nil, &r.Standing, r.num))
+		if err != nil || len(b) <= maxStanding && len(again.Keys) != len(r.Keys) {
 			t.Fatalf("%v: %+v came back as %+v", err, r, again)
 		}
 	})
