@@ -62,7 +62,7 @@ func (l list) Addrs(ctx context.Context) ([]netip.AddrPort, error) {
 }
 
 // lookupTime bounds one name, so that it does not use up the time of the others.
-const lookupTime = 2 * time.Second
+const lookupTime = time.Second
 
 func resolve(ctx context.Context, r Resolver, hostPort string) ([]netip.AddrPort, error) {
 	host, port, err := splitHostPort(hostPort)

@@ -35,6 +35,9 @@ func (s *Session) leave(now time.Duration, ev Event, actions []Action) []Action 
 		if s.over {
 			return append(actions, Action{Kind: Displaced, By: by})
 		}
+		if reason == Departure {
+			actions = s.tell(ev.Addr, by, actions)
+		}
 	}
 	waits, budget := false, s.cfg.Burst
 	s.wake = Never
@@ -72,7 +75,7 @@ func (s *Session) leaveDue(p *peer) time.Duration {
 }
 
 // acknowledged takes in a packet while we leave: who refuses this life knows that
-// it is over, and who sends anything else is there.
+// it is over, who leaves too need not know, and who sends anything else is there.
 func (s *Session) acknowledged(now time.Duration, ev Event) (reason Reason, by crdt.Replica) {
 	h := &s.in
 	body, err := h.parse(ev.Packet)
@@ -90,7 +93,11 @@ func (s *Session) acknowledged(now time.Duration, ev Event) (reason Reason, by c
 	if p == nil || h.fromInc < p.life.Incarnation {
 		return Leaving, by
 	}
-	if h.flags&flagRefusal == 0 {
+	switch {
+	case h.flags&flagLeave != 0:
+		p.knows = true
+		return Departure, crdt.Replica{Name: p.life.Name, Incarnation: h.fromInc}
+	case h.flags&flagRefusal == 0:
 		p.heardAt = now
 		return Leaving, by
 	}

@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	mathrand "math/rand/v2"
 	"net/netip"
 	"slices"
 	"sync"
@@ -104,12 +105,14 @@ func (m *members) NotifyAlive(n *memberlist.Node) error {
 	if _, ok := m.known[n.Name]; !ok && len(m.known) >= m.limit {
 		return fmt.Errorf("gossip: more than %d members", m.limit)
 	}
-	m.known[n.Name] = struct{}{}
 	return nil
 }
 
 // NotifyJoin has the session try the newcomer's address.
 func (m *members) NotifyJoin(n *memberlist.Node) {
+	m.mu.Lock()
+	m.known[n.Name] = struct{}{}
+	m.mu.Unlock()
 	if member, err := memberOf(n); err == nil {
 		m.hint(member.Addr)
 		m.log.Info("gossip: member joined", "member", member.Replica.String(), "addr", member.Addr.String(), "zone", member.Zone)
@@ -172,9 +175,9 @@ func newMemberlist(t *transport, m *members, self crdt.Replica) (*memberlist.Mem
 // Rejoining: at random between these, and sooner while nobody was met.
 const (
 	rejoinMin    = time.Second
-	rejoinSpread = 4 * time.Second
+	rejoinSpread = 3 * time.Second
 	rejoinFirst  = 200 * time.Millisecond
-	rejoinTime   = 4 * time.Second // for discovery
+	rejoinTime   = 2 * time.Second // for discovery
 	rejoinTries  = 3               // streams to addresses of no member, each time
 )
 
@@ -213,7 +216,7 @@ func (n *Node) rejoin() {
 		n.discoveryErr.Store(&err)
 		n.hint(found...)
 		met := n.dialSome(found)
-		wait := rejoinMin + time.Duration(n.rand()*float64(rejoinSpread))
+		wait := rejoinMin + time.Duration(mathrand.Float64()*float64(rejoinSpread))
 		if !met && round < 10 {
 			wait = rejoinFirst << min(round, 3)
 		}
@@ -223,31 +226,42 @@ func (n *Node) rejoin() {
 	}
 }
 
-// dialSome has memberlist join at some addresses where it has nobody. It reports
-// whether there is anybody at all.
+// dialSome has memberlist join at some addresses where it has nobody: those that
+// discovery has and at which a peer is heard, then those of peers that are lost.
+// It reports whether there is anybody at all.
 func (n *Node) dialSome(found []netip.AddrPort) (met bool) {
 	there := map[netip.AddrPort]bool{n.t.self: true}
 	for _, m := range n.Members() {
 		there[m.Addr] = true
 		met = met || m.Replica != n.cfg.Self
 	}
+	var lost []netip.AddrPort
 	for _, p := range n.Peers() {
 		if p.State == Fresh {
 			met = true
-		}
-		found = append(found, p.Addr)
-	}
-	slices.SortFunc(found, netip.AddrPort.Compare)
-	found = slices.DeleteFunc(slices.Compact(found), func(a netip.AddrPort) bool { return there[a] })
-	for i := range min(rejoinTries, len(found)) {
-		k := i + int(n.rand()*float64(len(found)-i))
-		found[i], found[k] = found[k], found[i]
-		if n.ctx.Err() != nil {
-			break
-		}
-		if joined, _ := n.ml.Join([]string{found[i].String()}); joined > 0 {
-			met = true
+			found = append(found, p.Addr)
+		} else {
+			lost = append(lost, p.Addr)
 		}
 	}
+	try := append(n.some(found, there), n.some(lost, there)...)
+	var wg sync.WaitGroup
+	for _, a := range try[:min(len(try), rejoinTries)] {
+		wg.Go(func() {
+			_, _ = n.ml.Join([]string{a.String()}) // that nobody is there is no news
+		})
+	}
+	wg.Wait()
 	return met
+}
+
+// some returns addresses, each once, in random order, without those to skip.
+func (n *Node) some(addrs []netip.AddrPort, skip map[netip.AddrPort]bool) []netip.AddrPort {
+	slices.SortFunc(addrs, netip.AddrPort.Compare)
+	addrs = slices.DeleteFunc(slices.Compact(addrs), func(a netip.AddrPort) bool { return skip[a] })
+	for i := range addrs {
+		k := i + int(mathrand.Float64()*float64(len(addrs)-i))
+		addrs[i], addrs[k] = addrs[k], addrs[i]
+	}
+	return addrs
 }

@@ -39,7 +39,6 @@ type Node struct {
 	cfg       NodeConfig
 	log       *slog.Logger
 	clock     func() time.Duration
-	rand      func() float64
 	sections  []section
 	discovery []Discovery
 	t         *transport
@@ -119,7 +118,6 @@ func Start(cfg NodeConfig, opts ...Option) (*Node, error) {
 		cfg:      cfg,
 		log:      o.node.log,
 		clock:    o.node.clock,
-		rand:     o.rand,
 		sections: o.sections,
 		kick:     make(chan struct{}, 1),
 		calls:    make(chan func()),
@@ -258,25 +256,22 @@ func (n *Node) hint(addrs ...netip.AddrPort) {
 // the session from looking, wake is the floor.
 func (n *Node) own() {
 	defer close(n.owned)
-	timer := time.NewTimer(0)
-	defer timer.Stop()
-	armed := time.Duration(0)
+	alarm := newAlarm()
+	defer alarm.close()
+	armed := Never
 	for {
-		if wake := n.wake(); wake != armed {
+		// One that is set too early rings in vain once; that is cheaper than to stop it.
+		if wake := n.wake(); wake < armed {
 			armed = wake
-			if wake == Never {
-				timer.Stop()
-			} else {
-				timer.Reset(max(wake-n.clock(), 0))
-			}
+			alarm.set(wake - n.clock())
 		}
 		select {
 		case <-n.ctx.Done():
 			return
 		case d := <-n.t.inbox:
 			n.receive(d)
-		case <-timer.C:
-			armed = 0
+		case <-alarm.rings():
+			armed = Never
 		case <-n.kick:
 			n.takeHints()
 		case f := <-n.calls:

@@ -304,3 +304,24 @@ func ExampleStart() {
 	// pod-0 leaves: <nil>
 	// gone at pod-1: pod-0
 }
+
+func key(b byte) []byte {
+	k := make([]byte, gossip.KeySize)
+	for i := range k {
+		k[i] = b
+	}
+	return k
+}
+
+func ring(t testing.TB, keys ...byte) *gossip.Keyring {
+	t.Helper()
+	var all [][]byte
+	for _, k := range keys {
+		all = append(all, key(k))
+	}
+	r, err := gossip.NewKeyring(all...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return r
+}

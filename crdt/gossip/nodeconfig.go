@@ -120,7 +120,7 @@ func WithKeyring(keys *Keyring) Option {
 	return optionFunc(func(o *options) { o.node.keys = keys })
 }
 
-// WithDiscovery has a [Node] ask d too, every 1 to 5 s.
+// WithDiscovery has a [Node] ask d too, every 1 to 5 s, for 2 s at most.
 func WithDiscovery(d Discovery) Option {
 	return optionFunc(func(o *options) { o.node.discovery = append(o.node.discovery, d) })
 }

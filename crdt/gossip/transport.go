@@ -372,7 +372,7 @@ func (t *transport) DialTimeout(addr string, timeout time.Duration) (net.Conn, e
 	if err != nil {
 		return nil, err
 	}
-	c, err := t.dial(to, timeout)
+	c, err := t.dial(to, min(timeout, dialTime))
 	if err != nil {
 		return nil, err
 	}
