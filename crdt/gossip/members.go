@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	mathrand "math/rand/v2"
 	"net/netip"
 	"slices"
@@ -77,7 +78,7 @@ type members struct {
 	log   *slog.Logger
 
 	mu    sync.Mutex
-	known map[string]struct{} // by memberlist's names
+	known map[string]Member // by memberlist's names; its own nodes change while one looks
 }
 
 // NodeMeta is what others learn of this process.
@@ -110,30 +111,41 @@ func (m *members) NotifyAlive(n *memberlist.Node) error {
 
 // NotifyJoin has the session try the newcomer's address.
 func (m *members) NotifyJoin(n *memberlist.Node) {
-	m.mu.Lock()
-	m.known[n.Name] = struct{}{}
-	m.mu.Unlock()
-	if member, err := memberOf(n); err == nil {
-		m.hint(member.Addr)
+	if member, ok := m.learn(n); ok {
 		m.log.Info("gossip: member joined", "member", member.Replica.String(), "addr", member.Addr.String(), "zone", member.Zone)
 	}
+}
+
+// NotifyUpdate is as NotifyJoin.
+func (m *members) NotifyUpdate(n *memberlist.Node) { m.learn(n) }
+
+func (m *members) learn(n *memberlist.Node) (Member, bool) {
+	member, err := memberOf(n)
+	if err != nil {
+		return member, false
+	}
+	m.mu.Lock()
+	m.known[n.Name] = member
+	m.mu.Unlock()
+	m.hint(member.Addr)
+	return member, true
 }
 
 // NotifyLeave forgets; the session judges by itself who is there.
 func (m *members) NotifyLeave(n *memberlist.Node) {
 	m.mu.Lock()
+	member, ok := m.known[n.Name]
 	delete(m.known, n.Name)
 	m.mu.Unlock()
-	if member, err := memberOf(n); err == nil {
+	if ok {
 		m.log.Info("gossip: member left or failed", "member", member.Replica.String(), "addr", member.Addr.String())
 	}
 }
 
-// NotifyUpdate is as NotifyJoin.
-func (m *members) NotifyUpdate(n *memberlist.Node) {
-	if member, err := memberOf(n); err == nil {
-		m.hint(member.Addr)
-	}
+func (m *members) list() []Member {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return slices.SortedFunc(maps.Values(m.known), func(a, b Member) int { return a.Compare(b.Replica) })
 }
 
 // lines has each line that memberlist writes logged at Debug.

@@ -43,6 +43,7 @@ type Node struct {
 	discovery []Discovery
 	t         *transport
 	ml        *memberlist.Memberlist
+	members   *members
 
 	kicked atomic.Bool // since the session last looked at all marks
 	kick   chan struct{}
@@ -129,14 +130,14 @@ func Start(cfg NodeConfig, opts ...Option) (*Node, error) {
 	n.ctx, n.cancel = context.WithCancel(context.Background())
 	n.discovery = discoveries(cfg, o.node)
 	n.t = n.newTransport(ln, udp, o.node)
-	m := &members{
+	n.members = &members{
 		meta:  appendMeta(nil, Member{Replica: cfg.Self, Zone: cfg.Zone, Region: cfg.Region}),
 		limit: 4 * cfg.MaxPeers,
 		hint:  func(a netip.AddrPort) { n.hint(a) },
 		log:   n.log,
-		known: map[string]struct{}{},
+		known: map[string]Member{},
 	}
-	if n.ml, err = newMemberlist(n.t, m, cfg.Self); err != nil {
+	if n.ml, err = newMemberlist(n.t, n.members, cfg.Self); err != nil {
 		n.cancel()
 		n.t.close()
 		return nil, fmt.Errorf("gossip: membership: %w", err)
@@ -377,16 +378,8 @@ func (n *Node) Peers() (peers []Peer) {
 }
 
 // Members returns the processes that membership takes to be there, this one
-// included. Of one that died it says so for some seconds.
-func (n *Node) Members() []Member {
-	var all []Member
-	for _, m := range n.ml.Members() {
-		if member, err := memberOf(m); err == nil {
-			all = append(all, member)
-		}
-	}
-	return all
-}
+// included, by name. Of one that died it says so for some seconds.
+func (n *Node) Members() []Member { return n.members.list() }
 
 // flushTime is how long Leave waits at most until peers have acknowledged what
 // changed last.

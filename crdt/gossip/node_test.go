@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"maps"
 	"math/rand/v2"
+	"net"
 	"net/netip"
 	"sync"
 	"testing"
@@ -324,4 +325,345 @@ func ring(t testing.TB, keys ...byte) *gossip.Keyring {
 		t.Fatal(err)
 	}
 	return r
+}
+
+// The same name comes back at another port, before anybody has noticed that its
+// last life is over.
+func TestNodeComesBackAtAnotherPort(t *testing.T) {
+	networks(t, func(t *testing.T, network string) {
+		a := begin(t, network, "a", nil, nil)
+		b := begin(t, network, "b", a.seed(), nil)
+		c := begin(t, network, "c", a.seed(), nil)
+		eventually(t, 10*time.Second, "all hear each other", func() bool { return whole(a, b, c) })
+		c.section.add()
+		eventually(t, 5*time.Second, "its change is there", func() bool { return agreed(a, b, c) })
+		_ = c.Close()
+		again := begin(t, network, "c", b.seed(), nil)
+		if again.Addr() == c.Addr() {
+			t.Fatalf("it has its old address %v", c.Addr())
+		}
+		eventually(t, 10*time.Second, "all hear the new life", func() bool { return whole(a, b, again) })
+		again.section.add()
+		eventually(t, 5*time.Second, "its change is there", func() bool {
+			return a.section.values()[again.self.String()] == 1 && b.section.values()[again.self.String()] == 1
+		})
+		for _, n := range []*live{a, b} {
+			if gone := n.section.gone(); len(gone) != 1 || gone[0] != c.self {
+				t.Errorf("%s was told that %v are gone", n.self, gone)
+			}
+		}
+		eventually(t, 15*time.Second, "membership has the new life and not the old one", func() bool {
+			m := a.Members()
+			for _, x := range m {
+				if x.Replica == c.self {
+					return false
+				}
+			}
+			return len(m) == 3
+		})
+	})
+}
+
+// Keys are changed while everybody writes, and nobody notices.
+func TestKeyRotation(t *testing.T) {
+	networks(t, func(t *testing.T, network string) {
+		var rings []*gossip.Keyring
+		var nodes []*live
+		var seeds []string
+		for _, name := range []string{"a", "b", "c"} {
+			r := ring(t, 1)
+			n := begin(t, network, name, seeds, nil, gossip.WithKeyring(r))
+			rings, nodes, seeds = append(rings, r), append(nodes, n), nodes0(nodes, n)
+		}
+		eventually(t, 10*time.Second, "all hear each other", func() bool { return whole(nodes...) })
+		stop := make(chan struct{})
+		var wg sync.WaitGroup
+		for _, n := range nodes {
+			wg.Go(func() {
+				for {
+					select {
+					case <-stop:
+						return
+					case <-time.After(time.Millisecond):
+						n.section.add()
+					}
+				}
+			})
+		}
+		step := func(name string, f func(r *gossip.Keyring) error) {
+			t.Helper()
+			for _, r := range rings {
+				if err := f(r); err != nil {
+					t.Fatalf("%s: %v", name, err)
+				}
+				time.Sleep(30 * time.Millisecond) // traffic between one process's change and the next one's
+				if !whole(nodes...) {
+					t.Fatalf("%s: not all hear each other", name)
+				}
+			}
+		}
+		for next := byte(2); next < 5; next++ {
+			step("add", func(r *gossip.Keyring) error { return r.Add(key(next)) })
+			step("use", func(r *gossip.Keyring) error { return r.Use(key(next)) })
+			step("remove", func(r *gossip.Keyring) error { return r.Remove(key(next - 1)) })
+		}
+		close(stop)
+		wg.Wait()
+		eventually(t, 5*time.Second, "equal", func() bool { return agreed(nodes...) })
+		for _, n := range nodes {
+			st := n.Stats()
+			if st.Refused[gossip.DropUnauthenticated] != 0 || len(st.Keys) != 1 {
+				t.Errorf("%s: refused %v, keys %v", n.self, st.Refused, st.Keys)
+			}
+		}
+		late := begin(t, network, "d", nodes[0].seed(), nil, gossip.WithKeyring(ring(t, 1)))
+		eventually(t, 5*time.Second, "who has the old key only is refused", func() bool {
+			return nodes[0].Stats().Refused[gossip.DropUnauthenticated] > 0
+		})
+		if len(late.Peers()) != 0 || len(late.Members()) != 1 {
+			t.Errorf("who has the old key hears %v", late.Peers())
+		}
+	})
+}
+
+func nodes0(nodes []*live, n *live) []string {
+	if len(nodes) > 0 {
+		n = nodes[0]
+	}
+	return n.seed()
+}
+
+// A cut long enough for the session to lose and membership to bury the others
+// heals by itself.
+func TestCutHeals(t *testing.T) {
+	networks(t, func(t *testing.T, network string) {
+		fast := func(c *gossip.NodeConfig) { c.KeepAlive = 10 * time.Millisecond } // lost after 2 s
+		a := begin(t, network, "a", nil, fast)
+		b := begin(t, network, "b", a.seed(), fast)
+		c := begin(t, network, "c", a.seed(), fast)
+		nodes := []*live{a, b, c}
+		eventually(t, 10*time.Second, "all hear each other", func() bool { return whole(nodes...) })
+		eventually(t, 10*time.Second, "membership knows all", func() bool { return len(c.Members()) == 3 && len(a.Members()) == 3 })
+		cut := c.Addr()
+		for _, n := range []*live{a, b} {
+			n.links.set(func(l *links) { l.cut = func(to netip.AddrPort) bool { return to == cut } })
+		}
+		c.links.set(func(l *links) { l.cut = func(netip.AddrPort) bool { return true } })
+		eventually(t, 20*time.Second, "membership and sessions have lost each other", func() bool {
+			return len(c.Members()) == 1 && len(a.Members()) == 2 && len(b.Members()) == 2 && whole(a, b) && c.hears()
+		})
+		for _, n := range nodes {
+			n.section.add()
+		}
+		for _, n := range nodes {
+			n.links.set(func(l *links) { l.cut = nil })
+		}
+		eventually(t, 10*time.Second, "all hear each other again", func() bool { return whole(nodes...) })
+		eventually(t, time.Second, "equal", func() bool { return agreed(nodes...) })
+		eventually(t, 10*time.Second, "membership knows all again", func() bool {
+			return len(a.Members()) == 3 && len(b.Members()) == 3 && len(c.Members()) == 3
+		})
+	})
+}
+
+// Loss and delay are what the session is made for.
+func TestLossAndDelay(t *testing.T) {
+	networks(t, func(t *testing.T, network string) {
+		a := begin(t, network, "a", nil, nil)
+		b := begin(t, network, "b", a.seed(), nil)
+		for _, n := range []*live{a, b} {
+			n.links.set(func(l *links) { l.loss, l.delay = 0.35, time.Millisecond })
+		}
+		eventually(t, 20*time.Second, "they hear each other", func() bool { return whole(a, b) })
+		for range 200 {
+			a.section.add()
+			b.section.add()
+			time.Sleep(time.Millisecond)
+		}
+		eventually(t, 5*time.Second, "equal", func() bool { return agreed(a, b) && len(a.section.values()) == 2 })
+	})
+}
+
+// Another cluster, another key and no key are strangers.
+func TestStrangers(t *testing.T) {
+	networks(t, func(t *testing.T, network string) {
+		a := begin(t, network, "a", nil, nil)
+		keyed := begin(t, network, "k", nil, nil, gossip.WithKeyring(ring(t, 1)))
+		other := begin(t, network, "o", append(a.seed(), keyed.seed()...), func(c *gossip.NodeConfig) { c.Cluster = "other" })
+		wrong := begin(t, network, "w", append(a.seed(), keyed.seed()...), nil, gossip.WithKeyring(ring(t, 2)))
+		plain := begin(t, network, "p", keyed.seed(), nil)
+		eventually(t, 10*time.Second, "all strangers were refused", func() bool {
+			sa, sk := a.Stats(), keyed.Stats()
+			return sa.Refused[gossip.DropUnauthenticated] > 0 && sk.Refused[gossip.DropUnauthenticated] > 2 &&
+				sa.Refused[gossip.DropCluster]+sa.Session.Refused[gossip.Cluster] > 0
+		})
+		for _, n := range []*live{a, keyed, other, wrong, plain} {
+			if len(n.Peers()) != 0 || len(n.Members()) != 1 {
+				t.Errorf("%s knows %v, %v", n.self, n.Peers(), n.Members())
+			}
+		}
+	})
+}
+
+// A flood of nonsense costs nothing but its own count.
+func TestGarbageFlood(t *testing.T) {
+	for _, opts := range [][]gossip.Option{nil, {gossip.WithKeyring(ring(t, 1))}} {
+		a := begin(t, gossip.UDP, "a", nil, nil, opts...)
+		b := begin(t, gossip.UDP, "b", a.seed(), nil, opts...)
+		eventually(t, 10*time.Second, "they hear each other", func() bool { return whole(a, b) })
+		out, err := net.Dial("udp", a.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		rng := rand.New(rand.NewPCG(1, 1))
+		junk := make([]byte, 2000)
+		for i := range 20_000 {
+			for j := range junk[:64] {
+				junk[j] = byte(rng.Uint32())
+			}
+			switch i % 4 { // most of it looks like something
+			case 0:
+				junk[0] = 0xC1
+			case 1:
+				junk[0] = 0xD1
+				copy(junk[1:], []byte{0x74, 0x8a, 0xd5, 0xd1})
+			case 2:
+				junk[0] = 0xE1
+			}
+			_, _ = out.Write(junk[:rng.IntN(len(junk))])
+			if i%1000 == 0 {
+				if c, err := net.Dial("tcp", a.Addr().String()); err == nil {
+					junk[0] = byte(0xA1 + i/1000%3)
+					_, _ = c.Write(junk)
+					_ = c.Close()
+				}
+				a.section.add()
+			}
+		}
+		_ = out.Close()
+		b.section.add()
+		eventually(t, 5*time.Second, "equal", func() bool { return agreed(a, b) && len(b.section.values()) == 2 })
+		st := a.Stats()
+		if len(a.Peers()) != 1 || st.Refused[gossip.DropTooLarge] == 0 || st.Refused[gossip.DropUnauthenticated]+st.Refused[gossip.DropMalformed] == 0 {
+			t.Errorf("%d peers, refused %v", len(a.Peers()), st.Refused)
+		}
+	}
+}
+
+// Nothing survives Close, whatever goes on while it is called; and nothing waits
+// for a node that has ended.
+func TestCloseDuringEverything(t *testing.T) {
+	networks(t, func(t *testing.T, network string) {
+		for round := range 8 {
+			keys := ring(t, 1)
+			a := begin(t, network, fmt.Sprint("a", round), nil, nil, gossip.WithKeyring(keys))
+			b := begin(t, network, fmt.Sprint("b", round), a.seed(), nil, gossip.WithKeyring(keys))
+			if round%2 == 1 {
+				eventually(t, 10*time.Second, "they hear each other", func() bool { return whole(a, b) })
+			}
+			stop := make(chan struct{})
+			var wg sync.WaitGroup
+			for _, f := range []func(){
+				a.section.add, b.section.add,
+				func() { a.Stats() }, func() { a.Peers() }, func() { a.Members() }, func() { a.Evict("nobody") },
+				func() { _ = keys.Add(key(2)) }, func() { _ = keys.Remove(key(2)) }, a.Kick,
+			} {
+				wg.Go(func() {
+					for {
+						select {
+						case <-stop:
+							return
+						default:
+							f()
+							time.Sleep(100 * time.Microsecond)
+						}
+					}
+				})
+			}
+			time.Sleep(time.Duration(rand.IntN(30)) * time.Millisecond)
+			for range 3 {
+				wg.Go(func() { _ = a.Close() })
+			}
+			if round%3 == 0 {
+				wg.Go(func() {
+					ctx, cancel := context.WithTimeout(context.Background(), 3*time.Second)
+					defer cancel()
+					_ = a.Leave(ctx)
+				})
+			}
+			<-a.Done()
+			sent := a.Stats().PacketsOut
+			time.Sleep(20 * time.Millisecond) // calls go on, and nothing leaves any more
+			if now := a.Stats().PacketsOut; now != sent {
+				t.Errorf("%d packets were sent after Close", now-sent)
+			}
+			close(stop)
+			wg.Wait()
+			_ = b.Close()
+			if err := a.Close(); err != nil || !errors.Is(a.Err(), gossip.ErrClosed) {
+				t.Errorf("%v, %v", err, a.Err())
+			}
+		}
+	})
+}
+
+// The later life of a name stays, the earlier one ends by itself.
+func TestDisplacedNodeEnds(t *testing.T) {
+	a := begin(t, gossip.UDP, "a", nil, nil)
+	first := begin(t, gossip.UDP, "x", a.seed(), nil)
+	eventually(t, 10*time.Second, "they hear each other", func() bool { return whole(a, first) })
+	second := begin(t, gossip.UDP, "x", a.seed(), nil)
+	select {
+	case <-first.Done():
+	case <-time.After(10 * time.Second):
+		t.Fatal("two lives of one name")
+	}
+	if !errors.Is(first.Err(), gossip.ErrDisplaced) {
+		t.Errorf("%v", first.Err())
+	}
+	if err := first.Leave(context.Background()); !errors.Is(err, gossip.ErrDisplaced) {
+		t.Errorf("leave: %v", err)
+	}
+	eventually(t, 10*time.Second, "the second is heard", func() bool { return whole(a, second) })
+	a.Evict("x")
+	select {
+	case <-second.Done():
+	case <-time.After(10 * time.Second):
+		t.Fatal("an evicted node goes on")
+	}
+}
+
+// Who cannot be told is not waited for longer than the context says.
+func TestLeaveEndsWithItsContext(t *testing.T) {
+	a := begin(t, gossip.UDP, "a", nil, func(c *gossip.NodeConfig) { c.KeepAlive = time.Second })
+	b := begin(t, gossip.UDP, "b", a.seed(), func(c *gossip.NodeConfig) { c.KeepAlive = time.Second })
+	eventually(t, 10*time.Second, "they hear each other", func() bool { return whole(a, b) })
+	a.links.set(func(l *links) { l.cut = func(netip.AddrPort) bool { return true } })
+	ctx, cancel := context.WithTimeout(context.Background(), 300*time.Millisecond)
+	defer cancel()
+	begin := time.Now()
+	err := a.Leave(ctx)
+	if !errors.Is(err, gossip.ErrUnacknowledged) || !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("%v", err)
+	}
+	if took := time.Since(begin); took > 3*time.Second {
+		t.Errorf("after %v", took)
+	}
+	select {
+	case <-a.Done():
+	default:
+		t.Error("it is not closed")
+	}
+}
+
+// All addresses of the host, and names instead of addresses.
+func TestBindToAllAddresses(t *testing.T) {
+	networks(t, func(t *testing.T, network string) {
+		all := func(c *gossip.NodeConfig) { c.Bind = ":0" }
+		a := begin(t, network, "a", nil, all)
+		port := a.Addr().Port()
+		b := begin(t, network, "b", []string{fmt.Sprint("localhost:", port)}, all)
+		c := begin(t, network, "c", []string{fmt.Sprint("[::1]:", port)}, all)
+		eventually(t, 15*time.Second, "all hear each other", func() bool { return whole(a, b, c) })
+	})
 }

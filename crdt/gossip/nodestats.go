@@ -40,7 +40,7 @@ func (n *Node) Stats() NodeStats {
 	st.SendErrors, st.SendDropped = w.sendErrors.Load(), w.sendDropped.Load()
 	st.Dials, st.DialErrors = w.dials.Load(), w.dialErrors.Load()
 	st.StreamsIn, st.StreamsOut = int(w.streamsIn.Load()), int(w.streamsOut.Load())
-	st.Members = n.ml.NumMembers()
+	st.Members = len(n.Members())
 	if err := n.discoveryErr.Load(); err != nil {
 		st.Discovery = *err
 	}
