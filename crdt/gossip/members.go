@@ -33,10 +33,10 @@ type Member struct {
 
 const metaVersion = 1
 
-// appendMeta appends what membership carries of a process, at most 204 bytes of
-// the 512 that there is room for.
-func appendMeta(b []byte, m Member) []byte {
-	b = append(b, metaVersion)
+// makeMeta is what membership carries of a process: at most 204 bytes of the 512
+// that there is room for.
+func makeMeta(m Member) []byte {
+	b := []byte{metaVersion}
 	b = appendString(b, m.Name)
 	b = binary.LittleEndian.AppendUint64(b, m.Incarnation)
 	b = appendString(b, m.Zone)
@@ -186,8 +186,8 @@ func newMemberlist(t *transport, m *members, self crdt.Replica) (*memberlist.Mem
 
 // Rejoining: at random between these, and sooner while nobody was met.
 const (
-	rejoinMin    = time.Second
-	rejoinSpread = 3 * time.Second
+	rejoinWait   = time.Second
+	rejoinJitter = 3 * time.Second
 	rejoinFirst  = 200 * time.Millisecond
 	rejoinTime   = 2 * time.Second // for discovery
 	rejoinTries  = 3               // streams to addresses of no member, each time
@@ -228,7 +228,7 @@ func (n *Node) rejoin() {
 		n.discoveryErr.Store(&err)
 		n.hint(found...)
 		met := n.dialSome(found)
-		wait := rejoinMin + time.Duration(mathrand.Float64()*float64(rejoinSpread))
+		wait := rejoinWait + time.Duration(mathrand.Float64()*float64(rejoinJitter))
 		if !met && round < 10 {
 			wait = rejoinFirst << min(round, 3)
 		}

@@ -131,7 +131,7 @@ func Start(cfg NodeConfig, opts ...Option) (*Node, error) {
 	n.discovery = discoveries(cfg, o.node)
 	n.t = n.newTransport(ln, udp, o.node)
 	n.members = &members{
-		meta:  appendMeta(nil, Member{Replica: cfg.Self, Zone: cfg.Zone, Region: cfg.Region}),
+		meta:  makeMeta(Member{Replica: cfg.Self, Zone: cfg.Zone, Region: cfg.Region}),
 		limit: 4 * cfg.MaxPeers,
 		hint:  func(a netip.AddrPort) { n.hint(a) },
 		log:   n.log,
@@ -395,7 +395,10 @@ const flushTime = time.Second
 func (n *Node) Leave(ctx context.Context) error {
 	defer func() { _ = n.Close() }()
 	flush, cancel := context.WithTimeout(ctx, flushTime)
-	for n.behind() && pause(flush, 5*time.Millisecond) && n.ctx.Err() == nil {
+	for n.ctx.Err() == nil && n.behind() {
+		if !pause(flush, 5*time.Millisecond) {
+			break
+		}
 	}
 	cancel()
 	n.call(func() {

@@ -13,6 +13,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 )
@@ -77,7 +78,7 @@ func (r *Keyring) Add(secret []byte) error {
 	if len(old) == MaxKeys {
 		return fmt.Errorf("%w: keyring: more than %d keys", ErrConfig, MaxKeys)
 	}
-	r.store(append(old[:len(old):len(old)], newKey(secret)))
+	r.store(append(slices.Clip(old), newKey(secret)))
 	return nil
 }
 
@@ -252,7 +253,7 @@ func (s *sealer) open(dst, b []byte) ([]byte, error) {
 	known, ok := s.opens[salt]
 	s.mu.RUnlock()
 	keys := *s.ring.keys.Load()
-	if ok && has(keys, known.key) {
+	if ok && slices.Contains(keys, known.key) {
 		if plain, err := known.Open(dst[:0], nonce[:], text, nil); err == nil {
 			return plain, nil
 		}
@@ -277,13 +278,4 @@ func (s *sealer) keep(salt [saltSize]byte, k sealing) {
 		clear(s.opens) // those that are still there come back with their next packet
 	}
 	s.opens[salt] = k
-}
-
-func has(keys []*key, k *key) bool {
-	for _, other := range keys {
-		if other == k {
-			return true
-		}
-	}
-	return false
 }

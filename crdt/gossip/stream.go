@@ -28,8 +28,8 @@ const (
 	idleTime   = 30 * time.Second // after which a stream without packets is closed
 	echoEvery  = 250 * time.Millisecond
 	echoTime   = 3 * time.Second // for which a stream may stay without an echo
-	redialMin  = 100 * time.Millisecond
-	redialMax  = 2 * time.Second
+	redialSoon = 100 * time.Millisecond
+	redialLate = 2 * time.Second
 	queueSlots = 64 // packets that wait for a stream
 	socketRoom = 128 << 10
 )
@@ -141,31 +141,27 @@ func (t *transport) receive(c *net.TCPConn) {
 	}
 	t.hurry(from)
 	var echoed time.Time
-	owed := true
 	for {
-		if owed && r.Buffered() == 0 {
-			now := time.Now()
-			if now.Sub(echoed) < echoEvery {
-				_ = c.SetReadDeadline(echoed.Add(echoEvery))
-				if _, err := r.Peek(1); err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
-					return
-				}
-				now = time.Now()
+		now := time.Now()
+		if now.Sub(echoed) < echoEvery && r.Buffered() == 0 {
+			_ = c.SetReadDeadline(echoed.Add(echoEvery))
+			if _, err := r.Peek(1); err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
+				return
 			}
-			if now.Sub(echoed) >= echoEvery {
-				echoed, owed = now, false
-				_ = c.SetReadDeadline(now.Add(idleTime))
-				_ = c.SetWriteDeadline(now.Add(time.Second))
-				if _, err := c.Write([]byte{streamPackets}); err != nil {
-					return
-				}
+			now = time.Now()
+			_ = c.SetReadDeadline(now.Add(idleTime))
+		}
+		if now.Sub(echoed) >= echoEvery {
+			echoed = now
+			_ = c.SetDeadline(now.Add(idleTime))
+			if _, err := c.Write([]byte{streamPackets}); err != nil {
+				return
 			}
 		}
 		frame, ok := t.nextFrame(r, raw)
 		if !ok {
 			return
 		}
-		owed = true
 		t.ingest(frame, from)
 	}
 }
@@ -340,7 +336,7 @@ func (o *outStream) run() {
 	t := o.t
 	idle := time.NewTimer(idleTime)
 	defer idle.Stop()
-	backoff := redialMin
+	backoff := redialSoon
 	for {
 		idle.Reset(idleTime)
 		select {
@@ -358,8 +354,8 @@ func (o *outStream) run() {
 			if o.serve(c) {
 				return
 			}
-			if time.Since(began) > redialMax {
-				backoff = redialMin
+			if time.Since(began) > redialLate {
+				backoff = redialSoon
 			}
 		}
 		// What waited is out of date, and the session sends again what matters.
@@ -368,9 +364,9 @@ func (o *outStream) run() {
 		wait := time.NewTimer(backoff + time.Duration(mathrand.Int64N(int64(backoff)))/2)
 		select {
 		case <-wait.C:
-			backoff = min(2*backoff, redialMax)
+			backoff = min(2*backoff, redialLate)
 		case <-o.hurry:
-			backoff = redialMin
+			backoff = redialSoon
 		case <-t.ctx.Done():
 		}
 		wait.Stop()
@@ -419,7 +415,7 @@ func (o *outStream) serve(c net.Conn) (end bool) {
 	defer idle.Stop()
 	var unechoed, wrote time.Duration // the first write without an echo, and the last of all
 	for {
-		frames := 0
+		var frames int
 		batch, frames = o.take(batch)
 		now := time.Since(began)
 		alive := time.Duration(echoed.Load())

@@ -250,10 +250,10 @@ func (r *readOnly) Read(b []byte) (int, error) { return r.r.Read(b) }
 func (r *readOnly) Close() error               { return nil }
 
 func FuzzMeta(f *testing.F) {
-	f.Add(appendMeta(nil, Member{Zone: "a"}))
+	f.Add(makeMeta(Member{Zone: "a"}))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		m, ok := parseMeta(b)
-		if ok && !bytes.Equal(appendMeta(nil, m), b) {
+		if ok && !bytes.Equal(makeMeta(m), b) {
 			t.Fatalf("%+v", m)
 		}
 	})
@@ -263,7 +263,7 @@ func TestMetaFits(t *testing.T) {
 	long := strings.Repeat("x", maxName)
 	m := Member{Zone: long, Region: long}
 	m.Name, m.Incarnation = long, 1
-	b := appendMeta(nil, m)
+	b := makeMeta(m)
 	if len(b) > memberlist.MetaMaxSize {
 		t.Errorf("%d bytes", len(b))
 	}
