@@ -15,6 +15,7 @@ type changes struct {
 	shared      uint64 // the latest change that concerns everybody
 	first, last *change
 	met         map[crdt.Replica]uint64 // seq when the peer was first sent to
+	notify      func()                  // nil, or whom to tell of each
 }
 
 // change is a vote, or else the state of a scope, in a list that is linked both
@@ -58,6 +59,9 @@ func (c *changes) touch(e *change, all bool) {
 		c.last.next = e
 	}
 	c.last = e
+	if c.notify != nil {
+		c.notify()
+	}
 }
 
 func (c *changes) remove(e *change) {

@@ -117,12 +117,10 @@ func (s *Session) departed(now time.Duration, life crdt.Replica) (reason Reason,
 	switch {
 	case p != nil && p.life.Incarnation > life.Incarnation, p == nil && s.retired[life.Name] >= life.Incarnation:
 		return Superseded, life
-	case p == nil:
-		s.bury(life)
-	default:
+	case p != nil:
 		s.depart(now, p, life)
 	}
-	return Departure, life
+	return Departure, life // of one we never met there is nothing to remember, or anybody could fill the memory
 }
 
 // depart ends the life of p, and any up to the given one, and has others told.
