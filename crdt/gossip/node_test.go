@@ -667,3 +667,92 @@ func TestBindToAllAddresses(t *testing.T) {
 		eventually(t, 15*time.Second, "all hear each other", func() bool { return whole(a, b, c) })
 	})
 }
+
+// A change leaves with the floor and does not wait for a keep-alive, whatever else
+// comes in between.
+func TestChangeIsPrompt(t *testing.T) {
+	networks(t, func(t *testing.T, network string) {
+		slow := func(c *gossip.NodeConfig) { c.KeepAlive = 5 * time.Second }
+		a := begin(t, network, "a", nil, slow)
+		b := begin(t, network, "b", a.seed(), slow)
+		c := begin(t, network, "c", a.seed(), slow)
+		nodes := []*live{a, b, c}
+		eventually(t, 20*time.Second, "all hear each other", func() bool { return whole(nodes...) })
+		for i := range 150 {
+			nodes[i%3].section.add()
+			if i%2 == 0 {
+				nodes[(i+1)%3].section.add() // so that acknowledgements cross
+			}
+			begin := time.Now()
+			eventually(t, 4*time.Second, "equal", func() bool { return agreed(nodes...) })
+			if took := time.Since(begin); took > 2*time.Second {
+				t.Errorf("change %d took %v", i, took)
+			}
+		}
+	})
+}
+
+// What does not fit into a packet travels in several, and sealing them does not
+// make them too large.
+func TestLargeStateIsSealed(t *testing.T) {
+	networks(t, func(t *testing.T, network string) {
+		keys := gossip.WithKeyring(ring(t, 1))
+		a := begin(t, network, "a", nil, nil, keys)
+		for i := range 500 {
+			a.section.mu.Lock()
+			a.section.board.forward = true
+			a.section.board.set(fmt.Sprintf("row-%060d", i), uint64(i+1))
+			a.section.mu.Unlock()
+		}
+		b := begin(t, network, "b", a.seed(), nil, keys)
+		eventually(t, 20*time.Second, "all of it is there", func() bool { return len(b.section.values()) == 500 })
+		st, before := a.Stats(), b.Stats()
+		if st.BytesOut < 30_000 || before.Refused != (gossip.NodeStats{}).Refused {
+			t.Errorf("%d bytes were sent, refused %v", st.BytesOut, before.Refused)
+		}
+		if largest := st.BytesOut / max(st.PacketsOut, 1); largest > gossip.MaxPacket {
+			t.Errorf("packets have %d bytes on average", largest)
+		}
+	})
+}
+
+func TestKickAllocatesNothing(t *testing.T) {
+	a := begin(t, gossip.UDP, "a", nil, nil)
+	if n := testing.AllocsPerRun(10_000, a.Kick); n > 0 {
+		t.Errorf("%v allocations", n)
+	}
+}
+
+// blackBox is discovery that can be changed.
+type blackBox struct {
+	mu    sync.Mutex
+	addrs []netip.AddrPort
+	err   error
+}
+
+func (b *blackBox) Addrs(context.Context) ([]netip.AddrPort, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.addrs, b.err
+}
+
+// Discovery that finds a process late is asked again, and its error is seen.
+func TestDiscoveryIsAskedAgain(t *testing.T) {
+	d := &blackBox{err: errCut}
+	a := begin(t, gossip.UDP, "a", nil, nil)
+	b := begin(t, gossip.UDP, "b", nil, nil, gossip.WithDiscovery(d))
+	eventually(t, 5*time.Second, "the error is seen", func() bool { return errors.Is(b.Stats().Discovery, errCut) })
+	d.mu.Lock()
+	d.addrs, d.err = []netip.AddrPort{a.Addr(), b.Addr(), {}}, nil
+	d.mu.Unlock()
+	eventually(t, 10*time.Second, "they hear each other", func() bool { return whole(a, b) })
+	eventually(t, 10*time.Second, "the error is over", func() bool { return b.Stats().Discovery == nil })
+}
+
+func BenchmarkKick(b *testing.B) {
+	a := begin(b, gossip.UDP, "a", nil, nil)
+	b.ReportAllocs()
+	for b.Loop() {
+		a.Kick()
+	}
+}

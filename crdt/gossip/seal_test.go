@@ -69,6 +69,17 @@ func TestSealRotation(t *testing.T) {
 	check(b.Use(testKey(2)))
 	check(b.Remove(testKey(1)))
 	opens(true, "old one removed")
+	late, lateRing := newSealer(a, 8), mustRing(t, testKey(2), testKey(3))
+	reader := newSealer(lateRing, 8)
+	packet := late.seal(nil, []byte("hello"))
+	if _, err := reader.open(nil, packet); err != nil {
+		t.Error(err)
+	}
+	check(lateRing.Use(testKey(3)))
+	check(lateRing.Remove(testKey(2)))
+	if _, err := reader.open(nil, packet); err == nil {
+		t.Error("a removed key opens what it has opened before")
+	}
 	check(a.Use(testKey(1)))
 	opens(false, "sealed with what was removed, though it had been derived before")
 	if err := b.Remove(testKey(2)); !errors.Is(err, ErrConfig) {
