@@ -525,13 +525,18 @@ func TestGarbageFlood(t *testing.T) {
 			case 0:
 				junk[0] = 0xC1
 			case 1:
-				junk[0] = 0xD1
-				copy(junk[1:], []byte{0x74, 0x8a, 0xd5, 0xd1})
+				copy(junk, []byte{0xD1, 0xE5, 0x71, 0xD0, 0xAF, byte(rng.IntN(16))}) // of this cluster, to memberlist
 			case 2:
 				junk[0] = 0xE1
 			}
 			_, _ = out.Write(junk[:rng.IntN(len(junk))])
 			if i%1000 == 0 {
+				if c, err := net.Dial("tcp", a.Addr().String()); err == nil {
+					frame := append([]byte{0xA2, 3, 232, 0xD2, 0xE5, 0x71, 0xD0, 0xAF}, make([]byte, 13)...)
+					frame = append(frame, byte(rng.IntN(16)))
+					_, _ = c.Write(append(frame, junk...)) // of this cluster, to memberlist
+					_ = c.Close()
+				}
 				if c, err := net.Dial("tcp", a.Addr().String()); err == nil {
 					junk[0] = byte(0xA1 + i/1000%3)
 					_, _ = c.Write(junk)
