@@ -527,3 +527,57 @@ func BenchmarkLoopback(b *testing.B) {
 		}
 	}
 }
+
+// A stream whose packets arrive nowhere is given up although the system takes
+// them all, and before it would say so by itself; one on which little is sent is not.
+func TestStreamWithoutEchoIsGivenUp(t *testing.T) {
+	t.Parallel()
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	swallowed := make(chan struct{})
+	defer func() { _ = ln.Close(); <-swallowed }()
+	go func() {
+		defer close(swallowed)
+		for {
+			c, err := ln.Accept()
+			if err != nil {
+				return
+			}
+			go func() { _, _ = io.Copy(io.Discard, c); _ = c.Close() }()
+		}
+	}()
+	a := local(t, TCP)
+	begin := time.Now()
+	to := netip.MustParseAddrPort(ln.Addr().String())
+	a.send([]byte{magic}, to)
+	waitFor(t, 10*time.Second, "it is given up", func() bool { return len(openConns(a)) == 0 && a.stats.dials.Load() > 0 })
+	if took := time.Since(begin); took < echoTime/2 {
+		t.Errorf("given up after %v", took)
+	}
+	a.send([]byte{magic}, to)
+	waitFor(t, 5*time.Second, "it is dialed again", func() bool { return a.stats.dials.Load() == 2 })
+}
+
+func TestQuietStreamStays(t *testing.T) {
+	t.Parallel()
+	a, b := local(t, TCP), local(t, TCP)
+	for i, wait := range []time.Duration{0, 50 * time.Millisecond, echoTime + 500*time.Millisecond, 50 * time.Millisecond} {
+		time.Sleep(wait) // what is tested is what happens when nothing is sent
+		a.send([]byte{magic, byte(i)}, b.self)
+		(<-b.inbox).free()
+	}
+	if n := a.stats.dials.Load(); n != 1 {
+		t.Errorf("%d dials", n)
+	}
+}
+
+func openConns(t *transport) (all []net.Conn) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for c := range t.conns {
+		all = append(all, c)
+	}
+	return all
+}
