@@ -148,3 +148,21 @@ func TestAllLeaveAtOnce(t *testing.T) {
 		t.Error("not all are over")
 	}
 }
+
+// Nobody goes on looking for one who left, or a fleet whose processes come and go
+// would say hello to all addresses that it ever had.
+func TestWhoLeftIsNotLookedFor(t *testing.T) {
+	t.Parallel()
+	f := newFleet(8, lan)
+	f.start(3)
+	f.meet(t)
+	f.leave(2)
+	f.Run(f.Now() + 5*time.Second)
+	now, _ := f.Clock(1)
+	before := f.member(1).Stats(now).Hellos
+	f.Run(f.Now() + 30*time.Second)
+	now, _ = f.Clock(1)
+	if n := f.member(1).Stats(now).Hellos - before; n != 0 {
+		t.Errorf("%d hellos", n)
+	}
+}

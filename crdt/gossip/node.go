@@ -366,8 +366,9 @@ func (n *Node) call(f func()) {
 	}
 }
 
-// Evict ends the life that is known by a name, for good, in the whole fleet once
-// it is heard of.
+// Evict ends the life that is known by a name, for good: here at once, and in the
+// life itself when it is heard again and told. Other processes go on with what
+// they know of it until then.
 func (n *Node) Evict(name string) { n.call(func() { n.step(Event{Kind: Evict, Name: name}) }) }
 
 // Peers returns every peer, those nearby first, then by name. After Close it is
