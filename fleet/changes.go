@@ -13,6 +13,7 @@ type changes struct {
 	crdt.Changes[change]
 	shared uint64                  // the latest change that concerns everybody
 	met    map[crdt.Replica]uint64 // the mark when the peer was first sent to
+	notify func()                  // nil, or whom to tell of each
 }
 
 // change is a vote, or else the state of a scope.
@@ -41,6 +42,9 @@ func (c *changes) touch(e *crdt.Change[change], all bool) {
 	c.Touch(e)
 	if all {
 		c.shared = e.Mark
+	}
+	if c.notify != nil {
+		c.notify()
 	}
 }
 

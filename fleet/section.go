@@ -18,6 +18,14 @@ func (v *Verdicts) Mark(to crdt.Replica) uint64 {
 	return v.log.mark(to)
 }
 
+// OnChange has f called after each change that there is to tell, under the lock of
+// v: it must not wait or call v. The Kick of a gossip.Node is meant. nil ends it.
+func (v *Verdicts) OnChange(f func()) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.log.notify = f
+}
+
 // Delta appends to b what a peer has not acknowledged, oldest change first, in
 // at most room bytes. A room of 2 KiB always makes progress; with less than the
 // header takes it appends nothing. With nothing new it appends the header, which

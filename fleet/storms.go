@@ -44,6 +44,7 @@ type Storms struct {
 	active  map[string]bool
 	changes []StormChange
 	refused uint64
+	notify  func() // nil, or whom to tell of each new num
 }
 
 // snapshot is a report, as it travels.
@@ -133,6 +134,17 @@ func (s *Storms) touchLocked(i int) {
 	s.seq++
 	o.num = s.seq
 	s.own = append(slices.Delete(s.own, i, i+1), o)
+	if s.notify != nil {
+		s.notify()
+	}
+}
+
+// OnChange has f called after each change that there is to tell, under the lock of
+// s: it must not wait or call s. The Kick of a gossip.Node is meant. nil ends it.
+func (s *Storms) OnChange(f func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.notify = f
 }
 
 // Storm is what the fleet makes of a key now. It takes a lock and looks at each

@@ -28,6 +28,15 @@
 // silent are tried for ever, which is what heals a split. Freshness is judged by a
 // peer's own packets only.
 //
+// A process that stops says so ([Leave]), and its peers need not wait for silence.
+//
 // The session neither encrypts nor authenticates: its driver must, or whoever can
 // send a packet can change the state or end a process's part in it.
+//
+// # The driver
+//
+// [Start] is the one that ships: a [Node] owns a session, one UDP socket and one
+// TCP listener at one port, and a timer, and has memberlist for membership. With a
+// [Keyring] everything is sealed; without one nothing is, and nobody is who they
+// say they are. docs/gossip.md is for operators.
 package gossip

@@ -139,16 +139,20 @@ type member struct {
 	board   *board
 	over    *gossip.Action
 	arrived func(from int)
+	leave   bool // with the next wake
 }
 
 func (m *member) Step(now time.Duration, ev gossip.Event, actions []gossip.Action) []gossip.Action {
 	if ev.Kind == gossip.Packet && m.arrived != nil {
 		m.arrived(int(ev.Addr.Addr().As4()[3]))
 	}
+	if m.leave && ev.Kind == gossip.Wake {
+		m.leave, ev.Kind = false, gossip.Leave
+	}
 	n := len(actions)
 	actions = m.proc.Step(now, ev, actions)
 	for _, a := range actions[n:] {
-		if a.Kind == gossip.Displaced {
+		if a.Kind != gossip.Send {
 			m.over = &a
 		}
 	}
@@ -215,6 +219,12 @@ func (f *fleet) start(n int) *fleet {
 func (f *fleet) member(node int) *member {
 	m, _ := f.Process(node).(*member)
 	return m
+}
+
+// leave has a node say that its life is over.
+func (f *fleet) leave(node int) {
+	f.member(node).leave = true
+	f.Poke(node)
 }
 
 func (f *fleet) add(node int) {

@@ -926,7 +926,7 @@ func TestReasonsHaveNames(t *testing.T) {
 			t.Errorf("reason %d has no name", r)
 		}
 	}
-	if got := reasons.String(); got != "Reason(13)" {
+	if got := reasons.String(); got != "Reason(15)" {
 		t.Errorf("%s", got)
 	}
 }
@@ -959,5 +959,48 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 	}
 	if n := testing.AllocsPerRun(1000, round); n > 0 {
 		t.Errorf("%v allocations a round", n)
+	}
+}
+
+// Who was told of a departure passes it on, and what is malformed in that is left
+// out; one's own life and the sender's end by nobody else's word.
+func TestObituaries(t *testing.T) {
+	a, b := met(t)
+	c := newEnd(t, "c", 7, 3)
+	a.take(11*ms, c, one(t, c.join(11*ms, a)))
+	now := a.Session.now + ms
+	obituary := func(names ...string) []byte {
+		h := b.begin(now, 0)
+		p := b.byName["a"]
+		p.seq++
+		h.toInc, h.toName, h.seq = p.life.Incarnation, p.toName, p.seq
+		packet := h.append(nil, "b")
+		start := len(packet)
+		packet = openBlock(packet, blockLeft)
+		for _, n := range names {
+			packet = appendString(packet, n)
+			packet = binary.LittleEndian.AppendUint64(packet, 7)
+		}
+		return closeBlock(packet, start+blockHeader)
+	}
+	a.take(now, b, obituary("a", "b", "nobody"))
+	if len(a.peers) != 2 || a.Session.over {
+		t.Fatalf("%d peers, over %v", len(a.peers), a.Session.over)
+	}
+	a.take(now, b, obituary("c"))
+	if len(a.peers) != 1 || a.retired["c"] != 7 || len(a.left) != 1 {
+		t.Errorf("%d peers, retired %v, left %v", len(a.peers), a.retired, a.left)
+	}
+	a.take(now, b, obituary("c"))
+	if len(a.left) != 1 {
+		t.Errorf("said %d times", len(a.left))
+	}
+	if out := a.obituaries(now+mournFor, nil, 1000); len(out) != 0 || len(a.left) != 0 {
+		t.Errorf("%x after a minute", out)
+	}
+	before := a.refused(Introduction)
+	a.take(now, b, obituary(""))
+	if a.refused(Introduction) != before+1 {
+		t.Error("an empty name is taken")
 	}
 }

@@ -158,14 +158,19 @@ func FuzzStep(f *testing.F) {
 		if !bytes.Equal(packet, was) {
 			t.Fatal("the packet was changed")
 		}
-		actions = s.Step(100*ms, Event{Kind: Wake}, actions[:0])
-		for _, a := range actions {
-			var h header
-			if len(a.Packet) > MaxPacket {
-				t.Fatalf("a packet of %d bytes", len(a.Packet))
-			}
-			if _, err := h.parse(a.Packet); err != nil {
-				t.Fatalf("sent what it would not take: %v", err)
+		for _, ev := range []Event{{Kind: Wake}, {Kind: Leave}, {Kind: Packet, Addr: addr, Packet: packet}} {
+			actions = s.Step(100*ms, ev, actions[:0])
+			for _, a := range actions {
+				var h header
+				if len(a.Packet) > MaxPacket {
+					t.Fatalf("a packet of %d bytes", len(a.Packet))
+				}
+				if a.Kind != Send {
+					continue
+				}
+				if _, err := h.parse(a.Packet); err != nil {
+					t.Fatalf("sent what it would not take: %v", err)
+				}
 			}
 		}
 		st := s.Stats(100 * ms)
@@ -216,6 +221,10 @@ func seeds() [][]byte {
 		make1("z", nil, func(h *header) { h.toInc = 9; h.seq = 1 << 62 }),
 		make1("a", nil, func(h *header) { *h = header{cluster: cluster, fromInc: 5, sent: 10, flags: flagWall, wall: -1} }),
 		make1("a", []byte("\x01\x00\x00\x00\x00\x00\x00\x00"), func(h *header) { h.flags = flagRefusal }),
+		make1("a", nil, func(h *header) { h.flags = flagLeave }),
+		make1("x", nil, func(h *header) { h.flags = flagLeave; h.fromInc = 1<<64 - 1 }),
+		make1("a", block(blockLeft, "\x01x\x01\x00\x00\x00\x00\x00\x00\x00\x01a\x09\x00\x00\x00\x00\x00\x00\x00"), func(*header) {}),
+		make1("a", block(blockLeft, "\x01b\x01\x00\x00\x00\x00\x00\x00\x00\xffx"), func(*header) {}),
 		make1("a", nil, func(h *header) { h.seq = 1<<64 - 1 }),
 		make1("a", nil, func(h *header) { h.ack = 1 << 63 }),
 		make1("a", block(3, "from later versions"), func(*header) {}),
