@@ -96,7 +96,9 @@ type leaf struct {
 }
 
 // held reports whether one of its scopes holds it.
-func (l *leaf) held() bool { return slices.ContainsFunc(l.claims, func(c *claim) bool { return c.held }) }
+func (l *leaf) held() bool {
+	return slices.ContainsFunc(l.claims, func(c *claim) bool { return c.held })
+}
 
 // NewMember returns the driver of v and s, either of which may be nil. clock is
 // that of the gossip session that carries them. It need not be the one of the
@@ -427,7 +429,8 @@ func (m *Member) Scopes() []breaker.FleetScope {
 	return all
 }
 
-// Scope is [breaker.Fleet]'s: of the scope that holds b, or else of its own.
+// Scope is [breaker.Fleet]'s: of the scope that holds b, one that is open before
+// one that was taken over, or else of its own.
 func (m *Member) Scope(b *breaker.Breaker) (breaker.FleetScope, bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -435,13 +438,13 @@ func (m *Member) Scope(b *breaker.Breaker) (breaker.FleetScope, bool) {
 	if l == nil || len(l.claims) == 0 {
 		return breaker.FleetScope{}, false
 	}
-	best := l.claims[0]
-	for _, c := range l.claims {
-		if c.held { // the widest
-			best = c
+	best := m.describeLocked(l.claims[0])
+	for _, c := range l.claims[1:] {
+		if s := m.describeLocked(c); s.Held && (!best.Held || s.State > best.State) {
+			best = s
 		}
 	}
-	return m.describeLocked(best), true
+	return best, true
 }
 
 func (m *Member) describeLocked(c *claim) breaker.FleetScope {

@@ -60,6 +60,7 @@ type item[M any] struct {
 
 	token   breaker.Token
 	probe   bool
+	permit  bool         // the probe is the fleet's
 	ctx     *callContext // while processing in the function shape
 	started time.Duration
 	slow    bool // reported to the breaker as slow already

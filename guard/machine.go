@@ -465,6 +465,7 @@ func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration,
 			return max(refusal.Until, now+1), ReasonBreaker
 		}
 		it.probe = token.Probe()
+		it.permit = it.probe && c.gate.Held()
 	}
 	if !it.probe {
 		if until := c.ramp(now); until > 0 {
