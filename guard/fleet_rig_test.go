@@ -35,6 +35,8 @@ type fleetRig struct {
 	fcfg    fleet.Config
 	pace    guard.Limiter // of dead letters
 	alone   bool          // no fleet
+	noVotes bool          // storms only
+	poison  uint64        // every so manieth message of a queue fails
 	names   []string
 	down    atomic.Bool // the dependency
 
@@ -66,6 +68,7 @@ type party struct {
 	guard   *guard.Guard
 	v       *fleet.Verdicts
 	st      *fleet.Storms
+	m       *fleet.Member
 	broken  atomic.Bool // its own path
 	quit    chan struct{}
 	gone    sync.WaitGroup
@@ -119,7 +122,11 @@ func (r *fleetRig) start(name string) *party {
 		if p.st, err = fleet.NewStorms(fleet.StormConfig{}, p.replica); err != nil {
 			r.t.Fatal(err)
 		}
-		opts = append(opts, guard.WithFleet(fleet.NewMember(p.clock, p.v, p.st)))
+		p.m = fleet.NewMember(p.clock, p.v, p.st)
+		if r.noVotes {
+			p.m = fleet.NewMember(p.clock, nil, p.st)
+		}
+		opts = append(opts, guard.WithFleet(p.m))
 	}
 	var err error
 	if p.guard, err = guard.New(r.cfg, opts...); err != nil {
@@ -285,10 +292,11 @@ func (s *fleetSource) end(t *testing.T) {
 
 func (p *party) handle(queue string, m *guardtest.Message) error {
 	time.Sleep(2 * time.Millisecond)
-	bad := p.r.down.Load() || p.broken.Load()
+	n := guardtest.Number(m.Body)
+	bad := p.r.down.Load() || p.broken.Load() || p.r.poison > 0 && n%p.r.poison == 0
 	p.r.mu.Lock()
 	defer p.r.mu.Unlock()
-	p.r.calls = append(p.r.calls, fleetCall{p.r.now(), p.replica.Name, queue, guardtest.Number(m.Body), !bad})
+	p.r.calls = append(p.r.calls, fleetCall{p.r.now(), p.replica.Name, queue, n, !bad})
 	if bad {
 		return errFleetDown
 	}

@@ -78,7 +78,10 @@ func (g *Guard) rest(ctx context.Context) bool {
 		case <-g.sweeper.wake:
 			return true
 		case <-look:
-			if g.stepFleet(g.now()) {
+			now := g.now()
+			busy := g.stepFleet(now)
+			g.noteChanges(now)
+			if busy {
 				return true
 			}
 		case <-ctx.Done():
