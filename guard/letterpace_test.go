@@ -122,14 +122,17 @@ func TestDeadLettersArePaced(t *testing.T) {
 // What waits for the limit when its source ends goes back to the broker, and its
 // credit to the budget.
 func TestPacedDeadLettersGoBack(t *testing.T) {
-	for _, order := range []guard.Order{guard.OrderSource, guard.OrderNone} {
-		t.Run(order.String(), func(t *testing.T) {
+	for _, c := range []struct {
+		order     guard.Order
+		permanent bool
+	}{{guard.OrderSource, true}, {guard.OrderSource, false}, {guard.OrderNone, true}} {
+		t.Run(fmt.Sprintf("%v/permanent=%v", c.order, c.permanent), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				_, b, _, s, stop := paceRig(t, order, 2, true)
+				_, b, _, s, stop := paceRig(t, c.order, 2, c.permanent)
 				for n := range uint64(8) {
 					b.Publish("q", guardtest.Message{Body: guardtest.Body(n+1, 0)})
 				}
-				time.Sleep(500 * time.Millisecond)
+				time.Sleep(1800 * time.Millisecond) // poison that is not permanent is overtaken by its witness
 				if n := s.State().Account.RetryWait; n == 0 {
 					t.Fatalf("nothing waits: %+v", s.State().Account)
 				}
@@ -140,6 +143,9 @@ func TestPacedDeadLettersGoBack(t *testing.T) {
 				}
 				if got, want := b.Stats("q").Acked, st.Account.Acked+st.Account.DeadLettered; got != want {
 					t.Errorf("the broker has %d acks, the account %d", got, want)
+				}
+				if b := st.Budget; b < 19 {
+					t.Errorf("credits left: %v", b)
 				}
 				if n := st.Account.DeadLettered; n != 1 || st.Account.Returned == 0 {
 					t.Errorf("%+v", st.Account)
