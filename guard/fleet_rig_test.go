@@ -37,6 +37,7 @@ type fleetRig struct {
 	alone   bool          // no fleet
 	noVotes bool          // storms only
 	poison  uint64        // every so manieth message of a queue fails
+	bad     uint64        // and this one
 	names   []string
 	down    atomic.Bool // the dependency
 
@@ -81,9 +82,12 @@ type fleetLink struct {
 	acked [2]uint64 // of ours, by it
 	upto  [2]uint64 // of its, by us
 	sent  time.Duration
+	said  time.Duration // the last packet to it, whether it arrived or not
+	told  int           // packets to it
 }
 
 type fleetSection interface {
+	Mark(to crdt.Replica) uint64
 	Delta(now time.Duration, b []byte, to crdt.Replica, since uint64, room int) ([]byte, uint64)
 	Merge(c crdt.Contact, b []byte) error
 	Gone(now time.Duration, peer crdt.Replica)
@@ -157,7 +161,7 @@ func (p *party) clock() time.Duration { return p.r.now() + p.offset }
 
 func (p *party) sections() [2]fleetSection { return [2]fleetSection{p.v, p.st} }
 
-// gossip sends to everybody, every 50ms.
+// gossip sends to everybody what is new, every 50ms.
 func (p *party) gossip() {
 	p.r.mu.Lock()
 	first := time.Duration(p.r.rng.Int64N(int64(50 * time.Millisecond)))
@@ -185,10 +189,19 @@ func (p *party) send(to string) {
 	if q == nil || q == p || r.live[p.replica.Name] != p {
 		return
 	}
+	l, back := p.link(q), q.link(p)
+	news := false
+	for i, s := range p.sections() {
+		news = news || s.Mark(q.replica) > l.acked[i]
+	}
+	if !news && l.told > 3 && p.clock()-l.said < 500*time.Millisecond {
+		return // nothing new, and it knows that we are here
+	}
+	l.said = p.clock()
+	l.told++
 	if r.island[to] != r.island[p.replica.Name] || r.rng.Float64() < r.loss {
 		return
 	}
-	l, back := p.link(q), q.link(p)
 	for i, s := range p.sections() {
 		payload, upto := s.Delta(p.clock(), nil, q.replica, l.acked[i], 1200)
 		c := crdt.Contact{From: p.replica, Now: q.clock(), Sent: p.clock(), Echo: l.sent}
@@ -293,9 +306,9 @@ func (s *fleetSource) end(t *testing.T) {
 func (p *party) handle(queue string, m *guardtest.Message) error {
 	time.Sleep(2 * time.Millisecond)
 	n := guardtest.Number(m.Body)
-	bad := p.r.down.Load() || p.broken.Load() || p.r.poison > 0 && n%p.r.poison == 0
 	p.r.mu.Lock()
 	defer p.r.mu.Unlock()
+	bad := p.r.down.Load() || p.broken.Load() || p.r.poison > 0 && n%p.r.poison == 0 || n == p.r.bad
 	p.r.calls = append(p.r.calls, fleetCall{p.r.now(), p.replica.Name, queue, n, !bad})
 	if bad {
 		return errFleetDown
