@@ -189,14 +189,14 @@ func TestFleetHoldsAFunction(t *testing.T) {
 			return held
 		}
 		r.down.Store(true)
-		r.until(30*time.Second, "the fleet opens", func() bool { call(); return fs[0].State().Breaker.Held && fs[1].State().Breaker.Held })
+		r.until(30*time.Second, "the fleet opens", func() bool { _ = call(); return fs[0].State().Breaker.Held && fs[1].State().Breaker.Held })
 		for range 200 {
 			if h := call(); h == nil || h.Until > time.Hour {
 				t.Fatalf("refused with %+v", h)
 			}
 		}
 		r.down.Store(false)
-		r.until(time.Minute, "every breaker is closed", func() bool { call(); return r.closed() })
+		r.until(time.Minute, "every breaker is closed", func() bool { _ = call(); return r.closed() })
 		if h := call(); h != nil {
 			t.Errorf("refused with %+v", h)
 		}

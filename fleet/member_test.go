@@ -1,0 +1,272 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/crdt"
+)
+
+// crew is a few Members on one clock, that hear each other when told to.
+type crew struct {
+	t     *testing.T
+	now   time.Duration
+	names []string
+	v     []*Verdicts
+	m     []*Member
+}
+
+func newCrew(t *testing.T, names ...string) *crew {
+	c := &crew{t: t, now: sec, names: names}
+	for i := range names {
+		v, err := NewVerdicts(c.now, Config{}, c.self(i), Roster{Number: 1, Names: names})
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.v = append(c.v, v)
+		c.m = append(c.m, NewMember(func() time.Duration { return c.now }, v, nil))
+	}
+	for range 3 {
+		c.talk()
+		c.pass(sec)
+	}
+	c.talk()
+	return c
+}
+
+func (c *crew) self(i int) crdt.Replica { return crdt.Replica{Name: c.names[i], Incarnation: 1} }
+
+// talk lets each hear all of each other, and do nothing about it yet.
+func (c *crew) talk() {
+	c.t.Helper()
+	for range 2 {
+		c.now += ms
+		for i, from := range c.v {
+			for j, to := range c.v {
+				if i == j {
+					continue
+				}
+				b, _ := from.Delta(c.now, nil, c.self(j), 0, 4000)
+				if err := to.Merge(crdt.Contact{From: c.self(i), Now: c.now, Sent: c.now, Echo: c.now - ms}, b); err != nil {
+					c.t.Fatal(err)
+				}
+			}
+		}
+	}
+}
+
+// pass makes time pass for all, 20ms at a time.
+func (c *crew) pass(d time.Duration, waiting ...*breaker.Breaker) {
+	at := make(map[*breaker.Breaker]bool)
+	for _, b := range waiting {
+		at[b] = true
+	}
+	for end := c.now + d; c.now < end; {
+		c.now += 20 * ms
+		for _, m := range c.m {
+			m.Step(c.now, at)
+		}
+	}
+}
+
+func (c *crew) adopt(i int, path ...string) *breaker.Breaker {
+	c.t.Helper()
+	b, err := breaker.New(fmt.Sprint(path), breaker.Config{})
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	if err := c.m[i].Adopt(c.now, b, path); err != nil {
+		c.t.Fatal(err)
+	}
+	return b
+}
+
+// phase is what a process itself says about a scope.
+func (c *crew) phase(i int, scope string) Phase {
+	for _, w := range c.v[i].Status(c.now, scope).Votes {
+		if w.Node == c.self(i) {
+			return w.Phase
+		}
+	}
+	return PhaseClosed
+}
+
+// A process says that a topic has tripped while enough of its partitions have, and
+// not because one of them begins half-open or is held.
+func TestMemberSpeaksForATopic(t *testing.T) {
+	c := newCrew(t, "a", "b", "c")
+	var bs []*breaker.Breaker
+	for i := range 3 {
+		bs = append(bs, c.adopt(0, "g", "orders", fmt.Sprint(i)))
+	}
+	c.pass(100 * ms)
+	bs[0].Force(c.now, 10*ms, "operator")
+	bs[1].Force(c.now, time.Hour, "operator")
+	c.pass(100 * ms)
+	bs[0].Release(c.now)
+	c.pass(100 * ms)
+	if p := c.phase(0, "g/orders"); p != PhaseClosed || bs[0].Closed() {
+		t.Fatalf("with a half-open partition and a forced one: %v", p)
+	}
+	bs[0].ForceClosed(c.now, "operator")
+	bs[1].ForceClosed(c.now, "operator")
+	bs[0].Trip(c.now, "run")
+	c.pass(40 * ms)
+	if p := c.phase(0, "g/orders"); p != PhaseClosed {
+		t.Errorf("with one partition of three: %v", p)
+	}
+	if p := c.phase(0, "g/orders/0"); p != PhaseOpen {
+		t.Errorf("the partition's own scope: %v", p)
+	}
+	bs[1].Trip(c.now, "run")
+	c.pass(40 * ms)
+	if p := c.phase(0, "g/orders"); p != PhaseOpen {
+		t.Errorf("with two partitions of three: %v", p)
+	}
+	bs[0].ForceClosed(c.now, "operator")
+	c.pass(40 * ms)
+	if p := c.phase(0, "g/orders"); p != PhaseClosed {
+		t.Errorf("with one again: %v", p)
+	}
+}
+
+// The fleet's hold of a topic is one of each of its partitions, also of one that
+// comes later; one of them probes, and all are closed together.
+func TestMemberHoldsAllOfATopic(t *testing.T) {
+	c := newCrew(t, "a", "b")
+	a0, b0 := c.adopt(0, "g", "orders", "0"), c.adopt(1, "g", "orders", "1")
+	a0.Trip(c.now, "run")
+	b0.Trip(c.now, "run")
+	c.pass(20 * ms)
+	c.talk()
+	c.pass(20*ms, a0, b0)
+	if !a0.Held() || !b0.Held() {
+		t.Fatal("not held")
+	}
+	a1 := c.adopt(0, "g", "orders", "2")
+	if !a1.Held() {
+		t.Error("a partition that comes later is not held")
+	}
+	s, ok := c.m[0].Scope(a1)
+	if !ok || s.Name != "g/orders" || s.State != breaker.Open || !s.Held || s.Round != 1 || s.Heard != 2 || s.Need != 2 {
+		t.Errorf("%+v", s)
+	}
+	all := []*breaker.Breaker{a0, a1, b0}
+	probes := 0
+	for range 400 {
+		c.talk()
+		c.pass(20*ms, a0, b0) // nothing waits at a1
+		for _, b := range all {
+			if tok, r := b.Admit(c.now, 1); r.OK() && tok.Probe() {
+				if b == a1 {
+					t.Fatal("a partition without a message has the permit")
+				}
+				probes++
+				b.Success(c.now, tok)
+			}
+		}
+		if a0.Closed() && a1.Closed() && b0.Closed() {
+			if probes != 10 {
+				t.Errorf("%d probes", probes)
+			}
+			return
+		}
+	}
+	t.Fatalf("not closed after %d probes: %+v", probes, c.m[0].Scopes())
+}
+
+// In a fleet of one a topic is its partitions and has no vote.
+func TestMemberAlone(t *testing.T) {
+	c := newCrew(t, "a")
+	b := c.adopt(0, "g", "orders", "0")
+	b.ForceClosed(c.now, "operator")
+	c.pass(40 * ms)
+	b.Trip(c.now, "run")
+	c.pass(40 * ms)
+	if s := c.v[0].Status(c.now, "g/orders"); s.Open() {
+		t.Errorf("the topic is %v", s.Position)
+	}
+	if s := c.v[0].Status(c.now, "g/orders/0"); !s.Open() {
+		t.Errorf("the partition is %v", s.Position)
+	}
+}
+
+// A partition that leaves with the permit ends the turn at once.
+func TestMemberWithdrawsAPermit(t *testing.T) {
+	c := newCrew(t, "a", "b")
+	a0, a1, b0 := c.adopt(0, "g", "orders", "0"), c.adopt(0, "g", "orders", "1"), c.adopt(1, "g", "orders", "2")
+	for _, b := range []*breaker.Breaker{a0, a1, b0} {
+		b.Trip(c.now, "run")
+	}
+	c.pass(20 * ms)
+	for range 100 {
+		c.talk()
+		c.pass(20*ms, a0)
+		if a0.Snapshot(c.now).State == breaker.HalfOpen {
+			break
+		}
+	}
+	if _, r := a0.Admit(c.now, 1); !r.OK() || !c.v[0].Status(c.now, "g/orders").Probing {
+		t.Fatalf("no probe: %+v", c.m[0].Scopes())
+	}
+	c.pass(20*ms, a0)
+	c.m[0].Leave(c.now, a0)
+	c.pass(20*ms, a1)
+	if s := c.v[0].Status(c.now, "g/orders"); s.Probing || s.Round != 1 {
+		t.Errorf("probing %v, %v", s.Probing, s.Position)
+	}
+	if a0.Held() {
+		t.Error("what has left is held")
+	}
+}
+
+// What the fleet wanted of a scope before it was left is void.
+func TestLeftScopeVoidsActions(t *testing.T) {
+	c := newCrew(t, "a", "b", "c")
+	b := c.adopt(0, "g", "orders")
+	c.pass(40 * ms)
+	for i := range 2 {
+		o := c.adopt(1+i, "g", "orders")
+		o.Trip(c.now, "run")
+		c.m[1+i].Step(c.now, nil)
+	}
+	c.talk() // a hears that it is open, and has not held b yet
+	if b.Held() {
+		t.Fatal("held before anybody drove")
+	}
+	c.v[0].Leave(c.now, "g/orders")
+	if acts := c.v[0].Actions(nil); len(acts) > 0 {
+		t.Errorf("%+v", acts)
+	}
+}
+
+// Whoever takes over a scope at the end of the ladder waits for the rest of the
+// period that is running, not of the first of that length.
+func TestTopRungIsToldAnew(t *testing.T) {
+	c := newCrew(t, "a", "b")
+	const scope = "g/orders/0"
+	if _, err := c.v[0].Adopt(c.now, scope); err != nil {
+		t.Fatal(err)
+	}
+	snap := breaker.Snapshot{State: breaker.Open, Rung: 10, Cause: "probe", Generation: 100}
+	c.v[0].Observe(c.now, scope, snap)
+	for range 8 {
+		c.now += 4 * sec
+		c.talk()
+	}
+	snap.Generation += 2
+	c.v[0].Observe(c.now, scope, snap)
+	c.talk()
+	c.now += 2 * sec
+	c.v[0].Leave(c.now, scope)
+	c.talk()
+	a, err := c.v[1].Adopt(c.now, scope)
+	if err != nil || a.Kind != Hold || a.For < 27*sec || a.For > 28*sec {
+		t.Errorf("%+v, %v", a, err)
+	}
+}
