@@ -19,6 +19,7 @@ type crew struct {
 	names []string
 	v     []*Verdicts
 	m     []*Member
+	life  uint64 // of the last one, if it is not the first
 }
 
 func newCrew(t *testing.T, names ...string) *crew {
@@ -39,7 +40,12 @@ func newCrew(t *testing.T, names ...string) *crew {
 	return c
 }
 
-func (c *crew) self(i int) crdt.Replica { return crdt.Replica{Name: c.names[i], Incarnation: 1} }
+func (c *crew) self(i int) crdt.Replica {
+	if c.life > 0 && i == len(c.names)-1 {
+		return crdt.Replica{Name: c.names[i], Incarnation: c.life}
+	}
+	return crdt.Replica{Name: c.names[i], Incarnation: 1}
+}
 
 // talk lets each hear all of each other, and do nothing about it yet.
 func (c *crew) talk() {
@@ -105,16 +111,19 @@ func TestMemberSpeaksForATopic(t *testing.T) {
 		bs = append(bs, c.adopt(0, "g", "orders", fmt.Sprint(i)))
 	}
 	c.pass(100 * ms)
-	bs[0].Force(c.now, 10*ms, "operator")
-	bs[1].Force(c.now, time.Hour, "operator")
+	for _, b := range bs {
+		b.Force(c.now, time.Hour, "operator")
+	}
 	c.pass(100 * ms)
 	bs[0].Release(c.now)
+	bs[1].Release(c.now)
 	c.pass(100 * ms)
 	if p := c.phase(0, "g/orders"); p != PhaseClosed || bs[0].Closed() {
-		t.Fatalf("with a half-open partition and a forced one: %v", p)
+		t.Fatalf("with two half-open partitions and a forced one: %v", p)
 	}
-	bs[0].ForceClosed(c.now, "operator")
-	bs[1].ForceClosed(c.now, "operator")
+	for _, b := range bs {
+		b.ForceClosed(c.now, "operator")
+	}
 	bs[0].Trip(c.now, "run")
 	c.pass(40 * ms)
 	if p := c.phase(0, "g/orders"); p != PhaseClosed {
@@ -178,6 +187,52 @@ func TestMemberHoldsAllOfATopic(t *testing.T) {
 		}
 	}
 	t.Fatalf("not closed after %d probes: %+v", probes, c.m[0].Scopes())
+}
+
+// A topic that closes lets go of a partition only if nothing else holds it.
+func TestMemberKeepsWhatAnotherScopeHolds(t *testing.T) {
+	c := newCrew(t, "a", "b", "c")
+	parts := make([]*breaker.Breaker, 3)
+	for i := range parts {
+		parts[i] = c.adopt(0, "g", "orders", fmt.Sprint(i))
+	}
+	c.pass(40 * ms)
+	for range 10 { // one partition of three: the topic is fine
+		parts[0].Trip(c.now, "run")
+		c.pass(40 * ms)
+		c.now = parts[0].Snapshot(c.now).Until
+		if _, r := parts[0].Admit(c.now, 1); !r.OK() {
+			t.Fatalf("%+v", r)
+		}
+		parts[0].Trip(c.now, "run")
+		for range 8 {
+			c.talk()
+			c.pass(20 * ms)
+		}
+	}
+	if left := parts[0].Snapshot(c.now).Until - c.now; left < 20*sec {
+		t.Fatalf("the period has %v left", left)
+	}
+	c.m[0].Leave(c.now, parts[0])
+
+	v, err := NewVerdicts(c.now, Config{}, crdt.Replica{Name: "c", Incarnation: 2}, Roster{Number: 1, Names: c.names})
+	if err != nil {
+		t.Fatal(err)
+	}
+	fresh := &crew{t: t, now: c.now, names: c.names, v: []*Verdicts{c.v[0], c.v[1], v}}
+	fresh.m = []*Member{c.m[0], c.m[1], NewMember(func() time.Duration { return fresh.now }, v, nil)}
+	heir := fresh.adopt(2, "g", "orders", "0")
+	if s := fresh.m[2].Scopes(); len(s) != 2 || !s[0].Held || !s[1].Held {
+		t.Fatalf("a new process begins with %+v", s)
+	}
+	fresh.life = 2
+	fresh.talk()
+	fresh.talk()
+	fresh.m[2].Step(fresh.now, nil)
+	s := fresh.m[2].Scopes()
+	if s[0].Held || !s[1].Held || !heir.Held() || s[1].Left < 10*sec {
+		t.Errorf("told that the topic is fine and its partition is not: held %v, %+v", heir.Held(), s)
+	}
 }
 
 // In a fleet of one a topic is its partitions and has no vote.

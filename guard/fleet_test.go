@@ -375,6 +375,61 @@ func TestFleetLeavesAnOperatorsForce(t *testing.T) {
 	})
 }
 
+// What was closed by force stays closed through the fleet's further periods, as long
+// as it works for this process.
+func TestFleetLeavesWhatWasForcedClosed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newFleetRig(t, "a", "b", "c", "d")
+		ps := r.startAll()
+		var ss []*fleetSource
+		for i, p := range ps {
+			r.feed(fmt.Sprintf("orders/%d", i), 4000, 20*time.Millisecond)
+			ss = append(ss, p.open("orders", fmt.Sprint(i)))
+		}
+		time.Sleep(time.Second)
+		for _, i := range []int{0, 1, 3} {
+			ps[i].broken.Store(true)
+		}
+		r.until(30*time.Second, "the fleet opens", func() bool { return ss[2].held() })
+		if err := ss[2].ForceClosed(); err != nil {
+			t.Fatal(err)
+		}
+		round := ss[3].State().Fleet.Round
+		for range 450 { // a storm of the fleet, after a minute, would trip it
+			time.Sleep(100 * time.Millisecond)
+			if b := ss[2].State().Breaker; b.State != breaker.Closed {
+				t.Fatalf("forced closed, and is %+v", b)
+			}
+		}
+		if st := ss[3].State(); st.Fleet.Round < round+3 || !st.Breaker.Held {
+			t.Errorf("the others are at %+v", st.Fleet)
+		}
+	})
+}
+
+// A process that is at rest is held as soon as the news arrives, not when it next
+// looks.
+func TestFleetWakesWhoIsAtRest(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newFleetRig(t, "a", "b", "c")
+		ps := r.startAll()
+		for i, p := range ps[:2] {
+			r.feed(fmt.Sprintf("orders/%d", i), 100, 20*time.Millisecond)
+			p.open("orders", fmt.Sprint(i))
+		}
+		quiet := ps[2].open("orders", "2")
+		time.Sleep(time.Second)
+		r.down.Store(true)
+		for !ps[2].v.Status(ps[2].clock(), "g/orders").Open() {
+			time.Sleep(time.Millisecond)
+		}
+		time.Sleep(2 * time.Millisecond)
+		if !quiet.held() {
+			t.Errorf("2ms after the news: %+v", quiet.State().Breaker)
+		}
+	})
+}
+
 // What was closed by force although the dependency is down trips again, and is
 // held with the others again.
 func TestFleetHoldsWhatTripsAgain(t *testing.T) {

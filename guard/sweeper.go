@@ -74,18 +74,21 @@ func (g *Guard) rest(ctx context.Context) bool {
 		look = t.C
 	}
 	for {
+		woken := false
 		select {
 		case <-g.sweeper.wake:
-			return true
+			woken = true
 		case <-look:
-			now := g.now()
-			busy := g.stepFleet(now)
-			g.noteChanges(now)
-			if busy {
-				return true
-			}
 		case <-ctx.Done():
 			return false
+		}
+		if g.fleet != nil { // it is not to wait for the next tick
+			now := g.now()
+			woken = g.stepFleet(now) || woken
+			g.noteChanges(now)
+		}
+		if woken {
+			return true
 		}
 	}
 }
