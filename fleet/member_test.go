@@ -280,6 +280,54 @@ func TestMemberWithdrawsAPermit(t *testing.T) {
 	}
 }
 
+// What happened since the last step is told before a scope is left.
+func TestMemberHasALastWord(t *testing.T) {
+	c := newCrew(t, "a", "b", "c")
+	b := c.adopt(0, "g", "orders", "0")
+	c.pass(40 * ms)
+	b.Trip(c.now, "run")
+	c.m[0].Leave(c.now, b)
+	for _, scope := range []string{"g/orders", "g/orders/0"} {
+		if p := c.phase(0, scope); p != PhaseOpen {
+			t.Errorf("%s: %v", scope, p)
+		}
+	}
+	c.talk()
+	heir := c.adopt(1, "g", "orders", "0")
+	if !heir.Held() {
+		t.Error("who takes it over is not held")
+	}
+}
+
+// A force that stood in the way of a topic's hold, or replaced it, gives way to it
+// when it is over.
+func TestMemberHoldsAfterAForce(t *testing.T) {
+	c := newCrew(t, "a", "b")
+	a0, a1, b0 := c.adopt(0, "g", "orders", "0"), c.adopt(0, "g", "orders", "1"), c.adopt(1, "g", "orders", "2")
+	a1.Force(c.now, sec, "operator")
+	a0.Trip(c.now, "run")
+	b0.Trip(c.now, "run")
+	c.pass(20 * ms)
+	c.talk()
+	c.pass(20 * ms)
+	a0.Force(c.now, sec, "operator")
+	c.pass(20 * ms)
+	if !b0.Held() || a0.Held() || a1.Held() {
+		t.Fatal("a force did not stand")
+	}
+	for range 30 {
+		c.talk()
+		c.pass(60 * ms)
+	}
+	for _, b := range []*breaker.Breaker{a0, a1} {
+		b.Admit(c.now, 1) // the probe that follows a force
+	}
+	c.pass(20 * ms)
+	if !a0.Held() || !a1.Held() {
+		t.Errorf("after the force: %+v, %+v", a0.Snapshot(c.now), a1.Snapshot(c.now))
+	}
+}
+
 // What the fleet wanted of a scope before it was left is void.
 func TestLeftScopeVoidsActions(t *testing.T) {
 	c := newCrew(t, "a", "b", "c")
