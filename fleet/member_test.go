@@ -235,6 +235,34 @@ func TestMemberKeepsWhatAnotherScopeHolds(t *testing.T) {
 	}
 }
 
+// A hold by one scope does not take back a probe that another permitted.
+func TestMemberHoldSparesAnothersPermit(t *testing.T) {
+	c := newCrew(t, "a", "b")
+	a0, b0 := c.adopt(0, "g", "orders", "0"), c.adopt(1, "g", "orders", "1")
+	a0.Trip(c.now, "run")
+	b0.Trip(c.now, "run")
+	c.pass(20 * ms)
+	for range 100 {
+		c.talk()
+		c.pass(20*ms, a0)
+		if a0.Snapshot(c.now).State == breaker.HalfOpen {
+			break
+		}
+	}
+	tok, r := a0.Admit(c.now, 1)
+	if !r.OK() {
+		t.Fatalf("no probe: %+v", c.m[0].Scopes())
+	}
+	c.m[0].mu.Lock()
+	own := c.m[0].claims["g/orders/0"]
+	c.m[0].applyLocked(c.now, own, Action{Scope: own.name, Kind: Hold, Rung: 1, Cause: "run"})
+	c.m[0].mu.Unlock()
+	a0.Success(c.now, tok)
+	if s := a0.Snapshot(c.now); s.Trial != breaker.TrialPassed || !s.Held {
+		t.Errorf("%+v", s)
+	}
+}
+
 // In a fleet of one a topic is its partitions and has no vote.
 func TestMemberAlone(t *testing.T) {
 	c := newCrew(t, "a")
