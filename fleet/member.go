@@ -201,7 +201,7 @@ func (m *Member) Leave(now time.Duration, b *breaker.Breaker) {
 		c.leaves = slices.DeleteFunc(c.leaves, func(other *leaf) bool { return other == l })
 		if len(c.leaves) > 0 {
 			if c.prober == l {
-				c.lose()
+				c.prober = nil // the turn ends at the next look
 			}
 			m.lookAboveLocked(now, c)
 			continue
@@ -410,12 +410,6 @@ func (c *claim) pick(now time.Duration) *leaf {
 		}
 	}
 	return nil
-}
-
-// lose takes note that the breaker with the permit is gone.
-func (c *claim) lose() {
-	c.prober = nil
-	c.gen++
 }
 
 // Scopes is [breaker.Fleet]'s. It costs a lock for each scope.

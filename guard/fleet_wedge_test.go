@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -266,4 +267,96 @@ func TestFleetScopeThatCannotBeShared(t *testing.T) {
 		}
 		s.end(t)
 	})
+}
+
+// Whatever comes together (cuts, loss, revokes, crashes of the dependency, pauses,
+// forces), when it is over every breaker closes and every message is handled.
+func TestFleetComesBack(t *testing.T) {
+	for seed := range uint64(6) {
+		t.Run(fmt.Sprint(seed), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				names := []string{"a", "b", "c", "d", "e"}
+				r := newFleetRig(t, names...)
+				r.rng = rand.New(rand.NewPCG(seed, 7))
+				r.loss = 0.25
+				ps := r.startAll()
+				const parts, n = 8, 300
+				ss := make([]*fleetSource, parts)
+				for i := range parts {
+					r.feed(fmt.Sprintf("orders/%d", i), n, 100*time.Millisecond)
+					ss[i] = ps[i%len(ps)].open("orders", fmt.Sprint(i))
+				}
+				pick := func(n int) int {
+					r.mu.Lock()
+					defer r.mu.Unlock()
+					return r.rng.IntN(n)
+				}
+				for range 80 {
+					i := pick(parts)
+					switch pick(9) {
+					case 0, 1:
+						r.down.Store(!r.down.Load())
+					case 2, 3:
+						ss[i].end(t)
+						time.Sleep(time.Duration(pick(300)) * time.Millisecond)
+						ss[i] = ps[pick(len(ps))].open("orders", fmt.Sprint(i))
+					case 4:
+						p := ps[pick(len(ps))]
+						p.broken.Store(!p.broken.Load())
+					case 5:
+						islands := make(map[string]int)
+						for _, name := range names {
+							islands[name] = pick(1 + pick(3))
+						}
+						r.split(islands)
+					case 6:
+						ss[i].Pause()
+						time.Sleep(time.Duration(pick(3000)) * time.Millisecond)
+						ss[i].Resume()
+					case 7:
+						if err := ss[i].ForceOpen(time.Duration(1+pick(20)) * time.Second); err != nil {
+							t.Fatal(err)
+						}
+					case 8:
+						if err := ss[i].ForceClosed(); err != nil {
+							t.Fatal(err)
+						}
+					}
+					time.Sleep(time.Duration(pick(2500)) * time.Millisecond)
+					r.check()
+				}
+				r.down.Store(false)
+				r.split(nil)
+				for _, p := range ps {
+					p.broken.Store(false)
+				}
+				for i := range parts { // so that there is something to probe with
+					for k := range uint64(40) {
+						r.broker.Publish(fmt.Sprintf("orders/%d", i), guardtest.Message{Body: guardtest.Body(n+1+k, 0)})
+					}
+				}
+				took := r.until(3*time.Minute, "every breaker is closed", r.closed)
+				r.until(5*time.Minute, "all is handled", func() bool {
+					for i := range parts {
+						if r.broker.Stats(fmt.Sprintf("orders/%d", i)).Acked < n+40 {
+							return false
+						}
+					}
+					return true
+				})
+				t.Logf("closed after %v, %d calls", took, len(r.since(0)))
+				for i := range parts {
+					seen := make(map[uint64]bool)
+					for _, c := range r.since(0) {
+						if c.ok && c.queue == fmt.Sprintf("orders/%d", i) {
+							seen[c.number] = true
+						}
+					}
+					if dead := r.broker.DeadLetters(fmt.Sprintf("orders/%d", i)).Len(); len(seen)+dead < n+40 || dead > 0 {
+						t.Errorf("partition %d: %d handled, %d dead letters of %d messages", i, len(seen), dead, n+40)
+					}
+				}
+			})
+		})
+	}
 }
