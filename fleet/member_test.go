@@ -12,7 +12,8 @@ import (
 	"github.com/stormguard-mq/stormguard/crdt"
 )
 
-// crew is a few Members on one clock, that hear each other when told to.
+// crew is a few Members that hear each other when told to. Their breakers' clock is
+// another than that of their session.
 type crew struct {
 	t     *testing.T
 	now   time.Duration
@@ -23,14 +24,14 @@ type crew struct {
 }
 
 func newCrew(t *testing.T, names ...string) *crew {
-	c := &crew{t: t, now: sec, names: names}
+	c := &crew{t: t, now: time.Hour + sec, names: names}
 	for i := range names {
-		v, err := NewVerdicts(c.now, Config{}, c.self(i), Roster{Number: 1, Names: names})
+		v, err := NewVerdicts(c.fleet(), Config{}, c.self(i), Roster{Number: 1, Names: names})
 		if err != nil {
 			t.Fatal(err)
 		}
 		c.v = append(c.v, v)
-		c.m = append(c.m, NewMember(func() time.Duration { return c.now }, v, nil))
+		c.m = append(c.m, NewMember(c.fleet, v, nil))
 	}
 	for range 3 {
 		c.talk()
@@ -39,6 +40,9 @@ func newCrew(t *testing.T, names ...string) *crew {
 	c.talk()
 	return c
 }
+
+// fleet is the clock of the session.
+func (c *crew) fleet() time.Duration { return c.now - time.Hour }
 
 func (c *crew) self(i int) crdt.Replica {
 	if c.life > 0 && i == len(c.names)-1 {
@@ -57,8 +61,8 @@ func (c *crew) talk() {
 				if i == j {
 					continue
 				}
-				b, _ := from.Delta(c.now, nil, c.self(j), 0, 4000)
-				if err := to.Merge(crdt.Contact{From: c.self(i), Now: c.now, Sent: c.now, Echo: c.now - ms}, b); err != nil {
+				b, _ := from.Delta(c.fleet(), nil, c.self(j), 0, 4000)
+				if err := to.Merge(crdt.Contact{From: c.self(i), Now: c.fleet(), Sent: c.fleet(), Echo: c.fleet() - ms}, b); err != nil {
 					c.t.Fatal(err)
 				}
 			}
@@ -94,7 +98,7 @@ func (c *crew) adopt(i int, path ...string) *breaker.Breaker {
 
 // phase is what a process itself says about a scope.
 func (c *crew) phase(i int, scope string) Phase {
-	for _, w := range c.v[i].Status(c.now, scope).Votes {
+	for _, w := range c.v[i].Status(c.fleet(), scope).Votes {
 		if w.Node == c.self(i) {
 			return w.Phase
 		}
@@ -215,12 +219,12 @@ func TestMemberKeepsWhatAnotherScopeHolds(t *testing.T) {
 	}
 	c.m[0].Leave(c.now, parts[0])
 
-	v, err := NewVerdicts(c.now, Config{}, crdt.Replica{Name: "c", Incarnation: 2}, Roster{Number: 1, Names: c.names})
+	v, err := NewVerdicts(c.fleet(), Config{}, crdt.Replica{Name: "c", Incarnation: 2}, Roster{Number: 1, Names: c.names})
 	if err != nil {
 		t.Fatal(err)
 	}
 	fresh := &crew{t: t, now: c.now, names: c.names, v: []*Verdicts{c.v[0], c.v[1], v}}
-	fresh.m = []*Member{c.m[0], c.m[1], NewMember(func() time.Duration { return fresh.now }, v, nil)}
+	fresh.m = []*Member{c.m[0], c.m[1], NewMember(fresh.fleet, v, nil)}
 	heir := fresh.adopt(2, "g", "orders", "0")
 	if s := fresh.m[2].Scopes(); len(s) != 2 || !s[0].Held || !s[1].Held {
 		t.Fatalf("a new process begins with %+v", s)
@@ -271,10 +275,10 @@ func TestMemberAlone(t *testing.T) {
 	c.pass(40 * ms)
 	b.Trip(c.now, "run")
 	c.pass(40 * ms)
-	if s := c.v[0].Status(c.now, "g/orders"); s.Open() {
+	if s := c.v[0].Status(c.fleet(), "g/orders"); s.Open() {
 		t.Errorf("the topic is %v", s.Position)
 	}
-	if s := c.v[0].Status(c.now, "g/orders/0"); !s.Open() {
+	if s := c.v[0].Status(c.fleet(), "g/orders/0"); !s.Open() {
 		t.Errorf("the partition is %v", s.Position)
 	}
 }
@@ -294,13 +298,13 @@ func TestMemberWithdrawsAPermit(t *testing.T) {
 			break
 		}
 	}
-	if _, r := a0.Admit(c.now, 1); !r.OK() || !c.v[0].Status(c.now, "g/orders").Probing {
+	if _, r := a0.Admit(c.now, 1); !r.OK() || !c.v[0].Status(c.fleet(), "g/orders").Probing {
 		t.Fatalf("no probe: %+v", c.m[0].Scopes())
 	}
 	c.pass(20*ms, a0)
 	c.m[0].Leave(c.now, a0)
 	c.pass(20*ms, a1)
-	if s := c.v[0].Status(c.now, "g/orders"); s.Probing || s.Round != 1 {
+	if s := c.v[0].Status(c.fleet(), "g/orders"); s.Probing || s.Round != 1 {
 		t.Errorf("probing %v, %v", s.Probing, s.Position)
 	}
 	if a0.Held() {
@@ -370,7 +374,7 @@ func TestLeftScopeVoidsActions(t *testing.T) {
 	if b.Held() {
 		t.Fatal("held before anybody drove")
 	}
-	c.v[0].Leave(c.now, "g/orders")
+	c.v[0].Leave(c.fleet(), "g/orders")
 	if acts := c.v[0].Actions(nil); len(acts) > 0 {
 		t.Errorf("%+v", acts)
 	}
@@ -381,22 +385,22 @@ func TestLeftScopeVoidsActions(t *testing.T) {
 func TestTopRungIsToldAnew(t *testing.T) {
 	c := newCrew(t, "a", "b")
 	const scope = "g/orders/0"
-	if _, err := c.v[0].Adopt(c.now, scope); err != nil {
+	if _, err := c.v[0].Adopt(c.fleet(), scope); err != nil {
 		t.Fatal(err)
 	}
 	snap := breaker.Snapshot{State: breaker.Open, Rung: 10, Cause: "probe", Generation: 100}
-	c.v[0].Observe(c.now, scope, snap)
+	c.v[0].Observe(c.fleet(), scope, snap)
 	for range 8 {
 		c.now += 4 * sec
 		c.talk()
 	}
 	snap.Generation += 2
-	c.v[0].Observe(c.now, scope, snap)
+	c.v[0].Observe(c.fleet(), scope, snap)
 	c.talk()
 	c.now += 2 * sec
-	c.v[0].Leave(c.now, scope)
+	c.v[0].Leave(c.fleet(), scope)
 	c.talk()
-	a, err := c.v[1].Adopt(c.now, scope)
+	a, err := c.v[1].Adopt(c.fleet(), scope)
 	if err != nil || a.Kind != Hold || a.For < 27*sec || a.For > 28*sec {
 		t.Errorf("%+v, %v", a, err)
 	}
