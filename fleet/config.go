@@ -50,9 +50,10 @@ type Config struct {
 	Turn time.Duration
 
 	// Settle is how long a process that has just met the fleet, or has just got
-	// something to probe with, waits before it takes a turn. In [1ms, 1m]; unset
+	// something to probe with, waits before it takes a turn. In [200ms, 1m]; unset
 	// means 500 ms. While news takes less than half of it between any two
-	// processes that hear each other, no two of them probe at once.
+	// processes that hear each other, no two of them probe at once. Ticks must be
+	// closer together: a later one is a standstill, and who stood still settles anew.
 	Settle time.Duration
 
 	// Silent is the silence after which a process no longer counts. In
@@ -133,7 +134,7 @@ func (c Config) Validate() error {
 	w.span("Base", c.Base, time.Millisecond, time.Hour)
 	w.span("Cap", c.Cap, max(c.Base, time.Millisecond), 24*time.Hour)
 	w.span("Lease", c.Lease, 10*time.Millisecond, time.Hour)
-	w.span("Settle", c.Settle, time.Millisecond, time.Minute)
+	w.span("Settle", c.Settle, 200*time.Millisecond, time.Minute)
 	w.span("Turn", c.Turn, 4*c.Settle, time.Hour)
 	w.span("Silent", c.Silent, 100*time.Millisecond, 10*time.Minute)
 	w.span("Start", c.Start, time.Millisecond, time.Minute)

@@ -8,7 +8,8 @@
 // Start with [NewVerdicts] for scopes and [NewStorms] for storms. Each is
 // a section of a gossip session, which carries what they say to the others; a
 // driver passes on what the breakers do ([Verdicts.Observe], [Verdicts.Want])
-// and does what comes back ([Verdicts.Actions], [Action.Apply]).
+// and does what comes back ([Verdicts.Actions], [Action.Apply]). [Member] is that
+// driver for a guard.
 //
 // # Who decides
 //

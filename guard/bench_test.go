@@ -6,6 +6,10 @@ package guard
 import (
 	"context"
 	"testing"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/fleet"
 )
 
 type nopPort struct{}
@@ -19,14 +23,32 @@ func (nopPort) Return([]int, Reason) error { return nil }
 func (nopPort) Demand(int)                 {}
 func (nopPort) Flush() error               { return nil }
 
+// loneFleet is a fleet of one, for the price of the sweeper's part in it.
+func loneFleet(b *testing.B) Fleet {
+	start := time.Now()
+	self := crdt.Replica{Name: "a", Incarnation: 1}
+	v, err := fleet.NewVerdicts(0, fleet.Config{}, self, fleet.Roster{Number: 1, Names: []string{"a"}})
+	if err != nil {
+		b.Fatal(err)
+	}
+	s, err := fleet.NewStorms(fleet.StormConfig{}, self)
+	if err != nil {
+		b.Fatal(err)
+	}
+	return fleet.NewMember(func() time.Duration { return time.Since(start) }, v, s)
+}
+
 func BenchmarkLoop(b *testing.B) {
-	run := func(b *testing.B, feed bool) {
-		g, err := New(Config{})
+	run := func(b *testing.B, feed bool, opts ...Option) {
+		g, err := New(Config{}, opts...)
 		if err != nil {
 			b.Fatal(err)
 		}
 		s, err := Open(g, SourceConfig{Name: "s"}, Limits{}, nopPort{}, func(context.Context, int) error { return nil })
 		if err != nil {
+			b.Fatal(err)
+		}
+		if err := s.ForceClosed(); err != nil { // a fleet of one begins half-open
 			b.Fatal(err)
 		}
 		b.ReportAllocs()
@@ -69,4 +91,5 @@ func BenchmarkLoop(b *testing.B) {
 	})
 	b.Run("channel", func(b *testing.B) { run(b, false) })
 	b.Run("feed", func(b *testing.B) { run(b, true) })
+	b.Run("fleet", func(b *testing.B) { run(b, false, WithFleet(loneFleet(b))) })
 }

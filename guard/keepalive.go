@@ -52,6 +52,7 @@ func (s *Source[M]) extend() {
 	if s.feed != nil {
 		ms = s.feed.peek(ms)
 	}
+	busy := s.c.count[processing] > 0
 	fenced := s.fenced.Load()
 	if !fenced {
 		s.calls++
@@ -63,7 +64,7 @@ func (s *Source[M]) extend() {
 	if len(ms) > 0 {
 		s.port.Extend(ms)
 	}
-	if phase(s.word.Load()&phaseMask) == processing {
+	if busy || phase(s.word.Load()&phaseMask) == processing {
 		// Acks that the loop has coalesced must not wait behind a slow handler.
 		if err := s.port.Flush(); err != nil {
 			s.mu.Lock()

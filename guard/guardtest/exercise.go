@@ -66,6 +66,10 @@ type Features struct {
 	// delivered again.
 	Prefix bool
 
+	// Options are further options of each rule's Guard, such as a fleet; nil means
+	// none. It is called once for each Guard.
+	Options func() []guard.Option
+
 	// Dedup says that the dead-letter queue recognises twins by
 	// [dlq.Record.ID]. Without it a lost confirmation may leave two records of
 	// one ID.

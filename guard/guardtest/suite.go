@@ -161,7 +161,11 @@ func (x *run) start() {
 	x.t.Helper()
 	cfg := guard.Config{Group: "guardtest", Policy: x.policy}
 	var err error
-	x.guard, err = guard.New(cfg)
+	var opts []guard.Option
+	if x.f.Options != nil {
+		opts = x.f.Options()
+	}
+	x.guard, err = guard.New(cfg, opts...)
 	x.must("guard.New", err)
 	x.live.Store(x.guard)
 	x.running = true

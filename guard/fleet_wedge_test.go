@@ -1,0 +1,362 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/guard/guardtest"
+)
+
+// heldFleet is a fleet of three that has been open for a while over a queue.
+func heldFleet(t *testing.T, n uint64) (*fleetRig, []*party, []*fleetSource) {
+	r := newFleetRig(t, "a", "b", "c")
+	ps := r.startAll()
+	if n > 0 {
+		r.feed("orders", n, 20*time.Millisecond)
+	}
+	var ss []*fleetSource
+	for _, p := range ps {
+		ss = append(ss, p.open("orders", ""))
+	}
+	time.Sleep(time.Second)
+	r.down.Store(true)
+	r.until(30*time.Second, "the fleet opens", func() bool { return ss[0].held() && ss[1].held() && ss[2].held() })
+	return r, ps, ss
+}
+
+// A turn whose process has lost what it wanted to probe with passes on: its source
+// is paused just then.
+func TestFleetPermitWithNothingWaiting(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r, _, ss := heldFleet(t, 500)
+		for i := range 40 { // somewhere in here it is the one whose turn it is
+			s := ss[i%2]
+			time.Sleep(700 * time.Millisecond)
+			s.Pause()
+			time.Sleep(700 * time.Millisecond)
+			s.Resume()
+			r.check()
+		}
+		ss[0].Pause()
+		ss[1].Pause()
+		r.down.Store(false)
+		r.until(90*time.Second, "the third closes it for all", func() bool { return ss[2].State().Breaker.State == breaker.Closed })
+		r.until(10*time.Second, "every breaker is closed", r.closed)
+		ss[0].Resume()
+		ss[1].Resume()
+		r.until(time.Minute, "all is handled", func() bool { return r.broker.Stats("orders").Acked == 500 })
+		r.handled("orders", 500, false)
+	})
+}
+
+// While nobody has a message nobody probes, and the first that comes anywhere
+// does.
+func TestFleetNothingWaitsAnywhere(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r, _, ss := heldFleet(t, 60)
+		for _, s := range ss {
+			s.Pause()
+		}
+		time.Sleep(5 * time.Minute)
+		at := r.now()
+		time.Sleep(time.Minute)
+		if n := len(r.since(at)); n > 0 {
+			t.Errorf("%d calls while all are paused", n)
+		}
+		r.down.Store(false)
+		ss[0].end(t)
+		ss[2].end(t)
+		ss[1].Resume()
+		for n := range uint64(60) { // enough for it to have ten
+			r.broker.Publish("orders", guardtest.Message{Body: guardtest.Body(61+n, 0)})
+		}
+		took := r.until(time.Minute, "every breaker is closed", r.closed)
+		if took > 40*time.Second {
+			t.Errorf("it took %v", took)
+		}
+		r.until(time.Minute, "all is handled", func() bool { return r.broker.Stats("orders").Acked == 120 })
+	})
+}
+
+// A source that ends and is opened again in the same process, again and again
+// while the fleet changes its mind, is never held by an action that was meant for
+// an earlier epoch.
+func TestFleetReopenedSourcesAreNotHeldForEver(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r, ps, ss := heldFleet(t, 1500)
+		for i := range 60 {
+			r.down.Store(i%20 < 10)
+			k := i % 3
+			ss[k].end(t)
+			time.Sleep(time.Duration(i%7) * 13 * time.Millisecond)
+			ss[k] = ps[k].open("orders", "")
+			time.Sleep(time.Duration(i%5) * 171 * time.Millisecond)
+			r.check()
+		}
+		r.down.Store(false)
+		r.until(2*time.Minute, "every breaker is closed", r.closed)
+		r.until(time.Minute, "all is handled", func() bool { return r.broker.Stats("orders").Acked == 1500 })
+	})
+}
+
+// A prober that dies with its probe out does not keep the others: they pass its
+// turn on.
+func TestFleetProberDies(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r, ps, ss := heldFleet(t, 300)
+		r.until(time.Minute, "somebody probes", func() bool {
+			for i, p := range ps {
+				if s := p.v.Status(p.clock(), "g/orders"); s.Probing {
+					p.crash()
+					ss[i].end(t)
+					return true
+				}
+			}
+			return false
+		})
+		r.down.Store(false)
+		r.until(2*time.Minute, "every breaker is closed", r.closed)
+		r.until(time.Minute, "all is handled", func() bool { return r.broker.Stats("orders").Acked == 300 })
+	})
+}
+
+// The only process with messages has a poison message at its head: the fleet does
+// not stay open for it.
+func TestFleetPoisonHead(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newFleetRig(t, "a", "b", "c")
+		ps := r.startAll()
+		var ss []*fleetSource
+		for _, p := range ps {
+			ss = append(ss, p.open("orders", ""))
+		}
+		r.feed("orders", 300, 10*time.Millisecond)
+		time.Sleep(time.Second)
+		r.down.Store(true)
+		r.until(30*time.Second, "the fleet opens", func() bool { return ss[0].held() && ss[1].held() && ss[2].held() })
+		time.Sleep(2 * time.Second)
+		ss[1].end(t)
+		ss[2].end(t)
+		r.mu.Lock()
+		r.bad = r.calls[len(r.calls)-1].number // what was tried last fails for ever
+		r.mu.Unlock()
+		r.down.Store(false)
+		r.until(5*time.Minute, "every breaker is closed", r.closed)
+		r.until(5*time.Minute, "all is settled", func() bool { return r.broker.Stats("orders").Acked == 300 })
+		if n := r.broker.DeadLetters("orders").Len(); n > 1 {
+			t.Errorf("%d dead letters of one poison message", n)
+		}
+	})
+}
+
+// A function under the fleet's hold is refused, with an honest time to come back,
+// and its next call probes when it is its turn.
+func TestFleetHoldsAFunction(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newFleetRig(t, "a", "b", "c")
+		ps := r.startAll()
+		var fs []*guard.Func[int]
+		for _, p := range ps {
+			f, err := guard.Protect(p.guard, guard.SourceConfig{Name: "charge", Policy: &guard.Policy{Retry: guard.Retry{Attempts: 1}}}, func(context.Context, int) error {
+				if r.down.Load() {
+					return errFleetDown
+				}
+				return nil
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			fs = append(fs, f)
+		}
+		call := func() (held *guard.HeldError) {
+			for _, f := range fs {
+				if err := f.Do(t.Context(), 0); err != nil {
+					errors.As(err, &held)
+				}
+			}
+			time.Sleep(50 * time.Millisecond)
+			return held
+		}
+		r.down.Store(true)
+		r.until(30*time.Second, "the fleet opens", func() bool { _ = call(); return fs[0].State().Breaker.Held && fs[1].State().Breaker.Held })
+		for range 200 {
+			if h := call(); h == nil || h.Until > time.Hour {
+				t.Fatalf("refused with %+v", h)
+			}
+		}
+		r.down.Store(false)
+		r.until(time.Minute, "every breaker is closed", func() bool { _ = call(); return r.closed() })
+		if h := call(); h != nil {
+			t.Errorf("refused with %+v", h)
+		}
+	})
+}
+
+// A fleet has one driver. What it asks for after that one is gone harms nobody.
+func TestFleetHasOneDriver(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		self := crdt.Replica{Name: "a", Incarnation: 1}
+		v, err := fleet.NewVerdicts(0, fleet.Config{}, self, fleet.Roster{Number: 1, Names: []string{"a", "b"}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		began := time.Now()
+		m := fleet.NewMember(func() time.Duration { return time.Since(began) }, v, nil)
+		g, err := guard.New(guard.Config{}, guard.WithFleet(m))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := guard.New(guard.Config{}, guard.WithFleet(m)); !errors.Is(err, fleet.ErrAttached) {
+			t.Errorf("a second driver: %v", err)
+		}
+		e, err := guardtest.NewBroker().Consume(t.Context(), "s", guardtest.ConsumerConfig{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer e.Close()
+		s, err := guard.Open(g, guard.SourceConfig{Name: "s"}, guard.Limits{}, e.Port(), func(context.Context, *guardtest.Message) error { return nil })
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(m.Scopes()) != 1 || !m.Scopes()[0].Held {
+			t.Errorf("%+v", m.Scopes())
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+		if n := len(m.Scopes()); n != 0 {
+			t.Errorf("%d scopes after Close", n)
+		}
+		if b := s.State().Breaker; b.Held {
+			t.Errorf("held after its end: %+v", b)
+		}
+		m.Step(time.Hour, nil)
+		time.Sleep(time.Hour)
+		m.Step(2*time.Hour, nil)
+		if g, err = guard.New(guard.Config{}, guard.WithFleet(m)); err != nil {
+			t.Errorf("the next driver: %v", err)
+		} else if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// A name that cannot travel leaves its breaker to itself.
+func TestFleetScopeThatCannotBeShared(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newFleetRig(t, "a", "b", "c")
+		p := r.start("a")
+		topic := fmt.Sprintf("%0260d", 0)
+		r.feed(topic, 50, 5*time.Millisecond)
+		s := p.open(topic, "")
+		r.until(5*time.Second, "all is handled", func() bool { return r.broker.Stats(topic).Acked == 50 })
+		if st := s.State(); st.Breaker.Held || st.Tally.Probes > 0 {
+			t.Errorf("%+v", st.Breaker)
+		}
+		s.end(t)
+	})
+}
+
+// Whatever comes together (cuts, loss, revokes, crashes of the dependency, pauses,
+// forces), when it is over every breaker closes and every message is handled.
+func TestFleetComesBack(t *testing.T) {
+	for seed := range uint64(6) {
+		t.Run(fmt.Sprint(seed), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				names := []string{"a", "b", "c", "d", "e"}
+				r := newFleetRig(t, names...)
+				r.rng = rand.New(rand.NewPCG(seed, 7))
+				r.loss = 0.25
+				ps := r.startAll()
+				const parts, n = 8, 300
+				ss := make([]*fleetSource, parts)
+				for i := range parts {
+					r.feed(fmt.Sprintf("orders/%d", i), n, 100*time.Millisecond)
+					ss[i] = ps[i%len(ps)].open("orders", fmt.Sprint(i))
+				}
+				pick := func(n int) int {
+					r.mu.Lock()
+					defer r.mu.Unlock()
+					return r.rng.IntN(n)
+				}
+				for range 80 {
+					i := pick(parts)
+					switch pick(9) {
+					case 0, 1:
+						r.down.Store(!r.down.Load())
+					case 2, 3:
+						ss[i].end(t)
+						time.Sleep(time.Duration(pick(300)) * time.Millisecond)
+						ss[i] = ps[pick(len(ps))].open("orders", fmt.Sprint(i))
+					case 4:
+						p := ps[pick(len(ps))]
+						p.broken.Store(!p.broken.Load())
+					case 5:
+						islands := make(map[string]int)
+						for _, name := range names {
+							islands[name] = pick(1 + pick(3))
+						}
+						r.split(islands)
+					case 6:
+						ss[i].Pause()
+						time.Sleep(time.Duration(pick(3000)) * time.Millisecond)
+						ss[i].Resume()
+					case 7:
+						if err := ss[i].ForceOpen(time.Duration(1+pick(20)) * time.Second); err != nil {
+							t.Fatal(err)
+						}
+					case 8:
+						if err := ss[i].ForceClosed(); err != nil {
+							t.Fatal(err)
+						}
+					}
+					time.Sleep(time.Duration(pick(2500)) * time.Millisecond)
+					r.check()
+				}
+				r.down.Store(false)
+				r.split(nil)
+				for _, p := range ps {
+					p.broken.Store(false)
+				}
+				for i := range parts { // so that there is something to probe with
+					for k := range uint64(40) {
+						r.broker.Publish(fmt.Sprintf("orders/%d", i), guardtest.Message{Body: guardtest.Body(n+1+k, 0)})
+					}
+				}
+				took := r.until(3*time.Minute, "every breaker is closed", r.closed)
+				r.until(5*time.Minute, "all is handled", func() bool {
+					for i := range parts {
+						if r.broker.Stats(fmt.Sprintf("orders/%d", i)).Acked < n+40 {
+							return false
+						}
+					}
+					return true
+				})
+				t.Logf("closed after %v, %d calls", took, len(r.since(0)))
+				for i := range parts {
+					seen := make(map[uint64]bool)
+					for _, c := range r.since(0) {
+						if c.ok && c.queue == fmt.Sprintf("orders/%d", i) {
+							seen[c.number] = true
+						}
+					}
+					if dead := r.broker.DeadLetters(fmt.Sprintf("orders/%d", i)).Len(); len(seen)+dead < n+40 || dead > 0 {
+						t.Errorf("partition %d: %d handled, %d dead letters of %d messages", i, len(seen), dead, n+40)
+					}
+				}
+			})
+		})
+	}
+}
