@@ -61,7 +61,7 @@ func Enter(ctx context.Context, g Gate, most time.Duration) error {
 	within, cancel := context.WithTimeout(ctx, most)
 	defer cancel()
 	err := g.Wait(within)
-	if err != nil && within.Err() != nil {
+	if err != nil && (within.Err() != nil || errors.Is(err, context.DeadlineExceeded)) {
 		return &DeniedError{After: max(levelOf(g).Next, minAsk), Err: err}
 	}
 	return err

@@ -122,7 +122,10 @@ var Ours = Rules{
 			Path: "limiter", May: []string{"crdt"},
 			Why: "the limiter keeps its books in crdt; how they travel is the transport's matter",
 		},
-		{Path: "limiter/redis", May: []string{"limiter"}, Why: "one outside library, behind the limiter's own interface"},
+		{
+			Path: "limiter/redis", May: []string{"limiter"}, MayTest: []string{"guard", "internal/brokers"},
+			Why: "one outside library, behind the limiter's own interface",
+		},
 		{Path: "limiter/limithttp", May: []string{"limiter"}, Why: "serves the limiter and nothing else"},
 		{Path: "limiter/limitgrpc", May: []string{"limiter"}, Why: "one outside library, in front of the limiter"},
 		{
@@ -198,6 +201,10 @@ var Ours = Rules{
 		{Imports: "go.etcd.io/etcd", Rooms: []string{"breaker/etcd"}, Why: "the client of the authority"},
 		{Imports: "go.etcd.io/bbolt", Rooms: []string{"ringbuf/spill"}, Why: "the first store of the durable hold"},
 		{Imports: "golang.org/x/term", Rooms: []string{"cmd/stormguard"}, Why: "whether an output is a terminal, and how wide"},
+		{
+			Imports: "github.com/redis/go-redis", Rooms: append([]string{"limiter/redis"}, programs...),
+			Why: "the client of the store; programs hand theirs, with its addresses and secrets, to limiter/redis",
+		},
 		{Imports: "github.com/hashicorp/memberlist", Rooms: []string{"crdt/gossip"}, Why: "membership and reliable push and pull"},
 
 		{
