@@ -126,7 +126,7 @@ var Ours = Rules{
 			Path: "limiter/redis", May: []string{"limiter"}, MayTest: []string{"guard", "internal/brokers"},
 			Why: "one outside library, behind the limiter's own interface",
 		},
-		{Path: "limiter/limithttp", May: []string{"limiter"}, Why: "serves the limiter and nothing else"},
+		{Path: "limiter/limithttp", May: []string{"limiter"}, MayTest: []string{"crdt"}, Why: "serves the limiter and nothing else"},
 		{Path: "limiter/limitgrpc", May: []string{"limiter"}, Why: "one outside library, in front of the limiter"},
 		{
 			Path: "crdt/gossip", May: []string{"crdt"},
