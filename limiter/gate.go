@@ -128,7 +128,6 @@ func (n *Node) refund(r *row, amount int64) (back int64) {
 	if r.here && r.drawing {
 		r.granted += min(back, max(0, r.level-r.pooled-r.granted))
 	}
-	n.stir(r)
 	n.ripen(r)
 	return back
 }

@@ -39,6 +39,41 @@ func TestRefund(t *testing.T) {
 	})
 }
 
+// What is lent fills the cap, and a node that has spent nothing of its own has nothing
+// to give back, however empty it is.
+func TestRefundOfANode(t *testing.T) {
+	n, err := NewNode(crdt.Replica{Name: "a"}, Config{
+		Limit: Limit{Rate: 10, Burst: 40}, Roster: Roster{Members: []Member{{Name: "a"}, {Name: "b"}}},
+	}, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if n.Take(0, "k", 1) || n.Refund(0, "k", 5) != 0 || n.Refund(0, "other", 5) != 0 {
+		t.Fatal("a new life has something")
+	}
+	now := 10 * time.Second
+	if !n.Take(now, "k", 15) {
+		t.Fatal("not its share")
+	}
+	r := n.rows["k"]
+	lend := func(amount int64) {
+		r.level -= amount
+		r.lent += amount
+		r.sum.Lent += amount
+	}
+	lend(3 * micro)
+	if back := n.Refund(now, "k", 5); back != 5*micro {
+		t.Fatalf("%d given back of 5", back)
+	}
+	now += 5 * time.Second // it is full again, but for what has been lent
+	if back := n.Refund(now, "k", 10); back != 0 || r.level+r.lent != r.cap {
+		t.Fatalf("%d given back to a full one, level %d, lent %d", back, r.level, r.lent)
+	}
+	if r.sum.Minted+r.sum.Back != r.level+r.sum.Own+r.sum.Lent {
+		t.Error("own tokens do not tie up")
+	}
+}
+
 // Who waits gets what is given back.
 func TestRefundServes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -431,6 +466,16 @@ func TestLevel(t *testing.T) {
 		time.Sleep(1500 * ms)
 		if l := a.Level(); l.Next != 500*ms {
 			t.Errorf("later: %+v", l)
+		}
+		// Who waits already is before.
+		done := make(chan error)
+		go func() { done <- narrow.WaitN(t.Context(), 2) }()
+		synctest.Wait()
+		if l := a.Level(); l.Left != 0 || l.Next != 4500*ms {
+			t.Errorf("with a waiter: %+v", l)
+		}
+		if err := <-done; err != nil {
+			t.Error(err)
 		}
 		if l := All().(Meter).Level(); l != (Level{}) {
 			t.Errorf("of nothing: %+v", l)

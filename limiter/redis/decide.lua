@@ -22,7 +22,7 @@ if was then
   if not had or not at then
     return redis.error_reply('WRONGTYPE the key holds something that is no bucket')
   end
-  level = math.min(burst, had + math.max(0, now - at) * rate / 1000000)
+  level = had + math.max(0, now - at) * rate / 1000000
 end
 level = math.min(burst, level + back)
 
