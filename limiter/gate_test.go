@@ -348,6 +348,41 @@ func TestAllIsFair(t *testing.T) {
 	})
 }
 
+// lax is a gate that has its waiters passed.
+type lax struct {
+	Gate
+
+	open  atomic.Bool
+	serve chan struct{}
+}
+
+func (l *lax) AllowN(int) bool                   { return l.open.Load() }
+func (l *lax) Admit(time.Duration) time.Duration { return 0 }
+func (l *lax) WaitN(context.Context, int) error  { <-l.serve; return nil }
+func (l *lax) Refund(int)                        {}
+
+// Nobody passes who waits, even where a gate would let them.
+func TestAllHasOneLine(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := &lax{serve: make(chan struct{})}
+		a := All(g)
+		done := make(chan error)
+		go func() { done <- a.Wait(t.Context()) }()
+		synctest.Wait()
+		g.open.Store(true)
+		if a.Allow() || a.Admit(0) == 0 {
+			t.Error("passed a waiter")
+		}
+		close(g.serve)
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+		if !a.Allow() || a.Admit(0) != 0 {
+			t.Error("denied after the last waiter")
+		}
+	})
+}
+
 // A wait that ends with its context leaves nothing taken, and lets the next go on.
 func TestAllGivesUp(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
