@@ -512,6 +512,11 @@ func TestLevel(t *testing.T) {
 		if err := <-done; err != nil {
 			t.Error(err)
 		}
+		// The longest time, whichever has least.
+		wide.AllowN(50)
+		if l := a.Level(); l.Limit != (Limit{100, 50}) || l.Next != 2*time.Second {
+			t.Errorf("both empty: %+v", l)
+		}
 		if l := All().(Meter).Level(); l != (Level{}) {
 			t.Errorf("of nothing: %+v", l)
 		}
