@@ -89,6 +89,7 @@ func TestHeaders(t *testing.T) {
 		{50, 500, 401, `"x";q=500;w=10`, `"x";r=99;t=9`, "500", "9"},
 		{.1, 5, 1, `"x";q=5;w=50`, `"x";r=4;t=10`, "5", "10"},
 		{.1, 5, 5, `"x";q=5;w=50`, `"x";r=0;t=10`, "5", "10"},
+		{.7, 21, 1, `"x";q=21;w=30`, `"x";r=20;t=2`, "21", "2"}, // 21/.7 is a little more than 30 in a float64
 		{.3, 1, 1, `"x";q=1;w=4`, `"x";r=0;t=4`, "1", "4"},
 		{3, 10, 3, `"x";q=12;w=4`, `"x";r=7;t=1`, "12", "1"},
 		{1.0 / 3, 1, 1, `"x";q=1;w=3`, `"x";r=0;t=3`, "1", "3"},
@@ -153,6 +154,30 @@ func TestDenied(t *testing.T) {
 			t.Error(w.Code)
 		}
 	})
+}
+
+// moving is a gate that denies, and of which others take and leave meanwhile.
+type moving struct {
+	limiter.Gate
+
+	levels []limiter.Level
+}
+
+func (*moving) Allow() bool { return false }
+func (m *moving) Level() limiter.Level {
+	l := m.levels[0]
+	m.levels = m.levels[1:]
+	l.Limit = limiter.Limit{Rate: 1, Burst: 10}
+	return l
+}
+
+// One answer does not contradict itself, whatever happens while it is written.
+func TestDeniedMeanwhile(t *testing.T) {
+	g := &moving{levels: []limiter.Level{{Next: 5 * time.Second}, {Left: 3}}}
+	w := get(t.Context(), door(t, always(g, "x"), Config{}).Wrap(ok))
+	if w.Code != 429 || w.Header().Get("Retry-After") != "5" || w.Header().Get("Ratelimit") != `"x";r=0;t=5` {
+		t.Errorf("%d, %v", w.Code, w.Header())
+	}
 }
 
 func TestNoHeaders(t *testing.T) {

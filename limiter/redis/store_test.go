@@ -128,7 +128,7 @@ func least0(a, b *big.Rat) *big.Rat {
 // Many clients, one limit, to the token.
 func TestManyClients(t *testing.T) {
 	t.Parallel()
-	const clients, rate, burst = 8, 3000, 3000 // a second's worth: the machine may stand still that long
+	const clients, rate, burst = 8, 3000, 30_000 // ten seconds' worth: the machine may stand still that long
 	url := brokers.ForTest(t, brokers.Redis)
 	cfg := patient(limiter.Limit{Rate: rate, Burst: burst})
 	cfg.Prefix = "test:" + t.Name() + time.Now().Format(":150405.000000:")
@@ -257,11 +257,11 @@ func TestClocksOfClients(t *testing.T) {
 	prefix := "test:" + t.Name() + time.Now().Format(":150405.000000:")
 	synctest.Test(t, func(t *testing.T) {
 		c := dial(t, url)
-		cfg := patient(limiter.Limit{Rate: 200, Burst: 200})
+		cfg := patient(limiter.Limit{Rate: 200, Burst: 2000})
 		cfg.Prefix = prefix
 		h := at(t, c, cfg).Key("k")
 		before, start, admitted := serverTime(t, c), time.Now(), 0
-		if !h.AllowN(200) {
+		if !h.AllowN(2000) {
 			t.Fatal(h.store.Err())
 		}
 		from := serverTime(t, c)
@@ -555,7 +555,7 @@ func TestServerHangs(t *testing.T) {
 		t.Fatal(err)
 	}
 	c := dial(t, b.Addr())
-	s := at(t, c, Config{Limit: limiter.Limit{Rate: .001, Burst: 1000}, Timeout: 300 * ms})
+	s := at(t, c, Config{Limit: limiter.Limit{Rate: .001, Burst: 1000}, Timeout: 2 * time.Second})
 	h, guarded := s.Key("k"), s.Key("guarded")
 	soon(t, "answers", h.Allow)
 	soon(t, "something ahead", func() bool { return guarded.Admit(0) == 0 })
@@ -567,7 +567,7 @@ func TestServerHangs(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 50*ms)
 	defer cancel()
 	is(t, h.Wait(ctx), context.DeadlineExceeded)
-	if d := time.Since(start); d > 290*ms {
+	if d := time.Since(start); d > 1900*ms {
 		t.Errorf("a deadline of 50 ms took %v", d)
 	}
 	if s.Err() != nil {
@@ -577,8 +577,8 @@ func TestServerHangs(t *testing.T) {
 	if h.Allow() {
 		t.Error("admitted")
 	}
-	if d := time.Since(start); d < 290*ms || d > 3*time.Second {
-		t.Errorf("a timeout of 300 ms took %v", d)
+	if d := time.Since(start); d < 1990*ms || d > 20*time.Second {
+		t.Errorf("a timeout of 2 s took %v", d)
 	}
 	is(t, s.Err(), ErrSilent)
 	if err := syscall.Kill(pid, syscall.SIGCONT); err != nil {
