@@ -30,12 +30,16 @@ var limit = Group{
 		{Name: "keyed_xrate", Open: openKeyedXRate},
 		{Name: "deny_limiter", Open: openLimiter(1, shut)},
 		{Name: "deny_xrate", Open: openXRate(1, shut)},
+		{Name: "seq_redis", Open: openRedis, Optional: true},
+		{Name: "seq_grpc", Open: openRemote},
 	},
 	Ratios: []Ratio{
 		{Name: "xrate_seq", Ours: "seq_limiter", Theirs: "seq_xrate"},
 		{Name: "xrate_par", Ours: "par_limiter", Theirs: "par_xrate"},
 		{Name: "xrate_keyed", Ours: "keyed_limiter", Theirs: "keyed_xrate"},
 		{Name: "xrate_deny", Ours: "deny_limiter", Theirs: "deny_xrate"},
+		{Name: "redis_times", Ours: "seq_redis", Theirs: "seq_limiter"},
+		{Name: "grpc_times", Ours: "seq_grpc", Theirs: "seq_limiter"},
 	},
 }
 

@@ -14,6 +14,8 @@ import (
 	"runtime"
 	"slices"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
 // A Group is what is measured together.
@@ -43,6 +45,9 @@ type Case struct {
 	Name string
 	// Open prepares the case, once, before any round of the group.
 	Open func(context.Context) (Runner, error)
+	// Optional is a case that is left out, with its ratios, where the machine cannot
+	// run the broker that it needs.
+	Optional bool
 	// N is how many operations a round does. Unset, a trial run finds the
 	// number that takes about Settings.Time. It is for one turn: a round of
 	// several passes has as many turns.
@@ -130,20 +135,29 @@ func (g Group) Run(ctx context.Context, set Settings) (_ Report, err error) {
 	}
 	rounds := cmp.Or(set.Rounds, g.Rounds, 9)
 
-	runners := make([]Runner, len(g.Cases))
-	for i, c := range g.Cases {
-		runners[i], err = c.Open(ctx)
-		if err != nil {
-			return Report{}, fmt.Errorf("%s: open: %w", c.Name, err)
+	var runners []Runner
+	var kept []Case
+	for _, c := range g.Cases {
+		runner, err2 := c.Open(ctx)
+		if c.Optional && errors.Is(err2, brokers.ErrLeftOut) {
+			logf(set.Log, "%s: %v\n", c.Name, err2)
+			g.Ratios = slices.DeleteFunc(slices.Clone(g.Ratios), func(r Ratio) bool { return r.Ours == c.Name || r.Theirs == c.Name })
+			continue
 		}
-		if runners[i].Close != nil {
+		if err2 != nil {
+			return Report{}, fmt.Errorf("%s: open: %w", c.Name, err2)
+		}
+		runners, kept = append(runners, runner), append(kept, c)
+		if runner.Close != nil {
 			defer func() {
-				if cerr := runners[i].Close(); cerr != nil {
+				if cerr := runner.Close(); cerr != nil {
 					err = errors.Join(err, fmt.Errorf("%s: close: %w", c.Name, cerr))
 				}
 			}()
 		}
 	}
+
+	g.Cases = kept
 
 	ns := make([]int, len(g.Cases))
 	for i, c := range g.Cases {

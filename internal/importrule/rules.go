@@ -124,9 +124,12 @@ var Ours = Rules{
 			Path: "limiter", May: []string{"crdt"},
 			Why: "the limiter keeps its books in crdt; how they travel is the transport's matter",
 		},
-		{Path: "limiter/redis", May: []string{"limiter"}, Why: "one outside library, behind the limiter's own interface"},
-		{Path: "limiter/limithttp", May: []string{"limiter"}, Why: "serves the limiter and nothing else"},
-		{Path: "limiter/limitgrpc", May: []string{"limiter"}, Why: "one outside library, in front of the limiter"},
+		{
+			Path: "limiter/redis", May: []string{"limiter"}, MayTest: []string{"guard", "internal/brokers"},
+			Why: "one outside library, behind the limiter's own interface",
+		},
+		{Path: "limiter/limithttp", May: []string{"limiter"}, MayTest: []string{"crdt"}, Why: "serves the limiter and nothing else"},
+		{Path: "limiter/limitgrpc", May: []string{"limiter"}, MayTest: []string{"crdt"}, Why: "one outside library, in front of the limiter"},
 		{
 			Path: "crdt/gossip", May: []string{"crdt"},
 			Why: "gossip moves opaque named sections and must not know what is in them",
@@ -201,6 +204,16 @@ var Ours = Rules{
 		{Imports: "go.etcd.io/bbolt", Rooms: []string{"ringbuf/spill"}, Why: "the first store of the durable hold"},
 		{Imports: "golang.org/x/term", Rooms: []string{"cmd/stormguard"}, Why: "whether an output is a terminal, and how wide"},
 		{Imports: "golang.org/x/sys", Rooms: []string{"crdt/gossip"}, Why: "a timer of the kernel's: the runtime's is late by up to half of the floor"},
+		{
+			Imports: "github.com/redis/go-redis", Rooms: append([]string{"limiter/redis"}, programs...),
+			Why: "the client of the store; programs hand theirs, with its addresses and secrets, to limiter/redis",
+		},
+		{
+			Imports: "google.golang.org/grpc", Rooms: append([]string{"limiter/limitgrpc"}, programs...),
+			Why: "the interceptors' types; programs hand them to their server",
+		},
+		{Imports: "google.golang.org/genproto/googleapis/rpc", Rooms: []string{"limiter/limitgrpc"}, Why: "RetryInfo, the detail of a denial"},
+		{Imports: "google.golang.org/protobuf", Rooms: []string{"limiter/limitgrpc"}, Why: "the duration in a RetryInfo"},
 		{Imports: "github.com/hashicorp/memberlist", Rooms: []string{"crdt/gossip"}, Why: "membership and reliable push and pull"},
 
 		{

@@ -1,0 +1,68 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package limiter
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+)
+
+// ErrDenied means that a gate did not admit. [errors.As] to a [*DeniedError] tells
+// when it is worth asking again.
+var ErrDenied = errors.New("limiter: denied")
+
+// A DeniedError is a denial. It is [ErrDenied], and what ended a wait: an error of
+// the context, or [context.DeadlineExceeded] when the wait would have been, or was,
+// too long.
+type DeniedError struct {
+	After time.Duration // the least time until it is worth asking again
+	Err   error         // nil if there was no wait
+}
+
+func (e *DeniedError) Error() string {
+	if e.Err != nil {
+		return fmt.Sprintf("%v: %v; again in %v", ErrDenied, e.Err, e.After)
+	}
+	return fmt.Sprintf("%v: again in %v", ErrDenied, e.After)
+}
+
+// Unwrap makes errors.Is(err, ErrDenied) hold.
+func (e *DeniedError) Unwrap() []error {
+	if e.Err == nil {
+		return []error{ErrDenied}
+	}
+	return []error{ErrDenied, e.Err}
+}
+
+// Enter admits one for somebody with a deadline. It waits for most at the longest,
+// not at all if that is 0, and never beyond ctx's deadline; and it does not begin to
+// wait for what cannot be in time as far as the gate knows. A denial is a
+// [*DeniedError]; any other error is one that no wait would mend.
+func Enter(ctx context.Context, g Gate, most time.Duration) error {
+	if err := ctx.Err(); err != nil {
+		return &DeniedError{Err: err}
+	}
+	if g.Allow() {
+		return nil
+	}
+	next := max(levelOf(g).Next, minAsk)
+	if most <= 0 {
+		return &DeniedError{After: next}
+	}
+	if deadline, ok := ctx.Deadline(); ok {
+		most = min(most, time.Until(deadline))
+	}
+	if next > most {
+		return &DeniedError{After: next, Err: context.DeadlineExceeded}
+	}
+	within, cancel := context.WithTimeout(ctx, most)
+	defer cancel()
+	err := g.Wait(within)
+	if err != nil && (within.Err() != nil || errors.Is(err, context.DeadlineExceeded)) {
+		return &DeniedError{After: max(levelOf(g).Next, minAsk), Err: err}
+	}
+	return err
+}

@@ -1,0 +1,152 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package limithttp
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/netip"
+	"sync/atomic"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/limiter"
+)
+
+// ErrConfig means that a configuration was refused. The text names every field that
+// is wrong, its value and the allowed range.
+var ErrConfig = errors.New("limithttp: config")
+
+// A Tier is what limits a request.
+type Tier struct {
+	// Name is the policy's in headers and bodies, so clients see it; printable ASCII,
+	// anything else is shown as a question mark. Unset means "default".
+	Name string
+	// Gate admits; nil admits everything, and leaves no headers.
+	Gate limiter.Gate
+}
+
+// A Choice is the tier of a request. It is called for each one, by many goroutines, and
+// before anything is admitted: it must be quick. A gate with waiters in line is kept
+// and not made anew each time, see [limiter.All].
+type Choice func(*http.Request) Tier
+
+// Config is what an operator may set from a file, a flag or the environment. The
+// zero value is valid.
+type Config struct {
+	// MaxWait is how long a request may wait to be admitted, in [0, 1h]; unset means
+	// that it is answered at once. Each that waits has its goroutine and connection.
+	MaxWait time.Duration
+
+	// NoHeaders leaves RateLimit and RateLimit-Policy out. Retry-After stays.
+	NoHeaders bool
+
+	// Legacy adds RateLimit-Limit, RateLimit-Remaining and RateLimit-Reset, as earlier
+	// drafts had them, for clients that know only those. NoHeaders goes before it.
+	Legacy bool
+}
+
+// Validate reports everything that is wrong with c at once, as an error that is
+// [ErrConfig], or nil.
+func (c Config) Validate() error {
+	if c.MaxWait < 0 || c.MaxWait > time.Hour {
+		return fmt.Errorf("%w: MaxWait: %v is not in [0s, 1h0m0s]", ErrConfig, c.MaxWait)
+	}
+	return nil
+}
+
+// A Door lets requests in. It is safe for concurrent use and has nothing to close.
+type Door struct{ rules atomic.Pointer[rules] }
+
+// rules are never changed, only exchanged.
+type rules struct {
+	choose Choice
+	cfg    Config
+}
+
+// New is a door with a choice of tiers.
+func New(choose Choice, cfg Config) (*Door, error) {
+	d := &Door{}
+	return d, d.Swap(choose, cfg)
+}
+
+// Swap exchanges choice and configuration. Requests that wait already go on at the
+// gate that was chosen for them; all others have the new ones. After an error the
+// old ones stay.
+func (d *Door) Swap(choose Choice, cfg Config) error {
+	err := cfg.Validate()
+	if choose == nil {
+		err = errors.Join(err, fmt.Errorf("%w: choose: nil is not a function", ErrConfig))
+	}
+	if err == nil {
+		d.rules.Store(&rules{choose, cfg})
+	}
+	return err
+}
+
+// Wrap is next behind the door.
+func (d *Door) Wrap(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		now := d.rules.Load()
+		tier := now.choose(r)
+		if tier.Gate == nil {
+			next.ServeHTTP(w, r)
+			return
+		}
+		name := printable(tier.Name)
+		err := limiter.Enter(r.Context(), tier.Gate, now.cfg.MaxWait)
+		denied, _ := errors.AsType[*limiter.DeniedError](err)
+		if !now.cfg.NoHeaders {
+			describe(w.Header(), name, tier.Gate, denied, now.cfg.Legacy)
+		}
+		switch {
+		case err == nil:
+			next.ServeHTTP(w, r)
+		case denied != nil:
+			w.Header().Set("Retry-After", seconds(denied.After))
+			refuse(w, http.StatusTooManyRequests, "quota-exceeded", "The rate limit of these requests is exceeded.", name)
+		default: // it is closed, or cannot admit anything
+			refuse(w, http.StatusServiceUnavailable, "temporary-reduced-capacity", "The service cannot admit requests at the moment.", name)
+		}
+	})
+}
+
+// problem is a body as RFC 9457 has it.
+type problem struct {
+	Type     string   `json:"type"`
+	Title    string   `json:"title"`
+	Status   int      `json:"status"`
+	Policies []string `json:"violated-policies"` //nolint:tagliatelle // the name in the draft
+}
+
+func refuse(w http.ResponseWriter, status int, kind, title, policy string) {
+	h := w.Header()
+	h.Set("Content-Type", "application/problem+json")
+	h.Set("Cache-Control", "no-store")
+	w.WriteHeader(status)
+	//nolint:errchkjson // strings and a number; and who has gone does not read it
+	_ = json.NewEncoder(w).Encode(problem{
+		Type: "https://iana.org/assignments/http-problem-types#" + kind, Title: title, Status: status, Policies: []string{policy},
+	})
+}
+
+// RemoteIP is a key: the address that the connection comes from, of an IPv6 address
+// the /64 that a client usually has to itself. It reads no header. It is empty if
+// there is no address, and an empty key is denied by sets and stores.
+func RemoteIP(r *http.Request) string {
+	ap, err := netip.ParseAddrPort(r.RemoteAddr)
+	if err != nil {
+		return ""
+	}
+	ip := ap.Addr().Unmap().WithZone("")
+	if ip.Is4() {
+		return ip.String()
+	}
+	p, err := ip.Prefix(64)
+	if err != nil {
+		return ""
+	}
+	return p.String()
+}

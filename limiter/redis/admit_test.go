@@ -1,0 +1,187 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package redis
+
+import (
+	"context"
+	"errors"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	goredis "github.com/redis/go-redis/v9"
+
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/limiter"
+)
+
+var _ guard.Limiter = (*Handle)(nil)
+
+// scripted answers as it is told to, when it is told to.
+type scripted struct {
+	goredis.Scripter
+
+	asked  chan []any
+	answer chan any // []any or error
+}
+
+func (s *scripted) EvalSha(ctx context.Context, _ string, _ []string, args ...any) *goredis.Cmd {
+	cmd := goredis.NewCmd(ctx)
+	s.asked <- args
+	select {
+	case a := <-s.answer:
+		if err, ok := a.(error); ok {
+			cmd.SetErr(err)
+		} else {
+			cmd.SetVal(a)
+		}
+	case <-ctx.Done():
+		cmd.SetErr(ctx.Err())
+	}
+	return cmd
+}
+
+func newScripted() *scripted {
+	return &scripted{asked: make(chan []any, 100), answer: make(chan any)}
+}
+
+func took(n int64, wait time.Duration) []any { return []any{n, wait.Microseconds(), int64(0)} }
+
+// Admit takes ahead, asks again when half is used, waits for nobody, and drops what
+// is a second old.
+func TestAdmitTakesAhead(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newScripted()
+		s := at(t, c, Config{Limit: limiter.Limit{Rate: 100, Burst: 100}, Batch: 10, Timeout: time.Second})
+		h := s.Key("k")
+		if wait := h.Admit(0); wait != poll {
+			t.Errorf("nothing ahead: %v", wait)
+		}
+		if args := <-c.asked; args[2] != 1 || args[3] != 10 || args[4] != 0 {
+			t.Errorf("asked for %v", args)
+		}
+		for range 5 { // it hangs
+			if wait := h.Admit(0); wait != poll {
+				t.Errorf("on its way: %v", wait)
+			}
+		}
+		c.answer <- took(10, 0)
+		synctest.Wait()
+		for i := range 5 {
+			if h.Admit(0) != 0 {
+				t.Fatal("not ahead")
+			}
+			if len(c.asked) > 0 {
+				t.Fatalf("asked again after %d", i+1)
+			}
+		}
+		if h.Admit(0) != 0 {
+			t.Fatal("not ahead")
+		}
+		if args := <-c.asked; args[3] != 6 && args[3] != 5 {
+			t.Errorf("asked for %v", args)
+		}
+		// Denied, with a time: nothing is asked before.
+		c.answer <- took(0, 500*ms)
+		synctest.Wait()
+		for range 4 {
+			if h.Admit(0) != 0 {
+				t.Fatal("not ahead")
+			}
+		}
+		if wait := h.Admit(0); wait < 500*ms || wait > 600*ms || len(c.asked) > 0 {
+			t.Errorf("told to wait %v, asked %d", wait, len(c.asked))
+		}
+		time.Sleep(600 * ms)
+		h.Admit(0)
+		<-c.asked
+		c.answer <- took(10, 0)
+		synctest.Wait()
+		time.Sleep(fresh)
+		if h.Admit(0) != 0 {
+			t.Error("a second is not too old")
+		}
+		time.Sleep(ms)
+		if h.Admit(0) == 0 {
+			t.Error("more than a second is too old")
+		}
+		<-c.asked
+		c.answer <- errors.New("gone")
+	})
+}
+
+// While nothing is decided, FailOpen admits and FailClosed does not, and one asks
+// for all.
+func TestAdmitInSilence(t *testing.T) {
+	for _, silence := range []Silence{FailClosed, FailOpen} {
+		synctest.Test(t, func(t *testing.T) {
+			c := newScripted()
+			s := at(t, c, Config{Limit: limiter.Limit{Rate: 100, Burst: 100}, Silence: silence, Timeout: time.Second})
+			handles := []*Handle{s.Key("a"), s.Key("b"), s.Key("c")}
+			handles[0].Admit(0)
+			<-c.asked
+			c.answer <- errors.New("connection refused")
+			synctest.Wait()
+			var asked int64
+			for range 500 {
+				for _, h := range handles {
+					if (h.Admit(0) == 0) != (silence == FailOpen) {
+						t.Fatalf("%v: not as configured", silence)
+					}
+				}
+				synctest.Wait()
+				for len(c.asked) > 0 {
+					<-c.asked
+					asked++
+					c.answer <- errors.New("connection refused")
+				}
+				time.Sleep(10 * ms)
+			}
+			if asked < 20 || asked > 60 {
+				t.Errorf("%v: %d questions in 5 s", silence, asked)
+			}
+			// And back.
+			time.Sleep(pause)
+			handles[0].Admit(0)
+			<-c.asked
+			c.answer <- took(3, 0)
+			synctest.Wait()
+			if s.Err() != nil || handles[0].Admit(0) != 0 {
+				t.Errorf("%v: not back: %v", silence, s.Err())
+			}
+			go func() {
+				for range c.asked {
+					c.answer <- took(0, time.Second)
+				}
+			}()
+			s.Close()
+			synctest.Wait()
+			close(c.asked)
+		})
+	}
+}
+
+// Against the real one: what a guard's source gets in a while.
+func TestAdmitPaces(t *testing.T) {
+	t.Parallel()
+	const rate, burst, batch = 2000, 64, 16
+	cfg := patient(limiter.Limit{Rate: rate, Burst: burst})
+	cfg.Batch = batch
+	s, c := open(t, cfg)
+	h := s.Key("k")
+	var admitted atomic.Int64
+	before := serverTime(t, c)
+	for end := time.Now().Add(time.Second); time.Now().Before(end); {
+		if wait := h.Admit(0); wait > 0 {
+			time.Sleep(wait)
+			continue
+		}
+		admitted.Add(1)
+	}
+	took := serverTime(t, c).Sub(before).Seconds()
+	if got, bound := float64(admitted.Load()), burst+rate*took; got > bound || got < burst {
+		t.Errorf("%v in %.3f s, want up to %v", got, took, bound)
+	}
+}

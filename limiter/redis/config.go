@@ -1,0 +1,120 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package redis
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/limiter"
+)
+
+// Silence is what is decided while Redis does not decide: it is not reached, does
+// not answer in time, or answers with an error.
+type Silence int
+
+const (
+	// FailClosed denies, and lets who waits wait on.
+	FailClosed Silence = iota
+	// FailOpen admits everything.
+	FailOpen
+)
+
+// String is "closed" or "open".
+func (s Silence) String() string {
+	if s == FailOpen {
+		return "open"
+	}
+	return "closed"
+}
+
+// Config is what an operator may set from a file, a flag or the environment. All
+// processes must have the same Limit, Limits and Prefix. Limit has no default;
+// everything else may be left out.
+type Config struct {
+	// Limit is that of each key that Limits does not name; its ranges are those of
+	// [limiter.Limit].
+	Limit limiter.Limit
+
+	// Limits are those of keys that have their own.
+	Limits map[string]limiter.Limit
+
+	// Prefix begins the names of all keys at Redis: a key k is PREFIX{k}. It has no
+	// braces and at most 128 bytes; unset means "stormguard:limit:".
+	Prefix string
+
+	// Silence is what is decided while Redis does not decide; unset means FailClosed.
+	Silence Silence
+
+	// Timeout is for one question, in [1ms, 10s]; unset means 50 ms. A context that
+	// ends sooner does so.
+	Timeout time.Duration
+
+	// Batch is how many tokens Admit takes ahead at the most, in [1, 10000]; unset
+	// means 16. It is never more than a quarter of the burst, or one. A larger one
+	// lets a source handle more messages per round trip; what is not used within
+	// a second is lost to the fleet, and what is may come on top of the bound.
+	Batch int
+}
+
+// WithDefaults returns c with every unset field replaced by its default.
+func (c Config) WithDefaults() Config {
+	c.Prefix = cmp.Or(c.Prefix, "stormguard:limit:")
+	c.Timeout = cmp.Or(c.Timeout, 50*time.Millisecond)
+	c.Batch = cmp.Or(c.Batch, 16)
+	return c
+}
+
+// Validate reports everything that is wrong with c at once, as an error that is
+// [ErrConfig], or nil. Unset fields are judged as their defaults.
+func (c Config) Validate() error {
+	var wrong []error
+	bad := func(field string, value any, want string) {
+		wrong = append(wrong, fmt.Errorf("%w: %s: %v is not in %s", ErrConfig, field, value, want))
+	}
+	limit := func(field string, l limiter.Limit) {
+		if !(l.Rate >= 0.001 && l.Rate <= 1e9) {
+			bad(field+".Rate", l.Rate, "[0.001, 1e+09] tokens per second")
+		}
+		if l.Burst < 1 || l.Burst > 1e9 {
+			bad(field+".Burst", l.Burst, "[1, 1000000000] tokens")
+		}
+	}
+	c = c.WithDefaults()
+	limit("Limit", c.Limit)
+	for _, key := range slices.Sorted(maps.Keys(c.Limits)) {
+		field := fmt.Sprintf("Limits[%.20q]", key)
+		if !validKey(key) {
+			bad(field, len(key), fmt.Sprintf("[1, %d] bytes", limiter.MaxKey))
+		}
+		limit(field, c.Limits[key])
+	}
+	if len(c.Prefix) > 128 || strings.ContainsAny(c.Prefix, "{}") {
+		bad("Prefix", fmt.Sprintf("%.40q", c.Prefix), "names of [1, 128] bytes without braces")
+	}
+	if c.Silence != FailClosed && c.Silence != FailOpen {
+		bad("Silence", int(c.Silence), "{FailClosed, FailOpen}")
+	}
+	if c.Timeout < time.Millisecond || c.Timeout > 10*time.Second {
+		bad("Timeout", c.Timeout, "[1ms, 10s]")
+	}
+	if c.Batch < 1 || c.Batch > 10_000 {
+		bad("Batch", c.Batch, "[1, 10000] tokens")
+	}
+	return errors.Join(wrong...)
+}
+
+func validKey(key string) bool { return key != "" && len(key) <= limiter.MaxKey }
+
+func (c Config) limit(key string) limiter.Limit {
+	if l, ok := c.Limits[key]; ok {
+		return l
+	}
+	return c.Limit
+}

@@ -1,0 +1,44 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package redis
+
+import (
+	"errors"
+
+	goredis "github.com/redis/go-redis/v9"
+)
+
+var (
+	// ErrConfig means that a configuration was refused. The text names every field
+	// that is wrong, its value and the allowed range.
+	ErrConfig = errors.New("limiter/redis: config")
+
+	// ErrSilent means that Redis did not decide: it was not reached, did not answer in
+	// time, or not long ago did not.
+	ErrSilent = errors.New("limiter/redis: no decision")
+
+	// ErrRefused means that Redis answered with an error that waiting does not mend:
+	// the key is something else, or the user may not run scripts. It is [ErrSilent]
+	// too.
+	ErrRefused = errors.New("limiter/redis: refused by the server")
+)
+
+// passing are the beginnings of answers that time mends.
+var passing = []string{
+	"LOADING", "READONLY", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "BUSY", "UNKILLABLE",
+	"NOREPLICAS", "MISCONF", "OOM", "MOVED", "ASK",
+}
+
+// refused tells whether an error is an answer that time does not mend.
+func refused(err error) bool {
+	if _, ok := errors.AsType[goredis.Error](err); !ok {
+		return false
+	}
+	for _, p := range passing {
+		if goredis.HasErrorPrefix(err, p) {
+			return false
+		}
+	}
+	return true
+}

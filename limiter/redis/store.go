@@ -1,0 +1,242 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package redis
+
+import (
+	"context"
+	_ "embed" // the script
+	"errors"
+	"fmt"
+	"log/slog"
+	"math"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	goredis "github.com/redis/go-redis/v9"
+
+	"github.com/stormguard-mq/stormguard/limiter"
+)
+
+//go:embed decide.lua
+var decide string
+
+// pause is for how long nothing is asked after a question that was not answered.
+const pause = 100 * time.Millisecond
+
+// A Store is limits at one Redis. It is safe for concurrent use. It has no goroutine
+// of its own; those that handles start end by themselves, and Close waits for them.
+type Store struct {
+	client goredis.Scripter
+	script *goredis.Script
+	cfg    Config
+	log    *slog.Logger
+	start  time.Time // what its times count from
+
+	// Until quiet, if silent, nothing is asked. Who finds that it has passed moves it
+	// on and asks for all.
+	silent atomic.Bool
+	quiet  atomic.Int64
+	last   atomic.Pointer[error]
+
+	mu       sync.Mutex
+	done     chan struct{} // closed by Close
+	couriers sync.WaitGroup
+}
+
+// An Option supplies a collaborator that a config file cannot express.
+type Option func(*Store)
+
+// WithLogger logs when Redis falls silent and when it answers again. The default
+// is silence.
+func WithLogger(log *slog.Logger) Option { return func(s *Store) { s.log = log } }
+
+// New is limits at a Redis, version 5 or later. client is a client of go-redis: Client,
+// ClusterClient, Ring. Its ContextTimeoutEnabled must be set, or a Redis that hangs
+// would hold callers for its ReadTimeout, whatever Config.Timeout says; New refuses
+// it otherwise. The client remains the caller's, who closes it after the Store.
+// New asks nothing.
+func New(client goredis.Scripter, cfg Config, opts ...Option) (*Store, error) {
+	err := cfg.Validate()
+	switch c := client.(type) {
+	case nil:
+		err = errors.Join(err, fmt.Errorf("%w: client: nil is not a client", ErrConfig))
+	case interface{ Options() *goredis.Options }:
+		err = errors.Join(err, bounded(c.Options().ContextTimeoutEnabled))
+	case interface {
+		Options() *goredis.ClusterOptions
+	}:
+		err = errors.Join(err, bounded(c.Options().ContextTimeoutEnabled))
+	case interface{ Options() *goredis.RingOptions }:
+		err = errors.Join(err, bounded(c.Options().ContextTimeoutEnabled))
+	}
+	if err != nil {
+		return nil, err
+	}
+	s := &Store{
+		client: client, script: goredis.NewScript(decide), cfg: cfg.WithDefaults(),
+		log: slog.New(slog.DiscardHandler), start: time.Now(), done: make(chan struct{}),
+	}
+	for _, o := range opts {
+		o(s)
+	}
+	return s, nil
+}
+
+func bounded(byContext bool) error {
+	if byContext {
+		return nil
+	}
+	return fmt.Errorf("%w: client: ContextTimeoutEnabled: false is not in {true}: Timeout would not bound an answer", ErrConfig)
+}
+
+// Key is a handle of a key. Each call makes another, with tokens and a line of
+// waiters of its own: keep it where Admit or Wait are used. It does not fail: a key
+// that is empty or longer than [limiter.MaxKey] is denied everything.
+func (s *Store) Key(key string) *Handle {
+	l := s.cfg.limit(key)
+	return &Handle{
+		store: s, limit: l, valid: validKey(key), keys: []string{s.cfg.Prefix + "{" + key + "}"},
+		batch: min(s.cfg.Batch, max(1, l.Burst/4)), turn: make(chan struct{}, 1),
+	}
+}
+
+// Err is why Redis does not decide at the moment, or nil. It asks nothing.
+func (s *Store) Err() error {
+	if p := s.last.Load(); p != nil {
+		return *p
+	}
+	return nil
+}
+
+// Close denies everything from now on, ends waits with [limiter.ErrClosed], and
+// returns when no handle asks ahead any more, within Config.Timeout or so. What was
+// taken ahead is lost. It may be called again.
+func (s *Store) Close() {
+	s.mu.Lock()
+	if !s.isClosed() {
+		close(s.done)
+	}
+	s.mu.Unlock()
+	s.couriers.Wait()
+}
+
+// run starts a goroutine, unless the store is closed.
+func (s *Store) run(f func()) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.isClosed() {
+		return false
+	}
+	s.couriers.Go(f)
+	return true
+}
+
+func (s *Store) isClosed() bool {
+	select {
+	case <-s.done:
+		return true
+	default:
+		return false
+	}
+}
+
+// An answer is that of the script.
+type answer struct {
+	took int
+	wait time.Duration
+	left int
+}
+
+// ask runs the script. An error is the caller's own context's, or ErrSilent.
+func (s *Store) ask(ctx context.Context, h *Handle, least, most, back int) (a answer, err error) {
+	if err := ctx.Err(); err != nil {
+		return a, err
+	}
+	if s.isClosed() {
+		return a, limiter.ErrClosed
+	}
+	now := time.Since(s.start)
+	if s.silent.Load() {
+		until := s.quiet.Load()
+		if int64(now) < until || !s.quiet.CompareAndSwap(until, int64(now+s.cfg.Timeout)) {
+			return a, s.unheard()
+		}
+	}
+	within, cancel := context.WithTimeout(ctx, s.cfg.Timeout)
+	defer cancel()
+	values, err := s.script.Run(within, s.client, h.keys, h.limit.Rate, h.limit.Burst, least, most, back).Int64Slice()
+	if err == nil && len(values) != 3 {
+		err = fmt.Errorf("an answer of %d values", len(values))
+	}
+	if err == nil {
+		s.heard()
+		return answer{int(values[0]), time.Duration(min(values[1], math.MaxInt64/1000)) * time.Microsecond, int(values[2])}, nil
+	}
+	if ctx.Err() != nil && within.Err() != nil {
+		if s.silent.Load() {
+			s.quiet.Store(0) // it was to ask for all, and somebody else has to
+		}
+		return a, ctx.Err() // who gave up says nothing about Redis
+	}
+	return a, s.failed(err)
+}
+
+// heard notes an answer.
+func (s *Store) heard() {
+	if s.silent.Load() && s.silent.Swap(false) {
+		s.log.Info("limit store answers again")
+	}
+	if s.last.Load() != nil {
+		s.last.Store(nil)
+	}
+}
+
+// failed notes a question without a decision. A server that refuses one key may
+// well answer for others, so that only silence keeps from asking.
+func (s *Store) failed(err error) error {
+	if refused(err) {
+		s.heard()
+		err = fmt.Errorf("%w: %w: %w", ErrSilent, ErrRefused, err)
+		s.last.Store(&err)
+		return err
+	}
+	err = fmt.Errorf("%w: %w", ErrSilent, err)
+	s.last.Store(&err)
+	s.quiet.Store(int64(time.Since(s.start) + pause))
+	if !s.silent.Swap(true) {
+		s.log.Warn("limit store does not answer", slog.Any("error", err), slog.String("until_then", s.cfg.Silence.String()))
+	}
+	return err
+}
+
+func (s *Store) unheard() error {
+	if err := s.Err(); err != nil {
+		return err
+	}
+	return ErrSilent
+}
+
+// gaveUp is the error of a wait that its context has ended.
+func (s *Store) gaveUp(ctx context.Context) error {
+	if s.silent.Load() {
+		return fmt.Errorf("%w: %w", s.unheard(), ctx.Err())
+	}
+	return ctx.Err()
+}
+
+// rest is how long nothing is asked from now on, 0 if something may be.
+func (s *Store) rest() time.Duration {
+	if !s.silent.Load() {
+		return 0
+	}
+	return max(0, time.Duration(s.quiet.Load())-time.Since(s.start))
+}
+
+// jittered is d and up to as much again, 100 ms at the most, by chance.
+func jittered(d time.Duration) time.Duration {
+	d = max(d, time.Millisecond)
+	return d + rand.N(min(d, pause))
+}
