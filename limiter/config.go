@@ -104,7 +104,8 @@ const (
 	// Open admits from a bucket of the node's own meanwhile, as large as its share
 	// in the newest charter that it knows. It fails open: each start of a process
 	// admits up to its share of Burst + Rate·T more, where T is how long it takes
-	// until it may mint. Who has no share yet is denied.
+	// until it may mint. Who has no share yet is denied, and who waits for loans or the
+	// own mint goes on waiting.
 	Open Joining = "open"
 )
 

@@ -33,16 +33,17 @@ type Node struct {
 	vouchers []bool        // by roster index: has voided what it had from an earlier life
 	unsure   int           // how many have not
 
-	terms    []*term // from the last complete one to the newest; never empty
-	told     uint64  // complete
-	applied  uint64
-	overs    int           // rows with more out than their cap
-	grownAt  time.Duration // when a share may last have grown
-	fence    time.Duration
-	fenced   bool            // the fence has passed
-	silent   map[string]bool // whose share of the rate is taken over
-	silentAt time.Duration   // when somebody else may be silent
-	refused  Refused
+	terms     []*term // from the last complete one to the newest; never empty
+	told      uint64  // complete
+	applied   uint64
+	overs     int           // rows with more out than their cap
+	grownAt   time.Duration // when a share may last have grown
+	fence     time.Duration
+	fenced    bool            // the fence has passed
+	silent    map[string]bool // whose share of the rate is taken over
+	silentAt  time.Duration   // when somebody else may be silent
+	refused   Refused
+	hasJoined bool // see joined
 
 	rows  map[string]*row
 	queue []*row // a heap by next
@@ -152,6 +153,7 @@ func (n *Node) advance(now time.Duration) {
 
 // enclose voids all own tokens: the fence has passed.
 func (n *Node) enclose() {
+	n.joined()
 	n.fenced = true
 	n.eachRow(func(r *row) {
 		r.update(n.now, n.mintAt)
@@ -296,11 +298,38 @@ func (n *Node) draw(r *row, amount int64) bool {
 		n.expire(r)
 	}
 	if r.spendable() < amount {
-		return false
+		return n.admitOpen(r, amount)
 	}
 	r.spend(amount)
 	r.spentAt = n.now
 	return true
+}
+
+// admitOpen takes from a bucket of the node's own what is not there, before the
+// node may mint for the first time.
+func (n *Node) admitOpen(r *row, amount int64) bool {
+	if n.cfg.UntilJoined != Open || n.joined() {
+		return false
+	}
+	t := n.newest()
+	burst, rate := t.share(n.self.Name, t.limit(r.name), r.home)
+	if !r.opened {
+		r.opened, r.openAt, r.open = true, n.now, burst
+	}
+	r.open = min(burst, r.open+int64(min(float64(rate)/1e3*(n.now-r.openAt).Seconds(), float64(burst))))
+	r.openAt = n.now
+	if r.open < amount {
+		return false
+	}
+	r.open -= amount
+	r.sum.Open += amount
+	return true
+}
+
+// joined tells whether the node may mint, or could once.
+func (n *Node) joined() bool {
+	n.hasJoined = n.hasJoined || n.now >= n.mintAt
+	return n.hasJoined
 }
 
 // stir makes sure that the row's next step comes in time: now, if it rested.

@@ -62,8 +62,12 @@ type row struct {
 	yieldTill time.Duration // 0 is not begun
 
 	last, next time.Duration // steps
-	reserved   int64         // for reservations that are not due; fills the cap as a loan does
-	over       bool          // more is out than the cap
+	open       int64         // see admitOpen
+	openAt     time.Duration
+	opened     bool
+
+	reserved int64 // for reservations that are not due; fills the cap as a loan does
+	over     bool  // more is out than the cap
 
 	queued int      // place in the node's queue, -1 if none
 	ripe   bool     // listed for its waiters
@@ -91,6 +95,7 @@ type Sums struct {
 	Missed   int64 // not minted, because tokens and loans filled the cap
 	Trimmed  int64 // own tokens lost, because the cap shrank or a fence came
 	Refilled int64 // own tokens that a reset gave
+	Open     int64 // admitted before the node might mint, see [Joining]: of nobody\'s tokens
 }
 
 func newRow(n *Node, name string) *row {
