@@ -292,7 +292,7 @@ func (n *Node) settleTerms() (grown bool) {
 		}
 	}
 	if grown {
-		n.grownAt = n.now
+		n.grownAt, n.steady = n.now, n.now
 	}
 	return grown
 }
@@ -418,6 +418,7 @@ func (n *Node) fillUp() {
 	if n.fenced || n.now < n.mintAt {
 		return
 	}
+	n.steady = n.now
 	n.eachRow(func(r *row) {
 		if more := r.cap - r.lent - r.reserved - r.level; more > 0 {
 			r.level += more
@@ -442,7 +443,7 @@ func (n *Node) Mint(until time.Duration) {
 	case until <= n.now:
 		n.enclose()
 	case n.fenced:
-		n.fenced, n.lifted = false, n.now
+		n.fenced, n.lifted, n.steady = false, n.now, n.now
 		n.remint()
 	}
 }

@@ -110,7 +110,7 @@ func (n *Node) idle(r *row) bool {
 	if r.level < r.cap || r.lent > 0 || r.held > 0 || r.waiting > 0 || r.want > 0 || r.pooled > 0 || r.reserved > 0 {
 		return false
 	}
-	if (n.grownAt > 0 || n.lifted > 0) && n.now-max(n.grownAt, n.lifted) < r.fill+r.fill/1000 {
+	if n.steady > 0 && n.now < n.steady+r.fill+r.fill/1000 {
 		return false // one that is made anew has what it could mint since
 	}
 	for _, e := range r.entries {

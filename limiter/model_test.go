@@ -15,6 +15,11 @@ import (
 // check is what must hold after every event; the text is constant, so that
 // failures shrink.
 func (f *fleet) check() error {
+	for _, s := range f.nodes {
+		if s.alive {
+			s.advance(s.clock(f.now)) // or a lease looks as if it were still on
+		}
+	}
 	total, spent := int64(0), f.spent
 	for _, s := range f.nodes {
 		if !s.alive {

@@ -38,6 +38,7 @@ type Node struct {
 	applied   uint64
 	overs     int           // rows with more out than their cap
 	grownAt   time.Duration // when a share may last have grown
+	steady    time.Duration // since when a row differs from one that is made anew by what it minted only
 	fence     time.Duration
 	fenced    bool            // the fence has passed
 	silent    map[string]bool // whose share of the rate is taken over

@@ -65,5 +65,5 @@ func (n *Node) Stats(now time.Duration) Stats {
 	return s
 }
 
-// heard tells whether a peer is there, as far as leases are concerned.
-func (n *Node) heard(p *peer) bool { return !p.gone && p.sent > 0 && n.now-p.heard < lease }
+// heard tells whether a peer is there, for people: ten keep-alives.
+func (n *Node) heard(p *peer) bool { return !p.gone && p.sent > 0 && n.now-p.heard < lease/2 }
