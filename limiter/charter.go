@@ -62,7 +62,7 @@ func (c Charter) digest() uint32 {
 	return h.Sum32()
 }
 
-func (c *Charter) limit(key string) Limit {
+func (c Charter) limit(key string) Limit {
 	if l, ok := c.Limits[key]; ok {
 		return l
 	}
@@ -350,7 +350,7 @@ func (n *Node) measure(r *row) {
 	t := n.newest()
 	r.home = t.home(r.name)
 	r.here = r.home != "" && r.home == n.self.Name
-	burst, rate, cap := int64(maxBurst)*micro, math.Inf(1), int64(maxBurst)*micro
+	burst, rate, most := int64(maxBurst)*micro, math.Inf(1), int64(maxBurst)*micro
 	nanos := int64(maxValue)
 	for i, t := range n.terms {
 		home := r.home
@@ -362,10 +362,10 @@ func (n *Node) measure(r *row) {
 		if t.hole != 0 {
 			c, m = 0, 0
 		}
-		cap, nanos = min(cap, c), min(nanos, m)
+		most, nanos = min(most, c), min(nanos, m)
 		burst, rate = min(burst, int64(l.Burst)*micro), min(rate, l.Rate)
 	}
-	r.burst, r.cap = burst, cap
+	r.burst, r.cap = burst, most
 	if n.alone {
 		r.rate = uint64(nanos)
 	} else {

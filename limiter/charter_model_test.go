@@ -62,13 +62,11 @@ func (a *notary) finish() {
 		a.complete = number
 		a.count[1]++
 		a.f.bound.refill(a.f.now)
-		l := a.chain[number].limitOf("k")
+		l := a.chain[number].limit("k")
 		a.f.limit, a.f.bound.rate, a.f.bound.burst = l, l.Rate, float64(l.Burst)
 		a.f.bound.level = min(a.f.bound.level, a.f.bound.burst)
 	}
 }
-
-func (c Charter) limitOf(key string) Limit { return c.limit(key) }
 
 // told tells a node what is complete.
 func (a *notary) told(i int) {

@@ -19,7 +19,7 @@ import (
 )
 
 func rosterOf(names string) (r Roster) {
-	for _, name := range strings.Fields(names) {
+	for name := range strings.FieldsSeq(names) {
 		r.Members = append(r.Members, Member{Name: name})
 	}
 	return r
@@ -506,7 +506,6 @@ func TestUntilJoined(t *testing.T) {
 			t.Fatal(err)
 		}
 		n.Mint(0)
-		got := 0
 		ask := func(from, to time.Duration) (got int) {
 			for now := from; now <= to; now += ms {
 				if n.Take(now, "k", 1) {
@@ -515,7 +514,7 @@ func TestUntilJoined(t *testing.T) {
 			}
 			return got
 		}
-		got = ask(0, 500*ms)
+		got := ask(0, 500*ms)
 		if got != want {
 			t.Errorf("%s: %d admitted, want %d", policy, got, want)
 		}

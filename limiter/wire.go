@@ -16,7 +16,7 @@ import (
 //
 //	version  byte: 1, or 2 when the sender has another charter than the founding one
 //	config   4 bytes, the fingerprint of the fleet and the founding charter
-//	charter  with version 2 only: the newest one's number, and 4 bytes of its digest
+//	charter  with version 2 only: number and 4 bytes of the digest of the sender's newest
 //	life     4 bytes, the low half of the incarnation that this is meant for
 //	epoch    of the sender's loans to the receiver
 //	renewed  microseconds of the receiver's clock that its lease is renewed to; 0 is none
@@ -246,14 +246,8 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 		return fmt.Errorf("%w: %v was founded otherwise", ErrMismatch, c.From)
 	}
 	if v == chartered {
-		number, code := uint64(r.value()), r.fixed()
-		if number < 2 || r.bad {
-			return fmt.Errorf("%w: header from %v", ErrMalformed, c.From)
-		}
-		for _, t := range n.terms {
-			if t.Number == number && t.code != code {
-				return fmt.Errorf("%w: charter %d of %v is another", ErrMismatch, number, c.From)
-			}
+		if err := n.agrees(c.From, uint64(r.value()), r.fixed()); err != nil && !r.bad {
+			return err
 		}
 	}
 	life := r.fixed()
@@ -320,6 +314,19 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	for i := 0; len(r.b) > 0; i++ {
 		s := r.said()
 		n.merge(p, n.read[i], &s, c.Sent, epoch)
+	}
+	return nil
+}
+
+// agrees tells whether a peer's charter may be one of ours, or later.
+func (n *Node) agrees(from crdt.Replica, number uint64, code uint32) error {
+	if number < 2 {
+		return fmt.Errorf("%w: charter %d from %v", ErrMalformed, number, from)
+	}
+	for _, t := range n.terms {
+		if t.Number == number && t.code != code {
+			return fmt.Errorf("%w: charter %d of %v is another", ErrMismatch, number, from)
+		}
 	}
 	return nil
 }

@@ -71,6 +71,21 @@ func rotatingWithin(every time.Duration, sides ...[]int) load {
 	}
 }
 
+// moving is balanced over some nodes, and from an instant on over others: what
+// nodes below so many have.
+func moving(at time.Duration, before, then int) load {
+	return func(w *world, node int, t time.Duration) (float64, time.Duration) {
+		n, until := before, at
+		if t >= at {
+			n, until = then, w.sc.length
+		}
+		if node >= n {
+			return 0, until
+		}
+		return demand * w.sc.all() / float64(n), until
+	}
+}
+
 // after is a load that begins late.
 func after(begin time.Duration, l load) load {
 	return func(w *world, node int, t time.Duration) (float64, time.Duration) {

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/crdt/gossip/simnet"
+	"github.com/stormguard-mq/stormguard/limiter"
 )
 
 // A scenario is a row of the table: a fleet, its load, and what goes wrong.
@@ -26,7 +27,13 @@ type scenario struct {
 
 	loss   float64
 	burst  simnet.Burst
+	floor  time.Duration  // of the sessions; 0 is their default
 	faults func(w *world) // schedules them
+
+	silence   limiter.Silence
+	twin      bool // the last node has the name of the first
+	chartered bool // the charter changes, see charters
+	joiners   int  // of nodes, not there from the start
 
 	length   time.Duration
 	from, to time.Duration // what is judged; to 0 is length
@@ -35,6 +42,8 @@ type scenario struct {
 	maxError  float64       // percent
 	extra     float64       // tokens above the bound that are stated for this fault
 	extraWhy  string        // and why
+	approach  bool          // at least 30 % of extra must be seen
+	agreed    int           // charters that must have been completed
 	converge  time.Duration // limit for world.converged, and then rejoin for world.rejoined; 0 is none
 	maxSync   time.Duration
 	windows   [2]int  // limits for ledger.windows; 0 is none
@@ -43,6 +52,9 @@ type scenario struct {
 	formula   float64 // percent: what the fault is said to cost at most; 0 is not stated
 	expensive bool    // only with --all
 }
+
+// founders are how many nodes there are from the start.
+func (sc *scenario) founders() int { return sc.nodes - sc.joiners }
 
 // all is the limit of all keys that have load.
 func (sc *scenario) all() float64 { return sc.rate * float64(max(1, sc.hot)) }
@@ -211,6 +223,89 @@ func scenarios() []scenario {
 		sc.burst = simnet.Burst{Good: 20 * time.Millisecond, Bad: 10 * time.Millisecond, Loss: 1}
 		sc.sync = true
 	})
+	// Two processes of one name: its share is minted twice.
+	add(base("same-name-twice", 4, balanced(2)), func(sc *scenario) {
+		sc.twin, sc.maxError, sc.approach = true, 34, true
+		sc.extra = (float64(sc.burstTokens) + sc.rate*sc.length.Seconds()) / 3
+		sc.extraWhy = "a third of burst and rate is minted twice, all the time"
+	})
+
+	// What one side of a split has not heard. A third of the rate that was cut goes
+	// on until it has.
+	add(base("rate-cut-in-split", 3, balanced(demand)), func(sc *scenario) {
+		const begin, change, end = 2 * time.Second, 4 * time.Second, 12 * time.Second
+		sc.chartered, sc.agreed = true, 1
+		sc.length, sc.from = 24*time.Second, end+time.Second
+		sc.extra = (float64(sc.burstTokens) + sc.rate*(end-change+time.Second).Seconds()) / 2 / 3
+		sc.extraWhy, sc.approach = "a third of the half that is cut goes on where it is not heard of", true
+		sc.faults = func(w *world) {
+			side := true
+			w.reach(func(node int) bool { return !side || node > 0 })
+			w.net.At(begin, func() { w.net.Split([]int{0}, []int{1, 2}) })
+			w.change(change, func(c *limiter.Charter) {
+				c.Limit.Rate /= 2
+				c.Limit.Burst /= 2
+			})
+			w.net.At(change, func() { w.ledgers[0].limit(change, sc.rate/2, float64(sc.burstTokens/2)) })
+			w.net.At(end, func() { w.net.Heal(); side = false })
+		}
+	})
+	add(base("reset", 3, balanced(demand)), func(sc *scenario) {
+		const at = 6 * time.Second
+		sc.chartered, sc.agreed = true, 1
+		sc.extra, sc.approach, sc.extraWhy = float64(sc.burstTokens), true, "a reset fills the burst once more"
+		sc.faults = func(w *world) {
+			w.change(at, func(c *limiter.Charter) { c.Resets++ })
+			w.net.At(at, func() { w.ledgers[0].reset(at) })
+		}
+	})
+
+	const storm = 3 * time.Second
+	joined := func(sc *scenario) {
+		sc.chartered, sc.agreed = true, 1
+		sc.faults = func(w *world) {
+			w.net.At(storm, func() {
+				for id := sc.founders(); id < sc.nodes; id++ {
+					w.net.Add(w.boot(id))
+				}
+			})
+			w.change(storm, func(c *limiter.Charter) {
+				for _, name := range w.names[sc.founders():] {
+					c.Roster.Members = append(c.Roster.Members, limiter.Member{Name: name})
+				}
+			})
+		}
+	}
+	left := func(stay int) func(*scenario) {
+		return func(sc *scenario) {
+			sc.chartered, sc.agreed = true, 1
+			sc.faults = func(w *world) {
+				w.change(storm, func(c *limiter.Charter) { c.Roster.Members = c.Roster.Members[:stay] })
+				w.net.At(storm+2*time.Second, func() {
+					for id := stay; id < sc.nodes; id++ {
+						w.net.Crash(id)
+						w.members[id] = nil
+					}
+				})
+			}
+		}
+	}
+	add(base("join-storm-5+20", 25, moving(storm, 5, 25)), joined, func(sc *scenario) { sc.joiners = 20 })
+	add(base("leave-storm-25-20", 25, moving(storm, 25, 5)), left(5))
+	// Half a million of pairs: three seconds of them take minutes.
+	huge := func(sc *scenario) {
+		sc.burstTokens, sc.expensive = 5000, true // ten tokens a share
+		sc.length, sc.maxError = storm+3*time.Second, 5
+	}
+	add(base("join-storm-10+500", 510, moving(storm, 10, 510)), joined, huge, func(sc *scenario) { sc.joiners = 500 })
+	add(base("leave-storm-510-500", 510, moving(storm, 510, 10)), left(10), huge)
+
+	add(base("takeover-1s", 3, balanced(3)), split([]int{0}, []int{1, 2}), printed(100), func(sc *scenario) {
+		sc.silence = limiter.Silence{Policy: limiter.TakeOver, After: time.Second}
+		sc.extra = float64(sc.burstTokens) + sc.rate*(sc.to-sc.from-sc.silence.After).Seconds()
+		sc.extraWhy, sc.approach = "(P-1)·(B + R·(T-After)), P = 2 sides for T = 12 s", true
+	})
+	add(base("saturated-1000-50", 50, balanced(2)), printed(0), func(sc *scenario) { sc.rate, sc.length = 1000, 12*time.Second })
 	many := func(sc *scenario) {
 		sc.keys, sc.hot, sc.length = 1000, 10, 12*time.Second
 		sc.maxBytes, sc.expensive = 2e6, true

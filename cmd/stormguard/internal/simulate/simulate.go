@@ -59,6 +59,8 @@ type Result struct {
 	Fewest      int     `json:"fewest_in_10s,omitempty"`
 	Most        int     `json:"most_in_10s,omitempty"`
 	Share       float64 `json:"largest_share"` // of one node, times its fair part
+	Agreed      int     `json:"charters_completed,omitempty"`
+	Memory      float64 `json:"bytes_per_node,omitempty"` // of limiter and session; 0: not measured
 	Asked       int     `json:"asked"`
 	Admitted    int     `json:"admitted"`
 
@@ -186,6 +188,9 @@ func (w *world) result() Result {
 	for _, n := range byNode {
 		r.Share = max(r.Share, float64(n)*float64(sc.nodes)/float64(max(1, r.Admitted)))
 	}
+	if w.oracle != nil {
+		r.Agreed = w.oracle.completed()
+	}
 	r.Converged, r.Rejoined = milliseconds(w.converged), milliseconds(w.rejoined)
 	if w.rejoined == gossip.Never {
 		r.Rejoined = -1
@@ -207,6 +212,12 @@ func (r *Result) judge(sc *scenario, strategy Strategy) {
 	}
 	if r.Over > sc.extra+1e-3 {
 		wrong("%.3f tokens over the bound, %.0f are stated", r.Over, sc.extra)
+	}
+	if sc.approach && strategy == Strict && r.Over < 0.3*sc.extra {
+		wrong("%.3f tokens over the bound, and %.0f are stated: what is never approached is wrong too", r.Over, sc.extra)
+	}
+	if strategy == Strict && r.Agreed < sc.agreed {
+		wrong("%d charters were completed, of %d", r.Agreed, sc.agreed)
 	}
 	if r.Asked == 0 || r.Admitted == 0 {
 		wrong("nothing happened: %d asked, %d admitted", r.Asked, r.Admitted)
