@@ -219,11 +219,8 @@ func (n *Node) Completed() uint64 { return n.told }
 // then nothing has changed. It costs a few microseconds for each key that is known.
 func (n *Node) Adopt(now time.Duration, c Charter) error {
 	n.advance(now)
-	if err := c.validate(); err != nil {
-		return err
-	}
 	last := n.newest()
-	if c.Number <= last.Number {
+	if c.Number <= last.Number && c.Number > 0 {
 		for _, t := range n.terms {
 			if t.Number == c.Number && t.code != c.digest() {
 				n.refused.Mismatch++
@@ -231,6 +228,9 @@ func (n *Node) Adopt(now time.Duration, c Charter) error {
 			}
 		}
 		return nil
+	}
+	if err := c.validate(); err != nil {
+		return err
 	}
 	if (len(c.Roster.Members) == 0) != n.alone {
 		return fmt.Errorf("%w: charter %d: %d members: who is alone stays so, and no other becomes it", ErrConfig, c.Number, len(c.Roster.Members))

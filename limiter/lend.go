@@ -46,6 +46,7 @@ func (r *row) plan() (keep, ahead int64) {
 // does not need, says what it needs, and lends what it can spare.
 func (n *Node) step(r *row) {
 	r.update(n.now, n.mintAt)
+	quiet := r.forecast.asked == 0
 	window := max(minWindow, r.pace)
 	r.forecast.observe(n.now, window, r.full*window.Seconds())
 	if n.now >= r.wantUntil {
@@ -58,7 +59,7 @@ func (n *Node) step(r *row) {
 	switch {
 	case n.alone:
 	case r.home == "":
-		n.stepSpread(r)
+		n.stepSpread(r, quiet)
 	case r.here:
 		n.stepHome(r)
 	default:
@@ -156,10 +157,14 @@ func (n *Node) evictSome() {
 // idleRow is how long a row rests before it is forgotten, unless there is no room.
 const idleRow = 10 * time.Second
 
-func (n *Node) stepSpread(r *row) {
+func (n *Node) stepSpread(r *row, quiet bool) {
 	keep, ahead := r.plan()
 	owed := r.owed()
-	n.returnSpare(r, int64(spare*float64(keep))+owed)
+	most := int64(spare*float64(keep)) + owed
+	if quiet && len(n.terms) > 1 {
+		most = owed // until all have what they lent, those who lose cannot say that they keep within a charter
+	}
+	n.returnSpare(r, most)
 
 	short := owed + r.lost + ahead - r.held - r.level + r.pooled
 	if r.yielding {
@@ -209,10 +214,11 @@ func (n *Node) needs(r *row) (total int64) {
 	return total
 }
 
-// returnSpare returns what is held beyond most, from each lender its part.
+// returnSpare returns what is held beyond most, from each lender its part. While a
+// charter is not complete crumbs go back too: a lender that leaves waits for them.
 func (n *Node) returnSpare(r *row, most int64) {
 	excess, held := r.held-most, r.held
-	if excess < crumb {
+	if excess <= 0 || excess < crumb && len(n.terms) == 1 {
 		return
 	}
 	for _, e := range r.entries {

@@ -30,15 +30,22 @@ type oracle struct {
 	complete  uint64
 	losers    []string
 	changes   []func(c *limiter.Charter)
+	told      []told              // by node
 	confirmed []*member           // by node: the life that may mint
 	reaches   func(node int) bool // nil is all
+}
+
+// told is what a life was told last.
+type told struct {
+	m                *member
+	number, complete uint64
 }
 
 // roundTrip is how long agreement takes each time.
 const roundTrip = 5 * time.Millisecond
 
 func newOracle(w *world) *oracle {
-	o := &oracle{w: w, newest: w.config(0).Charter(), complete: 1, confirmed: make([]*member, w.sc.nodes)}
+	o := &oracle{w: w, newest: w.config(0).Charter(), complete: 1, confirmed: make([]*member, w.sc.nodes), told: make([]told, w.sc.nodes)}
 	w.net.At(0, o.round)
 	return o
 }
@@ -85,7 +92,8 @@ func (o *oracle) round() {
 			continue
 		}
 		own, _ := w.net.Clock(id)
-		if o.newest.Number > 1 {
+		if told := (told{m, o.newest.Number, o.complete}); o.told[id] != told && o.newest.Number > 1 {
+			o.told[id] = told
 			if err := m.node.Adopt(own, o.newest); err != nil {
 				panic(err) // the scenario is wrong
 			}

@@ -50,6 +50,7 @@ type scenario struct {
 	fairness  float64 // no node admits more than this times its fair part; 0 is no limit
 	maxBytes  float64 // per node and second; 0 is no limit
 	formula   float64 // percent: what the fault is said to cost at most; 0 is not stated
+	maxMemory float64 // bytes per node; 0 is no limit, and not measured
 	expensive bool    // only with --all
 }
 
@@ -253,6 +254,7 @@ func scenarios() []scenario {
 	add(base("reset", 3, balanced(demand)), func(sc *scenario) {
 		const at = 6 * time.Second
 		sc.chartered, sc.agreed = true, 1
+		sc.load, sc.from = after(3*time.Second, balanced(demand)), 4*time.Second // a burst that was spent
 		sc.extra, sc.approach, sc.extraWhy = float64(sc.burstTokens), true, "a reset fills the burst once more"
 		sc.faults = func(w *world) {
 			w.change(at, func(c *limiter.Charter) { c.Resets++ })
@@ -260,9 +262,14 @@ func scenarios() []scenario {
 		}
 	})
 
-	const storm = 3 * time.Second
+	const (
+		storm = 3 * time.Second
+		// A new life has no use for a share until all that an earlier one may have lent
+		// is over; until then it has applied no charter. It borrows.
+		ready = storm + 1100*time.Millisecond
+	)
 	joined := func(sc *scenario) {
-		sc.chartered, sc.agreed = true, 1
+		sc.chartered, sc.agreed = true, 2
 		sc.faults = func(w *world) {
 			w.net.At(storm, func() {
 				for id := sc.founders(); id < sc.nodes; id++ {
@@ -271,7 +278,12 @@ func scenarios() []scenario {
 			})
 			w.change(storm, func(c *limiter.Charter) {
 				for _, name := range w.names[sc.founders():] {
-					c.Roster.Members = append(c.Roster.Members, limiter.Member{Name: name})
+					c.Roster.Members = append(c.Roster.Members, limiter.Member{Name: name, NoShare: true})
+				}
+			})
+			w.change(ready, func(c *limiter.Charter) {
+				for i := range c.Roster.Members {
+					c.Roster.Members[i].NoShare = false
 				}
 			})
 		}
@@ -290,8 +302,8 @@ func scenarios() []scenario {
 			}
 		}
 	}
-	add(base("join-storm-5+20", 25, moving(storm, 5, 25)), joined, func(sc *scenario) { sc.joiners = 20 })
-	add(base("leave-storm-25-20", 25, moving(storm, 25, 5)), left(5))
+	add(base("join-storm-5+20", 25, moving(storm, 5, 25)), joined, func(sc *scenario) { sc.joiners, sc.maxError = 20, 1 })
+	add(base("leave-storm-25-20", 25, moving(storm, 25, 5)), left(5), func(sc *scenario) { sc.maxError = 1 })
 	// Half a million of pairs: three seconds of them take minutes.
 	huge := func(sc *scenario) {
 		sc.burstTokens, sc.expensive = 5000, true // ten tokens a share
@@ -300,15 +312,17 @@ func scenarios() []scenario {
 	add(base("join-storm-10+500", 510, moving(storm, 10, 510)), joined, huge, func(sc *scenario) { sc.joiners = 500 })
 	add(base("leave-storm-510-500", 510, moving(storm, 510, 10)), left(10), huge)
 
+	const silence = 500 * time.Millisecond // before the cut and after it, at most: a keep-alive, and what it takes to meet
 	add(base("takeover-1s", 3, balanced(3)), split([]int{0}, []int{1, 2}), printed(100), func(sc *scenario) {
 		sc.silence = limiter.Silence{Policy: limiter.TakeOver, After: time.Second}
-		sc.extra = float64(sc.burstTokens) + sc.rate*(sc.to-sc.from-sc.silence.After).Seconds()
-		sc.extraWhy, sc.approach = "(P-1)·(B + R·(T-After)), P = 2 sides for T = 12 s", true
+		sc.extra = float64(sc.burstTokens) + sc.rate*(sc.to-sc.from+silence-sc.silence.After).Seconds()
+		sc.extraWhy, sc.approach = "(P-1)·(B + R·(T-After)), P = 2 sides that hear nothing for T = 12.5 s", true
 	})
 	add(base("saturated-1000-50", 50, balanced(2)), printed(0), func(sc *scenario) { sc.rate, sc.length = 1000, 12*time.Second })
 	many := func(sc *scenario) {
 		sc.keys, sc.hot, sc.length = 1000, 10, 12*time.Second
-		sc.maxBytes, sc.expensive = 2e6, true
+		sc.maxBytes, sc.maxMemory, sc.expensive = 2e6, 64<<20, true
+		sc.floor = 5 * time.Millisecond // at 2 ms fifty nodes with ten hot keys each say twice as much
 	}
 	add(base("1000-keys-50", 50, balanced(demand)), many)
 	return all

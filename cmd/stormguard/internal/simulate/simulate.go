@@ -60,7 +60,7 @@ type Result struct {
 	Most        int     `json:"most_in_10s,omitempty"`
 	Share       float64 `json:"largest_share"` // of one node, times its fair part
 	Agreed      int     `json:"charters_completed,omitempty"`
-	Memory      float64 `json:"bytes_per_node,omitempty"` // of limiter and session; 0: not measured
+	Memory      float64 `json:"bytes_per_node,omitempty"` // of the heap, with what the simulation itself takes; 0: not measured
 	Asked       int     `json:"asked"`
 	Admitted    int     `json:"admitted"`
 
@@ -88,17 +88,23 @@ func Run(ctx context.Context, cfg Config, stdout, stderr io.Writer) error {
 	next := make(chan int)
 	var runners sync.WaitGroup
 	var mu sync.Mutex // of stderr
+	do := func(i int) {
+		results[i] = run(&chosen[i], cfg.Strategy, cfg.Seed)
+		mu.Lock()
+		defer mu.Unlock()
+		fmt.Fprintf(stderr, "%-28s %6.1f s  %s\n", results[i].Name, results[i].Took, results[i].verdict())
+	}
 	for range min(len(chosen), runtime.GOMAXPROCS(0)) {
 		runners.Go(func() {
 			for i := range next {
-				results[i] = run(&chosen[i], cfg.Strategy, cfg.Seed)
-				mu.Lock()
-				fmt.Fprintf(stderr, "%-28s %6.1f s  %s\n", results[i].Name, results[i].Took, results[i].verdict())
-				mu.Unlock()
+				do(i)
 			}
 		})
 	}
 	for i := range chosen {
+		if chosen[i].maxMemory > 0 {
+			continue
+		}
 		select {
 		case next <- i:
 			continue
@@ -108,6 +114,11 @@ func Run(ctx context.Context, cfg Config, stdout, stderr io.Writer) error {
 	}
 	close(next)
 	runners.Wait()
+	for i := range chosen { // alone, or others' memory would be counted
+		if chosen[i].maxMemory > 0 && ctx.Err() == nil {
+			do(i)
+		}
+	}
 	if err := ctx.Err(); err != nil {
 		return err
 	}
@@ -154,11 +165,41 @@ func (c Config) choose() (chosen []scenario, err error) {
 // run runs one scenario and judges it.
 func run(sc *scenario, strategy Strategy, seed uint64) Result {
 	start := time.Now()
+	before := 0.0
+	if sc.maxMemory > 0 {
+		before = heap()
+	}
 	w := newWorld(sc, strategy, seed)
+	w.weigh(before)
 	w.run()
 	r := w.result()
 	r.Seed, r.Took = seed, time.Since(start).Seconds()
 	return r
+}
+
+// weigh has all keys that lie idle asked for once, every few seconds at every node,
+// and looks then at what is alive, less what was before.
+func (w *world) weigh(before float64) {
+	const every = 4 * time.Second
+	for at := warmUp; w.sc.maxMemory > 0 && at < w.sc.length; at += every {
+		w.net.At(at, func() {
+			for id, m := range w.members {
+				own, _ := w.net.Clock(id)
+				for _, key := range w.keys[len(w.ledgers):] {
+					m.node.Take(own, key, 1)
+				}
+			}
+		})
+		w.net.At(at+10*time.Millisecond, func() { w.memory = max(w.memory, (heap()-before)/float64(w.sc.nodes)) })
+	}
+}
+
+// heap is what is alive.
+func heap() float64 {
+	runtime.GC()
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	return float64(m.HeapAlloc)
 }
 
 // result is what has happened in w, judged.
@@ -195,6 +236,7 @@ func (w *world) result() Result {
 	if w.rejoined == gossip.Never {
 		r.Rejoined = -1
 	}
+	r.Memory = w.memory
 	r.judge(sc, w.strategy)
 	return r
 }
@@ -243,6 +285,9 @@ func (r *Result) judge(sc *scenario, strategy Strategy) {
 	}
 	if sc.maxBytes > 0 && r.BytesPerSec > sc.maxBytes {
 		wrong("%.0f bytes a second and node, the limit is %.0f", r.BytesPerSec, sc.maxBytes)
+	}
+	if sc.maxMemory > 0 && r.Memory > sc.maxMemory {
+		wrong("%.0f bytes of memory a node, the limit is %.0f", r.Memory, sc.maxMemory)
 	}
 	r.Passed = len(r.Why) == 0
 }

@@ -27,6 +27,7 @@ type world struct {
 	ledgers  []*ledger // by hot key
 	tap      *tap      // nil unless sync delays are measured
 	rotation []int     // see rotating
+	memory   float64   // bytes per node at most, see weigh
 	oracle   charters  // nil unless the charter changes
 
 	healed    map[[2]int]*missed // by sender and receiver, when the fault ended
