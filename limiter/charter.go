@@ -232,6 +232,7 @@ func (n *Node) Adopt(now time.Duration, c Charter) error {
 	if err := c.validate(); err != nil {
 		return err
 	}
+	n.Applied() // of what was until now
 	if (len(c.Roster.Members) == 0) != n.alone {
 		return fmt.Errorf("%w: charter %d: %d members: who is alone stays so, and no other becomes it", ErrConfig, c.Number, len(c.Roster.Members))
 	}
@@ -273,6 +274,12 @@ func (n *Node) Complete(now time.Duration, number uint64) {
 // tokens and what it has lent are no more than the smallest share that counts, and
 // no earlier life of it has lent anything. 0 is none yet.
 func (n *Node) Applied() uint64 {
+	if n.alone && n.overs > 0 { // reservations, which no step redeems here
+		n.eachRow(func(r *row) {
+			r.update(n.now, n.mintAt)
+			n.pin(r)
+		})
+	}
 	if n.overs == 0 && (n.alone || n.now >= n.wait) {
 		n.applied = n.newest().Number
 	}

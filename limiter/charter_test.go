@@ -120,6 +120,12 @@ func TestSharesOfCharters(t *testing.T) {
 	if r.rate != 0 || r.cap != 0 {
 		t.Errorf("a late life uses %d of %d", r.rate, r.cap)
 	}
+	if late.Applied() != 0 {
+		t.Error("a late life keeps within a charter, and nobody knows what an earlier one has lent")
+	}
+	if late.advance(writeOff); late.Applied() != settled.Number {
+		t.Errorf("applied %d after a write-off", late.Applied())
+	}
 	if late.Complete(0, settled.Number); r.cap != 100*micro {
 		t.Errorf("a late life uses %d when all is complete", r.cap)
 	}
@@ -178,9 +184,9 @@ func TestLosers(t *testing.T) {
 // Who has borrowed for good, and does not spend, has it no longer than a lease
 // when the limit is cut.
 func TestCutEndsLeases(t *testing.T) {
-	cfg := Config{Fleet: "f", Limit: Limit{Rate: 100, Burst: 400}, Roster: rosterOf("n00 n01")}
+	cfg := Config{Fleet: "f", Limit: Limit{Rate: 4, Burst: 400}, Roster: rosterOf("n00 n01")}
 	f := newFleetOf(t, 2, cfg, 1)
-	f.pass(6 * time.Second)
+	f.pass(110 * time.Second)
 	s := f.nodes[1]
 	s.demand(f.key(s), 400*micro) // and never served
 	f.settleNode(1)

@@ -52,6 +52,10 @@ func (n *Node) step(r *row) {
 	if n.now >= r.wantUntil {
 		r.want = 0
 	}
+	if r.over {
+		n.trim(r)
+		n.pin(r)
+	}
 	r.yielding = n.yields(r)
 	if keep, _ := r.plan(); r.pooled > keep && !n.alone {
 		r.reclaim() // what is taken ahead can neither be lent nor be forgotten
@@ -91,7 +95,7 @@ func (n *Node) rest(r *row) {
 	}
 	f := &r.forecast
 	next := n.now + r.pace
-	if f.mean == 0 && f.asked == 0 && r.waiting == 0 && r.want == 0 && r.held == 0 && !r.needing && !r.stated {
+	if f.mean == 0 && f.asked == 0 && r.waiting == 0 && r.want == 0 && r.held == 0 && r.reserved == 0 && !r.needing && !r.stated {
 		if n.idle(r) {
 			n.evict(r)
 			return

@@ -40,7 +40,7 @@ func (f *fleet) check() error {
 		if !r.over && r.level+r.lent+r.reserved > r.cap {
 			return errors.New("level and loans exceed the cap")
 		}
-		if r.sum.Minted+r.sum.Back+r.sum.Refilled != r.level+r.sum.Own+r.sum.Lent+r.sum.Trimmed {
+		if r.sum.Minted+r.sum.Back+r.sum.Refilled != r.level+r.sum.Own+r.sum.Lent+r.sum.Trimmed+r.prepaid {
 			return errors.New("own tokens do not tie up")
 		}
 		if r.sum.Got != r.sum.Borrowed+r.sum.Returned+r.sum.Voided+r.held {
