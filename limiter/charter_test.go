@@ -266,13 +266,12 @@ func TestResetFillsOnce(t *testing.T) {
 		switch round {
 		case 2:
 			f.completed(2)
-		case 3:
-			c = changed(c, func(c *Charter) { c.Limit.Rate = 2 }) // no reset
-		case 4: // spent
+		case 3: // spent, and no reset
 			for _, s := range f.nodes {
 				r := f.key(s)
 				s.spend(r, r.level)
 			}
+			c = changed(c, func(c *Charter) { c.Limit.Rate = 2 })
 		case 5:
 			c = changed(c, reset)
 		}
@@ -294,6 +293,42 @@ func TestResetFillsOnce(t *testing.T) {
 func (n *Node) spend(r *row, amount int64) {
 	r.mint(n.now, n.mintAt)
 	r.spend(min(amount, r.level))
+}
+
+// What a lender gets back after a cut does not fill it above its cap, and neither
+// does a reset while much of it is lent.
+func TestCutAndResetWithLoansOut(t *testing.T) {
+	cfg := Config{Fleet: "f", Limit: Limit{Rate: 4, Burst: 400}, Roster: rosterOf("n00 n01")}
+	f := newFleetOf(t, 2, cfg, 1)
+	f.pass(110 * time.Second)
+	lender, s := f.nodes[0], f.nodes[1]
+	s.demand(f.key(s), 300*micro) // and never served
+	f.settleNode(1)
+	f.pass(f.now + time.Second)
+	within := func() {
+		t.Helper()
+		if r := f.key(lender); r.level+r.lent > r.cap {
+			t.Errorf("%d and %d lent, of %d", r.level, r.lent, r.cap)
+		}
+	}
+	c := changed(cfg.Charter(), func(c *Charter) { c.Resets++ })
+	f.adopt(c)
+	f.completed(2)
+	if lent := f.key(lender).lent; lent < 90*micro {
+		t.Fatalf("%d lent", lent)
+	}
+	within()
+	f.adopt(changed(c, func(c *Charter) { c.Limit.Burst = 40 }))
+	if lender.Applied() != 2 {
+		t.Fatal("a cut is applied with loans out")
+	}
+	s.Withdraw(s.clock(f.now), "k", 300) // and so returned
+	f.settleNode(1)
+	f.pass(f.now + 500*ms)
+	within()
+	if r := f.key(lender); r.lent != 0 || r.sum.Back < 90*micro || lender.Applied() != 3 {
+		t.Errorf("%d lent, %d back, applied %d", r.lent, r.sum.Back, lender.Applied())
+	}
 }
 
 // A name that is in no roster any more is forgotten, a write-off later.

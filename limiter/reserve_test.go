@@ -44,7 +44,7 @@ func TestReserve(t *testing.T) {
 			t.Error("what was given back is there before it was due")
 		}
 		time.Sleep(50 * ms)
-		if !l.Allow() || !l.Allow() || l.Allow() {
+		if !l.AllowN(2) || l.Allow() {
 			t.Error("two were given back, and are due")
 		}
 		second.Cancel()

@@ -16,7 +16,7 @@ import (
 //
 //	version  byte: 1, or 2 when the sender has another charter than the founding one
 //	config   4 bytes, the fingerprint of the fleet and the founding charter
-//	charter  with version 2 only: number and 4 bytes of the digest of the sender's newest
+//	newest   with version 2 only: the number of the sender's charter, and 4 bytes of its digest
 //	life     4 bytes, the low half of the incarnation that this is meant for
 //	epoch    of the sender's loans to the receiver
 //	renewed  microseconds of the receiver's clock that its lease is renewed to; 0 is none

@@ -71,12 +71,12 @@ func rotatingWithin(every time.Duration, sides ...[]int) load {
 	}
 }
 
-// moving is balanced over some nodes, and from an instant on over others: what
-// nodes below so many have.
-func moving(at time.Duration, before, then int) load {
+// moving is balanced over so many nodes, the first ones, and from the storm on over
+// another number.
+func moving(before, then int) load {
 	return func(w *world, node int, t time.Duration) (float64, time.Duration) {
-		n, until := before, at
-		if t >= at {
+		n, until := before, storm
+		if t >= storm {
 			n, until = then, w.sc.length
 		}
 		if node >= n {

@@ -71,7 +71,8 @@ const (
 
 const (
 	rotation = time.Second
-	accuracy = 0.3 // percent
+	storm    = 3 * time.Second // when many join or leave
+	accuracy = 0.3             // percent
 
 	// rejoin is how long a fault may be over until all have met again: addresses
 	// that fell silent are tried every 1 to 5 s.
@@ -224,6 +225,25 @@ func scenarios() []scenario {
 		sc.burst = simnet.Burst{Good: 20 * time.Millisecond, Bad: 10 * time.Millisecond, Loss: 1}
 		sc.sync = true
 	})
+	changes(add)
+	const silence = 500 * time.Millisecond // before the cut and after it, at most: a keep-alive, and what it takes to meet
+	add(base("takeover-1s", 3, balanced(3)), split([]int{0}, []int{1, 2}), printed(100), func(sc *scenario) {
+		sc.silence = limiter.Silence{Policy: limiter.TakeOver, After: time.Second}
+		sc.extra = float64(sc.burstTokens) + sc.rate*(sc.to-sc.from+silence-sc.silence.After).Seconds()
+		sc.extraWhy, sc.approach = "(P-1)·(B + R·(T-After)), P = 2 sides that hear nothing for T = 12.5 s", true
+	})
+	add(base("saturated-1000-50", 50, balanced(2)), printed(0), func(sc *scenario) { sc.rate, sc.length = 1000, 12*time.Second })
+	many := func(sc *scenario) {
+		sc.keys, sc.hot, sc.length = 1000, 10, warmUp+window
+		sc.maxBytes, sc.maxMemory, sc.expensive = 2e6, 64<<20, true
+		sc.floor = 5 * time.Millisecond // at 2 ms fifty nodes with ten hot keys each say twice as much
+	}
+	add(base("1000-keys-50", 50, balanced(demand)), many)
+	return all
+}
+
+// changes are the rows in which names, limits or roster are not what they were.
+func changes(add func(sc scenario, with ...func(*scenario))) {
 	// Two processes of one name: its share is minted twice.
 	add(base("same-name-twice", 4, balanced(2)), func(sc *scenario) {
 		sc.twin, sc.maxError, sc.approach = true, 34, true
@@ -262,12 +282,9 @@ func scenarios() []scenario {
 		}
 	})
 
-	const (
-		storm = 3 * time.Second
-		// A new life has no use for a share until all that an earlier one may have lent
-		// is over; until then it has applied no charter. It borrows.
-		ready = storm + 1100*time.Millisecond
-	)
+	// A new life has no use for a share until all that an earlier one may have lent
+	// is over; until then it has applied no charter. It borrows.
+	const ready = storm + 1100*time.Millisecond
 	joined := func(sc *scenario) {
 		sc.chartered, sc.agreed = true, 2
 		sc.faults = func(w *world) {
@@ -302,28 +319,13 @@ func scenarios() []scenario {
 			}
 		}
 	}
-	add(base("join-storm-5+20", 25, moving(storm, 5, 25)), joined, func(sc *scenario) { sc.joiners, sc.maxError = 20, 1 })
-	add(base("leave-storm-25-20", 25, moving(storm, 25, 5)), left(5), func(sc *scenario) { sc.maxError = 1 })
+	add(base("join-storm-5+20", 25, moving(5, 25)), joined, func(sc *scenario) { sc.joiners, sc.maxError = 20, 1 })
+	add(base("leave-storm-25-20", 25, moving(25, 5)), left(5), func(sc *scenario) { sc.maxError = 1 })
 	// Half a million of pairs: three seconds of them take minutes.
 	huge := func(sc *scenario) {
 		sc.burstTokens, sc.expensive = 5000, true // ten tokens a share
 		sc.length, sc.maxError = storm+3*time.Second, 5
 	}
-	add(base("join-storm-10+500", 510, moving(storm, 10, 510)), joined, huge, func(sc *scenario) { sc.joiners = 500 })
-	add(base("leave-storm-510-500", 510, moving(storm, 510, 10)), left(10), huge)
-
-	const silence = 500 * time.Millisecond // before the cut and after it, at most: a keep-alive, and what it takes to meet
-	add(base("takeover-1s", 3, balanced(3)), split([]int{0}, []int{1, 2}), printed(100), func(sc *scenario) {
-		sc.silence = limiter.Silence{Policy: limiter.TakeOver, After: time.Second}
-		sc.extra = float64(sc.burstTokens) + sc.rate*(sc.to-sc.from+silence-sc.silence.After).Seconds()
-		sc.extraWhy, sc.approach = "(P-1)·(B + R·(T-After)), P = 2 sides that hear nothing for T = 12.5 s", true
-	})
-	add(base("saturated-1000-50", 50, balanced(2)), printed(0), func(sc *scenario) { sc.rate, sc.length = 1000, 12*time.Second })
-	many := func(sc *scenario) {
-		sc.keys, sc.hot, sc.length = 1000, 10, 12*time.Second
-		sc.maxBytes, sc.maxMemory, sc.expensive = 2e6, 64<<20, true
-		sc.floor = 5 * time.Millisecond // at 2 ms fifty nodes with ten hot keys each say twice as much
-	}
-	add(base("1000-keys-50", 50, balanced(demand)), many)
-	return all
+	add(base("join-storm-10+500", 510, moving(10, 510)), joined, huge, func(sc *scenario) { sc.joiners = 500 })
+	add(base("leave-storm-510-500", 510, moving(510, 10)), left(10), huge)
 }

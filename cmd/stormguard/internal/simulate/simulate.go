@@ -177,20 +177,23 @@ func run(sc *scenario, strategy Strategy, seed uint64) Result {
 	return r
 }
 
-// weigh has all keys that lie idle asked for once, every few seconds at every node,
-// and looks then at what is alive, less what was before.
+// weigh has all keys that lie idle asked for once at every node, so that they are
+// known, and looks at what is alive then and at the end, less what was before.
 func (w *world) weigh(before float64) {
-	const every = 4 * time.Second
-	for at := warmUp; w.sc.maxMemory > 0 && at < w.sc.length; at += every {
-		w.net.At(at, func() {
-			for id, m := range w.members {
-				own, _ := w.net.Clock(id)
-				for _, key := range w.keys[len(w.ledgers):] {
-					m.node.Take(own, key, 1)
-				}
+	if w.sc.maxMemory <= 0 {
+		return
+	}
+	const at = warmUp / 2
+	w.net.At(at, func() {
+		for id, m := range w.members {
+			own, _ := w.net.Clock(id)
+			for _, key := range w.keys[len(w.ledgers):] {
+				m.node.Take(own, key, 1)
 			}
-		})
-		w.net.At(at+10*time.Millisecond, func() { w.memory = max(w.memory, (heap()-before)/float64(w.sc.nodes)) })
+		}
+	})
+	for _, t := range []time.Duration{at + 20*time.Millisecond, w.sc.length - 1} {
+		w.net.At(t, func() { w.memory = max(w.memory, (heap()-before)/float64(w.sc.nodes)) })
 	}
 }
 
