@@ -596,3 +596,59 @@ func TestStats(t *testing.T) {
 		t.Errorf("cut off: %+v", st)
 	}
 }
+
+// The cases of homes that chance seldom draws.
+func TestLosersOfHomes(t *testing.T) {
+	charter := func(burst int, names string) Charter {
+		return Charter{Number: 1, Limit: Limit{Rate: 5, Burst: burst}, Roster: rosterOf(names)}
+	}
+	for i, c := range []struct {
+		from, to Charter
+		want     string
+	}{
+		{charter(3, "a b c"), charter(3, "a b c d"), "[a b c]"}, // d takes some keys of each
+		{charter(3, "a b c"), charter(3, "a b"), "[c]"},
+		{charter(30, "a b c"), charter(3, "a b c"), "[a b c]"},
+		{charter(3, "a b c"), charter(30, "a b c"), "[a b c]"}, // of its own keys each had all the rate
+	} {
+		if got := fmt.Sprint(Losers(c.from, c.to)); got != c.want {
+			t.Errorf("%d: %s lose, want %s", i, got, c.want)
+		}
+	}
+}
+
+// A key that is asked for first when its share has just grown has what was minted
+// since, and a pool that was filled before a cut is emptied.
+func TestNothingFromBefore(t *testing.T) {
+	cfg := Config{Fleet: "f", Limit: Limit{Rate: 100, Burst: 100}, Roster: rosterOf("b")}
+	n, err := NewNode(crdt.Replica{Name: "a"}, cfg, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	now := time.Hour
+	if err := n.Adopt(now, changed(cfg.Charter(), func(c *Charter) { c.Roster = rosterOf("a") })); err != nil {
+		t.Fatal(err)
+	}
+	n.Complete(now, 2)
+	n.Take(now+100*ms, "new", 1000)
+	if v, _ := n.View(now+100*ms, "new"); v.Level > 10*micro || v.Level < 9*micro {
+		t.Errorf("%d, want what 100 ms mint", v.Level)
+	}
+
+	cfg = Config{Limit: Limit{Rate: 1000, Burst: 400}}
+	at := time.Duration(0)
+	s, err := New(crdt.Replica{Name: "a"}, cfg, WithClock(func() time.Duration { return at }))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	l := s.Key("k")
+	l.Allow()
+	had := l.pool.left()
+	if err := s.Adopt(at, changed(cfg.Charter(), func(c *Charter) { c.Limit.Burst = 4 })); err != nil || had == 0 {
+		t.Fatal(err, had)
+	}
+	if l.pool.left() != 0 || !l.AllowN(4) || l.Allow() {
+		t.Errorf("%d in the pool after a cut", l.pool.left())
+	}
+}
