@@ -313,6 +313,7 @@ func TestCutAndResetWithLoansOut(t *testing.T) {
 	}
 	c := changed(cfg.Charter(), func(c *Charter) { c.Resets++ })
 	f.adopt(c)
+	within()
 	f.completed(2)
 	if lent := f.key(lender).lent; lent < 90*micro {
 		t.Fatalf("%d lent", lent)
