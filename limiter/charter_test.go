@@ -134,7 +134,7 @@ func TestSharesOfCharters(t *testing.T) {
 // Who loses is who has less of some key, and only those.
 func TestLosers(t *testing.T) {
 	keys := []string{"k", "l"}
-	for i := range 60 {
+	for i := range 800 {
 		keys = append(keys, fmt.Sprint("key", i))
 	}
 	rapid.Check(t, func(t *rapid.T) {
