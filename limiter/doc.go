@@ -35,9 +35,23 @@
 //     the work later than everybody else thinks; and one whose machine stands still,
 //     so that its monotonic clock does too, may spend loans that were written off:
 //     at most what was lent to it.
-//   - Two living processes of one name mint its share twice.
-//   - A roster or a limit that is changed while nodes run: nodes of different
-//     configurations refuse each other's packets, but each admits by its own.
+//   - Two living processes of one name mint its share twice: its part of
+//     Burst + Rate·T more.
+//   - A limit that is cut while nodes run ([Node.Adopt]): until all who lose have
+//     applied the cut the larger limit bounds, and [Node.Applied] of each says who
+//     has not. Who is cut off does not hear of it.
+//   - A reset: at most Burst more, once.
+//   - [TakeOver]: P sides of a split admit up to (P-1)·(Burst + Rate·(T-After))
+//     more, where T is how long they hear nothing of each other, for each time that
+//     they do.
+//   - [Open]: each start of a process admits up to its share of Burst + Rate·T more,
+//     where T is how long it may not mint.
+//   - A fence ([Node.Mint]) of a process that stood still, or whose machine did: at
+//     most one pool for each key.
+//   - A reservation ([Limiter.Reserve]) that stands when a limit is cut or a fence
+//     comes: at most a share of Burst for each node.
+//   - A process that is given an outdated configuration and no fence, until it hears
+//     of the charter that is in force.
 //
 // The price of the 500 ppm is 0.05 % of the rate. How near the fleet comes to the
 // rate is measured, not promised; docs/limiter.md has the table. What no design can
@@ -52,10 +66,11 @@
 //
 // # What is assumed
 //
-// Names are stable, and so is the roster: each name has its share from the start,
-// whether it is there or not. A new life mints nothing until every member of the
-// roster has written to it, or 1.011 s have passed; nobody needs to know that it
-// had an earlier one. The session that carries the packets tells lives apart, and
+// Names are stable: each name in the roster has its share, whether it is there or
+// not. A new life mints nothing until every member of the
+// roster has written to it, or 1.011 s have passed, and always for that long in a
+// fleet with a name ([Config].Fleet); nobody needs to know that it had an earlier
+// one. The session that carries the packets tells lives apart, and
 // gives the clock that the set has too.
 //
 // # Small limits
@@ -64,6 +79,17 @@
 // on one home per key, chosen by rendezvous hashing, which lends whole tokens by a
 // draw among all who need one. While that node is down or cut off the key is denied
 // elsewhere.
+//
+// # Changes
+//
+// Limits and roster are those of a [Charter], which has a number. Of each limit a
+// node uses the smallest share that it has in any charter from the last complete
+// one to the newest that it has adopted; a charter is complete when all who have
+// less by it keep within it. So the shares in use are never more than the whole,
+// though no two nodes change at the same instant. Who agrees on charters, tells the
+// nodes, and knows when one is complete is not in this package. It keeps a new life
+// behind a fence until that life has adopted the newest charter and knows what is
+// complete.
 //
 // # What it does not know
 //

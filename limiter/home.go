@@ -74,7 +74,7 @@ func roundUp(amount int64) int64 { return (amount + micro - 1) / micro * micro }
 func (n *Node) stepAway(r *row) {
 	owed := r.owed()
 	for _, e := range r.entries {
-		if e != nil && e.held() > 0 && owed == 0 && n.now-e.borrowed.last >= returnIdle {
+		if e != nil && e.held() > 0 && owed == 0 && (n.now-e.borrowed.last >= returnIdle || len(n.terms) > 1) {
 			e.giveBack(e.held())
 		}
 	}
@@ -85,7 +85,7 @@ func (n *Node) stepAway(r *row) {
 		need = 0
 	}
 	r.stated = false
-	p := n.peers[n.cfg.Roster.Members[r.home].Name]
+	p := n.peers[r.home]
 	if p == nil {
 		return
 	}

@@ -46,10 +46,15 @@ func (r *row) plan() (keep, ahead int64) {
 // does not need, says what it needs, and lends what it can spare.
 func (n *Node) step(r *row) {
 	r.update(n.now, n.mintAt)
+	quiet := r.forecast.asked == 0
 	window := max(minWindow, r.pace)
 	r.forecast.observe(n.now, window, r.full*window.Seconds())
 	if n.now >= r.wantUntil {
 		r.want = 0
+	}
+	if r.over {
+		n.trim(r)
+		n.pin(r)
 	}
 	r.yielding = n.yields(r)
 	if keep, _ := r.plan(); r.pooled > keep && !n.alone {
@@ -57,8 +62,8 @@ func (n *Node) step(r *row) {
 	}
 	switch {
 	case n.alone:
-	case r.home < 0:
-		n.stepSpread(r)
+	case r.home == "":
+		n.stepSpread(r, quiet)
 	case r.here:
 		n.stepHome(r)
 	default:
@@ -90,7 +95,7 @@ func (n *Node) rest(r *row) {
 	}
 	f := &r.forecast
 	next := n.now + r.pace
-	if f.mean == 0 && f.asked == 0 && r.waiting == 0 && r.want == 0 && r.held == 0 && !r.needing && !r.stated {
+	if f.mean == 0 && f.asked == 0 && r.waiting == 0 && r.want == 0 && r.held == 0 && r.reserved == 0 && !r.needing && !r.stated {
 		if n.idle(r) {
 			n.evict(r)
 			return
@@ -107,8 +112,11 @@ func (n *Node) rest(r *row) {
 
 // idle tells whether a row that is made anew would be this one.
 func (n *Node) idle(r *row) bool {
-	if r.level < r.cap || r.lent > 0 || r.held > 0 || r.waiting > 0 || r.want > 0 || r.pooled > 0 {
+	if r.level < r.cap || r.lent > 0 || r.held > 0 || r.waiting > 0 || r.want > 0 || r.pooled > 0 || r.reserved > 0 {
 		return false
+	}
+	if n.steady > 0 && n.now < n.steady+r.fill+r.fill/1000 {
+		return false // one that is made anew has what it could mint since
 	}
 	for _, e := range r.entries {
 		if e != nil {
@@ -153,10 +161,14 @@ func (n *Node) evictSome() {
 // idleRow is how long a row rests before it is forgotten, unless there is no room.
 const idleRow = 10 * time.Second
 
-func (n *Node) stepSpread(r *row) {
+func (n *Node) stepSpread(r *row, quiet bool) {
 	keep, ahead := r.plan()
 	owed := r.owed()
-	n.returnSpare(r, int64(spare*float64(keep))+owed)
+	most := int64(spare*float64(keep)) + owed
+	if quiet && len(n.terms) > 1 {
+		most = owed // until all have what they lent, those who lose cannot say that they keep within a charter
+	}
+	n.returnSpare(r, most)
 
 	short := owed + r.lost + ahead - r.held - r.level + r.pooled
 	if r.yielding {
@@ -206,10 +218,11 @@ func (n *Node) needs(r *row) (total int64) {
 	return total
 }
 
-// returnSpare returns what is held beyond most, from each lender its part.
+// returnSpare returns what is held beyond most, from each lender its part. While a
+// charter is not complete crumbs go back too: a lender that leaves waits for them.
 func (n *Node) returnSpare(r *row, most int64) {
 	excess, held := r.held-most, r.held
-	if excess < crumb {
+	if excess <= 0 || excess < crumb && len(n.terms) == 1 {
 		return
 	}
 	for _, e := range r.entries {
@@ -263,7 +276,7 @@ func (n *Node) state(e *entry, need int64) {
 	case e.need == 0:
 	case n.now-e.needAt < restate && need < 4*e.need:
 		return
-	case e.row.home < 0 && need < 2*e.need && need > e.need/4:
+	case e.row.home == "" && need < 2*e.need && need > e.need/4:
 		return
 	}
 	e.need, e.needAt, e.dirty = need, n.now, true

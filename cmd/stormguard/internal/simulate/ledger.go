@@ -51,6 +51,21 @@ func newLedger(rate, burst float64, length time.Duration, nodes int) *ledger {
 	}
 }
 
+// limit changes the limit from now on.
+func (l *ledger) limit(now time.Duration, rate, burst float64) {
+	for _, b := range []*bucket{&l.ideal, &l.bound} {
+		b.flow(now)
+		b.rate, b.burst = rate, burst
+		b.level = min(b.level, burst)
+	}
+}
+
+// reset fills what is ideal; what a real fleet admits for it is over the bound.
+func (l *ledger) reset(now time.Duration) {
+	l.ideal.flow(now)
+	l.ideal.level = l.ideal.burst
+}
+
 // ask books one request.
 func (l *ledger) ask(now time.Duration) {
 	l.asked[now/bin]++

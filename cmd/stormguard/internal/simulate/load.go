@@ -71,6 +71,21 @@ func rotatingWithin(every time.Duration, sides ...[]int) load {
 	}
 }
 
+// moving is balanced over so many nodes, the first ones, and from the storm on over
+// another number.
+func moving(before, then int) load {
+	return func(w *world, node int, t time.Duration) (float64, time.Duration) {
+		n, until := before, storm
+		if t >= storm {
+			n, until = then, w.sc.length
+		}
+		if node >= n {
+			return 0, until
+		}
+		return demand * w.sc.all() / float64(n), until
+	}
+}
+
 // after is a load that begins late.
 func after(begin time.Duration, l load) load {
 	return func(w *world, node int, t time.Duration) (float64, time.Duration) {

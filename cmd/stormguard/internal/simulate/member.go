@@ -29,6 +29,7 @@ type member struct {
 	node    *limiter.Node
 	seeds   []int // to be joined
 	waiting []int // messages by key that wait for a token
+	waits   int   // all of them
 	out     []byte
 }
 
@@ -36,11 +37,17 @@ type member struct {
 func (w *world) boot(id int) simnet.Boot {
 	return func(life int, rng *rand.Rand) simnet.Process {
 		self := crdt.Replica{Name: w.names[id], Incarnation: uint64(life)}
+		if w.sc.twin && id == w.sc.nodes-1 {
+			self.Incarnation += 1000 // it was started later
+		}
 		m := &member{w: w, id: id, rng: rng, waiting: make([]int, len(w.keys))}
 		now, _ := w.net.Clock(id)
 		var err error
 		if m.node, err = limiter.NewNode(self, w.config(id), now); err != nil {
 			panic(err) // the scenario is wrong
+		}
+		if w.oracle != nil {
+			w.oracle.born(m)
 		}
 		if w.shared() {
 			section := gossip.Section(m.node)
@@ -48,7 +55,7 @@ func (w *world) boot(id int) simnet.Boot {
 				section = &tapped{Section: section, tap: w.tap, w: w, id: id}
 			}
 			m.session, err = gossip.New(
-				gossip.Config{Cluster: "simulate", Self: self},
+				gossip.Config{Cluster: "simulate", Self: self, Floor: w.sc.floor, MaxPeers: max(512, w.sc.nodes)},
 				gossip.WithSection("limiter", section), gossip.WithRand(rng.Float64))
 			if err != nil {
 				panic(err)
@@ -84,12 +91,12 @@ func (m *member) Step(now time.Duration, ev gossip.Event, actions []gossip.Actio
 		m.node.Tick(now)
 		changed = true
 	}
-	for k, n := range m.waiting {
-		for ; n > 0 && m.node.Serve(now, m.w.keys[k], 1); n-- {
+	for k := 0; m.waits > 0 && k < len(m.waiting); k++ {
+		for ; m.waiting[k] > 0 && m.node.Serve(now, m.w.keys[k], 1); m.waiting[k]-- {
+			m.waits--
 			m.w.ledgers[k].admit(t, m.id)
 			changed = true
 		}
-		m.waiting[k] = n
 	}
 	if m.session != nil && (changed || m.session.Wake() <= now) {
 		if m.w.tap != nil {
@@ -126,6 +133,7 @@ func (m *member) message(now, t time.Duration) bool {
 	if m.w.sc.wait {
 		if m.node.Demand(now, m.w.keys[k], 1) {
 			m.waiting[k]++
+			m.waits++
 		}
 		return true
 	}

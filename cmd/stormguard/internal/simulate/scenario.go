@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/crdt/gossip/simnet"
+	"github.com/stormguard-mq/stormguard/limiter"
 )
 
 // A scenario is a row of the table: a fleet, its load, and what goes wrong.
@@ -26,7 +27,13 @@ type scenario struct {
 
 	loss   float64
 	burst  simnet.Burst
+	floor  time.Duration  // of the sessions; 0 is their default
 	faults func(w *world) // schedules them
+
+	silence   limiter.Silence
+	twin      bool // the last node has the name of the first
+	chartered bool // the charter changes, see charters
+	joiners   int  // of nodes, not there from the start
 
 	length   time.Duration
 	from, to time.Duration // what is judged; to 0 is length
@@ -35,14 +42,20 @@ type scenario struct {
 	maxError  float64       // percent
 	extra     float64       // tokens above the bound that are stated for this fault
 	extraWhy  string        // and why
+	approach  bool          // at least 30 % of extra must be seen
+	agreed    int           // charters that must have been completed
 	converge  time.Duration // limit for world.converged, and then rejoin for world.rejoined; 0 is none
 	maxSync   time.Duration
 	windows   [2]int  // limits for ledger.windows; 0 is none
 	fairness  float64 // no node admits more than this times its fair part; 0 is no limit
 	maxBytes  float64 // per node and second; 0 is no limit
 	formula   float64 // percent: what the fault is said to cost at most; 0 is not stated
+	maxMemory float64 // bytes per node; 0 is no limit, and not measured
 	expensive bool    // only with --all
 }
+
+// founders are how many nodes there are from the start.
+func (sc *scenario) founders() int { return sc.nodes - sc.joiners }
 
 // all is the limit of all keys that have load.
 func (sc *scenario) all() float64 { return sc.rate * float64(max(1, sc.hot)) }
@@ -58,7 +71,8 @@ const (
 
 const (
 	rotation = time.Second
-	accuracy = 0.3 // percent
+	storm    = 3 * time.Second // when many join or leave
+	accuracy = 0.3             // percent
 
 	// rejoin is how long a fault may be over until all have met again: addresses
 	// that fell silent are tried every 1 to 5 s.
@@ -211,10 +225,107 @@ func scenarios() []scenario {
 		sc.burst = simnet.Burst{Good: 20 * time.Millisecond, Bad: 10 * time.Millisecond, Loss: 1}
 		sc.sync = true
 	})
+	changes(add)
+	const silence = 500 * time.Millisecond // before the cut and after it, at most: a keep-alive, and what it takes to meet
+	add(base("takeover-1s", 3, balanced(3)), split([]int{0}, []int{1, 2}), printed(100), func(sc *scenario) {
+		sc.silence = limiter.Silence{Policy: limiter.TakeOver, After: time.Second}
+		sc.extra = float64(sc.burstTokens) + sc.rate*(sc.to-sc.from+silence-sc.silence.After).Seconds()
+		sc.extraWhy, sc.approach = "(P-1)·(B + R·(T-After)), P = 2 sides that hear nothing for T = 12.5 s", true
+	})
+	add(base("saturated-1000-50", 50, balanced(2)), printed(0), func(sc *scenario) { sc.rate, sc.length = 1000, 12*time.Second })
 	many := func(sc *scenario) {
-		sc.keys, sc.hot, sc.length = 1000, 10, 12*time.Second
-		sc.maxBytes, sc.expensive = 2e6, true
+		sc.keys, sc.hot, sc.length = 1000, 10, warmUp+window
+		sc.maxBytes, sc.maxMemory, sc.expensive = 2e6, 64<<20, true
+		sc.floor = 5 * time.Millisecond // at 2 ms fifty nodes with ten hot keys each say twice as much
 	}
 	add(base("1000-keys-50", 50, balanced(demand)), many)
 	return all
+}
+
+// changes are the rows in which names, limits or roster are not what they were.
+func changes(add func(sc scenario, with ...func(*scenario))) {
+	// Two processes of one name: its share is minted twice.
+	add(base("same-name-twice", 4, balanced(2)), func(sc *scenario) {
+		sc.twin, sc.maxError, sc.approach = true, 34, true
+		sc.extra = (float64(sc.burstTokens) + sc.rate*sc.length.Seconds()) / 3
+		sc.extraWhy = "a third of burst and rate is minted twice, all the time"
+	})
+
+	// What one side of a split has not heard. A third of the rate that was cut goes
+	// on until it has.
+	add(base("rate-cut-in-split", 3, balanced(demand)), func(sc *scenario) {
+		const begin, change, end = 2 * time.Second, 4 * time.Second, 12 * time.Second
+		sc.chartered, sc.agreed = true, 1
+		sc.length, sc.from = 24*time.Second, end+time.Second
+		sc.extra = (float64(sc.burstTokens) + sc.rate*(end-change+time.Second).Seconds()) / 2 / 3
+		sc.extraWhy, sc.approach = "a third of the half that is cut goes on where it is not heard of", true
+		sc.faults = func(w *world) {
+			side := true
+			w.reach(func(node int) bool { return !side || node > 0 })
+			w.net.At(begin, func() { w.net.Split([]int{0}, []int{1, 2}) })
+			w.change(change, func(c *limiter.Charter) {
+				c.Limit.Rate /= 2
+				c.Limit.Burst /= 2
+			})
+			w.net.At(change, func() { w.ledgers[0].limit(change, sc.rate/2, float64(sc.burstTokens/2)) })
+			w.net.At(end, func() { w.net.Heal(); side = false })
+		}
+	})
+	add(base("reset", 3, balanced(demand)), func(sc *scenario) {
+		const at = 6 * time.Second
+		sc.chartered, sc.agreed = true, 1
+		sc.load, sc.from = after(3*time.Second, balanced(demand)), 4*time.Second // a burst that was spent
+		sc.extra, sc.approach, sc.extraWhy = float64(sc.burstTokens), true, "a reset fills the burst once more"
+		sc.faults = func(w *world) {
+			w.change(at, func(c *limiter.Charter) { c.Resets++ })
+			w.net.At(at, func() { w.ledgers[0].reset(at) })
+		}
+	})
+
+	// A new life has no use for a share until all that an earlier one may have lent
+	// is over; until then it has applied no charter. It borrows.
+	const ready = storm + 1100*time.Millisecond
+	joined := func(sc *scenario) {
+		sc.chartered, sc.agreed = true, 2
+		sc.faults = func(w *world) {
+			w.net.At(storm, func() {
+				for id := sc.founders(); id < sc.nodes; id++ {
+					w.net.Add(w.boot(id))
+				}
+			})
+			w.change(storm, func(c *limiter.Charter) {
+				for _, name := range w.names[sc.founders():] {
+					c.Roster.Members = append(c.Roster.Members, limiter.Member{Name: name, NoShare: true})
+				}
+			})
+			w.change(ready, func(c *limiter.Charter) {
+				for i := range c.Roster.Members {
+					c.Roster.Members[i].NoShare = false
+				}
+			})
+		}
+	}
+	left := func(stay int) func(*scenario) {
+		return func(sc *scenario) {
+			sc.chartered, sc.agreed = true, 1
+			sc.faults = func(w *world) {
+				w.change(storm, func(c *limiter.Charter) { c.Roster.Members = c.Roster.Members[:stay] })
+				w.net.At(storm+2*time.Second, func() {
+					for id := stay; id < sc.nodes; id++ {
+						w.net.Crash(id)
+						w.members[id] = nil
+					}
+				})
+			}
+		}
+	}
+	add(base("join-storm-5+20", 25, moving(5, 25)), joined, func(sc *scenario) { sc.joiners, sc.maxError = 20, 1 })
+	add(base("leave-storm-25-20", 25, moving(25, 5)), left(5), func(sc *scenario) { sc.maxError = 1 })
+	// Half a million of pairs: three seconds of them take minutes.
+	huge := func(sc *scenario) {
+		sc.burstTokens, sc.expensive = 5000, true // ten tokens a share
+		sc.length, sc.maxError = storm+3*time.Second, 5
+	}
+	add(base("join-storm-10+500", 510, moving(10, 510)), joined, huge, func(sc *scenario) { sc.joiners = 500 })
+	add(base("leave-storm-510-500", 510, moving(510, 10)), left(10), huge)
 }

@@ -59,6 +59,8 @@ type Result struct {
 	Fewest      int     `json:"fewest_in_10s,omitempty"`
 	Most        int     `json:"most_in_10s,omitempty"`
 	Share       float64 `json:"largest_share"` // of one node, times its fair part
+	Agreed      int     `json:"charters_completed,omitempty"`
+	Memory      float64 `json:"bytes_per_node,omitempty"` // of the heap, with what the simulation itself takes; 0: not measured
 	Asked       int     `json:"asked"`
 	Admitted    int     `json:"admitted"`
 
@@ -86,17 +88,23 @@ func Run(ctx context.Context, cfg Config, stdout, stderr io.Writer) error {
 	next := make(chan int)
 	var runners sync.WaitGroup
 	var mu sync.Mutex // of stderr
+	do := func(i int) {
+		results[i] = run(&chosen[i], cfg.Strategy, cfg.Seed)
+		mu.Lock()
+		defer mu.Unlock()
+		fmt.Fprintf(stderr, "%-28s %6.1f s  %s\n", results[i].Name, results[i].Took, results[i].verdict())
+	}
 	for range min(len(chosen), runtime.GOMAXPROCS(0)) {
 		runners.Go(func() {
 			for i := range next {
-				results[i] = run(&chosen[i], cfg.Strategy, cfg.Seed)
-				mu.Lock()
-				fmt.Fprintf(stderr, "%-28s %6.1f s  %s\n", results[i].Name, results[i].Took, results[i].verdict())
-				mu.Unlock()
+				do(i)
 			}
 		})
 	}
 	for i := range chosen {
+		if chosen[i].maxMemory > 0 {
+			continue
+		}
 		select {
 		case next <- i:
 			continue
@@ -106,6 +114,11 @@ func Run(ctx context.Context, cfg Config, stdout, stderr io.Writer) error {
 	}
 	close(next)
 	runners.Wait()
+	for i := range chosen { // alone, or others' memory would be counted
+		if chosen[i].maxMemory > 0 && ctx.Err() == nil {
+			do(i)
+		}
+	}
 	if err := ctx.Err(); err != nil {
 		return err
 	}
@@ -152,11 +165,44 @@ func (c Config) choose() (chosen []scenario, err error) {
 // run runs one scenario and judges it.
 func run(sc *scenario, strategy Strategy, seed uint64) Result {
 	start := time.Now()
+	before := 0.0
+	if sc.maxMemory > 0 {
+		before = heap()
+	}
 	w := newWorld(sc, strategy, seed)
+	w.weigh(before)
 	w.run()
 	r := w.result()
 	r.Seed, r.Took = seed, time.Since(start).Seconds()
 	return r
+}
+
+// weigh has all keys that lie idle asked for once at every node, so that they are
+// known, and looks at what is alive then and at the end, less what was before.
+func (w *world) weigh(before float64) {
+	if w.sc.maxMemory <= 0 {
+		return
+	}
+	const at = warmUp / 2
+	w.net.At(at, func() {
+		for id, m := range w.members {
+			own, _ := w.net.Clock(id)
+			for _, key := range w.keys[len(w.ledgers):] {
+				m.node.Take(own, key, 1)
+			}
+		}
+	})
+	for _, t := range []time.Duration{at + 20*time.Millisecond, w.sc.length - 1} {
+		w.net.At(t, func() { w.memory = max(w.memory, (heap()-before)/float64(w.sc.nodes)) })
+	}
+}
+
+// heap is what is alive.
+func heap() float64 {
+	runtime.GC()
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	return float64(m.HeapAlloc)
 }
 
 // result is what has happened in w, judged.
@@ -186,10 +232,14 @@ func (w *world) result() Result {
 	for _, n := range byNode {
 		r.Share = max(r.Share, float64(n)*float64(sc.nodes)/float64(max(1, r.Admitted)))
 	}
+	if w.oracle != nil {
+		r.Agreed = w.oracle.completed()
+	}
 	r.Converged, r.Rejoined = milliseconds(w.converged), milliseconds(w.rejoined)
 	if w.rejoined == gossip.Never {
 		r.Rejoined = -1
 	}
+	r.Memory = w.memory
 	r.judge(sc, w.strategy)
 	return r
 }
@@ -207,6 +257,12 @@ func (r *Result) judge(sc *scenario, strategy Strategy) {
 	}
 	if r.Over > sc.extra+1e-3 {
 		wrong("%.3f tokens over the bound, %.0f are stated", r.Over, sc.extra)
+	}
+	if sc.approach && strategy == Strict && r.Over < 0.3*sc.extra {
+		wrong("%.3f tokens over the bound, and %.0f are stated: what is never approached is wrong too", r.Over, sc.extra)
+	}
+	if strategy == Strict && r.Agreed < sc.agreed {
+		wrong("%d charters were completed, of %d", r.Agreed, sc.agreed)
 	}
 	if r.Asked == 0 || r.Admitted == 0 {
 		wrong("nothing happened: %d asked, %d admitted", r.Asked, r.Admitted)
@@ -232,6 +288,9 @@ func (r *Result) judge(sc *scenario, strategy Strategy) {
 	}
 	if sc.maxBytes > 0 && r.BytesPerSec > sc.maxBytes {
 		wrong("%.0f bytes a second and node, the limit is %.0f", r.BytesPerSec, sc.maxBytes)
+	}
+	if sc.maxMemory > 0 && r.Memory > sc.maxMemory {
+		wrong("%.0f bytes of memory a node, the limit is %.0f", r.Memory, sc.maxMemory)
 	}
 	r.Passed = len(r.Why) == 0
 }

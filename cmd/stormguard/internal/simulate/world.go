@@ -27,6 +27,8 @@ type world struct {
 	ledgers  []*ledger // by hot key
 	tap      *tap      // nil unless sync delays are measured
 	rotation []int     // see rotating
+	memory   float64   // bytes per node at most, see weigh
+	oracle   charters  // nil unless the charter changes
 
 	healed    map[[2]int]*missed // by sender and receiver, when the fault ended
 	healedAt  time.Duration
@@ -61,9 +63,15 @@ func newWorld(sc *scenario, strategy Strategy, seed uint64) *world {
 	if sc.sync && w.shared() {
 		w.tap = newTap(warmUp)
 	}
+	if sc.twin {
+		w.names[sc.nodes-1] = w.names[0]
+	}
+	if sc.chartered && w.shared() {
+		w.oracle = newOracle(w)
+	}
 	w.members = make([]*member, sc.nodes)
 	w.rotation = rand.New(rand.NewPCG(seed, 1)).Perm(sc.nodes)
-	for i := range sc.nodes {
+	for i := range sc.founders() {
 		w.net.Add(w.boot(i))
 	}
 	return w
@@ -83,7 +91,10 @@ func (w *world) number(name string) int { return w.numbers[name] }
 
 // seeds are two neighbours: everybody else is heard of.
 func (w *world) seeds(id int) []int {
-	n := w.sc.nodes
+	n := w.sc.founders()
+	if id >= n {
+		return []int{id % n, (id + 1) % n}
+	}
 	all := []int{(id + 1) % n, (id + n - 1) % n}
 	return slices.Compact(slices.DeleteFunc(all, func(s int) bool { return s == id }))
 }
@@ -100,7 +111,14 @@ func (w *world) config(id int) limiter.Config {
 		return limiter.Config{Limit: limiter.Limit{Rate: sc.rate / n, Burst: max(1, int(float64(sc.burstTokens)/n))}}
 	}
 	c := limiter.Config{Limit: limiter.Limit{Rate: sc.rate, Burst: sc.burstTokens}}
-	for i, name := range w.names {
+	if sc.chartered {
+		c.Fleet = "simulate"
+	}
+	c.OnSilence = sc.silence
+	for i, name := range w.names[:sc.founders()] {
+		if sc.twin && i == sc.nodes-1 {
+			break
+		}
 		c.Roster.Members = append(c.Roster.Members, limiter.Member{Name: name, NoShare: w.noShare(i)})
 	}
 	return c
@@ -132,6 +150,20 @@ func (w *world) draw(m *member, t time.Duration) time.Duration {
 		t = until
 	}
 	return gossip.Never
+}
+
+// change has the fleet agree on a change of its charter, where it can.
+func (w *world) change(at time.Duration, change func(c *limiter.Charter)) {
+	if w.oracle != nil {
+		w.net.At(at, func() { w.oracle.propose(change) })
+	}
+}
+
+// reach says whom those who agree reach; all, if it is not called.
+func (w *world) reach(reaches func(node int) bool) {
+	if o, ok := w.oracle.(*oracle); ok {
+		o.reaches = reaches
+	}
 }
 
 // heal ends the fault, and looks from then on how long it takes until every
