@@ -382,6 +382,10 @@ func TestFence(t *testing.T) {
 		if st := s.Stats(); !st.Fenced || st.Level != 0 {
 			t.Errorf("%+v", st)
 		}
+		l.Refund(1)
+		if st := s.Stats(); st.Level != 0 || l.Allow() {
+			t.Errorf("a refund behind the fence counts: %+v", st)
+		}
 		time.Sleep(time.Second)
 		s.Mint(never)
 		if l.Allow() {

@@ -122,6 +122,9 @@ func (n *Node) Refund(now time.Duration, key string, tokens int) (back int64) {
 
 func (n *Node) refund(r *row, amount int64) (back int64) {
 	r.update(n.now, n.mintAt)
+	if n.fenced {
+		return 0 // what is its own is void
+	}
 	back = max(0, min(amount, r.cap-r.level-r.lent, r.sum.Own))
 	r.level += back
 	r.sum.Own -= back
