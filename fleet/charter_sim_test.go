@@ -8,9 +8,11 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"os"
 	"slices"
-	"testing"
 	"time"
+
+	"pgregory.net/rapid"
 
 	"github.com/stormguard-mq/stormguard/crdt"
 	"github.com/stormguard-mq/stormguard/limiter"
@@ -21,7 +23,7 @@ import (
 // drift, and a network that loses, repeats, delays and is cut. A seed replays
 // exactly.
 type country struct {
-	t      testing.TB
+	t      rapid.TB
 	rng    *rand.Rand
 	cfg    CharterConfig
 	opt    terrain
@@ -35,6 +37,7 @@ type country struct {
 	chosen   map[uint64]*decree // as any books ever adopted them
 	complete uint64             // as any books were ever told
 	newest   uint64
+	rested   int // came to rest after mischief
 	packets  int
 	bytes    int
 	most     float64 // the largest share of the limit ever in use
@@ -70,6 +73,7 @@ type citizen struct {
 	nextAt time.Duration // of the latest flush, plus the floor
 	rejoin bool          // joins as soon as it is a guest
 	heavy  int
+	barred bool // an operator said that it does not start again
 }
 
 // wire is what a session remembers of a peer.
@@ -113,7 +117,7 @@ func (b *modelBooks) target() float64 {
 }
 
 func (b *modelBooks) settle() {
-	if t := b.target(); b.held < t || b.n.w.now >= b.due {
+	if t := b.target(); b.held < t || b.n.w.now >= b.due || !b.minted { // a life that never minted has nothing
 		b.held = t
 	}
 }
@@ -133,6 +137,7 @@ func (b *modelBooks) Adopt(_ time.Duration, c limiter.Charter) error {
 		w.t.Fatalf("%s: charter %d adopted after %d", b.n.name, c.Number, b.window[k-1].Number)
 	}
 	w.newest = max(w.newest, c.Number)
+	w.tracef("%s#%d adopts %d: rate %v, roster %v", b.n.name, b.n.life, c.Number, c.Limit.Rate, c.Roster.Members)
 	b.settle()
 	first := len(b.window) == 0
 	b.window = append(b.window, c)
@@ -147,6 +152,7 @@ func (b *modelBooks) Adopt(_ time.Duration, c limiter.Charter) error {
 func (b *modelBooks) Complete(_ time.Duration, number uint64) {
 	w := b.n.w
 	w.complete = max(w.complete, number)
+	w.tracef("%s#%d: %d is complete", b.n.name, b.n.life, number)
 	for len(b.window) > 1 && b.window[0].Number < number {
 		b.window = b.window[1:]
 	}
@@ -164,7 +170,12 @@ func (b *modelBooks) Applied() uint64 {
 	return b.window[len(b.window)-1].Number
 }
 
-func (b *modelBooks) Mint(until time.Duration) { b.until, b.minted = until, true }
+func (b *modelBooks) Mint(until time.Duration) {
+	if !b.minted {
+		b.n.w.tracef("%s#%d mints", b.n.name, b.n.life)
+	}
+	b.until, b.minted = until, true
+}
 
 // using is what the process mints with now.
 func (b *modelBooks) using() float64 {
@@ -187,7 +198,7 @@ func nation(n int) limiter.Charter {
 	return c
 }
 
-func newCountry(t testing.TB, seed uint64, founders, nodes int, cfg CharterConfig, o terrain) *country {
+func newCountry(t rapid.TB, seed uint64, founders, nodes int, cfg CharterConfig, o terrain) *country {
 	def(&o.delay, ms)
 	def(&o.floor, 2*ms)
 	def(&o.keep, 50*ms)
@@ -205,6 +216,13 @@ func newCountry(t testing.TB, seed uint64, founders, nodes int, cfg CharterConfi
 		w.nodes = append(w.nodes, n)
 	}
 	return w
+}
+
+// tracef notes what happened, for whoever looks for the reason of a failure.
+func (w *country) tracef(format string, args ...any) {
+	if os.Getenv("STORMGUARD_TRACE") != "" {
+		w.t.Logf("%v: %s", w.now, fmt.Sprintf(format, args...))
+	}
 }
 
 func (w *country) at(t time.Duration, do func()) {
@@ -282,12 +300,14 @@ func (n *citizen) start() {
 	}
 	n.c = c
 	n.nextAt, n.wakeAt = w.now, -1
+	w.tracef("%s#%d begins", n.name, n.life)
 	n.arm(w.now)
 }
 
 func (n *citizen) stop() {
 	n.alive = false
 	n.epoch++
+	n.w.tracef("%s#%d ends", n.name, n.life)
 }
 
 // arm makes sure that the node is stepped at an instant.

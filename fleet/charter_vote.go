@@ -207,6 +207,7 @@ func (c *Charters) proposeLocked(now time.Duration) {
 		}
 		return
 	}
+	c.giveUpLocked()
 	urgent := len(c.requests) > 0
 	shared := c.accepted.digest != 0 || c.requestedLocked(now)
 	switch {
@@ -385,7 +386,7 @@ func (c *Charters) draftLocked(now time.Duration) (d *decree, made []uint64) {
 		return true
 	}
 	for _, r := range c.requests {
-		if r.evict != "" && remove(r.evict) {
+		if r.evict != "" && !c.returnedLocked(&r) && remove(r.evict) {
 			evicted = append(evicted, eviction{name: r.evict})
 			made = append(made, r.ticket)
 		}

@@ -155,6 +155,7 @@ type request struct {
 	change *Change
 	resets uint64 // that it wants
 	evict  string
+	life   uint64   // of evict, as far as it was met
 	in     []uint64 // digests of proposals that have it
 }
 
@@ -322,10 +323,11 @@ func (c *Charters) answerLocked(d *decree) {
 		number := d.Number
 		if !slices.Contains(r.in, d.digest) {
 			met, possible := r.met(d)
-			if !met && possible {
+			possible = possible && !c.returnedLocked(&r)
+			if !met && possible && c.seat >= 0 {
 				return false
 			}
-			if !possible {
+			if !possible || c.seat < 0 {
 				number = 0
 			}
 		}
@@ -495,8 +497,9 @@ func (c *Charters) Left(now time.Duration) (bool, error) {
 }
 
 // Evict frees the share of a member: an operator's word that its process does not
-// mint. One that is alive behind a cut adds what its share mints until it hears of
-// it. The ticket is for [Charters.Outcome]. Only members can be asked. The errors
+// mint, and does not start again before the eviction is known. One that is alive
+// behind a cut adds what its share mints until it hears of it. A request is given
+// up when a later life of the name is met. The ticket is for [Charters.Outcome]. Only members can be asked. The errors
 // are [ErrMember] and [ErrBusy].
 func (c *Charters) Evict(now time.Duration, name string) (ticket uint64, err error) {
 	c.mu.Lock()
@@ -504,7 +507,7 @@ func (c *Charters) Evict(now time.Duration, name string) (ticket uint64, err err
 	if name == c.self.Name || seatOf(c.top().Roster.Members, name) < 0 {
 		return 0, fmt.Errorf("%w: %q is no other member", ErrMember, name)
 	}
-	return c.requestLocked(now, request{evict: name})
+	return c.requestLocked(now, request{evict: name, life: c.lifeLocked(name)})
 }
 
 // Propose asks for a change of limits, weights or fill. It goes on asking while the
@@ -524,6 +527,30 @@ func (c *Charters) Propose(now time.Duration, change Change) (ticket uint64, err
 	return c.requestLocked(now, r)
 }
 
+// lifeLocked is the latest life of a name that was met, 0 if none was.
+func (c *Charters) lifeLocked(name string) uint64 {
+	if f := c.fellows[name]; f != nil {
+		return f.id.Incarnation
+	}
+	return 0
+}
+
+// returnedLocked tells whether somebody who is to be evicted has started again.
+func (c *Charters) returnedLocked(r *request) bool {
+	return r.evict != "" && c.lifeLocked(r.evict) > r.life
+}
+
+// giveUpLocked ends requests to evict who has started again.
+func (c *Charters) giveUpLocked() {
+	c.requests = slices.DeleteFunc(c.requests, func(r request) bool {
+		if len(r.in) == 0 && c.returnedLocked(&r) {
+			c.outcomes[r.ticket] = 0
+			return true
+		}
+		return false
+	})
+}
+
 func (c *Charters) requestLocked(now time.Duration, r request) (uint64, error) {
 	switch {
 	case c.seat < 0:
@@ -539,8 +566,8 @@ func (c *Charters) requestLocked(now time.Duration, r request) (uint64, error) {
 }
 
 // Outcome is the number of the charter that has what a ticket stands for, once it
-// is chosen; 0 if it cannot be made any more, as its member is gone. The latest 256
-// are remembered.
+// is chosen; 0 if it cannot be made any more: its member is gone or started again,
+// or this process is no member any more. The latest 256 are remembered.
 func (c *Charters) Outcome(ticket uint64) (number uint64, done bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
