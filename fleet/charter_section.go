@@ -71,14 +71,14 @@ func (c *Charters) Delta(now time.Duration, b []byte, to crdt.Replica, since uin
 		}
 		s.grant = c.grantTo(f)
 		set(flagGrant, s.grant > 0)
-		if f.row.flags&flagWant != 0 && f.told > since {
-			s.piece = c.pieceLocked(f.row.want, end-len(b)-maxRow-pieceFront)
-			set(flagPiece, s.piece.data != nil)
-		}
 	}
+	row := len(b)
 	b = appendStatement(b, s)
-	if s.piece.data != nil {
-		b = appendPiece(b, &s.piece)
+	if f != nil && f.row.flags&flagWant != 0 && f.told > since {
+		if s.piece = c.pieceLocked(f.row.want, end-len(b)-pieceFront); s.piece.data != nil {
+			set(flagPiece, true)
+			b = appendPiece(appendStatement(b[:row], s), &s.piece)
+		}
 	}
 	return b, max(since, mark)
 }
@@ -166,7 +166,7 @@ func (c *Charters) rowInLocked(now, sent time.Duration, f *fellow, s *statement)
 		for c.complete() < top {
 			c.chain = c.chain[1:]
 		}
-		c.completedLocked(now, before)
+		c.completedLocked(now, before, false)
 	}
 	if s.applied > applied {
 		c.applied[f.id.Name] = s.applied

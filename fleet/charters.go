@@ -359,10 +359,12 @@ func (c *Charters) completeLocked(now time.Duration) {
 		}
 		c.chain = c.chain[1:]
 	}
-	c.completedLocked(now, before)
+	c.completedLocked(now, before, true)
 }
 
-func (c *Charters) completedLocked(now time.Duration, before uint64) {
+// completedLocked says that more is complete than before; found, that it was us who
+// found out.
+func (c *Charters) completedLocked(now time.Duration, before uint64, found bool) {
 	if c.complete() == before {
 		return
 	}
@@ -375,7 +377,9 @@ func (c *Charters) completedLocked(now time.Duration, before uint64) {
 	if len(c.applied) > 4*maxMembers {
 		maps.DeleteFunc(c.applied, func(name string, _ uint64) bool { return seatOf(c.top().Roster.Members, name) < 0 })
 	}
-	c.tellAll()
+	if found && c.chain[0].from == "" {
+		c.tellAll() // whoever had it chosen tells all; the others, with the next keep-alive
+	}
 }
 
 // keepsLocked tells whether the name uses no more than it has in a charter: by its

@@ -73,3 +73,94 @@ func TestCharterChanges(t *testing.T) {
 		}
 	}
 }
+
+// figures are how long changes take in fleets of several sizes.
+func TestCharterFigures(t *testing.T) {
+	sizes := []int{3, 9, 50}
+	if full() {
+		sizes = append(sizes, 500)
+	} else {
+		t.Log("STORMGUARD_FULL=1 adds 500 nodes")
+	}
+	for _, nodes := range sizes {
+		o := terrain{lag: 5 * ms, rarely: true}
+		if nodes > 100 {
+			o.keep = 200 * ms
+		}
+		w := newCountry(t, 7, nodes, nodes+1, CharterConfig{}, o)
+		w.founded(nodes)
+		t.Logf("%d nodes: founded after %v", nodes, w.now)
+		took := func(what string, number uint64) {
+			t.Helper()
+			start, packets, bytes, chosen := w.now, w.packets, w.bytes, time.Duration(0)
+			ok := w.runUntil(start+3*sec, func() bool {
+				if chosen == 0 && w.newest >= number {
+					chosen = w.now - start
+				}
+				return w.agreed(number)
+			})
+			if !ok || chosen > sec {
+				t.Fatalf("%d nodes: %s: chosen after %v, complete: %v", nodes, what, chosen, ok)
+			}
+			t.Logf("%d nodes: %s: chosen after %v, known and complete everywhere after %v; %d packets, %d bytes", nodes, what, chosen.Round(ms), (w.now - start).Round(ms), w.packets-packets, w.bytes-bytes)
+		}
+		proposeRate(t, w.nodes[nodes/2], 500)
+		took("rate", 2)
+		joiner := w.nodes[nodes]
+		joiner.start()
+		w.run(w.now + 300*ms)
+		if err := joiner.c.Join(joiner.clock(), 1); err != nil {
+			t.Fatal(err)
+		}
+		joiner.poke()
+		took("join", 3)
+		if err := joiner.c.Leave(joiner.clock(), joiner.clock()+5*sec); err != nil {
+			t.Fatal(err)
+		}
+		joiner.poke()
+		took("leave", 4)
+		joiner.stop()
+		w.nodes[0].stop()
+		w.run(w.now + 100*ms)
+		if _, err := w.nodes[1].c.Evict(w.nodes[1].clock(), w.nodes[0].name); err != nil {
+			t.Fatal(err)
+		}
+		w.nodes[1].poke()
+		took("evict", 5)
+	}
+}
+
+// Many processes ask for a share within a second, of three founders.
+func TestCharterJoinStorm(t *testing.T) {
+	joiners := 50
+	if full() {
+		joiners = 500
+	} else {
+		t.Log("STORMGUARD_FULL=1 has 500 join")
+	}
+	o := terrain{lag: 5 * ms, rarely: true}
+	if joiners > 100 {
+		o.keep = 200 * ms
+	}
+	w := newCountry(t, 3, 3, 3+joiners, CharterConfig{}, o)
+	w.founded(3)
+	begin := w.now
+	for _, n := range w.nodes[3:] {
+		n.rejoin = true
+		w.at(begin+time.Duration(w.rng.Int64N(int64(sec))), n.start)
+	}
+	w.run(begin + sec)
+	if !w.runUntil(begin+5*sec, func() bool {
+		return w.newest > 1 && len(w.chosen[w.newest].Roster.Members) == 3+joiners && w.agreed(w.newest)
+	}) {
+		for _, n := range w.nodes[:5] {
+			s := n.c.Status(n.clock())
+			t.Logf("%s knows %d complete %d members %d votes %v lacking %d", n.name, s.Charter.Number, s.Complete, len(s.Members), s.Votes, len(s.Lacking))
+		}
+		t.Fatalf("%d charters, the newest with %d members, after 5 s", w.newest, len(w.chosen[w.newest].Roster.Members))
+	}
+	t.Logf("%d joined in %d charters; all minted %v after the first began, %v after the last; %d packets, %d MB", joiners, w.newest-1, (w.now - begin).Round(ms), (w.now - begin - sec).Round(ms), w.packets, w.bytes>>20)
+	if most := uint64(joiners/10 + 8); w.newest-1 > most {
+		t.Errorf("%d charters for %d joiners", w.newest-1, joiners)
+	}
+}
