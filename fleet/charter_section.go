@@ -77,6 +77,7 @@ func (c *Charters) Delta(now time.Duration, b []byte, to crdt.Replica, since uin
 	if f != nil && f.row.flags&flagWant != 0 && f.told > since {
 		if s.piece = c.pieceLocked(f.row.want, end-len(b)-pieceFront); s.piece.data != nil {
 			set(flagPiece, true)
+			set(flagChosen, s.piece.chosen)
 			b = appendPiece(appendStatement(b[:row], s), &s.piece)
 		}
 	}
@@ -85,20 +86,17 @@ func (c *Charters) Delta(now time.Duration, b []byte, to crdt.Replica, since uin
 
 // pieceLocked is what is wanted, as far as there is room.
 func (c *Charters) pieceLocked(w want, room int) piece {
-	var d *decree
-	if w.digest != 0 {
-		d = c.proposals[w.digest]
-	}
+	d, chosen := c.proposals[w.digest], false
 	for _, l := range c.chain {
 		if l.Number == w.number && (w.digest == 0 || w.digest == l.digest) {
-			d = l.decree
+			d, chosen = l.decree, true
 		}
 	}
 	if d == nil || d.Number != w.number || w.offset >= len(d.bytes) || room < leastPiece {
 		return piece{}
 	}
 	data := d.bytes[w.offset:]
-	return piece{w.number, d.digest, len(d.bytes), w.offset, data[:min(len(data), room)]}
+	return piece{w.number, d.digest, len(d.bytes), w.offset, chosen, data[:min(len(data), room)]}
 }
 
 // meetLocked remembers the first life of each name that is met.
@@ -285,7 +283,7 @@ func (c *Charters) refetchLocked(now time.Duration) {
 // pieceInLocked takes in a piece of what is being fetched.
 func (c *Charters) pieceInLocked(now time.Duration, f *fellow, in *piece) {
 	p := &c.pull
-	if p.from != f || in.number != p.number || p.digest != 0 && in.digest != p.digest || in.offset != p.offset || in.total > maxDecree {
+	if p.from != f || in.number != p.number || p.digest != 0 && in.digest != p.digest || in.offset != p.offset || p.chosen && !in.chosen {
 		return
 	}
 	p.digest, p.at = in.digest, now

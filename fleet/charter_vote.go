@@ -40,18 +40,24 @@ import (
 // remember: a new life takes it over and votes for K+1.
 //
 // Founders have nothing to remember. A life at charter 1 is one when, of the
-// founding roster, a majority counting itself has met: each of the others says that
-// it knows no later charter, that it is a founder or new, and that this is the first
-// life of that name that it has met; and none that is heard says otherwise. The
-// assumption: a majority of a roster is never without memory at once, that
-// is new or starting again, except when the fleet is founded. If it is
-// so at charter 1, the fleet is founded anew from its configuration, and its members
-// mint by charter 1 until they hear of a later one: the extra term is their shares
-// of charter 1, for as long as nobody who knows better is heard. If it is so later,
-// nobody mints who has started again, nothing is decided any more, and the fleet
-// needs a new name.
+// founding roster, it has met all, or a majority counting itself in the first
+// second: each of the others says that it knows no later charter, that it is a
+// founder or new, and that this is the first life of that name that it has met; and
+// none that is heard says otherwise.
+//
+// The assumption: a majority of a roster is never without memory at once, that is
+// new or starting again, except when the fleet is founded. If a majority of the
+// founding roster is, and hears nobody who remembers for a second, it founds the
+// fleet anew from its configuration: the extra term is its shares of charter 1,
+// until it hears of a later one. Otherwise nobody mints who has started again,
+// nothing is decided any more, and all must start again, or the fleet needs a new
+// name.
 //
 // Source: L. Lamport, The part-time parliament, ACM Trans. Comput. Syst. 16 (1998).
+
+// foundAfter is how long a founder waits for those of the roster that it has not met,
+// and for somebody who remembers.
+const foundAfter = time.Second
 
 // mayVote tells whether we vote for the next number.
 func (c *Charters) mayVote() bool {
@@ -72,7 +78,7 @@ func (c *Charters) settleLocked(now time.Duration) {
 	n, next := len(c.seats), c.known()+1
 	before, settled := c.votes, c.settled
 	if c.known() == 1 && c.seat >= 0 && c.votes == 0 {
-		agree, denied := 1, false
+		agree, denied := 1, false // the seats that agree
 		for _, f := range c.list {
 			if f.row.known == 0 {
 				continue
@@ -82,8 +88,13 @@ func (c *Charters) settleLocked(now time.Duration) {
 				agree++
 			}
 		}
-		if !denied && agree >= c.majority() {
+		if !denied && (agree == n || agree >= c.majority() && now-c.start >= foundAfter) {
 			c.votes, c.settled = next, true
+			c.tellAll()
+			c.leaseLocked(now)
+		}
+		if !denied {
+			return // a founder that were to recover from others would not vote
 		}
 	}
 	if n == 2 && c.seat >= 0 && c.votes == 0 {

@@ -47,7 +47,8 @@ const (
 	flagWant     = 1 << 9
 	flagGrant    = 1 << 10
 	flagPiece    = 1 << 11
-	flagsKnown   = 1<<12 - 1
+	flagChosen   = 1 << 12 // the piece is of a charter that was chosen
+	flagsKnown   = 1<<13 - 1
 
 	maxBallot = binary.MaxVarintLen64 + 2
 	maxWant   = 2*binary.MaxVarintLen64 + 8
@@ -102,6 +103,7 @@ type want struct {
 type piece struct {
 	number, digest uint64
 	total, offset  int
+	chosen         bool   // and not a proposal, as it may be in a packet of long ago
 	data           []byte // of the packet
 }
 
@@ -191,7 +193,7 @@ func readStatement(b []byte, s *statement) error {
 	if f := r.bytes("flags", 2); f != nil {
 		s.flags = uint64(binary.LittleEndian.Uint16(f))
 	}
-	if s.known == 0 || s.complete == 0 || s.flags&^flagsKnown != 0 || s.flags&flagProposed != 0 && s.flags&flagBallot == 0 {
+	if s.known == 0 || s.complete == 0 || s.flags&^flagsKnown != 0 || s.flags&flagProposed != 0 && s.flags&flagBallot == 0 || s.flags&flagChosen != 0 && s.flags&flagPiece == 0 {
 		r.fail("flags")
 	}
 	if s.flags&flagJoining != 0 {
@@ -220,6 +222,7 @@ func readStatement(b []byte, s *statement) error {
 		p.number, p.digest = r.number("piece", math.MaxUint64), r.fixed("piece")
 		p.total, p.offset = int(r.number("piece", maxDecree)), int(r.number("piece", maxDecree))
 		p.data = r.bytes("piece", int(r.number("piece", maxDecree)))
+		p.chosen = s.flags&flagChosen != 0
 		if len(p.data) == 0 || p.offset+len(p.data) > p.total {
 			r.fail("piece")
 		}

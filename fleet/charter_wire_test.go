@@ -26,7 +26,7 @@ func wholeRow() statement {
 	top := ballot{most, maxMembers}
 	return statement{
 		fleet: most, founding: most, life: most, known: most - 1, digest: most, complete: most - 1, applied: most - 1, votes: most,
-		flags: flagsKnown &^ flagPiece, weight: 1e6, promised: top, accepted: accepted{top, most}, ballot: top, proposed: most,
+		flags: flagsKnown &^ (flagPiece | flagChosen), weight: 1e6, promised: top, accepted: accepted{top, most}, ballot: top, proposed: most,
 		want: want{most, most, maxDecree}, grant: 1<<63 - 1,
 	}
 }
@@ -36,7 +36,7 @@ func TestCharterRowBound(t *testing.T) {
 	if n := len(appendStatement(nil, &s)); n > maxRow {
 		t.Errorf("a row takes %d bytes, the bound is %d", n, maxRow)
 	}
-	if front := len(appendPiece(nil, &piece{most, most, maxDecree, maxDecree, nil})); front > pieceFront {
+	if front := len(appendPiece(nil, &piece{most, most, maxDecree, maxDecree, true, nil})); front > pieceFront {
 		t.Errorf("a piece begins with %d bytes, the bound is %d", front, pieceFront)
 	}
 	if maxRow+pieceFront+leastPiece > 512 {
@@ -58,6 +58,9 @@ func TestCharterWireRoundTrip(t *testing.T) {
 		}
 		if in.flags&flagProposed != 0 {
 			in.flags |= flagBallot
+		}
+		if in.flags&flagPiece == 0 {
+			in.flags &^= flagChosen
 		}
 		if in.flags&flagJoining != 0 {
 			in.weight = rapid.IntRange(0, 1e6).Draw(t, "weight")
@@ -83,7 +86,7 @@ func TestCharterWireRoundTrip(t *testing.T) {
 		b := appendStatement(nil, &in)
 		if in.flags&flagPiece != 0 {
 			data := rapid.SliceOfN(rapid.Byte(), 1, 40).Draw(t, "data")
-			in.piece = piece{u("number"), u("digest"), 100, rapid.IntRange(0, 60).Draw(t, "offset"), data}
+			in.piece = piece{u("number"), u("digest"), 100, rapid.IntRange(0, 60).Draw(t, "offset"), in.flags&flagChosen != 0, data}
 			b = appendPiece(b, &in.piece)
 		}
 		var out statement
@@ -150,7 +153,7 @@ func TestCharterSeeds(t *testing.T) {
 	small.flags = flagPiece | flagBallot | flagProposed | flagFresh
 	small.ballot, small.proposed = ballot{1, 1}, 7
 	d := newDecree(normal(nation(3)), nil)
-	seed(t, "FuzzCharters", "piece", appendPiece(appendStatement(nil, &small), &piece{2, d.digest, len(d.bytes), 0, d.bytes}))
+	seed(t, "FuzzCharters", "piece", appendPiece(appendStatement(nil, &small), &piece{2, d.digest, len(d.bytes), 0, false, d.bytes}))
 
 	seed(t, "FuzzDecree", "three", newDecree(func() limiter.Charter { c := normal(nation(3)); c.Number = 1; return c }(), nil).bytes)
 	c := normal(nation(2))

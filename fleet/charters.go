@@ -245,7 +245,8 @@ func (c *Charters) adoptLocked(now time.Duration, d *decree, from string) error 
 		}
 		c.gone[e.name] = r
 	}
-	member := c.seat >= 0 && len(c.seats) > 0
+	// A life that has not settled was a member by an old charter only.
+	member := c.settled && c.seat >= 0
 	c.seatLocked(now, d.Roster.Members)
 	if member && c.seat < 0 {
 		if c.leaving {
