@@ -5,6 +5,7 @@ package fleet
 
 import (
 	"cmp"
+	"math"
 	"math/bits"
 	"slices"
 	"strings"
@@ -89,9 +90,8 @@ func losers(from, to *limiter.Charter) []string {
 			begins = begins || i < 0 || weight(from.Roster.Members[i]) == 0
 		}
 	}
-	all, cut := false, false // everybody loses; whoever's weight does not make up for it
-	type ratio struct{ r0, r1, b0, b1 float64 }
-	var spread []ratio
+	all := false
+	least := math.Inf(1) // by which the spread limits change
 	for k := range keys {
 		l0, l1 := limitOf(from, k), limitOf(to, k)
 		h0, h1 := homed(from, l0, sum0, least0), homed(to, l1, sum1, least1)
@@ -101,8 +101,7 @@ func losers(from, to *limiter.Charter) []string {
 		case h0 != h1:
 			all = true
 		default:
-			cut = true
-			spread = append(spread, ratio{l0.Rate, l1.Rate, float64(l0.Burst), float64(l1.Burst)})
+			least = min(least, l1.Rate/l0.Rate, float64(l1.Burst)/float64(l0.Burst))
 		}
 	}
 	var names []string
@@ -114,16 +113,9 @@ func losers(from, to *limiter.Charter) []string {
 		if i := seatOf(to.Roster.Members, m.Name); i >= 0 {
 			w1 = weight(to.Roster.Members[i])
 		}
-		loses := all || w1 == 0
-		if cut && !loses {
-			for _, s := range spread {
-				// w1/sum1·r1 < w0/sum0·r0, and a rounding error counts as less.
-				f := float64(w1) * float64(sum0) / (float64(w0) * float64(sum1))
-				if f*s.r1 < s.r0 && !(w1*sum0 == w0*sum1 && s.r1 == s.r0) || f*s.b1 < s.b0 && !(w1*sum0 == w0*sum1 && s.b1 == s.b0) {
-					loses = true
-					break
-				}
-			}
+		loses := all || w1 == 0 || least < 1 && w1*sum0 == w0*sum1
+		if w1*sum0 != w0*sum1 { // a rounding error may make it one too many
+			loses = loses || float64(w1)*float64(sum0)*least < float64(w0)*float64(sum1)
 		}
 		if loses {
 			names = append(names, m.Name)
