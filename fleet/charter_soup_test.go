@@ -20,6 +20,7 @@ type soup struct {
 	*country
 	packets []soupPacket
 	sent    time.Duration
+	step    time.Duration // between two ticks, at most
 }
 
 type soupPacket struct {
@@ -93,7 +94,7 @@ func (s *soup) cook(steps int, moods [6]int) {
 				s.deliver(k - 1 - d)
 			}
 		case 2:
-			s.now += time.Duration(s.rng.Int64N(int64(2 * ms)))
+			s.now += time.Duration(s.rng.Int64N(int64(s.step)))
 			if n.alive {
 				n.c.Tick(n.clock())
 			}
@@ -133,14 +134,15 @@ func TestCharterSoup(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		seed := rapid.Uint64().Draw(t, "seed")
 		nodes := rapid.IntRange(2, 5).Draw(t, "nodes")
+		step := time.Duration(rapid.SampledFrom([]int{1, 5, 20, 60}).Draw(t, "step")) * ms // duels begin when patience ends
 		moods := [6]int{
 			20, rapid.IntRange(5, 40).Draw(t, "deliver"), rapid.IntRange(2, 20).Draw(t, "tick"), rapid.IntRange(1, 4).Draw(t, "propose"),
 			rapid.IntRange(0, 20).Draw(t, "restart"), rapid.IntRange(10, 100).Draw(t, "exchange"),
 		}
 		rng := rand.New(rand.NewPCG(seed, 2))
 		for range runs {
-			w := newCountry(t, rng.Uint64(), nodes, nodes, CharterConfig{Gather: ms, Patience: 40 * ms}, terrain{})
-			s := &soup{country: w}
+			w := newCountry(t, rng.Uint64(), nodes, nodes, CharterConfig{Gather: ms, Patience: 20 * ms}, terrain{})
+			s := &soup{country: w, step: step}
 			for _, n := range s.nodes {
 				n.start()
 			}
@@ -152,4 +154,91 @@ func TestCharterSoup(t *testing.T) {
 			s.settleAll(40)
 		}
 	})
+}
+
+// talk has two exchange packets until neither has news for the other.
+func (s *soup) talk(i, j int) {
+	for range 6 {
+		for _, k := range [][2]int{{i, j}, {j, i}} {
+			s.write(k[0], k[1])
+			s.deliver(len(s.packets) - 1)
+		}
+	}
+	s.check()
+}
+
+// One life promised and ended; its successor must not undo that. The proposer that has
+// the promise is not among those from whom the successor recovers, and the one
+// that would have its vote has the lower ballot.
+func TestCharterAbstains(t *testing.T) {
+	w := newCountry(t, 1, 5, 5, CharterConfig{}, terrain{})
+	s := &soup{country: w}
+	for _, n := range s.nodes {
+		n.start()
+	}
+	s.settleAll(3)
+	proposeRate(t, s.nodes[4], 400)
+	s.write(4, 2)
+	s.deliver(len(s.packets) - 1)
+	s.write(2, 4)
+	s.deliver(len(s.packets) - 1) // 4 has the promises of 4 and 2
+	s.nodes[2].stop()
+	s.nodes[2].start()
+	for _, i := range []int{0, 1, 3} {
+		s.talk(2, i)
+	}
+	if st := s.nodes[2].c.Status(s.nodes[2].clock()); !st.Settled || st.Votes || s.nodes[2].c.votes != 3 {
+		t.Fatalf("settled %v, votes from %d", st.Settled, s.nodes[2].c.votes)
+	}
+	s.write(4, 3)
+	s.deliver(len(s.packets) - 1)
+	s.write(3, 4)
+	s.deliver(len(s.packets) - 1) // and 3: it proposes
+	proposeRate(t, s.nodes[0], 100)
+	s.talk(0, 1)
+	s.talk(0, 2)
+	s.talk(0, 1)
+	s.talk(0, 2)
+	s.talk(4, 3)
+	s.talk(4, 1)
+	if w.newest != 2 || w.chosen[2].Limit.Rate != 400 {
+		t.Fatalf("newest is %d: %+v", w.newest, w.chosen[w.newest].Charter)
+	}
+	s.settleAll(40)
+	if !w.agreed(w.newest) || w.chosen[w.newest].Limit.Rate != 100 || !s.nodes[2].c.votesNow() {
+		t.Fatalf("newest %d, %+v; the new life votes: %v", w.newest, w.chosen[w.newest].Limit, s.nodes[2].c.votesNow())
+	}
+}
+
+// Who has promised a higher ballot does not vote in a lower one, or its vote would
+// count for two decrees.
+func TestCharterKeepsPromises(t *testing.T) {
+	w := newCountry(t, 1, 3, 3, CharterConfig{}, terrain{})
+	s := &soup{country: w}
+	for _, n := range s.nodes {
+		n.start()
+	}
+	s.settleAll(3)
+	for _, i := range []int{0, 2} { // both have the promise of 1; that of 2 is higher
+		proposeRate(t, s.nodes[i], float64(100*(i+1)))
+		for _, k := range [][2]int{{i, 1}, {1, i}} {
+			s.write(k[0], k[1])
+			s.deliver(len(s.packets) - 1)
+		}
+		if s.nodes[i].c.bid.decree == nil {
+			t.Fatalf("%d has not proposed", i)
+		}
+	}
+	s.talk(0, 1)
+	if w.newest != 1 {
+		t.Fatal("a vote in a ballot that was overtaken")
+	}
+	s.talk(2, 1)
+	if w.newest != 2 || w.chosen[2].Limit.Rate != 300 {
+		t.Fatalf("newest is %d", w.newest)
+	}
+	s.settleAll(40)
+	if !w.agreed(w.newest) || w.chosen[w.newest].Limit.Rate != 100 {
+		t.Fatalf("newest %d, %+v", w.newest, w.chosen[w.newest].Limit)
+	}
 }
