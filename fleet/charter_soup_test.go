@@ -19,7 +19,6 @@ import (
 type soup struct {
 	*country
 	packets []soupPacket
-	sent    time.Duration
 	step    time.Duration // between two ticks, at most
 }
 
@@ -37,8 +36,8 @@ func (s *soup) write(i, j int) {
 		return
 	}
 	p, _ := a.c.Delta(a.clock(), nil, b.id(), 0, 1300)
-	s.sent++ // each packet has a stamp of its own
-	s.packets = append(s.packets, soupPacket{a.id(), b.id(), i, j, a.clock() + s.sent, p})
+	s.packets = append(s.packets, soupPacket{a.id(), b.id(), i, j, a.clock(), p})
+	s.now++ // each packet has a stamp of its own
 }
 
 func (s *soup) deliver(k int) {
@@ -197,8 +196,11 @@ func TestCharterAbstains(t *testing.T) {
 	proposeRate(t, s.nodes[0], 100)
 	s.talk(0, 1)
 	s.talk(0, 2)
-	s.talk(0, 1)
-	s.talk(0, 2)
+	for _, k := range [][2]int{{0, 1}, {1, 0}, {0, 1}, {1, 0}} { // 1 votes, and does not hear what comes of it
+		s.write(k[0], k[1])
+		s.deliver(len(s.packets) - 1)
+	}
+	s.check()
 	s.talk(4, 3)
 	s.talk(4, 1)
 	if w.newest != 2 || w.chosen[2].Limit.Rate != 400 {
@@ -241,4 +243,120 @@ func TestCharterKeepsPromises(t *testing.T) {
 	if !w.agreed(w.newest) || w.chosen[w.newest].Limit.Rate != 100 {
 		t.Fatalf("newest %d, %+v", w.newest, w.chosen[w.newest].Limit)
 	}
+}
+
+// Who has accepted an eviction and has not heard that it was chosen confirms nothing
+// to the evicted, whom it hears again.
+func TestCharterGrantsNothingAfterAccepting(t *testing.T) {
+	w := newCountry(t, 1, 5, 5, CharterConfig{OnSilence: SilenceMajority}, terrain{})
+	s := &soup{country: w}
+	for _, n := range s.nodes {
+		n.start()
+	}
+	s.settleAll(3)
+	p := -1 // it proposes to evict 4
+	for k := 0; k < 100 && p < 0; k++ {
+		s.now += 10 * ms
+		for i := range 4 {
+			for j := range i {
+				s.talk(i, j)
+			}
+		}
+		for i := range 4 {
+			if s.nodes[i].c.Tick(s.nodes[i].clock()); p < 0 && s.nodes[i].c.bid.at.round > 0 {
+				p = i
+			}
+		}
+	}
+	if p < 0 {
+		t.Fatal("nobody proposes to evict the silent one")
+	}
+	others := [2]int{(p + 1) % 4, (p + 2) % 4}
+	for range 4 {
+		for _, o := range others {
+			s.write(p, o)
+			s.deliver(len(s.packets) - 1)
+		}
+		for _, o := range others {
+			if w.newest == 1 {
+				s.write(o, p)
+				s.deliver(len(s.packets) - 1)
+			}
+		}
+		if w.newest == 2 {
+			break
+		}
+	}
+	for _, o := range others {
+		if known, _ := s.nodes[o].c.Number(); w.newest != 2 || known != 1 || s.nodes[o].c.accepted.digest == 0 {
+			t.Fatalf("newest %d, %d knows %d", w.newest, o, known)
+		}
+	}
+	for range 100 {
+		s.now += 10 * ms
+		for _, o := range others {
+			s.write(4, o)
+			s.deliver(len(s.packets) - 1)
+			s.write(o, 4)
+			s.deliver(len(s.packets) - 1)
+		}
+		s.nodes[4].c.Tick(s.nodes[4].clock())
+		s.nodes[p].c.Tick(s.nodes[p].clock())
+		if _, complete := s.nodes[p].c.Number(); complete == 2 && s.nodes[4].books.using() > 0 {
+			t.Fatal("what was evicted is used, and its process mints")
+		}
+		s.check()
+	}
+	if _, complete := s.nodes[p].c.Number(); complete != 2 || s.nodes[4].books.using() != 0 {
+		t.Fatalf("complete %d, the evicted uses %v", complete, s.nodes[4].books.using())
+	}
+}
+
+// Two of which one starts again: it takes over what the other one remembers, which
+// starts again after that.
+func TestCharterOfTwo(t *testing.T) {
+	for seed := range uint64(200) {
+		w := newCountry(t, seed, 2, 3, CharterConfig{Gather: ms, Patience: 20 * ms}, terrain{})
+		s := &soup{country: w}
+		for _, n := range s.nodes {
+			n.start() // the third is a guest, and may hear what was chosen
+		}
+		s.settleAll(3)
+		for range 6 {
+			k := s.rng.IntN(2)
+			proposeRate(t, s.nodes[k], float64(100*(1+s.rng.IntN(30))))
+			for range s.rng.IntN(12) {
+				i, j := s.rng.IntN(3), s.rng.IntN(3)
+				s.write(i, j)
+				if n := len(s.packets); n > 0 {
+					s.deliver(n - 1)
+				}
+			}
+			n := s.nodes[s.rng.IntN(2)]
+			n.stop()
+			n.start()
+			for range 200 { // until it votes
+				if n.c.votesAgain() {
+					break
+				}
+				s.write(1-n.i, n.i)
+				s.deliver(len(s.packets) - 1)
+				s.write(n.i, 1-n.i)
+				s.deliver(len(s.packets) - 1)
+			}
+			if !n.c.votesAgain() {
+				t.Fatalf("seed %d: it does not vote", seed)
+			}
+		}
+		s.settleAll(40)
+		if !w.agreed(w.newest) {
+			t.Fatalf("seed %d: not agreed on %d", seed, w.newest)
+		}
+	}
+}
+
+func (c *Charters) votesAgain() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.mayVote()
 }
