@@ -22,8 +22,8 @@ import (
 //
 // The methods are called under the lock of the Charters, and must not call it.
 type Books interface {
-	// Adopt takes in a charter: what shrinks shrinks at once, what grows waits
-	// for Complete. Numbers rise, and one may be left out when the ones before it
+	// Adopt takes in a charter: a share that is less is less at once, one that is
+	// more waits for Complete. Numbers rise, and one may be left out when the ones before it
 	// are complete. An error says that the books cannot keep it; then the process
 	// mints no more.
 	Adopt(now time.Duration, c limiter.Charter) error

@@ -401,25 +401,25 @@ func (n *citizen) send(p *citizen, l *wire) {
 	}
 }
 
-func (p *citizen) receive(i int, from crdt.Replica, sent time.Duration, b []byte, upto, ack uint64) {
-	l := &p.peers[i]
+func (n *citizen) receive(i int, from crdt.Replica, sent time.Duration, b []byte, upto, ack uint64) {
+	l := &n.peers[i]
 	if from.Incarnation < l.life {
 		return
 	}
 	if from.Incarnation > l.life {
 		if l.life > 0 {
-			p.c.Gone(p.clock(), crdt.Replica{Name: from.Name, Incarnation: l.life})
+			n.c.Gone(n.clock(), crdt.Replica{Name: from.Name, Incarnation: l.life})
 		}
 		*l = wire{life: from.Incarnation}
 	}
-	if err := p.c.Merge(crdt.Contact{From: from, Now: p.clock(), Sent: sent}, b); err != nil {
-		p.w.t.Fatalf("%s: %v", p.name, err)
+	if err := n.c.Merge(crdt.Contact{From: from, Now: n.clock(), Sent: sent}, b); err != nil {
+		n.w.t.Fatalf("%s: %v", n.name, err)
 	}
 	l.acked = max(l.acked, ack)
 	if upto > l.upto {
 		l.upto, l.owes = upto, true
 	}
-	p.arm(max(p.w.now, p.nextAt))
+	n.arm(max(n.w.now, n.nextAt))
 }
 
 // founded lets everybody of the roster begin, and waits until all may mint.

@@ -96,7 +96,7 @@ func TestCharterWireRoundTrip(t *testing.T) {
 		if !reflect.DeepEqual(in, out) {
 			t.Fatalf("wrote %+v\nread  %+v", in, out)
 		}
-		for n := range len(b) {
+		for n := range b {
 			if err := readStatement(b[:n], &out); !errors.Is(err, ErrMalformed) {
 				t.Fatalf("%d of %d bytes are read: %v", n, len(b), err)
 			}
