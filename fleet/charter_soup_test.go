@@ -125,9 +125,12 @@ func (s *soup) cook(steps int, moods [6]int) {
 // and shares are never more than the whole.
 func TestCharterSoup(t *testing.T) {
 	runs := 10
-	if full() {
+	switch {
+	case full():
 		runs = 1000
-	} else {
+	case raceEnabled:
+		runs = 2
+	default:
 		t.Log("STORMGUARD_FULL=1 is a hundred times as much")
 	}
 	rapid.Check(t, func(t *rapid.T) {
@@ -315,7 +318,11 @@ func TestCharterGrantsNothingAfterAccepting(t *testing.T) {
 // Two of which one starts again: it takes over what the other one remembers, which
 // starts again after that.
 func TestCharterOfTwo(t *testing.T) {
-	for seed := range uint64(200) {
+	seeds := uint64(200)
+	if raceEnabled {
+		seeds = 40
+	}
+	for seed := range seeds {
 		w := newCountry(t, seed, 2, 3, CharterConfig{Gather: ms, Patience: 20 * ms}, terrain{})
 		s := &soup{country: w}
 		for _, n := range s.nodes {

@@ -27,6 +27,9 @@ func proposeRate(t testing.TB, n *citizen, rate float64) uint64 {
 // A rate change, a join, a leave and an eviction in a whole network.
 func TestCharterChanges(t *testing.T) {
 	for _, nodes := range []int{1, 2, 3, 9, 50} {
+		if raceEnabled && nodes > 9 {
+			continue // one goroutine; the figures run without the race detector
+		}
 		w := newCountry(t, 1, nodes, nodes+1, CharterConfig{}, terrain{lag: 5 * ms})
 		w.founded(nodes)
 		start := w.now
@@ -80,6 +83,9 @@ func TestCharterChanges(t *testing.T) {
 
 // figures are how long changes take in fleets of several sizes.
 func TestCharterFigures(t *testing.T) {
+	if raceEnabled {
+		t.Skip("one goroutine: without the race detector")
+	}
 	sizes := []int{3, 9, 50}
 	if full() {
 		sizes = append(sizes, 500)
@@ -136,6 +142,9 @@ func TestCharterFigures(t *testing.T) {
 
 // Many processes ask for a share within a second, of three founders.
 func TestCharterJoinStorm(t *testing.T) {
+	if raceEnabled {
+		t.Skip("one goroutine: without the race detector")
+	}
 	joiners := 50
 	if full() {
 		joiners = 500
