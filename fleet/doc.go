@@ -127,7 +127,7 @@
 //	a new life    nothing                         its share, once a majority says what the
 //	                                              newest charter is; its vote one charter later
 //
-// Requests are gathered into one charter: 500 that join in a second take some 15. A
+// Requests are gathered into one charter: 500 that join in a second take a dozen. A
 // minority decides nothing. [Charters.Status] names who has not applied a charter
 // by which it loses; until it has, the larger share bounds it.
 //
