@@ -215,7 +215,7 @@ func TestCharterChaosHold(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		founders := rapid.IntRange(1, 5).Draw(t, "founders")
 		nodes := founders + rapid.IntRange(0, 3).Draw(t, "more")
-		chaos(t, rapid.Uint64().Draw(t, "seed"), founders, nodes, SilenceHold, drawTerrain(t), 4*sec)
+		chaos(t, rapid.Uint64().Draw(t, "seed"), founders, nodes, SilenceHold, drawTerrain(t), span(4*sec))
 	})
 }
 
@@ -226,8 +226,16 @@ func TestCharterChaosMajority(t *testing.T) {
 		nodes := founders + rapid.IntRange(0, 3).Draw(t, "more")
 		o := drawTerrain(t)
 		o.drift = 500e-6
-		chaos(t, rapid.Uint64().Draw(t, "seed"), founders, nodes, SilenceMajority, o, 6*sec)
+		chaos(t, rapid.Uint64().Draw(t, "seed"), founders, nodes, SilenceMajority, o, span(6*sec))
 	})
+}
+
+// span is how long the mischief lasts.
+func span(d time.Duration) time.Duration {
+	if raceEnabled {
+		return d / 3
+	}
+	return d
 }
 
 func full() bool { return os.Getenv("STORMGUARD_FULL") == "1" }
