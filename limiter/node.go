@@ -42,7 +42,8 @@ type Node struct {
 	dying  []*peer
 	buried map[string]burial
 
-	lent    int64 // over all peers
+	lent    int64  // over all peers
+	changes uint64 // over all peers; only rises
 	series  uint64
 	sweepAt time.Duration
 	pruneAt time.Duration

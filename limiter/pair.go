@@ -85,6 +85,7 @@ func (e *entry) touch() {
 	e.dirty = false
 	p := e.peer
 	p.mark++
+	p.node.changes++
 	e.change = p.mark
 	if p.tail == e {
 		return

@@ -30,6 +30,8 @@ type Set struct {
 	waiting map[*Limiter]*row // that have waiters, and where these were counted
 	driver  driver
 	closed  bool
+	notify  func() // nil, or whom to tell of changes
+	told    uint64 // the node's changes of which notify was told
 }
 
 // A shard has the handles of some keys. Those that it has lately got are in fresh
@@ -192,9 +194,24 @@ func (s *Set) settle() {
 		}
 		n.ripe = n.ripe[:0]
 	}
+	if s.told != n.changes {
+		s.told = n.changes
+		if s.notify != nil {
+			s.notify()
+		}
+	}
 	if wake := n.Wake(); wake < never && !s.closed {
 		s.driver.by(wake, s)
 	}
+}
+
+// OnChange has f called when there is something new to tell a peer: once for all
+// that one call changes, by whoever made it, under the set's lock. So f must not
+// wait or call the set; the Kick of a gossip.Node is meant. nil ends it.
+func (s *Set) OnChange(f func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.notify = f
 }
 
 // View looks at a key; ok says whether the node knows it.

@@ -73,6 +73,17 @@ func (b *book) learn(now time.Duration, addr netip.AddrPort) *address {
 	return a
 }
 
+// forget drops the addresses where p was, but seeds.
+func (b *book) forget(p *peer) {
+	b.list = slices.DeleteFunc(b.list, func(a *address) bool {
+		drop := a.peer == p && !a.seed
+		if drop {
+			delete(b.byAddr, a.addr)
+		}
+		return drop
+	})
+}
+
 // seek begins to look for whoever was at an address.
 func (b *book) seek(a *address, at time.Duration) {
 	a.tries, a.next = quickTries, at

@@ -49,7 +49,7 @@ type Config struct {
 	KeepAlive time.Duration
 
 	// MaxPacket bounds a packet, in bytes. In [512, 1400]; unset means 1,400. A
-	// driver that encrypts takes what that adds off.
+	// driver that encrypts takes what that adds off, as a [Node] does.
 	MaxPacket int
 
 	// MaxPeers bounds the peers that are known, dead ones included; the table of
@@ -126,6 +126,7 @@ type Option interface{ apply(*options) }
 type options struct {
 	sections []section
 	rand     func() float64
+	node     nodeOptions
 }
 
 type optionFunc func(*options)

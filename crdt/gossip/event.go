@@ -26,12 +26,18 @@ const (
 	Join
 	// Evict ends the life that is known by a name, for good.
 	Evict
+	// Hint names an address where somebody may be. It is tried soon, and forgotten
+	// like any other.
+	Hint
+	// Leave says that this life ends now, by its own word. From then on the session
+	// tells nothing but that, until all who are heard have acknowledged it.
+	Leave
 )
 
 // An Event is what happens to a step machine such as a [Session].
 type Event struct {
 	Kind   EventKind
-	Addr   netip.AddrPort // Packet: where it came from. Join: the seed
+	Addr   netip.AddrPort // Packet: where it came from. Join and Hint: the address
 	Packet []byte         // Packet: the receiver neither keeps nor changes it
 	Name   string         // Evict
 	Wall   int64          // wall clock, nanoseconds since 1970, read with now; 0 is unknown
@@ -46,6 +52,9 @@ const (
 	// Displaced says that a later life of the session's own name is at work, or
 	// that this one was evicted. It comes once and last: the session is over.
 	Displaced
+	// Left says that all who were heard lately know that this life is over. It comes
+	// once and last: the session is over.
+	Left
 )
 
 // An Action is what a step machine wants done.

@@ -49,6 +49,8 @@ type peer struct {
 	introAt  time.Duration // when the next introduction is due
 	met      bool          // it has repeated a Sent of ours
 	lost     bool
+	told     bool // that we leave
+	knows    bool // that we leave
 
 	rtt   rttFilter
 	delay delayProbe

@@ -51,6 +51,8 @@ type Session struct {
 	book    book
 	retired map[string]uint64 // evicted names: the highest incarnation that is over
 	oldest  []string          // names in retired, oldest first
+	left    []obituary
+	leaving bool
 	over    bool
 
 	wake    time.Duration
@@ -103,8 +105,11 @@ func (s *Session) Step(now time.Duration, ev Event, actions []Action) []Action {
 	now = max(now, s.now)
 	s.now = now
 	s.arena = s.arena[:0]
-	if s.over {
+	switch {
+	case s.over:
 		return actions
+	case s.leaving:
+		return s.leave(now, ev, actions)
 	}
 	switch ev.Kind {
 	case Packet:
@@ -135,10 +140,19 @@ func (s *Session) Step(now time.Duration, ev Event, actions []Action) []Action {
 				a.seed = true
 			}
 		}
+	case Hint:
+		if ev.Addr.IsValid() {
+			if a := s.book.learn(now, canonical(ev.Addr)); a != nil {
+				s.book.hint(now, a)
+			}
+		}
 	case Evict:
 		if p := s.byName[ev.Name]; p != nil {
 			s.retire(now, p)
 		}
+	case Leave:
+		s.leaving = true
+		return s.leave(now, ev, actions)
 	case Wake:
 		if now < s.floorAt && now < s.wake {
 			s.wake = min(s.wake, s.floorAt) // what changed waits for the first floor
@@ -318,6 +332,7 @@ func (s *Session) send(now time.Duration, wall int64, p *peer, actions []Action)
 	if !p.met || now >= p.introAt {
 		p.introAt = now + introEvery
 		b = s.intro(b, p, (end-len(b))/2)
+		b = s.obituaries(now, b, (end-len(b))/2)
 	}
 
 	n := len(s.sections)
@@ -422,6 +437,10 @@ func (s *Session) receive(now time.Duration, ev Event) (p *peer, reason Reason, 
 	ours := h.toInc == s.cfg.Self.Incarnation && h.toName == s.selfName
 	if h.flags&flagRefusal != 0 {
 		return nil, Refusal, s.displaced(body, ours)
+	}
+	if h.flags&flagLeave != 0 {
+		reason, answer = s.departed(now, crdt.Replica{Name: string(h.from), Incarnation: h.fromInc})
+		return nil, reason, answer
 	}
 	if ours && h.echo > now { // an older life of ours had another clock
 		return nil, Malformed, answer
@@ -557,16 +576,8 @@ func (s *Session) sort() {
 
 // retire ends a peer's life for good and remembers that it is over.
 func (s *Session) retire(now time.Duration, p *peer) {
-	name := p.life.Name
-	if _, ok := s.retired[name]; !ok {
-		if len(s.oldest) == retiredLives {
-			delete(s.retired, s.oldest[0])
-			s.oldest = slices.Delete(s.oldest, 0, 1)
-		}
-		s.oldest = append(s.oldest, name)
-	}
-	s.retired[name] = p.life.Incarnation
-	delete(s.byName, name)
+	s.bury(p.life)
+	delete(s.byName, p.life.Name)
 	s.peers = slices.DeleteFunc(s.peers, func(q *peer) bool { return q == p })
 	s.turn = 0
 	for _, a := range s.book.list {
@@ -575,6 +586,19 @@ func (s *Session) retire(now time.Duration, p *peer) {
 		}
 	}
 	s.gone(now, p.life)
+}
+
+// bury remembers that a life is over.
+func (s *Session) bury(life crdt.Replica) {
+	inc, ok := s.retired[life.Name]
+	if !ok {
+		if len(s.oldest) == retiredLives {
+			delete(s.retired, s.oldest[0])
+			s.oldest = slices.Delete(s.oldest, 0, 1)
+		}
+		s.oldest = append(s.oldest, life.Name)
+	}
+	s.retired[life.Name] = max(inc, life.Incarnation)
 }
 
 func (s *Session) gone(now time.Duration, life crdt.Replica) {
@@ -630,6 +654,10 @@ func (s *Session) merge(now time.Duration, p *peer, h *header, body []byte) {
 		id, block, body, _ = nextBlock(body)
 		if id == blockIntro {
 			s.meet(now, p, block)
+			continue
+		}
+		if id == blockLeft {
+			s.mourn(now, p, block)
 			continue
 		}
 		k := s.find(id)

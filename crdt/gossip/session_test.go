@@ -926,7 +926,7 @@ func TestReasonsHaveNames(t *testing.T) {
 			t.Errorf("reason %d has no name", r)
 		}
 	}
-	if got := reasons.String(); got != "Reason(13)" {
+	if got := reasons.String(); got != "Reason(15)" {
 		t.Errorf("%s", got)
 	}
 }

@@ -29,12 +29,15 @@ const (
 	Full                       // of a newcomer for whom there is no room
 	Refusal                    // says that a life is over; not a refusal of ours
 	Introduction               // the introduction was malformed, the rest was taken in
+	Departure                  // says that its sender's life is over; not a refusal of ours
+	Leaving                    // we are leaving, and take nothing in
 	reasons
 )
 
 var reasonNames = [reasons]string{
 	"accepted", "malformed", "version", "cluster", "self", "other_life", "other_name",
 	"superseded", "stale", "duplicate", "full", "refusal", "introduction",
+	"departure", "leaving",
 }
 
 func (r Reason) String() string {

@@ -23,12 +23,14 @@ const (
 	flagElicits = 1 << iota // carries changes: the receiver owes an acknowledgement
 	flagRefusal             // the receiver's life is over; the body is the incarnation that took its name
 	flagWall                // has a wall stamp
+	flagLeave               // the sender's life is over, by its own word
 	flagsKnown  = 1<<iota - 1
 )
 
 // Blocks with an id below this are the session's own. sectionID never returns one.
 const (
 	blockIntro    = 1
+	blockLeft     = 2
 	blockReserved = 16
 )
 

@@ -1,0 +1,169 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package gossip
+
+import (
+	"encoding/binary"
+	"slices"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/crdt"
+)
+
+const (
+	leaveEvery  = 10 * time.Millisecond // to each peer that has not acknowledged; as often as a peer answers
+	mournFor    = time.Minute           // how long others are told that somebody left
+	mournAtMost = 64
+)
+
+// obituary is a life that ended by its own word. Those who heard it pass it on
+// with their introductions, to whom the leaving process did not reach.
+type obituary struct {
+	life  crdt.Replica
+	until time.Duration
+}
+
+// leave is Step once the life is over: every peer is told, again and again,
+// until it says that it knows. Who is not heard is told too, but not waited for.
+func (s *Session) leave(now time.Duration, ev Event, actions []Action) []Action {
+	if ev.Kind == Packet {
+		s.stats.PacketsIn++
+		s.stats.BytesIn += uint64(len(ev.Packet))
+		reason, by := s.acknowledged(now, ev)
+		s.stats.Refused[reason]++
+		if s.over {
+			return append(actions, Action{Kind: Displaced, By: by})
+		}
+	}
+	waits, budget := false, s.cfg.Burst
+	s.wake = Never
+	for _, p := range s.peers {
+		if p.knows || now-p.heardAt >= lostAfter*s.cfg.KeepAlive {
+			continue
+		}
+		waits = waits || now-p.heardAt < s.silence()
+		if p.due = s.leaveDue(p); p.due <= now && budget > 0 {
+			budget--
+			start := len(s.arena)
+			p.seq++
+			h := s.begin(now, 0)
+			h.flags |= flagLeave
+			h.toInc, h.toName, h.seq = p.life.Incarnation, p.toName, p.seq
+			s.arena = h.append(s.arena, s.cfg.Self.Name)
+			p.sentAt, p.told = now, true
+			p.due = s.leaveDue(p)
+			actions = s.sent(start, p.addr, actions)
+		}
+		s.wake = min(s.wake, p.due)
+	}
+	if waits {
+		return actions
+	}
+	s.end()
+	return append(actions, Action{Kind: Left})
+}
+
+func (s *Session) leaveDue(p *peer) time.Duration {
+	if p.told {
+		return p.sentAt + max(leaveEvery, s.cfg.Floor)
+	}
+	return p.sentAt + s.cfg.Floor
+}
+
+// acknowledged takes in a packet while we leave: who refuses this life knows that
+// it is over, and who sends anything else is there.
+func (s *Session) acknowledged(now time.Duration, ev Event) (reason Reason, by crdt.Replica) {
+	h := &s.in
+	body, err := h.parse(ev.Packet)
+	switch {
+	case err == errMagic: //nolint:errorlint // parse returns the sentinels themselves
+		return Version, by
+	case err != nil:
+		return Malformed, by
+	case h.cluster != s.cluster:
+		return Cluster, by
+	case string(h.from) == s.cfg.Self.Name:
+		return Self, s.mirror(now, h, canonical(ev.Addr))
+	}
+	p := s.byName[string(h.from)]
+	if p == nil || h.fromInc < p.life.Incarnation {
+		return Leaving, by
+	}
+	if h.flags&flagRefusal == 0 {
+		p.heardAt = now
+		return Leaving, by
+	}
+	r := reader{b: body}
+	inc := r.uint64()
+	ours := h.toInc == s.cfg.Self.Incarnation && h.toName == s.selfName
+	if ours && !r.short && len(r.b) == 0 && inc >= s.cfg.Self.Incarnation {
+		p.knows = true
+	}
+	return Refusal, by
+}
+
+// departed takes in that a life has ended by its own word. The answer tells it
+// that this is known.
+func (s *Session) departed(now time.Duration, life crdt.Replica) (reason Reason, answer crdt.Replica) {
+	p := s.byName[life.Name]
+	switch {
+	case p != nil && p.life.Incarnation > life.Incarnation, p == nil && s.retired[life.Name] >= life.Incarnation:
+		return Superseded, life
+	case p == nil:
+		s.bury(life)
+	default:
+		s.depart(now, p, life)
+	}
+	return Departure, life
+}
+
+// depart ends the life of p, and any up to the given one, and has others told.
+func (s *Session) depart(now time.Duration, p *peer, life crdt.Replica) {
+	s.book.forget(p)
+	s.retire(now, p)
+	s.bury(life)
+	if len(s.left) == mournAtMost {
+		s.left = slices.Delete(s.left, 0, 1)
+	}
+	s.left = append(s.left, obituary{life: life, until: now + mournFor})
+}
+
+// obituaries appends who left lately.
+func (s *Session) obituaries(now time.Duration, b []byte, room int) []byte {
+	for len(s.left) > 0 && s.left[0].until <= now {
+		s.left = slices.Delete(s.left, 0, 1)
+	}
+	if len(s.left) == 0 || room < blockHeader {
+		return b
+	}
+	start := len(b)
+	b = openBlock(b, blockLeft)
+	content := len(b)
+	for _, o := range slices.Backward(s.left) {
+		if len(b)-start+1+len(o.life.Name)+8 > room {
+			break
+		}
+		b = appendString(b, o.life.Name)
+		b = binary.LittleEndian.AppendUint64(b, o.life.Incarnation)
+	}
+	if len(b) == content {
+		return b[:start]
+	}
+	return closeBlock(b, content)
+}
+
+// mourn takes in who left, as from says. What is malformed in it is left out.
+func (s *Session) mourn(now time.Duration, from *peer, b []byte) {
+	for r := (reader{b: b}); len(r.b) > 0; {
+		name := r.bytes(int(r.byte()))
+		inc := r.uint64()
+		if r.short || len(name) < 1 || len(name) > maxName || inc == 0 {
+			s.stats.Refused[Introduction]++
+			return
+		}
+		if p := s.byName[string(name)]; p != nil && p != from && p.life.Incarnation <= inc {
+			s.depart(now, p, crdt.Replica{Name: p.life.Name, Incarnation: inc})
+		}
+	}
+}

@@ -1,0 +1,253 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package gossip
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/hashicorp/memberlist"
+
+	"github.com/stormguard-mq/stormguard/crdt"
+)
+
+// Member is a process as membership knows it. It is a hint: whether it is there
+// now is what [Peer] says.
+type Member struct {
+	crdt.Replica
+	Addr         netip.AddrPort
+	Zone, Region string
+}
+
+const metaVersion = 1
+
+// appendMeta appends what membership carries of a process, at most 204 bytes of
+// the 512 that there is room for.
+func appendMeta(b []byte, m Member) []byte {
+	b = append(b, metaVersion)
+	b = appendString(b, m.Name)
+	b = binary.LittleEndian.AppendUint64(b, m.Incarnation)
+	b = appendString(b, m.Zone)
+	return appendString(b, m.Region)
+}
+
+func parseMeta(b []byte) (m Member, ok bool) {
+	r := reader{b: b}
+	version := r.byte()
+	name := r.bytes(int(r.byte()))
+	m.Incarnation = r.uint64()
+	zone := r.bytes(int(r.byte()))
+	region := r.bytes(int(r.byte()))
+	m.Name, m.Zone, m.Region = string(name), string(zone), string(region)
+	ok = !r.short && len(r.b) == 0 && version == metaVersion && m.Incarnation != 0 &&
+		len(name) >= 1 && max(len(name), len(zone), len(region)) <= maxName
+	return m, ok
+}
+
+// memberOf reads what memberlist says of a node.
+func memberOf(n *memberlist.Node) (Member, error) {
+	m, ok := parseMeta(n.Meta)
+	if !ok {
+		return m, errors.New("gossip: malformed metadata")
+	}
+	ip, ok := netip.AddrFromSlice(n.Addr)
+	if m.Addr = canonical(netip.AddrPortFrom(ip, n.Port)); !ok || n.Port == 0 || ip.IsUnspecified() || ip.IsMulticast() {
+		return m, errors.New("gossip: malformed address")
+	}
+	return m, nil
+}
+
+// members is what memberlist calls. It does so under its own lock, so nothing
+// here waits.
+type members struct {
+	meta  []byte
+	limit int
+	hint  func(netip.AddrPort)
+	log   *slog.Logger
+
+	mu    sync.Mutex
+	known map[string]struct{} // by memberlist's names
+}
+
+// NodeMeta is what others learn of this process.
+func (m *members) NodeMeta(int) []byte { return m.meta }
+
+// NotifyMsg ignores user messages: none are sent.
+func (m *members) NotifyMsg([]byte) {}
+
+// GetBroadcasts has none: the session sends its own packets.
+func (m *members) GetBroadcasts(int, int) [][]byte { return nil }
+
+// LocalState is empty: push and pull carry membership only.
+func (m *members) LocalState(bool) []byte { return nil }
+
+// MergeRemoteState ignores what others may have.
+func (m *members) MergeRemoteState([]byte, bool) {}
+
+// NotifyAlive refuses who is malformed, and one too many.
+func (m *members) NotifyAlive(n *memberlist.Node) error {
+	if _, err := memberOf(n); err != nil {
+		return err
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if _, ok := m.known[n.Name]; !ok && len(m.known) >= m.limit {
+		return fmt.Errorf("gossip: more than %d members", m.limit)
+	}
+	m.known[n.Name] = struct{}{}
+	return nil
+}
+
+// NotifyJoin has the session try the newcomer's address.
+func (m *members) NotifyJoin(n *memberlist.Node) {
+	if member, err := memberOf(n); err == nil {
+		m.hint(member.Addr)
+		m.log.Info("gossip: member joined", "member", member.Replica.String(), "addr", member.Addr.String(), "zone", member.Zone)
+	}
+}
+
+// NotifyLeave forgets; the session judges by itself who is there.
+func (m *members) NotifyLeave(n *memberlist.Node) {
+	m.mu.Lock()
+	delete(m.known, n.Name)
+	m.mu.Unlock()
+	if member, err := memberOf(n); err == nil {
+		m.log.Info("gossip: member left or failed", "member", member.Replica.String(), "addr", member.Addr.String())
+	}
+}
+
+// NotifyUpdate is as NotifyJoin.
+func (m *members) NotifyUpdate(n *memberlist.Node) {
+	if member, err := memberOf(n); err == nil {
+		m.hint(member.Addr)
+	}
+}
+
+// lines has each line that memberlist writes logged at Debug.
+type lines struct{ log *slog.Logger }
+
+func (l lines) Write(b []byte) (int, error) {
+	l.log.Debug("gossip: memberlist", "line", string(bytes.TrimSpace(b)))
+	return len(b), nil
+}
+
+func memberlistLog(log *slog.Logger) io.Writer {
+	if !log.Enabled(context.Background(), slog.LevelDebug) {
+		return io.Discard
+	}
+	return lines{log}
+}
+
+// newMemberlist starts memberlist over t. Each life has a name of its own in it,
+// so a process that comes back at another address conflicts with nobody.
+func newMemberlist(t *transport, m *members, self crdt.Replica) (*memberlist.Memberlist, error) {
+	c := memberlist.DefaultLANConfig()
+	c.Name = self.String()
+	c.Transport = t
+	c.BindPort = int(t.self.Port())
+	c.AdvertisePort = int(t.self.Port())
+	c.Delegate, c.Events, c.Alive = m, m, m
+	c.LogOutput = memberlistLog(m.log)
+	c.EnableCompression = false
+	c.TCPTimeout = 3 * time.Second
+	c.AwarenessMaxMultiplier = 2 // a probe, and so its goroutine, lasts 2 s at most
+	c.DeadNodeReclaimTime = time.Second
+	c.UDPBufferSize = MaxPacket - memberHeader
+	if t.seal != nil {
+		c.UDPBufferSize -= overhead
+	}
+	return memberlist.Create(c)
+}
+
+// Rejoining: at random between these, and sooner while nobody was met.
+const (
+	rejoinMin    = time.Second
+	rejoinSpread = 4 * time.Second
+	rejoinFirst  = 200 * time.Millisecond
+	rejoinTime   = 4 * time.Second // for discovery
+	rejoinTries  = 3               // streams to addresses of no member, each time
+)
+
+// rejoin is the goroutine that looks for processes which are not there: memberlist
+// forgets who is dead, and nobody else heals a split. The session is told of all
+// addresses that discovery has, and memberlist dials some of those at which it has
+// no member: discovered ones, and those of the session's peers.
+func (n *Node) rejoin() {
+	failing := false
+	for round := 0; ; round++ {
+		ctx, cancel := context.WithTimeout(n.ctx, rejoinTime)
+		var found []netip.AddrPort
+		var wrong []error
+		for _, d := range n.discovery {
+			addrs, err := d.Addrs(ctx)
+			for _, a := range addrs {
+				if a = canonical(a); a.IsValid() && a.Port() != 0 && !a.Addr().IsUnspecified() && a != n.t.self {
+					found = append(found, a)
+				}
+			}
+			if err != nil {
+				wrong = append(wrong, err)
+			}
+		}
+		cancel()
+		err := errors.Join(wrong...)
+		if n.ctx.Err() != nil {
+			return
+		}
+		if err != nil && !failing {
+			n.log.Warn("gossip: discovery fails", "error", err, "found", len(found))
+		} else if err == nil && failing {
+			n.log.Info("gossip: discovery works again", "found", len(found))
+		}
+		failing = err != nil
+		n.discoveryErr.Store(&err)
+		n.hint(found...)
+		met := n.dialSome(found)
+		wait := rejoinMin + time.Duration(n.rand()*float64(rejoinSpread))
+		if !met && round < 10 {
+			wait = rejoinFirst << min(round, 3)
+		}
+		if !pause(n.ctx, wait) {
+			return
+		}
+	}
+}
+
+// dialSome has memberlist join at some addresses where it has nobody. It reports
+// whether there is anybody at all.
+func (n *Node) dialSome(found []netip.AddrPort) (met bool) {
+	there := map[netip.AddrPort]bool{n.t.self: true}
+	for _, m := range n.Members() {
+		there[m.Addr] = true
+		met = met || m.Replica != n.cfg.Self
+	}
+	for _, p := range n.Peers() {
+		if p.State == Fresh {
+			met = true
+		}
+		found = append(found, p.Addr)
+	}
+	slices.SortFunc(found, netip.AddrPort.Compare)
+	found = slices.DeleteFunc(slices.Compact(found), func(a netip.AddrPort) bool { return there[a] })
+	for i := range min(rejoinTries, len(found)) {
+		k := i + int(n.rand()*float64(len(found)-i))
+		found[i], found[k] = found[k], found[i]
+		if n.ctx.Err() != nil {
+			break
+		}
+		if joined, _ := n.ml.Join([]string{found[i].String()}); joined > 0 {
+			met = true
+		}
+	}
+	return met
+}

@@ -1,0 +1,596 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package gossip
+
+import (
+	"bufio"
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"io"
+	mathrand "math/rand/v2"
+	"net"
+	"net/netip"
+	"os"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+const (
+	frameHeader = 2
+	frameMost   = 16 << 10 // of a frame of memberlist's
+
+	dialTime   = 2 * time.Second
+	writeTime  = 2 * time.Second
+	startTime  = 5 * time.Second  // until an accepted stream has said what it is
+	idleTime   = 30 * time.Second // after which a stream without packets is closed
+	echoEvery  = 250 * time.Millisecond
+	echoTime   = 3 * time.Second // for which a stream may stay without an echo
+	redialMin  = 100 * time.Millisecond
+	redialMax  = 2 * time.Second
+	queueSlots = 64 // packets that wait for a stream
+	socketRoom = 128 << 10
+)
+
+var errFrame = errors.New("gossip: malformed frame")
+
+func (t *transport) dial(to netip.AddrPort, timeout time.Duration) (net.Conn, error) {
+	t.stats.dials.Add(1)
+	if t.faults != nil {
+		if err := t.faults.Dial(to); err != nil {
+			t.stats.dialErrors.Add(1)
+			return nil, err
+		}
+	}
+	d := net.Dialer{Timeout: timeout}
+	c, err := d.DialContext(t.ctx, "tcp", to.String())
+	if err != nil {
+		t.stats.dialErrors.Add(1)
+		return nil, err
+	}
+	if !t.hold(c) {
+		return nil, errClosed
+	}
+	return c, nil
+}
+
+// accept is the goroutine that accepts streams.
+func (t *transport) accept() {
+	for {
+		c, err := t.ln.AcceptTCP()
+		if err != nil {
+			if errors.Is(err, net.ErrClosed) || !pause(t.ctx, 10*time.Millisecond) {
+				return
+			}
+			continue
+		}
+		if t.stats.streamsIn.Load() >= t.limit {
+			t.refuse(DropStreams)
+			_ = c.Close()
+			continue
+		}
+		if !t.hold(c) {
+			return
+		}
+		t.stats.streamsIn.Add(1)
+		t.wg.Go(func() {
+			if !t.serve(c) {
+				t.drop(c)
+			}
+		})
+	}
+}
+
+// serve reads from a stream what it is. It reports whether memberlist has it now.
+func (t *transport) serve(c *net.TCPConn) (taken bool) {
+	defer func() {
+		if !taken {
+			t.stats.streamsIn.Add(-1)
+		}
+	}()
+	_ = c.SetDeadline(time.Now().Add(startTime))
+	var first [1]byte
+	if _, err := io.ReadFull(c, first[:]); err != nil {
+		return false
+	}
+	switch first[0] {
+	case streamPackets:
+		t.receive(c)
+		return false
+	case streamMember:
+		_ = c.SetDeadline(time.Time{})
+		m := &memberConn{Conn: c, t: t, accepted: true}
+		select {
+		case t.streams <- m:
+			return true
+		case <-t.ctx.Done():
+		}
+		return false
+	}
+	if first[0]&kindMask == streamPackets&kindMask {
+		t.refuse(DropVersion)
+	} else {
+		t.refuse(DropMalformed)
+	}
+	return false
+}
+
+// receive reads packets from a stream until it ends. Now and then it sends a byte
+// back, from which the sender knows that the stream is alive.
+func (t *transport) receive(c *net.TCPConn) {
+	_ = c.SetReadBuffer(socketRoom)
+	r := bufio.NewReaderSize(c, 16<<10)
+	raw := make([]byte, MaxPacket)
+	d := getDatagram()
+	defer d.free()
+	frame, ok := t.nextFrame(r, raw)
+	if !ok {
+		return
+	}
+	if reason, ok := t.unseal(d, frame); !ok {
+		t.refuse(reason)
+		return
+	}
+	remote, _ := netip.ParseAddrPort(c.RemoteAddr().String())
+	from, reason, ok := t.parseStart(d.b, remote.Addr().Unmap())
+	if !ok {
+		t.refuse(reason)
+		return
+	}
+	t.hurry(from)
+	var echoed time.Time
+	owed := true
+	for {
+		if owed && r.Buffered() == 0 {
+			now := time.Now()
+			if now.Sub(echoed) < echoEvery {
+				_ = c.SetReadDeadline(echoed.Add(echoEvery))
+				if _, err := r.Peek(1); err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
+					return
+				}
+				now = time.Now()
+			}
+			if now.Sub(echoed) >= echoEvery {
+				echoed, owed = now, false
+				_ = c.SetReadDeadline(now.Add(idleTime))
+				_ = c.SetWriteDeadline(now.Add(time.Second))
+				if _, err := c.Write([]byte{streamPackets}); err != nil {
+					return
+				}
+			}
+		}
+		frame, ok := t.nextFrame(r, raw)
+		if !ok {
+			return
+		}
+		owed = true
+		t.ingest(frame, from)
+	}
+}
+
+// hurry has a stream dialed now that would wait: its address is there.
+func (t *transport) hurry(to netip.AddrPort) {
+	t.mu.Lock()
+	o := t.outs[to]
+	t.mu.Unlock()
+	if o != nil {
+		select {
+		case o.hurry <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// nextFrame reads one frame into raw.
+func (t *transport) nextFrame(r *bufio.Reader, raw []byte) (frame []byte, ok bool) {
+	head, err := r.Peek(frameHeader)
+	if err != nil {
+		return nil, false
+	}
+	n := int(binary.BigEndian.Uint16(head))
+	_, _ = r.Discard(frameHeader)
+	switch {
+	case n == 0:
+		t.refuse(DropMalformed)
+		return nil, false
+	case n > len(raw):
+		t.refuse(DropTooLarge)
+		return nil, false
+	}
+	_, err = io.ReadFull(r, raw[:n])
+	return raw[:n], err == nil
+}
+
+// appendStart appends the frame that a stream of packets begins with: where this
+// node listens.
+func (t *transport) appendStart(b []byte) []byte {
+	b = append(b, kindStart)
+	b = binary.LittleEndian.AppendUint32(b, t.cluster)
+	b = binary.LittleEndian.AppendUint16(b, t.told.Port())
+	if t.told.Addr().IsValid() {
+		b = append(b, t.told.Addr().AsSlice()...)
+	}
+	return b
+}
+
+func (t *transport) parseStart(b []byte, remote netip.Addr) (from netip.AddrPort, reason Drop, ok bool) {
+	r := reader{b: b}
+	kind, cluster, port := r.byte(), r.uint32(), r.uint16()
+	switch {
+	case r.short || kind != kindStart || port == 0:
+		return from, DropMalformed, false
+	case cluster != t.cluster:
+		return from, DropCluster, false
+	case len(r.b) != 0:
+		if remote, ok = netip.AddrFromSlice(r.b); !ok || remote.IsUnspecified() || remote.IsMulticast() {
+			return from, DropMalformed, false
+		}
+	}
+	return canonical(netip.AddrPortFrom(remote, port)), 0, true
+}
+
+// outStream is the stream of packets to one address. What waits for it is bounded:
+// when the peer is slow, the oldest packet makes room for the newest, which says
+// all that the old one said.
+//
+// Its goroutine dials, writes and dials again. It ends when nothing was sent for
+// idleTime, and with the transport.
+type outStream struct {
+	t     *transport
+	to    netip.AddrPort
+	kick  chan struct{} // something waits
+	hurry chan struct{} // the peer is there
+
+	mu     sync.Mutex
+	queue  [queueSlots]*datagram // guarded by mu, as what follows
+	first  int
+	n      int
+	closed bool
+}
+
+// push queues one packet for an address.
+func (t *transport) push(packet []byte, to netip.AddrPort) {
+	to = canonical(to)
+	for range 2 {
+		o := t.out(to)
+		if o == nil {
+			break
+		}
+		if o.push(packet) {
+			return
+		}
+		// It has just ended because it was idle.
+	}
+	t.stats.sendDropped.Add(1)
+}
+
+func (t *transport) out(to netip.AddrPort) *outStream {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	o := t.outs[to]
+	if o == nil && !t.closed && int64(len(t.outs)) < t.limit {
+		o = &outStream{t: t, to: to, kick: make(chan struct{}, 1), hurry: make(chan struct{}, 1)}
+		t.outs[to] = o
+		t.wg.Go(o.run)
+	}
+	return o
+}
+
+func (o *outStream) push(packet []byte) bool {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.closed {
+		return false
+	}
+	d := getDatagram()
+	d.b = o.t.wrap(d.buf[:frameHeader], packet)
+	binary.BigEndian.PutUint16(d.b, uint16(len(d.b)-frameHeader))
+	if o.n == queueSlots {
+		o.queue[o.first].free()
+		o.first = (o.first + 1) % queueSlots
+		o.n--
+		o.t.stats.sendDropped.Add(1)
+	}
+	o.queue[(o.first+o.n)%queueSlots] = d
+	o.n++
+	select {
+	case o.kick <- struct{}{}:
+	default:
+	}
+	return true
+}
+
+// take appends all frames that wait.
+func (o *outStream) take(b []byte) (_ []byte, frames int) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for ; o.n > 0; o.n-- {
+		d := o.queue[o.first]
+		b = append(b, d.b...)
+		d.free()
+		o.queue[o.first] = nil
+		o.first = (o.first + 1) % queueSlots
+		frames++
+	}
+	return b, frames
+}
+
+// retire ends the stream if nothing waits.
+func (o *outStream) retire(force bool) bool {
+	o.t.mu.Lock()
+	defer o.t.mu.Unlock()
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.n > 0 && !force {
+		return false
+	}
+	for ; o.n > 0; o.n-- {
+		o.queue[o.first].free()
+		o.first = (o.first + 1) % queueSlots
+	}
+	o.closed = true
+	delete(o.t.outs, o.to)
+	return true
+}
+
+func (o *outStream) run() {
+	defer o.retire(true)
+	t := o.t
+	idle := time.NewTimer(idleTime)
+	defer idle.Stop()
+	backoff := redialMin
+	for {
+		idle.Reset(idleTime)
+		select {
+		case <-o.kick:
+		case <-idle.C:
+			if o.retire(false) {
+				return
+			}
+		case <-t.ctx.Done():
+			return
+		}
+		c, err := t.dial(o.to, dialTime)
+		if err == nil {
+			began := time.Now()
+			if o.serve(c) {
+				return
+			}
+			if time.Since(began) > redialMax {
+				backoff = redialMin
+			}
+		}
+		// What waited is out of date, and the session sends again what matters.
+		_, lost := o.take(nil)
+		t.stats.sendDropped.Add(uint64(lost))
+		wait := time.NewTimer(backoff + time.Duration(mathrand.Int64N(int64(backoff)))/2)
+		select {
+		case <-wait.C:
+			backoff = min(2*backoff, redialMax)
+		case <-o.hurry:
+			backoff = redialMin
+		case <-t.ctx.Done():
+		}
+		wait.Stop()
+	}
+}
+
+// serve writes to a connection until it breaks. It reports whether the stream is
+// to end.
+func (o *outStream) serve(c net.Conn) (end bool) {
+	t := o.t
+	if tc, ok := c.(*net.TCPConn); ok {
+		_ = tc.SetWriteBuffer(socketRoom)
+	}
+	t.stats.streamsOut.Add(1)
+	defer t.stats.streamsOut.Add(-1)
+
+	// The watcher reads echoes. It ends with the connection.
+	var echoed atomic.Int64
+	broken := make(chan struct{})
+	watched := make(chan struct{})
+	began := time.Now()
+	go func() {
+		defer close(watched)
+		defer close(broken)
+		var b [16]byte
+		for {
+			if _, err := c.Read(b[:]); err != nil {
+				return
+			}
+			echoed.Store(int64(time.Since(began)))
+		}
+	}()
+	defer func() {
+		t.drop(c)
+		<-watched
+	}()
+
+	batch := make([]byte, 0, 4<<10)
+	start := getDatagram()
+	batch = append(batch, streamPackets, 0, 0)
+	batch = t.wrap(batch, t.appendStart(start.buf[:0]))
+	start.free()
+	binary.BigEndian.PutUint16(batch[1:], uint16(len(batch)-1-frameHeader))
+
+	idle := time.NewTimer(idleTime)
+	defer idle.Stop()
+	var unechoed, wrote time.Duration // the first write without an echo, and the last of all
+	for {
+		frames := 0
+		batch, frames = o.take(batch)
+		now := time.Since(began)
+		alive := time.Duration(echoed.Load())
+		if alive >= unechoed {
+			unechoed = wrote
+		}
+		if unechoed > alive && now-unechoed >= echoTime {
+			return false // the network takes it and nobody reads it
+		}
+		if len(batch) > 0 {
+			if unechoed <= alive {
+				unechoed = now
+			}
+			wrote = now
+			_ = c.SetWriteDeadline(time.Now().Add(writeTime))
+			if _, err := c.Write(batch); err != nil {
+				t.stats.sendErrors.Add(uint64(max(frames, 1)))
+				return false
+			}
+			t.stats.packetsOut.Add(uint64(frames))
+			t.stats.bytesOut.Add(uint64(len(batch)))
+			batch = batch[:0]
+		}
+		wait := wrote + idleTime - now
+		if unechoed > alive {
+			wait = unechoed + echoTime - now
+		}
+		idle.Reset(wait)
+		select {
+		case <-o.kick:
+		case <-broken:
+			return false
+		case <-idle.C:
+			if time.Since(began)-wrote >= idleTime && o.retire(false) {
+				return true
+			}
+		case <-t.ctx.Done():
+			return true
+		}
+	}
+}
+
+// memberConn is a stream of memberlist's in frames, each sealed and numbered, so
+// that none can be left out, repeated, or put into another stream.
+type memberConn struct {
+	net.Conn
+
+	t        *transport
+	accepted bool
+	once     sync.Once
+
+	// One goroutine reads, and one writes, and the one who accepted reads first.
+	id       uint64
+	known    bool
+	in, out  uint32
+	rest     []byte
+	restBuf  []byte
+	writeBuf []byte
+}
+
+const memberFrameHeader = 1 + 4 + 1 + 8 + 4
+
+func newMemberConn(t *transport, c net.Conn) (net.Conn, error) {
+	var id [8]byte
+	_, _ = rand.Read(id[:]) // never fails
+	m := &memberConn{Conn: c, t: t, id: binary.LittleEndian.Uint64(id[:]), known: true}
+	_ = c.SetWriteDeadline(time.Now().Add(writeTime))
+	if _, err := c.Write([]byte{streamMember}); err != nil {
+		_ = m.Close()
+		return nil, err
+	}
+	_ = c.SetWriteDeadline(time.Time{})
+	return m, nil
+}
+
+func (m *memberConn) side() byte {
+	if m.accepted {
+		return 1
+	}
+	return 0
+}
+
+func (m *memberConn) Write(b []byte) (n int, err error) {
+	for len(b) > 0 {
+		part := b[:min(len(b), frameMost)]
+		inner := make([]byte, 0, memberFrameHeader+len(part))
+		inner = append(inner, kindMemberFrame)
+		inner = binary.LittleEndian.AppendUint32(inner, m.t.cluster)
+		inner = append(inner, m.side())
+		inner = binary.LittleEndian.AppendUint64(inner, m.id)
+		inner = binary.LittleEndian.AppendUint32(inner, m.out)
+		inner = append(inner, part...)
+		m.out++
+		m.writeBuf = m.t.wrap(append(m.writeBuf[:0], 0, 0), inner)
+		binary.BigEndian.PutUint16(m.writeBuf, uint16(len(m.writeBuf)-frameHeader))
+		if _, err := m.Conn.Write(m.writeBuf); err != nil {
+			return n, err
+		}
+		m.t.stats.bytesOut.Add(uint64(len(m.writeBuf)))
+		n += len(part)
+		b = b[len(part):]
+	}
+	return n, nil
+}
+
+func (m *memberConn) Read(b []byte) (int, error) {
+	for len(m.rest) == 0 {
+		if err := m.fill(); err != nil {
+			return 0, err
+		}
+	}
+	n := copy(b, m.rest)
+	m.rest = m.rest[n:]
+	return n, nil
+}
+
+// fill reads the next frame.
+func (m *memberConn) fill() error {
+	var head [frameHeader]byte
+	if _, err := io.ReadFull(m.Conn, head[:]); err != nil {
+		return err
+	}
+	n := int(binary.BigEndian.Uint16(head[:]))
+	if n > frameMost+memberFrameHeader+overhead {
+		m.t.refuse(DropTooLarge)
+		return errFrame
+	}
+	raw := make([]byte, n)
+	if _, err := io.ReadFull(m.Conn, raw); err != nil {
+		return err
+	}
+	m.t.stats.bytesIn.Add(uint64(frameHeader + n))
+	if m.t.seal != nil {
+		plain, err := m.t.seal.open(m.restBuf, raw)
+		if err != nil {
+			m.t.refuse(DropUnauthenticated)
+			return err
+		}
+		m.restBuf, raw = plain[:0], plain
+	} else if n > 0 && raw[0] == sealed {
+		m.t.refuse(DropUnauthenticated)
+		return errSeal
+	}
+	r := reader{b: raw}
+	kind, cluster, side, id, number := r.byte(), r.uint32(), r.byte(), r.uint64(), r.uint32()
+	switch {
+	case r.short || kind != kindMemberFrame:
+		m.t.refuse(DropMalformed)
+		return errFrame
+	case cluster != m.t.cluster:
+		m.t.refuse(DropCluster)
+		return errFrame
+	}
+	if !m.known {
+		m.id, m.known = id, true
+	}
+	if id != m.id || side == m.side() || side > 1 || number != m.in {
+		m.t.refuse(DropMalformed)
+		return errFrame
+	}
+	m.in++
+	m.rest = r.b
+	return nil
+}
+
+func (m *memberConn) Close() error {
+	m.once.Do(func() {
+		m.t.drop(m.Conn)
+		if m.accepted {
+			m.t.stats.streamsIn.Add(-1)
+		}
+	})
+	return nil
+}
