@@ -110,12 +110,14 @@ var Ours = Rules{
 			Why:     "what processes agree on implements interfaces that its users own; guard sees only those",
 		},
 		{
-			Path: "guard", May: []string{"limiter", "breaker", "dlq", "ringbuf"}, MayTest: []string{"guard/guardtest"},
-			Why: "the pipeline composes the leaves; brokers, transports and stores know the guard, never the reverse",
+			Path: "guard", May: []string{"limiter", "breaker", "dlq", "ringbuf"},
+			MayTest: []string{"guard/guardtest", "fleet", "crdt"},
+			Why:     "the pipeline composes the leaves; brokers, transports and stores know the guard, never the reverse",
 		},
 		{
 			Path: "guard/guardtest", May: []string{"guard", "limiter", "breaker", "dlq", "ringbuf"},
-			Why: "one suite and an in-memory broker for every adapter, so it knows none of them",
+			MayTest: []string{"fleet", "crdt"},
+			Why:     "one suite and an in-memory broker for every adapter, so it knows none of them",
 		},
 
 		{
