@@ -215,7 +215,10 @@ func (p *Pooled) rowLocked(key string) *pooledRow {
 	if len(p.rows) >= p.cfg.MaxKeys {
 		return nil
 	}
-	limit := p.cfg.limits().limit(key)
+	limit, ok := p.cfg.Limits[key]
+	if !ok {
+		limit = p.cfg.Limit
+	}
 	p.series++
 	r := &pooledRow{
 		key: key, rate: limit.Rate * micro, burst: int64(limit.Burst) * micro, series: p.series,
