@@ -43,42 +43,6 @@ type Books interface {
 // Unfenced is the instant of [Books.Mint] that never comes.
 const Unfenced = time.Duration(math.MaxInt64)
 
-// Silence says what becomes of the share of a member that is not heard.
-type Silence uint8
-
-const (
-	// SilenceHold keeps it: nobody uses it until the same name is back or is evicted by an
-	// operator. Nobody stops minting for want of others, and with stable names
-	// nothing is ever minted twice.
-	SilenceHold Silence = iota
-
-	// SilenceMajority evicts the member. Each process mints only while a majority of the
-	// roster confirms, within Lease, that it may. The price: who hears no majority
-	// stops, so a lone or minority side admits nothing, and of two neither goes on
-	// alone. A process whose clock stands still while it runs on is not caught.
-	SilenceMajority
-
-	// SilenceTakeOver is no agreement: the books of each process use the share of who is
-	// silent, for as long as it is. See package limiter for what that adds to the
-	// bound. Charters change as under SilenceHold.
-	SilenceTakeOver
-
-	silences
-)
-
-func (s Silence) String() string {
-	switch s {
-	case SilenceHold:
-		return "hold"
-	case SilenceMajority:
-		return "majority"
-	case SilenceTakeOver:
-		return "takeover"
-	default:
-		return fmt.Sprintf("Silence(%d)", s)
-	}
-}
-
 // CharterConfig is what an operator may set from a file, a flag or the
 // environment. Fleet and Founding must be set, and be the same in all processes,
 // as must OnSilence and Lease: processes that differ refuse each other.
@@ -90,20 +54,26 @@ type CharterConfig struct {
 	// Founding is charter 1. Number may be left out; the roster needs a member.
 	Founding limiter.Charter
 
-	// OnSilence says what becomes of the share of a silent member; unset is SilenceHold.
-	OnSilence Silence
+	// OnSilence says what becomes of the share of a silent member; unset is
+	// [limiter.Hold]. With [limiter.Majority] each process mints only while a majority
+	// of the roster confirms, within Lease, that it may, and who is silent is evicted.
+	// The price: who hears no majority stops, so a lone or minority side admits
+	// nothing, and of two neither goes on alone. A process whose clock stands still
+	// while it runs on is not caught. [limiter.TakeOver] is no agreement: charters
+	// change as with Hold.
+	OnSilence limiter.SilencePolicy
 
 	// UnstableNames says that a process that is gone does not come back under its
-	// name, as in a Kubernetes Deployment. SilenceHold is refused then: each crash would
+	// name, as in a Kubernetes Deployment. limiter.Hold is refused then: each crash would
 	// strand a share for ever.
 	UnstableNames bool
 
 	// Lease is for how long a process mints after it sent the packet that a
-	// majority confirmed, with SilenceMajority. In [50ms, 1m]; unset means 400 ms. A few
+	// majority confirmed, with limiter.Majority. In [50ms, 1m]; unset means 400 ms. A few
 	// keep-alives of the gossip must fit in.
 	Lease time.Duration
 
-	// Silent is after which silence a member is evicted, with SilenceMajority. In
+	// Silent is after which silence a member is evicted, with limiter.Majority. In
 	// (Lease, 10m]; unset means 500 ms, or a quarter above Lease if that is more.
 	Silent time.Duration
 
@@ -124,6 +94,7 @@ func (c CharterConfig) WithDefaults() CharterConfig {
 	def(&c.Gather, 50*time.Millisecond)
 	def(&c.Patience, 250*time.Millisecond)
 	def(&c.Founding.Number, 1)
+	def(&c.OnSilence, limiter.Hold)
 	return c
 }
 
@@ -135,10 +106,10 @@ func (c CharterConfig) Validate() error {
 	if len(c.Fleet) < 1 || len(c.Fleet) > maxName {
 		w.bad("Fleet", fmt.Sprintf("%q", c.Fleet), fmt.Sprintf("[1, %d] bytes", maxName))
 	}
-	if c.OnSilence >= silences {
-		w.bad("OnSilence", c.OnSilence, "{hold, majority, takeover}")
+	if c.OnSilence != limiter.Hold && c.OnSilence != limiter.Majority && c.OnSilence != limiter.TakeOver {
+		w.bad("OnSilence", fmt.Sprintf("%q", c.OnSilence), "{hold, majority, takeover}")
 	}
-	if c.UnstableNames && c.OnSilence == SilenceHold {
+	if c.UnstableNames && c.OnSilence == limiter.Hold {
 		w.bad("OnSilence", c.OnSilence, "{majority, takeover} with UnstableNames: what crashes would strand its share for ever")
 	}
 	w.span("Lease", c.Lease, 50*time.Millisecond, time.Minute)

@@ -146,7 +146,7 @@ func (n *citizen) restart() {
 }
 
 // chaos lets a fleet live through mischief, and judges that it then works.
-func chaos(t rapid.TB, seed uint64, founders, nodes int, policy Silence, o terrain, long time.Duration) *country {
+func chaos(t rapid.TB, seed uint64, founders, nodes int, policy limiter.SilencePolicy, o terrain, long time.Duration) *country {
 	w := newCountry(t, seed, founders, nodes, CharterConfig{OnSilence: policy}, o)
 	w.founded(founders)
 	for _, n := range w.nodes[founders:] {
@@ -215,7 +215,7 @@ func TestCharterChaosHold(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		founders := rapid.IntRange(1, 5).Draw(t, "founders")
 		nodes := founders + rapid.IntRange(0, 3).Draw(t, "more")
-		chaos(t, rapid.Uint64().Draw(t, "seed"), founders, nodes, SilenceHold, drawTerrain(t), 4*sec)
+		chaos(t, rapid.Uint64().Draw(t, "seed"), founders, nodes, limiter.Hold, drawTerrain(t), 4*sec)
 	})
 }
 
@@ -226,7 +226,7 @@ func TestCharterChaosMajority(t *testing.T) {
 		nodes := founders + rapid.IntRange(0, 3).Draw(t, "more")
 		o := drawTerrain(t)
 		o.drift = 500e-6
-		chaos(t, rapid.Uint64().Draw(t, "seed"), founders, nodes, SilenceMajority, o, 6*sec)
+		chaos(t, rapid.Uint64().Draw(t, "seed"), founders, nodes, limiter.Majority, o, 6*sec)
 	})
 }
 

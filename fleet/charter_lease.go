@@ -6,9 +6,11 @@ package fleet
 import (
 	"slices"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/limiter"
 )
 
-// With [SilenceMajority] a process mints only under grants. The claim: when a
+// With [limiter.Majority] a process mints only under grants. The claim: when a
 // charter that evicts X for silence has been chosen at t, X has stopped, or knows of
 // it, at t + Lease(1+500 ppm).
 //
@@ -35,7 +37,7 @@ func fenced(lease time.Duration) time.Duration {
 
 // grantTo is the newest stamp of f that we confirm for minting, 0 if there is none.
 func (c *Charters) grantTo(f *fellow) time.Duration {
-	if c.cfg.OnSilence != SilenceMajority || !c.mayVote() {
+	if c.cfg.OnSilence != limiter.Majority || !c.mayVote() {
 		return 0
 	}
 	if c.accepted.digest != 0 {
@@ -56,7 +58,7 @@ func (c *Charters) leaseLocked(now time.Duration) {
 	if !c.settled || c.over || c.broken != nil {
 		return
 	}
-	if c.cfg.OnSilence != SilenceMajority {
+	if c.cfg.OnSilence != limiter.Majority {
 		if c.until != Unfenced {
 			c.until = Unfenced
 			c.books.Mint(Unfenced)

@@ -327,7 +327,7 @@ func (c *Charters) renews(now time.Duration, f *fellow) bool {
 
 // silentLocked tells whether the member of a seat is to be evicted for silence.
 func (c *Charters) silentLocked(now time.Duration, s *seat) bool {
-	if c.cfg.OnSilence != SilenceMajority || now < c.calm || s.name == c.self.Name {
+	if c.cfg.OnSilence != limiter.Majority || now < c.calm || s.name == c.self.Name {
 		return false
 	}
 	since := max(s.since, c.start)

@@ -186,8 +186,8 @@ func NewCharters(self crdt.Replica, cfg CharterConfig, books Books, now time.Dur
 	}
 	cfg = cfg.WithDefaults()
 	founding := newDecree(normal(cfg.Founding), nil)
-	h := hashNumber(hashString(hashInit, cfg.Fleet), uint64(cfg.OnSilence))
-	if cfg.OnSilence == SilenceMajority {
+	h := hashString(hashString(hashInit, cfg.Fleet), string(cfg.OnSilence))
+	if cfg.OnSilence == limiter.Majority {
 		h = hashNumber(h, uint64(cfg.Lease))
 	}
 	c := &Charters{
