@@ -108,9 +108,9 @@ func NewMember(clock func() time.Duration, v *Verdicts, s *Storms) *Member {
 	return &Member{clock: clock, v: v, s: s, claims: make(map[string]*claim), leaves: make(map[*breaker.Breaker]*leaf)}
 }
 
-// onStorm has f called, with the lock held, when a storm of the fleet begins or
+// OnStorm has f called, with the lock held, when a storm of the fleet begins or
 // ends. Set it before the first Step.
-func (m *Member) onStorm(f func(StormChange)) { m.stormy = f }
+func (m *Member) OnStorm(f func(StormChange)) { m.stormy = f }
 
 // Attach is [breaker.Fleet]'s. The error is [ErrAttached].
 func (m *Member) Attach(wake func()) (detach func(), err error) {
