@@ -36,4 +36,3 @@ func (ch Change) String() string {
 	}
 	return strings.TrimSuffix(b.String(), "; ")
 }
-

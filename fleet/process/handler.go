@@ -59,19 +59,13 @@ const (
 
 // ChangeRequest is a [fleet.Change] as it is sent. What is left out stays.
 type ChangeRequest struct {
-	Limit   *LimitRequest            `json:"limit,omitempty"`
-	Limits  map[string]*LimitRequest `json:"limits,omitempty"` // null takes a key's own limit away
-	Weights map[string]int           `json:"weights,omitempty"`
-	Reset   bool                     `json:"reset,omitempty"`
+	Limit   *Limit            `json:"limit,omitempty"`
+	Limits  map[string]*Limit `json:"limits,omitempty"` // null takes a key's own limit away
+	Weights map[string]int    `json:"weights,omitempty"`
+	Reset   bool              `json:"reset,omitempty"`
 }
 
-// LimitRequest is a [limiter.Limit] as it is sent.
-type LimitRequest struct {
-	Rate  float64 `json:"rate"`
-	Burst int     `json:"burst"`
-}
-
-func (l *LimitRequest) limit() *limiter.Limit {
+func (l *Limit) limit() *limiter.Limit {
 	if l == nil {
 		return nil
 	}

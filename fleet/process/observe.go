@@ -6,8 +6,6 @@ package process
 import (
 	"context"
 	"errors"
-	"maps"
-	"slices"
 	"sync"
 	"time"
 
@@ -144,8 +142,8 @@ func (p *Process) look(o options) (*seen, error) {
 		o.ObserveFloat64(lacking, float64(len(status.Charter.Lacking)))
 		o.ObserveFloat64(delay, status.SyncDelay.Seconds())
 		o.ObserveFloat64(unacked, float64(st.Session.Unacked))
-		o.ObserveFloat64(backlog, float64(status.Journal.Backlog))
-		o.ObserveFloat64(backlogAge, status.Journal.Age.Seconds())
+		o.ObserveFloat64(backlog, float64(status.Backlog))
+		o.ObserveFloat64(backlogAge, status.BacklogAge.Seconds())
 		o.ObserveFloat64(skew, status.Skew)
 		for _, m := range status.Members {
 			if m.State != "self" && m.State != "unknown" {
@@ -156,14 +154,6 @@ func (p *Process) look(o options) (*seen, error) {
 		return nil
 	}, all...)
 	return s, err
-}
-
-func sorted(at map[string]*Member) []Member {
-	var all []Member
-	for _, name := range slices.Sorted(maps.Keys(at)) {
-		all = append(all, *at[name])
-	}
-	return all
 }
 
 // Wait waits until n tokens of a key are admitted, as [limiter.Limiter.WaitN] does,

@@ -282,14 +282,21 @@ func TestHandler(t *testing.T) {
 		{"POST", "evict?name=nobody", "", 409, "nobody"},
 		{"GET", "evict?name=a", "", 405, ""},
 		{"GET", "journal", "", 200, `"kind":"RESET"`},
-		{"GET", "status", "", 200, `"Roster":true,"Weight":3`},
+		{"GET", "status", "", 200, `"roster":true,"weight":3`},
 	} {
 		if status, got := ask(c.method, c.path, c.body); status != c.status || !strings.Contains(got, c.want) {
 			t.Errorf("%s %s %s: %d %s, want %d %s", c.method, c.path, c.body, status, got, c.status, c.want)
 		}
 	}
 	all[0].Close()
-	if status, got := ask("POST", "evict?name=a", ""); status != 200 || got != `{"charter":5}` {
+	all[2].Close()
+	short, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+	defer cancel()
+	if _, err := all[1].Evict(short, "c"); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("of three, one alone was a majority: %v", err)
+	}
+	all[2] = startProcess(t, configOf("c", []string{all[1].Node().Addr().String()}, "a", "b", "c"))
+	if status, got := ask("POST", "evict?name=a", ""); status != 200 || !strings.HasPrefix(got, `{"charter":`) {
 		t.Errorf("%d %s", status, got)
 	}
 	eventually(t, "the status says who is there", func() bool {
