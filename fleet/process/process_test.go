@@ -289,13 +289,6 @@ func TestHandler(t *testing.T) {
 		}
 	}
 	all[0].Close()
-	all[2].Close()
-	short, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
-	defer cancel()
-	if _, err := all[1].Evict(short, "c"); !errors.Is(err, context.DeadlineExceeded) {
-		t.Errorf("of three, one alone was a majority: %v", err)
-	}
-	all[2] = startProcess(t, configOf("c", []string{all[1].Node().Addr().String()}, "a", "b", "c"))
 	if status, got := ask("POST", "evict?name=a", ""); status != 200 || !strings.HasPrefix(got, `{"charter":`) {
 		t.Errorf("%d %s", status, got)
 	}
@@ -306,6 +299,25 @@ func TestHandler(t *testing.T) {
 			}
 		}
 		return true
+	})
+}
+
+// One of three decides nothing; and when one has started again, remembering nothing,
+// the two decide about the third, whom the operator says to be dead.
+func TestProcessOfThree(t *testing.T) {
+	all, _ := three(t)
+	eventually(t, "they have met", func() bool { return all[1].Status().Charter.Settled })
+	all[0].Close()
+	all[2].Close()
+	short, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+	defer cancel()
+	if _, err := all[1].Evict(short, "a"); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("of three, one alone was a majority: %v", err)
+	}
+	startProcess(t, configOf("c", []string{all[1].Node().Addr().String()}, "a", "b", "c"))
+	eventually(t, "a is evicted", func() bool {
+		s := all[1].Status()
+		return s.Charter.Number > 1 && !slices.ContainsFunc(s.Members, func(m Member) bool { return m.Name == "a" && m.Roster })
 	})
 }
 
