@@ -53,6 +53,7 @@ type Member struct {
 	list     []*leaf // the same, in the order of adoption
 	acts     []Action
 	changes  []StormChange
+	stormy   func(StormChange)
 }
 
 var (
@@ -106,6 +107,10 @@ func (l *leaf) held() bool {
 func NewMember(clock func() time.Duration, v *Verdicts, s *Storms) *Member {
 	return &Member{clock: clock, v: v, s: s, claims: make(map[string]*claim), leaves: make(map[*breaker.Breaker]*leaf)}
 }
+
+// OnStorm has f called, with the lock held, when a storm of the fleet begins or
+// ends. Set it before the first Step.
+func (m *Member) OnStorm(f func(StormChange)) { m.stormy = f }
 
 // Attach is [breaker.Fleet]'s. The error is [ErrAttached].
 func (m *Member) Attach(wake func()) (detach func(), err error) {
@@ -226,7 +231,12 @@ func (m *Member) Step(now time.Duration, waiting map[*breaker.Breaker]bool) (bus
 	defer m.mu.Unlock()
 	if m.s != nil {
 		m.s.Tick(m.clock())
-		m.changes = m.s.Changes(m.changes[:0]) // who wants to know asks Storm
+		m.changes = m.s.Changes(m.changes[:0]) // who wants to know else asks Storm
+		for _, c := range m.changes {
+			if m.stormy != nil {
+				m.stormy(c)
+			}
+		}
 	}
 	if m.v == nil {
 		return false
