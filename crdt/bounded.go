@@ -151,7 +151,7 @@ func (c *Bounded) Value() (int64, error) {
 }
 
 // Mark is the number of the latest change here. See the package comment.
-func (c *Bounded) Mark() uint64 { return c.rows.mark }
+func (c *Bounded) Mark() uint64 { return c.rows.changes.Mark() }
 
 // Delta appends the rows that changed after since, as [GCounter.Delta] does.
 func (c *Bounded) Delta(b []byte, since uint64, room int) (_ []byte, upto uint64) {

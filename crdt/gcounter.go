@@ -60,7 +60,7 @@ func (c *GCounter) Of(r Replica) uint64 { return c.rows.get(r) }
 func (c *GCounter) All() iter.Seq2[Replica, uint64] { return c.rows.all() }
 
 // Mark is the number of the latest change here. See the package comment.
-func (c *GCounter) Mark() uint64 { return c.rows.mark }
+func (c *GCounter) Mark() uint64 { return c.rows.changes.Mark() }
 
 // Delta appends the rows that changed after since, oldest change first, in at
 // most room bytes, and says up to which mark that is complete. Without news it

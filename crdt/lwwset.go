@@ -82,7 +82,7 @@ func (s *LWWSet) write(element string, w write) (bool, error) {
 // Has says whether the element is in the set.
 func (s *LWWSet) Has(element string) bool {
 	e := s.rows.at[element]
-	return e != nil && !e.val.removed
+	return e != nil && !e.Of.val.removed
 }
 
 // At is the stamp of the write that decides about an element, and whose it is;
@@ -135,7 +135,7 @@ func (s *LWWSet) Prune(now Stamp, age time.Duration) (int, error) {
 }
 
 // Mark is the number of the latest change here. See the package comment.
-func (s *LWWSet) Mark() uint64 { return s.rows.mark }
+func (s *LWWSet) Mark() uint64 { return s.rows.changes.Mark() }
 
 // Delta appends the elements that changed after since, as [GCounter.Delta] does.
 func (s *LWWSet) Delta(b []byte, since uint64, room int) (_ []byte, upto uint64) {
@@ -177,13 +177,13 @@ func (s *LWWSet) join(element string, w write) bool {
 	e := s.rows.at[element]
 	switch {
 	case e != nil:
-		if !w.beats(e.val) {
+		if !w.beats(e.Of.val) {
 			return false
 		}
-		if !e.val.removed {
+		if !e.Of.val.removed {
 			s.live--
 		}
-		element = e.key
+		element = e.Of.key
 	case w.removed && w.at.Physical < s.horizon:
 		return false
 	default:

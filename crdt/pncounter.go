@@ -82,7 +82,7 @@ func (c *PNCounter) All() iter.Seq[Replica] {
 }
 
 // Mark is the number of the latest change here. See the package comment.
-func (c *PNCounter) Mark() uint64 { return c.rows.mark }
+func (c *PNCounter) Mark() uint64 { return c.rows.changes.Mark() }
 
 // Delta appends the rows that changed after since, as [GCounter.Delta] does.
 func (c *PNCounter) Delta(b []byte, since uint64, room int) (_ []byte, upto uint64) {

@@ -5,32 +5,24 @@ package crdt
 
 import "iter"
 
-// A table is a map whose entries also stand in the order of their latest
-// change. A change gets the next mark and moves its entry to the end, so that
-// what changed after a mark is the tail of the list, each key once: what a peer
-// has not acknowledged costs the size of what changed, and not of how often.
+// A table is a map whose entries are listed in the order of their latest change.
 type table[K comparable, V any] struct {
-	at   map[K]*entry[K, V]
-	ends entry[K, V] // its next is the oldest change, its prev the latest
-	mark uint64      // of the latest change
+	at      map[K]*Change[entry[K, V]]
+	changes Changes[entry[K, V]]
 }
 
 type entry[K comparable, V any] struct {
-	key        K
-	val        V
-	changed    uint64 // mark of the latest change
-	prev, next *entry[K, V]
+	key K
+	val V
 }
 
 func newTable[K comparable, V any]() *table[K, V] {
-	t := &table[K, V]{at: make(map[K]*entry[K, V])}
-	t.ends.prev, t.ends.next = &t.ends, &t.ends
-	return t
+	return &table[K, V]{at: make(map[K]*Change[entry[K, V]])}
 }
 
 func (t *table[K, V]) get(k K) V {
-	if e := t.at[k]; e != nil {
-		return e.val
+	if c := t.at[k]; c != nil {
+		return c.Of.val
 	}
 	var zero V
 	return zero
@@ -39,34 +31,26 @@ func (t *table[K, V]) get(k K) V {
 // put stores a value that is news. A key that is not there yet must be the
 // table's to keep.
 func (t *table[K, V]) put(k K, v V) {
-	e := t.at[k]
-	if e == nil {
-		e = &entry[K, V]{key: k}
-		t.at[k] = e
-	} else {
-		e.unlink()
+	c := t.at[k]
+	if c == nil {
+		c = &Change[entry[K, V]]{Of: entry[K, V]{key: k}}
+		t.at[k] = c
 	}
-	t.mark++
-	e.val, e.changed = v, t.mark
-	e.prev, e.next = t.ends.prev, &t.ends
-	e.prev.next, e.next.prev = e, e
+	c.Of.val = v
+	t.changes.Touch(c)
 }
 
 // drop forgets a key, and makes no change that a peer hears of.
 func (t *table[K, V]) drop(k K) {
-	if e := t.at[k]; e != nil {
-		e.unlink()
-		delete(t.at, k)
-	}
+	t.changes.Remove(t.at[k])
+	delete(t.at, k)
 }
-
-func (e *entry[K, V]) unlink() { e.prev.next, e.next.prev = e.next, e.prev }
 
 // all yields the entries in the order of their latest change.
 func (t *table[K, V]) all() iter.Seq2[K, V] {
 	return func(yield func(K, V) bool) {
-		for e := t.ends.next; e != &t.ends; e = e.next {
-			if !yield(e.key, e.val) {
+		for c := t.changes.First(); c != nil; c = c.Next() {
+			if !yield(c.Of.key, c.Of.val) {
 				return
 			}
 		}
@@ -74,26 +58,23 @@ func (t *table[K, V]) all() iter.Seq2[K, V] {
 }
 
 // delta appends what changed after since, oldest first, in at most room bytes,
-// or nothing. It walks back from the latest change, so it costs what it finds.
+// or nothing.
 func (t *table[K, V]) delta(b []byte, format byte, since uint64, room int, row func([]byte, K, V) []byte) (_ []byte, upto uint64) {
-	e := t.ends.prev
-	if since >= t.mark || e.changed <= since { // the sentinel has changed 0
-		return b, t.mark
-	}
-	for e.prev.changed > since {
-		e = e.prev
+	c := t.changes.After(since)
+	if c == nil {
+		return b, t.changes.Mark()
 	}
 	start := len(b)
 	b = append(b, format)
-	for upto = since; e != &t.ends; e = e.next {
+	for upto = since; c != nil; c = c.Next() {
 		n := len(b)
-		if b = row(b, e.key, e.val); len(b)-start > room {
+		if b = row(b, c.Of.key, c.Of.val); len(b)-start > room {
 			if n == start+1 {
 				n = start
 			}
 			return b[:n], upto
 		}
-		upto = e.changed
+		upto = c.Mark
 	}
-	return b, t.mark
+	return b, t.changes.Mark()
 }

@@ -183,13 +183,13 @@ func (v *Verdicts) scopeLocked(now time.Duration, name string) *scope {
 
 func (v *Verdicts) dropLocked(sc *scope) {
 	for _, r := range sc.rows {
-		v.log.remove(r.change)
+		v.log.Remove(r.change)
 		v.votes--
 	}
 	if sc.own != nil {
-		v.log.remove(sc.own.change)
+		v.log.Remove(sc.own.change)
 	}
-	v.log.remove(sc.change)
+	v.log.Remove(sc.change)
 	delete(v.scopes, sc.name)
 }
 
@@ -201,7 +201,7 @@ func (v *Verdicts) forgetLocked(now time.Duration) {
 	v.order = slices.DeleteFunc(v.order, func(sc *scope) bool {
 		for n, r := range sc.rows {
 			if now-v.stoodLocked(sc, r) > v.cfg.Keep {
-				v.log.remove(r.change)
+				v.log.Remove(r.change)
 				delete(sc.rows, n)
 				v.votes--
 			}

@@ -29,22 +29,22 @@ func (v *Verdicts) Delta(now time.Duration, b []byte, to crdt.Replica, since uin
 		return b, since
 	}
 	if _, ok := v.log.met[to]; !ok || since == 0 {
-		v.log.met[to] = v.log.seq
+		v.log.met[to] = v.log.Mark()
 	}
 	mark, met, end := v.log.mark(to), v.log.met[to], len(b)+room
 	b = appendHeader(b, v.roster.Number, v.digest, v.informed)
 	upto = since
-	for c := v.log.after(since); c != nil; c = c.next {
-		if !c.concerns(to, v.self, met) {
-			upto = c.num
+	for c := v.log.After(since); c != nil; c = c.Next() {
+		if !c.Of.concerns(to, v.self, c.Mark, met) {
+			upto = c.Mark
 			continue
 		}
-		rec := v.recordLocked(now, c)
+		rec := v.recordLocked(now, c.Of)
 		before := len(b)
 		if b = appendRecord(b, &rec); len(b) > end {
 			return b[:before], upto
 		}
-		upto = c.num
+		upto = c.Mark
 	}
 	if whole := appendComplete(b, v.version, to.Incarnation); len(whole) <= end {
 		b = whole
@@ -52,7 +52,7 @@ func (v *Verdicts) Delta(now time.Duration, b []byte, to crdt.Replica, since uin
 	return b, max(upto, mark)
 }
 
-func (v *Verdicts) recordLocked(now time.Duration, c *change) record {
+func (v *Verdicts) recordLocked(now time.Duration, c change) record {
 	if c.row == nil {
 		return record{kind: recordState, name: c.sc.name, state: c.sc.known, age: now - c.sc.since}
 	}

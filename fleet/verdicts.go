@@ -56,8 +56,8 @@ type scope struct {
 	known  State
 	since  time.Duration // known began, by own clock
 	own    *row
-	rows   map[string]*row // votes of others, by name
-	change *change         // of known; nil until there is something to say
+	rows   map[string]*row      // votes of others, by name
+	change *crdt.Change[change] // of known; nil until there is something to say
 
 	active  bool
 	claimed bool
@@ -102,7 +102,7 @@ type row struct {
 	at     time.Duration // it arrived
 	seen   time.Duration // its process was known to stand by it
 	relay  bool          // told to all, though it is another's
-	change *change
+	change *crdt.Change[change]
 }
 
 const never = time.Duration(-1 << 63)

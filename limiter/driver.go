@@ -4,6 +4,7 @@
 package limiter
 
 import (
+	"context"
 	"sync"
 	"time"
 )
@@ -79,4 +80,18 @@ func (d *driver) tick(s *Set) (wait time.Duration, ok bool) {
 		return 0, false
 	}
 	return max(d.armed-s.node.now, 0), true
+}
+
+// pause lets d pass, unless ctx ends or the set closes first.
+func pause(ctx context.Context, closed <-chan struct{}, d time.Duration) error {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-closed:
+		return ErrClosed
+	}
 }

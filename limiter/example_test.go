@@ -63,3 +63,28 @@ func ExampleNode() {
 	// true false true
 	// false
 }
+
+// Two processes share a limit that overshoots rather than holds back: named
+// explicitly, by those who prefer a full burst anywhere to the bound.
+func ExampleNewPooled() {
+	cfg := limiter.PooledConfig{Limit: limiter.Limit{Rate: 1, Burst: 10}}
+	a, err := limiter.NewPooled(crdt.Replica{Name: "a", Incarnation: 1}, cfg)
+	if err != nil {
+		panic(err)
+	}
+	b, err := limiter.NewPooled(crdt.Replica{Name: "b", Incarnation: 1}, cfg)
+	if err != nil {
+		panic(err)
+	}
+	fmt.Println("a admits 10:", a.Key("orders").AllowN(10))
+
+	// A gossip session carries this.
+	packet, _ := a.Delta(0, nil, crdt.Replica{Name: "b", Incarnation: 1}, 0, 1400)
+	if err := b.Merge(crdt.Contact{From: crdt.Replica{Name: "a", Incarnation: 1}}, packet); err != nil {
+		panic(err)
+	}
+	fmt.Println("b admits 1 more:", b.Key("orders").Allow())
+	// Output:
+	// a admits 10: true
+	// b admits 1 more: false
+}

@@ -1,0 +1,97 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package crdt
+
+// Changes are the elements of a state in the order of their latest change. A
+// change gets the next mark and moves its element to the end, so what changed
+// after a mark is the tail of the list, each element once: what a peer has not
+// acknowledged costs the size of what changed, and not of how often. The zero
+// value is empty and ready; it is not safe for concurrent use.
+//
+// To append what a peer lacks, oldest change first:
+//
+//	for c := changes.After(since); c != nil; c = c.Next() {
+//		… c.Of, and the peer is complete up to c.Mark
+//	}
+type Changes[T any] struct {
+	first, last *Change[T]
+	mark        uint64
+}
+
+// A Change is an element's place. An element may be listed without a change, with
+// mark 0: then it stands before all that have one.
+type Change[T any] struct {
+	Of   T
+	Mark uint64 // of the latest change
+
+	prev, next *Change[T]
+	listed     bool
+}
+
+// Mark is that of the latest change of all, 0 if there was none.
+func (l *Changes[T]) Mark() uint64 { return l.mark }
+
+// First is the element that has not changed for longest, nil if there is none.
+func (l *Changes[T]) First() *Change[T] { return l.first }
+
+// Next is the element after c. Take it before c is touched or removed.
+func (c *Change[T]) Next() *Change[T] { return c.next }
+
+// List puts an element that is not listed before all others, without a change.
+func (l *Changes[T]) List(c *Change[T]) {
+	c.listed = true
+	c.next = l.first
+	if l.first != nil {
+		l.first.prev = c
+	} else {
+		l.last = c
+	}
+	l.first = c
+}
+
+// Touch makes c the latest change.
+func (l *Changes[T]) Touch(c *Change[T]) {
+	l.mark++
+	c.Mark = l.mark
+	if l.last == c {
+		return
+	}
+	l.Remove(c)
+	c.listed = true
+	c.prev = l.last
+	if l.last != nil {
+		l.last.next = c
+	} else {
+		l.first = c
+	}
+	l.last = c
+}
+
+// Remove takes an element out; one that is not listed, or nil, stays out. It is no
+// change that a peer hears of.
+func (l *Changes[T]) Remove(c *Change[T]) {
+	if c == nil || !c.listed {
+		return
+	}
+	if c.prev != nil {
+		c.prev.next = c.next
+	} else {
+		l.first = c.next
+	}
+	if c.next != nil {
+		c.next.prev = c.prev
+	} else {
+		l.last = c.prev
+	}
+	c.prev, c.next, c.listed = nil, nil, false
+}
+
+// After is the oldest change after a mark, nil if there is none. It walks back
+// from the latest, so it costs what it finds.
+func (l *Changes[T]) After(since uint64) (found *Change[T]) {
+	for c := l.last; c != nil && c.Mark > since; c = c.prev {
+		found = c
+	}
+	return found
+}

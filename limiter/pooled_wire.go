@@ -1,0 +1,195 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package limiter
+
+import (
+	"encoding/binary"
+	"fmt"
+	"math"
+	"strings"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/crdt"
+)
+
+// What a packet says, of the sender's own use, integers but one as varints:
+//
+//	version  byte
+//	config   4 bytes, the fingerprint of the limits
+//	entries, to the end, each
+//	  key    length and bytes
+//	  series
+//	  used   micro-tokens, in the series
+//	  asked  micro-tokens, in the series
+//	  flags  byte: 1 is denied lately
+const (
+	pooledVersion = 1
+	pooledHeader  = 5
+	pooledDenied  = 1
+)
+
+// Mark is the number of the latest change; they concern every peer.
+func (p *Pooled) Mark(crdt.Replica) uint64 {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.changes.Mark()
+}
+
+// Delta appends what this process has used of keys since a mark, oldest change
+// first; see gossip.Section. With nothing new it appends a header, from which the
+// peer learns that this process is there. 1 KiB always makes progress.
+func (p *Pooled) Delta(now time.Duration, b []byte, _ crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
+	p.lockAt(now)
+	defer p.mu.Unlock()
+	if room < pooledHeader {
+		return b, since
+	}
+	start := len(b)
+	b = binary.LittleEndian.AppendUint32(append(b, pooledVersion), p.config)
+	upto = since
+	for c := p.changes.After(since); c != nil; c = c.Next() {
+		whole, r := len(b), c.Of
+		b = binary.AppendUvarint(b, uint64(len(r.key)))
+		b = append(b, r.key...)
+		b = binary.AppendUvarint(b, r.series)
+		b = binary.AppendUvarint(b, uint64(r.used))
+		b = binary.AppendUvarint(b, uint64(r.asked))
+		flags := byte(0)
+		if p.now-r.deniedAt < starvingFor {
+			flags = pooledDenied
+		}
+		if b = append(b, flags); len(b)-start > room {
+			return b[:whole], upto
+		}
+		upto = c.Mark
+	}
+	return b, p.changes.Mark()
+}
+
+// Merge takes in what a peer's Delta appended. It is commutative and idempotent.
+// The errors are [ErrMalformed], [ErrMismatch] and [ErrStale], and then nothing was
+// taken in.
+func (p *Pooled) Merge(c crdt.Contact, b []byte) error {
+	r := reader{b: b}
+	if v := r.byte(); v != pooledVersion {
+		return fmt.Errorf("%w: version %d from %v, want %d", ErrMalformed, v, c.From, pooledVersion)
+	}
+	if r.fixed() != p.config && !r.bad {
+		return fmt.Errorf("%w: %v", ErrMismatch, c.From)
+	}
+	if c.From.Name == "" || c.From.Name == p.self.Name {
+		return fmt.Errorf("%w: from %v", ErrMalformed, c.From)
+	}
+	for look := r; len(look.b) > 0 || look.bad; {
+		if look.use(); look.bad {
+			return fmt.Errorf("%w: an entry from %v", ErrMalformed, c.From)
+		}
+	}
+	p.lockAt(c.Now)
+	defer p.mu.Unlock()
+	peer := p.peers[c.From.Name]
+	if peer == nil || peer.life < c.From.Incarnation {
+		peer = &pooledPeer{life: c.From.Incarnation, heard: p.now, used: map[string]*pooledUse{}}
+		p.peers[strings.Clone(c.From.Name)] = peer
+		p.lookAt = 0
+	} else if peer.life > c.From.Incarnation {
+		return fmt.Errorf("%w: %v has begun a later life", ErrStale, c.From)
+	}
+	silent := max(0, p.now-peer.heard-p.cfg.Silent)
+	if silent > 0 {
+		p.lookAt = 0
+	}
+	for len(r.b) > 0 {
+		p.useLocked(peer, silent, r.use())
+	}
+	peer.heard = max(peer.heard, p.now)
+	p.passLocked(p.now)
+	return nil
+}
+
+// A pooledSaid is one entry of a packet.
+type pooledSaid struct {
+	key    []byte
+	series uint64
+	used   int64
+	asked  int64
+	denied bool
+}
+
+func (r *reader) use() (s pooledSaid) {
+	n := r.value()
+	if n < 1 || n > MaxKey {
+		r.bad, r.b = true, nil
+		return s
+	}
+	s.key = r.take(int(n))
+	s.series, s.used, s.asked = uint64(r.value()), r.value(), r.value()
+	flags := r.byte()
+	s.denied = flags&pooledDenied != 0
+	if flags > pooledDenied || s.series == 0 {
+		r.bad, r.b = true, nil
+	}
+	return s
+}
+
+// useLocked takes what a peer has used out of the bucket, less what it was assumed
+// to use while it was silent. Debt beyond the burst is let go, or a split would be
+// followed by as long a famine.
+func (p *Pooled) useLocked(peer *pooledPeer, silent time.Duration, s pooledSaid) {
+	r := p.rowLocked(string(s.key))
+	if r == nil {
+		return // one too many: it is denied here
+	}
+	u, floor := peer.used[r.key], -float64(r.burst)
+	first := u == nil
+	if first {
+		// It may have used that long ago. If not, the bucket is as good as empty.
+		u, floor = &pooledUse{at: p.now}, min(r.level, 0)
+		peer.used[r.key] = u
+	}
+	if s.series < u.series || s.series == u.series && (s.used < u.used || s.asked < u.asked) {
+		return // overtaken
+	}
+	if s.series > u.series {
+		u.series, u.used, u.asked = s.series, 0, 0
+	}
+	more := float64(s.used - u.used)
+	if !first {
+		u.count(p.now, float64(s.asked-u.asked))
+	}
+	u.used, u.asked = s.used, s.asked
+	if s.denied {
+		u.starving = p.now + starvingFor
+	} else {
+		u.starving = 0
+	}
+	p.refillLocked(r)
+	assumed := r.rate / float64(len(p.peers)+1) * silent.Seconds()
+	r.level = max(r.level-max(0, more-assumed), floor)
+}
+
+// count follows the rate of a use: what came within rateOver, exponentially
+// weighted.
+func (u *pooledUse) count(now time.Duration, more float64) {
+	u.rate = u.lately(now) + more/rateOver.Seconds()
+	u.at = now
+}
+
+func (u *pooledUse) lately(now time.Duration) float64 {
+	return u.rate * decay(now-u.at)
+}
+
+// Gone says that a peer's life is over for good: nothing is assumed of it any
+// more.
+func (p *Pooled) Gone(now time.Duration, id crdt.Replica) {
+	p.lockAt(now)
+	defer p.mu.Unlock()
+	if peer := p.peers[id.Name]; peer != nil && peer.life <= id.Incarnation {
+		delete(p.peers, id.Name)
+		p.lookAt = 0
+		p.passLocked(p.now)
+	}
+}
+
+func decay(d time.Duration) float64 { return math.Exp(-d.Seconds() / rateOver.Seconds()) }
