@@ -29,6 +29,7 @@ const (
 	RabbitMQ  Kind = "rabbitmq"  // 3.x
 	RabbitMQ4 Kind = "rabbitmq4" // 4.x; needs root
 	NATS      Kind = "nats"
+	Etcd      Kind = "etcd"
 )
 
 // ErrLeftOut means that this machine cannot run the kind: no root, or a package
@@ -93,7 +94,7 @@ func Start(ctx context.Context, k Kind, o Options) (*Broker, error) {
 }
 
 // Addr is host:port for Kafka, comma-separated with several nodes, and a URL for
-// the others: amqp://user:password@host:port/ or nats://host:port. It stays the
+// the others: amqp://user:password@host:port/, nats://host:port or http://host:port. It stays the
 // same until Stop.
 func (b *Broker) Addr() string { return b.addr }
 
