@@ -87,10 +87,11 @@ type leaf struct {
 	err    error    // of Adopt
 	claims []*claim // its own first; without those that could not be adopted
 
-	told    bool // it is closed, and that was told
-	waits   bool // a message waits at it
-	freed   bool // held, but closed by an operator
-	tripped bool // by its own verdict, and not closed since
+	half    *claim // gave it back half-open while another held it: it is not closed with that one
+	told    bool   // it is closed, and that was told
+	waits   bool   // a message waits at it
+	freed   bool   // held, but closed by an operator
+	tripped bool   // by its own verdict, and not closed since
 	rung    int
 	cause   breaker.Cause
 }
@@ -363,7 +364,10 @@ func (m *Member) applyLocked(now time.Duration, c *claim, a Action) {
 			if l.freed && l.b.Closed() {
 				continue
 			}
-			if l.b.Hold(now, a.Rung, a.Cause); !l.held() {
+			l.half = nil
+			if l.b.Hold(now, a.Rung, a.Cause); l.held() {
+				l.half = c
+			} else {
 				l.b.Unhold(now)
 			}
 			l.told = false
@@ -377,7 +381,15 @@ func (m *Member) applyLocked(now time.Duration, c *claim, a Action) {
 	case Close:
 		c.held = false
 		for _, l := range c.leaves {
-			if !l.held() {
+			if l.half == c {
+				l.half = nil
+			}
+			switch {
+			case l.held():
+			case l.half != nil:
+				l.half = nil
+				l.b.Unhold(now)
+			default:
 				l.b.CloseHeld(now, a.Cause)
 			}
 			l.told = false
@@ -395,6 +407,9 @@ func (l *leaf) hold(now time.Duration, c *claim) {
 		if other != c && other.prober == l && l.b.Snapshot(now).State == breaker.HalfOpen {
 			return
 		}
+	}
+	if l.half == c {
+		l.half = nil
 	}
 	l.b.Hold(now, c.last.Rung, c.last.Cause)
 	l.told = false
