@@ -144,15 +144,15 @@ func (c Config) Validate() error {
 	return errors.Join(w...)
 }
 
-// period is how long an open period at rung lasts.
-func (c Config) period(rung int) time.Duration {
+// Period is how long an open period at rung lasts, from 1.
+func (c Config) Period(rung int) time.Duration {
 	return breaker.Config{Base: c.Base, Cap: c.Cap}.Period(rung)
 }
 
 // top is the first rung whose period is Cap.
 func (c Config) top() int {
 	n := 1
-	for c.period(n) < c.Cap {
+	for c.Period(n) < c.Cap {
 		n++
 	}
 	return n

@@ -404,15 +404,15 @@ func TestTurn(t *testing.T) {
 // A round that fails climbs the ladder; one in which others passed steps down.
 func TestLadder(t *testing.T) {
 	c := Config{}.WithDefaults()
-	s := State{Position{2, 4}, 5, c.period(5), "run"}
-	if got, want := c.after(s, false, "probe"), (State{Position{2, 5}, 6, 3200 * ms, "probe"}); got != want {
+	s := State{Position{2, 4}, 5, c.Period(5), "run"}
+	if got, want := c.After(s, false, "probe"), (State{Position{2, 5}, 6, 3200 * ms, "probe"}); got != want {
 		t.Errorf("%+v, want %+v", got, want)
 	}
-	if got, want := c.after(s, true, "probe"), (State{Position{2, 5}, 4, 800 * ms, "probe"}); got != want {
+	if got, want := c.After(s, true, "probe"), (State{Position{2, 5}, 4, 800 * ms, "probe"}); got != want {
 		t.Errorf("mixed: %+v, want %+v", got, want)
 	}
 	s.Rung = c.top()
-	if got := c.after(s, false, ""); got.Rung != c.top() || got.OpenFor != c.Cap {
+	if got := c.After(s, false, ""); got.Rung != c.top() || got.OpenFor != c.Cap {
 		t.Errorf("at the top: %+v", got)
 	}
 }

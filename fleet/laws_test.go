@@ -40,7 +40,7 @@ func drawState(t *rapid.T, name string) State {
 	s := State{Position: Position{rapid.Uint64Range(0, 3).Draw(t, name+" gen"), rapid.Uint32Range(0, 2).Draw(t, name+" round")}}
 	if s.Open() {
 		s.Rung = rapid.IntRange(1, 4).Draw(t, name+" rung")
-		s.OpenFor = Config{}.WithDefaults().period(s.Rung)
+		s.OpenFor = Config{}.WithDefaults().Period(s.Rung)
 		s.Cause = rapid.SampledFrom([]breaker.Cause{"", "rate"}).Draw(t, name+" cause")
 	}
 	return s

@@ -16,7 +16,7 @@ import (
 )
 
 // Member is one process's part in a fleet as a guard drives it: it carries what
-// happens between its breakers and [Verdicts], and between its detectors and
+// happens between its breakers and a [Decider], and between its detectors and
 // [Storms]. It is a [breaker.Fleet] and a [dlq.StormFleet].
 //
 // # Which scopes
@@ -42,8 +42,8 @@ import (
 // and their tree. All methods are safe for concurrent use.
 type Member struct {
 	clock func() time.Duration
-	v     *Verdicts // may be nil
-	s     *Storms   // may be nil
+	v     Decider // may be nil
+	s     *Storms // may be nil
 
 	mu       sync.Mutex
 	attached bool
@@ -88,10 +88,11 @@ type leaf struct {
 	err    error    // of Adopt
 	claims []*claim // its own first; without those that could not be adopted
 
-	told    bool // it is closed, and that was told
-	waits   bool // a message waits at it
-	freed   bool // held, but closed by an operator
-	tripped bool // by its own verdict, and not closed since
+	half    *claim // gave it back half-open while another held it: it is not closed with that one
+	told    bool   // it is closed, and that was told
+	waits   bool   // a message waits at it
+	freed   bool   // held, but closed by an operator
+	tripped bool   // by its own verdict, and not closed since
 	rung    int
 	cause   breaker.Cause
 }
@@ -101,10 +102,10 @@ func (l *leaf) held() bool {
 	return slices.ContainsFunc(l.claims, func(c *claim) bool { return c.held })
 }
 
-// NewMember returns the driver of v and s, either of which may be nil. clock is
-// that of the gossip session that carries them. It need not be the one of the
+// NewMember returns the driver of v and s, either of which may be nil (a nil
+// interface, for v). clock is that of the gossip session that carries them. It need not be the one of the
 // breakers: no instant passes between the two.
-func NewMember(clock func() time.Duration, v *Verdicts, s *Storms) *Member {
+func NewMember(clock func() time.Duration, v Decider, s *Storms) *Member {
 	return &Member{clock: clock, v: v, s: s, claims: make(map[string]*claim), leaves: make(map[*breaker.Breaker]*leaf)}
 }
 
@@ -121,14 +122,14 @@ func (m *Member) Attach(wake func()) (detach func(), err error) {
 	}
 	m.attached = true
 	if m.v != nil {
-		m.v.onActions(wake)
+		m.v.OnActions(wake)
 	}
 	return sync.OnceFunc(func() {
 		m.mu.Lock()
 		defer m.mu.Unlock()
 		m.attached = false
 		if m.v != nil {
-			m.v.onActions(nil)
+			m.v.OnActions(nil)
 		}
 	}), nil
 }
@@ -251,7 +252,7 @@ func (m *Member) Step(now time.Duration, waiting map[*breaker.Breaker]bool) (bus
 	}
 	m.v.Tick(m.clock())
 	m.drainLocked(now)
-	return busy || m.v.stirs()
+	return busy || m.v.Stirs()
 }
 
 // lookLocked tells the fleet what a breaker is like. One that is closed and
@@ -321,7 +322,7 @@ func (m *Member) lookAboveLocked(now time.Duration, c *claim) {
 				s.State, s.Trial, s.ProbesOut, s.Cause = p.State, p.Trial, p.ProbesOut, p.Cause
 			}
 		}
-	case open > 0 && float64(open) >= m.v.cfg.Quorum*float64(len(c.leaves)) && !m.v.alone():
+	case open > 0 && float64(open) >= m.v.Config().Quorum*float64(len(c.leaves)) && !m.v.Alone():
 		if !c.tripped || rung != c.rung {
 			c.gen++
 		}
@@ -373,7 +374,10 @@ func (m *Member) applyLocked(now time.Duration, c *claim, a Action) {
 			if l.freed && l.b.Closed() {
 				continue
 			}
-			if l.b.Hold(now, a.Rung, a.Cause); !l.held() {
+			l.half = nil
+			if l.b.Hold(now, a.Rung, a.Cause); l.held() {
+				l.half = c
+			} else {
 				l.b.Unhold(now)
 			}
 			l.told = false
@@ -387,7 +391,15 @@ func (m *Member) applyLocked(now time.Duration, c *claim, a Action) {
 	case Close:
 		c.held = false
 		for _, l := range c.leaves {
-			if !l.held() {
+			if l.half == c {
+				l.half = nil
+			}
+			switch {
+			case l.held():
+			case l.half != nil:
+				l.half = nil
+				l.b.Unhold(now)
+			default:
 				l.b.CloseHeld(now, a.Cause)
 			}
 			l.told = false
@@ -405,6 +417,9 @@ func (l *leaf) hold(now time.Duration, c *claim) {
 		if other != c && other.prober == l && l.b.Snapshot(now).State == breaker.HalfOpen {
 			return
 		}
+	}
+	if l.half == c {
+		l.half = nil
 	}
 	l.b.Hold(now, c.last.Rung, c.last.Cause)
 	l.told = false
@@ -452,7 +467,7 @@ func (m *Member) Scope(b *breaker.Breaker) (breaker.FleetScope, bool) {
 }
 
 func (m *Member) describeLocked(c *claim) breaker.FleetScope {
-	s := m.v.brief(m.clock(), c.name)
+	s := m.v.Describe(m.clock(), c.name)
 	s.Held = c.held
 	if s.Cause == "" && c.held {
 		s.Cause = c.last.Cause

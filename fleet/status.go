@@ -57,8 +57,8 @@ func (v *Verdicts) Scopes() []string {
 	return slices.Sorted(maps.Keys(v.scopes))
 }
 
-// brief is a scope as a guard shows it.
-func (v *Verdicts) brief(now time.Duration, name string) breaker.FleetScope {
+// Describe is a scope as a guard shows it.
+func (v *Verdicts) Describe(now time.Duration, name string) breaker.FleetScope {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	b := breaker.FleetScope{Name: name, Heard: v.heardLocked(now), Need: v.need}

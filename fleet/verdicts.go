@@ -200,7 +200,7 @@ func (v *Verdicts) Observe(now time.Duration, name string, s breaker.Snapshot) {
 		}
 		v.writeLocked(now, sc, Vote{
 			Phase: PhaseOpen, At: Position{Gen: sc.known.Gen}, Wants: sc.wants,
-			Rung: rung, OpenFor: v.cfg.period(rung), Cause: cut(s.Cause),
+			Rung: rung, OpenFor: v.cfg.Period(rung), Cause: cut(s.Cause),
 		})
 		v.decideLocked(now, sc)
 	default: // half-open, or open by somebody's force: no evidence
@@ -237,7 +237,7 @@ func (v *Verdicts) failLocked(now time.Duration, sc *scope, cause breaker.Cause)
 	}
 	w := v.standing(sc)
 	w.Phase, w.Passes, w.Failed = PhaseWaiting, 0, sc.known.Round
-	next := v.cfg.after(sc.known, mixed, cut(cause))
+	next := v.cfg.After(sc.known, mixed, cut(cause))
 	w.At = next.Position
 	sc.mode = held
 	v.writeLocked(now, sc, w)
@@ -307,9 +307,9 @@ func (v *Verdicts) Actions(dst []Action) []Action {
 	return dst
 }
 
-// onActions sets what is called, without the lock, when another process's word
+// OnActions sets what is called, without the lock, when another process's word
 // may have left actions behind.
-func (v *Verdicts) onActions(wake func()) {
+func (v *Verdicts) OnActions(wake func()) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.wake = wake
@@ -327,15 +327,15 @@ func (v *Verdicts) unlock() {
 	}
 }
 
-// alone reports a roster of one.
-func (v *Verdicts) alone() bool {
+// Alone reports a roster of one.
+func (v *Verdicts) Alone() bool {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	return len(v.roster.Names) == 1
 }
 
-// stirs reports whether time may change something here by itself.
-func (v *Verdicts) stirs() bool {
+// Stirs reports whether time may change something here by itself.
+func (v *Verdicts) Stirs() bool {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	return slices.ContainsFunc(v.active, func(sc *scope) bool { return sc.claimed })

@@ -198,21 +198,21 @@ func (t *tally) result() State {
 		})
 		v := t.open[t.need-1]
 		rung := max(v.Rung, 1)
-		return State{Position{t.known.Gen, 1}, rung, t.cfg.period(rung), v.Cause}
+		return State{Position{t.known.Gen, 1}, rung, t.cfg.Period(rung), v.Cause}
 	case t.known.Open() && t.voices >= t.need && t.passes >= t.cfg.Successes:
 		return State{Position: Position{Gen: t.known.Gen + 1}}
 	}
 	return t.known
 }
 
-// after is the state that a failed probe makes of s. The ladder climbs. Only
+// After is the state that a failed probe makes of s, with c's defaults filled in. The ladder climbs. Only
 // where others had passed in the same round does it step down: then a part of
 // the fleet is broken and not the dependency, and the next round comes soon to
 // find who else.
-func (c Config) after(s State, mixed bool, cause breaker.Cause) State {
+func (c Config) After(s State, mixed bool, cause breaker.Cause) State {
 	rung := min(s.Rung+1, c.top())
 	if mixed {
 		rung = max(s.Rung-1, 1)
 	}
-	return State{Position{s.Gen, s.Round + 1}, rung, c.period(rung), cause}
+	return State{Position{s.Gen, s.Round + 1}, rung, c.Period(rung), cause}
 }

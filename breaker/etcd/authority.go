@@ -1,0 +1,143 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package etcd
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/fleet"
+)
+
+// member is what drives breakers for gossip as well; the alias keeps the embedded
+// field to ourselves.
+type member = fleet.Member
+
+// Authority is one process's part in a fleet that decides through etcd: a
+// [breaker.Fleet], and what guard.WithFleet takes. It takes no part in storms of the
+// fleet: what the detectors report goes nowhere, and Storm says that there is none.
+//
+// All methods are safe for concurrent use, and none but Close waits for etcd.
+type Authority struct {
+	*member
+	cfg    Config
+	client *clientv3.Client
+	log    *slog.Logger
+	keys   layout
+	self   crdt.Replica
+	origin time.Time
+	core   *core
+
+	// run is the one goroutine that New starts. It owns the leases, and starts and
+	// awaits the others of a session.
+	cancel context.CancelFunc
+	done   chan struct{}
+
+	mu  sync.Mutex
+	err error // why etcd is not reached; nil if it is
+}
+
+var _ breaker.Fleet = (*Authority)(nil)
+
+// Why etcd is not reached, where no call failed.
+var (
+	errStarting = errors.New("etcd: not reached yet")
+	errSilent   = errors.New("etcd: silent for as long as our lease lasts")
+)
+
+// New returns the part of the process that c names, and starts to reach etcd. It
+// does not wait for that: until then each breaker goes by itself, and what is
+// adopted within Start is held. The client stays the caller's, who closes it after
+// [Authority.Close]; endpoints, TLS and users are its matter. The error is
+// [ErrConfig], with all that is wrong.
+func New(client *clientv3.Client, c Config, opts ...Option) (*Authority, error) {
+	if client == nil {
+		return nil, errors.Join(fmt.Errorf("%w: client: nil is none", ErrConfig), c.Validate())
+	}
+	if err := c.Validate(); err != nil {
+		return nil, err
+	}
+	c = c.WithDefaults()
+	var life [8]byte
+	_, _ = rand.Read(life[:]) // never fails
+	a := &Authority{
+		cfg: c, client: client, log: slog.New(slog.DiscardHandler), keys: newLayout(c.Prefix),
+		self:   crdt.Replica{Name: c.Name, Incarnation: binary.BigEndian.Uint64(life[:])},
+		origin: time.Now(), done: make(chan struct{}), err: errStarting,
+	}
+	for _, o := range opts {
+		o(a)
+	}
+	a.core = newCore(c, a.self, a.now())
+	a.core.report = a.logScopes
+	a.member = fleet.NewMember(a.now, a.core, nil)
+	ctx, cancel := context.WithCancel(context.Background())
+	a.cancel = cancel
+	go a.run(ctx)
+	return a, nil
+}
+
+// now is monotonic, since New.
+func (a *Authority) now() time.Duration { return time.Since(a.origin) }
+
+// Config returns the configuration with its defaults filled in.
+func (a *Authority) Config() Config { return a.cfg }
+
+// Err says why this process is without etcd, or nil while it has it: [ErrName] and
+// [ErrRoster] are what somebody has to mend. A pause of etcd shows here when the
+// lease is over, not at once.
+func (a *Authority) Err() error {
+	fresh := a.core.fresh(a.now())
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.err == nil && !fresh {
+		return errSilent
+	}
+	return a.err
+}
+
+// Close ends this process's part: its votes and its place in the fleet are gone at
+// once, what a next owner has to know stays for Keep. Breakers are left as they are;
+// close the Guard first, which gives them back. It waits for etcd for at most two
+// seconds, or else the leases end by themselves. A second Close does nothing.
+func (a *Authority) Close() {
+	a.cancel()
+	<-a.done
+}
+
+// say notes and logs that etcd is reached, or why not.
+func (a *Authority) say(err error) {
+	a.mu.Lock()
+	changed := (a.err == nil) != (err == nil) || err != nil && a.err != nil && a.err.Error() != err.Error()
+	a.err = err
+	a.mu.Unlock()
+	switch {
+	case !changed:
+	case err == nil:
+		a.log.Info("the fleet's authority is reached", "name", a.self.Name, "prefix", a.cfg.Prefix)
+	default:
+		a.log.Warn("the fleet's authority is not reached; breakers go by themselves", "name", a.self.Name, "prefix", a.cfg.Prefix, "error", err)
+	}
+}
+
+func (a *Authority) logScopes(events []event) {
+	for _, e := range events {
+		state := breaker.Closed
+		if e.state.Open() {
+			state = breaker.Open
+		}
+		a.log.Info("the fleet's state of a scope changed", "scope", e.scope, "state", state.String(),
+			"round", e.state.Round, "period", e.state.OpenFor, "reason", string(e.state.Cause))
+	}
+}

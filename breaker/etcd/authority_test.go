@@ -1,0 +1,562 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package etcd_test
+
+import (
+	"errors"
+	"math/rand/v2"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/breaker/etcd"
+	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/internal/brokers"
+)
+
+func adoptAll(ps []*proc, path ...string) (ls []*leaf) {
+	for _, p := range ps {
+		ls = append(ls, p.adopt(path...))
+	}
+	return ls
+}
+
+// One process that trips costs the others nothing; two of three are a quorum. Then
+// probes, one at a time, close it for all.
+func TestQuorumOpensAndCloses(t *testing.T) {
+	r := newRig(t, brokers.ForTest(t, brokers.Etcd), "a", "b", "c")
+	ps := r.startAll()
+	ls := adoptAll(ps, "g", "orders")
+	r.down.Store(true)
+	ls[0].b.Trip(ps[0].now(), "timeout")
+	time.Sleep(500 * ms)
+	for i, p := range ps {
+		if s := p.scope(ls[i]); s.State != breaker.Closed || s.Heard != 3 || s.Need != 2 {
+			t.Errorf("%s: one vote: %+v", p.name, s)
+		}
+	}
+	if !ls[1].b.Closed() || !ls[2].b.Closed() {
+		t.Error("one vote opened others")
+	}
+	ls[1].b.Trip(ps[1].now(), "timeout")
+	took := r.until(2*sec, "opens", all(ps, ls, breaker.Open))
+	t.Logf("opened for all in %v", took)
+	r.until(5*sec, "climbs", func() bool { return ps[2].scope(ls[2]).Round >= 3 })
+	r.down.Store(false)
+	took = r.until(10*sec, "closes", all(ps, ls, breaker.Closed))
+	t.Logf("closed for all in %v, %d probes, %d at once", took, r.total.Load(), r.most.Load())
+	if r.most.Load() != 1 {
+		t.Errorf("%d probes at once", r.most.Load())
+	}
+}
+
+func (r *rig) trip(ps []*proc, ls []*leaf, n int) {
+	r.t.Helper()
+	for i := range n {
+		ls[i].b.Trip(ps[i].now(), "timeout")
+	}
+	r.until(3*sec, "opens", all(ps, ls, breaker.Open))
+}
+
+// A hundred rounds of three that all have something to probe with: never two
+// probes at once, whoever has the turn, and nobody's breaker goes by itself.
+func TestOneProbeAtATime(t *testing.T) {
+	r := newRig(t, brokers.ForTest(t, brokers.Etcd), "a", "b", "c")
+	r.cfg.Fleet.Base, r.cfg.Fleet.Cap = 2*ms, 20*ms
+	r.took.Store(int64(3 * ms))
+	ps := r.startAll()
+	ls := adoptAll(ps, "g", "orders")
+	r.down.Store(true)
+	r.trip(ps, ls, 2)
+	before := ps[0].solo.Load() + ps[1].solo.Load() + ps[2].solo.Load()
+	took := r.until(60*sec, "a hundred rounds", func() bool { return ps[0].scope(ls[0]).Round > 100 })
+	r.down.Store(false)
+	r.until(10*sec, "closes", all(ps, ls, breaker.Closed))
+	solo := ps[0].solo.Load() + ps[1].solo.Load() + ps[2].solo.Load() - before
+	t.Logf("100 rounds in %v: %d probes, %d at once, %d by a breaker itself", took, r.total.Load(), r.most.Load(), solo)
+	if n := r.total.Load(); r.most.Load() != 1 || n < 100 || n > 140 || solo != 0 {
+		t.Errorf("%d probes in 100 rounds, %d at once, %d outside the fleet", n, r.most.Load(), solo)
+	}
+}
+
+// The prober dies with its probe out: the probe passes on when its lease is over,
+// and not before.
+func TestProberDies(t *testing.T) {
+	r := newRig(t, brokers.ForTest(t, brokers.Etcd), "a", "b", "c")
+	ps := r.startAll()
+	ls := adoptAll(ps, "g", "orders")
+	r.down.Store(true)
+	r.trip(ps, ls, 2)
+	r.took.Store(int64(time.Hour)) // what goes out now does not come back
+	var prober int
+	r.until(5*sec, "a probe", func() bool {
+		for i, p := range ps {
+			if p.scope(ls[i]).Probing && r.out.Load() == 1 {
+				prober = i
+				return true
+			}
+		}
+		return false
+	})
+	died := time.Now()
+	ps[prober].kill()
+	r.took.Store(int64(5 * ms))
+	r.down.Store(false)
+	before := r.total.Load()
+	rest := append(append([]*proc(nil), ps[:prober]...), ps[prober+1:]...)
+	restLeaves := append(append([]*leaf(nil), ls[:prober]...), ls[prober+1:]...)
+	r.until(10*sec, "the next probe", func() bool { return r.total.Load() > before })
+	passed := time.Since(died)
+	r.until(10*sec, "closes", all(rest, restLeaves, breaker.Closed))
+	t.Logf("%s died; the probe passed on after %v, closed after %v, %d at once", ps[prober].name, passed, time.Since(died), r.most.Load())
+	// The lease is 3 s and began before the probe; etcd looks for leases that are
+	// over twice a second.
+	if passed < 1500*ms || passed > 5*sec {
+		t.Errorf("the probe passed on after %v", passed)
+	}
+}
+
+// etcd is killed and comes back with its data, while a scope is open. Each process
+// goes by itself meanwhile, and is in line again afterwards.
+func TestEtcdIsKilled(t *testing.T) {
+	b := brokers.StartForTest(t, brokers.Etcd, brokers.Options{})
+	r := newRig(t, b.Addr(), "a", "b", "c")
+	ps := r.startAll()
+	ls := adoptAll(ps, "g", "orders")
+	r.down.Store(true)
+	r.trip(ps, ls, 2)
+	if err := b.Kill(t.Context(), 1); err != nil {
+		t.Fatal(err)
+	}
+	began := time.Now()
+	r.until(6*sec, "all know that they are cut off", func() bool {
+		return ps[0].a.Err() != nil && ps[1].a.Err() != nil && ps[2].a.Err() != nil
+	})
+	t.Logf("known as lost after %v", time.Since(began))
+	solo := ps[2].solo.Load()
+	r.until(5*sec, "goes by its own breaker", func() bool { return ps[2].solo.Load() > solo })
+	if err := b.Restart(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	r.until(10*sec, "all are back", func() bool {
+		return ps[0].a.Err() == nil && ps[1].a.Err() == nil && ps[2].a.Err() == nil
+	})
+	r.until(5*sec, "still open, and held again", func() bool {
+		for i, p := range ps {
+			if s := p.scope(ls[i]); s.State != breaker.Open || !s.Held {
+				return false
+			}
+		}
+		return true
+	})
+	r.down.Store(false)
+	r.until(10*sec, "closes", all(ps, ls, breaker.Closed))
+	if r.most.Load() != 1 {
+		t.Errorf("%d probes at once", r.most.Load())
+	}
+}
+
+// Dependency and etcd recover in the other order: what closed by itself while cut
+// off counts as passed, and nobody stays behind.
+func TestRecoversWhileCutOff(t *testing.T) {
+	b := brokers.StartForTest(t, brokers.Etcd, brokers.Options{})
+	r := newRig(t, b.Addr(), "a", "b", "c")
+	ps := r.startAll()
+	ls := adoptAll(ps, "g", "orders")
+	r.down.Store(true)
+	r.trip(ps, ls, 2)
+	signalEtcd(t, b, syscall.SIGSTOP)
+	r.down.Store(false)
+	r.until(15*sec, "each closes by itself", func() bool { return ls[0].b.Closed() && ls[1].b.Closed() && ls[2].b.Closed() })
+	signalEtcd(t, b, syscall.SIGCONT)
+	r.until(10*sec, "closed for all", all(ps, ls, breaker.Closed))
+	r.until(5*sec, "all are back", func() bool {
+		return ps[0].a.Err() == nil && ps[1].a.Err() == nil && ps[2].a.Err() == nil
+	})
+}
+
+// etcd stands still again and again, shorter and longer than a lease.
+func TestEtcdStandsStill(t *testing.T) {
+	b := brokers.StartForTest(t, brokers.Etcd, brokers.Options{})
+	r := newRig(t, b.Addr(), "a", "b", "c")
+	ps := r.startAll()
+	ls := adoptAll(ps, "g", "orders")
+	r.down.Store(true)
+	r.trip(ps, ls, 2)
+	for _, d := range []time.Duration{300 * ms, 900 * ms, 2500 * ms, 200 * ms, 4 * sec} {
+		signalEtcd(t, b, syscall.SIGSTOP)
+		time.Sleep(d)
+		signalEtcd(t, b, syscall.SIGCONT)
+		round := ps[0].scope(ls[0]).Round
+		r.until(10*sec, "goes on", func() bool {
+			return ps[0].a.Err() == nil && ps[1].a.Err() == nil && ps[2].a.Err() == nil && ps[0].scope(ls[0]).Round > round
+		})
+	}
+	r.down.Store(false)
+	r.until(10*sec, "closes", all(ps, ls, breaker.Closed))
+	if r.most.Load() != 1 {
+		t.Errorf("%d probes at once", r.most.Load())
+	}
+}
+
+// One process loses its way to etcd, without a word from the network. It knows
+// within a lease, trusts nothing it had heard, and is in line when it is back.
+func TestCutOff(t *testing.T) {
+	r := newRig(t, brokers.ForTest(t, brokers.Etcd), "a", "b", "c")
+	ps := r.startAll("c")
+	c := ps[2]
+	ls := adoptAll(ps, "g", "orders")
+	fresh := c.adopt("g", "warm")
+	if !fresh.b.Closed() {
+		t.Error("c knows that nothing is wrong with warm, and does not begin closed")
+	}
+	c.proxy.freeze()
+	began := time.Now()
+	r.until(5*sec, "c knows", func() bool { return c.a.Err() != nil })
+	if d := time.Since(began); d > 2500*ms {
+		t.Errorf("c took its cache for fresh for %v", d)
+	}
+	for _, p := range ps[:2] {
+		r.until(5*sec, "the others know", func() bool { return p.scope(ls[0]).Heard == 2 || p != ps[0] })
+	}
+	r.down.Store(true)
+	r.trip(ps[:2], ls[:2], 2)
+	if s := c.scope(ls[2]); s.State != breaker.Closed || !ls[2].b.Closed() {
+		t.Errorf("c: %+v", s)
+	}
+	// What c had heard says that other is closed; that is no longer worth anything.
+	other := c.adopt("g", "other")
+	if other.b.Closed() {
+		t.Error("c took its stale word for it that other is closed")
+	}
+	c.proxy.thaw()
+	r.until(5*sec, "c is back, and held", func() bool { s := c.scope(ls[2]); return s.State == breaker.Open && s.Held })
+	r.down.Store(false)
+	r.until(10*sec, "closes", all(ps, ls, breaker.Closed))
+	if r.most.Load() != 1 {
+		t.Errorf("%d probes at once", r.most.Load())
+	}
+}
+
+// A process that is cut off with its probe out ends it before its lease does, so
+// that the next begins after.
+func TestProberIsCutOff(t *testing.T) {
+	r := newRig(t, brokers.ForTest(t, brokers.Etcd), "a", "b", "c")
+	ps := r.startAll("a", "b", "c")
+	ls := adoptAll(ps, "g", "orders")
+	r.down.Store(true)
+	r.trip(ps, ls, 2)
+	r.took.Store(int64(1500 * ms))
+	prober := -1
+	r.until(8*sec, "a probe", func() bool {
+		for i, p := range ps {
+			if p.scope(ls[i]).Probing && r.out.Load() == 1 {
+				prober = i
+				return true
+			}
+		}
+		return false
+	})
+	ps[prober].proxy.freeze()
+	time.Sleep(6 * sec)
+	if r.most.Load() != 1 {
+		t.Errorf("%d probes at once", r.most.Load())
+	}
+	ps[prober].proxy.thaw()
+	r.took.Store(int64(5 * ms))
+	r.down.Store(false)
+	r.until(15*sec, "closes", all(ps, ls, breaker.Closed))
+}
+
+// The revisions that a process would go on from are gone when it is back: it lists
+// anew.
+func TestCompaction(t *testing.T) {
+	r := newRig(t, brokers.ForTest(t, brokers.Etcd), "a", "b", "c")
+	ps := r.startAll("c")
+	ls := adoptAll(ps, "g", "orders")
+	c := ps[2]
+	c.proxy.freeze()
+	r.down.Store(true)
+	r.trip(ps[:2], ls[:2], 2)
+	r.until(5*sec, "a few rounds", func() bool { return ps[0].scope(ls[0]).Round > 4 })
+	direct := dial(t, r.addr)
+	defer func() { _ = direct.Close() }()
+	resp, err := direct.Get(t.Context(), "x")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := direct.Compact(t.Context(), resp.Header.GetRevision(), clientv3.WithCompactPhysical()); err != nil {
+		t.Fatal(err)
+	}
+	c.proxy.drop()
+	c.proxy.thaw()
+	r.until(8*sec, "c lists anew", func() bool { s := c.scope(ls[2]); return s.State == breaker.Open && s.Held && c.a.Err() == nil })
+	r.down.Store(false)
+	r.until(10*sec, "closes", all(ps, ls, breaker.Closed))
+}
+
+// Of two processes with one name the second waits until the first's lease is over.
+func TestOneName(t *testing.T) {
+	r := newRig(t, brokers.ForTest(t, brokers.Etcd), "a", "b")
+	ps := r.startAll()
+	ls := adoptAll(ps, "g", "orders")
+	twin := r.start("a", false)
+	r.until(3*sec, "refused", func() bool { return errors.Is(twin.a.Err(), etcd.ErrName) })
+	r.down.Store(true)
+	l := twin.adopt("g", "orders")
+	l.b.Trip(twin.now(), "timeout")
+	ls[1].b.Trip(ps[1].now(), "timeout")
+	time.Sleep(700 * ms)
+	if s := ps[0].scope(ls[0]); s.State != breaker.Closed {
+		t.Errorf("the twin had a vote: %+v", s)
+	}
+	ps[0].kill()
+	r.until(8*sec, "takes the name", func() bool { return twin.a.Err() == nil })
+	r.until(3*sec, "opens", func() bool { return twin.scope(l).State == breaker.Open })
+}
+
+// Who counts by another roster is refused under the same number, and follows
+// under a lower one.
+func TestRosters(t *testing.T) {
+	r := newRig(t, brokers.ForTest(t, brokers.Etcd), "a", "b", "c")
+	ps := r.startAll()
+	ls := adoptAll(ps, "g", "orders")
+	other := newRig(t, r.addr)
+	other.cfg = r.cfg
+	other.cfg.Roster.Names = []string{"a", "b", "c", "d"}
+	d := other.start("d", false)
+	r.until(3*sec, "refused", func() bool { return errors.Is(d.a.Err(), etcd.ErrRoster) })
+	d.stop()
+	other.cfg.Roster.Number = 2
+	d = other.start("d", false)
+	r.until(3*sec, "takes over", func() bool { return d.a.Err() == nil })
+	ld := d.adopt("g", "orders")
+	r.down.Store(true)
+	// Three of the earlier roster's would decide; the later needs two of its own
+	// four, and one process that counts by it.
+	ls[0].b.Trip(ps[0].now(), "timeout")
+	ls[1].b.Trip(ps[1].now(), "timeout")
+	r.until(3*sec, "opens", all(append(ps, d), append(ls, ld), breaker.Open))
+	d.stop()
+	others := adoptAll(ps, "g", "others")
+	others[0].b.Trip(ps[0].now(), "timeout")
+	others[1].b.Trip(ps[1].now(), "timeout")
+	time.Sleep(500 * ms)
+	r.down.Store(false)
+	time.Sleep(sec)
+	if s, o := ps[0].scope(ls[0]), ps[0].scope(others[0]); s.State != breaker.Open || o.State != breaker.Closed || r.count("scope/g%2Fothers/state") != 0 {
+		t.Errorf("those with the earlier roster decided: %+v, %+v", s, o)
+	}
+}
+
+// Votes of a process that died count until its lease is over, and not longer.
+func TestVotesDieWithTheirProcess(t *testing.T) {
+	r := newRig(t, brokers.ForTest(t, brokers.Etcd), "a", "b", "c")
+	ps := r.startAll()
+	ls := adoptAll(ps, "g", "orders")
+	r.down.Store(true)
+	ls[0].b.Trip(ps[0].now(), "timeout")
+	r.until(2*sec, "the vote is there", func() bool { return r.count("scope/g%2Forders/vote/a") == 1 })
+	ps[0].kill()
+	r.until(6*sec, "it is gone", func() bool { return r.count("scope/g%2Forders/vote/a") == 0 && ps[1].scope(ls[1]).Heard == 2 })
+	ls[1].b.Trip(ps[1].now(), "timeout")
+	time.Sleep(500 * ms)
+	if s := ps[2].scope(ls[2]); s.State != breaker.Closed {
+		t.Errorf("a dead process's vote opened it: %+v", s)
+	}
+}
+
+// count is how many keys there are below a key of the test's prefix.
+func (r *rig) count(below string) int64 {
+	r.t.Helper()
+	c := dial(r.t, r.addr)
+	defer func() { _ = c.Close() }()
+	resp, err := c.Get(r.t.Context(), r.cfg.Prefix+"/v1/"+below, clientv3.WithPrefix(), clientv3.WithCountOnly())
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	return resp.Count
+}
+
+// settle waits until a knows all that is in etcd by now.
+func (r *rig) settle(a *etcd.Authority) {
+	r.t.Helper()
+	c := dial(r.t, r.addr)
+	defer func() { _ = c.Close() }()
+	resp, err := c.Put(r.t.Context(), r.cfg.Prefix+"/v1/mark", "")
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	r.until(3*sec, "settles", func() bool { return a.Revision() >= resp.Header.GetRevision() })
+}
+
+// What troubled a partition is there before its next owner handles anything, be
+// the last one gone in order or dead, and be it a process that has just started.
+func TestTakeOver(t *testing.T) {
+	r := newRig(t, brokers.ForTest(t, brokers.Etcd), "a", "b", "c")
+	r.cfg.Fleet.Cap, r.cfg.Fleet.Base = 5*sec, 5*sec
+	r.down.Store(true)
+	ps := r.startAll()
+	first := ps[0].adopt("g", "orders", "7")
+	second := ps[0].adopt("g", "orders", "8")
+	calm := ps[0].adopt("g", "bills", "9")
+	for _, p := range []string{"1", "2", "3"} { // the topic itself has nothing wrong
+		ps[0].adopt("g", "orders", p)
+	}
+	first.b.Trip(ps[0].now(), "timeout")
+	second.b.Trip(ps[0].now(), "timeout")
+	r.until(2*sec, "word is left", func() bool {
+		return r.count("scope/g%2Forders%2F7/last") == 1 && r.count("scope/g%2Forders%2F8/last") == 1
+	})
+	ps[0].leave(first)
+	ps[0].leave(calm)
+	r.settle(ps[1].a)
+	if l := ps[1].adopt("g", "bills", "9"); !l.b.Closed() {
+		t.Error("9 had nothing wrong and does not begin closed")
+	}
+	if l := ps[1].adopt("g", "orders", "7"); l.b.Closed() {
+		t.Error("7 begins closed, though its last owner had tripped")
+	}
+	ps[0].kill()
+	d := r.start("d", false) // not in the roster, knows nothing yet
+	l := d.adopt("g", "orders", "8")
+	if l.b.Closed() || !l.b.Held() {
+		t.Error("8 is not held before anything is known")
+	}
+	r.until(3*sec, "knows", func() bool { return d.a.Err() == nil })
+	r.until(8*sec, "is no longer held", func() bool { return !l.b.Held() })
+	if l.b.Closed() {
+		t.Error("8 is closed, though its last owner had tripped")
+	}
+	fresh := d.adopt("g", "bills", "10")
+	if !fresh.b.Closed() {
+		t.Error("10, of which nobody ever said a word, does not begin closed")
+	}
+}
+
+// Without etcd a start is not the end: held for Start, then by itself.
+func TestStartsWithoutEtcd(t *testing.T) {
+	r := newRig(t, brokers.ForTest(t, brokers.Etcd), "a", "b")
+	dead := newProxy(t, r.addr)
+	dead.close()
+	r.addr = dead.addr()
+	a := r.start("a", false)
+	l := a.adopt("g", "orders")
+	if l.b.Closed() || !l.b.Held() {
+		t.Error("not held while nothing is known")
+	}
+	took := r.until(3*sec, "goes by itself", func() bool { return !l.b.Held() })
+	r.until(3*sec, "closes by its own probes", l.b.Closed)
+	t.Logf("by itself after %v", took)
+}
+
+// Close returns, whatever is under way, and leaves nothing.
+func TestCloseDuringEverything(t *testing.T) {
+	b := brokers.StartForTest(t, brokers.Etcd, brokers.Options{})
+	for round := range 12 {
+		r := newRig(t, b.Addr(), "a", "b", "c")
+		r.down.Store(round%2 == 0)
+		var ps []*proc
+		for _, n := range r.cfg.Roster.Names {
+			ps = append(ps, r.start(n, false))
+		}
+		ls := adoptAll(ps, "g", "orders")
+		if round >= 4 {
+			time.Sleep(time.Duration(rand.IntN(400)) * ms)
+			ls[0].b.Trip(ps[0].now(), "timeout")
+			ls[1].b.Trip(ps[1].now(), "timeout")
+			time.Sleep(time.Duration(rand.IntN(400)) * ms)
+		}
+		if round >= 10 {
+			signalEtcd(t, b, syscall.SIGSTOP)
+		}
+		var wg sync.WaitGroup
+		began := time.Now()
+		for _, p := range ps {
+			wg.Go(func() { p.a.Close(); p.a.Close() })
+		}
+		wg.Wait()
+		if d := time.Since(began); d > 4*sec {
+			t.Errorf("round %d: Close took %v", round, d)
+		}
+		if round >= 10 {
+			signalEtcd(t, b, syscall.SIGCONT)
+		}
+		for _, p := range ps {
+			p.stop()
+		}
+	}
+}
+
+// A value that cannot be read, as a later version may write, is nobody's verdict:
+// the scope goes by its breaker, and nothing overwrites it.
+func TestUnreadable(t *testing.T) {
+	r := newRig(t, brokers.ForTest(t, brokers.Etcd), "a", "b")
+	ps := r.startAll()
+	ls := adoptAll(ps, "g", "orders")
+	direct := dial(t, r.addr)
+	defer func() { _ = direct.Close() }()
+	key := r.cfg.Prefix + "/v1/scope/g%2Forders/state"
+	if _, err := direct.Put(t.Context(), key, "\x09later"); err != nil {
+		t.Fatal(err)
+	}
+	for i, p := range ps {
+		ls[i].b.Trip(p.now(), "timeout")
+	}
+	r.until(5*sec, "each by itself", func() bool { return ls[0].b.Closed() && ls[1].b.Closed() })
+	resp, err := direct.Get(t.Context(), key)
+	if err != nil || len(resp.Kvs) != 1 || string(resp.Kvs[0].GetValue()) != "\x09later" {
+		t.Errorf("overwritten: %v, %v", resp, err)
+	}
+}
+
+func TestNewRefuses(t *testing.T) {
+	_, err := etcd.New(nil, etcd.Config{Prefix: "x/", Fleet: fleet.Config{Silent: sec, Lease: 100 * ms, Quorum: 2}})
+	if !errors.Is(err, etcd.ErrConfig) {
+		t.Fatal(err)
+	}
+	for _, want := range []string{"client", "Prefix", "Name", "Roster", "Fleet.Silent", "Fleet.Lease", "Quorum"} {
+		if !strings.Contains(err.Error(), want) {
+			t.Errorf("%q is not named in %v", want, err)
+		}
+	}
+	c := etcd.Config{Name: "a", Roster: fleet.Roster{Names: []string{"a"}}}
+	if err := c.Validate(); err != nil {
+		t.Error(err)
+	}
+	if c = c.WithDefaults(); c.Prefix != etcd.DefaultPrefix || c.Fleet.Silent != 5*sec {
+		t.Errorf("%+v", c)
+	}
+}
+
+// A process alone is its own quorum.
+func TestAlone(t *testing.T) {
+	r := newRig(t, brokers.ForTest(t, brokers.Etcd), "a")
+	ps := r.startAll()
+	ls := adoptAll(ps, "g", "orders")
+	r.down.Store(true)
+	r.trip(ps, ls, 1)
+	r.down.Store(false)
+	r.until(10*sec, "closes", all(ps, ls, breaker.Closed))
+}
+
+// A probe that hangs has failed when its lease ends, by its own process's clock.
+func TestProbeHangs(t *testing.T) {
+	r := newRig(t, brokers.ForTest(t, brokers.Etcd), "a", "b", "c")
+	ps := r.startAll()
+	ls := adoptAll(ps, "g", "orders")
+	r.down.Store(true)
+	r.took.Store(int64(time.Hour))
+	r.trip(ps, ls, 2)
+	r.until(3*sec, "a probe", func() bool { return r.out.Load() == 1 })
+	took := r.until(4*sec, "the next round", func() bool { return ps[0].scope(ls[0]).Round == 2 })
+	if s := ps[0].scope(ls[0]); s.Cause != breaker.CauseLost || took < 1500*ms {
+		t.Errorf("after %v: %+v", took, s)
+	}
+}

@@ -1,0 +1,34 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package etcd
+
+import "errors"
+
+var (
+	// ErrConfig means a configuration was refused. The text names every field that
+	// is wrong, its value and the allowed range.
+	ErrConfig = errors.New("etcd: config")
+
+	// ErrScope means a scope's name was empty or longer than 255 bytes.
+	ErrScope = errors.New("etcd: scope")
+
+	// ErrTooManyScopes means one more scope than Config.Fleet.Scopes. Nothing was
+	// created; the breaker goes by itself.
+	ErrTooManyScopes = errors.New("etcd: too many scopes")
+
+	// ErrMalformed means that a value in etcd cannot be read: of a later version, or
+	// not ours.
+	ErrMalformed = errors.New("etcd: malformed")
+
+	// ErrName means that another process has this one's name. It is retried until
+	// that one's lease is over.
+	ErrName = errors.New("etcd: name is taken")
+
+	// ErrRoster means that processes under this prefix have another roster, Quorum
+	// or Successes under the same number, so that the two would count differently.
+	ErrRoster = errors.New("etcd: roster differs")
+
+	// errSession ends what an Authority does under one lease; a next one begins.
+	errSession = errors.New("etcd: session lost")
+)

@@ -1,0 +1,208 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package etcd
+
+import (
+	"cmp"
+	"hash/fnv"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/fleet"
+)
+
+// electLocked finds out whether it is our turn to probe. Turns only spread the
+// probes over the processes and spare etcd their races: that there is one at a time
+// is the key's doing.
+func (c *core) electLocked(now time.Duration, sc *scope) {
+	sc.mine = false
+	if !c.connected || !c.member || c.link.late || sc.blind || !sc.known.Open() || now < c.dueLocked(sc) {
+		return
+	}
+	if sc.mode == probing {
+		c.watchTrialLocked(now, sc)
+		return
+	}
+	if sc.probe != nil {
+		sc.turn, sc.idleAt = "", never
+		return
+	}
+	next, total := c.candidateLocked(sc)
+	if next == "" {
+		c.idleLocked(now, sc, total)
+		return
+	}
+	sc.idleAt = never
+	if sc.turn != next {
+		sc.turn, sc.turnAt = next, now
+	}
+	switch {
+	case next == c.self.Name:
+		sc.mine = sc.claimed && sc.mode == held && sc.result == pending
+	case now-sc.turnAt >= c.cfg.Turn:
+		sc.skip(next)
+	}
+}
+
+// candidate is one who has something to probe with.
+type candidate struct {
+	passes, failed uint32
+	rank           uint64
+}
+
+// before orders a round: who has probed less in it, then who has not lately ended
+// one, then by rendezvous.
+func (c candidate) before(d candidate) bool {
+	return cmp.Or(cmp.Compare(c.passes, d.passes), cmp.Compare(c.failed, d.failed), cmp.Compare(c.rank, d.rank)) < 0
+}
+
+// candidateLocked is whose turn it is, "" for nobody, and how many probes of the
+// round passed.
+func (c *core) candidateLocked(sc *scope) (next string, total int) {
+	var best candidate
+	for _, n := range c.roster.Names {
+		w, ok := sc.votes[n]
+		if !ok || w.At.Gen != sc.known.Gen {
+			continue
+		}
+		one := candidate{failed: w.Failed}
+		if w.At == sc.known.Position {
+			one.passes = w.Passes
+			total += int(w.Passes)
+		}
+		if _, skipped := sc.skipped[n]; skipped || !w.Wants {
+			continue
+		}
+		one.rank = rank(sc.name, sc.known.Position, n)
+		if next == "" || one.before(best) {
+			next, best = n, one
+		}
+	}
+	if best.passes > 0 && total >= c.cfg.Successes {
+		next = ""
+	}
+	return next, total
+}
+
+// rank is where name stands in the order of a round; the lowest is first.
+func rank(scope string, at fleet.Position, name string) uint64 {
+	h := fnv.New64a()
+	b := numbers(appendText(appendText(nil, scope), name), at.Gen, uint64(at.Round))
+	_, _ = h.Write(b) // never fails
+	x := h.Sum64()
+	// The last byte has to reach all bits (Stafford's thirteenth variant of
+	// MurmurHash3's finaliser).
+	x = (x ^ x>>30) * 0xbf58476d1ce4e5b9
+	x = (x ^ x>>27) * 0x94d049bb133111eb
+	return x ^ x>>31
+}
+
+// idleLocked is a round in which everybody with something to probe with has done
+// so. Those without second the result: else a scope that few have traffic on could
+// not find a quorum to close it.
+func (c *core) idleLocked(now time.Duration, sc *scope, total int) {
+	sc.turn = ""
+	if sc.idleAt == never {
+		sc.idleAt = now
+	}
+	idle := now - sc.idleAt
+	if idle < c.cfg.Turn {
+		return
+	}
+	if w := c.standing(sc); w.Phase == fleet.PhaseWaiting && w.Passes == 0 && total >= c.cfg.Successes {
+		w.Phase = fleet.PhaseSeconded
+		sc.own = w
+	}
+	if idle >= 2*c.cfg.Turn && len(sc.skipped) > 0 {
+		clear(sc.skipped)
+		sc.idleAt = never
+	}
+}
+
+// setProbeLocked takes in who has the probe. When it is us, and the word is fresh,
+// one goes out; what came late, after a lost answer, is given back.
+func (c *core) setProbeLocked(now time.Duration, sc *scope, p *slot) {
+	sc.probe = p
+	if p == nil || p.holder != c.self {
+		sc.result = pending
+		if sc.mode == probing { // its lease is over: somebody else may probe
+			c.holdLocked(now, sc)
+		}
+		return
+	}
+	c.stirLocked(sc)
+	asked := sc.trial.asked
+	sc.trial.asked = never
+	if !sc.claimed || sc.mode != held || !c.connected || !sc.known.Open() || p.at != sc.known.Position ||
+		asked == never || now-asked >= c.cfg.Turn/2 {
+		return
+	}
+	sc.mode, sc.mine = probing, false
+	sc.trial = trial{asked: asked, granted: now, gen: sc.seen}
+	c.actions = append(c.actions, fleet.Action{Scope: sc.name, Kind: fleet.Probe, Cause: sc.known.Cause, At: sc.known.Position})
+}
+
+func (c *core) observeTrialLocked(now time.Duration, sc *scope, s breaker.Snapshot) {
+	if s.Generation <= sc.trial.gen || !s.Held {
+		return
+	}
+	switch {
+	case s.State == breaker.Open && s.Trial == breaker.NoTrial:
+		c.withdrawLocked(now, sc) // held anew: what had the permit is gone
+	case s.State == breaker.HalfOpen && s.ProbesOut > 0:
+		sc.trial.taken = true
+	case s.State == breaker.Open && s.Trial == breaker.TrialPassed:
+		w := c.standing(sc)
+		w.Phase, w.Passes = fleet.PhasePassed, w.Passes+1
+		sc.mode, sc.own, sc.result = held, w, passed
+	case s.State == breaker.Open && s.Trial == breaker.TrialFailed:
+		c.failLocked(sc, s.Cause)
+	}
+}
+
+// failLocked ends the round by our own failed probe.
+func (c *core) failLocked(sc *scope, cause breaker.Cause) {
+	w := c.standing(sc)
+	w.Phase, w.Passes, w.Failed = fleet.PhaseWaiting, 0, sc.known.Round
+	w.At.Round++
+	sc.mode, sc.own, sc.result, sc.cause = held, w, failed, cut(cause)
+}
+
+// watchTrialLocked ends a probe that does not end by itself, before its lease
+// does.
+func (c *core) watchTrialLocked(now time.Duration, sc *scope) {
+	switch {
+	case now-sc.trial.asked >= c.cfg.Lease:
+		if !sc.trial.taken {
+			c.withdrawLocked(now, sc)
+			return
+		}
+		c.failLocked(sc, breaker.CauseLost)
+		c.reholdLocked(now, sc)
+	case !sc.trial.taken && now-sc.trial.granted >= c.cfg.Turn/2:
+		c.withdrawLocked(now, sc)
+	}
+}
+
+// withdrawLocked ends our turn without a probe: nothing was there to probe with
+// after all. The hold takes the permit back; a probe that slipped through
+// meanwhile counts for nothing.
+func (c *core) withdrawLocked(now time.Duration, sc *scope) {
+	sc.wants = false
+	w := c.standing(sc)
+	w.Phase = fleet.PhaseWaiting
+	if w.Passes > 0 {
+		w.Phase = fleet.PhasePassed
+	}
+	sc.own = w
+	c.holdLocked(now, sc)
+	sc.skip(c.self.Name)
+}
+
+func (sc *scope) skip(name string) {
+	if sc.skipped == nil {
+		sc.skipped = make(map[string]struct{})
+	}
+	sc.skipped[name] = struct{}{}
+}

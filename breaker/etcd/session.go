@@ -1,0 +1,431 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package etcd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
+	clientv3 "go.etcd.io/etcd/client/v3"
+)
+
+const (
+	// writers is how many transactions are under way at once; etcd commits what
+	// arrives together in one go.
+	writers = 4
+	// page is how many keys are listed at a time.
+	page = 1000
+	// farewell is how long Close waits for etcd.
+	farewell = 2 * time.Second
+)
+
+// leases are the three that a process has.
+type leases struct {
+	life clientv3.LeaseID // its place in the fleet, and its votes; fixed during a session
+
+	mu    sync.Mutex
+	keep  clientv3.LeaseID // what a next owner has to know
+	probe clientv3.LeaseID
+}
+
+// run keeps a session until the end.
+func (a *Authority) run(ctx context.Context) {
+	defer close(a.done)
+	var l leases
+	wait := time.Duration(0)
+	for ctx.Err() == nil {
+		began := a.now()
+		err := a.session(ctx, &l)
+		if ctx.Err() != nil {
+			break
+		}
+		a.core.down(a.now())
+		a.say(err)
+		if a.now()-began > a.ttl() {
+			wait = 0
+		}
+		wait = min(max(2*wait, 50*time.Millisecond), a.ttl()/4)
+		select {
+		case <-ctx.Done():
+		case <-time.After(wait):
+		}
+	}
+	a.leave(&l)
+}
+
+func (a *Authority) ttl() time.Duration {
+	return time.Duration(seconds(a.cfg.Fleet.Silent)) * time.Second
+}
+
+// brief bounds one call.
+func (a *Authority) brief(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(ctx, a.ttl()/4)
+}
+
+// leave gives up what this process has, and says first what a next owner has to
+// know.
+func (a *Authority) leave(l *leases) {
+	ctx, cancel := context.WithTimeout(context.Background(), farewell)
+	defer cancel()
+	if l.life == 0 {
+		return
+	}
+	for ctx.Err() == nil {
+		o, _ := a.core.next(a.now())
+		if o == nil || a.write(ctx, l, o) != nil {
+			break
+		}
+	}
+	a.core.down(a.now())
+	for _, id := range []clientv3.LeaseID{l.life, l.probe} {
+		if id != 0 && ctx.Err() == nil {
+			if _, err := a.client.Revoke(ctx, id); err != nil {
+				a.log.Info("a lease is left to end by itself", "name", a.self.Name, "error", err)
+			}
+		}
+	}
+}
+
+// session is what happens under one lease, or between two watches. It ends with why.
+func (a *Authority) session(ctx context.Context, l *leases) error {
+	k, err := a.join(ctx, l)
+	if err != nil {
+		return err
+	}
+	k.watched = a.now()
+	all, rev, err := a.list(ctx)
+	if err != nil {
+		return fmt.Errorf("etcd: list: %w", err)
+	}
+	a.core.reset(a.now(), a.keys, all, rev, k)
+	a.say(nil)
+
+	ctx, cancel := context.WithCancelCause(ctx)
+	var running sync.WaitGroup
+	defer running.Wait()
+	defer cancel(nil)
+	watcher := clientv3.NewWatcher(a.client)
+	// Without this a server that has lost its leader would go on to answer from
+	// what it knows.
+	watching := clientv3.WithRequireLeader(ctx)
+	running.Go(func() { a.beat(watching, cancel, watcher, l) })
+	for range writers {
+		running.Go(func() { a.writeAll(ctx, cancel, l) })
+	}
+	err = a.watch(watching, watcher, rev)
+	cancel(err)
+	if cause := context.Cause(ctx); cause != nil && !errors.Is(cause, context.Canceled) {
+		err = cause
+	}
+	_ = watcher.Close() // nothing is left that could fail
+	return err
+}
+
+// join makes sure of the leases, of the roster and of our name, in that order.
+func (a *Authority) join(ctx context.Context, l *leases) (link, error) {
+	ctx, cancel := context.WithTimeout(ctx, a.ttl())
+	defer cancel()
+	k := link{up: true, ttl: a.ttl(), renewed: a.now()}
+	if err := a.hold(ctx, &l.life, a.cfg.Fleet.Silent); err != nil {
+		return k, err
+	}
+	err := a.holdShared(ctx, l, &l.keep, a.cfg.Fleet.Keep)
+	if err != nil {
+		return k, err
+	}
+	if k.charter, k.late, err = a.agree(ctx); err != nil {
+		return k, err
+	}
+	key := a.keys.member(a.self.Name)
+	value := string(encodeMember(a.self.Incarnation))
+	resp, err := a.client.Txn(ctx).
+		If(clientv3.Compare(clientv3.CreateRevision(key), "=", 0)).
+		Then(clientv3.OpPut(key, value, clientv3.WithLease(l.life))).
+		Else(clientv3.OpGet(key)).Commit()
+	if err != nil {
+		return k, fmt.Errorf("etcd: join: %w", err)
+	}
+	k.born = resp.Header.GetRevision()
+	if !resp.Succeeded {
+		kvs := resp.Responses[0].GetResponseRange().GetKvs()
+		if len(kvs) != 1 || string(kvs[0].GetValue()) != value || clientv3.LeaseID(kvs[0].GetLease()) != l.life {
+			return k, fmt.Errorf("%w: %q", ErrName, a.self.Name)
+		}
+		k.born = kvs[0].GetCreateRevision()
+	}
+	return k, nil
+}
+
+// hold renews a lease, or asks for one if there is none.
+func (a *Authority) hold(ctx context.Context, id *clientv3.LeaseID, span time.Duration) error {
+	if *id != 0 {
+		err := a.renew(ctx, *id)
+		if !errors.Is(err, rpctypes.ErrLeaseNotFound) {
+			return err
+		}
+		*id = 0
+	}
+	resp, err := a.client.Grant(ctx, seconds(span))
+	if err != nil {
+		return fmt.Errorf("etcd: lease: %w", err)
+	}
+	*id = resp.ID
+	return nil
+}
+
+// renew asks for the member key first. The client's own calls wait between two
+// tries; its renewals of a lease do not, and would spin while nobody answers.
+func (a *Authority) renew(ctx context.Context, id clientv3.LeaseID) error {
+	ctx, cancel := a.brief(ctx)
+	defer cancel()
+	if _, err := a.client.Get(ctx, a.keys.member(a.self.Name), clientv3.WithKeysOnly()); err != nil {
+		return fmt.Errorf("etcd: lease: %w", err)
+	}
+	if _, err := a.client.KeepAliveOnce(ctx, id); err != nil {
+		return fmt.Errorf("etcd: lease: %w", err)
+	}
+	return nil
+}
+
+// agree compares the roster, and brings it where there is none or an earlier one.
+func (a *Authority) agree(ctx context.Context) (rev int64, late bool, err error) {
+	key, ours := a.keys.roster(), charterOf(a.cfg)
+	for {
+		resp, err := a.client.Get(ctx, key)
+		if err != nil {
+			return 0, false, fmt.Errorf("etcd: roster: %w", err)
+		}
+		if len(resp.Kvs) > 0 {
+			kv := resp.Kvs[0]
+			they, err := decodeCharter(kv.GetValue())
+			switch {
+			case err != nil:
+				return 0, false, err
+			case they == ours:
+				return kv.GetModRevision(), false, nil
+			case they.number > ours.number:
+				return kv.GetModRevision(), true, nil
+			case they.number == ours.number:
+				return 0, false, fmt.Errorf("%w: number %d", ErrRoster, ours.number)
+			}
+			rev = kv.GetModRevision()
+		}
+		put, err := a.client.Txn(ctx).
+			If(clientv3.Compare(clientv3.ModRevision(key), "=", rev)).
+			Then(clientv3.OpPut(key, string(ours.encode()))).Commit()
+		if err != nil {
+			return 0, false, fmt.Errorf("etcd: roster: %w", err)
+		}
+		if put.Succeeded {
+			return put.Header.GetRevision(), false, nil
+		}
+		rev = 0
+	}
+}
+
+// list is all that is there, as of one revision.
+func (a *Authority) list(ctx context.Context) (all []entry, rev int64, err error) {
+	from, end := a.keys.root, clientv3.GetPrefixRangeEnd(a.keys.root)
+	for {
+		one, cancel := a.brief(ctx)
+		resp, err := a.client.Get(one, from, clientv3.WithRange(end), clientv3.WithLimit(page), clientv3.WithRev(rev))
+		cancel()
+		if err != nil {
+			return nil, 0, err
+		}
+		if rev == 0 {
+			rev = resp.Header.GetRevision()
+		}
+		for _, kv := range resp.Kvs {
+			all = append(all, entry{key: string(kv.GetKey()), value: kv.GetValue(), rev: kv.GetModRevision()})
+			from = string(kv.GetKey()) + "\x00"
+		}
+		if !resp.More {
+			return all, rev, nil
+		}
+	}
+}
+
+// watch takes in what changes after a revision, until it ends: the connection lost
+// is mended by the client, what was compacted away meanwhile is not.
+func (a *Authority) watch(ctx context.Context, w clientv3.Watcher, rev int64) error {
+	var changed []entry
+	for resp := range w.Watch(ctx, a.keys.root, clientv3.WithPrefix(), clientv3.WithRev(rev+1)) {
+		if err := resp.Err(); err != nil {
+			return fmt.Errorf("etcd: watch: %w", err)
+		}
+		if resp.IsProgressNotify() {
+			a.core.answer(a.now())
+			continue
+		}
+		changed = changed[:0]
+		for _, e := range resp.Events {
+			rev = e.GetKv().GetModRevision()
+			changed = append(changed, entry{
+				key: string(e.GetKv().GetKey()), value: e.GetKv().GetValue(), rev: rev, deleted: e.GetType() == clientv3.EventTypeDelete,
+			})
+		}
+		a.core.apply(a.now(), a.keys, changed, rev)
+	}
+	return errSession
+}
+
+// beat renews the leases, and asks the watch for signs of life.
+func (a *Authority) beat(ctx context.Context, cancel context.CancelCauseFunc, w clientv3.Watcher, l *leases) {
+	tick := time.NewTicker(a.ttl() / 4)
+	defer tick.Stop()
+	kept, told := a.now(), true
+	for {
+		asked := a.now()
+		a.core.ask(asked)
+		one, done := a.brief(ctx)
+		err := w.RequestProgress(one) // an error shows as the answer that is missing
+		done()
+		if err == nil {
+			err = a.renew(ctx, l.life)
+		}
+		switch {
+		case errors.Is(err, rpctypes.ErrLeaseNotFound):
+			cancel(fmt.Errorf("%w: the lease was over", errSession))
+			return
+		case err == nil:
+			a.core.renewed(a.now(), asked)
+		}
+		if a.now()-kept > a.cfg.Fleet.Keep/4 && a.holdShared(ctx, l, &l.keep, a.cfg.Fleet.Keep) == nil {
+			kept = a.now()
+		}
+		if fresh := a.core.fresh(a.now()); fresh != told {
+			told = fresh
+			if fresh {
+				a.say(nil)
+			} else {
+				a.say(errSilent)
+			}
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+	}
+}
+
+// writeAll writes what the core wants written.
+func (a *Authority) writeAll(ctx context.Context, cancel context.CancelCauseFunc, l *leases) {
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for ctx.Err() == nil {
+		a.core.pass(a.now())
+		o, wait := a.core.next(a.now())
+		if o != nil {
+			a.core.nudge() // another may have the next
+			if err := a.write(ctx, l, o); errors.Is(err, rpctypes.ErrLeaseNotFound) {
+				cancel(fmt.Errorf("%w: the lease was over", errSession))
+			}
+			continue
+		}
+		timer.Reset(wait)
+		select {
+		case <-ctx.Done():
+		case <-a.core.work:
+		case <-timer.C:
+		}
+	}
+}
+
+// write carries one operation out.
+func (a *Authority) write(ctx context.Context, l *leases, o *op) error {
+	ctx, cancel := a.brief(ctx)
+	defer cancel()
+	if o.kind == opTake {
+		asked := a.now()
+		// A second longer than the probe itself may be out, so that one has ended
+		// before another begins.
+		if err := a.holdShared(ctx, l, &l.probe, a.cfg.Fleet.Lease+time.Second); err != nil {
+			a.core.done(a.now(), o, false, 0)
+			return nil // not the lease of the session; it is tried again
+		}
+		a.core.take(o, asked)
+	}
+	conds, puts := a.txn(l, o)
+	resp, err := a.client.Txn(ctx).If(conds...).Then(puts...).Commit()
+	if err != nil {
+		a.core.done(a.now(), o, false, 0)
+		if o.kind == opTake || o.kind == opTestify {
+			return nil // as above
+		}
+		return err
+	}
+	a.core.done(a.now(), o, resp.Succeeded, resp.Header.GetRevision())
+	return nil
+}
+
+// holdShared is hold for a lease that several goroutines use.
+func (a *Authority) holdShared(ctx context.Context, l *leases, id *clientv3.LeaseID, span time.Duration) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return a.hold(ctx, id, span)
+}
+
+// txn is what an operation must find, and what it writes.
+func (a *Authority) txn(l *leases, o *op) (conds []clientv3.Cmp, puts []clientv3.Op) {
+	found := func(key string, rev int64) {
+		conds = append(conds, clientv3.Compare(clientv3.ModRevision(key), "=", rev))
+	}
+	// A process whose lease is over writes nothing, whatever it believes.
+	conds = append(conds, clientv3.Compare(clientv3.CreateRevision(a.keys.member(a.self.Name)), "=", o.born))
+	l.mu.Lock()
+	keep, probe := l.keep, l.probe
+	l.mu.Unlock()
+	state, slot := a.keys.state(o.scope), a.keys.probe(o.scope)
+	voted := func() {
+		key := a.keys.vote(o.scope, a.self.Name)
+		if o.vote.Version == 0 {
+			puts = append(puts, clientv3.OpDelete(key))
+			return
+		}
+		puts = append(puts, clientv3.OpPut(key, string(encodeVote(o.vote)), clientv3.WithLease(l.life)))
+	}
+	switch o.kind {
+	case opTestify:
+		found(a.keys.last(o.scope), o.last)
+		puts = append(puts, clientv3.OpPut(a.keys.last(o.scope), string(encodeLast(o.vote)), clientv3.WithLease(keep)))
+	case opVote:
+		if o.vote.Version == 0 { // a deletion of nothing would be no change, and the watch silent
+			conds = append(conds, clientv3.Compare(clientv3.CreateRevision(a.keys.vote(o.scope, a.self.Name)), ">", 0))
+		}
+		voted()
+	case opDecide:
+		found(a.keys.roster(), o.charter)
+		found(state, o.state)
+		for name, rev := range o.counted {
+			found(a.keys.vote(o.scope, name), rev)
+		}
+		puts = append(puts, clientv3.OpPut(state, string(encodeState(o.next))))
+	case opTake:
+		found(a.keys.roster(), o.charter)
+		found(state, o.state)
+		found(slot, 0)
+		puts = append(puts, clientv3.OpPut(slot, string(o.probe.encode()), clientv3.WithLease(probe)))
+	case opPass:
+		found(state, o.state)
+		found(slot, o.slot)
+		voted()
+		puts = append(puts, clientv3.OpDelete(slot))
+	case opFail:
+		found(a.keys.roster(), o.charter)
+		found(state, o.state)
+		found(slot, o.slot)
+		voted()
+		puts = append(puts, clientv3.OpPut(state, string(encodeState(o.next))), clientv3.OpDelete(slot))
+	case opDrop:
+		found(slot, o.slot)
+		puts = append(puts, clientv3.OpDelete(slot))
+	}
+	return conds, puts
+}

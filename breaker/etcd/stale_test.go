@@ -1,0 +1,182 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package etcd
+
+import (
+	"crypto/rand"
+	"log/slog"
+	"testing"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/internal/brokers"
+)
+
+// still is a process that stands still between what it read and what it writes.
+type still struct {
+	*Authority
+	l leases
+}
+
+func newStill(t *testing.T, client *clientv3.Client, prefix, name string) *still {
+	t.Helper()
+	c := Config{Prefix: prefix, Name: name, Roster: fleet.Roster{Names: []string{"a", "b", "c"}}}
+	if err := c.Validate(); err != nil {
+		t.Fatal(err)
+	}
+	a := &Authority{
+		cfg: c.WithDefaults(), client: client, log: slog.New(slog.DiscardHandler), keys: newLayout(prefix),
+		self: crdt.Replica{Name: name, Incarnation: 7}, origin: time.Now(),
+	}
+	a.core = newCore(a.cfg, a.self, a.now())
+	s := &still{Authority: a}
+	s.sync(t)
+	if _, err := a.core.Adopt(a.now(), "q"); err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+// sync reads all that is there.
+func (s *still) sync(t *testing.T) {
+	t.Helper()
+	k, err := s.join(t.Context(), &s.l)
+	if err != nil {
+		t.Fatal(err)
+	}
+	k.watched = s.now()
+	all, rev, err := s.list(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.core.reset(s.now(), s.keys, all, rev, k)
+}
+
+// plan is the next operation that is not of the kinds to be written on the way.
+func (s *still) plan(t *testing.T, want opKind) *op {
+	t.Helper()
+	for range 10 {
+		s.sync(t)
+		s.core.pass(s.now())
+		o, _ := s.core.next(s.now())
+		if o == nil {
+			t.Fatalf("%s has nothing to write, wanted %d", s.self.Name, want)
+		}
+		if o.kind == want {
+			return o
+		}
+		if err := s.write(t.Context(), &s.l, o); err != nil {
+			t.Fatal(err)
+		}
+	}
+	t.Fatalf("%s does not come to %d", s.self.Name, want)
+	return nil
+}
+
+// trip has s vote to open.
+func (s *still) trip(t *testing.T, generation uint64) {
+	t.Helper()
+	s.core.Observe(s.now(), "q", breaker.Snapshot{State: breaker.Open, Generation: generation, Rung: 1, Cause: "timeout"})
+	o := s.plan(t, opVote)
+	if err := s.write(t.Context(), &s.l, o); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// What is decided from what is no longer so is void: another's decision since, a
+// vote taken back or lost with its process, a lease of our own that is over, a later
+// roster, a probe that somebody has.
+func TestStaleWritesAreVoid(t *testing.T) {
+	client, err := clientv3.New(clientv3.Config{Endpoints: []string{brokers.ForTest(t, brokers.Etcd)}, DialTimeout: 5 * time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = client.Close() }()
+	value := func(t *testing.T, key string) string {
+		t.Helper()
+		resp, err := client.Get(t.Context(), key)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(resp.Kvs) == 0 {
+			return ""
+		}
+		return string(resp.Kvs[0].GetValue())
+	}
+	must := func(t *testing.T, err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	for name, since := range map[string]struct {
+		kind opKind
+		do   func(t *testing.T, a, b *still) error
+		void bool
+	}{
+		"nothing": {opDecide, func(*testing.T, *still, *still) error { return nil }, false},
+		"another decided": {opDecide, func(t *testing.T, a, _ *still) error {
+			_, err := client.Put(t.Context(), a.keys.state("q"), string(encodeState(fleet.State{Position: fleet.Position{Gen: 4}})))
+			return err
+		}, true},
+		"a vote was taken back": {opDecide, func(t *testing.T, a, _ *still) error {
+			_, err := client.Delete(t.Context(), a.keys.vote("q", "b"))
+			return err
+		}, true},
+		"a voter's lease is over": {opDecide, func(t *testing.T, _, b *still) error {
+			_, err := client.Revoke(t.Context(), b.l.life)
+			return err
+		}, true},
+		"our lease is over, and the name another's": {opDecide, func(t *testing.T, a, _ *still) error {
+			_, err := client.Put(t.Context(), a.keys.vote("q", "a"), "")
+			must(t, err)
+			_, err = client.Revoke(t.Context(), a.l.life)
+			return err
+		}, true},
+		"the roster is a later one": {opDecide, func(t *testing.T, a, _ *still) error {
+			_, err := client.Put(t.Context(), a.keys.roster(), string(charter{number: 9}.encode()))
+			return err
+		}, true},
+		"nothing, with a probe to take": {opTake, func(*testing.T, *still, *still) error { return nil }, false},
+		"somebody has the probe": {opTake, func(t *testing.T, a, _ *still) error {
+			_, err := client.Put(t.Context(), a.keys.probe("q"), "somebody")
+			return err
+		}, true},
+		"the round is over": {opTake, func(t *testing.T, a, _ *still) error {
+			_, err := client.Put(t.Context(), a.keys.state("q"), string(encodeState(fleet.State{Position: fleet.Position{Gen: 1}})))
+			return err
+		}, true},
+		"our place is gone, and a probe to take": {opTake, func(t *testing.T, a, _ *still) error {
+			_, err := client.Revoke(t.Context(), a.l.life)
+			return err
+		}, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			prefix := "/stormguard-test/" + rand.Text()
+			a, b := newStill(t, client, prefix, "a"), newStill(t, client, prefix, "b")
+			b.trip(t, 1)
+			a.trip(t, 1)
+			o := a.plan(t, opDecide)
+			key := a.keys.state("q")
+			if since.kind == opTake {
+				must(t, a.write(t.Context(), &a.l, o))
+				a.core.Want(a.now(), "q", true)
+				a.sync(t)
+				time.Sleep(120 * time.Millisecond) // the open period
+				o = a.plan(t, opTake)
+				key = a.keys.probe("q")
+			}
+			must(t, since.do(t, a, b))
+			before := value(t, key)
+			_ = a.write(t.Context(), &a.l, o) // a lease that is over is an error as well
+			if after := value(t, key); (after == before) != since.void {
+				t.Errorf("from %q to %q, void: %v", before, after, since.void)
+			}
+		})
+	}
+}
