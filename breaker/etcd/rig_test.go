@@ -84,7 +84,7 @@ func newRig(t *testing.T, addr string, names ...string) *rig {
 			Roster: fleet.Roster{Number: 1, Names: names},
 			Fleet: fleet.Config{
 				Successes: 4, Base: 100 * ms, Cap: 500 * ms, Lease: 2 * sec, Silent: 2 * sec,
-				Settle: 50 * ms, Turn: 300 * ms, Keep: time.Minute,
+				Settle: 200 * ms, Turn: 800 * ms, Keep: time.Minute,
 			},
 		},
 	}
