@@ -59,6 +59,7 @@ func (c *Charters) Delta(now time.Duration, b []byte, to crdt.Replica, since uin
 	set(flagPromised, c.promised.round > 0)
 	set(flagAccepted, c.accepted.digest != 0)
 	set(flagBallot, c.bid.at.round > 0)
+	set(flagDead, c.deadLocked(&s.dead))
 	if c.bid.decree != nil {
 		s.proposed = c.bid.decree.digest
 		set(flagProposed, true)

@@ -36,8 +36,19 @@ import (
 // Who may not vote for K+1 yet asks for K+2 to come: renewal, a charter that may
 // change nothing. Less than a majority can be without memory at a time.
 //
-// Of two, each is in every majority, so the other one's memory is all there is to
-// remember: a new life takes it over and votes for K+1.
+// Where a majority does not vote, nothing could be chosen for others to renew.
+// So a new life that has heard, since its start, from all other members that K is
+// the newest they know, of whom one at least votes for K+1, takes over what they
+// remember: the highest ballot, and what was accepted in the highest. Then it votes
+// for K+1. Members of whom an operator said that they do not run need not be heard.
+//
+// Claim: nobody counts what the life before it voted. A row is addressed to a life,
+// so whoever was heard knows the new one, and has dropped the rows of the old; and
+// it had not counted them before, or it would know K+1. The promises of the old life
+// were to ballots whose proposers were heard: those that go on with theirs said so,
+// and what the old life accepted, its proposer accepted first. Guests are not asked:
+// that one of them learned of K+1, and that all members who did have started again or
+// are dead, is outside of this, and the two differ loudly afterwards ([ErrCharter]).
 //
 // Founders have nothing to remember. A life at charter 1 is one when, of the
 // founding roster, it has met all, or a majority counting itself in the first
@@ -45,13 +56,14 @@ import (
 // founder or new, and that this is the first life of that name that it has met; and
 // none that is heard says otherwise.
 //
-// The assumption: a majority of a roster is never without memory at once, that is
-// new or starting again, except when the fleet is founded. If a majority of the
-// founding roster is, and hears nobody who remembers for a second, it founds the
-// fleet anew from its configuration: the extra term is its shares of charter 1,
-// until it hears of a later one. Otherwise nobody mints who has started again,
-// nothing is decided any more, and all must start again, or the fleet needs a new
-// name.
+// The assumption: when a majority of a roster is without memory at once, that is new
+// or starting again, one who remembers and all others are heard again, but for those
+// of whom an operator says that they do not run; or nothing is decided, and nobody
+// mints who has started again, until all start again or the fleet gets a new name.
+// What such a majority had chosen and nobody else has heard is lost. If
+// a majority of the founding roster has started again, and hears nobody who remembers
+// for a second, it founds the fleet anew from its configuration: the extra term is its
+// shares of charter 1, until it hears of a later one.
 //
 // Source: L. Lamport, The part-time parliament, ACM Trans. Comput. Syst. 16 (1998).
 
@@ -97,8 +109,8 @@ func (c *Charters) settleLocked(now time.Duration) {
 			return // a founder that were to recover from others would not vote
 		}
 	}
-	if n == 2 && c.seat >= 0 && c.votes == 0 {
-		c.cloneLocked(now, c.seats[1-c.seat].fellow)
+	if c.seat >= 0 && c.votes == 0 {
+		c.cloneLocked(now)
 	}
 	heard := 0
 	for i := range c.seats {
@@ -118,20 +130,73 @@ func (c *Charters) settleLocked(now time.Duration) {
 	}
 }
 
-// cloneLocked takes over what the other one of two remembers.
-func (c *Charters) cloneLocked(now time.Duration, f *fellow) {
-	if !c.votesAt(f) {
+// cloneLocked takes over what all the others remember.
+func (c *Charters) cloneLocked(now time.Duration) {
+	var from *fellow // that accepted in the highest ballot
+	var high ballot
+	var last accepted
+	voters := 0
+	for i := range c.seats {
+		f := c.seats[i].fellow
+		switch {
+		case i == c.seat:
+			continue
+		case f == nil || f.row.known == 0 || now-f.heard >= nearby:
+			if c.saidDead(i) {
+				continue
+			}
+			return
+		case f.row.known != c.known():
+			return
+		case c.votesAt(f):
+			voters++
+		}
+		for _, at := range []ballot{f.row.promised, f.row.ballot} {
+			if high.less(at) {
+				high = at
+			}
+		}
+		if a := f.row.accepted; a.digest != 0 && last.at.less(a.at) {
+			from, last = f, a
+		}
+	}
+	if voters == 0 {
 		return
 	}
-	if a := f.row.accepted; a.digest != 0 {
-		if c.proposals[a.digest] == nil {
-			c.fetchLocked(now, f, want{number: c.known() + 1, digest: a.digest}, false)
+	if last.digest != 0 {
+		if c.proposals[last.digest] == nil {
+			c.fetchLocked(now, from, want{number: c.known() + 1, digest: last.digest}, false)
 			return
 		}
-		c.accepted, c.acceptedAt = a, now
+		c.accepted, c.acceptedAt = last, now
 	}
-	c.promised, c.votes = f.row.promised, c.known()+1
-	c.round = max(c.round, c.promised.round)
+	c.promised, c.promisedAt, c.votes, c.settled = high, now, c.known()+1, true
+	c.round = max(c.round, high.round)
+}
+
+// saidDead tells whether a voter says of a seat that an operator said that its
+// process does not run.
+func (c *Charters) saidDead(seat int) bool {
+	for i := range c.seats {
+		if f := c.seats[i].fellow; c.votesAt(f) && f.row.flags&flagDead != 0 && slices.Contains(f.row.dead[:], seat+1) {
+			return true
+		}
+	}
+	return false
+}
+
+// deadLocked lists the seats that an operator wants evicted of us, if there are any.
+func (c *Charters) deadLocked(seats *[maxDead]int) bool {
+	n := 0
+	for i := range c.requests {
+		if r := &c.requests[i]; r.evict != "" && n < maxDead && !c.returnedLocked(r) {
+			if seat := seatOf(c.top().Roster.Members, r.evict); seat >= 0 {
+				seats[n] = seat + 1
+				n++
+			}
+		}
+	}
+	return n > 0
 }
 
 // voteLocked answers a ballot of f as a member.

@@ -48,12 +48,15 @@ const (
 	flagGrant    = 1 << 10
 	flagPiece    = 1 << 11
 	flagChosen   = 1 << 12 // the piece is of a charter that was chosen
-	flagsKnown   = 1<<13 - 1
+	flagDead     = 1 << 13 // an operator said of these seats that their processes do not run
+	flagsKnown   = 1<<14 - 1
+
+	maxDead = 8 // in one row
 
 	maxBallot = binary.MaxVarintLen64 + 2
 	maxWant   = 2*binary.MaxVarintLen64 + 8
 	// maxRow is more than a row takes without a piece.
-	maxRow = 1 + 8 + 8 + 10 + 10 + 8 + 3*10 + 2 + 3 + maxBallot + maxBallot + 8 + maxBallot + 8 + maxWant + 10
+	maxRow = 1 + 8 + 8 + 10 + 10 + 8 + 3*10 + 2 + 3 + maxBallot + maxBallot + 8 + maxBallot + 8 + maxWant + 10 + 2*maxDead
 	// leastPiece is the least room for a piece's bytes that is worth a piece.
 	leastPiece = 64
 	pieceFront = 4*binary.MaxVarintLen64 + 8
@@ -92,6 +95,7 @@ type statement struct {
 	proposed        uint64 // digest of its proposal
 	want            want
 	grant           time.Duration
+	dead            [maxDead]int // seats, plus one; 0 is none more
 	piece           piece
 }
 
@@ -146,6 +150,11 @@ func appendStatement(b []byte, s *statement) []byte {
 	}
 	if s.flags&flagGrant != 0 {
 		b = binary.AppendUvarint(b, uint64(s.grant))
+	}
+	if s.flags&flagDead != 0 {
+		for _, seat := range s.dead {
+			b = binary.AppendUvarint(b, uint64(seat))
+		}
 	}
 	return b
 }
@@ -216,6 +225,14 @@ func readStatement(b []byte, s *statement) error {
 	}
 	if s.flags&flagGrant != 0 {
 		s.grant = time.Duration(r.number("grant", math.MaxInt64))
+	}
+	if s.flags&flagDead != 0 {
+		for i := range s.dead {
+			s.dead[i] = int(r.number("dead", maxMembers))
+		}
+		if s.dead[0] == 0 {
+			r.fail("dead")
+		}
 	}
 	if s.flags&flagPiece != 0 {
 		p := &s.piece

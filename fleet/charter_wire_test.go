@@ -24,11 +24,15 @@ const most = 1<<64 - 1
 // wholeRow has every field at its limit.
 func wholeRow() statement {
 	top := ballot{most, maxMembers}
-	return statement{
+	s := statement{
 		fleet: most, founding: most, life: most, known: most - 1, digest: most, complete: most - 1, applied: most - 1, votes: most,
 		flags: flagsKnown &^ (flagPiece | flagChosen), weight: 1e6, promised: top, accepted: accepted{top, most}, ballot: top, proposed: most,
 		want: want{most, most, maxDecree}, grant: 1<<63 - 1,
 	}
+	for i := range s.dead {
+		s.dead[i] = maxMembers
+	}
+	return s
 }
 
 func TestCharterRowBound(t *testing.T) {
@@ -82,6 +86,11 @@ func TestCharterWireRoundTrip(t *testing.T) {
 		}
 		if in.flags&flagGrant != 0 {
 			in.grant = time.Duration(rapid.Int64Min(0).Draw(t, "grant"))
+		}
+		if in.flags&flagDead != 0 {
+			for i := range rapid.IntRange(1, maxDead).Draw(t, "dead") {
+				in.dead[i] = rapid.IntRange(1, maxMembers).Draw(t, "seat")
+			}
 		}
 		b := appendStatement(nil, &in)
 		if in.flags&flagPiece != 0 {

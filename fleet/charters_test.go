@@ -286,30 +286,62 @@ func TestCharterRestart(t *testing.T) {
 }
 
 // Of three, two that lost their memory at once decide nothing, and do not mint by a
-// charter that may be an old one.
+// charter that may be an old one, until they hear the third, who remembers.
 func TestCharterMajorityLosesItsMemory(t *testing.T) {
 	w := newCountry(t, 1, 3, 3, CharterConfig{}, terrain{})
 	w.founded(3)
 	proposeRate(t, w.nodes[0], 900)
 	w.runUntil(w.now+sec, func() bool { return w.agreed(2) })
+	w.cut = islands(0, 0, 1)
 	for _, n := range w.nodes[:2] {
 		n.stop()
 		n.start()
 	}
 	proposeRate(t, w.nodes[2], 100)
-	w.run(w.now + 5*sec)
+	w.run(w.now + 900*ms) // within which it would be founded anew
 	if w.newest != 2 || w.nodes[0].books.using() != 0 || w.nodes[1].books.using() != 0 || w.nodes[2].books.using() != 300 {
 		t.Fatalf("newest %d, in use %v, %v, %v", w.newest, w.nodes[0].books.using(), w.nodes[1].books.using(), w.nodes[2].books.using())
 	}
 	if s := w.nodes[0].c.Status(w.nodes[0].clock()); s.Settled || s.Votes {
 		t.Fatalf("settled %v, votes %v", s.Settled, s.Votes)
 	}
-	for _, n := range w.nodes { // all at once is a founding
-		n.stop()
+	w.cut = islands(0, 0, 0)
+	if !w.runUntil(w.now+sec, func() bool {
+		return w.newest > 2 && w.agreed(w.newest) && w.chosen[w.newest].Limit.Rate == 100 && w.nodes[0].books.using() > 0 && w.nodes[1].books.using() > 0
+	}) {
+		t.Fatalf("newest %d: %+v", w.newest, w.nodes[0].c.Status(w.nodes[0].clock()))
 	}
-	w.chosen = map[uint64]*decree{}
-	w.newest, w.complete = 1, 1
+}
+
+// Of three, one is dead and one has started again, remembering nothing. The third
+// can decide nothing by itself, and nothing with the other, until an operator says
+// that the first does not run.
+func TestCharterOperatorsWord(t *testing.T) {
+	w := newCountry(t, 1, 3, 3, CharterConfig{}, terrain{})
 	w.founded(3)
+	proposeRate(t, w.nodes[0], 900)
+	w.runUntil(w.now+sec, func() bool { return w.agreed(2) })
+	w.nodes[0].stop()
+	w.nodes[2].stop()
+	w.run(w.now + 10*ms)
+	w.nodes[2].start()
+	b := w.nodes[1]
+	proposeRate(t, b, 600)
+	w.run(w.now + 5*sec)
+	if s := w.nodes[2].c.Status(w.nodes[2].clock()); w.newest != 2 || s.Votes || s.Settled {
+		t.Fatalf("newest %d, %+v: nobody said that the first is dead", w.newest, s)
+	}
+	ticket, err := b.c.Evict(b.clock(), w.nodes[0].name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b.poke()
+	if !w.runUntil(w.now+sec, func() bool { _, done := b.c.Outcome(ticket); return done && w.nodes[2].books.using() > 0 }) {
+		t.Fatalf("newest %d: %+v", w.newest, b.c.Status(b.clock()))
+	}
+	if d := w.chosen[w.newest]; len(d.Roster.Members) != 2 || d.Limit.Rate != 600 {
+		t.Fatalf("%+v", d.Charter)
+	}
 }
 
 // A leaver that nobody answers may end at its deadline, and is told so.
