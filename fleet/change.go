@@ -13,7 +13,7 @@ import (
 )
 
 // String is the change in a line.
-func (ch Change) String() string {
+func (ch *Change) String() string {
 	var b strings.Builder
 	limit := func(key string, l *limiter.Limit) {
 		if l == nil {

@@ -215,6 +215,48 @@ func TestCharterAbstains(t *testing.T) {
 	}
 }
 
+// A new life that hears all others takes over the highest promise and the latest
+// vote that they know of; hearing all but one, it takes over nothing.
+func TestCharterTakesMemoryOver(t *testing.T) {
+	w := newCountry(t, 1, 3, 3, CharterConfig{}, terrain{})
+	s := &soup{country: w}
+	for _, n := range s.nodes {
+		n.start()
+	}
+	s.settleAll(3)
+	proposeRate(t, s.nodes[1], 200) // a ballot, and no promises yet
+	high := s.nodes[1].c.bid.at
+	proposeRate(t, s.nodes[0], 100)
+	if low := s.nodes[0].c.bid.at; !low.less(high) {
+		t.Fatalf("%v is not below %v", low, high)
+	}
+	life := s.nodes[2]
+	life.stop()
+	life.start()
+	s.talk(2, 0)
+	if life.c.votesNow() {
+		t.Fatal("it votes, and has not heard one who is not said to be dead")
+	}
+	s.write(1, 2)
+	s.deliver(len(s.packets) - 1)
+	s.write(2, 1)
+	s.deliver(len(s.packets) - 1)
+	s.write(1, 2)
+	s.deliver(len(s.packets) - 1)
+	if !life.c.votesNow() || life.c.promised != high {
+		t.Fatalf("votes %v, has promised %v, want %v", life.c.votesNow(), life.c.promised, high)
+	}
+	s.write(0, 2) // the lower ballot
+	s.deliver(len(s.packets) - 1)
+	if life.c.promised != high {
+		t.Fatalf("it has promised %v after %v", life.c.promised, high)
+	}
+	s.settleAll(60)
+	if !w.agreed(w.newest) || w.newest < 2 {
+		t.Fatalf("newest %d", w.newest)
+	}
+}
+
 // Who has promised a higher ballot does not vote in a lower one, or its vote would
 // count for two decrees.
 func TestCharterKeepsPromises(t *testing.T) {

@@ -84,10 +84,10 @@ func (c *Charters) votesAt(f *fellow) bool {
 
 // settleLocked finds out whether this life may vote, and mint.
 func (c *Charters) settleLocked(now time.Duration) {
-	if c.settled && c.votes > 0 {
+	n, next := len(c.seats), c.known()+1
+	if c.settled && c.votes > 0 && c.votes <= next {
 		return
 	}
-	n, next := len(c.seats), c.known()+1
 	before, settled := c.votes, c.settled
 	if c.known() == 1 && c.seat >= 0 && c.votes == 0 {
 		agree, denied := 1, false // the seats that agree
@@ -109,7 +109,7 @@ func (c *Charters) settleLocked(now time.Duration) {
 			return // a founder that were to recover from others would not vote
 		}
 	}
-	if c.seat >= 0 && c.votes == 0 {
+	if c.seat >= 0 && (c.votes == 0 || c.votes > next) {
 		c.cloneLocked(now)
 	}
 	heard := 0
