@@ -82,6 +82,10 @@ func (b *Breaker) CloseHeld(now time.Duration, cause Cause) {
 	b.closeLocked(now, cause)
 }
 
+// Held reports whether the breaker is held, a permitted probe included: one atomic
+// load.
+func (b *Breaker) Held() bool { return b.epoch.Load().held }
+
 // holdLocked is the way into a held open period.
 func (b *Breaker) holdLocked(now time.Duration, cause Cause, t Trial) {
 	e := &epoch{state: Open, cause: cause, held: true, trial: t}

@@ -128,18 +128,23 @@ func (v *Verdicts) watchTrialLocked(now time.Duration, sc *scope) {
 	case sc.trial.taken && out >= v.cfg.Lease:
 		v.failLocked(now, sc, breaker.CauseLost)
 	case !sc.trial.taken && out >= v.cfg.Turn/2:
-		// Nothing was there to probe with after all. The hold takes the permit
-		// back; a probe that slipped through meanwhile counts for nothing.
-		sc.wants = false
-		w := v.standing(sc)
-		w.Phase = PhaseWaiting
-		if w.Passes > 0 {
-			w.Phase = PhasePassed
-		}
-		v.writeLocked(now, sc, w)
-		v.holdLocked(now, sc)
-		sc.skip(v.self.Name)
+		v.withdrawLocked(now, sc)
 	}
+}
+
+// withdrawLocked ends our turn without a probe: nothing was there to probe with
+// after all. The hold takes the permit back; a probe that slipped through
+// meanwhile counts for nothing.
+func (v *Verdicts) withdrawLocked(now time.Duration, sc *scope) {
+	sc.wants = false
+	w := v.standing(sc)
+	w.Phase = PhaseWaiting
+	if w.Passes > 0 {
+		w.Phase = PhasePassed
+	}
+	v.writeLocked(now, sc, w)
+	v.holdLocked(now, sc)
+	sc.skip(v.self.Name)
 }
 
 func (sc *scope) skip(name string) {

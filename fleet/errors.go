@@ -27,4 +27,25 @@ var (
 
 	// ErrSelf means that a packet came from this very life of this process.
 	ErrSelf = errors.New("fleet: own packet")
+
+	// ErrFleet means that a peer is of another fleet, or has another policy or
+	// lease. Nothing of it was taken in.
+	ErrFleet = errors.New("fleet: another fleet")
+
+	// ErrCharter means that two charters of one number are known to differ: the
+	// configurations do, or the fleet was founded twice. [errors.As] to a
+	// [*CharterError] tells whose. Nothing of it was taken in.
+	ErrCharter = errors.New("fleet: charter differs")
+
+	// ErrMember means that a name is in the roster and should not be, or is not
+	// and should.
+	ErrMember = errors.New("fleet: member")
+
+	// ErrEvicted means that this life was evicted. Its name may join again, as a
+	// new life.
+	ErrEvicted = errors.New("fleet: evicted")
+
+	// ErrBusy means that too much is under way: too many requests of this process,
+	// or too many charters that some member has not applied.
+	ErrBusy = errors.New("fleet: busy")
 )

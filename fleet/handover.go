@@ -71,6 +71,9 @@ func (v *Verdicts) Leave(now time.Duration, name string) {
 	}
 	sc.claimed, sc.asking, sc.wants, sc.mode, sc.release = false, false, false, free, never
 	sc.seen, sc.cast = 0, 0
+	// What was not applied yet is void, or it would be done to whoever takes the
+	// scope over next.
+	v.actions = slices.DeleteFunc(v.actions, func(a Action) bool { return a.Scope == name })
 	if sc.own == nil || !sc.own.troubled(sc.known.Gen) {
 		return
 	}

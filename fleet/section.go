@@ -84,7 +84,7 @@ func (v *Verdicts) Merge(c crdt.Contact, b []byte) error {
 		return err
 	}
 	v.mu.Lock()
-	defer v.mu.Unlock()
+	defer v.unlock()
 	if m.number == v.roster.Number && m.digest != v.digest {
 		return fmt.Errorf("%w: number %d of %v", ErrRoster, m.number, c.From)
 	}
@@ -174,7 +174,7 @@ func (v *Verdicts) mergeLocked(now time.Duration, rec *record) {
 // wait for who takes its scopes over.
 func (v *Verdicts) Gone(now time.Duration, peer crdt.Replica) {
 	v.mu.Lock()
-	defer v.mu.Unlock()
+	defer v.unlock()
 	v.peers.gone(peer)
 	delete(v.log.met, peer)
 	v.lookAroundLocked(now)

@@ -7,6 +7,8 @@ import (
 	"maps"
 	"slices"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
 )
 
 // Status is what one process knows about the fleet and about one scope.
@@ -29,12 +31,7 @@ type Status struct {
 func (v *Verdicts) Status(now time.Duration, name string) Status {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	s := Status{Connected: v.connected, Need: v.need, Refused: v.refused}
-	for _, n := range v.roster.Names {
-		if n == v.self.Name || v.peers.live(now, v.peers.m[n]) {
-			s.Heard++
-		}
-	}
+	s := Status{Connected: v.connected, Heard: v.heardLocked(now), Need: v.need, Refused: v.refused}
 	sc := v.scopes[name]
 	if sc == nil {
 		return s
@@ -58,4 +55,26 @@ func (v *Verdicts) Scopes() []string {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	return slices.Sorted(maps.Keys(v.scopes))
+}
+
+// brief is a scope as a guard shows it.
+func (v *Verdicts) brief(now time.Duration, name string) breaker.FleetScope {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	b := breaker.FleetScope{Name: name, Heard: v.heardLocked(now), Need: v.need}
+	sc := v.scopes[name]
+	if sc == nil {
+		return b
+	}
+	b.Cause, b.Round, b.Probing = sc.known.Cause, sc.known.Round, sc.mode == probing
+	switch {
+	case sc.known.Open():
+		b.State = breaker.Open
+		b.Left = max(v.dueLocked(sc)-now, 0)
+	case sc.asking:
+		b.Left = max(v.start+v.cfg.Start-now, 0)
+	case sc.release != never:
+		b.Left = max(sc.release-now, 0)
+	}
+	return b
 }

@@ -47,6 +47,7 @@ type Verdicts struct {
 	version uint64
 	votes   int // of others
 	log     changes
+	wake    func() // a driver's; there may be actions
 }
 
 // scope is what this process knows about one scope, and what it does there.
@@ -192,6 +193,11 @@ func (v *Verdicts) Observe(now time.Duration, name string, s breaker.Snapshot) {
 	case s.State == breaker.Open && !s.Forced && !s.Held && s.Generation > sc.cast:
 		sc.cast = s.Generation
 		rung := min(max(s.Rung, 1), v.cfg.top())
+		if w := sc.own; w != nil && w.Phase == PhaseOpen && w.Rung == rung {
+			// The ladder is at its end, and another period begins: whoever takes the
+			// scope over has to know.
+			w.OpenFor = 0
+		}
 		v.writeLocked(now, sc, Vote{
 			Phase: PhaseOpen, At: Position{Gen: sc.known.Gen}, Wants: sc.wants,
 			Rung: rung, OpenFor: v.cfg.period(rung), Cause: cut(s.Cause),
@@ -206,6 +212,8 @@ func (v *Verdicts) observeTrialLocked(now time.Duration, sc *scope, s breaker.Sn
 		return
 	}
 	switch {
+	case s.State == breaker.Open && s.Trial == breaker.NoTrial:
+		v.withdrawLocked(now, sc) // held anew: what had the permit is gone
 	case s.State == breaker.HalfOpen && s.ProbesOut > 0:
 		sc.trial.taken = true
 	case s.State == breaker.Open && s.Trial == breaker.TrialPassed:
@@ -299,6 +307,40 @@ func (v *Verdicts) Actions(dst []Action) []Action {
 	return dst
 }
 
+// onActions sets what is called, without the lock, when another process's word
+// may have left actions behind.
+func (v *Verdicts) onActions(wake func()) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.wake = wake
+}
+
+// unlock ends a step that another process's word began.
+func (v *Verdicts) unlock() {
+	wake := v.wake
+	if len(v.actions) == 0 {
+		wake = nil
+	}
+	v.mu.Unlock()
+	if wake != nil {
+		wake()
+	}
+}
+
+// alone reports a roster of one.
+func (v *Verdicts) alone() bool {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return len(v.roster.Names) == 1
+}
+
+// stirs reports whether time may change something here by itself.
+func (v *Verdicts) stirs() bool {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return slices.ContainsFunc(v.active, func(sc *scope) bool { return sc.claimed })
+}
+
 // stepLocked looks at every scope in which something may happen by itself.
 func (v *Verdicts) stepLocked(now time.Duration) {
 	for _, sc := range v.active { // none becomes active by this
@@ -336,15 +378,19 @@ func (v *Verdicts) stirLocked(sc *scope) {
 	}
 }
 
-// lookAroundLocked counts who is heard.
-func (v *Verdicts) lookAroundLocked(now time.Duration) {
-	heard := 0
+// heardLocked is how many of the roster are heard, ourselves included.
+func (v *Verdicts) heardLocked(now time.Duration) (heard int) {
 	for _, n := range v.roster.Names {
 		if n == v.self.Name || v.peers.live(now, v.peers.m[n]) {
 			heard++
 		}
 	}
-	connected := heard >= v.need
+	return heard
+}
+
+// lookAroundLocked notices when a quorum comes or goes.
+func (v *Verdicts) lookAroundLocked(now time.Duration) {
+	connected := v.heardLocked(now) >= v.need
 	if connected && now-v.start >= v.cfg.Start {
 		v.informed = true
 	}
@@ -539,7 +585,7 @@ func (v *Verdicts) writeLocked(now time.Duration, sc *scope, w Vote) {
 	}
 	v.version++
 	w.Version = v.version
-	if w.Phase != old.Phase || w.At != old.At || w.Passes != old.Passes || w.Rung != old.Rung {
+	if w.Phase != old.Phase || w.At != old.At || w.Passes != old.Passes || w.Rung != old.Rung || w.OpenFor != old.OpenFor {
 		sc.own.opened = now
 	}
 	if w.Wants && !(old.Wants && old.At.Gen == w.At.Gen) {

@@ -69,6 +69,10 @@ type State struct {
 	Tally   Tally
 	Storm   dlq.Storm
 	Breaker breaker.Snapshot
+	// Fleet is what the fleet makes of the breaker's scope, or of the wider one
+	// that holds it, and FleetStorm of the storm. Zero without [WithFleet].
+	Fleet      breaker.FleetScope
+	FleetStorm dlq.FleetStorm
 	// Budget is the DLQ credits left for messages whose attempts are used up.
 	Budget float64
 	// OldestAge is the age of the oldest unsettled message in this process,

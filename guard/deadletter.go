@@ -28,8 +28,7 @@ func (c *machine[M]) condemn(now time.Duration, it *item[M]) {
 	}
 	c.earn()
 	if c.letters && c.budget.Spend(now, class) {
-		c.part(it)
-		c.deadLetter(it, reason)
+		c.sentence(now, it, class, reason)
 		return
 	}
 	c.tally.Refused++
@@ -38,6 +37,33 @@ func (c *machine[M]) condemn(now time.Duration, it *item[M]) {
 		wait = creditPoll // no handler call is spent on looking
 	}
 	c.park(it, now+wait, ReasonDLQ)
+}
+
+// sentence dead-letters an item that has its credit, or lets it wait for the limit
+// of dead letters: that is no attempt, and nothing asks the handler again.
+func (c *machine[M]) sentence(now time.Duration, it *item[M], class dlq.Class, why dlq.Reason) {
+	if c.letterPace != nil {
+		if wait := c.letterPace.Admit(now); wait > 0 {
+			if !it.paid {
+				c.tally.Paced++
+			}
+			it.paid, it.class, it.verdict = true, class, why
+			c.park(it, now+wait, ReasonLimiter)
+			return
+		}
+	}
+	it.paid = false
+	c.part(it)
+	c.deadLetter(it, why)
+}
+
+// refund gives back the credit of an item that is not dead-lettered after all, or
+// not at its own cost.
+func (c *machine[M]) refund(it *item[M]) {
+	if it.paid {
+		it.paid = false
+		c.budget.Refund(it.class)
+	}
 }
 
 // earn brings the budget up to date with the successes.
@@ -65,6 +91,7 @@ func (c *machine[M]) deadLetterWaiting(n int) (done int) {
 			break
 		}
 		c.unstand(oldest)
+		c.refund(oldest)
 		c.part(oldest)
 		c.deadLetter(oldest, dlq.ReasonOperator)
 		done++

@@ -4,7 +4,6 @@
 package guard
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -43,6 +42,12 @@ type Guard struct {
 	scopes     *breaker.Scopes
 	metrics    *metrics
 	epochs     atomic.Uint64
+	letterPace Limiter // of dead letters
+
+	fleet       Fleet // nil without one
+	detachFleet func()
+	waiting     map[*breaker.Breaker]bool // the sweeper's, as storms
+	storms      map[string]*stormSum      // by key
 
 	// ctx ends the goroutines the Guard owns: the sweeper, and one for each
 	// letterbox with something to write.
@@ -66,6 +71,9 @@ type Guard struct {
 type controls interface {
 	Control
 	sweep(now time.Duration) (moving bool)
+	waits(now time.Duration) *breaker.Breaker
+	detected() (key string, storm dlq.Storm, ok bool)
+	setFleetStorm(now time.Duration, f dlq.FleetStorm)
 	nudge()
 	attributes() []attribute.KeyValue
 	lag() int64
@@ -99,6 +107,8 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 		sources: make(map[string]controls),
 		kept:    make(map[string]kept),
 		sweeper: sweeper{wake: make(chan struct{}, 1)},
+		waiting: make(map[*breaker.Breaker]bool),
+		storms:  make(map[string]*stormSum),
 	}
 	start := time.Now()
 	g.now = func() time.Duration { return time.Since(start) }
@@ -117,8 +127,17 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 	if g.metrics, err = newMetrics(g); err != nil {
 		return nil, fmt.Errorf("guard: metrics: %w", err)
 	}
+	if g.fleet != nil {
+		if g.detachFleet, err = g.fleet.Attach(g.sweeper.stir); err != nil {
+			g.metrics.close()
+			return nil, fmt.Errorf("guard: WithFleet: %w", err)
+		}
+	}
 	g.ctx, g.cancel = context.WithCancel(context.Background())
-	g.running.Go(func() { g.sweep(g.ctx) })
+	g.running.Go(func() {
+		g.sweep(g.ctx)
+		g.leaveFleet()
+	})
 	return g, nil
 }
 
@@ -127,20 +146,6 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 func (g *Guard) Config() Config { return g.cfg }
 
 func (g *Guard) policy() Policy { return g.cfg.Policy }
-
-// leaf is the breaker of a source: the partition where there is one, under the
-// topic or queue, under the consumer group; less of it where Config.Scope is
-// coarser.
-func (g *Guard) leaf(cfg SourceConfig) (*breaker.Leaf, error) {
-	path := []string{g.cfg.Group}
-	if g.cfg.Scope != ScopeGroup {
-		path = append(path, cmp.Or(cfg.Destination, cfg.Name))
-	}
-	if g.cfg.Scope == ScopePartition && cfg.Partition != "" {
-		path = append(path, cfg.Partition)
-	}
-	return g.scopes.Leaf(path...)
-}
 
 // letterbox is the one box of a writer; of one that cannot be compared, such as
 // a function, each source has its own.
@@ -322,6 +327,7 @@ func (g *Guard) noteChanges(now time.Duration) {
 	if now >= g.look {
 		g.look = now + stormEvery
 		g.scopes.Tick(now)
+		g.compareStorms(now)
 	}
 	if now >= g.evict {
 		g.evict = now + time.Minute

@@ -50,6 +50,8 @@ type item[M any] struct {
 	passed      bool      // let others go first since its last attempt
 	alive       bool      // others succeeded between its last two failures: proof that the failure is its own
 	permanent   bool      // its verdict waits for a credit only
+	paid        bool      // it has its credit, and waits for the limit of dead letters only
+	class       dlq.Class // of that credit
 	failures    []attempt // the first and the latest ones
 	reason      Reason    // why it is parked
 
@@ -58,6 +60,7 @@ type item[M any] struct {
 
 	token   breaker.Token
 	probe   bool
+	permit  bool         // the probe is the fleet's
 	ctx     *callContext // while processing in the function shape
 	started time.Duration
 	slow    bool // reported to the breaker as slow already
@@ -68,6 +71,9 @@ type item[M any] struct {
 	verdict      dlq.Reason // why it is dead-lettered
 	dead         bool       // its dead letter is confirmed
 }
+
+// decided tells whether no handler will be called for it again.
+func (it *item[M]) decided() bool { return it.permanent || it.paid }
 
 // attempt is one failed handler call.
 type attempt struct {

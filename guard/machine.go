@@ -30,16 +30,18 @@ import (
 // source is admitting. What no handler or writer has goes to Returned when the
 // source ends.
 type machine[M any] struct {
-	policy  Policy
-	limits  Limits
-	gate    *breaker.Leaf // nil with NoBreaker
-	storm   *dlq.Detector
-	budget  *dlq.Budget
-	limiter Limiter
-	letters bool // there is a dead-letter writer
-	rand    *rand.Rand
-	origin  time.Time // wall time of the clock's 0
-	reserve int       // of the window: for the feed
+	policy     Policy
+	limits     Limits
+	gate       *breaker.Leaf // nil with NoBreaker
+	storm      *dlq.Detector
+	budget     *dlq.Budget
+	limiter    Limiter
+	letters    bool    // there is a dead-letter writer
+	letterPace Limiter // of dead letters; may be nil
+	fleetStorm dlq.FleetStorm
+	rand       *rand.Rand
+	origin     time.Time // wall time of the clock's 0
+	reserve    int       // of the window: for the feed
 
 	ring  *ringbuf.Ring[entry[M]]
 	bulk  *ringbuf.Lane[entry[M]] // all messages with OrderNone
@@ -104,6 +106,7 @@ type Tally struct {
 	AckFailures    uint64 // acks the broker did not take
 	Ignored        uint64 // acked by Ignore
 	Refused        uint64 // dead letters put off for want of a credit
+	Paced          uint64 // dead letters put off by their limit
 	Stale          uint64 // late or repeated Done calls, without effect
 	Timeouts       uint64
 	Panics         uint64 // Goexits too
@@ -199,7 +202,7 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int) {
 	l := c.lane(key)
 	c.enqueue(l.queue, e)
 	c.stand(l)
-	if len(l.front) > 0 && l.front[0].phase == retryWait && l.front[0].exhausted && !l.front[0].permanent {
+	if len(l.front) > 0 && l.front[0].phase == retryWait && l.front[0].exhausted && !l.front[0].decided() {
 		c.wake(l.front[0]) // a witness came
 	}
 }
@@ -306,7 +309,11 @@ func (c *machine[M]) next(now time.Duration) step[M] {
 	for len(c.due) > 0 && c.due[0].due <= now {
 		it := c.due[0]
 		c.wake(it)
-		if it.permanent {
+		switch {
+		case it.paid:
+			c.unstand(it)
+			c.sentence(now, it, it.class, it.verdict)
+		case it.permanent:
 			c.unstand(it)
 			c.condemn(now, it)
 		}
@@ -458,6 +465,7 @@ func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration,
 			return max(refusal.Until, now+1), ReasonBreaker
 		}
 		it.probe = token.Probe()
+		it.permit = it.probe && c.gate.Held()
 	}
 	if !it.probe {
 		if until := c.ramp(now); until > 0 {

@@ -33,6 +33,7 @@ func TestMetricsAreDocumented(t *testing.T) {
 	exported := []string{
 		MetricConsumed, MetricProcess, MetricMessages, MetricFailures, MetricRetries, MetricDiverted, MetricDeadLetters, MetricDLQRatio,
 		MetricRecovery, MetricAckFailures, MetricHoldAge, MetricHold, MetricBreaker, MetricTransitions, MetricStorm, MetricBudget, MetricLag,
+		MetricFleetScope, MetricFleetHeard, MetricFleetQuorum, MetricFleetStorm,
 	}
 	slices.Sort(listed)
 	slices.Sort(exported)

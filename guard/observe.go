@@ -41,6 +41,10 @@ const (
 	MetricStorm        = "stormguard.storm.active"
 	MetricBudget       = "stormguard.budget.balance"
 	MetricLag          = "stormguard.lag"
+	MetricFleetScope   = "stormguard.fleet.scope"
+	MetricFleetHeard   = "stormguard.fleet.heard"
+	MetricFleetQuorum  = "stormguard.fleet.quorum"
+	MetricFleetStorm   = "stormguard.fleet.storm"
 	sampleOneIn        = 64
 	durationBoundaries = 14
 )
@@ -114,6 +118,10 @@ func newMetrics(g *Guard) (*metrics, error) {
 	storm := gauge(MetricStorm, "", "1 while a storm is declared.")
 	budget := gauge(MetricBudget, "{credit}", "DLQ credits left.")
 	lag := gauge(MetricLag, "{message}", "Messages behind at the broker.")
+	fleetStorm := gauge(MetricFleetStorm, "", "1 while the fleet is in storm over the source's topic or queue.")
+	fleetScope := gauge(MetricFleetScope, "", "1 for what the fleet makes of a breaker's scope.")
+	heard := gauge(MetricFleetHeard, "{process}", "Processes of the roster that are heard, this one included.")
+	quorum := gauge(MetricFleetQuorum, "{process}", "Processes that make a quorum.")
 	if err := errors.Join(errs...); err != nil {
 		return nil, err
 	}
@@ -150,10 +158,34 @@ func newMetrics(g *Guard) (*metrics, error) {
 			if n := c.lag(); n >= 0 {
 				o.ObserveFloat64(lag, float64(n), with())
 			}
+			if g.fleet != nil {
+				o.ObserveFloat64(fleetStorm, number(st.FleetStorm.Active), with())
+			}
+		}
+		if g.fleet == nil {
+			return nil
+		}
+		for i, f := range g.fleet.Scopes() {
+			o.ObserveFloat64(fleetScope, 1, metric.WithAttributes(fleetAttributes(f)...))
+			if i == 0 { // all say the same
+				o.ObserveFloat64(heard, float64(f.Heard))
+				o.ObserveFloat64(quorum, float64(f.Need))
+			}
 		}
 		return nil
-	}, consumed, failures, retries, diverted, ackFailures, messages, ratio, age, hold, state, storm, budget, lag)
+	}, consumed, failures, retries, diverted, ackFailures, messages, ratio, age, hold, state, storm, budget, lag, fleetStorm, fleetScope, heard, quorum)
 	return m, err
+}
+
+func fleetAttributes(f breaker.FleetScope) []attribute.KeyValue {
+	state := f.State.String()
+	if f.Probing {
+		state = "probing"
+	}
+	return []attribute.KeyValue{
+		attribute.String("scope", f.Name), attribute.String("state", state),
+		attribute.Bool("held", f.Held), attribute.String("reason", string(f.Cause)),
+	}
 }
 
 func number(b bool) float64 {

@@ -29,7 +29,11 @@ func (c *machine[M]) usedUp(it *item[M]) bool {
 // that anything else succeeds.
 func (c *machine[M]) suspect(it *item[M]) bool {
 	if it.probe {
-		return it.probes >= c.policy.Breaker.PoisonAfter && it.tries >= c.policy.Retry.Attempts
+		enough := c.policy.Breaker.PoisonAfter
+		if it.permit { // the other processes' heads are witnesses, in their turn
+			enough *= lonelyProbes
+		}
+		return it.probes >= enough && it.tries >= c.policy.Retry.Attempts
 	}
 	return it.exhausted && !it.alive
 }

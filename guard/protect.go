@@ -33,10 +33,11 @@ type Func[M any] struct {
 	metrics sourceMetrics
 
 	// cells spread the counters of concurrent callers over cache lines.
-	cells  [cellCount]cell
-	closed atomic.Bool // no further call
-	paused atomic.Bool
-	limit  Limiter
+	cells   [cellCount]cell
+	closed  atomic.Bool // no further call
+	paused  atomic.Bool
+	refused atomic.Int64 // when a call was last refused that could have been a probe
+	limit   Limiter
 
 	mu        sync.Mutex
 	ended     bool
@@ -101,7 +102,7 @@ func Protect[M any](g *Guard, cfg SourceConfig, f func(context.Context, M) error
 func (f *Func[M]) release() {
 	if f.gate != nil {
 		f.detach()
-		f.g.scopes.Release(f.gate)
+		f.g.unclaim(f.gate)
 	}
 }
 
@@ -198,7 +199,12 @@ func (f *Func[M]) admit(c *cell, how how) (breaker.Token, error) {
 		var refusal breaker.Refusal
 		if token, refusal = f.gate.Admit(now, 0); !refusal.OK() {
 			c.diverted.Add(1)
-			return token, &HeldError{Source: f.cfg.Name, Reason: ReasonBreaker, Until: max(0, refusal.Until-now)}
+			f.refused.Store(int64(now))
+			until := max(0, refusal.Until-now)
+			if refusal.Until == never {
+				until = f.untilProbe(now)
+			}
+			return token, &HeldError{Source: f.cfg.Name, Reason: ReasonBreaker, Until: until}
 		}
 		if token.Probe() {
 			c.probes.Add(1)
@@ -223,7 +229,7 @@ func (f *Func[M]) untilProbe(now time.Duration) time.Duration {
 	if b.State == breaker.Closed { // a wider scope is open
 		return f.policy.Breaker.Base
 	}
-	return max(0, b.Until-now)
+	return heldFor(b, f.g.fleetScope(f.gate), f.policy.Breaker.Base, now)
 }
 
 func (f *Func[M]) succeeded(c *cell, token breaker.Token) {
@@ -396,9 +402,9 @@ func (f *Func[M]) State() State {
 		st.Holds = append(st.Holds, Hold{Reason: ReasonOperator, Detail: "paused", ClearedBy: "operator: Resume"})
 	}
 	if f.gate != nil {
-		st.Breaker = f.gate.Breaker.Snapshot(now)
+		st.Breaker, st.Fleet = f.gate.Breaker.Snapshot(now), f.g.fleetScope(f.gate)
 		if !f.gate.Closed() {
-			st.Holds = append(st.Holds, breakerHold(st.Breaker, now))
+			st.Holds = append(st.Holds, breakerHold(st.Breaker, st.Fleet, f.policy.Breaker.Base, now))
 		}
 	}
 	return st

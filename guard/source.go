@@ -69,9 +69,12 @@ type Source[M any] struct {
 	ending   *ending
 	cond     *sync.Cond // on mu: workers wait for work, End for loops and calls
 
-	pos    int // the loop's place in batch
-	epoch  uint64
-	wake   chan struct{}
+	pos   int // the loop's place in batch
+	epoch uint64
+	wake  chan struct{}
+
+	stormKey string // what its detector is compared over
+
 	ctx    context.Context //nolint:containedctx // parent of every handler call
 	cancel context.CancelCauseFunc
 	detach func()
@@ -134,6 +137,7 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 		demanded:  -1,
 		epoch:     g.epochs.Add(1),
 		slowAfter: full.Breaker.Slow,
+		stormKey:  g.stormKey(cfg),
 	}
 	s.cond = sync.NewCond(&s.mu)
 	s.ctx, s.cancel = context.Background(), func(error) {}
@@ -151,7 +155,7 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 	}
 	s.c = machine[M]{
 		policy: full, limits: limits, storm: detector, budget: budget, limiter: cfg.Limiter,
-		letters: cfg.DeadLetters != nil, origin: g.origin, slowAfter: full.Breaker.Slow,
+		letters: cfg.DeadLetters != nil, letterPace: g.letterPace, origin: g.origin, slowAfter: full.Breaker.Slow,
 		rand: rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())),
 		ring: ring, lanes: make(map[uint64]*lane[M]), writing: make(map[*item[M]]struct{}), fast: s.fastSuccesses, wasClosed: true,
 		lastID: s.epoch << idBits,
@@ -202,7 +206,7 @@ func (s *Source[M]) release() {
 	s.g.discard(s.writer)
 	if s.detach != nil {
 		s.detach()
-		s.g.scopes.Release(s.c.gate)
+		s.g.unclaim(s.c.gate)
 	}
 	s.cancel(ErrClosed)
 }
@@ -434,13 +438,14 @@ func (s *Source[M]) DeadLetterWaiting(n int) int {
 // State is the source seen from outside, at one instant.
 func (s *Source[M]) State() State {
 	now := s.g.now()
+	fleet := s.g.fleetScope(s.c.gate)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	c := &s.c
 	st := State{
 		Source: s.cfg.Name, Ended: c.ended, Account: s.accountLocked(now), Tally: c.tally,
 		Storm: c.storm.Storm(), Budget: c.budget.Balance(dlq.Exhausted),
-		Window: c.limit(), Room: c.room(), Settings: c.policy,
+		Window: c.limit(), Room: c.room(), Settings: c.policy, Fleet: fleet, FleetStorm: c.fleetStorm,
 	}
 	st.Tally.Received, st.Tally.Acked = st.Account.Received, st.Account.Acked
 	if c.unsettled() > 0 {
@@ -461,11 +466,17 @@ func (s *Source[M]) State() State {
 	if st.Storm.Active {
 		hold(ReasonStorm, 0, st.Storm.String(), "the storm detector, when rate and age are back")
 	}
+	if c.fleetStorm.Active {
+		hold(ReasonStorm, 0, c.fleetStorm.String(), "the storm detectors of the processes in storm")
+	}
 	if c.gate != nil {
 		st.Breaker = c.gate.Breaker.Snapshot(now)
 		if !c.gate.Closed() {
-			st.Holds = append(st.Holds, breakerHold(st.Breaker, now))
+			st.Holds = append(st.Holds, breakerHold(st.Breaker, fleet, c.policy.Breaker.Base, now))
 		}
+	}
+	if n := c.parked[ReasonLimiter]; n > 0 {
+		hold(ReasonDLQ, 0, fmt.Sprintf("%d messages wait for the limit of dead letters", n), "time")
 	}
 	if n := c.parked[ReasonDLQ]; n > 0 {
 		hold(ReasonDLQ, 0, fmt.Sprintf("%d messages wait for a credit", n), "successes, time, or operator: GrantCredits")
@@ -490,10 +501,16 @@ func (s *Source[M]) State() State {
 	return st
 }
 
-func breakerHold(b breaker.Snapshot, now time.Duration) Hold {
+func breakerHold(b breaker.Snapshot, f breaker.FleetScope, base, now time.Duration) Hold {
 	h := Hold{
 		Reason: ReasonBreaker, Detail: b.State.String() + ": " + string(b.Cause),
-		Until: max(0, b.Until-now), ClearedBy: "its own probes",
+		Until: heldFor(b, f, base, now), ClearedBy: "its own probes",
+	}
+	switch {
+	case b.Held && f.State == breaker.Closed:
+		h.Detail, h.ClearedBy = fleetDetail(f, b.Cause), "the fleet, when it has told or the period is over; operator: ForceClosed"
+	case b.Held:
+		h.Detail, h.ClearedBy = fleetDetail(f, b.Cause), "the fleet's probes, one process at a time; operator: ForceClosed"
 	}
 	if b.Forced {
 		h.ClearedBy = "operator: ForceClosed; its own probes after the period"

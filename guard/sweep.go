@@ -83,6 +83,11 @@ func (c *machine[M]) items(visit func(*item[M])) {
 		}
 	}
 	if c.order() != OrderNone {
+		for _, it := range c.due { // poison that a witness has overtaken
+			if it.lane == nil {
+				visit(it)
+			}
+		}
 		return
 	}
 	for _, it := range c.again.items[c.again.head:] {
@@ -119,6 +124,7 @@ func (c *machine[M]) drain(now time.Duration) []M {
 	give := func(it *item[M]) {
 		if it.phase == waiting || it.phase == retryWait {
 			rest = append(rest, it.m)
+			c.refund(it)
 			c.move(it, idle)
 		}
 	}

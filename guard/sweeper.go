@@ -7,6 +7,8 @@ import (
 	"context"
 	"sync/atomic"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/dlq"
 )
 
 // tick is how often the sweeper looks at timeouts while anything moves.
@@ -31,6 +33,9 @@ func (w *sweeper) kick() {
 	}
 }
 
+// stir wakes the sweeper, parked or not: it looks at once.
+func (w *sweeper) stir() { token(w.wake) }
+
 func (g *Guard) sweep(ctx context.Context) {
 	w := &g.sweeper
 	timer := time.NewTimer(tick)
@@ -39,6 +44,7 @@ func (g *Guard) sweep(ctx context.Context) {
 	for {
 		select {
 		case <-timer.C:
+		case <-w.wake: // by the fleet
 		case <-ctx.Done():
 			return
 		}
@@ -48,12 +54,8 @@ func (g *Guard) sweep(ctx context.Context) {
 			// A source stores its word before it looks at parked, so either it
 			// sees the flag and kicks, or this look sees the word.
 			w.parked.Store(true)
-			if !g.sweepAll() {
-				select {
-				case <-w.wake:
-				case <-ctx.Done():
-					return
-				}
+			if !g.sweepAll() && !g.rest(ctx) {
+				return
 			}
 			w.parked.Store(false)
 			quiet = 0
@@ -62,13 +64,42 @@ func (g *Guard) sweep(ctx context.Context) {
 	}
 }
 
-// sweepAll tells whether any source is moving.
+// rest parks the sweeper until it is woken; false if ctx ended. With a fleet it
+// looks up now and then.
+func (g *Guard) rest(ctx context.Context) bool {
+	var look <-chan time.Time
+	if g.fleet != nil {
+		t := time.NewTicker(fleetRest)
+		defer t.Stop()
+		look = t.C
+	}
+	for {
+		select {
+		case <-g.sweeper.wake:
+			return true
+		case <-look:
+			now := g.now()
+			busy := g.stepFleet(now)
+			g.noteChanges(now)
+			if busy {
+				return true
+			}
+		case <-ctx.Done():
+			return false
+		}
+	}
+}
+
+// sweepAll tells whether any source is moving, or the fleet is.
 func (g *Guard) sweepAll() (moving bool) {
 	now := g.now()
 	for _, s := range g.all() {
 		if s.sweep(now) {
 			moving = true
 		}
+	}
+	if g.stepFleet(now) {
+		moving = true
 	}
 	g.noteChanges(now)
 	return moving
@@ -80,6 +111,8 @@ type seen struct {
 	adopted uint64
 	since   atomic.Int64  // when it changed; End reads it too
 	storm   time.Duration // the machine is swept again then
+
+	detected dlq.Storm // when it last was
 }
 
 // sweep makes time pass for one source. While the closed path is busy it costs
@@ -107,6 +140,7 @@ func (s *Source[M]) sweep(now time.Duration) (moving bool) {
 	storm := s.c.storm.Storm()
 	moving = moving || s.c.unsettled() > 0 || storm.Active || !s.c.closed()
 	s.unlock(now)
+	s.seen.detected = storm
 	for _, ctx := range late {
 		ctx.end(context.DeadlineExceeded, ErrTimeout)
 	}

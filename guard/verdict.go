@@ -88,7 +88,7 @@ func (c *machine[M]) succeeded(now time.Duration, it *item[M]) step[M] {
 		l.turn = 0
 		for _, poison := range before {
 			poison.lane = nil
-			c.deadLetter(poison, poisonReason(poison))
+			c.sentence(now, poison, dlq.Exhausted, poisonReason(poison))
 		}
 	}
 	return c.ack(it)
@@ -242,7 +242,7 @@ func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 		c.park(it, now+min(c.delay(it.probes), c.policy.Breaker.Period(it.probes)), ReasonNone)
 	case !it.exhausted:
 		c.park(it, now+c.delay(it.attempts), ReasonNone)
-	case c.storm.Storm().Active:
+	case c.storm.Storm().Active || c.fleetStorm.Active:
 		c.park(it, now+c.delay(it.attempts), ReasonStorm)
 	case !c.letters:
 		c.park(it, now+c.delay(it.attempts), ReasonDLQ)

@@ -24,7 +24,17 @@ type Limit struct {
 // Config is what an operator may set from a file, a flag or the environment.
 // All nodes of a fleet must have the same, or they refuse each other's packets.
 // Limit has no default; everything else may be left out.
+//
+// Limit, Limits and Roster are those with which the fleet was founded. While it
+// runs they change by a [Charter], and a node that starts later is still given the
+// founding ones.
 type Config struct {
+	// Fleet is the name of a fleet whose charter changes while it runs; see
+	// [Node.Adopt]. Nodes of different fleets refuse each other's packets. A node
+	// that is not in the roster may start then, and mints when a charter says so.
+	// Unset means that Limit, Limits and Roster stay what they are.
+	Fleet string
+
 	// Limit is that of each key that Limits does not name.
 	Limit Limit
 
@@ -39,7 +49,65 @@ type Config struct {
 	// forgotten. In [1, 10000000]; unset means 100,000. Above it new keys are
 	// refused: nothing is admitted for them.
 	MaxKeys int
+
+	// OnSilence says what becomes of the share of a node that is not heard. Unset
+	// means that it is held for that node, which keeps the bound.
+	OnSilence Silence
+
+	// UntilJoined says what becomes of admissions before the node may mint. Unset
+	// means that they are denied.
+	UntilJoined Joining
 }
+
+// A Silence is what becomes of the share of a node that is not heard.
+type Silence struct {
+	// Policy is Hold if unset.
+	Policy SilencePolicy
+	// After is how long a node must be silent before its share of the rate is taken
+	// over. In [1s, 1h], with TakeOver only; unset means 5 s there.
+	After time.Duration
+}
+
+// A SilencePolicy is what is done about nodes that are not heard.
+type SilencePolicy string
+
+const (
+	// Hold is the default: the share waits for its name. It keeps the bound, and is
+	// refused for rosters whose names are [Roster.Unstable].
+	Hold SilencePolicy = "hold"
+
+	// Majority means that who agrees on charters gives the share to others, when
+	// most of the roster has agreed that the node is fenced. The limiter's part is the
+	// fence, [Node.Mint].
+	Majority SilencePolicy = "majority"
+
+	// TakeOver means that every node that neither hears another nor finds its own
+	// packets answered for After mints for it: its weight over the sum of the weights
+	// of all that it hears and itself, of the whole rate, until the first packet that
+	// it hears of any of them. Caps stay, so it brings no burst, and small limits stay
+	// at their homes.
+	//
+	// It is not strict. P sides of a split of length T admit up to
+	// (P-1)·(Burst + Rate·(T-After)) more, for each time that the network flaps.
+	TakeOver SilencePolicy = "takeover"
+)
+
+// A Joining is what becomes of admissions before a node may mint: until whatever an
+// earlier life has lent is over, and until a fence that stood from the start is
+// lifted.
+type Joining string
+
+const (
+	// Deny is the default: what cannot be borrowed is denied. It fails closed.
+	Deny Joining = "deny"
+
+	// Open admits from a bucket of the node's own meanwhile, as large as its share
+	// in the newest charter that it knows. It fails open: each start of a process
+	// admits up to its share of Burst + Rate·T more, where T is how long it takes
+	// until it may mint. Who has no share yet is denied, and who waits for loans or the
+	// own mint goes on waiting.
+	Open Joining = "open"
+)
 
 // MaxKey is the longest key, in bytes. Longer ones are refused.
 const MaxKey = 128
@@ -52,6 +120,11 @@ const maxBurst = 1_000_000_000
 // WithDefaults returns c with every unset field replaced by its default.
 func (c Config) WithDefaults() Config {
 	c.MaxKeys = cmp.Or(c.MaxKeys, 100_000)
+	c.OnSilence.Policy = cmp.Or(c.OnSilence.Policy, Hold)
+	if c.OnSilence.Policy == TakeOver {
+		c.OnSilence.After = cmp.Or(c.OnSilence.After, 5*time.Second)
+	}
+	c.UntilJoined = cmp.Or(c.UntilJoined, Deny)
 	return c
 }
 
@@ -97,6 +170,24 @@ func (c Config) Validate() error {
 	if sum, _ := c.Roster.weights(); len(c.Roster.Members) > 0 && sum <= 0 {
 		bad("Roster.Members", sum, "[1, …], the sum of weights: somebody must mint")
 	}
+	switch s := c.OnSilence; s.Policy {
+	case Hold, Majority:
+		if s.After != 0 {
+			bad("OnSilence.After", s.After, "{0}, for it is of TakeOver alone")
+		}
+		if s.Policy == Hold && c.Roster.Unstable && len(c.Roster.Members) > 1 {
+			bad("OnSilence.Policy", s.Policy, "{majority, takeover}: the roster's names are unstable, and what is held for one that does not come back is lost")
+		}
+	case TakeOver:
+		if s.After < time.Second || s.After > time.Hour {
+			bad("OnSilence.After", s.After, "[1s, 1h]")
+		}
+	default:
+		bad("OnSilence.Policy", fmt.Sprintf("%q", s.Policy), "{hold, majority, takeover}")
+	}
+	if c.UntilJoined != Deny && c.UntilJoined != Open {
+		bad("UntilJoined", fmt.Sprintf("%q", c.UntilJoined), "{deny, open}")
+	}
 	return errors.Join(wrong...)
 }
 
@@ -130,13 +221,6 @@ func sorted(m map[string]Limit) []string {
 
 func validKey(key string) bool { return key != "" && len(key) <= MaxKey }
 
-func (c Config) limit(key string) Limit {
-	if l, ok := c.Limits[key]; ok {
-		return l
-	}
-	return c.Limit
-}
-
 // fingerprint is of what all nodes must agree on.
 func (c Config) fingerprint() uint32 {
 	h := fnv.New32a()
@@ -148,6 +232,15 @@ func (c Config) fingerprint() uint32 {
 	}
 	for _, key := range sorted(c.Limits) {
 		_, _ = fmt.Fprintf(h, "%q%v", key, c.Limits[key])
+	}
+	if c.Roster.Unstable {
+		_, _ = fmt.Fprint(h, "unstable")
+	}
+	if c.Fleet != "" {
+		_, _ = fmt.Fprintf(h, "fleet%q", c.Fleet)
+	}
+	if s := c.OnSilence; s.Policy != Hold && s.Policy != "" {
+		_, _ = fmt.Fprint(h, s.Policy, s.After)
 	}
 	return h.Sum32()
 }

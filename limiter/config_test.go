@@ -101,7 +101,7 @@ func TestShares(t *testing.T) {
 			if r.here {
 				homes++
 			}
-			if (r.home >= 0) != (r.here || r.cap == 0) {
+			if (r.home != "") != (r.here || r.cap == 0) {
 				t.Fatal("not a home, and not spread")
 			}
 		}

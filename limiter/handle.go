@@ -87,7 +87,7 @@ func (l *Limiter) attach() *row {
 // fill takes tokens ahead. Loans stay where their lease is watched, and at a home
 // others may have drawn what is there.
 func (l *Limiter) fill(r *row) {
-	if r.handle != l || r.pooled != 0 || r.held > 0 || r.home >= 0 || l.first != nil {
+	if r.handle != l || r.pooled != 0 || r.held > 0 || r.home != "" || l.first != nil {
 		return
 	}
 	if n := min(poolMax, r.cap/(4*micro), r.level/micro); n > 0 {
@@ -139,7 +139,7 @@ func (l *Limiter) enqueue(w *waiter) error {
 	case r == nil:
 		return ErrTooManyKeys
 	case w.amount > r.burst:
-		return fmt.Errorf("%w: %d of %d", ErrBurst, w.amount/micro, r.burst/micro)
+		return tooMuch(w.amount, r.burst)
 	}
 	r.update(s.node.now, s.node.mintAt)
 	if l.first == nil && s.node.draw(r, w.amount) {
@@ -159,6 +159,10 @@ func (l *Limiter) enqueue(w *waiter) error {
 	s.node.demand(r, w.amount)
 	s.waiting[l] = r
 	return nil
+}
+
+func tooMuch(amount, burst int64) error {
+	return fmt.Errorf("%w: %d of %d", ErrBurst, amount/micro, burst/micro)
 }
 
 // cancel takes a waiter out, if it was not served meanwhile.

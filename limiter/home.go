@@ -85,7 +85,7 @@ func (n *Node) stepAway(r *row) {
 		need = 0
 	}
 	r.stated = false
-	p := n.peers[n.cfg.Roster.Members[r.home].Name]
+	p := n.peers[r.home]
 	if p == nil {
 		return
 	}

@@ -94,6 +94,9 @@ func (n *Node) sweep() {
 		if prune {
 			n.prune(p)
 		}
+		if p.leaving < n.now && n.now-p.leaving >= writeOff {
+			n.bury(p)
+		}
 	}
 	for i := 0; i < len(n.dying); i++ {
 		if p := n.dying[i]; n.now-p.renewedAt >= writeOff {
@@ -105,7 +108,7 @@ func (n *Node) sweep() {
 	}
 	n.sweepAt = never
 	for _, p := range n.slots {
-		if p != nil && (p.lent > 0 || p.held > 0 || p.head != nil) {
+		if p != nil && (p.lent > 0 || p.held > 0 || p.head != nil || p.leaving != never) {
 			n.sweepAt = n.now + sweepEvery
 			break
 		}
@@ -129,6 +132,8 @@ func (n *Node) write(p *peer) {
 			r.sum.Written += x
 			e.lent = loan{}
 			e.dirty = true
+			e.pin(false)
+			n.pin(r)
 			n.stir(r)
 		}
 		e = next
@@ -162,7 +167,7 @@ func (n *Node) peer(id crdt.Replica) *peer {
 	if p != nil && p.id.Incarnation == id.Incarnation {
 		return p
 	}
-	if id.Name == n.self.Name || !n.cfg.Roster.admits(id.Name) || p != nil && p.id.Incarnation > id.Incarnation {
+	if id.Name == n.self.Name || !n.admits(id.Name) || p != nil && p.id.Incarnation > id.Incarnation {
 		return nil
 	}
 	if b, ok := n.buried[id.Name]; ok && b.incarnation >= id.Incarnation {
@@ -178,10 +183,8 @@ func (n *Node) peer(id crdt.Replica) *peer {
 	if slot == len(n.slots) {
 		n.slots = append(n.slots, nil)
 	}
-	p = &peer{node: n, id: id, slot: slot, mark: 1, index: n.cfg.Roster.index(id.Name)}
-	if p.index >= 0 {
-		p.share = n.cfg.Roster.Members[p.index].weight()
-	}
+	p = &peer{node: n, id: id, slot: slot, mark: 1, leaving: never, index: n.cfg.Roster.index(id.Name)}
+	p.share = n.newest().weights[id.Name]
 	n.slots[slot], n.peers[id.Name] = p, p
 	return p
 }

@@ -57,7 +57,7 @@ func (n *Node) step(r *row) {
 	}
 	switch {
 	case n.alone:
-	case r.home < 0:
+	case r.home == "":
 		n.stepSpread(r)
 	case r.here:
 		n.stepHome(r)
@@ -107,8 +107,11 @@ func (n *Node) rest(r *row) {
 
 // idle tells whether a row that is made anew would be this one.
 func (n *Node) idle(r *row) bool {
-	if r.level < r.cap || r.lent > 0 || r.held > 0 || r.waiting > 0 || r.want > 0 || r.pooled > 0 {
+	if r.level < r.cap || r.lent > 0 || r.held > 0 || r.waiting > 0 || r.want > 0 || r.pooled > 0 || r.reserved > 0 {
 		return false
+	}
+	if (n.grownAt > 0 || n.lifted > 0) && n.now-max(n.grownAt, n.lifted) < r.fill+r.fill/1000 {
+		return false // one that is made anew has what it could mint since
 	}
 	for _, e := range r.entries {
 		if e != nil {
@@ -263,7 +266,7 @@ func (n *Node) state(e *entry, need int64) {
 	case e.need == 0:
 	case n.now-e.needAt < restate && need < 4*e.need:
 		return
-	case e.row.home < 0 && need < 2*e.need && need > e.need/4:
+	case e.row.home == "" && need < 2*e.need && need > e.need/4:
 		return
 	}
 	e.need, e.needAt, e.dirty = need, n.now, true

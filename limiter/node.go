@@ -20,18 +20,30 @@ import (
 // [Node.Merge] speak of. Time only moves forward: a now that is behind an earlier
 // one mints nothing and is taken for that earlier one.
 type Node struct {
-	cfg     Config
-	self    crdt.Replica
-	config  uint32
-	alone   bool
-	index   int // in the roster, -1 if it is not there
-	weight  int64
-	weights int64
+	cfg    Config
+	self   crdt.Replica
+	config uint32
+	alone  bool
 
 	now      time.Duration
-	mintAt   time.Duration // nothing is minted before
+	born     time.Duration
+	mintAt   time.Duration // nothing is minted before: the later of the two that follow, never while fenced
+	wait     time.Duration // for what an earlier life has lent
+	lifted   time.Duration // when the last fence that had passed was lifted
 	vouchers []bool        // by roster index: has voided what it had from an earlier life
 	unsure   int           // how many have not
+
+	terms     []*term // from the last complete one to the newest; never empty
+	told      uint64  // complete
+	applied   uint64
+	overs     int           // rows with more out than their cap
+	grownAt   time.Duration // when a share may last have grown
+	fence     time.Duration
+	fenced    bool            // the fence has passed
+	silent    map[string]bool // whose share of the rate is taken over
+	silentAt  time.Duration   // when somebody else may be silent
+	refused   Refused
+	hasJoined bool // see joined
 
 	rows  map[string]*row
 	queue []*row // a heap by next
@@ -66,7 +78,7 @@ func NewNode(self crdt.Replica, cfg Config, now time.Duration) (*Node, error) {
 	if self.Name == "" {
 		err = errors.Join(err, fmt.Errorf("%w: self: %v has no name", ErrConfig, self))
 	}
-	if len(cfg.Roster.Members) > 0 && !cfg.Roster.admits(self.Name) {
+	if len(cfg.Roster.Members) > 0 && cfg.Fleet == "" && !cfg.Roster.admits(self.Name) {
 		err = errors.Join(err, fmt.Errorf("%w: self: %q is not in the roster, which has no guests", ErrConfig, self.Name))
 	}
 	if err != nil {
@@ -76,35 +88,54 @@ func NewNode(self crdt.Replica, cfg Config, now time.Duration) (*Node, error) {
 	n := &Node{
 		cfg: cfg, self: self, config: cfg.fingerprint(), now: now,
 		alone: len(cfg.Roster.Members) == 0,
-		index: cfg.Roster.index(self.Name),
 		rows:  map[string]*row{}, peers: map[string]*peer{}, buried: map[string]burial{},
-		sweepAt: never,
-		rand:    rand.New(rand.NewPCG(self.Incarnation, mix(uint64(cfg.fingerprint()))^seedOf(self.Name))),
+		terms: []*term{newTerm(cfg.Charter())}, told: 1,
+		born: now, wait: now, fence: never,
+		sweepAt: never, silentAt: never,
+		rand: rand.New(rand.NewPCG(self.Incarnation, mix(uint64(cfg.fingerprint()))^seedOf(self.Name))),
 	}
-	if n.alone {
-		n.weight, n.weights, n.mintAt = 1, 1, now
-		return n, nil
+	if !n.alone {
+		n.wait = now + writeOff
+		n.vouchers = make([]bool, len(cfg.Roster.Members))
+		n.unsure = len(n.vouchers)
+		if cfg.Fleet != "" || cfg.Roster.Guests {
+			n.unsure = -1
+		}
+		n.vouched(cfg.Roster.index(self.Name))
 	}
-	n.weights, _ = cfg.Roster.weights()
-	n.vouchers = make([]bool, len(cfg.Roster.Members))
-	n.unsure = len(n.vouchers)
-	if n.index >= 0 {
-		n.weight = cfg.Roster.Members[n.index].weight()
-		n.mintAt = now + writeOff
-		n.vouched(n.index)
-	}
+	n.remint()
+	n.lookSilent()
 	return n, nil
 }
 
 // vouched notes that a member holds nothing of an earlier life of this node.
 func (n *Node) vouched(index int) {
-	if index < 0 || n.vouchers[index] {
+	if index < 0 || n.unsure <= 0 || n.vouchers[index] {
 		return
 	}
 	n.vouchers[index] = true
-	if n.unsure--; n.unsure == 0 && !n.cfg.Roster.Guests {
-		n.mintAt = min(n.mintAt, n.now)
+	if n.unsure--; n.unsure == 0 {
+		n.wait = min(n.wait, n.now)
+		n.remint()
 	}
+}
+
+// remint says from when on to mint.
+func (n *Node) remint() {
+	n.mintAt = max(n.wait, n.lifted)
+	if n.fenced {
+		n.mintAt = never
+	}
+}
+
+// admits tells whether a name may take part.
+func (n *Node) admits(name string) bool {
+	for _, t := range n.terms {
+		if t.admits(name) {
+			return true
+		}
+	}
+	return false
 }
 
 // Config is what the node was made with, defaults filled in.
@@ -114,7 +145,24 @@ func (n *Node) Config() Config { return n.cfg }
 func (n *Node) Self() crdt.Replica { return n.self }
 
 // advance moves time forward, and never back.
-func (n *Node) advance(now time.Duration) { n.now = max(n.now, now) }
+func (n *Node) advance(now time.Duration) {
+	n.now = max(n.now, now)
+	if n.now >= n.fence && !n.fenced {
+		n.enclose()
+	}
+}
+
+// enclose voids all own tokens: the fence has passed.
+func (n *Node) enclose() {
+	n.joined()
+	n.fenced = true
+	n.eachRow(func(r *row) {
+		r.update(n.now, n.mintAt)
+		r.reclaim()
+		n.trim(r)
+	})
+	n.remint()
+}
 
 // row is the key's books, opened if need be; nil if there is no room.
 func (n *Node) row(key string) *row {
@@ -251,11 +299,38 @@ func (n *Node) draw(r *row, amount int64) bool {
 		n.expire(r)
 	}
 	if r.spendable() < amount {
-		return false
+		return n.admitOpen(r, amount)
 	}
 	r.spend(amount)
 	r.spentAt = n.now
 	return true
+}
+
+// admitOpen takes from a bucket of the node's own what is not there, before the
+// node may mint for the first time.
+func (n *Node) admitOpen(r *row, amount int64) bool {
+	if n.cfg.UntilJoined != Open || n.joined() {
+		return false
+	}
+	t := n.newest()
+	burst, rate := t.share(n.self.Name, t.limit(r.name), r.home)
+	if !r.opened {
+		r.opened, r.openAt, r.open = true, n.now, burst
+	}
+	r.open = min(burst, r.open+int64(min(float64(rate)/1e3*(n.now-r.openAt).Seconds(), float64(burst))))
+	r.openAt = n.now
+	if r.open < amount {
+		return false
+	}
+	r.open -= amount
+	r.sum.Open += amount
+	return true
+}
+
+// joined tells whether the node may mint, or could once.
+func (n *Node) joined() bool {
+	n.hasJoined = n.hasJoined || n.now >= n.mintAt
+	return n.hasJoined
 }
 
 // stir makes sure that the row's next step comes in time: now, if it rested.
@@ -279,6 +354,9 @@ func (n *Node) Tick(now time.Duration) (next time.Duration) {
 	if n.now >= n.sweepAt {
 		n.sweep()
 	}
+	if n.now >= n.silentAt && n.lookSilent() {
+		n.eachRow(n.reshare)
+	}
 	for len(n.queue) > 0 && n.queue[0].next <= n.now {
 		n.step(n.queue[0])
 	}
@@ -287,10 +365,14 @@ func (n *Node) Tick(now time.Duration) (next time.Duration) {
 
 // Wake is when the node wants its next [Node.Tick].
 func (n *Node) Wake() time.Duration {
-	if len(n.queue) > 0 {
-		return min(n.sweepAt, n.queue[0].next)
+	at := min(n.sweepAt, n.silentAt)
+	if !n.fenced {
+		at = min(at, n.fence)
 	}
-	return n.sweepAt
+	if len(n.queue) > 0 {
+		at = min(at, n.queue[0].next)
+	}
+	return at
 }
 
 // A View is what one node knows of a key at an instant. It is for people and
@@ -313,11 +395,7 @@ func (n *Node) View(now time.Duration, key string) (v View, ok bool) {
 		return v, false
 	}
 	r.update(n.now, n.mintAt)
-	v = View{Level: r.level, Cap: r.cap, Lent: r.lent, Held: r.held, Waiting: r.waiting, Sums: r.sum}
-	if r.home >= 0 {
-		v.Home = n.cfg.Roster.Members[r.home].Name
-	}
-	return v, true
+	return View{Level: r.level, Cap: r.cap, Lent: r.lent, Held: r.held, Waiting: r.waiting, Home: r.home, Sums: r.sum}, true
 }
 
 // Keys is how many keys the node knows.

@@ -19,6 +19,9 @@ type peer struct {
 	index int   // in the roster, -1 if it is not there
 	gone  bool  // its life is over; only its loans are left
 
+	leaving time.Duration // since when no roster has its name; never if one has
+	pinned  int           // keys of which it has loans and whose lease is not renewed
+
 	// Changes, numbered in the order in which they happened. The first is the
 	// peer's own existence, so that two lives that meet write to each other at once:
 	// a new life mints nothing before it has heard from all.
@@ -63,6 +66,7 @@ type entry struct {
 	itsNeed int64
 	sent    time.Duration // its clock: the newest packet that spoke of this
 
+	pinned     bool // counted in the peer's
 	dirty      bool // differs from what the last change said
 	change     uint64
 	prev, next *entry
@@ -193,6 +197,25 @@ func (e *entry) accounted(used, ret int64) {
 	e.release(u + b)
 	e.row.level += b
 	e.row.sum.Back += b
+	if n := e.peer.node; e.row.over || n.fenced {
+		n.trim(e.row)
+		n.pin(e.row)
+	}
+	if e.lent.open() == 0 {
+		e.pin(false)
+	}
+}
+
+// pin counts e among those whose lease is not renewed, or not any more.
+func (e *entry) pin(on bool) {
+	switch {
+	case on == e.pinned:
+	case on:
+		e.peer.pinned++
+	default:
+		e.peer.pinned--
+	}
+	e.pinned = on
 }
 
 // release frees a part of the cap that a loan occupied.
@@ -218,7 +241,7 @@ func (e *entry) received(series uint64, out int64) {
 	e.row.held += x
 	e.row.sum.Got += x
 	e.row.sooner = 0
-	if e.row.home >= 0 {
+	if e.row.home != "" {
 		e.need = max(0, e.need-x)
 	}
 }

@@ -23,6 +23,11 @@ type Roster struct {
 	// live on loans. The price: a member that starts again mints nothing for 1.011 s,
 	// for it cannot know all who may still hold what it had lent.
 	Guests bool
+
+	// Unstable says that names do not come back after a restart, as those of a
+	// Deployment's pods do not. Then a share must not wait for its name: see
+	// Config.OnSilence.
+	Unstable bool
 }
 
 // A Member is a name with a share.
@@ -100,6 +105,11 @@ func (r Roster) home(key string, burst int64) int {
 	if len(r.Members) <= 1 || part(burst, least, sum) >= minHomeless {
 		return -1
 	}
+	return r.rendezvous(key)
+}
+
+// rendezvous is the index of the member that a key chooses.
+func (r Roster) rendezvous(key string) int {
 	// Rendezvous hashing (Thaler and Ravishankar, 1996): every node finds the same
 	// home without asking, and keys spread evenly over homes.
 	best, home := uint64(0), -1

@@ -25,7 +25,7 @@ const never = time.Duration(math.MaxInt64)
 type row struct {
 	name  string
 	burst int64
-	home  int // roster index, or -1 if spread
+	home  string // the name of the node where it lives; empty if spread
 	here  bool
 	cap   int64         // this node's part of the burst
 	rate  uint64        // this node's part of the rate, in nano-tokens per second
@@ -62,17 +62,24 @@ type row struct {
 	yieldTill time.Duration // 0 is not begun
 
 	last, next time.Duration // steps
-	queued     int           // place in the node's queue, -1 if none
-	ripe       bool          // listed for its waiters
-	pool       *pool         // nil without a handle
-	handle     *Limiter      // that the row answers to, or nil
+	open       int64         // see admitOpen
+	openAt     time.Duration
+	opened     bool
+
+	reserved int64 // for reservations that are not due; fills the cap as a loan does
+	over     bool  // more is out than the cap
+
+	queued int      // place in the node's queue, -1 if none
+	ripe   bool     // listed for its waiters
+	pool   *pool    // nil without a handle
+	handle *Limiter // that the row answers to, or nil
 
 	sum Sums
 }
 
 // Sums are cumulative, in micro-tokens. They tie up exactly:
 //
-//	Minted + Back = level + Own + Lent
+//	Minted + Back + Refilled = level + Own + Lent + Trimmed
 //	Got = Borrowed + Returned + Voided + held
 type Sums struct {
 	Minted   int64 // by this node
@@ -86,35 +93,21 @@ type Sums struct {
 	Written  int64 // loans that were written off
 	Denied   int64 // tokens asked for and not given
 	Missed   int64 // not minted, because tokens and loans filled the cap
+	Trimmed  int64 // own tokens lost, because the cap shrank or a fence came
+	Refilled int64 // own tokens that a reset gave
+	Open     int64 // admitted before the node might mint, see [Joining]: of nobody\'s tokens
 }
 
 func newRow(n *Node, name string) *row {
-	l := n.cfg.limit(name)
-	r := &row{name: name, burst: int64(l.Burst) * micro, queued: -1, next: never}
-	sum, w := n.weights, n.weight
-	r.home = n.cfg.Roster.home(name, r.burst)
-	if r.home >= 0 {
-		r.here, sum, w = r.home == n.index, 1, 0
-		if r.here {
-			w = 1
-		}
-	}
-	r.cap = part(r.burst, w, sum)
-	nanos := int64(l.Rate * 1e9)
-	if n.alone {
-		r.rate = uint64(nanos)
-	} else {
-		// Every clock may be off by drift: what is minted by the fastest of them is
-		// still no more than the rate.
-		r.rate = uint64(part(part(nanos, w, sum), 1e6, 1e6+drift))
-	}
-	r.full = l.Rate * micro
-	r.pace = max(time.Duration(min(float64(l.Burst)/(10*l.Rate)*1e9, float64(maxPace))), minPace)
-	r.fill = time.Duration(min(float64(l.Burst)/l.Rate, 3600) * 1e9)
-	r.ahead = max(minWindow, 2*r.pace).Seconds()
+	r := &row{name: name, queued: -1, next: never}
+	n.measure(r)
 	r.last, r.spentAt = -r.pace, n.now
 	r.forecast.since = n.now
-	if n.alone {
+	switch {
+	case !n.alone:
+		// As if it had been there since the last change, without a token.
+		r.mintedAt = n.grownAt
+	case !n.fenced:
 		r.level, r.sum.Minted, r.mintedAt = r.cap, r.cap, n.now
 	}
 	return r
@@ -136,7 +129,7 @@ func (r *row) mint(now, from time.Duration) {
 		q, r.minted = bits.Div64(hi, lo, nanosPerMicro)
 		due = int64(q)
 	}
-	made := min(due, max(0, r.cap-r.level-r.lent))
+	made := min(due, max(0, r.cap-r.level-r.lent-r.reserved))
 	if made < due {
 		r.minted = 0
 		r.sum.Missed += min(due-made, r.cap)

@@ -214,6 +214,72 @@ func (s *Set) OnChange(f func()) {
 	s.notify = f
 }
 
+// Adopt is that of [Node.Adopt]. Who waits for more than the burst now is ends
+// with [ErrBurst].
+func (s *Set) Adopt(now time.Duration, c Charter) error {
+	s.mu.Lock()
+	defer s.unlock()
+	if err := s.node.Adopt(now, c); err != nil {
+		return err
+	}
+	for l, r := range s.waiting {
+		for w := l.first; w != nil; {
+			next := w.next
+			if w.amount > r.burst {
+				r.waiting = max(0, r.waiting-w.amount)
+				l.remove(w)
+				w.err = tooMuch(w.amount, r.burst)
+				close(w.ready)
+			}
+			w = next
+		}
+		s.node.stir(r)
+	}
+	return nil
+}
+
+// Complete is that of [Node.Complete].
+func (s *Set) Complete(now time.Duration, number uint64) {
+	s.mu.Lock()
+	defer s.unlock()
+	s.node.Complete(now, number)
+}
+
+// Applied is that of [Node.Applied].
+func (s *Set) Applied() uint64 {
+	s.lock()
+	defer s.unlock()
+	return s.node.Applied()
+}
+
+// Charter is that of [Node.Charter].
+func (s *Set) Charter() Charter {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.node.Charter()
+}
+
+// Completed is that of [Node.Completed].
+func (s *Set) Completed() uint64 {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.node.Completed()
+}
+
+// Mint is that of [Node.Mint].
+func (s *Set) Mint(until time.Duration) {
+	s.lock()
+	defer s.unlock()
+	s.node.Mint(until)
+}
+
+// Stats is that of [Node.Stats].
+func (s *Set) Stats() Stats {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.node.Stats(s.clock())
+}
+
 // View looks at a key; ok says whether the node knows it.
 func (s *Set) View(key string) (v View, ok bool) {
 	s.mu.Lock()

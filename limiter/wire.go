@@ -5,6 +5,7 @@ package limiter
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"time"
 
@@ -13,8 +14,9 @@ import (
 
 // What a packet says of a peer's books, all integers but two as varints:
 //
-//	version  byte
-//	config   4 bytes, the fingerprint of limits and roster
+//	version  byte: 1, or 2 when the sender has another charter than the founding one
+//	config   4 bytes, the fingerprint of the fleet and the founding charter
+//	charter  with version 2 only: the newest one's number, and 4 bytes of its digest
 //	life     4 bytes, the low half of the incarnation that this is meant for
 //	epoch    of the sender's loans to the receiver
 //	renewed  microseconds of the receiver's clock that its lease is renewed to; 0 is none
@@ -27,13 +29,14 @@ import (
 //
 // A part that is missing is closed, or zero.
 const (
-	version = 1
+	version   = 1
+	chartered = 2
 
 	hasLoan     = 1
 	hasBorrowed = 2
 	hasNeed     = 4
 
-	maxHeader = 1 + 4 + 4 + 2*binary.MaxVarintLen64
+	maxHeader = 1 + 4 + 4 + 4 + 3*binary.MaxVarintLen64
 	maxValue  = 1 << 62
 )
 
@@ -42,7 +45,7 @@ func (n *Node) Mark(to crdt.Replica) uint64 {
 	if p := n.peers[to.Name]; p != nil && p.id.Incarnation == to.Incarnation {
 		return p.mark
 	}
-	if !n.cfg.Roster.admits(to.Name) || to.Name == n.self.Name {
+	if !n.admits(to.Name) || to.Name == n.self.Name {
 		return 0
 	}
 	return 1 // its existence, once it is met
@@ -63,11 +66,20 @@ func (n *Node) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64,
 	}
 	p.acked = max(p.acked, min(since, p.mark))
 	start := len(b)
-	b = append(b, version)
-	b = binary.LittleEndian.AppendUint32(b, n.config)
+	if t := n.newest(); t.Number == 1 {
+		b = append(b, version)
+		b = binary.LittleEndian.AppendUint32(b, n.config)
+	} else {
+		b = append(b, chartered)
+		b = binary.LittleEndian.AppendUint32(b, n.config)
+		b = binary.AppendUvarint(b, t.Number)
+		b = binary.LittleEndian.AppendUint32(b, t.code)
+	}
 	b = binary.LittleEndian.AppendUint32(b, uint32(to.Incarnation))
 	b = binary.AppendUvarint(b, p.epoch)
-	if p.lent > 0 && n.fresh(p) {
+	// What is as old as a write-off is not renewed, though no sweep has come to it:
+	// the process may have stood still, and the peer have forgotten.
+	if p.lent > 0 && p.pinned == 0 && !n.fenced && n.now-p.renewedAt < writeOff && n.fresh(p) {
 		p.renewed, p.renewedAt = p.sent, p.heard
 	}
 	renewed := time.Duration(0)
@@ -199,17 +211,50 @@ func (r *reader) said() (s said) {
 	return s
 }
 
+// Refused counts packets that were refused, by their error.
+type Refused struct {
+	Malformed, Mismatch, Stale, TooManyKeys uint64
+}
+
 // Merge takes in what a peer's Delta appended; see gossip.Section. It is
 // [ErrMalformed], [ErrMismatch], [ErrStale] or [ErrTooManyKeys], and then nothing
 // of b was taken in.
 func (n *Node) Merge(c crdt.Contact, b []byte) error {
+	err := n.mergeAll(c, b)
+	switch {
+	case err == nil:
+	case errors.Is(err, ErrMalformed):
+		n.refused.Malformed++
+	case errors.Is(err, ErrMismatch):
+		n.refused.Mismatch++
+	case errors.Is(err, ErrStale):
+		n.refused.Stale++
+	case errors.Is(err, ErrTooManyKeys):
+		n.refused.TooManyKeys++
+	}
+	return err
+}
+
+func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	n.advance(c.Now)
 	r := reader{b: b}
-	if v := r.byte(); v != version {
-		return fmt.Errorf("%w: version %d from %v, want %d", ErrMalformed, v, c.From, version)
+	v := r.byte()
+	if v != version && v != chartered {
+		return fmt.Errorf("%w: version %d from %v, want %d or %d", ErrMalformed, v, c.From, version, chartered)
 	}
 	if r.fixed() != n.config && !r.bad {
-		return fmt.Errorf("%w: %v", ErrMismatch, c.From)
+		return fmt.Errorf("%w: %v was founded otherwise", ErrMismatch, c.From)
+	}
+	if v == chartered {
+		number, code := uint64(r.value()), r.fixed()
+		if number < 2 || r.bad {
+			return fmt.Errorf("%w: header from %v", ErrMalformed, c.From)
+		}
+		for _, t := range n.terms {
+			if t.Number == number && t.code != code {
+				return fmt.Errorf("%w: charter %d of %v is another", ErrMismatch, number, c.From)
+			}
+		}
 	}
 	life := r.fixed()
 	epoch := uint64(r.value())
@@ -225,7 +270,7 @@ func (n *Node) Merge(c crdt.Contact, b []byte) error {
 	}
 	p := n.peers[c.From.Name]
 	switch {
-	case !n.cfg.Roster.admits(c.From.Name):
+	case !n.admits(c.From.Name) && (p == nil || p.leaving == never):
 		return fmt.Errorf("%w: %v is not in the roster", ErrMismatch, c.From)
 	case p == nil:
 		if b, ok := n.buried[c.From.Name]; ok && b.incarnation >= c.From.Incarnation {
@@ -248,6 +293,10 @@ func (n *Node) Merge(c crdt.Contact, b []byte) error {
 	n.vouched(p.index) // to write to this life it had to bury the earlier one
 	if c.Sent > p.sent {
 		p.sent, p.heard = c.Sent, n.now
+		if n.silent[p.id.Name] {
+			n.lookSilent()
+			n.eachRow(n.reshare)
+		}
 	}
 	was := n.fresh(p)
 	p.echo = max(p.echo, c.Echo)

@@ -67,6 +67,6 @@ failing dependency from becoming a dead-letter storm. "stormguard demo" shows it
 		SilenceUsage:     true,
 		PersistentPreRun: func(*cobra.Command, []string) { *begun = true },
 	}
-	root.AddCommand(newDemo(), newDoctor(), newSimulate(), newVersion())
+	root.AddCommand(newDemo(), newDoctor(), newFleet(), newSimulate(), newVersion())
 	return root
 }

@@ -44,3 +44,11 @@ func versionLine(info *debug.BuildInfo, ok bool) string {
 	}
 	return strings.Join(append(line, runtime.Version(), runtime.GOOS+"/"+runtime.GOARCH), " ")
 }
+
+// programVersion is the version alone.
+func programVersion() string {
+	if info, ok := debug.ReadBuildInfo(); ok {
+		return info.Main.Version[:min(len(info.Main.Version), 64)]
+	}
+	return ""
+}

@@ -1,0 +1,362 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"slices"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/stormguard-mq/stormguard/fleet/process"
+)
+
+const fleetLong = `Show a fleet of processes that share limits and breakers, live, as one of them
+sees it: who is there, in which zone, with which share of the limits; whose share
+is stranded; who has not applied a change yet; how long changes take to arrive;
+and how much of each key is admitted.
+
+--url is where a process of the fleet serves process.Handler. "stormguard fleet
+run" starts processes to try it with:
+
+  stormguard fleet run --name a --roster a,b,c --bind 127.0.0.1:7001 --http 127.0.0.1:8001
+  stormguard fleet run --name b --roster a,b,c --bind 127.0.0.1:7002 --seed 127.0.0.1:7001
+  stormguard fleet run --name c --roster a,b,c --bind 127.0.0.1:7003 --seed 127.0.0.1:7001
+  stormguard fleet --url http://127.0.0.1:8001 --watch`
+
+const defaultFleetURL = "http://127.0.0.1:8790"
+
+// operator is what the fleet's commands share: where to ask.
+type operator struct {
+	url  string
+	json bool
+}
+
+func newFleet() *cobra.Command {
+	var op operator
+	var watch bool
+	cmd := &cobra.Command{
+		Use:   "fleet",
+		Short: "Show a fleet live; change its limits; evict who does not come back",
+		Long:  fleetLong,
+		Args:  cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return op.show(cmd.Context(), cmd.OutOrStdout(), watch)
+		},
+	}
+	cmd.PersistentFlags().StringVar(&op.url, "url", defaultFleetURL, "where a process of the fleet serves its handler")
+	cmd.PersistentFlags().BoolVar(&op.json, "json", false, "print what the process answers")
+	cmd.Flags().BoolVar(&watch, "watch", false, "again each second, until interrupted")
+	cmd.AddCommand(newFleetEvict(&op), newFleetSet(&op), newFleetReset(&op), newFleetJournal(&op), newFleetRun())
+	return cmd
+}
+
+func newFleetEvict(op *operator) *cobra.Command {
+	return &cobra.Command{
+		Use:   "evict NAME",
+		Short: "Free the share of a member that does not come back",
+		Long: `Free the share of a member that does not come back, and what was lent to it.
+
+It is your word that the process does not run: one that does, behind a cut, goes on
+admitting by its share until it hears of it.`,
+		Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return op.change(cmd, "evict?name="+url.QueryEscape(args[0]), nil, "evicted "+args[0])
+		},
+	}
+}
+
+func newFleetSet(op *operator) *cobra.Command {
+	var key string
+	var rate float64
+	var burst int
+	var unset bool
+	var weights map[string]int
+	cmd := &cobra.Command{
+		Use:   "set",
+		Short: "Change the fleet's limit, that of a key, or weights of members",
+		Args:  cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			limited := cmd.Flags().Changed("rate") || cmd.Flags().Changed("burst")
+			var in process.ChangeRequest
+			switch limit := (&process.Limit{Rate: rate, Burst: burst}); {
+			case unset && (limited || key == ""):
+				return usageError{errors.New("--unset: needs --key, and neither --rate nor --burst")}
+			case unset:
+				in.Limits = map[string]*process.Limit{key: nil}
+			case limited && !(cmd.Flags().Changed("rate") && cmd.Flags().Changed("burst")):
+				return usageError{errors.New("--rate and --burst: must be given together")}
+			case limited && key != "":
+				in.Limits = map[string]*process.Limit{key: limit}
+			case limited:
+				in.Limit = limit
+			case key != "" || len(weights) == 0:
+				return usageError{errors.New("nothing to change: give --rate and --burst, --key with --unset, or --weight")}
+			}
+			in.Weights = weights
+			return op.change(cmd, "change", in, "changed")
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&key, "key", "", "the key whose own limit it is; without it the limit of all others")
+	f.Float64Var(&rate, "rate", 0, "tokens per second, 0.001 to 1e9, of the whole fleet")
+	f.IntVar(&burst, "burst", 0, "tokens, 1 to 1000000000, of the whole fleet")
+	f.BoolVar(&unset, "unset", false, "take the key's own limit away")
+	f.StringToIntVar(&weights, "weight", nil, "NAME=N,...: 0 to 1000000; a member with 0 only borrows")
+	return cmd
+}
+
+func newFleetReset(op *operator) *cobra.Command {
+	return &cobra.Command{
+		Use:   "reset",
+		Short: "Fill all buckets, once: up to a burst more is admitted",
+		Args:  cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return op.change(cmd, "change", process.ChangeRequest{Reset: true}, "all buckets filled")
+		},
+	}
+}
+
+func newFleetJournal(op *operator) *cobra.Command {
+	return &cobra.Command{
+		Use:   "journal",
+		Short: "Print what happened in the fleet, oldest first",
+		Args:  cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			var lines []process.Line
+			raw, err := op.ask(cmd.Context(), http.MethodGet, "journal", nil, &lines)
+			if err != nil {
+				return err
+			}
+			if op.json {
+				_, err = cmd.OutOrStdout().Write(raw)
+				return err
+			}
+			w := tabwriter.NewWriter(cmd.OutOrStdout(), 0, 0, 2, ' ', 0)
+			for _, l := range lines {
+				number := ""
+				if l.Number > 0 {
+					number = fmt.Sprint(l.Number)
+				}
+				fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n", l.At.Format("2006-01-02 15:04:05.000"), l.By, l.Kind, number, l.Subject, l.Text)
+			}
+			return w.Flush()
+		},
+	}
+}
+
+// change asks for something that a majority must choose.
+func (op *operator) change(cmd *cobra.Command, path string, body any, done string) error {
+	var out struct {
+		Charter uint64 `json:"charter"`
+	}
+	raw, err := op.ask(cmd.Context(), http.MethodPost, path, body, &out)
+	if err != nil {
+		return err
+	}
+	if op.json {
+		_, err = cmd.OutOrStdout().Write(raw)
+	} else {
+		_, err = fmt.Fprintf(cmd.OutOrStdout(), "%s: charter %d\n", done, out.Charter)
+	}
+	return err
+}
+
+// ask sends one request, and reads the answer into out too.
+func (op *operator) ask(ctx context.Context, method, path string, body, out any) ([]byte, error) {
+	ctx, cancel := context.WithTimeout(ctx, 15*time.Second)
+	defer cancel()
+	var sent io.Reader
+	if body != nil {
+		b, err := json.Marshal(body)
+		if err != nil {
+			return nil, err
+		}
+		sent = bytes.NewReader(b)
+	}
+	r, err := http.NewRequestWithContext(ctx, method, strings.TrimSuffix(op.url, "/")+"/"+path, sent)
+	if err != nil {
+		return nil, usageError{fmt.Errorf("--url %q: %w", op.url, err)}
+	}
+	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
+	a, err := client.Do(r)
+	if err != nil {
+		return nil, fmt.Errorf("nobody answers for a fleet at %s: %w", op.url, errors.Unwrap(err))
+	}
+	defer func() { _ = a.Body.Close() }()
+	raw, err := io.ReadAll(io.LimitReader(a.Body, 64<<20))
+	if err != nil {
+		return nil, err
+	}
+	if a.StatusCode != http.StatusOK {
+		var refused struct {
+			Error string `json:"error"`
+		}
+		if json.Unmarshal(raw, &refused) != nil || refused.Error == "" {
+			return nil, fmt.Errorf("%s answers %s, which no fleet does", op.url, a.Status)
+		}
+		return nil, errors.New(refused.Error)
+	}
+	if err := json.Unmarshal(raw, out); err != nil {
+		return nil, fmt.Errorf("%s answers what no fleet does: %w", op.url, err)
+	}
+	return raw, nil
+}
+
+// show prints the fleet: once, from two looks a second apart, or each second.
+func (op *operator) show(ctx context.Context, w io.Writer, watch bool) error {
+	var before process.Status
+	at := time.Now()
+	for looks := 1; ; looks++ {
+		var s process.Status
+		raw, err := op.ask(ctx, http.MethodGet, "status", nil, &s)
+		if err != nil {
+			return err
+		}
+		now := time.Now()
+		switch {
+		case op.json:
+			if _, err := w.Write(raw); err != nil {
+				return err
+			}
+		case looks > 1:
+			if err := printFleet(w, &s, rates(&before, &s, now.Sub(at))); err != nil {
+				return err
+			}
+		}
+		if !watch && (op.json || looks > 1) {
+			return nil
+		}
+		before, at = s, now
+		select {
+		case <-time.After(time.Second):
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// keyRate is how much of a key all members together admit and deny, per second.
+type keyRate struct {
+	key              string
+	admitted, denied float64
+	level, full      float64
+}
+
+// rates are those between two looks, the fastest first. A process that started in
+// between, or whose standing has not come anew, counts as 0.
+func rates(before, after *process.Status, d time.Duration) []keyRate {
+	type at struct{ name, key string }
+	was := map[at]process.Key{}
+	for _, m := range before.Members {
+		for _, k := range m.Keys {
+			was[at{m.Name, k.Key}] = k
+		}
+	}
+	all := map[string]*keyRate{}
+	for _, m := range after.Members {
+		for _, k := range m.Keys {
+			r := all[k.Key]
+			if r == nil {
+				r = &keyRate{key: k.Key}
+				all[k.Key] = r
+			}
+			r.level, r.full = r.level+k.Level, r.full+k.Cap
+			if b, ok := was[at{m.Name, k.Key}]; ok && k.Admitted >= b.Admitted && k.Denied >= b.Denied {
+				r.admitted += float64(k.Admitted-b.Admitted) / d.Seconds()
+				r.denied += float64(k.Denied-b.Denied) / d.Seconds()
+			}
+		}
+	}
+	var sorted []keyRate
+	for _, r := range all {
+		sorted = append(sorted, *r)
+	}
+	slices.SortFunc(sorted, func(a, b keyRate) int {
+		if a.admitted != b.admitted {
+			if a.admitted > b.admitted {
+				return -1
+			}
+			return 1
+		}
+		return strings.Compare(a.key, b.key)
+	})
+	return sorted
+}
+
+func printFleet(out io.Writer, s *process.Status, keys []keyRate) error {
+	var b bytes.Buffer
+	c := s.Charter
+	fmt.Fprintf(&b, "%s, as %s sees it at %s\n", s.Fleet, s.Name, time.Now().Format("15:04:05"))
+	fmt.Fprintf(&b, "charter %d, complete to %d: %g/s, burst %d", c.Number, c.Complete, c.Limit.Rate, c.Limit.Burst)
+	if n := len(c.Limits); n > 0 {
+		fmt.Fprintf(&b, ", %d keys with limits of their own", n)
+	}
+	fmt.Fprintf(&b, "\nstranded share %.1f %%, token skew %.2f, sync delay %v, journal backlog %d\n", 100*s.Stranded, s.Skew, s.SyncDelay.Round(100*time.Microsecond), s.Backlog)
+	if len(c.Lacking) > 0 {
+		fmt.Fprintf(&b, "NOT APPLIED YET by %s: until then they admit by what they had before\n", strings.Join(c.Lacking, ", "))
+	}
+	switch {
+	case c.Evicted:
+		b.WriteString("EVICTED: this process mints nothing any more; a new life of it may join\n")
+	case !c.Settled:
+		b.WriteString("NOT JOINED: no majority of the roster has told this process that its charter is the newest\n")
+	}
+	if c.Problem != "" {
+		fmt.Fprintf(&b, "PROBLEM: %s\n", c.Problem)
+	}
+	b.WriteByte('\n')
+	w := tabwriter.NewWriter(&b, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(w, "MEMBER\tZONE\tSTATE\tSHARE\tLEVEL\tOF\tLENT\tPINNED\tCHARTER\tSYNC\tRTT\tCLOCK\tVERSION")
+	for _, m := range s.Members {
+		state := m.State
+		if m.State == "silent" || m.State == "lost" {
+			state += " " + m.Heard.Round(time.Second).String()
+		}
+		if !m.Roster {
+			state += ", guest"
+		}
+		charter := fmt.Sprint(m.Charter)
+		if m.Applied != m.Charter {
+			charter += fmt.Sprintf(" (applied %d)", m.Applied)
+		}
+		fmt.Fprintf(w, "%s\t%s\t%s\t%.1f %%\t%.0f\t%.0f\t%.0f\t%.0f\t%s\t%v\t%v\t%v\t%s\n", m.Name, zone(m), state, 100*m.Share, m.Level, m.Cap, m.Lent, m.Pinned,
+			charter, m.SyncDelay.Round(100*time.Microsecond), m.RTT.Round(10*time.Microsecond), m.Offset.Round(100*time.Microsecond), m.Version)
+	}
+	if len(keys) > 0 {
+		fmt.Fprintln(w, "\nKEY\tADMITTED\tDENIED\tLEVEL\tOF")
+		for _, k := range keys[:min(len(keys), 20)] {
+			fmt.Fprintf(w, "%s\t%.0f/s\t%.0f/s\t%.0f\t%.0f\n", k.key, k.admitted, k.denied, k.level, k.full)
+		}
+	}
+	if len(s.Scopes) > 0 {
+		fmt.Fprintln(w, "\nSCOPE\tSTATE\tHELD\tCAUSE")
+		for _, sc := range s.Scopes {
+			fmt.Fprintf(w, "%s\t%s\t%v\t%s\n", sc.Name, sc.State, sc.Held, sc.Cause)
+		}
+	}
+	if err := w.Flush(); err != nil {
+		return err
+	}
+	b.WriteByte('\n')
+	_, err := out.Write(b.Bytes())
+	return err
+}
+
+func zone(m process.Member) string {
+	if m.Region == "" {
+		return m.Zone
+	}
+	return m.Region + "/" + m.Zone
+}

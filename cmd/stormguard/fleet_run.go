@@ -1,0 +1,221 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"bufio"
+	"context"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/stormguard-mq/stormguard/crdt/gossip"
+	"github.com/stormguard-mq/stormguard/fleet/process"
+	"github.com/stormguard-mq/stormguard/limiter"
+)
+
+const fleetRunLong = `Run one process of a fleet: it shares a limit with the others, asks for --demand
+messages a second of --key, prints what it was granted each second, and serves the
+handler that the other fleet commands ask. To try a network, a set of keys or a
+roster out before a consumer depends on it.
+
+A name that is not in --roster joins, with a share of the others' weight. An
+interrupt makes it leave: it gives its share to the others.`
+
+// fleetRun is what the flags of fleet run set.
+type fleetRun struct {
+	name, fleet, zone, region string
+	roster, seeds             []string
+	bind, http, network, keys string
+	key                       string
+	rate                      float64
+	burst, demand             int
+	quiet                     bool
+}
+
+func newFleetRun() *cobra.Command {
+	var run fleetRun
+	var ranges ranges
+	cmd := &cobra.Command{
+		Use:   "run",
+		Short: "Run one process of a fleet, to try it",
+		Long:  fleetRunLong,
+		Args:  cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			err := ranges.check()
+			if run.name == "" {
+				err = errors.Join(err, errors.New("--name: must be given"))
+			}
+			if err != nil {
+				return usageError{err}
+			}
+			return run.run(cmd.Context(), cmd.OutOrStdout(), cmd.ErrOrStderr())
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&run.name, "name", "", "the process's name: stable over restarts, of one living process")
+	f.StringVar(&run.fleet, "fleet", "trial", "the fleet's name")
+	f.StringSliceVar(&run.roster, "roster", nil, "names of the founders, the same for all processes")
+	f.StringSliceVar(&run.seeds, "seed", nil, "host:port of processes to ask")
+	f.StringVar(&run.bind, "bind", "127.0.0.1:0", "host:port to listen on, UDP and TCP")
+	f.StringVar(&run.http, "http", "", "host:port to serve the handler on; none if empty")
+	f.StringVar(&run.network, "network", gossip.UDP, "udp, or tcp where UDP is dropped")
+	f.StringVar(&run.keys, "keys", "", "a file with one base64 key of 32 bytes a line; the first encrypts, all are read")
+	f.StringVar(&run.zone, "zone", "", "where it runs")
+	f.StringVar(&run.region, "region", "", "where that is")
+	f.Float64Var(&run.rate, "rate", 1000, "of the founding limit: tokens per second, of the whole fleet")
+	f.IntVar(&run.burst, "burst", 100, "of the founding limit: tokens, of the whole fleet")
+	f.StringVar(&run.key, "key", "trial", "the key to ask for")
+	run.demand = 100
+	ranges.number(f, &run.demand, "demand", 0, 1_000_000, "messages a second to ask for")
+	f.BoolVar(&run.quiet, "quiet", false, "print no line each second")
+	return cmd
+}
+
+func (r *fleetRun) config() process.Config {
+	c := process.Config{
+		Fleet: r.fleet, Name: r.name, Program: programVersion(),
+		Limits: limiter.Config{Limit: limiter.Limit{Rate: r.rate, Burst: r.burst}, Roster: limiter.Roster{Guests: true}},
+		Gossip: gossip.NodeConfig{
+			Config: gossip.Config{Zone: r.zone, Region: r.region},
+			Bind:   r.bind, Network: r.network, Seeds: r.seeds,
+		},
+	}
+	for _, n := range r.roster {
+		c.Limits.Roster.Members = append(c.Limits.Roster.Members, limiter.Member{Name: n})
+	}
+	return c
+}
+
+func (r *fleetRun) run(ctx context.Context, stdout, stderr io.Writer) error {
+	opts := []process.Option{process.WithLogger(slog.New(slog.NewTextHandler(stderr, nil)))}
+	if r.keys != "" {
+		ring, err := readKeys(r.keys)
+		if err != nil {
+			return err
+		}
+		opts = append(opts, process.WithGossip(gossip.WithKeyring(ring)))
+	}
+	p, err := process.Start(r.config(), opts...)
+	if errors.Is(err, process.ErrConfig) {
+		return usageError{err}
+	}
+	if err != nil {
+		return err
+	}
+	defer p.Close()
+	if node := p.Node(); node != nil {
+		fmt.Fprintf(stdout, "%s listens on %s\n", r.name, node.Addr())
+	}
+	if r.http != "" {
+		ln, err := new(net.ListenConfig).Listen(ctx, "tcp", r.http)
+		if err != nil {
+			return fmt.Errorf("--http: %w", err)
+		}
+		server := &http.Server{Handler: p.Handler(), ReadHeaderTimeout: 5 * time.Second}
+		fmt.Fprintf(stdout, "%s answers at http://%s\n", r.name, ln.Addr())
+		served := make(chan error, 1)
+		go func() { served <- server.Serve(ln) }()
+		defer func() {
+			_ = server.Close()
+			if err := <-served; !errors.Is(err, http.ErrServerClosed) {
+				fmt.Fprintf(stderr, "stormguard: --http: %v\n", err)
+			}
+		}()
+	}
+	work, stop := context.WithCancel(ctx)
+	defer stop()
+	joined := make(chan error, 1)
+	go func() { joined <- r.join(work, p) }()
+	err = r.ask(work, p, stdout)
+	stop()
+	if e := <-joined; e != nil && ctx.Err() == nil {
+		return e
+	}
+	fmt.Fprintf(stdout, "%s leaves\n", r.name)
+	away, cancel := context.WithTimeout(context.WithoutCancel(ctx), 10*time.Second)
+	defer cancel()
+	if e := p.Leave(away); e != nil {
+		fmt.Fprintf(stderr, "stormguard: leave: %v\n", e)
+	}
+	return err
+}
+
+// join asks for a share, if the process has none by its name.
+func (r *fleetRun) join(ctx context.Context, p *process.Process) error {
+	if len(r.roster) == 0 || slices.Contains(r.roster, r.name) {
+		return nil
+	}
+	return p.Join(ctx, 1)
+}
+
+// ask asks for messages at the demanded rate until ctx ends, and says what came of
+// it.
+func (r *fleetRun) ask(ctx context.Context, p *process.Process, w io.Writer) error {
+	limit := p.Key(r.key)
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	begun := time.Now()
+	asked, granted, told, said := 0, 0, 0, begun
+	for {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-tick.C:
+		}
+		now := time.Now()
+		for due := int(now.Sub(begun).Seconds() * float64(r.demand)); asked < due; asked++ {
+			if limit.Allow() {
+				granted++
+			}
+		}
+		if now.Sub(said) >= time.Second {
+			if !r.quiet {
+				s := p.Limits().Stats()
+				fmt.Fprintf(w, "%s granted %.0f/s of %d/s, share %.1f %%, charter %d\n", r.name, float64(granted-told)/now.Sub(said).Seconds(), r.demand, 100*s.Share, s.Charter)
+			}
+			told, said = granted, now
+		}
+	}
+}
+
+// readKeys reads a keyring: one base64 key a line; # begins a comment.
+func readKeys(path string) (*gossip.Keyring, error) {
+	f, err := os.Open(path) //nolint:gosec // the operator's own
+	if err != nil {
+		return nil, fmt.Errorf("--keys: %w", err)
+	}
+	defer func() { _ = f.Close() }()
+	var keys [][]byte
+	lines := bufio.NewScanner(f)
+	for n := 1; lines.Scan(); n++ {
+		text, _, _ := strings.Cut(lines.Text(), "#")
+		if text = strings.TrimSpace(text); text == "" {
+			continue
+		}
+		key, err := base64.StdEncoding.DecodeString(text)
+		if err != nil {
+			return nil, fmt.Errorf("--keys %s: line %d is not base64", path, n)
+		}
+		keys = append(keys, key)
+	}
+	if err := lines.Err(); err != nil {
+		return nil, fmt.Errorf("--keys: %w", err)
+	}
+	ring, err := gossip.NewKeyring(keys...)
+	if err != nil {
+		return nil, fmt.Errorf("--keys %s: %w", path, err)
+	}
+	return ring, nil
+}

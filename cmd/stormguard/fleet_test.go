@@ -1,0 +1,210 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/crdt/gossip"
+	"github.com/stormguard-mq/stormguard/fleet/process"
+	"github.com/stormguard-mq/stormguard/limiter"
+)
+
+// trial starts the founders a and b of a fleet, and serves a's handler.
+func trial(t *testing.T) (a, b *process.Process, url string) {
+	t.Helper()
+	start := func(name string, seeds ...string) *process.Process {
+		p, err := process.Start(process.Config{
+			Fleet: "trial", Name: name, Program: "v9",
+			Limits: limiter.Config{
+				Limit:  limiter.Limit{Rate: 1000, Burst: 100},
+				Roster: limiter.Roster{Guests: true, Members: []limiter.Member{{Name: "a"}, {Name: "b"}}},
+			},
+			Gossip: gossip.NodeConfig{Config: gossip.Config{Zone: "z1", Region: "r1"}, Bind: "127.0.0.1:0", Seeds: seeds},
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(p.Close)
+		return p
+	}
+	a = start("a")
+	b = start("b", a.Node().Addr().String())
+	server := httptest.NewServer(a.Handler())
+	t.Cleanup(server.Close)
+	return a, b, server.URL
+}
+
+func soon(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	for end := time.Now().Add(20 * time.Second); !ok(); time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("not within 20 s: %s", what)
+		}
+	}
+}
+
+// An operator sees the fleet, changes it, and is told what is wrong.
+func TestFleetCommands(t *testing.T) {
+	a, b, url := trial(t)
+	soon(t, "both have told of themselves", func() bool {
+		s := a.Status()
+		return len(s.Members) == 2 && s.Members[1].Version == "v9" && s.Charter.Settled
+	})
+	b.Key("orders").AllowN(30)
+	for _, c := range []struct {
+		args           string
+		code           int
+		stdout, stderr string // patterns
+	}{
+		{"", exitOK, `(?s)trial, as a sees it.*charter 1, complete to 1: 1000/s, burst 100\n.*a +r1/z1 +self +50.0 %.*b +r1/z1 +fresh +50.0 %.*orders`, `^$`},
+		{"set --rate 500 --burst 50", exitOK, `^changed: charter 2\n$`, `^$`},
+		{"set --key x --rate 5 --burst 5 --weight b=3", exitOK, `^changed: charter 3\n$`, `^$`},
+		{"set --key x --unset --json", exitOK, `^\{"charter":4\}\n$`, `^$`},
+		{"reset", exitOK, `^all buckets filled: charter 5\n$`, `^$`},
+		{"set --rate 0 --burst 1", exitError, `^$`, `Limit.Rate: 0 is not in \[0.001, 1e\+09\]`},
+		{"set --rate 5", exitUsage, `^$`, `--rate and --burst: must be given together`},
+		{"set", exitUsage, `^$`, `nothing to change`},
+		{"set --unset", exitUsage, `^$`, `--unset: needs --key`},
+		{"evict", exitUsage, `^$`, `accepts 1 arg`},
+		{"evict nobody", exitError, `^$`, `"nobody" is no other member`},
+		{"--json", exitOK, `^\{"fleet":"trial","name":"a".*"weight":3`, `^$`},
+		{"journal", exitOK, `(?s)started +a.*charter +2 +a +500/s burst 50.*RESET +5 +a +all buckets filled`, `^$`},
+		{"journal --json", exitOK, `^\[\{"at":"20`, `^$`},
+	} {
+		var stdout, stderr bytes.Buffer
+		code := run(append(append([]string{"fleet"}, strings.Fields(c.args)...), "--url", url), &stdout, &stderr)
+		if code != c.code || !regexp.MustCompile(c.stdout).MatchString(stdout.String()) || !regexp.MustCompile(c.stderr).MatchString(stderr.String()) {
+			t.Errorf("fleet %s: %d\n%s%s\nwant %d %s %s", c.args, code, stdout.String(), stderr.String(), c.code, c.stdout, c.stderr)
+		}
+	}
+	var stdout, stderr bytes.Buffer
+	if code := run([]string{"fleet", "--url", "http://127.0.0.1:1"}, &stdout, &stderr); code != exitError || !strings.Contains(stderr.String(), "nobody answers for a fleet at http://127.0.0.1:1") {
+		t.Errorf("%d %s", code, stderr.String())
+	}
+	other := httptest.NewServer(nil)
+	defer other.Close()
+	if code := run([]string{"fleet", "--url", other.URL}, &stdout, &stderr); code != exitError || !strings.Contains(stderr.String(), "404 Not Found, which no fleet does") {
+		t.Errorf("%d %s", code, stderr.String())
+	}
+}
+
+// What is printed of a fleet in trouble says so.
+func TestFleetInTrouble(t *testing.T) {
+	before := process.Status{Members: []process.Member{{Name: "a", Keys: []process.Key{{Key: "k", Admitted: 100, Denied: 10}, {Key: "l"}}}, {Name: "b", Keys: []process.Key{{Key: "k", Admitted: 900}}}}}
+	s := process.Status{
+		Fleet: "f", Name: "a", Stranded: 0.5,
+		Charter: process.Charter{Number: 7, Complete: 6, Lacking: []string{"b"}, Evicted: true, Problem: "differs"},
+		Members: []process.Member{
+			{Name: "a", State: "self", Roster: true, Charter: 7, Applied: 6, Keys: []process.Key{{Key: "k", Admitted: 300, Denied: 20, Level: 1, Cap: 5}, {Key: "l", Admitted: 700}}},
+			{Name: "b", State: "lost", Heard: 90 * time.Second, Keys: []process.Key{{Key: "k", Admitted: 3, Level: 1, Cap: 5}}},
+		},
+		Scopes: []process.Scope{{Name: "g/t/0", State: "open", Held: true, Cause: "failures"}},
+	}
+	var b bytes.Buffer
+	if err := printFleet(&b, &s, rates(&before, &s, 2*time.Second)); err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{
+		"stranded share 50.0 %", "NOT APPLIED YET by b", "EVICTED", "PROBLEM: differs", "lost 1m30s, guest", "7 (applied 6)",
+		"l    350/s     0/s     0      0\nk    100/s     5/s     2      10\n", "g/t/0  open   true  failures",
+	} {
+		if !strings.Contains(b.String(), want) {
+			t.Errorf("%q is not in:\n%s", want, b.String())
+		}
+	}
+	s.Charter.Evicted = false
+	b.Reset()
+	if err := printFleet(&b, &s, nil); err != nil || !strings.Contains(b.String(), "NOT JOINED") {
+		t.Errorf("%v %s", err, b.String())
+	}
+}
+
+// syncBuffer is what two goroutines write to and read from.
+type syncBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (s *syncBuffer) Write(p []byte) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.b.Write(p)
+}
+
+func (s *syncBuffer) String() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.b.String()
+}
+
+// A newcomer with the fleet's key joins, is granted what it asks for, and leaves in
+// order; with another key it meets nobody.
+func TestFleetRun(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "keys")
+	if err := os.WriteFile(file, []byte("# of the trial\nMDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWY= # first\n\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	var ended sync.WaitGroup
+	defer ended.Wait()
+	defer cancel()
+	start := func(name string, seeds ...string) (out *syncBuffer, stop func()) {
+		out = &syncBuffer{}
+		mine, stop := context.WithCancel(ctx)
+		r := fleetRun{
+			name: name, fleet: "trial", roster: []string{"a", "b"}, seeds: seeds, bind: "127.0.0.1:0", http: "127.0.0.1:0",
+			network: gossip.TCP, keys: file, key: "k", rate: 1000, burst: 100, demand: 200,
+		}
+		ended.Go(func() {
+			if err := r.run(mine, out, io.Discard); !errors.Is(err, context.Canceled) {
+				t.Errorf("%s: %v", name, err)
+			}
+		})
+		return out, stop
+	}
+	a, _ := start("a")
+	var at string
+	soon(t, "a listens", func() bool {
+		m := regexp.MustCompile(`a listens on (\S+)\n`).FindStringSubmatch(a.String())
+		if m != nil {
+			at = m[1]
+		}
+		return m != nil
+	})
+	start("b", at)
+	c, stopC := start("c", at)
+	soon(t, "c has a share", func() bool { return strings.Contains(c.String(), "of 200/s, share 33.3 %, charter 2") })
+	stopC()
+	soon(t, "c is gone", func() bool { return strings.Contains(c.String(), "c leaves\n") })
+	soon(t, "the others have its share", func() bool { return strings.Contains(a.String(), "share 50.0 %, charter 3") })
+
+	for _, bad := range []string{"x", "MDEyMzQ1Njc4OWFiY2RlZg=="} {
+		if err := os.WriteFile(file, []byte(bad), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := readKeys(file); err == nil || !strings.Contains(err.Error(), "--keys "+file) {
+			t.Errorf("%q: %v", bad, err)
+		}
+	}
+	var stdout, stderr bytes.Buffer
+	if code := run([]string{"fleet", "run", "--demand", "-1"}, &stdout, &stderr); code != exitUsage ||
+		!strings.Contains(stderr.String(), "--demand") || !strings.Contains(stderr.String(), "--name: must be given") {
+		t.Errorf("%d %s", code, stderr.String())
+	}
+	if code := run([]string{"fleet", "run", "--name", "a", "--rate", "0"}, &stdout, &stderr); code != exitUsage || !strings.Contains(stderr.String(), "Limit.Rate") {
+		t.Errorf("%d %s", code, stderr.String())
+	}
+}

@@ -1,0 +1,133 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package process
+
+import (
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/fleet"
+)
+
+const sayEvery = time.Second
+
+// A driver is what the process's goroutine remembers.
+type driver struct {
+	roster fleet.Roster // by which breakers are voted on
+	scopes map[string]breaker.State
+	sayAt  time.Duration
+}
+
+func (d *driver) init(r fleet.Roster) { d.roster, d.scopes = r, map[string]breaker.State{} }
+
+// run is the goroutine that makes time pass for what has no clock of its own.
+func (p *Process) run() {
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		select {
+		case <-timer.C:
+		case <-p.ctx.Done():
+			return
+		}
+		now := p.clock()
+		before := p.charters.Mark(crdt.Replica{})
+		p.charters.Tick(now)
+		if p.charters.Mark(crdt.Replica{}) != before {
+			p.node.Kick()
+		}
+		p.follow(now)
+		if now >= p.drive.sayAt {
+			p.drive.sayAt = now + sayEvery
+			p.lookAround(now)
+		}
+		timer.Reset(max(min(p.charters.Wake(), p.drive.sayAt)-p.clock(), time.Millisecond))
+	}
+}
+
+// follow has the breakers voted on by the newest roster.
+func (p *Process) follow(now time.Duration) {
+	if number, _ := p.charters.Number(); number == p.drive.roster.Number {
+		return
+	}
+	s := p.charters.Status(now)
+	roster := rosterOf(s.Charter)
+	if err := p.verdicts.SetRoster(now, roster); err != nil {
+		p.log.Error("fleet: the roster was refused", "number", roster.Number, "error", err)
+	}
+	p.log.Info("fleet: charter", "number", roster.Number, "members", len(roster.Names), "member", s.Member)
+	was := p.drive.roster.Names
+	p.drive.roster = roster
+	var moved []string
+	for _, n := range roster.Names {
+		if !slices.Contains(was, n) {
+			moved = append(moved, "+"+n)
+		}
+	}
+	for _, n := range was {
+		if !slices.Contains(roster.Names, n) {
+			moved = append(moved, "-"+n)
+		}
+	}
+	if len(moved) > 0 && p.first() {
+		p.write(fleet.Entry{Kind: fleet.EntryCharter, Number: roster.Number, Subject: "roster", Text: strings.Join(moved, " ")})
+	}
+}
+
+// write adds to the journal. An entry that is lost is counted there.
+func (p *Process) write(e fleet.Entry) { _ = p.journal.Add(e) }
+
+// first says whether this process writes down what all see: of those in the roster
+// that it hears, the first by name. In a split each side has one.
+func (p *Process) first() bool {
+	heard := map[string]bool{}
+	for _, s := range p.standings.All(p.clock(), nil) {
+		heard[s.Name] = s.Heard < p.cfg.Breakers.Silent
+	}
+	names := p.drive.roster.Names
+	i := slices.IndexFunc(names, func(n string) bool { return heard[n] })
+	return i >= 0 && names[i] == p.self.Name
+}
+
+// stormChanged writes down a storm of the fleet. A guard's goroutine calls it.
+func (p *Process) stormChanged(c fleet.StormChange) {
+	kind := fleet.EntryStormEnded
+	if c.Active {
+		kind = fleet.EntryStormBegan
+	}
+	p.write(fleet.Entry{Kind: kind, Subject: c.Key, Text: c.Reason})
+}
+
+// lookAround says how this process stands, and writes down what became of scopes.
+func (p *Process) lookAround(now time.Duration) {
+	for _, peer := range p.node.Peers() {
+		if peer.HasOffset {
+			p.journal.Sample(peer.Replica, peer.Offset, peer.RTT)
+		}
+	}
+	p.standings.Say(p.standing())
+	p.watchLag(now)
+	scopes := p.member.Scopes()
+	before := p.drive.scopes
+	p.drive.scopes = make(map[string]breaker.State, len(scopes))
+	for _, s := range scopes {
+		p.drive.scopes[s.Name] = s.State
+		open, was := s.State != breaker.Closed, before[s.Name] != breaker.Closed
+		if open == was || shared(s.Name) && !p.first() {
+			continue
+		}
+		kind := fleet.EntryClosed
+		if open {
+			kind = fleet.EntryOpened
+		}
+		p.write(fleet.Entry{Kind: kind, Subject: s.Name, Text: string(s.Cause)})
+	}
+}
+
+// shared tells whether several processes may have the scope: group/topic, where
+// group/topic/partition is of one.
+func shared(scope string) bool { return strings.Count(scope, "/") < 2 }

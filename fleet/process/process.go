@@ -1,0 +1,167 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package process
+
+import (
+	"context"
+	"log/slog"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/crdt/gossip"
+	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/limiter"
+)
+
+// A Process is one process's part in a fleet. It is safe for concurrent use.
+type Process struct {
+	cfg    Config
+	self   crdt.Replica
+	clock  func() time.Duration
+	log    *slog.Logger
+	limits *limiter.Set
+	seen   *seen
+
+	node      *gossip.Node // nil if alone, as what follows
+	charters  *fleet.Charters
+	verdicts  *fleet.Verdicts
+	storms    *fleet.Storms
+	member    *fleet.Member
+	journal   *fleet.Journal
+	standings *fleet.Standings
+
+	ctx    context.Context //nolint:containedctx // the process's life, which Close ends
+	cancel context.CancelFunc
+	wg     sync.WaitGroup
+	drive  driver
+}
+
+// The names of the sections.
+const (
+	sectionLimits    = "limits"
+	sectionCharter   = "charter"
+	sectionBreakers  = "breakers"
+	sectionStorms    = "storms"
+	sectionJournal   = "journal"
+	sectionStandings = "standings"
+)
+
+// Start begins a life of a process. It waits for nobody: until a majority of the
+// roster has met, limits are denied or not by Limits.UntilJoined, and breakers go
+// by themselves. The error is all that Validate finds, or that of listening.
+func Start(cfg Config, opts ...Option) (*Process, error) {
+	cfg = cfg.WithDefaults()
+	if err := cfg.Validate(); err != nil {
+		return nil, err
+	}
+	o := options{log: slog.New(slog.DiscardHandler)}
+	for _, opt := range opts {
+		opt(&o)
+	}
+	p := &Process{cfg: cfg, self: cfg.Gossip.Self, clock: gossip.Clock(), log: o.log}
+	p.ctx, p.cancel = context.WithCancel(context.Background())
+	if err := p.start(o); err != nil {
+		p.Close()
+		return nil, err
+	}
+	return p, nil
+}
+
+func (p *Process) start(o options) (err error) {
+	limits := p.cfg.Limits
+	if p.cfg.alone() {
+		limits.Fleet = ""
+	}
+	if p.limits, err = limiter.New(p.self, limits, limiter.WithClock(p.clock)); err != nil {
+		return err
+	}
+	if !p.cfg.alone() {
+		if err := p.join(o); err != nil {
+			return err
+		}
+	}
+	p.seen, err = p.look(o)
+	if err != nil || p.cfg.alone() {
+		return err
+	}
+	p.wg.Go(p.run)
+	p.write(fleet.Entry{Kind: fleet.EntryStarted, Subject: p.self.Name, Text: p.cfg.Program})
+	return nil
+}
+
+// join makes the parts of a fleet, and the node that carries them.
+func (p *Process) join(o options) (err error) {
+	now := p.clock()
+	p.limits.Mint(now) // nothing until the charter is known to be the newest
+	if p.charters, err = fleet.NewCharters(p.self, p.cfg.charter(), p.limits, now); err != nil {
+		return err
+	}
+	roster := rosterOf(p.cfg.Limits.Charter())
+	p.drive.init(roster)
+	if p.verdicts, err = fleet.NewVerdicts(now, p.cfg.Breakers, p.self, roster); err != nil {
+		return err
+	}
+	if p.storms, err = fleet.NewStorms(p.cfg.Storms, p.self); err != nil {
+		return err
+	}
+	p.member = fleet.NewMember(p.clock, p.verdicts, p.storms)
+	p.member.OnStorm(p.stormChanged)
+	if p.journal, err = fleet.NewJournal(p.cfg.Journal, p.self, time.Now); err != nil {
+		return err
+	}
+	if p.standings, err = fleet.NewStandings(p.self); err != nil {
+		return err
+	}
+	p.node, err = gossip.Start(p.cfg.Gossip, append(slices.Clone(o.gossip), gossip.WithClock(p.clock), gossip.WithLogger(p.log),
+		gossip.WithSection(sectionLimits, p.limits),
+		gossip.WithSection(sectionCharter, p.charters),
+		gossip.WithSection(sectionBreakers, p.verdicts),
+		gossip.WithSection(sectionStorms, p.storms),
+		gossip.WithSection(sectionJournal, p.journal),
+		gossip.WithSection(sectionStandings, p.standings))...)
+	return err
+}
+
+// rosterOf is who votes on breakers under a charter.
+func rosterOf(c limiter.Charter) fleet.Roster {
+	r := fleet.Roster{Number: c.Number}
+	for _, m := range c.Roster.Members {
+		r.Names = append(r.Names, m.Name)
+	}
+	slices.Sort(r.Names)
+	return r
+}
+
+// Self is this life of this process.
+func (p *Process) Self() crdt.Replica { return p.self }
+
+// Key is the handle of a limit's key; see [limiter.Set.Key].
+func (p *Process) Key(key string) *limiter.Limiter { return p.limits.Key(key) }
+
+// Limits are all of them.
+func (p *Process) Limits() *limiter.Set { return p.limits }
+
+// Member is what a guard takes, by guard.WithFleet; nil if the process is alone.
+func (p *Process) Member() *fleet.Member { return p.member }
+
+// Node is the gossip; nil if the process is alone.
+func (p *Process) Node() *gossip.Node { return p.node }
+
+// Close ends the process at once: to the others it falls silent. It returns when
+// all its goroutines have ended, and may be called again.
+func (p *Process) Close() {
+	p.cancel()
+	p.wg.Wait()
+	if p.seen != nil {
+		p.seen.close()
+	}
+	if p.node != nil {
+		_ = p.node.Close()
+	}
+	if p.limits != nil {
+		p.limits.Close()
+	}
+}

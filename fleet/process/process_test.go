@@ -1,0 +1,428 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package process
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"net/netip"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	sdkmetric "go.opentelemetry.io/otel/sdk/metric"
+	"go.opentelemetry.io/otel/sdk/metric/metricdata"
+	sdktrace "go.opentelemetry.io/otel/sdk/trace"
+	"go.opentelemetry.io/otel/sdk/trace/tracetest"
+	"go.opentelemetry.io/otel/trace"
+
+	"github.com/stormguard-mq/stormguard/crdt/gossip"
+	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/limiter"
+)
+
+// configOf is that of a process on loopback whose founders are given.
+func configOf(name string, seeds []string, founders ...string) Config {
+	c := Config{
+		Fleet: "test", Name: name, Program: "v1",
+		Limits: limiter.Config{Limit: limiter.Limit{Rate: 1000, Burst: 100}, Roster: limiter.Roster{Guests: true}},
+		Gossip: gossip.NodeConfig{Config: gossip.Config{Zone: "z-" + name}, Bind: "127.0.0.1:0", Seeds: seeds},
+	}
+	for _, f := range founders {
+		c.Limits.Roster.Members = append(c.Limits.Roster.Members, limiter.Member{Name: f})
+	}
+	return c
+}
+
+func startProcess(t *testing.T, c Config) *Process {
+	t.Helper()
+	p, err := Start(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(p.Close)
+	return p
+}
+
+// three are the founders of a fleet, and where the first of them listens.
+func three(t *testing.T) (all []*Process, seeds []string) {
+	t.Helper()
+	for _, name := range []string{"a", "b", "c"} {
+		p := startProcess(t, configOf(name, seeds, "a", "b", "c"))
+		if all = append(all, p); seeds == nil {
+			seeds = []string{p.Node().Addr().String()}
+		}
+	}
+	return all, seeds
+}
+
+// eventually polls real processes, which no event of the test's can wake.
+func eventually(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	for end := time.Now().Add(20 * time.Second); !ok(); time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("not within 20 s: %s", what)
+		}
+	}
+}
+
+func written(p *Process) string {
+	var all []string
+	for _, e := range p.Journal(nil) {
+		all = append(all, fmt.Sprintf("%v %s", e.Kind, e.Subject))
+	}
+	return strings.Join(all, ", ")
+}
+
+// Three real processes share a limit: one that asks gets what the others have; a
+// rate is changed while they run; one joins, one leaves, one is evicted; and all
+// read the same of it.
+func TestProcesses(t *testing.T) {
+	all, seeds := three(t)
+	a, b, c := all[0], all[1], all[2]
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	if err := a.Key("k").WaitN(ctx, 90); err != nil { // more than its share of 33
+		t.Fatal(err)
+	}
+
+	rate := limiter.Limit{Rate: 2000, Burst: 300}
+	number, err := b.Propose(ctx, fleet.Change{Limit: &rate})
+	if err != nil || number != 2 {
+		t.Fatalf("charter %d, %v", number, err)
+	}
+	eventually(t, "all use the new burst", func() bool {
+		return a.Limits().Stats().Completed == 2 && c.Limits().Stats().Completed == 2
+	})
+	if err := c.Key("k").WaitN(ctx, 290); err != nil {
+		t.Fatal(err)
+	}
+
+	d := startProcess(t, configOf("d", seeds, "a", "b", "c"))
+	if err := d.Key("k").WaitN(ctx, 10); err != nil { // as a guest
+		t.Fatal(err)
+	}
+	if err := d.Join(ctx, 1); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the joiner has its share", func() bool {
+		s := d.Limits().Stats()
+		return s.Share == 0.25 && s.Completed == s.Charter
+	})
+	if err := b.Leave(ctx); err != nil {
+		t.Fatal(err)
+	}
+	c.Close()
+	if number, err = a.Evict(ctx, "c"); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "two have it all", func() bool {
+		sa, sd := a.Limits().Stats(), d.Limits().Stats()
+		return sa.Share == 0.5 && sd.Share == 0.5 && sa.Completed == number && sd.Completed == number && sa.Stranded == 0
+	})
+	if _, err := a.Evict(ctx, "c"); !errors.Is(err, fleet.ErrMember) {
+		t.Errorf("evicted twice: %v", err)
+	}
+	eventually(t, "both read that it was evicted, and the same", func() bool {
+		return strings.Contains(written(d), "evicted c") && written(a) == written(d)
+	})
+	for _, want := range []string{"started a", "started d", "charter b", "left b"} {
+		if got := written(a); !strings.Contains(got, want) {
+			t.Errorf("%q is not in the journal: %s", want, got)
+		}
+	}
+	eventually(t, "each sees how the other stands", func() bool {
+		s := a.standings.All(a.clock(), nil)
+		return len(s) >= 2 && s[len(s)-1].Name == "d" && s[len(s)-1].Zone == "z-d" && s[len(s)-1].Share == 0.5
+	})
+}
+
+// A restart under the same name mints again once a majority has told it that its
+// charter is the newest, whatever its configuration says.
+func TestProcessRestarts(t *testing.T) {
+	all, seeds := three(t)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	less := limiter.Limit{Rate: 500, Burst: 50}
+	if _, err := all[0].Propose(ctx, fleet.Change{Limit: &less}); err != nil {
+		t.Fatal(err)
+	}
+	all[2].Close()
+	again := startProcess(t, configOf("c", seeds, "a", "b", "c"))
+	eventually(t, "it is a member under the charter that was chosen meanwhile", func() bool {
+		s := again.Limits().Stats()
+		return s.Charter >= 2 && s.Completed == s.Charter && !s.Fenced && s.Cap+s.Level >= 0
+	})
+	if err := again.Key("k").WaitN(ctx, 10); err != nil {
+		t.Fatal(err)
+	}
+	if err := again.Key("k").WaitN(ctx, 51); !errors.Is(err, limiter.ErrBurst) {
+		t.Errorf("more than the burst that was agreed on: %v", err)
+	}
+}
+
+// A process that is alone listens nowhere, and has its limits.
+func TestProcessAlone(t *testing.T) {
+	p := startProcess(t, Config{Fleet: "f", Name: "a", Limits: limiter.Config{Limit: limiter.Limit{Rate: 1, Burst: 2}}})
+	if !p.Key("k").AllowN(2) || p.Key("k").Allow() {
+		t.Error("not two of two")
+	}
+	if _, err := p.Propose(t.Context(), fleet.Change{}); !errors.Is(err, ErrAlone) {
+		t.Error(err)
+	}
+	if _, err := p.Evict(t.Context(), "b"); !errors.Is(err, ErrAlone) {
+		t.Error(err)
+	}
+	if err := p.Join(t.Context(), 1); !errors.Is(err, ErrAlone) {
+		t.Error(err)
+	}
+	if p.Member() != nil || p.Node() != nil || p.Journal(nil) != nil {
+		t.Error("it has parts of a fleet")
+	}
+	if err := p.Leave(t.Context()); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestProcessRefuses(t *testing.T) {
+	_, err := Start(Config{
+		Program: strings.Repeat("x", 65), Limits: limiter.Config{Roster: limiter.Roster{Members: []limiter.Member{{Name: "a"}}}},
+		Gossip: gossip.NodeConfig{Bind: "nowhere"}, Breakers: fleet.Config{Quorum: 2}, Storms: fleet.StormConfig{Share: 2}, Journal: fleet.JournalConfig{Keep: -1},
+	})
+	for _, field := range []string{"Fleet:", "Program:", "Limit.Rate", "Self.Name", "Bind", "Quorum", "Share", "Keep"} {
+		if err == nil || !strings.Contains(err.Error(), field) {
+			t.Errorf("%s is not in: %v", field, err)
+		}
+	}
+	taken, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = taken.Close() }()
+	c := configOf("a", nil, "a", "b")
+	c.Gossip.Bind = taken.Addr().String()
+	if p, err := Start(c); err == nil {
+		p.Close()
+		t.Error("it listens where somebody does")
+	}
+}
+
+// Close and Leave end whatever is going on, in whatever order.
+func TestProcessEnds(t *testing.T) {
+	all, _ := three(t)
+	ended := make(chan error, 3)
+	go func() { ended <- all[0].Key("k").WaitN(context.Background(), 100) }()
+	go func() {
+		_, err := all[1].Propose(context.Background(), fleet.Change{Reset: true})
+		ended <- err
+	}()
+	soon, cancel := context.WithTimeout(t.Context(), time.Second)
+	defer cancel()
+	go func() { ended <- all[2].Leave(soon) }()
+	for _, p := range all[:2] {
+		p.Close()
+		p.Close()
+	}
+	for range 3 {
+		if err := <-ended; err == nil {
+			t.Log("one of the three came through before the end")
+		}
+	}
+	if err := all[0].Key("k").Wait(t.Context()); !errors.Is(err, limiter.ErrClosed) {
+		t.Error(err)
+	}
+}
+
+// By one process's handler an operator sees and changes the whole fleet, and what
+// is wrong is answered with what would be right.
+func TestHandler(t *testing.T) {
+	all, _ := three(t)
+	server := httptest.NewServer(http.StripPrefix("/fleet", all[1].Handler()))
+	t.Cleanup(server.Close)
+	ask := func(method, path, body string) (int, string) {
+		t.Helper()
+		r, err := http.NewRequestWithContext(t.Context(), method, server.URL+"/fleet/"+path, strings.NewReader(body))
+		if err != nil {
+			t.Fatal(err)
+		}
+		a, err := server.Client().Do(r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer func() { _ = a.Body.Close() }()
+		b, err := io.ReadAll(a.Body)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return a.StatusCode, strings.TrimSpace(string(b))
+	}
+	eventually(t, "three are there", func() bool { return len(all[1].Status().Members) == 3 })
+	for _, c := range []struct {
+		method, path, body string
+		status             int
+		want               string
+	}{
+		{"POST", "change", `{"limit":{"rate":2000,"burst":200},"limits":{"x":{"rate":5,"burst":5}}}`, 200, `{"charter":2}`},
+		{"POST", "change", `{"limits":{"x":null},"weights":{"a":3}}`, 200, `{"charter":3}`},
+		{"POST", "change", `{"reset":true}`, 200, `{"charter":4}`},
+		{"POST", "change", `{"limit":{"rate":-1,"burst":200}}`, 400, "Rate: -1 is not in [0.001, 1e+09]"},
+		{"POST", "change", `{"weights":{"z":1}}`, 409, `\"z\" is none`},
+		{"POST", "change", `{"limitt":1}`, 400, "unknown field"},
+		{"POST", "evict", "", 400, "name"},
+		{"POST", "evict?name=nobody", "", 409, "nobody"},
+		{"GET", "evict?name=a", "", 405, ""},
+		{"GET", "journal", "", 200, `"kind":"RESET"`},
+		{"GET", "status", "", 200, `"roster":true,"weight":3`},
+	} {
+		if status, got := ask(c.method, c.path, c.body); status != c.status || !strings.Contains(got, c.want) {
+			t.Errorf("%s %s %s: %d %s, want %d %s", c.method, c.path, c.body, status, got, c.status, c.want)
+		}
+	}
+	all[0].Close()
+	if status, got := ask("POST", "evict?name=a", ""); status != 200 || !strings.HasPrefix(got, `{"charter":`) {
+		t.Errorf("%d %s", status, got)
+	}
+	eventually(t, "the status says who is there", func() bool {
+		for _, m := range all[2].Status().Members {
+			if m.Name == "a" && m.Roster {
+				return false
+			}
+		}
+		return true
+	})
+}
+
+// One of three decides nothing; and when one has started again, remembering nothing,
+// the two decide about the third, whom the operator says to be dead.
+func TestProcessOfThree(t *testing.T) {
+	all, _ := three(t)
+	eventually(t, "they have met", func() bool { return all[1].Status().Charter.Settled })
+	all[0].Close()
+	all[2].Close()
+	short, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+	defer cancel()
+	if _, err := all[1].Evict(short, "a"); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("of three, one alone was a majority: %v", err)
+	}
+	startProcess(t, configOf("c", []string{all[1].Node().Addr().String()}, "a", "b", "c"))
+	eventually(t, "a is evicted", func() bool {
+		s := all[1].Status()
+		return s.Charter.Number > 1 && !slices.ContainsFunc(s.Members, func(m Member) bool { return m.Name == "a" && m.Roster })
+	})
+}
+
+// What is exported is what the page lists, and says what there is.
+func TestMetrics(t *testing.T) {
+	reader := sdkmetric.NewManualReader()
+	c := configOf("a", nil, "a", "b")
+	a, err := Start(c, WithMeterProvider(sdkmetric.NewMeterProvider(sdkmetric.WithReader(reader))))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(a.Close)
+	b := startProcess(t, configOf("b", []string{a.Node().Addr().String()}, "a", "b"))
+	if err := b.Key("k").WaitN(t.Context(), 80); err != nil {
+		t.Fatal(err)
+	}
+	page, err := os.ReadFile("../../docs/fleet-metrics.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var listed []string
+	for _, m := range regexp.MustCompile("(?m)^\\| `([a-z_.]+)`").FindAllSubmatch(page, -1) {
+		listed = append(listed, string(m[1]))
+	}
+	slices.Sort(listed)
+	values := map[string]float64{}
+	eventually(t, "all metrics are there", func() bool {
+		var all metricdata.ResourceMetrics
+		if err := reader.Collect(t.Context(), &all); err != nil {
+			t.Fatal(err)
+		}
+		values = map[string]float64{}
+		for _, s := range all.ScopeMetrics {
+			for _, m := range s.Metrics {
+				switch d := m.Data.(type) {
+				case metricdata.Gauge[float64]:
+					for _, p := range d.DataPoints {
+						values[m.Name] += p.Value
+					}
+				case metricdata.Sum[int64]:
+					for _, p := range d.DataPoints {
+						values[m.Name] += float64(p.Value)
+					}
+				}
+			}
+		}
+		names := slices.Sorted(maps.Keys(values))
+		return slices.Equal(names, listed) && values[MetricMerges] > 0 && values[MetricMembers] == 1 && values[MetricShare] == 0.5
+	})
+	if t.Failed() {
+		t.Logf("listed %v\nexported %v", listed, values)
+	}
+	if values[MetricCharter] != 3 || values[MetricShareStranded] != 0 {
+		t.Errorf("%v", values)
+	}
+}
+
+// When the fleet lags a span tells of it, linked to the latest decision that
+// waited, and once.
+func TestLagIsTold(t *testing.T) {
+	spans := tracetest.NewSpanRecorder()
+	c := configOf("a", nil, "a", "b")
+	c.LagDelay = time.Millisecond
+	a, err := Start(c, WithTracerProvider(sdktrace.NewTracerProvider(sdktrace.WithSpanProcessor(spans))))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(a.Close)
+	slow := slowly{}
+	b, err := Start(configOf("b", []string{a.Node().Addr().String()}, "a", "b"), WithGossip(gossip.WithFaults(slow)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(b.Close)
+	if err := a.Wait(t.Context(), "k", 80); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "a span that is linked", func() bool {
+		_ = a.Wait(t.Context(), "k", 1)
+		for _, s := range spans.Ended() {
+			if s.Name() == "fleet lag" && len(s.Events()) == 1 && len(s.Links()) == 1 {
+				return true
+			}
+		}
+		return false
+	})
+	decisions := map[trace.SpanID]bool{}
+	var links []sdktrace.Link
+	for _, s := range spans.Ended() {
+		switch s.Name() {
+		case "limit k":
+			decisions[s.SpanContext().SpanID()] = true
+		case "fleet lag":
+			links = append(links, s.Links()...)
+		}
+	}
+	for _, l := range links {
+		if !decisions[l.SpanContext.SpanID()] {
+			t.Errorf("linked to %v, which is no decision", l.SpanContext.SpanID())
+		}
+	}
+}
+
+// slowly is a network on which everything takes 20 ms.
+type slowly struct{}
+
+func (slowly) Packet(netip.AddrPort) (time.Duration, bool) { return 20 * time.Millisecond, false }
+func (slowly) Dial(netip.AddrPort) error                   { return nil }

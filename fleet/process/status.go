@@ -1,0 +1,206 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package process
+
+import (
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/crdt/gossip"
+	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/limiter"
+)
+
+// Status is what one process knows of its fleet. Amounts are in tokens.
+type Status struct {
+	Fleet   string   `json:"fleet"`
+	Name    string   `json:"name"` // whose view this is
+	Members []Member `json:"members"`
+	Charter Charter  `json:"charter"`
+
+	// Stranded are the shares of members that are not heard, of 1: what nobody
+	// mints. Skew is the standard deviation of level over cap: 0 is even.
+	Stranded float64 `json:"stranded_share"`
+	Skew     float64 `json:"token_skew"`
+
+	// SyncDelay is the longest lately from a change here to its acknowledgement by a
+	// peer that is heard.
+	SyncDelay time.Duration `json:"sync_delay_ns"`
+
+	Backlog    uint64        `json:"journal_backlog"` // entries that the slowest peer lacks
+	BacklogAge time.Duration `json:"journal_backlog_age_ns"`
+
+	Scopes []Scope `json:"scopes,omitempty"` // of breakers, that this process has
+}
+
+// A Member is a process of the roster, or one that is heard, as another one sees
+// it.
+type Member struct {
+	Name   string `json:"name"`
+	Zone   string `json:"zone,omitempty"`
+	Region string `json:"region,omitempty"`
+	// Version is that of its program.
+	Version string `json:"version,omitempty"`
+	// State is self, fresh, silent or lost, or unknown if it was never heard.
+	State string        `json:"state"`
+	Heard time.Duration `json:"heard_ns"` // how long ago
+
+	Roster  bool   `json:"roster"` // it is in it
+	Weight  int    `json:"weight"` // there
+	Charter uint64 `json:"charter"`
+	Applied uint64 `json:"applied"` // it keeps within, by its own word
+	Lacking bool   `json:"lacking"` // the others wait for it to apply a charter
+
+	Share  float64 `json:"share"`
+	Level  float64 `json:"level"`
+	Cap    float64 `json:"cap"`
+	Lent   float64 `json:"lent"`
+	Pinned float64 `json:"pinned"`
+
+	Unacked   uint64        `json:"unacked"`
+	SyncDelay time.Duration `json:"sync_delay_ns"` // as it sees it
+	RTT       time.Duration `json:"rtt_ns"`
+	Offset    time.Duration `json:"clock_offset_ns"`
+	Broke     uint64        `json:"clock_violations"`
+
+	Keys []Key `json:"keys,omitempty"` // its busiest
+}
+
+// A Key is one limit's key at one process.
+type Key struct {
+	Key      string  `json:"key"`
+	Admitted uint64  `json:"admitted"` // since its start
+	Denied   uint64  `json:"denied"`
+	Level    float64 `json:"level"`
+	Cap      float64 `json:"cap"`
+}
+
+// A Charter is the newest that the process knows.
+type Charter struct {
+	Number   uint64           `json:"number"`
+	Complete uint64           `json:"complete"` // that everybody keeps within who had more before
+	Resets   uint64           `json:"resets"`
+	Limit    Limit            `json:"limit"`
+	Limits   map[string]Limit `json:"limits,omitempty"`
+	Lacking  []string         `json:"lacking,omitempty"` // have not applied it, and had more before
+	Settled  bool             `json:"settled"`           // known to be the newest, or to have been after the start
+	Member   bool             `json:"member"`
+	Evicted  bool             `json:"evicted"`
+	// Problem is what keeps the process apart: a peer with another charter of the same
+	// number, or a charter that its limits refuse. Empty if there is none.
+	Problem string `json:"problem,omitempty"`
+}
+
+// A Limit is a [limiter.Limit] as it is sent.
+type Limit struct {
+	Rate  float64 `json:"rate"`
+	Burst int     `json:"burst"`
+}
+
+// A Scope is what the fleet makes of a breaker's scope.
+type Scope struct {
+	Name    string `json:"name"`
+	State   string `json:"state"`
+	Cause   string `json:"cause,omitempty"`
+	Held    bool   `json:"held"`
+	Probing bool   `json:"probing"`
+}
+
+func charterOf(s fleet.CharterStatus) Charter {
+	c := Charter{
+		Number: s.Charter.Number, Complete: s.Complete, Resets: s.Charter.Resets, Limit: Limit(s.Charter.Limit),
+		Lacking: s.Lacking, Settled: s.Settled, Member: s.Member, Evicted: s.Evicted,
+	}
+	for key, l := range s.Charter.Limits {
+		if c.Limits == nil {
+			c.Limits = map[string]Limit{}
+		}
+		c.Limits[key] = Limit(l)
+	}
+	switch {
+	case s.Err != nil:
+		c.Problem = s.Err.Error()
+	case s.Differs != nil:
+		c.Problem = s.Differs.Error()
+	}
+	return c
+}
+
+// Status describes the fleet, for people. It costs copies of everything.
+func (p *Process) Status() Status {
+	limits := p.limits.Stats()
+	s := Status{Fleet: p.cfg.Fleet, Name: p.self.Name, Stranded: limits.Stranded}
+	if p.node == nil {
+		founding := p.limits.Charter()
+		s.Charter = charterOf(fleet.CharterStatus{Charter: founding, Complete: founding.Number, Settled: true, Member: true})
+		s.Members = []Member{p.memberAlone(limits)}
+		return s
+	}
+	now := p.clock()
+	charter := p.charters.Status(now)
+	s.Charter = charterOf(charter)
+	j := p.journal.Stats(now)
+	s.Backlog, s.BacklogAge = j.Backlog, j.Age
+	for _, c := range p.member.Scopes() {
+		s.Scopes = append(s.Scopes, Scope{Name: c.Name, State: c.State.String(), Cause: string(c.Cause), Held: c.Held, Probing: c.Probing})
+	}
+	standings := p.standings.All(now, nil)
+	s.Skew = fleet.Skew(standings)
+
+	byName := map[string]*Member{}
+	member := func(name string) *Member {
+		m := byName[name]
+		if m == nil {
+			m = &Member{Name: name, State: "unknown"}
+			byName[name] = m
+		}
+		return m
+	}
+	for i := range standings {
+		member(standings[i].Name).stand(&standings[i])
+	}
+	for _, c := range charter.Members {
+		m := member(c.Name)
+		m.Roster, m.Weight, m.Applied = true, c.Weight, c.Applied
+	}
+	for _, name := range charter.Lacking {
+		member(name).Lacking = true
+	}
+	for _, peer := range p.node.Peers() {
+		m := member(peer.Name)
+		m.State, m.RTT, m.Zone, m.Region, m.Heard = peer.State.String(), peer.RTT, peer.Zone, peer.Region, peer.Heard
+		m.Offset, _, m.Broke = p.journal.Clock(peer.Replica)
+		if peer.State == gossip.Fresh {
+			s.SyncDelay = max(s.SyncDelay, peer.Delay)
+		}
+	}
+	member(p.self.Name).State = "self"
+	for _, name := range slices.Sorted(maps.Keys(byName)) {
+		s.Members = append(s.Members, *byName[name])
+	}
+	return s
+}
+
+// stand takes over what a process says of itself.
+func (m *Member) stand(s *fleet.Standing) {
+	m.Zone, m.Region, m.Version, m.Heard = s.Zone, s.Region, s.Version, s.Heard
+	m.Charter, m.Applied, m.Share = s.Charter, s.Applied, s.Share
+	m.Level, m.Cap, m.Lent, m.Pinned = s.Level, s.Cap, s.Lent, s.Pinned
+	m.Unacked, m.SyncDelay = s.Unacked, s.SyncDelay
+	for _, k := range s.Keys {
+		m.Keys = append(m.Keys, Key(k))
+	}
+}
+
+func (p *Process) memberAlone(l limiter.Stats) Member {
+	m := Member{
+		Name: p.self.Name, State: "self", Version: p.cfg.Program, Roster: true, Weight: 1, Share: 1,
+		Charter: l.Charter, Applied: l.Applied, Level: float64(l.Level) / micro, Cap: float64(l.Cap) / micro,
+	}
+	for _, k := range p.keys() {
+		m.Keys = append(m.Keys, Key(k))
+	}
+	return m
+}

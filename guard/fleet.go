@@ -1,0 +1,297 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"cmp"
+	"fmt"
+	"math"
+	"strings"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+// A Fleet is what a Guard asks of the other processes that run the same
+// consumers: fleet.Member is one. It decides over breakers, and compares storms.
+type Fleet interface {
+	breaker.Fleet
+	dlq.StormFleet
+}
+
+// WithFleet makes the Guard one of a fleet: its breakers are opened, probed and
+// closed together with those of the other processes, their state goes with a
+// source to its next owner, and a storm of the fleet stops dead-lettering here
+// too. The default is none: the Guard decides by itself. A Fleet is driven by one
+// Guard at a time; [New] fails for the next.
+//
+// Scopes are told apart by name alone, so all processes need the same
+// [Config.Group] and [Config.Scope] for what is the same, and different groups for
+// what is not.
+func WithFleet(f Fleet) Option { return func(g *Guard) { g.fleet = f } }
+
+// WithDeadLetterLimiter paces the dead letters of all sources, in front of their
+// writers: what is over the limit waits in the retry set, without another handler
+// call and without losing its credit. The default is no limit.
+func WithDeadLetterLimiter(l Limiter) Option { return func(g *Guard) { g.letterPace = l } }
+
+const (
+	// fleetRest is how often a parked sweeper lets time pass for the fleet.
+	fleetRest = 500 * time.Millisecond
+	// probeSoon is how soon a parked message must be due to count as something to
+	// probe with.
+	probeSoon = 100 * time.Millisecond
+	// callFresh is how long a refused call of a function counts as a next one.
+	callFresh = time.Second
+)
+
+// path is the breaker scope of a source: the partition where there is one, under
+// the topic or queue, under the consumer group; less of it where Config.Scope is
+// coarser.
+func (g *Guard) path(cfg SourceConfig) []string {
+	path := []string{g.cfg.Group}
+	if g.cfg.Scope != ScopeGroup {
+		path = append(path, cmp.Or(cfg.Destination, cfg.Name))
+	}
+	if g.cfg.Scope == ScopePartition && cfg.Partition != "" {
+		path = append(path, cfg.Partition)
+	}
+	return path
+}
+
+// leaf claims the breaker of a source. When it returns, the breaker is as the
+// fleet wants it.
+func (g *Guard) leaf(cfg SourceConfig) (*breaker.Leaf, error) {
+	path := g.path(cfg)
+	leaf, err := g.scopes.Leaf(path...)
+	if err != nil || g.fleet == nil {
+		return leaf, err
+	}
+	if err := g.fleet.Adopt(g.now(), leaf.Breaker, path); err != nil {
+		g.log.Warn("the fleet has no part in a breaker, which goes by itself", "scope", leaf.Name(), "source", cfg.Name, "error", err)
+	}
+	g.sweeper.stir() // what the fleet wants may change by itself
+	return leaf, nil
+}
+
+// unclaim gives a breaker up.
+func (g *Guard) unclaim(leaf *breaker.Leaf) {
+	if g.fleet != nil {
+		g.fleet.Leave(g.now(), leaf.Breaker)
+	}
+	g.scopes.Release(leaf)
+}
+
+// stepFleet tells the fleet what became of the breakers, and lets it do to them
+// what it decided. It tells whether the fleet is busy.
+func (g *Guard) stepFleet(now time.Duration) (busy bool) {
+	if g.fleet == nil {
+		return false
+	}
+	clear(g.waiting)
+	for _, s := range g.all() {
+		if b := s.waits(now); b != nil {
+			g.waiting[b] = true
+		}
+	}
+	return g.fleet.Step(now, g.waiting)
+}
+
+// compareStorms tells the fleet what the detectors see, summed up over the sources
+// of a topic or queue, and the sources what the fleet makes of it. The sweeper
+// calls it as often as the detectors step.
+func (g *Guard) compareStorms(now time.Duration) {
+	if g.fleet == nil {
+		return
+	}
+	for _, sum := range g.storms {
+		*sum = stormSum{err: sum.err}
+	}
+	all := g.all()
+	for _, s := range all {
+		key, storm, ok := s.detected()
+		if !ok {
+			continue
+		}
+		sum := g.storms[key]
+		if sum == nil {
+			sum = new(stormSum)
+			g.storms[key] = sum
+		}
+		sum.add(storm)
+	}
+	for key, sum := range g.storms {
+		if sum.sources == 0 {
+			g.fleet.Withdraw(key)
+			delete(g.storms, key)
+			continue
+		}
+		err := g.fleet.Report(key, sum.storm(g.scopes.Config().Quorum))
+		if err != nil && sum.err == nil {
+			g.log.Warn("the fleet takes no reports of storms", "key", key, "error", err)
+		}
+		sum.err = err
+		sum.verdict = g.fleet.Storm(key)
+	}
+	for _, s := range all {
+		if key, _, ok := s.detected(); ok {
+			s.setFleetStorm(now, g.storms[key].verdict)
+		}
+	}
+}
+
+// leaveFleet ends the Guard's part in the fleet, with the sweeper.
+func (g *Guard) leaveFleet() {
+	if g.fleet == nil {
+		return
+	}
+	for key := range g.storms {
+		g.fleet.Withdraw(key)
+		delete(g.storms, key)
+	}
+	g.detachFleet()
+}
+
+// stormSum is what the detectors of one key see together.
+type stormSum struct {
+	sources, active int
+	sum             dlq.Storm
+	verdict         dlq.FleetStorm
+	err             error // of the last report
+}
+
+func (m *stormSum) add(s dlq.Storm) {
+	m.sources++
+	if s.Active {
+		m.active++
+	}
+	m.sum.Failed += s.Failed
+	m.sum.Outcomes += s.Outcomes
+	m.sum.Diverted += s.Diverted
+	m.sum.Attempts = max(m.sum.Attempts, s.Attempts)
+	m.sum.Age = max(m.sum.Age, s.Age)
+	m.sum.Since = max(m.sum.Since, s.Since)
+	m.sum.Config = s.Config
+	if s.Basis != dlq.BasisNone {
+		m.sum.Basis = s.Basis
+	}
+}
+
+// storm is active if that share of the sources is in storm, one at least.
+func (m *stormSum) storm(share float64) dlq.Storm {
+	s := m.sum
+	s.Active = m.active > 0 && float64(m.active) >= share*float64(m.sources)
+	return s
+}
+
+// stormKey is what the detectors of a source are compared over.
+func (g *Guard) stormKey(cfg SourceConfig) string {
+	return g.cfg.Group + "/" + cmp.Or(cfg.Destination, cfg.Name)
+}
+
+// waits gives the source's breaker if it is not closed and a message waits at it.
+func (s *Source[M]) waits(now time.Duration) *breaker.Breaker {
+	if s.c.gate == nil || s.c.gate.Breaker.Closed() {
+		return nil
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.c.waits(now) {
+		return nil
+	}
+	return s.c.gate.Breaker
+}
+
+// waits tells whether there is something to probe with, now or in a moment: a
+// probe that is out counts, for it may be followed by another.
+func (c *machine[M]) waits(now time.Duration) bool {
+	if c.paused || c.ended || c.stopped || c.asked > now || c.limited > now+probeSoon {
+		return false
+	}
+	for _, it := range c.busy {
+		if it.probe {
+			return true
+		}
+	}
+	switch {
+	case c.count[processing] >= c.policy.Workers:
+		return false
+	case len(c.due) > 0 && !c.due[0].decided() && c.due[0].due <= now+probeSoon:
+		return true
+	case c.order() == OrderNone:
+		return c.again.len() > 0 || c.queued > 0
+	}
+	return c.ready.len() > 0
+}
+
+func (s *Source[M]) detected() (key string, storm dlq.Storm, ok bool) {
+	return s.stormKey, s.seen.detected, s.seen.detected.Config != dlq.StormConfig{} && !s.seen.detected.Config.Off
+}
+
+// setFleetStorm takes what the fleet makes of the source's key. The sweeper calls
+// it.
+func (s *Source[M]) setFleetStorm(now time.Duration, f dlq.FleetStorm) {
+	s.mu.Lock()
+	changed := s.c.fleetStorm.Active != f.Active
+	s.c.fleetStorm = f
+	if changed && f.Active && s.c.gate != nil && s.c.gate.Closed() {
+		s.c.gate.Trip(now, CauseStorm)
+		s.c.notice(now)
+	}
+	s.unlock(now)
+	if changed {
+		s.g.logChange("storm of the fleet", s.cfg.Name, ReasonStorm, "active", f.Active, "readings", f.String())
+		s.nudge()
+	}
+}
+
+// waits counts a call that was refused lately as one that will come again.
+func (f *Func[M]) waits(now time.Duration) *breaker.Breaker {
+	if f.gate == nil || f.gate.Breaker.Closed() || f.closed.Load() || f.paused.Load() {
+		return nil
+	}
+	if at := time.Duration(f.refused.Load()); at == 0 || now-at > callFresh {
+		return nil
+	}
+	return f.gate.Breaker
+}
+
+func (*Func[M]) detected() (key string, storm dlq.Storm, ok bool) { return "", dlq.Storm{}, false }
+
+func (*Func[M]) setFleetStorm(time.Duration, dlq.FleetStorm) {}
+
+// fleetScope is what the fleet makes of a breaker; the zero value without one.
+func (g *Guard) fleetScope(gate *breaker.Leaf) breaker.FleetScope {
+	if g.fleet == nil || gate == nil {
+		return breaker.FleetScope{}
+	}
+	s, _ := g.fleet.Scope(gate.Breaker)
+	return s
+}
+
+// never is a deadline that does not come.
+const never = time.Duration(math.MaxInt64)
+
+// heldFor is for how long a breaker admits nobody, at least; 0 if it would admit a
+// probe. One that the fleet holds has no deadline of its own.
+func heldFor(b breaker.Snapshot, f breaker.FleetScope, base, now time.Duration) time.Duration {
+	if b.Held && b.Until == never {
+		return max(f.Left, base)
+	}
+	return max(0, b.Until-now)
+}
+
+// fleetDetail says what holds a breaker that the fleet holds.
+func fleetDetail(f breaker.FleetScope, cause breaker.Cause) string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "held by the fleet: %s", f.Name)
+	if f.State == breaker.Closed {
+		b.WriteString(" was taken over")
+	} else {
+		fmt.Fprintf(&b, " is open, period %d", f.Round)
+	}
+	fmt.Fprintf(&b, ": %s; %d processes heard, %d decide", cause, f.Heard, f.Need)
+	return b.String()
+}

@@ -1,0 +1,69 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package limiter
+
+import "time"
+
+// Stats are one node's figures over all keys, for metrics. Amounts are in
+// micro-tokens.
+type Stats struct {
+	Keys  int
+	Level int64 // own tokens
+	Cap   int64 // this node's part of all bursts
+	Lent  int64 // given to others and not accounted for
+	Held  int64 // borrowed and not spent
+
+	// Pinned are the tokens of Lent that are with nodes which are not heard, or not
+	// any more: what a write-off will free.
+	Pinned int64
+
+	// Share is this node's part of the newest roster's weights, and Stranded that of
+	// members which are not heard: what nobody mints while they are away. Both are in
+	// [0, 1].
+	Share, Stranded float64
+
+	Charter   uint64 // the newest adopted
+	Completed uint64
+	Applied   uint64
+	Fenced    bool // its own tokens are void, see [Node.Mint]
+	TakenOver int  // members for which it mints, see [TakeOver]
+
+	Refused Refused
+}
+
+// Stats adds up all keys; it costs a look at each.
+func (n *Node) Stats(now time.Duration) Stats {
+	n.advance(now)
+	t := n.newest()
+	s := Stats{
+		Keys: len(n.rows), Charter: t.Number, Completed: n.told, Applied: n.Applied(),
+		Fenced: n.fenced, TakenOver: len(n.silent), Refused: n.refused, Share: 1,
+	}
+	for _, r := range n.rows {
+		r.update(n.now, n.mintAt)
+		s.Level += r.level
+		s.Cap += r.cap
+		s.Lent += r.lent
+		s.Held += r.held
+	}
+	for _, p := range n.slots {
+		if p != nil && !n.heard(p) {
+			s.Pinned += p.lent
+		}
+	}
+	if t.sum > 0 {
+		absent := int64(0)
+		for name, w := range t.weights {
+			if p := n.peers[name]; name != n.self.Name && (p == nil || !n.heard(p)) {
+				absent += w
+			}
+		}
+		s.Share = float64(t.weights[n.self.Name]) / float64(t.sum)
+		s.Stranded = float64(absent) / float64(t.sum)
+	}
+	return s
+}
+
+// heard tells whether a peer is there, as far as leases are concerned.
+func (n *Node) heard(p *peer) bool { return !p.gone && p.sent > 0 && n.now-p.heard < lease }
