@@ -264,8 +264,11 @@ func cutOff(t *testing.T, network string, drop []string, deaf bool) {
 		t.Errorf("chosen meanwhile: %s", got)
 	}
 	time.Sleep(long - time.Duration(hostClock()-cut))
-	if got := a.now(); deaf && got.Charter != 1 || len(got.Fresh) != 0 {
+	if got := a.now(); deaf && (got.Charter != 1 || listed(got.Members...) != "a") || len(got.Fresh) != 0 {
 		t.Errorf("cut off, it has %+v", got)
+	}
+	if got := b.now(); listed(got.Members...) != "b, c" {
+		t.Errorf("membership still has all: %v", got.Members)
 	}
 	healing := hostClock()
 	dropped := h.heal()
