@@ -29,6 +29,13 @@ func TestMain(m *testing.M) {
 		}
 		os.Exit(0)
 	}
+	if spec := os.Getenv(memberEnv); spec != "" {
+		if err := runMember(spec, os.Stdin, os.Stdout); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
 	os.Exit(m.Run())
 }
 
@@ -42,7 +49,7 @@ func TestGroups(t *testing.T) {
 		{noise, []string{"chain", "throughput"}},
 		{hotpath, []string{"chain", "failsafe", "loop", "func8_watermill", "func8_failsafe", "router", "router_throttled"}},
 		{newRing(1 << 10), []string{"spsc_batch64", "lanes8_batch64", "spsc_single", "gc_ms_1m_held", "gc_ms_1m_held_pointers", "gc_ms_nothing_held"}},
-		{limit, []string{"xrate_seq", "xrate_par", "xrate_keyed", "xrate_deny", "grpc_times"}},
+		{limit, []string{"xrate_seq", "xrate_par", "xrate_keyed", "xrate_alone", "xrate_deny", "grpc_times"}},
 		{newJetStream(1500, math.Inf(1)), []string{"guarded_raw", "raw_raw", "guarded_raw_10us"}},
 	} {
 		t.Run(tt.group.Name, func(t *testing.T) {

@@ -11,23 +11,24 @@ import (
 
 	"golang.org/x/time/rate"
 
-	"github.com/stormguard-mq/stormguard/crdt"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
 // limit is what one decision costs. All sides have a limit so high that nothing
 // is denied: 10⁹ a second with a burst of 10⁹ (deny: one in a thousand seconds,
-// so that nothing is admitted).
+// so that nothing is admitted). Ours is a fleet's, gossip live and metrics read,
+// but for alone and deny.
 var limit = Group{
 	Name:  "limiter",
 	About: "a decision of the limiter against golang.org/x/time/rate",
 	Cases: []Case{
-		{Name: "seq_limiter", Open: openLimiter(1, open)},
+		{Name: "seq_limiter", Open: liveLimit.handle(1)},
 		{Name: "seq_xrate", Open: openXRate(1, open)},
-		{Name: "par_limiter", Open: openLimiter(limitCallers, open)},
+		{Name: "par_limiter", Open: liveLimit.handle(limitCallers)},
 		{Name: "par_xrate", Open: openXRate(limitCallers, open)},
-		{Name: "keyed_limiter", Open: openKeyedLimiter},
+		{Name: "keyed_limiter", Open: liveLimit.keyed},
 		{Name: "keyed_xrate", Open: openKeyedXRate},
+		{Name: "alone_limiter", Open: openLimiter(1, open)},
 		{Name: "deny_limiter", Open: openLimiter(1, shut)},
 		{Name: "deny_xrate", Open: openXRate(1, shut)},
 		{Name: "seq_redis", Open: openRedis, Optional: true},
@@ -37,6 +38,7 @@ var limit = Group{
 		{Name: "xrate_seq", Ours: "seq_limiter", Theirs: "seq_xrate"},
 		{Name: "xrate_par", Ours: "par_limiter", Theirs: "par_xrate"},
 		{Name: "xrate_keyed", Ours: "keyed_limiter", Theirs: "keyed_xrate"},
+		{Name: "xrate_alone", Ours: "alone_limiter", Theirs: "seq_xrate"},
 		{Name: "xrate_deny", Ours: "deny_limiter", Theirs: "deny_xrate"},
 		{Name: "redis_times", Ours: "seq_redis", Theirs: "seq_limiter"},
 		{Name: "grpc_times", Ours: "seq_grpc", Theirs: "seq_limiter"},
@@ -113,27 +115,8 @@ func limitNames() []string {
 	return keys
 }
 
-// Both sides look the key up for each decision: ours in its Set, theirs in the
-// sync.Map that people write for it.
-func openKeyedLimiter(context.Context) (Runner, error) {
-	s, err := limiter.New(crdt.Replica{Name: "bench"}, limiter.Config{Limit: open})
-	if err != nil {
-		return Runner{}, err
-	}
-	keys := limitNames()
-	return Runner{
-		Do: func(_ context.Context, n int) error {
-			for i := range n {
-				if !s.Key(keys[i%limitKeys]).Allow() {
-					return errLimit
-				}
-			}
-			return nil
-		},
-		Close: func() error { s.Close(); return nil },
-	}, nil
-}
-
+// They look the key up for each decision, as ours does in its Set: in the sync.Map
+// that people write for it.
 func openKeyedXRate(context.Context) (Runner, error) {
 	var all sync.Map
 	keys := limitNames()

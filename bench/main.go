@@ -51,16 +51,23 @@ var groups = []Group{
 
 // benches is the table that GROUP is looked up in.
 func benches() []bench {
-	all := make([]bench, 0, len(groups)+1)
+	all := make([]bench, 0, len(groups)+2)
 	for _, g := range groups {
 		all = append(all, g)
 	}
-	return append(all, scopes)
+	return append(all, scopes, gossiping)
 }
 
 func main() {
 	if spec := os.Getenv(gcEnv); spec != "" {
 		if err := runHolder(spec, os.Stdin, os.Stdout); err != nil {
+			fmt.Fprintln(os.Stderr, "bench:", err)
+			os.Exit(1)
+		}
+		return
+	}
+	if spec := os.Getenv(memberEnv); spec != "" {
+		if err := runMember(spec, os.Stdin, os.Stdout); err != nil {
 			fmt.Fprintln(os.Stderr, "bench:", err)
 			os.Exit(1)
 		}

@@ -4,9 +4,15 @@
 package process
 
 import (
+	"os"
 	"testing"
 
 	"go.uber.org/goleak"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) {
+	if status, is := asProcess(); is {
+		os.Exit(status)
+	}
+	goleak.VerifyTestMain(m)
+}
