@@ -50,6 +50,10 @@ import (
 // that one of them learned of K+1, and that all members who did have started again or
 // are dead, is outside of this, and the two differ loudly afterwards ([ErrCharter]).
 //
+// Who is the only member has nobody to ask. It goes by the newest charter that
+// anybody it hears in its first second knows; a guest that knows a later one, and is
+// not heard by then, is the extra term.
+//
 // Founders have nothing to remember. A life at charter 1 is one when, of the
 // founding roster, it has met all, or a majority counting itself in the first
 // second: each of the others says that it knows no later charter, that it is a
@@ -100,7 +104,7 @@ func (c *Charters) settleLocked(now time.Duration) {
 				agree++
 			}
 		}
-		if !denied && (agree == n || agree >= c.majority() && now-c.start >= foundAfter) {
+		if !denied && (agree == n && n > 1 || agree >= c.majority() && now-c.start >= foundAfter) {
 			c.votes, c.settled = next, true
 			c.tellAll()
 			c.leaseLocked(now)
@@ -111,6 +115,9 @@ func (c *Charters) settleLocked(now time.Duration) {
 	}
 	if c.seat >= 0 && (c.votes == 0 || c.votes > next) {
 		c.cloneLocked(now)
+	}
+	if n == 1 && c.seat == 0 && c.votes == 0 && now-c.start >= foundAfter {
+		c.votes, c.settled = next, true
 	}
 	heard := 0
 	for i := range c.seats {
@@ -125,6 +132,7 @@ func (c *Charters) settleLocked(now time.Duration) {
 		}
 	}
 	if c.votes != before || c.settled != settled {
+		c.joining = c.joining && !(c.settled && c.seat >= 0)
 		c.tellAll()
 		c.leaseLocked(now)
 	}

@@ -336,7 +336,7 @@ func (c *Charters) answerLocked(d *decree) {
 		delete(c.outcomes, r.ticket-maxOutcomes)
 		return true
 	})
-	if c.seat >= 0 {
+	if c.seat >= 0 && c.settled {
 		c.joining = false
 	}
 }
@@ -440,7 +440,7 @@ func (c *Charters) stopLocked(now time.Duration) {
 }
 
 // Join asks for a share of the given weight, in [1, 1000000]. Members propose it
-// once this life knows the newest charter; Status tells when it is a member.
+// once this life knows the newest charter, and only if it is none of them there; Status tells when it is a member.
 // Asking twice is asking once, with the later weight. The errors are [ErrConfig],
 // [ErrMember] and [ErrEvicted].
 func (c *Charters) Join(now time.Duration, weight int) error {
@@ -453,7 +453,7 @@ func (c *Charters) Join(now time.Duration, weight int) error {
 		return ErrEvicted
 	case c.leaving:
 		return fmt.Errorf("%w: %q is leaving", ErrMember, c.self.Name)
-	case c.seat >= 0:
+	case c.seat >= 0 && c.settled:
 		return fmt.Errorf("%w: %q is one", ErrMember, c.self.Name)
 	}
 	c.joining, c.weight = true, weight

@@ -185,7 +185,14 @@ func (op *operator) ask(ctx context.Context, method, path string, body, out any)
 		}
 		sent = bytes.NewReader(b)
 	}
-	r, err := http.NewRequestWithContext(ctx, method, strings.TrimSuffix(op.url, "/")+"/"+path, sent)
+	base := strings.TrimSuffix(op.url, "/")
+	if base == "" {
+		return nil, usageError{errors.New("--url: must be given")}
+	}
+	if !strings.Contains(base, "://") {
+		base = "http://" + base
+	}
+	r, err := http.NewRequestWithContext(ctx, method, base+"/"+path, sent)
 	if err != nil {
 		return nil, usageError{fmt.Errorf("--url %q: %w", op.url, err)}
 	}

@@ -53,15 +53,28 @@ func (p *Process) Evict(ctx context.Context, name string) (number uint64, err er
 	if p.charters == nil {
 		return 0, ErrAlone
 	}
+	life := p.lifeOf(name)
 	ticket, err := p.charters.Evict(p.clock(), name)
 	if err != nil {
 		return 0, err
 	}
 	if number, err = p.outcome(ctx, ticket); err == nil {
-		p.node.Evict(name)
+		if p.lifeOf(name) == life { // a later one may join
+			p.node.Evict(name)
+		}
 		p.write(fleet.Entry{Kind: fleet.EntryEvicted, Number: number, Subject: name})
 	}
 	return number, err
+}
+
+// lifeOf is the life of a name that the gossip knows, 0 if it knows none.
+func (p *Process) lifeOf(name string) uint64 {
+	for _, peer := range p.node.Peers() {
+		if peer.Name == name {
+			return peer.Incarnation
+		}
+	}
+	return 0
 }
 
 // outcome waits until what a ticket stands for is chosen.
@@ -89,29 +102,39 @@ func (p *Process) until(ctx context.Context, ask func() (done bool, err error)) 
 		case <-tick.C:
 		case <-ctx.Done():
 			return ctx.Err()
+		case <-p.node.Done():
+			return p.node.Err()
 		case <-p.ctx.Done():
 			return gossip.ErrClosed
 		}
 	}
 }
 
-// Join asks for a share of the given weight, and waits until this process has it.
-// Until then it borrows, as a guest of the roster.
+// Join asks for a share of the given weight, and waits until this process has one:
+// at once if it is a member already. Until then it borrows, as a guest, what others
+// can spare. Without a majority of the roster it waits until ctx ends. A founder need
+// not call it: one that is not in the roster any more, since it left or was evicted,
+// asks for its founding weight by itself when it starts again.
 func (p *Process) Join(ctx context.Context, weight int) error {
 	if p.charters == nil {
 		return ErrAlone
 	}
-	if err := p.charters.Join(p.clock(), weight); err != nil {
+	member := func() bool {
+		s := p.charters.Status(p.clock())
+		return s.Member && s.Settled && !s.Leaving
+	}
+	if err := p.charters.Join(p.clock(), weight); err != nil && !(errors.Is(err, fleet.ErrMember) && member()) {
 		return err
 	}
-	return p.until(ctx, func() (bool, error) { return p.charters.Status(p.clock()).Member, nil })
+	return p.until(ctx, func() (bool, error) { return member(), nil })
 }
 
 // Leave gives the share to the others, tells everybody that this life is over, and
 // closes the process. It takes until ctx ends at most, 10 s if ctx has no deadline;
 // a share that is not handed over by then is stranded until the name is back or is
-// evicted, and the error says so. A member that is to come back under its name with
-// its share, as in a restart, is closed without Leave.
+// evicted, and the error says so. A member that is to come back under its name, as in
+// a restart, is closed without Leave: that keeps its share for it. Close the guards
+// that use its limits first: after Leave these deny everything.
 func (p *Process) Leave(ctx context.Context) error {
 	defer p.Close()
 	if p.node == nil {

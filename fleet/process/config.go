@@ -29,8 +29,10 @@ type Config struct {
 	// one living process at a time.
 	Name string
 
-	// Limits are those with which the fleet was founded, and its roster. Fleet is
-	// filled in. Without a roster there is one process: nothing listens, and all that
+	// Limits are those with which the fleet was founded, and its roster. They stay
+	// what they are when the charter has changed: who differs is refused. A fleet whose
+	// processes were all down at the same time begins with them again. Fleet is filled
+	// in. Without a roster there is one process: nothing listens, and all that
 	// follows but Limits is left out.
 	Limits limiter.Config
 
@@ -79,6 +81,16 @@ func (c Config) WithDefaults() Config {
 
 // alone says that there is nobody to agree with.
 func (c Config) alone() bool { return len(c.Limits.Roster.Members) == 0 }
+
+// weight is that of this process among the founders, 0 if it is none of them.
+func (c Config) weight() int {
+	for _, m := range c.Limits.Roster.Members {
+		if m.Name == c.Name && !m.NoShare {
+			return max(m.Weight, 1)
+		}
+	}
+	return 0
+}
 
 // charter is what [fleet.Charters] need.
 func (c Config) charter() fleet.CharterConfig {

@@ -7,7 +7,7 @@
 //	p, err := process.Start(process.Config{Fleet: "payments", Name: hostname, Limits: …, Gossip: …})
 //	g, err := guard.New(guard.Config{Group: "payments"}, guard.WithFleet(p.Member()))
 //	…  guard.SourceConfig{Limiter: p.Key("gateway")}
-//	defer p.Leave(ctx)
+//	defer p.Close()    // for good: p.Leave(ctx)
 //
 //	            ┌───────────────── Process ─────────────────┐
 //	  guards ──▶│ Member ─▶ verdicts, storms ┐              │

@@ -4,25 +4,36 @@
 package process
 
 import (
+	"errors"
 	"slices"
 	"strings"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/crdt/gossip"
 	"github.com/stormguard-mq/stormguard/fleet"
 )
 
-const sayEvery = time.Second
+const (
+	sayEvery    = time.Second
+	rejoinEvery = 100 * time.Millisecond
+)
 
 // A driver is what the process's goroutine remembers.
 type driver struct {
 	roster fleet.Roster // by which breakers are voted on
 	scopes map[string]breaker.State
 	sayAt  time.Duration
+	weight int  // of a founder
+	asked  bool // it has asked for its share again
+	lookAt time.Duration
+	said   string // the problem that was last logged
 }
 
-func (d *driver) init(r fleet.Roster) { d.roster, d.scopes = r, map[string]breaker.State{} }
+func (d *driver) init(r fleet.Roster, weight int) {
+	d.roster, d.scopes, d.weight = r, map[string]breaker.State{}, weight
+}
 
 // run is the goroutine that makes time pass for what has no clock of its own.
 func (p *Process) run() {
@@ -31,6 +42,14 @@ func (p *Process) run() {
 	for {
 		select {
 		case <-timer.C:
+		case <-p.node.Done():
+			// Displaced, or closed. It hears nothing any more, a charter without it
+			// included, so it must not mint.
+			p.limits.Mint(p.clock())
+			if err := p.node.Err(); !errors.Is(err, gossip.ErrClosed) {
+				p.log.Error("fleet: this process is out of the fleet and mints nothing; start it again", "error", err)
+			}
+			return
 		case <-p.ctx.Done():
 			return
 		}
@@ -41,6 +60,7 @@ func (p *Process) run() {
 			p.node.Kick()
 		}
 		p.follow(now)
+		p.rejoin(now)
 		if now >= p.drive.sayAt {
 			p.drive.sayAt = now + sayEvery
 			p.lookAround(now)
@@ -78,6 +98,18 @@ func (p *Process) follow(now time.Duration) {
 	}
 }
 
+// rejoin asks for the share of a founder that is not in the roster any more.
+func (p *Process) rejoin(now time.Duration) {
+	if p.drive.weight == 0 || p.drive.asked || now < p.drive.lookAt {
+		return
+	}
+	p.drive.lookAt = now + rejoinEvery
+	s := p.charters.Status(now)
+	if s.Settled && !s.Member && !s.Evicted && !s.Leaving {
+		p.drive.asked = p.charters.Join(now, p.drive.weight) == nil
+	}
+}
+
 // write adds to the journal. An entry that is lost is counted there.
 func (p *Process) write(e fleet.Entry) { _ = p.journal.Add(e) }
 
@@ -110,6 +142,10 @@ func (p *Process) lookAround(now time.Duration) {
 		}
 	}
 	p.standings.Say(p.standing())
+	if problem := charterOf(p.charters.Status(now)).Problem; problem != p.drive.said {
+		p.drive.said = problem
+		p.log.Error("fleet: the charter of another process is refused", "problem", problem)
+	}
 	p.watchLag(now)
 	scopes := p.member.Scopes()
 	before := p.drive.scopes

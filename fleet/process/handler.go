@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"time"
 
+	"github.com/stormguard-mq/stormguard/crdt/gossip"
 	"github.com/stormguard-mq/stormguard/fleet"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
@@ -25,8 +26,8 @@ import (
 //	POST change          [ChangeRequest] as JSON: [Process.Propose]
 //
 // What is chosen is answered with {"charter": number}. A request that is wrong is
-// 400, one that cannot be met 409, one that was not chosen in time 504; these have
-// {"error": text}. Paths are relative to where it is mounted: use http.StripPrefix.
+// 400, one that cannot be met 409, one that was not chosen in time 504, and any that
+// asks a process which is out of its fleet 503; these have {"error": text}. Paths are relative to where it is mounted: use http.StripPrefix.
 func (p *Process) Handler() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /status", func(w http.ResponseWriter, _ *http.Request) { answer(w, http.StatusOK, p.Status()) })
@@ -45,6 +46,10 @@ func (p *Process) Handler() http.Handler {
 		d.DisallowUnknownFields()
 		if err := d.Decode(&in); err != nil {
 			refuse(w, fmt.Errorf("%w: body: %w", fleet.ErrConfig, err))
+			return
+		}
+		if d.More() || in.Limit == nil && len(in.Limits)+len(in.Weights) == 0 && !in.Reset {
+			refuse(w, fmt.Errorf("%w: body: want one object with a change", fleet.ErrConfig))
 			return
 		}
 		choose(w, r, func(ctx context.Context) (uint64, error) { return p.Propose(ctx, in.change()) })
@@ -120,6 +125,8 @@ func refuse(w http.ResponseWriter, err error) {
 		status = http.StatusBadRequest
 	case errors.Is(err, fleet.ErrMember), errors.Is(err, ErrMoot), errors.Is(err, ErrAlone), errors.Is(err, fleet.ErrBusy):
 		status = http.StatusConflict
+	case errors.Is(err, gossip.ErrClosed), errors.Is(err, gossip.ErrDisplaced):
+		status = http.StatusServiceUnavailable
 	case errors.Is(err, context.DeadlineExceeded):
 		status = http.StatusGatewayTimeout
 		err = fmt.Errorf("no majority of the roster has chosen it within %v; it may be chosen still", chooseFor)

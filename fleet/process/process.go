@@ -100,7 +100,7 @@ func (p *Process) join(o options) (err error) {
 		return err
 	}
 	roster := rosterOf(p.cfg.Limits.Charter())
-	p.drive.init(roster)
+	p.drive.init(roster, p.cfg.weight())
 	if p.verdicts, err = fleet.NewVerdicts(now, p.cfg.Breakers, p.self, roster); err != nil {
 		return err
 	}
@@ -149,6 +149,25 @@ func (p *Process) Member() *fleet.Member { return p.member }
 
 // Node is the gossip; nil if the process is alone.
 func (p *Process) Node() *gossip.Node { return p.node }
+
+// Done is closed when the process is out of its fleet: by Leave or Close, or because
+// a later life of its name is at work or it was evicted; Err says which. Then it
+// mints nothing, and only a new one can join. It is nil if the process is alone.
+func (p *Process) Done() <-chan struct{} {
+	if p.node == nil {
+		return nil
+	}
+	return p.node.Done()
+}
+
+// Err says why Done is closed: [gossip.ErrDisplaced] or [gossip.ErrClosed]; nil
+// before.
+func (p *Process) Err() error {
+	if p.node == nil {
+		return nil
+	}
+	return p.node.Err()
+}
 
 // Close ends the process at once: to the others it falls silent. It returns when
 // all its goroutines have ended, and may be called again.

@@ -34,7 +34,7 @@ import (
 // configOf is that of a process on loopback whose founders are given.
 func configOf(name string, seeds []string, founders ...string) Config {
 	c := Config{
-		Fleet: "test", Name: name, Program: "v1",
+		Fleet: fmt.Sprint("test-", os.Getpid()), Name: name, Program: "v1",
 		Limits: limiter.Config{Limit: limiter.Limit{Rate: 1000, Burst: 100}, Roster: limiter.Roster{Guests: true}},
 		Gossip: gossip.NodeConfig{Config: gossip.Config{Zone: "z-" + name}, Bind: "127.0.0.1:0", Seeds: seeds},
 	}
@@ -278,6 +278,8 @@ func TestHandler(t *testing.T) {
 		{"POST", "change", `{"limit":{"rate":-1,"burst":200}}`, 400, "Rate: -1 is not in [0.001, 1e+09]"},
 		{"POST", "change", `{"weights":{"z":1}}`, 409, `\"z\" is none`},
 		{"POST", "change", `{"limitt":1}`, 400, "unknown field"},
+		{"POST", "change", `{}`, 400, "want one object with a change"},
+		{"POST", "change", `{"reset":true}{}`, 400, "want one object with a change"},
 		{"POST", "evict", "", 400, "name"},
 		{"POST", "evict?name=nobody", "", 409, "nobody"},
 		{"GET", "evict?name=a", "", 405, ""},
@@ -319,6 +321,95 @@ func TestProcessOfThree(t *testing.T) {
 		s := all[1].Status()
 		return s.Charter.Number > 1 && !slices.ContainsFunc(s.Members, func(m Member) bool { return m.Name == "a" && m.Roster })
 	})
+}
+
+// A founder that left, and starts again, has its share again, whether it asks or not;
+// so a restart by Leave of one after the other ends where it began.
+func TestFounderComesBack(t *testing.T) {
+	all, _ := three(t)
+	eventually(t, "they have met", func() bool { return all[0].Status().Charter.Settled && all[2].Status().Charter.Settled })
+	for i, name := range []string{"a", "b", "c"} {
+		if err := all[i].Leave(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		all[i] = startProcess(t, configOf(name, []string{all[(i+1)%3].Node().Addr().String()}, "a", "b", "c"))
+		if i == 1 { // the others do not ask
+			if err := all[i].Join(t.Context(), 1); err != nil {
+				t.Fatal(err)
+			}
+		}
+		eventually(t, name+" has its share", func() bool {
+			s := all[i].Limits().Stats()
+			return s.Share > 0.33 && s.Share < 0.34 && s.Completed == s.Charter && !s.Fenced
+		})
+	}
+}
+
+// Of the last member a restart finds what guests know, after a second.
+func TestLastMemberComesBack(t *testing.T) {
+	all, seeds := three(t)
+	eventually(t, "they have met", func() bool { return all[0].Status().Charter.Settled && all[2].Status().Charter.Settled })
+	guest := startProcess(t, configOf("guest", seeds, "a", "b", "c"))
+	for _, p := range all[1:] {
+		if err := p.Leave(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	number := all[0].Status().Charter.Number
+	all[0].Close()
+	again := startProcess(t, configOf("a", []string{guest.Node().Addr().String()}, "a", "b", "c"))
+	eventually(t, "it has the whole", func() bool {
+		s := again.Limits().Stats()
+		return s.Share == 1 && s.Charter >= number && s.Completed == s.Charter && !s.Fenced
+	})
+}
+
+// A process that founded its fleet alone, and starts again, does not found it anew
+// beside those who joined.
+func TestLoneFounderRestarts(t *testing.T) {
+	a := startProcess(t, configOf("a", nil, "a"))
+	b := startProcess(t, configOf("b", []string{a.Node().Addr().String()}, "a"))
+	if err := b.Join(t.Context(), 1); err != nil {
+		t.Fatal(err)
+	}
+	number := b.Status().Charter.Number
+	a.Close()
+	a = startProcess(t, configOf("a", []string{b.Node().Addr().String()}, "a"))
+	change := fleet.Change{Limit: &limiter.Limit{Rate: 500, Burst: 50}}
+	got := uint64(0)
+	eventually(t, "it is a member, and proposes", func() bool {
+		var err error
+		got, err = a.Propose(t.Context(), change)
+		return err == nil
+	})
+	if got <= number {
+		t.Errorf("charter %d after %d", got, number)
+	}
+	eventually(t, "both are at one", func() bool {
+		s := b.Status().Charter
+		return s.Number == got && s.Problem == "" && a.Status().Charter.Number == got
+	})
+}
+
+// Whose place was taken mints nothing any more, and says so.
+func TestDisplaced(t *testing.T) {
+	all, seeds := three(t)
+	eventually(t, "they have met", func() bool { return all[2].Status().Charter.Settled && !all[2].Limits().Stats().Fenced })
+	startProcess(t, configOf("c", seeds, "a", "b", "c"))
+	eventually(t, "the first life is out", func() bool {
+		select {
+		case <-all[2].Done():
+			return all[2].Limits().Stats().Fenced
+		default:
+			return false
+		}
+	})
+	if err := all[2].Err(); !errors.Is(err, gossip.ErrDisplaced) {
+		t.Errorf("out with %v", err)
+	}
+	if _, err := all[2].Propose(t.Context(), fleet.Change{Reset: true}); !errors.Is(err, gossip.ErrDisplaced) {
+		t.Errorf("it proposes: %v", err)
+	}
 }
 
 // What is exported is what the page lists, and says what there is.
