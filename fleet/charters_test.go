@@ -428,7 +428,17 @@ func TestCharterRefuses(t *testing.T) {
 	if _, err := one.Propose(0, Change{Limit: &limiter.Limit{}, Weights: map[string]int{"x": 1}}); !errors.Is(err, ErrConfig) || !errors.Is(err, ErrMember) {
 		t.Errorf("a change that cannot be: %v", err)
 	}
-	if err := one.Join(0, 1); !errors.Is(err, ErrMember) {
+	if err := one.Join(0, 1); err != nil {
+		t.Errorf("one that does not know yet whether it is a member asks to be one: %v", err)
+	}
+	alone := of("n000", CharterConfig{Founding: nation(1)})
+	if alone.Tick(foundAfter - 1); alone.Status(0).Settled {
+		t.Error("the only member has waited for nobody")
+	}
+	if alone.Tick(foundAfter); !alone.Status(0).Settled {
+		t.Error("the only member waits for ever")
+	}
+	if err := alone.Join(foundAfter, 1); !errors.Is(err, ErrMember) {
 		t.Errorf("a member joins: %v", err)
 	}
 	if err := of("n000", CharterConfig{Founding: nation(1)}).Leave(0, sec); !errors.Is(err, ErrMember) {
