@@ -252,7 +252,11 @@ func TestTable(t *testing.T) {
 		if sc.from >= sc.to || sc.to > sc.length || sc.maxError <= 0 {
 			t.Errorf("%s: judged from %v to %v of %v, error %v", sc.name, sc.from, sc.to, sc.length, sc.maxError)
 		}
-		if sc.gate == Gated && sc.maxError > 1 && sc.windows == [2]int{} && sc.extra == 0 {
+		most := 1.
+		if sc.expensive {
+			most = 5 // the storms of 500 nodes have ten tokens a share
+		}
+		if sc.gate == Gated && sc.maxError > most && sc.windows == [2]int{} && sc.extra == 0 {
 			t.Errorf("%s is strict and has no limit", sc.name)
 		}
 	}
