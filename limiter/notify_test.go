@@ -4,6 +4,7 @@
 package limiter
 
 import (
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -14,41 +15,41 @@ import (
 // for the next keep-alive.
 func TestSetSaysWhenItHasChanged(t *testing.T) {
 	roster := Roster{Members: []Member{{Name: "a"}, {Name: "b"}}}
-	now := time.Duration(0)
+	var now, told atomic.Int64 // the set's goroutine looks at both
 	s, err := New(crdt.Replica{Name: "a", Incarnation: 1}, Config{Limit: Limit{Rate: 1000, Burst: 100}, Roster: roster},
-		WithClock(func() time.Duration { return now }))
+		WithClock(func() time.Duration { return time.Duration(now.Load()) }))
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer s.Close()
-	told := 0
-	s.OnChange(func() { told++ })
+	s.OnChange(func() { told.Add(1) })
 	b := crdt.Replica{Name: "b", Incarnation: 1}
 	s.Delta(0, nil, b, 0, 1000) // they meet
 	key := s.Key("k")
-	seen := s.Mark(b)
+	before, seen := told.Load(), s.Mark(b)
 	rises := 0
 	for range 200 {
-		now += 10 * time.Millisecond
-		before := told
+		now.Add(int64(10 * time.Millisecond))
 		key.Allow()
-		if mark := s.Mark(b); mark > seen {
-			seen = mark
+		heard := told.Load()
+		mark := s.Mark(b)
+		if mark > seen {
 			rises++
-			if told == before {
+			if told.Load() == before {
 				t.Fatalf("the mark is %d and nobody was told", mark)
 			}
 		}
+		before, seen = heard, mark
 	}
 	if rises == 0 {
 		t.Fatal("no mark rose")
 	}
 	s.OnChange(nil)
 	for range 200 {
-		now += 10 * time.Millisecond
-		before := told
+		now.Add(int64(10 * time.Millisecond))
+		before := told.Load()
 		key.Allow()
-		if told != before {
+		if told.Load() != before {
 			t.Fatal("told after it was ended")
 		}
 	}
