@@ -4,13 +4,23 @@
 package process
 
 import (
+	"fmt"
 	"os"
 	"testing"
 
 	"go.uber.org/goleak"
 )
 
+// fleetEnv names the fleet of this run, and of the processes that it starts: another
+// run on the same host may get a port that one of this one had.
+const fleetEnv = "STORMGUARD_TEST_FLEET"
+
 func TestMain(m *testing.M) {
+	if os.Getenv(fleetEnv) == "" {
+		if err := os.Setenv(fleetEnv, fmt.Sprint("test-", os.Getpid())); err != nil {
+			panic(err)
+		}
+	}
 	if status, is := asProcess(); is {
 		os.Exit(status)
 	}

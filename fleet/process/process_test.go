@@ -34,7 +34,7 @@ import (
 // configOf is that of a process on loopback whose founders are given.
 func configOf(name string, seeds []string, founders ...string) Config {
 	c := Config{
-		Fleet: fmt.Sprint("test-", os.Getpid()), Name: name, Program: "v1",
+		Fleet: os.Getenv(fleetEnv), Name: name, Program: "v1",
 		Limits: limiter.Config{Limit: limiter.Limit{Rate: 1000, Burst: 100}, Roster: limiter.Roster{Guests: true}},
 		Gossip: gossip.NodeConfig{Config: gossip.Config{Zone: "z-" + name}, Bind: "127.0.0.1:0", Seeds: seeds},
 	}
