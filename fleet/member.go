@@ -336,10 +336,15 @@ func (m *Member) lookAboveLocked(now time.Duration, c *claim) {
 	m.v.Want(m.clock(), c.name, waits)
 }
 
+// drainRounds is how often what was done may ask for more at one instant. Scopes that
+// share breakers can answer each other without end; the rest is done by the next Step,
+// when time has passed.
+const drainRounds = 8
+
 // drainLocked does what the fleet asks for, until it asks for nothing more. The
 // word of a scope that has been left is void.
 func (m *Member) drainLocked(now time.Duration) {
-	for {
+	for range drainRounds {
 		m.acts = m.v.Actions(m.acts[:0])
 		if len(m.acts) == 0 {
 			return

@@ -352,7 +352,9 @@ func TestFleetComesBack(t *testing.T) {
 							seen[c.number] = true
 						}
 					}
-					if dead := r.broker.DeadLetters(fmt.Sprintf("orders/%d", i)).Len(); len(seen)+dead < n+40 || dead > 0 {
+					// A recovery between a head's failure and its witness's success condemns
+					// the head: at most one of a source, see docs/design.md.
+					if dead := r.broker.DeadLetters(fmt.Sprintf("orders/%d", i)).Len(); len(seen)+dead < n+40 || dead > 1 {
 						t.Errorf("partition %d: %d handled, %d dead letters of %d messages", i, len(seen), dead, n+40)
 					}
 				}
