@@ -527,6 +527,7 @@ type Snapshot struct {
 	State  State
 	Cause  Cause         // empty when closed
 	Forced bool          // open by force
+	Barred bool          // a force lasts, be it behind a longer open period of the breaker's own: Hold does nothing
 	Held   bool          // open by Hold, or half-open by Permit
 	Trial  Trial         // of the last permit, while held and open
 	Since  time.Duration // when the state began
@@ -555,6 +556,7 @@ func (b *Breaker) Snapshot(now time.Duration) Snapshot {
 		State:      e.state,
 		Cause:      e.cause,
 		Forced:     e.forced,
+		Barred:     now < b.promised,
 		Held:       e.held,
 		Trial:      e.trial,
 		Since:      e.since,

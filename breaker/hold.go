@@ -28,7 +28,7 @@ const (
 // raises the ladder to rung if it is lower. It voids what is out, as Force
 // does, a permitted probe included; on a breaker that is held already only the
 // ladder moves. It does nothing while a force lasts, be it behind a longer open
-// period of the breaker's own.
+// period of the breaker's own, which Snapshot.Barred tells.
 func (b *Breaker) Hold(now time.Duration, rung int, cause Cause) {
 	b.mu.Lock()
 	defer b.unlock(now)

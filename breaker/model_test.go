@@ -351,7 +351,7 @@ func (h *harness) check() string {
 		rung = 0
 	}
 	switch {
-	case s.State != m.state, s.Rung != rung, s.Forced != (m.forced && m.state == Open), s.Held != m.held, s.Trial != m.trial,
+	case s.State != m.state, s.Rung != rung, s.Forced != (m.forced && m.state == Open), s.Barred != (h.now < m.promise), s.Held != m.held, s.Trial != m.trial,
 		m.state == Open && s.Until != m.until,
 		m.state == Closed && (int(s.Successes) != ok || int(s.Failures) != bad || s.Run != len(m.run)),
 		m.state == HalfOpen && (s.ProbesOut != len(m.out) || s.ProbesPassed != m.passed),

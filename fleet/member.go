@@ -268,7 +268,7 @@ func (m *Member) lookLocked(now time.Duration, l *leaf) {
 		l.freed = false
 	case closed:
 		l.freed = true
-	case !s.Held && !s.Forced: // the force is over, or it tripped after one
+	case !s.Held && !s.Barred: // the force is over, or it tripped after one
 		l.freed = false
 		for _, c := range l.claims {
 			if c.held {
@@ -284,7 +284,7 @@ func (m *Member) lookLocked(now time.Duration, l *leaf) {
 	case s.State == breaker.Open && !s.Forced && !s.Held:
 		l.tripped, l.rung, l.cause = true, s.Rung, s.Cause
 	}
-	l.waits = l.waits && !closed && !s.Forced
+	l.waits = l.waits && !closed && !s.Barred
 	if len(l.claims) > 0 && !l.claims[0].topic {
 		m.v.Observe(m.clock(), l.claims[0].name, s)
 		m.v.Want(m.clock(), l.claims[0].name, l.waits)
@@ -336,9 +336,9 @@ func (m *Member) lookAboveLocked(now time.Duration, c *claim) {
 	m.v.Want(m.clock(), c.name, waits)
 }
 
-// drainRounds is how often what was done may ask for more at one instant. Scopes that
-// share breakers can answer each other without end; the rest is done by the next Step,
-// when time has passed.
+// drainRounds is how often what was done may ask for more at one instant: a few times
+// at most. It is bounded because a mistake in that must not hang a guard; what is left
+// is done by the next Step.
 const drainRounds = 8
 
 // drainLocked does what the fleet asks for, until it asks for nothing more. The

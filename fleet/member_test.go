@@ -106,6 +106,53 @@ func (c *crew) phase(i int, scope string) Phase {
 	return PhaseClosed
 }
 
+// A force that lasts behind a longer open period of the breaker's own bars the hold,
+// and shows it nowhere else: what the fleet asks for then comes to an end all the same,
+// and the hold takes when the force is over.
+func TestMemberHoldsAfterAForceBehindAnOpenPeriod(t *testing.T) {
+	c := newCrew(t, "a", "b", "c")
+	var bs []*breaker.Breaker
+	for i := range 3 {
+		b, err := breaker.New("orders", breaker.Config{Base: 30 * sec, Cap: 30 * sec})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := c.m[i].Adopt(c.now, b, []string{"g", "orders"}); err != nil {
+			t.Fatal(err)
+		}
+		bs = append(bs, b)
+	}
+	c.pass(100 * ms)
+	bs[2].Trip(c.now, "run")
+	bs[2].Force(c.now, 5*sec, "operator")
+	if s := bs[2].Snapshot(c.now); s.Forced || !s.Barred {
+		t.Fatalf("not behind its own period: %+v", s)
+	}
+	bs[0].Trip(c.now, "run")
+	bs[1].Trip(c.now, "run")
+	for range 3 {
+		c.pass(20 * ms)
+		c.talk()
+	}
+	for range 100 {
+		c.pass(20*ms, bs[2])
+		if left := c.v[2].Actions(nil); len(left) > 0 {
+			t.Fatalf("asked for at one instant, again and again: %+v", left)
+		}
+		c.talk()
+	}
+	if !bs[0].Held() || !bs[1].Held() || bs[2].Held() {
+		t.Errorf("held: %v, %v and %v by force", bs[0].Held(), bs[1].Held(), bs[2].Held())
+	}
+	for range 200 {
+		c.pass(20 * ms)
+		c.talk()
+	}
+	if s := bs[2].Snapshot(c.now); !s.Held || s.Barred {
+		t.Errorf("after the force: %+v", s)
+	}
+}
+
 // A process says that a topic has tripped while enough of its partitions have, and
 // not because one of them begins half-open or is held.
 func TestMemberSpeaksForATopic(t *testing.T) {

@@ -180,7 +180,7 @@ func (v *Verdicts) Observe(now time.Duration, name string, s breaker.Snapshot) {
 	case sc.mode == probing:
 		v.observeTrialLocked(now, sc, s)
 	case sc.mode == held:
-		if s.State != breaker.Closed && !s.Held && !s.Forced {
+		if s.State != breaker.Closed && !s.Held && !s.Barred {
 			v.reholdLocked(now, sc) // a force that stood in the way of the hold is over
 		}
 	case sc.known.Open(): // cut off: the breaker decides

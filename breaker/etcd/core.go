@@ -454,7 +454,7 @@ func (c *core) Observe(now time.Duration, name string, s breaker.Snapshot) {
 	case sc.mode == probing:
 		c.observeTrialLocked(now, sc, s)
 	case sc.mode == held:
-		if s.State != breaker.Closed && !s.Held && !s.Forced {
+		if s.State != breaker.Closed && !s.Held && !s.Barred {
 			c.reholdLocked(now, sc) // a force that stood in the way of the hold is over
 		}
 	case sc.known.Open(): // cut off: the breaker decides
