@@ -49,6 +49,7 @@ type fleetRig struct {
 	lives  uint64
 	all    []*party
 	calls  []fleetCall
+	whole  []time.Duration // when turn mended something
 	epochs []*guardtest.Epoch
 }
 

@@ -46,9 +46,10 @@ type item[M any] struct {
 	exhausted   bool // its attempts are used up
 	exhaustedAt time.Duration
 	luck        uint64    // the source's successes when it last failed
-	firstLuck   uint64    // the same when it first failed
+	firstLuck   uint64    // the same when it first failed, or first failed in its own turn
+	own         bool      // failed in its own turn, not only as a witness
 	passed      bool      // let others go first since its last attempt
-	alive       bool      // others succeeded between its last two failures: proof that the failure is its own
+	alive       bool      // others succeeded between its last two failures in its own turn: proof that the failure is its own
 	permanent   bool      // its verdict waits for a credit only
 	paid        bool      // it has its credit, and waits for the limit of dead letters only
 	class       dlq.Class // of that credit

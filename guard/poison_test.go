@@ -108,3 +108,34 @@ func TestGuessesDouble(t *testing.T) {
 		}
 	}
 }
+
+// What failed as a witness in one outage and fails in its own turn in the next is
+// no poison, although the head of the first succeeded in between.
+func TestWitnessOfOneOutageIsNotCondemnedInTheNext(t *testing.T) {
+	for _, gap := range []time.Duration{0, 10 * time.Millisecond, 20 * time.Second} {
+		s := newSim(t, Policy{})
+		first, second := s.now+20*time.Second, time.Duration(0)
+		witnessed := 0
+		s.run(s.now+10*time.Minute, func(m int) (time.Duration, error) {
+			switch {
+			case s.now < first:
+				if m == 1 {
+					witnessed++
+				}
+				return time.Millisecond, errDown
+			case m == 0 && second == 0: // it is back for this one call
+				second = s.now + gap + time.Minute
+				if gap > 0 {
+					s.gate.Force(s.now, gap, CauseOperator)
+				}
+				return time.Millisecond, nil
+			case s.now < second:
+				return time.Millisecond, errDown
+			}
+			return time.Millisecond, nil
+		}, counter(50, 0))
+		if witnessed < 5 || len(s.handled) != 50 || len(s.dead) != 0 {
+			t.Errorf("gap %v: a witness %d times; handled %d, dead %v", gap, witnessed, len(s.handled), s.dead)
+		}
+	}
+}

@@ -31,7 +31,7 @@ func (c *machine[M]) done(now time.Duration, it *item[M], err error, stack []byt
 		return c.ack(it)
 	case permanent:
 		c.exclude(now, it)
-		c.failedOnce(now, it, err, stack)
+		c.failedOnce(now, it, false, err, stack)
 		it.permanent = true
 		c.condemn(now, it)
 	case backoff:
@@ -150,8 +150,10 @@ func (c *machine[M]) exclude(now time.Duration, it *item[M]) {
 	}
 }
 
-// failedOnce keeps the history of a failed attempt.
-func (c *machine[M]) failedOnce(now time.Duration, it *item[M], err error, stack []byte) {
+// failedOnce keeps the history of a failed attempt. What a witness had failed
+// beside is over when it stands in its own turn: the success of the head that it was
+// asked for is no proof against it.
+func (c *machine[M]) failedOnce(now time.Duration, it *item[M], witness bool, err error, stack []byte) {
 	c.tally.Failures++
 	switch {
 	case errors.As(err, new(*PanicError)), errors.As(err, new(*GoexitError)):
@@ -163,8 +165,13 @@ func (c *machine[M]) failedOnce(now time.Duration, it *item[M], err error, stack
 	if len(it.failures) == 0 {
 		c.tally.FailedMessages++
 		it.firstFailed, it.firstLuck = now, total
-	} else {
+	}
+	switch {
+	case witness:
+	case it.own:
 		it.alive = total > it.luck
+	default:
+		it.own, it.firstLuck = true, total
 	}
 	it.luck = total
 	it.note(now, err, stack)
@@ -172,13 +179,13 @@ func (c *machine[M]) failedOnce(now time.Duration, it *item[M], err error, stack
 
 // failed decides about an item whose attempt failed.
 func (c *machine[M]) failed(now time.Duration, it *item[M], err error, stack []byte) {
-	c.failedOnce(now, it, err, stack)
 	l := it.lane
 	head := it
 	if l != nil {
 		head = l.front[0]
 	}
 	witness := head != it
+	c.failedOnce(now, it, witness, err, stack)
 	switch {
 	case it.probe:
 		it.probes++
