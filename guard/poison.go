@@ -19,6 +19,12 @@ const maxWitnesses = 8
 // gets a witness after many more calls.
 const witnessFresh = 2 * time.Second
 
+// lateRounds: when a head has failed in many rounds, as in a long outage, only every
+// third tries more than one witness, or one behind a slow failure. Where the outage
+// ends within a round, the head and those that were tried in vain before the one that
+// succeeds are lost.
+const lateRounds = 3
+
 // usedUp tells whether an item may get no more attempts: by its own count, or
 // because the broker will not deliver it again if this process crashes.
 func (c *machine[M]) usedUp(it *item[M]) bool {
@@ -51,10 +57,15 @@ func (c *machine[M]) callWitness(now time.Duration, l *lane[M], head, it *item[M
 	if !c.letters || !c.suspect(head) || !l.more() || c.others(l) {
 		return false
 	}
-	if now-head.started > witnessFresh && head.tries < c.policy.Retry.Attempts+lonelyProbes*c.policy.Breaker.PoisonAfter {
+	most := maxWitnesses
+	switch late := head.tries >= c.policy.Retry.Attempts+lonelyProbes*c.policy.Breaker.PoisonAfter; {
+	case late && head.tries%lateRounds == 0:
+	case now-head.started > witnessFresh:
 		return false
+	case late:
+		most = 1
 	}
-	if l.turn == maxWitnesses || it != head && it.tries < c.policy.Retry.Attempts {
+	if l.turn == most || it != head && it.tries < c.policy.Retry.Attempts {
 		return false
 	}
 	c.earn()

@@ -5,6 +5,7 @@ package guard
 
 import (
 	"errors"
+	"math/rand/v2"
 	"slices"
 	"testing"
 	"time"
@@ -137,5 +138,38 @@ func TestWitnessOfOneOutageIsNotCondemnedInTheNext(t *testing.T) {
 		if witnessed < 5 || len(s.handled) != 50 || len(s.dead) != 0 {
 			t.Errorf("gap %v: a witness %d times; handled %d, dead %v", gap, witnessed, len(s.handled), s.dead)
 		}
+	}
+}
+
+// An outage that ends within a round of witnesses costs healthy messages, the head
+// and those tried in vain before the one that succeeds: seldom, and few.
+func TestOutageEndsWithinARound(t *testing.T) {
+	const outages, call = 200, 700 * time.Millisecond
+	rng := rand.New(rand.NewPCG(1, 9))
+	hit, dead := 0, 0
+	for range outages {
+		s := newSim(t, Policy{})
+		from := s.now + time.Second
+		to := from + 30*time.Second + time.Duration(rng.Int64N(int64(5*time.Minute)))
+		s.run(to+5*time.Minute, func(int) (time.Duration, error) {
+			switch {
+			case s.now < from || s.now >= to:
+				return time.Millisecond, nil
+			case s.now+call > to: // it is back before the call ends
+				return call, nil
+			}
+			return call, errDown
+		}, counter(200, 100*time.Millisecond))
+		dead += len(s.dead)
+		if len(s.dead) > 0 {
+			hit++
+		}
+		if len(s.handled)+len(s.dead) != 200 || len(s.dead) > maxWitnesses {
+			t.Errorf("handled %d, dead %v", len(s.handled), s.dead)
+		}
+	}
+	t.Logf("%d of %d outages cost %d messages", hit, outages, dead)
+	if hit > outages*6/100 || dead > outages*10/100 {
+		t.Errorf("%d of %d outages cost %d messages", hit, outages, dead)
 	}
 }
