@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/guard"
 )
 
 // held tells whether a source is held by the fleet.
@@ -186,7 +187,7 @@ func outage(t *testing.T, alone, partitions bool, loss float64) (calls int, back
 
 // Nine processes probe a dead dependency as one.
 func TestFleetProbesAsOne(t *testing.T) {
-	if fleetRace {
+	if guard.RaceEnabled {
 		t.Skip("ten minutes of nine processes; the other tests of fleets run under the race detector")
 	}
 	each, backEach := outage(t, true, false, 0)

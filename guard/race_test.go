@@ -3,6 +3,7 @@
 
 //go:build race
 
-package guard_test
+package guard
 
-const fleetRace = true
+// RaceEnabled is for tests outside the package too.
+const RaceEnabled = true

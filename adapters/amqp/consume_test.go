@@ -417,6 +417,7 @@ func TestConsumeRefuses(t *testing.T) {
 		}
 	}
 	kinds(t, func(t *testing.T, s *server) {
+		ctx := adaptertest.Context(t) // parallel tests come between, and the other one may be over
 		r := newRig(t, s, Quorum, nil)
 		g := adaptertest.Guard(t, guard.Config{})
 		wrong := strings.Replace(r.url(), "guest:guest", "guest:wrong", 1)

@@ -4,9 +4,19 @@
 package gossip
 
 import (
+	"flag"
 	"testing"
 
 	"go.uber.org/goleak"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) {
+	// What rapid draws for is one goroutine, where the race detector finds nothing and
+	// is slow. A flag on the command line still wins.
+	if raceEnabled {
+		if err := flag.Set("rapid.checks", "10"); err != nil {
+			panic(err)
+		}
+	}
+	goleak.VerifyTestMain(m)
+}

@@ -20,7 +20,11 @@
 //   - All that is admitted while Redis does not answer, with [FailOpen].
 //   - What Redis forgets. One that comes back empty, or a replica that takes over
 //     and has not heard of the last admissions, has fuller buckets: at most one Burst
-//     each time. The same for a jump of its clock ahead.
+//     each time. The same for a jump of its clock ahead. One that comes back with
+//     its append-only file has forgotten nothing if it said "appendfsync always".
+//     With "everysec", Redis' default, it can have forgotten what it admitted in its
+//     last second or two, even if only the process was killed, for while the disk is
+//     slow it answers before it writes. As much can be admitted again.
 //
 // An answer that is lost, or comes too late, has taken its tokens: less is admitted
 // then, never more. That is also the price of a command that the client sends again.
