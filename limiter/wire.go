@@ -43,7 +43,7 @@ const (
 // Mark is the number of the latest change that concerns the peer.
 func (n *Node) Mark(to crdt.Replica) uint64 {
 	if p := n.peers[to.Name]; p != nil && p.id.Incarnation == to.Incarnation {
-		return p.mark
+		return p.changes.Mark()
 	}
 	if !n.admits(to.Name) || to.Name == n.self.Name {
 		return 0
@@ -64,7 +64,7 @@ func (n *Node) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64,
 	if room < maxHeader {
 		return b, since
 	}
-	p.acked = max(p.acked, min(since, p.mark))
+	p.acked = max(p.acked, min(since, p.changes.Mark()))
 	start := len(b)
 	if t := n.newest(); t.Number == 1 {
 		b = append(b, version)
@@ -88,26 +88,23 @@ func (n *Node) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64,
 	}
 	b = binary.AppendUvarint(b, uint64(renewed/time.Microsecond))
 
-	e := p.tail
-	for e != nil && e.prev != nil && e.prev.change > since {
-		e = e.prev
-	}
-	if e == nil || e.change <= since {
-		return b, p.mark
+	c := p.changes.After(since)
+	if c == nil {
+		return b, p.changes.Mark()
 	}
 	if !p.unanswered() {
 		p.toldAt = n.now
 	}
 	upto = max(since, 1)
-	for ; e != nil; e = e.next {
+	for ; c != nil; c = c.Next() {
 		whole := len(b)
-		b = e.append(b)
+		b = c.Of.append(b)
 		if len(b)-start > room {
 			return b[:whole], upto
 		}
-		upto = e.change
+		upto = c.Mark
 	}
-	return b, p.mark
+	return b, p.changes.Mark()
 }
 
 func (e *entry) append(b []byte) []byte {
@@ -295,7 +292,7 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	was := n.fresh(p)
 	p.echo = max(p.echo, c.Echo)
 	if !was && n.fresh(p) {
-		for e := p.head; e != nil; e = e.next {
+		for e := range p.entries {
 			if e.itsNeed > 0 {
 				n.stir(e.row) // it rested
 			}
@@ -303,7 +300,7 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	}
 	if epoch > p.itsEpoch {
 		p.itsEpoch = epoch
-		for e := p.head; e != nil; e = e.next {
+		for e := range p.entries {
 			e.void()
 		}
 		p.lease = 0

@@ -68,7 +68,7 @@ func (n *Node) books() string {
 		}
 	}
 	for _, p := range n.peers {
-		fmt.Fprintln(&s, p.id, p.mark, p.sent, p.heard, p.echo, p.lease, p.itsEpoch)
+		fmt.Fprintln(&s, p.id, p.changes.Mark(), p.sent, p.heard, p.echo, p.lease, p.itsEpoch)
 	}
 	return s.String()
 }
