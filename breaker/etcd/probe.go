@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/crdt/wire"
 	"github.com/stormguard-mq/stormguard/fleet"
 )
 
@@ -88,7 +89,7 @@ func (c *core) candidateLocked(sc *scope) (next string, total int) {
 // rank is where name stands in the order of a round; the lowest is first.
 func rank(scope string, at fleet.Position, name string) uint64 {
 	h := fnv.New64a()
-	b := numbers(appendText(appendText(nil, scope), name), at.Gen, uint64(at.Round))
+	b := numbers(wire.AppendText(wire.AppendText(nil, scope), name), at.Gen, uint64(at.Round))
 	_, _ = h.Write(b) // never fails
 	x := h.Sum64()
 	// The last byte has to reach all bits (Stafford's thirteenth variant of
