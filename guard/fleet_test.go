@@ -216,10 +216,7 @@ func TestFleetOneBadNode(t *testing.T) {
 		ps := r.startAll()
 		const n = 3000
 		r.feed("orders", n, 10*time.Millisecond)
-		var ss []*fleetSource
-		for _, p := range ps {
-			ss = append(ss, p.open("orders", ""))
-		}
+		ss := openAll(ps)
 		time.Sleep(2 * time.Second)
 		ps[0].broken.Store(true)
 		opened := 0
@@ -331,10 +328,7 @@ func TestFleetLeavesAnOperatorsForce(t *testing.T) {
 		r := newFleetRig(t, "a", "b", "c", "d")
 		ps := r.startAll()
 		r.feed("orders", 1000, 20*time.Millisecond)
-		var ss []*fleetSource
-		for _, p := range ps {
-			ss = append(ss, p.open("orders", ""))
-		}
+		ss := openAll(ps)
 		time.Sleep(time.Second)
 		if err := ss[0].ForceOpen(10 * time.Minute); err != nil { // before the fleet opens
 			t.Fatal(err)
@@ -438,16 +432,7 @@ func TestFleetWakesWhoIsAtRest(t *testing.T) {
 // held with the others again.
 func TestFleetHoldsWhatTripsAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		r := newFleetRig(t, "a", "b", "c")
-		ps := r.startAll()
-		r.feed("orders", 1000, 20*time.Millisecond)
-		var ss []*fleetSource
-		for _, p := range ps {
-			ss = append(ss, p.open("orders", ""))
-		}
-		time.Sleep(time.Second)
-		r.down.Store(true)
-		r.until(30*time.Second, "the fleet opens", func() bool { return ss[0].held() && ss[1].held() })
+		r, _, ss := heldFleet(t, 1000)
 		time.Sleep(10 * time.Second)
 		if err := ss[0].ForceClosed(); err != nil {
 			t.Fatal(err)
@@ -465,16 +450,7 @@ func TestFleetHoldsWhatTripsAgain(t *testing.T) {
 // everything back.
 func TestFleetCloseWhileHeld(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		r := newFleetRig(t, "a", "b", "c")
-		ps := r.startAll()
-		r.feed("orders", 300, 20*time.Millisecond)
-		var ss []*fleetSource
-		for _, p := range ps {
-			ss = append(ss, p.open("orders", ""))
-		}
-		time.Sleep(time.Second)
-		r.down.Store(true)
-		r.until(30*time.Second, "the fleet opens", func() bool { return ss[0].held() && ss[1].held() && ss[2].held() })
+		r, ps, ss := heldFleet(t, 300)
 		time.Sleep(5 * time.Second)
 		began := time.Now()
 		reports, err := ps[0].guard.Close(t.Context())
@@ -553,16 +529,7 @@ func TestFleetRevokeWhileHeld(t *testing.T) {
 // probes: who is left is not held for ever.
 func TestFleetPeersVanish(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		r := newFleetRig(t, "a", "b", "c")
-		ps := r.startAll()
-		r.feed("orders", 200, 20*time.Millisecond)
-		var ss []*fleetSource
-		for _, p := range ps {
-			ss = append(ss, p.open("orders", ""))
-		}
-		time.Sleep(time.Second)
-		r.down.Store(true)
-		r.until(30*time.Second, "the fleet opens", func() bool { return ss[0].held() && ss[1].held() && ss[2].held() })
+		r, ps, ss := heldFleet(t, 200)
 		time.Sleep(3 * time.Second)
 		ps[1].crash()
 		ps[2].crash()
