@@ -90,7 +90,7 @@ func (e *entry) touch() {
 }
 
 // entries yields what lies between the node and p, that of the latest change last.
-// The one that is yielded may be touched and dropped.
+// The one that is yielded may be dropped.
 func (p *peer) entries(yield func(*entry) bool) {
 	for c := p.changes.First(); c != nil; {
 		next := c.Next()
