@@ -84,7 +84,7 @@ func TestCharterChanges(t *testing.T) {
 // figures are how long changes take in fleets of several sizes.
 func TestCharterFigures(t *testing.T) {
 	if raceEnabled {
-		t.Skip("one goroutine: without the race detector")
+		t.Skip("it has one goroutine: run without -race")
 	}
 	sizes := []int{3, 9, 50}
 	if full() {
@@ -143,7 +143,7 @@ func TestCharterFigures(t *testing.T) {
 // Many processes ask for a share within a second, of three founders.
 func TestCharterJoinStorm(t *testing.T) {
 	if raceEnabled {
-		t.Skip("one goroutine: without the race detector")
+		t.Skip("it has one goroutine: run without -race")
 	}
 	joiners := 50
 	if full() {

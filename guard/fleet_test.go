@@ -187,7 +187,7 @@ func outage(t *testing.T, alone, partitions bool, loss float64) (calls int, back
 // Nine processes probe a dead dependency as one.
 func TestFleetProbesAsOne(t *testing.T) {
 	if fleetRace {
-		t.Skip("ten minutes of nine processes; the other tests of fleets run under the race detector")
+		t.Skip("ten minutes of nine processes: run without -race; the other tests of fleets run with it")
 	}
 	each, backEach := outage(t, true, false, 0)
 	t.Logf("each by itself: %d calls, back after %v", each, backEach)
