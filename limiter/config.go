@@ -191,7 +191,8 @@ func (c Config) Validate() error {
 	return errors.Join(wrong...)
 }
 
-// Warnings names what is allowed and will not work well, one sentence each.
+// Warnings names what is allowed and will not work well, one sentence each;
+// fleet/process logs them.
 func (c Config) Warnings() []string {
 	if len(c.Roster.Members) <= 1 {
 		return nil
