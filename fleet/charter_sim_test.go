@@ -101,11 +101,11 @@ type modelBooks struct {
 func rateOf(c *limiter.Charter, name string) float64 {
 	sum := int64(0)
 	for _, m := range c.Roster.Members {
-		sum += weight(m)
+		sum += m.Weighs()
 	}
 	for _, m := range c.Roster.Members {
 		if m.Name == name {
-			return c.Limit.Rate * float64(weight(m)) / float64(sum)
+			return c.Limit.Rate * float64(m.Weighs()) / float64(sum)
 		}
 	}
 	return 0

@@ -265,7 +265,7 @@ func newDecree(c limiter.Charter, evicted []eviction) *decree {
 	b = binary.AppendUvarint(b, uint64(len(c.Roster.Members)))
 	for _, m := range c.Roster.Members {
 		b = wire.AppendText(b, m.Name)
-		b = binary.AppendUvarint(b, uint64(weight(m)))
+		b = binary.AppendUvarint(b, uint64(m.Weighs()))
 	}
 	b = binary.AppendUvarint(b, uint64(len(c.Limits)))
 	keys := make([]string, 0, len(c.Limits))
