@@ -205,25 +205,25 @@ func (c *Bounded) Merge(b []byte) error {
 
 func eachLoan(b []byte, row func(pair, loan) error) error {
 	m := read("Bounded", formatBounded, b)
-	for m.more() {
+	for m.Len() > 0 {
 		p := pair{m.replica("writer"), m.replica("other")}
-		off := m.off
+		off := m.Offset()
 		l := loan{
-			lent:     int64(m.uint("lent", 0, math.MaxInt64)),
-			used:     int64(m.uint("used", 0, math.MaxInt64)),
-			returned: int64(m.uint("returned", 0, math.MaxInt64)),
+			lent:     int64(m.Uint("lent", 0, math.MaxInt64)),
+			used:     int64(m.Uint("used", 0, math.MaxInt64)),
+			returned: int64(m.Uint("returned", 0, math.MaxInt64)),
 		}
 		if l == (loan{}) {
-			m.failAt(off, "row", "all 0", "at least one count above 0")
+			m.FailAt(off, "row", "all 0", "at least one count above 0")
 		}
-		if m.err != nil {
+		if m.Fault() != nil {
 			break
 		}
 		if err := row(p, l); err != nil {
 			return err
 		}
 	}
-	return m.err
+	return m.err()
 }
 
 func (l loan) max(o loan) loan {

@@ -68,6 +68,10 @@ func (l *Changes[T]) Touch(c *Change[T]) {
 	l.last = c
 }
 
+// Skip counts a change that no element stands for, so that a list of nothing yet
+// has a mark.
+func (l *Changes[T]) Skip() { l.mark++ }
+
 // Remove takes an element out; one that is not listed, or nil, stays out. It is no
 // change that a peer hears of.
 func (l *Changes[T]) Remove(c *Change[T]) {

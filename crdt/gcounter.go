@@ -82,13 +82,13 @@ func (c *GCounter) Merge(b []byte) error {
 
 func eachCount(b []byte, row func(Replica, uint64)) error {
 	m := read("GCounter", formatGCounter, b)
-	for m.more() {
-		r, n := m.replica("replica"), m.uint("count", 1, 1<<64-1)
-		if m.err == nil {
+	for m.Len() > 0 {
+		r, n := m.replica("replica"), m.Uint("count", 1, 1<<64-1)
+		if m.Fault() == nil {
 			row(r, n)
 		}
 	}
-	return m.err
+	return m.err()
 }
 
 func (c *GCounter) join(r Replica, n uint64) {

@@ -163,14 +163,14 @@ func (s *LWWSet) Merge(b []byte) error {
 
 func eachWrite(b []byte, row func(string, write)) error {
 	m := read("LWWSet", formatLWWSet, b)
-	for m.more() {
+	for m.Len() > 0 {
 		element := m.text("element", 0, MaxElement)
-		w := write{at: m.stamp("stamp"), by: m.replica("replica"), removed: m.uint("removed", 0, 1) == 1}
-		if m.err == nil {
+		w := write{at: m.stamp("stamp"), by: m.replica("replica"), removed: m.Bool("removed")}
+		if m.Fault() == nil {
 			row(element, w)
 		}
 	}
-	return m.err
+	return m.err()
 }
 
 func (s *LWWSet) join(element string, w write) bool {

@@ -413,19 +413,19 @@ func (l *OpLog[T]) admit(b []byte) error {
 // returns; with run nil it only looks whether they are well formed.
 func (l *OpLog[T]) eachRun(b []byte, run func(id Replica, floor uint64, records []record[T]) error) (base uint64, err error) {
 	m := read("OpLog", formatOpLog, b)
-	if !m.more() {
-		return 0, m.err
+	if m.Len() == 0 {
+		return 0, m.err()
 	}
-	base = m.uint("base epoch", 0, math.MaxUint64)
-	if base == 0 && m.err == nil && !m.more() {
-		m.fail("first run", "missing", "at least one when the base epoch is 0")
+	base = m.Uint("base epoch", 0, math.MaxUint64)
+	if base == 0 && m.Fault() == nil && m.Len() == 0 {
+		m.Fail("first run", "missing", "at least one when the base epoch is 0")
 	}
-	for m.more() {
-		id, floor := m.replica("origin"), m.uint("floor", 0, math.MaxUint64-1)
-		n := int(m.uint("count", 1, maxRecords))
-		off := m.off
-		raw := m.bytes("records", n*l.size)
-		if m.err != nil {
+	for m.Len() > 0 {
+		id, floor := m.replica("origin"), m.Uint("floor", 0, math.MaxUint64-1)
+		n := int(m.Uint("count", 1, maxRecords))
+		off := m.Offset()
+		raw := m.Bytes("records", n*l.size)
+		if m.Fault() != nil {
 			break
 		}
 		records, ok := overlay[record[T]](raw)
@@ -445,17 +445,17 @@ func (l *OpLog[T]) eachRun(b []byte, run func(id Replica, floor uint64, records 
 			at := off + i*l.size
 			switch {
 			case i == 0 && r.Seq <= floor:
-				m.failAt(at, "number", r.Seq, fmt.Sprintf("above the floor, %d", floor))
+				m.FailAt(at, "number", r.Seq, fmt.Sprintf("above the floor, %d", floor))
 			case i > 0 && r.Seq != records[i-1].Seq+1 || r.Seq == math.MaxUint64:
-				m.failAt(at, "number", r.Seq, "one more than that before, and not the last of all")
+				m.FailAt(at, "number", r.Seq, "one more than that before, and not the last of all")
 			case r.Op < uint64(OpAdd) || r.Op > uint64(OpReset):
-				m.failAt(at, "operation", r.Op, "1 to 3")
+				m.FailAt(at, "operation", r.Op, "1 to 3")
 			case r.Op == uint64(OpReset) && r.Epoch == 0:
-				m.failAt(at, "epoch of a RESET", r.Epoch, "at least 1")
+				m.FailAt(at, "epoch of a RESET", r.Epoch, "at least 1")
 			}
 		}
 	}
-	return base, m.err
+	return base, m.err()
 }
 
 func (l *OpLog[T]) origin(id Replica) *origin[T] {

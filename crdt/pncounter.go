@@ -103,18 +103,18 @@ func (c *PNCounter) Merge(b []byte) error {
 
 func eachUpDown(b []byte, row func(Replica, upDown)) error {
 	m := read("PNCounter", formatPNCounter, b)
-	for m.more() {
+	for m.Len() > 0 {
 		r := m.replica("replica")
-		off := m.off
-		v := upDown{up: m.uint("added", 0, 1<<64-1), down: m.uint("taken", 0, 1<<64-1)}
+		off := m.Offset()
+		v := upDown{up: m.Uint("added", 0, 1<<64-1), down: m.Uint("taken", 0, 1<<64-1)}
 		if v == (upDown{}) {
-			m.failAt(off, "row", "0 added and 0 taken", "at least one above 0")
+			m.FailAt(off, "row", "0 added and 0 taken", "at least one above 0")
 		}
-		if m.err == nil {
+		if m.Fault() == nil {
 			row(r, v)
 		}
 	}
-	return m.err
+	return m.err()
 }
 
 func (c *PNCounter) join(r Replica, v upDown) {

@@ -46,8 +46,10 @@ func appendStamp(b []byte, s Stamp) []byte {
 }
 
 func (r *reader) stamp(of string) Stamp {
-	r.of = of
-	v := Stamp{Physical: r.uint("physical", 0, math.MaxUint64), Logical: r.uint("logical", 0, math.MaxUint64)}
-	r.of = ""
+	if r.Fault() != nil {
+		return Stamp{}
+	}
+	v := Stamp{Physical: r.Uint("physical", 0, math.MaxUint64), Logical: r.Uint("logical", 0, math.MaxUint64)}
+	r.within(of)
 	return v
 }

@@ -113,20 +113,20 @@ func ParseVectorClock(b []byte) (VectorClock, error) {
 	v := VectorClock{}
 	var last Replica
 	m := read("VectorClock", formatVector, b)
-	for m.more() {
-		off := m.off
-		r, n := m.replica("replica"), m.uint("count", 1, math.MaxUint64)
-		if m.err == nil && r.Compare(last) <= 0 { // no name is as low as the empty one
-			m.failAt(off, "replica", r.kept(), "one after "+last.String())
+	for m.Len() > 0 {
+		off := m.Offset()
+		r, n := m.replica("replica"), m.Uint("count", 1, math.MaxUint64)
+		if m.Fault() == nil && r.Compare(last) <= 0 { // no name is as low as the empty one
+			m.FailAt(off, "replica", r.kept(), "one after "+last.String())
 		}
-		if m.err != nil {
-			return nil, m.err
+		if m.Fault() != nil {
+			return nil, m.err()
 		}
 		last = r.kept()
 		v[last] = n
 	}
-	if m.err != nil {
-		return nil, m.err
+	if m.Fault() != nil {
+		return nil, m.err()
 	}
 	return v, nil
 }

@@ -156,7 +156,7 @@ func checkCharter(c limiter.Charter) error {
 func normal(c limiter.Charter) limiter.Charter {
 	c.Roster.Members = slices.Clone(c.Roster.Members)
 	for i := range c.Roster.Members {
-		c.Roster.Members[i].Weight = int(weight(c.Roster.Members[i]))
+		c.Roster.Members[i].Weight = int(c.Roster.Members[i].Weighs())
 	}
 	slices.SortFunc(c.Roster.Members, byName)
 	return c

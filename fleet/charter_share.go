@@ -11,17 +11,6 @@ import (
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
-func weight(m limiter.Member) int64 {
-	switch {
-	case m.NoShare:
-		return 0
-	case m.Weight == 0:
-		return 1
-	default:
-		return int64(m.Weight)
-	}
-}
-
 func byName(a, b limiter.Member) int { return cmp.Compare(a.Name, b.Name) }
 
 // seatOf is the index of a name in a roster in order, -1 if it is not there.

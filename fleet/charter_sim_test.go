@@ -67,7 +67,7 @@ type citizen struct {
 	began  time.Duration
 	origin time.Duration
 	rate   float64
-	peers  []wire
+	peers  []acquaintance
 	dirty  uint64 // seq that was flushed
 	wakeAt time.Duration
 	nextAt time.Duration // of the latest flush, plus the floor
@@ -76,8 +76,8 @@ type citizen struct {
 	barred bool // an operator said that it does not start again
 }
 
-// wire is what a session remembers of a peer.
-type wire struct {
+// acquaintance is what a session remembers of a peer.
+type acquaintance struct {
 	life   uint64
 	acked  uint64 // of ours, by it
 	upto   uint64 // of its, by us
@@ -101,11 +101,11 @@ type modelBooks struct {
 func rateOf(c *limiter.Charter, name string) float64 {
 	sum := int64(0)
 	for _, m := range c.Roster.Members {
-		sum += weight(m)
+		sum += m.Weighs()
 	}
 	for _, m := range c.Roster.Members {
 		if m.Name == name {
-			return c.Limit.Rate * float64(weight(m)) / float64(sum)
+			return c.Limit.Rate * float64(m.Weighs()) / float64(sum)
 		}
 	}
 	return 0
@@ -215,7 +215,7 @@ func newCountry(t rapid.TB, seed uint64, founders, nodes int, cfg CharterConfig,
 		chosen: map[uint64]*decree{},
 	}
 	for i := range nodes {
-		n := &citizen{w: w, i: i, name: fmt.Sprintf("n%03d", i), peers: make([]wire, nodes)}
+		n := &citizen{w: w, i: i, name: fmt.Sprintf("n%03d", i), peers: make([]acquaintance, nodes)}
 		w.nodes = append(w.nodes, n)
 	}
 	return w
@@ -295,7 +295,7 @@ func (n *citizen) start() {
 	n.books = &modelBooks{n: n}
 	n.dirty = 0
 	for i := range n.peers {
-		n.peers[i] = wire{}
+		n.peers[i] = acquaintance{}
 	}
 	c, err := NewCharters(n.id(), w.cfg, n.books, n.clock())
 	if err != nil {
@@ -358,7 +358,7 @@ func (n *citizen) flush() {
 			if !p.alive {
 				continue
 			}
-			*l = wire{life: p.life} // sessions tell lives apart
+			*l = acquaintance{life: p.life} // sessions tell lives apart
 		}
 		dirty := n.c.Mark(p.id()) > l.acked
 		if l.sent && !(dirty || l.owes) && w.now < l.sentAt+w.opt.keep {
@@ -382,7 +382,7 @@ func (n *citizen) flush() {
 	n.arm(next)
 }
 
-func (n *citizen) send(p *citizen, l *wire) {
+func (n *citizen) send(p *citizen, l *acquaintance) {
 	w := n.w
 	b, upto := n.c.Delta(n.clock(), nil, p.id(), l.acked, w.opt.room)
 	if len(b) > w.opt.room {
@@ -413,7 +413,7 @@ func (n *citizen) receive(i int, from crdt.Replica, sent time.Duration, b []byte
 		if l.life > 0 {
 			n.c.Gone(n.clock(), crdt.Replica{Name: from.Name, Incarnation: l.life})
 		}
-		*l = wire{life: from.Incarnation}
+		*l = acquaintance{life: from.Incarnation}
 	}
 	if err := n.c.Merge(crdt.Contact{From: from, Now: n.clock(), Sent: sent}, b); err != nil {
 		n.w.t.Fatalf("%s: %v", n.name, err)

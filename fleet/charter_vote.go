@@ -453,16 +453,16 @@ func (c *Charters) draftLocked(now time.Duration) (d *decree, made []uint64) {
 	members := slices.Clone(to.Roster.Members)
 	mint := 0
 	for _, m := range members {
-		if weight(m) > 0 {
+		if m.Weighs() > 0 {
 			mint++
 		}
 	}
 	remove := func(name string) bool {
 		i := seatOf(members, name)
-		if i < 0 || len(members) == 1 || weight(members[i]) > 0 && mint == 1 {
+		if i < 0 || len(members) == 1 || members[i].Weighs() > 0 && mint == 1 {
 			return false
 		}
-		if weight(members[i]) > 0 {
+		if members[i].Weighs() > 0 {
 			mint--
 		}
 		members = slices.Delete(members, i, i+1)

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/stormguard-mq/stormguard/crdt/wire"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
@@ -168,87 +169,69 @@ func appendPiece(b []byte, p *piece) []byte {
 	return append(b, p.data...)
 }
 
-func (r *reader) ballot(what string) ballot {
-	b := ballot{r.number(what, math.MaxUint64), int(r.number(what, maxMembers))}
-	if b.round == 0 || b.seat == 0 {
-		r.fail(what)
-	}
-	return b
-}
-
-func (r *reader) bytes(what string, n int) []byte {
-	if len(r.b) < n {
-		r.fail(what)
-		return nil
-	}
-	p := r.b[:n]
-	r.b = r.b[n:]
-	return p
+func (r *reader) ballot(field string) ballot {
+	return ballot{r.Uint(field, 1, math.MaxUint64), int(r.Uint(field, 1, maxMembers))}
 }
 
 // readStatement reads all of b into s, or says what is wrong with it.
 func readStatement(b []byte, s *statement) error {
-	r := &reader{b: b}
-	if version := r.byte("version"); r.bad == "" && version != charterVersion {
-		return fmt.Errorf("%w: version %d, not %d", ErrMalformed, version, charterVersion)
-	}
+	r := read(b)
+	r.Uint("version", charterVersion, charterVersion)
 	*s = statement{
-		fleet: r.fixed("fleet"), founding: r.fixed("founding"), life: r.number("receiver", math.MaxUint64),
-		known: r.number("charter", math.MaxUint64-1), digest: r.fixed("digest"),
+		fleet: r.digest("fleet"), founding: r.digest("founding"), life: r.number("receiver"),
+		known: r.Uint("charter", 0, math.MaxUint64-1), digest: r.digest("digest"),
 	}
-	s.complete = r.number("complete", s.known)
-	s.applied = r.number("applied", s.known)
-	s.votes = r.number("votes", math.MaxUint64)
-	if f := r.bytes("flags", 2); f != nil {
+	s.complete = r.Uint("complete", 0, s.known)
+	s.applied = r.Uint("applied", 0, s.known)
+	s.votes = r.number("votes")
+	if f := r.Bytes("flags", 2); f != nil {
 		s.flags = uint64(binary.LittleEndian.Uint16(f))
 	}
 	if s.known == 0 || s.complete == 0 || s.flags&^flagsKnown != 0 || s.flags&flagProposed != 0 && s.flags&flagBallot == 0 || s.flags&flagChosen != 0 && s.flags&flagPiece == 0 {
-		r.fail("flags")
+		r.Fail("flags", s.flags, "known ones that go together, of a charter")
 	}
 	if s.flags&flagJoining != 0 {
-		s.weight = int(r.number("weight", 1e6))
+		s.weight = int(r.Uint("weight", 0, 1e6))
 	}
 	if s.flags&flagPromised != 0 {
 		s.promised = r.ballot("promise")
 	}
 	if s.flags&flagAccepted != 0 {
-		s.accepted = accepted{r.ballot("accepted"), r.fixed("accepted")}
+		s.accepted = accepted{r.ballot("accepted"), r.digest("accepted")}
 	}
 	if s.flags&flagBallot != 0 {
 		s.ballot = r.ballot("ballot")
 	}
 	if s.flags&flagProposed != 0 {
-		s.proposed = r.fixed("proposal")
+		s.proposed = r.digest("proposal")
 	}
 	if s.flags&flagWant != 0 {
-		s.want = want{r.number("want", math.MaxUint64), r.fixed("want"), int(r.number("want", maxDecree))}
+		s.want = want{r.number("want"), r.digest("want"), int(r.Uint("want", 0, maxDecree))}
 	}
 	if s.flags&flagGrant != 0 {
-		s.grant = time.Duration(r.number("grant", math.MaxInt64))
+		s.grant = time.Duration(r.Uint("grant", 0, math.MaxInt64))
 	}
 	if s.flags&flagDead != 0 {
 		for i := range s.dead {
-			s.dead[i] = int(r.number("dead", maxMembers))
+			s.dead[i] = int(r.Uint("dead", 0, maxMembers))
 		}
 		if s.dead[0] == 0 {
-			r.fail("dead")
+			r.Fail("dead", 0, "a seat, plus one")
 		}
 	}
 	if s.flags&flagPiece != 0 {
 		p := &s.piece
-		p.number, p.digest = r.number("piece", math.MaxUint64), r.fixed("piece")
-		p.total, p.offset = int(r.number("piece", maxDecree)), int(r.number("piece", maxDecree))
-		p.data = r.bytes("piece", int(r.number("piece", maxDecree)))
+		p.number, p.digest = r.number("piece"), r.digest("piece")
+		p.total, p.offset = int(r.Uint("piece", 0, maxDecree)), int(r.Uint("piece", 0, maxDecree))
+		p.data = r.Bytes("piece", int(r.Uint("piece", 0, maxDecree)))
 		p.chosen = s.flags&flagChosen != 0
 		if len(p.data) == 0 || p.offset+len(p.data) > p.total {
-			r.fail("piece")
+			r.Fail("piece", fmt.Sprintf("%d bytes at %d of %d", len(p.data), p.offset, p.total), "a part")
 		}
 	}
-	if r.bad == "" && len(r.b) > 0 {
-		r.fail("something after the end")
-	}
-	if r.bad != "" {
-		return fmt.Errorf("%w: %s", ErrMalformed, r.bad)
+	r.End()
+	if r.Fault() != nil {
+		return fmt.Errorf("%w: %w", ErrMalformed, r.Fault())
 	}
 	return nil
 }
@@ -281,8 +264,8 @@ func newDecree(c limiter.Charter, evicted []eviction) *decree {
 	b = binary.AppendUvarint(b, c.Resets)
 	b = binary.AppendUvarint(b, uint64(len(c.Roster.Members)))
 	for _, m := range c.Roster.Members {
-		b = appendText(b, m.Name)
-		b = binary.AppendUvarint(b, uint64(weight(m)))
+		b = wire.AppendText(b, m.Name)
+		b = binary.AppendUvarint(b, uint64(m.Weighs()))
 	}
 	b = binary.AppendUvarint(b, uint64(len(c.Limits)))
 	keys := make([]string, 0, len(c.Limits))
@@ -291,11 +274,11 @@ func newDecree(c limiter.Charter, evicted []eviction) *decree {
 	}
 	slices.Sort(keys)
 	for _, k := range keys {
-		b = appendLimit(appendText(b, k), c.Limits[k])
+		b = appendLimit(wire.AppendText(b, k), c.Limits[k])
 	}
 	b = binary.AppendUvarint(b, uint64(len(evicted)))
 	for _, e := range evicted {
-		b = appendBool(appendText(b, e.name), e.silent)
+		b = appendBool(wire.AppendText(b, e.name), e.silent)
 	}
 	return &decree{c, evicted, b, digestOf(b)}
 }
@@ -315,38 +298,30 @@ func appendBool(b []byte, v bool) []byte {
 }
 
 func (r *reader) limit(what string) limiter.Limit {
-	return limiter.Limit{Rate: math.Float64frombits(r.fixed(what)), Burst: int(r.number(what, math.MaxInt32))}
-}
-
-func (r *reader) bool(what string) bool {
-	v := r.byte(what)
-	if v > 1 {
-		r.fail(what)
-	}
-	return v == 1
+	return limiter.Limit{Rate: math.Float64frombits(r.digest(what)), Burst: int(r.Uint(what, 0, math.MaxInt32))}
 }
 
 // readDecree reads what newDecree wrote: one charter has one encoding, so that
 // digests tell charters apart.
 func readDecree(b []byte) (*decree, error) {
-	r := &reader{b: b}
-	c := limiter.Charter{Number: r.number("number", math.MaxUint64), Limit: r.limit("limit")}
-	c.Roster.Guests = r.bool("guests")
-	c.Roster.Number = r.number("roster", math.MaxUint64)
-	c.Resets = r.number("resets", math.MaxUint64)
-	for n := r.number("members", maxMembers); n > 0 && r.bad == ""; n-- {
-		m := limiter.Member{Name: r.text("member", 1, maxName), Weight: int(r.number("weight", 1e6))}
+	r := read(b)
+	c := limiter.Charter{Number: r.number("number"), Limit: r.limit("limit")}
+	c.Roster.Guests = r.Bool("guests")
+	c.Roster.Number = r.number("roster")
+	c.Resets = r.number("resets")
+	for n := r.Uint("members", 0, maxMembers); n > 0 && r.Fault() == nil; n-- {
+		m := limiter.Member{Name: r.Text("member", 1, maxName), Weight: int(r.Uint("weight", 0, 1e6))}
 		m.NoShare = m.Weight == 0
 		if k := len(c.Roster.Members); k > 0 && c.Roster.Members[k-1].Name >= m.Name {
-			r.fail("order of members")
+			r.Fail("member", m.Name, "one after "+c.Roster.Members[k-1].Name)
 		}
 		c.Roster.Members = append(c.Roster.Members, m)
 	}
 	last := ""
-	for n := r.number("limits", maxLimits); n > 0 && r.bad == ""; n-- {
-		k := r.text("key", 1, limiter.MaxKey)
+	for n := r.Uint("limits", 0, maxLimits); n > 0 && r.Fault() == nil; n-- {
+		k := r.Text("key", 1, limiter.MaxKey)
 		if k <= last {
-			r.fail("order of keys")
+			r.Fail("key", k, "one after "+last)
 		}
 		if c.Limits == nil {
 			c.Limits = map[string]limiter.Limit{}
@@ -354,18 +329,16 @@ func readDecree(b []byte) (*decree, error) {
 		c.Limits[k], last = r.limit("limit"), k
 	}
 	var out []eviction
-	for n := r.number("evicted", maxMembers); n > 0 && r.bad == ""; n-- {
-		e := eviction{name: r.text("evicted", 1, maxName), silent: r.bool("evicted")}
+	for n := r.Uint("evicted", 0, maxMembers); n > 0 && r.Fault() == nil; n-- {
+		e := eviction{name: r.Text("evicted", 1, maxName), silent: r.Bool("evicted")}
 		if k := len(out); k > 0 && out[k-1].name >= e.name || seatOf(c.Roster.Members, e.name) >= 0 {
-			r.fail("order of evicted")
+			r.Fail("evicted", e.name, "one after the last, that is no member")
 		}
 		out = append(out, e)
 	}
-	if r.bad == "" && len(r.b) > 0 {
-		r.fail("something after the end")
-	}
-	if r.bad != "" {
-		return nil, fmt.Errorf("%w: decree: %s", ErrMalformed, r.bad)
+	r.End()
+	if r.Fault() != nil {
+		return nil, fmt.Errorf("%w: decree: %w", ErrMalformed, r.Fault())
 	}
 	d := newDecree(c, out)
 	if !slices.Equal(d.bytes, b) {

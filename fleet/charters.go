@@ -468,7 +468,7 @@ func (c *Charters) Join(now time.Duration, weight int) error {
 func (c *Charters) Leave(now, deadline time.Duration) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	others := slices.ContainsFunc(c.top().Roster.Members, func(m limiter.Member) bool { return m.Name != c.self.Name && weight(m) > 0 })
+	others := slices.ContainsFunc(c.top().Roster.Members, func(m limiter.Member) bool { return m.Name != c.self.Name && m.Weighs() > 0 })
 	switch {
 	case c.seat < 0 && !c.joining:
 		return fmt.Errorf("%w: %q is none", ErrMember, c.self.Name)

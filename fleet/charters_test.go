@@ -84,7 +84,7 @@ func TestCharterChanges(t *testing.T) {
 // figures are how long changes take in fleets of several sizes.
 func TestCharterFigures(t *testing.T) {
 	if raceEnabled {
-		t.Skip("one goroutine: without the race detector")
+		t.Skip("it has one goroutine: run without -race")
 	}
 	sizes := []int{3, 9, 50}
 	if full() {
@@ -143,7 +143,7 @@ func TestCharterFigures(t *testing.T) {
 // Many processes ask for a share within a second, of three founders.
 func TestCharterJoinStorm(t *testing.T) {
 	if raceEnabled {
-		t.Skip("one goroutine: without the race detector")
+		t.Skip("it has one goroutine: run without -race")
 	}
 	joiners := 50
 	if full() {
@@ -475,56 +475,5 @@ func TestCharterBooksRefuse(t *testing.T) {
 	}
 	if s := w.nodes[0].c.Status(w.nodes[0].clock()); !slices.Equal(s.Lacking, []string{"n002"}) || s.Complete != 1 {
 		t.Fatalf("lacking %v, complete %d", s.Lacking, s.Complete)
-	}
-}
-
-// Who loses: by weights, limits, homes; never too few.
-func TestLosers(t *testing.T) {
-	base := func(f func(*limiter.Charter)) *limiter.Charter {
-		c := normal(nation(3))
-		if f != nil {
-			f(&c)
-		}
-		return &c
-	}
-	names := []string{"n000", "n001", "n002"}
-	join := func(c *limiter.Charter) {
-		c.Roster.Members = append(c.Roster.Members, limiter.Member{Name: "n003", Weight: 1})
-	}
-	leave := func(c *limiter.Charter) { c.Roster.Members = c.Roster.Members[1:] }
-	small := func(c *limiter.Charter) { c.Limit.Burst = 3 }
-	both := func(f, g func(*limiter.Charter)) func(*limiter.Charter) {
-		return func(c *limiter.Charter) { f(c); g(c) }
-	}
-	for _, c := range []struct {
-		what     string
-		from, to func(*limiter.Charter)
-		want     []string
-	}{
-		{"nothing", nil, nil, nil},
-		{"join", nil, join, names},
-		{"leave", nil, leave, names[:1]},
-		{"faster", nil, func(c *limiter.Charter) { c.Limit.Rate = 2000 }, nil},
-		{"slower", nil, func(c *limiter.Charter) { c.Limit.Rate = 999 }, names},
-		{"less burst", nil, func(c *limiter.Charter) { c.Limit.Burst-- }, names},
-		{"join and faster", nil, both(join, func(c *limiter.Charter) { c.Limit = limiter.Limit{Rate: 4000, Burst: 4_000_000} }), nil},
-		{"heavier", nil, func(c *limiter.Charter) { c.Roster.Members[1].Weight = 2 }, []string{"n000", "n002"}},
-		{"all heavier", nil, func(c *limiter.Charter) {
-			for i := range c.Roster.Members {
-				c.Roster.Members[i].Weight = 3
-			}
-		}, nil},
-		{"no share", nil, func(c *limiter.Charter) { c.Roster.Members[1].NoShare, c.Roster.Members[1].Weight = true, 0 }, names[1:2]},
-		{"a slower key", nil, func(c *limiter.Charter) { c.Limits = map[string]limiter.Limit{"k": {Rate: 1, Burst: 1_000_000}} }, names},
-		{"a faster key", nil, func(c *limiter.Charter) { c.Limits = map[string]limiter.Limit{"k": {Rate: 1001, Burst: 1_000_000}} }, nil},
-		{"homes: join", small, both(small, join), names},
-		{"homes: leave", small, both(small, leave), names[:1]},
-		{"to homes", nil, small, names},
-		{"from homes", small, nil, names},
-		{"homes: faster", small, both(small, func(c *limiter.Charter) { c.Limit.Rate = 2000 }), nil},
-	} {
-		if got := limiter.Losers(*base(c.from), *base(c.to)); !slices.Equal(got, c.want) {
-			t.Errorf("%s: %v lose, not %v", c.what, got, c.want)
-		}
 	}
 }

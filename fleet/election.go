@@ -4,7 +4,6 @@
 package fleet
 
 import (
-	"cmp"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
@@ -53,48 +52,17 @@ func (v *Verdicts) electLocked(now time.Duration, sc *scope) {
 	}
 }
 
-// candidate is one who has something to probe with.
-type candidate struct {
-	passes, failed uint32
-	rank           uint64
-}
-
-// before orders a round: who has probed less in it, then who has not lately
-// ended one, then by rendezvous. A process whose own path is broken ends one
-// round, and is last from then on.
-func (c candidate) before(d candidate) bool {
-	return cmp.Or(cmp.Compare(c.passes, d.passes), cmp.Compare(c.failed, d.failed), cmp.Compare(c.rank, d.rank)) < 0
-}
-
 // candidateLocked is whose turn it is, "" for nobody; how many probes of the
 // round passed; and whether one is out.
 func (v *Verdicts) candidateLocked(now time.Duration, sc *scope) (next string, total int, out bool) {
-	var best candidate
 	for _, n := range v.roster.Names {
 		if r := sc.rows[n]; r != nil && n != v.self.Name && r.Phase == PhaseProbing && r.At == sc.known.Position &&
 			now < r.opened+v.cfg.Lease+v.cfg.Settle {
 			return "", 0, true // heard or not: its probe may be running
 		}
-		w := v.voteLocked(now, sc, n)
-		if w == nil || w.Gone || w.At.Gen != sc.known.Gen {
-			continue
-		}
-		c := candidate{failed: w.Failed}
-		if w.At == sc.known.Position {
-			c.passes = w.Passes
-			total += int(w.Passes)
-		}
-		if _, skipped := sc.skipped[n]; skipped || !w.Wants {
-			continue
-		}
-		c.rank = rank(sc.name, sc.known.Position, n)
-		if next == "" || c.before(best) {
-			next, best = n, c
-		}
 	}
-	if best.passes > 0 && total >= v.cfg.Successes {
-		next = ""
-	}
+	round := Round{Scope: sc.name, At: sc.known.Position, Names: v.roster.Names, Skipped: sc.skipped}
+	next, total = round.Next(v.cfg.Successes, func(name string) *Vote { return v.voteLocked(now, sc, name) })
 	return next, total, false
 }
 

@@ -74,7 +74,7 @@ func (v *Verdicts) Leave(now time.Duration, name string) {
 	// What was not applied yet is void, or it would be done to whoever takes the
 	// scope over next.
 	v.actions = slices.DeleteFunc(v.actions, func(a Action) bool { return a.Scope == name })
-	if sc.own == nil || !sc.own.troubled(sc.known.Gen) {
+	if sc.own == nil || !sc.own.Troubled(sc.known.Gen) {
 		return
 	}
 	w := sc.own.Vote
@@ -93,14 +93,14 @@ func (v *Verdicts) answerLocked(now time.Duration, sc *scope) {
 
 func (v *Verdicts) takeOverLocked(now time.Duration, sc *scope, heir *row) {
 	switch {
-	case heir != nil && heir.troubled(sc.known.Gen):
+	case heir != nil && heir.Troubled(sc.known.Gen):
 		v.inheritLocked(now, sc, heir)
 	case heir != nil, v.informed && v.connected:
 		if sc.asking {
 			sc.mode, sc.asking = free, false
 			v.actions = append(v.actions, Action{Scope: sc.name, Kind: Close, Cause: CauseFleet, At: sc.known.Position})
 		}
-		if sc.own != nil && sc.own.troubled(sc.known.Gen) {
+		if sc.own != nil && sc.own.Troubled(sc.known.Gen) {
 			v.writeLocked(now, sc, Vote{At: Position{Gen: sc.known.Gen}})
 		}
 	case now-v.start >= v.cfg.Start || len(v.roster.Names) == 1:
@@ -147,7 +147,7 @@ func (sc *scope) heir() *row {
 		return nil
 	}
 	depth := func(r *row) int {
-		if r.troubled(sc.known.Gen) {
+		if r.Troubled(sc.known.Gen) {
 			return 1 + r.Rung
 		}
 		return 0
@@ -217,7 +217,7 @@ func (v *Verdicts) forgetLocked(now time.Duration) {
 // stoodLocked is when the process of r last stood by it. A vote of nothing wrong,
 // or on a scope given up, ages from when it came.
 func (v *Verdicts) stoodLocked(sc *scope, r *row) time.Duration {
-	if r.Gone || !r.troubled(sc.known.Gen) {
+	if r.Gone || !r.Troubled(sc.known.Gen) {
 		return r.seen
 	}
 	if p := v.peers.m[r.Node.Name]; p != nil && p.life == r.Node.Incarnation {

@@ -40,8 +40,3 @@ func rank(scope string, at Position, name string) uint64 {
 	h = hashNumber(h, uint64(at.Round))
 	return hashEnd(hashString(h, name))
 }
-
-// spread is a share in [0, 1) that differs by process and round.
-func spread(scope string, at Position, name string) float64 {
-	return float64(rank(scope, at, name)>>11) / (1 << 53)
-}

@@ -350,15 +350,13 @@ func (j *Journal) Merge(c crdt.Contact, b []byte) error {
 	if len(b) == 0 {
 		return nil
 	}
-	r := &reader{b: b}
-	if version := r.byte("version"); r.bad == "" && version != wireVersion {
-		return fmt.Errorf("%w: version %d, not %d", ErrMalformed, version, wireVersion)
+	r := read(b)
+	r.Uint("version", wireVersion, wireVersion)
+	stamp := crdt.Stamp{Physical: r.Uint("physical", 0, 1<<62), Logical: r.Uint("logical", 0, 1<<62)}
+	if r.Fault() != nil {
+		return fmt.Errorf("%w: %w", ErrMalformed, r.Fault())
 	}
-	stamp := crdt.Stamp{Physical: r.number("physical", 1<<62), Logical: r.number("logical", 1<<62)}
-	if r.bad != "" {
-		return fmt.Errorf("%w: %s", ErrMalformed, r.bad)
-	}
-	if err := j.log.Merge(r.b); err != nil {
+	if err := j.log.Merge(r.Rest()); err != nil {
 		if errors.Is(err, crdt.ErrMalformed) {
 			err = fmt.Errorf("%w: %w", ErrMalformed, err)
 		}

@@ -145,7 +145,7 @@ func (v *Verdicts) mergeLocked(now time.Duration, rec *record) {
 		old = sc.rows[w.Node.Name]
 	}
 	if old != nil && !w.later(&old.Vote) {
-		if old.Vote == *w && !w.Gone && w.troubled(sc.known.Gen) {
+		if old.Vote == *w && !w.Gone && w.Troubled(sc.known.Gen) {
 			old.seen = max(old.seen, now-rec.silent)
 		}
 		return

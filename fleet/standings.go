@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/crdt/wire"
 )
 
 // A Standing is what a process says of itself, for people and metrics. Nothing is
@@ -166,7 +167,7 @@ func (m *Standings) Mark(crdt.Replica) uint64 {
 // and a length before each text.
 func appendStanding(b []byte, m *Standing, num uint64) []byte {
 	b = binary.AppendUvarint(append(b, wireVersion), num)
-	b = appendText(appendText(appendText(b, m.Zone), m.Region), m.Version)
+	b = wire.AppendText(wire.AppendText(wire.AppendText(b, m.Zone), m.Region), m.Version)
 	for _, n := range []uint64{
 		m.Charter, m.Complete, m.Applied, millionths(m.Share), millionths(m.Level), millionths(m.Cap),
 		millionths(m.Lent), millionths(m.Pinned), m.Unacked,
@@ -176,7 +177,7 @@ func appendStanding(b []byte, m *Standing, num uint64) []byte {
 	b = appendSpan(b, m.SyncDelay)
 	for i, k := range m.Keys {
 		before := len(b)
-		b = appendText(b, k.Key)
+		b = wire.AppendText(b, k.Key)
 		for _, n := range []uint64{k.Admitted, k.Denied, millionths(k.Level), millionths(k.Cap)} {
 			b = binary.AppendUvarint(b, n)
 		}
@@ -242,27 +243,25 @@ func (m *Standings) Merge(c crdt.Contact, b []byte) error {
 }
 
 func readStanding(b []byte) (*standingRow, error) {
-	r := &reader{b: b}
-	if version := r.byte("version"); r.bad == "" && version != wireVersion {
-		return nil, fmt.Errorf("%w: version %d, not %d", ErrMalformed, version, wireVersion)
-	}
-	amount := func(what string) float64 { return float64(r.number(what, 1<<62)) / 1e6 }
-	m := &standingRow{num: r.number("number", math.MaxUint64)}
-	m.Zone, m.Region, m.Version = r.text("zone", 0, maxStandingText), r.text("region", 0, maxStandingText), r.text("program", 0, maxStandingText)
-	m.Charter, m.Complete, m.Applied = r.number("charter", math.MaxUint64), r.number("complete", math.MaxUint64), r.number("applied", math.MaxUint64)
-	m.Share = float64(r.number("share", 1e6)) / 1e6
+	r := read(b)
+	r.Uint("version", wireVersion, wireVersion)
+	amount := func(what string) float64 { return float64(r.Uint(what, 0, 1<<62)) / 1e6 }
+	m := &standingRow{num: r.number("number")}
+	m.Zone, m.Region, m.Version = r.Text("zone", 0, maxStandingText), r.Text("region", 0, maxStandingText), r.Text("program", 0, maxStandingText)
+	m.Charter, m.Complete, m.Applied = r.number("charter"), r.number("complete"), r.number("applied")
+	m.Share = float64(r.Uint("share", 0, 1e6)) / 1e6
 	m.Level, m.Cap, m.Lent, m.Pinned = amount("level"), amount("cap"), amount("lent"), amount("pinned")
-	m.Unacked, m.SyncDelay = r.number("unacked", math.MaxUint64), r.span("delay")
-	for len(r.b) > 0 && len(m.Keys) <= maxStandingKeys {
-		k := KeyStanding{Key: r.text("key", 0, maxStandingKey), Admitted: r.number("admitted", math.MaxUint64), Denied: r.number("denied", math.MaxUint64)}
+	m.Unacked, m.SyncDelay = r.number("unacked"), r.span("delay")
+	for r.Len() > 0 && len(m.Keys) <= maxStandingKeys {
+		k := KeyStanding{Key: r.Text("key", 0, maxStandingKey), Admitted: r.number("admitted"), Denied: r.number("denied")}
 		k.Level, k.Cap = amount("level of a key"), amount("cap of a key")
 		m.Keys = append(m.Keys, k)
 	}
 	if len(m.Keys) > maxStandingKeys {
-		r.fail("more keys than there may be")
+		r.Fail("keys", len(m.Keys), fmt.Sprintf("at most %d", maxStandingKeys))
 	}
-	if r.bad != "" {
-		return nil, fmt.Errorf("%w: %s of a member", ErrMalformed, r.bad)
+	if r.Fault() != nil {
+		return nil, fmt.Errorf("%w: a member: %w", ErrMalformed, r.Fault())
 	}
 	return m, nil
 }

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/crdt/wire"
 )
 
 // StormChange says that the fleet's storm of a key began or ended, as this
@@ -296,7 +297,7 @@ func appendSnapshot(b []byte, o *snapshot) []byte {
 	if o.gone {
 		flags |= flagWithdrawn
 	}
-	b = appendText(b, o.key)
+	b = wire.AppendText(b, o.key)
 	b = binary.AppendUvarint(b, o.num)
 	b = append(b, flags)
 	b = binary.AppendUvarint(b, o.Failed)
@@ -304,32 +305,30 @@ func appendSnapshot(b []byte, o *snapshot) []byte {
 	b = binary.AppendUvarint(b, uint64(o.Attempts))
 	b = appendSpan(b, o.Age)
 	b = binary.AppendUvarint(b, o.Diverted)
-	return appendText(b, o.Reason)
+	return wire.AppendText(b, o.Reason)
 }
 
 func readSnapshots(b []byte) ([]*snapshot, error) {
-	r := &reader{b: b}
-	if version := r.byte("version"); r.bad == "" && version != wireVersion {
-		return nil, fmt.Errorf("%w: version %d, not %d", ErrMalformed, version, wireVersion)
-	}
+	r := read(b)
+	r.Uint("version", wireVersion, wireVersion)
 	var all []*snapshot
-	for len(r.b) > 0 {
-		o := &snapshot{key: r.text("key", 1, maxScope), num: r.number("version", math.MaxUint64)}
-		flags := r.byte("flags")
+	for r.Len() > 0 {
+		o := &snapshot{key: r.Text("key", 1, maxScope), num: r.number("version")}
+		flags := r.Byte("flags")
 		if flags&^stormWireFlags != 0 || o.num == 0 {
-			r.fail("flags or version")
+			r.Fail("flags", flags, "known ones, of version 1 or later")
 		}
 		o.Crossed, o.Active, o.gone = Thresholds(flags)&crossedAll, flags&flagActive != 0, flags&flagWithdrawn != 0
-		o.Failed = r.number("failed", math.MaxUint64)
-		o.Outcomes = r.number("outcomes", math.MaxUint64)
-		o.Attempts = int(r.number("attempts", maxWireAttempts))
+		o.Failed = r.number("failed")
+		o.Outcomes = r.number("outcomes")
+		o.Attempts = int(r.Uint("attempts", 0, maxWireAttempts))
 		o.Age = r.span("age")
-		o.Diverted = r.number("diverted", math.MaxUint64)
-		o.Reason = r.text("reason", 0, maxReason)
+		o.Diverted = r.number("diverted")
+		o.Reason = r.Text("reason", 0, maxReason)
 		all = append(all, o)
 	}
-	if r.bad != "" {
-		return nil, fmt.Errorf("%w: %s, snapshot %d", ErrMalformed, r.bad, len(all))
+	if r.Fault() != nil {
+		return nil, fmt.Errorf("%w: snapshot %d: %w", ErrMalformed, len(all), r.Fault())
 	}
 	return all, nil
 }

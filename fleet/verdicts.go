@@ -187,7 +187,7 @@ func (v *Verdicts) Observe(now time.Duration, name string, s breaker.Snapshot) {
 		sc.back = s.State == breaker.Closed
 		sc.cast = s.Generation // what tripped before a close is no vote after it
 	case s.State == breaker.Closed:
-		if sc.own != nil && sc.own.troubled(sc.known.Gen) {
+		if sc.own != nil && sc.own.Troubled(sc.known.Gen) {
 			v.writeLocked(now, sc, Vote{At: Position{Gen: sc.known.Gen}})
 		}
 	case s.State == breaker.Open && !s.Forced && !s.Held && s.Generation > sc.cast:
@@ -360,11 +360,11 @@ func (v *Verdicts) stepLocked(now time.Duration) {
 }
 
 func (sc *scope) troubled() bool {
-	if sc.own != nil && sc.own.troubled(sc.known.Gen) {
+	if sc.own != nil && sc.own.Troubled(sc.known.Gen) {
 		return true
 	}
 	for _, r := range sc.rows {
-		if r.troubled(sc.known.Gen) {
+		if r.Troubled(sc.known.Gen) {
 			return true
 		}
 	}
@@ -552,7 +552,7 @@ func (v *Verdicts) dueLocked(sc *scope) time.Duration {
 // soloLocked is when a process that is cut off goes on by itself: when the
 // period it knows of is over, and a little later, not all at once.
 func (v *Verdicts) soloLocked(now time.Duration, sc *scope) time.Duration {
-	extra := spread(sc.name, sc.known.Position, v.self.Name) * soloSpread * float64(min(sc.known.OpenFor, v.cfg.Cap))
+	extra := Round{Scope: sc.name, At: sc.known.Position}.Share(v.self.Name) * soloSpread * float64(min(sc.known.OpenFor, v.cfg.Cap))
 	return max(now, v.dueLocked(sc)) + time.Duration(extra)
 }
 

@@ -128,9 +128,9 @@ func (v *Vote) later(w *Vote) bool {
 	return cmp.Or(cmp.Compare(v.Node.Incarnation, w.Node.Incarnation), cmp.Compare(v.Version, w.Version)) > 0
 }
 
-// troubled reports whether v still says, after the fleet's last close, that
+// Troubled reports whether v still says, after the fleet's last close, that
 // something is wrong.
-func (v *Vote) troubled(gen uint64) bool { return v.Phase != PhaseClosed && v.At.Gen >= gen }
+func (v *Vote) Troubled(gen uint64) bool { return v.Phase != PhaseClosed && v.At.Gen >= gen }
 
 // Decide is what the fleet makes of votes, from the state that it is known to
 // be in. It is a pure function: of votes by one process the latest counts, of

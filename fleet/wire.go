@@ -11,6 +11,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/crdt/wire"
 )
 
 // What a section says to a peer:
@@ -81,11 +82,6 @@ func appendHeader(b []byte, number, digest uint64, informed bool) []byte {
 	return append(b, 0)
 }
 
-func appendText[T ~string](b []byte, s T) []byte {
-	b = binary.AppendUvarint(b, uint64(len(s)))
-	return append(b, s...)
-}
-
 func appendSpan(b []byte, d time.Duration) []byte {
 	return binary.AppendUvarint(b, uint64(min(max(d, 0), maxSpan)/time.Microsecond))
 }
@@ -94,15 +90,15 @@ func appendRecord(b []byte, r *record) []byte {
 	b = append(b, r.kind)
 	switch r.kind {
 	case recordState:
-		b = appendText(b, r.name)
+		b = wire.AppendText(b, r.name)
 		b = binary.AppendUvarint(b, r.state.Gen)
 		b = binary.AppendUvarint(b, uint64(r.state.Round))
 		b = binary.AppendUvarint(b, uint64(r.state.Rung))
 		b = appendSpan(b, r.state.OpenFor)
-		b = appendText(b, r.state.Cause)
+		b = wire.AppendText(b, r.state.Cause)
 		return appendSpan(b, r.age)
 	case recordOther:
-		b = appendText(b, r.vote.Node.Name)
+		b = wire.AppendText(b, r.vote.Node.Name)
 		b = binary.AppendUvarint(b, r.vote.Node.Incarnation)
 		b = appendSpan(b, r.silent)
 	}
@@ -114,7 +110,7 @@ func appendRecord(b []byte, r *record) []byte {
 	if v.Gone {
 		flags |= flagGone
 	}
-	b = appendText(b, v.Scope)
+	b = wire.AppendText(b, v.Scope)
 	b = binary.AppendUvarint(b, v.Version)
 	b = binary.AppendUvarint(b, v.Term)
 	b = append(b, flags)
@@ -124,7 +120,7 @@ func appendRecord(b []byte, r *record) []byte {
 	b = binary.AppendUvarint(b, uint64(v.Failed))
 	b = binary.AppendUvarint(b, uint64(v.Rung))
 	b = appendSpan(b, v.OpenFor)
-	b = appendText(b, v.Cause)
+	b = wire.AppendText(b, v.Cause)
 	return appendSpan(b, r.age)
 }
 
@@ -133,85 +129,37 @@ func appendComplete(b []byte, version, life uint64) []byte {
 	return binary.AppendUvarint(b, life)
 }
 
-// reader reads a section. After the first fault it reads nothing but zeros.
-type reader struct {
-	b   []byte
-	bad string
-}
+// reader reads a section. Nothing of a packet is kept.
+type reader struct{ wire.Reader }
 
-func (r *reader) fail(what string) {
-	if r.bad == "" {
-		r.bad = what
+func read(b []byte) *reader { return &reader{wire.Read(b)} }
+
+// number is any that fits.
+func (r *reader) number(field string) uint64 { return r.Uint(field, 0, math.MaxUint64) }
+
+// digest is eight bytes, the highest first.
+func (r *reader) digest(field string) uint64 {
+	if b := r.Bytes(field, 8); b != nil {
+		return binary.BigEndian.Uint64(b)
 	}
-	r.b = nil
+	return 0
 }
 
-func (r *reader) byte(what string) byte {
-	if len(r.b) < 1 {
-		r.fail(what)
-		return 0
-	}
-	c := r.b[0]
-	r.b = r.b[1:]
-	return c
-}
-
-func (r *reader) number(what string, most uint64) uint64 {
-	n, size := binary.Uvarint(r.b)
-	if size <= 0 || n > most {
-		r.fail(what)
-		return 0
-	}
-	r.b = r.b[size:]
-	return n
-}
-
-func (r *reader) fixed(what string) uint64 {
-	if len(r.b) < 8 {
-		r.fail(what)
-		return 0
-	}
-	n := binary.BigEndian.Uint64(r.b)
-	r.b = r.b[8:]
-	return n
-}
-
-// text copies: nothing of a packet is kept.
-func (r *reader) text(what string, least, most int) string {
-	n := r.number(what, uint64(most))
-	if r.bad != "" || int(n) < least || len(r.b) < int(n) {
-		r.fail(what)
-		return ""
-	}
-	s := string(r.b[:n])
-	r.b = r.b[n:]
-	return s
-}
-
-func (r *reader) span(what string) time.Duration {
-	return time.Duration(r.number(what, uint64(maxSpan/time.Microsecond))) * time.Microsecond
+func (r *reader) span(field string) time.Duration {
+	return time.Duration(r.Uint(field, 0, uint64(maxSpan/time.Microsecond))) * time.Microsecond
 }
 
 // readMessage reads all of b, or says what is wrong with it.
 func readMessage(b []byte, from crdt.Replica) (*message, error) {
-	r := &reader{b: b}
-	if version := r.byte("version"); r.bad == "" && version != wireVersion {
-		return nil, fmt.Errorf("%w: version %d, not %d", ErrMalformed, version, wireVersion)
-	}
-	m := &message{number: r.number("roster number", math.MaxUint64), digest: r.fixed("roster digest")}
-	informed := r.byte("informed")
-	if informed > 1 {
-		r.fail("informed")
-	}
-	m.informed = informed == 1
-	for len(r.b) > 0 {
-		kind := r.byte("kind")
+	r := read(b)
+	r.Uint("version", wireVersion, wireVersion)
+	m := &message{number: r.number("roster number"), digest: r.digest("roster digest"), informed: r.Bool("informed")}
+	for r.Len() > 0 {
+		kind := r.Byte("kind")
 		if kind == recordComplete {
-			m.complete, m.floor = true, r.number("floor", math.MaxUint64)
-			m.life = r.number("receiver", math.MaxUint64)
-			if len(r.b) > 0 {
-				r.fail("something after the last record")
-			}
+			m.complete, m.floor = true, r.number("floor")
+			m.life = r.number("receiver")
+			r.End()
 			break
 		}
 		rec := record{kind: kind}
@@ -222,32 +170,32 @@ func readMessage(b []byte, from crdt.Replica) (*message, error) {
 			rec.vote.Node = from
 			r.vote(&rec)
 		case recordOther:
-			rec.vote.Node.Name = r.text("node", 1, maxName)
-			rec.vote.Node.Incarnation = r.number("incarnation", math.MaxUint64)
+			rec.vote.Node.Name = r.Text("node", 1, maxName)
+			rec.vote.Node.Incarnation = r.number("incarnation")
 			rec.silent = r.span("silent")
 			r.vote(&rec)
 		default:
-			r.fail("kind")
+			r.Fail("kind", kind, "1 to 4")
 		}
 		m.records = append(m.records, rec)
 	}
-	if r.bad != "" {
-		return nil, fmt.Errorf("%w: %s, record %d", ErrMalformed, r.bad, len(m.records))
+	if r.Fault() != nil {
+		return nil, fmt.Errorf("%w: record %d: %w", ErrMalformed, len(m.records), r.Fault())
 	}
 	return m, nil
 }
 
 func (r *reader) state(rec *record) {
 	s := &rec.state
-	rec.name = r.text("scope", 1, maxScope)
-	s.Gen = r.number("gen", math.MaxUint64)
-	s.Round = uint32(r.number("round", math.MaxUint32))
-	s.Rung = int(r.number("rung", maxRung))
+	rec.name = r.Text("scope", 1, maxScope)
+	s.Gen = r.number("gen")
+	s.Round = uint32(r.Uint("round", 0, math.MaxUint32))
+	s.Rung = int(r.Uint("rung", 0, maxRung))
 	s.OpenFor = r.span("open period")
-	s.Cause = breaker.Cause(r.text("cause", 0, maxCause))
+	s.Cause = breaker.Cause(r.Text("cause", 0, maxCause))
 	rec.age = r.span("age")
 	if !s.Open() && (s.Rung != 0 || s.OpenFor != 0 || s.Cause != "") {
-		r.fail("a closed state with a period")
+		r.Fail("a closed state", *s, "no open period")
 	}
 }
 
@@ -256,24 +204,21 @@ const maxRung = 64
 
 func (r *reader) vote(rec *record) {
 	v := &rec.vote
-	v.Scope = r.text("scope", 1, maxScope)
-	v.Version = r.number("version", math.MaxUint64)
-	v.Term = r.number("term", math.MaxUint64-1)
-	flags := r.byte("flags")
+	v.Scope = r.Text("scope", 1, maxScope)
+	v.Version = r.Uint("version", 1, math.MaxUint64)
+	v.Term = r.Uint("term", 0, math.MaxUint64-1)
+	flags := r.Byte("flags")
 	v.Wants, v.Gone = flags&flagWants != 0, flags&flagGone != 0
 	v.Phase = Phase(flags &^ (flagWants | flagGone))
 	if v.Phase >= phases {
-		r.fail("phase")
+		r.Fail("phase", v.Phase, fmt.Sprintf("0 to %d", phases-1))
 	}
-	v.At.Gen = r.number("gen", math.MaxUint64)
-	v.At.Round = uint32(r.number("round", math.MaxUint32))
-	v.Passes = uint32(r.number("passes", math.MaxUint32))
-	v.Failed = uint32(r.number("failed", math.MaxUint32))
-	v.Rung = int(r.number("rung", maxRung))
+	v.At.Gen = r.number("gen")
+	v.At.Round = uint32(r.Uint("round", 0, math.MaxUint32))
+	v.Passes = uint32(r.Uint("passes", 0, math.MaxUint32))
+	v.Failed = uint32(r.Uint("failed", 0, math.MaxUint32))
+	v.Rung = int(r.Uint("rung", 0, maxRung))
 	v.OpenFor = r.span("open period")
-	v.Cause = breaker.Cause(r.text("cause", 0, maxCause))
+	v.Cause = breaker.Cause(r.Text("cause", 0, maxCause))
 	rec.age = r.span("age")
-	if v.Version == 0 {
-		r.fail("version of a vote")
-	}
 }

@@ -158,6 +158,29 @@ func (r *fleetRig) startAll() []*party {
 	return ps
 }
 
+// openAll has each consume the queue of orders.
+func openAll(ps []*party) (ss []*fleetSource) {
+	for _, p := range ps {
+		p.r.t.Helper()
+		ss = append(ss, p.open("orders", ""))
+	}
+	return ss
+}
+
+// heldFleet is a fleet of three that has been open for a while over a queue.
+func heldFleet(t *testing.T, n uint64) (*fleetRig, []*party, []*fleetSource) {
+	r := newFleetRig(t, "a", "b", "c")
+	ps := r.startAll()
+	if n > 0 {
+		r.feed("orders", n, 20*time.Millisecond)
+	}
+	ss := openAll(ps)
+	time.Sleep(time.Second)
+	r.down.Store(true)
+	r.until(30*time.Second, "the fleet opens", func() bool { return ss[0].held() && ss[1].held() && ss[2].held() })
+	return r, ps, ss
+}
+
 func (p *party) clock() time.Duration { return p.r.now() + p.offset }
 
 func (p *party) sections() [2]fleetSection { return [2]fleetSection{p.v, p.st} }

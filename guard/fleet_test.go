@@ -188,7 +188,7 @@ func outage(t *testing.T, alone, partitions bool, loss float64) (calls int, back
 // Nine processes probe a dead dependency as one.
 func TestFleetProbesAsOne(t *testing.T) {
 	if guard.RaceEnabled {
-		t.Skip("ten minutes of nine processes; the other tests of fleets run under the race detector")
+		t.Skip("ten minutes of nine processes: run without -race; the other tests of fleets run with it")
 	}
 	each, backEach := outage(t, true, false, 0)
 	t.Logf("each by itself: %d calls, back after %v", each, backEach)
@@ -217,10 +217,7 @@ func TestFleetOneBadNode(t *testing.T) {
 		ps := r.startAll()
 		const n = 3000
 		r.feed("orders", n, 10*time.Millisecond)
-		var ss []*fleetSource
-		for _, p := range ps {
-			ss = append(ss, p.open("orders", ""))
-		}
+		ss := openAll(ps)
 		time.Sleep(2 * time.Second)
 		ps[0].broken.Store(true)
 		opened := 0
@@ -332,10 +329,7 @@ func TestFleetLeavesAnOperatorsForce(t *testing.T) {
 		r := newFleetRig(t, "a", "b", "c", "d")
 		ps := r.startAll()
 		r.feed("orders", 1000, 20*time.Millisecond)
-		var ss []*fleetSource
-		for _, p := range ps {
-			ss = append(ss, p.open("orders", ""))
-		}
+		ss := openAll(ps)
 		time.Sleep(time.Second)
 		if err := ss[0].ForceOpen(10 * time.Minute); err != nil { // before the fleet opens
 			t.Fatal(err)
@@ -439,16 +433,7 @@ func TestFleetWakesWhoIsAtRest(t *testing.T) {
 // held with the others again.
 func TestFleetHoldsWhatTripsAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		r := newFleetRig(t, "a", "b", "c")
-		ps := r.startAll()
-		r.feed("orders", 1000, 20*time.Millisecond)
-		var ss []*fleetSource
-		for _, p := range ps {
-			ss = append(ss, p.open("orders", ""))
-		}
-		time.Sleep(time.Second)
-		r.down.Store(true)
-		r.until(30*time.Second, "the fleet opens", func() bool { return ss[0].held() && ss[1].held() })
+		r, _, ss := heldFleet(t, 1000)
 		time.Sleep(10 * time.Second)
 		if err := ss[0].ForceClosed(); err != nil {
 			t.Fatal(err)
@@ -466,16 +451,7 @@ func TestFleetHoldsWhatTripsAgain(t *testing.T) {
 // everything back.
 func TestFleetCloseWhileHeld(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		r := newFleetRig(t, "a", "b", "c")
-		ps := r.startAll()
-		r.feed("orders", 300, 20*time.Millisecond)
-		var ss []*fleetSource
-		for _, p := range ps {
-			ss = append(ss, p.open("orders", ""))
-		}
-		time.Sleep(time.Second)
-		r.down.Store(true)
-		r.until(30*time.Second, "the fleet opens", func() bool { return ss[0].held() && ss[1].held() && ss[2].held() })
+		r, ps, ss := heldFleet(t, 300)
 		time.Sleep(5 * time.Second)
 		began := time.Now()
 		reports, err := ps[0].guard.Close(t.Context())
@@ -554,16 +530,7 @@ func TestFleetRevokeWhileHeld(t *testing.T) {
 // probes: who is left is not held for ever.
 func TestFleetPeersVanish(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		r := newFleetRig(t, "a", "b", "c")
-		ps := r.startAll()
-		r.feed("orders", 200, 20*time.Millisecond)
-		var ss []*fleetSource
-		for _, p := range ps {
-			ss = append(ss, p.open("orders", ""))
-		}
-		time.Sleep(time.Second)
-		r.down.Store(true)
-		r.until(30*time.Second, "the fleet opens", func() bool { return ss[0].held() && ss[1].held() && ss[2].held() })
+		r, ps, ss := heldFleet(t, 200)
 		time.Sleep(3 * time.Second)
 		ps[1].crash()
 		ps[2].crash()

@@ -22,23 +22,6 @@ import (
 	"github.com/stormguard-mq/stormguard/guard/guardtest"
 )
 
-// heldFleet is a fleet of three that has been open for a while over a queue.
-func heldFleet(t *testing.T, n uint64) (*fleetRig, []*party, []*fleetSource) {
-	r := newFleetRig(t, "a", "b", "c")
-	ps := r.startAll()
-	if n > 0 {
-		r.feed("orders", n, 20*time.Millisecond)
-	}
-	var ss []*fleetSource
-	for _, p := range ps {
-		ss = append(ss, p.open("orders", ""))
-	}
-	time.Sleep(time.Second)
-	r.down.Store(true)
-	r.until(30*time.Second, "the fleet opens", func() bool { return ss[0].held() && ss[1].held() && ss[2].held() })
-	return r, ps, ss
-}
-
 // A turn whose process has lost what it wanted to probe with passes on: its source
 // is paused just then.
 func TestFleetPermitWithNothingWaiting(t *testing.T) {
@@ -141,10 +124,7 @@ func TestFleetPoisonHead(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newFleetRig(t, "a", "b", "c")
 		ps := r.startAll()
-		var ss []*fleetSource
-		for _, p := range ps {
-			ss = append(ss, p.open("orders", ""))
-		}
+		ss := openAll(ps)
 		r.feed("orders", 300, 10*time.Millisecond)
 		time.Sleep(time.Second)
 		r.down.Store(true)

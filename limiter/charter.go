@@ -87,7 +87,7 @@ func newTerm(c Charter) *term {
 	t.Limits = maps.Clone(c.Limits)
 	t.Roster.Members = slices.Clone(c.Roster.Members)
 	for _, m := range t.Roster.Members {
-		t.weights[m.Name] = m.weight()
+		t.weights[m.Name] = m.Weighs()
 	}
 	t.sum, t.least = c.Roster.weights()
 	t.present = t.sum

@@ -149,21 +149,17 @@ func TestNeverTooMuchWhileChartersChange(t *testing.T) {
 				err = a.check()
 			}
 		}
-		cut := make([][]bool, n)
-		for i := range cut {
-			cut[i] = make([]bool, n)
-		}
-		f.down = func(_ time.Duration, a, b int) bool { return cut[a][b] }
+		network := f.disturb()
 		hot := 0
 		serial := rapid.Bool().Draw(t, "serial")
 		steps := rapid.IntRange(3, 30).Draw(t, "steps")
 		for range steps {
 			node := rapid.IntRange(0, n-1).Draw(t, "node")
 			s := f.nodes[node]
-			switch rapid.SampledFrom([]string{
+			switch what := rapid.SampledFrom([]string{
 				"charter", "charter", "tell", "tell", "tell all", "tell all", "complete", "complete", "told", "fence",
 				"reset", "net", "cut", "heal", "crash", "hot", "wait", "gather", "rest",
-			}).Draw(t, "what") {
+			}).Draw(t, "what"); what {
 			case "charter":
 				c := a.newest()
 				if serial && c.Number > a.complete {
@@ -233,16 +229,8 @@ func TestNeverTooMuchWhileChartersChange(t *testing.T) {
 				a.add(c)
 				a.allow += float64(c.limit("k").Burst)
 				a.count[3]++
-			case "net":
-				f.loss = rapid.SampledFrom([]float64{0, .1, .35, .9}).Draw(t, "loss")
-				f.dup = rapid.SampledFrom([]float64{0, .2}).Draw(t, "dup")
-				f.slow = rapid.SampledFrom([]time.Duration{0, 5 * ms, 500 * ms}).Draw(t, "slow")
-			case "cut":
-				cut[node][rapid.IntRange(0, n-1).Draw(t, "to")] = true
-			case "heal":
-				for i := range cut {
-					clear(cut[i])
-				}
+			case "net", "cut", "heal":
+				network(t, what, node)
 			case "crash":
 				if s.alive {
 					f.crash(node)

@@ -602,22 +602,58 @@ func TestStats(t *testing.T) {
 	}
 }
 
-// The cases of homes that chance seldom draws.
-func TestLosersOfHomes(t *testing.T) {
-	charter := func(burst int, names string) Charter {
-		return Charter{Number: 1, Limit: Limit{Rate: 5, Burst: burst}, Roster: rosterOf(names)}
+// The cases that chance seldom draws: by weights, limits and homes.
+func TestLosersByCase(t *testing.T) {
+	same := func(*Charter) {}
+	limit := func(rate float64, burst int) func(*Charter) {
+		return func(c *Charter) { c.Limit = Limit{Rate: rate, Burst: burst} }
 	}
-	for i, c := range []struct {
-		from, to Charter
+	own := func(rate float64) func(*Charter) {
+		return func(c *Charter) { c.Limits = map[string]Limit{"k": {Rate: rate, Burst: 1_000_000}} }
+	}
+	members := func(names string) func(*Charter) { return func(c *Charter) { c.Roster = rosterOf(names) } }
+	weigh := func(a, b, c int) func(*Charter) {
+		return func(ch *Charter) {
+			for i, w := range []int{a, b, c} {
+				ch.Roster.Members[i].Weight, ch.Roster.Members[i].NoShare = w, w == 0
+			}
+		}
+	}
+	both := func(f, g func(*Charter)) func(*Charter) { return func(c *Charter) { f(c); g(c) } }
+	small, tiny := limit(1000, 3), limit(5, 3)
+	for _, c := range []struct {
+		what     string
+		from, to func(*Charter)
 		want     string
 	}{
-		{charter(3, "a b c"), charter(3, "a b c d"), "[a b c]"}, // d takes some keys of each
-		{charter(3, "a b c"), charter(3, "a b"), "[c]"},
-		{charter(30, "a b c"), charter(3, "a b c"), "[a b c]"},
-		{charter(3, "a b c"), charter(30, "a b c"), "[a b c]"}, // of its own keys each had all the rate
+		{"nothing", same, same, "[]"},
+		{"join", same, members("a b c d"), "[a b c]"},
+		{"leave", same, members("b c"), "[a]"},
+		{"faster", same, limit(2000, 1_000_000), "[]"},
+		{"slower", same, limit(999, 1_000_000), "[a b c]"},
+		{"less burst", same, limit(1000, 999_999), "[a b c]"},
+		{"join and faster", same, both(members("a b c d"), limit(4000, 4_000_000)), "[]"},
+		{"heavier", same, weigh(1, 2, 1), "[a c]"},
+		{"all heavier", same, weigh(3, 3, 3), "[]"},
+		{"no share", same, weigh(1, 0, 1), "[b]"},
+		{"a slower key", same, own(1), "[a b c]"},
+		{"a faster key", same, own(1001), "[]"},
+		{"homes: join", small, both(small, members("a b c d")), "[a b c]"}, // d takes some keys of each
+		{"homes: leave", small, both(small, members("b c")), "[a]"},
+		{"to homes", same, small, "[a b c]"},
+		{"from homes", small, same, "[a b c]"}, // of its own keys each had all the rate
+		{"homes: faster", small, limit(2000, 3), "[]"},
+		{"a tiny limit: join", tiny, both(tiny, members("a b c d")), "[a b c]"},
+		{"a tiny limit: leave", tiny, both(tiny, members("a b")), "[c]"},
+		{"a tiny limit: to homes", limit(5, 30), tiny, "[a b c]"},
+		{"a tiny limit: from homes", tiny, limit(5, 30), "[a b c]"},
 	} {
-		if got := fmt.Sprint(Losers(c.from, c.to)); got != c.want {
-			t.Errorf("%d: %s lose, want %s", i, got, c.want)
+		from := Charter{Number: 1, Limit: Limit{Rate: 1000, Burst: 1_000_000}, Roster: rosterOf("a b c")}
+		to := Charter{Number: 1, Limit: from.Limit, Roster: rosterOf("a b c")}
+		c.from(&from)
+		c.to(&to)
+		if got := fmt.Sprint(Losers(from, to)); got != c.want {
+			t.Errorf("%s: %s lose, want %s", c.what, got, c.want)
 		}
 	}
 }

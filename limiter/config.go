@@ -191,7 +191,8 @@ func (c Config) Validate() error {
 	return errors.Join(wrong...)
 }
 
-// Warnings names what is allowed and will not work well, one sentence each.
+// Warnings names what is allowed and will not work well, one sentence each;
+// fleet/process logs them.
 func (c Config) Warnings() []string {
 	if len(c.Roster.Members) <= 1 {
 		return nil
@@ -228,7 +229,7 @@ func (c Config) fingerprint() uint32 {
 	members := slices.Clone(c.Roster.Members)
 	slices.SortFunc(members, func(a, b Member) int { return cmp.Compare(a.Name, b.Name) })
 	for _, m := range members {
-		_, _ = fmt.Fprintf(h, "%q%d", m.Name, m.weight())
+		_, _ = fmt.Fprintf(h, "%q%d", m.Name, m.Weighs())
 	}
 	for _, key := range sorted(c.Limits) {
 		_, _ = fmt.Fprintf(h, "%q%v", key, c.Limits[key])

@@ -81,7 +81,7 @@ func (n *Node) sweep() {
 			continue
 		}
 		if p.held > 0 && !n.leased(p) {
-			for e := p.head; e != nil; e = e.next {
+			for e := range p.entries {
 				if x := e.held(); x > 0 {
 					e.giveBack(x)
 					n.stir(e.row)
@@ -108,7 +108,7 @@ func (n *Node) sweep() {
 	}
 	n.sweepAt = never
 	for _, p := range n.slots {
-		if p != nil && (p.lent > 0 || p.held > 0 || p.head != nil || p.leaving != never) {
+		if p != nil && (p.lent > 0 || p.held > 0 || p.changes.First() != nil || p.leaving != never) {
 			n.sweepAt = n.now + sweepEvery
 			break
 		}
@@ -122,8 +122,7 @@ func (n *Node) watch() { n.sweepAt = min(n.sweepAt, n.now+sweepEvery) }
 // has is void when it hears of it, and has been unspendable for longer.
 func (n *Node) write(p *peer) {
 	p.epoch++
-	for e := p.head; e != nil; {
-		next := e.next // touch moves e
+	for e := range p.entries {
 		if e.lent.series != 0 {
 			r := e.row
 			r.mint(n.now, n.mintAt)
@@ -136,15 +135,13 @@ func (n *Node) write(p *peer) {
 			n.pin(r)
 			n.stir(r)
 		}
-		e = next
 	}
 }
 
 // prune closes series of loans that lie idle, and forgets entries that say
 // nothing.
 func (n *Node) prune(p *peer) {
-	for e := p.head; e != nil; {
-		next := e.next
+	for e := range p.entries {
 		if e.lent.series != 0 && e.lent.open() == 0 && n.now-e.lent.last > idle {
 			e.lent = loan{}
 			e.dirty = true
@@ -154,7 +151,6 @@ func (n *Node) prune(p *peer) {
 			n.stir(e.row)
 			e.drop()
 		}
-		e = next
 	}
 }
 
@@ -183,7 +179,8 @@ func (n *Node) peer(id crdt.Replica) *peer {
 	if slot == len(n.slots) {
 		n.slots = append(n.slots, nil)
 	}
-	p = &peer{node: n, id: id, slot: slot, mark: 1, leaving: never, index: n.cfg.Roster.index(id.Name)}
+	p = &peer{node: n, id: id, slot: slot, leaving: never, index: n.cfg.Roster.index(id.Name)}
+	p.changes.Skip()
 	p.share = n.newest().weights[id.Name]
 	n.slots[slot], n.peers[id.Name] = p, p
 	return p
@@ -210,7 +207,7 @@ func (n *Node) bury(p *peer) {
 	n.buried[p.id.Name] = burial{p.id.Incarnation, n.now}
 	delete(n.peers, p.id.Name)
 	p.gone = true
-	for e := p.head; e != nil; e = e.next {
+	for e := range p.entries {
 		e.void()
 		e.need, e.itsNeed = 0, 0
 		n.stir(e.row)
@@ -225,9 +222,8 @@ func (n *Node) bury(p *peer) {
 
 // forget drops all that is left of p.
 func (n *Node) forget(p *peer) {
-	for p.head != nil {
-		e := p.head
-		p.unlink(e)
+	for e := range p.entries {
+		p.changes.Remove(&e.change)
 		e.row.entries[p.slot] = nil
 		n.stir(e.row)
 	}

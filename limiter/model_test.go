@@ -108,6 +108,30 @@ func (s *simNode) peerOf(other *simNode) *peer {
 	return &peer{slot: 1 << 20}
 }
 
+// disturb gives the fleet a network, whole at first, and returns what changes it: how
+// it loses, doubles and delays, one way of one link that is cut, all links healed.
+func (f *fleet) disturb() func(t *rapid.T, what string, node int) {
+	cut := make([][]bool, len(f.nodes))
+	for i := range cut {
+		cut[i] = make([]bool, len(f.nodes))
+	}
+	f.down = func(_ time.Duration, a, b int) bool { return cut[a][b] }
+	return func(t *rapid.T, what string, node int) {
+		switch what {
+		case "net":
+			f.loss = rapid.SampledFrom([]float64{0, .1, .35, .9}).Draw(t, "loss")
+			f.dup = rapid.SampledFrom([]float64{0, .2}).Draw(t, "dup")
+			f.slow = rapid.SampledFrom([]time.Duration{0, 5 * ms, 500 * ms}).Draw(t, "slow")
+		case "cut":
+			cut[node][rapid.IntRange(0, len(f.nodes)-1).Draw(t, "to")] = true
+		case "heal":
+			for i := range cut {
+				clear(cut[i])
+			}
+		}
+	}
+}
+
 // Whatever the network and the processes do, no token is spent twice.
 func TestNeverTooMuch(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
@@ -136,27 +160,15 @@ func TestNeverTooMuch(t *testing.T) {
 				old[f.rand.IntN(64)] = e
 			}
 		}
-		cut := make([][]bool, n)
-		for i := range cut {
-			cut[i] = make([]bool, n)
-		}
-		f.down = func(_ time.Duration, a, b int) bool { return cut[a][b] }
+		network := f.disturb()
 		hot := 0
 		steps := rapid.IntRange(3, 25).Draw(t, "steps")
 		for range steps {
 			node := rapid.IntRange(0, n-1).Draw(t, "node")
 			s := f.nodes[node]
-			switch rapid.SampledFrom([]string{"pass", "net", "cut", "heal", "crash", "hot", "replay", "wait", "stale", "rest", "gone", "gather"}).Draw(t, "what") {
-			case "net":
-				f.loss = rapid.SampledFrom([]float64{0, .1, .35, .9}).Draw(t, "loss")
-				f.dup = rapid.SampledFrom([]float64{0, .2}).Draw(t, "dup")
-				f.slow = rapid.SampledFrom([]time.Duration{0, 5 * ms, 500 * ms}).Draw(t, "slow")
-			case "cut":
-				cut[node][rapid.IntRange(0, n-1).Draw(t, "to")] = true
-			case "heal":
-				for i := range cut {
-					clear(cut[i])
-				}
+			switch what := rapid.SampledFrom([]string{"pass", "net", "cut", "heal", "crash", "hot", "replay", "wait", "stale", "rest", "gone", "gather"}).Draw(t, "what"); what {
+			case "net", "cut", "heal":
+				network(t, what, node)
 			case "crash":
 				if s.alive {
 					f.crash(node)

@@ -22,13 +22,12 @@ type peer struct {
 	leaving time.Duration // since when no roster has its name; never if one has
 	pinned  int           // keys of which it has loans and whose lease is not renewed
 
-	// Changes, numbered in the order in which they happened. The first is the
-	// peer's own existence, so that two lives that meet write to each other at once:
-	// a new life mints nothing before it has heard from all.
-	mark       uint64
-	acked      uint64
-	toldAt     time.Duration // own clock: when changes were first sent of which no echo has come
-	head, tail *entry        // by change, oldest first
+	// What changed, each key once. The first change is the peer's own existence, so
+	// that two lives that meet write to each other at once: a new life mints nothing
+	// before it has heard from all.
+	changes crdt.Changes[*entry]
+	acked   uint64
+	toldAt  time.Duration // own clock: when changes were first sent of which no echo has come
 
 	sent  time.Duration // its clock: the newest packet merged
 	heard time.Duration // own clock: when that was
@@ -66,10 +65,9 @@ type entry struct {
 	itsNeed int64
 	sent    time.Duration // its clock: the newest packet that spoke of this
 
-	pinned     bool // counted in the peer's
-	dirty      bool // differs from what the last change said
-	change     uint64
-	prev, next *entry
+	pinned bool // counted in the peer's
+	dirty  bool // differs from what the last change said
+	change crdt.Change[*entry]
 }
 
 // A loan is a series of loans: out is the sum of all. A series is closed when all
@@ -87,35 +85,20 @@ func (e *entry) held() int64 { return e.borrowed.open() }
 // touch makes e the newest change.
 func (e *entry) touch() {
 	e.dirty = false
-	p := e.peer
-	p.mark++
-	p.node.changes++
-	e.change = p.mark
-	if p.tail == e {
-		return
-	}
-	p.unlink(e)
-	e.prev = p.tail
-	if p.tail != nil {
-		p.tail.next = e
-	} else {
-		p.head = e
-	}
-	p.tail = e
+	e.peer.node.changes++
+	e.peer.changes.Touch(&e.change)
 }
 
-func (p *peer) unlink(e *entry) {
-	if e.prev != nil {
-		e.prev.next = e.next
-	} else if p.head == e {
-		p.head = e.next
+// entries yields what lies between the node and p, that of the latest change last.
+// The one that is yielded may be dropped.
+func (p *peer) entries(yield func(*entry) bool) {
+	for c := p.changes.First(); c != nil; {
+		next := c.Next()
+		if !yield(c.Of) {
+			return
+		}
+		c = next
 	}
-	if e.next != nil {
-		e.next.prev = e.prev
-	} else if p.tail == e {
-		p.tail = e.prev
-	}
-	e.prev, e.next = nil, nil
 }
 
 // entry is the one between r and p, made if need be. There is nothing to tell of
@@ -127,13 +110,9 @@ func (r *row) entry(p *peer) *entry {
 	for len(r.entries) <= p.slot {
 		r.entries = append(r.entries, nil)
 	}
-	e := &entry{row: r, peer: p, needAt: -never, next: p.head}
-	if p.head != nil {
-		p.head.prev = e
-	} else {
-		p.tail = e
-	}
-	p.head = e
+	e := &entry{row: r, peer: p, needAt: -never}
+	e.change.Of = e
+	p.changes.List(&e.change)
 	r.entries[p.slot] = e
 	p.node.watch()
 	return e
@@ -150,7 +129,7 @@ func (r *row) with(p *peer) *entry {
 // blank tells whether nothing would be lost with e, and the peer knows.
 func (e *entry) blank() bool {
 	return e.lent.series == 0 && e.borrowed.series == 0 && e.need == 0 && e.itsNeed == 0 &&
-		!e.dirty && e.change <= e.peer.acked
+		!e.dirty && e.change.Mark <= e.peer.acked
 }
 
 // drop forgets e. A packet that is not newer than the last that spoke of it could
@@ -158,7 +137,7 @@ func (e *entry) blank() bool {
 func (e *entry) drop() {
 	p := e.peer
 	p.floor = max(p.floor, e.sent)
-	p.unlink(e)
+	p.changes.Remove(&e.change)
 	e.row.entries[p.slot] = nil
 }
 

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/crdt/wire"
 )
 
 // What a packet says, of the sender's own use, integers but one as varints:
@@ -50,8 +51,7 @@ func (p *Pooled) Delta(now time.Duration, b []byte, _ crdt.Replica, since uint64
 	upto = since
 	for c := p.changes.After(since); c != nil; c = c.Next() {
 		whole, r := len(b), c.Of
-		b = binary.AppendUvarint(b, uint64(len(r.key)))
-		b = append(b, r.key...)
+		b = wire.AppendText(b, r.key)
 		b = binary.AppendUvarint(b, r.series)
 		b = binary.AppendUvarint(b, uint64(r.used))
 		b = binary.AppendUvarint(b, uint64(r.asked))
@@ -71,18 +71,18 @@ func (p *Pooled) Delta(now time.Duration, b []byte, _ crdt.Replica, since uint64
 // The errors are [ErrMalformed], [ErrMismatch] and [ErrStale], and then nothing was
 // taken in.
 func (p *Pooled) Merge(c crdt.Contact, b []byte) error {
-	r := reader{b: b}
-	if v := r.byte(); v != pooledVersion {
+	r := reader{wire.Read(b)}
+	if v := r.Byte("version"); v != pooledVersion {
 		return fmt.Errorf("%w: version %d from %v, want %d", ErrMalformed, v, c.From, pooledVersion)
 	}
-	if r.fixed() != p.config && !r.bad {
+	if r.Uint32("config") != p.config && !r.bad() {
 		return fmt.Errorf("%w: %v", ErrMismatch, c.From)
 	}
 	if c.From.Name == "" || c.From.Name == p.self.Name {
 		return fmt.Errorf("%w: from %v", ErrMalformed, c.From)
 	}
-	for look := r; len(look.b) > 0 || look.bad; {
-		if look.use(); look.bad {
+	for look := r; look.Len() > 0 || look.bad(); {
+		if look.use(); look.bad() {
 			return fmt.Errorf("%w: an entry from %v", ErrMalformed, c.From)
 		}
 	}
@@ -100,7 +100,7 @@ func (p *Pooled) Merge(c crdt.Contact, b []byte) error {
 	if silent > 0 {
 		p.lookAt = 0
 	}
-	for len(r.b) > 0 {
+	for r.Len() > 0 {
 		p.useLocked(peer, silent, r.use())
 	}
 	peer.heard = max(peer.heard, p.now)
@@ -118,18 +118,8 @@ type pooledSaid struct {
 }
 
 func (r *reader) use() (s pooledSaid) {
-	n := r.value()
-	if n < 1 || n > MaxKey {
-		r.bad, r.b = true, nil
-		return s
-	}
-	s.key = r.take(int(n))
-	s.series, s.used, s.asked = uint64(r.value()), r.value(), r.value()
-	flags := r.byte()
-	s.denied = flags&pooledDenied != 0
-	if flags > pooledDenied || s.series == 0 {
-		r.bad, r.b = true, nil
-	}
+	s.key, s.series = r.key(), uint64(r.positive("series"))
+	s.used, s.asked, s.denied = r.value("used"), r.value("asked"), r.Uint("flags", 0, pooledDenied) == pooledDenied
 	return s
 }
 

@@ -42,7 +42,8 @@ type Member struct {
 	NoShare bool
 }
 
-func (m Member) weight() int64 {
+// Weighs is the weight that counts: Weight, 1 if that is unset, and 0 with NoShare.
+func (m Member) Weighs() int64 {
 	switch {
 	case m.NoShare:
 		return 0
@@ -68,7 +69,7 @@ func (r Roster) admits(name string) bool { return r.Guests || r.index(name) >= 0
 // weights is the sum of all, and the smallest that is a share at all.
 func (r Roster) weights() (sum, least int64) {
 	for _, m := range r.Members {
-		w := m.weight()
+		w := m.Weighs()
 		sum += w
 		if w > 0 && (least == 0 || w < least) {
 			least = w
@@ -114,7 +115,7 @@ func (r Roster) rendezvous(key string) int {
 	// home without asking, and keys spread evenly over homes.
 	best, home := uint64(0), -1
 	for i, m := range r.Members {
-		if m.weight() == 0 {
+		if m.Weighs() == 0 {
 			continue
 		}
 		h := fnv.New64a()

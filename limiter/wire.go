@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/crdt/wire"
 )
 
 // What a packet says of a peer's books, all integers but two as varints:
@@ -43,7 +44,7 @@ const (
 // Mark is the number of the latest change that concerns the peer.
 func (n *Node) Mark(to crdt.Replica) uint64 {
 	if p := n.peers[to.Name]; p != nil && p.id.Incarnation == to.Incarnation {
-		return p.mark
+		return p.changes.Mark()
 	}
 	if !n.admits(to.Name) || to.Name == n.self.Name {
 		return 0
@@ -64,7 +65,7 @@ func (n *Node) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64,
 	if room < maxHeader {
 		return b, since
 	}
-	p.acked = max(p.acked, min(since, p.mark))
+	p.acked = max(p.acked, min(since, p.changes.Mark()))
 	start := len(b)
 	if t := n.newest(); t.Number == 1 {
 		b = append(b, version)
@@ -88,31 +89,27 @@ func (n *Node) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64,
 	}
 	b = binary.AppendUvarint(b, uint64(renewed/time.Microsecond))
 
-	e := p.tail
-	for e != nil && e.prev != nil && e.prev.change > since {
-		e = e.prev
-	}
-	if e == nil || e.change <= since {
-		return b, p.mark
+	c := p.changes.After(since)
+	if c == nil {
+		return b, p.changes.Mark()
 	}
 	if !p.unanswered() {
 		p.toldAt = n.now
 	}
 	upto = max(since, 1)
-	for ; e != nil; e = e.next {
+	for ; c != nil; c = c.Next() {
 		whole := len(b)
-		b = e.append(b)
+		b = c.Of.append(b)
 		if len(b)-start > room {
 			return b[:whole], upto
 		}
-		upto = e.change
+		upto = c.Mark
 	}
-	return b, p.mark
+	return b, p.changes.Mark()
 }
 
 func (e *entry) append(b []byte) []byte {
-	b = binary.AppendUvarint(b, uint64(len(e.row.name)))
-	b = append(b, e.row.name...)
+	b = wire.AppendText(b, e.row.name)
 	parts := len(b)
 	b = append(b, 0)
 	if l := &e.lent; l.series != 0 {
@@ -133,50 +130,18 @@ func (e *entry) append(b []byte) []byte {
 	return b
 }
 
-// A reader takes a packet apart. After an error it reads zeros.
-type reader struct {
-	b   []byte
-	bad bool
-}
+// A reader takes a packet apart.
+type reader struct{ wire.Reader }
 
-func (r *reader) take(n int) []byte {
-	if n > len(r.b) {
-		r.bad, r.b = true, nil
-		return nil
-	}
-	x := r.b[:n]
-	r.b = r.b[n:]
-	return x
-}
+// bad tells whether something was not as it should be, in all that was read.
+func (r *reader) bad() bool { return r.Fault() != nil }
 
-func (r *reader) byte() byte {
-	if x := r.take(1); len(x) == 1 {
-		return x[0]
-	}
-	return 0
-}
+func (r *reader) value(field string) int64 { return int64(r.Uint(field, 0, maxValue-1)) }
 
-func (r *reader) fixed() uint32 {
-	if x := r.take(4); len(x) == 4 {
-		return binary.LittleEndian.Uint32(x)
-	}
-	return 0
-}
+// positive is a value that is left out where it is 0.
+func (r *reader) positive(field string) int64 { return int64(r.Uint(field, 1, maxValue-1)) }
 
-func (r *reader) value() int64 {
-	if len(r.b) > 0 && r.b[0] < 0x80 {
-		x := r.b[0]
-		r.b = r.b[1:]
-		return int64(x)
-	}
-	x, n := binary.Uvarint(r.b)
-	if n <= 0 || x >= maxValue || r.b[n-1] == 0 { // the last: one encoding per value
-		r.bad, r.b = true, nil
-		return 0
-	}
-	r.b = r.b[n:]
-	return int64(x)
-}
+func (r *reader) key() []byte { return r.Bytes("key", int(r.Uint("key", 1, MaxKey))) }
 
 // A said is one entry of a packet.
 type said struct {
@@ -190,24 +155,17 @@ type said struct {
 }
 
 func (r *reader) said() (s said) {
-	n := r.value()
-	if n < 1 || n > MaxKey {
-		r.bad = true
-		return s
-	}
-	s.key = r.take(int(n))
-	s.parts = r.byte()
+	s.key = r.key()
+	s.parts = byte(r.Uint("parts", 0, hasLoan|hasBorrowed|hasNeed))
 	if s.parts&hasLoan != 0 {
-		s.loan, s.out = r.value(), r.value()
+		s.loan, s.out = r.positive("loan"), r.value("loan")
 	}
 	if s.parts&hasBorrowed != 0 {
-		s.borrowed, s.used, s.returned = r.value(), r.value(), r.value()
+		s.borrowed, s.used, s.returned = r.positive("borrowed"), r.value("used"), r.value("returned")
 	}
 	if s.parts&hasNeed != 0 {
-		s.need = r.value()
+		s.need = r.positive("need")
 	}
-	r.bad = r.bad || s.parts >= 8 || s.parts&hasLoan != 0 && s.loan == 0 ||
-		s.parts&hasBorrowed != 0 && s.borrowed == 0 || s.parts&hasNeed != 0 && s.need == 0
 	return s
 }
 
@@ -237,23 +195,23 @@ func (n *Node) Merge(c crdt.Contact, b []byte) error {
 
 func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	n.advance(c.Now)
-	r := reader{b: b}
-	v := r.byte()
+	r := reader{wire.Read(b)}
+	v := r.Byte("version")
 	if v != version && v != chartered {
 		return fmt.Errorf("%w: version %d from %v, want %d or %d", ErrMalformed, v, c.From, version, chartered)
 	}
-	if r.fixed() != n.config && !r.bad {
+	if r.Uint32("config") != n.config && !r.bad() {
 		return fmt.Errorf("%w: %v was founded otherwise", ErrMismatch, c.From)
 	}
 	if v == chartered {
-		if err := n.agrees(c.From, uint64(r.value()), r.fixed()); err != nil && !r.bad {
+		if err := n.agrees(c.From, uint64(r.value("charter")), r.Uint32("charter")); err != nil && !r.bad() {
 			return err
 		}
 	}
-	life := r.fixed()
-	epoch := uint64(r.value())
-	renewed := time.Duration(r.value()) * time.Microsecond
-	if r.bad || renewed > n.now || renewed < 0 || c.Echo > n.now {
+	life := r.Uint32("life")
+	epoch := uint64(r.value("epoch"))
+	renewed := time.Duration(r.value("renewed")) * time.Microsecond
+	if r.bad() || renewed > n.now || renewed < 0 || c.Echo > n.now {
 		return fmt.Errorf("%w: header from %v", ErrMalformed, c.From)
 	}
 	if life != uint32(n.self.Incarnation) {
@@ -295,7 +253,7 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	was := n.fresh(p)
 	p.echo = max(p.echo, c.Echo)
 	if !was && n.fresh(p) {
-		for e := p.head; e != nil; e = e.next {
+		for e := range p.entries {
 			if e.itsNeed > 0 {
 				n.stir(e.row) // it rested
 			}
@@ -303,7 +261,7 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	}
 	if epoch > p.itsEpoch {
 		p.itsEpoch = epoch
-		for e := p.head; e != nil; e = e.next {
+		for e := range p.entries {
 			e.void()
 		}
 		p.lease = 0
@@ -311,7 +269,7 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	if epoch == p.itsEpoch {
 		p.lease = max(p.lease, renewed)
 	}
-	for i := 0; len(r.b) > 0; i++ {
+	for i := 0; r.Len() > 0; i++ {
 		s := r.said()
 		n.merge(p, n.read[i], &s, c.Sent, epoch)
 	}
@@ -335,9 +293,9 @@ func (n *Node) agrees(from crdt.Replica, number uint64, code uint32) error {
 func (n *Node) check(r reader, p *peer, from crdt.Replica) error {
 	n.read = n.read[:0]
 	unknown := 0
-	for len(r.b) > 0 {
+	for r.Len() > 0 {
 		s := r.said()
-		if r.bad {
+		if r.bad() {
 			return fmt.Errorf("%w: entry %d from %v", ErrMalformed, len(n.read), from)
 		}
 		row := n.rows[string(s.key)]
@@ -355,7 +313,7 @@ func (n *Node) check(r reader, p *peer, from crdt.Replica) error {
 			return fmt.Errorf("%w: %v has used and returned %d of %d lent", ErrMalformed, from, s.used+s.returned, e.lent.out)
 		}
 	}
-	if r.bad {
+	if r.bad() {
 		return fmt.Errorf("%w: from %v", ErrMalformed, from)
 	}
 	if len(n.rows)+unknown > n.cfg.MaxKeys {

@@ -43,6 +43,44 @@ func pairOf(t testing.TB, cfg Config) (a, b *Node) {
 	return nodes[0], nodes[1]
 }
 
+// That a peer is there is a change of its own, or two idle lives would not write to
+// each other before the first keep-alive, and mint nothing until then.
+func TestExistenceIsAChange(t *testing.T) {
+	a, b := pairOf(t, Config{})
+	if before := a.Mark(b.self); before != 1 {
+		t.Errorf("mark %d before they met, want 1", before)
+	}
+	packet, upto := a.Delta(time.Second, nil, b.self, 0, 1200)
+	if len(packet) == 0 || upto != 1 || a.Mark(b.self) != 1 {
+		t.Errorf("%d bytes up to %d, mark %d, want up to 1", len(packet), upto, a.Mark(b.self))
+	}
+	if e := a.row("k").entry(a.peer(b.self)); a.Mark(b.self) != 1 || e.change.Mark != 0 {
+		t.Errorf("an entry is a change before there is anything to tell: %d, mark %d", e.change.Mark, a.Mark(b.self))
+	}
+}
+
+// All entries are seen though they are dropped on the way.
+func TestEntriesBearDrops(t *testing.T) {
+	a, b := pairOf(t, Config{})
+	p := a.peer(b.self)
+	for _, key := range []string{"k1", "k2", "k3", "k4"} {
+		a.row(key).entry(p).touch()
+	}
+	var seen []string
+	for e := range p.entries {
+		if seen = append(seen, e.row.name); len(seen)%2 == 0 {
+			e.drop()
+		}
+	}
+	var left []string
+	for e := range p.entries {
+		left = append(left, e.row.name)
+	}
+	if !slices.Equal(seen, []string{"k1", "k2", "k3", "k4"}) || !slices.Equal(left, []string{"k1", "k3"}) {
+		t.Errorf("saw %v, left %v", seen, left)
+	}
+}
+
 // say has from write to the other, and returns the packet and its error.
 func say(now time.Duration, from, to *Node) ([]byte, error) {
 	b, _ := from.Delta(now, nil, to.self, 0, 1200)
@@ -68,7 +106,7 @@ func (n *Node) books() string {
 		}
 	}
 	for _, p := range n.peers {
-		fmt.Fprintln(&s, p.id, p.mark, p.sent, p.heard, p.echo, p.lease, p.itsEpoch)
+		fmt.Fprintln(&s, p.id, p.changes.Mark(), p.sent, p.heard, p.echo, p.lease, p.itsEpoch)
 	}
 	return s.String()
 }

@@ -304,7 +304,7 @@ func TestNoAllocationsWhileNeverEmpty(t *testing.T) {
 // one that stays small gives it back.
 func TestBufferIsKeptForAWhile(t *testing.T) {
 	if raceEnabled {
-		t.Skip("the race detector allocates")
+		t.Skip("the race detector allocates: run without -race")
 	}
 	r, err := ringbuf.NewRing(ringbuf.Config{MaxCount: 4096}, sizeOf)
 	if err != nil {
@@ -554,7 +554,7 @@ func TestReserveOfManyLanes(t *testing.T) {
 // Buffers go from lane to lane: a lane per key costs its handle, not a buffer.
 func TestLanesAreCheap(t *testing.T) {
 	if raceEnabled {
-		t.Skip("the race detector allocates")
+		t.Skip("the race detector allocates: run without -race")
 	}
 	eachKind(t, ringbuf.Config{}, func(t *testing.T, r *ringbuf.Ring[msg]) {
 		id := uint64(0)

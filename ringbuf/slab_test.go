@@ -74,7 +74,7 @@ func TestSlabRecordSizes(t *testing.T) {
 // has small chunks, also if it never runs empty.
 func TestSlabChunksFollowWhatIsHeld(t *testing.T) {
 	if raceEnabled {
-		t.Skip("the race detector allocates")
+		t.Skip("the race detector allocates: run without -race")
 	}
 	const lanes, passed, size = 50, 4000, 1000
 	r := newRaw(t, ringbuf.Config{})
@@ -117,7 +117,7 @@ func TestSlabChunksFollowWhatIsHeld(t *testing.T) {
 // is not empty.
 func TestSlabLargeMessageLeavesNothing(t *testing.T) {
 	if raceEnabled {
-		t.Skip("the race detector allocates")
+		t.Skip("the race detector allocates: run without -race")
 	}
 	r := newRaw(t, ringbuf.Config{})
 	l, dst := r.Lane(1), make([][]byte, 3)

@@ -20,19 +20,10 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
-func adoptAll(ps []*proc, path ...string) (ls []*leaf) {
-	for _, p := range ps {
-		ls = append(ls, p.adopt(path...))
-	}
-	return ls
-}
-
 // One process that trips costs the others nothing; two of three are a quorum. Then
 // probes, one at a time, close it for all.
 func TestQuorumOpensAndCloses(t *testing.T) {
-	r := newRig(t, brokers.ForTest(t, brokers.Etcd), "a", "b", "c")
-	ps := r.startAll()
-	ls := adoptAll(ps, "g", "orders")
+	r, ps, ls := three(t, brokers.ForTest(t, brokers.Etcd))
 	r.down.Store(true)
 	ls[0].b.Trip(ps[0].now(), "timeout")
 	time.Sleep(500 * ms)
@@ -51,17 +42,7 @@ func TestQuorumOpensAndCloses(t *testing.T) {
 	r.down.Store(false)
 	took = r.until(10*sec, "closes", all(ps, ls, breaker.Closed))
 	t.Logf("closed for all in %v, %d probes, %d at once", took, r.total.Load(), r.most.Load())
-	if r.most.Load() != 1 {
-		t.Errorf("%d probes at once", r.most.Load())
-	}
-}
-
-func (r *rig) trip(ps []*proc, ls []*leaf, n int) {
-	r.t.Helper()
-	for i := range n {
-		ls[i].b.Trip(ps[i].now(), "timeout")
-	}
-	r.until(3*sec, "opens", all(ps, ls, breaker.Open))
+	r.oneAtATime()
 }
 
 // A hundred rounds of three that all have something to probe with: never two
@@ -88,11 +69,7 @@ func TestOneProbeAtATime(t *testing.T) {
 // The prober dies with its probe out: the probe passes on when its lease is over,
 // and not before.
 func TestProberDies(t *testing.T) {
-	r := newRig(t, brokers.ForTest(t, brokers.Etcd), "a", "b", "c")
-	ps := r.startAll()
-	ls := adoptAll(ps, "g", "orders")
-	r.down.Store(true)
-	r.trip(ps, ls, 2)
+	r, ps, ls := tripped(t, brokers.ForTest(t, brokers.Etcd))
 	r.took.Store(int64(time.Hour)) // what goes out now does not come back
 	var prober int
 	r.until(5*sec, "a probe", func() bool {
@@ -126,11 +103,7 @@ func TestProberDies(t *testing.T) {
 // goes by itself meanwhile, and is in line again afterwards.
 func TestEtcdIsKilled(t *testing.T) {
 	b := brokers.StartForTest(t, brokers.Etcd, brokers.Options{})
-	r := newRig(t, b.Addr(), "a", "b", "c")
-	ps := r.startAll()
-	ls := adoptAll(ps, "g", "orders")
-	r.down.Store(true)
-	r.trip(ps, ls, 2)
+	r, ps, ls := tripped(t, b.Addr())
 	if err := b.Kill(t.Context(), 1); err != nil {
 		t.Fatal(err)
 	}
@@ -157,20 +130,14 @@ func TestEtcdIsKilled(t *testing.T) {
 	})
 	r.down.Store(false)
 	r.until(10*sec, "closes", all(ps, ls, breaker.Closed))
-	if r.most.Load() != 1 {
-		t.Errorf("%d probes at once", r.most.Load())
-	}
+	r.oneAtATime()
 }
 
 // Dependency and etcd recover in the other order: what closed by itself while cut
 // off counts as passed, and nobody stays behind.
 func TestRecoversWhileCutOff(t *testing.T) {
 	b := brokers.StartForTest(t, brokers.Etcd, brokers.Options{})
-	r := newRig(t, b.Addr(), "a", "b", "c")
-	ps := r.startAll()
-	ls := adoptAll(ps, "g", "orders")
-	r.down.Store(true)
-	r.trip(ps, ls, 2)
+	r, ps, ls := tripped(t, b.Addr())
 	signalEtcd(t, b, syscall.SIGSTOP)
 	r.down.Store(false)
 	r.until(15*sec, "each closes by itself", func() bool { return ls[0].b.Closed() && ls[1].b.Closed() && ls[2].b.Closed() })
@@ -184,11 +151,7 @@ func TestRecoversWhileCutOff(t *testing.T) {
 // etcd stands still again and again, shorter and longer than a lease.
 func TestEtcdStandsStill(t *testing.T) {
 	b := brokers.StartForTest(t, brokers.Etcd, brokers.Options{})
-	r := newRig(t, b.Addr(), "a", "b", "c")
-	ps := r.startAll()
-	ls := adoptAll(ps, "g", "orders")
-	r.down.Store(true)
-	r.trip(ps, ls, 2)
+	r, ps, ls := tripped(t, b.Addr())
 	for _, d := range []time.Duration{300 * ms, 900 * ms, 2500 * ms, 200 * ms, 4 * sec} {
 		signalEtcd(t, b, syscall.SIGSTOP)
 		time.Sleep(d)
@@ -200,9 +163,7 @@ func TestEtcdStandsStill(t *testing.T) {
 	}
 	r.down.Store(false)
 	r.until(10*sec, "closes", all(ps, ls, breaker.Closed))
-	if r.most.Load() != 1 {
-		t.Errorf("%d probes at once", r.most.Load())
-	}
+	r.oneAtATime()
 }
 
 // One process loses its way to etcd, without a word from the network. It knows
@@ -239,19 +200,13 @@ func TestCutOff(t *testing.T) {
 	r.until(5*sec, "c is back, and held", func() bool { s := c.scope(ls[2]); return s.State == breaker.Open && s.Held })
 	r.down.Store(false)
 	r.until(10*sec, "closes", all(ps, ls, breaker.Closed))
-	if r.most.Load() != 1 {
-		t.Errorf("%d probes at once", r.most.Load())
-	}
+	r.oneAtATime()
 }
 
 // A process that is cut off with its probe out ends it before its lease does, so
 // that the next begins after.
 func TestProberIsCutOff(t *testing.T) {
-	r := newRig(t, brokers.ForTest(t, brokers.Etcd), "a", "b", "c")
-	ps := r.startAll("a", "b", "c")
-	ls := adoptAll(ps, "g", "orders")
-	r.down.Store(true)
-	r.trip(ps, ls, 2)
+	r, ps, ls := tripped(t, brokers.ForTest(t, brokers.Etcd), "a", "b", "c")
 	r.took.Store(int64(1500 * ms))
 	prober := -1
 	r.until(8*sec, "a probe", func() bool {
@@ -265,9 +220,7 @@ func TestProberIsCutOff(t *testing.T) {
 	})
 	ps[prober].proxy.freeze()
 	time.Sleep(6 * sec)
-	if r.most.Load() != 1 {
-		t.Errorf("%d probes at once", r.most.Load())
-	}
+	r.oneAtATime()
 	ps[prober].proxy.thaw()
 	r.took.Store(int64(5 * ms))
 	r.down.Store(false)
@@ -277,9 +230,7 @@ func TestProberIsCutOff(t *testing.T) {
 // The revisions that a process would go on from are gone when it is back: it lists
 // anew.
 func TestCompaction(t *testing.T) {
-	r := newRig(t, brokers.ForTest(t, brokers.Etcd), "a", "b", "c")
-	ps := r.startAll("c")
-	ls := adoptAll(ps, "g", "orders")
+	r, ps, ls := three(t, brokers.ForTest(t, brokers.Etcd), "c")
 	c := ps[2]
 	c.proxy.freeze()
 	r.down.Store(true)
@@ -324,9 +275,7 @@ func TestOneName(t *testing.T) {
 // Who counts by another roster is refused under the same number, and follows
 // under a lower one.
 func TestRosters(t *testing.T) {
-	r := newRig(t, brokers.ForTest(t, brokers.Etcd), "a", "b", "c")
-	ps := r.startAll()
-	ls := adoptAll(ps, "g", "orders")
+	r, ps, ls := three(t, brokers.ForTest(t, brokers.Etcd))
 	other := newRig(t, r.addr)
 	other.cfg = r.cfg
 	other.cfg.Roster.Names = []string{"a", "b", "c", "d"}
@@ -357,9 +306,7 @@ func TestRosters(t *testing.T) {
 
 // Votes of a process that died count until its lease is over, and not longer.
 func TestVotesDieWithTheirProcess(t *testing.T) {
-	r := newRig(t, brokers.ForTest(t, brokers.Etcd), "a", "b", "c")
-	ps := r.startAll()
-	ls := adoptAll(ps, "g", "orders")
+	r, ps, ls := three(t, brokers.ForTest(t, brokers.Etcd))
 	r.down.Store(true)
 	ls[0].b.Trip(ps[0].now(), "timeout")
 	r.until(2*sec, "the vote is there", func() bool { return r.count("scope/g%2Forders/vote/a") == 1 })
@@ -548,9 +495,7 @@ func TestAlone(t *testing.T) {
 
 // A probe that hangs has failed when its lease ends, by its own process's clock.
 func TestProbeHangs(t *testing.T) {
-	r := newRig(t, brokers.ForTest(t, brokers.Etcd), "a", "b", "c")
-	ps := r.startAll()
-	ls := adoptAll(ps, "g", "orders")
+	r, ps, ls := three(t, brokers.ForTest(t, brokers.Etcd))
 	r.down.Store(true)
 	r.took.Store(int64(time.Hour))
 	r.trip(ps, ls, 2)

@@ -420,8 +420,7 @@ func (c *core) dueLocked(sc *scope) time.Duration { return sc.since + min(sc.kno
 // soloLocked is when a process that is cut off goes on by itself: when the period
 // it knows of is over, and a little later, not all at once.
 func (c *core) soloLocked(now time.Duration, sc *scope) time.Duration {
-	share := float64(rank(sc.name, sc.known.Position, c.self.Name)>>11) / (1 << 53)
-	extra := share * soloSpread * float64(min(sc.known.OpenFor, c.cfg.Cap))
+	extra := c.round(sc).Share(c.self.Name) * soloSpread * float64(min(sc.known.OpenFor, c.cfg.Cap))
 	return max(now, c.dueLocked(sc)) + time.Duration(extra)
 }
 
@@ -461,9 +460,9 @@ func (c *core) Observe(now time.Duration, name string, s breaker.Snapshot) {
 		sc.back = s.State == breaker.Closed
 		sc.cast = s.Generation // what tripped before a close is no vote after it
 	case s.State == breaker.Closed:
-		if troubled(sc.own, sc.known.Gen) {
+		if sc.own.Troubled(sc.known.Gen) {
 			sc.own = fleet.Vote{At: fleet.Position{Gen: sc.known.Gen}}
-			if l := sc.last; sc.testify != nil || l != nil && (l.Node == c.self || !troubled(l.Vote, sc.known.Gen)) {
+			if l := sc.last; sc.testify != nil || l != nil && (l.Node == c.self || !l.Vote.Troubled(sc.known.Gen)) {
 				c.testifyLocked(sc)
 			}
 			c.stirLocked(sc)
@@ -489,10 +488,6 @@ func (c *core) testifyLocked(sc *scope) {
 	}
 	sc.testify = &w
 }
-
-// troubled reports whether v still says, after the fleet's last close, that
-// something is wrong.
-func troubled(v fleet.Vote, gen uint64) bool { return v.Phase != fleet.PhaseClosed && v.At.Gen >= gen }
 
 // Want is [fleet.Decider]'s.
 func (c *core) Want(_ time.Duration, name string, wants bool) {
@@ -575,7 +570,7 @@ func (c *core) takeOverLocked(now time.Duration, sc *scope) {
 	case sc.blind:
 		c.releaseLocked(sc)
 	case c.freshLocked(now):
-		if sc.last != nil && troubled(sc.last.Vote, sc.known.Gen) {
+		if sc.last != nil && sc.last.Vote.Troubled(sc.known.Gen) {
 			c.inheritLocked(now, sc)
 			return
 		}

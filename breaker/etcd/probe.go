@@ -4,8 +4,6 @@
 package etcd
 
 import (
-	"cmp"
-	"hash/fnv"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
@@ -45,57 +43,19 @@ func (c *core) electLocked(now time.Duration, sc *scope) {
 	}
 }
 
-// candidate is one who has something to probe with.
-type candidate struct {
-	passes, failed uint32
-	rank           uint64
-}
-
-// before orders a round: who has probed less in it, then who has not lately ended
-// one, then by rendezvous.
-func (c candidate) before(d candidate) bool {
-	return cmp.Or(cmp.Compare(c.passes, d.passes), cmp.Compare(c.failed, d.failed), cmp.Compare(c.rank, d.rank)) < 0
-}
-
 // candidateLocked is whose turn it is, "" for nobody, and how many probes of the
 // round passed.
 func (c *core) candidateLocked(sc *scope) (next string, total int) {
-	var best candidate
-	for _, n := range c.roster.Names {
-		w, ok := sc.votes[n]
-		if !ok || w.At.Gen != sc.known.Gen {
-			continue
+	return c.round(sc).Next(c.cfg.Successes, func(name string) *fleet.Vote {
+		if w, ok := sc.votes[name]; ok {
+			return &w.Vote
 		}
-		one := candidate{failed: w.Failed}
-		if w.At == sc.known.Position {
-			one.passes = w.Passes
-			total += int(w.Passes)
-		}
-		if _, skipped := sc.skipped[n]; skipped || !w.Wants {
-			continue
-		}
-		one.rank = rank(sc.name, sc.known.Position, n)
-		if next == "" || one.before(best) {
-			next, best = n, one
-		}
-	}
-	if best.passes > 0 && total >= c.cfg.Successes {
-		next = ""
-	}
-	return next, total
+		return nil
+	})
 }
 
-// rank is where name stands in the order of a round; the lowest is first.
-func rank(scope string, at fleet.Position, name string) uint64 {
-	h := fnv.New64a()
-	b := numbers(appendText(appendText(nil, scope), name), at.Gen, uint64(at.Round))
-	_, _ = h.Write(b) // never fails
-	x := h.Sum64()
-	// The last byte has to reach all bits (Stafford's thirteenth variant of
-	// MurmurHash3's finaliser).
-	x = (x ^ x>>30) * 0xbf58476d1ce4e5b9
-	x = (x ^ x>>27) * 0x94d049bb133111eb
-	return x ^ x>>31
+func (c *core) round(sc *scope) fleet.Round {
+	return fleet.Round{Scope: sc.name, At: sc.known.Position, Names: c.roster.Names, Skipped: sc.skipped}
 }
 
 // idleLocked is a round in which everybody with something to probe with has done

@@ -149,6 +149,44 @@ func (r *rig) startAll(viaProxy ...string) []*proc {
 	return ps
 }
 
+func adoptAll(ps []*proc, path ...string) (ls []*leaf) {
+	for _, p := range ps {
+		ls = append(ls, p.adopt(path...))
+	}
+	return ls
+}
+
+func (r *rig) trip(ps []*proc, ls []*leaf, n int) {
+	r.t.Helper()
+	for i := range n {
+		ls[i].b.Trip(ps[i].now(), "timeout")
+	}
+	r.until(3*sec, "opens", all(ps, ls, breaker.Open))
+}
+
+// three is a fleet of three, each with the scope g/orders, closed.
+func three(t *testing.T, addr string, viaProxy ...string) (*rig, []*proc, []*leaf) {
+	r := newRig(t, addr, "a", "b", "c")
+	ps := r.startAll(viaProxy...)
+	return r, ps, adoptAll(ps, "g", "orders")
+}
+
+// tripped is three whose dependency is down, and which the fleet holds open.
+func tripped(t *testing.T, addr string, viaProxy ...string) (*rig, []*proc, []*leaf) {
+	r, ps, ls := three(t, addr, viaProxy...)
+	r.down.Store(true)
+	r.trip(ps, ls, 2)
+	return r, ps, ls
+}
+
+// oneAtATime fails if ever two probes were out at once, or none was.
+func (r *rig) oneAtATime() {
+	r.t.Helper()
+	if n := r.most.Load(); n != 1 {
+		r.t.Errorf("%d probes at once", n)
+	}
+}
+
 // testWriter makes a test's log of what is logged.
 type testWriter struct{ t *testing.T }
 

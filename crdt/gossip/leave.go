@@ -101,10 +101,10 @@ func (s *Session) acknowledged(now time.Duration, ev Event) (reason Reason, by c
 		p.heardAt = now
 		return Leaving, by
 	}
-	r := reader{b: body}
-	inc := r.uint64()
+	r := read(body)
+	inc := r.Uint64("incarnation")
 	ours := h.toInc == s.cfg.Self.Incarnation && h.toName == s.selfName
-	if ours && !r.short && len(r.b) == 0 && inc >= s.cfg.Self.Incarnation {
+	if ours && r.Fault() == nil && r.Len() == 0 && inc >= s.cfg.Self.Incarnation {
 		p.knows = true
 	}
 	return Refusal, by
@@ -160,10 +160,10 @@ func (s *Session) obituaries(now time.Duration, b []byte, room int) []byte {
 
 // mourn takes in who left, as from says. What is malformed in it is left out.
 func (s *Session) mourn(now time.Duration, from *peer, b []byte) {
-	for r := (reader{b: b}); len(r.b) > 0; {
-		name := r.bytes(int(r.byte()))
-		inc := r.uint64()
-		if r.short || len(name) < 1 || len(name) > maxName || inc == 0 {
+	for r := read(b); r.Len() > 0; {
+		name := r.short("name")
+		inc := r.Uint64("incarnation")
+		if r.Fault() != nil || len(name) < 1 || len(name) > maxName || inc == 0 {
 			s.stats.Refused[Introduction]++
 			return
 		}

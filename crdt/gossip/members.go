@@ -44,14 +44,13 @@ func makeMeta(m Member) []byte {
 }
 
 func parseMeta(b []byte) (m Member, ok bool) {
-	r := reader{b: b}
-	version := r.byte()
-	name := r.bytes(int(r.byte()))
-	m.Incarnation = r.uint64()
-	zone := r.bytes(int(r.byte()))
-	region := r.bytes(int(r.byte()))
+	r := read(b)
+	version := r.Byte("version")
+	name := r.short("name")
+	m.Incarnation = r.Uint64("incarnation")
+	zone, region := r.short("zone"), r.short("region")
 	m.Name, m.Zone, m.Region = string(name), string(zone), string(region)
-	ok = !r.short && len(r.b) == 0 && version == metaVersion && m.Incarnation != 0 &&
+	ok = r.Fault() == nil && r.Len() == 0 && version == metaVersion && m.Incarnation != 0 &&
 		len(name) >= 1 && max(len(name), len(zone), len(region)) <= maxName
 	return m, ok
 }

@@ -521,9 +521,9 @@ func (s *Session) mirror(now time.Duration, h *header, addr netip.AddrPort) (ans
 
 // displaced ends the session if a peer says that its life is over.
 func (s *Session) displaced(body []byte, ours bool) (by crdt.Replica) {
-	r := reader{b: body}
-	inc := r.uint64()
-	if !ours || r.short || len(r.b) != 0 || inc < s.cfg.Self.Incarnation {
+	r := read(body)
+	inc := r.Uint64("incarnation")
+	if !ours || r.Fault() != nil || r.Len() != 0 || inc < s.cfg.Self.Incarnation {
 		return crdt.Replica{}
 	}
 	s.end()
@@ -687,11 +687,10 @@ func (s *Session) find(id uint32) int {
 // meet takes in an introduction. What is malformed in it is left out: it is a
 // hint, and the packet around it was not.
 func (s *Session) meet(now time.Duration, p *peer, b []byte) {
-	r := reader{b: b}
-	zone := r.bytes(int(r.byte()))
-	region := r.bytes(int(r.byte()))
-	n := int(r.byte())
-	if r.short || len(zone) > maxName || len(region) > maxName || n > introAddrs {
+	r := read(b)
+	zone, region := r.short("zone"), r.short("region")
+	n := int(r.Byte("addresses"))
+	if r.Fault() != nil || len(zone) > maxName || len(region) > maxName || n > introAddrs {
 		s.stats.Refused[Introduction]++
 		return
 	}
@@ -701,7 +700,7 @@ func (s *Session) meet(now time.Duration, p *peer, b []byte) {
 	}
 	for range n {
 		addr := r.addr()
-		if r.short {
+		if r.Fault() != nil {
 			s.stats.Refused[Introduction]++
 			return
 		}

@@ -212,15 +212,15 @@ func (t *transport) appendStart(b []byte) []byte {
 }
 
 func (t *transport) parseStart(b []byte, remote netip.Addr) (from netip.AddrPort, reason Drop, ok bool) {
-	r := reader{b: b}
-	kind, cluster, port := r.byte(), r.uint32(), r.uint16()
+	r := read(b)
+	kind, cluster, port := r.Byte("kind"), r.Uint32("cluster"), r.Uint16("port")
 	switch {
-	case r.short || kind != kindStart || port == 0:
+	case r.Fault() != nil || kind != kindStart || port == 0:
 		return from, DropMalformed, false
 	case cluster != t.cluster:
 		return from, DropCluster, false
-	case len(r.b) != 0:
-		if remote, ok = netip.AddrFromSlice(r.b); !ok || remote.IsUnspecified() || remote.IsMulticast() {
+	case r.Len() != 0:
+		if remote, ok = netip.AddrFromSlice(r.Rest()); !ok || remote.IsUnspecified() || remote.IsMulticast() {
 			return from, DropMalformed, false
 		}
 	}
@@ -559,10 +559,10 @@ func (m *memberConn) fill() error {
 		m.t.refuse(DropUnauthenticated)
 		return errSeal
 	}
-	r := reader{b: raw}
-	kind, cluster, side, id, number := r.byte(), r.uint32(), r.byte(), r.uint64(), r.uint32()
+	r := read(raw)
+	kind, cluster, side, id, number := r.Byte("kind"), r.Uint32("cluster"), r.Byte("side"), r.Uint64("stream"), r.Uint32("number")
 	switch {
-	case r.short || kind != kindMemberFrame:
+	case r.Fault() != nil || kind != kindMemberFrame:
 		m.t.refuse(DropMalformed)
 		return errFrame
 	case cluster != m.t.cluster:
@@ -577,7 +577,7 @@ func (m *memberConn) fill() error {
 		return errFrame
 	}
 	m.in++
-	m.rest = r.b
+	m.rest = r.Rest()
 	return nil
 }
 

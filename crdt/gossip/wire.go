@@ -9,6 +9,8 @@ import (
 	"math"
 	"net/netip"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/crdt/wire"
 )
 
 // magic is the first byte of every packet. The low four bits are the version; a
@@ -124,38 +126,38 @@ func (h *header) parse(b []byte) ([]byte, error) {
 	if b[0] != magic {
 		return nil, errMagic
 	}
-	r := reader{b: b[1:]}
-	h.flags = r.byte()
-	h.cluster = r.uint32()
-	h.from = r.bytes(int(r.byte()))
-	h.fromInc = r.uint64()
-	h.toInc = r.uint64()
-	h.toName = r.uint32()
-	h.seq = r.uvarint()
-	h.ack = r.uvarint()
+	r := read(b[1:])
+	h.flags = r.Byte("flags")
+	h.cluster = r.Uint32("cluster")
+	h.from = r.short("sender")
+	h.fromInc = r.Uint64("sender's life")
+	h.toInc = r.Uint64("receiver's life")
+	h.toName = r.Uint32("receiver")
+	h.seq = r.Uint("number", 0, math.MaxUint64)
+	h.ack = r.Uint("acknowledged", 0, math.MaxUint64)
 	h.bits = 0
 	if h.ack != 0 {
-		h.bits = ^r.uvarint()
+		h.bits = ^r.Uint("bits", 0, math.MaxUint64)
 	}
-	h.sent = r.instant()
-	h.echo = r.instant()
+	h.sent = r.instant("sent")
+	h.echo = r.instant("echo")
 	h.held = 0
 	if h.echo != 0 {
-		h.held = r.instant()
+		h.held = r.instant("held")
 	}
 	h.wall = 0
 	if h.flags&flagWall != 0 {
-		h.wall = int64(r.uint64())
+		h.wall = int64(r.Uint64("wall"))
 	}
-	h.nrefusals = int(r.byte())
+	h.nrefusals = int(r.Byte("refusals"))
 	if h.nrefusals > maxSections {
 		return nil, errMalformed
 	}
 	for i := range h.nrefusals {
-		h.refusals[i] = refusal{id: r.uint32(), bits: r.uint64()}
+		h.refusals[i] = refusal{id: r.Uint32("refusal"), bits: r.Uint64("refusal")}
 	}
 	switch {
-	case r.short,
+	case r.Fault() != nil,
 		h.flags&^flagsKnown != 0,
 		len(h.from) < 1 || len(h.from) > maxName,
 		h.fromInc == 0,
@@ -165,7 +167,7 @@ func (h *header) parse(b []byte) ([]byte, error) {
 		h.toInc == 0 && h.ack|uint64(h.echo) != 0: // whoever has heard nobody repeats nothing
 		return nil, errMalformed
 	}
-	return r.b, nil
+	return r.Rest(), nil
 }
 
 // refused returns the packets, as in bits, that the peer's section did not take in.
@@ -180,13 +182,13 @@ func (h *header) refused(id uint32) uint64 {
 
 // nextBlock splits the first block off a body that is not empty.
 func nextBlock(b []byte) (id uint32, block, rest []byte, err error) {
-	r := reader{b: b}
-	id = r.uint32()
-	block = r.bytes(int(r.uint16()))
-	if r.short {
+	r := read(b)
+	id = r.Uint32("block")
+	block = r.Bytes("block", int(r.Uint16("block")))
+	if r.Fault() != nil {
 		return 0, nil, nil, errMalformed
 	}
-	return id, block, r.b, nil
+	return id, block, r.Rest(), nil
 }
 
 // openBlock begins a block that closeBlock ends.
@@ -219,91 +221,36 @@ func appendAddr(b []byte, a netip.AddrPort) []byte {
 	return binary.LittleEndian.AppendUint16(b, a.Port())
 }
 
-// reader takes fields off the front of b. After the first that is not there,
-// short is set and everything is zero.
-type reader struct {
-	b     []byte
-	short bool
-}
+// reader reads fields that only a session has.
+type reader struct{ wire.Reader }
 
-func (r *reader) bytes(n int) []byte {
-	if r.short || n > len(r.b) {
-		r.short = true
-		return nil
-	}
-	v := r.b[:n:n]
-	r.b = r.b[n:]
-	return v
-}
+func read(b []byte) reader { return reader{wire.Read(b)} }
 
-func (r *reader) byte() byte {
-	if v := r.bytes(1); v != nil {
-		return v[0]
-	}
-	return 0
-}
+// short reads bytes that have their length in one byte before them.
+func (r *reader) short(field string) []byte { return r.Bytes(field, int(r.Byte(field))) }
 
-func (r *reader) uint16() uint16 {
-	if v := r.bytes(2); v != nil {
-		return binary.LittleEndian.Uint16(v)
-	}
-	return 0
-}
-
-func (r *reader) uint32() uint32 {
-	if v := r.bytes(4); v != nil {
-		return binary.LittleEndian.Uint32(v)
-	}
-	return 0
-}
-
-func (r *reader) uint64() uint64 {
-	if v := r.bytes(8); v != nil {
-		return binary.LittleEndian.Uint64(v)
-	}
-	return 0
-}
-
-func (r *reader) uvarint() uint64 {
-	if r.short {
-		return 0
-	}
-	v, n := binary.Uvarint(r.b)
-	if n <= 0 {
-		r.short = true
-		return 0
-	}
-	r.b = r.b[n:]
-	return v
-}
-
-// instant reads a time on somebody's monotonic clock; one that a Duration does
-// not hold is malformed.
-func (r *reader) instant() time.Duration {
-	v := r.uvarint()
-	if v > math.MaxInt64/2 { // half, so that sums of two hold
-		r.short = true
-		return 0
-	}
-	return time.Duration(v)
+// instant reads a time on somebody's monotonic clock; half of what a Duration holds,
+// so that sums of two hold.
+func (r *reader) instant(field string) time.Duration {
+	return time.Duration(r.Uint(field, 0, math.MaxInt64/2))
 }
 
 func (r *reader) addr() netip.AddrPort {
 	var ip netip.Addr
-	switch r.byte() {
+	switch v := r.Byte("address"); v {
 	case 4:
-		if v := r.bytes(4); v != nil {
-			ip = netip.AddrFrom4([4]byte(v))
+		if b := r.Bytes("address", 4); b != nil {
+			ip = netip.AddrFrom4([4]byte(b))
 		}
 	case 6:
-		if v := r.bytes(16); v != nil {
-			ip = netip.AddrFrom16([16]byte(v))
+		if b := r.Bytes("address", 16); b != nil {
+			ip = netip.AddrFrom16([16]byte(b))
 		}
 	default:
-		r.short = true
+		r.Fail("address", v, "4 or 6")
 	}
-	port := r.uint16()
-	if r.short {
+	port := r.Uint16("port")
+	if r.Fault() != nil {
 		return netip.AddrPort{}
 	}
 	return netip.AddrPortFrom(ip, port)

@@ -85,8 +85,8 @@ func (c Config) alone() bool { return len(c.Limits.Roster.Members) == 0 }
 // weight is that of this process among the founders, 0 if it is none of them.
 func (c Config) weight() int {
 	for _, m := range c.Limits.Roster.Members {
-		if m.Name == c.Name && !m.NoShare {
-			return max(m.Weight, 1)
+		if m.Name == c.Name {
+			return int(m.Weighs())
 		}
 	}
 	return 0

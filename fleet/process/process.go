@@ -94,6 +94,9 @@ func (p *Process) start(o options) (err error) {
 
 // join makes the parts of a fleet, and the node that carries them.
 func (p *Process) join(o options) (err error) {
+	for _, w := range p.cfg.Limits.Warnings() {
+		p.log.Warn("fleet: a limit is allowed and will not work well", "why", w)
+	}
 	now := p.clock()
 	p.limits.Mint(now) // nothing until the charter is known to be the newest
 	if p.charters, err = fleet.NewCharters(p.self, p.cfg.charter(), p.limits, now); err != nil {

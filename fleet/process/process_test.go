@@ -4,10 +4,12 @@
 package process
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"maps"
 	"net"
 	"net/http"
@@ -82,6 +84,23 @@ func written(p *Process) string {
 		all = append(all, fmt.Sprintf("%v %s", e.Kind, e.Subject))
 	}
 	return strings.Join(all, ", ")
+}
+
+// What a fleet's limit cannot do well is said when a process starts.
+func TestWarnings(t *testing.T) {
+	for burst, want := range map[int]string{100: "", 5: "Limit.Burst: 5 tokens"} {
+		c := configOf("a", nil, "a", "b", "c")
+		c.Limits.Limit.Burst = burst
+		var out bytes.Buffer
+		p, err := Start(c, WithLogger(slog.New(slog.NewTextHandler(&out, &slog.HandlerOptions{Level: slog.LevelWarn}))))
+		if err != nil {
+			t.Fatal(err)
+		}
+		p.Close()
+		if got := out.String(); (want == "") != (got == "") || !strings.Contains(got, want) {
+			t.Errorf("burst %d: %q, want %q", burst, got, want)
+		}
+	}
 }
 
 // Three real processes share a limit: one that asks gets what the others have; a

@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"net/netip"
 	"strconv"
 	"sync/atomic"
 	"time"
@@ -161,27 +160,14 @@ func millis(d time.Duration) string {
 	return strconv.FormatInt(int64(min(up, math.MaxInt32)), 10)
 }
 
-// PeerIP is a key: the address that the connection comes from, of an IPv6 address the
-// /64 that a client usually has to itself. It is empty if there is none, and an empty
-// key is denied by sets and stores.
+// PeerIP is a key: the address that the connection comes from, as [limiter.AddrKey]
+// has it.
 func PeerIP(ctx context.Context) string {
 	p, ok := peer.FromContext(ctx)
 	if !ok || p.Addr == nil {
 		return ""
 	}
-	ap, err := netip.ParseAddrPort(p.Addr.String())
-	if err != nil {
-		return ""
-	}
-	ip := ap.Addr().Unmap().WithZone("")
-	if ip.Is4() {
-		return ip.String()
-	}
-	prefix, err := ip.Prefix(64)
-	if err != nil {
-		return ""
-	}
-	return prefix.String()
+	return limiter.AddrKey(p.Addr.String())
 }
 
 // Metadata is a key: the first value of a name in what the client has sent, which is

@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
-	"net/netip"
 	"sync/atomic"
 	"time"
 
@@ -132,21 +131,6 @@ func refuse(w http.ResponseWriter, status int, kind, title, policy string) {
 	})
 }
 
-// RemoteIP is a key: the address that the connection comes from, of an IPv6 address
-// the /64 that a client usually has to itself. It reads no header. It is empty if
-// there is no address, and an empty key is denied by sets and stores.
-func RemoteIP(r *http.Request) string {
-	ap, err := netip.ParseAddrPort(r.RemoteAddr)
-	if err != nil {
-		return ""
-	}
-	ip := ap.Addr().Unmap().WithZone("")
-	if ip.Is4() {
-		return ip.String()
-	}
-	p, err := ip.Prefix(64)
-	if err != nil {
-		return ""
-	}
-	return p.String()
-}
+// RemoteIP is a key: the address that the connection comes from, as
+// [limiter.AddrKey] has it. It reads no header.
+func RemoteIP(r *http.Request) string { return limiter.AddrKey(r.RemoteAddr) }

@@ -163,6 +163,51 @@ func TestAdmitInSilence(t *testing.T) {
 	}
 }
 
+// Who waits at a handle is served in the order of their calls, one question at a
+// time, and who gives up holds up nobody.
+func TestWaitersInOrder(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newScripted()
+		h := at(t, c, Config{Limit: limiter.Limit{Rate: 100, Burst: 100}, Timeout: time.Second}).Key("k")
+		const waiters, quitter = 20, 7
+		served := make(chan int, waiters)
+		hurry, giveUp := context.WithCancel(t.Context())
+		for i := range waiters {
+			ctx := t.Context()
+			if i == quitter {
+				ctx = hurry
+			}
+			go func() {
+				if err := h.Wait(ctx); (err != nil) != (i == quitter) {
+					t.Errorf("waiter %d: %v", i, err)
+				}
+				served <- i
+			}()
+			synctest.Wait() // it is in line
+		}
+		giveUp()
+		if i := <-served; i != quitter {
+			t.Fatalf("waiter %d was served before anything was admitted", i)
+		}
+		for i := range waiters {
+			if i == quitter {
+				continue
+			}
+			for _, answer := range []any{took(0, 10*ms), took(1, 0)} {
+				<-c.asked
+				synctest.Wait()
+				if len(c.asked) > 0 {
+					t.Fatal("two ask at a time")
+				}
+				c.answer <- answer
+			}
+			if got := <-served; got != i {
+				t.Fatalf("waiter %d was served, it is the turn of %d", got, i)
+			}
+		}
+	})
+}
+
 // Against the real one: what a guard's source gets in a while.
 func TestAdmitPaces(t *testing.T) {
 	t.Parallel()

@@ -166,8 +166,8 @@ func TestManyClients(t *testing.T) {
 	}
 }
 
-// Waiters of several processes: as fast as the limit allows, those of one handle in
-// their order.
+// Waiters of several processes: as fast as the limit allows. Their order is
+// TestWaitersInOrder's.
 func TestWaitPaces(t *testing.T) {
 	t.Parallel()
 	url := brokers.ForTest(t, brokers.Redis)
@@ -178,30 +178,13 @@ func TestWaitPaces(t *testing.T) {
 	const stores, each = 3, 20
 	for range stores {
 		h := at(t, dial(t, url), cfg).Key("k")
-		var mu sync.Mutex
-		var order []int
-		all.Go(func() {
-			var line sync.WaitGroup
-			for i := range each {
-				line.Go(func() {
-					if err := h.Wait(t.Context()); err != nil {
-						t.Error(err)
-					}
-					mu.Lock()
-					defer mu.Unlock()
-					order = append(order, i)
-				})
-				soon(t, "in line", func() bool { mu.Lock(); defer mu.Unlock(); return h.waiting.Load()+int64(len(order)) > int64(i) })
-				time.Sleep(ms) // from the count into the line
-			}
-			line.Wait()
-			for i := range order {
-				if order[i] != i {
-					t.Errorf("order %v", order)
-					break
+		for range each {
+			all.Go(func() {
+				if err := h.Wait(t.Context()); err != nil {
+					t.Error(err)
 				}
-			}
-		})
+			})
+		}
 	}
 	all.Wait()
 	if d := time.Since(start); d < (stores*each-2)*10*ms {

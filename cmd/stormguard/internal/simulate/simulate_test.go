@@ -105,7 +105,7 @@ func TestStaticFails(t *testing.T) {
 // nothing, half of the limit or a hundredth more, and one that says nothing to anybody.
 func TestCheatsAreCaught(t *testing.T) {
 	if raceEnabled {
-		t.Skip("it has one goroutine and takes a minute here: the run without the race detector has it")
+		t.Skip("it has one goroutine and takes a minute here: run without -race")
 	}
 	for _, sc := range scenarios() {
 		if sc.gate != Gated || sc.expensive {

@@ -1,0 +1,63 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import "cmp"
+
+// A Round is an open period of a scope, and who may probe in it. It is pure, and
+// the same for every [Decider], whoever counts the votes.
+type Round struct {
+	Scope   string
+	At      Position
+	Names   []string            // the roster
+	Skipped map[string]struct{} // who let its turn go by
+}
+
+// candidate is one who has something to probe with.
+type candidate struct {
+	passes, failed uint32
+	rank           uint64
+}
+
+// before orders a round: who has probed less in it, then who has not lately
+// ended one, then by rendezvous. A process whose own path is broken ends one
+// round, and is last from then on.
+func (c candidate) before(d candidate) bool {
+	return cmp.Or(cmp.Compare(c.passes, d.passes), cmp.Compare(c.failed, d.failed), cmp.Compare(c.rank, d.rank)) < 0
+}
+
+// Next is whose turn it is to probe, "" for nobody's, and how many probes of the
+// round have passed. Once these are as many as make a success nobody probes a second
+// time. vote is the vote of a name that counts, or nil. It costs a look at each vote.
+func (r Round) Next(successes int, vote func(name string) *Vote) (next string, passed int) {
+	var best candidate
+	for _, n := range r.Names {
+		w := vote(n)
+		if w == nil || w.Gone || w.At.Gen != r.At.Gen {
+			continue
+		}
+		c := candidate{failed: w.Failed}
+		if w.At == r.At {
+			c.passes = w.Passes
+			passed += int(w.Passes)
+		}
+		if _, skipped := r.Skipped[n]; skipped || !w.Wants {
+			continue
+		}
+		c.rank = rank(r.Scope, r.At, n)
+		if next == "" || c.before(best) {
+			next, best = n, c
+		}
+	}
+	if best.passes > 0 && passed >= successes {
+		next = ""
+	}
+	return next, passed
+}
+
+// Share is a number in [0, 1) that differs by process and round: what several may do
+// at once, each does so much later.
+func (r Round) Share(name string) float64 {
+	return float64(rank(r.Scope, r.At, name)>>11) / (1 << 53)
+}
