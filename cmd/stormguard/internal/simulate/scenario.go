@@ -277,6 +277,11 @@ func scenarios() []scenario {
 		sc.floor = 5 * time.Millisecond // at 2 ms fifty nodes with ten hot keys each say twice as much
 	}
 	add(base("1000-keys-50", 50, balanced(demand)), many)
+	// All of them saturated: a million messages a simulated second. Nobody can have
+	// 2 MB/s and 0.3 % then.
+	add(base("1000-keys-50-saturated", 50, balanced(demand)), many, printed(0, ""), func(sc *scenario) {
+		sc.rate, sc.hot, sc.length = 1000, 1000, warmUp+time.Second
+	})
 	return all
 }
 
@@ -364,10 +369,12 @@ func changes(add func(sc scenario, with ...func(*scenario))) {
 	}
 	add(base("join-storm-5+20", 25, moving(5, 25)), joined, func(sc *scenario) { sc.joiners, sc.maxError = 20, 1 })
 	add(base("leave-storm-25-20", 25, moving(25, 5)), left(5), func(sc *scenario) { sc.maxError = 1 })
-	// Half a million of pairs: three seconds of them take minutes.
+	// Half a million of pairs: three seconds of them take minutes. Before the storm the
+	// ideal bucket is full and the fleet's are empty, and of 5,000 tokens that is seen
+	// for 2.5 s.
 	huge := func(sc *scenario) {
 		sc.burstTokens, sc.expensive = 5000, true // ten tokens a share
-		sc.length, sc.maxError = storm+3*time.Second, 5
+		sc.length, sc.maxError, sc.from = storm+3*time.Second, 5, storm
 	}
 	add(base("join-storm-10+500", 510, moving(10, 510)), joined, huge, func(sc *scenario) { sc.joiners = 500 })
 	add(base("leave-storm-510-500", 510, moving(510, 10)), left(10), huge)
