@@ -26,6 +26,13 @@ func (c *Charters) markLocked(to crdt.Replica) uint64 {
 	return c.shared
 }
 
+// Counted rises whenever the mark for any peer does; see gossip.Counter.
+func (c *Charters) Counted() uint64 {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.seq
+}
+
 // Delta appends this process's row, and a piece of the decree that the peer wants.
 // A room of 512 bytes always makes progress; with less than the row takes it
 // appends nothing. With nothing new it appends the row, which renews grants.

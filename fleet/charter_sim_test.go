@@ -73,7 +73,8 @@ type citizen struct {
 	nextAt time.Duration // of the latest flush, plus the floor
 	rejoin bool          // joins as soon as it is a guest
 	heavy  int
-	barred bool // an operator said that it does not start again
+	barred bool          // an operator said that it does not start again
+	young  time.Duration // until then its books keep within nothing: an earlier life's loans
 }
 
 // acquaintance is what a session remembers of a peer.
@@ -166,6 +167,9 @@ func (b *modelBooks) Complete(_ time.Duration, number uint64) {
 }
 
 func (b *modelBooks) Applied() uint64 {
+	if b.n.w.now < b.n.young {
+		return 0
+	}
 	b.settle()
 	if b.held > b.target() {
 		return b.window[0].Number

@@ -399,7 +399,7 @@ func (c *Charters) pendingLocked() int { return len(c.chain) - 1 }
 
 // joins, leaves and renews tell what f asks for.
 func (c *Charters) joins(now time.Duration, f *fellow) bool {
-	return f.row.flags&flagJoining != 0 && f.seat < 0 && now-f.heard < nearby &&
+	return f.row.flags&flagJoining != 0 && f.seat < 0 && now-f.heard < nearby && f.row.applied > 0 &&
 		f.row.known == c.known() && f.row.votes > 0 && f.row.votes <= c.known()+2 && c.gone[f.id.Name].number == 0
 }
 

@@ -60,8 +60,8 @@ func TestCharterChanges(t *testing.T) {
 		}
 		w.nodes[0].poke()
 		took("leave", 4, 2*sec)
-		if done, err := w.nodes[0].c.Left(w.nodes[0].clock()); !done || err != nil || w.nodes[0].books.using() != 0 {
-			t.Fatalf("left: %v, %v, %v", done, err, w.nodes[0].books.using())
+		if !w.runUntil(w.now+100*ms, w.nodes[0].left(t)) || w.nodes[0].books.using() != 0 {
+			t.Fatalf("it has not left, or uses %v", w.nodes[0].books.using())
 		}
 		w.nodes[0].stop()
 		if nodes < 3 {
@@ -341,6 +341,77 @@ func TestCharterOperatorsWord(t *testing.T) {
 	}
 	if d := w.chosen[w.newest]; len(d.Roster.Members) != 2 || d.Limit.Rate != 600 {
 		t.Fatalf("%+v", d.Charter)
+	}
+}
+
+// left asks whether a leaver may end.
+func (n *citizen) left(t testing.TB) func() bool {
+	return func() bool {
+		done, err := n.c.Left(n.clock())
+		if err != nil {
+			t.Fatal(err)
+		}
+		return done
+	}
+}
+
+// Of many who leave at once each ends as soon as it may. Those who stay have all
+// shares then, though some of them never heard that one of the others had applied the
+// charter.
+func TestCharterLeaveStorm(t *testing.T) {
+	t.Parallel()
+	const nodes, stay = 25, 5
+	for seed := range uint64(8) {
+		w := newCountry(t, seed, nodes, nodes, CharterConfig{}, terrain{lag: 60 * ms, loss: 0.35, rarely: true})
+		w.founded(nodes)
+		leavers := w.nodes[stay:]
+		for _, n := range leavers {
+			if err := n.c.Leave(n.clock(), n.clock()+5*sec); err != nil {
+				t.Fatal(err)
+			}
+			n.poke()
+		}
+		gone := 0
+		w.runUntil(w.now+4*sec, func() bool {
+			for _, n := range leavers {
+				if n.alive && n.left(t)() {
+					n.stop()
+					gone++
+				}
+			}
+			return gone == len(leavers)
+		})
+		w.run(w.now + 200*ms)
+		if gone < len(leavers) || !w.agreed(2) {
+			t.Fatalf("seed %d: %d of %d have left; newest is %d, complete %d: %+v", seed, gone, len(leavers), w.newest, w.complete, w.nodes[0].c.Status(w.nodes[0].clock()).Lacking)
+		}
+		sum := 0.0
+		for _, n := range w.nodes[:stay] {
+			sum += n.books.using()
+		}
+		if sum < 999 {
+			t.Errorf("seed %d: %v of 1000 is in use by those who stay", seed, sum)
+		}
+	}
+}
+
+// Nobody gets a share that it may not mint yet: it would be taken from the others.
+func TestCharterJoinWaitsForBooks(t *testing.T) {
+	t.Parallel()
+	w := newCountry(t, 1, 3, 4, CharterConfig{}, terrain{})
+	w.founded(3)
+	joiner := w.nodes[3]
+	joiner.young = w.now + sec
+	joiner.start()
+	if err := joiner.c.Join(joiner.clock(), 1); err != nil {
+		t.Fatal(err)
+	}
+	w.run(joiner.young)
+	if w.newest != 1 {
+		t.Fatalf("it is in charter %d, and its books are not ready", w.newest)
+	}
+	if !w.runUntil(joiner.young+200*ms, func() bool { return w.agreed(2) }) {
+		t.Fatalf("newest is %d 200 ms after its books were ready", w.newest)
 	}
 }
 

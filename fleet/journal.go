@@ -298,6 +298,9 @@ func (j *Journal) Mark(crdt.Replica) uint64 {
 	return j.log.Mark()
 }
 
+// Counted is that mark; see gossip.Counter.
+func (j *Journal) Counted() uint64 { return j.Mark(crdt.Replica{}) }
+
 // The section: version, the sender's stamp, what [crdt.OpLog] appends.
 const journalHeader = 1 + 2*binary.MaxVarintLen64
 

@@ -18,6 +18,13 @@ func (v *Verdicts) Mark(to crdt.Replica) uint64 {
 	return v.log.mark(to)
 }
 
+// Counted rises whenever the mark for any peer does; see gossip.Counter.
+func (v *Verdicts) Counted() uint64 {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.log.Mark()
+}
+
 // OnChange has f called after each change that there is to tell, under the lock of
 // v: it must not wait or call v. The Kick of a gossip.Node is meant. nil ends it.
 func (v *Verdicts) OnChange(f func()) {

@@ -158,6 +158,9 @@ func (m *Standings) Mark(crdt.Replica) uint64 {
 	return m.seq
 }
 
+// Counted is that mark; see gossip.Counter.
+func (m *Standings) Counted() uint64 { return m.Mark(crdt.Replica{}) }
+
 // The section: version, and if there is news
 //
 //	num zone region program charter complete applied

@@ -252,6 +252,9 @@ func (s *Storms) Mark(crdt.Replica) uint64 {
 	return s.seq
 }
 
+// Counted is that mark; see gossip.Counter.
+func (s *Storms) Counted() uint64 { return s.Mark(crdt.Replica{}) }
+
 // The section: version { snapshot }, a snapshot being
 //
 //	key version flags failed outcomes attempts age diverted reason

@@ -307,6 +307,7 @@ func (n *Node) settleTerms() (grown bool) {
 // reshareAll does what a change of terms does to all rows and peers. In order, so
 // that a run can be repeated.
 func (n *Node) reshareAll() {
+	n.rosters++
 	for _, p := range n.slots {
 		if p == nil || p.gone {
 			continue

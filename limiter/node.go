@@ -57,6 +57,7 @@ type Node struct {
 
 	lent    int64  // over all peers
 	changes uint64 // over all peers; only rises
+	rosters uint64 // how often it changed who is admitted
 	series  uint64
 	sweepAt time.Duration
 	pruneAt time.Duration

@@ -37,6 +37,9 @@ func (p *Pooled) Mark(crdt.Replica) uint64 {
 	return p.changes.Mark()
 }
 
+// Counted is that mark; see gossip.Counter.
+func (p *Pooled) Counted() uint64 { return p.Mark(crdt.Replica{}) }
+
 // Delta appends what this process has used of keys since a mark, oldest change
 // first; see gossip.Section. With nothing new it appends a header, from which the
 // peer learns that this process is there. 1 KiB always makes progress.

@@ -315,6 +315,13 @@ func (s *Set) Mark(to crdt.Replica) uint64 {
 	return s.node.Mark(to)
 }
 
+// Counted is that of [Node.Counted].
+func (s *Set) Counted() uint64 {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.node.Counted()
+}
+
 // Delta is that of [Node.Delta].
 func (s *Set) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
 	s.mu.Lock()

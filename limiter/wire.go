@@ -52,6 +52,9 @@ func (n *Node) Mark(to crdt.Replica) uint64 {
 	return 1 // its existence, once it is met
 }
 
+// Counted rises whenever the mark for any peer does; see gossip.Counter.
+func (n *Node) Counted() uint64 { return n.changes + n.rosters }
+
 // Delta appends what changed for a peer after since, oldest change first; see
 // gossip.Section. With nothing new it appends a header, some 12 bytes, from which
 // the peer learns that this node is there, and to which the lease of what it has

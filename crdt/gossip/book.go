@@ -26,6 +26,7 @@ type address struct {
 	addr    netip.AddrPort
 	seed    bool          // never forgotten
 	own     bool          // we heard ourselves there
+	dropped bool          // not in the book any more
 	peer    *peer         // who was last heard there
 	heardAt time.Duration // or when the address was learned
 	tries   int
@@ -64,6 +65,7 @@ func (b *book) learn(now time.Duration, addr netip.AddrPort) *address {
 			return nil
 		}
 		delete(b.byAddr, b.list[oldest].addr)
+		b.list[oldest].dropped = true
 		b.list = slices.Delete(b.list, oldest, oldest+1)
 	}
 	a := &address{addr: addr, heardAt: now, next: now}
@@ -79,6 +81,7 @@ func (b *book) forget(p *peer) {
 		drop := a.peer == p && !a.seed
 		if drop {
 			delete(b.byAddr, a.addr)
+			a.dropped = true
 		}
 		return drop
 	})

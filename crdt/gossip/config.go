@@ -139,7 +139,8 @@ func (f optionFunc) apply(o *options) { f(o) }
 // without the section acknowledges what it ignores.
 func WithSection(name string, s Section) Option {
 	return optionFunc(func(o *options) {
-		o.sections = append(o.sections, section{name: name, id: sectionID(name), Section: s})
+		count, _ := s.(Counter)
+		o.sections = append(o.sections, section{name: name, id: sectionID(name), Section: s, count: count})
 	})
 }
 

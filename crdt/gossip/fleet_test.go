@@ -34,6 +34,7 @@ type board struct {
 	pad     int                     // bytes added to each row
 	merged  func(name string, was, is uint64)
 	refuse  error
+	marks   int // calls of Mark
 }
 
 type row struct {
@@ -73,6 +74,7 @@ func (b *board) values() map[string]uint64 {
 func (b *board) tells(r row) bool { return b.forward || r.key == b.key }
 
 func (b *board) Mark(crdt.Replica) uint64 {
+	b.marks++
 	for _, r := range slices.Backward(b.rows) {
 		if b.tells(r) {
 			return r.ver
@@ -80,6 +82,12 @@ func (b *board) Mark(crdt.Replica) uint64 {
 	}
 	return 0
 }
+
+// Counted is that of a [gossip.Counter].
+func (b *board) Counted() uint64 { return b.seq }
+
+// uncounted is a section of which nobody knows whether it has changed.
+type uncounted struct{ gossip.Section }
 
 func (b *board) Delta(_ time.Duration, dst []byte, to crdt.Replica, since uint64, room int) ([]byte, uint64) {
 	if since < b.since[to] {
@@ -165,6 +173,7 @@ func (m *member) Wake() time.Duration { return m.proc.Wake() }
 type fleet struct {
 	*simnet.Net
 	forward bool
+	plain   bool // sections do not count
 	zone    func(node int) string
 	name    func(node int) string
 	inc     func(node, life int) uint64
@@ -198,7 +207,11 @@ func (f *fleet) start(n int) *fleet {
 			m := &member{board: newBoard(cfg.Self)}
 			m.board.forward = f.forward
 			var err error
-			m.Session, err = gossip.New(cfg, gossip.WithSection("board", m.board), gossip.WithRand(rng.Float64))
+			section := gossip.Section(m.board)
+			if f.plain {
+				section = uncounted{section}
+			}
+			m.Session, err = gossip.New(cfg, gossip.WithSection("board", section), gossip.WithRand(rng.Float64))
 			if err != nil {
 				panic(err)
 			}

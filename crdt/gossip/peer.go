@@ -22,6 +22,9 @@ type peer struct {
 	toName       uint32 // hash of life.Name
 	addr         netip.AddrPort
 	zone, region string
+	distance     int          // 0 is in our zone, 1 in our region
+	places       [agendas]int // in the session's agendas
+	home         *address     // where it was last heard
 
 	// What was heard. Sequence numbers are the peer's.
 	heardAt time.Duration // own clock
@@ -66,6 +69,9 @@ func (p *peer) reset(now time.Duration, life crdt.Replica, sections int) {
 		addr:     p.addr,
 		zone:     p.zone,
 		region:   p.region,
+		distance: p.distance,
+		places:   p.places,
+		home:     p.home,
 		heardAt:  now,
 		echo:     now, // until it has had time to hear us, it counts as if it had
 		introAt:  now,

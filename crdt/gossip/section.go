@@ -41,3 +41,10 @@ type Section interface {
 	// name was heard, or it was evicted.
 	Gone(now time.Duration, peer crdt.Replica)
 }
+
+// A Counter is a [Section] that says whether anything has changed at all, so that a
+// session of many peers need not ask for the mark of each.
+type Counter interface {
+	// Counted rises whenever the mark for any peer does. It is asked at each wake.
+	Counted() uint64
+}

@@ -28,6 +28,8 @@ type section struct {
 	Section
 	name   string
 	id     uint32
+	count  Counter // the section, if it counts its changes
+	seen   uint64  // of these, when all peers were last looked at
 	counts SectionStats
 }
 
@@ -48,6 +50,9 @@ type Session struct {
 	now     time.Duration
 	peers   []*peer // those nearby first, then by name
 	byName  map[string]*peer
+	agendas [agendas]agenda
+	lookAt  time.Duration // when all peers are to be looked at, whether a section has changed or not
+	due     []*peer       // scratch
 	book    book
 	retired map[string]uint64 // evicted names: the highest incarnation that is over
 	oldest  []string          // names in retired, oldest first
@@ -88,6 +93,7 @@ func New(cfg Config, opts ...Option) (*Session, error) {
 		book:     book{byAddr: map[netip.AddrPort]*address{}, limit: 4 * cfg.MaxPeers, next: Never},
 		wake:     Never,
 		floorAt:  Never,
+		agendas:  [agendas]agenda{{which: byDue}, {which: byFloor}},
 	}, nil
 }
 
@@ -99,7 +105,8 @@ func (s *Session) Wake() time.Duration { return s.wake }
 // process's own monotonic clock; one that went back counts as the latest.
 //
 // With [Packet] it answers that peer only, and others at the next wake. With [Wake] it serves all peers that
-// are due, which costs one Mark per peer and section. Nothing is allocated as
+// are due. That costs one Mark per peer and section, unless all sections are a
+// [Counter] and none has changed: then it costs what is sent. Nothing is allocated as
 // long as no peer, address or larger batch is new.
 func (s *Session) Step(now time.Duration, ev Event, actions []Action) []Action {
 	now = max(now, s.now)
@@ -121,7 +128,7 @@ func (s *Session) Step(now time.Duration, ev Event, actions []Action) []Action {
 		case s.over:
 			return append(actions, Action{Kind: Displaced, By: answer})
 		case p != nil:
-			p.due = s.dueAt(now, p)
+			s.look(now, p)
 			if p.due <= now {
 				actions = s.send(now, ev.Wall, p, actions)
 			}
@@ -169,23 +176,17 @@ func canonical(a netip.AddrPort) netip.AddrPort {
 
 // flush sends to all that are due, and plans the next wake.
 func (s *Session) flush(now time.Duration, wall int64, actions []Action) []Action {
-	due := 0
-	for _, p := range s.peers {
-		p.due = s.dueAt(now, p)
-		if p.due <= now {
-			due++
-		}
-	}
+	due := s.lookAll(now)
 	budget := s.cfg.Burst
-	if due > budget { // then those who would starve come first
-		for _, p := range s.peers {
+	if len(due) > budget { // then those who would starve come first
+		for _, p := range due {
 			if now-p.due > s.cfg.KeepAlive && budget > 0 {
 				actions = s.send(now, wall, p, actions)
 				budget--
 			}
 		}
 	}
-	for _, p := range s.peers {
+	for _, p := range due {
 		if p.due <= now && budget > 0 {
 			actions = s.send(now, wall, p, actions)
 			budget--
@@ -209,15 +210,58 @@ func (s *Session) flush(now time.Duration, wall int64, actions []Action) []Actio
 	return actions
 }
 
-// plan finds the next wake, and the first floor.
-func (s *Session) plan() {
-	s.wake, s.floorAt = s.book.next, Never
-	for _, p := range s.peers {
-		s.wake = min(s.wake, p.due)
-		if !p.lost {
-			s.floorAt = min(s.floorAt, p.sentAt+s.cfg.Floor)
+// lookAll finds out when the next packet to each leaves, and returns who is due, in
+// the order in which they are served. If no section has changed since all were looked
+// at, that is known but for those whose packet seems to be due.
+func (s *Session) lookAll(now time.Duration) (due []*peer) {
+	due = s.due[:0]
+	if s.changed() || now >= s.lookAt {
+		s.lookAt = Never
+		for _, p := range s.peers {
+			if s.look(now, p); p.due <= now {
+				due = append(due, p)
+			}
+		}
+	} else {
+		due = s.agendas[byDue].until(now, 0, due)
+		slices.SortFunc(due, nearer)
+		due = slices.DeleteFunc(due, func(p *peer) bool {
+			s.look(now, p)
+			return p.due > now
+		})
+	}
+	s.due = due
+	return due
+}
+
+// changed tells whether a mark may have risen since it was last asked.
+func (s *Session) changed() (changed bool) {
+	for k := range s.sections {
+		sec := &s.sections[k]
+		if sec.count == nil {
+			changed = true
+		} else if n := sec.count.Counted(); n != sec.seen {
+			sec.seen, changed = n, true
 		}
 	}
+	return changed
+}
+
+// look finds out when the next packet to p leaves.
+func (s *Session) look(now time.Duration, p *peer) {
+	p.due = s.dueAt(now, p)
+	floor := Never
+	if !p.lost {
+		floor = p.sentAt + s.cfg.Floor
+	}
+	s.agendas[byDue].set(p, p.due)
+	s.agendas[byFloor].set(p, floor)
+}
+
+// plan finds the next wake, and the first floor.
+func (s *Session) plan() {
+	s.wake = min(s.book.next, s.agendas[byDue].next())
+	s.floorAt = s.agendas[byFloor].next()
 }
 
 func (s *Session) silence() time.Duration { return silentAfter * s.cfg.KeepAlive }
@@ -234,11 +278,15 @@ func (s *Session) dueAt(now time.Duration, p *peer) time.Duration {
 	if p.lost {
 		return Never
 	}
+	s.lookAt = min(s.lookAt, p.heardAt+lostAfter*s.cfg.KeepAlive)
 	dirty := s.dirty(now, p)
 	switch {
 	case !p.everSent:
 		return now
-	case p.owes, dirty && p.hears(now, s.silence()):
+	case p.owes:
+		return p.sentAt + s.cfg.Floor
+	case dirty && p.hears(now, s.silence()):
+		s.lookAt = min(s.lookAt, p.echo+s.silence())
 		return p.sentAt + s.cfg.Floor
 	}
 	return p.sentAt + s.cfg.KeepAlive
@@ -360,7 +408,7 @@ func (s *Session) send(now time.Duration, wall int64, p *peer, actions []Action)
 	}
 	s.arena = b
 	p.everSent, p.sentAt, p.owes = true, now, false
-	p.due = s.dueAt(now, p)
+	s.look(now, p)
 	return s.sent(start, p.addr, actions)
 }
 
@@ -551,27 +599,29 @@ func (s *Session) admit(now time.Duration, life crdt.Replica, addr netip.AddrPor
 	}
 	p := &peer{addr: addr}
 	p.reset(now, life, len(s.sections))
+	s.place(p)
 	s.byName[life.Name] = p
-	s.peers = append(s.peers, p)
-	s.sort()
+	i, _ := slices.BinarySearchFunc(s.peers, p, nearer)
+	s.peers = slices.Insert(s.peers, i, p)
 	return p
 }
 
-// sort puts those nearby first. Names make the order complete, so that it does
-// not depend on who came first.
-func (s *Session) sort() {
-	distance := func(p *peer) int {
-		switch {
-		case p.region != s.cfg.Region:
-			return 2
-		case p.zone != s.cfg.Zone:
-			return 1
-		}
-		return 0
+// place notes how far p is.
+func (s *Session) place(p *peer) {
+	switch {
+	case p.region != s.cfg.Region:
+		p.distance = 2
+	case p.zone != s.cfg.Zone:
+		p.distance = 1
+	default:
+		p.distance = 0
 	}
-	slices.SortFunc(s.peers, func(a, b *peer) int {
-		return cmp.Or(cmp.Compare(distance(a), distance(b)), cmp.Compare(a.life.Name, b.life.Name))
-	})
+}
+
+// nearer puts those nearby first. Names make the order complete, so that it does
+// not depend on who came first.
+func nearer(a, b *peer) int {
+	return cmp.Or(cmp.Compare(a.distance, b.distance), cmp.Compare(a.life.Name, b.life.Name))
 }
 
 // retire ends a peer's life for good and remembers that it is over.
@@ -579,6 +629,9 @@ func (s *Session) retire(now time.Duration, p *peer) {
 	s.bury(p.life)
 	delete(s.byName, p.life.Name)
 	s.peers = slices.DeleteFunc(s.peers, func(q *peer) bool { return q == p })
+	for i := range s.agendas {
+		s.agendas[i].remove(p)
+	}
 	s.turn = 0
 	for _, a := range s.book.list {
 		if a.peer == p {
@@ -616,8 +669,11 @@ func (s *Session) heard(now time.Duration, wall int64, p *peer, h *header, addr 
 		p.theirs, p.gotAt = h.sent, now
 		p.addr = addr
 	}
-	if a := s.book.learn(now, addr); a != nil {
-		a.peer, a.heardAt = p, now
+	if p.home == nil || p.home.addr != addr || p.home.dropped {
+		p.home = s.book.learn(now, addr)
+	}
+	if p.home != nil {
+		p.home.peer, p.home.heardAt = p, now
 	}
 	if back {
 		s.book.hintAll(now)
@@ -696,7 +752,8 @@ func (s *Session) meet(now time.Duration, p *peer, b []byte) {
 	}
 	if string(zone) != p.zone || string(region) != p.region {
 		p.zone, p.region = string(zone), string(region)
-		s.sort()
+		s.place(p)
+		slices.SortFunc(s.peers, nearer)
 	}
 	for range n {
 		addr := r.addr()

@@ -86,6 +86,30 @@ func moving(before, then int) load {
 	}
 }
 
+// rising is balanced over all nodes, and more from an instant on.
+func rising(before, then float64, at time.Duration) load {
+	return func(w *world, node int, t time.Duration) (float64, time.Duration) {
+		if t < at {
+			return before * w.sc.all() / float64(w.sc.nodes), at
+		}
+		return balanced(then)(w, node, t)
+	}
+}
+
+// rush is a load that begins late, with so many messages at each node within an
+// instant.
+func rush(begin, within time.Duration, messages int, l load) load {
+	return func(w *world, node int, t time.Duration) (float64, time.Duration) {
+		switch {
+		case t < begin:
+			return 0, begin
+		case t < begin+within:
+			return float64(messages) / within.Seconds(), begin + within
+		}
+		return l(w, node, t)
+	}
+}
+
 // after is a load that begins late.
 func after(begin time.Duration, l load) load {
 	return func(w *world, node int, t time.Duration) (float64, time.Duration) {

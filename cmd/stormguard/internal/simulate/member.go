@@ -25,11 +25,19 @@ type member struct {
 	rng  *rand.Rand
 	next time.Duration // true time of the next message
 
+	self    crdt.Replica
 	session *gossip.Session // nil where nothing is shared
+	limits  gossip.Section  // node or pool
 	node    *limiter.Node
-	seeds   []int // to be joined
-	waiting []int // messages by key that wait for a token
-	waits   int   // all of them
+	pool    *limiter.Pooled // instead, where the limit is pooled
+	handle  *limiter.PooledLimiter
+	citizen *citizen // nil unless the charter changes
+	seeds   []int    // to be joined
+	kicked  bool     // something was asked of it
+	evicts  string   // whom it was asked to evict
+	ticket  uint64   // of that
+	waiting []int    // messages by key that wait for a token
+	waits   int      // all of them
 	out     []byte
 }
 
@@ -40,32 +48,59 @@ func (w *world) boot(id int) simnet.Boot {
 		if w.sc.twin && id == w.sc.nodes-1 {
 			self.Incarnation += 1000 // it was started later
 		}
-		m := &member{w: w, id: id, rng: rng, waiting: make([]int, len(w.keys))}
+		m := &member{w: w, id: id, rng: rng, self: self, waiting: make([]int, len(w.keys))}
 		now, _ := w.net.Clock(id)
-		var err error
-		if m.node, err = limiter.NewNode(self, w.config(id), now); err != nil {
-			panic(err) // the scenario is wrong
-		}
-		if w.oracle != nil {
-			w.oracle.born(m)
-		}
+		must(m.begin(now))
 		if w.shared() {
-			section := gossip.Section(m.node)
+			section := m.limits
 			if w.tap != nil {
 				section = &tapped{Section: section, tap: w.tap, w: w, id: id}
 			}
-			m.session, err = gossip.New(
-				gossip.Config{Cluster: "simulate", Self: self, Floor: w.sc.floor, MaxPeers: max(512, w.sc.nodes)},
-				gossip.WithSection("limiter", section), gossip.WithRand(rng.Float64))
-			if err != nil {
-				panic(err)
+			options := []gossip.Option{gossip.WithSection("limiter", section), gossip.WithRand(rng.Float64)}
+			if m.citizen != nil {
+				options = append(options, gossip.WithSection("charter", m.citizen.charters))
 			}
+			var err error
+			m.session, err = gossip.New(
+				gossip.Config{Cluster: "simulate", Self: self, Floor: w.sc.floor, MaxPeers: max(512, w.sc.nodes)}, options...)
+			must(err)
 			m.seeds = w.seeds(id)
 		}
 		m.next = w.draw(m, w.net.Now())
 		w.members[id] = m
 		return m
 	}
+}
+
+// must panics if the scenario is wrong.
+func must(err error) {
+	if err != nil {
+		panic(err)
+	}
+}
+
+// begin makes the limiter of a life, and its part in the fleet's charter.
+func (m *member) begin(now time.Duration) (err error) {
+	w := m.w
+	if w.sc.pooled {
+		cfg := limiter.PooledConfig{Limit: limiter.Limit{Rate: w.sc.rate, Burst: w.sc.burstTokens}}
+		m.pool, err = limiter.NewPooled(m.self, cfg, limiter.WithPooledClock(func() time.Duration {
+			own, _ := w.net.Clock(m.id)
+			return own
+		}))
+		if err == nil {
+			m.handle, m.limits = m.pool.Key(w.keys[0]), m.pool
+		}
+		return err
+	}
+	if m.node, err = limiter.NewNode(m.self, w.config(m.id), now); err != nil {
+		return err
+	}
+	m.limits = m.node
+	if w.sc.chartered && w.shared() {
+		m.citizen, err = newCitizen(m, now)
+	}
+	return err
 }
 
 // Step is [simnet.Process].
@@ -75,7 +110,8 @@ func (m *member) Step(now time.Duration, ev gossip.Event, actions []gossip.Actio
 		actions = m.step(now, gossip.Event{Kind: gossip.Join, Addr: simnet.Addr(seed), Wall: ev.Wall}, actions)
 	}
 	m.seeds = nil
-	changed := ev.Kind != gossip.Wake
+	changed := ev.Kind != gossip.Wake || m.kicked
+	m.kicked = false
 	if ev.Kind == gossip.Packet && m.session != nil {
 		actions = m.step(now, ev, actions)
 	}
@@ -87,7 +123,10 @@ func (m *member) Step(now time.Duration, ev gossip.Event, actions []gossip.Actio
 		changed = m.message(now, t) || changed
 		m.next = m.w.draw(m, m.next)
 	}
-	if m.node.Wake() <= now {
+	if m.citizen != nil {
+		actions, changed = m.citizen.step(now, ev.Wall, actions, changed)
+	}
+	if m.node != nil && m.node.Wake() <= now {
 		m.node.Tick(now)
 		changed = true
 	}
@@ -116,6 +155,9 @@ func (m *member) step(now time.Duration, ev gossip.Event, actions []gossip.Actio
 		start := len(m.out)
 		m.out = append(m.out, actions[i].Packet...)
 		actions[i].Packet = m.out[start:len(m.out):len(m.out)]
+		if actions[i].Kind != gossip.Send && m.citizen != nil {
+			m.over(actions[i].Kind)
+		}
 	}
 	return actions
 }
@@ -137,7 +179,11 @@ func (m *member) message(now, t time.Duration) bool {
 		}
 		return true
 	}
-	if !m.node.Take(now, m.w.keys[k], n) {
+	if m.pool != nil {
+		if !m.handle.AllowN(n) {
+			return true
+		}
+	} else if !m.node.Take(now, m.w.keys[k], n) {
 		return true
 	}
 	for range n {
@@ -153,7 +199,12 @@ func (m *member) Wake() time.Duration {
 	if m.next < gossip.Never {
 		at = now + max(0, m.next-m.w.net.Now())
 	}
-	at = min(at, m.node.Wake())
+	if m.node != nil {
+		at = min(at, m.node.Wake())
+	}
+	if m.citizen != nil {
+		at = min(at, m.citizen.wake())
+	}
 	if m.session != nil {
 		at = min(at, m.session.Wake())
 	}

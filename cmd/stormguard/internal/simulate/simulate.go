@@ -46,6 +46,10 @@ type Result struct {
 	Gate  Gate   `json:"gate"`
 	Nodes int    `json:"nodes"`
 
+	// Policy is what the limit goes by: how it is divided, and what becomes of the
+	// share of who is not heard.
+	Policy string `json:"policy"`
+
 	Error       float64 `json:"error_percent"`
 	MaxError    float64 `json:"error_limit_percent"`
 	Over        float64 `json:"over_budget_tokens"`
@@ -55,12 +59,14 @@ type Result struct {
 	Converged   float64 `json:"converged_ms"`    // from a pair's first packet after the fault; 0: not measured
 	Rejoined    float64 `json:"rejoined_ms"`     // from the end of the fault; 0: not measured, -1: never
 	Formula     float64 `json:"formula_percent"` // what the fault is said to cost; 0: not stated
+	FormulaWhy  string  `json:"formula_why,omitempty"`
 	BytesPerSec float64 `json:"bytes_per_node_second"`
 	Fewest      int     `json:"fewest_in_10s,omitempty"`
 	Most        int     `json:"most_in_10s,omitempty"`
-	Share       float64 `json:"largest_share"` // of one node, times its fair part
-	Agreed      int     `json:"charters_completed,omitempty"`
-	Memory      float64 `json:"bytes_per_node,omitempty"` // of the heap, with what the simulation itself takes; 0: not measured
+	Share       float64 `json:"largest_share"`                // of one node, times its fair part
+	Agreed      int     `json:"charters_completed,omitempty"` // known to all that live
+	Members     int     `json:"members,omitempty"`            // with a share, by the newest charter; 0: they differ, or there is none
+	Memory      float64 `json:"bytes_per_node,omitempty"`     // of the heap, with what the simulation itself takes; 0: not measured
 	Asked       int     `json:"asked"`
 	Admitted    int     `json:"admitted"`
 
@@ -210,7 +216,7 @@ func (w *world) result() Result {
 	sc := w.sc
 	r := Result{
 		Name: sc.name, Gate: sc.gate, Nodes: sc.nodes,
-		MaxError: sc.maxError, StatedExtra: sc.extra, ExtraWhy: sc.extraWhy, Formula: sc.formula,
+		MaxError: sc.maxError, StatedExtra: sc.extra, ExtraWhy: sc.extraWhy, Formula: sc.formula, FormulaWhy: sc.formulaWhy,
 		Trace: fmt.Sprintf("%016x", w.net.Hash()), SyncP99: milliseconds(w.tap.p99(w.net.Now())),
 		BytesPerSec: float64(w.net.Stats().Bytes) / float64(sc.nodes) / sc.length.Seconds(),
 	}
@@ -232,9 +238,8 @@ func (w *world) result() Result {
 	for _, n := range byNode {
 		r.Share = max(r.Share, float64(n)*float64(sc.nodes)/float64(max(1, r.Admitted)))
 	}
-	if w.oracle != nil {
-		r.Agreed = w.oracle.completed()
-	}
+	r.Agreed, r.Members = w.agreed()
+	r.Policy = sc.policy(w.strategy)
 	r.Converged, r.Rejoined = milliseconds(w.converged), milliseconds(w.rejoined)
 	if w.rejoined == gossip.Never {
 		r.Rejoined = -1
@@ -263,6 +268,9 @@ func (r *Result) judge(sc *scenario, strategy Strategy) {
 	}
 	if strategy == Strict && r.Agreed < sc.agreed {
 		wrong("%d charters were completed, of %d", r.Agreed, sc.agreed)
+	}
+	if strategy == Strict && sc.members > 0 && r.Members != sc.members {
+		wrong("%d members have a share at the end, want %d; 0 is that they differ", r.Members, sc.members)
 	}
 	if r.Asked == 0 || r.Admitted == 0 {
 		wrong("nothing happened: %d asked, %d admitted", r.Asked, r.Admitted)
@@ -310,10 +318,10 @@ func milliseconds(d time.Duration) float64 { return float64(d) / 1e6 }
 
 func table(w io.Writer, results []Result) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(t, "scenario\tnodes\tgate\terror %\tover\tstated\tsync p99 ms\tequal again ms\trejoined ms\tKB/s per node\ttrace\t\t")
+	fmt.Fprintln(t, "scenario\tnodes\tgate\tpolicy\terror %\tover\tstated\tsync p99 ms\tequal again ms\trejoined ms\tKB/s per node\ttrace\t\t")
 	for _, r := range results {
-		fmt.Fprintf(t, "%s\t%d\t%s\t%+.3f\t%.3f\t%.0f\t%.1f\t%.0f\t%.0f\t%.0f\t%s\t%s\t\n",
-			r.Name, r.Nodes, r.Gate, r.Error, r.Over, r.StatedExtra, r.SyncP99, r.Converged, r.Rejoined, r.BytesPerSec/1000, r.Trace, r.verdict())
+		fmt.Fprintf(t, "%s\t%d\t%s\t%s\t%+.3f\t%.3f\t%.0f\t%.1f\t%.0f\t%.0f\t%.0f\t%s\t%s\t\n",
+			r.Name, r.Nodes, r.Gate, r.Policy, r.Error, r.Over, r.StatedExtra, r.SyncP99, r.Converged, r.Rejoined, r.BytesPerSec/1000, r.Trace, r.verdict())
 	}
 	return t.Flush()
 }

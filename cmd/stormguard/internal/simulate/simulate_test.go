@@ -45,7 +45,11 @@ func TestRows(t *testing.T) {
 	for name, length := range map[string]time.Duration{
 		"rotating-3": 6 * time.Second, "loss-35-rotating": 6 * time.Second, "split-1+2": 24 * time.Second,
 		"flaps-rotating-within": 24 * time.Second, "borrower-crash-loop": 6 * time.Second,
+		"reset": 16 * time.Second, "evict-dead": 8 * time.Second, "pooled-rush": 13 * time.Second,
 	} {
+		if raceEnabled && name == "pooled-rush" {
+			continue // TestStaticFails has a shorter one
+		}
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			sc := row(t, name, length)
@@ -96,6 +100,9 @@ func TestStaticFails(t *testing.T) {
 			t.Errorf("%s: a fixed division has an error of %.1f %%", name, r.Error)
 		}
 	}
+	if r := run(row(t, "pooled-rush", 3500*time.Millisecond), Static, 1); r.Policy != "pooled" || r.Over < 1000 {
+		t.Errorf("what is pooled is not divided: %+v", r)
+	}
 	if r := run(row(t, "balanced-3", 4*time.Second), Static, 1); r.Over > 0.5 {
 		t.Errorf("a fixed division is over the bound: %+v", r)
 	}
@@ -124,6 +131,48 @@ func TestCheatsAreCaught(t *testing.T) {
 		r := cheated(&sc, fair)
 		if mute := sc.maxSync > 0 || sc.converge > 0 || sc.approach || sc.agreed > 0; r.Passed == mute || math.Abs(r.Error) > sc.maxError {
 			t.Errorf("%s, one bucket in silence: %+v", sc.name, r)
+		}
+	}
+}
+
+// Who admits exactly the limit, or nothing beyond it, has not approached what a printed
+// row states, and is told so.
+func TestStatedIsApproached(t *testing.T) {
+	if raceEnabled {
+		t.Skip("as for the cheats: it has one goroutine")
+	}
+	stated := 0
+	for _, sc := range scenarios() {
+		if sc.gate != Printed || sc.formula == 0 || sc.expensive {
+			continue
+		}
+		stated++
+		fair := newBucket(sc.rate, float64(sc.burstTokens))
+		fair.level = 0
+		if r := cheated(&sc, fair); r.Passed {
+			t.Errorf("%s: nothing of what is stated was seen, and it passes: %+v", sc.name, r)
+		}
+		if sc.formulaWhy == "" || sc.approach && sc.extraWhy == "" {
+			t.Errorf("%s does not say why", sc.name)
+		}
+	}
+	if stated < 7 {
+		t.Errorf("%d printed rows state a formula", stated)
+	}
+}
+
+// A fleet whose processes never hear a charter has agreed on nothing, and the rows
+// that change it say so.
+func TestAgreementIsJudged(t *testing.T) {
+	for _, name := range []string{"reset", "evict-dead"} {
+		sc := row(t, name, 7*time.Second)
+		faults := sc.faults
+		sc.faults = func(w *world) {
+			w.net.At(3*time.Second, func() { w.net.Split([]int{0}, []int{1}, []int{2}) })
+			faults(w)
+		}
+		if r := run(sc, Strict, 1); r.Passed || r.Agreed > 0 {
+			t.Errorf("%s, where nobody hears anybody: %+v", name, r)
 		}
 	}
 }

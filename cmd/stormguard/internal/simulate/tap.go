@@ -55,7 +55,7 @@ func (t *tap) note(m *member) {
 			continue
 		}
 		p := t.pair(m.id, to)
-		if mark := m.node.Mark(other.node.Self()); mark > p.mark {
+		if mark := m.limits.Mark(other.self); mark > p.mark {
 			p.mark = mark
 			p.at = append(p.at, change{mark, now})
 		}

@@ -28,7 +28,6 @@ type world struct {
 	tap      *tap      // nil unless sync delays are measured
 	rotation []int     // see rotating
 	memory   float64   // bytes per node at most, see weigh
-	oracle   charters  // nil unless the charter changes
 
 	healed    map[[2]int]*missed // by sender and receiver, when the fault ended
 	healedAt  time.Duration
@@ -46,6 +45,9 @@ type missed struct {
 const warmUp = time.Second
 
 func newWorld(sc *scenario, strategy Strategy, seed uint64) *world {
+	if sc.pooled {
+		strategy = Strict // of the row: it is not about how a limit is divided
+	}
 	w := &world{sc: sc, strategy: strategy, numbers: make(map[string]int)}
 	w.net = simnet.New(simnet.Config{Seed: seed, Link: simnet.Link{
 		Base: 500 * time.Microsecond, Jitter: 500 * time.Microsecond, Loss: sc.loss, Burst: sc.burst,
@@ -65,9 +67,6 @@ func newWorld(sc *scenario, strategy Strategy, seed uint64) *world {
 	}
 	if sc.twin {
 		w.names[sc.nodes-1] = w.names[0]
-	}
-	if sc.chartered && w.shared() {
-		w.oracle = newOracle(w)
 	}
 	w.members = make([]*member, sc.nodes)
 	w.rotation = rand.New(rand.NewPCG(seed, 1)).Perm(sc.nodes)
@@ -112,7 +111,7 @@ func (w *world) config(id int) limiter.Config {
 	}
 	c := limiter.Config{Limit: limiter.Limit{Rate: sc.rate, Burst: sc.burstTokens}}
 	if sc.chartered {
-		c.Fleet = "simulate"
+		c.Fleet, c.Roster.Guests = "simulate", true
 	}
 	c.OnSilence = sc.silence
 	for i, name := range w.names[:sc.founders()] {
@@ -152,20 +151,6 @@ func (w *world) draw(m *member, t time.Duration) time.Duration {
 	return gossip.Never
 }
 
-// change has the fleet agree on a change of its charter, where it can.
-func (w *world) change(at time.Duration, change func(c *limiter.Charter)) {
-	if w.oracle != nil {
-		w.net.At(at, func() { w.oracle.propose(change) })
-	}
-}
-
-// reach says whom those who agree reach; all, if it is not called.
-func (w *world) reach(reaches func(node int) bool) {
-	if o, ok := w.oracle.(*oracle); ok {
-		o.reaches = reaches
-	}
-}
-
 // heal ends the fault, and looks from then on how long it takes until every
 // node has from each other what it had missed. A fault may end several times.
 func (w *world) heal(at time.Duration, mend func()) {
@@ -181,7 +166,7 @@ func (w *world) heal(at time.Duration, mend func()) {
 		for i, m := range w.members {
 			for j, other := range w.members {
 				if i != j && m != nil && other != nil {
-					w.healed[[2]int{i, j}] = &missed{mark: m.node.Mark(other.node.Self())}
+					w.healed[[2]int{i, j}] = &missed{mark: m.limits.Mark(other.self)}
 				}
 			}
 		}
@@ -209,7 +194,7 @@ func (w *world) watch(healedAt time.Duration) {
 	for i, m := range w.members {
 		for _, p := range peers[i] {
 			pair := [2]int{i, w.number(p.Name)}
-			if d := w.healed[pair]; d != nil && d.flows != 0 && p.HearsUs && m.node.Mark(p.Replica)-p.Unacked >= d.mark {
+			if d := w.healed[pair]; d != nil && d.flows != 0 && p.HearsUs && m.limits.Mark(p.Replica)-p.Unacked >= d.mark {
 				delete(w.healed, pair)
 				w.converged, w.rejoined = max(w.converged, now-d.flows), max(w.rejoined, now-healedAt)
 			}
