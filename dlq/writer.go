@@ -47,6 +47,11 @@ var (
 	// does not help before somebody changes something; the source must not be
 	// settled.
 	ErrRefused = errors.New("dlq: record refused")
+
+	// ErrParked is as good as nil: the record is confirmed and the source is to be
+	// settled, but the message waits for another try, such as in a retry topic, and
+	// is no dead letter yet.
+	ErrParked = errors.New("dlq: record parked for another try")
 )
 
 // TooLargeError says by how much a record is too large.

@@ -226,6 +226,18 @@ type SourceConfig struct {
 	// share a writer share the goroutine that calls it.
 	DeadLetters dlq.Writer
 
+	// LettersKeepPlace is for a writer whose letters are handled again later
+	// ([dlq.ErrParked]): what stands behind a message in its lane waits until the
+	// letter is confirmed, and is never asked as a witness before that, so that the
+	// adapter can send it the same way.
+	LettersKeepPlace bool
+
+	// Successes counts what succeeds beside this source and proves as much about
+	// messages that fail here, such as the source that these come from; it earns
+	// credits for dead letters too. It must never fall, answer from memory, and be
+	// safe for concurrent use. nil means none.
+	Successes func() uint64
+
 	// Policy overrides the Guard's; nil means the Guard's.
 	Policy *Policy
 

@@ -53,7 +53,6 @@ func (c *machine[M]) sentence(now time.Duration, it *item[M], class dlq.Class, w
 		}
 	}
 	it.paid = false
-	c.part(it)
 	c.deadLetter(it, why)
 }
 
@@ -92,24 +91,34 @@ func (c *machine[M]) deadLetterWaiting(n int) (done int) {
 		}
 		c.unstand(oldest)
 		c.refund(oldest)
-		c.part(oldest)
 		c.deadLetter(oldest, dlq.ReasonOperator)
 		done++
 	}
 	return done
 }
 
-// deadLetter hands an item to the dead-letter writer.
+// deadLetter hands an item to the dead-letter writer. Its lane goes on at once, or
+// when the letter is confirmed.
 func (c *machine[M]) deadLetter(it *item[M], why dlq.Reason) {
 	it.verdict = why
+	if c.inPlace && it.lane != nil {
+		it.lane.parked = true
+	} else {
+		c.part(it)
+	}
 	c.move(it, settling)
 	c.writing[it] = struct{}{}
 	c.condemned = append(c.condemned, it)
 }
 
-// confirmed takes the news that an item's dead letter is confirmed.
-func (c *machine[M]) confirmed(it *item[M]) {
-	it.dead = true
+// confirmed takes the news that an item's dead letter is confirmed; parked means
+// that it is no dead letter yet.
+func (c *machine[M]) confirmed(it *item[M], parked bool) {
+	it.dead = !parked
+	if parked {
+		c.tally.Parked++
+	}
 	delete(c.writing, it)
+	c.part(it) // no-op if its lane went on
 	c.acks.push(it)
 }

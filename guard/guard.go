@@ -77,6 +77,7 @@ type controls interface {
 	nudge()
 	attributes() []attribute.KeyValue
 	lag() int64
+	parked() (now int, followed uint64, ok bool)
 }
 
 // A Control is a source of any message type, as operators see it.

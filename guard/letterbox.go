@@ -5,6 +5,7 @@ package guard
 
 import (
 	"context"
+	"errors"
 	"math/rand/v2"
 	"sync"
 	"time"
@@ -39,8 +40,8 @@ type letterbox struct {
 type postable interface {
 	// record makes the dead letter; nil if the source has ended.
 	record() *dlq.Record
-	// confirmed tells the source that it is written.
-	confirmed()
+	// confirmed tells the source that it is written, as a dead letter or parked.
+	confirmed(parked bool)
 }
 
 func (b *letterbox) post(l postable) {
@@ -109,9 +110,13 @@ func (b *letterbox) write(ctx context.Context, l postable) error {
 	if err != nil && dlq.TrimFor(r, err) {
 		err = b.writer.Write(ctx, r)
 	}
+	parked := errors.Is(err, dlq.ErrParked)
+	if parked {
+		err = nil
+	}
 	end(err)
 	if err == nil {
-		l.confirmed()
+		l.confirmed(parked)
 	}
 	return err
 }
@@ -146,7 +151,7 @@ func (l letter[M]) record() *dlq.Record {
 	return r
 }
 
-func (l letter[M]) confirmed() {
+func (l letter[M]) confirmed(parked bool) {
 	s := l.s
 	now := s.g.now()
 	s.mu.Lock()
@@ -155,8 +160,10 @@ func (l letter[M]) confirmed() {
 		s.mu.Unlock()
 		return
 	}
-	s.c.confirmed(l.it)
+	s.c.confirmed(l.it, parked)
 	s.unlock(now)
-	s.metrics.deadLettered(l.it.verdict)
+	if !parked {
+		s.metrics.deadLettered(l.it.verdict)
+	}
 	s.nudge()
 }

@@ -37,6 +37,7 @@ type machine[M any] struct {
 	budget     *dlq.Budget
 	limiter    Limiter
 	letters    bool    // there is a dead-letter writer
+	inPlace    bool    // SourceConfig.LettersKeepPlace
 	letterPace Limiter // of dead letters; may be nil
 	fleetStorm dlq.FleetStorm
 	rand       *rand.Rand
@@ -89,6 +90,8 @@ type machine[M any] struct {
 	successes atomic.Uint64
 	// fast reads the closed path's successes.
 	fast func() uint64
+	// beside reads SourceConfig.Successes; nil for none.
+	beside func() uint64
 }
 
 // A Tally counts since the source was opened.
@@ -105,6 +108,7 @@ type Tally struct {
 	Diverted       uint64 // messages that found the source holding
 	AckFailures    uint64 // acks the broker did not take
 	Ignored        uint64 // acked by Ignore
+	Parked         uint64 // acked because the dead-letter writer keeps them for another try
 	Refused        uint64 // dead letters put off for want of a credit
 	Paced          uint64 // dead letters put off by their limit
 	Stale          uint64 // late or repeated Done calls, without effect
@@ -202,7 +206,7 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int) {
 	l := c.lane(key)
 	c.enqueue(l.queue, e)
 	c.stand(l)
-	if len(l.front) > 0 && l.front[0].phase == retryWait && l.front[0].exhausted && !l.front[0].decided() {
+	if !c.inPlace && len(l.front) > 0 && l.front[0].phase == retryWait && l.front[0].exhausted && !l.front[0].decided() {
 		c.wake(l.front[0]) // a witness came
 	}
 }

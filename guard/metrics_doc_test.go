@@ -31,7 +31,7 @@ func TestMetricsAreDocumented(t *testing.T) {
 		listed = append(listed, string(m[1]))
 	}
 	exported := []string{
-		MetricConsumed, MetricProcess, MetricMessages, MetricFailures, MetricRetries, MetricDiverted, MetricDeadLetters, MetricDLQRatio,
+		MetricConsumed, MetricProcess, MetricMessages, MetricFailures, MetricRetries, MetricDiverted, MetricDeadLetters, MetricParked, MetricParkedTotal, MetricFollowed, MetricDLQRatio,
 		MetricRecovery, MetricAckFailures, MetricHoldAge, MetricHold, MetricBreaker, MetricTransitions, MetricStorm, MetricBudget, MetricLag,
 		MetricFleetScope, MetricFleetHeard, MetricFleetQuorum, MetricFleetStorm,
 	}

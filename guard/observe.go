@@ -31,6 +31,9 @@ const (
 	MetricRetries      = "stormguard.retries"
 	MetricDiverted     = "stormguard.diverted"
 	MetricDeadLetters  = "stormguard.dead_letters"
+	MetricParked       = "stormguard.parked"
+	MetricParkedTotal  = "stormguard.parked.total"
+	MetricFollowed     = "stormguard.followed"
 	MetricDLQRatio     = "stormguard.dlq.ratio"
 	MetricRecovery     = "stormguard.recovery.duration"
 	MetricAckFailures  = "stormguard.ack.failures"
@@ -58,6 +61,13 @@ var recoveryBuckets = []float64{.01, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 12
 // A Lagger is a [Port] that knows how many messages are behind at the broker.
 // Lag is called when metrics are read: it must answer from memory; -1 = unknown.
 type Lagger interface{ Lag() int64 }
+
+// A Parker is a [Port] whose dead-letter writer parks messages for another try:
+// how many are parked now, and how many were sent after them since, to keep their
+// order. Parked is called when metrics are read: it must answer from memory.
+type Parker interface {
+	Parked() (now int, followed uint64)
+}
 
 // metrics are the instruments of a Guard. Counters are kept by the sources and
 // read when somebody looks; only what is rare or sampled is recorded as it happens.
@@ -110,6 +120,9 @@ func newMetrics(g *Guard) (*metrics, error) {
 	retries := counter(MetricRetries, "{attempt}", "Handler calls after a message's first.")
 	diverted := counter(MetricDiverted, "{message}", "Messages that found the source holding.")
 	ackFailures := counter(MetricAckFailures, "{message}", "Acks that the broker's client refused.")
+	parkedTotal := counter(MetricParkedTotal, "{message}", "Messages parked for another try.")
+	followed := counter(MetricFollowed, "{message}", "Messages sent after a parked one, unhandled, to keep their order.")
+	parked := gauge(MetricParked, "{message}", "Messages parked now.")
 	messages := gauge(MetricMessages, "{message}", "Unsettled messages, by state.")
 	ratio := gauge(MetricDLQRatio, "1", "Dead letters over messages that failed.")
 	age := gauge(MetricHoldAge, "s", "Age of the oldest unsettled message in this process.")
@@ -158,6 +171,11 @@ func newMetrics(g *Guard) (*metrics, error) {
 			if n := c.lag(); n >= 0 {
 				o.ObserveFloat64(lag, float64(n), with())
 			}
+			if now, after, ok := c.parked(); ok {
+				o.ObserveFloat64(parked, float64(now), with())
+				o.ObserveInt64(followed, int64(after), with())
+				o.ObserveInt64(parkedTotal, int64(t.Parked), with())
+			}
 			if g.fleet != nil {
 				o.ObserveFloat64(fleetStorm, number(st.FleetStorm.Active), with())
 			}
@@ -173,7 +191,7 @@ func newMetrics(g *Guard) (*metrics, error) {
 			}
 		}
 		return nil
-	}, consumed, failures, retries, diverted, ackFailures, messages, ratio, age, hold, state, storm, budget, lag, fleetStorm, fleetScope, heard, quorum)
+	}, consumed, failures, retries, diverted, ackFailures, messages, ratio, age, hold, state, storm, budget, lag, parked, parkedTotal, followed, fleetStorm, fleetScope, heard, quorum)
 	return m, err
 }
 
@@ -233,6 +251,14 @@ func (s *Source[M]) lag() int64 {
 		return l.Lag()
 	}
 	return -1
+}
+
+func (s *Source[M]) parked() (now int, followed uint64, ok bool) {
+	p, ok := any(s.port).(Parker)
+	if ok {
+		now, followed = p.Parked()
+	}
+	return now, followed, ok
 }
 
 func (m *sourceMetrics) sampled(n uint64) bool { return n%sampleOneIn == 0 }

@@ -54,7 +54,7 @@ func (c *machine[M]) suspect(it *item[M]) bool {
 // Each witness costs a credit in advance: when it succeeds the head must be
 // dead-lettered, since it must not be handled after it.
 func (c *machine[M]) callWitness(now time.Duration, l *lane[M], head, it *item[M]) bool {
-	if !c.letters || !c.suspect(head) || !l.more() || c.others(l) {
+	if !c.letters || c.inPlace || !c.suspect(head) || !l.more() || c.others(l) {
 		return false
 	}
 	most := maxWitnesses
@@ -151,6 +151,9 @@ func (c *machine[M]) guess(now time.Duration, it *item[M]) {
 
 // fresh tells whether any unsettled message has not failed yet.
 func (c *machine[M]) fresh() (found bool) {
+	if c.inPlace && c.order() != OrderNone {
+		return c.untried()
+	}
 	if c.queued > 0 {
 		return true
 	}
@@ -160,4 +163,20 @@ func (c *machine[M]) fresh() (found bool) {
 
 // alone tells whether nothing is left but messages whose attempts are used up:
 // no witness can be had.
-func (c *machine[M]) alone() bool { return c.unsettled()-c.count[settling] == c.exhausted }
+func (c *machine[M]) alone() bool {
+	if c.inPlace && c.order() != OrderNone {
+		return !c.untried() && len(c.lanes) == c.exhausted
+	}
+	return c.unsettled()-c.count[settling] == c.exhausted
+}
+
+// untried tells whether a lane has a head that has not failed yet. Where letters
+// keep their place, what stands behind a head can prove nothing.
+func (c *machine[M]) untried() bool {
+	for _, l := range c.lanes {
+		if it := l.head(); it == nil || it.tries == 0 {
+			return true
+		}
+	}
+	return false
+}

@@ -484,3 +484,5 @@ func (*Func[M]) sweep(time.Duration) bool { return false }
 func (f *Func[M]) attributes() []attribute.KeyValue { return f.metrics.attrs }
 
 func (*Func[M]) lag() int64 { return -1 }
+
+func (*Func[M]) parked() (now int, followed uint64, ok bool) { return 0, 0, false }

@@ -155,6 +155,7 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 	}
 	s.c = machine[M]{
 		policy: full, limits: limits, storm: detector, budget: budget, limiter: cfg.Limiter,
+		inPlace: cfg.LettersKeepPlace, beside: cfg.Successes,
 		letters: cfg.DeadLetters != nil, letterPace: g.letterPace, origin: g.origin, slowAfter: full.Breaker.Slow,
 		rand: rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())),
 		ring: ring, lanes: make(map[uint64]*lane[M]), writing: make(map[*item[M]]struct{}), fast: s.fastSuccesses, wasClosed: true,
@@ -175,7 +176,7 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 			return nil, fmt.Errorf("guard: open %q: %w", cfg.Name, err)
 		}
 		s.c.gate = leaf
-		s.detach = leaf.Attach(func() uint64 { return s.c.successes.Load() + s.fastSuccesses() })
+		s.detach = leaf.Attach(s.Successes)
 	}
 	if cfg.DeadLetters != nil {
 		s.writer = g.letterbox(cfg.DeadLetters)
@@ -228,6 +229,10 @@ const (
 	phaseBits = 2
 	phaseMask = 1<<phaseBits - 1
 )
+
+// Successes is how many handler calls have succeeded, from memory: for
+// [SourceConfig.Successes] of another source.
+func (s *Source[M]) Successes() uint64 { return s.c.successes.Load() + s.fastSuccesses() }
 
 // Name is the source's name.
 func (s *Source[M]) Name() string { return s.cfg.Name }

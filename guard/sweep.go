@@ -79,7 +79,9 @@ func (c *machine[M]) reading(now time.Duration) (r dlq.Reading) {
 func (c *machine[M]) items(visit func(*item[M])) {
 	for _, l := range c.lanes {
 		for _, it := range l.front {
-			visit(it)
+			if it.phase != settling {
+				visit(it)
+			}
 		}
 	}
 	if c.order() != OrderNone {

@@ -50,8 +50,14 @@ func (c *machine[M]) done(now time.Duration, it *item[M], err error, stack []byt
 	return step[M]{}
 }
 
-// total is how many handler calls have succeeded.
-func (c *machine[M]) total() uint64 { return c.successes.Load() + c.fast() }
+// total is how many handler calls have succeeded, here and beside.
+func (c *machine[M]) total() uint64 {
+	n := c.successes.Load() + c.fast()
+	if c.beside != nil {
+		n += c.beside()
+	}
+	return n
+}
 
 // notice tells the detector when the breaker opened or closed.
 func (c *machine[M]) notice(now time.Duration) {

@@ -88,6 +88,17 @@ func (o *options) refused(g *guard.Guard, c *sarama.Config, passive bool) error 
 	if !c.Version.IsAtLeast(sarama.V0_11_0_0) {
 		add("Version: %s has no headers, so no trace and no dead letter could say where it comes from: set at least 0.11.0.0, better 2.8.0.0", c.Version)
 	}
+	if o.retries != nil {
+		if passive {
+			add("WithRetryTopics: WrapHandler cannot park messages: use Wrap")
+		}
+		if o.letters == nil {
+			add("WithRetryTopics: needs WithDeadLetters, for what is still failing after the last delay")
+		}
+		if policy.Order == guard.OrderSource {
+			add("Policy.Order: source, with WithRetryTopics: a parked message leaves the order of its partition: set Policy.Order to key, so that the later messages of its key follow it, or to none")
+		}
+	}
 	return errors.Join(errs...)
 }
 
@@ -101,6 +112,14 @@ func (o *options) timeout(g *guard.Guard) time.Duration {
 		policy = *o.policy
 	}
 	return cmp.Or(policy.Timeout, defaultTimeout)
+}
+
+// order is what the handler's messages keep.
+func (o *options) order(g *guard.Guard) guard.Order {
+	if o.policy != nil {
+		return o.policy.Order
+	}
+	return g.Config().Policy.Order
 }
 
 // cooperative tells whether a revoke leaves the session's context alive: all

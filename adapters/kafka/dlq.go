@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"hash/fnv"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/IBM/sarama"
@@ -105,16 +104,20 @@ func (c DLQConfig) topic() string {
 	return c.Topic
 }
 
-// name is where what dies in a topic goes. What a broker would not take in a
-// group's name becomes an underscore.
-func (c DLQConfig) name(source string) string {
-	group := strings.Map(func(r rune) rune {
+// inTopic is a group's name as a part of a topic's: what a broker would not take
+// becomes an underscore.
+func inTopic(group string) string {
+	return strings.Map(func(r rune) rune {
 		if validTopic("t" + string(r)) {
 			return r
 		}
 		return '_'
-	}, c.Group)
-	return strings.NewReplacer("{topic}", source, "{group}", group).Replace(c.topic())
+	}, group)
+}
+
+// name is where what dies in a topic goes.
+func (c DLQConfig) name(source string) string {
+	return strings.NewReplacer("{topic}", source, "{group}", inTopic(c.Group)).Replace(c.topic())
 }
 
 // DLQ writes dead letters to Kafka, each confirmed by all in-sync replicas. It is
@@ -126,23 +129,13 @@ func (c DLQConfig) name(source string) string {
 // of death instead (LogAppendTime), so that retention counts from there, and the
 // message's own is in a header.
 type DLQ struct {
-	cfg      DLQConfig
-	client   sarama.Client
-	producer sarama.SyncProducer
-	room     int            // a record's largest size for the client
-	max      map[string]int // the same for a topic
-	slots    chan struct{}  // writes under way, given up ones among them
-
-	mu     sync.Mutex
-	closed bool
-	writes sync.WaitGroup
+	cfg    DLQConfig
+	client sarama.Client
+	out    *sender
+	max    map[string]int // a record's largest size for a topic
 }
 
 var _ dlq.Writer = (*DLQ)(nil)
-
-// maxWrites bounds writes under way, those among them that nobody waits for any
-// more: sarama's SendMessage heeds no context.
-const maxWrites = 16
 
 // NewDLQ connects and creates or checks the topics. config is for connecting:
 // addresses, TLS, SASL, Version, retries and sizes are taken from a copy of it, and
@@ -154,6 +147,23 @@ func NewDLQ(addrs []string, config *sarama.Config, cfg DLQConfig) (*DLQ, error) 
 	if config == nil {
 		config = sarama.NewConfig()
 	}
+	c := producerConfig(config)
+	if err := errors.Join(safeProducer(c), cfg.Validate()); err != nil {
+		return nil, err
+	}
+	client, err := sarama.NewClient(addrs, c)
+	if err != nil {
+		return nil, fmt.Errorf("kafka: dead letters: %w", err)
+	}
+	d, err := newDLQ(client, cfg)
+	if err != nil {
+		return nil, errors.Join(err, client.Close())
+	}
+	return d, nil
+}
+
+// producerConfig is a copy of a configuration with what makes a producer safe.
+func producerConfig(config *sarama.Config) *sarama.Config {
 	c := *config
 	c.Producer.Idempotent = true
 	c.Producer.RequiredAcks = sarama.WaitForAll
@@ -163,18 +173,7 @@ func NewDLQ(addrs []string, config *sarama.Config, cfg DLQConfig) (*DLQ, error) 
 	c.Producer.Interceptors = nil
 	c.Net.MaxOpenRequests = 1
 	c.Metadata.AllowAutoTopicCreation = false
-	if err := errors.Join(safeProducer(&c), cfg.Validate()); err != nil {
-		return nil, err
-	}
-	client, err := sarama.NewClient(addrs, &c)
-	if err != nil {
-		return nil, fmt.Errorf("kafka: dead letters: %w", err)
-	}
-	d, err := newDLQ(client, cfg)
-	if err != nil {
-		return nil, errors.Join(err, client.Close())
-	}
-	return d, nil
+	return &c
 }
 
 // safeProducer reports what would lose, double or reorder dead letters.
@@ -197,47 +196,19 @@ func safeProducer(c *sarama.Config) error {
 const batchOverhead = 128
 
 func newDLQ(client sarama.Client, cfg DLQConfig) (*DLQ, error) {
-	d := &DLQ{
-		cfg: cfg, client: client, max: make(map[string]int), slots: make(chan struct{}, maxWrites),
-		room: client.Config().Producer.MaxMessageBytes,
-	}
-	if err := d.ensureTopics(); err != nil {
+	d := &DLQ{cfg: cfg, client: client, max: make(map[string]int)}
+	err := d.ensureTopics()
+	if err != nil {
 		return nil, err
 	}
-	for _, most := range d.max {
-		d.room = max(d.room, most)
-	}
-	client.Config().Producer.MaxMessageBytes = d.room // the configuration is NewDLQ's own copy
-	producer, err := sarama.NewSyncProducerFromClient(client)
-	if err != nil {
+	if d.out, err = newSender(client, d.max); err != nil {
 		return nil, fmt.Errorf("kafka: dead letters: %w", err)
 	}
-	d.producer = producer
 	return d, nil
 }
 
 // Close waits for writes under way and disconnects.
-func (d *DLQ) Close() error {
-	d.mu.Lock()
-	was := d.closed
-	d.closed = true
-	d.mu.Unlock()
-	if was {
-		return nil
-	}
-	d.writes.Wait()
-	return errors.Join(d.producer.Close(), d.client.Close())
-}
-
-// begin announces a write; false once it is closed.
-func (d *DLQ) begin() bool {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if !d.closed {
-		d.writes.Add(1)
-	}
-	return !d.closed
-}
+func (d *DLQ) Close() error { return d.out.close() }
 
 // ErrDLQClosed means that [DLQ.Close] was called.
 var ErrDLQClosed = errors.New("kafka: DLQ closed")
@@ -258,7 +229,7 @@ func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 	for _, h := range dlq.Encode(r, d.cfg.Dialect) {
 		m.Headers = append(m.Headers, sarama.RecordHeader{Key: []byte(h.Name), Value: headerBytes(h.Value)})
 	}
-	limit := d.room
+	limit := d.client.Config().Producer.MaxMessageBytes
 	if most := d.max[topic]; most > 0 {
 		limit = most
 	}
@@ -270,34 +241,11 @@ func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 		return d.explain(topic, m, err)
 	}
 	m.Partition = partitionFor(r, int32(len(partitions)))
-	return d.send(ctx, topic, m)
-}
-
-// send gives the message to the producer. SendMessage heeds no context, so it
-// runs on a goroutine of its own, which Close waits for.
-func (d *DLQ) send(ctx context.Context, topic string, m *sarama.ProducerMessage) error {
-	select {
-	case d.slots <- struct{}{}:
-	case <-ctx.Done():
-		return fmt.Errorf("kafka: dead letter to %s: %w", topic, context.Cause(ctx))
-	}
-	if !d.begin() {
-		<-d.slots
+	_, err = d.out.send(ctx, m)
+	if errors.Is(err, errSenderClosed) {
 		return ErrDLQClosed
 	}
-	sent := make(chan error, 1)
-	go func() {
-		defer d.writes.Done()
-		_, _, err := d.producer.SendMessage(m)
-		sent <- err
-		<-d.slots
-	}()
-	select {
-	case err := <-sent:
-		return d.explain(topic, m, err)
-	case <-ctx.Done():
-		return fmt.Errorf("kafka: dead letter to %s: %w", topic, context.Cause(ctx))
-	}
+	return d.explain(topic, m, err)
 }
 
 // explain says what an error of the broker means.

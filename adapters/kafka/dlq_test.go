@@ -111,7 +111,6 @@ func TestTooLargeDeadLetters(t *testing.T) {
 	}
 	// The broker's own word, if the topic changed since: the estimate is passed by.
 	d.max[r.topic+".dlq"] = limit * 2
-	d.room = limit * 2
 	d.client.Config().Producer.MaxMessageBytes = limit * 2
 	if err := d.Write(adaptertest.Context(t), rec); !errors.Is(err, dlq.ErrTooLarge) {
 		t.Errorf("%v", err)

@@ -33,11 +33,17 @@
 // until it is there again. The process is killed: what was marked since the last commit
 // (Consumer.Offsets.AutoCommit.Interval, 1s) is handled again, at most.
 //
+// # Retry topics
+//
+// With [WithRetryTopics] a message whose attempts are used up is parked in a topic
+// for minutes or hours before it is handled again, and the later messages of its
+// key follow it. [NewRetryTopics] makes or checks the topics.
+//
 // # Attempts
 //
 // Kafka counts no deliveries. Attempts are counted in memory, for one claim: after
 // a rebalance a message begins anew, so it may get more attempts than the policy
-// says, never fewer.
+// says, never fewer. What is parked takes its count along.
 //
 // # Transactions
 //

@@ -121,6 +121,59 @@ func (b biller) ConsumeClaim(session sarama.ConsumerGroupSession, claim sarama.C
 	return nil
 }
 
+// What fails alone is parked for a while, and the later messages of its key follow
+// it.
+func ExampleWithRetryTopics() {
+	addrs, config, topic, group, stop := demo()
+	defer stop()
+	letters, err := kafka.NewDLQ(addrs, config, kafka.DLQConfig{Sources: []string{topic}})
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer letters.Close()
+	retries, err := kafka.NewRetryTopics(addrs, config, kafka.RetryConfig{
+		Sources: []string{topic}, Group: "billing-" + topic, Delays: []time.Duration{300 * time.Millisecond, time.Hour},
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer retries.Close()
+	policy := guard.Policy{Order: guard.OrderKey, Retry: guard.Retry{Attempts: 2, Base: time.Millisecond, Max: time.Millisecond, Patience: time.Millisecond}}
+	g, err := guard.New(guard.Config{Group: "billing", Policy: policy})
+	if err != nil {
+		log.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	var parked time.Time
+	handle := func(_ context.Context, m *sarama.ConsumerMessage) error {
+		switch {
+		case string(m.Value) != "bad":
+			fmt.Println("billed", string(m.Value))
+		case parked.IsZero():
+			parked = time.Now()
+			return errors.New("no such customer")
+		case time.Since(parked) < 200*time.Millisecond:
+			return errors.New("no such customer")
+		default:
+			fmt.Println("billed what was bad, offset", m.Offset)
+			cancel()
+		}
+		return nil
+	}
+	err = group.Consume(ctx, []string{topic}, kafka.Wrap(g, handle, kafka.WithDeadLetters(letters), kafka.WithRetryTopics(retries)))
+	if err != nil {
+		log.Fatal(err)
+	}
+	if _, err := g.Close(context.Background()); err != nil {
+		log.Fatal(err)
+	}
+	// Output:
+	// billed one
+	// billed three
+	// billed what was bad, offset 1
+}
+
 // A program with a handler of its own changes by one line.
 func ExampleWrapHandler() {
 	_, _, topic, group, stop := demo()

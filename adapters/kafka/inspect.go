@@ -19,6 +19,9 @@ type Target struct {
 	// DLQ names the topics, as Sources, and where their dead letters go.
 	DLQ DLQConfig
 
+	// Retry is where the group parks messages; nil if it has no retry topics.
+	Retry *RetryConfig
+
 	// Hold is the longest outage, of the dependency or of all consumers, that
 	// must lose nothing. Unset means 1h; not below 0.
 	Hold time.Duration
@@ -31,6 +34,9 @@ type Target struct {
 // are come with it. What [Check] refuses is not repeated.
 func Inspect(client sarama.Client, t Target) ([]guard.Finding, error) {
 	err := t.DLQ.Validate()
+	if t.Retry != nil {
+		err = errors.Join(err, t.Retry.Validate())
+	}
 	if client == nil {
 		err = errors.Join(err, errors.New("kafka: Inspect: the client must not be nil"))
 	}
@@ -52,6 +58,11 @@ func Inspect(client sarama.Client, t Target) ([]guard.Finding, error) {
 	errs := []error{i.broker()}
 	for _, source := range t.DLQ.Sources {
 		errs = append(errs, i.topics(source, t.DLQ))
+	}
+	if t.Retry != nil {
+		for _, source := range t.Retry.Sources {
+			errs = append(errs, i.retryTopics(source, *t.Retry))
+		}
 	}
 	return i.findings, errors.Join(errs...)
 }
@@ -142,9 +153,8 @@ func (i *inspection) topics(source string, cfg DLQConfig) error {
 			"it keeps %d bytes of a partition: in an outage what waits is deleted beyond them", n)
 	}
 	if to == nil {
-		letters := &DLQ{cfg: cfg}
 		want := demands{from.partitions, from.number("max.message.bytes", 0)}
-		i.add(guard.Warning, "topic "+name, letters.createCommand(i.in, name, want), "it does not exist: dead letters of %s wait", source)
+		i.add(guard.Warning, "topic "+name, i.in.createCommand(cfg.newTopic(name, want)), "it does not exist: dead letters of %s wait", source)
 		return nil
 	}
 	i.durable(to)
@@ -183,7 +193,7 @@ func (i *inspection) deadLetters(from, to *topicInfo) {
 			"its retention of %s counts from the message's own time, so the dead letter of an old message may be deleted at once", keeps)
 	}
 	if to.partitions < from.partitions {
-		i.add(guard.Notice, where, fmt.Sprintf("kafka-topics.sh --bootstrap-server %s --alter --topic %s --partitions %d", i.in.addrs, to.name, from.partitions),
+		i.add(guard.Notice, where, i.in.addPartitions(to.name, from.partitions),
 			"it has %d partitions, %s has %d: dead letters do not keep their partition", to.partitions, from.name, from.partitions)
 	}
 	if have, want := to.number("max.message.bytes", 0), from.number("max.message.bytes", 0); have > 0 && have < want+headerRoom {
@@ -193,9 +203,7 @@ func (i *inspection) deadLetters(from, to *topicInfo) {
 }
 
 // alter is the command that changes a setting of a topic.
-func (i *inspection) alter(topic, setting string) string {
-	return fmt.Sprintf("%s --alter --entity-type topics --entity-name %s --add-config %s", i.in.configs(), topic, setting)
-}
+func (i *inspection) alter(topic, setting string) string { return i.in.alter(topic, setting) }
 
 func retentionText(d time.Duration) string {
 	if d == 0 {

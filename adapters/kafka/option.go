@@ -26,6 +26,7 @@ type options struct {
 	policy      *guard.Policy
 	letters     dlq.Writer
 	limiter     guard.Limiter
+	retries     *RetryTopics
 	key         func(*sarama.ConsumerMessage) []byte
 	newest      bool
 	batchMarks  bool
@@ -61,6 +62,22 @@ func WithPolicy(p guard.Policy) Option { return func(o *options) { o.policy = &p
 // WithDeadLetters is where dead letters go, usually a [*DLQ]. Without one
 // nothing is dead-lettered: what would be waits.
 func WithDeadLetters(w dlq.Writer) Option { return func(o *options) { o.letters = w } }
+
+// WithRetryTopics parks what would be dead-lettered because its attempts are used
+// up: it is written to the retry topic of its level, waits there for the level's
+// delay, and is handled again, by whoever has its partition then, as often as
+// Policy.Retry.Attempts says; then it goes to the next level, and after the last it
+// is dead-lettered. Only [Wrap] does that, and needs [WithDeadLetters].
+//
+// With [guard.OrderKey] a key keeps its order: while one of its messages is parked,
+// the later ones of its partition are not handled, but follow it. With
+// [guard.OrderNone], and for messages without a key, each is parked by itself.
+// [guard.OrderSource], the default, is refused: a parked message leaves its
+// partition's order.
+//
+// Parking costs a credit as a dead letter does. What is [guard.Permanent], and what
+// dies while a breaker is not closed, is dead-lettered and not parked.
+func WithRetryTopics(t *RetryTopics) Option { return func(o *options) { o.retries = t } }
 
 // WithLimiter paces admissions of all claims together.
 func WithLimiter(l guard.Limiter) Option { return func(o *options) { o.limiter = l } }

@@ -151,7 +151,7 @@ func (w *wrappedClaim) Messages() <-chan *sarama.ConsumerMessage {
 // consumePassive is the passive shape.
 func (ss *session) consumePassive(c *claim, revoked <-chan struct{}) error {
 	port := passivePort{c, make(chan struct{}, 1)}
-	src, err := openClaim[*taken](ss, c, port, nil, revoked)
+	src, err := openClaim[*taken](ss, ss.sourceConfig(c), port, nil, revoked)
 	if src == nil {
 		return err
 	}
@@ -191,7 +191,7 @@ func (ss *session) consumePassive(c *claim, revoked <-chan struct{}) error {
 	w.giveUp()
 	report := ss.endSource(src.End)
 	_ = c.Flush() // it has no error
-	return errors.Join(err, leftError(c, report))
+	return errors.Join(err, leftError(c.name, report))
 }
 
 // loop calls the wrapped handler's ConsumeClaim until it returns nil or the claim

@@ -68,10 +68,12 @@ func (c *claim) Lane(m *sarama.ConsumerMessage) uint64 {
 	if key == nil {
 		var own [12]byte
 		binary.LittleEndian.PutUint64(own[:], uint64(m.Offset))
-		return maphash.Bytes(c.seed, own[:])
+		return c.hash(own[:])
 	}
-	return maphash.Bytes(c.seed, key)
+	return c.hash(key)
 }
+
+func (c *claim) hash(b []byte) uint64 { return maphash.Bytes(c.seed, b) }
 
 // Size also says that the message is not acked at once; see [guard.Port].
 func (c *claim) Size(m *sarama.ConsumerMessage) int {

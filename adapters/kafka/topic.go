@@ -162,9 +162,9 @@ func (d *DLQ) ensureTopic(in *inspector, name string, want demands) error {
 	want.partitions = max(1, want.partitions)
 	if info == nil {
 		if d.cfg.NoCreate {
-			return unsuitable("topic %s does not exist: %s", name, d.createCommand(in, name, want))
+			return unsuitable("topic %s does not exist: %s", name, in.createCommand(d.cfg.newTopic(name, want)))
 		}
-		if info, err = d.createTopic(in, name, want); err != nil {
+		if info, err = in.create(d.client, d.cfg.newTopic(name, want)); err != nil {
 			return err
 		}
 	}
@@ -176,37 +176,57 @@ func (d *DLQ) ensureTopic(in *inspector, name string, want demands) error {
 	return nil
 }
 
-// createTopic creates a topic and waits until it is known.
-func (d *DLQ) createTopic(in *inspector, name string, want demands) (*topicInfo, error) {
+// create creates a topic, unless it is there, and waits until client knows it.
+func (in *inspector) create(client sarama.Client, n newTopic) (*topicInfo, error) {
 	entries := map[string]*string{}
-	for k, v := range d.topicSettings(want) {
+	for k, v := range n.settings {
 		entries[k] = &v
 	}
-	replicas := d.cfg.Replicas
+	replicas := n.replicas
 	if replicas == 0 {
 		replicas = -1 // the broker's default
 	}
-	err := in.admin.CreateTopic(name, &sarama.TopicDetail{NumPartitions: want.partitions, ReplicationFactor: replicas, ConfigEntries: entries}, false)
+	err := in.admin.CreateTopic(n.name, &sarama.TopicDetail{NumPartitions: n.partitions, ReplicationFactor: replicas, ConfigEntries: entries}, false)
 	if err != nil && !errors.Is(err, sarama.ErrTopicAlreadyExists) { // another process was faster
-		return nil, fmt.Errorf("kafka: create topic %s: %w; by hand: %s", name, err, d.createCommand(in, name, want))
+		return nil, fmt.Errorf("kafka: create topic %s: %w; by hand: %s", n.name, err, in.createCommand(n))
 	}
 	for begun := time.Now(); ; time.Sleep(20 * time.Millisecond) {
-		info, err := in.topic(name)
+		info, err := in.topic(n.name)
 		if err == nil && info != nil && info.partitions > 0 {
-			if err = d.client.RefreshMetadata(name); err == nil {
+			if err = client.RefreshMetadata(n.name); err == nil {
 				return info, nil
 			}
 		}
 		if time.Since(begun) > topicWait {
-			return nil, fmt.Errorf("kafka: topic %s is not there %s after it was created: %w", name, topicWait, err)
+			return nil, fmt.Errorf("kafka: topic %s is not there %s after it was created: %w", n.name, topicWait, err)
 		}
 	}
 }
 
-func (d *DLQ) topicSettings(want demands) map[string]string {
+// newTopic is a topic to be created.
+type newTopic struct {
+	name       string
+	partitions int32
+	replicas   int16 // 0: the broker's default
+	settings   map[string]string
+}
+
+func (in *inspector) createCommand(n newTopic) string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "kafka-topics.sh --bootstrap-server %s --create --topic %s --partitions %d", in.addrs, n.name, n.partitions)
+	if n.replicas > 0 {
+		fmt.Fprintf(&b, " --replication-factor %d", n.replicas)
+	}
+	for _, k := range slices.Sorted(maps.Keys(n.settings)) {
+		fmt.Fprintf(&b, " --config %s=%s", k, n.settings[k])
+	}
+	return b.String()
+}
+
+func (c DLQConfig) newTopic(name string, want demands) newTopic {
 	retention := int64(-1)
-	if d.cfg.Retention > 0 {
-		retention = d.cfg.Retention.Milliseconds()
+	if c.Retention > 0 {
+		retention = c.Retention.Milliseconds()
 	}
 	settings := map[string]string{
 		"cleanup.policy": "delete", "retention.ms": strconv.FormatInt(retention, 10), "retention.bytes": "-1",
@@ -215,21 +235,17 @@ func (d *DLQ) topicSettings(want demands) map[string]string {
 	if want.size > 0 {
 		settings["max.message.bytes"] = strconv.FormatInt(want.size+headerRoom, 10)
 	}
-	return settings
-}
-
-func (d *DLQ) createCommand(in *inspector, name string, want demands) string {
-	var b strings.Builder
-	fmt.Fprintf(&b, "kafka-topics.sh --bootstrap-server %s --create --topic %s --partitions %d", in.addrs, name, want.partitions)
-	if d.cfg.Replicas > 0 {
-		fmt.Fprintf(&b, " --replication-factor %d", d.cfg.Replicas)
-	}
-	settings := d.topicSettings(want)
-	for _, k := range slices.Sorted(maps.Keys(settings)) {
-		fmt.Fprintf(&b, " --config %s=%s", k, settings[k])
-	}
-	return b.String()
+	return newTopic{name, want.partitions, c.Replicas, settings}
 }
 
 // configs is the beginning of a command that changes settings.
 func (in *inspector) configs() string { return "kafka-configs.sh --bootstrap-server " + in.addrs }
+
+// alter is the command that changes a setting of a topic.
+func (in *inspector) alter(topic, setting string) string {
+	return fmt.Sprintf("%s --alter --entity-type topics --entity-name %s --add-config %s", in.configs(), topic, setting)
+}
+
+func (in *inspector) addPartitions(topic string, n int32) string {
+	return fmt.Sprintf("kafka-topics.sh --bootstrap-server %s --alter --topic %s --partitions %d", in.addrs, topic, n)
+}

@@ -119,3 +119,19 @@ func (t *tracker) position() (at, given int64) {
 	}
 	return t.next, t.marked
 }
+
+// settled is the position, -1 if nothing was handed over yet, and the offsets
+// after it that are settled.
+func (t *tracker) settled() (at int64, ahead []int64) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if len(t.queue) == 0 {
+		return t.next, nil
+	}
+	for _, d := range t.queue {
+		if d.done {
+			ahead = append(ahead, d.offset)
+		}
+	}
+	return t.queue[0].offset, ahead
+}

@@ -81,6 +81,11 @@ func (h *handler) Setup(s sarama.ConsumerGroupSession) error {
 	if err = errors.Join(h.err, err); err != nil {
 		return err
 	}
+	if t := h.opts.retries; t != nil {
+		if err := t.fits(set.group, s.Claims()); err != nil {
+			return err
+		}
+	}
 	if errors.Is(h.g.Ready(), guard.ErrClosed) {
 		return fmt.Errorf("kafka: %w", guard.ErrClosed)
 	}
@@ -143,7 +148,10 @@ func (h *handler) ConsumeClaim(s sarama.ConsumerGroupSession, native sarama.Cons
 
 // consume is the function shape.
 func (ss *session) consume(c *claim, revoked <-chan struct{}) error {
-	src, err := openClaim(ss, c, guard.Port[*sarama.ConsumerMessage](c), ss.guarded, revoked)
+	if ss.h.opts.retries != nil {
+		return ss.consumeParking(c, revoked)
+	}
+	src, err := openClaim(ss, ss.sourceConfig(c), guard.Port[*sarama.ConsumerMessage](c), ss.guarded, revoked)
 	if src == nil {
 		return err
 	}
@@ -161,7 +169,7 @@ func (ss *session) consume(c *claim, revoked <-chan struct{}) error {
 	if len(report.Left) == 0 {
 		<-ran
 	}
-	return leftError(c, report)
+	return leftError(c.name, report)
 }
 
 // await waits for the end of a claim: over, its session's, its revoke, or its
@@ -197,12 +205,21 @@ func (ss *session) endSource(end func(context.Context, guard.Reason) guard.Repor
 	return end(ctx, why)
 }
 
-func leftError(c *claim, r guard.Report) error {
+func leftError(source string, r guard.Report) error {
 	if len(r.Left) == 0 {
 		return nil
 	}
 	return fmt.Errorf("kafka: claim %s: %d messages left, the oldest %s for %s: %s; they are delivered again",
-		c.name, len(r.Left), r.Left[0].State, r.Left[0].Age.Round(time.Millisecond), r.Left[0].Why)
+		source, len(r.Left), r.Left[0].State, r.Left[0].Age.Round(time.Millisecond), r.Left[0].Why)
+}
+
+// sourceConfig is that of a claim's source.
+func (ss *session) sourceConfig(c *claim) guard.SourceConfig {
+	o := &ss.h.opts
+	return guard.SourceConfig{
+		Name: c.name, System: system, Destination: c.topic, Partition: fmt.Sprint(c.partition),
+		DeadLetters: o.letters, Policy: o.policy, Limiter: o.limiter,
+	}
 }
 
 // nameWait is how soon a name that is still taken is tried again.
@@ -211,24 +228,20 @@ const nameWait = 20 * time.Millisecond
 // openClaim opens the source of a claim. One of the same name may be on its way
 // out: another member of the group in this process that overstays. Without an
 // error there is none if the claim is over before it began.
-func openClaim[M any](ss *session, c *claim, port guard.Port[M], handle func(context.Context, M) error, revoked <-chan struct{}) (*guard.Source[M], error) {
+func openClaim[M any](ss *session, cfg guard.SourceConfig, port guard.Port[M], handle func(context.Context, M) error, revoked <-chan struct{}) (*guard.Source[M], error) {
 	o := &ss.h.opts
-	cfg := guard.SourceConfig{
-		Name: c.name, System: system, Destination: c.topic, Partition: fmt.Sprint(c.partition),
-		DeadLetters: o.letters, Policy: o.policy, Limiter: o.limiter,
-	}
 	for waited, said := false, false; ; waited = true {
 		src, err := guard.Open(ss.h.g, cfg, limits(ss.set.config), port, handle)
 		if err == nil {
 			return src, nil
 		}
-		taken := ss.h.g.Source(c.name) != nil
+		taken := ss.h.g.Source(cfg.Name) != nil
 		if errors.Is(err, guard.ErrClosed) || !taken && waited {
 			return nil, err
 		}
 		if taken && !said {
 			said = true
-			o.log.Warn("claim waits for a source of its name to end", "source", c.name, "error", err)
+			o.log.Warn("claim waits for a source of its name to end", "source", cfg.Name, "error", err)
 		}
 		pause := time.NewTimer(nameWait)
 		select {

@@ -1,0 +1,227 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package kafka
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/IBM/sarama"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
+)
+
+// newFakeRig is a cluster that can be told to fail, with a topic of one partition.
+func newFakeRig(t *testing.T) (*rig, *kfake.Cluster) {
+	t.Helper()
+	fake, err := kfake.NewCluster(kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(fake.Close)
+	r := &rig{t: t, addrs: fake.ListenAddrs(), topic: "orders", group: "billing", partitions: 1}
+	cfg := testConfig()
+	cfg.Producer.Return.Successes = true
+	cfg.Producer.Partitioner = sarama.NewManualPartitioner
+	if r.client, err = sarama.NewClient(r.addrs, cfg); err != nil {
+		t.Fatal(err)
+	}
+	if r.admin, err = sarama.NewClusterAdminFromClient(r.client); err != nil {
+		t.Fatal(err)
+	}
+	if r.producer, err = sarama.NewSyncProducerFromClient(r.client); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = r.producer.Close()
+		_ = r.client.Close()
+	})
+	return r, fake
+}
+
+// A retry topic that cannot be written: what should be parked waits, unmarked, and
+// so does what should follow; the source says why, and all is handled in order once
+// it can.
+func TestRetryTopicThatCannotBeWritten(t *testing.T) {
+	t.Parallel()
+	r, fake := newFakeRig(t)
+	letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
+	retries := r.retries(2500 * time.Millisecond)
+	name := retries.cfg.name(r.topic, 1)
+	refuse := func() *kfake.FaultHandle {
+		return fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.Produce}, Topic: name, Err: kerr.TopicAuthorizationFailed, Count: -1})
+	}
+	j := newJournal()
+	j.fail(forEver, 0)
+	var own logged
+	g := adaptertest.Guard(t, guard.Config{Policy: parking(2)})
+	j.until = func() bool { return parked(g, r, 0) > 0 }
+	m := r.join(testConfig(), Wrap(g, j.handle, WithDeadLetters(letters), WithRetryTopics(retries), WithLogger(slog.New(slog.NewTextHandler(&own, nil)))))
+	stop := r.pulse()
+	fault := refuse()
+	r.publish(0, 3, nil, func(int) string { return "a" })
+	src := adaptertest.Source(t, g, "orders/0")
+	adaptertest.Eventually(t, "the source says why", func() bool {
+		return slices.ContainsFunc(src.State().Holds, func(h guard.Hold) bool {
+			return h.Reason == guard.ReasonDLQ && strings.Contains(h.Detail, name)
+		})
+	})
+	if parked(g, r, 0) > 0 || j.handled() > 0 {
+		t.Errorf("%d parked, %d handled", parked(g, r, 0), j.handled())
+	}
+	stop()
+	fault.Remove()
+	adaptertest.Eventually(t, "it is parked", func() bool { return parked(g, r, 0) == 1 })
+	fault = refuse()
+	r.publish(3, 4, nil, func(int) string { return "a" })
+	adaptertest.Eventually(t, "what follows waits", func() bool { return own.has("cannot follow its key") })
+	committed := r.committed(0)
+	time.Sleep(400 * time.Millisecond)
+	if r.committed(0) > committed && r.committed(0) == r.end(r.topic, 0) {
+		t.Error("what could not be written is committed")
+	}
+	fault.Remove()
+	adaptertest.Eventually(t, "all are handled", func() bool { return j.handled() == 4 })
+	adaptertest.Eventually(t, "all is committed", func() bool { return r.pending() == 0 && r.parkedLeft(retries) == 0 })
+	m.stop()
+	j.check(t)
+}
+
+// A key whose end cannot be committed is not free: its messages go on to follow,
+// and nothing stops.
+func TestKeyIsFreeOnceItsEndIsCommitted(t *testing.T) {
+	t.Parallel()
+	r, fake := newFakeRig(t)
+	letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
+	retries := r.retries(1500 * time.Millisecond)
+	j := newJournal()
+	j.fail(forEver, 0)
+	g := adaptertest.Guard(t, guard.Config{Policy: parking(2)})
+	j.until = func() bool { return parked(g, r, 0) > 0 }
+	m := r.parker(g, j, letters, retries, testConfig())
+	stop := r.pulse()
+	adaptertest.Eventually(t, "it runs", func() bool { return r.committed(0) > 0 })
+	r.publish(0, 1, nil, func(int) string { return "a" })
+	adaptertest.Eventually(t, "one is parked", func() bool { return parked(g, r, 0) == 1 })
+	fault := fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.OffsetCommit}, Err: kerr.InvalidCommitOffsetSize, Count: -1})
+	adaptertest.Eventually(t, "it is handled", func() bool { return j.handled() == 1 })
+	r.publish(1, 2, nil, func(int) string { return "a" })
+	adaptertest.Eventually(t, "the next follows", func() bool { return j.handled() == 2 })
+	name := retries.cfg.name(r.topic, 1)
+	if n := r.end(name, 0); n != 2 {
+		t.Errorf("%d records in the retry topic, want 2", n)
+	}
+	fault.Remove()
+	adaptertest.Eventually(t, "all is committed", func() bool { return r.parkedLeft(retries) == 0 })
+	r.publish(2, 3, nil, func(int) string { return "a" })
+	adaptertest.Eventually(t, "the third is handled", func() bool { return j.handled() == 3 })
+	if n := r.end(name, 0); n != 2 {
+		t.Errorf("%d records in the retry topic, although the key is free", n)
+	}
+	stop()
+	m.stop()
+	j.check(t)
+}
+
+// No more is parked than the table may have: the rest waits.
+func TestMaxParked(t *testing.T) {
+	t.Parallel()
+	r, _ := newFakeRig(t)
+	letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
+	retries := r.retries(1500 * time.Millisecond)
+	retries.cfg.MaxParked = 3
+	j := newJournal()
+	j.fail(forEver, 0)
+	g := adaptertest.Guard(t, guard.Config{Policy: parking(2)})
+	j.until = func() bool { return parked(g, r, 0) > 0 }
+	m := r.parker(g, j, letters, retries, testConfig())
+	stop := r.pulse()
+	r.publish(0, 20, nil, func(int) string { return "a" })
+	name := retries.cfg.name(r.topic, 1)
+	for j.handled() == 0 {
+		if n := r.end(name, 0); n > 3 && j.handled() == 0 {
+			t.Fatalf("%d parked", n)
+		}
+		time.Sleep(5 * time.Millisecond)
+	}
+	adaptertest.Eventually(t, "all are handled", func() bool { return j.handled() == 20 })
+	stop()
+	m.stop()
+	j.check(t)
+}
+
+// A stop is quick and leaves nothing behind, whatever the claim is at: reading what
+// is parked from a broker that does not answer, waiting, or writing.
+func TestStopWithRetryTopics(t *testing.T) {
+	t.Parallel()
+	for _, key := range []kmsg.Key{kmsg.OffsetFetch, kmsg.ListOffsets, kmsg.Fetch, kmsg.Produce, kmsg.OffsetCommit, -1} {
+		t.Run(fmt.Sprint(key), func(t *testing.T) {
+			t.Parallel()
+			r, fake := newFakeRig(t)
+			letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
+			retries := r.retries(50 * time.Millisecond)
+			name := retries.cfg.name(r.topic, 1)
+			j := newJournal()
+			j.fail(forEver, 0)
+			p := parkedMessage{msg: &sarama.ConsumerMessage{Topic: r.topic, Key: []byte("a"), Value: []byte("7")}, own: 1, moves: 1}
+			if _, err := retries.write(adaptertest.Context(t), &p, 1); err != nil {
+				t.Fatal(err)
+			}
+			if key >= 0 {
+				fake.Fault(kfake.Fault{Keys: []kmsg.Key{key}, Topic: name, Err: kerr.UnknownServerError, Count: -1})
+			}
+			g := adaptertest.Guard(t, guard.Config{Policy: parking(2)})
+			m := r.parker(g, j, letters, retries, testConfig())
+			r.publish(0, 5, nil, func(int) string { return "a" })
+			time.Sleep(500 * time.Millisecond)
+			begun := time.Now()
+			m.stop()
+			if took := time.Since(begun); took > 8*time.Second {
+				t.Errorf("stopped after %s", took)
+			}
+			if n := r.committed(0); n == 5 && j.handled() < 5 && key != -1 && r.end(name, 0) < 2 {
+				t.Errorf("committed %d, handled %d", n, j.handled())
+			}
+			for _, s := range g.Sources() {
+				t.Errorf("source %s is left", s.Name())
+			}
+		})
+	}
+}
+
+// A stop also ends a claim whose topics were closed under it.
+func TestClosedRetryTopics(t *testing.T) {
+	t.Parallel()
+	r, _ := newFakeRig(t)
+	letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
+	retries := r.retries(50 * time.Millisecond)
+	j := newJournal()
+	j.fail(forEver, 0)
+	g := adaptertest.Guard(t, guard.Config{Policy: parking(2)})
+	m := r.parker(g, j, letters, retries, testConfig())
+	adaptertest.Source(t, g, "orders/0/retry")
+	if err := retries.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := retries.write(context.Background(), &parkedMessage{msg: &sarama.ConsumerMessage{Topic: r.topic}}, 1); err == nil {
+		t.Error("a write after Close")
+	}
+	stop := r.pulse()
+	r.publish(0, 2, nil, func(int) string { return "a" })
+	time.Sleep(200 * time.Millisecond)
+	stop()
+	m.stop()
+	if j.handled() > 0 || parked(g, r, 0) > 0 {
+		t.Errorf("%d handled", j.handled())
+	}
+}

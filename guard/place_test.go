@@ -1,0 +1,164 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard_test
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// placePort is a port of keyed messages.
+type placePort struct {
+	mu    sync.Mutex
+	acked []string
+}
+
+func (*placePort) Lane(m string) uint64                { return uint64(m[0]) }
+func (*placePort) Size(string) int                     { return 1 }
+func (*placePort) Meta(m string) guard.Meta            { return guard.Meta{Body: []byte(m), Lag: -1} }
+func (*placePort) Extend([]string)                     {}
+func (*placePort) Return([]string, guard.Reason) error { return nil }
+func (*placePort) Demand(int)                          {}
+func (*placePort) Flush() error                        { return nil }
+func (p *placePort) Ack(m string) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.acked = append(p.acked, m)
+	return nil
+}
+
+// What stands behind a message whose letter keeps its place waits until that is
+// confirmed, and is no witness; what stands elsewhere does not wait. A parked letter
+// is no dead one.
+func TestLettersKeepTheirPlace(t *testing.T) {
+	for _, alone := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			g, err := guard.New(guard.Config{Policy: guard.Policy{
+				Order: guard.OrderKey, Workers: 4, NoBreaker: true, Retry: guard.Retry{Attempts: 2, Base: time.Millisecond, Max: time.Millisecond},
+			}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			var mu sync.Mutex
+			var calls []string
+			saw := func(m string) bool {
+				mu.Lock()
+				defer mu.Unlock()
+				return slices.Contains(calls, m)
+			}
+			release := make(chan struct{})
+			port := &placePort{}
+			writing := false
+			letters := dlq.WriterFunc(func(_ context.Context, r *dlq.Record) error {
+				mu.Lock()
+				writing = true
+				mu.Unlock()
+				<-release
+				return dlq.ErrParked
+			})
+			beside := uint64(0)
+			src, err := guard.Open(g, guard.SourceConfig{Name: "s", DeadLetters: letters, LettersKeepPlace: true, Successes: func() uint64 {
+				mu.Lock()
+				defer mu.Unlock()
+				if !alone {
+					beside++ // another source is well
+				}
+				return beside
+			}}, guard.Limits{}, port, func(_ context.Context, m string) error {
+				mu.Lock()
+				defer mu.Unlock()
+				calls = append(calls, m)
+				if m == "a1" {
+					return errors.New("bad")
+				}
+				return nil
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			in := make(chan string)
+			done := make(chan struct{})
+			go func() { defer close(done); _ = src.Run(t.Context(), in) }()
+			in <- "a1"
+			in <- "a2"
+			if !alone {
+				in <- "b1"
+			}
+			time.Sleep(time.Minute) // longer than Retry.Patience
+			mu.Lock()
+			if !writing {
+				t.Error("nothing is condemned")
+			}
+			mu.Unlock()
+			if saw("a2") || saw("b1") == alone {
+				t.Errorf("calls %v", calls)
+			}
+			if a := src.Account(); a.Settling != 1 || a.Waiting != 1 {
+				t.Errorf("%+v", a)
+			}
+			close(release)
+			synctest.Wait()
+			if !saw("a2") {
+				t.Errorf("what stood behind is not handled: %v", calls)
+			}
+			close(in)
+			<-done
+			report := src.End(context.Background(), guard.ReasonShutdown)
+			want := 3
+			if alone {
+				want = 2
+			}
+			if a, tally := report.Account, src.State().Tally; int(a.Acked) != want || a.DeadLettered != 0 || tally.Parked != 1 || len(port.acked) != want {
+				t.Errorf("%+v, %+v, acked %v", a, tally, port.acked)
+			}
+			if _, err := g.Close(context.Background()); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// A source that ends while a letter keeps its place leaves the letter to its writer,
+// and gives the rest back once.
+func TestEndWhileALetterKeepsItsPlace(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g, err := guard.New(guard.Config{Policy: guard.Policy{
+			Order: guard.OrderKey, NoBreaker: true, Retry: guard.Retry{Attempts: 1, Base: time.Millisecond, Max: time.Millisecond},
+		}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		letters := dlq.WriterFunc(func(ctx context.Context, _ *dlq.Record) error { <-ctx.Done(); return ctx.Err() })
+		src, err := guard.Open(g, guard.SourceConfig{Name: "s", DeadLetters: letters, LettersKeepPlace: true}, guard.Limits{}, &placePort{},
+			func(context.Context, string) error { return guard.Permanent(errors.New("bad")) })
+		if err != nil {
+			t.Fatal(err)
+		}
+		in := make(chan string)
+		done := make(chan struct{})
+		go func() { defer close(done); _ = src.Run(t.Context(), in) }()
+		in <- "a1"
+		in <- "a2"
+		in <- "a3"
+		synctest.Wait()
+		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+		defer cancel()
+		report := src.End(ctx, guard.ReasonRebalance)
+		<-done
+		if a := report.Account; report.Returned != 2 || len(report.Left) != 1 || a.Received != 3 || a.Returned != 2 || a.Settling != 1 {
+			t.Errorf("%+v", report)
+		}
+		if _, err := g.Close(context.Background()); err != nil {
+			t.Error(err)
+		}
+	})
+}
