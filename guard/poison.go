@@ -57,15 +57,7 @@ func (c *machine[M]) callWitness(now time.Duration, l *lane[M], head, it *item[M
 	if !c.letters || !c.suspect(head) || !l.more() || c.others(l) {
 		return false
 	}
-	most := maxWitnesses
-	switch late := head.tries >= c.policy.Retry.Attempts+lonelyProbes*c.policy.Breaker.PoisonAfter; {
-	case late && head.tries%lateRounds == 0:
-	case now-head.started > witnessFresh:
-		return false
-	case late:
-		most = 1
-	}
-	if l.turn == most || it != head && it.tries < c.policy.Retry.Attempts {
+	if l.turn >= c.witnesses(now, head) || it != head && it.tries < c.policy.Retry.Attempts {
 		return false
 	}
 	c.earn()
@@ -81,6 +73,21 @@ func (c *machine[M]) callWitness(now time.Duration, l *lane[M], head, it *item[M
 	l.parked, l.queued = false, true
 	c.ready.pushFront(l)
 	return true
+}
+
+// witnesses is how many may be called in the round of a head, 0 once its attempt is
+// too long ago.
+func (c *machine[M]) witnesses(now time.Duration, head *item[M]) int {
+	switch late := head.tries >= c.policy.Retry.Attempts+lonelyProbes*c.policy.Breaker.PoisonAfter; {
+	case late && head.tries%lateRounds == 0:
+		return maxWitnesses
+	case now-head.started > witnessFresh:
+		return 0
+	case late:
+		return 1
+	default:
+		return maxWitnesses
+	}
 }
 
 // others tells whether other lanes have a head that did not fail yet, or is with

@@ -173,3 +173,39 @@ func TestOutageEndsWithinARound(t *testing.T) {
 		t.Errorf("%d of %d outages cost %d messages", hit, outages, dead)
 	}
 }
+
+// A witness that a limit keeps waiting is no longer fresh: the dependency may have
+// come back meanwhile. Poison comes loose behind such a limit all the same.
+func TestWitnessThatALimitKeepsWaiting(t *testing.T) {
+	for _, breaker := range []bool{true, false} {
+		for _, every := range []time.Duration{1900 * time.Millisecond, 3 * time.Second, 8 * time.Second} {
+			s := newSim(t, Policy{NoBreaker: !breaker})
+			s.limiter = &pace{every: every}
+			s.run(s.now+time.Hour, func(m int) (time.Duration, error) {
+				if m == 0 && s.calls <= 5 { // the attempts that message 0 has
+					return time.Millisecond, errDown
+				}
+				return time.Millisecond, nil
+			}, counter(20, 0))
+			lost := 0
+			if every < witnessFresh {
+				lost = 1
+			}
+			if len(s.dead) != lost || len(s.handled) != 20-lost {
+				t.Errorf("breaker %t, one call in %v: outage: handled %d, dead %v", breaker, every, len(s.handled), s.dead)
+			}
+
+			s = newSim(t, Policy{NoBreaker: !breaker})
+			s.limiter = &pace{every: every}
+			s.run(s.now+time.Hour, func(m int) (time.Duration, error) {
+				if m == 0 || m == 1 || m == 5 {
+					return time.Millisecond, errBad
+				}
+				return time.Millisecond, nil
+			}, counter(20, 0))
+			if !slices.Equal(s.dead, []int{0, 1, 5}) || len(s.handled) != 17 {
+				t.Errorf("breaker %t, one call in %v: poison: handled %d, dead %v", breaker, every, len(s.handled), s.dead)
+			}
+		}
+	}
+}
