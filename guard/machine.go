@@ -357,8 +357,10 @@ func (c *machine[M]) wakeAt(until time.Duration) time.Duration {
 // up is the item whose turn it is, nil if there is none. It stays where it is.
 func (c *machine[M]) up() *item[M] {
 	if c.order() == OrderNone {
-		// While the breaker is open another delivery is probed first.
-		if c.again.len() == 0 || (!c.closed() && c.queued > 0 && c.again.peek().tries > 0) {
+		// While the breaker is open another delivery is probed first. One goes before
+		// a message that waits for a witness, too: slow retries of a few would leave no
+		// time for it.
+		if c.again.len() == 0 || c.queued > 0 && c.yields(c.again.peek()) {
 			if it := c.dequeue(c.bulk); it != nil {
 				c.again.pushFront(it)
 			}
@@ -380,6 +382,21 @@ func (c *machine[M]) up() *item[M] {
 		l.front = append(l.front, it)
 	}
 	return l.front[l.turn]
+}
+
+// yields tells whether an item that is up lets a new delivery go first, with
+// OrderNone.
+func (c *machine[M]) yields(it *item[M]) bool {
+	switch {
+	case it.tries == 0:
+		return false
+	case !c.closed():
+		return true
+	case it.exhausted && !it.alive && !it.passed && !it.decided():
+		it.passed = true
+		return true
+	}
+	return false
 }
 
 // rotate brings forward what is worth a probe: while the breaker is not closed,

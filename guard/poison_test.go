@@ -209,3 +209,21 @@ func TestWitnessThatALimitKeepsWaiting(t *testing.T) {
 		}
 	}
 }
+
+// Without order, retries that take longer than their delays leave no time for anything
+// else; a few messages whose handler hangs are passed all the same.
+func TestSlowPoisonWithoutOrder(t *testing.T) {
+	for _, breaker := range []bool{true, false} {
+		s := newSim(t, Policy{Order: OrderNone, NoBreaker: !breaker})
+		s.run(s.now+time.Hour, func(m int) (time.Duration, error) {
+			if m < 5 {
+				return 3 * time.Second, errBad
+			}
+			return time.Millisecond, nil
+		}, counter(30, 10*time.Millisecond))
+		slices.Sort(s.dead)
+		if len(s.handled) != 25 || !slices.Equal(s.dead, []int{0, 1, 2, 3, 4}) {
+			t.Errorf("breaker %t: handled %d, dead %v", breaker, len(s.handled), s.dead)
+		}
+	}
+}
