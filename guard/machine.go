@@ -313,7 +313,7 @@ func (c *machine[M]) next(now time.Duration) step[M] {
 		case it.paid:
 			c.unstand(it)
 			c.sentence(now, it, it.class, it.verdict)
-		case it.permanent:
+		case it.permanent, it.overtaken:
 			c.unstand(it)
 			c.condemn(now, it)
 		}

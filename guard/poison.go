@@ -51,8 +51,10 @@ func (c *machine[M]) suspect(it *item[M]) bool {
 // has failed as often as a message may gets one of its own: so adjacent poison is
 // passed, and nothing is condemned that did not have its attempts.
 //
-// Each witness costs a credit in advance: when it succeeds the head must be
-// dead-lettered, since it must not be handled after it.
+// The first costs a credit in advance: when it succeeds the head must be
+// dead-lettered, since it must not be handled after it. Each further one takes one if
+// there is one. Else what it overtakes waits for its credit, or two adjacent poison
+// messages would wait for ever for two credits, with nothing to earn them.
 func (c *machine[M]) callWitness(now time.Duration, l *lane[M], head, it *item[M]) bool {
 	if !c.letters || !c.suspect(head) || !l.more() || c.others(l) {
 		return false
@@ -63,7 +65,10 @@ func (c *machine[M]) callWitness(now time.Duration, l *lane[M], head, it *item[M
 	c.earn()
 	if !c.budget.Spend(now, dlq.Exhausted) {
 		c.tally.Refused++
-		return false
+		if l.turn == 0 {
+			return false
+		}
+		l.owed++
 	}
 	if l.turn == 0 || it.probe { // the breaker may have opened since the head
 		l.token, l.probe = it.token, it.probe

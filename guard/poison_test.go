@@ -9,6 +9,8 @@ import (
 	"slices"
 	"testing"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/dlq"
 )
 
 var errBad = errors.New("bad")
@@ -224,6 +226,39 @@ func TestSlowPoisonWithoutOrder(t *testing.T) {
 		slices.Sort(s.dead)
 		if len(s.handled) != 25 || !slices.Equal(s.dead, []int{0, 1, 2, 3, 4}) {
 			t.Errorf("breaker %t: handled %d, dead %v", breaker, len(s.handled), s.dead)
+		}
+	}
+}
+
+// Adjacent poison needs more credits than a spent budget ever gives at once. It is
+// passed for one, and the others go as credits come.
+func TestAdjacentPoisonWithoutCredits(t *testing.T) {
+	for _, order := range []Order{OrderSource, OrderKey} {
+		for _, breaker := range []bool{true, false} {
+			for _, took := range []time.Duration{time.Millisecond, 3 * time.Second} {
+				s := newSim(t, Policy{Order: order, NoBreaker: !breaker})
+				for s.budget.Spend(s.now, dlq.Exhausted) {
+				}
+				s.runKeyed(s.now+2*time.Hour, 2, func(m int) (time.Duration, error) {
+					if m < 8 {
+						return took, errBad
+					}
+					return time.Millisecond, nil
+				}, counter(40, 10*time.Millisecond))
+				slices.Sort(s.dead)
+				if len(s.handled) != 32 || !slices.Equal(s.dead, []int{0, 1, 2, 3, 4, 5, 6, 7}) {
+					t.Errorf("order %s, breaker %t, %v: handled %d, dead %v", order, breaker, took, len(s.handled), s.dead)
+				}
+				inOrder(t, s.handled, func(m int) int {
+					if order == OrderKey {
+						return m % 2
+					}
+					return 0
+				})
+				if a := s.account(); a.Received != a.Acked+a.DeadLettered {
+					t.Errorf("order %s, breaker %t, %v: %+v", order, breaker, took, a)
+				}
+			}
 		}
 	}
 }
