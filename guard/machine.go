@@ -392,7 +392,7 @@ func (c *machine[M]) yields(it *item[M]) bool {
 		return false
 	case !c.closed():
 		return true
-	case it.exhausted && !it.alive && !it.passed && !it.decided():
+	case it.exhausted && c.late(it) && !it.alive && !it.passed && !it.decided():
 		it.passed = true
 		return true
 	}

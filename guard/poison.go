@@ -83,7 +83,7 @@ func (c *machine[M]) callWitness(now time.Duration, l *lane[M], head, it *item[M
 // witnesses is how many may be called in the round of a head, 0 once its attempt is
 // too long ago.
 func (c *machine[M]) witnesses(now time.Duration, head *item[M]) int {
-	switch late := head.tries >= c.policy.Retry.Attempts+lonelyProbes*c.policy.Breaker.PoisonAfter; {
+	switch late := c.late(head); {
 	case late && head.tries%lateRounds == 0:
 		return maxWitnesses
 	case now-head.started > witnessFresh:
@@ -93,6 +93,11 @@ func (c *machine[M]) witnesses(now time.Duration, head *item[M]) int {
 	default:
 		return maxWitnesses
 	}
+}
+
+// late tells whether an item has failed for so long that proof is worth a risk.
+func (c *machine[M]) late(it *item[M]) bool {
+	return it.tries >= c.policy.Retry.Attempts+lonelyProbes*c.policy.Breaker.PoisonAfter
 }
 
 // others tells whether other lanes have a head that did not fail yet, or is with
