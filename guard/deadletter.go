@@ -33,7 +33,7 @@ func (c *machine[M]) condemn(now time.Duration, it *item[M]) {
 	}
 	c.tally.Refused++
 	wait := c.delay(max(it.attempts, 1))
-	if it.permanent {
+	if it.decided() {
 		wait = creditPoll // no handler call is spent on looking
 	}
 	c.park(it, now+wait, ReasonDLQ)

@@ -51,6 +51,7 @@ type item[M any] struct {
 	passed      bool      // let others go first since its last attempt
 	alive       bool      // others succeeded between its last two failures in its own turn: proof that the failure is its own
 	permanent   bool      // its verdict waits for a credit only
+	overtaken   bool      // a witness has succeeded; waits for a credit only
 	paid        bool      // it has its credit, and waits for the limit of dead letters only
 	class       dlq.Class // of that credit
 	failures    []attempt // the first and the latest ones
@@ -74,7 +75,7 @@ type item[M any] struct {
 }
 
 // decided tells whether no handler will be called for it again.
-func (it *item[M]) decided() bool { return it.permanent || it.paid }
+func (it *item[M]) decided() bool { return it.permanent || it.overtaken || it.paid }
 
 // attempt is one failed handler call.
 type attempt struct {
@@ -100,6 +101,7 @@ type lane[M any] struct {
 	queue  *ringbuf.Lane[entry[M]]
 	front  []*item[M] // taken from the queue, in order: the head, then its witnesses
 	turn   int        // which of front is up
+	owed   int        // how many of those before it have no credit
 	queued bool       // stands in the machine's ready list
 	parked bool       // front[turn] is processing or waits for a retry
 

@@ -317,7 +317,7 @@ func (c *machine[M]) next(now time.Duration) step[M] {
 		case it.paid:
 			c.unstand(it)
 			c.sentence(now, it, it.class, it.verdict)
-		case it.permanent:
+		case it.permanent, it.overtaken:
 			c.unstand(it)
 			c.condemn(now, it)
 		}
@@ -326,6 +326,13 @@ func (c *machine[M]) next(now time.Duration) step[M] {
 		return step[M]{}
 	}
 	it := c.up()
+	if it != nil && it.lane != nil && it.lane.turn > 0 && c.witnesses(now, it.lane.front[0]) == 0 {
+		head := it.lane.front[0] // a pace kept its witness waiting for too long
+		c.unstand(head)
+		c.rewind(now, it.lane)
+		c.decide(now, head)
+		it = c.up()
+	}
 	if it == nil {
 		return step[M]{at: c.wakeAt(0)}
 	}
@@ -354,8 +361,10 @@ func (c *machine[M]) wakeAt(until time.Duration) time.Duration {
 // up is the item whose turn it is, nil if there is none. It stays where it is.
 func (c *machine[M]) up() *item[M] {
 	if c.order() == OrderNone {
-		// While the breaker is open another delivery is probed first.
-		if c.again.len() == 0 || (!c.closed() && c.queued > 0 && c.again.peek().tries > 0) {
+		// While the breaker is open another delivery is probed first. One goes before
+		// a message that waits for a witness, too: slow retries of a few would leave no
+		// time for it.
+		if c.again.len() == 0 || c.queued > 0 && c.yields(c.again.peek()) {
 			if it := c.dequeue(c.bulk); it != nil {
 				c.again.pushFront(it)
 			}
@@ -377,6 +386,21 @@ func (c *machine[M]) up() *item[M] {
 		l.front = append(l.front, it)
 	}
 	return l.front[l.turn]
+}
+
+// yields tells whether an item that is up lets a new delivery go first, with
+// OrderNone.
+func (c *machine[M]) yields(it *item[M]) bool {
+	switch {
+	case it.tries == 0:
+		return false
+	case !c.closed():
+		return true
+	case it.exhausted && c.late(it) && !it.alive && !it.passed && !it.decided():
+		it.passed = true
+		return true
+	}
+	return false
 }
 
 // rotate brings forward what is worth a probe: while the breaker is not closed,

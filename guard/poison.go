@@ -51,27 +51,24 @@ func (c *machine[M]) suspect(it *item[M]) bool {
 // has failed as often as a message may gets one of its own: so adjacent poison is
 // passed, and nothing is condemned that did not have its attempts.
 //
-// Each witness costs a credit in advance: when it succeeds the head must be
-// dead-lettered, since it must not be handled after it.
+// The first costs a credit in advance: when it succeeds the head must be
+// dead-lettered, since it must not be handled after it. Each further one takes one if
+// there is one. Else what it overtakes waits for its credit, or two adjacent poison
+// messages would wait for ever for two credits, with nothing to earn them.
 func (c *machine[M]) callWitness(now time.Duration, l *lane[M], head, it *item[M]) bool {
 	if !c.letters || c.inPlace || !c.suspect(head) || !l.more() || c.others(l) {
 		return false
 	}
-	most := maxWitnesses
-	switch late := head.tries >= c.policy.Retry.Attempts+lonelyProbes*c.policy.Breaker.PoisonAfter; {
-	case late && head.tries%lateRounds == 0:
-	case now-head.started > witnessFresh:
-		return false
-	case late:
-		most = 1
-	}
-	if l.turn == most || it != head && it.tries < c.policy.Retry.Attempts {
+	if l.turn >= c.witnesses(now, head) || it != head && it.tries < c.policy.Retry.Attempts {
 		return false
 	}
 	c.earn()
 	if !c.budget.Spend(now, dlq.Exhausted) {
 		c.tally.Refused++
-		return false
+		if l.turn == 0 {
+			return false
+		}
+		l.owed++
 	}
 	if l.turn == 0 || it.probe { // the breaker may have opened since the head
 		l.token, l.probe = it.token, it.probe
@@ -81,6 +78,26 @@ func (c *machine[M]) callWitness(now time.Duration, l *lane[M], head, it *item[M
 	l.parked, l.queued = false, true
 	c.ready.pushFront(l)
 	return true
+}
+
+// witnesses is how many may be called in the round of a head, 0 once its attempt is
+// too long ago.
+func (c *machine[M]) witnesses(now time.Duration, head *item[M]) int {
+	switch late := c.late(head); {
+	case late && head.tries%lateRounds == 0:
+		return maxWitnesses
+	case now-head.started > witnessFresh:
+		return 0
+	case late:
+		return 1
+	default:
+		return maxWitnesses
+	}
+}
+
+// late tells whether an item has failed for so long that proof is worth a risk.
+func (c *machine[M]) late(it *item[M]) bool {
+	return it.tries >= c.policy.Retry.Attempts+lonelyProbes*c.policy.Breaker.PoisonAfter
 }
 
 // others tells whether other lanes have a head that did not fail yet, or is with

@@ -9,6 +9,8 @@ import (
 	"slices"
 	"testing"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/dlq"
 )
 
 var errBad = errors.New("bad")
@@ -171,5 +173,92 @@ func TestOutageEndsWithinARound(t *testing.T) {
 	t.Logf("%d of %d outages cost %d messages", hit, outages, dead)
 	if hit > outages*6/100 || dead > outages*10/100 {
 		t.Errorf("%d of %d outages cost %d messages", hit, outages, dead)
+	}
+}
+
+// A witness that a limit keeps waiting is no longer fresh: the dependency may have
+// come back meanwhile. Poison comes loose behind such a limit all the same.
+func TestWitnessThatALimitKeepsWaiting(t *testing.T) {
+	for _, breaker := range []bool{true, false} {
+		for _, every := range []time.Duration{1900 * time.Millisecond, 3 * time.Second, 8 * time.Second} {
+			s := newSim(t, Policy{NoBreaker: !breaker})
+			s.limiter = &pace{every: every}
+			s.run(s.now+time.Hour, func(m int) (time.Duration, error) {
+				if m == 0 && s.calls <= 5 { // the attempts that message 0 has
+					return time.Millisecond, errDown
+				}
+				return time.Millisecond, nil
+			}, counter(20, 0))
+			lost := 0
+			if every < witnessFresh {
+				lost = 1
+			}
+			if len(s.dead) != lost || len(s.handled) != 20-lost {
+				t.Errorf("breaker %t, one call in %v: outage: handled %d, dead %v", breaker, every, len(s.handled), s.dead)
+			}
+
+			s = newSim(t, Policy{NoBreaker: !breaker})
+			s.limiter = &pace{every: every}
+			s.run(s.now+time.Hour, func(m int) (time.Duration, error) {
+				if m == 0 || m == 1 || m == 5 {
+					return time.Millisecond, errBad
+				}
+				return time.Millisecond, nil
+			}, counter(20, 0))
+			if !slices.Equal(s.dead, []int{0, 1, 5}) || len(s.handled) != 17 {
+				t.Errorf("breaker %t, one call in %v: poison: handled %d, dead %v", breaker, every, len(s.handled), s.dead)
+			}
+		}
+	}
+}
+
+// Without order, retries that take longer than their delays leave no time for anything
+// else; a few messages whose handler hangs are passed all the same.
+func TestSlowPoisonWithoutOrder(t *testing.T) {
+	for _, breaker := range []bool{true, false} {
+		s := newSim(t, Policy{Order: OrderNone, NoBreaker: !breaker})
+		s.run(s.now+time.Hour, func(m int) (time.Duration, error) {
+			if m < 5 {
+				return 3 * time.Second, errBad
+			}
+			return time.Millisecond, nil
+		}, counter(30, 10*time.Millisecond))
+		slices.Sort(s.dead)
+		if len(s.handled) != 25 || !slices.Equal(s.dead, []int{0, 1, 2, 3, 4}) {
+			t.Errorf("breaker %t: handled %d, dead %v", breaker, len(s.handled), s.dead)
+		}
+	}
+}
+
+// Adjacent poison needs more credits than a spent budget ever gives at once. It is
+// passed for one, and the others go as credits come.
+func TestAdjacentPoisonWithoutCredits(t *testing.T) {
+	for _, order := range []Order{OrderSource, OrderKey} {
+		for _, breaker := range []bool{true, false} {
+			for _, took := range []time.Duration{time.Millisecond, 3 * time.Second} {
+				s := newSim(t, Policy{Order: order, NoBreaker: !breaker})
+				for s.budget.Spend(s.now, dlq.Exhausted) {
+				}
+				s.runKeyed(s.now+2*time.Hour, 2, func(m int) (time.Duration, error) {
+					if m < 8 {
+						return took, errBad
+					}
+					return time.Millisecond, nil
+				}, counter(40, 10*time.Millisecond))
+				slices.Sort(s.dead)
+				if len(s.handled) != 32 || !slices.Equal(s.dead, []int{0, 1, 2, 3, 4, 5, 6, 7}) {
+					t.Errorf("order %s, breaker %t, %v: handled %d, dead %v", order, breaker, took, len(s.handled), s.dead)
+				}
+				inOrder(t, s.handled, func(m int) int {
+					if order == OrderKey {
+						return m % 2
+					}
+					return 0
+				})
+				if a := s.account(); a.Received != a.Acked+a.DeadLettered {
+					t.Errorf("order %s, breaker %t, %v: %+v", order, breaker, took, a)
+				}
+			}
+		}
 	}
 }

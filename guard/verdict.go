@@ -88,13 +88,18 @@ func (c *machine[M]) succeeded(now time.Duration, it *item[M]) step[M] {
 	}
 	if l != nil && l.turn > 0 {
 		// The witness succeeded where those before it failed: they are poison.
-		// Their credits were spent when the round began.
-		before := l.front[:l.turn]
+		// What they could get of credits was spent when they had failed.
+		before, credits := l.front[:l.turn], l.turn-l.owed
 		l.front = l.front[l.turn:]
-		l.turn = 0
-		for _, poison := range before {
+		l.turn, l.owed = 0, 0
+		for i, poison := range before {
 			poison.lane = nil
-			c.sentence(now, poison, dlq.Exhausted, poisonReason(poison))
+			if i < credits {
+				c.sentence(now, poison, dlq.Exhausted, poisonReason(poison))
+				continue
+			}
+			poison.overtaken = true
+			c.condemn(now, poison)
 		}
 	}
 	return c.ack(it)
@@ -142,10 +147,10 @@ func (c *machine[M]) rewind(now time.Duration, l *lane[M]) {
 		c.gate.Failure(now, l.token, false)
 		c.freed = true
 	}
-	for ; l.turn > 0; l.turn-- {
+	for ; l.turn > l.owed; l.turn-- {
 		c.budget.Refund(dlq.Exhausted)
 	}
-	l.probe = false
+	l.turn, l.owed, l.probe = 0, 0, false
 }
 
 // exclude tells the breaker that an attempt said nothing.
