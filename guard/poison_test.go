@@ -146,6 +146,9 @@ func TestWitnessOfOneOutageIsNotCondemnedInTheNext(t *testing.T) {
 // An outage that ends within a round of witnesses costs healthy messages, the head
 // and those tried in vain before the one that succeeds: seldom, and few.
 func TestOutageEndsWithinARound(t *testing.T) {
+	if RaceEnabled {
+		t.Skip("eighty outages of one goroutine: run without -race")
+	}
 	const outages, call = 80, 700 * time.Millisecond
 	rng := rand.New(rand.NewPCG(4, 9))
 	hit, dead := 0, 0
