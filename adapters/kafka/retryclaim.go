@@ -164,7 +164,7 @@ func (ss *session) consumeParking(c *claim, revoked <-chan struct{}) error {
 	// Handlers may finish after the session's context is over, so it is not that
 	// which ends the loops but End, below.
 	running := context.WithoutCancel(ss.native.Context())
-	over, ran := make(chan struct{}, 2), make(chan struct{}, 2)
+	over, ran := make(chan struct{}, 3), make(chan struct{}, 2) // all that is ever sent
 	go func() {
 		_ = src.Run(running, c.native.Messages())
 		over <- struct{}{}
