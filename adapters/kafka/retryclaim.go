@@ -460,8 +460,7 @@ func (rc *retryClaim) lost(l *retryTopic, from, to int64) {
 func (rc *retryClaim) take(l *retryTopic, m *sarama.ConsumerMessage) {
 	p := rc.parse(m, l.level)
 	own := p.claim == rc.epoch
-	stranger := p.origin.offset < 0
-	if stranger && m.Offset >= l.end {
+	if stranger := p.moves == 0; stranger && m.Offset >= l.end {
 		rc.table.load(p)
 	}
 	rc.mu.Lock()
@@ -636,7 +635,7 @@ func (rc *retryClaim) follow(ctx context.Context, p *parkedMessage, level int) e
 	defer cancel()
 	to := *p
 	to.moves, to.notBefore, to.claim = p.moves+1, rc.t.now().UnixMilli(), rc.epoch
-	at, err := rc.t.write(limited, &to, level)
+	at, err := rc.t.write(limited, &to, rc.levels[level-1].name)
 	rc.said.say("a message cannot follow its key: its source waits", rc.c.name, err)
 	if err != nil {
 		return guard.Backoff(fmt.Errorf("%w: %w", errFollows, err), time.Now().Add(askAgain))
@@ -694,7 +693,7 @@ func (rc *retryClaim) writeLetter(ctx context.Context, r *dlq.Record) error {
 	}
 	to.own, to.moves, to.claim = p.own+1, p.moves+1, rc.epoch
 	to.notBefore = due
-	at, err := rc.t.write(ctx, &to, level)
+	at, err := rc.t.write(ctx, &to, rc.levels[level-1].name)
 	if err != nil {
 		return err
 	}
@@ -791,9 +790,12 @@ func (r retryPort) Lane(p *parkedMessage) uint64 { return p.lane(r.rc.c) }
 func (r retryPort) Size(p *parkedMessage) int    { return p.size }
 
 func (r retryPort) Meta(p *parkedMessage) guard.Meta {
+	from := originOf(p.msg, r.rc.c.group)
+	if p.origin.offset < 0 { // its letter is one of the source, in which it has no offset
+		from.Source, from.Offset, from.HasOffset = r.rc.c.topic, 0, false
+	}
 	return carry(guard.Meta{
-		Key: p.msg.Key, Body: p.msg.Value, Headers: fromHeaders(p.msg.Headers), Timestamp: p.msg.Timestamp,
-		Origin: originOf(p.msg, r.rc.c.group), Lag: -1,
+		Key: p.msg.Key, Body: p.msg.Value, Headers: fromHeaders(p.msg.Headers), Timestamp: p.msg.Timestamp, Origin: from, Lag: -1,
 	}, p)
 }
 

@@ -45,3 +45,42 @@ func TestRetryTopicMadeAnew(t *testing.T) {
 	stop()
 	m.stop()
 }
+
+// A record of a retry topic that nobody parked is handled as it is; where it fails
+// it goes on as any other, and its key is free after it. Several keep their order.
+func TestStrangerInARetryTopic(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
+	retries := r.retries(50*time.Millisecond, 300*time.Millisecond)
+	j := newJournal()
+	j.fail(forEver, 0, 2)
+	g := adaptertest.Guard(t, guard.Config{Policy: parking(2)})
+	j.until = func() bool { return r.end(retries.cfg.name(r.topic, 2), 0) == 1 }
+	m := r.parker(g, j, letters, retries, testConfig())
+	stop := r.pulse()
+	adaptertest.Source(t, g, r.topic+"/0/retry")
+	for _, n := range []string{"0", "1"} {
+		if _, _, err := r.producer.SendMessage(&sarama.ProducerMessage{
+			Topic: retries.cfg.name(r.topic, 1), Key: sarama.StringEncoder("a"), Value: sarama.StringEncoder(n),
+		}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	adaptertest.Eventually(t, "both are handled", func() bool { return j.handled() == 2 })
+	j.mu.Lock()
+	j.until = nil
+	j.mu.Unlock()
+	if _, _, err := r.producer.SendMessage(&sarama.ProducerMessage{
+		Topic: retries.cfg.name(r.topic, 1), Key: sarama.StringEncoder("b"), Value: sarama.StringEncoder("2"),
+	}); err != nil {
+		t.Fatal(err)
+	}
+	adaptertest.Eventually(t, "one that fails for good is a dead letter", func() bool { return r.end(r.topic+".dlq", 0) == 1 })
+	r.publish(3, 5, nil, func(i int) string { return []string{"a", "b"}[i-3] })
+	adaptertest.Eventually(t, "their keys are free", func() bool { return j.handled() == 4 })
+	adaptertest.Eventually(t, "all is committed", func() bool { return r.parkedLeft(retries) == 0 })
+	stop()
+	m.stop()
+	j.check(t)
+}
