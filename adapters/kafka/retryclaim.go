@@ -259,11 +259,18 @@ func (rc *retryClaim) look(ctx context.Context) error {
 		if l.end, err = rc.t.reads.GetOffset(l.name, rc.c.partition, sarama.OffsetNewest); err != nil {
 			return err
 		}
-		l.began = done[i]
-		if l.began.offset < oldest || l.began.offset > l.end { // nothing is committed, or the topic was made anew
+		l.began, l.settled = done[i], decodeAhead(done[i].offset, done[i].meta)
+		switch at := l.began.offset; {
+		case at > l.end: // the topic was made anew
+			l.began, l.settled = position{offset: oldest}, nil
+		case at < oldest:
 			l.began = position{offset: oldest}
+			if at >= 0 { // what is committed is not done: retention was faster
+				rc.ss.h.opts.log.Error("parked messages are lost: the retry topic keeps them too short", "topic", l.name, "partition", rc.c.partition, "from", at, "to", oldest)
+			}
 		}
-		l.start, l.settled = l.began.offset, decodeAhead(l.began.offset, l.began.meta)
+		maps.DeleteFunc(l.settled, func(n int64, _ bool) bool { return n < l.began.offset })
+		l.start = l.began.offset
 		if err := rc.load(ctx, l); err != nil {
 			return err
 		}

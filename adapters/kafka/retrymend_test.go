@@ -4,6 +4,8 @@
 package kafka
 
 import (
+	"errors"
+	"log/slog"
 	"strconv"
 	"testing"
 	"time"
@@ -83,4 +85,55 @@ func TestStrangerInARetryTopic(t *testing.T) {
 	stop()
 	m.stop()
 	j.check(t)
+}
+
+// What retention took while nobody looked is told; what was done behind it is done.
+func TestDoneAheadSurvivesRetention(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
+	retries := r.retries(50 * time.Millisecond)
+	name := retries.cfg.name(r.topic, 1)
+	for n := range 4 {
+		p := parkedMessage{
+			msg:    &sarama.ConsumerMessage{Topic: r.topic, Key: []byte{byte('a' + n)}, Value: []byte(strconv.Itoa(n)), Offset: int64(n)},
+			origin: origin{offset: int64(n)}, own: 1, moves: 1, claim: "x",
+		}
+		if _, err := retries.write(adaptertest.Context(t), &p, name); err != nil {
+			t.Fatal(err)
+		}
+	}
+	offsets, err := sarama.NewOffsetManagerFromClient(r.group, r.client)
+	if err != nil {
+		t.Fatal(err)
+	}
+	at, err := offsets.ManagePartition(name, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	at.MarkOffset(1, encodeAhead(1, []int64{2})) // 0 and 2 are done
+	r.publish(10, 14, nil, strconv.Itoa)
+	source, err := offsets.ManagePartition(r.topic, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	source.MarkOffset(4, "")
+	if err := errors.Join(at.Close(), source.Close(), offsets.Close()); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.admin.DeleteRecords(name, map[int32]int64{0: 2}); err != nil { // 1 is lost
+		t.Fatal(err)
+	}
+	j := newJournal()
+	g := adaptertest.Guard(t, guard.Config{Policy: parking(2)})
+	var own logged
+	m := r.join(testConfig(), Wrap(g, j.handle, WithDeadLetters(letters), WithRetryTopics(retries), WithLogger(slog.New(slog.NewTextHandler(&own, nil)))))
+	adaptertest.Eventually(t, "what is left is handled", func() bool { return r.parkedLeft(retries) == 0 })
+	m.stop()
+	if j.done[2] > 0 || j.done[3] != 1 {
+		t.Errorf("handled %v, want 3 alone", j.done)
+	}
+	if !own.has("parked messages are lost") {
+		t.Error("nothing tells of the loss")
+	}
 }
