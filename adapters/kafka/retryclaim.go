@@ -84,6 +84,9 @@ const (
 	// followWait is how long a message waits for the end of its key's last parked
 	// one to be committed, before it follows.
 	followWait = 500 * time.Millisecond
+	// maxBehind is how long after its own time a message waits in its retry topic for
+	// another one, which may be due much later than this topic keeps its records.
+	maxBehind = retryMargin / 2
 	// lookAgain is how soon a message that waits for another one looks again.
 	lookAgain = 20 * time.Millisecond
 	// parkTimeout bounds one write of a message that follows.
@@ -623,6 +626,9 @@ func (rc *retryClaim) first(ctx context.Context, p *parkedMessage) (handle bool,
 		case fateSettle:
 			return false, guard.Ignore(errParkedCopy)
 		case fateWait:
+			if patient = f.due <= p.notBefore+maxBehind.Milliseconds() && rc.t.now().UnixMilli() <= p.notBefore+maxBehind.Milliseconds(); !patient {
+				continue
+			}
 			p.back = max(f.due, rc.t.now().Add(lookAgain).UnixMilli())
 			return false, guard.Ignore(errFollows)
 		case fateAwait:

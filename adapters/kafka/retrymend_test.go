@@ -137,3 +137,24 @@ func TestDoneAheadSurvivesRetention(t *testing.T) {
 		t.Error("nothing tells of the loss")
 	}
 }
+
+// What waits for one that is due much later does not wait in a topic that keeps it
+// no longer than its own delay: it follows.
+func TestWaitsNoLongerThanItsTopicKeepsIt(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	retries := r.retries(time.Minute, 24*time.Hour)
+	now := time.Now().UnixMilli()
+	first := &parkedMessage{msg: &sarama.ConsumerMessage{Topic: r.topic}, origin: origin{key: 1}, keyed: true, level: 2, at: 0, moves: 2, notBefore: now + (24 * time.Hour).Milliseconds()}
+	second := &parkedMessage{msg: &sarama.ConsumerMessage{Topic: r.topic, Offset: 1}, origin: origin{offset: 1, key: 1}, keyed: true, level: 1, at: 0, moves: 1, notBefore: now}
+	rc := &retryClaim{t: retries, c: &claim{}, table: newParkedTable(10), write: parkTimeout}
+	rc.said.log = adaptertest.Log()
+	for i := range 2 {
+		rc.levels = append(rc.levels, &retryTopic{level: i + 1, name: retries.cfg.name(r.topic, i+1), marks: newTracker()})
+	}
+	rc.table.load(first)
+	rc.table.load(second)
+	if handle, _ := rc.first(adaptertest.Context(t), second); handle || second.back > 0 || r.end(rc.levels[1].name, 0) != 1 {
+		t.Errorf("handle %t, waits until %d, %d records at its level", handle, second.back, r.end(rc.levels[1].name, 0))
+	}
+}
