@@ -9,6 +9,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"strconv"
 	"strings"
 	"time"
@@ -260,7 +261,7 @@ func (p *parkedMessage) producerMessage(topic string) *sarama.ProducerMessage {
 	number := func(name string, n int64) { add(name, strconv.FormatInt(n, 10)) }
 	add(retryTopicHeader, p.msg.Topic)
 	number(retryPartition, int64(p.msg.Partition))
-	number(retryOffset, p.msg.Offset)
+	number(retryOffset, p.origin.offset) // below 0: of a stranger, see strangeOffset
 	number(retryTimestamp, p.origin.stamp)
 	number(retryAttempts, int64(p.tries))
 	number(retryLevel, int64(p.own))
@@ -269,6 +270,18 @@ func (p *parkedMessage) producerMessage(topic string) *sarama.ProducerMessage {
 	number(retryFirstFailed, p.first)
 	add(retryEpoch, p.claim)
 	return m
+}
+
+// strangeOffset is the origin's offset of a record that nobody of this package wrote:
+// its own, below all that a claim has, and another at each level.
+func strangeOffset(at int64, level int) int64 { return math.MinInt64 + at*maxLevels + int64(level-1) }
+
+// offsetOf is the offset that a message had, of its origin's.
+func offsetOf(offset int64) int64 {
+	if offset < 0 {
+		return int64(uint64(offset-math.MinInt64) / maxLevels)
+	}
+	return offset
 }
 
 // readParked is what a record of a retry topic is. One that nobody of this package
@@ -296,11 +309,11 @@ func readParked(m *sarama.ConsumerMessage, level int) *parkedMessage {
 	topic, partition, offset, stamp := values[retryTopicHeader], number(retryPartition), number(retryOffset), number(retryTimestamp)
 	own, moves := number(retryLevel), number(retryMoves)
 	tries, first, notBefore := number(retryAttempts), number(retryFirstFailed), number(retryNotBefore)
-	if bad != nil || topic == "" || int32(partition) != m.Partition || offset < 0 {
-		p.origin = origin{offset: -1 - m.Offset, stamp: int64(level)} // no claim has such an offset
+	if bad != nil || topic == "" || int32(partition) != m.Partition || moves < 1 {
+		p.origin = origin{offset: strangeOffset(m.Offset, level), stamp: stampOf(m.Timestamp)}
 		return p
 	}
-	was.Topic, was.Offset, was.Timestamp = topic, offset, stampTime(stamp)
+	was.Topic, was.Offset, was.Timestamp = topic, offsetOf(offset), stampTime(stamp)
 	was.BlockTimestamp = time.Time{}
 	p.origin = origin{offset: offset, stamp: stamp}
 	p.own, p.moves = int(min(max(0, own), maxLevels)), int(moves)
@@ -345,10 +358,8 @@ func (p *parkedMessage) lane(c *claim) uint64 {
 	return c.hash(own[:])
 }
 
-// write writes p to the retry topic of a level and waits until all in-sync replicas
-// have it. The offset is -1 where the broker does not say it.
-func (t *RetryTopics) write(ctx context.Context, p *parkedMessage, level int) (int64, error) {
-	topic := t.cfg.name(p.msg.Topic, level)
+// write writes p to a retry topic and waits until all in-sync replicas have it. The offset is -1 where the broker does not say it.
+func (t *RetryTopics) write(ctx context.Context, p *parkedMessage, topic string) (int64, error) {
 	m := p.producerMessage(topic)
 	if n, most := m.ByteSize(2)+batchOverhead, t.max[topic]; most > 0 && n > most {
 		return -1, fmt.Errorf("kafka: retry topic %s: %d bytes of a message, at most %d allowed: raise its max.message.bytes", topic, n, most)

@@ -338,7 +338,7 @@ func TestDoneAheadIsNotHandledAgain(t *testing.T) {
 		own: 1, moves: 1, notBefore: time.Now().Add(time.Minute).UnixMilli(), claim: "x",
 	}
 	late.msg.Offset = late.origin.offset
-	if _, err := retries.write(adaptertest.Context(t), &late, 1); err != nil {
+	if _, err := retries.write(adaptertest.Context(t), &late, retries.cfg.name(r.topic, 1)); err != nil {
 		t.Fatal(err)
 	}
 	j.until = func() bool { return parked(g, r, 0) > 0 }

@@ -84,6 +84,9 @@ const (
 	// followWait is how long a message waits for the end of its key's last parked
 	// one to be committed, before it follows.
 	followWait = 500 * time.Millisecond
+	// maxBehind is how long after its own time a message waits in its retry topic for
+	// another one, which may be due much later than this topic keeps its records.
+	maxBehind = retryMargin / 2
 	// lookAgain is how soon a message that waits for another one looks again.
 	lookAgain = 20 * time.Millisecond
 	// parkTimeout bounds one write of a message that follows.
@@ -164,7 +167,7 @@ func (ss *session) consumeParking(c *claim, revoked <-chan struct{}) error {
 	// Handlers may finish after the session's context is over, so it is not that
 	// which ends the loops but End, below.
 	running := context.WithoutCancel(ss.native.Context())
-	over, ran := make(chan struct{}, 2), make(chan struct{}, 2)
+	over, ran := make(chan struct{}, 3), make(chan struct{}, 2) // all that is ever sent
 	go func() {
 		_ = src.Run(running, c.native.Messages())
 		over <- struct{}{}
@@ -259,11 +262,18 @@ func (rc *retryClaim) look(ctx context.Context) error {
 		if l.end, err = rc.t.reads.GetOffset(l.name, rc.c.partition, sarama.OffsetNewest); err != nil {
 			return err
 		}
-		l.began = done[i]
-		if l.began.offset < oldest || l.began.offset > l.end { // nothing is committed, or the topic was made anew
+		l.began, l.settled = done[i], decodeAhead(done[i].offset, done[i].meta)
+		switch at := l.began.offset; {
+		case at > l.end: // the topic was made anew
+			l.began, l.settled = position{offset: oldest}, nil
+		case at < oldest:
 			l.began = position{offset: oldest}
+			if at >= 0 { // what is committed is not done: retention was faster
+				rc.ss.h.opts.log.Error("parked messages are lost: the retry topic keeps them too short", "topic", l.name, "partition", rc.c.partition, "from", at, "to", oldest)
+			}
 		}
-		l.start, l.settled = l.began.offset, decodeAhead(l.began.offset, l.began.meta)
+		maps.DeleteFunc(l.settled, func(n int64, _ bool) bool { return n < l.began.offset })
+		l.start = l.began.offset
 		if err := rc.load(ctx, l); err != nil {
 			return err
 		}
@@ -460,8 +470,7 @@ func (rc *retryClaim) lost(l *retryTopic, from, to int64) {
 func (rc *retryClaim) take(l *retryTopic, m *sarama.ConsumerMessage) {
 	p := rc.parse(m, l.level)
 	own := p.claim == rc.epoch
-	stranger := p.origin.offset < 0
-	if stranger && m.Offset >= l.end {
+	if stranger := p.moves == 0; stranger && m.Offset >= l.end {
 		rc.table.load(p)
 	}
 	rc.mu.Lock()
@@ -617,6 +626,9 @@ func (rc *retryClaim) first(ctx context.Context, p *parkedMessage) (handle bool,
 		case fateSettle:
 			return false, guard.Ignore(errParkedCopy)
 		case fateWait:
+			if patient = f.due <= p.notBefore+maxBehind.Milliseconds() && rc.t.now().UnixMilli() <= p.notBefore+maxBehind.Milliseconds(); !patient {
+				continue
+			}
 			p.back = max(f.due, rc.t.now().Add(lookAgain).UnixMilli())
 			return false, guard.Ignore(errFollows)
 		case fateAwait:
@@ -636,7 +648,7 @@ func (rc *retryClaim) follow(ctx context.Context, p *parkedMessage, level int) e
 	defer cancel()
 	to := *p
 	to.moves, to.notBefore, to.claim = p.moves+1, rc.t.now().UnixMilli(), rc.epoch
-	at, err := rc.t.write(limited, &to, level)
+	at, err := rc.t.write(limited, &to, rc.levels[level-1].name)
 	rc.said.say("a message cannot follow its key: its source waits", rc.c.name, err)
 	if err != nil {
 		return guard.Backoff(fmt.Errorf("%w: %w", errFollows, err), time.Now().Add(askAgain))
@@ -694,7 +706,7 @@ func (rc *retryClaim) writeLetter(ctx context.Context, r *dlq.Record) error {
 	}
 	to.own, to.moves, to.claim = p.own+1, p.moves+1, rc.epoch
 	to.notBefore = due
-	at, err := rc.t.write(ctx, &to, level)
+	at, err := rc.t.write(ctx, &to, rc.levels[level-1].name)
 	if err != nil {
 		return err
 	}
@@ -791,9 +803,12 @@ func (r retryPort) Lane(p *parkedMessage) uint64 { return p.lane(r.rc.c) }
 func (r retryPort) Size(p *parkedMessage) int    { return p.size }
 
 func (r retryPort) Meta(p *parkedMessage) guard.Meta {
+	from := originOf(p.msg, r.rc.c.group)
+	if p.origin.offset < 0 { // its letter is one of the source, in which it has no offset
+		from.Source, from.Offset, from.HasOffset = r.rc.c.topic, 0, false
+	}
 	return carry(guard.Meta{
-		Key: p.msg.Key, Body: p.msg.Value, Headers: fromHeaders(p.msg.Headers), Timestamp: p.msg.Timestamp,
-		Origin: originOf(p.msg, r.rc.c.group), Lag: -1,
+		Key: p.msg.Key, Body: p.msg.Value, Headers: fromHeaders(p.msg.Headers), Timestamp: p.msg.Timestamp, Origin: from, Lag: -1,
 	}, p)
 }
 

@@ -174,7 +174,7 @@ func TestStopWithRetryTopics(t *testing.T) {
 			j := newJournal()
 			j.fail(forEver, 0)
 			p := parkedMessage{msg: &sarama.ConsumerMessage{Topic: r.topic, Key: []byte("a"), Value: []byte("7")}, own: 1, moves: 1}
-			if _, err := retries.write(adaptertest.Context(t), &p, 1); err != nil {
+			if _, err := retries.write(adaptertest.Context(t), &p, name); err != nil {
 				t.Fatal(err)
 			}
 			if key >= 0 {
@@ -213,7 +213,7 @@ func TestClosedRetryTopics(t *testing.T) {
 	if err := retries.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := retries.write(context.Background(), &parkedMessage{msg: &sarama.ConsumerMessage{Topic: r.topic}}, 1); err == nil {
+	if _, err := retries.write(context.Background(), &parkedMessage{msg: &sarama.ConsumerMessage{Topic: r.topic}}, retries.cfg.name(r.topic, 1)); err == nil {
 		t.Error("a write after Close")
 	}
 	stop := r.pulse()

@@ -1,0 +1,160 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package kafka
+
+import (
+	"errors"
+	"log/slog"
+	"strconv"
+	"testing"
+	"time"
+
+	"github.com/IBM/sarama"
+
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
+)
+
+// A retry topic is deleted and made anew under a claim: the claim begins anew, and
+// parks and handles again.
+func TestRetryTopicMadeAnew(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
+	retries := r.retries(300 * time.Millisecond)
+	name := retries.cfg.name(r.topic, 1)
+	j := newJournal()
+	j.fail(forEver, 0, 1, 2)
+	g := adaptertest.Guard(t, guard.Config{Policy: parking(2)})
+	j.until = func() bool { return r.end(name, 0) >= 3 }
+	m := r.parker(g, j, letters, retries, testConfig())
+	stop := r.pulse()
+	r.publish(0, 3, nil, strconv.Itoa)
+	adaptertest.Eventually(t, "what was parked is handled", func() bool { return j.handled() == 3 && r.parkedLeft(retries) == 0 })
+	if err := r.admin.DeleteTopic(name); err != nil {
+		t.Fatal(err)
+	}
+	adaptertest.Eventually(t, "it is made anew", func() bool {
+		return r.admin.CreateTopic(name, &sarama.TopicDetail{NumPartitions: 1, ReplicationFactor: 1}, false) == nil
+	})
+	j.mu.Lock()
+	j.until = func() bool { return r.end(name, 0) > 0 }
+	j.mu.Unlock()
+	j.fail(forEver, 3)
+	r.publish(3, 4, nil, strconv.Itoa)
+	adaptertest.Eventually(t, "the claim goes on", func() bool { return j.handled() == 4 })
+	stop()
+	m.stop()
+}
+
+// A record of a retry topic that nobody parked is handled as it is; where it fails
+// it goes on as any other, and its key is free after it. Several keep their order.
+func TestStrangerInARetryTopic(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
+	retries := r.retries(50*time.Millisecond, 300*time.Millisecond)
+	j := newJournal()
+	j.fail(forEver, 0, 2)
+	g := adaptertest.Guard(t, guard.Config{Policy: parking(2)})
+	j.until = func() bool { return r.end(retries.cfg.name(r.topic, 2), 0) == 1 }
+	m := r.parker(g, j, letters, retries, testConfig())
+	stop := r.pulse()
+	adaptertest.Source(t, g, r.topic+"/0/retry")
+	for _, n := range []string{"0", "1"} {
+		if _, _, err := r.producer.SendMessage(&sarama.ProducerMessage{
+			Topic: retries.cfg.name(r.topic, 1), Key: sarama.StringEncoder("a"), Value: sarama.StringEncoder(n),
+		}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	adaptertest.Eventually(t, "both are handled", func() bool { return j.handled() == 2 })
+	j.mu.Lock()
+	j.until = nil
+	j.mu.Unlock()
+	if _, _, err := r.producer.SendMessage(&sarama.ProducerMessage{
+		Topic: retries.cfg.name(r.topic, 1), Key: sarama.StringEncoder("b"), Value: sarama.StringEncoder("2"),
+	}); err != nil {
+		t.Fatal(err)
+	}
+	adaptertest.Eventually(t, "one that fails for good is a dead letter", func() bool { return r.end(r.topic+".dlq", 0) == 1 })
+	r.publish(3, 5, nil, func(i int) string { return []string{"a", "b"}[i-3] })
+	adaptertest.Eventually(t, "their keys are free", func() bool { return j.handled() == 4 })
+	adaptertest.Eventually(t, "all is committed", func() bool { return r.parkedLeft(retries) == 0 })
+	stop()
+	m.stop()
+	j.check(t)
+}
+
+// What retention took while nobody looked is told; what was done behind it is done.
+func TestDoneAheadSurvivesRetention(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
+	retries := r.retries(50 * time.Millisecond)
+	name := retries.cfg.name(r.topic, 1)
+	for n := range 4 {
+		p := parkedMessage{
+			msg:    &sarama.ConsumerMessage{Topic: r.topic, Key: []byte{byte('a' + n)}, Value: []byte(strconv.Itoa(n)), Offset: int64(n)},
+			origin: origin{offset: int64(n)}, own: 1, moves: 1, claim: "x",
+		}
+		if _, err := retries.write(adaptertest.Context(t), &p, name); err != nil {
+			t.Fatal(err)
+		}
+	}
+	offsets, err := sarama.NewOffsetManagerFromClient(r.group, r.client)
+	if err != nil {
+		t.Fatal(err)
+	}
+	at, err := offsets.ManagePartition(name, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	at.MarkOffset(1, encodeAhead(1, []int64{2})) // 0 and 2 are done
+	r.publish(10, 14, nil, strconv.Itoa)
+	source, err := offsets.ManagePartition(r.topic, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	source.MarkOffset(4, "")
+	if err := errors.Join(at.Close(), source.Close(), offsets.Close()); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.admin.DeleteRecords(name, map[int32]int64{0: 2}); err != nil { // 1 is lost
+		t.Fatal(err)
+	}
+	j := newJournal()
+	g := adaptertest.Guard(t, guard.Config{Policy: parking(2)})
+	var own logged
+	m := r.join(testConfig(), Wrap(g, j.handle, WithDeadLetters(letters), WithRetryTopics(retries), WithLogger(slog.New(slog.NewTextHandler(&own, nil)))))
+	adaptertest.Eventually(t, "what is left is handled", func() bool { return r.parkedLeft(retries) == 0 })
+	m.stop()
+	if j.done[2] > 0 || j.done[3] != 1 {
+		t.Errorf("handled %v, want 3 alone", j.done)
+	}
+	if !own.has("parked messages are lost") {
+		t.Error("nothing tells of the loss")
+	}
+}
+
+// What waits for one that is due much later does not wait in a topic that keeps it
+// no longer than its own delay: it follows.
+func TestWaitsNoLongerThanItsTopicKeepsIt(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	retries := r.retries(time.Minute, 24*time.Hour)
+	now := time.Now().UnixMilli()
+	first := &parkedMessage{msg: &sarama.ConsumerMessage{Topic: r.topic}, origin: origin{key: 1}, keyed: true, level: 2, at: 0, moves: 2, notBefore: now + (24 * time.Hour).Milliseconds()}
+	second := &parkedMessage{msg: &sarama.ConsumerMessage{Topic: r.topic, Offset: 1}, origin: origin{offset: 1, key: 1}, keyed: true, level: 1, at: 0, moves: 1, notBefore: now}
+	rc := &retryClaim{t: retries, c: &claim{}, table: newParkedTable(10), write: parkTimeout}
+	rc.said.log = adaptertest.Log()
+	for i := range 2 {
+		rc.levels = append(rc.levels, &retryTopic{level: i + 1, name: retries.cfg.name(r.topic, i+1), marks: newTracker()})
+	}
+	rc.table.load(first)
+	rc.table.load(second)
+	if handle, _ := rc.first(adaptertest.Context(t), second); handle || second.back > 0 || r.end(rc.levels[1].name, 0) != 1 {
+		t.Errorf("handle %t, waits until %d, %d records at its level", handle, second.back, r.end(rc.levels[1].name, 0))
+	}
+}
