@@ -268,7 +268,7 @@ func TestRestartKnowsWhatIsParked(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, 1)
 	letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
-	retries := r.retries(2500 * time.Millisecond)
+	retries := r.retries(4 * time.Second)
 	name := retries.cfg.name(r.topic, 1)
 	j := newJournal()
 	j.fail(forEver, 0, 1)
@@ -306,9 +306,9 @@ func TestRestartKnowsWhatIsParked(t *testing.T) {
 	m.stop()
 	_, m = start()
 	r.publish(4, 6, nil, func(i int) string { return []string{"a", "c"}[i-4] })
-	adaptertest.Eventually(t, "what is not parked is handled", func() bool { return j.handled() == 1 })
-	if since := time.Since(begun); since < 2*time.Second && j.handled() > 1 {
-		t.Errorf("%d handled after %s", j.handled(), since)
+	adaptertest.Eventually(t, "what is not parked is handled", func() bool { return j.handled() >= 1 })
+	if n, since := j.handled(), time.Since(begun); n > 1 && since < 4*time.Second {
+		t.Errorf("%d handled after %s", n, since)
 	}
 	adaptertest.Eventually(t, "all are handled", func() bool { return j.handled() == 6 })
 	stop()
