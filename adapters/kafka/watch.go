@@ -73,6 +73,17 @@ type sayings struct {
 
 // say tells of err, or with nil that what is over.
 func (s *sayings) say(what, where string, err error) {
+	switch {
+	case !s.changed(what, where, err):
+	case err != nil:
+		s.log.Warn("retry topics", "what", what, "at", where, "error", err)
+	default:
+		s.log.Info("retry topics: over", "what", what, "at", where)
+	}
+}
+
+// changed tells whether that is news. Nothing is logged under the lock.
+func (s *sayings) changed(what, where string, err error) bool {
 	text := ""
 	if err != nil {
 		text = err.Error()
@@ -80,17 +91,12 @@ func (s *sayings) say(what, where string, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	k := [2]string{what, where}
-	before := s.last[k]
-	if before == text {
-		return
+	if s.last[k] == text {
+		return false
 	}
 	if s.last == nil {
 		s.last = make(map[[2]string]string)
 	}
 	s.last[k] = text
-	if err != nil {
-		s.log.Warn("retry topics", "what", what, "at", where, "error", err)
-	} else {
-		s.log.Info("retry topics: over", "what", what, "at", where)
-	}
+	return true
 }
