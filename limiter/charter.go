@@ -32,13 +32,6 @@ type Charter struct {
 	// Resets is how often all buckets were filled up. A node that adopts a charter
 	// with more than it has seen fills all that it knows, once.
 	Resets uint64
-
-	// Settled is the newest charter that was known to be complete when this one was
-	// made; 0 is unknown. It matters to who skips charters: of those above Settled
-	// a node does not know what it lost, and uses nothing until this one is
-	// complete. Where each change waits for the last to be complete it is Number-1,
-	// and a node that missed some goes on.
-	Settled uint64
 }
 
 // Charter is the founding one.
@@ -49,8 +42,8 @@ func (c Config) Charter() Charter {
 // validate reports everything that is wrong with c.
 func (c Charter) validate() error {
 	err := Config{Limit: c.Limit, Limits: c.Limits, Roster: c.Roster, OnSilence: Silence{Policy: Majority}}.Validate()
-	if c.Number == 0 || c.Settled >= c.Number {
-		err = fmt.Errorf("%w: charter %d, settled %d: want 1 or more, and less than that", ErrConfig, c.Number, c.Settled)
+	if c.Number == 0 {
+		err = fmt.Errorf("%w: Charter.Number is 0: want 1 or more", ErrConfig)
 	}
 	return err
 }
@@ -73,8 +66,7 @@ func (c Charter) limit(key string) Limit {
 type term struct {
 	Charter
 	code uint32 // its digest
-	hole uint64 // the newest charter before it that was skipped and is not known to be complete; 0 is none
-	late bool   // this life has skipped its first: only its own completeness closes the hole
+	hole bool   // charters before it were skipped, and it is not known to be complete
 
 	weights map[string]int64 // of its roster's members
 	sum     int64
@@ -212,8 +204,9 @@ func (n *Node) Completed() uint64 { return n.told }
 // does when the charter is complete. An older charter, or the same again, changes
 // nothing.
 //
-// Charters may be skipped; see Charter.Settled. A charter with more Resets fills
-// every key that the node knows, once, up to the cap that it then has.
+// Charters may be skipped. Of those the node does not know what it lost, so it uses
+// nothing until the one that it adopted is complete. A charter with more Resets
+// fills every key that the node knows, once, up to the cap that it then has.
 //
 // The error is [ErrConfig], or [ErrMismatch] if another charter has that number;
 // then nothing has changed. It costs a few microseconds for each key that is known.
@@ -237,13 +230,10 @@ func (n *Node) Adopt(now time.Duration, c Charter) error {
 		return fmt.Errorf("%w: charter %d: %d members: who is alone stays so, and no other becomes it", ErrConfig, c.Number, len(c.Roster.Members))
 	}
 	t := newTerm(c)
-	if c.Number > last.Number+1 {
-		// A life that knows the founding charter only cannot tell what the name has
-		// lost since, settled or not.
-		t.hole, t.late = c.Number-1, len(n.terms) == 1 && last.Number == 1
-	}
+	// That the skipped ones are complete would not close the hole: by applying this
+	// one the node may have completed them itself.
+	t.hole = c.Number > last.Number+1
 	n.terms = append(n.terms, t)
-	n.told = max(n.told, c.Settled)
 	if !n.alone && n.now < n.born+writeOff {
 		// Who may hold loans of an earlier life is in a roster that was not asked.
 		n.wait, n.unsure = n.born+writeOff, -1
@@ -294,8 +284,8 @@ func (n *Node) settleTerms() (grown bool) {
 		grown = true
 	}
 	for _, t := range n.terms {
-		if t.hole != 0 && (t.Number <= n.told || t.hole <= n.told && !t.late) {
-			t.hole, grown = 0, true
+		if t.hole && t.Number <= n.told {
+			t.hole, grown = false, true
 		}
 	}
 	if grown {
@@ -367,7 +357,7 @@ func (n *Node) measure(r *row) {
 		}
 		l := t.limit(r.name)
 		c, m := t.share(n.self.Name, l, home)
-		if t.hole != 0 {
+		if t.hole {
 			c, m = 0, 0
 		}
 		most, nanos = min(most, c), min(nanos, m)

@@ -178,10 +178,6 @@ func TestNeverTooMuchWhileChartersChange(t *testing.T) {
 					c.Roster = members()
 					c.Roster.Guests = guests
 				}
-				c.Settled = 0
-				if serial || rapid.Bool().Draw(t, "settled") {
-					c.Settled = a.complete
-				}
 				a.add(c)
 			case "tell":
 				if at := s.newest().Number; s.alive && at < a.newest().Number {
@@ -225,7 +221,6 @@ func TestNeverTooMuchWhileChartersChange(t *testing.T) {
 					break
 				}
 				c.Resets++
-				c.Settled = 0
 				a.add(c)
 				a.allow += float64(c.limit("k").Burst)
 				a.count[3]++

@@ -50,6 +50,36 @@ func (f *fleet) completed(number uint64) {
 	}
 }
 
+// A node skips a charter in which it has half, applies the next one, and so
+// completes the one that it skipped: the other half is another's now.
+func TestSkippedCharterIsCompletedByWhoSkippedIt(t *testing.T) {
+	cfg := Config{Fleet: "f", Limit: Limit{Rate: 1000, Burst: 50}, Roster: rosterOf("n00")}
+	f := newFleetOf(silent{}, 2, cfg, 1)
+	a := newNotary(f)
+	for _, names := range []string{"n00 n01", "n00"} {
+		a.add(changed(a.newest(), func(c *Charter) { c.Roster = rosterOf(names) }))
+	}
+	for i, number := range []uint64{3, 2} {
+		if err := a.tell(i, number); err != nil {
+			t.Fatal(err)
+		}
+	}
+	f.pass(2 * writeOff) // no earlier life has lent anything
+	if a.finish(); a.complete != 2 {
+		t.Fatalf("charter %d is complete", a.complete)
+	}
+	for i, s := range f.nodes {
+		a.told(i)
+		f.key(s)
+	}
+	if err := a.check(); err != nil {
+		t.Error(err)
+	}
+	if r := f.nodes[1].rows["k"]; r.cap != 25*micro {
+		t.Errorf("a cap of %d: nobody was there to use the other half", r.cap)
+	}
+}
+
 func TestSharesOfCharters(t *testing.T) {
 	cfg := Config{Fleet: "f", Limit: Limit{Rate: 1000, Burst: 100}, Limits: map[string]Limit{"k": {Rate: 400, Burst: 40}}, Roster: rosterOf("a b")}
 	n, err := NewNode(crdt.Replica{Name: "a"}, cfg, 0)
@@ -64,7 +94,7 @@ func TestSharesOfCharters(t *testing.T) {
 	larger := changed(smaller, limit(800, 80))
 	mine := changed(larger, func(c *Charter) { c.Limits, c.Roster = nil, rosterOf("a") })
 	gap := changed(mine, func(c *Charter) { c.Number += 2 })
-	settled := changed(gap, func(c *Charter) { c.Number += 2; c.Settled = c.Number - 1 })
+	again := changed(gap, func(c *Charter) { c.Number++ })
 	row := n.row("k")
 	for i, step := range []struct {
 		adopt     *Charter
@@ -72,23 +102,23 @@ func TestSharesOfCharters(t *testing.T) {
 		rate, cap float64
 	}{
 		{nil, 0, 200, 20},
-		{&smaller, 0, 100, 20},   // at once
-		{&larger, 0, 100, 20},    // not yet
-		{&smaller, 0, 100, 20},   // an old one
-		{nil, 2, 100, 20},        // smaller counts, and larger
-		{nil, 3, 400, 40},        // larger alone
-		{&mine, 0, 400, 40},      // Limit instead, all of it: not yet
-		{nil, 4, 1000, 100},      //
-		{&gap, 0, 0, 0},          // what was skipped is unknown
-		{nil, 5, 0, 0},           //
-		{nil, 6, 1000, 100},      // is complete, whatever it was
-		{&settled, 0, 1000, 100}, // was complete when it was made
-		{nil, 100, 1000, 100},    // more than there is here
-		{nil, 7, 1000, 100},      // late
-		{&Charter{}, 0, -1, -1},  // none
-		{&settled, 0, 1000, 100}, // the same again
+		{&smaller, 0, 100, 20},  // at once
+		{&larger, 0, 100, 20},   // not yet
+		{&smaller, 0, 100, 20},  // an old one
+		{nil, 2, 100, 20},       // smaller counts, and larger
+		{nil, 3, 400, 40},       // larger alone
+		{&mine, 0, 400, 40},     // Limit instead, all of it: not yet
+		{nil, 4, 1000, 100},     //
+		{&gap, 0, 0, 0},         // what was skipped is unknown
+		{nil, 6, 0, 0},          // and stays so when it is complete
+		{nil, 7, 1000, 100},     //
+		{&again, 8, 0, 0},       //
+		{nil, 100, 1000, 100},   // more than there is here
+		{nil, 9, 1000, 100},     // late
+		{&Charter{}, 0, -1, -1}, // none
+		{&again, 0, 1000, 100},  // the same again
 		{&Charter{Number: 200, Limit: first.Limit}, 0, -1, -1}, // nobody mints
-		{&Charter{Number: settled.Number, Limit: first.Limit, Roster: first.Roster}, 0, -2, -2},
+		{&Charter{Number: again.Number, Limit: first.Limit, Roster: first.Roster}, 0, -2, -2},
 	} {
 		var err error
 		if step.adopt != nil {
@@ -105,7 +135,7 @@ func TestSharesOfCharters(t *testing.T) {
 			t.Errorf("step %d: rate %v, cap %v, want %v, %v", i, rate, row.cap/micro, step.rate, step.cap)
 		}
 	}
-	if n.refused.Mismatch != 1 || n.Charter().Number != settled.Number {
+	if n.refused.Mismatch != 1 || n.Charter().Number != again.Number {
 		t.Errorf("%+v, charter %d", n.refused, n.Charter().Number)
 	}
 	// A life that knows the founding charter only does not know what it lost since.
@@ -113,7 +143,7 @@ func TestSharesOfCharters(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := late.Adopt(0, settled); err != nil {
+	if err := late.Adopt(0, again); err != nil {
 		t.Fatal(err)
 	}
 	r := late.row("k")
@@ -123,10 +153,10 @@ func TestSharesOfCharters(t *testing.T) {
 	if late.Applied() != 0 {
 		t.Error("a late life keeps within a charter, and nobody knows what an earlier one has lent")
 	}
-	if late.advance(writeOff); late.Applied() != settled.Number {
+	if late.advance(writeOff); late.Applied() != again.Number {
 		t.Errorf("applied %d after a write-off", late.Applied())
 	}
-	if late.Complete(0, settled.Number); r.cap != 100*micro {
+	if late.Complete(0, again.Number); r.cap != 100*micro {
 		t.Errorf("a late life uses %d when all is complete", r.cap)
 	}
 }
