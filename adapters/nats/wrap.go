@@ -420,8 +420,11 @@ func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.
 					continue
 				}
 				w.asked.Add(-want)
-				in, over = nil, true
-				fail(inner.Error())
+				err := inner.Error()
+				fail(err)
+				// A pull that brought all leaves the rest of the wait to the source,
+				// which may hold for less than that.
+				in, over = nil, over || want > 0 || err != nil
 			case it, ok := <-w.src.Ready():
 				if !ok {
 					fail(guard.ErrClosed)

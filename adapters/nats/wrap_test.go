@@ -15,6 +15,7 @@ import (
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
+	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/adaptertest"
@@ -251,6 +252,34 @@ func TestWrappedOutcomes(t *testing.T) {
 	}
 	if err := Fail(r.letters(t, "D")[0], errDown); !errors.Is(err, ErrNotWrapped) {
 		t.Errorf("%v", err)
+	}
+}
+
+// A hold that is shorter than the wait of a call is waited out, although the pull
+// has ended with what it brought.
+func TestWrappedNextWaitsOutAHold(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 20 * time.Second})
+	retry := guard.Retry{Base: time.Minute, Max: time.Minute}
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Breaker: breaker.Config{Base: 300 * time.Millisecond}, Retry: retry}})
+	w := wrap(t, g, r.consumer)
+	r.publish(t, subject, 0, 12)
+	for i := range 12 {
+		start := time.Now()
+		m, err := w.Next(jetstream.FetchMaxWait(20 * time.Second))
+		if err != nil {
+			t.Fatalf("message %d after %s: %v", i, time.Since(start), err)
+		}
+		settle := m.Ack
+		if i < 5 { // a run opens the breaker
+			settle = m.Nak
+		}
+		if err := settle(); err != nil {
+			t.Fatal(err)
+		}
+		if b := w.src.State().Breaker; i == 4 && b.State != breaker.Open {
+			t.Fatalf("%+v", b)
+		}
 	}
 }
 
