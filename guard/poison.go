@@ -9,6 +9,23 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 )
 
+// Poison or outage? A message that fails while others succeed is poison; while
+// nothing succeeds nothing is. So each verdict here waits for the success of another
+// message, had in one of three ways; the fourth is a guess:
+//
+//	alive    a message failed twice in its own turn, and others succeeded between
+//	witness  in sequence nobody else has a turn: the message behind a suspect head is
+//	         tried at once, and its success condemns the head. Such tries behind one
+//	         failure of the head are a round
+//	others   other lanes' heads, and with a fleet other processes', are witnesses in
+//	         their own turn
+//	guess    nothing can be compared: the message is alone, or all that is here failed
+//	         often and for long (lonely). It is dead-lettered without proof, and each
+//	         further guess waits twice as long
+//
+// What is condemned needs a credit of the budget too; decide, in verdict.go, puts it
+// all in order.
+
 // maxWitnesses bounds how many messages behind a failing head are tried in one
 // round, so also how many adjacent poison messages an ordered source passes.
 const maxWitnesses = 8

@@ -1,0 +1,222 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package kafka
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/IBM/sarama"
+
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// out is one attempt that a wrapped handler has in hand.
+type out struct {
+	m     *taken
+	msg   *sarama.ConsumerMessage // as handed out
+	token guard.Token
+	turn  uint64    // its place in the order in which they were handed out, from 1
+	at    time.Time // when it was taken
+}
+
+// handOut gives the handler what may be handled.
+func (w *wrappedClaim) handOut(leave <-chan struct{}) {
+	defer close(w.gone)
+	defer close(w.feed)
+	var leases <-chan time.Time
+	if w.lease > 0 {
+		look := time.NewTicker(max(w.lease/4, time.Millisecond))
+		defer look.Stop()
+		leases = look.C
+	}
+	for {
+		select {
+		case it, ok := <-w.src.Ready():
+			if !ok {
+				return
+			}
+			o := w.hand(it)
+			for handed := false; !handed; {
+				select {
+				case w.feed <- o.msg:
+					handed = true
+					w.mu.Lock()
+					o.at, w.sending = time.Now(), nil
+					w.mu.Unlock()
+				case w.exact <- struct{}{}:
+				case <-leases:
+					w.expire()
+				case <-leave:
+					return
+				}
+			}
+		case w.exact <- struct{}{}:
+		case <-leases:
+			w.expire()
+		case <-leave:
+			return
+		}
+	}
+}
+
+// hand registers an attempt. It is registered before it is handed over, since
+// its mark may come at once.
+func (w *wrappedClaim) hand(it guard.Item[*taken]) *out {
+	o := &out{m: it.Msg, msg: it.Msg.ConsumerMessage, token: it.Token}
+	if len(it.Msg.attempts) > 0 {
+		again := *it.Msg.ConsumerMessage
+		o.msg = &again
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	it.Msg.attempts = append(it.Msg.attempts, o.msg)
+	w.handed++
+	o.turn = w.handed
+	w.out[o.m.Offset], w.sending = o, o
+	return o
+}
+
+// settleDown waits until it is known whether the message that was being handed
+// over was taken.
+func (w *wrappedClaim) settleDown() {
+	select {
+	case <-w.exact:
+	case <-w.gone:
+	}
+}
+
+// take takes a message out of the handler's hand; nil if it is not there.
+func (w *wrappedClaim) take(m *sarama.ConsumerMessage) *out {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	o := w.findLocked(m)
+	if o != nil {
+		delete(w.out, m.Offset)
+	}
+	return o
+}
+
+// findLocked is the attempt that a message in the handler's hand belongs to. A
+// pointer that was handed out for an earlier attempt is not this one's.
+func (w *wrappedClaim) findLocked(m *sarama.ConsumerMessage) *out {
+	o := w.out[m.Offset]
+	if o == nil || m != o.msg && slices.Contains(o.m.attempts, m) {
+		return nil
+	}
+	return o
+}
+
+// mark is MarkMessage.
+func (w *wrappedClaim) mark(m *sarama.ConsumerMessage, meta string) {
+	w.claim.marks.resumed()
+	if w.ss.h.opts.batchMarks {
+		w.markBatch(m, meta)
+		return
+	}
+	if o := w.take(m); o != nil {
+		w.done([]*out{o}, meta)
+	}
+}
+
+// markBatch is MarkMessage of the last of several. Retries come between others, so
+// it is the order of handing out that counts, not that of the offsets.
+func (w *wrappedClaim) markBatch(m *sarama.ConsumerMessage, meta string) {
+	w.mu.Lock()
+	last := w.findLocked(m)
+	unsure := last != nil && w.sending == last
+	w.mu.Unlock()
+	if last == nil {
+		return
+	}
+	if unsure {
+		w.settleDown()
+	}
+	w.done(w.takeWhere(func(o *out) bool { return o.turn <= last.turn }), meta)
+}
+
+// markBelow is MarkOffset.
+func (w *wrappedClaim) markBelow(offset int64, meta string) {
+	w.claim.marks.resumed()
+	w.mu.Lock()
+	unsure := w.sending != nil && w.sending.m.Offset < offset
+	w.mu.Unlock()
+	if unsure {
+		w.settleDown()
+	}
+	w.done(w.takeWhere(func(o *out) bool { return o.m.Offset < offset }), meta)
+}
+
+// takeWhere takes messages out of the handler's hand, the oldest first; never the
+// one that waits to be taken.
+func (w *wrappedClaim) takeWhere(which func(*out) bool) []*out {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	var os []*out
+	for at, o := range w.out {
+		if o != w.sending && which(o) {
+			os = append(os, o)
+			delete(w.out, at)
+		}
+	}
+	slices.SortFunc(os, func(a, b *out) int { return cmp.Compare(a.m.Offset, b.m.Offset) })
+	return os
+}
+
+// done settles messages.
+func (w *wrappedClaim) done(os []*out, meta string) {
+	w.mu.Lock()
+	over := w.over
+	w.mu.Unlock()
+	for _, o := range os {
+		o.m.meta = meta
+		if over {
+			// A mark from Cleanup, or from a worker that outlived its loop: the
+			// source has given the message up, but the group still takes it.
+			w.claim.marks.settle(o.m.Offset, meta)
+			continue
+		}
+		w.src.Done(o.token, nil)
+	}
+	if over {
+		_ = w.claim.Flush() // it has no error
+	}
+}
+
+// failAll fails what the handler has in hand and returns how many those are.
+func (w *wrappedClaim) failAll(err error) int {
+	w.settleDown()
+	return w.fail(err, func(*out) bool { return true })
+}
+
+// expire fails what was not marked in time.
+func (w *wrappedClaim) expire() {
+	late := time.Now().Add(-w.lease)
+	w.fail(fmt.Errorf("%w of %s", ErrNotMarked, w.lease), func(o *out) bool { return o.at.Before(late) })
+}
+
+func (w *wrappedClaim) fail(err error, which func(*out) bool) int {
+	os := w.takeWhere(which)
+	for _, o := range os {
+		w.src.Done(o.token, err)
+	}
+	return len(os)
+}
+
+// giveUp takes the source's share in what the handler still has in hand.
+func (w *wrappedClaim) giveUp() {
+	w.mu.Lock()
+	w.over = true
+	os := make([]*out, 0, len(w.out))
+	for _, o := range w.out {
+		os = append(os, o)
+	}
+	w.mu.Unlock()
+	for _, o := range os {
+		w.src.Done(o.token, guard.Backoff(context.Canceled, time.Time{}))
+	}
+}
