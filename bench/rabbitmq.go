@@ -41,7 +41,7 @@ func newRabbitMQ(n int, within float64) Group {
 		Name:   "rabbitmq",
 		About:  "adapters/amqp against a bare amqp091-go consumer, on a real RabbitMQ, a quorum queue",
 		Rounds: 11,
-		Passes: 6,
+		Passes: 12, // a turn is noisier than the other brokers': 20,000 messages take a second or two
 		Steady: "raw_raw",
 		Within: within,
 		Cases: []Case{
