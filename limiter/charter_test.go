@@ -80,6 +80,36 @@ func TestSkippedCharterIsCompletedByWhoSkippedIt(t *testing.T) {
 	}
 }
 
+// Who left, and starts again before its first life is over for all, is refused.
+func TestNewLifeOfALeaver(t *testing.T) {
+	cfg := Config{Fleet: "f", Limit: Limit{Rate: 1000, Burst: 50}, Roster: rosterOf("a b")}
+	life := func(name string, incarnation uint64) *Node {
+		n, err := NewNode(crdt.Replica{Name: name, Incarnation: incarnation}, cfg, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	a := life("a", 1)
+	says := func(from *Node) error {
+		b, _ := from.Delta(ms, nil, a.self, 0, 1200)
+		return a.Merge(crdt.Contact{From: from.self, Now: ms, Sent: 1}, b)
+	}
+	if err := says(life("b", 1)); err != nil {
+		t.Fatal(err)
+	}
+	if err := a.Adopt(ms, changed(cfg.Charter(), func(c *Charter) { c.Roster = rosterOf("a") })); err != nil {
+		t.Fatal(err)
+	}
+	a.Complete(ms, 2)
+	if p := a.peers["b"]; p == nil || p.leaving == never {
+		t.Fatalf("%+v", p)
+	}
+	if err := says(life("b", 2)); !errors.Is(err, ErrMismatch) {
+		t.Error(err)
+	}
+}
+
 func TestSharesOfCharters(t *testing.T) {
 	cfg := Config{Fleet: "f", Limit: Limit{Rate: 1000, Burst: 100}, Limits: map[string]Limit{"k": {Rate: 400, Burst: 40}}, Roster: rosterOf("a b")}
 	n, err := NewNode(crdt.Replica{Name: "a"}, cfg, 0)

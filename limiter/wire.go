@@ -225,7 +225,7 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	}
 	p := n.peers[c.From.Name]
 	switch {
-	case !n.admits(c.From.Name) && (p == nil || p.leaving == never):
+	case !n.admits(c.From.Name) && (p == nil || p.leaving == never || p.id.Incarnation < c.From.Incarnation):
 		return fmt.Errorf("%w: %v is not in the roster", ErrMismatch, c.From)
 	case p == nil:
 		if b, ok := n.buried[c.From.Name]; ok && b.incarnation >= c.From.Incarnation {
