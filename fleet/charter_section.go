@@ -161,7 +161,7 @@ func (c *Charters) Merge(contact crdt.Contact, b []byte) error {
 
 // rowInLocked takes in a row of f that is newer than what is known of it.
 func (c *Charters) rowInLocked(now, sent time.Duration, f *fellow, s *statement) {
-	wanted, applied := f.row.want, c.applied[f.id.Name]
+	wanted := f.row.want
 	f.sent, f.row = sent, *s
 	f.row.piece = piece{}
 	if s.flags&flagWant != 0 && s.want != wanted {
@@ -174,11 +174,23 @@ func (c *Charters) rowInLocked(now, sent time.Duration, f *fellow, s *statement)
 		}
 		c.completedLocked(now, before, false)
 	}
-	if s.applied > applied {
-		c.applied[f.id.Name] = s.applied
+	if c.takeWord(f) {
 		c.completeLocked(now)
 	}
 	c.readLocked(now, f)
+}
+
+// takeWord notes what f says that it has applied, as far as we know the charters, and
+// tells whether that is news. It counts for the name, whichever life said it; so what
+// a life that is over said of a charter that we did not know then must not count: its
+// successor may have heard from us that there is none.
+func (c *Charters) takeWord(f *fellow) bool {
+	applied := min(f.row.applied, c.known())
+	if applied <= c.applied[f.id.Name] {
+		return false
+	}
+	c.applied[f.id.Name] = applied
+	return true
 }
 
 func (c *Charters) differsLocked(number uint64, peer crdt.Replica, ours, theirs uint64) error {

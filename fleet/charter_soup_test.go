@@ -257,6 +257,80 @@ func TestCharterTakesMemoryOver(t *testing.T) {
 	}
 }
 
+// What a life said that it had applied does not count for its successor, with who did
+// not know the charter then: the successor was told that there is none.
+func TestCharterWordOfALifeThatIsOver(t *testing.T) {
+	w := newCountry(t, 1, 3, 3, CharterConfig{}, terrain{})
+	s := &soup{country: w}
+	for _, n := range s.nodes {
+		n.start()
+	}
+	s.settleAll(3)
+	one := func(i, j int) {
+		s.write(i, j)
+		s.deliver(len(s.packets) - 1)
+		s.check()
+	}
+	knows := func(i int) uint64 {
+		number, _ := s.nodes[i].c.Number()
+		return number
+	}
+	until := func(what string, done func() bool, step func()) {
+		t.Helper()
+		for range 20 {
+			if done() {
+				return
+			}
+			step()
+			s.now += ms
+			for _, n := range s.nodes {
+				n.c.Tick(n.clock())
+			}
+		}
+		t.Fatal(what)
+	}
+	first := s.nodes[0]
+	proposeRate(t, s.nodes[1], 100)
+	until("nothing is chosen", func() bool { return knows(0) == 2 }, func() {
+		one(1, 0)
+		if knows(0) == 1 {
+			one(0, 1)
+		}
+	})
+	until("it is not applied", func() bool { return first.c.Status(first.clock()).Applied == 2 }, func() {})
+	one(0, 2) // and 2 has the charter's number only
+	if knows(1) != 1 || knows(2) != 1 {
+		t.Fatalf("1 knows %d, 2 knows %d", knows(1), knows(2))
+	}
+	first.stop()
+	first.start()
+	until("it does not vote again", func() bool { return first.c.votesAgain() }, func() {
+		one(2, 0)
+		one(1, 0)
+		if !first.c.votesAgain() {
+			one(0, 2)
+			one(0, 1)
+		}
+	})
+	if knows(0) != 1 || first.books.using() == 0 {
+		t.Fatalf("it knows %d and uses %v", knows(0), first.books.using())
+	}
+	until("1 does not learn of it", func() bool { return knows(1) == 2 }, func() { one(0, 1) })
+	until("2 does not learn of it", func() bool { return knows(2) == 2 }, func() { one(1, 2); one(2, 1) })
+	for range 5 {
+		one(1, 2)
+		one(2, 1)
+		s.now += ms
+		s.nodes[1].c.Tick(s.nodes[1].clock())
+		s.nodes[2].c.Tick(s.nodes[2].clock())
+		s.check()
+	}
+	s.settleAll(40)
+	if !w.agreed(2) {
+		t.Error("not agreed in the end")
+	}
+}
+
 // Who has promised a higher ballot does not vote in a lower one, or its vote would
 // count for two decrees.
 func TestCharterKeepsPromises(t *testing.T) {

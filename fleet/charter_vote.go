@@ -42,7 +42,8 @@ import (
 // remember: the highest ballot, and what was accepted in the highest. Then it votes
 // for K+1. Members of whom an operator said that they do not run need not be heard.
 //
-// Claim: nobody counts what the life before it voted. A row is addressed to a life,
+// Claim: nobody counts what the life before it voted, or applied above K, so it may
+// mint within K. A row is addressed to a life,
 // so whoever was heard knows the new one, and has dropped the rows of the old; and
 // it had not counted them before, or it would know K+1. The promises of the old life
 // were to ballots whose proposers were heard: those that go on with theirs said so,

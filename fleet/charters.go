@@ -56,7 +56,7 @@ type Charters struct {
 	fellows map[string]*fellow
 	list    []*fellow // the same, in the order in which they were met
 	first   map[string]uint64
-	applied map[string]uint64  // by the word of each, whichever life
+	applied map[string]uint64  // by the word of each, whichever life; see takeWord
 	gone    map[string]release // evicted
 	own     uint64             // applied by our books
 
@@ -306,6 +306,9 @@ func (c *Charters) learnLocked(now time.Duration, d *decree, from *fellow) {
 	c.pull = pull{}
 	_ = c.adoptLocked(now, d, name) // kept in broken
 	c.answerLocked(d)
+	for _, f := range c.list {
+		c.takeWord(f)
+	}
 	c.completeLocked(now)
 	c.settleLocked(now)
 	if from == nil {
