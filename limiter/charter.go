@@ -305,7 +305,7 @@ func (n *Node) reshareAll() {
 		p.share = n.newest().weights[p.id.Name]
 		switch {
 		case n.admits(p.id.Name):
-			p.leaving = never
+			p.leaving, p.parted = never, false
 		case p.leaving == never:
 			p.leaving = n.now
 			n.watch()

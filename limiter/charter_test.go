@@ -410,12 +410,23 @@ func TestDepartedAreForgotten(t *testing.T) {
 	}
 	f.run(f.now+3*time.Second, 1200, func(time.Duration) int { return 2 })
 	for _, s := range f.nodes[:2] {
-		if s.Node.peers["n02"] != nil || len(s.dying) != 0 || s.Mark(f.nodes[2].self) != 0 || f.key(s).lent > 100*micro {
-			t.Errorf("%s still knows it: %d lent", s.self.Name, f.key(s).lent)
+		p := s.Node.peers["n02"]
+		b, _ := s.Delta(s.Node.now, nil, p.id, p.acked, 1200)
+		if !p.parted || p.lent != 0 || p.held != 0 || len(b) != 0 || s.Mark(p.id) != p.acked {
+			t.Errorf("%s still deals with it: %+v", s.self.Name, p)
 		}
 	}
 	if f.over > 1e-6 || f.refused == 0 {
 		t.Errorf("%v over, %d refused", f.over, f.refused)
+	}
+	// The same life comes back, and is served again.
+	f.refused = 0
+	f.adopt(changed(c, func(c *Charter) { c.Roster = cfg.Roster }))
+	f.completed(3)
+	before := f.admitted
+	f.run(f.now+3*time.Second, 1200, func(time.Duration) int { return 2 })
+	if f.over > 1e-6 || f.refused != 0 || f.admitted-before < 2900 {
+		t.Errorf("%v over, %d refused, %d admitted", f.over, f.refused, f.admitted-before)
 	}
 }
 

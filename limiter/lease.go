@@ -37,7 +37,7 @@ const (
 
 // fresh tells whether the peer has heard of us lately, and we of it.
 func (n *Node) fresh(p *peer) bool {
-	return !p.gone && p.echo > 0 && n.now-p.echo < freshFor
+	return !p.gone && !p.parted && p.echo > 0 && n.now-p.echo < freshFor
 }
 
 // unanswered tells whether p was told something, and no echo of that came back.
@@ -94,8 +94,8 @@ func (n *Node) sweep() {
 		if prune {
 			n.prune(p)
 		}
-		if p.leaving < n.now && n.now-p.leaving >= writeOff {
-			n.bury(p)
+		if !p.gone && !p.parted && p.leaving < n.now && n.now-p.leaving >= writeOff {
+			n.part(p)
 		}
 	}
 	for i := 0; i < len(n.dying); i++ {
@@ -108,10 +108,22 @@ func (n *Node) sweep() {
 	}
 	n.sweepAt = never
 	for _, p := range n.slots {
-		if p != nil && (p.lent > 0 || p.held > 0 || p.changes.First() != nil || p.leaving != never) {
+		if p != nil && (p.lent > 0 || p.held > 0 || !p.parted && (p.changes.First() != nil || p.leaving != never)) {
 			n.sweepAt = n.now + sweepEvery
 			break
 		}
+	}
+}
+
+// part ends what lies between this node and a peer that left the roster. Its books
+// stay, for the same life may come back, and would be given anew what it has used; a
+// later life, or [Node.Gone], ends them.
+func (n *Node) part(p *peer) {
+	p.parted = true
+	for e := range p.entries {
+		e.giveBack(e.held())
+		e.need, e.itsNeed = 0, 0
+		n.stir(e.row)
 	}
 }
 

@@ -335,11 +335,19 @@ func (n *Node) joined() bool {
 	return n.hasJoined
 }
 
+// after is d later than now, and never at the latest.
+func after(now, d time.Duration) time.Duration {
+	if d > never-now {
+		return never
+	}
+	return now + d
+}
+
 // stir makes sure that the row's next step comes in time: now, if it rested.
 func (n *Node) stir(r *row) {
 	if n.alone {
 		if r.waiting > 0 {
-			n.schedule(r, n.now+r.until(min(r.head, r.cap)))
+			n.schedule(r, after(n.now, r.until(min(r.head, r.cap))))
 		}
 		return
 	}

@@ -20,6 +20,7 @@ type peer struct {
 	gone  bool  // its life is over; only its loans are left
 
 	leaving time.Duration // since when no roster has its name; never if one has
+	parted  bool          // for so long that all loans are over: nothing is said or heard until a roster has it again
 	pinned  int           // keys of which it has loans and whose lease is not renewed
 
 	// What changed, each key once. The first change is the peer's own existence, so

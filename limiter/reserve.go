@@ -84,7 +84,7 @@ func (r *row) book(now time.Duration, amount int64) *booking {
 	r.owing += amount - there
 	r.reserved += amount
 	r.granted = min(r.granted, r.level)
-	b := &booking{amount: amount, due: now + r.until(r.level+r.owing)}
+	b := &booking{amount: amount, due: after(now, r.until(r.level+r.owing))}
 	r.bookings = append(r.bookings, b)
 	r.spentAt = now
 	return b
@@ -102,8 +102,9 @@ func (r *row) pay(minted int64) (rest int64) {
 	return minted - x - y
 }
 
-// redeem ends reservations that are due.
-func (r *row) redeem(now time.Duration) {
+// redeem ends reservations that are due. What a cancelled one gives back behind a
+// fence is void, as all that is the node's own.
+func (r *row) redeem(now time.Duration, fenced bool) {
 	for len(r.bookings) > 0 && r.bookings[0].due <= now {
 		b := r.bookings[0]
 		r.bookings = r.bookings[1:]
@@ -112,7 +113,11 @@ func (r *row) redeem(now time.Duration) {
 		r.prepaid -= paid
 		r.owing -= short
 		r.reserved -= b.amount
-		if b.cancelled {
+		switch {
+		case b.cancelled && fenced:
+			r.sum.Trimmed += paid
+			continue
+		case b.cancelled:
 			r.level += paid
 			continue
 		}

@@ -4,6 +4,7 @@
 package limiter
 
 import (
+	"context"
 	"errors"
 	"testing"
 	"testing/synctest"
@@ -154,5 +155,75 @@ func TestReservedBeforeACut(t *testing.T) {
 	}
 	if now = 11 * time.Second; !l.Allow() {
 		t.Error("denied when all is paid")
+	}
+}
+
+// What a cancelled reservation gives back behind a fence is void.
+func TestCancelBehindAFence(t *testing.T) {
+	now := time.Duration(0)
+	s, err := New(crdt.Replica{Name: "a"}, Config{Limit: Limit{Rate: 20, Burst: 20}}, WithClock(func() time.Duration { return now }))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	l := s.Key("k")
+	if !l.AllowN(15) {
+		t.Fatal("denied")
+	}
+	r, err := l.Reserve(10)
+	if err != nil || r.Delay() != 250*ms {
+		t.Fatal(r.Delay(), err)
+	}
+	r.Cancel()
+	s.Mint(10 * ms)
+	now = 20 * ms
+	if l.Allow() || !s.Stats().Fenced {
+		t.Fatal("allowed behind the fence")
+	}
+	now = time.Second
+	if l.Allow() || s.Stats().Level != 0 {
+		t.Errorf("the fence has passed, and %d are there", s.Stats().Level)
+	}
+}
+
+// Level, loans and reservations are never more than the cap.
+func TestRefundBesideAReservation(t *testing.T) {
+	now := time.Duration(0)
+	s, err := New(crdt.Replica{Name: "x"}, Config{Limit: Limit{Rate: 10, Burst: 10}}, WithClock(func() time.Duration { return now }))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	l := s.Key("k")
+	if !l.AllowN(10) {
+		t.Fatal("denied")
+	}
+	now = 500 * ms
+	if _, err := l.Reserve(10); err != nil {
+		t.Fatal(err)
+	}
+	l.Refund(10)
+	if l.Allow() {
+		t.Error("a token above the burst")
+	}
+}
+
+// A wait that no clock reaches ends with its context, and a reservation is due never.
+func TestWaitBeyondTheClock(t *testing.T) {
+	l, err := Local(Limit{Rate: 0.001, Burst: 1e9})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !l.AllowN(999_000_000) {
+		t.Fatal("denied")
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 10*ms)
+	defer cancel()
+	if err := l.WaitN(ctx, 1e9); !errors.Is(err, context.DeadlineExceeded) {
+		t.Error(err)
+	}
+	r, err := l.Reserve(1e9)
+	if err != nil || r.Delay() < 290*365*24*time.Hour || l.Allow() {
+		t.Errorf("due in %v: %v", r.Delay(), err)
 	}
 }

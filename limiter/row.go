@@ -214,7 +214,7 @@ func (r *row) spend(amount int64) {
 func (r *row) update(now, from time.Duration) {
 	r.mint(now, from)
 	if len(r.bookings) > 0 {
-		r.redeem(now)
+		r.redeem(now, from == never)
 	}
 	if r.pooled > 0 {
 		left := r.pool.left() * micro

@@ -44,6 +44,9 @@ const (
 // Mark is the number of the latest change that concerns the peer.
 func (n *Node) Mark(to crdt.Replica) uint64 {
 	if p := n.peers[to.Name]; p != nil && p.id.Incarnation == to.Incarnation {
+		if p.parted {
+			return p.acked
+		}
 		return p.changes.Mark()
 	}
 	if !n.admits(to.Name) || to.Name == n.self.Name {
@@ -62,7 +65,7 @@ func (n *Node) Counted() uint64 { return n.changes + n.rosters }
 func (n *Node) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
 	n.advance(now)
 	p := n.peer(to)
-	if p == nil {
+	if p == nil || p.parted {
 		return b, since
 	}
 	if room < maxHeader {
@@ -225,7 +228,7 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	}
 	p := n.peers[c.From.Name]
 	switch {
-	case !n.admits(c.From.Name) && (p == nil || p.leaving == never || p.id.Incarnation < c.From.Incarnation):
+	case !n.admits(c.From.Name) && (p == nil || p.leaving == never || p.parted || p.id.Incarnation < c.From.Incarnation):
 		return fmt.Errorf("%w: %v is not in the roster", ErrMismatch, c.From)
 	case p == nil:
 		if b, ok := n.buried[c.From.Name]; ok && b.incarnation >= c.From.Incarnation {
