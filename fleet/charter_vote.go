@@ -471,7 +471,12 @@ func (c *Charters) draftLocked(now time.Duration) (d *decree, made []uint64) {
 		return true
 	}
 	for _, r := range c.requests {
-		if r.evict != "" && !c.returnedLocked(&r) && remove(r.evict) {
+		if r.evict == "" || c.returnedLocked(&r) {
+			continue
+		}
+		lacks := c.lacksLocked(r.evict)
+		asked = asked || lacks
+		if remove(r.evict) || lacks {
 			evicted = append(evicted, eviction{name: r.evict})
 			made = append(made, r.ticket)
 		}

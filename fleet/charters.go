@@ -245,15 +245,23 @@ func (c *Charters) adoptLocked(now time.Duration, d *decree, from string) error 
 		}
 		c.gone[e.name] = r
 	}
-	// A life that has not settled was a member by an old charter only.
-	member := c.settled && c.seat >= 0
-	c.seatLocked(now, d.Roster.Members)
-	if member && c.seat < 0 {
-		if c.leaving {
-			c.leftAt = d.Number
-		} else {
-			c.over = true
+	if c.cfg.OnSilence == limiter.Majority {
+		// Who left by itself may die before it says that it has applied this. It mints no
+		// longer than who was evicted: see charter_lease.go.
+		for i := range c.seats {
+			if name := c.seats[i].name; seatOf(d.Roster.Members, name) < 0 && c.gone[name].number != d.Number {
+				c.gone[name] = release{d.Number, now + fenced(c.cfg.Lease)}
+			}
 		}
+	}
+	member := c.seat >= 0
+	c.seatLocked(now, d.Roster.Members)
+	switch {
+	case !member || c.seat >= 0:
+	case c.leaving:
+		c.leftAt = d.Number
+	case c.settled: // another life was a member by an old charter only
+		c.over = true
 	}
 	err := c.books.Adopt(now, d.Charter)
 	if err != nil {
@@ -327,6 +335,7 @@ func (c *Charters) answerLocked(d *decree) {
 		number := d.Number
 		if !slices.Contains(r.in, d.digest) {
 			met, possible := r.met(d)
+			met = met && !(r.evict != "" && c.lacksLocked(r.evict))
 			possible = possible && !c.returnedLocked(&r)
 			if !met && possible && c.seat >= 0 {
 				return false
@@ -342,6 +351,13 @@ func (c *Charters) answerLocked(d *decree) {
 	if c.seat >= 0 && c.settled {
 		c.joining = false
 	}
+}
+
+// lacksLocked tells whether a charter waits for a name that the newest roster has no
+// more: it left, and may have died before it said that it keeps within that charter.
+func (c *Charters) lacksLocked(name string) bool {
+	return seatOf(c.top().Roster.Members, name) < 0 &&
+		slices.ContainsFunc(c.chain, func(l *enacted) bool { return slices.Contains(l.lacking, name) })
 }
 
 // met tells whether nothing is left to do, and whether it can be done at all.
@@ -488,7 +504,8 @@ func (c *Charters) Leave(now, deadline time.Duration) error {
 
 // Left tells whether the leaver may end: all members that it hears, one at least, know
 // that it mints no more. At the deadline it is true whatever the others know, with an error that is [ErrBusy] if
-// they do not; then the share is stranded until the name is back or evicted.
+// they do not; then the share is stranded until the name is back or evicted, or, with
+// [limiter.Majority], its lease is over.
 func (c *Charters) Left(now time.Duration) (bool, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -524,15 +541,16 @@ func (c *Charters) leftLocked(now time.Duration) bool {
 	return known
 }
 
-// Evict frees the share of a member: an operator's word that its process does not
-// mint, and does not start again before the eviction is known. One that is alive
+// Evict frees the share of a member, or of one that left and that a charter still waits
+// for: an operator's word that its process does not mint, and does not start again
+// before the eviction is known. One that is alive
 // behind a cut adds what its share mints until it hears of it. A request is given
 // up when a later life of the name is met. The ticket is for [Charters.Outcome]. Only members can be asked. The errors
 // are [ErrMember] and [ErrBusy].
 func (c *Charters) Evict(now time.Duration, name string) (ticket uint64, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if name == c.self.Name || seatOf(c.top().Roster.Members, name) < 0 {
+	if name == c.self.Name || seatOf(c.top().Roster.Members, name) < 0 && !c.lacksLocked(name) {
 		return 0, fmt.Errorf("%w: %q is no other member", ErrMember, name)
 	}
 	return c.requestLocked(now, request{evict: name, life: c.lifeLocked(name)})

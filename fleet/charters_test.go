@@ -548,3 +548,83 @@ func TestCharterBooksRefuse(t *testing.T) {
 		t.Fatalf("lacking %v, complete %d", s.Lacking, s.Complete)
 	}
 }
+
+// A leaver is killed after the charter without it was chosen, and before it was heard
+// to keep within it. With Majority its lease ends; else an operator's word does it.
+func TestCharterLeaverDies(t *testing.T) {
+	for _, policy := range []limiter.SilencePolicy{limiter.Majority, limiter.Hold} {
+		w := newCountry(t, 1, 5, 5, CharterConfig{OnSilence: policy, UnstableNames: policy == limiter.Majority}, terrain{lag: 60 * ms})
+		w.founded(5)
+		x, a := w.nodes[4], w.nodes[0]
+		if err := x.c.Leave(x.clock(), x.clock()+5*sec); err != nil {
+			t.Fatal(err)
+		}
+		x.poke()
+		if !w.runUntil(w.now+2*sec, func() bool { return w.newest == 2 }) {
+			t.Fatal("nothing is chosen")
+		}
+		x.stop()
+		if policy == limiter.Hold {
+			w.run(w.now + 5*sec)
+			if _, complete := a.c.Number(); complete != 1 {
+				t.Fatalf("complete %d: who is not heard keeps its share", complete)
+			}
+			ticket, err := a.c.Evict(a.clock(), x.name)
+			if err != nil {
+				t.Fatal(err)
+			}
+			a.poke()
+			if !w.runUntil(w.now+5*sec, func() bool { _, done := a.c.Outcome(ticket); return done }) {
+				t.Fatal("it is not evicted")
+			}
+			if number, _ := a.c.Outcome(ticket); number != 3 {
+				t.Errorf("evicted by charter %d", number)
+			}
+		}
+		if !w.runUntil(w.now+5*sec, func() bool { return w.agreed(w.newest) && w.complete == w.newest }) {
+			s := a.c.Status(a.clock())
+			t.Errorf("%s: newest %d, complete %d, lacking %v", policy, s.Charter.Number, s.Complete, s.Lacking)
+		}
+		if _, err := a.c.Evict(a.clock(), x.name); !errors.Is(err, ErrMember) {
+			t.Errorf("%s: nothing waits for it: %v", policy, err)
+		}
+	}
+}
+
+// A life that does not vote yet leaves: it stays until all know that it has gone.
+func TestCharterUnsettledLeaves(t *testing.T) {
+	w := newCountry(t, 1, 3, 3, CharterConfig{}, terrain{lag: 60 * ms})
+	w.founded(3)
+	x := w.nodes[2]
+	x.stop()
+	w.run(w.now + 100*ms)
+	w.cut = func(a, b int) bool { return a+b == 1+2 && a*b != 0 }
+	x.young = w.now + 1011*ms
+	x.start()
+	w.run(w.now + 300*ms)
+	if s := x.c.Status(x.clock()); s.Settled || !s.Member {
+		t.Fatalf("%+v", s)
+	}
+	if err := x.c.Leave(x.clock(), x.clock()+30*sec); err != nil {
+		t.Fatal(err)
+	}
+	x.poke()
+	left := func() bool {
+		done, err := x.c.Left(x.clock())
+		if err != nil {
+			t.Error(err)
+		}
+		return done
+	}
+	if w.runUntil(w.now+3*sec, left) && w.complete < 2 {
+		t.Error("it has left, and others wait for its word")
+	}
+	w.cut = whole
+	if !w.runUntil(w.now+10*sec, left) {
+		t.Fatal("it never leaves")
+	}
+	x.stop()
+	if !w.runUntil(w.now+10*sec, func() bool { return w.complete == 2 && w.newest == 2 }) {
+		t.Errorf("complete %d of %d", w.complete, w.newest)
+	}
+}
