@@ -91,11 +91,17 @@ func (l *Changes[T]) Remove(c *Change[T]) {
 	c.prev, c.next, c.listed = nil, nil, false
 }
 
-// After is the oldest change after a mark, nil if there is none. It walks back
-// from the latest, so it costs what it finds.
+// After is the oldest change after a mark, nil if there is none. It walks from
+// both ends at once, so it costs what is after the mark or what is not, whichever
+// is less: where a peer lacks nearly everything, packet after packet begins near
+// the front.
 func (l *Changes[T]) After(since uint64) (found *Change[T]) {
+	front := l.first
 	for c := l.last; c != nil && c.Mark > since; c = c.prev {
-		found = c
+		if front.Mark > since {
+			return front
+		}
+		front, found = front.next, c
 	}
 	return found
 }

@@ -41,6 +41,12 @@ type missed struct {
 	flows time.Duration // when the first packet came through since; 0 is not yet
 }
 
+// One way takes linkBase, and linkJitter more on average.
+const (
+	linkBase   = 500 * time.Microsecond
+	linkJitter = 500 * time.Microsecond
+)
+
 // warmUp is not judged.
 const warmUp = time.Second
 
@@ -50,7 +56,7 @@ func newWorld(sc *scenario, strategy Strategy, seed uint64) *world {
 	}
 	w := &world{sc: sc, strategy: strategy, numbers: make(map[string]int)}
 	w.net = simnet.New(simnet.Config{Seed: seed, Link: simnet.Link{
-		Base: 500 * time.Microsecond, Jitter: 500 * time.Microsecond, Loss: sc.loss, Burst: sc.burst,
+		Base: linkBase, Jitter: linkJitter, Loss: sc.loss, Burst: sc.burst,
 	}})
 	for i := range sc.nodes {
 		w.names = append(w.names, fmt.Sprintf("n%02d", i))
