@@ -54,34 +54,30 @@ func newFakeRig(t *testing.T) (*rig, *kfake.Cluster) {
 // it can.
 func TestRetryTopicThatCannotBeWritten(t *testing.T) {
 	t.Parallel()
-	r, fake := newFakeRig(t)
-	letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
-	retries := r.retries(2500 * time.Millisecond)
-	name := retries.cfg.name(r.topic, 1)
+	orders, fake := newFakeRig(t)
+	r := orders.parks(2500 * time.Millisecond)
+	j, name := r.j, r.retryTopic(1)
 	refuse := func() *kfake.FaultHandle {
 		return fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.Produce}, Topic: name, Err: kerr.TopicAuthorizationFailed, Count: -1})
 	}
-	j := newJournal()
-	j.fail(forEver, 0)
+	r.failUntilParked(1, 0)
 	var own logged
-	g := adaptertest.Guard(t, guard.Config{Policy: parking(2)})
-	j.until = func() bool { return parked(g, r, 0) > 0 }
-	m := r.join(testConfig(), Wrap(g, j.handle, WithDeadLetters(letters), WithRetryTopics(retries), WithLogger(slog.New(slog.NewTextHandler(&own, nil)))))
+	m := r.start(parking(2), WithLogger(slog.New(slog.NewTextHandler(&own, nil))))
 	stop := r.pulse()
 	fault := refuse()
 	r.publish(0, 3, nil, func(int) string { return "a" })
-	src := adaptertest.Source(t, g, "orders/0")
+	src := adaptertest.Source(t, r.g, "orders/0")
 	adaptertest.Eventually(t, "the source says why", func() bool {
 		return slices.ContainsFunc(src.State().Holds, func(h guard.Hold) bool {
 			return h.Reason == guard.ReasonDLQ && strings.Contains(h.Detail, name)
 		})
 	})
-	if parked(g, r, 0) > 0 || j.handled() > 0 {
-		t.Errorf("%d parked, %d handled", parked(g, r, 0), j.handled())
+	if r.parked(0) > 0 || j.handled() > 0 {
+		t.Errorf("%d parked, %d handled", r.parked(0), j.handled())
 	}
 	stop()
 	fault.Remove()
-	adaptertest.Eventually(t, "it is parked", func() bool { return parked(g, r, 0) == 1 })
+	adaptertest.Eventually(t, "it is parked", func() bool { return r.parked(0) == 1 })
 	fault = refuse()
 	r.publish(3, 4, nil, func(int) string { return "a" })
 	adaptertest.Eventually(t, "what follows waits", func() bool { return own.has("cannot follow its key") })
@@ -92,7 +88,7 @@ func TestRetryTopicThatCannotBeWritten(t *testing.T) {
 	}
 	fault.Remove()
 	adaptertest.Eventually(t, "all are handled", func() bool { return j.handled() == 4 })
-	adaptertest.Eventually(t, "all is committed", func() bool { return r.pending() == 0 && r.parkedLeft(retries) == 0 })
+	adaptertest.Eventually(t, "all is committed", func() bool { return r.pending() == 0 && r.parkedLeft(r.retries) == 0 })
 	m.stop()
 	j.check(t)
 }
@@ -101,28 +97,24 @@ func TestRetryTopicThatCannotBeWritten(t *testing.T) {
 // and nothing stops.
 func TestKeyIsFreeOnceItsEndIsCommitted(t *testing.T) {
 	t.Parallel()
-	r, fake := newFakeRig(t)
-	letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
-	retries := r.retries(1500 * time.Millisecond)
-	j := newJournal()
-	j.fail(forEver, 0)
-	g := adaptertest.Guard(t, guard.Config{Policy: parking(2)})
-	j.until = func() bool { return parked(g, r, 0) > 0 }
-	m := r.parker(g, j, letters, retries, testConfig())
+	orders, fake := newFakeRig(t)
+	r := orders.parks(1500 * time.Millisecond)
+	j, name := r.j, r.retryTopic(1)
+	r.failUntilParked(1, 0)
+	m := r.start(parking(2))
 	stop := r.pulse()
 	adaptertest.Eventually(t, "it runs", func() bool { return r.committed(0) > 0 })
 	r.publish(0, 1, nil, func(int) string { return "a" })
-	adaptertest.Eventually(t, "one is parked", func() bool { return parked(g, r, 0) == 1 })
+	adaptertest.Eventually(t, "one is parked", func() bool { return r.parked(0) == 1 })
 	fault := fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.OffsetCommit}, Err: kerr.InvalidCommitOffsetSize, Count: -1})
 	adaptertest.Eventually(t, "it is handled", func() bool { return j.handled() == 1 })
 	r.publish(1, 2, nil, func(int) string { return "a" })
 	adaptertest.Eventually(t, "the next follows", func() bool { return j.handled() == 2 })
-	name := retries.cfg.name(r.topic, 1)
 	if n := r.end(name, 0); n != 2 {
 		t.Errorf("%d records in the retry topic, want 2", n)
 	}
 	fault.Remove()
-	adaptertest.Eventually(t, "all is committed", func() bool { return r.parkedLeft(retries) == 0 })
+	adaptertest.Eventually(t, "all is committed", func() bool { return r.parkedLeft(r.retries) == 0 })
 	r.publish(2, 3, nil, func(int) string { return "a" })
 	adaptertest.Eventually(t, "the third is handled", func() bool { return j.handled() == 3 })
 	if n := r.end(name, 0); n != 2 {
@@ -136,18 +128,14 @@ func TestKeyIsFreeOnceItsEndIsCommitted(t *testing.T) {
 // No more is parked than the table may have: the rest waits.
 func TestMaxParked(t *testing.T) {
 	t.Parallel()
-	r, _ := newFakeRig(t)
-	letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
-	retries := r.retries(1500 * time.Millisecond)
-	retries.cfg.MaxParked = 3
-	j := newJournal()
-	j.fail(forEver, 0)
-	g := adaptertest.Guard(t, guard.Config{Policy: parking(2)})
-	j.until = func() bool { return parked(g, r, 0) > 0 }
-	m := r.parker(g, j, letters, retries, testConfig())
+	orders, _ := newFakeRig(t)
+	r := orders.parks(1500 * time.Millisecond)
+	r.retries.cfg.MaxParked = 3
+	j, name := r.j, r.retryTopic(1)
+	r.failUntilParked(1, 0)
+	m := r.start(parking(2))
 	stop := r.pulse()
 	r.publish(0, 20, nil, func(int) string { return "a" })
-	name := retries.cfg.name(r.topic, 1)
 	for j.handled() == 0 {
 		if n := r.end(name, 0); n > 3 && j.handled() == 0 {
 			t.Fatalf("%d parked", n)
@@ -167,21 +155,18 @@ func TestStopWithRetryTopics(t *testing.T) {
 	for _, key := range []kmsg.Key{kmsg.OffsetFetch, kmsg.ListOffsets, kmsg.Fetch, kmsg.Produce, kmsg.OffsetCommit, -1} {
 		t.Run(fmt.Sprint(key), func(t *testing.T) {
 			t.Parallel()
-			r, fake := newFakeRig(t)
-			letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
-			retries := r.retries(50 * time.Millisecond)
-			name := retries.cfg.name(r.topic, 1)
-			j := newJournal()
+			orders, fake := newFakeRig(t)
+			r := orders.parks(50 * time.Millisecond)
+			j, name := r.j, r.retryTopic(1)
 			j.fail(forEver, 0)
 			p := parkedMessage{msg: &sarama.ConsumerMessage{Topic: r.topic, Key: []byte("a"), Value: []byte("7")}, own: 1, moves: 1}
-			if _, err := retries.write(adaptertest.Context(t), &p, name); err != nil {
+			if _, err := r.retries.write(adaptertest.Context(t), &p, name); err != nil {
 				t.Fatal(err)
 			}
 			if key >= 0 {
 				fake.Fault(kfake.Fault{Keys: []kmsg.Key{key}, Topic: name, Err: kerr.UnknownServerError, Count: -1})
 			}
-			g := adaptertest.Guard(t, guard.Config{Policy: parking(2)})
-			m := r.parker(g, j, letters, retries, testConfig())
+			m := r.start(parking(2))
 			r.publish(0, 5, nil, func(int) string { return "a" })
 			time.Sleep(500 * time.Millisecond)
 			begun := time.Now()
@@ -192,7 +177,7 @@ func TestStopWithRetryTopics(t *testing.T) {
 			if n := r.committed(0); n == 5 && j.handled() < 5 && key != -1 && r.end(name, 0) < 2 {
 				t.Errorf("committed %d, handled %d", n, j.handled())
 			}
-			for _, s := range g.Sources() {
+			for _, s := range r.g.Sources() {
 				t.Errorf("source %s is left", s.Name())
 			}
 		})
@@ -202,18 +187,16 @@ func TestStopWithRetryTopics(t *testing.T) {
 // A stop also ends a claim whose topics were closed under it.
 func TestClosedRetryTopics(t *testing.T) {
 	t.Parallel()
-	r, _ := newFakeRig(t)
-	letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
-	retries := r.retries(50 * time.Millisecond)
-	j := newJournal()
+	orders, _ := newFakeRig(t)
+	r := orders.parks(50 * time.Millisecond)
+	j := r.j
 	j.fail(forEver, 0)
-	g := adaptertest.Guard(t, guard.Config{Policy: parking(2)})
-	m := r.parker(g, j, letters, retries, testConfig())
-	adaptertest.Source(t, g, "orders/0/retry")
-	if err := retries.Close(); err != nil {
+	m := r.start(parking(2))
+	adaptertest.Source(t, r.g, "orders/0/retry")
+	if err := r.retries.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := retries.write(context.Background(), &parkedMessage{msg: &sarama.ConsumerMessage{Topic: r.topic}}, retries.cfg.name(r.topic, 1)); err == nil {
+	if _, err := r.retries.write(context.Background(), &parkedMessage{msg: &sarama.ConsumerMessage{Topic: r.topic}}, r.retryTopic(1)); err == nil {
 		t.Error("a write after Close")
 	}
 	stop := r.pulse()
@@ -221,7 +204,7 @@ func TestClosedRetryTopics(t *testing.T) {
 	time.Sleep(200 * time.Millisecond)
 	stop()
 	m.stop()
-	if j.handled() > 0 || parked(g, r, 0) > 0 {
+	if j.handled() > 0 || r.parked(0) > 0 {
 		t.Errorf("%d handled", j.handled())
 	}
 }
