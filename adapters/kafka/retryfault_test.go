@@ -5,6 +5,7 @@ package kafka
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"slices"
@@ -17,6 +18,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kfake"
 	"github.com/twmb/franz-go/pkg/kmsg"
 
+	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
@@ -81,6 +83,11 @@ func TestRetryTopicThatCannotBeWritten(t *testing.T) {
 	fault = refuse()
 	r.publish(3, 4, nil, func(int) string { return "a" })
 	adaptertest.Eventually(t, "what follows waits", func() bool { return own.has("cannot follow its key") })
+	if !slices.ContainsFunc(src.State().Holds, func(h guard.Hold) bool {
+		return h.Reason == guard.ReasonBackpressure && strings.Contains(h.Detail, "cannot follow a parked one of its key: kafka: retry topic "+name)
+	}) {
+		t.Errorf("%+v", src.State().Holds)
+	}
 	committed := r.committed(0)
 	time.Sleep(400 * time.Millisecond)
 	if r.committed(0) > committed && r.committed(0) == r.end(r.topic, 0) {
@@ -146,6 +153,67 @@ func TestMaxParked(t *testing.T) {
 	stop()
 	m.stop()
 	j.check(t)
+}
+
+// What cannot be parked for want of room, or while the breaker is open, waits and
+// says so; the writer is well.
+func TestPutOffIsNoFailureOfTheWriter(t *testing.T) {
+	t.Parallel()
+	orders, _ := newFakeRig(t)
+	r := orders.parks(2 * time.Second)
+	r.retries.cfg.MaxParked = 1
+	r.failUntilParked(1, 0)
+	m := r.start(parking(2))
+	stop := r.pulse()
+	r.publish(0, 1, nil, func(int) string { return "a" })
+	adaptertest.Eventually(t, "one is parked", func() bool { return r.parked(0) == 1 })
+	r.j.fail(0, 0)
+	r.j.failUntil(func() bool { return r.parked(0) == 2 }, 1)
+	r.publish(1, 2, nil, func(int) string { return "b" })
+	src := adaptertest.Source(t, r.g, "orders/0")
+	adaptertest.Eventually(t, "the source says why", func() bool {
+		if err := r.g.Ready(); err != nil {
+			t.Fatal(err)
+		}
+		return slices.ContainsFunc(src.State().Holds, func(h guard.Hold) bool {
+			return h.Reason == guard.ReasonDLQ && strings.Contains(h.Detail, "MaxParked messages of the partition are parked")
+		})
+	})
+	adaptertest.Eventually(t, "both are handled", func() bool { return r.j.handled() == 2 })
+	stop()
+	m.stop()
+	r.j.check(t)
+
+	rc := &retryClaim{t: r.retries, levels: make([]*retryTopic, 1), breaker: func() bool { return false }}
+	letter := &dlq.Record{Reason: dlq.ReasonAttempts, Attempts: 2, Properties: carry(guard.Meta{}, &parkedMessage{}).Properties}
+	if err := rc.writeLetter(adaptertest.Context(t), letter); !errors.Is(err, dlq.ErrPutOff) {
+		t.Error(err)
+	}
+}
+
+// A message that comes up and has to wait for one of its key is counted as returned
+// to its retry topic, and not as ignored.
+func TestWaitingForItsKeyIsReturned(t *testing.T) {
+	t.Parallel()
+	orders, _ := newFakeRig(t)
+	r := orders.parks(500*time.Millisecond, time.Second)
+	r.failUntilParked(1, 0)
+	m := r.start(parking(2))
+	stop := r.pulse()
+	r.publish(0, 1, nil, func(int) string { return "a" })
+	adaptertest.Eventually(t, "one is parked", func() bool { return r.parked(0) == 1 })
+	r.j.failUntil(func() bool { return r.end(r.retryTopic(2), 0) == 1 }, 0) // on to level 2
+	r.publish(1, 2, nil, func(int) string { return "a" })
+	adaptertest.Eventually(t, "both are handled", func() bool { return r.j.handled() == 2 })
+	again := adaptertest.Source(t, r.g, "orders/0/retry")
+	adaptertest.Eventually(t, "both are settled", func() bool { return again.Account().Unsettled() == 0 && r.parkedLeft(r.retries) == 0 })
+	// Acked: the first at both levels, and the second.
+	if a, n := again.Account(), again.State().Tally; a.Acked != 3 || a.Returned == 0 || a.Received != a.Acked+a.Returned || n.Ignored > 0 || n.AckFailures > 0 {
+		t.Errorf("%+v, %+v", a, n)
+	}
+	stop()
+	m.stop()
+	r.j.check(t)
 }
 
 // A stop is quick and leaves nothing behind, whatever the claim is at: reading what

@@ -30,9 +30,10 @@ const (
 
 var (
 	errFollows    = errors.New("kafka: follows a parked message of its key")
+	errNoFollow   = errors.New("kafka: a message cannot follow a parked one of its key")
 	errParkedCopy = errors.New("kafka: a copy of a message that is parked or done")
-	errParkedFull = errors.New("kafka: RetryConfig.MaxParked messages of the partition are parked")
-	errNotClosed  = errors.New("kafka: nothing is parked while the breaker is not closed")
+	errParkedFull = fmt.Errorf("%w: kafka: RetryConfig.MaxParked messages of the partition are parked", dlq.ErrPutOff)
+	errNotClosed  = fmt.Errorf("%w: kafka: nothing is parked while the breaker is not closed", dlq.ErrPutOff)
 )
 
 // handleClaimed is the handler of the claim's source.
@@ -74,7 +75,7 @@ func (rc *retryClaim) first(ctx context.Context, p *parkedMessage) (handle bool,
 			patient = await(ctx, f.freed, followWait)
 		case fateFull:
 			rc.said.say("a message cannot follow its key: its source waits", rc.c.name, errParkedFull)
-			return false, guard.Backoff(errParkedFull, time.Now().Add(askAgain))
+			return false, guard.Backoff(fmt.Errorf("%w: %w", errNoFollow, errParkedFull), time.Now().Add(askAgain))
 		default:
 			return false, rc.follow(ctx, p, f.level)
 		}
@@ -89,7 +90,7 @@ func (rc *retryClaim) follow(ctx context.Context, p *parkedMessage, level int) e
 	at, err := rc.t.write(limited, &to, rc.levels[level-1].name)
 	rc.said.say("a message cannot follow its key: its source waits", rc.c.name, err)
 	if err != nil {
-		return guard.Backoff(fmt.Errorf("%w: %w", errFollows, err), time.Now().Add(askAgain))
+		return guard.Backoff(fmt.Errorf("%w: %w", errNoFollow, err), time.Now().Add(askAgain))
 	}
 	rc.table.landed(p, level, at)
 	rc.table.followed.Add(1)
@@ -207,13 +208,14 @@ func (r retryPort) Meta(p *parkedMessage) guard.Meta {
 }
 
 // Ack settles the record in its retry topic, and the message unless it went on. One
-// that has to wait for another is none of the guard's until it comes again.
+// that has to wait for another is taken back, and comes again: it is counted as
+// received each time, and as returned.
 func (r retryPort) Ack(p *parkedMessage) error {
 	l := r.rc.levels[p.level-1]
 	if due := p.back; due > 0 {
 		p.back = 0
 		r.rc.push(p, due)
-		return nil
+		return guard.ErrTakenBack
 	}
 	l.marks.settle(p.at, "")
 	r.rc.table.finish(p)
