@@ -9,7 +9,9 @@ import (
 	"fmt"
 	"log/slog"
 	"slices"
+	"strconv"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -214,6 +216,82 @@ func TestWaitingForItsKeyIsReturned(t *testing.T) {
 	stop()
 	m.stop()
 	r.j.check(t)
+}
+
+// What is done is committed again each hour, although nothing has changed: a broker
+// forgets what it does not hear of.
+func TestPositionsAreCommittedAgain(t *testing.T) {
+	t.Parallel()
+	orders, fake := newFakeRig(t)
+	r := orders.parks(time.Hour)
+	var ahead atomic.Int64
+	r.retries.now = func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) }
+	commits := fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.OffsetCommit}, Topic: r.retryTopic(1), Observe: true, Count: -1})
+	m := r.start(parking(2))
+	adaptertest.Eventually(t, "the position is committed", func() bool { return commits.Hits() == 1 })
+	for hits := 2; hits < 4; hits++ {
+		ahead.Add(int64(recommit - time.Minute))
+		time.Sleep(5 * testConfig().Consumer.Offsets.AutoCommit.Interval) // nothing is to happen
+		if n := commits.Hits(); n != hits-1 {
+			t.Errorf("%d commits before the hour is over", n)
+		}
+		ahead.Add(int64(time.Minute))
+		adaptertest.Eventually(t, "it is committed again", func() bool { return commits.Hits() == hits })
+	}
+	m.stop()
+}
+
+// A coordinator that takes less metadata than the offsets of a retry topic need is
+// refused, and found by Inspect.
+func TestTooLittleMetadata(t *testing.T) {
+	t.Parallel()
+	for limit, fits := range map[int64]bool{maxMetadata - 1: false, maxMetadata: true} {
+		r, fake := newFakeRig(t)
+		fake.ControlKey(int16(kmsg.DescribeConfigs), func(req kmsg.Request) (kmsg.Response, error, bool) {
+			fake.KeepControl()
+			ask, ok := req.(*kmsg.DescribeConfigsRequest)
+			if !ok || len(ask.Resources) != 1 || ask.Resources[0].ResourceType != kmsg.ConfigResourceTypeBroker {
+				return nil, nil, false
+			}
+			resp := ask.ResponseKind().(*kmsg.DescribeConfigsResponse)
+			broker, entry, value := kmsg.NewDescribeConfigsResponseResource(), kmsg.NewDescribeConfigsResponseResourceConfig(), strconv.FormatInt(limit, 10)
+			broker.ResourceType, broker.ResourceName = ask.Resources[0].ResourceType, ask.Resources[0].ResourceName
+			entry.Name, entry.Value = "offset.metadata.max.bytes", &value
+			broker.Configs = append(broker.Configs, entry)
+			resp.Resources = append(resp.Resources, broker)
+			return resp, nil, true
+		})
+		cfg := RetryConfig{Sources: []string{r.topic}, Group: r.group, Delays: []time.Duration{time.Minute}}
+		found, err := Inspect(r.client, Target{DLQ: DLQConfig{Sources: cfg.Sources}, Retry: &cfg})
+		if err != nil {
+			t.Error(err)
+		}
+		if is := slices.ContainsFunc(found, func(f guard.Finding) bool {
+			return f.Severity == guard.Danger && strings.Contains(f.What, fmt.Sprintf("offset.metadata.max.bytes is %d", limit)) && f.Fix != ""
+		}); is == fits {
+			t.Errorf("limit %d: found %v", limit, found)
+		}
+		topics, err := NewRetryTopics(r.addrs, testConfig(), cfg)
+		switch {
+		case fits && err == nil:
+			err = topics.Close()
+		case fits:
+		case !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), fmt.Sprintf("offset.metadata.max.bytes is %d", limit)):
+			t.Errorf("limit %d: %v", limit, err)
+		default:
+			err = nil
+		}
+		if err != nil {
+			t.Errorf("limit %d: %v", limit, err)
+		}
+	}
+	full := make([]int64, maxAhead-1)
+	for i := range full {
+		full[i] = int64(i) + 1
+	}
+	if n := int64(len(encodeAhead(0, full))); n != maxMetadata {
+		t.Errorf("%d bytes of metadata at most, want %d", n, maxMetadata)
+	}
 }
 
 // A stop is quick and leaves nothing behind, whatever the claim is at: reading what

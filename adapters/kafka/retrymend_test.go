@@ -74,6 +74,59 @@ func TestStrangerInARetryTopic(t *testing.T) {
 	j.check(t)
 }
 
+// A retry topic that ends with the control record of somebody's transaction, which no
+// reader is handed, does not keep a claim waiting at its start.
+func TestRetryTopicEndsWithAControlRecord(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1).parks(50 * time.Millisecond)
+	name := r.retryTopic(1)
+	cfg := testConfig()
+	cfg.Producer.Return.Successes = true
+	cfg.Producer.RequiredAcks = sarama.WaitForAll
+	cfg.Producer.Idempotent = true
+	cfg.Producer.Transaction.ID = "tx-" + r.topic
+	cfg.Net.MaxOpenRequests = 1
+	somebody, err := sarama.NewSyncProducer(r.addrs, cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer somebody.Close()
+	for round, end := range []func() error{somebody.CommitTxn, somebody.AbortTxn, nil} {
+		m := r.start(parking(2))
+		r.publish(2*round, 2*round+1, nil, strconv.Itoa)
+		adaptertest.Eventually(t, "the claim begins, and handles what there is", func() bool { return r.j.handled() == 2*round+1 })
+		m.stop()
+		if end == nil {
+			break
+		}
+		// What was aborted is handled like any other stranger.
+		if err := somebody.BeginTxn(); err != nil {
+			t.Fatal(err)
+		}
+		if _, _, err := somebody.SendMessage(&sarama.ProducerMessage{Topic: name, Key: sarama.StringEncoder("x"), Value: sarama.StringEncoder(strconv.Itoa(2*round + 1))}); err != nil {
+			t.Fatal(err)
+		}
+		if err := end(); err != nil {
+			t.Fatal(err)
+		}
+		if n := r.end(name, 0); n != int64(2*round+2) {
+			t.Fatalf("the retry topic ends at %d", n)
+		}
+	}
+	// Once more, with nothing but the control record before the end.
+	if left := r.parkedLeft(r.retries); left != 1 {
+		t.Errorf("%d records after what is committed, want the control record alone", left)
+	}
+	if at, m, err := firstMessage(r.client, name, 0, 0, 4, map[int64]bool{0: true}); err != nil || at != 2 || m == nil {
+		t.Errorf("%d, %v, %v: want the second message", at, m, err)
+	}
+	m := r.start(parking(2))
+	r.publish(6, 7, nil, strconv.Itoa)
+	adaptertest.Eventually(t, "the claim begins", func() bool { return r.j.handled() == 6 })
+	m.stop()
+	r.j.check(t)
+}
+
 // What retention took while nobody looked is told; what was done behind it is done.
 func TestDoneAheadSurvivesRetention(t *testing.T) {
 	t.Parallel()

@@ -25,12 +25,17 @@ import (
 // of metadata, which a broker takes up to 4096 bytes of by default.
 const maxAhead = 4096
 
+// aheadPrefix begins all metadata: it tells the offsets of a retry topic from those
+// of a topic that the group subscribes to.
 const aheadPrefix = "stormguard/1:"
+
+// maxMetadata is how long the metadata may be.
+var maxMetadata = int64(len(aheadPrefix) + base64.RawStdEncoding.EncodedLen(maxAhead/8))
 
 // encodeAhead is the metadata for what is settled after the offset at.
 func encodeAhead(at int64, ahead []int64) string {
 	if len(ahead) == 0 {
-		return ""
+		return aheadPrefix
 	}
 	bits := make([]byte, (ahead[len(ahead)-1]-at)/8+1)
 	for _, offset := range ahead {
@@ -75,8 +80,8 @@ func (t *RetryTopics) committed(partition int32, topics []string) ([]position, e
 		parts[topic] = []int32{partition}
 	}
 	resp, err := coordinator.FetchOffset(sarama.NewOffsetFetchRequest(client.Config().Version, t.cfg.Group, parts))
-	if err == nil && resp.Err != sarama.ErrNoError {
-		err = resp.Err
+	if err == nil && resp.GroupError() != sarama.ErrNoError {
+		err = resp.GroupError()
 	}
 	if err != nil {
 		return nil, errors.Join(err, client.RefreshCoordinator(t.cfg.Group))
@@ -155,7 +160,7 @@ func (rc *retryClaim) commitAlways(stop <-chan struct{}) {
 func (rc *retryClaim) commit() error {
 	keys := rc.table.ended() // before the positions: these then cover their ends
 	at := make(map[string]position)
-	now := time.Now()
+	now := rc.t.now()
 	for _, l := range rc.levels {
 		p := rc.position(l)
 		if p != l.sent || now.Sub(l.sentAt) >= recommit {

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"maps"
 	"sync"
+	"time"
 
 	"github.com/IBM/sarama"
 )
@@ -82,9 +83,20 @@ func (rc *retryClaim) load(ctx context.Context, l *retryTopic) error {
 		return err
 	}
 	defer closePartition(part)
+	silent := time.NewTicker(askAgain)
+	defer silent.Stop()
 	for next := l.start; next < l.end; {
 		select {
+		case <-silent.C: // what follows may be none that comes this way
+			at, m, err := firstMessage(rc.t.reads, l.name, rc.c.partition, next, l.end, nil)
+			if err != nil {
+				return err
+			}
+			if m == nil {
+				next = at
+			}
 		case m, ok := <-part.Messages():
+			silent.Reset(askAgain)
 			if !ok {
 				return fmt.Errorf("kafka: retry topic %s: its reading ended", l.name)
 			}
@@ -110,6 +122,69 @@ func (rc *retryClaim) load(ctx context.Context, l *retryTopic) error {
 		}
 	}
 	return nil
+}
+
+// firstMessage is the first record of a partition from an offset on and before end
+// that is a message and not among done, and its offset; nil and end if there is none,
+// because all that is there is done, or the control records of a transaction, which a
+// PartitionConsumer passes without a word. It reads what may not be committed.
+func firstMessage(client sarama.Client, topic string, partition int32, from, end int64, done map[int64]bool) (int64, *sarama.Record, error) {
+	for from < end {
+		batches, err := fetch(client, topic, partition, from)
+		if err != nil {
+			return from, nil, fmt.Errorf("kafka: retry topic %s: %w", topic, err)
+		}
+		before := from
+		for _, b := range batches {
+			if b.PartialTrailingRecord {
+				break
+			}
+			for _, r := range b.Records {
+				at := b.FirstOffset + r.OffsetDelta
+				if !b.Control && at >= from && at < end && !done[at] {
+					return at, r, nil
+				}
+			}
+			from = max(from, b.LastOffset()+1)
+		}
+		if from == before {
+			return from, nil, fmt.Errorf("kafka: retry topic %s: nothing can be read at offset %d, before its end %d", topic, from, end)
+		}
+	}
+	return end, nil, nil
+}
+
+// fetch asks the leader of a partition for what it has from an offset on; at least
+// one whole batch, if there is one.
+func fetch(client sarama.Client, topic string, partition int32, from int64) ([]*sarama.RecordBatch, error) {
+	leader, err := client.Leader(topic, partition)
+	if err != nil {
+		return nil, err
+	}
+	c := client.Config()
+	req := &sarama.FetchRequest{Version: 5, MaxBytes: c.Consumer.Fetch.MaxBytes, Isolation: sarama.ReadUncommitted}
+	if c.Version.IsAtLeast(sarama.V2_1_0_0) { // otherwise there is no zstd
+		req.Version, req.SessionEpoch = 10, -1
+	}
+	req.AddBlock(topic, partition, from, c.Consumer.Fetch.Default, -1)
+	resp, err := leader.Fetch(req)
+	if err != nil {
+		return nil, err
+	}
+	block := resp.GetBlock(topic, partition)
+	switch {
+	case block == nil:
+		return nil, sarama.ErrIncompleteResponse
+	case block.Err != sarama.ErrNoError:
+		return nil, errors.Join(block.Err, client.RefreshMetadata(topic))
+	}
+	var batches []*sarama.RecordBatch
+	for _, r := range block.RecordsSet {
+		if r.RecordBatch != nil {
+			batches = append(batches, r.RecordBatch)
+		}
+	}
+	return batches, nil
 }
 
 func (rc *retryClaim) parse(m *sarama.ConsumerMessage, level int) *parkedMessage {
