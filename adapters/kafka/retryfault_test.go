@@ -241,6 +241,24 @@ func TestPositionsAreCommittedAgain(t *testing.T) {
 	m.stop()
 }
 
+// A coordinator that has moved is looked for again.
+func TestOffsetsOfACoordinatorThatMoved(t *testing.T) {
+	t.Parallel()
+	orders, fake := newFakeRig(t)
+	r := orders.parks(time.Hour)
+	asked := fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.FindCoordinator}, Observe: true, Count: -1})
+	fake.ControlKey(int16(kmsg.OffsetFetch), func(req kmsg.Request) (kmsg.Response, error, bool) {
+		resp := req.ResponseKind().(*kmsg.OffsetFetchResponse)
+		group := kmsg.NewOffsetFetchResponseGroup() // as version 8 has it
+		group.Group, group.ErrorCode = r.group, kerr.NotCoordinator.Code
+		resp.Groups = append(resp.Groups, group)
+		return resp, nil, true
+	})
+	if _, err := r.retries.committed(0, []string{r.retryTopic(1)}); !errors.Is(err, sarama.ErrNotCoordinatorForConsumer) || asked.Hits() == 0 {
+		t.Errorf("%v, asked %d times where it is", err, asked.Hits())
+	}
+}
+
 // A coordinator that takes less metadata than the offsets of a retry topic need is
 // refused, and found by Inspect.
 func TestTooLittleMetadata(t *testing.T) {

@@ -80,7 +80,12 @@ func (in *inspector) left(client sarama.Client, cfg RetryConfig, group string) (
 	var left []leftBehind
 	var errs []error
 	for _, t := range found {
-		if t.Err != sarama.ErrNoError { // most were never there
+		_, committed := blocks[t.Name]
+		switch {
+		case t.Err == sarama.ErrUnknownTopicOrPartition, t.Err == sarama.ErrTopicAuthorizationFailed && !committed:
+			continue // most were never there
+		case t.Err != sarama.ErrNoError:
+			errs = append(errs, fmt.Errorf("kafka: topic %s: %w", t.Name, t.Err))
 			continue
 		}
 		for _, p := range t.Partitions {
