@@ -269,7 +269,7 @@ func TestTooLittleMetadata(t *testing.T) {
 			fake.KeepControl()
 			ask, ok := req.(*kmsg.DescribeConfigsRequest)
 			if !ok || len(ask.Resources) != 1 || ask.Resources[0].ResourceType != kmsg.ConfigResourceTypeBroker {
-				return nil, nil, false
+				return nil, nil, false //nolint:nilnil // the cluster answers
 			}
 			resp := ask.ResponseKind().(*kmsg.DescribeConfigsResponse)
 			broker, entry, value := kmsg.NewDescribeConfigsResponseResource(), kmsg.NewDescribeConfigsResponseResourceConfig(), strconv.FormatInt(limit, 10)

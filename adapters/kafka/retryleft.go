@@ -46,9 +46,6 @@ func (in *inspector) left(client sarama.Client, cfg RetryConfig, group string) (
 		return nil, fmt.Errorf("kafka: offsets of group %s: %w", group, err)
 	}
 	blocks := offsets.Blocks
-	if g := offsets.GetGroup(group); g != nil {
-		blocks = g.Blocks
-	}
 	unread := make(map[string]bool)
 	for topic, parts := range blocks {
 		for _, b := range parts {

@@ -80,8 +80,8 @@ func (t *RetryTopics) committed(partition int32, topics []string) ([]position, e
 		parts[topic] = []int32{partition}
 	}
 	resp, err := coordinator.FetchOffset(sarama.NewOffsetFetchRequest(client.Config().Version, t.cfg.Group, parts))
-	if err == nil && resp.GroupError() != sarama.ErrNoError {
-		err = resp.GroupError()
+	if err == nil && resp.Err != sarama.ErrNoError {
+		err = resp.Err
 	}
 	if err != nil {
 		return nil, errors.Join(err, client.RefreshCoordinator(t.cfg.Group))

@@ -249,8 +249,8 @@ func (ss *session) committed(parts map[string][]int32) (func(place) int64, error
 	if err != nil {
 		return nil, err
 	}
-	if err := resp.GroupError(); err != sarama.ErrNoError {
-		return nil, err
+	if resp.Err != sarama.ErrNoError {
+		return nil, resp.Err
 	}
 	return func(at place) int64 {
 		if b := resp.GetBlock(at.topic, at.partition); b != nil && b.Err == sarama.ErrNoError {
