@@ -24,7 +24,7 @@ import (
 // caller may trim it and call again. A Writer is called from several
 // goroutines at once.
 //
-// [ErrTooLarge] and [ErrRefused] tell the caller what to do about an error;
+// [ErrTooLarge], [ErrRefused] and [ErrPutOff] tell the caller what to do about an error;
 // any other error is worth another try later.
 type Writer interface {
 	Write(ctx context.Context, r *Record) error
@@ -52,6 +52,11 @@ var (
 	// settled, but the message waits for another try, such as in a retry topic, and
 	// is no dead letter yet.
 	ErrParked = errors.New("dlq: record parked for another try")
+
+	// ErrPutOff means that the writer is well and does not take this record yet,
+	// such as one to be parked for which there is no room. It is no failure: the
+	// caller keeps the message, writes others, and offers the record again.
+	ErrPutOff = errors.New("dlq: record put off")
 )
 
 // TooLargeError says by how much a record is too large.

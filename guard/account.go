@@ -26,7 +26,7 @@ type Account struct {
 
 	Acked        uint64
 	DeadLettered uint64
-	Returned     uint64 // given back to the broker unsettled, or acked in vain
+	Returned     uint64 // given back to the broker unsettled, acked in vain, or taken back by the adapter
 }
 
 // Check reports an account in which a message is missing or counted twice.

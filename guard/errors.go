@@ -27,6 +27,11 @@ var (
 	// [context.DeadlineExceeded].
 	ErrTimeout = errors.New("guard: handler timeout")
 
+	// ErrTakenBack is what [Port.Ack] returns for a message that its handler ignored
+	// and that the adapter keeps, to hand it over again later: it is counted as
+	// returned, and neither as ignored nor as an ack that failed.
+	ErrTakenBack = errors.New("guard: taken back by the adapter")
+
 	// ErrRevoked is the [context.Cause] of a handler's context whose source was
 	// taken away.
 	ErrRevoked = errors.New("guard: source revoked")

@@ -249,7 +249,8 @@ func (g *Guard) Source(name string) Control {
 // Ready is for a readiness probe: nil while the Guard takes messages. A source
 // on hold is ready: taking it out of service would not help its dependency, and
 // its messages are safe. A closed Guard is not, and neither is one whose
-// dead-letter writer fails while something is to be written.
+// dead-letter writer fails while something is to be written. One that puts letters
+// off ([dlq.ErrPutOff]) is well.
 func (g *Guard) Ready() error {
 	g.mu.Lock()
 	closed, boxes := g.closed, slices.Clone(g.boxes)

@@ -72,6 +72,7 @@ type item[M any] struct {
 	lastDelivery bool       // the broker will not deliver it again
 	verdict      dlq.Reason // why it is dead-lettered
 	dead         bool       // its dead letter is confirmed
+	ignored      bool       // its handler said Ignore
 }
 
 // decided tells whether no handler will be called for it again.

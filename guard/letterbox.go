@@ -19,13 +19,18 @@ const (
 	// writeBase and writeMax bound the pause after a failed write: full jitter.
 	writeBase = 100 * time.Millisecond
 	writeMax  = 10 * time.Second
+	// putOffMax bounds the pause before what was put off is offered again.
+	putOffMax = time.Second
 )
 
 // letterbox writes the dead letters of all sources that share a writer, one at
 // a time, on a goroutine that lives as long as there are any. It is the
 // writer's own breaker: after a failure nothing is written for a pause that
 // doubles up to 10s, then one letter is the probe. A letter that fails goes to
-// the end, so that one that can never be written does not stop the others.
+// the end, so that one that can never be written does not stop the others. One
+// that is put off ([dlq.ErrPutOff]) goes there too, but says nothing about the
+// writer: the others are written without a pause, which follows only when all that
+// are left were put off in a row.
 type letterbox struct {
 	g      *Guard
 	writer dlq.Writer
@@ -33,7 +38,9 @@ type letterbox struct {
 	mu      sync.Mutex
 	queue   fifo[postable]
 	running bool
-	err     error // of the last write
+	err     error    // of the last write
+	failed  postable // whose it was
+	waits   error    // why the last letter was put off; nil once one is written
 }
 
 // postable is a dead letter in the making, whatever its message's type.
@@ -60,8 +67,45 @@ func (b *letterbox) trouble() error {
 	return b.err
 }
 
+// putOff is why letters wait that the writer does not take yet, nil for none.
+func (b *letterbox) putOff() error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.waits
+}
+
+// noted keeps what a write came to, and tells whether the writer is well now and was
+// not before, or the other way round.
+func (b *letterbox) noted(l postable, err error) (turned bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if err != nil {
+		b.queue.push(l)
+	}
+	was := b.err
+	switch {
+	case !errors.Is(err, dlq.ErrPutOff):
+		b.err, b.failed = err, l
+		if err == nil {
+			b.waits, b.failed = nil, nil
+		}
+	case b.failed == l: // nothing is to be written that failed
+		b.waits, b.err, b.failed = err, nil, nil
+	default:
+		b.waits = err
+	}
+	return (b.err == nil) != (was == nil)
+}
+
+// left is how many letters there are.
+func (b *letterbox) left() int {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.queue.len()
+}
+
 func (b *letterbox) run(ctx context.Context) {
-	failures := 0
+	failures, putOff, rounds := 0, 0, 0 // in a row
 	for {
 		b.mu.Lock()
 		if b.queue.len() == 0 || ctx.Err() != nil {
@@ -72,22 +116,26 @@ func (b *letterbox) run(ctx context.Context) {
 		l := b.queue.pop()
 		b.mu.Unlock()
 		err := b.write(ctx, l)
-		b.mu.Lock()
-		turned := (err == nil) != (b.err == nil)
-		b.err = err
-		if err != nil {
-			b.queue.push(l)
+		if b.noted(l, err) {
+			b.g.logChange("dead-letter writer", "", ReasonDLQ, "error", b.trouble())
 		}
-		b.mu.Unlock()
-		if turned {
-			b.g.logChange("dead-letter writer", "", ReasonDLQ, "error", err)
-		}
-		if err == nil {
-			failures = 0
+		var top time.Duration
+		switch {
+		case err == nil:
+			failures, putOff, rounds = 0, 0, 0
 			continue
+		case errors.Is(err, dlq.ErrPutOff):
+			if putOff++; putOff < b.left() {
+				continue
+			}
+			top = min(putOffMax, writeBase<<min(rounds, 10))
+			putOff = 0
+			rounds++
+		default:
+			top = min(writeMax, writeBase<<min(failures, 10))
+			putOff = 0
+			failures++
 		}
-		top := min(writeMax, writeBase<<min(failures, 10))
-		failures++
 		pause := time.NewTimer(1 + time.Duration(rand.Int64N(int64(top))))
 		select {
 		case <-pause.C:

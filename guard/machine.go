@@ -70,7 +70,8 @@ type machine[M any] struct {
 	ended     bool
 	stopped   bool // the loop is to end
 	paused    bool
-	asked     time.Duration // a handler asked to be left alone until then
+	asked     time.Duration // a handler asked to be left alone until then …
+	askedFor  string        // … by this error
 	limited   time.Duration // the limiter refused until then
 	held      bool          // something was refused admission and is not yet drained
 	draining  bool          // the ramp is on
@@ -99,7 +100,7 @@ type Tally struct {
 	Received     uint64 // messages handed over by the adapter
 	Acked        uint64
 	DeadLettered uint64
-	Returned     uint64 // given back unsettled, or acked in vain
+	Returned     uint64 // given back unsettled, acked in vain, or taken back by the adapter
 
 	Failures       uint64 // failed handler calls
 	FailedMessages uint64 // messages that failed at least once

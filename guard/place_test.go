@@ -36,6 +36,54 @@ func (p *placePort) Ack(m string) error {
 	return nil
 }
 
+// takingPort takes the first of its messages back, once.
+type takingPort struct {
+	placePort
+	taken bool
+}
+
+func (p *takingPort) Ack(m string) error {
+	if m == "a1" && !p.taken {
+		p.taken = true
+		return guard.ErrTakenBack
+	}
+	return p.placePort.Ack(m)
+}
+
+// A message that its adapter takes back is no ack, no failure and not ignored: it was
+// returned, and is received again.
+func TestTakenBack(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g, err := guard.New(guard.Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		src, err := guard.Open(g, guard.SourceConfig{Name: "s"}, guard.Limits{EndsWithInput: true}, guard.Port[string](&takingPort{}),
+			func(context.Context, string) error { return guard.Ignore(errors.New("later")) })
+		if err != nil {
+			t.Fatal(err)
+		}
+		in := make(chan string, 3)
+		in <- "a1"
+		in <- "a2"
+		in <- "a1"
+		close(in)
+		if err := src.Run(t.Context(), in); err != nil {
+			t.Error(err)
+		}
+		tally, account := src.State().Tally, src.Account()
+		if err := account.Check(); err != nil {
+			t.Error(err)
+		}
+		if account.Received != 3 || account.Acked != 2 || account.Returned != 1 || tally.Ignored != 2 || tally.AckFailures != 0 {
+			t.Errorf("%+v, %+v", account, tally)
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
 // What stands behind a message whose letter keeps its place waits until that is
 // confirmed, and is no witness; what stands elsewhere does not wait. A parked letter
 // is no dead one.

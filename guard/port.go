@@ -36,6 +36,7 @@ type Port[M any] interface {
 	// Ack settles the message as done, at most once for each. It may coalesce:
 	// Flush follows before the loop blocks. An error means that the broker will
 	// deliver the message again; it is counted, and not retried by the guard.
+	// [ErrTakenBack] is none: the adapter itself will hand the message over again.
 	Ack(M) error
 
 	// Extend tells the broker that these messages are still being held, every

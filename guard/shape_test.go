@@ -6,14 +6,18 @@ package guard
 import (
 	"context"
 	"errors"
+	"fmt"
 	"runtime"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/dlq"
 )
 
 // rig is a source with everything around it, inside a bubble.
@@ -337,6 +341,88 @@ func TestWriterDown(t *testing.T) {
 		time.Sleep(time.Minute)
 		if a := r.check(); a.DeadLettered != 1 || r.g.Ready() != nil {
 			t.Errorf("%+v", a)
+		}
+		r.close()
+	})
+}
+
+// Letters that the writer puts off are no failure of it: the Guard is ready, the
+// source says why they wait, other letters are written without a pause, and these
+// once they are taken. A failure before it, of the same letter, is over.
+func TestLetterPutOff(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r := newRig(t, Policy{}, Limits{}, func(_ *rig, _ context.Context, m int) error {
+			if m >= 2 {
+				return Permanent(errors.New("bad"))
+			}
+			return nil
+		})
+		full, offers, written := errors.New("no room"), 0, make(map[string]time.Time)
+		taken := false
+		r.letters.says = func(rec *dlq.Record) error {
+			switch n, _ := strconv.Atoi(string(rec.Body)); {
+			case n < 12 && !taken:
+				if offers++; offers == 1 {
+					return errDown
+				}
+				return fmt.Errorf("%w: %w", dlq.ErrPutOff, full)
+			case n == 20:
+				time.Sleep(10 * time.Second)
+			}
+			written[string(rec.Body)] = time.Now()
+			return nil
+		}
+		r.send(0, 12)
+		time.Sleep(time.Minute)
+		if a := r.check(); a.Acked != 2 || a.Settling != 10 {
+			t.Errorf("%+v", a)
+		}
+		if err := r.g.Ready(); err != nil {
+			t.Errorf("a writer that puts letters off is not ready: %v", err)
+		}
+		if h := r.s.State().Holds; len(h) != 1 || h[0].Reason != ReasonDLQ || !strings.Contains(h[0].Detail, "10 dead letters are put off: dlq: record put off: no room") {
+			t.Errorf("%+v", h)
+		}
+		if offers < 300 || offers > 2400 {
+			t.Errorf("%d offers of 10 letters in a minute", offers)
+		}
+		begun := time.Now()
+		r.send(12, 20)
+		time.Sleep(time.Minute)
+		r.check()
+		for m := 12; m < 20; m++ {
+			if at, ok := written[strconv.Itoa(m)]; !ok || at.Sub(begun) > putOffMax {
+				t.Errorf("letter %d was written after %s", m, at.Sub(begun))
+			}
+		}
+		r.letters.mu.Lock()
+		taken = true
+		r.letters.mu.Unlock()
+		time.Sleep(2 * putOffMax)
+		if a := r.check(); a.DeadLettered != 18 {
+			t.Errorf("%+v", a)
+		}
+		r.send(20, 21)
+		time.Sleep(time.Second)
+		if a := r.check(); a.Settling != 1 || len(r.s.State().Holds) > 0 {
+			t.Errorf("%+v: %+v", a, r.s.State().Holds)
+		}
+		time.Sleep(10 * time.Second)
+		r.close()
+	})
+}
+
+// While somebody asked for time, the state says why, in their words.
+func TestBackoffSaysWhy(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r := newRig(t, Policy{}, Limits{}, func(_ *rig, _ context.Context, m int) error {
+			return Backoff(errors.New("429 too many requests"), time.Now().Add(time.Minute))
+		})
+		r.send(0, 1)
+		time.Sleep(time.Second)
+		r.check()
+		if h := r.s.State().Holds; len(h) != 1 || h[0].Reason != ReasonBackpressure || h[0].Detail != "asked for time: 429 too many requests" {
+			t.Errorf("%+v", h)
 		}
 		r.close()
 	})

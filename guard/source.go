@@ -486,13 +486,15 @@ func (s *Source[M]) State() State {
 	if n := c.parked[ReasonDLQ]; n > 0 {
 		hold(ReasonDLQ, 0, fmt.Sprintf("%d messages wait for a credit", n), "successes, time, or operator: GrantCredits")
 	}
-	if s.writer != nil {
-		if err := s.writer.trouble(); err != nil && len(c.writing) > 0 {
-			hold(ReasonDLQ, 0, fmt.Sprintf("%d dead letters cannot be written: %v", len(c.writing), err), "the dead-letter writer")
+	if n := len(c.writing); s.writer != nil && n > 0 {
+		if err := s.writer.trouble(); err != nil {
+			hold(ReasonDLQ, 0, fmt.Sprintf("%d dead letters cannot be written: %v", n, err), "the dead-letter writer")
+		} else if err := s.writer.putOff(); err != nil {
+			hold(ReasonDLQ, 0, fmt.Sprintf("%d dead letters are put off: %v", n, err), "the dead-letter writer, once it takes them")
 		}
 	}
 	if c.asked > now {
-		hold(ReasonBackpressure, c.asked, "a handler asked for time", "time")
+		hold(ReasonBackpressure, c.asked, "asked for time: "+c.askedFor, "time")
 	}
 	if c.limited > now {
 		hold(ReasonLimiter, c.limited, "rate limit", "time")

@@ -80,6 +80,7 @@ type testWriter struct {
 	recs []*dlq.Record
 	err  error
 	fail int // how many writes fail, at first
+	says func(*dlq.Record) error
 }
 
 func (w *testWriter) Write(_ context.Context, r *dlq.Record) error {
@@ -91,6 +92,11 @@ func (w *testWriter) Write(_ context.Context, r *dlq.Record) error {
 	if w.fail > 0 {
 		w.fail--
 		return errDown
+	}
+	if w.says != nil {
+		if err := w.says(r); err != nil {
+			return err
+		}
 	}
 	w.recs = append(w.recs, r)
 	return nil

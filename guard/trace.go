@@ -5,6 +5,7 @@ package guard
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -71,7 +72,10 @@ func (g *Guard) trace(ctx context.Context, r *dlq.Record) (_ context.Context, en
 			g.propagator.Inject(ctx, carrier)
 		}
 		end = func(err error) {
-			if err != nil {
+			switch {
+			case errors.Is(err, dlq.ErrPutOff):
+				span.SetAttributes(attribute.Bool("stormguard.put_off", true))
+			case err != nil:
 				span.SetStatus(codes.Error, "")
 				span.SetAttributes(attribute.String("error.type", dlq.DescribeError(err, nil).Type))
 			}

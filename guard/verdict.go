@@ -27,7 +27,7 @@ func (c *machine[M]) done(now time.Duration, it *item[M], err error, stack []byt
 		return c.succeeded(now, it)
 	case ignore:
 		c.exclude(now, it)
-		c.tally.Ignored++
+		it.ignored = true
 		return c.ack(it)
 	case permanent:
 		c.exclude(now, it)
@@ -38,7 +38,9 @@ func (c *machine[M]) done(now time.Duration, it *item[M], err error, stack []byt
 		c.exclude(now, it)
 		it.tries--
 		wait := min(until.Sub(c.origin.Add(now)), maxBackoff)
-		c.asked = max(c.asked, now+max(wait, c.policy.Retry.Base))
+		if until := now + max(wait, c.policy.Retry.Base); until > c.asked {
+			c.asked, c.askedFor = until, dlq.DescribeError(err, nil).Message
+		}
 		c.back(now, it)
 	case cancelled:
 		c.exclude(now, it)
@@ -293,6 +295,9 @@ func (c *machine[M]) settled(it *item[M], err error) {
 	c.move(it, idle)
 	c.bytes -= int64(it.size)
 	switch {
+	case it.ignored && errors.Is(err, ErrTakenBack):
+		c.tally.Returned++
+		return
 	case err != nil:
 		c.tally.AckFailures++
 		c.tally.Returned++
@@ -300,5 +305,8 @@ func (c *machine[M]) settled(it *item[M], err error) {
 		c.tally.DeadLettered++
 	default:
 		c.tally.Acked++
+	}
+	if it.ignored {
+		c.tally.Ignored++
 	}
 }

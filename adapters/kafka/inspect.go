@@ -63,6 +63,7 @@ func Inspect(client sarama.Client, t Target) ([]guard.Finding, error) {
 		for _, source := range t.Retry.Sources {
 			errs = append(errs, i.retryTopics(source, *t.Retry))
 		}
+		errs = append(errs, i.retryLeft(*t.Retry), i.coordinator(t.Retry.Group))
 	}
 	return i.findings, errors.Join(errs...)
 }

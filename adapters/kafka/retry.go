@@ -156,7 +156,9 @@ type RetryTopics struct {
 // many partitions as its source, keeps what it has for its delay and 1h at least,
 // is not compacted, and takes the source's largest message with 64 KiB of headers.
 // What is wrong with one is an [ErrUnsuitable] that names the command that mends
-// it. config is for connecting, as for [NewDLQ]; the offsets of the retry topics
+// it; so is a broker that takes too little metadata of an offset, and what the group
+// has parked in topics that cfg does not name any more (fewer Delays, another Topic):
+// nobody would read it. config is for connecting, as for [NewDLQ]; the offsets of the retry topics
 // are committed every Consumer.Offsets.AutoCommit.Interval. nil means sarama's
 // defaults. Close it after the consumer group.
 func NewRetryTopics(addrs []string, config *sarama.Config, cfg RetryConfig) (*RetryTopics, error) {
@@ -192,6 +194,9 @@ func NewRetryTopics(addrs []string, config *sarama.Config, cfg RetryConfig) (*Re
 	}
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("kafka: retry topics: %w", err), t.out.close())
+	}
+	if err := t.refuseLeft(); err != nil {
+		return nil, errors.Join(err, t.Close())
 	}
 	return t, nil
 }

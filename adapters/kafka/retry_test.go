@@ -39,6 +39,51 @@ func (r *rig) retries(delays ...time.Duration) *RetryTopics {
 	return t
 }
 
+// parkRig is a rig whose group parks, and the journal of its handlers.
+type parkRig struct {
+	*rig
+	j       *journal
+	letters *DLQ
+	retries *RetryTopics
+	g       *guard.Guard // of the member that was started last
+}
+
+// parks gives a rig dead letters, and retry topics of these delays.
+func (r *rig) parks(delays ...time.Duration) *parkRig {
+	r.t.Helper()
+	return &parkRig{rig: r, j: newJournal(), letters: r.dlq(DLQConfig{Sources: []string{r.topic}}), retries: r.retries(delays...)}
+}
+
+// start joins the group with a guard of its own.
+func (r *parkRig) start(policy guard.Policy, opts ...Option) *member {
+	r.t.Helper()
+	r.g = adaptertest.Guard(r.t, guard.Config{Policy: policy})
+	return r.member(r.g, r.retries, testConfig(), opts...)
+}
+
+// member joins the group.
+func (r *parkRig) member(g *guard.Guard, retries *RetryTopics, cfg *sarama.Config, opts ...Option) *member {
+	r.t.Helper()
+	opts = append([]Option{WithDeadLetters(r.letters), WithRetryTopics(retries), WithLogger(adaptertest.Log()), WithStopTimeout(3 * time.Second)}, opts...)
+	return r.join(cfg, Wrap(g, r.j.handle, opts...))
+}
+
+// retryTopic is the topic of a level.
+func (r *parkRig) retryTopic(level int) string { return r.retries.cfg.name(r.topic, level) }
+
+// failUntilParked lets messages fail until n are parked.
+func (r *parkRig) failUntilParked(n uint64, ns ...int) {
+	r.j.failUntil(func() bool { return r.parked(0) >= n }, ns...)
+}
+
+// parked is how many messages of a partition the guard has parked.
+func (r *parkRig) parked(p int32) uint64 {
+	if s := r.g.Source(sourceName("", r.topic, p)); s != nil {
+		return s.State().Tally.Parked
+	}
+	return 0
+}
+
 // parking is a policy that parks soon.
 func parking(workers int) guard.Policy {
 	return guard.Policy{
@@ -125,6 +170,14 @@ func (j *journal) fail(times int, ns ...int) {
 	}
 }
 
+// failUntil lets messages fail until a look says that it is enough.
+func (j *journal) failUntil(enough func() bool, ns ...int) {
+	j.fail(forEver, ns...)
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.until = enough
+}
+
 func (j *journal) check(t *testing.T) {
 	t.Helper()
 	j.mu.Lock()
@@ -169,11 +222,9 @@ func (r *rig) pulse() (stop func()) {
 // or before another, and nothing twice.
 func TestRetryTopicsKeepTheOrderOfAKey(t *testing.T) {
 	t.Parallel()
-	r := newRig(t, 2)
 	const n = 210
-	letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
-	retries := r.retries(30*time.Millisecond, 100*time.Millisecond, 200*time.Millisecond)
-	j := newJournal()
+	r := newRig(t, 2).parks(30*time.Millisecond, 100*time.Millisecond, 200*time.Millisecond)
+	j := r.j
 	random := rand.New(rand.NewPCG(1, uint64(time.Now().UnixNano())))
 	dying := 0
 	for i := range n {
@@ -187,8 +238,7 @@ func TestRetryTopicsKeepTheOrderOfAKey(t *testing.T) {
 			}
 		}
 	}
-	g := adaptertest.Guard(t, guard.Config{Policy: parking(4)})
-	m := r.join(testConfig(), Wrap(g, j.handle, WithDeadLetters(letters), WithRetryTopics(retries), WithLogger(adaptertest.Log())))
+	m := r.start(parking(4))
 	part := func(i int) int32 { return int32(i % 7 % 2) }
 	key := func(i int) string { return fmt.Sprint("k", i%7) }
 	stop := r.pulse()
@@ -199,7 +249,7 @@ func TestRetryTopicsKeepTheOrderOfAKey(t *testing.T) {
 	adaptertest.Eventually(t, "all are handled but the dead", func() bool { return j.handled() == n-dying })
 	adaptertest.Eventually(t, "the dead are", func() bool { return r.end(r.topic+".dlq", 0)+r.end(r.topic+".dlq", 1) == int64(dying) })
 	stop()
-	adaptertest.Eventually(t, "all is committed", func() bool { return r.pending() == 0 && r.parkedLeft(retries) == 0 })
+	adaptertest.Eventually(t, "all is committed", func() bool { return r.pending() == 0 && r.parkedLeft(r.retries) == 0 })
 	m.stop()
 	j.check(t)
 	var dead []int
@@ -248,40 +298,20 @@ func (r *rig) parkedLeft(t *RetryTopics) (n int64) {
 	return n
 }
 
-// parker joins the group with retry topics.
-func (r *rig) parker(g *guard.Guard, j *journal, letters dlq.Writer, retries *RetryTopics, cfg *sarama.Config) *member {
-	return r.join(cfg, Wrap(g, j.handle, WithDeadLetters(letters), WithRetryTopics(retries), WithLogger(adaptertest.Log()), WithStopTimeout(3*time.Second)))
-}
-
-func parked(g *guard.Guard, r *rig, p int32) uint64 {
-	if s := g.Source(sourceName("", r.topic, p)); s != nil {
-		return s.State().Tally.Parked
-	}
-	return 0
-}
-
 // Whoever gets a partition knows what is parked before it handles its first
 // message, also while that is not due; copies of what is parked, whoever wrote them,
 // are dropped; and what is done is not handled again after the next start, although
 // what stands before it in the retry topic is not.
 func TestRestartKnowsWhatIsParked(t *testing.T) {
 	t.Parallel()
-	r := newRig(t, 1)
-	letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
-	retries := r.retries(4 * time.Second)
-	name := retries.cfg.name(r.topic, 1)
-	j := newJournal()
-	j.fail(forEver, 0, 1)
-	start := func() (*guard.Guard, *member) {
-		g := adaptertest.Guard(t, guard.Config{Policy: parking(2)})
-		return g, r.parker(g, j, letters, retries, testConfig())
-	}
-	g, m := start()
-	j.until = func() bool { return parked(g, r, 0) >= 2 }
+	r := newRig(t, 1).parks(4 * time.Second)
+	j, name := r.j, r.retryTopic(1)
+	r.failUntilParked(2, 0, 1)
+	m := r.start(parking(2))
 	stop := r.pulse()
 	begun := time.Now()
 	r.publish(0, 2, nil, func(i int) string { return []string{"a", "b"}[i] }) // both are parked
-	adaptertest.Eventually(t, "two are parked", func() bool { return parked(g, r, 0) == 2 })
+	adaptertest.Eventually(t, "two are parked", func() bool { return r.parked(0) == 2 })
 	j.fail(0, 0, 1)
 	r.publish(2, 4, nil, func(i int) string { return "a" })
 	adaptertest.Eventually(t, "two follow", func() bool { return r.end(name, 0) == 4 })
@@ -304,7 +334,7 @@ func TestRestartKnowsWhatIsParked(t *testing.T) {
 		}
 	}
 	m.stop()
-	_, m = start()
+	m = r.start(parking(2))
 	r.publish(4, 6, nil, func(i int) string { return []string{"a", "c"}[i-4] })
 	adaptertest.Eventually(t, "what is not parked is handled", func() bool { return j.handled() >= 1 })
 	if n, since := j.handled(), time.Since(begun); n > 1 && since < 4*time.Second {
@@ -312,9 +342,9 @@ func TestRestartKnowsWhatIsParked(t *testing.T) {
 	}
 	adaptertest.Eventually(t, "all are handled", func() bool { return j.handled() == 6 })
 	stop()
-	adaptertest.Eventually(t, "all is committed", func() bool { return r.pending() == 0 && r.parkedLeft(retries) == 0 })
+	adaptertest.Eventually(t, "all is committed", func() bool { return r.pending() == 0 && r.parkedLeft(r.retries) == 0 })
 	m.stop()
-	_, m = start()
+	m = r.start(parking(2))
 	time.Sleep(200 * time.Millisecond)
 	m.stop()
 	j.check(t)
@@ -326,40 +356,35 @@ func TestRestartKnowsWhatIsParked(t *testing.T) {
 // What was handled out of the log's order is not handled again by the next owner.
 func TestDoneAheadIsNotHandledAgain(t *testing.T) {
 	t.Parallel()
-	r := newRig(t, 1)
-	letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
-	retries := r.retries(300*time.Millisecond, 30*time.Second)
-	j := newJournal()
-	j.fail(forEver, 1)
-	g := adaptertest.Guard(t, guard.Config{Policy: parking(1)})
+	r := newRig(t, 1).parks(300*time.Millisecond, 30*time.Second)
+	j, name := r.j, r.retryTopic(1)
+	r.failUntilParked(1, 1)
 	// The first record of level 1 is due only in a minute, by its header.
 	late := parkedMessage{
 		msg: &sarama.ConsumerMessage{Topic: r.topic, Key: []byte("late"), Value: []byte("99")}, origin: origin{stamp: 1},
 		own: 1, moves: 1, notBefore: time.Now().Add(time.Minute).UnixMilli(), claim: "x",
 	}
 	late.msg.Offset = late.origin.offset
-	if _, err := retries.write(adaptertest.Context(t), &late, retries.cfg.name(r.topic, 1)); err != nil {
+	if _, err := r.retries.write(adaptertest.Context(t), &late, name); err != nil {
 		t.Fatal(err)
 	}
-	j.until = func() bool { return parked(g, r, 0) > 0 }
-	m := r.parker(g, j, letters, retries, testConfig())
+	m := r.start(parking(1))
 	stop := r.pulse()
 	r.publish(1, 3, nil, func(int) string { return "a" })
-	adaptertest.Eventually(t, "one is parked", func() bool { return parked(g, r, 0) == 1 })
+	adaptertest.Eventually(t, "one is parked", func() bool { return r.parked(0) == 1 })
 	adaptertest.Eventually(t, "what came later is handled", func() bool { return j.handled() == 2 })
 	adaptertest.Eventually(t, "that is committed", func() bool {
-		at, err := retries.committed(0, []string{retries.cfg.name(r.topic, 1)})
+		at, err := r.retries.committed(0, []string{name})
 		return err == nil && at[0].offset == 0 && len(decodeAhead(0, at[0].meta)) == 2
 	})
 	m.stop()
-	g = adaptertest.Guard(t, guard.Config{Policy: parking(1)})
-	m = r.parker(g, j, letters, retries, testConfig())
+	m = r.start(parking(1))
 	r.publish(3, 4, nil, func(int) string { return "a" })
 	adaptertest.Eventually(t, "the key is free", func() bool { return j.handled() == 3 })
 	stop()
 	m.stop()
 	j.check(t)
-	if at, err := retries.committed(0, []string{retries.cfg.name(r.topic, 1)}); err != nil || at[0].offset != 0 || len(decodeAhead(0, at[0].meta)) != 2 {
+	if at, err := r.retries.committed(0, []string{name}); err != nil || at[0].offset != 0 || len(decodeAhead(0, at[0].meta)) != 2 {
 		t.Errorf("%v, %v", at, err)
 	}
 }
@@ -367,22 +392,18 @@ func TestDoneAheadIsNotHandledAgain(t *testing.T) {
 // An outage parks nothing, and holds what is parked and due.
 func TestOutageParksNothing(t *testing.T) {
 	t.Parallel()
-	r := newRig(t, 1)
-	letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
-	retries := r.retries(1500 * time.Millisecond)
-	j := newJournal()
-	j.fail(forEver, 0)
+	r := newRig(t, 1).parks(1500 * time.Millisecond)
+	j := r.j
+	r.failUntilParked(1, 0)
 	policy := parking(2)
 	policy.NoBreaker, policy.Retry.Patience = false, 10*time.Second
 	policy.Breaker.Base = 100 * time.Millisecond
-	g := adaptertest.Guard(t, guard.Config{Policy: policy})
-	j.until = func() bool { return parked(g, r, 0) > 0 }
-	m := r.parker(g, j, letters, retries, testConfig())
+	m := r.start(policy)
 	stop := r.pulse()
 	r.publish(0, 1, nil, func(int) string { return "a" })
-	adaptertest.Eventually(t, "one is parked", func() bool { return parked(g, r, 0) == 1 })
+	adaptertest.Eventually(t, "one is parked", func() bool { return r.parked(0) == 1 })
 	stop()
-	src, again := g.Source(sourceName("", r.topic, 0)), g.Source(sourceName("", r.topic, 0)+"/retry")
+	src, again := r.g.Source(sourceName("", r.topic, 0)), r.g.Source(sourceName("", r.topic, 0)+"/retry")
 	if err := src.ForceOpen(0); err != nil {
 		t.Fatal(err)
 	}
@@ -392,8 +413,8 @@ func TestOutageParksNothing(t *testing.T) {
 	r.publish(1, 60, nil, func(i int) string { return fmt.Sprint("k", i%5) })
 	adaptertest.Eventually(t, "the parked one is due, and held", func() bool { return again.Account().Held == 1 })
 	time.Sleep(500 * time.Millisecond)
-	if n := j.handled(); n > 0 || parked(g, r, 0) != 1 || again.State().Tally.Parked > 0 || r.end(r.topic+".dlq", 0) > 0 {
-		t.Errorf("%d handled, %d and %d parked", n, parked(g, r, 0), again.State().Tally.Parked)
+	if n := j.handled(); n > 0 || r.parked(0) != 1 || again.State().Tally.Parked > 0 || r.end(r.topic+".dlq", 0) > 0 {
+		t.Errorf("%d handled, %d and %d parked", n, r.parked(0), again.State().Tally.Parked)
 	}
 	j.mu.Lock()
 	j.down = false
@@ -413,25 +434,24 @@ func TestRebalanceWhileParked(t *testing.T) {
 	for name, cfg := range map[string]*sarama.Config{"eager": testConfig(), "cooperative": cooperativeConfig()} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			r := newRig(t, 2)
 			const n = 150
-			letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
-			retries, others := r.retries(100*time.Millisecond, 200*time.Millisecond), r.retries(100*time.Millisecond, 200*time.Millisecond)
-			j := newJournal()
+			r := newRig(t, 2).parks(100*time.Millisecond, 200*time.Millisecond)
+			others := r.rig.retries(100*time.Millisecond, 200*time.Millisecond)
+			j := r.j
 			j.again = true
 			for i := 0; i < n; i += 11 {
 				j.fails[i] = 1 + i%5
 			}
-			g := adaptertest.Guard(t, guard.Config{Policy: parking(2)})
-			m := r.parker(g, j, letters, retries, cfg)
+			r.g = adaptertest.Guard(t, guard.Config{Policy: parking(2)})
+			m := r.member(r.g, r.retries, cfg)
 			stop := r.pulse()
 			part := func(i int) int32 { return int32(i % 6 % 2) }
 			key := func(i int) string { return fmt.Sprint("k", i%6) }
 			for round := range 2 {
 				r.publish(round*n/2, (round+1)*n/2, part, key)
-				adaptertest.Eventually(t, "some are parked", func() bool { return parked(g, r, 0)+parked(g, r, 1) > 0 || j.handled() > round*n/2 })
+				adaptertest.Eventually(t, "some are parked", func() bool { return r.parked(0)+r.parked(1) > 0 || j.handled() > round*n/2 })
 				other := adaptertest.Guard(t, guard.Config{Policy: parking(2)})
-				b := r.parker(other, j, letters, others, cfg)
+				b := r.member(other, others, cfg)
 				adaptertest.Eventually(t, "the other has a partition", func() bool {
 					return other.Source(sourceName("", r.topic, 0)) != nil || other.Source(sourceName("", r.topic, 1)) != nil
 				})
@@ -439,7 +459,7 @@ func TestRebalanceWhileParked(t *testing.T) {
 			}
 			adaptertest.Eventually(t, "all are handled", func() bool { return j.handled() == n })
 			stop()
-			adaptertest.Eventually(t, "all is committed", func() bool { return r.pending() == 0 && r.parkedLeft(retries) == 0 })
+			adaptertest.Eventually(t, "all is committed", func() bool { return r.pending() == 0 && r.parkedLeft(r.retries) == 0 })
 			m.stop()
 			j.check(t)
 		})

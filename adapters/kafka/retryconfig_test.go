@@ -171,17 +171,14 @@ func TestParkedWithoutOrder(t *testing.T) {
 	t.Parallel()
 	for _, order := range []guard.Order{guard.OrderNone, guard.OrderKey} {
 		const delay = 2 * time.Second
-		r, _ := newFakeRig(t)
-		letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
-		retries := r.retries(delay)
-		j := newJournal()
+		fake, _ := newFakeRig(t)
+		r := fake.parks(delay)
+		j := r.j
 		j.again = true // no order
-		j.fail(forEver, 0)
+		r.failUntilParked(1, 0)
 		policy := parking(2)
 		policy.Order = order
-		g := adaptertest.Guard(t, guard.Config{Policy: policy})
-		j.until = func() bool { return parked(g, r, 0) > 0 }
-		m := r.parker(g, j, letters, retries, testConfig())
+		m := r.start(policy)
 		stop := r.pulse()
 		adaptertest.Eventually(t, "it runs", func() bool { return r.committed(0) > 0 })
 		var key func(int) string
@@ -190,14 +187,14 @@ func TestParkedWithoutOrder(t *testing.T) {
 		}
 		begun := time.Now()
 		r.publish(0, 1, nil, key)
-		adaptertest.Eventually(t, "one is parked", func() bool { return parked(g, r, 0) == 1 })
+		adaptertest.Eventually(t, "one is parked", func() bool { return r.parked(0) == 1 })
 		r.publish(1, 5, nil, key)
 		adaptertest.Eventually(t, "the others are handled", func() bool { return j.handled() >= 4 })
 		if n := j.handled(); n > 4 && time.Since(begun) < delay {
 			t.Errorf("%d handled before the parked one was due", n)
 		}
 		adaptertest.Eventually(t, "it is handled", func() bool { return j.handled() == 5 })
-		if n := r.end(retries.cfg.name(r.topic, 1), 0); n > 4 { // tries until the journal was told
+		if n := r.end(r.retryTopic(1), 0); n > 4 { // tries until the journal was told
 			t.Errorf("%d records", n)
 		}
 		stop()

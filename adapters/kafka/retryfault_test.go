@@ -5,10 +5,13 @@ package kafka
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"slices"
+	"strconv"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -17,6 +20,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kfake"
 	"github.com/twmb/franz-go/pkg/kmsg"
 
+	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
@@ -54,37 +58,38 @@ func newFakeRig(t *testing.T) (*rig, *kfake.Cluster) {
 // it can.
 func TestRetryTopicThatCannotBeWritten(t *testing.T) {
 	t.Parallel()
-	r, fake := newFakeRig(t)
-	letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
-	retries := r.retries(2500 * time.Millisecond)
-	name := retries.cfg.name(r.topic, 1)
+	orders, fake := newFakeRig(t)
+	r := orders.parks(2500 * time.Millisecond)
+	j, name := r.j, r.retryTopic(1)
 	refuse := func() *kfake.FaultHandle {
 		return fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.Produce}, Topic: name, Err: kerr.TopicAuthorizationFailed, Count: -1})
 	}
-	j := newJournal()
-	j.fail(forEver, 0)
+	r.failUntilParked(1, 0)
 	var own logged
-	g := adaptertest.Guard(t, guard.Config{Policy: parking(2)})
-	j.until = func() bool { return parked(g, r, 0) > 0 }
-	m := r.join(testConfig(), Wrap(g, j.handle, WithDeadLetters(letters), WithRetryTopics(retries), WithLogger(slog.New(slog.NewTextHandler(&own, nil)))))
+	m := r.start(parking(2), WithLogger(slog.New(slog.NewTextHandler(&own, nil))))
 	stop := r.pulse()
 	fault := refuse()
 	r.publish(0, 3, nil, func(int) string { return "a" })
-	src := adaptertest.Source(t, g, "orders/0")
+	src := adaptertest.Source(t, r.g, "orders/0")
 	adaptertest.Eventually(t, "the source says why", func() bool {
 		return slices.ContainsFunc(src.State().Holds, func(h guard.Hold) bool {
 			return h.Reason == guard.ReasonDLQ && strings.Contains(h.Detail, name)
 		})
 	})
-	if parked(g, r, 0) > 0 || j.handled() > 0 {
-		t.Errorf("%d parked, %d handled", parked(g, r, 0), j.handled())
+	if r.parked(0) > 0 || j.handled() > 0 {
+		t.Errorf("%d parked, %d handled", r.parked(0), j.handled())
 	}
 	stop()
 	fault.Remove()
-	adaptertest.Eventually(t, "it is parked", func() bool { return parked(g, r, 0) == 1 })
+	adaptertest.Eventually(t, "it is parked", func() bool { return r.parked(0) == 1 })
 	fault = refuse()
 	r.publish(3, 4, nil, func(int) string { return "a" })
 	adaptertest.Eventually(t, "what follows waits", func() bool { return own.has("cannot follow its key") })
+	if !slices.ContainsFunc(src.State().Holds, func(h guard.Hold) bool {
+		return h.Reason == guard.ReasonBackpressure && strings.Contains(h.Detail, "cannot follow a parked one of its key: kafka: retry topic "+name)
+	}) {
+		t.Errorf("%+v", src.State().Holds)
+	}
 	committed := r.committed(0)
 	time.Sleep(400 * time.Millisecond)
 	if r.committed(0) > committed && r.committed(0) == r.end(r.topic, 0) {
@@ -92,7 +97,7 @@ func TestRetryTopicThatCannotBeWritten(t *testing.T) {
 	}
 	fault.Remove()
 	adaptertest.Eventually(t, "all are handled", func() bool { return j.handled() == 4 })
-	adaptertest.Eventually(t, "all is committed", func() bool { return r.pending() == 0 && r.parkedLeft(retries) == 0 })
+	adaptertest.Eventually(t, "all is committed", func() bool { return r.pending() == 0 && r.parkedLeft(r.retries) == 0 })
 	m.stop()
 	j.check(t)
 }
@@ -101,28 +106,24 @@ func TestRetryTopicThatCannotBeWritten(t *testing.T) {
 // and nothing stops.
 func TestKeyIsFreeOnceItsEndIsCommitted(t *testing.T) {
 	t.Parallel()
-	r, fake := newFakeRig(t)
-	letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
-	retries := r.retries(1500 * time.Millisecond)
-	j := newJournal()
-	j.fail(forEver, 0)
-	g := adaptertest.Guard(t, guard.Config{Policy: parking(2)})
-	j.until = func() bool { return parked(g, r, 0) > 0 }
-	m := r.parker(g, j, letters, retries, testConfig())
+	orders, fake := newFakeRig(t)
+	r := orders.parks(1500 * time.Millisecond)
+	j, name := r.j, r.retryTopic(1)
+	r.failUntilParked(1, 0)
+	m := r.start(parking(2))
 	stop := r.pulse()
 	adaptertest.Eventually(t, "it runs", func() bool { return r.committed(0) > 0 })
 	r.publish(0, 1, nil, func(int) string { return "a" })
-	adaptertest.Eventually(t, "one is parked", func() bool { return parked(g, r, 0) == 1 })
+	adaptertest.Eventually(t, "one is parked", func() bool { return r.parked(0) == 1 })
 	fault := fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.OffsetCommit}, Err: kerr.InvalidCommitOffsetSize, Count: -1})
 	adaptertest.Eventually(t, "it is handled", func() bool { return j.handled() == 1 })
 	r.publish(1, 2, nil, func(int) string { return "a" })
 	adaptertest.Eventually(t, "the next follows", func() bool { return j.handled() == 2 })
-	name := retries.cfg.name(r.topic, 1)
 	if n := r.end(name, 0); n != 2 {
 		t.Errorf("%d records in the retry topic, want 2", n)
 	}
 	fault.Remove()
-	adaptertest.Eventually(t, "all is committed", func() bool { return r.parkedLeft(retries) == 0 })
+	adaptertest.Eventually(t, "all is committed", func() bool { return r.parkedLeft(r.retries) == 0 })
 	r.publish(2, 3, nil, func(int) string { return "a" })
 	adaptertest.Eventually(t, "the third is handled", func() bool { return j.handled() == 3 })
 	if n := r.end(name, 0); n != 2 {
@@ -136,18 +137,14 @@ func TestKeyIsFreeOnceItsEndIsCommitted(t *testing.T) {
 // No more is parked than the table may have: the rest waits.
 func TestMaxParked(t *testing.T) {
 	t.Parallel()
-	r, _ := newFakeRig(t)
-	letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
-	retries := r.retries(1500 * time.Millisecond)
-	retries.cfg.MaxParked = 3
-	j := newJournal()
-	j.fail(forEver, 0)
-	g := adaptertest.Guard(t, guard.Config{Policy: parking(2)})
-	j.until = func() bool { return parked(g, r, 0) > 0 }
-	m := r.parker(g, j, letters, retries, testConfig())
+	orders, _ := newFakeRig(t)
+	r := orders.parks(1500 * time.Millisecond)
+	r.retries.cfg.MaxParked = 3
+	j, name := r.j, r.retryTopic(1)
+	r.failUntilParked(1, 0)
+	m := r.start(parking(2))
 	stop := r.pulse()
 	r.publish(0, 20, nil, func(int) string { return "a" })
-	name := retries.cfg.name(r.topic, 1)
 	for j.handled() == 0 {
 		if n := r.end(name, 0); n > 3 && j.handled() == 0 {
 			t.Fatalf("%d parked", n)
@@ -160,6 +157,161 @@ func TestMaxParked(t *testing.T) {
 	j.check(t)
 }
 
+// What cannot be parked for want of room, or while the breaker is open, waits and
+// says so; the writer is well.
+func TestPutOffIsNoFailureOfTheWriter(t *testing.T) {
+	t.Parallel()
+	orders, _ := newFakeRig(t)
+	r := orders.parks(2 * time.Second)
+	r.retries.cfg.MaxParked = 1
+	r.failUntilParked(1, 0)
+	m := r.start(parking(2))
+	stop := r.pulse()
+	r.publish(0, 1, nil, func(int) string { return "a" })
+	adaptertest.Eventually(t, "one is parked", func() bool { return r.parked(0) == 1 })
+	r.j.fail(0, 0)
+	r.j.failUntil(func() bool { return r.parked(0) == 2 }, 1)
+	r.publish(1, 2, nil, func(int) string { return "b" })
+	src := adaptertest.Source(t, r.g, "orders/0")
+	adaptertest.Eventually(t, "the source says why", func() bool {
+		if err := r.g.Ready(); err != nil {
+			t.Fatal(err)
+		}
+		return slices.ContainsFunc(src.State().Holds, func(h guard.Hold) bool {
+			return h.Reason == guard.ReasonDLQ && strings.Contains(h.Detail, "MaxParked messages of the partition are parked")
+		})
+	})
+	adaptertest.Eventually(t, "both are handled", func() bool { return r.j.handled() == 2 })
+	stop()
+	m.stop()
+	r.j.check(t)
+
+	rc := &retryClaim{t: r.retries, levels: make([]*retryTopic, 1), breaker: func() bool { return false }}
+	letter := &dlq.Record{Reason: dlq.ReasonAttempts, Attempts: 2, Properties: carry(guard.Meta{}, &parkedMessage{}).Properties}
+	if err := rc.writeLetter(adaptertest.Context(t), letter); !errors.Is(err, dlq.ErrPutOff) {
+		t.Error(err)
+	}
+}
+
+// A message that comes up and has to wait for one of its key is counted as returned
+// to its retry topic, and not as ignored.
+func TestWaitingForItsKeyIsReturned(t *testing.T) {
+	t.Parallel()
+	orders, _ := newFakeRig(t)
+	r := orders.parks(500*time.Millisecond, time.Second)
+	r.failUntilParked(1, 0)
+	m := r.start(parking(2))
+	stop := r.pulse()
+	r.publish(0, 1, nil, func(int) string { return "a" })
+	adaptertest.Eventually(t, "one is parked", func() bool { return r.parked(0) == 1 })
+	r.j.failUntil(func() bool { return r.end(r.retryTopic(2), 0) == 1 }, 0) // on to level 2
+	r.publish(1, 2, nil, func(int) string { return "a" })
+	adaptertest.Eventually(t, "both are handled", func() bool { return r.j.handled() == 2 })
+	again := adaptertest.Source(t, r.g, "orders/0/retry")
+	adaptertest.Eventually(t, "both are settled", func() bool { return again.Account().Unsettled() == 0 && r.parkedLeft(r.retries) == 0 })
+	// Acked: the first at both levels, and the second.
+	if a, n := again.Account(), again.State().Tally; a.Acked != 3 || a.Returned == 0 || a.Received != a.Acked+a.Returned || n.Ignored > 0 || n.AckFailures > 0 {
+		t.Errorf("%+v, %+v", a, n)
+	}
+	stop()
+	m.stop()
+	r.j.check(t)
+}
+
+// What is done is committed again each hour, although nothing has changed: a broker
+// forgets what it does not hear of.
+func TestPositionsAreCommittedAgain(t *testing.T) {
+	t.Parallel()
+	orders, fake := newFakeRig(t)
+	r := orders.parks(time.Hour)
+	var ahead atomic.Int64
+	r.retries.now = func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) }
+	commits := fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.OffsetCommit}, Topic: r.retryTopic(1), Observe: true, Count: -1})
+	m := r.start(parking(2))
+	adaptertest.Eventually(t, "the position is committed", func() bool { return commits.Hits() == 1 })
+	for hits := 2; hits < 4; hits++ {
+		ahead.Add(int64(recommit - time.Minute))
+		time.Sleep(5 * testConfig().Consumer.Offsets.AutoCommit.Interval) // nothing is to happen
+		if n := commits.Hits(); n != hits-1 {
+			t.Errorf("%d commits before the hour is over", n)
+		}
+		ahead.Add(int64(time.Minute))
+		adaptertest.Eventually(t, "it is committed again", func() bool { return commits.Hits() == hits })
+	}
+	m.stop()
+}
+
+// A coordinator that has moved is looked for again.
+func TestOffsetsOfACoordinatorThatMoved(t *testing.T) {
+	t.Parallel()
+	orders, fake := newFakeRig(t)
+	r := orders.parks(time.Hour)
+	asked := fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.FindCoordinator}, Observe: true, Count: -1})
+	fake.ControlKey(int16(kmsg.OffsetFetch), func(req kmsg.Request) (kmsg.Response, error, bool) {
+		resp := req.ResponseKind().(*kmsg.OffsetFetchResponse)
+		group := kmsg.NewOffsetFetchResponseGroup() // as version 8 has it
+		group.Group, group.ErrorCode = r.group, kerr.NotCoordinator.Code
+		resp.Groups = append(resp.Groups, group)
+		return resp, nil, true
+	})
+	if _, err := r.retries.committed(0, []string{r.retryTopic(1)}); !errors.Is(err, sarama.ErrNotCoordinatorForConsumer) || asked.Hits() == 0 {
+		t.Errorf("%v, asked %d times where it is", err, asked.Hits())
+	}
+}
+
+// A coordinator that takes less metadata than the offsets of a retry topic need is
+// refused, and found by Inspect.
+func TestTooLittleMetadata(t *testing.T) {
+	t.Parallel()
+	for limit, fits := range map[int64]bool{maxMetadata - 1: false, maxMetadata: true} {
+		r, fake := newFakeRig(t)
+		fake.ControlKey(int16(kmsg.DescribeConfigs), func(req kmsg.Request) (kmsg.Response, error, bool) {
+			fake.KeepControl()
+			ask, ok := req.(*kmsg.DescribeConfigsRequest)
+			if !ok || len(ask.Resources) != 1 || ask.Resources[0].ResourceType != kmsg.ConfigResourceTypeBroker {
+				return nil, nil, false //nolint:nilnil // the cluster answers
+			}
+			resp := ask.ResponseKind().(*kmsg.DescribeConfigsResponse)
+			broker, entry, value := kmsg.NewDescribeConfigsResponseResource(), kmsg.NewDescribeConfigsResponseResourceConfig(), strconv.FormatInt(limit, 10)
+			broker.ResourceType, broker.ResourceName = ask.Resources[0].ResourceType, ask.Resources[0].ResourceName
+			entry.Name, entry.Value = "offset.metadata.max.bytes", &value
+			broker.Configs = append(broker.Configs, entry)
+			resp.Resources = append(resp.Resources, broker)
+			return resp, nil, true
+		})
+		cfg := RetryConfig{Sources: []string{r.topic}, Group: r.group, Delays: []time.Duration{time.Minute}}
+		found, err := Inspect(r.client, Target{DLQ: DLQConfig{Sources: cfg.Sources}, Retry: &cfg})
+		if err != nil {
+			t.Error(err)
+		}
+		if is := slices.ContainsFunc(found, func(f guard.Finding) bool {
+			return f.Severity == guard.Danger && strings.Contains(f.What, fmt.Sprintf("offset.metadata.max.bytes is %d", limit)) && f.Fix != ""
+		}); is == fits {
+			t.Errorf("limit %d: found %v", limit, found)
+		}
+		topics, err := NewRetryTopics(r.addrs, testConfig(), cfg)
+		switch {
+		case fits && err == nil:
+			err = topics.Close()
+		case fits:
+		case !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), fmt.Sprintf("offset.metadata.max.bytes is %d", limit)):
+			t.Errorf("limit %d: %v", limit, err)
+		default:
+			err = nil
+		}
+		if err != nil {
+			t.Errorf("limit %d: %v", limit, err)
+		}
+	}
+	full := make([]int64, maxAhead-1)
+	for i := range full {
+		full[i] = int64(i) + 1
+	}
+	if n := int64(len(encodeAhead(0, full))); n != maxMetadata {
+		t.Errorf("%d bytes of metadata at most, want %d", n, maxMetadata)
+	}
+}
+
 // A stop is quick and leaves nothing behind, whatever the claim is at: reading what
 // is parked from a broker that does not answer, waiting, or writing.
 func TestStopWithRetryTopics(t *testing.T) {
@@ -167,21 +319,18 @@ func TestStopWithRetryTopics(t *testing.T) {
 	for _, key := range []kmsg.Key{kmsg.OffsetFetch, kmsg.ListOffsets, kmsg.Fetch, kmsg.Produce, kmsg.OffsetCommit, -1} {
 		t.Run(fmt.Sprint(key), func(t *testing.T) {
 			t.Parallel()
-			r, fake := newFakeRig(t)
-			letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
-			retries := r.retries(50 * time.Millisecond)
-			name := retries.cfg.name(r.topic, 1)
-			j := newJournal()
+			orders, fake := newFakeRig(t)
+			r := orders.parks(50 * time.Millisecond)
+			j, name := r.j, r.retryTopic(1)
 			j.fail(forEver, 0)
 			p := parkedMessage{msg: &sarama.ConsumerMessage{Topic: r.topic, Key: []byte("a"), Value: []byte("7")}, own: 1, moves: 1}
-			if _, err := retries.write(adaptertest.Context(t), &p, name); err != nil {
+			if _, err := r.retries.write(adaptertest.Context(t), &p, name); err != nil {
 				t.Fatal(err)
 			}
 			if key >= 0 {
 				fake.Fault(kfake.Fault{Keys: []kmsg.Key{key}, Topic: name, Err: kerr.UnknownServerError, Count: -1})
 			}
-			g := adaptertest.Guard(t, guard.Config{Policy: parking(2)})
-			m := r.parker(g, j, letters, retries, testConfig())
+			m := r.start(parking(2))
 			r.publish(0, 5, nil, func(int) string { return "a" })
 			time.Sleep(500 * time.Millisecond)
 			begun := time.Now()
@@ -192,7 +341,7 @@ func TestStopWithRetryTopics(t *testing.T) {
 			if n := r.committed(0); n == 5 && j.handled() < 5 && key != -1 && r.end(name, 0) < 2 {
 				t.Errorf("committed %d, handled %d", n, j.handled())
 			}
-			for _, s := range g.Sources() {
+			for _, s := range r.g.Sources() {
 				t.Errorf("source %s is left", s.Name())
 			}
 		})
@@ -202,18 +351,16 @@ func TestStopWithRetryTopics(t *testing.T) {
 // A stop also ends a claim whose topics were closed under it.
 func TestClosedRetryTopics(t *testing.T) {
 	t.Parallel()
-	r, _ := newFakeRig(t)
-	letters := r.dlq(DLQConfig{Sources: []string{r.topic}})
-	retries := r.retries(50 * time.Millisecond)
-	j := newJournal()
+	orders, _ := newFakeRig(t)
+	r := orders.parks(50 * time.Millisecond)
+	j := r.j
 	j.fail(forEver, 0)
-	g := adaptertest.Guard(t, guard.Config{Policy: parking(2)})
-	m := r.parker(g, j, letters, retries, testConfig())
-	adaptertest.Source(t, g, "orders/0/retry")
-	if err := retries.Close(); err != nil {
+	m := r.start(parking(2))
+	adaptertest.Source(t, r.g, "orders/0/retry")
+	if err := r.retries.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := retries.write(context.Background(), &parkedMessage{msg: &sarama.ConsumerMessage{Topic: r.topic}}, retries.cfg.name(r.topic, 1)); err == nil {
+	if _, err := r.retries.write(context.Background(), &parkedMessage{msg: &sarama.ConsumerMessage{Topic: r.topic}}, r.retryTopic(1)); err == nil {
 		t.Error("a write after Close")
 	}
 	stop := r.pulse()
@@ -221,7 +368,7 @@ func TestClosedRetryTopics(t *testing.T) {
 	time.Sleep(200 * time.Millisecond)
 	stop()
 	m.stop()
-	if j.handled() > 0 || parked(g, r, 0) > 0 {
+	if j.handled() > 0 || r.parked(0) > 0 {
 		t.Errorf("%d handled", j.handled())
 	}
 }

@@ -7,6 +7,8 @@ import (
 	"encoding/base64"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 	"time"
 
@@ -23,12 +25,17 @@ import (
 // of metadata, which a broker takes up to 4096 bytes of by default.
 const maxAhead = 4096
 
+// aheadPrefix begins all metadata: it tells the offsets of a retry topic from those
+// of a topic that the group subscribes to.
 const aheadPrefix = "stormguard/1:"
+
+// maxMetadata is how long the metadata may be.
+var maxMetadata = int64(len(aheadPrefix) + base64.RawStdEncoding.EncodedLen(maxAhead/8))
 
 // encodeAhead is the metadata for what is settled after the offset at.
 func encodeAhead(at int64, ahead []int64) string {
 	if len(ahead) == 0 {
-		return ""
+		return aheadPrefix
 	}
 	bits := make([]byte, (ahead[len(ahead)-1]-at)/8+1)
 	for _, offset := range ahead {
@@ -133,3 +140,57 @@ func (t *RetryTopics) commit(ss *session, partition int32, at map[string]positio
 // forgets what it has not heard of for offsets.retention.minutes (7 days), also of
 // a group that lives, if it is no topic that the group subscribes to.
 const recommit = time.Hour
+
+// commitAlways commits what is done, until stop is closed, and then once more.
+func (rc *retryClaim) commitAlways(stop <-chan struct{}) {
+	every := time.NewTicker(max(10*time.Millisecond, rc.ss.set.config.Consumer.Offsets.AutoCommit.Interval))
+	defer every.Stop()
+	for last := false; !last; {
+		select {
+		case <-every.C:
+		case <-rc.kick:
+		case <-stop:
+			last = true
+		}
+		err := rc.commit()
+		rc.said.say("what is done of the retry topics cannot be committed: it would be handled again", rc.c.name, err)
+	}
+}
+
+func (rc *retryClaim) commit() error {
+	keys := rc.table.ended() // before the positions: these then cover their ends
+	at := make(map[string]position)
+	now := rc.t.now()
+	for _, l := range rc.levels {
+		p := rc.position(l)
+		if p != l.sent || now.Sub(l.sentAt) >= recommit {
+			at[l.name] = p
+		}
+	}
+	if len(at) > 0 {
+		if err := rc.t.commit(rc.ss, rc.c.partition, at); err != nil {
+			return err
+		}
+		for _, l := range rc.levels {
+			if p, ok := at[l.name]; ok {
+				l.sent, l.sentAt = p, now
+			}
+		}
+	}
+	rc.table.free(keys)
+	return nil
+}
+
+// position is what is done of a level.
+func (rc *retryClaim) position(l *retryTopic) position {
+	rc.mu.Lock()
+	ahead := slices.Collect(maps.Keys(l.settled)) // not read again yet
+	rc.mu.Unlock()
+	at, more := l.marks.settled()
+	if at < 0 {
+		at = l.began.offset
+	}
+	ahead = slices.DeleteFunc(append(ahead, more...), func(n int64) bool { return n < at || n >= at+maxAhead })
+	slices.Sort(ahead)
+	return position{at, encodeAhead(at, ahead)}
+}

@@ -34,7 +34,7 @@ func (t *RetryTopics) ensureTopics(client sarama.Client) error {
 	if err != nil {
 		return err
 	}
-	var errs []error
+	errs := []error{t.takesMetadata(client, in)}
 	for _, source := range t.cfg.Sources {
 		from, err := in.topic(source)
 		if err == nil && from == nil {
@@ -73,6 +73,37 @@ func (t *RetryTopics) ensureTopic(client sarama.Client, in *inspector, from *top
 	return errors.Join(errs...)
 }
 
+// takesMetadata asks the group's coordinator whether it takes what is committed.
+func (t *RetryTopics) takesMetadata(client sarama.Client, in *inspector) error {
+	coordinator, err := client.Coordinator(t.cfg.Group)
+	if err != nil {
+		return fmt.Errorf("kafka: coordinator of group %s: %w", t.cfg.Group, err)
+	}
+	f, err := in.metadataFault(coordinator.ID())
+	if err == nil && f != nil {
+		err = unsuitable("broker %d: %s: %s", coordinator.ID(), f.what, f.fix)
+	}
+	return err
+}
+
+// metadataFault is what is wrong with a broker that commits offsets; nil if nothing
+// is, or its settings may not be read.
+func (in *inspector) metadataFault(broker int32) (*fault, error) {
+	s, err := in.settings(sarama.BrokerResource, fmt.Sprint(broker))
+	if err != nil {
+		return nil, fmt.Errorf("kafka: settings of broker %d: %w", broker, err)
+	}
+	const setting = "offset.metadata.max.bytes"
+	n, err := strconv.ParseInt(s[setting], 10, 64)
+	if err != nil || n >= maxMetadata {
+		return nil, nil //nolint:nilerr,nilnil // unknown, or enough
+	}
+	return &fault{
+		fmt.Sprintf("%s is %d: what is done of a retry topic takes up to %d, could not be committed, and would be handled again", setting, n, maxMetadata),
+		fmt.Sprintf("%s=%d or more in server.properties of all brokers (default 4096), and a restart", setting, maxMetadata),
+	}, nil
+}
+
 // fault is what is wrong with a topic, and what mends it.
 type fault struct{ what, fix string }
 
@@ -101,6 +132,19 @@ func (in *inspector) retryFaults(from, to *topicInfo, delay, margin time.Duratio
 		add(alter(fmt.Sprintf("max.message.bytes=%d", want)), "max.message.bytes is %d, of %s %d: a large message can never be parked, and waits", have, from.name, want-headerRoom)
 	}
 	return faults
+}
+
+// coordinator looks at what commits the offsets of the retry topics.
+func (i *inspection) coordinator(group string) error {
+	c, err := i.client.Coordinator(group)
+	if err != nil {
+		return fmt.Errorf("kafka: coordinator of group %s: %w", group, err)
+	}
+	f, err := i.in.metadataFault(c.ID())
+	if f != nil {
+		i.add(guard.Danger, fmt.Sprintf("broker %d", c.ID()), f.fix, "%s", f.what)
+	}
+	return err
 }
 
 // retryTopics looks at the retry topics of a source.

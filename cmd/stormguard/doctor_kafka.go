@@ -17,17 +17,33 @@ func newDoctorKafka() *cobra.Command {
 	var e examination
 	var url string
 	var target kafka.Target
+	var retry kafka.RetryConfig
 	cmd := &cobra.Command{
 		Use:   "kafka",
-		Short: "Look at topics and their dead-letter topics",
-		Long: `Look at the topics of a consumer group and at their dead-letter topics. What the
-group's own client has set only its program knows: kafka.Inspect looks at that too.`,
-		Example: `  stormguard doctor kafka --url localhost:9092 --topic orders --topic refunds`,
-		Args:    cobra.NoArgs,
+		Short: "Look at topics, their dead-letter topics and retry topics",
+		Long: `Look at the topics of a consumer group, at their dead-letter topics and, with
+--retry-delays, at their retry topics, also those of before that nobody reads any
+more. What the group's own client has set only its program knows: kafka.Inspect
+looks at that too.`,
+		Example: `  stormguard doctor kafka --url localhost:9092 --topic orders --topic refunds
+  stormguard doctor kafka --topic orders --group billing --retry-delays 1m,10m,1h`,
+		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			err := e.need(cmd, "url")
 			if len(target.DLQ.Sources) == 0 {
 				err = errors.Join(err, usageError{errors.New("--topic: must be given")})
+			}
+			switch {
+			case len(retry.Delays) > 0 && target.DLQ.Group == "":
+				err = errors.Join(err, usageError{errors.New("--group: must be given with --retry-delays")})
+			case len(retry.Delays) > 0:
+				retry.Sources, retry.Group = target.DLQ.Sources, target.DLQ.Group
+				target.Retry = &retry
+				if bad := retry.Validate(); bad != nil && err == nil {
+					err = usageError{bad}
+				}
+			case retry.Topic != "":
+				err = errors.Join(err, usageError{errors.New("--retry-topic: needs --retry-delays")})
 			}
 			if err != nil {
 				return err
@@ -56,7 +72,9 @@ group's own client has set only its program knows: kafka.Inspect looks at that t
 	f.StringVar(&url, "url", "localhost:9092", "bootstrap servers, host:port[,host:port...]")
 	f.StringArrayVar(&target.DLQ.Sources, "topic", nil, "a topic that the group consumes; may be given more than once")
 	f.StringVar(&target.DLQ.Topic, "dlq", "", "topic of the dead letters, {topic} stands for the source's (default {topic}.dlq)")
-	f.StringVar(&target.DLQ.Group, "group", "", "consumer group, where --dlq has {group}")
+	f.StringVar(&target.DLQ.Group, "group", "", "consumer group, where --dlq has {group}, and with --retry-delays")
+	e.durations(f, &retry.Delays, "retry-delays", "delays of the group's retry topics, ascending, such as 1m,10m,1h")
+	f.StringVar(&retry.Topic, "retry-topic", "", "retry topics: {topic} stands for the source's, {group} and {level} (default {topic}.{group}.retry.{level})")
 	e.flags(cmd)
 	return cmd
 }

@@ -7,6 +7,7 @@ import (
 	"bytes"
 	"crypto/rand"
 	"encoding/json"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -124,6 +125,23 @@ func TestDoctorKafka(t *testing.T) {
 	}
 	if code, stdout, _ := command(append(look, "--hold", "240h")...); code != exitError || !strings.Contains(stdout, "danger   topic "+topic+": it keeps messages for 168h0m0s") {
 		t.Errorf("%d %q", code, stdout)
+	}
+	retry := append(slices.Clone(look), "--group", "g", "--retry-delays", "1m, 10m")
+	if code, stdout, stderr := command(retry...); code != exitError || !strings.Contains(stdout, "warning  topic "+topic+".g.retry.2: it does not exist: nothing of "+topic+" can be parked for 10m0s") {
+		t.Errorf("%d %q %q", code, stdout, stderr)
+	}
+	if _, stdout, _ := command(append(retry, "--retry-topic", "{topic}.again.{level}")...); !strings.Contains(stdout, "topic "+topic+".again.1: it does not exist") {
+		t.Errorf("%q", stdout)
+	}
+	for want, args := range map[string][]string{
+		`--retry-delays "1m,x": must be durations with commas`: {"--group", "g", "--retry-delays", "1m,x"},
+		"--group: must be given with --retry-delays":           {"--retry-delays", "1m"},
+		"RetryConfig.Delays[1]: 1m0s does not ascend":          {"--group", "g", "--retry-delays", "10m,1m"},
+		"--retry-topic: needs --retry-delays":                  {"--retry-topic", "r"},
+	} {
+		if code, stdout, stderr := command(append(slices.Clone(look), args...)...); code != exitUsage || stdout != "" || !strings.Contains(stderr, want) {
+			t.Errorf("%v: %d %q %q", args, code, stdout, stderr)
+		}
 	}
 	if code, _, stderr := command("doctor", "kafka", "--url", ""); code != exitUsage || !strings.Contains(stderr, "--url: must be given") || !strings.Contains(stderr, "--topic: must be given") {
 		t.Errorf("%d %q", code, stderr)

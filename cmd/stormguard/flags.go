@@ -57,6 +57,24 @@ func (rs *ranges) duration(flags *pflag.FlagSet, p *time.Duration, name string, 
 	})
 }
 
+// durations is a list with commas; p is unset where the flag is.
+func (rs *ranges) durations(flags *pflag.FlagSet, p *[]time.Duration, name, usage string) {
+	rs.add(flags, usage, &ranged{
+		name: name, kind: "durations", must: "durations with commas, such as 1m,10m",
+		set: func(raw string) bool {
+			*p = nil
+			for text := range strings.SplitSeq(raw, ",") {
+				d, err := time.ParseDuration(strings.TrimSpace(text))
+				if err != nil {
+					return false
+				}
+				*p = append(*p, d)
+			}
+			return true
+		},
+	})
+}
+
 func (rs *ranges) number(flags *pflag.FlagSet, p *int, name string, low, high int, usage string) {
 	rs.add(flags, fmt.Sprintf("%s, %d to %d", usage, low, high), &ranged{
 		name: name, kind: "number", raw: strconv.Itoa(*p), must: fmt.Sprintf("a number from %d to %d", low, high),

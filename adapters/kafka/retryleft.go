@@ -1,0 +1,207 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package kafka
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/IBM/sarama"
+
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// leftBehind is a partition of a retry topic that a group parked messages in and,
+// as it is configured now, does not read any more.
+type leftBehind struct {
+	topic     string
+	partition int32
+	records   int64 // at most so many: from the first message to the end
+	source    string
+	group     string
+}
+
+func (l leftBehind) what() string {
+	return fmt.Sprintf("up to %d messages of %s that group %s parked are in partition %d", l.records, l.source, l.group, l.partition)
+}
+
+func (in *inspector) handleLeft(topic string) string {
+	return fmt.Sprintf("run with the Delays, Topic, Group and Sources they were parked with until they are handled; or give them up: kafka-topics.sh --bootstrap-server %s --delete --topic %s", in.addrs, topic)
+}
+
+// left are the messages of cfg's sources in retry topics that cfg does not name:
+// those of levels that it has no delay for, and those whose offsets the group has
+// committed as [RetryTopics] does.
+func (in *inspector) left(client sarama.Client, cfg RetryConfig, group string) ([]leftBehind, error) {
+	offsets, err := in.admin.ListConsumerGroupOffsets(group, nil)
+	if errors.Is(err, sarama.ErrGroupIDNotFound) { // some brokers say so, others have no offsets
+		offsets, err = new(sarama.OffsetFetchResponse), nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("kafka: offsets of group %s: %w", group, err)
+	}
+	blocks := offsets.Blocks
+	unread := make(map[string]bool)
+	for topic, parts := range blocks {
+		for _, b := range parts {
+			unread[topic] = unread[topic] || strings.HasPrefix(b.Metadata, aheadPrefix)
+		}
+	}
+	was := cfg
+	was.Group = group
+	for _, source := range cfg.Sources {
+		for level := 1; level <= maxLevels; level++ {
+			unread[was.name(source, level)] = true
+		}
+	}
+	if group == cfg.Group {
+		for _, source := range cfg.Sources {
+			for level := range cfg.Delays {
+				delete(unread, cfg.name(source, level+1))
+			}
+		}
+	}
+	maps.DeleteFunc(unread, func(topic string, is bool) bool { return !is || slices.Contains(cfg.Sources, topic) })
+	if len(unread) == 0 {
+		return nil, nil // no names would mean all topics
+	}
+	found, err := in.admin.DescribeTopics(slices.Sorted(maps.Keys(unread)))
+	if err != nil {
+		return nil, fmt.Errorf("kafka: retry topics of before: %w", err)
+	}
+	var left []leftBehind
+	var errs []error
+	for _, t := range found {
+		_, committed := blocks[t.Name]
+		switch {
+		case t.Err == sarama.ErrUnknownTopicOrPartition, t.Err == sarama.ErrTopicAuthorizationFailed && !committed:
+			continue // most were never there
+		case t.Err != sarama.ErrNoError:
+			errs = append(errs, fmt.Errorf("kafka: topic %s: %w", t.Name, t.Err))
+			continue
+		}
+		for _, p := range t.Partitions {
+			at := position{offset: -1}
+			if b := blocks[t.Name][p.ID]; b != nil {
+				at = position{b.Offset, b.Metadata}
+			}
+			l, err := leftIn(client, t.Name, p.ID, at)
+			errs = append(errs, err)
+			if l.group = group; l.records > 0 && slices.Contains(cfg.Sources, l.source) {
+				left = append(left, l)
+			}
+		}
+	}
+	slices.SortFunc(left, func(a, b leftBehind) int {
+		return cmp.Or(strings.Compare(a.topic, b.topic), cmp.Compare(a.partition, b.partition))
+	})
+	return left, errors.Join(errs...)
+}
+
+// leftIn looks at one partition. The first message that is not done says whose all
+// of them are; of a stranger nobody knows.
+func leftIn(client sarama.Client, topic string, partition int32, done position) (left leftBehind, err error) {
+	left = leftBehind{topic: topic, partition: partition}
+	oldest, err := client.GetOffset(topic, partition, sarama.OffsetOldest)
+	if err != nil {
+		return left, fmt.Errorf("kafka: topic %s: %w", topic, err)
+	}
+	end, err := client.GetOffset(topic, partition, sarama.OffsetNewest)
+	if err != nil {
+		return left, fmt.Errorf("kafka: topic %s: %w", topic, err)
+	}
+	from := max(oldest, done.offset)
+	if done.offset > end { // the topic was made anew
+		from = oldest
+		done = position{}
+	}
+	at, m, err := firstMessage(client, topic, partition, from, end, decodeAhead(done.offset, done.meta))
+	if err != nil || m == nil {
+		return left, err
+	}
+	left.records = end - at
+	for _, h := range m.Headers {
+		if h != nil && string(h.Key) == retryTopicHeader {
+			left.source = string(h.Value)
+		}
+	}
+	return left, nil
+}
+
+// refuseLeft refuses a configuration by which parked messages would never be read.
+func (t *RetryTopics) refuseLeft() error {
+	in, err := newInspector(t.reads)
+	if err != nil {
+		return err
+	}
+	left, err := in.left(t.reads, t.cfg, t.cfg.Group)
+	errs := []error{err}
+	for _, l := range left {
+		errs = append(errs, unsuitable("topic %s: %s, and nobody would read them any more: %s", l.topic, l.what(), in.handleLeft(l.topic)))
+	}
+	return errors.Join(errs...)
+}
+
+// retryLeft looks for what is parked and not read, also under the names that the
+// topics would have for another group, if that has no members.
+func (i *inspection) retryLeft(cfg RetryConfig) error {
+	groups, err := i.otherGroups(cfg)
+	errs := []error{err}
+	for _, group := range append([]string{cfg.Group}, groups...) {
+		left, err := i.in.left(i.client, cfg, group)
+		errs = append(errs, err)
+		for _, l := range left {
+			if group == cfg.Group {
+				i.add(guard.Danger, "topic "+l.topic, i.in.handleLeft(l.topic), "%s, and nobody reads them any more", l.what())
+			} else {
+				i.add(guard.Warning, "topic "+l.topic, i.in.handleLeft(l.topic), "%s, and that group has no members: if %s has taken its place, nobody reads them any more", l.what(), cfg.Group)
+			}
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// otherGroups are those without members whose retry topics there are.
+func (i *inspection) otherGroups(cfg RetryConfig) ([]string, error) {
+	if err := i.client.RefreshMetadata(); err != nil {
+		return nil, fmt.Errorf("kafka: topics: %w", err)
+	}
+	topics, err := i.client.Topics()
+	if err != nil {
+		return nil, fmt.Errorf("kafka: topics: %w", err)
+	}
+	all, err := i.in.admin.ListConsumerGroups()
+	if err != nil {
+		return nil, fmt.Errorf("kafka: groups: %w", err)
+	}
+	var ask []string
+	for group := range all {
+		other := cfg
+		other.Group = group
+		if group != cfg.Group && slices.ContainsFunc(cfg.Sources, func(source string) bool {
+			return other.name(source, 1) != cfg.name(source, 1) && slices.Contains(topics, other.name(source, 1))
+		}) {
+			ask = append(ask, group)
+		}
+	}
+	if len(ask) == 0 {
+		return nil, nil
+	}
+	described, err := i.in.admin.DescribeConsumerGroups(ask)
+	if err != nil {
+		return nil, fmt.Errorf("kafka: groups: %w", err)
+	}
+	var idle []string
+	for _, g := range described {
+		if len(g.Members) == 0 && g.Err == sarama.ErrNoError {
+			idle = append(idle, g.GroupId)
+		}
+	}
+	slices.Sort(idle)
+	return idle, nil
+}
