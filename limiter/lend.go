@@ -31,7 +31,8 @@ const (
 
 // plan says how much the forecast wants kept, and how much asked for ahead, in
 // micro-tokens: a sure forecast keeps little more than it expects and asks for
-// all of it, an unsure one keeps more and asks for less.
+// all of it, an unsure one keeps more and asks for less. Who mints nothing asks for
+// all that it would keep, see stepSpread.
 func (r *row) plan() (keep, ahead int64) {
 	if r.yielding {
 		return 0, 0
@@ -163,10 +164,15 @@ const idleRow = 10 * time.Second
 
 func (n *Node) stepSpread(r *row, quiet bool) {
 	keep, ahead := r.plan()
+	if r.cap == 0 && len(n.terms) == 1 {
+		ahead = keep // nothing is minted here: what is not borrowed before it is asked for is denied
+	}
 	owed := r.owed()
 	most := int64(spare*float64(keep)) + owed
-	if quiet && len(n.terms) > 1 {
-		most = owed // until all have what they lent, those who lose cannot say that they keep within a charter
+	if len(n.terms) > 1 && (quiet || r.spendable() < micro) {
+		// Until all have what they lent, those who lose cannot say that they keep within
+		// a charter. Less than a token serves nobody, however much is asked for.
+		most = owed
 	}
 	n.returnSpare(r, most)
 

@@ -38,14 +38,19 @@ func (s *Session) leave(now time.Duration, ev Event, actions []Action) []Action 
 		if reason == Departure {
 			actions = s.tell(ev.Addr, by, actions)
 		}
+		if s.parting.same(now, s) {
+			return actions
+		}
 	}
-	waits, budget := false, s.cfg.Burst
-	s.wake = Never
+	budget := s.cfg.Burst
+	s.wake, s.parting = Never, parting{}
 	for _, p := range s.peers {
 		if p.knows || now-p.heardAt >= lostAfter*s.cfg.KeepAlive {
 			continue
 		}
-		waits = waits || now-p.heardAt < s.silence()
+		if s.parting.waits == nil && now-p.heardAt < s.silence() {
+			s.parting.waits = p
+		}
 		if p.due = s.leaveDue(p); p.due <= now && budget > 0 {
 			budget--
 			start := len(s.arena)
@@ -58,13 +63,38 @@ func (s *Session) leave(now time.Duration, ev Event, actions []Action) []Action 
 			p.due = s.leaveDue(p)
 			actions = s.sent(start, p.addr, actions)
 		}
-		s.wake = min(s.wake, p.due)
+		switch {
+		case p.due < s.wake:
+			s.wake, s.parting.first = p.due, 1
+		case p.due == s.wake:
+			s.parting.first++
+		}
 	}
-	if waits {
+	if s.parting.waits != nil {
 		return actions
 	}
 	s.end()
 	return append(actions, Action{Kind: Left})
+}
+
+// A parting is what leave found when it last looked at all peers. Of many who leave
+// at once each gets a packet of all the others, and looks at all for each.
+type parting struct {
+	waits *peer // one who is waited for; nil is nobody
+	first int   // how many are due at the next wake
+}
+
+// same tells whether looking at all peers again would change nothing.
+func (d *parting) same(now time.Duration, s *Session) bool {
+	return now < s.wake && d.first > 0 && d.waits != nil && !d.waits.knows && now-d.waits.heardAt < s.silence()
+}
+
+// informed notes that a peer knows that we leave.
+func (s *Session) informed(p *peer) {
+	if !p.knows && p.due == s.wake {
+		s.parting.first--
+	}
+	p.knows = true
 }
 
 func (s *Session) leaveDue(p *peer) time.Duration {
@@ -95,7 +125,7 @@ func (s *Session) acknowledged(now time.Duration, ev Event) (reason Reason, by c
 	}
 	switch {
 	case h.flags&flagLeave != 0:
-		p.knows = true
+		s.informed(p)
 		return Departure, crdt.Replica{Name: p.life.Name, Incarnation: h.fromInc}
 	case h.flags&flagRefusal == 0:
 		p.heardAt = now
@@ -105,7 +135,7 @@ func (s *Session) acknowledged(now time.Duration, ev Event) (reason Reason, by c
 	inc := r.Uint64("incarnation")
 	ours := h.toInc == s.cfg.Self.Incarnation && h.toName == s.selfName
 	if ours && r.Fault() == nil && r.Len() == 0 && inc >= s.cfg.Self.Incarnation {
-		p.knows = true
+		s.informed(p)
 	}
 	return Refusal, by
 }

@@ -58,6 +58,7 @@ type Session struct {
 	oldest  []string          // names in retired, oldest first
 	left    []obituary
 	leaving bool
+	parting parting
 	over    bool
 
 	wake    time.Duration

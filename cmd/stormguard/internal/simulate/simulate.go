@@ -254,7 +254,8 @@ func (r *Result) judge(sc *scenario, strategy Strategy) {
 	wrong := func(format string, args ...any) { r.Why = append(r.Why, fmt.Sprintf(format, args...)) }
 	if f := math.Abs(sc.formula); f > 0 {
 		// A bound that is never approached is wrong too.
-		if e := math.Abs(r.Error); strategy == Strict && (e > f+sc.maxError || e < 0.3*f) {
+		judged := strategy == Strict || sc.gate == Gated
+		if e := math.Abs(r.Error); judged && (e > f+sc.maxError || e < 0.3*f) {
 			wrong("error %+.2f %%, said to be up to %+.2f %%", r.Error, sc.formula)
 		}
 	} else if math.Abs(r.Error) > sc.maxError {
