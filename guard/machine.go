@@ -206,8 +206,13 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int) {
 	l := c.lane(key)
 	c.enqueue(l.queue, e)
 	c.stand(l)
-	if !c.inPlace && len(l.front) > 0 && l.front[0].phase == retryWait && l.front[0].exhausted && !l.front[0].decided() {
-		c.wake(l.front[0]) // a witness came
+	if c.inPlace || len(l.front) != 1 || l.queue.Len() != 1 {
+		return
+	}
+	// The first witness came. A head that had one already keeps its delay: woken by each
+	// message, it would be called at the pace of the traffic.
+	if head := l.front[0]; head.phase == retryWait && head.exhausted && !head.decided() {
+		c.wake(head)
 	}
 }
 

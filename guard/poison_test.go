@@ -265,3 +265,51 @@ func TestAdjacentPoisonWithoutCredits(t *testing.T) {
 		}
 	}
 }
+
+// Messages that arrive do not call an exhausted head again: it has its delays, also
+// where no breaker holds it, so that an outage seldom ends within a round.
+func TestArrivalsDoNotHurryAnExhaustedHead(t *testing.T) {
+	s := newSim(t, Policy{NoBreaker: true, Window: 1000})
+	calls := 0
+	s.run(s.now+time.Minute, func(m int) (time.Duration, error) {
+		if m == 0 {
+			calls++
+		}
+		return 100 * time.Microsecond, errDown
+	}, counter(6000, 10*time.Millisecond))
+	if calls > 50 || len(s.dead) > 0 {
+		t.Errorf("the head was called %d times in a minute, dead %v", calls, s.dead)
+	}
+
+	const call = 5 * time.Millisecond
+	for i := range 50 {
+		s := newSim(t, Policy{NoBreaker: true})
+		from := s.now + 2*time.Second
+		to := from + 10*time.Second + time.Duration(i)*2600*time.Microsecond
+		s.run(to+time.Minute, func(int) (time.Duration, error) {
+			if s.now+call >= from && s.now+call < to {
+				return call, errDown
+			}
+			return call, nil
+		}, counter(600, 50*time.Millisecond))
+		if len(s.dead) > 0 || len(s.handled) != 600 {
+			t.Errorf("outage %d: handled %d, dead %v", i, len(s.handled), s.dead)
+		}
+	}
+}
+
+// An exhausted head that is alone is called again as soon as there is a witness.
+func TestFirstWitnessWakesTheHead(t *testing.T) {
+	s := newSim(t, Policy{NoBreaker: true, Retry: Retry{Base: time.Minute, Max: time.Hour, Patience: 24 * time.Hour}})
+	bad := func(m int) (time.Duration, error) {
+		if m == 0 {
+			return time.Millisecond, errBad
+		}
+		return time.Millisecond, nil
+	}
+	s.run(s.now+6*time.Hour, bad, burst(0))
+	s.run(s.now+time.Second, bad, burst(1))
+	if !slices.Equal(s.dead, []int{0}) || !slices.Equal(s.handled, []int{1}) {
+		t.Errorf("handled %v, dead %v", s.handled, s.dead)
+	}
+}
