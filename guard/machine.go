@@ -71,7 +71,8 @@ type machine[M any] struct {
 	stopped   bool // the loop is to end
 	paused    bool
 	asked     time.Duration // a handler asked to be left alone until then
-	limited   time.Duration // the limiter refused until then
+	limited   time.Duration // the limiter refused until then …
+	refusedAt time.Duration // … when it was asked last
 	held      bool          // something was refused admission and is not yet drained
 	draining  bool          // the ramp is on
 	drainFrom time.Duration
@@ -474,6 +475,12 @@ func (c *machine[M]) admitting(now time.Duration) bool {
 	return !c.held && !c.draining && !c.paused && c.asked <= now && c.closed()
 }
 
+// limiterWord is for how long a limiter that refused is not asked for a probe again,
+// if it does not say less: to ask it takes a slot of the breaker, and giving that
+// back wakes the sources that wait for one. Each such source would wake the others so.
+// It may have changed its mind after that, and is asked when anything wakes the source.
+const limiterWord = time.Second
+
 // admit takes one admission for the item, or tells why not and until when; 0
 // means that somebody else has to clear the way. What is taken is taken last,
 // so that no refusal spends anything.
@@ -491,6 +498,10 @@ func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration,
 	}
 	token, closed := c.enter()
 	if !closed {
+		if c.limited > now && now-c.refusedAt < limiterWord {
+			c.draining = false
+			return c.limited, ReasonBreaker
+		}
 		var refusal breaker.Refusal
 		token, refusal = c.gate.Admit(now, it.id)
 		if !refusal.OK() {
@@ -511,9 +522,10 @@ func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration,
 				c.gate.Exclude(now, token)
 				c.freed = true
 			}
-			c.limited = now + wait
+			c.limited, c.refusedAt = now+wait, now
 			return c.limited, ReasonLimiter
 		}
+		c.limited = 0
 	}
 	if c.draining {
 		c.drained++
