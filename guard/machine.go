@@ -332,7 +332,7 @@ func (c *machine[M]) next(now time.Duration) step[M] {
 		return step[M]{}
 	}
 	it := c.up()
-	if it != nil && it.lane != nil && it.lane.turn > 0 && c.witnesses(now, it.lane.front[0]) == 0 {
+	if it != nil && it.lane != nil && it.lane.turn > 0 && it.lane.turn > c.witnesses(now, it.lane.front[0]) {
 		head := it.lane.front[0] // a pace kept its witness waiting for too long
 		c.unstand(head)
 		c.rewind(now, it.lane)
