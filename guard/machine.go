@@ -72,7 +72,8 @@ type machine[M any] struct {
 	paused    bool
 	asked     time.Duration // a handler asked to be left alone until then …
 	askedFor  string        // … by this error
-	limited   time.Duration // the limiter refused until then
+	limited   time.Duration // the limiter refused until then …
+	refusedAt time.Duration // … when it was asked last
 	held      bool          // something was refused admission and is not yet drained
 	draining  bool          // the ramp is on
 	drainFrom time.Duration
@@ -207,8 +208,13 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int) {
 	l := c.lane(key)
 	c.enqueue(l.queue, e)
 	c.stand(l)
-	if !c.inPlace && len(l.front) > 0 && l.front[0].phase == retryWait && l.front[0].exhausted && !l.front[0].decided() {
-		c.wake(l.front[0]) // a witness came
+	if c.inPlace || len(l.front) != 1 || l.queue.Len() != 1 {
+		return
+	}
+	// The first witness came. A head that had one already keeps its delay: woken by each
+	// message, it would be called at the pace of the traffic.
+	if head := l.front[0]; head.phase == retryWait && head.exhausted && !head.decided() {
+		c.wake(head)
 	}
 }
 
@@ -327,7 +333,7 @@ func (c *machine[M]) next(now time.Duration) step[M] {
 		return step[M]{}
 	}
 	it := c.up()
-	if it != nil && it.lane != nil && it.lane.turn > 0 && c.witnesses(now, it.lane.front[0]) == 0 {
+	if it != nil && it.lane != nil && it.lane.turn > 0 && it.lane.turn > c.witnesses(now, it.lane.front[0]) {
 		head := it.lane.front[0] // a pace kept its witness waiting for too long
 		c.unstand(head)
 		c.rewind(now, it.lane)
@@ -470,6 +476,12 @@ func (c *machine[M]) admitting(now time.Duration) bool {
 	return !c.held && !c.draining && !c.paused && c.asked <= now && c.closed()
 }
 
+// limiterWord is for how long a limiter that refused is not asked for a probe again,
+// if it does not say less: to ask it takes a slot of the breaker, and giving that
+// back wakes the sources that wait for one. Each such source would wake the others so.
+// It may have changed its mind after that, and is asked when anything wakes the source.
+const limiterWord = time.Second
+
 // admit takes one admission for the item, or tells why not and until when; 0
 // means that somebody else has to clear the way. What is taken is taken last,
 // so that no refusal spends anything.
@@ -487,6 +499,10 @@ func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration,
 	}
 	token, closed := c.enter()
 	if !closed {
+		if c.limited > now && now-c.refusedAt < limiterWord {
+			c.draining = false
+			return c.limited, ReasonBreaker
+		}
 		var refusal breaker.Refusal
 		token, refusal = c.gate.Admit(now, it.id)
 		if !refusal.OK() {
@@ -507,9 +523,10 @@ func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration,
 				c.gate.Exclude(now, token)
 				c.freed = true
 			}
-			c.limited = now + wait
+			c.limited, c.refusedAt = now+wait, now
 			return c.limited, ReasonLimiter
 		}
+		c.limited = 0
 	}
 	if c.draining {
 		c.drained++

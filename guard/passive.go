@@ -6,6 +6,8 @@ package guard
 import (
 	"errors"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
 )
 
 // The passive shape: a user's own loop handles and settles, and the guard stands
@@ -96,18 +98,25 @@ func (p *pump[M]) run() {
 	defer close(s.ready)
 	timer := stoppedTimer()
 	defer timer.Stop()
-	var up *item[M] // given out by the machine, not yet taken by the user
+	var up *item[M]         // given out by the machine, not yet taken by the user
+	var again time.Duration // the machine is not asked for another before then
 	for {
 		now := s.g.now()
 		s.mu.Lock()
 		st := step[M]{}
-		if up != nil && (s.c.ended || !up.probe && !s.c.admitting(now)) {
-			s.c.done(now, up, errNotTaken, nil)
+		if up != nil && !s.c.mayOffer(now, up) {
+			if up.probe {
+				again = now + tick // others of the scope may want the slot
+			}
+			s.takeBackLocked(now, up)
 			up = nil
 			s.cond.Broadcast() // End may wait for it
 		}
-		if up == nil || s.c.acks.len() > 0 {
+		switch {
+		case s.c.acks.len() > 0 || up == nil && again <= now:
 			st = s.c.next(now)
+		case up == nil:
+			st.at = again
 		}
 		s.unlock(now)
 		switch st.kind {
@@ -123,6 +132,9 @@ func (p *pump[M]) run() {
 		var ready chan<- Item[M]
 		var out Item[M]
 		if up != nil {
+			if up.probe {
+				st.at = up.started + s.c.offerFor()
+			}
 			ready = s.ready
 			out = Item[M]{Msg: up.m, Token: Token{s.epoch, up.id, up.serial}, Attempt: up.tries + 1}
 			s.mu.Lock()
@@ -171,13 +183,37 @@ func (s *Source[M]) taken(it *item[M], t Token) {
 var errNotTaken = mark(errors.New("not taken"), cancelled, time.Time{})
 
 func (s *Source[M]) takeBack(it *item[M]) {
+	now := s.g.now()
 	s.mu.Lock()
 	delete(s.passive, it.id)
 	if it.phase == processing {
-		s.c.done(s.g.now(), it, errNotTaken, nil)
+		s.takeBackLocked(now, it)
 	}
-	s.mu.Unlock()
+	s.unlock(now)
 }
+
+func (s *Source[M]) takeBackLocked(now time.Duration, it *item[M]) {
+	if it.lane != nil {
+		s.c.rewind(now, it.lane) // the probe that its head failed is no less failed
+	}
+	s.c.done(now, it, errNotTaken, nil)
+}
+
+// mayOffer tells whether an item that nobody has taken may stay on Ready. A probe may
+// for a quarter of its lease: who takes it has the rest, and one that nobody takes is
+// no failure. It is worth nothing once the breaker is no longer half-open.
+func (c *machine[M]) mayOffer(now time.Duration, it *item[M]) bool {
+	switch {
+	case c.ended, c.paused, c.asked > now:
+		return false
+	case it.probe:
+		return now-it.started < c.offerFor() && c.gate.Snapshot(now).State == breaker.HalfOpen
+	default:
+		return c.closed()
+	}
+}
+
+func (c *machine[M]) offerFor() time.Duration { return c.policy.Breaker.Lease / 4 }
 
 // stopPump ends the passive shape's goroutines.
 func (s *Source[M]) stopPump() {

@@ -27,8 +27,13 @@ import (
 // all in order.
 
 // maxWitnesses bounds how many messages behind a failing head are tried in one
-// round, so also how many adjacent poison messages an ordered source passes.
-const maxWitnesses = 8
+// round. A late head has longer ones, each by one than the last and up to
+// farWitnesses, as far as they get within witnessFresh: so many adjacent poison messages
+// an ordered source passes by proof. More, or slower ones, wait for an operator.
+const (
+	maxWitnesses = 8
+	farWitnesses = 64
+)
 
 // witnessFresh is how long ago the head's attempt may have begun for a witness to
 // be called: if the dependency recovers in between, the witness's success proves
@@ -71,7 +76,8 @@ func (c *machine[M]) suspect(it *item[M]) bool {
 // The first costs a credit in advance: when it succeeds the head must be
 // dead-lettered, since it must not be handled after it. Each further one takes one if
 // there is one. Else what it overtakes waits for its credit, or two adjacent poison
-// messages would wait for ever for two credits, with nothing to earn them.
+// messages would wait for ever for two credits, with nothing to earn them. Beyond
+// maxWitnesses none is taken in advance: what a grant gave may not come back whole.
 func (c *machine[M]) callWitness(now time.Duration, l *lane[M], head, it *item[M]) bool {
 	if !c.letters || c.inPlace || !c.suspect(head) || !l.more() || c.others(l) {
 		return false
@@ -80,7 +86,10 @@ func (c *machine[M]) callWitness(now time.Duration, l *lane[M], head, it *item[M
 		return false
 	}
 	c.earn()
-	if !c.budget.Spend(now, dlq.Exhausted) {
+	switch {
+	case l.turn >= maxWitnesses:
+		l.owed++
+	case !c.budget.Spend(now, dlq.Exhausted):
 		c.tally.Refused++
 		if l.turn == 0 {
 			return false
@@ -97,10 +106,12 @@ func (c *machine[M]) callWitness(now time.Duration, l *lane[M], head, it *item[M
 	return true
 }
 
-// witnesses is how many may be called in the round of a head, 0 once its attempt is
-// too long ago.
+// witnesses is how many may be called in the round of a head; fewer, or 0, once its
+// attempt is too long ago.
 func (c *machine[M]) witnesses(now time.Duration, head *item[M]) int {
 	switch late := c.late(head); {
+	case late && head.tries%lateRounds == 0 && now-head.started <= witnessFresh:
+		return min(maxWitnesses+head.tries/lateRounds, farWitnesses)
 	case late && head.tries%lateRounds == 0:
 		return maxWitnesses
 	case now-head.started > witnessFresh:

@@ -265,3 +265,149 @@ func TestAdjacentPoisonWithoutCredits(t *testing.T) {
 		}
 	}
 }
+
+// Messages that arrive do not call an exhausted head again: it has its delays, also
+// where no breaker holds it, so that an outage seldom ends within a round.
+func TestArrivalsDoNotHurryAnExhaustedHead(t *testing.T) {
+	s := newSim(t, Policy{NoBreaker: true, Window: 1000})
+	calls := 0
+	s.run(s.now+time.Minute, func(m int) (time.Duration, error) {
+		if m == 0 {
+			calls++
+		}
+		return 100 * time.Microsecond, errDown
+	}, counter(6000, 10*time.Millisecond))
+	if calls > 50 || len(s.dead) > 0 {
+		t.Errorf("the head was called %d times in a minute, dead %v", calls, s.dead)
+	}
+
+	const call = 5 * time.Millisecond
+	for i := range 50 {
+		s := newSim(t, Policy{NoBreaker: true})
+		from := s.now + 2*time.Second
+		to := from + 10*time.Second + time.Duration(i)*2600*time.Microsecond
+		s.run(to+time.Minute, func(int) (time.Duration, error) {
+			if s.now+call >= from && s.now+call < to {
+				return call, errDown
+			}
+			return call, nil
+		}, counter(600, 50*time.Millisecond))
+		if len(s.dead) > 0 || len(s.handled) != 600 {
+			t.Errorf("outage %d: handled %d, dead %v", i, len(s.handled), s.dead)
+		}
+	}
+}
+
+// An exhausted head that is alone is called again as soon as there is a witness.
+func TestFirstWitnessWakesTheHead(t *testing.T) {
+	s := newSim(t, Policy{NoBreaker: true, Retry: Retry{Base: time.Minute, Max: time.Hour, Patience: 24 * time.Hour}})
+	bad := func(m int) (time.Duration, error) {
+		if m == 0 {
+			return time.Millisecond, errBad
+		}
+		return time.Millisecond, nil
+	}
+	s.run(s.now+6*time.Hour, bad, burst(0))
+	s.run(s.now+time.Second, bad, burst(1))
+	if !slices.Equal(s.dead, []int{0}) || !slices.Equal(s.handled, []int{1}) {
+		t.Errorf("handled %v, dead %v", s.handled, s.dead)
+	}
+}
+
+// More adjacent poison than a round has witnesses at first is passed by proof: the
+// rounds of a head that goes on failing get longer.
+func TestAdjacentPoisonBeyondARound(t *testing.T) {
+	for _, order := range []Order{OrderSource, OrderKey} {
+		for _, breaker := range []bool{true, false} {
+			for n, within := range map[int]time.Duration{maxWitnesses + 1: time.Hour, 20: 2 * time.Hour, farWitnesses: 7 * time.Hour} {
+				s := newSim(t, Policy{Order: order, NoBreaker: !breaker})
+				for s.budget.Spend(s.now, dlq.Exhausted) {
+				}
+				s.budget.Grant(float64(n))
+				s.runKeyed(s.now+within, 1, func(m int) (time.Duration, error) {
+					if m < n {
+						return time.Millisecond, errBad
+					}
+					return time.Millisecond, nil
+				}, counter(n+20, time.Second))
+				inOrder(t, s.handled, one)
+				slices.Sort(s.dead)
+				if len(s.handled) != 20 || len(s.dead) != n || s.dead[n-1] != n-1 || s.guesses > 0 {
+					t.Errorf("order %s, breaker %t, %d poison: handled %d, dead %v, %d guesses", order, breaker, n, len(s.handled), s.dead, s.guesses)
+				}
+				if a := s.account(); a.Received != a.Acked+a.DeadLettered {
+					t.Errorf("order %s, breaker %t, %d poison: %+v", order, breaker, n, a)
+				}
+			}
+		}
+	}
+}
+
+// A round has an end, in messages and, beyond the first few, in time; what it took of
+// the budget it gives back, and a long outage costs nothing.
+func TestLongRoundsAreBounded(t *testing.T) {
+	for _, breaker := range []bool{true, false} {
+		for took, farthest := range map[time.Duration]int{
+			time.Millisecond: farWitnesses, 100 * time.Millisecond: 20, time.Second: maxWitnesses, 5 * time.Second: maxWitnesses,
+		} {
+			s := newSim(t, Policy{NoBreaker: !breaker})
+			s.budget.Grant(100)
+			credits := s.budget.Balance(dlq.Exhausted)
+			far := 0
+			s.run(s.now+7*time.Hour, func(m int) (time.Duration, error) {
+				far = max(far, m)
+				return took, errDown
+			}, counter(200, 0))
+			if far != farthest || len(s.dead) > 0 {
+				t.Errorf("breaker %t, calls of %v: a round went as far as message %d, want %d; dead %v", breaker, took, far, farthest, s.dead)
+			}
+			for _, l := range s.lanes {
+				s.rewind(s.now, l)
+			}
+			if b := s.budget.Balance(dlq.Exhausted); b < credits {
+				t.Errorf("breaker %t, calls of %v: %v credits of %v are left", breaker, took, b, credits)
+			}
+			s.run(s.now+time.Hour, func(int) (time.Duration, error) { return time.Millisecond, nil }, nil)
+			if len(s.dead) > 0 || len(s.handled) != 200 {
+				t.Errorf("breaker %t, calls of %v: handled %d, dead %v", breaker, took, len(s.handled), s.dead)
+			}
+		}
+	}
+}
+
+// What a limit keeps waiting beyond the first few of a long round is not called when the
+// head's attempt is too long ago.
+func TestLongRoundBehindALimit(t *testing.T) {
+	s := newSim(t, Policy{NoBreaker: true})
+	s.limiter = &hiccup{}
+	var began time.Duration
+	far := 0
+	s.run(s.now+2*time.Hour, func(m int) (time.Duration, error) {
+		if far = max(far, m); m == 0 {
+			began = s.now
+		}
+		if m > maxWitnesses && s.now-began > witnessFresh {
+			t.Fatalf("message %d is called %v after the head", m, s.now-began)
+		}
+		return time.Millisecond, errDown
+	}, counter(200, 0))
+	if far <= maxWitnesses || len(s.dead) > 0 {
+		t.Errorf("a round went as far as message %d; dead %v", far, s.dead)
+	}
+}
+
+// hiccup is a limiter that after each 37 admissions refuses for 3s.
+type hiccup struct {
+	n     int
+	until time.Duration
+}
+
+func (h *hiccup) Admit(now time.Duration) time.Duration {
+	if now < h.until {
+		return h.until - now
+	}
+	if h.n++; h.n%37 == 0 {
+		h.until = now + 3*time.Second
+	}
+	return 0
+}

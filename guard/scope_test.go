@@ -8,6 +8,7 @@ import (
 	"errors"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -21,8 +22,8 @@ type scopeSeen struct {
 	acked   uint64
 }
 
-// scopeRig is two topics of two partitions, each a source that is fed 50
-// messages a second for 5s.
+// scopeRig is two topics of two partitions, each a source that is fed for 5s: the bad
+// one 50 messages a second, the others one, so that its failures are a run.
 func scopeRig(t *testing.T, cfg Config, bad string) map[string]scopeSeen {
 	t.Helper()
 	seen := make(map[string]scopeSeen)
@@ -56,8 +57,11 @@ func scopeRig(t *testing.T, cfg Config, bad string) map[string]scopeSeen {
 			ins = append(ins, in)
 			go func() { _ = s.Run(ctx, in) }()
 		}
-		for range 250 {
+		for k := range 250 {
 			for i, in := range ins {
+				if k%50 > 0 && i > 0 {
+					continue
+				}
 				select {
 				case in <- i:
 				default: // its window is full
@@ -252,4 +256,74 @@ func TestProbeOfAnotherSourceIsAwaited(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A limiter that refuses the probes of several sources is asked once by each, not
+// each time another has given its slot back; and again when a message comes later.
+func TestLimiterRefusesProbes(t *testing.T) {
+	for _, scope := range []Scope{ScopePartition, ScopeGroup} {
+		bubble(t, "", func(t *testing.T) {
+			g, err := New(Config{Scope: scope})
+			if err != nil {
+				t.Fatal(err)
+			}
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			lim := &strict{wait: time.Hour}
+			var sources []*Source[int]
+			for i, name := range []string{"a", "b", "c"} {
+				s, err := Open(g, SourceConfig{Name: name, Limiter: lim}, Limits{}, &testPort{}, func(context.Context, int) error { return nil })
+				if err != nil {
+					t.Fatal(err)
+				}
+				sources = append(sources, s)
+				if err := s.Offer(i); err != nil {
+					t.Fatal(err)
+				}
+				if err := s.ForceOpen(time.Second); err != nil {
+					t.Fatal(err)
+				}
+			}
+			for _, s := range sources {
+				go func() { _ = s.Run(ctx, nil) }()
+			}
+			time.Sleep(time.Minute)
+			if n := lim.asked.Load(); n > 30 {
+				t.Errorf("asked %d times in a minute", n)
+			}
+			lim.open.Store(true)
+			for _, s := range sources {
+				if err := s.Offer(9); err != nil {
+					t.Fatal(err)
+				}
+				time.Sleep(time.Minute)
+				if a := s.Account(); a.Acked != 2 {
+					t.Errorf("%s does not ask again: %+v", s.Name(), a)
+				}
+				for _, h := range s.State().Holds {
+					if h.Reason == ReasonLimiter {
+						t.Errorf("%s: %+v", s.Name(), h)
+					}
+				}
+			}
+			cancel()
+			if _, err := g.Close(context.WithoutCancel(t.Context())); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// strict is a limiter that refuses until it is open, or has been asked far too often.
+type strict struct {
+	wait  time.Duration
+	asked atomic.Int64
+	open  atomic.Bool
+}
+
+func (l *strict) Admit(time.Duration) time.Duration {
+	if l.asked.Add(1) > 10_000 || l.open.Load() {
+		return 0
+	}
+	return l.wait
 }
