@@ -33,7 +33,7 @@ type letterbox struct {
 	mu      sync.Mutex
 	queue   fifo[postable]
 	running bool
-	err     error // of the last write
+	err     error // of the last write; nil once nothing waits
 }
 
 // postable is a dead letter in the making, whatever its message's type.
@@ -53,7 +53,7 @@ func (b *letterbox) post(l postable) {
 	}
 }
 
-// trouble is the error of the last write, nil if it went well.
+// trouble is the error of the last write, nil if it went well or nothing waits.
 func (b *letterbox) trouble() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -65,13 +65,17 @@ func (b *letterbox) run(ctx context.Context) {
 	for {
 		b.mu.Lock()
 		if b.queue.len() == 0 || ctx.Err() != nil {
-			b.running = false
+			b.running, b.err = false, nil
 			b.mu.Unlock()
 			return
 		}
 		l := b.queue.pop()
 		b.mu.Unlock()
-		err := b.write(ctx, l)
+		r := l.record()
+		if r == nil {
+			continue // that says nothing about the writer
+		}
+		err := b.write(ctx, l, r)
 		b.mu.Lock()
 		turned := (err == nil) != (b.err == nil)
 		b.err = err
@@ -98,11 +102,7 @@ func (b *letterbox) run(ctx context.Context) {
 }
 
 // write writes one letter; one that is too large is trimmed and tried once more.
-func (b *letterbox) write(ctx context.Context, l postable) error {
-	r := l.record()
-	if r == nil {
-		return nil
-	}
+func (b *letterbox) write(ctx context.Context, l postable, r *dlq.Record) error {
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
 	ctx, end := b.g.trace(ctx, r)

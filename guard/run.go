@@ -134,6 +134,7 @@ func (l *loop[M]) turn(done chan<- struct{}) {
 		if l.hand.item != nil {
 			l.s.finish(l.hand.item, err, err.Stack)
 		} else {
+			l.hand.ctx.finish()
 			l.adopt(l.hand.m, err, err.Stack)
 		}
 	}()

@@ -8,12 +8,15 @@ import (
 	"errors"
 	"runtime"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/dlq"
 )
 
 // rig is a source with everything around it, inside a bubble.
@@ -181,6 +184,34 @@ func TestFailuresOfEveryKind(t *testing.T) {
 	}
 }
 
+// A call's context ends with the call, also when a Goexit ends that.
+func TestGoexitEndsTheContext(t *testing.T) {
+	for _, workers := range []int{1, 2} {
+		bubble(t, strconv.Itoa(workers), func(t *testing.T) {
+			var first context.Context //nolint:containedctx // looked at after the call
+			r := newRig(t, Policy{Order: OrderKey, Workers: workers}, Limits{}, func(_ *rig, ctx context.Context, _ int) error {
+				if first == nil {
+					first = ctx
+					_ = ctx.Done()
+					runtime.Goexit()
+				}
+				return nil
+			})
+			r.send(0, 1)
+			time.Sleep(time.Minute)
+			if a := r.check(); a.Acked != 1 {
+				t.Errorf("%+v", a)
+			}
+			select {
+			case <-first.Done():
+			default:
+				t.Error("the context of the first call has not ended")
+			}
+			r.close()
+		})
+	}
+}
+
 func TestPermanentAndIgnore(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
 		r := newRig(t, Policy{}, Limits{}, func(_ *rig, _ context.Context, m int) error {
@@ -340,6 +371,62 @@ func TestWriterDown(t *testing.T) {
 		}
 		r.close()
 	})
+}
+
+// The letter of a source that has ended says nothing about the writer, which
+// still fails for another source, and takes its error with it as the last one.
+func TestLetterOfAnEndedSource(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, err := New(Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		letters := &downWriter{took: time.Second}
+		var sources [2]*Source[int]
+		for i := range sources {
+			s, err := Open(g, SourceConfig{Name: strconv.Itoa(i), DeadLetters: letters}, Limits{}, &testPort{},
+				func(context.Context, int) error { return Permanent(errDown) })
+			if err != nil {
+				t.Fatal(err)
+			}
+			sources[i] = s
+			in := make(chan int, 3)
+			for m := range cap(in) {
+				in <- m
+			}
+			go s.Run(t.Context(), in)
+		}
+		end := func(s *Source[int]) {
+			ctx, cancel := context.WithCancel(t.Context())
+			cancel()
+			if rep := s.End(ctx, ReasonShutdown); len(rep.Left) == 0 {
+				t.Errorf("%+v", rep)
+			}
+		}
+		time.Sleep(time.Minute)
+		end(sources[0])
+		for range 1200 {
+			if time.Sleep(100 * time.Millisecond); g.Ready() == nil {
+				t.Fatal("ready although the writer fails")
+			}
+		}
+		end(sources[1])
+		time.Sleep(time.Minute)
+		if err := g.Ready(); err != nil {
+			t.Errorf("nothing waits for the writer: %v", err)
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// downWriter fails slowly.
+type downWriter struct{ took time.Duration }
+
+func (w *downWriter) Write(context.Context, *dlq.Record) error {
+	time.Sleep(w.took)
+	return errDown
 }
 
 // A spent budget keeps what would be dead-lettered, until an operator's grant.
