@@ -698,6 +698,19 @@ func TestUpdate(t *testing.T) {
 		if st := r.s.State(); st.Settings.Timeout != time.Second || st.Window != 7 {
 			t.Errorf("%+v", st.Settings)
 		}
+		for _, p := range []Policy{{NoTimeout: true}, {Timeout: time.Minute}} {
+			if err := r.s.Update(p); err != nil {
+				t.Error(err)
+			}
+			again := r.s.State().Settings
+			again.Window = 9
+			if err := r.s.Update(again); err != nil {
+				t.Error(err)
+			}
+			if is := r.s.State().Settings; is.Timeout != p.Timeout || is.NoTimeout != p.NoTimeout || is.Window != 9 {
+				t.Errorf("%+v", is)
+			}
+		}
 		err := r.s.Update(Policy{Order: OrderKey, Window: -1})
 		if err == nil || !strings.Contains(err.Error(), "Policy.Order") || !strings.Contains(err.Error(), "Policy.Window: -1") {
 			t.Error(err)

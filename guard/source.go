@@ -321,8 +321,8 @@ func (s *Source[M]) batchLeftLocked(started uint64) int {
 	return len(s.batch) - s.diverted - int(started+s.adopted.Load()-s.batchAt)
 }
 
-// Update changes the settings of a running source: Timeout, Retry, Ramp, Window
-// and WindowBytes. Another change is refused by name; open a new source for it.
+// Update changes the settings of a running source: Timeout, NoTimeout, Retry, Ramp,
+// Window and WindowBytes. Another change is refused by name; open a new source for it.
 func (s *Source[M]) Update(p Policy) error {
 	next := p.withDefaults(s.limits)
 	err := errors.Join(p.Validate(), next.fits(s.limits))
@@ -353,7 +353,8 @@ func (s *Source[M]) Update(p Policy) error {
 	}
 	if err = errors.Join(append(fixed, err)...); err == nil {
 		p := &s.c.policy // field by field: the loop reads the others without mu
-		p.Timeout, p.Retry, p.Ramp, p.Window, p.WindowBytes = next.Timeout, next.Retry, next.Ramp, next.Window, next.WindowBytes
+		p.Timeout, p.NoTimeout, p.Retry, p.Ramp = next.Timeout, next.NoTimeout, next.Retry, next.Ramp
+		p.Window, p.WindowBytes = next.Window, next.WindowBytes
 		s.timeout.Store(int64(next.Timeout))
 	}
 	s.unlock(s.g.now())
