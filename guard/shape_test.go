@@ -188,11 +188,10 @@ func TestFailuresOfEveryKind(t *testing.T) {
 func TestGoexitEndsTheContext(t *testing.T) {
 	for _, workers := range []int{1, 2} {
 		bubble(t, strconv.Itoa(workers), func(t *testing.T) {
-			var first context.Context //nolint:containedctx // looked at after the call
+			var first <-chan struct{} // of the first call's context
 			r := newRig(t, Policy{Order: OrderKey, Workers: workers}, Limits{}, func(_ *rig, ctx context.Context, _ int) error {
 				if first == nil {
-					first = ctx
-					_ = ctx.Done()
+					first = ctx.Done()
 					runtime.Goexit()
 				}
 				return nil
@@ -203,7 +202,7 @@ func TestGoexitEndsTheContext(t *testing.T) {
 				t.Errorf("%+v", a)
 			}
 			select {
-			case <-first.Done():
+			case <-first:
 			default:
 				t.Error("the context of the first call has not ended")
 			}
@@ -394,7 +393,7 @@ func TestLetterOfAnEndedSource(t *testing.T) {
 			for m := range cap(in) {
 				in <- m
 			}
-			go s.Run(t.Context(), in)
+			go func() { _ = s.Run(t.Context(), in) }() // until Close
 		}
 		end := func(s *Source[int]) {
 			ctx, cancel := context.WithCancel(t.Context())
