@@ -63,6 +63,52 @@ func TestSecondEndHeedsItsContext(t *testing.T) {
 	})
 }
 
+// The same for a function. While End waits, and after it, nothing is called again.
+func TestSecondEndOfAFunc(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var calls atomic.Int64
+		release := make(chan struct{})
+		g, f := newFunc(t, Policy{Retry: Retry{Base: 10 * time.Second}}, func(_ context.Context, m int) error {
+			calls.Add(1)
+			if m == 0 {
+				<-release
+			}
+			return errDown
+		})
+		results := make(chan error, 2)
+		for m := range 2 {
+			go func() { results <- f.Do(context.Background(), m) }()
+		}
+		synctest.Wait()
+		first := make(chan Report, 1)
+		go func() { first <- f.End(context.Background(), ReasonShutdown) }()
+		time.Sleep(time.Minute)
+		if err := <-results; !errors.Is(err, ErrClosed) || !errors.Is(err, errDown) {
+			t.Error(err)
+		}
+		if len(first) > 0 || calls.Load() != 2 {
+			t.Errorf("End returned: %v; %d calls", len(first) > 0, calls.Load())
+		}
+		late := time.AfterFunc(time.Hour, func() { close(release) })
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		start := time.Now()
+		_, err := g.Close(ctx)
+		if took := time.Since(start); took > 2*time.Second || err == nil {
+			t.Errorf("Close with a context of 1s took %v: %v", took, err)
+		}
+		if rep := <-first; len(rep.Left) != 1 {
+			t.Errorf("%+v", rep)
+		}
+		if late.Stop() {
+			close(release)
+		}
+		if err := <-results; !errors.Is(err, ErrClosed) || calls.Load() != 2 {
+			t.Errorf("%v, %d calls", err, calls.Load())
+		}
+	})
+}
+
 // Close waits without bound for a dead-letter writer that ignores its context.
 func TestCloseWithBlockedWriter(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -5,6 +5,7 @@ package guard
 
 import (
 	"context"
+	"slices"
 	"sync"
 )
 
@@ -16,9 +17,8 @@ import (
 //
 // Lock order: Source.mu, then Feed.mu.
 type Feed[M any] struct {
-	max int // messages each buffer may hold
-
 	mu      sync.Mutex
+	max     int // messages each buffer may hold
 	buf     []M
 	closed  bool
 	waiting bool // the reader waits for room
@@ -27,12 +27,21 @@ type Feed[M any] struct {
 	space chan struct{} // the same for the reader
 }
 
-func newFeed[M any](limit int) *Feed[M] {
-	return &Feed[M]{
-		max:   max(1, limit),
-		buf:   make([]M, 0, max(1, limit)),
-		ready: make(chan struct{}, 1),
-		space: make(chan struct{}, 1),
+func newFeed[M any]() *Feed[M] {
+	return &Feed[M]{ready: make(chan struct{}, 1), space: make(chan struct{}, 1)}
+}
+
+// resize changes how many messages each buffer may hold. What is beyond that
+// stays, and Put waits until it has been taken.
+func (f *Feed[M]) resize(limit int) {
+	f.mu.Lock()
+	f.max = limit
+	f.buf = slices.Grow(f.buf, max(0, limit-len(f.buf)))
+	wake := f.waiting && len(f.buf) < limit
+	f.waiting = f.waiting && !wake
+	f.mu.Unlock()
+	if wake {
+		token(f.space)
 	}
 }
 
@@ -48,7 +57,7 @@ func (f *Feed[M]) Put(ctx context.Context, ms ...M) (int, error) {
 			return placed, ErrClosed
 		}
 		was := len(f.buf)
-		n := min(f.max-was, len(ms)-placed)
+		n := max(0, min(f.max-was, len(ms)-placed))
 		f.buf = append(f.buf, ms[placed:placed+n]...)
 		placed += n
 		f.waiting = placed < len(ms)

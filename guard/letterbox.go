@@ -38,7 +38,7 @@ type letterbox struct {
 	mu      sync.Mutex
 	queue   fifo[postable]
 	running bool
-	err     error    // of the last write
+	err     error    // of the last write; nil once nothing waits
 	failed  postable // whose it was
 	waits   error    // why the last letter was put off; nil once one is written
 }
@@ -60,7 +60,7 @@ func (b *letterbox) post(l postable) {
 	}
 }
 
-// trouble is the error of the last write, nil if it went well.
+// trouble is the error of the last write, nil if it went well or nothing waits.
 func (b *letterbox) trouble() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -89,12 +89,21 @@ func (b *letterbox) noted(l postable, err error) (turned bool) {
 		if err == nil {
 			b.waits, b.failed = nil, nil
 		}
-	case b.failed == l: // nothing is to be written that failed
+	case b.failed == l || b.failed == nil: // nothing is to be written that failed
 		b.waits, b.err, b.failed = err, nil, nil
 	default:
 		b.waits = err
 	}
 	return (b.err == nil) != (was == nil)
+}
+
+// forget drops a letter whose source has ended, which says nothing about the writer.
+func (b *letterbox) forget(l postable) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.failed == l {
+		b.failed = nil
+	}
 }
 
 // left is how many letters there are.
@@ -109,13 +118,18 @@ func (b *letterbox) run(ctx context.Context) {
 	for {
 		b.mu.Lock()
 		if b.queue.len() == 0 || ctx.Err() != nil {
-			b.running = false
+			b.running, b.err, b.failed, b.waits = false, nil, nil, nil
 			b.mu.Unlock()
 			return
 		}
 		l := b.queue.pop()
 		b.mu.Unlock()
-		err := b.write(ctx, l)
+		r := l.record()
+		if r == nil {
+			b.forget(l)
+			continue
+		}
+		err := b.write(ctx, l, r)
 		if b.noted(l, err) {
 			b.g.logChange("dead-letter writer", "", ReasonDLQ, "error", b.trouble())
 		}
@@ -146,11 +160,7 @@ func (b *letterbox) run(ctx context.Context) {
 }
 
 // write writes one letter; one that is too large is trimmed and tried once more.
-func (b *letterbox) write(ctx context.Context, l postable) error {
-	r := l.record()
-	if r == nil {
-		return nil
-	}
+func (b *letterbox) write(ctx context.Context, l postable, r *dlq.Record) error {
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
 	ctx, end := b.g.trace(ctx, r)

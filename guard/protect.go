@@ -41,7 +41,9 @@ type Func[M any] struct {
 
 	mu        sync.Mutex
 	ended     bool
-	done      chan struct{}
+	overdue   bool          // over is closed
+	over      chan struct{} // End waits no longer
+	done      chan struct{} // End has returned
 	ending    Report
 	deliverID atomic.Uint64
 }
@@ -81,7 +83,10 @@ func Protect[M any](g *Guard, cfg SourceConfig, f func(context.Context, M) error
 	if err := errors.Join(append(p, policy.Validate())...); err != nil {
 		return nil, fmt.Errorf("guard: protect %q: %w", cfg.Name, err)
 	}
-	fn := &Func[M]{g: g, cfg: cfg, policy: policy.withDefaults(Limits{}), f: f, limit: cfg.Limiter, done: make(chan struct{})}
+	fn := &Func[M]{
+		g: g, cfg: cfg, policy: policy.withDefaults(Limits{}), f: f, limit: cfg.Limiter,
+		over: make(chan struct{}), done: make(chan struct{}),
+	}
 	fn.policy.Breaker = fn.policy.Breaker.WithDefaults()
 	fn.deliverID.Store(g.epochs.Add(1) << idBits)
 	if !policy.NoBreaker {
@@ -305,17 +310,20 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token breaker.Token,
 // pause waits a retry's delay.
 func (f *Func[M]) pause(ctx context.Context, c *cell, d time.Duration) error {
 	c.waiting.Add(1)
-	defer c.waiting.Add(-1)
 	t := time.NewTimer(d)
 	defer t.Stop()
+	var err error
 	select {
 	case <-t.C:
-		return nil
 	case <-ctx.Done():
-		return ctx.Err()
+		err = ctx.Err()
 	case <-f.done:
+	}
+	c.waiting.Add(-1)
+	if f.closed.Load() { // after that: End sets it before it counts
 		return ErrClosed
 	}
+	return err
 }
 
 // call runs the function. Its context ends at the timeout, counted from the
@@ -445,9 +453,14 @@ func (f *Func[M]) Update(Policy) error {
 	return fmt.Errorf("guard: source %s: the policy of a protected function cannot change", f.cfg.Name)
 }
 
-// End refuses further calls with [ErrClosed] and waits for those under way until
-// ctx ends; what is then left is reported.
+// End refuses further calls and retries with [ErrClosed] and waits for those under
+// way until ctx ends; what is then left is reported.
+//
+// Later calls wait for the first and return its report; whichever context ends
+// first counts.
 func (f *Func[M]) End(ctx context.Context, why Reason) Report {
+	stop := context.AfterFunc(ctx, f.hurry)
+	defer stop()
 	f.mu.Lock()
 	if f.ended {
 		f.mu.Unlock()
@@ -459,10 +472,12 @@ func (f *Func[M]) End(ctx context.Context, why Reason) Report {
 	f.closed.Store(true)
 	wait := time.NewTicker(tick)
 	defer wait.Stop()
-	for f.Account().Processing > 0 && ctx.Err() == nil {
+wait:
+	for f.Account().Processing > 0 {
 		select {
 		case <-wait.C:
-		case <-ctx.Done():
+		case <-f.over:
+			break wait
 		}
 	}
 	a := f.Account()
@@ -475,6 +490,16 @@ func (f *Func[M]) End(ctx context.Context, why Reason) Report {
 	f.release()
 	close(f.done)
 	return rep
+}
+
+// hurry makes End go on without the calls under way.
+func (f *Func[M]) hurry() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if !f.overdue {
+		f.overdue = true
+		close(f.over)
+	}
 }
 
 func (*Func[M]) nudge() {}

@@ -49,17 +49,14 @@ func (s *Source[M]) run(ctx context.Context, in <-chan M, feed *Feed[M]) error {
 	s.loops++
 	s.ctx, s.cancel = context.WithCancelCause(ctx)
 	workers := s.c.policy.Workers
-	batch := max(1, min(flushEvery, s.c.policy.Window/4))
-	if feed == nil && s.limits.AckWait > 0 {
-		s.c.reserve = batch
-	}
+	s.divideLocked()
 	s.mu.Unlock()
 	unhook := context.AfterFunc(ctx, s.stop)
 	defer unhook()
 	stopKeepAlive := s.keepAlive()
 	defer stopKeepAlive()
 
-	l := &loop[M]{s: s, ctx: ctx, in: in, feed: feed, timer: stoppedTimer(), workers: workers > 1, batch: batch}
+	l := &loop[M]{s: s, ctx: ctx, in: in, feed: feed, timer: stoppedTimer(), workers: workers > 1}
 	defer l.timer.Stop()
 	retired := make(chan struct{}, workers)
 	if l.workers {
@@ -103,7 +100,6 @@ type loop[M any] struct {
 	ctx     context.Context //nolint:containedctx // Run's
 	in      <-chan M        // the input, unless it is the feed
 	feed    *Feed[M]
-	batch   int // how many are taken from in at once
 	spare   []M // the batch before the last, to be reused
 	timer   *time.Timer
 	workers bool
@@ -134,6 +130,7 @@ func (l *loop[M]) turn(done chan<- struct{}) {
 		if l.hand.item != nil {
 			l.s.finish(l.hand.item, err, err.Stack)
 		} else {
+			l.hand.ctx.finish()
 			l.adopt(l.hand.m, err, err.Stack)
 		}
 	}()
@@ -200,7 +197,7 @@ func (l *loop[M]) refill() bool {
 func (l *loop[M]) refillFrom(first []M) bool {
 	s := l.s
 	l.spare = append(l.spare[:0], first...)
-	for len(l.spare) < l.batch && !l.closed {
+	for most := int(s.batchMax.Load()); len(l.spare) < most && !l.closed; {
 		select {
 		case m, ok := <-l.in:
 			if l.closed = !ok; ok {

@@ -46,6 +46,7 @@ type Source[M any] struct {
 	fenced    atomic.Bool   // no port call may begin
 	slow      atomic.Bool   // the machine has something to do: no closed path
 	timeout   atomic.Int64  // Policy.Timeout
+	batchMax  atomic.Int64  // how many messages Run takes from its input at once
 	started   uint64        // the loop's copy of the number
 	acks      int           // since the last Flush; the loop's, with workers under mu
 	fresh     bool          // the loop was blocked: the sweeper may be parked
@@ -243,10 +244,25 @@ func (s *Source[M]) Feed() *Feed[M] {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.feed == nil {
-		s.feed = newFeed[M](s.c.policy.Window / 4)
-		s.c.reserve = 2 * s.feed.max // it has two buffers
+		s.feed = newFeed[M]()
+		s.divideLocked()
 	}
 	return s.feed
+}
+
+// divideLocked gives the feed, or where there is an AckWait the batch that Run
+// takes, its part of the window; the rest is the machine's.
+func (s *Source[M]) divideLocked() {
+	part := max(1, s.c.policy.Window/4)
+	batch := min(flushEvery, part)
+	s.batchMax.Store(int64(batch))
+	switch {
+	case s.feed != nil:
+		s.feed.resize(part)
+		s.c.reserve = 2 * part // it has two buffers
+	case s.ran && s.limits.AckWait > 0:
+		s.c.reserve = batch
+	}
 }
 
 // unlock ends a critical section of a step: it publishes whether the closed path
@@ -321,8 +337,9 @@ func (s *Source[M]) batchLeftLocked(started uint64) int {
 	return len(s.batch) - s.diverted - int(started+s.adopted.Load()-s.batchAt)
 }
 
-// Update changes the settings of a running source: Timeout, Retry, Ramp, Window
-// and WindowBytes. Another change is refused by name; open a new source for it.
+// Update changes the settings of a running source: Timeout, NoTimeout, Retry, Ramp,
+// Window and WindowBytes. Another change is refused by name; open a new source for
+// it. What is beyond a smaller window stays, and no more comes before there is room.
 func (s *Source[M]) Update(p Policy) error {
 	next := p.withDefaults(s.limits)
 	err := errors.Join(p.Validate(), next.fits(s.limits))
@@ -353,8 +370,10 @@ func (s *Source[M]) Update(p Policy) error {
 	}
 	if err = errors.Join(append(fixed, err)...); err == nil {
 		p := &s.c.policy // field by field: the loop reads the others without mu
-		p.Timeout, p.Retry, p.Ramp, p.Window, p.WindowBytes = next.Timeout, next.Retry, next.Ramp, next.Window, next.WindowBytes
+		p.Timeout, p.NoTimeout, p.Retry, p.Ramp = next.Timeout, next.NoTimeout, next.Retry, next.Ramp
+		p.Window, p.WindowBytes = next.Window, next.WindowBytes
 		s.timeout.Store(int64(next.Timeout))
+		s.divideLocked()
 	}
 	s.unlock(s.g.now())
 	if err == nil {

@@ -295,6 +295,9 @@ const (
 	// settleDown is how long a call waits for the source to hand out what it
 	// has just been offered.
 	settleDown = 20 * time.Millisecond
+	// stuck is after how many of those a fetch takes what waits to be behind a retry
+	// of its lane.
+	stuck = 20
 )
 
 // hand makes an item the program's.
@@ -367,9 +370,10 @@ func (b *batch) Error() error {
 }
 
 // fetch pulls what the source has room for and hands out what it lets through.
-// It starts a goroutine that ends after wait at the latest. When messages that
-// were held have filled the batch, the pull goes on until it ends, and what it
-// brings is a later call's: that pulls less.
+// It starts a goroutine that ends when what the pull brought is handed out, and
+// after wait, or shortly after it, at the latest. When messages that were held have
+// filled the batch, the pull goes on until it ends, and what it brings is a later
+// call's: that pulls less.
 func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.MessageBatch, error)) (jetstream.MessageBatch, error) {
 	st := w.src.State()
 	if st.Ended {
@@ -412,7 +416,7 @@ func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.
 		look := time.NewTicker(settleDown)
 		defer look.Stop()
 		over, given := false, 0
-		for idle := 0; given < cap(b.out) && idle < 2; {
+		for idle := 0; given < cap(b.out) && idle < stuck; {
 			select {
 			case m, ok := <-in:
 				if ok {
@@ -422,13 +426,13 @@ func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.
 				w.asked.Add(-want)
 				err := inner.Error()
 				fail(err)
-				// A pull that brought all leaves the rest of the wait to the source,
-				// which may hold for less than that.
+				// A pull that brought all leaves the rest of the wait to the source, if
+				// it holds, which may be for less than that.
 				in, over = nil, over || want > 0 || err != nil
 			case it, ok := <-w.src.Ready():
 				if !ok {
 					fail(guard.ErrClosed)
-					idle = 2
+					idle = stuck
 					continue
 				}
 				idle = 0
@@ -437,7 +441,12 @@ func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.
 			case <-deadline.C:
 				over = true
 			case <-look.C:
-				if over && in == nil && w.drained() {
+				a := w.src.Account()
+				switch {
+				case in != nil || !over && (given == 0 || a.Held > 0):
+				case a.Waiting == 0:
+					idle += stuck / 2
+				default:
 					idle++
 				}
 			}

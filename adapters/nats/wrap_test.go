@@ -283,6 +283,105 @@ func TestWrappedNextWaitsOutAHold(t *testing.T) {
 	}
 }
 
+// A call whose pull brought all that there was room for is over once that is handed
+// out, also when that is less than it was asked for.
+func TestWrappedFetchWithLessRoom(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 20 * time.Second, MaxAckPending: 10})
+	retry := guard.Retry{Base: time.Hour, Max: time.Hour}
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Retry: retry}})
+	w := wrap(t, g, r.consumer)
+	r.publish(t, subject, 0, 100)
+	const wait = 20 * time.Second
+	for call, want := range []int{10, 9, 9} {
+		start := time.Now()
+		b, err := w.Fetch(10, jetstream.FetchMaxWait(wait))
+		if err != nil {
+			t.Fatal(err)
+		}
+		n := 0
+		for m := range b.Messages() {
+			settle := m.Ack
+			if call == 0 && n == 0 {
+				settle = m.Nak // takes a place until its retry
+			}
+			n++
+			if err := settle(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if took := time.Since(start); n != want || took > wait/2 || b.Error() != nil {
+			t.Fatalf("call %d: %d messages in %s: %v", call, n, took, b.Error())
+		}
+	}
+}
+
+// What waits behind a retry of its lane keeps no call open: neither beyond its wait,
+// nor when all else that it pulled is handed out.
+func TestWrappedFetchBehindARetry(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 20 * time.Second, MaxAckPending: 4})
+	retry := guard.Retry{Base: time.Hour, Max: time.Hour}
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Order: guard.OrderKey, Retry: retry}})
+	w := wrap(t, g, r.consumer)
+	r.publish(t, func(i int) string { return "s." + strconv.Itoa(i/3) }, 0, 4)
+	for i, call := range []struct {
+		most, want int
+		wait       time.Duration
+	}{{1, 1, 20 * time.Second}, {10, 1, 20 * time.Second}, {10, 0, time.Second}} {
+		start := time.Now()
+		b, err := w.Fetch(call.most, jetstream.FetchMaxWait(call.wait))
+		if err != nil {
+			t.Fatal(err)
+		}
+		n := 0
+		late := time.After(10 * time.Second)
+		for open := true; open; {
+			select {
+			case m, more := <-b.Messages():
+				if open = more; more {
+					n++
+					if err := m.Nak(); err != nil {
+						t.Fatal(err)
+					}
+				}
+			case <-late:
+				t.Fatalf("call %d is open after %s, %+v", i, time.Since(start), w.src.Account())
+			}
+		}
+		if n != call.want || b.Error() != nil || n == 0 && time.Since(start) < call.wait {
+			t.Fatalf("call %d: %d messages in %s, %v, %+v", i, n, time.Since(start), b.Error(), w.src.Account())
+		}
+	}
+}
+
+// A batch goes on while the rest of it is held, here for slow probes one by one.
+func TestWrappedFetchOfProbes(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 20 * time.Second})
+	g := adaptertest.Guard(t, guard.Config{})
+	w := wrap(t, g, r.consumer)
+	r.publish(t, subject, 0, 5)
+	if err := w.src.ForceOpen(200 * time.Millisecond); err != nil {
+		t.Fatal(err)
+	}
+	b, err := w.Fetch(5, jetstream.FetchMaxWait(20*time.Second))
+	if err != nil {
+		t.Fatal(err)
+	}
+	n := 0
+	for m := range b.Messages() {
+		n++
+		time.Sleep(5 * settleDown)
+		if err := m.Ack(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n != 5 || b.Error() != nil {
+		t.Errorf("%d messages, %v, %+v", n, b.Error(), w.src.Account())
+	}
+}
+
 // While the source holds, calls return empty in their time, nothing is
 // delivered twice, and it all comes later.
 func TestWrappedHold(t *testing.T) {
