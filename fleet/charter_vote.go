@@ -471,12 +471,8 @@ func (c *Charters) draftLocked(now time.Duration) (d *decree, made []uint64) {
 		return true
 	}
 	for _, r := range c.requests {
-		if r.evict == "" || c.returnedLocked(&r) {
-			continue
-		}
-		lacks := c.lacksLocked(r.evict)
-		asked = asked || lacks
-		if remove(r.evict) || lacks {
+		if lacks := c.lacksLocked(r.evict); r.evict != "" && !c.returnedLocked(&r) && (remove(r.evict) || lacks) {
+			asked = true
 			evicted = append(evicted, eviction{name: r.evict})
 			made = append(made, r.ticket)
 		}
@@ -507,16 +503,9 @@ func (c *Charters) draftLocked(now time.Duration) (d *decree, made []uint64) {
 	}
 	to.Roster.Members = members
 	if pending < fewPending {
-		for _, r := range c.requests {
-			if r.change == nil {
-				continue
-			}
-			if changed, err := r.change.apply(to, r.resets); err == nil {
-				asked, moved = true, moved || len(r.change.Weights) > 0
-				to = changed
-				made = append(made, r.ticket)
-			}
-		}
+		changed, weights := c.changeLocked(&to)
+		made = append(made, changed...)
+		asked, moved = asked || len(changed) > 0, moved || weights
 	}
 	if moved {
 		to.Roster.Number = to.Number
@@ -525,4 +514,20 @@ func (c *Charters) draftLocked(now time.Duration) (d *decree, made []uint64) {
 		return nil, nil
 	}
 	return newDecree(to, evicted), made
+}
+
+// changeLocked makes what operators ask of us to change, and returns the tickets of
+// what could be made, and whether weights are among it.
+func (c *Charters) changeLocked(to *limiter.Charter) (made []uint64, weights bool) {
+	for _, r := range c.requests {
+		if r.change == nil {
+			continue
+		}
+		if changed, err := r.change.apply(*to, r.resets); err == nil {
+			weights = weights || len(r.change.Weights) > 0
+			*to = changed
+			made = append(made, r.ticket)
+		}
+	}
+	return made, weights
 }
