@@ -56,8 +56,10 @@ func TestScopes(t *testing.T) {
 				t.Errorf("not contained: %+v", r)
 			}
 		}
-		if kept := at("one_topic", "group").HealthyKept; kept >= at("one_topic", "topic").HealthyKept {
-			t.Errorf("order %s: a breaker for the group kept %v of the healthy topics", order, kept)
+		// By source few messages of a broken topic get as far as to fail, and among many
+		// that succeed they need not open a breaker for the group.
+		if kept := at("one_topic", "group").HealthyKept; order == "key" && kept >= at("one_topic", "topic").HealthyKept {
+			t.Errorf("a breaker for the group kept %v of the healthy topics", kept)
 		}
 		if all, each := at("everything", "group").CallsPerSecond, at("everything", "partition_quorum1").CallsPerSecond; all >= each {
 			t.Errorf("order %s: one breaker let %v calls a second through, sixteen did %v", order, all, each)
