@@ -10,6 +10,7 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -214,6 +215,10 @@ func (r *rig) drained() {
 	defer cancel()
 	if err := r.in.Drained(ctx); err != nil {
 		r.t.Fatalf("%v: %+v %+v", err, r.in.Stats(), r.heldState())
+	}
+	// The source has its room back a moment after the intake.
+	for held := r.g.Source(r.in.cfg.Name + "/held"); held != nil && held.Account().Settling > 0; {
+		runtime.Gosched()
 	}
 }
 
