@@ -67,12 +67,14 @@ func TestLWWSetPrune(t *testing.T) {
 	did(t, true)(s.Remove("edge", Stamp{Physical: 90 * minute}))
 	did(t, true)(s.Remove("future", Stamp{Physical: 200 * minute}))
 	did(t, true)(s.Add("kept", Stamp{Physical: 1}))
+	did(t, true)(s.Remove("older", Stamp{Physical: 80 * minute}))
+	did(t, true)(s.Remove("oldest", Stamp{Physical: 2}))
 	before := whole(s)
 
 	if n, err := s.Prune(now, MinTombstoneAge-1); n != 0 || !errors.Is(err, ErrArgument) {
 		t.Fatal(n, err)
 	}
-	if n, err := s.Prune(now, MinTombstoneAge); n != 1 || err != nil {
+	if n, err := s.Prune(now, MinTombstoneAge); n != 3 || err != nil {
 		t.Fatal(n, err)
 	}
 	if s.Tombstones() != 2 || !s.Has("kept") {

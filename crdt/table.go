@@ -46,13 +46,16 @@ func (t *table[K, V]) drop(k K) {
 	delete(t.at, k)
 }
 
-// all yields the entries in the order of their latest change.
+// all yields the entries in the order of their latest change. What is yielded may be
+// dropped.
 func (t *table[K, V]) all() iter.Seq2[K, V] {
 	return func(yield func(K, V) bool) {
-		for c := t.changes.First(); c != nil; c = c.Next() {
+		for c := t.changes.First(); c != nil; {
+			next := c.Next()
 			if !yield(c.Of.key, c.Of.val) {
 				return
 			}
+			c = next
 		}
 	}
 }

@@ -139,6 +139,9 @@ func (f *file) reload() error {
 	if f.read && info.ModTime().Equal(f.time) && info.Size() == f.size {
 		return nil
 	}
+	if !info.Mode().IsRegular() { // opening another might wait for ever
+		return fmt.Errorf("gossip: discovery: %s is no regular file", f.path)
+	}
 	in, err := os.Open(f.path)
 	if err != nil {
 		return fmt.Errorf("gossip: discovery: %w", err)

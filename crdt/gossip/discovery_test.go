@@ -76,6 +76,13 @@ func TestOneNameDoesNotHoldUpTheRest(t *testing.T) {
 	}
 }
 
+// A pipe that nobody writes into is refused, and not waited for.
+func TestFileIsRegular(t *testing.T) {
+	if err := addrs(t, File(names{}, t.TempDir())); err == nil || !strings.Contains(err.Error(), "is no regular file") {
+		t.Errorf("%v", err)
+	}
+}
+
 func TestFileIsReadAgain(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "peers")
 	d := File(names{"pods": {"10.0.0.7"}}, path)

@@ -117,7 +117,7 @@ func (s *Session) acknowledged(now time.Duration, ev Event) (reason Reason, by c
 	case h.cluster != s.cluster:
 		return Cluster, by
 	case string(h.from) == s.cfg.Self.Name:
-		return Self, s.mirror(now, h, canonical(ev.Addr))
+		return Self, s.mirror(h, canonical(ev.Addr))
 	}
 	p := s.byName[string(h.from)]
 	if p == nil || h.fromInc < p.life.Incarnation {

@@ -176,12 +176,16 @@ func newMemberlist(t *transport, m *members, self crdt.Replica) (*memberlist.Mem
 	c.TCPTimeout = 3 * time.Second
 	c.AwarenessMaxMultiplier = 2 // a probe, and so its goroutine, lasts 2 s at most
 	c.DeadNodeReclaimTime = time.Second
-	c.UDPBufferSize = MaxPacket - memberHeader
+	c.UDPBufferSize = MaxPacket - memberHeader - checksum
 	if t.seal != nil {
 		c.UDPBufferSize -= overhead
 	}
 	return memberlist.Create(c)
 }
+
+// checksum is the size of the header that memberlist puts before a packet that it has
+// filled.
+const checksum = 5
 
 // Rejoining: at random between these, and sooner while nobody was met.
 const (

@@ -481,7 +481,7 @@ func (s *Session) receive(now time.Duration, ev Event) (p *peer, reason Reason, 
 	}
 	addr := canonical(ev.Addr)
 	if string(h.from) == s.cfg.Self.Name {
-		return nil, Self, s.mirror(now, h, addr)
+		return nil, Self, s.mirror(h, addr)
 	}
 	ours := h.toInc == s.cfg.Self.Incarnation && h.toName == s.selfName
 	if h.flags&flagRefusal != 0 {
@@ -554,13 +554,15 @@ func framed(body []byte) bool {
 
 // mirror handles a packet of our own name: ourselves, at an address that we need
 // not ask, or another life. Of two lives the later one stays.
-func (s *Session) mirror(now time.Duration, h *header, addr netip.AddrPort) (answer crdt.Replica) {
+func (s *Session) mirror(h *header, addr netip.AddrPort) (answer crdt.Replica) {
 	life := crdt.Replica{Name: s.cfg.Self.Name, Incarnation: h.fromInc}
 	switch inc := s.cfg.Self.Incarnation; {
 	case h.fromInc > inc:
 		s.end()
 	case h.fromInc == inc:
-		if a := s.book.learn(now, addr); a != nil {
+		// Only an address that is asked. What came from any other may be a packet of ours
+		// that somebody sent back, to fill the book or to hide a peer.
+		if a := s.book.byAddr[addr]; a != nil && a.peer == nil {
 			a.own = true
 		}
 		return crdt.Replica{}
@@ -674,7 +676,7 @@ func (s *Session) heard(now time.Duration, wall int64, p *peer, h *header, addr 
 		p.home = s.book.learn(now, addr)
 	}
 	if p.home != nil {
-		p.home.peer, p.home.heardAt = p, now
+		p.home.peer, p.home.heardAt, p.home.own = p, now, false
 	}
 	if back {
 		s.book.hintAll(now)

@@ -551,6 +551,25 @@ func TestOwnNameAtWork(t *testing.T) {
 	}
 }
 
+// A packet of ours that somebody sends back neither fills the book nor hides who is
+// known at an address.
+func TestOwnPacketSentBack(t *testing.T) {
+	a, b, stranger := newEnd(t, "a", 1, 1), newEnd(t, "b", 1, 2), newEnd(t, "x", 1, 3)
+	hello := one(t, a.join(1*ms, b))
+	a.take(2*ms, b, one(t, b.take(2*ms, a, hello)))
+	known := len(a.book.byAddr)
+	a.take(3*ms, stranger, hello)
+	a.take(3*ms, b, hello)
+	if len(a.book.byAddr) != known {
+		t.Errorf("%d addresses, %d before", len(a.book.byAddr), known)
+	}
+	for addr, at := range a.book.byAddr {
+		if at.own {
+			t.Errorf("%v is taken for its own", addr)
+		}
+	}
+}
+
 func TestOwnAddressIsNotAsked(t *testing.T) {
 	a := newEnd(t, "a", 1, 1)
 	hello := one(t, a.join(1*ms, a))

@@ -319,6 +319,9 @@ func (o *outStream) retire(force bool) bool {
 	defer o.t.mu.Unlock()
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	if o.closed { // and another may have its place
+		return true
+	}
 	if o.n > 0 && !force {
 		return false
 	}

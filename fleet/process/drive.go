@@ -144,7 +144,11 @@ func (p *Process) lookAround(now time.Duration) {
 	p.standings.Say(p.standing())
 	if problem := charterOf(p.charters.Status(now)).Problem; problem != p.drive.said {
 		p.drive.said = problem
-		p.log.Error("fleet: the charter of another process is refused", "problem", problem)
+		if problem == "" {
+			p.log.Info("fleet: no charter of another process is refused any more")
+		} else {
+			p.log.Error("fleet: the charter of another process is refused", "problem", problem)
+		}
 	}
 	p.watchLag(now)
 	scopes := p.member.Scopes()
