@@ -71,7 +71,7 @@ type machine[M any] struct {
 	stopped   bool // the loop is to end
 	paused    bool
 	asked     time.Duration // a handler asked to be left alone until then …
-	askedFor  string        // … by this error
+	askedFor  error         // … with this
 	limited   time.Duration // the limiter refused until then …
 	refusedAt time.Duration // … when it was asked last
 	held      bool          // something was refused admission and is not yet drained

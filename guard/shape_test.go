@@ -499,17 +499,40 @@ func TestLetterPutOff(t *testing.T) {
 // While somebody asked for time, the state says why, in their words.
 func TestBackoffSaysWhy(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
-		r := newRig(t, Policy{}, Limits{}, func(_ *rig, _ context.Context, m int) error {
-			return Backoff(errors.New("429 too many requests"), time.Now().Add(time.Minute))
+		busy := &lookingError{text: "429 too many requests"}
+		r := newRig(t, Policy{}, Limits{}, func(*rig, context.Context, int) error {
+			return Backoff(busy, time.Now().Add(time.Minute))
 		})
 		r.send(0, 1)
 		time.Sleep(time.Second)
 		r.check()
+		busy.at = &r.s.mu // all others rest
 		if h := r.s.State().Holds; len(h) != 1 || h[0].Reason != ReasonBackpressure || h[0].Detail != "asked for time: 429 too many requests" {
 			t.Errorf("%+v", h)
 		}
+		if busy.locked {
+			t.Error("the error's method is called under the source's lock")
+		}
 		r.close()
 	})
+}
+
+// lookingError tells whether a lock is held when its method is called.
+type lookingError struct {
+	text   string
+	at     *sync.Mutex
+	locked bool
+}
+
+func (e *lookingError) Error() string {
+	if e.at != nil {
+		if e.at.TryLock() {
+			e.at.Unlock()
+		} else {
+			e.locked = true
+		}
+	}
+	return e.text
 }
 
 // A spent budget keeps what would be dead-lettered, until an operator's grant.

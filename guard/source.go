@@ -461,12 +461,24 @@ func (s *Source[M]) DeadLetterWaiting(n int) int {
 
 // State is the source seen from outside, at one instant.
 func (s *Source[M]) State() State {
-	now := s.g.now()
-	fleet := s.g.fleetScope(s.c.gate)
+	st, whys := s.state(s.g.now(), s.g.fleetScope(s.c.gate))
+	for _, w := range whys { // the errors are the user's, and asked without the lock
+		st.Holds[w.hold].Detail += ": " + dlq.DescribeError(w.err, nil).Message
+	}
+	return st
+}
+
+// why is the error that a hold's detail ends with.
+type why struct {
+	hold int // index in State.Holds
+	err  error
+}
+
+func (s *Source[M]) state(now time.Duration, fleet breaker.FleetScope) (st State, whys []why) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	c := &s.c
-	st := State{
+	st = State{
 		Source: s.cfg.Name, Ended: c.ended, Account: s.accountLocked(now), Tally: c.tally,
 		Storm: c.storm.Storm(), Budget: c.budget.Balance(dlq.Exhausted),
 		Window: c.limit(), Room: c.room(), Settings: c.policy, Fleet: fleet, FleetStorm: c.fleetStorm,
@@ -475,12 +487,13 @@ func (s *Source[M]) State() State {
 	if c.unsettled() > 0 {
 		st.OldestAge = c.reading(now).Age
 	}
-	hold := func(why Reason, until time.Duration, detail, by string) {
+	hold := func(reason Reason, until time.Duration, detail, by string) {
 		if until > 0 {
 			until = max(0, until-now)
 		}
-		st.Holds = append(st.Holds, Hold{why, detail, until, by})
+		st.Holds = append(st.Holds, Hold{reason, detail, until, by})
 	}
+	because := func(err error) { whys = append(whys, why{len(st.Holds) - 1, err}) }
 	if c.ended {
 		hold(s.ending.reason, 0, "ended", "a new source")
 	}
@@ -507,13 +520,16 @@ func (s *Source[M]) State() State {
 	}
 	if n := len(c.writing); s.writer != nil && n > 0 {
 		if err := s.writer.trouble(); err != nil {
-			hold(ReasonDLQ, 0, fmt.Sprintf("%d dead letters cannot be written: %v", n, err), "the dead-letter writer")
+			hold(ReasonDLQ, 0, fmt.Sprintf("%d dead letters cannot be written", n), "the dead-letter writer")
+			because(err)
 		} else if err := s.writer.putOff(); err != nil {
-			hold(ReasonDLQ, 0, fmt.Sprintf("%d dead letters are put off: %v", n, err), "the dead-letter writer, once it takes them")
+			hold(ReasonDLQ, 0, fmt.Sprintf("%d dead letters are put off", n), "the dead-letter writer, once it takes them")
+			because(err)
 		}
 	}
 	if c.asked > now {
-		hold(ReasonBackpressure, c.asked, "asked for time: "+c.askedFor, "time")
+		hold(ReasonBackpressure, c.asked, "asked for time", "time")
+		because(c.askedFor)
 	}
 	if c.limited > now {
 		hold(ReasonLimiter, c.limited, "rate limit", "time")
@@ -524,7 +540,7 @@ func (s *Source[M]) State() State {
 	if st.Room == 0 {
 		hold(ReasonBackpressure, 0, "window full", "the messages in it")
 	}
-	return st
+	return st, whys
 }
 
 func breakerHold(b breaker.Snapshot, f breaker.FleetScope, base, now time.Duration) Hold {

@@ -39,7 +39,7 @@ func (c *machine[M]) done(now time.Duration, it *item[M], err error, stack []byt
 		it.tries--
 		wait := min(until.Sub(c.origin.Add(now)), maxBackoff)
 		if until := now + max(wait, c.policy.Retry.Base); until > c.asked {
-			c.asked, c.askedFor = until, dlq.DescribeError(err, nil).Message
+			c.asked, c.askedFor = until, err
 		}
 		c.back(now, it)
 	case cancelled:
