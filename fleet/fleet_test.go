@@ -109,6 +109,9 @@ func TestOneBadNode(t *testing.T) {
 // of them ends a round, but only one before everybody else had a turn; then they
 // are left to their own breakers.
 func TestPartlyBack(t *testing.T) {
+	if raceEnabled {
+		t.Skip("it has one goroutine: run without -race")
+	}
 	w := newWorld(t, 3, options{nodes: 20, rate: 20})
 	w.down = true
 	w.run(90 * sec)

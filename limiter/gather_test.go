@@ -65,6 +65,9 @@ func meet(ctx context.Context, t *testing.T, l Limit, n int, talk *sync.WaitGrou
 // Nodes that each gather for more than there is for all of them must not all hold
 // a part and wait for ever.
 func TestLargeWaitsDoNotBlockEachOther(t *testing.T) {
+	if raceEnabled {
+		t.Skip("it has one goroutine: run without -race")
+	}
 	for _, tt := range []struct {
 		limit    Limit
 		nodes, n int

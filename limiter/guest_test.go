@@ -24,6 +24,9 @@ func withGuests(t *testing.T, minting, guests int, l Limit) (f *fleet, guest fun
 // of one message now and then is unsure, and asking for little by it left a quarter
 // of the rate with those who mint.
 func TestSparseGuests(t *testing.T) {
+	if raceEnabled {
+		t.Skip("it has one goroutine: run without -race")
+	}
 	l := Limit{Rate: 1000, Burst: 500} // a message in 42 ms, a step in 50 ms
 	f, guest := withGuests(t, 10, 40, l)
 	f.run(14*time.Second, 1.2*l.Rate, guest)

@@ -208,6 +208,9 @@ const sec = time.Second
 // Who asks for as much gets as much, also with clocks that run fast or slow, and
 // who asks for a hundredth is not kept from it.
 func TestPooledFairness(t *testing.T) {
+	if raceEnabled {
+		t.Skip("it has one goroutine: run without -race")
+	}
 	w := newPond(t, 2, 3, Limit{Rate: pondRate, Burst: pondBurst})
 	w.ppm = []float64{200, 0, -200}
 	for i := range 3 {

@@ -75,13 +75,6 @@ func revoking(t *testing.T, first func(handle func(context.Context, *sarama.Cons
 // The guard leaves the claim when it is revoked, and lets sarama do so too.
 func TestCooperativeRevokeIsSeenAtOnce(t *testing.T) {
 	t.Parallel()
-	took := revoking(t, func(handle func(context.Context, *sarama.ConsumerMessage) error) sarama.ConsumerGroupHandler {
-		return Wrap(adaptertest.Guard(t, guard.Config{}), handle)
-	})
-	window := WithPolicy(guard.Policy{Window: 20}) // less than sarama's buffer
-	passive := revoking(t, func(handle func(context.Context, *sarama.ConsumerMessage) error) sarama.ConsumerGroupHandler {
-		return WrapHandler(adaptertest.Guard(t, guard.Config{}), marking{handle, false}, window)
-	})
 	raw := revoking(t, func(handle func(context.Context, *sarama.ConsumerMessage) error) sarama.ConsumerGroupHandler {
 		return rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
 			for m := range c.Messages() {
@@ -91,12 +84,28 @@ func TestCooperativeRevokeIsSeenAtOnce(t *testing.T) {
 			return nil
 		}}
 	})
-	t.Logf("the next member waited %s, beside the passive shape %s, beside a raw loop %s", took, passive, raw)
 	if raw < 4*time.Second {
 		t.Skipf("sarama itself leaves a revoked claim after %s: the trap is gone", raw)
 	}
-	if took > raw/2 || passive > raw/2 {
-		t.Errorf("%s and %s, a raw loop %s", took, passive, raw)
+	window := WithPolicy(guard.Policy{Window: 20}) // less than sarama's buffer
+	for name, first := range map[string]func(func(context.Context, *sarama.ConsumerMessage) error) sarama.ConsumerGroupHandler{
+		"function": func(handle func(context.Context, *sarama.ConsumerMessage) error) sarama.ConsumerGroupHandler {
+			return Wrap(adaptertest.Guard(t, guard.Config{}), handle)
+		},
+		"passive": func(handle func(context.Context, *sarama.ConsumerMessage) error) sarama.ConsumerGroupHandler {
+			return WrapHandler(adaptertest.Guard(t, guard.Config{}), marking{handle, false}, window)
+		},
+	} {
+		// A coordinator that is busy with other groups can take seconds for a rebalance;
+		// three times in a row it is not.
+		var waits []time.Duration
+		for len(waits) < 3 && (len(waits) == 0 || slices.Min(waits) > raw/2) {
+			waits = append(waits, revoking(t, first))
+		}
+		t.Logf("%s: the next member waited %v, beside a raw loop %v", name, waits, raw)
+		if slices.Min(waits) > raw/2 {
+			t.Errorf("%s: %v, a raw loop %v", name, waits, raw)
+		}
 	}
 }
 

@@ -293,7 +293,7 @@ func TestWrappedFetchWithLessRoom(t *testing.T) {
 	w := wrap(t, g, r.consumer)
 	r.publish(t, subject, 0, 100)
 	const wait = 20 * time.Second
-	for call, want := range []int{10, 9, 9} {
+	for call, most := range []int{10, 9, 9} {
 		start := time.Now()
 		b, err := w.Fetch(10, jetstream.FetchMaxWait(wait))
 		if err != nil {
@@ -310,7 +310,8 @@ func TestWrappedFetchWithLessRoom(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		if took := time.Since(start); n != want || took > wait/2 || b.Error() != nil {
+		// Fewer, where the server sees the pull before the last acks: it queues those.
+		if took := time.Since(start); n < most/2 || n > most || took > wait/2 || b.Error() != nil {
 			t.Fatalf("call %d: %d messages in %s: %v", call, n, took, b.Error())
 		}
 	}

@@ -85,6 +85,9 @@ func TestCounterChangesNothing(t *testing.T) {
 // A large fleet that is quiet costs what it sends, and not each of its peers each
 // time.
 func TestCounterSavesMarks(t *testing.T) {
+	if gossip.RaceEnabled {
+		t.Skip("it has one goroutine: run without -race")
+	}
 	t.Parallel()
 	const n = 60
 	f := newFleet(1, lan).start(n)

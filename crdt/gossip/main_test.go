@@ -13,7 +13,7 @@ import (
 func TestMain(m *testing.M) {
 	// What rapid draws for is one goroutine, where the race detector finds nothing and
 	// is slow. A flag on the command line still wins.
-	if raceEnabled {
+	if RaceEnabled {
 		if err := flag.Set("rapid.checks", "10"); err != nil {
 			panic(err)
 		}

@@ -5,4 +5,5 @@
 
 package gossip
 
-const raceEnabled = false
+// RaceEnabled is for tests outside the package too.
+const RaceEnabled = false

@@ -5,4 +5,5 @@
 
 package gossip
 
-const raceEnabled = true
+// RaceEnabled is for tests outside the package too.
+const RaceEnabled = true

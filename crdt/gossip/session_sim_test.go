@@ -391,6 +391,9 @@ func TestOffsets(t *testing.T) {
 
 // One fleet, one seed, one trace.
 func TestFleetReplays(t *testing.T) {
+	if gossip.RaceEnabled {
+		t.Skip("it has one goroutine: run without -race")
+	}
 	t.Parallel()
 	run := func() (uint64, string) {
 		f := newFleet(77, lossy(lan, 0.1))
