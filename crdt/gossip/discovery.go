@@ -13,6 +13,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -48,21 +49,28 @@ type list struct {
 	hosts    []string
 }
 
+// Addrs looks the names up side by side: one that gets no answer costs the others
+// nothing while fewer than lookups of them do so.
 func (l list) Addrs(ctx context.Context) ([]netip.AddrPort, error) {
-	var found []netip.AddrPort
-	var wrong []error
-	for _, hp := range l.hosts {
-		addrs, err := resolve(ctx, l.resolver, hp)
-		found = append(found, addrs...)
-		if err != nil {
-			wrong = append(wrong, err)
-		}
+	found := make([][]netip.AddrPort, len(l.hosts))
+	wrong := make([]error, len(l.hosts))
+	var wg sync.WaitGroup
+	slots := make(chan struct{}, lookups)
+	for i, hp := range l.hosts {
+		slots <- struct{}{}
+		wg.Go(func() {
+			defer func() { <-slots }()
+			found[i], wrong[i] = resolve(ctx, l.resolver, hp)
+		})
 	}
-	return found, errors.Join(wrong...)
+	wg.Wait()
+	return slices.Concat(found...), errors.Join(wrong...)
 }
 
-// lookupTime bounds one name, so that it does not use up the time of the others.
-const lookupTime = time.Second
+const (
+	lookups    = 16          // at once
+	lookupTime = time.Second // of one name
+)
 
 func resolve(ctx context.Context, r Resolver, hostPort string) ([]netip.AddrPort, error) {
 	host, port, err := splitHostPort(hostPort)

@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/crdt"
@@ -74,6 +75,46 @@ func TestOneNameDoesNotHoldUpTheRest(t *testing.T) {
 	if !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("%v", err)
 	}
+}
+
+// partly is a resolver that knows one name, and answers nothing for others.
+type partly struct{ known string }
+
+func (p partly) LookupNetIP(ctx context.Context, _, host string) ([]netip.Addr, error) {
+	if host != p.known {
+		<-ctx.Done()
+		return nil, ctx.Err()
+	}
+	return []netip.Addr{netip.MustParseAddr("10.0.0.1")}, ctx.Err()
+}
+
+// Names that get no answer leave time for those behind them, and so does a whole
+// Discovery that gets none.
+func TestNamesAreLookedUpSideBySide(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithTimeout(context.Background(), 3*lookupTime/2)
+		defer cancel()
+		var hosts []string
+		for i := range 8 {
+			hosts = append(hosts, fmt.Sprintf("dead%d:1", i))
+		}
+		got, err := Seeds(partly{"alive"}, append(hosts, "alive:1")...).Addrs(ctx)
+		if len(got) != 1 || !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("%v, %v", got, err)
+		}
+
+		n := &Node{ctx: t.Context(), t: bare(), discovery: []Discovery{blocked{}, Seeds(partly{"alive"}, "alive:1")}}
+		if got, err = n.discover(); len(got) != 1 || !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("%v, %v", got, err)
+		}
+	})
+}
+
+type blocked struct{}
+
+func (blocked) Addrs(ctx context.Context) ([]netip.AddrPort, error) {
+	<-ctx.Done()
+	return nil, ctx.Err()
 }
 
 // A pipe that nobody writes into is refused, and not waited for.

@@ -9,13 +9,13 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"maps"
 	mathrand "math/rand/v2"
 	"net/netip"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/hashicorp/memberlist"
@@ -74,7 +74,7 @@ type members struct {
 	meta  []byte
 	limit int
 	hint  func(netip.AddrPort)
-	log   *slog.Logger
+	log   *scribe
 
 	mu    sync.Mutex
 	known map[string]Member // by memberlist's names; its own nodes change while one looks
@@ -111,7 +111,7 @@ func (m *members) NotifyAlive(n *memberlist.Node) error {
 // NotifyJoin has the session try the newcomer's address.
 func (m *members) NotifyJoin(n *memberlist.Node) {
 	if member, ok := m.learn(n); ok {
-		m.log.Info("gossip: member joined", "member", member.Replica.String(), "addr", member.Addr.String(), "zone", member.Zone)
+		m.log.say(slog.LevelInfo, "gossip: member joined", "member", member.Replica.String(), "addr", member.Addr.String(), "zone", member.Zone)
 	}
 }
 
@@ -137,7 +137,7 @@ func (m *members) NotifyLeave(n *memberlist.Node) {
 	delete(m.known, n.Name)
 	m.mu.Unlock()
 	if ok {
-		m.log.Info("gossip: member left or failed", "member", member.Replica.String(), "addr", member.Addr.String())
+		m.log.say(slog.LevelInfo, "gossip: member left or failed", "member", member.Replica.String(), "addr", member.Addr.String())
 	}
 }
 
@@ -147,19 +147,61 @@ func (m *members) list() []Member {
 	return slices.SortedFunc(maps.Values(m.known), func(a, b Member) int { return a.Compare(b.Replica) })
 }
 
-// lines has each line that memberlist writes logged at Debug.
-type lines struct{ log *slog.Logger }
+// scribe logs what is said of membership, and by memberlist, which holds its own lock
+// then: nothing is written there, but soon after.
+type scribe struct {
+	log   *slog.Logger
+	lines chan slog.Record
+	lost  atomic.Uint64 // lines, while there was no room
+}
 
-func (l lines) Write(b []byte) (int, error) {
-	l.log.Debug("gossip: memberlist", "line", string(bytes.TrimSpace(b)))
+const scribeRoom = 256
+
+func newScribe(log *slog.Logger) *scribe {
+	return &scribe{log: log, lines: make(chan slog.Record, scribeRoom)}
+}
+
+// say does not wait.
+func (s *scribe) say(level slog.Level, text string, args ...any) {
+	if !s.log.Enabled(context.Background(), level) {
+		return
+	}
+	line := slog.NewRecord(time.Now(), level, text, 0)
+	line.Add(args...)
+	select {
+	case s.lines <- line:
+	default:
+		s.lost.Add(1)
+	}
+}
+
+// Write says a line that memberlist writes.
+func (s *scribe) Write(b []byte) (int, error) {
+	s.say(slog.LevelDebug, "gossip: memberlist", "line", string(bytes.TrimSpace(b)))
 	return len(b), nil
 }
 
-func memberlistLog(log *slog.Logger) io.Writer {
-	if !log.Enabled(context.Background(), slog.LevelDebug) {
-		return io.Discard
+// write is the goroutine that logs. It ends after ctx, when it has logged what was
+// said until then.
+func (s *scribe) write(ctx context.Context) {
+	for {
+		select {
+		case line := <-s.lines:
+			s.put(line)
+		case <-ctx.Done():
+			for len(s.lines) > 0 {
+				s.put(<-s.lines)
+			}
+			return
+		}
 	}
-	return lines{log}
+}
+
+func (s *scribe) put(line slog.Record) {
+	_ = s.log.Handler().Handle(context.Background(), line) // as a Logger does
+	if lost := s.lost.Swap(0); lost > 0 {
+		s.log.Warn("gossip: lines about membership left out, too many at once", "lines", lost)
+	}
 }
 
 // newMemberlist starts memberlist over t. Each life has a name of its own in it,
@@ -171,7 +213,7 @@ func newMemberlist(t *transport, m *members, self crdt.Replica) (*memberlist.Mem
 	c.BindPort = int(t.self.Port())
 	c.AdvertisePort = int(t.self.Port())
 	c.Delegate, c.Events, c.Alive = m, m, m
-	c.LogOutput = memberlistLog(m.log)
+	c.LogOutput = m.log
 	c.EnableCompression = false
 	c.TCPTimeout = 3 * time.Second
 	c.AwarenessMaxMultiplier = 2 // a probe, and so its goroutine, lasts 2 s at most
@@ -203,22 +245,7 @@ const (
 func (n *Node) rejoin() {
 	failing := false
 	for round := 0; ; round++ {
-		ctx, cancel := context.WithTimeout(n.ctx, rejoinTime)
-		var found []netip.AddrPort
-		var wrong []error
-		for _, d := range n.discovery {
-			addrs, err := d.Addrs(ctx)
-			for _, a := range addrs {
-				if a = canonical(a); a.IsValid() && a.Port() != 0 && !a.Addr().IsUnspecified() && a != n.t.self {
-					found = append(found, a)
-				}
-			}
-			if err != nil {
-				wrong = append(wrong, err)
-			}
-		}
-		cancel()
-		err := errors.Join(wrong...)
+		found, err := n.discover()
 		if n.ctx.Err() != nil {
 			return
 		}
@@ -239,6 +266,25 @@ func (n *Node) rejoin() {
 			return
 		}
 	}
+}
+
+// discover asks all that know addresses, side by side.
+func (n *Node) discover() (found []netip.AddrPort, _ error) {
+	ctx, cancel := context.WithTimeout(n.ctx, rejoinTime)
+	defer cancel()
+	addrs := make([][]netip.AddrPort, len(n.discovery))
+	wrong := make([]error, len(n.discovery))
+	var wg sync.WaitGroup
+	for i, d := range n.discovery {
+		wg.Go(func() { addrs[i], wrong[i] = d.Addrs(ctx) })
+	}
+	wg.Wait()
+	for _, a := range slices.Concat(addrs...) {
+		if a = canonical(a); a.IsValid() && a.Port() != 0 && !a.Addr().IsUnspecified() && a != n.t.self {
+			found = append(found, a)
+		}
+	}
+	return found, errors.Join(wrong...)
 }
 
 // dialSome has memberlist join at some addresses where it has nobody: those that

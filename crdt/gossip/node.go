@@ -32,7 +32,7 @@ type Notifier interface {
 // Delta, Merge or Gone, except for Kick: the Node waits for the section there.
 //
 // One goroutine owns the session and steps it; others read the sockets, write
-// streams, and look for processes. All of them end with [Node.Close].
+// streams, look for processes, and log what membership says. All of them end with [Node.Close].
 // memberlist's own, of which there are some ten, end then too, but for a probe
 // that is under way: it sends nothing and is over within 2 s.
 type Node struct {
@@ -134,7 +134,7 @@ func Start(cfg NodeConfig, opts ...Option) (*Node, error) {
 		meta:  makeMeta(Member{Replica: cfg.Self, Zone: cfg.Zone, Region: cfg.Region}),
 		limit: 4 * cfg.MaxPeers,
 		hint:  func(a netip.AddrPort) { n.hint(a) },
-		log:   n.log,
+		log:   newScribe(n.log),
 		known: map[string]Member{},
 	}
 	if n.ml, err = newMemberlist(n.t, n.members, cfg.Self); err != nil {
@@ -145,6 +145,7 @@ func Start(cfg NodeConfig, opts ...Option) (*Node, error) {
 	n.t.start()
 	n.wg.Go(n.own)
 	n.wg.Go(n.rejoin)
+	n.wg.Go(func() { n.members.log.write(n.ctx) })
 	for _, sec := range n.sections {
 		if c, ok := sec.Section.(Notifier); ok {
 			c.OnChange(n.Kick)
@@ -190,9 +191,13 @@ func (n *Node) newTransport(ln *net.TCPListener, udp *net.UDPConn, o nodeOptions
 		streams: make(chan net.Conn),
 		outs:    map[netip.AddrPort]*outStream{},
 		conns:   map[net.Conn]struct{}{},
+		known:   map[net.Conn]struct{}{},
 	}
 	if o.keys != nil {
 		t.seal = newSealer(o.keys, 4*n.cfg.MaxPeers)
+	}
+	if a := bound.Addr().Unmap(); !a.IsUnspecified() {
+		t.from = a
 	}
 	t.ctx, t.cancel = context.WithCancel(n.ctx)
 	return t

@@ -496,6 +496,11 @@ func (s *Session) receive(now time.Duration, ev Event) (p *peer, reason Reason, 
 	}
 
 	p = s.byName[string(h.from)]
+	// Who hears us at one address is not moved to another by a packet that is not to
+	// this life: somebody may have passed on what was sent to others.
+	if !ours && p != nil && p.life.Incarnation == h.fromInc && p.met && now-p.echo < s.silence() {
+		addr = p.addr
+	}
 	switch {
 	case p == nil:
 		if inc, ok := s.retired[string(h.from)]; ok && h.fromInc <= inc {

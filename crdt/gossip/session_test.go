@@ -622,6 +622,45 @@ func TestPacketToOlderLife(t *testing.T) {
 	}
 }
 
+// written is the last packet to an end.
+func written(actions []Action, to *end) (packet []byte) {
+	for _, s := range actions {
+		if s.Addr == to.addr {
+			packet = s.Packet
+		}
+	}
+	return packet
+}
+
+// A packet that was meant for another, or for anybody, and is passed on by a third,
+// does not move its sender while he hears us where he is.
+func TestRelayedPacketMovesNobody(t *testing.T) {
+	a, b := met(t)
+	c, relay := newEnd(t, "c", 1, 3), newEnd(t, "relay", 1, 4)
+	at := func() netip.AddrPort { return a.Peers(20*ms, nil)[0].Addr }
+
+	hello := written(b.join(12*ms, c), c)
+	answer := written(c.take(14*ms, b, hello), b)
+	b.take(15*ms, c, answer)
+	toC := written(b.wake(b.Wake()), c)
+	a.take(16*ms, relay, hello)
+	a.take(17*ms, relay, toC)
+	if at() != b.addr {
+		t.Errorf("b is at %v for a packet to c", at())
+	}
+	b.led.mark = 1
+	toA := written(b.wake(b.Wake()), a)
+	if a.take(18*ms, relay, toA); at() != relay.addr {
+		t.Errorf("b is at %v, and writes to us from %v", at(), relay.addr)
+	}
+
+	// He who hears nothing more where he was may be elsewhere.
+	hello = written(b.join(10*time.Second, c), c)
+	if a.take(10*time.Second, b, hello); at() != b.addr {
+		t.Errorf("b is at %v, and introduces himself from %v", at(), b.addr)
+	}
+}
+
 func TestEvict(t *testing.T) {
 	a, b := met(t)
 	a.led.mark = 1

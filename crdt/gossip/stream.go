@@ -13,6 +13,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -45,6 +46,9 @@ func (t *transport) dial(to netip.AddrPort, timeout time.Duration) (net.Conn, er
 		}
 	}
 	d := net.Dialer{Timeout: timeout}
+	if t.from.IsValid() && t.from.Is4() == to.Addr().Is4() {
+		d.LocalAddr = net.TCPAddrFromAddrPort(netip.AddrPortFrom(t.from, 0))
+	}
 	c, err := d.DialContext(t.ctx, "tcp", to.String())
 	if err != nil {
 		t.stats.dialErrors.Add(1)
@@ -66,30 +70,67 @@ func (t *transport) accept() {
 			}
 			continue
 		}
-		if t.stats.streamsIn.Load() >= t.limit {
-			t.refuse(DropStreams)
-			_ = c.Close()
-			continue
-		}
 		if !t.hold(c) {
 			return
 		}
-		t.stats.streamsIn.Add(1)
+		t.await(c)
 		t.wg.Go(func() {
 			if !t.serve(c) {
-				t.drop(c)
+				t.dismiss(c)
 			}
 		})
 	}
 }
 
+// await notes a stream of which nothing was read yet. Of those that are too many the
+// oldest is closed: whoever belongs to the fleet says so at once, and whoever opens
+// streams and says nothing keeps nobody out.
+func (t *transport) await(c net.Conn) {
+	t.mu.Lock()
+	var oldest net.Conn
+	if t.unknown = append(t.unknown, c); int64(len(t.unknown)) > t.limit/4 {
+		oldest, t.unknown = t.unknown[0], t.unknown[1:]
+	}
+	t.mu.Unlock()
+	if oldest != nil {
+		t.refuse(DropStreams)
+		_ = oldest.Close()
+	}
+}
+
+// accepted says that the first frame of a stream was right. It is false when there
+// are too many of those, or the stream was closed meanwhile.
+func (t *transport) accepted(c net.Conn) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	i := slices.Index(t.unknown, c)
+	if i < 0 {
+		return false
+	}
+	t.unknown = slices.Delete(t.unknown, i, i+1)
+	if int64(len(t.known)) >= t.limit {
+		t.refuse(DropStreams)
+		return false
+	}
+	t.known[c] = struct{}{}
+	t.stats.streamsIn.Store(int64(len(t.known)))
+	return true
+}
+
+// dismiss ends a stream that was accepted.
+func (t *transport) dismiss(c net.Conn) {
+	t.drop(c)
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if i := slices.Index(t.unknown, c); i >= 0 {
+		t.unknown = slices.Delete(t.unknown, i, i+1)
+	}
+	delete(t.known, c)
+	t.stats.streamsIn.Store(int64(len(t.known)))
+}
+
 // serve reads from a stream what it is. It reports whether memberlist has it now.
 func (t *transport) serve(c *net.TCPConn) (taken bool) {
-	defer func() {
-		if !taken {
-			t.stats.streamsIn.Add(-1)
-		}
-	}()
 	_ = c.SetDeadline(time.Now().Add(startTime))
 	var first [1]byte
 	if _, err := io.ReadFull(c, first[:]); err != nil {
@@ -139,6 +180,9 @@ func (t *transport) receive(c *net.TCPConn) {
 		t.refuse(reason)
 		return
 	}
+	if !t.accepted(c) {
+		return
+	}
 	t.hurry(from)
 	var echoed time.Time
 	for {
@@ -162,7 +206,9 @@ func (t *transport) receive(c *net.TCPConn) {
 		if !ok {
 			return
 		}
-		t.ingest(frame, from)
+		if t.ingest(frame, from) == DropUnauthenticated {
+			return
+		}
 	}
 }
 
@@ -579,6 +625,9 @@ func (m *memberConn) fill() error {
 		m.t.refuse(DropMalformed)
 		return errFrame
 	}
+	if m.in == 0 && m.side() == 1 && !m.t.accepted(m.Conn) {
+		return errFrame
+	}
 	m.in++
 	m.rest = r.Rest()
 	return nil
@@ -586,10 +635,7 @@ func (m *memberConn) fill() error {
 
 func (m *memberConn) Close() error {
 	m.once.Do(func() {
-		m.t.drop(m.Conn)
-		if m.accepted {
-			m.t.stats.streamsIn.Add(-1)
-		}
+		m.t.dismiss(m.Conn)
 	})
 	return nil
 }

@@ -106,11 +106,12 @@ type transport struct {
 	seal    *sealer // nil: nothing is sealed
 	self    netip.AddrPort
 	told    netip.AddrPort // what streams announce; no address: the one they come from
+	from    netip.Addr     // where streams come from; none: the host's choice
 	udp     *net.UDPConn   // nil: packets travel over streams
 	ln      *net.TCPListener
 	faults  Faults
 	inbox   chan *datagram // for the session
-	limit   int64          // of streams that were accepted, and of addresses
+	limit   int64          // of streams that are known, and of addresses
 	stats   wireStats
 
 	packets chan *memberlist.Packet
@@ -120,10 +121,12 @@ type transport struct {
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
 
-	mu     sync.Mutex
-	closed bool                          // guarded by mu, as what follows
-	outs   map[netip.AddrPort]*outStream // of packets
-	conns  map[net.Conn]struct{}         // all that are open
+	mu      sync.Mutex
+	closed  bool                          // guarded by mu, as what follows
+	outs    map[netip.AddrPort]*outStream // of packets
+	conns   map[net.Conn]struct{}         // all that are open
+	known   map[net.Conn]struct{}         // accepted ones whose first frame was right
+	unknown []net.Conn                    // other accepted ones, oldest first, a quarter of limit at most
 }
 
 var errClosed = errors.New("gossip: closed")
@@ -209,8 +212,9 @@ func (t *transport) read() {
 	}
 }
 
-// ingest takes in one packet, from the socket or from a stream.
-func (t *transport) ingest(raw []byte, from netip.AddrPort) {
+// ingest takes in one packet, from the socket or from a stream, and says why if it
+// does not.
+func (t *transport) ingest(raw []byte, from netip.AddrPort) Drop {
 	t.stats.packetsIn.Add(1)
 	t.stats.bytesIn.Add(uint64(len(raw)))
 	d := getDatagram()
@@ -218,11 +222,12 @@ func (t *transport) ingest(raw []byte, from netip.AddrPort) {
 	if ok {
 		d.addr = from
 		if reason, ok = t.dispatch(d); ok {
-			return
+			return drops
 		}
 	}
 	d.free()
 	t.refuse(reason)
+	return reason
 }
 
 // unseal puts into d what is in raw.

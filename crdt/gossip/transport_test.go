@@ -32,6 +32,7 @@ func bare(keys ...[]byte) *transport {
 		limit:   16,
 		outs:    map[netip.AddrPort]*outStream{},
 		conns:   map[net.Conn]struct{}{},
+		known:   map[net.Conn]struct{}{},
 	}
 	if len(keys) > 0 {
 		ring, err := NewKeyring(keys...)
@@ -328,6 +329,7 @@ func TestMemberStreams(t *testing.T) {
 		{"begins late", own[1:], ""},
 	} {
 		m := &memberConn{Conn: pipeOf(slices.Concat(tt.frames...)), t: tr, accepted: true}
+		tr.await(m.Conn)
 		got, err := io.ReadAll(m)
 		if string(got) != tt.want || (err == nil) != (tt.name == "whole") {
 			t.Errorf("%s: %q, %v", tt.name, got, err)
@@ -435,26 +437,113 @@ func TestPacketStream(t *testing.T) {
 
 // Streams that are too many, say nothing, or say nonsense, do not stay.
 func TestStreamsAreBounded(t *testing.T) {
-	a := local(t, TCP)
-	var all []net.Conn
-	for range 40 {
+	a, b := local(t, TCP), local(t, TCP)
+	dial := func() net.Conn {
+		t.Helper()
 		c, err := net.Dial("tcp", a.self.String())
 		if err != nil {
 			t.Fatal(err)
 		}
-		defer func() { _ = c.Close() }()
-		all = append(all, c)
+		t.Cleanup(func() { _ = c.Close() })
+		return c
 	}
-	waitFor(t, 5*time.Second, "those too many are refused", func() bool { return a.counts()[DropStreams] == 24 })
-	if n := a.stats.streamsIn.Load(); n != 16 {
-		t.Errorf("%d are open", n)
+	open := func() int {
+		a.mu.Lock()
+		defer a.mu.Unlock()
+		return len(a.conns)
 	}
-	for _, c := range all {
+	var silent []net.Conn
+	for range 40 {
+		silent = append(silent, dial())
+	}
+	waitFor(t, 5*time.Second, "those too many are closed", func() bool { return a.counts()[DropStreams] == 36 && open() == 4 })
+
+	// Whoever belongs to the fleet gets in beside them.
+	b.send([]byte{magic, 1}, a.self)
+	select {
+	case d := <-a.inbox:
+		d.free()
+	case <-time.After(5 * time.Second):
+		t.Fatal("silent streams kept a peer out")
+	}
+	for _, c := range silent {
 		_, _ = c.Write([]byte("GET / HTTP/1.1\r\n\r\n"))
 	}
-	waitFor(t, 5*time.Second, "nonsense is closed", func() bool { return a.stats.streamsIn.Load() == 0 })
-	if a.counts()[DropMalformed] != 16 {
-		t.Errorf("%v", a.counts())
+	waitFor(t, 5*time.Second, "nonsense is closed", func() bool { return open() == 1 })
+	if c := a.counts(); c[DropMalformed] != 3 || c[DropStreams] != 37 { // the peer had the oldest one's place
+		t.Errorf("%v", c)
+	}
+
+	start := b.appendStart([]byte{streamPackets, 0, 0})
+	binary.BigEndian.PutUint16(start[1:], uint16(len(start)-3))
+	for i := range 20 {
+		c := dial()
+		if _, err := c.Write(start); err != nil {
+			t.Fatal(err)
+		}
+		waitFor(t, 5*time.Second, "it is known or refused", func() bool {
+			return a.stats.streamsIn.Load() == int64(min(2+i, 16)) && a.counts()[DropStreams] == uint64(37+max(0, i-14))
+		})
+	}
+}
+
+// A stream on which something comes that does not open ends.
+func TestStreamThatDoesNotOpenEnds(t *testing.T) {
+	a := local(t, TCP, testKey(1))
+	b, stranger := bare(testKey(1)), bare(testKey(2))
+	c, err := net.Dial("tcp", a.self.String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = c.Close() }()
+	frame := func(packet []byte) {
+		t.Helper()
+		f := append([]byte{0, 0}, packet...)
+		binary.BigEndian.PutUint16(f, uint16(len(packet)))
+		if _, err := c.Write(f); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := c.Write([]byte{streamPackets}); err != nil {
+		t.Fatal(err)
+	}
+	frame(b.wrap(nil, b.appendStart(nil)))
+	frame(b.wrap(nil, []byte{magic, 1}))
+	select {
+	case d := <-a.inbox:
+		d.free()
+	case <-time.After(5 * time.Second):
+		t.Fatal("what opens does not come in")
+	}
+	frame(stranger.wrap(nil, []byte{magic, 2}))
+	_ = c.SetReadDeadline(time.Now().Add(5 * time.Second))
+	if _, err := io.Copy(io.Discard, c); err != nil {
+		t.Errorf("it goes on: %v", err)
+	}
+	waitFor(t, 5*time.Second, "it is forgotten", func() bool { return a.stats.streamsIn.Load() == 0 })
+}
+
+// Who is bound to one of a host's addresses dials from it: the others take the
+// address that a stream comes from to be his.
+func TestDialsFromWhereItListens(t *testing.T) {
+	a, b := local(t, TCP), bare()
+	var err error
+	if b.ln, b.udp, err = listen(netip.MustParseAddrPort("127.0.0.2:0"), TCP); err != nil {
+		t.Skipf("this host has one loopback address: %v", err)
+	}
+	b.from = netip.MustParseAddr("127.0.0.2")
+	b.told = netip.AddrPortFrom(netip.Addr{}, 7946)
+	b.start()
+	t.Cleanup(b.close)
+	b.send([]byte{magic, 1}, a.self)
+	select {
+	case d := <-a.inbox:
+		defer d.free()
+		if d.addr != netip.MustParseAddrPort("127.0.0.2:7946") {
+			t.Errorf("from %v", d.addr)
+		}
+	case <-time.After(5 * time.Second):
+		t.Fatal("nothing came")
 	}
 }
 
