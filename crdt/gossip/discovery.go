@@ -21,13 +21,14 @@ import (
 )
 
 // Discovery says where processes of the fleet may be. A [Node] asks every 1 to
-// 5 s, so it should be cheap, and must not outlast ctx. What comes with an error
-// is used too. It may name this process, dead ones and others' again.
+// 5 s, all that it has at once, so it should be cheap, and must not outlast ctx. What
+// comes with an error is used too. It may name this process, dead ones and others' again.
 type Discovery interface {
 	Addrs(ctx context.Context) ([]netip.AddrPort, error)
 }
 
-// Resolver looks host names up; *net.Resolver is one.
+// Resolver looks host names up; *net.Resolver is one. It is called from several
+// goroutines, and must not outlast ctx.
 type Resolver interface {
 	LookupNetIP(ctx context.Context, network, host string) ([]netip.Addr, error)
 }

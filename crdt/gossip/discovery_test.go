@@ -202,8 +202,8 @@ func TestNodeConfigValidate(t *testing.T) {
 			t.Errorf("Advertise %q is taken", a)
 		}
 	}
-	if _, err := Start(bad, WithDiscovery(nil), WithSection("", nil)); err == nil || !strings.Contains(err.Error(), "WithDiscovery") ||
-		!strings.Contains(err.Error(), "WithSection") || !strings.Contains(err.Error(), "Network") {
+	if _, err := Start(bad, WithDiscovery(nil), WithKeyring(&Keyring{}), WithSection("", nil)); err == nil ||
+		!strings.Contains(err.Error(), "WithDiscovery") || !strings.Contains(err.Error(), "WithKeyring") || !strings.Contains(err.Error(), "WithSection") || !strings.Contains(err.Error(), "Network") {
 		t.Errorf("not all of it: %v", err)
 	}
 }

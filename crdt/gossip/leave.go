@@ -123,17 +123,20 @@ func (s *Session) acknowledged(now time.Duration, ev Event) (reason Reason, by c
 	if p == nil || h.fromInc < p.life.Incarnation {
 		return Leaving, by
 	}
+	ours := h.toInc == s.cfg.Self.Incarnation && h.toName == s.selfName
 	switch {
 	case h.flags&flagLeave != 0:
 		s.informed(p)
 		return Departure, crdt.Replica{Name: p.life.Name, Incarnation: h.fromInc}
 	case h.flags&flagRefusal == 0:
-		p.heardAt = now
+		// What somebody sends again says nothing of who is there.
+		if ours && p.receive(h.seq) == Accepted || !ours && h.sent > p.theirs || h.fromInc > p.life.Incarnation {
+			p.heardAt, p.theirs = now, max(p.theirs, h.sent)
+		}
 		return Leaving, by
 	}
 	r := read(body)
 	inc := r.Uint64("incarnation")
-	ours := h.toInc == s.cfg.Self.Incarnation && h.toName == s.selfName
 	if ours && r.Fault() == nil && r.Len() == 0 && inc >= s.cfg.Self.Incarnation {
 		s.informed(p)
 	}

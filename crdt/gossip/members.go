@@ -9,6 +9,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"maps"
 	mathrand "math/rand/v2"
@@ -151,21 +152,22 @@ func (m *members) list() []Member {
 // then: nothing is written there, but soon after.
 type scribe struct {
 	log   *slog.Logger
+	debug bool // whether memberlist's own lines are wanted, as it was when the node began
 	lines chan slog.Record
 	lost  atomic.Uint64 // lines, while there was no room
 }
 
-const scribeRoom = 256
+const (
+	scribeRoom = 256
+	scribeLast = 100 * time.Millisecond // for the lines that are left when the node ends
+)
 
 func newScribe(log *slog.Logger) *scribe {
-	return &scribe{log: log, lines: make(chan slog.Record, scribeRoom)}
+	return &scribe{log: log, debug: log.Enabled(context.Background(), slog.LevelDebug), lines: make(chan slog.Record, scribeRoom)}
 }
 
-// say does not wait.
+// say does not wait, and calls nothing of the user's.
 func (s *scribe) say(level slog.Level, text string, args ...any) {
-	if !s.log.Enabled(context.Background(), level) {
-		return
-	}
 	line := slog.NewRecord(time.Now(), level, text, 0)
 	line.Add(args...)
 	select {
@@ -182,15 +184,17 @@ func (s *scribe) Write(b []byte) (int, error) {
 }
 
 // write is the goroutine that logs. It ends after ctx, when it has logged what was
-// said until then.
+// said until then, or a part of it if that takes too long.
 func (s *scribe) write(ctx context.Context) {
 	for {
 		select {
 		case line := <-s.lines:
 			s.put(line)
 		case <-ctx.Done():
-			for len(s.lines) > 0 {
-				s.put(<-s.lines)
+			for began := time.Now(); len(s.lines) > 0; {
+				if s.put(<-s.lines); time.Since(began) > scribeLast {
+					return
+				}
 			}
 			return
 		}
@@ -198,6 +202,9 @@ func (s *scribe) write(ctx context.Context) {
 }
 
 func (s *scribe) put(line slog.Record) {
+	if !s.log.Enabled(context.Background(), line.Level) {
+		return
+	}
 	_ = s.log.Handler().Handle(context.Background(), line) // as a Logger does
 	if lost := s.lost.Swap(0); lost > 0 {
 		s.log.Warn("gossip: lines about membership left out, too many at once", "lines", lost)
@@ -213,7 +220,10 @@ func newMemberlist(t *transport, m *members, self crdt.Replica) (*memberlist.Mem
 	c.BindPort = int(t.self.Port())
 	c.AdvertisePort = int(t.self.Port())
 	c.Delegate, c.Events, c.Alive = m, m, m
-	c.LogOutput = m.log
+	c.LogOutput = io.Discard
+	if m.log.debug {
+		c.LogOutput = m.log
+	}
 	c.EnableCompression = false
 	c.TCPTimeout = 3 * time.Second
 	c.AwarenessMaxMultiplier = 2 // a probe, and so its goroutine, lasts 2 s at most
@@ -256,7 +266,6 @@ func (n *Node) rejoin() {
 		}
 		failing = err != nil
 		n.discoveryErr.Store(&err)
-		n.hint(found...)
 		met := n.dialSome(found)
 		wait := rejoinWait + time.Duration(mathrand.Float64()*float64(rejoinJitter))
 		if !met && round < 10 {
@@ -268,7 +277,8 @@ func (n *Node) rejoin() {
 	}
 }
 
-// discover asks all that know addresses, side by side.
+// discover asks all that know addresses, side by side, and tells the session of what
+// each found as it comes.
 func (n *Node) discover() (found []netip.AddrPort, _ error) {
 	ctx, cancel := context.WithTimeout(n.ctx, rejoinTime)
 	defer cancel()
@@ -276,15 +286,19 @@ func (n *Node) discover() (found []netip.AddrPort, _ error) {
 	wrong := make([]error, len(n.discovery))
 	var wg sync.WaitGroup
 	for i, d := range n.discovery {
-		wg.Go(func() { addrs[i], wrong[i] = d.Addrs(ctx) })
+		wg.Go(func() {
+			var all []netip.AddrPort
+			all, wrong[i] = d.Addrs(ctx)
+			for _, a := range all {
+				if a = canonical(a); a.IsValid() && a.Port() != 0 && !a.Addr().IsUnspecified() && a != n.t.self {
+					addrs[i] = append(addrs[i], a)
+				}
+			}
+			n.hint(addrs[i]...)
+		})
 	}
 	wg.Wait()
-	for _, a := range slices.Concat(addrs...) {
-		if a = canonical(a); a.IsValid() && a.Port() != 0 && !a.Addr().IsUnspecified() && a != n.t.self {
-			found = append(found, a)
-		}
-	}
-	return found, errors.Join(wrong...)
+	return slices.Concat(addrs...), errors.Join(wrong...)
 }
 
 // dialSome has memberlist join at some addresses where it has nobody: those that

@@ -186,17 +186,17 @@ func (n *Node) newTransport(ln *net.TCPListener, udp *net.UDPConn, o nodeOptions
 		ln:      ln,
 		faults:  o.faults,
 		inbox:   make(chan *datagram, 1024),
-		limit:   int64(4*n.cfg.MaxPeers + 64),
+		limit:   4*n.cfg.MaxPeers + 64,
+		room:    n.cfg.MaxPeers + 128,
 		packets: make(chan *memberlist.Packet, 256),
 		streams: make(chan net.Conn),
 		outs:    map[netip.AddrPort]*outStream{},
 		conns:   map[net.Conn]struct{}{},
-		known:   map[net.Conn]struct{}{},
 	}
 	if o.keys != nil {
 		t.seal = newSealer(o.keys, 4*n.cfg.MaxPeers)
 	}
-	if a := bound.Addr().Unmap(); !a.IsUnspecified() {
+	if a := bound.Addr().Unmap(); n.cfg.Advertise == "" && !a.IsUnspecified() {
 		t.from = a
 	}
 	t.ctx, t.cancel = context.WithCancel(n.ctx)

@@ -101,7 +101,8 @@ type nodeOptions struct {
 
 // WithLogger has a [Node] log its changes of state: members, displacement,
 // discovery that begins to fail or works again. At slog's Debug level what
-// memberlist says is there too. The default is silence.
+// memberlist says is there too. The default is silence. [Node.Close] waits for a line
+// that is being written, so the handler must return.
 func WithLogger(log *slog.Logger) Option {
 	return optionFunc(func(o *options) { o.node.log = log })
 }
@@ -159,8 +160,12 @@ func (o *options) collaborators() error {
 	if o.node.clock == nil {
 		o.node.clock = Clock()
 	}
-	if slices.Contains(o.node.discovery, nil) {
-		return fmt.Errorf("%w: WithDiscovery: nil", ErrConfig)
+	var wrong []error
+	if o.node.keys != nil && o.node.keys.keys.Load() == nil {
+		wrong = append(wrong, fmt.Errorf("%w: WithKeyring: no key; NewKeyring makes one", ErrConfig))
 	}
-	return nil
+	if slices.Contains(o.node.discovery, nil) {
+		wrong = append(wrong, fmt.Errorf("%w: WithDiscovery: nil", ErrConfig))
+	}
+	return errors.Join(wrong...)
 }

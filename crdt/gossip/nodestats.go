@@ -17,7 +17,7 @@ type NodeStats struct {
 	SendDropped uint64        // packets that made room for newer ones, or had no stream
 
 	Dials, DialErrors uint64
-	StreamsIn         int // open, that others dialed
+	StreamsIn         int // open, that others dialed, and whose first frame was right
 	StreamsOut        int // open, with packets
 
 	Members   int   // as membership has it, this process included

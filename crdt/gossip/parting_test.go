@@ -82,6 +82,22 @@ func TestPartingEndsWithTheLastAnswer(t *testing.T) {
 	}
 }
 
+// A packet of somebody who has died, sent again and again, keeps nobody from leaving.
+func TestPartingDoesNotWaitForARecording(t *testing.T) {
+	a, b := met(t)
+	recorded := written(b.wake(b.Wake()), a)
+	a.take(70*ms, b, recorded)
+	now := 100 * ms
+	a.Step(now, Event{Kind: Leave}, nil)
+	for !a.Session.over {
+		if now += 100 * ms; now > 5*time.Second {
+			t.Fatal("it still waits")
+		}
+		a.take(now, b, recorded)
+		a.wake(now)
+	}
+}
+
 // Who leaves and has not looked at all peers for a packet does and plans what it
 // would have, had it looked.
 func TestPartingIsWhatALookWouldFind(t *testing.T) {

@@ -26,7 +26,7 @@ const MaxKeys = 8
 
 // Keyring is the keys that a fleet's processes share. One of them, the primary,
 // seals what is sent; all of them open what comes in. It is safe for concurrent
-// use, and a change counts from the next packet on.
+// use, and a change counts from the next packet on. [NewKeyring] makes one.
 //
 // To change keys while the fleet runs: Add the new one everywhere, then Use it
 // everywhere, then Remove the old one everywhere, each step only when the one

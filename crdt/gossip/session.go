@@ -20,6 +20,7 @@ const (
 	introAddrs   = 32 // addresses of others in one introduction
 	wallEvery    = 250 * time.Millisecond
 	tellEvery    = 10 * time.Millisecond // refusals, to all together
+	stayFor      = 10 * time.Second      // for which at most an address that is heard is held on to
 	retireAfter  = 10 * time.Minute      // a lost peer makes room for a newcomer
 	retiredLives = 1024
 )
@@ -338,7 +339,7 @@ func (s *Session) hello(now time.Duration, wall int64, addr netip.AddrPort, acti
 
 // tell says to a life that it is over.
 func (s *Session) tell(addr netip.AddrPort, life crdt.Replica, actions []Action) []Action {
-	by := s.retired[life.Name]
+	by := max(s.retired[life.Name], life.Incarnation) // of one we never met, too
 	switch p := s.byName[life.Name]; {
 	case p != nil:
 		by = p.life.Incarnation
@@ -498,7 +499,7 @@ func (s *Session) receive(now time.Duration, ev Event) (p *peer, reason Reason, 
 	p = s.byName[string(h.from)]
 	// Who hears us at one address is not moved to another by a packet that is not to
 	// this life: somebody may have passed on what was sent to others.
-	if !ours && p != nil && p.life.Incarnation == h.fromInc && p.met && now-p.echo < s.silence() {
+	if !ours && p != nil && p.life.Incarnation == h.fromInc && p.met && now-p.echo < min(s.silence(), stayFor) {
 		addr = p.addr
 	}
 	switch {

@@ -46,7 +46,7 @@ func (t *transport) dial(to netip.AddrPort, timeout time.Duration) (net.Conn, er
 		}
 	}
 	d := net.Dialer{Timeout: timeout}
-	if t.from.IsValid() && t.from.Is4() == to.Addr().Is4() {
+	if t.from.IsValid() && t.from.Is4() == to.Addr().Is4() && t.from.IsLoopback() == to.Addr().IsLoopback() {
 		d.LocalAddr = net.TCPAddrFromAddrPort(netip.AddrPortFrom(t.from, 0))
 	}
 	c, err := d.DialContext(t.ctx, "tcp", to.String())
@@ -88,7 +88,7 @@ func (t *transport) accept() {
 func (t *transport) await(c net.Conn) {
 	t.mu.Lock()
 	var oldest net.Conn
-	if t.unknown = append(t.unknown, c); int64(len(t.unknown)) > t.limit/4 {
+	if t.unknown = append(t.unknown, c); len(t.unknown) > t.room {
 		oldest, t.unknown = t.unknown[0], t.unknown[1:]
 	}
 	t.mu.Unlock()
@@ -98,9 +98,27 @@ func (t *transport) await(c net.Conn) {
 	}
 }
 
+// stream is one that was accepted.
+type stream struct {
+	net.Conn
+
+	from netip.AddrPort // of packets: what its first frame says; none for membership's
+}
+
+// oneNode is how many streams of packets one node may have: one that it has, and those
+// that it has given up and we have not.
+const oneNode = 3
+
 // accepted says that the first frame of a stream was right. It is false when there
-// are too many of those, or the stream was closed meanwhile.
-func (t *transport) accepted(c net.Conn) bool {
+// are too many of those, or the stream was closed meanwhile. Of one node's, the
+// oldest makes room.
+func (t *transport) accepted(c net.Conn, from netip.AddrPort) bool {
+	var late net.Conn
+	defer func() {
+		if late != nil {
+			_ = late.Close() // its reader ends
+		}
+	}()
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	i := slices.Index(t.unknown, c)
@@ -108,11 +126,23 @@ func (t *transport) accepted(c net.Conn) bool {
 		return false
 	}
 	t.unknown = slices.Delete(t.unknown, i, i+1)
-	if int64(len(t.known)) >= t.limit {
+	same, oldest := 0, -1
+	for i, s := range t.known {
+		if from.IsValid() && s.from == from {
+			if same++; oldest < 0 {
+				oldest = i
+			}
+		}
+	}
+	if same >= oneNode || same > 0 && len(t.known) >= t.limit {
+		late = t.known[oldest].Conn
+		t.known = slices.Delete(t.known, oldest, oldest+1)
+	}
+	if len(t.known) >= t.limit {
 		t.refuse(DropStreams)
 		return false
 	}
-	t.known[c] = struct{}{}
+	t.known = append(t.known, stream{c, from})
 	t.stats.streamsIn.Store(int64(len(t.known)))
 	return true
 }
@@ -125,7 +155,7 @@ func (t *transport) dismiss(c net.Conn) {
 	if i := slices.Index(t.unknown, c); i >= 0 {
 		t.unknown = slices.Delete(t.unknown, i, i+1)
 	}
-	delete(t.known, c)
+	t.known = slices.DeleteFunc(t.known, func(s stream) bool { return s.Conn == c })
 	t.stats.streamsIn.Store(int64(len(t.known)))
 }
 
@@ -138,7 +168,11 @@ func (t *transport) serve(c *net.TCPConn) (taken bool) {
 	}
 	switch first[0] {
 	case streamPackets:
-		t.receive(c)
+		if t.udp == nil {
+			t.receive(c)
+		} else {
+			t.refuse(DropMalformed) // where packets have a socket, nobody has streams of them
+		}
 		return false
 	case streamMember:
 		_ = c.SetDeadline(time.Time{})
@@ -180,7 +214,7 @@ func (t *transport) receive(c *net.TCPConn) {
 		t.refuse(reason)
 		return
 	}
-	if !t.accepted(c) {
+	if !t.accepted(c, from) {
 		return
 	}
 	t.hurry(from)
@@ -206,7 +240,7 @@ func (t *transport) receive(c *net.TCPConn) {
 		if !ok {
 			return
 		}
-		if t.ingest(frame, from) == DropUnauthenticated {
+		if reason, ok := t.ingest(frame, from); !ok && reason != DropBusy {
 			return
 		}
 	}
@@ -312,7 +346,7 @@ func (t *transport) out(to netip.AddrPort) *outStream {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	o := t.outs[to]
-	if o == nil && !t.closed && int64(len(t.outs)) < t.limit {
+	if o == nil && !t.closed && len(t.outs) < t.limit {
 		o = &outStream{t: t, to: to, kick: make(chan struct{}, 1), hurry: make(chan struct{}, 1)}
 		t.outs[to] = o
 		t.wg.Go(o.run)
@@ -625,7 +659,7 @@ func (m *memberConn) fill() error {
 		m.t.refuse(DropMalformed)
 		return errFrame
 	}
-	if m.in == 0 && m.side() == 1 && !m.t.accepted(m.Conn) {
+	if m.in == 0 && m.side() == 1 && !m.t.accepted(m.Conn, netip.AddrPort{}) {
 		return errFrame
 	}
 	m.in++

@@ -111,7 +111,8 @@ type transport struct {
 	ln      *net.TCPListener
 	faults  Faults
 	inbox   chan *datagram // for the session
-	limit   int64          // of streams that are known, and of addresses
+	limit   int            // of streams that are known, and of addresses
+	room    int            // for streams that are not
 	stats   wireStats
 
 	packets chan *memberlist.Packet
@@ -125,8 +126,8 @@ type transport struct {
 	closed  bool                          // guarded by mu, as what follows
 	outs    map[netip.AddrPort]*outStream // of packets
 	conns   map[net.Conn]struct{}         // all that are open
-	known   map[net.Conn]struct{}         // accepted ones whose first frame was right
-	unknown []net.Conn                    // other accepted ones, oldest first, a quarter of limit at most
+	known   []stream                      // accepted ones whose first frame was right, oldest first
+	unknown []net.Conn                    // other accepted ones, oldest first
 }
 
 var errClosed = errors.New("gossip: closed")
@@ -212,22 +213,20 @@ func (t *transport) read() {
 	}
 }
 
-// ingest takes in one packet, from the socket or from a stream, and says why if it
-// does not.
-func (t *transport) ingest(raw []byte, from netip.AddrPort) Drop {
+// ingest takes in one packet, from the socket or from a stream.
+func (t *transport) ingest(raw []byte, from netip.AddrPort) (reason Drop, ok bool) {
 	t.stats.packetsIn.Add(1)
 	t.stats.bytesIn.Add(uint64(len(raw)))
 	d := getDatagram()
-	reason, ok := t.unseal(d, raw)
-	if ok {
+	if reason, ok = t.unseal(d, raw); ok {
 		d.addr = from
 		if reason, ok = t.dispatch(d); ok {
-			return drops
+			return 0, true
 		}
 	}
 	d.free()
 	t.refuse(reason)
-	return reason
+	return reason, false
 }
 
 // unseal puts into d what is in raw.

@@ -12,6 +12,7 @@ import (
 	"io"
 	"net"
 	"net/netip"
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -30,9 +31,9 @@ func bare(keys ...[]byte) *transport {
 		packets: make(chan *memberlist.Packet, 4),
 		streams: make(chan net.Conn),
 		limit:   16,
+		room:    4,
 		outs:    map[netip.AddrPort]*outStream{},
 		conns:   map[net.Conn]struct{}{},
-		known:   map[net.Conn]struct{}{},
 	}
 	if len(keys) > 0 {
 		ring, err := NewKeyring(keys...)
@@ -438,9 +439,9 @@ func TestPacketStream(t *testing.T) {
 // Streams that are too many, say nothing, or say nonsense, do not stay.
 func TestStreamsAreBounded(t *testing.T) {
 	a, b := local(t, TCP), local(t, TCP)
-	dial := func() net.Conn {
+	dial := func(to *transport) net.Conn {
 		t.Helper()
-		c, err := net.Dial("tcp", a.self.String())
+		c, err := net.Dial("tcp", to.self.String())
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -454,7 +455,7 @@ func TestStreamsAreBounded(t *testing.T) {
 	}
 	var silent []net.Conn
 	for range 40 {
-		silent = append(silent, dial())
+		silent = append(silent, dial(a))
 	}
 	waitFor(t, 5*time.Second, "those too many are closed", func() bool { return a.counts()[DropStreams] == 36 && open() == 4 })
 
@@ -474,53 +475,102 @@ func TestStreamsAreBounded(t *testing.T) {
 		t.Errorf("%v", c)
 	}
 
-	start := b.appendStart([]byte{streamPackets, 0, 0})
-	binary.BigEndian.PutUint16(start[1:], uint16(len(start)-3))
+	start := func(port int) []byte {
+		b.told = netip.AddrPortFrom(netip.Addr{}, uint16(port))
+		start := b.appendStart([]byte{streamPackets, 0, 0})
+		binary.BigEndian.PutUint16(start[1:], uint16(len(start)-3))
+		return start
+	}
 	for i := range 20 {
-		c := dial()
-		if _, err := c.Write(start); err != nil {
+		if _, err := dial(a).Write(start(1000 + i)); err != nil {
 			t.Fatal(err)
 		}
 		waitFor(t, 5*time.Second, "it is known or refused", func() bool {
 			return a.stats.streamsIn.Load() == int64(min(2+i, 16)) && a.counts()[DropStreams] == uint64(37+max(0, i-14))
 		})
 	}
+
+	// A node has three at most, and one where all places are taken: its oldest makes room.
+	for stays, at := range map[int]*transport{1: a, oneNode: local(t, TCP)} {
+		var own []net.Conn
+		for range oneNode + 2 {
+			c := dial(at)
+			if _, err := c.Write(start(1003)); err != nil {
+				t.Fatal(err)
+			}
+			waitFor(t, 5*time.Second, "it is known", func() bool {
+				at.mu.Lock()
+				defer at.mu.Unlock()
+				return len(at.known) > 0 && at.known[len(at.known)-1].RemoteAddr().String() == c.LocalAddr().String()
+			})
+			own = append(own, c)
+		}
+		for i, c := range own {
+			_ = c.SetReadDeadline(time.Now().Add(200 * time.Millisecond))
+			_, err := io.Copy(io.Discard, c)
+			if open := errors.Is(err, os.ErrDeadlineExceeded); open != (i >= len(own)-stays) {
+				t.Errorf("stream %d of one node, of which %d stay: %v", i, stays, err)
+			}
+		}
+	}
 }
 
-// A stream on which something comes that does not open ends.
-func TestStreamThatDoesNotOpenEnds(t *testing.T) {
-	a := local(t, TCP, testKey(1))
-	b, stranger := bare(testKey(1)), bare(testKey(2))
+// Where packets have a socket, nobody has streams of them.
+func TestNoPacketStreamsBesideASocket(t *testing.T) {
+	a := local(t, UDP)
 	c, err := net.Dial("tcp", a.self.String())
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer func() { _ = c.Close() }()
-	frame := func(packet []byte) {
-		t.Helper()
-		f := append([]byte{0, 0}, packet...)
-		binary.BigEndian.PutUint16(f, uint16(len(packet)))
-		if _, err := c.Write(f); err != nil {
-			t.Fatal(err)
-		}
-	}
-	if _, err := c.Write([]byte{streamPackets}); err != nil {
+	start := a.appendStart([]byte{streamPackets, 0, 0})
+	binary.BigEndian.PutUint16(start[1:], uint16(len(start)-3))
+	if _, err := c.Write(start); err != nil {
 		t.Fatal(err)
 	}
-	frame(b.wrap(nil, b.appendStart(nil)))
-	frame(b.wrap(nil, []byte{magic, 1}))
-	select {
-	case d := <-a.inbox:
-		d.free()
-	case <-time.After(5 * time.Second):
-		t.Fatal("what opens does not come in")
+	waitFor(t, 5*time.Second, "it is refused", func() bool { return a.counts()[DropMalformed] == 1 && a.stats.streamsIn.Load() == 0 })
+}
+
+// A stream ends on which something comes that does not open, or is no packet.
+func TestStreamThatDoesNotOpenEnds(t *testing.T) {
+	a := local(t, TCP, testKey(1))
+	b, stranger := bare(testKey(1)), bare(testKey(2))
+	start := b.wrap(nil, b.appendStart(nil))
+	for name, last := range map[string][]byte{
+		"of a stranger":          stranger.wrap(nil, []byte{magic, 2}),
+		"a start, a second time": start,
+	} {
+		c, err := net.Dial("tcp", a.self.String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		frame := func(packet []byte) {
+			t.Helper()
+			f := append([]byte{0, 0}, packet...)
+			binary.BigEndian.PutUint16(f, uint16(len(packet)))
+			if _, err := c.Write(f); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if _, err := c.Write([]byte{streamPackets}); err != nil {
+			t.Fatal(err)
+		}
+		frame(start)
+		frame(b.wrap(nil, []byte{magic, 1}))
+		select {
+		case d := <-a.inbox:
+			d.free()
+		case <-time.After(5 * time.Second):
+			t.Fatal("what opens does not come in")
+		}
+		frame(last)
+		_ = c.SetReadDeadline(time.Now().Add(5 * time.Second))
+		if _, err := io.Copy(io.Discard, c); err != nil {
+			t.Errorf("%s: it goes on: %v", name, err)
+		}
+		waitFor(t, 5*time.Second, "it is forgotten", func() bool { return a.stats.streamsIn.Load() == 0 })
+		_ = c.Close()
 	}
-	frame(stranger.wrap(nil, []byte{magic, 2}))
-	_ = c.SetReadDeadline(time.Now().Add(5 * time.Second))
-	if _, err := io.Copy(io.Discard, c); err != nil {
-		t.Errorf("it goes on: %v", err)
-	}
-	waitFor(t, 5*time.Second, "it is forgotten", func() bool { return a.stats.streamsIn.Load() == 0 })
 }
 
 // Who is bound to one of a host's addresses dials from it: the others take the
