@@ -32,6 +32,9 @@ type sim struct {
 }
 
 func newSim(tb interface{ Fatalf(string, ...any) }, p Policy) *sim {
+	if t, ok := tb.(*testing.T); ok && RaceEnabled {
+		t.Skip("it has one goroutine: run without -race")
+	}
 	if err := p.Validate(); err != nil {
 		tb.Fatalf("%v", err)
 	}
@@ -118,10 +121,7 @@ func (s *sim) run(end time.Duration, handler func(m int) (took time.Duration, er
 }
 
 func (s *sim) runKeyed(end time.Duration, keys int, handler func(m int) (time.Duration, error), feed func(time.Duration) (int, bool)) {
-	quantum := 5 * time.Millisecond
-	if RaceEnabled && end-s.now >= time.Hour {
-		quantum *= 10 // one goroutine, whose steps the other run takes in full
-	}
+	const quantum = 5 * time.Millisecond
 	nextSweep := s.now
 	for s.now < end {
 		if s.now >= nextSweep {

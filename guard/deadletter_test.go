@@ -1,0 +1,197 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+// A dead-letter writer that is down settles nothing and loses nothing.
+func TestWriterDown(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r := newRig(t, Policy{}, Limits{}, func(_ *rig, _ context.Context, m int) error {
+			if m == 2 {
+				return Permanent(errors.New("bad"))
+			}
+			return nil
+		})
+		r.letters.err = errors.New("stream offline")
+		r.send(0, 10)
+		time.Sleep(time.Minute)
+		if a := r.check(); a.Acked != 9 || a.Settling != 1 {
+			t.Errorf("%+v", a)
+		}
+		if h := r.s.State().Holds; len(h) != 1 || h[0].Reason != ReasonDLQ {
+			t.Errorf("%+v", h)
+		}
+		if r.g.Ready() == nil {
+			t.Error("ready although the writer fails")
+		}
+		r.letters.mu.Lock()
+		r.letters.err = nil
+		r.letters.mu.Unlock()
+		time.Sleep(time.Minute)
+		if a := r.check(); a.DeadLettered != 1 || r.g.Ready() != nil {
+			t.Errorf("%+v", a)
+		}
+		r.close()
+	})
+}
+
+// The letter of a source that has ended says nothing about the writer, which
+// still fails for another source, and takes its error with it as the last one.
+func TestLetterOfAnEndedSource(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, err := New(Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		letters := &downWriter{took: time.Second}
+		var sources [2]*Source[int]
+		for i := range sources {
+			s, err := Open(g, SourceConfig{Name: strconv.Itoa(i), DeadLetters: letters}, Limits{}, &testPort{},
+				func(context.Context, int) error { return Permanent(errDown) })
+			if err != nil {
+				t.Fatal(err)
+			}
+			sources[i] = s
+			in := make(chan int, 3)
+			for m := range cap(in) {
+				in <- m
+			}
+			go func() { _ = s.Run(t.Context(), in) }() // until Close
+		}
+		end := func(s *Source[int]) {
+			ctx, cancel := context.WithCancel(t.Context())
+			cancel()
+			if rep := s.End(ctx, ReasonShutdown); len(rep.Left) == 0 {
+				t.Errorf("%+v", rep)
+			}
+		}
+		time.Sleep(time.Minute)
+		end(sources[0])
+		for range 1200 {
+			if time.Sleep(100 * time.Millisecond); g.Ready() == nil {
+				t.Fatal("ready although the writer fails")
+			}
+		}
+		end(sources[1])
+		time.Sleep(time.Minute)
+		if err := g.Ready(); err != nil {
+			t.Errorf("nothing waits for the writer: %v", err)
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// downWriter fails slowly.
+type downWriter struct{ took time.Duration }
+
+func (w *downWriter) Write(context.Context, *dlq.Record) error {
+	time.Sleep(w.took)
+	return errDown
+}
+
+// Letters that the writer puts off are no failure of it: the Guard is ready, the
+// source says why they wait, other letters are written without a pause, and these
+// once they are taken. A failure before it, of the same letter, is over.
+func TestLetterPutOff(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r := newRig(t, Policy{}, Limits{}, func(_ *rig, _ context.Context, m int) error {
+			if m >= 2 {
+				return Permanent(errors.New("bad"))
+			}
+			return nil
+		})
+		full, offers, written := errors.New("no room"), 0, make(map[string]time.Time)
+		taken := false
+		r.letters.says = func(rec *dlq.Record) error {
+			switch n, _ := strconv.Atoi(string(rec.Body)); {
+			case n < 12 && !taken:
+				if offers++; offers == 1 {
+					return errDown
+				}
+				return fmt.Errorf("%w: %w", dlq.ErrPutOff, full)
+			case n == 20:
+				time.Sleep(10 * time.Second)
+			}
+			written[string(rec.Body)] = time.Now()
+			return nil
+		}
+		r.send(0, 12)
+		time.Sleep(time.Minute)
+		if a := r.check(); a.Acked != 2 || a.Settling != 10 {
+			t.Errorf("%+v", a)
+		}
+		if err := r.g.Ready(); err != nil {
+			t.Errorf("a writer that puts letters off is not ready: %v", err)
+		}
+		if h := r.s.State().Holds; len(h) != 1 || h[0].Reason != ReasonDLQ || !strings.Contains(h[0].Detail, "10 dead letters are put off: dlq: record put off: no room") {
+			t.Errorf("%+v", h)
+		}
+		if offers < 300 || offers > 2400 {
+			t.Errorf("%d offers of 10 letters in a minute", offers)
+		}
+		begun := time.Now()
+		r.send(12, 20)
+		time.Sleep(time.Minute)
+		r.check()
+		for m := 12; m < 20; m++ {
+			if at, ok := written[strconv.Itoa(m)]; !ok || at.Sub(begun) > putOffMax {
+				t.Errorf("letter %d was written after %s", m, at.Sub(begun))
+			}
+		}
+		r.letters.mu.Lock()
+		taken = true
+		r.letters.mu.Unlock()
+		time.Sleep(2 * putOffMax)
+		if a := r.check(); a.DeadLettered != 18 {
+			t.Errorf("%+v", a)
+		}
+		r.send(20, 21)
+		time.Sleep(time.Second)
+		if a := r.check(); a.Settling != 1 || len(r.s.State().Holds) > 0 {
+			t.Errorf("%+v: %+v", a, r.s.State().Holds)
+		}
+		time.Sleep(10 * time.Second)
+		r.close()
+	})
+}
+
+// A spent budget keeps what would be dead-lettered, until an operator's grant.
+func TestBudgetSpentWaitsForGrant(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		p := Policy{}
+		p.Budget.PermanentBalance = 2
+		p.Budget.FreeEvery = 1000 * time.Hour
+		r := newRig(t, p, Limits{}, func(*rig, context.Context, int) error { return Permanent(errors.New("bad")) })
+		r.send(0, 5)
+		time.Sleep(time.Minute)
+		if a := r.check(); a.DeadLettered != 2 || a.Unsettled() != 3 {
+			t.Errorf("%+v", a)
+		}
+		if h := r.s.State().Holds; len(h) == 0 || h[0].Reason != ReasonDLQ {
+			t.Errorf("%+v", h)
+		}
+		r.s.GrantCredits(3)
+		time.Sleep(time.Minute)
+		if a := r.check(); a.DeadLettered != 5 {
+			t.Errorf("%+v", a)
+		}
+		if n := len(r.calls); n != 5 {
+			t.Errorf("%d handler calls for 5 permanent failures", n)
+		}
+		r.close()
+	})
+}

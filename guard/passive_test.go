@@ -1,0 +1,235 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"errors"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+)
+
+// The passive shape: the user's loop settles, the guard decides.
+func TestPassive(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, err := New(Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		port, letters := &testPort{}, &testWriter{}
+		s, err := Open(g, SourceConfig{Name: "s", DeadLetters: letters}, Limits{}, port, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		tries := map[int]int{}
+		var user sync.WaitGroup
+		user.Go(func() {
+			for item := range s.Ready() {
+				tries[item.Msg]++
+				if item.Attempt != tries[item.Msg] {
+					t.Errorf("message %d: attempt %d, tried %d times", item.Msg, item.Attempt, tries[item.Msg])
+				}
+				var err error
+				if item.Msg == 3 {
+					err = errors.New("bad")
+				}
+				s.Done(item.Token, err)
+				s.Done(item.Token, nil) // late and twice
+			}
+		})
+		for i := range 50 {
+			if err := s.Offer(i); err != nil {
+				t.Error(i, err)
+			}
+			time.Sleep(50 * time.Millisecond)
+		}
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		a := s.Account()
+		if a.Acked != 49 || a.DeadLettered != 1 || a.Check() != nil {
+			t.Errorf("%+v\n%+v", a, s.State())
+		}
+		if tries[3] < 5 || tries[3] > 7 {
+			t.Errorf("%d tries", tries[3])
+		}
+		if stale := s.State().Tally.Stale; stale != uint64(49+tries[3]) {
+			t.Errorf("%d stale Done calls", stale)
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+		user.Wait()
+		if err := s.Offer(99); !errors.Is(err, ErrClosed) {
+			t.Error(err)
+		}
+	})
+}
+
+// A Done for an attempt that was already answered does nothing, though the
+// message is out again.
+func TestPassiveStaleAttempt(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, err := New(Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		s, err := Open(g, SourceConfig{Name: "s"}, Limits{}, &testPort{}, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := s.Offer(1); err != nil {
+			t.Fatal(err)
+		}
+		first := <-s.Ready()
+		s.Done(first.Token, errDown)
+		second := <-s.Ready()
+		s.Done(first.Token, nil)
+		if a := s.Account(); a.Acked != 0 || a.Processing != 1 {
+			t.Errorf("%+v", a)
+		}
+		s.Done(second.Token, nil)
+		if a := s.Account(); a.Acked != 1 || s.State().Tally.Stale != 1 {
+			t.Errorf("%+v", a)
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// A probe that nobody takes off Ready has not failed, however long; who takes it at
+// last has a live one. Two sources of a scope take turns at its slot.
+func TestPassiveProbeThatNobodyTakes(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		const lease = 10 * time.Second
+		g, err := New(Config{Scope: ScopeGroup, Policy: Policy{Breaker: breaker.Config{Lease: lease, Base: time.Second, Probes: 1, Successes: 2}}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		var sources []*Source[int]
+		for _, name := range []string{"a", "b"} {
+			s, err := Open(g, SourceConfig{Name: name}, Limits{}, &testPort{}, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			sources = append(sources, s)
+		}
+		if err := sources[0].ForceOpen(time.Second); err != nil {
+			t.Fatal(err)
+		}
+		for _, s := range sources {
+			if err := s.Offer(1); err != nil {
+				t.Fatal(err)
+			}
+		}
+		time.Sleep(2 * time.Second)
+		before := sources[0].State().Breaker
+		time.Sleep(10 * time.Minute) // nobody reads Ready
+		b := sources[0].State().Breaker
+		if b.State != breaker.HalfOpen || b.Generation != before.Generation || b.Rung != before.Rung || b.ProbesOut != 1 {
+			t.Errorf("%+v, before %+v", b, before)
+		}
+		for _, s := range sources {
+			if n := s.State().Tally.Probes; n < 60 || n > 300 {
+				t.Errorf("%s took the slot %d times in 10m", s.Name(), n)
+			}
+		}
+		for i, s := range sources {
+			item := <-s.Ready()
+			time.Sleep(lease * 7 / 10)
+			s.Done(item.Token, nil)
+			if b := s.State().Breaker; s.Account().Acked != 1 || i == 0 && b.ProbesPassed != 1 || i == 1 && b.State != breaker.Closed {
+				t.Errorf("%s: %+v", s.Name(), b)
+			}
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// A probe on Ready is taken back when the breaker closes or the operator pauses.
+func TestPassiveProbeIsOver(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, err := New(Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		s, err := Open(g, SourceConfig{Name: "s"}, Limits{}, &testPort{}, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := s.ForceOpen(time.Second); err != nil {
+			t.Fatal(err)
+		}
+		if err := s.Offer(1); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(2 * time.Second)
+		if a := s.Account(); a.Processing != 1 {
+			t.Errorf("no probe: %+v", a)
+		}
+		s.Pause()
+		time.Sleep(time.Second)
+		if a := s.Account(); a.Processing != 0 || s.State().Breaker.ProbesOut != 0 {
+			t.Errorf("paused: %+v", a)
+		}
+		s.Resume()
+		time.Sleep(time.Second)
+		if s.State().Breaker.ProbesOut != 1 {
+			t.Errorf("no probe again: %+v", s.State())
+		}
+		if err := s.ForceClosed(); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Second)
+		item := <-s.Ready()
+		s.Done(item.Token, errDown)
+		if b := s.State().Breaker; b.Failures != 1 {
+			t.Errorf("its token was a probe's of before: %+v", b)
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// While a drain ramps up, what waits on Ready stays there: each nudge would cost a
+// limiter's token and a step of the ramp.
+func TestPassiveDrainKeepsItsTokens(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, err := New(Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		lim := &strict{}
+		lim.open.Store(true)
+		s, err := Open(g, SourceConfig{Name: "s", Limiter: lim}, Limits{}, &testPort{}, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		s.Pause()
+		if err := s.Offer(0); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Second)
+		s.Resume()
+		for i := range 100 {
+			time.Sleep(time.Millisecond)
+			if err := s.Offer(i + 1); err != nil {
+				t.Fatal(err)
+			}
+		}
+		synctest.Wait()
+		if n := lim.asked.Load(); n != 1 || len(s.State().Holds) == 0 {
+			t.Errorf("%d tokens for one item, %+v", n, s.State().Holds)
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}

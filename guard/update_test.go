@@ -1,0 +1,190 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+func TestUpdate(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r := newRig(t, Policy{}, Limits{}, ok)
+		if err := r.s.Update(Policy{Timeout: time.Second, Window: 7}); err != nil {
+			t.Error(err)
+		}
+		if st := r.s.State(); st.Settings.Timeout != time.Second || st.Window != 7 {
+			t.Errorf("%+v", st.Settings)
+		}
+		for _, p := range []Policy{{NoTimeout: true}, {Timeout: time.Minute}} {
+			if err := r.s.Update(p); err != nil {
+				t.Error(err)
+			}
+			again := r.s.State().Settings
+			again.Window = 9
+			if err := r.s.Update(again); err != nil {
+				t.Error(err)
+			}
+			if is := r.s.State().Settings; is.Timeout != p.Timeout || is.NoTimeout != p.NoTimeout || is.Window != 9 {
+				t.Errorf("%+v", is)
+			}
+		}
+		err := r.s.Update(Policy{Order: OrderKey, Window: -1})
+		if err == nil || !strings.Contains(err.Error(), "Policy.Order") || !strings.Contains(err.Error(), "Policy.Window: -1") {
+			t.Error(err)
+		}
+		r.close()
+	})
+}
+
+// A feed that has become smaller keeps what it has and takes no more; one that has
+// become larger takes more at once.
+func TestUpdateOfTheFeed(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, err := New(Config{Policy: Policy{Window: 16}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		port := &testPort{}
+		s, err := Open(g, SourceConfig{Name: "s"}, Limits{}, port, func(context.Context, int) error { return nil })
+		if err != nil {
+			t.Fatal(err)
+		}
+		feed := s.Feed()
+		put := func(ctx context.Context, ms ...int) {
+			t.Helper()
+			if n, err := feed.Put(ctx, ms...); n != len(ms) || err != nil {
+				t.Error(n, err)
+			}
+		}
+		put(t.Context(), 0, 1, 2, 3)
+		if err := s.Update(Policy{Window: 8}); err != nil {
+			t.Error(err)
+		}
+		over, cancel := context.WithCancel(t.Context())
+		cancel()
+		if n, err := feed.Put(over, 4); n != 0 || !errors.Is(err, context.Canceled) || feed.Len() != 4 {
+			t.Error(n, err, feed.Len())
+		}
+		late, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		var reader sync.WaitGroup
+		reader.Go(func() { put(late, 4, 5) })
+		synctest.Wait()
+		if err := s.Update(Policy{Window: 24}); err != nil {
+			t.Error(err)
+		}
+		reader.Wait()
+		if _, err := g.Close(t.Context()); err != nil || !slices.Equal(port.returned, []int{0, 1, 2, 3, 4, 5}) {
+			t.Error(port.returned, err)
+		}
+	})
+}
+
+// The window may change while a source runs: all of its parts change with it, up
+// and down, so that its bound holds and every worker has something to do.
+func TestUpdateOfTheWindow(t *testing.T) {
+	for _, fed := range []bool{true, false} {
+		bubble(t, "fed="+strconv.FormatBool(fed), func(t *testing.T) {
+			const workers = 8
+			g, err := New(Config{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			policy := Policy{Order: OrderKey, Workers: workers, Window: 1024, Ramp: Ramp{Off: true}}
+			var busy, most atomic.Int64
+			s, err := Open(g, SourceConfig{Name: "s", Policy: &policy}, Limits{AckWait: time.Minute}, &testPort{keys: 1000}, func(context.Context, int) error {
+				most.Store(max(most.Load(), busy.Add(1)))
+				defer busy.Add(-1)
+				time.Sleep(10 * time.Millisecond)
+				return nil
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			ended := make(chan error)
+			in := make(chan int)
+			var feed *Feed[int]
+			if fed {
+				feed = s.Feed()
+				go func() { ended <- s.RunFeed(t.Context()) }()
+			} else {
+				go func() { ended <- s.Run(t.Context(), in) }()
+			}
+			stop, put := make(chan struct{}), 0
+			var reader sync.WaitGroup
+			reader.Go(func() {
+				for ; ; put++ {
+					if fed {
+						select {
+						case <-stop:
+							feed.Close()
+							return
+						default:
+						}
+						if _, err := feed.Put(t.Context(), put); err != nil {
+							t.Error(err)
+							return
+						}
+						continue
+					}
+					select {
+					case in <- put:
+					case <-stop:
+						close(in)
+						return
+					}
+				}
+			})
+			for _, window := range []int{1024, 512, 64, 2048, 16, 1024} {
+				s.Pause()
+				time.Sleep(time.Second)
+				before := s.Account()
+				policy.Window = window
+				if err := s.Update(policy); err != nil {
+					t.Error(err)
+				}
+				time.Sleep(time.Second)
+				full := s.Account()
+				// One buffer of the feed, or the batch, may be empty while it holds.
+				if n := full.Unsettled(); n < window*2/3 || n > max(window, before.Unsettled()) {
+					t.Errorf("window %d: %d messages fill it", window, n)
+				}
+				s.Resume()
+				time.Sleep(5 * time.Second)
+				most.Store(0)
+				for range 200 {
+					time.Sleep(time.Millisecond)
+					a := s.Account()
+					if err := a.Check(); err != nil || a.Unsettled() > window {
+						t.Errorf("window %d: %d unsettled, %v", window, a.Unsettled(), err)
+						break
+					}
+				}
+				if n := most.Load(); n != workers {
+					t.Errorf("window %d: %d workers were busy", window, n)
+				}
+			}
+			close(stop)
+			if err := <-ended; err != nil {
+				t.Error(err)
+			}
+			reader.Wait()
+			if a := s.Account(); a.Acked != uint64(put) || a.Check() != nil {
+				t.Errorf("%d put, %+v", put, a)
+			}
+			if _, err := g.Close(t.Context()); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
