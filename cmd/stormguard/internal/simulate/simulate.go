@@ -84,7 +84,8 @@ var ErrUsage = errors.New("simulate")
 var ErrFailed = errors.New("a scenario is out of its limits")
 
 // Run runs what cfg says and prints it. The error is [ErrFailed] if a gated
-// scenario failed; its text names them.
+// scenario failed; its text names them. It ends soon after ctx, with its error and
+// without a table.
 func Run(ctx context.Context, cfg Config, stdout, stderr io.Writer) error {
 	chosen, err := cfg.choose()
 	if err != nil {
@@ -95,7 +96,10 @@ func Run(ctx context.Context, cfg Config, stdout, stderr io.Writer) error {
 	var runners sync.WaitGroup
 	var mu sync.Mutex // of stderr
 	do := func(i int) {
-		results[i] = run(&chosen[i], cfg.Strategy, cfg.Seed)
+		results[i] = run(ctx, &chosen[i], cfg.Strategy, cfg.Seed)
+		if ctx.Err() != nil {
+			return // it did not come to its end
+		}
 		mu.Lock()
 		defer mu.Unlock()
 		fmt.Fprintf(stderr, "%-28s %6.1f s  %s\n", results[i].Name, results[i].Took, results[i].verdict())
@@ -169,7 +173,7 @@ func (c Config) choose() (chosen []scenario, err error) {
 }
 
 // run runs one scenario and judges it.
-func run(sc *scenario, strategy Strategy, seed uint64) Result {
+func run(ctx context.Context, sc *scenario, strategy Strategy, seed uint64) Result {
 	start := time.Now()
 	before := 0.0
 	if sc.maxMemory > 0 {
@@ -177,7 +181,7 @@ func run(sc *scenario, strategy Strategy, seed uint64) Result {
 	}
 	w := newWorld(sc, strategy, seed)
 	w.weigh(before)
-	w.run()
+	w.run(ctx)
 	r := w.result()
 	r.Seed, r.Took = seed, time.Since(start).Seconds()
 	return r

@@ -6,6 +6,7 @@ package simulate
 import (
 	"bytes"
 	"cmp"
+	"context"
 	"encoding/json"
 	"errors"
 	"io"
@@ -53,7 +54,7 @@ func TestRows(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			sc := row(t, name, length)
-			r := run(sc, Strict, 3)
+			r := run(t.Context(), sc, Strict, 3)
 			t.Logf("%+v", r)
 			if !r.Passed || r.Admitted == 0 || r.Asked <= r.Admitted {
 				t.Errorf("%s", r.verdict())
@@ -69,7 +70,7 @@ func TestRows(t *testing.T) {
 // of a session says is kept until it is sent, though the next reuses its memory.
 func TestPacketsArriveWhole(t *testing.T) {
 	w := newWorld(row(t, "balanced-9", 3*time.Second), Strict, 1)
-	w.run()
+	w.run(t.Context())
 	for i, m := range w.members {
 		now, _ := w.net.Clock(i)
 		st := m.session.Stats(now)
@@ -83,7 +84,7 @@ func TestPacketsArriveWhole(t *testing.T) {
 // another seed.
 func TestSeedsRepeat(t *testing.T) {
 	sc := row(t, "loss-35-rotating", 2*time.Second)
-	first, again, other := run(sc, Strict, 7), run(sc, Strict, 7), run(sc, Strict, 8)
+	first, again, other := run(t.Context(), sc, Strict, 7), run(t.Context(), sc, Strict, 7), run(t.Context(), sc, Strict, 8)
 	first.Took, again.Took = 0, 0
 	if first.Trace != again.Trace || first.Admitted != again.Admitted || first.Error != again.Error {
 		t.Errorf("one seed, two runs:\n%+v\n%+v", first, again)
@@ -96,14 +97,14 @@ func TestSeedsRepeat(t *testing.T) {
 // A table that a fixed division of the limit passes would show nothing.
 func TestStaticFails(t *testing.T) {
 	for _, name := range []string{"skew-3", "rotating-3", "loss-35-rotating", "clocks-rotating", "one-way-rotating-within"} {
-		if r := run(row(t, name, 8*time.Second), Static, 1); r.Passed || r.Error > -20 {
+		if r := run(t.Context(), row(t, name, 8*time.Second), Static, 1); r.Passed || r.Error > -20 {
 			t.Errorf("%s: a fixed division has an error of %.1f %%", name, r.Error)
 		}
 	}
-	if r := run(row(t, "pooled-rush", 3500*time.Millisecond), Static, 1); r.Policy != "pooled" || r.Over < 1000 {
+	if r := run(t.Context(), row(t, "pooled-rush", 3500*time.Millisecond), Static, 1); r.Policy != "pooled" || r.Over < 1000 {
 		t.Errorf("what is pooled is not divided: %+v", r)
 	}
-	if r := run(row(t, "balanced-3", 4*time.Second), Static, 1); r.Over > 0.5 {
+	if r := run(t.Context(), row(t, "balanced-3", 4*time.Second), Static, 1); r.Over > 0.5 {
 		t.Errorf("a fixed division is over the bound: %+v", r)
 	}
 }
@@ -235,7 +236,7 @@ func TestFormulas(t *testing.T) {
 			continue
 		}
 		for seed := range uint64(2) {
-			r := run(&sc, Strict, 100+seed)
+			r := run(t.Context(), &sc, Strict, 100+seed)
 			t.Logf("%s, %d nodes, burst %d, rate %.0f, %v/%v: %+.3f of %+.3f", sc.name, sc.nodes, sc.burstTokens, sc.rate, sc.burst.Good, sc.burst.Bad, r.Error, r.Formula)
 			if !r.Passed {
 				t.Errorf("%s, %d nodes, burst %d, seed %d: %s", sc.name, sc.nodes, sc.burstTokens, 100+seed, r.verdict())
@@ -282,7 +283,7 @@ func TestAgreementIsJudged(t *testing.T) {
 			w.net.At(3*time.Second, func() { w.net.Split([]int{0}, []int{1}, []int{2}) })
 			faults(w)
 		}
-		if r := run(sc, Strict, 1); r.Passed || r.Agreed > 0 {
+		if r := run(t.Context(), sc, Strict, 1); r.Passed || r.Agreed > 0 {
 			t.Errorf("%s, where nobody hears anybody: %+v", name, r)
 		}
 	}
@@ -332,7 +333,7 @@ func TestOverIsSeen(t *testing.T) {
 	twice := *sc
 	w := newWorld(&twice, Strict, 1)
 	w.ledgers[0].bound.rate /= 2
-	w.run()
+	w.run(t.Context())
 	if w.ledgers[0].over < 5000 {
 		t.Errorf("%.0f tokens over half the limit", w.ledgers[0].over)
 	}
@@ -398,6 +399,17 @@ func TestRun(t *testing.T) {
 		if err := Run(t.Context(), bad, io.Discard, io.Discard); !errors.Is(err, ErrUsage) {
 			t.Errorf("%+v: %v", bad, err)
 		}
+	}
+}
+
+// A long scenario is given up in the middle, and nothing is printed of it.
+func TestRunEndsWithItsContext(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	defer cancel()
+	var out, said bytes.Buffer
+	err := Run(ctx, Config{Strategy: Strict, All: true, Only: []string{"leave-storm-510-500"}, Seed: 1}, &out, &said)
+	if !errors.Is(err, context.DeadlineExceeded) || out.Len() > 0 || said.Len() > 0 {
+		t.Errorf("%v, %q, %q", err, &out, &said)
 	}
 }
 

@@ -4,6 +4,7 @@
 package simulate
 
 import (
+	"context"
 	"fmt"
 	"math"
 	"math/rand/v2"
@@ -82,12 +83,12 @@ func newWorld(sc *scenario, strategy Strategy, seed uint64) *world {
 	return w
 }
 
-// run lets the whole scenario happen.
-func (w *world) run() {
+// run lets the whole scenario happen, or what there is of it until ctx ends.
+func (w *world) run(ctx context.Context) {
 	if w.sc.faults != nil {
 		w.sc.faults(w)
 	}
-	w.net.Run(w.sc.length)
+	w.net.RunUntil(w.sc.length, func() bool { return ctx.Err() != nil })
 }
 
 func (w *world) shared() bool { return w.strategy == Strict }
