@@ -104,14 +104,14 @@ func (c *core) setProbeLocked(now time.Duration, sc *scope, p *slot) {
 }
 
 func (c *core) observeTrialLocked(now time.Duration, sc *scope, s breaker.Snapshot) {
-	if s.Generation <= sc.trial.gen || !s.Held {
+	if s.Generation <= sc.trial.gen {
 		return
 	}
 	switch {
-	case s.State == breaker.Open && s.Trial == breaker.NoTrial:
-		c.withdrawLocked(now, sc) // held anew: what had the permit is gone
-	case s.State == breaker.HalfOpen && s.ProbesOut > 0:
-		sc.trial.taken = true
+	case !s.Held, s.State == breaker.Open && s.Trial == breaker.NoTrial:
+		c.withdrawLocked(now, sc) // forced, or held anew: what had the permit is gone
+	case s.State == breaker.HalfOpen:
+		sc.trial.taken = s.ProbesOut > 0 // an excluded probe gives the permit back
 	case s.State == breaker.Open && s.Trial == breaker.TrialPassed:
 		w := c.standing(sc)
 		w.Phase, w.Passes = fleet.PhasePassed, w.Passes+1

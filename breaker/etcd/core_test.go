@@ -1,0 +1,133 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package etcd
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/fleet"
+)
+
+// desk is a core, a clock, and the keys that it is told of. Nothing is written but
+// what a test puts there.
+type desk struct {
+	*core
+	t   *testing.T
+	now time.Duration
+	rev int64
+	l   layout
+}
+
+// newDesk is process a of a roster, with a session and the scope q, which it has.
+func newDesk(t *testing.T, names ...string) *desk {
+	t.Helper()
+	c := Config{Name: "a", Roster: fleet.Roster{Number: 1, Names: names}}.WithDefaults()
+	if err := c.Validate(); err != nil {
+		t.Fatal(err)
+	}
+	d := &desk{
+		core: newCore(c, crdt.Replica{Name: "a", Incarnation: 7}, 0),
+		t:    t, now: time.Second, rev: 10, l: newLayout(c.Prefix),
+	}
+	d.begin()
+	if _, err := d.Adopt(d.now, "q"); err != nil {
+		t.Fatal(err)
+	}
+	return d
+}
+
+// begin begins a session, in which only this process is there.
+func (d *desk) begin() {
+	k := link{up: true, ttl: 5 * time.Second, renewed: d.now, watched: d.now, born: 1, charter: 1}
+	d.reset(d.now, d.l, []entry{{key: d.l.member("a"), value: encodeMember(7), rev: d.rev}}, d.rev, k)
+}
+
+// put has the watch tell of a key.
+func (d *desk) put(key string, value []byte) {
+	d.rev++
+	d.apply(d.now, d.l, []entry{{key: key, value: value, rev: d.rev}}, d.rev)
+}
+
+// pass makes time pass, with a session that is well.
+func (d *desk) pass(span time.Duration) {
+	for end := d.now + span; d.now < end; {
+		d.now += 50 * time.Millisecond
+		d.ask(d.now)
+		d.renewed(d.now, d.now)
+		d.answer(d.now)
+		d.Tick(d.now)
+	}
+}
+
+// open has the fleet open q.
+func (d *desk) open() {
+	d.put(d.l.state("q"), encodeState(fleet.State{
+		Position: fleet.Position{Round: 1}, Rung: 1, OpenFor: 100 * time.Millisecond, Cause: "timeout",
+	}))
+}
+
+// plan is what is to be written now; nil for nothing. It is void, so that it can
+// be asked again.
+func (d *desk) plan() *op {
+	o, _ := d.next(d.now)
+	if o != nil {
+		d.done(d.now, o, false, 0)
+		d.scopes["q"].retry = 0
+	}
+	return o
+}
+
+// kinds is what is asked for.
+func (d *desk) kinds() (all []fleet.Kind) {
+	for _, a := range d.Actions(nil) {
+		all = append(all, a.Kind)
+	}
+	return all
+}
+
+// probe brings it to where a probe of ours is out, and that is known.
+func (d *desk) probe() {
+	d.t.Helper()
+	d.open()
+	d.Want(d.now, "q", true)
+	d.put(d.l.vote("q", "a"), encodeVote(d.plan().vote))
+	d.pass(200 * time.Millisecond)
+	o := d.plan()
+	if o == nil || o.kind != opTake {
+		d.t.Fatalf("%+v, not a probe to take", o)
+	}
+	d.take(o, d.now)
+	d.put(d.l.probe("q"), o.probe.encode())
+	if k := d.kinds(); len(k) == 0 || k[len(k)-1] != fleet.Probe {
+		d.t.Fatalf("%v, not a probe", k)
+	}
+	d.Observe(d.now, "q", breaker.Snapshot{State: breaker.HalfOpen, Held: true, Generation: 5, ProbesOut: 1})
+}
+
+// A probe that ends without an outcome gives the key back long before its lease is
+// over, and has not failed. So does one that an operator's word takes back.
+func TestProbeIsGivenBack(t *testing.T) {
+	for name, after := range map[string]breaker.Snapshot{
+		"excluded":        {State: breaker.HalfOpen, Held: true, Generation: 5},
+		"forced":          {State: breaker.Open, Forced: true, Barred: true, Generation: 6},
+		"closed by force": {State: breaker.Closed, Generation: 6},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := newDesk(t, "a")
+			d.probe()
+			d.pass(3 * time.Second)
+			if o := d.plan(); o != nil {
+				t.Fatalf("while it is out: %+v", o)
+			}
+			d.Observe(d.now, "q", after)
+			d.pass(100 * time.Millisecond)
+			if o := d.plan(); o == nil || o.kind != opDrop {
+				t.Errorf("afterwards: %+v, not the key given back", o)
+			}
+		})
+	}
+}
