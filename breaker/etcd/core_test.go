@@ -22,7 +22,8 @@ type desk struct {
 	l   layout
 }
 
-// newDesk is process a of a roster, with a session and the scope q, which it has.
+// newDesk is process a, with a session in which all of the roster are there, and
+// with the scope q.
 func newDesk(t *testing.T, names ...string) *desk {
 	t.Helper()
 	c := Config{Name: "a", Roster: fleet.Roster{Number: 1, Names: names}}.WithDefaults()
@@ -40,16 +41,24 @@ func newDesk(t *testing.T, names ...string) *desk {
 	return d
 }
 
-// begin begins a session, in which only this process is there.
-func (d *desk) begin() {
+// begin begins a session. More is there than the roster's members.
+func (d *desk) begin(more ...entry) {
 	k := link{up: true, ttl: 5 * time.Second, renewed: d.now, watched: d.now, born: 1, charter: 1}
-	d.reset(d.now, d.l, []entry{{key: d.l.member("a"), value: encodeMember(7), rev: d.rev}}, d.rev, k)
+	for _, name := range d.roster.Names {
+		more = append(more, entry{key: d.l.member(name), value: encodeMember(7), rev: d.rev})
+	}
+	d.reset(d.now, d.l, more, d.rev, k)
 }
 
 // put has the watch tell of a key.
 func (d *desk) put(key string, value []byte) {
 	d.rev++
 	d.apply(d.now, d.l, []entry{{key: key, value: value, rev: d.rev}}, d.rev)
+}
+
+func (d *desk) del(key string) {
+	d.rev++
+	d.apply(d.now, d.l, []entry{{key: key, rev: d.rev, deleted: true}}, d.rev)
 }
 
 // pass makes time pass, with a session that is well.
@@ -129,5 +138,68 @@ func TestProbeIsGivenBack(t *testing.T) {
 				t.Errorf("afterwards: %+v, not the key given back", o)
 			}
 		})
+	}
+}
+
+// Who may not probe lets an open scope go when nobody does: after a roster was rolled
+// back, or where those who may have no message. What its breaker does then counts, and
+// the fleet's next decision holds it again.
+func TestHeldOnlyWhileSomebodyMayProbe(t *testing.T) {
+	lease := fleet.Config{}.WithDefaults().Lease
+	for name, c := range map[string]struct {
+		roster []string
+		late   bool
+	}{
+		"a later roster":    {[]string{"a", "b"}, true},
+		"not in the roster": {[]string{"b", "c"}, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := newDesk(t, c.roster...)
+			if c.late {
+				d.put(d.l.roster(), charter{number: 2}.encode())
+			}
+			gone := func(within time.Duration, want bool) {
+				t.Helper()
+				d.pass(within)
+				ks := d.kinds()
+				if got := len(ks) > 0 && ks[len(ks)-1] == fleet.HalfOpen; got != want {
+					t.Fatalf("%v: let go %v, want %v", ks, got, want)
+				}
+			}
+			d.open()
+			d.Want(d.now, "q", true)
+			gone(lease, false)
+			// Somebody probes: it may be again, and the time begins anew at its end.
+			b := crdt.Replica{Name: "b", Incarnation: 3}
+			d.put(d.l.probe("q"), probe{b, d.scopes["q"].known.Position}.encode())
+			gone(2*lease, false)
+			d.del(d.l.probe("q"))
+			gone(lease+3*time.Second, false)
+			gone(2*time.Second, true)
+
+			// Its breaker closes by itself, and that counts, also after a new session.
+			d.Observe(d.now, "q", breaker.Snapshot{State: breaker.Closed, Generation: 9})
+			if o := d.plan(); o == nil || o.kind != opVote || o.vote.Phase != fleet.PhasePassed {
+				t.Errorf("%+v, not what passed", o)
+			}
+			state := entry{key: d.l.state("q"), value: encodeState(d.scopes["q"].known), rev: d.rev}
+			d.begin(state, entry{key: d.l.roster(), value: charter{number: 2}.encode(), rev: 1})
+			if ks := d.kinds(); len(ks) != 0 {
+				t.Errorf("a new session: %v", ks)
+			}
+			d.put(d.l.state("q"), encodeState(fleet.State{Position: fleet.Position{Round: 2}, Rung: 2, OpenFor: time.Second}))
+			if ks := d.kinds(); len(ks) != 1 || ks[0] != fleet.Hold {
+				t.Errorf("the next round: %v", ks)
+			}
+		})
+	}
+
+	// One that may probe is held for as long as it takes.
+	d := newDesk(t, "a", "b")
+	d.open()
+	d.kinds()
+	d.pass(10 * lease)
+	if ks := d.kinds(); len(ks) != 0 {
+		t.Errorf("a member: %v", ks)
 	}
 }

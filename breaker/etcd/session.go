@@ -193,25 +193,26 @@ func (a *Authority) renew(ctx context.Context, id clientv3.LeaseID) error {
 }
 
 // agree compares the roster, and brings it where there is none or an earlier one.
-func (a *Authority) agree(ctx context.Context) (rev int64, late bool, err error) {
+// late is the number of a later one that is there, or 0.
+func (a *Authority) agree(ctx context.Context) (rev int64, late uint64, err error) {
 	key, ours := a.keys.roster(), charterOf(a.cfg)
 	for {
 		resp, err := a.client.Get(ctx, key)
 		if err != nil {
-			return 0, false, fmt.Errorf("etcd: roster: %w", err)
+			return 0, 0, fmt.Errorf("etcd: roster: %w", err)
 		}
 		if len(resp.Kvs) > 0 {
 			kv := resp.Kvs[0]
 			they, err := decodeCharter(kv.GetValue())
 			switch {
 			case err != nil:
-				return 0, false, err
+				return 0, 0, err
 			case they == ours:
-				return kv.GetModRevision(), false, nil
+				return kv.GetModRevision(), 0, nil
 			case they.number > ours.number:
-				return kv.GetModRevision(), true, nil
+				return kv.GetModRevision(), they.number, nil
 			case they.number == ours.number:
-				return 0, false, fmt.Errorf("%w: number %d", ErrRoster, ours.number)
+				return 0, 0, fmt.Errorf("%w: number %d", ErrRoster, ours.number)
 			}
 			rev = kv.GetModRevision()
 		}
@@ -219,10 +220,10 @@ func (a *Authority) agree(ctx context.Context) (rev int64, late bool, err error)
 			If(clientv3.Compare(clientv3.ModRevision(key), "=", rev)).
 			Then(clientv3.OpPut(key, string(ours.encode()))).Commit()
 		if err != nil {
-			return 0, false, fmt.Errorf("etcd: roster: %w", err)
+			return 0, 0, fmt.Errorf("etcd: roster: %w", err)
 		}
 		if put.Succeeded {
-			return put.Header.GetRevision(), false, nil
+			return put.Header.GetRevision(), 0, nil
 		}
 		rev = 0
 	}
@@ -279,7 +280,7 @@ func (a *Authority) watch(ctx context.Context, w clientv3.Watcher, rev int64) er
 func (a *Authority) beat(ctx context.Context, cancel context.CancelCauseFunc, w clientv3.Watcher, l *leases) {
 	tick := time.NewTicker(a.ttl() / 4)
 	defer tick.Stop()
-	kept, told := a.now(), true
+	kept, told, known := a.now(), true, uint64(0)
 	for {
 		asked := a.now()
 		a.core.ask(asked)
@@ -299,7 +300,13 @@ func (a *Authority) beat(ctx context.Context, cancel context.CancelCauseFunc, w 
 		if a.now()-kept > a.cfg.Fleet.Keep/4 && a.holdShared(ctx, l, &l.keep, a.cfg.Fleet.Keep) == nil {
 			kept = a.now()
 		}
-		if fresh := a.core.fresh(a.now()); fresh != told {
+		fresh, late := a.core.status(a.now())
+		if late > known {
+			known = late
+			a.log.Warn("a later roster is in force; this process follows, and neither decides nor probes",
+				"name", a.self.Name, "prefix", a.cfg.Prefix, "roster", a.cfg.Roster.Number, "later", late)
+		}
+		if fresh != told {
 			told = fresh
 			if fresh {
 				a.say(nil)

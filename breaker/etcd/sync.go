@@ -81,7 +81,10 @@ func (c *core) takeLocked(now time.Duration, l layout, e entry) {
 	case keyRoster:
 		var they charter
 		if they, err = decodeCharter(e.value); err == nil && !e.deleted {
-			c.link.late = they.number > c.roster.Number
+			c.link.late = 0
+			if they.number > c.roster.Number {
+				c.link.late = they.number
+			}
 		}
 		c.link.charter = e.rev
 		if e.deleted {
@@ -292,7 +295,7 @@ func (c *core) planLocked(sc *scope) *op {
 		switch {
 		case sc.result == passed && sc.probe.at == sc.known.Position:
 			return &op{kind: opPass, vote: c.sign(sc, says)}
-		case sc.result == failed && sc.probe.at == sc.known.Position && !c.link.late:
+		case sc.result == failed && sc.probe.at == sc.known.Position && c.link.late == 0:
 			mixed := false
 			for _, n := range c.roster.Names {
 				v, ok := sc.votes[n]
@@ -326,7 +329,7 @@ func (c *core) sign(sc *scope, v fleet.Vote) fleet.Vote {
 // decideLocked counts, where a quorum is there. The transaction finds the very
 // votes that were counted, or is void.
 func (c *core) decideLocked(sc *scope) *op {
-	if !c.connected || !c.member || c.link.late || len(sc.votes) < c.need {
+	if !c.connected || !c.decidesLocked() || len(sc.votes) < c.need {
 		return nil
 	}
 	var votes []fleet.Vote
