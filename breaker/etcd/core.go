@@ -40,6 +40,7 @@ type core struct {
 	connected bool
 	full      bool // something was left out for want of room
 	opaque    int  // values that cannot be read
+	parting   bool // Close was called
 
 	// Of the session.
 	link    link

@@ -90,6 +90,16 @@ func (d *desk) plan() *op {
 	return o
 }
 
+// want fails unless the next to be written is of a kind.
+func (d *desk) want(kind opKind) *op {
+	d.t.Helper()
+	o := d.plan()
+	if o == nil || o.kind != kind {
+		d.t.Fatalf("%+v is to be written, want %d", o, kind)
+	}
+	return o
+}
+
 // kinds is what is asked for.
 func (d *desk) kinds() (all []fleet.Kind) {
 	for _, a := range d.Actions(nil) {
@@ -105,10 +115,7 @@ func (d *desk) probe() {
 	d.Want(d.now, "q", true)
 	d.put(d.l.vote("q", "a"), encodeVote(d.plan().vote))
 	d.pass(200 * time.Millisecond)
-	o := d.plan()
-	if o == nil || o.kind != opTake {
-		d.t.Fatalf("%+v, not a probe to take", o)
-	}
+	o := d.want(opTake)
 	d.take(o, d.now)
 	d.put(d.l.probe("q"), o.probe.encode())
 	if k := d.kinds(); len(k) == 0 || k[len(k)-1] != fleet.Probe {
@@ -134,9 +141,7 @@ func TestProbeIsGivenBack(t *testing.T) {
 			}
 			d.Observe(d.now, "q", after)
 			d.pass(100 * time.Millisecond)
-			if o := d.plan(); o == nil || o.kind != opDrop {
-				t.Errorf("afterwards: %+v, not the key given back", o)
-			}
+			d.want(opDrop)
 		})
 	}
 }
@@ -179,8 +184,8 @@ func TestHeldOnlyWhileSomebodyMayProbe(t *testing.T) {
 
 			// Its breaker closes by itself, and that counts, also after a new session.
 			d.Observe(d.now, "q", breaker.Snapshot{State: breaker.Closed, Generation: 9})
-			if o := d.plan(); o == nil || o.kind != opVote || o.vote.Phase != fleet.PhasePassed {
-				t.Errorf("%+v, not what passed", o)
+			if v := d.want(opVote).vote; v.Phase != fleet.PhasePassed {
+				t.Errorf("votes %+v", v)
 			}
 			state := entry{key: d.l.state("q"), value: encodeState(d.scopes["q"].known), rev: d.rev}
 			d.begin(state, entry{key: d.l.roster(), value: charter{number: 2}.encode(), rev: 1})
@@ -201,5 +206,55 @@ func TestHeldOnlyWhileSomebodyMayProbe(t *testing.T) {
 	d.pass(10 * lease)
 	if ks := d.kinds(); len(ks) != 0 {
 		t.Errorf("a member: %v", ks)
+	}
+}
+
+// What all who trip write, and so contend for, waits for what each writes alone, and
+// for the decision.
+func TestVotesBeforeTheLastWord(t *testing.T) {
+	d := newDesk(t, "a", "b")
+	d.Observe(d.now, "q", breaker.Snapshot{State: breaker.Open, Generation: 2, Rung: 1, Cause: "timeout"})
+	mine := d.want(opVote).vote
+	theirs := mine
+	theirs.Node = crdt.Replica{Name: "b", Incarnation: 7}
+	d.put(d.l.vote("q", "b"), encodeVote(theirs))
+	d.put(d.l.vote("q", "a"), encodeVote(mine))
+	next := d.want(opDecide).next
+	d.put(d.l.state("q"), encodeState(next))
+	d.del(d.l.vote("q", "a"))
+	d.want(opTestify)
+
+	// At the end it is what must be written, and the rest goes with the leases.
+	d.put(d.l.state("q"), encodeState(fleet.State{Position: fleet.Position{Gen: 1}}))
+	d.kinds()
+	d.Observe(d.now, "q", breaker.Snapshot{State: breaker.Open, Generation: 4, Rung: 1, Cause: "timeout"})
+	d.want(opVote)
+	d.part()
+	d.want(opTestify)
+	d.parting = false
+	d.Leave(d.now, "q")
+	d.put(d.l.vote("q", "a"), encodeVote(mine))
+	d.want(opTestify)
+
+	// Void again and again, it is tried again within a second, and not by all at once.
+	waits := make(map[time.Duration]bool)
+	for _, name := range []string{"a", "b", "c", "d"} {
+		d.self.Name = name
+		sc := d.scopes["q"]
+		sc.backoff = 0
+		for range 10 {
+			sc.busy = true
+			d.done(d.now, &op{kind: opTestify, scope: "q"}, false, 0)
+			if w := sc.retry - d.now; w <= sc.backoff/2 || w > sc.backoff {
+				t.Errorf("%s waits %v of %v", name, w, sc.backoff)
+			}
+		}
+		if sc.backoff != time.Second {
+			t.Errorf("backs off for %v", sc.backoff)
+		}
+		waits[sc.retry-d.now] = true
+	}
+	if len(waits) != 4 {
+		t.Errorf("four processes wait %v", waits)
 	}
 }

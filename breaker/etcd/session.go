@@ -75,6 +75,7 @@ func (a *Authority) leave(l *leases) {
 	if l.life == 0 {
 		return
 	}
+	a.core.part()
 	for ctx.Err() == nil {
 		o, _ := a.core.next(a.now())
 		if o == nil || a.write(ctx, l, o) != nil {

@@ -172,6 +172,17 @@ func (c *core) down(now time.Duration) {
 	c.stepLocked(now)
 }
 
+// part says that this process ends, and that no watch will tell it any more: what is
+// still to be written is tried at once.
+func (c *core) part() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.parting = true
+	for _, sc := range c.scopes {
+		sc.barrier, sc.retry = 0, 0
+	}
+}
+
 // renewed says that our lease was renewed, which was asked for at asked.
 func (c *core) renewed(now, asked time.Duration) {
 	c.mu.Lock()
@@ -283,14 +294,27 @@ func (c *core) next(now time.Duration) (o *op, wait time.Duration) {
 	return nil, wait
 }
 
-// planLocked is what is to be written about a scope.
+// planLocked is what is to be written about a scope. What a next owner has to know
+// is last: where all trip at once, all write that one key, and a vote is to wait for
+// none of them. Of a scope that is given up it is first, for what is written after it
+// may not be written any more.
 func (c *core) planLocked(sc *scope) *op {
+	var last *op
+	if sc.testify != nil {
+		last = &op{kind: opTestify, vote: *sc.testify}
+	}
+	if sc.blind || last != nil && (c.parting || !sc.claimed) {
+		return last
+	}
+	if o := c.planVoteLocked(sc); o != nil {
+		return o
+	}
+	return last
+}
+
+func (c *core) planVoteLocked(sc *scope) *op {
 	says := sc.says()
 	switch {
-	case sc.testify != nil:
-		return &op{kind: opTestify, vote: *sc.testify}
-	case sc.blind:
-		return nil
 	case c.ours(sc) && sc.mode != probing:
 		switch {
 		case sc.result == passed && sc.probe.at == sc.known.Position:
@@ -361,7 +385,7 @@ func (c *core) take(o *op, asked time.Duration) {
 }
 
 // Back-off after a transaction that found something else than it expected: the
-// watch is about to tell what.
+// watch is about to tell what. Up to half of it differs by process.
 const (
 	backoffFrom = 10 * time.Millisecond
 	backoffTo   = time.Second
@@ -384,5 +408,5 @@ func (c *core) done(now time.Duration, o *op, written bool, rev int64) {
 		return
 	}
 	sc.backoff = min(max(2*sc.backoff, backoffFrom), backoffTo)
-	sc.retry = now + sc.backoff
+	sc.retry = now + sc.backoff - time.Duration(c.round(sc).Share(c.self.Name)*float64(sc.backoff/2))
 }
