@@ -132,7 +132,7 @@ func (a *Authority) say(err error) {
 	case err == nil:
 		a.log.Info("the fleet's authority is reached", "name", a.self.Name, "prefix", a.cfg.Prefix)
 	default:
-		a.log.Warn("the fleet's authority is not reached; breakers go by themselves", "name", a.self.Name, "prefix", a.cfg.Prefix, "error", err)
+		a.log.Warn("the fleet's authority is not reached; breakers go by themselves when our lease is over", "name", a.self.Name, "prefix", a.cfg.Prefix, "error", err)
 	}
 }
 

@@ -51,7 +51,7 @@ type core struct {
 
 // link is our standing with etcd.
 type link struct {
-	up      bool
+	up      bool          // a session is there, and what it is told is written
 	ttl     time.Duration // of our lease
 	renewed time.Duration // it was asked for, at its latest renewal
 	watched time.Duration // the watch was asked for a sign of life, at its latest
@@ -231,7 +231,7 @@ func (c *core) Tick(now time.Duration) {
 // over, and the watch has shown life after that time. A process that stood still
 // finds itself stale, for its lease was renewed before.
 func (c *core) freshLocked(now time.Duration) bool {
-	return c.link.up && now < min(c.link.renewed, c.link.watched)+c.link.ttl
+	return now < min(c.link.renewed, c.link.watched)+c.link.ttl
 }
 
 // status tells whether what is known is what is there, and the number of a roster

@@ -258,3 +258,70 @@ func TestVotesBeforeTheLastWord(t *testing.T) {
 		t.Errorf("four processes wait %v", waits)
 	}
 }
+
+// The end of a session lets nothing go that its lease still holds: a next one that
+// begins in time goes on where it was, with the probe that is out. A lease that is
+// known to be over is.
+func TestSessionEnds(t *testing.T) {
+	alone := func(d *desk, span time.Duration) { // time passes without a session
+		for end := d.now + span; d.now < end; {
+			d.now += 50 * time.Millisecond
+			d.Tick(d.now)
+		}
+	}
+	held := func(t *testing.T) *desk {
+		t.Helper()
+		d := newDesk(t, "a")
+		d.open()
+		d.pass(time.Second)
+		d.kinds()
+		return d
+	}
+	t.Run("for good", func(t *testing.T) {
+		d := held(t)
+		d.down(d.now, false)
+		d.Observe(d.now, "q", breaker.Snapshot{State: breaker.Open, Held: true, Generation: 2})
+		d.Want(d.now, "q", true)
+		alone(d, 4900*time.Millisecond)
+		if ks := d.kinds(); len(ks) != 0 {
+			t.Errorf("while its lease lasts: %v", ks)
+		}
+		if o := d.plan(); o != nil {
+			t.Errorf("without a session: %+v", o)
+		}
+		alone(d, 200*time.Millisecond)
+		if ks := d.kinds(); len(ks) != 1 || ks[0] != fleet.HalfOpen {
+			t.Errorf("after its lease: %v", ks)
+		}
+	})
+	t.Run("with its lease", func(t *testing.T) {
+		d := held(t)
+		d.down(d.now, true)
+		alone(d, 200*time.Millisecond)
+		if ks := d.kinds(); len(ks) != 1 || ks[0] != fleet.HalfOpen {
+			t.Errorf("%v", ks)
+		}
+	})
+	t.Run("while it probes", func(t *testing.T) {
+		d := newDesk(t, "a")
+		d.probe()
+		asked := d.now
+		d.down(d.now, false)
+		alone(d, time.Second)
+		sc := d.scopes["q"]
+		d.begin(
+			entry{key: d.l.state("q"), value: encodeState(sc.known), rev: sc.rev},
+			entry{key: d.l.vote("q", "a"), value: encodeVote(sc.votes["a"].Vote), rev: sc.votes["a"].rev},
+			entry{key: d.l.probe("q"), value: sc.probe.encode(), rev: sc.probe.rev},
+		)
+		if ks := d.kinds(); len(ks) != 0 || !d.Describe(d.now, "q").Probing {
+			t.Errorf("a new session: %v", ks)
+		}
+		d.pass(asked + d.cfg.Lease - d.now - 100*time.Millisecond)
+		if o := d.plan(); o != nil {
+			t.Errorf("while it is out: %+v", o)
+		}
+		d.pass(200 * time.Millisecond)
+		d.want(opFail)
+	})
+}

@@ -36,4 +36,7 @@ var (
 
 	// errSession ends what an Authority does under one lease; a next one begins.
 	errSession = errors.New("etcd: session lost")
+
+	// errOver ends it because the lease was over, and what hung on it gone.
+	errOver = errors.New("etcd: the lease was over")
 )

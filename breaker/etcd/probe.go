@@ -120,6 +120,9 @@ func (c *core) setProbeLocked(now time.Duration, sc *scope, p *slot) {
 		return
 	}
 	c.stirLocked(sc)
+	if sc.mode == probing {
+		return // the same again, from the list of a new session
+	}
 	asked := sc.trial.asked
 	sc.trial.asked = never
 	if !sc.claimed || sc.mode != held || !c.connected || !sc.known.Open() || p.at != sc.known.Position ||

@@ -44,7 +44,7 @@ func (a *Authority) run(ctx context.Context) {
 		if ctx.Err() != nil {
 			break
 		}
-		a.core.down(a.now())
+		a.core.down(a.now(), errors.Is(err, errOver))
 		a.say(err)
 		if a.now()-began > a.ttl() {
 			wait = 0
@@ -82,7 +82,7 @@ func (a *Authority) leave(l *leases) {
 			break
 		}
 	}
-	a.core.down(a.now())
+	a.core.down(a.now(), true)
 	for _, id := range []clientv3.LeaseID{l.life, l.probe} {
 		if id != 0 && ctx.Err() == nil {
 			if _, err := a.client.Revoke(ctx, id); err != nil {
@@ -293,7 +293,7 @@ func (a *Authority) beat(ctx context.Context, cancel context.CancelCauseFunc, w 
 		}
 		switch {
 		case errors.Is(err, rpctypes.ErrLeaseNotFound):
-			cancel(fmt.Errorf("%w: the lease was over", errSession))
+			cancel(errOver)
 			return
 		case err == nil:
 			a.core.renewed(a.now(), asked)
@@ -333,7 +333,7 @@ func (a *Authority) writeAll(ctx context.Context, cancel context.CancelCauseFunc
 		if o != nil {
 			a.core.nudge() // another may have the next
 			if err := a.write(ctx, l, o); errors.Is(err, rpctypes.ErrLeaseNotFound) {
-				cancel(fmt.Errorf("%w: the lease was over", errSession))
+				cancel(errOver)
 			}
 			continue
 		}

@@ -160,11 +160,15 @@ func (c *core) takeScopeLocked(now time.Duration, kind keyKind, name, who string
 	return err
 }
 
-// down ends a session: nothing is known to be there any more.
-func (c *core) down(now time.Duration) {
+// down ends a session: nothing is written until the next. What was told holds for as
+// long as our lease cannot be over, or no longer if it is.
+func (c *core) down(now time.Duration, over bool) {
 	c.mu.Lock()
 	defer c.unlock(false)
-	c.link = link{}
+	c.link.up = false
+	if over {
+		c.link = link{}
+	}
 	c.asked = never
 	for _, sc := range c.scopes {
 		sc.busy = false
@@ -265,7 +269,7 @@ func (c *core) next(now time.Duration) (o *op, wait time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	wait = c.link.ttl/4 + 100*time.Millisecond
-	if !c.freshLocked(now) {
+	if !c.link.up || !c.freshLocked(now) {
 		return nil, wait
 	}
 	for _, sc := range c.active {
