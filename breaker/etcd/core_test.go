@@ -188,6 +188,7 @@ func TestHeldOnlyWhileSomebodyMayProbe(t *testing.T) {
 				t.Errorf("votes %+v", v)
 			}
 			state := entry{key: d.l.state("q"), value: encodeState(d.scopes["q"].known), rev: d.rev}
+			d.down(d.now, true)
 			d.begin(state, entry{key: d.l.roster(), value: charter{number: 2}.encode(), rev: 1})
 			if ks := d.kinds(); len(ks) != 0 {
 				t.Errorf("a new session: %v", ks)
