@@ -133,6 +133,7 @@ type epoch struct {
 	state  State
 	forced bool
 	held   bool // open by Hold, or half-open by Permit
+	freed  bool // half-open by Unhold
 	trial  Trial
 	cause  Cause
 	since  time.Duration
@@ -141,7 +142,8 @@ type epoch struct {
 	// open period; half-open, the earliest lease while all slots are taken and
 	// the smallest Duration otherwise.
 	until atomic.Int64
-	// stir is when a probe was last given or settled.
+	// stir is when a probe was last given or settled; the end of the open period,
+	// by the ladder here, of a hold since.
 	stir atomic.Int64
 
 	_  [64]byte      // ok is written on every success, the rest only read
@@ -662,10 +664,10 @@ func (b *Breaker) openLocked(now time.Duration, cause Cause, d time.Duration, fo
 func (b *Breaker) halfOpenLocked(now time.Duration, permit bool) *epoch {
 	// gobreaker judges a whole phase; a permit is not one.
 	b.byHand, b.judged = permit, gobreaker.StateHalfOpen
-	cause := b.epoch.Load().cause
-	e := &epoch{state: HalfOpen, cause: cause, held: permit}
+	prev := b.epoch.Load()
+	e := &epoch{state: HalfOpen, cause: prev.cause, held: permit, freed: prev.held && !permit}
 	e.until.Store(math.MinInt64)
-	b.moveLocked(now, e, cause, 0)
+	b.moveLocked(now, e, e.cause, 0)
 	return e
 }
 
@@ -818,13 +820,19 @@ func (b *Breaker) tellLocked(p *probe, err error) {
 }
 
 // votes reports whether the breaker counts as not closed for a parent: it is
-// not, and something was there to probe with in the last Cap.
+// not, and something was there to probe with in the last Cap. A hold has no end to
+// count from, but the open period that it began with. What a hold was given back
+// from is not known to fail until a probe of its own has, and then it is open.
 func (b *Breaker) votes(now time.Duration) bool {
 	e := b.epoch.Load()
-	if e.state == Closed {
+	if e.state == Closed || e.freed {
 		return false
 	}
-	return now < later(time.Duration(max(e.until.Load(), e.stir.Load())), b.cfg.Cap)
+	last := e.stir.Load()
+	if !e.held || e.state != Open {
+		last = max(last, e.until.Load())
+	}
+	return now < later(time.Duration(last), b.cfg.Cap)
 }
 
 // spent reports whether the breaker holds nothing worth keeping.

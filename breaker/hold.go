@@ -27,7 +27,7 @@ const (
 // Hold opens the breaker until [Breaker.Unhold] or [Breaker.CloseHeld], and
 // raises the ladder to rung if it is lower. It voids what is out, as Force
 // does, a permitted probe included; on a breaker that is held already only the
-// ladder moves. It does nothing while a force lasts, be it behind a longer open
+// ladder moves, and its vote in a tree lasts from now (see [Scopes]). It does nothing while a force lasts, be it behind a longer open
 // period of the breaker's own, which Snapshot.Barred tells.
 func (b *Breaker) Hold(now time.Duration, rung int, cause Cause) {
 	b.mu.Lock()
@@ -37,11 +37,11 @@ func (b *Breaker) Hold(now time.Duration, rung int, cause Cause) {
 	}
 	e := b.epoch.Load()
 	b.rung = max(b.rungLocked(now), min(rung, b.top))
-	if e.held && e.state == Open && e.trial == NoTrial {
-		return
+	if !e.held || e.state != Open || e.trial != NoTrial {
+		b.gb = b.trippedGobreaker()
+		b.holdLocked(now, cause, NoTrial)
 	}
-	b.gb = b.trippedGobreaker()
-	b.holdLocked(now, cause, NoTrial)
+	b.epoch.Load().stir.Store(int64(later(now, b.cfg.Period(max(b.rung, 1)))))
 }
 
 // Permit lets one probe through a held breaker: the next to ask Admit gets it.
@@ -58,7 +58,7 @@ func (b *Breaker) Permit(now time.Duration) {
 }
 
 // Unhold gives a held breaker back to itself: it is half-open and judges its
-// own probes. It does nothing if the breaker is not held.
+// own probes. In a tree it has no vote until one of them fails. It does nothing if the breaker is not held.
 func (b *Breaker) Unhold(now time.Duration) {
 	b.mu.Lock()
 	defer b.unlock(now)

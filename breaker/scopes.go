@@ -78,7 +78,9 @@ func (p path) String() string {
 //
 // A leaf that is not closed but has had nothing to probe with, for Cap after
 // its deadline or its last probe, has no vote: an idle partition cannot keep
-// its topic shut for ever. It has one again as soon as it probes.
+// its topic shut for ever. It has one again as soon as it probes. A leaf that is
+// held has no deadline: the end of the period at its rung, from the latest Hold,
+// counts as one. One that was given back by Unhold has a vote once a probe failed.
 //
 // All methods are safe for concurrent use. Lock order: Scopes.mu, then
 // Breaker.mu, never the other way round: a breaker tells the tree of a change

@@ -151,6 +151,79 @@ func TestIdleChildLosesItsVote(t *testing.T) {
 	}
 }
 
+// Who holds a leaf says from time to time that it still has reason to. Otherwise a
+// hold is no vote without end, or children without traffic would keep their healthy
+// siblings shut.
+func TestIdleHeldChildLosesItsVote(t *testing.T) {
+	s := mustScopes(t, ScopesConfig{})
+	a, b, c := leaf(t, s, "t", "a"), leaf(t, s, "t", "b"), leaf(t, s, "t", "c")
+	held := []*Leaf{a, b}
+	votesUntil := func(what string, end time.Duration) {
+		t.Helper()
+		s.Tick(end - 1)
+		if c.Closed() {
+			t.Fatalf("%s: closed too early", what)
+		}
+		s.Tick(end)
+		if !c.Closed() {
+			t.Fatalf("%s: two idle children hold the topic", what)
+		}
+	}
+	for _, l := range held {
+		l.Trip(0, "test")
+		l.Hold(0, 4, "fleet") // for 800 ms
+	}
+	votesUntil("held", 800*ms+30*sec)
+	for _, l := range held {
+		l.Hold(100*sec, 5, "fleet") // another round
+	}
+	votesUntil("held anew", 101600*ms+30*sec)
+	for _, l := range held {
+		l.Permit(200 * sec)
+		tok, r := l.Admit(200*sec, 1)
+		if !r.OK() {
+			t.Fatalf("%+v", r)
+		}
+		l.Success(201*sec, tok)
+	}
+	votesUntil("a probe passed", 231*sec)
+}
+
+// A leaf that is given back is only asked to find out: until it has, it is no reason
+// to keep others shut.
+func TestGivenBackChildHasNoVote(t *testing.T) {
+	s := mustScopes(t, ScopesConfig{})
+	a, b, c := leaf(t, s, "t", "a"), leaf(t, s, "t", "b"), leaf(t, s, "t", "c")
+	tokens := make(map[*Leaf]Token)
+	for _, l := range []*Leaf{a, b} {
+		l.Hold(sec, 0, "unknown")
+		l.Unhold(sec)
+		tok, r := l.Admit(sec, 1)
+		if !r.OK() {
+			t.Fatalf("%+v", r)
+		}
+		tokens[l] = tok
+	}
+	s.Tick(sec)
+	if !c.Closed() {
+		t.Fatal("two that nothing is known of shut the topic")
+	}
+	for l, tok := range tokens {
+		l.Failure(2*sec, tok, true)
+	}
+	if c.Closed() {
+		t.Fatal("two whose probes failed have no vote")
+	}
+	for l := range tokens { // half-open again, by itself
+		if _, r := l.Admit(10*sec, 1); !r.OK() {
+			t.Fatalf("%+v", r)
+		}
+	}
+	if c.Closed() {
+		t.Fatal("half-open by itself counts as closed")
+	}
+}
+
 func TestReleaseAndClaim(t *testing.T) {
 	s := mustScopes(t, ScopesConfig{})
 	a, b, c := leaf(t, s, "t", "a"), leaf(t, s, "t", "b"), leaf(t, s, "t", "c")

@@ -40,8 +40,10 @@ type Config struct {
 
 	// Lease is how long a probe may stay out, by its own process's clock. One
 	// that is not settled by then has failed; and when nothing is heard of the
-	// process, the slot passes on. In [10ms, 1h]; unset means 15 s, which is more
-	// than a breaker's default Slow.
+	// process, the slot passes on. In [10ms, 1h]; unset means 45 s. It must be more
+	// than a call of a healthy handler takes, or no probe of that handler ever
+	// passes: more than the breaker's Slow. A guard's Slow is by default the
+	// handler's Timeout, but at most 40 s.
 	Lease time.Duration
 
 	// Turn is how long the others wait for the process whose turn it is to
@@ -81,7 +83,7 @@ func (c Config) WithDefaults() Config {
 	def(&c.Successes, 10)
 	def(&c.Base, 100*time.Millisecond)
 	def(&c.Cap, max(30*time.Second, c.Base))
-	def(&c.Lease, 15*time.Second)
+	def(&c.Lease, 45*time.Second)
 	def(&c.Settle, 500*time.Millisecond)
 	def(&c.Turn, max(2*time.Second, 4*c.Settle))
 	def(&c.Silent, 5*time.Second)

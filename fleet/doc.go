@@ -65,8 +65,10 @@
 // then who has not ended a round lately, then by the highest random weight of
 // scope, position and name. It announces the probe, lets one delivery through and says what
 // became of it; its breaker stays shut. A turn that is not taken is over after
-// Turn, a probe of which no more is heard after its Lease: neither is
-// a failed probe. One that still runs at the end of its Lease is.
+// Turn, one whose probe ends without an outcome (a handler that returned Ignore or
+// Permanent, an operator's force) within half of it, and a probe of which no more
+// is heard after its Lease: none of these is a failed probe. One that still runs at
+// the end of its Lease is.
 //
 // Two processes probe at once only if they differ about whose turn it is. They
 // cannot while all of one side hear each other, within half of Settle, and keep

@@ -359,6 +359,54 @@ func TestMemberWithdrawsAPermit(t *testing.T) {
 	}
 }
 
+// A probe that ends without an outcome ends the turn and nothing else: whoever has
+// something to probe with is next, long before its lease, and the round goes on. So
+// does one that an operator's word takes back.
+func TestMemberGivesBackAPermit(t *testing.T) {
+	for name, end := range map[string]func(c *crew, b *breaker.Breaker, tok breaker.Token){
+		"excluded": func(c *crew, b *breaker.Breaker, tok breaker.Token) {
+			b.Exclude(c.now, tok)
+		},
+		"forced": func(c *crew, b *breaker.Breaker, _ breaker.Token) {
+			b.Force(c.now, time.Minute, "operator")
+		},
+		"closed by force": func(c *crew, b *breaker.Breaker, _ breaker.Token) {
+			b.ForceClosed(c.now, "operator")
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := newCrew(t, "a", "b")
+			bs := []*breaker.Breaker{c.adopt(0, "g", "orders"), c.adopt(1, "g", "orders")}
+			for _, b := range bs {
+				b.Trip(c.now, "run")
+			}
+			var tok breaker.Token
+			probe := func(within time.Duration, of ...int) int {
+				t.Helper()
+				for end := c.now + within; c.now < end; {
+					c.talk()
+					c.pass(20*ms, bs...)
+					for _, i := range of {
+						var r breaker.Refusal
+						if tok, r = bs[i].Admit(c.now, 1); r.OK() && tok.Probe() {
+							return i
+						}
+					}
+				}
+				t.Fatalf("no probe of %v in %v: %+v", of, within, c.m[0].Scopes())
+				return 0
+			}
+			first := probe(5*sec, 0, 1)
+			c.pass(20*ms, bs...)
+			end(c, bs[first], tok)
+			probe(5*sec, 1-first)
+			if s := c.v[0].Status(c.fleet(), "g/orders"); s.Round != 1 {
+				t.Errorf("%v", s.Position)
+			}
+		})
+	}
+}
+
 // What happened since the last step is told before a scope is left.
 func TestMemberHasALastWord(t *testing.T) {
 	c := newCrew(t, "a", "b", "c")

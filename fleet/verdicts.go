@@ -208,14 +208,14 @@ func (v *Verdicts) Observe(now time.Duration, name string, s breaker.Snapshot) {
 }
 
 func (v *Verdicts) observeTrialLocked(now time.Duration, sc *scope, s breaker.Snapshot) {
-	if s.Generation <= sc.trial.gen || !s.Held {
+	if s.Generation <= sc.trial.gen {
 		return
 	}
 	switch {
-	case s.State == breaker.Open && s.Trial == breaker.NoTrial:
-		v.withdrawLocked(now, sc) // held anew: what had the permit is gone
-	case s.State == breaker.HalfOpen && s.ProbesOut > 0:
-		sc.trial.taken = true
+	case !s.Held, s.State == breaker.Open && s.Trial == breaker.NoTrial:
+		v.withdrawLocked(now, sc) // forced, or held anew: what had the permit is gone
+	case s.State == breaker.HalfOpen:
+		sc.trial.taken = s.ProbesOut > 0 // an excluded probe gives the permit back
 	case s.State == breaker.Open && s.Trial == breaker.TrialPassed:
 		w := v.standing(sc)
 		w.Phase, w.Passes = PhasePassed, w.Passes+1

@@ -40,6 +40,7 @@ type fleetRig struct {
 	bad     uint64        // and this one
 	names   []string
 	down    atomic.Bool // the dependency
+	slow    atomic.Bool // a call takes almost as long as it may
 
 	mu     sync.Mutex
 	rng    *rand.Rand
@@ -328,6 +329,9 @@ func (s *fleetSource) end(t *testing.T) {
 }
 
 func (p *party) handle(queue string, m *guardtest.Message) error {
+	if p.r.slow.Load() {
+		time.Sleep(29 * time.Second)
+	}
 	time.Sleep(2 * time.Millisecond)
 	n := guardtest.Number(m.Body)
 	p.r.mu.Lock()

@@ -118,6 +118,19 @@ func TestFleetProberDies(t *testing.T) {
 	})
 }
 
+// A handler that takes almost its Timeout is well, and its probes close the scope:
+// by default a probe may be out for longer than a call may be slow.
+func TestFleetClosesForASlowHandler(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r, _, _ := heldFleet(t, 200)
+		r.slow.Store(true)
+		r.down.Store(false)
+		r.until(10*time.Minute, "every breaker is closed", r.closed)
+		r.slow.Store(false)
+		r.until(5*time.Minute, "all is handled", func() bool { return r.broker.Stats("orders").Acked == 200 })
+	})
+}
+
 // The only process with messages has a poison message at its head: the fleet does
 // not stay open for it.
 func TestFleetPoisonHead(t *testing.T) {

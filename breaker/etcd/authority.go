@@ -95,16 +95,21 @@ func (a *Authority) now() time.Duration { return time.Since(a.origin) }
 func (a *Authority) Config() Config { return a.cfg }
 
 // Err says why this process is without etcd, or nil while it has it: [ErrName] and
-// [ErrRoster] are what somebody has to mend. A pause of etcd shows here when the
-// lease is over, not at once.
+// [ErrRoster] are what somebody has to mend. With [ErrLate] it has it, and follows
+// only. A pause of etcd shows here when the lease is over, not at once.
 func (a *Authority) Err() error {
-	fresh := a.core.fresh(a.now())
+	fresh, late := a.core.status(a.now())
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if a.err == nil && !fresh {
+	switch {
+	case a.err != nil:
+		return a.err
+	case !fresh:
 		return errSilent
+	case late != 0:
+		return fmt.Errorf("%w: number %d, and ours is %d", ErrLate, late, a.cfg.Roster.Number)
 	}
-	return a.err
+	return nil
 }
 
 // Close ends this process's part: its votes and its place in the fleet are gone at
@@ -127,7 +132,7 @@ func (a *Authority) say(err error) {
 	case err == nil:
 		a.log.Info("the fleet's authority is reached", "name", a.self.Name, "prefix", a.cfg.Prefix)
 	default:
-		a.log.Warn("the fleet's authority is not reached; breakers go by themselves", "name", a.self.Name, "prefix", a.cfg.Prefix, "error", err)
+		a.log.Warn("the fleet's authority is not reached; breakers go by themselves when our lease is over", "name", a.self.Name, "prefix", a.cfg.Prefix, "error", err)
 	}
 }
 

@@ -302,6 +302,12 @@ func TestRosters(t *testing.T) {
 	if s, o := ps[0].scope(ls[0]), ps[0].scope(others[0]); s.State != breaker.Open || o.State != breaker.Closed || r.count("scope/g%2Fothers/state") != 0 {
 		t.Errorf("those with the earlier roster decided: %+v, %+v", s, o)
 	}
+	for i, p := range ps {
+		if err := p.a.Err(); !errors.Is(err, etcd.ErrLate) || !strings.Contains(err.Error(), "number 2, and ours is 1") {
+			t.Errorf("%s: %v", p.name, err)
+		}
+		r.until(10*sec, p.name+" goes by its own breaker", ls[i].b.Closed)
+	}
 }
 
 // Votes of a process that died count until its lease is over, and not longer.

@@ -43,7 +43,8 @@ type Config struct {
 
 	// Roster is who may vote. A later one has a higher number: it takes over when
 	// the first process brings it; those with the earlier follow and may vote, but
-	// decide and probe no more. At most 120 names.
+	// decide and probe no more, see [ErrLate]. It stays when that process goes: going
+	// back to the earlier names takes a higher number too. At most 120 names.
 	Roster fleet.Roster
 
 	// Fleet is what processes that gossip have as well, and means the same. Here:

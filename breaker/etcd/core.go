@@ -40,6 +40,7 @@ type core struct {
 	connected bool
 	full      bool // something was left out for want of room
 	opaque    int  // values that cannot be read
+	parting   bool // Close was called
 
 	// Of the session.
 	link    link
@@ -50,13 +51,13 @@ type core struct {
 
 // link is our standing with etcd.
 type link struct {
-	up      bool
+	up      bool          // a session is there, and what it is told is written
 	ttl     time.Duration // of our lease
 	renewed time.Duration // it was asked for, at its latest renewal
 	watched time.Duration // the watch was asked for a sign of life, at its latest
 	born    int64         // revision that created our member key
 	charter int64         // revision of the roster
-	late    bool          // the roster is later than ours: we decide and probe no more
+	late    uint64        // number of a roster later than ours, under which we decide and probe no more; 0 is none
 }
 
 // scope is what is known about one scope, and what this process does there.
@@ -68,6 +69,7 @@ type scope struct {
 	blind bool          // the state cannot be read: the breaker goes by itself
 	votes map[string]vote
 	probe *slot
+	freed time.Duration // nobody has had the probe since
 	last  *heir
 
 	active  bool
@@ -229,13 +231,15 @@ func (c *core) Tick(now time.Duration) {
 // over, and the watch has shown life after that time. A process that stood still
 // finds itself stale, for its lease was renewed before.
 func (c *core) freshLocked(now time.Duration) bool {
-	return c.link.up && now < min(c.link.renewed, c.link.watched)+c.link.ttl
+	return now < min(c.link.renewed, c.link.watched)+c.link.ttl
 }
 
-func (c *core) fresh(now time.Duration) bool {
+// status tells whether what is known is what is there, and the number of a roster
+// later than ours, or 0.
+func (c *core) status(now time.Duration) (fresh bool, late uint64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.freshLocked(now)
+	return c.freshLocked(now), c.link.late
 }
 
 // heardLocked is how many of the roster have a lease, ourselves included.
@@ -306,15 +310,26 @@ func (c *core) lookAroundLocked(now time.Duration) {
 	}
 }
 
-// rejoinLocked follows the fleet again. Where our breaker has closed by itself
-// meanwhile, its probes count as ours in the round.
+// rejoinLocked follows the fleet again.
 func (c *core) rejoinLocked(now time.Duration, sc *scope) {
-	if sc.mode == free && sc.back {
-		w := c.standing(sc)
-		w.Phase, w.Passes = fleet.PhasePassed, uint32(c.cfg.Successes)
-		sc.own = w
+	if sc.mode == free {
+		c.creditLocked(sc)
+		if c.adriftLocked(now, sc) {
+			return
+		}
 	}
 	c.holdLocked(now, sc)
+}
+
+// creditLocked counts the probes of our breaker, where it has closed by itself while
+// the fleet is open, as ours in the round.
+func (c *core) creditLocked(sc *scope) {
+	if !sc.back {
+		return
+	}
+	w := c.standing(sc)
+	w.Phase, w.Passes = fleet.PhasePassed, uint32(c.cfg.Successes)
+	sc.own = w
 }
 
 // standing is our vote in the round, to be changed.
@@ -456,9 +471,12 @@ func (c *core) Observe(now time.Duration, name string, s breaker.Snapshot) {
 		if s.State != breaker.Closed && !s.Held && !s.Barred {
 			c.reholdLocked(now, sc) // a force that stood in the way of the hold is over
 		}
-	case sc.known.Open(): // cut off: the breaker decides
+	case sc.known.Open(): // cut off, or let go: the breaker decides
 		sc.back = s.State == breaker.Closed
 		sc.cast = s.Generation // what tripped before a close is no vote after it
+		if c.connected && !sc.blind {
+			c.creditLocked(sc)
+		}
 	case s.State == breaker.Closed:
 		if sc.own.Troubled(sc.known.Gen) {
 			sc.own = fleet.Vote{At: fleet.Position{Gen: sc.known.Gen}}

@@ -59,6 +59,14 @@
 // it is held again where the fleet is open, and counts as passed where its breaker
 // has closed by itself. Within Silent of a cut a process acts on what it last heard.
 //
+// # Who may not probe
+//
+// A process with an earlier roster, or that the roster does not name, is held with
+// the others and never probes. Where nobody else does either, since those who may are
+// gone or have no message, it goes by its own breaker, as one that is cut off, once
+// the open period and then Lease and two Turns are over without a probe; the fleet's
+// next decision holds it again. If its breaker closes, that counts as passed.
+//
 // # Keys
 //
 // Under Config.Prefix, with names escaped as in a URL's path (net/url.PathEscape), and

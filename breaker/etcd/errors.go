@@ -29,6 +29,14 @@ var (
 	// or Successes under the same number, so that the two would count differently.
 	ErrRoster = errors.New("etcd: roster differs")
 
+	// ErrLate means that somebody has brought a later roster. This process follows
+	// those who have it, may vote, and neither decides nor probes until it has it
+	// too. Where they are gone it has to be brought again, or one that is later still.
+	ErrLate = errors.New("etcd: a later roster is in force")
+
 	// errSession ends what an Authority does under one lease; a next one begins.
 	errSession = errors.New("etcd: session lost")
+
+	// errOver ends it because the lease was over, and what hung on it gone.
+	errOver = errors.New("etcd: the lease was over")
 )

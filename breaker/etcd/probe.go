@@ -15,7 +15,11 @@ import (
 // is the key's doing.
 func (c *core) electLocked(now time.Duration, sc *scope) {
 	sc.mine = false
-	if !c.connected || !c.member || c.link.late || sc.blind || !sc.known.Open() || now < c.dueLocked(sc) {
+	if !c.connected || sc.blind || !sc.known.Open() || now < c.dueLocked(sc) {
+		return
+	}
+	if !c.decidesLocked() {
+		c.driftLocked(now, sc)
 		return
 	}
 	if sc.mode == probing {
@@ -41,6 +45,27 @@ func (c *core) electLocked(now time.Duration, sc *scope) {
 	case now-sc.turnAt >= c.cfg.Turn:
 		sc.skip(next)
 	}
+}
+
+// decidesLocked reports whether this process may decide and probe.
+func (c *core) decidesLocked() bool { return c.member && c.link.late == 0 }
+
+// driftLocked lets a scope go, as when we are cut off, that we may not probe and
+// that nobody else does: those who might are gone, or have nothing to probe with.
+func (c *core) driftLocked(now time.Duration, sc *scope) {
+	switch {
+	case sc.mode != held:
+	case !c.adriftLocked(now, sc):
+		sc.release = never
+	case sc.release == never:
+		sc.release = c.soloLocked(now, sc)
+	}
+}
+
+// adriftLocked reports whether nobody has probed for as long as a probe and two
+// turns may take, and it is not for us to do so.
+func (c *core) adriftLocked(now time.Duration, sc *scope) bool {
+	return !c.decidesLocked() && sc.probe == nil && now >= max(c.dueLocked(sc), sc.freed)+c.cfg.Lease+2*c.cfg.Turn
 }
 
 // candidateLocked is whose turn it is, "" for nobody, and how many probes of the
@@ -83,6 +108,9 @@ func (c *core) idleLocked(now time.Duration, sc *scope, total int) {
 // setProbeLocked takes in who has the probe. When it is us, and the word is fresh,
 // one goes out; what came late, after a lost answer, is given back.
 func (c *core) setProbeLocked(now time.Duration, sc *scope, p *slot) {
+	if sc.probe != nil && p == nil {
+		sc.freed = now
+	}
 	sc.probe = p
 	if p == nil || p.holder != c.self {
 		sc.result = pending
@@ -92,6 +120,9 @@ func (c *core) setProbeLocked(now time.Duration, sc *scope, p *slot) {
 		return
 	}
 	c.stirLocked(sc)
+	if sc.mode == probing {
+		return // the same again, from the list of a new session
+	}
 	asked := sc.trial.asked
 	sc.trial.asked = never
 	if !sc.claimed || sc.mode != held || !c.connected || !sc.known.Open() || p.at != sc.known.Position ||
@@ -104,14 +135,14 @@ func (c *core) setProbeLocked(now time.Duration, sc *scope, p *slot) {
 }
 
 func (c *core) observeTrialLocked(now time.Duration, sc *scope, s breaker.Snapshot) {
-	if s.Generation <= sc.trial.gen || !s.Held {
+	if s.Generation <= sc.trial.gen {
 		return
 	}
 	switch {
-	case s.State == breaker.Open && s.Trial == breaker.NoTrial:
-		c.withdrawLocked(now, sc) // held anew: what had the permit is gone
-	case s.State == breaker.HalfOpen && s.ProbesOut > 0:
-		sc.trial.taken = true
+	case !s.Held, s.State == breaker.Open && s.Trial == breaker.NoTrial:
+		c.withdrawLocked(now, sc) // forced, or held anew: what had the permit is gone
+	case s.State == breaker.HalfOpen:
+		sc.trial.taken = s.ProbesOut > 0 // an excluded probe gives the permit back
 	case s.State == breaker.Open && s.Trial == breaker.TrialPassed:
 		w := c.standing(sc)
 		w.Phase, w.Passes = fleet.PhasePassed, w.Passes+1

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
@@ -26,25 +27,40 @@ const (
 
 // leases are the three that a process has.
 type leases struct {
-	life clientv3.LeaseID // its place in the fleet, and its votes; fixed during a session
-
-	mu    sync.Mutex
-	keep  clientv3.LeaseID // what a next owner has to know
-	probe clientv3.LeaseID
+	life  clientv3.LeaseID // its place in the fleet, and its votes; fixed during a session
+	keep  sharedLease      // what a next owner has to know
+	probe sharedLease
 }
+
+func newLeases() *leases {
+	return &leases{keep: newSharedLease(), probe: newSharedLease()}
+}
+
+// sharedLease is one that several goroutines use. Who renews it has the slot, so
+// that no lock is held while etcd is waited for.
+type sharedLease struct {
+	slot chan struct{}
+	id   *atomic.Int64 // 0 is none
+}
+
+func newSharedLease() sharedLease {
+	return sharedLease{slot: make(chan struct{}, 1), id: new(atomic.Int64)}
+}
+
+func (s sharedLease) lease() clientv3.LeaseID { return clientv3.LeaseID(s.id.Load()) }
 
 // run keeps a session until the end.
 func (a *Authority) run(ctx context.Context) {
 	defer close(a.done)
-	var l leases
+	l := newLeases()
 	wait := time.Duration(0)
 	for ctx.Err() == nil {
 		began := a.now()
-		err := a.session(ctx, &l)
+		err := a.session(ctx, l)
 		if ctx.Err() != nil {
 			break
 		}
-		a.core.down(a.now())
+		a.core.down(a.now(), errors.Is(err, errOver))
 		a.say(err)
 		if a.now()-began > a.ttl() {
 			wait = 0
@@ -55,7 +71,7 @@ func (a *Authority) run(ctx context.Context) {
 		case <-time.After(wait):
 		}
 	}
-	a.leave(&l)
+	a.leave(l)
 }
 
 func (a *Authority) ttl() time.Duration {
@@ -75,14 +91,15 @@ func (a *Authority) leave(l *leases) {
 	if l.life == 0 {
 		return
 	}
+	a.core.part()
 	for ctx.Err() == nil {
 		o, _ := a.core.next(a.now())
 		if o == nil || a.write(ctx, l, o) != nil {
 			break
 		}
 	}
-	a.core.down(a.now())
-	for _, id := range []clientv3.LeaseID{l.life, l.probe} {
+	a.core.down(a.now(), true)
+	for _, id := range []clientv3.LeaseID{l.life, l.probe.lease()} {
 		if id != 0 && ctx.Err() == nil {
 			if _, err := a.client.Revoke(ctx, id); err != nil {
 				a.log.Info("a lease is left to end by itself", "name", a.self.Name, "error", err)
@@ -134,7 +151,7 @@ func (a *Authority) join(ctx context.Context, l *leases) (link, error) {
 	if err := a.hold(ctx, &l.life, a.cfg.Fleet.Silent); err != nil {
 		return k, err
 	}
-	err := a.holdShared(ctx, l, &l.keep, a.cfg.Fleet.Keep)
+	err := a.holdShared(ctx, l.keep, a.cfg.Fleet.Keep)
 	if err != nil {
 		return k, err
 	}
@@ -170,6 +187,8 @@ func (a *Authority) hold(ctx context.Context, id *clientv3.LeaseID, span time.Du
 		}
 		*id = 0
 	}
+	ctx, cancel := a.brief(ctx)
+	defer cancel()
 	resp, err := a.client.Grant(ctx, seconds(span))
 	if err != nil {
 		return fmt.Errorf("etcd: lease: %w", err)
@@ -193,25 +212,26 @@ func (a *Authority) renew(ctx context.Context, id clientv3.LeaseID) error {
 }
 
 // agree compares the roster, and brings it where there is none or an earlier one.
-func (a *Authority) agree(ctx context.Context) (rev int64, late bool, err error) {
+// late is the number of a later one that is there, or 0.
+func (a *Authority) agree(ctx context.Context) (rev int64, late uint64, err error) {
 	key, ours := a.keys.roster(), charterOf(a.cfg)
 	for {
 		resp, err := a.client.Get(ctx, key)
 		if err != nil {
-			return 0, false, fmt.Errorf("etcd: roster: %w", err)
+			return 0, 0, fmt.Errorf("etcd: roster: %w", err)
 		}
 		if len(resp.Kvs) > 0 {
 			kv := resp.Kvs[0]
 			they, err := decodeCharter(kv.GetValue())
 			switch {
 			case err != nil:
-				return 0, false, err
+				return 0, 0, err
 			case they == ours:
-				return kv.GetModRevision(), false, nil
+				return kv.GetModRevision(), 0, nil
 			case they.number > ours.number:
-				return kv.GetModRevision(), true, nil
+				return kv.GetModRevision(), they.number, nil
 			case they.number == ours.number:
-				return 0, false, fmt.Errorf("%w: number %d", ErrRoster, ours.number)
+				return 0, 0, fmt.Errorf("%w: number %d", ErrRoster, ours.number)
 			}
 			rev = kv.GetModRevision()
 		}
@@ -219,10 +239,10 @@ func (a *Authority) agree(ctx context.Context) (rev int64, late bool, err error)
 			If(clientv3.Compare(clientv3.ModRevision(key), "=", rev)).
 			Then(clientv3.OpPut(key, string(ours.encode()))).Commit()
 		if err != nil {
-			return 0, false, fmt.Errorf("etcd: roster: %w", err)
+			return 0, 0, fmt.Errorf("etcd: roster: %w", err)
 		}
 		if put.Succeeded {
-			return put.Header.GetRevision(), false, nil
+			return put.Header.GetRevision(), 0, nil
 		}
 		rev = 0
 	}
@@ -279,7 +299,7 @@ func (a *Authority) watch(ctx context.Context, w clientv3.Watcher, rev int64) er
 func (a *Authority) beat(ctx context.Context, cancel context.CancelCauseFunc, w clientv3.Watcher, l *leases) {
 	tick := time.NewTicker(a.ttl() / 4)
 	defer tick.Stop()
-	kept, told := a.now(), true
+	kept, told, known := a.now(), true, uint64(0)
 	for {
 		asked := a.now()
 		a.core.ask(asked)
@@ -291,15 +311,21 @@ func (a *Authority) beat(ctx context.Context, cancel context.CancelCauseFunc, w 
 		}
 		switch {
 		case errors.Is(err, rpctypes.ErrLeaseNotFound):
-			cancel(fmt.Errorf("%w: the lease was over", errSession))
+			cancel(errOver)
 			return
 		case err == nil:
 			a.core.renewed(a.now(), asked)
 		}
-		if a.now()-kept > a.cfg.Fleet.Keep/4 && a.holdShared(ctx, l, &l.keep, a.cfg.Fleet.Keep) == nil {
+		if a.now()-kept > a.cfg.Fleet.Keep/4 && a.holdShared(ctx, l.keep, a.cfg.Fleet.Keep) == nil {
 			kept = a.now()
 		}
-		if fresh := a.core.fresh(a.now()); fresh != told {
+		fresh, late := a.core.status(a.now())
+		if late > known {
+			known = late
+			a.log.Warn("a later roster is in force; this process follows, and neither decides nor probes",
+				"name", a.self.Name, "prefix", a.cfg.Prefix, "roster", a.cfg.Roster.Number, "later", late)
+		}
+		if fresh != told {
 			told = fresh
 			if fresh {
 				a.say(nil)
@@ -325,7 +351,7 @@ func (a *Authority) writeAll(ctx context.Context, cancel context.CancelCauseFunc
 		if o != nil {
 			a.core.nudge() // another may have the next
 			if err := a.write(ctx, l, o); errors.Is(err, rpctypes.ErrLeaseNotFound) {
-				cancel(fmt.Errorf("%w: the lease was over", errSession))
+				cancel(errOver)
 			}
 			continue
 		}
@@ -346,7 +372,7 @@ func (a *Authority) write(ctx context.Context, l *leases, o *op) error {
 		asked := a.now()
 		// A second longer than the probe itself may be out, so that one has ended
 		// before another begins.
-		if err := a.holdShared(ctx, l, &l.probe, a.cfg.Fleet.Lease+time.Second); err != nil {
+		if err := a.holdShared(ctx, l.probe, a.cfg.Fleet.Lease+time.Second); err != nil {
 			a.core.done(a.now(), o, false, 0)
 			return nil // not the lease of the session; it is tried again
 		}
@@ -365,11 +391,21 @@ func (a *Authority) write(ctx context.Context, l *leases, o *op) error {
 	return nil
 }
 
-// holdShared is hold for a lease that several goroutines use.
-func (a *Authority) holdShared(ctx context.Context, l *leases, id *clientv3.LeaseID, span time.Duration) error {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return a.hold(ctx, id, span)
+// holdShared is hold for a lease that several goroutines use. Those who only write
+// with it meanwhile have the one there is.
+func (a *Authority) holdShared(ctx context.Context, s sharedLease, span time.Duration) error {
+	select {
+	case s.slot <- struct{}{}:
+		defer func() { <-s.slot }()
+	case <-ctx.Done():
+		return fmt.Errorf("etcd: lease: %w", ctx.Err())
+	}
+	id := s.lease()
+	if err := a.hold(ctx, &id, span); err != nil {
+		return err
+	}
+	s.id.Store(int64(id))
+	return nil
 }
 
 // txn is what an operation must find, and what it writes.
@@ -379,9 +415,6 @@ func (a *Authority) txn(l *leases, o *op) (conds []clientv3.Cmp, puts []clientv3
 	}
 	// A process whose lease is over writes nothing, whatever it believes.
 	conds = append(conds, clientv3.Compare(clientv3.CreateRevision(a.keys.member(a.self.Name)), "=", o.born))
-	l.mu.Lock()
-	keep, probe := l.keep, l.probe
-	l.mu.Unlock()
 	state, slot := a.keys.state(o.scope), a.keys.probe(o.scope)
 	voted := func() {
 		key := a.keys.vote(o.scope, a.self.Name)
@@ -394,7 +427,7 @@ func (a *Authority) txn(l *leases, o *op) (conds []clientv3.Cmp, puts []clientv3
 	switch o.kind {
 	case opTestify:
 		found(a.keys.last(o.scope), o.last)
-		puts = append(puts, clientv3.OpPut(a.keys.last(o.scope), string(encodeLast(o.vote)), clientv3.WithLease(keep)))
+		puts = append(puts, clientv3.OpPut(a.keys.last(o.scope), string(encodeLast(o.vote)), clientv3.WithLease(l.keep.lease())))
 	case opVote:
 		if o.vote.Version == 0 { // a deletion of nothing would be no change, and the watch silent
 			conds = append(conds, clientv3.Compare(clientv3.CreateRevision(a.keys.vote(o.scope, a.self.Name)), ">", 0))
@@ -411,7 +444,7 @@ func (a *Authority) txn(l *leases, o *op) (conds []clientv3.Cmp, puts []clientv3
 		found(a.keys.roster(), o.charter)
 		found(state, o.state)
 		found(slot, 0)
-		puts = append(puts, clientv3.OpPut(slot, string(o.probe.encode()), clientv3.WithLease(probe)))
+		puts = append(puts, clientv3.OpPut(slot, string(o.probe.encode()), clientv3.WithLease(l.probe.lease())))
 	case opPass:
 		found(state, o.state)
 		found(slot, o.slot)

@@ -4,8 +4,10 @@
 package etcd
 
 import (
+	"context"
 	"crypto/rand"
 	"log/slog"
+	"sync"
 	"testing"
 	"time"
 
@@ -20,7 +22,7 @@ import (
 // still is a process that stands still between what it read and what it writes.
 type still struct {
 	*Authority
-	l leases
+	l *leases
 }
 
 func newStill(t *testing.T, client *clientv3.Client, prefix, name string) *still {
@@ -34,7 +36,7 @@ func newStill(t *testing.T, client *clientv3.Client, prefix, name string) *still
 		self: crdt.Replica{Name: name, Incarnation: 7}, origin: time.Now(),
 	}
 	a.core = newCore(a.cfg, a.self, a.now())
-	s := &still{Authority: a}
+	s := &still{Authority: a, l: newLeases()}
 	s.sync(t)
 	if _, err := a.core.Adopt(a.now(), "q"); err != nil {
 		t.Fatal(err)
@@ -45,7 +47,7 @@ func newStill(t *testing.T, client *clientv3.Client, prefix, name string) *still
 // sync reads all that is there.
 func (s *still) sync(t *testing.T) {
 	t.Helper()
-	k, err := s.join(t.Context(), &s.l)
+	k, err := s.join(t.Context(), s.l)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -70,7 +72,7 @@ func (s *still) plan(t *testing.T, want opKind) *op {
 		if o.kind == want {
 			return o
 		}
-		if err := s.write(t.Context(), &s.l, o); err != nil {
+		if err := s.write(t.Context(), s.l, o); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -83,7 +85,7 @@ func (s *still) trip(t *testing.T, generation uint64) {
 	t.Helper()
 	s.core.Observe(s.now(), "q", breaker.Snapshot{State: breaker.Open, Generation: generation, Rung: 1, Cause: "timeout"})
 	o := s.plan(t, opVote)
-	if err := s.write(t.Context(), &s.l, o); err != nil {
+	if err := s.write(t.Context(), s.l, o); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -164,7 +166,7 @@ func TestStaleWritesAreVoid(t *testing.T) {
 			o := a.plan(t, opDecide)
 			key := a.keys.state("q")
 			if since.kind == opTake {
-				must(t, a.write(t.Context(), &a.l, o))
+				must(t, a.write(t.Context(), a.l, o))
 				a.core.Want(a.now(), "q", true)
 				a.sync(t)
 				time.Sleep(120 * time.Millisecond) // the open period
@@ -173,10 +175,72 @@ func TestStaleWritesAreVoid(t *testing.T) {
 			}
 			must(t, since.do(t, a, b))
 			before := value(t, key)
-			_ = a.write(t.Context(), &a.l, o) // a lease that is over is an error as well
+			_ = a.write(t.Context(), a.l, o) // a lease that is over is an error as well
 			if after := value(t, key); (after == before) != since.void {
 				t.Errorf("from %q to %q, void: %v", before, after, since.void)
 			}
 		})
+	}
+}
+
+// ungranted has etcd not answer who asks for a lease.
+type ungranted struct {
+	clientv3.Lease
+	asked chan struct{}
+}
+
+func (u ungranted) Grant(ctx context.Context, _ int64) (*clientv3.LeaseGrantResponse, error) {
+	u.asked <- struct{}{}
+	<-ctx.Done()
+	return nil, ctx.Err()
+}
+
+// A lease that etcd does not grant keeps nobody but those who ask for it, and them
+// not for long.
+func TestALeaseThatIsNotGranted(t *testing.T) {
+	client, err := clientv3.New(clientv3.Config{Endpoints: []string{brokers.ForTest(t, brokers.Etcd)}, DialTimeout: 5 * time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = client.Close() }()
+	prefix := "/stormguard-test/" + rand.Text()
+	s := newStill(t, client, prefix, "a")
+	asked := make(chan struct{}, 10)
+	client.Lease = ungranted{client.Lease, asked}
+
+	var taking sync.WaitGroup
+	defer taking.Wait()
+	began := time.Now()
+	for range 2 { // the second waits for the first
+		taking.Go(func() {
+			o := &op{kind: opTake, scope: "q", probe: probe{holder: s.self}}
+			if err := s.write(t.Context(), s.l, o); err != nil {
+				t.Error(err)
+			}
+			if took := time.Since(began); took > s.ttl()/2 {
+				t.Errorf("a probe was tried for for %v", took)
+			}
+		})
+	}
+	<-asked
+	s.core.Observe(s.now(), "q", breaker.Snapshot{State: breaker.Open, Generation: 1, Rung: 1, Cause: "timeout"})
+	for _, kind := range []opKind{opVote, opTestify} {
+		s.core.pass(s.now())
+		o, _ := s.core.next(s.now())
+		if o == nil || o.kind != kind {
+			t.Fatalf("%+v is to be written, want %d", o, kind)
+		}
+		if err := s.write(t.Context(), s.l, o); err != nil {
+			t.Fatal(err)
+		}
+		if took := time.Since(began); took > s.ttl()/8 {
+			t.Errorf("%d was written after %v", kind, took)
+		}
+		s.sync(t)
+	}
+
+	// What renews the leases has no deadline of its own.
+	if err := s.holdShared(context.WithoutCancel(t.Context()), newSharedLease(), time.Minute); err == nil {
+		t.Error("a lease that was not granted")
 	}
 }

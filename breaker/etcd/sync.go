@@ -81,7 +81,10 @@ func (c *core) takeLocked(now time.Duration, l layout, e entry) {
 	case keyRoster:
 		var they charter
 		if they, err = decodeCharter(e.value); err == nil && !e.deleted {
-			c.link.late = they.number > c.roster.Number
+			c.link.late = 0
+			if they.number > c.roster.Number {
+				c.link.late = they.number
+			}
 		}
 		c.link.charter = e.rev
 		if e.deleted {
@@ -157,16 +160,31 @@ func (c *core) takeScopeLocked(now time.Duration, kind keyKind, name, who string
 	return err
 }
 
-// down ends a session: nothing is known to be there any more.
-func (c *core) down(now time.Duration) {
+// down ends a session: nothing is written until the next. What was told holds for as
+// long as our lease cannot be over, or no longer if it is.
+func (c *core) down(now time.Duration, over bool) {
 	c.mu.Lock()
 	defer c.unlock(false)
-	c.link = link{}
+	c.link.up = false
+	if over {
+		c.link = link{}
+	}
 	c.asked = never
 	for _, sc := range c.scopes {
 		sc.busy = false
 	}
 	c.stepLocked(now)
+}
+
+// part says that this process ends, and that no watch will tell it any more: what is
+// still to be written is tried at once.
+func (c *core) part() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.parting = true
+	for _, sc := range c.scopes {
+		sc.barrier, sc.retry = 0, 0
+	}
 }
 
 // renewed says that our lease was renewed, which was asked for at asked.
@@ -251,7 +269,7 @@ func (c *core) next(now time.Duration) (o *op, wait time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	wait = c.link.ttl/4 + 100*time.Millisecond
-	if !c.freshLocked(now) {
+	if !c.link.up || !c.freshLocked(now) {
 		return nil, wait
 	}
 	for _, sc := range c.active {
@@ -280,19 +298,32 @@ func (c *core) next(now time.Duration) (o *op, wait time.Duration) {
 	return nil, wait
 }
 
-// planLocked is what is to be written about a scope.
+// planLocked is what is to be written about a scope. What a next owner has to know
+// is last: where all trip at once, all write that one key, and a vote is to wait for
+// none of them. Of a scope that is given up it is first, for what is written after it
+// may not be written any more.
 func (c *core) planLocked(sc *scope) *op {
+	var last *op
+	if sc.testify != nil {
+		last = &op{kind: opTestify, vote: *sc.testify}
+	}
+	if sc.blind || last != nil && (c.parting || !sc.claimed) {
+		return last
+	}
+	if o := c.planVoteLocked(sc); o != nil {
+		return o
+	}
+	return last
+}
+
+func (c *core) planVoteLocked(sc *scope) *op {
 	says := sc.says()
 	switch {
-	case sc.testify != nil:
-		return &op{kind: opTestify, vote: *sc.testify}
-	case sc.blind:
-		return nil
 	case c.ours(sc) && sc.mode != probing:
 		switch {
 		case sc.result == passed && sc.probe.at == sc.known.Position:
 			return &op{kind: opPass, vote: c.sign(sc, says)}
-		case sc.result == failed && sc.probe.at == sc.known.Position && !c.link.late:
+		case sc.result == failed && sc.probe.at == sc.known.Position && c.link.late == 0:
 			mixed := false
 			for _, n := range c.roster.Names {
 				v, ok := sc.votes[n]
@@ -326,7 +357,7 @@ func (c *core) sign(sc *scope, v fleet.Vote) fleet.Vote {
 // decideLocked counts, where a quorum is there. The transaction finds the very
 // votes that were counted, or is void.
 func (c *core) decideLocked(sc *scope) *op {
-	if !c.connected || !c.member || c.link.late || len(sc.votes) < c.need {
+	if !c.connected || !c.decidesLocked() || len(sc.votes) < c.need {
 		return nil
 	}
 	var votes []fleet.Vote
@@ -358,7 +389,7 @@ func (c *core) take(o *op, asked time.Duration) {
 }
 
 // Back-off after a transaction that found something else than it expected: the
-// watch is about to tell what.
+// watch is about to tell what. Up to half of it differs by process.
 const (
 	backoffFrom = 10 * time.Millisecond
 	backoffTo   = time.Second
@@ -381,5 +412,5 @@ func (c *core) done(now time.Duration, o *op, written bool, rev int64) {
 		return
 	}
 	sc.backoff = min(max(2*sc.backoff, backoffFrom), backoffTo)
-	sc.retry = now + sc.backoff
+	sc.retry = now + sc.backoff - time.Duration(c.round(sc).Share(c.self.Name)*float64(sc.backoff/2))
 }

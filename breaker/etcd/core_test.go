@@ -1,0 +1,328 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package etcd
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/fleet"
+)
+
+// desk is a core, a clock, and the keys that it is told of. Nothing is written but
+// what a test puts there.
+type desk struct {
+	*core
+	t   *testing.T
+	now time.Duration
+	rev int64
+	l   layout
+}
+
+// newDesk is process a, with a session in which all of the roster are there, and
+// with the scope q.
+func newDesk(t *testing.T, names ...string) *desk {
+	t.Helper()
+	c := Config{Name: "a", Roster: fleet.Roster{Number: 1, Names: names}}.WithDefaults()
+	if err := c.Validate(); err != nil {
+		t.Fatal(err)
+	}
+	d := &desk{
+		core: newCore(c, crdt.Replica{Name: "a", Incarnation: 7}, 0),
+		t:    t, now: time.Second, rev: 10, l: newLayout(c.Prefix),
+	}
+	d.begin()
+	if _, err := d.Adopt(d.now, "q"); err != nil {
+		t.Fatal(err)
+	}
+	return d
+}
+
+// begin begins a session. More is there than the roster's members.
+func (d *desk) begin(more ...entry) {
+	k := link{up: true, ttl: 5 * time.Second, renewed: d.now, watched: d.now, born: 1, charter: 1}
+	for _, name := range d.roster.Names {
+		more = append(more, entry{key: d.l.member(name), value: encodeMember(7), rev: d.rev})
+	}
+	d.reset(d.now, d.l, more, d.rev, k)
+}
+
+// put has the watch tell of a key.
+func (d *desk) put(key string, value []byte) {
+	d.rev++
+	d.apply(d.now, d.l, []entry{{key: key, value: value, rev: d.rev}}, d.rev)
+}
+
+func (d *desk) del(key string) {
+	d.rev++
+	d.apply(d.now, d.l, []entry{{key: key, rev: d.rev, deleted: true}}, d.rev)
+}
+
+// pass makes time pass, with a session that is well.
+func (d *desk) pass(span time.Duration) {
+	for end := d.now + span; d.now < end; {
+		d.now += 50 * time.Millisecond
+		d.ask(d.now)
+		d.renewed(d.now, d.now)
+		d.answer(d.now)
+		d.Tick(d.now)
+	}
+}
+
+// open has the fleet open q.
+func (d *desk) open() {
+	d.put(d.l.state("q"), encodeState(fleet.State{
+		Position: fleet.Position{Round: 1}, Rung: 1, OpenFor: 100 * time.Millisecond, Cause: "timeout",
+	}))
+}
+
+// plan is what is to be written now; nil for nothing. It is void, so that it can
+// be asked again.
+func (d *desk) plan() *op {
+	o, _ := d.next(d.now)
+	if o != nil {
+		d.done(d.now, o, false, 0)
+		d.scopes["q"].retry = 0
+	}
+	return o
+}
+
+// want fails unless the next to be written is of a kind.
+func (d *desk) want(kind opKind) *op {
+	d.t.Helper()
+	o := d.plan()
+	if o == nil || o.kind != kind {
+		d.t.Fatalf("%+v is to be written, want %d", o, kind)
+	}
+	return o
+}
+
+// kinds is what is asked for.
+func (d *desk) kinds() (all []fleet.Kind) {
+	for _, a := range d.Actions(nil) {
+		all = append(all, a.Kind)
+	}
+	return all
+}
+
+// probe brings it to where a probe of ours is out, and that is known.
+func (d *desk) probe() {
+	d.t.Helper()
+	d.open()
+	d.Want(d.now, "q", true)
+	d.put(d.l.vote("q", "a"), encodeVote(d.plan().vote))
+	d.pass(200 * time.Millisecond)
+	o := d.want(opTake)
+	d.take(o, d.now)
+	d.put(d.l.probe("q"), o.probe.encode())
+	if k := d.kinds(); len(k) == 0 || k[len(k)-1] != fleet.Probe {
+		d.t.Fatalf("%v, not a probe", k)
+	}
+	d.Observe(d.now, "q", breaker.Snapshot{State: breaker.HalfOpen, Held: true, Generation: 5, ProbesOut: 1})
+}
+
+// A probe that ends without an outcome gives the key back long before its lease is
+// over, and has not failed. So does one that an operator's word takes back.
+func TestProbeIsGivenBack(t *testing.T) {
+	for name, after := range map[string]breaker.Snapshot{
+		"excluded":        {State: breaker.HalfOpen, Held: true, Generation: 5},
+		"forced":          {State: breaker.Open, Forced: true, Barred: true, Generation: 6},
+		"closed by force": {State: breaker.Closed, Generation: 6},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := newDesk(t, "a")
+			d.probe()
+			d.pass(3 * time.Second)
+			if o := d.plan(); o != nil {
+				t.Fatalf("while it is out: %+v", o)
+			}
+			d.Observe(d.now, "q", after)
+			d.pass(100 * time.Millisecond)
+			d.want(opDrop)
+		})
+	}
+}
+
+// Who may not probe lets an open scope go when nobody does: after a roster was rolled
+// back, or where those who may have no message. What its breaker does then counts, and
+// the fleet's next decision holds it again.
+func TestHeldOnlyWhileSomebodyMayProbe(t *testing.T) {
+	lease := fleet.Config{}.WithDefaults().Lease
+	for name, c := range map[string]struct {
+		roster []string
+		late   bool
+	}{
+		"a later roster":    {[]string{"a", "b"}, true},
+		"not in the roster": {[]string{"b", "c"}, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := newDesk(t, c.roster...)
+			if c.late {
+				d.put(d.l.roster(), charter{number: 2}.encode())
+			}
+			gone := func(within time.Duration, want bool) {
+				t.Helper()
+				d.pass(within)
+				ks := d.kinds()
+				if got := len(ks) > 0 && ks[len(ks)-1] == fleet.HalfOpen; got != want {
+					t.Fatalf("%v: let go %v, want %v", ks, got, want)
+				}
+			}
+			d.open()
+			d.Want(d.now, "q", true)
+			gone(lease, false)
+			// Somebody probes: it may be again, and the time begins anew at its end.
+			b := crdt.Replica{Name: "b", Incarnation: 3}
+			d.put(d.l.probe("q"), probe{b, d.scopes["q"].known.Position}.encode())
+			gone(2*lease, false)
+			d.del(d.l.probe("q"))
+			gone(lease+3*time.Second, false)
+			gone(2*time.Second, true)
+
+			// Its breaker closes by itself, and that counts, also after a new session.
+			d.Observe(d.now, "q", breaker.Snapshot{State: breaker.Closed, Generation: 9})
+			if v := d.want(opVote).vote; v.Phase != fleet.PhasePassed {
+				t.Errorf("votes %+v", v)
+			}
+			state := entry{key: d.l.state("q"), value: encodeState(d.scopes["q"].known), rev: d.rev}
+			d.down(d.now, true)
+			d.begin(state, entry{key: d.l.roster(), value: charter{number: 2}.encode(), rev: 1})
+			if ks := d.kinds(); len(ks) != 0 {
+				t.Errorf("a new session: %v", ks)
+			}
+			d.put(d.l.state("q"), encodeState(fleet.State{Position: fleet.Position{Round: 2}, Rung: 2, OpenFor: time.Second}))
+			if ks := d.kinds(); len(ks) != 1 || ks[0] != fleet.Hold {
+				t.Errorf("the next round: %v", ks)
+			}
+		})
+	}
+
+	// One that may probe is held for as long as it takes.
+	d := newDesk(t, "a", "b")
+	d.open()
+	d.kinds()
+	d.pass(10 * lease)
+	if ks := d.kinds(); len(ks) != 0 {
+		t.Errorf("a member: %v", ks)
+	}
+}
+
+// What all who trip write, and so contend for, waits for what each writes alone, and
+// for the decision.
+func TestVotesBeforeTheLastWord(t *testing.T) {
+	d := newDesk(t, "a", "b")
+	d.Observe(d.now, "q", breaker.Snapshot{State: breaker.Open, Generation: 2, Rung: 1, Cause: "timeout"})
+	mine := d.want(opVote).vote
+	theirs := mine
+	theirs.Node = crdt.Replica{Name: "b", Incarnation: 7}
+	d.put(d.l.vote("q", "b"), encodeVote(theirs))
+	d.put(d.l.vote("q", "a"), encodeVote(mine))
+	next := d.want(opDecide).next
+	d.put(d.l.state("q"), encodeState(next))
+	d.del(d.l.vote("q", "a"))
+	d.want(opTestify)
+
+	// At the end it is what must be written, and the rest goes with the leases.
+	d.put(d.l.state("q"), encodeState(fleet.State{Position: fleet.Position{Gen: 1}}))
+	d.kinds()
+	d.Observe(d.now, "q", breaker.Snapshot{State: breaker.Open, Generation: 4, Rung: 1, Cause: "timeout"})
+	d.want(opVote)
+	d.part()
+	d.want(opTestify)
+	d.parting = false
+	d.Leave(d.now, "q")
+	d.put(d.l.vote("q", "a"), encodeVote(mine))
+	d.want(opTestify)
+
+	// Void again and again, it is tried again within a second, and not by all at once.
+	waits := make(map[time.Duration]bool)
+	for _, name := range []string{"a", "b", "c", "d"} {
+		d.self.Name = name
+		sc := d.scopes["q"]
+		sc.backoff = 0
+		for range 10 {
+			sc.busy = true
+			d.done(d.now, &op{kind: opTestify, scope: "q"}, false, 0)
+			if w := sc.retry - d.now; w <= sc.backoff/2 || w > sc.backoff {
+				t.Errorf("%s waits %v of %v", name, w, sc.backoff)
+			}
+		}
+		if sc.backoff != time.Second {
+			t.Errorf("backs off for %v", sc.backoff)
+		}
+		waits[sc.retry-d.now] = true
+	}
+	if len(waits) != 4 {
+		t.Errorf("four processes wait %v", waits)
+	}
+}
+
+// The end of a session lets nothing go that its lease still holds: a next one that
+// begins in time goes on where it was, with the probe that is out. A lease that is
+// known to be over is.
+func TestSessionEnds(t *testing.T) {
+	alone := func(d *desk, span time.Duration) { // time passes without a session
+		for end := d.now + span; d.now < end; {
+			d.now += 50 * time.Millisecond
+			d.Tick(d.now)
+		}
+	}
+	held := func(t *testing.T) *desk {
+		t.Helper()
+		d := newDesk(t, "a")
+		d.open()
+		d.pass(time.Second)
+		d.kinds()
+		return d
+	}
+	t.Run("for good", func(t *testing.T) {
+		d := held(t)
+		d.down(d.now, false)
+		d.Observe(d.now, "q", breaker.Snapshot{State: breaker.Open, Held: true, Generation: 2})
+		d.Want(d.now, "q", true)
+		alone(d, 4900*time.Millisecond)
+		if ks := d.kinds(); len(ks) != 0 {
+			t.Errorf("while its lease lasts: %v", ks)
+		}
+		if o := d.plan(); o != nil {
+			t.Errorf("without a session: %+v", o)
+		}
+		alone(d, 200*time.Millisecond)
+		if ks := d.kinds(); len(ks) != 1 || ks[0] != fleet.HalfOpen {
+			t.Errorf("after its lease: %v", ks)
+		}
+	})
+	t.Run("with its lease", func(t *testing.T) {
+		d := held(t)
+		d.down(d.now, true)
+		alone(d, 200*time.Millisecond)
+		if ks := d.kinds(); len(ks) != 1 || ks[0] != fleet.HalfOpen {
+			t.Errorf("%v", ks)
+		}
+	})
+	t.Run("while it probes", func(t *testing.T) {
+		d := newDesk(t, "a")
+		d.probe()
+		asked := d.now
+		d.down(d.now, false)
+		alone(d, time.Second)
+		sc := d.scopes["q"]
+		d.begin(
+			entry{key: d.l.state("q"), value: encodeState(sc.known), rev: sc.rev},
+			entry{key: d.l.vote("q", "a"), value: encodeVote(sc.votes["a"].Vote), rev: sc.votes["a"].rev},
+			entry{key: d.l.probe("q"), value: sc.probe.encode(), rev: sc.probe.rev},
+		)
+		if ks := d.kinds(); len(ks) != 0 || !d.Describe(d.now, "q").Probing {
+			t.Errorf("a new session: %v", ks)
+		}
+		d.pass(asked + d.cfg.Lease - d.now - 100*time.Millisecond)
+		if o := d.plan(); o != nil {
+			t.Errorf("while it is out: %+v", o)
+		}
+		d.pass(200 * time.Millisecond)
+		d.want(opFail)
+	})
+}
