@@ -231,7 +231,13 @@ func (l letter[M]) record() *dlq.Record {
 		return nil
 	}
 	meta := s.port.Meta(it.m)
-	s.end()
+	s.mu.Lock()
+	it.begun = !s.fenced.Load() // else its credit is given back
+	s.endLocked()
+	s.mu.Unlock()
+	if !it.begun {
+		return nil
+	}
 	r := &dlq.Record{
 		Key: meta.Key, Body: meta.Body, Headers: meta.Headers, Timestamp: meta.Timestamp,
 		Origin: meta.Origin, Deliveries: meta.Deliveries, Properties: meta.Properties,

@@ -323,7 +323,7 @@ func (c *machine[M]) next(now time.Duration) step[M] {
 		switch {
 		case it.paid:
 			c.unstand(it)
-			c.sentence(now, it, it.class, it.verdict)
+			c.sentence(now, it, it.verdict)
 		case it.permanent, it.overtaken:
 			c.unstand(it)
 			c.condemn(now, it)
