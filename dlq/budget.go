@@ -217,21 +217,37 @@ func (b *Budget) Successes(total uint64) {
 	}
 }
 
+// Paid is a credit that was spent, and knows where it came from. The zero value
+// is none.
+type Paid struct {
+	class     Class
+	own, gift credits // a free one counts as its class's own
+}
+
 // Spend takes one credit of the class and reports whether it had one. Its own
 // balance is used first, then what was granted, then the free credit if that is
 // due. False means that the delivery must not be dead-lettered now.
 //
 // Spend before the dead letter is written. If the write fails, retry it under
-// the same credit; [Budget.Refund] is for a decision that was not carried out.
+// the same credit. For a decision that may not be carried out use [Budget.Pay].
 func (b *Budget) Spend(now time.Duration, class Class) bool {
+	_, ok := b.Pay(now, class)
+	return ok
+}
+
+// Pay is Spend, for a caller that may have to give the credit back: by
+// [Budget.Refund].
+func (b *Budget) Pay(now time.Duration, class Class) (Paid, bool) {
 	p := &b.pools[class]
+	paid := Paid{class: class, own: credit}
 	switch {
 	case b.off:
 	case p.has+b.gift >= credit:
 		before := b.gift
-		own := min(p.has, credit)
-		p.has -= own
-		b.gift -= credit - own
+		paid.own = min(p.has, credit)
+		paid.gift = credit - paid.own
+		p.has -= paid.own
+		b.gift -= paid.gift
 		for i := range b.pools {
 			q := &b.pools[i]
 			if q.has+b.gift < credit && (q == p || q.has+before >= credit) {
@@ -242,19 +258,24 @@ func (b *Budget) Spend(now time.Duration, class Class) bool {
 		p.free = now + b.every
 	default:
 		b.refused++
-		return false
+		return Paid{}, false
 	}
 	b.spent++
-	return true
+	return paid, true
 }
 
-// Refund gives back a credit that Spend took for a dead letter that was then not
-// written. It cannot raise the balance over its maximum, so a refund of a
-// granted or free credit may be lost, but none is ever minted.
-func (b *Budget) Refund(class Class) {
+// Refund gives back, once, a credit that Pay took for a dead letter that was then
+// not written, to where it came from: what was granted is granted again. It cannot
+// raise the balance over its maximum, so what successes have earned meanwhile takes
+// the place of what was earned before, and none is ever minted.
+func (b *Budget) Refund(paid Paid) {
+	if paid == (Paid{}) {
+		return
+	}
 	b.spent--
-	if p := &b.pools[class]; !b.off {
-		p.has = min(p.has+credit, p.most)
+	if p := &b.pools[paid.class]; !b.off {
+		p.has = min(p.has+paid.own, p.most)
+		b.gift += paid.gift
 	}
 }
 
@@ -295,10 +316,10 @@ func (b *Budget) Continue() *Budget {
 	return &next
 }
 
-// Spent is the number of times that Spend returned true, over both classes.
+// Spent is the number of credits taken and not given back, over both classes.
 func (b *Budget) Spent() uint64 { return b.spent }
 
-// Refused is the number of times that Spend returned false, over both classes.
+// Refused is the number of times that there was no credit, over both classes.
 // A caller that asks again for a waiting delivery is counted again.
 func (b *Budget) Refused() uint64 { return b.refused }
 

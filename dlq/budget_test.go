@@ -563,20 +563,64 @@ func TestRefundMintsNothing(t *testing.T) {
 		t.Fatal(err)
 	}
 	for range 3 {
-		if !b.Spend(0, Exhausted) {
+		paid, ok := b.Pay(0, Exhausted)
+		if !ok {
 			t.Fatal("refused")
 		}
-		b.Refund(Exhausted)
+		b.Refund(paid)
 	}
 	if got := b.Balance(Exhausted); got != DefaultBalance || b.Spent() != 0 {
 		t.Errorf("balance %v, spent %d", got, b.Spent())
 	}
 	for range 25 {
-		b.Spend(0, Exhausted)
+		paid, _ := b.Pay(0, Exhausted)
 		b.Successes(1000)
-		b.Refund(Exhausted)
+		b.Refund(paid)
 	}
 	if got := b.Balance(Exhausted); got > DefaultBalance {
 		t.Errorf("balance %v", got)
+	}
+}
+
+// What was granted is granted again, whole or in part, and nothing else is: not what
+// was earned, free or never taken.
+func TestRefundOfAGrant(t *testing.T) {
+	b := newBudget(t, BudgetConfig{})
+	drain(b, 0, Exhausted)
+	b.Successes(4)
+	b.Grant(100)
+	var paid []Paid
+	for range 50 {
+		p, ok := b.Pay(0, Exhausted)
+		if !ok {
+			t.Fatal("refused")
+		}
+		paid = append(paid, p)
+	}
+	for _, p := range paid {
+		b.Refund(p)
+	}
+	if got := b.Balance(Exhausted); got != 100.4 {
+		t.Errorf("balance %v after all went back", got)
+	}
+	if got := b.Balance(Permanent); got != 600 {
+		t.Errorf("permanent %v: what was granted is for either", got)
+	}
+
+	b.Refund(Paid{})
+	spent := b.Spent()
+	p, _ := b.Pay(0, Exhausted) // 0.4 its own
+	b.Successes(1004)           // full again
+	b.Refund(p)
+	if got := b.Balance(Exhausted); got != 120 || b.Spent() != spent {
+		t.Errorf("balance %v, spent %d", got, b.Spent())
+	}
+
+	b = newBudget(t, BudgetConfig{Balance: 1})
+	b.Spend(0, Exhausted)
+	p, ok := b.Pay(time.Hour, Exhausted) // free
+	b.Successes(10)
+	if b.Refund(p); !ok || b.Balance(Exhausted) != 1 {
+		t.Errorf("%v, balance %v", ok, b.Balance(Exhausted))
 	}
 }

@@ -13,6 +13,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+	"unicode"
+	"unicode/utf8"
 )
 
 // slot is one thing a dialect can tell about a record.
@@ -357,7 +359,8 @@ var (
 			return value{s: s}, ok
 		},
 	}
-	// maybeBase64 reads text that is base64, possibly cut off, or plain.
+	// maybeBase64 reads text that is base64, possibly cut off, or plain: many a plain
+	// word is base64 too, but of no text.
 	maybeBase64 = codec{
 		want: "text",
 		decode: spelled(func(s string) (value, bool) {
@@ -365,13 +368,39 @@ var (
 			if len(enc)%4 == 1 {
 				enc = enc[:len(enc)-1]
 			}
-			if plain, err := base64.RawStdEncoding.DecodeString(enc); err == nil {
-				return value{s: string(plain)}, true
+			if plain, err := base64.RawStdEncoding.DecodeString(enc); err == nil && len(plain) > 0 {
+				if text := withoutCut(string(plain)); isText(text) {
+					return value{s: text}, true
+				}
 			}
 			return value{s: s}, true
 		}),
 	}
 )
+
+// isText tells whether s is UTF-8 without control characters but white space.
+func isText(s string) bool {
+	return utf8.ValidString(s) && !strings.ContainsFunc(s, func(r rune) bool {
+		return unicode.IsControl(r) && !unicode.IsSpace(r)
+	})
+}
+
+// cutLeast is the length from which text may have been cut off within a character;
+// a single word ends with half of one only if it is no text.
+const cutLeast = 64
+
+// withoutCut is long text without the half of a character that it ends with.
+func withoutCut(s string) string {
+	for n := 1; len(s) >= cutLeast && n < utf8.UTFMax; n++ {
+		if tail := s[len(s)-n:]; utf8.RuneStart(tail[0]) {
+			if !utf8.FullRuneInString(tail) {
+				s = s[:len(s)-n]
+			}
+			break
+		}
+	}
+	return s
+}
 
 // state is what became of a header.
 type state uint8

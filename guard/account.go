@@ -75,8 +75,8 @@ type State struct {
 	FleetStorm dlq.FleetStorm
 	// Budget is the DLQ credits left for messages whose attempts are used up.
 	Budget float64
-	// OldestAge is the age of the oldest unsettled message in this process,
-	// while the source is not on the closed path.
+	// OldestAge is the age of the oldest unsettled message in this process, to a
+	// hundredth of a second. What a feed holds in front of the closed path has none.
 	OldestAge time.Duration
 	// Window is how many messages the source may have besides its feed (which has
 	// half of [Policy.Window] where there is one), and Room how many more.

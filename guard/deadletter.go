@@ -27,9 +27,12 @@ func (c *machine[M]) condemn(now time.Duration, it *item[M]) {
 		reason = dlq.ReasonLastDelivery
 	}
 	c.earn()
-	if c.letters && c.budget.Spend(now, class) {
-		c.sentence(now, it, class, reason)
-		return
+	if c.letters {
+		if paid, ok := c.budget.Pay(now, class); ok {
+			it.credit = paid
+			c.sentence(now, it, reason)
+			return
+		}
 	}
 	c.tally.Refused++
 	wait := c.delay(max(it.attempts, 1))
@@ -41,13 +44,13 @@ func (c *machine[M]) condemn(now time.Duration, it *item[M]) {
 
 // sentence dead-letters an item that has its credit, or lets it wait for the limit
 // of dead letters: that is no attempt, and nothing asks the handler again.
-func (c *machine[M]) sentence(now time.Duration, it *item[M], class dlq.Class, why dlq.Reason) {
+func (c *machine[M]) sentence(now time.Duration, it *item[M], why dlq.Reason) {
 	if c.letterPace != nil {
 		if wait := c.letterPace.Admit(now); wait > 0 {
 			if !it.paid {
 				c.tally.Paced++
 			}
-			it.paid, it.class, it.verdict = true, class, why
+			it.paid, it.verdict = true, why
 			c.park(it, now+wait, ReasonLimiter)
 			return
 		}
@@ -59,10 +62,8 @@ func (c *machine[M]) sentence(now time.Duration, it *item[M], class dlq.Class, w
 // refund gives back the credit of an item that is not dead-lettered after all, or
 // not at its own cost.
 func (c *machine[M]) refund(it *item[M]) {
-	if it.paid {
-		it.paid = false
-		c.budget.Refund(it.class)
-	}
+	c.budget.Refund(it.credit)
+	it.credit, it.paid = dlq.Paid{}, false
 }
 
 // earn brings the budget up to date with the successes.

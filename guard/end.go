@@ -173,7 +173,7 @@ func (s *Source[M]) fence(e *ending) []M {
 		e.report.Left = append(e.report.Left, Left{"processing", now - it.at, "its handler has not returned"})
 	}
 	if phase(w&phaseMask) == processing {
-		e.report.Left = append(e.report.Left, Left{"processing", now - time.Duration(s.seen.since.Load()), "its handler has not returned"})
+		e.report.Left = append(e.report.Left, Left{"processing", now - s.callBegan(now), "its handler has not returned"})
 	}
 	for it := range s.c.writing {
 		e.report.Left = append(e.report.Left, Left{"settling", now - it.at, "its dead letter is not confirmed"})

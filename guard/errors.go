@@ -127,7 +127,7 @@ func mark(err error, word outcome, until time.Time) error {
 func sound(err error) (safe error) {
 	defer func() {
 		if v := recover(); v != nil {
-			safe = fmt.Errorf("guard: the handler returned a %T whose methods panic: %v", err, v)
+			safe = fmt.Errorf("guard: an error of type %T, whose methods panic: %v", err, v)
 		}
 	}()
 	classify(err)

@@ -53,7 +53,8 @@ type item[M any] struct {
 	permanent   bool      // its verdict waits for a credit only
 	overtaken   bool      // a witness has succeeded; waits for a credit only
 	paid        bool      // it has its credit, and waits for the limit of dead letters only
-	class       dlq.Class // of that credit
+	credit      dlq.Paid  // what its dead letter costs
+	begun       bool      // … and was handed to the writer, maybe in vain
 	failures    []attempt // the first and the latest ones
 	reason      Reason    // why it is parked
 
@@ -102,7 +103,7 @@ type lane[M any] struct {
 	queue  *ringbuf.Lane[entry[M]]
 	front  []*item[M] // taken from the queue, in order: the head, then its witnesses
 	turn   int        // which of front is up
-	owed   int        // how many of those before it have no credit
+	paid   []dlq.Paid // credits taken in advance for those before it, or for some
 	queued bool       // stands in the machine's ready list
 	parked bool       // front[turn] is processing or waits for a retry
 

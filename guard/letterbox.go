@@ -6,7 +6,9 @@ package guard
 import (
 	"context"
 	"errors"
+	"fmt"
 	"math/rand/v2"
+	"runtime/debug"
 	"sync"
 	"time"
 
@@ -131,7 +133,11 @@ func (b *letterbox) run(ctx context.Context) {
 		}
 		err := b.write(ctx, l, r)
 		if b.noted(l, err) {
-			b.g.logChange("dead-letter writer", "", ReasonDLQ, "error", b.trouble())
+			args := []any{"error", b.trouble()}
+			if e, ok := errors.AsType[*writerError](err); ok {
+				args = append(args, "stack", string(e.stack))
+			}
+			b.g.logChange("dead-letter writer", "", ReasonDLQ, args...)
 		}
 		var top time.Duration
 		switch {
@@ -164,9 +170,9 @@ func (b *letterbox) write(ctx context.Context, l postable, r *dlq.Record) error 
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
 	ctx, end := b.g.trace(ctx, r)
-	err := b.writer.Write(ctx, r)
+	err := b.attempt(ctx, r)
 	if err != nil && dlq.TrimFor(r, err) {
-		err = b.writer.Write(ctx, r)
+		err = b.attempt(ctx, r)
 	}
 	parked := errors.Is(err, dlq.ErrParked)
 	if parked {
@@ -178,6 +184,40 @@ func (b *letterbox) write(ctx context.Context, l postable, r *dlq.Record) error 
 	}
 	return err
 }
+
+// attempt is one call of the writer, on a goroutine of its own, which a panic or a
+// Goexit costs: it is a failure whatever it was called with.
+func (b *letterbox) attempt(ctx context.Context, r *dlq.Record) (err error) {
+	gone := make(chan struct{})
+	go func() {
+		defer close(gone)
+		returned := false
+		defer func() {
+			if returned {
+				return
+			}
+			what := "called runtime.Goexit"
+			if v := recover(); v != nil {
+				what = fmt.Sprintf("panicked: %v", v)
+			}
+			err = &writerError{what, debug.Stack()}
+		}()
+		if err = b.writer.Write(ctx, r); err != nil {
+			err = sound(err)
+		}
+		returned = true
+	}()
+	<-gone
+	return err
+}
+
+// writerError is a call of a dead-letter writer that did not return.
+type writerError struct {
+	what  string
+	stack []byte
+}
+
+func (e *writerError) Error() string { return "guard: dead-letter writer " + e.what }
 
 // letter is a condemned item on its way to the writer.
 type letter[M any] struct {
@@ -191,7 +231,13 @@ func (l letter[M]) record() *dlq.Record {
 		return nil
 	}
 	meta := s.port.Meta(it.m)
-	s.end()
+	s.mu.Lock()
+	it.begun = !s.fenced.Load() // else its credit is given back
+	s.endLocked()
+	s.mu.Unlock()
+	if !it.begun {
+		return nil
+	}
 	r := &dlq.Record{
 		Key: meta.Key, Body: meta.Body, Headers: meta.Headers, Timestamp: meta.Timestamp,
 		Origin: meta.Origin, Deliveries: meta.Deliveries, Properties: meta.Properties,

@@ -218,17 +218,18 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int) {
 	}
 }
 
-// adopt takes over a message that the closed path has begun: it is processing.
-func (c *machine[M]) adopt(now time.Duration, m M, key uint64, size int) *item[M] {
+// adopt takes over a message that the closed path began at an instant: it is
+// processing.
+func (c *machine[M]) adopt(began time.Duration, m M, key uint64, size int) *item[M] {
 	c.bytes += int64(size)
-	it := c.item(entry[M]{m: m, size: size, at: now})
+	it := c.item(entry[M]{m: m, size: size, at: began})
 	if c.order() != OrderNone {
 		l := c.lane(key)
 		l.front = append(l.front, it)
 		l.parked, it.lane = true, l
 	}
 	c.move(it, processing)
-	it.started = now
+	it.started = began
 	return it
 }
 
@@ -323,7 +324,7 @@ func (c *machine[M]) next(now time.Duration) step[M] {
 		switch {
 		case it.paid:
 			c.unstand(it)
-			c.sentence(now, it, it.class, it.verdict)
+			c.sentence(now, it, it.verdict)
 		case it.permanent, it.overtaken:
 			c.unstand(it)
 			c.condemn(now, it)

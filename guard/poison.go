@@ -77,7 +77,7 @@ func (c *machine[M]) suspect(it *item[M]) bool {
 // dead-lettered, since it must not be handled after it. Each further one takes one if
 // there is one. Else what it overtakes waits for its credit, or two adjacent poison
 // messages would wait for ever for two credits, with nothing to earn them. Beyond
-// maxWitnesses none is taken in advance: what a grant gave may not come back whole.
+// maxWitnesses none is taken in advance: a round in vain must not hold many.
 func (c *machine[M]) callWitness(now time.Duration, l *lane[M], head, it *item[M]) bool {
 	if !c.letters || c.inPlace || !c.suspect(head) || !l.more() || c.others(l) {
 		return false
@@ -86,15 +86,15 @@ func (c *machine[M]) callWitness(now time.Duration, l *lane[M], head, it *item[M
 		return false
 	}
 	c.earn()
-	switch {
-	case l.turn >= maxWitnesses:
-		l.owed++
-	case !c.budget.Spend(now, dlq.Exhausted):
-		c.tally.Refused++
-		if l.turn == 0 {
-			return false
+	if l.turn < maxWitnesses {
+		if paid, ok := c.budget.Pay(now, dlq.Exhausted); ok {
+			l.paid = append(l.paid, paid)
+		} else {
+			c.tally.Refused++
+			if l.turn == 0 {
+				return false
+			}
 		}
-		l.owed++
 	}
 	if l.turn == 0 || it.probe { // the breaker may have opened since the head
 		l.token, l.probe = it.token, it.probe

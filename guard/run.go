@@ -310,6 +310,7 @@ func (l *loop[M]) adopt(m M, err error, stack []byte) {
 	}
 	now := s.g.now()
 	s.mu.Lock()
+	began := s.callBegan(now)
 	slow := s.slowAt.Load() == l.calls
 	s.unstartLocked()
 	if s.fenced.Load() {
@@ -318,7 +319,7 @@ func (l *loop[M]) adopt(m M, err error, stack []byte) {
 		s.mu.Unlock()
 		return
 	}
-	it := s.c.adopt(now, m, key, size)
+	it := s.c.adopt(began, m, key, size)
 	it.token, it.slow, it.lastDelivery, it.ctx = l.hand.token, slow, last, ctx
 	st := s.c.done(now, it, err, stack)
 	s.unlock(now)

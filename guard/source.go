@@ -484,8 +484,9 @@ func (s *Source[M]) state(now time.Duration, fleet breaker.FleetScope) (st State
 		Window: c.limit(), Room: c.room(), Settings: c.policy, Fleet: fleet, FleetStorm: c.fleetStorm,
 	}
 	st.Tally.Received, st.Tally.Acked = st.Account.Received, st.Account.Acked
+	st.OldestAge = now - s.callBegan(now)
 	if c.unsettled() > 0 {
-		st.OldestAge = c.reading(now).Age
+		st.OldestAge = max(st.OldestAge, c.reading(now).Age)
 	}
 	hold := func(reason Reason, until time.Duration, detail, by string) {
 		if until > 0 {

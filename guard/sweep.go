@@ -120,7 +120,8 @@ func (c *machine[M]) messages(dst []M) []M {
 }
 
 // drain ends the source: it takes everything out that no handler or writer has,
-// and counts it as returned.
+// and counts it as returned. What was condemned and the writer never had keeps no
+// credit.
 func (c *machine[M]) drain(now time.Duration) []M {
 	var rest []M
 	give := func(it *item[M]) {
@@ -146,6 +147,11 @@ func (c *machine[M]) drain(now time.Duration) []M {
 		for _, e := range held {
 			rest = append(rest, e.m)
 			c.queued--
+		}
+	}
+	for it := range c.writing {
+		if !it.begun {
+			c.refund(it)
 		}
 	}
 	c.tally.Returned += uint64(len(rest))

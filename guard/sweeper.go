@@ -112,7 +112,8 @@ func (g *Guard) sweepAll() (moving bool) {
 type seen struct {
 	word    uint64
 	adopted uint64
-	since   atomic.Int64  // when it changed; End reads it too
+	since   atomic.Int64  // when it changed; callBegan reads it too
+	mark    atomic.Uint64 // what since is of: both counts together, and the phase
 	storm   time.Duration // the machine is swept again then
 
 	detected dlq.Storm // when it last was
@@ -125,6 +126,7 @@ func (s *Source[M]) sweep(now time.Duration) (moving bool) {
 	if w != s.seen.word || adopted != s.seen.adopted {
 		s.seen.word, s.seen.adopted = w, adopted
 		s.seen.since.Store(int64(now))
+		s.seen.mark.Store(w + adopted<<phaseBits)
 		moving = true
 	}
 	if at := phase(w & phaseMask); at != idle {
@@ -152,6 +154,16 @@ func (s *Source[M]) sweep(now time.Duration) (moving bool) {
 		s.nudge()
 	}
 	return moving
+}
+
+// callBegan is when the call that the closed path has in hand began, to a tick; now
+// if it has none, or the sweeper has not seen it yet. The path itself reads no clock.
+func (s *Source[M]) callBegan(now time.Duration) time.Duration {
+	w := s.word.Load()
+	if phase(w&phaseMask) != processing || s.seen.mark.Load() != w+s.adopted.Load()<<phaseBits {
+		return now
+	}
+	return min(now, time.Duration(s.seen.since.Load()))
 }
 
 // sweepCall sees to the call that the closed path has in hand.

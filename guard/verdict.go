@@ -6,8 +6,6 @@ package guard
 import (
 	"errors"
 	"time"
-
-	"github.com/stormguard-mq/stormguard/dlq"
 )
 
 // done takes the outcome of the handler call of it, and returns what to do.
@@ -91,13 +89,14 @@ func (c *machine[M]) succeeded(now time.Duration, it *item[M]) step[M] {
 	if l != nil && l.turn > 0 {
 		// The witness succeeded where those before it failed: they are poison.
 		// What they could get of credits was spent when they had failed.
-		before, credits := l.front[:l.turn], l.turn-l.owed
+		before, paid := l.front[:l.turn], l.paid
 		l.front = l.front[l.turn:]
-		l.turn, l.owed = 0, 0
+		l.turn, l.paid = 0, nil
 		for i, poison := range before {
 			poison.lane = nil
-			if i < credits {
-				c.sentence(now, poison, dlq.Exhausted, poisonReason(poison))
+			if i < len(paid) {
+				poison.credit = paid[i]
+				c.sentence(now, poison, poisonReason(poison))
 				continue
 			}
 			poison.overtaken = true
@@ -149,10 +148,10 @@ func (c *machine[M]) rewind(now time.Duration, l *lane[M]) {
 		c.gate.Failure(now, l.token, false)
 		c.freed = true
 	}
-	for ; l.turn > l.owed; l.turn-- {
-		c.budget.Refund(dlq.Exhausted)
+	for _, paid := range l.paid {
+		c.budget.Refund(paid)
 	}
-	l.turn, l.owed, l.probe = 0, 0, false
+	l.turn, l.paid, l.probe = 0, nil, false
 }
 
 // exclude tells the breaker that an attempt said nothing.

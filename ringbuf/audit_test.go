@@ -4,9 +4,11 @@
 package ringbuf
 
 import (
+	"errors"
 	"fmt"
 	"runtime"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"unsafe"
 )
@@ -37,14 +39,19 @@ func (r *Ring[T]) Audit() (messages int, bytes int64, err error) {
 		}
 		l.mu.Unlock()
 	}
+	free := false
 	for i := range r.reserves {
 		if r.reserves[i].Load() != nil {
 			entries--
+		} else {
+			free = true
 		}
 	}
 	used := r.used.Load()
 	switch {
 	case err != nil:
+	case r.crowded.Load() && free:
+		err = errors.New("an entry is free, and no lane would look for it")
 	case entries != 0:
 		err = fmt.Errorf("%d more entries in lanes than in the ring", entries)
 	case used != held+reserved:
@@ -163,5 +170,56 @@ func TestFlagsAreReadUnderTheLock(t *testing.T) {
 			t.Fatalf("%x in reserve, was %x", l.reserve, before)
 		}
 		r.reclaims.Add(-1)
+	}
+}
+
+// A lane that finds no entry while another gives one up does not keep all others from
+// the entries that are free: nobody may be left who would say that they are.
+func TestFreedEntriesAreFound(t *testing.T) {
+	r, err := NewRing[int](Config{MaxCount: 1024}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var lanes [reserveLanes + 1]*Lane[int]
+	for i := range lanes {
+		lanes[i] = r.Lane(uint64(i))
+	}
+	join := func(l *Lane[int]) bool {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		return l.entry != 0 || l.joinLocked()
+	}
+	yield := func(l *Lane[int]) {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		l.yieldLocked()
+	}
+	for range 20000 {
+		for _, l := range lanes[:reserveLanes] {
+			if !join(l) {
+				t.Fatal("a lane found no entry")
+			}
+		}
+		var ready atomic.Int32
+		together := func() { // they spin, so as to begin at once
+			for ready.Add(1); ready.Load() < 2; {
+				runtime.Gosched()
+			}
+		}
+		var wg sync.WaitGroup
+		wg.Go(func() {
+			together()
+			join(lanes[reserveLanes])
+		})
+		wg.Go(func() {
+			together()
+			yield(lanes[0])
+		})
+		wg.Wait()
+		if _, _, err := r.Audit(); err != nil {
+			t.Fatal(err)
+		}
+		yield(lanes[reserveLanes])
+		yield(lanes[0])
 	}
 }

@@ -80,6 +80,12 @@ func (l *Lane[T]) joinLocked() bool {
 		}
 	}
 	r.crowded.Store(true)
+	for i := range r.reserves {
+		if r.reserves[i].Load() == nil { // its lane may have said so before the line above
+			r.crowded.Store(false)
+			break
+		}
+	}
 	return false
 }
 

@@ -400,7 +400,8 @@ func (m *Mover) wait(ctx context.Context, msg jetstream.Msg, d time.Duration) er
 
 // release writes a parked letter to the DLQ once there is a credit for it.
 func (m *Mover) release(ctx context.Context, msg jetstream.Msg, class dlq.Class) {
-	for !m.spend(class) {
+	paid, ok := m.spend(class)
+	for ; !ok; paid, ok = m.spend(class) {
 		if m.wait(ctx, msg, moverPoll) != nil {
 			return
 		}
@@ -420,7 +421,7 @@ func (m *Mover) release(ctx context.Context, msg jetstream.Msg, class dlq.Class)
 		return m.clear(ctx, r.Origin.Sequence)
 	}); err != nil {
 		m.mu.Lock()
-		m.budget.Refund(class)
+		m.budget.Refund(paid)
 		m.mu.Unlock()
 		return
 	}
@@ -450,17 +451,17 @@ func (m *Mover) clear(ctx context.Context, seq uint64) error {
 }
 
 // spend takes a credit if there is one.
-func (m *Mover) spend(class dlq.Class) bool {
+func (m *Mover) spend(class dlq.Class) (dlq.Paid, bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.read && m.floor > m.base+m.dead {
 		m.budget.Successes(m.floor - m.base - m.dead)
 	}
-	if m.budget.Spend(time.Since(m.start), class) {
-		return true
+	paid, ok := m.budget.Pay(time.Since(m.start), class)
+	if !ok {
+		m.counted.Refused++
 	}
-	m.counted.Refused++
-	return false
+	return paid, ok
 }
 
 // watchFloor reads the source's ack floor. The floor also passes messages that
