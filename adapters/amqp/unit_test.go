@@ -5,10 +5,13 @@ package amqp
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
+	"io"
 	"maps"
 	"net"
+	"net/http/httptest"
 	"slices"
 	"sync"
 	"testing"
@@ -322,6 +325,86 @@ func TestDialerTriesAllInAFreshOrder(t *testing.T) {
 	if _, err := (Dialer{URLs: []string{fmt.Sprintf("amqp://%s/", l.Addr())}, Timeout: 50 * time.Millisecond}).once(t.Context()); err == nil || time.Since(start) > 5*time.Second {
 		t.Errorf("%v after %s", err, time.Since(start))
 	}
+}
+
+// Dials at the same time and one after another share nothing that the client
+// writes: each endpoint is asked for under its own name.
+func TestDialsShareNothing(t *testing.T) {
+	t.Parallel()
+	var mu sync.Mutex
+	asked := map[string]int{} // by the name in the handshake
+	addr := handshakes(t, func(name string) {
+		mu.Lock()
+		defer mu.Unlock()
+		asked[name]++
+	})
+	d := Dialer{URLs: []string{"amqps://one.example/", "amqps://two.example/"}, Config: amqp091.Config{
+		TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, // the names are what counts
+		Properties:      amqp091.Table{"connection_name": "orders"},
+		Dial:            func(network, _ string) (net.Conn, error) { return net.Dial(network, addr) },
+	}}
+	const dials = 8
+	var all sync.WaitGroup
+	for range dials {
+		all.Go(func() {
+			if _, err := d.once(t.Context()); !errors.Is(err, amqp091.ErrCredentials) {
+				t.Errorf("not as far as the credentials: %v", err)
+			}
+		})
+	}
+	all.Wait()
+	mu.Lock()
+	defer mu.Unlock()
+	if asked["one.example"] != dials || asked["two.example"] != dials {
+		t.Errorf("%d dials of each asked for %v", dials, asked)
+	}
+	if c := d.Config; c.TLSClientConfig.ServerName != "" || len(c.Properties) != 1 {
+		t.Errorf("the caller's configuration was written to: name %q, properties %v", c.TLSClientConfig.ServerName, c.Properties)
+	}
+}
+
+// handshakes is the address of a broker behind TLS that hangs up when it has
+// been told who calls.
+func handshakes(t *testing.T, asked func(name string)) string {
+	t.Helper()
+	s := httptest.NewTLSServer(nil) // for its certificate
+	certs := s.TLS.Certificates
+	s.Close()
+	l, err := tls.Listen("tcp", "127.0.0.1:0", &tls.Config{Certificates: certs, GetConfigForClient: func(h *tls.ClientHelloInfo) (*tls.Config, error) {
+		asked(h.ServerName)
+		return nil, nil //nolint:nilnil // the configuration stays
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	start := append([]byte{
+		1, 0, 0, 0, 0, 0, 28, // a method of 28 bytes on channel 0
+		0, 10, 0, 10, 0, 9, 0, 0, 0, 0, // connection.start of 0-9, with no properties
+	}, "\x00\x00\x00\x05PLAIN\x00\x00\x00\x05en_US\xce"...)
+	var open sync.WaitGroup
+	open.Go(func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			open.Go(func() {
+				defer c.Close()
+				_, err := io.ReadFull(c, make([]byte, len("AMQP0091")))
+				if err == nil {
+					_, err = c.Write(start)
+				}
+				if err == nil {
+					_, _ = c.Read(make([]byte, 4096))
+				}
+			})
+		}
+	})
+	t.Cleanup(func() {
+		_ = l.Close()
+		open.Wait()
+	})
+	return l.Addr().String()
 }
 
 // A consumer timeout that is asked for by an argument is the guard's too.
