@@ -31,12 +31,13 @@ import (
 // its own. When the channel breaks, handlers are cancelled, and what was not
 // acked is delivered again. The channel is closed in order when a delivery has
 // been unsettled for half of [WithConsumerTimeout], and opened again when the
-// source would admit a message, at first for one delivery at a time; what had
-// been held then drains at the policy's ramp. Nothing is ever requeued by nack.
+// source would admit a message, for one delivery at a time until one got through;
+// what had been held then drains at the policy's ramp. Nothing is ever requeued by
+// nack.
 // A message that is out while the channel is closed a second time goes behind
 // those that went back before: the order of a hold that lasts longer than the
 // consumer timeout is the broker's. Where nothing holds the source, its handlers
-// are too slow for the prefetch, which is then halved.
+// are too slow for the prefetch, or [WithLimiter] is, and it is halved.
 //
 // Acks are coalesced, and one frame acks all that is settled without a gap: a
 // crash may repeat the deliveries whose acks were on their way, at most 64 of

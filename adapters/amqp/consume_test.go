@@ -19,9 +19,11 @@ import (
 	"github.com/rabbitmq/amqp091-go"
 
 	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
+	"github.com/stormguard-mq/stormguard/limiter"
 )
 
 // record is a handler that keeps what it was given.
@@ -233,6 +235,117 @@ func TestHoldMuchLongerThanTheConsumerTimeout(t *testing.T) {
 		}
 		t.Logf("prefetches %d, at most %d deliveries of one message", l.books().prefetch, most.Load())
 	})
+}
+
+// What holds a source without its breaker is sat out all the same: what the broker
+// counts is one delivery of the prefetch, and then one message's.
+func TestHoldsWithoutTheBreaker(t *testing.T) {
+	t.Parallel()
+	const n, timeout = 20, 2 * time.Second
+	for _, c := range []struct {
+		name   string
+		handle func(since time.Duration) error // until it returns nil
+		most   int                             // deliveries beside the first of each
+		opts   []Option
+	}{
+		{
+			name: "a handler asks for time, twice", most: 3,
+			handle: func(since time.Duration) error {
+				if since < 4*time.Second {
+					return guard.Backoff(errDown, time.Now().Add(2*time.Second))
+				}
+				return nil
+			},
+		},
+		{
+			name: "no dead letters", most: 6,
+			handle: func(since time.Duration) error {
+				if since < 4*time.Second {
+					return guard.Permanent(errDown)
+				}
+				return nil
+			},
+		},
+		{
+			name: "the writer is down", most: 6,
+			handle: func(since time.Duration) error {
+				if since < 4*time.Second {
+					return guard.Permanent(errDown)
+				}
+				return nil
+			},
+			opts: []Option{WithDeadLetters(dlq.WriterFunc(func(context.Context, *dlq.Record) error { return errDown }))},
+		},
+		{
+			name: "a limiter lets nothing through", most: 6,
+			handle: func(time.Duration) error { return nil },
+			opts:   []Option{WithLimiter(&shut{wait: 4 * time.Second})},
+		},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t, shared(t, brokers.RabbitMQ4), Quorum, nil)
+			g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Timeout: 200 * time.Millisecond, Ramp: guard.Ramp{Off: true}}})
+			var l lines
+			var rec record
+			r.publish(0, n)
+			var begun time.Time
+			handle := func(ctx context.Context, d amqp091.Delivery) error {
+				if begun.IsZero() {
+					begun = time.Now()
+				}
+				if err := c.handle(time.Since(begun)); err != nil {
+					return err
+				}
+				return rec.handle(ctx, d)
+			}
+			co := r.consumeBy(l.dialer(r.url()), g, handle, append(c.opts, WithPrefetch(n), WithConsumerTimeout(timeout))...)
+			adaptertest.Eventually(t, "all handled", func() bool { return rec.distinct() == n })
+			if err := errors.Join(co.Stop(t), l.check()); err != nil {
+				t.Fatal(err)
+			}
+			b := l.books()
+			if again := b.delivered - n; again > n+c.most || again < n { // the prefetch goes back once
+				t.Errorf("%d delivered again: prefetches %d", again, b.prefetch)
+			}
+			t.Logf("prefetches %d, %d delivered again", b.prefetch, b.delivered-n)
+		})
+	}
+}
+
+// shut is a limiter that lets nothing through for a while after it was first asked.
+type shut struct {
+	wait  time.Duration
+	once  sync.Once
+	until time.Time
+}
+
+func (s *shut) Admit(time.Duration) time.Duration {
+	s.once.Do(func() { s.until = time.Now().Add(s.wait) })
+	return max(0, time.Until(s.until))
+}
+
+// A rate that is too low for the prefetch shrinks it, as slow handlers do.
+func TestALowRateShrinksThePrefetch(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, shared(t, brokers.RabbitMQ4), Quorum, nil)
+	var l lines
+	var rec record
+	const n = 40
+	r.publish(0, n)
+	rate, err := limiter.Local(limiter.Limit{Rate: 10, Burst: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := r.consumeBy(l.dialer(r.url()), adaptertest.Guard(t, guard.Config{}), rec.handle,
+		WithPrefetch(32), WithConsumerTimeout(2*time.Second), WithLimiter(rate), WithPolicy(guard.Policy{Timeout: 500 * time.Millisecond}))
+	adaptertest.Eventually(t, "all handled", func() bool { return rec.distinct() == n })
+	if err := errors.Join(c.Stop(t), l.check()); err != nil {
+		t.Fatal(err)
+	}
+	if p := l.books().prefetch; len(p) < 2 || len(p) > 4 || p[len(p)-1] > 16 || rec.twice() > 0 {
+		t.Errorf("prefetches %d, %d twice", p, rec.twice())
+	}
 }
 
 // A pause by an operator outlives the channel, and so does the budget.
