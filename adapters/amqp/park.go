@@ -110,8 +110,8 @@ func (e *epoch) settled() bool {
 // the consumer's from its beginning.
 //
 // A delivery that is on its way when its consumer is cancelled goes to the tail
-// of a quorum queue. So acks are kept back until the one delivery that may be
-// out has come: then nothing else is on its way. When none comes there is
+// of a quorum queue. So acks and rejects are kept back until the one delivery that
+// may be out has come: then nothing else is on its way. When none comes there is
 // nothing to be gained either, and the next look tries again.
 func (e *epoch) widen(ctx context.Context) error {
 	e.port.hold()

@@ -34,11 +34,15 @@ func TestTagsAgainstABroker(t *testing.T) {
 		others := map[uint64]bool{}  // deliveries of other consumers of the channel
 		out := map[uint64]bool{}     // at the broker
 		settled := map[uint64]bool{} // by us, not acked
+		refused := map[uint64]bool{} // of settled: to be rejected
 		var next uint64
 		send := func(frames []ack) {
 			for _, f := range frames {
 				if !out[f.tag] {
 					t.Fatalf("an ack of %d, which is not out", f.tag)
+				}
+				if f.reject != refused[f.tag] || f.reject && f.multiple {
+					t.Fatalf("%+v; rejected: %t", f, refused[f.tag])
 				}
 				for n := range others {
 					if f.multiple && n < f.tag {
@@ -47,11 +51,12 @@ func TestTagsAgainstABroker(t *testing.T) {
 				}
 				for n := range out {
 					if n == f.tag || f.multiple && n < f.tag {
-						if !settled[n] {
-							t.Fatalf("%d is acked by %+v and was not settled", n, f)
+						if !settled[n] || refused[n] != f.reject {
+							t.Fatalf("%d is settled by %+v; settled: %t, rejected: %t", n, f, settled[n], refused[n])
 						}
 						delete(out, n)
 						delete(settled, n)
+						delete(refused, n)
 					}
 				}
 			}
@@ -95,10 +100,10 @@ func TestTagsAgainstABroker(t *testing.T) {
 			"reject": func(t *rapid.T) {
 				for n := range out {
 					if !settled[n] {
-						if ok, _, _ := tg.settle(n, tagAcked); !ok {
-							t.Fatal("an open tag is not settled")
+						if ok, due, _ := tg.settle(n, tagRejected); !ok || due != len(settled)+1 {
+							t.Fatalf("reject %d: %t, %d due", n, ok, due)
 						}
-						delete(out, n)
+						settled[n], refused[n] = true, true
 						break
 					}
 				}
@@ -137,12 +142,12 @@ func TestTagsInOrder(t *testing.T) {
 		tg.add(n)
 		tg.settle(n, tagSettled)
 	}
-	if f := tg.take(nil); len(f) != 1 || f[0] != (ack{100, true}) {
+	if f := tg.take(nil); len(f) != 1 || f[0] != (ack{tag: 100, multiple: true}) {
 		t.Errorf("%v", f)
 	}
 	tg.add(101)
 	tg.settle(101, tagSettled)
-	if f := tg.take(nil); len(f) != 1 || f[0] != (ack{101, false}) {
+	if f := tg.take(nil); len(f) != 1 || f[0] != (ack{tag: 101}) {
 		t.Errorf("%v", f)
 	}
 }
@@ -159,7 +164,7 @@ func TestTagsOfAMixedChannel(t *testing.T) {
 		}
 	}
 	f := tg.take(nil)
-	if len(f) != 52 || f[0] != (ack{50, true}) || f[1] != (ack{tag: 52}) || f[51] != (ack{tag: 103}) {
+	if len(f) != 52 || f[0] != (ack{tag: 50, multiple: true}) || f[1] != (ack{tag: 52}) || f[51] != (ack{tag: 103}) {
 		t.Errorf("%v", f)
 	}
 }
