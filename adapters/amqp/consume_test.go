@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"net"
 	"slices"
 	"strconv"
 	"strings"
@@ -424,6 +425,58 @@ func TestBrokenConnections(t *testing.T) {
 			t.Errorf("%d handled twice, at most %d", rec.twice(), most)
 		}
 	})
+}
+
+// A broker that comes back upgraded has a delivery limit, and the source that
+// consumes from it knows.
+func TestUpgradedBroker(t *testing.T) {
+	t.Parallel()
+	before, after := shared(t, brokers.RabbitMQ), newRig(t, shared(t, brokers.RabbitMQ4), Quorum, nil)
+	old := &rig{server: before, t: t, queue: after.queue, kind: Quorum}
+	old.on(func(ch *amqp091.Channel) error {
+		_, err := ch.QueueDeclare(old.queue, true, false, false, false, amqp091.Table{"x-queue-type": string(Quorum)})
+		return err
+	})
+	var l lines
+	var at atomic.Pointer[server]
+	at.Store(before)
+	d := l.dialer(after.url())
+	d.Config.Dial = func(network, _ string) (net.Conn, error) {
+		uri, err := amqp091.ParseURI(at.Load().url())
+		if err != nil {
+			return nil, err
+		}
+		return l.dial(network, net.JoinHostPort(uri.Host, strconv.Itoa(uri.Port)))
+	}
+	var letters atomic.Int64
+	c := after.consumeBy(d, adaptertest.Guard(t, guard.Config{}), func(context.Context, amqp091.Delivery) error { return errDown },
+		WithDeadLetters(dlq.WriterFunc(func(context.Context, *dlq.Record) error { letters.Add(1); return nil })),
+		WithPolicy(guard.Policy{Retry: guard.Retry{Attempts: 100, Base: 5 * time.Minute, Max: 5 * time.Minute, Patience: 10 * time.Millisecond}}))
+	adaptertest.Eventually(t, "consuming before", func() bool { return len(l.books().prefetch) > 0 })
+
+	after.publish(0, 1)
+	after.on(func(ch *amqp091.Channel) error { // up to the last delivery
+		for n := 0; n < defaultDeliveryLimit; time.Sleep(time.Millisecond) {
+			m, ok, err := ch.Get(after.queue, false)
+			if err == nil && ok {
+				n, err = n+1, m.Nack(false, true)
+			}
+			if err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	at.Store(after.server)
+	l.cut()
+	adaptertest.Eventually(t, "a failure at the last delivery is dead-lettered", func() bool { return letters.Load() == 1 })
+	if err := errors.Join(c.Stop(t), l.check()); err != nil {
+		t.Fatal(err)
+	}
+	old.on(func(ch *amqp091.Channel) error { _, err := ch.QueueDelete(old.queue, false, false, false); return err })
+	if err := old.conn.Close(); err != nil {
+		t.Error(err)
+	}
 }
 
 func TestDeletedQueueIsGone(t *testing.T) {
