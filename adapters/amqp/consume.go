@@ -23,9 +23,10 @@ import (
 // within [WithStopTimeout], acks are flushed, and the channel is closed, which
 // puts everything else back in its order. Then it returns nil, or an error that
 // names what could not be finished. It returns [ErrQueueGone] when the queue
-// does not exist, [guard.ErrClosed] when the Guard or the source has ended, and
-// before the first connection what is wrong with user, password or vhost.
-// Everything else, such as a broker that restarts, it waits out.
+// does not exist, [guard.ErrClosed] when the Guard or the source has ended, before
+// the first connection what is wrong with user, password or vhost, and before it
+// has ever consumed what the broker refuses, such as a permission. Everything else
+// it waits out and logs: a broker that restarts, and what is refused later.
 //
 // Each channel is an epoch: a delivery is never settled on another channel than
 // its own. When the channel breaks, handlers are cancelled, and what was not
@@ -121,7 +122,8 @@ type consumer struct {
 	rejects  *rejects
 	link     *link
 	version  [2]int
-	missing  int // how often the queue was not there
+	missing  int  // how often the queue was not there
+	consumed bool // it did once, so that whatever is refused was allowed then
 }
 
 // settings derives the policy from the options, and refuses what the broker's

@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math"
 	"net"
 	"slices"
@@ -477,6 +478,86 @@ func TestUpgradedBroker(t *testing.T) {
 	if err := old.conn.Close(); err != nil {
 		t.Error(err)
 	}
+}
+
+// What a broker refuses ends a consumer that has never consumed, and is waited out
+// by one that has. A queue that is gone ends both, but not one whose node is down.
+func TestRefusals(t *testing.T) {
+	t.Parallel()
+	refused := func(code int, text string) error { return fmt.Errorf("wrapped: %w", &amqp091.Error{Code: code, Reason: text}) }
+	for _, c := range []struct {
+		err           error
+		first, later  bool // whether it ends
+		gone, missing bool
+	}{
+		{err: refused(amqp091.AccessRefused, "ACCESS_REFUSED - read access to queue 'q' refused"), first: true},
+		{err: refused(amqp091.AccessRefused, "ACCESS_REFUSED - queue 'q' in exclusive use")},
+		{err: refused(amqp091.PreconditionFailed, "PRECONDITION_FAILED - unknown"), first: true},
+		{err: refused(amqp091.NotAllowed, "NOT_ALLOWED - vhost is stopping"), first: true},
+		{err: refused(amqp091.NotImplemented, "NOT_IMPLEMENTED - not yet"), first: true},
+		{err: unsuitable("no exchange"), first: true},
+		{err: amqp091.ErrClosed},
+		{err: refused(amqp091.NotFound, "NOT_FOUND - home node 'a@b' of durable queue 'q' in vhost '/' is down or inaccessible")},
+		{err: refused(amqp091.NotFound, "NOT_FOUND - no queue 'q' in vhost '/'"), first: true, later: true, gone: true, missing: true},
+	} {
+		for consumed, ends := range map[bool]bool{false: c.first, true: c.later} {
+			t.Run(fmt.Sprintf("%v, consumed %t", c.err, consumed), func(t *testing.T) {
+				t.Parallel()
+				con := &consumer{o: &options{queue: "q", name: "q", log: adaptertest.Log()}, consumed: consumed, missing: queueTries - 1}
+				how, err := (&epoch{c: con}).notConsuming(t.Context(), c.err)
+				if (how == epochStopped) != ends || (err != nil) != ends || errors.Is(err, ErrQueueGone) != c.gone || ends && !errors.Is(err, c.err) {
+					t.Errorf("outcome %d, %v", how, err)
+				}
+				if (con.missing == queueTries) != c.missing {
+					t.Errorf("missing %d times", con.missing)
+				}
+			})
+		}
+	}
+}
+
+// The dead-letter exchange is gone for a while after a reconnect: it is waited for.
+func TestAnExchangeThatComesBack(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, shared(t, brokers.RabbitMQ4), Quorum, nil)
+	exchange := func(declare bool) {
+		r.on(func(ch *amqp091.Channel) error {
+			if declare {
+				return ch.ExchangeDeclare(r.queue, "fanout", true, false, false, false, nil)
+			}
+			return ch.ExchangeDelete(r.queue, false, false)
+		})
+	}
+	exchange(true)
+	defer exchange(false)
+	var l lines
+	var rec record
+	var refused atomic.Int64
+	log := slog.New(slog.NewTextHandler(writes(func(line string) {
+		if strings.Contains(line, "not consuming") && strings.Contains(line, "WithDeadLetterExchange") {
+			refused.Add(1)
+		}
+	}), nil))
+	c := r.consumeBy(l.dialer(r.url()), adaptertest.Guard(t, guard.Config{}), rec.handle, WithDeadLetterExchange(r.queue), WithLogger(log))
+	r.publish(0, 10)
+	adaptertest.Eventually(t, "handled", func() bool { return rec.distinct() == 10 })
+	exchange(false)
+	l.cut()
+	r.publish(10, 20)
+	adaptertest.Eventually(t, "it is missing, and that is logged", func() bool { return refused.Load() >= 2 })
+	exchange(true)
+	adaptertest.Eventually(t, "all handled", func() bool { return rec.distinct() == 20 })
+	if err := errors.Join(c.Stop(t), l.check()); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// writes is a writer of lines.
+type writes func(string)
+
+func (w writes) Write(p []byte) (int, error) {
+	w(string(p))
+	return len(p), nil
 }
 
 func TestDeletedQueueIsGone(t *testing.T) {

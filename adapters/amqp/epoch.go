@@ -200,7 +200,7 @@ func (e *epoch) subscribe(prefetch int) error {
 	if err != nil {
 		return err
 	}
-	e.c.missing = 0
+	e.c.missing, e.c.consumed = 0, true
 	e.read = make(chan struct{})
 	go e.forward(out, e.read)
 	return nil
@@ -237,14 +237,14 @@ func (e *epoch) notConsuming(ctx context.Context, err error) (outcome, error) {
 	switch {
 	case ctx.Err() != nil:
 		return epochStopped, nil //nolint:nilerr // told to end
-	case errors.Is(err, ErrUnsuitable):
-		return epochStopped, err
-	case isCode(err, amqp091.NotFound):
-		// A queue whose node is down is not found either, but waited for.
-		if c.missing++; c.missing >= queueTries && strings.Contains(err.Error(), "no queue") {
+	case isCode(err, amqp091.NotFound) && strings.Contains(err.Error(), "no queue"): // a queue whose node is down is not found in other words
+		if c.missing++; c.missing >= queueTries {
 			return epochStopped, fmt.Errorf("%w: %s: %w", ErrQueueGone, c.o.queue, err)
 		}
-	case isCode(err, amqp091.AccessRefused) && strings.Contains(err.Error(), "exclusive"): // somebody else's, or our own of a moment ago
+	case c.consumed: // permissions, policies and exchanges come back, as when definitions are imported
+	case errors.Is(err, ErrUnsuitable):
+		return epochStopped, err
+	case isCode(err, amqp091.AccessRefused) && strings.Contains(err.Error(), "exclusive"): // somebody else's
 	case isCode(err, amqp091.AccessRefused), isCode(err, amqp091.PreconditionFailed), isCode(err, amqp091.NotAllowed), isCode(err, amqp091.NotImplemented):
 		return epochStopped, fmt.Errorf("amqp: consume %s: %w", c.o.queue, err)
 	}
