@@ -11,18 +11,21 @@ import (
 
 // keepFor is how long a Guard remembers the budget and the guesses of a source
 // that ended. By then the free credits of a default budget have made up for a
-// balance of Exhausted that was spent. A pause it remembers until it is resumed.
+// balance of Exhausted that was spent, and the longest time that can be asked for
+// is over. A pause it remembers until it is resumed.
 const keepFor = 2 * time.Hour
 
 // kept is what outlives an epoch: a channel or a claim that comes and goes must
 // neither refill the DLQ budget, nor start the guesses of an outage anew, nor undo
-// an operator's pause.
+// an operator's pause, nor call before its time a dependency that asked for time.
 type kept struct {
 	budget    *dlq.Budget // nil if nothing is remembered but the pause
 	cfg       dlq.BudgetConfig
 	guesses   int // see machine
 	guessedAt time.Duration
 	paused    bool
+	asked     time.Duration // see machine
+	askedFor  error
 	at        time.Duration
 }
 
@@ -66,6 +69,9 @@ func (s *Source[M]) keepLocked(now time.Duration) kept {
 	if s.c.total() == s.c.guessLuck {
 		k.guesses, k.guessedAt = s.c.guesses, s.c.guessedAt
 	}
+	if s.c.asked-now > s.c.policy.Retry.Base { // else it may be a Backoff of no time, by which adapters say that no attempt was made
+		k.asked, k.askedFor = s.c.asked, s.c.askedFor
+	}
 	return k
 }
 
@@ -73,6 +79,7 @@ func (s *Source[M]) keepLocked(now time.Duration) kept {
 // begins anew.
 func (s *Source[M]) resumeLocked(k kept) {
 	s.c.paused, s.c.guesses, s.c.guessedAt = k.paused, k.guesses, k.guessedAt
+	s.c.asked, s.c.askedFor = k.asked, k.askedFor
 	if k.budget != nil && k.cfg == s.c.policy.Budget {
 		s.c.budget = k.budget
 	}

@@ -87,3 +87,57 @@ func TestWhatOutlivesAnEpoch(t *testing.T) {
 		}
 	})
 }
+
+// Time that a handler asked for is kept by the next epoch too; a Backoff of no
+// time, by which an adapter says that no attempt was made, is nobody's wish.
+func TestTimeAskedForOutlivesAnEpoch(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g, err := guard.New(guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		asked := time.Now().Add(3 * time.Minute)
+		until, calls := asked, 0
+		in := make(chan int, 10)
+		epoch := func(lasts time.Duration) (first, last guard.State) {
+			src, err := guard.Open(g, guard.SourceConfig{Name: "orders"}, guard.Limits{EndsWithInput: true}, hopeless{}, func(context.Context, int) error {
+				calls++
+				return guard.Backoff(errors.New("429 Too Many Requests"), until)
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			first = src.State()
+			in <- 1
+			done := make(chan struct{})
+			go func() { defer close(done); _ = src.Run(t.Context(), in) }()
+			time.Sleep(lasts)
+			synctest.Wait()
+			last = src.State()
+			src.End(t.Context(), guard.ReasonBackpressure)
+			<-done
+			return first, last
+		}
+		epoch(30 * time.Second)
+		for range 3 {
+			before := time.Until(asked)
+			st, _ := epoch(30 * time.Second)
+			if len(st.Holds) != 1 || st.Holds[0].Reason != guard.ReasonBackpressure || st.Holds[0].Until != before || st.Holds[0].Detail != "asked for time: 429 Too Many Requests" {
+				t.Errorf("with %s to go: %+v", before, st.Holds)
+			}
+		}
+		if calls != 1 {
+			t.Errorf("%d calls in the time that was asked for", calls)
+		}
+		until = time.Time{}
+		if _, st := epoch(time.Minute + 10*time.Millisecond); calls < 2 || len(st.Holds) == 0 {
+			t.Errorf("%d calls after it; %+v", calls, st.Holds)
+		}
+		if st, _ := epoch(time.Second); len(st.Holds) != 0 {
+			t.Errorf("a Backoff of no time was kept: %+v", st.Holds)
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}

@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -111,6 +112,103 @@ func TestFlushBehindASlowHandler(t *testing.T) {
 		time.Sleep(4 * time.Second)
 		r.close()
 	})
+}
+
+// coalescing is a port that counts the acks it has not sent.
+type coalescing struct {
+	testPort
+	due, most int
+}
+
+func (p *coalescing) Ack(m int) error {
+	err := p.testPort.Ack(m)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.due++
+	p.most = max(p.most, p.due)
+	return err
+}
+
+func (p *coalescing) Flush() error {
+	p.mu.Lock()
+	p.due = 0
+	p.mu.Unlock()
+	return p.testPort.Flush()
+}
+
+type always struct{}
+
+func (always) Admit(time.Duration) time.Duration { return 0 }
+
+// A busy source flushes after 64 acks, whichever way its messages go.
+func TestFlushAfterSixtyFourAcks(t *testing.T) {
+	const n, workers = 300, 4
+	for _, c := range []struct {
+		name    string
+		policy  Policy
+		limiter Limiter
+		passive bool
+		most    int
+	}{
+		{"closed", Policy{}, nil, false, flushEvery},
+		{"limiter", Policy{}, always{}, false, flushEvery},
+		{"one in retry", Policy{Order: OrderNone, Retry: Retry{Base: time.Second}}, nil, false, flushEvery},
+		{"workers", Policy{Order: OrderNone, Workers: workers}, nil, false, flushEvery + workers},
+		{"passive", Policy{Order: OrderNone, Workers: workers}, nil, true, flushEvery},
+	} {
+		bubble(t, c.name, func(t *testing.T) {
+			g, err := New(Config{Policy: c.policy})
+			if err != nil {
+				t.Fatal(err)
+			}
+			failed := false
+			handle := func(_ context.Context, m int) error {
+				if c.name == "one in retry" && m == 0 && !failed {
+					failed = true
+					return errDown
+				}
+				return nil
+			}
+			if c.passive {
+				handle = nil
+			}
+			port := &coalescing{}
+			s, err := Open(g, SourceConfig{Name: "s", Destination: "t", Limiter: c.limiter}, Limits{}, port, handle)
+			if err != nil {
+				t.Fatal(err)
+			}
+			in := make(chan int, n) // there is always another message: the loop never blocks
+			var all sync.WaitGroup
+			for m := range n {
+				in <- m
+				if c.passive {
+					if err := s.Offer(m); err != nil {
+						t.Fatal(err)
+					}
+				}
+			}
+			all.Go(func() {
+				if !c.passive {
+					_ = s.Run(t.Context(), in)
+					return
+				}
+				for it := range s.Ready() {
+					s.Done(it.Token, nil)
+				}
+			})
+			time.Sleep(10 * time.Second)
+			synctest.Wait()
+			port.mu.Lock()
+			if len(port.acked) != n || port.most > c.most || port.due > 0 {
+				t.Errorf("%d acked, at most %d coalesced, %d never sent", len(port.acked), port.most, port.due)
+			}
+			port.mu.Unlock()
+			if _, err := g.Close(t.Context()); err != nil {
+				t.Error(err)
+			}
+			all.Wait()
+		})
+	}
 }
 
 // A clock that begins at 0 is as good as any: nothing takes 0 for "never".

@@ -162,7 +162,11 @@ func (s *Source[M]) settle(it *item[M]) {
 	now := s.g.now()
 	s.mu.Lock()
 	s.c.settled(it, err)
-	s.acks++
+	if s.acks++; s.acks >= flushEvery {
+		s.unlock(now)
+		s.flush() // End waits for it, too
+		s.mu.Lock()
+	}
 	s.endLocked()
 	s.unlock(now)
 	if len(it.failures) > 0 {

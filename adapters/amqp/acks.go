@@ -32,7 +32,7 @@ type acker struct {
 	tags tags
 
 	last   atomic.Int64 // when a frame was sent, in Unix nanoseconds
-	held   atomic.Bool  // no acks go out
+	held   atomic.Bool  // no acks or rejects go out
 	wire   sync.Mutex
 	frames []ack       // guarded by wire
 	late   *time.Timer // sends acks that wait behind a slow handler
@@ -69,6 +69,12 @@ func (a *acker) flush() error {
 			return ErrChannelGone
 		}
 		a.last.Store(time.Now().UnixNano())
+		if f.reject {
+			if err := l.ch.Reject(f.tag, false); err != nil {
+				return fmt.Errorf("amqp: reject: %w", err)
+			}
+			continue
+		}
 		if err := l.ch.Ack(f.tag, f.multiple); err != nil {
 			return fmt.Errorf("amqp: ack: %w", err)
 		}
@@ -76,7 +82,8 @@ func (a *acker) flush() error {
 	return nil
 }
 
-// hold keeps acks back from when it returns until release, which sends them.
+// hold keeps acks and rejects back from when it returns until release, which
+// sends them.
 func (a *acker) hold() {
 	a.wire.Lock()
 	defer a.wire.Unlock()

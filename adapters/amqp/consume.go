@@ -23,20 +23,22 @@ import (
 // within [WithStopTimeout], acks are flushed, and the channel is closed, which
 // puts everything else back in its order. Then it returns nil, or an error that
 // names what could not be finished. It returns [ErrQueueGone] when the queue
-// does not exist, [guard.ErrClosed] when the Guard or the source has ended, and
-// before the first connection what is wrong with user, password or vhost.
-// Everything else, such as a broker that restarts, it waits out.
+// does not exist, [guard.ErrClosed] when the Guard or the source has ended, before
+// the first connection what is wrong with user, password or vhost, and before it
+// has ever consumed what the broker refuses, such as a permission. Everything else
+// it waits out and logs: a broker that restarts, and what is refused later.
 //
 // Each channel is an epoch: a delivery is never settled on another channel than
 // its own. When the channel breaks, handlers are cancelled, and what was not
 // acked is delivered again. The channel is closed in order when a delivery has
 // been unsettled for half of [WithConsumerTimeout], and opened again when the
-// source would admit a message, at first for one delivery at a time; what had
-// been held then drains at the policy's ramp. Nothing is ever requeued by nack.
+// source would admit a message, for one delivery at a time until one got through;
+// what had been held then drains at the policy's ramp. Nothing is ever requeued by
+// nack.
 // A message that is out while the channel is closed a second time goes behind
 // those that went back before: the order of a hold that lasts longer than the
 // consumer timeout is the broker's. Where nothing holds the source, its handlers
-// are too slow for the prefetch, which is then halved.
+// are too slow for the prefetch, or [WithLimiter] is, and it is halved.
 //
 // Acks are coalesced, and one frame acks all that is settled without a gap: a
 // crash may repeat the deliveries whose acks were on their way, at most 64 of
@@ -120,7 +122,8 @@ type consumer struct {
 	rejects  *rejects
 	link     *link
 	version  [2]int
-	missing  int // how often the queue was not there
+	missing  int  // how often the queue was not there
+	consumed bool // it did once, so that whatever is refused was allowed then
 }
 
 // settings derives the policy from the options, and refuses what the broker's

@@ -7,7 +7,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math"
+	"net"
 	"slices"
 	"strconv"
 	"strings"
@@ -19,9 +21,11 @@ import (
 	"github.com/rabbitmq/amqp091-go"
 
 	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
+	"github.com/stormguard-mq/stormguard/limiter"
 )
 
 // record is a handler that keeps what it was given.
@@ -235,6 +239,117 @@ func TestHoldMuchLongerThanTheConsumerTimeout(t *testing.T) {
 	})
 }
 
+// What holds a source without its breaker is sat out all the same: what the broker
+// counts is one delivery of the prefetch, and then one message's.
+func TestHoldsWithoutTheBreaker(t *testing.T) {
+	t.Parallel()
+	const n, timeout = 20, 2 * time.Second
+	for _, c := range []struct {
+		name   string
+		handle func(since time.Duration) error // until it returns nil
+		most   int                             // deliveries beside the first of each
+		opts   []Option
+	}{
+		{
+			name: "a handler asks for time, twice", most: 3,
+			handle: func(since time.Duration) error {
+				if since < 4*time.Second {
+					return guard.Backoff(errDown, time.Now().Add(2*time.Second))
+				}
+				return nil
+			},
+		},
+		{
+			name: "no dead letters", most: 6,
+			handle: func(since time.Duration) error {
+				if since < 4*time.Second {
+					return guard.Permanent(errDown)
+				}
+				return nil
+			},
+		},
+		{
+			name: "the writer is down", most: 6,
+			handle: func(since time.Duration) error {
+				if since < 4*time.Second {
+					return guard.Permanent(errDown)
+				}
+				return nil
+			},
+			opts: []Option{WithDeadLetters(dlq.WriterFunc(func(context.Context, *dlq.Record) error { return errDown }))},
+		},
+		{
+			name: "a limiter lets nothing through", most: 6,
+			handle: func(time.Duration) error { return nil },
+			opts:   []Option{WithLimiter(&shut{wait: 4 * time.Second})},
+		},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t, shared(t, brokers.RabbitMQ4), Quorum, nil)
+			g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Timeout: 200 * time.Millisecond, Ramp: guard.Ramp{Off: true}}})
+			var l lines
+			var rec record
+			r.publish(0, n)
+			var begun time.Time
+			handle := func(ctx context.Context, d amqp091.Delivery) error {
+				if begun.IsZero() {
+					begun = time.Now()
+				}
+				if err := c.handle(time.Since(begun)); err != nil {
+					return err
+				}
+				return rec.handle(ctx, d)
+			}
+			co := r.consumeBy(l.dialer(r.url()), g, handle, append(c.opts, WithPrefetch(n), WithConsumerTimeout(timeout))...)
+			adaptertest.Eventually(t, "all handled", func() bool { return rec.distinct() == n })
+			if err := errors.Join(co.Stop(t), l.check()); err != nil {
+				t.Fatal(err)
+			}
+			b := l.books()
+			if again := b.delivered - n; again > n+c.most || again < n { // the prefetch goes back once
+				t.Errorf("%d delivered again: prefetches %d", again, b.prefetch)
+			}
+			t.Logf("prefetches %d, %d delivered again", b.prefetch, b.delivered-n)
+		})
+	}
+}
+
+// shut is a limiter that lets nothing through for a while after it was first asked.
+type shut struct {
+	wait  time.Duration
+	once  sync.Once
+	until time.Time
+}
+
+func (s *shut) Admit(time.Duration) time.Duration {
+	s.once.Do(func() { s.until = time.Now().Add(s.wait) })
+	return max(0, time.Until(s.until))
+}
+
+// A rate that is too low for the prefetch shrinks it, as slow handlers do.
+func TestALowRateShrinksThePrefetch(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, shared(t, brokers.RabbitMQ4), Quorum, nil)
+	var l lines
+	var rec record
+	const n = 40
+	r.publish(0, n)
+	rate, err := limiter.Local(limiter.Limit{Rate: 10, Burst: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := r.consumeBy(l.dialer(r.url()), adaptertest.Guard(t, guard.Config{}), rec.handle,
+		WithPrefetch(32), WithConsumerTimeout(2*time.Second), WithLimiter(rate), WithPolicy(guard.Policy{Timeout: 500 * time.Millisecond}))
+	adaptertest.Eventually(t, "all handled", func() bool { return rec.distinct() == n })
+	if err := errors.Join(c.Stop(t), l.check()); err != nil {
+		t.Fatal(err)
+	}
+	if p := l.books().prefetch; len(p) < 2 || len(p) > 4 || p[len(p)-1] > 16 || rec.twice() > 0 {
+		t.Errorf("prefetches %d, %d twice", p, rec.twice())
+	}
+}
+
 // A pause by an operator outlives the channel, and so does the budget.
 func TestAPauseOutlivesTheChannel(t *testing.T) {
 	t.Parallel()
@@ -311,6 +426,138 @@ func TestBrokenConnections(t *testing.T) {
 			t.Errorf("%d handled twice, at most %d", rec.twice(), most)
 		}
 	})
+}
+
+// A broker that comes back upgraded has a delivery limit, and the source that
+// consumes from it knows.
+func TestUpgradedBroker(t *testing.T) {
+	t.Parallel()
+	before, after := shared(t, brokers.RabbitMQ), newRig(t, shared(t, brokers.RabbitMQ4), Quorum, nil)
+	old := &rig{server: before, t: t, queue: after.queue, kind: Quorum}
+	old.on(func(ch *amqp091.Channel) error {
+		_, err := ch.QueueDeclare(old.queue, true, false, false, false, amqp091.Table{"x-queue-type": string(Quorum)})
+		return err
+	})
+	var l lines
+	var at atomic.Pointer[server]
+	at.Store(before)
+	d := l.dialer(after.url())
+	d.Config.Dial = func(network, _ string) (net.Conn, error) {
+		uri, err := amqp091.ParseURI(at.Load().url())
+		if err != nil {
+			return nil, err
+		}
+		return l.dial(network, net.JoinHostPort(uri.Host, strconv.Itoa(uri.Port)))
+	}
+	var letters atomic.Int64
+	c := after.consumeBy(d, adaptertest.Guard(t, guard.Config{}), func(context.Context, amqp091.Delivery) error { return errDown },
+		WithDeadLetters(dlq.WriterFunc(func(context.Context, *dlq.Record) error { letters.Add(1); return nil })),
+		WithPolicy(guard.Policy{Retry: guard.Retry{Attempts: 100, Base: 5 * time.Minute, Max: 5 * time.Minute, Patience: 10 * time.Millisecond}}))
+	adaptertest.Eventually(t, "consuming before", func() bool { return len(l.books().prefetch) > 0 })
+
+	after.publish(0, 1)
+	after.on(func(ch *amqp091.Channel) error { // up to the last delivery
+		for n := 0; n < defaultDeliveryLimit; time.Sleep(time.Millisecond) {
+			m, ok, err := ch.Get(after.queue, false)
+			if err == nil && ok {
+				n, err = n+1, m.Nack(false, true)
+			}
+			if err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	at.Store(after.server)
+	l.cut()
+	adaptertest.Eventually(t, "a failure at the last delivery is dead-lettered", func() bool { return letters.Load() == 1 })
+	if err := errors.Join(c.Stop(t), l.check()); err != nil {
+		t.Fatal(err)
+	}
+	old.on(func(ch *amqp091.Channel) error { _, err := ch.QueueDelete(old.queue, false, false, false); return err })
+	if err := old.conn.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+// What a broker refuses ends a consumer that has never consumed, and is waited out
+// by one that has. A queue that is gone ends both, but not one whose node is down.
+func TestRefusals(t *testing.T) {
+	t.Parallel()
+	refused := func(code int, text string) error { return fmt.Errorf("wrapped: %w", &amqp091.Error{Code: code, Reason: text}) }
+	for _, c := range []struct {
+		err           error
+		first, later  bool // whether it ends
+		gone, missing bool
+	}{
+		{err: refused(amqp091.AccessRefused, "ACCESS_REFUSED - read access to queue 'q' refused"), first: true},
+		{err: refused(amqp091.AccessRefused, "ACCESS_REFUSED - queue 'q' in exclusive use")},
+		{err: refused(amqp091.PreconditionFailed, "PRECONDITION_FAILED - unknown"), first: true},
+		{err: refused(amqp091.NotAllowed, "NOT_ALLOWED - vhost is stopping"), first: true},
+		{err: refused(amqp091.NotImplemented, "NOT_IMPLEMENTED - not yet"), first: true},
+		{err: unsuitable("no exchange"), first: true},
+		{err: amqp091.ErrClosed},
+		{err: refused(amqp091.NotFound, "NOT_FOUND - home node 'a@b' of durable queue 'q' in vhost '/' is down or inaccessible")},
+		{err: refused(amqp091.NotFound, "NOT_FOUND - no queue 'q' in vhost '/'"), first: true, later: true, gone: true, missing: true},
+	} {
+		for consumed, ends := range map[bool]bool{false: c.first, true: c.later} {
+			t.Run(fmt.Sprintf("%v, consumed %t", c.err, consumed), func(t *testing.T) {
+				t.Parallel()
+				con := &consumer{o: &options{queue: "q", name: "q", log: adaptertest.Log()}, consumed: consumed, missing: queueTries - 1}
+				how, err := (&epoch{c: con}).notConsuming(t.Context(), c.err)
+				if (how == epochStopped) != ends || (err != nil) != ends || errors.Is(err, ErrQueueGone) != c.gone || ends && !errors.Is(err, c.err) {
+					t.Errorf("outcome %d, %v", how, err)
+				}
+				if (con.missing == queueTries) != c.missing {
+					t.Errorf("missing %d times", con.missing)
+				}
+			})
+		}
+	}
+}
+
+// The dead-letter exchange is gone for a while after a reconnect: it is waited for.
+func TestAnExchangeThatComesBack(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, shared(t, brokers.RabbitMQ4), Quorum, nil)
+	exchange := func(declare bool) {
+		r.on(func(ch *amqp091.Channel) error {
+			if declare {
+				return ch.ExchangeDeclare(r.queue, "fanout", true, false, false, false, nil)
+			}
+			return ch.ExchangeDelete(r.queue, false, false)
+		})
+	}
+	exchange(true)
+	defer exchange(false)
+	var l lines
+	var rec record
+	var refused atomic.Int64
+	log := slog.New(slog.NewTextHandler(writes(func(line string) {
+		if strings.Contains(line, "not consuming") && strings.Contains(line, "WithDeadLetterExchange") {
+			refused.Add(1)
+		}
+	}), nil))
+	c := r.consumeBy(l.dialer(r.url()), adaptertest.Guard(t, guard.Config{}), rec.handle, WithDeadLetterExchange(r.queue), WithLogger(log))
+	r.publish(0, 10)
+	adaptertest.Eventually(t, "handled", func() bool { return rec.distinct() == 10 })
+	exchange(false)
+	l.cut()
+	r.publish(10, 20)
+	adaptertest.Eventually(t, "it is missing, and that is logged", func() bool { return refused.Load() >= 2 })
+	exchange(true)
+	adaptertest.Eventually(t, "all handled", func() bool { return rec.distinct() == 20 })
+	if err := errors.Join(c.Stop(t), l.check()); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// writes is a writer of lines.
+type writes func(string)
+
+func (w writes) Write(p []byte) (int, error) {
+	w(string(p))
+	return len(p), nil
 }
 
 func TestDeletedQueueIsGone(t *testing.T) {

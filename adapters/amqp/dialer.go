@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"math/rand/v2"
 	"net"
 	"strconv"
@@ -164,6 +165,8 @@ func (d Dialer) dial(ctx context.Context, url string) (*link, error) {
 	stop := context.AfterFunc(ctx, l.sock.close) // the client's handshake knows no context
 	defer stop()
 	cfg := d.Config
+	cfg.TLSClientConfig = cfg.TLSClientConfig.Clone() // the client writes the host's name there,
+	cfg.Properties = maps.Clone(cfg.Properties)       // and what it can do here
 	under := cfg.Dial
 	if under == nil {
 		under = func(network, addr string) (net.Conn, error) {

@@ -521,6 +521,64 @@ func TestNativeDeadLetters(t *testing.T) {
 	})
 }
 
+// While settlements are held, as when a consumer is replaced, rejects are too.
+func TestRejectsAreHeldWithTheAcks(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, shared(t, brokers.RabbitMQ4), Quorum, nil)
+	var l lines
+	const n = 6
+	r.publish(0, n)
+	_, ch, in := r.opened(l.dialer(r.url()).Config, n)
+	p := newPort(r.queue, &options{})
+	defer p.end()
+	p.rejects = &rejects{}
+	p.rejects.begin(p.mark)
+	life, _ := newLife(ch)
+	p.life.Store(life)
+	var all []amqp091.Delivery
+	for range n {
+		d := take(t, in)
+		p.tags.add(d.DeliveryTag)
+		all = append(all, d)
+	}
+	settle := func(i int, dead bool) {
+		t.Helper()
+		if dead {
+			if err := p.rejects.Write(t.Context(), &dlq.Record{Properties: p.Meta(all[i]).Properties}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := p.Ack(all[i]); err != nil {
+			t.Fatal(err)
+		}
+		if err := p.Ack(all[i]); !errors.Is(err, ErrSettled) {
+			t.Fatalf("settled twice: %v", err)
+		}
+	}
+	settle(1, true)
+	if b := l.books(); b.rejects != 1 {
+		t.Errorf("not rejected at once: %+v", b)
+	}
+	p.hold()
+	settle(3, true)
+	for _, i := range []int{0, 2, 4} {
+		settle(i, false)
+	}
+	if err := p.Flush(); err != nil {
+		t.Fatal(err)
+	}
+	if b := l.books(); b.rejects != 1 || b.acked != 0 || p.tags.open() != n-1 {
+		t.Errorf("while held: %+v, %d open", b, p.tags.open())
+	}
+	p.release()
+	if b := l.books(); b.rejects != 2 || b.acked != 3 || b.ackFrames != 1 || p.tags.open() != 1 {
+		t.Errorf("after release: %+v, %d open", b, p.tags.open())
+	}
+	if err := l.check(); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestTablesSurvive(t *testing.T) {
 	t.Parallel()
 	if fromTable(nil) != nil {

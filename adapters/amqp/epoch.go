@@ -43,6 +43,7 @@ type epoch struct {
 	quit   chan struct{} // closed when it must
 	tag    string        // of the consumer
 	narrow bool          // the prefetch is 1
+	limits guard.Limits  // the source's, by the version of the broker that was known when it was opened
 }
 
 const (
@@ -63,7 +64,7 @@ func (c *consumer) epoch(ctx context.Context, parked bool) (outcome, error) {
 	e := &epoch{
 		c: c, port: newPort(c.o.queue, c.o), narrow: parked, ran: make(chan struct{}), quit: make(chan struct{}),
 		in:  make(chan amqp091.Delivery, c.prefetch+1), // one more may be out when widen has replaced a consumer
-		age: newAges(c.o.timeout / 2),
+		age: newAges(c.o.timeout / 2), limits: c.o.limits(c.prefetch, c.version),
 	}
 	defer e.port.end()
 	limiter := c.o.limiter
@@ -81,7 +82,7 @@ func (c *consumer) epoch(ctx context.Context, parked bool) (outcome, error) {
 	e.src, err = guard.Open(c.g, guard.SourceConfig{
 		Name: c.o.name, System: system, Destination: c.o.name,
 		DeadLetters: c.o.letters, Policy: &policy, Limiter: limiter,
-	}, c.o.limits(c.prefetch, c.version), e.port, c.handle)
+	}, e.limits, e.port, c.handle)
 	if err != nil {
 		return epochStopped, fmt.Errorf("amqp: consume %s: %w", c.o.name, err)
 	}
@@ -107,8 +108,14 @@ func (e *epoch) run(ctx context.Context) (outcome, error) {
 		return epochStopped, nil
 	}
 	link := e.c.connected(ctx)
-	if link == nil {
+	switch {
+	case link == nil:
 		return epochStopped, nil
+	case e.c.o.limits(e.c.prefetch, link.version) == e.limits:
+	case e.narrow: // the broker was upgraded meanwhile, or this is another node
+		return epochParked, nil
+	default:
+		return epochLost, nil
 	}
 	if err := link.within(ctx, closeTimeout, func() error { return e.consume(link) }); err != nil {
 		return e.notConsuming(ctx, err)
@@ -193,7 +200,7 @@ func (e *epoch) subscribe(prefetch int) error {
 	if err != nil {
 		return err
 	}
-	e.c.missing = 0
+	e.c.missing, e.c.consumed = 0, true
 	e.read = make(chan struct{})
 	go e.forward(out, e.read)
 	return nil
@@ -230,14 +237,14 @@ func (e *epoch) notConsuming(ctx context.Context, err error) (outcome, error) {
 	switch {
 	case ctx.Err() != nil:
 		return epochStopped, nil //nolint:nilerr // told to end
-	case errors.Is(err, ErrUnsuitable):
-		return epochStopped, err
-	case isCode(err, amqp091.NotFound):
-		// A queue whose node is down is not found either, but waited for.
-		if c.missing++; c.missing >= queueTries && strings.Contains(err.Error(), "no queue") {
+	case isCode(err, amqp091.NotFound) && strings.Contains(err.Error(), "no queue"): // a queue whose node is down is not found in other words
+		if c.missing++; c.missing >= queueTries {
 			return epochStopped, fmt.Errorf("%w: %s: %w", ErrQueueGone, c.o.queue, err)
 		}
-	case isCode(err, amqp091.AccessRefused) && strings.Contains(err.Error(), "exclusive"): // somebody else's, or our own of a moment ago
+	case c.consumed: // permissions, policies and exchanges come back, as when definitions are imported
+	case errors.Is(err, ErrUnsuitable):
+		return epochStopped, err
+	case isCode(err, amqp091.AccessRefused) && strings.Contains(err.Error(), "exclusive"): // somebody else's
 	case isCode(err, amqp091.AccessRefused), isCode(err, amqp091.PreconditionFailed), isCode(err, amqp091.NotAllowed), isCode(err, amqp091.NotImplemented):
 		return epochStopped, fmt.Errorf("amqp: consume %s: %w", c.o.queue, err)
 	}

@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"strconv"
 	"sync"
-	"time"
 
 	"github.com/stormguard-mq/stormguard/dlq"
 )
@@ -64,20 +63,11 @@ func (r *rejects) take(d reject) bool {
 	return ok
 }
 
-// reject gives a delivery to the queue's dead-letter exchange.
+// reject gives a delivery to the queue's dead-letter exchange, at once unless
+// settlements are held.
 func (p *port) reject(tag uint64) error {
-	p.wire.Lock() // no ack of many may cover it meanwhile
-	defer p.wire.Unlock()
-	if ok, _, _ := p.tags.settle(tag, tagAcked); !ok {
+	if ok, _, _ := p.tags.settle(tag, tagRejected); !ok {
 		return ErrSettled
 	}
-	l := p.life.Load()
-	if l.ended() {
-		return ErrChannelGone
-	}
-	p.last.Store(time.Now().UnixNano())
-	if err := l.ch.Reject(tag, false); err != nil {
-		return fmt.Errorf("amqp: reject: %w", err)
-	}
-	return nil
+	return p.flush()
 }

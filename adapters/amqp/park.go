@@ -15,16 +15,23 @@ import (
 //
 //	held for half of the consumer timeout ── park ──▶ no channel
 //	the source would admit a message ── awaitAdmission ──▶ a narrow epoch: prefetch 1, for the probes
-//	the breaker has closed ── widen ──▶ the whole prefetch, at a ramp
+//	nothing holds it, and a message got through ── widen ──▶ the whole prefetch, at a ramp
 
 // park ends an epoch in which a delivery was unsettled for half of the consumer
 // timeout. Where nothing holds the source its handlers are too slow for the
-// prefetch: then the next has half of it.
+// prefetch, or its rate limit too low: then the next has half of it.
 func (e *epoch) park() (outcome, error) {
-	c := e.c
-	held := false
-	for _, h := range e.src.State().Holds {
-		held = held || h.Reason != guard.ReasonBackpressure || h.Until > 0
+	c, st := e.c, e.src.State()
+	held := e.narrow // a prefetch of 1 is never too much
+	for _, h := range st.Holds {
+		switch h.Reason {
+		case guard.ReasonBackpressure:
+			held = held || h.Until > 0
+		case guard.ReasonLimiter:
+			held = held || st.Tally.Acked == 0 // it lets nothing through at all
+		default:
+			held = true
+		}
 	}
 	c.o.log.Warn("closing the channel: a delivery was unsettled for half of the consumer timeout",
 		"source", c.o.name, "held", held, "consumer_timeout", c.o.timeout, "prefetch", c.prefetch)
@@ -56,6 +63,10 @@ func admits(st guard.State) bool {
 		switch h.Reason {
 		case guard.ReasonOperator:
 			return false
+		case guard.ReasonBackpressure: // a handler asked for time
+			if h.Until > 0 {
+				return false
+			}
 		case guard.ReasonBreaker:
 			// A closed one is held by a wider scope, which others' probes open.
 			if h.Until > 0 || st.Breaker.State.String() == "closed" {
@@ -67,22 +78,40 @@ func admits(st guard.State) bool {
 	return true
 }
 
-// settled tells whether the breaker has closed for a narrow epoch.
+// settled tells whether what held the source is over for a narrow epoch. The
+// holds alone do not say so: the handler may ask for time again, or the dead-letter
+// writer be down still, and that shows only when a message has got through.
+//
+// A failure is as good as an ack where the failed message holds up nobody, or can
+// be dead-lettered: what that takes, witnesses and a breaker with something to
+// count, needs more than one message.
 func (e *epoch) settled() bool {
-	for _, h := range e.src.State().Holds {
-		if h.Reason == guard.ReasonBreaker || h.Reason == guard.ReasonStorm || h.Reason == guard.ReasonOperator {
+	st := e.src.State()
+	ordered := st.Settings.Order == guard.OrderSource
+	for _, h := range st.Holds {
+		switch h.Reason {
+		case guard.ReasonBreaker, guard.ReasonStorm, guard.ReasonOperator:
 			return false
+		case guard.ReasonDLQ:
+			if ordered {
+				return false
+			}
+		default:
 		}
 	}
-	return true
+	through := st.Tally.Acked + st.Tally.DeadLettered
+	if !ordered || e.c.o.letters != nil && st.Budget >= 1 && st.Account.Settling == 0 {
+		through += st.Tally.Failures
+	}
+	return through > 0
 }
 
 // widen replaces the consumer by one with the whole prefetch: a prefetch is
 // the consumer's from its beginning.
 //
 // A delivery that is on its way when its consumer is cancelled goes to the tail
-// of a quorum queue. So acks are kept back until the one delivery that may be
-// out has come: then nothing else is on its way. When none comes there is
+// of a quorum queue. So acks and rejects are kept back until the one delivery that
+// may be out has come: then nothing else is on its way. When none comes there is
 // nothing to be gained either, and the next look tries again.
 func (e *epoch) widen(ctx context.Context) error {
 	e.port.hold()

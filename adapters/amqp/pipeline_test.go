@@ -310,8 +310,8 @@ func TestTagsKnowWhatIsTakenIn(t *testing.T) {
 			},
 			"reject": func(*rapid.T) {
 				if len(open) > 0 {
-					tg.settle(open[0], tagAcked)
-					waiting = append(waiting, ack{tag: open[0]})
+					tg.settle(open[0], tagRejected)
+					waiting = tg.take(waiting)
 					open = open[1:]
 				}
 			},

@@ -29,7 +29,8 @@ type tags struct {
 	high  uint64 // the latest delivered
 	out   []tag  // from the oldest that is open on, in order of number
 	head  int    // of out; what is before it has been acked
-	due   int    // settled, not acked
+	due   int    // settled, not acked or rejected
+	rejs  int    // of due, to be rejected
 	acked int    // acked behind head
 }
 
@@ -41,15 +42,17 @@ type tag struct {
 type tagState uint8
 
 const (
-	tagOpen    tagState = iota // delivered
-	tagSettled                 // to be acked
-	tagAcked                   // nothing is owed
+	tagOpen     tagState = iota // delivered
+	tagSettled                  // to be acked
+	tagRejected                 // to be rejected
+	tagAcked                    // nothing is owed
 )
 
 // ack is one frame to send.
 type ack struct {
 	tag      uint64
 	multiple bool
+	reject   bool // instead
 }
 
 // add takes the next delivery's tag; false for one that is not new.
@@ -88,8 +91,9 @@ func (t *tags) unsure() int {
 	return t.fresh
 }
 
-// settle marks a tag; false if it is not open, so that each is settled once.
-// due are those to be acked then, and rest those that are not settled.
+// settle marks a tag, to be acked or rejected; false if it is not open, so that
+// each is settled once. due are those that wait for their frame then, and rest
+// those that are not settled.
 func (t *tags) settle(n uint64, to tagState) (ok bool, due, rest int) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -113,18 +117,16 @@ func (t *tags) settle(n uint64, to tagState) (ok bool, due, rest int) {
 		return false, 0, 0
 	}
 	t.out[i].is = to
-	if to == tagAcked {
-		t.acked++
-		t.fresh++ // settled by a frame of its own
-		t.trim()
-	} else {
-		t.due++
+	t.due++
+	if to == tagRejected {
+		t.rejs++
 	}
 	return true, t.due, len(t.out) - t.head - t.acked - t.due
 }
 
-// take appends the frames that ack everything that is settled: one for what all
-// before it is ours and settled too, one each for the others.
+// take appends the frames for everything that is settled: rejects first, so that no
+// ack covers them; an ack for what all before it is ours and settled too, and one
+// each for the others.
 func (t *tags) take(dst []ack) []ack {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -132,6 +134,15 @@ func (t *tags) take(dst []ack) []ack {
 		return dst
 	}
 	before := len(dst)
+	for i := t.head; t.rejs > 0; i++ {
+		if t.out[i].is == tagRejected {
+			dst = append(dst, ack{tag: t.out[i].n, reject: true})
+			t.out[i].is = tagAcked
+			t.acked++
+			t.due--
+			t.rejs--
+		}
+	}
 	// An ack of many must name a tag that is still out at the broker.
 	last, n := -1, 0
 	i := t.head
@@ -142,7 +153,7 @@ func (t *tags) take(dst []ack) []ack {
 		}
 	}
 	if n > 0 {
-		dst = append(dst, ack{t.out[last].n, n > 1})
+		dst = append(dst, ack{tag: t.out[last].n, multiple: n > 1})
 		for j := t.head; j <= last; j++ {
 			if t.out[j].is == tagSettled {
 				t.out[j].is = tagAcked

@@ -5,10 +5,13 @@ package amqp
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
+	"io"
 	"maps"
 	"net"
+	"net/http/httptest"
 	"slices"
 	"sync"
 	"testing"
@@ -31,11 +34,15 @@ func TestTagsAgainstABroker(t *testing.T) {
 		others := map[uint64]bool{}  // deliveries of other consumers of the channel
 		out := map[uint64]bool{}     // at the broker
 		settled := map[uint64]bool{} // by us, not acked
+		refused := map[uint64]bool{} // of settled: to be rejected
 		var next uint64
 		send := func(frames []ack) {
 			for _, f := range frames {
 				if !out[f.tag] {
 					t.Fatalf("an ack of %d, which is not out", f.tag)
+				}
+				if f.reject != refused[f.tag] || f.reject && f.multiple {
+					t.Fatalf("%+v; rejected: %t", f, refused[f.tag])
 				}
 				for n := range others {
 					if f.multiple && n < f.tag {
@@ -44,11 +51,12 @@ func TestTagsAgainstABroker(t *testing.T) {
 				}
 				for n := range out {
 					if n == f.tag || f.multiple && n < f.tag {
-						if !settled[n] {
-							t.Fatalf("%d is acked by %+v and was not settled", n, f)
+						if !settled[n] || refused[n] != f.reject {
+							t.Fatalf("%d is settled by %+v; settled: %t, rejected: %t", n, f, settled[n], refused[n])
 						}
 						delete(out, n)
 						delete(settled, n)
+						delete(refused, n)
 					}
 				}
 			}
@@ -92,10 +100,10 @@ func TestTagsAgainstABroker(t *testing.T) {
 			"reject": func(t *rapid.T) {
 				for n := range out {
 					if !settled[n] {
-						if ok, _, _ := tg.settle(n, tagAcked); !ok {
-							t.Fatal("an open tag is not settled")
+						if ok, due, _ := tg.settle(n, tagRejected); !ok || due != len(settled)+1 {
+							t.Fatalf("reject %d: %t, %d due", n, ok, due)
 						}
-						delete(out, n)
+						settled[n], refused[n] = true, true
 						break
 					}
 				}
@@ -134,12 +142,12 @@ func TestTagsInOrder(t *testing.T) {
 		tg.add(n)
 		tg.settle(n, tagSettled)
 	}
-	if f := tg.take(nil); len(f) != 1 || f[0] != (ack{100, true}) {
+	if f := tg.take(nil); len(f) != 1 || f[0] != (ack{tag: 100, multiple: true}) {
 		t.Errorf("%v", f)
 	}
 	tg.add(101)
 	tg.settle(101, tagSettled)
-	if f := tg.take(nil); len(f) != 1 || f[0] != (ack{101, false}) {
+	if f := tg.take(nil); len(f) != 1 || f[0] != (ack{tag: 101}) {
 		t.Errorf("%v", f)
 	}
 }
@@ -156,7 +164,7 @@ func TestTagsOfAMixedChannel(t *testing.T) {
 		}
 	}
 	f := tg.take(nil)
-	if len(f) != 52 || f[0] != (ack{50, true}) || f[1] != (ack{tag: 52}) || f[51] != (ack{tag: 103}) {
+	if len(f) != 52 || f[0] != (ack{tag: 50, multiple: true}) || f[1] != (ack{tag: 52}) || f[51] != (ack{tag: 103}) {
 		t.Errorf("%v", f)
 	}
 }
@@ -322,6 +330,86 @@ func TestDialerTriesAllInAFreshOrder(t *testing.T) {
 	if _, err := (Dialer{URLs: []string{fmt.Sprintf("amqp://%s/", l.Addr())}, Timeout: 50 * time.Millisecond}).once(t.Context()); err == nil || time.Since(start) > 5*time.Second {
 		t.Errorf("%v after %s", err, time.Since(start))
 	}
+}
+
+// Dials at the same time and one after another share nothing that the client
+// writes: each endpoint is asked for under its own name.
+func TestDialsShareNothing(t *testing.T) {
+	t.Parallel()
+	var mu sync.Mutex
+	asked := map[string]int{} // by the name in the handshake
+	addr := handshakes(t, func(name string) {
+		mu.Lock()
+		defer mu.Unlock()
+		asked[name]++
+	})
+	d := Dialer{URLs: []string{"amqps://one.example/", "amqps://two.example/"}, Config: amqp091.Config{
+		TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, // the names are what counts
+		Properties:      amqp091.Table{"connection_name": "orders"},
+		Dial:            func(network, _ string) (net.Conn, error) { return net.Dial(network, addr) },
+	}}
+	const dials = 8
+	var all sync.WaitGroup
+	for range dials {
+		all.Go(func() {
+			if _, err := d.once(t.Context()); !errors.Is(err, amqp091.ErrCredentials) {
+				t.Errorf("not as far as the credentials: %v", err)
+			}
+		})
+	}
+	all.Wait()
+	mu.Lock()
+	defer mu.Unlock()
+	if asked["one.example"] != dials || asked["two.example"] != dials {
+		t.Errorf("%d dials of each asked for %v", dials, asked)
+	}
+	if c := d.Config; c.TLSClientConfig.ServerName != "" || len(c.Properties) != 1 {
+		t.Errorf("the caller's configuration was written to: name %q, properties %v", c.TLSClientConfig.ServerName, c.Properties)
+	}
+}
+
+// handshakes is the address of a broker behind TLS that hangs up when it has
+// been told who calls.
+func handshakes(t *testing.T, asked func(name string)) string {
+	t.Helper()
+	s := httptest.NewTLSServer(nil) // for its certificate
+	certs := s.TLS.Certificates
+	s.Close()
+	l, err := tls.Listen("tcp", "127.0.0.1:0", &tls.Config{Certificates: certs, GetConfigForClient: func(h *tls.ClientHelloInfo) (*tls.Config, error) {
+		asked(h.ServerName)
+		return nil, nil //nolint:nilnil // the configuration stays
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	start := append([]byte{
+		1, 0, 0, 0, 0, 0, 28, // a method of 28 bytes on channel 0
+		0, 10, 0, 10, 0, 9, 0, 0, 0, 0, // connection.start of 0-9, with no properties
+	}, "\x00\x00\x00\x05PLAIN\x00\x00\x00\x05en_US\xce"...)
+	var open sync.WaitGroup
+	open.Go(func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			open.Go(func() {
+				defer c.Close()
+				_, err := io.ReadFull(c, make([]byte, len("AMQP0091")))
+				if err == nil {
+					_, err = c.Write(start)
+				}
+				if err == nil {
+					_, _ = c.Read(make([]byte, 4096))
+				}
+			})
+		}
+	})
+	t.Cleanup(func() {
+		_ = l.Close()
+		open.Wait()
+	})
+	return l.Addr().String()
 }
 
 // A consumer timeout that is asked for by an argument is the guard's too.
