@@ -236,6 +236,14 @@ func (p *passivePort) Demand(n int) {
 	p.more = make(chan struct{})
 }
 
+// full tells whether a message that was pulled waits for room: another would wait
+// behind it.
+func (p *passivePort) full() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return len(p.parked) > 0
+}
+
 // wrapped is the consumer that the program calls.
 type wrapped struct {
 	jetstream.Consumer
@@ -249,31 +257,43 @@ type wrapped struct {
 	asked atomic.Int64
 }
 
+// took is what the source is given for a message that was pulled.
+func (w *wrapped) took(m jetstream.Msg) *taken {
+	w.port.msgPort.mu.Lock()
+	w.port.last = m
+	w.port.msgPort.mu.Unlock()
+	return &taken{Msg: m}
+}
+
+// try gives a message to the source. One that finds no room is kept alive, and is
+// to be tried again; it is [guard.ErrFull] until then.
+func (w *wrapped) try(t *taken) error {
+	err := w.src.Offer(t)
+	p := w.port
+	p.mu.Lock()
+	if errors.Is(err, guard.ErrFull) {
+		p.parked[t] = struct{}{}
+	} else {
+		delete(p.parked, t)
+	}
+	p.mu.Unlock()
+	if err != nil && !errors.Is(err, guard.ErrFull) {
+		_ = nakAll([]jetstream.Msg{t.Msg}, p.maxDeliver)
+	}
+	return err
+}
+
 // offer gives a message to the source, waiting for room until stop or the source
 // ends.
-func (w *wrapped) offer(m jetstream.Msg, stop <-chan struct{}) {
-	t := &taken{Msg: m}
+func (w *wrapped) offer(t *taken, stop <-chan struct{}) {
 	p := w.port
-	p.msgPort.mu.Lock()
-	p.last = m
-	p.msgPort.mu.Unlock()
 	for {
 		p.mu.Lock()
 		more := p.more
 		p.mu.Unlock()
-		err := w.src.Offer(t)
-		if !errors.Is(err, guard.ErrFull) {
-			p.mu.Lock()
-			delete(p.parked, t)
-			p.mu.Unlock()
-			if err != nil {
-				_ = nakAll([]jetstream.Msg{m}, p.maxDeliver)
-			}
+		if !errors.Is(w.try(t), guard.ErrFull) {
 			return
 		}
-		p.mu.Lock()
-		p.parked[t] = struct{}{}
-		p.mu.Unlock()
 		retry := time.NewTimer(roomPoll) // room of less than half the window is not told
 		select {
 		case <-more:
@@ -283,7 +303,7 @@ func (w *wrapped) offer(m jetstream.Msg, stop <-chan struct{}) {
 			p.mu.Lock()
 			delete(p.parked, t)
 			p.mu.Unlock()
-			_ = nakAll([]jetstream.Msg{m}, p.maxDeliver)
+			_ = nakAll([]jetstream.Msg{t.Msg}, p.maxDeliver)
 			return
 		}
 		retry.Stop()
@@ -369,25 +389,86 @@ func (b *batch) Error() error {
 	return b.err
 }
 
+// pulled is what comes from the pull of one fetch. One goroutine uses it at a time.
+type pulled struct {
+	w    *wrapped
+	in   <-chan jetstream.Msg // nil: none is open
+	want int64                // how many it may still bring, and counts in asked
+
+	// next came and found no room: the source's bytes may be used up before its
+	// messages are. It does not keep what the source has from being handed out,
+	// since only acks of that make room.
+	next *taken
+}
+
+// more is where the next message comes from; nil while one waits, or none comes.
+func (p *pulled) more() <-chan jetstream.Msg {
+	if p.next != nil {
+		return nil
+	}
+	return p.in
+}
+
+func (p *pulled) take(m jetstream.Msg) *taken {
+	if p.want > 0 { // FetchBytes may bring more
+		p.want--
+		p.w.asked.Add(-1)
+	}
+	return p.w.took(m)
+}
+
+func (p *pulled) put(t *taken) {
+	p.next = nil
+	if errors.Is(p.w.try(t), guard.ErrFull) {
+		p.next = t
+	}
+}
+
+func (p *pulled) retry() {
+	if p.next != nil {
+		p.put(p.next)
+	}
+}
+
+// end takes note that the pull is over.
+func (p *pulled) end() {
+	p.w.asked.Add(-p.want)
+	p.in, p.want = nil, 0
+}
+
+// rest gives the source what comes until the pull is over.
+func (p *pulled) rest() {
+	if p.next != nil {
+		p.w.offer(p.next, nil)
+	}
+	for m := range p.in {
+		p.w.offer(p.take(m), nil)
+	}
+	p.end()
+}
+
 // fetch pulls what the source has room for and hands out what it lets through.
 // It starts a goroutine that ends when what the pull brought is handed out, and
 // after wait, or shortly after it, at the latest. When messages that were held have
-// filled the batch, the pull goes on until it ends, and what it brings is a later
-// call's: that pulls less.
+// filled the batch, or the source has no room for what is pulled, the pull goes on
+// until it ends, and what it brings is a later call's: that pulls less.
 func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.MessageBatch, error)) (jetstream.MessageBatch, error) {
 	st := w.src.State()
 	if st.Ended {
 		return nil, guard.ErrClosed
 	}
-	var in <-chan jetstream.Msg
+	p := &pulled{w: w}
 	var inner jetstream.MessageBatch
 	want := int64(min(most, st.Room)) - w.asked.Load()
+	if w.port.full() {
+		want = 0
+	}
 	if want > 0 || most < 1 { // the client says what is wrong with fewer than 1
 		var err error
 		if inner, err = pull(int(want)); err != nil {
 			return nil, err
 		}
-		in = inner.Messages()
+		p.in, p.want = inner.Messages(), want
 		w.asked.Add(want)
 	}
 	b := &batch{out: make(chan jetstream.Msg, max(0, min(most, w.window)))}
@@ -395,19 +476,6 @@ func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.
 		b.mu.Lock()
 		defer b.mu.Unlock()
 		b.err = err
-	}
-	take := func(m jetstream.Msg) {
-		if want > 0 { // FetchBytes may bring more
-			want--
-			w.asked.Add(-1)
-		}
-		w.offer(m, nil)
-	}
-	rest := func() {
-		for m := range in {
-			take(m)
-		}
-		w.asked.Add(-want)
 	}
 	go func() {
 		defer close(b.out)
@@ -418,17 +486,17 @@ func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.
 		over, given := false, 0
 		for idle := 0; given < cap(b.out) && idle < stuck; {
 			select {
-			case m, ok := <-in:
+			case m, ok := <-p.more():
 				if ok {
-					take(m)
+					p.put(p.take(m))
 					continue
 				}
-				w.asked.Add(-want)
 				err := inner.Error()
 				fail(err)
 				// A pull that brought all leaves the rest of the wait to the source, if
 				// it holds, which may be for less than that.
-				in, over = nil, over || want > 0 || err != nil
+				over = over || p.want > 0 || err != nil
+				p.end()
 			case it, ok := <-w.src.Ready():
 				if !ok {
 					fail(guard.ErrClosed)
@@ -441,9 +509,10 @@ func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.
 			case <-deadline.C:
 				over = true
 			case <-look.C:
+				p.retry()
 				a := w.src.Account()
 				switch {
-				case in != nil || !over && (given == 0 || a.Held > 0):
+				case p.more() != nil || !over && (given == 0 || a.Held > 0):
 				case a.Waiting == 0:
 					idle += stuck / 2
 				default:
@@ -451,8 +520,8 @@ func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.
 				}
 			}
 		}
-		if in != nil {
-			go rest() // ends with the pull
+		if p.in != nil {
+			go p.rest() // ends with the pull
 		}
 	}()
 	return b, nil
@@ -464,7 +533,7 @@ func (w *wrapped) Consume(handler jetstream.MessageHandler, opts ...jetstream.Pu
 		return nil, jetstream.ErrHandlerRequired
 	}
 	c := &wrappedConsume{stop: make(chan struct{}), closed: make(chan struct{})}
-	inner, err := w.Consumer.Consume(func(m jetstream.Msg) { w.offer(m, c.stop) }, opts...)
+	inner, err := w.Consumer.Consume(func(m jetstream.Msg) { w.offer(w.took(m), c.stop) }, opts...)
 	if err != nil {
 		return nil, err
 	}
@@ -577,7 +646,7 @@ func (it *iterator) Next(opts ...jetstream.NextOpt) (jetstream.Msg, error) {
 			go func() {
 				m, err := it.inner.Next()
 				if err == nil {
-					it.w.offer(m, it.stop)
+					it.w.offer(it.w.took(m), it.stop)
 				}
 				answer <- err
 			}()

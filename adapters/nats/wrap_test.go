@@ -317,6 +317,58 @@ func TestWrappedFetchWithLessRoom(t *testing.T) {
 	}
 }
 
+// A call whose pull brings more bytes than the source has room for hands out what
+// there is, whether the program acks as it goes or when it has all.
+func TestWrappedFetchOfMoreBytesThanFit(t *testing.T) {
+	t.Parallel()
+	const n, fit = 40, 5
+	for name, atOnce := range map[string]bool{"acked one by one": true, "acked at the end of a batch": false} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t, jetstream.ConsumerConfig{AckWait: 20 * time.Second})
+			body := make([]byte, 1000)
+			g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{WindowBytes: int64(fit * len(body))}})
+			w := wrap(t, g, r.consumer)
+			for range n {
+				if _, err := r.js.Publish(adaptertest.Context(t), "s.x", body); err != nil {
+					t.Fatal(err)
+				}
+			}
+			late := time.After(30 * time.Second)
+			for acked := 0; acked < n; {
+				b, err := w.Fetch(n, jetstream.FetchMaxWait(5*time.Second))
+				if err != nil {
+					t.Fatal(err)
+				}
+				var got []jetstream.Msg
+				for open := true; open; {
+					select {
+					case m, more := <-b.Messages():
+						if open = more; more {
+							got = append(got, m)
+						}
+					case <-late:
+						t.Fatalf("a fetch does not end: %d acked, %d in hand, %+v", acked, len(got), w.src.Account())
+					}
+					for ; len(got) > 0 && (atOnce || !open); got = got[1:] {
+						if err := got[0].Ack(); err != nil {
+							t.Fatal(err)
+						}
+						acked++
+					}
+				}
+				if err := b.Error(); err != nil {
+					t.Fatal(err)
+				}
+			}
+			adaptertest.Eventually(t, "all acked", func() bool { return r.info(t).AckFloor.Stream == n })
+			if i := r.info(t); i.Delivered.Consumer != n {
+				t.Errorf("%d deliveries", i.Delivered.Consumer)
+			}
+		})
+	}
+}
+
 // What waits behind a retry of its lane keeps no call open: neither beyond its wait,
 // nor when all else that it pulled is handed out.
 func TestWrappedFetchBehindARetry(t *testing.T) {
