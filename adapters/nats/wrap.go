@@ -38,7 +38,8 @@ import (
 // they pulled comes with a later call. [Consume] has none of these limits.
 //
 // The source ends with the Guard: close that after the program has stopped
-// consuming, and what is held is given back. Ordered consumers and those
+// consuming, and what is held is given back. A pull that is still open is stopped,
+// and what it brings by then comes again after its AckWait. Ordered consumers and those
 // without explicit acks are an [ErrUnsuitable]. Each call of Consume or
 // Messages starts one or two goroutines, which end when it is stopped.
 func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (jetstream.Consumer, error) {
@@ -266,7 +267,9 @@ func (w *wrapped) took(m jetstream.Msg) *taken {
 }
 
 // try gives a message to the source. One that finds no room is kept alive, and is
-// to be tried again; it is [guard.ErrFull] until then.
+// to be tried again; it is [guard.ErrFull] until then. With a source that has
+// ended, [guard.ErrClosed], it is left to its AckWait: a nak would bring it right
+// back as long as a pull is open, and each time costs a delivery.
 func (w *wrapped) try(t *taken) error {
 	err := w.src.Offer(t)
 	p := w.port
@@ -277,22 +280,19 @@ func (w *wrapped) try(t *taken) error {
 		delete(p.parked, t)
 	}
 	p.mu.Unlock()
-	if err != nil && !errors.Is(err, guard.ErrFull) {
-		_ = nakAll([]jetstream.Msg{t.Msg}, p.maxDeliver)
-	}
 	return err
 }
 
-// offer gives a message to the source, waiting for room until stop or the source
-// ends.
-func (w *wrapped) offer(t *taken, stop <-chan struct{}) {
+// offer gives a message to the source, waiting for room until stop (nil) or the
+// source ends ([guard.ErrClosed]).
+func (w *wrapped) offer(t *taken, stop <-chan struct{}) error {
 	p := w.port
 	for {
 		p.mu.Lock()
 		more := p.more
 		p.mu.Unlock()
-		if !errors.Is(w.try(t), guard.ErrFull) {
-			return
+		if err := w.try(t); !errors.Is(err, guard.ErrFull) {
+			return err
 		}
 		retry := time.NewTimer(roomPoll) // room of less than half the window is not told
 		select {
@@ -304,7 +304,7 @@ func (w *wrapped) offer(t *taken, stop <-chan struct{}) {
 			delete(p.parked, t)
 			p.mu.Unlock()
 			_ = nakAll([]jetstream.Msg{t.Msg}, p.maxDeliver)
-			return
+			return nil
 		}
 		retry.Stop()
 	}
@@ -399,6 +399,7 @@ type pulled struct {
 	// messages are. It does not keep what the source has from being handed out,
 	// since only acks of that make room.
 	next *taken
+	err  error // the source has ended; nothing more is taken
 }
 
 // more is where the next message comes from; nil while one waits, or none comes.
@@ -419,8 +420,10 @@ func (p *pulled) take(m jetstream.Msg) *taken {
 
 func (p *pulled) put(t *taken) {
 	p.next = nil
-	if errors.Is(p.w.try(t), guard.ErrFull) {
+	if err := p.w.try(t); errors.Is(err, guard.ErrFull) {
 		p.next = t
+	} else {
+		p.err = err
 	}
 }
 
@@ -436,15 +439,19 @@ func (p *pulled) end() {
 	p.in, p.want = nil, 0
 }
 
-// rest gives the source what comes until the pull is over.
+// rest gives the source what comes until it ends, or the pull is over.
 func (p *pulled) rest() {
 	if p.next != nil {
-		p.w.offer(p.next, nil)
+		p.err = p.w.offer(p.next, nil)
 	}
-	for m := range p.in {
-		p.w.offer(p.take(m), nil)
+	for p.err == nil {
+		m, ok := <-p.in
+		if !ok {
+			p.end()
+			return
+		}
+		p.err = p.w.offer(p.take(m), nil)
 	}
-	p.end()
 }
 
 // fetch pulls what the source has room for and hands out what it lets through.
@@ -484,7 +491,7 @@ func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.
 		look := time.NewTicker(settleDown)
 		defer look.Stop()
 		over, given := false, 0
-		for idle := 0; given < cap(b.out) && idle < stuck; {
+		for idle := 0; given < cap(b.out) && idle < stuck && p.err == nil; {
 			select {
 			case m, ok := <-p.more():
 				if ok {
@@ -499,8 +506,7 @@ func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.
 				p.end()
 			case it, ok := <-w.src.Ready():
 				if !ok {
-					fail(guard.ErrClosed)
-					idle = stuck
+					p.err = guard.ErrClosed
 					continue
 				}
 				idle = 0
@@ -520,7 +526,10 @@ func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.
 				}
 			}
 		}
-		if p.in != nil {
+		switch {
+		case p.err != nil:
+			fail(p.err)
+		case p.in != nil:
 			go p.rest() // ends with the pull
 		}
 	}()
@@ -533,11 +542,19 @@ func (w *wrapped) Consume(handler jetstream.MessageHandler, opts ...jetstream.Pu
 		return nil, jetstream.ErrHandlerRequired
 	}
 	c := &wrappedConsume{stop: make(chan struct{}), closed: make(chan struct{})}
-	inner, err := w.Consumer.Consume(func(m jetstream.Msg) { w.offer(w.took(m), c.stop) }, opts...)
+	var inner jetstream.ConsumeContext
+	opened := make(chan struct{})
+	inner, err := w.Consumer.Consume(func(m jetstream.Msg) {
+		if w.offer(w.took(m), c.stop) != nil {
+			<-opened
+			inner.Stop() // here, for the program's handler may not return for long
+		}
+	}, opts...)
 	if err != nil {
 		return nil, err
 	}
 	c.ConsumeContext = inner
+	close(opened)
 	go func() { // ends with Stop, Drain, the source or the pull
 		defer close(c.closed)
 		w.pump(c.stop, inner.Closed(), func(m jetstream.Msg) { handler(m) })
@@ -646,7 +663,9 @@ func (it *iterator) Next(opts ...jetstream.NextOpt) (jetstream.Msg, error) {
 			go func() {
 				m, err := it.inner.Next()
 				if err == nil {
-					it.w.offer(it.w.took(m), it.stop)
+					if err = it.w.offer(it.w.took(m), it.stop); err != nil {
+						it.inner.Stop()
+					}
 				}
 				answer <- err
 			}()

@@ -435,6 +435,93 @@ func TestWrappedFetchOfProbes(t *testing.T) {
 	}
 }
 
+// A source that ends while the program consumes from it stops the pull at once,
+// though a handler is still running, and costs no message more than the delivery
+// that it had.
+func TestWrappedSourceEndsDuringAPull(t *testing.T) {
+	t.Parallel()
+	const before, after = 1, 200
+	// Each hands one message over, and goes on until it is told that the source has
+	// ended.
+	ways := map[string]func(t *testing.T, c jetstream.Consumer, handle func(jetstream.Msg)){
+		"consume": func(t *testing.T, c jetstream.Consumer, handle func(jetstream.Msg)) {
+			cc, err := c.Consume(handle, jetstream.PullExpiry(5*time.Minute))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			<-cc.Closed()
+		},
+		"messages": func(t *testing.T, c jetstream.Consumer, handle func(jetstream.Msg)) {
+			it, err := c.Messages(jetstream.PullExpiry(5 * time.Minute))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			defer it.Stop()
+			m, err := it.Next()
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			var handling sync.WaitGroup
+			defer handling.Wait()
+			handling.Go(func() { handle(m) })
+			for err == nil {
+				_, err = it.Next()
+			}
+			if !errors.Is(err, guard.ErrClosed) {
+				t.Error(err)
+			}
+		},
+		"fetch": func(t *testing.T, c jetstream.Consumer, handle func(jetstream.Msg)) {
+			b, err := c.Fetch(before+after, jetstream.FetchMaxWait(20*time.Second))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			var handling sync.WaitGroup
+			defer handling.Wait()
+			m := <-b.Messages()
+			handling.Go(func() { handle(m) })
+			for range b.Messages() {
+			}
+			if err := b.Error(); !errors.Is(err, guard.ErrClosed) {
+				t.Error(err)
+			}
+		},
+	}
+	for name, way := range ways {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t, jetstream.ConsumerConfig{})
+			g := adaptertest.Guard(t, guard.Config{})
+			w := wrap(t, g, r.consumer)
+			r.publish(t, subject, 0, before)
+			handling, release := make(chan struct{}), make(chan struct{})
+			var running sync.WaitGroup
+			defer running.Wait()
+			defer close(release)
+			var once sync.Once
+			running.Go(func() {
+				way(t, w, func(m jetstream.Msg) {
+					once.Do(func() { close(handling) })
+					<-release
+					_ = m.Ack()
+				})
+			})
+			<-handling
+			running.Go(func() { _, _ = g.Close(context.Background()) })
+			adaptertest.Eventually(t, "the source has ended", func() bool { return w.src.State().Ended })
+			r.publish(t, subject, before, before+after)
+			adaptertest.Eventually(t, "no pull is open", func() bool { return r.info(t).NumWaiting == 0 })
+			if i := r.info(t); i.NumRedelivered != 0 || i.Delivered.Consumer > before+after {
+				t.Errorf("%d redelivered, %d deliveries", i.NumRedelivered, i.Delivered.Consumer)
+			}
+		})
+	}
+}
+
 // While the source holds, calls return empty in their time, nothing is
 // delivered twice, and it all comes later.
 func TestWrappedHold(t *testing.T) {
