@@ -64,6 +64,7 @@ func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, h
 	window := src.State().Window
 	p.in = &intake{
 		consumer: consumer, feed: src.Feed(), log: o.log, name: s.config.Name, last: &p.msgPort,
+		conn: connOf(consumer), most: s.info.Config.MaxRequestMaxBytes,
 		batch: s.batch(window), expiry: s.expiry(), patience: s.limits.AckWait / 6,
 		room: true, drain: make(chan struct{}, 1), more: make(chan struct{}, 1), trouble: make(chan error, 1),
 	}
