@@ -472,7 +472,7 @@ func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.
 	}
 	if want > 0 || most < 1 { // the client says what is wrong with fewer than 1
 		var err error
-		if inner, err = pull(int(want)); err != nil {
+		if inner, err = pull(int(max(0, want))); err != nil {
 			return nil, err
 		}
 		p.in, p.want = inner.Messages(), want

@@ -369,6 +369,26 @@ func TestWrappedFetchOfMoreBytesThanFit(t *testing.T) {
 	}
 }
 
+// A batch of none is the client's error, also while an earlier pull is open.
+func TestWrappedFetchOfNone(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{})
+	w := wrap(t, adaptertest.Guard(t, guard.Config{}), r.consumer)
+	for range 2 {
+		for _, most := range []int{0, -1} {
+			if _, err := w.Fetch(most); !errors.Is(err, nats.ErrInvalidArg) {
+				t.Errorf("Fetch(%d): %v", most, err)
+			}
+			if _, err := w.FetchNoWait(most); !errors.Is(err, nats.ErrInvalidArg) {
+				t.Errorf("FetchNoWait(%d): %v", most, err)
+			}
+		}
+		if _, err := w.Fetch(5, jetstream.FetchMaxWait(time.Second)); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
 // What waits behind a retry of its lane keeps no call open: neither beyond its wait,
 // nor when all else that it pulled is handed out.
 func TestWrappedFetchBehindARetry(t *testing.T) {
