@@ -52,7 +52,8 @@ func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, h
 	if err != nil {
 		return err
 	}
-	p := &consumePort{msgPort: newMsgPort(s.info.Name, &o)}
+	conn := connOf(consumer)
+	p := &consumePort{msgPort: newMsgPort(s.info.Name, conn, &o)}
 	src, err := guard.Open(g, s.config, s.limits, p, handle)
 	if err != nil {
 		return fmt.Errorf("nats: consume %s: %w", s.config.Name, err)
@@ -64,7 +65,7 @@ func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, h
 	window := src.State().Window
 	p.in = &intake{
 		consumer: consumer, feed: src.Feed(), log: o.log, name: s.config.Name, last: &p.msgPort,
-		conn: connOf(consumer), most: s.info.Config.MaxRequestMaxBytes,
+		conn: conn, most: s.info.Config.MaxRequestMaxBytes,
 		batch: s.batch(window), expiry: s.expiry(), patience: s.limits.AckWait / 6,
 		room: true, drain: make(chan struct{}, 1), more: make(chan struct{}, 1), trouble: make(chan error, 1),
 	}

@@ -54,7 +54,7 @@ func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (
 		return nil, err
 	}
 	p := &passivePort{
-		msgPort: newMsgPort(s.info.Name, &o), maxDeliver: s.limits.MaxDeliver,
+		msgPort: newMsgPort(s.info.Name, connOf(consumer), &o), maxDeliver: s.limits.MaxDeliver,
 		more: make(chan struct{}), parked: make(map[*taken]struct{}),
 	}
 	src, err := guard.Open(g, s.config, s.limits, p, nil)
@@ -204,19 +204,18 @@ func (p *passivePort) Ack(m *taken) error {
 	return m.acked
 }
 
+// Extend also keeps alive what is parked.
 func (p *passivePort) Extend(ms []*taken) {
+	all := make([]jetstream.Msg, 0, len(ms))
 	for _, m := range ms {
-		_ = m.Msg.InProgress() // see msgPort.Extend
+		all = append(all, m.Msg)
 	}
 	p.mu.Lock()
-	var parked []*taken
 	for m := range p.parked {
-		parked = append(parked, m)
+		all = append(all, m.Msg)
 	}
 	p.mu.Unlock()
-	for _, m := range parked {
-		_ = m.Msg.InProgress()
-	}
+	p.msgPort.Extend(all)
 }
 
 func (p *passivePort) Return(ms []*taken, _ guard.Reason) error {
