@@ -52,7 +52,8 @@ func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, h
 	if err != nil {
 		return err
 	}
-	p := &consumePort{msgPort: newMsgPort(s.info.Name, &o)}
+	conn := connOf(consumer)
+	p := &consumePort{msgPort: newMsgPort(s.info.Name, conn, &o)}
 	src, err := guard.Open(g, s.config, s.limits, p, handle)
 	if err != nil {
 		return fmt.Errorf("nats: consume %s: %w", s.config.Name, err)
@@ -64,6 +65,7 @@ func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, h
 	window := src.State().Window
 	p.in = &intake{
 		consumer: consumer, feed: src.Feed(), log: o.log, name: s.config.Name, last: &p.msgPort,
+		conn: conn, most: s.info.Config.MaxRequestMaxBytes,
 		batch: s.batch(window), expiry: s.expiry(), patience: s.limits.AckWait / 6,
 		room: true, drain: make(chan struct{}, 1), more: make(chan struct{}, 1), trouble: make(chan error, 1),
 	}
@@ -101,13 +103,13 @@ func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, h
 	if len(report.Left) == 0 {
 		<-ran
 	}
-	if gone != nil {
-		return gone
+	if errors.Is(gone, ErrConsumerGone) || errors.Is(gone, ErrConnectionClosed) {
+		return gone // with it, who could be given anything back
 	}
 	// A look at the consumer makes the server forget pull requests that nobody
 	// listens to any more. It would try to serve one with the first message given
 	// back, and then put that one behind the others.
-	var errs []error
+	errs := []error{gone}
 	if rest := append(p.rest(), p.in.waiting(nil)...); len(rest) > 0 {
 		errs = append(errs, flush(consumer), nakAll(rest, s.limits.MaxDeliver))
 	}
@@ -118,7 +120,7 @@ func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, h
 		errs = append(errs, fmt.Errorf("nats: stop %s: %d messages left after %s (WithStopTimeout), the oldest %s: %s; they are delivered again",
 			s.config.Name, n, o.stopTimeout, report.Left[0].State, report.Left[0].Why))
 	}
-	if !asked {
+	if !asked && gone == nil {
 		errs = append(errs, guard.ErrClosed)
 	}
 	err = errors.Join(errs...)

@@ -5,8 +5,10 @@ package nats
 
 import (
 	"context"
+	"errors"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
 
@@ -39,5 +41,44 @@ func TestConsumeHandlesEverythingInOrderAndStops(t *testing.T) {
 	}
 	if i := r.info(t); i.NumWaiting != 0 {
 		t.Fatalf("a pull is open: %+v", i)
+	}
+}
+
+// A pull that the server refuses ends Consume, which gives back what it holds.
+func TestRefusedPullGivesBack(t *testing.T) {
+	t.Parallel()
+	const first, then = 3, 4 // of a pull of 10, so that the next one follows
+	r := newRig(t, jetstream.ConsumerConfig{})
+	g := adaptertest.Guard(t, guard.Config{})
+	c := consume(t, g, r.consumer, func(context.Context, jetstream.Msg) error { return nil }, WithWindow(20))
+	src := adaptertest.Source(t, g, "S/C")
+	if err := src.ForceOpen(0); err != nil {
+		t.Fatal(err)
+	}
+	r.publish(t, subject, 0, first)
+	adaptertest.Eventually(t, "held", func() bool { return src.Account().Held == first })
+	cfg := r.info(t).Config
+	cfg.PriorityPolicy, cfg.PriorityGroups = jetstream.PriorityPolicyOverflow, []string{"g"}
+	grouped, err := r.stream.UpdateConsumer(adaptertest.Context(t), cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.publish(t, subject, first, first+then)
+	if err := c.Wait(t); !errors.Is(err, jetstream.ErrBadRequest) {
+		t.Fatal(err)
+	}
+	b, err := grouped.Fetch(first+then, jetstream.FetchPriorityGroup("g"), jetstream.FetchMaxWait(10*time.Second))
+	if err != nil {
+		t.Fatal(err)
+	}
+	n := 0
+	for m := range b.Messages() {
+		n++
+		if md, err := m.Metadata(); err != nil || md.Sequence.Stream != uint64(n) {
+			t.Errorf("message %d in place %d, %v", md.Sequence.Stream, n, err)
+		}
+	}
+	if n != first+then || b.Error() != nil {
+		t.Errorf("%d of %d messages come again within a third of the AckWait, %v", n, first+then, b.Error())
 	}
 }

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
 	"github.com/stormguard-mq/stormguard/guard"
@@ -119,6 +120,63 @@ func TestEachSecondExtensionMayBeLost(t *testing.T) {
 			if len(order) != n {
 				t.Errorf("%d calls for %d messages", len(order), n)
 			}
+		})
+	}
+}
+
+// While the connection is down extensions leave room for acks in the client's
+// reconnect buffer.
+func TestExtensionsLeaveRoomForAcks(t *testing.T) {
+	t.Parallel()
+	const n, buffer, rounds = 50, 64 << 10, 100 // more than fits
+	ways := map[string]func(w *wrapped, ms []jetstream.Msg){
+		"taken":  func(w *wrapped, ms []jetstream.Msg) { w.port.msgPort.Extend(ms) },
+		"parked": func(w *wrapped, _ []jetstream.Msg) { w.port.Extend(nil) },
+	}
+	for name, extend := range ways {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t, jetstream.ConsumerConfig{})
+			nc, err := nats.Connect(r.url(), nats.MaxReconnects(-1), nats.ReconnectWait(50*time.Millisecond), nats.Timeout(connectTimeout), nats.ReconnectBufSize(buffer))
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(nc.Close)
+			js, err := jetstream.New(nc)
+			if err != nil {
+				t.Fatal(err)
+			}
+			c, err := js.Consumer(adaptertest.Context(t), "S", "C")
+			if err != nil {
+				t.Fatal(err)
+			}
+			w := wrap(t, adaptertest.Guard(t, guard.Config{}), c)
+			r.publish(t, subject, 0, n)
+			b, err := c.Fetch(n)
+			if err != nil {
+				t.Fatal(err)
+			}
+			var ms []jetstream.Msg
+			for m := range b.Messages() {
+				ms = append(ms, m)
+				w.port.parked[&taken{Msg: m}] = struct{}{}
+			}
+			r.stop()
+			adaptertest.Eventually(t, "disconnected", nc.IsReconnecting)
+			for range rounds {
+				extend(w, ms)
+			}
+			if k, err := nc.Buffered(); err != nil || k < buffer/2 {
+				t.Errorf("%d bytes of extensions wait, %v", k, err)
+			}
+			for _, m := range ms {
+				if err := m.Ack(); err != nil {
+					t.Fatal(err)
+				}
+			}
+			clear(w.port.parked)
+			r.start()
+			adaptertest.Eventually(t, "all acked", func() bool { return r.info(t).AckFloor.Stream == n })
 		})
 	}
 }

@@ -25,10 +25,11 @@ func TestMain(m *testing.M) {
 
 // broker is a real nats-server with JetStream on disk.
 type broker struct {
-	t    testing.TB
-	srv  *server.Server
-	port int
-	dir  string
+	t       testing.TB
+	srv     *server.Server
+	port    int
+	dir     string
+	payload int32 // the server's max_payload, from its next start
 }
 
 func newBroker(t testing.TB) *broker {
@@ -37,7 +38,7 @@ func newBroker(t testing.TB) *broker {
 	if err != nil {
 		t.Fatal(err)
 	}
-	b := &broker{t: t, port: l.Addr().(*net.TCPAddr).Port, dir: t.TempDir()}
+	b := &broker{t: t, port: l.Addr().(*net.TCPAddr).Port, dir: t.TempDir(), payload: 8 << 20}
 	_ = l.Close()
 	b.start()
 	t.Cleanup(b.stop)
@@ -47,7 +48,7 @@ func newBroker(t testing.TB) *broker {
 func (b *broker) start() {
 	b.t.Helper()
 	srv, err := server.NewServer(&server.Options{
-		Host: "127.0.0.1", Port: b.port, JetStream: true, StoreDir: b.dir, NoSigs: true, NoLog: true, MaxPayload: 8 << 20,
+		Host: "127.0.0.1", Port: b.port, JetStream: true, StoreDir: b.dir, NoSigs: true, NoLog: true, MaxPayload: b.payload,
 	})
 	if err != nil {
 		b.t.Fatal(err)

@@ -27,6 +27,13 @@ const (
 	pullHeartbeat = time.Second
 	// maxPull is nats.go's own default.
 	maxPull = 500
+	// pullBytes is what a pull request may bring. nats.go keeps 64 MiB of a pull and
+	// drops what is above that, in the middle of the others. Two requests may be
+	// under way, and a third right after a reconnect.
+	pullBytes = 16 << 20
+	// frameBytes is what the server counts of a message beside its payload: two
+	// subjects.
+	frameBytes = 8 << 10
 	// infoTimeout bounds one look at the consumer.
 	infoTimeout = 5 * time.Second
 	// settleTime is how long a server may take to answer the last request.
@@ -56,6 +63,8 @@ type intake struct {
 	expiry   time.Duration // of a pull request
 	patience time.Duration // how long the feed may be full, in all, before the pull is drained
 	last     *msgPort      // keeps the latest delivery
+	conn     *nats.Conn    // the consumer's; nil where it is not known
+	most     int           // the consumer's MaxRequestMaxBytes; 0 for none
 
 	mu       sync.Mutex
 	stash    []jetstream.Msg // taken from the server, not yet in the feed; oldest first
@@ -233,8 +242,12 @@ func (in *intake) once(ctx context.Context) error {
 		return nil
 	}
 	in.mu.Unlock()
-	cc, err := in.consumer.Consume(in.take,
-		jetstream.PullMaxMessages(in.batch), jetstream.PullExpiry(in.expiry), jetstream.PullHeartbeat(min(pullHeartbeat, in.expiry/2)),
+	size := jetstream.PullConsumeOpt(jetstream.PullMaxMessages(in.batch))
+	if n := in.bytes(); n > 0 {
+		size = jetstream.PullMaxMessagesWithBytesLimit(in.batch, n)
+	}
+	cc, err := in.consumer.Consume(in.take, size, jetstream.PullExpiry(in.expiry),
+		jetstream.PullHeartbeat(min(pullHeartbeat, in.expiry/2)),
 		jetstream.ConsumeErrHandler(func(_ jetstream.ConsumeContext, err error) { in.report(err) }))
 	if err != nil {
 		if errors.Is(err, jetstream.ErrInvalidOption) {
@@ -274,6 +287,25 @@ func (in *intake) once(ctx context.Context) error {
 			return in.pause(ctx, why)
 		}
 	}
+}
+
+// bytes is what a pull request may bring, 0 for no limit. A message above it would
+// never come: the server refuses it to each request, and nats.go asks again without
+// end. So there is none where the largest message is not known, or the consumer
+// allows no request that is as large.
+func (in *intake) bytes() int {
+	if in.conn == nil {
+		return 0
+	}
+	largest := int(in.conn.MaxPayload()) + frameBytes
+	n := max(pullBytes, largest)
+	if in.most > 0 {
+		n = min(n, in.most)
+	}
+	if n < largest {
+		return 0
+	}
+	return n
 }
 
 // open lets take return.

@@ -101,11 +101,12 @@ const (
 // released from there to the DLQ under a [dlq.Budget], which the growth of the
 // source consumer's ack floor earns: an outage in front of a consumer with a
 // MaxDeliver cannot drain it into the DLQ. A body that is gone by then (the
-// stream's limits, or a work queue's message that was terminated) becomes a dead
-// letter without one, which says so.
+// stream's limits, or a work queue's message that was terminated) is looked for
+// once more before the release, and then becomes a dead letter without one, which
+// says so. It asks the stream's leader, not whoever answers a direct get.
 //
-// A message of a work-queue stream is deleted there once its letter is
-// confirmed: no other consumer can have it. Elsewhere it stays.
+// A message of a work-queue stream is deleted there once its letter, with the
+// body, is confirmed: no other consumer can have it. Elsewhere it stays.
 //
 // Letters carry the [dlq.Record.ID] that a guarded consumer gives them too, so
 // the DLQ's duplicate window keeps one of both, and one of those that a crash
@@ -135,7 +136,7 @@ type Mover struct {
 // MoverCounts counts since [NewMover].
 type MoverCounts struct {
 	Parked   uint64 // advisories whose message is in the parking stream
-	Gone     uint64 // those of them whose body was gone
+	Gone     uint64 // those of them whose body was not found then
 	Released uint64 // letters confirmed by the DLQ
 	Refused  uint64 // looks for a credit that found none
 }
@@ -337,24 +338,43 @@ func (m *Mover) fetch(ctx context.Context, a *advisory) (r *dlq.Record, gone boo
 		}
 	}
 	r.Cause = dlq.Fingerprint(errors.New(r.Error.Message), nil)
-	s, err := m.js.Stream(ctx, a.Stream)
+	if err := m.complete(ctx, r); err != nil {
+		return nil, false, err
+	}
+	return r, !hasBody(r), nil
+}
+
+// stream is the source's. Its GetMsg asks the stream's leader alone: a direct get
+// may be answered by a replica or a mirror that lags, and such a one cannot say
+// that a message is gone.
+func (m *Mover) stream(ctx context.Context) (jetstream.Stream, error) {
+	s, err := m.js.Stream(ctx, m.cfg.Stream)
+	if err == nil {
+		s.CachedInfo().Config.AllowDirect = false // nats.go goes by it; the handle is ours alone
+	}
+	return s, err
+}
+
+// complete fills in a letter from the message that it is about, if that is there.
+func (m *Mover) complete(ctx context.Context, r *dlq.Record) error {
+	s, err := m.stream(ctx)
 	var raw *jetstream.RawStreamMsg
 	if err == nil {
-		raw, err = s.GetMsg(ctx, a.StreamSeq)
+		raw, err = s.GetMsg(ctx, r.Origin.Sequence)
 	}
 	switch {
 	case err == nil:
 		r.Body, r.Headers, r.Timestamp, r.Origin.Subject = raw.Data, fromHeader(raw.Header), raw.Time, raw.Subject
 		r.TraceParent, _ = dlq.LookupText(r.Headers, "traceparent")
 		r.TraceState, _ = dlq.LookupText(r.Headers, "tracestate")
-	case errors.Is(err, jetstream.ErrMsgNotFound), errors.Is(err, jetstream.ErrStreamNotFound):
-		gone = true
-		r.Error.Message += fmt.Sprintf("; the body is gone: message %d is no longer in stream %s", a.StreamSeq, a.Stream)
-	default:
-		return nil, false, err
+	case !errors.Is(err, jetstream.ErrMsgNotFound) && !errors.Is(err, jetstream.ErrStreamNotFound):
+		return err
 	}
-	return r, gone, nil
+	return nil
 }
+
+// hasBody tells whether the message of a letter was read: each has a subject.
+func hasBody(r *dlq.Record) bool { return r.Origin.Subject != "" }
 
 // insist calls f until it succeeds, keeping msg alive, and then acks it. The
 // pause between tries doubles up to 10s. Its error is ctx's.
@@ -411,12 +431,21 @@ func (m *Mover) release(ctx context.Context, msg jetstream.Msg, class dlq.Class)
 		m.log.Warn("mover: parked letter", "error", err) // what was readable is kept
 	}
 	if err := m.insist(ctx, msg, "release", func(ctx context.Context) error {
-		err := m.cfg.DLQ.Write(ctx, &r)
-		if err != nil && dlq.TrimFor(&r, err) {
-			err = m.cfg.DLQ.Write(ctx, &r)
+		if !hasBody(&r) && r.Origin.Sequence > 0 { // the server says not found for any trouble with its store
+			if err := m.complete(ctx, &r); err != nil {
+				return err
+			}
 		}
-		if err != nil {
-			return err
+		letter := r
+		if !hasBody(&r) {
+			letter.Error.Message += fmt.Sprintf("; the body is gone: message %d is no longer in stream %s", r.Origin.Sequence, m.cfg.Stream)
+		}
+		err := m.cfg.DLQ.Write(ctx, &letter)
+		if err != nil && dlq.TrimFor(&letter, err) {
+			err = m.cfg.DLQ.Write(ctx, &letter)
+		}
+		if err != nil || !hasBody(&r) {
+			return err // a message that no letter has a copy of is not deleted
 		}
 		return m.clear(ctx, r.Origin.Sequence)
 	}); err != nil {
@@ -432,7 +461,7 @@ func (m *Mover) release(ctx context.Context, msg jetstream.Msg, class dlq.Class)
 
 // clear deletes a message of a work queue, where it would stay for ever.
 func (m *Mover) clear(ctx context.Context, seq uint64) error {
-	s, err := m.js.Stream(ctx, m.cfg.Stream)
+	s, err := m.stream(ctx)
 	if errors.Is(err, jetstream.ErrStreamNotFound) {
 		return nil
 	}

@@ -299,6 +299,91 @@ func TestMoverAndGuardMakeOneLetter(t *testing.T) {
 	}
 }
 
+// Who lags and still answers direct gets does not make a work queue's message gone:
+// here a mirror that has lost all.
+func TestMoverAsksTheLeader(t *testing.T) {
+	t.Parallel()
+	r := newMoverRig(t, jetstream.StreamConfig{Retention: jetstream.WorkQueuePolicy, AllowDirect: true}, dlq.BudgetConfig{})
+	ctx := adaptertest.Context(t)
+	mirror, err := r.js.CreateStream(ctx, jetstream.StreamConfig{Name: "M", Mirror: &jetstream.StreamSource{Name: "S"}, MirrorDirect: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	const n = 12
+	r.publish(t, subject, 0, n)
+	adaptertest.Eventually(t, "the mirror has all", func() bool {
+		i, err := mirror.Info(ctx)
+		return err == nil && i.State.Msgs == n
+	})
+	if err := mirror.Purge(ctx); err != nil {
+		t.Fatal(err)
+	}
+	missed := false // by a direct get; who answers it is drawn
+	for seq := uint64(1); seq <= n; seq++ {
+		_, err := r.stream.GetMsg(ctx, seq)
+		missed = missed || errors.Is(err, jetstream.ErrMsgNotFound)
+	}
+	if !missed {
+		t.Fatal("the mirror answers no direct get")
+	}
+	r.die(t, n)
+	r.run(t, r.mover)
+	adaptertest.Eventually(t, "all moved", func() bool { return r.mover.Counts().Released == n })
+	bodies := map[string]bool{}
+	for _, m := range r.letters(t, "D") {
+		bodies[string(m.Data())] = true
+	}
+	if c := r.mover.Counts(); len(bodies) != n || bodies[""] || c.Gone != 0 {
+		t.Errorf("letters of %v, %+v", bodies, c)
+	}
+	if i, err := r.stream.Info(ctx); err != nil || i.State.Msgs != 0 {
+		t.Errorf("%d messages left in the work queue: %v", i.State.Msgs, err)
+	}
+}
+
+// A body that was not found for the parking is looked for again at the release.
+func TestMoverLooksAgain(t *testing.T) {
+	t.Parallel()
+	r := newMoverRig(t, jetstream.StreamConfig{Retention: jetstream.WorkQueuePolicy}, dlq.BudgetConfig{})
+	ctx := adaptertest.Context(t)
+	r.publish(t, subject, 0, 2)
+	if err := r.stream.DeleteMsg(ctx, 2); err != nil {
+		t.Fatal(err)
+	}
+	park := *r.mover.park
+	park.cfg.Subject = "stormguard.parked.S.C." + dlq.Exhausted.String()
+	for seq := range uint64(2) {
+		if err := park.Write(ctx, &dlq.Record{
+			Origin: dlq.Origin{System: system, Source: "S", Group: "C", Sequence: seq + 1},
+			Reason: dlq.ReasonMaxDeliver, Error: dlq.ErrorInfo{Message: "not acked"},
+		}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r.run(t, r.mover)
+	adaptertest.Eventually(t, "both released", func() bool { return r.mover.Counts().Released == 2 })
+	for _, m := range r.letters(t, "D") {
+		rec, err := ReadDeadLetter(m)
+		if err != nil {
+			t.Fatal(err)
+		}
+		gone := strings.HasSuffix(rec.Error.Message, "; the body is gone: message 2 is no longer in stream S")
+		switch rec.Origin.Sequence {
+		case 1:
+			if gone || string(rec.Body) != "0" || rec.Origin.Subject != "s.x" {
+				t.Errorf("%+v", rec)
+			}
+		default:
+			if !gone || len(rec.Body) != 0 {
+				t.Errorf("%+v", rec)
+			}
+		}
+	}
+	if i, err := r.stream.Info(ctx); err != nil || i.State.Msgs != 0 {
+		t.Errorf("%d messages left in the work queue: %v", i.State.Msgs, err)
+	}
+}
+
 func TestMoverIsRefusedAndEnds(t *testing.T) {
 	t.Parallel()
 	r := newMoverRig(t, jetstream.StreamConfig{}, dlq.BudgetConfig{})

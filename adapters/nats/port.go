@@ -9,6 +9,7 @@ import (
 	"errors"
 	"hash/maphash"
 	"maps"
+	"reflect"
 	"slices"
 	"sync"
 
@@ -25,7 +26,8 @@ const system = "nats"
 // msgPort is what the ports of both shapes share: what a message says, and how
 // it is settled. It is safe for concurrent use.
 type msgPort struct {
-	group  string // the consumer
+	group  string     // the consumer
+	conn   *nats.Conn // its; nil where it is not known
 	key    func(jetstream.Msg) string
 	seed   maphash.Seed
 	double bool
@@ -34,8 +36,8 @@ type msgPort struct {
 	last jetstream.Msg // the latest delivery, for the lag
 }
 
-func newMsgPort(group string, o *options) msgPort {
-	return msgPort{group: group, key: o.key, double: o.doubleAck, seed: maphash.MakeSeed()}
+func newMsgPort(group string, conn *nats.Conn, o *options) msgPort {
+	return msgPort{group: group, conn: conn, key: o.key, double: o.doubleAck, seed: maphash.MakeSeed()}
 }
 
 func (p *msgPort) Lane(m jetstream.Msg) uint64 {
@@ -80,10 +82,26 @@ func (p *msgPort) Ack(m jetstream.Msg) error {
 // late; behind two in a row the next is due at the deadline itself. A message's
 // first one comes up to a sixth and [settleTime] later if it was in nats.go's
 // buffer, and has that much less to spare.
+//
+// While the connection is down they wait in the client's reconnect buffer, and what
+// does not fit is refused, acks as well. So half of it is left to those.
 func (p *msgPort) Extend(ms []jetstream.Msg) {
 	for _, m := range ms {
-		_ = m.InProgress() // settled meanwhile, or the connection is down: the server decides
+		if p.crowded() {
+			return
+		}
+		_ = m.InProgress() // settled meanwhile, or the connection is closed: the server decides
 	}
+}
+
+// crowded tells whether the connection is down with half of its reconnect buffer
+// in use.
+func (p *msgPort) crowded() bool {
+	if p.conn == nil || p.conn.IsConnected() {
+		return false
+	}
+	n, err := p.conn.Buffered()
+	return err == nil && n > p.conn.Opts.ReconnectBufSize/2
 }
 
 // Flush has nothing to do: the connection's own flusher sends acks at once.
@@ -129,6 +147,22 @@ func nakAll(ms []jetstream.Msg, maxDeliver int) error {
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// connOf is the connection of a consumer, nil if that is not one of nats.go's own.
+// Those have no method for it, so the fields are read.
+func connOf(c jetstream.Consumer) *nats.Conn {
+	v := reflect.ValueOf(c)
+	for _, field := range []string{"js", "conn"} {
+		if v = reflect.Indirect(v); v.Kind() != reflect.Struct {
+			return nil
+		}
+		v = v.FieldByName(field)
+	}
+	if !v.IsValid() || v.Type() != reflect.TypeFor[*nats.Conn]() {
+		return nil
+	}
+	return (*nats.Conn)(v.UnsafePointer())
 }
 
 // fromHeader lists headers in order of name; a name's values keep their order.

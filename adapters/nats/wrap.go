@@ -38,7 +38,8 @@ import (
 // they pulled comes with a later call. [Consume] has none of these limits.
 //
 // The source ends with the Guard: close that after the program has stopped
-// consuming, and what is held is given back. Ordered consumers and those
+// consuming, and what is held is given back. A pull that is still open is stopped,
+// and what it brings by then comes again after its AckWait. Ordered consumers and those
 // without explicit acks are an [ErrUnsuitable]. Each call of Consume or
 // Messages starts one or two goroutines, which end when it is stopped.
 func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (jetstream.Consumer, error) {
@@ -53,7 +54,7 @@ func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (
 		return nil, err
 	}
 	p := &passivePort{
-		msgPort: newMsgPort(s.info.Name, &o), maxDeliver: s.limits.MaxDeliver,
+		msgPort: newMsgPort(s.info.Name, connOf(consumer), &o), maxDeliver: s.limits.MaxDeliver,
 		more: make(chan struct{}), parked: make(map[*taken]struct{}),
 	}
 	src, err := guard.Open(g, s.config, s.limits, p, nil)
@@ -203,19 +204,18 @@ func (p *passivePort) Ack(m *taken) error {
 	return m.acked
 }
 
+// Extend also keeps alive what is parked.
 func (p *passivePort) Extend(ms []*taken) {
+	all := make([]jetstream.Msg, 0, len(ms))
 	for _, m := range ms {
-		_ = m.Msg.InProgress() // see msgPort.Extend
+		all = append(all, m.Msg)
 	}
 	p.mu.Lock()
-	var parked []*taken
 	for m := range p.parked {
-		parked = append(parked, m)
+		all = append(all, m.Msg)
 	}
 	p.mu.Unlock()
-	for _, m := range parked {
-		_ = m.Msg.InProgress()
-	}
+	p.msgPort.Extend(all)
 }
 
 func (p *passivePort) Return(ms []*taken, _ guard.Reason) error {
@@ -236,6 +236,14 @@ func (p *passivePort) Demand(n int) {
 	p.more = make(chan struct{})
 }
 
+// full tells whether a message that was pulled waits for room: another would wait
+// behind it.
+func (p *passivePort) full() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return len(p.parked) > 0
+}
+
 // wrapped is the consumer that the program calls.
 type wrapped struct {
 	jetstream.Consumer
@@ -249,31 +257,42 @@ type wrapped struct {
 	asked atomic.Int64
 }
 
-// offer gives a message to the source, waiting for room until stop or the source
-// ends.
-func (w *wrapped) offer(m jetstream.Msg, stop <-chan struct{}) {
-	t := &taken{Msg: m}
+// took is what the source is given for a message that was pulled.
+func (w *wrapped) took(m jetstream.Msg) *taken {
+	w.port.msgPort.mu.Lock()
+	w.port.last = m
+	w.port.msgPort.mu.Unlock()
+	return &taken{Msg: m}
+}
+
+// try gives a message to the source. One that finds no room is kept alive, and is
+// to be tried again; it is [guard.ErrFull] until then. With a source that has
+// ended, [guard.ErrClosed], it is left to its AckWait: a nak would bring it right
+// back as long as a pull is open, and each time costs a delivery.
+func (w *wrapped) try(t *taken) error {
+	err := w.src.Offer(t)
 	p := w.port
-	p.msgPort.mu.Lock()
-	p.last = m
-	p.msgPort.mu.Unlock()
+	p.mu.Lock()
+	if errors.Is(err, guard.ErrFull) {
+		p.parked[t] = struct{}{}
+	} else {
+		delete(p.parked, t)
+	}
+	p.mu.Unlock()
+	return err
+}
+
+// offer gives a message to the source, waiting for room until stop (nil) or the
+// source ends ([guard.ErrClosed]).
+func (w *wrapped) offer(t *taken, stop <-chan struct{}) error {
+	p := w.port
 	for {
 		p.mu.Lock()
 		more := p.more
 		p.mu.Unlock()
-		err := w.src.Offer(t)
-		if !errors.Is(err, guard.ErrFull) {
-			p.mu.Lock()
-			delete(p.parked, t)
-			p.mu.Unlock()
-			if err != nil {
-				_ = nakAll([]jetstream.Msg{m}, p.maxDeliver)
-			}
-			return
+		if err := w.try(t); !errors.Is(err, guard.ErrFull) {
+			return err
 		}
-		p.mu.Lock()
-		p.parked[t] = struct{}{}
-		p.mu.Unlock()
 		retry := time.NewTimer(roomPoll) // room of less than half the window is not told
 		select {
 		case <-more:
@@ -283,8 +302,8 @@ func (w *wrapped) offer(m jetstream.Msg, stop <-chan struct{}) {
 			p.mu.Lock()
 			delete(p.parked, t)
 			p.mu.Unlock()
-			_ = nakAll([]jetstream.Msg{m}, p.maxDeliver)
-			return
+			_ = nakAll([]jetstream.Msg{t.Msg}, p.maxDeliver)
+			return nil
 		}
 		retry.Stop()
 	}
@@ -369,25 +388,93 @@ func (b *batch) Error() error {
 	return b.err
 }
 
+// pulled is what comes from the pull of one fetch. One goroutine uses it at a time.
+type pulled struct {
+	w    *wrapped
+	in   <-chan jetstream.Msg // nil: none is open
+	want int64                // how many it may still bring, and counts in asked
+
+	// next came and found no room: the source's bytes may be used up before its
+	// messages are. It does not keep what the source has from being handed out,
+	// since only acks of that make room.
+	next *taken
+	err  error // the source has ended; nothing more is taken
+}
+
+// more is where the next message comes from; nil while one waits, or none comes.
+func (p *pulled) more() <-chan jetstream.Msg {
+	if p.next != nil {
+		return nil
+	}
+	return p.in
+}
+
+func (p *pulled) take(m jetstream.Msg) *taken {
+	if p.want > 0 { // FetchBytes may bring more
+		p.want--
+		p.w.asked.Add(-1)
+	}
+	return p.w.took(m)
+}
+
+func (p *pulled) put(t *taken) {
+	p.next = nil
+	if err := p.w.try(t); errors.Is(err, guard.ErrFull) {
+		p.next = t
+	} else {
+		p.err = err
+	}
+}
+
+func (p *pulled) retry() {
+	if p.next != nil {
+		p.put(p.next)
+	}
+}
+
+// end takes note that the pull is over.
+func (p *pulled) end() {
+	p.w.asked.Add(-p.want)
+	p.in, p.want = nil, 0
+}
+
+// rest gives the source what comes until it ends, or the pull is over.
+func (p *pulled) rest() {
+	if p.next != nil {
+		p.err = p.w.offer(p.next, nil)
+	}
+	for p.err == nil {
+		m, ok := <-p.in
+		if !ok {
+			p.end()
+			return
+		}
+		p.err = p.w.offer(p.take(m), nil)
+	}
+}
+
 // fetch pulls what the source has room for and hands out what it lets through.
 // It starts a goroutine that ends when what the pull brought is handed out, and
 // after wait, or shortly after it, at the latest. When messages that were held have
-// filled the batch, the pull goes on until it ends, and what it brings is a later
-// call's: that pulls less.
+// filled the batch, or the source has no room for what is pulled, the pull goes on
+// until it ends, and what it brings is a later call's: that pulls less.
 func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.MessageBatch, error)) (jetstream.MessageBatch, error) {
 	st := w.src.State()
 	if st.Ended {
 		return nil, guard.ErrClosed
 	}
-	var in <-chan jetstream.Msg
+	p := &pulled{w: w}
 	var inner jetstream.MessageBatch
 	want := int64(min(most, st.Room)) - w.asked.Load()
+	if w.port.full() {
+		want = 0
+	}
 	if want > 0 || most < 1 { // the client says what is wrong with fewer than 1
 		var err error
-		if inner, err = pull(int(want)); err != nil {
+		if inner, err = pull(int(max(0, want))); err != nil {
 			return nil, err
 		}
-		in = inner.Messages()
+		p.in, p.want = inner.Messages(), want
 		w.asked.Add(want)
 	}
 	b := &batch{out: make(chan jetstream.Msg, max(0, min(most, w.window)))}
@@ -396,19 +483,6 @@ func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.
 		defer b.mu.Unlock()
 		b.err = err
 	}
-	take := func(m jetstream.Msg) {
-		if want > 0 { // FetchBytes may bring more
-			want--
-			w.asked.Add(-1)
-		}
-		w.offer(m, nil)
-	}
-	rest := func() {
-		for m := range in {
-			take(m)
-		}
-		w.asked.Add(-want)
-	}
 	go func() {
 		defer close(b.out)
 		deadline := time.NewTimer(wait)
@@ -416,23 +490,22 @@ func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.
 		look := time.NewTicker(settleDown)
 		defer look.Stop()
 		over, given := false, 0
-		for idle := 0; given < cap(b.out) && idle < stuck; {
+		for idle := 0; given < cap(b.out) && idle < stuck && p.err == nil; {
 			select {
-			case m, ok := <-in:
+			case m, ok := <-p.more():
 				if ok {
-					take(m)
+					p.put(p.take(m))
 					continue
 				}
-				w.asked.Add(-want)
 				err := inner.Error()
 				fail(err)
 				// A pull that brought all leaves the rest of the wait to the source, if
 				// it holds, which may be for less than that.
-				in, over = nil, over || want > 0 || err != nil
+				over = over || p.want > 0 || err != nil
+				p.end()
 			case it, ok := <-w.src.Ready():
 				if !ok {
-					fail(guard.ErrClosed)
-					idle = stuck
+					p.err = guard.ErrClosed
 					continue
 				}
 				idle = 0
@@ -441,9 +514,10 @@ func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.
 			case <-deadline.C:
 				over = true
 			case <-look.C:
+				p.retry()
 				a := w.src.Account()
 				switch {
-				case in != nil || !over && (given == 0 || a.Held > 0):
+				case p.more() != nil || !over && (given == 0 || a.Held > 0):
 				case a.Waiting == 0:
 					idle += stuck / 2
 				default:
@@ -451,8 +525,11 @@ func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.
 				}
 			}
 		}
-		if in != nil {
-			go rest() // ends with the pull
+		switch {
+		case p.err != nil:
+			fail(p.err)
+		case p.in != nil:
+			go p.rest() // ends with the pull
 		}
 	}()
 	return b, nil
@@ -464,11 +541,19 @@ func (w *wrapped) Consume(handler jetstream.MessageHandler, opts ...jetstream.Pu
 		return nil, jetstream.ErrHandlerRequired
 	}
 	c := &wrappedConsume{stop: make(chan struct{}), closed: make(chan struct{})}
-	inner, err := w.Consumer.Consume(func(m jetstream.Msg) { w.offer(m, c.stop) }, opts...)
+	var inner jetstream.ConsumeContext
+	opened := make(chan struct{})
+	inner, err := w.Consumer.Consume(func(m jetstream.Msg) {
+		if w.offer(w.took(m), c.stop) != nil {
+			<-opened
+			inner.Stop() // here, for the program's handler may not return for long
+		}
+	}, opts...)
 	if err != nil {
 		return nil, err
 	}
 	c.ConsumeContext = inner
+	close(opened)
 	go func() { // ends with Stop, Drain, the source or the pull
 		defer close(c.closed)
 		w.pump(c.stop, inner.Closed(), func(m jetstream.Msg) { handler(m) })
@@ -577,7 +662,9 @@ func (it *iterator) Next(opts ...jetstream.NextOpt) (jetstream.Msg, error) {
 			go func() {
 				m, err := it.inner.Next()
 				if err == nil {
-					it.w.offer(m, it.stop)
+					if err = it.w.offer(it.w.took(m), it.stop); err != nil {
+						it.inner.Stop()
+					}
 				}
 				answer <- err
 			}()

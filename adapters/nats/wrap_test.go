@@ -317,6 +317,78 @@ func TestWrappedFetchWithLessRoom(t *testing.T) {
 	}
 }
 
+// A call whose pull brings more bytes than the source has room for hands out what
+// there is, whether the program acks as it goes or when it has all.
+func TestWrappedFetchOfMoreBytesThanFit(t *testing.T) {
+	t.Parallel()
+	const n, fit = 40, 5
+	for name, atOnce := range map[string]bool{"acked one by one": true, "acked at the end of a batch": false} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t, jetstream.ConsumerConfig{AckWait: 20 * time.Second})
+			body := make([]byte, 1000)
+			g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{WindowBytes: int64(fit * len(body))}})
+			w := wrap(t, g, r.consumer)
+			for range n {
+				if _, err := r.js.Publish(adaptertest.Context(t), "s.x", body); err != nil {
+					t.Fatal(err)
+				}
+			}
+			late := time.After(30 * time.Second)
+			for acked := 0; acked < n; {
+				b, err := w.Fetch(n, jetstream.FetchMaxWait(5*time.Second))
+				if err != nil {
+					t.Fatal(err)
+				}
+				var got []jetstream.Msg
+				for open := true; open; {
+					select {
+					case m, more := <-b.Messages():
+						if open = more; more {
+							got = append(got, m)
+						}
+					case <-late:
+						t.Fatalf("a fetch does not end: %d acked, %d in hand, %+v", acked, len(got), w.src.Account())
+					}
+					for ; len(got) > 0 && (atOnce || !open); got = got[1:] {
+						if err := got[0].Ack(); err != nil {
+							t.Fatal(err)
+						}
+						acked++
+					}
+				}
+				if err := b.Error(); err != nil {
+					t.Fatal(err)
+				}
+			}
+			adaptertest.Eventually(t, "all acked", func() bool { return r.info(t).AckFloor.Stream == n })
+			if i := r.info(t); i.Delivered.Consumer != n {
+				t.Errorf("%d deliveries", i.Delivered.Consumer)
+			}
+		})
+	}
+}
+
+// A batch of none is the client's error, also while an earlier pull is open.
+func TestWrappedFetchOfNone(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{})
+	w := wrap(t, adaptertest.Guard(t, guard.Config{}), r.consumer)
+	for range 2 {
+		for _, most := range []int{0, -1} {
+			if _, err := w.Fetch(most); !errors.Is(err, nats.ErrInvalidArg) {
+				t.Errorf("Fetch(%d): %v", most, err)
+			}
+			if _, err := w.FetchNoWait(most); !errors.Is(err, nats.ErrInvalidArg) {
+				t.Errorf("FetchNoWait(%d): %v", most, err)
+			}
+		}
+		if _, err := w.Fetch(5, jetstream.FetchMaxWait(time.Second)); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
 // What waits behind a retry of its lane keeps no call open: neither beyond its wait,
 // nor when all else that it pulled is handed out.
 func TestWrappedFetchBehindARetry(t *testing.T) {
@@ -380,6 +452,93 @@ func TestWrappedFetchOfProbes(t *testing.T) {
 	}
 	if n != 5 || b.Error() != nil {
 		t.Errorf("%d messages, %v, %+v", n, b.Error(), w.src.Account())
+	}
+}
+
+// A source that ends while the program consumes from it stops the pull at once,
+// though a handler is still running, and costs no message more than the delivery
+// that it had.
+func TestWrappedSourceEndsDuringAPull(t *testing.T) {
+	t.Parallel()
+	const before, after = 1, 200
+	// Each hands one message over, and goes on until it is told that the source has
+	// ended.
+	ways := map[string]func(t *testing.T, c jetstream.Consumer, handle func(jetstream.Msg)){
+		"consume": func(t *testing.T, c jetstream.Consumer, handle func(jetstream.Msg)) {
+			cc, err := c.Consume(handle, jetstream.PullExpiry(5*time.Minute))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			<-cc.Closed()
+		},
+		"messages": func(t *testing.T, c jetstream.Consumer, handle func(jetstream.Msg)) {
+			it, err := c.Messages(jetstream.PullExpiry(5 * time.Minute))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			defer it.Stop()
+			m, err := it.Next()
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			var handling sync.WaitGroup
+			defer handling.Wait()
+			handling.Go(func() { handle(m) })
+			for err == nil {
+				_, err = it.Next()
+			}
+			if !errors.Is(err, guard.ErrClosed) {
+				t.Error(err)
+			}
+		},
+		"fetch": func(t *testing.T, c jetstream.Consumer, handle func(jetstream.Msg)) {
+			b, err := c.Fetch(before+after, jetstream.FetchMaxWait(20*time.Second))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			var handling sync.WaitGroup
+			defer handling.Wait()
+			m := <-b.Messages()
+			handling.Go(func() { handle(m) })
+			for range b.Messages() {
+			}
+			if err := b.Error(); !errors.Is(err, guard.ErrClosed) {
+				t.Error(err)
+			}
+		},
+	}
+	for name, way := range ways {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t, jetstream.ConsumerConfig{})
+			g := adaptertest.Guard(t, guard.Config{})
+			w := wrap(t, g, r.consumer)
+			r.publish(t, subject, 0, before)
+			handling, release := make(chan struct{}), make(chan struct{})
+			var running sync.WaitGroup
+			defer running.Wait()
+			defer close(release)
+			var once sync.Once
+			running.Go(func() {
+				way(t, w, func(m jetstream.Msg) {
+					once.Do(func() { close(handling) })
+					<-release
+					_ = m.Ack()
+				})
+			})
+			<-handling
+			running.Go(func() { _, _ = g.Close(context.Background()) })
+			adaptertest.Eventually(t, "the source has ended", func() bool { return w.src.State().Ended })
+			r.publish(t, subject, before, before+after)
+			adaptertest.Eventually(t, "no pull is open", func() bool { return r.info(t).NumWaiting == 0 })
+			if i := r.info(t); i.NumRedelivered != 0 || i.Delivered.Consumer > before+after {
+				t.Errorf("%d redelivered, %d deliveries", i.NumRedelivered, i.Delivered.Consumer)
+			}
+		})
 	}
 }
 
