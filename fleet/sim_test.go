@@ -134,6 +134,9 @@ func whole(int, int) bool { return false }
 const scopeName = "orders"
 
 func newWorld(t testing.TB, seed uint64, o options) *world {
+	if _, ok := t.(*testing.T); ok && raceEnabled {
+		t.Skip("it has one goroutine: run without -race")
+	}
 	def(&o.gossip, 50*ms)
 	def(&o.delay, 5*ms)
 	def(&o.took, 5*ms)

@@ -349,7 +349,7 @@ func (s *Source[M]) put(m M, batched bool) (room int) {
 func (l *loop[M]) slowStep() bool {
 	s := l.s
 	s.rest()
-	room := l.intake()
+	room, more := l.intake()
 	now := s.g.now()
 	s.mu.Lock()
 	if l.finishedLocked() {
@@ -363,7 +363,7 @@ func (l *loop[M]) slowStep() bool {
 			s.cond.Broadcast()
 		}
 		s.unlock(now)
-		return l.block(at, now, room > 0)
+		return more || l.block(at, now, room > 0)
 	}
 	st := s.c.next(now)
 	s.prepareLocked(st)
@@ -376,7 +376,7 @@ func (l *loop[M]) slowStep() bool {
 		s.settle(st.it)
 		return true
 	default:
-		return l.block(st.at, now, room > 0)
+		return more || l.block(st.at, now, room > 0)
 	}
 }
 
@@ -395,23 +395,27 @@ func (l *loop[M]) finishedLocked() bool {
 	}
 }
 
-// intake reads what is there, as far as there is room, and returns the room left.
-func (l *loop[M]) intake() int {
+// intake reads what is there, as far as there is room, and returns the room left,
+// and whether there may be more: then nobody will say so again.
+func (l *loop[M]) intake() (room int, more bool) {
 	s := l.s
 	s.mu.Lock()
 	room, ended := s.c.room(), s.c.ended
 	s.mu.Unlock()
 	if ended {
-		return 0
+		return 0, false
 	}
-	for n := 0; room > 0 && n < intakeAtOnce; n++ {
+	for range intakeAtOnce {
+		if room <= 0 {
+			return room, false
+		}
 		m, batched, ok := l.poll()
 		if !ok {
-			break
+			return room, false
 		}
 		room = s.put(m, batched)
 	}
-	return room
+	return room, room > 0
 }
 
 // poll reads a message if there is one.

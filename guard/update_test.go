@@ -188,3 +188,48 @@ func TestUpdateOfTheWindow(t *testing.T) {
 		})
 	}
 }
+
+// A source that is held from its first message fills its window, however much comes at
+// once.
+func TestHeldFeedFillsTheWindow(t *testing.T) {
+	for _, workers := range []int{1, 4} {
+		bubble(t, strconv.Itoa(workers), func(t *testing.T) {
+			g, err := New(Config{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			policy := Policy{Order: OrderKey, Workers: workers, Window: 4096}
+			s, err := Open(g, SourceConfig{Name: "s", Policy: &policy}, Limits{}, &testPort{keys: 100}, func(context.Context, int) error { return nil })
+			if err != nil {
+				t.Fatal(err)
+			}
+			s.Pause()
+			feed, ended := s.Feed(), make(chan error)
+			go func() { ended <- s.RunFeed(t.Context()) }()
+			var reader sync.WaitGroup
+			reader.Go(func() {
+				for m := range 6000 {
+					if _, err := feed.Put(t.Context(), m); err != nil {
+						t.Error(err)
+					}
+				}
+				feed.Close()
+			})
+			time.Sleep(time.Second)
+			if n := s.Account().Unsettled(); n < policy.Window*3/4 || n > policy.Window {
+				t.Errorf("%d messages fill a window of %d", n, policy.Window)
+			}
+			s.Resume()
+			reader.Wait()
+			if err := <-ended; err != nil {
+				t.Error(err)
+			}
+			if a := s.Account(); a.Acked != 6000 {
+				t.Errorf("%+v", a)
+			}
+			if _, err := g.Close(t.Context()); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}

@@ -135,6 +135,9 @@ func newFleet(t testing.TB, n int, l Limit, seed uint64) *fleet {
 
 // newFleetOf has n nodes, of which the roster may know fewer.
 func newFleetOf(t testing.TB, n int, cfg Config, seed uint64) *fleet {
+	if _, ok := t.(*testing.T); ok && raceEnabled {
+		t.Skip("it has one goroutine: run without -race")
+	}
 	f := &fleet{t: t, cfg: cfg, limit: cfg.Limit, rand: rand.New(rand.NewPCG(seed, 1)), by: make([]int, n)}
 	f.ideal = bucket{rate: cfg.Limit.Rate, burst: float64(cfg.Limit.Burst), level: float64(cfg.Limit.Burst)}
 	f.bound = f.ideal

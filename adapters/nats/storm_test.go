@@ -252,7 +252,8 @@ func TestPoisonAmongThousandKeys(t *testing.T) {
 
 // After an outage what was held drains in order and within the ramp.
 func TestDrainsInOrderWithinTheRamp(t *testing.T) {
-	r := newRig(t, jetstream.ConsumerConfig{AckWait: time.Second})
+	const wait = 2 * time.Second
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: wait})
 	ramp := guard.Ramp{Start: 100, Double: 500 * time.Millisecond, For: 3 * time.Second}
 	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Ramp: ramp}})
 	var mu sync.Mutex
@@ -272,6 +273,7 @@ func TestDrainsInOrderWithinTheRamp(t *testing.T) {
 	const n = 450
 	r.publish(t, subject, 0, n)
 	adaptertest.Eventually(t, "held", func() bool { return src.State().Account.Held == n })
+	time.Sleep(wait) // they are kept alive
 	closed := time.Now()
 	if err := src.ForceClosed(); err != nil {
 		t.Fatal(err)

@@ -91,7 +91,7 @@ var Ours = Rules{
 		},
 		{
 			Path: "adapters/amqp", May: []string{"guard", "dlq"},
-			MayTest: []string{"guard/guardtest", "breaker", "internal/adaptertest", "internal/brokers"},
+			MayTest: []string{"guard/guardtest", "breaker", "limiter", "internal/adaptertest", "internal/brokers"},
 			Why:     "an adapter touches one broker and decides nothing; adapters never import each other",
 		},
 		{
