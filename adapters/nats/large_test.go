@@ -29,8 +29,7 @@ func (r *rig) publishLarge(t testing.TB, n, size int) {
 
 // While the handler of the first message is slow, the server sends what the pulls
 // ask for. nats.go must not get more of it than it keeps.
-func TestLargeMessagesAreNotDropped(t *testing.T) {
-	t.Parallel()
+func TestLargeMessagesAreNotDropped(t *testing.T) { // alone: what it publishes keeps both processors busy
 	const (
 		window = 128
 		small  = 1 + window/4 // the first goes to the handler, a quarter of the window to the feed
@@ -88,8 +87,7 @@ func TestLargeMessagesAreNotDropped(t *testing.T) {
 
 // The largest message that the server takes is above what a pull may bring
 // elsewhere, and comes.
-func TestTheLargestMessageComes(t *testing.T) {
-	t.Parallel()
+func TestTheLargestMessageComes(t *testing.T) { // alone, too
 	r := newRig(t, jetstream.ConsumerConfig{})
 	r.stop()
 	r.payload = pullBytes + 1<<20

@@ -546,7 +546,7 @@ func TestWrappedSourceEndsDuringAPull(t *testing.T) {
 // delivered twice, and it all comes later.
 func TestWrappedHold(t *testing.T) {
 	t.Parallel()
-	r := newRig(t, jetstream.ConsumerConfig{AckWait: 2 * time.Second, MaxAckPending: 40})
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 4 * time.Second, MaxAckPending: 40})
 	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
 	w := wrap(t, g, r.consumer)
 	if err := w.src.ForceOpen(0); err != nil {
