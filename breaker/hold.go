@@ -27,8 +27,9 @@ const (
 // Hold opens the breaker until [Breaker.Unhold] or [Breaker.CloseHeld], and
 // raises the ladder to rung if it is lower. It voids what is out, as Force
 // does, a permitted probe included; on a breaker that is held already only the
-// ladder moves, and its vote in a tree lasts from now (see [Scopes]). It does nothing while a force lasts, be it behind a longer open
-// period of the breaker's own, which Snapshot.Barred tells.
+// ladder moves, and its vote in a tree lasts from now (see [Scopes]). It does
+// nothing while a force lasts, be it behind a longer open period of the breaker's
+// own, which Snapshot.Barred tells.
 func (b *Breaker) Hold(now time.Duration, rung int, cause Cause) {
 	b.mu.Lock()
 	defer b.unlock(now)
@@ -58,7 +59,8 @@ func (b *Breaker) Permit(now time.Duration) {
 }
 
 // Unhold gives a held breaker back to itself: it is half-open and judges its
-// own probes. In a tree it has no vote until one of them fails. It does nothing if the breaker is not held.
+// own probes. In a tree it has no vote until one of them fails. It does nothing if
+// the breaker is not held.
 func (b *Breaker) Unhold(now time.Duration) {
 	b.mu.Lock()
 	defer b.unlock(now)

@@ -32,7 +32,8 @@ type Notifier interface {
 // Delta, Merge or Gone, except for Kick: the Node waits for the section there.
 //
 // One goroutine owns the session and steps it; others read the sockets, write
-// streams, look for processes, and log what membership says. All of them end with [Node.Close].
+// streams, look for processes, and log what membership says. All of them end with
+// [Node.Close].
 // memberlist's own, of which there are some ten, end then too, but for a probe
 // that is under way: it sends nothing and is over within 2 s.
 type Node struct {
