@@ -458,7 +458,11 @@ func TestUpgradedBroker(t *testing.T) {
 
 	after.publish(0, 1)
 	after.on(func(ch *amqp091.Channel) error { // up to the last delivery
-		for n := 0; n < defaultDeliveryLimit; time.Sleep(time.Millisecond) {
+		late := time.Now().Add(30 * time.Second)
+		for n := 0; n < defaultDeliveryLimit; time.Sleep(time.Millisecond) { // what goes back is there again soon
+			if time.Now().After(late) {
+				return fmt.Errorf("delivered %d times only", n)
+			}
 			m, ok, err := ch.Get(after.queue, false)
 			if err == nil && ok {
 				n, err = n+1, m.Nack(false, true)
