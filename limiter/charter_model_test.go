@@ -276,7 +276,7 @@ func TestNeverTooMuchWhileChartersChange(t *testing.T) {
 		}
 	})
 	t.Logf("charters, completions, trims, resets: %v", seen)
-	if slices.Contains(seen[:], 0) {
+	if !raceEnabled && slices.Contains(seen[:], 0) { // ten draws may well be without a reset
 		t.Errorf("nothing was tried of something: %v", seen)
 	}
 }

@@ -107,8 +107,8 @@ func TestRefundMakesNoTokens(t *testing.T) {
 			Rate:  rapid.SampledFrom([]float64{1, 100, 12345}).Draw(t, "rate"),
 			Burst: rapid.SampledFrom([]int{1, 2, 5, 300}).Draw(t, "burst"),
 		}
-		now := time.Duration(0)
-		s, err := New(crdt.Replica{Name: "a"}, Config{Limit: limit}, WithClock(func() time.Duration { return now }))
+		var now hand
+		s, err := New(crdt.Replica{Name: "a"}, Config{Limit: limit}, WithClock(now.read))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -120,7 +120,7 @@ func TestRefundMakesNoTokens(t *testing.T) {
 		for range 80 {
 			if rapid.IntRange(0, 3).Draw(t, "passes") == 0 {
 				d := time.Duration(rapid.IntRange(0, 100_000).Draw(t, "µs")) * time.Microsecond
-				now += d
+				now.move(d)
 				level = max(level, min(most+int64(out)*1e9, level+int64(d)*int64(limit.Rate)))
 			}
 			n := rapid.SampledFrom([]int{1, 1, 2, limit.Burst}).Draw(t, "n")
@@ -231,7 +231,7 @@ func (c *tally) Refund(n int) {
 // a denial is one that some gate alone would have made.
 func TestAllOrNone(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		now := time.Duration(0)
+		var now hand
 		var gates []Gate
 		var parts []*tally
 		var keys []*Limiter
@@ -239,7 +239,7 @@ func TestAllOrNone(t *testing.T) {
 			s, err := New(crdt.Replica{Name: "a"}, Config{Limit: Limit{
 				Rate:  rapid.SampledFrom([]float64{1, 10, 1000}).Draw(t, "rate"),
 				Burst: rapid.SampledFrom([]int{1, 2, 5, 100}).Draw(t, "burst"),
-			}}, WithClock(func() time.Duration { return now }))
+			}}, WithClock(now.read))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -251,7 +251,7 @@ func TestAllOrNone(t *testing.T) {
 		a := All(gates...)
 		admitted := int64(0)
 		for range 40 {
-			now += time.Duration(rapid.IntRange(0, 300).Draw(t, "ms")) * ms
+			now.move(time.Duration(rapid.IntRange(0, 300).Draw(t, "ms")) * ms)
 			n := rapid.SampledFrom([]int{1, 1, 2, 6}).Draw(t, "n")
 			possible := true
 			for _, k := range keys {

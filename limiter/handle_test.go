@@ -36,8 +36,8 @@ func TestLocalIsABucket(t *testing.T) {
 			Rate:  rapid.SampledFrom([]float64{1, 3, 1000, 12345}).Draw(t, "rate"),
 			Burst: rapid.SampledFrom([]int{1, 2, 5, 300, 5000}).Draw(t, "burst"),
 		}
-		now := time.Duration(0)
-		s, err := New(crdt.Replica{Name: "a"}, Config{Limit: limit}, WithClock(func() time.Duration { return now }))
+		var now hand
+		s, err := New(crdt.Replica{Name: "a"}, Config{Limit: limit}, WithClock(now.read))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -47,7 +47,7 @@ func TestLocalIsABucket(t *testing.T) {
 		level, most := int64(limit.Burst)*1e9, int64(limit.Burst)*1e9
 		for range 60 {
 			d := time.Duration(rapid.IntRange(0, 2000).Draw(t, "µs")) * time.Microsecond
-			now += d
+			now.move(d)
 			level = min(most, level+int64(d)*int64(limit.Rate))
 			n := rapid.SampledFrom([]int{1, 1, 1, 2, 40, limit.Burst, limit.Burst + 1}).Draw(t, "n")
 			for range rapid.SampledFrom([]int{1, 1, 70}).Draw(t, "times") {
@@ -187,8 +187,8 @@ func TestWaitersOfTwoKeys(t *testing.T) {
 // However many call at once, no token is spent twice and none gets lost.
 func TestPoolUnderContention(t *testing.T) {
 	const burst = 20_000
-	now := atomic.Int64{}
-	s, err := New(crdt.Replica{Name: "a"}, Config{Limit: Limit{Rate: 1000, Burst: burst}}, WithClock(func() time.Duration { return time.Duration(now.Load()) }))
+	var now hand
+	s, err := New(crdt.Replica{Name: "a"}, Config{Limit: Limit{Rate: 1000, Burst: burst}}, WithClock(now.read))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -220,7 +220,7 @@ func TestPoolUnderContention(t *testing.T) {
 		if v.Level != 0 || v.Sums.Own != int64(round+1)*burst*micro {
 			t.Fatalf("round %d: %+v", round, v)
 		}
-		now.Add(int64(burst / 1000 * time.Second))
+		now.move(burst / 1000 * time.Second)
 	}
 }
 
@@ -277,8 +277,8 @@ func TestSetsLend(t *testing.T) {
 }
 
 func TestKeys(t *testing.T) {
-	now := time.Duration(0)
-	s, err := New(crdt.Replica{Name: "a"}, Config{Limit: Limit{Rate: 10, Burst: 10}, MaxKeys: 10}, WithClock(func() time.Duration { return now }))
+	var now hand
+	s, err := New(crdt.Replica{Name: "a"}, Config{Limit: Limit{Rate: 10, Burst: 10}, MaxKeys: 10}, WithClock(now.read))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -296,14 +296,16 @@ func TestKeys(t *testing.T) {
 		t.Error("more keys than MaxKeys")
 	}
 	for i := range 1000 {
-		now += time.Second
+		now.move(time.Second)
 		if !s.Key(fmt.Sprint("new", i)).Allow() {
 			t.Fatal("an idle key was not forgotten")
 		}
 	}
+	s.mu.Lock()
 	if s.known > 20 || s.node.Keys() > 10 {
 		t.Errorf("%d handles, %d keys", s.known, s.node.Keys())
 	}
+	s.mu.Unlock()
 	again, n := s.Key("0"), 0
 	for first.Allow() || again.Allow() {
 		n++

@@ -5,10 +5,20 @@ package limiter
 
 import (
 	"flag"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"go.uber.org/goleak"
 )
+
+// hand is a clock that stands until a test moves it. A set's own goroutine reads
+// it too.
+type hand struct{ at atomic.Int64 }
+
+func (h *hand) read() time.Duration  { return time.Duration(h.at.Load()) }
+func (h *hand) set(to time.Duration) { h.at.Store(int64(to)) }
+func (h *hand) move(d time.Duration) { h.at.Add(int64(d)) }
 
 func TestMain(m *testing.M) {
 	// A run of the model is seconds of a fleet's time. The nodes have no goroutines,

@@ -6,7 +6,6 @@ package limiter
 import (
 	"sync/atomic"
 	"testing"
-	"time"
 
 	"github.com/stormguard-mq/stormguard/crdt"
 )
@@ -15,9 +14,10 @@ import (
 // for the next keep-alive.
 func TestSetSaysWhenItHasChanged(t *testing.T) {
 	roster := Roster{Members: []Member{{Name: "a"}, {Name: "b"}}}
-	var now, told atomic.Int64 // the set's goroutine looks at both
+	var now hand
+	var told atomic.Int64 // counted by the set's goroutine too
 	s, err := New(crdt.Replica{Name: "a", Incarnation: 1}, Config{Limit: Limit{Rate: 1000, Burst: 100}, Roster: roster},
-		WithClock(func() time.Duration { return time.Duration(now.Load()) }))
+		WithClock(now.read))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -29,7 +29,7 @@ func TestSetSaysWhenItHasChanged(t *testing.T) {
 	before, seen := told.Load(), s.Mark(b)
 	rises := 0
 	for range 200 {
-		now.Add(int64(10 * time.Millisecond))
+		now.move(10 * ms)
 		key.Allow()
 		heard := told.Load()
 		mark := s.Mark(b)
@@ -46,7 +46,7 @@ func TestSetSaysWhenItHasChanged(t *testing.T) {
 	}
 	s.OnChange(nil)
 	for range 200 {
-		now.Add(int64(10 * time.Millisecond))
+		now.move(10 * ms)
 		before := told.Load()
 		key.Allow()
 		if told.Load() != before {

@@ -65,8 +65,8 @@ func TestReserve(t *testing.T) {
 func TestReservationsAreWithinTheBucket(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		cfg := Config{Limit: Limit{Rate: 100, Burst: rapid.IntRange(1, 30).Draw(t, "burst")}}
-		now := time.Duration(0)
-		s, err := New(crdt.Replica{Name: "a"}, cfg, WithClock(func() time.Duration { return now }))
+		var now hand
+		s, err := New(crdt.Replica{Name: "a"}, cfg, WithClock(now.read))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -81,7 +81,7 @@ func TestReservationsAreWithinTheBucket(t *testing.T) {
 			bursts[at/ms] += int64(n)
 		}
 		for range rapid.IntRange(1, 60).Draw(t, "steps") {
-			now += time.Duration(rapid.IntRange(0, 40).Draw(t, "ms")) * ms
+			now.move(time.Duration(rapid.IntRange(0, 40).Draw(t, "ms")) * ms)
 			n := rapid.IntRange(1, cfg.Limit.Burst).Draw(t, "n")
 			switch rapid.IntRange(0, 3).Draw(t, "what") {
 			case 0, 1:
@@ -92,7 +92,7 @@ func TestReservationsAreWithinTheBucket(t *testing.T) {
 				}
 			case 2:
 				if l.AllowN(n) {
-					admitted(now, n)
+					admitted(now.read(), n)
 				}
 			case 3:
 				if len(all) > 0 {
@@ -124,9 +124,9 @@ func TestReservationsAreWithinTheBucket(t *testing.T) {
 
 // A cut does not take a reservation back, and is not applied before it is due.
 func TestReservedBeforeACut(t *testing.T) {
-	now := time.Duration(0)
+	var now hand
 	cfg := Config{Limit: Limit{Rate: 10, Burst: 10}}
-	s, err := New(crdt.Replica{Name: "a"}, cfg, WithClock(func() time.Duration { return now }))
+	s, err := New(crdt.Replica{Name: "a"}, cfg, WithClock(now.read))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -139,29 +139,29 @@ func TestReservedBeforeACut(t *testing.T) {
 	if err != nil || r.Delay() != time.Second {
 		t.Fatal(err, r.Delay())
 	}
-	if err := s.Adopt(now, changed(cfg.Charter(), func(c *Charter) { c.Limit = Limit{1, 2} })); err != nil {
+	if err := s.Adopt(now.read(), changed(cfg.Charter(), func(c *Charter) { c.Limit = Limit{1, 2} })); err != nil {
 		t.Fatal(err)
 	}
 	if s.Applied() != 1 || r.Delay() != time.Second {
 		t.Errorf("applied %d, delay %v", s.Applied(), r.Delay())
 	}
-	now = time.Second
+	now.set(time.Second)
 	if s.Applied() != 2 || l.Allow() {
 		t.Errorf("applied %d when it was due", s.Applied())
 	}
-	now = 10 * time.Second // what was not minted is owed
+	now.set(10 * time.Second) // what was not minted is owed
 	if v, _ := s.View("k"); v.Sums.Own != 20*micro || v.Level != 0 {
 		t.Errorf("%+v", v)
 	}
-	if now = 11 * time.Second; !l.Allow() {
+	if now.set(11 * time.Second); !l.Allow() {
 		t.Error("denied when all is paid")
 	}
 }
 
 // What a cancelled reservation gives back behind a fence is void.
 func TestCancelBehindAFence(t *testing.T) {
-	now := time.Duration(0)
-	s, err := New(crdt.Replica{Name: "a"}, Config{Limit: Limit{Rate: 20, Burst: 20}}, WithClock(func() time.Duration { return now }))
+	var now hand
+	s, err := New(crdt.Replica{Name: "a"}, Config{Limit: Limit{Rate: 20, Burst: 20}}, WithClock(now.read))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -176,11 +176,11 @@ func TestCancelBehindAFence(t *testing.T) {
 	}
 	r.Cancel()
 	s.Mint(10 * ms)
-	now = 20 * ms
+	now.set(20 * ms)
 	if l.Allow() || !s.Stats().Fenced {
 		t.Fatal("allowed behind the fence")
 	}
-	now = time.Second
+	now.set(time.Second)
 	if l.Allow() || s.Stats().Level != 0 {
 		t.Errorf("the fence has passed, and %d are there", s.Stats().Level)
 	}
@@ -188,8 +188,8 @@ func TestCancelBehindAFence(t *testing.T) {
 
 // Level, loans and reservations are never more than the cap.
 func TestRefundBesideAReservation(t *testing.T) {
-	now := time.Duration(0)
-	s, err := New(crdt.Replica{Name: "x"}, Config{Limit: Limit{Rate: 10, Burst: 10}}, WithClock(func() time.Duration { return now }))
+	var now hand
+	s, err := New(crdt.Replica{Name: "x"}, Config{Limit: Limit{Rate: 10, Burst: 10}}, WithClock(now.read))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -198,7 +198,7 @@ func TestRefundBesideAReservation(t *testing.T) {
 	if !l.AllowN(10) {
 		t.Fatal("denied")
 	}
-	now = 500 * ms
+	now.set(500 * ms)
 	if _, err := l.Reserve(10); err != nil {
 		t.Fatal(err)
 	}
