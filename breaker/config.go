@@ -82,7 +82,8 @@ type Config struct {
 	Slow time.Duration
 
 	// PoisonAfter is how many probes in a row must fail with one head for it
-	// to be [Breaker.Suspect]. In [1, 1000000]; unset means 3.
+	// to be [Breaker.Suspect]. A guard counts a message's failed probes itself, over
+	// all of the outage, against the same number. In [1, 1000000]; unset means 3.
 	PoisonAfter int
 }
 

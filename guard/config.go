@@ -47,7 +47,7 @@ type Scope uint8
 // The scopes.
 const (
 	ScopePartition Scope = iota // each source; one without a partition is counted as ScopeTopic
-	ScopeTopic                  // the sources of one [SourceConfig.Destination]: a topic, a queue, a stream
+	ScopeTopic                  // the sources of one [SourceConfig.Destination]: all partitions of a topic
 	ScopeGroup                  // all sources of the Guard
 )
 
@@ -165,7 +165,7 @@ func (o *Order) UnmarshalText(text []byte) error {
 }
 
 // Retry is how often and how soon a failed message is handled again. No worker
-// waits for a retry: the message is parked, and blocks only what its order says.
+// waits for a retry: the message is put aside, and blocks only what its order says.
 type Retry struct {
 	// Attempts is how many handler calls a message gets before it may be
 	// dead-lettered, from 1 to 1000; unset means 5. Failed probes of a breaker
@@ -255,7 +255,8 @@ type Limiter interface {
 // An Option supplies a collaborator that a config file cannot express.
 type Option func(*Guard)
 
-// WithLogger logs changes of state, never messages. The default is silence.
+// WithLogger logs changes of state, never messages; nil is refused. The default is
+// silence.
 func WithLogger(log *slog.Logger) Option { return func(g *Guard) { g.log = log } }
 
 // WithMeterProvider is where metrics go; the default is OTel's global provider.

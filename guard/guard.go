@@ -26,10 +26,11 @@ import (
 )
 
 // Guard is what the sources of one process share: the scopes of the breakers,
-// the dead-letter writers, the sweeper, metrics. Make one for a process.
+// the dead-letter writers, the sweeper, metrics. Make one for a process, or one
+// for each group of sources whose scopes differ.
 //
-// Lock order: Source.mu, letterbox.mu, Guard.mu, the last of all. No port,
-// handler, writer or logger is called under any.
+// Lock order: Source.mu; then one of Feed.mu, a breaker's, a ring's, letterbox.mu;
+// Guard.mu, the last of all. No port, handler, writer or logger is called under any.
 type Guard struct {
 	cfg        Config
 	log        *slog.Logger
@@ -115,6 +116,9 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 	g.now = func() time.Duration { return time.Since(start) }
 	for _, o := range opts {
 		o(g)
+	}
+	if g.log == nil {
+		return nil, errors.New("guard: WithLogger: the logger must not be nil; leave the option out for silence")
 	}
 	if now := g.now(); now < 0 {
 		return nil, fmt.Errorf("guard: WithClock: the clock says %v; it must not be below 0", now)

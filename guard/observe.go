@@ -95,7 +95,7 @@ func newMetrics(g *Guard) (*metrics, error) {
 	keep := func(err error) { errs = append(errs, err) }
 	var err error
 	m.process, err = meter.Float64Histogram(MetricProcess, metric.WithUnit("s"), metric.WithExplicitBucketBoundaries(buckets[:]...),
-		metric.WithDescription("Duration of handler calls, one in "+strconv.Itoa(sampleOneIn)+" of those that succeed at once."))
+		metric.WithDescription("Duration of handler calls, of one message in "+strconv.Itoa(sampleOneIn)+"."))
 	keep(err)
 	m.recovery, err = meter.Float64Histogram(MetricRecovery, metric.WithUnit("s"), metric.WithExplicitBucketBoundaries(recoveryBuckets...),
 		metric.WithDescription("From a message's first failure to its settlement."))

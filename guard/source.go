@@ -25,8 +25,8 @@ import (
 // broker has an AckWait. All end before Run returns, unless a handler hangs.
 // In the passive shape Offer starts a pump instead, which ends with End.
 //
-// Lock order: Source.mu, then Feed.mu or a lock of package breaker or ringbuf.
-// No port, handler, writer or logger is called under any of them.
+// Lock order: that of [Guard], Source.mu first. No port, handler, writer or logger
+// is called under it.
 type Source[M any] struct {
 	g       *Guard
 	cfg     SourceConfig

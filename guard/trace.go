@@ -49,16 +49,16 @@ func (g *Guard) relate(ctx context.Context, far trace.SpanContext, opts []trace.
 	return ctx, opts
 }
 
-// trace keeps the message's trace context in its dead letter, and starts the span
-// of writing it; a message without a context gets the span's. end is told whether
-// the letter was confirmed.
+// trace starts the span of writing a dead letter, if there is a tracer, and with a
+// propagator keeps the message's trace context in it; a message without a context
+// gets the span's. end is told whether the letter was confirmed.
 func (g *Guard) trace(ctx context.Context, r *dlq.Record) (_ context.Context, end func(error)) {
 	end = func(error) {}
-	if g.propagator == nil {
-		return ctx, end
-	}
 	carrier := headerCarrier{&r.Headers}
-	far := g.extract(&r.Headers)
+	var far trace.SpanContext
+	if g.propagator != nil {
+		far = g.extract(&r.Headers)
+	}
 	if g.metrics.tracer != nil {
 		var opts []trace.SpanStartOption
 		ctx, opts = g.relate(ctx, far, []trace.SpanStartOption{
@@ -68,7 +68,7 @@ func (g *Guard) trace(ctx context.Context, r *dlq.Record) (_ context.Context, en
 		})
 		var span trace.Span
 		ctx, span = g.metrics.tracer.Start(ctx, "dead_letter "+r.Origin.Source, opts...)
-		if !far.IsValid() {
+		if g.propagator != nil && !far.IsValid() {
 			g.propagator.Inject(ctx, carrier)
 		}
 		end = func(err error) {
@@ -82,7 +82,9 @@ func (g *Guard) trace(ctx context.Context, r *dlq.Record) (_ context.Context, en
 			span.End()
 		}
 	}
-	r.TraceParent, r.TraceState = carrier.Get("traceparent"), carrier.Get("tracestate")
+	if g.propagator != nil {
+		r.TraceParent, r.TraceState = carrier.Get("traceparent"), carrier.Get("tracestate")
+	}
 	return ctx, end
 }
 

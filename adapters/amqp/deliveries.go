@@ -49,7 +49,8 @@ import (
 // what is held is still handed out before the result is closed.
 //
 // What it cannot do: it sees only these outcomes. There is no handler timeout,
-// and a panic is the program's. A retry comes after messages that were behind
+// and a panic is the program's: a delivery that is never settled stays out until
+// the broker closes the channel at its consumer timeout. A retry comes after messages that were behind
 // it, since several are out at once (a policy with one worker keeps the order).
 // It cannot close the channel at half of the consumer timeout and consume again
 // later: in a longer hold the broker closes the channel, which counts as a

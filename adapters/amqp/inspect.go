@@ -339,7 +339,7 @@ func (x *inspector) deadLetters(ctx context.Context) error {
 	q, err := x.queue(ctx, x.in.DLQ)
 	if errors.Is(err, ErrQueueGone) {
 		missing := &queueInfo{Name: x.in.DLQ}
-		x.add(guard.Danger, missing, "it does not exist: dead letters wait", DLQConfig{Queue: x.in.DLQ, Kind: Quorum}.command())
+		x.add(guard.Warning, missing, "it does not exist: dead letters wait", DLQConfig{Queue: x.in.DLQ, Kind: Quorum}.command())
 		return nil
 	}
 	if err != nil {

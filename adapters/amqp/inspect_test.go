@@ -54,7 +54,7 @@ func TestInspect(t *testing.T) {
 				[]string{"danger: its consumer timeout is 1m0s, and the guard counts on 30m0s"}},
 			"slow":   {Classic, nil, "", Target{HandlerTime: 10 * time.Second}, []string{"warning: waits 42m40s"}},
 			"stream": {Stream, nil, "", Target{}, []string{"danger: it is a stream"}},
-			"no dlq": {Classic, nil, "", Target{DLQ: "no-such-queue"}, []string{"danger: it does not exist: dead letters wait"}},
+			"no dlq": {Classic, nil, "", Target{DLQ: "no-such-queue"}, []string{"warning: it does not exist: dead letters wait"}},
 		} {
 			t.Run(name, func(t *testing.T) {
 				if name == "short timeout" && !four {

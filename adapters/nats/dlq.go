@@ -64,6 +64,14 @@ func (c DLQConfig) withDefaults() DLQConfig {
 	return c
 }
 
+// newStream is the stream of a configuration with its defaults.
+func (c DLQConfig) newStream() jetstream.StreamConfig {
+	return jetstream.StreamConfig{
+		Name: c.Stream, Subjects: []string{wildcard(c.Subject)},
+		Replicas: c.Replicas, Duplicates: c.Duplicates, Description: "dead letters of stormguard",
+	}
+}
+
 // Validate reports everything wrong at once.
 func (c DLQConfig) Validate() error {
 	d := c.withDefaults()
@@ -125,11 +133,7 @@ func NewDLQ(ctx context.Context, js jetstream.JetStream, cfg DLQConfig) (*DLQ, e
 		return nil, err
 	}
 	cfg = cfg.withDefaults()
-	_, err := ensureStream(ctx, js, jetstream.StreamConfig{
-		Name: cfg.Stream, Subjects: []string{wildcard(cfg.Subject)},
-		Replicas: cfg.Replicas, Duplicates: cfg.Duplicates, Description: "dead letters of stormguard",
-	}, cfg.NoCreate)
-	if err != nil {
+	if _, err := ensureStream(ctx, js, cfg.newStream(), cfg.NoCreate); err != nil {
 		return nil, err
 	}
 	return &DLQ{js: js, cfg: cfg}, nil

@@ -4,6 +4,7 @@
 package nats
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -28,6 +29,10 @@ type Target struct {
 	// Hold is the longest outage, of the dependency or of all consumers, that
 	// must lose nothing. Unset means 1h; not below 0.
 	Hold time.Duration
+
+	// HandlerTime is the longest that one message may be handled. Unset means
+	// Policy.Timeout, with its default of 30s; not below 0.
+	HandlerTime time.Duration
 }
 
 func (t Target) validate() error {
@@ -41,6 +46,9 @@ func (t Target) validate() error {
 	if t.Hold < 0 {
 		errs = append(errs, fmt.Errorf("nats: Target.Hold: %s is below 0", t.Hold))
 	}
+	if t.HandlerTime < 0 {
+		errs = append(errs, fmt.Errorf("nats: Target.HandlerTime: %s is below 0", t.HandlerTime))
+	}
 	return errors.Join(append(errs, t.Policy.Validate())...)
 }
 
@@ -53,6 +61,9 @@ func Inspect(ctx context.Context, js jetstream.JetStream, t Target) ([]guard.Fin
 	}
 	if t.Hold == 0 {
 		t.Hold = time.Hour
+	}
+	if t.HandlerTime == 0 && !t.Policy.NoTimeout {
+		t.HandlerTime = cmp.Or(t.Policy.Timeout, 30*time.Second)
 	}
 	stream, err := js.Stream(ctx, t.Stream)
 	if err != nil {
@@ -76,11 +87,15 @@ func Inspect(ctx context.Context, js jetstream.JetStream, t Target) ([]guard.Fin
 		}
 	}
 	if t.DLQ != "" {
-		dead, err := js.Stream(ctx, t.DLQ)
-		if err != nil {
+		switch dead, err := js.Stream(ctx, t.DLQ); {
+		case errors.Is(err, jetstream.ErrStreamNotFound):
+			missing := DLQConfig{Stream: t.DLQ, Replicas: stream.CachedInfo().Config.Replicas}.withDefaults().newStream()
+			i.add(guard.Warning, "stream "+t.DLQ, addCommand(&missing), "it does not exist: dead letters wait")
+		case err != nil:
 			return nil, fmt.Errorf("nats: inspect stream %s: %w", t.DLQ, err)
+		default:
+			i.dlq(dead.CachedInfo().Config, stream.CachedInfo().Config)
 		}
-		i.dlq(dead.CachedInfo().Config, stream.CachedInfo().Config)
 	}
 	return i.findings, nil
 }
@@ -128,9 +143,13 @@ func (i *inspection) consumer(c jetstream.ConsumerConfig) {
 	for _, d := range c.BackOff {
 		wait = min(wait, d)
 	}
-	if wait < time.Second {
+	switch {
+	case wait < time.Second:
 		i.add(guard.Warning, where, edit+"--wait=30s",
 			"AckWait (or the shortest BackOff) is %s: held messages are extended every %s, and one pause of the process repeats them", wait, wait/3)
+	case wait < i.HandlerTime:
+		i.add(guard.Warning, where, edit+fmt.Sprintf("--wait=%s", i.HandlerTime),
+			"AckWait (or the shortest BackOff) is %s, and a message may be handled for %s: under WrapConsumer it has failed by then and is handed out beside its handler; under Consume it is kept alive by extensions alone", wait, i.HandlerTime)
 	}
 	if len(c.BackOff) > 0 {
 		i.add(guard.Notice, where, "make it anew without BackOff", "BackOff spaces deliveries, not attempts: with the guard it only shortens AckWait")

@@ -35,6 +35,8 @@ func TestInspect(t *testing.T) {
 		"memory":          {stream: jetstream.StreamConfig{Storage: jetstream.MemoryStorage}, severity: guard.Danger, want: "in memory"},
 		"ack all":         {consumer: jetstream.ConsumerConfig{AckPolicy: jetstream.AckAllPolicy}, severity: guard.Danger, want: "AckAll"},
 		"short wait":      {consumer: jetstream.ConsumerConfig{AckWait: 900 * time.Millisecond}, severity: guard.Warning, want: "900ms"},
+		"long handler":    {consumer: jetstream.ConsumerConfig{AckWait: 20 * time.Second}, severity: guard.Warning, want: "AckWait (or the shortest BackOff) is 20s, and a message may be handled for 30s"},
+		"as long":         {consumer: jetstream.ConsumerConfig{AckWait: 20 * time.Second}, policy: guard.Policy{Timeout: 20 * time.Second}},
 		"pending":         {consumer: jetstream.ConsumerConfig{MaxAckPending: 9}, policy: guard.Policy{Window: 10}, severity: guard.Warning, want: "Policy.Window 10"},
 		"pending default": {consumer: jetstream.ConsumerConfig{MaxAckPending: 9}},
 		"inactive":        {consumer: jetstream.ConsumerConfig{InactiveThreshold: time.Minute}, severity: guard.Warning, want: "begins at the start"},
@@ -101,14 +103,18 @@ func TestInspectSaysWhatIsMissing(t *testing.T) {
 		"Target.Stream":    {Consumer: "C", Hold: time.Second},
 		"Target.Consumer":  {Stream: "S"},
 		"Target.Hold: -1s": {Stream: "S", Consumer: "C", Hold: -time.Second},
+		"HandlerTime: -1s": {Stream: "S", Consumer: "C", HandlerTime: -time.Second},
 		"Policy.Window":    {Stream: "S", Consumer: "C", Policy: guard.Policy{Window: -1}},
 		"stream X":         {Stream: "X", Consumer: "C"},
 		"consumer X":       {Stream: "S", Consumer: "X"},
-		"stream D":         {Stream: "S", Consumer: "C", DLQ: "D"},
 	} {
 		if found, err := Inspect(ctx, r.js, target); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: %v, %v", want, found, err)
 		}
+	}
+	found, err := Inspect(ctx, r.js, Target{Stream: "S", Consumer: "C", DLQ: "D", HandlerTime: time.Second})
+	if err != nil || len(found) != 1 || found[0].Severity != guard.Warning || found[0].Where != "stream D" || !strings.HasPrefix(found[0].Fix, "nats stream add D ") {
+		t.Errorf("%v, %v", found, err)
 	}
 	ended, cancel := context.WithCancel(ctx)
 	cancel()

@@ -4,6 +4,8 @@
 package main
 
 import (
+	"time"
+
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 	"github.com/spf13/cobra"
@@ -51,6 +53,8 @@ func newDoctorNATS() *cobra.Command {
 	f.StringVar(&target.Stream, "stream", "", "stream of the guarded consumer")
 	f.StringVar(&target.Consumer, "consumer", "", "its consumer")
 	f.StringVar(&target.DLQ, "dlq", "", "stream of its dead letters, if it has one")
+	target.HandlerTime = 30 * time.Second
+	e.duration(f, &target.HandlerTime, "handler-time", time.Millisecond, 24*time.Hour, "the longest that one message may be handled")
 	e.flags(cmd)
 	return cmd
 }

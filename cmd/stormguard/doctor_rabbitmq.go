@@ -41,6 +41,7 @@ by the API of RabbitMQ's management plugin. The user needs the tag "monitoring".
 	f.BoolVar(&target.Native, "native", false, "dead letters go by the queue's own exchange (WithDeadLetterExchange)")
 	e.number(f, &target.Prefetch, "prefetch", 1, 65535, "the consumer's prefetch")
 	e.duration(f, &target.ConsumerTimeout, "consumer-timeout", time.Second, 8760*time.Hour, "the broker's consumer_timeout")
+	e.duration(f, &target.HandlerTime, "handler-time", time.Microsecond, 24*time.Hour, "how long a message usually takes, divided by the workers; unset leaves out what follows from it")
 	e.flags(cmd)
 	return cmd
 }

@@ -55,10 +55,13 @@ func newFleet() *cobra.Command {
 			return op.show(cmd.Context(), cmd.OutOrStdout(), watch)
 		},
 	}
-	cmd.PersistentFlags().StringVar(&op.url, "url", defaultFleetURL, "where a process of the fleet serves its handler")
-	cmd.PersistentFlags().BoolVar(&op.json, "json", false, "print what the process answers")
 	cmd.Flags().BoolVar(&watch, "watch", false, "again each second, until interrupted")
-	cmd.AddCommand(newFleetEvict(&op), newFleetSet(&op), newFleetReset(&op), newFleetJournal(&op), newFleetRun())
+	asking := []*cobra.Command{newFleetEvict(&op), newFleetSet(&op), newFleetReset(&op), newFleetJournal(&op)}
+	for _, c := range append(asking, cmd) {
+		c.Flags().StringVar(&op.url, "url", defaultFleetURL, "where a process of the fleet serves its handler")
+		c.Flags().BoolVar(&op.json, "json", false, "print what the process answers")
+	}
+	cmd.AddCommand(append(asking, newFleetRun())...)
 	return cmd
 }
 

@@ -6,7 +6,7 @@
 //
 //	p, err := process.Start(process.Config{Fleet: "payments", Name: hostname, Limits: …, Gossip: …})
 //	g, err := guard.New(guard.Config{Group: "payments"}, guard.WithFleet(p.Member()))
-//	…  guard.SourceConfig{Limiter: p.Key("gateway")}
+//	…  nats.WithLimiter(p.Key("gateway")), and likewise in the other adapters
 //	defer p.Close()    // for good: p.Leave(ctx)
 //
 //	            ┌───────────────── Process ─────────────────┐

@@ -5,6 +5,7 @@ package process
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"slices"
 	"sync"
@@ -25,11 +26,12 @@ type Process struct {
 	limits *limiter.Set
 	seen   *seen
 
+	member *fleet.Member // decides nothing if alone
+
 	node      *gossip.Node // nil if alone, as what follows
 	charters  *fleet.Charters
 	verdicts  *fleet.Verdicts
 	storms    *fleet.Storms
-	member    *fleet.Member
 	journal   *fleet.Journal
 	standings *fleet.Standings
 
@@ -61,6 +63,9 @@ func Start(cfg Config, opts ...Option) (*Process, error) {
 	for _, opt := range opts {
 		opt(&o)
 	}
+	if o.log == nil {
+		return nil, errors.New("process: WithLogger: the logger must not be nil; leave the option out for silence")
+	}
 	p := &Process{cfg: cfg, self: cfg.Gossip.Self, clock: gossip.Clock(), log: o.log}
 	p.ctx, p.cancel = context.WithCancel(context.Background())
 	if err := p.start(o); err != nil {
@@ -78,10 +83,10 @@ func (p *Process) start(o options) (err error) {
 	if p.limits, err = limiter.New(p.self, limits, limiter.WithClock(p.clock)); err != nil {
 		return err
 	}
-	if !p.cfg.alone() {
-		if err := p.join(o); err != nil {
-			return err
-		}
+	if p.cfg.alone() {
+		p.member = fleet.NewMember(p.clock, nil, nil)
+	} else if err := p.join(o); err != nil {
+		return err
 	}
 	p.seen, err = p.look(o)
 	if err != nil || p.cfg.alone() {
@@ -147,7 +152,8 @@ func (p *Process) Key(key string) *limiter.Limiter { return p.limits.Key(key) }
 // Limits are all of them.
 func (p *Process) Limits() *limiter.Set { return p.limits }
 
-// Member is what a guard takes, by guard.WithFleet; nil if the process is alone.
+// Member is what a guard takes, by guard.WithFleet. That of a process that is alone
+// leaves the guard to itself.
 func (p *Process) Member() *fleet.Member { return p.member }
 
 // Node is the gossip; nil if the process is alone.

@@ -30,6 +30,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/crdt/gossip"
 	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
@@ -190,7 +191,8 @@ func TestProcessRestarts(t *testing.T) {
 	}
 }
 
-// A process that is alone listens nowhere, and has its limits.
+// A process that is alone listens nowhere, has its limits, and leaves a guard to
+// itself.
 func TestProcessAlone(t *testing.T) {
 	p := startProcess(t, Config{Fleet: "f", Name: "a", Limits: limiter.Config{Limit: limiter.Limit{Rate: 1, Burst: 2}}})
 	if !p.Key("k").AllowN(2) || p.Key("k").Allow() {
@@ -205,8 +207,20 @@ func TestProcessAlone(t *testing.T) {
 	if err := p.Join(t.Context(), 1); !errors.Is(err, ErrAlone) {
 		t.Error(err)
 	}
-	if p.Member() != nil || p.Node() != nil || p.Journal(nil) != nil {
+	if len(p.Member().Scopes()) != 0 || p.Node() != nil || p.Journal(nil) != nil {
 		t.Error("it has parts of a fleet")
+	}
+	g, err := guard.New(guard.Config{Group: "g"}, guard.WithFleet(p.Member()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _, _ = g.Close(t.Context()) }()
+	charge, err := guard.Protect(g, guard.SourceConfig{Name: "charge", Limiter: p.Key("other")}, func(context.Context, int) error { return nil })
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := charge.Do(t.Context(), 1); err != nil {
+		t.Error(err)
 	}
 	if err := p.Leave(t.Context()); err != nil {
 		t.Error(err)

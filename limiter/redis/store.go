@@ -82,6 +82,9 @@ func New(client goredis.Scripter, cfg Config, opts ...Option) (*Store, error) {
 	for _, o := range opts {
 		o(s)
 	}
+	if s.log == nil {
+		return nil, fmt.Errorf("%w: WithLogger: the logger must not be nil; leave the option out for silence", ErrConfig)
+	}
 	return s, nil
 }
 
