@@ -154,12 +154,19 @@ func (o *options) window(p *guard.Policy) (prefetch int, err error) {
 	if p.Window == 0 {
 		p.Window = prefetch
 	}
-	if most := o.timeout / 4; p.Retry.Max > most {
-		errs = append(errs, fmt.Errorf("amqp: Policy.Retry.Max: %s is more than %s, a quarter of the consumer timeout (WithConsumerTimeout)", p.Retry.Max, most))
-	} else if p.Retry.Max == 0 {
+	return prefetch, errors.Join(append(errs, o.retryMax(p))...)
+}
+
+// retryMax settles the longest retry delay.
+func (o *options) retryMax(p *guard.Policy) error {
+	most := o.timeout / 4
+	if p.Retry.Max > most {
+		return fmt.Errorf("amqp: Policy.Retry.Max: %s is more than %s, a quarter of the consumer timeout (WithConsumerTimeout)", p.Retry.Max, most)
+	}
+	if p.Retry.Max == 0 {
 		p.Retry.Max = max(min(10*time.Second, most), p.Retry.Base)
 	}
-	return prefetch, errors.Join(errs...)
+	return nil
 }
 
 // hangUp closes the connection, if there is one.

@@ -104,9 +104,12 @@ func guarded(ctx context.Context, g *guard.Guard, ch *amqp091.Channel, in <-chan
 	}
 	limits := o.limits(o.prefetch, versionOf(ch))
 	if o.prefetch > 0 {
-		if _, err := o.window(&policy); err != nil {
-			return nil, fmt.Errorf("amqp: deliveries of %s: %w", o.name, err)
-		}
+		_, err = o.window(&policy)
+	} else {
+		err = o.retryMax(&policy)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("amqp: deliveries of %s: %w", o.name, err)
 	}
 	d := &desk{
 		o: &o, in: in, out: make(chan amqp091.Delivery), quit: make(chan struct{}), read: make(chan struct{}),

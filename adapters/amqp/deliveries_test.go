@@ -167,6 +167,9 @@ func TestDeliveriesRefuses(t *testing.T) {
 	if _, err := Deliveries(ctx, g, ch, in, WithPolicy(guard.Policy{Timeout: time.Hour})); err == nil || !strings.Contains(err.Error(), "HoldMax") {
 		t.Errorf("%v", err)
 	}
+	if _, err := Deliveries(ctx, g, ch, in, WithPolicy(guard.Policy{Retry: guard.Retry{Max: time.Hour}})); err == nil || !strings.Contains(err.Error(), "Retry.Max") {
+		t.Errorf("%v", err)
+	}
 	other, err := conn.Channel()
 	if err != nil {
 		t.Fatal(err)

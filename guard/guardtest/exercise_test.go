@@ -171,6 +171,11 @@ func twisted(fault string, e *Epoch) <-chan *Message {
 				_ = e.Port().Flush()
 				over = !send(m)
 			case fault == "lose" && n%50 == 0:
+			case fault == "overflow":
+				select {
+				case out <- m:
+				case <-time.After(time.Second):
+				}
 			case fault == "twice" && n%50 == 0:
 				over = !send(m)
 				over = over || !send(m)

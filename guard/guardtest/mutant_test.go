@@ -172,6 +172,7 @@ func TestSuiteCatchesMutants(t *testing.T) {
 		{fault: "mixes lanes", rule: "order", order: guard.OrderKey},
 		{fault: "acks before the handler", rule: "close-held", twist: func(m *memory) { m.twist = "early" }},
 		{fault: "loses a message", rule: "acks", twist: func(m *memory) { m.twist = "lose" }},
+		{fault: "drops what does not fit", rule: "full", twist: func(m *memory) { m.twist = "overflow" }},
 		{fault: "swaps deliveries", rule: "order", twist: func(m *memory) { m.twist = "swap" }},
 		{fault: "delivers twice", rule: "acks", twist: func(m *memory) { m.twist = "twice" }},
 		{fault: "calls the port after the end", rule: "acks", twist: func(m *memory) { m.twist = "after" }},

@@ -173,6 +173,24 @@ var rules = []rule{
 		},
 	},
 	{
+		name: "full", says: "a source whose window is full takes no more, and loses nothing",
+		run: func(x *run) {
+			x.policy.Window = max(16, 4*x.policy.Workers)
+			x.publish(20)
+			x.start()
+			x.handled(20)
+			s := x.source()
+			s.Pause()
+			x.quietly(10*x.policy.Window, func() {
+				a := s.Account()
+				if n := a.Waiting + a.Processing + a.Settling + a.Held + a.RetryWait; n < x.policy.Window/4 || n > x.policy.Window {
+					x.errorf("%d messages unsettled in a window of %d, with ten times as many at the broker", n, x.policy.Window)
+				}
+				s.Resume()
+			})
+		},
+	},
+	{
 		name: "order", says: "handlers succeed in order, also through retries",
 		run: func(x *run) {
 			x.h.Delay(time.Millisecond)
