@@ -471,7 +471,7 @@ func lack(missing bool, feature string) string {
 func function(f Features) string { return lack(f.Passive, "Passive unset") }
 
 // repeat is a step for more calls than any rule makes.
-func repeat(s Step) []Step { return slices.Repeat([]Step{s}, 200) }
+func repeat(s Step) []Step { return slices.Repeat([]Step{s}, 5000) }
 
 // outage publishes n messages while the dependency is down for d.
 func (x *run) outage(n int, d time.Duration) {
