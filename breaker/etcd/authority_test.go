@@ -505,7 +505,7 @@ func TestProbeHangs(t *testing.T) {
 	r.down.Store(true)
 	r.took.Store(int64(time.Hour))
 	r.trip(ps, ls, 2)
-	r.until(3*sec, "a probe", func() bool { return r.out.Load() == 1 })
+	r.until(10*sec, "a probe", func() bool { return r.out.Load() == 1 })
 	took := r.until(4*sec, "the next round", func() bool { return ps[0].scope(ls[0]).Round == 2 })
 	if s := ps[0].scope(ls[0]); s.Cause != breaker.CauseLost || took < 1500*ms {
 		t.Errorf("after %v: %+v", took, s)
