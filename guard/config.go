@@ -247,7 +247,8 @@ type SourceConfig struct {
 
 // A Limiter paces admissions. Admit takes one admission and returns 0, or takes
 // none and returns how long to wait before it is worth asking again (more than
-// 0). It is called for each message under the source's lock: no I/O, no wait.
+// 0; more than 1 h is taken as 1 h). It is called for each message under the
+// source's lock: no I/O, no wait.
 type Limiter interface {
 	Admit(now time.Duration) (wait time.Duration)
 }

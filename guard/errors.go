@@ -102,9 +102,12 @@ const (
 	cancelled // the source was taken away under the handler: nobody's fault
 )
 
-// maxBackoff bounds what a handler may ask for: a unit mistake must not stop a
-// source for a year.
+// maxBackoff bounds what a handler or a limiter may ask for: a unit mistake must not
+// stop a source for a year, nor "never" reach beyond the end of the clock.
 const maxBackoff = time.Hour
+
+// soon is d after now, or maxBackoff if that is less: d is a user's.
+func soon(now, d time.Duration) time.Duration { return now + min(d, maxBackoff) }
 
 type markedError struct {
 	err   error

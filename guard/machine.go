@@ -524,7 +524,7 @@ func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration,
 				c.gate.Exclude(now, token)
 				c.freed = true
 			}
-			c.limited, c.refusedAt = now+wait, now
+			c.limited, c.refusedAt = soon(now, wait), now
 			return c.limited, ReasonLimiter
 		}
 		c.limited = 0

@@ -222,7 +222,7 @@ func (f *Func[M]) admit(c *cell, how how) (breaker.Token, error) {
 				f.settled(token)
 			}
 			c.diverted.Add(1)
-			return token, &HeldError{Source: f.cfg.Name, Reason: ReasonLimiter, Until: wait}
+			return token, &HeldError{Source: f.cfg.Name, Reason: ReasonLimiter, Until: soon(0, wait)}
 		}
 	}
 	return token, nil

@@ -35,8 +35,8 @@ func (c *machine[M]) done(now time.Duration, it *item[M], err error, stack []byt
 	case backoff:
 		c.exclude(now, it)
 		it.tries--
-		wait := min(until.Sub(c.origin.Add(now)), maxBackoff)
-		if until := now + max(wait, c.policy.Retry.Base); until > c.asked {
+		wait := until.Sub(c.origin.Add(now))
+		if until := soon(now, max(wait, c.policy.Retry.Base)); until > c.asked {
 			c.asked, c.askedFor = until, err
 		}
 		c.back(now, it)
