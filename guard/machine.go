@@ -345,10 +345,6 @@ func (c *machine[M]) next(now time.Duration) step[M] {
 		return step[M]{at: c.wakeAt(0)}
 	}
 	if until, why := c.admit(now, it); why != ReasonNone {
-		if !c.held && why != ReasonLimiter && !c.draining {
-			c.held = true
-			c.divert(now, c.queued+c.count[waiting])
-		}
 		if l := it.lane; l != nil && l.turn > 0 && !c.draining && why != ReasonLimiter {
 			c.rewind(now, l) // a pace only delays the witness
 		}
@@ -488,9 +484,11 @@ const limiterWord = time.Second
 // so that no refusal spends anything.
 func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration, why Reason) {
 	if c.paused {
+		c.hold(now)
 		return 0, ReasonOperator
 	}
 	if c.asked > now {
+		c.hold(now)
 		return c.asked, ReasonBackpressure
 	}
 	it.probe = false
@@ -501,13 +499,13 @@ func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration,
 	token, closed := c.enter()
 	if !closed {
 		if c.limited > now && now-c.refusedAt < limiterWord {
-			c.draining = false
+			c.hold(now)
 			return c.limited, ReasonBreaker
 		}
 		var refusal breaker.Refusal
 		token, refusal = c.gate.Admit(now, it.id)
 		if !refusal.OK() {
-			c.draining = false
+			c.hold(now)
 			return max(refusal.Until, now+1), ReasonBreaker
 		}
 		it.probe = token.Probe()
@@ -541,6 +539,16 @@ func (c *machine[M]) enter() (breaker.Token, bool) {
 		return breaker.Token{}, true
 	}
 	return c.gate.Enter()
+}
+
+// hold begins a hold, if there is none: what stands in front finds it so. A drain is
+// over then, and what it has left drains from the ramp's start: the time of a hold is
+// not the ramp's.
+func (c *machine[M]) hold(now time.Duration) {
+	if !c.held {
+		c.held, c.draining = true, false
+		c.divert(now, c.queued+c.count[waiting])
+	}
 }
 
 // ramp tells until when a drain has to wait, 0 if it may go on.

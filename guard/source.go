@@ -270,7 +270,8 @@ func (s *Source[M]) divideLocked() {
 func (s *Source[M]) unlock(now time.Duration) {
 	condemned, freed := s.c.condemned, s.c.freed
 	s.c.condemned, s.c.freed = nil, false
-	s.slow.Store(s.alwaysSlow() || !s.c.quiet(now))
+	quiet := s.c.quiet(now) // it ends a hold that is empty, whoever asks
+	s.slow.Store(!quiet || s.alwaysSlow())
 	s.mu.Unlock()
 	for _, it := range condemned {
 		s.writer.post(letter[M]{s, it})
