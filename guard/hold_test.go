@@ -56,6 +56,9 @@ func TestHoldWithinADrain(t *testing.T) {
 				}
 				follows(second())
 				inOrder(t, s.handled, one)
+				if s.tally.Diverted != n {
+					t.Errorf("%d diverted of %d", s.tally.Diverted, n)
+				}
 			})
 		}
 	}
@@ -124,5 +127,44 @@ func TestHoldEndsWithItsMessages(t *testing.T) {
 			}
 			<-over
 		})
+	}
+}
+
+// A message that finds its source holding is counted once, whoever is the first to
+// notice: the message that comes, or the one that is refused.
+func TestDivertedOnce(t *testing.T) {
+	for name, shut := range map[string]func(*sim){
+		"breaker": func(s *sim) { s.gate.Force(s.now, time.Second, CauseOperator) },
+		"pause":   func(s *sim) { s.paused = true },
+		"asked":   func(s *sim) { s.asked = s.now + time.Second },
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := newSim(t, Policy{})
+			diverted := func(want uint64) {
+				t.Helper()
+				if got, seen := s.tally.Diverted, s.storm.Storm().Diverted; got != want || seen != want {
+					t.Errorf("%d diverted, the detector has %d, want %d", got, seen, want)
+				}
+			}
+			put := func(m int) {
+				s.put(s.now, m, 0, 1)
+				s.next(s.now)
+			}
+			s.put(s.now, 0, 0, 1)
+			s.put(s.now, 1, 0, 1)
+			diverted(0)
+			shut(s)
+			put(2)
+			diverted(3)
+			put(3)
+			diverted(4)
+		})
+	}
+	s := newSim(t, Policy{})
+	s.put(s.now, 0, 0, 1)
+	s.paused = true
+	s.next(s.now) // refused, and nothing has come
+	if s.tally.Diverted != 1 {
+		t.Errorf("%d diverted", s.tally.Diverted)
 	}
 }

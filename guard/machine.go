@@ -198,6 +198,9 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int) {
 	c.tally.Received++
 	c.bytes += int64(size)
 	if !c.admitting(now) {
+		if !c.draining {
+			c.hold(now) // or the first refusal would count this one too
+		}
 		c.divert(now, 1)
 	}
 	e := entry[M]{m: m, size: size, at: now}
@@ -542,13 +545,16 @@ func (c *machine[M]) enter() (breaker.Token, bool) {
 }
 
 // hold begins a hold, if there is none: what stands in front finds it so. A drain is
-// over then, and what it has left drains from the ramp's start: the time of a hold is
-// not the ramp's.
+// over then, and what it has left, counted when it came, drains from the ramp's start:
+// the time of a hold is not the ramp's.
 func (c *machine[M]) hold(now time.Duration) {
-	if !c.held {
-		c.held, c.draining = true, false
+	if c.held {
+		return
+	}
+	if !c.draining {
 		c.divert(now, c.queued+c.count[waiting])
 	}
+	c.held, c.draining = true, false
 }
 
 // ramp tells until when a drain has to wait, 0 if it may go on.
