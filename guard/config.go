@@ -234,8 +234,9 @@ type SourceConfig struct {
 
 	// Successes counts what succeeds beside this source and proves as much about
 	// messages that fail here, such as the source that these come from; it earns
-	// credits for dead letters too. It must never fall, answer from memory, and be
-	// safe for concurrent use. nil means none.
+	// credits for dead letters too. What it has counted before Open is left out. It
+	// must never fall, answer from memory, and be safe for concurrent use. nil means
+	// none.
 	Successes func() uint64
 
 	// Policy overrides the Guard's; nil means the Guard's.
