@@ -38,6 +38,7 @@ type Func[M any] struct {
 	paused  atomic.Bool
 	refused atomic.Int64 // when a call was last refused that could have been a probe
 	limit   Limiter
+	seen    uint64 // successes, when the sweeper last looked
 
 	mu        sync.Mutex
 	ended     bool
@@ -162,10 +163,19 @@ func (f *Func[M]) do(ctx context.Context, m M, how how) error {
 	}
 	err := f.call(ctx, m, token, how)
 	if err == nil {
-		c.acked.Add(1)
+		f.count(c)
 		return nil
 	}
 	return f.failed(ctx, c, m, token, err, how)
+}
+
+// count counts a success. The first after a rest wakes the sweeper, which sees to it
+// that the breaker books successes in the bucket of the time they were had.
+func (f *Func[M]) count(c *cell) {
+	c.acked.Add(1)
+	if f.gate != nil {
+		f.g.sweeper.kick()
+	}
 }
 
 func (f *Func[M]) enter() (breaker.Token, bool) {
@@ -238,7 +248,7 @@ func (f *Func[M]) untilProbe(now time.Duration) time.Duration {
 }
 
 func (f *Func[M]) succeeded(c *cell, token breaker.Token) {
-	c.acked.Add(1)
+	f.count(c)
 	if token.Probe() {
 		f.gate.Success(f.g.now(), token)
 		f.settled(token)
@@ -504,7 +514,14 @@ func (f *Func[M]) hurry() {
 
 func (*Func[M]) nudge() {}
 
-func (*Func[M]) sweep(time.Duration) bool { return false }
+// sweep tells whether calls have succeeded since it last looked. A failure brings the
+// breaker up to date by itself.
+func (f *Func[M]) sweep(time.Duration) (moving bool) {
+	n := f.successes()
+	moving = n != f.seen && f.gate != nil
+	f.seen = n
+	return moving
+}
 
 func (f *Func[M]) attributes() []attribute.KeyValue { return f.metrics.attrs }
 
