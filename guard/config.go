@@ -105,7 +105,8 @@ type Policy struct {
 
 	// Timeout is how long a handler may run before its context ends; unset
 	// means 30s. It ends to within 10ms. NoTimeout lets handlers run for ever:
-	// a hanging one then shows only in the breaker's slow rule.
+	// a hanging one then shows only in the breaker's slow rule, and one that
+	// [Protect] guards in nothing but Account.Processing.
 	Timeout   time.Duration
 	NoTimeout bool
 
@@ -248,8 +249,9 @@ type SourceConfig struct {
 
 // A Limiter paces admissions. Admit takes one admission and returns 0, or takes
 // none and returns how long to wait before it is worth asking again (more than
-// 0; more than 1 h is taken as 1 h). It is called for each message under the
-// source's lock: no I/O, no wait.
+// 0; more than 1 h is taken as 1 h). It is called for each message, by a source
+// under its lock: no I/O, no wait. It must be safe for concurrent use: the callers of
+// a [Func] share one, sources may, and all of a Guard do in front of the dead letters.
 type Limiter interface {
 	Admit(now time.Duration) (wait time.Duration)
 }

@@ -68,13 +68,13 @@ type cell struct {
 
 // Protect guards a function. cfg.DeadLetters is not used: what cannot be handled
 // goes back to the caller. Policy fields that need a broker (Order, Workers,
-// Window, Ramp, Storm, Budget) are checked and otherwise without effect.
+// Window, Ramp, Storm, Budget) are checked and otherwise without effect, and so is
+// Breaker.Slow: a call is seen when it returns. As in [Open], a Policy.Breaker that
+// differs from the Guard's is refused. cfg.Limiter is called by all callers at the
+// same time, under no lock.
 func Protect[M any](g *Guard, cfg SourceConfig, f func(context.Context, M) error) (*Func[M], error) {
-	policy := g.policy()
 	var p problems
-	if cfg.Policy != nil {
-		policy = *cfg.Policy
-	}
+	policy := g.policy(cfg, &p)
 	if cfg.Name == "" {
 		p.addf("SourceConfig.Name: must not be empty")
 	}
@@ -382,7 +382,8 @@ func (f *Func[M]) call(ctx context.Context, m M, token breaker.Token, how how) (
 func (f *Func[M]) Name() string { return f.cfg.Name }
 
 // Account sums what the callers count, read one after another: calls that end
-// meanwhile may still show as processing. A refused call is not received.
+// meanwhile may still show as processing. A refused call is received and returned;
+// [Tally] has the refusals, those of retries too, as Diverted.
 func (f *Func[M]) Account() Account {
 	var a Account
 	var ended, started uint64

@@ -99,15 +99,8 @@ type ending struct {
 // refuses settings that the broker's limits make impossible, all problems at once.
 // A nil handler makes it passive: then use Offer, Ready and Done instead of Run.
 func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handler func(context.Context, M) error) (*Source[M], error) {
-	policy := g.policy()
 	var p problems
-	if cfg.Policy != nil {
-		policy = *cfg.Policy
-		def(&policy.Breaker, g.cfg.Policy.Breaker)
-		if policy.Breaker != g.cfg.Policy.Breaker {
-			p.addf("SourceConfig.Policy.Breaker: differs from the Guard's; scopes are shared, so their breakers have one configuration")
-		}
-	}
+	policy := g.policy(cfg, &p)
 	if cfg.Name == "" {
 		p.addf("SourceConfig.Name: must not be empty")
 	}
