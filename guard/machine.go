@@ -38,6 +38,7 @@ type machine[M any] struct {
 	limiter    Limiter
 	letters    bool    // there is a dead-letter writer
 	inPlace    bool    // SourceConfig.LettersKeepPlace
+	offers     bool    // the passive shape: what next gives out is only offered
 	letterPace Limiter // of dead letters; may be nil
 	fleetStorm dlq.FleetStorm
 	rand       *rand.Rand
@@ -439,6 +440,14 @@ func (c *machine[M]) take(now time.Duration, it *item[M]) {
 	c.move(it, processing)
 	it.started, it.slow, it.passed = now, false, false
 	it.serial++
+	if !c.offers {
+		c.called(it)
+	}
+}
+
+// called counts a handler call: when it begins, in the passive shape with its Done,
+// since what was offered may be taken back.
+func (c *machine[M]) called(it *item[M]) {
 	if it.tries > 0 {
 		c.tally.Retries++
 	}

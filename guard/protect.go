@@ -221,9 +221,6 @@ func (f *Func[M]) admit(c *cell, how how) (breaker.Token, error) {
 			}
 			return token, &HeldError{Source: f.cfg.Name, Reason: ReasonBreaker, Until: until}
 		}
-		if token.Probe() {
-			c.probes.Add(1)
-		}
 	}
 	if f.limit != nil {
 		if wait := f.limit.Admit(now); wait > 0 {
@@ -234,6 +231,9 @@ func (f *Func[M]) admit(c *cell, how how) (breaker.Token, error) {
 			c.diverted.Add(1)
 			return token, &HeldError{Source: f.cfg.Name, Reason: ReasonLimiter, Until: soon(0, wait)}
 		}
+	}
+	if token.Probe() {
+		c.probes.Add(1)
 	}
 	return token, nil
 }

@@ -11,6 +11,9 @@ import (
 // done takes the outcome of the handler call of it, and returns what to do.
 func (c *machine[M]) done(now time.Duration, it *item[M], err error, stack []byte) step[M] {
 	word, until := classify(err)
+	if c.offers && err != errNotTaken { //nolint:errorlint // the sentinel itself
+		c.called(it)
+	}
 	if it.lane != nil && it.lane.turn > 0 && word != success && word != cancelled {
 		// A witness is only asked whether anything can succeed; what else it has
 		// to say it says again in its turn.
