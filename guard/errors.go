@@ -145,11 +145,41 @@ func classify(err error) (outcome, time.Time) {
 	if err == nil {
 		return success, time.Time{}
 	}
-	if _, ok := err.(*PanicError); ok { //nolint:errorlint // only the guard's own
-		return failure, time.Time{}
-	}
-	if e, ok := errors.AsType[*markedError](err); ok {
+	if e := marked(err); e != nil {
 		return e.word, e.until
 	}
 	return failure, time.Time{}
+}
+
+// marked is [errors.As] for marks, but what a panic was called with is not looked at:
+// also behind another error, as after a timeout.
+//
+//nolint:errorlint // it walks the tree itself
+func marked(err error) *markedError {
+	switch e := err.(type) {
+	case *markedError:
+		return e
+	case *PanicError:
+		return nil
+	case interface{ As(any) bool }:
+		if m := (*markedError)(nil); e.As(&m) {
+			return m
+		}
+	}
+	switch e := err.(type) {
+	case interface{ Unwrap() error }:
+		if inner := e.Unwrap(); inner != nil {
+			return marked(inner)
+		}
+	case interface{ Unwrap() []error }:
+		for _, inner := range e.Unwrap() {
+			if inner == nil {
+				continue
+			}
+			if m := marked(inner); m != nil {
+				return m
+			}
+		}
+	}
+	return nil
 }
