@@ -151,7 +151,7 @@ func classify(err error) (outcome, time.Time) {
 	return failure, time.Time{}
 }
 
-// marked is [errors.As] for marks, but what a panic was called with is not looked at:
+// marked is [errors.As] for marks, nil for none, but what a panic was called with is not looked at:
 // also behind another error, as after a timeout.
 //
 //nolint:errorlint // it walks the tree itself
@@ -168,14 +168,9 @@ func marked(err error) *markedError {
 	}
 	switch e := err.(type) {
 	case interface{ Unwrap() error }:
-		if inner := e.Unwrap(); inner != nil {
-			return marked(inner)
-		}
+		return marked(e.Unwrap())
 	case interface{ Unwrap() []error }:
 		for _, inner := range e.Unwrap() {
-			if inner == nil {
-				continue
-			}
 			if m := marked(inner); m != nil {
 				return m
 			}

@@ -34,6 +34,35 @@ func TestProtectCountsWhatItRefuses(t *testing.T) {
 	})
 }
 
+// A probe that the limiter refuses is no call.
+func TestProtectCountsProbesThatAreMade(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, err := New(Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		l := &strict{wait: time.Second}
+		f, err := Protect(g, SourceConfig{Name: "f", Limiter: l}, func(context.Context, int) error { return nil })
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := f.ForceOpen(time.Second); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Second)
+		for range 2 {
+			_ = f.Do(t.Context(), 1)
+			l.open.Store(true)
+		}
+		if st := f.State(); st.Tally.Probes != 1 || st.Account.Acked != 1 || st.Breaker.ProbesPassed != 1 {
+			t.Errorf("%+v, %+v", st.Tally, st.Breaker)
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
 // A function's breaker is its scope's, as a source's is.
 func TestProtectTakesNoOtherBreaker(t *testing.T) {
 	g, err := New(Config{Policy: Policy{Breaker: breaker.Config{Base: time.Second}}})
