@@ -151,30 +151,34 @@ func classify(err error) (outcome, time.Time) {
 	return failure, time.Time{}
 }
 
-// marked is [errors.As] for marks, nil for none, but what a panic was called with is not looked at:
-// also behind another error, as after a timeout.
+// marked is [errors.As] for marks, nil for none, but what a panic was called with is
+// not looked at: also behind another error, as after a timeout.
 //
 //nolint:errorlint // it walks the tree itself
 func marked(err error) *markedError {
-	switch e := err.(type) {
-	case *markedError:
-		return e
-	case *PanicError:
-		return nil
-	case interface{ As(any) bool }:
-		if m := (*markedError)(nil); e.As(&m) {
-			return m
-		}
-	}
-	switch e := err.(type) {
-	case interface{ Unwrap() error }:
-		return marked(e.Unwrap())
-	case interface{ Unwrap() []error }:
-		for _, inner := range e.Unwrap() {
-			if m := marked(inner); m != nil {
+	for {
+		switch e := err.(type) {
+		case *markedError:
+			return e
+		case *PanicError:
+			return nil
+		case interface{ As(target any) bool }:
+			if m := (*markedError)(nil); e.As(&m) {
 				return m
 			}
 		}
+		switch e := err.(type) {
+		case interface{ Unwrap() error }:
+			err = e.Unwrap()
+		case interface{ Unwrap() []error }:
+			for _, inner := range e.Unwrap() {
+				if m := marked(inner); m != nil {
+					return m
+				}
+			}
+			return nil
+		default:
+			return nil
+		}
 	}
-	return nil
 }
