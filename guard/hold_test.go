@@ -11,10 +11,10 @@ import (
 	"time"
 )
 
-// A hold within a drain, an operator's or one that a handler asked for, takes nothing
-// of the ramp: what is left drains from its start, however long the hold was.
+// A hold within a drain, an operator's, a breaker's or one that a handler asked for,
+// takes nothing of the ramp: what is left drains from its start, however long the hold was.
 func TestHoldWithinADrain(t *testing.T) {
-	for _, by := range []string{"pause", "backoff"} {
+	for _, by := range []string{"pause", "backoff", "breaker"} {
 		for _, lasts := range []time.Duration{3 * time.Second, 30 * time.Second} {
 			t.Run(fmt.Sprint(by, lasts), func(t *testing.T) {
 				const n = 10_000
@@ -43,11 +43,16 @@ func TestHoldWithinADrain(t *testing.T) {
 				s.run(s.now+time.Second, handler, counter(n, 0))
 				s.paused = false
 				follows(second())
-				if by == "pause" {
+				switch by {
+				case "pause":
 					s.paused = true
 					s.run(s.now+lasts, handler, nil)
 					s.paused = false
-				} else {
+				case "breaker":
+					s.gate.Force(s.now, 0, CauseOperator)
+					s.run(s.now+lasts, handler, nil)
+					s.gate.ForceClosed(s.now, CauseOperator)
+				default:
 					ask = true
 					for s.asked == 0 {
 						s.run(s.now+time.Millisecond, handler, nil)
@@ -158,13 +163,27 @@ func TestDivertedOnce(t *testing.T) {
 			diverted(3)
 			put(3)
 			diverted(4)
+
+			s = newSim(t, Policy{})
+			s.put(s.now, 0, 0, 1)
+			shut(s)
+			s.next(s.now) // refused, and nothing has come
+			diverted(1)
 		})
 	}
-	s := newSim(t, Policy{})
-	s.put(s.now, 0, 0, 1)
-	s.paused = true
-	s.next(s.now) // refused, and nothing has come
-	if s.tally.Diverted != 1 {
-		t.Errorf("%d diverted", s.tally.Diverted)
-	}
+	t.Run("limiter", func(t *testing.T) {
+		s := newSim(t, Policy{})
+		s.limiter = &strict{wait: time.Minute}
+		s.put(s.now, 0, 0, 1)
+		s.gate.Force(s.now, time.Second, CauseOperator)
+		s.now += time.Second
+		s.next(s.now) // the probe is refused by the limiter, which holds nothing
+		if s.tally.Diverted != 0 {
+			t.Errorf("%d diverted by a pace", s.tally.Diverted)
+		}
+		s.next(s.now) // the breaker is not asked again
+		if s.tally.Diverted != 1 || !s.held {
+			t.Errorf("%d diverted, held %v", s.tally.Diverted, s.held)
+		}
+	})
 }

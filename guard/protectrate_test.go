@@ -89,8 +89,8 @@ func TestProtectSeesAPartialOutage(t *testing.T) {
 	}
 }
 
-// With nothing to do the sweeper rests, and a function without a breaker does not wake
-// it.
+// With nothing to do the sweeper rests, and a function without a breaker neither wakes
+// it nor keeps it awake.
 func TestProtectLetsTheSweeperRest(t *testing.T) {
 	for name, p := range map[string]Policy{"breaker": {}, "no breaker": {NoBreaker: true}} {
 		bubble(t, name, func(t *testing.T) {
@@ -102,6 +102,11 @@ func TestProtectLetsTheSweeperRest(t *testing.T) {
 					t.Errorf("the sweeper rests: %v", got)
 				}
 			}
+			for range 20 {
+				_ = f.Do(t.Context(), 1)
+				time.Sleep(5 * time.Millisecond)
+			}
+			rests(p.NoBreaker)
 			time.Sleep(time.Second)
 			rests(true)
 			for range 100 {

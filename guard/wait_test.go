@@ -64,6 +64,18 @@ func TestLimiterThatSaysNever(t *testing.T) {
 	})
 }
 
+// A handler that asks for a year gets an hour.
+func TestBackoffOfAYear(t *testing.T) {
+	for _, ahead := range []time.Duration{365 * 24 * time.Hour, math.MaxInt64 - time.Minute} {
+		s := newSim(t, Policy{})
+		s.put(s.now, 1, 0, 1)
+		s.finish(s.next(s.now).it, Backoff(errDown, s.origin.Add(ahead)))
+		if s.asked != s.now+time.Hour {
+			t.Errorf("asked for %v, held for %v", ahead, s.asked-s.now)
+		}
+	}
+}
+
 // A source with such a limiter goes on by itself, and a caller is told an hour.
 func TestSourceWhoseLimiterSaysNever(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
