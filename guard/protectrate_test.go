@@ -92,9 +92,21 @@ func TestProtectSeesAPartialOutage(t *testing.T) {
 // With nothing to do the sweeper rests, and a function without a breaker neither wakes
 // it nor keeps it awake.
 func TestProtectLetsTheSweeperRest(t *testing.T) {
-	for name, p := range map[string]Policy{"breaker": {}, "no breaker": {NoBreaker: true}} {
+	free := &strict{}
+	free.open.Store(true)
+	for name, c := range map[string]struct {
+		policy  Policy
+		limiter Limiter
+	}{"breaker": {}, "limiter": {limiter: free}, "no breaker": {policy: Policy{NoBreaker: true}}} {
 		bubble(t, name, func(t *testing.T) {
-			g, f := newFunc(t, p, func(context.Context, int) error { return nil })
+			g, err := New(Config{Policy: c.policy})
+			if err != nil {
+				t.Fatal(err)
+			}
+			f, err := Protect(g, SourceConfig{Name: "f", Limiter: c.limiter}, func(context.Context, int) error { return nil })
+			if err != nil {
+				t.Fatal(err)
+			}
 			rests := func(want bool) {
 				t.Helper()
 				synctest.Wait()
@@ -106,14 +118,14 @@ func TestProtectLetsTheSweeperRest(t *testing.T) {
 				_ = f.Do(t.Context(), 1)
 				time.Sleep(5 * time.Millisecond)
 			}
-			rests(p.NoBreaker)
+			rests(c.policy.NoBreaker)
 			time.Sleep(time.Second)
 			rests(true)
 			for range 100 {
 				if err := f.Do(t.Context(), 1); err != nil {
 					t.Error(err)
 				}
-				rests(p.NoBreaker)
+				rests(c.policy.NoBreaker)
 				time.Sleep(20 * time.Millisecond)
 			}
 			time.Sleep(time.Second)
