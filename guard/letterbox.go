@@ -137,7 +137,7 @@ func (b *letterbox) run(ctx context.Context) {
 		}
 		if b.noted(l, err) {
 			args := []any{"error", b.trouble()}
-			if e, ok := errors.AsType[*lostCall](err); ok {
+			if e, ok := errors.AsType[*lostCallError](err); ok {
 				args = append(args, "stack", string(e.stack))
 			}
 			b.g.logChange("dead-letter writer", "", ReasonDLQ, args...)
@@ -208,7 +208,7 @@ func apart(who string, f func() error) (err error) {
 			if v := recover(); v != nil {
 				what = fmt.Sprintf("panicked: %v", v)
 			}
-			err = &lostCall{who, what, debug.Stack()}
+			err = &lostCallError{who, what, debug.Stack()}
 		}()
 		if err = f(); err != nil {
 			err = sound(err)
@@ -219,13 +219,13 @@ func apart(who string, f func() error) (err error) {
 	return err
 }
 
-// lostCall is a call, of a dead-letter writer or a port, that did not return.
-type lostCall struct {
+// lostCallError is a call, of a dead-letter writer or a port, that did not return.
+type lostCallError struct {
 	who, what string
 	stack     []byte
 }
 
-func (e *lostCall) Error() string { return "guard: " + e.who + " " + e.what }
+func (e *lostCallError) Error() string { return "guard: " + e.who + " " + e.what }
 
 // letter is a condemned item on its way to the writer.
 type letter[M any] struct {

@@ -38,7 +38,7 @@ func TestProtectSeesAPartialOutage(t *testing.T) {
 				return nil
 			}
 			time.Sleep(time.Second) // the sweeper rests
-			send := func(int) {}
+			var send func(int)
 			if function {
 				f, err := Protect(g, SourceConfig{Name: "f"}, handler)
 				if err != nil {
