@@ -105,7 +105,8 @@ type Policy struct {
 
 	// Timeout is how long a handler may run before its context ends; unset
 	// means 30s. It ends to within 10ms. NoTimeout lets handlers run for ever:
-	// a hanging one then shows only in the breaker's slow rule.
+	// a hanging one then shows only in the breaker's slow rule, and one that
+	// [Protect] guards in nothing but Account.Processing.
 	Timeout   time.Duration
 	NoTimeout bool
 
@@ -234,8 +235,9 @@ type SourceConfig struct {
 
 	// Successes counts what succeeds beside this source and proves as much about
 	// messages that fail here, such as the source that these come from; it earns
-	// credits for dead letters too. It must never fall, answer from memory, and be
-	// safe for concurrent use. nil means none.
+	// credits for dead letters too. What it has counted before Open is left out. It
+	// must never fall, answer from memory, and be safe for concurrent use. nil means
+	// none.
 	Successes func() uint64
 
 	// Policy overrides the Guard's; nil means the Guard's.
@@ -247,7 +249,9 @@ type SourceConfig struct {
 
 // A Limiter paces admissions. Admit takes one admission and returns 0, or takes
 // none and returns how long to wait before it is worth asking again (more than
-// 0). It is called for each message under the source's lock: no I/O, no wait.
+// 0; more than 1 h is taken as 1 h). It is called for each message, by a source
+// under its lock: no I/O, no wait. It must be safe for concurrent use: the callers of
+// a [Func] share one, sources may, and all of a Guard do in front of the dead letters.
 type Limiter interface {
 	Admit(now time.Duration) (wait time.Duration)
 }

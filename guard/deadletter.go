@@ -51,7 +51,7 @@ func (c *machine[M]) sentence(now time.Duration, it *item[M], why dlq.Reason) {
 				c.tally.Paced++
 			}
 			it.paid, it.verdict = true, why
-			c.park(it, now+wait, ReasonLimiter)
+			c.park(it, soon(now, wait), ReasonLimiter)
 			return
 		}
 	}

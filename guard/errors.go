@@ -102,9 +102,12 @@ const (
 	cancelled // the source was taken away under the handler: nobody's fault
 )
 
-// maxBackoff bounds what a handler may ask for: a unit mistake must not stop a
-// source for a year.
+// maxBackoff bounds what a handler or a limiter may ask for: a unit mistake must not
+// stop a source for a year, nor "never" reach beyond the end of the clock.
 const maxBackoff = time.Hour
+
+// soon is d after now, or maxBackoff if that is less: d is a user's.
+func soon(now, d time.Duration) time.Duration { return now + min(d, maxBackoff) }
 
 type markedError struct {
 	err   error
@@ -142,11 +145,40 @@ func classify(err error) (outcome, time.Time) {
 	if err == nil {
 		return success, time.Time{}
 	}
-	if _, ok := err.(*PanicError); ok { //nolint:errorlint // only the guard's own
-		return failure, time.Time{}
-	}
-	if e, ok := errors.AsType[*markedError](err); ok {
+	if e := marked(err); e != nil {
 		return e.word, e.until
 	}
 	return failure, time.Time{}
+}
+
+// marked is [errors.As] for marks, nil for none, but what a panic was called with is
+// not looked at: also behind another error, as after a timeout.
+//
+//nolint:errorlint // it walks the tree itself
+func marked(err error) *markedError {
+	for {
+		switch e := err.(type) {
+		case *markedError:
+			return e
+		case *PanicError:
+			return nil
+		case interface{ As(target any) bool }:
+			if m := (*markedError)(nil); e.As(&m) {
+				return m
+			}
+		}
+		switch e := err.(type) {
+		case interface{ Unwrap() error }:
+			err = e.Unwrap()
+		case interface{ Unwrap() []error }:
+			for _, inner := range e.Unwrap() {
+				if m := marked(inner); m != nil {
+					return m
+				}
+			}
+			return nil
+		default:
+			return nil
+		}
+	}
 }

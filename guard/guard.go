@@ -150,7 +150,18 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 // checks a broker's settings against it before it opens a source.
 func (g *Guard) Config() Config { return g.cfg }
 
-func (g *Guard) policy() Policy { return g.cfg.Policy }
+// policy is how a source behaves: as its own says, or as the Guard's.
+func (g *Guard) policy(cfg SourceConfig, p *problems) Policy {
+	if cfg.Policy == nil {
+		return g.cfg.Policy
+	}
+	policy := *cfg.Policy
+	def(&policy.Breaker, g.cfg.Policy.Breaker)
+	if policy.Breaker != g.cfg.Policy.Breaker {
+		p.addf("SourceConfig.Policy.Breaker: differs from the Guard's; scopes are shared, so their breakers have one configuration")
+	}
+	return policy
+}
 
 // letterbox is the one box of a writer; of one that cannot be compared, such as
 // a function, each source has its own.

@@ -75,6 +75,17 @@ func (s *Source[M]) keepLocked(now time.Duration) kept {
 	return k
 }
 
+// fromNow counts what a counter counts from now on, nil for none. Budget, guesses and
+// proof begin at 0 with each epoch, and the user's counter does not: what it had
+// counted before would fill a balance that an earlier epoch has spent.
+func fromNow(counter func() uint64) func() uint64 {
+	if counter == nil {
+		return nil
+	}
+	base := counter()
+	return func() uint64 { return max(counter(), base) - base }
+}
+
 // resumeLocked takes up what an earlier epoch left; a budget of other settings
 // begins anew.
 func (s *Source[M]) resumeLocked(k kept) {

@@ -47,8 +47,8 @@ type letterbox struct {
 
 // postable is a dead letter in the making, whatever its message's type.
 type postable interface {
-	// record makes the dead letter; nil if the source has ended.
-	record() *dlq.Record
+	// record makes the dead letter. The error is [ErrClosed] if the source has ended.
+	record() (*dlq.Record, error)
 	// confirmed tells the source that it is written, as a dead letter or parked.
 	confirmed(parked bool)
 }
@@ -126,15 +126,18 @@ func (b *letterbox) run(ctx context.Context) {
 		}
 		l := b.queue.pop()
 		b.mu.Unlock()
-		r := l.record()
-		if r == nil {
+		r, err := l.record()
+		switch {
+		case err == nil:
+			err = b.write(ctx, l, r)
+		case errors.Is(err, ErrClosed):
 			b.forget(l)
 			continue
+		default: // as a failed write
 		}
-		err := b.write(ctx, l, r)
 		if b.noted(l, err) {
 			args := []any{"error", b.trouble()}
-			if e, ok := errors.AsType[*writerError](err); ok {
+			if e, ok := errors.AsType[*lostCallError](err); ok {
 				args = append(args, "stack", string(e.stack))
 			}
 			b.g.logChange("dead-letter writer", "", ReasonDLQ, args...)
@@ -185,9 +188,14 @@ func (b *letterbox) write(ctx context.Context, l postable, r *dlq.Record) error 
 	return err
 }
 
-// attempt is one call of the writer, on a goroutine of its own, which a panic or a
-// Goexit costs: it is a failure whatever it was called with.
-func (b *letterbox) attempt(ctx context.Context, r *dlq.Record) (err error) {
+// attempt is one call of the writer.
+func (b *letterbox) attempt(ctx context.Context, r *dlq.Record) error {
+	return apart("dead-letter writer", func() error { return b.writer.Write(ctx, r) })
+}
+
+// apart calls f on a goroutine of its own, which a panic or a Goexit costs: it is a
+// failure whatever it was called with.
+func apart(who string, f func() error) (err error) {
 	gone := make(chan struct{})
 	go func() {
 		defer close(gone)
@@ -200,9 +208,9 @@ func (b *letterbox) attempt(ctx context.Context, r *dlq.Record) (err error) {
 			if v := recover(); v != nil {
 				what = fmt.Sprintf("panicked: %v", v)
 			}
-			err = &writerError{what, debug.Stack()}
+			err = &lostCallError{who, what, debug.Stack()}
 		}()
-		if err = b.writer.Write(ctx, r); err != nil {
+		if err = f(); err != nil {
 			err = sound(err)
 		}
 		returned = true
@@ -211,13 +219,13 @@ func (b *letterbox) attempt(ctx context.Context, r *dlq.Record) (err error) {
 	return err
 }
 
-// writerError is a call of a dead-letter writer that did not return.
-type writerError struct {
-	what  string
-	stack []byte
+// lostCallError is a call, of a dead-letter writer or a port, that did not return.
+type lostCallError struct {
+	who, what string
+	stack     []byte
 }
 
-func (e *writerError) Error() string { return "guard: dead-letter writer " + e.what }
+func (e *lostCallError) Error() string { return "guard: " + e.who + " " + e.what }
 
 // letter is a condemned item on its way to the writer.
 type letter[M any] struct {
@@ -225,18 +233,26 @@ type letter[M any] struct {
 	it *item[M]
 }
 
-func (l letter[M]) record() *dlq.Record {
+func (l letter[M]) record() (*dlq.Record, error) {
 	s, it := l.s, l.it
 	if !s.begin() {
-		return nil
+		return nil, ErrClosed
 	}
-	meta := s.port.Meta(it.m)
+	var meta Meta
+	err := apart("Port.Meta", func() error {
+		meta = s.port.Meta(it.m)
+		return nil
+	})
 	s.mu.Lock()
-	it.begun = !s.fenced.Load() // else its credit is given back
+	fenced := s.fenced.Load()
+	it.begun = !fenced && (err == nil || it.begun) // else its credit is given back
 	s.endLocked()
 	s.mu.Unlock()
-	if !it.begun {
-		return nil
+	switch {
+	case fenced:
+		return nil, ErrClosed
+	case err != nil:
+		return nil, err
 	}
 	r := &dlq.Record{
 		Key: meta.Key, Body: meta.Body, Headers: meta.Headers, Timestamp: meta.Timestamp,
@@ -252,7 +268,7 @@ func (l letter[M]) record() *dlq.Record {
 		}
 	}
 	r.FirstFailed = wall(it.firstFailed)
-	return r
+	return r, nil
 }
 
 func (l letter[M]) confirmed(parked bool) {

@@ -38,6 +38,7 @@ type machine[M any] struct {
 	limiter    Limiter
 	letters    bool    // there is a dead-letter writer
 	inPlace    bool    // SourceConfig.LettersKeepPlace
+	offers     bool    // the passive shape: what next gives out is only offered
 	letterPace Limiter // of dead letters; may be nil
 	fleetStorm dlq.FleetStorm
 	rand       *rand.Rand
@@ -198,6 +199,9 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int) {
 	c.tally.Received++
 	c.bytes += int64(size)
 	if !c.admitting(now) {
+		if !c.draining {
+			c.hold(now) // or the first refusal would count this one too
+		}
 		c.divert(now, 1)
 	}
 	e := entry[M]{m: m, size: size, at: now}
@@ -345,10 +349,6 @@ func (c *machine[M]) next(now time.Duration) step[M] {
 		return step[M]{at: c.wakeAt(0)}
 	}
 	if until, why := c.admit(now, it); why != ReasonNone {
-		if !c.held && why != ReasonLimiter && !c.draining {
-			c.held = true
-			c.divert(now, c.queued+c.count[waiting])
-		}
 		if l := it.lane; l != nil && l.turn > 0 && !c.draining && why != ReasonLimiter {
 			c.rewind(now, l) // a pace only delays the witness
 		}
@@ -440,6 +440,14 @@ func (c *machine[M]) take(now time.Duration, it *item[M]) {
 	c.move(it, processing)
 	it.started, it.slow, it.passed = now, false, false
 	it.serial++
+	if !c.offers {
+		c.called(it)
+	}
+}
+
+// called counts a handler call: when it begins, in the passive shape with its Done,
+// since what was offered may be taken back.
+func (c *machine[M]) called(it *item[M]) {
 	if it.tries > 0 {
 		c.tally.Retries++
 	}
@@ -488,9 +496,11 @@ const limiterWord = time.Second
 // so that no refusal spends anything.
 func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration, why Reason) {
 	if c.paused {
+		c.hold(now)
 		return 0, ReasonOperator
 	}
 	if c.asked > now {
+		c.hold(now)
 		return c.asked, ReasonBackpressure
 	}
 	it.probe = false
@@ -501,13 +511,13 @@ func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration,
 	token, closed := c.enter()
 	if !closed {
 		if c.limited > now && now-c.refusedAt < limiterWord {
-			c.draining = false
+			c.hold(now)
 			return c.limited, ReasonBreaker
 		}
 		var refusal breaker.Refusal
 		token, refusal = c.gate.Admit(now, it.id)
 		if !refusal.OK() {
-			c.draining = false
+			c.hold(now)
 			return max(refusal.Until, now+1), ReasonBreaker
 		}
 		it.probe = token.Probe()
@@ -524,7 +534,7 @@ func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration,
 				c.gate.Exclude(now, token)
 				c.freed = true
 			}
-			c.limited, c.refusedAt = now+wait, now
+			c.limited, c.refusedAt = soon(now, wait), now
 			return c.limited, ReasonLimiter
 		}
 		c.limited = 0
@@ -541,6 +551,19 @@ func (c *machine[M]) enter() (breaker.Token, bool) {
 		return breaker.Token{}, true
 	}
 	return c.gate.Enter()
+}
+
+// hold begins a hold, if there is none: what stands in front finds it so. A drain is
+// over then, and what it has left, counted when it came, drains from the ramp's start:
+// the time of a hold is not the ramp's.
+func (c *machine[M]) hold(now time.Duration) {
+	if c.held {
+		return
+	}
+	if !c.draining {
+		c.divert(now, c.queued+c.count[waiting])
+	}
+	c.held, c.draining = true, false
 }
 
 // ramp tells until when a drain has to wait, 0 if it may go on.

@@ -91,7 +91,13 @@ func TestPassiveStaleAttempt(t *testing.T) {
 		if a := s.Account(); a.Acked != 0 || a.Processing != 1 {
 			t.Errorf("%+v", a)
 		}
+		if n := s.State().Tally.Retries; n != 0 {
+			t.Errorf("%d retries before the second is done", n)
+		}
 		s.Done(second.Token, nil)
+		if n := s.State().Tally.Retries; n != 1 {
+			t.Errorf("%d retries", n)
+		}
 		if a := s.Account(); a.Acked != 1 || s.State().Tally.Stale != 1 {
 			t.Errorf("%+v", a)
 		}
@@ -134,14 +140,24 @@ func TestPassiveProbeThatNobodyTakes(t *testing.T) {
 			t.Errorf("%+v, before %+v", b, before)
 		}
 		for _, s := range sources {
-			if n := s.State().Tally.Probes; n < 60 || n > 300 {
-				t.Errorf("%s took the slot %d times in 10m", s.Name(), n)
+			s.mu.Lock()
+			offered := uint64(0)
+			s.c.items(func(it *item[int]) { offered += it.serial })
+			s.mu.Unlock()
+			if offered < 60 || offered > 300 {
+				t.Errorf("%s took the slot %d times in 10m", s.Name(), offered)
+			}
+			if n := s.State().Tally.Probes; n != 0 {
+				t.Errorf("%s: %d probes that nobody took", s.Name(), n)
 			}
 		}
 		for i, s := range sources {
 			item := <-s.Ready()
 			time.Sleep(lease * 7 / 10)
 			s.Done(item.Token, nil)
+			if n := s.State().Tally.Probes; n != 1 {
+				t.Errorf("%s: %d probes", s.Name(), n)
+			}
 			if b := s.State().Breaker; s.Account().Acked != 1 || i == 0 && b.ProbesPassed != 1 || i == 1 && b.State != breaker.Closed {
 				t.Errorf("%s: %+v", s.Name(), b)
 			}

@@ -38,6 +38,7 @@ type Func[M any] struct {
 	paused  atomic.Bool
 	refused atomic.Int64 // when a call was last refused that could have been a probe
 	limit   Limiter
+	seen    uint64 // successes, when the sweeper last looked
 
 	mu        sync.Mutex
 	ended     bool
@@ -67,13 +68,13 @@ type cell struct {
 
 // Protect guards a function. cfg.DeadLetters is not used: what cannot be handled
 // goes back to the caller. Policy fields that need a broker (Order, Workers,
-// Window, Ramp, Storm, Budget) are checked and otherwise without effect.
+// Window, Ramp, Storm, Budget) are checked and otherwise without effect, and so is
+// Breaker.Slow: a call is seen when it returns. As in [Open], a Policy.Breaker that
+// differs from the Guard's is refused. cfg.Limiter is called by all callers at the
+// same time, under no lock.
 func Protect[M any](g *Guard, cfg SourceConfig, f func(context.Context, M) error) (*Func[M], error) {
-	policy := g.policy()
 	var p problems
-	if cfg.Policy != nil {
-		policy = *cfg.Policy
-	}
+	policy := g.policy(cfg, &p)
 	if cfg.Name == "" {
 		p.addf("SourceConfig.Name: must not be empty")
 	}
@@ -162,10 +163,19 @@ func (f *Func[M]) do(ctx context.Context, m M, how how) error {
 	}
 	err := f.call(ctx, m, token, how)
 	if err == nil {
-		c.acked.Add(1)
+		f.count(c)
 		return nil
 	}
 	return f.failed(ctx, c, m, token, err, how)
+}
+
+// count counts a success. The first after a rest wakes the sweeper, which sees to it
+// that the breaker books successes in the bucket of the time they were had.
+func (f *Func[M]) count(c *cell) {
+	c.acked.Add(1)
+	if f.gate != nil {
+		f.g.sweeper.kick()
+	}
 }
 
 func (f *Func[M]) enter() (breaker.Token, bool) {
@@ -211,9 +221,6 @@ func (f *Func[M]) admit(c *cell, how how) (breaker.Token, error) {
 			}
 			return token, &HeldError{Source: f.cfg.Name, Reason: ReasonBreaker, Until: until}
 		}
-		if token.Probe() {
-			c.probes.Add(1)
-		}
 	}
 	if f.limit != nil {
 		if wait := f.limit.Admit(now); wait > 0 {
@@ -222,8 +229,11 @@ func (f *Func[M]) admit(c *cell, how how) (breaker.Token, error) {
 				f.settled(token)
 			}
 			c.diverted.Add(1)
-			return token, &HeldError{Source: f.cfg.Name, Reason: ReasonLimiter, Until: wait}
+			return token, &HeldError{Source: f.cfg.Name, Reason: ReasonLimiter, Until: soon(0, wait)}
 		}
+	}
+	if token.Probe() {
+		c.probes.Add(1)
 	}
 	return token, nil
 }
@@ -238,7 +248,7 @@ func (f *Func[M]) untilProbe(now time.Duration) time.Duration {
 }
 
 func (f *Func[M]) succeeded(c *cell, token breaker.Token) {
-	c.acked.Add(1)
+	f.count(c)
 	if token.Probe() {
 		f.gate.Success(f.g.now(), token)
 		f.settled(token)
@@ -372,7 +382,8 @@ func (f *Func[M]) call(ctx context.Context, m M, token breaker.Token, how how) (
 func (f *Func[M]) Name() string { return f.cfg.Name }
 
 // Account sums what the callers count, read one after another: calls that end
-// meanwhile may still show as processing. A refused call is not received.
+// meanwhile may still show as processing. A refused call is received and returned;
+// [Tally] has the refusals, those of retries too, as Diverted.
 func (f *Func[M]) Account() Account {
 	var a Account
 	var ended, started uint64
@@ -504,7 +515,14 @@ func (f *Func[M]) hurry() {
 
 func (*Func[M]) nudge() {}
 
-func (*Func[M]) sweep(time.Duration) bool { return false }
+// sweep tells whether calls have succeeded since it last looked. A failure brings the
+// breaker up to date by itself.
+func (f *Func[M]) sweep(time.Duration) (moving bool) {
+	n := f.successes()
+	moving = n != f.seen && f.gate != nil
+	f.seen = n
+	return moving
+}
 
 func (f *Func[M]) attributes() []attribute.KeyValue { return f.metrics.attrs }
 

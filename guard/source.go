@@ -99,15 +99,8 @@ type ending struct {
 // refuses settings that the broker's limits make impossible, all problems at once.
 // A nil handler makes it passive: then use Offer, Ready and Done instead of Run.
 func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handler func(context.Context, M) error) (*Source[M], error) {
-	policy := g.policy()
 	var p problems
-	if cfg.Policy != nil {
-		policy = *cfg.Policy
-		def(&policy.Breaker, g.cfg.Policy.Breaker)
-		if policy.Breaker != g.cfg.Policy.Breaker {
-			p.addf("SourceConfig.Policy.Breaker: differs from the Guard's; scopes are shared, so their breakers have one configuration")
-		}
-	}
+	policy := g.policy(cfg, &p)
 	if cfg.Name == "" {
 		p.addf("SourceConfig.Name: must not be empty")
 	}
@@ -156,7 +149,7 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 	}
 	s.c = machine[M]{
 		policy: full, limits: limits, storm: detector, budget: budget, limiter: cfg.Limiter,
-		inPlace: cfg.LettersKeepPlace, beside: cfg.Successes,
+		inPlace: cfg.LettersKeepPlace, offers: handler == nil, beside: fromNow(cfg.Successes),
 		letters: cfg.DeadLetters != nil, letterPace: g.letterPace, origin: g.origin, slowAfter: full.Breaker.Slow,
 		rand: rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())),
 		ring: ring, lanes: make(map[uint64]*lane[M]), writing: make(map[*item[M]]struct{}), fast: s.fastSuccesses, wasClosed: true,
@@ -270,7 +263,8 @@ func (s *Source[M]) divideLocked() {
 func (s *Source[M]) unlock(now time.Duration) {
 	condemned, freed := s.c.condemned, s.c.freed
 	s.c.condemned, s.c.freed = nil, false
-	s.slow.Store(s.alwaysSlow() || !s.c.quiet(now))
+	quiet := s.c.quiet(now) // it ends a hold that is empty, whoever asks
+	s.slow.Store(!quiet || s.alwaysSlow())
 	s.mu.Unlock()
 	for _, it := range condemned {
 		s.writer.post(letter[M]{s, it})

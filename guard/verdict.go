@@ -11,6 +11,9 @@ import (
 // done takes the outcome of the handler call of it, and returns what to do.
 func (c *machine[M]) done(now time.Duration, it *item[M], err error, stack []byte) step[M] {
 	word, until := classify(err)
+	if c.offers && err != errNotTaken { //nolint:errorlint // the sentinel itself
+		c.called(it)
+	}
 	if it.lane != nil && it.lane.turn > 0 && word != success && word != cancelled {
 		// A witness is only asked whether anything can succeed; what else it has
 		// to say it says again in its turn.
@@ -35,8 +38,8 @@ func (c *machine[M]) done(now time.Duration, it *item[M], err error, stack []byt
 	case backoff:
 		c.exclude(now, it)
 		it.tries--
-		wait := min(until.Sub(c.origin.Add(now)), maxBackoff)
-		if until := now + max(wait, c.policy.Retry.Base); until > c.asked {
+		wait := until.Sub(c.origin.Add(now))
+		if until := soon(now, max(wait, c.policy.Retry.Base)); until > c.asked {
 			c.asked, c.askedFor = until, err
 		}
 		c.back(now, it)

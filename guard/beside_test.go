@@ -1,0 +1,65 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"testing"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+// What the counter beside a source has counted before an epoch earns that epoch
+// nothing, and is no success since a guess; what it counts from then on is both.
+func TestSuccessesBesideBeginWithTheEpoch(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, err := New(Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		beside := uint64(1000)
+		open := func() *Source[int] {
+			s, err := Open(g, SourceConfig{Name: "s", DeadLetters: &testWriter{}, Successes: func() uint64 { return beside }}, Limits{}, &testPort{},
+				func(context.Context, int) error { return nil })
+			if err != nil {
+				t.Fatal(err)
+			}
+			return s
+		}
+		s := open()
+		s.mu.Lock()
+		s.c.earn()
+		for range 20 {
+			if !s.c.budget.Spend(0, dlq.Exhausted) {
+				t.Error("no credit")
+			}
+		}
+		s.c.guesses, s.c.guessedAt = 3, g.now()
+		s.mu.Unlock()
+		for _, c := range []struct {
+			more    uint64
+			balance float64
+			may     bool
+		}{{0, 0, false}, {0, 0, false}, {10, 1, true}} {
+			s.End(t.Context(), ReasonRebalance)
+			s = open()
+			beside += c.more
+			s.mu.Lock()
+			s.c.earn()
+			if got, may := s.c.budget.Balance(dlq.Exhausted), s.c.mayGuess(g.now()); got != c.balance || may != c.may {
+				t.Errorf("after %d more: balance %v, may guess %v", c.more, got, may)
+			}
+			s.mu.Unlock()
+		}
+		beside = 0 // it must not fall; if it does, nothing is earned
+		s.mu.Lock()
+		if s.c.earn(); s.c.budget.Balance(dlq.Exhausted) != 1 {
+			t.Errorf("a counter that fell: %v", s.c.budget.Balance(dlq.Exhausted))
+		}
+		s.mu.Unlock()
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}
