@@ -440,13 +440,16 @@ func (l *loop[M]) poll() (m M, batched, ok bool) {
 	}
 }
 
-// block waits for input, if it is wanted, a nudge, the instant at (0: none) or
-// the end of ctx.
-func (l *loop[M]) block(at, now time.Duration, wanted bool) bool {
+// block waits for input, if there is room, a nudge, the instant at (0: none) or
+// the end of ctx. read says that the loop found room, and read what there was.
+func (l *loop[M]) block(at, now time.Duration, read bool) bool {
 	s := l.s
 	s.flush()
 	s.rest()
-	s.tellDemand()
+	room := s.tellDemand()
+	if room && !read {
+		return true // a worker has made some since: nobody says so again
+	}
 	var tick <-chan time.Time
 	if at > 0 {
 		if at <= now {
@@ -457,7 +460,7 @@ func (l *loop[M]) block(at, now time.Duration, wanted bool) bool {
 	}
 	var in <-chan M
 	var ready <-chan struct{}
-	if wanted && !l.closed {
+	if room && !l.closed {
 		in = l.in
 		if l.feed != nil {
 			ready = l.feed.ready

@@ -79,18 +79,22 @@ func (s *Source[M]) flush() {
 
 // tellDemand tells the port how much room there is, when that starts or stops
 // intake: at 0, and again when half of it is free. When nothing moves any room
-// will do, since only a new message may get things moving.
-func (s *Source[M]) tellDemand() {
+// will do, since only a new message may get things moving. It tells whether there
+// is room now: if not, whoever makes some wakes the loop when it is to be told.
+func (s *Source[M]) tellDemand() (room bool) {
 	s.mu.Lock()
+	n := s.c.room()
 	tell := s.demandDueLocked()
 	if tell {
-		s.demanded = s.c.room()
+		s.demanded = n
 	}
-	room := s.demanded
+	told := s.demanded
+	room = n > 0 && !s.c.ended
 	s.mu.Unlock()
 	if tell && !s.fenced.Load() {
-		s.port.Demand(room)
+		s.port.Demand(told)
 	}
+	return room
 }
 
 func (s *Source[M]) demandDueLocked() bool {

@@ -1,0 +1,133 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// slowFlush is a port whose Flush takes a while.
+type slowFlush struct {
+	testPort
+	takes time.Duration
+}
+
+func (p *slowFlush) Flush() error {
+	time.Sleep(p.takes)
+	return p.testPort.Flush()
+}
+
+// The loop reads on beside one handler that takes long, also if a worker made room
+// just when the loop had found none.
+func TestIntakeBesideASlowHandler(t *testing.T) {
+	for _, c := range []struct {
+		name   string
+		limits Limits
+		fed    bool
+	}{{name: "channel"}, {name: "batches", limits: Limits{AckWait: time.Minute}}, {name: "feed", fed: true}} {
+		bubble(t, c.name, func(t *testing.T) {
+			g, err := New(Config{Policy: Policy{Order: OrderNone, Workers: 2, Window: 8}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			var handled atomic.Int64
+			port := &slowFlush{takes: 3 * time.Millisecond}
+			s, err := Open(g, SourceConfig{Name: "s"}, c.limits, port, func(_ context.Context, m int) error {
+				if m == 0 {
+					time.Sleep(20 * time.Second)
+				} else {
+					time.Sleep(time.Millisecond)
+				}
+				handled.Add(1)
+				return nil
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			in, ended := make(chan int, 128), make(chan error, 1)
+			put, end, run := func(m int) { in <- m }, func() { close(in) }, func() error { return s.Run(t.Context(), in) }
+			if c.fed {
+				feed := s.Feed()
+				put = func(m int) {
+					if _, err := feed.Put(t.Context(), m); err != nil {
+						t.Error(err)
+					}
+				}
+				end, run = feed.Close, func() error { return s.RunFeed(t.Context()) }
+			}
+			var reader sync.WaitGroup
+			reader.Go(func() {
+				for m := range 3 {
+					put(m)
+				}
+				time.Sleep(1500 * time.Microsecond)
+				for m := range 100 {
+					put(3 + m)
+				}
+			})
+			go func() { ended <- run() }()
+			time.Sleep(time.Second)
+			if n := handled.Load(); n != 102 {
+				t.Errorf("%d of 102 handled beside the slow one: %+v", n, s.Account())
+			}
+			reader.Wait()
+			end()
+			if err := <-ended; err != nil || handled.Load() != 103 {
+				t.Error(err, handled.Load())
+			}
+			if _, err := g.Close(t.Context()); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// Half of the window is told as soon as it is free, though no worker is.
+func TestRoomIsToldWhileWorkersAreBusy(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, err := New(Config{Policy: Policy{Order: OrderNone, Workers: 2, Window: 8}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		port := &testPort{}
+		s, err := Open(g, SourceConfig{Name: "s"}, Limits{}, port, func(context.Context, int) error {
+			time.Sleep(time.Second)
+			return nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ended := make(chan error, 1)
+		go func() { ended <- s.Run(t.Context(), nil) }()
+		synctest.Wait()
+		for m := range 8 {
+			if err := s.Offer(m); err != nil {
+				t.Fatal(m, err)
+			}
+		}
+		told := func(want int) {
+			t.Helper()
+			synctest.Wait()
+			port.mu.Lock()
+			defer port.mu.Unlock()
+			if n := len(port.demands); n == 0 || port.demands[n-1] != want {
+				t.Errorf("told %v, want %d now", port.demands, want)
+			}
+		}
+		told(0)
+		time.Sleep(1500 * time.Millisecond)
+		told(0)
+		time.Sleep(time.Second)
+		told(4)
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+		<-ended
+	})
+}
