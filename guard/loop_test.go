@@ -131,3 +131,141 @@ func TestRoomIsToldWhileWorkersAreBusy(t *testing.T) {
 		<-ended
 	})
 }
+
+// However a message comes in, the sweeper is awake for its call, though it had parked.
+func TestSweeperIsAwakeForTheFirstCall(t *testing.T) {
+	for _, c := range []struct {
+		name   string
+		policy Policy
+		limits Limits
+		fed    bool
+	}{
+		{name: "channel"},
+		{name: "batches", limits: Limits{AckWait: time.Minute}},
+		{name: "feed", fed: true},
+		{name: "workers", policy: Policy{Order: OrderNone, Workers: 2}},
+	} {
+		bubble(t, c.name, func(t *testing.T) {
+			c.policy.Timeout = time.Second
+			g, err := New(Config{Policy: c.policy})
+			if err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(time.Second)
+			if !g.sweeper.parked.Load() {
+				t.Fatal("the sweeper has not parked")
+			}
+			s, err := Open(g, SourceConfig{Name: "s"}, c.limits, &testPort{}, untilCancelled)
+			if err != nil {
+				t.Fatal(err)
+			}
+			in, ended := make(chan int, 1), make(chan error, 1)
+			in <- 0
+			run := func() error { return s.Run(t.Context(), in) }
+			if c.fed {
+				if _, err := s.Feed().Put(t.Context(), 0); err != nil {
+					t.Fatal(err)
+				}
+				run = func() error { return s.RunFeed(t.Context()) }
+			}
+			go func() { ended <- run() }()
+			timesOut(t, s)
+			closeSoon(t, g)
+			<-ended
+		})
+	}
+}
+
+// The same where a nudge and a message wake the loop at once.
+func TestSweeperIsAwakeAfterANudge(t *testing.T) {
+	for range 20 { // the loop sees either first
+		bubble(t, "", func(t *testing.T) {
+			g, err := New(Config{Policy: Policy{Timeout: time.Second}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			in, ended := make(chan int, 1), make(chan error, 1)
+			port := &hookedPort{demand: func(int) {
+				time.Sleep(time.Second)
+				if !g.sweeper.parked.Load() {
+					t.Error("the sweeper has not parked")
+				}
+				in <- 0
+			}}
+			s, err := Open(g, SourceConfig{Name: "s"}, Limits{}, port, untilCancelled)
+			if err != nil {
+				t.Fatal(err)
+			}
+			s.Pause()
+			s.Resume()
+			go func() { ended <- s.Run(t.Context(), in) }()
+			time.Sleep(time.Second)
+			timesOut(t, s)
+			closeSoon(t, g)
+			<-ended
+		})
+	}
+}
+
+// A source that holds messages is not idle: the sweeper does not sleep through it.
+func TestSweeperIsAwakeWhileAMessageIsHeld(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r := newRig(t, Policy{}, Limits{}, ok)
+		r.s.Pause()
+		time.Sleep(time.Second)
+		if !r.g.sweeper.parked.Load() {
+			t.Error("the sweeper has not parked")
+		}
+		r.send(0, 1)
+		time.Sleep(time.Second)
+		if r.g.sweeper.parked.Load() {
+			t.Error("the sweeper is parked beside a message that is held")
+		}
+		r.close()
+	})
+}
+
+// hookedPort is a port whose first call of a kind does something more.
+type hookedPort struct {
+	testPort
+	demand func(int)
+	once   sync.Once
+}
+
+func (p *hookedPort) Demand(n int) {
+	p.once.Do(func() { p.demand(n) })
+	p.testPort.Demand(n)
+}
+
+// untilCancelled is a handler that ends with its context.
+func untilCancelled(ctx context.Context, _ int) error {
+	<-ctx.Done()
+	return ctx.Err()
+}
+
+// timesOut checks that the call that has just begun ends after its timeout of 1s.
+func timesOut(t *testing.T, s *Source[int]) {
+	t.Helper()
+	synctest.Wait()
+	if a := s.Account(); a.Processing != 1 {
+		t.Errorf("no call: %+v", a)
+	}
+	time.Sleep(time.Second - 1)
+	if n := s.State().Tally.Timeouts; n != 0 {
+		t.Errorf("%d timeouts before a second is over", n)
+	}
+	time.Sleep(3 * tick)
+	if n := s.State().Tally.Timeouts; n != 1 {
+		t.Errorf("%d timeouts, want 1: %+v", n, s.Account())
+	}
+}
+
+// closeSoon ends a Guard whose handlers may wait for that.
+func closeSoon(t *testing.T, g *Guard) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+	defer cancel()
+	if _, err := g.Close(ctx); err != nil {
+		t.Error(err)
+	}
+}

@@ -233,8 +233,8 @@ func (l *loop[M]) fast(m M, batched bool) {
 	}
 	s.started++
 	s.word.Store(s.started<<phaseBits | uint64(processing))
-	if s.fresh {
-		s.fresh = false
+	if !s.kicked {
+		s.kicked = true
 		s.g.sweeper.kick()
 	}
 	ctx := s.chunk.Load().of(l.calls)
@@ -271,8 +271,11 @@ func (l *loop[M]) fast(m M, batched bool) {
 	}
 }
 
-// rest says that the loop has nothing in hand.
-func (s *Source[M]) rest() { s.word.Store(s.started<<phaseBits | uint64(idle)) }
+// rest says that the loop has nothing in hand. The sweeper may park from then on.
+func (s *Source[M]) rest() {
+	s.kicked = false
+	s.word.Store(s.started<<phaseBits | uint64(idle))
+}
 
 // unstartLocked takes the message in hand back out of the closed path.
 func (s *Source[M]) unstartLocked() {
@@ -323,6 +326,7 @@ func (l *loop[M]) adopt(m M, err error, stack []byte) {
 	it.token, it.slow, it.lastDelivery, it.ctx = l.hand.token, slow, last, ctx
 	st := s.c.done(now, it, err, stack)
 	s.unlock(now)
+	s.g.sweeper.kick()
 	if st.kind == stepAck {
 		s.settle(it)
 	}
@@ -340,6 +344,7 @@ func (s *Source[M]) put(m M, batched bool) (room int) {
 	}
 	room = s.c.room()
 	s.unlock(now)
+	s.g.sweeper.kick()
 	s.cond.Signal()
 	return room
 }
@@ -469,7 +474,6 @@ func (l *loop[M]) block(at, now time.Duration, read bool) bool {
 	select {
 	case m, ok := <-in:
 		l.closed = !ok
-		s.fresh = true
 		switch {
 		case !ok:
 		case s.slow.Load():
@@ -480,7 +484,6 @@ func (l *loop[M]) block(at, now time.Duration, read bool) bool {
 			l.fast(m, false)
 		}
 	case <-ready:
-		s.fresh = true
 	case <-s.wake:
 	case <-tick:
 	case <-l.ctx.Done():

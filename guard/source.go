@@ -49,7 +49,7 @@ type Source[M any] struct {
 	batchMax  atomic.Int64  // how many messages Run takes from its input at once
 	started   uint64        // the loop's copy of the number
 	acks      int           // since the last Flush; the loop's, with workers under mu
-	fresh     bool          // the loop was blocked: the sweeper may be parked
+	kicked    bool          // the sweeper was, since the loop last rested: it is not parked
 	seen      seen          // the sweeper's
 	slowAfter time.Duration // Breaker.Slow
 
