@@ -5,6 +5,8 @@ package guard
 
 import (
 	"context"
+	"errors"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -91,44 +93,22 @@ func TestIntakeBesideASlowHandler(t *testing.T) {
 // Half of the window is told as soon as it is free, though no worker is.
 func TestRoomIsToldWhileWorkersAreBusy(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
-		g, err := New(Config{Policy: Policy{Order: OrderNone, Workers: 2, Window: 8}})
-		if err != nil {
-			t.Fatal(err)
-		}
-		port := &testPort{}
-		s, err := Open(g, SourceConfig{Name: "s"}, Limits{}, port, func(context.Context, int) error {
+		r := offered(t, Policy{Order: OrderNone, Workers: 2, Window: 8}, func(context.Context, int) error {
 			time.Sleep(time.Second)
 			return nil
 		})
-		if err != nil {
-			t.Fatal(err)
-		}
-		ended := make(chan error, 1)
-		go func() { ended <- s.Run(t.Context(), nil) }()
-		synctest.Wait()
 		for m := range 8 {
-			if err := s.Offer(m); err != nil {
+			if err := r.s.Offer(m); err != nil {
 				t.Fatal(m, err)
 			}
 		}
-		told := func(want int) {
-			t.Helper()
-			synctest.Wait()
-			port.mu.Lock()
-			defer port.mu.Unlock()
-			if n := len(port.demands); n == 0 || port.demands[n-1] != want {
-				t.Errorf("told %v, want %d now", port.demands, want)
-			}
-		}
-		told(0)
+		r.told(8, 0)
 		time.Sleep(1500 * time.Millisecond)
-		told(0)
+		r.told(8, 0)
 		time.Sleep(time.Second)
-		told(4)
-		if _, err := g.Close(t.Context()); err != nil {
-			t.Error(err)
-		}
-		<-ended
+		r.told(8, 0, 4)
+		time.Sleep(10 * time.Second)
+		r.close()
 	})
 }
 
@@ -268,4 +248,101 @@ func closeSoon(t *testing.T, g *Guard) {
 	if _, err := g.Close(ctx); err != nil {
 		t.Error(err)
 	}
+}
+
+// Who was refused by Offer is told of room, though the loop never blocked while there
+// was none.
+func TestRoomIsToldAfterErrFull(t *testing.T) {
+	bubble(t, "handler", func(t *testing.T) {
+		r := offered(t, Policy{Window: 4}, func(context.Context, int) error {
+			time.Sleep(time.Second)
+			return nil
+		})
+		r.told(4)
+		r.fill(4)
+		time.Sleep(10 * time.Second)
+		r.told(4, 4)
+		r.fill(4)
+		time.Sleep(10 * time.Second)
+		r.told(4, 4, 4)
+		r.close()
+	})
+	bubble(t, "passive", func(t *testing.T) {
+		r := offered(t, Policy{Order: OrderNone, Workers: 1, Window: 4}, nil)
+		var user sync.WaitGroup
+		user.Go(func() {
+			for item := range r.s.Ready() {
+				time.Sleep(time.Second)
+				r.s.Done(item.Token, nil)
+			}
+		})
+		if err := r.s.Offer(0); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(10 * time.Second)
+		r.told(3)
+		r.fill(4) // whether it is refused before or after the pump has seen it
+		time.Sleep(10 * time.Second)
+		r.told(3, 0, 2)
+		r.close()
+		user.Wait()
+	})
+}
+
+// offering is a source whose input is whoever calls Offer.
+type offering struct {
+	t     *testing.T
+	g     *Guard
+	s     *Source[int]
+	port  *testPort
+	ended chan error
+}
+
+func offered(t *testing.T, p Policy, handler func(context.Context, int) error) *offering {
+	t.Helper()
+	g, err := New(Config{Policy: p})
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := &offering{t: t, g: g, port: &testPort{}, ended: make(chan error, 1)}
+	if r.s, err = Open(g, SourceConfig{Name: "s"}, Limits{}, r.port, handler); err != nil {
+		t.Fatal(err)
+	}
+	if handler == nil {
+		r.ended <- nil
+	} else {
+		go func() { r.ended <- r.s.Run(t.Context(), nil) }()
+	}
+	synctest.Wait()
+	return r
+}
+
+// fill offers as many messages as there is room for, and one that is refused.
+func (r *offering) fill(room int) {
+	r.t.Helper()
+	for m := range room {
+		if err := r.s.Offer(m); err != nil {
+			r.t.Fatal(m, err)
+		}
+	}
+	if err := r.s.Offer(room); !errors.Is(err, ErrFull) {
+		r.t.Fatal(err)
+	}
+}
+
+// told checks what the port was told.
+func (r *offering) told(want ...int) {
+	r.t.Helper()
+	synctest.Wait()
+	r.port.mu.Lock()
+	defer r.port.mu.Unlock()
+	if !slices.Equal(r.port.demands, want) {
+		r.t.Errorf("told %v, want %v", r.port.demands, want)
+	}
+}
+
+func (r *offering) close() {
+	r.t.Helper()
+	closeSoon(r.t, r.g)
+	<-r.ended
 }

@@ -32,7 +32,8 @@ type Item[M any] struct {
 type Token struct{ epoch, id, serial uint64 }
 
 // Offer puts a message in. It does not wait: without room it is [ErrFull], and
-// the message stays the caller's.
+// the message stays the caller's, who offers it again when [Port.Demand] has named
+// room, or now and then if less than half of the window is to be used at once.
 //
 // It also feeds a source with a handler whose input is whoever calls Offer: run
 // that by Run(ctx, nil).
@@ -49,7 +50,14 @@ func (s *Source[M]) Offer(m M) error {
 		s.mu.Unlock()
 		return ErrClosed
 	case s.c.room() == 0:
+		owed := s.demanded != 0 // no 0 was told, so no room would be
+		if owed {
+			s.demanded, s.refused = 0, true
+		}
 		s.mu.Unlock()
+		if owed {
+			s.nudge()
+		}
 		return ErrFull
 	}
 	if s.handler == nil && s.pump == nil {

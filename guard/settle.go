@@ -79,7 +79,8 @@ func (s *Source[M]) flush() {
 
 // tellDemand tells the port how much room there is, when that starts or stops
 // intake: at 0, and again when half of it is free. When nothing moves any room
-// will do, since only a new message may get things moving. It tells whether there
+// will do, since only a new message may get things moving. Whoever was refused by
+// Offer is told by the same rule, whatever was told before. It tells whether there
 // is room now: if not, whoever makes some wakes the loop when it is to be told.
 func (s *Source[M]) tellDemand() (room bool) {
 	s.mu.Lock()
@@ -89,6 +90,8 @@ func (s *Source[M]) tellDemand() (room bool) {
 		s.demanded = n
 	}
 	told := s.demanded
+	tell = tell || s.refused
+	s.refused = false
 	room = n > 0 && !s.c.ended
 	s.mu.Unlock()
 	if tell && !s.fenced.Load() {

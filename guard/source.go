@@ -60,7 +60,8 @@ type Source[M any] struct {
 	batchAt  uint64 // started+adopted when it was taken
 	diverted int    // messages of it that went to the machine instead
 	lookAt   time.Duration
-	demanded int  // what Port.Demand last heard
+	demanded int  // what Port.Demand last heard, or is to hear
+	refused  bool // … since Offer has said that there is no room
 	loops    int  // goroutines that may call the handler and the port
 	ran      bool // Run was called
 	retire   bool // workers end
