@@ -98,8 +98,8 @@ type Report struct {
 	Reason   Reason
 	Account  Account
 	Returned int    // given back by End
-	Left     []Left // still with a handler or a dead-letter writer
-	Err      error  // what the port answered to the last Return and Flush
+	Left     []Left // still with a handler or a dead-letter writer, or not acked
+	Err      error  // what the port answered to the last Return and Flush, or that a call of it hangs
 }
 
 // Clean tells whether nothing is left behind.

@@ -165,13 +165,13 @@ func TestSweeperIsAwakeAfterANudge(t *testing.T) {
 				t.Fatal(err)
 			}
 			in, ended := make(chan int, 1), make(chan error, 1)
-			port := &hookedPort{demand: func(int) {
+			port := &hookedPort{first: map[string]func(){"demand": func() {
 				time.Sleep(time.Second)
 				if !g.sweeper.parked.Load() {
 					t.Error("the sweeper has not parked")
 				}
 				in <- 0
-			}}
+			}}}
 			s, err := Open(g, SourceConfig{Name: "s"}, Limits{}, port, untilCancelled)
 			if err != nil {
 				t.Fatal(err)
@@ -203,18 +203,6 @@ func TestSweeperIsAwakeWhileAMessageIsHeld(t *testing.T) {
 		}
 		r.close()
 	})
-}
-
-// hookedPort is a port whose first call of a kind does something more.
-type hookedPort struct {
-	testPort
-	demand func(int)
-	once   sync.Once
-}
-
-func (p *hookedPort) Demand(n int) {
-	p.once.Do(func() { p.demand(n) })
-	p.testPort.Demand(n)
 }
 
 // untilCancelled is a handler that ends with its context.

@@ -62,15 +62,32 @@ func (s *Source[M]) flush() {
 	if shared {
 		s.mu.Lock()
 	}
-	due := s.acks > 0 && !s.fenced.Load()
+	due := s.acks > 0
 	s.acks = 0
 	if shared {
 		s.mu.Unlock()
 	}
-	if !due {
-		return
+	switch {
+	case !due:
+	case !shared && phase(s.word.Load()&phaseMask) == settling: // that announces it
+		if !s.fenced.Load() {
+			s.countFlush(s.port.Flush())
+		}
+	default:
+		s.sendAcks()
 	}
-	if err := s.port.Flush(); err != nil {
+}
+
+// sendAcks is [Port.Flush], announced.
+func (s *Source[M]) sendAcks() {
+	if s.begin() {
+		s.countFlush(s.port.Flush())
+		s.end()
+	}
+}
+
+func (s *Source[M]) countFlush(err error) {
+	if err != nil {
 		s.mu.Lock()
 		s.c.tally.AckFailures++
 		s.mu.Unlock()
@@ -159,26 +176,31 @@ func (s *Source[M]) finish(it *item[M], err error, stack []byte) {
 
 // settle acks an item of the machine.
 func (s *Source[M]) settle(it *item[M]) {
+	if s.settleOne(it, &s.acks) {
+		s.flush()
+	}
+}
+
+// settleOne acks an item and counts that in acks; it tells whether a flush is due.
+func (s *Source[M]) settleOne(it *item[M], acks *int) (due bool) {
 	if !s.begin() {
 		s.mu.Lock()
 		s.c.abandon(it)
 		s.mu.Unlock()
-		return
+		return false
 	}
 	err := s.port.Ack(it.m)
 	now := s.g.now()
 	s.mu.Lock()
 	s.c.settled(it, err)
-	if s.acks++; s.acks >= flushEvery {
-		s.unlock(now)
-		s.flush() // End waits for it, too
-		s.mu.Lock()
-	}
+	*acks++
+	due = *acks >= flushEvery
 	s.endLocked()
 	s.unlock(now)
 	if len(it.failures) > 0 {
 		s.metrics.retried(now-it.firstFailed, it.dead)
 	}
+	return due
 }
 
 // begin announces a port call, so that End waits for it; false if the source is
