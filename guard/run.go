@@ -332,17 +332,36 @@ func (l *loop[M]) adopt(m M, err error, stack []byte) {
 	}
 }
 
-// put hands a message to the machine.
+// put hands a message to the machine, and tells how many more it may be handed.
 func (s *Source[M]) put(m M, batched bool) (room int) {
 	s.rest()
-	key, size := s.weigh(m)
+	var key uint64
+	var size int
+	announced := s.begin()
+	if announced {
+		key, size = s.weigh(m)
+	}
 	now := s.g.now()
 	s.mu.Lock()
+	if announced {
+		s.endLocked()
+	}
+	if s.fenced.Load() {
+		if !batched { // what was left of a batch End has given back
+			s.c.tally.Received++
+			s.c.tally.Returned++
+			s.c.tally.Stale++
+		}
+		s.mu.Unlock()
+		return 0
+	}
 	s.c.put(now, m, key, size)
 	if batched {
 		s.diverted++
 	}
-	room = s.c.room()
+	if room = s.c.room(); s.c.ended {
+		room = 0
+	}
 	s.unlock(now)
 	s.g.sweeper.kick()
 	s.cond.Signal()

@@ -107,12 +107,16 @@ func (s *Source[M]) tellDemand() (room bool) {
 		s.demanded = n
 	}
 	told := s.demanded
-	tell = tell || s.refused
+	tell = (tell || s.refused) && !s.fenced.Load()
 	s.refused = false
+	if tell {
+		s.calls++
+	}
 	room = n > 0 && !s.c.ended
 	s.mu.Unlock()
-	if tell && !s.fenced.Load() {
+	if tell {
 		s.port.Demand(told)
+		s.end()
 	}
 	return room
 }
@@ -204,7 +208,8 @@ func (s *Source[M]) settleOne(it *item[M], acks *int) (due bool) {
 }
 
 // begin announces a port call, so that End waits for it; false if the source is
-// fenced. end follows.
+// fenced. end follows. The closed path's acks, and the flushes after them, its word
+// announces.
 func (s *Source[M]) begin() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -20,6 +20,7 @@ type hookedPort struct {
 	hooks sync.Mutex
 	first map[string]func()
 	open  atomic.Int64 // calls under way
+	begun atomic.Int64 // all calls
 }
 
 func (p *hookedPort) call(kind string) (done func()) {
@@ -27,6 +28,7 @@ func (p *hookedPort) call(kind string) (done func()) {
 	hook := p.first[kind]
 	delete(p.first, kind)
 	p.hooks.Unlock()
+	p.begun.Add(1)
 	p.open.Add(1)
 	if hook != nil {
 		hook()
@@ -202,5 +204,74 @@ func TestDoneBesideEnd(t *testing.T) {
 				t.Error(err)
 			}
 		})
+	}
+}
+
+// Every port call is announced: End waits for one that is under way, and none begins
+// after it has returned, though it waits for no loop any more.
+func TestEndWaitsForPortCalls(t *testing.T) {
+	quick := func(context.Context, int) error { return nil }
+	for _, c := range []struct {
+		name, kind string
+		policy     Policy
+		limiter    Limiter
+		handler    func(context.Context, int) error // nil: passive
+		paused     bool
+	}{
+		{name: "intake", kind: "size", handler: quick, paused: true},
+		{name: "demand", kind: "demand", handler: quick},
+		{name: "flush", kind: "flush", handler: quick},
+		{name: "flush off the closed path", kind: "flush", handler: quick, limiter: always{}},
+		{name: "flush of workers", kind: "flush", handler: quick, policy: Policy{Order: OrderNone, Workers: 2}},
+		{name: "the last flush", kind: "flush", handler: func(context.Context, int) error { time.Sleep(1200 * time.Millisecond); return nil }},
+		{name: "demand, passive", kind: "demand"},
+		{name: "flush, passive", kind: "flush"},
+	} {
+		for _, returns := range []time.Duration{1700 * time.Millisecond, 10 * time.Second} {
+			bubble(t, c.name+" "+returns.String(), func(t *testing.T) {
+				start := time.Now()
+				g, err := New(Config{Policy: c.policy})
+				if err != nil {
+					t.Fatal(err)
+				}
+				port := &hookedPort{first: map[string]func(){c.kind: func() { time.Sleep(time.Until(start.Add(returns))) }}}
+				s, err := Open(g, SourceConfig{Name: "s", Limiter: c.limiter}, Limits{}, port, c.handler)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if c.paused {
+					s.Pause()
+				}
+				in, ended := make(chan int, 1), make(chan error, 1)
+				if c.handler == nil {
+					if err := s.Offer(0); err != nil {
+						t.Fatal(err)
+					}
+					s.Done((<-s.Ready()).Token, nil)
+					ended <- nil
+				} else {
+					in <- 0
+					go func() { ended <- s.Run(t.Context(), in) }()
+				}
+				time.Sleep(time.Second)
+				rep := endSoon(t, s)
+				begun := port.begun.Load()
+				late := returns > 2*time.Second
+				if n := port.open.Load(); (n > 0) != late || (rep.Err != nil) != late {
+					t.Errorf("End returned beside %d port calls: %+v", n, rep)
+				}
+				time.Sleep(time.Minute)
+				<-ended
+				if n := port.begun.Load() - begun; n > 0 || port.open.Load() > 0 {
+					t.Errorf("%d port calls after End had returned", n)
+				}
+				if a := s.Account(); a.Check() != nil || a.Unsettled() > 0 {
+					t.Errorf("%+v", a)
+				}
+				if _, err := g.Close(t.Context()); err != nil {
+					t.Error(err)
+				}
+			})
+		}
 	}
 }
