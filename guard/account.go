@@ -79,7 +79,7 @@ type State struct {
 	// hundredth of a second. What a feed holds in front of the closed path has none.
 	OldestAge time.Duration
 	// Window is how many messages the source may have besides its feed (which has
-	// half of [Policy.Window] where there is one), and Room how many more.
+	// up to half of [Policy.Window] where there is one), and Room how many more.
 	Window, Room int
 	// Settings is the policy in force, defaults filled in.
 	Settings Policy

@@ -134,8 +134,6 @@ func (p *pump[M]) run() {
 		case stepHandle:
 			up = st.it
 		default:
-			s.flush()
-			s.tellDemand()
 		}
 		var ready chan<- Item[M]
 		var out Item[M]
@@ -148,7 +146,16 @@ func (p *pump[M]) run() {
 			s.mu.Lock()
 			s.passive[up.id], up.offered = up, true
 			s.mu.Unlock()
+			select {
+			case ready <- out:
+				s.taken(up, out.Token)
+				up = nil
+				continue
+			default:
+			}
 		}
+		s.flush() // it blocks now
+		s.tellDemand()
 		var tick <-chan time.Time
 		if st.at > 0 {
 			timer.Reset(max(st.at-now, 0))

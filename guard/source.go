@@ -52,6 +52,7 @@ type Source[M any] struct {
 	kicked    bool          // the sweeper was, since the loop last rested: it is not parked
 	seen      seen          // the sweeper's
 	slowAfter time.Duration // Breaker.Slow
+	all       bool          // passive, Workers unset: all of the window may be out
 
 	mu       sync.Mutex
 	c        machine[M] // its policy and gate may be read by the loop without mu, see Update
@@ -117,8 +118,8 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 	}
 	errs := append(p, policy.Validate())
 	full := policy.withDefaults(limits)
-	if handler == nil && policy.Workers == 0 {
-		// The user's own loop may take many before it settles the first.
+	all := handler == nil && policy.Workers == 0
+	if all { // the user's own loop may take many before it settles the first
 		full.Workers = full.Window
 		if full.Order == OrderSource {
 			full.Order = OrderNone
@@ -139,6 +140,7 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 		demanded:  -1,
 		epoch:     g.epochs.Add(1),
 		slowAfter: full.Breaker.Slow,
+		all:       all,
 		stormKey:  g.stormKey(cfg),
 	}
 	s.cond = sync.NewCond(&s.mu)
@@ -240,7 +242,8 @@ func (s *Source[M]) Successes() uint64 { return s.c.successes.Load() + s.fastSuc
 func (s *Source[M]) Name() string { return s.cfg.Name }
 
 // Feed is where an adapter whose reader is a goroutine of its own puts what it
-// reads; use it with [Source.RunFeed]. It takes half of the window.
+// reads; use it with [Source.RunFeed]. It takes half of the window, or what the
+// workers leave of it; see [Policy.Window].
 func (s *Source[M]) Feed() *Feed[M] {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -252,9 +255,11 @@ func (s *Source[M]) Feed() *Feed[M] {
 }
 
 // divideLocked gives the feed, or where there is an AckWait the batch that Run
-// takes, its part of the window; the rest is the machine's.
+// takes, its part of the window; the rest, and as far as it goes a message for each
+// worker, is the machine's.
 func (s *Source[M]) divideLocked() {
-	part := max(1, s.c.policy.Window/4)
+	p := s.c.policy
+	part := max(1, min(p.Window/4, (p.Window-p.Workers)/2))
 	batch := min(flushEvery, part)
 	s.batchMax.Store(int64(batch))
 	switch {
@@ -341,12 +346,21 @@ func (s *Source[M]) batchLeftLocked(started uint64) int {
 // Update changes the settings of a running source: Timeout, NoTimeout, Retry, Ramp,
 // Window and WindowBytes. Another change is refused by name; open a new source for
 // it. What is beyond a smaller window stays, and no more comes before there is room.
+// [State.Settings] may be given back with such a change. The Workers of a passive
+// source that was opened without any go with its window.
 func (s *Source[M]) Update(p Policy) error {
-	next := p.withDefaults(s.limits)
-	err := errors.Join(p.Validate(), next.fits(s.limits))
 	s.mu.Lock()
 	old := s.c.policy
-	if p.Workers == 0 {
+	if s.all && p.Workers == old.Workers {
+		p.Workers = 0
+	}
+	next := p.withDefaults(s.limits)
+	err := errors.Join(p.Validate(), next.fits(s.limits))
+	switch {
+	case p.Workers != 0:
+	case s.all:
+		old.Workers, next.Workers = next.Window, next.Window
+	default:
 		next.Workers = old.Workers
 	}
 	if s.handler == nil && p.Order == OrderSource {
@@ -373,6 +387,9 @@ func (s *Source[M]) Update(p Policy) error {
 		p := &s.c.policy // field by field: the loop reads the others without mu
 		p.Timeout, p.NoTimeout, p.Retry, p.Ramp = next.Timeout, next.NoTimeout, next.Retry, next.Ramp
 		p.Window, p.WindowBytes = next.Window, next.WindowBytes
+		if s.all {
+			p.Workers = next.Workers
+		}
 		s.timeout.Store(int64(next.Timeout))
 		s.divideLocked()
 	}
