@@ -214,11 +214,13 @@ func TestEndWaitsForPortCalls(t *testing.T) {
 	for _, c := range []struct {
 		name, kind string
 		policy     Policy
+		limits     Limits
 		limiter    Limiter
 		handler    func(context.Context, int) error // nil: passive
 		paused     bool
 	}{
 		{name: "intake", kind: "size", handler: quick, paused: true},
+		{name: "intake of a batch", kind: "size", handler: quick, paused: true, limits: Limits{AckWait: time.Minute}},
 		{name: "demand", kind: "demand", handler: quick},
 		{name: "flush", kind: "flush", handler: quick},
 		{name: "flush off the closed path", kind: "flush", handler: quick, limiter: always{}},
@@ -235,7 +237,7 @@ func TestEndWaitsForPortCalls(t *testing.T) {
 					t.Fatal(err)
 				}
 				port := &hookedPort{first: map[string]func(){c.kind: func() { time.Sleep(time.Until(start.Add(returns))) }}}
-				s, err := Open(g, SourceConfig{Name: "s", Limiter: c.limiter}, Limits{}, port, c.handler)
+				s, err := Open(g, SourceConfig{Name: "s", Limiter: c.limiter}, c.limits, port, c.handler)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -265,7 +267,7 @@ func TestEndWaitsForPortCalls(t *testing.T) {
 				if n := port.begun.Load() - begun; n > 0 || port.open.Load() > 0 {
 					t.Errorf("%d port calls after End had returned", n)
 				}
-				if a := s.Account(); a.Check() != nil || a.Unsettled() > 0 {
+				if a := s.Account(); a.Check() != nil || a.Unsettled() > 0 || a.Received != 1 {
 					t.Errorf("%+v", a)
 				}
 				if _, err := g.Close(t.Context()); err != nil {
