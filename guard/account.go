@@ -79,7 +79,7 @@ type State struct {
 	// hundredth of a second. What a feed holds in front of the closed path has none.
 	OldestAge time.Duration
 	// Window is how many messages the source may have besides its feed (which has
-	// half of [Policy.Window] where there is one), and Room how many more.
+	// up to half of [Policy.Window] where there is one), and Room how many more.
 	Window, Room int
 	// Settings is the policy in force, defaults filled in.
 	Settings Policy
@@ -98,8 +98,8 @@ type Report struct {
 	Reason   Reason
 	Account  Account
 	Returned int    // given back by End
-	Left     []Left // still with a handler or a dead-letter writer
-	Err      error  // what the port answered to the last Return and Flush
+	Left     []Left // still with a handler or a dead-letter writer, or not acked
+	Err      error  // what the port answered to the last Return and Flush, or that a call of it hangs
 }
 
 // Clean tells whether nothing is left behind.

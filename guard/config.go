@@ -89,14 +89,16 @@ type Policy struct {
 	Order Order
 
 	// Workers is how many handlers of one source may run at once, from 1 to
-	// 1024; unset means 1. More than 1 needs [OrderKey] or [OrderNone].
+	// 1024; unset means 1. More than 1 needs [OrderKey] or [OrderNone]. In the
+	// passive shape it is how many messages may be out, and unset means the window.
 	Workers int
 
 	// Window is how many messages of a source may be unsettled in this process,
 	// held ones included, from 1 to 1 Mi; unset means 1024, or the broker's
 	// [Limits.MaxUnacked] if that is less. At its end intake stops. Where an
 	// adapter reads on a goroutine of its own, half of it is for what is on the
-	// way from there.
+	// way from there, or less where the workers need more, but 2 messages at least:
+	// one of 1 or 2 is one of 3 there, and of as many workers as it two rest.
 	Window int
 
 	// WindowBytes bounds the same messages by [Port.Size]; unset means 64 MiB.

@@ -48,16 +48,7 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 	defer stop()
 	s.awaitLoops()
 	e.within(s.stopPump)
-	for {
-		s.mu.Lock()
-		if s.c.acks.len() == 0 {
-			s.mu.Unlock()
-			break
-		}
-		it := s.c.acks.pop()
-		s.mu.Unlock()
-		s.settle(it)
-	}
+	e.within(s.settleLate)
 	rest := s.fence(e)
 	var err error
 	if e.within(func() {
@@ -66,9 +57,9 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 		}
 		err = errors.Join(err, s.port.Flush())
 	}) {
-		e.report.Err = err
+		e.report.Err = errors.Join(e.report.Err, err)
 	} else {
-		e.report.Err = fmt.Errorf("guard: source %s: a port call does not return", s.cfg.Name)
+		e.report.Err = s.hangs()
 	}
 	s.mu.Lock()
 	kept := s.keepLocked(s.g.now())
@@ -101,6 +92,24 @@ func (e *ending) within(f func()) bool {
 		return true
 	case <-late.C:
 		return false
+	}
+}
+
+// settleLate acks what was confirmed after the loop had gone. It counts by itself:
+// a loop that End waits for no longer may still count.
+func (s *Source[M]) settleLate() {
+	for acks := 0; ; {
+		s.mu.Lock()
+		if s.c.acks.len() == 0 {
+			s.mu.Unlock()
+			return
+		}
+		it := s.c.acks.pop()
+		s.mu.Unlock()
+		if s.settleOne(it, &acks) {
+			acks = 0
+			s.sendAcks()
+		}
 	}
 }
 
@@ -141,7 +150,7 @@ func (s *Source[M]) pendingLocked() bool {
 	if s.giveUp {
 		return false
 	}
-	return s.c.count[processing] > 0 || len(s.c.writing) > 0
+	return s.c.count[processing] > 0 || s.c.count[settling] > s.c.acks.len()
 }
 
 // fence stops all port calls but End's own, and takes out what is left.
@@ -149,7 +158,11 @@ func (s *Source[M]) fence(e *ending) []M {
 	s.fenced.Store(true)
 	// A port call is announced before its caller looks at the fence, so one that
 	// began before it is seen here.
-	for pause := time.Microsecond; s.calling() && pause < time.Second; pause *= 2 {
+	for pause := time.Microsecond; s.calling(); pause *= 2 {
+		if pause >= time.Second {
+			e.report.Err = s.hangs()
+			break
+		}
 		time.Sleep(pause)
 	}
 	now := s.g.now()
@@ -172,11 +185,19 @@ func (s *Source[M]) fence(e *ending) []M {
 	for _, it := range s.c.busy {
 		e.report.Left = append(e.report.Left, Left{"processing", now - it.at, "its handler has not returned"})
 	}
-	if phase(w&phaseMask) == processing {
-		e.report.Left = append(e.report.Left, Left{"processing", now - s.callBegan(now), "its handler has not returned"})
+	for _, it := range s.c.going {
+		what := "it is not acked"
+		if _, writing := s.c.writing[it]; writing {
+			what = "its dead letter is not confirmed"
+		}
+		e.report.Left = append(e.report.Left, Left{"settling", now - it.at, what})
 	}
-	for it := range s.c.writing {
-		e.report.Left = append(e.report.Left, Left{"settling", now - it.at, "its dead letter is not confirmed"})
+	switch phase(w & phaseMask) {
+	case processing:
+		e.report.Left = append(e.report.Left, Left{"processing", now - s.callBegan(now), "its handler has not returned"})
+	case settling:
+		e.report.Left = append(e.report.Left, Left{"settling", now - s.wordSince(now, w), "it is not acked"})
+	default:
 	}
 	e.report.Source, e.report.Reason, e.report.Returned = s.cfg.Name, e.reason, len(rest)
 	e.report.Account = s.accountLocked(now)
@@ -188,6 +209,10 @@ func (s *Source[M]) calling() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.calls > 0 || phase(s.word.Load()&phaseMask) == settling
+}
+
+func (s *Source[M]) hangs() error {
+	return fmt.Errorf("guard: source %s: a port call does not return", s.cfg.Name)
 }
 
 func (s *Source[M]) giveBackLocked(n int) {

@@ -19,7 +19,8 @@ var (
 	ErrHeld = errors.New("guard: source on hold")
 
 	// ErrFull means that a window has no room for one more message. Nothing was
-	// taken; offer it again after [Port.Demand] named room.
+	// taken; offer it again after [Port.Demand] named room. While something moves,
+	// room of less than half of the window is not told.
 	ErrFull = errors.New("guard: window full")
 
 	// ErrTimeout is the failure of a handler that returned an error after

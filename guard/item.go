@@ -68,7 +68,7 @@ type item[M any] struct {
 	started time.Duration
 	slow    bool // reported to the breaker as slow already
 	offered bool // on Ready, not yet taken: nobody has it
-	busy    int  // index in the machine's busy list, -1 outside
+	place   int  // index in the machine's list of its phase, -1 outside
 
 	lastDelivery bool       // the broker will not deliver it again
 	verdict      dlq.Reason // why it is dead-lettered

@@ -52,6 +52,7 @@ type machine[M any] struct {
 	again fifo[*item[M]]          // OrderNone: items to be tried (again)
 	due   dueHeap[M]              // parked items
 	busy  []*item[M]              // processing
+	going []*item[M]              // settling
 	acks  fifo[*item[M]]          // dead letters confirmed, to be acked
 
 	// condemned collects items whose dead letter is to be written; the driver
@@ -173,12 +174,12 @@ func (c *machine[M]) move(it *item[M], to phase) {
 		c.parked[it.reason]--
 		c.due.remove(it)
 	}
-	if it.phase == processing {
-		last := len(c.busy) - 1
-		c.busy[it.busy] = c.busy[last]
-		c.busy[it.busy].busy = it.busy
-		c.busy[last] = nil
-		c.busy, it.busy = c.busy[:last], -1
+	if list := c.listed(it.phase); list != nil {
+		last := len(*list) - 1
+		(*list)[it.place] = (*list)[last]
+		(*list)[it.place].place = it.place
+		(*list)[last] = nil
+		*list, it.place = (*list)[:last], -1
 	}
 	if it.exhausted && it.phase != settling && (to == settling || to == idle) {
 		c.exhausted--
@@ -188,9 +189,21 @@ func (c *machine[M]) move(it *item[M], to phase) {
 		return
 	}
 	c.count[to]++
-	if to == processing {
-		it.busy = len(c.busy)
-		c.busy = append(c.busy, it)
+	if list := c.listed(to); list != nil {
+		it.place = len(*list)
+		*list = append(*list, it)
+	}
+}
+
+// listed is the list of the items in a phase, nil if there is none.
+func (c *machine[M]) listed(p phase) *[]*item[M] {
+	switch p {
+	case processing:
+		return &c.busy
+	case settling:
+		return &c.going
+	default:
+		return nil
 	}
 }
 
@@ -264,7 +277,7 @@ func (c *machine[M]) dequeue(q *ringbuf.Lane[entry[M]]) *item[M] {
 
 func (c *machine[M]) item(e entry[M]) *item[M] {
 	c.lastID++
-	return &item[M]{entry: e, id: c.lastID, heap: -1, busy: -1}
+	return &item[M]{entry: e, id: c.lastID, heap: -1, place: -1}
 }
 
 func (c *machine[M]) lane(key uint64) *lane[M] {

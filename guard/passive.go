@@ -32,7 +32,8 @@ type Item[M any] struct {
 type Token struct{ epoch, id, serial uint64 }
 
 // Offer puts a message in. It does not wait: without room it is [ErrFull], and
-// the message stays the caller's.
+// the message stays the caller's, who offers it again when [Port.Demand] has named
+// room, or now and then if less than half of the window is to be used at once.
 //
 // It also feeds a source with a handler whose input is whoever calls Offer: run
 // that by Run(ctx, nil).
@@ -49,7 +50,14 @@ func (s *Source[M]) Offer(m M) error {
 		s.mu.Unlock()
 		return ErrClosed
 	case s.c.room() == 0:
+		owed := s.demanded != 0 // no 0 was told, so no room would be
+		if owed {
+			s.demanded, s.refused = 0, true
+		}
 		s.mu.Unlock()
+		if owed {
+			s.nudge()
+		}
 		return ErrFull
 	}
 	if s.handler == nil && s.pump == nil {
@@ -126,8 +134,6 @@ func (p *pump[M]) run() {
 		case stepHandle:
 			up = st.it
 		default:
-			s.flush()
-			s.tellDemand()
 		}
 		var ready chan<- Item[M]
 		var out Item[M]
@@ -140,7 +146,16 @@ func (p *pump[M]) run() {
 			s.mu.Lock()
 			s.passive[up.id], up.offered = up, true
 			s.mu.Unlock()
+			select {
+			case ready <- out:
+				s.taken(up, out.Token)
+				up = nil
+				continue
+			default:
+			}
 		}
+		s.flush() // it blocks now
+		s.tellDemand()
 		var tick <-chan time.Time
 		if st.at > 0 {
 			timer.Reset(max(st.at-now, 0))

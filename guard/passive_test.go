@@ -4,7 +4,9 @@
 package guard
 
 import (
+	"context"
 	"errors"
+	"strings"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -248,4 +250,110 @@ func TestPassiveDrainKeepsItsTokens(t *testing.T) {
 			t.Error(err)
 		}
 	})
+}
+
+// With one message out at a time, the ack of the one before goes out although the next
+// waits on Ready and nobody takes it.
+func TestPassiveFlushesBeforeItWaits(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, err := New(Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		port := &testPort{}
+		s, err := Open(g, SourceConfig{Name: "s", Policy: &Policy{Workers: 1, Window: 4}}, Limits{}, port, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for m := range 4 {
+			if err := s.Offer(m); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for acked := 1; acked <= 3; acked++ {
+			item := <-s.Ready()
+			synctest.Wait()
+			port.mu.Lock()
+			before := port.flushes
+			port.mu.Unlock()
+			s.Done(item.Token, nil)
+			synctest.Wait()
+			port.mu.Lock()
+			if len(port.acked) != acked || port.flushes != before+1 {
+				t.Errorf("%d acked, %d flushes more", len(port.acked), port.flushes-before)
+			}
+			port.mu.Unlock()
+			if a := s.Account(); a.Processing != 1 { // on Ready
+				t.Errorf("%+v", a)
+			}
+		}
+		port.mu.Lock()
+		if n := len(port.demands); n == 0 || port.demands[n-1] < 2 {
+			t.Errorf("told %v", port.demands)
+		}
+		port.mu.Unlock()
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// What State shows of a passive source may be given back with another window; how many
+// messages may be out goes with it, unless it was set.
+func TestPassiveUpdate(t *testing.T) {
+	for _, workers := range []int{0, 3} {
+		bubble(t, "", func(t *testing.T) {
+			g, err := New(Config{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			s, err := Open(g, SourceConfig{Name: "s", Policy: &Policy{Order: OrderNone, Workers: workers}}, Limits{}, &testPort{}, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, window := range []int{8, 3, 4096, 4096, 5} {
+				p := s.State().Settings
+				p.Window = window
+				if err := s.Update(p); err != nil {
+					t.Error(err)
+				}
+				want := window
+				if workers > 0 {
+					want = workers
+				}
+				if is := s.State().Settings; is.Window != window || is.Workers != want {
+					t.Errorf("window %d, workers %d", is.Window, is.Workers)
+				}
+			}
+			if err := s.Update(Policy{Order: OrderNone, Workers: 2}); err == nil || !strings.Contains(err.Error(), "Policy.Workers") {
+				t.Error(err)
+			}
+			if err := s.Update(Policy{Order: OrderNone, Window: 6}); err != nil {
+				t.Error(err)
+			}
+			for m := range 6 {
+				if err := s.Offer(m); err != nil {
+					t.Fatal(err)
+				}
+			}
+			want := 6
+			if workers > 0 {
+				want = workers
+			}
+			for n := 0; n < want; n++ {
+				<-s.Ready()
+			}
+			synctest.Wait()
+			select {
+			case <-s.Ready():
+				t.Errorf("more than %d are out", want)
+			default:
+			}
+			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+			defer cancel()
+			if _, err := g.Close(ctx); err == nil {
+				t.Error("no word of what is out")
+			}
+		})
+	}
 }

@@ -48,7 +48,8 @@ type Port[M any] interface {
 	Return([]M, Reason) error
 
 	// Demand tells how many more messages the source has room for. 0 pauses
-	// fetching; a later number above 0 resumes it.
+	// fetching; a later number above 0 resumes it: when half of the window is free,
+	// or when nothing moves. After an [ErrFull] it is told such a number too.
 	Demand(n int)
 
 	// Flush sends coalesced acks: before the loop blocks, after every 64 acks

@@ -233,8 +233,8 @@ func (l *loop[M]) fast(m M, batched bool) {
 	}
 	s.started++
 	s.word.Store(s.started<<phaseBits | uint64(processing))
-	if s.fresh {
-		s.fresh = false
+	if !s.kicked {
+		s.kicked = true
 		s.g.sweeper.kick()
 	}
 	ctx := s.chunk.Load().of(l.calls)
@@ -271,8 +271,11 @@ func (l *loop[M]) fast(m M, batched bool) {
 	}
 }
 
-// rest says that the loop has nothing in hand.
-func (s *Source[M]) rest() { s.word.Store(s.started<<phaseBits | uint64(idle)) }
+// rest says that the loop has nothing in hand. The sweeper may park from then on.
+func (s *Source[M]) rest() {
+	s.kicked = false
+	s.word.Store(s.started<<phaseBits | uint64(idle))
+}
 
 // unstartLocked takes the message in hand back out of the closed path.
 func (s *Source[M]) unstartLocked() {
@@ -323,23 +326,44 @@ func (l *loop[M]) adopt(m M, err error, stack []byte) {
 	it.token, it.slow, it.lastDelivery, it.ctx = l.hand.token, slow, last, ctx
 	st := s.c.done(now, it, err, stack)
 	s.unlock(now)
+	s.g.sweeper.kick()
 	if st.kind == stepAck {
 		s.settle(it)
 	}
 }
 
-// put hands a message to the machine.
+// put hands a message to the machine, and tells how many more it may be handed.
 func (s *Source[M]) put(m M, batched bool) (room int) {
 	s.rest()
-	key, size := s.weigh(m)
+	var key uint64
+	var size int
+	announced := s.begin()
+	if announced {
+		key, size = s.weigh(m)
+	}
 	now := s.g.now()
 	s.mu.Lock()
+	if announced {
+		s.endLocked()
+	}
+	if s.fenced.Load() {
+		if !batched { // what was left of a batch End has given back
+			s.c.tally.Received++
+			s.c.tally.Returned++
+			s.c.tally.Stale++
+		}
+		s.mu.Unlock()
+		return 0
+	}
 	s.c.put(now, m, key, size)
 	if batched {
 		s.diverted++
 	}
-	room = s.c.room()
+	if room = s.c.room(); s.c.ended {
+		room = 0
+	}
 	s.unlock(now)
+	s.g.sweeper.kick()
 	s.cond.Signal()
 	return room
 }
@@ -440,13 +464,16 @@ func (l *loop[M]) poll() (m M, batched, ok bool) {
 	}
 }
 
-// block waits for input, if it is wanted, a nudge, the instant at (0: none) or
-// the end of ctx.
-func (l *loop[M]) block(at, now time.Duration, wanted bool) bool {
+// block waits for input, if there is room, a nudge, the instant at (0: none) or
+// the end of ctx. read says that the loop found room, and read what there was.
+func (l *loop[M]) block(at, now time.Duration, read bool) bool {
 	s := l.s
 	s.flush()
 	s.rest()
-	s.tellDemand()
+	room := s.tellDemand()
+	if room && !read {
+		return true // a worker has made some since: nobody says so again
+	}
 	var tick <-chan time.Time
 	if at > 0 {
 		if at <= now {
@@ -457,7 +484,7 @@ func (l *loop[M]) block(at, now time.Duration, wanted bool) bool {
 	}
 	var in <-chan M
 	var ready <-chan struct{}
-	if wanted && !l.closed {
+	if room && !l.closed {
 		in = l.in
 		if l.feed != nil {
 			ready = l.feed.ready
@@ -466,7 +493,6 @@ func (l *loop[M]) block(at, now time.Duration, wanted bool) bool {
 	select {
 	case m, ok := <-in:
 		l.closed = !ok
-		s.fresh = true
 		switch {
 		case !ok:
 		case s.slow.Load():
@@ -477,7 +503,6 @@ func (l *loop[M]) block(at, now time.Duration, wanted bool) bool {
 			l.fast(m, false)
 		}
 	case <-ready:
-		s.fresh = true
 	case <-s.wake:
 	case <-tick:
 	case <-l.ctx.Done():

@@ -62,15 +62,32 @@ func (s *Source[M]) flush() {
 	if shared {
 		s.mu.Lock()
 	}
-	due := s.acks > 0 && !s.fenced.Load()
+	due := s.acks > 0
 	s.acks = 0
 	if shared {
 		s.mu.Unlock()
 	}
-	if !due {
-		return
+	switch {
+	case !due:
+	case !shared && phase(s.word.Load()&phaseMask) == settling: // that announces it
+		if !s.fenced.Load() {
+			s.countFlush(s.port.Flush())
+		}
+	default:
+		s.sendAcks()
 	}
-	if err := s.port.Flush(); err != nil {
+}
+
+// sendAcks is [Port.Flush], announced.
+func (s *Source[M]) sendAcks() {
+	if s.begin() {
+		s.countFlush(s.port.Flush())
+		s.end()
+	}
+}
+
+func (s *Source[M]) countFlush(err error) {
+	if err != nil {
 		s.mu.Lock()
 		s.c.tally.AckFailures++
 		s.mu.Unlock()
@@ -79,18 +96,29 @@ func (s *Source[M]) flush() {
 
 // tellDemand tells the port how much room there is, when that starts or stops
 // intake: at 0, and again when half of it is free. When nothing moves any room
-// will do, since only a new message may get things moving.
-func (s *Source[M]) tellDemand() {
+// will do, since only a new message may get things moving. Whoever was refused by
+// Offer is told by the same rule, whatever was told before. It tells whether there
+// is room now: if not, whoever makes some wakes the loop when it is to be told.
+func (s *Source[M]) tellDemand() (room bool) {
 	s.mu.Lock()
+	n := s.c.room()
 	tell := s.demandDueLocked()
 	if tell {
-		s.demanded = s.c.room()
+		s.demanded = n
 	}
-	room := s.demanded
+	told := s.demanded
+	tell = (tell || s.refused) && !s.fenced.Load()
+	s.refused = false
+	if tell {
+		s.calls++
+	}
+	room = n > 0 && !s.c.ended
 	s.mu.Unlock()
-	if tell && !s.fenced.Load() {
-		s.port.Demand(room)
+	if tell {
+		s.port.Demand(told)
+		s.end()
 	}
+	return room
 }
 
 func (s *Source[M]) demandDueLocked() bool {
@@ -152,30 +180,36 @@ func (s *Source[M]) finish(it *item[M], err error, stack []byte) {
 
 // settle acks an item of the machine.
 func (s *Source[M]) settle(it *item[M]) {
+	if s.settleOne(it, &s.acks) {
+		s.flush()
+	}
+}
+
+// settleOne acks an item and counts that in acks; it tells whether a flush is due.
+func (s *Source[M]) settleOne(it *item[M], acks *int) (due bool) {
 	if !s.begin() {
 		s.mu.Lock()
 		s.c.abandon(it)
 		s.mu.Unlock()
-		return
+		return false
 	}
 	err := s.port.Ack(it.m)
 	now := s.g.now()
 	s.mu.Lock()
 	s.c.settled(it, err)
-	if s.acks++; s.acks >= flushEvery {
-		s.unlock(now)
-		s.flush() // End waits for it, too
-		s.mu.Lock()
-	}
+	*acks++
+	due = *acks >= flushEvery
 	s.endLocked()
 	s.unlock(now)
 	if len(it.failures) > 0 {
 		s.metrics.retried(now-it.firstFailed, it.dead)
 	}
+	return due
 }
 
 // begin announces a port call, so that End waits for it; false if the source is
-// fenced. end follows.
+// fenced. end follows. The closed path's acks, and the flushes after them, its word
+// announces.
 func (s *Source[M]) begin() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -49,9 +49,10 @@ type Source[M any] struct {
 	batchMax  atomic.Int64  // how many messages Run takes from its input at once
 	started   uint64        // the loop's copy of the number
 	acks      int           // since the last Flush; the loop's, with workers under mu
-	fresh     bool          // the loop was blocked: the sweeper may be parked
+	kicked    bool          // the sweeper was, since the loop last rested: it is not parked
 	seen      seen          // the sweeper's
 	slowAfter time.Duration // Breaker.Slow
+	all       bool          // passive, Workers unset: all of the window may be out
 
 	mu       sync.Mutex
 	c        machine[M] // its policy and gate may be read by the loop without mu, see Update
@@ -60,7 +61,8 @@ type Source[M any] struct {
 	batchAt  uint64 // started+adopted when it was taken
 	diverted int    // messages of it that went to the machine instead
 	lookAt   time.Duration
-	demanded int  // what Port.Demand last heard
+	demanded int  // what Port.Demand last heard, or is to hear
+	refused  bool // … since Offer has said that there is no room
 	loops    int  // goroutines that may call the handler and the port
 	ran      bool // Run was called
 	retire   bool // workers end
@@ -109,8 +111,8 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 	}
 	errs := append(p, policy.Validate())
 	full := policy.withDefaults(limits)
-	if handler == nil && policy.Workers == 0 {
-		// The user's own loop may take many before it settles the first.
+	all := handler == nil && policy.Workers == 0
+	if all { // the user's own loop may take many before it settles the first
 		full.Workers = full.Window
 		if full.Order == OrderSource {
 			full.Order = OrderNone
@@ -131,6 +133,7 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 		demanded:  -1,
 		epoch:     g.epochs.Add(1),
 		slowAfter: full.Breaker.Slow,
+		all:       all,
 		stormKey:  g.stormKey(cfg),
 	}
 	s.cond = sync.NewCond(&s.mu)
@@ -232,7 +235,8 @@ func (s *Source[M]) Successes() uint64 { return s.c.successes.Load() + s.fastSuc
 func (s *Source[M]) Name() string { return s.cfg.Name }
 
 // Feed is where an adapter whose reader is a goroutine of its own puts what it
-// reads; use it with [Source.RunFeed]. It takes half of the window.
+// reads; use it with [Source.RunFeed]. It takes half of the window, or what the
+// workers leave of it; see [Policy.Window].
 func (s *Source[M]) Feed() *Feed[M] {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -244,9 +248,11 @@ func (s *Source[M]) Feed() *Feed[M] {
 }
 
 // divideLocked gives the feed, or where there is an AckWait the batch that Run
-// takes, its part of the window; the rest is the machine's.
+// takes, its part of the window; the rest, and as far as it goes a message for each
+// worker, is the machine's.
 func (s *Source[M]) divideLocked() {
-	part := max(1, s.c.policy.Window/4)
+	p := s.c.policy
+	part := max(1, min(p.Window/4, (p.Window-p.Workers)/2))
 	batch := min(flushEvery, part)
 	s.batchMax.Store(int64(batch))
 	switch {
@@ -334,12 +340,21 @@ func (s *Source[M]) batchLeftLocked(started uint64) int {
 // Update changes the settings of a running source: Timeout, NoTimeout, Retry, Ramp,
 // Window and WindowBytes. Another change is refused by name; open a new source for
 // it. What is beyond a smaller window stays, and no more comes before there is room.
+// [State.Settings] may be given back with such a change. The Workers of a passive
+// source that was opened without any go with its window.
 func (s *Source[M]) Update(p Policy) error {
-	next := p.withDefaults(s.limits)
-	err := errors.Join(p.Validate(), next.fits(s.limits))
 	s.mu.Lock()
 	old := s.c.policy
-	if p.Workers == 0 {
+	if s.all && p.Workers == old.Workers {
+		p.Workers = 0
+	}
+	next := p.withDefaults(s.limits)
+	err := errors.Join(p.Validate(), next.fits(s.limits))
+	switch {
+	case p.Workers != 0:
+	case s.all:
+		old.Workers, next.Workers = next.Window, next.Window
+	default:
 		next.Workers = old.Workers
 	}
 	if s.handler == nil && p.Order == OrderSource {
@@ -366,6 +381,9 @@ func (s *Source[M]) Update(p Policy) error {
 		p := &s.c.policy // field by field: the loop reads the others without mu
 		p.Timeout, p.NoTimeout, p.Retry, p.Ramp = next.Timeout, next.NoTimeout, next.Retry, next.Ramp
 		p.Window, p.WindowBytes = next.Window, next.WindowBytes
+		if s.all {
+			p.Workers = next.Workers
+		}
 		s.timeout.Store(int64(next.Timeout))
 		s.divideLocked()
 	}

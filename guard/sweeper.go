@@ -160,7 +160,16 @@ func (s *Source[M]) sweep(now time.Duration) (moving bool) {
 // if it has none, or the sweeper has not seen it yet. The path itself reads no clock.
 func (s *Source[M]) callBegan(now time.Duration) time.Duration {
 	w := s.word.Load()
-	if phase(w&phaseMask) != processing || s.seen.mark.Load() != w+s.adopted.Load()<<phaseBits {
+	if phase(w&phaseMask) != processing {
+		return now
+	}
+	return s.wordSince(now, w)
+}
+
+// wordSince is when the closed path's word became w, to a tick; now if the sweeper
+// has not seen it yet.
+func (s *Source[M]) wordSince(now time.Duration, w uint64) time.Duration {
+	if s.seen.mark.Load() != w+s.adopted.Load()<<phaseBits {
 		return now
 	}
 	return min(now, time.Duration(s.seen.since.Load()))

@@ -25,8 +25,9 @@ func (s *Source[M]) span(ctx context.Context, m M) (context.Context, trace.Span)
 		trace.WithAttributes(s.metrics.attrs...),
 		trace.WithAttributes(attribute.String("messaging.operation.type", "process")),
 	}
-	if s.g.propagator != nil {
+	if s.g.propagator != nil && s.begin() {
 		meta := s.port.Meta(m)
+		s.end()
 		ctx, opts = s.g.relate(ctx, s.g.extract(&meta.Headers), opts)
 	}
 	return s.metrics.tracer.Start(ctx, s.metrics.name, opts...) //nolint:spancheck // the caller ends it

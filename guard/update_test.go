@@ -6,6 +6,7 @@ package guard
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"strconv"
 	"strings"
@@ -225,6 +226,67 @@ func TestHeldFeedFillsTheWindow(t *testing.T) {
 				t.Error(err)
 			}
 			if a := s.Account(); a.Acked != 6000 {
+				t.Errorf("%+v", a)
+			}
+			if _, err := g.Close(t.Context()); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// Workers come before what is on the way from the reader, within the window.
+func TestWorkersHaveTheirPartOfTheWindow(t *testing.T) {
+	for _, c := range []struct {
+		name                  string
+		fed                   bool
+		workers, window, busy int
+	}{
+		{"feed", true, 6, 8, 6}, {"feed", true, 8, 8, 6}, {"feed", true, 50, 64, 50},
+		{"batches", false, 7, 8, 7}, {"batches", false, 8, 8, 7}, {"batches", false, 60, 64, 60},
+	} {
+		bubble(t, fmt.Sprintf("%s/%d of %d", c.name, c.workers, c.window), func(t *testing.T) {
+			g, err := New(Config{Policy: Policy{Order: OrderNone, Workers: c.workers, Window: c.window}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			s, err := Open(g, SourceConfig{Name: "s"}, Limits{AckWait: time.Minute}, &testPort{}, func(context.Context, int) error {
+				time.Sleep(time.Second)
+				return nil
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			const n = 500
+			ended := make(chan error, 1)
+			if c.fed {
+				f := s.Feed()
+				go func() { ended <- s.RunFeed(t.Context()) }()
+				go func() {
+					for m := range n {
+						if _, err := f.Put(t.Context(), m); err != nil {
+							t.Error(err)
+						}
+					}
+					f.Close()
+				}()
+			} else {
+				in := make(chan int, n)
+				for m := range n {
+					in <- m
+				}
+				close(in)
+				go func() { ended <- s.Run(t.Context(), in) }()
+			}
+			time.Sleep(500 * time.Millisecond)
+			synctest.Wait()
+			if a := s.Account(); a.Processing != c.busy || a.Unsettled() > c.window || a.Check() != nil {
+				t.Errorf("%+v", a)
+			}
+			if err := <-ended; err != nil {
+				t.Error(err)
+			}
+			if a := s.Account(); a.Acked != n {
 				t.Errorf("%+v", a)
 			}
 			if _, err := g.Close(t.Context()); err != nil {

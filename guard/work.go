@@ -47,6 +47,9 @@ func (s *Source[M]) await() (step[M], bool) {
 		st := s.c.next(now)
 		if st.kind != stepWait {
 			s.prepareLocked(st)
+			if s.demandDueLocked() {
+				token(s.wake)
+			}
 			s.unlock(now)
 			return st, true
 		}

@@ -244,6 +244,59 @@ func TestBrokerFaults(t *testing.T) {
 	}
 }
 
+// stuckPort is a port whose calls of a kind do not return before they are released.
+type stuckPort struct {
+	guard.Port[*Message]
+	ack, flush, demand <-chan struct{}
+}
+
+func hang(c <-chan struct{}) {
+	if c != nil {
+		<-c
+	}
+}
+
+func (p stuckPort) Ack(m *Message) error { hang(p.ack); return p.Port.Ack(m) }
+func (p stuckPort) Flush() error         { hang(p.flush); return p.Port.Flush() }
+func (p stuckPort) Demand(n int)         { hang(p.demand); p.Port.Demand(n) }
+
+// The adapter gives up an epoch whose port does not return, whichever call it is.
+func TestRunWithAStuckPort(t *testing.T) {
+	for name, stick := range map[string]func(*stuckPort, <-chan struct{}){
+		"ack":    func(p *stuckPort, c <-chan struct{}) { p.ack = c },
+		"flush":  func(p *stuckPort, c <-chan struct{}) { p.flush = c },
+		"demand": func(p *stuckPort, c <-chan struct{}) { p.demand = c },
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				b := NewBroker()
+				publishN(b, 1)
+				g, err := guard.New(guard.Config{})
+				if err != nil {
+					t.Fatal(err)
+				}
+				release := make(chan struct{})
+				ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+				defer cancel()
+				start := time.Now()
+				err = b.Run(ctx, g, queueName, Guarded{CloseWait: 100 * time.Millisecond, Port: func(p guard.Port[*Message]) guard.Port[*Message] {
+					stuck := &stuckPort{Port: p}
+					stick(stuck, release)
+					return stuck
+				}}, func(context.Context, *Message) error { return nil })
+				if took := time.Since(start); err != nil || took > 3500*time.Millisecond {
+					t.Errorf("Run returned %v after %v", err, took)
+				}
+				close(release)
+				synctest.Wait()
+				if _, err := g.Close(t.Context()); err != nil {
+					t.Error(err)
+				}
+			})
+		})
+	}
+}
+
 func TestDeadLettersFaults(t *testing.T) {
 	d := NewBroker().DeadLetters(queueName)
 	write := func(seq uint64) error {

@@ -96,7 +96,7 @@ func (b *Broker) serve(ctx context.Context, s *guard.Source[*Message], e *Epoch,
 	defer cancel()
 	report := s.End(end, why)
 	e.Close()
-	if !returned && len(report.Left) == 0 {
+	if !returned && report.Clean() {
 		<-ran //nolint:errcheck // why Run ended is known
 	}
 	return over, err
