@@ -9,7 +9,6 @@ import (
 	"math"
 	"net/http"
 	"strconv"
-	"sync/atomic"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/guard"
@@ -36,7 +35,7 @@ type call struct {
 	next    http.Handler
 	req     *http.Request
 	started bool
-	late    atomic.Bool
+	late    bool // the request ended after Config.Patience
 }
 
 func (c *call) Value(key any) any {
@@ -51,15 +50,9 @@ func (c *call) Value(key any) any {
 	return c.Context.Value(key)
 }
 
-// Err is the request's, but nil once the handler has failed after the client
-// had waited for Config.Patience: the function guard takes a call whose context
-// has ended for cancelled, and not for a failure.
-func (c *call) Err() error {
-	if c.late.Load() {
-		return nil
-	}
-	return c.Context.Err()
-}
+// Excuses tells the function guard whether the end of the request excuses its
+// failure: not once the client had waited for Config.Patience.
+func (c *call) Excuses() bool { return !c.late }
 
 // ServeHTTP handles, holds or refuses a request.
 func (h *handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -142,7 +135,7 @@ func (in *Intake) handle(ctx context.Context, c *call) error {
 			c.req.MultipartForm = r.MultipartForm
 		}
 		if c.Context.Err() != nil && time.Since(start) >= in.cfg.Patience {
-			c.late.Store(true)
+			c.late = true
 		}
 	}()
 	c.next.ServeHTTP(c.rec.writer(), r)
