@@ -128,6 +128,7 @@ func (in *Intake) handle(ctx context.Context, c *call) error {
 	c.started = true
 	start := time.Now()
 	r := c.req.WithContext(ctx)
+	c.rec.ctx = ctx //nolint:fatcontext // kept for CloseNotify, derived from nothing of its own
 	defer func() {
 		// What routers and the server look for in their own request.
 		c.req.Pattern = r.Pattern
