@@ -112,7 +112,10 @@ func (in *Intake) hold(w http.ResponseWriter, r *http.Request, next http.Handler
 		status := bodyStatus(err)
 		http.Error(w, http.StatusText(status), status)
 		return
-	case r.Context().Err() != nil: // the client has gone: nothing is promised
+	case r.Context().Err() != nil:
+		// Nothing is promised. The client may be there still: a server that stops, or
+		// a middleware's timeout, ends the context too.
+		in.refuse(w, r, guard.ReasonShutdown, nil)
 		return
 	default:
 	}

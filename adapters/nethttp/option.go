@@ -49,7 +49,7 @@ func WithDeferrable(f func(*http.Request) bool) Option { return func(o *options)
 // WithRefusal answers a request that is neither handled nor held, in place of
 // the plain 503 (429 for a rate limit). Retry-After and [HeaderReason] are set
 // already, and may be changed. f must be quick: it is what clients get while
-// the dependency is down.
+// the dependency is down. If it writes nothing, the plain answer follows.
 func WithRefusal(f func(http.ResponseWriter, *http.Request, Refusal)) Option {
 	return func(o *options) { o.refused = f }
 }
@@ -105,9 +105,6 @@ func newOptions(opts []Option) (options, error) {
 	}
 	if o.judged = o.judge != nil; !o.judged {
 		o.judge = DefaultOutcome
-	}
-	if o.refused == nil {
-		o.refused = refuse
 	}
 	if o.accepted == nil {
 		o.accepted = accept

@@ -171,8 +171,9 @@ const (
 
 // A Refusal says why a request is neither handled nor held.
 type Refusal struct {
-	// Reason is why: breaker, limiter, operator, shutdown, or backpressure where
-	// the hold has no room for the request.
+	// Reason is why: breaker, limiter, operator, backpressure where the hold has no
+	// room for the request, or shutdown: the intake's, or the context of a request
+	// that was to be held has ended, by its server, a middleware or its client.
 	Reason guard.Reason
 	// Status is what the default answer has: 503, or 429 for a limiter.
 	Status int
@@ -205,7 +206,13 @@ func (in *Intake) refuse(w http.ResponseWriter, r *http.Request, why guard.Reaso
 	h := w.Header()
 	h.Set("Retry-After", strconv.FormatInt(int64(until/time.Second), 10))
 	h.Set(HeaderReason, why.String())
-	in.o.refused(w, r, ref)
+	if in.o.refused != nil {
+		rec := &recorder{w: w, ctx: r.Context()}
+		if in.o.refused(rec.writer(), r, ref); !rec.silent() {
+			return
+		}
+	}
+	http.Error(w, http.StatusText(ref.Status), ref.Status) // a handler that answers nothing says 200
 }
 
 // until is when a refused client should come back: at the end of the open
@@ -226,9 +233,4 @@ func (in *Intake) until(why guard.Reason, until time.Duration) time.Duration {
 		return in.cfg.RetryAfter
 	}
 	return time.Duration(math.Ceil(until.Seconds())) * time.Second
-}
-
-// refuse is the default answer of a refusal.
-func refuse(w http.ResponseWriter, _ *http.Request, ref Refusal) {
-	http.Error(w, http.StatusText(ref.Status), ref.Status)
 }
