@@ -22,7 +22,7 @@ type drain struct {
 	at    time.Time // of the last look; zero for none
 	held  int64     // what was held then
 	over  bool      // requests are handled live until nothing is held
-	paced time.Time // a limiter refused one: nothing goes first until then
+	paced time.Time // a limiter refused one: not even a full hold is overtaken until then
 }
 
 // overtakes tells whether a request may go before those that are held: the breaker is
@@ -33,7 +33,7 @@ func (in *Intake) overtakes() bool {
 	in.mu.Lock()
 	d, n := &in.drain, in.waiting.Load()
 	switch {
-	case !free || now.Before(d.paced):
+	case !free:
 		*d = drain{paced: d.paced}
 	case d.over || n == 0:
 		in.mu.Unlock()
@@ -55,10 +55,8 @@ func (in *Intake) giveUp(now time.Time) bool {
 	waits := false
 	for _, h := range in.src.State().Holds {
 		switch h.Reason {
-		case guard.ReasonOperator, guard.ReasonLimiter:
+		case guard.ReasonOperator, guard.ReasonLimiter, guard.ReasonBackpressure: // the last: a handler asked for time, or the ramp
 			waits = true
-		case guard.ReasonBackpressure: // the handler asked for time, or the ramp; a full window has no time
-			waits = waits || h.Until > 0
 		default:
 		}
 	}
