@@ -160,8 +160,12 @@ func (c *callContext) finish() {
 }
 
 // end ends the context, once. The functions of AfterFunc each run in a goroutine
-// of their own, as the context package promises its users.
+// of their own, as the context package promises its users. A parent that is done
+// and has no error, against the rules, is taken for cancelled.
 func (c *callContext) end(err, cause error) {
+	if err == nil {
+		err = context.Canceled
+	}
 	st := c.state()
 	st.mu.Lock()
 	if st.err != nil {

@@ -129,6 +129,9 @@ func (f *Func[M]) Do(ctx context.Context, m M) error { return f.do(ctx, m, 0) }
 // Call is [Func.Do] without retries, for a function that cannot be called twice
 // or whose panics are somebody else's to report, such as an HTTP handler: a
 // panic is counted as a failure and goes on, with the stack it has.
+//
+// A failure of a call whose ctx has ended is nobody's. If ctx itself has a method
+// Excuses() bool, that is asked then: false makes it a failure like any other.
 func (f *Func[M]) Call(ctx context.Context, m M) error { return f.do(ctx, m, once) }
 
 // CallClosed is [Func.Call] that never is a probe: unless the breaker is closed
@@ -275,7 +278,7 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token breaker.Token,
 	for tries := 1; ; {
 		now := f.g.now()
 		word, _ := classify(err)
-		if ctx.Err() != nil && word == failure {
+		if word == failure && excused(ctx) {
 			word = cancelled
 		}
 		if f.gate != nil {
@@ -317,6 +320,15 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token breaker.Token,
 	}
 }
 
+// excused tells whether a failure is nobody's, since the caller's context has ended.
+func excused(ctx context.Context) bool {
+	if ctx.Err() == nil {
+		return false
+	}
+	e, ok := ctx.(interface{ Excuses() bool })
+	return !ok || e.Excuses()
+}
+
 // pause waits a retry's delay.
 func (f *Func[M]) pause(ctx context.Context, c *cell, d time.Duration) error {
 	c.waiting.Add(1)
@@ -355,7 +367,7 @@ func (f *Func[M]) call(ctx context.Context, m M, token breaker.Token, how how) (
 			}
 		}
 		if f.gate != nil {
-			if ctx.Err() != nil {
+			if excused(ctx) {
 				f.gate.Exclude(f.g.now(), token)
 			} else {
 				f.gate.FailureOf(f.g.now(), token, true, f.deliverID.Add(1))

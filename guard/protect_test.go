@@ -12,6 +12,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
 )
 
 func newFunc(t *testing.T, p Policy, f func(context.Context, int) error) (*Guard, *Func[int]) {
@@ -200,6 +202,73 @@ func TestCallContext(t *testing.T) {
 			t.Error(c.Err(), c.why())
 		}
 	})
+}
+
+// errorless breaks the rules: it is done and has no error.
+type errorless struct{ context.Context }
+
+func (errorless) Err() error { return nil }
+
+// A parent without an error ends the context all the same, and once.
+func TestCallContextOfErrorlessParent(t *testing.T) {
+	parent, cancel := context.WithCancel(t.Context())
+	c := &callContext{parent: errorless{parent}}
+	done := c.Done()
+	cancel()
+	<-done
+	if err := c.Err(); !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+	c.finish()
+	if err := c.Err(); !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+}
+
+// exacting is a caller whose end is no excuse from the second failure on.
+type exacting struct {
+	context.Context
+	failures *int
+}
+
+func (s exacting) Excuses() bool { return *s.failures < 2 }
+
+// The end of a caller's context excuses its failures and panics, unless it says not.
+func TestExcuses(t *testing.T) {
+	for name, fails := range map[string]func() error{"error": func() error { return errDown }, "panic": func() error { panic("boom") }} {
+		bubble(t, name, func(t *testing.T) {
+			failures := 0
+			g, fn := newFunc(t, Policy{Breaker: breaker.Config{Run: 2}}, func(context.Context, int) error {
+				failures++
+				return fails()
+			})
+			call := func(ctx context.Context) {
+				defer func() { _ = recover() }()
+				_ = fn.Call(ctx, 1)
+			}
+			ended, cancel := context.WithCancel(t.Context())
+			cancel()
+			for range 20 {
+				call(ended)
+			}
+			failures = 0
+			call(exacting{ended, &failures})
+			if st := fn.State().Breaker; st.State != breaker.Closed || st.Run != 0 {
+				t.Errorf("excused failures count: %+v", st)
+			}
+			call(exacting{ended, &failures})
+			if st := fn.State().Breaker; st.Run != 1 {
+				t.Errorf("a failure that is not excused: %+v", st)
+			}
+			call(exacting{ended, &failures})
+			if st := fn.State().Breaker; st.State != breaker.Open {
+				t.Errorf("two failures that are not excused: %+v", st)
+			}
+			if _, err := g.Close(t.Context()); err != nil {
+				t.Error(err)
+			}
+		})
+	}
 }
 
 // Everyone may look at a context while it ends.

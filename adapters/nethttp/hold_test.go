@@ -347,10 +347,14 @@ func TestUnreadable(t *testing.T) {
 		r.want(send(r.defers, "POST", "/", "", func(r *http.Request) {
 			r.Body, r.ContentLength = io.NopCloser(&failing{errBroken}), -1
 		}), 400)
+		// Its context has ended: that its client has gone is only one reason.
 		gone, cancel := context.WithCancel(t.Context())
 		cancel()
-		send(r.defers, "POST", "/", "x", func(req *http.Request) { *req = *req.WithContext(gone) })
-		if st := r.in.Stats(); st.Accepted != 0 || st.Held != 0 {
+		res := r.want(send(r.defers, "POST", "/", "x", func(req *http.Request) { *req = *req.WithContext(gone) }), 503)
+		if res.Header.Get(HeaderReason) != "shutdown" || res.Header.Get("Retry-After") != "10" {
+			t.Error(res.Header)
+		}
+		if st := r.in.Stats(); st.Accepted != 0 || st.Held != 0 || st.Refused != 1 || st.Full != 0 {
 			t.Errorf("%+v", st)
 		}
 

@@ -337,14 +337,29 @@ func TestOwnAnswers(t *testing.T) {
 		}
 		r.s.setDown(false)
 		r.g.Source("http").Pause()
-		if res := r.want(r.get(), 599); res.Header.Get("Retry-After") != "" {
-			t.Error(res.Header)
+		if res := r.want(r.get(), 599); res.Header.Get("Retry-After") != "" || res.Header.Get("Content-Type") != "" {
+			t.Error(res.Header) // or the plain answer follows it
 		}
 		res := r.want(r.post("x"), 204)
 		if id := res.Header.Get(HeaderHoldID); id == "" || res.Header.Get("Location") != "/status/"+id || res.Header.Get(HeaderHold) != HoldMemory {
 			t.Error(res.Header)
 		}
 		r.drained()
+		r.close()
+	})
+}
+
+// An answer of the user's own that says nothing would be a 200 of a request that
+// nobody has.
+func TestOwnRefusalThatSaysNothing(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r := newRig(t, quick, Config{}, WithRefusal(func(w http.ResponseWriter, _ *http.Request, _ Refusal) {
+			w.Header().Set("Retry-After", "7")
+		}))
+		r.g.Source("http").Pause()
+		if res := r.want(r.get(), 503); res.Header.Get("Retry-After") != "7" || res.Header.Get(HeaderReason) != "operator" {
+			t.Error(res.Header)
+		}
 		r.close()
 	})
 }

@@ -38,7 +38,8 @@ type options struct {
 func WithDeadLetters(w dlq.Writer) Option { return func(o *options) { o.letters = w } }
 
 // WithKey chooses the key whose requests keep their order under
-// [guard.OrderKey], such as an account in the path. The default is the path.
+// [guard.OrderKey], such as an account in the path. The default is the path. With one
+// key for all nothing ever overtakes what is held; see docs/http.md for what that needs.
 func WithKey(key func(*http.Request) string) Option { return func(o *options) { o.key = key } }
 
 // WithDeferrable marks requests under [Intake.Wrap] as deferrable, for a router
@@ -49,7 +50,7 @@ func WithDeferrable(f func(*http.Request) bool) Option { return func(o *options)
 // WithRefusal answers a request that is neither handled nor held, in place of
 // the plain 503 (429 for a rate limit). Retry-After and [HeaderReason] are set
 // already, and may be changed. f must be quick: it is what clients get while
-// the dependency is down.
+// the dependency is down. If it writes nothing, the plain answer follows.
 func WithRefusal(f func(http.ResponseWriter, *http.Request, Refusal)) Option {
 	return func(o *options) { o.refused = f }
 }
@@ -105,9 +106,6 @@ func newOptions(opts []Option) (options, error) {
 	}
 	if o.judged = o.judge != nil; !o.judged {
 		o.judge = DefaultOutcome
-	}
-	if o.refused == nil {
-		o.refused = refuse
 	}
 	if o.accepted == nil {
 		o.accepted = accept

@@ -9,7 +9,6 @@ import (
 	"math"
 	"net/http"
 	"strconv"
-	"sync/atomic"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/guard"
@@ -36,7 +35,7 @@ type call struct {
 	next    http.Handler
 	req     *http.Request
 	started bool
-	late    atomic.Bool
+	late    bool // the request ended after Config.Patience
 }
 
 func (c *call) Value(key any) any {
@@ -51,15 +50,9 @@ func (c *call) Value(key any) any {
 	return c.Context.Value(key)
 }
 
-// Err is the request's, but nil once the handler has failed after the client
-// had waited for Config.Patience: the function guard takes a call whose context
-// has ended for cancelled, and not for a failure.
-func (c *call) Err() error {
-	if c.late.Load() {
-		return nil
-	}
-	return c.Context.Err()
-}
+// Excuses tells the function guard whether the end of the request excuses its
+// failure: not once the client had waited for Config.Patience.
+func (c *call) Excuses() bool { return !c.late }
 
 // ServeHTTP handles, holds or refuses a request.
 func (h *handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -74,12 +67,12 @@ func (h *handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		lane := in.lane(r)
 		var err error
 		if !in.behind(lane) {
-			if err = in.live.CallClosed(c, c); c.answered(err) {
+			if err = in.callClosed(c); c.answered(err) {
 				return
 			}
 		}
 		if !errors.Is(err, guard.ErrClosed) {
-			in.hold(w, r, h.next, lane)
+			in.hold(w, c, lane)
 			return
 		}
 		in.refuse(w, r, guard.ReasonShutdown, err)
@@ -135,6 +128,7 @@ func (in *Intake) handle(ctx context.Context, c *call) error {
 	c.started = true
 	start := time.Now()
 	r := c.req.WithContext(ctx)
+	c.rec.ctx = ctx //nolint:fatcontext // kept for CloseNotify, derived from nothing of its own
 	defer func() {
 		// What routers and the server look for in their own request.
 		c.req.Pattern = r.Pattern
@@ -142,7 +136,7 @@ func (in *Intake) handle(ctx context.Context, c *call) error {
 			c.req.MultipartForm = r.MultipartForm
 		}
 		if c.Context.Err() != nil && time.Since(start) >= in.cfg.Patience {
-			c.late.Store(true)
+			c.late = true
 		}
 	}()
 	c.next.ServeHTTP(c.rec.writer(), r)
@@ -177,8 +171,9 @@ const (
 
 // A Refusal says why a request is neither handled nor held.
 type Refusal struct {
-	// Reason is why: breaker, limiter, operator, shutdown, or backpressure where
-	// the hold has no room for the request.
+	// Reason is why: breaker, limiter, operator, backpressure where the hold has no
+	// room for the request, or shutdown: the intake's, or the context of a request
+	// that was to be held has ended, by its server, a middleware or its client.
 	Reason guard.Reason
 	// Status is what the default answer has: 503, or 429 for a limiter.
 	Status int
@@ -211,7 +206,13 @@ func (in *Intake) refuse(w http.ResponseWriter, r *http.Request, why guard.Reaso
 	h := w.Header()
 	h.Set("Retry-After", strconv.FormatInt(int64(until/time.Second), 10))
 	h.Set(HeaderReason, why.String())
-	in.o.refused(w, r, ref)
+	if in.o.refused != nil {
+		rec := &recorder{w: w, ctx: r.Context()}
+		if in.o.refused(rec.writer(), r, ref); !rec.silent() {
+			return
+		}
+	}
+	http.Error(w, http.StatusText(ref.Status), ref.Status) // a handler that answers nothing says 200
 }
 
 // until is when a refused client should come back: at the end of the open
@@ -232,9 +233,4 @@ func (in *Intake) until(why guard.Reason, until time.Duration) time.Duration {
 		return in.cfg.RetryAfter
 	}
 	return time.Duration(math.Ceil(until.Seconds())) * time.Second
-}
-
-// refuse is the default answer of a refusal.
-func refuse(w http.ResponseWriter, _ *http.Request, ref Refusal) {
-	http.Error(w, http.StatusText(ref.Status), ref.Status)
 }

@@ -448,6 +448,32 @@ func TestHijackedFailure(t *testing.T) {
 	r.close()
 }
 
+// A server that ends the contexts of its requests as it stops, and a client whose
+// request then waits for its answer: what is neither handled nor held is not said to be.
+func TestStoppingServer(t *testing.T) {
+	r := newRig(t, quick, Config{})
+	defer r.close()
+	ctx, stop := context.WithCancel(t.Context())
+	s := &site{httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		stop()
+		<-req.Context().Done()
+		r.defers.ServeHTTP(w, req)
+	})), new(lockedBuffer)}
+	s.Config.BaseContext = func(net.Listener) context.Context { return ctx }
+	s.Start()
+	defer s.Close()
+	_ = r.g.Source("http").ForceOpen(time.Hour)
+	for _, method := range []string{"POST", "PUT", "GET"} {
+		res, _ := s.do(t, method, "/", strings.NewReader("x"))
+		if res.StatusCode != http.StatusServiceUnavailable || res.Header.Get("Retry-After") == "" {
+			t.Errorf("%s: %d %s", method, res.StatusCode, res.Header)
+		}
+	}
+	if st := r.in.Stats(); st.Refused != 3 || st.Accepted+st.Full != 0 || r.s.count() != 0 {
+		t.Errorf("%+v, %d calls", st, r.s.count())
+	}
+}
+
 // A client that sends its body too slowly does not keep its place, and the
 // connection of one that was held goes on.
 func TestHoldOnARealConnection(t *testing.T) {

@@ -5,19 +5,21 @@ package nethttp
 
 import (
 	"bufio"
+	"context"
 	"io"
 	"net"
 	"net/http"
 	"sync/atomic"
 )
 
-// recorder sees the status of an answer on its way, and holds nothing back. It
-// has the optional methods of what it wraps, so that a handler that streams or
+// recorder sees the status of an answer on its way, and holds nothing back. Its
+// writer has the optional methods of what it wraps, so that a handler that streams or
 // takes the connection over sees no difference; http.ResponseController gets
 // to the rest through Unwrap.
 type recorder struct {
 	w        http.ResponseWriter
-	status   atomic.Int32 // 0 until the header is written
+	ctx      context.Context //nolint:containedctx // of the request that is answered; for CloseNotify
+	status   atomic.Int32    // 0 until the header is written
 	hijacked atomic.Bool
 }
 
@@ -40,6 +42,17 @@ func (r *recorder) Write(p []byte) (int, error) {
 func (r *recorder) WriteString(s string) (int, error) {
 	r.begun()
 	return io.WriteString(r.w, s)
+}
+
+// CloseNotify is there whatever w has: gin's Context.Stream calls it unasked. Without
+// one of w's own, the channel is told when the request's context ends.
+func (r *recorder) CloseNotify() <-chan bool {
+	if w, ok := r.w.(http.CloseNotifier); ok { //nolint:staticcheck // deprecated, and still called by gin
+		return w.CloseNotify()
+	}
+	gone := make(chan bool, 1)
+	context.AfterFunc(r.ctx, func() { gone <- true })
+	return gone
 }
 
 // begun is what a first Write or Flush means.
@@ -235,6 +248,9 @@ func (s *sink) Write(p []byte) (int, error) {
 	s.text = append(s.text, p[:min(len(p), maxText-len(s.text))]...)
 	return len(p), nil
 }
+
+// CloseNotify never tells: there is no client to go away.
+func (*sink) CloseNotify() <-chan bool { return make(chan bool) }
 
 // Flush does nothing: a handler that streams may go on.
 func (*sink) Flush() {}
