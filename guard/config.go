@@ -96,7 +96,9 @@ type Policy struct {
 	// held ones included, from 1 to 1 Mi; unset means 1024, or the broker's
 	// [Limits.MaxUnacked] if that is less. At its end intake stops. Where an
 	// adapter reads on a goroutine of its own, half of it is for what is on the
-	// way from there.
+	// way from there. Where the broker keeps a low watermark only (a [Marker]), what
+	// is settled behind an unsettled message counts, too: with [OrderKey] or
+	// [OrderNone] so many pass one that waits for a retry.
 	Window int
 
 	// WindowBytes bounds the same messages by [Port.Size]; unset means 64 MiB.

@@ -446,7 +446,9 @@ func (l *loop[M]) block(at, now time.Duration, wanted bool) bool {
 	s := l.s
 	s.flush()
 	s.rest()
-	s.tellDemand()
+	if s.tellDemand() && !wanted {
+		return true // room came since the look at it, and nobody says so again
+	}
 	var tick <-chan time.Time
 	if at > 0 {
 		if at <= now {

@@ -79,18 +79,21 @@ func (s *Source[M]) flush() {
 
 // tellDemand tells the port how much room there is, when that starts or stops
 // intake: at 0, and again when half of it is free. When nothing moves any room
-// will do, since only a new message may get things moving.
-func (s *Source[M]) tellDemand() {
+// will do, since only a new message may get things moving. It returns whether intake is
+// open.
+func (s *Source[M]) tellDemand() (open bool) {
 	s.mu.Lock()
 	tell := s.demandDueLocked()
 	if tell {
 		s.demanded = s.c.room()
 	}
 	room := s.demanded
+	open = s.c.room() > 0 && !s.c.ended
 	s.mu.Unlock()
 	if tell && !s.fenced.Load() {
 		s.port.Demand(room)
 	}
+	return open
 }
 
 func (s *Source[M]) demandDueLocked() bool {
@@ -159,9 +162,16 @@ func (s *Source[M]) settle(it *item[M]) {
 		return
 	}
 	err := s.port.Ack(it.m)
+	var turn uint64
+	var ahead int
+	if s.marker != nil {
+		turn = s.looks.Add(1)
+		ahead = s.marker.Ahead()
+	}
 	now := s.g.now()
 	s.mu.Lock()
 	s.c.settled(it, err)
+	s.c.lookedAhead(turn, ahead)
 	if s.acks++; s.acks >= flushEvery {
 		s.unlock(now)
 		s.flush() // End waits for it, too

@@ -43,6 +43,7 @@ type claim struct {
 var (
 	_ guard.Port[*sarama.ConsumerMessage] = (*claim)(nil)
 	_ guard.Lagger                        = (*claim)(nil)
+	_ guard.Marker                        = (*claim)(nil)
 )
 
 // seed is one for the process, so that a key is in the same lane in each epoch.
@@ -152,6 +153,9 @@ func (c *claim) Lag() int64 {
 	}
 	return max(0, end-at)
 }
+
+// Ahead is how many messages are settled behind the low watermark.
+func (c *claim) Ahead() int { return c.marks.ahead() }
 
 func fromHeaders(hs []*sarama.RecordHeader) []dlq.Header {
 	if len(hs) == 0 {

@@ -169,7 +169,10 @@ type parkingPort struct {
 	rc *retryClaim
 }
 
-var _ guard.Parker = parkingPort{}
+var (
+	_ guard.Parker = parkingPort{}
+	_ guard.Marker = parkingPort{}
+)
 
 // Meta also carries the message to writeLetter.
 func (p parkingPort) Meta(m *sarama.ConsumerMessage) guard.Meta {
