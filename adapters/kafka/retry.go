@@ -363,14 +363,20 @@ func (p *parkedMessage) lane(c *claim) uint64 {
 	return c.hash(own[:])
 }
 
-// write writes p to a retry topic and waits until all in-sync replicas have it. The offset is -1 where the broker does not say it.
+// write writes p to a retry topic and waits until all in-sync replicas have it. The
+// offset is -1 where the broker does not say it. One that is too large is a
+// [dlq.ErrTooLarge].
 func (t *RetryTopics) write(ctx context.Context, p *parkedMessage, topic string) (int64, error) {
 	m := p.producerMessage(topic)
-	if n, most := m.ByteSize(2)+batchOverhead, t.max[topic]; most > 0 && n > most {
-		return -1, fmt.Errorf("kafka: retry topic %s: %d bytes of a message, at most %d allowed: raise its max.message.bytes", topic, n, most)
+	err := t.out.fits(m)
+	at := int64(-1)
+	if err == nil {
+		at, err = t.out.send(ctx, m)
 	}
-	at, err := t.out.send(ctx, m)
 	if err != nil {
+		if refused := t.out.refused(m, err); refused != nil && t.out.squeezes { // else it may be the batch that is
+			err = refused
+		}
 		return -1, fmt.Errorf("kafka: retry topic %s: %w", topic, err)
 	}
 	return at, nil
