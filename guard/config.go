@@ -98,7 +98,10 @@ type Policy struct {
 	// [Limits.MaxUnacked] if that is less. At its end intake stops. Where an
 	// adapter reads on a goroutine of its own, half of it is for what is on the
 	// way from there, or less where the workers need more, but 2 messages at least:
-	// one of 1 or 2 is one of 3 there, and of as many workers as it two rest.
+	// one of 1 or 2 is one of 3 there, and of as many workers as it two rest. Where
+	// the broker keeps a low watermark only (a [Marker]), what is settled behind an
+	// unsettled message counts, too: with [OrderKey] or [OrderNone] so many pass one
+	// that waits for a retry.
 	Window int
 
 	// WindowBytes bounds the same messages by [Port.Size]; unset means 64 MiB.

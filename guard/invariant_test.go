@@ -24,6 +24,7 @@ func TestCreditsAndProbes(t *testing.T) {
 			p.Workers = rapid.IntRange(1, min(4, p.Window)).Draw(t, "workers")
 		}
 		s := newSim(t, p)
+		s.log = rapid.Bool().Draw(t, "log")
 		next := 0
 		dead := 0
 		var running, acking []*item[int]
@@ -40,6 +41,9 @@ func TestCreditsAndProbes(t *testing.T) {
 		check := func() {
 			if err := s.account().Check(); err != nil {
 				t.Fatal(err)
+			}
+			if len(s.unmarked) > p.Window+farWitnesses {
+				t.Fatalf("%d unmarked in a window of %d", len(s.unmarked), p.Window)
 			}
 			turns := 0
 			probing := 0

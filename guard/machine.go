@@ -69,6 +69,8 @@ type machine[M any] struct {
 	guessLuck uint64           // … and how many successes there had been
 	slowAfter time.Duration    // a call is reported as slow then
 	bytes     int64
+	ahead     int    // Marker.Ahead, when an ack was looked at last …
+	aheadTurn uint64 // … and which look that was
 	ended     bool
 	stopped   bool // the loop is to end
 	paused    bool
@@ -142,13 +144,30 @@ func (c *machine[M]) unsettled() int {
 	return c.queued + c.count[waiting] + c.count[processing] + c.count[settling] + c.count[retryWait]
 }
 
-// room is how many more messages may come in.
+// room is how many more messages may come in. What is settled behind one that is not
+// takes its place in the window, too: the broker has not heard of it. To settle such
+// a message moves its place and no more, so only intake makes less room.
 func (c *machine[M]) room() int {
 	n := c.unsettled()
-	if n > 0 && c.bytes >= c.policy.WindowBytes {
+	switch {
+	case n == 0:
+		return c.limit()
+	case c.bytes >= c.policy.WindowBytes:
 		return 0
+	case n+c.ahead < c.limit():
+		return c.limit() - n - c.ahead
+	case c.oneMore(n):
+		return 1
 	}
-	return max(0, c.limit()-n)
+	return 0
+}
+
+// lookedAhead takes what the port said of the messages that are settled ahead. Of two
+// looks that of the later turn has seen all acks before it.
+func (c *machine[M]) lookedAhead(turn uint64, n int) {
+	if turn > c.aheadTurn {
+		c.aheadTurn, c.ahead = turn, n
+	}
 }
 
 // limit is how many messages the machine may have: the feed has its own part of

@@ -29,6 +29,41 @@ type sim struct {
 	acked   map[int]bool
 	calls   int
 	at99    time.Duration // when message 99 was handled
+
+	log      bool  // the broker keeps a low watermark
+	unmarked []int // with log: from the first that is not settled on
+	gone     map[int]bool
+	turn     uint64
+}
+
+// put is the machine's, and what a log's port learns from it.
+func (s *sim) put(now time.Duration, m int, key uint64, size int) {
+	s.machine.put(now, m, key, size)
+	if s.log {
+		s.unmarked = append(s.unmarked, m)
+	}
+}
+
+func (s *sim) settled(it *item[int], err error) {
+	s.machine.settled(it, err)
+	if !s.log {
+		return
+	}
+	if s.gone == nil {
+		s.gone = map[int]bool{}
+	}
+	s.gone[it.m] = true
+	for len(s.unmarked) > 0 && s.gone[s.unmarked[0]] {
+		s.unmarked = s.unmarked[1:]
+	}
+	ahead := 0
+	for _, m := range s.unmarked {
+		if s.gone[m] {
+			ahead++
+		}
+	}
+	s.turn++
+	s.lookedAhead(s.turn, ahead)
 }
 
 func newSim(tb interface{ Fatalf(string, ...any) }, p Policy) *sim {
@@ -482,6 +517,7 @@ func TestAccountingIdentity(t *testing.T) {
 			p.Workers = rapid.IntRange(1, min(4, p.Window)).Draw(t, "workers")
 		}
 		s := newSim(t, p)
+		s.log = rapid.Bool().Draw(t, "log")
 		next, in := 0, 0
 		var running, acking []*item[int]
 		succeeded := map[uint64][]int{}
@@ -494,6 +530,9 @@ func TestAccountingIdentity(t *testing.T) {
 			}
 			if got := s.account().Unsettled(); got > p.Window {
 				t.Fatalf("%d unsettled in a window of %d", got, p.Window)
+			}
+			if len(s.unmarked) > p.Window+farWitnesses {
+				t.Fatalf("%d unmarked in a window of %d", len(s.unmarked), p.Window)
 			}
 			if len(running) != s.count[processing] {
 				t.Fatalf("%d running, %d counted", len(running), s.count[processing])

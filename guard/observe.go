@@ -69,6 +69,15 @@ type Parker interface {
 	Parked() (now int, followed uint64)
 }
 
+// A Marker is a [Port] of a log, which tells the broker a low watermark and nothing
+// else: Ahead is how many messages are settled behind one that is not, so that the broker
+// has not heard of it. They count towards Policy.Window like unsettled ones, so no more
+// than a window has to be handled again if the source moves. Ahead is asked after each
+// Ack but those of the closed path, where nothing is unsettled, by the goroutine that
+// called it; without a lock, so calls may overlap where those of Ack may. It must answer
+// from memory, and change by nothing but Ack.
+type Marker interface{ Ahead() int }
+
 // metrics are the instruments of a Guard. Counters are kept by the sources and
 // read when somebody looks; only what is rare or sampled is recorded as it happens.
 type metrics struct {

@@ -206,6 +206,27 @@ func (c *machine[M]) fresh() (found bool) {
 	return found
 }
 
+// oneMore tells whether one message may come beyond the window, whose rest is settled
+// behind what is here: where nothing here can go on by itself. It may be the witness of
+// what has failed, its success a part of the credit that another waits for, or the probe
+// that what is being dead-lettered cannot be. At most farWitnesses of them come so.
+func (c *machine[M]) oneMore(n int) bool {
+	if c.ahead == 0 || !c.letters || n >= c.limit() || n+c.ahead >= c.limit()+farWitnesses || c.fresh() {
+		return false
+	}
+	if c.parked[ReasonDLQ] > 0 {
+		return true
+	}
+	total, able, proof := c.total(), false, false
+	c.items(func(it *item[M]) {
+		if it.tries > 0 && !it.decided() {
+			able = true
+			proof = proof || it.luck == total // one for each time it fails
+		}
+	})
+	return proof || !able && !c.closed()
+}
+
 // alone tells whether nothing is left but messages whose attempts are used up:
 // no witness can be had.
 func (c *machine[M]) alone() bool {

@@ -194,9 +194,16 @@ func (s *Source[M]) settleOne(it *item[M], acks *int) (due bool) {
 		return false
 	}
 	err := s.port.Ack(it.m)
+	var turn uint64
+	var ahead int
+	if s.marker != nil {
+		turn = s.looks.Add(1)
+		ahead = s.marker.Ahead()
+	}
 	now := s.g.now()
 	s.mu.Lock()
 	s.c.settled(it, err)
+	s.c.lookedAhead(turn, ahead)
 	*acks++
 	due = *acks >= flushEvery
 	s.endLocked()

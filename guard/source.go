@@ -32,6 +32,7 @@ type Source[M any] struct {
 	cfg     SourceConfig
 	limits  Limits
 	port    Port[M]
+	marker  Marker                         // the port, nil if it is none
 	handler func(context.Context, M) error // nil in the passive shape
 	writer  *letterbox                     // nil without a dead-letter writer
 
@@ -50,6 +51,7 @@ type Source[M any] struct {
 	started   uint64        // the loop's copy of the number
 	acks      int           // since the last Flush; the loop's, with workers under mu
 	kicked    bool          // the sweeper was, since the loop last rested: it is not parked
+	looks     atomic.Uint64 // turns of Marker.Ahead
 	seen      seen          // the sweeper's
 	slowAfter time.Duration // Breaker.Slow
 	all       bool          // passive, Workers unset: all of the window may be out
@@ -136,6 +138,7 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 		all:       all,
 		stormKey:  g.stormKey(cfg),
 	}
+	s.marker, _ = any(port).(Marker)
 	s.cond = sync.NewCond(&s.mu)
 	s.ctx, s.cancel = context.Background(), func(error) {}
 	ring, err := ringbuf.NewRing[entry[M]](ringbuf.Config{MaxCount: maxWindow}, nil)
@@ -550,7 +553,11 @@ func (s *Source[M]) state(now time.Duration, fleet breaker.FleetScope) (st State
 	if c.draining {
 		hold(ReasonBackpressure, c.drainFrom+c.policy.Ramp.For, "draining at the ramp", "time")
 	}
-	if st.Room == 0 {
+	switch {
+	case st.Room > 0:
+	case c.ahead > 0:
+		hold(ReasonBackpressure, 0, fmt.Sprintf("window full: %d messages are settled behind one that waits", c.ahead), "the oldest message in it")
+	default:
 		hold(ReasonBackpressure, 0, "window full", "the messages in it")
 	}
 	return st, whys

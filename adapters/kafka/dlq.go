@@ -140,8 +140,9 @@ var _ dlq.Writer = (*DLQ)(nil)
 // NewDLQ connects and creates or checks the topics. config is for connecting:
 // addresses, TLS, SASL, Version, retries and sizes are taken from a copy of it, and
 // what makes a producer safe is set there: Producer.Idempotent,
-// Producer.RequiredAcks = WaitForAll, Net.MaxOpenRequests = 1. nil means
-// sarama's defaults. A transactional id is refused. What is wrong with a topic is
+// Producer.RequiredAcks = WaitForAll, Net.MaxOpenRequests = 1. Where messages of a source
+// come compressed, set Producer.Compression too: a topic's max.message.bytes is of the
+// compressed size. nil means sarama's defaults. A transactional id is refused. What is wrong with a topic is
 // an [ErrUnsuitable] that names the command that mends it. Close it last.
 func NewDLQ(addrs []string, config *sarama.Config, cfg DLQConfig) (*DLQ, error) {
 	if config == nil {
@@ -215,7 +216,8 @@ var ErrDLQClosed = errors.New("kafka: DLQ closed")
 
 // Write writes a dead letter and waits until all in-sync replicas have it, or ctx
 // ends; what was sent then may arrive all the same. A record over the topic's or
-// the client's limit is a [*dlq.TooLargeError]; a topic that does not exist, or
+// the client's limit is a [*dlq.TooLargeError], where the configuration compresses only
+// when the broker says so; a topic that does not exist, or
 // is not ours to write to, is a [dlq.ErrRefused].
 func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 	topic := d.cfg.name(r.Origin.Source)
@@ -229,12 +231,8 @@ func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 	for _, h := range dlq.Encode(r, d.cfg.Dialect) {
 		m.Headers = append(m.Headers, sarama.RecordHeader{Key: []byte(h.Name), Value: headerBytes(h.Value)})
 	}
-	limit := d.client.Config().Producer.MaxMessageBytes
-	if most := d.max[topic]; most > 0 {
-		limit = most
-	}
-	if n := m.ByteSize(2) + batchOverhead; n > limit {
-		return &dlq.TooLargeError{Size: n, Max: limit}
+	if err := d.out.fits(m); err != nil {
+		return err
 	}
 	partitions, err := d.client.Partitions(topic)
 	if err != nil {
@@ -250,11 +248,12 @@ func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 
 // explain says what an error of the broker means.
 func (d *DLQ) explain(topic string, m *sarama.ProducerMessage, err error) error {
+	if refused := d.out.refused(m, err); refused != nil {
+		return refused
+	}
 	switch {
 	case err == nil:
 		return nil
-	case errors.Is(err, sarama.ErrMessageSizeTooLarge), errors.Is(err, sarama.ErrMessageTooLarge), errors.Is(err, sarama.ErrMessageSetSizeTooLarge):
-		return &dlq.TooLargeError{Size: m.ByteSize(2) + batchOverhead, Max: d.max[topic], Err: err}
 	case errors.Is(err, sarama.ErrUnknownTopicOrPartition), errors.Is(err, sarama.ErrInvalidTopic),
 		errors.Is(err, sarama.ErrTopicAuthorizationFailed), errors.Is(err, sarama.ErrClusterAuthorizationFailed), errors.Is(err, sarama.ErrInvalidTimestamp):
 		return fmt.Errorf("kafka: dead letter to %s: %w: %w", topic, dlq.ErrRefused, err)

@@ -17,8 +17,9 @@
 // Kafka keeps one position for a group and partition. What is marked here is the
 // low watermark: the end of the prefix of delivered messages that are settled. A
 // message that waits for its retry, its probe or its dead letter keeps all behind
-// it unmarked, however many of them are done, and at most a window of them; they
-// are handled again if the partition moves meanwhile. Held messages are a bounded
+// it unmarked, however many of them are done; they are handled again if the partition
+// moves meanwhile. They count towards Policy.Window, so a window of them is the most:
+// then intake stops until that message is settled. Held messages are a bounded
 // window in front of the log; nothing is marked because it is in there.
 //
 // # What happens when
@@ -30,8 +31,9 @@
 // restarts: sarama reads on, and what could not be committed is handled again. A
 // topic is deleted: its claims end once the group's leader has looked at the
 // topics again (Metadata.RefreshFrequency, 10min), and Consume returns an error
-// until it is there again. The process is killed: what was marked since the last commit
-// (Consumer.Offsets.AutoCommit.Interval, 1s) is handled again, at most.
+// until it is there again. The process is killed: what was handled since the last commit
+// (Consumer.Offsets.AutoCommit.Interval, 1s) is handled again, and what was handled
+// behind a message that waits, a window at most.
 //
 // # Retry topics
 //

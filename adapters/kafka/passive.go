@@ -164,7 +164,7 @@ func (ss *session) consumePassive(c *claim, revoked <-chan struct{}) error {
 	stop := sync.OnceFunc(func() { close(leave) })
 	var watch sync.WaitGroup
 	watch.Go(func() {
-		ss.await(src, over, revoked)
+		ss.await(c, src, over, revoked)
 		stop()
 	})
 	err = w.loop(leave)

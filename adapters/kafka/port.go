@@ -6,6 +6,7 @@ package kafka
 import (
 	"encoding/binary"
 	"hash/maphash"
+	"sync"
 	"sync/atomic"
 
 	"github.com/IBM/sarama"
@@ -38,11 +39,14 @@ type claim struct {
 	session   sarama.ConsumerGroupSession
 	marks     *tracker
 	end       atomic.Int64 // of the log, when last looked; -1 unknown
+
+	marking sync.Mutex // held while the session is told of a mark or a reset: one after the other
 }
 
 var (
 	_ guard.Port[*sarama.ConsumerMessage] = (*claim)(nil)
 	_ guard.Lagger                        = (*claim)(nil)
+	_ guard.Marker                        = (*claim)(nil)
 )
 
 // seed is one for the process, so that a key is in the same lane in each epoch.
@@ -134,10 +138,21 @@ func (c *claim) Demand(n int) {
 
 // Flush marks up to the low watermark; sarama commits it.
 func (c *claim) Flush() error {
+	c.marking.Lock()
+	defer c.marking.Unlock()
 	if offset, meta, due := c.marks.take(); due {
 		c.session.MarkOffset(c.topic, c.partition, offset, meta)
 	}
 	return nil
+}
+
+// rewind resets the offset of the session, as its user asked; no mark under way undoes
+// that.
+func (c *claim) rewind(offset int64, metadata string) {
+	c.marking.Lock()
+	defer c.marking.Unlock()
+	c.marks.rewound()
+	c.session.ResetOffset(c.topic, c.partition, offset, metadata)
 }
 
 // Lag is the log's end, when last looked, less what is settled.
@@ -152,6 +167,9 @@ func (c *claim) Lag() int64 {
 	}
 	return max(0, end-at)
 }
+
+// Ahead is how many messages are settled behind the low watermark.
+func (c *claim) Ahead() int { return c.marks.ahead() }
 
 func fromHeaders(hs []*sarama.RecordHeader) []dlq.Header {
 	if len(hs) == 0 {

@@ -24,6 +24,8 @@ const (
 	maxBehind = retryMargin / 2
 	// lookAgain is how soon a message that waits for another one looks again.
 	lookAgain = 20 * time.Millisecond
+	// largeAgain is how soon a message that is too large to follow looks again.
+	largeAgain = 5 * time.Second
 	// parkTimeout bounds one write of a message that follows.
 	parkTimeout = 10 * time.Second
 )
@@ -89,6 +91,10 @@ func (rc *retryClaim) follow(ctx context.Context, p *parkedMessage, level int) e
 	to.moves, to.notBefore, to.claim = p.moves+1, rc.t.now().UnixMilli(), rc.epoch
 	at, err := rc.t.write(limited, &to, rc.levels[level-1].name)
 	rc.said.say("a message cannot follow its key: its source waits", rc.c.name, err)
+	if errors.Is(err, dlq.ErrTooLarge) { // its turn comes when what it follows is done
+		rc.table.dropped(p)
+		return guard.Backoff(fmt.Errorf("%w: %w", errNoFollow, err), time.Now().Add(largeAgain))
+	}
 	if err != nil {
 		return guard.Backoff(fmt.Errorf("%w: %w", errNoFollow, err), time.Now().Add(askAgain))
 	}
@@ -128,8 +134,8 @@ func (rc *retryClaim) writeLetter(ctx context.Context, r *dlq.Record) error {
 	}
 	closed := rc.breaker()
 	poison := r.Reason == dlq.ReasonAttempts || r.Reason == dlq.ReasonPoisonHead && closed
+	out.Attempts, out.FirstFailed = to.tries, stampTime(to.first)
 	if r.Permanent || !poison || p.own >= len(rc.levels) {
-		out.Attempts, out.FirstFailed = to.tries, stampTime(to.first)
 		return rc.ss.h.opts.letters.Write(ctx, &out)
 	}
 	if !closed {
@@ -146,7 +152,11 @@ func (rc *retryClaim) writeLetter(ctx context.Context, r *dlq.Record) error {
 	to.own, to.moves, to.claim = p.own+1, p.moves+1, rc.epoch
 	to.notBefore = due
 	at, err := rc.t.write(ctx, &to, rc.levels[level-1].name)
-	if err != nil {
+	switch {
+	case errors.Is(err, dlq.ErrTooLarge): // it was not written, and never can be
+		rc.said.say("a message is too large to be parked: it is dead-lettered", rc.c.name, err)
+		return rc.ss.h.opts.letters.Write(ctx, &out)
+	case err != nil:
 		return err
 	}
 	rc.table.landed(p, level, at)
@@ -169,7 +179,10 @@ type parkingPort struct {
 	rc *retryClaim
 }
 
-var _ guard.Parker = parkingPort{}
+var (
+	_ guard.Parker = parkingPort{}
+	_ guard.Marker = parkingPort{}
+)
 
 // Meta also carries the message to writeLetter.
 func (p parkingPort) Meta(m *sarama.ConsumerMessage) guard.Meta {

@@ -245,6 +245,20 @@ func (t *parkedTable) park(p *parkedMessage, next int, due int64) (level int, go
 	return next, false
 }
 
+// dropped says that a message which was announced was not written and never can be: it
+// stays where it is.
+func (t *parkedTable) dropped(p *parkedMessage) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	switch e := t.entries[p.origin]; {
+	case e == nil || e.next == 0:
+	case e.level == 0:
+		t.remove(e)
+	default:
+		e.next = 0
+	}
+}
+
 // landed says that the copy of a message that was made of p is confirmed in the
 // retry topic of a level; at is -1 where the producer does not know its offset.
 func (t *parkedTable) landed(p *parkedMessage, level int, at int64) {

@@ -395,6 +395,46 @@ func TestTableTellsCopiesApart(t *testing.T) {
 	}
 }
 
+// A write that cannot be leaves the message where it is, and its turn comes.
+func TestTableDropsAWrite(t *testing.T) {
+	t.Parallel()
+	at := func(offset int64, level int) *parkedMessage {
+		p := &parkedMessage{origin: origin{offset: offset, key: 7}, keyed: true, level: level, at: offset, moves: level}
+		if level == 0 {
+			p.at = -1
+		}
+		return p
+	}
+	table := newParkedTable(10)
+	first, large, parked := at(1, 1), at(2, 0), at(3, 1)
+	table.load(first)
+	table.load(parked)
+	for range 3 {
+		if f := table.up(large, false); f.kind != fateFollow || f.level != 1 {
+			t.Fatalf("fate %+v", f)
+		}
+		table.dropped(large)
+		if n := table.size(); n != 2 {
+			t.Fatalf("%d in the table", n)
+		}
+	}
+	if f := table.up(parked, false); f.kind != fateFollow { // of a retry topic
+		t.Fatalf("fate %+v", f)
+	}
+	table.dropped(parked)
+	table.dropped(at(9, 0)) // nothing was begun
+	if table.size() != 2 || !table.arrive(parked, false) {
+		t.Error("what is parked is lost")
+	}
+	table.finish(first)
+	if f := table.up(large, false); f.kind != fateHandle {
+		t.Errorf("fate %+v", f)
+	}
+	if f := table.up(parked, false); f.kind != fateHandle {
+		t.Errorf("fate %+v", f)
+	}
+}
+
 // While the breaker is not closed nothing is parked for its attempts, and a poison
 // head is a dead letter.
 func TestLetterWhileTheBreakerIsOpen(t *testing.T) {

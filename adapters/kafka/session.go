@@ -305,7 +305,8 @@ func (ss *session) MarkOffset(topic string, partition int32, offset int64, metad
 // handler marks again.
 func (ss *session) ResetOffset(topic string, partition int32, offset int64, metadata string) {
 	if w := ss.wrapped(topic, partition); w != nil {
-		w.claim.marks.rewound()
+		w.claim.rewind(offset, metadata)
+		return
 	}
 	ss.native.ResetOffset(topic, partition, offset, metadata)
 }

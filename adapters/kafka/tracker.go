@@ -11,10 +11,12 @@ import "sync"
 // aborted transactions), so nothing is computed from one to the next.
 //
 // It is safe for concurrent use. It holds one entry for each message that is not
-// settled or stands behind one that isn't, so at most the source's window.
+// settled or stands behind one that isn't, so about the source's window: the guard
+// asks for ahead.
 type tracker struct {
 	mu     sync.Mutex
 	queue  []delivered // by offset; the first of them is not settled
+	done   int         // of them
 	last   int64       // the highest offset handed over, -1 for none
 	next   int64       // the offset after the settled prefix, -1 for none
 	marked int64       // what take last gave out
@@ -53,11 +55,15 @@ func (t *tracker) settle(offset int64, meta string) {
 			return
 		}
 		t.queue = append(t.queue, delivered{offset, true, meta})
+		t.done++
 		return
 	}
 	i := t.find(offset)
 	if i < 0 {
 		return
+	}
+	if !t.queue[i].done {
+		t.done++
 	}
 	t.queue[i].done, t.queue[i].meta = true, meta
 	if i > 0 {
@@ -67,6 +73,7 @@ func (t *tracker) settle(offset int64, meta string) {
 	for n < len(t.queue) && t.queue[n].done {
 		n++
 	}
+	t.done -= n
 	t.next, t.meta = t.queue[n-1].offset+1, t.queue[n-1].meta
 	t.queue = t.queue[n:]
 }
@@ -118,6 +125,13 @@ func (t *tracker) position() (at, given int64) {
 		return t.queue[0].offset, t.marked
 	}
 	return t.next, t.marked
+}
+
+// ahead is how many messages are settled behind one that is not.
+func (t *tracker) ahead() int {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.done
 }
 
 // settled is the position, -1 if nothing was handed over yet, and the offsets

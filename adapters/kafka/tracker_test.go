@@ -51,6 +51,15 @@ func TestTrackerMarksTheSettledPrefix(t *testing.T) {
 					}
 					want = e.offset + 1
 				}
+				ahead := 0
+				for _, e := range all {
+					if e.done && oldest >= 0 && e.offset > oldest {
+						ahead++
+					}
+				}
+				if n := tr.ahead(); n != ahead {
+					t.Fatalf("%d ahead, want %d, of %v", n, ahead, all)
+				}
 				offset, _, due := tr.take()
 				if due != (want > marked) || due && offset != want {
 					t.Fatalf("mark %d (due %t), want %d after %d, of %v", offset, due, want, marked, all)

@@ -164,7 +164,7 @@ func (ss *session) consume(c *claim, revoked <-chan struct{}) error {
 		// that which ends the loop but End, below.
 		_ = src.Run(context.WithoutCancel(ss.native.Context()), c.native.Messages())
 	}()
-	ss.await(src, ran, revoked)
+	ss.await(c, src, ran, revoked)
 	report := ss.endSource(src.End)
 	if len(report.Left) == 0 {
 		<-ran
@@ -173,13 +173,17 @@ func (ss *session) consume(c *claim, revoked <-chan struct{}) error {
 }
 
 // await waits for the end of a claim: over, its session's, its revoke, or its
-// source's, which somebody else may end while a handler hangs.
-func (ss *session) await(src guard.Control, over, revoked <-chan struct{}) {
+// source's, which somebody else may end while a handler hangs. Meanwhile it marks what
+// is settled: the loop itself does so before it blocks and after 64 messages, which
+// with a backlog and slow handlers is minutes. The session has the claim until
+// ConsumeClaim returns, whoever ends the source, so no mark comes too late.
+func (ss *session) await(c *claim, src guard.Control, over, revoked <-chan struct{}) {
 	look := time.NewTicker(endedPoll)
 	defer look.Stop()
 	for !src.State().Ended {
 		select {
 		case <-look.C:
+			_ = c.Flush() // it has no error
 		case <-over:
 			return
 		case <-revoked:
@@ -191,7 +195,8 @@ func (ss *session) await(src guard.Control, over, revoked <-chan struct{}) {
 	}
 }
 
-// endedPoll is how soon a claim is left whose source was ended elsewhere.
+// endedPoll is how soon a claim is left whose source was ended elsewhere, and what is
+// settled is marked at the latest.
 const endedPoll = 100 * time.Millisecond
 
 // endSource ends a claim's source for the reason that the session shows.

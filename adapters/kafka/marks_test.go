@@ -1,0 +1,94 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package kafka
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/IBM/sarama"
+
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
+)
+
+// What is handled is marked soon, also while a slow handler has a backlog; and
+// nothing else is.
+func TestMarksOfASlowHandler(t *testing.T) {
+	for name, policy := range map[string]guard.Policy{"one": {}, "workers": {Order: guard.OrderNone, Workers: 2}} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				const took = 200 * time.Millisecond
+				g := adaptertest.Guard(t, guard.Config{})
+				var handled atomic.Int64
+				h := Wrap(g, func(context.Context, *sarama.ConsumerMessage) error {
+					time.Sleep(took)
+					handled.Add(1)
+					return nil
+				}, WithConfig(testConfig()), WithPolicy(policy))
+				s, end := setup(t, h)
+				c := newFakeClaim()
+				c.publish(0, 50)
+				var running sync.WaitGroup
+				running.Go(func() { _ = h.ConsumeClaim(s, c) })
+				workers := max(1, policy.Workers)
+				for range 4 {
+					time.Sleep(time.Second)
+					synctest.Wait()
+					n, marked := handled.Load(), s.marked.Load()
+					if marked > n || marked < n-int64(2*workers) {
+						t.Errorf("%d handled, marked %d", n, marked)
+					}
+				}
+				end(errors.New("rebalance"))
+				running.Wait()
+			})
+		})
+	}
+}
+
+// A reset by the user is not undone by a mark that was on its way: it waits for it.
+func TestResetBesideMarks(t *testing.T) {
+	t.Parallel()
+	s := &resettable{begun: make(chan struct{}), reset: make(chan struct{})}
+	c := &claim{topic: "orders", session: s, marks: newTracker()}
+	c.marks.settle(7, "")
+	var marking sync.WaitGroup
+	marking.Go(func() { _ = c.Flush() })
+	<-s.begun
+	c.rewind(0, "")
+	marking.Wait()
+	if s.undone.Load() {
+		t.Error("marked after a reset")
+	}
+	c.marks.settle(8, "")
+	if _ = c.Flush(); s.marks.Load() != 1 {
+		t.Errorf("%d marks", s.marks.Load())
+	}
+}
+
+// resettable notices a reset while it is told of a mark.
+type resettable struct {
+	fakeSession
+	begun, reset chan struct{}
+	undone       atomic.Bool
+	marks        atomic.Int64
+}
+
+func (s *resettable) MarkOffset(string, int32, int64, string) {
+	s.marks.Add(1)
+	close(s.begun)
+	select {
+	case <-s.reset:
+		s.undone.Store(true)
+	case <-time.After(50 * time.Millisecond):
+	}
+}
+
+func (s *resettable) ResetOffset(string, int32, int64, string) { close(s.reset) }
