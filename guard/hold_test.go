@@ -69,6 +69,29 @@ func TestHoldWithinADrain(t *testing.T) {
 	}
 }
 
+// A Backoff of no time, by which adapters say that no attempt was made, only delays a
+// drain: many of them do not keep it at the ramp's start.
+func TestBackoffOfNoTimeInADrain(t *testing.T) {
+	const n, lasts = 10_000, 4 * time.Second
+	s := newSim(t, Policy{Window: n})
+	asked := make(map[int]bool)
+	handler := func(m int) (time.Duration, error) {
+		if m%50 == 0 && !asked[m] {
+			asked[m] = true
+			return 0, Backoff(errDown, time.Time{})
+		}
+		return 0, nil
+	}
+	s.paused = true
+	s.run(s.now+time.Second, handler, counter(n, 0))
+	s.paused = false
+	s.run(s.now+lasts, handler, nil)
+	want := s.policy.Ramp.Start / math.Ln2 * (math.Exp2(lasts.Seconds()) - 1)
+	if got := float64(len(s.handled)); math.Abs(got-want) > 0.2*want || len(asked) < 20 {
+		t.Errorf("%.0f admitted in %v, the formula says %.0f; %d asked", got, lasts, want, len(asked))
+	}
+}
+
 // Where the machine sees every message a hold ends with its last one, as it does on
 // the closed path: what comes an hour later is not held.
 func TestHoldEndsWithItsMessages(t *testing.T) {

@@ -532,7 +532,9 @@ func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration,
 		return 0, ReasonOperator
 	}
 	if c.asked > now {
-		c.hold(now)
+		if !c.draining || c.asked-now > c.policy.Retry.Base {
+			c.hold(now) // a Backoff of no time only delays a drain
+		}
 		return c.asked, ReasonBackpressure
 	}
 	it.probe = false
