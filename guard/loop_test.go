@@ -166,7 +166,9 @@ func TestSweeperIsAwakeForACall(t *testing.T) {
 				}
 				timesOut(t, s)
 				closeSoon(t, g)
-				<-ended
+				if err := <-ended; err != nil && !errors.Is(err, ErrClosed) {
+					t.Error(err)
+				}
 			})
 		}
 	}
@@ -199,7 +201,9 @@ func TestSweeperIsAwakeAfterANudge(t *testing.T) {
 			time.Sleep(time.Second)
 			timesOut(t, s)
 			closeSoon(t, g)
-			<-ended
+			if err := <-ended; err != nil && !errors.Is(err, ErrClosed) {
+				t.Error(err)
+			}
 		})
 	}
 }
@@ -355,5 +359,7 @@ func (r *offering) told(want ...int) {
 func (r *offering) close() {
 	r.t.Helper()
 	closeSoon(r.t, r.g)
-	<-r.ended
+	if err := <-r.ended; err != nil && !errors.Is(err, ErrClosed) {
+		r.t.Error(err)
+	}
 }

@@ -5,6 +5,7 @@ package guard
 
 import (
 	"context"
+	"errors"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -23,7 +24,7 @@ type hookedPort struct {
 	begun atomic.Int64 // all calls
 }
 
-func (p *hookedPort) call(kind string) (done func()) {
+func (p *hookedPort) call(kind string, f func()) {
 	p.hooks.Lock()
 	hook := p.first[kind]
 	delete(p.first, kind)
@@ -33,16 +34,26 @@ func (p *hookedPort) call(kind string) (done func()) {
 	if hook != nil {
 		hook()
 	}
-	return func() { p.open.Add(-1) }
+	f()
+	p.open.Add(-1)
 }
 
-func (p *hookedPort) Size(m int) int { defer p.call("size")(); return p.testPort.Size(m) }
+func (p *hookedPort) Size(m int) (size int) {
+	p.call("size", func() { size = p.testPort.Size(m) })
+	return size
+}
 
-func (p *hookedPort) Ack(m int) error { defer p.call("ack")(); return p.testPort.Ack(m) }
+func (p *hookedPort) Ack(m int) (err error) {
+	p.call("ack", func() { err = p.testPort.Ack(m) })
+	return err
+}
 
-func (p *hookedPort) Flush() error { defer p.call("flush")(); return p.testPort.Flush() }
+func (p *hookedPort) Flush() (err error) {
+	p.call("flush", func() { err = p.testPort.Flush() })
+	return err
+}
 
-func (p *hookedPort) Demand(n int) { defer p.call("demand")(); p.testPort.Demand(n) }
+func (p *hookedPort) Demand(n int) { p.call("demand", func() { p.testPort.Demand(n) }) }
 
 // endSoon ends a source whose port hangs, and checks that it does not take for ever.
 func endSoon(t *testing.T, s *Source[int]) Report {
@@ -115,7 +126,9 @@ func TestEndWithAnAckThatHangs(t *testing.T) {
 				t.Errorf("it is %v old", rep.Left[0].Age)
 			}
 			close(release)
-			<-ended
+			if err := <-ended; err != nil && !errors.Is(err, ErrClosed) {
+				t.Error(err)
+			}
 			synctest.Wait()
 			if a := s.Account(); a.Acked != 1 || a.Check() != nil {
 				t.Errorf("%+v", a)
@@ -283,11 +296,14 @@ func TestEndWaitsForPortCalls(t *testing.T) {
 				}
 				in, ended := make(chan int, 1), make(chan error, 1)
 				if c.handler == nil {
+					go func() {
+						s.Done((<-s.Ready()).Token, nil)
+						ended <- nil
+					}()
+					synctest.Wait() // it is there before the pump waits for a port
 					if err := s.Offer(0); err != nil {
 						t.Fatal(err)
 					}
-					s.Done((<-s.Ready()).Token, nil)
-					ended <- nil
 				} else {
 					in <- 0
 					go func() { ended <- s.Run(t.Context(), in) }()
@@ -300,7 +316,9 @@ func TestEndWaitsForPortCalls(t *testing.T) {
 					t.Errorf("End returned beside %d port calls: %+v", n, rep)
 				}
 				time.Sleep(time.Minute)
-				<-ended
+				if err := <-ended; err != nil && !errors.Is(err, ErrClosed) {
+					t.Error(err)
+				}
 				if n := port.begun.Load() - begun; n > 0 || port.open.Load() > 0 {
 					t.Errorf("%d port calls after End had returned", n)
 				}
