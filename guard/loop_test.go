@@ -115,8 +115,9 @@ func TestRoomIsToldWhileWorkersAreBusy(t *testing.T) {
 	})
 }
 
-// However a message comes in, the sweeper is awake for its call, though it had parked.
-func TestSweeperIsAwakeForTheFirstCall(t *testing.T) {
+// However a message comes in, the sweeper is awake for its call, though it had parked:
+// the first, which is there when Run begins, and one that comes later.
+func TestSweeperIsAwakeForACall(t *testing.T) {
 	for _, c := range []struct {
 		name   string
 		policy Policy
@@ -128,34 +129,48 @@ func TestSweeperIsAwakeForTheFirstCall(t *testing.T) {
 		{name: "feed", fed: true},
 		{name: "workers", policy: Policy{Order: OrderNone, Workers: 2}},
 	} {
-		bubble(t, c.name, func(t *testing.T) {
-			c.policy.Timeout = time.Second
-			g, err := New(Config{Policy: c.policy})
-			if err != nil {
-				t.Fatal(err)
-			}
-			time.Sleep(time.Second)
-			if !g.sweeper.parked.Load() {
-				t.Fatal("the sweeper has not parked")
-			}
-			s, err := Open(g, SourceConfig{Name: "s"}, c.limits, &testPort{}, untilCancelled)
-			if err != nil {
-				t.Fatal(err)
-			}
-			in, ended := make(chan int, 1), make(chan error, 1)
-			in <- 0
-			run := func() error { return s.Run(t.Context(), in) }
-			if c.fed {
-				if _, err := s.Feed().Put(t.Context(), 0); err != nil {
+		for _, later := range []bool{false, true} {
+			bubble(t, c.name+" later="+strconv.FormatBool(later), func(t *testing.T) {
+				c.policy.Timeout = time.Second
+				g, err := New(Config{Policy: c.policy})
+				if err != nil {
 					t.Fatal(err)
 				}
-				run = func() error { return s.RunFeed(t.Context()) }
-			}
-			go func() { ended <- run() }()
-			timesOut(t, s)
-			closeSoon(t, g)
-			<-ended
-		})
+				s, err := Open(g, SourceConfig{Name: "s"}, c.limits, &testPort{}, waitsForItsEnd)
+				if err != nil {
+					t.Fatal(err)
+				}
+				in, ended := make(chan int, 1), make(chan error, 1)
+				put, run := func(m int) { in <- m }, func() error { return s.Run(t.Context(), in) }
+				if c.fed {
+					feed := s.Feed()
+					put = func(m int) {
+						if _, err := feed.Put(t.Context(), m); err != nil {
+							t.Error(err)
+						}
+					}
+					run = func() error { return s.RunFeed(t.Context()) }
+				}
+				begin := func() { go func() { ended <- run() }() }
+				if later {
+					put(done)
+					begin()
+				}
+				time.Sleep(time.Second)
+				if !g.sweeper.parked.Load() {
+					t.Fatal("the sweeper has not parked")
+				}
+				put(waits)
+				if !later {
+					begin()
+				}
+				timesOut(t, s)
+				closeSoon(t, g)
+				if err := <-ended; err != nil && !errors.Is(err, ErrClosed) {
+					t.Error(err)
+				}
+			})
+		}
 	}
 }
 
@@ -168,14 +183,15 @@ func TestSweeperIsAwakeAfterANudge(t *testing.T) {
 				t.Fatal(err)
 			}
 			in, ended := make(chan int, 1), make(chan error, 1)
+			in <- done
 			port := &hookedPort{first: map[string]func(){"demand": func() {
 				time.Sleep(time.Second)
 				if !g.sweeper.parked.Load() {
 					t.Error("the sweeper has not parked")
 				}
-				in <- 0
+				in <- waits
 			}}}
-			s, err := Open(g, SourceConfig{Name: "s"}, Limits{}, port, untilCancelled)
+			s, err := Open(g, SourceConfig{Name: "s"}, Limits{}, port, waitsForItsEnd)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -185,7 +201,9 @@ func TestSweeperIsAwakeAfterANudge(t *testing.T) {
 			time.Sleep(time.Second)
 			timesOut(t, s)
 			closeSoon(t, g)
-			<-ended
+			if err := <-ended; err != nil && !errors.Is(err, ErrClosed) {
+				t.Error(err)
+			}
 		})
 	}
 }
@@ -208,8 +226,14 @@ func TestSweeperIsAwakeWhileAMessageIsHeld(t *testing.T) {
 	})
 }
 
-// untilCancelled is a handler that ends with its context.
-func untilCancelled(ctx context.Context, _ int) error {
+// The messages of waitsForItsEnd, a handler that is done at once or ends with its
+// context.
+const done, waits = 0, 1
+
+func waitsForItsEnd(ctx context.Context, m int) error {
+	if m == done {
+		return nil
+	}
 	<-ctx.Done()
 	return ctx.Err()
 }
@@ -335,5 +359,7 @@ func (r *offering) told(want ...int) {
 func (r *offering) close() {
 	r.t.Helper()
 	closeSoon(r.t, r.g)
-	<-r.ended
+	if err := <-r.ended; err != nil && !errors.Is(err, ErrClosed) {
+		r.t.Error(err)
+	}
 }

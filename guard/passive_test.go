@@ -340,7 +340,7 @@ func TestPassiveUpdate(t *testing.T) {
 			if workers > 0 {
 				want = workers
 			}
-			for n := 0; n < want; n++ {
+			for range want {
 				<-s.Ready()
 			}
 			synctest.Wait()
