@@ -35,8 +35,8 @@ type Config struct {
 	Policy *guard.Policy
 
 	// MaxBody is the largest body, in bytes, of a request that can be held. In
-	// [1, 1 GiB]; unset means 1 MiB. A larger one is refused while the hold is
-	// needed, and handled as usual otherwise.
+	// [1, 1 GiB]; unset means 1 MiB. A larger one is refused while the breaker is
+	// not closed or its key is held, and handled as usual otherwise.
 	MaxBody int64
 
 	// MaxHeader is the same for the method, the URL and the chosen headers

@@ -9,7 +9,8 @@
 // errors, panics and 5xx answers are its outcomes. While it is not closed,
 // [Intake.Wrap] answers 503 with Retry-After at once, and [Intake.Defer]
 // answers 202 and holds the request in memory, to be replayed in order, at the
-// ramp, when the dependency is back.
+// ramp, when the dependency is back. Requests that come during the drain queue up
+// behind it, unless it would not end so.
 //
 //	intake, err := nethttp.New(g, nethttp.Config{Name: "payments"}, nethttp.WithDeadLetters(letters))
 //	mux.Handle("GET /orders/{id}", intake.Wrap(show))

@@ -72,7 +72,7 @@ func (in *Intake) behind(lane uint64) bool {
 	case in.waiting.Load() == 0 || in.order == guard.OrderNone:
 		return false
 	case in.order == guard.OrderSource:
-		return true
+		return !in.overtakes()
 	default:
 		in.mu.Lock()
 		defer in.mu.Unlock()
@@ -81,10 +81,12 @@ func (in *Intake) behind(lane uint64) bool {
 }
 
 // hold reads a request, puts it into the source and answers 202, or refuses it.
-func (in *Intake) hold(w http.ResponseWriter, r *http.Request, next http.Handler, lane uint64) {
+// Before anything is read it may also be handled live after all, see noRoom.
+func (in *Intake) hold(w http.ResponseWriter, c *call, lane uint64) {
+	r := c.req
 	header, size := in.pick(r)
 	if r.ContentLength > in.cfg.MaxBody || size > in.cfg.MaxHeader || r.MultipartForm != nil {
-		in.refuse(w, r, guard.ReasonBackpressure, nil) // it can be handled, but not held
+		in.noRoom(w, c, false) // it can be handled, but not held
 		return
 	}
 	need := int64(size + overhead)
@@ -94,7 +96,7 @@ func (in *Intake) hold(w http.ResponseWriter, r *http.Request, next http.Handler
 		need += r.ContentLength
 	}
 	if !in.reserve(need) {
-		in.refuse(w, r, guard.ReasonBackpressure, nil)
+		in.noRoom(w, c, true)
 		return
 	}
 	reserved := true
@@ -121,7 +123,7 @@ func (in *Intake) hold(w http.ResponseWriter, r *http.Request, next http.Handler
 	}
 	h := &held{
 		lane: lane, key: in.o.key(r), since: time.Now(), size: size + overhead + len(body),
-		req: in.copy(r, header), body: body, next: next,
+		req: in.copy(r, header), body: body, next: c.next,
 	}
 	if in.o.replay != nil {
 		h.next = in.o.replay
@@ -311,7 +313,11 @@ func (in *Intake) forget(h *held) {
 		delete(in.lanes, h.lane)
 	}
 	in.waiting.Add(-1)
-	if in.oldest == nil && in.idle != nil {
+	if in.oldest != nil {
+		return
+	}
+	in.drain = drain{}
+	if in.idle != nil {
 		close(in.idle)
 		in.idle = nil
 	}

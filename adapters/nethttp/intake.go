@@ -55,6 +55,7 @@ type Intake struct {
 	lanes   map[uint64]int
 	oldest  *held // held requests, in order
 	newest  *held
+	drain   drain
 	idle    chan struct{} // closed when nothing is held any more; nil if nobody waits
 	closing bool
 
@@ -143,8 +144,8 @@ func (in *Intake) Defer(next http.Handler) http.Handler {
 
 // Stats counts what an intake answered by itself since it was made.
 type Stats struct {
-	Refused  uint64 // by the breaker, a limiter, an operator, or at the end; Full left out
-	Full     uint64 // deferrable, but the hold had no room, or not for so large a request
+	Refused  uint64 // by the breaker, a limiter, an operator, at the end, or as its context had ended; Full left out
+	Full     uint64 // deferrable, but the hold had no room, or not for so large a request, and it could not be handled live
 	Accepted uint64 // 202
 	Held     int    // of Accepted, those neither replayed nor dead-lettered now
 }

@@ -38,7 +38,8 @@ type options struct {
 func WithDeadLetters(w dlq.Writer) Option { return func(o *options) { o.letters = w } }
 
 // WithKey chooses the key whose requests keep their order under
-// [guard.OrderKey], such as an account in the path. The default is the path.
+// [guard.OrderKey], such as an account in the path. The default is the path. With one
+// key for all nothing ever overtakes what is held; see docs/http.md for what that needs.
 func WithKey(key func(*http.Request) string) Option { return func(o *options) { o.key = key } }
 
 // WithDeferrable marks requests under [Intake.Wrap] as deferrable, for a router

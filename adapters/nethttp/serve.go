@@ -67,12 +67,12 @@ func (h *handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		lane := in.lane(r)
 		var err error
 		if !in.behind(lane) {
-			if err = in.live.CallClosed(c, c); c.answered(err) {
+			if err = in.callClosed(c); c.answered(err) {
 				return
 			}
 		}
 		if !errors.Is(err, guard.ErrClosed) {
-			in.hold(w, r, h.next, lane)
+			in.hold(w, c, lane)
 			return
 		}
 		in.refuse(w, r, guard.ReasonShutdown, err)
