@@ -27,7 +27,8 @@ type RetryConfig struct {
 	// consumes.
 	Sources []string
 
-	// Group is the consumer group. Retry topics belong to one group.
+	// Group is the consumer group. Retry topics belong to one group: what another has
+	// parked in topics of the same names is passed over, unhandled.
 	Group string
 
 	// Delays are how long a message is parked at each level, ascending, from 1 to 8
@@ -225,6 +226,7 @@ const (
 	retryNotBefore   = retryPrefix + "not-before"
 	retryFirstFailed = retryPrefix + "first-failed"
 	retryEpoch       = retryPrefix + "claim" // which epoch of the partition wrote it
+	retryGroup       = retryPrefix + "group" // whose: two may have given their topics one name
 )
 
 // A parkedMessage is one that is or was parked, as its handler sees it and as its
@@ -241,8 +243,9 @@ type parkedMessage struct {
 	first     int64 // when it first failed, 0 if it never did
 	notBefore int64
 	claim     string
-	due       int64 // notBefore, or later: that of its key's last one before it
-	back      int64 // not 0: the handler was not called, and it waits again until then
+	group     string // that parked it; "" if the record does not say
+	due       int64  // notBefore, or later: that of its key's last one before it
+	back      int64  // not 0: the handler was not called, and it waits again until then
 	size      int
 }
 
@@ -322,7 +325,7 @@ func readParked(m *sarama.ConsumerMessage, level int) *parkedMessage {
 	was.BlockTimestamp = time.Time{}
 	p.origin = origin{offset: offset, stamp: stamp}
 	p.own, p.moves = int(min(max(0, own), maxLevels)), int(moves)
-	p.tries, p.first, p.notBefore, p.claim = int(tries), first, notBefore, values[retryEpoch]
+	p.tries, p.first, p.notBefore, p.claim, p.group = int(tries), first, notBefore, values[retryEpoch], values[retryGroup]
 	return p
 }
 
@@ -368,6 +371,7 @@ func (p *parkedMessage) lane(c *claim) uint64 {
 // [dlq.ErrTooLarge].
 func (t *RetryTopics) write(ctx context.Context, p *parkedMessage, topic string) (int64, error) {
 	m := p.producerMessage(topic)
+	m.Headers = append(m.Headers, sarama.RecordHeader{Key: []byte(retryGroup), Value: []byte(t.cfg.Group)})
 	err := t.out.fits(m)
 	at := int64(-1)
 	if err == nil {

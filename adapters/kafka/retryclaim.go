@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/IBM/sarama"
@@ -46,7 +47,8 @@ type retryClaim struct {
 	mu      sync.Mutex
 	pending dueMessages
 
-	said sayings
+	said       sayings
+	foreigners atomic.Bool // said that another group parks here, too
 }
 
 // retryTopic is one level of a retryClaim.

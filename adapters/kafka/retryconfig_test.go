@@ -218,11 +218,12 @@ func TestParkedMessageComesBackAsItWas(t *testing.T) {
 		}
 		back.Headers = append(back.Headers, &h)
 	}
+	back.Headers = append(back.Headers, &sarama.RecordHeader{Key: []byte(retryGroup), Value: []byte("g")})
 	got := readParked(back, 2)
 	if g := got.msg; g.Topic != "orders" || g.Partition != 3 || g.Offset != 42 || !g.Timestamp.Equal(at) || string(g.Key) != "k" || string(g.Value) != "v" || len(g.Headers) != 2 {
 		t.Errorf("%+v", g)
 	}
-	if got.origin != p.origin || got.own != 2 || got.moves != 5 || got.tries != 7 || got.first != 11 || got.notBefore != 13 || got.claim != "c" || got.at != 9 || got.level != 2 {
+	if got.origin != p.origin || got.own != 2 || got.moves != 5 || got.tries != 7 || got.first != 11 || got.notBefore != 13 || got.claim != "c" || got.group != "g" || got.at != 9 || got.level != 2 {
 		t.Errorf("%+v", got)
 	}
 	tombstone := (&parkedMessage{msg: &sarama.ConsumerMessage{Topic: "orders"}}).producerMessage("t")

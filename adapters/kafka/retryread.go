@@ -105,6 +105,9 @@ func (rc *retryClaim) load(ctx context.Context, l *retryTopic) error {
 				continue
 			}
 			p := rc.parse(m, l.level)
+			if rc.foreign(p) {
+				continue // take settles it
+			}
 			if level, at := rc.table.load(p); level > 0 {
 				old := rc.levels[level-1]
 				if old.settled == nil {
@@ -309,6 +312,17 @@ func (rc *retryClaim) lost(l *retryTopic, from, to int64) {
 	}
 }
 
+// foreign tells whether another group has parked a message, which handles it itself.
+func (rc *retryClaim) foreign(p *parkedMessage) bool {
+	if p.group == "" || p.group == rc.t.cfg.Group {
+		return false
+	}
+	if !rc.foreigners.Swap(true) {
+		rc.ss.h.opts.log.Error("a retry topic has messages of another group, which are passed over: give each group topics of its own", "source", rc.c.name, "group", p.group)
+	}
+	return true
+}
+
 // take takes in what was read.
 func (rc *retryClaim) take(l *retryTopic, m *sarama.ConsumerMessage) {
 	p := rc.parse(m, l.level)
@@ -319,7 +333,7 @@ func (rc *retryClaim) take(l *retryTopic, m *sarama.ConsumerMessage) {
 	rc.mu.Lock()
 	before := l.settled[m.Offset]
 	rc.mu.Unlock()
-	if before || !rc.table.arrive(p, own) {
+	if before || rc.foreign(p) || !rc.table.arrive(p, own) {
 		l.marks.settle(m.Offset, "")
 		rc.mu.Lock()
 		delete(l.settled, m.Offset) // marks know it now

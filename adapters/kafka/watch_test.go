@@ -46,6 +46,12 @@ func (l *logged) has(text string) bool {
 	return strings.Contains(l.buf.String(), text)
 }
 
+func (l *logged) count(text string) int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return strings.Count(l.buf.String(), text)
+}
+
 // A coordinator that refuses every commit is noticed by what is committed and by
 // the group's errors; when it takes them again, the marks are there.
 func TestCommitsThatFailAreNoticed(t *testing.T) {
