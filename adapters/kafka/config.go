@@ -196,7 +196,10 @@ func (o *options) settingsOf(g *guard.Guard, s sarama.ConsumerGroupSession) (set
 // stopping tells whether a session's context is over because the program stops,
 // and not because the group rebalances or the session broke. A program that ends
 // its context with a cause of its own is taken for a rebalance: its handlers are
-// cancelled at once.
+// cancelled at once. The other way round, sarama ends a session with the same word when
+// a cooperative member fails to join again (release cancels without a cause), and shows
+// nothing by which to tell that: handlers then have [WithStopTimeout], and may run beside
+// the partitions' next owners for that long, never longer than a revoke may take.
 func stopping(ctx context.Context) bool {
 	cause := context.Cause(ctx)
 	return errors.Is(cause, context.Canceled) || errors.Is(cause, context.DeadlineExceeded)

@@ -37,7 +37,8 @@ type options struct {
 
 // WithName is put before the names of the sources, "topic/partition", as
 // "name/topic/partition": names are unique within a Guard, so two groups that
-// read one topic in one process need one each.
+// read one topic in one process need one each. The name is no part of the breakers'
+// scopes: two groups whose dependencies differ belong into two Guards.
 func WithName(name string) Option { return func(o *options) { o.name = name } }
 
 // WithGroup is the consumer group, as dead letters name it. The default is that
