@@ -20,6 +20,13 @@ import (
 // start and later. What does not say whose it is is handled.
 func TestRetryTopicsOfTwoGroups(t *testing.T) {
 	t.Parallel()
+	for _, before := range []int{0, 2} {
+		twoGroups(t, before)
+	}
+}
+
+func twoGroups(t *testing.T, before int) {
+	t.Helper()
 	r, _ := newFakeRig(t)
 	topics := func(group string) *RetryTopics {
 		rt, err := NewRetryTopics(r.addrs, testConfig(), RetryConfig{
@@ -34,7 +41,7 @@ func TestRetryTopicsOfTwoGroups(t *testing.T) {
 	ours, theirs := topics(r.group), topics("other")
 	letters := r.dlq(DLQConfig{Sources: []string{"orders"}})
 	const topic = "orders.shared.1"
-	r.leave(theirs, topic, "orders", 0, 2) // of value 7
+	r.leave(theirs, topic, "orders", 0, before) // of key a and value 7
 	silent := parkedMessage{
 		msg:    &sarama.ConsumerMessage{Topic: "orders", Key: []byte("b"), Value: []byte("8")},
 		origin: origin{offset: 3}, own: 1, moves: 1, claim: "x",
@@ -62,6 +69,10 @@ func TestRetryTopicsOfTwoGroups(t *testing.T) {
 	adaptertest.Eventually(t, "what says nothing is handled", func() bool { return count("8") == 1 })
 	r.leave(theirs, topic, "orders", 0, 3)
 	adaptertest.Eventually(t, "all is passed", func() bool { return r.parkedLeft(ours) == 0 })
+	if _, _, err := r.producer.SendMessage(&sarama.ProducerMessage{Topic: "orders", Key: sarama.StringEncoder("a"), Value: sarama.StringEncoder("9")}); err != nil {
+		t.Fatal(err)
+	}
+	adaptertest.Eventually(t, "their key is free", func() bool { return count("9") == 1 })
 	stop()
 	m.stop()
 	if n := count("7"); n > 0 || count("8") != 1 {
