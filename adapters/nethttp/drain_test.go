@@ -89,8 +89,8 @@ func TestHoldEnds(t *testing.T) {
 		every  time.Duration
 		within time.Duration
 	}{
-		"full":           {1024, 5 * time.Millisecond, 30 * time.Second}, // after 5.5 s, and 1024 take 20.5 s
-		"without an end": {1 << 20, 5 * time.Millisecond, 59 * time.Second},
+		"full":           {1024, 5 * time.Millisecond, 30 * time.Second},     // after 5.5 s, and 1024 take 20.5 s
+		"without an end": {1 << 20, 5 * time.Millisecond, 100 * time.Second}, // 84 s if the look after 10 s meets the ramp's last instant
 		"just too many":  {1 << 20, 19 * time.Millisecond, 30 * time.Second},
 	} {
 		bubble(t, name, func(t *testing.T) {

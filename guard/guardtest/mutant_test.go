@@ -108,6 +108,12 @@ func (m *mutant) Flush() error {
 	return m.Port.Flush()
 }
 
+func (m *mutant) Demand(n int) {
+	if n > 0 || m.fault != "drops what does not fit" {
+		m.Port.Demand(n)
+	}
+}
+
 func (m *mutant) Extend(ms []*Message) {
 	if m.fault != "does not extend" {
 		m.Port.Extend(ms)
