@@ -126,16 +126,15 @@ func mark(err error, word outcome, until time.Time) error {
 	return &markedError{err: err, word: word, until: until}
 }
 
-// sound makes sure that an error can be looked at under a lock: one whose
-// methods panic, such as a nil pointer in an interface, becomes one that says so.
+// sound makes sure that an error can be looked at: one whose methods panic, such as
+// a nil pointer in an interface, becomes one that says so.
 func sound(err error) (safe error) {
 	defer func() {
 		if v := recover(); v != nil {
 			safe = fmt.Errorf("guard: an error of type %T, whose methods panic: %v", err, v)
 		}
 	}()
-	classify(err)
-	_ = errors.As(err, new(*PanicError)) || errors.As(err, new(*GoexitError)) || errors.Is(err, ErrTimeout)
+	resultOf(err, nil)
 	_ = err.Error()
 	return err
 }
@@ -150,6 +149,34 @@ func classify(err error) (outcome, time.Time) {
 		return e.word, e.until
 	}
 	return failure, time.Time{}
+}
+
+// result is how a handler call ended. It is read off the error before the source's
+// lock is taken, since to look into an error is to run its author's code.
+type result struct {
+	word  outcome
+	until time.Time // of a backoff
+	err   error
+	stack []byte // of a panic or a Goexit
+
+	panicked bool // or called Goexit
+	timedOut bool
+}
+
+// resultOf looks into err, nil for a success.
+func resultOf(err error, stack []byte) result {
+	r := result{err: err, stack: stack}
+	if err == nil {
+		return r
+	}
+	r.word, r.until = classify(err)
+	switch {
+	case errors.As(err, new(*PanicError)), errors.As(err, new(*GoexitError)):
+		r.panicked = true
+	case errors.Is(err, ErrTimeout):
+		r.timedOut = true
+	}
+	return r
 }
 
 // marked is [errors.As] for marks, nil for none, but what a panic was called with is

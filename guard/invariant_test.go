@@ -68,7 +68,7 @@ func TestCreditsAndProbes(t *testing.T) {
 			}
 		}
 		finish := func(it *item[int], err error) {
-			st := s.done(s.now, it, err, nil)
+			st := s.done(s.now, it, resultOf(err, nil))
 			post()
 			if st.kind == stepAck {
 				acking = append(acking, st.it)

@@ -79,6 +79,7 @@ func (b *letterbox) putOff() error {
 // noted keeps what a write came to, and tells whether the writer is well now and was
 // not before, or the other way round.
 func (b *letterbox) noted(l postable, err error) (turned bool) {
+	putOff := errors.Is(err, dlq.ErrPutOff)
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if err != nil {
@@ -86,7 +87,7 @@ func (b *letterbox) noted(l postable, err error) (turned bool) {
 	}
 	was := b.err
 	switch {
-	case !errors.Is(err, dlq.ErrPutOff):
+	case !putOff:
 		b.err, b.failed = err, l
 		if err == nil {
 			b.waits, b.failed = nil, nil

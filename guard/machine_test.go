@@ -137,7 +137,7 @@ func (s *sim) confirm() {
 
 // finish gives the outcome of an attempt, and acks if told to.
 func (s *sim) finish(it *item[int], err error) {
-	st := s.done(s.now, it, err, nil)
+	st := s.done(s.now, it, resultOf(err, nil))
 	s.post()
 	if st.kind == stepAck {
 		s.ackNow(st.it)
@@ -590,7 +590,7 @@ func TestAccountingIdentity(t *testing.T) {
 				// A witness that has succeeded condemns the head, whatever else
 				// happened meanwhile.
 				may := s.closed() || it.lane != nil && it.lane.turn > 0 && err == nil
-				st := s.done(s.now, it, err, nil)
+				st := s.done(s.now, it, resultOf(err, nil))
 				for _, c := range s.condemned {
 					poison := c.probes >= s.policy.Breaker.PoisonAfter && c.alive && c.tries >= s.policy.Retry.Attempts
 					lonely := c.probes >= lonelyProbes*s.policy.Breaker.PoisonAfter && s.now-c.firstFailed >= lonelyPatience*p.withDefaults(Limits{}).Retry.Patience

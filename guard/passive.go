@@ -195,7 +195,7 @@ func (s *Source[M]) taken(it *item[M], t Token) {
 }
 
 // errNotTaken puts an item back that nobody took off Ready: no attempt was made.
-var errNotTaken = mark(errors.New("not taken"), cancelled, time.Time{})
+var errNotTaken = errors.New("not taken")
 
 func (s *Source[M]) takeBack(it *item[M]) {
 	now := s.g.now()
@@ -211,7 +211,7 @@ func (s *Source[M]) takeBackLocked(now time.Duration, it *item[M]) {
 	if it.lane != nil {
 		s.c.rewind(now, it.lane) // the probe that its head failed is no less failed
 	}
-	s.c.done(now, it, errNotTaken, nil)
+	s.c.done(now, it, result{word: cancelled, err: errNotTaken})
 }
 
 // mayOffer tells whether an item that nobody has taken may stay on Ready. A probe may

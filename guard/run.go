@@ -302,7 +302,7 @@ func (s *Source[M]) forget(err error) {
 func (l *loop[M]) adopt(m M, err error, stack []byte) {
 	s := l.s
 	ctx := l.hand.ctx
-	err = s.explain(ctx, err)
+	r := resultOf(s.explain(ctx, err), stack)
 	var last bool
 	var key uint64
 	var size int
@@ -324,7 +324,7 @@ func (l *loop[M]) adopt(m M, err error, stack []byte) {
 	}
 	it := s.c.adopt(began, m, key, size)
 	it.token, it.slow, it.lastDelivery, it.ctx = l.hand.token, slow, last, ctx
-	st := s.c.done(now, it, err, stack)
+	st := s.c.done(now, it, r)
 	s.unlock(now)
 	s.g.sweeper.kick()
 	if st.kind == stepAck {

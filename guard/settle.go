@@ -5,6 +5,7 @@ package guard
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"runtime/debug"
 	"time"
@@ -157,9 +158,9 @@ func (s *Source[M]) finish(it *item[M], err error, stack []byte) {
 	if it.ctx != nil {
 		it.ctx.finish()
 	}
-	err = s.explain(it.ctx, err)
+	r := resultOf(s.explain(it.ctx, err), stack)
 	last := false
-	if err != nil && s.limits.MaxDeliver > 0 && s.begin() {
+	if r.err != nil && s.limits.MaxDeliver > 0 && s.begin() {
 		last = s.lastDelivery(it.m)
 		s.end()
 	}
@@ -171,7 +172,7 @@ func (s *Source[M]) finish(it *item[M], err error, stack []byte) {
 		return
 	}
 	it.lastDelivery = it.lastDelivery || last
-	st := s.c.done(now, it, err, stack)
+	st := s.c.done(now, it, r)
 	s.unlock(now)
 	if st.kind == stepAck {
 		s.settle(it)
@@ -194,6 +195,9 @@ func (s *Source[M]) settleOne(it *item[M], acks *int) (due bool) {
 		return false
 	}
 	err := s.port.Ack(it.m)
+	if errors.Is(err, ErrTakenBack) {
+		err = ErrTakenBack
+	}
 	var turn uint64
 	var ahead int
 	if s.marker != nil {

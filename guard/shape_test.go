@@ -6,7 +6,9 @@ package guard
 import (
 	"context"
 	"errors"
+	"fmt"
 	"runtime"
+	"runtime/debug"
 	"slices"
 	"strconv"
 	"strings"
@@ -260,34 +262,86 @@ func TestBackoffSaysWhy(t *testing.T) {
 		r.send(0, 1)
 		time.Sleep(time.Second)
 		r.check()
-		busy.at = &r.s.mu // all others rest
+		busy.at = []*sync.Mutex{&r.s.mu}
 		if h := r.s.State().Holds; len(h) != 1 || h[0].Reason != ReasonBackpressure || h[0].Detail != "asked for time: 429 too many requests" {
 			t.Errorf("%+v", h)
 		}
-		if busy.locked {
-			t.Error("the error's method is called under the source's lock")
+		if where := busy.locked.Load(); where != nil {
+			t.Errorf("the error's method is called under the source's lock:\n%s", *where)
 		}
 		r.close()
 	})
 }
 
-// lookingError tells whether a lock is held when its method is called.
-type lookingError struct {
-	text   string
-	at     *sync.Mutex
-	locked bool
+// What a handler, a port and a dead-letter writer return is never looked into under a
+// lock: what its methods do is its author's affair.
+func TestErrorsAreReadUnlocked(t *testing.T) {
+	for name, p := range map[string]Policy{"one": {}, "workers": {Order: OrderKey, Workers: 2}} {
+		bubble(t, name, func(t *testing.T) {
+			odd := &lookingError{text: "odd"}
+			r := newRig(t, p, Limits{}, func(_ *rig, _ context.Context, m int) error {
+				switch m % 4 {
+				case 1:
+					return errors.Join(odd, Ignore(odd))
+				case 2:
+					return fmt.Errorf("of the message: %w", Permanent(odd))
+				case 3:
+					return fmt.Errorf("of the message: %w", odd)
+				}
+				return nil
+			})
+			odd.at = []*sync.Mutex{&r.s.mu, &r.s.writer.mu}
+			r.letters.err, r.port.ackErr = odd, odd
+			r.send(0, 8)
+			time.Sleep(time.Minute)
+			r.check()
+			if n := r.s.State().Tally; n.Failures < 4 || n.AckFailures == 0 {
+				t.Errorf("%+v", n)
+			}
+			if where := odd.locked.Load(); where != nil {
+				t.Errorf("a method of the error is called under a lock:\n%s", *where)
+			}
+			r.port.mu.Lock()
+			r.port.ackErr = nil
+			r.port.mu.Unlock()
+			r.letters.mu.Lock()
+			r.letters.err = nil
+			r.letters.mu.Unlock()
+			time.Sleep(time.Hour)
+			r.close()
+		})
+	}
 }
 
-func (e *lookingError) Error() string {
-	if e.at != nil {
-		if e.at.TryLock() {
-			e.at.Unlock()
-		} else {
-			e.locked = true
+// lookingError notes where a lock is held when one of its methods is called.
+type lookingError struct {
+	text   string
+	at     []*sync.Mutex
+	locked atomic.Pointer[[]byte]
+}
+
+// look allows another goroutine the lock for a moment: a caller that has it never lets go.
+func (e *lookingError) look() {
+	for _, mu := range e.at {
+		free := false
+		for range 10_000 {
+			if free = mu.TryLock(); free {
+				mu.Unlock()
+				break
+			}
+			runtime.Gosched()
+		}
+		if !free {
+			stack := debug.Stack()
+			e.locked.Store(&stack)
 		}
 	}
-	return e.text
 }
+
+func (e *lookingError) Error() string { e.look(); return e.text }
+func (e *lookingError) Is(error) bool { e.look(); return false }
+func (e *lookingError) As(any) bool   { e.look(); return false }
+func (e *lookingError) Unwrap() error { e.look(); return nil }
 
 // Close ends in every state: nothing leaks, everything is accounted for, and no
 // port call follows.

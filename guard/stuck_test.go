@@ -239,7 +239,7 @@ func TestEndWaitsForAnAckThatIsDecided(t *testing.T) {
 		s.mu.Lock() // the first half of Done
 		it := s.passive[item.Token.id]
 		delete(s.passive, item.Token.id)
-		st := s.c.done(g.now(), it, nil, nil)
+		st := s.c.done(g.now(), it, result{})
 		s.unlock(g.now())
 		reports := make(chan Report, 1)
 		go func() { reports <- s.End(t.Context(), ReasonShutdown) }()

@@ -4,14 +4,13 @@
 package guard
 
 import (
-	"errors"
 	"time"
 )
 
-// done takes the outcome of the handler call of it, and returns what to do.
-func (c *machine[M]) done(now time.Duration, it *item[M], err error, stack []byte) step[M] {
-	word, until := classify(err)
-	if c.offers && err != errNotTaken { //nolint:errorlint // the sentinel itself
+// done takes the result of the handler call of it, and returns what to do.
+func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
+	word := r.word
+	if c.offers && r.err != errNotTaken { //nolint:errorlint // the sentinel itself
 		c.called(it)
 	}
 	if it.lane != nil && it.lane.turn > 0 && word != success && word != cancelled {
@@ -32,15 +31,15 @@ func (c *machine[M]) done(now time.Duration, it *item[M], err error, stack []byt
 		return c.ack(it)
 	case permanent:
 		c.exclude(now, it)
-		c.failedOnce(now, it, false, err, stack)
+		c.failedOnce(now, it, false, r)
 		it.permanent = true
 		c.condemn(now, it)
 	case backoff:
 		c.exclude(now, it)
 		it.tries--
-		wait := until.Sub(c.origin.Add(now))
+		wait := r.until.Sub(c.origin.Add(now))
 		if until := soon(now, max(wait, c.policy.Retry.Base)); until > c.asked {
-			c.asked, c.askedFor = until, err
+			c.asked, c.askedFor = until, r.err
 		}
 		c.back(now, it)
 	case cancelled:
@@ -48,7 +47,7 @@ func (c *machine[M]) done(now time.Duration, it *item[M], err error, stack []byt
 		it.tries--
 		c.back(now, it)
 	default:
-		c.failed(now, it, err, stack)
+		c.failed(now, it, r)
 	}
 	return step[M]{}
 }
@@ -168,12 +167,12 @@ func (c *machine[M]) exclude(now time.Duration, it *item[M]) {
 // failedOnce keeps the history of a failed attempt. What a witness had failed
 // beside is over when it stands in its own turn: the success of the head that it was
 // asked for is no proof against it.
-func (c *machine[M]) failedOnce(now time.Duration, it *item[M], witness bool, err error, stack []byte) {
+func (c *machine[M]) failedOnce(now time.Duration, it *item[M], witness bool, r result) {
 	c.tally.Failures++
 	switch {
-	case errors.As(err, new(*PanicError)), errors.As(err, new(*GoexitError)):
+	case r.panicked:
 		c.tally.Panics++
-	case errors.Is(err, ErrTimeout):
+	case r.timedOut:
 		c.tally.Timeouts++
 	}
 	total := c.total()
@@ -189,18 +188,18 @@ func (c *machine[M]) failedOnce(now time.Duration, it *item[M], witness bool, er
 		it.own, it.firstLuck = true, total
 	}
 	it.luck = total
-	it.note(now, err, stack)
+	it.note(now, r.err, r.stack)
 }
 
 // failed decides about an item whose attempt failed.
-func (c *machine[M]) failed(now time.Duration, it *item[M], err error, stack []byte) {
+func (c *machine[M]) failed(now time.Duration, it *item[M], r result) {
 	l := it.lane
 	head := it
 	if l != nil {
 		head = l.front[0]
 	}
 	witness := head != it
-	c.failedOnce(now, it, witness, err, stack)
+	c.failedOnce(now, it, witness, r)
 	switch {
 	case it.probe:
 		it.probes++
@@ -292,12 +291,13 @@ func (r Retry) delay(n int, random func(int64) int64) time.Duration {
 	return 1 + time.Duration(random(int64(top)))
 }
 
-// settled ends an item: its ack went out, or could not.
+// settled ends an item: its ack went out, or could not. The adapter that keeps it
+// says [ErrTakenBack] itself, nothing around it.
 func (c *machine[M]) settled(it *item[M], err error) {
 	c.move(it, idle)
 	c.bytes -= int64(it.size)
 	switch {
-	case it.ignored && errors.Is(err, ErrTakenBack):
+	case it.ignored && err == ErrTakenBack: //nolint:errorlint // the sentinel itself
 		c.tally.Returned++
 		return
 	case err != nil:
