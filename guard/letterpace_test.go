@@ -94,17 +94,20 @@ func TestDeadLettersArePaced(t *testing.T) {
 					if !waited {
 						t.Error("nothing was seen to wait for the limit")
 					}
-					most := 5 // the attempts of a message
+					// Five, one as a witness, and a few more: a retry that comes before
+					// another message has succeeded is no proof and is made again. Who is
+					// asked while it waits for the limit is asked throughout these 20 s.
+					most := 10
 					if permanent {
-						most = 1
+						most = 2
 					}
 					for n := uint64(10); n <= 100; n += 10 {
-						if calls := len(h.CallsOf(n)); calls > most+1 || calls == 0 { // one as a witness
+						if calls := len(h.CallsOf(n)); calls > most || calls == 0 {
 							t.Errorf("message %d had %d calls", n, calls)
 						}
 					}
 					for _, rec := range b.DeadLetters("q").Records() {
-						if rec.Attempts > most+1 {
+						if rec.Attempts > most {
 							t.Errorf("dead letter of %d attempts: %+v", rec.Attempts, rec.Reason)
 						}
 					}
