@@ -32,7 +32,7 @@ func demo() (js jetstream.JetStream, consumer jetstream.Consumer, stop func()) {
 		log.Fatal(err)
 	}
 	srv.Start()
-	if !srv.ReadyForConnections(20 * time.Second) {
+	if !srv.ReadyForConnections(2 * time.Minute) {
 		log.Fatal("the server is not ready")
 	}
 	nc, err := natsgo.Connect(srv.ClientURL(), natsgo.MaxReconnects(-1))

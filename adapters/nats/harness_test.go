@@ -54,7 +54,7 @@ func (b *broker) start() {
 		b.t.Fatal(err)
 	}
 	srv.Start()
-	if !srv.ReadyForConnections(20 * time.Second) {
+	if !srv.ReadyForConnections(2 * time.Minute) {
 		b.t.Fatal("the server is not ready")
 	}
 	b.srv = srv

@@ -35,7 +35,7 @@ func TestDoctorNATS(t *testing.T) {
 	}
 	srv.Start()
 	defer func() { srv.Shutdown(); srv.WaitForShutdown() }()
-	if !srv.ReadyForConnections(20 * time.Second) {
+	if !srv.ReadyForConnections(2 * time.Minute) {
 		t.Fatal("the server is not ready")
 	}
 	nc, err := nats.Connect(srv.ClientURL())
