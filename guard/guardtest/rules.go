@@ -128,9 +128,7 @@ var rules = []rule{
 	{
 		name: "outage", says: "in an outage messages are held, not dead-lettered, and drain in order",
 		run: func(x *run) {
-			// On a busy machine the first to fail may be alone for a while, which is
-			// no proof that it is poison.
-			x.policy.Retry.Patience = x.span(x.policy.Retry.Patience, 30*time.Second)
+			x.patient()
 			x.publish(50)
 			x.start()
 			x.handled(50)
@@ -304,6 +302,7 @@ var rules = []rule{
 			if !ok {
 				x.t.Skip("the Subject is no Killer")
 			}
+			x.patient()
 			x.again, x.disorder = true, x.f.RealTime
 			x.publish(20)
 			x.start()
@@ -419,6 +418,7 @@ var rules = []rule{
 		x.ends(func() {})
 	}},
 	{name: "close-in-outage", says: closing, run: func(x *run) {
+		x.patient()
 		x.publish(20)
 		x.start()
 		x.handled(20)

@@ -83,6 +83,12 @@ func (x *run) span(virtual, actual time.Duration) time.Duration {
 	return virtual
 }
 
+// patient is for rules with an outage: on a real broker, with a busy machine, the first
+// message to fail may be alone for a while, which is no proof that it is poison.
+func (x *run) patient() {
+	x.policy.Retry.Patience = x.span(x.policy.Retry.Patience, 30*time.Second)
+}
+
 func (x *run) deadline() time.Duration {
 	if x.f.Deadline > 0 {
 		return x.f.Deadline
