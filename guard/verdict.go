@@ -3,9 +3,7 @@
 
 package guard
 
-import (
-	"time"
-)
+import "time"
 
 // done takes the result of the handler call of it, and returns what to do.
 func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {

@@ -112,7 +112,7 @@ func (c DLQConfig) command() string {
 // twins: a letter whose confirmation was lost is there twice, with one ID. A
 // stream keeps no lists and tables in headers, which are then lost.
 //
-// Beside the client's it owns three goroutines while it is connected. Close
+// Beside the client's it owns two goroutines while it is connected. Close
 // ends them.
 type DLQ struct {
 	cfg    DLQConfig
@@ -142,7 +142,7 @@ func NewDLQ(ctx context.Context, dialer Dialer, cfg DLQConfig) (*DLQ, error) {
 		return nil, err
 	}
 	if err := s.link.within(ctx, 0, func() error { return d.ensure(s.link) }); err != nil {
-		s.end()
+		s.end(ctx)
 		return nil, errors.Join(err, ctx.Err())
 	}
 	d.s = s
@@ -192,7 +192,7 @@ func (d *DLQ) Close(ctx context.Context) error {
 	defer func() { d.turn <- struct{}{} }()
 	d.closed = true
 	if d.s != nil {
-		d.s.end()
+		d.s.end(ctx)
 		d.s = nil
 	}
 	return nil
@@ -223,7 +223,7 @@ func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 	}
 	if d.s == nil || d.s.over() {
 		if d.s != nil {
-			d.s.end()
+			d.s.end(ctx)
 			d.s = nil
 		}
 		if d.s, err = d.connect(ctx); err != nil {
@@ -240,7 +240,7 @@ func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 			return &dlq.TooLargeError{Size: n, Max: most}
 		}
 	}
-	err = d.s.write(ctx, d.cfg.Queue, letterKeyOf(r), m)
+	err = d.s.write(ctx, d.cfg.Queue, letterKeyOf(m.MessageId, r), m)
 	if err == nil {
 		return nil
 	}

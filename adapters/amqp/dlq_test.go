@@ -312,21 +312,39 @@ func TestWriteReturnsWithItsContext(t *testing.T) {
 		t.Fatal(err)
 	}
 	f.frozen.Store(true)
-	for _, size := range []int{10, 64 << 20} { // the second fills every buffer on the way
-		ctx, cancel := context.WithTimeout(context.Background(), 300*time.Millisecond)
+	for _, c := range []struct {
+		size int
+		ends time.Duration
+		cut  bool
+	}{
+		{64 << 20, 0, false},
+		{10, 300 * time.Millisecond, false},
+		{64 << 20, 3 * time.Second, true}, // fills every buffer on the way
+	} {
+		rec.Body = make([]byte, c.size)
+		ctx, cancel := context.WithTimeout(context.Background(), c.ends)
 		start := time.Now()
-		rec.Body = make([]byte, size)
 		err := d.Write(ctx, rec)
 		cancel()
-		if took := time.Since(start); !errors.Is(err, context.DeadlineExceeded) || took > 30*time.Second { // it would take for ever
-			t.Errorf("%d bytes: %v after %s", size, err, took)
+		if took := time.Since(start); !errors.Is(err, context.DeadlineExceeded) || took > 10*time.Second { // missed heartbeats would end it after 30 s
+			t.Errorf("%d bytes: %v after %s", c.size, err, took)
+		}
+		if d.s.over() != c.cut {
+			t.Errorf("%d bytes: the connection's end is %t", c.size, !c.cut)
 		}
 	}
 	f.frozen.Store(false)
 	rec.Body = []byte("after")
 	adaptertest.Eventually(t, "it writes again", func() bool { return d.Write(adaptertest.Context(t), rec) == nil })
-	if err := d.Close(adaptertest.Context(t)); err != nil {
+	f.frozen.Store(true)
+	ctx, cancel := context.WithTimeout(context.Background(), 300*time.Millisecond)
+	defer cancel()
+	start := time.Now()
+	if err := d.Close(ctx); err != nil {
 		t.Fatal(err)
+	}
+	if took := time.Since(start); took >= closeTimeout {
+		t.Errorf("closed after %s", took)
 	}
 }
 

@@ -45,8 +45,7 @@ type letterKey struct {
 
 // letterKeyOf is the zero key, which is never pending, for a letter that cannot be told
 // from another.
-func letterKeyOf(r *dlq.Record) letterKey {
-	id := r.ID()
+func letterKeyOf(id string, r *dlq.Record) letterKey {
 	if id == "" || r.FirstFailed.IsZero() || r.LastFailed.IsZero() {
 		return letterKey{}
 	}
@@ -120,11 +119,13 @@ func (s *session) over() bool {
 }
 
 // end closes the connection. A broker that blocks it does not answer, so it is
-// cut then.
-func (s *session) end() {
+// cut then, and when ctx ends.
+func (s *session) end(ctx context.Context) {
 	if why, _ := s.blockage(); why != "" {
 		s.link.sock.close()
 	}
+	stop := context.AfterFunc(ctx, s.link.sock.close)
+	defer stop()
 	go func() { // ends with the channel
 		for range s.returns {
 		}
@@ -198,27 +199,20 @@ func (s *session) write(ctx context.Context, queue string, key letterKey, m *amq
 // publish hands the message to the client, which may wait for the socket
 // without limit: when ctx ends first the connection is cut.
 func (s *session) publish(ctx context.Context, queue string, m *amqp091.Publishing) (*amqp091.DeferredConfirmation, error) {
-	type result struct {
-		confirm *amqp091.DeferredConfirmation
-		err     error
+	if err := ctx.Err(); err != nil {
+		return nil, err
 	}
-	done := make(chan result, 1)
-	go func() { // ends when the client does, at the latest when the socket is cut
-		c, err := s.ch.PublishWithDeferredConfirmWithContext(ctx, "", queue, true, false, *m)
-		done <- result{c, err}
-	}()
-	var r result
-	select {
-	case r = <-done:
-	case <-ctx.Done():
-		s.link.sock.close()
-		<-done
+	stop := context.AfterFunc(ctx, s.link.sock.close)
+	defer stop()
+	confirm, err := s.ch.PublishWithDeferredConfirm("", queue, true, false, *m)
+	if err == nil {
+		return confirm, nil
+	}
+	s.link.close() // whatever it is, the next write begins anew
+	if ctx.Err() != nil {
 		return nil, ctx.Err()
 	}
-	if r.err != nil {
-		s.link.close() // whatever it is, the next write begins anew
-	}
-	return r.confirm, r.err
+	return nil, err
 }
 
 // judge says what a confirmation means. The return of an unroutable message

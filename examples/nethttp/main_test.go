@@ -26,10 +26,9 @@ func TestOutage(t *testing.T) {
 	full := os.Getenv("STORMGUARD_FULL") == "1"
 	if full {
 		p.outage = 20 * time.Second
-		p.rate = 1000
-	}
-	if raceEnabled { // clients that do not wait are soon too many for a machine that is busy
-		p.rate = 100
+		if p.rate = 1000; raceEnabled { // clients that do not wait are soon too many
+			p.rate = 100
+		}
 	}
 	f, err := p.run(t.Context())
 	if err != nil {
