@@ -153,7 +153,8 @@ func TestFlushAfterSixtyFourAcks(t *testing.T) {
 		{"closed", Policy{}, nil, false, flushEvery},
 		{"limiter", Policy{}, always{}, false, flushEvery},
 		{"one in retry", Policy{Order: OrderNone, Retry: Retry{Base: time.Second}}, nil, false, flushEvery},
-		{"workers", Policy{Order: OrderNone, Workers: workers}, nil, false, flushEvery + workers},
+		// While a worker is about to flush the others go on, and one of them flushes.
+		{"workers", Policy{Order: OrderNone, Workers: workers}, nil, false, 2*flushEvery + workers},
 		{"passive", Policy{Order: OrderNone, Workers: workers}, nil, true, flushEvery},
 	} {
 		bubble(t, c.name, func(t *testing.T) {

@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -171,7 +172,7 @@ func TestFollowerThatIsTooLarge(t *testing.T) {
 	g := adaptertest.Guard(t, guard.Config{Policy: parking(2)})
 	r.g = g
 	var mu sync.Mutex
-	var handled []int
+	var handled []int64 // offsets; what is not committed may come again
 	handle := func(_ context.Context, m *sarama.ConsumerMessage) error {
 		if string(m.Key) != "a" {
 			return nil
@@ -181,7 +182,7 @@ func TestFollowerThatIsTooLarge(t *testing.T) {
 		}
 		mu.Lock()
 		defer mu.Unlock()
-		handled = append(handled, len(m.Value))
+		handled = append(handled, m.Offset)
 		return nil
 	}
 	m := r.join(testConfig(), Wrap(g, handle, WithDeadLetters(r.letters), WithRetryTopics(r.retries), WithLogger(adaptertest.Log())))
@@ -192,12 +193,12 @@ func TestFollowerThatIsTooLarge(t *testing.T) {
 	adaptertest.Eventually(t, "all are handled", func() bool {
 		mu.Lock()
 		defer mu.Unlock()
-		return len(handled) == 3
+		return len(slices.Compact(slices.Clone(handled))) >= 3
 	})
 	stop()
 	adaptertest.Eventually(t, "all is committed", func() bool { return r.pending() == 0 && r.parkedLeft(r.retries) == 0 })
 	m.stop()
-	if handled[0] != 1 || handled[1] != len(large) || handled[2] != len(large) {
+	if !slices.IsSorted(handled) || len(slices.Compact(handled)) != 3 {
 		t.Errorf("handled %v", handled)
 	}
 }
