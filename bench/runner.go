@@ -110,10 +110,14 @@ type sample struct {
 	ns, allocs, cpu float64 // per operation; cpu in ns
 }
 
-// mean is the sample of several turns with the same number of operations.
-func mean(turns []sample) (m sample) {
-	n := float64(len(turns))
-	for _, s := range turns {
+// middle is the sample of several turns with the same number of operations: the mean
+// of their middle half, by time. A turn in which the disk stood still is no side's cost.
+func middle(turns []sample) (m sample) {
+	kept := slices.SortedFunc(slices.Values(turns), func(a, b sample) int { return cmp.Compare(a.ns, b.ns) })
+	cut := len(kept) / 4
+	kept = kept[cut : len(kept)-cut]
+	n := float64(len(kept))
+	for _, s := range kept {
 		m.ns += s.ns / n
 		m.allocs += s.allocs / n
 		m.cpu += s.cpu / n
@@ -220,7 +224,7 @@ func (g Group) round(ctx context.Context, number int, runners []Runner, ns []int
 	}
 	round := make([]sample, len(g.Cases))
 	for i, mine := range all {
-		round[i] = mean(mine)
+		round[i] = middle(mine)
 	}
 	return round, nil
 }

@@ -329,10 +329,20 @@ func TestPassesGoForthAndBack(t *testing.T) {
 	}
 }
 
-func TestMean(t *testing.T) {
+func TestMiddle(t *testing.T) {
 	t.Parallel()
-	if got, want := mean([]sample{{1, 2, 3}, {3, 4, 9}}), (sample{2, 3, 6}); got != want {
-		t.Errorf("%+v, want %+v", got, want)
+	for _, c := range []struct {
+		turns []sample
+		want  sample
+	}{
+		{[]sample{{1, 2, 3}}, sample{1, 2, 3}},
+		{[]sample{{3, 4, 9}, {1, 2, 3}}, sample{2, 3, 6}},
+		{[]sample{{90, 900, 900}, {3, 4, 9}, {1, 2, 3}, {-90, 0, 0}}, sample{2, 3, 6}},
+		{[]sample{{3, 4, 9}, {90, 900, 900}, {2, 3, 6}, {1, 2, 3}, {-90, 0, 0}}, sample{2, 3, 6}},
+	} {
+		if got := middle(c.turns); got != c.want {
+			t.Errorf("%v: %+v, want %+v", c.turns, got, c.want)
+		}
 	}
 }
 
