@@ -402,8 +402,8 @@ func TestALateConfirmationMakesNoTwin(t *testing.T) {
 	r.on(func(ch *amqp091.Channel) error { _, err := ch.QueueDelete(name, false, false, false); return err })
 }
 
-// Many returned letters that nobody waits for any more do not stop the client:
-// later ones are judged as ever.
+// Of returned letters that nobody waits for any more none passes for written, however
+// many; and there is an end to them.
 func TestReturnsAfterTheirWrites(t *testing.T) {
 	t.Parallel()
 	s := shared(t, brokers.RabbitMQ4)
@@ -423,12 +423,12 @@ func TestReturnsAfterTheirWrites(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), limit)
 		defer cancel()
 		rec := letter()
-		rec.Origin.MessageID = fmt.Sprint(id)
+		rec.Origin.MessageID, rec.FirstFailed, rec.LastFailed = fmt.Sprint(id), time.Unix(1, 1), time.Unix(1, 2)
 		return d.Write(ctx, rec)
 	}
 	// Long enough for a busy machine to hand a letter to the socket: a write that
 	// cannot cuts the connection.
-	const lost, short = 20, 250 * time.Millisecond
+	const lost, short = 12, 250 * time.Millisecond
 	f.frozen.Store(true)
 	for i := range lost {
 		if err := write(i, short); !errors.Is(err, context.DeadlineExceeded) {
@@ -436,16 +436,33 @@ func TestReturnsAfterTheirWrites(t *testing.T) {
 		}
 	}
 	f.frozen.Store(false)
-	for _, id := range []int{lost, 0} { // a new one, and one that is out already
+	for _, confirm := range d.s.pending { // none may come to be confirmed without its return
+		if ok, err := confirm.WaitContext(adaptertest.Context(t)); err != nil || !ok {
+			t.Errorf("%t, %v", ok, err)
+		}
+	}
+	for _, id := range []int{lost, 0, 8, lost - 1} { // a new one, and some that are out already
 		if err := write(id, 10*time.Second); !errors.Is(err, ErrNoQueue) {
 			t.Errorf("letter %d: %v", id, err)
 		}
 	}
+	full := d.s
+	if full.unread != lost {
+		t.Errorf("%d were given up, not %d", lost, full.unread)
+	}
 	f.frozen.Store(true)
+	full.unread = maxPending - lost
 	for i := range lost {
+		if full.over() {
+			t.Errorf("ended after %d more", i)
+		}
 		_ = write(lost+1+i, short)
 	}
 	f.frozen.Store(false)
+	adaptertest.Eventually(t, "no more may be given up", full.over)
+	if err := write(0, 10*time.Second); !errors.Is(err, ErrNoQueue) || d.s == full {
+		t.Errorf("%v, by the same session: %t", err, d.s == full)
+	}
 	start := time.Now()
 	if err := d.Close(adaptertest.Context(t)); err != nil || time.Since(start) > closeTimeout/2 {
 		t.Errorf("%v after %s", err, time.Since(start))

@@ -22,7 +22,7 @@ import (
 type session struct {
 	link    *link
 	ch      *amqp091.Channel
-	returns chan amqp091.Return // read by write alone, and whenever it waits: the client stops at a full one
+	returns chan amqp091.Return // read by write alone; see maxPending
 	closed  chan struct{}       // the channel or the connection has ended
 	why     *amqp091.Error      // of the end; to be read after closed
 
@@ -31,8 +31,10 @@ type session struct {
 	change  chan struct{} // closed and replaced when blocked changes
 
 	// pending are publishings whose confirmation nobody waits for, so that a
-	// letter that is written again is not published again. The turn guards it.
+	// letter that is written again is not published again; unread is how many were
+	// not judged, and may have a return that nobody has read. The turn guards both.
 	pending map[letterKey]*amqp091.DeferredConfirmation
+	unread  int
 }
 
 // letterKey recognises a letter that is written again. The ID alone would not
@@ -52,7 +54,9 @@ func letterKeyOf(id string, r *dlq.Record) letterKey {
 	return letterKey{id, r.FirstFailed.UnixNano(), r.LastFailed.UnixNano()}
 }
 
-// maxPending bounds what is remembered of writes that were given up.
+// maxPending is after how many writes that were given up a session ends. Their returns
+// have room: the client stops at a full channel, drops the return after 5 s, and goes on
+// with the confirmation that follows it, which alone would pass for success.
 const maxPending = 256
 
 func (d *DLQ) connect(ctx context.Context) (*session, error) {
@@ -63,7 +67,7 @@ func (d *DLQ) connect(ctx context.Context) (*session, error) {
 	stop := context.AfterFunc(ctx, l.sock.close) // the client's calls know no context
 	defer stop()
 	s := &session{
-		link: l, returns: make(chan amqp091.Return, 8), closed: make(chan struct{}),
+		link: l, returns: make(chan amqp091.Return, maxPending+1), closed: make(chan struct{}),
 		change: make(chan struct{}), pending: make(map[letterKey]*amqp091.DeferredConfirmation),
 	}
 	if s.ch, err = l.Channel(); err == nil {
@@ -126,10 +130,6 @@ func (s *session) end(ctx context.Context) {
 	}
 	stop := context.AfterFunc(ctx, s.link.sock.close)
 	defer stop()
-	go func() { // ends with the channel
-		for range s.returns {
-		}
-	}()
 	s.link.close()
 }
 
@@ -155,11 +155,15 @@ func (s *session) write(ctx context.Context, queue string, key letterKey, m *amq
 		if confirm, err = s.publish(ctx, queue, m); err != nil {
 			return err
 		}
+		s.unread++
 	}
 	delete(s.pending, key)
 	keep := func() {
-		if key != (letterKey{}) && len(s.pending) < maxPending {
+		if key != (letterKey{}) {
 			s.pending[key] = confirm
+		}
+		if s.unread >= maxPending {
+			s.link.sock.close()
 		}
 	}
 	patience := time.NewTimer(blockedPatience)
@@ -174,6 +178,7 @@ func (s *session) write(ctx context.Context, queue string, key letterKey, m *amq
 		}
 		select {
 		case <-confirm.Done():
+			s.unread--
 			return s.judge(confirm, m, back)
 		case r, ok := <-returns:
 			if !ok {
