@@ -283,15 +283,7 @@ func TestStartGivenUp(t *testing.T) {
 	if _, err := Start(ctx, Kafka, Options{Name: name}); !errors.Is(err, context.DeadlineExceeded) {
 		t.Fatalf("got %v, want the context's error", err)
 	}
-	state := os.Getenv("STORMGUARD_BROKERS")
-	if state == "" {
-		cache, err := os.UserCacheDir()
-		if err != nil {
-			t.Fatal(err)
-		}
-		state = filepath.Join(cache, "stormguard", "brokers")
-	}
-	dir := filepath.Join(state, "instances", string(Kafka), name)
+	dir := instanceDir(t, Kafka, name)
 	if _, err := os.Stat(dir); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("%s is still there (stat: %v)", dir, err)
 	}
@@ -305,6 +297,40 @@ func TestStartGivenUp(t *testing.T) {
 			t.Errorf("still running: %s", strings.ReplaceAll(string(command), "\x00", " "))
 		}
 	}
+}
+
+// A start can be ended when it has made a directory and nothing in it.
+func TestStartGivenUpAtOnce(t *testing.T) {
+	t.Parallel()
+	b := &Broker{kind: NATS, name: fmt.Sprintf("hardly-begun-%d", os.Getpid())}
+	dir := instanceDir(t, NATS, b.name)
+	for what, end := range map[string]func() error{
+		"stop":  func() error { return b.Stop(t.Context()) },
+		"sweep": func() error { _, err := script(t.Context(), "sweep"); return err },
+	} {
+		if err := os.MkdirAll(filepath.Join(dir, "holders"), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := end(); err != nil {
+			t.Error(err)
+		}
+		if _, err := os.Stat(dir); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("%s: %s is still there (stat: %v)", what, dir, err)
+		}
+	}
+}
+
+func instanceDir(t *testing.T, kind Kind, name string) string {
+	t.Helper()
+	state := os.Getenv("STORMGUARD_BROKERS")
+	if state == "" {
+		cache, err := os.UserCacheDir()
+		if err != nil {
+			t.Fatal(err)
+		}
+		state = filepath.Join(cache, "stormguard", "brokers")
+	}
+	return filepath.Join(state, "instances", string(kind), name)
 }
 
 func TestFindTakesTheEnvironment(t *testing.T) {

@@ -180,7 +180,7 @@ held() {
 }
 
 release_instance() {
-  load_instance || return 0
+  load_instance || { rm -rf --one-file-system "$dir"; return 0; } # a start that was ended before it had begun
   if [[ $holder ]]; then
     rm -f "$dir/holders/$holder"
     if held; then
@@ -200,7 +200,7 @@ sweep() {
       use_instance "$(basename "$(dirname "$path")")" "$(basename "$path")"
       exec 9>"$state/locks/$kind-$name"
       flock -n 9 || exit 0
-      load_instance || exit 0
+      load_instance || { rm -rf --one-file-system "$dir"; exit 0; }
       if held; then
         exit 0
       fi
