@@ -31,7 +31,13 @@ const (
 	cool     = time.Second // after everything is replayed
 	patience = 2 * time.Minute
 	quiet    = 20 * time.Millisecond
+	inFlight = 1024 // requests without an answer yet; past them clients do not come
 )
+
+// loaded is how long after the dependency's return the load goes on if the hold
+// is not empty before: the longest open period that an outage leaves, the ramp,
+// and some. A machine that cannot do the rate never drains beside it.
+func (p plan) loaded() time.Duration { return 3*p.outage/2 + 15*time.Second }
 
 // figures are what came of it. Times are in milliseconds.
 type figures struct {
@@ -43,6 +49,7 @@ type figures struct {
 	Refused    int     `json:"refused_503"`
 	Failed     int     `json:"failed_500"`
 	Other      int     `json:"other"`
+	Unsent     int     `json:"unsent"` // the machine was behind: inFlight
 	Calls      int     `json:"calls_while_open"`
 	Probes     int     `json:"probes_while_open"`
 	P50        float64 `json:"degraded_p50_ms"`
@@ -57,15 +64,19 @@ type figures struct {
 	Gap        float64 `json:"gap_ms"`    // from the dependency's return to its first call
 	Closed     float64 `json:"closed_ms"` // … to the close of the breaker
 	Drained    float64 `json:"drained_ms"`
+	Unloaded   bool    `json:"drained_without_load"` // in the end: plan.loaded
 }
 
 func (f *figures) print(w io.Writer) {
 	fmt.Fprintf(w, "%d requests at %d/s, dependency down for %gs\n", f.Requests, f.Rate, f.OutageS)
-	fmt.Fprintf(w, "answers: %d handled, %d held (202), %d refused (503), %d failed (500), %d other\n", f.Answered, f.Accepted, f.Refused, f.Failed, f.Other)
+	fmt.Fprintf(w, "answers: %d handled, %d held (202), %d refused (503), %d failed (500), %d other; %d not sent\n", f.Answered, f.Accepted, f.Refused, f.Failed, f.Other, f.Unsent)
 	fmt.Fprintf(w, "degraded answers: p50 %.2f ms, p99 %.2f ms, max %.2f ms (a plain handler beside them: p99 %.2f ms)\n", f.P50, f.P99, f.Max, f.PlainP99)
 	fmt.Fprintf(w, "dependency while open: %d calls, %d of them probes\n", f.Calls, f.Probes)
 	fmt.Fprintf(w, "held: %d replayed, %d twice, %d never, %d out of order\n", f.Replayed, f.Twice, f.Missing, f.OutOfOrder)
 	fmt.Fprintf(w, "back: first call after %.0f ms (the gap), breaker closed after %.0f ms, hold drained after %.0f ms\n", f.Gap, f.Closed, f.Drained)
+	if f.Unloaded {
+		fmt.Fprintln(w, "this machine is too slow for the rate: the hold was drained when the load had ended")
+	}
 }
 
 // check says what must not be. It asserts no time: that is the machine's.
@@ -136,10 +147,11 @@ type answer struct {
 	took   time.Duration
 }
 
-// load sends requests, whatever becomes of those before.
+// load sends requests, whatever becomes of those before, up to inFlight.
 type load struct {
 	mu      sync.Mutex
 	answers []answer
+	unsent  int
 	err     error
 }
 
@@ -147,7 +159,9 @@ func (l *load) send(ctx context.Context, addr string, rate int, client *http.Cli
 	var senders sync.WaitGroup
 	defer senders.Wait()
 	start := time.Now()
+	room := make(chan struct{}, inFlight)
 	send := func(seq int) {
+		defer func() { <-room }()
 		a, err := ask(context.WithoutCancel(ctx), addr, client, seq)
 		l.mu.Lock()
 		defer l.mu.Unlock()
@@ -156,12 +170,20 @@ func (l *load) send(ctx context.Context, addr string, rate int, client *http.Cli
 			l.err = err
 		}
 	}
+	come := func(seq int) {
+		select {
+		case room <- struct{}{}:
+			senders.Go(func() { send(seq) })
+		default:
+			l.unsent++
+		}
+	}
 	for seq := 0; ctx.Err() == nil; seq++ {
 		time.Sleep(time.Until(start.Add(time.Duration(seq) * time.Second / time.Duration(rate))))
-		senders.Go(func() { send(seq) })
 		if seq%plainEvery == 0 {
-			senders.Go(func() { send(plain) })
+			come(plain)
 		}
+		come(seq)
 	}
 }
 
@@ -240,6 +262,7 @@ func (p plan) run(ctx context.Context) (f figures, err error) {
 	f.Calls, f.Probes = calls2-calls, probes2-probes
 	gw.set(false)
 	back := time.Now()
+	defer time.AfterFunc(p.loaded(), stop).Stop()
 	if err := s.until(ctx, breaker.Closed); err != nil {
 		return f, err
 	}
@@ -247,7 +270,7 @@ func (p plan) run(ctx context.Context) (f figures, err error) {
 	if err := s.payments.Drained(ctx); err != nil {
 		return f, fmt.Errorf("not drained: %w: %+v", err, s.g.Source("payments/held").State())
 	}
-	f.Drained = ms(time.Since(back))
+	f.Drained, f.Unloaded = ms(time.Since(back)), sending.Err() != nil
 	pause(ctx, cool)
 	stop()
 	sender.Wait()
@@ -255,6 +278,7 @@ func (p plan) run(ctx context.Context) (f figures, err error) {
 		return f, err
 	}
 	f.Gap = ms(gw.first.Sub(back))
+	f.Unsent = l.unsent
 	f.count(l.answers, gw.done, open, back)
 	return f, errors.Join(l.err, ctx.Err())
 }
