@@ -68,7 +68,11 @@ func newRigAt(t testing.TB, addr string, partitions int32, replicas int16) *rig 
 		t.Fatal(err)
 	}
 	most := "2097152"
-	if err = r.admin.CreateTopic(name, &sarama.TopicDetail{NumPartitions: partitions, ReplicationFactor: replicas, ConfigEntries: map[string]*string{"max.message.bytes": &most}}, false); err != nil {
+	adaptertest.Eventually(t, "the topic can be created", func() bool {
+		err = r.admin.CreateTopic(name, &sarama.TopicDetail{NumPartitions: partitions, ReplicationFactor: replicas, ConfigEntries: map[string]*string{"max.message.bytes": &most}}, false)
+		return !errors.Is(err, sarama.ErrInvalidReplicationFactor) // a starved node is none for a moment
+	})
+	if err != nil {
 		t.Fatal(err)
 	}
 	r.awaitTopic(name, int(partitions))
