@@ -18,6 +18,7 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 	"github.com/rabbitmq/amqp091-go"
 
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
@@ -117,6 +118,10 @@ func TestDoctorKafka(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer func() { _ = admin.DeleteTopic(name) }()
+		adaptertest.Eventually(t, "the broker has heard of the topic", func() bool {
+			about, err := admin.DescribeTopics([]string{name})
+			return err == nil && len(about) == 1 && about[0].Err == sarama.ErrNoError
+		})
 	}
 	look := []string{"doctor", "kafka", "--url", url, "--topic", topic}
 	if code, stdout, stderr := command(append(look, "--hold", "24h")...); code != exitError || strings.Contains(stdout, "in an outage of 24h0m0s") ||
