@@ -120,7 +120,6 @@ func kafkaConfig() *sarama.Config {
 	c.Consumer.Offsets.Initial = sarama.OffsetOldest
 	c.Consumer.MaxProcessingTime = time.Minute
 	c.Consumer.MaxWaitTime = 100 * time.Millisecond
-	c.Metadata.Retry.Max = 20
 	c.Producer.Return.Successes = true
 	c.Producer.Partitioner = sarama.NewManualPartitioner
 	return c

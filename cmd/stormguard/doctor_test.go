@@ -117,10 +117,11 @@ func TestDoctorKafka(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer func() { _ = admin.DeleteTopic(name) }()
-		for t.Context().Err() == nil { // the broker learns of a topic by and by
+		for range 100 { // the broker learns of a topic by and by
 			if about, err := admin.DescribeTopics([]string{name}); err == nil && len(about) == 1 && about[0].Err == sarama.ErrNoError {
 				break
 			}
+			time.Sleep(100 * time.Millisecond)
 		}
 	}
 	look := []string{"doctor", "kafka", "--url", url, "--topic", topic}

@@ -36,8 +36,9 @@ const (
 
 // loaded is how long after the dependency's return the load goes on if the hold
 // is not empty before: the longest open period that an outage leaves, the ramp,
-// and some. A machine that cannot do the rate never drains beside it.
-func (p plan) loaded() time.Duration { return 3*p.outage/2 + 15*time.Second }
+// and some; less than patience. A machine that cannot do the rate never drains
+// beside it.
+func (p plan) loaded() time.Duration { return min(3*p.outage/2, 30*time.Second) + 15*time.Second }
 
 // figures are what came of it. Times are in milliseconds.
 type figures struct {
@@ -151,8 +152,8 @@ type answer struct {
 type load struct {
 	mu      sync.Mutex
 	answers []answer
-	unsent  int
 	err     error
+	unsent  int // of send's own goroutine, until it returns
 }
 
 func (l *load) send(ctx context.Context, addr string, rate int, client *http.Client) {

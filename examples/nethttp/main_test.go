@@ -5,9 +5,13 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
+	"errors"
+	"net/http"
 	"os"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -49,6 +53,48 @@ func TestOutage(t *testing.T) {
 		t.Logf("not judged: the 99th percentile of a plain answer is %.2f ms on this machine, now", f.PlainP99)
 	case f.P99 > 5:
 		t.Errorf("the 99th percentile of the degraded answers is %.2f ms, of plain ones %.2f ms", f.P99, f.PlainP99)
+	}
+}
+
+// A server that does not answer is not sent more than it can be, and the load ends
+// while there is patience left.
+func TestLoadIsBounded(t *testing.T) {
+	gate := make(chan struct{})
+	var here atomic.Int64
+	server, addr, err := listen(t.Context(), http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
+		here.Add(1)
+		<-gate
+	}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	client := newClient()
+	l := &load{}
+	ctx, stop := context.WithCancel(t.Context())
+	sent := make(chan struct{})
+	go func() {
+		defer close(sent)
+		l.send(ctx, addr, 20_000, client)
+	}()
+	for here.Load() < inFlight {
+		time.Sleep(time.Millisecond)
+	}
+	time.Sleep(50 * time.Millisecond) // a thousand more would come
+	most := here.Load()
+	stop()
+	close(gate)
+	<-sent
+	client.CloseIdleConnections()
+	if err := errors.Join(l.err, server.Shutdown(t.Context())); err != nil {
+		t.Error(err)
+	}
+	if most > inFlight || l.unsent == 0 || len(l.answers) > inFlight {
+		t.Errorf("%d at once, %d unsent, %d answers", most, l.unsent, len(l.answers))
+	}
+	for _, outage := range []time.Duration{time.Second, 20 * time.Second, time.Hour} {
+		if d := (plan{outage: outage}).loaded(); d >= patience/2 {
+			t.Errorf("after an outage of %s the load goes on for %s", outage, d)
+		}
 	}
 }
 

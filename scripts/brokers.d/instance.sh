@@ -179,8 +179,16 @@ held() {
   return $some
 }
 
+# forget_unbegun removes what a start left that was ended before it had settings.
+# A directory with anything else in it is not that, and stays.
+forget_unbegun() {
+  [[ -d $dir ]] || return 0
+  rm -f "$dir/settings.new"
+  rmdir --ignore-fail-on-non-empty "$dir/holders" "$dir" 2>/dev/null || true
+}
+
 release_instance() {
-  load_instance || { rm -rf --one-file-system "$dir"; return 0; } # a start that was ended before it had begun
+  load_instance || { forget_unbegun; return 0; }
   if [[ $holder ]]; then
     rm -f "$dir/holders/$holder"
     if held; then
@@ -200,7 +208,7 @@ sweep() {
       use_instance "$(basename "$(dirname "$path")")" "$(basename "$path")"
       exec 9>"$state/locks/$kind-$name"
       flock -n 9 || exit 0
-      load_instance || { rm -rf --one-file-system "$dir"; exit 0; }
+      load_instance || { forget_unbegun; exit 0; }
       if held; then
         exit 0
       fi

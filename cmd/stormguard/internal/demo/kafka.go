@@ -69,7 +69,6 @@ func kafkaConfig() *sarama.Config {
 	c.Net.MaxOpenRequests = 1
 	c.Producer.Return.Successes, c.Producer.Return.Errors = true, true
 	c.Metadata.AllowAutoTopicCreation = false
-	c.Metadata.Retry.Max = 20 // a topic that was just created is not known everywhere
 	return c
 }
 
