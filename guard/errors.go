@@ -88,6 +88,11 @@ func Permanent(err error) error { return mark(err, permanent, time.Time{}) }
 // Backoff(nil, t) is nil.
 func Backoff(err error, until time.Time) error { return mark(err, backoff, until) }
 
+// Unavailable says that a dependency is down: a failure of [ClassDependency]. It
+// counts in the breaker and is retried like any failure, but never dead-letters its
+// message. Unavailable(nil) is nil.
+func Unavailable(err error) error { return mark(err, failure, time.Time{}) }
+
 // Ignore acks the message although the handler failed. Ignore(nil) is nil.
 func Ignore(err error) error { return mark(err, ignore, time.Time{}) }
 
@@ -156,6 +161,7 @@ func classify(err error) (outcome, time.Time) {
 type result struct {
 	word  outcome
 	until time.Time // of a backoff
+	class Class     // of a failure
 	err   error
 	stack []byte // of a panic or a Goexit
 

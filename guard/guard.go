@@ -43,7 +43,8 @@ type Guard struct {
 	scopes     *breaker.Scopes
 	metrics    *metrics
 	epochs     atomic.Uint64
-	letterPace Limiter // of dead letters
+	letterPace Limiter           // of dead letters
+	classify   func(error) Class // nil means Classify
 
 	fleet       Fleet // nil without one
 	detachFleet func()

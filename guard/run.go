@@ -302,7 +302,7 @@ func (s *Source[M]) forget(err error) {
 func (l *loop[M]) adopt(m M, err error, stack []byte) {
 	s := l.s
 	ctx := l.hand.ctx
-	r := resultOf(s.explain(ctx, err), stack)
+	r := s.g.resultOf(s.explain(ctx, err), stack)
 	var last bool
 	var key uint64
 	var size int

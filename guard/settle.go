@@ -158,7 +158,7 @@ func (s *Source[M]) finish(it *item[M], err error, stack []byte) {
 	if it.ctx != nil {
 		it.ctx.finish()
 	}
-	r := resultOf(s.explain(it.ctx, err), stack)
+	r := s.g.resultOf(s.explain(it.ctx, err), stack)
 	last := false
 	if r.err != nil && s.limits.MaxDeliver > 0 && s.begin() {
 		last = s.lastDelivery(it.m)

@@ -1,0 +1,7 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+// errno says nothing: Plan 9 has no error numbers.
+func errno(error) says { return 0 }
