@@ -113,16 +113,18 @@ type Breaker struct {
 
 	rung     int
 	remember time.Duration // a trip until then goes on from rung; -1: none
+	opened   time.Duration // when the breaker was last closed and opened
+	flaps    int           // trips in a row, each within Memory of a close
 
 	gb      *gobreaker.TwoStepCircuitBreaker[struct{}]
 	verdict bool            // what ReadyToTrip answers
 	judged  gobreaker.State // what gobreaker last changed to
-	byHand  bool            // gobreaker refused a probe, or it is by permit: this phase is judged without it
+	byHand  bool            // this phase is judged without gobreaker; see settleLocked
 	out     []*probe
-	passed  int // probes that succeeded in this phase
-
-	head      uint64 // whose probes failed last
-	headFails int
+	passed  int    // probes that succeeded in this phase, since one failed
+	pace    int    // of this phase: see probePassed
+	head    uint64 // whose probe failed last
+	past    uint64 // successes of counters that were detached
 
 	promised time.Duration // the latest end that a force was given: no hold before
 }
@@ -145,6 +147,9 @@ type epoch struct {
 	// stir is when a probe was last given or settled; the end of the open period,
 	// by the ladder here, of a hold since.
 	stir atomic.Int64
+	// passing is whether probes succeed, half-open: the scope carries a part of its
+	// load, and does not vote for its parent.
+	passing atomic.Bool
 
 	_  [64]byte      // ok is written on every success, the rest only read
 	ok atomic.Uint64 // successes settled by token
@@ -154,8 +159,9 @@ func (e *epoch) deadline() time.Duration { return time.Duration(e.until.Load()) 
 
 // feed is one attached counter.
 type feed struct {
-	read func() uint64
-	last uint64
+	read  func() uint64
+	first uint64 // what it said when it was attached
+	last  uint64
 }
 
 // run is the attempts that failed with no success between them.
@@ -247,8 +253,9 @@ func (b *Breaker) Enter() (Token, bool) {
 // probe. Half-open: a probe while there is room, a refusal otherwise.
 //
 // head identifies the delivery that would probe, the same number for the same
-// delivery each time; 0 means it has no identity and is never Suspect. A
-// refusal takes no lock and allocates nothing.
+// delivery each time; 0 means that it has no identity. While other probes succeed,
+// a delivery that fails again is no further evidence. A refusal takes no lock and
+// allocates nothing.
 func (b *Breaker) Admit(now time.Duration, head uint64) (Token, Refusal) {
 	e := b.epoch.Load()
 	if e.state == Closed {
@@ -276,12 +283,10 @@ func (b *Breaker) admitSlow(now time.Duration, head uint64) (Token, Refusal) {
 	}
 	p := &probe{gen: e.gen, head: head, deadline: later(now, b.cfg.Lease)}
 	if !b.byHand {
-		// gobreaker has room whenever we have: both give out no more than the
-		// successes still missing. Its own open period of 1 ns is long over,
+		// gobreaker gives out no more than Successes. Its own open period of 1 ns is long over,
 		// unless the clock it reads has not moved since (a frozen or a coarse
 		// one). It cannot be made half-open otherwise, so a phase in which it
-		// refuses is judged here, by the same two rules: any failure reopens,
-		// Successes without one close.
+		// refuses is judged here.
 		done, err := b.gb.Allow()
 		p.done, b.byHand = done, err != nil
 	}
@@ -316,13 +321,20 @@ func (b *Breaker) Success(now time.Duration, t Token) {
 //
 // It takes the breaker's lock and reads the attached counters.
 func (b *Breaker) Failure(now time.Duration, t Token, first bool) {
-	b.fail(now, t, first, 0, CauseRun)
+	b.fail(now, t, first, 0, failed)
 }
 
 // FailureOf is Failure for a delivery that has an identity (0 means none), so
 // that a run of retries from two deliveries is known to be two.
 func (b *Breaker) FailureOf(now time.Duration, t Token, first bool, delivery uint64) {
-	b.fail(now, t, first, delivery, CauseRun)
+	b.fail(now, t, first, delivery, failed)
+}
+
+// Unavailable is Failure for a call whose error says that the dependency itself is
+// down, such as a refused connection: one delivery is evidence enough for the run,
+// and a probe that fails so counts each time.
+func (b *Breaker) Unavailable(now time.Duration, t Token, first bool) {
+	b.fail(now, t, first, 0, down)
 }
 
 // Slow reports that the call of t is still running after Config.Slow. It
@@ -333,16 +345,12 @@ func (b *Breaker) FailureOf(now time.Duration, t Token, first bool, delivery uin
 // all; if it succeeds after all, an attached counter may count that as one
 // success more, which is harmless.
 func (b *Breaker) Slow(now time.Duration, t Token, first bool) {
-	b.fail(now, t, first, 0, CauseSlow)
+	b.fail(now, t, first, 0, tooSlow)
 }
 
-func (b *Breaker) fail(now time.Duration, t Token, first bool, delivery uint64, how Cause) {
+func (b *Breaker) fail(now time.Duration, t Token, first bool, delivery uint64, how outcome) {
 	if t.probe != nil {
-		o := failed
-		if how == CauseSlow {
-			o = tooSlow
-		}
-		b.settleProbe(now, t.probe, o)
+		b.settleProbe(now, t.probe, how)
 		return
 	}
 	if b.epoch.Load().gen != t.gen {
@@ -358,6 +366,7 @@ func (b *Breaker) fail(now time.Duration, t Token, first bool, delivery uint64, 
 		b.run, b.fresh = run{}, false
 	}
 	b.run.add(first, delivery)
+	b.run.two = b.run.two || how == down
 	if first {
 		b.win.failed()
 	}
@@ -365,7 +374,7 @@ func (b *Breaker) fail(now time.Duration, t Token, first bool, delivery uint64, 
 	if !trip {
 		return
 	}
-	if how == CauseSlow {
+	if how == tooSlow {
 		cause = CauseSlow
 	}
 	b.tripLocked(now, cause)
@@ -380,6 +389,23 @@ func (b *Breaker) Exclude(now time.Duration, t Token) {
 	}
 }
 
+// Renew begins the lease of a probe anew: its caller goes on with another delivery
+// under the same token. It reports whether the token is still one.
+func (b *Breaker) Renew(now time.Duration, t Token) bool {
+	if t.probe == nil {
+		return false
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	e := b.epoch.Load()
+	if t.probe.settled || t.probe.gen != e.gen {
+		return false
+	}
+	t.probe.deadline = later(now, b.cfg.Lease)
+	b.roomLocked(e, now)
+	return true
+}
+
 // Attach gives the breaker a cumulative count of successes that somebody else
 // writes, so that a success costs the closed path nothing. read is called
 // under the breaker's lock, at bucket edges and when a failure is judged: it
@@ -392,7 +418,8 @@ func (b *Breaker) Exclude(now time.Duration, t Token) {
 func (b *Breaker) Attach(read func() uint64) (detach func()) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	f := &feed{read: read, last: read()}
+	n := read()
+	f := &feed{read: read, first: n, last: n}
 	b.feeds = append(b.feeds, f)
 	return func() {
 		b.mu.Lock()
@@ -402,6 +429,7 @@ func (b *Breaker) Attach(read func() uint64) (detach func()) {
 				b.win.succeeded(n, false)
 				b.fresh = true
 			}
+			b.past += f.last - min(f.first, f.last)
 			b.feeds = slices.Delete(b.feeds, i, i+1)
 		}
 	}
@@ -417,14 +445,35 @@ func (f *feed) take() uint64 {
 	return d
 }
 
-// Suspect reports whether the last Config.PoisonAfter probes, or more, failed
-// and all had this head. A probe that succeeds clears it, one that fails with
-// another head starts over. What to do about a suspect is the caller's
-// decision.
-func (b *Breaker) Suspect(head uint64) bool {
+// Life counts what the attached counters have counted since they were attached:
+// the successes of everything that shares the scope, in whatever state. A success
+// that came between two failures of a message is a sign that the message, and not
+// its dependency, is at fault. It takes the breaker's lock.
+func (b *Breaker) Life() uint64 {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return head != 0 && head == b.head && b.headFails >= b.cfg.PoisonAfter
+	n := b.past
+	for _, f := range b.feeds {
+		if v := f.read(); v > f.first {
+			n += v - f.first
+		}
+	}
+	return n
+}
+
+// Passing reports whether the breaker is half-open and its probes succeed, all in
+// all: it carries what the dependency can. One atomic load.
+func (b *Breaker) Passing() bool { return b.epoch.Load().passing.Load() }
+
+// Hasten ends an open period, so that the next to ask becomes a probe: the caller
+// knows that the dependency is back. It does nothing while the breaker is forced or
+// held.
+func (b *Breaker) Hasten(now time.Duration) {
+	b.mu.Lock()
+	defer b.unlock(now)
+	if e := b.epoch.Load(); e.state == Open && !e.forced && !e.held && now >= b.promised {
+		b.halfOpenLocked(now, false)
+	}
 }
 
 // Force opens the breaker for d from now, or until Release if d <= 0. From the
@@ -454,8 +503,7 @@ func (b *Breaker) Force(now, d time.Duration, cause Cause) {
 func (b *Breaker) ForceClosed(now time.Duration, cause Cause) {
 	b.mu.Lock()
 	defer b.unlock(now)
-	b.rung = 0
-	b.head, b.headFails = 0, 0
+	b.rung, b.flaps = 0, 0
 	b.promised = math.MinInt64
 	b.gb = b.newGobreaker()
 	b.closeLocked(now, cause)
@@ -491,8 +539,8 @@ func (b *Breaker) Trip(now time.Duration, cause Cause) {
 			b.holdLocked(now, cause, TrialFailed)
 			return
 		}
-		b.climbLocked()
-		b.openLocked(now, cause, b.periodLocked(), false)
+		b.climbLocked(now)
+		b.openLocked(now, cause, b.periodLocked(now), false)
 	default: // open already
 	}
 }
@@ -617,10 +665,10 @@ func (b *Breaker) collectLocked(now time.Duration) {
 }
 
 func (b *Breaker) judgeLocked() (Cause, bool) {
-	if !b.cfg.NoRun && b.run.n >= b.cfg.Run && b.run.deliveries() >= 2 {
+	n := b.win.ok + b.win.bad
+	if !b.cfg.NoRun && b.run.deliveries() >= 2 && b.run.n >= runLength(b.cfg.Run, n, b.cfg.Window) {
 		return CauseRun, true
 	}
-	n := b.win.ok + b.win.bad
 	if n < uint64(b.cfg.MinSample) || float64(b.win.bad) <= b.cfg.Ratio*float64(n) {
 		return "", false
 	}
@@ -629,12 +677,24 @@ func (b *Breaker) judgeLocked() (Cause, bool) {
 
 // tripLocked opens a closed breaker by verdict.
 func (b *Breaker) tripLocked(now time.Duration, cause Cause) {
+	if now > b.remember {
+		b.flaps = 0
+	} else {
+		b.flaps = min(b.flaps+1, maxFlaps)
+	}
 	b.rung = max(b.rungLocked(now), 1)
+	b.opened = now
 	b.tripGobreaker(b.gb)
-	b.openLocked(now, cause, b.periodLocked(), false)
+	b.openLocked(now, cause, b.periodLocked(now), false)
 }
 
-func (b *Breaker) climbLocked() { b.rung = min(b.rung+1, b.top) }
+// climbLocked goes one rung up, if the next period may last longer than that of the
+// rung it leaves.
+func (b *Breaker) climbLocked(now time.Duration) {
+	if d := b.cfg.Period(b.rung); b.cfg.PeriodAfter(b.rung+1, now-b.opened) >= d {
+		b.rung = min(b.rung+1, b.top)
+	}
+}
 
 // rungLocked is the rung as of now: forgotten once Memory has passed since the
 // close.
@@ -645,8 +705,9 @@ func (b *Breaker) rungLocked(now time.Duration) int {
 	return b.rung
 }
 
-func (b *Breaker) periodLocked() time.Duration {
-	d := b.cfg.Period(b.rung)
+// periodLocked is the open period that begins now.
+func (b *Breaker) periodLocked(now time.Duration) time.Duration {
+	d := b.cfg.PeriodAfter(b.rung, now-b.opened)
 	if b.cfg.Jitter > 0 {
 		d = jittered(d, b.cfg.Jitter, b.rand())
 	}
@@ -663,7 +724,7 @@ func (b *Breaker) openLocked(now time.Duration, cause Cause, d time.Duration, fo
 // halfOpenLocked begins a phase of probes, of one probe if it is by permit.
 func (b *Breaker) halfOpenLocked(now time.Duration, permit bool) *epoch {
 	// gobreaker judges a whole phase; a permit is not one.
-	b.byHand, b.judged = permit, gobreaker.StateHalfOpen
+	b.byHand, b.judged = permit || b.flaps > 0, gobreaker.StateHalfOpen
 	prev := b.epoch.Load()
 	e := &epoch{state: HalfOpen, cause: prev.cause, held: permit, freed: prev.held && !permit}
 	e.until.Store(math.MinInt64)
@@ -689,7 +750,10 @@ func (b *Breaker) moveLocked(now time.Duration, e *epoch, cause Cause, openFor t
 	e.gen, e.since = prev.gen+1, now
 	e.stir.Store(int64(now))
 	clear(b.out)
-	b.out, b.passed = b.out[:0], 0
+	b.out, b.passed, b.pace, b.head = b.out[:0], 0, 0, 0
+	if prev.state == Closed && e.state == Open {
+		b.opened = now
+	}
 	b.publishLocked(e)
 	if prev.state == Closed && e.state == Closed {
 		return
@@ -718,7 +782,7 @@ func (b *Breaker) publishLocked(e *epoch) {
 // roomLocked sets the instant before which half-open admits nobody.
 func (b *Breaker) roomLocked(e *epoch, now time.Duration) {
 	e.stir.Store(int64(now))
-	room := min(b.cfg.Probes, b.cfg.Successes-b.passed)
+	room := max(b.cfg.Probes, 1<<(b.pace/probePassed))
 	if e.held {
 		room = 1
 	}
@@ -756,6 +820,7 @@ type outcome uint8
 const (
 	passed outcome = iota
 	failed
+	down // failed, and the error says that the dependency is down
 	tooSlow
 	lost
 	excluded
@@ -771,46 +836,57 @@ func (b *Breaker) settleLocked(now time.Duration, p *probe, o outcome) {
 	if i := slices.Index(b.out, p); i >= 0 {
 		b.out = slices.Delete(b.out, i, i+1)
 	}
-	switch o {
-	case excluded:
+	again := p.head != 0 && p.head == b.head
+	switch {
+	case o == excluded, o == failed && again && b.pace > 0:
 		b.tellLocked(p, errExcluded)
-	case passed:
-		b.head, b.headFails = 0, 0
-		if e.held {
-			b.holdLocked(now, e.cause, TrialPassed)
-			return
-		}
+	case o == passed && e.held:
+		b.holdLocked(now, e.cause, TrialPassed)
+		return
+	case o == passed:
 		b.passed++
+		b.pace = min(b.pace+probePassed, maxPace)
 		b.tellLocked(p, nil)
-		if b.byHand && b.passed >= b.cfg.Successes {
+		if b.byHand && b.passed >= b.cfg.Successes<<b.flaps {
 			b.gb, b.judged = b.newGobreaker(), gobreaker.StateClosed
 		}
 		if b.judged == gobreaker.StateClosed {
 			b.closeLocked(now, CauseProbe)
 			return
 		}
+	case e.held:
+		b.holdLocked(now, probeCause[o], TrialFailed)
+		return
+	case b.pace > 0:
+		b.pace-- // others succeed: slower, and not stopped
+		b.head, b.passed, b.byHand = p.head, 0, true
 	default:
-		if p.head == b.head {
-			b.headFails++
-		} else {
-			b.head, b.headFails = p.head, 1
-		}
-		if e.held {
-			b.holdLocked(now, probeCause[o], TrialFailed)
-			return
-		}
 		b.tellLocked(p, errFailed)
 		if b.byHand {
 			b.gb = b.trippedGobreaker()
 		}
-		b.climbLocked()
-		b.openLocked(now, probeCause[o], b.periodLocked(), false)
+		b.climbLocked(now)
+		b.openLocked(now, probeCause[o], b.periodLocked(now), false)
 		return
 	}
+	e.passing.Store(b.pace > 0)
 	b.roomLocked(e, now)
 }
 
-var probeCause = [...]Cause{failed: CauseProbe, tooSlow: CauseSlow, lost: CauseLost}
+// The pace of a half-open breaker is how many probes may be out: 2^(pace/probePassed),
+// or Config.Probes if that is more. A success doubles it, two failures halve it, and a
+// failure at pace 0 opens the breaker. So a dependency that fails up to two calls in
+// three carries what it can, and one that is down is left alone.
+//
+// Doubling on success and halving on failure is the slow start and the multiplicative
+// decrease of TCP (V. Jacobson, Congestion avoidance and control, SIGCOMM 1988).
+const (
+	probePassed = 2
+	maxPace     = 6 * probePassed // 64 at once
+	maxFlaps    = 6
+)
+
+var probeCause = [...]Cause{failed: CauseProbe, down: CauseProbe, tooSlow: CauseSlow, lost: CauseLost}
 
 // tellLocked passes a probe's outcome to gobreaker, whose answer is in judged.
 func (b *Breaker) tellLocked(p *probe, err error) {
@@ -825,7 +901,7 @@ func (b *Breaker) tellLocked(p *probe, err error) {
 // from is not known to fail until a probe of its own has, and then it is open.
 func (b *Breaker) votes(now time.Duration) bool {
 	e := b.epoch.Load()
-	if e.state == Closed || e.freed {
+	if e.state == Closed || e.freed || e.passing.Load() {
 		return false
 	}
 	last := e.stir.Load()

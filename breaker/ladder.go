@@ -25,6 +25,33 @@ func period(base, limit time.Duration, n int) time.Duration {
 // jitter. Base and Cap must be set.
 func (c Config) Period(n int) time.Duration { return period(c.Base, c.Cap, n) }
 
+// earlyProbe: the next probe comes no later than after a tenth of the time that the
+// breaker has been open, so that a short outage is not followed by a long wait.
+const earlyProbe = 10
+
+// PeriodAfter is the length of the n-th consecutive open period, n from 1, of a
+// breaker that has been open for a time: Period, or a tenth of that time if it is
+// less, but no less than Base.
+func (c Config) PeriodAfter(n int, open time.Duration) time.Duration {
+	return min(c.Period(n), max(c.Base, open/earlyProbe))
+}
+
+// falseRuns is how often in an hour failures without a cause may come in a run that
+// opens the breaker, and falseRate the share of calls that fail so.
+const (
+	falseRuns = 0.05
+	falseRate = 0.03
+)
+
+// runLength is how many failures in a row open a breaker that sees n outcomes in a
+// window: least, and at a high rate so many more that chance alone makes no more than
+// falseRuns runs of the default length an hour: one above 570 calls a second, two
+// above 19,000.
+func runLength(least int, n uint64, window time.Duration) int {
+	hourly := max(float64(n)/window.Hours(), 1)
+	return least + max(0, int(math.Ceil(math.Log(hourly/falseRuns)/-math.Log(falseRate)))-defaultRun)
+}
+
 // topRung is the first rung whose period is limit. The ladder ends there: a
 // long outage must not take as many closes to forget as it had failed probes.
 func topRung(base, limit time.Duration) int {

@@ -200,11 +200,20 @@ func (v *Verdicts) Observe(now time.Duration, name string, s breaker.Snapshot) {
 		}
 		v.writeLocked(now, sc, Vote{
 			Phase: PhaseOpen, At: Position{Gen: sc.known.Gen}, Wants: sc.wants,
-			Rung: rung, OpenFor: v.cfg.Period(rung), Cause: cut(s.Cause),
+			Rung: rung, OpenFor: v.periodOf(s, rung), Cause: cut(s.Cause),
 		})
 		v.decideLocked(now, sc)
 	default: // half-open, or open by somebody's force: no evidence
 	}
+}
+
+// periodOf is how long a breaker opens by its own verdict; that of a topic, which is
+// made up from its partitions', has the period of its rung.
+func (v *Verdicts) periodOf(s breaker.Snapshot, rung int) time.Duration {
+	if s.Until > s.Since {
+		return min(s.Until-s.Since, v.cfg.Period(rung))
+	}
+	return v.cfg.Period(rung)
 }
 
 func (v *Verdicts) observeTrialLocked(now time.Duration, sc *scope, s breaker.Snapshot) {

@@ -328,16 +328,15 @@ func TestOutageSmallWindow(t *testing.T) {
 	}
 }
 
-// A slow source in an outage of 20 minutes, everything healthy: a message that
-// finds no witness within its patience of 10 s is the only one to be taken for
-// poison.
+// A slow source in an outage of 20 minutes, everything healthy: where a message comes
+// within the patience of 10 s, no guess is made; where less comes, a handful.
 func TestOutageIdleSource(t *testing.T) {
 	for _, order := range []Order{OrderSource, OrderKey, OrderNone} {
 		for _, every := range []time.Duration{3 * time.Second, 8 * time.Second, 15 * time.Second, time.Minute, 3 * time.Minute} {
 			t.Run(fmt.Sprint(order, every), func(t *testing.T) {
 				s := newSim(t, Policy{Order: order})
 				s.runKeyed(s.now+20*time.Minute, 7, func(int) (time.Duration, error) { return time.Millisecond, errDown }, counter(5000, every))
-				if len(s.dead) > 1 || len(s.dead) == 1 && every < 10*time.Second {
+				if len(s.dead) > 4 || len(s.dead) > 0 && every < 10*time.Second {
 					t.Errorf("%d healthy messages dead-lettered: %v", len(s.dead), s.dead)
 				}
 			})
@@ -389,7 +388,7 @@ func TestPauseLosesProbeToken(t *testing.T) {
 		}
 		s.finish(st.it, errDown)
 		for _, l := range s.lanes {
-			witness = witness || l.probe && l.turn > 0
+			witness = witness || s.round.on && l.turn > 0
 		}
 	}
 	if !witness {

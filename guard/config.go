@@ -88,6 +88,13 @@ type Policy struct {
 	// nothing.
 	Order Order
 
+	// StrictOrder keeps the guard from trying a message behind one that fails. A look
+	// behind it tells poison from an outage within seconds, and costs at most that one
+	// message is handled before those in front of it when a dependency comes back.
+	// With StrictOrder only the class of an error, other lanes, a health check and
+	// guesses are left to tell.
+	StrictOrder bool
+
 	// Workers is how many handlers of one source may run at once, from 1 to
 	// 1024; unset means 1. More than 1 needs [OrderKey] or [OrderNone]. In the
 	// passive shape it is how many messages may be out, and unset means the window.

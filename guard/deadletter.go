@@ -9,17 +9,14 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 )
 
-func poisonReason[M any](it *item[M]) dlq.Reason {
-	if it.probes > 0 {
-		return dlq.ReasonPoisonHead
-	}
-	return dlq.ReasonAttempts
-}
-
 // condemn dead-letters an item if the budget allows, else parks it until the
-// next credit may have come.
+// next credit may have come. A guess pays from the smaller part of the budget, and so
+// does everything in a storm but what its own error condemns.
 func (c *machine[M]) condemn(now time.Duration, it *item[M]) {
 	class, reason := dlq.Exhausted, poisonReason(it)
+	if c.guilty(now, it) && (it.class == ClassMessage || !c.stormy()) {
+		class = dlq.Permanent
+	}
 	switch {
 	case it.permanent:
 		class, reason = dlq.Permanent, dlq.ReasonPermanent

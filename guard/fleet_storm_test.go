@@ -38,7 +38,7 @@ func holdOf(st guard.State, why guard.Reason) *guard.Hold {
 }
 
 // In a storm of the fleet a process that is not in storm itself dead-letters
-// nothing, and does again when it is over.
+// from the small part of its budget.
 func TestFleetStormStopsDeadLettering(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r, ps, ss := stormRig(t, guard.Policy{NoBreaker: true, Order: guard.OrderNone}, false)
@@ -55,8 +55,8 @@ func TestFleetStormStopsDeadLettering(t *testing.T) {
 		time.Sleep(100 * time.Millisecond)
 		before, calls := dead(), len(r.since(r.now()-time.Second))
 		time.Sleep(30 * time.Second)
-		if n := dead(); n != before {
-			t.Errorf("%d dead letters in the storm", n-before)
+		if n := dead() - before; n > 20 { // the small part of the budget
+			t.Errorf("%d dead letters in the storm", n)
 		}
 		if n := len(r.since(r.now() - time.Second)); n < calls/2 {
 			t.Errorf("%d calls a second, %d before: it only stops dead letters", n, calls)

@@ -5,6 +5,7 @@ package guard
 
 import (
 	"container/heap"
+	"slices"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
@@ -40,18 +41,20 @@ type item[M any] struct {
 
 	serial      uint64 // times it was given to a handler
 	tries       int    // handler calls so far, those that said nothing left out
-	attempts    int    // those that count towards Retry.Attempts: not a failed probe, not a witness
-	probes      int    // failed probes with this item as head
+	attempts    int    // those that count towards Retry.Attempts: not a probe that asks for life, not a witness
+	probes      int    // failed probes
 	firstFailed time.Duration
 	exhausted   bool // its attempts are used up
 	exhaustedAt time.Duration
-	luck        uint64    // the source's successes when it last failed
-	firstLuck   uint64    // the same when it first failed, or first failed in its own turn
-	own         bool      // failed in its own turn, not only as a witness
+	class       Class     // of its last error
+	life        uint64    // the machine's life when its latest call began, from the second on
+	luck        uint64    // the same when it last failed
+	after       int       // failures after a proof of life
+	alive       bool      // so was the last one
+	lastWord    bool      // a message behind it has succeeded: it has the rest of its attempts
+	inOutage    bool      // it failed in what may have been an outage
 	passed      bool      // let others go first since its last attempt
-	alive       bool      // others succeeded between its last two failures in its own turn: proof that the failure is its own
 	permanent   bool      // its verdict waits for a credit only
-	overtaken   bool      // a witness has succeeded; waits for a credit only
 	paid        bool      // it has its credit, and waits for the limit of dead letters only
 	credit      dlq.Paid  // what its dead letter costs
 	begun       bool      // … and was handed to the writer, maybe in vain
@@ -63,7 +66,6 @@ type item[M any] struct {
 
 	token   breaker.Token
 	probe   bool
-	permit  bool         // the probe is the fleet's
 	ctx     *callContext // while processing in the function shape
 	started time.Duration
 	slow    bool // reported to the breaker as slow already
@@ -77,7 +79,13 @@ type item[M any] struct {
 }
 
 // decided tells whether no handler will be called for it again.
-func (it *item[M]) decided() bool { return it.permanent || it.overtaken || it.paid }
+func (it *item[M]) decided() bool { return it.permanent || it.paid }
+
+// witness tells whether an item is up out of turn, behind a head that fails.
+func (it *item[M]) witness() bool {
+	l := it.lane
+	return l != nil && l.turn > 0 && l.turn < len(l.front) && l.front[l.turn] == it
+}
 
 // attempt is one failed handler call.
 type attempt struct {
@@ -101,15 +109,15 @@ func (it *item[M]) note(now time.Duration, err error, stack []byte) {
 type lane[M any] struct {
 	key    uint64
 	queue  *ringbuf.Lane[entry[M]]
-	front  []*item[M] // taken from the queue, in order: the head, then its witnesses
-	turn   int        // which of front is up
-	paid   []dlq.Paid // credits taken in advance for those before it, or for some
+	front  []*item[M] // taken from the queue, in order
+	turn   int        // which of front is up: the head, or in a look a witness behind it
+	looks  int        // witnesses that failed behind this head, while the breaker was closed
+	groups int        // … in so many groups
+	rounds int        // looks of probes that this head failed
+	step   int        // witnesses called in this group or round …
+	depth  int        // … of so many
 	queued bool       // stands in the machine's ready list
 	parked bool       // front[turn] is processing or waits for a retry
-
-	// A round of witnesses that probes an open breaker shares the head's token.
-	token breaker.Token
-	probe bool
 }
 
 // head is the lane's first item, nil if that is still in the ring.
@@ -120,7 +128,11 @@ func (l *lane[M]) head() *item[M] {
 	return l.front[0]
 }
 
-func (l *lane[M]) more() bool  { return l.turn+1 < len(l.front) || l.queue.Len() > 0 }
+// tried tells whether every message behind the head that is not in the ring has failed.
+func (l *lane[M]) tried() bool {
+	return !slices.ContainsFunc(l.front[1:], func(it *item[M]) bool { return it.tries == 0 })
+}
+
 func (l *lane[M]) empty() bool { return len(l.front) == 0 && l.queue.Len() == 0 }
 
 // dueHeap orders parked items by the time of their next attempt.

@@ -66,7 +66,7 @@ func (g *Guard) forget(now time.Duration) {
 func (s *Source[M]) keepLocked(now time.Duration) kept {
 	s.c.earn()
 	k := kept{budget: s.c.budget.Continue(), cfg: s.c.policy.Budget, paused: s.c.paused, at: now}
-	if s.c.total() == s.c.guessLuck {
+	if s.c.life() == s.c.guessLuck {
 		k.guesses, k.guessedAt = s.c.guesses, s.c.guessedAt
 	}
 	if s.c.asked-now > s.c.policy.Retry.Base { // else it may be a Backoff of no time, by which adapters say that no attempt was made

@@ -66,8 +66,13 @@ type machine[M any] struct {
 	exhausted int              // items whose attempts are used up, not settling
 	guesses   int              // taken for poison without proof, and no success since
 	guessedAt time.Duration    // when the last was …
-	guessLuck uint64           // … and how many successes there had been
-	slowAfter time.Duration    // a call is reported as slow then
+	guessLuck uint64           // … and what life was then
+	round     round            // the look in progress
+	flaky     flakiness
+	health    *health       // nil without a health check
+	shutAt    time.Duration // when the breaker opened
+	came      time.Duration // when the latest message came
+	slowAfter time.Duration // a call is reported as slow then
 	bytes     int64
 	ahead     int    // Marker.Ahead, when an ack was looked at last …
 	aheadTurn uint64 // … and which look that was
@@ -117,6 +122,7 @@ type Tally struct {
 	Parked         uint64 // acked because the dead-letter writer keeps them for another try
 	Refused        uint64 // dead letters put off for want of a credit
 	Paced          uint64 // dead letters put off by their limit
+	Overtaken      uint64 // messages that succeeded before one in front of them, to prove life
 	Stale          uint64 // late or repeated Done calls, without effect
 	Timeouts       uint64
 	Panics         uint64 // Goexits too
@@ -244,12 +250,13 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int) {
 	l := c.lane(key)
 	c.enqueue(l.queue, e)
 	c.stand(l)
-	if c.inPlace || len(l.front) != 1 || l.queue.Len() != 1 {
+	if c.inPlace || len(l.front) == 0 || l.queue.Len() != 1 {
 		return
 	}
-	// The first witness came. A head that had one already keeps its delay: woken by each
-	// message, it would be called at the pace of the traffic.
-	if head := l.front[0]; head.phase == retryWait && head.exhausted && !head.decided() {
+	// A message came behind a head and others that have all failed. A head that has an
+	// untried one already keeps its delay: woken by each message, it would be called at
+	// the pace of the traffic.
+	if head := l.front[0]; head.phase == retryWait && head.exhausted && !head.decided() && l.tried() {
 		c.wake(head)
 	}
 }
@@ -361,7 +368,7 @@ func (c *machine[M]) next(now time.Duration) step[M] {
 		case it.paid:
 			c.unstand(it)
 			c.sentence(now, it, it.verdict)
-		case it.permanent, it.overtaken:
+		case it.permanent:
 			c.unstand(it)
 			c.condemn(now, it)
 		}
@@ -370,19 +377,13 @@ func (c *machine[M]) next(now time.Duration) step[M] {
 		return step[M]{}
 	}
 	it := c.up()
-	if it != nil && it.lane != nil && it.lane.turn > 0 && it.lane.turn > c.witnesses(now, it.lane.front[0]) {
-		head := it.lane.front[0] // a pace kept its witness waiting for too long
-		c.unstand(head)
-		c.rewind(now, it.lane)
-		c.decide(now, head)
-		it = c.up()
-	}
 	if it == nil {
+		c.endLook(now, nil)
 		return step[M]{at: c.wakeAt(0)}
 	}
 	if until, why := c.admit(now, it); why != ReasonNone {
-		if l := it.lane; l != nil && l.turn > 0 && !c.draining && why != ReasonLimiter {
-			c.rewind(now, l) // a pace only delays the witness
+		if !c.draining && why != ReasonLimiter { // a pace only delays a look
+			c.endLook(now, it.lane)
 		}
 		return step[M]{at: c.wakeAt(until)}
 	}
@@ -420,7 +421,7 @@ func (c *machine[M]) up() *item[M] {
 	}
 	rotate(c, &c.ready, (*lane[M]).head)
 	l := c.ready.peek()
-	if l.turn == len(l.front) {
+	for l.turn >= len(l.front) {
 		it := c.dequeue(l.queue)
 		it.lane = l
 		l.front = append(l.front, it)
@@ -434,9 +435,9 @@ func (c *machine[M]) yields(it *item[M]) bool {
 	switch {
 	case it.tries == 0:
 		return false
-	case !c.closed():
+	case c.open():
 		return true
-	case it.exhausted && c.late(it) && !it.alive && !it.passed && !it.decided():
+	case it.exhausted && !it.alive && !it.passed && !it.decided():
 		it.passed = true
 		return true
 	}
@@ -448,12 +449,12 @@ func (c *machine[M]) yields(it *item[M]) bool {
 // problem, and must not keep the breaker open for all. It lets the others go
 // first, once: they may turn out to be as bad, and stand before what is healthy.
 func rotate[M, T any](c *machine[M], q *fifo[T], head func(T) *item[M]) {
-	if c.closed() {
+	if !c.open() {
 		return
 	}
 	for range q.len() {
 		it := head(q.peek())
-		if it == nil || it.probes == 0 || c.total() == it.luck || it.passed {
+		if it == nil || it.probes == 0 || c.life() == it.luck || it.passed {
 			return
 		}
 		it.passed = true
@@ -471,6 +472,9 @@ func (c *machine[M]) take(now time.Duration, it *item[M]) {
 	}
 	c.move(it, processing)
 	it.started, it.slow, it.passed = now, false, false
+	if it.tries > 0 {
+		it.life = c.life()
+	}
 	it.serial++
 	if !c.offers {
 		c.called(it)
@@ -538,9 +542,14 @@ func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration,
 		return c.asked, ReasonBackpressure
 	}
 	it.probe = false
-	if l := it.lane; l != nil && l.probe && l.turn > 0 {
-		it.token, it.probe = l.token, true
-		return 0, ReasonNone // the head's probe goes on with its witness
+	if c.round.on { // a probe goes on with another message
+		c.round.on = false
+		if c.gate.Renew(now, c.round.token) {
+			it.token, it.probe = c.round.token, true
+			return 0, ReasonNone
+		}
+		c.endLook(now, it.lane) // the breaker was forced or held meanwhile
+		return now + 1, ReasonBreaker
 	}
 	token, closed := c.enter()
 	if !closed {
@@ -555,7 +564,6 @@ func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration,
 			return max(refusal.Until, now+1), ReasonBreaker
 		}
 		it.probe = token.Probe()
-		it.permit = it.probe && c.gate.Held()
 	}
 	if !it.probe {
 		if until := c.ramp(now); until > 0 {

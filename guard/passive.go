@@ -208,8 +208,8 @@ func (s *Source[M]) takeBack(it *item[M]) {
 }
 
 func (s *Source[M]) takeBackLocked(now time.Duration, it *item[M]) {
-	if it.lane != nil {
-		s.c.rewind(now, it.lane) // the probe that its head failed is no less failed
+	if it.probe && (it.witness() || it.lane != nil && it.lane.step > 0 || s.c.round.step > 0) {
+		s.c.gate.Failure(now, it.token, false) // the probe that failed before it is no less failed
 	}
 	s.c.done(now, it, result{word: cancelled, err: errNotTaken})
 }

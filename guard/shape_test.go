@@ -84,7 +84,7 @@ func TestFailuresOfEveryKind(t *testing.T) {
 					t.Fatalf("dead letters %v", got)
 				}
 				rec := r.letters.recs[0]
-				if rec.Attempts < 5 || rec.Attempts > 7 || len(rec.History) != rec.Attempts || !strings.Contains(rec.Error.Message, k.text) {
+				if rec.Attempts < 5 || rec.Attempts > 8 || len(rec.History) != rec.Attempts || !strings.Contains(rec.Error.Message, k.text) {
 					t.Errorf("%+v", rec)
 				}
 				if (kind == "panic" || kind == "goexit") && !strings.Contains(rec.Error.Stack, "shape_test.go") {
@@ -324,7 +324,7 @@ type lookingError struct {
 func (e *lookingError) look() {
 	for _, mu := range e.at {
 		free := false
-		for range 10_000 {
+		for range 1_000_000 { // whoever holds it may be off its processor
 			if free = mu.TryLock(); free {
 				mu.Unlock()
 				break
@@ -597,9 +597,13 @@ func TestLastDelivery(t *testing.T) {
 		if rec.Attempts < 2 || rec.Attempts != len(rec.History) || rec.Reason != "last-delivery" || rec.Deliveries != 3 {
 			t.Errorf("%+v", rec)
 		}
-		// It dies at its first failure after another has succeeded: one does every 10ms.
+		// It dies at its second failure after another has succeeded: one does every 10ms.
+		after := 0
 		for i, f := range rec.History[1:] {
-			if alive := f.At.UnixMilli()/10 > rec.History[i].At.UnixMilli()/10; alive != (i+2 == rec.Attempts) {
+			if f.At.UnixMilli()/10 > rec.History[i].At.UnixMilli()/10 {
+				after++
+			}
+			if after >= proofs != (i+2 == rec.Attempts) {
 				t.Errorf("attempt %d of %+v", i+2, rec.History)
 			}
 		}

@@ -5,7 +5,6 @@ package guard
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"sync"
 	"testing"
@@ -127,7 +126,7 @@ func TestOutageHoldsAndDrainsInOrder(t *testing.T) {
 			defer mu.Unlock()
 			calls++
 			if down {
-				return errors.New("connection refused")
+				return errRefused
 			}
 			handled = append(handled, m)
 			return nil
@@ -152,7 +151,7 @@ func TestOutageHoldsAndDrainsInOrder(t *testing.T) {
 		time.Sleep(20 * time.Second)
 		synctest.Wait()
 		mu.Lock()
-		if calls > 40 {
+		if calls > 60 {
 			t.Errorf("%d calls during the outage", calls)
 		}
 		down = false

@@ -25,7 +25,9 @@ func (c *machine[M]) sweep(now time.Duration, late []*callContext) ([]*callConte
 		if c.policy.Timeout > 0 && ran >= c.policy.Timeout && it.ctx != nil {
 			late = append(late, it.ctx)
 		}
-		if c.gate != nil && !it.slow && !it.offered && ran >= c.slowAfter {
+		// A probe with a timeout is not reported: it ends by itself, and then goes on
+		// with another message.
+		if c.gate != nil && !it.slow && !it.offered && ran >= c.slowAfter && !(it.probe && it.ctx != nil && c.policy.Timeout > 0) {
 			it.slow = true
 			c.gate.Slow(now, it.token, it.tries == 0)
 		}
@@ -36,6 +38,7 @@ func (c *machine[M]) sweep(now time.Duration, late []*callContext) ([]*callConte
 	}
 	c.lookAt = now + stormEvery
 	c.earn()
+	c.flaky.count(now, 0, c.firsts+c.fast())
 	c.storm.Successes(now, c.firsts+c.fast())
 	if !c.storm.Step(now, c.reading(now)) {
 		return late, false
@@ -85,11 +88,6 @@ func (c *machine[M]) items(visit func(*item[M])) {
 		}
 	}
 	if c.order() != OrderNone {
-		for _, it := range c.due { // poison that a witness has overtaken
-			if it.lane == nil {
-				visit(it)
-			}
-		}
 		return
 	}
 	for _, it := range c.again.items[c.again.head:] {
@@ -132,7 +130,7 @@ func (c *machine[M]) drain(now time.Duration) []M {
 		}
 	}
 	for _, l := range c.lanes {
-		c.rewind(now, l)
+		c.endLook(now, l)
 	}
 	var all []*item[M]
 	c.items(func(it *item[M]) { all = append(all, it) })

@@ -3,18 +3,28 @@
 
 package guard
 
-import "time"
+import (
+	"slices"
+	"time"
 
-// done takes the result of the handler call of it, and returns what to do.
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+// done takes the result of the handler call of it, and returns what to do. A failure
+// goes one way: weigh (what it proves), report (what the breaker hears of it, and
+// whether another message is tried first), decide (dead letter, or wait).
 func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 	word := r.word
 	if c.offers && r.err != errNotTaken { //nolint:errorlint // the sentinel itself
 		c.called(it)
 	}
-	if it.lane != nil && it.lane.turn > 0 && word != success && word != cancelled {
-		// A witness is only asked whether anything can succeed; what else it has
-		// to say it says again in its turn.
+	if it.witness() && word != success && word != cancelled {
+		// It was asked out of turn whether anything can succeed; what else it has to
+		// say it says again in its turn.
 		word = failure
+		if r.class == ClassMessage {
+			r.class = ClassUnknown
+		}
 	}
 	it.tries++
 	if c.ended && word == failure {
@@ -29,7 +39,7 @@ func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 		return c.ack(it)
 	case permanent:
 		c.exclude(now, it)
-		c.failedOnce(now, it, false, r)
+		c.weigh(now, it, r)
 		it.permanent = true
 		c.condemn(now, it)
 	case backoff:
@@ -50,9 +60,12 @@ func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 	return step[M]{}
 }
 
-// total is how many handler calls have succeeded, here and beside.
+// own is how many handler calls of this source have succeeded.
+func (c *machine[M]) own() uint64 { return c.successes.Load() + c.fast() }
+
+// total is how many handler calls have succeeded, here and beside: what earns credits.
 func (c *machine[M]) total() uint64 {
-	n := c.successes.Load() + c.fast()
+	n := c.own()
 	if c.beside != nil {
 		n += c.beside()
 	}
@@ -66,6 +79,7 @@ func (c *machine[M]) notice(now time.Duration) {
 		if closed {
 			c.storm.Thaw(now)
 		} else {
+			c.shutAt = now
 			c.storm.Freeze(now)
 		}
 	}
@@ -73,34 +87,23 @@ func (c *machine[M]) notice(now time.Duration) {
 
 func (c *machine[M]) succeeded(now time.Duration, it *item[M]) step[M] {
 	c.successes.Add(1)
-	if it.tries == 1 && !it.probe {
+	switch {
+	case it.tries == 1 && !it.probe:
 		c.firsts++
+	case it.tries > 1 && !it.inOutage:
+		c.flaky.count(now, 1, c.firsts+c.fast())
 	}
-	l := it.lane
 	if it.probe {
 		c.storm.Probe(now, true)
 		c.gate.Success(now, it.token)
 		c.freed = true
-		if l != nil {
-			l.probe = false
-		}
+		c.round = round{}
 		c.notice(now)
 	}
-	if l != nil && l.turn > 0 {
-		// The witness succeeded where those before it failed: they are poison.
-		// What they could get of credits was spent when they had failed.
-		before, paid := l.front[:l.turn], l.paid
-		l.front = l.front[l.turn:]
-		l.turn, l.paid = 0, nil
-		for i, poison := range before {
-			poison.lane = nil
-			if i < len(paid) {
-				poison.credit = paid[i]
-				c.sentence(now, poison, poisonReason(poison))
-				continue
-			}
-			poison.overtaken = true
-			c.condemn(now, poison)
+	if it.witness() {
+		c.tally.Overtaken++
+		for _, before := range it.lane.front[:it.lane.turn] {
+			before.lastWord, before.after = true, 0
 		}
 	}
 	return c.ack(it)
@@ -113,17 +116,20 @@ func (c *machine[M]) ack(it *item[M]) step[M] {
 	return step[M]{kind: stepAck, it: it}
 }
 
-// part takes the head off its lane.
+// part takes the item that was up off its lane.
 func (c *machine[M]) part(it *item[M]) {
 	l := it.lane
 	if l == nil {
 		return
 	}
+	place := slices.Index(l.front, it)
 	it.lane = nil
-	copy(l.front, l.front[1:])
-	l.front[len(l.front)-1] = nil
-	l.front = l.front[:len(l.front)-1]
-	l.parked, l.turn = false, 0
+	l.front = slices.Delete(l.front, place, place+1)
+	l.parked, l.turn, l.looks, l.groups, l.rounds, l.step = false, 0, 0, 0, 0, 0
+	if place > 0 { // a witness: the head has the word
+		l.queued = true
+		c.ready.pushFront(l)
+	}
 	c.stand(l)
 	c.leave(l)
 }
@@ -136,22 +142,11 @@ func (c *machine[M]) back(now time.Duration, it *item[M]) {
 		c.again.push(it)
 		return
 	}
-	c.rewind(now, it.lane)
+	if it.witness() {
+		c.endLook(now, it.lane)
+	}
 	it.lane.parked = false
 	c.stand(it.lane)
-}
-
-// rewind ends a round of witnesses without a verdict: the head is up again. The
-// probe that the head failed is settled, if that was not done.
-func (c *machine[M]) rewind(now time.Duration, l *lane[M]) {
-	if l.probe && l.turn > 0 {
-		c.gate.Failure(now, l.token, false)
-		c.freed = true
-	}
-	for _, paid := range l.paid {
-		c.budget.Refund(paid)
-	}
-	l.turn, l.paid, l.probe = 0, nil, false
 }
 
 // exclude tells the breaker that an attempt said nothing.
@@ -159,123 +154,73 @@ func (c *machine[M]) exclude(now time.Duration, it *item[M]) {
 	if c.gate != nil {
 		c.gate.Exclude(now, it.token)
 		c.freed = c.freed || it.token.Probe()
+		if it.probe {
+			c.round = round{}
+		}
 	}
 }
 
-// failedOnce keeps the history of a failed attempt. What a witness had failed
-// beside is over when it stands in its own turn: the success of the head that it was
-// asked for is no proof against it.
-func (c *machine[M]) failedOnce(now time.Duration, it *item[M], witness bool, r result) {
-	c.tally.Failures++
-	switch {
-	case r.panicked:
-		c.tally.Panics++
-	case r.timedOut:
-		c.tally.Timeouts++
-	}
-	total := c.total()
-	if len(it.failures) == 0 {
-		c.tally.FailedMessages++
-		it.firstFailed, it.firstLuck = now, total
-	}
-	switch {
-	case witness:
-	case it.own:
-		it.alive = total > it.luck
-	default:
-		it.own, it.firstLuck = true, total
-	}
-	it.luck = total
-	it.note(now, r.err, r.stack)
-}
-
-// failed decides about an item whose attempt failed.
+// failed takes a failed call through weigh, report and decide.
 func (c *machine[M]) failed(now time.Duration, it *item[M], r result) {
-	l := it.lane
 	head := it
-	if l != nil {
+	if l := it.lane; l != nil {
 		head = l.front[0]
 	}
-	witness := head != it
-	c.failedOnce(now, it, witness, r)
-	switch {
-	case it.probe:
-		it.probes++
-	case !witness:
-		it.attempts++
+	c.weigh(now, it, r)
+	if !c.report(now, it, head) {
+		c.decide(now, head)
 	}
-	if !it.probe {
-		if it.tries == 1 {
-			c.storm.Failure(now)
-		}
-		// A retry that fails although others succeeded since its first failure is
-		// no evidence against the dependency, also in a gap of the traffic.
-		if c.gate != nil && !it.slow && it.luck == it.firstLuck {
-			c.gate.FailureOf(now, it.token, it.tries == 1, it.id)
-		}
-		c.notice(now)
-	}
-	if !head.exhausted && head.attempts > 0 && c.usedUp(head) {
-		head.exhausted, head.exhaustedAt = true, now
-		c.exhausted++
-	}
-	if l != nil && c.callWitness(now, l, head, it) {
-		return
-	}
-	switch {
-	case it.probe && it.alive:
-		c.exclude(now, it) // others succeed: it says nothing about them
-	case it.probe:
-		c.storm.Probe(now, false)
-		c.gate.Failure(now, it.token, it.tries == 1)
-		c.freed = true
-	}
-	if l != nil && l.turn > 0 {
-		c.move(it, waiting)
-		c.rewind(now, l)
-	}
-	c.decide(now, head)
 }
 
 // decide sends a failed item to its retry or to the dead letters. The first that
 // holds decides:
 //
-//	breaker open, has had its probes and calls, others succeed   dead letter
-//	nothing here succeeds, for long, and it has failed often     a guess: dead letter
-//	breaker open                                                 retry: it is held
-//	attempts left                                                retry
-//	storm, or no dead-letter writer                              retry, parked with the reason
-//	others succeed                                               dead letter
-//	alone for Retry.Patience                                     a guess: dead letter
-//	otherwise                                                    retry: a witness may come
+//	the evidence is against it             dead letter; but not in a storm without a budget
+//	nothing can be compared, for long      a guess: dead letter
+//	breaker open                           it is held: the next probe
+//	attempts left                          retry
+//	storm, or no dead-letter writer        retry, parked with the reason
+//	otherwise                              retry: there may be life to see
 //
 // Each dead letter also needs a credit; see condemn.
 func (c *machine[M]) decide(now time.Duration, it *item[M]) {
+	open := c.open()
+	if open && it.lastWord {
+		it.lastWord, it.alive, it.after = false, false, 0 // it may be the next outage that it fails in
+	}
+	guessAt := c.guessAt(it)
 	switch {
-	case c.letters && c.poisonHead(it):
+	case c.letters && c.guilty(now, it) && !(c.stormy() && c.policy.Budget.Off):
 		c.condemn(now, it)
-	case c.letters && c.lonely(now, it) && c.mayGuess(now):
+	case now >= guessAt:
 		c.guess(now, it)
-	case !c.closed():
-		// No longer than the ladder: it may be the only one left to probe with.
-		c.park(it, now+min(c.delay(it.probes), c.policy.Breaker.Period(it.probes)), ReasonNone)
+	case open:
+		// No longer than the breaker: it may be the only one left to probe with.
+		c.park(it, now+min(c.delay(it.probes), c.policy.Breaker.PeriodAfter(it.probes, now-c.shutAt)), ReasonNone)
 	case !it.exhausted:
 		c.park(it, now+c.delay(it.attempts), ReasonNone)
-	case c.storm.Storm().Active || c.fleetStorm.Active:
+	case c.stormy():
 		c.park(it, now+c.delay(it.attempts), ReasonStorm)
 	case !c.letters:
 		c.park(it, now+c.delay(it.attempts), ReasonDLQ)
-	case it.alive:
-		c.condemn(now, it)
-	case c.alone() && c.mayGuess(now) && now-it.exhaustedAt >= c.policy.Retry.Patience:
-		c.guess(now, it)
 	default:
-		at := now + c.delay(it.attempts)
-		if c.alone() && c.mayGuess(now) {
-			at = min(at, it.exhaustedAt+c.policy.Retry.Patience)
-		}
-		c.park(it, at, ReasonNone)
+		c.park(it, min(now+c.suspectDelay(it), guessAt), ReasonNone)
 	}
+}
+
+// suspectDelay is the delay of a message whose attempts are used up. Short while
+// there is something to learn: it has the last word, others succeed, or the look
+// behind it goes on.
+func (c *machine[M]) suspectDelay(it *item[M]) time.Duration {
+	switch {
+	case it.lastWord:
+		return c.delay(it.after)
+	case it.alive:
+		return c.delay(min(it.attempts, c.policy.Retry.Attempts))
+	case it.lane != nil && it.lane.groups > 0 && it.lane.groups <= maxGroups:
+		return c.delay(1 + it.lane.groups)
+	}
+	return c.delay(it.attempts)
 }
 
 func (c *machine[M]) delay(n int) time.Duration { return c.policy.Retry.delay(n, c.rand.Int64N) }
@@ -309,4 +254,12 @@ func (c *machine[M]) settled(it *item[M], err error) {
 	if it.ignored {
 		c.tally.Ignored++
 	}
+}
+
+// poisonReason is what a dead letter says of the evidence.
+func poisonReason[M any](it *item[M]) dlq.Reason {
+	if it.probes > 0 {
+		return dlq.ReasonPoisonHead
+	}
+	return dlq.ReasonAttempts
 }

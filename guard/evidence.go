@@ -1,0 +1,464 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"math"
+	"sync/atomic"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+)
+
+// Poison or outage? In an outage every message fails, and none of them deserves the
+// DLQ. The guard decides from evidence. A message is dead-lettered if
+//
+//	class   its error says that the message is at fault, or its handler said
+//	        Permanent;
+//	life    it failed, others succeeded, and it failed again, at least twice
+//	        (proofs), and its attempts are used up;
+//	guess   nothing can be compared: all that is here has failed, and nothing
+//	        has come and nothing succeeded for Retry.Patience.
+//
+// An error that says that the dependency is down never condemns its message.
+//
+// Life comes from whatever shares the breaker's scope: other keys, other sources, a
+// health check. In a lane whose head stops everything there is no such life, so the
+// guard looks behind the head: it tries a message further back, once, and the head
+// before and after it. A message that succeeds is the proof of life; all in front of
+// it then have the last word: the rest of their attempts, in order. Those that
+// succeed were overtaken by one message, those that fail are poison. A look that
+// finds no life is the sign of an outage: it opens the breaker. A probe of an open
+// breaker is such a look, too.
+
+// proofs is how often a message must fail after a proof of life: once may be the
+// beginning of the next outage.
+const proofs = 2
+
+// chance bounds how many healthy messages a dependency that fails at random may
+// cost: a message gets so many attempts that all fail by chance once in a million.
+// mostAttempts bounds that number.
+const (
+	chance       = 1e-6
+	mostAttempts = 30
+)
+
+const (
+	// maxLook is how many messages behind its head a look tries at most, and so how
+	// much adjacent poison passes by proof. maxGroups bounds a group, as a power of 2.
+	maxLook   = 64
+	maxGroups = 6
+	// lookShare is the share of a probe's interval, as 1/n, that the calls of its look
+	// may take: a recovery that falls between two of them costs the order.
+	lookShare = 40
+	// maxDoubt bounds how often the patience before a guess is doubled: for each other
+	// message that fails, too. With the default Patience it is 11 minutes then.
+	maxDoubt = 6
+	// maxGuessShift bounds the doubling of the time between guesses: 3 hours with
+	// the default Patience.
+	maxGuessShift = 10
+)
+
+// CauseOutage is the breaker's cause when a look found nothing that succeeds.
+const CauseOutage breaker.Cause = "outage"
+
+// health is what a health check says.
+type health struct {
+	passed  atomic.Uint64 // checks that passed
+	failing atomic.Bool   // the last one failed
+}
+
+// life counts the successes of everything that shares the source's dependency.
+func (c *machine[M]) life() (n uint64) {
+	if c.gate != nil {
+		n = c.gate.Life()
+	} else {
+		n = c.own()
+	}
+	if c.beside != nil {
+		n += c.beside()
+	}
+	if c.health != nil {
+		n += c.health.passed.Load()
+	}
+	return n
+}
+
+// open tells that the breaker lets nothing through but probes that ask whether the
+// dependency is back.
+func (c *machine[M]) open() bool { return !c.closed() && !c.gate.Passing() }
+
+// stormy tells that the storm detector, here or of the fleet, stops guesses.
+func (c *machine[M]) stormy() bool { return c.storm.Storm().Active || c.fleetStorm.Active }
+
+// usedUp tells whether a message has had its attempts: by count, or because the
+// broker will not deliver it again if this process crashes.
+func (c *machine[M]) usedUp(it *item[M]) bool {
+	return it.attempts >= c.policy.Retry.Attempts || it.tries >= c.policy.Retry.Attempts || it.lastDelivery
+}
+
+// guilty tells whether the evidence is against the message.
+func (c *machine[M]) guilty(now time.Duration, it *item[M]) bool {
+	switch it.class {
+	case ClassMessage:
+		return it.attempts >= c.policy.Retry.Attempts || it.lastDelivery
+	case ClassDependency:
+		return false
+	default:
+		return it.after >= proofs && (it.attempts >= c.flaky.attempts(now, c.policy.Retry.Attempts) || it.lastDelivery)
+	}
+}
+
+// evidence tells whether an item's last failure is evidence against the dependency.
+// That of a message that fails while others succeed is not.
+func (it *item[M]) evidence() bool {
+	return it.class == ClassDependency || it.class == ClassUnknown && !it.alive
+}
+
+// weigh keeps a failed call and what it proves about the message.
+func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
+	c.tally.Failures++
+	switch {
+	case r.panicked:
+		c.tally.Panics++
+	case r.timedOut:
+		c.tally.Timeouts++
+	}
+	if len(it.failures) == 0 {
+		c.tally.FailedMessages++
+		it.firstFailed = now
+	}
+	it.alive = it.lastWord || it.tries > 1 && it.life > it.luck
+	if it.alive && !it.witness() {
+		it.after++
+	}
+	it.luck, it.class = c.life(), r.class
+	it.note(now, r.err, r.stack)
+	switch {
+	case it.witness():
+		it.inOutage = true
+	case it.probe && !c.gate.Passing() && it.evidence():
+		it.probes++
+		it.inOutage = true
+	case !it.exhausted || it.alive:
+		it.attempts++
+	}
+	if !it.exhausted && !it.witness() && c.usedUp(it) {
+		it.exhausted, it.exhaustedAt = true, now
+		c.exhausted++
+	}
+}
+
+// report tells the breaker and the detector of a failed call, and goes on with a
+// look if it can. It tells whether a look goes on: then there is nothing to decide yet.
+func (c *machine[M]) report(now time.Duration, it, head *item[M]) (goesOn bool) {
+	first := it.tries == 1 && !c.inPlace // what was parked has failed before
+	witness := it.witness()
+	if witness { // whatever follows, the head is up again
+		c.move(it, waiting)
+		it.lane.turn = 0
+	}
+	asks := it.probe && !c.gate.Passing() && it.evidence() // whether the dependency is back
+	if asks {
+		if it.class == ClassUnknown && !it.slow && c.look(now, it, head, witness, true) {
+			return true
+		}
+		c.storm.Probe(now, false)
+		c.round = round{}
+	} else if first && !it.probe {
+		c.storm.Failure(now)
+	}
+	switch {
+	case c.gate == nil:
+	case !it.evidence():
+		c.exclude(now, it)
+	case it.class == ClassDependency:
+		c.gate.Unavailable(now, it.token, first)
+	case it.probe:
+		c.gate.FailureOf(now, it.token, first, it.id)
+	case witness, it.slow, c.inPlace, it.after > 0, !first && it.lane != nil && it.lane.behind() > 0:
+		// A look will tell, or has told.
+	default:
+		c.gate.FailureOf(now, it.token, first, it.id)
+	}
+	c.freed = c.freed || it.probe
+	if !asks && !c.open() && c.look(now, it, head, witness, false) {
+		return true
+	}
+	if c.gate != nil && !c.open() && head.lane != nil && c.inVain(head) {
+		c.gate.Trip(now, CauseOutage)
+	}
+	if l := head.lane; l != nil {
+		l.step = 0
+	}
+	c.notice(now)
+	return false
+}
+
+// inVain tells whether a suspect and all that could be tried behind it have failed.
+func (c *machine[M]) inVain(head *item[M]) bool {
+	l := head.lane
+	return head.exhausted && head.evidence() && l.looks > 0 && l.looks >= min(l.behind(), maxLook)
+}
+
+// round is the look of a probe: its token goes on to the next message.
+type round struct {
+	token       breaker.Token
+	on          bool // the token waits for the next message
+	step, depth int  // of a look at other lanes
+}
+
+// look goes on with another message after it failed, and tells whether there is one:
+// that message is up next. A probe that asks for life keeps its token for it.
+func (c *machine[M]) look(now time.Duration, it, head *item[M], witness, asks bool) bool {
+	l := it.lane
+	switch {
+	case l != nil && (witness || c.mayLook(l, head)):
+		return c.lookBehind(now, l, it, witness, asks)
+	case asks && (l == nil || c.others(l)):
+		return c.lookBeside(now, it)
+	}
+	return false
+}
+
+// lookBehind tries the messages behind a lane's head, each after the head was asked
+// again: those next to it first, since what it finds healthy has overtaken all that is
+// in front of it. While the breaker lets messages through it does so in groups of 1,
+// 2, 4 …, with the head's delays between them, and goes on from group to group. A
+// probe that asks for life begins anew.
+func (c *machine[M]) lookBehind(now time.Duration, l *lane[M], it *item[M], witness, asks bool) bool {
+	if witness {
+		if !asks {
+			l.looks++
+		}
+		if l.step == l.depth || c.round.on { // or another probe is out, and looks
+			return false
+		}
+	} else {
+		place := l.step + 1
+		switch {
+		case asks && l.step == 0:
+			l.depth = c.depth(now, l, it)
+		case !asks:
+			if l.step == 0 {
+				l.depth = 1 << min(l.groups, maxGroups)
+				l.groups++
+			}
+			place = l.looks + 1
+		}
+		if l.step >= l.depth || place > min(l.behind(), maxLook) || c.round.on {
+			return false
+		}
+		l.step++
+		l.turn = place
+		it.inOutage = true
+		c.move(it, waiting)
+	}
+	if asks {
+		c.handOn(it)
+	}
+	l.parked, l.queued = false, true
+	c.ready.pushFront(l)
+	return true
+}
+
+// lookBeside lets a probe go on with another lane, or with OrderNone another message:
+// 1, 2, 4 … places on, since one next to a poison message is often poison, too.
+func (c *machine[M]) lookBeside(now time.Duration, it *item[M]) bool {
+	r := &c.round
+	if r.step == 0 {
+		r.depth = maxGroups
+	}
+	if r.on || r.step == r.depth || !c.skip(1<<r.step) {
+		return false
+	}
+	r.step++
+	c.handOn(it)
+	c.decide(now, it)
+	return true
+}
+
+// handOn keeps a probe's token for the next message.
+func (c *machine[M]) handOn(it *item[M]) {
+	c.round.on, c.round.token = true, it.token
+}
+
+// endLook ends a look that did not come to its end: the probe has failed.
+func (c *machine[M]) endLook(now time.Duration, l *lane[M]) {
+	if c.round.on {
+		c.gate.Failure(now, c.round.token, false)
+		c.freed = true
+	}
+	c.round = round{}
+	if l != nil {
+		l.turn, l.step = 0, 0
+	}
+}
+
+// mayLook tells whether a message behind a lane's head may be tried: the head has had
+// its attempts, its errors say nothing, and nothing else can tell. Where letters keep
+// their place, what stands behind a head can prove nothing.
+func (c *machine[M]) mayLook(l *lane[M], head *item[M]) bool {
+	return c.letters && !c.inPlace && !c.policy.StrictOrder && head.exhausted && head.class == ClassUnknown &&
+		!head.alive && l.behind() > 0 && !c.others(l)
+}
+
+// depth is how many messages the look of a failed probe may try: 2, 2, 2, 4, 2, 2, 2,
+// 8 …, as far as their calls take a small share of the time between probes. Where a
+// fleet probes, the other processes' heads tell, and only each fourth probe looks.
+func (c *machine[M]) depth(now time.Duration, l *lane[M], it *item[M]) int {
+	l.rounds++
+	if c.gate.Held() {
+		return max(0, 1-l.rounds%4)
+	}
+	deep := l.rounds & -l.rounds
+	took := max(now-it.started, 1)
+	share := c.policy.Breaker.PeriodAfter(mostAttempts, now-c.shutAt) / lookShare / took
+	return min(max(deep, 2), int(min(max(share, 1), maxLook)))
+}
+
+// skip brings another lane, or with OrderNone another message, to the front, n places
+// on: among adjacent poison messages the next one would tell nothing.
+func (c *machine[M]) skip(n int) bool {
+	if c.order() != OrderNone {
+		for range min(n-1, c.ready.len()-1) {
+			c.ready.push(c.ready.pop())
+		}
+		return c.ready.len() > 0
+	}
+	for range min(n-1, c.queued-1) {
+		c.again.push(c.dequeue(c.bulk))
+	}
+	return c.queued > 0 || c.again.len() > 0
+}
+
+// others tells whether other lanes have a head that did not fail yet, or is with
+// a handler: their turn comes, and tells.
+func (c *machine[M]) others(l *lane[M]) bool {
+	if len(c.lanes) > len(c.due)+c.ready.len()+1 {
+		return true // not all can be looked at, nor need be
+	}
+	for _, other := range c.lanes {
+		if other == l {
+			continue
+		}
+		if it := other.head(); it == nil || it.tries == 0 || it.phase == processing {
+			return true
+		}
+	}
+	return false
+}
+
+// behind is how many messages stand behind the head.
+func (l *lane[M]) behind() int { return max(0, len(l.front)-1) + l.queue.Len() }
+
+// guessAt is when a message may be taken for poison without proof; never if it may
+// not. Until something succeeds each guess waits twice as long as the last.
+func (c *machine[M]) guessAt(it *item[M]) time.Duration {
+	if !c.letters || !it.exhausted || it.class == ClassDependency || it.alive || c.stormy() ||
+		c.health != nil && c.health.failing.Load() || c.fresh() {
+		return never
+	}
+	doubt := min(c.unsettled()-1, maxDoubt)
+	if c.room() == 0 { // there is more behind it, which cannot be tried
+		doubt = maxDoubt
+	}
+	at := max(it.exhaustedAt, c.came) + c.policy.Retry.Patience<<doubt
+	if c.guesses > 0 && c.life() <= c.guessLuck {
+		at = max(at, c.guessedAt+c.policy.Retry.Patience<<min(c.guesses, maxGuessShift))
+	}
+	return at
+}
+
+// guess takes an item for poison without proof.
+func (c *machine[M]) guess(now time.Duration, it *item[M]) {
+	if c.life() > c.guessLuck {
+		c.guesses = 0
+	}
+	before := len(c.condemned)
+	c.condemn(now, it)
+	if len(c.condemned) > before {
+		c.guesses++
+		c.guessedAt, c.guessLuck = now, c.life()
+	}
+}
+
+// fresh tells whether any unsettled message has not failed yet.
+func (c *machine[M]) fresh() (found bool) {
+	if c.inPlace && c.order() != OrderNone {
+		for _, l := range c.lanes {
+			if it := l.head(); it == nil || it.tries == 0 {
+				return true
+			}
+		}
+		return false
+	}
+	if c.queued > 0 {
+		return true
+	}
+	c.items(func(it *item[M]) { found = found || it.tries == 0 })
+	return found
+}
+
+// farWitnesses is how many messages may come beyond a full window; see oneMore.
+const farWitnesses = 64
+
+// oneMore tells whether one message may come beyond the window, whose rest is settled
+// behind what is here: where nothing here can go on by itself. It may prove life to
+// what has failed, its success may be a part of the credit that another waits for, or
+// it may be the probe that what is being dead-lettered cannot be.
+func (c *machine[M]) oneMore(n int) bool {
+	if c.ahead == 0 || !c.letters || n >= c.limit() || n+c.ahead >= c.limit()+farWitnesses || c.fresh() {
+		return false
+	}
+	if c.parked[ReasonDLQ] > 0 {
+		return true
+	}
+	life, able, proof := c.life(), false, false
+	c.items(func(it *item[M]) {
+		if it.tries > 0 && !it.decided() {
+			able = true
+			proof = proof || it.luck == life // one for each time it fails
+		}
+	})
+	return proof || !able && !c.closed()
+}
+
+// flakiness is how often messages succeed only at a second call or later, over about
+// a minute. What failed in an outage is left out.
+type flakiness struct {
+	recovered, all float64
+	seen           uint64
+	at             time.Duration
+}
+
+// flakyHalf is how long it takes to forget a half.
+const flakyHalf = 30 * time.Second
+
+// attempts is how many calls of a message must fail for chance to be no excuse; least
+// at the least. Poison never succeeds, and so does not count.
+func (f *flakiness) attempts(now time.Duration, least int) int {
+	f.fade(now)
+	if f.recovered < 5 {
+		return least
+	}
+	n := math.Ceil(math.Log(chance) / math.Log(f.recovered/max(f.all, f.recovered+1)))
+	return max(least, int(min(n, mostAttempts)))
+}
+
+// count takes messages that took several calls, and how many took one so far.
+func (f *flakiness) count(now time.Duration, recovered float64, firsts uint64) {
+	f.fade(now)
+	f.recovered += recovered
+	f.all += recovered + float64(firsts-min(f.seen, firsts))
+	f.seen = firsts
+}
+
+func (f *flakiness) fade(now time.Duration) {
+	if halves := float64((now - f.at) / flakyHalf); halves > 0 {
+		f.at += time.Duration(halves) * flakyHalf
+		f.recovered *= math.Pow(0.5, halves)
+		f.all *= math.Pow(0.5, halves)
+	}
+}

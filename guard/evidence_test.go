@@ -1,0 +1,59 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+	"time"
+)
+
+// burst feeds the messages at once, while there is room.
+func burst(ms ...int) func(time.Duration) (int, bool) {
+	return func(time.Duration) (m int, ok bool) {
+		if len(ms) == 0 {
+			return 0, false
+		}
+		m, ms = ms[0], ms[1:]
+		return m, true
+	}
+}
+
+// Adjacent poison messages of unknown errors are passed within 2 s and half a second
+// each, in any order, and nothing else is dead-lettered.
+func TestAdjacentPoison(t *testing.T) {
+	for _, order := range []Order{OrderSource, OrderKey, OrderNone} {
+		for _, breaker := range []bool{true, false} {
+			for _, n := range []int{1, 2, 3, 5, 8, 20, 64} {
+				t.Run(fmt.Sprint(order, breaker, n), func(t *testing.T) {
+					s := newSim(t, Policy{Order: order, NoBreaker: !breaker})
+					var passed time.Duration
+					first := 200
+					start := time.Duration(0)
+					s.runKeyed(s.now+10*time.Minute, 100, func(m int) (time.Duration, error) {
+						if m >= first && m < first+n {
+							if start == 0 {
+								start = s.now
+							}
+							return 2 * time.Millisecond, errBad
+						}
+						if m == first+n && passed == 0 {
+							passed = s.now - start
+						}
+						return 2 * time.Millisecond, nil
+					}, counter(1000, 10*time.Millisecond))
+					slices.Sort(s.dead)
+					if len(s.dead) != n || s.dead[0] != first || s.dead[n-1] != first+n-1 || len(s.handled) != 1000-n {
+						t.Errorf("handled %d, dead %v", len(s.handled), s.dead)
+					}
+					if limit := 2*time.Second + time.Duration(n)*500*time.Millisecond; passed > limit {
+						t.Errorf("passed in %v, limit %v", passed, limit)
+					}
+					t.Logf("passed in %v; %d calls, overtaken %d", passed, s.calls, s.tally.Overtaken)
+				})
+			}
+		}
+	}
+}
