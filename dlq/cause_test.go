@@ -24,7 +24,7 @@ func TestNormalise(t *testing.T) {
 		"":                             "",
 		"connection refused":           "connection refused",
 		"order 4711 not found":         "order <n> not found",
-		"exit status -1":               "exit status <n>",
+		"exit status -1":               "exit status -1",
 		"took 1.5s, limit 300ms":       "took <dur>, limit <dur>",
 		"12µs too late":                "<dur> too late",
 		"1h2m3.5s":                     "<dur>",
@@ -32,31 +32,59 @@ func TestNormalise(t *testing.T) {
 		"at 2026-11-21T14:12:49.123Z":  "at <time>",
 		"at 2026-11-21T14:12:49+08:00": "at <time>",
 		"at 2026-11-21 14:12:49.5":     "at <time>",
-		"user 3f2504e0-4f89-11d3-9a0c-0305e82c3301 locked":     "user <uuid> locked",
-		"trace 4bf92f3577b34da6a3ce929d0e0e4736":               "trace <n>",
-		"at 0xc000012345 and 0x1f":                             "at <n> and <n>",
-		"commit 9fceb02":                                       "commit <n>",
-		"id 01HZX3ABCDEFGHJKMNPQRSTVWX gone":                   "id <id> gone",
-		`unknown field "amount_eur" in 'order'`:                "unknown field <s> in <s>",
-		`bad "quoted \"inner\" text" here`:                     "bad <s> here",
-		"can't read the user's file":                           "can't read the user's file",
-		`half "open`:                                           `half "open`,
-		"dial tcp 10.0.0.1:5432: connect: connection refused":  "dial tcp <ip>: connect: connection refused",
-		"dial tcp [2001:db8::1]:443: i/o timeout":              "dial tcp <ip>: i/o timeout",
-		"lookup on ::1 and fe80::1%eth0":                       "lookup on <ip> and <ip>%eth<n>",
-		"read tcp 192.168.0.7:51234->10.0.0.2:80: read: reset": "read tcp <ip>-><ip>: read: reset",
-		"partition orders-3 at offset 17":                      "partition orders-<n> at offset <n>",
-		"user123@example.com":                                  "user<n>@example.com",
-		"offsets [1, 2, 3] and [4 5]":                          "offsets [<n>] and [<n>]",
-		"a\n\tb \u00a0 c\x00d":                                 "a b c d",
-		"订单 123 失败，id=42":                                      "订单 <n> 失败，id=<n>",
-		"订单123失败":                                              "订单<n>失败",
-		"index out of range [5] with length 3":                 "index out of range [<n>] with length <n>",
-		"go1.26.8 v2":                                          "go<n>.<n>.<n> v<n>",
-		"pq: value too long (SQLSTATE 22001)":                  "pq: value too long (SQLSTATE <n>)",
-		"10-20":                                                "<n>-<n>",
-		"host-a.example.com:9092":                              "host-a.example.com:<n>",
-		"2026-11-31-extra":                                     "<n>-<n>-<n>-extra",
+		"user 3f2504e0-4f89-11d3-9a0c-0305e82c3301 locked":        "user <uuid> locked",
+		"trace 4bf92f3577b34da6a3ce929d0e0e4736":                  "trace <n>",
+		"at 0xc000012345 and 0x1f":                                "at <n> and <n>",
+		"commit 9fceb02":                                          "commit <n>",
+		"id 01HZX3ABCDEFGHJKMNPQRSTVWX gone":                      "id <n> gone",
+		`unknown field "amount_eur" in 'order'`:                   `unknown field "amount_eur" in 'order'`,
+		`bad "quoted \"inner\" text" 17 here`:                     `bad "quoted \"inner\" text" <n> here`,
+		`bad value "quoted \"inner\" text" here`:                  "bad value <s> here",
+		"can't read the user's file":                              "can't read the user's file",
+		`half "open`:                                              `half "open`,
+		"dial tcp 10.0.0.1:5432: connect: connection refused":     "dial tcp <ip>:5432: connect: connection refused",
+		"dial tcp [2001:db8::1]:443: i/o timeout":                 "dial tcp <ip>:443: i/o timeout",
+		"lookup on ::1 and fe80::1%eth0":                          "lookup on <ip> and <ip>",
+		"read tcp 192.168.0.7:51234->10.0.0.2:80: read: reset":    "read tcp <ip>:<n>-><ip>:80: read: reset",
+		"partition orders-3 at offset 17":                         "partition orders-<n> at offset <n>",
+		"user123@example.com":                                     "<email>",
+		"offsets [1, 2, 3] and [4 5]":                             "offsets [<n>] and [<n>]",
+		"a\n\tb \u00a0 c\x00d":                                    "a b c d",
+		"订单 123 失败，id=42":                                         "订单 <n> 失败，id=<n>",
+		"订单123失败":                                                 "订单<n>失败",
+		"index out of range [5] with length 3":                    "index out of range [<n>] with length <n>",
+		"go1.26.8 v2":                                             "go<n>.<n> v<n>",
+		"pq: value too long (SQLSTATE 22001)":                     "pq: value too long (SQLSTATE 22001)",
+		"10-20":                                                   "<n>-<n>",
+		"host-a.example.com:9092":                                 "host-a.example.com:9092",
+		`half value "open`:                                        `half value "open`,
+		"value '":                                                 "value '",
+		"GET /o?key=a&b=c (x)":                                    "GET /o?<s> (x)",
+		"Key (email)=(a b) already exists":                        "Key (email)=(<s>) already exists",
+		"amqp://u:p@mq:5672/v":                                    "amqp://<s>@mq:5672/v",
+		"main.go:443 and a.example.com:443, a.example.com:4430":   "main.go:<n> and a.example.com:443, a.example.com:<n>",
+		"read 404 bytes, got 404 bytes, got 404, status: got 404": "read <n> bytes, got <n> bytes, got <n>, status: got 404",
+		"status 4040 and code 123456":                             "status <n> and code <n>",
+		"12.5MiB of 3 GB at 50%":                                  "<size> of <size> at <size>",
+		"on Sat, 21 Nov 2026 14:12:49 GMT: late":                  "on <time>: late",
+		"at 2026-11-21 14:12:49.5 +0000 UTC m=+1.5.":              "at <time>.",
+		"Mon is no time, May be":                                  "Mon is no time, May be",
+		"01:23:45:67:89:ab down":                                  "<n> down",
+		"1.2.3.4.5 and 300.1.2.3":                                 "<n> and <n>",
+		"fluentd-xk2zp, api-https":                                "fluentd-<n>, api-https",
+		"utf8mb4 uint64 sha256sum S3Key a1b2c3 4xx":               "utf8mb4 uint64 sha256sum S3Key <n> 4xx",
+		"returned 412 rows, returned 412":                         "returned <n> rows, returned 412",
+		"status bad: got -404":                                    "status bad: got <n>",
+		"no customer cus_fBRlSgPOditPuD":                          "no customer cus_<n>",
+		"lookup bjaqwaton and trflvioswd":                         "lookup <n> and <n>",
+		"queue orders-AbC1dEf2GhI3jK gone":                        "queue orders-<n> gone",
+		"RequestID: 212403703173734B":                             "RequestID: <n>",
+		"the 3rd at 0xf":                                          "the <n>rd at <n>",
+		"pod web-tpb7699855-dpr2v":                                "pod web-<n>",
+		`parse failed; "amount" is missing`:                       `parse failed; "amount" is missing`,
+		"error: 1062, error 1062":                                 "error: <n>, error 1062",
+		"/v1/orders/dutrryueov":                                   "/v<n>/orders/<n>",
+		"2026-11-31-extra":                                        "<time>-extra",
 	} {
 		if got := normalise(in); got != want {
 			t.Errorf("%q\n got %q\nwant %q", in, got, want)
@@ -68,8 +96,8 @@ func TestNormalise(t *testing.T) {
 func TestFingerprintGroups(t *testing.T) {
 	groups := [][]string{
 		{"order 1 not found", "order 4711 not found", "order 98765432101234 not found"},
-		{`bad field "a"`, `bad field "a b \" c"`, `bad field ""`},
-		{"dial tcp 10.0.0.1:5432: refused", "dial tcp [::1]:5432: refused", "dial tcp 10.0.0.200:80: refused"},
+		{`bad value "a"`, `bad value "a b \" c"`, `bad value ""`},
+		{"dial tcp 10.0.0.1:5432: refused", "dial tcp [::1]:5432: refused", "dial tcp 10.0.0.200:5432: refused"},
 		{"timeout after 1s", "timeout after 1.000123s", "timeout after 250ms"},
 		{"session 0a1b2c3d4e5f dead", "session 123456789012 dead", "session ffffffffff00 dead"},
 		{"offsets 1, 2", "offsets 1, 2, 3, 4"},
@@ -100,9 +128,9 @@ func TestFingerprintIsPinned(t *testing.T) {
 		want  Cause
 	}{
 		{nil, "", Cause{}},
-		{errors.New("order 17 not found"), "", Cause{"v1:9e344fcb7cc2629c", "order <n> not found"}},
-		{fmt.Errorf("charge: %w", &net.OpError{Op: "dial", Net: "tcp", Err: errors.New("refused")}), "", Cause{"v1:1c1a9d6d2410b08f", "net.OpError: charge: dial tcp: refused"}},
-		{errors.New("nil map"), goPanic, Cause{"v1:b3c39e20738a7039", "nil map at orders.(*Handler).charge"}},
+		{errors.New("order 17 not found"), "", Cause{"v2:9e344fcb7cc2629c", "order <n> not found"}},
+		{fmt.Errorf("charge: %w", &net.OpError{Op: "dial", Net: "tcp", Err: errors.New("refused")}), "", Cause{"v2:1c1a9d6d2410b08f", "net.OpError: charge: dial tcp: refused"}},
+		{errors.New("nil map"), goPanic, Cause{"v2:b3c39e20738a7039", "nil map at orders.(*Handler).charge"}},
 	} {
 		got := Fingerprint(c.err, []byte(c.stack))
 		if got != c.want {
@@ -278,7 +306,7 @@ func checkFingerprint(t interface{ Fatalf(string, ...any) }, kind, message, stac
 	}
 	if empty := kind == "" && message == "" && stack == ""; empty != (c == Cause{}) {
 		t.Fatalf("%+v of %q, %q, %q", c, kind, message, stack)
-	} else if !empty && (len(c.ID) != len("v1:")+16 || !strings.HasPrefix(c.ID, "v1:")) {
+	} else if !empty && (len(c.ID) != len("v2:")+16 || !strings.HasPrefix(c.ID, "v2:")) {
 		t.Fatalf("ID %q", c.ID)
 	}
 	if len(c.Title) > maxTitle || !utf8.ValidString(c.Title) || strings.ContainsAny(c.Title, "\n\r") && !strings.ContainsAny(kind+stack, "\n\r") {
@@ -306,7 +334,8 @@ func FuzzFingerprint(f *testing.F) {
 // Whatever the input is, its cost does not grow with the square of it: 1 MiB
 // would take hours then, and takes a moment.
 func TestNormaliseIsBounded(t *testing.T) {
-	for _, unit := range []string{`"`, `'`, "`", "[", "[1:2:", "::1", "1.", "a-", "0x", "1e", `\"`, "…", "1 ", "1,", "\xff", "-1"} {
+	for _, unit := range []string{`"`, `'`, "`", "[", "[1:2:", "::1", "1.", "a-", "0x", "1e", `\"`, "…", "1 ", "1,", "\xff", "-1",
+		"a/", "eyJ", "?a=", ")=(", "-x2", "00:", "Mon, ", "a@", "://a", "1s", "error 1 ", "value \"", "é"} {
 		s := strings.Repeat(unit, 1<<20/len(unit))
 		start := time.Now()
 		normalise(s)

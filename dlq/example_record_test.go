@@ -31,16 +31,16 @@ func ExampleRecord_ID() {
 func ExampleFingerprint() {
 	for _, text := range []string{
 		`order 4711: field "amount" missing`,
-		`order 98: field "currency" missing`,
+		`order 98: field "amount" missing`,
 		"connect to 10.0.0.7:5432 failed after 1.5s",
 	} {
 		cause := dlq.Fingerprint(errors.New(text), nil)
 		fmt.Println(cause.ID, cause.Title)
 	}
 	// Output:
-	// v1:683b5acf9b2df32e order <n>: field <s> missing
-	// v1:683b5acf9b2df32e order <n>: field <s> missing
-	// v1:0ddb22c44bbb4b10 connect to <ip> failed after <dur>
+	// v2:a175cd4a08a709b4 order <n>: field "amount" missing
+	// v2:a175cd4a08a709b4 order <n>: field "amount" missing
+	// v2:60aed542295e7dab connect to <ip>:5432 failed after <dur>
 }
 
 func ExampleDescribeError() {
