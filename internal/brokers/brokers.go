@@ -59,7 +59,9 @@ type Options struct {
 	// Nodes, 1 to 5, of Kafka; the others have one. Unset means 1.
 	Nodes int
 	// Set is added to the broker's configuration: server.properties,
-	// rabbitmq.conf or the server's configuration file.
+	// rabbitmq.conf or the server's configuration file. {NAME} in a value becomes
+	// a port, for further listeners: node1 is the one in Addr, any other name is a
+	// free port, which Info tells.
 	Set map[string]string
 }
 
@@ -130,7 +132,8 @@ func (b *Broker) Stop(ctx context.Context) error {
 
 // Info returns what scripts/brokers knows about the instance. Keys are address,
 // version, directory, nodes, up (how many run), pid1 and log1 and so on for
-// each node, and for RabbitMQ management, the URL of its HTTP API.
+// each node, port_NAME for each port, and for RabbitMQ management, the URL of its
+// HTTP API.
 func (b *Broker) Info(ctx context.Context) (map[string]string, error) {
 	out, err := script(ctx, "info", string(b.kind), "--name", b.name)
 	if err != nil {

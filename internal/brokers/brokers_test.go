@@ -251,7 +251,7 @@ func TestHolders(t *testing.T) {
 
 func TestSettings(t *testing.T) {
 	t.Parallel()
-	b := StartForTest(t, NATS, Options{Set: map[string]string{"max_payload": "4096"}})
+	b := StartForTest(t, NATS, Options{Set: map[string]string{"max_payload": "4096", "http": "127.0.0.1:{monitor}"}})
 	// A NATS server names its settings to whoever connects.
 	c, err := new(net.Dialer).DialContext(t.Context(), "tcp", hosts(t, NATS, b.Addr())[0])
 	if err != nil {
@@ -262,6 +262,12 @@ func TestSettings(t *testing.T) {
 	n, err := c.Read(hello)
 	if err != nil || !strings.Contains(string(hello[:n]), `"max_payload":4096`) {
 		t.Errorf("the server says %q, %v; want the max_payload that was set", hello[:n], err)
+	}
+
+	if port := mustInfo(t, b)["port_monitor"]; port == "" {
+		t.Error("the info names no port for {monitor}")
+	} else if err := dial(t.Context(), "127.0.0.1:"+port); err != nil {
+		t.Errorf("the further listener: %v", err)
 	}
 
 	_, err = Start(t.Context(), NATS, Options{Name: b.Name() + "-no", Set: map[string]string{"max payload": "1"}})

@@ -71,10 +71,19 @@ settle_settings() {
   fi
 }
 
-# extra_settings FORMAT prints the --set lines for a configuration file.
+# extra_ports prints the {NAME}s of the --set lines.
+extra_ports() {
+  setting SET | grep -o '{[a-z][a-z0-9]*}' | tr -d '{}' || true
+}
+
+# extra_settings FORMAT prints the --set lines for a configuration file, with
+# ports for {NAME}s.
 extra_settings() {
-  local set
+  local set key
   while IFS= read -r set; do
+    for key in "${!port[@]}"; do
+      set=${set//"{$key}"/"${port[$key]}"}
+    done
     # shellcheck disable=SC2059 # the caller's format
     [[ -z $set ]] || printf "$1\n" "${set%%=*}" "${set#*=}"
   done < <(setting SET)
@@ -94,7 +103,7 @@ start_instance() {
   if [[ ! -f $dir/ready ]]; then
     rm -rf --one-file-system "$dir"/[1-9]
     # shellcheck disable=SC2046 # words are wanted
-    [[ -f $dir/ports ]] || { load_instance; allot_ports "$dir/ports" $("${kind}_ports"); }
+    [[ -f $dir/ports ]] || { load_instance; allot_ports "$dir/ports" $({ "${kind}_ports"; extra_ports; } | tr ' ' '\n' | sort -u); }
     load_instance
     "${kind}_prepare"
     : >"$dir/ready"
@@ -292,6 +301,7 @@ info_instance() {
   echo "address=$("${kind}_address")"
   echo "version=$("${kind}_version")"
   echo "directory=$dir"
+  sed 's/^/port_/' "$dir/ports"
   if [[ $(type -t "${kind}_info") ]]; then
     "${kind}_info"
   fi
