@@ -1,0 +1,217 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Package access is how the CLI's commands get into a broker: TLS, and a user
+// with a password.
+package access
+
+import (
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/url"
+	"os"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/IBM/sarama"
+	"github.com/nats-io/nats.go"
+)
+
+// A Mechanism is how Kafka is told a password.
+type Mechanism string
+
+// The mechanisms. Plain sends the password itself, the others prove that both
+// sides know it.
+const (
+	Plain       Mechanism = "plain"
+	ScramSHA256 Mechanism = "scram-sha-256"
+	ScramSHA512 Mechanism = "scram-sha-512"
+)
+
+// Mechanisms are all of them.
+func Mechanisms() []Mechanism { return []Mechanism{Plain, ScramSHA256, ScramSHA512} }
+
+// Config is what the flags say. The zero value is plain text and no user.
+type Config struct {
+	TLS       bool   // --tls; CA and Cert turn it on too
+	CA        string // --ca: a PEM file with the certificates to trust; unset: the system's
+	Cert, Key string // --cert, --key: PEM files of the client's own certificate
+
+	SASL         Mechanism // --sasl: Kafka's alone
+	User         string    // --user
+	PasswordFile string    // --password-file
+}
+
+// Any tells whether anything is set.
+func (c Config) Any() bool { return c != Config{} }
+
+// WantsTLS tells whether any flag asks for TLS.
+func (c Config) WantsTLS() bool { return c.TLS || c.CA != "" || c.Cert != "" || c.Key != "" }
+
+// Validate reports everything that is wrong, in terms of flags. kafka says that
+// the broker is one, and so has mechanisms.
+func (c Config) Validate(kafka bool) error {
+	var errs []error
+	add := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
+	if (c.Cert == "") != (c.Key == "") {
+		add("--cert and --key: must be given together")
+	}
+	if (c.User == "") != (c.PasswordFile == "") {
+		add("--user and --password-file: must be given together")
+	}
+	switch {
+	case kafka && c.User != "" && c.SASL == "":
+		add("--sasl: must be given with --user: plain, scram-sha-256 or scram-sha-512")
+	case kafka && c.SASL != "" && c.User == "":
+		add("--sasl %q: needs --user and --password-file", c.SASL)
+	case !kafka && c.SASL != "":
+		add("--sasl %q: is for Kafka", c.SASL)
+	}
+	return errors.Join(errs...)
+}
+
+// A FlagError is a flag whose file cannot be used.
+type FlagError struct{ error }
+
+func (e FlagError) Unwrap() error { return e.error }
+
+// Open reads the files. An error is a [FlagError].
+func (c Config) Open() (*Access, error) {
+	a := &Access{user: c.User, mechanism: c.SASL}
+	var errs []error
+	if c.PasswordFile != "" {
+		text, err := os.ReadFile(c.PasswordFile)
+		if err != nil {
+			errs = append(errs, fmt.Errorf("--password-file: %w", err))
+		}
+		a.password = strings.TrimRight(string(text), "\r\n")
+	}
+	if c.WantsTLS() {
+		a.tls = &tls.Config{MinVersion: tls.VersionTLS12}
+	}
+	if c.CA != "" {
+		a.tls.RootCAs = x509.NewCertPool()
+		switch pem, err := os.ReadFile(c.CA); {
+		case err != nil:
+			errs = append(errs, fmt.Errorf("--ca: %w", err))
+		case !a.tls.RootCAs.AppendCertsFromPEM(pem):
+			errs = append(errs, fmt.Errorf("--ca %q: no certificate in it; it must be PEM", c.CA))
+		}
+	}
+	if c.Cert != "" {
+		pair, err := tls.LoadX509KeyPair(c.Cert, c.Key)
+		if err != nil {
+			errs = append(errs, fmt.Errorf("--cert %q, --key %q: %w", c.Cert, c.Key, err))
+		}
+		a.tls.Certificates = []tls.Certificate{pair}
+	}
+	if len(errs) > 0 {
+		return nil, FlagError{errors.Join(errs...)}
+	}
+	return a, nil
+}
+
+// Access is what Config names, read. It is not changed.
+type Access struct {
+	tls            *tls.Config // nil: plain text, or the system's certificates where a URL asks for TLS
+	user, password string
+	mechanism      Mechanism
+}
+
+// TLS is a copy of the client's TLS configuration, nil without any.
+func (a *Access) TLS() *tls.Config { return a.tls.Clone() }
+
+// Kafka sets what sarama needs.
+func (a *Access) Kafka(c *sarama.Config) {
+	if a.tls != nil {
+		c.Net.TLS.Enable, c.Net.TLS.Config = true, a.TLS()
+	}
+	if a.user == "" {
+		return
+	}
+	c.Net.SASL.Enable, c.Net.SASL.User, c.Net.SASL.Password = true, a.user, a.password
+	c.Net.SASL.Mechanism = sarama.SASLMechanism(strings.ToUpper(string(a.mechanism)))
+	c.Net.SASL.SCRAMClientGeneratorFunc = func() sarama.SCRAMClient { return &scram{mechanism: a.mechanism} }
+}
+
+// KafkaError is an error of a connection with a hint. A broker that wants TLS or
+// a user, and gets neither, says nothing: it closes the connection.
+func KafkaError(err error) error {
+	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+		return fmt.Errorf("%w: the broker closed the connection; it may want --tls or --ca, or --user and --sasl, or none of them", err)
+	}
+	return err
+}
+
+// NATS is what the client needs.
+func (a *Access) NATS() []nats.Option {
+	var opts []nats.Option
+	if a.tls != nil {
+		opts = append(opts, nats.Secure(a.TLS()))
+	}
+	if a.user != "" {
+		opts = append(opts, nats.UserInfo(a.user, a.password))
+	}
+	return opts
+}
+
+// URL is address with the user and the password, if there is one.
+func (a *Access) URL(address string) (string, error) {
+	if a.user == "" {
+		return address, nil
+	}
+	u, err := url.Parse(address)
+	if err != nil {
+		return "", errors.New("--url: cannot be read") // its text may have a password
+	}
+	u.User = url.UserPassword(a.user, a.password)
+	return u.String(), nil
+}
+
+// The forms of an address, in words.
+const (
+	KafkaForm = "host:port,host:port,..."
+	NATSForm  = "nats://host:port (or tls, ws, wss)"
+	HTTPForm  = "http://user:password@host:port (or https)"
+)
+
+// NATSAddress tells whether address is of [NATSForm]. The scheme may be left out.
+func NATSAddress(address string) bool {
+	for a := range strings.SplitSeq(address, ",") {
+		scheme, _, has := strings.Cut(a, "://")
+		if a == "" || has && !slices.Contains([]string{"nats", "tls", "ws", "wss"}, scheme) {
+			return false
+		}
+	}
+	return true
+}
+
+// HTTPAddress tells whether address is of [HTTPForm].
+func HTTPAddress(address string) bool {
+	u, err := url.Parse(address)
+	return err == nil && (u.Scheme == "http" || u.Scheme == "https") && u.Hostname() != ""
+}
+
+// KafkaAddress tells whether address is of [KafkaForm].
+func KafkaAddress(address string) bool {
+	for a := range strings.SplitSeq(address, ",") {
+		host, port, err := net.SplitHostPort(a)
+		n, portErr := strconv.ParseUint(port, 10, 16)
+		if err != nil || portErr != nil || host == "" || n == 0 {
+			return false
+		}
+	}
+	return true
+}
+
+var userinfo = regexp.MustCompile(`[^/,"]*@`)
+
+// Redact leaves users and passwords out of an address, of several, or of the
+// text of an error that repeats one. NATS needs no scheme.
+func Redact(text string) string { return userinfo.ReplaceAllString(text, "...@") }
