@@ -4,32 +4,52 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
-	"regexp"
+	"slices"
 	"time"
 
 	"github.com/spf13/cobra"
 
+	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/access"
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-const doctorLong = `Look for settings of a broker that would lose, repeat or delay messages of a
-guarded consumer, and for what mends them. Nothing is changed.
+const doctorLong = `Look at the settings of a broker. Find those that would lose, repeat or delay
+the messages of a guarded consumer, and say how to mend each. The doctor only
+reads: it changes nothing.
 
-A finding is one of
+Each finding has a severity:
 
   danger   messages can be lost
-  warning  duplicates, delays or a stall
-  notice   worth knowing
+  warning  messages can be repeated or delayed, or the consumer can stop
+  notice   good to know
 
-They go to stdout: two lines each, or with --json one array of
-{"severity","where","what","fix"}. The exit status is 1 if one is a danger.`
+The findings go to stdout: two lines each, or with --json one array of objects
+{"severity","where","what","fix"}.
 
-// errDanger makes the exit status 1; the findings say the rest.
-var errDanger = errors.New("messages can be lost: see the findings marked danger")
+The exit status is for scripts:
+
+  0  nothing was found, or only notices
+  1  at least one danger or warning was found; --fail-on danger ignores warnings,
+     --fail-on notice counts notices too
+  2  the command line is wrong
+  3  the doctor could not look, or not at everything: the broker did not answer,
+     or refused. Findings that were made are printed all the same
+
+--url says where to look. --ca, --cert, --key, --tls, --user and --password-file
+say how to get in. They mean the same here and in "stormguard demo".`
+
+// errFound makes the exit status 1; the findings say the rest.
+var errFound = errors.New("the settings need work: see the findings above")
+
+// lookError makes the exit status 3: nobody knows what would have been found.
+type lookError struct{ error }
+
+func (e lookError) Unwrap() error { return e.error }
 
 func newDoctor() *cobra.Command {
 	cmd := &cobra.Command{
@@ -46,60 +66,89 @@ func newDoctor() *cobra.Command {
 // examination is what the doctor's commands share.
 type examination struct {
 	ranges
-	hold time.Duration
-	json bool
+	url    string
+	hold   time.Duration
+	failOn severity
+	json   bool
+	access access.Config
 }
 
+// severity is a [guard.Severity] as a flag.
+type severity string
+
+func severities() []severity { return []severity{"notice", "warning", "danger"} }
+
 func (e *examination) flags(cmd *cobra.Command) {
-	e.hold = time.Hour
-	e.duration(cmd.Flags(), &e.hold, "hold", time.Second, 8760*time.Hour, "the longest outage that must lose nothing")
+	e.hold, e.failOn = time.Hour, "warning"
+	e.duration(cmd.Flags(), &e.hold, "hold", time.Second, 8760*time.Hour, "the longest outage that must lose no message")
+	choice(&e.ranges, cmd.Flags(), &e.failOn, "fail-on", severities(), "the least severity that makes the exit status 1")
 	cmd.Flags().BoolVar(&e.json, "json", false, "print one JSON array")
 }
 
-// need reports which of the flags are unset.
+// need reports which of the flags are unset or out of range.
 func (e *examination) need(cmd *cobra.Command, names ...string) error {
-	var errs []error
-	if err := e.check(); err != nil {
-		errs = append(errs, usageError{err})
-	}
+	err := e.check()
 	for _, name := range names {
 		if cmd.Flag(name).Value.String() == "" {
-			errs = append(errs, usageError{fmt.Errorf("--%s: must be given", name)})
+			err = errors.Join(err, fmt.Errorf("--%s: must be given", name))
 		}
 	}
-	return errors.Join(errs...)
+	return err
 }
 
-var userinfo = regexp.MustCompile(`[^/,"]*@`)
+// form reports a --url of another form.
+func (e *examination) form(ok bool, form string) error {
+	if ok || e.url == "" { // need says the latter
+		return nil
+	}
+	return fmt.Errorf("--url %q: must be %s", access.Redact(e.url), form)
+}
 
-// connectError says where nobody was found, without user and password, which
-// the client's error may repeat.
+// look opens the files that the flags name, looks, and reports. A look that
+// fails half-way has findings and an error.
+func (e *examination) look(cmd *cobra.Command, with func(context.Context, *access.Access) ([]guard.Finding, error)) error {
+	a, err := e.access.Open()
+	if err != nil {
+		return err
+	}
+	found, err := with(cmd.Context(), a)
+	if err != nil && len(found) == 0 {
+		return lookError{err} // not the same as nothing found
+	}
+	bad, printed := e.report(cmd.OutOrStdout(), found)
+	if err = errors.Join(err, printed); err != nil {
+		return lookError{err}
+	}
+	if bad {
+		return errFound
+	}
+	return nil
+}
+
+// connectError says which broker was not reached, without user and password,
+// which the client's error may repeat.
 func connectError(address string, err error) error {
-	return errors.New(userinfo.ReplaceAllString(fmt.Sprintf("connect to %s: %v", address, err), "...@"))
+	return errors.New(access.Redact(fmt.Sprintf("connect to %s: %v", address, err)))
 }
 
-// report prints the findings.
-func (e *examination) report(w io.Writer, found []guard.Finding) error {
-	var err error
+// report prints the findings, and tells whether one is as severe as --fail-on.
+func (e *examination) report(w io.Writer, found []guard.Finding) (bad bool, err error) {
+	for _, f := range found {
+		bad = bad || slices.Index(severities(), severity(f.Severity.String())) >= slices.Index(severities(), e.failOn)
+	}
 	if e.json {
 		if found == nil {
 			found = []guard.Finding{}
 		}
-		err = json.NewEncoder(w).Encode(found)
-	} else {
-		if len(found) == 0 {
-			_, err = fmt.Fprintln(w, "Nothing found.")
-		}
-		for _, f := range found {
-			if err == nil {
-				_, err = fmt.Fprintf(w, "%-7s  %s: %s\n         %s\n", f.Severity, f.Where, f.What, f.Fix)
-			}
-		}
+		return bad, json.NewEncoder(w).Encode(found)
+	}
+	if len(found) == 0 {
+		_, err = fmt.Fprintln(w, "Nothing found.")
 	}
 	for _, f := range found {
-		if f.Severity == guard.Danger {
-			return errors.Join(err, errDanger)
+		if err == nil {
+			_, err = fmt.Fprintf(w, "%-7s  %s: %s\n         %s\n", f.Severity, f.Where, f.What, f.Fix)
 		}
 	}
-	return err
+	return bad, err
 }

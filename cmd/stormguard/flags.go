@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"github.com/spf13/pflag"
+
+	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/access"
 )
 
 // ranges collects flags whose values have a range, so that all that is wrong
@@ -109,4 +111,21 @@ func choice[T ~string](rs *ranges, flags *pflag.FlagSet, p *T, name string, all 
 func (rs *ranges) add(flags *pflag.FlagSet, usage string, r *ranged) {
 	*rs = append(*rs, r)
 	flags.Var(r, r.name, usage)
+}
+
+// accessFlags are the flags for TLS and a user, the same wherever a command
+// connects to a broker. tls is what --tls does; empty: there is none, --url says
+// it.
+func accessFlags(rs *ranges, flags *pflag.FlagSet, c *access.Config, tls string, sasl bool) {
+	if tls != "" {
+		flags.BoolVar(&c.TLS, "tls", false, tls)
+	}
+	flags.StringVar(&c.CA, "ca", "", "PEM `file` of the certificates to trust (default: the system's)")
+	flags.StringVar(&c.Cert, "cert", "", "PEM `file` of a client certificate, with --key")
+	flags.StringVar(&c.Key, "key", "", "PEM `file` of its private key")
+	flags.StringVar(&c.User, "user", "", "`name` to log in with, with --password-file")
+	flags.StringVar(&c.PasswordFile, "password-file", "", "`file` with the password, such as /dev/stdin")
+	if sasl {
+		choice(rs, flags, &c.SASL, "sasl", access.Mechanisms(), "how Kafka is told the password, with --user")
+	}
 }

@@ -12,13 +12,16 @@ import (
 	"syscall"
 
 	"github.com/spf13/cobra"
+
+	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/access"
 )
 
-// Exit codes.
+// Exit codes. Scripts rely on them: docs/cli.md.
 const (
 	exitOK          = 0
-	exitError       = 1
+	exitError       = 1 // an error; the doctor: findings
 	exitUsage       = 2
+	exitUnseen      = 3 // the doctor could not look
 	exitInterrupted = 130
 )
 
@@ -49,9 +52,12 @@ func run(args []string, stdout, stderr io.Writer) int {
 	fmt.Fprintln(stderr, "stormguard:", err)
 	// What fails before a command begins is a flag, an argument or a command
 	// that cobra does not know.
-	if !begun || errors.As(err, new(usageError)) {
+	if !begun || errors.As(err, new(usageError)) || errors.As(err, new(access.FlagError)) {
 		fmt.Fprintf(stderr, "See %q.\n", cmd.CommandPath()+" --help")
 		return exitUsage
+	}
+	if errors.As(err, new(lookError)) {
+		return exitUnseen
 	}
 	return exitError
 }
