@@ -14,10 +14,11 @@ import (
 
 const demoLong = `Watch one outage hit one consumer twice: unguarded, then guarded.
 
-Each of the two runs publishes the same messages at the same rate and kills the
-consumer's dependency, a TCP server on the loopback, at the same instant for the
-same time. Broker and settings, the handler and its one goroutine are the same.
-What differs is the consumer:
+Each of the two runs publishes the same messages at the same rate. The handler
+calls a dependency, a TCP server on the loopback. The outage closes that server
+at the same instant for the same time, so that connections to it are refused.
+Broker and settings, the handler and its one goroutine are the same. What differs
+is the consumer:
 
   unguarded  as most programs are: a message that failed five times goes to the
              DLQ, and is acked when the DLQ has it
@@ -42,6 +43,13 @@ The brokers:
              broker has delivered five times. Guarded:
              amqp.Consume(ctx, g, dialer, queue, handle), WithPrefetch(500)
 
+--errors says what the handler returns during the outage:
+
+  refused  the error of the connection, as a handler that hands errors on does.
+           The guard can see that the dependency is down
+  unknown  an error that says nothing. The guard must find out by itself, which
+           takes longer
+
 On kafka and rabbitmq the unguarded consumer goes on while the DLQ confirms up to
 100 messages; on nats it waits for each.
 
@@ -52,6 +60,10 @@ leaves it running; $STORMGUARD_KAFKA and $STORMGUARD_RABBITMQ name others. So
 does --url, anywhere and for all three. On a broker of yours the demo makes
 streams, topics, queues and groups of its own, one run after the other, and
 deletes them.
+
+A broker of yours may want TLS and a user: --tls, --ca, --cert, --key, --user and
+--password-file, and for Kafka --sasl. They mean the same in "stormguard doctor".
+RabbitMQ and NATS take user and password in --url too.
 
 The figures come from a ledger of the demo's own, by message id, and from what
 is found in the DLQ; never from the guard's counters:
@@ -77,9 +89,16 @@ A run starts when the broker knows the consumer, and ends when nothing is left
 to settle, or 45s after the last message. When the consumer has ended, a broker
 that still has a message which the ledger calls settled is an error.
 
+The guarded run is judged by bounds, made for the demo's own rate and outage: at
+most 5 dead letters, calls at most 1 % of the unguarded ones, and contained within
+1 s. None may be lost, duplicated or out of order. With --errors unknown only the
+first three are judged, and contained means within 15 s. A shorter outage or a
+lower rate may miss the 1 %. Bounds do not change the exit status.
+
 Progress goes to stderr: a moving picture on a terminal, else a line a second.
 The result goes to stdout: a table, or with --json one object
-{"unguarded":{...},"guarded":{...}}.`
+{"errors":"refused","unguarded":{...},"guarded":{...},"bounds":[...]}, where
+"bounds" has a {"name","limit","value","kept"} for each bound that was judged.`
 
 func newDemo() *cobra.Command {
 	cfg := demo.Defaults()
@@ -92,7 +111,10 @@ func newDemo() *cobra.Command {
   stormguard demo --outage 1m --rate 1000
   stormguard demo --broker kafka --json 2>/dev/null | jq .guarded
   stormguard demo --url nats://localhost:4222
-  stormguard demo --broker rabbitmq --url amqp://localhost:5672/`,
+  stormguard demo --broker rabbitmq --url amqp://localhost:5672/
+  stormguard demo --errors unknown
+  stormguard demo --broker kafka --url kafka:9093 --ca ca.pem --sasl scram-sha-512 \
+    --user demo --password-file password`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := errors.Join(rs.check(), cfg.Validate()); err != nil {
@@ -110,6 +132,8 @@ func newDemo() *cobra.Command {
 	rs.duration(f, &cfg.WarmUp, "warmup", 500*time.Millisecond, time.Minute, "healthy time before the outage")
 	rs.duration(f, &cfg.After, "after", 500*time.Millisecond, time.Minute, "how long publishing goes on after the outage")
 	f.Uint64Var(&cfg.Seed, "seed", cfg.Seed, "seed of the messages' contents, the same for both runs")
+	choice(&rs, f, &cfg.Errors, "errors", demo.Failures(), "what the handler returns during the outage")
+	accessFlags(&rs, f, &cfg.Access, "speak TLS to Kafka or NATS; --ca and --cert turn it on too (RabbitMQ: amqps:// in --url)", true)
 	f.BoolVar(&cfg.Literal, "literal", false, "keep the guard's own storm thresholds")
 	f.BoolVar(&cfg.JSON, "json", false, "print one JSON object instead of the table")
 	f.BoolVar(&cfg.NoColor, "no-color", false, "no colours (NO_COLOR and TERM=dumb are respected too)")

@@ -69,6 +69,25 @@ See "stormguard demo --help".
 `,
 		},
 		{
+			"demo --tls --user bob --errors odd", exitUsage, `^$`,
+			`stormguard: --errors "odd": must be refused or unknown
+--tls, --ca, --cert, --user, --sasl: need --url, the demo's own brokers want none of them
+--user and --password-file: must be given together
+See "stormguard demo --help".
+`,
+		},
+		{
+			"demo --broker rabbitmq --url amqp://localhost --ca ca.pem --sasl plain", exitUsage, `^$`,
+			`stormguard: --tls, --ca, --cert: need amqps:// in --url
+--sasl "plain": is for Kafka
+See "stormguard demo --help".
+`,
+		},
+		{
+			"demo --broker kafka --url localhost:9093 --ca no/such/file", exitUsage, `^$`,
+			"stormguard: --ca: open no/such/file: no such file or directory\nSee \"stormguard demo --help\".\n",
+		},
+		{
 			"demo --url amqp://localhost", exitUsage, `^$`,
 			`stormguard: --url "amqp://localhost": must be nats://host:port (or tls, ws, wss) for --broker nats
 See "stormguard demo --help".

@@ -16,6 +16,8 @@ import (
 	"fmt"
 	"io"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/access"
 )
 
 // Config is what the command line sets.
@@ -23,11 +25,13 @@ type Config struct {
 	Broker Kind
 	URL    string // empty: an embedded server, or one that is found or started
 	Creds  string // NATS credentials file
+	Access access.Config
 
 	Rate                  int           // messages per second
 	WarmUp, Outage, After time.Duration // publishing goes on through all three
 	Seed                  uint64
 	Literal               bool // the guard's own storm thresholds
+	Errors                Failure
 
 	JSON    bool
 	NoColor bool
@@ -35,7 +39,7 @@ type Config struct {
 
 // Defaults is the demo of the README.
 func Defaults() Config {
-	return Config{Broker: NATS, Rate: 2500, WarmUp: 3 * time.Second, Outage: 20 * time.Second, After: 5 * time.Second, Seed: 1}
+	return Config{Broker: NATS, Rate: 2500, WarmUp: 3 * time.Second, Outage: 20 * time.Second, After: 5 * time.Second, Seed: 1, Errors: Refused}
 }
 
 // messages is how many are published in a run.
@@ -43,10 +47,35 @@ func (c Config) messages() int {
 	return int(float64(c.Rate) * (c.WarmUp + c.Outage + c.After).Seconds())
 }
 
+// A Failure is what the handler returns while its dependency is down; empty means
+// [Refused].
+type Failure string
+
+// The failures.
+const (
+	// Refused is the error of the TCP connection, as a handler that hands errors
+	// on returns it.
+	Refused Failure = "refused"
+	// Unknown is an error of the handler's own that says nothing of a connection.
+	Unknown Failure = "unknown"
+)
+
+// Failures are all of them.
+func Failures() []Failure { return []Failure{Refused, Unknown} }
+
+func (c Config) failure() Failure {
+	if c.Errors == "" {
+		return Refused
+	}
+	return c.Errors
+}
+
 // Result is what --json prints.
 type Result struct {
+	Errors    Failure `json:"errors"`
 	Unguarded Figures `json:"unguarded"`
 	Guarded   Figures `json:"guarded"`
+	Bounds    []Bound `json:"bounds"`
 }
 
 // Run runs both sides. The result goes to stdout, progress to stderr.
@@ -64,7 +93,7 @@ func Run(ctx context.Context, cfg Config, stdout, stderr io.Writer) error {
 		return err
 	}
 	if cfg.JSON {
-		return json.NewEncoder(stdout).Encode(out.result())
+		return json.NewEncoder(stdout).Encode(out.result(cfg))
 	}
 	_, err = io.WriteString(stdout, report(cfg, out, outputStyle(stdout, cfg)))
 	return err
@@ -75,8 +104,9 @@ type outcome struct {
 	unguarded, guarded trial
 }
 
-func (o outcome) result() Result {
-	return Result{Unguarded: o.unguarded.figures, Guarded: o.guarded.figures}
+func (o outcome) result(cfg Config) Result {
+	u, g := o.unguarded.figures, o.guarded.figures
+	return Result{Errors: cfg.failure(), Unguarded: u, Guarded: g, Bounds: bounds(cfg.failure(), u, g)}
 }
 
 // play runs both sides one after the other on one broker.

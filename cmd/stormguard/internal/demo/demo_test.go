@@ -8,6 +8,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"net"
 	"os"
 	"strings"
 	"syscall"
@@ -44,6 +45,50 @@ func TestDependencyIsRefusedWhileDownAndComesBack(t *testing.T) {
 	}
 	if err := c.call(ctx, 1); err != nil {
 		t.Fatal(err)
+	}
+}
+
+// While it is down, the handler's error is the connection's, or says nothing.
+func TestHandlersErrors(t *testing.T) {
+	d, err := newDependency(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.down()
+	c := &client{addr: d.addr}
+	if err := Refused.of(c.call(t.Context(), 1)); !errors.Is(err, syscall.ECONNREFUSED) || !errors.As(err, new(net.Error)) {
+		t.Errorf("refused: %v", err)
+	}
+	if err := Unknown.of(c.call(t.Context(), 1)); err == nil || errors.As(err, new(net.Error)) || errors.As(err, new(syscall.Errno)) || errors.Unwrap(err) != nil {
+		t.Errorf("unknown: %v", err)
+	}
+	if err := errors.Join(Refused.of(nil), Unknown.of(nil)); err != nil {
+		t.Error(err)
+	}
+}
+
+// With errors that tell nothing, only the bounds for those hold.
+func TestDemoUnknownErrors(t *testing.T) {
+	if testing.Short() {
+		t.Skip("needs seconds; run without -short")
+	}
+	cfg := Config{Rate: 1000, WarmUp: time.Second, Outage: 8 * time.Second, After: time.Second, Seed: 7, JSON: true, Errors: Unknown}
+	var stdout, stderr bytes.Buffer
+	if err := Run(t.Context(), cfg, &stdout, &stderr); err != nil {
+		t.Fatalf("%v\n%s", err, stderr.String())
+	}
+	var r Result
+	if err := json.Unmarshal(stdout.Bytes(), &r); err != nil {
+		t.Fatal(err)
+	}
+	if g := r.Guarded; r.Errors != Unknown || len(r.Bounds) != 3 || g.Lost != 0 || g.Duplicates != 0 || g.Handled+g.DeadLetters != g.Published {
+		t.Errorf("%s", stdout.String())
+	}
+	for _, b := range r.Bounds {
+		// 1 % is for the demo's own outage; of a short one each call weighs more.
+		if !b.Kept && (b.Name != "calls_percent" || b.Value > 5) {
+			t.Errorf("%+v", b)
+		}
 	}
 }
 
@@ -84,6 +129,9 @@ func TestDemo(t *testing.T) {
 func judge(t *testing.T, cfg Config, r Result) {
 	t.Helper()
 	u, g := r.Unguarded, r.Guarded
+	if r.Errors != Refused || len(r.Bounds) != 6 {
+		t.Errorf("errors %q, bounds %+v", r.Errors, r.Bounds)
+	}
 	if u.Published != cfg.messages() || g.Published != cfg.messages() {
 		t.Errorf("published %d and %d, want %d", u.Published, g.Published, cfg.messages())
 	}

@@ -6,6 +6,7 @@ package demo
 import (
 	"bufio"
 	"context"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"net"
@@ -114,6 +115,17 @@ func (d *dependency) restart(ctx context.Context) error {
 			return fmt.Errorf("demo: dependency: restart: %w", err)
 		}
 	}
+}
+
+// errNotCharged is all that an opaque handler says.
+var errNotCharged = errors.New("the order was not charged")
+
+// of is what the handler makes of an error of its dependency.
+func (f Failure) of(err error) error {
+	if err != nil && f == Unknown {
+		return errNotCharged
+	}
+	return err
 }
 
 // client is the handler's way to the dependency: one connection, dialled when

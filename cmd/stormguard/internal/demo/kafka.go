@@ -7,14 +7,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
-	"strconv"
 	"strings"
 	"sync"
 	"time"
 
 	"github.com/IBM/sarama"
 
+	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/access"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
@@ -22,25 +21,19 @@ var onKafka = platform{
 	title: "Kafka", store: "topic",
 	unguarded: "five tries in place, then the DLQ, and the mark",
 	guarded:   "group.Consume(ctx, topics, kafka.Wrap(g, handle))",
-	address:   "host:port,host:port,...",
-	check: func(address string) bool {
-		for a := range strings.SplitSeq(address, ",") {
-			host, port, err := net.SplitHostPort(a)
-			n, portErr := strconv.ParseUint(port, 10, 16)
-			if err != nil || portErr != nil || host == "" || n == 0 {
-				return false
-			}
-		}
-		return true
-	},
-	open: func(_ context.Context, _ Config, address string) (broker, error) {
-		return kafkaCluster(strings.Split(address, ",")), nil
+	address:   access.KafkaForm,
+	check:     access.KafkaAddress,
+	open: func(_ context.Context, _ Config, address string, a *access.Access) (broker, error) {
+		return kafkaCluster{strings.Split(address, ","), a}, nil
 	},
 	found: brokers.Kafka,
 }
 
-// kafkaCluster is the addresses of a cluster that runs.
-type kafkaCluster []string
+// kafkaCluster is a cluster that runs, and how to get in.
+type kafkaCluster struct {
+	addrs  []string
+	access *access.Access
+}
 
 func (kafkaCluster) close() {}
 
@@ -49,7 +42,7 @@ func (kafkaCluster) close() {}
 //
 // Goroutines: two hand the producer's answers out, until remove.
 type kafkaRun struct {
-	addrs             []string
+	kafkaCluster
 	topic, dlq, group string
 	client            sarama.Client
 	admin             sarama.ClusterAdmin
@@ -57,9 +50,9 @@ type kafkaRun struct {
 	answers           sync.WaitGroup
 }
 
-// kafkaConfig is sarama's default but for what is said here: no message may be
+// config is sarama's default but for what is said here: no message may be
 // skipped, doubled or overtaken on its way in.
-func kafkaConfig() *sarama.Config {
+func (b kafkaCluster) config() *sarama.Config {
 	c := sarama.NewConfig()
 	c.ClientID = "stormguard-demo"
 	c.Version = sarama.V2_8_0_0
@@ -69,20 +62,21 @@ func kafkaConfig() *sarama.Config {
 	c.Net.MaxOpenRequests = 1
 	c.Producer.Return.Successes, c.Producer.Return.Errors = true, true
 	c.Metadata.AllowAutoTopicCreation = false
+	b.access.Kafka(c)
 	return c
 }
 
 func (b kafkaCluster) lay(_ context.Context, id string) (plumbing, error) {
 	p := &kafkaRun{
-		addrs: b,
-		topic: "stormguard-demo." + id + ".orders", dlq: "stormguard-demo." + id + ".dlq", group: "stormguard-demo." + id,
+		kafkaCluster: b,
+		topic:        "stormguard-demo." + id + ".orders", dlq: "stormguard-demo." + id + ".dlq", group: "stormguard-demo." + id,
 	}
 	return p, p.fit()
 }
 
 func (p *kafkaRun) fit() (err error) {
-	if p.client, err = sarama.NewClient(p.addrs, kafkaConfig()); err != nil {
-		return fmt.Errorf("connect to %s: %w", strings.Join(p.addrs, ","), err)
+	if p.client, err = sarama.NewClient(p.addrs, p.config()); err != nil {
+		return fmt.Errorf("connect to %s: %w", strings.Join(p.addrs, ","), access.KafkaError(err))
 	}
 	if p.admin, err = sarama.NewClusterAdminFromClient(p.client); err != nil {
 		return err

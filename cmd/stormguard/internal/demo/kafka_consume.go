@@ -16,7 +16,7 @@ import (
 
 // consume runs a consumer group until ctx ends.
 func (p *kafkaRun) consume(ctx context.Context, h sarama.ConsumerGroupHandler) (err error) {
-	group, err := sarama.NewConsumerGroup(p.addrs, p.group, kafkaConfig())
+	group, err := sarama.NewConsumerGroup(p.addrs, p.group, p.config())
 	if err != nil {
 		return err
 	}
@@ -30,7 +30,7 @@ func (p *kafkaRun) consume(ctx context.Context, h sarama.ConsumerGroupHandler) (
 }
 
 func (p *kafkaRun) unguarded(ctx context.Context, handle handler) (err error) {
-	letters, err := sarama.NewAsyncProducer(p.addrs, kafkaConfig())
+	letters, err := sarama.NewAsyncProducer(p.addrs, p.config())
 	if err != nil {
 		return err
 	}
@@ -100,7 +100,7 @@ func (h *insistent) try(ctx context.Context, m *sarama.ConsumerMessage) (err err
 }
 
 func (p *kafkaRun) guarded(ctx context.Context, g *guard.Guard, handle handler) (err error) {
-	letters, err := kafka.NewDLQ(p.addrs, kafkaConfig(), kafka.DLQConfig{Topic: p.dlq, Sources: []string{p.topic}})
+	letters, err := kafka.NewDLQ(p.addrs, p.config(), kafka.DLQConfig{Topic: p.dlq, Sources: []string{p.topic}})
 	if err != nil {
 		return err
 	}

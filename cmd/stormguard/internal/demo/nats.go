@@ -8,13 +8,13 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"slices"
-	"strings"
 	"time"
 
 	"github.com/nats-io/nats-server/v2/server"
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/access"
 )
 
 // ackWait is the consumer's on both sides.
@@ -24,30 +24,26 @@ var onNATS = platform{
 	title: "NATS JetStream", store: "stream",
 	unguarded: "Nak on error, MaxDeliver 5, then the DLQ",
 	guarded:   "nats.Consume(ctx, g, consumer, handle)",
-	address:   "nats://host:port (or tls, ws, wss)",
-	check: func(address string) bool {
-		for a := range strings.SplitSeq(address, ",") {
-			scheme, _, has := strings.Cut(a, "://")
-			if a == "" || has && !slices.Contains([]string{"nats", "tls", "ws", "wss"}, scheme) {
-				return false
-			}
-		}
-		return true
-	},
-	open: openNATS,
+	address:   access.NATSForm,
+	check:     access.NATSAddress,
+	open:      openNATS,
 }
 
 // natsServer is the NATS server of a demo: embedded, or the user's own.
 type natsServer struct {
-	url   string
-	creds string
-	srv   *server.Server // nil with a server of the user's
-	dir   string
+	url  string
+	opts []nats.Option  // creds, TLS, user
+	srv  *server.Server // nil with a server of the user's
+	dir  string
 }
 
-func openNATS(ctx context.Context, cfg Config, address string) (broker, error) {
+func openNATS(ctx context.Context, cfg Config, address string, a *access.Access) (broker, error) {
 	if address != "" {
-		return &natsServer{url: address, creds: cfg.Creds}, nil
+		b := &natsServer{url: address, opts: a.NATS()}
+		if cfg.Creds != "" {
+			b.opts = append(b.opts, nats.UserCredentials(cfg.Creds))
+		}
+		return b, nil
 	}
 	dir, err := os.MkdirTemp("", "stormguard-demo-")
 	if err != nil {
@@ -85,13 +81,10 @@ func (b *natsServer) close() {
 }
 
 func (b *natsServer) connect(name string) (*nats.Conn, jetstream.JetStream, error) {
-	opts := []nats.Option{nats.Name("stormguard demo: " + name), nats.MaxReconnects(-1)}
-	if b.creds != "" {
-		opts = append(opts, nats.UserCredentials(b.creds))
-	}
+	opts := append([]nats.Option{nats.Name("stormguard demo: " + name), nats.MaxReconnects(-1)}, b.opts...)
 	nc, err := nats.Connect(b.url, opts...)
 	if err != nil {
-		return nil, nil, fmt.Errorf("connect to %s: %w", redact(b.url), err)
+		return nil, nil, fmt.Errorf("connect to %s: %w", access.Redact(b.url), err)
 	}
 	// Open loop: what the server cannot take in time waits in the client.
 	js, err := jetstream.New(nc, jetstream.WithPublishAsyncMaxPending(1<<16), jetstream.WithPublishAsyncTimeout(20*time.Second))

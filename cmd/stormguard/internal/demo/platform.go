@@ -9,11 +9,11 @@ import (
 	"fmt"
 	"io"
 	"maps"
-	"regexp"
 	"slices"
 	"strings"
 	"time"
 
+	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/access"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
@@ -88,7 +88,7 @@ type platform struct {
 	unguarded, guarded string // how each side consumes, in a line
 	address            string // the form of --url
 	check              func(address string) bool
-	open               func(ctx context.Context, cfg Config, address string) (broker, error)
+	open               func(ctx context.Context, cfg Config, address string, a *access.Access) (broker, error)
 	found              brokers.Kind // what to look for when no address is given; empty: open needs none
 }
 
@@ -105,11 +105,21 @@ func (c Config) Validate() error {
 	}
 	var errs []error
 	if p := c.platform(); c.URL != "" && !p.check(c.URL) {
-		errs = append(errs, fmt.Errorf("--url %q: must be %s for --broker %s", redact(c.URL), p.address, c.kind()))
+		errs = append(errs, fmt.Errorf("--url %q: must be %s for --broker %s", access.Redact(c.URL), p.address, c.kind()))
 	}
 	if c.Creds != "" && (c.URL == "" || c.kind() != NATS) {
 		errs = append(errs, fmt.Errorf("--creds %q: needs --broker nats and --url, nothing else asks for a file", c.Creds))
 	}
+	if !slices.Contains(Failures(), c.failure()) {
+		errs = append(errs, fmt.Errorf("--errors %q: must be one of %q", c.Errors, Failures()))
+	}
+	switch {
+	case c.Access.Any() && c.URL == "":
+		errs = append(errs, errors.New("--tls, --ca, --cert, --user, --sasl: need --url, the demo's own brokers want none of them"))
+	case c.Access.WantsTLS() && strings.HasPrefix(c.URL, "amqp://"):
+		errs = append(errs, errors.New("--tls, --ca, --cert: need amqps:// in --url"))
+	}
+	errs = append(errs, c.Access.Validate(c.kind() == Kafka))
 	return errors.Join(errs...)
 }
 
@@ -133,23 +143,20 @@ func (c Config) kind() Kind {
 // address.
 func open(ctx context.Context, cfg Config, stderr io.Writer) (broker, error) {
 	p := cfg.platform()
+	a, err := cfg.Access.Open()
+	if err != nil {
+		return nil, err
+	}
 	address := cfg.URL
 	if address == "" && p.found != "" {
 		fmt.Fprintf(stderr, "looking for %s, or starting it; the very first start installs it and takes minutes\n", p.title)
-		var err error
 		if address, err = brokers.Find(ctx, p.found); err != nil {
 			if ctx.Err() != nil {
 				return nil, ctx.Err()
 			}
 			return nil, fmt.Errorf("no %s to run on; give the address of one by --url, %s: %w", p.title, p.address, err)
 		}
-		fmt.Fprintf(stderr, "%s at %s; it keeps running, \"scripts/brokers stop %s\" ends one that was started here\n", p.title, redact(address), p.found)
+		fmt.Fprintf(stderr, "%s at %s; it keeps running, \"scripts/brokers stop %s\" ends one that was started here\n", p.title, access.Redact(address), p.found)
 	}
-	return p.open(ctx, cfg, address)
+	return p.open(ctx, cfg, address, a)
 }
-
-var userinfo = regexp.MustCompile(`[^/,]*@`)
-
-// redact leaves users and passwords out of an address, or of several. NATS needs
-// no scheme.
-func redact(address string) string { return userinfo.ReplaceAllString(address, "...@") }

@@ -12,6 +12,8 @@ import (
 
 	"github.com/rabbitmq/amqp091-go"
 
+	"github.com/stormguard-mq/stormguard/adapters/amqp"
+	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/access"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
@@ -29,21 +31,24 @@ var onRabbitMQ = platform{
 		_, err := amqp091.ParseURI(address)
 		return err == nil
 	},
-	open: func(_ context.Context, _ Config, address string) (broker, error) {
-		return rabbitServer{address}, nil
+	open: func(_ context.Context, _ Config, address string, a *access.Access) (broker, error) {
+		address, err := a.URL(address)
+		dialer := amqp.Dial(address)
+		dialer.Config.TLSClientConfig = a.TLS()
+		return rabbitServer{dialer}, err
 	},
 	found: brokers.RabbitMQ,
 }
 
 // rabbitServer is a RabbitMQ that runs.
-type rabbitServer struct{ url string }
+type rabbitServer struct{ dialer amqp.Dialer }
 
 func (rabbitServer) close() {}
 
 // rabbitRun is the [plumbing] of one run: two quorum queues, read and written
 // through the default exchange.
 type rabbitRun struct {
-	url        string
+	rabbitServer
 	queue, dlq string
 	conns      []*amqp091.Connection
 	publisher  *amqp091.Channel // of one goroutine
@@ -53,7 +58,7 @@ type rabbitRun struct {
 }
 
 func (b rabbitServer) lay(ctx context.Context, id string) (plumbing, error) {
-	p := &rabbitRun{url: b.url, queue: "stormguard-demo." + id + ".orders", dlq: "stormguard-demo." + id + ".dlq"}
+	p := &rabbitRun{rabbitServer: b, queue: "stormguard-demo." + id + ".orders", dlq: "stormguard-demo." + id + ".dlq"}
 	return p, p.fit(ctx)
 }
 
@@ -62,7 +67,7 @@ func (p *rabbitRun) fit(ctx context.Context) error {
 		name string
 		ch   **amqp091.Channel
 	}{{"oracle", &p.asks}, {"publisher", &p.publisher}} {
-		conn, err := rabbitConnect(ctx, p.url, c.name)
+		conn, err := p.connect(ctx, c.name)
 		if err != nil {
 			return err
 		}
@@ -86,13 +91,16 @@ func (p *rabbitRun) fit(ctx context.Context) error {
 	return nil
 }
 
-// rabbitConnect opens a connection; the client's own dialling knows no context.
-func rabbitConnect(ctx context.Context, url, name string) (*amqp091.Connection, error) {
+// connect opens a connection; the client's own dialling knows no context.
+func (b rabbitServer) connect(ctx context.Context, name string) (*amqp091.Connection, error) {
+	url := b.dialer.URLs[0]
 	properties := amqp091.NewConnectionProperties()
 	properties.SetClientConnectionName("stormguard demo: " + name)
-	conn, err := amqp091.DialConfig(url, amqp091.Config{Properties: properties, Dial: amqp091.DefaultDial(10 * time.Second)})
+	conn, err := amqp091.DialConfig(url, amqp091.Config{
+		Properties: properties, Dial: amqp091.DefaultDial(10 * time.Second), TLSClientConfig: b.dialer.Config.TLSClientConfig.Clone(),
+	})
 	if err != nil {
-		return nil, fmt.Errorf("connect to %s: %w", redact(url), err)
+		return nil, fmt.Errorf("connect to %s: %w", access.Redact(url), err)
 	}
 	return conn, ctx.Err()
 }

@@ -18,7 +18,7 @@ import (
 // unguarded acks, requeues by nack, and at the last delivery publishes to the
 // DLQ.
 func (p *rabbitRun) unguarded(ctx context.Context, handle handler) error {
-	conn, err := rabbitConnect(ctx, p.url, "consumer")
+	conn, err := p.connect(ctx, "consumer")
 	if err != nil {
 		return err
 	}
@@ -109,13 +109,12 @@ func deliveries(d amqp091.Delivery) int64 {
 }
 
 func (p *rabbitRun) guarded(ctx context.Context, g *guard.Guard, handle handler) (err error) {
-	dialer := amqp.Dial(p.url)
-	letters, err := amqp.NewDLQ(ctx, dialer, amqp.DLQConfig{Queue: p.dlq})
+	letters, err := amqp.NewDLQ(ctx, p.dialer, amqp.DLQConfig{Queue: p.dlq})
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, closeLetters(ctx, letters)) }()
-	return amqp.Consume(ctx, g, dialer, p.queue, func(ctx context.Context, d amqp091.Delivery) error { return handle(ctx, d.Body) },
+	return amqp.Consume(ctx, g, p.dialer, p.queue, func(ctx context.Context, d amqp091.Delivery) error { return handle(ctx, d.Body) },
 		amqp.WithDeadLetters(letters), amqp.WithPrefetch(inFlight), amqp.WithDeliveryLimit(deliveryLimit), amqp.WithStopTimeout(stopTimeout))
 }
 

@@ -5,7 +5,9 @@ package demo
 
 import (
 	"fmt"
+	"math"
 	"slices"
+	"strconv"
 	"strings"
 )
 
@@ -86,6 +88,9 @@ func report(cfg Config, o outcome, s style) string {
 	for _, l := range wrap(sentence(cfg, u, g), s.width-2) {
 		b.WriteString(line{{bold, " " + l}}.render(s.width, s) + "\n")
 	}
+	for _, l := range wrap(verdict(cfg, u, g), s.width-2) {
+		b.WriteString(line{{dim, " " + l}}.render(s.width, s) + "\n")
+	}
 	return b.String()
 }
 
@@ -117,6 +122,24 @@ func sentence(cfg Config, u, g Figures) string {
 	}
 	return b.String()
 }
+
+// verdict says whether the bounds were kept, and which were not.
+func verdict(cfg Config, u, g Figures) string {
+	judged := bounds(cfg.failure(), u, g)
+	var broken []string
+	for _, b := range judged {
+		if !b.Kept {
+			broken = append(broken, fmt.Sprintf("%s is %s, more than %s", strings.ReplaceAll(b.Name, "_", " "), figure(b.Value), figure(b.Limit)))
+		}
+	}
+	if len(broken) > 0 {
+		return fmt.Sprintf("Bounds for --errors %s: NOT kept: %s.", cfg.failure(), strings.Join(broken, "; "))
+	}
+	return fmt.Sprintf("Bounds for --errors %s: all %d kept.", cfg.failure(), len(judged))
+}
+
+// figure is a number of a bound, to two digits.
+func figure(x float64) string { return strconv.FormatFloat(math.Round(100*x)/100, 'f', -1, 64) }
 
 func times(n int) string {
 	if n == 1 {

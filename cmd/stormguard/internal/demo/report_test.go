@@ -6,6 +6,7 @@ package demo
 import (
 	"bytes"
 	"encoding/json"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -59,6 +60,7 @@ func TestReport(t *testing.T) {
  that time and 41,203 good messages went to the DLQ; guarded, it was called 19
  times and no message went there: all others waited in the stream and were
  handled once, in order, and 14.2 s after the recovery the backlog was gone.
+ Bounds for --errors refused: all 6 kept.
 `
 	if got != want {
 		t.Errorf("got:\n%s\nwant:\n%s", got, want)
@@ -84,14 +86,52 @@ func TestSentenceOwnsUpToAFailure(t *testing.T) {
 
 func TestJSON(t *testing.T) {
 	var b bytes.Buffer
-	if err := json.NewEncoder(&b).Encode(sampleOutcome().result()); err != nil {
+	if err := json.NewEncoder(&b).Encode(sampleOutcome().result(Defaults())); err != nil {
 		t.Fatal(err)
 	}
-	const want = `{"unguarded":{"published":70000,"handled":28797,"dead_letters":41203,"calls_during_outage":206015,` +
+	const want = `{"errors":"refused","unguarded":{"published":70000,"handled":28797,"dead_letters":41203,"calls_during_outage":206015,` +
 		`"contain_seconds":20,"idle_after_recovery_seconds":0.002,"drain_seconds":0.1,"lost":0,"duplicates":0,"out_of_order":12},` +
 		`"guarded":{"published":70000,"handled":70000,"dead_letters":0,"calls_during_outage":19,` +
-		`"contain_seconds":0.4,"idle_after_recovery_seconds":5.612,"drain_seconds":14.2,"lost":0,"duplicates":0,"out_of_order":0}}` + "\n"
+		`"contain_seconds":0.4,"idle_after_recovery_seconds":5.612,"drain_seconds":14.2,"lost":0,"duplicates":0,"out_of_order":0},` +
+		`"bounds":[{"name":"dead_letters","limit":5,"value":0,"kept":true},{"name":"calls_percent","limit":1,"value":0.009,"kept":true},` +
+		`{"name":"contain_seconds","limit":1,"value":0.4,"kept":true},{"name":"lost","limit":0,"value":0,"kept":true},` +
+		`{"name":"duplicates","limit":0,"value":0,"kept":true},{"name":"out_of_order","limit":0,"value":0,"kept":true}]}` + "\n"
 	if b.String() != want {
 		t.Errorf("got  %swant %s", b.String(), want)
+	}
+}
+
+// The bounds that are judged depend on what the handler's errors say.
+func TestBounds(t *testing.T) {
+	u := Figures{CallsDuringOutage: 1000}
+	for _, c := range []struct {
+		errors  Failure
+		u, g    Figures
+		judged  int
+		broken  []string
+		verdict string // part of it
+	}{
+		{Refused, u, Figures{DeadLetters: 5, CallsDuringOutage: 10, Contain: 1}, 6, nil, "refused: all 6 kept"},
+		{Refused, u, Figures{DeadLetters: 6, CallsDuringOutage: 11, Contain: 1.001, Lost: 1, Duplicates: 1, OutOfOrder: 1}, 6,
+			[]string{"dead_letters", "calls_percent", "contain_seconds", "lost", "duplicates", "out_of_order"}, "refused: NOT kept: dead letters is 6, more than 5; calls percent is 1.1, more than 1;"},
+		{Unknown, u, Figures{DeadLetters: 5, CallsDuringOutage: 10, Contain: 15, OutOfOrder: 1}, 3, nil, "unknown: all 3 kept"},
+		{Unknown, u, Figures{DeadLetters: 6, CallsDuringOutage: 11, Contain: 15.1}, 3, []string{"dead_letters", "calls_percent", "contain_seconds"}, "unknown: NOT kept"},
+		{Refused, Figures{}, Figures{CallsDuringOutage: 1}, 6, []string{"calls_percent"}, "calls percent is 100"},
+		{"", Figures{}, Figures{}, 6, nil, "refused: all 6 kept"},
+	} {
+		cfg := Config{Errors: c.errors}
+		got := outcome{unguarded: trial{figures: c.u}, guarded: trial{figures: c.g}}.result(cfg)
+		var broken []string
+		for _, b := range got.Bounds {
+			if !b.Kept {
+				broken = append(broken, b.Name)
+			}
+		}
+		if len(got.Bounds) != c.judged || !slices.Equal(broken, c.broken) || got.Errors != cfg.failure() {
+			t.Errorf("%s %+v: %+v", c.errors, c.g, got)
+		}
+		if text := verdict(cfg, c.u, c.g); !strings.Contains(text, c.verdict) {
+			t.Errorf("%q has no %q", text, c.verdict)
+		}
 	}
 }

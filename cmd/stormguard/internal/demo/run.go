@@ -64,7 +64,7 @@ func stage(parent context.Context, cfg Config, b broker, s side, v view) (t tria
 			return err
 		}
 		begin := clock()
-		err = to.call(ctx, o.ID)
+		err = cfg.failure().of(to.call(ctx, o.ID))
 		ledger.Call(o.ID, begin, clock(), err == nil)
 		return err
 	}
