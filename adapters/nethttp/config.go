@@ -58,9 +58,10 @@ type Config struct {
 	// means 10s.
 	RetryAfter time.Duration
 
-	// Patience is from when on a failed request counts although its client went
-	// away: a dependency that hangs is otherwise never seen where clients are
-	// less patient than Policy.Timeout. In [1ms, 24h]; unset means 5s.
+	// Patience is how long the handler of a failed request must have run for the
+	// failure to count although its client had left. In [1ms, 24h]. Unset means 5s,
+	// or less by how long requests take that succeed: docs/http.md has the rule. Set
+	// it where clients leave requests that are slow by nature, such as a long poll.
 	Patience time.Duration
 }
 
@@ -93,7 +94,8 @@ const (
 	defaultMaxHeader   = 16 << 10
 	defaultBodyTimeout = 10 * time.Second
 	defaultRetryAfter  = 10 * time.Second
-	defaultPatience    = 5 * time.Second
+
+	longestPatience = 5 * time.Second // while Config.Patience is unset
 )
 
 // WithDefaults returns c with every unset field replaced by its default.
@@ -104,7 +106,6 @@ func (c Config) WithDefaults() Config {
 	def(&c.MaxHeader, defaultMaxHeader)
 	def(&c.BodyTimeout, defaultBodyTimeout)
 	def(&c.RetryAfter, defaultRetryAfter)
-	def(&c.Patience, defaultPatience)
 	if c.Headers == nil {
 		c.Headers = DefaultHeaders()
 	}
@@ -142,7 +143,9 @@ func (c Config) Validate() error {
 	if c.RetryAfter%time.Second != 0 {
 		addf("Config.RetryAfter: %s is not in whole seconds", c.RetryAfter)
 	}
-	span("Patience", c.Patience, time.Millisecond, 24*time.Hour)
+	if c.Patience != 0 {
+		span("Patience", c.Patience, time.Millisecond, 24*time.Hour)
+	}
 	for _, name := range c.Headers {
 		switch key := textproto.CanonicalMIMEHeaderKey(name); {
 		case !isToken(name):

@@ -40,6 +40,7 @@ type Intake struct {
 	ids    string
 	ran    chan struct{} // closed when the loop has ended
 
+	normal  normal                   // how long live requests take
 	due     atomic.Pointer[dueProbe] // nil if none is
 	replays atomic.Uint64            // begun
 	waiting atomic.Int64             // held requests

@@ -35,7 +35,9 @@ type call struct {
 	next    http.Handler
 	req     *http.Request
 	started bool
-	late    bool // the request ended after Config.Patience
+	took    time.Duration // of the handler
+	gone    bool          // the request had ended before the handler had
+	excused *bool         // what Excuses said; nil before it was asked
 }
 
 func (c *call) Value(key any) any {
@@ -51,8 +53,14 @@ func (c *call) Value(key any) any {
 }
 
 // Excuses tells the function guard whether the end of the request excuses its
-// failure: not once the client had waited for Config.Patience.
-func (c *call) Excuses() bool { return !c.late }
+// failure: not if its client had waited for long, as Config.Patience says.
+func (c *call) Excuses() bool {
+	if c.excused == nil { // a request counts once
+		excused := c.gone && !c.in.waitedFor(c)
+		c.excused = &excused
+	}
+	return *c.excused
+}
 
 // ServeHTTP handles, holds or refuses a request.
 func (h *handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -124,9 +132,9 @@ func (in *Intake) admit(c *call) error {
 
 // handle is what the function guard calls: the handler, in the goroutine of its
 // request.
-func (in *Intake) handle(ctx context.Context, c *call) error {
+func (in *Intake) handle(ctx context.Context, c *call) (err error) {
 	c.started = true
-	start := time.Now()
+	start, returned := time.Now(), false
 	r := c.req.WithContext(ctx)
 	c.rec.ctx = ctx //nolint:fatcontext // kept for CloseNotify, derived from nothing of its own
 	defer func() {
@@ -135,11 +143,19 @@ func (in *Intake) handle(ctx context.Context, c *call) error {
 		if c.req.MultipartForm == nil {
 			c.req.MultipartForm = r.MultipartForm
 		}
-		if c.Context.Err() != nil && time.Since(start) >= in.cfg.Patience {
-			c.late = true
+		c.took, c.gone = time.Since(start), c.Context.Err() != nil
+		if returned && err == nil {
+			in.normal.succeeded(c.took)
 		}
 	}()
 	c.next.ServeHTTP(c.rec.writer(), r)
+	err = in.result(c, r)
+	returned = true
+	return err
+}
+
+// result is what a live request came to.
+func (in *Intake) result(c *call, r *http.Request) error {
 	refused, err := c.said()
 	switch {
 	case refused != nil:
@@ -150,6 +166,20 @@ func (in *Intake) handle(ctx context.Context, c *call) error {
 		return errGone
 	default:
 		return in.o.judge(r, c.status(), false)
+	}
+}
+
+// waitedFor tells whether a request that failed after its client had left is the
+// dependency's failure. Config.Patience alone decides if it is set. An answer that had
+// begun well may only have been too slow for the client's line: it has the longest time.
+func (in *Intake) waitedFor(c *call) bool {
+	switch answering := !c.rec.silent() && c.status() < http.StatusInternalServerError; {
+	case in.cfg.Patience > 0:
+		return c.took >= in.cfg.Patience
+	case answering:
+		return c.took >= longestPatience
+	default:
+		return in.normal.abandoned(c.took)
 	}
 }
 

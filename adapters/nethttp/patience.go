@@ -1,0 +1,75 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package nethttp
+
+import (
+	"slices"
+	"sync/atomic"
+	"time"
+)
+
+// The rule for a failed request whose client had left: docs/http.md has it in words.
+const (
+	// latest is how many successes say what the normal time is: the one that 19 in 20
+	// of them did not exceed. normalAfter is how many it takes.
+	latest      = 256
+	normalAfter = 20
+
+	// leastPatience is what a pause of this process may cost any request.
+	leastPatience = 100 * time.Millisecond
+
+	// blindPatience stands for the normal time while that is not known. A client's
+	// timeout is rarely shorter; a person's change of mind often is.
+	blindPatience = 500 * time.Millisecond
+
+	// gaveUp is how many clients in a row, with no success between, may wait for the
+	// normal time in vain before the next of them counts.
+	gaveUp = 5
+)
+
+// normal is how long the latest successes took. All methods are safe for
+// concurrent use; none takes a lock.
+type normal struct {
+	n    atomic.Uint64 // successes so far
+	took [latest]atomic.Int64
+	left atomic.Int64 // clients in a row that waited for the normal time and left
+}
+
+// succeeded counts a success.
+func (t *normal) succeeded(d time.Duration) {
+	t.took[(t.n.Add(1)-1)%latest].Store(int64(d))
+	if t.left.Load() != 0 { // most successes only read it
+		t.left.Store(0)
+	}
+}
+
+// abandoned tells whether a failed request whose client left after d is the
+// dependency's failure.
+func (t *normal) abandoned(d time.Duration) bool {
+	usual, known := t.usual()
+	inVain := max(usual, leastPatience)
+	if !known {
+		inVain = blindPatience
+	}
+	switch {
+	case d >= inVain && t.left.Add(1) > gaveUp, d >= longestPatience:
+		return true
+	default:
+		return known && d >= max(2*usual, leastPatience)
+	}
+}
+
+// usual is the time that 19 in 20 of the latest successes did not exceed.
+func (t *normal) usual() (d time.Duration, known bool) {
+	n := min(t.n.Load(), latest)
+	if n < normalAfter {
+		return 0, false
+	}
+	all := make([]int64, n)
+	for i := range all {
+		all[i] = t.took[i].Load()
+	}
+	slices.Sort(all)
+	return time.Duration(all[n*19/20]), true
+}
