@@ -13,6 +13,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -48,7 +49,7 @@ func render(next echo.HandlerFunc) echo.HandlerFunc {
 func run(out io.Writer) (err error) {
 	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
 	defer cancel()
-	g, err := guard.New(guard.Config{Group: "shop"})
+	g, err := guard.New(guard.Config{Group: "shop"}, guard.WithLogger(slog.Default()))
 	if err != nil {
 		return err
 	}

@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"os"
 	"time"
 
@@ -26,7 +27,10 @@ func main() {
 func run(out io.Writer) (err error) {
 	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
 	defer cancel()
-	g, err := guard.New(guard.Config{Group: "shop", Policy: guard.Policy{Retry: guard.Retry{Attempts: 3, Base: 10 * time.Millisecond}}})
+	g, err := guard.New(guard.Config{
+		Group:  "shop",
+		Policy: guard.Policy{Retry: guard.Retry{Attempts: 3, Base: 10 * time.Millisecond}},
+	}, guard.WithLogger(slog.Default()))
 	if err != nil {
 		return err
 	}

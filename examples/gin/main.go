@@ -11,6 +11,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -35,7 +36,7 @@ func main() {
 func run(out io.Writer) (err error) {
 	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
 	defer cancel()
-	g, err := guard.New(guard.Config{Group: "shop"})
+	g, err := guard.New(guard.Config{Group: "shop"}, guard.WithLogger(slog.Default()))
 	if err != nil {
 		return err
 	}

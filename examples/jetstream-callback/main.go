@@ -1,142 +1,105 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Command jetstream-callback is a program that calls Consume of nats.go and
-// settles by itself, guarded by one line.
+// Command jetstream-callback is a program that calls Consume of nats.go and settles by
+// itself, guarded by one line. It runs until it is interrupted.
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
-	"fmt"
-	"io"
+	"flag"
+	"log"
+	"log/slog"
 	"os"
+	"os/signal"
 	"strconv"
+	"syscall"
 	"time"
 
+	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
-	"github.com/stormguard-mq/stormguard/adapters/nats"
-	"github.com/stormguard-mq/stormguard/examples/internal/embedded"
+	sgnats "github.com/stormguard-mq/stormguard/adapters/nats"
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-const orders = 100
-
 func main() {
-	if err := run(os.Stdout); err != nil {
-		fmt.Fprintln(os.Stderr, "jetstream-callback:", err)
-		os.Exit(1)
+	url := flag.String("url", cmp.Or(os.Getenv("STORMGUARD_NATS"), "nats://127.0.0.1:4222"), "the server, with JetStream")
+	flag.Parse()
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := run(ctx, *url, charge)
+	stop()
+	if err != nil {
+		log.Fatal(err)
 	}
 }
 
-func run(out io.Writer) error {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
-	defer cancel()
-	nc, stop, err := embedded.Connect() // yours: nats.Connect(url, nats.MaxReconnects(-1))
+// charge is where a program of yours calls its dependency.
+func charge(order int) error {
+	log.Print("charged order ", order)
+	return nil
+}
+
+func run(ctx context.Context, url string, charge func(order int) error) (err error) {
+	nc, err := nats.Connect(url, nats.MaxReconnects(-1)) // by default it gives up after two minutes
 	if err != nil {
 		return err
 	}
-	defer stop()
+	defer nc.Close()
 	js, err := jetstream.New(nc)
 	if err != nil {
 		return err
 	}
 	stream, err := js.CreateStream(ctx, jetstream.StreamConfig{Name: "ORDERS", Subjects: []string{"orders.>"}})
 	if err != nil {
-		return err
+		return err // one of that name with other settings is there
 	}
-	var consumer jetstream.Consumer
-	consumer, err = stream.CreateConsumer(ctx, jetstream.ConsumerConfig{Durable: "billing"})
+	consumer, err := stream.CreateConsumer(ctx, jetstream.ConsumerConfig{Durable: "billing"})
 	if err != nil {
 		return err
 	}
-	for i := 1; i <= orders; i++ {
-		if _, err := js.Publish(ctx, "orders.new", []byte(strconv.Itoa(i))); err != nil {
-			return err
+	letters, err := sgnats.NewDLQ(ctx, js, sgnats.DLQConfig{Stream: "ORDERS_DLQ"})
+	if err != nil {
+		return err
+	}
+	g, err := guard.New(guard.Config{Group: "billing"}, guard.WithLogger(slog.Default()))
+	if err != nil {
+		return err
+	}
+	defer func() {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 10*time.Second)
+		defer cancel()
+		_, closeErr := g.Close(ctx)
+		err = errors.Join(err, closeErr)
+	}()
+	consumer, err = sgnats.WrapConsumer(g, consumer, sgnats.WithDeadLetters(letters)) // the new line
+	if err != nil {
+		return err
+	}
+
+	// The program as it was. It is called by one goroutine, as nats.go has it.
+	consuming, err := consumer.Consume(func(m jetstream.Msg) {
+		order, err := strconv.Atoi(string(m.Data()))
+		if err == nil {
+			err = charge(order)
 		}
-	}
-
-	g, err := guard.New(guard.Config{Group: "billing"})
+		if err != nil {
+			_ = m.Nak() // a failure: the guard retries or holds, and the server hears nothing
+			return
+		}
+		_ = m.Ack()
+	})
 	if err != nil {
 		return err
-	}
-	consumer, err = nats.WrapConsumer(g, consumer) // the new line
-	if err != nil {
-		return errors.Join(err, closeGuard(g))
-	}
-
-	b := &billing{charged: make(map[int]int), done: make(chan struct{})}
-	consuming, err := consumer.Consume(b.handle)
-	if err != nil {
-		return errors.Join(err, closeGuard(g))
 	}
 	select {
-	case <-b.done:
 	case <-ctx.Done():
-		err = ctx.Err()
+		consuming.Drain()
+		<-consuming.Closed()
+		return nil
+	case <-consuming.Closed():
+		return errors.New("the consumer is gone")
 	}
-	consuming.Drain()
-	<-consuming.Closed()
-	if err := errors.Join(err, closeGuard(g)); err != nil {
-		return err
-	}
-
-	info, err := stream.Consumer(ctx, "billing")
-	if err != nil {
-		return err
-	}
-	twice := 0
-	for _, n := range b.charged {
-		twice += n - 1
-	}
-	left := info.CachedInfo().NumAckPending + int(info.CachedInfo().NumPending)
-	fmt.Fprintf(out, "%d orders charged, %d of them twice, %d left at the server\n", len(b.charged), twice, left)
-	fmt.Fprintf(out, "an outage of a second cost 20 calls at most: %t\n", b.failed <= 20)
-	if len(b.charged) != orders || twice > 0 || left > 0 || b.failed > 20 {
-		return errors.New("that is not what should have happened")
-	}
-	return nil
-}
-
-func closeGuard(g *guard.Guard) error {
-	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
-	defer cancel()
-	_, err := g.Close(ctx)
-	return err
-}
-
-// billing is the program as it was. Its database is away for a second.
-type billing struct {
-	until   time.Time
-	failed  int
-	charged map[int]int
-	done    chan struct{}
-}
-
-// handle is called by one goroutine, as nats.go has it.
-func (b *billing) handle(m jetstream.Msg) {
-	order, err := strconv.Atoi(string(m.Data()))
-	if err == nil {
-		err = b.charge(order)
-	}
-	if err != nil {
-		_ = m.Nak() // a failure: the guard waits, holds or retries; the server hears nothing
-		return
-	}
-	if err := m.Ack(); err == nil && len(b.charged) == orders {
-		close(b.done)
-	}
-}
-
-func (b *billing) charge(order int) error {
-	if order == 50 && b.until.IsZero() {
-		b.until = time.Now().Add(time.Second)
-	}
-	if time.Now().Before(b.until) {
-		b.failed++
-		return errors.New("billing: connection refused")
-	}
-	b.charged[order]++
-	return nil
 }

@@ -1,177 +1,89 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Command jetstream guards a JetStream consumer: a poison message goes to the
-// DLQ, an outage does not.
+// Command jetstream is a JetStream consumer behind the guard: a poison message goes to the
+// stream ORDERS_DLQ, an outage of what the handler needs does not. It runs until it is
+// interrupted.
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
-	"fmt"
-	"io"
+	"flag"
+	"log"
 	"log/slog"
 	"os"
+	"os/signal"
 	"strconv"
-	"sync/atomic"
+	"syscall"
 	"time"
 
+	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
-	"github.com/stormguard-mq/stormguard/adapters/nats"
-	"github.com/stormguard-mq/stormguard/examples/internal/embedded"
+	sgnats "github.com/stormguard-mq/stormguard/adapters/nats"
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-const orders = 200
-
 func main() {
-	// The guard logs changes of state, never messages: try it with os.Stderr.
-	if err := run(os.Stdout, io.Discard); err != nil {
-		fmt.Fprintln(os.Stderr, "jetstream:", err)
-		os.Exit(1)
+	url := flag.String("url", cmp.Or(os.Getenv("STORMGUARD_NATS"), "nats://127.0.0.1:4222"), "the server, with JetStream")
+	flag.Parse()
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := run(ctx, *url, charge)
+	stop()
+	if err != nil {
+		log.Fatal(err)
 	}
 }
 
-func run(out, logs io.Writer) error {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
-	defer cancel()
-	nc, stop, err := embedded.Connect() // yours: nats.Connect(url, nats.MaxReconnects(-1))
+// charge is where a program of yours calls its dependency.
+func charge(order int) error {
+	log.Print("charged order ", order)
+	return nil
+}
+
+func run(ctx context.Context, url string, charge func(order int) error) (err error) {
+	nc, err := nats.Connect(url, nats.MaxReconnects(-1)) // by default it gives up after two minutes
 	if err != nil {
 		return err
 	}
-	defer stop()
+	defer nc.Close()
 	js, err := jetstream.New(nc)
 	if err != nil {
 		return err
 	}
 	stream, err := js.CreateStream(ctx, jetstream.StreamConfig{Name: "ORDERS", Subjects: []string{"orders.>"}})
 	if err != nil {
-		return err
+		return err // one of that name with other settings is there
 	}
 	consumer, err := stream.CreateConsumer(ctx, jetstream.ConsumerConfig{Durable: "billing"})
 	if err != nil {
 		return err
 	}
-
-	// One guard for the process, one DLQ stream, created if it is not there.
-	log := slog.New(slog.NewTextHandler(logs, nil))
-	g, err := guard.New(guard.Config{
-		Group:  "billing",
-		Policy: guard.Policy{Timeout: 5 * time.Second, Retry: guard.Retry{Attempts: 4}},
-	}, guard.WithLogger(log))
+	letters, err := sgnats.NewDLQ(ctx, js, sgnats.DLQConfig{Stream: "ORDERS_DLQ"})
 	if err != nil {
 		return err
 	}
-	letters, err := nats.NewDLQ(ctx, js, nats.DLQConfig{Stream: "ORDERS_DLQ"})
+	g, err := guard.New(guard.Config{Group: "billing"}, guard.WithLogger(slog.Default()))
 	if err != nil {
-		return errors.Join(err, closeGuard(g))
+		return err
 	}
+	defer func() {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 10*time.Second)
+		defer cancel()
+		_, closeErr := g.Close(ctx)
+		err = errors.Join(err, closeErr)
+	}()
 
-	// A handler acks nothing itself: nil acks, an error retries, and Permanent
-	// is for what no retry can mend.
-	pay := &payments{done: make(chan struct{})}
+	// A handler acks nothing: nil acks, an error retries, Permanent is for what no retry
+	// can mend.
 	handle := func(_ context.Context, m jetstream.Msg) error {
 		order, err := strconv.Atoi(string(m.Data()))
 		if err != nil {
 			return guard.Permanent(err)
 		}
-		return pay.charge(order)
+		return charge(order)
 	}
-	consuming, stopConsuming := context.WithCancel(ctx) // yours: signal.NotifyContext
-	defer stopConsuming()
-	ended := make(chan error, 1)
-	go func() {
-		ended <- nats.Consume(consuming, g, consumer, handle, nats.WithDeadLetters(letters), nats.WithLogger(log))
-	}()
-
-	for i := 1; i <= orders; i++ {
-		body := strconv.Itoa(i)
-		if i == 13 {
-			body = "thirteen"
-		}
-		if _, err := js.Publish(ctx, "orders.new", []byte(body)); err != nil {
-			return errors.Join(err, closeGuard(g))
-		}
-	}
-	select {
-	case <-pay.done:
-	case err := <-ended:
-		return errors.Join(err, closeGuard(g))
-	}
-
-	// A graceful stop: no more intake, what runs finishes, what is left goes
-	// back to the server.
-	stopConsuming()
-	if err := errors.Join(<-ended, closeGuard(g)); err != nil {
-		return err
-	}
-	return check(ctx, out, js, pay)
-}
-
-func closeGuard(g *guard.Guard) error {
-	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
-	defer cancel()
-	_, err := g.Close(ctx)
-	return err
-}
-
-// payments is the dependency. It dies at the 50th order, for a second.
-type payments struct {
-	down, used  bool
-	back        atomic.Bool
-	calls, last int // calls while down; the latest order charged
-	charged     int
-	disorder    bool
-	done        chan struct{}
-}
-
-// charge is called by one goroutine at a time: the default order is the stream's.
-func (p *payments) charge(order int) error {
-	if order == 50 && !p.used {
-		p.down, p.used = true, true
-		time.AfterFunc(time.Second, func() { p.back.Store(true) })
-	}
-	if p.down && !p.back.Load() {
-		p.calls++
-		return errors.New("payments: connection refused")
-	}
-	p.down = false
-	p.disorder = p.disorder || order <= p.last
-	p.last = order
-	if p.charged++; p.charged == orders-1 {
-		close(p.done)
-	}
-	return nil
-}
-
-// check prints what happened, and fails if it is not what should have.
-func check(ctx context.Context, out io.Writer, js jetstream.JetStream, pay *payments) error {
-	fmt.Fprintf(out, "%d orders charged, in order: %t\n", pay.charged, !pay.disorder)
-	fmt.Fprintf(out, "an outage of a second cost 20 calls at most: %t\n", pay.calls <= 20)
-
-	dead, err := js.Stream(ctx, "ORDERS_DLQ")
-	if err != nil {
-		return err
-	}
-	n := dead.CachedInfo().State.Msgs
-	fmt.Fprintf(out, "dead letters: %d\n", n)
-	reader, err := dead.OrderedConsumer(ctx, jetstream.OrderedConsumerConfig{})
-	if err != nil {
-		return err
-	}
-	m, err := reader.Next(jetstream.FetchMaxWait(5 * time.Second))
-	if err != nil {
-		return err
-	}
-	letter, err := nats.ReadDeadLetter(m)
-	if err != nil {
-		return err
-	}
-	fmt.Fprintf(out, "%s message %d, %q, after %d attempt: %s\n",
-		letter.Origin.Source, letter.Origin.Sequence, letter.Body, letter.Attempts, letter.Error.Message)
-	if pay.charged != orders-1 || pay.disorder || pay.calls > 20 || n != 1 || string(letter.Body) != "thirteen" {
-		return errors.New("that is not what should have happened")
-	}
-	return nil
+	return sgnats.Consume(ctx, g, consumer, handle, sgnats.WithDeadLetters(letters), sgnats.WithLogger(slog.Default()))
 }

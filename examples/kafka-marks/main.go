@@ -1,39 +1,32 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Command kafka-marks puts the guard in front of a consumer group's handler that
-// exists already and marks by itself. One line of main changes.
+// Command kafka-marks puts the guard in front of a consumer group's handler that exists
+// already and marks by itself. It runs until it is interrupted.
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
-	"fmt"
-	"io"
+	"flag"
+	"log"
 	"log/slog"
 	"os"
-	"slices"
+	"os/signal"
 	"strconv"
-	"sync"
+	"strings"
+	"syscall"
 	"time"
 
 	"github.com/IBM/sarama"
 
 	"github.com/stormguard-mq/stormguard/adapters/kafka"
-	"github.com/stormguard-mq/stormguard/examples/internal/topics"
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-const orders = 100
-
 // biller is the program's own handler, as it was before. It knows no guard.
-type biller struct {
-	mu     sync.Mutex
-	down   time.Time // the dependency is down until then
-	calls  int       // made while it was
-	billed []int
-	done   chan struct{}
-}
+type biller struct{ charge func(order int) error }
 
 func (*biller) Setup(sarama.ConsumerGroupSession) error   { return nil }
 func (*biller) Cleanup(sarama.ConsumerGroupSession) error { return nil }
@@ -45,7 +38,11 @@ func (b *biller) ConsumeClaim(session sarama.ConsumerGroupSession, claim sarama.
 			if !ok {
 				return nil
 			}
-			if err := b.bill(m); err != nil {
+			order, err := strconv.Atoi(string(m.Value))
+			if err == nil {
+				err = b.charge(order)
+			}
+			if err != nil {
 				return err // without a guard: a rebalance, and the same again at full speed
 			}
 			session.MarkMessage(m, "")
@@ -55,122 +52,63 @@ func (b *biller) ConsumeClaim(session sarama.ConsumerGroupSession, claim sarama.
 	}
 }
 
-// bill charges one order. The dependency dies at the 50th, for a second.
-func (b *biller) bill(m *sarama.ConsumerMessage) error {
-	order, err := strconv.Atoi(string(m.Value))
+func main() {
+	brokers := flag.String("brokers", cmp.Or(os.Getenv("STORMGUARD_KAFKA"), "127.0.0.1:9092"), "addresses, separated by commas")
+	topic := flag.String("topic", "orders", "the topic to consume; it must be there")
+	flag.Parse()
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := run(ctx, strings.Split(*brokers, ","), *topic, charge)
+	stop()
 	if err != nil {
-		return err
+		log.Fatal(err)
 	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if order == 50 && b.down.IsZero() {
-		b.down = time.Now().Add(time.Second)
-	}
-	if time.Now().Before(b.down) {
-		b.calls++
-		return errors.New("payments: connection refused")
-	}
-	if b.billed = append(b.billed, order); len(b.billed) == orders-1 {
-		close(b.done)
-	}
+}
+
+// charge is where a program of yours calls its dependency.
+func charge(order int) error {
+	log.Print("charged order ", order)
 	return nil
 }
 
-func main() {
-	// The guard logs changes of state, never messages: try it with os.Stderr.
-	if err := run(os.Stdout, io.Discard); err != nil {
-		fmt.Fprintln(os.Stderr, "kafka-marks:", err)
-		os.Exit(1)
-	}
-}
+func run(ctx context.Context, brokers []string, topic string, charge func(order int) error) (err error) {
+	config := sarama.NewConfig()
+	config.Consumer.Offsets.Initial = sarama.OffsetOldest // never jump over what is left
+	config.Consumer.Return.Errors = true                  // for WatchErrors
 
-func run(out, logs io.Writer) error {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
-	defer cancel()
-	topic, err := topics.New("orders")
+	letters, err := kafka.NewDLQ(brokers, config, kafka.DLQConfig{Sources: []string{topic}}) // topic.dlq
 	if err != nil {
 		return err
 	}
-	defer topic.Close(topic.Name + ".dlq")
-	log := slog.New(slog.NewTextHandler(logs, nil))
-
-	// With one worker the loop has one message at a time, so that a retry comes
-	// before what was behind it.
-	g, err := guard.New(guard.Config{
-		Group:  "billing",
-		Policy: guard.Policy{Workers: 1, Retry: guard.Retry{Attempts: 3}},
-	}, guard.WithLogger(log))
+	defer func() { err = errors.Join(err, letters.Close()) }()
+	// With one worker the loop has one message at a time, so a retry comes before the
+	// messages behind it.
+	g, err := guard.New(guard.Config{Group: "invoices", Policy: guard.Policy{Workers: 1}}, guard.WithLogger(slog.Default()))
 	if err != nil {
 		return err
 	}
-	letters, err := kafka.NewDLQ(topics.Addrs(), topics.Config(), kafka.DLQConfig{Sources: []string{topic.Name}})
-	if err != nil {
-		return errors.Join(err, closeGuard(g))
-	}
-	defer func() { _ = letters.Close() }()
-	group, err := sarama.NewConsumerGroup(topics.Addrs(), topic.Group, topics.Config())
-	if err != nil {
-		return errors.Join(err, closeGuard(g))
-	}
-	go kafka.WatchErrors(ctx, group, log)
-
-	for i := 1; i <= orders; i++ {
-		body := strconv.Itoa(i)
-		if i == 13 {
-			body = "thirteen"
-		}
-		if err := topic.Publish(body); err != nil {
-			return errors.Join(err, closeGuard(g))
-		}
-	}
-	b := &biller{done: make(chan struct{})}
-	consuming, stopConsuming := context.WithCancel(ctx) // yours: signal.NotifyContext
-	defer stopConsuming()
-	ended := make(chan error, 1)
-	go func() {
-		var err error
-		for consuming.Err() == nil && err == nil {
-			// This line was: group.Consume(consuming, []string{topic.Name}, b)
-			err = group.Consume(consuming, []string{topic.Name}, kafka.WrapHandler(g, b, kafka.WithDeadLetters(letters)))
-		}
-		ended <- err
+	defer func() {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 10*time.Second)
+		defer cancel()
+		_, closeErr := g.Close(ctx)
+		err = errors.Join(err, closeErr)
 	}()
-	select {
-	case <-b.done:
-	case err := <-ended:
-		return errors.Join(err, closeGuard(g))
-	}
-	stopConsuming()
-	if err := errors.Join(<-ended, group.Close(), closeGuard(g)); err != nil {
-		return err
-	}
-	return check(ctx, out, topic, b)
-}
-
-func closeGuard(g *guard.Guard) error {
-	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
-	defer cancel()
-	_, err := g.Close(ctx)
-	return err
-}
-
-// check prints what happened, and fails if it is not what should have.
-func check(ctx context.Context, out io.Writer, topic *topics.Topic, b *biller) error {
-	ordered := slices.IsSorted(b.billed) && len(slices.Compact(slices.Clone(b.billed))) == len(b.billed)
-	fmt.Fprintf(out, "%d orders billed, in order: %t\n", len(b.billed), ordered)
-	fmt.Fprintf(out, "an outage of a second cost 20 calls at most: %t\n", b.calls <= 20)
-	dead, err := topic.Read(ctx, topic.Name+".dlq")
+	group, err := sarama.NewConsumerGroup(brokers, "invoices", config)
 	if err != nil {
 		return err
 	}
-	fmt.Fprintf(out, "dead letters: %d\n", len(dead))
-	if len(dead) != 1 || len(b.billed) != orders-1 || !ordered || b.calls > 20 {
-		return errors.New("that is not what should have happened")
+	defer func() { err = errors.Join(err, group.Close()) }()
+	go kafka.WatchErrors(ctx, group, slog.Default())
+
+	// This line was: h := &biller{charge}
+	h := kafka.WrapHandler(g, &biller{charge}, kafka.WithDeadLetters(letters))
+	for ctx.Err() == nil { // once for each rebalance
+		switch err := group.Consume(ctx, []string{topic}, h); {
+		case errors.Is(err, kafka.ErrUnsuitable):
+			return err // a setting that could lose messages
+		case err != nil:
+			log.Print(err)
+			time.Sleep(time.Second)
+		}
 	}
-	letter, err := kafka.ReadDeadLetter(dead[0])
-	if err != nil {
-		return err
-	}
-	fmt.Fprintf(out, "offset %d, %q: %s\n", letter.Origin.Offset, letter.Body, letter.Error.Message)
 	return nil
 }

@@ -15,6 +15,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"os"
@@ -75,7 +76,7 @@ type shop struct {
 }
 
 func openShop(ctx context.Context, gateway string, window int) (*shop, error) {
-	g, err := guard.New(guard.Config{Group: "shop", Policy: guard.Policy{Window: window, Timeout: 5 * time.Second}})
+	g, err := guard.New(guard.Config{Group: "shop", Policy: guard.Policy{Window: window, Timeout: 5 * time.Second}}, guard.WithLogger(slog.Default()))
 	if err != nil {
 		return nil, err
 	}

@@ -1,163 +1,89 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Command rabbitmq guards a RabbitMQ queue: a poison message goes to the DLQ, an
-// outage does not.
+// Command rabbitmq consumes a RabbitMQ queue behind the guard: a poison message goes to
+// the queue orders.dlq, an outage of what the handler needs does not. It runs until it is
+// interrupted.
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
-	"fmt"
-	"io"
+	"flag"
+	"log"
 	"log/slog"
 	"os"
+	"os/signal"
 	"strconv"
-	"strings"
-	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/rabbitmq/amqp091-go"
 
 	"github.com/stormguard-mq/stormguard/adapters/amqp"
-	"github.com/stormguard-mq/stormguard/examples/internal/queues"
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-const orders = 200
-
 func main() {
-	// The guard logs changes of state, never messages: try it with os.Stderr.
-	if err := run(os.Stdout, io.Discard); err != nil {
-		fmt.Fprintln(os.Stderr, "rabbitmq:", err)
-		os.Exit(1)
+	url := flag.String("url", cmp.Or(os.Getenv("STORMGUARD_RABBITMQ"), "amqp://guest:guest@127.0.0.1:5672/"), "the broker")
+	queue := flag.String("queue", "orders", "the queue to consume; a quorum queue is made if it is not there")
+	flag.Parse()
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := run(ctx, *url, *queue, charge)
+	stop()
+	if err != nil {
+		log.Fatal(err)
 	}
 }
 
-func run(out, logs io.Writer) error {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
-	defer cancel()
-	queue, err := queues.New("orders")
+// charge is where a program of yours calls its dependency.
+func charge(order int) error {
+	log.Print("charged order ", order)
+	return nil
+}
+
+func run(ctx context.Context, url, queue string, charge func(order int) error) (err error) {
+	if err := declare(url, queue); err != nil {
+		return err
+	}
+	g, err := guard.New(guard.Config{Group: "billing"}, guard.WithLogger(slog.Default()))
 	if err != nil {
 		return err
 	}
-	dead := queue.Name + ".dlq"
-	defer queue.Close(dead)
-
-	// One guard for the process, one queue of dead letters, created if it is not
-	// there, on a connection of its own.
-	log := slog.New(slog.NewTextHandler(logs, nil))
-	g, err := guard.New(guard.Config{
-		Group:  "billing",
-		Policy: guard.Policy{Timeout: 5 * time.Second, Retry: guard.Retry{Attempts: 4}},
-	}, guard.WithLogger(log))
+	dialer := amqp.Dial(url) // or all nodes of a cluster
+	letters, err := amqp.NewDLQ(ctx, dialer, amqp.DLQConfig{Queue: queue + ".dlq", Logger: slog.Default()})
 	if err != nil {
 		return err
 	}
-	broker := amqp.Dial(queues.URL()) // yours: all nodes of the cluster
-	letters, err := amqp.NewDLQ(ctx, broker, amqp.DLQConfig{Queue: dead})
-	if err != nil {
-		return errors.Join(err, closeGuard(g))
-	}
-	defer func() { _ = letters.Close(ctx) }()
+	defer func() {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 10*time.Second)
+		defer cancel()
+		_, closeErr := g.Close(ctx)
+		err = errors.Join(err, closeErr, letters.Close(ctx))
+	}()
 
-	// A handler acks nothing itself: nil acks, an error retries, and Permanent
-	// is for what no retry can mend.
-	pay := &payments{done: make(chan struct{})}
+	// A handler acks nothing: nil acks, an error retries, Permanent is for what no retry
+	// can mend.
 	handle := func(_ context.Context, d amqp091.Delivery) error {
 		order, err := strconv.Atoi(string(d.Body))
 		if err != nil {
 			return guard.Permanent(err)
 		}
-		return pay.charge(order)
+		return charge(order)
 	}
-	consuming, stopConsuming := context.WithCancel(ctx) // yours: signal.NotifyContext
-	defer stopConsuming()
-	ended := make(chan error, 1)
-	go func() {
-		ended <- amqp.Consume(consuming, g, broker, queue.Name, handle, amqp.WithDeadLetters(letters), amqp.WithLogger(log))
-	}()
-
-	for i := 1; i <= orders; i++ {
-		body := strconv.Itoa(i)
-		if i == 13 {
-			body = "thirteen"
-		}
-		if err := queue.Publish(ctx, body); err != nil {
-			return errors.Join(err, closeGuard(g))
-		}
-	}
-	select {
-	case <-pay.done:
-	case err := <-ended:
-		return errors.Join(err, closeGuard(g))
-	}
-
-	// A graceful stop: no more intake, what runs finishes, the channel is closed
-	// and the rest goes back to the queue.
-	stopConsuming()
-	if err := errors.Join(<-ended, closeGuard(g)); err != nil {
-		return err
-	}
-	return check(out, queue, dead, pay)
+	return amqp.Consume(ctx, g, dialer, queue, handle, amqp.WithDeadLetters(letters), amqp.WithLogger(slog.Default()))
 }
 
-func closeGuard(g *guard.Guard) error {
-	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
-	defer cancel()
-	_, err := g.Close(ctx)
-	return err
-}
-
-// payments is the dependency. It dies at the 50th order, for a second.
-type payments struct {
-	down, used  bool
-	back        atomic.Bool
-	calls, last int // calls while down; the latest order charged
-	charged     int
-	disorder    bool
-	done        chan struct{}
-}
-
-// charge is called by one goroutine at a time: the default order is the queue's.
-func (p *payments) charge(order int) error {
-	if order == 50 && !p.used {
-		p.down, p.used = true, true
-		time.AfterFunc(time.Second, func() { p.back.Store(true) })
-	}
-	if p.down && !p.back.Load() {
-		p.calls++
-		return errors.New("payments: connection refused")
-	}
-	p.down = false
-	p.disorder = p.disorder || order <= p.last
-	p.last = order
-	if p.charged++; p.charged == orders-1 {
-		close(p.done)
-	}
-	return nil
-}
-
-// check prints what happened, and fails if it is not what should have.
-func check(out io.Writer, queue *queues.Queue, dead string, pay *payments) error {
-	fmt.Fprintf(out, "%d orders charged, in order: %t\n", pay.charged, !pay.disorder)
-	fmt.Fprintf(out, "an outage of a second cost 20 calls at most: %t\n", pay.calls <= 20)
-	all, err := queue.Get(dead)
+// declare makes the queue, if it is not there.
+func declare(url, queue string) error {
+	conn, err := amqp091.Dial(url)
 	if err != nil {
 		return err
 	}
-	fmt.Fprintf(out, "dead letters: %d\n", len(all))
-	if len(all) != 1 {
-		return errors.New("that is not what should have happened")
+	ch, err := conn.Channel()
+	if err == nil {
+		_, err = ch.QueueDeclare(queue, true, false, false, false, amqp091.Table{"x-queue-type": "quorum"})
 	}
-	letter, err := amqp.ReadDeadLetter(all[0])
-	if err != nil {
-		return err
-	}
-	source, _, _ := strings.Cut(letter.Origin.Source, "-")
-	fmt.Fprintf(out, "%s, %q, after %d attempt: %s\n", source, letter.Body, letter.Attempts, letter.Error.Message)
-	if pay.charged != orders-1 || pay.disorder || pay.calls > 20 || string(letter.Body) != "thirteen" {
-		return errors.New("that is not what should have happened")
-	}
-	return nil
+	return errors.Join(err, conn.Close())
 }

@@ -78,6 +78,12 @@ func (q *Queue) Get(queue string) (all []amqp091.Delivery, err error) {
 	}
 }
 
+// Len is how many messages wait in a queue.
+func (q *Queue) Len(queue string) (int, error) {
+	got, err := q.ch.QueueDeclarePassive(queue, true, false, false, false, nil)
+	return got.Messages, err
+}
+
 // Close deletes the queue, and others, and closes the connection.
 func (q *Queue) Close(others ...string) {
 	for _, name := range append(others, q.Name) {
