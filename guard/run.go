@@ -103,6 +103,7 @@ type loop[M any] struct {
 	spare   []M // the batch before the last, to be reused
 	timer   *time.Timer
 	workers bool
+	told    bool // stop was called, since ctx has ended
 	closed  bool // the input is at its end
 	over    bool // no further turn
 	calls   uint64
@@ -480,6 +481,10 @@ func (l *loop[M]) block(at, now time.Duration, read bool) bool {
 			return true
 		}
 		l.timer.Reset(at - now)
+	done := l.ctx.Done()
+	if l.told { // End waits for a worker or a writer, which wakes the loop
+		done = nil
+	}
 		tick = l.timer.C
 	}
 	var in <-chan M
@@ -505,7 +510,8 @@ func (l *loop[M]) block(at, now time.Duration, read bool) bool {
 	case <-ready:
 	case <-s.wake:
 	case <-tick:
-	case <-l.ctx.Done():
+	case <-done:
+		l.told = true
 		s.stop()
 	}
 	if tick != nil {
