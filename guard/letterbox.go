@@ -239,11 +239,7 @@ func (l letter[M]) record() (*dlq.Record, error) {
 	if !s.begin() {
 		return nil, ErrClosed
 	}
-	var meta Meta
-	err := apart("Port.Meta", func() error {
-		meta = s.port.Meta(it.m)
-		return nil
-	})
+	meta, err := s.meta(it.m)
 	s.mu.Lock()
 	fenced := s.fenced.Load()
 	it.begun = !fenced && (err == nil || it.begun) // else its credit is given back

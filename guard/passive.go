@@ -88,7 +88,16 @@ func (s *Source[M]) Done(t Token, err error) {
 	}
 	delete(s.passive, t.id)
 	s.mu.Unlock()
-	s.finish(it, err, nil)
+	looked := false
+	defer func() {
+		if !looked { // a method of err has called Goexit, which goes on
+			s.finish(it, s.exited(nil))
+			s.nudge()
+		}
+	}()
+	r := s.outcome(nil, err, nil)
+	looked = true
+	s.finish(it, r)
 	s.nudge()
 }
 

@@ -226,11 +226,8 @@ func (f *Func[M]) admit(c *cell, how how) (breaker.Token, error) {
 		}
 	}
 	if f.limit != nil {
-		if wait := f.limit.Admit(now); wait > 0 {
-			if token.Probe() {
-				f.gate.Exclude(now, token)
-				f.settled(token)
-			}
+		if wait := f.pace(now, c, token); wait > 0 {
+			f.unprobe(now, token)
 			c.diverted.Add(1)
 			return token, &HeldError{Source: f.cfg.Name, Reason: ReasonLimiter, Until: soon(0, wait)}
 		}
@@ -239,6 +236,29 @@ func (f *Func[M]) admit(c *cell, how how) (breaker.Token, error) {
 		c.probes.Add(1)
 	}
 	return token, nil
+}
+
+// pace asks the limiter. One that panics or exits takes the caller along, but neither
+// the account of its call nor the probe that it was to be.
+func (f *Func[M]) pace(now time.Duration, c *cell, token breaker.Token) time.Duration {
+	returned := false
+	defer func() {
+		if !returned {
+			f.unprobe(now, token)
+			c.returned.Add(1)
+		}
+	}()
+	wait := f.limit.Admit(now)
+	returned = true
+	return wait
+}
+
+// unprobe gives back a probe that was not made.
+func (f *Func[M]) unprobe(now time.Duration, token breaker.Token) {
+	if token.Probe() {
+		f.gate.Exclude(now, token)
+		f.settled(token)
+	}
 }
 
 // untilProbe is how long nobody is let through, 0 if a probe may be made now.
@@ -379,11 +399,11 @@ func (f *Func[M]) call(ctx context.Context, m M, token breaker.Token, how how) (
 		c.returned.Add(1)
 	}()
 	err = f.f(cc, m)
-	returned = true
 	cc.finish()
 	if err != nil {
-		err = sound(err)
+		err = sound(err) // a method of it may call Goexit
 	}
+	returned = true
 	if err != nil && cc.why() == ErrTimeout { //nolint:errorlint // the sentinel itself
 		err = fmt.Errorf("%w: %w", ErrTimeout, err)
 	}

@@ -6,7 +6,6 @@ package guard
 import (
 	"context"
 	"fmt"
-	"runtime/debug"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
@@ -103,8 +102,8 @@ type loop[M any] struct {
 	spare   []M // the batch before the last, to be reused
 	timer   *time.Timer
 	workers bool
-	told    bool // stop was called, since ctx has ended
 	closed  bool // the input is at its end
+	told    bool // stop was called, since ctx has ended
 	over    bool // no further turn
 	calls   uint64
 	hand    hand[M]
@@ -126,13 +125,12 @@ func (l *loop[M]) turn(done chan<- struct{}) {
 		if !l.hand.busy {
 			return
 		}
-		l.hand.busy = false
-		err := &GoexitError{Stack: debug.Stack()}
-		if l.hand.item != nil {
-			l.s.finish(l.hand.item, err, err.Stack)
+		it := l.hand.item
+		l.hand.item, l.hand.busy = nil, false
+		if it != nil {
+			l.s.finish(it, l.s.exited(it.ctx))
 		} else {
-			l.hand.ctx.finish()
-			l.adopt(l.hand.m, err, err.Stack)
+			l.adopt(l.hand.m, l.s.exited(l.hand.ctx))
 		}
 	}()
 	for l.step() {
@@ -253,12 +251,14 @@ func (l *loop[M]) fast(m M, batched bool) {
 	} else {
 		stack, err = s.call(ctx, m)
 	}
-	l.hand.busy = false
-	ctx.finish()
 	if err != nil {
-		l.adopt(m, err, stack)
+		r := s.outcome(ctx, err, stack)
+		l.hand.busy = false
+		l.adopt(m, r)
 		return
 	}
+	l.hand.busy = false
+	ctx.finish()
 	s.word.Store(s.started<<phaseBits | uint64(settling))
 	if s.fenced.Load() {
 		s.forget(nil)
@@ -300,10 +300,8 @@ func (s *Source[M]) forget(err error) {
 }
 
 // adopt hands a failed message of the closed path to the machine.
-func (l *loop[M]) adopt(m M, err error, stack []byte) {
+func (l *loop[M]) adopt(m M, r result) {
 	s := l.s
-	ctx := l.hand.ctx
-	r := s.g.resultOf(s.explain(ctx, err), stack)
 	var last bool
 	var key uint64
 	var size int
@@ -324,7 +322,7 @@ func (l *loop[M]) adopt(m M, err error, stack []byte) {
 		return
 	}
 	it := s.c.adopt(began, m, key, size)
-	it.token, it.slow, it.lastDelivery, it.ctx = l.hand.token, slow, last, ctx
+	it.token, it.slow, it.lastDelivery, it.ctx = l.hand.token, slow, last, l.hand.ctx
 	st := s.c.done(now, it, r)
 	s.unlock(now)
 	s.g.sweeper.kick()
@@ -481,11 +479,11 @@ func (l *loop[M]) block(at, now time.Duration, read bool) bool {
 			return true
 		}
 		l.timer.Reset(at - now)
+		tick = l.timer.C
+	}
 	done := l.ctx.Done()
 	if l.told { // End waits for a worker or a writer, which wakes the loop
 		done = nil
-	}
-		tick = l.timer.C
 	}
 	var in <-chan M
 	var ready <-chan struct{}

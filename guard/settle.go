@@ -44,9 +44,48 @@ func (s *Source[M]) explain(ctx *callContext, err error) error {
 	return err
 }
 
+// outcome reads the end of a call off its error, whose methods are its author's
+// code: the caller still counts as busy, for one of them may call Goexit.
+func (s *Source[M]) outcome(ctx *callContext, err error, stack []byte) result {
+	if ctx != nil {
+		ctx.finish()
+	}
+	r := s.g.resultOf(s.explain(ctx, err), stack)
+	if r.word == backoff {
+		// The wall may have moved on while the guard's clock stood still, as in a
+		// suspend. The handler has read the wall just now: what counts is the difference.
+		r.until = s.g.origin.Add(soon(s.g.now(), time.Until(r.until)))
+	}
+	return r
+}
+
+// exited is the outcome of a call that ended by Goexit; deferred functions call it.
+func (s *Source[M]) exited(ctx *callContext) result {
+	err := &GoexitError{Stack: debug.Stack()}
+	return s.outcome(ctx, err, err.Stack)
+}
+
 // lastDelivery tells whether the broker would not deliver m again.
 func (s *Source[M]) lastDelivery(m M) bool {
-	return s.limits.MaxDeliver > 0 && s.port.Meta(m).Deliveries >= s.limits.MaxDeliver
+	if s.limits.MaxDeliver <= 0 {
+		return false
+	}
+	meta, _ := s.meta(m)
+	return meta.Deliveries >= s.limits.MaxDeliver
+}
+
+// meta asks the port for a message's Meta, outside any lock. A call that panics or
+// exits is an error, and a line in the log the first time.
+func (s *Source[M]) meta(m M) (meta Meta, err error) {
+	err = apart("Port.Meta", func() error {
+		meta = s.port.Meta(m)
+		return nil
+	})
+	if err != nil && s.metaLost.CompareAndSwap(false, true) {
+		s.g.log.Warn("a port does not describe a message: its dead letter waits, and traces and MaxDeliver go without it",
+			"source", s.cfg.Name, "error", err)
+	}
+	return meta, err
 }
 
 // weigh asks the port for lane and size, outside any lock.
@@ -149,16 +188,13 @@ func (s *Source[M]) handle(h *hand[M], it *item[M]) {
 	} else {
 		stack, err = s.call(it.ctx, it.m)
 	}
+	r := s.outcome(it.ctx, err, stack)
 	h.item, h.busy = nil, false
-	s.finish(it, err, stack)
+	s.finish(it, r)
 }
 
 // finish takes an item's outcome to the machine and settles it if it is done.
-func (s *Source[M]) finish(it *item[M], err error, stack []byte) {
-	if it.ctx != nil {
-		it.ctx.finish()
-	}
-	r := s.g.resultOf(s.explain(it.ctx, err), stack)
+func (s *Source[M]) finish(it *item[M], r result) {
 	last := false
 	if r.err != nil && s.limits.MaxDeliver > 0 && s.begin() {
 		last = s.lastDelivery(it.m)

@@ -53,6 +53,7 @@ type Source[M any] struct {
 	kicked    bool          // the sweeper was, since the loop last rested: it is not parked
 	looks     atomic.Uint64 // turns of Marker.Ahead
 	seen      seen          // the sweeper's
+	metaLost  atomic.Bool   // a Port.Meta that did not return was logged
 	slowAfter time.Duration // Breaker.Slow
 	all       bool          // passive, Workers unset: all of the window may be out
 

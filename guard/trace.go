@@ -26,9 +26,11 @@ func (s *Source[M]) span(ctx context.Context, m M) (context.Context, trace.Span)
 		trace.WithAttributes(attribute.String("messaging.operation.type", "process")),
 	}
 	if s.g.propagator != nil && s.begin() {
-		meta := s.port.Meta(m)
+		meta, err := s.meta(m)
 		s.end()
-		ctx, opts = s.g.relate(ctx, s.g.extract(&meta.Headers), opts)
+		if err == nil {
+			ctx, opts = s.g.relate(ctx, s.g.extract(&meta.Headers), opts)
+		}
 	}
 	return s.metrics.tracer.Start(ctx, s.metrics.name, opts...) //nolint:spancheck // the caller ends it
 }

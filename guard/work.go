@@ -3,10 +3,6 @@
 
 package guard
 
-import (
-	"runtime/debug"
-)
-
 // work is one of several workers: it takes what the machine says is next, as
 // long as there is something, and otherwise waits on cond. The loop reads the
 // input and wakes workers when time has come. A worker that a handler's Goexit
@@ -18,8 +14,7 @@ func (s *Source[M]) work(retired chan<- struct{}) {
 			retired <- struct{}{}
 			return
 		}
-		err := &GoexitError{Stack: debug.Stack()}
-		s.finish(h.item, err, err.Stack)
+		s.finish(h.item, s.exited(h.item.ctx))
 		go s.work(retired)
 	}()
 	for {
