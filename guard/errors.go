@@ -38,7 +38,9 @@ var (
 	ErrRevoked = errors.New("guard: source revoked")
 )
 
-// HeldError tells why a call was refused. It is an [ErrHeld].
+// HeldError tells why a call was refused. It is an [ErrHeld]. A handler of a source
+// that returns one, as from a [Func] that it calls, has not failed: the source waits
+// for Until as after [Backoff], or where that is 0 for 1s at most.
 type HeldError struct {
 	Source string
 	Reason Reason
@@ -53,6 +55,19 @@ func (e *HeldError) Error() string {
 
 // Unwrap makes errors.Is(err, ErrHeld) hold.
 func (*HeldError) Unwrap() error { return ErrHeld }
+
+// heldPoll is how long a handler is left alone whose call was refused for a reason
+// that somebody has to clear.
+const heldPoll = time.Second
+
+// worthAsking is Until, or where that is unknown a time to look again. A breaker that
+// may be probed now says 0 too: Retry.Base is enough then.
+func (e *HeldError) worthAsking() time.Duration {
+	if e.Until <= 0 && e.Reason != ReasonBreaker {
+		return heldPoll
+	}
+	return e.Until
+}
 
 // PanicError is the failure of a handler that panicked.
 type PanicError struct {
@@ -145,13 +160,17 @@ func sound(err error) (safe error) {
 }
 
 // classify finds the outermost mark: the code nearest the guard has the last
-// word. A panic is a failure whatever it was called with.
+// word. A panic is a failure whatever it was called with. A [HeldError] without a mark
+// is a guard's refusal and no outcome: it is a backoff for as long as that says.
 func classify(err error) (outcome, time.Time) {
 	if err == nil {
 		return success, time.Time{}
 	}
-	if e := marked(err); e != nil {
+	if e, ok := find[*markedError](err); ok {
 		return e.word, e.until
+	}
+	if e, ok := find[*HeldError](err); ok {
+		return backoff, time.Now().Add(e.worthAsking())
 	}
 	return failure, time.Time{}
 }
@@ -185,20 +204,20 @@ func resultOf(err error, stack []byte) result {
 	return r
 }
 
-// marked is [errors.As] for marks, nil for none, but what a panic was called with is
-// not looked at: also behind another error, as after a timeout.
+// find is [errors.AsType], but what a panic was called with is not looked at: also
+// behind another error, as after a timeout.
 //
 //nolint:errorlint // it walks the tree itself
-func marked(err error) *markedError {
+func find[E error](err error) (found E, ok bool) {
 	for {
 		switch e := err.(type) {
-		case *markedError:
-			return e
+		case E:
+			return e, true
 		case *PanicError:
-			return nil
+			return found, false
 		case interface{ As(target any) bool }:
-			if m := (*markedError)(nil); e.As(&m) {
-				return m
+			if e.As(&found) {
+				return found, true
 			}
 		}
 		switch e := err.(type) {
@@ -206,13 +225,13 @@ func marked(err error) *markedError {
 			err = e.Unwrap()
 		case interface{ Unwrap() []error }:
 			for _, inner := range e.Unwrap() {
-				if m := marked(inner); m != nil {
-					return m
+				if found, ok = find[E](inner); ok {
+					return found, true
 				}
 			}
-			return nil
+			return found, false
 		default:
-			return nil
+			return found, false
 		}
 	}
 }
