@@ -370,22 +370,18 @@ func (c Policy) Validate() error {
 		p.within("Policy.Ramp.Double", d.Ramp.Double, time.Millisecond, time.Hour)
 		p.within("Policy.Ramp.For", d.Ramp.For, 0, 24*time.Hour)
 	}
-	errs := append(p, c.Storm.Validate())
-	if !c.NoBreaker {
-		errs = append(errs, c.Breaker.Validate())
-	}
-	if !c.Budget.Off {
-		errs = append(errs, c.Budget.Validate(stormRate(c.Storm)))
-	}
-	return errors.Join(errs...)
+	// The breaker's settings are checked under NoBreaker too: the scopes of a Guard are
+	// made of them, for sources with a policy of their own.
+	return errors.Join(append(p, c.Storm.Validate(), c.Breaker.Validate(), d.Budget.Validate(d.stormRate()))...)
 }
 
-// stormRate is the error rate that the DLQ budget has to outlast.
-func stormRate(c dlq.StormConfig) float64 {
-	if c.ErrorRate == 0 {
+// stormRate is the error rate that the DLQ budget has to outlast. One that is off
+// bounds nothing, and goes with any.
+func (c Policy) stormRate() float64 {
+	if c.Storm.ErrorRate == 0 || c.Budget.Off {
 		return dlq.DefaultErrorRate
 	}
-	return c.ErrorRate
+	return c.Storm.ErrorRate
 }
 
 // withDefaults fills what is unset, within what the broker allows.
@@ -408,6 +404,9 @@ func (c Policy) withDefaults(l Limits) Policy {
 	def(&c.Retry.Max, max(10*time.Second, c.Retry.Base))
 	def(&c.Retry.Patience, 10*time.Second)
 	c.Ramp = c.Ramp.WithDefaults()
+	if c.Budget.Off {
+		c.Budget = dlq.BudgetConfig{Off: true} // its other settings are without effect
+	}
 	return c
 }
 

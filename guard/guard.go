@@ -151,6 +151,9 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 // checks a broker's settings against it before it opens a source.
 func (g *Guard) Config() Config { return g.cfg }
 
+// Logger is the logger of [WithLogger]; without that option it discards everything.
+func (g *Guard) Logger() *slog.Logger { return g.log }
+
 // policy is how a source behaves: as its own says, or as the Guard's.
 func (g *Guard) policy(cfg SourceConfig, p *problems) Policy {
 	if cfg.Policy == nil {
@@ -305,7 +308,11 @@ func (g *Guard) Close(ctx context.Context) ([]Report, error) {
 	g.metrics.close()
 	for _, r := range reports {
 		if !r.Clean() {
-			errs = append(errs, fmt.Errorf("guard: source %s: %d messages left: %w", r.Source, len(r.Left), errors.Join(r.Err, context.Cause(ctx))))
+			err := fmt.Errorf("guard: source %s: %d messages left", r.Source, len(r.Left))
+			if why := errors.Join(r.Err, context.Cause(ctx)); why != nil {
+				err = fmt.Errorf("%w: %w", err, why)
+			}
+			errs = append(errs, err)
 		}
 	}
 	return reports, errors.Join(errs...)

@@ -90,7 +90,7 @@ func newSim(tb interface{ Fatalf(string, ...any) }, p Policy) *sim {
 	if err != nil {
 		tb.Fatalf("%v", err)
 	}
-	budget, err := dlq.NewBudget(p.Budget, stormRate(p.Storm))
+	budget, err := dlq.NewBudget(p.Budget, p.stormRate())
 	if err != nil {
 		tb.Fatalf("%v", err)
 	}

@@ -150,7 +150,7 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 	if err != nil {
 		return nil, fmt.Errorf("guard: open %q: %w", cfg.Name, err)
 	}
-	budget, err := dlq.NewBudget(full.Budget, stormRate(full.Storm))
+	budget, err := dlq.NewBudget(full.Budget, full.stormRate())
 	if err != nil {
 		return nil, fmt.Errorf("guard: open %q: %w", cfg.Name, err)
 	}
