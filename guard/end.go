@@ -38,6 +38,7 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 	s.ending = e
 	s.c.ended = true
 	cancel := s.cancel
+	close(s.ended)
 	s.unlock(s.g.now())
 	if why == ReasonRebalance {
 		cancel(ErrRevoked)

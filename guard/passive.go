@@ -4,6 +4,7 @@
 package guard
 
 import (
+	"context"
 	"errors"
 	"time"
 
@@ -33,7 +34,8 @@ type Token struct{ epoch, id, serial uint64 }
 
 // Offer puts a message in. It does not wait: without room it is [ErrFull], and
 // the message stays the caller's, who offers it again when [Port.Demand] has named
-// room, or now and then if less than half of the window is to be used at once.
+// room: half of the window, or any where nothing moves. [Source.OfferWait] waits for
+// the first.
 //
 // It also feeds a source with a handler whose input is whoever calls Offer: run
 // that by Run(ctx, nil).
@@ -42,32 +44,73 @@ func (s *Source[M]) Offer(m M) error {
 		return ErrClosed
 	}
 	key, size := s.weigh(m)
-	now := s.g.now()
 	s.mu.Lock()
 	s.endLocked()
+	err := s.offerLocked(m, key, size)
+	owed := err == ErrFull && s.demanded != 0 //nolint:errorlint // no 0 was told, so no room would be
+	if owed {
+		s.demanded, s.refused = 0, true
+	}
+	s.unlockOffer(err)
+	if owed {
+		s.nudge()
+	}
+	return err
+}
+
+// OfferWait is Offer that waits while there is no room: for any room, whatever
+// [Port.Demand] was told. It returns ctx's error if that ends first, and the message
+// stays the caller's. Several calls may wait; messages offered by one caller after
+// another keep their order.
+func (s *Source[M]) OfferWait(ctx context.Context, m M) error {
+	if !s.begin() {
+		return ErrClosed
+	}
+	key, size := s.weigh(m)
+	s.mu.Lock()
+	s.endLocked()
+	err := s.offerLocked(m, key, size)
+	for err == ErrFull { //nolint:errorlint // offerLocked's
+		s.offering++
+		s.mu.Unlock()
+		select {
+		case <-s.space:
+		case <-s.ended:
+		case <-ctx.Done():
+			err = ctx.Err()
+		}
+		s.mu.Lock()
+		s.offering--
+		if err == ErrFull { //nolint:errorlint // ctx lasts
+			err = s.offerLocked(m, key, size)
+		}
+	}
+	s.unlockOffer(err) // it tells the next, if there is more room
+	return err
+}
+
+// unlockOffer ends what offerLocked began.
+func (s *Source[M]) unlockOffer(err error) {
+	s.unlock(s.g.now())
+	if err == nil {
+		s.nudge()
+		s.g.sweeper.kick()
+	}
+}
+
+// offerLocked puts a message in if there is room.
+func (s *Source[M]) offerLocked(m M, key uint64, size int) error {
 	switch {
 	case s.c.ended:
-		s.mu.Unlock()
 		return ErrClosed
 	case s.c.room() == 0:
-		owed := s.demanded != 0 // no 0 was told, so no room would be
-		if owed {
-			s.demanded, s.refused = 0, true
-		}
-		s.mu.Unlock()
-		if owed {
-			s.nudge()
-		}
 		return ErrFull
 	}
 	if s.handler == nil && s.pump == nil {
 		s.pump = &pump[M]{s: s, quit: make(chan struct{}), gone: make(chan struct{}), stopKeepAlive: s.keepAlive()}
 		go s.pump.run()
 	}
-	s.c.put(now, m, key, size)
-	s.unlock(now)
-	s.nudge()
-	s.g.sweeper.kick()
+	s.c.put(s.g.now(), m, key, size)
 	return nil
 }
 

@@ -66,6 +66,7 @@ type Source[M any] struct {
 	lookAt   time.Duration
 	demanded int  // what Port.Demand last heard, or is to hear
 	refused  bool // … since Offer has said that there is no room
+	offering int  // calls of OfferWait that wait for room
 	loops    int  // goroutines that may call the handler and the port
 	ran      bool // Run was called
 	retire   bool // workers end
@@ -78,6 +79,8 @@ type Source[M any] struct {
 	pos   int // the loop's place in batch
 	epoch uint64
 	wake  chan struct{}
+	space chan struct{} // holds a token while there may be room for an OfferWait; capacity 1
+	ended chan struct{} // closed by End
 
 	stormKey string // what its detector is compared over
 
@@ -133,6 +136,8 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 	s := &Source[M]{
 		g: g, cfg: cfg, limits: limits, port: port, handler: handler,
 		wake:      make(chan struct{}, 1),
+		space:     make(chan struct{}, 1),
+		ended:     make(chan struct{}),
 		demanded:  -1,
 		epoch:     g.epochs.Add(1),
 		slowAfter: full.Breaker.Slow,
@@ -244,6 +249,10 @@ func (s *Source[M]) Name() string { return s.cfg.Name }
 func (s *Source[M]) Feed() *Feed[M] {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+// Ended is closed when [Source.End] begins: the source takes no further message. For
+// an adapter it is the sign to stop its reader.
+func (s *Source[M]) Ended() <-chan struct{} { return s.ended }
+
 	if s.feed == nil {
 		s.feed = newFeed[M]()
 		s.divideLocked()
@@ -281,6 +290,9 @@ func (s *Source[M]) unlock(now time.Duration) {
 	}
 	if freed {
 		s.g.wakeOthers(s)
+	if s.offering > 0 && s.c.room() > 0 {
+		token(s.space)
+	}
 	}
 }
 
