@@ -4,6 +4,7 @@
 package guard
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -57,16 +58,17 @@ type Guard struct {
 	cancel  context.CancelFunc
 	sweeper sweeper
 
-	mu      sync.Mutex
-	sources map[string]controls
-	kept    map[string]kept // of sources that ended, by name
-	boxes   []*letterbox
-	closed  bool
-	running sync.WaitGroup
-	sorted  atomic.Pointer[[]controls]
-	changes []breaker.Change // the sweeper's
-	look    time.Duration    // the sweeper's: breakers are ticked again then
-	evict   time.Duration    // the sweeper's: scopes are evicted again then
+	mu        sync.Mutex
+	sources   map[string]controls
+	kept      map[string]kept // of sources that ended, by name
+	boxes     []*letterbox
+	unwritten map[string]bool // topics or queues without a dead-letter writer, warned of
+	closed    bool
+	running   sync.WaitGroup
+	sorted    atomic.Pointer[[]controls]
+	changes   []breaker.Change // the sweeper's
+	look      time.Duration    // the sweeper's: breakers are ticked again then
+	evict     time.Duration    // the sweeper's: scopes are evicted again then
 }
 
 // controls is a source whatever its message's type.
@@ -105,13 +107,14 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 	}
 	def(&cfg.Group, "default")
 	g := &Guard{
-		cfg:     cfg,
-		log:     slog.New(slog.DiscardHandler),
-		sources: make(map[string]controls),
-		kept:    make(map[string]kept),
-		sweeper: sweeper{wake: make(chan struct{}, 1)},
-		waiting: make(map[*breaker.Breaker]bool),
-		storms:  make(map[string]*stormSum),
+		cfg:       cfg,
+		log:       slog.New(slog.DiscardHandler),
+		sources:   make(map[string]controls),
+		kept:      make(map[string]kept),
+		unwritten: make(map[string]bool),
+		sweeper:   sweeper{wake: make(chan struct{}, 1)},
+		waiting:   make(map[*breaker.Breaker]bool),
+		storms:    make(map[string]*stormSum),
 	}
 	start := time.Now()
 	g.now = func() time.Duration { return time.Since(start) }
@@ -340,6 +343,25 @@ func (g *Guard) awaitGoroutines(ctx context.Context) error {
 		return fmt.Errorf("guard: a dead-letter writer does not heed its context: %w", context.Cause(ctx))
 	}
 }
+
+// warnNoWriter says once for each topic or queue that its sources have no dead-letter
+// writer: a message that fails for good is then never settled.
+func (g *Guard) warnNoWriter(cfg SourceConfig) {
+	at := cmp.Or(cfg.Destination, cfg.Name)
+	g.mu.Lock()
+	known := g.unwritten[at] || len(g.unwritten) == maxUnwritten
+	if !known {
+		g.unwritten[at] = true
+	}
+	g.mu.Unlock()
+	if !known {
+		g.log.Warn("a source has no dead-letter writer: a message that fails for good is never settled, and what its order puts behind it waits",
+			"source", cfg.Name, "destination", cfg.Destination, "help", noWriterHelp)
+	}
+}
+
+// maxUnwritten bounds how many topics or queues warnNoWriter remembers.
+const maxUnwritten = 1000
 
 // logChange logs a change of state: never a message.
 func (g *Guard) logChange(what, source string, why Reason, args ...any) {

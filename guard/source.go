@@ -197,8 +197,14 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 		s.release()
 		return nil, err
 	}
+	if cfg.DeadLetters == nil {
+		g.warnNoWriter(cfg)
+	}
 	return s, nil
 }
+
+// noWriterHelp is what an operator can do about a source without a dead-letter writer.
+const noWriterHelp = "open it with SourceConfig.DeadLetters set (an adapter's WithDeadLetters)"
 
 // shared tells whether several goroutines ack.
 func (s *Source[M]) shared() bool { return s.handler == nil || s.c.policy.Workers > 1 }
@@ -243,16 +249,16 @@ func (s *Source[M]) Successes() uint64 { return s.c.successes.Load() + s.fastSuc
 // Name is the source's name.
 func (s *Source[M]) Name() string { return s.cfg.Name }
 
+// Ended is closed when [Source.End] begins: the source takes no further message. For
+// an adapter it is the sign to stop its reader.
+func (s *Source[M]) Ended() <-chan struct{} { return s.ended }
+
 // Feed is where an adapter whose reader is a goroutine of its own puts what it
 // reads; use it with [Source.RunFeed]. It takes half of the window, or what the
 // workers leave of it; see [Policy.Window].
 func (s *Source[M]) Feed() *Feed[M] {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-// Ended is closed when [Source.End] begins: the source takes no further message. For
-// an adapter it is the sign to stop its reader.
-func (s *Source[M]) Ended() <-chan struct{} { return s.ended }
-
 	if s.feed == nil {
 		s.feed = newFeed[M]()
 		s.divideLocked()
@@ -284,15 +290,15 @@ func (s *Source[M]) unlock(now time.Duration) {
 	s.c.condemned, s.c.freed = nil, false
 	quiet := s.c.quiet(now) // it ends a hold that is empty, whoever asks
 	s.slow.Store(!quiet || s.alwaysSlow())
+	if s.offering > 0 && s.c.room() > 0 {
+		token(s.space)
+	}
 	s.mu.Unlock()
 	for _, it := range condemned {
 		s.writer.post(letter[M]{s, it})
 	}
 	if freed {
 		s.g.wakeOthers(s)
-	if s.offering > 0 && s.c.room() > 0 {
-		token(s.space)
-	}
 	}
 }
 
@@ -544,7 +550,11 @@ func (s *Source[M]) state(now time.Duration, fleet breaker.FleetScope) (st State
 	if n := c.parked[ReasonLimiter]; n > 0 {
 		hold(ReasonDLQ, 0, fmt.Sprintf("%d messages wait for the limit of dead letters", n), "time")
 	}
-	if n := c.parked[ReasonDLQ]; n > 0 {
+	switch n := c.parked[ReasonDLQ]; {
+	case n == 0:
+	case !c.letters:
+		hold(ReasonDLQ, 0, fmt.Sprintf("%d messages have failed for good, and the source has no dead-letter writer", n), "operator: "+noWriterHelp)
+	default:
 		hold(ReasonDLQ, 0, fmt.Sprintf("%d messages wait for a credit", n), "successes, time, or operator: GrantCredits")
 	}
 	if n := len(c.writing); s.writer != nil && n > 0 {
