@@ -171,30 +171,31 @@ func (g *Guard) policy(cfg SourceConfig, p *problems) Policy {
 }
 
 // letterbox is the one box of a writer; of one that cannot be compared, such as
-// a function, each source has its own.
+// a function, each source has its own. discard follows.
 func (g *Guard) letterbox(w dlq.Writer) *letterbox {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if reflect.ValueOf(w).Comparable() {
 		for _, b := range g.boxes {
 			if reflect.ValueOf(b.writer).Comparable() && b.writer == w {
+				b.users++
 				return b
 			}
 		}
 	}
-	b := &letterbox{g: g, writer: w}
+	b := &letterbox{g: g, writer: w, users: 1}
 	g.boxes = append(g.boxes, b)
 	return b
 }
 
-// discard forgets the box of a source that has ended, if no other has it too.
+// discard takes the box from a source that has ended.
 func (g *Guard) discard(b *letterbox) {
-	if b == nil || reflect.ValueOf(b.writer).Comparable() {
-		return
-	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
 	g.mu.Lock()
-	defer g.mu.Unlock()
-	g.boxes = slices.DeleteFunc(g.boxes, func(other *letterbox) bool { return other == b })
+	b.users--
+	g.mu.Unlock()
+	b.dropLocked()
 }
 
 // spawn starts a goroutine that ends with the Guard; false once it is closed.

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"runtime/debug"
+	"slices"
 	"sync"
 	"time"
 
@@ -36,6 +37,7 @@ const (
 type letterbox struct {
 	g      *Guard
 	writer dlq.Writer
+	users  int // open sources that have it; Guard.mu
 
 	mu      sync.Mutex
 	queue   fifo[postable]
@@ -109,6 +111,19 @@ func (b *letterbox) forget(l postable) {
 	}
 }
 
+// dropLocked makes the Guard forget a box that no source has and that writes nothing. One
+// that still writes stays, so that the writer's next source has the same.
+func (b *letterbox) dropLocked() {
+	if b.running {
+		return
+	}
+	b.g.mu.Lock()
+	defer b.g.mu.Unlock()
+	if b.users == 0 {
+		b.g.boxes = slices.DeleteFunc(b.g.boxes, func(other *letterbox) bool { return other == b })
+	}
+}
+
 // left is how many letters there are.
 func (b *letterbox) left() int {
 	b.mu.Lock()
@@ -122,6 +137,7 @@ func (b *letterbox) run(ctx context.Context) {
 		b.mu.Lock()
 		if b.queue.len() == 0 || ctx.Err() != nil {
 			b.running, b.err, b.failed, b.waits = false, nil, nil, nil
+			b.dropLocked()
 			b.mu.Unlock()
 			return
 		}

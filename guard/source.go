@@ -216,7 +216,9 @@ func (s *Source[M]) alwaysSlow() bool {
 
 // release gives the breaker's scope and the letterbox back.
 func (s *Source[M]) release() {
-	s.g.discard(s.writer)
+	if s.writer != nil {
+		s.g.discard(s.writer)
+	}
 	if s.detach != nil {
 		s.detach()
 		s.g.unclaim(s.c.gate)
