@@ -164,6 +164,19 @@ type Restarter interface {
 	Restart(ctx context.Context) error
 }
 
+// A Revoker is a [Subject] that can take the queue away from its consumer, as a
+// rebalance does: the consumer settles what it has finished and gives back the rest,
+// and then has the queue again by itself.
+type Revoker interface {
+	Revoke(ctx context.Context) error
+}
+
+// A Refuser is a [Subject] that can make the port's acks fail with an error, until it is
+// called with nil. The broker then delivers the messages again whose acks failed.
+type Refuser interface {
+	RefuseAcks(err error)
+}
+
 // An Auditor is a [Subject] whose broker keeps books about the port's calls.
 type Auditor interface {
 	// Handed is how many deliveries the adapter's reader was handed.

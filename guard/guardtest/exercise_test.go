@@ -95,7 +95,7 @@ func (m *memory) Start(c Consumer) error {
 		},
 	}
 	go func() {
-		if m.twist != "" {
+		if m.twist != "" && !m.passive {
 			m.done <- m.runTwisted(ctx, c, cfg)
 			return
 		}
@@ -142,8 +142,27 @@ func (m *memory) runTwisted(ctx context.Context, c Consumer, cfg Guarded) error 
 		if m.twist == "after" {
 			_ = e.Port().Flush()
 		}
+		if m.twist == "reads on" && errors.Is(err, guard.ErrClosed) {
+			m.readOn(ctx)
+		}
 		if errors.Is(err, guard.ErrClosed) || ctx.Err() != nil {
 			return nil //nolint:nilerr // it was told to end
+		}
+	}
+}
+
+// readOn fetches for a source that has ended.
+func (m *memory) readOn(ctx context.Context) {
+	e, err := m.b.Consume(ctx, queueName, m.consume)
+	if err != nil {
+		return
+	}
+	defer e.Close()
+	for {
+		select {
+		case <-e.Messages():
+		case <-ctx.Done():
+			return
 		}
 	}
 }
@@ -223,7 +242,11 @@ func (m *memory) runPassive(ctx context.Context, c Consumer, cfg Guarded) error 
 				}
 			}
 		})
-		err = offer(ctx, s, e, m.last().offered)
+		hand := offer
+		if m.twist == "poll" {
+			hand = offerNowAndThen
+		}
+		err = hand(ctx, s, e, m.last().offered)
 		end, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 		why := guard.ReasonRebalance
 		if ctx.Err() != nil {
@@ -245,7 +268,32 @@ func (m *memory) runPassive(ctx context.Context, c Consumer, cfg Guarded) error 
 	}
 }
 
+// offer hands deliveries over as there is room, until either side ends.
 func offer(ctx context.Context, s *guard.Source[*Message], e *Epoch, offered *atomic.Int64) error {
+	for {
+		select {
+		case msg, ok := <-e.Messages():
+			if !ok {
+				return nil
+			}
+			switch err := s.OfferWait(ctx, msg); {
+			case err == nil:
+				offered.Add(1)
+			case ctx.Err() != nil:
+				return nil //nolint:nilerr // it was told to end
+			default:
+				return err
+			}
+		case <-s.Ended():
+			return guard.ErrClosed
+		case <-ctx.Done():
+			return nil
+		}
+	}
+}
+
+// offerNowAndThen is offer that looks for room and for the end.
+func offerNowAndThen(ctx context.Context, s *guard.Source[*Message], e *Epoch, offered *atomic.Int64) error {
 	look := time.NewTicker(10 * time.Millisecond)
 	defer look.Stop()
 	in, held := e.Messages(), (*Message)(nil)
@@ -307,6 +355,13 @@ func (m *memory) Kill(context.Context) error {
 	m.b.Kill(queueName)
 	return nil
 }
+
+func (m *memory) Revoke(context.Context) error {
+	m.b.Revoke(queueName, true)
+	return nil
+}
+
+func (m *memory) RefuseAcks(err error) { m.b.RefuseAcks(queueName, err) }
 
 func (m *memory) Restart(context.Context) error {
 	m.b.Stop()

@@ -97,13 +97,26 @@ func (m *mutant) Ack(msg *Message) error {
 		if msg == nil {
 			return nil
 		}
+	case "hides a failed ack":
+		_ = m.Port.Ack(msg)
+		return nil
+	case "repeats a failed ack":
+		if err := m.Port.Ack(msg); err != nil {
+			return m.Port.Ack(msg)
+		}
+		return nil
 	}
 	return m.Port.Ack(msg)
 }
 
 func (m *mutant) Flush() error {
-	if m.fault == "never flushes" {
+	switch m.fault {
+	case "never flushes":
 		return nil
+	case "forgets its acks when revoked":
+		if p, ok := m.Port.(port); ok && p.e.Context().Err() != nil {
+			return nil
+		}
 	}
 	return m.Port.Flush()
 }
@@ -122,7 +135,7 @@ func (m *mutant) Extend(ms []*Message) {
 
 func (m *mutant) Return(ms []*Message, why guard.Reason) error {
 	switch m.fault {
-	case "acks what is returned":
+	case "acks what is returned", "acks what is returned when revoked":
 		for _, msg := range ms {
 			_ = m.Port.Ack(msg)
 		}
@@ -162,6 +175,7 @@ func TestSuiteCatchesMutants(t *testing.T) {
 		fault string
 		rule  string
 		order guard.Order
+		shape func(*Features)
 		twist func(*memory)
 	}{
 		{fault: "acks twice", rule: "acks"},
@@ -182,12 +196,21 @@ func TestSuiteCatchesMutants(t *testing.T) {
 		{fault: "swaps deliveries", rule: "order", twist: func(m *memory) { m.twist = "swap" }},
 		{fault: "delivers twice", rule: "acks", twist: func(m *memory) { m.twist = "twice" }},
 		{fault: "calls the port after the end", rule: "acks", twist: func(m *memory) { m.twist = "after" }},
+		{fault: "hides a failed ack", rule: "ack-fails"},
+		{fault: "repeats a failed ack", rule: "ack-fails"},
+		{fault: "acks what is returned when revoked", rule: "revoked"},
+		{fault: "forgets its acks when revoked", rule: "revoked"},
+		{fault: "reads on after the end", rule: "ended", twist: func(m *memory) { m.twist = "reads on" }},
+		{fault: "looks for room now and then", rule: "room", shape: func(f *Features) { f.Passive = true }, twist: func(m *memory) { m.twist, m.passive = "poll", true }},
 		{fault: "nacks to the dead letters of the broker", rule: "outage", twist: func(m *memory) { m.twist = "bury" }},
 	} {
 		t.Run(strings.ReplaceAll(c.fault, " ", "-"), func(t *testing.T) {
 			f := memoryFeatures(c.order, 0, false)
 			if c.order == guard.OrderKey {
 				f.Workers = 4
+			}
+			if c.shape != nil {
+				c.shape(&f)
 			}
 			only := []string{c.rule}
 			if full {

@@ -192,6 +192,14 @@ var rules = []rule{
 		},
 	},
 	{
+		name: "room", says: "a message that waits for room comes in as soon as there is some",
+		run: room,
+	},
+	{
+		name: "ended", says: "a source that has ended ends its reader, also one that waits for room",
+		run: ended,
+	},
+	{
 		name: "order", says: "handlers succeed in order, also through retries",
 		run: func(x *run) {
 			x.h.Delay(time.Millisecond)
@@ -294,6 +302,30 @@ var rules = []rule{
 			}
 			x.handled(100)
 		},
+	},
+	{
+		name: "revoked", says: "a queue that is taken away in the middle loses nothing, and what was handled is not delivered again",
+		run: func(x *run) {
+			r, ok := x.subject.(Revoker)
+			if !ok {
+				x.t.Skip("the Subject is no Revoker")
+			}
+			x.returned, x.disorder = true, x.f.RealTime
+			x.h.Delay(2 * time.Millisecond)
+			x.h.On(8, Fail(errBroken), Fail(errBroken)) // some wait for a retry
+			x.h.On(28, Fail(errBroken))
+			x.publish(100)
+			x.start()
+			for _, n := range []int{5, 25, 60} {
+				x.handled(n)
+				x.must("Revoke", r.Revoke(x.ctx))
+			}
+			x.handled(100)
+		},
+	},
+	{
+		name: "ack-fails", says: "an ack that fails is counted and not repeated, and its message is delivered again",
+		run: ackFails,
 	},
 	{
 		name: "killed-in-outage", says: "a connection that breaks while messages are held loses none",
@@ -529,6 +561,82 @@ func (x *run) quietly(n int, release func()) {
 	}
 	release()
 	x.handled(done + n)
+}
+
+// room runs a full window against a handler that takes its time: no time may be lost
+// between them.
+func room(x *run) {
+	const each = time.Millisecond
+	x.policy.Window = max(4, x.policy.Workers)
+	x.h.Delay(each)
+	n := 50 * x.policy.Window
+	x.publish(n)
+	x.start()
+	x.handled(n)
+	calls := x.h.Calls()
+	took := calls[len(calls)-1].End.Sub(calls[0].Start)
+	if most := time.Duration(n)*each*5/4 + x.span(0, 10*time.Second); took > most {
+		x.errorf("%d messages of %s, through a window of %d, took %s", n, each, x.policy.Window, took)
+	}
+}
+
+// ended closes the Guard while its source is full, and looks whether anything still reads.
+func ended(x *run) {
+	x.policy.Window = max(16, 4*x.policy.Workers)
+	x.publish(20)
+	x.start()
+	x.handled(20)
+	x.source().Pause()
+	x.publish(10 * x.policy.Window)
+	x.pass(10*time.Second, time.Second)
+	x.returned = true
+	x.close(x.span(2*time.Second, 2*time.Second))
+	x.pass(time.Second, time.Second)
+	before := x.backlog().Delivered
+	x.publish(20)
+	x.pass(10*time.Second, time.Second)
+	if n := x.backlog().Delivered; before >= 0 && n > before {
+		x.errorf("%d messages were fetched after the source had ended", n-before)
+	}
+	began := time.Now()
+	if err := x.stopConsumer(); err != nil {
+		x.errorf("Stop after Close: %v", err)
+	}
+	if took := time.Since(began); took > x.span(time.Second, 5*time.Second) {
+		x.errorf("Stop took %s, and the source had ended", took)
+	}
+	x.start()
+	x.handled(int(x.numbers))
+}
+
+var errAckRefused = errors.New("guardtest: ack refused")
+
+func ackFails(x *run) {
+	r, ok := x.subject.(Refuser)
+	if !ok {
+		x.t.Skip("the Subject is no Refuser")
+	}
+	const n = 20
+	x.again, x.disorder = true, true // the messages are delivered again, behind others
+	x.publish(n)
+	x.start()
+	x.handled(n)
+	s := x.source()
+	x.eventually("what was handled is acked", func() bool { return s.Account().Acked == n })
+	r.RefuseAcks(errAckRefused)
+	x.publish(n)
+	x.handled(2 * n)
+	x.eventually("the acks that failed are counted", func() bool { return s.State().Tally.AckFailures > 0 })
+	if a := s.Account(); a.Acked == 2*n {
+		x.errorf("all are acked, and the broker took none: %+v", a)
+	}
+	r.RefuseAcks(nil)
+	x.publish(n)
+	x.handled(3 * n)
+	x.eventually("what was not acked is delivered again, and acked", func() bool { return x.backlog().Pending <= 0 })
+	if letters := len(x.letters()); letters > 0 {
+		x.errorf("%d dead letters", letters)
+	}
 }
 
 func deadLetter(x *run) {
