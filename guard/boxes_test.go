@@ -83,7 +83,7 @@ func TestWriterOutlivesItsSource(t *testing.T) {
 		}
 		s, in := open()
 		in <- 1
-		time.Sleep(time.Second)
+		elapse(time.Second)
 		over, cancel := context.WithCancel(t.Context())
 		cancel()
 		if rep := s.End(over, ReasonRebalance); len(rep.Left) != 1 {
@@ -91,12 +91,12 @@ func TestWriterOutlivesItsSource(t *testing.T) {
 		}
 		s, in = open()
 		in <- 2
-		time.Sleep(time.Second)
+		elapse(time.Second)
 		if under != 1 || most != 1 || len(g.boxes) != 1 {
 			t.Errorf("%d writes at once, %d boxes", most, len(g.boxes))
 		}
 		close(release)
-		time.Sleep(time.Minute)
+		elapse(time.Minute)
 		if a := s.Account(); a.DeadLettered != 1 || most != 1 {
 			t.Errorf("%+v, %d writes at once", a, most)
 		}
@@ -132,7 +132,7 @@ func TestBoxGoesAfterItsLastWrite(t *testing.T) {
 		in := make(chan int)
 		go func() { _ = s.Run(t.Context(), in) }()
 		in <- 1
-		time.Sleep(time.Second)
+		elapse(time.Second)
 		over, cancel := context.WithCancel(t.Context())
 		cancel()
 		s.End(over, ReasonRebalance)

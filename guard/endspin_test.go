@@ -63,12 +63,12 @@ func TestEndThenCancelWhileBusy(t *testing.T) {
 			in, ended := make(chan int, 1), make(chan error, 1)
 			in <- 0
 			go func() { ended <- s.Run(ctx, in) }()
-			time.Sleep(time.Second)
+			elapse(time.Second)
 			reports := make(chan Report, 1)
 			go func() { reports <- s.End(t.Context(), ReasonShutdown) }()
 			synctest.Wait()
 			cancel()
-			time.Sleep(10 * time.Second)
+			elapse(10 * time.Second)
 			if n := ctx.asked.Load(); n > 100 {
 				t.Errorf("the loop has turned %d times or more", n)
 			}

@@ -11,6 +11,7 @@ import (
 	"runtime"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -23,27 +24,26 @@ import (
 // once, the first as an operator's dead letter.
 func TestGoexitAfterGoexit(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
-		calls := map[int]int{}
+		var calls [10]atomic.Int64
 		r := newRig(t, Policy{Retry: Retry{Base: time.Minute, Max: time.Minute}}, Limits{}, func(_ *rig, _ context.Context, m int) error {
-			calls[m]++
-			switch {
-			case m == 0 && calls[m] == 1:
+			switch n := calls[m].Add(1); {
+			case m == 0 && n == 1:
 				return errDown
-			case m == 0 && calls[m] == 2, m == 5 && calls[m] == 1:
+			case m == 0 && n == 2, m == 5 && n == 1:
 				runtime.Goexit()
 			}
 			return nil
 		})
 		r.send(0, 1)
-		for calls[0] < 2 { // the retry is the machine's
-			time.Sleep(time.Second)
+		for calls[0].Load() < 2 { // the retry is the machine's
+			elapse(time.Second)
 		}
 		if n := r.s.DeadLetterWaiting(1); n != 1 {
 			t.Fatalf("%d dead-lettered", n)
 		}
-		time.Sleep(time.Second)
+		elapse(time.Second)
 		r.send(1, 10)
-		time.Sleep(10 * time.Minute)
+		elapse(10 * time.Minute)
 		if a := r.check(); a.Received != 10 || a.Acked != 9 || a.DeadLettered != 1 {
 			t.Errorf("%+v", a)
 		}
@@ -53,6 +53,12 @@ func TestGoexitAfterGoexit(t *testing.T) {
 		}
 		r.close()
 	})
+}
+
+// elapse lets time pass and all come to rest, so that what others wrote may be read.
+func elapse(d time.Duration) {
+	time.Sleep(d)
+	synctest.Wait()
 }
 
 // exitingError is an error whose text cannot be had: who asks for it is gone.
@@ -67,9 +73,9 @@ func TestErrorThatExits(t *testing.T) {
 		"closed path": {}, "machine": {}, "workers": {Order: OrderNone, Workers: 2},
 	} {
 		bubble(t, name, func(t *testing.T) {
-			fail := true
+			var well atomic.Bool
 			r := newRig(t, p, Limits{}, func(*rig, context.Context, int) error {
-				if fail {
+				if !well.Load() {
 					return exitingError{}
 				}
 				return nil
@@ -79,12 +85,12 @@ func TestErrorThatExits(t *testing.T) {
 			}
 			r.send(0, 1)
 			r.s.Resume()
-			time.Sleep(10 * time.Millisecond)
+			elapse(10 * time.Millisecond)
 			if a := r.check(); a.RetryWait != 1 || len(r.port.acked) > 0 {
 				t.Errorf("%+v, acked %v", a, r.port.acked)
 			}
-			fail = false
-			time.Sleep(time.Minute)
+			well.Store(true)
+			elapse(time.Minute)
 			if a := r.check(); a.Acked != 1 || len(r.port.acked) != 1 || r.s.State().Tally.Panics == 0 {
 				t.Errorf("%+v, acked %v", a, r.port.acked)
 			}
@@ -192,7 +198,7 @@ func TestLimiterThatDoesNotReturn(t *testing.T) {
 			for fn.State().Breaker.State.String() == "closed" {
 				call()
 			}
-			time.Sleep(time.Minute) // half-open at the next call
+			elapse(time.Minute) // half-open at the next call
 			limit.fail = fail
 			for range 50 {
 				call()
@@ -201,7 +207,7 @@ func TestLimiterThatDoesNotReturn(t *testing.T) {
 				t.Errorf("%+v", a)
 			}
 			limit.fail, down = nil, false
-			time.Sleep(time.Second)
+			elapse(time.Second)
 			var held *HeldError
 			if err := fn.Do(t.Context(), 1); errors.As(err, &held) {
 				t.Errorf("the probes are gone: %+v", held)
@@ -245,7 +251,7 @@ func testLostMeta(t *testing.T, fail func(), traced bool) {
 	in, ended := make(chan int), make(chan error, 1)
 	go func() { ended <- s.Run(t.Context(), in) }()
 	in <- 0
-	time.Sleep(time.Minute)
+	elapse(time.Minute)
 	if a := s.Account(); a.Acked != 1 || calls != 3 || a.Check() != nil {
 		t.Errorf("%+v after %d calls", a, calls)
 	}

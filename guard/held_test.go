@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -17,12 +18,9 @@ import (
 func TestHeldErrorHolds(t *testing.T) {
 	for _, order := range []Order{OrderSource, OrderKey, OrderNone} {
 		bubble(t, order.String(), func(t *testing.T) {
-			down := true
-			calls := 0
+			var calls atomic.Int64
 			g, fn := newFunc(t, Policy{}, func(context.Context, int) error {
-				if calls++; down {
-					return errDown
-				}
+				calls.Add(1)
 				return nil
 			})
 			if err := fn.ForceOpen(10 * time.Minute); err != nil {
@@ -35,16 +33,18 @@ func TestHeldErrorHolds(t *testing.T) {
 				return nil
 			})
 			r.send(0, 300)
-			time.Sleep(9 * time.Minute)
+			elapse(9 * time.Minute)
 			a, st := r.check(), r.s.State()
-			if calls > 0 || a.DeadLettered > 0 || a.Unsettled() != 300 || st.Tally.Failures > 0 || st.Tally.Retries > 0 || st.Breaker.State.String() != "closed" {
-				t.Errorf("%d calls, %+v, %+v, %v", calls, a, st.Tally, st.Breaker.State)
+			if calls.Load() > 0 || a.DeadLettered > 0 || a.Unsettled() != 300 || st.Tally.Failures > 0 || st.Tally.Retries > 0 || st.Breaker.State.String() != "closed" {
+				t.Errorf("%d calls, %+v, %+v, %v", calls.Load(), a, st.Tally, st.Breaker.State)
 			}
-			if n := len(r.calls); n > 30 { // with OrderNone each message has a turn
+			r.mu.Lock()
+			n := len(r.calls)
+			r.mu.Unlock()
+			if n > 30 { // with OrderNone each message has a turn
 				t.Errorf("%d handler calls for nothing", n)
 			}
-			down = false
-			time.Sleep(10 * time.Minute)
+			elapse(10 * time.Minute)
 			if a := r.check(); a.Acked != 300 || len(r.letters.recs) > 0 {
 				t.Errorf("%+v", a)
 			}
@@ -76,7 +76,7 @@ func TestHeldErrorUntil(t *testing.T) {
 				return nil
 			})
 			r.send(0, 1)
-			time.Sleep(2 * time.Hour)
+			elapse(2 * time.Hour)
 			if r.check(); len(at) != 2 || at[1].Sub(at[0]) != c.after {
 				t.Errorf("called at %v", at)
 			}
@@ -142,7 +142,7 @@ func TestBackoffAfterASuspend(t *testing.T) {
 				r.s.c.origin = r.g.origin
 				r.s.mu.Unlock()
 				r.send(0, 1)
-				time.Sleep(time.Hour)
+				elapse(time.Hour)
 				if r.check(); len(at) != 2 || at[1].Sub(at[0]) != 2*time.Second {
 					t.Errorf("called at %v", at)
 				}

@@ -52,7 +52,7 @@ func TestNoDeadLetterWriter(t *testing.T) {
 			t.Errorf("%s", &logged)
 		}
 		in <- 1
-		time.Sleep(time.Minute)
+		elapse(time.Minute)
 		holds := s.State().Holds
 		if len(holds) != 1 || holds[0].Reason != ReasonDLQ || !strings.Contains(holds[0].Detail, "no dead-letter writer") ||
 			!strings.Contains(holds[0].ClearedBy, "DeadLetters") {

@@ -93,7 +93,7 @@ func TestOfferWaitKeepsOrder(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			time.Sleep(time.Minute)
+			elapse(time.Minute)
 			if len(handled) != 100 || !slices.IsSorted(handled) {
 				t.Errorf("handled %v", handled)
 			}

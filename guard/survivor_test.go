@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -25,9 +26,11 @@ func TestTimedOutLetterIsNotAcked(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		port, writes, down := &testPort{}, 0, true
+		port := &testPort{}
+		var writes atomic.Int64
+		var well atomic.Bool
 		letters := dlq.WriterFunc(func(ctx context.Context, _ *dlq.Record) error {
-			if writes++; down {
+			if writes.Add(1); !well.Load() {
 				<-ctx.Done()
 				return context.Cause(ctx)
 			}
@@ -40,12 +43,12 @@ func TestTimedOutLetterIsNotAcked(t *testing.T) {
 		in := make(chan int)
 		go func() { _ = s.Run(t.Context(), in) }()
 		in <- 1
-		time.Sleep(5 * time.Minute)
-		if a := s.Account(); writes < 5 || a.Settling != 1 || a.DeadLettered > 0 || len(port.acked) > 0 {
-			t.Errorf("after %d writes that timed out: %+v", writes, a)
+		elapse(5 * time.Minute)
+		if a := s.Account(); writes.Load() < 5 || a.Settling != 1 || a.DeadLettered > 0 || len(port.acked) > 0 {
+			t.Errorf("after %d writes that timed out: %+v", writes.Load(), a)
 		}
-		down = false
-		time.Sleep(time.Minute)
+		well.Store(true)
+		elapse(time.Minute)
 		if a := s.Account(); a.DeadLettered != 1 || len(port.acked) != 1 {
 			t.Errorf("%+v", a)
 		}
@@ -54,10 +57,10 @@ func TestTimedOutLetterIsNotAcked(t *testing.T) {
 }
 
 // refusing is a limiter that refuses while it is told to.
-type refusing struct{ refuse bool }
+type refusing struct{ refuse atomic.Bool }
 
 func (l *refusing) Admit(time.Duration) time.Duration {
-	if l.refuse {
+	if l.refuse.Load() {
 		return 100 * time.Millisecond
 	}
 	return 0
@@ -69,18 +72,18 @@ func TestRefusedProbeIsNoFailure(t *testing.T) {
 	check := func(t *testing.T, limit *refusing, state func() breaker.Snapshot, ask func()) {
 		t.Helper()
 		rung := state().Rung
-		limit.refuse = true
+		limit.refuse.Store(true)
 		for range 600 {
 			ask()
-			time.Sleep(100 * time.Millisecond)
+			elapse(100 * time.Millisecond)
 		}
 		if st := state(); st.State != breaker.HalfOpen || st.Rung > rung || st.ProbesOut > 0 {
 			t.Errorf("after a minute of refusals: %v, rung %d, it was %d; %d probes out", st.State, st.Rung, rung, st.ProbesOut)
 		}
-		limit.refuse = false
+		limit.refuse.Store(false)
 		for range 100 {
 			ask()
-			time.Sleep(100 * time.Millisecond)
+			elapse(100 * time.Millisecond)
 		}
 		if st := state(); st.State != breaker.Closed {
 			t.Errorf("then: %v", st.State)
@@ -237,7 +240,7 @@ func TestLetterInTheMakingIsExtended(t *testing.T) {
 			for m := range 5 {
 				in <- m
 			}
-			time.Sleep(2 * time.Minute)
+			elapse(2 * time.Minute)
 			if a := s.Account(); a.Settling != 5 {
 				t.Errorf("%+v", a)
 			}
@@ -247,7 +250,7 @@ func TestLetterInTheMakingIsExtended(t *testing.T) {
 				}
 			}
 			close(release)
-			time.Sleep(time.Minute)
+			elapse(time.Minute)
 			closeAll(t, g)
 		})
 	}
@@ -274,7 +277,7 @@ func TestPoisonProbeDoesNotReopen(t *testing.T) {
 				if m%8 != 0 {
 					r.send(m, m+1)
 				}
-				time.Sleep(10 * time.Millisecond)
+				elapse(10 * time.Millisecond)
 			}
 			if st := r.s.State(); st.Breaker.State != breaker.Closed || st.Account.RetryWait != 1 {
 				t.Fatalf("%+v", st)
@@ -294,9 +297,9 @@ func TestPoisonProbeDoesNotReopen(t *testing.T) {
 				}
 			}()
 			for i := 0; held() && i < 6000; i++ {
-				time.Sleep(10 * time.Millisecond)
+				elapse(10 * time.Millisecond)
 			}
-			time.Sleep(time.Second) // the sweeper logs
+			elapse(time.Second) // the sweeper logs
 			text := logged.String()[before:]
 			if strings.Count(text, "to=open") != 1 || strings.Count(text, "to=closed") != 1 {
 				t.Errorf("the breaker reopened: %s", text)
@@ -304,7 +307,7 @@ func TestPoisonProbeDoesNotReopen(t *testing.T) {
 			if n := r.s.State().Tally.Probes - probes; n == 0 {
 				t.Error("no probe was made")
 			}
-			time.Sleep(time.Minute)
+			elapse(time.Minute)
 			r.s.DeadLetterWaiting(1)
 			r.check()
 			r.close()
