@@ -7,6 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/dlq"
 )
 
 // Errors to branch on.
@@ -182,7 +184,8 @@ type result struct {
 	until time.Time // of a backoff
 	class Class     // of a failure
 	err   error
-	stack []byte // of a panic or a Goexit
+	words dlq.ErrorInfo // of err, if it is a failure
+	stack []byte        // of a panic or a Goexit
 
 	panicked bool // or called Goexit
 	timedOut bool
@@ -195,6 +198,9 @@ func resultOf(err error, stack []byte) result {
 		return r
 	}
 	r.word, r.until = classify(err)
+	if r.word == failure || r.word == permanent {
+		r.words = dlq.DescribeError(err, nil)
+	}
 	switch {
 	case errors.As(err, new(*PanicError)), errors.As(err, new(*GoexitError)):
 		r.panicked = true

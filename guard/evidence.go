@@ -134,7 +134,7 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 		it.after++
 	}
 	it.luck, it.class = c.life(), r.class
-	it.note(now, r.err, r.stack)
+	it.note(now, r)
 	switch {
 	case it.witness():
 		it.inOutage = true
@@ -306,11 +306,11 @@ func (c *machine[M]) mayLook(l *lane[M], head *item[M]) bool {
 
 // depth is how many messages the look of a failed probe may try: 2, 2, 2, 4, 2, 2, 2,
 // 8 …, as far as their calls take a small share of the time between probes. Where a
-// fleet probes, the other processes' heads tell, and only each fourth probe looks.
+// fleet probes, the other processes' heads tell, and only each second probe looks.
 func (c *machine[M]) depth(now time.Duration, l *lane[M], it *item[M]) int {
 	l.rounds++
 	if c.gate.Held() {
-		return max(0, 1-l.rounds%4)
+		return 1 - l.rounds%2
 	}
 	deep := l.rounds & -l.rounds
 	took := max(now-it.started, 1)

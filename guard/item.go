@@ -91,18 +91,24 @@ func (it *item[M]) witness() bool {
 type attempt struct {
 	n     int
 	at    time.Duration
-	err   error
+	words dlq.ErrorInfo // of err: type and capped text
+	err   error         // of the latest only, as its stack
 	stack []byte
 }
 
 // maxFailures bounds the history kept of one item: the first and the latest.
 const maxFailures = 8
 
-func (it *item[M]) note(now time.Duration, err error, stack []byte) {
+// note keeps the latest failure as it is, and those before it in words: an error may hold
+// much more than its text, such as a stack or a response.
+func (it *item[M]) note(now time.Duration, r result) {
+	if n := len(it.failures); n > 0 {
+		it.failures[n-1].err, it.failures[n-1].stack = nil, nil
+	}
 	if len(it.failures) == maxFailures {
 		it.failures = append(it.failures[:1], it.failures[2:]...)
 	}
-	it.failures = append(it.failures, attempt{it.tries, now, err, stack})
+	it.failures = append(it.failures, attempt{it.tries, now, r.words, r.err, r.stack})
 }
 
 // lane is what must be handled in sequence: the source, or one key.

@@ -274,10 +274,9 @@ func (l letter[M]) record() (*dlq.Record, error) {
 	}
 	wall := func(at time.Duration) time.Time { return s.g.origin.Add(at) }
 	for i, a := range it.failures {
-		info := dlq.DescribeError(a.err, a.stack)
-		r.History = append(r.History, dlq.Attempt{N: a.n, At: wall(a.at), Type: info.Type, Message: info.Message})
+		r.History = append(r.History, dlq.Attempt{N: a.n, At: wall(a.at), Type: a.words.Type, Message: a.words.Message})
 		if i == len(it.failures)-1 {
-			r.Error, r.LastFailed, r.Cause = info, wall(a.at), dlq.Fingerprint(a.err, a.stack)
+			r.Error, r.LastFailed, r.Cause = dlq.DescribeError(a.err, a.stack), wall(a.at), dlq.Fingerprint(a.err, a.stack)
 		}
 	}
 	r.FirstFailed = wall(it.firstFailed)

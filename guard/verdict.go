@@ -18,9 +18,9 @@ func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 	if c.offers && r.err != errNotTaken { //nolint:errorlint // the sentinel itself
 		c.called(it)
 	}
-	if it.witness() && word != success && word != cancelled {
+	if it.witness() && word != success && word != cancelled && word != backoff {
 		// It was asked out of turn whether anything can succeed; what else it has to
-		// say it says again in its turn.
+		// say it says again in its turn. One that asks for time ends the look.
 		word = failure
 		if r.class == ClassMessage {
 			r.class = ClassUnknown
@@ -46,7 +46,10 @@ func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 		c.exclude(now, it)
 		it.tries--
 		wait := r.until.Sub(c.origin.Add(now))
-		if until := soon(now, max(wait, c.policy.Retry.Base)); until > c.asked {
+		if wait <= 0 {
+			wait = c.policy.Retry.Base
+		}
+		if until := soon(now, wait); until > c.asked {
 			c.asked, c.askedFor = until, r.err
 		}
 		c.back(now, it)
