@@ -123,11 +123,12 @@ func (c DLQConfig) name(source string) string {
 // DLQ writes dead letters to Kafka, each confirmed by all in-sync replicas. It is
 // a [dlq.Writer], safe for concurrent use. A dead letter keeps key, body,
 // headers and, where the DLQ has as many partitions, its partition; the headers
-// of the dialect say where it was and why it is dead, and its [dlq.Record.ID]
-// recognises a twin, which a crash between write and mark leaves. The record's
-// time is that of the message; a topic that this package creates keeps the time
-// of death instead (LogAppendTime), so that retention counts from there, and the
-// message's own is in a header.
+// of the dialect say where it was and why it is dead. An original header that has a name
+// of theirs, or one that [dlq.IsTransport] lists, is kept as "kept-" and its name. The
+// letter's [dlq.Record.ID] recognises a twin, which a crash between write and mark
+// leaves. The record's time is that of the message; a topic that this package creates
+// keeps the time of death instead (LogAppendTime), so that retention counts from there,
+// and the message's own is in a header.
 type DLQ struct {
 	cfg    DLQConfig
 	client sarama.Client
@@ -228,7 +229,7 @@ func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 	if r.Key != nil {
 		m.Key = sarama.ByteEncoder(r.Key)
 	}
-	for _, h := range dlq.Encode(r, d.cfg.Dialect) {
+	for _, h := range d.headers(r) {
 		m.Headers = append(m.Headers, sarama.RecordHeader{Key: []byte(h.Name), Value: headerBytes(h.Value)})
 	}
 	if err := d.out.fits(m); err != nil {
@@ -244,6 +245,37 @@ func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 		return ErrDLQClosed
 	}
 	return d.explain(topic, m, err)
+}
+
+// keptPrefix begins the name of an original header that [dlq.Encode] leaves out of a dead
+// letter: x-death and the like, and those of an earlier death.
+const keptPrefix = "kept-"
+
+// headers are those of the dead letter of r. Kafka itself gives no header a meaning, so
+// what Encode leaves out is the program's: it stays under another name, unless an earlier
+// death has kept that.
+func (d *DLQ) headers(r *dlq.Record) []dlq.Header {
+	all := dlq.Encode(r, d.cfg.Dialect)
+	bare := *r
+	bare.Headers = nil
+	stay := all[:len(all)-len(dlq.Encode(&bare, d.cfg.Dialect))] // of r.Headers, in their order
+	if len(stay) == len(r.Headers) {
+		return all
+	}
+	before := make(map[string]bool, len(stay)) // kept by an earlier death: they do not grow with each
+	for _, h := range stay {
+		before[h.Name] = true
+	}
+	for _, h := range r.Headers {
+		if len(stay) > 0 && h.Name == stay[0].Name {
+			stay = stay[1:]
+			continue
+		}
+		if h.Name = keptPrefix + h.Name; !before[h.Name] {
+			all = append(all, h)
+		}
+	}
+	return all
 }
 
 // explain says what an error of the broker means.

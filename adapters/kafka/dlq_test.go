@@ -74,6 +74,45 @@ func TestDLQKeepsWhatDied(t *testing.T) {
 	}
 }
 
+// Headers of the message that a dead letter has itself, or that a broker would set, stay
+// under another name, and do not grow with a second death.
+func TestHeadersOfTheMessageStayInItsLetter(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	d := r.dlq(DLQConfig{Sources: []string{r.topic}})
+	died := letterOf(r.topic, 1)
+	died.Headers = []dlq.Header{
+		{Name: "stormguard-reason", Value: []byte("mine")}, {Name: "tenant", Value: []byte("acme")},
+		{Name: "x-death", Value: []byte("from a bridge")}, {Name: "x-death", Value: []byte("twice")}, {Name: "Nats-Msg-Id", Value: []byte("7")},
+	}
+	want := []string{"tenant=acme", "kept-stormguard-reason=mine", "kept-x-death=from a bridge", "kept-x-death=twice", "kept-Nats-Msg-Id=7"}
+	for offset := range int64(2) {
+		if err := d.Write(adaptertest.Context(t), died); err != nil {
+			t.Fatal(err)
+		}
+		ms, err := r.read(adaptertest.Context(t), r.topic+".dlq", 0, offset, offset+1)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := ReadDeadLetter(ms[0])
+		var have []string
+		for _, h := range got.Headers {
+			have = append(have, h.Name+"="+string(headerBytes(h.Value)))
+		}
+		if err != nil || got.Reason != dlq.ReasonAttempts || !slices.Equal(have, want) {
+			t.Errorf("%v, want %v; reason %s, %v", have, want, got.Reason, err)
+		}
+		// Its letter dies, too.
+		died = letterOf(r.topic, 2)
+		died.Headers = fromHeaders(ms[0].Headers)
+		for _, h := range died.Headers {
+			if strings.HasPrefix(h.Name, "stormguard-") && h.Name != "stormguard-reason" {
+				want = append(want, "kept-"+h.Name+"="+string(headerBytes(h.Value)))
+			}
+		}
+	}
+}
+
 func TestReadOfWhatIsNoDeadLetter(t *testing.T) {
 	at := time.Now()
 	r, err := ReadDeadLetter(&sarama.ConsumerMessage{Topic: "t", Partition: 3, Offset: 7, Value: []byte("v"), Timestamp: at})
