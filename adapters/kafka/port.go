@@ -38,6 +38,7 @@ type claim struct {
 	native    sarama.ConsumerGroupClaim
 	session   sarama.ConsumerGroupSession
 	marks     *tracker
+	asked     *askedPauses
 	end       atomic.Int64 // of the log, when last looked; -1 unknown
 
 	marking sync.Mutex // held while the session is told of a mark or a reset: one after the other
@@ -56,7 +57,7 @@ func newClaim(s *session, c sarama.ConsumerGroupClaim) *claim {
 	p := &claim{
 		topic: c.Topic(), partition: c.Partition(), group: s.set.group,
 		name: sourceName(s.h.opts.name, c.Topic(), c.Partition()), initial: c.InitialOffset(),
-		key: s.h.opts.key, seed: seed, native: c, session: s.native, marks: newTracker(),
+		key: s.h.opts.key, seed: seed, native: c, session: s.native, marks: newTracker(), asked: askedPausesOf(c),
 	}
 	p.end.Store(-1)
 	return p
@@ -124,11 +125,19 @@ func (c *claim) Extend([]*sarama.ConsumerMessage) {}
 // partition next.
 func (c *claim) Return([]*sarama.ConsumerMessage, guard.Reason) error { return nil }
 
-// Demand pauses fetching at 0. What was fetched already still arrives.
+// Demand pauses fetching at 0. What was fetched already still arrives. A pause that the
+// program asked the group for stays: sarama has one flag for both, so the flag is left
+// alone then. Where the program's pauses are not found nothing is paused, and a full
+// window merely stops reading.
 func (c *claim) Demand(n int) {
 	p, ok := c.native.(pauser)
+	if !ok || c.asked == nil {
+		return
+	}
+	c.asked.lock.Lock()
+	defer c.asked.lock.Unlock()
 	switch {
-	case !ok:
+	case c.asked.hasLocked(c.topic, c.partition):
 	case n == 0:
 		p.Pause()
 	default:

@@ -138,7 +138,6 @@ func (h *handler) ConsumeClaim(s sarama.ConsumerGroupSession, native sarama.Cons
 		return errors.New("kafka: ConsumeClaim without Setup")
 	}
 	c := newClaim(ss, native)
-	c.Demand(1) // a pause of the group outlives its session
 	revoked := ss.revoked(native)
 	if h.passive() {
 		return ss.consumePassive(c, revoked)
