@@ -112,7 +112,7 @@ func TestHandledBehindAWaitingMessageIsBounded(t *testing.T) {
 			return Wrap(g, hopeless, config, policy(guard.Policy{Order: guard.OrderKey, Workers: 4}), letters)
 		},
 		"marks": func(g *guard.Guard) sarama.ConsumerGroupHandler {
-			return WrapHandler(g, marks, config, policy(guard.Policy{}))
+			return WrapHandler(g, marks, config, policy(guard.Policy{Order: guard.OrderNone, Workers: 4}))
 		},
 		"batches": func(g *guard.Guard) sarama.ConsumerGroupHandler {
 			return WrapHandler(g, batches, config, policy(guard.Policy{}), WithBatchMarks())

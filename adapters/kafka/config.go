@@ -122,6 +122,33 @@ func (o *options) order(g *guard.Guard) guard.Order {
 	return g.Config().Policy.Order
 }
 
+// retryPolicy is the policy of a retry source. Its messages have failed before: that they
+// fail again is no evidence against the dependency, so they have no part in the breaker.
+// It is the claim's that holds them; see [retryClaim.held].
+func (o *options) retryPolicy(g *guard.Guard) *guard.Policy {
+	policy := g.Config().Policy
+	if o.policy != nil {
+		policy = *o.policy
+	}
+	policy.NoBreaker = true
+	return &policy
+}
+
+// passivePolicy is the policy of a passive source. To the guard no Workers mean the whole
+// window; here they mean one message out at a time, which keeps the order of the partition
+// over retries. Who marks the last of several has asked for more.
+func (o *options) passivePolicy(g *guard.Guard) *guard.Policy {
+	policy := g.Config().Policy
+	if o.policy != nil {
+		policy = *o.policy
+	}
+	if policy.Workers > 0 || o.batchMarks {
+		return o.policy
+	}
+	policy.Workers = 1
+	return &policy
+}
+
 // cooperative tells whether a revoke leaves the session's context alive: all
 // strategies must say that they support it.
 func cooperative(c *sarama.Config) bool {

@@ -137,7 +137,7 @@ func TestEndOfSessionIsNoFailure(t *testing.T) {
 		}()
 		end(errors.New("group is rebalancing"))
 		return s.Context().Err()
-	}}, WithConfig(testConfig()))
+	}}, WithConfig(testConfig()), manyOut)
 	var s *fakeSession
 	s, end = setup(t, h)
 	c := newFakeClaim()

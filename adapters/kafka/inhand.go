@@ -196,7 +196,11 @@ func (w *wrappedClaim) failAll(err error) int {
 // expire fails what was not marked in time.
 func (w *wrappedClaim) expire() {
 	late := time.Now().Add(-w.lease)
-	w.fail(fmt.Errorf("%w of %s", ErrNotMarked, w.lease), func(o *out) bool { return o.at.Before(late) })
+	err := fmt.Errorf("%w of %s", ErrNotMarked, w.lease)
+	if w.alone {
+		err = fmt.Errorf("%w; one message is out at a time: a loop that takes several before it marks needs Policy.Workers or WithBatchMarks", err)
+	}
+	w.fail(err, func(o *out) bool { return o.at.Before(late) })
 }
 
 func (w *wrappedClaim) fail(err error, which func(*out) bool) int {

@@ -25,15 +25,21 @@ import (
 // one failure costs the group no rebalance. A message that is neither marked nor
 // failed within the policy's Timeout has failed with [ErrNotMarked].
 //
+// One message is out at a time, so the order of the partition is kept, retries
+// included. A loop that takes several messages before it marks the first, for
+// workers of its own or for a batch, has to ask for more: by Policy.Workers, which
+// is how many may be out and needs [guard.OrderKey] or [guard.OrderNone], or by
+// [WithBatchMarks]. Otherwise it waits for its second message until the first has
+// failed with [ErrNotMarked].
+//
 // Marks may come in any order and from any goroutine: only what is settled
-// without a gap is marked at the group. See [WithBatchMarks] for a loop that
-// marks the last of several. What a loop marks although it failed is lost to it,
-// as without the guard.
+// without a gap is marked at the group. What a loop marks although it failed is
+// lost to it, as without the guard.
 //
 // What it cannot do: it sees only these outcomes. There is no handler timeout,
-// and a panic is the program's. A retry is handed out after messages that were
-// behind it, unless the policy has one worker, which hands out one message at a
-// time. [Wrap] has none of these limits.
+// and a panic is the program's. With more than one message out, a retry is handed
+// out after messages that were behind it, but with [guard.OrderKey] not after those
+// of its key. [Wrap] has none of these limits.
 //
 // While the source holds, Messages has nothing to give. It is closed when the
 // claim is revoked, at once: what sarama has buffered is not handed out any more.
@@ -116,6 +122,7 @@ type wrappedClaim struct {
 	src   *guard.Source[*taken]
 	port  passivePort
 	lease time.Duration // 0: none
+	alone bool          // one message is out at a time
 
 	exact chan struct{} // a token taken from it says that no hand-over is half noted
 	gone  chan struct{} // the hand-out has ended
@@ -138,7 +145,9 @@ func (w *wrappedClaim) Messages() <-chan *sarama.ConsumerMessage {
 // consumePassive is the passive shape.
 func (ss *session) consumePassive(c *claim, revoked <-chan struct{}) error {
 	port := passivePort{c, make(chan struct{}, 1)}
-	src, err := openClaim[*taken](ss, ss.sourceConfig(c), port, nil, revoked)
+	cfg := ss.sourceConfig(c)
+	cfg.Policy = ss.h.opts.passivePolicy(ss.h.g)
+	src, err := openClaim[*taken](ss, cfg, port, nil, revoked)
 	if src == nil {
 		return err
 	}
@@ -146,7 +155,7 @@ func (ss *session) consumePassive(c *claim, revoked <-chan struct{}) error {
 	defer ss.remove(c)
 	w := &wrappedClaim{
 		ConsumerGroupClaim: c.native, claim: c, ss: ss, src: src, port: port,
-		lease: src.State().Settings.Timeout, out: make(map[int64]*out),
+		lease: src.State().Settings.Timeout, alone: src.State().Settings.Workers == 1, out: make(map[int64]*out),
 		feed: make(chan *sarama.ConsumerMessage), exact: make(chan struct{}), gone: make(chan struct{}),
 	}
 	ss.mu.Lock()
