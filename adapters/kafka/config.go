@@ -45,7 +45,7 @@ func CheckHandler(g *guard.Guard, config *sarama.Config, opts ...Option) error {
 }
 
 func check(g *guard.Guard, config *sarama.Config, passive bool, opts []Option) error {
-	o, err := newOptions(opts)
+	o, err := newOptions(g, opts)
 	errs := []error{err}
 	if g == nil {
 		errs = append(errs, errors.New("kafka: the guard must not be nil"))

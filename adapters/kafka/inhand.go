@@ -183,7 +183,7 @@ func (w *wrappedClaim) done(os []*out, meta string) {
 		w.src.Done(o.token, nil)
 	}
 	if over {
-		_ = w.claim.Flush() // it has no error
+		w.claim.mark()
 	}
 }
 

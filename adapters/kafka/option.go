@@ -117,8 +117,11 @@ const (
 	defaultLookEvery   = 10 * time.Second
 )
 
-func newOptions(opts []Option) (options, error) {
+func newOptions(g *guard.Guard, opts []Option) (options, error) {
 	o := options{log: slog.New(slog.DiscardHandler), stopTimeout: defaultStopTimeout, lookEvery: defaultLookEvery}
+	if g != nil {
+		o.log = g.Logger()
+	}
 	for _, opt := range opts {
 		opt(&o)
 	}
@@ -127,7 +130,7 @@ func newOptions(opts []Option) (options, error) {
 		errs = append(errs, fmt.Errorf("kafka: WithStopTimeout: %s is not at least 1ms", o.stopTimeout))
 	}
 	if o.log == nil {
-		errs = append(errs, errors.New("kafka: WithLogger: the logger must not be nil; leave the option out for silence"))
+		errs = append(errs, errors.New("kafka: WithLogger: the logger must not be nil; leave the option out for the Guard's"))
 		o.log = slog.New(slog.DiscardHandler)
 	}
 	return o, errors.Join(errs...)

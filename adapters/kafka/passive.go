@@ -185,8 +185,8 @@ func (ss *session) consumePassive(c *claim, revoked <-chan struct{}) error {
 	// What the loop left unmarked nobody will settle any more through the source,
 	// so End need not wait for it.
 	w.giveUp()
-	report := ss.endSource(src.End)
-	_ = c.Flush() // it has no error
+	report := ss.endSource(c.topic, src.End)
+	c.mark()
 	return errors.Join(err, leftError(c.name, report))
 }
 

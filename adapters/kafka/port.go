@@ -5,6 +5,7 @@ package kafka
 
 import (
 	"encoding/binary"
+	"errors"
 	"hash/maphash"
 	"sync"
 	"sync/atomic"
@@ -40,6 +41,7 @@ type claim struct {
 	marks     *tracker
 	asked     *askedPauses
 	end       atomic.Int64 // of the log, when last looked; -1 unknown
+	refused   atomic.Bool  // the last look has found commits behind, and Flush has not said so yet
 
 	marking sync.Mutex // held while the session is told of a mark or a reset: one after the other
 }
@@ -145,14 +147,25 @@ func (c *claim) Demand(n int) {
 	}
 }
 
-// Flush marks up to the low watermark; sarama commits it.
+// Flush is mark. Its error says that commits were behind at the last look, once for
+// each look: the guard counts it.
 func (c *claim) Flush() error {
+	c.mark()
+	if c.refused.CompareAndSwap(true, false) {
+		return errNotCommitted
+	}
+	return nil
+}
+
+var errNotCommitted = errors.New("kafka: what is marked is not committed")
+
+// mark marks up to the low watermark; sarama commits it.
+func (c *claim) mark() {
 	c.marking.Lock()
 	defer c.marking.Unlock()
 	if offset, meta, due := c.marks.take(); due {
 		c.session.MarkOffset(c.topic, c.partition, offset, meta)
 	}
-	return nil
 }
 
 // rewind resets the offset of the session, as its user asked; no mark under way undoes

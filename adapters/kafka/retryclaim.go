@@ -131,7 +131,7 @@ func (ss *session) consumeParking(c *claim, revoked <-chan struct{}) error {
 	cfg.Successes = src.Successes
 	again, err := openClaim(ss, cfg, guard.Port[*parkedMessage](retryPort{rc}), rc.handleParked, revoked)
 	if again == nil {
-		ss.endSource(src.End)
+		ss.endSource(c.topic, src.End)
 		return err
 	}
 	ss.add(c)
@@ -174,8 +174,8 @@ func (ss *session) consumeParking(c *claim, revoked <-chan struct{}) error {
 	cancel()
 	var report, parked guard.Report
 	var ending sync.WaitGroup
-	ending.Go(func() { parked = ss.endSource(again.End) })
-	report = ss.endSource(src.End)
+	ending.Go(func() { parked = ss.endSource(c.topic, again.End) })
+	report = ss.endSource(c.topic, src.End)
 	ending.Wait()
 	reading.Wait()
 	close(settled)

@@ -33,10 +33,47 @@ type session struct {
 	begun       time.Time
 	timeout     time.Duration // of a handler
 	yieldUntil  atomic.Int64  // nanoseconds since begun; 0: no claim is being let go
+	late        sync.Once     // said that revokes will be seen late
 
 	mu     sync.Mutex
 	claims map[place]*claim        // open ones, for the watch
 	wraps  map[place]*wrappedClaim // passive shape: the latest of each partition, until Cleanup
+	ends   map[ended]*tally        // claims that have ended, until Cleanup
+}
+
+// ended are the claims of a topic that ended for one reason.
+type ended struct {
+	topic string
+	why   guard.Reason
+}
+
+// tally counts claims that have ended, and messages.
+type tally struct{ claims, returned, left int }
+
+// noteEnd counts a claim that has ended.
+func (ss *session) noteEnd(topic string, why guard.Reason, r guard.Report) {
+	ss.mu.Lock()
+	defer ss.mu.Unlock()
+	n := ss.ends[ended{topic, why}]
+	if n == nil {
+		n = &tally{}
+		ss.ends[ended{topic, why}] = n
+	}
+	n.claims++
+	n.returned += r.Returned
+	n.left += len(r.Left)
+}
+
+// logEnds says which claims have ended, in one line for a topic and a reason.
+func (ss *session) logEnds() {
+	ss.mu.Lock()
+	ends := ss.ends
+	ss.ends = make(map[ended]*tally)
+	ss.mu.Unlock()
+	for e, n := range ends {
+		ss.h.opts.log.Info("claims ended", "topic", e.topic, "reason", e.why.String(),
+			"claims", n.claims, "returned", n.returned, "left", n.left)
+	}
 }
 
 // place is a partition.
@@ -49,7 +86,7 @@ func newSession(h *handler, native sarama.ConsumerGroupSession, set settings) *s
 	return &session{
 		h: h, native: native, set: set, cancel: func() {}, cooperative: cooperative(set.config),
 		begun: time.Now(), timeout: h.opts.timeout(h.g),
-		claims: make(map[place]*claim), wraps: make(map[place]*wrappedClaim),
+		claims: make(map[place]*claim), wraps: make(map[place]*wrappedClaim), ends: make(map[ended]*tally),
 	}
 }
 
@@ -88,8 +125,10 @@ func (ss *session) open() []*claim {
 func (ss *session) revoked(native sarama.ConsumerGroupClaim) <-chan struct{} {
 	dying := dyingOf(native)
 	if dying == nil && ss.cooperative {
-		ss.h.opts.log.Warn("a cooperative revoke will be seen late: not sarama's claim, or not as it was",
-			"topic", native.Topic(), "partition", native.Partition(), "type", fmt.Sprintf("%T", native))
+		ss.late.Do(func() {
+			ss.h.opts.log.Warn("cooperative revokes will be seen late: not sarama's claims, or not as they were",
+				"group", ss.set.group, "type", fmt.Sprintf("%T", native))
+		})
 	}
 	return dying
 }
@@ -247,6 +286,12 @@ func (w *watcher) look() {
 	if len(claims) == 0 || !w.ss.set.config.Consumer.Offsets.AutoCommit.Enable {
 		return // the program commits when it likes
 	}
+	type change struct {
+		topic string
+		is    bool // behind
+	}
+	changes := make(map[change]int)
+	uncommitted := make(map[string]int64)
 	committed, err := w.ss.committed(parts)
 	for _, c := range claims {
 		at := place{c.topic, c.partition}
@@ -257,15 +302,24 @@ func (w *watcher) look() {
 			continue
 		}
 		is := err != nil || committed(at) < before
+		if is {
+			c.refused.Store(true)
+		}
 		if is == w.behind[at] {
 			continue
 		}
 		w.behind[at] = is
-		if is {
+		changes[change{c.topic, is}]++
+		if err == nil {
+			uncommitted[c.topic] += before - max(0, committed(at), c.initial)
+		}
+	}
+	for ch, n := range changes {
+		if ch.is {
 			w.ss.h.opts.log.Warn("commits are behind: what is marked is not committed and would be delivered again",
-				"source", c.name, "marked", before, "error", err)
+				"topic", ch.topic, "partitions", n, "messages", uncommitted[ch.topic], "error", err)
 		} else {
-			w.ss.h.opts.log.Info("commits have caught up", "source", c.name, "marked", before)
+			w.ss.h.opts.log.Info("commits have caught up", "topic", ch.topic, "partitions", n)
 		}
 	}
 }
@@ -313,7 +367,7 @@ func (ss *session) flush() {
 	}
 	ss.mu.Unlock()
 	for _, w := range wraps {
-		_ = w.claim.Flush() // it has no error
+		w.claim.mark()
 	}
 }
 

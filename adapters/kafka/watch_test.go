@@ -100,14 +100,22 @@ func TestCommitsThatFailAreNoticed(t *testing.T) {
 			t.Log(own.buf.String(), groups.buf.String())
 		}
 	})
-	adaptertest.Eventually(t, "the guard notices", func() bool { return own.has("commits are behind") && own.has("marked=10") })
+	adaptertest.Eventually(t, "the guard notices", func() bool { return own.has("commits are behind") && own.has("messages=10") })
 	adaptertest.Eventually(t, "the group says it", func() bool { return groups.has("partition=0") && groups.has("times=1") })
 	if n := r.committed(0); n > 0 {
 		t.Errorf("committed %d", n)
 	}
+	failures := func() uint64 { return g.Source(sourceName("", "t", 0)).State().Tally.AckFailures }
+	before := 10
+	adaptertest.Eventually(t, "the metrics count it", func() bool {
+		r.publish(before, before+1, nil, nil)
+		before++
+		return failures() > 1
+	})
 	fault.Remove()
-	r.publish(10, 20, nil, nil)
-	adaptertest.Eventually(t, "the commits catch up", func() bool { return own.has("commits have caught up") && r.committed(0) == 20 })
+	n := int64(before + 10)
+	r.publish(before, before+10, nil, nil)
+	adaptertest.Eventually(t, "the commits catch up", func() bool { return own.has("commits have caught up") && r.committed(0) == n })
 	cancel()
 	if err := group.Close(); err != nil {
 		t.Logf("close: %v", err)

@@ -60,7 +60,7 @@ type handler struct {
 
 func newHandler(g *guard.Guard, opts []Option) *handler {
 	h := &handler{g: g, sessions: make(map[sarama.ConsumerGroupSession]*session)}
-	h.opts, h.err = newOptions(opts)
+	h.opts, h.err = newOptions(g, opts)
 	if g == nil {
 		h.err = errors.Join(h.err, errors.New("kafka: the guard must not be nil"))
 	}
@@ -118,6 +118,7 @@ func (h *handler) Cleanup(s sarama.ConsumerGroupSession) error {
 		s.Commit()
 	}
 	ss.stop()
+	ss.logEnds()
 	h.mu.Lock()
 	delete(h.sessions, s)
 	h.mu.Unlock()
@@ -164,7 +165,7 @@ func (ss *session) consume(c *claim, revoked <-chan struct{}) error {
 		_ = src.Run(context.WithoutCancel(ss.native.Context()), c.native.Messages())
 	}()
 	ss.await(c, src, ran, revoked)
-	report := ss.endSource(src.End)
+	report := ss.endSource(c.topic, src.End)
 	if len(report.Left) == 0 {
 		<-ran
 	}
@@ -182,7 +183,7 @@ func (ss *session) await(c *claim, src guard.Control, over, revoked <-chan struc
 	for !src.State().Ended {
 		select {
 		case <-look.C:
-			_ = c.Flush() // it has no error
+			c.mark()
 		case <-over:
 			return
 		case <-revoked:
@@ -199,14 +200,16 @@ func (ss *session) await(c *claim, src guard.Control, over, revoked <-chan struc
 const endedPoll = 100 * time.Millisecond
 
 // endSource ends a claim's source for the reason that the session shows.
-func (ss *session) endSource(end func(context.Context, guard.Reason) guard.Report) guard.Report {
+func (ss *session) endSource(topic string, end func(context.Context, guard.Reason) guard.Report) guard.Report {
 	why, limit := guard.ReasonRebalance, grace(ss.set.config)
 	if ctx := ss.native.Context(); ctx.Err() != nil && stopping(ctx) {
 		why, limit = guard.ReasonShutdown, min(limit, ss.h.opts.stopTimeout)
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
-	return end(ctx, why)
+	report := end(ctx, why)
+	ss.noteEnd(topic, why, report)
+	return report
 }
 
 func leftError(source string, r guard.Report) error {
