@@ -88,6 +88,9 @@ func (o *options) refused(g *guard.Guard, c *sarama.Config, passive bool) error 
 	if !c.Version.IsAtLeast(sarama.V0_11_0_0) {
 		add("Version: %s has no headers, so no trace and no dead letter could say where it comes from: set at least 0.11.0.0, better 2.8.0.0", c.Version)
 	}
+	if passive && (o.setup != nil || o.cleanup != nil) {
+		add("WithSetup, WithCleanup: WrapHandler calls its handler's own Setup and Cleanup: use these")
+	}
 	if o.retries != nil {
 		if passive {
 			add("WithRetryTopics: WrapHandler cannot park messages: use Wrap")

@@ -33,6 +33,8 @@ type options struct {
 	stopTimeout time.Duration
 	lookEvery   time.Duration
 	log         *slog.Logger
+	setup       func(sarama.ConsumerGroupSession) error
+	cleanup     func(sarama.ConsumerGroupSession) error
 }
 
 // WithName is put before the names of the sources, "topic/partition", as
@@ -109,7 +111,24 @@ func WithBatchMarks() Option { return func(o *options) { o.batchMarks = true } }
 // least 1ms; the default is 30s.
 func WithStopTimeout(d time.Duration) Option { return func(o *options) { o.stopTimeout = d } }
 
-// WithLogger logs changes of state, never messages. The default is silence.
+// WithSetup is called by the Setup of [Wrap]'s handler, before the claims of the session
+// start: to seek by ResetOffset, or to prepare what the handler needs. Its error ends the
+// session, and Consume returns it. [WrapHandler] calls its handler's own Setup and
+// refuses this option.
+func WithSetup(f func(sarama.ConsumerGroupSession) error) Option {
+	return func(o *options) { o.setup = f }
+}
+
+// WithCleanup is called by the Cleanup of [Wrap]'s handler, after the claims of the session
+// have ended and before the last commit. Consume returns its error. sarama calls it for
+// each session, also when Setup has failed. [WrapHandler] calls its handler's own Cleanup
+// and refuses this option.
+func WithCleanup(f func(sarama.ConsumerGroupSession) error) Option {
+	return func(o *options) { o.cleanup = f }
+}
+
+// WithLogger logs changes of state, never messages. The default is the Guard's logger,
+// see [guard.WithLogger].
 func WithLogger(log *slog.Logger) Option { return func(o *options) { o.log = log } }
 
 const (

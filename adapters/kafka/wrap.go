@@ -98,11 +98,16 @@ func (h *handler) Setup(s sarama.ConsumerGroupSession) error {
 			return err // Cleanup follows all the same
 		}
 	}
+	if h.opts.setup != nil {
+		if err := h.opts.setup(s); err != nil {
+			return err // Cleanup follows all the same
+		}
+	}
 	ss.watch()
 	return nil
 }
 
-// Cleanup marks what is settled, and commits it unless the program commits by
+// Cleanup marks what is settled. sarama commits it next, unless the program commits by
 // itself: what it has marked it may not have written yet.
 func (h *handler) Cleanup(s sarama.ConsumerGroupSession) error {
 	ss := h.session(s)
@@ -113,10 +118,10 @@ func (h *handler) Cleanup(s sarama.ConsumerGroupSession) error {
 	if h.existing != nil {
 		err = h.existing.Cleanup(ss)
 	}
-	ss.flush()
-	if ss.set.config.Consumer.Offsets.AutoCommit.Enable {
-		s.Commit()
+	if h.opts.cleanup != nil {
+		err = h.opts.cleanup(s)
 	}
+	ss.flush()
 	ss.stop()
 	ss.logEnds()
 	h.mu.Lock()

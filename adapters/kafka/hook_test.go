@@ -1,0 +1,62 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package kafka
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/IBM/sarama"
+
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
+)
+
+// Wrap calls a Setup and a Cleanup of the program's, around the claims of a session: a
+// Setup may seek, and its error ends the session.
+func TestHooksOfTheProgram(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	r.publish(0, 10, nil, nil)
+	first := r.join(testConfig(), Wrap(adaptertest.Guard(t, guard.Config{}), nothing))
+	adaptertest.Eventually(t, "all committed", func() bool { return r.committed(0) == 10 })
+	first.stop()
+
+	var mu sync.Mutex
+	var seen []string
+	note := func(s string) { mu.Lock(); defer mu.Unlock(); seen = append(seen, s) }
+	m := r.join(testConfig(), Wrap(adaptertest.Guard(t, guard.Config{}), func(_ context.Context, m *sarama.ConsumerMessage) error {
+		note(string(m.Value))
+		return nil
+	}, WithSetup(func(s sarama.ConsumerGroupSession) error {
+		note("setup")
+		s.ResetOffset(r.topic, 0, 8, "")
+		return nil
+	}), WithCleanup(func(sarama.ConsumerGroupSession) error { note("cleanup"); return nil })))
+	adaptertest.Eventually(t, "handled again", func() bool { mu.Lock(); defer mu.Unlock(); return len(seen) == 3 })
+	m.stop()
+	if want := []string{"setup", "8", "9", "cleanup"}; !slices.Equal(seen, want) {
+		t.Errorf("%v, want %v", seen, want)
+	}
+
+	group, err := sarama.NewConsumerGroup(r.addrs, r.group, testConfig())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer group.Close()
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	refuses := WithSetup(func(sarama.ConsumerGroupSession) error { return errDown })
+	if err := group.Consume(ctx, []string{r.topic}, Wrap(adaptertest.Guard(t, guard.Config{}), nothing, refuses)); !errors.Is(err, errDown) {
+		t.Errorf("%v", err)
+	}
+	if err := CheckHandler(adaptertest.Guard(t, guard.Config{}), testConfig(), refuses); !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), "WithSetup") {
+		t.Errorf("%v", err)
+	}
+}
