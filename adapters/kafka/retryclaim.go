@@ -39,10 +39,11 @@ type retryClaim struct {
 	replay int64 // the claim hands over again what it had handled up to here; -1 nothing
 	write  time.Duration
 
-	breaker func() bool // tells whether it is closed
-	wake    chan struct{}
-	kick    chan struct{} // a commit is wanted
-	broken  chan struct{} // a retry topic is another: the claim has to begin anew
+	state  func() guard.State // of the claim's own source
+	wake   chan struct{}
+	kick   chan struct{} // a commit is wanted
+	broken chan struct{} // a retry topic is another: the claim has to begin anew
+	given  atomic.Bool   // the claim was left: nothing more is committed
 
 	mu      sync.Mutex
 	pending dueMessages
@@ -129,6 +130,7 @@ func (ss *session) consumeParking(c *claim, revoked <-chan struct{}) error {
 	}
 	cfg.Name += "/retry"
 	cfg.Successes = src.Successes
+	cfg.Policy = ss.h.opts.retryPolicy(ss.h.g)
 	again, err := openClaim(ss, cfg, guard.Port[*parkedMessage](retryPort{rc}), rc.handleParked, revoked)
 	if again == nil {
 		ss.endSource(c.topic, src.End)
@@ -136,9 +138,7 @@ func (ss *session) consumeParking(c *claim, revoked <-chan struct{}) error {
 	}
 	ss.add(c)
 	defer ss.remove(c)
-	rc.breaker = func() bool {
-		return !slices.ContainsFunc(src.State().Holds, func(h guard.Hold) bool { return h.Reason == guard.ReasonBreaker })
-	}
+	rc.state = src.State
 
 	// Handlers may finish after the session's context is over, so it is not that
 	// which ends the loops but End, below.

@@ -186,7 +186,7 @@ func TestPutOffIsNoFailureOfTheWriter(t *testing.T) {
 	m.stop()
 	r.j.check(t)
 
-	rc := &retryClaim{t: r.retries, levels: make([]*retryTopic, 1), breaker: func() bool { return false }}
+	rc := &retryClaim{t: r.retries, levels: make([]*retryTopic, 1), state: openBreaker}
 	letter := &dlq.Record{Reason: dlq.ReasonAttempts, Attempts: 2, Properties: carry(guard.Meta{}, &parkedMessage{}).Properties}
 	if err := rc.writeLetter(adaptertest.Context(t), letter); !errors.Is(err, dlq.ErrPutOff) {
 		t.Error(err)

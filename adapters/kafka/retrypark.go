@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/IBM/sarama"
@@ -35,6 +36,7 @@ var (
 	errNoFollow   = errors.New("kafka: a message cannot follow a parked one of its key")
 	errParkedCopy = errors.New("kafka: a copy of a message that is parked or done")
 	errParkedFull = fmt.Errorf("%w: kafka: RetryConfig.MaxParked messages of the partition are parked", dlq.ErrPutOff)
+	errHeld       = errors.New("kafka: parked messages wait for the breaker of their topic")
 	errNotClosed  = fmt.Errorf("%w: kafka: nothing is parked while the breaker is not closed", dlq.ErrPutOff)
 )
 
@@ -53,7 +55,24 @@ func (rc *retryClaim) handleParked(ctx context.Context, p *parkedMessage) error 
 	if handle, err := rc.first(ctx, p); !handle {
 		return err
 	}
+	if rc.held() {
+		return guard.Backoff(errHeld, time.Now().Add(askAgain))
+	}
 	return rc.ss.guarded(ctx, p.msg)
+}
+
+// held tells whether parked messages wait for the claim's breaker. They do while it is
+// not closed and the claim has messages of its own to probe with, or while it is open by
+// force or by the fleet. Otherwise nothing but them could show that the dependency is back.
+func (rc *retryClaim) held() bool {
+	st := rc.state()
+	a, b := st.Account, st.Breaker
+	return !rc.closed(st) && (b.Forced || b.Barred || b.Held || a.Waiting+a.Processing+a.Settling+a.Held+a.RetryWait > 0)
+}
+
+// closed tells whether the claim's breaker is closed.
+func (*retryClaim) closed(st guard.State) bool {
+	return !slices.ContainsFunc(st.Holds, func(h guard.Hold) bool { return h.Reason == guard.ReasonBreaker })
 }
 
 // first sees to a message that must not be handled now: it follows its key, or is a
@@ -132,7 +151,7 @@ func (rc *retryClaim) writeLetter(ctx context.Context, r *dlq.Record) error {
 	if p.first > 0 {
 		to.first = min(p.first, to.first)
 	}
-	closed := rc.breaker()
+	closed := rc.closed(rc.state())
 	poison := r.Reason == dlq.ReasonAttempts || r.Reason == dlq.ReasonPoisonHead && closed
 	out.Attempts, out.FirstFailed = to.tries, stampTime(to.first)
 	if r.Permanent || !poison || p.own >= len(rc.levels) {

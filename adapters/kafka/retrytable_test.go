@@ -435,13 +435,18 @@ func TestTableDropsAWrite(t *testing.T) {
 	}
 }
 
+// openBreaker is the state of a claim that its breaker holds.
+func openBreaker() guard.State {
+	return guard.State{Holds: []guard.Hold{{Reason: guard.ReasonBreaker}}}
+}
+
 // While the breaker is not closed nothing is parked for its attempts, and a poison
 // head is a dead letter.
 func TestLetterWhileTheBreakerIsOpen(t *testing.T) {
 	t.Parallel()
 	dead := 0
 	h := &handler{opts: options{letters: dlq.WriterFunc(func(context.Context, *dlq.Record) error { dead++; return nil })}}
-	rc := &retryClaim{ss: &session{h: h}, table: newParkedTable(1), levels: []*retryTopic{{level: 1}}, breaker: func() bool { return false }}
+	rc := &retryClaim{ss: &session{h: h}, table: newParkedTable(1), levels: []*retryTopic{{level: 1}}, state: openBreaker}
 	p := &parkedMessage{msg: &sarama.ConsumerMessage{}, at: -1, tries: 3}
 	for reason, want := range map[dlq.Reason]error{dlq.ReasonAttempts: errNotClosed, dlq.ReasonPoisonHead: nil, dlq.ReasonPermanent: nil, dlq.ReasonOperator: nil} {
 		r := &dlq.Record{Reason: reason, Properties: carry(guard.Meta{}, p).Properties, Attempts: 2}
