@@ -223,16 +223,37 @@ func (o *options) settingsOf(g *guard.Guard, s sarama.ConsumerGroupSession) (set
 	return set, nil
 }
 
-// stopping tells whether a session's context is over because the program stops,
-// and not because the group rebalances or the session broke. A program that ends
-// its context with a cause of its own is taken for a rebalance: its handlers are
-// cancelled at once. The other way round, sarama ends a session with the same word when
-// a cooperative member fails to join again (release cancels without a cause), and shows
-// nothing by which to tell that: handlers then have [WithStopTimeout], and may run beside
-// the partitions' next owners for that long, never longer than a revoke may take.
+// stopping tells whether a session's context is over because the program stops. If it
+// is not, the group rebalances or the session broke.
+//
+// sarama derives the session's context from the one that Consume was given. The program
+// stops if that one is over, whatever its cause: signal.NotifyContext names the signal
+// there, and a program may name a cause of its own. ConsumerGroup.Close ends the
+// session's context alone and without a cause. A cooperative member that fails to join
+// again does the same, and sarama shows nothing by which to tell the two apart. Its
+// handlers then have [WithStopTimeout], and may run beside the partitions' next owners
+// for that long, never longer than a revoke may take.
 func stopping(ctx context.Context) bool {
+	if given := parentOf(ctx); given != nil && given.Err() != nil {
+		return true
+	}
 	cause := context.Cause(ctx)
 	return errors.Is(cause, context.Canceled) || errors.Is(cause, context.DeadlineExceeded)
+}
+
+// parentOf is the context that a context of package context was derived from; nil if
+// it is not found. Package context embeds it.
+func parentOf(ctx context.Context) context.Context {
+	v := reflect.ValueOf(ctx)
+	if v.Kind() != reflect.Pointer || v.IsNil() || v.Elem().Kind() != reflect.Struct {
+		return nil
+	}
+	f := v.Elem().FieldByName("Context")
+	if !f.IsValid() || !f.CanInterface() || f.Type() != reflect.TypeFor[context.Context]() {
+		return nil
+	}
+	parent, _ := reflect.TypeAssert[context.Context](f)
+	return parent
 }
 
 func sourceName(prefix, topic string, partition int32) string {

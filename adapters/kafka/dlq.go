@@ -209,7 +209,7 @@ func newDLQ(client sarama.Client, cfg DLQConfig) (*DLQ, error) {
 	return d, nil
 }
 
-// Close waits for writes under way and disconnects.
+// Close waits for writes under way, 1s at most, and disconnects. It says how many are left.
 func (d *DLQ) Close() error { return d.out.close() }
 
 // ErrDLQClosed means that [DLQ.Close] was called.

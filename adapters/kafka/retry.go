@@ -202,13 +202,13 @@ func NewRetryTopics(addrs []string, config *sarama.Config, cfg RetryConfig) (*Re
 	return t, nil
 }
 
-// Close waits for writes under way and disconnects. A consumer group that is still
-// running can park nothing then: what should be waits.
+// Close waits for writes under way, 1s at most, and disconnects. It says how many are left.
+// A consumer group that is still running can park nothing then: what should be waits.
 func (t *RetryTopics) Close() error {
 	if !t.out.shut() {
 		return nil
 	}
-	return errors.Join(t.reader.Close(), t.reads.Close(), t.out.finish())
+	return t.out.closeWithin(func() error { return errors.Join(t.reader.Close(), t.reads.Close(), t.out.finish()) })
 }
 
 func (t *RetryTopics) maxParked() int { return cmp.Or(t.cfg.MaxParked, defaultMaxParked) }

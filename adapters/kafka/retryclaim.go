@@ -177,15 +177,23 @@ func (ss *session) consumeParking(c *claim, revoked <-chan struct{}) error {
 	ending.Go(func() { parked = ss.endSource(c.topic, again.End) })
 	report = ss.endSource(c.topic, src.End)
 	ending.Wait()
-	reading.Wait()
-	close(settled)
-	committing.Wait()
+	inTime, _ := endsWithin(claimSlack, func() error {
+		reading.Wait()
+		close(settled)
+		committing.Wait()
+		return nil
+	})
+	var late error
+	if !inTime { // a silent broker; what goes on there ends with sarama's requests
+		rc.given.Store(true)
+		late = fmt.Errorf("kafka: claim %s: the last commit of its retry topics is not confirmed: what was handled of them may be handled again", c.name)
+	}
 	if len(report.Left) == 0 && len(parked.Left) == 0 {
 		<-ran
 		<-ran
 	}
 	over <- struct{}{} // ended's goroutine, if neither loop returned
-	return errors.Join(leftError(c.name, report), leftError(cfg.Name, parked))
+	return errors.Join(leftError(c.name, report), leftError(cfg.Name, parked), late)
 }
 
 func newRetryClaim(ss *session, c *claim) *retryClaim {

@@ -10,6 +10,7 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/IBM/sarama"
@@ -104,7 +105,7 @@ func (t *RetryTopics) committed(partition int32, topics []string) ([]position, e
 
 // commit commits positions of a partition of retry topics, as the member of the
 // session.
-func (t *RetryTopics) commit(ss *session, partition int32, at map[string]position) error {
+func (t *RetryTopics) commit(ss *session, given *atomic.Bool, partition int32, at map[string]position) error {
 	client := t.out.client
 	coordinator, err := client.Coordinator(t.cfg.Group)
 	if err != nil {
@@ -112,6 +113,9 @@ func (t *RetryTopics) commit(ss *session, partition int32, at map[string]positio
 	}
 	req := sarama.NewOffsetCommitRequest(client.Config(), t.cfg.Group)
 	req.ConsumerID, req.ConsumerGroupGeneration = ss.native.MemberID(), ss.native.GenerationID()
+	if given.Load() { // in this order: the generation may be one in which the claim is another's
+		return errGivenUp
+	}
 	if id := ss.set.config.Consumer.Group.InstanceId; id != "" && req.Version >= 7 {
 		req.GroupInstanceId = &id
 	}
@@ -135,6 +139,8 @@ func (t *RetryTopics) commit(ss *session, partition int32, at map[string]positio
 	}
 	return nil
 }
+
+var errGivenUp = errors.New("kafka: the claim was left")
 
 // recommit is how often a position is committed that has not changed: a broker
 // forgets what it has not heard of for offsets.retention.minutes (7 days), also of
@@ -168,7 +174,7 @@ func (rc *retryClaim) commit() error {
 		}
 	}
 	if len(at) > 0 {
-		if err := rc.t.commit(rc.ss, rc.c.partition, at); err != nil {
+		if err := rc.t.commit(rc.ss, &rc.given, rc.c.partition, at); err != nil {
 			return err
 		}
 		for _, l := range rc.levels {

@@ -25,7 +25,17 @@ const (
 // then further on, or done.
 func (rc *retryClaim) boot(ctx context.Context) bool {
 	for ctx.Err() == nil {
-		err := rc.look(ctx)
+		var err error
+		looked := make(chan struct{})
+		go func() { // a request that a silent broker does not answer outlives ctx
+			defer close(looked)
+			err = rc.look(ctx)
+		}()
+		select {
+		case <-looked:
+		case <-ctx.Done():
+			return false
+		}
 		rc.said.say("what is parked cannot be read: the claim waits", rc.c.name, err)
 		if err == nil {
 			return true

@@ -157,5 +157,5 @@ func (s *sender) close() error {
 	if !s.shut() {
 		return nil
 	}
-	return s.finish()
+	return s.closeWithin(s.finish)
 }

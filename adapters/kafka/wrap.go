@@ -67,19 +67,24 @@ func newHandler(g *guard.Guard, opts []Option) *handler {
 	return h
 }
 
+// refusal is an error of Setup that will be the same the next time.
+type refusal struct{ error }
+
+func (r refusal) Unwrap() error { return r.error }
+
 func (h *handler) passive() bool { return h.handle == nil }
 
 // Setup refuses what cannot be run safely, and begins to watch the session.
 func (h *handler) Setup(s sarama.ConsumerGroupSession) error {
 	if h.g == nil {
-		return h.err
+		return refusal{h.err}
 	}
 	set, err := h.opts.settingsOf(h.g, s)
 	if err == nil {
 		err = h.opts.refused(h.g, set.config, h.passive())
 	}
 	if err = errors.Join(h.err, err); err != nil {
-		return err
+		return refusal{err}
 	}
 	if t := h.opts.retries; t != nil {
 		if err := t.fits(set.group, s.Claims()); err != nil {

@@ -1,0 +1,314 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package kafka
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"net"
+	"os"
+	"os/signal"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/IBM/sarama"
+
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
+)
+
+// relay is a network that falls silent: connections through it stay open, new ones are
+// taken, and nothing comes or goes.
+type relay struct {
+	silent, gone atomic.Bool
+
+	mu    sync.Mutex
+	conns []net.Conn
+	done  sync.WaitGroup
+}
+
+// through is a configuration whose connections go through it.
+func (r *relay) through(cfg *sarama.Config) *sarama.Config {
+	c := *cfg
+	c.Net.Proxy.Enable, c.Net.Proxy.Dialer = true, r
+	return &c
+}
+
+func (r *relay) Dial(network, addr string) (net.Conn, error) {
+	if r.gone.Load() {
+		return nil, net.ErrClosed
+	}
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return nil, err
+	}
+	defer l.Close()
+	near, err := net.Dial("tcp", l.Addr().String())
+	if err != nil {
+		return nil, err
+	}
+	inner, err := l.Accept()
+	if err != nil {
+		return nil, errors.Join(err, near.Close())
+	}
+	r.keep(inner)
+	if r.silent.Load() {
+		return near, nil
+	}
+	far, err := net.Dial(network, addr)
+	if err != nil {
+		return nil, errors.Join(err, near.Close(), inner.Close())
+	}
+	r.keep(far)
+	r.done.Go(func() { r.pass(inner, far) })
+	r.done.Go(func() { r.pass(far, inner) })
+	return near, nil
+}
+
+func (r *relay) keep(c net.Conn) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.conns = append(r.conns, c)
+}
+
+func (r *relay) pass(from, to net.Conn) {
+	buf := make([]byte, 64<<10)
+	for {
+		n, err := from.Read(buf)
+		if r.silent.Load() {
+			return // neither data nor the end of it
+		}
+		if err == nil {
+			_, err = to.Write(buf[:n])
+		}
+		if err != nil {
+			_, _ = from.Close(), to.Close()
+			return
+		}
+	}
+}
+
+func (r *relay) close() {
+	r.gone.Store(true)
+	r.mu.Lock()
+	for _, c := range r.conns {
+		_ = c.Close()
+	}
+	r.mu.Unlock()
+	r.done.Wait()
+}
+
+// A stop ends within its timeout and 5s when the network is silent, with the client's
+// default timeouts of 30s for each request, and says so; with retry topics, too.
+func TestStopWhileTheNetworkIsSilent(t *testing.T) {
+	t.Parallel()
+	const timeout = 2 * time.Second
+	for name, parks := range map[string]bool{"plain": false, "retry-topics": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t, 3)
+			var net relay
+			t.Cleanup(net.close)
+			cfg := net.through(testConfig())
+			cfg.Consumer.Offsets.AutoCommit.Interval = 10 * time.Second // the last commit has something to do
+			cfg.Consumer.Return.Errors = true
+			cfg.Metadata.Retry.Max, cfg.Metadata.Retry.Backoff = 3, 250*time.Millisecond // the defaults
+			letters, err := NewDLQ(r.addrs, cfg, DLQConfig{Sources: []string{r.topic}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			var own logged
+			g, err := guard.New(guard.Config{}, guard.WithLogger(slog.New(slog.NewTextHandler(&own, nil))))
+			if err != nil {
+				t.Fatal(err)
+			}
+			opts := []Option{WithDeadLetters(letters), WithStopTimeout(timeout)}
+			var retries *RetryTopics
+			if parks {
+				if retries, err = NewRetryTopics(r.addrs, cfg, RetryConfig{Sources: []string{r.topic}, Group: r.group, Delays: []time.Duration{time.Hour}}); err != nil {
+					t.Fatal(err)
+				}
+				opts = append(opts, WithRetryTopics(retries), WithPolicy(guard.Policy{Order: guard.OrderKey}))
+			}
+			var calls atomic.Int64
+			h := Wrap(g, func(_ context.Context, m *sarama.ConsumerMessage) error {
+				calls.Add(1)
+				if net.silent.Load() && string(m.Key) == "bad" {
+					return guard.Permanent(errors.New("hopeless")) // its letter is being written when the stop comes
+				}
+				time.Sleep(time.Millisecond)
+				return nil
+			}, opts...)
+			group, err := sarama.NewConsumerGroup(r.addrs, r.group, cfg)
+			if err != nil {
+				t.Fatal(err)
+			}
+			var errs sync.WaitGroup
+			errs.Go(func() {
+				for range group.Errors() {
+				}
+			})
+			ctx, cancel := context.WithCancel(context.Background())
+			consumed := make(chan error, 1)
+			go func() { consumed <- Consume(ctx, group, []string{r.topic}, h) }()
+			r.publish(0, 600, func(i int) int32 { return int32(i % 3) }, func(i int) string {
+				if i > 300 {
+					return "bad"
+				}
+				return "good"
+			})
+			adaptertest.Eventually(t, "handled", func() bool { return calls.Load() > 150 })
+			net.silent.Store(true)
+			time.Sleep(time.Second)
+			begun := time.Now()
+			cancel()
+			ended := make(chan struct{})
+			go func() {
+				defer close(ended)
+				err := <-consumed
+				t.Logf("Consume: %v, %s", err, time.Since(begun))
+				if err == nil || !strings.Contains(err.Error(), "delivered again") {
+					t.Errorf("it is not said what is left: %v", err)
+				}
+				closing, cancel := context.WithTimeout(context.Background(), time.Second)
+				defer cancel()
+				_, err = g.Close(closing)
+				t.Logf("Guard.Close: %v, %s", err, time.Since(begun))
+				if retries != nil {
+					t.Logf("RetryTopics.Close: %v, %s", retries.Close(), time.Since(begun))
+				}
+				t.Logf("DLQ.Close: %v, %s", letters.Close(), time.Since(begun))
+			}()
+			within(t, timeout+5*time.Second, "the stop", ended)
+			if !own.has("the stop is not complete") {
+				t.Errorf("it is not said: %s", own.buf.String())
+			}
+			net.close() // what is left behind ends
+			errs.Wait()
+		})
+	}
+}
+
+// Consume joins again after an error, which it logs, ends without one when its context
+// does, and returns what will be refused the next time, too.
+func TestConsume(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	r.publish(0, 10, nil, nil)
+	var own logged
+	g := adaptertest.Guard(t, guard.Config{}, guard.WithLogger(slog.New(slog.NewTextHandler(&own, nil))))
+	consume := func(ctx context.Context, h sarama.ConsumerGroupHandler) error {
+		group, err := sarama.NewConsumerGroup(r.addrs, r.group, testConfig())
+		if err != nil {
+			t.Fatal(err)
+		}
+		err = Consume(ctx, group, []string{r.topic}, h)
+		if err := group.Consume(t.Context(), []string{r.topic}, h); !errors.Is(err, sarama.ErrClosedConsumerGroup) {
+			t.Errorf("the group is not closed: %v", err)
+		}
+		return err
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	var calls, setups atomic.Int64
+	err := consume(ctx, Wrap(g, func(context.Context, *sarama.ConsumerMessage) error {
+		if calls.Add(1) == 10 {
+			cancel()
+		}
+		return nil
+	}, WithSetup(func(sarama.ConsumerGroupSession) error {
+		if setups.Add(1) < 3 {
+			return errDown
+		}
+		return nil
+	})))
+	if n := r.committed(0); err != nil || n != 10 || own.count("has failed and begins again") != 2 {
+		t.Errorf("%v; committed %d; %s", err, n, own.buf.String())
+	}
+	for _, h := range []sarama.ConsumerGroupHandler{Wrap(nil, nothing), Wrap(g, nil), Wrap(g, nothing, WithStopTimeout(-1)), Wrap(g, nothing, WithPolicy(guard.Policy{Window: -1}))} {
+		limited, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+		if err := consume(limited, h); err == nil {
+			t.Error("what is refused is tried for ever")
+		}
+		cancel()
+	}
+}
+
+// Go's signal.NotifyContext names the signal as the cause of its end: that is a stop, and
+// no rebalance, so the handler in flight may finish.
+func TestStopBySignalIsNoRebalance(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 5)
+	var own logged
+	g := adaptertest.Guard(t, guard.Config{}, guard.WithLogger(slog.New(slog.NewTextHandler(&own, nil))))
+	running, finish := make(chan struct{}), make(chan struct{})
+	var cut atomic.Bool
+	h := Wrap(g, func(ctx context.Context, _ *sarama.ConsumerMessage) error {
+		close(running)
+		select {
+		case <-finish:
+		case <-ctx.Done():
+			cut.Store(true)
+		}
+		return nil
+	})
+	group, err := sarama.NewConsumerGroup(r.addrs, r.group, testConfig())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer group.Close()
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGUSR1)
+	defer stop()
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		_ = group.Consume(ctx, []string{r.topic}, h)
+	}()
+	r.publish(0, 1, nil, nil)
+	within(t, 20*time.Second, "the handler runs", running)
+	if err := syscall.Kill(os.Getpid(), syscall.SIGUSR1); err != nil {
+		t.Fatal(err)
+	}
+	<-ctx.Done()
+	adaptertest.Eventually(t, "other claims end", func() bool { return len(g.Sources()) == 1 })
+	close(finish)
+	within(t, 20*time.Second, "the stop", done)
+	if cut.Load() || own.has("reason=rebalance") || !own.has("reason=shutdown") {
+		t.Errorf("cut off: %t, %s", cut.Load(), own.buf.String())
+	}
+	// One line for the topic, also for the Guard's logger.
+	own.mu.Lock()
+	text := own.buf.String()
+	own.mu.Unlock()
+	if n := strings.Count(text, `msg="claims ended"`); n != 1 || !strings.Contains(text, "claims=5") {
+		t.Errorf("%d lines: %s", n, text)
+	}
+	if n := r.committed(0); n != 1 {
+		t.Errorf("committed %d", n)
+	}
+}
+
+// The cause of a program's own counts as a stop only if its context is over.
+func TestStopping(t *testing.T) {
+	t.Parallel()
+	given, end := context.WithCancelCause(context.Background())
+	session, cancel := context.WithCancelCause(given)
+	cancel(sarama.ErrRebalanceInProgress)
+	if stopping(session) {
+		t.Error("a rebalance is no stop")
+	}
+	end(errors.New("terminated signal received"))
+	if !stopping(session) {
+		t.Error("the program stops during a rebalance")
+	}
+	closed, cancelClosed := context.WithCancelCause(context.Background())
+	cancelClosed(nil)
+	if !stopping(closed) {
+		t.Error("ConsumerGroup.Close is a stop")
+	}
+}
