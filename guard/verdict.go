@@ -188,7 +188,7 @@ func (c *machine[M]) failed(now time.Duration, it *item[M], r result) {
 // Each dead letter also needs a credit; see condemn.
 func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 	open := c.open()
-	if open && it.lastWord {
+	if open && it.lastWord && !c.gate.Held() { // a fleet's hold is open between its probes
 		it.lastWord, it.alive, it.after = false, false, 0 // it may be the next outage that it fails in
 	}
 	guessAt := c.guessAt(it)
