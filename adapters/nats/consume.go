@@ -63,8 +63,9 @@ func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, h
 		return fmt.Errorf("nats: consume %s: WithWindow: %w", s.config.Name, err)
 	}
 	window := src.State().Window
+	p.copies = newCopies(window)
 	p.in = &intake{
-		consumer: consumer, feed: src.Feed(), log: o.log, name: s.config.Name, last: &p.msgPort,
+		consumer: consumer, feed: src.Feed(), log: o.log, name: s.config.Name, port: &p.msgPort,
 		conn: conn, most: s.info.Config.MaxRequestMaxBytes,
 		batch: s.batch(window), expiry: s.expiry(), patience: s.limits.AckWait / 6,
 		room: true, drain: make(chan struct{}, 1), more: make(chan struct{}, 1), trouble: make(chan error, 1),
@@ -111,7 +112,7 @@ func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, h
 	// back, and then put that one behind the others.
 	errs := []error{gone}
 	if rest := append(p.rest(), p.in.waiting(nil)...); len(rest) > 0 {
-		errs = append(errs, flush(consumer), nakAll(rest, s.limits.MaxDeliver))
+		errs = append(errs, flush(consumer), p.nakAll(rest, s.limits.MaxDeliver))
 	}
 	if err := flush(consumer); err != nil {
 		errs = append(errs, fmt.Errorf("nats: stop %s: flush: %w", s.config.Name, err))

@@ -62,7 +62,7 @@ type intake struct {
 	batch    int           // messages a pull may have outstanding
 	expiry   time.Duration // of a pull request
 	patience time.Duration // how long the feed may be full, in all, before the pull is drained
-	last     *msgPort      // keeps the latest delivery
+	port     *msgPort      // tells which messages are new
 	conn     *nats.Conn    // the consumer's; nil where it is not known
 	most     int           // the consumer's MaxRequestMaxBytes; 0 for none
 
@@ -98,10 +98,15 @@ func (in *intake) take(m jetstream.Msg) {
 // place puts a message into the feed or the stash. It returns what to wait for
 // before nats.go may go on, nil for nothing.
 func (in *intake) place(m jetstream.Msg) (gate <-chan struct{}) {
+	isNew := in.port.took(m)
 	in.mu.Lock()
-	in.last.mu.Lock()
-	in.last.last = m
-	in.last.mu.Unlock()
+	if !isNew {
+		if in.draining {
+			gate = in.gate
+		}
+		in.mu.Unlock()
+		return gate
+	}
 	if len(in.stash) == 0 {
 		if n, _ := in.feed.Put(ended, m); n == 1 {
 			if in.flow++; in.flow >= in.batch {

@@ -31,6 +31,7 @@ type msgPort struct {
 	key    func(jetstream.Msg) string
 	seed   maphash.Seed
 	double bool
+	copies *copies // set before the first message
 
 	mu   sync.Mutex
 	last jetstream.Msg // the latest delivery, for the lag
@@ -59,7 +60,7 @@ func (p *msgPort) Meta(m jetstream.Msg) guard.Meta {
 		Origin:  dlq.Origin{System: system, Subject: m.Subject(), Group: p.group},
 		Lag:     -1,
 	}
-	if md, err := m.Metadata(); err == nil {
+	if md, err := p.copies.of(m).Metadata(); err == nil {
 		meta.Timestamp = md.Timestamp
 		meta.Origin.Source, meta.Origin.Group, meta.Origin.Sequence = md.Stream, md.Consumer, md.Sequence.Stream
 		meta.Deliveries = int(md.NumDelivered)
@@ -69,12 +70,28 @@ func (p *msgPort) Meta(m jetstream.Msg) guard.Meta {
 }
 
 func (p *msgPort) Ack(m jetstream.Msg) error {
+	latest := p.copies.of(m)
 	if !p.double {
-		return m.Ack()
+		return p.acked(m, latest.Ack())
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), ackTimeout)
 	defer cancel()
-	return m.DoubleAck(ctx)
+	return p.acked(m, latest.DoubleAck(ctx))
+}
+
+// acked takes note of what an ack came to.
+func (p *msgPort) acked(m jetstream.Msg, err error) error {
+	p.copies.settled(m, err == nil)
+	return err
+}
+
+// took takes note of a message from the server, and tells whether it is to be
+// handled; see [copies].
+func (p *msgPort) took(m jetstream.Msg) bool {
+	p.mu.Lock()
+	p.last = m
+	p.mu.Unlock()
+	return p.copies.take(m)
 }
 
 // Extend sends one +WPI for each message. It is fire and forget. They come each
@@ -125,13 +142,14 @@ func (p *msgPort) Lag() int64 {
 
 // nakAll gives messages back in the order of the stream, once. A message on its
 // last delivery is left to its AckWait: a nak would not bring it again.
-func nakAll(ms []jetstream.Msg, maxDeliver int) error {
+func (p *msgPort) nakAll(ms []jetstream.Msg, maxDeliver int) error {
 	type back struct {
 		m   jetstream.Msg
 		seq uint64
 	}
 	rest := make([]back, 0, len(ms))
 	for _, m := range ms {
+		m = p.copies.of(m)
 		md, err := m.Metadata()
 		if err != nil || maxDeliver > 0 && md.NumDelivered >= uint64(maxDeliver) {
 			continue

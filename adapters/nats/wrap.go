@@ -66,6 +66,7 @@ func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (
 		return nil, fmt.Errorf("nats: wrap %s: WithWindow: %w", s.config.Name, err)
 	}
 	window := src.State().Window
+	p.copies = newCopies(window)
 	if most := s.info.Config.MaxAckPending; most < 1 || most > window {
 		o.log.Warn("MaxAckPending is above the window: what waits in the client's buffer is not kept alive",
 			"source", s.config.Name, "max_ack_pending", most, "window", window)
@@ -197,7 +198,7 @@ func (p *passivePort) Meta(m *taken) guard.Meta { return p.msgPort.Meta(m.Msg) }
 
 func (p *passivePort) Ack(m *taken) error {
 	if m.confirm != nil {
-		m.acked = m.Msg.DoubleAck(m.confirm)
+		m.acked = p.msgPort.acked(m.Msg, p.msgPort.copies.of(m.Msg).DoubleAck(m.confirm))
 	} else {
 		m.acked = p.msgPort.Ack(m.Msg)
 	}
@@ -223,7 +224,7 @@ func (p *passivePort) Return(ms []*taken, _ guard.Reason) error {
 	for i, m := range ms {
 		back[i] = m.Msg
 	}
-	return nakAll(back, p.maxDeliver)
+	return p.nakAll(back, p.maxDeliver)
 }
 
 func (p *passivePort) Demand(n int) {
@@ -257,19 +258,23 @@ type wrapped struct {
 	asked atomic.Int64
 }
 
-// took is what the source is given for a message that was pulled.
+// took is what the source is given for a message that was pulled; nil for a copy of
+// one that it has, or had.
 func (w *wrapped) took(m jetstream.Msg) *taken {
-	w.port.msgPort.mu.Lock()
-	w.port.last = m
-	w.port.msgPort.mu.Unlock()
+	if !w.port.msgPort.took(m) {
+		return nil
+	}
 	return &taken{Msg: m}
 }
 
 // try gives a message to the source. One that finds no room is kept alive, and is
 // to be tried again; it is [guard.ErrFull] until then. With a source that has
 // ended, [guard.ErrClosed], it is left to its AckWait: a nak would bring it right
-// back as long as a pull is open, and each time costs a delivery.
+// back as long as a pull is open, and each time costs a delivery. nil is no message.
 func (w *wrapped) try(t *taken) error {
+	if t == nil {
+		return nil
+	}
 	err := w.src.Offer(t)
 	p := w.port
 	p.mu.Lock()
@@ -302,7 +307,8 @@ func (w *wrapped) offer(t *taken, stop <-chan struct{}) error {
 			p.mu.Lock()
 			delete(p.parked, t)
 			p.mu.Unlock()
-			_ = nakAll([]jetstream.Msg{t.Msg}, p.maxDeliver)
+			_ = p.nakAll([]jetstream.Msg{t.Msg}, p.maxDeliver)
+			p.msgPort.copies.settled(t.Msg, false)
 			return nil
 		}
 		retry.Stop()

@@ -1,0 +1,199 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package nats
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
+)
+
+// What the server delivers again while its earlier copy is held is handled once and
+// acked once, with room in the window and without.
+func TestRedeliveredWhileHeld(t *testing.T) {
+	t.Parallel()
+	const ackWait = 600 * time.Millisecond
+	for name, c := range map[string]struct {
+		n, window int
+		passive   bool
+	}{
+		"room":         {n: 50, window: 1000},
+		"full":         {n: 400, window: 100},
+		"passive room": {n: 50, window: 1000, passive: true},
+		"passive full": {n: 400, window: 100, passive: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t, jetstream.ConsumerConfig{AckWait: ackWait})
+			var away atomic.Bool // no extension arrives
+			consumer := r.lossy(t, func(f frame) bool { return away.Load() && f.progress() }).consumer(t)
+			var mu sync.Mutex
+			calls, late := map[uint64]int{}, 0
+			var last uint64
+			handle := func(_ context.Context, m jetstream.Msg) error {
+				md, err := m.Metadata()
+				if err != nil {
+					return err
+				}
+				mu.Lock()
+				defer mu.Unlock()
+				calls[md.Sequence.Stream]++
+				if md.Sequence.Stream < last {
+					late++
+				}
+				last = md.Sequence.Stream
+				return nil
+			}
+			g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
+			var running *adaptertest.Running
+			if c.passive {
+				w := wrap(t, g, consumer, WithWindow(c.window))
+				running = adaptertest.Run(t, func(ctx context.Context) error {
+					cc, err := w.Consume(func(m jetstream.Msg) { _ = errors.Join(handle(ctx, m), m.Ack()) }, jetstream.PullMaxMessages(50))
+					if err != nil {
+						return err
+					}
+					<-ctx.Done()
+					cc.Stop()
+					<-cc.Closed()
+					return nil
+				})
+			} else {
+				running = consume(t, g, consumer, handle, WithWindow(c.window))
+			}
+			src := adaptertest.Source(t, g, "S/C")
+			if err := src.ForceOpen(0); err != nil {
+				t.Fatal(err)
+			}
+			r.publish(t, subject, 0, c.n)
+			adaptertest.Eventually(t, "held", func() bool { return src.Account().Held >= min(c.n, c.window/2) })
+			away.Store(true)
+			if c.window > c.n {
+				adaptertest.Eventually(t, "all delivered again", func() bool { return r.info(t).NumRedelivered == c.n })
+			} else {
+				time.Sleep(2 * ackWait) // no pull is open: the server gives them to the next one
+			}
+			away.Store(false)
+			if err := src.ForceClosed(); err != nil {
+				t.Fatal(err)
+			}
+			adaptertest.Eventually(t, "all acked", func() bool {
+				i := r.info(t)
+				return i.AckFloor.Stream == uint64(c.n) && i.NumAckPending == 0
+			})
+			adaptertest.Eventually(t, "all accounted for", func() bool { return src.Account().Acked >= uint64(c.n) })
+			if a := src.Account(); a.Received != uint64(c.n) || a.Acked != uint64(c.n) || a.Check() != nil {
+				t.Errorf("%+v", a)
+			}
+			if err := running.Stop(t); err != nil {
+				t.Fatal(err)
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			for seq, n := range calls {
+				if n != 1 {
+					t.Errorf("message %d was handled %d times", seq, n)
+				}
+			}
+			if len(calls) != c.n || late > 0 {
+				t.Errorf("%d handled, %d out of order", len(calls), late)
+			}
+		})
+	}
+}
+
+// message is one as the server delivers it.
+type message struct {
+	jetstream.Msg
+	reply string
+	acks  int
+}
+
+func (m *message) Reply() string { return m.reply }
+func (m *message) Ack() error    { m.acks++; return nil }
+
+func TestCopies(t *testing.T) {
+	at := func(deliveries, seq, time string) *message {
+		return &message{reply: "$JS.ACK.S.C." + deliveries + "." + seq + ".9." + time + ".0"}
+	}
+	c := newCopies(1)
+	first := at("1", "7", "100")
+	if !c.take(first) || c.of(first) != first {
+		t.Fatal("a new message")
+	}
+	again := at("2", "7", "100")
+	if c.take(again) || c.of(first) != again {
+		t.Fatal("a copy of a held one")
+	}
+	if anew := at("1", "7", "100"); c.take(anew) || c.of(first) != anew {
+		t.Fatal("a held one from a consumer that was made anew")
+	}
+	c.settled(first, true)
+	if c.newer.Load() != 0 || c.of(first) != first {
+		t.Fatal("the copy stays")
+	}
+	if late := at("3", "7", "100"); c.take(late) || late.acks != 1 {
+		t.Fatal("a copy of an acked one is acked")
+	}
+	if !c.take(at("2", "7", "200")) {
+		t.Fatal("a message of another stream of that name")
+	}
+	if c.settled(first, true); c.take(at("3", "7", "200")) {
+		t.Fatal("the ack of the old stream's is that of the new one's")
+	}
+	c.settled(at("2", "7", "200"), true)
+	if !c.take(at("1", "7", "200")) {
+		t.Fatal("a first delivery of an acked one")
+	}
+	c.settled(at("1", "7", "200"), false)
+	if !c.take(at("2", "7", "200")) {
+		t.Fatal("one whose ack failed")
+	}
+	for _, seq := range []string{"8", "9", "10", "11"} {
+		m := at("1", seq, "300")
+		c.take(m)
+		c.settled(m, true)
+	}
+	if len(c.known) > 3 { // two acked, and the one that is held
+		t.Fatalf("%d are known", len(c.known))
+	}
+	if c.take(at("2", "7", "200")) {
+		t.Fatal("a held one was forgotten")
+	}
+	if c.take(at("2", "11", "300")) || !c.take(at("2", "8", "300")) {
+		t.Fatal("not the last two are known")
+	}
+}
+
+func TestDeliveryOf(t *testing.T) {
+	for reply, want := range map[string]delivery{
+		"$JS.ACK.S.C.1.22.333.4444.5":            {22, 4444, true},
+		"$JS.ACK.S.C.11.22.333.4444.5":           {22, 4444, false},
+		"$JS.ACK.D.A.S.C.2.22.333.4444.5":        {22, 4444, false},
+		"$JS.ACK._.A.S.C.1.22.333.4444.5.random": {22, 4444, true},
+	} {
+		m := nats.Msg{Reply: reply, Sub: &nats.Subscription{}}
+		if d, ok := deliveryOf(reply); !ok || d != want {
+			t.Errorf("%s: %+v", reply, d)
+		}
+		md, err := m.Metadata()
+		if err != nil || md.Sequence.Stream != want.seq || uint64(md.Timestamp.UnixNano()) != want.time {
+			t.Errorf("the client reads %s as %+v, %v", reply, md, err)
+		}
+	}
+	for _, reply := range []string{"", "s.x", "$JS.ACK.S.C.1.22.333.4444", "$JS.ACK.A.S.C.1.22.333.4444.5", "$JS.ACK.S.C.1.x.333.4444.5", "$JS.ACK.S.C.1.1.333.x.5"} {
+		if _, ok := deliveryOf(reply); ok {
+			t.Errorf("%q is read", reply)
+		}
+	}
+}
