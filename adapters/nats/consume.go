@@ -24,28 +24,30 @@ import (
 // It blocks until ctx ends and then stops in order: nothing more is pulled,
 // handlers in flight finish within [WithStopTimeout], what is left is given
 // back by one nak each (not on a message's last delivery), acks are flushed.
-// Then it returns nil, or an error that names what could not be finished. It
+// Then it returns nil, or an error that names what could not be finished; whatever
+// the network does, within 5s after the stop timeout. It
 // returns [ErrConsumerGone] when the consumer has been deleted,
 // [ErrConnectionClosed] when the connection has ended, and [guard.ErrClosed]
-// when the Guard or the source has. Everything else, such as a server that
-// restarts, it waits out.
+// when the Guard or the source has. Everything else, such as a server that is away
+// at the start or restarts later, it waits out.
 //
 // Everything it took from the server is extended at a third of the consumer's
 // AckWait, so a hold costs no deliveries. While the source is on hold with a
 // full window no pull request is open.
 //
-// Beside the guard's goroutines and nats.go's it starts two, which end before it
-// returns; only a handler that ignores its cancelled context for ever keeps its
-// own.
+// Beside the guard's goroutines and nats.go's it starts three, which end before it
+// returns. Only a handler that ignores its cancelled context keeps its own, and a
+// write that the network blocks the one that makes it, for the connection's
+// FlusherTimeout.
 func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, handle func(context.Context, jetstream.Msg) error, opts ...Option) error {
 	if handle == nil {
 		return errors.New("nats: Consume: the handler must not be nil")
 	}
-	o, err := newOptions(opts)
+	o, err := newOptions(g.Logger(), opts)
 	if err != nil {
 		return err
 	}
-	s, err := describe(ctx, consumer, &o)
+	s, err := await(ctx, consumer, &o)
 	if ctx.Err() != nil {
 		return nil // it ended before it began
 	}
@@ -53,6 +55,7 @@ func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, h
 		return err
 	}
 	conn := connOf(consumer)
+	warnOfConn(conn, &o, s.config.Name)
 	p := &consumePort{msgPort: newMsgPort(s.info.Name, conn, &o)}
 	src, err := guard.Open(g, s.config, s.limits, p, handle)
 	if err != nil {
@@ -71,9 +74,9 @@ func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, h
 		room: true, drain: make(chan struct{}, 1), more: make(chan struct{}, 1), trouble: make(chan error, 1),
 	}
 
-	// Two goroutines: the loop, and one that stops the intake when the Guard or
-	// an operator has ended the source. Handlers finish after ctx ends, so it is
-	// not its context that stops the loop but End, below.
+	// Three goroutines: the loop, the intake, and one that stops the intake when the
+	// Guard or an operator has ended the source. Handlers finish after ctx ends, so it
+	// is not its context that stops the loop but End, below.
 	reading, stopReading := context.WithCancel(ctx)
 	defer stopReading()
 	ran := make(chan struct{})
@@ -95,27 +98,46 @@ func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, h
 			}
 		}
 	}()
-	gone := p.in.run(reading)
-	asked := ctx.Err() != nil
-
-	grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), o.stopTimeout)
-	defer cancel()
-	report := src.End(grace, guard.ReasonShutdown)
-	if len(report.Left) == 0 {
-		<-ran
+	intake := make(chan error, 1)
+	go func() { intake <- p.in.run(reading) }()
+	var gone error
+	select {
+	case gone = <-intake:
+	case <-reading.Done():
 	}
-	if errors.Is(gone, ErrConsumerGone) || errors.Is(gone, ErrConnectionClosed) {
+	asked := ctx.Err() != nil
+	st := newStopping(&o)
+	if gone == nil {
+		if err := st.wait(intake, max(o.stopTimeout/2, intakeGrace)); !errors.Is(err, errHeldUp) {
+			gone = err
+		}
+	}
+	lost := errors.Is(gone, ErrConsumerGone) || errors.Is(gone, ErrConnectionClosed)
+	why := guard.ReasonShutdown
+	if lost {
+		why = guard.ReasonRebalance // no ack of a handler in flight would count
+	}
+	grace, cancel := context.WithDeadline(context.WithoutCancel(ctx), st.began.Add(o.stopTimeout))
+	defer cancel()
+	report := src.End(grace, why)
+	if len(report.Left) == 0 {
+		st.until(ran)
+	}
+	if lost {
 		return gone // with it, who could be given anything back
 	}
-	// A look at the consumer makes the server forget pull requests that nobody
-	// listens to any more. It would try to serve one with the first message given
-	// back, and then put that one behind the others.
 	errs := []error{gone}
-	if rest := append(p.rest(), p.in.waiting(nil)...); len(rest) > 0 {
-		errs = append(errs, flush(consumer), p.nakAll(rest, s.limits.MaxDeliver))
-	}
-	if err := flush(consumer); err != nil {
-		errs = append(errs, fmt.Errorf("nats: stop %s: flush: %w", s.config.Name, err))
+	rest := append(p.rest(), p.in.waiting(nil)...)
+	back := make(chan error, 1)
+	go func() { back <- p.giveBack(consumer, rest, s.limits.MaxDeliver, st.by) }()
+	given := st.wait(back, stopGrace)
+	switch {
+	case given == nil:
+	case len(rest) > 0:
+		errs = append(errs, fmt.Errorf("nats: stop %s: whether %d messages are given back is not known; they are delivered again after the AckWait of %s at the latest: %w",
+			s.config.Name, len(rest), s.limits.AckWait, given))
+	default:
+		errs = append(errs, fmt.Errorf("nats: stop %s: whether the last acks have arrived is not known: %w", s.config.Name, given))
 	}
 	if n := len(report.Left); n > 0 {
 		errs = append(errs, fmt.Errorf("nats: stop %s: %d messages left after %s (WithStopTimeout), the oldest %s: %s; they are delivered again",
@@ -134,12 +156,68 @@ func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, h
 // endedPoll is how soon the intake stops when the source was ended elsewhere.
 const endedPoll = 100 * time.Millisecond
 
-// flush makes sure that the server has read what was published before: it
-// answers in order.
-func flush(consumer jetstream.Consumer) error {
-	ctx, cancel := context.WithTimeout(context.Background(), infoTimeout)
+const (
+	// stopGrace is how long a stop may take beyond its timeout: for what the guard
+	// still does when that is over, and to give back the rest.
+	stopGrace = 4500 * time.Millisecond
+	// intakeGrace is how long the intake has at least to empty the client's buffer.
+	intakeGrace = time.Second
+)
+
+// errHeldUp is that of a call that did not return in time.
+var errHeldUp = errors.New("the connection does not take it")
+
+// stopping bounds the end of Consume. Any call of the client may block on a
+// connection that takes no bytes, for its FlusherTimeout, so none is waited for
+// longer than until by.
+type stopping struct{ began, by time.Time }
+
+func newStopping(o *options) stopping {
+	now := time.Now()
+	return stopping{began: now, by: now.Add(o.stopTimeout + stopGrace)}
+}
+
+// wait waits for an answer for d, but no longer than until by: then it is errHeldUp.
+func (s stopping) wait(answer <-chan error, d time.Duration) error {
+	timer := time.NewTimer(min(d, time.Until(s.by)))
+	defer timer.Stop()
+	select {
+	case err := <-answer:
+		return err
+	case <-timer.C:
+		return errHeldUp
+	}
+}
+
+func (s stopping) until(done <-chan struct{}) {
+	timer := time.NewTimer(time.Until(s.by))
+	defer timer.Stop()
+	select {
+	case <-done:
+	case <-timer.C:
+	}
+}
+
+// giveBack gives back what Consume has left, and waits until the server has read it
+// and all acks before it: it answers in order.
+//
+// A look at the consumer makes the server forget pull requests that nobody listens to
+// any more. It would try to serve one with the first message given back, and then put
+// that one behind the others. So there is one before, too.
+func (p *consumePort) giveBack(consumer jetstream.Consumer, rest []jetstream.Msg, maxDeliver int, by time.Time) error {
+	if now := time.Now(); by.Sub(now) > stopGrace {
+		by = now.Add(stopGrace)
+	}
+	ctx, cancel := context.WithDeadline(context.Background(), by)
 	defer cancel()
 	_, err := consumer.Info(ctx)
+	if len(rest) == 0 {
+		return err
+	}
+	if back := p.nakAll(rest, maxDeliver); back != nil || err != nil {
+		return errors.Join(err, back)
+	}
+	_, err = consumer.Info(ctx)
 	return err
 }
 
@@ -177,6 +255,58 @@ type source struct {
 	info   *jetstream.ConsumerInfo
 	config guard.SourceConfig
 	limits guard.Limits
+}
+
+const (
+	awaitMin = 100 * time.Millisecond
+	awaitMax = 5 * time.Second
+)
+
+// await describes the consumer, and waits for a server that is away until ctx ends.
+func await(ctx context.Context, consumer jetstream.Consumer, o *options) (source, error) {
+	for pause := time.Duration(0); ; pause = min(max(2*pause, awaitMin), awaitMax) {
+		wait := time.NewTimer(pause)
+		select {
+		case <-wait.C:
+		case <-ctx.Done():
+			wait.Stop()
+			return source{}, context.Cause(ctx)
+		}
+		try, cancel := context.WithTimeout(ctx, infoTimeout)
+		s, err := describe(try, consumer, o)
+		cancel()
+		switch {
+		case err == nil && pause > 0:
+			o.log.Info("the server is there", "source", s.config.Name)
+			return s, nil
+		case err == nil || !away(err):
+			return s, err
+		case pause == 0:
+			o.log.Warn("the server is away: waiting for it", "source", nameOf(consumer, o), "error", err)
+		}
+	}
+}
+
+// away tells whether an error says that no server answers, now.
+func away(err error) bool {
+	for _, passing := range []error{
+		context.DeadlineExceeded, nats.ErrTimeout, nats.ErrNoResponders, jetstream.ErrJetStreamNotEnabled,
+		nats.ErrDisconnected, nats.ErrConnectionReconnecting, nats.ErrReconnectBufExceeded,
+	} {
+		if errors.Is(err, passing) {
+			return true
+		}
+	}
+	api, ok := errors.AsType[*jetstream.APIError](err)
+	return ok && api.Code == 503 // a cluster without a leader, a server that starts
+}
+
+// nameOf is a source's name before the server has told of it.
+func nameOf(consumer jetstream.Consumer, o *options) string {
+	if info := consumer.CachedInfo(); o.name == "" && info != nil {
+		return info.Stream + "/" + info.Name
+	}
+	return o.name
 }
 
 // describe asks the server about the consumer and refuses one that the guard

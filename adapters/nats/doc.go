@@ -19,13 +19,15 @@
 // several instances set [WithWindow] to a part of it. A MaxDeliver is best left
 // out (-1): the guard's own attempts end a message, and every nak, crash and
 // missed keep-alive counts as a delivery. A failure at the last delivery is
-// dead-lettered at once. The connection needs nats.MaxReconnects(-1): by default
-// the client gives up after 60 tries.
+// dead-lettered at once. The connection needs nats.MaxReconnects(-1), a
+// nats.PingInterval of 10s and a nats.FlusherTimeout of 5s; a line at WARN names those
+// that are missing.
 //
 // # What happens when
 //
 // A server restarts, or the connection breaks: acks are buffered by the client
-// and sent after it is back; what could not be kept alive is delivered again. The
+// and sent after it is back; what could not be kept alive is delivered again, and
+// handled once if this process still has it, or has just acked it. The
 // consumer is deleted: [ErrConsumerGone]. The stream of dead letters is down:
 // nothing that should go there is acked; it waits. The process is killed: what
 // was not acked comes back after the AckWait, at most what was being handled and

@@ -391,6 +391,9 @@ func (in *intake) examine(ctx context.Context, err error) error {
 		switch {
 		case errors.Is(infoErr, nats.ErrConnectionClosed):
 			return fmt.Errorf("%w: consumer %s", ErrConnectionClosed, in.name)
+		case errors.Is(infoErr, context.DeadlineExceeded) && revive(ctx, in.conn):
+			in.log.Warn("the connection was dead: no answer to a ping; it reconnects", "source", in.name, "after", probeTimeout)
+			return nil
 		case !errors.Is(infoErr, jetstream.ErrConsumerNotFound) && !errors.Is(infoErr, jetstream.ErrStreamNotFound):
 			return nil
 		}

@@ -12,6 +12,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	"github.com/nats-io/nats.go"
@@ -40,6 +41,37 @@ type lossy struct {
 	loses func(frame) bool
 	conns []net.Conn
 	ended bool
+}
+
+// freeze stops the connections that there are, both ways, without a word to either
+// side. New ones are let through.
+func (p *lossy) freeze() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, c := range p.conns {
+		c.(*proxied).frozen.Store(true)
+	}
+}
+
+// proxied is a side of a connection. While it is frozen, what is written to it waits
+// for its end.
+type proxied struct {
+	net.Conn
+	frozen atomic.Bool
+	once   sync.Once
+	closed chan struct{}
+}
+
+func (c *proxied) Write(b []byte) (int, error) {
+	if c.frozen.Load() {
+		<-c.closed
+	}
+	return c.Conn.Write(b)
+}
+
+func (c *proxied) Close() error {
+	c.once.Do(func() { close(c.closed) })
+	return c.Conn.Close()
 }
 
 // lossy starts a proxy that loses what loses says; that is called for one frame
@@ -100,15 +132,16 @@ func (p *lossy) keep(c net.Conn) bool {
 
 func (p *lossy) accept() {
 	for {
-		client, err := p.l.Accept()
+		from, err := p.l.Accept()
 		if err != nil {
 			return
 		}
-		server, err := net.Dial("tcp", p.to)
+		to, err := net.Dial("tcp", p.to)
 		if err != nil {
-			_ = client.Close()
+			_ = from.Close()
 			continue
 		}
+		client, server := &proxied{Conn: from, closed: make(chan struct{})}, &proxied{Conn: to, closed: make(chan struct{})}
 		if !p.keep(client) || !p.keep(server) {
 			return
 		}

@@ -147,7 +147,7 @@ func NewMover(ctx context.Context, js jetstream.JetStream, cfg MoverConfig, opts
 	if js == nil {
 		return nil, errors.New("nats: NewMover: the JetStream must not be nil")
 	}
-	o, err := newOptions(opts)
+	o, err := newOptions(slog.New(slog.DiscardHandler), opts)
 	if err = errors.Join(err, cfg.Validate()); err != nil {
 		return nil, err
 	}
@@ -242,7 +242,7 @@ func (m *Mover) Run(ctx context.Context) error {
 // each handles the messages of a consumer one by one, and pulls one at a time,
 // so that none waits where it cannot be extended.
 func (m *Mover) each(ctx context.Context, c jetstream.Consumer, handle func(context.Context, jetstream.Msg)) error {
-	in := &intake{consumer: c, log: m.log, name: c.CachedInfo().Stream + "/" + c.CachedInfo().Name}
+	in := &intake{consumer: c, conn: connOf(c), log: m.log, name: c.CachedInfo().Stream + "/" + c.CachedInfo().Name}
 	for ctx.Err() == nil {
 		it, err := c.Messages(jetstream.PullMaxMessages(1), jetstream.PullExpiry(pullExpiry), jetstream.PullHeartbeat(pullHeartbeat))
 		if err != nil {

@@ -9,7 +9,6 @@ import (
 	"errors"
 	"hash/maphash"
 	"maps"
-	"reflect"
 	"slices"
 	"sync"
 
@@ -165,22 +164,6 @@ func (p *msgPort) nakAll(ms []jetstream.Msg, maxDeliver int) error {
 		}
 	}
 	return errors.Join(errs...)
-}
-
-// connOf is the connection of a consumer, nil if that is not one of nats.go's own.
-// Those have no method for it, so the fields are read.
-func connOf(c jetstream.Consumer) *nats.Conn {
-	v := reflect.ValueOf(c)
-	for _, field := range []string{"js", "conn"} {
-		if v = reflect.Indirect(v); v.Kind() != reflect.Struct {
-			return nil
-		}
-		v = v.FieldByName(field)
-	}
-	if !v.IsValid() || v.Type() != reflect.TypeFor[*nats.Conn]() {
-		return nil
-	}
-	return (*nats.Conn)(v.UnsafePointer())
 }
 
 // fromHeader lists headers in order of name; a name's values keep their order.

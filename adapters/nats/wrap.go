@@ -43,7 +43,7 @@ import (
 // without explicit acks are an [ErrUnsuitable]. Each call of Consume or
 // Messages starts one or two goroutines, which end when it is stopped.
 func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (jetstream.Consumer, error) {
-	o, err := newOptions(opts)
+	o, err := newOptions(g.Logger(), opts)
 	if err != nil {
 		return nil, err
 	}
@@ -53,8 +53,10 @@ func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (
 	if err != nil {
 		return nil, err
 	}
+	conn := connOf(consumer)
+	warnOfConn(conn, &o, s.config.Name)
 	p := &passivePort{
-		msgPort: newMsgPort(s.info.Name, connOf(consumer), &o), maxDeliver: s.limits.MaxDeliver,
+		msgPort: newMsgPort(s.info.Name, conn, &o), maxDeliver: s.limits.MaxDeliver,
 		more: make(chan struct{}), parked: make(map[*taken]struct{}),
 	}
 	src, err := guard.Open(g, s.config, s.limits, p, nil)
