@@ -29,9 +29,14 @@ import (
 // consumer's AckWait has failed with [ErrNotSettled]; InProgress begins that
 // time anew.
 //
+// One message is out at a time, in the order of the stream, unless the policy has
+// more [guard.Policy.Workers]. With those a retry comes after messages that were
+// behind it. A program that settles a whole batch at its end needs as many Workers
+// as the batch has messages: otherwise a fetch ends 400ms after the first message,
+// and one line at WARN says so.
+//
 // What it cannot do: it sees only these outcomes. There is no handler timeout,
-// and a panic is the program's. A retry comes after messages that were behind
-// it, since several are out at once (a policy with one worker keeps the order).
+// and a panic is the program's.
 // What waits in nats.go's own buffer is not extended, so keep MaxAckPending
 // within the window, as the defaults do; a larger one is logged. While the
 // source holds, calls return as they do when there are no messages, and what
@@ -59,6 +64,7 @@ func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (
 		msgPort: newMsgPort(s.info.Name, conn, &o), maxDeliver: s.limits.MaxDeliver,
 		more: make(chan struct{}), parked: make(map[*taken]struct{}),
 	}
+	s.config.Policy = oneOut(g, o.policy)
 	src, err := guard.Open(g, s.config, s.limits, p, nil)
 	if err != nil {
 		return nil, fmt.Errorf("nats: wrap %s: %w", s.config.Name, err)
@@ -74,6 +80,19 @@ func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (
 			"source", s.config.Name, "max_ack_pending", most, "window", window)
 	}
 	return &wrapped{Consumer: consumer, src: src, port: p, lease: s.limits.AckWait, window: window, log: o.log}, nil
+}
+
+// oneOut is a source's policy: one message is out at a time, unless it asks for more.
+// Several keep no order, since one that fails comes again behind the others.
+func oneOut(g *guard.Guard, own *guard.Policy) *guard.Policy {
+	p := g.Config().Policy
+	if own != nil {
+		p = *own
+	}
+	if p.Workers == 0 {
+		p.Workers = 1
+	}
+	return &p
 }
 
 // override changes the window of a source that was just opened.
@@ -258,6 +277,7 @@ type wrapped struct {
 
 	// asked is how many messages pulls may still bring whose call has returned.
 	asked atomic.Int64
+	short sync.Once // it was said that a batch ended early
 }
 
 // took is what the source is given for a message that was pulled; nil for a copy of
@@ -539,8 +559,21 @@ func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.
 		case p.in != nil:
 			go p.rest() // ends with the pull
 		}
+		w.sayShort(given, cap(b.out))
 	}()
 	return b, nil
+}
+
+// sayShort says once that a batch ended since as many messages are out as may be.
+func (w *wrapped) sayShort(given, most int) {
+	workers := w.src.State().Settings.Workers
+	if a := w.src.Account(); given == 0 || given == most || a.Waiting == 0 || a.Processing < workers {
+		return
+	}
+	w.short.Do(func() {
+		w.log.Warn("a fetched batch ended early: the next message comes when one is settled; a program that settles whole batches needs Policy.Workers",
+			"source", w.src.Name(), "messages", given, "asked", most, "workers", workers)
+	})
 }
 
 // Consume calls handler for each message that may be handled, one at a time.

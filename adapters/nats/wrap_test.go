@@ -185,6 +185,84 @@ func TestWrappedWays(t *testing.T) {
 	}
 }
 
+// By default messages are settled in the order of the stream, whatever fails, and one
+// is out at a time. More are out when that is asked for.
+func TestWrappedOrder(t *testing.T) {
+	t.Parallel()
+	retry := guard.Retry{Base: 20 * time.Millisecond, Max: 20 * time.Millisecond}
+	for name, c := range map[string]struct {
+		policy  guard.Policy
+		opts    []Option
+		workers int
+		ordered bool
+	}{
+		"default":       {policy: guard.Policy{Retry: retry}, workers: 1, ordered: true},
+		"order key":     {policy: guard.Policy{Order: guard.OrderKey, Retry: retry}, workers: 1, ordered: true},
+		"own policy":    {opts: []Option{WithPolicy(guard.Policy{Retry: retry})}, workers: 1, ordered: true},
+		"more":          {policy: guard.Policy{Order: guard.OrderNone, Workers: 5, Retry: retry}, workers: 5},
+		"more, its own": {opts: []Option{WithPolicy(guard.Policy{Order: guard.OrderNone, Workers: 5, Retry: retry})}, workers: 5},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			const n = 60
+			r := newRig(t, jetstream.ConsumerConfig{})
+			g, log := logging(t, guard.Config{Policy: c.policy})
+			w := wrap(t, g, r.consumer, c.opts...)
+			r.publish(t, func(i int) string { return "s." + strconv.Itoa(i%3) }, 0, n)
+			tried := map[string]int{}
+			last := map[string]uint64{}
+			late, acked := 0, 0
+			for acked < n {
+				b, err := w.Fetch(10, jetstream.FetchMaxWait(2*time.Second))
+				if err != nil {
+					t.Fatal(err)
+				}
+				for m := range b.Messages() {
+					md, err := m.Metadata()
+					if err != nil {
+						t.Fatal(err)
+					}
+					if tried[string(m.Data())]++; md.Sequence.Stream%9 == 4 && tried[string(m.Data())] < 3 {
+						err = m.Nak()
+					} else {
+						if md.Sequence.Stream < last[m.Subject()] {
+							late++
+						}
+						last[m.Subject()] = md.Sequence.Stream
+						acked++
+						err = m.Ack()
+					}
+					if err != nil {
+						t.Fatal(err)
+					}
+				}
+			}
+			if c.ordered && late > 0 {
+				t.Errorf("%d out of order for their key", late)
+			}
+			if n := log.lines("ended early"); n != 0 {
+				t.Errorf("%s", log)
+			}
+
+			r.publish(t, subject, n, n+10)
+			b, err := w.Fetch(10, jetstream.FetchMaxWait(2*time.Second))
+			if err != nil {
+				t.Fatal(err)
+			}
+			out := 0
+			for range b.Messages() { // and settles none
+				out++
+			}
+			if out != c.workers {
+				t.Errorf("%d are out at once, want %d", out, c.workers)
+			}
+			if n := log.lines("level=WARN", "ended early", "workers="+strconv.Itoa(c.workers)); n != 1 {
+				t.Errorf("%d lines:\n%s", n, log)
+			}
+		})
+	}
+}
+
 // What a program says of a message is its outcome.
 func TestWrappedOutcomes(t *testing.T) {
 	t.Parallel()
@@ -261,7 +339,7 @@ func TestWrappedNextWaitsOutAHold(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{AckWait: 20 * time.Second})
 	retry := guard.Retry{Base: time.Minute, Max: time.Minute}
-	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Breaker: breaker.Config{Base: 300 * time.Millisecond}, Retry: retry}})
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Order: guard.OrderNone, Workers: 12, Breaker: breaker.Config{Base: 300 * time.Millisecond}, Retry: retry}})
 	w := wrap(t, g, r.consumer)
 	r.publish(t, subject, 0, 12)
 	for i := range 12 {
@@ -289,7 +367,7 @@ func TestWrappedFetchWithLessRoom(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{AckWait: 20 * time.Second, MaxAckPending: 10})
 	retry := guard.Retry{Base: time.Hour, Max: time.Hour}
-	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Retry: retry}})
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Order: guard.OrderNone, Workers: 10, Retry: retry}})
 	w := wrap(t, g, r.consumer)
 	r.publish(t, subject, 0, 100)
 	const wait = 20 * time.Second
@@ -327,7 +405,7 @@ func TestWrappedFetchOfMoreBytesThanFit(t *testing.T) {
 			t.Parallel()
 			r := newRig(t, jetstream.ConsumerConfig{AckWait: 20 * time.Second})
 			body := make([]byte, 1000)
-			g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{WindowBytes: int64(fit * len(body))}})
+			g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Order: guard.OrderNone, Workers: n, WindowBytes: int64(fit * len(body))}})
 			w := wrap(t, g, r.consumer)
 			for range n {
 				if _, err := r.js.Publish(adaptertest.Context(t), "s.x", body); err != nil {
