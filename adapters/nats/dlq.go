@@ -22,8 +22,9 @@ type DLQConfig struct {
 	Stream string
 
 	// Subject is where a dead letter goes; {stream} and {consumer} stand for
-	// where the message was. Unset means "dlq.{stream}.{consumer}". It must have
-	// at least one literal token.
+	// where the message was. Unset means "dlq.<Stream>.{stream}.{consumer}", with
+	// the Stream above, so that two streams of dead letters do not overlap. It
+	// must have at least one literal token.
 	Subject string
 
 	// Dialect is how headers tell why a message is dead; unset means
@@ -48,12 +49,11 @@ type DLQConfig struct {
 const (
 	minDuplicates     = 2 * time.Minute
 	defaultDuplicates = 10 * time.Minute
-	defaultSubject    = "dlq.{stream}.{consumer}"
 )
 
 func (c DLQConfig) withDefaults() DLQConfig {
 	if c.Subject == "" {
-		c.Subject = defaultSubject
+		c.Subject = "dlq." + c.Stream + ".{stream}.{consumer}"
 	}
 	if c.Duplicates == 0 {
 		c.Duplicates = defaultDuplicates
@@ -151,6 +151,9 @@ func ensureStream(ctx context.Context, js jetstream.JetStream, want jetstream.St
 			s, err = js.Stream(ctx, want.Name)
 		}
 	}
+	if other := overlaps(ctx, js, &want, err); other != "" {
+		return nil, unsuitable("stream %s: its subjects %q overlap with those of stream %s: choose other subjects, or that stream: %w", want.Name, want.Subjects, other, err)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("nats: stream %s on %q: %w", want.Name, want.Subjects, err)
 	}
@@ -173,6 +176,20 @@ func ensureStream(ctx context.Context, js jetstream.JetStream, want jetstream.St
 		errs = append(errs, unsuitable("stream %s: its interest retention drops what nobody reads yet; make another: %s", c.Name, addCommand(&want)))
 	}
 	return s, errors.Join(errs...)
+}
+
+// overlaps is the stream that has subjects of want's already; empty if that is not
+// what err says.
+func overlaps(ctx context.Context, js jetstream.JetStream, want *jetstream.StreamConfig, err error) string {
+	if api, ok := errors.AsType[*jetstream.APIError](err); !ok || api.ErrorCode != subjectsOverlap {
+		return ""
+	}
+	for _, subject := range want.Subjects {
+		if name, err := js.StreamNameBySubject(ctx, subject); err == nil {
+			return name
+		}
+	}
+	return ""
 }
 
 // addCommand creates the stream by hand.
@@ -205,19 +222,65 @@ func covered(subject string, patterns []string) bool {
 	return false
 }
 
+// HeaderTrimmed is in a dead letter whose body was cut to make room for the headers
+// that say why it is dead: "body: 1048000 of 1048576 bytes".
+const HeaderTrimmed = "Dead-Letter-Trimmed"
+
 // Write publishes the dead letter and waits for the stream's answer. A record
 // over the server's max_payload or the stream's limit is a
 // [*dlq.TooLargeError]; a subject that no stream takes is an [ErrNoStream].
+//
+// A message that fits by itself, but leaves no room for what a trimmed record still
+// says, loses the end of its body, and has [HeaderTrimmed]: otherwise it could never
+// be written.
 func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 	m, err := d.message(r)
 	if err != nil {
 		return err
 	}
+	err = d.publish(ctx, m, r.ID())
+	if large, ok := errors.AsType[*dlq.TooLargeError](err); ok && cutBody(m, r, large) {
+		err = d.publish(ctx, m, r.ID())
+	}
+	return err
+}
+
+// cutBody cuts the body of a message that is too large by what the record adds to it.
+// It leaves a record alone that can be trimmed yet, and a message that would not fit by
+// itself: somebody has to raise the limit.
+func cutBody(m *nats.Msg, r *dlq.Record, large *dlq.TooLargeError) bool {
+	least := *r
+	least.Trim(0)
+	if large.Max <= 0 || least.Size() < r.Size() {
+		return false
+	}
+	before := &nats.Msg{Data: r.Body, Header: nats.Header{}}
+	for _, h := range r.Headers {
+		before.Header[h.Name] = append(before.Header[h.Name], headerText(h.Value))
+	}
+	size := len(r.Body)
+	if was := before.Header.Get(HeaderTrimmed); was != "" { // by the Mover, on its way here
+		_, _ = fmt.Sscanf(was, trimmedText, new(int), &size)
+	}
+	m.Header.Set(HeaderTrimmed, fmt.Sprintf(trimmedText, size, size)) // as long as it gets
+	over := wireSize(m) - large.Max
+	if wireSize(before) > large.Max || over <= 0 || over > len(m.Data) {
+		return false
+	}
+	m.Data = m.Data[:len(m.Data)-over]
+	m.Header.Set(HeaderTrimmed, fmt.Sprintf(trimmedText, len(m.Data), size))
+	return true
+}
+
+const trimmedText = "body: %d of %d bytes"
+
+// publish writes a dead letter.
+func (d *DLQ) publish(ctx context.Context, m *nats.Msg, id string) error {
 	opts := []jetstream.PublishOpt{jetstream.WithExpectStream(d.cfg.Stream)}
-	if id := r.ID(); id != "" {
+	if id != "" {
 		opts = append(opts, jetstream.WithMsgID(id))
 	}
-	_, err = d.js.PublishMsg(ctx, m, opts...)
+	_, err := d.js.PublishMsg(ctx, m, opts...)
 	if err == nil {
 		return nil
 	}
@@ -238,8 +301,9 @@ func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 
 // The server's error codes that nats.go has no name for.
 const (
-	streamMismatch jetstream.ErrorCode = 10060
-	streamSealed   jetstream.ErrorCode = 10109
+	streamMismatch  jetstream.ErrorCode = 10060
+	subjectsOverlap jetstream.ErrorCode = 10065
+	streamSealed    jetstream.ErrorCode = 10109
 )
 
 // streamMax is the stream's limit of a message's size, 0 if it cannot be asked.
@@ -290,7 +354,10 @@ func headerText(v any) string {
 
 // wireSize is headers and body, as the server counts them.
 func wireSize(m *nats.Msg) int {
-	n := len("NATS/1.0\r\n\r\n") + len(m.Data)
+	n := len(m.Data)
+	if len(m.Header) > 0 {
+		n += len("NATS/1.0\r\n\r\n")
+	}
 	for name, values := range m.Header {
 		for _, v := range values {
 			n += len(name) + len(": \r\n") + len(v)

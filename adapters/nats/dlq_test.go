@@ -95,7 +95,7 @@ func TestDLQRefusesWhatWouldLose(t *testing.T) {
 	r := newRig(t, jetstream.ConsumerConfig{})
 	ctx := adaptertest.Context(t)
 	_, err := NewDLQ(ctx, r.js, DLQConfig{Stream: "NONE", NoCreate: true})
-	if !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), "nats stream add NONE --subjects 'dlq.*.*'") {
+	if !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), "nats stream add NONE --subjects 'dlq.NONE.*.*'") {
 		t.Error(err)
 	}
 	for name, c := range map[string]struct {
@@ -126,6 +126,97 @@ func TestDLQRefusesWhatWouldLose(t *testing.T) {
 	}
 }
 
+// Two streams of dead letters live beside each other, and one that is in the way of
+// another is named.
+func TestDLQsDoNotOverlap(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{})
+	ctx := adaptertest.Context(t)
+	for _, stream := range []string{"ONE", "TWO"} {
+		d, err := NewDLQ(ctx, r.js, DLQConfig{Stream: stream})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := d.Write(ctx, record()); err != nil {
+			t.Fatal(err)
+		}
+		if n := len(r.letters(t, stream)); n != 1 {
+			t.Errorf("%d letters in %s", n, stream)
+		}
+	}
+	_, err := NewDLQ(ctx, r.js, DLQConfig{Stream: "THREE", Subject: "dlq.*.{stream}.{consumer}"})
+	if !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), "stream ONE") {
+		t.Errorf("%v", err)
+	}
+}
+
+// A message that fits by itself has a dead letter, whatever room it leaves.
+func TestDLQTrimsWhatFillsThePayload(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 5 * time.Second})
+	r.stop()
+	r.payload = 64 << 10
+	r.start()
+	adaptertest.Eventually(t, "the client knows of it", func() bool { return r.nc.IsConnected() && r.nc.MaxPayload() == int64(r.payload) })
+	ctx := adaptertest.Context(t)
+	d, err := NewDLQ(ctx, r.js, DLQConfig{Stream: "D"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := adaptertest.Guard(t, guard.Config{})
+	c := consume(t, g, r.consumer, func(context.Context, jetstream.Msg) error {
+		return guard.Permanent(fmt.Errorf("poison: %s", strings.Repeat("x", 2000)))
+	}, WithDeadLetters(d))
+	most := int(r.payload)
+	header := nats.Header{"A": {"1"}}
+	type sent struct {
+		size   int
+		header nats.Header
+		cut    bool
+	}
+	all := []sent{{most - 2000, nil, false}, {most - 1000, nil, false}, {most - 300, nil, true}, {most - 1, nil, true}, {most, nil, true}, {most - len("NATS/1.0\r\nA: 1\r\n\r\n"), header, true}}
+	for _, s := range all {
+		if err := r.nc.PublishMsg(&nats.Msg{Subject: "s.x", Header: s.header, Data: bytes.Repeat([]byte("b"), s.size)}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	adaptertest.Eventually(t, "all dead-lettered", func() bool { return r.info(t).AckFloor.Stream == uint64(len(all)) })
+	if err := g.Ready(); err != nil {
+		t.Error(err)
+	}
+	if err := c.Stop(t); err != nil {
+		t.Fatal(err)
+	}
+	for i, m := range r.letters(t, "D") {
+		rec, err := ReadDeadLetter(m)
+		if err != nil {
+			t.Error(err)
+		}
+		s := all[rec.Origin.Sequence-1]
+		text, cut := dlq.LookupText(rec.Headers, HeaderTrimmed)
+		if cut != s.cut || rec.Reason != dlq.ReasonPermanent || s.header != nil && m.Headers().Get("A") != "1" {
+			t.Errorf("%d: cut %v, %+v", i, cut, rec.Headers)
+		}
+		if want := fmt.Sprintf("body: %d of %d bytes", len(rec.Body), s.size); cut && text != want || !cut && len(rec.Body) != s.size {
+			t.Errorf("%d: %q, want %q", i, text, want)
+		}
+		if len(rec.Body) < s.size-700 {
+			t.Errorf("%d: %d bytes of %d are left", i, len(rec.Body), s.size)
+		}
+		// Through the Mover a letter is written twice, the second time with longer headers.
+		rec.Origin.Subject += strings.Repeat("x", 200)
+		rec.Trim(0)
+		again, err := d.message(&rec)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if large := (&dlq.TooLargeError{Size: wireSize(again), Max: most}); cut && (!cutBody(again, &rec, large) || wireSize(again) > most ||
+			again.Header.Get(HeaderTrimmed) != fmt.Sprintf("body: %d of %d bytes", len(again.Data), s.size)) {
+			t.Errorf("%d: %d bytes, %v", i, wireSize(again), again.Header[HeaderTrimmed])
+		}
+	}
+}
+
 func TestDLQErrorsSayWhatToDo(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{})
@@ -140,7 +231,7 @@ func TestDLQErrorsSayWhatToDo(t *testing.T) {
 	if err := d.Write(ctx, big); !errors.As(err, &large) || large.Max != 8<<20 || large.Size <= large.Max {
 		t.Errorf("%v", err)
 	}
-	if _, err := r.js.UpdateStream(ctx, jetstream.StreamConfig{Name: "D", Subjects: []string{"dlq.*.*"}, MaxMsgSize: 1200, Duplicates: defaultDuplicates}); err != nil {
+	if _, err := r.js.UpdateStream(ctx, jetstream.StreamConfig{Name: "D", Subjects: []string{"dlq.D.*.*"}, MaxMsgSize: 1200, Duplicates: defaultDuplicates}); err != nil {
 		t.Fatal(err)
 	}
 	long := record()

@@ -30,5 +30,5 @@ var (
 
 // unsuitable is an [ErrUnsuitable] with its reason.
 func unsuitable(format string, args ...any) error {
-	return fmt.Errorf("%w: %s", ErrUnsuitable, fmt.Sprintf(format, args...))
+	return fmt.Errorf("%w: "+format, append([]any{ErrUnsuitable}, args...)...)
 }

@@ -178,7 +178,7 @@ func ExampleReadDeadLetter() {
 		log.Fatal(err)
 	}
 	// Output:
-	// dlq.ORDERS.billing nats/ORDERS/billing/-/s2 permanent not an order bad
+	// dlq.DEAD.ORDERS.billing nats/ORDERS/billing/-/s2 permanent not an order bad
 }
 
 // An existing consumer of a DLQ gets a rate and a breaker.
@@ -246,5 +246,5 @@ func ExampleNewDLQ() {
 	fmt.Println(strings.TrimPrefix(err.Error(), nats.ErrUnsuitable.Error()+": "))
 	// Output:
 	// true
-	// stream DEAD does not exist: nats stream add DEAD --subjects 'dlq.*.*' --storage file --retention limits --replicas 1 --dupe-window 10m0s --defaults
+	// stream DEAD does not exist: nats stream add DEAD --subjects 'dlq.DEAD.*.*' --storage file --retention limits --replicas 1 --dupe-window 10m0s --defaults
 }

@@ -142,7 +142,8 @@ type MoverCounts struct {
 }
 
 // NewMover creates or checks the advisory and parking streams and their
-// durables. Of opts only [WithLogger] applies.
+// durables, of a consumer that must be there: otherwise it is an [ErrConsumerGone]. Of
+// opts only [WithLogger] applies.
 func NewMover(ctx context.Context, js jetstream.JetStream, cfg MoverConfig, opts ...Option) (*Mover, error) {
 	if js == nil {
 		return nil, errors.New("nats: NewMover: the JetStream must not be nil")
@@ -155,6 +156,12 @@ func NewMover(ctx context.Context, js jetstream.JetStream, cfg MoverConfig, opts
 	m := &Mover{js: js, cfg: cfg, log: o.log, start: time.Now()}
 	if m.budget, err = dlq.NewBudget(cfg.Budget, 0); err != nil {
 		return nil, fmt.Errorf("nats: mover: %w", err)
+	}
+	if _, err = js.Consumer(ctx, cfg.Stream, cfg.Consumer); err != nil {
+		if errors.Is(err, jetstream.ErrConsumerNotFound) || errors.Is(err, jetstream.ErrStreamNotFound) {
+			err = fmt.Errorf("%w: %w", ErrConsumerGone, err)
+		}
+		return nil, fmt.Errorf("nats: mover of %s/%s: %w", cfg.Stream, cfg.Consumer, err)
 	}
 	where := cfg.Stream + "." + cfg.Consumer
 	subjects := []string{

@@ -393,6 +393,15 @@ func TestMoverIsRefusedAndEnds(t *testing.T) {
 			t.Errorf("%s is not reported: %v", want, err)
 		}
 	}
+	for _, c := range []MoverConfig{{Stream: "S", Consumer: "X", DLQ: r.dlq}, {Stream: "T", Consumer: "C", DLQ: r.dlq}} { // mistyped
+		if _, err := NewMover(adaptertest.Context(t), r.js, c); !errors.Is(err, ErrConsumerGone) || !strings.Contains(err.Error(), c.Stream+"/"+c.Consumer) {
+			t.Errorf("%v", err)
+		}
+		if _, err := r.js.Stream(adaptertest.Context(t), c.withDefaults().Parking); !errors.Is(err, jetstream.ErrStreamNotFound) {
+			t.Errorf("streams for nobody: %v", err)
+		}
+	}
+	r.durable(t, jetstream.ConsumerConfig{Durable: "X"})
 	_, err = NewMover(adaptertest.Context(t), r.js, MoverConfig{Stream: "S", Consumer: "X", DLQ: r.dlq, NoCreate: true})
 	if !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), "nats stream add stormguard-advisories-S-X --subjects '$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.S.X") {
 		t.Error(err)
