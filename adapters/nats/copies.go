@@ -4,7 +4,7 @@
 package nats
 
 import (
-	"strconv"
+	"math/bits"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -25,53 +25,89 @@ import (
 // and made anew counts from 1 again. A first delivery of an acked message is handled:
 // somebody has made the consumer anew to read the stream again.
 //
-// It is safe for concurrent use.
+// It is asked twice for each message, so it is a table, where an acked message is
+// remembered until another takes its place, with a map beside it for what finds its
+// place taken by an unsettled one. It is safe for concurrent use.
 type copies struct {
-	newer atomic.Int64 // len(latest), so that an ack need not ask
+	prefix atomic.Pointer[string] // of the ack subjects, up to the count of deliveries
+	newer  atomic.Int64           // len(latest), so that an ack need not ask
 
 	mu     sync.Mutex
-	known  map[uint64]known
+	table  []known // a power of two
+	shift  int     // of a hash, to its length
+	beside map[uint64]*known
 	latest map[uint64]jetstream.Msg // copies of messages that the source has
-	acked  []uint64                 // the sequences acked last, a ring
-	oldest int                      // its oldest
-	keep   int                      // its size at most
 }
 
 // known is a message that was taken.
 type known struct {
-	time  uint64 // in the stream
-	acked bool
+	seq, time uint64
+	state     uint8
 }
 
-// newCopies remembers acks of two windows: as many copies at most are on their way
-// here when their message is acked.
+const (
+	unknown uint8 = iota
+	unsettled
+	acked
+)
+
+// maxCopies bounds the table: 400 KB.
+const maxCopies = 1 << 14
+
+// newCopies remembers acks of three windows or so: as many copies at most are on their
+// way here when their message is acked.
 func newCopies(window int) *copies {
-	return &copies{known: make(map[uint64]known), latest: make(map[uint64]jetstream.Msg), keep: 2 * window}
+	n := bits.Len(uint(min(max(4*window, 4), maxCopies) - 1))
+	return &copies{
+		table: make([]known, 1<<n), shift: 64 - n,
+		beside: make(map[uint64]*known), latest: make(map[uint64]jetstream.Msg),
+	}
+}
+
+// placeLocked is the message's in the table: dense sequences, and those of a stride,
+// spread evenly.
+func (c *copies) placeLocked(seq uint64) *known { return &c.table[seq*0x9e3779b97f4a7c15>>c.shift] }
+
+// findLocked is what is known of a message, nil for nothing.
+func (c *copies) findLocked(seq uint64) *known {
+	if k := c.placeLocked(seq); k.seq == seq && k.state != unknown {
+		return k
+	}
+	if len(c.beside) == 0 {
+		return nil
+	}
+	return c.beside[seq]
 }
 
 // take tells whether a message is new here. One that is not is dealt with.
 func (c *copies) take(m jetstream.Msg) bool {
-	d, ok := deliveryOf(m.Reply())
+	d, ok := c.read(m.Reply())
 	if !ok {
 		return true
 	}
 	c.mu.Lock()
-	was, found := c.known[d.seq]
+	k := c.findLocked(d.seq)
 	switch {
-	case !found || was.time != d.time || was.acked && d.first:
-		c.known[d.seq] = known{time: d.time}
+	case k == nil:
+		if k = c.placeLocked(d.seq); k.state == unsettled {
+			k = new(known)
+			c.beside[d.seq] = k
+		}
+	case k.time != d.time || k.state == acked && d.first:
 		c.unsetLocked(d.seq)
-		c.mu.Unlock()
-		return true
-	case was.acked:
+	case k.state == acked:
 		c.mu.Unlock()
 		_ = m.Ack() // if it is lost, the next copy brings it
 		return false
+	default:
+		c.latest[d.seq] = m
+		c.newer.Store(int64(len(c.latest)))
+		c.mu.Unlock()
+		return false
 	}
-	c.latest[d.seq] = m
-	c.newer.Store(int64(len(c.latest)))
+	*k = known{d.seq, d.time, unsettled}
 	c.mu.Unlock()
-	return false
+	return true
 }
 
 // of is the latest copy of a message that the source has: usually itself.
@@ -79,13 +115,13 @@ func (c *copies) of(m jetstream.Msg) jetstream.Msg {
 	if c.newer.Load() == 0 {
 		return m
 	}
-	d, ok := deliveryOf(m.Reply())
+	d, ok := c.read(m.Reply())
 	if !ok {
 		return m
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if latest := c.latest[d.seq]; latest != nil && c.known[d.seq].time == d.time {
+	if latest := c.latest[d.seq]; latest != nil && c.findLocked(d.seq).time == d.time {
 		return latest
 	}
 	return m
@@ -93,31 +129,27 @@ func (c *copies) of(m jetstream.Msg) jetstream.Msg {
 
 // settled takes note that the source is done with a message. One that could not be
 // acked is forgotten: its next copy is handled.
-func (c *copies) settled(m jetstream.Msg, acked bool) {
-	d, ok := deliveryOf(m.Reply())
-	if !ok {
+func (c *copies) settled(m jetstream.Msg, ok bool) {
+	d, known := c.read(m.Reply())
+	if !known {
 		return
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.known[d.seq].time != d.time {
+	k := c.findLocked(d.seq)
+	if k == nil || k.time != d.time {
 		return // of an earlier stream
 	}
 	c.unsetLocked(d.seq)
-	if !acked {
-		delete(c.known, d.seq)
-		return
+	if k.state = unknown; ok {
+		k.state = acked
 	}
-	c.known[d.seq] = known{d.time, true}
-	if len(c.acked) < c.keep {
-		c.acked = append(c.acked, d.seq)
-		return
+	if len(c.beside) > 0 && c.beside[d.seq] == k {
+		delete(c.beside, d.seq)
+		if place := c.placeLocked(d.seq); ok && place.state != unsettled {
+			*place = *k
+		}
 	}
-	if out := c.acked[c.oldest]; c.known[out].acked {
-		delete(c.known, out)
-	}
-	c.acked[c.oldest] = d.seq
-	c.oldest = (c.oldest + 1) % c.keep
 }
 
 func (c *copies) unsetLocked(seq uint64) {
@@ -127,6 +159,21 @@ func (c *copies) unsetLocked(seq uint64) {
 	}
 }
 
+// read is deliveryOf: all ack subjects of a consumer begin alike.
+func (c *copies) read(reply string) (delivery, bool) {
+	if p := c.prefix.Load(); p != nil {
+		if rest, ok := strings.CutPrefix(reply, *p); ok {
+			return deliveryIn(rest)
+		}
+	}
+	prefix, ok := ackPrefix(reply)
+	if !ok {
+		return delivery{}, false
+	}
+	c.prefix.Store(&prefix)
+	return deliveryIn(reply[len(prefix):])
+}
+
 // delivery is what an ack subject says.
 type delivery struct {
 	seq   uint64 // in the stream
@@ -134,32 +181,49 @@ type delivery struct {
 	first bool   // no redelivery
 }
 
-// deliveryOf reads an ack subject as [jetstream.Msg.Metadata] does, without its cost:
+// ackPrefix is an ack subject up to the count of deliveries. They are read as
+// [jetstream.Msg.Metadata] does, without its cost:
 //
 //	$JS.ACK.<stream>.<consumer>.<deliveries>.<stream seq>.<consumer seq>.<time>.<pending>
 //	$JS.ACK.<domain>.<account>.<stream>.<consumer>.<deliveries>.… and maybe one more
-func deliveryOf(reply string) (d delivery, ok bool) {
+func ackPrefix(reply string) (prefix string, ok bool) {
 	rest, ok := strings.CutPrefix(reply, "$JS.ACK.")
 	if !ok {
-		return d, false
+		return "", false
 	}
 	skip := 2
 	switch dots := strings.Count(rest, "."); {
 	case dots >= 8:
 		skip = 4
 	case dots != 6:
-		return d, false
+		return "", false
 	}
 	for range skip {
 		_, rest, _ = strings.Cut(rest, ".")
 	}
-	deliveries, rest, _ := strings.Cut(rest, ".")
-	seq, rest, _ := strings.Cut(rest, ".")
-	_, rest, _ = strings.Cut(rest, ".")
-	at, _, _ := strings.Cut(rest, ".")
-	d.first = deliveries == "1"
-	var seqErr, timeErr error
-	d.seq, seqErr = strconv.ParseUint(seq, 10, 64)
-	d.time, timeErr = strconv.ParseUint(at, 10, 64)
-	return d, seqErr == nil && timeErr == nil
+	return reply[:len(reply)-len(rest)], true
+}
+
+// deliveryIn reads what is behind the prefix.
+func deliveryIn(rest string) (d delivery, ok bool) {
+	deliveries, rest, ok1 := cutNumber(rest)
+	seq, rest, ok2 := cutNumber(rest)
+	_, rest, ok3 := cutNumber(rest)
+	at, _, ok4 := cutNumber(rest)
+	return delivery{seq, at, deliveries == 1}, ok1 && ok2 && ok3 && ok4
+}
+
+// cutNumber reads the digits before the next dot.
+func cutNumber(s string) (n uint64, rest string, ok bool) {
+	for i := range len(s) {
+		c := s[i] - '0'
+		if s[i] == '.' {
+			return n, s[i+1:], i > 0
+		}
+		if c > 9 {
+			break
+		}
+		n = n*10 + uint64(c)
+	}
+	return 0, "", false
 }

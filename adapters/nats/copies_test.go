@@ -6,6 +6,7 @@ package nats
 import (
 	"context"
 	"errors"
+	"fmt"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -148,7 +149,8 @@ func TestCopies(t *testing.T) {
 	if !c.take(at("2", "7", "200")) {
 		t.Fatal("a message of another stream of that name")
 	}
-	if c.settled(first, true); c.take(at("3", "7", "200")) {
+	c.settled(first, true)
+	if of := at("3", "7", "200"); c.take(of) || of.acks > 0 {
 		t.Fatal("the ack of the old stream's is that of the new one's")
 	}
 	c.settled(at("2", "7", "200"), true)
@@ -159,23 +161,47 @@ func TestCopies(t *testing.T) {
 	if !c.take(at("2", "7", "200")) {
 		t.Fatal("one whose ack failed")
 	}
-	for _, seq := range []string{"8", "9", "10", "11"} {
-		m := at("1", seq, "300")
-		c.take(m)
-		c.settled(m, true)
+}
+
+// More messages than the table has places for are known as long as they are unsettled,
+// and as many as it has are known to be acked.
+func TestCopiesBeyondTheTable(t *testing.T) {
+	const n, stride = 1000, 64
+	at := func(deliveries, i int) *message {
+		return &message{reply: fmt.Sprintf("$JS.ACK.S.C.%d.%d.9.%d.0", deliveries, i*stride, 1e6+i)}
 	}
-	if len(c.known) > 3 { // two acked, and the one that is held
-		t.Fatalf("%d are known", len(c.known))
+	c := newCopies(4)
+	for i := range n {
+		if !c.take(at(1, i)) {
+			t.Fatalf("message %d is new", i)
+		}
 	}
-	if c.take(at("2", "7", "200")) {
-		t.Fatal("a held one was forgotten")
+	for i := range n {
+		if again := at(2, i); c.take(again) || c.of(at(1, i)) != again {
+			t.Fatalf("message %d is held", i)
+		}
 	}
-	if c.take(at("2", "11", "300")) || !c.take(at("2", "8", "300")) {
-		t.Fatal("not the last two are known")
+	for i := range n {
+		c.settled(at(1, i), i%2 == 0)
+	}
+	if len(c.beside) > 0 || len(c.latest) > 0 || c.newer.Load() != 0 {
+		t.Fatalf("%d and %d are left", len(c.beside), len(c.latest))
+	}
+	again := 0
+	for i := n - 1; i >= 0; i-- { // a new one may take the place of one that was acked
+		switch isNew := c.take(at(3, i)); {
+		case !isNew && i%2 == 1:
+			t.Fatalf("the ack of message %d failed", i)
+		case !isNew:
+			again++
+		}
+	}
+	if again == 0 {
+		t.Error("no ack is remembered")
 	}
 }
 
-func TestDeliveryOf(t *testing.T) {
+func TestAckSubjects(t *testing.T) {
 	for reply, want := range map[string]delivery{
 		"$JS.ACK.S.C.1.22.333.4444.5":            {22, 4444, true},
 		"$JS.ACK.S.C.11.22.333.4444.5":           {22, 4444, false},
@@ -183,7 +209,7 @@ func TestDeliveryOf(t *testing.T) {
 		"$JS.ACK._.A.S.C.1.22.333.4444.5.random": {22, 4444, true},
 	} {
 		m := nats.Msg{Reply: reply, Sub: &nats.Subscription{}}
-		if d, ok := deliveryOf(reply); !ok || d != want {
+		if d, ok := new(copies).read(reply); !ok || d != want {
 			t.Errorf("%s: %+v", reply, d)
 		}
 		md, err := m.Metadata()
@@ -191,8 +217,15 @@ func TestDeliveryOf(t *testing.T) {
 			t.Errorf("the client reads %s as %+v, %v", reply, md, err)
 		}
 	}
+	c := new(copies) // one that has read another
+	if _, ok := c.read("$JS.ACK.S.C.1.22.333.4444.5"); !ok {
+		t.Fatal("not read")
+	}
+	if d, ok := c.read("$JS.ACK.S.LONGER.2.23.334.4445.5"); !ok || d != (delivery{23, 4445, false}) {
+		t.Errorf("%+v", d)
+	}
 	for _, reply := range []string{"", "s.x", "$JS.ACK.S.C.1.22.333.4444", "$JS.ACK.A.S.C.1.22.333.4444.5", "$JS.ACK.S.C.1.x.333.4444.5", "$JS.ACK.S.C.1.1.333.x.5"} {
-		if _, ok := deliveryOf(reply); ok {
+		if _, ok := new(copies).read(reply); ok {
 			t.Errorf("%q is read", reply)
 		}
 	}
