@@ -122,8 +122,9 @@ type consumer struct {
 	rejects  *rejects
 	link     *link
 	version  [2]int
-	missing  int  // how often the queue was not there
-	consumed bool // it did once, so that whatever is refused was allowed then
+	missing  int    // how often the queue was not there
+	consumed bool   // it did once, so that whatever is refused was allowed then
+	refused  sparse // of the line that says why there is no consumer
 }
 
 // settings derives the policy from the options, and refuses what the broker's

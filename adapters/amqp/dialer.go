@@ -49,6 +49,10 @@ const (
 	minPause       = 100 * time.Millisecond
 	defaultTimeout = 10 * time.Second
 	closeTimeout   = 5 * time.Second
+	// answerTimeout is how long the broker's answer is waited for once ctx has ended.
+	answerTimeout = 2 * time.Second
+	// stopGrace is how long the connection may take to close after the stop timeout.
+	stopGrace = 4 * time.Second
 )
 
 func (d Dialer) withDefaults() Dialer {
@@ -228,10 +232,28 @@ func (p *pauses) wait(ctx context.Context) bool {
 	}
 }
 
+// sparse paces a line that would repeat: at once, a second later, and then at
+// distances that double up to a minute.
+type sparse struct {
+	next  time.Time
+	every time.Duration
+}
+
+// due tells whether the line is to be written now.
+func (s *sparse) due(now time.Time) bool {
+	if now.Before(s.next) {
+		return false
+	}
+	s.every = min(max(2*s.every, time.Second), time.Minute)
+	s.next = now.Add(s.every)
+	return true
+}
+
 // connect makes a connection, however long it takes. It fails when ctx ends,
 // or at once, if first, for what no further try can mend.
 func (d Dialer) connect(ctx context.Context, first bool, name string, log *slog.Logger) (*link, error) {
 	p := pauses{longest: d.withDefaults().MaxPause}
+	var failed sparse
 	for {
 		l, err := d.once(ctx)
 		if err == nil {
@@ -241,7 +263,9 @@ func (d Dialer) connect(ctx context.Context, first bool, name string, log *slog.
 		if ctx.Err() != nil || first && hopeless(err) {
 			return nil, err
 		}
-		log.Warn("not connected", "source", name, "error", err)
+		if failed.due(time.Now()) {
+			log.Warn("not connected", "source", name, "error", err)
+		}
 		if !p.wait(ctx) {
 			return nil, ctx.Err()
 		}

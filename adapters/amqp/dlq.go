@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"maps"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/rabbitmq/amqp091-go"
@@ -49,16 +50,14 @@ type DLQConfig struct {
 	Dialect dlq.Dialect
 
 	// Logger logs changes of state: connections, and when the broker blocks
-	// one. The default is silence.
+	// one. Unset means the logger of the first [Consume] or [Deliveries] whose
+	// [WithDeadLetters] it is; until then silence.
 	Logger *slog.Logger
 }
 
 func (c DLQConfig) withDefaults() DLQConfig {
 	if c.Kind == "" {
 		c.Kind = Quorum
-	}
-	if c.Logger == nil {
-		c.Logger = slog.New(slog.DiscardHandler)
 	}
 	return c
 }
@@ -117,10 +116,12 @@ func (c DLQConfig) command() string {
 type DLQ struct {
 	cfg    DLQConfig
 	dialer Dialer
+	log    atomic.Pointer[slog.Logger] // nil for silence
 
 	// turn holds a token while nobody uses what is below.
 	turn   chan struct{}
 	s      *session // nil while there is no connection
+	failed sparse   // of the line that says why there is none
 	closed bool
 	plain  bool // no decimals: RabbitMQ's streams cannot take them in
 }
@@ -137,6 +138,7 @@ func NewDLQ(ctx context.Context, dialer Dialer, cfg DLQConfig) (*DLQ, error) {
 	}
 	d := &DLQ{cfg: cfg.withDefaults(), dialer: dialer, turn: make(chan struct{}, 1)}
 	d.plain = d.cfg.Kind == Stream
+	d.log.Store(d.cfg.Logger)
 	s, err := d.connect(ctx)
 	if err != nil {
 		return nil, err
@@ -148,6 +150,18 @@ func NewDLQ(ctx context.Context, dialer Dialer, cfg DLQConfig) (*DLQ, error) {
 	d.s = s
 	d.turn <- struct{}{}
 	return d, nil
+}
+
+// inherit is the logger of one that has none.
+func (d *DLQ) inherit(log *slog.Logger) { d.log.CompareAndSwap(nil, log) }
+
+var silent = slog.New(slog.DiscardHandler)
+
+func (d *DLQ) logger() *slog.Logger {
+	if log := d.log.Load(); log != nil {
+		return log
+	}
+	return silent
 }
 
 // ensure looks for the queue, and creates it if it may.
@@ -228,6 +242,9 @@ func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 		}
 		if d.s, err = d.connect(ctx); err != nil {
 			d.s = nil
+			if d.failed.due(time.Now()) {
+				d.logger().Warn("dead letters: not connected", "queue", d.cfg.Queue, "error", err)
+			}
 			return fmt.Errorf("amqp: dead letter to %s: %w", d.cfg.Queue, err)
 		}
 	}

@@ -200,7 +200,7 @@ func (e *epoch) subscribe(prefetch int) error {
 	if err != nil {
 		return err
 	}
-	e.c.missing, e.c.consumed = 0, true
+	e.c.missing, e.c.consumed, e.c.refused = 0, true, sparse{}
 	e.read = make(chan struct{})
 	go e.forward(out, e.read)
 	return nil
@@ -248,7 +248,9 @@ func (e *epoch) notConsuming(ctx context.Context, err error) (outcome, error) {
 	case isCode(err, amqp091.AccessRefused), isCode(err, amqp091.PreconditionFailed), isCode(err, amqp091.NotAllowed), isCode(err, amqp091.NotImplemented):
 		return epochStopped, fmt.Errorf("amqp: consume %s: %w", c.o.queue, err)
 	}
-	c.o.log.Warn("not consuming", "source", c.o.name, "error", err)
+	if c.refused.due(time.Now()) {
+		c.o.log.Warn("not consuming", "source", c.o.name, "error", err)
+	}
 	p := pauses{longest: time.Second, limit: time.Second}
 	if !p.wait(ctx) {
 		return epochStopped, nil

@@ -107,7 +107,8 @@ func WithExclusive() Option { return func(o *options) { o.exclusive = true } }
 // letters being written. At least 1ms; the default is 30s.
 func WithStopTimeout(d time.Duration) Option { return func(o *options) { o.stopTimeout = d } }
 
-// WithLogger logs changes of state, never messages. The default is silence.
+// WithLogger logs changes of state, never messages. The default is the Guard's logger,
+// see [guard.WithLogger]. A [*DLQ] that has none of its own logs there, too.
 func WithLogger(log *slog.Logger) Option { return func(o *options) { o.log = log } }
 
 const (
@@ -120,13 +121,15 @@ const (
 
 func newOptions(g *guard.Guard, opts []Option) (options, error) {
 	o := options{log: slog.New(slog.DiscardHandler), stopTimeout: defaultStopTimeout}
-	for _, opt := range opts {
-		opt(&o)
-	}
 	var errs []error
 	add := func(format string, args ...any) { errs = append(errs, fmt.Errorf("amqp: "+format, args...)) }
 	if g == nil {
 		add("the Guard must not be nil")
+	} else {
+		o.log = g.Logger()
+	}
+	for _, opt := range opts {
+		opt(&o)
 	}
 	if o.stopTimeout < time.Millisecond {
 		add("WithStopTimeout: %s is not at least 1ms", o.stopTimeout)
@@ -157,6 +160,9 @@ func newOptions(g *guard.Guard, opts []Option) (options, error) {
 	}
 	if err := o.args.Validate(); err != nil {
 		add("WithConsumeArgs: %w", err)
+	}
+	if d, ok := o.letters.(*DLQ); ok && d != nil && o.log != nil {
+		d.inherit(o.log)
 	}
 	if o.log == nil {
 		add("WithLogger: the logger must not be nil; leave the option out for silence")

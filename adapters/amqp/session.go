@@ -86,11 +86,12 @@ func (d *DLQ) connect(ctx context.Context) (*session, error) {
 	blocked := l.NotifyBlocked(make(chan amqp091.Blocking, 8))
 	go func() { // ends with the connection
 		for b := range blocked {
-			d.cfg.Logger.Warn("connection blocked by the broker", "queue", d.cfg.Queue, "endpoint", l.endpoint, "blocked", b.Active, "reason", b.Reason)
+			d.logger().Warn("connection blocked by the broker", "queue", d.cfg.Queue, "endpoint", l.endpoint, "blocked", b.Active, "reason", b.Reason)
 			s.block(b)
 		}
 	}()
-	d.cfg.Logger.Info("connected", "queue", d.cfg.Queue, "endpoint", l.endpoint)
+	d.failed = sparse{}
+	d.logger().Info("connected", "queue", d.cfg.Queue, "endpoint", l.endpoint)
 	return s, nil
 }
 
