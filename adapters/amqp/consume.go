@@ -40,6 +40,8 @@ import (
 // consumer timeout is the broker's. Where nothing holds the source, its handlers
 // are too slow for the prefetch, or [WithLimiter] is, and it is halved.
 //
+// A stream is an [ErrUnsuitable]: its acks remove nothing.
+//
 // Acks are coalesced, and one frame acks all that is settled without a gap: a
 // crash may repeat the deliveries whose acks were on their way, at most 64 of
 // them with one worker.

@@ -56,7 +56,8 @@ import (
 // later: in a longer hold the broker closes the channel, which counts as a
 // delivery of everything that was prefetched. [Consume] has none of these limits.
 //
-// An error says what is wrong with the options or the channel: with automatic
+// An error says what is wrong with the options or the channel: with a stream (whose
+// acks remove nothing; asked on another channel of the connection), with automatic
 // acks, or with the client's own recovery, after which an ack of an old delivery
 // acks another message, nothing can be guarded, and that is better known where
 // the wrap is than from a channel that closes. Where the client hides them the
@@ -110,6 +111,9 @@ func guarded(ctx context.Context, g *guard.Guard, ch *amqp091.Channel, in <-chan
 	}
 	if err != nil {
 		return nil, fmt.Errorf("amqp: deliveries of %s: %w", o.name, err)
+	}
+	if err := checkNoStream(ctx, ch, o.queue); err != nil {
+		return nil, err
 	}
 	d := &desk{
 		o: &o, in: in, out: make(chan amqp091.Delivery), quit: make(chan struct{}), read: make(chan struct{}),

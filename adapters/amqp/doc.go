@@ -18,7 +18,7 @@
 // channel that breaks counts as a delivery of everything it had prefetched, and
 // at its limit the broker drops a message unless it has somewhere to put it. For
 // order over several consumers, x-single-active-consumer. Streams are not
-// queues of work: they are not guarded.
+// queues of work: they are refused.
 //
 // # What happens when
 //

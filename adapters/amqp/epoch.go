@@ -196,9 +196,9 @@ func (e *epoch) subscribe(prefetch int) error {
 	}
 	e.port.tags.fill(prefetch) // one of an earlier consumer may be out too, and does not matter
 	e.tag = consumerTag()
-	out, err := e.ch.Consume(e.c.o.queue, e.tag, false, e.c.o.exclusive, false, false, e.c.o.args)
+	out, err := e.ch.Consume(e.c.o.queue, e.tag, false, e.c.o.exclusive, false, false, noStream(e.c.o.args))
 	if err != nil {
-		return err
+		return streamRefusal(e.c.o.queue, err)
 	}
 	e.c.missing, e.c.consumed, e.c.refused = 0, true, sparse{}
 	e.read = make(chan struct{})
@@ -241,6 +241,8 @@ func (e *epoch) notConsuming(ctx context.Context, err error) (outcome, error) {
 		if c.missing++; c.missing >= queueTries {
 			return epochStopped, fmt.Errorf("%w: %s: %w", ErrQueueGone, c.o.queue, err)
 		}
+	case errors.Is(err, errStream):
+		return epochStopped, err
 	case c.consumed: // permissions, policies and exchanges come back, as when definitions are imported
 	case errors.Is(err, ErrUnsuitable):
 		return epochStopped, err

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"reflect"
+	"strings"
 	"time"
 
 	"github.com/rabbitmq/amqp091-go"
@@ -160,6 +161,11 @@ func newOptions(g *guard.Guard, opts []Option) (options, error) {
 	}
 	if err := o.args.Validate(); err != nil {
 		add("WithConsumeArgs: %w", err)
+	}
+	for name := range o.args {
+		if strings.HasPrefix(name, "x-stream-") {
+			add("WithConsumeArgs: %s: streams are not guarded; consume from a quorum queue", name)
+		}
 	}
 	if d, ok := o.letters.(*DLQ); ok && d != nil && o.log != nil {
 		d.inherit(o.log)

@@ -20,6 +20,15 @@ func recovers(ch *amqp091.Channel) bool {
 	return recovery.IsValid() && recovery.Kind() == reflect.Pointer && !recovery.IsNil()
 }
 
+// connectionOf is a channel's connection, nil where the client does not tell.
+func connectionOf(ch *amqp091.Channel) *amqp091.Connection {
+	v := reflect.ValueOf(ch).Elem().FieldByName("connection")
+	if !v.IsValid() || v.Type() != reflect.TypeFor[*amqp091.Connection]() {
+		return nil
+	}
+	return (*amqp091.Connection)(v.UnsafePointer())
+}
+
 // versionOf is the version of a channel's broker, 0 where the client does not
 // tell. Its properties do not change once it is connected.
 func versionOf(ch *amqp091.Channel) [2]int {
