@@ -32,13 +32,17 @@ import (
 // its own. When the channel breaks, handlers are cancelled, and what was not
 // acked is delivered again. The channel is closed in order when a delivery has
 // been unsettled for half of [WithConsumerTimeout], and opened again when the
-// source would admit a message, for one delivery at a time until one got through;
-// what had been held then drains at the policy's ramp. Nothing is ever requeued by
-// nack.
-// A message that is out while the channel is closed a second time goes behind
+// source would admit a message. The prefetch is 65 then (or [WithPrefetch], if that
+// is less), so that the guard can try messages behind one that fails. It is the
+// whole again once a message got through; the rest drains at the policy's ramp.
+// Nothing is ever requeued by nack.
+// Messages that are out while the channel is closed a second time go behind
 // those that went back before: the order of a hold that lasts longer than the
 // consumer timeout is the broker's. Where nothing holds the source, its handlers
-// are too slow for the prefetch, or [WithLimiter] is, and it is halved.
+// are too slow for the prefetch, or [WithLimiter] is, and it is halved. It grows
+// again when the source has become faster. The channel is also closed when the
+// unsettled deliveries take more than twice Policy.WindowBytes: the next prefetch
+// is what fits into WindowBytes at their mean size.
 //
 // A stream is an [ErrUnsuitable]: its acks remove nothing.
 //
@@ -119,7 +123,9 @@ type consumer struct {
 	dialer   Dialer
 	o        *options
 	policy   guard.Policy
-	prefetch int
+	full     int  // the prefetch that was configured
+	prefetch int  // the prefetch of the next channel: lower while handlers are slow or messages large
+	tired    bool // the broker's count leaves no room for many deliveries that only probe; see forward
 	handle   func(context.Context, amqp091.Delivery) error
 	rejects  *rejects
 	link     *link
@@ -137,7 +143,8 @@ func (c *consumer) settings() error {
 		c.policy = *c.o.policy
 	}
 	var err error
-	c.prefetch, err = c.o.window(&c.policy)
+	c.full, err = c.o.window(&c.policy)
+	c.prefetch = c.full
 	return err
 }
 

@@ -230,7 +230,7 @@ const roomPoll = 20 * time.Millisecond
 
 // check takes note of a delivery's tag, and refuses one that cannot be.
 func (d *desk) check(m *amqp091.Delivery) error {
-	if !d.port.tags.add(m.DeliveryTag) {
+	if _, ok := d.port.tags.add(m.DeliveryTag, size(m)); !ok {
 		d.port.life.Load().over.Store(true)
 		return unsuitable("delivery tag %d came again: the client has recovered the channel; set Config.Recovery to nil", m.DeliveryTag)
 	}
@@ -344,7 +344,7 @@ func (d *desk) leave() {
 					d.dry.Store(true)
 					return
 				}
-				if !p.tags.add(m.DeliveryTag) {
+				if _, ok := p.tags.add(m.DeliveryTag, size(&m)); !ok {
 					l.over.Store(true)
 					return
 				}

@@ -335,7 +335,7 @@ func (r *rig) acking(l *lines, n int, delay time.Duration) *passivePort {
 	life, _ := newLife(ch)
 	p.life.Store(life)
 	for range n {
-		p.tags.add(take(r.t, in).DeliveryTag)
+		p.tags.add(take(r.t, in).DeliveryTag, 1)
 	}
 	return p
 }

@@ -574,7 +574,7 @@ func TestRejectsAreHeldWithTheAcks(t *testing.T) {
 	var all []amqp091.Delivery
 	for range n {
 		d := take(t, in)
-		p.tags.add(d.DeliveryTag)
+		p.tags.add(d.DeliveryTag, 1)
 		all = append(all, d)
 	}
 	settle := func(i int, dead bool) {

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/rabbitmq/amqp091-go"
@@ -33,7 +34,7 @@ type epoch struct {
 	port   *port
 	pace   *pace
 	ran    chan struct{}         // Run has returned
-	in     chan amqp091.Delivery // to Run; as large as the prefetch, so that the reader never waits
+	in     chan amqp091.Delivery // to Run; as large as what may be out, so that the reader never waits
 	age    *ages
 	ch     *amqp091.Channel
 	life   *life
@@ -42,8 +43,15 @@ type epoch struct {
 	read   chan struct{} // closed when the reader has ended
 	quit   chan struct{} // closed when it must
 	tag    string        // of the consumer
-	narrow bool          // the prefetch is 1
-	limits guard.Limits  // the source's, by the version of the broker that was known when it was opened
+	narrow bool          // the channel is to probe: nothing has got through
+	size   int           // the consumer's prefetch
+	after  uint64        // the latest tag before the consumer
+	mixed  bool          // deliveries of an earlier consumer may be out
+	budget int64         // Policy.WindowBytes
+	heavy  chan struct{} // holds a token when too many bytes are unsettled; capacity 1
+	worn   atomic.Bool   // a delivery has come back too often to be one of many that only probe
+	done   progress
+	limits guard.Limits // the source's, by the version of the broker that was known when it was opened
 }
 
 const (
@@ -57,14 +65,18 @@ const (
 	returnPatience = 2 * time.Second
 	// shortLived is an epoch after which there is a pause.
 	shortLived = time.Second
+	// witnesses is the prefetch of a channel that probes: the message that fails, and
+	// the 64 behind it that the guard may try.
+	witnesses = 65
 )
 
 // epoch opens a source, gives it a channel, and sees both through.
 func (c *consumer) epoch(ctx context.Context, parked bool) (outcome, error) {
 	e := &epoch{
 		c: c, port: newPort(c.o.queue, c.o), narrow: parked, ran: make(chan struct{}), quit: make(chan struct{}),
-		in:  make(chan amqp091.Delivery, c.prefetch+1), // one more may be out when widen has replaced a consumer
-		age: newAges(c.o.timeout / 2), limits: c.o.limits(c.prefetch, c.version),
+		in:  make(chan amqp091.Delivery, 2*c.full), // an earlier consumer's may be out, too
+		age: newAges(c.o.timeout / 2), limits: c.o.limits(c.full, c.version),
+		heavy: make(chan struct{}, 1),
 	}
 	defer e.port.end()
 	limiter := c.o.limiter
@@ -77,7 +89,7 @@ func (c *consumer) epoch(ctx context.Context, parked bool) (outcome, error) {
 		c.rejects.begin(e.port.mark)
 	}
 	policy := c.policy
-	policy.Window = min(policy.Window, c.prefetch)
+	policy.Window = min(policy.Window, c.full)
 	var err error
 	e.src, err = guard.Open(c.g, guard.SourceConfig{
 		Name: c.o.name, System: system, Destination: c.o.name,
@@ -86,6 +98,7 @@ func (c *consumer) epoch(ctx context.Context, parked bool) (outcome, error) {
 	if err != nil {
 		return epochStopped, fmt.Errorf("amqp: consume %s: %w", c.o.name, err)
 	}
+	e.budget = e.src.State().Settings.WindowBytes
 	// Handlers finish after ctx ends, so it is not its context that stops the
 	// loop but End.
 	go func() {
@@ -111,7 +124,7 @@ func (e *epoch) run(ctx context.Context) (outcome, error) {
 	switch {
 	case link == nil:
 		return epochStopped, nil
-	case e.c.o.limits(e.c.prefetch, link.version) == e.limits:
+	case e.c.o.limits(e.c.full, link.version) == e.limits:
 	case e.narrow: // the broker was upgraded meanwhile, or this is another node
 		return epochParked, nil
 	default:
@@ -130,13 +143,21 @@ func (e *epoch) run(ctx context.Context) (outcome, error) {
 			return e.lost(err)
 		case <-e.read:
 			return e.ended()
+		case <-e.heavy:
+			if how, ok := e.lighten(); ok {
+				return how, nil
+			}
 		case now := <-look.C:
 			oldest, high := e.port.tags.oldest()
 			if e.age.over(now, oldest, high) {
 				return e.park()
 			}
-			if e.narrow && e.settled() {
-				if err := link.within(ctx, closeTimeout, func() error { return e.widen(ctx) }); err != nil {
+			if e.mixed && (oldest == 0 || oldest > e.after) {
+				e.mixed = false
+				e.port.tags.fill(e.size)
+			}
+			if to := e.wanted(now); to > 0 {
+				if err := link.within(ctx, closeTimeout, func() error { return e.widen(ctx, to) }); err != nil {
 					return epochLost, nil // the channel broke
 				}
 			}
@@ -183,8 +204,11 @@ func (e *epoch) consume(l *link) error {
 		}
 	}
 	n := e.c.prefetch
-	if e.narrow {
+	switch {
+	case e.narrow && e.c.tired:
 		n = 1
+	case e.narrow:
+		n = min(n, witnesses)
 	}
 	return e.subscribe(n)
 }
@@ -194,28 +218,50 @@ func (e *epoch) subscribe(prefetch int) error {
 	if err := e.ch.Qos(prefetch, 0, false); err != nil {
 		return err
 	}
-	e.port.tags.fill(prefetch) // one of an earlier consumer may be out too, and does not matter
+	e.size, e.mixed = prefetch, e.port.tags.open() > 0
+	_, e.after = e.port.tags.oldest()
+	if e.mixed {
+		e.port.tags.fill(0) // a full prefetch cannot be told
+	} else {
+		e.port.tags.fill(prefetch)
+	}
 	e.tag = consumerTag()
 	out, err := e.ch.Consume(e.c.o.queue, e.tag, false, e.c.o.exclusive, false, false, noStream(e.c.o.args))
 	if err != nil {
 		return streamRefusal(e.c.o.queue, err)
 	}
 	e.c.missing, e.c.consumed, e.c.refused = 0, true, sparse{}
+	e.done = progress{}
 	e.read = make(chan struct{})
-	go e.forward(out, e.read)
+	few := 0
+	if e.narrow {
+		few = e.limits.MaxDeliver / 2
+	}
+	go e.forward(out, e.read, few)
 	return nil
 }
 
 // forward hands deliveries to the source. It is the reader's, which ends with
 // the consumer or the channel, or when a tag came twice. There is always room,
-// so that what the client buffers is counted from its arrival.
-func (e *epoch) forward(out <-chan amqp091.Delivery, done chan<- struct{}) {
+// so that what the client buffers is counted from its arrival. few, where it is
+// not 0, is how many deliveries of a message are too many for a channel that probes.
+func (e *epoch) forward(out <-chan amqp091.Delivery, done chan<- struct{}, few int) {
 	defer close(done)
 	for d := range out {
-		if !e.port.tags.add(d.DeliveryTag) {
+		bytes, ok := e.port.tags.add(d.DeliveryTag, size(&d))
+		if !ok {
 			e.life.over.Store(true)
 			e.c.o.log.Error("a delivery tag came twice: its channel is abandoned", "source", e.c.o.name)
 			return
+		}
+		if bytes > 2*e.budget {
+			select {
+			case e.heavy <- struct{}{}:
+			default:
+			}
+		}
+		if few > 0 && deliveries(d.Headers) > few {
+			e.worn.Store(true)
 		}
 		select {
 		case e.in <- d:

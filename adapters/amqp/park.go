@@ -14,15 +14,18 @@ import (
 // out without a channel:
 //
 //	held for half of the consumer timeout ── park ──▶ no channel
-//	the source would admit a message ── awaitAdmission ──▶ a narrow epoch: prefetch 1, for the probes
+//	the source would admit a message ── awaitAdmission ──▶ a narrow epoch: for the probes and their witnesses
 //	nothing holds it, and a message got through ── widen ──▶ the whole prefetch, at a ramp
+//
+// Each narrow epoch that fails is a delivery more of all its messages. When one has
+// had half of its deliveries that way, the next narrow epochs have a prefetch of 1.
 
 // park ends an epoch in which a delivery was unsettled for half of the consumer
 // timeout. Where nothing holds the source its handlers are too slow for the
 // prefetch, or its rate limit too low: then the next has half of it.
 func (e *epoch) park() (outcome, error) {
 	c, st := e.c, e.src.State()
-	held := e.narrow // a prefetch of 1 is never too much
+	held := e.narrow // nothing got through, so nothing is known of its speed
 	for _, h := range st.Holds {
 		switch h.Reason {
 		case guard.ReasonBackpressure:
@@ -35,8 +38,9 @@ func (e *epoch) park() (outcome, error) {
 	}
 	c.o.log.Warn("closing the channel: a delivery was unsettled for half of the consumer timeout",
 		"source", c.o.name, "held", held, "consumer_timeout", c.o.timeout, "prefetch", c.prefetch)
+	c.tired = c.tired || e.worn.Load()
 	if !held {
-		c.prefetch = max(c.prefetch/2, c.policy.Workers, 1)
+		c.prefetch = max(e.size/2, c.policy.Workers, 1)
 		return epochLost, nil
 	}
 	return epochParked, nil
@@ -82,9 +86,9 @@ func admits(st guard.State) bool {
 // holds alone do not say so: the handler may ask for time again, or the dead-letter
 // writer be down still, and that shows only when a message has got through.
 //
-// A failure is as good as an ack where the failed message holds up nobody, or can
-// be dead-lettered: what that takes, witnesses and a breaker with something to
-// count, needs more than one message.
+// A failure is as good as an ack where the failed message holds up nobody. It is so
+// with a prefetch of 1, too, if the message can be dead-lettered: what that takes,
+// witnesses and a breaker with something to count, needs more than one message.
 func (e *epoch) settled() bool {
 	st := e.src.State()
 	ordered := st.Settings.Order == guard.OrderSource
@@ -100,26 +104,64 @@ func (e *epoch) settled() bool {
 		}
 	}
 	through := st.Tally.Acked + st.Tally.DeadLettered
-	if !ordered || e.c.o.letters != nil && st.Budget >= 1 && st.Account.Settling == 0 {
+	if !ordered || e.size == 1 && e.c.o.letters != nil && st.Budget >= 1 && st.Account.Settling == 0 {
 		through += st.Tally.Failures
 	}
 	return through > 0
 }
 
-// widen replaces the consumer by one with the whole prefetch: a prefetch is
-// the consumer's from its beginning.
-//
-// A delivery that is on its way when its consumer is cancelled goes to the tail
-// of a quorum queue. So acks and rejects are kept back until the one delivery that
-// may be out has come: then nothing else is on its way. When none comes there is
-// nothing to be gained either, and the next look tries again.
-func (e *epoch) widen(ctx context.Context) error {
+// progress is how much a source had settled at a time.
+type progress struct {
+	at      time.Time
+	settled uint64
+}
+
+// wanted is the prefetch that the consumer should have instead of its own, 0 if
+// none. A prefetch that was lowered grows to what the source settles in a quarter
+// of the consumer timeout, half of the time that a delivery may take: one that was
+// halved for slow handlers is not doubled for the same speed.
+func (e *epoch) wanted(now time.Time) int {
+	c := e.c
+	switch {
+	case e.narrow && e.settled():
+		c.tired = false
+		return c.prefetch
+	case e.narrow || e.size >= c.full:
+		return 0
+	}
+	a := e.src.Account()
+	settled := a.Acked + a.DeadLettered
+	if e.done.at.IsZero() || now.Sub(e.done.at) > c.o.timeout/4 {
+		e.done = progress{now, settled}
+		return 0
+	}
+	if to := int(min(uint64(c.full), settled-e.done.settled)); e.worthwhile(to) && e.port.tags.usedUp() {
+		return to
+	}
+	return 0
+}
+
+// worthwhile tells whether a new prefetch is worth a new consumer.
+func (e *epoch) worthwhile(to int) bool { return to >= min(2*e.size, e.c.full) }
+
+// widen makes a narrow epoch an ordinary one, and replaces the consumer by one with
+// a larger prefetch if it can.
+func (e *epoch) widen(ctx context.Context, to int) error {
+	begin := func() {
+		if e.narrow {
+			e.narrow = false
+			e.pace.begin()
+		}
+	}
+	defer begin()
+	if to <= e.size {
+		return nil
+	}
 	e.port.hold()
 	defer e.port.release()
-	for deadline := time.Now().Add(settleTime); e.port.tags.open() == 0; time.Sleep(settleTime / 50) {
-		if time.Now().After(deadline) || ctx.Err() != nil {
-			return nil
-		}
+	to, ok := e.replaceable(ctx, to)
+	if !ok {
+		return nil
 	}
 	if err := e.ch.Cancel(e.tag, false); err != nil {
 		return err
@@ -129,7 +171,45 @@ func (e *epoch) widen(ctx context.Context) error {
 	case <-ctx.Done():
 		return nil
 	}
-	e.narrow = false
-	e.pace.begin()
-	return e.subscribe(e.c.prefetch)
+	begin()
+	e.c.prefetch = to
+	e.c.o.log.Info("prefetch", "source", e.c.o.name, "from", e.size, "to", to)
+	return e.subscribe(to)
+}
+
+// replaceable waits a moment until the consumer can be replaced, and says by which
+// prefetch, as the sizes of the deliveries that are out allow: a prefetch is the
+// consumer's from its beginning.
+//
+// A delivery that is on its way when its consumer is cancelled goes to the tail
+// of a quorum queue. So acks and rejects are kept back until all of the prefetch is
+// out: then nothing else is on its way. When it is not used up there is nothing to
+// be gained either.
+func (e *epoch) replaceable(ctx context.Context, to int) (int, bool) {
+	for deadline := time.Now().Add(settleTime); !e.port.tags.full(e.size, e.after); time.Sleep(settleTime / 50) {
+		if time.Now().After(deadline) || ctx.Err() != nil {
+			return 0, false
+		}
+	}
+	n, bytes := e.port.tags.weight()
+	to = min(to, int(e.budget*int64(n)/bytes))
+	return to, e.narrow && to > e.size || e.worthwhile(to)
+}
+
+// lighten ends an epoch whose unsettled deliveries take too many bytes; false if
+// they do not any more, or it is one that is as large. The next channel's prefetch
+// is what fits at their mean size.
+func (e *epoch) lighten() (outcome, bool) {
+	c := e.c
+	n, bytes := e.port.tags.weight()
+	if n < 2 || bytes <= 2*e.budget {
+		return 0, false
+	}
+	c.prefetch = max(1, min(int(e.budget*int64(n)/bytes), e.size/2))
+	c.o.log.Warn("closing the channel: the unsettled deliveries take more than twice Policy.WindowBytes; WithPrefetch sets fewer from the start",
+		"source", c.o.name, "messages", n, "bytes", bytes, "window_bytes", e.budget, "prefetch", c.prefetch)
+	if e.narrow {
+		return epochParked, true
+	}
+	return epochLost, true
 }

@@ -294,7 +294,7 @@ func TestTagsKnowWhatIsTakenIn(t *testing.T) {
 				for range rapid.IntRange(1, prefetch).Draw(t, "n") {
 					if came < high {
 						came++
-						tg.add(came)
+						tg.add(came, 1)
 						open = append(open, came)
 					}
 				}
@@ -345,7 +345,7 @@ func TestTagsAreSureOfAFullPrefetch(t *testing.T) {
 		unsure      int
 	}{{1, 0, 0}, {2, 1, 1}, {3, 0, 0}, {0, 3, 1}, {4, 0, 0}} {
 		if step.add > 0 {
-			tg.add(step.add)
+			tg.add(step.add, 1)
 		}
 		if step.settle > 0 {
 			tg.settle(step.settle, tagSettled)

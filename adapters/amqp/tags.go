@@ -21,22 +21,25 @@ import (
 // channel is not ours alone, an ack of many is safe up to the first number that
 // has not come to us, and no further.
 type tags struct {
-	mu    sync.Mutex
-	mixed bool   // the channel may have other deliveries than ours; set before the first
-	full  int    // the prefetch, 0 if it is not known
-	fresh int    // frames since all that was acked was known to be taken in
-	whole uint64 // all numbers up to it are ours
-	high  uint64 // the latest delivered
-	out   []tag  // from the oldest that is open on, in order of number
-	head  int    // of out; what is before it has been acked
-	due   int    // settled, not acked or rejected
-	rejs  int    // of due, to be rejected
-	acked int    // acked behind head
+	mu     sync.Mutex
+	mixed  bool   // the channel may have other deliveries than ours; set before the first
+	most   int    // the prefetch, 0 if it is not known
+	filled bool   // as much as the prefetch was out since usedUp was asked
+	fresh  int    // frames since all that was acked was known to be taken in
+	whole  uint64 // all numbers up to it are ours
+	high   uint64 // the latest delivered
+	out    []tag  // from the oldest that is open on, in order of number
+	head   int    // of out; what is before it has been acked
+	due    int    // settled, not acked or rejected
+	bytes  int64  // of the deliveries that the broker waits for
+	rejs   int    // of due, to be rejected
+	acked  int    // acked behind head
 }
 
 type tag struct {
-	n  uint64
-	is tagState
+	n    uint64
+	size uint32 // of the delivery in bytes; one above 4 GiB is not possible
+	is   tagState
 }
 
 type tagState uint8
@@ -55,12 +58,13 @@ type ack struct {
 	reject   bool // instead
 }
 
-// add takes the next delivery's tag; false for one that is not new.
-func (t *tags) add(n uint64) bool {
+// add takes the next delivery's tag and size, and tells the bytes of all that the
+// broker waits for; false for a tag that is not new.
+func (t *tags) add(n uint64, size int) (bytes int64, ok bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if n <= t.high {
-		return false
+		return t.bytes, false
 	}
 	t.high = n
 	if n == t.whole+1 {
@@ -69,18 +73,19 @@ func (t *tags) add(n uint64) bool {
 	if len(t.out) == cap(t.out) && 2*(t.head+t.acked) >= len(t.out) {
 		t.compact() // with less to gain it would come again at once
 	}
-	t.out = append(t.out, tag{n: n})
-	if t.full > 0 && len(t.out)-t.head-t.acked >= t.full {
-		t.fresh = 0 // the broker would not have sent it
+	t.out = append(t.out, tag{n: n, size: uint32(size)})
+	t.bytes += int64(size)
+	if t.most > 0 && len(t.out)-t.head-t.acked >= t.most {
+		t.fresh, t.filled = 0, true // the broker would not have sent it
 	}
-	return true
+	return t.bytes, true
 }
 
 // fill says what the prefetch is from now on.
 func (t *tags) fill(prefetch int) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.full = prefetch
+	t.most = prefetch
 }
 
 // unsure is how many frames were given out since all of them were known to be
@@ -137,8 +142,7 @@ func (t *tags) take(dst []ack) []ack {
 	for i := t.head; t.rejs > 0; i++ {
 		if t.out[i].is == tagRejected {
 			dst = append(dst, ack{tag: t.out[i].n, reject: true})
-			t.out[i].is = tagAcked
-			t.acked++
+			t.gone(i)
 			t.due--
 			t.rejs--
 		}
@@ -156,8 +160,7 @@ func (t *tags) take(dst []ack) []ack {
 		dst = append(dst, ack{tag: t.out[last].n, multiple: n > 1})
 		for j := t.head; j <= last; j++ {
 			if t.out[j].is == tagSettled {
-				t.out[j].is = tagAcked
-				t.acked++
+				t.gone(j)
 			}
 		}
 		t.due -= n
@@ -165,14 +168,20 @@ func (t *tags) take(dst []ack) []ack {
 	for ; t.due > 0; i++ {
 		if t.out[i].is == tagSettled {
 			dst = append(dst, ack{tag: t.out[i].n})
-			t.out[i].is = tagAcked
-			t.acked++
+			t.gone(i)
 			t.due--
 		}
 	}
 	t.fresh += len(dst) - before
 	t.trim()
 	return dst
+}
+
+// gone notes that the broker waits for the delivery at i no more.
+func (t *tags) gone(i int) {
+	t.out[i].is = tagAcked
+	t.acked++
+	t.bytes -= int64(t.out[i].size)
 }
 
 // trim moves head to the oldest tag that is owed something.
@@ -213,7 +222,29 @@ func (t *tags) oldest() (n, high uint64) {
 
 // open is how many tags the broker waits for.
 func (t *tags) open() int {
+	n, _ := t.weight()
+	return n
+}
+
+// weight is how many deliveries the broker waits for, and their bytes.
+func (t *tags) weight() (n int, bytes int64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return len(t.out) - t.head - t.acked
+	return len(t.out) - t.head - t.acked, t.bytes
+}
+
+// usedUp tells whether the prefetch was used up since it was asked before.
+func (t *tags) usedUp() bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	was := t.filled
+	t.filled = false
+	return was
+}
+
+// full tells whether n deliveries are out, all of them with a tag above after.
+func (t *tags) full(n int, after uint64) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return len(t.out)-t.head-t.acked >= n && t.head < len(t.out) && t.out[t.head].n > after
 }

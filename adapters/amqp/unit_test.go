@@ -70,12 +70,12 @@ func TestTagsAgainstABroker(t *testing.T) {
 						next++
 					}
 					maps.DeleteFunc(others, func(_ uint64, is bool) bool { return !is })
-					if !tg.add(next) {
+					if _, ok := tg.add(next, 1); !ok {
 						t.Fatal("a new tag is refused")
 					}
 					out[next] = true
 				}
-				if tg.add(uint64(rapid.IntRange(0, int(next)).Draw(t, "old"))) {
+				if _, ok := tg.add(uint64(rapid.IntRange(0, int(next)).Draw(t, "old")), 1); ok {
 					t.Fatal("an old tag is taken")
 				}
 			},
@@ -139,13 +139,13 @@ func TestTagsInOrder(t *testing.T) {
 	t.Parallel()
 	var tg tags
 	for n := uint64(1); n <= 100; n++ {
-		tg.add(n)
+		tg.add(n, 1)
 		tg.settle(n, tagSettled)
 	}
 	if f := tg.take(nil); len(f) != 1 || f[0] != (ack{tag: 100, multiple: true}) {
 		t.Errorf("%v", f)
 	}
-	tg.add(101)
+	tg.add(101, 1)
 	tg.settle(101, tagSettled)
 	if f := tg.take(nil); len(f) != 1 || f[0] != (ack{tag: 101}) {
 		t.Errorf("%v", f)
@@ -159,7 +159,7 @@ func TestTagsOfAMixedChannel(t *testing.T) {
 	tg := tags{mixed: true}
 	for n := uint64(1); n <= 103; n++ {
 		if n != 51 && n != 102 {
-			tg.add(n)
+			tg.add(n, 1)
 			tg.settle(n, tagSettled)
 		}
 	}
@@ -272,14 +272,14 @@ func TestTheCloseEventEndsTheTags(t *testing.T) {
 	l := &life{ch: new(amqp091.Channel), latch: make(chan *amqp091.Error, 1)}
 	p := newPassivePort(&options{})
 	p.life.Store(l)
-	p.tags.add(1)
+	p.tags.add(1, 1)
 	l.latch <- amqp091.ErrClosed
 	if err := p.Ack(&taken{Delivery: amqp091.Delivery{DeliveryTag: 1}}); !errors.Is(err, ErrChannelGone) {
 		t.Errorf("passive: %v", err)
 	}
 	q := newPort("q", &options{})
 	q.life.Store(l)
-	q.tags.add(1)
+	q.tags.add(1, 1)
 	if err := q.Ack(amqp091.Delivery{DeliveryTag: 1}); !errors.Is(err, ErrChannelGone) {
 		t.Errorf("function: %v", err)
 	}

@@ -81,6 +81,16 @@ func (l *lines) books() books {
 	return l.seen
 }
 
+// prefetch is the latest, 0 before the first.
+func (l *lines) prefetch() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if len(l.seen.prefetch) == 0 {
+		return 0
+	}
+	return l.seen.prefetch[len(l.seen.prefetch)-1]
+}
+
 // check reports what must never be on the wire: a settlement of a delivery that
 // is not out, a nack, flow control.
 func (l *lines) check() error {

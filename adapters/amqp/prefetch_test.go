@@ -1,0 +1,189 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package amqp
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"slices"
+	"strconv"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/rabbitmq/amqp091-go"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
+)
+
+// Poison is at the head when the dependency comes back, and the channel has been
+// closed meanwhile: the messages behind it are there as witnesses, so that it is
+// dead-lettered and everything else handled.
+func TestAParkedChannelHasWitnesses(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		for _, kind := range []Kind{Quorum, Classic} {
+			t.Run(string(kind), func(t *testing.T) {
+				t.Parallel()
+				r := newRig(t, s, kind, nil)
+				letters := r.deadLetters(Quorum)
+				g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{
+					Timeout: 500 * time.Millisecond, Ramp: guard.Ramp{Off: true},
+					Retry:   guard.Retry{Attempts: 2, Base: time.Millisecond, Max: 10 * time.Millisecond},
+					Breaker: breaker.Config{Base: 100 * time.Millisecond, Cap: 500 * time.Millisecond},
+				}})
+				var l lines
+				var rec record
+				rec.down.Store(true)
+				const n, poison, timeout = 300, 2, 8 * time.Second
+				r.publish(0, n)
+				bad := func(d amqp091.Delivery) bool { return len(d.Body) == 1 && d.Body[0] < '0'+poison }
+				c := r.consumeBy(l.dialer(r.url()), g, func(ctx context.Context, d amqp091.Delivery) error {
+					if bad(d) {
+						return errDown
+					}
+					return rec.handle(ctx, d)
+				}, WithPrefetch(200), WithConsumerTimeout(timeout), WithDeadLetters(letters), WithDeliveryLimit(100))
+				adaptertest.Eventually(t, "opened to probe", func() bool { return len(l.books().prefetch) > 1 && l.unacked() == witnesses })
+				rec.down.Store(false)
+				up := time.Now()
+				adaptertest.Eventually(t, "all healthy messages are handled", func() bool { return rec.distinct() == n-poison })
+				var dead []amqp091.Delivery
+				adaptertest.Eventually(t, "all poison is dead-lettered", func() (ok bool) {
+					var err error
+					dead, err = r.get(r.queue + ".dlq")
+					return err == nil && len(dead) >= poison
+				})
+				t.Logf("done after %s", time.Since(up).Round(10*time.Millisecond))
+				if err := errors.Join(c.Stop(t), l.check()); err != nil {
+					t.Fatal(err)
+				}
+				if slices.ContainsFunc(dead, func(d amqp091.Delivery) bool { return !bad(d) }) {
+					t.Errorf("%d dead letters, healthy ones among them", len(dead))
+				}
+			})
+		}
+	})
+}
+
+// A prefetch that was halved for slow handlers grows back once they are fast, in one
+// step and without a message out of order, twice or requeued from then on.
+func TestALoweredPrefetchGrowsBack(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		r := newRig(t, s, Quorum, nil)
+		var l lines
+		var rec record
+		var fast atomic.Bool
+		const n, prefetch = 4000, 32
+		r.publish(0, n)
+		c := r.consumeBy(l.dialer(r.url()), adaptertest.Guard(t, guard.Config{}), func(ctx context.Context, d amqp091.Delivery) error {
+			if fast.Load() {
+				time.Sleep(time.Millisecond)
+			} else {
+				time.Sleep(100 * time.Millisecond)
+			}
+			return rec.handle(ctx, d)
+		}, WithPrefetch(prefetch), WithConsumerTimeout(2*time.Second), WithPolicy(guard.Policy{Timeout: 500 * time.Millisecond}))
+		adaptertest.Eventually(t, "it is halved", func() bool { return l.prefetch() > 0 && l.prefetch() <= prefetch/2 })
+		low := len(l.books().prefetch)
+		time.Sleep(2 * time.Second)
+		if p := l.books().prefetch; slices.Max(p[low-1:]) > prefetch/2 {
+			t.Errorf("it grows although the handlers are slow: %d", p)
+		}
+		before := len(rec.all()) + prefetch // what goes back a second time goes behind
+		fast.Store(true)
+		adaptertest.Eventually(t, "all handled", func() bool { return rec.distinct() == n })
+		if err := errors.Join(c.Stop(t), l.check()); err != nil {
+			t.Fatal(err)
+		}
+		if !slices.IsSorted(rec.all()[before:]) {
+			t.Error(rec.order())
+		}
+		if l.prefetch() != prefetch || rec.twice() > 0 {
+			t.Errorf("prefetches %d, %d twice", l.books().prefetch, rec.twice())
+		}
+	})
+}
+
+// Large messages that are held take no more than twice WindowBytes for long, and the
+// prefetch is the whole again when small ones follow.
+func TestHeldBytesAreBounded(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		r := newRig(t, s, Quorum, nil)
+		const n, size, prefetch, window = 60, 512 << 10, 60, 4 << 20
+		body := func(i int) []byte { return append(bytes.Repeat([]byte("0"), size), strconv.Itoa(i)...) }
+		for i := range n {
+			if err := r.send(t.Context(), amqp091.Publishing{Body: body(i), DeliveryMode: amqp091.Persistent}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{WindowBytes: window, Ramp: guard.Ramp{Off: true}}})
+		var l lines
+		var rec record
+		rec.down.Store(true)
+		c := r.consumeBy(l.dialer(r.url()), g, func(ctx context.Context, d amqp091.Delivery) error {
+			time.Sleep(time.Millisecond) // so that there is a backlog
+			return rec.handle(ctx, d)
+		}, WithPrefetch(prefetch))
+		adaptertest.Eventually(t, "the channel is opened again", func() bool { return len(l.books().prefetch) > 1 })
+		if low := l.prefetch(); low > window/size || low < window/size/2 {
+			t.Errorf("prefetches %d", l.books().prefetch)
+		}
+		adaptertest.Eventually(t, "held", func() bool { return l.unacked() == l.prefetch() })
+		time.Sleep(200 * time.Millisecond)
+		if out := l.unacked(); out*size > 2*window {
+			t.Errorf("%d messages of %d bytes are held, the window is %d", out, size, window)
+		}
+		rec.down.Store(false)
+		adaptertest.Eventually(t, "the large ones are handled", func() bool { return rec.distinct() == n })
+		if p := l.books().prefetch; slices.Max(p[1:]) > window/size {
+			t.Errorf("prefetches %d", p)
+		}
+		for i := n; l.prefetch() < prefetch; i += 3000 {
+			if i > 60_000 {
+				t.Fatalf("it does not grow back: %d", l.books().prefetch)
+			}
+			r.publish(i, i+3000)
+		}
+		if err := errors.Join(c.Stop(t), l.check(), rec.order()); err != nil {
+			t.Fatal(err)
+		}
+		if rec.twice() > 0 {
+			t.Errorf("%d twice", rec.twice())
+		}
+	})
+}
+
+// A consumer is replaced only while all of its own prefetch is out, so that nothing is
+// on its way to it, and by one whose deliveries fit at their mean size.
+func TestAConsumerIsReplacedWhenItsPrefetchIsOut(t *testing.T) {
+	t.Parallel()
+	e := &epoch{c: &consumer{full: 100}, port: newPort("q", &options{}), size: 4, after: 2, budget: 50 * 1000}
+	defer e.port.end()
+	for n := uint64(1); n <= 5; n++ {
+		e.port.tags.add(n, 1000)
+	}
+	if _, ok := e.replaceable(t.Context(), 100); ok {
+		t.Error("replaced with an earlier consumer's deliveries out")
+	}
+	e.port.tags.settle(1, tagSettled)
+	e.port.tags.settle(2, tagSettled)
+	e.port.tags.take(nil)
+	if _, ok := e.replaceable(t.Context(), 100); ok {
+		t.Error("replaced with 3 of 4 out")
+	}
+	e.port.tags.add(6, 1000)
+	if to, ok := e.replaceable(t.Context(), 100); !ok || to != 50 {
+		t.Errorf("%d, %t", to, ok)
+	}
+	e.budget = 7 * 1000
+	if _, ok := e.replaceable(t.Context(), 100); ok {
+		t.Error("replaced for less than twice as many")
+	}
+}
