@@ -50,11 +50,19 @@ import (
 //
 // What it cannot do: it sees only these outcomes. There is no handler timeout,
 // and a panic is the program's: a delivery that is never settled stays out until
-// the broker closes the channel at its consumer timeout. A retry comes after messages that were behind
-// it, since several are out at once (a policy with one worker keeps the order).
-// It cannot close the channel at half of the consumer timeout and consume again
-// later: in a longer hold the broker closes the channel, which counts as a
-// delivery of everything that was prefetched. [Consume] has none of these limits.
+// the broker closes the channel at its consumer timeout. It cannot close the
+// channel at half of the consumer timeout and consume again later: in a longer hold
+// the broker closes the channel, which counts as a delivery of everything that was
+// prefetched. [Consume] has none of these limits.
+//
+// One delivery is out at a time, in the order of the queue. A program that collects
+// several before it settles them, or settles by multiple acks, asks for more by
+// [WithPolicy]: Workers is how many, with [guard.OrderKey] or [guard.OrderNone]. A
+// retry then comes after messages that were behind it. Without, such a program
+// stands still, which is logged after Policy.Timeout.
+//
+// The prefetch is the program's, so the guard cannot bound the bytes of the
+// deliveries: it logs when they take more than twice Policy.WindowBytes.
 //
 // An error says what is wrong with the options or the channel: with a stream (whose
 // acks remove nothing; asked on another channel of the connection), with automatic
@@ -102,6 +110,9 @@ func guarded(ctx context.Context, g *guard.Guard, ch *amqp091.Channel, in <-chan
 	policy := g.Config().Policy
 	if o.policy != nil {
 		policy = *o.policy
+	}
+	if policy.Workers == 0 {
+		policy.Workers = 1
 	}
 	limits := o.limits(o.prefetch, versionOf(ch))
 	if o.prefetch > 0 {
@@ -269,8 +280,9 @@ func (d *desk) watch(ctx context.Context) {
 	defer look.Stop()
 	warn := time.NewTicker(min(max(time.Millisecond, d.o.timeout/64), time.Second))
 	defer warn.Stop()
-	why, told := guard.ReasonShutdown, false
+	why := guard.ReasonShutdown
 	read, reading := d.read, true
+	w := warnings{desk: d, budget: d.src.State().Settings.WindowBytes}
 loop:
 	for {
 		select {
@@ -283,12 +295,7 @@ loop:
 		case <-read:
 			read, reading = nil, false
 		case now := <-warn.C:
-			oldest, high := d.port.tags.oldest()
-			if d.age.over(now, oldest, high) && !told {
-				told = true
-				d.o.log.Warn("a delivery was unsettled for half of the consumer timeout; at its end the broker closes the channel",
-					"source", d.o.name, "consumer_timeout", d.o.timeout)
-			}
+			w.look(now)
 		case <-look.C:
 			if d.src.State().Ended {
 				break loop
@@ -366,6 +373,51 @@ func (d *desk) leave() {
 	reader.Wait()
 	if !sure {
 		d.o.log.Info(notTakenIn, "source", d.o.name)
+	}
+}
+
+// warnings tell, once each, what of a passive source needs a person. watch's.
+type warnings struct {
+	desk               *desk
+	budget             int64     // Policy.WindowBytes
+	still              time.Time // since when nothing was settled although as much is out as may be
+	acked              uint64
+	old, large, stands bool // told
+}
+
+func (w *warnings) look(now time.Time) {
+	d := w.desk
+	oldest, high := d.port.tags.oldest()
+	if d.age.over(now, oldest, high) && !w.old {
+		w.old = true
+		d.o.log.Warn("a delivery was unsettled for half of the consumer timeout; at its end the broker closes the channel",
+			"source", d.o.name, "consumer_timeout", d.o.timeout)
+	}
+	if n, bytes := d.port.tags.weight(); n > 1 && bytes > 2*w.budget && !w.large {
+		w.large = true
+		d.o.log.Warn("the unsettled deliveries take more than twice Policy.WindowBytes: lower the prefetch by Channel.Qos",
+			"source", d.o.name, "messages", n, "bytes", bytes, "window_bytes", w.budget, "prefetch", max(1, w.budget*int64(n)/bytes))
+	}
+	if w.stands {
+		return
+	}
+	policy := d.src.State().Settings
+	a := d.src.Account()
+	d.mu.Lock()
+	out := 0
+	for _, of := range d.handed {
+		if of.given {
+			out++
+		}
+	}
+	d.mu.Unlock()
+	if settled := a.Received - uint64(a.Unsettled()); out < policy.Workers || a.Waiting == 0 || settled != w.acked || w.still.IsZero() {
+		w.still, w.acked = now, settled
+	}
+	if now.Sub(w.still) >= policy.Timeout {
+		w.stands = true
+		d.o.log.Warn("the program settles nothing while it has all the deliveries that may be out: if it collects several, Policy.Workers must be as many",
+			"source", d.o.name, "out", out, "workers", policy.Workers)
 	}
 }
 

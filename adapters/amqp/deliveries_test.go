@@ -9,6 +9,7 @@ import (
 	"errors"
 	"log/slog"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -47,6 +48,11 @@ func (r *rig) openedAs(tag string, cfg amqp091.Config, prefetch int) (*amqp091.C
 		r.t.Fatal(err)
 	}
 	return conn, ch, in
+}
+
+// atATime lets n deliveries be out.
+func atATime(n int) Option {
+	return WithPolicy(guard.Policy{Workers: n, Order: guard.OrderNone})
 }
 
 func take(t testing.TB, in <-chan amqp091.Delivery) amqp091.Delivery {
@@ -124,7 +130,7 @@ func TestRecoveryTrap(t *testing.T) {
 			var l lines
 			_, ch, in := r.opened(recovery(&l), 3)
 			r.publish(0, 10)
-			out, err := guarded(t.Context(), adaptertest.Guard(t, guard.Config{}), ch, in, nil)
+			out, err := guarded(t.Context(), adaptertest.Guard(t, guard.Config{}), ch, in, []Option{atATime(2)})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -205,7 +211,9 @@ func TestOutcomesOfALoop(t *testing.T) {
 	kinds(t, func(t *testing.T, s *server) {
 		r := newRig(t, s, Quorum, nil)
 		letters := r.deadLetters(Classic)
-		g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Retry: guard.Retry{Attempts: 3, Base: time.Millisecond, Max: time.Millisecond}}})
+		g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{
+			Workers: 10, Order: guard.OrderNone, Retry: guard.Retry{Attempts: 3, Base: time.Millisecond, Max: time.Millisecond},
+		}})
 		var l lines
 		_, ch, in := r.opened(l.dialer(s.url()).Config, 20)
 		out, err := Deliveries(t.Context(), g, ch, in, WithDeadLetters(letters))
@@ -493,4 +501,96 @@ func TestPeekKnowsTheClient(t *testing.T) {
 	if _, _, _, ok := consumerOf(nil); ok {
 		t.Error("of nothing")
 	}
+}
+
+// The order of a queue stays as it is in a loop that fails now and then, as it does in
+// an unguarded one that tries again itself.
+func TestDeliveriesKeepTheOrder(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		r := newRig(t, s, Quorum, nil)
+		const n = 100
+		r.publish(0, n)
+		g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Retry: guard.Retry{Base: time.Millisecond, Max: 10 * time.Millisecond}}})
+		_, ch, in := r.opened(amqp091.Config{}, 50)
+		out, err := Deliveries(t.Context(), g, ch, in)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var got []int
+		tries := map[int]int{}
+		for len(got) < n {
+			d := take(t, out)
+			i, err := strconv.Atoi(string(d.Body))
+			if err != nil {
+				t.Fatal(err)
+			}
+			settle := func() error { got = append(got, i); return d.Ack(false) }
+			if tries[i]++; i%7 == 0 && tries[i] == 1 {
+				settle = func() error { return d.Nack(false, true) }
+			}
+			if err := settle(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if !slices.IsSorted(got) {
+			t.Errorf("out of order: %d", got)
+		}
+	})
+}
+
+// A loop that collects several deliveries gets them if it asks for them. If not, it is
+// told why nothing comes.
+func TestALoopThatCollects(t *testing.T) {
+	t.Parallel()
+	s := shared(t, brokers.RabbitMQ4)
+	for _, workers := range []int{0, 10} {
+		r := newRig(t, s, Quorum, nil)
+		r.publish(0, 20)
+		_, ch, in := r.opened(amqp091.Config{}, 20)
+		var log logbook
+		policy := guard.Policy{Timeout: 100 * time.Millisecond, Workers: workers, Order: guard.OrderNone}
+		out, err := Deliveries(t.Context(), adaptertest.Guard(t, guard.Config{}), ch, in, WithPolicy(policy), WithLogger(log.logger()))
+		if err != nil {
+			t.Fatal(err)
+		}
+		last := take(t, out)
+		if workers > 0 {
+			for range workers - 1 {
+				last = take(t, out)
+			}
+			if err := last.Ack(true); err != nil {
+				t.Error(err)
+			}
+			take(t, out)
+			if lines := log.with("Policy.Workers"); len(lines) > 0 {
+				t.Error(lines)
+			}
+			continue
+		}
+		adaptertest.Eventually(t, "told", func() bool { return len(log.with("level=WARN", "Policy.Workers")) > 0 })
+		select {
+		case d := <-out:
+			t.Errorf("%s is out beside %s", d.Body, last.Body)
+		default:
+		}
+	}
+}
+
+// A prefetch that lets large deliveries take too much is told.
+func TestDeliveriesTellOfLargeOnes(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, shared(t, brokers.RabbitMQ4), Quorum, nil)
+	for range 5 {
+		if err := r.send(t.Context(), amqp091.Publishing{Body: make([]byte, 1<<20)}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	_, ch, in := r.opened(amqp091.Config{}, 20)
+	var log logbook
+	_, err := Deliveries(t.Context(), adaptertest.Guard(t, guard.Config{}), ch, in, WithPolicy(guard.Policy{WindowBytes: 2 << 20}), WithLogger(log.logger()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	adaptertest.Eventually(t, "told", func() bool { return len(log.with("level=WARN", "WindowBytes", "prefetch=1")) > 0 })
 }

@@ -47,7 +47,8 @@ func WithName(name string) Option { return func(o *options) { o.name = name } }
 func WithQueue(name string) Option { return func(o *options) { o.queue = name } }
 
 // WithPolicy is how this source behaves; the default is the Guard's policy. The
-// window, if unset, is the prefetch.
+// window, if unset, is the prefetch. For [Deliveries] its Workers, if unset 1, is
+// how many deliveries may be out at a time.
 func WithPolicy(p guard.Policy) Option { return func(o *options) { o.policy = &p } }
 
 // WithPrefetch is how many deliveries the broker leaves unsettled, from 1 to

@@ -94,7 +94,7 @@ func TestAcksSurviveTheClose(t *testing.T) {
 			var l lines
 			conn, ch, in := r.opened(l.dialer(s.url()).Config, 100)
 			ctx, cancel := context.WithCancel(t.Context())
-			out, err := Deliveries(ctx, adaptertest.Guard(t, guard.Config{}), ch, in)
+			out, err := Deliveries(ctx, adaptertest.Guard(t, guard.Config{}), ch, in, atATime(100))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -137,7 +137,7 @@ func TestAcksBesideWhatGoesBack(t *testing.T) {
 				conn, ch, in := r.openedAs("c", amqp091.Config{}, prefetch)
 				ctx, cancel := context.WithCancel(t.Context())
 				var log bytes.Buffer
-				out, err := Deliveries(ctx, adaptertest.Guard(t, guard.Config{}), ch, in, WithPrefetch(prefetch),
+				out, err := Deliveries(ctx, adaptertest.Guard(t, guard.Config{}), ch, in, WithPrefetch(prefetch), atATime(prefetch),
 					WithStopTimeout(time.Millisecond), WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
 				if err != nil {
 					t.Fatal(err)
@@ -181,7 +181,7 @@ func TestACancelledTagIsTheProgramsAgain(t *testing.T) {
 		const n = 100
 		r.publish(0, n)
 		_, ch, in := r.openedAs("c", amqp091.Config{}, n)
-		out, err := Deliveries(t.Context(), adaptertest.Guard(t, guard.Config{}), ch, in)
+		out, err := Deliveries(t.Context(), adaptertest.Guard(t, guard.Config{}), ch, in, atATime(n))
 		if err != nil {
 			t.Fatal(err)
 		}
