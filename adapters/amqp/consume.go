@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync/atomic"
 	"time"
 
 	"github.com/rabbitmq/amqp091-go"
@@ -81,6 +82,7 @@ func Consume(ctx context.Context, g *guard.Guard, dialer Dialer, queue string, h
 		c.rejects = &rejects{}
 		o.letters = c.rejects
 	}
+	defer c.boundStop(ctx)()
 	defer c.hangUp()
 	if c.link, err = dialer.connect(ctx, true, o.name, o.log); err != nil {
 		if ctx.Err() != nil {
@@ -133,6 +135,40 @@ type consumer struct {
 	missing  int    // how often the queue was not there
 	consumed bool   // it did once, so that whatever is refused was allowed then
 	refused  sparse // of the line that says why there is no consumer
+
+	// For the end of a stop that the network holds up; of any goroutine.
+	sock   atomic.Pointer[socket]
+	stopAt atomic.Pointer[time.Time] // when handlers must be done; nil before a stop
+	cut    atomic.Bool               // the connection was cut, since the broker did not answer
+}
+
+// boundStop cuts the connection when a stop takes stopGrace longer than its timeout:
+// whatever waits for the network then returns. The goroutine ends with release.
+func (c *consumer) boundStop(ctx context.Context) (release func()) {
+	over := make(chan struct{})
+	unhook := context.AfterFunc(ctx, func() {
+		at := time.Now().Add(c.o.stopTimeout)
+		c.stopAt.Store(&at)
+		late := time.NewTimer(c.o.stopTimeout + stopGrace)
+		defer late.Stop()
+		select {
+		case <-late.C:
+			c.cutOff()
+		case <-over:
+		}
+	})
+	return func() {
+		unhook()
+		close(over)
+	}
+}
+
+// cutOff cuts the connection without a word.
+func (c *consumer) cutOff() {
+	c.cut.Store(true)
+	if s := c.sock.Load(); s != nil {
+		s.close()
+	}
 }
 
 // settings derives the policy from the options, and refuses what the broker's
@@ -191,6 +227,8 @@ func (c *consumer) hangUp() {
 // blocks the connection. The goroutine ends with the connection.
 func (c *consumer) watch() {
 	c.version = c.link.version
+	c.sock.Store(c.link.sock)
+	c.cut.Store(false)
 	l, log, name := c.link, c.o.log, c.o.name
 	blocked := l.NotifyBlocked(make(chan amqp091.Blocking, 8))
 	go func() {

@@ -280,7 +280,7 @@ func (d *desk) watch(ctx context.Context) {
 	defer look.Stop()
 	warn := time.NewTicker(min(max(time.Millisecond, d.o.timeout/64), time.Second))
 	defer warn.Stop()
-	why := guard.ReasonShutdown
+	why, gone := guard.ReasonShutdown, false
 	read, reading := d.read, true
 	w := warnings{desk: d, budget: d.src.State().Settings.WindowBytes}
 loop:
@@ -289,8 +289,11 @@ loop:
 		case <-ctx.Done():
 			break loop
 		case err := <-d.closed:
-			d.o.log.Warn("channel lost", "source", d.o.name, "error", err)
-			why = guard.ReasonRebalance
+			gone = true
+			if err != nil && ctx.Err() == nil { // nil: the program closed it, which is its shutdown
+				d.o.log.Warn("channel lost", "source", d.o.name, "error", err)
+				why = guard.ReasonRebalance
+			}
 			break loop
 		case <-read:
 			read, reading = nil, false
@@ -309,9 +312,12 @@ loop:
 			if fault != nil {
 				d.o.log.Error("the deliveries are not read any more", "source", d.o.name, "error", fault)
 			}
-			if fault != nil || d.port.life.Load().ended() {
-				why = guard.ReasonRebalance
+			if fault != nil {
+				gone, why = true, guard.ReasonRebalance
 				break loop
+			}
+			if d.port.life.Load().ended() {
+				continue // closed says why
 			}
 			if stash == 0 && d.src.Account().Unsettled() == 0 {
 				break loop // the consumer was cancelled, and everything is settled
@@ -319,26 +325,28 @@ loop:
 		}
 	}
 	close(d.quit)
+	latest := time.Now().Add(d.o.stopTimeout + stopGrace)
 	grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.o.stopTimeout)
 	defer cancel()
-	if why == guard.ReasonRebalance {
+	if gone {
 		d.port.life.Load().over.Store(true)
 		cancel() // what the program still has cannot be settled
 	}
 	report := d.src.End(grace, why)
 	<-d.read
-	d.leave()
+	d.leave(min(stopGrace, time.Until(latest)))
 	d.port.life.Load().over.Store(true)
 	if n := len(report.Left); n > 0 {
 		d.o.log.Warn("messages left behind", "source", d.o.name, "messages", n, "state", report.Left[0].State, "why", report.Left[0].Why)
 	}
 }
 
-// leave sees the last acks through: the program is about to close the channel.
-func (d *desk) leave() {
+// leave sees the last acks through, for as long as limit: the program is about to
+// close the channel.
+func (d *desk) leave(limit time.Duration) {
 	p, l := d.port, d.port.life.Load()
 	p.end()
-	if err := p.flush(); err != nil || l.ended() {
+	if l.ended() {
 		return
 	}
 	stop := make(chan struct{})
@@ -361,8 +369,8 @@ func (d *desk) leave() {
 		}
 	})
 	known := make(chan bool, 1)
-	go func() { known <- p.takenIn(d.consumer) }() // ends with the channel, if the broker does not answer
-	patience := time.NewTimer(closeTimeout)
+	go func() { known <- p.flush() == nil && p.takenIn(d.consumer) }() // ends with the channel, if the network or the broker does not answer
+	patience := time.NewTimer(limit)
 	defer patience.Stop()
 	sure := false
 	select {

@@ -130,7 +130,7 @@ func (e *epoch) run(ctx context.Context) (outcome, error) {
 	default:
 		return epochLost, nil
 	}
-	if err := link.within(ctx, closeTimeout, func() error { return e.consume(link) }); err != nil {
+	if err := link.within(ctx, answerTimeout, func() error { return e.consume(link) }); err != nil {
 		return e.notConsuming(ctx, err)
 	}
 	look := time.NewTicker(max(time.Millisecond, min(e.c.o.timeout/64, time.Second)))
@@ -157,7 +157,7 @@ func (e *epoch) run(ctx context.Context) (outcome, error) {
 				e.port.tags.fill(e.size)
 			}
 			if to := e.wanted(now); to > 0 {
-				if err := link.within(ctx, closeTimeout, func() error { return e.widen(ctx, to) }); err != nil {
+				if err := link.within(ctx, answerTimeout, func() error { return e.widen(ctx, to) }); err != nil {
 					return epochLost, nil // the channel broke
 				}
 			}

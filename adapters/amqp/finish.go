@@ -18,14 +18,16 @@ import (
 func (e *epoch) finish(ctx context.Context, how outcome, cause error) (outcome, error) {
 	c := e.c
 	stopped := ctx.Err() != nil
+	lost := how == epochLost && e.life.ended()
 	why := guard.ReasonShutdown
 	switch {
-	case how == epochLost && e.life.ended():
+	case stopped: // whatever it was
+	case lost:
 		why = guard.ReasonRebalance
 	case how != epochStopped:
 		why = guard.ReasonBackpressure
 	}
-	report := e.end(ctx, why)
+	report := e.end(ctx, why, lost)
 	if len(report.Left) == 0 {
 		<-e.ran
 	}
@@ -51,6 +53,9 @@ func (e *epoch) finish(ctx context.Context, how outcome, cause error) (outcome, 
 	if report.Err != nil && !errors.Is(report.Err, ErrChannelGone) {
 		errs = append(errs, fmt.Errorf("amqp: stop %s: %w", c.o.name, report.Err))
 	}
+	if open, frames := e.port.tags.open(), e.port.tags.unsure(); c.cut.Load() && open+frames > 0 {
+		errs = append(errs, fmt.Errorf("amqp: stop %s: the broker did not answer in time: %d messages are unsettled, the last %d acks in doubt; they are delivered again", c.o.name, open, frames))
+	}
 	if closeErr != nil {
 		errs = append(errs, fmt.Errorf("amqp: stop %s: close: %w", c.o.name, closeErr))
 	}
@@ -67,14 +72,17 @@ func (e *epoch) finish(ctx context.Context, how outcome, cause error) (outcome, 
 // end ends the source. With a channel that is gone it waits for handlers only,
 // which must not overlap with the next epoch's: a dead letter that is being
 // written could not be acked any more.
-func (e *epoch) end(ctx context.Context, why guard.Reason) guard.Report {
+func (e *epoch) end(ctx context.Context, why guard.Reason, lost bool) guard.Report {
 	limit := e.c.o.stopTimeout
+	if at := e.c.stopAt.Load(); at != nil {
+		limit = max(0, time.Until(*at))
+	}
 	if why == guard.ReasonBackpressure {
 		limit = min(limit, e.c.o.timeout/4) // the broker does not wait longer
 	}
 	grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), limit)
 	defer cancel()
-	if why == guard.ReasonRebalance {
+	if lost {
 		go func() {
 			look := time.NewTicker(lookEvery / 10)
 			defer look.Stop()
@@ -99,7 +107,7 @@ func (e *epoch) hangUp() error {
 		return nil
 	}
 	// The client waits without limit for the broker's answers.
-	cut := time.AfterFunc(closeTimeout, e.c.link.sock.close)
+	cut := time.AfterFunc(closeTimeout, e.c.cutOff)
 	if !e.life.ended() {
 		if !e.port.takenIn(e.consumer) {
 			e.c.o.log.Info(notTakenIn, "source", e.c.o.name)
@@ -130,7 +138,7 @@ func (e *epoch) consumer() string {
 
 // consumers is how many the queue has, as its leader knows it.
 func (c *consumer) consumers(ctx context.Context) (n int, err error) {
-	err = c.link.within(ctx, closeTimeout, func() error {
+	err = c.link.within(ctx, answerTimeout, func() error {
 		ch, err := c.link.Channel()
 		if err != nil {
 			return err
