@@ -257,6 +257,13 @@ func (s *Scopes) Tick(now time.Duration) {
 	}
 }
 
+// Hasten ends the open periods of all leaves, as [Breaker.Hasten].
+func (s *Scopes) Hasten(now time.Duration) {
+	for _, n := range s.nodes(now) {
+		n.b.Hasten(now)
+	}
+}
+
 // Changes appends the pending changes of leaves and parents to dst and forgets
 // them. Those of one scope are in order.
 func (s *Scopes) Changes(dst []Change) []Change {

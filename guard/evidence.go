@@ -5,7 +5,6 @@ package guard
 
 import (
 	"math"
-	"sync/atomic"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
@@ -62,12 +61,6 @@ const (
 
 // CauseOutage is the breaker's cause when a look found nothing that succeeds.
 const CauseOutage breaker.Cause = "outage"
-
-// health is what a health check says.
-type health struct {
-	passed  atomic.Uint64 // checks that passed
-	failing atomic.Bool   // the last one failed
-}
 
 // life counts the successes of everything that shares the source's dependency.
 func (c *machine[M]) life() (n uint64) {
@@ -357,7 +350,7 @@ func (l *lane[M]) behind() int { return max(0, len(l.front)-1) + l.queue.Len() }
 // not. Until something succeeds each guess waits twice as long as the last.
 func (c *machine[M]) guessAt(it *item[M]) time.Duration {
 	if !c.letters || !it.exhausted || it.class == ClassDependency || it.alive || c.stormy() ||
-		c.health != nil && c.health.failing.Load() || c.fresh() {
+		c.fresh() {
 		return never
 	}
 	doubt := min(c.unsettled()-1, maxDoubt)

@@ -45,6 +45,7 @@ type Guard struct {
 	metrics    *metrics
 	epochs     atomic.Uint64
 	letterPace Limiter           // of dead letters
+	health     *health           // nil without a health check
 	classify   func(error) Class // nil means Classify
 
 	fleet       Fleet // nil without one
@@ -79,6 +80,7 @@ type controls interface {
 	detected() (key string, storm dlq.Storm, ok bool)
 	setFleetStorm(now time.Duration, f dlq.FleetStorm)
 	nudge()
+	hasten(now time.Duration)
 	attributes() []attribute.KeyValue
 	lag() int64
 	parked() (now int, followed uint64, ok bool)
@@ -124,6 +126,11 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 	if g.log == nil {
 		return nil, errors.New("guard: WithLogger: the logger must not be nil; leave the option out for silence")
 	}
+	if g.health != nil {
+		if err := g.health.validate(); err != nil {
+			return nil, err
+		}
+	}
 	if now := g.now(); now < 0 {
 		return nil, fmt.Errorf("guard: WithClock: the clock says %v; it must not be below 0", now)
 	}
@@ -147,6 +154,9 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 		g.sweep(g.ctx)
 		g.leaveFleet()
 	})
+	if g.health != nil {
+		g.running.Go(func() { g.health.run(g.ctx, g) })
+	}
 	return g, nil
 }
 
@@ -323,7 +333,7 @@ func (g *Guard) Close(ctx context.Context) ([]Report, error) {
 }
 
 // awaitGoroutines waits for the sweeper and the letterboxes. They heed the Guard's
-// end at once, unless a dead-letter writer does not heed its context.
+// end at once, unless a dead-letter writer or a health check does not heed its context.
 func (g *Guard) awaitGoroutines(ctx context.Context) error {
 	gone := make(chan struct{})
 	go func() { // ends with the last of them

@@ -302,10 +302,13 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token breaker.Token,
 			word = cancelled
 		}
 		if f.gate != nil {
-			if word == failure {
-				f.gate.FailureOf(now, token, tries == 1, id)
-			} else {
+			switch class := f.g.classOf(err); {
+			case word != failure, class == ClassMessage:
 				f.gate.Exclude(now, token)
+			case class == ClassDependency:
+				f.gate.Unavailable(now, token, tries == 1)
+			default:
+				f.gate.FailureOf(now, token, tries == 1, id)
 			}
 			f.settled(token)
 		}

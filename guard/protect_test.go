@@ -5,6 +5,7 @@ package guard
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"runtime"
 	"sync"
@@ -288,5 +289,35 @@ func TestCallContextRaces(t *testing.T) {
 		if c.Err() == nil {
 			t.Fatal("not ended")
 		}
+	}
+}
+
+// A function's errors say whose fault they are: a caller's broken document opens no
+// breaker, and a dependency that refuses connections needs one call's retries to.
+func TestFuncClasses(t *testing.T) {
+	garbage := json.Unmarshal([]byte("{x"), new(any))
+	for _, tt := range []struct {
+		err  error
+		open bool
+	}{{garbage, false}, {errRefused, true}} {
+		synctest.Test(t, func(t *testing.T) {
+			g, err := New(Config{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			f, err := Protect(g, SourceConfig{Name: "f"}, func(context.Context, int) error { return tt.err })
+			if err != nil {
+				t.Fatal(err)
+			}
+			for range 2 { // two calls of five attempts
+				_ = f.Do(t.Context(), 1)
+			}
+			if got := f.State().Breaker.State != breaker.Closed; got != tt.open {
+				t.Errorf("%v: %+v", tt.err, f.State().Breaker)
+			}
+			if _, err := g.Close(t.Context()); err != nil {
+				t.Error(err)
+			}
+		})
 	}
 }

@@ -26,6 +26,9 @@ func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 			r.class = ClassUnknown
 		}
 	}
+	if r.class == ClassUnknown && c.health != nil && c.health.failing.Load() {
+		r.class = ClassDependency
+	}
 	it.tries++
 	if c.ended && word == failure {
 		word = cancelled
