@@ -183,6 +183,9 @@ type result struct {
 	word  outcome
 	until time.Time // of a backoff
 	class Class     // of a failure
+	name  string    // of its message, see identity; empty if it has one
+	known bool      // … which is that message for certain
+	last  bool      // the broker will not deliver it again
 	err   error
 	words dlq.ErrorInfo // of err, if it is a failure
 	stack []byte        // of a panic or a Goexit

@@ -72,6 +72,7 @@ type item[M any] struct {
 	offered bool // on Ready, not yet taken: nobody has it
 	place   int  // index in the machine's list of its phase, -1 outside
 
+	name         string     // over epochs; empty until it failed
 	lastDelivery bool       // the broker will not deliver it again
 	verdict      dlq.Reason // why it is dead-lettered
 	dead         bool       // its dead letter is confirmed

@@ -23,6 +23,7 @@ type kept struct {
 	cfg       dlq.BudgetConfig
 	guesses   int // see machine
 	guessedAt time.Duration
+	suspects  map[string]suspect
 	paused    bool
 	asked     time.Duration // see machine
 	askedFor  error
@@ -65,7 +66,10 @@ func (g *Guard) forget(now time.Duration) {
 // still looks at it.
 func (s *Source[M]) keepLocked(now time.Duration) kept {
 	s.c.earn()
-	k := kept{budget: s.c.budget.Continue(), cfg: s.c.policy.Budget, paused: s.c.paused, at: now}
+	k := kept{
+		budget: s.c.budget.Continue(), cfg: s.c.policy.Budget, paused: s.c.paused,
+		suspects: freshSuspects(now, s.c.suspects), at: now,
+	}
 	if s.c.life() == s.c.guessLuck {
 		k.guesses, k.guessedAt = s.c.guesses, s.c.guessedAt
 	}
@@ -91,6 +95,7 @@ func fromNow(counter func() uint64) func() uint64 {
 func (s *Source[M]) resumeLocked(k kept) {
 	s.c.paused, s.c.guesses, s.c.guessedAt = k.paused, k.guesses, k.guessedAt
 	s.c.asked, s.c.askedFor = k.asked, k.askedFor
+	s.c.suspects = k.suspects
 	if k.budget != nil && k.cfg == s.c.policy.Budget {
 		s.c.budget = k.budget
 	}

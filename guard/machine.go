@@ -69,10 +69,12 @@ type machine[M any] struct {
 	guessLuck uint64           // … and what life was then
 	round     round            // the look in progress
 	flaky     flakiness
-	health    *health       // nil without a health check
-	shutAt    time.Duration // when the breaker opened
-	came      time.Duration // when the latest message came
-	slowAfter time.Duration // a call is reported as slow then
+	born      uint64             // life when the epoch began
+	suspects  map[string]suspect // of epochs before, and while the source ends of this one
+	health    *health            // nil without a health check
+	shutAt    time.Duration      // when the breaker opened
+	came      time.Duration      // when the latest message came
+	slowAfter time.Duration      // a call is reported as slow then
 	bytes     int64
 	ahead     int    // Marker.Ahead, when an ack was looked at last …
 	aheadTurn uint64 // … and which look that was

@@ -302,11 +302,12 @@ func (s *Source[M]) forget(err error) {
 // adopt hands a failed message of the closed path to the machine.
 func (l *loop[M]) adopt(m M, r result) {
 	s := l.s
-	var last bool
 	var key uint64
 	var size int
 	if s.begin() {
-		last = s.lastDelivery(m)
+		if r.word == failure {
+			s.describe(m, &r)
+		}
 		key, size = s.weigh(m)
 		s.end()
 	}
@@ -322,7 +323,7 @@ func (l *loop[M]) adopt(m M, r result) {
 		return
 	}
 	it := s.c.adopt(began, m, key, size)
-	it.token, it.slow, it.lastDelivery, it.ctx = l.hand.token, slow, last, l.hand.ctx
+	it.token, it.slow, it.ctx = l.hand.token, slow, l.hand.ctx
 	st := s.c.done(now, it, r)
 	s.unlock(now)
 	s.g.sweeper.kick()

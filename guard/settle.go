@@ -65,15 +65,6 @@ func (s *Source[M]) exited(ctx *callContext) result {
 	return s.outcome(ctx, err, err.Stack)
 }
 
-// lastDelivery tells whether the broker would not deliver m again.
-func (s *Source[M]) lastDelivery(m M) bool {
-	if s.limits.MaxDeliver <= 0 {
-		return false
-	}
-	meta, _ := s.meta(m)
-	return meta.Deliveries >= s.limits.MaxDeliver
-}
-
 // meta asks the port for a message's Meta, outside any lock. A call that panics or
 // exits is an error, and a line in the log the first time.
 func (s *Source[M]) meta(m M) (meta Meta, err error) {
@@ -195,9 +186,8 @@ func (s *Source[M]) handle(h *hand[M], it *item[M]) {
 
 // finish takes an item's outcome to the machine and settles it if it is done.
 func (s *Source[M]) finish(it *item[M], r result) {
-	last := false
-	if r.err != nil && s.limits.MaxDeliver > 0 && s.begin() {
-		last = s.lastDelivery(it.m)
+	if r.word == failure && it.name == "" && s.begin() {
+		s.describe(it.m, &r)
 		s.end()
 	}
 	now := s.g.now()
@@ -207,7 +197,6 @@ func (s *Source[M]) finish(it *item[M], r result) {
 		s.mu.Unlock()
 		return
 	}
-	it.lastDelivery = it.lastDelivery || last
 	st := s.c.done(now, it, r)
 	s.unlock(now)
 	if st.kind == stepAck {

@@ -188,6 +188,7 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 		s.writer = g.letterbox(cfg.DeadLetters)
 	}
 	s.metrics = g.metrics.source(cfg)
+	s.c.born = s.c.life()
 	s.mu.Lock() // from here on an operator may see it
 	if err = g.register(cfg.Name, s); err == nil {
 		s.resumeLocked(g.recall(cfg.Name))

@@ -125,6 +125,7 @@ func (c *machine[M]) drain(now time.Duration) []M {
 	give := func(it *item[M]) {
 		if it.phase == waiting || it.phase == retryWait {
 			rest = append(rest, it.m)
+			c.remember(now, it)
 			c.refund(it)
 			c.move(it, idle)
 		}

@@ -172,6 +172,7 @@ func (c *machine[M]) failed(now time.Duration, it *item[M], r result) {
 	if l := it.lane; l != nil {
 		head = l.front[0]
 	}
+	c.recall(it, r)
 	c.weigh(now, it, r)
 	if !c.report(now, it, head) {
 		c.decide(now, head)

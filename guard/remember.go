@@ -1,0 +1,99 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"fmt"
+	"hash/fnv"
+	"time"
+)
+
+// A failed message that goes back to the broker with its epoch comes again in the
+// next, and must not begin anew: poison that hangs until its timeout would never be
+// dead-lettered where partitions move every few minutes. So a Guard remembers by a
+// source's name what its unsettled messages had failed.
+
+// maxSuspects bounds what is remembered of one source.
+const maxSuspects = 1024
+
+// suspect is what is remembered of a failed message.
+type suspect struct {
+	tries, attempts, after int
+	lastWord               bool
+	luck                   uint64
+	firstFailed            time.Duration
+	failures               []attempt
+	at                     time.Duration // when it went back
+}
+
+// identity names a message over epochs: by its place at the broker, by its id, or else by
+// its content. The latter names a message only if the broker says that it was
+// delivered before.
+func identity(m Meta) (name string, certain bool) {
+	switch o := m.Origin; {
+	case o.HasOffset:
+		return fmt.Sprintf("%s/%d/%d", o.Source, o.Partition, o.Offset), true
+	case o.Sequence > 0:
+		return fmt.Sprintf("%s/%d", o.Source, o.Sequence), true
+	case o.MessageID != "":
+		return o.Source + "/" + o.MessageID, true
+	}
+	h := fnv.New128a()
+	for _, part := range [][]byte{m.Key, m.Body} {
+		fmt.Fprintf(h, "%d:", len(part))
+		_, _ = h.Write(part)
+	}
+	for _, header := range m.Headers {
+		fmt.Fprintf(h, "%q=%q", header.Name, header.Value)
+	}
+	return fmt.Sprintf("#%x", h.Sum(nil)), m.Deliveries != 1
+}
+
+// describe asks the port for what a message's first failure in this epoch needs.
+func (s *Source[M]) describe(m M, r *result) {
+	if meta, err := s.meta(m); err == nil {
+		r.name, r.known = identity(meta)
+		r.last = s.limits.MaxDeliver > 0 && meta.Deliveries >= s.limits.MaxDeliver
+	}
+}
+
+// recall gives an item that failed what is remembered of its message.
+func (c *machine[M]) recall(it *item[M], r result) {
+	if it.name != "" || r.name == "" {
+		return
+	}
+	it.name, it.lastDelivery = r.name, r.last
+	before, ok := c.suspects[r.name]
+	if !ok || !r.known {
+		return
+	}
+	delete(c.suspects, r.name)
+	it.tries += before.tries
+	it.attempts += before.attempts
+	it.after += before.after
+	it.lastWord = before.lastWord
+	it.luck, it.life = before.luck, c.born
+	it.firstFailed, it.failures = before.firstFailed, before.failures
+}
+
+// remember keeps what an item has failed, as it goes back to the broker.
+func (c *machine[M]) remember(now time.Duration, it *item[M]) {
+	if it.name == "" || it.tries == 0 || len(c.suspects) >= maxSuspects {
+		return
+	}
+	if c.suspects == nil {
+		c.suspects = make(map[string]suspect)
+	}
+	c.suspects[it.name] = suspect{it.tries, it.attempts, it.after, it.lastWord, it.luck, it.firstFailed, it.failures, now}
+}
+
+// freshSuspects drops what is remembered for too long.
+func freshSuspects(now time.Duration, all map[string]suspect) map[string]suspect {
+	for name, s := range all {
+		if now-s.at >= keepFor {
+			delete(all, name)
+		}
+	}
+	return all
+}

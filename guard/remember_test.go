@@ -1,0 +1,64 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"slices"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// Poison that hangs until its timeout is dead-lettered although its source is taken away
+// every minute or five: its attempts are counted over the epochs of one process.
+func TestAttemptsOverEpochs(t *testing.T) {
+	for _, epoch := range []time.Duration{time.Minute, 5 * time.Minute} {
+		bubble(t, epoch.String(), func(t *testing.T) {
+			g, err := New(Config{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			letters := &testWriter{}
+			left := []int{0, 1, 2, 3, 4, 5, 6, 7, 8, 9} // at the broker
+			start := time.Now()
+			for len(letters.bodies()) == 0 && time.Since(start) < 2*time.Hour {
+				port := &testPort{}
+				s, err := Open(g, SourceConfig{Name: "orders/0", DeadLetters: letters}, Limits{EndsWithInput: true}, port, func(ctx context.Context, m int) error {
+					if m == 3 {
+						<-ctx.Done()
+						return ctx.Err()
+					}
+					return nil
+				})
+				if err != nil {
+					t.Fatal(err)
+				}
+				in := make(chan int, len(left))
+				for _, m := range left {
+					in <- m
+				}
+				ran := make(chan struct{})
+				go func() { defer close(ran); _ = s.Run(t.Context(), in) }()
+				time.Sleep(epoch)
+				s.End(t.Context(), ReasonRebalance)
+				<-ran
+				synctest.Wait()
+				for len(left) > 0 && slices.Contains(port.acked, left[0]) { // the broker's low watermark
+					left = left[1:]
+				}
+			}
+			took := time.Since(start)
+			if got := letters.bodies(); len(got) != 1 || got[0] != "3" || took > 20*time.Minute {
+				t.Errorf("dead letters %v after %v", got, took)
+			}
+			if n := letters.recs[0].Attempts; n < 5 {
+				t.Errorf("the letter tells of %d attempts", n)
+			}
+			if _, err := g.Close(t.Context()); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
