@@ -22,15 +22,15 @@ const (
 
 // BudgetConfig says what dead-lettering costs. Each dead letter costs one
 // credit of its [Class]. The zero value is valid and means the documented
-// defaults: once nothing succeeds any more, at most 20 dead letters of messages
-// whose attempts are used up, and 12 an hour after that.
+// defaults: once nothing succeeds any more, at most 20 dead letters by guess, and 12
+// an hour after that; and 500 of messages that are shown to be poison.
 type BudgetConfig struct {
 	// Earn is what one success earns for the class Exhausted, in credits. In
 	// [0.000001, 1], taken to the nearest millionth; default 0.1.
 	//
 	// With p of all deliveries failing for good, a source earns Earn*(1-p) and
-	// spends p a delivery. So Earn also says how much poison it can carry
-	// for ever: below Earn/(1+Earn), 9 % by default.
+	// spends p a delivery: below p = Earn/(1+Earn), 9 % by default, it never runs
+	// out. For Permanent that is a third of all deliveries.
 	Earn float64
 
 	// Balance is the most that successes can save up for Exhausted, and what
@@ -115,12 +115,13 @@ func (c BudgetConfig) withDefaults() BudgetConfig {
 type Class uint8
 
 const (
-	// Exhausted is a delivery whose attempts are used up. In an outage that is
-	// every delivery, so its balance is small.
+	// Exhausted is a delivery whose attempts are used up, and nothing else is known.
+	// In an outage that is every delivery, so its balance is small.
 	Exhausted Class = iota
-	// Permanent is a delivery that its handler called hopeless. A dependency
-	// that is down rarely says that, a deploy with a bug or a producer gone
-	// wrong may say it of every delivery.
+	// Permanent is a delivery that is shown to be poison: its handler or its error
+	// called it hopeless, or it failed where others succeeded. An outage shows
+	// that of nobody; a deploy with a bug or a producer gone wrong may show it of
+	// every delivery.
 	Permanent
 
 	classes = iota

@@ -104,9 +104,16 @@ func (c *machine[M]) guilty(now time.Duration, it *item[M]) bool {
 }
 
 // evidence tells whether an item's last failure is evidence against the dependency.
-// That of a message that fails while others succeed is not.
+// That of a message that fails while others succeed is not; if it says that the
+// dependency is down, its own part of it is, such as one customer's address.
 func (it *item[M]) evidence() bool {
-	return it.class == ClassDependency || it.class == ClassUnknown && !it.alive
+	switch it.class {
+	case ClassDependency:
+		return it.after == 0
+	case ClassUnknown:
+		return !it.alive
+	}
+	return false
 }
 
 // weigh keeps a failed call and what it proves about the message.
