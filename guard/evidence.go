@@ -45,9 +45,17 @@ const (
 
 const (
 	// maxLook is how many messages behind its head a look tries at most, and so how
-	// much adjacent poison passes by proof. maxGroups bounds a group, as a power of 2.
-	maxLook   = 64
-	maxGroups = 6
+	// much adjacent poison passes by proof. maxGroup bounds a group, as a power of 2.
+	maxLook  = 64
+	maxGroup = 3
+	// lookDelay bounds the delay between groups: it is how long a recovery may go
+	// unseen. lookAfter is how long a breaker is open before its probes look.
+	lookDelay = 900 * time.Millisecond
+	lookAfter = time.Second
+	// lookRate is how many calls a second the looks of an open breaker may make.
+	lookRate = 3
+	// maxSteps bounds a look beside, in steps of doubling length.
+	maxSteps = 6
 	// lookShare is the share of a probe's interval, as 1/n, that the calls of its look
 	// may take: a recovery that falls between two of them costs the order.
 	lookShare = 40
@@ -214,7 +222,7 @@ type round struct {
 func (c *machine[M]) look(now time.Duration, it, head *item[M], witness, asks bool) bool {
 	l := it.lane
 	switch {
-	case l != nil && (witness || c.mayLook(l, head)):
+	case l != nil && (witness || c.mayLook(l, head, asks)):
 		return c.lookBehind(now, l, it, witness, asks)
 	case asks && (l == nil || c.others(l)):
 		return c.lookBeside(now, it)
@@ -222,41 +230,39 @@ func (c *machine[M]) look(now time.Duration, it, head *item[M], witness, asks bo
 	return false
 }
 
-// lookBehind tries the messages behind a lane's head, each after the head was asked
-// again: those next to it first, since what it finds healthy has overtaken all that is
-// in front of it. While the breaker lets messages through it does so in groups of 1,
-// 2, 4 …, with the head's delays between them, and goes on from group to group. A
-// probe that asks for life begins anew.
+// lookBehind tries the messages behind a lane's head, once the head was asked: those
+// next to it first, since what it finds healthy has overtaken all that is in front of
+// it. While the breaker lets messages through it does so in groups of 1, 2, 4 and 8,
+// with the head's delays between them, and goes on from group to group. A probe that
+// asks for life begins anew.
 func (c *machine[M]) lookBehind(now time.Duration, l *lane[M], it *item[M], witness, asks bool) bool {
-	if witness {
-		if !asks {
-			l.looks++
-		}
-		if l.step == l.depth || c.round.on { // or another probe is out, and looks
-			return false
-		}
-	} else {
-		place := l.step + 1
-		switch {
-		case asks && l.step == 0:
-			l.depth = c.depth(now, l, it)
-		case !asks:
-			if l.step == 0 {
-				l.depth = 1 << min(l.groups, maxGroups)
-				l.groups++
-			}
-			place = l.looks + 1
-		}
-		if l.step >= l.depth || place > min(l.behind(), maxLook) || c.round.on {
-			return false
-		}
-		l.step++
-		l.turn = place
-		it.inOutage = true
-		c.move(it, waiting)
+	if witness && !asks {
+		l.looks++
 	}
+	if l.step == 0 { // a group, or a probe's look, begins
+		switch {
+		case asks:
+			l.depth = c.depth(now, l, it)
+		default:
+			l.depth = 1 << min(l.groups, maxGroup)
+			l.groups++
+		}
+	}
+	place := l.looks + 1
+	if asks {
+		place = l.place(l.step + 1)
+	}
+	if l.step >= l.depth || place > min(l.behind(), maxLook) || c.round.on { // or another probe looks
+		return false
+	}
+	l.step++
+	l.turn = place
 	if asks {
 		c.handOn(it)
+	}
+	if !witness {
+		it.inOutage = true
+		c.move(it, waiting)
 	}
 	l.parked, l.queued = false, true
 	c.ready.pushFront(l)
@@ -268,7 +274,7 @@ func (c *machine[M]) lookBehind(now time.Duration, l *lane[M], it *item[M], witn
 func (c *machine[M]) lookBeside(now time.Duration, it *item[M]) bool {
 	r := &c.round
 	if r.step == 0 {
-		r.depth = maxGroups
+		r.depth = maxSteps
 	}
 	if r.on || r.step == r.depth || !c.skip(1<<r.step) {
 		return false
@@ -297,25 +303,46 @@ func (c *machine[M]) endLook(now time.Duration, l *lane[M]) {
 }
 
 // mayLook tells whether a message behind a lane's head may be tried: the head has had
-// its attempts, its errors say nothing, and nothing else can tell. Where letters keep
-// their place, what stands behind a head can prove nothing.
-func (c *machine[M]) mayLook(l *lane[M], head *item[M]) bool {
-	return c.letters && !c.inPlace && !c.policy.StrictOrder && head.exhausted && head.class == ClassUnknown &&
+// its attempts, or is probed, its errors say nothing, and nothing else can tell. Where
+// letters keep their place, what stands behind a head can prove nothing.
+func (c *machine[M]) mayLook(l *lane[M], head *item[M], asks bool) bool {
+	return c.letters && !c.inPlace && !c.policy.StrictOrder && (head.exhausted || asks) && head.class == ClassUnknown &&
 		!head.alive && l.behind() > 0 && !c.others(l)
 }
 
-// depth is how many messages the look of a failed probe may try: 2, 2, 2, 4, 2, 2, 2,
-// 8 …, as far as their calls take a small share of the time between probes. Where a
-// fleet probes, the other processes' heads tell, and only each second probe looks.
+// depth is how many messages the look of a failed probe may try: the longer the time
+// between probes, the more, and as far as their calls take a small share of that time.
+// Where a fleet probes, the other processes' heads tell, and only each second probe
+// looks.
 func (c *machine[M]) depth(now time.Duration, l *lane[M], it *item[M]) int {
-	l.rounds++
-	if c.gate.Held() {
+	open := now - c.shutAt
+	switch {
+	case c.gate.Held():
+		l.rounds++
 		return 1 - l.rounds%2
+	case open < lookAfter && l.behind() > maxLook:
+		return 0 // the look before it opened has just told
 	}
-	deep := l.rounds & -l.rounds
-	took := max(now-it.started, 1)
-	share := c.policy.Breaker.PeriodAfter(mostAttempts, now-c.shutAt) / lookShare / took
-	return min(max(deep, 2), int(min(max(share, 1), maxLook)))
+	period := c.policy.Breaker.PeriodAfter(mostAttempts, open)
+	share := period / lookShare / max(now-it.started, 1)
+	return int(max(1, min(share, period*lookRate/time.Second, maxLook)))
+}
+
+// place is where the n-th message of a probe's look stands: the n-th behind the head,
+// but in a short lane one that was never tried goes first.
+func (l *lane[M]) place(n int) int {
+	if l.behind() > maxLook {
+		return n
+	}
+	for i := 1; i < len(l.front); i++ {
+		if l.front[i].tries == 0 {
+			return i
+		}
+	}
+	if l.queue.Len() > 0 {
+		return len(l.front)
+	}
+	return n
 }
 
 // skip brings another lane, or with OrderNone another message, to the front, n places
@@ -323,6 +350,12 @@ func (c *machine[M]) depth(now time.Duration, l *lane[M], it *item[M]) int {
 func (c *machine[M]) skip(n int) bool {
 	if c.order() != OrderNone {
 		for range min(n-1, c.ready.len()-1) {
+			c.ready.push(c.ready.pop())
+		}
+		for range c.ready.len() { // the next that was never tried, if there is one
+			if it := c.ready.peek().head(); it == nil || it.tries == 0 {
+				break
+			}
 			c.ready.push(c.ready.pop())
 		}
 		return c.ready.len() > 0

@@ -59,36 +59,37 @@ type machine[M any] struct {
 	// takes them after each step.
 	condemned []*item[M]
 
-	lastID    uint64
-	count     [phaseCount]int
-	parked    [reasonCount]int // items in retryWait, by reason
-	queued    int              // entries in the ring
-	exhausted int              // items whose attempts are used up, not settling
-	guesses   int              // taken for poison without proof, and no success since
-	guessedAt time.Duration    // when the last was …
-	guessLuck uint64           // … and what life was then
-	round     round            // the look in progress
-	flaky     flakiness
-	born      uint64             // life when the epoch began
-	suspects  map[string]suspect // of epochs before, and while the source ends of this one
-	health    *health            // nil without a health check
-	shutAt    time.Duration      // when the breaker opened
-	came      time.Duration      // when the latest message came
-	slowAfter time.Duration      // a call is reported as slow then
-	bytes     int64
-	ahead     int    // Marker.Ahead, when an ack was looked at last …
-	aheadTurn uint64 // … and which look that was
-	ended     bool
-	stopped   bool // the loop is to end
-	paused    bool
-	asked     time.Duration // a handler asked to be left alone until then …
-	askedFor  error         // … with this
-	limited   time.Duration // the limiter refused until then …
-	refusedAt time.Duration // … when it was asked last
-	held      bool          // something was refused admission and is not yet drained
-	draining  bool          // the ramp is on
-	drainFrom time.Duration
-	drained   float64 // admitted since drainFrom
+	lastID     uint64
+	count      [phaseCount]int
+	parked     [reasonCount]int // items in retryWait, by reason
+	queued     int              // entries in the ring
+	exhausted  int              // items whose attempts are used up, not settling
+	guesses    int              // taken for poison without proof, and no success since
+	guessedAt  time.Duration    // when the last was …
+	guessLuck  uint64           // … and what life was then
+	round      round            // the look in progress
+	flaky      flakiness
+	suspecting bool               // an exhausted message waits for a proof of life
+	born       uint64             // life when the epoch began
+	suspects   map[string]suspect // of epochs before, and while the source ends of this one
+	health     *health            // nil without a health check
+	shutAt     time.Duration      // when the breaker opened
+	came       time.Duration      // when the latest message came
+	slowAfter  time.Duration      // a call is reported as slow then
+	bytes      int64
+	ahead      int    // Marker.Ahead, when an ack was looked at last …
+	aheadTurn  uint64 // … and which look that was
+	ended      bool
+	stopped    bool // the loop is to end
+	paused     bool
+	asked      time.Duration // a handler asked to be left alone until then …
+	askedFor   error         // … with this
+	limited    time.Duration // the limiter refused until then …
+	refusedAt  time.Duration // … when it was asked last
+	held       bool          // something was refused admission and is not yet drained
+	draining   bool          // the ramp is on
+	drainFrom  time.Duration
+	drained    float64 // admitted since drainFrom
 
 	wasClosed bool
 	freed     bool                  // a probe was settled: another source of the scope may have one

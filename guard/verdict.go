@@ -112,7 +112,29 @@ func (c *machine[M]) succeeded(now time.Duration, it *item[M]) step[M] {
 			before.lastWord, before.after = true, 0
 		}
 	}
+	c.heed()
 	return c.ack(it)
+}
+
+// heed gives the messages that wait for a proof of life the last word, at once.
+func (c *machine[M]) heed() {
+	if !c.suspecting {
+		return
+	}
+	c.suspecting = false
+	var asleep []*item[M]
+	c.items(func(it *item[M]) {
+		if !it.exhausted || it.alive || it.lastWord || it.class == ClassDependency || it.decided() {
+			return
+		}
+		it.lastWord = true
+		if it.phase == retryWait {
+			asleep = append(asleep, it)
+		}
+	})
+	for _, it := range asleep {
+		c.wake(it)
+	}
 }
 
 // ack sends an item to be acked, and lets its lane go on.
@@ -196,6 +218,7 @@ func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 		it.lastWord, it.alive, it.after = false, false, 0 // it may be the next outage that it fails in
 	}
 	guessAt := c.guessAt(it)
+	c.suspecting = c.suspecting || it.exhausted && !it.alive
 	switch {
 	case c.letters && c.guilty(now, it) && !(c.stormy() && c.policy.Budget.Off):
 		c.condemn(now, it)
@@ -207,7 +230,7 @@ func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 	case !it.exhausted:
 		c.park(it, now+c.delay(it.attempts), ReasonNone)
 	case c.stormy():
-		c.park(it, now+c.delay(it.attempts), ReasonStorm)
+		c.park(it, now+c.suspectDelay(it), ReasonStorm)
 	case !c.letters:
 		c.park(it, now+c.delay(it.attempts), ReasonDLQ)
 	default:
@@ -224,8 +247,8 @@ func (c *machine[M]) suspectDelay(it *item[M]) time.Duration {
 		return c.delay(it.after)
 	case it.alive:
 		return c.delay(min(it.attempts, c.policy.Retry.Attempts))
-	case it.lane != nil && it.lane.groups > 0 && it.lane.groups <= maxGroups:
-		return c.delay(1 + it.lane.groups)
+	case it.lane != nil && it.lane.groups > 0 && it.lane.looks < maxLook:
+		return min(c.delay(1+it.lane.groups), lookDelay)
 	}
 	return c.delay(it.attempts)
 }
