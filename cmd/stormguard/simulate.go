@@ -64,5 +64,6 @@ func newSimulate() *cobra.Command {
 	flags.BoolVar(&cfg.All, "all", false, "the scenarios that take minutes too")
 	flags.BoolVar(&cfg.JSON, "json", false, `print {"scenarios":[...]}`)
 	ranges.number(flags, &seed, "seed", 0, 1<<31-1, "of everything that is drawn")
+	cmd.AddCommand(newSimulateLiveness())
 	return cmd
 }

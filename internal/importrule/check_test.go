@@ -103,9 +103,13 @@ func TestOurs(t *testing.T) {
 			{ImportPath: jetstream, Imports: []string{otelSDK}},
 		}, []string{"adapters/nats " + otelSDK + " via " + jetstream}},
 		{"testing at a distance", []Package{
-			imports("cmd/stormguard", "github.com/spf13/cobra"),
-			{ImportPath: "github.com/spf13/cobra", Imports: []string{"testing"}},
-		}, []string{"cmd/stormguard testing via github.com/spf13/cobra"}},
+			imports("crdt/gossip", "github.com/hashicorp/memberlist"),
+			{ImportPath: "github.com/hashicorp/memberlist", Imports: []string{"testing"}},
+		}, []string{"crdt/gossip testing via github.com/hashicorp/memberlist"}},
+		{"testing in the CLI", []Package{
+			imports("cmd/stormguard", "testing", in("cmd/stormguard/internal/liveness")),
+			imports("cmd/stormguard/internal/liveness", "testing", "testing/synctest", in("guard")),
+		}, []string{"cmd/stormguard testing"}},
 		{"a socket at a distance is the library's own", []Package{
 			imports("guard", otelMetric),
 			{ImportPath: otelMetric, Imports: []string{"net/http"}},

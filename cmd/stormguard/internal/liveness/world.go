@@ -1,0 +1,633 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package liveness
+
+import (
+	"context"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"os"
+	"slices"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// class is what the errors of a dependency that is down or flaky look like.
+type class string
+
+const (
+	unknown class = "unknown" // nothing in the error tells whose fault it is
+	refused class = "refused" // a connection that is refused
+	message class = "message" // the body cannot be read
+	hang    class = "timeout" // no answer until the handler's time is up
+)
+
+var (
+	errUnknown = errors.New("it did not work")
+	errPoison  = errors.New("cannot handle this message")
+	errRefused = &net.OpError{
+		Op: "dial", Net: "tcp", Addr: &net.TCPAddr{IP: net.IPv4(10, 0, 0, 1), Port: 5432},
+		Err: os.NewSyscallError("connect", syscall.ECONNREFUSED),
+	}
+	errMessage = json.Unmarshal([]byte(`{"id":`), new(struct {
+		ID int `json:"id"`
+	}))
+)
+
+// load is what a world's sources get, and how its dependency behaves between faults.
+type load struct {
+	order  guard.Order
+	rate   float64       // messages a second and source
+	call   time.Duration // how long the dependency takes to answer
+	keys   uint64        // unset means 16
+	poison float64       // share of the messages that never succeed
+	says   class         // errors of poison: unknown or message
+	flaky  float64       // share of the calls that fail at random
+	fails  class         // errors of those
+	parts  int           // sources that share the dependency; unset means 1
+
+	// policy is for tests: a guard with something left out. Unset means the defaults.
+	policy guard.Policy
+}
+
+// world is one guard with its sources, an in-memory broker and a dependency, all in
+// one bubble. Its methods but those of the handler are called by the bubble's first
+// goroutine.
+type world struct {
+	load
+
+	ctx   context.Context //nolint:containedctx // the command's: a signal ends the world early
+	start time.Time
+	g     *guard.Guard
+	all   []*source
+	wrong []string // what must never be
+
+	mu    sync.Mutex // below
+	rng   *rand.Rand // of what is drawn while it runs
+	down  class      // how the dependency fails just now; empty while it is up
+	calls int
+
+	// since is the end of the last outage, first the first success after it.
+	since, first time.Duration
+}
+
+// What became of a message.
+const (
+	waiting uint8 = iota
+	handled
+	dead
+)
+
+// entry is a message in the ledger.
+type entry struct {
+	state  uint8
+	poison bool
+}
+
+// source is one partition of the broker, and the epoch of it that is open. Messages
+// are numbers, in the order in which they were sent. It keeps all that is not settled
+// and hands it over again to the next epoch.
+type source struct {
+	w    *world
+	name string
+
+	src  *guard.Source[int]
+	stop context.CancelFunc
+	over sync.WaitGroup
+
+	mu      sync.Mutex // below
+	log     []entry    // messages handed over at least once, and those sent by hand
+	next    int        // the first that was not handed over yet
+	ends    int        // messages sent so far, if the load is over; -1 while it lasts
+	from    time.Duration
+	at      int // the message that was sent at from, those after it at the load's rate
+	poisons int // poison messages handed over
+	healthy int // healthy messages that were handled
+	letters int // healthy messages that were dead-lettered
+	buried  int // poison messages that were dead-lettered
+	last    time.Duration
+	changed chan struct{} // the load was changed
+
+	// goal is a number of messages, reached when all before it were settled.
+	goal, open int
+	reached    time.Duration
+
+	watched   int // a message, and when it was handled
+	watchedAt time.Duration
+
+	overtaken bool        // a message was handled before one in front of it was
+	front     map[int]int // the last message of each lane that was handled
+
+	// burst are messages that are poison whatever the load says: from, and how many.
+	burst, bursts int
+}
+
+const never = time.Duration(-1)
+
+func newWorld(ctx context.Context, seed uint64, l load) (*world, error) {
+	if l.keys == 0 {
+		l.keys = 16
+	}
+	w := &world{load: l, ctx: ctx, start: time.Now(), rng: rand.New(rand.NewPCG(seed, 1)), since: never, first: never}
+	l.policy.Order = l.order
+	var err error
+	if w.g, err = guard.New(guard.Config{Policy: l.policy}); err != nil {
+		return nil, err
+	}
+	for i := range max(1, l.parts) {
+		s := &source{
+			w: w, name: fmt.Sprintf("orders/%d", i), ends: -1, changed: make(chan struct{}, 1),
+			reached: never, watched: -1, watchedAt: never, front: map[int]int{}, burst: -1,
+		}
+		w.all = append(w.all, s)
+		if err := s.begin(); err != nil {
+			return nil, errors.Join(err, w.close())
+		}
+	}
+	return w, nil
+}
+
+// close ends the world. Whatever was wrong with it is in wrong then.
+func (w *world) close() error {
+	// A handler needs its timeout at most; the rest is the guard's.
+	ctx, cancel := context.WithTimeout(context.Background(), callLimit+time.Minute)
+	defer cancel()
+	_, err := w.g.Close(ctx)
+	for _, s := range w.all {
+		if s.stop != nil {
+			s.stop()
+		}
+		s.over.Wait()
+	}
+	w.check()
+	return err
+}
+
+// now is the time since the world began.
+func (w *world) now() time.Duration { return time.Since(w.start) }
+
+// pass lets time go by, until the command is interrupted.
+func (w *world) pass(d time.Duration) {
+	for end := w.now() + d; w.ctx.Err() == nil && w.now() < end; w.check() {
+		time.Sleep(min(end-w.now(), time.Second))
+	}
+}
+
+// until lets time go by until f, which is asked every 50 ms, or for so long.
+func (w *world) until(d time.Duration, f func() bool) {
+	for end := w.now() + d; w.ctx.Err() == nil && w.now() < end && !f(); w.check() {
+		time.Sleep(50 * time.Millisecond)
+	}
+}
+
+// check looks for what must never be.
+func (w *world) check() {
+	if len(w.wrong) > 3 {
+		return
+	}
+	for _, s := range w.all {
+		if err := s.src.Account().Check(); err != nil {
+			w.wrong = append(w.wrong, fmt.Sprintf("%s: %v", s.name, err))
+		}
+	}
+}
+
+func (w *world) mistakef(format string, args ...any) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.wrong = append(w.wrong, fmt.Sprintf(format, args...))
+}
+
+// fail makes the dependency fail from now on.
+func (w *world) fail(c class) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.down, w.calls = c, 0
+}
+
+// mend brings the dependency back, and says how often it was called while it was down.
+func (w *world) mend() (calls int) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.down, w.since, w.first = "", w.now(), never
+	return w.calls
+}
+
+// idle is the time from the end of the outage to the first success; never if there
+// was none.
+func (w *world) idle() time.Duration {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.first < 0 {
+		return never
+	}
+	return w.first - w.since
+}
+
+// begin opens the source's next epoch.
+func (s *source) begin() error {
+	ctx, cancel := context.WithCancel(context.Background())
+	s.stop = cancel
+	var err error
+	s.src, err = guard.Open(s.w.g, guard.SourceConfig{
+		Name: s.name, System: "memory", Destination: "orders", Partition: s.name[len("orders/"):],
+		DeadLetters: dlq.WriterFunc(s.bury),
+	}, guard.Limits{}, guard.Port[int](port{s}), s.handle)
+	if err != nil {
+		return err
+	}
+	in := make(chan int)
+	s.over.Go(func() { _ = s.src.Run(ctx, in) })
+	s.over.Go(func() { s.deliver(ctx, in) })
+	return nil
+}
+
+// end ends the epoch, as a rebalance does.
+func (s *source) end() {
+	report := s.src.End(context.Background(), guard.ReasonRebalance)
+	s.stop()
+	s.over.Wait()
+	if err := report.Account.Check(); err != nil || !report.Clean() {
+		s.w.mistakef("%s: it did not end clean: %v, %+v", s.name, err, report)
+	}
+}
+
+// deliver hands over what is not settled, and then each message when it is sent.
+func (s *source) deliver(ctx context.Context, in chan<- int) {
+	s.mu.Lock()
+	var again []int
+	for m := range s.next {
+		if s.log[m].state == waiting {
+			again = append(again, m)
+		}
+	}
+	s.mu.Unlock()
+	for _, m := range again {
+		select {
+		case in <- m:
+		case <-ctx.Done():
+			return
+		}
+	}
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		m, wait := s.sent()
+		if wait != 0 {
+			if wait > 0 {
+				timer.Reset(wait)
+			}
+			select {
+			case <-timer.C:
+			case <-s.changed:
+			case <-ctx.Done():
+				return
+			}
+			continue
+		}
+		s.mu.Lock()
+		s.next++
+		s.mu.Unlock()
+		select {
+		case in <- m:
+		case <-ctx.Done():
+			s.mu.Lock()
+			s.next--
+			s.mu.Unlock()
+			return
+		}
+	}
+}
+
+// sent is the message that is next, or how long it takes until it is sent: below 0 if
+// nothing is to come.
+func (s *source) sent() (m int, wait time.Duration) {
+	now := s.w.now()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	m = s.next
+	if m < len(s.log) {
+		return m, 0
+	}
+	switch at := s.from + time.Duration(float64(m-s.at)/s.w.rate*float64(time.Second)); {
+	case s.ends >= 0 && m >= s.ends:
+		return 0, -1
+	case at > now:
+		return 0, at - now
+	}
+	s.append(s.w.draw(s.w.poison))
+	return m, 0
+}
+
+func (s *source) append(poison bool) {
+	m := len(s.log)
+	if m >= s.burst && m < s.burst+s.bursts && s.burst >= 0 {
+		poison = true
+	}
+	if poison {
+		s.poisons++
+	}
+	s.log = append(s.log, entry{poison: poison})
+}
+
+// draw is true with this chance.
+func (w *world) draw(chance float64) bool {
+	if chance <= 0 {
+		return false
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.rng.Float64() < chance
+}
+
+// quiet ends the load.
+func (s *source) quiet() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.ends = s.dueLocked()
+}
+
+// dueLocked is how many messages were sent until now.
+func (s *source) dueLocked() int {
+	if s.ends >= 0 {
+		return max(s.ends, len(s.log))
+	}
+	n := s.at + int(float64(s.w.now()-s.from)/float64(time.Second)*s.w.rate) + 1
+	return max(n, len(s.log))
+}
+
+func (s *source) poke() {
+	select {
+	case s.changed <- struct{}{}:
+	default:
+	}
+}
+
+// send sends messages at once, beside the load's, and returns the number of the first.
+// Nothing may be left at the broker.
+func (s *source) send(n int, poison bool) (first int) {
+	s.mu.Lock()
+	first = len(s.log)
+	for range n {
+		s.append(poison)
+	}
+	if s.ends >= 0 {
+		s.ends = len(s.log)
+	} else {
+		s.at, s.from = len(s.log), s.w.now()+time.Duration(float64(time.Second)/s.w.rate)
+	}
+	s.mu.Unlock()
+	s.poke()
+	return first
+}
+
+// headPoison makes poison of the oldest messages that are not settled.
+func (s *source) headPoison(n int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for m := 0; m < len(s.log) && n > 0; m++ {
+		if s.log[m].state == waiting && !s.log[m].poison {
+			s.log[m].poison = true
+			s.poisons++
+			n--
+		}
+	}
+}
+
+// nextPoison makes poison of the messages that are handed over next.
+func (s *source) nextPoison(n int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.burst, s.bursts = len(s.log), n
+}
+
+// aim begins to wait until all that was handed over, and the burst, is settled. It
+// returns how many messages and poison messages that are.
+func (s *source) aim() (open, poison int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.goal, s.open, s.reached = len(s.log), 0, never
+	for _, e := range s.log {
+		if e.state == waiting {
+			s.open++
+			if e.poison {
+				poison++
+			}
+		}
+	}
+	if s.burst >= 0 && s.burst+s.bursts > s.goal {
+		more := s.burst + s.bursts - s.goal
+		s.goal, s.open, poison = s.goal+more, s.open+more, poison+more
+	}
+	if s.open == 0 {
+		s.reached = s.w.now()
+	}
+	return s.open, poison
+}
+
+func (s *source) reachedAt() time.Duration {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.reached
+}
+
+// watch begins to wait for the handling of a message.
+func (s *source) watch(m int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.watched, s.watchedAt = m, never
+}
+
+// sum is what came of the messages so far.
+type sum struct {
+	sent, poison, handled, healthyLetters, letters int
+	healthy                                        float64 // of those sent
+	overtaken                                      bool
+}
+
+// sum counts the messages of all sources that were sent so far, at the broker too.
+func (w *world) sum() (n sum) {
+	for _, s := range w.all {
+		s.mu.Lock()
+		due := s.dueLocked()
+		n.sent += due
+		n.poison += s.poisons
+		n.healthy += float64(len(s.log)-s.poisons) + float64(due-len(s.log))*(1-w.poison)
+		n.handled += s.healthy
+		n.healthyLetters += s.letters
+		n.letters += s.buried
+		n.overtaken = n.overtaken || s.overtaken
+		s.mu.Unlock()
+	}
+	return n
+}
+
+// handle is the handler: it asks the dependency.
+func (s *source) handle(ctx context.Context, m int) error {
+	w := s.w
+	s.mu.Lock()
+	poison := s.log[m].poison
+	s.mu.Unlock()
+	w.mu.Lock()
+	w.calls++
+	down := w.down
+	w.mu.Unlock()
+	if down == hang {
+		<-ctx.Done()
+		return ctx.Err()
+	}
+	time.Sleep(w.call)
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	switch {
+	case w.down == hang:
+		return context.DeadlineExceeded
+	case w.down != "":
+		return errorOf(w.down)
+	case poison && w.says == message:
+		return errMessage
+	case poison:
+		return errPoison
+	case w.flaky > 0 && w.rng.Float64() < w.flaky:
+		return errorOf(w.fails)
+	}
+	if w.first < 0 && w.since >= 0 {
+		w.first = w.now()
+	}
+	return nil
+}
+
+func errorOf(c class) error {
+	switch c {
+	case refused:
+		return errRefused
+	case message:
+		return errMessage
+	default:
+		return errUnknown
+	}
+}
+
+// settle takes a message off, and tells whether it was there.
+func (s *source) settle(m int, state uint8) {
+	now := s.w.now()
+	s.mu.Lock()
+	e := &s.log[m]
+	was := e.state
+	if was == waiting {
+		e.state = state
+		s.last = now
+		if m < s.goal {
+			if s.open--; s.open == 0 {
+				s.reached = now
+			}
+		}
+		switch {
+		case state == handled:
+			s.healthy++
+			s.place(m)
+			if m == s.watched {
+				s.watchedAt = now
+			}
+		case e.poison:
+			s.buried++
+		default:
+			s.letters++
+		}
+	}
+	s.mu.Unlock()
+	if was != waiting && was != state {
+		s.w.mistakef("%s: message %d was handled and dead-lettered", s.name, m)
+	}
+}
+
+// place notes whether a message was handled after one behind it in its lane.
+func (s *source) place(m int) {
+	lane := 0
+	switch s.w.order {
+	case guard.OrderNone:
+		return
+	case guard.OrderKey:
+		lane = m % int(s.w.keys)
+	default:
+	}
+	if front, ok := s.front[lane]; ok && front > m {
+		s.overtaken = true
+		return
+	}
+	s.front[lane] = m
+}
+
+// bury is the dead-letter writer.
+func (s *source) bury(_ context.Context, r *dlq.Record) error {
+	if len(r.Body) != 8 {
+		s.w.mistakef("%s: a dead letter with a body of %d bytes", s.name, len(r.Body))
+		return nil
+	}
+	s.settle(int(binary.BigEndian.Uint64(r.Body)), dead)
+	return nil
+}
+
+// port is the adapter of an epoch.
+type port struct{ s *source }
+
+func (p port) Lane(m int) uint64 { return uint64(m) % p.s.w.keys }
+func (port) Size(int) int        { return 100 }
+func (port) Meta(m int) guard.Meta {
+	return guard.Meta{Body: binary.BigEndian.AppendUint64(nil, uint64(m)), Lag: -1}
+}
+
+func (p port) Ack(m int) error {
+	p.s.mu.Lock()
+	state := p.s.log[m].state
+	p.s.mu.Unlock()
+	switch state {
+	case waiting:
+		p.s.settle(m, handled)
+	case handled:
+		p.s.w.mistakef("%s: message %d was acked twice", p.s.name, m)
+	}
+	return nil
+}
+
+func (port) Extend([]int) {}
+
+func (p port) Return(ms []int, _ guard.Reason) error {
+	p.s.mu.Lock()
+	defer p.s.mu.Unlock()
+	i := slices.IndexFunc(ms, func(m int) bool { return p.s.log[m].state == handled })
+	if i >= 0 {
+		go p.s.w.mistakef("%s: message %d was given back after it was acked", p.s.name, ms[i])
+	}
+	return nil
+}
+
+func (port) Demand(int)   {}
+func (port) Flush() error { return nil }
+
+// again ends the source's epoch and opens the next.
+func (s *source) again() error {
+	s.end()
+	return s.begin()
+}
+
+func (s *source) lastAt() time.Duration {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.last
+}
+
+func (s *source) watchedTime() time.Duration {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.watchedAt
+}
