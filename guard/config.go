@@ -97,7 +97,7 @@ type Policy struct {
 
 	// Workers is how many handlers of one source may run at once, from 1 to
 	// 1024; unset means 1. More than 1 needs [OrderKey] or [OrderNone]. In the
-	// passive shape it is how many messages may be out, and unset means the window.
+	// passive shape it is how many messages may be out.
 	Workers int
 
 	// Window is how many messages of a source may be unsettled in this process,

@@ -18,9 +18,9 @@ import (
 //
 // What it cannot do: it sees only the outcomes that the user's settling
 // reveals; there is no handler timeout, panic or Goexit to see (a slow message
-// is reported to the breaker all the same); and unless the policy asks for one
-// worker, several messages are out at once, so a retry comes after messages
-// that were behind it.
+// is reported to the breaker all the same); and with more than one of
+// [Policy.Workers], several messages are out at once, so a retry comes after
+// messages that were behind it.
 
 // Item is a message that may be handled now.
 type Item[M any] struct {

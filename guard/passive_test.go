@@ -6,6 +6,7 @@ package guard
 import (
 	"context"
 	"errors"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -298,62 +299,99 @@ func TestPassiveFlushesBeforeItWaits(t *testing.T) {
 	})
 }
 
-// What State shows of a passive source may be given back with another window; how many
-// messages may be out goes with it, unless it was set.
-func TestPassiveUpdate(t *testing.T) {
-	for _, workers := range []int{0, 3} {
-		bubble(t, "", func(t *testing.T) {
-			g, err := New(Config{})
-			if err != nil {
+// One message is out at a time unless the policy asks for more: the order of the source
+// outlives a retry.
+func TestPassiveDefaultKeepsOrder(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, err := New(Config{Policy: Policy{Retry: Retry{Base: time.Second, Max: time.Second}}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		s, err := Open(g, SourceConfig{Name: "s"}, Limits{}, &testPort{}, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if is := s.State().Settings; is.Order != OrderSource || is.Workers != 1 {
+			t.Errorf("order %v, %d workers", is.Order, is.Workers)
+		}
+		for m := range 4 {
+			if err := s.Offer(m); err != nil {
 				t.Fatal(err)
 			}
-			s, err := Open(g, SourceConfig{Name: "s", Policy: &Policy{Order: OrderNone, Workers: workers}}, Limits{}, &testPort{}, nil)
-			if err != nil {
-				t.Fatal(err)
-			}
-			for _, window := range []int{8, 3, 4096, 4096, 5} {
-				p := s.State().Settings
-				p.Window = window
-				if err := s.Update(p); err != nil {
-					t.Error(err)
-				}
-				want := window
-				if workers > 0 {
-					want = workers
-				}
-				if is := s.State().Settings; is.Window != window || is.Workers != want {
-					t.Errorf("window %d, workers %d", is.Window, is.Workers)
-				}
-			}
-			if err := s.Update(Policy{Order: OrderNone, Workers: 2}); err == nil || !strings.Contains(err.Error(), "Policy.Workers") {
-				t.Error(err)
-			}
-			if err := s.Update(Policy{Order: OrderNone, Window: 6}); err != nil {
-				t.Error(err)
-			}
-			for m := range 6 {
-				if err := s.Offer(m); err != nil {
-					t.Fatal(err)
-				}
-			}
-			want := 6
-			if workers > 0 {
-				want = workers
-			}
-			for range want {
-				<-s.Ready()
-			}
+		}
+		var got []int
+		for range 5 {
+			it := <-s.Ready()
+			got = append(got, it.Msg)
 			synctest.Wait()
 			select {
-			case <-s.Ready():
-				t.Errorf("more than %d are out", want)
+			case other := <-s.Ready():
+				t.Errorf("%d is out beside %d", other.Msg, it.Msg)
 			default:
 			}
-			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
-			defer cancel()
-			if _, err := g.Close(ctx); err == nil {
-				t.Error("no word of what is out")
+			var err error
+			if it.Msg == 1 && it.Attempt == 1 {
+				err = errors.New("not yet")
 			}
-		})
-	}
+			s.Done(it.Token, err)
+		}
+		if want := []int{0, 1, 1, 2, 3}; !slices.Equal(got, want) {
+			t.Errorf("%v, want %v", got, want)
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// What State shows of a passive source may be given back with another window, which is
+// no change of how many messages may be out.
+func TestPassiveUpdate(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, err := New(Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		s, err := Open(g, SourceConfig{Name: "s", Policy: &Policy{Order: OrderNone, Workers: 3}}, Limits{}, &testPort{}, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, window := range []int{8, 3, 4096, 4096, 5} {
+			p := s.State().Settings
+			p.Window = window
+			if err := s.Update(p); err != nil {
+				t.Error(err)
+			}
+			if is := s.State().Settings; is.Window != window || is.Workers != 3 {
+				t.Errorf("window %d, workers %d", is.Window, is.Workers)
+			}
+		}
+		for what, p := range map[string]Policy{"Policy.Workers": {Order: OrderNone, Workers: 2}, "Policy.Order": {}} {
+			if err := s.Update(p); err == nil || !strings.Contains(err.Error(), what) {
+				t.Error(what, err)
+			}
+		}
+		if err := s.Update(Policy{Order: OrderNone, Window: 6}); err != nil {
+			t.Error(err)
+		}
+		for m := range 6 {
+			if err := s.Offer(m); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for range 3 {
+			<-s.Ready()
+		}
+		synctest.Wait()
+		select {
+		case <-s.Ready():
+			t.Error("more than 3 are out")
+		default:
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		if _, err := g.Close(ctx); err == nil {
+			t.Error("no word of what is out")
+		}
+	})
 }

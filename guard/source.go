@@ -55,7 +55,6 @@ type Source[M any] struct {
 	seen      seen          // the sweeper's
 	metaLost  atomic.Bool   // a Port.Meta that did not return was logged
 	slowAfter time.Duration // Breaker.Slow
-	all       bool          // passive, Workers unset: all of the window may be out
 
 	mu       sync.Mutex
 	c        machine[M] // its policy and gate may be read by the loop without mu, see Update
@@ -117,13 +116,6 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 	}
 	errs := append(p, policy.Validate())
 	full := policy.withDefaults(limits)
-	all := handler == nil && policy.Workers == 0
-	if all { // the user's own loop may take many before it settles the first
-		full.Workers = full.Window
-		if full.Order == OrderSource {
-			full.Order = OrderNone
-		}
-	}
 	if err := errors.Join(append(errs, full.fits(limits))...); err != nil {
 		return nil, fmt.Errorf("guard: open %q: %w", cfg.Name, err)
 	}
@@ -141,7 +133,6 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 		demanded:  -1,
 		epoch:     g.epochs.Add(1),
 		slowAfter: full.Breaker.Slow,
-		all:       all,
 		stormKey:  g.stormKey(cfg),
 	}
 	s.marker, _ = any(port).(Marker)
@@ -365,25 +356,14 @@ func (s *Source[M]) batchLeftLocked(started uint64) int {
 // Update changes the settings of a running source: Timeout, NoTimeout, Retry, Ramp,
 // Window and WindowBytes. Another change is refused by name; open a new source for
 // it. What is beyond a smaller window stays, and no more comes before there is room.
-// [State.Settings] may be given back with such a change. The Workers of a passive
-// source that was opened without any go with its window.
+// [State.Settings] may be given back with such a change.
 func (s *Source[M]) Update(p Policy) error {
 	s.mu.Lock()
 	old := s.c.policy
-	if s.all && p.Workers == old.Workers {
-		p.Workers = 0
-	}
 	next := p.withDefaults(s.limits)
 	err := errors.Join(p.Validate(), next.fits(s.limits))
-	switch {
-	case p.Workers != 0:
-	case s.all:
-		old.Workers, next.Workers = next.Window, next.Window
-	default:
+	if p.Workers == 0 {
 		next.Workers = old.Workers
-	}
-	if s.handler == nil && p.Order == OrderSource {
-		next.Order = old.Order
 	}
 	next.Breaker = next.Breaker.WithDefaults()
 	if p.Breaker.Slow == 0 {
@@ -406,9 +386,6 @@ func (s *Source[M]) Update(p Policy) error {
 		p := &s.c.policy // field by field: the loop reads the others without mu
 		p.Timeout, p.NoTimeout, p.Retry, p.Ramp = next.Timeout, next.NoTimeout, next.Retry, next.Ramp
 		p.Window, p.WindowBytes = next.Window, next.WindowBytes
-		if s.all {
-			p.Workers = next.Workers
-		}
 		s.timeout.Store(int64(next.Timeout))
 		s.divideLocked()
 	}

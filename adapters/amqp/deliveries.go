@@ -111,9 +111,6 @@ func guarded(ctx context.Context, g *guard.Guard, ch *amqp091.Channel, in <-chan
 	if o.policy != nil {
 		policy = *o.policy
 	}
-	if policy.Workers == 0 {
-		policy.Workers = 1
-	}
 	limits := o.limits(o.prefetch, versionOf(ch))
 	if o.prefetch > 0 {
 		_, err = o.window(&policy)

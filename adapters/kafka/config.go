@@ -137,20 +137,25 @@ func (o *options) retryPolicy(g *guard.Guard) *guard.Policy {
 	return &policy
 }
 
-// passivePolicy is the policy of a passive source. To the guard no Workers mean the whole
-// window; here they mean one message out at a time, which keeps the order of the partition
-// over retries. Who marks the last of several has asked for more.
+// passivePolicy is the policy of a passive source. Who marks the last of several has asked
+// for as many as the window has, in no order.
 func (o *options) passivePolicy(g *guard.Guard) *guard.Policy {
 	policy := g.Config().Policy
 	if o.policy != nil {
 		policy = *o.policy
 	}
-	if policy.Workers > 0 || o.batchMarks {
+	if policy.Workers > 0 || !o.batchMarks {
 		return o.policy
 	}
-	policy.Workers = 1
+	policy.Workers = min(cmp.Or(policy.Window, maxOut), maxOut)
+	if policy.Order == guard.OrderSource {
+		policy.Order = guard.OrderNone
+	}
 	return &policy
 }
+
+// maxOut is the default window, and the most Workers.
+const maxOut = 1024
 
 // cooperative tells whether a revoke leaves the session's context alive: all
 // strategies must say that they support it.

@@ -100,7 +100,8 @@ func WithKey(key func(*sarama.ConsumerMessage) []byte) Option {
 func WithSkipToNewest() Option { return func(o *options) { o.newest = true } }
 
 // WithBatchMarks is for [WrapHandler] around a loop that handles several
-// messages and marks only the last: a mark then settles every message that was
+// messages and marks only the last: as many may be out as the window has, up to 1024,
+// unless Policy.Workers says how many. A mark then settles every message that was
 // handed out before it, too, a retry among them whatever its offset. Batches must
 // be marked in the order in which they were handed out. Without it a mark settles
 // its message alone, so that workers which mark out of order lose nothing.

@@ -64,7 +64,6 @@ func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (
 		msgPort: newMsgPort(s.info.Name, conn, &o), maxDeliver: s.limits.MaxDeliver,
 		more: make(chan struct{}), parked: make(map[*taken]struct{}),
 	}
-	s.config.Policy = oneOut(g, o.policy)
 	src, err := guard.Open(g, s.config, s.limits, p, nil)
 	if err != nil {
 		return nil, fmt.Errorf("nats: wrap %s: %w", s.config.Name, err)
@@ -80,19 +79,6 @@ func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (
 			"source", s.config.Name, "max_ack_pending", most, "window", window)
 	}
 	return &wrapped{Consumer: consumer, src: src, port: p, lease: s.limits.AckWait, window: window, log: o.log}, nil
-}
-
-// oneOut is a source's policy: one message is out at a time, unless it asks for more.
-// Several keep no order, since one that fails comes again behind the others.
-func oneOut(g *guard.Guard, own *guard.Policy) *guard.Policy {
-	p := g.Config().Policy
-	if own != nil {
-		p = *own
-	}
-	if p.Workers == 0 {
-		p.Workers = 1
-	}
-	return &p
 }
 
 // override changes the window of a source that was just opened.

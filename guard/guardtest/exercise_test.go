@@ -419,7 +419,7 @@ func TestExercise(t *testing.T) {
 		{"key-4-feed", guard.OrderKey, 4, false, 0, true},
 		{"none-1", guard.OrderNone, 1, false, 0, false},
 		{"none-8", guard.OrderNone, 8, false, 16, false},
-		{"passive", guard.OrderNone, 0, true, 0, false},
+		{"passive", guard.OrderNone, 8, true, 0, false},
 		{"passive-source", guard.OrderSource, 1, true, 0, false},
 		{"passive-key", guard.OrderKey, 4, true, 0, false},
 	} {

@@ -44,7 +44,7 @@ func TestExerciseInAFleet(t *testing.T) {
 		{"source-feed", guard.OrderSource, 1, false, true},
 		{"key-4", guard.OrderKey, 4, false, false},
 		{"none-8", guard.OrderNone, 8, false, false},
-		{"passive", guard.OrderNone, 0, true, false},
+		{"passive", guard.OrderNone, 8, true, false},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			f := memoryFeatures(c.order, c.workers, c.passive)

@@ -68,9 +68,6 @@ func newRun(t testing.TB, f Features) *run {
 		Ramp:    guard.Ramp{Start: 1000, Double: 100 * time.Millisecond, For: time.Second},
 		Breaker: breaker.Config{Base: 50 * time.Millisecond, Cap: time.Second, Successes: 3},
 	}
-	if x.policy.Workers == 0 && (!f.Passive || f.Order == guard.OrderSource) {
-		x.policy.Workers = 1
-	}
 	x.sampler.Go(x.sample)
 	return x
 }
