@@ -345,5 +345,9 @@ func TestInspect(t *testing.T) {
 		})
 	}
 	cfg.Sources = []string{r.topic + "-misspelt"}
-	has(find(client2), "topic "+r.topic+"-misspelt", "does not exist")
+	missing := find(client2)
+	has(missing, "topic "+r.topic+"-misspelt", "it does not exist, or may not be seen")
+	if !slices.ContainsFunc(missing, func(f guard.Finding) bool { return f.Severity == guard.Danger && f.Where == "topic "+cfg.Sources[0] }) {
+		t.Errorf("a topic that is not there is no danger: %v", missing)
+	}
 }

@@ -141,7 +141,7 @@ func (i *inspection) topics(source string, cfg DLQConfig) error {
 		return err
 	}
 	if from == nil {
-		i.add(guard.Warning, "topic "+source, "create it", "it does not exist")
+		i.add(guard.Danger, "topic "+source, "check the name and the right to describe it, or create it", "it does not exist, or may not be seen")
 		return nil
 	}
 	i.durable(from)
