@@ -80,9 +80,8 @@ func run(ctx context.Context, brokers []string, topic string, charge func(order 
 		return err
 	}
 	defer func() { err = errors.Join(err, letters.Close()) }()
-	// With one worker the loop has one message at a time, so a retry comes before the
-	// messages behind it.
-	g, err := guard.New(guard.Config{Group: "invoices", Policy: guard.Policy{Workers: 1}}, guard.WithLogger(slog.Default()))
+	// The loop has one message at a time, so a retry comes before the messages behind it.
+	g, err := guard.New(guard.Config{Group: "invoices"}, guard.WithLogger(slog.Default()))
 	if err != nil {
 		return err
 	}
@@ -96,19 +95,9 @@ func run(ctx context.Context, brokers []string, topic string, charge func(order 
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, group.Close()) }()
 	go kafka.WatchErrors(ctx, group, slog.Default())
 
 	// This line was: h := &biller{charge}
 	h := kafka.WrapHandler(g, &biller{charge}, kafka.WithDeadLetters(letters))
-	for ctx.Err() == nil { // once for each rebalance
-		switch err := group.Consume(ctx, []string{topic}, h); {
-		case errors.Is(err, kafka.ErrUnsuitable):
-			return err // a setting that could lose messages
-		case err != nil:
-			log.Print(err)
-			time.Sleep(time.Second)
-		}
-	}
-	return nil
+	return kafka.Consume(ctx, group, []string{topic}, h) // it closes the group
 }

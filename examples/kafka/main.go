@@ -69,7 +69,6 @@ func run(ctx context.Context, brokers []string, topic string, charge func(order 
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, group.Close()) }()
 	go kafka.WatchErrors(ctx, group, slog.Default())
 
 	// A handler marks nothing: nil marks, an error retries, Permanent is for what no
@@ -82,14 +81,5 @@ func run(ctx context.Context, brokers []string, topic string, charge func(order 
 		return charge(order)
 	}
 	h := kafka.Wrap(g, handle, kafka.WithDeadLetters(letters))
-	for ctx.Err() == nil { // once for each rebalance
-		switch err := group.Consume(ctx, []string{topic}, h); {
-		case errors.Is(err, kafka.ErrUnsuitable):
-			return err // a setting that could lose messages
-		case err != nil:
-			log.Print(err)
-			time.Sleep(time.Second)
-		}
-	}
-	return nil
+	return kafka.Consume(ctx, group, []string{topic}, h) // it closes the group
 }
