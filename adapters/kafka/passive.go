@@ -4,6 +4,7 @@
 package kafka
 
 import (
+	"context"
 	"errors"
 	"sync"
 	"time"
@@ -84,10 +85,7 @@ type taken struct {
 }
 
 // passivePort is the port of the passive shape.
-type passivePort struct {
-	*claim
-	more chan struct{} // holds a token when room came; capacity 1
-}
+type passivePort struct{ *claim }
 
 func (p passivePort) Lane(m *taken) uint64                { return p.claim.Lane(m.ConsumerMessage) }
 func (p passivePort) Size(m *taken) int                   { return size(m.ConsumerMessage) }
@@ -100,16 +98,6 @@ func (p passivePort) Ack(m *taken) error {
 	return nil
 }
 
-func (p passivePort) Demand(n int) {
-	p.claim.Demand(n)
-	if n > 0 {
-		select {
-		case p.more <- struct{}{}:
-		default:
-		}
-	}
-}
-
 // wrappedClaim is the claim that a wrapped handler sees.
 //
 // Goroutines: the intake, which reads the claim, and the hand-out, which writes
@@ -120,7 +108,6 @@ type wrappedClaim struct {
 	claim *claim
 	ss    *session
 	src   *guard.Source[*taken]
-	port  passivePort
 	lease time.Duration // 0: none
 	alone bool          // one message is out at a time
 
@@ -144,17 +131,16 @@ func (w *wrappedClaim) Messages() <-chan *sarama.ConsumerMessage {
 
 // consumePassive is the passive shape.
 func (ss *session) consumePassive(c *claim, revoked <-chan struct{}) error {
-	port := passivePort{c, make(chan struct{}, 1)}
 	cfg := ss.sourceConfig(c)
 	cfg.Policy = ss.h.opts.passivePolicy(ss.h.g)
-	src, err := openClaim[*taken](ss, cfg, port, nil, revoked)
+	src, err := openClaim[*taken](ss, cfg, passivePort{c}, nil, revoked)
 	if src == nil {
 		return err
 	}
 	ss.add(c)
 	defer ss.remove(c)
 	w := &wrappedClaim{
-		ConsumerGroupClaim: c.native, claim: c, ss: ss, src: src, port: port,
+		ConsumerGroupClaim: c.native, claim: c, ss: ss, src: src,
 		lease: src.State().Settings.Timeout, alone: src.State().Settings.Workers == 1, out: make(map[int64]*out),
 		feed: make(chan *sarama.ConsumerMessage), exact: make(chan struct{}), gone: make(chan struct{}),
 	}
@@ -162,18 +148,19 @@ func (ss *session) consumePassive(c *claim, revoked <-chan struct{}) error {
 	ss.wraps[place{c.topic, c.partition}] = w
 	ss.mu.Unlock()
 
-	leave := make(chan struct{}) // the claim ends, or the loop is to begin anew
+	reading, stop := context.WithCancel(context.WithoutCancel(ss.native.Context()))
+	defer stop()
+	leave := reading.Done() // the claim ends
 	var intake, handOut sync.WaitGroup
 	over := make(chan struct{}) // the intake has ended
 	intake.Go(func() {
 		defer close(over)
-		w.intake(leave)
+		w.intake(reading)
 	})
 	handOut.Go(func() { w.handOut(leave) })
-	stop := sync.OnceFunc(func() { close(leave) })
 	var watch sync.WaitGroup
 	watch.Go(func() {
-		ss.await(c, src, over, revoked)
+		ss.await(c, src.Ended(), over, revoked)
 		stop()
 	})
 	err = w.loop(leave)
@@ -219,41 +206,24 @@ func (w *wrappedClaim) loop(leave <-chan struct{}) error {
 	}
 }
 
-// intake offers what the claim brings, and waits while the window is full.
-func (w *wrappedClaim) intake(leave <-chan struct{}) {
-	poll := time.NewTimer(time.Hour)
-	defer poll.Stop()
+// intake offers what the claim brings, and waits while the window is full. It ends with
+// ctx, the source or the claim.
+func (w *wrappedClaim) intake(ctx context.Context) {
 	for {
-		w.ss.yield(leave)
+		w.ss.yield(ctx.Done())
 		var m *sarama.ConsumerMessage
 		var ok bool
 		select {
 		case m, ok = <-w.ConsumerGroupClaim.Messages():
-		case <-leave:
+		case <-ctx.Done():
 			return
 		}
 		if !ok {
 			return
 		}
 		w.claim.marks.deliver(m.Offset)
-		t := &taken{ConsumerMessage: m}
-		for {
-			err := w.src.Offer(t)
-			if err == nil {
-				break
-			}
-			if !errors.Is(err, guard.ErrFull) {
-				return
-			}
-			poll.Reset(roomPoll) // room of less than half the window is not told
-			select {
-			case <-w.port.more:
-			case <-poll.C:
-			case <-leave:
-				return
-			}
+		if w.src.OfferWait(ctx, &taken{ConsumerMessage: m}) != nil {
+			return
 		}
 	}
 }
-
-const roomPoll = 20 * time.Millisecond

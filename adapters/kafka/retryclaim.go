@@ -170,7 +170,7 @@ func (ss *session) consumeParking(c *claim, revoked <-chan struct{}) error {
 		}
 		close(ended)
 	}()
-	ss.await(c, src, ended, revoked)
+	ss.await(c, src.Ended(), ended, revoked)
 	cancel()
 	var report, parked guard.Report
 	var ending sync.WaitGroup

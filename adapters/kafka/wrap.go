@@ -174,7 +174,7 @@ func (ss *session) consume(c *claim, revoked <-chan struct{}) error {
 		// that which ends the loop but End, below.
 		_ = src.Run(context.WithoutCancel(ss.native.Context()), c.native.Messages())
 	}()
-	ss.await(c, src, ran, revoked)
+	ss.await(c, src.Ended(), ran, revoked)
 	report := ss.endSource(c.topic, src.End)
 	if len(report.Left) == 0 {
 		<-ran
@@ -187,13 +187,15 @@ func (ss *session) consume(c *claim, revoked <-chan struct{}) error {
 // is settled: the loop itself does so before it blocks and after 64 messages, which
 // with a backlog and slow handlers is minutes. The session has the claim until
 // ConsumeClaim returns, whoever ends the source, so no mark comes too late.
-func (ss *session) await(c *claim, src guard.Control, over, revoked <-chan struct{}) {
-	look := time.NewTicker(endedPoll)
-	defer look.Stop()
-	for !src.State().Ended {
+func (ss *session) await(c *claim, ended, over, revoked <-chan struct{}) {
+	marks := time.NewTicker(markEvery)
+	defer marks.Stop()
+	for {
 		select {
-		case <-look.C:
+		case <-marks.C:
 			c.mark()
+		case <-ended:
+			return
 		case <-over:
 			return
 		case <-revoked:
@@ -205,9 +207,8 @@ func (ss *session) await(c *claim, src guard.Control, over, revoked <-chan struc
 	}
 }
 
-// endedPoll is how soon a claim is left whose source was ended elsewhere, and what is
-// settled is marked at the latest.
-const endedPoll = 100 * time.Millisecond
+// markEvery is how soon what is settled is marked at the latest.
+const markEvery = 100 * time.Millisecond
 
 // endSource ends a claim's source for the reason that the session shows.
 func (ss *session) endSource(topic string, end func(context.Context, guard.Reason) guard.Report) guard.Report {
