@@ -174,9 +174,9 @@ type desk struct {
 	tag    string        // of the consumer; "" if it is not known
 	dry    atomic.Bool   // in has ended, so that the consumer is cancelled
 
+	fault error // why the deliveries are not read any more; the intake's, until read is closed
+
 	mu     sync.Mutex
-	stash  int   // deliveries that wait for room
-	fault  error // why the deliveries are not read any more
 	handed map[uint64]*attempt
 }
 
@@ -187,28 +187,22 @@ type taken struct {
 }
 
 // intake reads every delivery at once, so that its tag is known, and offers it
-// to the source as there is room.
+// to the source as there is room: so it cannot wait there, and offers again when the
+// source has named room.
 func (d *desk) intake() {
 	defer close(d.read)
 	var stash []*taken
-	retry := time.NewTimer(time.Hour)
-	retry.Stop()
-	defer retry.Stop()
 	for in := d.in; ; {
 		for len(stash) > 0 {
 			if err := d.src.Offer(stash[0]); err != nil {
 				if !errors.Is(err, guard.ErrFull) {
 					return // the source has ended
 				}
-				retry.Reset(roomPoll) // room of less than half the window is not told
 				break
 			}
 			stash[0] = nil
 			stash = stash[1:]
 		}
-		d.mu.Lock()
-		d.stash = len(stash)
-		d.mu.Unlock()
 		if in == nil && len(stash) == 0 {
 			return
 		}
@@ -220,21 +214,16 @@ func (d *desk) intake() {
 				continue
 			}
 			if err := d.check(&m); err != nil {
-				d.mu.Lock()
 				d.fault = err
-				d.mu.Unlock()
 				return
 			}
 			stash = append(stash, &taken{Delivery: m, acked: ErrChannelGone})
 		case <-d.port.room:
-		case <-retry.C:
 		case <-d.quit:
 			return
 		}
 	}
 }
-
-const roomPoll = 20 * time.Millisecond
 
 // check takes note of a delivery's tag, and refuses one that cannot be.
 func (d *desk) check(m *amqp091.Delivery) error {
@@ -271,14 +260,18 @@ func (d *desk) handOut() {
 
 var errNotTaken = errors.New("amqp: not taken")
 
+// settledPoll is how soon it is seen that a cancelled consumer's last delivery is settled.
+const settledPoll = 20 * time.Millisecond
+
 // watch ends the source when its time has come.
 func (d *desk) watch(ctx context.Context) {
-	look := time.NewTicker(roomPoll)
+	look := time.NewTicker(settledPoll)
+	look.Stop() // until nothing more is read
 	defer look.Stop()
 	warn := time.NewTicker(min(max(time.Millisecond, d.o.timeout/64), time.Second))
 	defer warn.Stop()
 	why, gone := guard.ReasonShutdown, false
-	read, reading := d.read, true
+	read := d.read
 	w := warnings{desk: d, budget: d.src.State().Settings.WindowBytes}
 loop:
 	for {
@@ -292,31 +285,23 @@ loop:
 				why = guard.ReasonRebalance
 			}
 			break loop
+		case <-d.src.Ended():
+			break loop
 		case <-read:
-			read, reading = nil, false
-		case now := <-warn.C:
-			w.look(now)
-		case <-look.C:
-			if d.src.State().Ended {
-				break loop
-			}
-			if reading {
-				continue
-			}
-			d.mu.Lock()
-			fault, stash := d.fault, d.stash
-			d.mu.Unlock()
-			if fault != nil {
-				d.o.log.Error("the deliveries are not read any more", "source", d.o.name, "error", fault)
-			}
-			if fault != nil {
+			if d.fault != nil {
+				d.o.log.Error("the deliveries are not read any more", "source", d.o.name, "error", d.fault)
 				gone, why = true, guard.ReasonRebalance
 				break loop
 			}
+			read = nil
+			look.Reset(settledPoll)
+		case now := <-warn.C:
+			w.look(now)
+		case <-look.C:
 			if d.port.life.Load().ended() {
 				continue // closed says why
 			}
-			if stash == 0 && d.src.Account().Unsettled() == 0 {
+			if d.src.Account().Unsettled() == 0 {
 				break loop // the consumer was cancelled, and everything is settled
 			}
 		}

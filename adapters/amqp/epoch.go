@@ -55,8 +55,7 @@ type epoch struct {
 }
 
 const (
-	// lookEvery is how soon it is seen that the source was ended elsewhere, or
-	// would admit a message.
+	// lookEvery is how soon it is seen that the source would admit a message.
 	lookEvery = 100 * time.Millisecond
 	// queueTries is how often a queue may be missing: a broker that starts may
 	// not know it yet.
@@ -167,22 +166,12 @@ func (e *epoch) run(ctx context.Context) (outcome, error) {
 
 // watchSource ends ctx when the source was ended elsewhere. It ends with ctx.
 func (e *epoch) watchSource(ctx context.Context, end context.CancelCauseFunc) {
-	look := time.NewTicker(lookEvery) // a handler that hangs keeps Run from returning
-	defer look.Stop()
-	for {
-		select {
-		case <-look.C:
-			if e.src.State().Ended {
-				end(guard.ErrClosed)
-				return
-			}
-		case <-e.ran:
-			end(guard.ErrClosed)
-			return
-		case <-ctx.Done():
-			return
-		}
+	select {
+	case <-e.src.Ended(): // a handler that hangs keeps Run from returning
+	case <-e.ran:
+	case <-ctx.Done():
 	}
+	end(guard.ErrClosed)
 }
 
 // consume opens a channel and consumes.
