@@ -86,16 +86,10 @@ func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, h
 	}()
 	go func() {
 		defer stopReading()
-		look := time.NewTicker(endedPoll) // a handler that hangs keeps RunFeed from returning
-		defer look.Stop()
-		for !src.State().Ended {
-			select {
-			case <-look.C:
-			case <-ran:
-				return
-			case <-reading.Done():
-				return
-			}
+		select {
+		case <-src.Ended(): // a handler that hangs keeps RunFeed from returning
+		case <-ran:
+		case <-reading.Done():
 		}
 	}()
 	intake := make(chan error, 1)
@@ -152,9 +146,6 @@ func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, h
 	}
 	return err
 }
-
-// endedPoll is how soon the intake stops when the source was ended elsewhere.
-const endedPoll = 100 * time.Millisecond
 
 const (
 	// stopGrace is how long a stop may take beyond its timeout: for what the guard

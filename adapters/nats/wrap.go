@@ -62,7 +62,7 @@ func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (
 	warnOfConn(conn, &o, s.config.Name)
 	p := &passivePort{
 		msgPort: newMsgPort(s.info.Name, conn, &o), maxDeliver: s.limits.MaxDeliver,
-		more: make(chan struct{}), parked: make(map[*taken]struct{}),
+		parked: make(map[*taken]struct{}),
 	}
 	src, err := guard.Open(g, s.config, s.limits, p, nil)
 	if err != nil {
@@ -195,8 +195,7 @@ type passivePort struct {
 	maxDeliver int
 
 	mu     sync.Mutex
-	parked map[*taken]struct{} // taken from the server, no room in the source yet
-	more   chan struct{}       // closed and replaced when room comes
+	parked map[*taken]struct{} // taken from the server, not in the source yet
 }
 
 func (p *passivePort) Lane(m *taken) uint64     { return p.msgPort.Lane(m.Msg) }
@@ -234,14 +233,18 @@ func (p *passivePort) Return(ms []*taken, _ guard.Reason) error {
 	return p.nakAll(back, p.maxDeliver)
 }
 
-func (p *passivePort) Demand(n int) {
-	if n == 0 {
-		return
-	}
+// Demand has nothing to do: no pull opens before the one before it has found room.
+func (p *passivePort) Demand(int) {}
+
+// park begins or ends the time in which a message waits for room.
+func (p *passivePort) park(t *taken, waits bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	close(p.more)
-	p.more = make(chan struct{})
+	if waits {
+		p.parked[t] = struct{}{}
+	} else {
+		delete(p.parked, t)
+	}
 }
 
 // full tells whether a message that was pulled waits for room: another would wait
@@ -266,65 +269,33 @@ type wrapped struct {
 	short sync.Once // it was said that a batch ended early
 }
 
-// took is what the source is given for a message that was pulled; nil for a copy of
-// one that it has, or had.
-func (w *wrapped) took(m jetstream.Msg) *taken {
-	if !w.port.msgPort.took(m) {
+// offer gives a message that was pulled to the source, unless it is a copy of one that
+// the source has, or had. It waits for room, and keeps the message alive meanwhile.
+//
+// It returns nil if ctx ends first, and the message has gone back. If the source has
+// ended, [guard.ErrClosed], the message is left to its AckWait: a nak would bring it right
+// back as long as a pull is open, and each time costs a delivery.
+func (w *wrapped) offer(ctx context.Context, m jetstream.Msg) error {
+	p := w.port
+	if !p.took(m) {
 		return nil
 	}
-	return &taken{Msg: m}
-}
-
-// try gives a message to the source. One that finds no room is kept alive, and is
-// to be tried again; it is [guard.ErrFull] until then. With a source that has
-// ended, [guard.ErrClosed], it is left to its AckWait: a nak would bring it right
-// back as long as a pull is open, and each time costs a delivery. nil is no message.
-func (w *wrapped) try(t *taken) error {
-	if t == nil {
-		return nil
-	}
+	t := &taken{Msg: m}
 	err := w.src.Offer(t)
-	p := w.port
-	p.mu.Lock()
 	if errors.Is(err, guard.ErrFull) {
-		p.parked[t] = struct{}{}
-	} else {
-		delete(p.parked, t)
+		p.park(t, true)
+		err = w.src.OfferWait(ctx, t)
+		p.park(t, false)
 	}
-	p.mu.Unlock()
-	return err
-}
-
-// offer gives a message to the source, waiting for room until stop (nil) or the
-// source ends ([guard.ErrClosed]).
-func (w *wrapped) offer(t *taken, stop <-chan struct{}) error {
-	p := w.port
-	for {
-		p.mu.Lock()
-		more := p.more
-		p.mu.Unlock()
-		if err := w.try(t); !errors.Is(err, guard.ErrFull) {
-			return err
-		}
-		retry := time.NewTimer(roomPoll) // room of less than half the window is not told
-		select {
-		case <-more:
-		case <-retry.C:
-		case <-stop:
-			retry.Stop()
-			p.mu.Lock()
-			delete(p.parked, t)
-			p.mu.Unlock()
-			_ = p.nakAll([]jetstream.Msg{t.Msg}, p.maxDeliver)
-			p.msgPort.copies.settled(t.Msg, false)
-			return nil
-		}
-		retry.Stop()
+	if err == nil || errors.Is(err, guard.ErrClosed) {
+		return err
 	}
+	_ = p.nakAll([]jetstream.Msg{m}, p.maxDeliver)
+	p.copies.settled(m, false)
+	return nil
 }
 
 const (
-	roomPoll = 20 * time.Millisecond
 	// settleDown is how long a call waits for the source to hand out what it
 	// has just been offered.
 	settleDown = 20 * time.Millisecond
@@ -402,94 +373,61 @@ func (b *batch) Error() error {
 	return b.err
 }
 
-// pulled is what comes from the pull of one fetch. One goroutine uses it at a time.
-type pulled struct {
-	w    *wrapped
-	in   <-chan jetstream.Msg // nil: none is open
-	want int64                // how many it may still bring, and counts in asked
-
-	// next came and found no room: the source's bytes may be used up before its
-	// messages are. It does not keep what the source has from being handed out,
-	// since only acks of that make room.
-	next *taken
-	err  error // the source has ended; nothing more is taken
-}
-
-// more is where the next message comes from; nil while one waits, or none comes.
-func (p *pulled) more() <-chan jetstream.Msg {
-	if p.next != nil {
-		return nil
-	}
-	return p.in
-}
-
-func (p *pulled) take(m jetstream.Msg) *taken {
-	if p.want > 0 { // FetchBytes may bring more
-		p.want--
-		p.w.asked.Add(-1)
-	}
-	return p.w.took(m)
-}
-
-func (p *pulled) put(t *taken) {
-	p.next = nil
-	if err := p.w.try(t); errors.Is(err, guard.ErrFull) {
-		p.next = t
-	} else {
-		p.err = err
-	}
-}
-
-func (p *pulled) retry() {
-	if p.next != nil {
-		p.put(p.next)
-	}
-}
-
-// end takes note that the pull is over.
-func (p *pulled) end() {
-	p.w.asked.Add(-p.want)
-	p.in, p.want = nil, 0
-}
-
-// rest gives the source what comes until it ends, or the pull is over.
-func (p *pulled) rest() {
-	if p.next != nil {
-		p.err = p.w.offer(p.next, nil)
-	}
-	for p.err == nil {
-		m, ok := <-p.in
-		if !ok {
-			p.end()
-			return
+// take gives the source what a fetch's pull brings, of which want counts in asked. It
+// ends with the pull, or with the source ([guard.ErrClosed]). A message that waits for room
+// does not keep those that the source has from being handed out, since only their acks
+// make room: the source's bytes may be used up before its messages are. short says that
+// the pull has brought less than want.
+func (w *wrapped) take(pull jetstream.MessageBatch, want int64) (short bool, err error) {
+	for in := pull.Messages(); ; {
+		select {
+		case m, ok := <-in:
+			if !ok {
+				w.asked.Add(-want)
+				return want > 0, pull.Error()
+			}
+			if want > 0 { // FetchBytes may bring more
+				want--
+				w.asked.Add(-1)
+			}
+			if err := w.offer(context.Background(), m); err != nil {
+				return false, err
+			}
+		case <-w.src.Ended():
+			return false, guard.ErrClosed
 		}
-		p.err = p.w.offer(p.take(m), nil)
 	}
 }
 
 // fetch pulls what the source has room for and hands out what it lets through.
-// It starts a goroutine that ends when what the pull brought is handed out, and
-// after wait, or shortly after it, at the latest. When messages that were held have
-// filled the batch, or the source has no room for what is pulled, the pull goes on
-// until it ends, and what it brings is a later call's: that pulls less.
+// It starts two goroutines. One hands out, and ends when what the pull brought is handed
+// out, and after wait, or shortly after it, at the latest. The other is [wrapped.take]: when
+// messages that were held have filled the batch, or the source has no room for what is
+// pulled, the pull goes on until it ends, and what it brings is a later call's: that pulls
+// less.
 func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.MessageBatch, error)) (jetstream.MessageBatch, error) {
 	st := w.src.State()
 	if st.Ended {
 		return nil, guard.ErrClosed
 	}
-	p := &pulled{w: w}
-	var inner jetstream.MessageBatch
+	var pulling chan struct{} // closed when the pull has ended; nil if none is open
+	var short bool
+	var pullErr error
 	want := int64(min(most, st.Room)) - w.asked.Load()
 	if w.port.full() {
 		want = 0
 	}
 	if want > 0 || most < 1 { // the client says what is wrong with fewer than 1
-		var err error
-		if inner, err = pull(int(max(0, want))); err != nil {
+		inner, err := pull(int(max(0, want)))
+		if err != nil {
 			return nil, err
 		}
-		p.in, p.want = inner.Messages(), want
 		w.asked.Add(want)
+		pulling = make(chan struct{})
+		go func() {
+			defer close(pulling)
+			short, pullErr = w.take(inner, want)
+		}()
 	}
 	b := &batch{out: make(chan jetstream.Msg, max(0, min(most, w.window)))}
 	fail := func(err error) {
@@ -503,24 +441,21 @@ func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.
 		defer deadline.Stop()
 		look := time.NewTicker(settleDown)
 		defer look.Stop()
-		over, given := false, 0
-		for idle := 0; given < cap(b.out) && idle < stuck && p.err == nil; {
+		ended, over, given := false, false, 0
+		for idle := 0; given < cap(b.out) && idle < stuck && !ended; {
 			select {
-			case m, ok := <-p.more():
-				if ok {
-					p.put(p.take(m))
-					continue
-				}
-				err := inner.Error()
-				fail(err)
+			case <-pulling:
+				pulling = nil
+				fail(pullErr)
 				// A pull that brought all leaves the rest of the wait to the source, if
 				// it holds, which may be for less than that.
-				over = over || p.want > 0 || err != nil
-				p.end()
+				over = over || short || pullErr != nil
+			case <-w.src.Ended():
+				ended = true
+				fail(guard.ErrClosed)
 			case it, ok := <-w.src.Ready():
 				if !ok {
-					p.err = guard.ErrClosed
-					continue
+					continue // it has ended
 				}
 				idle = 0
 				given++
@@ -528,22 +463,15 @@ func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.
 			case <-deadline.C:
 				over = true
 			case <-look.C:
-				p.retry()
 				a := w.src.Account()
 				switch {
-				case p.more() != nil || !over && (given == 0 || a.Held > 0):
+				case pulling != nil && !w.port.full() || !over && (given == 0 || a.Held > 0):
 				case a.Waiting == 0:
 					idle += stuck / 2
 				default:
 					idle++
 				}
 			}
-		}
-		switch {
-		case p.err != nil:
-			fail(p.err)
-		case p.in != nil:
-			go p.rest() // ends with the pull
 		}
 		w.sayShort(given, cap(b.out))
 	}()
@@ -567,53 +495,57 @@ func (w *wrapped) Consume(handler jetstream.MessageHandler, opts ...jetstream.Pu
 	if handler == nil {
 		return nil, jetstream.ErrHandlerRequired
 	}
-	c := &wrappedConsume{stop: make(chan struct{}), closed: make(chan struct{})}
+	ctx, stop := context.WithCancel(context.Background())
+	c := &wrappedConsume{stop: stop, closed: make(chan struct{})}
 	var inner jetstream.ConsumeContext
 	opened := make(chan struct{})
 	inner, err := w.Consumer.Consume(func(m jetstream.Msg) {
-		if w.offer(w.took(m), c.stop) != nil {
+		if w.offer(ctx, m) != nil {
 			<-opened
 			inner.Stop() // here, for the program's handler may not return for long
 		}
 	}, opts...)
 	if err != nil {
+		stop()
 		return nil, err
 	}
 	c.ConsumeContext = inner
 	close(opened)
 	go func() { // ends with Stop, Drain, the source or the pull
 		defer close(c.closed)
-		w.pump(c.stop, inner.Closed(), func(m jetstream.Msg) { handler(m) })
+		w.pump(ctx.Done(), inner.Closed(), func(m jetstream.Msg) { handler(m) })
 		inner.Stop()
 	}()
 	return c, nil
 }
 
-// pump hands messages to f until stop, or until the pull is closed and nothing
-// is left that may be handled.
+// pump hands messages to f until stop, until the source ends, or until the pull is closed
+// and nothing is left that may be handled.
 func (w *wrapped) pump(stop, closed <-chan struct{}, f func(jetstream.Msg)) {
-	look := time.NewTicker(settleDown)
-	defer look.Stop()
-	for idle := 0; idle < 2; {
+	for idle, over := 0, false; idle < 2; {
 		select {
 		case <-stop:
 			return
 		default:
 		}
+		var look <-chan time.Time
+		if over {
+			look = time.After(settleDown)
+		}
 		select {
+		case <-w.src.Ended():
+			return
 		case it, ok := <-w.src.Ready():
 			if !ok {
 				return
 			}
 			idle = 0
 			f(w.hand(it))
-		case <-look.C:
-			select {
-			case <-closed:
-				if w.drained() {
-					idle++
-				}
-			default:
+		case <-closed:
+			closed, over = nil, true
+		case <-look:
+			if w.drained() {
+				idle++
 			}
 		case <-stop:
 			return
@@ -624,12 +556,12 @@ func (w *wrapped) pump(stop, closed <-chan struct{}, f func(jetstream.Msg)) {
 // wrappedConsume is the context of a wrapped Consume.
 type wrappedConsume struct {
 	jetstream.ConsumeContext
-	once         sync.Once
-	stop, closed chan struct{}
+	stop   context.CancelFunc
+	closed chan struct{}
 }
 
 func (c *wrappedConsume) Stop() {
-	c.once.Do(func() { close(c.stop) })
+	c.stop()
 	c.ConsumeContext.Stop()
 }
 
@@ -641,7 +573,8 @@ func (w *wrapped) Messages(opts ...jetstream.PullMessagesOpt) (jetstream.Message
 	if err != nil {
 		return nil, err
 	}
-	return &iterator{w: w, inner: inner, stop: make(chan struct{})}, nil
+	ctx, stop := context.WithCancel(context.Background())
+	return &iterator{w: w, inner: inner, ctx: ctx, stop: stop}, nil
 }
 
 // iterator is a wrapped MessagesContext. One goroutine at most asks the client
@@ -650,8 +583,8 @@ func (w *wrapped) Messages(opts ...jetstream.PullMessagesOpt) (jetstream.Message
 type iterator struct {
 	w     *wrapped
 	inner jetstream.MessagesContext
-	once  sync.Once
-	stop  chan struct{}
+	ctx   context.Context //nolint:containedctx // until Stop
+	stop  context.CancelFunc
 
 	next   sync.Mutex // held through Next
 	asking chan error // its answer; nil if nobody asks
@@ -675,11 +608,9 @@ func (it *iterator) Next(opts ...jetstream.NextOpt) (jetstream.Msg, error) {
 	if ctx != nil {
 		ended = ctx.Done()
 	}
-	look := time.NewTicker(settleDown)
-	defer look.Stop()
 	for idle := 0; idle < 2; {
 		select {
-		case <-it.stop:
+		case <-it.ctx.Done():
 			return nil, jetstream.ErrMsgIteratorClosed
 		default:
 		}
@@ -689,14 +620,20 @@ func (it *iterator) Next(opts ...jetstream.NextOpt) (jetstream.Msg, error) {
 			go func() {
 				m, err := it.inner.Next()
 				if err == nil {
-					if err = it.w.offer(it.w.took(m), it.stop); err != nil {
+					if err = it.w.offer(it.ctx, m); err != nil {
 						it.inner.Stop()
 					}
 				}
 				answer <- err
 			}()
 		}
+		var look <-chan time.Time
+		if it.over {
+			look = time.After(settleDown)
+		}
 		select {
+		case <-it.w.src.Ended():
+			return nil, guard.ErrClosed
 		case item, ok := <-it.w.src.Ready():
 			if !ok {
 				return nil, guard.ErrClosed
@@ -711,15 +648,15 @@ func (it *iterator) Next(opts ...jetstream.NextOpt) (jetstream.Msg, error) {
 			default:
 				return nil, err
 			}
-		case <-look.C:
-			if it.over && it.w.drained() {
+		case <-look:
+			if it.w.drained() {
 				idle++
 			}
 		case <-limit:
 			return nil, nats.ErrTimeout
 		case <-ended:
 			return nil, ctx.Err()
-		case <-it.stop:
+		case <-it.ctx.Done():
 			return nil, jetstream.ErrMsgIteratorClosed
 		}
 	}
@@ -747,7 +684,7 @@ func nextOptions(opts []jetstream.NextOpt) (timeout time.Duration, ctx context.C
 }
 
 func (it *iterator) Stop() {
-	it.once.Do(func() { close(it.stop) })
+	it.stop()
 	it.inner.Stop()
 }
 

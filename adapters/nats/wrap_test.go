@@ -620,6 +620,72 @@ func TestWrappedSourceEndsDuringAPull(t *testing.T) {
 	}
 }
 
+// A call that waits for a message ends as soon as the source does, and not when the
+// program has settled the messages that it has.
+func TestWrappedWaitsEndWithTheSource(t *testing.T) {
+	t.Parallel()
+	for name, wait := range map[string]func(c jetstream.Consumer) error{
+		"fetch": func(c jetstream.Consumer) error {
+			b, err := c.Fetch(1, jetstream.FetchMaxWait(time.Minute))
+			if err != nil {
+				return err
+			}
+			for range b.Messages() {
+			}
+			return b.Error()
+		},
+		"messages": func(c jetstream.Consumer) error {
+			it, err := c.Messages()
+			if err != nil {
+				return err
+			}
+			defer it.Stop()
+			_, err = it.Next()
+			return err
+		},
+		"consume": func(c jetstream.Consumer) error {
+			cc, err := c.Consume(func(jetstream.Msg) {})
+			if err != nil {
+				return err
+			}
+			<-cc.Closed()
+			return guard.ErrClosed
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t, jetstream.ConsumerConfig{})
+			g := adaptertest.Guard(t, guard.Config{})
+			w := wrap(t, g, r.consumer)
+			r.publish(t, subject, 0, 1)
+			m, err := w.Next()
+			if err != nil {
+				t.Fatal(err)
+			}
+			ended := make(chan error, 1)
+			go func() { ended <- wait(w) }()
+			adaptertest.Eventually(t, "the call waits", func() bool { return r.info(t).NumWaiting > 0 })
+			closed := make(chan struct{})
+			go func() {
+				defer close(closed)
+				_, _ = g.Close(context.Background())
+			}()
+			if err := <-ended; !errors.Is(err, guard.ErrClosed) {
+				t.Error(err)
+			}
+			select {
+			case <-closed:
+				t.Error("the source has not waited for the message")
+			default:
+			}
+			if err := m.Ack(); err != nil {
+				t.Error(err)
+			}
+			<-closed
+		})
+	}
+}
+
 // While the source holds, calls return empty in their time, nothing is
 // delivered twice, and it all comes later.
 func TestWrappedHold(t *testing.T) {
