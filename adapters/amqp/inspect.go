@@ -173,7 +173,9 @@ type queueInfo struct {
 	Arguments  map[string]any
 	Policy     map[string]any `json:"effective_policy_definition"`
 	Messages   int
-	Persistent int `json:"messages_persistent"`
+	Persistent int      `json:"messages_persistent"`
+	Members    []string // of a quorum queue or a stream
+	Mirrors    []string `json:"slave_nodes"` // of a classic queue, before RabbitMQ 4
 }
 
 func (x *inspector) queue(ctx context.Context, name string) (*queueInfo, error) {
@@ -218,6 +220,28 @@ func (x *inspector) policy(q *queueInfo, definition string) string {
 		x.in.VHost, q.Name, q.Name, definition)
 }
 
+// placement looks at how many nodes keep the queue.
+func (x *inspector) placement(q *queueInfo) {
+	switch {
+	case q.Type == string(Classic):
+		what := "it is a classic queue: one node keeps it"
+		if len(q.Mirrors) > 0 {
+			what = "it is a mirrored classic queue: RabbitMQ 4 has no mirrors"
+		}
+		if q.Name == x.in.Queue {
+			what += ". It counts no deliveries, so a message that crashes its consumer does so for ever"
+		}
+		x.add(guard.Warning, q, what, "move to a quorum queue of another name: "+DLQConfig{Queue: "NAME", Kind: Quorum}.command())
+	case len(q.Members) == 1:
+		add := "rabbitmq-queues add_member"
+		if q.Type == string(Stream) {
+			add = "rabbitmq-streams add_replica"
+		}
+		x.add(guard.Warning, q, "it has one replica: the disk of one node is all there is",
+			fmt.Sprintf("add nodes to the cluster, then: %s -p %s %s NODE", add, x.in.VHost, q.Name))
+	}
+}
+
 // source looks at the queue that is consumed.
 func (x *inspector) source(ctx context.Context, q *queueInfo) error {
 	switch {
@@ -231,6 +255,7 @@ func (x *inspector) source(ctx context.Context, q *queueInfo) error {
 			"publish with delivery mode 2")
 	default:
 	}
+	x.placement(q)
 	if q.AutoDelete || q.Exclusive {
 		x.add(guard.Danger, q, "it is deleted when its last consumer goes, as it does in a long hold and when the connection breaks", "declare it anew with auto_delete and exclusive false")
 	}
@@ -282,6 +307,9 @@ func (x *inspector) limits(ctx context.Context, q *queueInfo) error {
 			return err
 		}
 		x.strategy(q, quorum, toDLX)
+	case x.in.DLQ == "":
+		x.add(guard.Warning, q, "it has no dead-letter exchange, and no queue of dead letters is named: a message that keeps failing has nowhere to go and stops the queue",
+			"amqp.NewDLQ and amqp.WithDeadLetters in the program, and its queue here: Target.DLQ, or --dlq")
 	default:
 	}
 	if limited && x.in.Prefetch >= manyPrefetched {
@@ -345,6 +373,7 @@ func (x *inspector) deadLetters(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	x.placement(q)
 	if !q.Durable || q.AutoDelete || q.Exclusive {
 		x.add(guard.Danger, q, "it is not durable, or deleted with its last consumer: dead letters are lost with it", "delete it, and "+DLQConfig{Queue: x.in.DLQ, Kind: Quorum}.command())
 	}

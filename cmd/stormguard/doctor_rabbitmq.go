@@ -5,13 +5,9 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
-	"fmt"
-	"io"
 	"net/http"
 	"net/url"
-	"slices"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -73,8 +69,7 @@ doctor --help" has the details.`,
 	return cmd
 }
 
-// inspectRabbitMQ looks as [amqp.Inspect] does, and at what that leaves out: how
-// many nodes keep the queues, and whether dead letters have a place at all.
+// inspectRabbitMQ looks as [amqp.Inspect] does; a queue that is not there is a finding.
 func inspectRabbitMQ(ctx context.Context, target amqp.Target) ([]guard.Finding, error) {
 	found, err := amqp.Inspect(ctx, target)
 	if errors.Is(err, amqp.ErrQueueGone) {
@@ -84,105 +79,7 @@ func inspectRabbitMQ(ctx context.Context, target amqp.Target) ([]guard.Finding, 
 			Fix:  "check --queue and --vhost, or: " + declareQuorum(target.Queue),
 		}}, nil
 	}
-	if err != nil {
-		return nil, err
-	}
-	q, err := describeQueue(ctx, target, target.Queue)
-	if err != nil || q == nil {
-		return found, err
-	}
-	more := q.placement(target)
-	if target.DLQ == "" && !target.Native && !q.deadLetters() {
-		more = append(more, guard.Finding{
-			Severity: guard.Warning, Where: queueName(target.VHost, q.Name),
-			What: "it has no dead-letter exchange, and no --dlq is given: a message that keeps failing has nowhere to go and stops the queue",
-			Fix:  "amqp.NewDLQ and amqp.WithDeadLetters in the program, and --dlq here",
-		})
-	}
-	if target.DLQ != "" {
-		letters, err := describeQueue(ctx, target, target.DLQ)
-		if err != nil {
-			return append(found, more...), err
-		}
-		if letters != nil { // Inspect says that it does not exist
-			more = append(more, letters.placement(target)...)
-		}
-	}
-	found = append(found, more...)
-	slices.SortStableFunc(found, func(a, b guard.Finding) int { return int(b.Severity) - int(a.Severity) })
-	return found, nil
-}
-
-// queueInfo is a queue as the management API tells it.
-type queueInfo struct {
-	Name      string         `json:"name"`
-	Type      string         `json:"type"`
-	Arguments map[string]any `json:"arguments"`
-	Policy    map[string]any `json:"effective_policy_definition"`
-	Members   []string       `json:"members"`     // of a quorum queue or a stream
-	Mirrors   []string       `json:"slave_nodes"` // of a classic queue, before RabbitMQ 4
-}
-
-// describeQueue asks for a queue; nil if there is none of that name.
-func describeQueue(ctx context.Context, target amqp.Target, name string) (*queueInfo, error) {
-	u, err := url.Parse(target.API)
-	if err != nil {
-		return nil, errors.New("the address of the API cannot be read")
-	}
-	u = u.JoinPath("api", "queues", url.PathEscape(target.VHost), url.PathEscape(name))
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, u.String(), nil)
-	if err != nil {
-		return nil, errors.New("the address of the API cannot be used")
-	}
-	resp, err := target.Client.Do(req)
-	if err != nil {
-		return nil, connectError(u.Redacted(), err)
-	}
-	defer resp.Body.Close() //nolint:errcheck // it was read
-	switch resp.StatusCode {
-	case http.StatusOK:
-	case http.StatusNotFound:
-		return nil, nil //nolint:nilnil // there is none
-	default:
-		return nil, fmt.Errorf("%s: %s", u.Redacted(), resp.Status)
-	}
-	var q queueInfo
-	if err := json.NewDecoder(io.LimitReader(resp.Body, 16<<20)).Decode(&q); err != nil {
-		return nil, fmt.Errorf("%s: %w", u.Redacted(), err)
-	}
-	return &q, nil
-}
-
-func (q *queueInfo) deadLetters() bool {
-	_, byArgument := q.Arguments["x-dead-letter-exchange"]
-	_, byPolicy := q.Policy["dead-letter-exchange"]
-	return byArgument || byPolicy
-}
-
-// placement looks at how many nodes keep the queue.
-func (q *queueInfo) placement(target amqp.Target) []guard.Finding {
-	f := guard.Finding{Severity: guard.Warning, Where: queueName(target.VHost, q.Name)}
-	switch {
-	case q.Type == string(amqp.Classic):
-		f.What = "it is a classic queue: one node keeps it"
-		if len(q.Mirrors) > 0 {
-			f.What = "it is a mirrored classic queue: RabbitMQ 4 has no mirrors"
-		}
-		if q.Name == target.Queue {
-			f.What += ". It counts no deliveries, so a message that crashes its consumer does so for ever"
-		}
-		f.Fix = "move to a quorum queue of another name: " + declareQuorum("NAME")
-	case len(q.Members) == 1:
-		f.What = "it has one replica: the disk of one node is all there is"
-		add := "rabbitmq-queues add_member"
-		if q.Type == string(amqp.Stream) {
-			add = "rabbitmq-streams add_replica"
-		}
-		f.Fix = fmt.Sprintf("add nodes to the cluster, then: %s -p %s %s NODE", add, target.VHost, q.Name)
-	default:
-		return nil
-	}
-	return []guard.Finding{f}
+	return found, err
 }
 
 func declareQuorum(name string) string {

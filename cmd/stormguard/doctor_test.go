@@ -21,7 +21,6 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 	"github.com/rabbitmq/amqp091-go"
 
-	"github.com/stormguard-mq/stormguard/adapters/amqp"
 	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/access"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
@@ -260,7 +259,7 @@ func testDoctorRabbitMQ(t *testing.T, kind brokers.Kind) {
 	}
 	const (
 		classic = "warning  queue /orders: it is a classic queue: one node keeps it. It counts no deliveries"
-		noPlace = "warning  queue /orders: it has no dead-letter exchange, and no --dlq is given"
+		noPlace = "warning  queue /orders: it has no dead-letter exchange, and no queue of dead letters is named"
 		expire  = "danger   queue /orders: its messages expire after 1m0s"
 	)
 	for _, c := range []struct {
@@ -274,7 +273,7 @@ func testDoctorRabbitMQ(t *testing.T, kind brokers.Kind) {
 		{[]string{"--queue", "quorum", "--prefetch", "10"}, exitError, []string{"warning  queue /quorum: it has one replica"}},
 		{[]string{"--queue", "quorum", "--prefetch", "10", "--fail-on", "danger"}, exitOK, []string{"warning  queue /quorum: it has one replica"}},
 		{[]string{"--queue", "quorum", "--prefetch", "10", "--dlq", "typo"}, exitError,
-			[]string{"warning  queue /typo: it does not exist", "warning  queue /quorum: it has one replica"}},
+			[]string{"warning  queue /quorum: it has one replica", "warning  queue /typo: it does not exist"}},
 		{[]string{"--queue", "typo"}, exitError, []string{"danger   queue /typo: it does not exist"}},
 	} {
 		args := append([]string{"doctor", "rabbitmq", "--url", info["management"]}, c.args...)
@@ -312,28 +311,4 @@ func begins(stdout string, want []string) bool {
 		}
 	}
 	return true
-}
-
-// Replicas by what the API answers of queues that one node cannot have.
-func TestPlacement(t *testing.T) {
-	target := amqp.Target{VHost: "v", Queue: "q"}
-	for _, c := range []struct {
-		q         queueInfo
-		what, fix string // empty: nothing found
-	}{
-		{queueInfo{Name: "q", Type: "quorum", Members: []string{"a", "b", "c"}}, "", ""},
-		{queueInfo{Name: "q", Type: "quorum", Members: []string{"a"}}, "it has one replica", "rabbitmq-queues add_member -p v q"},
-		{queueInfo{Name: "s", Type: "stream", Members: []string{"a"}}, "it has one replica", "rabbitmq-streams add_replica -p v s"},
-		{queueInfo{Name: "q", Type: "classic", Mirrors: []string{"b"}}, "it is a mirrored classic queue", "quorum"},
-		{queueInfo{Name: "d", Type: "classic"}, "it is a classic queue: one node keeps it", "quorum"},
-	} {
-		found := c.q.placement(target)
-		if c.what == "" && len(found) > 0 || c.what != "" && (len(found) != 1 || !strings.HasPrefix(found[0].What, c.what) ||
-			!strings.Contains(found[0].Fix, c.fix) || found[0].Where != "queue v/"+c.q.Name) {
-			t.Errorf("%+v: %v", c.q, found)
-		}
-		if c.q.Name != "q" && len(found) > 0 && strings.Contains(found[0].What, "crashes") {
-			t.Errorf("of a queue of dead letters: %s", found[0].What)
-		}
-	}
 }
