@@ -17,7 +17,7 @@ func TestAllocs(t *testing.T) {
 	closed, open, half := must(t, Config{Ratio: 0.99, NoRun: true}), must(t, Config{}), must(t, Config{})
 	open.Force(0, 0, "test")
 	half.Trip(0, "test")
-	admit(t, half, sec)
+	probe := admit(t, half, sec)
 	s := mustScopes(t, ScopesConfig{})
 	a, b, c := leaf(t, s, "g", "t", "a"), leaf(t, s, "g", "t", "b"), leaf(t, s, "g", "t", "c")
 	a.Trip(0, "test")
@@ -34,7 +34,9 @@ func TestAllocs(t *testing.T) {
 		"reject, parent":       func() { c.Enter(); c.Admit(0, 1) },
 		"Tick":                 func() { now += sec; closed.Tick(now) },
 		"Snapshot":             func() { closed.Snapshot(now) },
-		"Suspect":              func() { closed.Suspect(1) },
+		"Life":                 func() { closed.Life() },
+		"Passing":              func() { half.Passing() },
+		"Renew":                func() { half.Renew(sec, probe) },
 		"Changes without any":  func() { buf = closed.Changes(buf[:0]) },
 		"a late token":         func() { open.Success(0, Token{gen: 1}); open.Failure(0, Token{gen: 1}, true) },
 		"a settled zero token": func() { open.Exclude(0, Token{}) },

@@ -57,8 +57,12 @@ const (
 	CauseProbe Cause = "probe"
 	// CauseLost is a probe that outlived its lease.
 	CauseLost Cause = "probe lost"
-	// CauseQuorum is a parent scope with too many children not closed.
+	// CauseQuorum is a parent scope with too many children not closed, or, in a
+	// [Change] to Closed, with no longer too many.
 	CauseQuorum Cause = "quorum"
+	// CauseReleased is the cause of a [Change] to Closed of a parent scope whose
+	// child was released, as by a shutdown: nothing has recovered.
+	CauseReleased Cause = "released"
 )
 
 // A Change is one step between states, or a longer open period (From and To
@@ -113,18 +117,18 @@ type Breaker struct {
 
 	rung     int
 	remember time.Duration // a trip until then goes on from rung; -1: none
-	opened   time.Duration // when the breaker was last closed and opened
+	down     time.Duration // since when nothing succeeds: the trip, or the last probe that passed at half pace
 	flaps    int           // trips in a row, each within Memory of a close
 
 	gb      *gobreaker.TwoStepCircuitBreaker[struct{}]
 	verdict bool            // what ReadyToTrip answers
 	judged  gobreaker.State // what gobreaker last changed to
-	byHand  bool            // this phase is judged without gobreaker; see settleLocked
+	byHand  bool            // this phase is judged without gobreaker; see admitSlow
 	out     []*probe
 	passed  int    // probes that succeeded in this phase, since one failed
 	pace    int    // of this phase: see probePassed
 	head    uint64 // whose probe failed last
-	past    uint64 // successes of counters that were detached
+	life    uint64 // successes of attached counters, as far as they were read
 
 	promised time.Duration // the latest end that a force was given: no hold before
 }
@@ -159,9 +163,8 @@ func (e *epoch) deadline() time.Duration { return time.Duration(e.until.Load()) 
 
 // feed is one attached counter.
 type feed struct {
-	read  func() uint64
-	first uint64 // what it said when it was attached
-	last  uint64
+	read func() uint64
+	last uint64
 }
 
 // run is the attempts that failed with no success between them.
@@ -319,7 +322,8 @@ func (b *Breaker) Success(now time.Duration, t Token) {
 // run's deliveries are told apart by their first attempts; see
 // [Breaker.FailureOf] for a scope whose workers retry side by side.
 //
-// It takes the breaker's lock and reads the attached counters.
+// It takes the breaker's lock and reads the attached counters. The ratio is judged
+// here alone: a success never opens a breaker, be it the one that completes MinSample.
 func (b *Breaker) Failure(now time.Duration, t Token, first bool) {
 	b.fail(now, t, first, 0, failed)
 }
@@ -396,7 +400,8 @@ func (b *Breaker) Renew(now time.Duration, t Token) bool {
 		return false
 	}
 	b.mu.Lock()
-	defer b.mu.Unlock()
+	defer b.unlock(now)
+	b.expireLocked(now)
 	e := b.epoch.Load()
 	if t.probe.settled || t.probe.gen != e.gen {
 		return false
@@ -418,44 +423,42 @@ func (b *Breaker) Renew(now time.Duration, t Token) bool {
 func (b *Breaker) Attach(read func() uint64) (detach func()) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	n := read()
-	f := &feed{read: read, first: n, last: n}
+	f := &feed{read: read, last: read()}
 	b.feeds = append(b.feeds, f)
 	return func() {
 		b.mu.Lock()
 		defer b.mu.Unlock()
 		if i := slices.Index(b.feeds, f); i >= 0 {
-			if n := f.take(); n > 0 && b.Closed() {
+			if n := b.takeLocked(f); n > 0 && b.Closed() {
 				b.win.succeeded(n, false)
 				b.fresh = true
 			}
-			b.past += f.last - min(f.first, f.last)
 			b.feeds = slices.Delete(b.feeds, i, i+1)
 		}
 	}
 }
 
-func (f *feed) take() uint64 {
+// takeLocked is what f counted since it was last read.
+func (b *Breaker) takeLocked(f *feed) uint64 {
 	n := f.read()
-	d := n - f.last
-	if n < f.last {
-		d = 0
-	}
+	d := n - min(n, f.last)
 	f.last = n
+	b.life += d
 	return d
 }
 
-// Life counts what the attached counters have counted since they were attached:
-// the successes of everything that shares the scope, in whatever state. A success
-// that came between two failures of a message is a sign that the message, and not
-// its dependency, is at fault. It takes the breaker's lock.
+// Life counts what the attached counters have counted since they were attached, those
+// that were detached included: the successes of everything that shares the scope, in
+// whatever state. It never goes down. A success that came between two failures of a
+// message is a sign that the message, and not its dependency, is at fault. It takes
+// the breaker's lock.
 func (b *Breaker) Life() uint64 {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	n := b.past
+	n := b.life
 	for _, f := range b.feeds {
-		if v := f.read(); v > f.first {
-			n += v - f.first
+		if v := f.read(); v > f.last {
+			n += v - f.last
 		}
 	}
 	return n
@@ -525,7 +528,8 @@ func (b *Breaker) Release(now time.Duration) {
 }
 
 // Trip opens the breaker as if it had judged so itself: the ladder applies.
-// Half-open it counts like a failed probe; open it does nothing.
+// Half-open it ends the phase, whatever its pace, as a failed first probe does; open
+// it does nothing.
 func (b *Breaker) Trip(now time.Duration, cause Cause) {
 	b.mu.Lock()
 	defer b.unlock(now)
@@ -591,7 +595,7 @@ type Snapshot struct {
 	Run       int     // failed attempts with no success between
 
 	ProbesOut    int
-	ProbesPassed int // successes towards Config.Successes
+	ProbesPassed int // successes in a row, towards Config.Successes or its multiple
 	Generation   uint64
 }
 
@@ -656,7 +660,7 @@ func (b *Breaker) collectLocked(now time.Duration) {
 	n := ok - b.okSeen
 	b.okSeen = ok
 	for _, f := range b.feeds {
-		n += f.take()
+		n += b.takeLocked(f)
 	}
 	if n > 0 {
 		b.win.succeeded(n, crossed)
@@ -683,7 +687,7 @@ func (b *Breaker) tripLocked(now time.Duration, cause Cause) {
 		b.flaps = min(b.flaps+1, maxFlaps)
 	}
 	b.rung = max(b.rungLocked(now), 1)
-	b.opened = now
+	b.down = now
 	b.tripGobreaker(b.gb)
 	b.openLocked(now, cause, b.periodLocked(now), false)
 }
@@ -691,7 +695,7 @@ func (b *Breaker) tripLocked(now time.Duration, cause Cause) {
 // climbLocked goes one rung up, if the next period may last longer than that of the
 // rung it leaves.
 func (b *Breaker) climbLocked(now time.Duration) {
-	if d := b.cfg.Period(b.rung); b.cfg.PeriodAfter(b.rung+1, now-b.opened) >= d {
+	if d := b.cfg.Period(b.rung); b.cfg.PeriodAfter(b.rung+1, now-b.down) >= d {
 		b.rung = min(b.rung+1, b.top)
 	}
 }
@@ -707,7 +711,7 @@ func (b *Breaker) rungLocked(now time.Duration) int {
 
 // periodLocked is the open period that begins now.
 func (b *Breaker) periodLocked(now time.Duration) time.Duration {
-	d := b.cfg.PeriodAfter(b.rung, now-b.opened)
+	d := b.cfg.PeriodAfter(b.rung, now-b.down)
 	if b.cfg.Jitter > 0 {
 		d = jittered(d, b.cfg.Jitter, b.rand())
 	}
@@ -736,7 +740,7 @@ func (b *Breaker) closeLocked(now time.Duration, cause Cause) {
 	b.rung = max(b.rung-1, 0)
 	b.remember = later(now, b.cfg.Memory)
 	for _, f := range b.feeds {
-		f.take()
+		b.takeLocked(f)
 	}
 	b.win.reset(now)
 	b.okSeen, b.fresh, b.run = 0, false, run{}
@@ -752,7 +756,7 @@ func (b *Breaker) moveLocked(now time.Duration, e *epoch, cause Cause, openFor t
 	clear(b.out)
 	b.out, b.passed, b.pace, b.head = b.out[:0], 0, 0, 0
 	if prev.state == Closed && e.state == Open {
-		b.opened = now
+		b.down = now
 	}
 	b.publishLocked(e)
 	if prev.state == Closed && e.state == Closed {
@@ -797,12 +801,13 @@ func (b *Breaker) roomLocked(e *epoch, now time.Duration) {
 	e.until.Store(int64(first))
 }
 
-// expireLocked ends the phase if a probe outlived its lease.
+// expireLocked settles the probes that outlived their leases.
 func (b *Breaker) expireLocked(now time.Duration) {
-	for _, p := range b.out {
-		if p.deadline <= now {
+	for i := 0; i < len(b.out); { // settled, a probe is out no more; the phase may end
+		if p := b.out[i]; p.deadline <= now {
 			b.settleLocked(now, p, lost)
-			return
+		} else {
+			i++
 		}
 	}
 }
@@ -846,6 +851,9 @@ func (b *Breaker) settleLocked(now time.Duration, p *probe, o outcome) {
 	case o == passed:
 		b.passed++
 		b.pace = min(b.pace+probePassed, maxPace)
+		if b.pace >= maxPace/2 {
+			b.down = now
+		}
 		b.tellLocked(p, nil)
 		if b.byHand && b.passed >= b.cfg.Successes<<b.flaps {
 			b.gb, b.judged = b.newGobreaker(), gobreaker.StateClosed
@@ -859,7 +867,7 @@ func (b *Breaker) settleLocked(now time.Duration, p *probe, o outcome) {
 		return
 	case b.pace > 0:
 		b.pace-- // others succeed: slower, and not stopped
-		b.head, b.passed, b.byHand = p.head, 0, true
+		b.head, b.passed = p.head, 0
 	default:
 		b.tellLocked(p, errFailed)
 		if b.byHand {
@@ -869,7 +877,10 @@ func (b *Breaker) settleLocked(now time.Duration, p *probe, o outcome) {
 		b.openLocked(now, probeCause[o], b.periodLocked(now), false)
 		return
 	}
-	e.passing.Store(b.pace > 0)
+	if passing := b.pace > 0; passing != e.passing.Load() {
+		e.passing.Store(passing)
+		b.changed = true // so is its vote
+	}
 	b.roomLocked(e, now)
 }
 
@@ -888,7 +899,9 @@ const (
 
 var probeCause = [...]Cause{failed: CauseProbe, down: CauseProbe, tooSlow: CauseSlow, lost: CauseLost}
 
-// tellLocked passes a probe's outcome to gobreaker, whose answer is in judged.
+// tellLocked passes a probe's outcome to gobreaker, whose answer is in judged. A failure
+// that only slows the phase is not told, and keeps its place there for good, so that
+// gobreaker never closes a phase that had one.
 func (b *Breaker) tellLocked(p *probe, err error) {
 	if p.done != nil {
 		p.done(err)

@@ -20,26 +20,101 @@ func bothClocks(t *testing.T, f func(t *testing.T)) {
 	t.Run("clock stands", func(t *testing.T) { synctest.Test(t, f) })
 }
 
+// An open period ends after a tenth of the time open, and after Base at least, to the
+// nanosecond, for as long as somebody asks at its end.
 func TestLadderIsExact(t *testing.T) {
 	bothClocks(t, func(t *testing.T) {
 		b := must(t, Config{})
-		now := 5 * sec
+		began := 5 * sec
+		now := began
 		trip(t, b, now)
-		want := []time.Duration{
-			100 * ms, 200 * ms, 400 * ms, 800 * ms, 1600 * ms, 3200 * ms, 6400 * ms, 12800 * ms, 25600 * ms,
-			30 * sec, 30 * sec, 30 * sec, 30 * sec,
-		}
-		for n, d := range want {
+		rungs := map[int]time.Duration{} // the longest period seen at each
+		for n := 1; now-began < 10*time.Minute; n++ {
+			d := min(max((now-began)/10, 100*ms), 30*sec)
 			if r := refused(t, b, now+d-1); r.Until != now+d || r.State != Open || r.Scope != "scope" {
-				t.Fatalf("period %d: refusal %+v, want until %v", n+1, r, now+d)
+				t.Fatalf("period %d, %v open: refusal %+v, want until %v", n, now-began, r, now+d)
 			}
+			s := b.Snapshot(now)
+			rungs[s.Rung] = max(rungs[s.Rung], d)
 			now += d
 			b.Failure(now, admit(t, b, now), true)
+			if s := b.Snapshot(now); s.Rung > 2 && b.cfg.Period(s.Rung-1) > max((now-began)/10, 100*ms) {
+				t.Fatalf("rung %d after %v: ahead of its period", s.Rung, now-began)
+			}
 		}
 		if got := b.Snapshot(now).Rung; got != 10 {
 			t.Errorf("rung %d after a long outage, want 10: the first at the cap", got)
 		}
+		for rung, longest := range rungs {
+			if longest > b.cfg.Period(rung) {
+				t.Errorf("rung %d had a period of %v", rung, longest)
+			}
+		}
 	})
+}
+
+// Where nothing asks for long, the rung is what bounds a period.
+func TestLadderOfLateProbes(t *testing.T) {
+	bothClocks(t, func(t *testing.T) {
+		b := must(t, Config{})
+		now := 5 * sec
+		trip(t, b, now)
+		for n, d := range []time.Duration{
+			100 * ms, 200 * ms, 400 * ms, 800 * ms, 1600 * ms, 3200 * ms, 6400 * ms, 12800 * ms, 25600 * ms,
+			30 * sec, 30 * sec, 30 * sec,
+		} {
+			if r := refused(t, b, now+d-1); r.Until != now+d {
+				t.Fatalf("period %d: until %v, want %v", n+1, r.Until, now+d)
+			}
+			if got, want := b.Snapshot(now).Rung, min(n+1, 10); got != want {
+				t.Fatalf("period %d: rung %d, want %d", n+1, got, want)
+			}
+			now += d + time.Hour
+			b.Failure(now, admit(t, b, now), true)
+		}
+	})
+}
+
+// The rung climbs when its own period is one that the next may have.
+func TestRungClimbsWithThePeriod(t *testing.T) {
+	for _, c := range []struct {
+		open time.Duration // of a breaker at rung 2, when its probe fails
+		rung int
+		want time.Duration
+	}{
+		{200 * ms, 2, 100 * ms},
+		{sec, 2, 100 * ms},
+		{1500 * ms, 2, 150 * ms},
+		{2*sec - 1, 2, 200*ms - 1},
+		{2*sec + 9, 3, 200 * ms},
+		{3 * sec, 3, 300 * ms},
+		{time.Hour, 3, 400 * ms},
+	} {
+		b := must(t, Config{})
+		trip(t, b, 0)
+		b.Failure(100*ms, admit(t, b, 100*ms), true) // to rung 2, since 100 ms is its period too
+		b.Failure(c.open, admit(t, b, c.open), true)
+		if s := b.Snapshot(c.open); s.Rung != c.rung || s.Until-c.open != c.want {
+			t.Errorf("open for %v: rung %d, period %v; want %d, %v", c.open, s.Rung, s.Until-c.open, c.rung, c.want)
+		}
+	}
+}
+
+func TestPeriodAfter(t *testing.T) {
+	c := Config{}.WithDefaults()
+	for _, x := range []struct {
+		n    int
+		open time.Duration
+		want time.Duration
+	}{
+		{1, -sec, 100 * ms}, {1, 0, 100 * ms}, {1, time.Hour, 100 * ms},
+		{3, 0, 100 * ms}, {3, sec + 9, 100 * ms}, {3, sec + 10, 100*ms + 1}, {3, 4 * sec, 400 * ms}, {3, 5 * sec, 400 * ms},
+		{99, 299 * sec, 29900 * ms}, {99, 300 * sec, 30 * sec}, {99, never, 30 * sec},
+	} {
+		if got := c.PeriodAfter(x.n, x.open); got != x.want {
+			t.Errorf("PeriodAfter(%d, %v) = %v, want %v", x.n, x.open, got, x.want)
+		}
+	}
 }
 
 func TestPeriod(t *testing.T) {
@@ -70,32 +145,48 @@ func TestPeriod(t *testing.T) {
 
 func TestLadderSurvivesAClose(t *testing.T) {
 	bothClocks(t, func(t *testing.T) {
-		b := must(t, Config{Memory: 10 * sec})
+		b := must(t, Config{Memory: 10 * sec, Successes: 1})
 		now := sec
 		trip(t, b, now)
-		for range 4 { // to rung 5, 1.6 s
-			now = refused(t, b, now).Until
+		// fails opens for the rung after one more failed probe, asked for an hour late,
+		// so that the rung is what bounds it.
+		fails := func() time.Duration {
+			now = refused(t, b, now).Until + time.Hour
 			b.Failure(now, admit(t, b, now), true)
+			return refused(t, b, now).Until - now
 		}
-		now = refused(t, b, now).Until
-		reclose(t, b, now)
+		closes := func() {
+			now = refused(t, b, now).Until
+			for !b.Closed() {
+				b.Success(now, admit(t, b, now))
+			}
+		}
+		for range 3 {
+			fails()
+		}
+		if d := fails(); d != 1600*ms {
+			t.Fatalf("%v at rung 5", d)
+		}
+		closes()
 		if got := b.Snapshot(now).Rung; got != 4 {
 			t.Fatalf("rung %d after the close, want 4: one step down", got)
 		}
 		now += 10 * sec
 		trip(t, b, now)
-		if got := refused(t, b, now).Until - now; got != 800*ms {
-			t.Fatalf("a trip within Memory opens for %v, want 800ms", got)
+		if s := b.Snapshot(now); s.Until-now != 100*ms || s.Rung != 4 {
+			t.Fatalf("a trip within Memory opens for %v at rung %d, want 100ms at 4", s.Until-now, s.Rung)
 		}
-		now = refused(t, b, now).Until
-		reclose(t, b, now)
+		if d := fails(); d != 1600*ms {
+			t.Fatalf("the next rung is of %v, want 1.6s: the ladder was forgotten", d)
+		}
+		closes()
 		now += 10*sec + 1
 		if got := b.Snapshot(now).Rung; got != 0 {
 			t.Fatalf("rung %d after Memory, want 0", got)
 		}
 		trip(t, b, now)
-		if got := refused(t, b, now).Until - now; got != 100*ms {
-			t.Fatalf("a trip after Memory opens for %v, want 100ms", got)
+		if d := fails(); d != 200*ms {
+			t.Fatalf("the second rung after Memory is of %v, want 200ms", d)
 		}
 	})
 }
@@ -135,7 +226,7 @@ func TestLateResults(t *testing.T) {
 		b.Failure(100*ms, p, true)
 		b.Success(100*ms, q)
 		b.Failure(100*ms, q, true)
-		if s := b.Snapshot(100 * ms); s.State != Open || s.Rung != 2 || s.Until != 300*ms {
+		if s := b.Snapshot(100 * ms); s.State != Open || s.Rung != 2 || s.Until != 200*ms {
 			t.Fatalf("a probe of the last phase moved it: %+v", s)
 		}
 		admit(t, b, 300*ms)
@@ -192,15 +283,268 @@ func TestProbeWidth(t *testing.T) {
 		if r := refused(t, b, 3*sec); r.State != HalfOpen || r.Until != 8*sec || r.Cause != CauseRun {
 			t.Fatalf("full: %+v", r)
 		}
-		b.Success(3*sec, a)
+		b.Success(3*sec, a) // a pace of two at once is less than Probes
 		d := admit(t, b, 3*sec)
 		if r := refused(t, b, 3*sec); r.Until != 9*sec {
 			t.Fatalf("until %v, want the earliest lease that is left, 9s", r.Until)
 		}
-		b.Success(3*sec, d)
-		// Two passed, two out, two missing: a fourth probe has nothing to decide.
+		b.Success(3*sec, d) // four at once
+		admit(t, b, 3*sec)
+		admit(t, b, 3*sec)
 		refused(t, b, 3*sec)
 	})
+}
+
+// room counts the probes that b would give out more, and gives them back.
+func room(b *Breaker, now time.Duration) int {
+	var got []Token
+	for {
+		k, r := b.Admit(now, 0)
+		if !r.OK() {
+			break
+		}
+		got = append(got, k)
+	}
+	for _, k := range got {
+		b.Exclude(now, k)
+	}
+	return len(got)
+}
+
+// Half-open, a success doubles what may be out, and two failures halve it.
+func TestPace(t *testing.T) {
+	bothClocks(t, func(t *testing.T) {
+		for _, c := range []struct {
+			outcomes string // . passed, x failed, d down, s slow, - excluded, h the same message failed
+			room     int    // 0: open again
+			row      int
+		}{
+			{"", 1, 0},
+			{"x", 0, 0},
+			{"d", 0, 0},
+			{"s", 0, 0},
+			{"-", 1, 0},
+			{".", 2, 1},
+			{"..", 4, 2},
+			{"...", 8, 3},
+			{".....", 32, 5},
+			{"......", 64, 6},
+			{".........", 64, 9},
+			{".x", 1, 0},
+			{".d", 1, 0},
+			{".s", 1, 0},
+			{".xx", 1, 0},
+			{".xxx", 0, 0},
+			{"..x", 2, 0},
+			{"..xx", 2, 0},
+			{"..xxx", 1, 0},
+			{"..xxxx", 1, 0},
+			{"..xxxxx", 0, 0},
+			{"......xx", 32, 0},
+			{".........xx", 32, 0},
+			{".........xxxxxxxxxxxx", 1, 0},
+			{".........xxxxxxxxxxxxx", 0, 0},
+			{".xx.", 2, 1},
+			{".xx.xxx", 0, 0},
+			{".x-x-", 1, 0},
+			// One message that fails again and again is no further evidence, while
+			// others succeed.
+			{".h", 1, 0},
+			{".hhhhhhhh", 1, 0},
+			{".hh.h.hh", 4, 2},
+			{"..xhxh", 1, 0}, // another between: it is no longer the last that failed
+			{"..hhxh", 1, 0},
+			{"h", 0, 0},
+		} {
+			b := must(t, Config{})
+			trip(t, b, 0)
+			for i, o := range c.outcomes {
+				head := uint64(100 + i)
+				if o == 'h' {
+					head = 7
+				}
+				k, r := b.Admit(sec, head)
+				if !r.OK() {
+					t.Fatalf("%q: refused before outcome %d", c.outcomes, i)
+				}
+				switch o {
+				case '.':
+					b.Success(sec, k)
+				case 'x', 'h':
+					b.Failure(sec, k, true)
+				case 'd':
+					b.Unavailable(sec, k, true)
+				case 's':
+					b.Slow(sec, k, true)
+				case '-':
+					b.Exclude(sec, k)
+				}
+			}
+			got := room(b, sec)
+			if s := b.Snapshot(sec); got != c.room || s.ProbesPassed != c.row || (s.State == Open) != (c.room == 0) {
+				t.Errorf("%q: room for %d, %d in a row, %v; want %d, %d", c.outcomes, got, s.ProbesPassed, s.State, c.room, c.row)
+			}
+		}
+	})
+}
+
+// A call that finds its dependency down is evidence each time, whosever it is.
+func TestDownAgainIsEvidence(t *testing.T) {
+	for name, fail := range map[string]func(*Breaker, Token){
+		"down": func(b *Breaker, k Token) { b.Unavailable(sec, k, false) },
+		"slow": func(b *Breaker, k Token) { b.Slow(sec, k, false) },
+	} {
+		b := must(t, Config{})
+		trip(t, b, 0)
+		b.Success(sec, admit(t, b, sec))
+		for range 3 {
+			k, _ := b.Admit(sec, 7)
+			fail(b, k)
+		}
+		if s := b.Snapshot(sec); s.State != Open {
+			t.Errorf("%s: %+v", name, s)
+		}
+	}
+}
+
+// A failure between successes starts the row over, also for probes that were out
+// when it came.
+func TestCloseNeedsARow(t *testing.T) {
+	bothClocks(t, func(t *testing.T) {
+		b := must(t, Config{Successes: 4})
+		trip(t, b, 0)
+		b.Success(sec, admit(t, b, sec))
+		b.Success(sec, admit(t, b, sec))
+		var out []Token
+		for range 4 {
+			out = append(out, admit(t, b, sec))
+		}
+		b.Failure(sec, out[0], true)
+		for i, k := range out[1:] {
+			b.Success(sec, k)
+			if s := b.Snapshot(sec); s.State != HalfOpen || s.ProbesPassed != i+1 {
+				t.Fatalf("%d in a row since the failure: %+v", i+1, s)
+			}
+		}
+		b.Success(sec, admit(t, b, sec))
+		state(t, b, sec, Closed)
+	})
+}
+
+// A breaker that trips soon after it closed needs twice as many in a row.
+func TestFlapsDoubleTheRow(t *testing.T) {
+	bothClocks(t, func(t *testing.T) {
+		b := must(t, Config{Successes: 3, Memory: 10 * sec})
+		now := sec
+		row := func() (n int) {
+			for now = max(now, b.Snapshot(now).Until); !b.Closed(); n++ {
+				b.Success(now, admit(t, b, now))
+			}
+			return n
+		}
+		for i, want := range []int{3, 6, 12, 24, 48, 96, 192, 192} {
+			trip(t, b, now)
+			if got := row(); got != want {
+				t.Fatalf("trip %d: closed after %d, want %d", i+1, got, want)
+			}
+			now += 10 * sec
+		}
+		now++ // Memory is over
+		trip(t, b, now)
+		if got := row(); got != 3 {
+			t.Fatalf("closed after %d, a quiet time later, want 3", got)
+		}
+		trip(t, b, now)
+		b.ForceClosed(now, "operator")
+		trip(t, b, now)
+		if got := row(); got != 3 {
+			t.Fatalf("closed after %d, an operator's close later, want 3", got)
+		}
+	})
+}
+
+// All probes that are out may be lost at once.
+func TestManyLostProbes(t *testing.T) {
+	b := must(t, Config{Lease: 5 * sec, Successes: 100})
+	trip(t, b, 0)
+	for range 6 {
+		b.Success(sec, admit(t, b, sec))
+	}
+	for range 64 {
+		admit(t, b, sec)
+	}
+	b.Tick(6*sec - 1)
+	state(t, b, 6*sec-1, HalfOpen)
+	b.Tick(6 * sec)
+	if s := b.Snapshot(6 * sec); s.State != Open || s.Cause != CauseLost || s.ProbesOut != 0 {
+		t.Fatalf("%+v", s)
+	}
+	// Fewer than what would open it make it slower.
+	b = must(t, Config{Lease: 5 * sec})
+	trip(t, b, 0)
+	for range 2 {
+		b.Success(sec, admit(t, b, sec))
+	}
+	admit(t, b, sec)
+	admit(t, b, sec)
+	admit(t, b, 2*sec)
+	b.Tick(6 * sec)
+	if s := b.Snapshot(6 * sec); s.State != HalfOpen || s.ProbesOut != 1 || room(b, 6*sec) != 1 {
+		t.Fatalf("%+v", s)
+	}
+}
+
+// A dependency that fails every second call is never closed upon, be its outcomes in
+// turns or in halves of what is out.
+func TestHalfFailing(t *testing.T) {
+	bothClocks(t, func(t *testing.T) {
+		b := must(t, Config{})
+		trip(t, b, 0)
+		for i := range 10_000 {
+			k, r := b.Admit(sec, uint64(i+1))
+			if !r.OK() {
+				t.Fatalf("call %d: %+v", i, r)
+			}
+			if i%2 == 0 {
+				b.Success(sec, k)
+			} else {
+				b.Failure(sec, k, true)
+			}
+			state(t, b, sec, HalfOpen)
+		}
+		if n := room(b, sec); n < 32 {
+			t.Errorf("room for %d", n)
+		}
+		// All failures of what is out, then all successes.
+		for range 100 {
+			var out []Token
+			for k, r := b.Admit(sec, 0); r.OK() && len(out) < 18; k, r = b.Admit(sec, 0) {
+				out = append(out, k)
+			}
+			for i, k := range out {
+				if i < len(out)/2 {
+					b.Failure(sec, k, true)
+				} else {
+					b.Success(sec, k)
+				}
+			}
+			state(t, b, sec, HalfOpen)
+		}
+	})
+	// Closed, the ratio is judged when a call fails: what the twentieth outcome, a
+	// success, makes half is seen at the next failure.
+	b := must(t, Config{})
+	for i := range 21 {
+		k := enter(t, b)
+		if i%2 == 1 {
+			b.Success(0, k)
+			continue
+		}
+		b.Failure(0, k, true)
+	}
+	if s := b.Snapshot(0); s.State != Open || s.Cause != CauseRate {
+		t.Fatalf("%+v", s)
+	}
 }
 
 func TestExcludedProbesDoNotWedge(t *testing.T) {
@@ -260,53 +604,259 @@ func TestLostProbe(t *testing.T) {
 	})
 }
 
-func TestSuspect(t *testing.T) {
+func TestUnavailable(t *testing.T) {
+	b := must(t, Config{})
+	for range 5 {
+		state(t, b, 0, Closed)
+		b.Unavailable(0, enter(t, b), false) // one delivery, retried
+	}
+	if s := b.Snapshot(0); s.State != Open || s.Cause != CauseRun {
+		t.Fatalf("%+v", s)
+	}
+	// One of the run is enough, and it belongs to its run.
+	b = must(t, Config{})
+	b.Unavailable(0, enter(t, b), true)
+	b.Success(0, enter(t, b))
+	for range 100 {
+		b.FailureOf(0, enter(t, b), false, 7)
+	}
+	state(t, b, 0, Closed)
+	b.Unavailable(0, enter(t, b), false)
+	state(t, b, 0, Open)
+	// It is one failure of the ratio, if it is a first attempt.
+	b = must(t, Config{NoRun: true})
+	b.Unavailable(0, enter(t, b), true)
+	b.Unavailable(0, enter(t, b), false)
+	if s := b.Snapshot(0); s.Failures != 1 || s.Run != 2 {
+		t.Fatalf("%+v", s)
+	}
+}
+
+func TestRenew(t *testing.T) {
 	bothClocks(t, func(t *testing.T) {
-		b := must(t, Config{})
+		b := must(t, Config{Lease: 5 * sec, Successes: 2})
+		if b.Renew(0, Token{}) || b.Renew(0, enter(t, b)) {
+			t.Fatal("renewed what has no lease")
+		}
 		trip(t, b, 0)
-		now := time.Duration(0)
-		failWith := func(head uint64) {
-			now += 30 * sec
-			p, r := b.Admit(now, head)
-			if !r.OK() {
-				t.Fatalf("refused: %+v", r)
-			}
-			b.Failure(now, p, false)
+		p := admit(t, b, sec)
+		if !b.Renew(5*sec, p) {
+			t.Fatal("not renewed")
 		}
-		failWith(7)
-		failWith(7)
-		if b.Suspect(7) {
-			t.Fatal("suspect after two")
+		if r := refused(t, b, 5*sec); r.Until != 10*sec {
+			t.Fatalf("%+v", r)
 		}
-		failWith(8)
-		failWith(7)
-		failWith(7)
-		if b.Suspect(7) || b.Suspect(8) {
-			t.Fatal("another head does not start over")
+		b.Tick(10*sec - 1)
+		b.Success(10*sec-1, p)
+		if s := b.Snapshot(10*sec - 1); s.State != HalfOpen || s.ProbesPassed != 1 {
+			t.Fatalf("%+v", s)
 		}
-		failWith(7)
-		if !b.Suspect(7) || b.Suspect(8) || b.Suspect(0) {
-			t.Fatal("not suspect after three in a row")
+		if b.Renew(10*sec-1, p) {
+			t.Fatal("renewed a settled one")
 		}
-		now += 30 * sec
-		p, _ := b.Admit(now, 7)
-		b.Exclude(now, p)
-		if !b.Suspect(7) {
-			t.Fatal("an excluded probe cleared it")
+		// Too late is too late, whoever looks first.
+		p, q := admit(t, b, 10*sec), admit(t, b, 10*sec)
+		if !b.Renew(15*sec-1, q) {
+			t.Fatal("not renewed")
 		}
-		p, _ = b.Admit(now, 7)
-		b.Success(now, p)
-		if b.Suspect(7) {
-			t.Fatal("a success did not clear it")
+		if b.Renew(15*sec, p) || !b.Renew(15*sec, q) {
+			t.Fatal("renewed a lost probe, or lost one that was renewed")
 		}
-		b.Exclude(now, admit(t, b, now))
-		for range 5 {
-			failWith(0)
+		if s := b.Snapshot(15 * sec); s.State != HalfOpen || s.ProbesOut != 1 {
+			t.Fatalf("%+v", s)
 		}
-		if b.Suspect(0) {
-			t.Fatal("no identity, yet suspect")
+		b.Force(15*sec, sec, "storm")
+		if b.Renew(15*sec, q) {
+			t.Fatal("renewed a probe of an older generation")
+		}
+		state(t, b, 15*sec, Open)
+		// The last that is lost opens it, also by Renew, and the tree hears of it.
+		b = must(t, Config{Lease: 5 * sec})
+		told := 0
+		b.notify = func(time.Duration) { told++ }
+		trip(t, b, 0)
+		p = admit(t, b, sec)
+		told = 0
+		if b.Renew(6*sec, p) || told != 1 {
+			t.Fatalf("renewed at the end of its lease, or %d notices", told)
+		}
+		if s := b.Snapshot(6 * sec); s.State != Open || s.Cause != CauseLost {
+			t.Fatalf("%+v", s)
+		}
+		// A permit has a lease too.
+		b = must(t, Config{Lease: 5 * sec})
+		b.Hold(0, 1, "fleet")
+		b.Permit(0)
+		p = admit(t, b, 0)
+		if !b.Renew(4*sec, p) {
+			t.Fatal("not renewed")
+		}
+		b.Tick(9*sec - 1)
+		state(t, b, 9*sec-1, HalfOpen)
+		b.Tick(9 * sec)
+		if s := b.Snapshot(9 * sec); s.Trial != TrialFailed {
+			t.Fatalf("%+v", s)
 		}
 	})
+}
+
+func TestLife(t *testing.T) {
+	b := must(t, Config{Successes: 1})
+	life := func(want uint64) {
+		t.Helper()
+		if got := b.Life(); got != want {
+			t.Fatalf("life %d, want %d", got, want)
+		}
+	}
+	life(0)
+	var n, m uint64 = 1000, 7 // what they counted before is not ours
+	detach := b.Attach(func() uint64 { return n })
+	detachM := b.Attach(func() uint64 { return m })
+	life(0)
+	n += 10
+	life(10)
+	b.Tick(sec) // booked or not
+	life(10)
+	n, m = n+5, m+1
+	life(16)
+	b.Success(sec, enter(t, b)) // by token: not an attached counter's
+	life(16)
+	trip(t, b, 2*sec) // in whatever state
+	n += 4
+	life(20)
+	b.Success(3*sec, admit(t, b, 3*sec))
+	state(t, b, 3*sec, Closed)
+	life(20)
+	n++
+	b.ForceClosed(4*sec, "operator")
+	life(21)
+	detach()
+	detach()
+	n += 100 // no longer attached
+	life(21)
+	m++
+	life(22)
+	detach = b.Attach(func() uint64 { return n })
+	life(22)
+	n += 3
+	life(25)
+	n = 2 // restarted: what it counted stays
+	b.Tick(5 * sec)
+	if got := b.Life(); got < 22 {
+		t.Fatalf("life went down to %d", got)
+	}
+	was := b.Life()
+	n += 6
+	life(was + 6)
+	detach()
+	detachM()
+	life(was + 6)
+}
+
+func TestHasten(t *testing.T) {
+	bothClocks(t, func(t *testing.T) {
+		b := must(t, Config{Successes: 1})
+		b.Hasten(0)
+		state(t, b, 0, Closed)
+		trip(t, b, 0)
+		b.Hasten(ms)
+		if s := b.Snapshot(ms); s.State != HalfOpen || s.Cause != CauseRun || s.Rung != 1 {
+			t.Fatalf("%+v", s)
+		}
+		p := admit(t, b, ms)
+		b.Hasten(ms) // there is nothing to end
+		refused(t, b, ms)
+		b.Failure(ms, p, true)
+		if s := b.Snapshot(ms); s.State != Open || s.Rung != 2 {
+			t.Fatalf("%+v", s)
+		}
+		b.Hasten(2 * ms)
+		reclose(t, b, 2*ms)
+
+		for name, shut := range map[string]func(b *Breaker){
+			"forced":                       func(b *Breaker) { b.Force(0, 10*sec, "storm") },
+			"forced for good":              func(b *Breaker) { b.Force(0, 0, "operator") },
+			"held":                         func(b *Breaker) { b.Hold(0, 1, "fleet") },
+			"forced behind its own period": func(b *Breaker) { b.Trip(0, "test"); b.Force(0, 100*ms-1, "storm") },
+		} {
+			b := must(t, Config{})
+			shut(b)
+			b.Hasten(50 * ms)
+			if s := b.Snapshot(50 * ms); s.State != Open {
+				t.Errorf("%s: %+v", name, s)
+			}
+			refused(t, b, 50*ms)
+		}
+		// The force behind the period is over first.
+		b = must(t, Config{})
+		b.Trip(0, "test")
+		b.Force(0, 60*ms, "storm")
+		b.Hasten(60*ms - 1)
+		state(t, b, 60*ms-1, Open)
+		b.Hasten(60 * ms)
+		state(t, b, 60*ms, HalfOpen)
+		// A permit is not hastened into a phase.
+		b = must(t, Config{})
+		b.Hold(0, 1, "fleet")
+		b.Permit(0)
+		b.Hasten(0)
+		if s := b.Snapshot(0); !s.Held {
+			t.Fatalf("%+v", s)
+		}
+	})
+}
+
+// A token of the closed path has no identity: who settles it says it once.
+func TestClosedTokenHasNoIdentity(t *testing.T) {
+	b := must(t, Config{})
+	for _, k := range []Token{enter(t, b), admit(t, b, 0)} {
+		b.Success(0, k)
+		b.Success(0, k)
+		b.Failure(0, k, true)
+		b.Failure(0, k, true)
+	}
+	if s := b.Snapshot(0); s.Successes != 4 || s.Failures != 4 || s.Run != 2 {
+		t.Fatalf("%+v", s)
+	}
+}
+
+// At a high rate of calls it takes a longer run.
+func TestRunScalesWithTheRate(t *testing.T) {
+	for _, c := range []struct {
+		perSecond uint64
+		run       int
+	}{{0, 5}, {10, 5}, {100, 5}, {560, 5}, {580, 6}, {1000, 6}, {10_000, 6}, {18_900, 6}, {19_300, 7}, {100_000, 7}} {
+		b := must(t, Config{NoRun: false, Ratio: 0.99})
+		var n uint64
+		b.Attach(func() uint64 { return n })
+		for i := range 59 {
+			n += c.perSecond
+			b.Tick(time.Duration(i+1) * sec)
+		}
+		n += c.perSecond
+		failures := 0
+		for ; b.Closed() && failures < 100; failures++ {
+			b.Failure(59*sec, enter(t, b), true)
+		}
+		if failures != c.run || b.Snapshot(59*sec).Cause != CauseRun {
+			t.Errorf("%d/s: opened after %d, want %d", c.perSecond, failures, c.run)
+		}
+	}
+	// The surplus goes on top of what was configured, and a window of another length
+	// has the same rate.
+	for _, c := range []struct {
+		run    int
+		n      uint64
+		window time.Duration
+		want   int
+	}{
+		{2, 60 * 1000, time.Minute, 3}, {10, 60 * 1000, time.Minute, 11}, {5, 1000, sec, 6}, {5, 3600 * 1000, time.Hour, 6},
+		{5, 3600 * 100, time.Hour, 5}, {5, 0, time.Hour, 5}, {1e6, 1 << 40, sec, 1e6 + 7},
+	} {
+		if got := runLength(c.run, c.n, c.window); got != c.want {
+			t.Errorf("runLength(%d, %d, %v) = %d, want %d", c.run, c.n, c.window, got, c.want)
+		}
+	}
 }
 
 func TestForce(t *testing.T) {
@@ -419,10 +969,20 @@ func TestTrip(t *testing.T) {
 		p := admit(t, b, 100*ms)
 		b.Trip(150*ms, "witness 2")
 		b.Success(150*ms, p)
-		if r := refused(t, b, 150*ms); r.Cause != "witness 2" || r.Until != 350*ms {
+		if r := refused(t, b, 150*ms); r.Cause != "witness 2" || r.Until != 250*ms {
 			t.Fatalf("half-open: %+v", r)
 		}
-		reclose(t, b, 350*ms)
+		reclose(t, b, 250*ms)
+		// Whatever its pace.
+		trip(t, b, sec)
+		for range 5 {
+			b.Success(2*sec, admit(t, b, 2*sec))
+		}
+		b.Trip(2*sec, "witness")
+		if b.Passing() {
+			t.Fatal("open, yet passing")
+		}
+		state(t, b, 2*sec, Open)
 	})
 }
 

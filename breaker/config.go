@@ -24,9 +24,11 @@ type Config struct {
 
 	// Z is how many standard deviations of confidence the ratio needs: the
 	// lower end of the Wilson score interval is compared with Ratio. In
-	// (0, 10]; unset means 3. At 3, a dependency that fails 3 % trips a 5 %
-	// limit less than once in 20 hours at any rate of calls; one that fails 10 %
-	// takes about a hundred deliveries, one that fails them all MinSample.
+	// (0, 10]; unset means 3. At 3, and with the default Run, a dependency that
+	// fails 3 % opens a breaker less than once in 20 hours at 2 calls a second and
+	// more; below, where few calls make a ratio, once in 6 to 15 hours. One that
+	// fails 10 % takes about a hundred deliveries to notice, one that fails them all
+	// Run of them.
 	Z float64
 
 	// Plain compares the naked ratio, as if Z were 0. On small samples that
@@ -49,20 +51,22 @@ type Config struct {
 	// NoRun turns the rule of Run off. It cannot be combined with Run.
 	NoRun bool
 
-	// Base and Cap are the ladder of open periods: the n-th in a row lasts
+	// Base and Cap are the ladder of open periods: the n-th rung lasts
 	// min(Cap, Base·2^(n-1)). Base in [1ms, 1h], unset means 100 ms; Cap in
-	// [Base, 24h], unset means 30 s, or Base if that is more. A period never
-	// lasts longer than a tenth of the time that the breaker has been open by
-	// then, unless that is less than Base.
+	// [Base, 24h], unset means 30 s, or Base if that is more. A period lasts no
+	// longer than a tenth of the time since the trip, or since the breaker last
+	// carried eight calls at once, half-open; but Base at least. The rung climbs
+	// once the period may be as long as it.
 	Base, Cap time.Duration
 
 	// Jitter spreads every open period over ±Jitter of its length, so at most
 	// Cap·(1+Jitter). In [0, 0.5]; 0, the default, is exact.
 	Jitter float64
 
-	// Memory is how long the ladder survives a close. Each close steps one
-	// rung down; a trip within Memory of it opens for the rung it finds, a
-	// later one for the first. In [1ms, 24h]; unset means 60 s.
+	// Memory is how long a close is remembered. Each close steps one rung down; a
+	// trip within Memory of it goes on from there, and needs a longer row of
+	// successes to close ([Config.Successes]). It opens for Base all the same. In
+	// [1ms, 24h]; unset means 60 s.
 	Memory time.Duration
 
 	// Successes is how many probes must succeed in a row to close. A breaker that

@@ -17,7 +17,7 @@ func TestZeroConfigIsValid(t *testing.T) {
 	}
 	want := Config{
 		Window: time.Minute, Ratio: 0.05, Z: 3, MinSample: 20, Run: 5, Base: 100 * ms, Cap: 30 * sec,
-		Memory: time.Minute, Successes: 10, Probes: 1, Lease: time.Minute, Slow: 10 * sec, PoisonAfter: 3,
+		Memory: time.Minute, Successes: 10, Probes: 1, Lease: time.Minute, Slow: 10 * sec,
 	}
 	if got := must(t, Config{}).Config(); got != want {
 		t.Fatalf("defaults %+v", got)
@@ -34,12 +34,12 @@ func TestValidateReportsEverything(t *testing.T) {
 		fields string
 	}{
 		{Config{Window: -1, Ratio: nan, Z: nan, MinSample: -1, Run: 1, Base: -1, Cap: -1, Jitter: nan, Memory: -1,
-			Successes: -1, Probes: -1, Lease: -1, Slow: -1, PoisonAfter: -1},
-			"Window Ratio Z MinSample Run Base Cap Jitter Memory Successes Probes Lease Slow PoisonAfter"},
+			Successes: -1, Probes: -1, Lease: -1, Slow: -1},
+			"Window Ratio Z MinSample Run Base Cap Jitter Memory Successes Probes Lease Slow"},
 		{Config{Plain: true, Z: 1, NoRun: true, Run: 5}, "Z Run"},
 		{Config{Window: 2 * time.Hour, Ratio: 1, Z: 11, MinSample: 2e6, Run: 2e6, Base: 2 * time.Hour, Cap: 25 * time.Hour,
-			Jitter: 0.6, Memory: 25 * time.Hour, Successes: 1001, Probes: 65, Lease: 25 * time.Hour, Slow: 2 * time.Hour, PoisonAfter: 2e6},
-			"Window Ratio Z MinSample Run Base Cap Jitter Memory Successes Probes Lease Slow PoisonAfter"},
+			Jitter: 0.6, Memory: 25 * time.Hour, Successes: 1001, Probes: 65, Lease: 25 * time.Hour, Slow: 2 * time.Hour},
+			"Window Ratio Z MinSample Run Base Cap Jitter Memory Successes Probes Lease Slow"},
 		{Config{Base: sec, Cap: ms}, "Cap"},
 		{Config{Slow: 59 * sec}, "Slow"},
 		{Config{Slow: 59*sec - 1}, ""},

@@ -16,9 +16,11 @@
 // sliding window is above a limit with confidence (the lower end of the Wilson
 // score interval, so that three failures in twenty do not count like three
 // hundred in two thousand), or when a run of attempts fails with no success
-// between. Each open period is twice the one before it, up to a cap; then a few
-// probes decide. The ladder of periods outlives a close for a while, or a
-// dependency that fails a little would flap it.
+// between. An open period lasts a tenth of the time that nothing has succeeded, up to
+// a cap; then probes decide. While they succeed, more and more are let through at
+// once, and fewer as they fail: a dependency that fails a part of its calls is
+// throttled, and not stopped. A row of successes closes the breaker. One that opens
+// again soon needs a longer row, or a dependency that fails a little would flap it.
 //
 // # What it does not know
 //

@@ -90,21 +90,68 @@ func ExampleBreaker_Force() {
 	// probe: true
 }
 
-// A poison message at the head of an ordered source fails every probe.
-func ExampleBreaker_Suspect() {
+// A refused connection says whose fault it is: one delivery that is retried is
+// evidence enough.
+func ExampleBreaker_Unavailable() {
 	b, _ := breaker.New("orders/3", breaker.Config{})
-	const poison = 4711
+	for try := 1; b.Closed(); try++ {
+		t, _ := b.Enter()
+		b.Unavailable(time.Second, t, try == 1)
+	}
+	s := b.Snapshot(time.Second)
+	fmt.Println(s.State, s.Cause)
+	// Output: open run
+}
+
+// A dependency that fails one call in three is half-open, and carries what it can.
+func ExampleBreaker_Passing() {
+	b, _ := breaker.New("orders/3", breaker.Config{})
 	b.Trip(0, "test")
-	for now := time.Duration(0); !b.Suspect(poison); now += 10 * time.Millisecond {
-		if t, r := b.Admit(now, poison); r.OK() {
-			fmt.Println("probe failed at", now)
-			b.Failure(now, t, false)
+	now := 100 * time.Millisecond
+	for call := range uint64(12) {
+		t, r := b.Admit(now, call+1)
+		switch {
+		case !r.OK():
+			fmt.Println("refused")
+		case call%3 == 2:
+			b.Failure(now, t, true)
+		default:
+			b.Success(now, t)
 		}
 	}
+	var probes []breaker.Token
+	for t, r := b.Admit(now, 0); r.OK(); t, r = b.Admit(now, 0) {
+		probes = append(probes, t)
+	}
+	fmt.Println(b.Snapshot(now).State, b.Passing(), len(probes), "at once")
+	// Output: half-open true 32 at once
+}
+
+// A health check that succeeds ends the open period, and the next delivery probes.
+func ExampleBreaker_Hasten() {
+	b, _ := breaker.New("orders/3", breaker.Config{Base: time.Minute})
+	b.Trip(0, "test")
+	_, r := b.Admit(time.Second, 1)
+	fmt.Println(r.State, "until", r.Until)
+	b.Hasten(time.Second)
+	t, _ := b.Admit(time.Second, 1)
+	fmt.Println("probe:", t.Probe())
 	// Output:
-	// probe failed at 100ms
-	// probe failed at 300ms
-	// probe failed at 700ms
+	// open until 1m0s
+	// probe: true
+}
+
+// A message that fails twice while others that share its dependency succeed is at
+// fault itself.
+func ExampleBreaker_Life() {
+	b, _ := breaker.New("orders/3", breaker.Config{})
+	var acked uint64 // an atomic, where another goroutine writes it
+	defer b.Attach(func() uint64 { return acked })()
+
+	before := b.Life() // at its first failure
+	acked += 12
+	fmt.Println("others succeeded:", b.Life()-before)
+	// Output: others succeeded: 12
 }
 
 // Two partitions of three shut their topic for the third.

@@ -6,6 +6,8 @@ package breaker
 import (
 	"fmt"
 	"math"
+	"math/rand/v2"
+	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -24,20 +26,25 @@ type model struct {
 	held    bool // by Hold; half-open by Permit
 	trial   Trial
 	rung    int
+	left    time.Duration // when the breaker was last closed, or half-open at half its pace
+	flaps   int           // trips in a row, each soon after a close
 	retrip  time.Duration // the ladder is remembered until then
 	began   time.Duration // of the window
 	events  []event
 	run     []event
+	down    bool // one of the run says that the dependency is down
 	out     []*modelToken
-	passed  int
-	head    uint64
-	fails   int
+	passed  int // in a row
+	pace    int
+	head    uint64        // that failed while others passed
 	promise time.Duration // nothing may be admitted before, by a force
+	life    uint64
 }
 
 type event struct {
 	at         time.Duration
 	bad, first bool
+	n          int // so many
 }
 
 type modelToken struct {
@@ -48,25 +55,61 @@ type modelToken struct {
 	deadline time.Duration
 }
 
+func (m *model) phase(s State) {
+	m.state, m.gen, m.forced, m.held, m.trial = s, m.gen+1, false, false, NoTrial
+	m.out, m.passed, m.pace, m.head = nil, 0, 0, 0
+}
+
 func (m *model) open(now, d time.Duration, forced bool) {
-	m.state, m.gen, m.until, m.forced, m.out, m.passed = Open, m.gen+1, now+d, forced, nil, 0
-	m.held, m.trial = false, NoTrial
+	if m.state == Closed {
+		m.left = now
+	}
+	m.phase(Open)
+	m.until, m.forced = now+d, forced
 	if d == never {
 		m.until = never
 	}
 }
 
-func (m *model) period() time.Duration {
-	return time.Duration(min(float64(m.cfg.Cap), float64(m.cfg.Base)*math.Pow(2, float64(m.rung-1))))
+func (m *model) nominal(rung int) time.Duration {
+	return time.Duration(min(float64(m.cfg.Cap), float64(m.cfg.Base)*math.Pow(2, float64(rung-1))))
 }
 
-func (m *model) fail(now time.Duration, head uint64) {
-	if head == m.head {
-		m.fails++
-	} else {
-		m.head, m.fails = head, 1
+// period is that of a rung, unless a tenth of the time open is less, and Base at
+// least.
+func (m *model) period(now time.Duration, rung int) time.Duration {
+	d := m.nominal(rung)
+	if tenth := (now - m.left) / 10; m.state != Closed && tenth < d {
+		d = tenth
+	} else if m.state == Closed {
+		d = 0
 	}
-	m.climb(now)
+	if d < m.cfg.Base {
+		d = m.cfg.Base
+	}
+	return d
+}
+
+// fail is a failed probe that is evidence.
+func (m *model) fail(now time.Duration, head uint64) {
+	if m.held || m.pace == 0 {
+		m.climb(now)
+		return
+	}
+	m.pace--
+	m.passed, m.head = 0, head
+}
+
+// slots is how many probes may be out.
+func (m *model) slots() int {
+	if m.held {
+		return 1
+	}
+	n := 1
+	for p := m.pace; p >= 2; p -= 2 {
+		n *= 2
+	}
+	return max(n, m.cfg.Probes)
 }
 
 func (m *model) hold(now time.Duration, t Trial) {
@@ -79,34 +122,61 @@ func (m *model) climb(now time.Duration) {
 		m.hold(now, TrialFailed)
 		return
 	}
-	if m.rung == 0 || m.period() < m.cfg.Cap {
+	// A rung is left once the next period may be as long as it, at least.
+	if m.rung == 0 || m.nominal(m.rung) < m.cfg.Cap && m.period(now, m.rung+1) >= m.nominal(m.rung) {
 		m.rung++
 	}
-	m.open(now, m.period(), false)
+	m.open(now, m.period(now, m.rung), false)
 }
 
 func (m *model) trip(now time.Duration) {
 	if now > m.retrip {
-		m.rung = 0
+		m.rung, m.flaps = 0, 0
+	} else if m.flaps < 6 {
+		m.flaps++
 	}
 	m.rung = max(m.rung, 1)
-	m.open(now, m.period(), false)
+	m.open(now, m.period(now, m.rung), false)
 }
 
 func (m *model) close(now time.Duration) {
-	m.state, m.gen, m.began, m.events, m.run, m.forced = Closed, m.gen+1, now, nil, nil, false
-	m.held, m.trial = false, NoTrial
-	m.out, m.passed = nil, 0
+	m.phase(Closed)
+	m.began, m.events, m.run, m.down = now, nil, nil, false
 	m.rung = max(m.rung-1, 0)
 	m.retrip = now + m.cfg.Memory
 }
 
 func (m *model) expire(now time.Duration) {
-	for _, p := range m.out {
-		if p.deadline <= now {
+	gen := m.gen
+	for _, p := range append([]*modelToken(nil), m.out...) {
+		if m.gen == gen && p.deadline <= now {
+			m.take(p)
 			m.fail(now, p.head)
-			return
 		}
+	}
+}
+
+// take settles a probe.
+func (m *model) take(t *modelToken) {
+	t.settled = true
+	m.out = slices.DeleteFunc(m.out, func(p *modelToken) bool { return p == t })
+}
+
+func (m *model) renew(now time.Duration, t *modelToken) bool {
+	m.expire(now)
+	if !t.probe || t.settled || t.gen != m.gen {
+		return false
+	}
+	t.deadline = now + m.cfg.Lease
+	return true
+}
+
+// bulk is successes of an attached counter.
+func (m *model) bulk(now time.Duration, n int) {
+	m.life += uint64(n)
+	if m.state == Closed {
+		m.events = append(m.events, event{at: now, n: n})
+		m.run, m.down = nil, false
 	}
 }
 
@@ -117,9 +187,9 @@ func (m *model) counts(now time.Duration) (ok, bad int) {
 			continue
 		}
 		if !e.bad {
-			ok++
+			ok += e.n
 		} else if e.first {
-			bad++
+			bad += e.n
 		}
 	}
 	return ok, bad
@@ -134,12 +204,9 @@ func (m *model) admit(now time.Duration, head uint64) *modelToken {
 		if now < m.until {
 			return nil
 		}
-		m.state, m.gen, m.forced = HalfOpen, m.gen+1, false
+		m.phase(HalfOpen)
 	}
-	if m.held && len(m.out) > 0 {
-		return nil
-	}
-	if len(m.out) >= m.cfg.Probes || len(m.out) >= m.cfg.Successes-m.passed {
+	if len(m.out) >= m.slots() {
 		return nil
 	}
 	p := &modelToken{gen: m.gen, probe: true, head: head, deadline: now + m.cfg.Lease}
@@ -153,24 +220,26 @@ func (m *model) settle(now time.Duration, t *modelToken, o outcome, first bool) 
 		if t.settled || t.gen != m.gen {
 			return
 		}
-		t.settled = true
-		for i, p := range m.out {
-			if p == t {
-				m.out = append(m.out[:i:i], m.out[i+1:]...)
-				break
+		m.take(t)
+		switch {
+		case o == excluded:
+		case o == passed && m.held:
+			m.hold(now, TrialPassed)
+		case o == passed:
+			m.passed++
+			m.pace = min(m.pace+2, 12)
+			if m.pace >= 6 { // eight at once: it was back
+				m.left = now
 			}
-		}
-		switch o {
-		case passed:
-			m.head, m.fails = 0, 0
-			if m.held {
-				m.hold(now, TrialPassed)
-				return
+			need := m.cfg.Successes
+			for range m.flaps {
+				need *= 2
 			}
-			if m.passed++; m.passed == m.cfg.Successes {
+			if m.passed == need {
 				m.close(now)
 			}
-		case excluded:
+		case o == failed && m.pace > 0 && t.head != 0 && t.head == m.head:
+			// The same message once more.
 		default:
 			m.fail(now, t.head)
 		}
@@ -181,14 +250,15 @@ func (m *model) settle(now time.Duration, t *modelToken, o outcome, first bool) 
 	}
 	switch o {
 	case passed:
-		m.events = append(m.events, event{at: now})
-		m.run = nil
+		m.events = append(m.events, event{at: now, n: 1})
+		m.run, m.down = nil, false
 		return
 	case excluded:
 		return
 	}
-	m.events = append(m.events, event{at: now, bad: true, first: first})
+	m.events = append(m.events, event{at: now, bad: true, first: first, n: 1})
 	m.run = append(m.run, event{first: first})
+	m.down = m.down || o == down
 	deliveries := 0
 	for i, e := range m.run {
 		if e.first || i == 0 {
@@ -199,7 +269,12 @@ func (m *model) settle(now time.Duration, t *modelToken, o outcome, first bool) 
 	n, z := float64(ok+bad), m.cfg.Z
 	p := float64(bad) / n
 	low := (n*p + z*z/2 - z*math.Sqrt(n*p*(1-p)+z*z/4)) / (n + z*z)
-	if len(m.run) >= m.cfg.Run && deliveries >= 2 || ok+bad >= m.cfg.MinSample && low > m.cfg.Ratio+1e-12 {
+	// At this rate, and if 3 % fail, no more than one run in 20 hours is chance.
+	run := m.cfg.Run
+	for hourly := n * float64(time.Hour/m.cfg.Window) * math.Pow(0.03, 5); hourly > 0.05; hourly *= 0.03 {
+		run++
+	}
+	if len(m.run) >= run && (deliveries >= 2 || m.down) || ok+bad >= m.cfg.MinSample && low > m.cfg.Ratio+1e-12 {
 		m.trip(now)
 	}
 }
@@ -211,6 +286,8 @@ type harness struct {
 	now    time.Duration
 	tokens []pair
 	msg    string
+	n      uint64 // an attached counter of successes
+	detach func()
 }
 
 type pair struct {
@@ -219,8 +296,12 @@ type pair struct {
 }
 
 func newHarness(t testing.TB, cfg Config) *harness {
-	return &harness{b: must(t, cfg), m: &model{cfg: cfg.WithDefaults(), retrip: -1}}
+	h := &harness{b: must(t, cfg), m: &model{cfg: cfg.WithDefaults(), retrip: -1}}
+	h.attach()
+	return h
 }
+
+func (h *harness) attach() { h.detach = h.b.Attach(func() uint64 { return h.n }) }
 
 // advance ticks at every bucket, as a sweeper would.
 func (h *harness) advance(d time.Duration) {
@@ -256,6 +337,8 @@ func (h *harness) settle(i int, o outcome, first bool) {
 		h.b.Exclude(h.now, p.t)
 	case tooSlow:
 		h.b.Slow(h.now, p.t, first)
+	case down:
+		h.b.Unavailable(h.now, p.t, first)
 	default:
 		h.b.Failure(h.now, p.t, first)
 	}
@@ -273,17 +356,36 @@ func (h *harness) force(d time.Duration) {
 	h.m.promise = max(h.m.promise, until)
 }
 
+func (h *harness) renew(i int) {
+	p := h.tokens[i]
+	if got, want := h.b.Renew(h.now, p.t), h.m.renew(h.now, p.m); got != want {
+		h.msg = fmt.Sprintf("at %v: Renew %v, model %v", h.now, got, want)
+	}
+}
+
+func (h *harness) bulk(n int) {
+	h.n += uint64(n)
+	h.m.bulk(h.now, n)
+}
+
+func (h *harness) hasten() {
+	h.b.Hasten(h.now)
+	if m := h.m; m.state == Open && !m.forced && !m.held && h.now >= m.promise {
+		m.phase(HalfOpen)
+	}
+}
+
 func (h *harness) forceClosed() {
 	h.b.ForceClosed(h.now, "operator")
 	h.m.rung = 0
 	h.m.close(h.now)
-	h.m.head, h.m.fails, h.m.retrip, h.m.promise = 0, 0, -1, 0
+	h.m.flaps, h.m.retrip, h.m.promise = 0, -1, 0
 }
 
 func (h *harness) release() {
 	h.b.Release(h.now)
 	if h.m.state == Open && h.m.forced {
-		h.m.state, h.m.gen, h.m.forced = HalfOpen, h.m.gen+1, false
+		h.m.phase(HalfOpen)
 		h.m.promise = 0
 	}
 }
@@ -310,12 +412,13 @@ func (h *harness) endHold(how int) {
 	case 0:
 		h.b.Permit(h.now)
 		if m.held && m.state == Open {
-			m.state, m.gen, m.trial = HalfOpen, m.gen+1, NoTrial
+			m.phase(HalfOpen)
+			m.held = true
 		}
 	case 1:
 		h.b.Unhold(h.now)
 		if m.held {
-			m.state, m.gen, m.held, m.trial, m.out, m.passed = HalfOpen, m.gen+1, false, NoTrial, nil, 0
+			m.phase(HalfOpen)
 		}
 	case 2:
 		h.b.CloseHeld(h.now, "fleet")
@@ -355,11 +458,9 @@ func (h *harness) check() string {
 		m.state == Open && s.Until != m.until,
 		m.state == Closed && (int(s.Successes) != ok || int(s.Failures) != bad || s.Run != len(m.run)),
 		m.state == HalfOpen && (s.ProbesOut != len(m.out) || s.ProbesPassed != m.passed),
-		m.head != 0 && h.b.Suspect(m.head) != (m.fails >= m.cfg.PoisonAfter):
-		return fmt.Sprintf("at %v: breaker %+v, model %v until %v rung %d forced %v ok %d bad %d run %d out %d passed %d head %d fails %d",
-			h.now, s, m.state, m.until, rung, m.forced, ok, bad, len(m.run), len(m.out), m.passed, m.head, m.fails)
-	case s.ProbesOut > m.cfg.Probes:
-		return "too many probes"
+		h.b.Passing() != (m.pace > 0), h.b.Life() != m.life:
+		return fmt.Sprintf("at %v: breaker %+v passing %v life %d, model %v until %v rung %d forced %v ok %d bad %d run %d out %d passed %d pace %d flaps %d life %d",
+			h.now, s, h.b.Passing(), h.b.Life(), m.state, m.until, rung, m.forced, ok, bad, len(m.run), len(m.out), m.passed, m.pace, m.flaps, m.life)
 	}
 	if _, ok := h.b.Enter(); ok != (m.state == Closed) {
 		return fmt.Sprintf("Enter %v while %v", ok, m.state)
@@ -369,17 +470,16 @@ func (h *harness) check() string {
 
 func checkModel(t *rapid.T, tb testing.TB) {
 	cfg := Config{
-		Window:      60 * sec,
-		MinSample:   rapid.IntRange(1, 8).Draw(t, "minSample"),
-		Run:         rapid.IntRange(2, 6).Draw(t, "run"),
-		Ratio:       rapid.SampledFrom([]float64{0.05, 0.3, 0.6}).Draw(t, "ratio"),
-		Z:           rapid.SampledFrom([]float64{0.5, 1, 3}).Draw(t, "z"),
-		Cap:         rapid.SampledFrom([]time.Duration{100 * ms, 700 * ms, 30 * sec}).Draw(t, "cap"),
-		Memory:      rapid.SampledFrom([]time.Duration{sec, 20 * sec}).Draw(t, "memory"),
-		Successes:   rapid.IntRange(1, 4).Draw(t, "successes"),
-		Probes:      rapid.IntRange(1, 3).Draw(t, "probes"),
-		Lease:       rapid.SampledFrom([]time.Duration{500 * ms, 5 * sec}).Draw(t, "lease"),
-		PoisonAfter: rapid.IntRange(1, 3).Draw(t, "poison"),
+		Window:    60 * sec,
+		MinSample: rapid.IntRange(1, 8).Draw(t, "minSample"),
+		Run:       rapid.IntRange(2, 6).Draw(t, "run"),
+		Ratio:     rapid.SampledFrom([]float64{0.05, 0.3, 0.6}).Draw(t, "ratio"),
+		Z:         rapid.SampledFrom([]float64{0.5, 1, 3}).Draw(t, "z"),
+		Cap:       rapid.SampledFrom([]time.Duration{100 * ms, 700 * ms, 30 * sec}).Draw(t, "cap"),
+		Memory:    rapid.SampledFrom([]time.Duration{sec, 20 * sec}).Draw(t, "memory"),
+		Successes: rapid.SampledFrom([]int{1, 2, 3, 4, 10}).Draw(t, "successes"),
+		Probes:    rapid.IntRange(1, 3).Draw(t, "probes"),
+		Lease:     rapid.SampledFrom([]time.Duration{500 * ms, 5 * sec}).Draw(t, "lease"),
 	}
 	h := newHarness(tb, cfg)
 	settle := func(o outcome) func(*rapid.T) {
@@ -395,12 +495,22 @@ func checkModel(t *rapid.T, tb testing.TB) {
 			h.settle(i, o, rapid.Bool().Draw(t, "first"))
 		}
 	}
-	admit := func(t *rapid.T) { h.admit(rapid.Uint64Range(1, 2).Draw(t, "head")) }
+	admit := func(t *rapid.T) {
+		head := rapid.Uint64Range(0, 2).Draw(t, "head")
+		for range rapid.SampledFrom([]int{1, 1, 4, 20}).Draw(t, "many") {
+			h.admit(head)
+		}
+	}
+	open := func() { // to the end of the open period
+		if h.m.state == Open && h.m.until != never && h.m.until > h.now {
+			h.advance(h.m.until - h.now)
+		}
+	}
 	t.Repeat(map[string]func(*rapid.T){
 		"admit":  admit,
 		"admit2": admit,
 		"advance": func(t *rapid.T) {
-			h.advance(rapid.SampledFrom([]time.Duration{1, 99 * ms, 100 * ms, 700 * ms, 5 * sec, 31 * sec}).Draw(t, "d"))
+			h.advance(rapid.SampledFrom([]time.Duration{1, 99 * ms, 100 * ms, 700 * ms, 5 * sec, 31 * sec, 400 * sec}).Draw(t, "d"))
 		},
 		"deadline": func(t *rapid.T) {
 			if h.m.state != Open || h.m.until == never || h.m.until <= h.now {
@@ -409,11 +519,9 @@ func checkModel(t *rapid.T, tb testing.TB) {
 			h.advance(h.m.until - h.now - rapid.SampledFrom([]time.Duration{0, 1}).Draw(t, "early"))
 		},
 		"probes": func(t *rapid.T) { // a phase, or the beginning of one
-			if h.m.state == Open && h.m.until != never && h.m.until > h.now {
-				h.advance(h.m.until - h.now)
-			}
+			open()
 			o := rapid.SampledFrom([]outcome{passed, passed, passed, failed}).Draw(t, "last")
-			for n := rapid.IntRange(1, cfg.Successes).Draw(t, "n"); n > 0 && h.m.state != Closed; n-- {
+			for n := rapid.IntRange(1, 4*cfg.Successes).Draw(t, "n"); n > 0 && h.m.state != Closed; n-- {
 				was := len(h.tokens)
 				if h.admit(1); len(h.tokens) == was {
 					return
@@ -425,6 +533,52 @@ func checkModel(t *rapid.T, tb testing.TB) {
 				}
 			}
 		},
+		"outage": func(t *rapid.T) { // probes fail as soon as they may, or late
+			late := rapid.SampledFrom([]time.Duration{0, 0, 10 * sec}).Draw(t, "late")
+			for range rapid.IntRange(1, 30).Draw(t, "n") {
+				open()
+				h.advance(late)
+				was := len(h.tokens)
+				if h.admit(1); h.m.state != HalfOpen || len(h.tokens) == was {
+					return
+				}
+				h.settle(was, failed, true)
+			}
+		},
+		"rejoin": func(t *rapid.T) { // settles many at once, in a random mix
+			rng := rand.New(rand.NewPCG(rapid.Uint64().Draw(t, "seed"), 0))
+			for i := max(0, len(h.tokens)-64); i < len(h.tokens); i++ {
+				h.settle(i, []outcome{passed, passed, passed, failed}[rng.IntN(4)], true)
+			}
+		},
+		"run": func(t *rapid.T) {
+			o := rapid.SampledFrom([]outcome{failed, down}).Draw(t, "o")
+			first := rapid.Bool().Draw(t, "first")
+			for range cfg.Run + 2 {
+				was := len(h.tokens)
+				if h.m.state != Closed {
+					return
+				}
+				h.admit(3)
+				h.settle(was, o, first)
+			}
+		},
+		"bulk": func(t *rapid.T) {
+			h.bulk(rapid.SampledFrom([]int{1, 7, 34_000, 40_000, 1_200_000}).Draw(t, "n"))
+		},
+		"reattach": func(*rapid.T) {
+			h.detach()
+			h.detach()
+			h.attach()
+		},
+		"renew": func(t *rapid.T) {
+			if len(h.tokens) == 0 {
+				t.Skip("no token")
+			}
+			h.renew(len(h.tokens) - 1 - rapid.IntRange(0, min(3, len(h.tokens)-1)).Draw(t, "i"))
+		},
+		"hasten":   func(*rapid.T) { h.hasten() },
+		"down":     settle(down),
 		"success":  settle(passed),
 		"failure":  settle(failed),
 		"failure2": settle(failed),
@@ -471,7 +625,7 @@ func TestModelExhaustive(t *testing.T) {
 	if testing.Short() {
 		depth = 5
 	}
-	cfg := Config{Run: 2, Successes: 1, Lease: 200 * ms}
+	cfg := Config{Run: 2, Successes: 2, Lease: 200 * ms}
 	steps := []func(h *harness){
 		func(h *harness) { h.admit(1) },
 		func(h *harness) { settleAt(h, 0, passed) },

@@ -151,8 +151,7 @@ func TestGobreakerRefusesMidPhase(t *testing.T) {
 	trip(t, b, 0)
 	for t0 := time.Now(); time.Since(t0) < time.Millisecond; {
 	}
-	b.Success(sec, admit(t, b, sec))
-	stolen := []func(error){allow(t, b.gb), allow(t, b.gb)}
+	stolen := []func(error){allow(t, b.gb), allow(t, b.gb), allow(t, b.gb)}
 	p := admit(t, b, sec)
 	if !b.byHand {
 		t.Fatal("gobreaker has more room than its width")

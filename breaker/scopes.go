@@ -80,7 +80,8 @@ func (p path) String() string {
 // its deadline or its last probe, has no vote: an idle partition cannot keep
 // its topic shut for ever. It has one again as soon as it probes. A leaf that is
 // held has no deadline: the end of the period at its rung, from the latest Hold,
-// counts as one. One that was given back by Unhold has a vote once a probe failed.
+// counts as one. One that was given back by Unhold has a vote once a probe failed. A
+// half-open leaf whose probes succeed has none: it carries a part of its load.
 //
 // All methods are safe for concurrent use. Lock order: Scopes.mu, then
 // Breaker.mu, never the other way round: a breaker tells the tree of a change
@@ -205,7 +206,7 @@ func (s *Scopes) Release(l *Leaf) {
 		return
 	}
 	n.released = s.now
-	s.countLocked(n.up, step(n.votes, false), -1, s.now)
+	s.countLocked(n.up, step(n.votes, false), -1, s.now, CauseReleased)
 	n.votes = false
 	delete(s.shut, n)
 }
@@ -364,7 +365,7 @@ func (s *Scopes) lookLocked(n *node, live int, now time.Duration) {
 		s.shut[n] = struct{}{}
 	}
 	vote := n.b.votes(now)
-	s.countLocked(n.up, step(n.votes, vote), live, now)
+	s.countLocked(n.up, step(n.votes, vote), live, now, CauseQuorum)
 	n.votes = vote
 }
 
@@ -379,10 +380,10 @@ func step(was, is bool) int {
 	return 0
 }
 
-// countLocked changes the counts of p, opens or closes it by them, and passes
-// both on as p's own vote and liveness. Counts change together, or a parent
-// would flap on the way from one sum to the other.
-func (s *Scopes) countLocked(p *parent, votes, live int, now time.Duration) {
+// countLocked changes the counts of p, opens it by them or closes it, with the given
+// cause, and passes both on as p's own vote and liveness. Counts change together, or a
+// parent would flap on the way from one sum to the other.
+func (s *Scopes) countLocked(p *parent, votes, live int, now time.Duration, closes Cause) {
 	if p == nil || votes == 0 && live == 0 {
 		return
 	}
@@ -396,11 +397,11 @@ func (s *Scopes) countLocked(p *parent, votes, live int, now time.Duration) {
 		p.since = now
 		c := Change{Scope: p.name, Seq: p.seq, At: now, From: Closed, To: Open, Cause: CauseQuorum}
 		if !open {
-			c.From, c.To = Open, Closed
+			c.From, c.To, c.Cause = Open, Closed, closes
 		}
 		s.recordLocked(c)
 	}
-	s.countLocked(p.up, step(wasOpen, open), step(wasLive, p.live > 0), now)
+	s.countLocked(p.up, step(wasOpen, open), step(wasLive, p.live > 0), now, closes)
 }
 
 func (s *Scopes) recordLocked(c Change) {

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"slices"
 	"strconv"
 	"sync"
 	"testing"
@@ -115,11 +116,11 @@ func TestIdleChildLosesItsVote(t *testing.T) {
 		a.Trip(0, "test")
 		b.Trip(0, "test")
 		from := 100 * ms
-		if half { // one probe passed, then nothing came
+		if half { // one probe said nothing, then nothing came
 			from = sec
 			for _, l := range []*Leaf{a, b} {
 				tok, _ := l.Admit(sec, 1)
-				l.Success(sec, tok)
+				l.Exclude(sec, tok)
 			}
 		}
 		s.Tick(from + 30*sec - 1)
@@ -221,6 +222,97 @@ func TestGivenBackChildHasNoVote(t *testing.T) {
 	}
 	if c.Closed() {
 		t.Fatal("half-open by itself counts as closed")
+	}
+}
+
+// A leaf whose probes succeed carries a part of its load: it shuts nobody else, from
+// the first success until as many have failed.
+func TestPassingChildHasNoVote(t *testing.T) {
+	s := mustScopes(t, ScopesConfig{})
+	a, b, c := leaf(t, s, "t", "a"), leaf(t, s, "t", "b"), leaf(t, s, "t", "c")
+	a.Trip(0, "test")
+	b.Trip(0, "test")
+	probe := func(settle func(time.Duration, Token)) {
+		t.Helper()
+		tok, r := a.Admit(sec, 0)
+		if !r.OK() {
+			t.Fatalf("%+v", r)
+		}
+		settle(sec, tok)
+	}
+	fail := func(now time.Duration, tok Token) { a.Failure(now, tok, true) }
+	for _, step := range []struct {
+		settle func(time.Duration, Token)
+		shut   bool
+	}{
+		{a.Exclude, true}, {a.Success, false}, {fail, false}, {fail, true}, {a.Success, false}, {a.Success, false},
+		{fail, false}, {fail, false}, {fail, false}, {fail, true}, {fail, true},
+	} {
+		probe(step.settle)
+		if c.Closed() == step.shut || a.Passing() == step.shut {
+			t.Fatalf("closed %v, passing %v, %+v", c.Closed(), a.Passing(), a.Snapshot(sec))
+		}
+	}
+	state(t, a.Breaker, sec, Open)
+	var moves []State
+	for _, ch := range s.Changes(nil) {
+		if ch.Scope == "t" {
+			moves = append(moves, ch.To)
+			if ch.Cause != CauseQuorum {
+				t.Errorf("%+v", ch)
+			}
+		}
+	}
+	if want := []State{Open, Closed, Open, Closed, Open}; !slices.Equal(moves, want) {
+		t.Errorf("%v, want %v", moves, want)
+	}
+}
+
+// What a release closes has not recovered, and its change says so; what it opens, by a
+// quorum of fewer, it opens as a quorum.
+func TestReleaseClosesByItsOwnCause(t *testing.T) {
+	s := mustScopes(t, ScopesConfig{})
+	var leaves []*Leaf
+	for _, p := range []string{"a", "b", "c", "d", "e"} {
+		leaves = append(leaves, leaf(t, s, "g", "t", p), leaf(t, s, "g", "u", p))
+	}
+	for _, l := range leaves[:4] { // two of five, in each topic
+		l.Trip(sec, "test")
+	}
+	s.Tick(2 * sec)
+	s.Changes(nil)
+	for i := len(leaves) - 1; i >= 0; i-- {
+		s.Release(leaves[i])
+	}
+	type move struct {
+		scope string
+		to    State
+		cause Cause
+	}
+	got := map[string][]move{}
+	for _, c := range s.Changes(nil) {
+		got[c.Scope] = append(got[c.Scope], move{c.Scope, c.To, c.Cause})
+	}
+	for _, p := range []string{"g", "g/t", "g/u"} {
+		if want := []move{{p, Open, CauseQuorum}, {p, Closed, CauseReleased}}; !slices.Equal(got[p], want) {
+			t.Errorf("%s: %v, want %v", p, got[p], want)
+		}
+	}
+	if len(got) != 3 {
+		t.Errorf("%v", got)
+	}
+	// A claim that makes the open ones too few is no release.
+	a, b := leaf(t, s, "g", "t", "a"), leaf(t, s, "g", "t", "b")
+	for _, l := range []*Leaf{a, b} {
+		if l.Closed() {
+			t.Fatal("forgotten")
+		}
+	}
+	for _, p := range []string{"c", "d", "e"} {
+		leaf(t, s, "g", "t", p)
+	}
+	if c := s.Changes(nil); len(c) != 2 || c[1].To != Closed || c[1].Cause != CauseQuorum {
+		t.Errorf("%+v", c)
 	}
 }
 
@@ -326,9 +418,11 @@ func TestScopesModel(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		s := mustScopes(t, ScopesConfig{
 			Quorum:  rapid.SampledFrom([]float64{0.3, 0.5, 1}).Draw(rt, "quorum"),
-			Breaker: Config{Successes: 1},
+			Breaker: Config{Successes: rapid.SampledFrom([]int{1, 5}).Draw(rt, "successes")},
 		})
 		now := time.Duration(0)
+		stir := map[*Breaker]time.Duration{} // when a probe was last given or settled
+		out := map[*Breaker]int{}
 		claims := map[string][]*Leaf{}
 		names := []string{"a/0", "a/1", "a/2", "b/0", "b/1", "c/0"}
 		path := func(n string) []string { return []string{"g", n[:1], n[2:]} }
@@ -352,14 +446,32 @@ func TestScopesModel(t *testing.T) {
 			"trip": func(rt *rapid.T) { _, l := any(rt); l.Trip(now, "test") },
 			"probe": func(rt *rapid.T) {
 				_, l := any(rt)
-				if tok, r := l.Admit(now, 1); r.OK() && rapid.Bool().Draw(rt, "settle") {
+				tok, r := l.Admit(now, 0)
+				if !r.OK() {
+					return
+				}
+				stir[l.Breaker] = now
+				switch rapid.IntRange(0, 4).Draw(rt, "settle") {
+				case 0:
+					l.Failure(now, tok, true)
+				case 1:
+					l.Exclude(now, tok)
+				case 2, 3:
 					l.Success(now, tok)
 				}
+				s.Tick(now) // a probe alone, which may bring a vote back, tells nobody
 			},
 			"evict": func(rt *rapid.T) { s.Evict(now, time.Second) },
 			"time": func(rt *rapid.T) {
 				now += rapid.SampledFrom([]time.Duration{ms, sec, 31 * sec, 61 * sec}).Draw(rt, "d")
 				s.Tick(now)
+				for _, ls := range claims {
+					for _, l := range ls {
+						if n := l.Snapshot(now).ProbesOut; n < out[l.Breaker] { // lost
+							stir[l.Breaker] = now
+						}
+					}
+				}
 			},
 			"": func(rt *rapid.T) {
 				open := func(votes, live int) bool {
@@ -373,8 +485,9 @@ func TestScopesModel(t *testing.T) {
 					live[n[:1]]++
 					b := claims[n][0].Breaker
 					snap := b.Snapshot(now)
-					idle := snap.ProbesOut == 0 && now >= max(snap.Until, snap.Since)+30*sec
-					if snap.State != Closed && !idle {
+					out[b] = snap.ProbesOut
+					idle := snap.ProbesOut == 0 && now >= max(snap.Until, snap.Since, stir[b])+30*sec
+					if snap.State != Closed && !idle && !b.Passing() {
 						votes[n[:1]]++
 					}
 				}

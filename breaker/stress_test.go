@@ -57,6 +57,7 @@ func TestForceUnderLoad(t *testing.T) {
 					b.Failure(now(), tok, true)
 				case 1: // lost
 				case 2:
+					b.Renew(now(), tok)
 					b.Exclude(now(), tok)
 				case 3:
 					kept = append(kept, tok)
@@ -95,7 +96,9 @@ func TestForceUnderLoad(t *testing.T) {
 		for now() < d {
 			b.Tick(now())
 			b.Snapshot(now())
-			b.Suspect(1)
+			b.Life()
+			b.Passing()
+			b.Hasten(now())
 			buf = b.Changes(buf[:0])
 			for _, c := range buf {
 				if c.Seq <= last {
@@ -127,10 +130,24 @@ func TestForceUnderLoad(t *testing.T) {
 	}
 }
 
-// Half-open gives out at most Probes at a time, whoever asks.
+// Half-open gives out at most Probes at a time, or what its pace allows, whoever asks.
 func TestProbeWidthUnderLoad(t *testing.T) {
-	b := must(t, Config{Probes: 3, Successes: 1000})
-	b.Trip(0, "test")
+	t.Run("Probes", func(t *testing.T) {
+		b := must(t, Config{Probes: 3, Successes: 1000})
+		b.Trip(0, "test")
+		widthUnderLoad(t, b, 3)
+	})
+	t.Run("pace", func(t *testing.T) {
+		b := must(t, Config{Successes: 1000})
+		b.Trip(0, "test")
+		for range 2 {
+			b.Success(sec, admit(t, b, sec))
+		}
+		widthUnderLoad(t, b, 4)
+	})
+}
+
+func widthUnderLoad(t *testing.T, b *Breaker, width int64) {
 	var out, most, given atomic.Int64
 	var wg sync.WaitGroup
 	for range 16 {
@@ -150,7 +167,7 @@ func TestProbeWidthUnderLoad(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if most.Load() > 3 || given.Load() == 0 {
+	if most.Load() > width || given.Load() == 0 {
 		t.Fatalf("%d at once of %d", most.Load(), given.Load())
 	}
 }

@@ -8,6 +8,9 @@ import "time"
 // A Token is the right to run one delivery. It is a small value and may be
 // copied. The zero Token is no right: settling it does nothing.
 //
+// A probe settles once. A token of the closed path has no identity, or it would cost
+// an allocation: whoever holds it settles it once, and twice counts twice.
+//
 // A token belongs to the breaker that gave it; settling it at another is a
 // bug that goes unseen.
 type Token struct {
