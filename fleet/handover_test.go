@@ -135,6 +135,22 @@ func TestHandover(t *testing.T) {
 	}
 }
 
+// What is left of a breaker's own period may be less than that of its rung.
+func TestHandoverOfAShortPeriod(t *testing.T) {
+	l := newLab(t, Config{}, "a", "b")
+	a, b := l.start("a", 1), l.start("b", 1)
+	l.meet(2*sec, a, b)
+	l.adopt(a, "p")
+	s := trip(2, 8)
+	s.Since, s.Until = l.now, l.now+150*ms
+	a.Observe(l.now, "p", s)
+	a.Leave(l.now, "p")
+	l.tell(a, b)
+	if act := l.adopt(b, "p"); act.Kind != Hold || act.Rung != 8 || act.For > 150*ms || act.For < 100*ms {
+		t.Errorf("%+v", act)
+	}
+}
+
 // The period that an owner left behind is over: probes first, never closed.
 func TestHandoverLate(t *testing.T) {
 	l := newLab(t, Config{}, "a", "b")

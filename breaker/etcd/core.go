@@ -490,7 +490,7 @@ func (c *core) Observe(now time.Duration, name string, s breaker.Snapshot) {
 		rung := min(max(s.Rung, 1), maxRung)
 		sc.own = fleet.Vote{
 			Phase: fleet.PhaseOpen, At: fleet.Position{Gen: sc.known.Gen}, Wants: sc.wants,
-			Rung: rung, OpenFor: c.cfg.Period(rung).Truncate(time.Microsecond), Cause: cut(s.Cause),
+			Rung: rung, OpenFor: c.periodOf(s, rung).Truncate(time.Microsecond), Cause: cut(s.Cause),
 		}
 		c.testifyLocked(sc)
 		c.stirLocked(sc)
@@ -603,6 +603,15 @@ func (c *core) takeOverLocked(now time.Duration, sc *scope) {
 		sc.mode, sc.asking = held, true
 		c.reholdLocked(now, sc)
 	}
+}
+
+// periodOf is how long a breaker opens by its own verdict; that of a topic, which is
+// made up from its partitions', has the period of its rung.
+func (c *core) periodOf(s breaker.Snapshot, rung int) time.Duration {
+	if s.Until > s.Since {
+		return min(s.Until-s.Since, c.cfg.Period(rung))
+	}
+	return c.cfg.Period(rung)
 }
 
 // inheritLocked goes on where the last owner was.

@@ -124,6 +124,24 @@ func (d *desk) probe() {
 	d.Observe(d.now, "q", breaker.Snapshot{State: breaker.HalfOpen, Held: true, Generation: 5, ProbesOut: 1})
 }
 
+// A next owner waits for what is left of a breaker's own period, which may be shorter
+// than that of its rung.
+func TestVoteHasTheBreakersPeriod(t *testing.T) {
+	for _, c := range []struct{ left, want time.Duration }{
+		{150 * time.Millisecond, 150 * time.Millisecond}, {time.Hour, 12800 * time.Millisecond}, {0, 12800 * time.Millisecond},
+	} {
+		d := newDesk(t, "a", "b")
+		s := breaker.Snapshot{State: breaker.Open, Cause: "run", Generation: 2, Rung: 8, Since: d.now}
+		if c.left > 0 {
+			s.Until = d.now + c.left
+		}
+		d.Observe(d.now, "q", s)
+		if v := d.scopes["q"].own; v.Rung != 8 || v.OpenFor != c.want {
+			t.Errorf("%v left: %+v", c.left, v)
+		}
+	}
+}
+
 // A probe that ends without an outcome gives the key back long before its lease is
 // over, and has not failed. So does one that an operator's word takes back.
 func TestProbeIsGivenBack(t *testing.T) {
