@@ -21,6 +21,7 @@ type callContext struct {
 	timeout   time.Duration   // 0 = none
 	use       atomic.Uint32   // unused, touched or finished
 	selfTimed bool            // no sweeper sees to the timeout: a timer does, once somebody waits
+	before    int             // attempts before this one
 	rare      atomic.Pointer[callState]
 }
 
@@ -116,8 +117,29 @@ func (c *callContext) Err() error {
 	return c.parent.Err()
 }
 
-// Value is the parent's.
-func (c *callContext) Value(key any) any { return c.parent.Value(key) }
+// attemptKey is the key by which Attempt finds the callContext behind what wraps it.
+type attemptKey struct{}
+
+// Value is the parent's, but for attemptKey.
+func (c *callContext) Value(key any) any {
+	if key == (attemptKey{}) {
+		return c
+	}
+	return c.parent.Value(key)
+}
+
+// Attempt is which attempt of its message the handler call of ctx is: 1 for the first, 0
+// if ctx is not, and does not come from, a handler's context. It counts the calls in this
+// process since the message was handed over, as the dead letter's Attempts do: calls that
+// ended by [Backoff] or a revoke are left out. In a function of [Protect] it is the
+// attempt of that call. The passive shape has no handler; see [Item.Attempt].
+func Attempt(ctx context.Context) int {
+	c, ok := ctx.Value(attemptKey{}).(*callContext)
+	if !ok {
+		return 0
+	}
+	return c.before + 1
+}
 
 // AfterFunc lets the context package derive contexts without a goroutine each.
 func (c *callContext) AfterFunc(f func()) (stop func() bool) {

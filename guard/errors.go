@@ -40,6 +40,17 @@ var (
 	ErrRevoked = errors.New("guard: source revoked")
 )
 
+// Must returns v, and panics with err if that is not nil: for the start of a program,
+// where nothing can go on without v.
+//
+//	g := guard.Must(guard.New(guard.Config{Group: "orders"}))
+func Must[T any](v T, err error) T {
+	if err != nil {
+		panic(err)
+	}
+	return v
+}
+
 // HeldError tells why a call was refused. It is an [ErrHeld]. A handler of a source
 // that returns one, as from a [Func] that it calls, has not failed: the source waits
 // for Until as after [Backoff], or where that is 0 for 1s at most.

@@ -57,3 +57,24 @@ func BenchmarkFunc(b *testing.B) {
 	})
 	_, _ = g.Close(ctx)
 }
+
+// Attempt and the closed path that it looks at cost no allocation but the chunk's.
+func TestAttemptAllocates(t *testing.T) {
+	if RaceEnabled {
+		t.Skip("the race detector allocates; run without -race")
+	}
+	g := Must(New(Config{}))
+	seen := 0
+	s := Must(Open(g, SourceConfig{Name: "s"}, Limits{}, nopPort{}, func(ctx context.Context, _ int) error {
+		seen += Attempt(ctx)
+		return nil
+	}))
+	s.ctx = context.Background()
+	l := &loop[int]{s: s, ctx: s.ctx}
+	n := testing.AllocsPerRun(callsPerChunk*100, func() { l.fast(1, false) })
+	if n > 0 || seen != callsPerChunk*100+1 {
+		t.Errorf("%v allocations in a call, %d attempts", n, seen)
+	}
+	s.rest()
+	_, _ = g.Close(context.Background())
+}

@@ -164,7 +164,7 @@ func (f *Func[M]) do(ctx context.Context, m M, how how) error {
 	if !ok {
 		return f.slow(ctx, c, m, how)
 	}
-	err := f.call(ctx, m, token, how)
+	err := f.call(ctx, m, token, how, 0)
 	if err == nil {
 		f.count(c)
 		return nil
@@ -195,7 +195,7 @@ func (f *Func[M]) slow(ctx context.Context, c *cell, m M, how how) error {
 		c.returned.Add(1)
 		return err
 	}
-	if err = f.call(ctx, m, token, how); err == nil {
+	if err = f.call(ctx, m, token, how, 0); err == nil {
 		f.succeeded(c, token)
 		return nil
 	}
@@ -333,13 +333,13 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token breaker.Token,
 			c.returned.Add(1)
 			return errors.Join(refused, err)
 		}
-		tries++
 		c.retries.Add(1)
-		if err = f.call(ctx, m, token, how); err == nil {
+		if err = f.call(ctx, m, token, how, tries); err == nil {
 			f.succeeded(c, token)
 			f.metrics.retried(f.g.now()-first, false)
 			return nil
 		}
+		tries++
 	}
 }
 
@@ -372,9 +372,10 @@ func (f *Func[M]) pause(ctx context.Context, c *cell, d time.Duration) error {
 }
 
 // call runs the function. Its context ends at the timeout, counted from the
-// first time that the function waits on it: one that never looks cannot tell.
-func (f *Func[M]) call(ctx context.Context, m M, token breaker.Token, how how) (err error) {
-	cc := &callContext{parent: ctx, timeout: f.policy.Timeout, selfTimed: true}
+// first time that the function waits on it: one that never looks cannot tell. before
+// counts the attempts before this one.
+func (f *Func[M]) call(ctx context.Context, m M, token breaker.Token, how how, before int) (err error) {
+	cc := &callContext{parent: ctx, timeout: f.policy.Timeout, selfTimed: true, before: before}
 	returned := false
 	defer func() {
 		if returned {

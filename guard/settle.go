@@ -164,7 +164,7 @@ func (s *Source[M]) demandDueLocked() bool {
 // prepareLocked gives an item that is to be handled its context.
 func (s *Source[M]) prepareLocked(st step[M]) {
 	if st.kind == stepHandle && s.handler != nil {
-		st.it.ctx = &callContext{parent: s.ctx, timeout: s.c.policy.Timeout}
+		st.it.ctx = &callContext{parent: s.ctx, timeout: s.c.policy.Timeout, before: st.it.tries}
 	}
 }
 
