@@ -271,9 +271,11 @@ type Limiter interface {
 // An Option supplies a collaborator that a config file cannot express.
 type Option func(*Guard)
 
-// WithLogger logs changes of state, never messages; nil is refused. The default is
-// silence.
-func WithLogger(log *slog.Logger) Option { return func(g *Guard) { g.log = log } }
+// WithLogger logs changes of state, never messages; docs/operating.md lists the lines. nil
+// is refused, and slog.New(slog.DiscardHandler) is silent. The default is [slog.Default] as
+// it was when [New] was called, for what is at WARN or above and for the end of what it
+// warned of.
+func WithLogger(log *slog.Logger) Option { return func(g *Guard) { g.log, g.ends = log, log } }
 
 // WithMeterProvider is where metrics go; the default is OTel's global provider.
 func WithMeterProvider(p metric.MeterProvider) Option { return func(g *Guard) { g.meters = p } }

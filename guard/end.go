@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"time"
 )
 
@@ -69,7 +70,12 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 	s.g.unregister(s.cfg.Name, s)
 	s.release()
 	close(e.done)
-	s.g.logChange("source ended", s.cfg.Name, why, "returned", e.report.Returned, "left", len(e.report.Left))
+	args := []any{"source", s.cfg.Name, "reason", why.String(), "returned", e.report.Returned}
+	if e.report.Clean() {
+		s.g.log.Debug(lineEnded, args...)
+	} else {
+		s.g.journal.say(s.g.now(), line{slog.LevelWarn, lineLeft, s.topic(), false, append(args, "left", len(e.report.Left), "error", e.report.Err)})
+	}
 	return e.report
 }
 

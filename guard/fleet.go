@@ -242,7 +242,7 @@ func (s *Source[M]) setFleetStorm(now time.Duration, f dlq.FleetStorm) {
 	}
 	s.unlock(now)
 	if changed {
-		s.g.logChange("storm of the fleet", s.cfg.Name, ReasonStorm, "active", f.Active, "readings", f.String())
+		s.g.journal.storm(now, s.cfg, s.stormKey, true, f.Active, f.String())
 		s.nudge()
 	}
 }

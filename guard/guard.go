@@ -35,6 +35,10 @@ import (
 type Guard struct {
 	cfg        Config
 	log        *slog.Logger
+	ends       *slog.Logger // hears of the end of what log was warned of
+	journal    *journal
+	onLetter   func(DeadLetter)
+	onState    func(StateChange)
 	meters     metric.MeterProvider
 	traces     trace.TracerProvider
 	propagator propagation.TextMapPropagator
@@ -75,6 +79,7 @@ type Guard struct {
 // controls is a source whatever its message's type.
 type controls interface {
 	Control
+	reporter
 	sweep(now time.Duration) (moving bool)
 	waits(now time.Duration) *breaker.Breaker
 	detected() (key string, storm dlq.Storm, ok bool)
@@ -110,7 +115,8 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 	def(&cfg.Group, "default")
 	g := &Guard{
 		cfg:       cfg,
-		log:       slog.New(slog.DiscardHandler),
+		log:       slog.New(loudHandler{slog.Default().Handler()}),
+		ends:      slog.Default(),
 		sources:   make(map[string]controls),
 		kept:      make(map[string]kept),
 		unwritten: make(map[string]bool),
@@ -118,13 +124,14 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 		waiting:   make(map[*breaker.Breaker]bool),
 		storms:    make(map[string]*stormSum),
 	}
+	g.journal = newJournal(g)
 	start := time.Now()
 	g.now = func() time.Duration { return time.Since(start) }
 	for _, o := range opts {
 		o(g)
 	}
 	if g.log == nil {
-		return nil, errors.New("guard: WithLogger: the logger must not be nil; leave the option out for silence")
+		return nil, errors.New("guard: WithLogger: the logger must not be nil; slog.New(slog.DiscardHandler) is silent")
 	}
 	if g.health != nil {
 		if err := g.health.validate(); err != nil {
@@ -164,7 +171,8 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 // checks a broker's settings against it before it opens a source.
 func (g *Guard) Config() Config { return g.cfg }
 
-// Logger is the logger of [WithLogger]; without that option it discards everything.
+// Logger is the logger of [WithLogger]. Without that option it is [slog.Default] for what
+// is at WARN or above, and discards the rest.
 func (g *Guard) Logger() *slog.Logger { return g.log }
 
 // policy is how a source behaves: as its own says, or as the Guard's.
@@ -235,11 +243,13 @@ func (g *Guard) register(name string, s controls) error {
 
 func (g *Guard) unregister(name string, s controls) {
 	g.mu.Lock()
-	defer g.mu.Unlock()
 	if g.sources[name] == s {
 		delete(g.sources, name)
 		g.sortLocked()
 	}
+	g.mu.Unlock()
+	g.journal.left(s)
+	g.journal.ended(name)
 }
 
 func (g *Guard) sortLocked() {
@@ -320,6 +330,7 @@ func (g *Guard) Close(ctx context.Context) ([]Report, error) {
 	g.mu.Unlock()
 	errs := []error{g.awaitGoroutines(ctx)}
 	g.metrics.close()
+	g.journal.flush(g.now(), true)
 	for _, r := range reports {
 		if !r.Clean() {
 			err := fmt.Errorf("guard: source %s: %d messages left", r.Source, len(r.Left))
@@ -374,14 +385,9 @@ func (g *Guard) warnNoWriter(cfg SourceConfig) {
 // maxUnwritten bounds how many topics or queues warnNoWriter remembers.
 const maxUnwritten = 1000
 
-// logChange logs a change of state: never a message.
-func (g *Guard) logChange(what, source string, why Reason, args ...any) {
-	g.log.Info("state", append([]any{"change", what, "source", source, "reason", why.String()}, args...)...)
-}
-
 // noteChanges logs what the breakers did since the last tick, and makes the
-// scopes look at their children.
-func (g *Guard) noteChanges(now time.Duration) {
+// scopes look at their children. It tells whether log lines wait for their time.
+func (g *Guard) noteChanges(now time.Duration) (pending bool) {
 	if now >= g.look {
 		g.look = now + stormEvery
 		g.scopes.Tick(now)
@@ -400,6 +406,7 @@ func (g *Guard) noteChanges(now time.Duration) {
 	}
 	for _, c := range g.changes {
 		g.metrics.transition(c)
-		g.log.Info("breaker", "scope", c.Scope, "from", c.From.String(), "to", c.To.String(), "reason", string(c.Cause), "for", c.OpenFor)
+		g.journal.breaker(now, c)
 	}
+	return g.journal.tick(now)
 }

@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
 	"runtime/debug"
 	"slices"
@@ -45,6 +46,8 @@ type letterbox struct {
 	err     error    // of the last write; nil once nothing waits
 	failed  postable // whose it was
 	waits   error    // why the last letter was put off; nil once one is written
+
+	since time.Duration // run's: when the writer began to fail
 }
 
 // postable is a dead letter in the making, whatever its message's type.
@@ -53,6 +56,15 @@ type postable interface {
 	record() (*dlq.Record, error)
 	// confirmed tells the source that it is written, as a dead letter or parked.
 	confirmed(parked bool)
+	// from says whose it is.
+	from() letterFrom
+}
+
+// letterFrom is whose dead letter it is.
+type letterFrom struct {
+	cfg   SourceConfig
+	topic string
+	class Class // of its last error
 }
 
 func (b *letterbox) post(l postable) {
@@ -153,11 +165,7 @@ func (b *letterbox) run(ctx context.Context) {
 		default: // as a failed write
 		}
 		if b.noted(l, err) {
-			args := []any{"error", b.trouble()}
-			if e, ok := errors.AsType[*lostCallError](err); ok {
-				args = append(args, "stack", string(e.stack))
-			}
-			b.g.logChange("dead-letter writer", "", ReasonDLQ, args...)
+			b.tell(l.from())
 		}
 		var top time.Duration
 		switch {
@@ -185,6 +193,24 @@ func (b *letterbox) run(ctx context.Context) {
 	}
 }
 
+// tell logs that the writer fails, or works again. Its sources hold their dead letters
+// meanwhile, and their order what stands behind these.
+func (b *letterbox) tell(from letterFrom) {
+	now, err := b.g.now(), b.trouble()
+	if err == nil {
+		b.g.journal.say(now, line{slog.LevelInfo, lineWriterWell, from.topic, true, []any{
+			"source", from.cfg.Name, "reason", ReasonDLQ.String(), "for", now - b.since,
+		}})
+		return
+	}
+	b.since = now
+	args := []any{"source", from.cfg.Name, "reason", ReasonDLQ.String(), "error", err, "messages", b.left(), "help", "mend the writer: it is tried again, and nothing is lost"}
+	if e, ok := errors.AsType[*lostCallError](err); ok {
+		args = append(args, "stack", string(e.stack))
+	}
+	b.g.journal.say(now, line{slog.LevelWarn, lineWriter, from.topic, false, args})
+}
+
 // write writes one letter; one that is too large is trimmed and tried once more.
 func (b *letterbox) write(ctx context.Context, l postable, r *dlq.Record) error {
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
@@ -200,6 +226,9 @@ func (b *letterbox) write(ctx context.Context, l postable, r *dlq.Record) error 
 	}
 	end(err)
 	if err == nil {
+		if !parked {
+			b.g.journal.letter(l.from(), r)
+		}
 		l.confirmed(parked)
 	}
 	return err
@@ -282,6 +311,8 @@ func (l letter[M]) record() (*dlq.Record, error) {
 	r.FirstFailed = wall(it.firstFailed)
 	return r, nil
 }
+
+func (l letter[M]) from() letterFrom { return letterFrom{l.s.cfg, l.s.topic(), l.it.class} }
 
 func (l letter[M]) confirmed(parked bool) {
 	s := l.s

@@ -40,6 +40,8 @@ type Func[M any] struct {
 	limit   Limiter
 	seen    uint64 // successes, when the sweeper last looked
 
+	lastFailed atomic.Pointer[failedCall]
+
 	mu        sync.Mutex
 	ended     bool
 	overdue   bool          // over is closed
@@ -300,6 +302,9 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token breaker.Token,
 		word, _ := classify(err)
 		if word == failure && excused(ctx) {
 			word = cancelled
+		}
+		if word == failure {
+			f.lastFailed.Store(&failedCall{now, dlq.DescribeError(err, nil).Message, f.g.classOf(err)})
 		}
 		if f.gate != nil {
 			switch class := f.g.classOf(err); {

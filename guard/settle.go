@@ -51,6 +51,9 @@ func (s *Source[M]) outcome(ctx *callContext, err error, stack []byte) result {
 		ctx.finish()
 	}
 	r := s.g.resultOf(s.explain(ctx, err), stack)
+	if r.word == failure {
+		s.failed.Store(failedAt(s.g.now(), r))
+	}
 	if r.word == backoff {
 		// The wall may have moved on while the guard's clock stood still, as in a
 		// suspend. The handler has read the wall just now: what counts is the difference.

@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
 	"sync"
 	"sync/atomic"
@@ -54,6 +55,7 @@ type Source[M any] struct {
 	looks     atomic.Uint64 // turns of Marker.Ahead
 	seen      seen          // the sweeper's
 	metaLost  atomic.Bool   // a Port.Meta that did not return was logged
+	failed    atomic.Pointer[failedCall]
 	slowAfter time.Duration // Breaker.Slow
 
 	mu       sync.Mutex
@@ -409,7 +411,11 @@ func (s *Source[M]) setPaused(paused bool) {
 	s.c.paused = paused
 	s.unlock(s.g.now())
 	if changed {
-		s.g.logChange("source paused", s.cfg.Name, ReasonOperator, "paused", paused)
+		text := lineResumed
+		if paused {
+			text = linePaused
+		}
+		s.g.journal.say(s.g.now(), line{slog.LevelInfo, text, s.topic(), false, []any{"source", s.cfg.Name, "reason", CauseOperator}})
 		s.nudge()
 	}
 }
@@ -469,7 +475,7 @@ func (s *Source[M]) DeadLetterWaiting(n int) int {
 	n = s.c.deadLetterWaiting(n)
 	s.unlock(now)
 	s.nudge()
-	s.g.logChange("dead-lettered by hand", s.cfg.Name, ReasonOperator, "messages", n)
+	s.g.log.Info(lineByHand, "source", s.cfg.Name, "reason", CauseOperator, "messages", n)
 	return n
 }
 

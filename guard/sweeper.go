@@ -85,7 +85,7 @@ func (g *Guard) rest(ctx context.Context) bool {
 		if g.fleet != nil { // it is not to wait for the next tick
 			now := g.now()
 			woken = g.stepFleet(now) || woken
-			g.noteChanges(now)
+			woken = g.noteChanges(now) || woken
 		}
 		if woken {
 			return true
@@ -104,8 +104,7 @@ func (g *Guard) sweepAll() (moving bool) {
 	if g.stepFleet(now) {
 		moving = true
 	}
-	g.noteChanges(now)
-	return moving
+	return g.noteChanges(now) || moving
 }
 
 // seen is what the sweeper saw of the closed path.
@@ -150,7 +149,7 @@ func (s *Source[M]) sweep(now time.Duration) (moving bool) {
 		ctx.end(context.DeadlineExceeded, ErrTimeout)
 	}
 	if changed {
-		s.g.logChange("storm", s.cfg.Name, ReasonStorm, "active", storm.Active, "readings", storm.String())
+		s.g.journal.storm(now, s.cfg, s.stormKey, false, storm.Active, storm.String())
 		s.nudge()
 	}
 	return moving

@@ -72,7 +72,7 @@ func TestCloseWithoutACause(t *testing.T) {
 	})
 }
 
-// Logger is what adapters log to: the option's, or silence.
+// Logger is what adapters log to: the option's, or slog's default for warnings.
 func TestLogger(t *testing.T) {
 	var text strings.Builder
 	g, err := New(Config{}, WithLogger(slog.New(slog.NewTextHandler(&text, nil))))
@@ -87,6 +87,8 @@ func TestLogger(t *testing.T) {
 	if g, err = New(Config{}); err != nil {
 		t.Fatal(err)
 	}
-	g.Logger().Error("nobody hears this")
+	if g.Logger().Enabled(t.Context(), slog.LevelInfo) || !g.Logger().Enabled(t.Context(), slog.LevelWarn) {
+		t.Error("not the default for warnings only")
+	}
 	closeAll(t, g)
 }

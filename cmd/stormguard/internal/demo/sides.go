@@ -6,6 +6,7 @@ package demo
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"sync/atomic"
 	"time"
 
@@ -70,7 +71,7 @@ func (s guarded) policy() guard.Policy {
 }
 
 func (s guarded) consume(ctx context.Context, p plumbing, handle handler) (err error) {
-	g, err := guard.New(guard.Config{Group: "demo", Policy: s.policy()})
+	g, err := guard.New(guard.Config{Group: "demo", Policy: s.policy()}, guard.WithLogger(slog.New(slog.DiscardHandler)))
 	if err != nil {
 		return err
 	}

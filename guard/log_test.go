@@ -1,0 +1,591 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log"
+	"log/slog"
+	"os"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+// logged is a log handler that keeps what it gets.
+type logged struct {
+	mu    sync.Mutex
+	lines []loggedLine
+}
+
+type loggedLine struct {
+	at    time.Time
+	level slog.Level
+	text  string
+	args  map[string]any
+}
+
+func (l *logged) Enabled(context.Context, slog.Level) bool { return true }
+func (l *logged) WithAttrs([]slog.Attr) slog.Handler       { return l }
+func (l *logged) WithGroup(string) slog.Handler            { return l }
+func (l *logged) Handle(_ context.Context, r slog.Record) error {
+	line := loggedLine{time.Now(), r.Level, r.Message, map[string]any{}}
+	r.Attrs(func(a slog.Attr) bool {
+		line.args[a.Key] = a.Value.Any()
+		return true
+	})
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.lines = append(l.lines, line)
+	return nil
+}
+
+// of is the lines of a text.
+func (l *logged) of(text string) (found []loggedLine) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, line := range l.lines {
+		if line.text == text {
+			found = append(found, line)
+		}
+	}
+	return found
+}
+
+// one is the only line of a text.
+func (l *logged) one(t *testing.T, text string, level slog.Level) loggedLine {
+	t.Helper()
+	found := l.of(text)
+	if len(found) != 1 || found[0].level != level {
+		t.Fatalf("%q: %+v\nof %+v", text, found, l.lines)
+	}
+	return found[0]
+}
+
+// sum is how many events the lines of a text stand for.
+func (l *logged) sum(text string) (n int64) {
+	for _, line := range l.of(text) {
+		if joined, ok := line.args["lines"].(int64); ok {
+			n += joined
+		} else {
+			n++
+		}
+	}
+	return n
+}
+
+// logRig is sources of one Guard whose dependency may be down.
+type logRig struct {
+	t       *testing.T
+	g       *Guard
+	log     *logged
+	letters *testWriter
+	fault   atomic.Pointer[error] // nil while the dependency is up
+	ended   []chan error
+	over    bool
+}
+
+func (r *logRig) fail(err error) {
+	r.fault.Store(nil)
+	if err != nil {
+		r.fault.Store(&err)
+	}
+}
+
+func newLogRig(t *testing.T, opts ...Option) *logRig {
+	r := &logRig{t: t, log: new(logged), letters: &testWriter{}}
+	r.g = Must(New(Config{Group: "g"}, append([]Option{WithLogger(slog.New(r.log))}, opts...)...))
+	t.Cleanup(func() {
+		if !r.over { // the test has failed
+			_, _ = r.g.Close(context.Background())
+		}
+	})
+	return r
+}
+
+func (r *logRig) open(name, topic, partition string, w dlq.Writer) (*Source[int], chan int) {
+	s := Must(Open(r.g, SourceConfig{Name: name, Destination: topic, Partition: partition, DeadLetters: w}, Limits{}, &testPort{}, func(context.Context, int) error {
+		if err := r.fault.Load(); err != nil {
+			return *err
+		}
+		return nil
+	}))
+	in, ended := make(chan int, 1000), make(chan error, 1)
+	r.ended = append(r.ended, ended)
+	go func() { ended <- s.Run(r.t.Context(), in) }()
+	return s, in
+}
+
+func (r *logRig) close() {
+	r.t.Helper()
+	r.over = true
+	closeAll(r.t, r.g)
+	for _, ended := range r.ended {
+		<-ended
+	}
+}
+
+// An outage is one line when the breaker opens, with the error, one a minute while it
+// lasts, and one when it closes; its probes and half-open states are none.
+func TestOutageIsAFewLines(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		var changes []StateChange
+		r := newLogRig(t, OnStateChange(func(c StateChange) { changes = append(changes, c) }))
+		s, in := r.open("orders/0", "orders", "0", r.letters)
+		for i := range 20 {
+			in <- i
+		}
+		elapse(time.Second)
+		down := fmt.Errorf("charge: %w", syscall.ECONNREFUSED)
+		r.fail(down)
+		for i := range 100 {
+			in <- i
+		}
+		elapse(4*time.Minute + 30*time.Second)
+		opened := r.log.one(t, "breaker opened", slog.LevelWarn)
+		if opened.args["scope"] != "g/orders/0" || opened.args["error"] != down.Error() || opened.args["class"] != "dependency" ||
+			!strings.Contains(fmt.Sprint(opened.args["means"]), "the dependency fails") {
+			t.Errorf("%+v", opened)
+		}
+		still := r.log.of("breaker is still open")
+		if len(still) != 4 || still[3].args["calls"].(uint64) < 5 || still[0].args["error"] != down.Error() || still[0].level != slog.LevelInfo {
+			t.Errorf("%+v", still)
+		}
+		r.fail(nil)
+		for i := range 120 { // a storm ends by its readings
+			in <- i
+			elapse(time.Second)
+		}
+		closed := r.log.one(t, "breaker closed", slog.LevelInfo)
+		if d := closed.args["for"].(time.Duration); d < 4*time.Minute+25*time.Second || d > 5*time.Minute+5*time.Second {
+			t.Errorf("%+v", closed)
+		}
+		if n := s.State().Tally.Probes; closed.args["calls"] != n || n < 10 {
+			t.Errorf("%+v, %d probes", closed, n)
+		}
+		began := r.log.one(t, "storm began", slog.LevelWarn)
+		if began.args["source"] != "orders/0" || began.args["scope"] != "g/orders" {
+			t.Errorf("%+v", began)
+		}
+		r.log.one(t, "storm is over", slog.LevelInfo)
+		if n := len(r.log.lines); n > 9 {
+			t.Errorf("%d lines: %+v", n, r.log.lines)
+		}
+		r.close()
+		var seen []string
+		for _, c := range changes {
+			seen = append(seen, fmt.Sprintf("%v %s %s %v", c.Reason, c.Scope, c.Source, c.Active))
+		}
+		slices.Sort(seen)
+		if want := []string{
+			"breaker g/orders/0  false", "breaker g/orders/0  true", "storm g/orders orders/0 false", "storm g/orders orders/0 true",
+		}; !slices.Equal(seen, want) {
+			t.Errorf("%q", seen)
+		}
+		if c := changes[0]; c.Error != down.Error() || c.Class != ClassDependency || !c.Active {
+			t.Errorf("%+v", c)
+		}
+		last := changes[slices.IndexFunc(changes, func(c StateChange) bool { return c.Reason == ReasonBreaker && !c.Active })]
+		if last.For != closed.args["for"] || last.Calls != closed.args["calls"] {
+			t.Errorf("%+v", last)
+		}
+	})
+}
+
+// What happens to the partitions of one topic at the same time is one line and another
+// for the rest; what ends is none.
+func TestLinesOfATopicAreJoined(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		const partitions = 20
+		r := newLogRig(t)
+		r.fail(fmt.Errorf("charge: %w", syscall.ECONNREFUSED))
+		for p := range partitions {
+			_, in := r.open(fmt.Sprint("orders/", p), "orders", fmt.Sprint(p), r.letters)
+			for i := range 50 {
+				in <- i
+			}
+		}
+		elapse(30 * time.Second)
+		// The topic itself opens by its partitions.
+		topic := slices.IndexFunc(r.log.of("breaker opened"), func(l loggedLine) bool { return l.args["scope"] == "g/orders" })
+		if n, lines := r.log.sum("breaker opened"), len(r.log.of("breaker opened")); n < partitions/2+1 || lines > 5 || topic < 0 {
+			t.Errorf("%d breakers in %d lines: %+v", n, lines, r.log.lines)
+		}
+		elapse(5 * time.Minute)
+		if n := len(r.log.of("breaker is still open")); n > 15 {
+			t.Errorf("%d lines: %+v", n, r.log.lines)
+		}
+		r.fail(nil)
+		elapse(2 * time.Minute)
+		opened, closed := r.log.sum("breaker opened"), r.log.sum("breaker closed")
+		if opened != closed || len(r.log.of("breaker closed")) > 8 {
+			t.Errorf("%d opened, %d closed: %+v", opened, closed, r.log.of("breaker closed"))
+		}
+		r.log.mu.Lock()
+		r.log.lines = nil
+		r.log.mu.Unlock()
+		r.close()
+		for _, l := range r.log.lines {
+			if l.level > slog.LevelDebug {
+				t.Errorf("%+v", l)
+			}
+		}
+	})
+}
+
+// The first dead letters of a minute are a line each, the others one line at its end;
+// none has anything of the message. The hook gets every one, and may panic.
+func TestDeadLetterLines(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		var got []DeadLetter
+		r := newLogRig(t, OnDeadLetter(func(d DeadLetter) {
+			switch got = append(got, d); len(got) {
+			case 3:
+				panic("the user's")
+			case 4:
+				runtime.Goexit()
+			}
+		}))
+		s, in := r.open("orders/0", "orders", "0", r.letters)
+		r.fail(Permanent(errors.New(`no price for "secret": 17`)))
+		for i := range 35 {
+			in <- i
+		}
+		elapse(30 * time.Second)
+		if n := len(r.log.of("dead letter")); n != 10 {
+			t.Errorf("%d lines", n)
+		}
+		l := r.log.of("dead letter")[0]
+		if l.level != slog.LevelWarn || l.args["source"] != "orders/0" || l.args["reason"] != "permanent" || l.args["attempts"] != int64(1) ||
+			l.args["class"] != "message" || !strings.HasPrefix(fmt.Sprint(l.args["cause"]), "v2:") {
+			t.Errorf("%+v", l)
+		}
+		if n := len(r.log.of("dead letters beyond those logged")); n != 0 {
+			t.Errorf("%d lines too early", n)
+		}
+		elapse(time.Minute)
+		if rest := r.log.one(t, "dead letters beyond those logged", slog.LevelWarn); rest.args["lines"] != int64(25) || rest.args["cause"] != l.args["cause"] {
+			t.Errorf("%+v", rest)
+		}
+		in <- 36
+		elapse(time.Second)
+		if n := len(r.log.of("dead letter")); n != 11 {
+			t.Errorf("%d lines in the next minute", n)
+		}
+		if len(got) != 36 || len(r.letters.bodies()) != 36 || s.Account().DeadLettered != 36 {
+			t.Errorf("%d calls of the hook", len(got))
+		}
+		if d := got[0]; d.Source != "orders/0" || d.Destination != "orders" || d.Partition != "0" || d.Class != ClassMessage ||
+			d.Record.Reason != dlq.ReasonPermanent || d.Record.Attempts != 1 {
+			t.Errorf("%+v", d)
+		}
+		if n := r.log.sum("a hook did not return"); n != 2 || !strings.Contains(fmt.Sprint(r.log.of("a hook did not return")[0].args), "the user's") {
+			t.Errorf("%d: %+v", n, r.log.lines)
+		}
+		r.close()
+	})
+}
+
+// A hook of state changes that panics or exits costs nothing but its call.
+func TestStateHookThatDoesNotReturn(t *testing.T) {
+	for name, fail := range map[string]func(){"panic": func() { panic("the user's") }, "goexit": runtime.Goexit} {
+		bubble(t, name, func(t *testing.T) {
+			calls := 0
+			r := newLogRig(t, OnStateChange(func(StateChange) {
+				calls++
+				fail()
+			}))
+			s, in := r.open("orders/0", "orders", "0", r.letters)
+			r.fail(syscall.ECONNREFUSED)
+			for i := range 20 {
+				in <- i
+			}
+			elapse(20 * time.Second)
+			r.fail(nil)
+			elapse(time.Minute)
+			if calls != 2 || s.Account().Acked != 20 || r.log.sum("a hook did not return") != 2 {
+				t.Errorf("%d calls, %+v, %+v", calls, s.Account(), r.log.lines)
+			}
+			r.close()
+		})
+	}
+}
+
+// A function of Protect has its breaker's lines, too.
+func TestFuncLines(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r := newLogRig(t)
+		f := Must(Protect(r.g, SourceConfig{Name: "charge"}, func(context.Context, int) error {
+			if err := r.fault.Load(); err != nil {
+				return *err
+			}
+			return nil
+		}))
+		r.fail(syscall.ECONNREFUSED)
+		for range 40 {
+			_ = f.Do(t.Context(), 1)
+			elapse(time.Second)
+		}
+		r.fail(nil)
+		for range 40 {
+			_ = f.Do(t.Context(), 1)
+			elapse(time.Second)
+		}
+		if l := r.log.one(t, "breaker opened", slog.LevelWarn); l.args["error"] != syscall.ECONNREFUSED.Error() || l.args["class"] != "dependency" {
+			t.Errorf("%+v", l)
+		}
+		if l := r.log.one(t, "breaker closed", slog.LevelInfo); l.args["calls"] != f.State().Tally.Probes {
+			t.Errorf("%+v", l)
+		}
+		r.close()
+	})
+}
+
+// The probes of a source that ended during an outage count, too. What it was asked for
+// as a person's is forgotten.
+func TestCallsOfAnOutage(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r := &logRig{t: t, log: new(logged), letters: &testWriter{}}
+		r.g = Must(New(Config{Scope: ScopeTopic}, WithLogger(slog.New(r.log))))
+		first, in := r.open("orders/0", "orders", "0", r.letters)
+		r.fail(syscall.ECONNREFUSED)
+		for i := range 20 {
+			in <- i
+		}
+		elapse(10 * time.Second)
+		second, in := r.open("orders/1", "orders", "1", r.letters)
+		for i := range 20 {
+			in <- i
+		}
+		elapse(6 * time.Minute)
+		first.End(t.Context(), ReasonRebalance)
+		elapse(time.Minute)
+		r.fail(nil)
+		elapse(time.Minute)
+		probes := first.State().Tally.Probes + second.State().Tally.Probes
+		if l := r.log.one(t, "breaker closed", slog.LevelInfo); l.args["calls"] != probes || first.State().Tally.Probes == 0 {
+			t.Errorf("%+v, %d probes", l, probes)
+		}
+		r.close()
+		j := r.g.journal
+		if len(j.outages)+len(j.storms)+len(j.wants) > 0 {
+			t.Errorf("left: %v, %v, %v", j.outages, j.storms, j.wants)
+		}
+	})
+}
+
+// What an operator forces is no warning.
+func TestForcedBreakerLines(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r := newLogRig(t)
+		s, _ := r.open("orders/0", "orders", "0", r.letters)
+		if err := s.ForceOpen(0); err != nil {
+			t.Fatal(err)
+		}
+		elapse(time.Second)
+		r.log.one(t, "breaker opened", slog.LevelInfo)
+		if err := s.ForceClosed(); err != nil {
+			t.Fatal(err)
+		}
+		elapse(time.Second)
+		r.log.one(t, "breaker closed", slog.LevelInfo)
+		s.Pause()
+		s.Resume()
+		r.log.one(t, "source paused", slog.LevelInfo)
+		r.log.one(t, "source resumed", slog.LevelInfo)
+		r.close()
+		r.log.one(t, "source ended", slog.LevelDebug)
+	})
+}
+
+// What waits for a person is a warning: once, again after an hour, and a line when it
+// goes on.
+func TestLinesOfWhatNeedsAPerson(t *testing.T) {
+	again := func(t *testing.T, r *logRig, text string) loggedLine {
+		t.Helper()
+		first := r.log.one(t, text, slog.LevelWarn)
+		elapse(65 * time.Minute)
+		if n := len(r.log.of(text)); n != 2 {
+			t.Errorf("%d lines of %q in more than an hour", n, text)
+		}
+		return first
+	}
+	over := func(t *testing.T, r *logRig, was string) {
+		t.Helper()
+		if l := r.log.one(t, "what waited goes on", slog.LevelInfo); l.args["was"] != was || l.args["for"].(time.Duration) < time.Hour {
+			t.Errorf("%+v", l)
+		}
+	}
+	bubble(t, "writer", func(t *testing.T) {
+		const text = "a message waits for a dead-letter writer, and there is none"
+		r := newLogRig(t)
+		_, in := r.open("orders/0", "orders", "0", nil)
+		r.fail(Permanent(errDown))
+		in <- 1
+		elapse(30 * time.Second)
+		if l := again(t, r, text); !strings.Contains(fmt.Sprint(l.args["help"]), "WithDeadLetters") || l.args["messages"] != int64(1) {
+			t.Errorf("%+v", l)
+		}
+		r.close()
+	})
+	bubble(t, "credit", func(t *testing.T) {
+		const text = "a message waits for a dead-letter credit"
+		r := newLogRig(t)
+		s, in := r.open("orders/0", "orders", "0", r.letters)
+		r.fail(Permanent(errDown))
+		for i := range 600 { // more than the budget of permanent failures
+			in <- i
+		}
+		elapse(20 * time.Second)
+		if n := len(r.log.of(text)); n != 0 {
+			t.Errorf("%d lines too early", n)
+		}
+		elapse(time.Minute)
+		if l := again(t, r, text); !strings.Contains(fmt.Sprint(l.args["help"]), "GrantCredits") {
+			t.Errorf("%+v", l)
+		}
+		s.DeadLetterWaiting(1000)
+		for i := 0; s.Account().Unsettled() > 0 && i < 1000; i++ {
+			s.DeadLetterWaiting(1000)
+			elapse(time.Second)
+		}
+		elapse(time.Minute)
+		over(t, r, text)
+		r.close()
+	})
+	bubble(t, "head", func(t *testing.T) {
+		const text = "a message blocks its order: its dependency fails"
+		r := newLogRig(t)
+		_, in := r.open("orders/0", "orders", "0", r.letters)
+		r.fail(Unavailable(errDown))
+		for i := range 10 {
+			in <- i
+		}
+		elapse(4 * time.Minute)
+		if n := len(r.log.of(text)); n != 0 {
+			t.Errorf("%d lines too early", n)
+		}
+		elapse(2 * time.Minute)
+		if l := again(t, r, text); l.args["error"] != errDown.Error() || l.args["class"] != "dependency" || l.args["messages"] != int64(1) {
+			t.Errorf("%+v", l)
+		}
+		r.fail(nil)
+		elapse(2 * time.Minute)
+		over(t, r, text)
+		r.close()
+	})
+}
+
+// A writer that fails is one warning, and one line when it works again.
+func TestWriterLines(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		var down atomic.Bool
+		r := newLogRig(t)
+		_, in := r.open("orders/0", "orders", "0", writerFunc(func(context.Context, *dlq.Record) error {
+			if down.Load() {
+				return errDown
+			}
+			return nil
+		}))
+		r.fail(Permanent(errDown))
+		down.Store(true)
+		for i := range 5 {
+			in <- i
+		}
+		elapse(2 * time.Minute)
+		if l := r.log.one(t, "dead-letter writer fails", slog.LevelWarn); fmt.Sprint(l.args["error"]) != errDown.Error() || l.args["source"] != "orders/0" {
+			t.Errorf("%+v", l)
+		}
+		down.Store(false)
+		elapse(time.Minute)
+		if l := r.log.one(t, "dead-letter writer works again", slog.LevelInfo); l.args["for"].(time.Duration) < 2*time.Minute {
+			t.Errorf("%+v", l)
+		}
+		r.close()
+	})
+}
+
+type writerFunc func(context.Context, *dlq.Record) error
+
+func (f writerFunc) Write(ctx context.Context, r *dlq.Record) error { return f(ctx, r) }
+
+// Without a logger warnings go to slog's default, and the end of what was warned of too;
+// nothing else does. DiscardHandler is silent.
+func TestDefaultLogger(t *testing.T) {
+	before, out, flags := slog.Default(), log.Writer(), log.Flags()
+	heard := new(logged)
+	slog.SetDefault(slog.New(heard))
+	defer func() {
+		slog.SetDefault(before)
+		log.SetOutput(out)
+		log.SetFlags(flags)
+	}()
+	synctest.Test(t, func(t *testing.T) {
+		for _, silent := range []bool{false, true} {
+			heard.lines = nil
+			var opts []Option
+			if silent {
+				opts = append(opts, WithLogger(slog.New(slog.DiscardHandler)))
+			}
+			r := &logRig{t: t, log: heard, letters: &testWriter{}, g: Must(New(Config{}, opts...))}
+			s, in := r.open("orders/0", "orders", "0", r.letters)
+			s.Pause() // INFO
+			s.Resume()
+			r.g.Logger().Info("an adapter's")
+			r.g.Logger().With("a", 1).WithGroup("b").Info("another")
+			r.g.Logger().With("a", 1).WithGroup("b").Warn("a warning")
+			r.fail(syscall.ECONNREFUSED)
+			for i := range 20 {
+				in <- i
+			}
+			elapse(40 * time.Second)
+			r.fail(nil)
+			elapse(2 * time.Minute)
+			r.close()
+			want := []string{"a warning", "breaker opened", "breaker closed"}
+			if silent {
+				want = nil
+			}
+			var texts []string
+			for _, l := range heard.lines {
+				texts = append(texts, l.text)
+			}
+			if !slices.Equal(texts, want) {
+				t.Errorf("silent=%v: %q", silent, texts)
+			}
+		}
+	})
+}
+
+// docs/operating.md has every line, and no other.
+func TestLogLinesAreDocumented(t *testing.T) {
+	page, err := os.ReadFile("../docs/operating.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, section, ok := strings.Cut(string(page), "\n## Logs\n")
+	if !ok {
+		t.Fatal("no section Logs")
+	}
+	section, _, _ = strings.Cut(section, "\n## ")
+	lines := []string{
+		lineOpened, lineStillOpen, lineClosed, lineStorm, lineStormOver, lineFleetStorm, lineFleetOver, lineLetter, lineLetters, lineByHand,
+		lineWriter, lineWriterWell, lineCredit, lineNoWriter, lineBlocked, lineGoesOn, linePaused, lineResumed, lineEnded, lineLeft, lineHook,
+	}
+	for _, text := range lines {
+		if !strings.Contains(section, "| `"+text+"` |") {
+			t.Errorf("%q is missing", text)
+		}
+	}
+}
