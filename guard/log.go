@@ -22,6 +22,7 @@ const (
 	lineOpened     = "breaker opened"
 	lineStillOpen  = "breaker is still open"
 	lineClosed     = "breaker closed"
+	lineState      = "breaker state"
 	lineStorm      = "storm began"
 	lineStormOver  = "storm is over"
 	lineFleetStorm = "storm of the fleet began"
@@ -416,8 +417,11 @@ func topicOf(scope string) string {
 }
 
 // breaker takes a change of a breaker, from the sweeper. What opens it and what closes
-// it is logged; that it flips with each failed probe is not.
+// it is logged; that it flips with each failed probe is a line at DEBUG.
 func (j *journal) breaker(now time.Duration, c breaker.Change) {
+	j.write(line{level: slog.LevelDebug, text: lineState, args: []any{
+		"scope", c.Scope, "from", c.From.String(), "to", c.To.String(), "reason", string(c.Cause), "for", c.OpenFor,
+	}})
 	j.mu.Lock()
 	out := j.outages[c.Scope]
 	j.mu.Unlock()
@@ -442,7 +446,7 @@ func (j *journal) opened(now time.Duration, c breaker.Change) {
 	change := StateChange{Scope: c.Scope, Reason: ReasonBreaker, Active: true, Detail: string(c.Cause)}
 	args := []any{"scope", c.Scope, "reason", string(c.Cause), "sources", len(all)}
 	last := j.lastFailure(now, all)
-	if last != nil {
+	if last != nil && out.warned {
 		change.Error, change.Class = last.text, last.class
 		args = append(args, "error", last.text, "class", last.class.String())
 	}

@@ -482,6 +482,7 @@ func (f *Func[M]) ForceOpen(d time.Duration) error {
 		return ErrNoBreaker
 	}
 	f.gate.Force(f.g.now(), d, CauseOperator)
+	f.g.sweeper.kick()
 	return nil
 }
 
@@ -491,6 +492,7 @@ func (f *Func[M]) ForceClosed() error {
 		return ErrNoBreaker
 	}
 	f.gate.ForceClosed(f.g.now(), CauseOperator)
+	f.g.sweeper.kick()
 	return nil
 }
 

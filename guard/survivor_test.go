@@ -271,7 +271,7 @@ func TestPoisonProbeDoesNotReopen(t *testing.T) {
 				}
 				return nil
 			})
-			r.g.log = slog.New(slog.NewTextHandler(&logged, nil)) // before anything is logged
+			r.g.log = slog.New(slog.NewTextHandler(&logged, &slog.HandlerOptions{Level: slog.LevelDebug})) // before anything is logged
 			r.send(0, poison+1)
 			for m := poison + 1; m < poison+200; m++ { // it fails while others succeed
 				if m%8 != 0 {

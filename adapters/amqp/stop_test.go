@@ -264,7 +264,7 @@ func TestTheReasonOfAnEnd(t *testing.T) {
 		if err := adaptertest.Source(t, g, r.queue).ForceOpen(0); err != nil {
 			t.Fatal(err)
 		}
-		adaptertest.Eventually(t, "the breaker is open", func() bool { return len(log.with("msg=breaker", "to=open")) > 0 })
+		adaptertest.Eventually(t, "the breaker is open", func() bool { return len(log.with(`msg="breaker opened"`)) > 0 })
 		if err := c.Stop(t); err != nil {
 			t.Error(err)
 		}

@@ -77,7 +77,7 @@ func TestRetryTopicsOpenNoBreaker(t *testing.T) {
 		time.Sleep(50 * time.Millisecond)
 	}
 	t.Logf("drained %s after the load", time.Since(begun).Round(time.Millisecond))
-	if trips := own.count("to=open"); trips > 0 {
+	if trips := own.count("breaker opened"); trips > 0 {
 		t.Errorf("the breaker opened %d times", trips)
 	}
 	if dead := letters(); dead != int64(dying) {
