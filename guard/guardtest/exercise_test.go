@@ -46,6 +46,7 @@ type memory struct {
 	feed    bool
 	port    func(guard.Port[*Message]) guard.Port[*Message] // a mutant
 	twist   string                                          // a mutant's fault between reader and guard
+	bend    func(*Consumer)                                 // a mutant's fault in how the guard is used
 
 	cancel context.CancelFunc
 	done   chan error
@@ -80,6 +81,9 @@ func (m *memory) Publish(_ context.Context, ps ...Publication) error {
 }
 
 func (m *memory) Start(c Consumer) error {
+	if m.bend != nil {
+		m.bend(&c)
+	}
 	ctx, cancel := context.WithCancel(context.Background())
 	m.cancel, m.done = cancel, make(chan error, 1)
 	cfg := Guarded{

@@ -308,12 +308,21 @@ func (h *Handler) Duplicates() int {
 // same sequence: the epoch, and with [guard.OrderKey] the key. With
 // [guard.OrderNone] it is 0. Calls that know no Tag are judged by the first
 // success of each Seq.
-func (h *Handler) OutOfOrder(order guard.Order) int { return len(h.disordered(order)) }
+func (h *Handler) OutOfOrder(order guard.Order) int {
+	bad, _ := h.disordered(order)
+	return len(bad)
+}
+
+// overtakers is how many messages succeeded before one in front of them.
+func (h *Handler) overtakers(order guard.Order) int {
+	_, n := h.disordered(order)
+	return n
+}
 
 // CheckOrder reports the first success that came out of order, nil if all came
 // in order.
 func (h *Handler) CheckOrder(order guard.Order) error {
-	bad := h.disordered(order)
+	bad, _ := h.disordered(order)
 	if len(bad) == 0 {
 		return nil
 	}
@@ -322,9 +331,11 @@ func (h *Handler) CheckOrder(order guard.Order) error {
 		order, c.Seq, c.Key, c.Epoch, c.Tag, len(bad))
 }
 
-func (h *Handler) disordered(order guard.Order) (bad []Call) {
+// disordered are the successes after one of a later delivery; overtakers is of how many
+// later ones.
+func (h *Handler) disordered(order guard.Order) (bad []Call, overtakers int) {
 	if order == guard.OrderNone {
-		return nil
+		return nil, 0
 	}
 	type sequence struct {
 		epoch uint64
@@ -333,6 +344,7 @@ func (h *Handler) disordered(order guard.Order) (bad []Call) {
 	// One call of a sequence runs at a time, so they succeed as they begin.
 	calls := slices.DeleteFunc(h.Calls(), func(c Call) bool { return c.Outcome != Succeeded })
 	last := make(map[sequence]uint64)
+	overtook := make(map[sequence]uint64) // the last one of each that did
 	seen := make(map[uint64]bool)
 	for _, c := range calls {
 		at, in := c.Tag, sequence{epoch: c.Epoch}
@@ -350,10 +362,14 @@ func (h *Handler) disordered(order guard.Order) (bad []Call) {
 		}
 		if at < last[in] {
 			bad = append(bad, c)
+			if overtook[in] != last[in] {
+				overtook[in] = last[in]
+				overtakers++
+			}
 		}
 		last[in] = max(last[in], at)
 	}
-	return bad
+	return bad, overtakers
 }
 
 // CheckNothingLost reports messages 1 to published that neither succeeded nor

@@ -41,13 +41,15 @@ type life struct {
 	numbers uint64
 	poison  map[uint64]bool
 	allowed map[uint64]bool // may be dead-lettered
-	ups     []time.Time     // when the dependency recovered
 
 	mu     sync.Mutex
 	served []served
 }
 
-const lifeAttempts = 12
+const (
+	lifeAttempts = 12
+	lifePatience = 10 * time.Second
+)
 
 // live runs ops against a fresh source and returns what is wrong. It runs in a
 // bubble, so it must not fail a rapid.T.
@@ -55,7 +57,7 @@ func live(order guard.Order, workers int, cfg ConsumerConfig, feed bool, ops []o
 	l := &life{b: NewBroker(), h: new(Handler), order: order, poison: make(map[uint64]bool), allowed: make(map[uint64]bool)}
 	policy := guard.Policy{
 		Order: order, Workers: workers, Timeout: 20 * time.Second,
-		Retry: guard.Retry{Attempts: lifeAttempts, Base: 10 * time.Millisecond, Max: time.Second, Patience: 10 * time.Second},
+		Retry: guard.Retry{Attempts: lifeAttempts, Base: 10 * time.Millisecond, Max: time.Second, Patience: lifePatience},
 	}
 	var err error
 	if l.g, err = guard.New(guard.Config{Policy: policy}); err != nil {
@@ -138,7 +140,6 @@ func (l *life) do(o op) {
 		l.h.Down(nil)
 	case "up":
 		l.h.Up()
-		l.ups = append(l.ups, time.Now())
 	case "revoke":
 		l.b.Revoke(queueName, false)
 	case "revoke eagerly":
@@ -257,14 +258,26 @@ func (l *life) check() error {
 	}
 	return errors.Join(
 		l.account(), l.guesses(unproven),
-		l.h.CheckNothingLost(l.numbers, dead...), l.h.CheckOrder(l.order), l.h.CheckOverlap(l.order),
+		l.h.CheckNothingLost(l.numbers, dead...), l.inOrder(), l.h.CheckOverlap(l.order),
 	)
 }
 
+// inOrder checks that only messages that proved life succeeded before one in front of
+// them. The guard counts these.
+func (l *life) inOrder() error {
+	proofs := 0
+	for _, s := range l.served {
+		proofs += int(s.s.State().Tally.Overtaken)
+	}
+	if n := l.h.overtakers(l.order); n > proofs {
+		return fmt.Errorf("%d messages overtook others, the guard counts %d: %w", n, proofs, l.h.CheckOrder(l.order))
+	}
+	return nil
+}
+
 // deserved checks that a healthy message was dead-lettered by the rules: it had
-// all its attempts in the epoch that gave it up, and then others succeeded between
-// its last two failures, or the one behind it did because the dependency recovered
-// in the moment between the two. Where neither is so it was taken for poison
+// all its attempts in the epoch that gave it up, and after one of them others
+// succeeded, and it failed twice more. Where that is not so it was taken for poison
 // without proof. last is its last call.
 func (l *life) deserved(n uint64, lastFailed time.Time) (last Call, proven bool, err error) {
 	var failed []Call
@@ -283,18 +296,10 @@ func (l *life) deserved(n uint64, lastFailed time.Time) (last Call, proven bool,
 		return last, false, fmt.Errorf("%d failed calls in the epoch that gave it up, allowed are %d", len(failed), lifeAttempts)
 	}
 	last = failed[len(failed)-1]
-	before := failed[len(failed)-2]
+	from, to := failed[0].End, failed[len(failed)-2].End
 	for _, c := range l.successes(last.Epoch) {
-		if !c.End.Before(before.End) && !c.End.After(last.End) {
+		if !c.End.Before(from) && !c.End.After(to) {
 			return last, true, nil
-		}
-		if c.Start.Before(last.End) || c.Start.Sub(last.Start) > 2*time.Second {
-			continue
-		}
-		for _, up := range l.ups {
-			if !up.Before(last.Start) && !up.After(c.End) {
-				return last, true, nil
-			}
 		}
 	}
 	return last, false, nil
@@ -314,7 +319,8 @@ func (l *life) successes(epoch uint64) (all []Call) {
 // each came twice as long after the last.
 func (l *life) guesses(unproven []Call) error {
 	slices.SortFunc(unproven, func(a, b Call) int { return a.End.Compare(b.End) })
-	wait := 20 * time.Minute
+	least := 2 * lifePatience
+	wait := least
 	for i, c := range unproven {
 		if i == 0 || unproven[i-1].Epoch != c.Epoch {
 			continue
@@ -322,7 +328,7 @@ func (l *life) guesses(unproven []Call) error {
 		before := unproven[i-1]
 		between := func(ok Call) bool { return !ok.End.Before(before.End) && !ok.End.After(c.End) }
 		if slices.ContainsFunc(l.successes(c.Epoch), between) {
-			wait = 20 * time.Minute
+			wait = least
 			continue
 		}
 		if gap := c.End.Sub(before.End); gap < wait {

@@ -4,6 +4,8 @@
 package guardtest
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"runtime"
 	"slices"
@@ -168,6 +170,21 @@ func (m *mutant) Lane(msg *Message) uint64 {
 	return m.Port.Lane(msg)
 }
 
+func bent(bend func(*Consumer)) func(*memory) { return func(m *memory) { m.bend = bend } }
+
+func neverLooks(c *Consumer) { c.Policy.StrictOrder = true }
+
+// hideClass makes every error one of unknown class.
+func hideClass(c *Consumer) {
+	handle := c.Handler
+	c.Handler = func(ctx context.Context, key string, body []byte) error {
+		if err := handle(ctx, key, body); err != nil {
+			return errors.New(err.Error())
+		}
+		return nil
+	}
+}
+
 // Each fault is one that adapters have had; the suite must see it, by the rule
 // named here at the least.
 func TestSuiteCatchesMutants(t *testing.T) {
@@ -203,6 +220,14 @@ func TestSuiteCatchesMutants(t *testing.T) {
 		{fault: "reads on after the end", rule: "ended", twist: func(m *memory) { m.twist = "reads on" }},
 		{fault: "looks for room now and then", rule: "room", shape: func(f *Features) { f.Passive = true }, twist: func(m *memory) { m.twist, m.passive = "poll", true }},
 		{fault: "nacks to the dead letters of the broker", rule: "outage", twist: func(m *memory) { m.twist = "bury" }},
+		{fault: "never looks behind", rule: "poison-burst-3", twist: bent(neverLooks)},
+		{fault: "finds only one of two", rule: "outage-head", twist: bent(neverLooks)},
+		{fault: "probes late", rule: "recovery", twist: bent(func(c *Consumer) { c.Policy.Breaker.Base = 20 * time.Second })},
+		{fault: "guesses at once", rule: "outage", twist: bent(func(c *Consumer) { c.Policy.Retry.Patience = time.Millisecond })},
+		{fault: "hides whose fault it is", rule: "refused", twist: bent(hideClass)},
+		{fault: "retries what cannot succeed", rule: "poison-class-8", twist: bent(func(c *Consumer) {
+			c.Policy.Retry.Base, c.Policy.Retry.Max = 5*time.Second, 5*time.Second
+		})},
 	} {
 		t.Run(strings.ReplaceAll(c.fault, " ", "-"), func(t *testing.T) {
 			f := memoryFeatures(c.order, 0, false)

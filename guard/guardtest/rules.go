@@ -21,7 +21,10 @@ var errBroken = errors.New("order 4711: no such customer")
 
 // rules are the suite, from the plain to the rare. After each, run.finish looks
 // at everything once more.
-var rules = []rule{
+var rules = slices.Concat(basics, liveness)
+
+// basics are the rules that are quick to see.
+var basics = []rule{
 	{
 		name: "acks", says: "every message is handled once and acked",
 		run: func(x *run) {
@@ -335,6 +338,7 @@ var rules = []rule{
 				x.t.Skip("the Subject is no Killer")
 			}
 			x.patient()
+			x.recoveries++
 			x.again, x.disorder = true, x.f.RealTime
 			x.publish(20)
 			x.start()
@@ -518,14 +522,8 @@ func (x *run) outage(n int, d time.Duration) {
 		time.Sleep(d / 3)
 	}
 	x.rest()
-	// The messages out when it begins, a run to trip the breaker, and then its
-	// probes, one in a second at the end of the ladder. A probe whose head is
-	// suspect asks up to eight witnesses.
-	most := 60 + 4*max(x.policy.Workers, 1) + 10*int(d/time.Second)
-	if x.f.Passive {
-		most += n
-	}
-	if made := x.h.Len() - calls; made > most {
+	x.recoveries++
+	if made, most := x.h.Len()-calls, x.mostCalls(n, d, callsOfLook); made > most {
 		x.errorf("%d calls in an outage of %s, more than %d", made, d, most)
 	}
 	st := x.source().State()

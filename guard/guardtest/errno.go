@@ -1,0 +1,11 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build !plan9
+
+package guardtest
+
+import "syscall"
+
+// errnoRefused is the system's refusal of a connection.
+const errnoRefused = syscall.ECONNREFUSED

@@ -1,0 +1,9 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guardtest
+
+import "syscall"
+
+// errnoRefused is the system's refusal of a connection.
+const errnoRefused = syscall.ErrorString("connection refused")
