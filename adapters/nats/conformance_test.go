@@ -57,8 +57,9 @@ type exercised struct {
 	cancel context.CancelFunc
 	done   chan error
 
-	mu   sync.Mutex
-	acks map[string]int
+	mu     sync.Mutex
+	acks   map[string]int
+	refuse error // acks
 }
 
 func newExercised(t testing.TB, s guardtest.Setup, passive bool) *exercised {
@@ -116,10 +117,12 @@ func (e *exercised) Start(c guardtest.Consumer) error {
 	if err != nil {
 		return err
 	}
-	consumer, err := js.Consumer(context.Background(), "S", "C")
+	native, err := js.Consumer(context.Background(), "S", "C")
 	if err != nil {
 		return err
 	}
+	consumer := &refusing{Consumer: native, e: e}
+	consumer.js.conn = nc
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
 	e.conn, e.cancel, e.done = nc, cancel, done
@@ -212,6 +215,53 @@ func (e *exercised) Kill(ctx context.Context) error {
 		return err
 	}
 	return e.Start(e.started)
+}
+
+// Revoke stops the consumer and starts it anew: JetStream takes nothing away.
+func (e *exercised) Revoke(ctx context.Context) error {
+	if err := e.Stop(ctx); err != nil {
+		return err
+	}
+	return e.Start(e.started)
+}
+
+// RefuseAcks makes acks fail in the client. The server delivers the messages again after
+// their AckWait.
+func (e *exercised) RefuseAcks(err error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.refuse = err
+}
+
+func (e *exercised) refused() error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.refuse
+}
+
+// refusing is a consumer whose messages' acks can be made to fail.
+type refusing struct {
+	jetstream.Consumer
+
+	e  *exercised
+	js struct{ conn *nats.Conn } // as nats.go's own has it, for connOf
+}
+
+func (c *refusing) Consume(handle jetstream.MessageHandler, opts ...jetstream.PullConsumeOpt) (jetstream.ConsumeContext, error) {
+	return c.Consumer.Consume(func(m jetstream.Msg) { handle(&refusingMsg{m, c.e}) }, opts...)
+}
+
+type refusingMsg struct {
+	jetstream.Msg
+
+	e *exercised
+}
+
+func (m *refusingMsg) Ack() error {
+	if err := m.e.refused(); err != nil {
+		return err
+	}
+	return m.Msg.Ack()
 }
 
 func (e *exercised) Restart(context.Context) error {

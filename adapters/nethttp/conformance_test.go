@@ -25,7 +25,7 @@ import (
 // of the broker: it keeps a request until it is accepted, sends it again when it
 // is refused, and gets it back as a dead letter when the intake closes. What
 // differs: nothing is delivered again by itself (no Killer, no Restarter, no
-// AckWait), and a dead-letter queue of the suite's own has to stand in.
+// AckWait), an ack is the intake's own and cannot fail (no Refuser), and a dead-letter queue of the suite's own has to stand in.
 func TestExercise(t *testing.T) {
 	for _, c := range []struct {
 		name    string
@@ -52,6 +52,8 @@ type client struct {
 	stop chan struct{}
 	sent sync.WaitGroup
 
+	started guardtest.Consumer
+
 	mu    sync.Mutex
 	queue []guardtest.Publication
 	dead  []dlq.Record
@@ -69,6 +71,7 @@ func (c *client) Publish(_ context.Context, ps ...guardtest.Publication) error {
 }
 
 func (c *client) Start(con guardtest.Consumer) error {
+	c.started = con
 	cfg := Config{
 		Name: "orders", Policy: &con.Policy, MaxBody: 4 << 20,
 		Headers: []string{"Tenant", "Step", "traceparent", "tracestate", "baggage", "x-empty", "x-utf8", "x-long"},
@@ -172,6 +175,14 @@ func (c *client) Stop(ctx context.Context) error {
 		err = nil
 	}
 	return err
+}
+
+// Revoke closes the intake and opens another: the client sends what it gets back again.
+func (c *client) Revoke(ctx context.Context) error {
+	if err := c.Stop(ctx); err != nil {
+		return err
+	}
+	return c.Start(c.started)
 }
 
 func (c *client) DeadLetters(context.Context) ([]dlq.Record, error) {

@@ -166,13 +166,15 @@ type Restarter interface {
 
 // A Revoker is a [Subject] that can take the queue away from its consumer, as a
 // rebalance does: the consumer settles what it has finished and gives back the rest,
-// and then has the queue again by itself.
+// and then has the queue again by itself. Where a broker takes nothing away, the
+// consumer is stopped and started anew, with the same Guard.
 type Revoker interface {
 	Revoke(ctx context.Context) error
 }
 
 // A Refuser is a [Subject] that can make the port's acks fail with an error, until it is
-// called with nil. The broker then delivers the messages again whose acks failed.
+// called with nil. The broker then delivers the messages again whose acks failed, or
+// takes a later ack for all of them. A port that coalesces acks says so when it flushes.
 type Refuser interface {
 	RefuseAcks(err error)
 }

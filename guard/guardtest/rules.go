@@ -624,13 +624,14 @@ func ackFails(x *run) {
 	r.RefuseAcks(errAckRefused)
 	x.publish(n)
 	x.handled(2 * n)
-	x.eventually("the acks that failed are counted", func() bool { return s.State().Tally.AckFailures > 0 })
-	if a := s.Account(); a.Acked == 2*n {
+	// A port that coalesces acks hears of it later, with the next.
+	x.trickle("the acks that fail are counted", func() bool { return x.ackFailures() > 0 })
+	if a := s.Account(); a.Acked >= 2*n && !x.f.RealTime {
 		x.errorf("all are acked, and the broker took none: %+v", a)
 	}
 	r.RefuseAcks(nil)
 	x.publish(n)
-	x.handled(3 * n)
+	x.handled(int(x.numbers))
 	x.eventually("what was not acked is delivered again, and acked", func() bool { return x.backlog().Pending <= 0 })
 	if letters := len(x.letters()); letters > 0 {
 		x.errorf("%d dead letters", letters)

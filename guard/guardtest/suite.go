@@ -448,6 +448,17 @@ func (x *run) received() (n uint64) {
 	return n
 }
 
+// ackFailures is how many failed acks all sources of the run have counted.
+func (x *run) ackFailures() (n uint64) {
+	x.look()
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	for _, s := range x.controls {
+		n += s.State().Tally.AckFailures
+	}
+	return n
+}
+
 // faultyWriter stands between the guard and the adapter's dead-letter writer.
 type faultyWriter struct {
 	mu     sync.Mutex
