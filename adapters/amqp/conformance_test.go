@@ -222,6 +222,18 @@ func (e *exercised) Kill(context.Context) error {
 	return nil
 }
 
+// Revoke stops the consumer and starts it anew: RabbitMQ takes no queue away.
+func (e *exercised) Revoke(ctx context.Context) error {
+	if err := e.Stop(ctx); err != nil {
+		return err
+	}
+	return e.Start(e.started)
+}
+
+// RefuseAcks makes the network fail when it is to carry an ack: the connection ends, and
+// the broker delivers again what it has not heard of.
+func (e *exercised) RefuseAcks(err error) { e.lines.refuseAcks(err) }
+
 func (e *exercised) DeadLetters(context.Context) ([]dlq.Record, error) {
 	all, err := e.get(e.queue + ".dlq")
 	if err != nil {

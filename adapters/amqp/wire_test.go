@@ -22,6 +22,14 @@ type lines struct {
 	open   map[*line]bool
 	seen   books
 	faults []error
+	refuse error // of writes with an ack
+}
+
+// refuseAcks makes writes fail that carry an ack, until it is called with nil.
+func (l *lines) refuseAcks(err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.refuse = err
 }
 
 // books is what passed in all.
@@ -125,8 +133,19 @@ func (n *line) Read(p []byte) (int, error) {
 
 func (n *line) Write(p []byte) (int, error) {
 	n.all.mu.Lock()
-	n.sent.feed(p, n.written)
+	refused := error(nil)
+	n.sent.feed(p, func(ch uint16, method uint32, args []byte) {
+		if method == basicAck && n.all.refuse != nil || refused != nil {
+			refused = n.all.refuse
+			return
+		}
+		n.written(ch, method, args)
+	})
 	n.all.mu.Unlock()
+	if refused != nil {
+		_ = n.Close()
+		return 0, refused
+	}
 	return n.Conn.Write(p)
 }
 
