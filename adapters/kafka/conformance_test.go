@@ -4,9 +4,13 @@
 package kafka
 
 import (
+	"bytes"
 	"context"
+	"encoding/binary"
 	"errors"
+	"net"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -61,7 +65,7 @@ type exercised struct {
 	cfg     *sarama.Config
 	passive bool
 	letters *DLQ
-	started guardtest.Consumer
+	commits *commits
 	member  *member
 
 	mu   sync.Mutex
@@ -72,7 +76,8 @@ type exercised struct {
 func newExercised(t testing.TB, r *rig, cfg *sarama.Config, passive bool) *exercised {
 	c := *cfg
 	c.Consumer.Group.InstanceId = "member" // so that Kill can remove it
-	e := &exercised{rig: r, cfg: &c, passive: passive}
+	e := &exercised{rig: r, cfg: &c, passive: passive, commits: &commits{group: []byte(r.group)}}
+	c.Net.Proxy.Enable, c.Net.Proxy.Dialer = true, e.commits
 	e.letters = r.dlq(DLQConfig{Sources: []string{r.topic}})
 	return e
 }
@@ -111,7 +116,6 @@ func (e *exercised) Publish(_ context.Context, ps ...guardtest.Publication) erro
 }
 
 func (e *exercised) Start(c guardtest.Consumer) error {
-	e.started = c
 	policy := c.Policy
 	if policy.NoTimeout { // which no Kafka consumer may have
 		policy.NoTimeout, policy.Timeout = false, 20*time.Second
@@ -119,6 +123,7 @@ func (e *exercised) Start(c guardtest.Consumer) error {
 	opts := []Option{
 		WithPolicy(policy), WithDeadLetters(c.Writer(e.letters)),
 		WithStopTimeout(3 * time.Second), WithLogger(adaptertest.Log()),
+		func(o *options) { o.lookEvery = 500 * time.Millisecond }, // for commits that are behind
 	}
 	handle := func(ctx context.Context, m *sarama.ConsumerMessage) error {
 		return c.Handler(ctx, string(m.Key), m.Value)
@@ -177,6 +182,78 @@ func (e *exercised) Kill(context.Context) error {
 		err = resp.Err
 	}
 	return err
+}
+
+// Revoke lets a rival join the group and leave again: two rebalances, in which the rival
+// may have the partition for a while.
+func (e *exercised) Revoke(ctx context.Context) error {
+	cfg := *e.cfg
+	cfg.Consumer.Group.InstanceId = "" // a static member does not leave
+	r := &rival{joined: make(chan struct{})}
+	m, err := e.tryJoin(&cfg, r)
+	if err != nil {
+		return err
+	}
+	select {
+	case <-r.joined:
+	case <-ctx.Done():
+		err = ctx.Err()
+	}
+	m.cancel()
+	<-m.done
+	return err
+}
+
+// rival has a claim and reads nothing.
+type rival struct {
+	once   sync.Once
+	joined chan struct{}
+}
+
+func (r *rival) Setup(sarama.ConsumerGroupSession) error {
+	r.once.Do(func() { close(r.joined) })
+	return nil
+}
+
+func (*rival) Cleanup(sarama.ConsumerGroupSession) error { return nil }
+
+func (*rival) ConsumeClaim(s sarama.ConsumerGroupSession, _ sarama.ConsumerGroupClaim) error {
+	<-s.Context().Done()
+	return nil
+}
+
+// RefuseAcks makes the broker refuse commits, with an error of its own. It takes a later
+// one for all of them.
+func (e *exercised) RefuseAcks(err error) { e.commits.refused.Store(err != nil) }
+
+// commits is a network on whose way a commit can lose the name of its group.
+type commits struct {
+	group   []byte
+	refused atomic.Bool
+}
+
+func (c *commits) Dial(network, addr string) (net.Conn, error) {
+	conn, err := net.Dial(network, addr)
+	if err != nil {
+		return nil, err
+	}
+	return &commitConn{conn, c}, nil
+}
+
+type commitConn struct {
+	net.Conn
+
+	all *commits
+}
+
+// offsetCommit is the key of the request.
+const offsetCommit = 8
+
+func (c *commitConn) Write(p []byte) (int, error) { // sarama writes a request at once
+	if c.all.refused.Load() && len(p) > 6 && binary.BigEndian.Uint16(p[4:]) == offsetCommit {
+		p = bytes.Replace(p, c.all.group, bytes.Repeat([]byte("x"), len(c.all.group)), 1)
+	}
+	return c.Conn.Write(p)
 }
 
 func (e *exercised) DeadLetters(ctx context.Context) ([]dlq.Record, error) {
