@@ -17,7 +17,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"go.opentelemetry.io/otel/attribute"
 	"go.opentelemetry.io/otel/metric"
 	"go.opentelemetry.io/otel/propagation"
 	"go.opentelemetry.io/otel/trace"
@@ -86,7 +85,7 @@ type controls interface {
 	setFleetStorm(now time.Duration, f dlq.FleetStorm)
 	nudge()
 	hasten(now time.Duration)
-	attributes() []attribute.KeyValue
+	measured() *sourceMetrics
 	lag() int64
 	parked() (now int, followed uint64, ok bool)
 }

@@ -13,7 +13,6 @@ import (
 
 	"go.opentelemetry.io/otel/propagation"
 	sdkmetric "go.opentelemetry.io/otel/sdk/metric"
-	"go.opentelemetry.io/otel/sdk/metric/metricdata"
 	sdktrace "go.opentelemetry.io/otel/sdk/trace"
 	"go.opentelemetry.io/otel/sdk/trace/tracetest"
 
@@ -31,8 +30,10 @@ func TestMetricsAreDocumented(t *testing.T) {
 		listed = append(listed, string(m[1]))
 	}
 	exported := []string{
-		MetricConsumed, MetricProcess, MetricMessages, MetricFailures, MetricRetries, MetricDiverted, MetricDeadLetters, MetricParked, MetricParkedTotal, MetricFollowed, MetricDLQRatio,
-		MetricRecovery, MetricAckFailures, MetricHoldAge, MetricHold, MetricBreaker, MetricTransitions, MetricStorm, MetricBudget, MetricLag,
+		MetricConsumed, MetricHandled, MetricReturned, MetricMessages, MetricRetries, MetricRefused,
+		MetricAckFailures, MetricHoldAge, MetricHold, MetricBreaker, MetricBudget, MetricLag,
+		MetricParked, MetricParkedTotal, MetricFollowed,
+		MetricProcess, MetricFailures, MetricDeadLetters, MetricDLQRatio, MetricOvertaken, MetricRecovery, MetricTransitions,
 		MetricFleetScope, MetricFleetHeard, MetricFleetQuorum, MetricFleetStorm,
 	}
 	slices.Sort(listed)
@@ -74,39 +75,21 @@ func TestMetricsTellWhatHappened(t *testing.T) {
 			in <- m
 		}
 		time.Sleep(time.Second)
-		var rm metricdata.ResourceMetrics
-		if err := reader.Collect(t.Context(), &rm); err != nil {
-			t.Fatal(err)
-		}
 		got := map[string]float64{}
-		for _, sm := range rm.ScopeMetrics {
-			for _, m := range sm.Metrics {
-				switch d := m.Data.(type) {
-				case metricdata.Sum[int64]:
-					for _, p := range d.DataPoints {
-						got[m.Name] += float64(p.Value)
-					}
-				case metricdata.Gauge[float64]:
-					for _, p := range d.DataPoints {
-						got[m.Name] += p.Value
-					}
-				case metricdata.Histogram[float64]:
-					for _, p := range d.DataPoints {
-						got[m.Name] += float64(p.Count)
-					}
-				}
-			}
+		for _, p := range collect(t, reader) {
+			got[p.name] += p.value
 		}
 		for name, want := range map[string]float64{
-			MetricConsumed: 200, MetricFailures: 4, MetricDeadLetters: 4, MetricDLQRatio: 1, MetricRecovery: 4,
-			MetricBreaker: 1, MetricLag: 7, MetricMessages: 0, MetricStorm: 0, MetricBudget: 20,
+			MetricConsumed: 200, MetricFailures: 4, MetricDeadLetters: 4, MetricDLQRatio: 1,
+			MetricHandled: 196, MetricReturned: 0, MetricRetries: 0,
+			MetricBreaker: 1, MetricLag: 7, MetricMessages: 0, MetricHold: 0, MetricBudget: 20,
 		} {
 			if v, ok := got[name]; !ok || v != want {
 				t.Errorf("%s = %v (%v), want %v", name, v, ok, want)
 			}
 		}
-		if got[MetricProcess] < 2 {
-			t.Errorf("%v durations sampled of 200", got[MetricProcess])
+		if n := got[MetricProcess]; n < 3 || n > 4 {
+			t.Errorf("%v durations sampled of 200", n)
 		}
 		if rec := letters.recs[0]; rec.TraceParent != far {
 			t.Errorf("trace parent %q", rec.TraceParent)

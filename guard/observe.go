@@ -8,6 +8,7 @@ import (
 	"errors"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"go.opentelemetry.io/otel"
@@ -24,39 +25,53 @@ const scopeName = "github.com/stormguard-mq/stormguard/guard"
 
 // The metrics; docs/metrics.md lists the same, and a test compares the two.
 const (
-	MetricConsumed     = "messaging.client.consumed.messages"
-	MetricProcess      = "messaging.process.duration"
-	MetricMessages     = "stormguard.messages"
-	MetricFailures     = "stormguard.failures"
-	MetricRetries      = "stormguard.retries"
-	MetricDiverted     = "stormguard.diverted"
-	MetricDeadLetters  = "stormguard.dead_letters"
-	MetricParked       = "stormguard.parked"
-	MetricParkedTotal  = "stormguard.parked.total"
-	MetricFollowed     = "stormguard.followed"
-	MetricDLQRatio     = "stormguard.dlq.ratio"
-	MetricRecovery     = "stormguard.recovery.duration"
-	MetricAckFailures  = "stormguard.ack.failures"
-	MetricHoldAge      = "stormguard.hold.age"
-	MetricHold         = "stormguard.hold.active"
-	MetricBreaker      = "stormguard.breaker.state"
-	MetricTransitions  = "stormguard.breaker.transitions"
-	MetricStorm        = "stormguard.storm.active"
-	MetricBudget       = "stormguard.budget.balance"
-	MetricLag          = "stormguard.lag"
-	MetricFleetScope   = "stormguard.fleet.scope"
-	MetricFleetHeard   = "stormguard.fleet.heard"
-	MetricFleetQuorum  = "stormguard.fleet.quorum"
-	MetricFleetStorm   = "stormguard.fleet.storm"
-	sampleOneIn        = 64
-	durationBoundaries = 14
+	MetricConsumed    = "messaging.client.consumed.messages"
+	MetricHandled     = "stormguard.handled"
+	MetricReturned    = "stormguard.returned"
+	MetricMessages    = "stormguard.messages"
+	MetricRetries     = "stormguard.retries"
+	MetricRefused     = "stormguard.refused"
+	MetricAckFailures = "stormguard.ack.failures"
+	MetricHoldAge     = "stormguard.hold.age"
+	MetricHold        = "stormguard.hold.active"
+	MetricBreaker     = "stormguard.breaker.state"
+	MetricBudget      = "stormguard.budget.balance"
+	MetricLag         = "stormguard.lag"
+	MetricParked      = "stormguard.parked"
+	MetricParkedTotal = "stormguard.parked.total"
+	MetricFollowed    = "stormguard.followed"
+
+	MetricProcess     = "stormguard.process.duration.sampled"
+	MetricFailures    = "stormguard.failures"
+	MetricDeadLetters = "stormguard.dead_letters"
+	MetricDLQRatio    = "stormguard.dlq.ratio"
+	MetricOvertaken   = "stormguard.overtaken"
+	MetricRecovery    = "stormguard.recovery.duration"
+	MetricTransitions = "stormguard.breaker.transitions"
+
+	MetricFleetScope  = "stormguard.fleet.scope"
+	MetricFleetHeard  = "stormguard.fleet.heard"
+	MetricFleetQuorum = "stormguard.fleet.quorum"
+	MetricFleetStorm  = "stormguard.fleet.storm"
 )
 
-// buckets are the conventions' for durations, in seconds.
-var buckets = [durationBoundaries]float64{.005, .01, .025, .05, .075, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10}
+// sampleOneIn is how many messages there are to each one whose calls are timed: two
+// looks at the clock would double the price of the closed path.
+const sampleOneIn = 64
 
-// recoveryBuckets reach further: a recovery takes as long as an outage.
-var recoveryBuckets = []float64{.01, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600}
+// The boundaries are in seconds. They are few: each is a time series. A View of the
+// program's SDK may set others.
+var (
+	buckets         = []float64{.003, .01, .03, .1, .3, 1, 10}
+	recoveryBuckets = []float64{.1, .3, 1, 3, 10, 60, 600} // as far as an outage
+)
+
+// The reasons that are shown while they do not hold, too. A source that was taken away or
+// shut down has ended, and its metrics with it.
+var (
+	holdReasons     = []Reason{ReasonBreaker, ReasonBackpressure, ReasonStorm, ReasonDLQ, ReasonOperator, ReasonLimiter}
+	functionReasons = []Reason{ReasonBreaker, ReasonOperator}
+)
 
 // A Lagger is a [Port] that knows how many messages are behind at the broker.
 // Lag is called when metrics are read: it must answer from memory; -1 = unknown.
@@ -85,7 +100,9 @@ type metrics struct {
 	tracer      trace.Tracer
 	process     metric.Float64Histogram
 	recovery    metric.Float64Histogram
+	failures    metric.Int64Counter
 	dead        metric.Int64Counter
+	overtaken   metric.Int64Counter
 	transitions metric.Int64Counter
 	observer    metric.Registration
 }
@@ -103,115 +120,181 @@ func newMetrics(g *Guard) (*metrics, error) {
 	var errs []error
 	keep := func(err error) { errs = append(errs, err) }
 	var err error
-	m.process, err = meter.Float64Histogram(MetricProcess, metric.WithUnit("s"), metric.WithExplicitBucketBoundaries(buckets[:]...),
-		metric.WithDescription("Duration of handler calls, of one message in "+strconv.Itoa(sampleOneIn)+"."))
+	m.process, err = meter.Float64Histogram(MetricProcess, metric.WithUnit("s"), metric.WithExplicitBucketBoundaries(buckets...),
+		metric.WithDescription("Duration of handler calls that succeeded, of one message in "+strconv.Itoa(sampleOneIn)+"."))
 	keep(err)
 	m.recovery, err = meter.Float64Histogram(MetricRecovery, metric.WithUnit("s"), metric.WithExplicitBucketBoundaries(recoveryBuckets...),
-		metric.WithDescription("From a message's first failure to its settlement."))
+		metric.WithDescription("From a message's first failure to its ack, of those that succeeded in the end."))
+	keep(err)
+	m.failures, err = meter.Int64Counter(MetricFailures, metric.WithUnit("{attempt}"), metric.WithDescription("Handler calls that failed, by error.type."))
 	keep(err)
 	m.dead, err = meter.Int64Counter(MetricDeadLetters, metric.WithUnit("{message}"), metric.WithDescription("Dead letters confirmed, by reason."))
 	keep(err)
-	m.transitions, err = meter.Int64Counter(MetricTransitions, metric.WithUnit("{transition}"), metric.WithDescription("Changes of a breaker's state."))
+	m.transitions, err = meter.Int64Counter(MetricTransitions, metric.WithUnit("{transition}"), metric.WithDescription("Breakers opened and closed."))
 	keep(err)
+	m.overtaken, err = meter.Int64Counter(MetricOvertaken, metric.WithUnit("{message}"), metric.WithDescription("Messages that succeeded before one in front of them, to prove life."))
+	keep(err)
+	o, err := newObserved(meter)
+	keep(err)
+	if err := errors.Join(errs...); err != nil {
+		return nil, err
+	}
+	m.observer, err = meter.RegisterCallback(func(_ context.Context, to metric.Observer) error {
+		o.observe(to, g)
+		return nil
+	}, o.all...)
+	return m, err
+}
 
+// observed are the instruments that are read when somebody looks.
+type observed struct {
+	consumed, handled, returned, retries, refused, ackFailures, parkedTotal, followed metric.Int64ObservableCounter
+
+	messages, age, hold, state, budget, lag, parked, ratio metric.Float64ObservableGauge
+	fleetScope, heard, quorum, fleetStorm                  metric.Float64ObservableGauge
+
+	all []metric.Observable
+}
+
+func newObserved(meter metric.Meter) (*observed, error) {
+	o := new(observed)
+	var errs []error
 	counter := func(name, unit, text string) metric.Int64ObservableCounter {
 		c, err := meter.Int64ObservableCounter(name, metric.WithUnit(unit), metric.WithDescription(text))
-		keep(err)
+		o.all, errs = append(o.all, c), append(errs, err)
 		return c
 	}
 	gauge := func(name, unit, text string) metric.Float64ObservableGauge {
 		c, err := meter.Float64ObservableGauge(name, metric.WithUnit(unit), metric.WithDescription(text))
-		keep(err)
+		o.all, errs = append(o.all, c), append(errs, err)
 		return c
 	}
-	consumed := counter(MetricConsumed, "{message}", "Messages handed over by the broker's client.")
-	failures := counter(MetricFailures, "{attempt}", "Handler calls that failed.")
-	retries := counter(MetricRetries, "{attempt}", "Handler calls after a message's first.")
-	diverted := counter(MetricDiverted, "{message}", "Messages that found the source holding.")
-	ackFailures := counter(MetricAckFailures, "{message}", "Acks that the broker's client refused.")
-	parkedTotal := counter(MetricParkedTotal, "{message}", "Messages parked for another try.")
-	followed := counter(MetricFollowed, "{message}", "Messages sent after a parked one, unhandled, to keep their order.")
-	parked := gauge(MetricParked, "{message}", "Messages parked now.")
-	messages := gauge(MetricMessages, "{message}", "Unsettled messages, by state.")
-	ratio := gauge(MetricDLQRatio, "1", "Dead letters over messages that failed.")
-	age := gauge(MetricHoldAge, "s", "Age of the oldest unsettled message in this process.")
-	hold := gauge(MetricHold, "", "1 for each reason why the source is not simply running.")
-	state := gauge(MetricBreaker, "", "1 for the breaker's state.")
-	storm := gauge(MetricStorm, "", "1 while a storm is declared.")
-	budget := gauge(MetricBudget, "{credit}", "DLQ credits left.")
-	lag := gauge(MetricLag, "{message}", "Messages behind at the broker.")
-	fleetStorm := gauge(MetricFleetStorm, "", "1 while the fleet is in storm over the source's topic or queue.")
-	fleetScope := gauge(MetricFleetScope, "", "1 for what the fleet makes of a breaker's scope.")
-	heard := gauge(MetricFleetHeard, "{process}", "Processes of the roster that are heard, this one included.")
-	quorum := gauge(MetricFleetQuorum, "{process}", "Processes that make a quorum.")
-	if err := errors.Join(errs...); err != nil {
-		return nil, err
-	}
-
-	m.observer, err = meter.RegisterCallback(func(_ context.Context, o metric.Observer) error {
-		for _, c := range g.all() {
-			st, base := c.State(), c.attributes()
-			with := func(kv ...attribute.KeyValue) metric.MeasurementOption {
-				return metric.WithAttributes(append(slices.Clip(base), kv...)...)
-			}
-			a, t := st.Account, st.Tally
-			o.ObserveInt64(consumed, int64(a.Received), with())
-			o.ObserveInt64(failures, int64(t.Failures), with())
-			o.ObserveInt64(retries, int64(t.Retries), with())
-			o.ObserveInt64(diverted, int64(t.Diverted), with())
-			o.ObserveInt64(ackFailures, int64(t.AckFailures), with())
-			for word, n := range map[string]int{
-				"waiting": a.Waiting, "processing": a.Processing, "settling": a.Settling, "held": a.Held, "retry_wait": a.RetryWait,
-			} {
-				o.ObserveFloat64(messages, float64(n), with(attribute.String("state", word)))
-			}
-			if t.FailedMessages > 0 {
-				o.ObserveFloat64(ratio, float64(a.DeadLettered)/float64(t.FailedMessages), with())
-			}
-			o.ObserveFloat64(age, st.OldestAge.Seconds(), with())
-			o.ObserveFloat64(budget, st.Budget, with())
-			o.ObserveFloat64(storm, number(st.Storm.Active), with())
-			for _, s := range []breaker.State{breaker.Closed, breaker.Open, breaker.HalfOpen} {
-				o.ObserveFloat64(state, number(st.Breaker.State == s), with(attribute.String("state", s.String())))
-			}
-			for _, h := range st.Holds {
-				o.ObserveFloat64(hold, 1, with(attribute.String("reason", h.Reason.String())))
-			}
-			if n := c.lag(); n >= 0 {
-				o.ObserveFloat64(lag, float64(n), with())
-			}
-			if now, after, ok := c.parked(); ok {
-				o.ObserveFloat64(parked, float64(now), with())
-				o.ObserveInt64(followed, int64(after), with())
-				o.ObserveInt64(parkedTotal, int64(t.Parked), with())
-			}
-			if g.fleet != nil {
-				o.ObserveFloat64(fleetStorm, number(st.FleetStorm.Active), with())
-			}
-		}
-		if g.fleet == nil {
-			return nil
-		}
-		for i, f := range g.fleet.Scopes() {
-			o.ObserveFloat64(fleetScope, 1, metric.WithAttributes(fleetAttributes(f)...))
-			if i == 0 { // all say the same
-				o.ObserveFloat64(heard, float64(f.Heard))
-				o.ObserveFloat64(quorum, float64(f.Need))
-			}
-		}
-		return nil
-	}, consumed, failures, retries, diverted, ackFailures, messages, ratio, age, hold, state, storm, budget, lag, parked, parkedTotal, followed, fleetStorm, fleetScope, heard, quorum)
-	return m, err
+	o.consumed = counter(MetricConsumed, "{message}", "Messages handed over by the broker's client.")
+	o.handled = counter(MetricHandled, "{message}", "Messages handled and acked; ignored and parked ones too.")
+	o.returned = counter(MetricReturned, "{message}", "Messages given back to the broker, or acked in vain.")
+	o.retries = counter(MetricRetries, "{attempt}", "Handler calls after a message's first.")
+	o.refused = counter(MetricRefused, "{message}", "Calls of a protected function that were refused.")
+	o.ackFailures = counter(MetricAckFailures, "{message}", "Acks that the broker or its client did not take.")
+	o.parkedTotal = counter(MetricParkedTotal, "{message}", "Messages parked for another try.")
+	o.followed = counter(MetricFollowed, "{message}", "Messages sent after a parked one, unhandled, to keep their order.")
+	o.messages = gauge(MetricMessages, "{message}", "Unsettled messages, by state.")
+	o.age = gauge(MetricHoldAge, "s", "Age of the oldest unsettled message in this process.")
+	o.hold = gauge(MetricHold, "", "1 for each reason why the source is not simply running, else 0.")
+	o.state = gauge(MetricBreaker, "", "1 for the state of the breaker, or of the wider scope that holds it, else 0.")
+	o.budget = gauge(MetricBudget, "{credit}", "DLQ credits left.")
+	o.lag = gauge(MetricLag, "{message}", "Messages behind at the broker.")
+	o.parked = gauge(MetricParked, "{message}", "Messages parked now.")
+	o.ratio = gauge(MetricDLQRatio, "1", "Dead letters over messages that failed.")
+	o.fleetScope = gauge(MetricFleetScope, "", "1 for what the fleet makes of a breaker's scope, else 0.")
+	o.heard = gauge(MetricFleetHeard, "{process}", "Processes of the roster that are heard, this one included.")
+	o.quorum = gauge(MetricFleetQuorum, "{process}", "Processes that make a quorum.")
+	o.fleetStorm = gauge(MetricFleetStorm, "", "1 while the fleet is in storm over the topic or queue, else 0.")
+	return o, errors.Join(errs...)
 }
 
-func fleetAttributes(f breaker.FleetScope) []attribute.KeyValue {
-	state := f.State.String()
-	if f.Probing {
-		state = "probing"
+// topicSum is what the open sources of one topic or queue say together.
+type topicSum struct {
+	with         metric.MeasurementOption
+	dead, failed uint64
+	storm        bool
+}
+
+func (o *observed) observe(to metric.Observer, g *Guard) {
+	topics := make(map[attribute.Distinct]*topicSum)
+	for _, c := range g.all() {
+		st, own := c.State(), c.measured()
+		o.source(to, c, st, own)
+		if own.function {
+			continue
+		}
+		key := own.topicSet.Equivalent()
+		sum := topics[key]
+		if sum == nil {
+			sum = &topicSum{with: own.topic}
+			topics[key] = sum
+		}
+		sum.dead += st.Account.DeadLettered
+		sum.failed += st.Tally.FailedMessages
+		sum.storm = sum.storm || st.FleetStorm.Active
 	}
-	return []attribute.KeyValue{
-		attribute.String("scope", f.Name), attribute.String("state", state),
-		attribute.Bool("held", f.Held), attribute.String("reason", string(f.Cause)),
+	for _, sum := range topics {
+		o.observeTopic(to, g, sum)
+	}
+	if g.fleet == nil {
+		return
+	}
+	for i, f := range g.fleet.Scopes() {
+		state := f.State.String()
+		if f.Probing {
+			state = "probing"
+		}
+		for _, word := range []string{breaker.Closed.String(), breaker.Open.String(), "probing"} {
+			to.ObserveFloat64(o.fleetScope, number(state == word),
+				metric.WithAttributes(attribute.String("scope", f.Name), attribute.String("state", word)))
+		}
+		if i == 0 { // all say the same
+			to.ObserveFloat64(o.heard, float64(f.Heard))
+			to.ObserveFloat64(o.quorum, float64(f.Need))
+		}
+	}
+}
+
+func (o *observed) observeTopic(to metric.Observer, g *Guard, sum *topicSum) {
+	to.ObserveFloat64(o.ratio, float64(sum.dead)/float64(max(sum.failed, 1)), sum.with)
+	if g.fleet != nil {
+		to.ObserveFloat64(o.fleetStorm, number(sum.storm), sum.with)
+	}
+}
+
+// source observes what is told for each source. A gauge is 0 at rest and does not
+// vanish.
+func (o *observed) source(to metric.Observer, c controls, st State, own *sourceMetrics) {
+	with := func(kv ...attribute.KeyValue) metric.MeasurementOption {
+		return metric.WithAttributes(append(slices.Clip(own.attrs), kv...)...)
+	}
+	a, t := st.Account, st.Tally
+	to.ObserveInt64(o.consumed, int64(a.Received), own.base)
+	to.ObserveInt64(o.handled, int64(a.Acked), own.base)
+	to.ObserveInt64(o.returned, int64(a.Returned), own.base)
+	to.ObserveInt64(o.retries, int64(t.Retries), own.base)
+	for word, n := range map[string]int{
+		"waiting": a.Waiting, "processing": a.Processing, "settling": a.Settling, "held": a.Held, "retry_wait": a.RetryWait,
+	} {
+		to.ObserveFloat64(o.messages, float64(n), with(attribute.String("state", word)))
+	}
+	active := make(map[Reason]bool, len(own.reasons))
+	for _, reason := range own.reasons {
+		active[reason] = false
+	}
+	for _, h := range st.Holds {
+		active[h.Reason] = true
+	}
+	for reason, on := range active {
+		to.ObserveFloat64(o.hold, number(on), with(attribute.String("reason", reason.String())))
+	}
+	if !st.Settings.NoBreaker {
+		state := st.Breaker.State
+		if state == breaker.Closed && active[ReasonBreaker] {
+			state = breaker.Open // a wider scope's is
+		}
+		for _, s := range []breaker.State{breaker.Closed, breaker.Open, breaker.HalfOpen} {
+			to.ObserveFloat64(o.state, number(state == s), with(attribute.String("state", s.String())))
+		}
+	}
+	if own.function {
+		to.ObserveInt64(o.refused, int64(t.Diverted), own.base)
+		return
+	}
+	to.ObserveInt64(o.ackFailures, int64(t.AckFailures), own.base)
+	to.ObserveFloat64(o.age, st.OldestAge.Seconds(), own.base)
+	to.ObserveFloat64(o.budget, st.Budget, own.base)
+	if n := c.lag(); n >= 0 {
+		to.ObserveFloat64(o.lag, float64(n), own.base)
+	}
+	if now, after, ok := c.parked(); ok {
+		to.ObserveFloat64(o.parked, float64(now), own.base)
+		to.ObserveInt64(o.followed, int64(after), own.base)
+		to.ObserveInt64(o.parkedTotal, int64(t.Parked), own.base)
 	}
 }
 
@@ -228,32 +311,73 @@ func (m *metrics) close() {
 	}
 }
 
+// transition counts the changes of partitions' breakers for their topic as a whole. Each
+// open period ends half-open, so that would say nothing new.
 func (m *metrics) transition(c breaker.Change) {
+	scope, cause := c.Scope, ""
+	switch c.To {
+	case breaker.HalfOpen:
+		return
+	case breaker.Open:
+		cause = string(c.Cause)
+	default:
+	}
+	for _, s := range m.g.all() {
+		if own := s.measured(); own.scope == c.Scope {
+			scope = own.scopes
+			break
+		}
+	}
 	m.transitions.Add(context.Background(), 1, metric.WithAttributes(
-		attribute.String("scope", c.Scope), attribute.String("from", c.From.String()),
-		attribute.String("to", c.To.String()), attribute.String("cause", string(c.Cause))))
+		attribute.String("scope", scope), attribute.String("to", c.To.String()), attribute.String("cause", cause)))
 }
 
 // sourceMetrics is the part of one source, with its attributes made ready.
 type sourceMetrics struct {
 	*metrics
-	attrs []attribute.KeyValue
-	base  metric.MeasurementOption
-	name  string // of the span
+	attrs    []attribute.KeyValue
+	base     metric.MeasurementOption
+	topicSet attribute.Set
+	topic    metric.MeasurementOption // without what tells the sources of a topic or queue apart
+	name     string                   // of the span
+	scope    string                   // of the breaker, if it is a partition's …
+	scopes   string                   // … and what stands for all partitions of the topic
+	reasons  []Reason                 // that can hold it
+	function bool                     // of [Protect]: there is no broker and no dead letter
 }
 
 func (m *metrics) source(cfg SourceConfig) sourceMetrics {
-	attrs := []attribute.KeyValue{
-		attribute.String("stormguard.source", cfg.Name),
-		attribute.String("messaging.system", cfg.System),
-		attribute.String("messaging.destination.name", cfg.Destination),
-		attribute.String("messaging.consumer.group.name", m.g.cfg.Group),
-		attribute.String("messaging.operation.name", "process"),
+	var topic []attribute.KeyValue
+	put := func(attrs *[]attribute.KeyValue, key, value string) {
+		if value != "" {
+			*attrs = append(*attrs, attribute.String(key, value))
+		}
 	}
-	return sourceMetrics{m, attrs, metric.WithAttributes(attrs...), "process " + cfg.Destination}
+	put(&topic, "messaging.system", cfg.System)
+	put(&topic, "messaging.destination.name", cfg.Destination)
+	put(&topic, "messaging.consumer.group.name", m.g.cfg.Group)
+	put(&topic, "messaging.operation.name", "process")
+	own := slices.Clone(topic)
+	put(&own, "stormguard.source", cfg.Name)
+	put(&own, "messaging.destination.partition.id", cfg.Partition)
+	if cfg.Destination == "" {
+		topic = own
+	}
+	sm := sourceMetrics{
+		metrics: m, attrs: own, base: metric.WithAttributes(own...), name: "process " + cfg.Destination,
+		topicSet: attribute.NewSet(topic...), topic: metric.WithAttributes(topic...), reasons: holdReasons,
+	}
+	if cfg.Limiter == nil {
+		sm.reasons = holdReasons[:len(holdReasons)-1]
+	}
+	if path := m.g.path(cfg); len(path) == 3 {
+		sm.scope = strings.Join(path, "/")
+		sm.scopes = strings.Join(append(path[:2:2], "*"), "/")
+	}
+	return sm
 }
 
-func (s *Source[M]) attributes() []attribute.KeyValue { return s.metrics.attrs }
+func (s *Source[M]) measured() *sourceMetrics { return &s.metrics }
 
 func (s *Source[M]) lag() int64 {
 	if l, ok := any(s.port).(Lagger); ok {
@@ -270,14 +394,35 @@ func (s *Source[M]) parked() (now int, followed uint64, ok bool) {
 	return now, followed, ok
 }
 
-func (m *sourceMetrics) sampled(n uint64) bool { return n%sampleOneIn == 0 }
+// sampled picks the first message of each sampleOneIn, from 1.
+func (m *sourceMetrics) sampled(n uint64) bool { return n%sampleOneIn == 1 }
 
-func (m *sourceMetrics) retried(d time.Duration, dead bool) {
-	m.recovery.Record(context.Background(), d.Seconds(), m.base, metric.WithAttributes(attribute.Bool("stormguard.dead_letter", dead)))
+func (m *sourceMetrics) recovered(d time.Duration) {
+	m.recovery.Record(context.Background(), d.Seconds(), m.topic)
 }
 
 func (m *sourceMetrics) deadLettered(why dlq.Reason) {
-	m.dead.Add(context.Background(), 1, m.base, metric.WithAttributes(attribute.String("reason", string(why))))
+	m.dead.Add(context.Background(), 1, m.topic, metric.WithAttributes(attribute.String("reason", string(why))))
+}
+
+func (m *sourceMetrics) overtook() { m.overtaken.Add(context.Background(), 1, m.topic) }
+
+// failed counts a failed call.
+func (m *sourceMetrics) failed(kind string) {
+	m.failures.Add(context.Background(), 1, m.topic, metric.WithAttributes(attribute.String("error.type", kind)))
+}
+
+// kind is the error.type of a failed call, one of five words: an error's own type or
+// text would make a time series of each.
+func (r result) kind() string {
+	switch {
+	case r.panicked:
+		return "panic"
+	case r.timedOut:
+		return "timeout"
+	default:
+		return r.class.String()
+	}
 }
 
 // observe is call with a clock around it, and a span if there is a tracer.
@@ -298,12 +443,8 @@ func (s *Source[M]) observe(ctx *callContext, m M, n uint64) (stack []byte, err 
 	}
 	start := s.g.now()
 	stack, err = s.call(ctx, m)
-	ran := s.g.now() - start
 	if err == nil {
-		s.metrics.process.Record(ctx, ran.Seconds(), s.metrics.base)
-	} else {
-		s.metrics.process.Record(ctx, ran.Seconds(), s.metrics.base,
-			metric.WithAttributes(attribute.String("error.type", dlq.DescribeError(err, nil).Type)))
+		s.metrics.process.Record(ctx, (s.g.now() - start).Seconds(), s.metrics.topic)
 	}
 	return stack, err
 }

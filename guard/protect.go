@@ -13,8 +13,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"go.opentelemetry.io/otel/attribute"
-
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/dlq"
 )
@@ -100,6 +98,7 @@ func Protect[M any](g *Guard, cfg SourceConfig, f func(context.Context, M) error
 		fn.gate, fn.detach = leaf, leaf.Attach(fn.successes)
 	}
 	fn.metrics = g.metrics.source(cfg)
+	fn.metrics.function, fn.metrics.reasons = true, functionReasons
 	if err := g.register(cfg.Name, fn); err != nil {
 		fn.release()
 		return nil, err
@@ -323,6 +322,9 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token breaker.Token,
 			return nil
 		case failure, permanent:
 			c.failures.Add(1)
+			if f.metrics.failures.Enabled(ctx) {
+				f.metrics.failed(f.g.resultOf(err, nil).kind())
+			}
 		default:
 		}
 		if word != failure || tries >= attempts {
@@ -341,7 +343,7 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token breaker.Token,
 		c.retries.Add(1)
 		if err = f.call(ctx, m, token, how, tries); err == nil {
 			f.succeeded(c, token)
-			f.metrics.retried(f.g.now()-first, false)
+			f.metrics.recovered(f.g.now() - first)
 			return nil
 		}
 		tries++
@@ -405,6 +407,7 @@ func (f *Func[M]) call(ctx context.Context, m M, token breaker.Token, how how, b
 		}
 		c := &f.cells[0]
 		c.failures.Add(1)
+		f.metrics.failed(result{panicked: true}.kind())
 		c.returned.Add(1)
 	}()
 	err = f.f(cc, m)
@@ -567,7 +570,7 @@ func (f *Func[M]) sweep(time.Duration) (moving bool) {
 	return moving
 }
 
-func (f *Func[M]) attributes() []attribute.KeyValue { return f.metrics.attrs }
+func (f *Func[M]) measured() *sourceMetrics { return &f.metrics }
 
 func (*Func[M]) lag() int64 { return -1 }
 

@@ -324,8 +324,7 @@ func (l *loop[M]) adopt(m M, r result) {
 	}
 	it := s.c.adopt(began, m, key, size)
 	it.token, it.slow, it.ctx = l.hand.token, slow, l.hand.ctx
-	st := s.c.done(now, it, r)
-	s.unlock(now)
+	st := s.doneUnlock(now, it, r)
 	s.g.sweeper.kick()
 	if st.kind == stepAck {
 		s.settle(it)

@@ -187,6 +187,22 @@ func (s *Source[M]) handle(h *hand[M], it *item[M]) {
 	s.finish(it, r)
 }
 
+// doneUnlock takes a call's outcome to the machine and ends the critical section. What
+// the machine counted for it goes to the metrics.
+func (s *Source[M]) doneUnlock(now time.Duration, it *item[M], r result) step[M] {
+	failures, overtaken := s.c.tally.Failures, s.c.tally.Overtaken
+	st := s.c.done(now, it, r)
+	failed, overtook := s.c.tally.Failures != failures, s.c.tally.Overtaken != overtaken
+	s.unlock(now)
+	if failed {
+		s.metrics.failed(r.kind())
+	}
+	if overtook {
+		s.metrics.overtook()
+	}
+	return st
+}
+
 // finish takes an item's outcome to the machine and settles it if it is done.
 func (s *Source[M]) finish(it *item[M], r result) {
 	if r.word == failure && it.name == "" && s.begin() {
@@ -200,8 +216,7 @@ func (s *Source[M]) finish(it *item[M], r result) {
 		s.mu.Unlock()
 		return
 	}
-	st := s.c.done(now, it, r)
-	s.unlock(now)
+	st := s.doneUnlock(now, it, r)
 	if st.kind == stepAck {
 		s.settle(it)
 	}
@@ -240,8 +255,8 @@ func (s *Source[M]) settleOne(it *item[M], acks *int) (due bool) {
 	due = *acks >= flushEvery
 	s.endLocked()
 	s.unlock(now)
-	if len(it.failures) > 0 {
-		s.metrics.retried(now-it.firstFailed, it.dead)
+	if err == nil && len(it.failures) > 0 && !it.dead && !it.ignored {
+		s.metrics.recovered(now - it.firstFailed)
 	}
 	return due
 }
