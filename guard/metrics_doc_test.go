@@ -88,6 +88,9 @@ func TestMetricsTellWhatHappened(t *testing.T) {
 				t.Errorf("%s = %v (%v), want %v", name, v, ok, want)
 			}
 		}
+		if n := got[MetricRecovery]; n != 0 {
+			t.Errorf("%v recoveries of messages that were dead-lettered", n)
+		}
 		if n := got[MetricProcess]; n < 3 || n > 4 {
 			t.Errorf("%v durations sampled of 200", n)
 		}

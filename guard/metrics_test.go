@@ -287,6 +287,12 @@ func TestFailuresHaveATypeOfFew(t *testing.T) {
 				t.Errorf("%v of type %s, want %v", v, kind, want)
 			}
 		}
+		if v, n := sum(points, MetricRefused); v != 0 || n != 1 {
+			t.Errorf("%v refused (%d)", v, n)
+		}
+		if _, n := sum(points, MetricBudget); n != 0 {
+			t.Error("a function has a DLQ budget")
+		}
 		if v, _ := sum(points, MetricFailures); uint64(v) != f.State().Tally.Failures {
 			t.Errorf("%v failures, %d in all", v, f.State().Tally.Failures)
 		}
