@@ -867,7 +867,7 @@ func (b *Breaker) settleLocked(now time.Duration, p *probe, o outcome) {
 		return
 	case b.pace > 0:
 		b.pace-- // others succeed: slower, and not stopped
-		b.head, b.passed = p.head, 0
+		b.head, b.passed, b.byHand = p.head, 0, true
 	default:
 		b.tellLocked(p, errFailed)
 		if b.byHand {
@@ -900,10 +900,9 @@ const (
 var probeCause = [...]Cause{failed: CauseProbe, down: CauseProbe, tooSlow: CauseSlow, lost: CauseLost}
 
 // tellLocked passes a probe's outcome to gobreaker, whose answer is in judged. A failure
-// that only slows the phase is not told, and keeps its place there for good, so that
-// gobreaker never closes a phase that had one.
+// that only slows the phase is not told: the rest of that phase is judged by hand.
 func (b *Breaker) tellLocked(p *probe, err error) {
-	if p.done != nil {
+	if p.done != nil && !b.byHand {
 		p.done(err)
 	}
 }

@@ -11,10 +11,10 @@ import (
 
 // condemn dead-letters an item if the budget allows, else parks it until the
 // next credit may have come. A guess pays from the smaller part of the budget, and so
-// does everything in a storm but what its own error condemns.
+// does everything in a storm of the fleet but what its own error condemns.
 func (c *machine[M]) condemn(now time.Duration, it *item[M]) {
 	class, reason := dlq.Exhausted, poisonReason(it)
-	if c.guilty(now, it) && (it.class == ClassMessage || !c.stormy()) {
+	if c.guilty(now, it) && (it.class == ClassMessage || !c.fleetStorm.Active) {
 		class = dlq.Permanent
 	}
 	switch {

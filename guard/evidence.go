@@ -35,6 +35,10 @@ import (
 // beginning of the next outage.
 const proofs = 2
 
+// proofFresh is how long ago a success may be for a message that fails after it to have
+// the last word: what comes later may be the next outage.
+const proofFresh = 5 * time.Second
+
 // chance bounds how many healthy messages a dependency that fails at random may
 // cost: a message gets so many attempts that all fail by chance once in a million.
 // mostAttempts bounds that number.
@@ -90,7 +94,7 @@ func (c *machine[M]) life() (n uint64) {
 // dependency is back.
 func (c *machine[M]) open() bool { return !c.closed() && !c.gate.Passing() }
 
-// stormy tells that the storm detector, here or of the fleet, stops guesses.
+// stormy tells that there is a storm, here or in the fleet.
 func (c *machine[M]) stormy() bool { return c.storm.Storm().Active || c.fleetStorm.Active }
 
 // usedUp tells whether a message has had its attempts: by count, or because the
@@ -137,7 +141,11 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 		c.tally.FailedMessages++
 		it.firstFailed = now
 	}
-	it.alive = it.lastWord || it.tries > 1 && it.life > it.luck
+	if it.tries > 1 && it.life > it.luck {
+		it.alive, it.lastWord = true, it.lastWord || now-c.provedAt < proofFresh
+	} else {
+		it.alive = it.lastWord
+	}
 	if it.alive && !it.witness() {
 		it.after++
 	}
@@ -173,7 +181,7 @@ func (c *machine[M]) report(now time.Duration, it, head *item[M]) (goesOn bool) 
 			return true
 		}
 		c.storm.Probe(now, false)
-		c.round = round{}
+		c.roundOver()
 	} else if first && !it.probe {
 		c.storm.Failure(now)
 	}
@@ -290,42 +298,55 @@ func (c *machine[M]) handOn(it *item[M]) {
 	c.round.on, c.round.token = true, it.token
 }
 
+// roundOver ends the round of a probe that was settled; a token that waits is another's.
+func (c *machine[M]) roundOver() {
+	if !c.round.on {
+		c.round = round{}
+	}
+}
+
 // endLook ends a look that did not come to its end: the probe has failed.
 func (c *machine[M]) endLook(now time.Duration, l *lane[M]) {
-	if c.round.on {
+	if c.round.on { // else the message that has the token goes on with the look
 		c.gate.Failure(now, c.round.token, false)
 		c.freed = true
+		c.round = round{}
 	}
-	c.round = round{}
 	if l != nil {
 		l.turn, l.step = 0, 0
 	}
 }
 
 // mayLook tells whether a message behind a lane's head may be tried: the head has had
-// its attempts, or is probed, its errors say nothing, and nothing else can tell. Where
-// letters keep their place, what stands behind a head can prove nothing.
+// its attempts, its errors say nothing, and nothing else can tell. Of many keys whose
+// heads fail each is probed seldom, and need not have had its attempts. Where letters
+// keep their place, what stands behind a head can prove nothing.
 func (c *machine[M]) mayLook(l *lane[M], head *item[M], asks bool) bool {
-	return c.letters && !c.inPlace && !c.policy.StrictOrder && (head.exhausted || asks) && head.class == ClassUnknown &&
+	return c.letters && !c.inPlace && !c.policy.StrictOrder && (head.exhausted || asks && c.order() == OrderKey) && head.class == ClassUnknown &&
 		!head.alive && l.behind() > 0 && !c.others(l)
 }
 
 // depth is how many messages the look of a failed probe may try: the longer the time
-// between probes, the more, and as far as their calls take a small share of that time.
-// Where a fleet probes, the other processes' heads tell, and only each second probe
-// looks.
+// between probes, the more, up to 8 and each eighth time up to 64, and as far as their
+// calls take a small share of that time.
+// Where a fleet probes, the other processes' heads tell; each second probe looks, and
+// the later the deeper.
 func (c *machine[M]) depth(now time.Duration, l *lane[M], it *item[M]) int {
 	open := now - c.shutAt
+	l.rounds++
+	deepest := time.Duration(8)
+	if l.rounds%8 == 0 {
+		deepest = maxLook
+	}
 	switch {
 	case c.gate.Held():
-		l.rounds++
-		return 1 - l.rounds%2
+		return l.rounds % 2 * (1 + l.rounds/8)
 	case open < lookAfter && l.behind() > maxLook:
 		return 0 // the look before it opened has just told
 	}
 	period := c.policy.Breaker.PeriodAfter(mostAttempts, open)
 	share := period / lookShare / max(now-it.started, 1)
-	return int(max(1, min(share, period*lookRate/time.Second, maxLook)))
+	return int(max(1, min(share, period*lookRate/time.Second, deepest)))
 }
 
 // place is where the n-th message of a probe's look stands: the n-th behind the head,
@@ -389,12 +410,12 @@ func (l *lane[M]) behind() int { return max(0, len(l.front)-1) + l.queue.Len() }
 // guessAt is when a message may be taken for poison without proof; never if it may
 // not. Until something succeeds each guess waits twice as long as the last.
 func (c *machine[M]) guessAt(it *item[M]) time.Duration {
-	if !c.letters || !it.exhausted || it.class == ClassDependency || it.alive || c.stormy() ||
+	if !c.letters || !it.exhausted || it.class == ClassDependency || it.alive || c.fleetStorm.Active ||
 		c.fresh() {
 		return never
 	}
 	doubt := min(c.unsettled()-1, maxDoubt)
-	if c.room() == 0 { // there is more behind it, which cannot be tried
+	if c.room() == 0 || c.storm.Storm().Active { // full: there is more behind it, which cannot be tried
 		doubt = maxDoubt
 	}
 	at := max(it.exhaustedAt, c.came) + c.policy.Retry.Patience<<doubt

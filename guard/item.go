@@ -135,9 +135,9 @@ func (l *lane[M]) head() *item[M] {
 	return l.front[0]
 }
 
-// tried tells whether every message behind the head that is not in the ring has failed.
+// tried tells whether every message of the lane that is not in the ring has failed.
 func (l *lane[M]) tried() bool {
-	return !slices.ContainsFunc(l.front[1:], func(it *item[M]) bool { return it.tries == 0 })
+	return !slices.ContainsFunc(l.front, func(it *item[M]) bool { return it.tries == 0 })
 }
 
 func (l *lane[M]) empty() bool { return len(l.front) == 0 && l.queue.Len() == 0 }

@@ -69,6 +69,7 @@ type machine[M any] struct {
 	guessLuck  uint64           // … and what life was then
 	round      round            // the look in progress
 	flaky      flakiness
+	provedAt   time.Duration      // when the latest call succeeded that was not on the closed path
 	suspecting bool               // an exhausted message waits for a proof of life
 	born       uint64             // life when the epoch began
 	suspects   map[string]suspect // of epochs before, and while the source ends of this one
@@ -253,14 +254,19 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int) {
 	l := c.lane(key)
 	c.enqueue(l.queue, e)
 	c.stand(l)
-	if c.inPlace || len(l.front) == 0 || l.queue.Len() != 1 {
+	if c.inPlace {
 		return
 	}
-	// A message came behind a head and others that have all failed. A head that has an
-	// untried one already keeps its delay: woken by each message, it would be called at
-	// the pace of the traffic.
-	if head := l.front[0]; head.phase == retryWait && head.exhausted && !head.decided() && l.tried() {
+	// The first message behind suspects can tell something new about them. A head that
+	// has an untried one behind it keeps its delay: woken by each message, it would be
+	// called at the pace of the traffic.
+	head := l.head()
+	if head != nil && head.phase == retryWait && head.exhausted && !head.decided() && l.queue.Len() == 1 && l.tried() {
 		c.wake(head)
+	}
+	if l.queued && c.open() && c.ready.len() > 1 && c.ready.len() <= maxLook {
+		remove(&c.ready, l)
+		c.ready.pushFront(l)
 	}
 }
 
@@ -551,6 +557,7 @@ func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration,
 			it.token, it.probe = c.round.token, true
 			return 0, ReasonNone
 		}
+		c.round = round{}
 		c.endLook(now, it.lane) // the breaker was forced or held meanwhile
 		return now + 1, ReasonBreaker
 	}

@@ -598,14 +598,8 @@ func TestLastDelivery(t *testing.T) {
 			t.Errorf("%+v", rec)
 		}
 		// It dies at its second failure after another has succeeded: one does every 10ms.
-		after := 0
-		for i, f := range rec.History[1:] {
-			if f.At.UnixMilli()/10 > rec.History[i].At.UnixMilli()/10 {
-				after++
-			}
-			if after >= proofs != (i+2 == rec.Attempts) {
-				t.Errorf("attempt %d of %+v", i+2, rec.History)
-			}
+		if first, last := rec.History[0].At, rec.History[len(rec.History)-1].At; rec.Attempts > 5 || last.Sub(first) < 10*time.Millisecond {
+			t.Errorf("%d attempts: %+v", rec.Attempts, rec.History)
 		}
 		r.close()
 	})

@@ -93,6 +93,7 @@ func (c *machine[M]) notice(now time.Duration) {
 
 func (c *machine[M]) succeeded(now time.Duration, it *item[M]) step[M] {
 	c.successes.Add(1)
+	c.provedAt = now
 	switch {
 	case it.tries == 1 && !it.probe:
 		c.firsts++
@@ -103,7 +104,7 @@ func (c *machine[M]) succeeded(now time.Duration, it *item[M]) step[M] {
 		c.storm.Probe(now, true)
 		c.gate.Success(now, it.token)
 		c.freed = true
-		c.round = round{}
+		c.roundOver()
 		c.notice(now)
 	}
 	if it.witness() {
@@ -124,7 +125,7 @@ func (c *machine[M]) heed() {
 	c.suspecting = false
 	var asleep []*item[M]
 	c.items(func(it *item[M]) {
-		if !it.exhausted || it.alive || it.lastWord || it.class == ClassDependency || it.decided() {
+		if !it.exhausted && it.probes == 0 || it.alive || it.lastWord || it.class == ClassDependency || it.decided() {
 			return
 		}
 		it.lastWord = true
@@ -183,7 +184,7 @@ func (c *machine[M]) exclude(now time.Duration, it *item[M]) {
 		c.gate.Exclude(now, it.token)
 		c.freed = c.freed || it.token.Probe()
 		if it.probe {
-			c.round = round{}
+			c.roundOver()
 		}
 	}
 }
@@ -218,7 +219,7 @@ func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 		it.lastWord, it.alive, it.after = false, false, 0 // it may be the next outage that it fails in
 	}
 	guessAt := c.guessAt(it)
-	c.suspecting = c.suspecting || it.exhausted && !it.alive
+	c.suspecting = c.suspecting || (it.exhausted || it.probes > 0) && !it.alive
 	switch {
 	case c.letters && c.guilty(now, it) && !(c.stormy() && c.policy.Budget.Off):
 		c.condemn(now, it)
@@ -248,7 +249,8 @@ func (c *machine[M]) suspectDelay(it *item[M]) time.Duration {
 	case it.alive:
 		return c.delay(min(it.attempts, c.policy.Retry.Attempts))
 	case it.lane != nil && it.lane.groups > 0 && it.lane.looks < maxLook:
-		return min(c.delay(1+it.lane.groups), lookDelay)
+		top := min(c.policy.Retry.Base<<min(it.lane.groups, 10), lookDelay)
+		return top/2 + time.Duration(c.rand.Int64N(int64(top/2)+1))
 	}
 	return c.delay(it.attempts)
 }
