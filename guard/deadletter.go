@@ -14,6 +14,9 @@ import (
 // does everything in a storm of the fleet but what its own error condemns.
 func (c *machine[M]) condemn(now time.Duration, it *item[M]) {
 	class, reason := dlq.Exhausted, poisonReason(it)
+	if it.lastWord {
+		c.doubt(now, it)
+	}
 	if c.guilty(now, it) && (it.class == ClassMessage || !c.fleetStorm.Active) {
 		class = dlq.Permanent
 	}

@@ -39,6 +39,10 @@ const proofs = 2
 // the last word: what comes later may be the next outage.
 const proofFresh = 5 * time.Second
 
+// doubtIdle is how long nothing must have come for one success to prove life for all that
+// failed before it.
+const doubtIdle = 200 * time.Millisecond
+
 // chance bounds how many healthy messages a dependency that fails at random may
 // cost: a message gets so many attempts that all fail by chance once in a million.
 // mostAttempts bounds that number.
@@ -141,12 +145,15 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 		c.tally.FailedMessages++
 		it.firstFailed = now
 	}
-	if it.tries > 1 && it.life > it.luck {
+	switch {
+	case it.witness(): // it is asked for others, and judged in its own turn
+		it.alive = false
+	case it.tries > 1 && it.life > it.luck:
 		it.alive, it.lastWord = true, it.lastWord || now-c.provedAt < proofFresh
-	} else {
+	default:
 		it.alive = it.lastWord
 	}
-	if it.alive && !it.witness() {
+	if it.alive {
 		it.after++
 	}
 	it.luck, it.class = c.life(), r.class
@@ -157,7 +164,7 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 	case it.probe && !c.gate.Passing() && it.evidence():
 		it.probes++
 		it.inOutage = true
-	case !it.exhausted || it.alive:
+	case !it.exhausted || it.alive || it.class == ClassMessage:
 		it.attempts++
 	}
 	if !it.exhausted && !it.witness() && c.usedUp(it) {
@@ -256,13 +263,14 @@ func (c *machine[M]) lookBehind(now time.Duration, l *lane[M], it *item[M], witn
 			l.groups++
 		}
 	}
-	place := l.looks + 1
+	skip, place := l.doubted(), l.looks+1
 	if asks {
 		place = l.place(l.step + 1)
 	}
-	if l.step >= l.depth || place > min(l.behind(), maxLook) || c.round.on { // or another probe looks
+	if l.step >= l.depth || skip+place > l.behind() || place > maxLook || c.round.on { // or another probe looks
 		return false
 	}
+	place += skip
 	l.step++
 	l.turn = place
 	if asks {
@@ -322,21 +330,24 @@ func (c *machine[M]) endLook(now time.Duration, l *lane[M]) {
 // heads fail each is probed seldom, and need not have had its attempts. Where letters
 // keep their place, what stands behind a head can prove nothing.
 func (c *machine[M]) mayLook(l *lane[M], head *item[M], asks bool) bool {
-	return c.letters && !c.inPlace && !c.policy.StrictOrder && (head.exhausted || asks && c.order() == OrderKey) && head.class == ClassUnknown &&
+	return c.letters && !c.inPlace && !c.policy.StrictOrder && (head.exhausted || head.doubted || asks && c.order() == OrderKey) && head.class == ClassUnknown &&
 		!head.alive && l.behind() > 0 && !c.others(l)
 }
 
 // depth is how many messages the look of a failed probe may try: the longer the time
-// between probes, the more, up to 8 and each eighth time up to 64, and as far as their
+// between probes, the more, up to 8 and each fourth time up to 64, and as far as their
 // calls take a small share of that time.
 // Where a fleet probes, the other processes' heads tell; each second probe looks, and
 // the later the deeper.
 func (c *machine[M]) depth(now time.Duration, l *lane[M], it *item[M]) int {
 	open := now - c.shutAt
 	l.rounds++
-	deepest := time.Duration(8)
-	if l.rounds%8 == 0 {
-		deepest = maxLook
+	deepest, most := time.Duration(8), time.Duration(lookShare)
+	switch { // late and seldom a look may take its time, or slow calls would never get far
+	case l.rounds%16 == 0:
+		deepest, most = maxLook, 1
+	case l.rounds%4 == 0:
+		deepest, most = maxLook, lookShare/10
 	}
 	switch {
 	case c.gate.Held():
@@ -345,14 +356,14 @@ func (c *machine[M]) depth(now time.Duration, l *lane[M], it *item[M]) int {
 		return 0 // the look before it opened has just told
 	}
 	period := c.policy.Breaker.PeriodAfter(mostAttempts, open)
-	share := period / lookShare / max(now-it.started, 1)
+	share := period / most / max(now-it.started, 1)
 	return int(max(1, min(share, period*lookRate/time.Second, deepest)))
 }
 
 // place is where the n-th message of a probe's look stands: the n-th behind the head,
 // but in a short lane one that was never tried goes first.
 func (l *lane[M]) place(n int) int {
-	if l.behind() > maxLook {
+	if l.behind() > maxLook || l.doubted() > 0 {
 		return n
 	}
 	for i := 1; i < len(l.front); i++ {
@@ -387,6 +398,29 @@ func (c *machine[M]) skip(n int) bool {
 	return c.queued > 0 || c.again.len() > 0
 }
 
+// doubt takes the last word back from all that have it, once a message was condemned:
+// one success may prove life for one message only, where more may be had. Or a short
+// recovery would cost everything that had failed before it.
+func (c *machine[M]) doubt(now time.Duration, condemned *item[M]) {
+	if !c.fresh() && now-c.came > doubtIdle {
+		return
+	}
+	c.items(func(it *item[M]) {
+		if it.lastWord && it != condemned {
+			it.lastWord, it.alive, it.after, it.doubted = false, false, 0, true
+		}
+	})
+}
+
+// doubted is how many messages next to the head had the last word before: they tell
+// nothing.
+func (l *lane[M]) doubted() (n int) {
+	for n+1 < len(l.front) && l.front[n+1].doubted {
+		n++
+	}
+	return n
+}
+
 // others tells whether other lanes have a head that did not fail yet, or is with
 // a handler: their turn comes, and tells.
 func (c *machine[M]) others(l *lane[M]) bool {
@@ -415,7 +449,7 @@ func (c *machine[M]) guessAt(it *item[M]) time.Duration {
 		return never
 	}
 	doubt := min(c.unsettled()-1, maxDoubt)
-	if c.room() == 0 || c.storm.Storm().Active { // full: there is more behind it, which cannot be tried
+	if c.room() == 0 || doubt > 0 && c.storm.Storm().Active { // full: more is behind it that cannot be tried
 		doubt = maxDoubt
 	}
 	at := max(it.exhaustedAt, c.came) + c.policy.Retry.Patience<<doubt

@@ -398,38 +398,31 @@ func (r *fleetRig) turn(b *atomic.Bool) {
 	}
 }
 
-// condemned says what is wrong about a healthy message's dead letter, if anything.
-// There are two excuses (docs/design.md): something became whole between the head's
-// last attempt and the success of the witness, which came 2s later at most; or the
-// message was the last that was fed, and alone for Retry.Patience.
+// condemned says what is wrong about a healthy message's dead letter, if anything. A
+// dependency that comes and goes may cost one (docs/design.md), but only after a proof
+// of life: another message succeeded after it had failed, and it failed twice more. Or
+// it was the last that was fed, and alone for Retry.Patience.
 func (r *fleetRig) condemned(queue string, d *dlq.Record, fed uint64) (why string) {
 	number := guardtest.Number(d.Body)
-	if number == fed && d.LastFailed.Sub(d.FirstFailed) >= 10*time.Second {
+	if number >= fed && d.LastFailed.Sub(d.FirstFailed) >= 10*time.Second {
 		return ""
 	}
-	const fresh, call = 2 * time.Second, 2 * time.Millisecond
-	var last, next *fleetCall
+	failed, after := false, 0
 	for _, c := range r.since(0) {
 		switch {
 		case c.queue != queue:
+		case c.number == number && c.ok:
+			return fmt.Sprintf("it succeeded: %+v", c)
+		case c.number == number && after > 0:
+			after++
 		case c.number == number:
-			last, next = &c, nil
-		case last != nil && next == nil && c.who == last.who && c.ok:
-			next = &c
+			failed = true
+		case c.ok && failed && after == 0:
+			after = 1 // the proof
 		}
 	}
-	if last == nil || last.ok {
-		return fmt.Sprintf("last called %+v", last)
+	if after < 3 {
+		return fmt.Sprintf("no two failures after a proof of life: %d", max(0, after-1))
 	}
-	if next == nil || next.at-last.at > fresh+call {
-		return fmt.Sprintf("no witness: %+v, %+v", last, next)
-	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for _, at := range r.whole {
-		if at >= last.at-call && at <= next.at {
-			return ""
-		}
-	}
-	return fmt.Sprintf("nothing became whole between %+v and its witness %+v", last, next)
+	return ""
 }

@@ -52,6 +52,7 @@ type item[M any] struct {
 	after       int       // failures after a proof of life
 	alive       bool      // so was the last one
 	lastWord    bool      // a message behind it has succeeded: it has the rest of its attempts
+	doubted     bool      // it had the last word, and lost it to another
 	inOutage    bool      // it failed in what may have been an outage
 	passed      bool      // let others go first since its last attempt
 	permanent   bool      // its verdict waits for a credit only

@@ -110,7 +110,7 @@ func (c *machine[M]) succeeded(now time.Duration, it *item[M]) step[M] {
 	if it.witness() {
 		c.tally.Overtaken++
 		for _, before := range it.lane.front[:it.lane.turn] {
-			before.lastWord, before.after = true, 0
+			before.lastWord = true
 		}
 	}
 	c.heed()
@@ -215,8 +215,11 @@ func (c *machine[M]) failed(now time.Duration, it *item[M], r result) {
 // Each dead letter also needs a credit; see condemn.
 func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 	open := c.open()
-	if open && it.lastWord && !c.gate.Held() { // a fleet's hold is open between its probes
-		it.lastWord, it.alive, it.after = false, false, 0 // it may be the next outage that it fails in
+	if open && it.lastWord { // it may be the next outage that it fails in
+		it.lastWord, it.alive = false, false
+		if !c.gate.Held() { // a fleet's hold is open between its probes: each must prove life anew
+			it.after = 0
+		}
 	}
 	guessAt := c.guessAt(it)
 	c.suspecting = c.suspecting || (it.exhausted || it.probes > 0) && !it.alive

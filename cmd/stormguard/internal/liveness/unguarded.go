@@ -131,9 +131,9 @@ func unguardedCalls(l load, c class, length time.Duration) float64 {
 }
 
 // fewestCalls is what an outage costs however few calls a loop without a guard makes:
-// one message's attempts; one look, which asks the head before each message behind it,
-// if the errors are of unknown class; and the probes without which the recovery could
-// not be seen within a tenth of the outage.
+// one message's attempts; one look, and what its first groups ask the head, if the
+// errors are of unknown class; and the probes without which the recovery could not be
+// seen within a tenth of the outage, each with one message more where calls hang.
 func fewestCalls(c class, length time.Duration) float64 {
 	n := attempts
 	if c == unknown {
@@ -145,6 +145,7 @@ func fewestCalls(c class, length time.Duration) float64 {
 		open += ladder.PeriodAfter(probes+1, open)
 		if c == hang {
 			open += callLimit
+			n++
 		}
 	}
 	return float64(n + probes)
