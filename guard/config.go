@@ -189,11 +189,11 @@ type Retry struct {
 	// min(Max, Base·2^(n-1)) ("full jitter"). Unset means 50ms and 10s.
 	Base, Max time.Duration
 
-	// Patience is how long a message whose attempts are used up waits for a
-	// witness when no other message has succeeded since it first failed, and
-	// none is there to try: on an idle source nothing else can tell poison from
-	// an outage. Unset means 10s. While the breaker is open a message waits 60
-	// times as long, and for at least three times Breaker.PoisonAfter probes.
+	// Patience is how long nothing may have come before a message whose attempts are
+	// used up is taken for poison without proof, where all that is here has failed: on
+	// an idle source nothing else can tell poison from an outage. Unset means 10s. It
+	// doubles for each other message that fails, up to 64 times, and for each guess
+	// until something succeeds.
 	Patience time.Duration
 }
 
