@@ -244,7 +244,7 @@ func (c *scopeCell) start(ctx context.Context, g *guard.Guard, topic, partition 
 	return nil
 }
 
-var errScopeDown = errors.New("the dependency is down")
+var errScopeDown = guard.Unavailable(errors.New("the dependency is down"))
 
 // plain is a consumer without a guard: five attempts with the guard's own
 // delays, one message after the other, then the dead letter.

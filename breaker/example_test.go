@@ -145,8 +145,8 @@ func ExampleBreaker_Hasten() {
 // fault itself.
 func ExampleBreaker_Life() {
 	b, _ := breaker.New("orders/3", breaker.Config{})
-	var acked uint64 // an atomic, where another goroutine writes it
-	defer b.Attach(func() uint64 { return acked })()
+	var acked uint64                                 // an atomic, where another goroutine writes it
+	defer b.Attach(func() uint64 { return acked })() //nolint:revive // it begins here and ends with the function
 
 	before := b.Life() // at its first failure
 	acked += 12

@@ -281,8 +281,8 @@ func TestReleaseClosesByItsOwnCause(t *testing.T) {
 	}
 	s.Tick(2 * sec)
 	s.Changes(nil)
-	for i := len(leaves) - 1; i >= 0; i-- {
-		s.Release(leaves[i])
+	for _, leaf := range slices.Backward(leaves) {
+		s.Release(leaf)
 	}
 	type move struct {
 		scope string

@@ -127,7 +127,7 @@ func falseTrips(b *Breaker, seed uint64, rate float64, hours int) (trips map[Cau
 	const bad = 0.03
 	rng := rand.New(rand.NewPCG(seed, uint64(rate*100)))
 	ok := uint64(0)
-	defer b.Attach(func() uint64 { return ok })()
+	defer b.Attach(func() uint64 { return ok })() //nolint:revive // it begins here and ends with the function
 	end := time.Duration(hours) * time.Hour
 	trips = map[Cause]int{}
 	tick, call := sec, 0.0 // calls until now; those between failures are not looked at

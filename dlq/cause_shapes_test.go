@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"math/rand/v2"
 	"net"
 	"net/netip"
@@ -380,9 +381,7 @@ func TestEverydayErrorsAreOneCauseEach(t *testing.T) {
 	for _, template := range everyday {
 		shapes[template] = func(r ids) error { return errors.New(r.text(template)) }
 	}
-	for name, fail := range made {
-		shapes[name] = fail
-	}
+	maps.Copy(shapes, made)
 	if len(shapes) < 100 {
 		t.Fatalf("%d shapes", len(shapes))
 	}

@@ -470,7 +470,7 @@ func (n *normaliser) mean(w string, end int) {
 	if announced := hintName <= n.hint && n.hint <= hintHost; announced && (n.named || c <= hintID) {
 		c, n.named = n.hint, true // a part of the name
 	}
-	switch c {
+	switch c { //nolint:exhaustive // the others carry nothing on
 	case hintValue:
 		n.values = 1
 	case hintInput:

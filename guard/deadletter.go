@@ -14,9 +14,6 @@ import (
 // does everything in a storm of the fleet but what its own error condemns.
 func (c *machine[M]) condemn(now time.Duration, it *item[M]) {
 	class, reason := dlq.Exhausted, poisonReason(it)
-	if it.lastWord {
-		c.doubt(now, it)
-	}
 	if c.guilty(now, it) && (it.class == ClassMessage || !c.fleetStorm.Active) {
 		class = dlq.Permanent
 	}
@@ -30,6 +27,9 @@ func (c *machine[M]) condemn(now time.Duration, it *item[M]) {
 	if c.letters {
 		if paid, ok := c.budget.Pay(now, class); ok {
 			it.credit = paid
+			if it.lastWord && !it.permanent {
+				c.doubt(now, it)
+			}
 			c.sentence(now, it, reason)
 			return
 		}

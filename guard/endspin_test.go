@@ -18,7 +18,7 @@ import (
 // countedContext counts how often somebody asks for its end, and calls enough once that
 // is too often.
 type countedContext struct {
-	context.Context //nolint:containedctx // it is one
+	context.Context
 
 	asked  atomic.Int64
 	enough func()

@@ -227,7 +227,7 @@ func resultOf(err error, stack []byte) result {
 // find is [errors.AsType], but what a panic was called with is not looked at: also
 // behind another error, as after a timeout.
 //
-//nolint:errorlint // it walks the tree itself
+//nolint:errorlint,gocritic // it walks the tree itself; E may be a PanicError
 func find[E error](err error) (found E, ok bool) {
 	for {
 		switch e := err.(type) {

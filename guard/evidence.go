@@ -128,8 +128,9 @@ func (it *item[M]) evidence() bool {
 		return it.after == 0
 	case ClassUnknown:
 		return !it.alive
+	default:
+		return false
 	}
-	return false
 }
 
 // weigh keeps a failed call and what it proves about the message.
@@ -149,12 +150,20 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 	case it.witness(): // it is asked for others, and judged in its own turn
 		it.alive = false
 	case it.tries > 1 && it.life > it.luck:
-		it.alive, it.lastWord = true, it.lastWord || now-c.provedAt < proofFresh
+		it.alive = true
+		it.own++
+		if now-c.provedAt < proofFresh {
+			it.giveWord(now)
+		}
 	default:
+		if it.lastWord && now-it.wordAt > proofFresh+c.policy.Retry.Max+2*c.policy.Timeout {
+			it.takeWord(0) // it waited for so long that this may be the next outage
+		}
 		it.alive = it.lastWord
 	}
 	if it.alive {
 		it.after++
+		it.wordAt = now
 	}
 	it.luck, it.class = c.life(), r.class
 	it.note(now, r)
@@ -200,7 +209,7 @@ func (c *machine[M]) report(now time.Duration, it, head *item[M]) (goesOn bool) 
 		c.gate.Unavailable(now, it.token, first)
 	case it.probe:
 		c.gate.FailureOf(now, it.token, first, it.id)
-	case witness, it.slow, c.inPlace, it.after > 0, !first && it.lane != nil && it.lane.behind() > 0:
+	case witness, it.slow, c.inPlace, it.after > 0, it.doubted, !first && it.lane != nil && it.lane.behind() > 0:
 		// A look will tell, or has told.
 	default:
 		c.gate.FailureOf(now, it.token, first, it.id)
@@ -222,7 +231,7 @@ func (c *machine[M]) report(now time.Duration, it, head *item[M]) (goesOn bool) 
 // inVain tells whether a suspect and all that could be tried behind it have failed.
 func (c *machine[M]) inVain(head *item[M]) bool {
 	l := head.lane
-	return head.exhausted && head.evidence() && l.looks > 0 && l.looks >= min(l.behind(), maxLook)
+	return head.exhausted && head.evidence() && l.looks > 0 && l.looks >= max(1, min(l.behind()-l.doubted(), maxLook))
 }
 
 // round is the look of a probe: its token goes on to the next message.
@@ -398,6 +407,12 @@ func (c *machine[M]) skip(n int) bool {
 	return c.queued > 0 || c.again.len() > 0
 }
 
+// giveWord gives an item the last word: something has succeeded just now.
+func (it *item[M]) giveWord(now time.Duration) { it.lastWord, it.doubted, it.wordAt = true, false, now }
+
+// takeWord takes it back, and leaves after failures that prove something all the same.
+func (it *item[M]) takeWord(after int) { it.lastWord, it.alive, it.after = false, false, after }
+
 // doubt takes the last word back from all that have it, once a message was condemned:
 // one success may prove life for one message only, where more may be had. Or a short
 // recovery would cost everything that had failed before it.
@@ -407,7 +422,8 @@ func (c *machine[M]) doubt(now time.Duration, condemned *item[M]) {
 	}
 	c.items(func(it *item[M]) {
 		if it.lastWord && it != condemned {
-			it.lastWord, it.alive, it.after, it.doubted = false, false, 0, true
+			it.takeWord(it.own)
+			it.doubted = true
 		}
 	})
 }
@@ -444,7 +460,7 @@ func (l *lane[M]) behind() int { return max(0, len(l.front)-1) + l.queue.Len() }
 // guessAt is when a message may be taken for poison without proof; never if it may
 // not. Until something succeeds each guess waits twice as long as the last.
 func (c *machine[M]) guessAt(it *item[M]) time.Duration {
-	if !c.letters || !it.exhausted || it.class == ClassDependency || it.alive || c.fleetStorm.Active ||
+	if !c.letters || !it.exhausted || it.class == ClassDependency || it.alive || c.fleetStorm.Active || c.stormy() && c.policy.Budget.Off ||
 		c.fresh() {
 		return never
 	}
@@ -452,7 +468,7 @@ func (c *machine[M]) guessAt(it *item[M]) time.Duration {
 	if c.room() == 0 || doubt > 0 && c.storm.Storm().Active { // full: more is behind it that cannot be tried
 		doubt = maxDoubt
 	}
-	at := max(it.exhaustedAt, c.came) + c.policy.Retry.Patience<<doubt
+	at := max(it.exhaustedAt, c.came, c.provedAt) + c.policy.Retry.Patience<<doubt
 	if c.guesses > 0 && c.life() <= c.guessLuck {
 		at = max(at, c.guessedAt+c.policy.Retry.Patience<<min(c.guesses, maxGuessShift))
 	}

@@ -10,17 +10,6 @@ import (
 	"time"
 )
 
-// burst feeds the messages at once, while there is room.
-func burst(ms ...int) func(time.Duration) (int, bool) {
-	return func(time.Duration) (m int, ok bool) {
-		if len(ms) == 0 {
-			return 0, false
-		}
-		m, ms = ms[0], ms[1:]
-		return m, true
-	}
-}
-
 // Adjacent poison messages of unknown errors are passed within 2 s and half a second
 // each, in any order, and nothing else is dead-lettered.
 func TestAdjacentPoison(t *testing.T) {

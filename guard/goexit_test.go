@@ -256,7 +256,9 @@ func testLostMeta(t *testing.T, fail func(), traced bool) {
 		t.Errorf("%+v after %d calls", a, calls)
 	}
 	closeAll(t, g)
-	<-ended
+	if err := <-ended; err != nil && !errors.Is(err, ErrClosed) {
+		t.Error(err)
+	}
 	if n := strings.Count(logged.String(), "Port.Meta"); n != 1 {
 		t.Errorf("logged %d times: %s", n, &logged)
 	}

@@ -76,7 +76,7 @@ type Guard struct {
 }
 
 // controls is a source whatever its message's type.
-type controls interface {
+type controls interface { //nolint:interfacebloat // all that the Guard does with a source
 	Control
 	reporter
 	sweep(now time.Duration) (moving bool)

@@ -72,7 +72,9 @@ func (h *health) run(ctx context.Context, g *Guard) {
 		select {
 		case err = <-answer:
 		case <-asked.Done():
-			h.tell(g, asked.Err())
+			if ctx.Err() == nil {
+				h.tell(g, asked.Err())
+			}
 			select {
 			case err = <-answer:
 				late = true // an answer from before: the next check tells

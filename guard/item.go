@@ -46,21 +46,23 @@ type item[M any] struct {
 	firstFailed time.Duration
 	exhausted   bool // its attempts are used up
 	exhaustedAt time.Duration
-	class       Class     // of its last error
-	life        uint64    // the machine's life when its latest call began, from the second on
-	luck        uint64    // the same when it last failed
-	after       int       // failures after a proof of life
-	alive       bool      // so was the last one
-	lastWord    bool      // a message behind it has succeeded: it has the rest of its attempts
-	doubted     bool      // it had the last word, and lost it to another
-	inOutage    bool      // it failed in what may have been an outage
-	passed      bool      // let others go first since its last attempt
-	permanent   bool      // its verdict waits for a credit only
-	paid        bool      // it has its credit, and waits for the limit of dead letters only
-	credit      dlq.Paid  // what its dead letter costs
-	begun       bool      // … and was handed to the writer, maybe in vain
-	failures    []attempt // the first and the latest ones
-	reason      Reason    // why it is parked
+	class       Class         // of its last error
+	life        uint64        // the machine's life when its latest call began, from the second on
+	luck        uint64        // the same when it last failed
+	after       int           // failures after a proof of life
+	alive       bool          // so was the last one
+	own         int           // of these, such as came after another success than the one before
+	wordAt      time.Duration // when it got the last word, or used it last
+	lastWord    bool          // a message behind it has succeeded: it has the rest of its attempts
+	doubted     bool          // it had the last word, and lost it to another
+	inOutage    bool          // it failed in what may have been an outage
+	passed      bool          // let others go first since its last attempt
+	permanent   bool          // its verdict waits for a credit only
+	paid        bool          // it has its credit, and waits for the limit of dead letters only
+	credit      dlq.Paid      // what its dead letter costs
+	begun       bool          // … and was handed to the writer, maybe in vain
+	failures    []attempt     // the first and the latest ones
+	reason      Reason        // why it is parked
 
 	due  time.Duration // retryWait: when to try again
 	heap int           // index in the machine's due heap, -1 outside

@@ -96,6 +96,7 @@ func (s *Source[M]) resumeLocked(k kept) {
 	s.c.paused, s.c.guesses, s.c.guessedAt = k.paused, k.guesses, k.guessedAt
 	s.c.asked, s.c.askedFor = k.asked, k.askedFor
 	s.c.suspects = k.suspects
+	s.c.guessLuck = s.c.born
 	if k.budget != nil && k.cfg == s.c.policy.Budget {
 		s.c.budget = k.budget
 	}

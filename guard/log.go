@@ -269,7 +269,7 @@ func (j *journal) write(l line, args ...any) {
 	if l.end {
 		log = j.g.ends
 	}
-	log.Log(context.Background(), l.level, l.text, append(args, l.args...)...)
+	log.Log(context.Background(), l.level, l.text, append(args, l.args...)...) //nolint:sloglint // say is called with constants
 }
 
 // say logs a line, or joins it with others of its text and topic that come soon after

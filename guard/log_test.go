@@ -132,7 +132,9 @@ func (r *logRig) close() {
 	r.over = true
 	closeAll(r.t, r.g)
 	for _, ended := range r.ended {
-		<-ended
+		if err := <-ended; err != nil && !errors.Is(err, ErrClosed) {
+			r.t.Error(err)
+		}
 	}
 }
 

@@ -239,6 +239,7 @@ func (c *machine[M]) listed(p phase) *[]*item[M] {
 // put takes one message in. The caller saw to the room.
 func (c *machine[M]) put(now time.Duration, m M, key uint64, size int) {
 	c.tally.Received++
+	c.came = now
 	c.bytes += int64(size)
 	if !c.admitting(now) {
 		if !c.draining {
@@ -264,7 +265,7 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int) {
 	if head != nil && head.phase == retryWait && head.exhausted && !head.decided() && l.queue.Len() == 1 && l.tried() {
 		c.wake(head)
 	}
-	if l.queued && c.open() && c.ready.len() > 1 && c.ready.len() <= maxLook {
+	if l.queued && !c.round.on && c.open() && c.ready.len() > 1 && c.ready.len() <= maxLook {
 		remove(&c.ready, l)
 		c.ready.pushFront(l)
 	}
@@ -273,6 +274,7 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int) {
 // adopt takes over a message that the closed path began at an instant: it is
 // processing.
 func (c *machine[M]) adopt(began time.Duration, m M, key uint64, size int) *item[M] {
+	c.came = max(c.came, began)
 	c.bytes += int64(size)
 	it := c.item(entry[M]{m: m, size: size, at: began})
 	if c.order() != OrderNone {
@@ -458,7 +460,7 @@ func (c *machine[M]) yields(it *item[M]) bool {
 // problem, and must not keep the breaker open for all. It lets the others go
 // first, once: they may turn out to be as bad, and stand before what is healthy.
 func rotate[M, T any](c *machine[M], q *fifo[T], head func(T) *item[M]) {
-	if !c.open() {
+	if !c.open() || c.round.on {
 		return
 	}
 	for range q.len() {
@@ -554,6 +556,14 @@ func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration,
 	if c.round.on { // a probe goes on with another message
 		c.round.on = false
 		if c.gate.Renew(now, c.round.token) {
+			if c.limiter != nil {
+				if wait := c.limiter.Admit(now); wait > 0 {
+					c.round.on = true
+					c.endLook(now, it.lane)
+					c.limited, c.refusedAt = soon(now, wait), now
+					return c.limited, ReasonLimiter
+				}
+			}
 			it.token, it.probe = c.round.token, true
 			return 0, ReasonNone
 		}

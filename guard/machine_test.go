@@ -254,7 +254,7 @@ func TestOutage(t *testing.T) {
 	lengths := []time.Duration{time.Second, 20 * time.Second, 10 * time.Minute}
 	for i, failure := range []error{errDown, errDown, errDown, errRefused, errRefused, errRefused} {
 		length := lengths[i%len(lengths)]
-		t.Run(fmt.Sprint(length, failure == errDown), func(t *testing.T) { //nolint:errorlint // the value itself
+		t.Run(fmt.Sprint(length, failure == errDown), func(t *testing.T) {
 			s := newSim(t, Policy{})
 			from, to := s.now+5*time.Second, s.now+5*time.Second+length
 			calls := 0

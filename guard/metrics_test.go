@@ -34,7 +34,7 @@ type point struct {
 
 func (p point) get(key string) string {
 	v, _ := p.attrs.Value(attribute.Key(key))
-	return v.Emit()
+	return v.String()
 }
 
 func (p point) String() string {
@@ -396,12 +396,12 @@ func TestMetricsAccountForEveryMessage(t *testing.T) {
 		g, reader := meteredGuard(t, Config{})
 		block := make(chan struct{})
 		ins := partitions(t, g, 1, func(_, m int) error {
-			switch {
-			case m == 5:
+			switch m {
+			case 5:
 				return Permanent(errBad)
-			case m == 6:
+			case 6:
 				return Ignore(errBad)
-			case m == 12:
+			case 12:
 				<-block
 			}
 			return nil

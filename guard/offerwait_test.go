@@ -98,7 +98,9 @@ func TestOfferWaitKeepsOrder(t *testing.T) {
 				t.Errorf("handled %v", handled)
 			}
 			closeAll(t, g)
-			<-ended
+			if err := <-ended; err != nil && !errors.Is(err, ErrClosed) {
+				t.Error(err)
+			}
 		})
 	}
 }

@@ -21,6 +21,7 @@ const maxSuspects = 1024
 type suspect struct {
 	tries, attempts, after int
 	lastWord               bool
+	wordAt                 time.Duration
 	luck                   uint64
 	firstFailed            time.Duration
 	failures               []attempt
@@ -72,7 +73,7 @@ func (c *machine[M]) recall(it *item[M], r result) {
 	it.tries += before.tries
 	it.attempts += before.attempts
 	it.after += before.after
-	it.lastWord = before.lastWord
+	it.lastWord, it.wordAt = before.lastWord, before.wordAt
 	it.luck, it.life = before.luck, c.born
 	it.firstFailed, it.failures = before.firstFailed, before.failures
 }
@@ -85,7 +86,7 @@ func (c *machine[M]) remember(now time.Duration, it *item[M]) {
 	if c.suspects == nil {
 		c.suspects = make(map[string]suspect)
 	}
-	c.suspects[it.name] = suspect{it.tries, it.attempts, it.after, it.lastWord, it.luck, it.firstFailed, it.failures, now}
+	c.suspects[it.name] = suspect{it.tries, it.attempts, it.after, it.lastWord, it.wordAt, it.luck, it.firstFailed, it.failures, now}
 }
 
 // freshSuspects drops what is remembered for too long.

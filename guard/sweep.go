@@ -130,6 +130,7 @@ func (c *machine[M]) drain(now time.Duration) []M {
 			c.move(it, idle)
 		}
 	}
+	c.endLook(now, nil)
 	for _, l := range c.lanes {
 		c.endLook(now, l)
 	}

@@ -110,15 +110,15 @@ func (c *machine[M]) succeeded(now time.Duration, it *item[M]) step[M] {
 	if it.witness() {
 		c.tally.Overtaken++
 		for _, before := range it.lane.front[:it.lane.turn] {
-			before.lastWord = true
+			before.giveWord(now)
 		}
 	}
-	c.heed()
+	c.heed(now)
 	return c.ack(it)
 }
 
 // heed gives the messages that wait for a proof of life the last word, at once.
-func (c *machine[M]) heed() {
+func (c *machine[M]) heed(now time.Duration) {
 	if !c.suspecting {
 		return
 	}
@@ -128,7 +128,11 @@ func (c *machine[M]) heed() {
 		if !it.exhausted && it.probes == 0 || it.alive || it.lastWord || it.class == ClassDependency || it.decided() {
 			return
 		}
-		it.lastWord = true
+		if it.phase == processing { // its call began before
+			c.suspecting = true
+			return
+		}
+		it.giveWord(now)
 		if it.phase == retryWait {
 			asleep = append(asleep, it)
 		}
@@ -216,10 +220,11 @@ func (c *machine[M]) failed(now time.Duration, it *item[M], r result) {
 func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 	open := c.open()
 	if open && it.lastWord { // it may be the next outage that it fails in
-		it.lastWord, it.alive = false, false
-		if !c.gate.Held() { // a fleet's hold is open between its probes: each must prove life anew
-			it.after = 0
+		after := 0
+		if c.gate.Held() { // a fleet's hold is open between its probes: each must prove life anew
+			after = it.after
 		}
+		it.takeWord(after)
 	}
 	guessAt := c.guessAt(it)
 	c.suspecting = c.suspecting || (it.exhausted || it.probes > 0) && !it.alive

@@ -82,7 +82,7 @@ func Consume(ctx context.Context, g *guard.Guard, dialer Dialer, queue string, h
 		c.rejects = &rejects{}
 		o.letters = c.rejects
 	}
-	defer c.boundStop(ctx)()
+	defer c.boundStop(ctx)() //nolint:revive // it begins here and ends with the function
 	defer c.hangUp()
 	if c.link, err = dialer.connect(ctx, true, o.name, o.log); err != nil {
 		if ctx.Err() != nil {

@@ -249,13 +249,13 @@ type source struct {
 }
 
 const (
-	awaitMin = 100 * time.Millisecond
-	awaitMax = 5 * time.Second
+	awaitBase = 100 * time.Millisecond
+	awaitMax  = 5 * time.Second
 )
 
 // await describes the consumer, and waits for a server that is away until ctx ends.
 func await(ctx context.Context, consumer jetstream.Consumer, o *options) (source, error) {
-	for pause := time.Duration(0); ; pause = min(max(2*pause, awaitMin), awaitMax) {
+	for pause := time.Duration(0); ; pause = min(max(2*pause, awaitBase), awaitMax) {
 		wait := time.NewTimer(pause)
 		select {
 		case <-wait.C:

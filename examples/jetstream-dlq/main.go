@@ -45,7 +45,8 @@ func repair(body []byte) error {
 }
 
 func run(ctx context.Context, url string, repair func(body []byte) error) (err error) {
-	nc, err := nats.Connect(url, nats.MaxReconnects(-1)) // by default it gives up after two minutes
+	nc, err := nats.Connect(url, nats.MaxReconnects(-1),
+		nats.PingInterval(10*time.Second), nats.FlusherTimeout(5*time.Second)) // by default it gives up after two minutes
 	if err != nil {
 		return err
 	}

@@ -7,5 +7,5 @@ package guardtest
 
 import "syscall"
 
-// errnoRefused is the system's refusal of a connection.
-const errnoRefused = syscall.ECONNREFUSED
+// errRefused is the system's refusal of a connection.
+const errRefused = syscall.ECONNREFUSED

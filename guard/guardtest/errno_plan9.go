@@ -5,5 +5,5 @@ package guardtest
 
 import "syscall"
 
-// errnoRefused is the system's refusal of a connection.
-const errnoRefused = syscall.ErrorString("connection refused")
+// errRefused is the system's refusal of a connection.
+const errRefused = syscall.ErrorString("connection refused")

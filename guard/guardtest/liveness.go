@@ -100,14 +100,16 @@ func unknownPoison() error { return ErrPoison }
 
 // malformed is the error of a message that is no JSON of the expected kind.
 func malformed() error {
-	var order struct{ ID int }
+	var order struct {
+		ID int `json:"ID"`
+	}
 	return fmt.Errorf("order: %w", json.Unmarshal([]byte(`{"ID":"x"}`), &order))
 }
 
 // refused is the error of a dependency that is down.
 func refused() error {
 	to := &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1), Port: 5432}
-	return fmt.Errorf("store: %w", &net.OpError{Op: "dial", Net: "tcp", Addr: to, Err: os.NewSyscallError("connect", errnoRefused)})
+	return fmt.Errorf("store: %w", &net.OpError{Op: "dial", Net: "tcp", Addr: to, Err: os.NewSyscallError("connect", errRefused)})
 }
 
 // soonAfter is how soon after an outage of d the handler must be called again.

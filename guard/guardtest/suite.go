@@ -179,7 +179,7 @@ func (x *run) start() {
 }
 
 // stop stops the consumer and its Guard.
-func (x *run) stop() []guard.Report {
+func (x *run) stop() {
 	x.t.Helper()
 	ctx, cancel := context.WithTimeout(x.ctx, x.deadline())
 	defer cancel()
@@ -189,7 +189,7 @@ func (x *run) stop() []guard.Report {
 			x.errorf("Stop: %v", err)
 		}
 	}
-	return x.close(x.deadline())
+	x.close(x.deadline())
 }
 
 // close closes the Guard and checks that it takes no longer than it may.
