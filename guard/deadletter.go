@@ -28,7 +28,7 @@ func (c *machine[M]) condemn(now time.Duration, it *item[M]) {
 		if paid, ok := c.budget.Pay(now, class); ok {
 			it.credit = paid
 			if it.lastWord && !it.permanent {
-				c.doubt(now, it)
+				c.doubt(it)
 			}
 			c.sentence(now, it, reason)
 			return

@@ -39,10 +39,6 @@ const proofs = 2
 // the last word: what comes later may be the next outage.
 const proofFresh = 5 * time.Second
 
-// doubtIdle is how long nothing must have come for one success to prove life for all that
-// failed before it.
-const doubtIdle = 200 * time.Millisecond
-
 // chance bounds how many healthy messages a dependency that fails at random may
 // cost: a message gets so many attempts that all fail by chance once in a million.
 // mostAttempts bounds that number.
@@ -415,9 +411,10 @@ func (it *item[M]) takeWord(after int) { it.lastWord, it.alive, it.after = false
 
 // doubt takes the last word back from all that have it, once a message was condemned:
 // one success may prove life for one message only, where more may be had. Or a short
-// recovery would cost everything that had failed before it.
-func (c *machine[M]) doubt(now time.Duration, condemned *item[M]) {
-	if !c.fresh() && now-c.came > doubtIdle {
+// recovery would cost everything that had failed before it. More may be had if something
+// was never tried, or has come since the success.
+func (c *machine[M]) doubt(condemned *item[M]) {
+	if !c.fresh() && c.came <= c.provedAt {
 		return
 	}
 	c.items(func(it *item[M]) {

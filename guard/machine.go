@@ -577,10 +577,17 @@ func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration,
 			c.hold(now)
 			return c.limited, ReasonBreaker
 		}
+		if c.gate.Passing() { // it carries its load already, and drains at the ramp, too
+			if until := c.ramp(now); until > 0 {
+				return until, ReasonBackpressure
+			}
+		}
 		var refusal breaker.Refusal
 		token, refusal = c.gate.Admit(now, it.id)
 		if !refusal.OK() {
-			c.hold(now)
+			if c.open() {
+				c.hold(now)
+			}
 			return max(refusal.Until, now+1), ReasonBreaker
 		}
 		it.probe = token.Probe()

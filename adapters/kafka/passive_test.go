@@ -376,7 +376,7 @@ func TestWrappedLoopInAnOutage(t *testing.T) {
 	down.Store(false)
 	adaptertest.Eventually(t, "all committed", func() bool { return r.committed(0) == 500 })
 	m.stop()
-	if n := r.end(r.topic+".dlq", 0); n > 0 || calls.Load() > 30 || sessions.Load() != 1 {
+	if n := r.end(r.topic+".dlq", 0); n > 0 || calls.Load() > 90 || sessions.Load() != 1 {
 		t.Errorf("%d dead letters, %d calls, %d sessions", n, calls.Load(), sessions.Load())
 	}
 }

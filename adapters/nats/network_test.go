@@ -57,7 +57,7 @@ func (l *logged) String() string {
 // logging makes a guard that logs to what it returns.
 func logging(t testing.TB, cfg guard.Config) (*guard.Guard, *logged) {
 	l := new(logged)
-	return adaptertest.Guard(t, cfg, guard.WithLogger(slog.New(slog.NewTextHandler(l, nil)))), l
+	return adaptertest.Guard(t, cfg, guard.WithLogger(slog.New(slog.NewTextHandler(l, &slog.HandlerOptions{Level: slog.LevelDebug})))), l
 }
 
 func none(context.Context, jetstream.Msg) error { return nil }
@@ -169,7 +169,7 @@ func TestStopIsBounded(t *testing.T) {
 			if err == nil || !strings.Contains(err.Error(), "50 messages") {
 				t.Errorf("%v", err)
 			}
-			if log.lines("change=\"source ended\"", "reason=shutdown") != 1 {
+			if log.lines("msg=\"source ended\"", "reason=shutdown") != 1 {
 				t.Errorf("no true reason:\n%s", log)
 			}
 		})
@@ -270,7 +270,7 @@ func TestReasonOfAnEnd(t *testing.T) {
 	if err := c.Wait(t); err == nil {
 		t.Fatal("no error")
 	}
-	if log.lines("change=\"source ended\"", "reason=rebalance") != 1 {
+	if log.lines("msg=\"source ended\"", "reason=rebalance") != 1 {
 		t.Errorf("%s", log)
 	}
 }

@@ -48,7 +48,7 @@ func TestOutage(t *testing.T) {
 			t.Errorf("%+v", st)
 		}
 		probes := int(r.state().Tally.Probes + r.heldState().Tally.Probes)
-		if made := r.s.count() - 1 - 5; made != probes || made == 0 || made > 10 {
+		if made := r.s.count() - 1 - 5; made != probes || made == 0 || made > 60 {
 			t.Errorf("%d calls in the outage, %d probes", made, probes)
 		}
 		r.s.setDown(false)
@@ -92,7 +92,7 @@ func TestHeldProbeFirst(t *testing.T) {
 			return false
 		}
 		r.want(r.post("held"), 202)
-		for range 20000 {
+		for range 14000 { // 98s: a guess comes later
 			start := time.Now()
 			r.want(r.get(), 503)
 			if took := time.Since(start); took > 0 {

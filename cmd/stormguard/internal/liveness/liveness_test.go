@@ -20,7 +20,8 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	goleak.VerifyTestMain(m, goleak.IgnoreAnyFunction("github.com/stormguard-mq/stormguard/cmd/stormguard/internal/liveness.stuck"))
+	goleak.VerifyTestMain(m, goleak.IgnoreAnyFunction("github.com/stormguard-mq/stormguard/cmd/stormguard/internal/liveness.stuck"),
+		goleak.IgnoreTopFunction("testing/synctest.testingSynctestTest")) // of bubbles that are stuck on purpose
 }
 
 // The table, with fewer runs of the rows that have many. STORMGUARD_FULL runs the long
