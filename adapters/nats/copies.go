@@ -127,6 +127,19 @@ func (c *copies) of(m jetstream.Msg) jetstream.Msg {
 	return m
 }
 
+// stale tells whether a message is of an earlier stream of the name, whose sequence a
+// message that is here has, too: the server would take an ack of one for the other's.
+func (c *copies) stale(m jetstream.Msg) bool {
+	d, ok := c.read(m.Reply())
+	if !ok {
+		return false
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	k := c.findLocked(d.seq)
+	return k != nil && k.time != d.time
+}
+
 // settled takes note that the source is done with a message. One that could not be
 // acked is forgotten: its next copy is handled.
 func (c *copies) settled(m jetstream.Msg, ok bool) {

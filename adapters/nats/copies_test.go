@@ -149,6 +149,10 @@ func TestCopies(t *testing.T) {
 	if !c.take(at("2", "7", "200")) {
 		t.Fatal("a message of another stream of that name")
 	}
+	port := &msgPort{copies: c}
+	if err := port.Ack(first); !errors.Is(err, errEarlierStream) || first.acks > 0 {
+		t.Fatal("the server would take the ack of the old stream's for that of the new one's")
+	}
 	c.settled(first, true)
 	if of := at("3", "7", "200"); c.take(of) || of.acks > 0 {
 		t.Fatal("the ack of the old stream's is that of the new one's")

@@ -68,7 +68,13 @@ func (p *msgPort) Meta(m jetstream.Msg) guard.Meta {
 	return meta
 }
 
+// errEarlierStream is the ack of a message whose stream was made anew.
+var errEarlierStream = errors.New("nats: the message is of an earlier stream of that name")
+
 func (p *msgPort) Ack(m jetstream.Msg) error {
+	if p.copies.stale(m) {
+		return errEarlierStream
+	}
 	latest := p.copies.of(m)
 	if !p.double {
 		return p.acked(m, latest.Ack())
@@ -148,6 +154,9 @@ func (p *msgPort) nakAll(ms []jetstream.Msg, maxDeliver int) error {
 	}
 	rest := make([]back, 0, len(ms))
 	for _, m := range ms {
+		if p.copies.stale(m) {
+			continue
+		}
 		m = p.copies.of(m)
 		md, err := m.Metadata()
 		if err != nil || maxDeliver > 0 && md.NumDelivered >= uint64(maxDeliver) {

@@ -203,9 +203,12 @@ func (p *passivePort) Size(m *taken) int        { return p.msgPort.Size(m.Msg) }
 func (p *passivePort) Meta(m *taken) guard.Meta { return p.msgPort.Meta(m.Msg) }
 
 func (p *passivePort) Ack(m *taken) error {
-	if m.confirm != nil {
+	switch {
+	case p.copies.stale(m.Msg):
+		m.acked = errEarlierStream
+	case m.confirm != nil:
 		m.acked = p.msgPort.acked(m.Msg, p.msgPort.copies.of(m.Msg).DoubleAck(m.confirm))
-	} else {
+	default:
 		m.acked = p.msgPort.Ack(m.Msg)
 	}
 	return m.acked
