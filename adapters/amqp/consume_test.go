@@ -183,7 +183,7 @@ func TestHoldLongerThanTheConsumerTimeout(t *testing.T) {
 			t.Errorf("%v, or %d twice", err, rec.twice())
 		}
 		b := l.books()
-		if i := slices.IndexFunc(b.prefetch[1:], func(n int) bool { return n != witnesses }); i < 0 || b.prefetch[0] != prefetch || b.prefetch[i+1] != prefetch {
+		if i := slices.IndexFunc(b.prefetch[1:], func(n int) bool { return n != witnesses }); i < 0 || b.prefetch[0] != prefetch || b.prefetch[i+1] <= witnesses { // as the messages come
 			t.Errorf("prefetches %d", b.prefetch)
 		}
 		// The ramp allows Start·Double/ln 2·(2^(t/Double) - 1) messages in its first t. A
@@ -228,7 +228,7 @@ func TestHoldMuchLongerThanTheConsumerTimeout(t *testing.T) {
 		if b := l.books(); !slices.Equal(b.prefetch[:6], []int{50, 50, 50, 50, 50, 1}) { // delivered 5 times, more than half of 9
 			t.Errorf("prefetches %d", b.prefetch)
 		}
-		if more := rec.hits.Load() - calls; more > 30 {
+		if more := rec.hits.Load() - calls; more > 60 { // probes at a tenth of the time open, and their looks
 			t.Errorf("%d calls of a dependency that is down, in %s", more, 3*timeout)
 		}
 		rec.down.Store(false)
