@@ -35,7 +35,9 @@ func (b *logbook) Write(p []byte) (int, error) {
 	return b.buf.Write(p)
 }
 
-func (b *logbook) logger() *slog.Logger { return slog.New(slog.NewTextHandler(b, &slog.HandlerOptions{Level: slog.LevelDebug})) }
+func (b *logbook) logger() *slog.Logger {
+	return slog.New(slog.NewTextHandler(b, &slog.HandlerOptions{Level: slog.LevelDebug}))
+}
 
 // with are the lines that have all of these.
 func (b *logbook) with(parts ...string) (lines []string) {
