@@ -462,6 +462,9 @@ func (c *machine[M]) guessAt(it *item[M]) time.Duration {
 		return never
 	}
 	doubt := min(c.unsettled()-1, maxDoubt)
+	if c.inPlace { // what stands behind a head was never tried, and says nothing
+		doubt = min(max(c.exhausted-1, 0), maxDoubt)
+	}
 	if c.room() == 0 || doubt > 0 && c.storm.Storm().Active { // full: more is behind it that cannot be tried
 		doubt = maxDoubt
 	}
