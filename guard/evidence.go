@@ -407,7 +407,9 @@ func (c *machine[M]) skip(n int) bool {
 func (it *item[M]) giveWord(now time.Duration) { it.lastWord, it.doubted, it.wordAt = true, false, now }
 
 // takeWord takes it back, and leaves after failures that prove something all the same.
-func (it *item[M]) takeWord(after int) { it.lastWord, it.alive, it.after = false, false, after }
+func (it *item[M]) takeWord(after int) {
+	it.lastWord, it.alive, it.after, it.own = false, false, after, min(it.own, after)
+}
 
 // doubt takes the last word back from all that have it, once a message was condemned:
 // one success may prove life for one message only, where more may be had. Or a short
