@@ -225,10 +225,22 @@ func (c *machine[M]) report(now time.Duration, it, head *item[M]) (goesOn bool) 
 }
 
 // inVain tells whether a suspect and all that could be tried behind it have failed.
+// Where nothing behind it may be tried, its own attempts must do.
 func (c *machine[M]) inVain(head *item[M]) bool {
 	l := head.lane
-	return head.exhausted && head.evidence() && l.looks > 0 && l.looks >= max(1, min(l.behind()-l.doubted(), maxLook))
+	switch {
+	case !head.exhausted || !head.evidence():
+		return false
+	case !c.looks():
+		return head.class == ClassUnknown && !c.inPlace && l.behind() > 0 && !c.others(l)
+	default:
+		return l.looks > 0 && l.looks >= max(1, min(l.behind()-l.doubted(), maxLook))
+	}
 }
+
+// looks tells whether messages behind a head may be tried at all: without a dead-letter
+// writer it would help nobody, and where letters keep their place it proves nothing.
+func (c *machine[M]) looks() bool { return c.letters && !c.inPlace && !c.policy.StrictOrder }
 
 // round is the look of a probe: its token goes on to the next message.
 type round struct {
@@ -332,10 +344,9 @@ func (c *machine[M]) endLook(now time.Duration, l *lane[M]) {
 
 // mayLook tells whether a message behind a lane's head may be tried: the head has had
 // its attempts, its errors say nothing, and nothing else can tell. Of many keys whose
-// heads fail each is probed seldom, and need not have had its attempts. Where letters
-// keep their place, what stands behind a head can prove nothing.
+// heads fail each is probed seldom, and need not have had its attempts.
 func (c *machine[M]) mayLook(l *lane[M], head *item[M], asks bool) bool {
-	return c.letters && !c.inPlace && !c.policy.StrictOrder && (head.exhausted || head.doubted || asks && c.order() == OrderKey) && head.class == ClassUnknown &&
+	return c.looks() && (head.exhausted || head.doubted || asks && c.order() == OrderKey) && head.class == ClassUnknown &&
 		!head.alive && l.behind() > 0 && !c.others(l)
 }
 
