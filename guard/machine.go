@@ -92,11 +92,12 @@ type machine[M any] struct {
 	drainFrom  time.Duration
 	drained    float64 // admitted since drainFrom
 
-	wasClosed bool
-	freed     bool                  // a probe was settled: another source of the scope may have one
-	writing   map[*item[M]]struct{} // condemned, not yet confirmed
-	firsts    uint64                // successful first attempts, probes left out
-	lookAt    time.Duration         // the storm is judged again then
+	wasClosed   bool
+	freed       bool                  // a probe was settled: another source of the scope may have one
+	writing     map[*item[M]]struct{} // condemned, not yet confirmed
+	firsts      uint64                // successful first attempts, probes left out; see firstTime
+	firstProbes uint64                // those that were probes
+	lookAt      time.Duration         // the storm is judged again then
 
 	// tally counts for ever. Every end of a message is counted in settled.
 	tally Tally

@@ -69,6 +69,9 @@ func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 // own is how many handler calls of this source have succeeded.
 func (c *machine[M]) own() uint64 { return c.successes.Load() + c.fast() }
 
+// firstTime is how many messages have succeeded at their first call.
+func (c *machine[M]) firstTime() uint64 { return c.firsts + c.firstProbes + c.fast() }
+
 // total is how many handler calls have succeeded, here and beside: what earns credits.
 func (c *machine[M]) total() uint64 {
 	n := c.own()
@@ -97,8 +100,10 @@ func (c *machine[M]) succeeded(now time.Duration, it *item[M]) step[M] {
 	switch {
 	case it.tries == 1 && !it.probe:
 		c.firsts++
-	case it.tries > 1 && !it.inOutage:
-		c.flaky.count(now, 1, c.firsts+c.fast())
+	case it.tries == 1:
+		c.firstProbes++
+	case !it.inOutage:
+		c.flaky.count(now, 1, c.firstTime())
 	}
 	if it.probe {
 		c.storm.Probe(now, true)
@@ -253,7 +258,7 @@ func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 func (c *machine[M]) suspectDelay(it *item[M]) time.Duration {
 	switch {
 	case it.lastWord:
-		return c.delay(it.after)
+		return c.delay(min(it.after, c.policy.Retry.Attempts))
 	case it.alive:
 		return c.delay(min(it.attempts, c.policy.Retry.Attempts))
 	case it.lane != nil && it.lane.groups > 0 && it.lane.looks < maxLook:

@@ -21,7 +21,7 @@ var errBroken = errors.New("order 4711: no such customer")
 
 // rules are the suite, from the plain to the rare. After each, run.finish looks
 // at everything once more.
-var rules = slices.Concat(basics, liveness)
+var rules = slices.Concat(basics, liveness, loads)
 
 // basics are the rules that are quick to see.
 var basics = []rule{
