@@ -43,7 +43,7 @@ func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, h
 	if handle == nil {
 		return errors.New("nats: Consume: the handler must not be nil")
 	}
-	o, err := newOptions(g.Logger(), opts)
+	o, err := sourceOptions(g, opts)
 	if err != nil {
 		return err
 	}

@@ -6,6 +6,7 @@ package nats
 import (
 	"context"
 	"errors"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -80,5 +81,19 @@ func TestRefusedPullGivesBack(t *testing.T) {
 	}
 	if n != first+then || b.Error() != nil {
 		t.Errorf("%d of %d messages come again within a third of the AckWait, %v", n, first+then, b.Error())
+	}
+}
+
+// What must not be nil is named, with all else that is wrong.
+func TestNilGuard(t *testing.T) {
+	handle := func(context.Context, jetstream.Msg) error { return nil }
+	consumed := Consume(t.Context(), nil, nil, handle, WithStopTimeout(0))
+	_, wrapped := WrapConsumer(nil, nil, WithStopTimeout(0))
+	for name, err := range map[string]error{"Consume": consumed, "WrapConsumer": wrapped} {
+		for _, want := range []string{"nats: the Guard must not be nil", "WithStopTimeout"} {
+			if err == nil || !strings.Contains(err.Error(), want) {
+				t.Errorf("%s: %v does not say %q", name, err, want)
+			}
+		}
 	}
 }

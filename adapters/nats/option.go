@@ -77,6 +77,15 @@ const (
 	ackTimeout         = 5 * time.Second // of a double ack
 )
 
+// sourceOptions are those of a source of g.
+func sourceOptions(g *guard.Guard, opts []Option) (options, error) {
+	if g != nil {
+		return newOptions(g.Logger(), opts)
+	}
+	o, err := newOptions(slog.New(slog.DiscardHandler), opts)
+	return o, errors.Join(errors.New("nats: the Guard must not be nil"), err)
+}
+
 func newOptions(log *slog.Logger, opts []Option) (options, error) {
 	o := options{log: log, stopTimeout: defaultStopTimeout}
 	for _, opt := range opts {

@@ -48,7 +48,7 @@ import (
 // without explicit acks are an [ErrUnsuitable]. Each call of Consume or
 // Messages starts one or two goroutines, which end when it is stopped.
 func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (jetstream.Consumer, error) {
-	o, err := newOptions(g.Logger(), opts)
+	o, err := sourceOptions(g, opts)
 	if err != nil {
 		return nil, err
 	}
@@ -293,14 +293,17 @@ func (w *wrapped) offer(ctx context.Context, m jetstream.Msg) error {
 	if err == nil || errors.Is(err, guard.ErrClosed) {
 		return err
 	}
-	_ = p.nakAll([]jetstream.Msg{m}, p.maxDeliver)
-	p.copies.settled(m, false)
+	latest := p.copies.of(m)
+	p.copies.settled(m, false) // first: what the nak brings back may be here at once, and is no copy
+	_ = p.nakAll([]jetstream.Msg{latest}, p.maxDeliver)
 	return nil
 }
 
 const (
 	// settleDown is how long a call waits for the source to hand out what it
-	// has just been offered.
+	// has just been offered. No event says that nothing more will come, only counts do,
+	// so a call whose pull is over looks at those, and ends with its wait or after stuck
+	// looks; one that drains, as soon as nothing waits.
 	settleDown = 20 * time.Millisecond
 	// stuck is after how many of those a fetch takes what waits to be behind a retry
 	// of its lane.

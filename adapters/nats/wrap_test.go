@@ -6,6 +6,7 @@ package nats
 import (
 	"context"
 	"errors"
+	"fmt"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -750,4 +751,57 @@ func TestWrappedLeaseMayEndAtOnce(t *testing.T) {
 	}
 	// The source does not know these messages.
 	adaptertest.Eventually(t, "told of each once", func() bool { return w.src.State().Tally.Stale == n })
+}
+
+// returned is a message that the server delivers again as soon as it is nak'ed.
+type returned struct {
+	message
+	nak func()
+}
+
+func (m *returned) Nak() error           { m.nak(); return nil }
+func (m *returned) InProgress() error    { return nil }
+func (m *returned) Data() []byte         { return nil }
+func (m *returned) Subject() string      { return "s.x" }
+func (m *returned) Headers() nats.Header { return nil }
+
+func (m *returned) Metadata() (*jetstream.MsgMetadata, error) {
+	var deliveries, seq uint64
+	_, err := fmt.Sscanf(m.reply, "$JS.ACK.S.C.%d.%d.", &deliveries, &seq)
+	return &jetstream.MsgMetadata{NumDelivered: deliveries, Sequence: jetstream.SequencePair{Stream: seq}}, err
+}
+
+// What a nak brings back is no copy, however soon it comes.
+func TestWrappedNakIsForgottenFirst(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{})
+	w := wrap(t, adaptertest.Guard(t, guard.Config{}), r.consumer, WithWindow(1))
+	at := func(deliveries, seq int) *returned {
+		return &returned{message: message{reply: fmt.Sprintf("$JS.ACK.S.C.%d.%d.9.100.0", deliveries, seq)}, nak: func() {}}
+	}
+	ctx, stop := context.WithCancel(t.Context())
+	defer stop()
+	seq := 1
+	for ; w.src.State().Room > 0; seq++ {
+		if err := w.offer(ctx, at(1, seq)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	waits, copied := at(1, seq), at(2, seq)
+	naks, again := 0, false
+	waits.nak = func() { t.Error("a nak of the earlier delivery") }
+	copied.nak = func() {
+		naks++
+		again = w.port.took(at(3, seq))
+	}
+	offered := make(chan error, 1)
+	go func() { offered <- w.offer(ctx, waits) }()
+	adaptertest.Eventually(t, "it waits for room", w.port.full)
+	if w.port.took(copied) {
+		t.Error("a copy is new")
+	}
+	stop()
+	if err := <-offered; err != nil || naks != 1 || !again {
+		t.Errorf("%d naks; what came again was taken for a copy: %v; %v", naks, !again, err)
+	}
 }
