@@ -7,7 +7,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -114,9 +117,13 @@ func wildcard(subject string) string { return placeholders.Replace(subject) }
 // JetStream would obey), those of the dialect, and its [dlq.Record.ID] as
 // Nats-Msg-Id. A source stream that is deleted and made anew within the
 // duplicate window repeats IDs: then purge the DLQ first, or wait.
+//
+// It logs to the logger of the first source or [Mover] that has one, else to
+// [slog.Default]: at WARN, once for each source, that a body was cut; see [HeaderTrimmed].
 type DLQ struct {
-	js  jetstream.JetStream
-	cfg DLQConfig
+	js   jetstream.JetStream
+	cfg  DLQConfig
+	cuts *cuts
 }
 
 var _ dlq.Writer = (*DLQ)(nil)
@@ -136,7 +143,7 @@ func NewDLQ(ctx context.Context, js jetstream.JetStream, cfg DLQConfig) (*DLQ, e
 	if _, err := ensureStream(ctx, js, cfg.newStream(), cfg.NoCreate); err != nil {
 		return nil, err
 	}
-	return &DLQ{js: js, cfg: cfg}, nil
+	return &DLQ{js: js, cfg: cfg, cuts: new(cuts)}, nil
 }
 
 // ensureStream creates a stream or checks that the one of that name will do.
@@ -223,7 +230,7 @@ func covered(subject string, patterns []string) bool {
 }
 
 // HeaderTrimmed is in a dead letter whose body was cut to make room for the headers
-// that say why it is dead: "body: 1048000 of 1048576 bytes".
+// that say why it is dead: "body: 1048000 of 1048576 bytes, 576 cut".
 const HeaderTrimmed = "Dead-Letter-Trimmed"
 
 // Write publishes the dead letter and waits for the stream's answer. A record
@@ -232,47 +239,85 @@ const HeaderTrimmed = "Dead-Letter-Trimmed"
 //
 // A message that fits by itself, but leaves no room for what a trimmed record still
 // says, loses the end of its body, and has [HeaderTrimmed]: otherwise it could never
-// be written.
+// be written. Only the message's own stream has the whole body then, as long as it
+// keeps the message; after the ack a work-queue or interest stream does not.
 func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 	m, err := d.message(r)
 	if err != nil {
 		return err
 	}
 	err = d.publish(ctx, m, r.ID())
-	if large, ok := errors.AsType[*dlq.TooLargeError](err); ok && cutBody(m, r, large) {
-		err = d.publish(ctx, m, r.ID())
+	if large, ok := errors.AsType[*dlq.TooLargeError](err); ok {
+		if size := cutBody(m, r, large); size > 0 {
+			if err = d.publish(ctx, m, r.ID()); err == nil {
+				d.cuts.warn(&r.Origin, size, size-len(m.Data), d.raise(large))
+			}
+		}
 	}
 	return err
 }
 
-// cutBody cuts the body of a message that is too large by what the record adds to it.
-// It leaves a record alone that can be trimmed yet, and a message that would not fit by
-// itself: somebody has to raise the limit.
-func cutBody(m *nats.Msg, r *dlq.Record, large *dlq.TooLargeError) bool {
+// raise is what makes room for a whole dead letter.
+func (d *DLQ) raise(large *dlq.TooLargeError) string {
+	if errors.Is(large.Err, nats.ErrMaxPayload) {
+		return "max_payload in the server's configuration"
+	}
+	return "nats stream edit " + d.cfg.Stream + " --max-msg-size"
+}
+
+// cutBody cuts the body of a message that is too large by what the record adds to it,
+// and returns how long the body was; 0 if it leaves it. It leaves a record alone that
+// can be trimmed yet, and a message that would not fit by itself: somebody has to raise
+// the limit.
+func cutBody(m *nats.Msg, r *dlq.Record, large *dlq.TooLargeError) (size int) {
 	least := *r
 	least.Trim(0)
 	if large.Max <= 0 || least.Size() < r.Size() {
-		return false
+		return 0
 	}
 	before := &nats.Msg{Data: r.Body, Header: nats.Header{}}
 	for _, h := range r.Headers {
 		before.Header[h.Name] = append(before.Header[h.Name], headerText(h.Value))
 	}
-	size := len(r.Body)
+	size = len(r.Body)
 	if was := before.Header.Get(HeaderTrimmed); was != "" { // by the Mover, on its way here
-		_, _ = fmt.Sscanf(was, trimmedText, new(int), &size)
+		_, _ = fmt.Sscanf(was, trimmedText, new(int), &size, new(int))
 	}
-	m.Header.Set(HeaderTrimmed, fmt.Sprintf(trimmedText, size, size)) // as long as it gets
+	m.Header.Set(HeaderTrimmed, fmt.Sprintf(trimmedText, size, size, size)) // as long as it gets
 	over := wireSize(m) - large.Max
 	if wireSize(before) > large.Max || over <= 0 || over > len(m.Data) {
-		return false
+		return 0
 	}
 	m.Data = m.Data[:len(m.Data)-over]
-	m.Header.Set(HeaderTrimmed, fmt.Sprintf(trimmedText, len(m.Data), size))
-	return true
+	m.Header.Set(HeaderTrimmed, fmt.Sprintf(trimmedText, len(m.Data), size, size-len(m.Data)))
+	return size
 }
 
-const trimmedText = "body: %d of %d bytes"
+const trimmedText = "body: %d of %d bytes, %d cut"
+
+// cuts tells of bodies that were cut, once for each source. It is safe for concurrent
+// use.
+type cuts struct {
+	log  atomic.Pointer[slog.Logger] // the first that was given; nil for none
+	said sync.Map                    // sources
+}
+
+// inherit is the logger of one that has none.
+func (c *cuts) inherit(log *slog.Logger) { c.log.CompareAndSwap(nil, log) }
+
+func (c *cuts) warn(from *dlq.Origin, size, cut int, raise string) {
+	source := from.Source + "/" + from.Group
+	if _, before := c.said.LoadOrStore(source, true); before {
+		return
+	}
+	log := c.log.Load()
+	if log == nil {
+		log = slog.Default()
+	}
+	log.Warn("the end of a dead letter's body was cut to make room for its headers", "source", source,
+		"sequence", from.Sequence, "bytes", size, "cut", cut, "raise", raise,
+		"means", "the end is lost once the message's own stream drops it; a work-queue or interest stream does so with the ack")
+}
 
 // publish writes a dead letter.
 func (d *DLQ) publish(ctx context.Context, m *nats.Msg, id string) error {

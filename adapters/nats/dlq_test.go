@@ -163,7 +163,7 @@ func TestDLQTrimsWhatFillsThePayload(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	g := adaptertest.Guard(t, guard.Config{})
+	g, l := logging(t, guard.Config{})
 	c := consume(t, g, r.consumer, func(context.Context, jetstream.Msg) error {
 		return guard.Permanent(fmt.Errorf("poison: %s", strings.Repeat("x", 2000)))
 	}, WithDeadLetters(d))
@@ -187,17 +187,25 @@ func TestDLQTrimsWhatFillsThePayload(t *testing.T) {
 	if err := c.Stop(t); err != nil {
 		t.Fatal(err)
 	}
+	told := false
 	for i, m := range r.letters(t, "D") {
 		rec, err := ReadDeadLetter(m)
 		if err != nil {
 			t.Error(err)
+		}
+		if _, cut := dlq.LookupText(rec.Headers, HeaderTrimmed); cut && !told {
+			told = true
+			size := all[rec.Origin.Sequence-1].size
+			if l.lines("body was cut") != 1 || l.lines("WARN", "source=S/C", fmt.Sprintf("sequence=%d bytes=%d cut=%d", rec.Origin.Sequence, size, size-len(rec.Body)), "max_payload") != 1 {
+				t.Errorf("one line a source, with the figures of its first: %s", l)
+			}
 		}
 		s := all[rec.Origin.Sequence-1]
 		text, cut := dlq.LookupText(rec.Headers, HeaderTrimmed)
 		if cut != s.cut || rec.Reason != dlq.ReasonPermanent || s.header != nil && m.Headers().Get("A") != "1" {
 			t.Errorf("%d: cut %v, %+v", i, cut, rec.Headers)
 		}
-		if want := fmt.Sprintf("body: %d of %d bytes", len(rec.Body), s.size); cut && text != want || !cut && len(rec.Body) != s.size {
+		if want := fmt.Sprintf("body: %d of %d bytes, %d cut", len(rec.Body), s.size, s.size-len(rec.Body)); cut && text != want || !cut && len(rec.Body) != s.size {
 			t.Errorf("%d: %q, want %q", i, text, want)
 		}
 		if len(rec.Body) < s.size-700 {
@@ -210,8 +218,8 @@ func TestDLQTrimsWhatFillsThePayload(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if large := (&dlq.TooLargeError{Size: wireSize(again), Max: most}); cut && (!cutBody(again, &rec, large) || wireSize(again) > most ||
-			again.Header.Get(HeaderTrimmed) != fmt.Sprintf("body: %d of %d bytes", len(again.Data), s.size)) {
+		if large := (&dlq.TooLargeError{Size: wireSize(again), Max: most}); cut && (cutBody(again, &rec, large) != s.size || wireSize(again) > most ||
+			again.Header.Get(HeaderTrimmed) != fmt.Sprintf("body: %d of %d bytes, %d cut", len(again.Data), s.size, s.size-len(again.Data))) {
 			t.Errorf("%d: %d bytes, %v", i, wireSize(again), again.Header[HeaderTrimmed])
 		}
 	}

@@ -148,7 +148,8 @@ func NewMover(ctx context.Context, js jetstream.JetStream, cfg MoverConfig, opts
 	if js == nil {
 		return nil, errors.New("nats: NewMover: the JetStream must not be nil")
 	}
-	o, err := newOptions(slog.New(slog.DiscardHandler), opts)
+	silent := slog.New(slog.DiscardHandler)
+	o, err := newOptions(silent, opts)
 	if err = errors.Join(err, cfg.Validate()); err != nil {
 		return nil, err
 	}
@@ -185,7 +186,13 @@ func NewMover(ctx context.Context, js jetstream.JetStream, cfg MoverConfig, opts
 	if err != nil {
 		return nil, err
 	}
-	m.park = &DLQ{js: js, cfg: DLQConfig{Stream: cfg.Parking, Dialect: dlq.Stormguard}}
+	m.park = &DLQ{js: js, cfg: DLQConfig{Stream: cfg.Parking, Dialect: dlq.Stormguard}, cuts: new(cuts)}
+	if d, ok := cfg.DLQ.(*DLQ); ok && d != nil {
+		m.park.cuts = d.cuts // a letter may be cut at both
+	}
+	if o.log != silent {
+		m.park.cuts.inherit(o.log)
+	}
 	durable := func(s jetstream.Stream, name string, filter ...string) (jetstream.Consumer, error) {
 		c, err := s.CreateOrUpdateConsumer(ctx, jetstream.ConsumerConfig{
 			Durable: name, FilterSubjects: filter, AckPolicy: jetstream.AckExplicitPolicy, AckWait: moverAckWait, MaxDeliver: -1,

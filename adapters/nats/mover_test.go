@@ -6,6 +6,8 @@ package nats
 import (
 	"context"
 	"errors"
+	"fmt"
+	"log/slog"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -417,5 +419,40 @@ func TestMoverIsRefusedAndEnds(t *testing.T) {
 	}
 	if err := <-done; !errors.Is(err, ErrConsumerGone) {
 		t.Error(err)
+	}
+}
+
+// A body that the Mover cuts is lost with the message of a work queue, so it says so.
+func TestMoverTellsOfACutBody(t *testing.T) {
+	t.Parallel()
+	r := newMoverRig(t, jetstream.StreamConfig{Retention: jetstream.WorkQueuePolicy}, dlq.BudgetConfig{})
+	r.stop()
+	r.payload = 64 << 10
+	r.start()
+	adaptertest.Eventually(t, "the client knows of it", func() bool { return r.nc.IsConnected() && r.nc.MaxPayload() == int64(r.payload) })
+	l := new(logged)
+	m, err := NewMover(adaptertest.Context(t), r.js, MoverConfig{Stream: "S", Consumer: "C", DLQ: r.dlq}, WithLogger(slog.New(slog.NewTextHandler(l, nil))))
+	if err != nil {
+		t.Fatal(err)
+	}
+	const n = 2
+	for range n {
+		if _, err := r.js.Publish(adaptertest.Context(t), "s.x", make([]byte, r.payload)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r.die(t, n)
+	stop := r.run(t, m)
+	adaptertest.Eventually(t, "released", func() bool { return m.Counts().Released == n })
+	if err := stop(); err != nil {
+		t.Fatal(err)
+	}
+	for _, letter := range r.letters(t, "D") {
+		if got, want := letter.Headers().Get(HeaderTrimmed), fmt.Sprintf(trimmedText, len(letter.Data()), r.payload, int(r.payload)-len(letter.Data())); got != want {
+			t.Errorf("%q, want %q", got, want)
+		}
+	}
+	if l.lines("WARN", "body was cut", "source=S/C", fmt.Sprintf("bytes=%d", r.payload)) != 1 {
+		t.Errorf("%s", l)
 	}
 }

@@ -69,7 +69,7 @@ func WithDoubleAck() Option { return func(o *options) { o.doubleAck = true } }
 func WithStopTimeout(d time.Duration) Option { return func(o *options) { o.stopTimeout = d } }
 
 // WithLogger logs changes of state, never messages. The default is the Guard's
-// logger; a Mover has none and is silent.
+// logger; a Mover has none and is silent, but for bodies that it cuts ([HeaderTrimmed]).
 func WithLogger(log *slog.Logger) Option { return func(o *options) { o.log = log } }
 
 const (
@@ -79,11 +79,15 @@ const (
 
 // sourceOptions are those of a source of g.
 func sourceOptions(g *guard.Guard, opts []Option) (options, error) {
-	if g != nil {
-		return newOptions(g.Logger(), opts)
+	if g == nil {
+		o, err := newOptions(slog.New(slog.DiscardHandler), opts)
+		return o, errors.Join(errors.New("nats: the Guard must not be nil"), err)
 	}
-	o, err := newOptions(slog.New(slog.DiscardHandler), opts)
-	return o, errors.Join(errors.New("nats: the Guard must not be nil"), err)
+	o, err := newOptions(g.Logger(), opts)
+	if d, ok := o.letters.(*DLQ); ok && d != nil && err == nil {
+		d.cuts.inherit(o.log)
+	}
+	return o, err
 }
 
 func newOptions(log *slog.Logger, opts []Option) (options, error) {
