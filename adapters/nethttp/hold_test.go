@@ -30,6 +30,7 @@ func TestOutage(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
 		r := newRig(t, quick, Config{})
 		r.want(r.post("live"), 200)
+		broken := time.Now()
 		r.breakIt()
 		var ids []string
 		for i := range 200 {
@@ -48,8 +49,14 @@ func TestOutage(t *testing.T) {
 			t.Errorf("%+v", st)
 		}
 		probes := int(r.state().Tally.Probes + r.heldState().Tally.Probes)
-		if made := r.s.count() - 1 - 5; made != probes || made == 0 || made > 60 {
-			t.Errorf("%d calls in the outage, %d probes", made, probes)
+		// A probe for each open period, and one call of its look: lookRate (3/s) allows less
+		// than two in a period below 0.66s.
+		most, breaks := 0, quick.Breaker.WithDefaults()
+		for open := breaks.Base; open <= time.Since(broken); open += breaks.PeriodAfter(30, open) {
+			most += 2
+		}
+		if made := r.s.count() - 1 - 5; made != probes || made == 0 || made > most {
+			t.Errorf("%d calls in the outage, more than %d, or than %d probes", made, most, probes)
 		}
 		r.s.setDown(false)
 		for r.state().Breaker.State != breaker.Closed {
@@ -92,7 +99,9 @@ func TestHeldProbeFirst(t *testing.T) {
 			return false
 		}
 		r.want(r.post("held"), 202)
-		for range 14000 { // 98s: a guess comes later
+		// The message is guessed to be poison after Attempts timeouts of 30s and Patience of
+		// 10s at the earliest; then live requests may be probes.
+		for begun := time.Now(); time.Since(begun) < 3*30*time.Second+10*time.Second; {
 			start := time.Now()
 			r.want(r.get(), 503)
 			if took := time.Since(start); took > 0 {
@@ -103,8 +112,8 @@ func TestHeldProbeFirst(t *testing.T) {
 		if n := r.state().Tally.Probes; n != 0 {
 			t.Errorf("%d live probes", n)
 		}
-		if n := r.heldState().Tally.Probes; n < 4 {
-			t.Errorf("%d held probes in 140s", n)
+		if n := r.heldState().Tally.Probes; n != 4 { // 30s each, and open periods of 0.1s to 2s between
+			t.Errorf("%d held probes in 100s", n)
 		}
 		r.s.mu.Lock()
 		r.s.handle = nil
