@@ -435,6 +435,9 @@ func TestMoverTellsOfACutBody(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	if m.park.cuts != r.dlq.cuts {
+		t.Error("a letter that is cut at both is told of twice")
+	}
 	const n = 2
 	for range n {
 		if _, err := r.js.Publish(adaptertest.Context(t), "s.x", make([]byte, r.payload)); err != nil {
