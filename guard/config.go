@@ -193,7 +193,8 @@ type Retry struct {
 	// used up is taken for poison without proof, where all that is here has failed: on
 	// an idle source nothing else can tell poison from an outage. Unset means 10s. It
 	// doubles for each other message that fails, up to 64 times, and for each guess
-	// until something succeeds.
+	// until something succeeds; one whose letter is parked ([dlq.ErrParked]) is no guess
+	// here, but the next one waits for Patience.
 	Patience time.Duration
 }
 

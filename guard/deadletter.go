@@ -114,10 +114,14 @@ func (c *machine[M]) deadLetter(it *item[M], why dlq.Reason) {
 
 // confirmed takes the news that an item's dead letter is confirmed; parked means
 // that it is no dead letter yet.
-func (c *machine[M]) confirmed(it *item[M], parked bool) {
+func (c *machine[M]) confirmed(now time.Duration, it *item[M], parked bool) {
 	it.dead = !parked
 	if parked {
 		c.tally.Parked++
+		c.rememberParked(now, it)
+		if it.guessed { // it is not dead: the next guess is no later for it
+			c.guesses = max(0, c.guesses-1)
+		}
 	}
 	delete(c.writing, it)
 	c.part(it) // no-op if its lane went on

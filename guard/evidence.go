@@ -145,7 +145,7 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 	switch {
 	case it.witness(): // it is asked for others, and judged in its own turn
 		it.alive = false
-	case it.tries > 1 && it.life > it.luck:
+	case (it.tries > 1 || it.cameBack) && it.life > it.luck:
 		it.alive = true
 		it.own++
 		if now-c.provedAt < proofFresh {
@@ -482,7 +482,7 @@ func (c *machine[M]) guessAt(it *item[M]) time.Duration {
 		doubt = maxDoubt
 	}
 	at := max(it.exhaustedAt, c.came, c.provedAt) + c.policy.Retry.Patience<<doubt
-	if c.guesses > 0 && c.life() <= c.guessLuck {
+	if c.guessedAt > 0 && c.life() <= c.guessLuck {
 		at = max(at, c.guessedAt+c.policy.Retry.Patience<<min(c.guesses, maxGuessShift))
 	}
 	return at
@@ -497,6 +497,7 @@ func (c *machine[M]) guess(now time.Duration, it *item[M]) {
 	c.condemn(now, it)
 	if len(c.condemned) > before {
 		c.guesses++
+		it.guessed = true
 		c.guessedAt, c.guessLuck = now, c.life()
 	}
 }

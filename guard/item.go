@@ -80,6 +80,8 @@ type item[M any] struct {
 	verdict      dlq.Reason // why it is dead-lettered
 	dead         bool       // its dead letter is confirmed
 	ignored      bool       // its handler said Ignore
+	guessed      bool       // it was taken for poison without proof
+	cameBack     bool       // it failed before it was parked, when life was luck
 }
 
 // decided tells whether no handler will be called for it again.

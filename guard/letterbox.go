@@ -323,7 +323,7 @@ func (l letter[M]) confirmed(parked bool) {
 		s.mu.Unlock()
 		return
 	}
-	s.c.confirmed(l.it, parked)
+	s.c.confirmed(now, l.it, parked)
 	s.unlock(now)
 	if !parked {
 		s.metrics.deadLettered(l.it.verdict)

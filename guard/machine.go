@@ -64,8 +64,8 @@ type machine[M any] struct {
 	parked     [reasonCount]int // items in retryWait, by reason
 	queued     int              // entries in the ring
 	exhausted  int              // items whose attempts are used up, not settling
-	guesses    int              // taken for poison without proof, and no success since
-	guessedAt  time.Duration    // when the last was …
+	guesses    int              // taken for poison without proof and not parked, and no success since
+	guessedAt  time.Duration    // when the last was, parked or not …
 	guessLuck  uint64           // … and what life was then
 	round      round            // the look in progress
 	flaky      flakiness
@@ -484,7 +484,7 @@ func (c *machine[M]) take(now time.Duration, it *item[M]) {
 	}
 	c.move(it, processing)
 	it.started, it.slow, it.passed = now, false, false
-	if it.tries > 0 {
+	if it.tries > 0 || c.beside != nil {
 		it.life = c.life()
 	}
 	it.serial++

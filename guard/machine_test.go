@@ -135,7 +135,7 @@ func (s *sim) confirm() {
 	it := s.letters[0]
 	s.letters = s.letters[1:]
 	s.dead = append(s.dead, it.m)
-	s.confirmed(it, false)
+	s.confirmed(s.now, it, false)
 }
 
 // finish gives the outcome of an attempt, and acks if told to.

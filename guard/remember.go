@@ -26,6 +26,7 @@ type suspect struct {
 	firstFailed            time.Duration
 	failures               []attempt
 	at                     time.Duration // when it went back
+	parked                 bool          // it comes back with new attempts: only its luck counts
 }
 
 // identity names a message over epochs: by its place at the broker, by its id, or else by
@@ -70,6 +71,10 @@ func (c *machine[M]) recall(it *item[M], r result) {
 		return
 	}
 	delete(c.suspects, r.name)
+	if before.parked {
+		it.cameBack, it.luck = true, before.luck
+		return
+	}
 	it.tries += before.tries
 	it.attempts += before.attempts
 	it.after += before.after
@@ -80,13 +85,38 @@ func (c *machine[M]) recall(it *item[M], r result) {
 
 // remember keeps what an item has failed, as it goes back to the broker.
 func (c *machine[M]) remember(now time.Duration, it *item[M]) {
-	if it.name == "" || it.tries == 0 || len(c.suspects) >= maxSuspects {
+	if it.name == "" || it.tries == 0 {
 		return
 	}
+	c.suspect(it.name, suspect{it.tries, it.attempts, it.after, it.lastWord, it.wordAt, it.luck, it.firstFailed, it.failures, now, false})
+}
+
+// rememberParked keeps the life at which an item failed that was parked. It comes back
+// to the source that has another one beside it, and what succeeds until then is a proof
+// of life before its first call there.
+func (c *machine[M]) rememberParked(now time.Duration, it *item[M]) {
+	if c.beside != nil && it.name != "" {
+		c.suspect(it.name, suspect{luck: it.luck, at: now, parked: true})
+	}
+}
+
+// suspect remembers a message. Where there are too many it takes the place of one that
+// was parked: that may have succeeded since, which is not looked up.
+func (c *machine[M]) suspect(name string, s suspect) {
 	if c.suspects == nil {
 		c.suspects = make(map[string]suspect)
 	}
-	c.suspects[it.name] = suspect{it.tries, it.attempts, it.after, it.lastWord, it.wordAt, it.luck, it.firstFailed, it.failures, now}
+	if _, known := c.suspects[name]; !known && len(c.suspects) >= maxSuspects {
+		for other, o := range c.suspects {
+			if o.parked {
+				delete(c.suspects, other)
+				break
+			}
+		}
+	}
+	if len(c.suspects) < maxSuspects {
+		c.suspects[name] = s
+	}
 }
 
 // freshSuspects drops what is remembered for too long.
