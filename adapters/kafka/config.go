@@ -67,6 +67,9 @@ func (o *options) refused(g *guard.Guard, c *sarama.Config, passive bool) error 
 	}
 	errs := []error{policy.Validate()}
 	add := func(format string, args ...any) { errs = append(errs, unsuitable(format, args...)) }
+	if b := policy.Breaker; b != (guard.Policy{}).Breaker && b != g.Config().Policy.Breaker {
+		errs = append(errs, errors.New("kafka: Policy.Breaker: differs from the Guard's, whose scopes share one configuration: set it in guard.Config.Policy"))
+	}
 	timeout := o.timeout(g)
 	group := &c.Consumer.Group
 	switch left := grace(c); {

@@ -59,7 +59,8 @@ func (rc *retryClaim) dispatch(ctx context.Context, feed *guard.Feed[*parkedMess
 }
 
 // awaitReplay waits until the claim has passed what is also parked: what it hands
-// over again before that was handled before the parked messages of its key.
+// over again before that was handled before the parked messages of its key. It is asked
+// now and then, once in an epoch and 30s at most: a signal would cost each mark.
 func (rc *retryClaim) awaitReplay(ctx context.Context) {
 	limit := time.Now().Add(replayWait)
 	for ctx.Err() == nil && rc.replay >= 0 && time.Now().Before(limit) {

@@ -207,7 +207,7 @@ func (rc *retryClaim) parse(m *sarama.ConsumerMessage, level int) *parkedMessage
 }
 
 // open begins to read a level; another claim of this process may be on its way out
-// of it.
+// of it, which sarama tells nobody: it is asked again until that is gone, or ctx ends.
 func (rc *retryClaim) open(ctx context.Context, l *retryTopic, from int64) (sarama.PartitionConsumer, error) {
 	for {
 		part, err := rc.t.reader.ConsumePartition(l.name, rc.c.partition, from)

@@ -4,12 +4,15 @@
 package kafka
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/IBM/sarama"
@@ -30,11 +33,16 @@ const (
 	againMost  = 10 * time.Second
 )
 
-// Consume runs a consumer group with a handler of [Wrap] or [WrapHandler] until ctx ends,
-// and closes the group. It joins again after each rebalance and, with a growing wait of
-// 10s at most, after each error, which it logs. It returns nil after a stop,
-// [sarama.ErrClosedConsumerGroup] if somebody else closed the group, and what the
-// handler's Setup refuses for good, such as [ErrUnsuitable] and [guard.ErrClosed].
+// Consume runs a consumer group with a handler of [Wrap] or [WrapHandler], or one that
+// decorates it, until ctx ends, and closes the group. It joins again after each rebalance
+// and, with a growing wait of 10s at most, after each error, which it logs: a new one at
+// once, and the same one again after 30s at the earliest, with its count. It logs to the
+// handler's logger, or to [slog.Default] before the Setup of a decorated one.
+//
+// It returns nil after a stop, and at once what no further try can mend: what the handler
+// refuses, such as [ErrUnsuitable] and [guard.ErrClosed], or the guard for a claim of it;
+// [sarama.ErrClosedConsumerGroup] and [sarama.ErrClosedClient] if somebody else closed
+// the group or its client.
 //
 // It returns within [WithStopTimeout] and 2s after the end of ctx, whatever the network
 // does. sarama alone does not: the requests by which it ends a session heed no context,
@@ -42,13 +50,20 @@ const (
 // are repeated. If they have not ended in time, Consume leaves them and says so by its
 // error. The process may end then: what is not committed is delivered again.
 func Consume(ctx context.Context, group sarama.ConsumerGroup, topics []string, h sarama.ConsumerGroupHandler) error {
-	log, limit, left := slog.New(slog.DiscardHandler), defaultStopTimeout+sessionSlack, func() string { return "" }
-	if own, ok := h.(*handler); ok {
-		log, limit, left = own.opts.log, own.opts.stopTimeout+sessionSlack, own.left
+	c := &consuming{log: slog.Default()}
+	switch own, ok := h.(*handler); {
+	case len(topics) == 0:
+		return errors.Join(errors.New("kafka: Consume: at least one topic is needed"), group.Close())
+	case h == nil:
+		return errors.Join(errors.New("kafka: Consume: the handler must not be nil"), group.Close())
+	case ok && own.err != nil:
+		return errors.Join(own.err, group.Close())
+	case ok:
+		c.join(own)
 	}
 	ended := make(chan error, 1)
 	go func() { // ends with sarama's last request
-		err := consumeAlways(ctx, group, topics, h, log)
+		err := c.always(context.WithValue(ctx, consumingKey{}, c), group, topics, h)
 		ended <- errors.Join(err, group.Close())
 	}()
 	select {
@@ -56,29 +71,91 @@ func Consume(ctx context.Context, group sarama.ConsumerGroup, topics []string, h
 		return err
 	case <-ctx.Done():
 	}
+	limit := c.limit()
 	late := time.NewTimer(limit)
 	defer late.Stop()
 	select {
 	case err := <-ended:
 		return err
 	case <-late.C:
-		err := fmt.Errorf("kafka: the consumer group has not ended %s after the stop%s: what is not committed is delivered again", limit, left())
-		log.Warn("the stop is not complete", "error", err)
+		err := fmt.Errorf("kafka: the consumer group has not ended %s after the stop%s: what is not committed is delivered again", limit, c.left())
+		c.logger().Warn("the stop is not complete", "error", err)
 		return err
 	}
 }
 
-func consumeAlways(ctx context.Context, group sarama.ConsumerGroup, topics []string, h sarama.ConsumerGroupHandler, log *slog.Logger) error {
+// consumingKey is the key of Consume's state in the context of its sessions: by it a
+// handler that others decorate finds the Consume that runs it.
+type consumingKey struct{}
+
+// consuming is one call of Consume.
+type consuming struct {
+	mu    sync.Mutex
+	log   *slog.Logger
+	own   []*handler // that this call runs
+	said  string     // the error that was logged last …
+	at    time.Time  // … when
+	times int        // … and how often it came since
+}
+
+// join takes a handler that this call runs; its Setup calls it each time.
+func (c *consuming) join(h *handler) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if slices.Contains(c.own, h) {
+		return
+	}
+	if len(c.own) == 0 {
+		c.log = h.opts.log
+	}
+	c.own = append(c.own, h)
+}
+
+// joinConsume tells the Consume that runs a session which handler it is.
+func (h *handler) joinConsume(s sarama.ConsumerGroupSession) {
+	if c, ok := s.Context().Value(consumingKey{}).(*consuming); ok {
+		c.join(h)
+	}
+}
+
+func (c *consuming) handlers() []*handler {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return slices.Clone(c.own)
+}
+
+func (c *consuming) logger() *slog.Logger {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.log
+}
+
+// limit is how long after the end of its context Consume waits.
+func (c *consuming) limit() time.Duration {
+	stop := time.Duration(0)
+	for _, h := range c.handlers() {
+		stop = max(stop, h.opts.stopTimeout)
+	}
+	return cmp.Or(stop, defaultStopTimeout) + sessionSlack
+}
+
+// always runs session after session.
+func (c *consuming) always(ctx context.Context, group sarama.ConsumerGroup, topics []string, h sarama.ConsumerGroupHandler) error {
 	wait := againFirst
 	for ctx.Err() == nil {
+		begun := time.Now()
 		err := group.Consume(ctx, topics, h)
-		switch {
+		if time.Since(begun) > againMost {
+			wait = againFirst
+		}
+		refused, claims := c.ends()
+		switch err := cmp.Or(refused, err, claims); {
 		case err == nil:
 			wait = againFirst
-		case errors.As(err, new(refusal)), errors.Is(err, ErrUnsuitable), errors.Is(err, guard.ErrClosed), errors.Is(err, sarama.ErrClosedConsumerGroup):
+		case final(err):
 			return err
 		case ctx.Err() == nil:
-			log.Warn("the consumer group has failed and begins again", "topics", topics, "error", err, "in", wait)
+			c.warn(topics, err, wait)
 			pause(ctx, wait)
 			wait = min(2*wait, againMost)
 		}
@@ -86,18 +163,55 @@ func consumeAlways(ctx context.Context, group sarama.ConsumerGroup, topics []str
 	return nil
 }
 
-// left names the claims that have not ended.
-func (h *handler) left() string {
-	h.mu.Lock()
-	sessions := make([]*session, 0, len(h.sessions))
-	for _, ss := range h.sessions {
-		sessions = append(sessions, ss)
+// final tells whether an error will be the same the next time.
+func final(err error) bool {
+	return errors.As(err, new(refusal)) || errors.Is(err, ErrUnsuitable) || errors.Is(err, guard.ErrClosed) ||
+		errors.Is(err, sarama.ErrClosedConsumerGroup) || errors.Is(err, sarama.ErrClosedClient)
+}
+
+// ends takes what the guard has refused for good, and what claims have ended with:
+// sarama tells that to the group's Errors alone, and Consume returns nil.
+func (c *consuming) ends() (refused, claims error) {
+	for _, h := range c.handlers() {
+		refused = cmp.Or(refused, h.takeRefused())
+		h.mu.Lock()
+		claims = cmp.Or(claims, h.claimErr)
+		h.claimErr = nil
+		h.mu.Unlock()
 	}
-	h.mu.Unlock()
+	return refused, claims
+}
+
+// warn logs an error that is new, or the same one after sayAgain with its count.
+func (c *consuming) warn(topics []string, err error, wait time.Duration) {
+	c.mu.Lock()
+	log, text, now := c.log, err.Error(), time.Now()
+	if text != c.said {
+		c.said, c.at, c.times = text, time.Time{}, 0
+	}
+	c.times++
+	times := c.times
+	say := now.Sub(c.at) >= sayAgain
+	if say {
+		c.at, c.times = now, 0
+	}
+	c.mu.Unlock()
+	if say {
+		log.Warn("the consumer group has failed and begins again", "topics", topics, "error", err, "times", times, "in", wait)
+	}
+}
+
+// left names the claims that have not ended.
+func (c *consuming) left() string {
 	var names []string
-	for _, ss := range sessions {
-		for _, c := range ss.open() {
-			names = append(names, c.name)
+	for _, h := range c.handlers() {
+		h.mu.Lock()
+		sessions := slices.Collect(maps.Values(h.sessions))
+		h.mu.Unlock()
+		for _, ss := range sessions {
+			for _, claim := range ss.open() {
+				names = append(names, claim.name)
+			}
 		}
 	}
 	if len(names) == 0 {

@@ -15,6 +15,7 @@ import (
 	"sync/atomic"
 	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/IBM/sarama"
@@ -227,16 +228,184 @@ func TestConsume(t *testing.T) {
 		}
 		return nil
 	})))
-	if n := r.committed(0); err != nil || n != 10 || own.count("has failed and begins again") != 2 {
+	if n := r.committed(0); err != nil || n != 10 || own.count("has failed and begins again") != 1 {
 		t.Errorf("%v; committed %d; %s", err, n, own.buf.String())
 	}
-	for _, h := range []sarama.ConsumerGroupHandler{Wrap(nil, nothing), Wrap(g, nil), Wrap(g, nothing, WithStopTimeout(-1)), Wrap(g, nothing, WithPolicy(guard.Policy{Window: -1}))} {
+	var other guard.Policy
+	other.Breaker.Base = time.Second // the Guard's scopes have 100ms
+	for _, h := range []sarama.ConsumerGroupHandler{Wrap(nil, nothing), Wrap(g, nil), Wrap(g, nothing, WithStopTimeout(-1)), Wrap(g, nothing, WithPolicy(guard.Policy{Window: -1})), Wrap(g, nothing, WithPolicy(other))} {
 		limited, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 		if err := consume(limited, h); err == nil {
 			t.Error("what is refused is tried for ever")
 		}
 		cancel()
 	}
+}
+
+// decorated is a handler of a program around Wrap's.
+type decorated struct{ sarama.ConsumerGroupHandler }
+
+// A handler that decorates Wrap's loses nothing: what is tried again is logged to the
+// Guard's logger, a stop heeds the handler's timeout and names its claims, and what the
+// guard refuses for a claim comes out of Consume.
+func TestConsumeFindsADecoratedHandler(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	var own logged
+	g := adaptertest.Guard(t, guard.Config{}, guard.WithLogger(slog.New(slog.NewTextHandler(&own, nil))))
+	consume := func(ctx context.Context, h sarama.ConsumerGroupHandler) (chan error, *relay) {
+		net := &relay{}
+		group, err := sarama.NewConsumerGroup(r.addrs, r.group, net.through(testConfig()))
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { // what is left behind ends
+			net.close()
+			for range group.Errors() {
+			}
+		})
+		ended := make(chan error, 1)
+		go func() { ended <- Consume(ctx, group, []string{r.topic}, decorated{h}) }()
+		return ended, net
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	var setups atomic.Int64
+	handled := make(chan struct{})
+	ended, net := consume(ctx, Wrap(g, func(context.Context, *sarama.ConsumerMessage) error { close(handled); return nil },
+		WithStopTimeout(time.Second), WithSetup(func(sarama.ConsumerGroupSession) error {
+			if setups.Add(1) < 3 {
+				return errDown
+			}
+			return nil
+		})))
+	r.publish(0, 1, nil, nil)
+	within(t, 20*time.Second, "it joins again", handled)
+	if own.count("has failed and begins again") != 1 || !own.has(errDown.Error()) {
+		t.Errorf("logged: %s", own.buf.String())
+	}
+	net.silent.Store(true)
+	begun := time.Now()
+	cancel()
+	if err := <-ended; err == nil || time.Since(begun) > time.Second+sessionSlack+time.Second || !own.has("the stop is not complete") {
+		t.Errorf("%v after %s; %s", err, time.Since(begun), own.buf.String())
+	}
+	net.close()
+
+	closing := adaptertest.Guard(t, guard.Config{})
+	ended, _ = consume(t.Context(), Wrap(closing, nothing, WithSetup(func(sarama.ConsumerGroupSession) error {
+		_, err := closing.Close(context.Background())
+		return err
+	})))
+	select {
+	case err := <-ended:
+		if !errors.Is(err, guard.ErrClosed) {
+			t.Errorf("a closed Guard: %v", err)
+		}
+	case <-time.After(20 * time.Second):
+		t.Error("a closed Guard is tried for ever")
+	}
+}
+
+// scriptedGroup is a consumer group whose sessions end as a test says.
+type scriptedGroup struct {
+	sarama.ConsumerGroup
+	session func(n int) error // of the n-th session
+	n       int
+	closed  bool
+}
+
+func (s *scriptedGroup) Consume(context.Context, []string, sarama.ConsumerGroupHandler) error {
+	s.n++
+	return s.session(s.n)
+}
+
+func (s *scriptedGroup) Close() error { s.closed = true; return nil }
+
+// What no further try can mend comes out at once, and without a session where it is known
+// before; the group is closed.
+func TestConsumeReturnsWhatNoTryMends(t *testing.T) {
+	t.Parallel()
+	g := adaptertest.Guard(t, guard.Config{})
+	good := Wrap(g, nothing)
+	refused := Wrap(g, nothing).(*handler)
+	always := func(err error) func(int) error { return func(int) error { return err } }
+	for _, c := range []struct {
+		name     string
+		topics   []string
+		h        sarama.ConsumerGroupHandler
+		session  func(int) error
+		want     error
+		sessions int
+	}{
+		{"wrong options", []string{"t"}, Wrap(g, nil, WithStopTimeout(-1)), always(errDown), nil, 0},
+		{"no guard", []string{"t"}, WrapHandler(nil, decorated{}), always(errDown), nil, 0},
+		{"no handler", []string{"t"}, nil, always(errDown), nil, 0},
+		{"no topic", nil, good, always(errDown), nil, 0},
+		{"unsuitable", []string{"t"}, good, always(unsuitable("x")), ErrUnsuitable, 1},
+		{"the Guard is closed", []string{"t"}, good, always(guard.ErrClosed), guard.ErrClosed, 1},
+		{"the group is closed", []string{"t"}, good, always(sarama.ErrClosedConsumerGroup), sarama.ErrClosedConsumerGroup, 1},
+		{"the client is closed", []string{"t"}, decorated{good}, always(sarama.ErrClosedClient), sarama.ErrClosedClient, 1},
+		{"a claim is refused", []string{"t"}, refused, func(int) error { _ = refused.refuse(errNotTaken); return nil }, errNotTaken, 1},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+			defer cancel()
+			group := &scriptedGroup{session: c.session}
+			err := Consume(ctx, group, c.topics, c.h)
+			if err == nil || c.want != nil && !errors.Is(err, c.want) || group.n != c.sessions || !group.closed {
+				t.Errorf("%v; %d sessions, closed %t", err, group.n, group.closed)
+			}
+		})
+	}
+	// A program's own loop hears of a refused claim by its next session.
+	_ = refused.refuse(errNotTaken)
+	if err := refused.Setup(&fakeSession{ctx: t.Context()}); !errors.Is(err, errNotTaken) {
+		t.Errorf("Setup: %v", err)
+	}
+}
+
+var errNotTaken = errors.New("the guard does not take the source")
+
+// What is tried again is logged, once for each error and again after 30s with its count;
+// also what a claim ends with, which sarama does not return.
+func TestConsumeLogsWhatItTriesAgain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var own logged
+		g, err := guard.New(guard.Config{}, guard.WithLogger(slog.New(slog.NewTextHandler(&own, nil))))
+		if err != nil {
+			t.Fatal(err)
+		}
+		h := Wrap(g, nothing).(*handler)
+		ctx, cancel := context.WithCancel(t.Context())
+		errClaim := errors.New("claim left")
+		begun := time.Now()
+		group := &scriptedGroup{session: func(n int) error {
+			switch since := time.Since(begun); {
+			case since > 2*time.Minute:
+				cancel()
+				return ctx.Err()
+			case since > time.Minute:
+				h.mu.Lock()
+				h.claimErr = errClaim
+				h.mu.Unlock()
+				return nil
+			}
+			return errDown
+		}}
+		if err := Consume(ctx, group, []string{"t"}, h); err != nil || group.n > 25 {
+			t.Errorf("%v; %d sessions in 2m", err, group.n)
+		}
+		own.mu.Lock()
+		text := own.buf.String()
+		own.mu.Unlock()
+		if down, claim := strings.Count(text, errDown.Error()), strings.Count(text, errClaim.Error()); down != 2 || claim != 2 || !strings.Contains(text, "times=1 ") {
+			t.Errorf("%d and %d lines: %s", down, claim, text)
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
 }
 
 // Go's signal.NotifyContext names the signal as the cause of its end: that is a stop, and

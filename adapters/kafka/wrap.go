@@ -56,6 +56,8 @@ type handler struct {
 
 	mu       sync.Mutex
 	sessions map[sarama.ConsumerGroupSession]*session
+	refused  error // what the guard has refused a claim for, until somebody takes it
+	claimErr error // what a claim has ended with; Consume takes it
 }
 
 func newHandler(g *guard.Guard, opts []Option) *handler {
@@ -72,12 +74,33 @@ type refusal struct{ error }
 
 func (r refusal) Unwrap() error { return r.error }
 
+// refuse keeps what the guard refuses: sarama would begin session after session and tell
+// it to the group's Errors alone. [Consume] returns it, or the next Setup does.
+func (h *handler) refuse(err error) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.refused = refusal{err}
+	return h.refused
+}
+
+func (h *handler) takeRefused() error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	err := h.refused
+	h.refused = nil
+	return err
+}
+
 func (h *handler) passive() bool { return h.handle == nil }
 
 // Setup refuses what cannot be run safely, and begins to watch the session.
 func (h *handler) Setup(s sarama.ConsumerGroupSession) error {
+	h.joinConsume(s)
 	if h.g == nil {
 		return refusal{h.err}
+	}
+	if err := h.takeRefused(); err != nil {
+		return err
 	}
 	set, err := h.opts.settingsOf(h.g, s)
 	if err == nil {
@@ -150,10 +173,17 @@ func (h *handler) ConsumeClaim(s sarama.ConsumerGroupSession, native sarama.Cons
 	}
 	c := newClaim(ss, native)
 	revoked := ss.revoked(native)
+	consume := ss.consume
 	if h.passive() {
-		return ss.consumePassive(c, revoked)
+		consume = ss.consumePassive
 	}
-	return ss.consume(c, revoked)
+	err := consume(c, revoked)
+	if err != nil {
+		h.mu.Lock()
+		h.claimErr = err
+		h.mu.Unlock()
+	}
+	return err
 }
 
 // consume is the function shape.
@@ -240,12 +270,16 @@ func (ss *session) sourceConfig(c *claim) guard.SourceConfig {
 	}
 }
 
-// nameWait is how soon a name that is still taken is tried again.
+// nameWait is how soon a name that is still taken is tried again. Who has the name is
+// another member's claim, whose source this one has no handle of: [guard.Source.Ended]
+// says the beginning of its end and not the time when its name is free. It is rare, and
+// ends with that claim, or with this one.
 const nameWait = 20 * time.Millisecond
 
 // openClaim opens the source of a claim. One of the same name may be on its way
 // out: another member of the group in this process that overstays. Without an
-// error there is none if the claim is over before it began.
+// error there is none if the claim is over before it began. What the guard refuses for
+// another reason it would refuse again.
 func openClaim[M any](ss *session, cfg guard.SourceConfig, port guard.Port[M], handle func(context.Context, M) error, revoked <-chan struct{}) (*guard.Source[M], error) {
 	o := &ss.h.opts
 	for waited, said := false, false; ; waited = true {
@@ -255,7 +289,7 @@ func openClaim[M any](ss *session, cfg guard.SourceConfig, port guard.Port[M], h
 		}
 		taken := ss.h.g.Source(cfg.Name) != nil
 		if errors.Is(err, guard.ErrClosed) || !taken && waited {
-			return nil, err
+			return nil, ss.h.refuse(fmt.Errorf("kafka: claim %s: %w", cfg.Name, err))
 		}
 		if taken && !said {
 			said = true
