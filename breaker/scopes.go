@@ -115,6 +115,8 @@ type node struct {
 	released time.Duration
 	votes    bool
 	dirty    bool
+
+	turned atomic.Int64 // number of its last turn at a parent; 0 none
 }
 
 // parent is a gate. Admissions read open; the counts are guarded by Scopes.mu.
@@ -123,9 +125,14 @@ type parent struct {
 	name  string
 	up    *parent
 	open  atomic.Bool
-	kids  int // children that exist
-	live  int // children that are live
-	votes int // live children that are not closed, and have a vote
+	paced atomic.Bool  // its leaves take turns to probe: none has succeeded since one failed
+	turn  atomic.Int64 // instant before which none of them begins to
+	turns atomic.Int64 // how many have begun
+	shut  atomic.Int64 // when it opened
+	voted atomic.Int64 // copy of votes
+	kids  int          // children that exist
+	live  int          // children that are live
+	votes int          // live children that are not closed, and have a vote
 	seq   uint64
 	since time.Duration
 }
@@ -389,10 +396,14 @@ func (s *Scopes) countLocked(p *parent, votes, live int, now time.Duration, clos
 	}
 	wasLive, wasOpen := p.live > 0, p.open.Load()
 	p.votes += votes
+	p.voted.Store(int64(p.votes))
 	p.live += live
 	open := p.votes >= s.cfg.MinOpen && float64(p.votes) >= s.cfg.Quorum*float64(p.live)
 	if open != wasOpen {
 		p.open.Store(open)
+		p.shut.Store(int64(now))
+		p.turn.Store(int64(now))
+		p.paced.Store(open)
 		p.seq++
 		p.since = now
 		c := Change{Scope: p.name, Seq: p.seq, At: now, From: Closed, To: Open, Cause: CauseQuorum}
@@ -412,8 +423,8 @@ func (s *Scopes) recordLocked(c Change) {
 }
 
 // Leaf is one claim of a leaf scope: its breaker, behind the gates of its
-// parents. Outcomes are settled with the breaker's own methods; only asking
-// differs.
+// parents. Asking differs, and the outcome of a probe is one for its parents' other
+// leaves, too.
 type Leaf struct {
 	*Breaker
 
@@ -448,9 +459,14 @@ func (l *Leaf) Enter() (Token, bool) {
 }
 
 // Admit is [Breaker.Admit] behind the parents. A leaf that is itself closed is
-// refused while a parent is open; one that is not goes by its own ladder, for
-// its probes are what lets the parent close.
+// refused while a parent is open; one that is not probes, for that is what lets the
+// parent close. While these probes fail, the leaves of a parent take turns at its pace:
+// a dependency that many partitions share is asked once and not by each. After one that
+// succeeds each goes by its own ladder.
 func (l *Leaf) Admit(now time.Duration, head uint64) (Token, Refusal) {
+	if r, waits := l.awaitTurn(now); waits {
+		return Token{}, r
+	}
 	t, r := l.Breaker.Admit(now, head)
 	if r.OK() && !t.Probe() {
 		if p := l.gate(); p != nil {
@@ -458,4 +474,82 @@ func (l *Leaf) Admit(now time.Duration, head uint64) (Token, Refusal) {
 		}
 	}
 	return t, r
+}
+
+// awaitTurn refuses the probe by which a leaf would end its open period, while it is
+// another leaf's turn: under an open parent whose probes fail all leaves share one probe
+// at a time, at the pace of the parent. Who has had a turn lets those go first who have
+// not, for Base. A leaf that waits has something to probe with, and keeps its vote.
+func (l *Leaf) awaitTurn(now time.Duration) (Refusal, bool) {
+	p := l.gate()
+	if p == nil || !p.paced.Load() {
+		return Refusal{}, false
+	}
+	e := l.epoch.Load()
+	if e.state != Open || e.held || e.forced || now < e.deadline() {
+		return Refusal{}, false
+	}
+	turn := p.turn.Load()
+	mine := time.Duration(turn)
+	if had := l.node.turned.Load(); had > 0 && p.turns.Load()-had < p.voted.Load()-1 {
+		mine = later(mine, l.cfg.Base)
+	}
+	if now >= mine {
+		next := later(now, l.cfg.PeriodAfter(topRung(l.cfg.Base, l.cfg.Cap), now-time.Duration(p.shut.Load())))
+		if p.turn.CompareAndSwap(turn, int64(next)) {
+			l.node.turned.Store(p.turns.Add(1))
+			return Refusal{}, false
+		}
+		mine = time.Duration(p.turn.Load())
+	}
+	e.stir.Store(int64(now))
+	return Refusal{State: Open, Cause: CauseQuorum, Scope: p.name, Until: mine}, true
+}
+
+// probed tells the parents what became of a leaf's probe: after a success the other
+// leaves probe at their own pace, until one fails.
+func (l *Leaf) probed(t Token, passed bool) {
+	if !t.Probe() {
+		return
+	}
+	for _, p := range []*parent{l.near, l.far} {
+		if p != nil && p.open.Load() {
+			p.paced.Store(!passed)
+		}
+	}
+}
+
+// Success is [Breaker.Success].
+func (l *Leaf) Success(now time.Duration, t Token) { l.Breaker.Success(now, t); l.probed(t, true) }
+
+// Failure is [Breaker.Failure].
+func (l *Leaf) Failure(now time.Duration, t Token, first bool) {
+	l.Breaker.Failure(now, t, first)
+	l.probed(t, false)
+}
+
+// FailureOf is [Breaker.FailureOf].
+func (l *Leaf) FailureOf(now time.Duration, t Token, first bool, delivery uint64) {
+	l.Breaker.FailureOf(now, t, first, delivery)
+	l.probed(t, false)
+}
+
+// Unavailable is [Breaker.Unavailable].
+func (l *Leaf) Unavailable(now time.Duration, t Token, first bool) {
+	l.Breaker.Unavailable(now, t, first)
+	l.probed(t, false)
+}
+
+// Exclude is [Breaker.Exclude]. A probe that says nothing gives its turn back.
+func (l *Leaf) Exclude(now time.Duration, t Token) {
+	l.Breaker.Exclude(now, t)
+	if p := l.gate(); p != nil && t.Probe() {
+		p.turn.Store(int64(now))
+	}
+}
+
+// Slow is [Breaker.Slow].
+func (l *Leaf) Slow(now time.Duration, t Token, first bool) {
+	l.Breaker.Slow(now, t, first)
+	l.probed(t, false)
 }

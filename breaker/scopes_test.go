@@ -215,10 +215,12 @@ func TestGivenBackChildHasNoVote(t *testing.T) {
 	if c.Closed() {
 		t.Fatal("two whose probes failed have no vote")
 	}
-	for l := range tokens { // half-open again, by itself
-		if _, r := l.Admit(10*sec, 1); !r.OK() {
+	now := 10 * sec
+	for l := range tokens { // half-open again, by itself, in its turn
+		if _, r := l.Admit(now, 1); !r.OK() {
 			t.Fatalf("%+v", r)
 		}
+		now += 5 * sec
 	}
 	if c.Closed() {
 		t.Fatal("half-open by itself counts as closed")

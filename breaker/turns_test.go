@@ -1,0 +1,128 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package breaker
+
+import (
+	"fmt"
+	"testing"
+	"time"
+)
+
+// shutLeaves are leaves of one parent that have all tripped, and their parent with them.
+func shutLeaves(t *testing.T, n int) (*Scopes, []*Leaf) {
+	t.Helper()
+	s, err := NewScopes(ScopesConfig{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var leaves []*Leaf
+	for i := range n {
+		l, err := s.Leaf("g", fmt.Sprint(i))
+		if err != nil {
+			t.Fatal(err)
+		}
+		leaves = append(leaves, l)
+	}
+	for _, l := range leaves {
+		l.Trip(0, CauseRun)
+	}
+	if !s.Parents()[0].Open {
+		t.Fatal("the parent is not open")
+	}
+	return s, leaves
+}
+
+// Under an open parent the leaves take turns: together they probe at the pace of one
+// breaker, each as often as another, and keep the parent open. The first success lets
+// all of them probe at once.
+func TestLeavesTakeTurns(t *testing.T) {
+	const n, step, outage = 50, 10 * time.Millisecond, 10 * time.Minute
+	s, leaves := shutLeaves(t, n)
+	probes, alone := make([]int, n), 0
+	ladder := s.Config().Breaker
+	for open := time.Duration(0); open < outage; alone++ {
+		open += ladder.PeriodAfter(alone+1, open)
+	}
+	last, longest := time.Duration(0), time.Duration(0)
+	now := time.Duration(0)
+	total := 0
+	for ; now < outage; now += step {
+		s.Tick(now)
+		for i, l := range leaves {
+			token, r := l.Admit(now, uint64(i+1))
+			if !r.OK() {
+				if r.Until <= now {
+					t.Fatalf("leaf %d is told to ask at %s, now is %s", i, r.Until, now)
+				}
+				continue
+			}
+			probes[i]++
+			total++
+			longest, last = max(longest, now-last-now/earlyProbe), now
+			l.Failure(now, token, false)
+		}
+		if !s.Parents()[0].Open {
+			t.Fatalf("the parent closed after %s", now)
+		}
+	}
+	if total > alone+10 || longest > time.Second {
+		t.Errorf("%d probes, one breaker makes %d; %s more than a tenth between two", total, alone, longest)
+	}
+	for i, k := range probes {
+		if k < total/n-1 || k > total/n+1 {
+			t.Errorf("leaf %d had %d of %d probes", i, k, total)
+		}
+	}
+	// The dependency is back.
+	for back := now; now < back+outage/earlyProbe; now += step {
+		for i, l := range leaves {
+			token, r := l.Admit(now, uint64(i+1))
+			if !r.OK() || !token.Probe() {
+				continue
+			}
+			l.Success(now, token)
+			for k, other := range leaves {
+				if _, r := other.Admit(now, uint64(k+1)); !r.OK() && r.Cause == CauseQuorum {
+					t.Errorf("leaf %d still waits for its turn", k)
+				}
+			}
+			return
+		}
+	}
+	t.Error("no probe")
+}
+
+// A probe that says nothing costs no turn, and one that fails after a success makes the
+// others wait again.
+func TestTurnsThatSayNothing(t *testing.T) {
+	s, leaves := shutLeaves(t, 3)
+	now := s.Config().Breaker.Base * 2
+	token, r := leaves[0].Admit(now, 1)
+	if !r.OK() {
+		t.Fatalf("refused: %+v", r)
+	}
+	if _, r := leaves[1].Admit(now, 2); r.OK() {
+		t.Error("two turns at once")
+	}
+	leaves[0].Exclude(now, token)
+	token, r = leaves[1].Admit(now, 2)
+	if !r.OK() {
+		t.Fatalf("the turn is lost: %+v", r)
+	}
+	leaves[1].Success(now, token)
+	token, r = leaves[2].Admit(now, 3)
+	if !r.OK() {
+		t.Fatalf("after a success: %+v", r)
+	}
+	leaves[2].Failure(now, token, false)
+	now += time.Second
+	first, r := leaves[2].Admit(now, 3)
+	if !r.OK() {
+		t.Fatalf("its turn: %+v", r)
+	}
+	leaves[2].Failure(now, first, false)
+	if !leaves[2].near.paced.Load() {
+		t.Error("a failure does not make the others wait")
+	}
+}
