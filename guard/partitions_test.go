@@ -16,6 +16,9 @@ import (
 // an outage of 30s than one does, besides those that were under way when it began. With
 // a breaker each, they trip by 5 attempts each, and then take turns to probe.
 func TestPartitionsOfAScopeShareItsProbes(t *testing.T) {
+	if RaceEnabled {
+		t.Skip("200 sources in one bubble: run without -race")
+	}
 	const partitions, outage = 200, 30 * time.Second
 	for _, c := range []struct {
 		name  string
