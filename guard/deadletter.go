@@ -51,6 +51,7 @@ func (c *machine[M]) sentence(now time.Duration, it *item[M], why dlq.Reason) {
 				c.tally.Paced++
 			}
 			it.paid, it.verdict = true, why
+			c.undoubted(it)
 			c.park(it, soon(now, wait), ReasonLimiter)
 			return
 		}

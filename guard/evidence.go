@@ -162,6 +162,8 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 		it.wordAt = now
 	}
 	it.luck, it.class = c.life(), r.class
+	c.undoubted(it)
+	it.doubtful = c.lucks.add(int64(it.luck)) //nolint:gosec // a count
 	it.note(now, r)
 	switch {
 	case it.witness():
@@ -453,15 +455,7 @@ func (c *machine[M]) others(l *lane[M]) bool {
 	if len(c.lanes) > len(c.due)+c.ready.len()+1 {
 		return true // not all can be looked at, nor need be
 	}
-	for _, other := range c.lanes {
-		if other == l {
-			continue
-		}
-		if it := other.head(); it == nil || it.tries == 0 || it.phase == processing {
-			return true
-		}
-	}
-	return false
+	return c.telling > 1 || c.telling == 1 && !l.telling
 }
 
 // behind is how many messages stand behind the head.
@@ -503,20 +497,11 @@ func (c *machine[M]) guess(now time.Duration, it *item[M]) {
 }
 
 // fresh tells whether any unsettled message has not failed yet.
-func (c *machine[M]) fresh() (found bool) {
+func (c *machine[M]) fresh() bool {
 	if c.inPlace && c.order() != OrderNone {
-		for _, l := range c.lanes {
-			if it := l.head(); it == nil || it.tries == 0 {
-				return true
-			}
-		}
-		return false
+		return c.untried > 0
 	}
-	if c.queued > 0 {
-		return true
-	}
-	c.items(func(it *item[M]) { found = found || it.tries == 0 })
-	return found
+	return c.queued > 0 || !c.calls.empty() && c.calls.least() == 0
 }
 
 // farWitnesses is how many messages may come beyond a full window; see oneMore.
@@ -533,14 +518,10 @@ func (c *machine[M]) oneMore(n int) bool {
 	if c.parked[ReasonDLQ] > 0 {
 		return true
 	}
-	life, able, proof := c.life(), false, false
-	c.items(func(it *item[M]) {
-		if it.tries > 0 && !it.decided() {
-			able = true
-			proof = proof || it.luck == life // one for each time it fails
-		}
-	})
-	return proof || !able && !c.closed()
+	if c.lucks.empty() {
+		return !c.closed()
+	}
+	return c.lucks.most() >= int64(c.life()) //nolint:gosec // one for each time that a message fails
 }
 
 // flakiness is how often messages succeed only at a second call or later, over about

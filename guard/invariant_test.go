@@ -25,6 +25,7 @@ func TestCreditsAndProbes(t *testing.T) {
 		}
 		s := newSim(t, p)
 		s.log = rapid.Bool().Draw(t, "log")
+		s.inPlace = rapid.IntRange(0, 3).Draw(t, "in place") == 0
 		next := 0
 		dead := 0
 		var running, acking []*item[int]
@@ -40,6 +41,9 @@ func TestCreditsAndProbes(t *testing.T) {
 		}
 		check := func() {
 			if err := s.account().Check(); err != nil {
+				t.Fatal(err)
+			}
+			if err := recount(s.machine, s.now); err != nil {
 				t.Fatal(err)
 			}
 			if len(s.unmarked) > p.Window+farWitnesses {

@@ -25,11 +25,15 @@ const (
 	phaseCount
 )
 
+// live tells whether a message of that phase still needs its handler or its verdict.
+func (p phase) live() bool { return p == processing || p == waiting || p == retryWait }
+
 // entry is a message in the ring: handed over, never handled yet.
 type entry[M any] struct {
-	m    M
-	size int
-	at   time.Duration // when this process was handed it
+	m       M
+	size    int
+	at      time.Duration // when this process was handed it
+	arrival int32         // its place in the machine's arrivals
 }
 
 // item is a message outside the ring: up next, being handled, or failed.
@@ -40,7 +44,9 @@ type item[M any] struct {
 	phase phase
 
 	serial      uint64 // times it was given to a handler
-	tries       int    // handler calls so far, those that said nothing left out
+	tries       int    // handler calls so far, those that said nothing left out; see counted
+	call        int32  // the place of tries in the machine's calls, while it is not settling
+	doubtful    int32  // the place of luck in the machine's lucks, 0 for none
 	attempts    int    // those that count towards Retry.Attempts: not a probe that asks for life, not a witness
 	probes      int    // failed probes
 	firstFailed time.Duration
@@ -130,6 +136,8 @@ type lane[M any] struct {
 	depth  int        // … of so many
 	queued bool       // stands in the machine's ready list
 	parked bool       // front[turn] is processing or waits for a retry
+
+	untried, telling bool // as the machine's counts have it; see heads
 }
 
 // head is the lane's first item, nil if that is still in the ring.

@@ -59,6 +59,13 @@ type machine[M any] struct {
 	// takes them after each step.
 	condemned []*item[M]
 
+	// Of the messages that are not settling, so that nothing looks at all of them:
+	arrivals ranks // when they came, those in the ring included
+	calls    ranks // tries of those outside the ring
+	lucks    ranks // luck of those that have failed and are not decided
+	untried  int   // lanes whose head did not fail yet
+	telling  int   // … or is with a handler
+
 	lastID     uint64
 	count      [phaseCount]int
 	parked     [reasonCount]int // items in retryWait, by reason
@@ -214,7 +221,19 @@ func (c *machine[M]) move(it *item[M], to phase) {
 	if it.exhausted && it.phase != settling && (to == settling || to == idle) {
 		c.exhausted--
 	}
+	was := it.phase
 	it.phase = to
+	switch {
+	case to.live() && !was.live():
+		it.call = c.calls.add(int64(it.tries))
+	case was.live() && !to.live():
+		c.arrivals.drop(it.arrival)
+		c.calls.drop(it.call)
+		c.undoubted(it)
+	}
+	if it.lane != nil && it.lane.head() == it {
+		c.heads(it.lane)
+	}
 	if to == idle {
 		return
 	}
@@ -223,6 +242,44 @@ func (c *machine[M]) move(it *item[M], to phase) {
 		it.place = len(*list)
 		*list = append(*list, it)
 	}
+}
+
+// counted is the only place where the number of an item's calls changes.
+func (c *machine[M]) counted(it *item[M], n int) {
+	it.tries += n
+	it.call = c.calls.move(it.call, int64(it.tries))
+	if it.lane != nil && it.lane.head() == it {
+		c.heads(it.lane)
+	}
+}
+
+// undoubted takes an item off those that have failed and are not decided.
+func (c *machine[M]) undoubted(it *item[M]) {
+	if it.doubtful != 0 {
+		c.lucks.drop(it.doubtful)
+		it.doubtful = 0
+	}
+}
+
+// heads brings the counts of heads up to date with a lane whose head has changed.
+func (c *machine[M]) heads(l *lane[M]) {
+	it := l.head()
+	untried := it == nil || it.tries == 0
+	c.countHead(l, untried, untried || it.phase == processing)
+}
+
+func (c *machine[M]) countHead(l *lane[M], untried, telling bool) {
+	step := func(n *int, was *bool, is bool) {
+		switch {
+		case is && !*was:
+			*n++
+		case *was && !is:
+			*n--
+		}
+		*was = is
+	}
+	step(&c.untried, &l.untried, untried)
+	step(&c.telling, &l.telling, telling)
 }
 
 // listed is the list of the items in a phase, nil if there is none.
@@ -248,13 +305,14 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int) {
 		}
 		c.divert(now, 1)
 	}
-	e := entry[M]{m: m, size: size, at: now}
+	e := entry[M]{m: m, size: size, at: now, arrival: c.arrivals.add(int64(now))}
 	if c.order() == OrderNone {
 		c.enqueue(c.bulk, e)
 		return
 	}
 	l := c.lane(key)
 	c.enqueue(l.queue, e)
+	c.heads(l)
 	c.stand(l)
 	if c.inPlace {
 		return
@@ -277,7 +335,7 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int) {
 func (c *machine[M]) adopt(began time.Duration, m M, key uint64, size int) *item[M] {
 	c.came = max(c.came, began)
 	c.bytes += int64(size)
-	it := c.item(entry[M]{m: m, size: size, at: began})
+	it := c.item(entry[M]{m: m, size: size, at: began, arrival: c.arrivals.add(int64(began))})
 	if c.order() != OrderNone {
 		l := c.lane(key)
 		l.front = append(l.front, it)
@@ -338,6 +396,7 @@ func (c *machine[M]) stand(l *lane[M]) {
 // leave forgets a lane without messages.
 func (c *machine[M]) leave(l *lane[M]) {
 	if l.empty() && !l.queued {
+		c.countHead(l, false, false)
 		delete(c.lanes, l.key)
 		c.ring.Drop(l.queue)
 	}

@@ -524,6 +524,16 @@ func TestBackoffHolds(t *testing.T) {
 	inOrder(t, s.handled, one)
 }
 
+// everyThird admits one of three.
+type everyThird struct{ n int }
+
+func (e *everyThird) Admit(time.Duration) time.Duration {
+	if e.n++; e.n%3 == 0 {
+		return 0
+	}
+	return time.Second
+}
+
 // Every message is in exactly one state at every step of a random run.
 func TestAccountingIdentity(t *testing.T) {
 	steps := 0
@@ -539,14 +549,28 @@ func TestAccountingIdentity(t *testing.T) {
 		}
 		s := newSim(t, p)
 		s.log = rapid.Bool().Draw(t, "log")
+		s.inPlace = rapid.IntRange(0, 3).Draw(t, "in place") == 0
+		if rapid.IntRange(0, 3).Draw(t, "paced") == 0 {
+			s.letterPace = &everyThird{}
+		}
+		s.suspects = map[string]suspect{"3": {tries: 4, attempts: 4}, "4": {tries: 1, attempts: 1}, "13": {tries: 9}}
 		next, in := 0, 0
 		var running, acking []*item[int]
 		succeeded := map[uint64][]int{}
 		keyOf := func(m int) uint64 { return uint64(m) % 5 }
+		laneOf := func(m int) uint64 {
+			if order != OrderKey {
+				return 0
+			}
+			return keyOf(m)
+		}
 		down := false
 		check := func() {
 			steps++
 			if err := s.account().Check(); err != nil {
+				t.Fatal(err)
+			}
+			if err := recount(s.machine, s.now); err != nil {
 				t.Fatal(err)
 			}
 			if got := s.account().Unsettled(); got > p.Window {
@@ -563,11 +587,7 @@ func TestAccountingIdentity(t *testing.T) {
 			"put": func(t *rapid.T) {
 				for range rapid.IntRange(1, 10).Draw(t, "n") {
 					if s.room() > 0 {
-						key := keyOf(next)
-						if order != OrderKey {
-							key = 0
-						}
-						s.put(s.now, next, key, 1)
+						s.put(s.now, next, laneOf(next), 1)
 						next++
 						in++
 					}
@@ -581,6 +601,14 @@ func TestAccountingIdentity(t *testing.T) {
 					running = append(running, st.it)
 				case stepAck:
 					acking = append(acking, st.it)
+				}
+			},
+			"adopt": func(t *rapid.T) {
+				if s.quiet(s.now) {
+					s.tally.Received++
+					running = append(running, s.adopt(s.now-time.Second, next, laneOf(next), 1))
+					next++
+					in++
 				}
 			},
 			"done": func(t *rapid.T) {
@@ -608,7 +636,9 @@ func TestAccountingIdentity(t *testing.T) {
 				if err == nil {
 					succeeded[keyOf(it.m)] = append(succeeded[keyOf(it.m)], it.m)
 				}
-				st := s.done(s.now, it, failureOf(err))
+				r := failureOf(err)
+				r.name, r.known = fmt.Sprint(it.m), true
+				st := s.done(s.now, it, r)
 				for _, c := range s.condemned {
 					guess := c.exhausted && s.now-c.exhaustedAt >= p.withDefaults(Limits{}).Retry.Patience
 					if !c.permanent && !guess && c.after < proofs {

@@ -75,7 +75,7 @@ func (c *machine[M]) recall(it *item[M], r result) {
 		it.cameBack, it.luck = true, before.luck
 		return
 	}
-	it.tries += before.tries
+	c.counted(it, before.tries)
 	it.attempts += before.attempts
 	it.after += before.after
 	it.lastWord, it.wordAt = before.lastWord, before.wordAt

@@ -8,7 +8,6 @@ import (
 
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/dlq"
-	"github.com/stormguard-mq/stormguard/ringbuf"
 )
 
 // stormEvery is how often the detector looks at its three readings.
@@ -53,28 +52,12 @@ func (c *machine[M]) sweep(now time.Duration, late []*callContext) ([]*callConte
 // reading is the highest number of attempts and the age of the oldest among
 // the unsettled messages, held ones included.
 func (c *machine[M]) reading(now time.Duration) (r dlq.Reading) {
-	oldest := now
-	look := func(it *item[M]) {
-		r.Attempts = max(r.Attempts, it.tries)
-		oldest = min(oldest, it.at)
+	if !c.calls.empty() {
+		r.Attempts = int(c.calls.most())
 	}
-	c.items(look)
-	var head [1]entry[M]
-	peek := func(l *ringbuf.Lane[entry[M]]) {
-		if lease, err := l.TryLease(head[:]); err == nil {
-			lease.Release()
-			oldest = min(oldest, head[0].at)
-		}
+	if !c.arrivals.empty() {
+		r.Age = max(0, now-time.Duration(c.arrivals.least()))
 	}
-	if c.bulk != nil {
-		peek(c.bulk)
-	}
-	for _, l := range c.lanes {
-		if len(l.front) == 0 {
-			peek(l.queue)
-		}
-	}
-	r.Age = now - oldest
 	return r
 }
 
@@ -146,6 +129,7 @@ func (c *machine[M]) drain(now time.Duration) []M {
 		}
 		for _, e := range held {
 			rest = append(rest, e.m)
+			c.arrivals.drop(e.arrival)
 			c.queued--
 		}
 	}

@@ -29,7 +29,7 @@ func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 	if r.class == ClassUnknown && c.health != nil && c.health.failing.Load() {
 		r.class = ClassDependency
 	}
-	it.tries++
+	c.counted(it, 1)
 	if c.ended && word == failure {
 		word = cancelled
 	}
@@ -44,10 +44,11 @@ func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 		c.exclude(now, it)
 		c.weigh(now, it, r)
 		it.permanent = true
+		c.undoubted(it)
 		c.condemn(now, it)
 	case backoff:
 		c.exclude(now, it)
-		it.tries--
+		c.counted(it, -1)
 		wait := r.until.Sub(c.origin.Add(now))
 		if wait <= 0 {
 			wait = c.policy.Retry.Base
@@ -58,7 +59,7 @@ func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 		c.back(now, it)
 	case cancelled:
 		c.exclude(now, it)
-		it.tries--
+		c.counted(it, -1)
 		c.back(now, it)
 	default:
 		c.failed(now, it, r)
@@ -164,6 +165,7 @@ func (c *machine[M]) part(it *item[M]) {
 	it.lane = nil
 	l.front = slices.Delete(l.front, place, place+1)
 	l.parked, l.turn, l.looks, l.groups, l.rounds, l.step = false, 0, 0, 0, 0, 0
+	c.heads(l)
 	if place > 0 { // a witness: the head has the word
 		l.queued = true
 		c.ready.pushFront(l)

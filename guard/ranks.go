@@ -1,0 +1,113 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+// ranks is a multiset of numbers in order. It keeps each number once, with how many
+// messages have it, and forgets a number that none has: so it is never longer than
+// there are messages. To take one out costs the same whatever is in it; to put one in
+// takes a step for each number that is passed, from either end or from where it was.
+// The zero value is empty.
+type ranks struct {
+	nodes             []rank
+	first, last, free int32 // places: indexes in nodes plus 1; 0 is none
+}
+
+// rank is a number in ranks, and free ones are linked by next.
+type rank struct {
+	v          int64
+	n          int32 // how many have it
+	prev, next int32
+}
+
+// smallRanks is how much room empty ranks keep.
+const smallRanks = 1024
+
+func (r *ranks) at(place int32) *rank { return &r.nodes[place-1] }
+
+func (r *ranks) empty() bool { return r.first == 0 }
+
+// least and most are the ends of ranks that are not empty.
+func (r *ranks) least() int64 { return r.at(r.first).v }
+func (r *ranks) most() int64  { return r.at(r.last).v }
+
+// add puts a number in, and returns its place. It is quick near the end, and at the
+// beginning.
+func (r *ranks) add(v int64) int32 {
+	if r.first == 0 || v < r.least() {
+		return r.join(v, 0)
+	}
+	p := r.last
+	for r.at(p).v > v {
+		p = r.at(p).prev
+	}
+	return r.join(v, p)
+}
+
+// move replaces a number by another one, and returns that one's place.
+func (r *ranks) move(place int32, v int64) int32 {
+	p := place
+	for next := r.at(p).next; next != 0 && r.at(next).v <= v; next = r.at(p).next {
+		p = next
+	}
+	for p != 0 && r.at(p).v > v {
+		p = r.at(p).prev
+	}
+	to := r.join(v, p)
+	r.drop(place)
+	return to
+}
+
+// join puts a number in at the place of the greatest that is not above it, or behind it.
+func (r *ranks) join(v int64, p int32) int32 {
+	if p != 0 && r.at(p).v == v {
+		r.at(p).n++
+		return p
+	}
+	to := r.free
+	if to != 0 {
+		r.free = r.at(to).next
+	} else {
+		r.nodes = append(r.nodes, rank{})
+		to = int32(len(r.nodes)) //nolint:gosec // no more than there are messages
+	}
+	next := r.first
+	if p != 0 {
+		next = r.at(p).next
+	}
+	*r.at(to) = rank{v, 1, p, next}
+	r.link(p, to)
+	r.link(to, next)
+	return to
+}
+
+// drop takes a number out.
+func (r *ranks) drop(place int32) {
+	d := r.at(place)
+	if d.n--; d.n > 0 {
+		return
+	}
+	r.link(d.prev, d.next)
+	d.next, r.free = r.free, place
+	if r.first == 0 {
+		nodes := r.nodes[:0]
+		if cap(nodes) > smallRanks {
+			nodes = nil
+		}
+		*r = ranks{nodes: nodes}
+	}
+}
+
+// link makes two places neighbours.
+func (r *ranks) link(p, next int32) {
+	if p == 0 {
+		r.first = next
+	} else {
+		r.at(p).next = next
+	}
+	if next == 0 {
+		r.last = p
+	} else {
+		r.at(next).prev = p
+	}
+}
