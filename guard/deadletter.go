@@ -73,30 +73,77 @@ func (c *machine[M]) earn() { c.budget.Successes(c.total()) }
 // creditPoll is how often a permanently failed message looks for a credit.
 const creditPoll = 250 * time.Millisecond
 
-// deadLetterWaiting dead-letters up to n messages that have failed and wait, oldest
-// first: an operator's decision, which needs neither proof nor credit.
-func (c *machine[M]) deadLetterWaiting(n int) (done int) {
-	if !c.letters {
-		return 0
+// byHandBatch is how many messages an operator's decision dead-letters at a time, so
+// that nothing waits for the source's lock for long.
+const byHandBatch = 1024
+
+// failedWaiting is what an operator may dead-letter: the messages that have failed and
+// wait, with OrderNone all of them, otherwise the head of each lane and those that are
+// next to it. Where letters keep their place the head's letter keeps the others waiting.
+// They come as they are found; their ids are their order.
+func (c *machine[M]) failedWaiting() (all []*item[M]) {
+	for _, l := range c.lanes {
+		for i, it := range l.front {
+			if !it.failedWaits() || l.turn > 0 || i > 0 && c.inPlace {
+				break
+			}
+			all = append(all, it)
+		}
 	}
-	for done < n {
-		var oldest *item[M]
+	if c.order() == OrderNone {
 		c.items(func(it *item[M]) {
-			waits := it.tries > 0 && (it.phase == waiting || it.phase == retryWait)
-			head := it.lane == nil || it.lane.front[0] == it && it.lane.turn == 0
-			if waits && head && (oldest == nil || it.id < oldest.id) {
-				oldest = it
+			if it.failedWaits() {
+				all = append(all, it)
 			}
 		})
-		if oldest == nil {
+	}
+	return all
+}
+
+// failedWaits tells whether an item has failed, and is with no handler or writer.
+func (it *item[M]) failedWaits() bool {
+	return it.tries > 0 && (it.phase == waiting || it.phase == retryWait)
+}
+
+// deadLetterWaiting dead-letters up to n of the next messages of an operator's choice,
+// which needs neither proof nor credit, and returns those that are left. What does not
+// wait any more, or has another message in front of it, is left out. It looks through
+// the ready list once.
+func (c *machine[M]) deadLetterWaiting(chosen []*item[M], n int) (rest []*item[M], done int) {
+	looked := 0
+	for _, it := range chosen {
+		if done == n || looked == byHandBatch {
 			break
 		}
-		c.unstand(oldest)
-		c.refund(oldest)
-		c.deadLetter(oldest, dlq.ReasonOperator)
+		looked++
+		l := it.lane
+		if !it.failedWaits() || l != nil && (l.front[0] != it || l.turn > 0) {
+			continue
+		}
+		c.refund(it)
+		c.deadLetter(it, dlq.ReasonOperator)
 		done++
 	}
-	return done
+	c.tidy()
+	return chosen[looked:], done
+}
+
+// tidy takes out of the ready lists what has nothing to try any more.
+func (c *machine[M]) tidy() {
+	for range c.again.len() {
+		if it := c.again.pop(); it.phase == waiting {
+			c.again.push(it)
+		}
+	}
+	for range c.ready.len() {
+		l := c.ready.pop()
+		if !l.parked && !l.empty() {
+			c.ready.push(l)
+			continue
+		}
+		l.queued = false
+		c.leave(l)
+	}
 }
 
 // deadLetter hands an item to the dead-letter writer. Its lane goes on at once, or

@@ -4,11 +4,13 @@
 package guard
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -468,15 +470,29 @@ func (s *Source[M]) GrantCredits(n float64) {
 
 // DeadLetterWaiting dead-letters up to n messages that have failed and wait,
 // oldest first, and returns how many: an operator's decision about messages that
-// nothing proves to be poison. It needs no credit and makes no further attempt.
+// nothing proves to be poison. It needs no credit and makes no further attempt. The
+// source goes on meanwhile: what comes or fails during the call is left alone, and
+// what another attempt has taken up again by its turn.
 func (s *Source[M]) DeadLetterWaiting(n int) int {
-	now := s.g.now()
 	s.mu.Lock()
-	n = s.c.deadLetterWaiting(n)
-	s.unlock(now)
-	s.nudge()
-	s.g.log.Info(lineByHand, "source", s.cfg.Name, "reason", CauseOperator, "messages", n)
-	return n
+	var chosen []*item[M]
+	if s.c.letters && n > 0 {
+		chosen = s.c.failedWaiting()
+	}
+	s.mu.Unlock()
+	slices.SortFunc(chosen, func(a, b *item[M]) int { return cmp.Compare(a.id, b.id) })
+	done := 0
+	for done < n && len(chosen) > 0 {
+		now := s.g.now()
+		s.mu.Lock()
+		var some int
+		chosen, some = s.c.deadLetterWaiting(chosen, n-done)
+		s.unlock(now)
+		done += some
+		s.nudge()
+	}
+	s.g.log.Info(lineByHand, "source", s.cfg.Name, "reason", CauseOperator, "messages", done)
+	return done
 }
 
 // State is the source seen from outside, at one instant.
