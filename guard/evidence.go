@@ -90,6 +90,33 @@ func (c *machine[M]) life() (n uint64) {
 	return n
 }
 
+// watchEvery is how often life is looked at while a message that has failed waits.
+const watchEvery = time.Second
+
+// stale is for how long a proof of life counts, besides the delay and the calls of a
+// message that uses it.
+func (c *machine[M]) stale() time.Duration {
+	return proofFresh + c.policy.Retry.Max + 2*c.policy.Timeout
+}
+
+// watch looks at life, and keeps when it stood still for so long that what happened
+// before may have been another outage. Life that nobody has watched is taken to have
+// moved: messages lose no proof for want of a look. It is the sweep's and weigh's.
+func (c *machine[M]) watch(now time.Duration) (life uint64) {
+	life = c.life()
+	switch {
+	case now-c.watchedAt > proofFresh:
+		c.movedAt = now
+	case now-c.movedAt > c.stale():
+		c.stillAt = now
+	}
+	if life != c.lastLife {
+		c.lastLife, c.movedAt = life, now
+	}
+	c.watchedAt = now
+	return life
+}
+
 // open tells that the breaker lets nothing through but probes that ask whether the
 // dependency is back.
 func (c *machine[M]) open() bool { return !c.closed() && !c.gate.Passing() }
@@ -142,26 +169,30 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 		c.tally.FailedMessages++
 		it.firstFailed = now
 	}
+	life := c.watch(now)
+	if r.class == ClassUnknown && it.afterAt < c.stillAt {
+		it.after, it.own = 0, 0 // what it failed after was before an outage, and may have been its beginning
+	}
 	switch {
 	case it.witness(): // it is asked for others, and judged in its own turn
 		it.alive = false
 	case (it.tries > 1 || it.cameBack) && it.life > it.luck:
 		it.alive = true
 		it.own++
-		if now-c.provedAt < proofFresh {
+		if c.provedAt > 0 && now-c.provedAt < proofFresh {
 			it.giveWord(now)
 		}
 	default:
-		if it.lastWord && now-it.wordAt > proofFresh+c.policy.Retry.Max+2*c.policy.Timeout {
+		if it.lastWord && now-it.wordAt > c.stale() {
 			it.takeWord(0) // it waited for so long that this may be the next outage
 		}
 		it.alive = it.lastWord
 	}
 	if it.alive {
 		it.after++
-		it.wordAt = now
+		it.wordAt, it.afterAt = now, now
 	}
-	it.luck, it.class = c.life(), r.class
+	it.luck, it.class = life, r.class
 	c.undoubted(it)
 	it.doubtful = c.lucks.add(int64(it.luck)) //nolint:gosec // a count
 	it.note(now, r)

@@ -57,6 +57,7 @@ type item[M any] struct {
 	luck        uint64        // the same when it last failed
 	after       int           // failures after a proof of life
 	alive       bool          // so was the last one
+	afterAt     time.Duration // when it was the last time
 	own         int           // of these, such as came after another success than the one before
 	wordAt      time.Duration // when it got the last word, or used it last
 	lastWord    bool          // a message behind it has succeeded: it has the rest of its attempts

@@ -77,6 +77,10 @@ type machine[M any] struct {
 	round      round            // the look in progress
 	flaky      flakiness
 	provedAt   time.Duration      // when the latest call succeeded that was not on the closed path
+	lastLife   uint64             // life, when it was watched last …
+	watchedAt  time.Duration      // … which was then …
+	movedAt    time.Duration      // … and when it was seen to move last
+	stillAt    time.Duration      // when it had stood still for too long, the last time
 	suspecting bool               // an exhausted message waits for a proof of life
 	born       uint64             // life when the epoch began
 	suspects   map[string]suspect // of epochs before, and while the source ends of this one

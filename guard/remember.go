@@ -21,7 +21,7 @@ const maxSuspects = 1024
 type suspect struct {
 	tries, attempts, after int
 	lastWord               bool
-	wordAt                 time.Duration
+	wordAt, afterAt        time.Duration
 	luck                   uint64
 	firstFailed            time.Duration
 	failures               []attempt
@@ -78,7 +78,7 @@ func (c *machine[M]) recall(it *item[M], r result) {
 	c.counted(it, before.tries)
 	it.attempts += before.attempts
 	it.after += before.after
-	it.lastWord, it.wordAt = before.lastWord, before.wordAt
+	it.lastWord, it.wordAt, it.afterAt = before.lastWord, before.wordAt, before.afterAt
 	it.luck, it.life = before.luck, c.born
 	it.firstFailed, it.failures = before.firstFailed, before.failures
 }
@@ -88,7 +88,7 @@ func (c *machine[M]) remember(now time.Duration, it *item[M]) {
 	if it.name == "" || it.tries == 0 {
 		return
 	}
-	c.suspect(it.name, suspect{it.tries, it.attempts, it.after, it.lastWord, it.wordAt, it.luck, it.firstFailed, it.failures, now, false})
+	c.suspect(it.name, suspect{it.tries, it.attempts, it.after, it.lastWord, it.wordAt, it.afterAt, it.luck, it.firstFailed, it.failures, now, false})
 }
 
 // rememberParked keeps the life at which an item failed that was parked. It comes back

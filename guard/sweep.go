@@ -32,6 +32,9 @@ func (c *machine[M]) sweep(now time.Duration, late []*callContext) ([]*callConte
 		}
 	}
 	c.notice(now)
+	if now-c.watchedAt >= watchEvery && (!c.lucks.empty() || len(c.suspects) > 0) {
+		c.watch(now)
+	}
 	if now < c.lookAt {
 		return late, false
 	}
