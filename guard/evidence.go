@@ -194,7 +194,7 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 	}
 	it.luck, it.class = life, r.class
 	c.undoubted(it)
-	it.doubtful = c.lucks.add(int64(it.luck)) //nolint:gosec // a count
+	it.doubtful = c.lucks.add(int64(it.luck))
 	it.note(now, r)
 	switch {
 	case it.witness():
@@ -552,7 +552,7 @@ func (c *machine[M]) oneMore(n int) bool {
 	if c.lucks.empty() {
 		return !c.closed()
 	}
-	return c.lucks.most() >= int64(c.life()) //nolint:gosec // one for each time that a message fails
+	return c.lucks.most() >= int64(c.life()) // one for each time that a message fails
 }
 
 // flakiness is how often messages succeed only at a second call or later, over about

@@ -69,7 +69,7 @@ func (r *ranks) join(v int64, p int32) int32 {
 		r.free = r.at(to).next
 	} else {
 		r.nodes = append(r.nodes, rank{})
-		to = int32(len(r.nodes)) //nolint:gosec // no more than there are messages
+		to = int32(len(r.nodes))
 	}
 	next := r.first
 	if p != 0 {
