@@ -62,6 +62,31 @@ func TestMinRoom(t *testing.T) {
 	}
 }
 
+// Join of a row is Merge of a message with that row alone.
+func TestGCounterJoin(t *testing.T) {
+	c, _ := NewGCounter(origin1)
+	o, _ := NewGCounter(origin2)
+	for _, n := range []uint64{3, 0, 2} {
+		if err := o.Add(n); err != nil {
+			t.Fatal(err)
+		}
+		for range 2 {
+			if err := c.Join(origin2, o.Of(origin2)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if v, err := c.Value(); v != o.Of(origin2) || err != nil {
+			t.Errorf("%d, %v; want %d", v, err, o.Of(origin2))
+		}
+	}
+	if err := c.Join(origin2, 4); err != nil || c.Of(origin2) != 5 || c.Mark() != 2 {
+		t.Errorf("%v: an older row made it %d, mark %d", err, c.Of(origin2), c.Mark())
+	}
+	if err := c.Join(Replica{}, 1); !errors.Is(err, ErrArgument) || c.Mark() != 2 {
+		t.Error(err)
+	}
+}
+
 func TestGCounterOverflow(t *testing.T) {
 	c, _ := NewGCounter(origin1)
 	if err := c.Add(math.MaxUint64); err != nil {

@@ -80,6 +80,17 @@ func (c *GCounter) Merge(b []byte) error {
 	return eachCount(b, c.join)
 }
 
+// Join takes in what one replica has counted: Merge of one row, for a section that
+// ships rows in a layout of its own. It fails with [ErrArgument] for a name that
+// cannot be one, and keeps nothing of it.
+func (c *GCounter) Join(r Replica, n uint64) error {
+	if err := r.Validate(); err != nil {
+		return err
+	}
+	c.join(r, n)
+	return nil
+}
+
 func eachCount(b []byte, row func(Replica, uint64)) error {
 	m := read("GCounter", formatGCounter, b)
 	for m.Len() > 0 {
