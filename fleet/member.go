@@ -16,8 +16,8 @@ import (
 )
 
 // Member is one process's part in a fleet as a guard drives it: it carries what
-// happens between its breakers and a [Decider], and between its detectors and
-// [Storms]. It is a [breaker.Fleet] and a [dlq.StormFleet].
+// happens between its breakers and a [Decider], between its detectors and [Storms],
+// and between its counts and [Totals]. It is a [breaker.Fleet] and a [dlq.StormFleet].
 //
 // # Which scopes
 //
@@ -38,12 +38,13 @@ import (
 //
 // # Locks
 //
-// Lock order: Member.mu, then a lock of Verdicts, of Storms, or of the breakers
+// Lock order: Member.mu, then a lock of Verdicts, of Storms, of Totals, or of the breakers
 // and their tree. All methods are safe for concurrent use.
 type Member struct {
 	clock func() time.Duration
 	v     Decider // may be nil
 	s     *Storms // may be nil
+	t     *Totals // may be nil
 
 	mu       sync.Mutex
 	attached bool
@@ -112,6 +113,11 @@ func NewMember(clock func() time.Duration, v Decider, s *Storms) *Member {
 // OnStorm has f called, with the lock held, when a storm of the fleet begins or
 // ends. Set it before the first Step.
 func (m *Member) OnStorm(f func(StormChange)) { m.stormy = f }
+
+// CarryTotals has what guards count carried to the other processes, and what those
+// count to the guards. Without it a guard knows of its own successes only. Set it
+// before the first Step.
+func (m *Member) CarryTotals(t *Totals) { m.t = t }
 
 // Attach is [breaker.Fleet]'s. The error is [ErrAttached].
 func (m *Member) Attach(wake func()) (detach func(), err error) {
@@ -502,4 +508,20 @@ func (m *Member) Storm(key string) dlq.FleetStorm {
 	}
 	s := m.s.Storm(m.clock(), key)
 	return dlq.FleetStorm{Active: s.Active, Reporters: s.Reporters, Affected: s.Affected, Need: s.Need}
+}
+
+// Count is guard.Fleet's. The errors are those of [Totals.Count].
+func (m *Member) Count(key string, handled, failed, deadLettered uint64) error {
+	if m.t == nil {
+		return nil
+	}
+	return m.t.Count(m.clock(), key, handled, failed, deadLettered)
+}
+
+// OthersSucceeded is guard.Fleet's; see [Totals.OthersSucceeded].
+func (m *Member) OthersSucceeded(key string) (ago time.Duration, ok bool) {
+	if m.t == nil {
+		return 0, false
+	}
+	return m.t.OthersSucceeded(m.clock(), key)
 }

@@ -63,6 +63,10 @@ func TestRecordBound(t *testing.T) {
 			t.Errorf("kind %d takes %d bytes, the bound is %d", r.kind, n, maxRecord)
 		}
 	}
+	total := totalRecord{key: strings.Repeat("k", maxScope), age: maxSpan, counts: [totalKinds]uint64{1<<64 - 1, 1<<64 - 1, 1<<64 - 1}}
+	if n := len(appendTotal([]byte{wireVersion}, &total)); n > 512 {
+		t.Errorf("a total takes %d bytes, the documented room is 512", n)
+	}
 	if maxHeader+maxRecord > 2048 || 1+maxSnapshot > 1024 {
 		t.Errorf("the documented rooms are too small: %d, %d", maxHeader+maxRecord, 1+maxSnapshot)
 	}
@@ -95,6 +99,13 @@ func TestSeeds(t *testing.T) {
 	seed(t, "FuzzStorm", "two", appendSnapshot(calmly, &snapshot{key: "k", num: 2, Report: storm}))
 	seed(t, "FuzzStorm", "withdrawn", appendSnapshot([]byte{wireVersion}, &snapshot{key: "k", num: 1<<64 - 1, gone: true}))
 	seed(t, "FuzzStorm", "cut", calmly[:len(calmly)-1])
+
+	total := appendTotal([]byte{wireVersion}, &totalRecord{key: "orders", age: 250 * ms, counts: [totalKinds]uint64{7, 2, 1}})
+	most := totalRecord{key: strings.Repeat("k", maxScope), age: maxSpan, counts: [totalKinds]uint64{1<<64 - 1, 1<<64 - 1, 1<<64 - 1}}
+	seed(t, "FuzzTotals", "one", total)
+	seed(t, "FuzzTotals", "two", appendTotal(slices.Clone(total), &most))
+	seed(t, "FuzzTotals", "none", []byte{wireVersion})
+	seed(t, "FuzzTotals", "cut", total[:len(total)-1])
 }
 
 // Whatever is read is written the same way, and read as the same.

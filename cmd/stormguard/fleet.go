@@ -356,6 +356,12 @@ func printFleet(out io.Writer, s *process.Status, keys []keyRate) error {
 			fmt.Fprintf(w, "%s\t%s\t%v\t%s\n", sc.Name, sc.State, sc.Held, sc.Cause)
 		}
 	}
+	if len(s.Totals) > 0 {
+		fmt.Fprintln(w, "\nTOTAL\tHANDLED\tFAILED CALLS\tDEAD LETTERS\tPROCESSES")
+		for _, t := range s.Totals {
+			fmt.Fprintf(w, "%s\t%d\t%d\t%d\t%d\n", t.Key, t.Handled, t.Failed, t.DeadLettered, t.Processes)
+		}
+	}
 	if err := w.Flush(); err != nil {
 		return err
 	}

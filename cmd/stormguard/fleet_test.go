@@ -112,6 +112,7 @@ func TestFleetInTrouble(t *testing.T) {
 			{Name: "b", State: "lost", Heard: 90 * time.Second, Keys: []process.Key{{Key: "k", Admitted: 3, Level: 1, Cap: 5}}},
 		},
 		Scopes: []process.Scope{{Name: "g/t/0", State: "open", Held: true, Cause: "failures"}},
+		Totals: []process.Total{{Key: "g/t", Handled: 1000, Failed: 30, DeadLettered: 2, Processes: 3}},
 	}
 	var b bytes.Buffer
 	if err := printFleet(&b, &s, rates(&before, &s, 2*time.Second)); err != nil {
@@ -119,7 +120,7 @@ func TestFleetInTrouble(t *testing.T) {
 	}
 	for _, want := range []string{
 		"stranded share 50.0 %", "NOT APPLIED YET by b", "EVICTED", "PROBLEM: differs", "lost 1m30s, guest", "7 (applied 6)",
-		"l    350/s     0/s     0      0\nk    100/s     5/s     2      10\n", "g/t/0  open   true  failures",
+		"l    350/s     0/s     0      0\nk    100/s     5/s     2      10\n", "g/t/0  open   true  failures", "g/t    1000     30            2             3\n",
 	} {
 		if !strings.Contains(b.String(), want) {
 			t.Errorf("%q is not in:\n%s", want, b.String())

@@ -32,6 +32,7 @@ type Process struct {
 	charters  *fleet.Charters
 	verdicts  *fleet.Verdicts
 	storms    *fleet.Storms
+	totals    *fleet.Totals
 	journal   *fleet.Journal
 	standings *fleet.Standings
 
@@ -47,6 +48,7 @@ const (
 	sectionCharter   = "charter"
 	sectionBreakers  = "breakers"
 	sectionStorms    = "storms"
+	sectionTotals    = "totals"
 	sectionJournal   = "journal"
 	sectionStandings = "standings"
 )
@@ -117,6 +119,10 @@ func (p *Process) join(o options) (err error) {
 	}
 	p.member = fleet.NewMember(p.clock, p.verdicts, p.storms)
 	p.member.OnStorm(p.stormChanged)
+	if p.totals, err = fleet.NewTotals(p.self); err != nil {
+		return err
+	}
+	p.member.CarryTotals(p.totals)
 	if p.journal, err = fleet.NewJournal(p.cfg.Journal, p.self, time.Now); err != nil {
 		return err
 	}
@@ -128,6 +134,7 @@ func (p *Process) join(o options) (err error) {
 		gossip.WithSection(sectionCharter, p.charters),
 		gossip.WithSection(sectionBreakers, p.verdicts),
 		gossip.WithSection(sectionStorms, p.storms),
+		gossip.WithSection(sectionTotals, p.totals),
 		gossip.WithSection(sectionJournal, p.journal),
 		gossip.WithSection(sectionStandings, p.standings))...)
 	return err

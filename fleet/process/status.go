@@ -33,6 +33,17 @@ type Status struct {
 	BacklogAge time.Duration `json:"journal_backlog_age_ns"`
 
 	Scopes []Scope `json:"scopes,omitempty"` // of breakers, that this process has
+	Totals []Total `json:"totals,omitempty"` // by topic or queue of a group
+}
+
+// A Total is what the fleet has counted for a topic or queue of a group, as far as
+// this process has heard: handler calls that succeeded and failed, and dead letters.
+type Total struct {
+	Key          string `json:"key"`
+	Handled      uint64 `json:"handled"`
+	Failed       uint64 `json:"failed"`
+	DeadLettered uint64 `json:"dead_lettered"`
+	Processes    int    `json:"processes"` // lives of processes that counted
 }
 
 // A Member is a process of the roster, or one that is heard, as another one sees
@@ -145,6 +156,9 @@ func (p *Process) Status() Status {
 	s.Backlog, s.BacklogAge = j.Backlog, j.Age
 	for _, c := range p.member.Scopes() {
 		s.Scopes = append(s.Scopes, Scope{Name: c.Name, State: c.State.String(), Cause: string(c.Cause), Held: c.Held, Probing: c.Probing})
+	}
+	for _, t := range p.totals.All(nil) {
+		s.Totals = append(s.Totals, Total(t))
 	}
 	standings := p.standings.All(now, nil)
 	s.Skew = fleet.Skew(standings)
