@@ -209,6 +209,7 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 		it.exhausted, it.exhaustedAt = true, now
 		c.exhausted++
 	}
+	c.keepBurst(it)
 }
 
 // report tells the breaker and the detector of a failed call, and goes on with a
@@ -493,11 +494,15 @@ func (c *machine[M]) others(l *lane[M]) bool {
 func (l *lane[M]) behind() int { return max(0, len(l.front)-1) + l.queue.Len() }
 
 // guessAt is when a message may be taken for poison without proof; never if it may
-// not. Until something succeeds each guess waits twice as long as the last.
-func (c *machine[M]) guessAt(it *item[M]) time.Duration {
+// not. What comes together and alone fails while other processes of a fleet succeed
+// waits no longer than one message would. Until something succeeds each guess waits twice as long as the last.
+func (c *machine[M]) guessAt(now time.Duration, it *item[M]) time.Duration {
 	if !c.letters || !it.exhausted || it.class == ClassDependency || it.alive || c.fleetStorm.Active || c.stormy() && c.policy.Budget.Off ||
 		c.fresh() {
 		return never
+	}
+	if c.vouched(now) {
+		return c.vouchedAt()
 	}
 	doubt := min(c.unsettled()-1, maxDoubt)
 	if c.inPlace { // what stands behind a head was never tried, and says nothing

@@ -15,10 +15,22 @@ import (
 )
 
 // A Fleet is what a Guard asks of the other processes that run the same
-// consumers: fleet.Member is one. It decides over breakers, and compares storms.
+// consumers: fleet.Member is one. It decides over breakers, compares storms, and adds
+// up what the processes count.
 type Fleet interface {
 	breaker.Fleet
 	dlq.StormFleet
+
+	// Count adds to what this process has counted for a key since the last call:
+	// handler calls that succeeded, calls that failed, dead letters. The keys are
+	// those of the storms. The Guard calls it every 250ms, every 500ms while it is
+	// idle, also with nothing.
+	Count(key string, handled, failed, deadLettered uint64) error
+
+	// OthersSucceeded is how long ago, at most, a call for this key succeeded in
+	// another process; false if that is not known. It must not take a success for
+	// younger than it is.
+	OthersSucceeded(key string) (ago time.Duration, ok bool)
 }
 
 // WithFleet makes the Guard one of a fleet: its breakers are opened, probed and
@@ -147,6 +159,7 @@ func (g *Guard) leaveFleet() {
 	if g.fleet == nil {
 		return
 	}
+	g.shareTotals(g.now())
 	for key := range g.storms {
 		g.fleet.Withdraw(key)
 		delete(g.storms, key)

@@ -33,11 +33,12 @@ type fleetRig struct {
 	began   time.Time
 	cfg     guard.Config
 	fcfg    fleet.Config
-	pace    guard.Limiter // of dead letters
-	alone   bool          // no fleet
-	noVotes bool          // storms only
-	poison  uint64        // every so manieth message of a queue fails
-	bad     uint64        // and this one
+	pace    guard.Limiter                     // of dead letters
+	alone   bool                              // no fleet
+	noVotes bool                              // storms only
+	poison  uint64                            // every so manieth message of a queue fails
+	bad     uint64                            // and this one
+	spoiled func(queue string, n uint64) bool // and what it says; nil for none
 	names   []string
 	down    atomic.Bool // the dependency
 	slow    atomic.Bool // a call takes almost as long as it may
@@ -71,6 +72,7 @@ type party struct {
 	guard   *guard.Guard
 	v       *fleet.Verdicts
 	st      *fleet.Storms
+	tot     *fleet.Totals
 	m       *fleet.Member
 	broken  atomic.Bool // its own path
 	quit    chan struct{}
@@ -81,8 +83,8 @@ type party struct {
 // fleetLink is what one process knows of another's packets, by section.
 type fleetLink struct {
 	peer  crdt.Replica
-	acked [2]uint64 // of ours, by it
-	upto  [2]uint64 // of its, by us
+	acked [3]uint64 // of ours, by it
+	upto  [3]uint64 // of its, by us
 	sent  time.Duration
 	said  time.Duration // the last packet to it, whether it arrived or not
 	told  int           // packets to it
@@ -132,6 +134,10 @@ func (r *fleetRig) start(name string) *party {
 		if r.noVotes {
 			p.m = fleet.NewMember(p.clock, nil, p.st)
 		}
+		if p.tot, err = fleet.NewTotals(p.replica); err != nil {
+			r.t.Fatal(err)
+		}
+		p.m.CarryTotals(p.tot)
 		opts = append(opts, guard.WithFleet(p.m))
 	}
 	var err error
@@ -184,7 +190,7 @@ func heldFleet(t *testing.T, n uint64) (*fleetRig, []*party, []*fleetSource) {
 
 func (p *party) clock() time.Duration { return p.r.now() + p.offset }
 
-func (p *party) sections() [2]fleetSection { return [2]fleetSection{p.v, p.st} }
+func (p *party) sections() [3]fleetSection { return [3]fleetSection{p.v, p.st, p.tot} }
 
 // gossip sends to everybody what is new, every 50ms.
 func (p *party) gossip() {
@@ -336,7 +342,8 @@ func (p *party) handle(queue string, m *guardtest.Message) error {
 	n := guardtest.Number(m.Body)
 	p.r.mu.Lock()
 	defer p.r.mu.Unlock()
-	bad := p.r.down.Load() || p.broken.Load() || p.r.poison > 0 && n%p.r.poison == 0 || n == p.r.bad
+	bad := p.r.down.Load() || p.broken.Load() || p.r.poison > 0 && n%p.r.poison == 0 || n == p.r.bad ||
+		p.r.spoiled != nil && p.r.spoiled(queue, n)
 	p.r.calls = append(p.r.calls, fleetCall{p.r.now(), p.replica.Name, queue, n, !bad})
 	if bad {
 		return errFleetDown

@@ -55,6 +55,7 @@ type Guard struct {
 	detachFleet func()
 	waiting     map[*breaker.Breaker]bool // the sweeper's, as storms
 	storms      map[string]*stormSum      // by key
+	totals      map[string]*totalSum      // by key
 
 	// ctx ends the goroutines the Guard owns: the sweeper, and one for each
 	// letterbox with something to write.
@@ -65,6 +66,7 @@ type Guard struct {
 	mu        sync.Mutex
 	sources   map[string]controls
 	kept      map[string]kept // of sources that ended, by name
+	parted    []controls      // ended since the fleet was told the totals
 	boxes     []*letterbox
 	unwritten map[string]bool // topics or queues without a dead-letter writer, warned of
 	closed    bool
@@ -83,6 +85,8 @@ type controls interface { //nolint:interfacebloat // all that the Guard does wit
 	waits(now time.Duration) *breaker.Breaker
 	detected() (key string, storm dlq.Storm, ok bool)
 	setFleetStorm(now time.Duration, f dlq.FleetStorm)
+	counted() (key string, since totals, failing bool)
+	heardTotals(sums map[string]*totalSum, failing int)
 	nudge()
 	hasten(now time.Duration)
 	measured() *sourceMetrics
@@ -122,6 +126,7 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 		sweeper:   sweeper{wake: make(chan struct{}, 1)},
 		waiting:   make(map[*breaker.Breaker]bool),
 		storms:    make(map[string]*stormSum),
+		totals:    make(map[string]*totalSum),
 	}
 	g.journal = newJournal(g)
 	start := time.Now()
@@ -245,6 +250,9 @@ func (g *Guard) unregister(name string, s controls) {
 	if g.sources[name] == s {
 		delete(g.sources, name)
 		g.sortLocked()
+		if g.fleet != nil {
+			g.parted = append(g.parted, s)
+		}
 	}
 	g.mu.Unlock()
 	g.journal.left(s)
@@ -391,6 +399,7 @@ func (g *Guard) noteChanges(now time.Duration) (pending bool) {
 		g.look = now + stormEvery
 		g.scopes.Tick(now)
 		g.compareStorms(now)
+		g.shareTotals(now)
 	}
 	if now >= g.evict {
 		g.evict = now + time.Minute

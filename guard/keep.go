@@ -27,6 +27,7 @@ type kept struct {
 	paused    bool
 	asked     time.Duration // see machine
 	askedFor  error
+	succeeded int64 // see elsewhere
 	at        time.Duration
 }
 
@@ -68,7 +69,7 @@ func (s *Source[M]) keepLocked(now time.Duration) kept {
 	s.c.earn()
 	k := kept{
 		budget: s.c.budget.Continue(), cfg: s.c.policy.Budget, paused: s.c.paused,
-		suspects: freshSuspects(now, s.c.suspects), at: now,
+		suspects: freshSuspects(now, s.c.suspects), succeeded: s.c.elsewhere.own.Load(), at: now,
 	}
 	if s.c.life() == s.c.guessLuck {
 		k.guesses, k.guessedAt = s.c.guesses, s.c.guessedAt
@@ -96,6 +97,7 @@ func (s *Source[M]) resumeLocked(k kept) {
 	s.c.paused, s.c.guesses, s.c.guessedAt = k.paused, k.guesses, k.guessedAt
 	s.c.asked, s.c.askedFor = k.asked, k.askedFor
 	s.c.suspects = k.suspects
+	s.c.elsewhere.own.Store(k.succeeded)
 	s.c.guessLuck = s.c.born
 	if k.budget != nil && k.cfg == s.c.policy.Budget {
 		s.c.budget = k.budget

@@ -74,7 +74,9 @@ type machine[M any] struct {
 	guesses    int              // taken for poison without proof and not parked, and no success since
 	guessedAt  time.Duration    // when the last was, parked or not …
 	guessLuck  uint64           // … and what life was then
-	round      round            // the look in progress
+	burst      burst
+	elsewhere  elsewhere
+	round      round // the look in progress
 	flaky      flakiness
 	provedAt   time.Duration      // when the latest call succeeded that was not on the closed path
 	lastLife   uint64             // life, when it was watched last …

@@ -116,6 +116,7 @@ type seen struct {
 	storm   time.Duration // the machine is swept again then
 
 	detected dlq.Storm // when it last was
+	counted  totals    // what the fleet was told
 }
 
 // sweep makes time pass for one source. While the closed path is busy it costs

@@ -233,7 +233,7 @@ func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 		}
 		it.takeWord(after)
 	}
-	guessAt := c.guessAt(it)
+	guessAt := c.guessAt(now, it)
 	c.suspecting = c.suspecting || (it.exhausted || it.probes > 0) && !it.alive
 	switch {
 	case c.letters && c.guilty(now, it) && !(c.stormy() && c.policy.Budget.Off):
