@@ -119,6 +119,10 @@ var Ours = Rules{
 			Why:     "puts the parts of a fleet together with sockets and goroutines; guards get what it makes, and do not know it",
 		},
 		{
+			Path: "fleet/register", May: []string{"internal/registers"}, MayTest: []string{"internal/registertest"},
+			Why: "a leaf that adapters import: the seam and its errors, and the two drivers without a library",
+		},
+		{
 			Path: "guard", May: []string{"limiter", "breaker", "dlq", "ringbuf"},
 			MayTest: []string{"guard/guardtest", "fleet", "crdt"},
 			Why:     "the pipeline composes the leaves; brokers, transports and stores know the guard, never the reverse",
@@ -166,6 +170,8 @@ var Ours = Rules{
 
 		{Path: "internal/importrule", Why: "reads import graphs; needs nothing of ours"},
 		{Path: "internal/adaptertest", May: []string{"guard"}, Why: "what the tests of adapters share, so it knows none of them"},
+		{Path: "internal/registers", Why: "what the drivers of fleet/register share, so it knows none of them, nor the seam, which uses it too"},
+		{Path: "internal/registertest", May: []string{"fleet/register"}, Why: "one suite for every driver of fleet/register, so it knows none of them"},
 		{Path: "internal/brokers", Why: "starts brokers for tests and programs, and knows nobody who uses them"},
 	},
 

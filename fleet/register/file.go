@@ -1,0 +1,135 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package register
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/internal/registers"
+)
+
+const (
+	// fileEvery is how often a watch looks at the file.
+	fileEvery = 100 * time.Millisecond
+	// lockEvery is how often a writer tries a lock that another holds.
+	lockEvery = 2 * time.Millisecond
+)
+
+// File is a [Register] for the processes of one host: a file, beside a file for the
+// lock. A write goes to a third file, is synced, and takes the place of the first, so
+// a reader sees one document or the next, and a crash leaves one of the two. The
+// file must be on a local disk: a network's file systems may lock and rename otherwise.
+//
+// Watch reads the file ten times a second. A writer that is stopped while it has the
+// lock stops the others, not the readers.
+type File struct{ path string }
+
+var _ Register = (*File)(nil)
+
+// NewFile is the register at a path. Its folder must exist when it is used. Nothing is
+// read or written before that.
+func NewFile(path string) (*File, error) {
+	if path == "" {
+		return nil, errors.New("register: file: the path is empty")
+	}
+	return &File{path: filepath.Clean(path)}, nil
+}
+
+// Read reads the file.
+func (f *File) Read(ctx context.Context) (number uint64, document []byte, err error) {
+	if err := ctx.Err(); err != nil {
+		return 0, nil, err
+	}
+	b, err := os.ReadFile(f.path)
+	if errors.Is(err, fs.ErrNotExist) {
+		// A folder that is gone is no empty register.
+		_, err = os.Stat(filepath.Dir(f.path))
+		b = nil
+	}
+	if err != nil {
+		return 0, nil, fmt.Errorf("register: file: %w", err)
+	}
+	if b == nil {
+		return 0, nil, nil
+	}
+	number, _, document, err = registers.Decode(b)
+	if err == nil {
+		err = Check(number, document)
+	}
+	if err != nil {
+		return 0, nil, fmt.Errorf("%w: %s: %w", ErrMalformed, f.path, err)
+	}
+	return number, document, nil
+}
+
+// CompareAndSet waits for the lock, and writes. The outcome is unknown only when the
+// disk fails after the file has taken its place.
+func (f *File) CompareAndSet(ctx context.Context, number uint64, document []byte) error {
+	if err := Check(number, document); err != nil {
+		return err
+	}
+	unlock, err := f.lock(ctx)
+	if err != nil {
+		return fmt.Errorf("register: file: lock: %w", err)
+	}
+	defer unlock()
+	newest, _, err := f.Read(ctx)
+	if err != nil {
+		return err
+	}
+	if newest != number-1 {
+		return &ConflictError{Newest: newest}
+	}
+	return f.write(registers.Encode(number, "", document))
+}
+
+// write is called with the lock held. ctx is not asked any more: it takes as long as
+// the disk takes.
+func (f *File) write(b []byte) error {
+	next := f.path + ".next"
+	if err := writeSynced(next, b); err != nil {
+		return fmt.Errorf("register: file: %w", err)
+	}
+	if err := os.Rename(next, f.path); err != nil {
+		return fmt.Errorf("register: file: %w", err)
+	}
+	if err := syncFolder(filepath.Dir(f.path)); err != nil {
+		return fmt.Errorf("%w: file: %w", ErrUnknown, err)
+	}
+	return nil
+}
+
+func writeSynced(path string, b []byte) error {
+	file, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600) //nolint:gosec // the caller's path
+	if err != nil {
+		return err
+	}
+	_, err = file.Write(b)
+	return errors.Join(err, file.Sync(), file.Close())
+}
+
+// Watch reads the file ten times a second. Its time would not do: two writes within the
+// clock's tick have the same.
+func (f *File) Watch(ctx context.Context, on func(Event)) error {
+	return watch(ctx, on, func(ctx context.Context, emit func(uint64, []byte) error) error {
+		for {
+			number, document, err := f.Read(ctx)
+			if err != nil {
+				return err
+			}
+			if err := emit(number, document); err != nil {
+				return err
+			}
+			if !registers.Sleep(ctx, fileEvery) {
+				return ctx.Err()
+			}
+		}
+	})
+}

@@ -1,0 +1,141 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package register
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/internal/registers"
+)
+
+// MaxDocument is the largest size of a document: 64 KiB.
+const MaxDocument = 64 << 10
+
+var (
+	// ErrConflict means that the newest document is not the one before the number
+	// that was to be written. Nothing was written, and this attempt never will be.
+	// [errors.As] to a [*ConflictError] tells the newest number.
+	ErrConflict = errors.New("register: conflict")
+
+	// ErrUnknown means that the document may have been written, or may be written
+	// later if its number is free then. Read tells; [Settle] makes it final.
+	ErrUnknown = errors.New("register: outcome unknown")
+
+	// ErrDocument means a number of 0, or a document of a size outside 1 to
+	// [MaxDocument] bytes. Nothing was written.
+	ErrDocument = errors.New("register: document")
+
+	// ErrMalformed means that the store has a value which this package cannot read:
+	// it is damaged, of a later version, or not ours.
+	ErrMalformed = errors.New("register: malformed")
+)
+
+// ConflictError is an [ErrConflict] with the newest number, 0 if there is none. The
+// number was the newest at some instant during the call.
+type ConflictError struct{ Newest uint64 }
+
+// Error names the newest number.
+func (e *ConflictError) Error() string {
+	return fmt.Sprintf("register: conflict: the newest document is number %d", e.Newest)
+}
+
+// Is reports whether target is [ErrConflict].
+func (e *ConflictError) Is(target error) bool { return target == ErrConflict }
+
+// Register is a compare-and-set register of one numbered document. All methods are
+// safe for concurrent use, by any number of processes.
+//
+// No method waits longer than its context lives, a store that answers nothing included.
+type Register interface {
+	// Read returns the newest document and its number; 0 and nil if there is none. It
+	// sees every write that was confirmed before the call began, unless its driver says
+	// otherwise: the leader of a store may be deposed and not know it yet. It costs some
+	// round trips. The caller may keep and change document.
+	Read(ctx context.Context) (number uint64, document []byte, err error)
+
+	// CompareAndSet writes document as number, if the newest is number-1. nil means
+	// that it is written, as safely as the store keeps anything. Otherwise the error is
+	//
+	//   - [ErrConflict], with the newest number: not written, and never will be;
+	//   - [ErrUnknown]: written, or not, or not yet;
+	//   - [ErrDocument]: refused before it was sent;
+	//   - any other: not written, and never will be.
+	//
+	// It tries once, and not at all if ctx has ended before. It costs some round trips,
+	// and the store's write to disk.
+	CompareAndSet(ctx context.Context, number uint64, document []byte) error
+
+	// Watch calls on with the newest document: at first, after each change, and when
+	// the store is back after it was away. Numbers never fall. A number may be left out
+	// when the next one follows soon. While the store is away, on is called once, with
+	// the error; Watch goes on trying. A store whose number fell counts as away.
+	//
+	// Watch returns the context's error, when ctx ends, and nothing else. It calls on
+	// from one goroutine at a time, and never after it has returned. A slow on delays
+	// its own Watch only.
+	Watch(ctx context.Context, on func(Event)) error
+}
+
+// An Event is what [Register.Watch] tells.
+type Event struct {
+	// Number of the newest document; 0 if there is none. Unset with Err.
+	Number uint64
+	// Document is the newest; nil if there is none. The callee may keep it, and must
+	// not change it.
+	Document []byte
+	// Err is why the store is away; nil otherwise. The previous event's document is
+	// still the newest that is known.
+	Err error
+}
+
+// Check returns an [ErrDocument] if a number or a document cannot be written. It is
+// for drivers.
+func Check(number uint64, document []byte) error {
+	if number == 0 {
+		return fmt.Errorf("%w: number 0: it must be at least 1", ErrDocument)
+	}
+	if n := len(document); n < 1 || n > MaxDocument {
+		return fmt.Errorf("%w: %d bytes: it must be 1 to %d", ErrDocument, n, MaxDocument)
+	}
+	return nil
+}
+
+// Settle makes sure that number is taken, so that a write of it whose outcome is
+// unknown cannot happen later. If number is free, Settle writes noop: a document
+// that means the same as the one before it. It returns the newest document and its
+// number, which is at least number.
+//
+// If that is number itself, the caller compares the document with its own. If it is
+// more, somebody built upon number meanwhile, and the caller finds its id in the
+// newest document if that carries its predecessors' ids.
+//
+// Settle tries until ctx ends; then the outcome is as unknown as before. number must
+// have been one above the newest when it was written: below that, Settle returns an
+// [ErrConflict].
+func Settle(ctx context.Context, r Register, number uint64, noop []byte) (newest uint64, document []byte, err error) {
+	for {
+		newest, document, err = r.Read(ctx)
+		if err == nil && newest >= number {
+			return newest, document, nil
+		}
+		if err == nil && newest+1 < number {
+			return newest, document, &ConflictError{Newest: newest}
+		}
+		if err == nil {
+			err = r.CompareAndSet(ctx, number, noop)
+		}
+		if errors.Is(err, ErrDocument) || errors.Is(err, ErrMalformed) {
+			return 0, nil, err
+		}
+		if err != nil && !errors.Is(err, ErrConflict) && !registers.Sleep(ctx, settleEvery) {
+			return 0, nil, errors.Join(ctx.Err(), err)
+		}
+	}
+}
+
+// settleEvery is the pause after a try that failed.
+const settleEvery = 50 * time.Millisecond
