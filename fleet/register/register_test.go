@@ -165,6 +165,7 @@ type late struct {
 	register.Memory
 
 	delay  time.Duration
+	sent   func() // nil, or called when a write is on its way
 	writes sync.WaitGroup
 }
 
@@ -178,6 +179,9 @@ func (l *late) CompareAndSet(ctx context.Context, number uint64, document []byte
 		time.Sleep(delay)
 		answer <- l.Memory.CompareAndSet(context.WithoutCancel(ctx), number, document)
 	})
+	if l.sent != nil {
+		l.sent()
+	}
 	select {
 	case err := <-answer:
 		return err
@@ -196,12 +200,12 @@ func TestLate(t *testing.T) {
 	})
 
 	l := new(late)
-	over, cancel := context.WithTimeout(t.Context(), time.Microsecond)
-	defer cancel()
-	l.delay = 20 * time.Millisecond
-	if err := l.CompareAndSet(over, 1, []byte("late")); !errors.Is(err, context.DeadlineExceeded) {
-		t.Fatalf("got %v, want an outcome that is unknown", err)
+	over, cancel := context.WithCancel(t.Context())
+	l.delay, l.sent = 20*time.Millisecond, cancel
+	if err := l.CompareAndSet(over, 1, []byte("late")); !errors.Is(err, register.ErrUnknown) {
+		t.Fatalf("got %v, want ErrUnknown", err)
 	}
+	l.sent, l.delay = nil, 0
 	n, document, err := register.Settle(t.Context(), l, 1, []byte("noop"))
 	if n != 1 || err != nil {
 		t.Fatalf("Settle: number %d, %v", n, err)

@@ -151,8 +151,9 @@ var Ours = Rules{
 		{Path: "crdt", Why: "a leaf: replicated data types and nothing of ours"},
 		{Path: "breaker", Why: "a leaf: usable without the rest"},
 		{
-			Path: "breaker/etcd", May: []string{"breaker", "fleet", "crdt"}, MayTest: []string{"guard", "guard/guardtest", "internal/brokers"},
-			Why: "an authority for those who want one, behind the breaker's own interface; what a vote means and what is done to breakers is fleet's, or there were two truths",
+			Path: "breaker/etcd", May: []string{"breaker", "fleet", "fleet/register", "crdt", "internal/registers"},
+			MayTest: []string{"guard", "guard/guardtest", "internal/brokers", "internal/registertest"},
+			Why:     "an authority for those who want one, behind the breaker's own interface; what a vote means and what is done to breakers is fleet's, or there were two truths",
 		},
 		{Path: "dlq", Why: "a leaf: records, budget and detector are usable without a guard"},
 		{Path: "dlq/archive", May: []string{"dlq"}, Why: "what archives share; the interface is in dlq"},

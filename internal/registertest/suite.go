@@ -175,9 +175,9 @@ func duels(t *testing.T, p Place) {
 	d := newDuel(t, p)
 	d.watch("early", 0)
 	d.watch("slow", 20*time.Millisecond)
-	d.write(6, 60, func() time.Duration { return patience })
+	d.write(4, 30, func() time.Duration { return patience })
 	d.watch("late", 0)
-	d.write(6, 80, func() time.Duration { return patience })
+	d.write(4, 40, func() time.Duration { return patience })
 	d.judge(false)
 }
 
@@ -186,11 +186,11 @@ func ended(t *testing.T, p Place) {
 	d := newDuel(t, p)
 	d.watch("watch", 0)
 	begun := time.Now()
-	d.write(1, 10, func() time.Duration { return patience })
-	took := time.Since(begun) / 10 // a read and a write
+	d.write(1, 6, func() time.Duration { return patience })
+	took := time.Since(begun) / 6 // a read and a write
 	unknown := 0
-	for round := uint64(1); round <= 10 && unknown < 5; round++ {
-		d.write(4, d.newest()+10, func() time.Duration { return rand.N(2*took) + time.Microsecond })
+	for round := uint64(1); round <= 6 && unknown < 5; round++ {
+		d.write(2, d.newest()+5, func() time.Duration { return rand.N(2*took) + time.Microsecond })
 		unknown = d.count(func(a attempt) bool { return errors.Is(a.err, register.ErrUnknown) })
 	}
 	t.Logf("a read and a write take %s; of %d writes %d had an unknown outcome", took, len(d.attempts), unknown)
@@ -242,14 +242,14 @@ func Fault(t *testing.T, p Place) {
 
 	number := d.newest()
 	if number == 0 {
-		d.write(4, 20, func() time.Duration { return 5 * time.Second })
+		d.write(2, 5, func() time.Duration { return 5 * time.Second })
 	}
 	d.watch("middle", 0)
 	number = d.newest()
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		d.write(4, number+20, func() time.Duration { return 700 * time.Millisecond })
+		d.write(4, number+10, func() time.Duration { return 700 * time.Millisecond })
 	}()
 	eventually(t, "some are written", p.Within, func() bool { return early.number() >= number+5 })
 	p.Break(t)
@@ -257,7 +257,7 @@ func Fault(t *testing.T, p Place) {
 	eventually(t, "the watch says that the store is away", notices, func() bool { return early.errs() == 2 })
 	mend()
 	<-done
-	d.write(4, d.newest()+5, func() time.Duration { return 5 * time.Second })
+	d.write(2, d.newest()+5, func() time.Duration { return 5 * time.Second })
 	d.judge(true)
 	if n := early.errs(); n != 2 {
 		t.Errorf("the watch said %d times that the store is away, and it was twice", n)
