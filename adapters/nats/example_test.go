@@ -248,3 +248,25 @@ func ExampleNewDLQ() {
 	// true
 	// stream DEAD does not exist: nats stream add DEAD --subjects 'dlq.DEAD.*.*' --storage file --retention limits --replicas 1 --dupe-window 10m0s --defaults
 }
+
+// The configuration of a fleet in a bucket of JetStream.
+func ExampleNewRegister() { //nolint:testableexamples // it needs a server
+	nc, err := natsgo.Connect("nats://127.0.0.1:4222", natsgo.MaxReconnects(-1))
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer nc.Close()
+	js, err := jetstream.New(nc)
+	if err != nil {
+		log.Print(err)
+		return
+	}
+	r, err := nats.NewRegister(js, nats.RegisterConfig{Bucket: "payments", Replicas: 3})
+	if err != nil {
+		log.Print(err)
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+	defer cancel()
+	fmt.Println(r.CompareAndSet(ctx, 1, []byte("rate: 1000")))
+}

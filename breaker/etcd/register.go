@@ -123,22 +123,23 @@ func (r *Register) Watch(ctx context.Context, on func(register.Event)) error {
 func (r *Register) session(ctx context.Context, emit func(uint64, []byte) error) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	look := func() (at int64, err error) {
+	var seen int64 // the revision of etcd at the last look
+	look := func() error {
 		ctx, cancel := context.WithTimeout(ctx, registers.Pulse)
 		defer cancel()
 		number, document, _, at, err := r.get(ctx)
-		if err == nil {
-			err = emit(number, document)
+		if err != nil {
+			return err
 		}
-		return at, err
+		seen = at
+		return emit(number, document)
 	}
-	at, err := look()
-	if err != nil {
+	if err := look(); err != nil {
 		return err
 	}
 	watcher := clientv3.NewWatcher(r.client)
 	defer watcher.Close() //nolint:errcheck // its context has ended
-	changes := watcher.Watch(clientv3.WithRequireLeader(ctx), r.key, clientv3.WithRev(at+1))
+	changes := watcher.Watch(clientv3.WithRequireLeader(ctx), r.key, clientv3.WithRev(seen+1))
 	pulse := time.NewTicker(registers.Pulse)
 	defer pulse.Stop()
 	for {
@@ -154,6 +155,9 @@ func (r *Register) session(ctx context.Context, emit func(uint64, []byte) error)
 				continue
 			}
 			e := resp.Events[len(resp.Events)-1]
+			if e.GetKv().GetModRevision() <= seen { // a look was faster
+				continue
+			}
 			var kvs []*mvccpb.KeyValue
 			if e.IsCreate() || e.IsModify() {
 				kvs = append(kvs, e.GetKv())
@@ -166,7 +170,7 @@ func (r *Register) session(ctx context.Context, emit func(uint64, []byte) error)
 				return err
 			}
 		case <-pulse.C:
-			if _, err := look(); err != nil {
+			if err := look(); err != nil {
 				return err
 			}
 		}

@@ -89,18 +89,18 @@ var Ours = Rules{
 		},
 
 		{
-			Path: "adapters/kafka", May: []string{"guard", "dlq"},
-			MayTest: []string{"guard/guardtest", "breaker", "internal/adaptertest", "internal/brokers"},
+			Path: "adapters/kafka", May: []string{"guard", "dlq", "fleet/register", "internal/registers"},
+			MayTest: []string{"guard/guardtest", "breaker", "internal/adaptertest", "internal/brokers", "internal/registertest"},
 			Why:     "an adapter touches one broker and decides nothing; adapters never import each other",
 		},
 		{
-			Path: "adapters/amqp", May: []string{"guard", "dlq"},
-			MayTest: []string{"guard/guardtest", "breaker", "limiter", "internal/adaptertest", "internal/brokers"},
+			Path: "adapters/amqp", May: []string{"guard", "dlq", "fleet/register", "internal/registers"},
+			MayTest: []string{"guard/guardtest", "breaker", "limiter", "internal/adaptertest", "internal/brokers", "internal/registertest"},
 			Why:     "an adapter touches one broker and decides nothing; adapters never import each other",
 		},
 		{
-			Path: "adapters/nats", May: []string{"guard", "dlq"},
-			MayTest: []string{"guard/guardtest", "breaker", "internal/adaptertest", "internal/brokers"},
+			Path: "adapters/nats", May: []string{"guard", "dlq", "fleet/register", "internal/registers"},
+			MayTest: []string{"guard/guardtest", "breaker", "internal/adaptertest", "internal/brokers", "internal/registertest"},
 			Why:     "an adapter touches one broker and decides nothing; adapters never import each other",
 		},
 		{

@@ -27,7 +27,8 @@ const (
 // Watch runs sessions, one after the other, until ctx ends, and returns its error. A
 // session connects, hands the newest document to emit, then each later one, and ends
 // with an error when it hears no more. emit returns an error that the session must
-// return.
+// return. Within a session what emit is given must not go back, news that a look has
+// overtaken included: that would say that the store went back.
 //
 // on hears of a document, or of an error once while no session has a document. It is
 // called on the goroutine of Watch if the session calls emit there.

@@ -133,7 +133,7 @@ func conflict(t *testing.T, err error, newest uint64) {
 	t.Helper()
 	var c *register.ConflictError
 	if !errors.Is(err, register.ErrConflict) || !errors.As(err, &c) {
-		t.Fatalf("got %v, want ErrConflict", err)
+		t.Fatalf("got %q, want ErrConflict", fmt.Sprint(err))
 	}
 	if c.Newest != newest {
 		t.Errorf("conflict names number %d, want %d", c.Newest, newest)
