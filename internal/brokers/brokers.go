@@ -31,6 +31,7 @@ const (
 	NATS      Kind = "nats"
 	Redis     Kind = "redis" // no broker, but started and killed like one
 	Etcd      Kind = "etcd"
+	Postgres  Kind = "postgres"
 )
 
 // ErrLeftOut means that this machine cannot run the kind: no root, or a package
@@ -97,8 +98,8 @@ func Start(ctx context.Context, k Kind, o Options) (*Broker, error) {
 }
 
 // Addr is host:port for Kafka, comma-separated with several nodes, and a URL for
-// the others: amqp://user:password@host:port/, nats://host:port, redis://host:port or
-// http://host:port. It stays the same until Stop.
+// the others: amqp://user:password@host:port/, nats://host:port, redis://host:port,
+// http://host:port or postgres://user@host:port/database. It stays the same until Stop.
 func (b *Broker) Addr() string { return b.addr }
 
 // Name tells the instance from others of its kind.

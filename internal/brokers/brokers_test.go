@@ -33,7 +33,7 @@ func hosts(t *testing.T, k Kind, addr string) []string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if want := map[Kind]string{RabbitMQ: "amqp", RabbitMQ4: "amqp", NATS: "nats", Redis: "redis", Etcd: "http"}[k]; u.Scheme != want {
+	if want := map[Kind]string{RabbitMQ: "amqp", RabbitMQ4: "amqp", NATS: "nats", Redis: "redis", Etcd: "http", Postgres: "postgres"}[k]; u.Scheme != want {
 		t.Errorf("address %s: scheme %s, want %s", addr, u.Scheme, want)
 	}
 	return []string{u.Host}
@@ -61,7 +61,7 @@ func mustInfo(t *testing.T, b *Broker) map[string]string {
 // A crash and a restart keep ports and data; a stop leaves nothing.
 func TestLife(t *testing.T) {
 	t.Parallel()
-	for _, k := range []Kind{Kafka, RabbitMQ, RabbitMQ4, NATS, Redis, Etcd} {
+	for _, k := range []Kind{Kafka, RabbitMQ, RabbitMQ4, NATS, Redis, Etcd, Postgres} {
 		t.Run(string(k), func(t *testing.T) {
 			t.Parallel()
 			b := StartForTest(t, k, Options{})
@@ -71,7 +71,7 @@ func TestLife(t *testing.T) {
 			}
 			before := mustInfo(t, b)
 			t.Logf("%s at %s", before["version"], b.Addr())
-			if prefix := map[Kind]string{Kafka: "Kafka 4.", RabbitMQ: "RabbitMQ 3.", RabbitMQ4: "RabbitMQ 4.", NATS: "nats-server 2.", Redis: "Redis ", Etcd: "etcd 3."}[k]; !strings.HasPrefix(before["version"], prefix) {
+			if prefix := map[Kind]string{Kafka: "Kafka 4.", RabbitMQ: "RabbitMQ 3.", RabbitMQ4: "RabbitMQ 4.", NATS: "nats-server 2.", Redis: "Redis ", Etcd: "etcd 3.", Postgres: "PostgreSQL "}[k]; !strings.HasPrefix(before["version"], prefix) {
 				t.Errorf("version %q, want %q…", before["version"], prefix)
 			}
 			marks := dataFiles(t, before["directory"])
@@ -124,7 +124,7 @@ func TestLife(t *testing.T) {
 func dataFiles(t *testing.T, dir string) []string {
 	t.Helper()
 	var files []string
-	for _, pattern := range []string{"1/data/meta.properties", "1/data/*/cluster_nodes.config", "1/data/*/schema.DAT", "1/store/jetstream", "1/appendonlydir/*.aof", "1/data/member/snap/db"} {
+	for _, pattern := range []string{"1/data/meta.properties", "1/data/*/cluster_nodes.config", "1/data/*/schema.DAT", "1/store/jetstream", "1/appendonlydir/*.aof", "1/data/member/snap/db", "1/pgdata/PG_VERSION"} {
 		found, err := filepath.Glob(filepath.Join(dir, pattern))
 		if err != nil {
 			t.Fatal(err)

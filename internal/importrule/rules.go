@@ -123,6 +123,10 @@ var Ours = Rules{
 			Why: "a leaf that adapters import: the seam and its errors, and the two drivers without a library",
 		},
 		{
+			Path: "fleet/register/postgres", May: []string{"fleet/register", "internal/registers"}, MayTest: []string{"internal/brokers", "internal/registertest"},
+			Why: "one outside library, behind the register's own interface",
+		},
+		{
 			Path: "guard", May: []string{"limiter", "breaker", "dlq", "ringbuf"},
 			MayTest: []string{"guard/guardtest", "fleet", "crdt"},
 			Why:     "the pipeline composes the leaves; brokers, transports and stores know the guard, never the reverse",
@@ -235,6 +239,10 @@ var Ours = Rules{
 		{
 			Imports: "google.golang.org/grpc", Rooms: append([]string{"limiter/limitgrpc"}, programs...),
 			Why: "the interceptors' types; programs hand them to their server",
+		},
+		{
+			Imports: "github.com/jackc/pgx", Rooms: append([]string{"fleet/register/postgres"}, programs...),
+			Why: "the client of PostgreSQL; programs hand their pool to the register",
 		},
 		{Imports: "google.golang.org/genproto/googleapis/rpc", Rooms: []string{"limiter/limitgrpc"}, Why: "RetryInfo, the detail of a denial"},
 		{Imports: "google.golang.org/protobuf", Rooms: []string{"limiter/limitgrpc"}, Why: "the duration in a RetryInfo"},
