@@ -252,3 +252,24 @@ func ExampleInspect() {
 	// Output:
 	// client → Consumer.Return.Errors = true, and go kafka.WatchErrors(ctx, group, log)
 }
+
+// The configuration of a fleet in a topic of one partition.
+func ExampleNewRegister() {
+	addrs, config, topic, _, stop := demo()
+	defer stop()
+	r, err := kafka.NewRegister(addrs, config, kafka.RegisterConfig{Topic: topic + ".configuration"})
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer r.Close()
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	fmt.Println(r.CompareAndSet(ctx, 1, []byte("rate: 1000")))
+	fmt.Println(r.CompareAndSet(ctx, 1, []byte("rate: 2000")))
+	number, document, err := r.Read(ctx)
+	fmt.Println(number, string(document), err)
+	// Output:
+	// <nil>
+	// register: conflict: the newest document is number 1
+	// 1 rate: 1000 <nil>
+}
