@@ -4,7 +4,10 @@
 package amqp_test
 
 import (
+	"context"
 	"fmt"
+	"log"
+	"time"
 
 	"github.com/rabbitmq/amqp091-go"
 
@@ -35,4 +38,19 @@ func ExampleDialer_Validate() {
 	// Output:
 	// amqp: Dialer.URLs[0]: not of the form amqp://user:password@host:port/vhost
 	// amqp: unsuitable configuration: Dialer.Config.Recovery: must be nil: after the client's own recovery an ack of an old delivery acks another message; connections are made anew here
+}
+
+// The configuration of a fleet in a stream.
+func ExampleNewRegister() { //nolint:testableexamples // it needs a RabbitMQ
+	r, err := amqp.NewRegister(
+		amqp.Dial("amqp://payments@rabbit-1/", "amqp://payments@rabbit-2/", "amqp://payments@rabbit-3/"),
+		amqp.RegisterConfig{Stream: "payments.configuration"},
+	)
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer r.Close()
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+	defer cancel()
+	fmt.Println(r.CompareAndSet(ctx, 1, []byte("rate: 1000")))
 }
