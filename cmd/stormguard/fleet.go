@@ -6,12 +6,18 @@ package main
 import (
 	"bytes"
 	"context"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/base64"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"net/http"
+	"net/netip"
 	"net/url"
+	"os"
 	"slices"
 	"strings"
 	"text/tabwriter"
@@ -19,6 +25,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/stormguard-mq/stormguard/crdt/gossip"
 	"github.com/stormguard-mq/stormguard/fleet/process"
 )
 
@@ -33,14 +40,16 @@ run" starts processes to try it with:
   stormguard fleet run --name a --roster a,b,c --bind 127.0.0.1:7001 --http 127.0.0.1:8001
   stormguard fleet run --name b --roster a,b,c --bind 127.0.0.1:7002 --seed 127.0.0.1:7001
   stormguard fleet run --name c --roster a,b,c --bind 127.0.0.1:7003 --seed 127.0.0.1:7001
-  stormguard fleet --url http://127.0.0.1:8001 --watch`
+  stormguard fleet --url http://127.0.0.1:8001 --watch
+
+A handler that listens beyond loopback needs https and --token-file.`
 
 const defaultFleetURL = "http://127.0.0.1:8790"
 
 // operator is what the fleet's commands share: where to ask.
 type operator struct {
-	url  string
-	json bool
+	url, ca, tokenFile string
+	json               bool
 }
 
 func newFleet() *cobra.Command {
@@ -59,10 +68,31 @@ func newFleet() *cobra.Command {
 	asking := []*cobra.Command{newFleetEvict(&op), newFleetSet(&op), newFleetReset(&op), newFleetJournal(&op)}
 	for _, c := range append(asking, cmd) {
 		c.Flags().StringVar(&op.url, "url", defaultFleetURL, "where a process of the fleet serves its handler")
+		c.Flags().StringVar(&op.tokenFile, "token-file", "", "`file` whose first line is NAME SECRET: the token to send")
+		c.Flags().StringVar(&op.ca, "ca", "", "PEM `file` of the certificates to trust (default: the system's)")
 		c.Flags().BoolVar(&op.json, "json", false, "print what the process answers")
 	}
-	cmd.AddCommand(append(asking, newFleetRun())...)
+	cmd.AddCommand(append(asking, newFleetRun(), newFleetKeygen())...)
 	return cmd
+}
+
+func newFleetKeygen() *cobra.Command {
+	return &cobra.Command{
+		Use:   "keygen",
+		Short: "Print a new key for the fleet's gossip: 32 random bytes, base64",
+		Long: `Print a new key for the fleet's gossip: 32 random bytes, base64. Keep it in a file
+that only the fleet's processes can read, the same for all of them:
+
+  (umask 077; stormguard fleet keygen > fleet.key)
+  stormguard fleet run --keys fleet.key --bind :7946 ...`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			var key [gossip.KeySize]byte
+			_, _ = rand.Read(key[:]) // never fails
+			_, err := fmt.Fprintln(cmd.OutOrStdout(), base64.StdEncoding.EncodeToString(key[:]))
+			return err
+		},
+	}
 }
 
 func newFleetEvict(op *operator) *cobra.Command {
@@ -176,6 +206,64 @@ func (op *operator) change(cmd *cobra.Command, path string, body any, done strin
 	return err
 }
 
+// client is what sends r, after it was given the token.
+func (op *operator) client(r *http.Request) (*http.Client, error) {
+	transport := &http.Transport{DisableKeepAlives: true}
+	if op.ca != "" {
+		pem, err := os.ReadFile(op.ca)
+		if err != nil {
+			return nil, fmt.Errorf("--ca: %w", err)
+		}
+		roots := x509.NewCertPool()
+		if !roots.AppendCertsFromPEM(pem) {
+			return nil, fmt.Errorf("--ca %s: no certificate in it", op.ca)
+		}
+		transport.TLSClientConfig = &tls.Config{RootCAs: roots, MinVersion: tls.VersionTLS12}
+	}
+	if op.tokenFile != "" {
+		tokens, err := readTokens("--token-file", op.tokenFile)
+		if err != nil {
+			return nil, err
+		}
+		if r.URL.Scheme != "https" && !isLoopback(r.URL.Hostname()) {
+			return nil, usageError{fmt.Errorf("--token-file: %s would carry the token unencrypted; use https", op.url)}
+		}
+		r.Header.Set("Authorization", "Bearer "+tokens[0].Secret)
+	}
+	stay := func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse } // a token goes nowhere else
+	return &http.Client{Transport: transport, CheckRedirect: stay}, nil
+}
+
+func isLoopback(host string) bool {
+	ip, err := netip.ParseAddr(host)
+	return host == "localhost" || err == nil && ip.Unmap().IsLoopback()
+}
+
+// readTokens reads tokens: one "NAME SECRET" a line; # begins a comment.
+func readTokens(flag, path string) ([]process.Token, error) {
+	text, err := os.ReadFile(path) //nolint:gosec // the operator's own
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", flag, err)
+	}
+	var tokens []process.Token
+	for n, line := range strings.Split(string(text), "\n") {
+		line, _, _ = strings.Cut(line, "#")
+		switch words := strings.Fields(line); {
+		case len(words) == 0:
+		case len(words) != 2 || len(words[1]) < minToken:
+			return nil, fmt.Errorf("%s %s: line %d is not NAME SECRET, with a secret of %d bytes or more", flag, path, n+1, minToken)
+		default:
+			tokens = append(tokens, process.Token{Name: words[0], Secret: words[1]})
+		}
+	}
+	if len(tokens) == 0 {
+		return nil, fmt.Errorf("%s %s: no token in it", flag, path)
+	}
+	return tokens, nil
+}
+
+const minToken = 16 // bytes, as process.Token says
+
 // ask sends one request, and reads the answer into out too.
 func (op *operator) ask(ctx context.Context, method, path string, body, out any) ([]byte, error) {
 	ctx, cancel := context.WithTimeout(ctx, 15*time.Second)
@@ -199,7 +287,13 @@ func (op *operator) ask(ctx context.Context, method, path string, body, out any)
 	if err != nil {
 		return nil, usageError{fmt.Errorf("--url %q: %w", op.url, err)}
 	}
-	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
+	if method != http.MethodGet {
+		r.Header.Set("Content-Type", "application/json")
+	}
+	client, err := op.client(r)
+	if err != nil {
+		return nil, err
+	}
 	a, err := client.Do(r)
 	if err != nil {
 		return nil, fmt.Errorf("nobody answers for a fleet at %s: %w", op.url, errors.Unwrap(err))

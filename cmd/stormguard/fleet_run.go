@@ -6,6 +6,7 @@ package main
 import (
 	"bufio"
 	"context"
+	"crypto/tls"
 	"encoding/base64"
 	"errors"
 	"fmt"
@@ -13,6 +14,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"net/netip"
 	"os"
 	"slices"
 	"strings"
@@ -30,6 +32,8 @@ messages a second of --key, prints what it was granted each second, and serves t
 handler that the other fleet commands ask. To try a network, a set of keys or a
 roster out before a consumer depends on it.
 
+--bind beyond loopback needs --keys ("stormguard fleet keygen" makes one).
+
 A name that is not in --roster joins, with a share of the others' weight. An
 interrupt makes it leave: it gives its share to the others.`
 
@@ -38,6 +42,9 @@ type fleetRun struct {
 	name, fleet, zone, region string
 	roster, seeds             []string
 	bind, http, network, keys string
+	httpCert, httpKey         string
+	httpTokens                string
+	insecure                  bool
 	key                       string
 	rate                      float64
 	burst, demand             int
@@ -69,7 +76,11 @@ func newFleetRun() *cobra.Command {
 	f.StringSliceVar(&run.roster, "roster", nil, "names of the founders, the same for all processes")
 	f.StringSliceVar(&run.seeds, "seed", nil, "host:port of processes to ask")
 	f.StringVar(&run.bind, "bind", "127.0.0.1:0", "host:port to listen on, UDP and TCP")
-	f.StringVar(&run.http, "http", "", "host:port to serve the handler on; none if empty")
+	f.BoolVar(&run.insecure, "insecure", false, "allow --bind beyond loopback without --keys: whoever reaches the port can change the fleet")
+	f.StringVar(&run.http, "http", "", "host:port to serve the handler on; none if empty. Beyond loopback it needs the next three")
+	f.StringVar(&run.httpTokens, "http-tokens", "", "`file` with one NAME SECRET a line: the tokens that are let in")
+	f.StringVar(&run.httpCert, "http-cert", "", "PEM `file` of the handler's certificate, with --http-key")
+	f.StringVar(&run.httpKey, "http-key", "", "PEM `file` of its private key")
 	f.StringVar(&run.network, "network", gossip.UDP, "udp, or tcp where UDP is dropped")
 	f.StringVar(&run.keys, "keys", "", "a file with one base64 key of 32 bytes a line; the first encrypts, all are read")
 	f.StringVar(&run.zone, "zone", "", "where it runs")
@@ -89,7 +100,7 @@ func (r *fleetRun) config() process.Config {
 		Limits: limiter.Config{Limit: limiter.Limit{Rate: r.rate, Burst: r.burst}, Roster: limiter.Roster{Guests: true}},
 		Gossip: gossip.NodeConfig{
 			Config: gossip.Config{Zone: r.zone, Region: r.region},
-			Bind:   r.bind, Network: r.network, Seeds: r.seeds,
+			Bind:   r.bind, Insecure: r.insecure, Network: r.network, Seeds: r.seeds,
 		},
 	}
 	for _, n := range r.roster {
@@ -119,20 +130,11 @@ func (r *fleetRun) run(ctx context.Context, stdout, stderr io.Writer) error {
 		fmt.Fprintf(stdout, "%s listens on %s\n", r.name, node.Addr())
 	}
 	if r.http != "" {
-		ln, err := new(net.ListenConfig).Listen(ctx, "tcp", r.http)
+		stop, err := r.serve(ctx, p, stdout, stderr)
 		if err != nil {
-			return fmt.Errorf("--http: %w", err)
+			return err
 		}
-		server := &http.Server{Handler: p.Handler(), ReadHeaderTimeout: 5 * time.Second}
-		fmt.Fprintf(stdout, "%s answers at http://%s\n", r.name, ln.Addr())
-		served := make(chan error, 1)
-		go func() { served <- server.Serve(ln) }()
-		defer func() {
-			_ = server.Close()
-			if err := <-served; !errors.Is(err, http.ErrServerClosed) {
-				fmt.Fprintf(stderr, "stormguard: --http: %v\n", err)
-			}
-		}()
+		defer stop()
 	}
 	work, stop := context.WithCancel(ctx)
 	defer stop()
@@ -150,6 +152,50 @@ func (r *fleetRun) run(ctx context.Context, stdout, stderr io.Writer) error {
 		fmt.Fprintf(stderr, "stormguard: leave: %v\n", e)
 	}
 	return err
+}
+
+// serve serves the handler until stop is called.
+func (r *fleetRun) serve(ctx context.Context, p *process.Process, stdout, stderr io.Writer) (stop func(), err error) {
+	var tokens []process.Token
+	if r.httpTokens != "" {
+		if tokens, err = readTokens("--http-tokens", r.httpTokens); err != nil {
+			return nil, err
+		}
+	}
+	secure := r.httpCert != "" || r.httpKey != ""
+	server := &http.Server{
+		Handler: p.Handler(tokens...), ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 15 * time.Second,
+		IdleTimeout: time.Minute, MaxHeaderBytes: 16 << 10, TLSConfig: &tls.Config{MinVersion: tls.VersionTLS12},
+	}
+	if secure {
+		cert, err := tls.LoadX509KeyPair(r.httpCert, r.httpKey)
+		if err != nil {
+			return nil, fmt.Errorf("--http-cert, --http-key: %w", err)
+		}
+		server.TLSConfig.Certificates = []tls.Certificate{cert}
+	}
+	ln, err := new(net.ListenConfig).Listen(ctx, "tcp", r.http)
+	if err != nil {
+		return nil, fmt.Errorf("--http: %w", err)
+	}
+	at, _ := netip.ParseAddrPort(ln.Addr().String())
+	if !at.Addr().Unmap().IsLoopback() && (!secure || tokens == nil) {
+		_ = ln.Close()
+		return nil, usageError{fmt.Errorf("--http %q: is not a loopback address: give --http-tokens, --http-cert and --http-key", r.http)}
+	}
+	served := make(chan error, 1)
+	scheme, serve := "http", server.Serve
+	if secure {
+		scheme, serve = "https", func(l net.Listener) error { return server.ServeTLS(l, "", "") }
+	}
+	fmt.Fprintf(stdout, "%s answers at %s://%s\n", r.name, scheme, ln.Addr())
+	go func() { served <- serve(ln) }() // ends with Close
+	return func() {
+		_ = server.Close()
+		if err := <-served; !errors.Is(err, http.ErrServerClosed) {
+			fmt.Fprintf(stderr, "stormguard: --http: %v\n", err)
+		}
+	}, nil
 }
 
 // join asks for a share, if the process has none by its name.

@@ -6,6 +6,7 @@ package main
 import (
 	"bytes"
 	"context"
+	"encoding/base64"
 	"errors"
 	"io"
 	"net/http/httptest"
@@ -130,6 +131,102 @@ func TestFleetInTrouble(t *testing.T) {
 	b.Reset()
 	if err := printFleet(&b, &s, nil); err != nil || !strings.Contains(b.String(), "NOT JOINED") {
 		t.Errorf("%v %s", err, b.String())
+	}
+}
+
+// keygen prints a key that fleet run reads, and nothing else.
+func TestFleetKeygen(t *testing.T) {
+	var keys [2]string
+	for i := range keys {
+		var stdout, stderr bytes.Buffer
+		if code := run([]string{"fleet", "keygen"}, &stdout, &stderr); code != exitOK || stderr.Len() != 0 {
+			t.Fatalf("%d %s", code, stderr.String())
+		}
+		keys[i] = stdout.String()
+		if b, err := base64.StdEncoding.DecodeString(strings.TrimSuffix(keys[i], "\n")); err != nil || len(b) != gossip.KeySize {
+			t.Fatalf("%q: %v", keys[i], err)
+		}
+	}
+	if keys[0] == keys[1] {
+		t.Error("the same key twice")
+	}
+	file := filepath.Join(t.TempDir(), "key")
+	if err := os.WriteFile(file, []byte(keys[0]), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := readKeys(file); err != nil {
+		t.Error(err)
+	}
+}
+
+// Nothing is opened beyond loopback without a key or a token and TLS.
+func TestFleetRunClosed(t *testing.T) {
+	tokens := filepath.Join(t.TempDir(), "tokens")
+	if err := os.WriteFile(tokens, []byte("ops 0123456789abcdef\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for args, want := range map[string]string{
+		"--bind :0":                    "fleet keygen",
+		"--bind 127.0.0.1:0 --http :0": "--http-tokens",
+		"--bind 127.0.0.1:0 --http :0 --http-tokens " + tokens: "--http-cert",
+	} {
+		var stdout, stderr bytes.Buffer
+		all := append([]string{"fleet", "run", "--name", "a", "--roster", "a,b"}, strings.Fields(args)...)
+		if code := run(all, &stdout, &stderr); code != exitUsage || !strings.Contains(stderr.String(), want) {
+			t.Errorf("%s: %d %s", args, code, stderr.String())
+		}
+	}
+}
+
+// With a token and TLS the handler answers at any address, and to nobody else.
+func TestFleetToken(t *testing.T) {
+	s := newSecrets(t)
+	dir := t.TempDir()
+	write := func(name, text string) string {
+		path := filepath.Join(dir, name)
+		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	right, wrong := write("right", "ops 0123456789abcdef # Ann's\n"), write("wrong", "ops fedcba9876543210\n")
+	ctx, cancel := context.WithCancel(t.Context())
+	var out syncBuffer
+	var ended sync.WaitGroup
+	defer ended.Wait()
+	defer cancel()
+	r := fleetRun{
+		name: "a", fleet: "trial", roster: []string{"a"}, bind: "127.0.0.1:0", http: "0.0.0.0:0", httpTokens: right, httpCert: s.cert, httpKey: s.key,
+		network: gossip.UDP, key: "k", rate: 1000, burst: 100, quiet: true,
+	}
+	ended.Go(func() { _ = r.run(ctx, &out, io.Discard) })
+	var port string
+	soon(t, "it answers", func() bool {
+		m := regexp.MustCompile(`a answers at https://\S+:(\d+)\n`).FindStringSubmatch(out.String())
+		if m != nil {
+			port = m[1]
+		}
+		return m != nil
+	})
+	for _, c := range []struct {
+		args []string
+		code int
+		want string
+	}{
+		{[]string{"--token-file", right, "--ca", s.ca}, exitOK, `"fleet":"trial"`},
+		{[]string{"--token-file", wrong, "--ca", s.ca}, exitError, "a token is needed"},
+		{[]string{"--ca", s.ca}, exitError, "a token is needed"},
+		{[]string{"--token-file", right, "--ca", s.strangers}, exitError, "certificate"},
+	} {
+		var stdout, stderr bytes.Buffer
+		code := run(append([]string{"fleet", "--json", "--url", "https://127.0.0.1:" + port}, c.args...), &stdout, &stderr)
+		if code != c.code || !strings.Contains(stdout.String()+stderr.String(), c.want) {
+			t.Errorf("%v: %d %s%s", c.args, code, stdout.String(), stderr.String())
+		}
+	}
+	var stdout, stderr bytes.Buffer
+	if code := run([]string{"fleet", "--url", "http://192.0.2.1:1", "--token-file", right}, &stdout, &stderr); code != exitUsage || !strings.Contains(stderr.String(), "unencrypted") {
+		t.Errorf("%d %s", code, stderr.String())
 	}
 }
 

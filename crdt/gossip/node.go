@@ -99,7 +99,7 @@ var (
 // Call [Node.Leave] or [Node.Close] in the end.
 func Start(cfg NodeConfig, opts ...Option) (*Node, error) {
 	o, optErr := buildOptions(opts)
-	if err := errors.Join(cfg.Validate(), optErr, o.collaborators()); err != nil {
+	if err := errors.Join(cfg.Validate(), cfg.closed(o.node.keys != nil), optErr, o.collaborators()); err != nil {
 		return nil, err
 	}
 	cfg = cfg.WithDefaults()

@@ -11,6 +11,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/netip"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -661,10 +662,45 @@ func TestLeaveEndsWithItsContext(t *testing.T) {
 	}
 }
 
+// Without a key only loopback is listened on, unless somebody says that it is wanted.
+// The error names the field, the value and the line that makes a key.
+func TestOpenOnlyWithKey(t *testing.T) {
+	keyed := []gossip.Option{gossip.WithKeyring(ring(t, 1))}
+	for _, c := range []struct {
+		bind     string
+		insecure bool
+		opts     []gossip.Option
+		refused  bool
+	}{
+		{bind: "127.0.0.1:0"}, {bind: "127.1.2.3:0"}, {bind: "[::1]:0"}, {bind: "[::ffff:127.0.0.1]:0"},
+		{bind: ":0", refused: true}, {bind: "0.0.0.0:0", refused: true}, {bind: "[::]:0", refused: true}, {bind: "192.0.2.1:0", refused: true},
+		{bind: ":0", insecure: true}, {bind: ":0", opts: keyed},
+	} {
+		cfg := gossip.NodeConfig{
+			Config: gossip.Config{Cluster: "test", Self: crdt.Replica{Name: "a", Incarnation: 1}},
+			Bind:   c.bind, Insecure: c.insecure,
+		}
+		n, err := gossip.Start(cfg, c.opts...)
+		if err == nil {
+			_ = n.Close()
+		}
+		switch {
+		case !c.refused && err != nil && !strings.Contains(err.Error(), "listen"):
+			t.Errorf("%+v: %v", c, err)
+		case c.refused && (!errors.Is(err, gossip.ErrConfig) || !strings.Contains(err.Error(), fmt.Sprintf("Bind: %q", c.bind)) ||
+			!strings.Contains(err.Error(), "stormguard fleet keygen")):
+			t.Errorf("%+v: %v", c, err)
+		}
+	}
+	if bind := (gossip.NodeConfig{}).WithDefaults().Bind; bind != "127.0.0.1:7946" {
+		t.Errorf("the default is %q", bind)
+	}
+}
+
 // All addresses of the host, and names instead of addresses.
 func TestBindToAllAddresses(t *testing.T) {
 	networks(t, func(t *testing.T, network string) {
-		all := func(c *gossip.NodeConfig) { c.Bind = ":0" }
+		all := func(c *gossip.NodeConfig) { c.Bind, c.Insecure = ":0", true }
 		a := begin(t, network, "a", nil, all)
 		port := a.Addr().Port()
 		b := begin(t, network, "b", []string{fmt.Sprint("localhost:", port)}, all)

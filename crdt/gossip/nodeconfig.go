@@ -28,8 +28,13 @@ type NodeConfig struct {
 
 	// Bind is the address and port that the node listens on, UDP and TCP alike:
 	// "10.0.0.5:7946", "[::]:7946" or ":7946" for all of the host's addresses. Port
-	// 0 is any that is free for both. Unset means ":7946".
+	// 0 is any that is free for both. Unset means "127.0.0.1:7946". [Start] refuses an
+	// address that is not loopback without [WithKeyring], unless Insecure is set.
 	Bind string
+
+	// Insecure lets the node listen beyond loopback without a key. Whoever reaches
+	// the port can then read and change what the fleet shares. The default is false.
+	Insecure bool
 
 	// Advertise is the address at which others reach this node, "ip:port", where
 	// that is not the one it is bound to. Unset means Bind; and where that is all
@@ -55,7 +60,7 @@ type NodeConfig struct {
 // WithDefaults returns c with every unset field replaced by its default.
 func (c NodeConfig) WithDefaults() NodeConfig {
 	c.Config = c.Config.WithDefaults()
-	def(&c.Bind, fmt.Sprintf(":%d", DefaultPort))
+	def(&c.Bind, fmt.Sprintf("127.0.0.1:%d", DefaultPort))
 	def(&c.Network, UDP)
 	return c
 }
@@ -89,6 +94,16 @@ func (c NodeConfig) Validate() error {
 	return errors.Join(wrong...)
 }
 
+// closed refuses an address that others reach without a key.
+func (c NodeConfig) closed(keyed bool) error {
+	bind, err := parseBind(c.WithDefaults().Bind)
+	if err != nil || bind.Addr().Unmap().IsLoopback() || keyed || c.Insecure {
+		return nil // Validate reports a malformed address
+	}
+	return fmt.Errorf("%w: Bind: %q is not a loopback address, and there is no key: "+
+		"make one with \"stormguard fleet keygen\" and pass it with WithKeyring (--keys), or set Insecure (--insecure)", ErrConfig, c.Bind)
+}
+
 // nodeOptions are what only a Node takes. New ignores them.
 type nodeOptions struct {
 	log       *slog.Logger
@@ -115,8 +130,8 @@ func WithClock(clock func() time.Duration) Option {
 }
 
 // WithKeyring has a [Node] seal all that it sends, and refuse what is not sealed
-// with a key of the ring. Without one nothing is encrypted or authenticated:
-// whoever reaches the port can read and change what the fleet shares.
+// with a key of the ring. Without one nothing is encrypted or authenticated, and
+// [Start] listens on loopback only; see NodeConfig's Insecure.
 func WithKeyring(keys *Keyring) Option {
 	return optionFunc(func(o *options) { o.node.keys = keys })
 }

@@ -42,7 +42,7 @@ func (p *Process) Propose(ctx context.Context, change fleet.Change) (number uint
 		if change.Reset {
 			kind = fleet.EntryReset
 		}
-		p.write(fleet.Entry{Kind: kind, Number: number, Subject: p.self.Name, Text: change.String()})
+		p.write(fleet.Entry{Kind: kind, Number: number, Subject: p.self.Name, Text: signed(ctx, change.String())})
 	}
 	return number, err
 }
@@ -62,9 +62,26 @@ func (p *Process) Evict(ctx context.Context, name string) (number uint64, err er
 		if p.lifeOf(name) == life { // a later one may join
 			p.node.Evict(name)
 		}
-		p.write(fleet.Entry{Kind: fleet.EntryEvicted, Number: number, Subject: name})
+		p.write(fleet.Entry{Kind: fleet.EntryEvicted, Number: number, Subject: name, Text: signed(ctx, "")})
 	}
 	return number, err
+}
+
+// maxText is what the journal keeps of a text, in bytes.
+const maxText = 128
+
+// signed ends a text of the journal with the operator who asked, if one did.
+func signed(ctx context.Context, text string) string {
+	who, ok := askedBy(ctx)
+	if !ok {
+		return text
+	}
+	by := "by " + who.String()
+	if text == "" {
+		return by
+	}
+	by = ", " + by
+	return text[:min(len(text), max(maxText-len(by), 0))] + by
 }
 
 // lifeOf is the life of a name that the gossip knows, 0 if it knows none.

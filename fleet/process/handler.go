@@ -17,18 +17,29 @@ import (
 )
 
 // Handler serves what an operator asks of a fleet, by any one of its processes; the
-// fleet command speaks to it. It decides nothing about who may: mount it where only
-// operators get, for whoever can call it can change limits and evict members.
+// fleet command speaks to it. Whoever may call it can change limits and evict members.
 //
 //	GET  status          [Status] as JSON
 //	GET  journal         the entries that are remembered, oldest first
 //	POST evict?name=N    [Process.Evict]
 //	POST change          [ChangeRequest] as JSON: [Process.Propose]
 //
+// A request that came to a loopback address or a Unix socket needs no token, unless
+// there are some; without one its Host must be a loopback address or localhost. A
+// request that came to any other address needs TLS and one of the tokens: the handler
+// looks at the listener's address of each request ([http.LocalAddrContextKey]), so a
+// server that listens on all addresses by mistake serves nobody but this host. Every
+// POST must be application/json, and none may come from a page of another origin. A
+// proxy on this host reaches the handler over loopback: pass a Token then.
+//
+// Writes are logged, done or not, with who, what, before and after; the journal has
+// who as well. Requests that were refused are logged once a second.
+//
 // What is chosen is answered with {"charter": number}. A request that is wrong is
-// 400, one that cannot be met 409, one that was not chosen in time 504, and any that
-// asks a process which is out of its fleet 503; these have {"error": text}. Paths are relative to where it is mounted: use http.StripPrefix.
-func (p *Process) Handler() http.Handler {
+// 400, 401, 403 or 415, one that cannot be met 409, one that was not chosen in time
+// 504, and any that asks a process which is out of its fleet 503; these have
+// {"error": text}. Paths are relative to where it is mounted: use http.StripPrefix.
+func (p *Process) Handler(tokens ...Token) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /status", func(w http.ResponseWriter, _ *http.Request) { answer(w, http.StatusOK, p.Status()) })
 	mux.HandleFunc("GET /journal", func(w http.ResponseWriter, _ *http.Request) { answer(w, http.StatusOK, lines(p.Journal(nil))) })
@@ -38,7 +49,7 @@ func (p *Process) Handler() http.Handler {
 			refuse(w, fmt.Errorf("%w: name: \"\" is not a member", fleet.ErrConfig))
 			return
 		}
-		choose(w, r, func(ctx context.Context) (uint64, error) { return p.Evict(ctx, name) })
+		p.choose(w, r, "evict "+name, p.standsOf(name), func(ctx context.Context) (uint64, error) { return p.Evict(ctx, name) })
 	})
 	mux.HandleFunc("POST /change", func(w http.ResponseWriter, r *http.Request) {
 		var in ChangeRequest
@@ -52,9 +63,10 @@ func (p *Process) Handler() http.Handler {
 			refuse(w, fmt.Errorf("%w: body: want one object with a change", fleet.ErrConfig))
 			return
 		}
-		choose(w, r, func(ctx context.Context) (uint64, error) { return p.Propose(ctx, in.change()) })
+		change := in.change()
+		p.choose(w, r, "set", p.before(change), func(ctx context.Context) (uint64, error) { return p.Propose(ctx, change) }, "after", audited(change.String()))
 	})
-	return mux
+	return newAccess(p, tokens).guard(mux)
 }
 
 const (
@@ -106,16 +118,61 @@ func lines(entries []fleet.Entry) []Line {
 	return all
 }
 
-// choose waits until what is asked for is chosen.
-func choose(w http.ResponseWriter, r *http.Request, ask func(context.Context) (uint64, error)) {
+// choose waits until what is asked for is chosen, and logs what became of it.
+func (p *Process) choose(w http.ResponseWriter, r *http.Request, what, before string, ask func(context.Context) (uint64, error), more ...any) {
 	ctx, cancel := context.WithTimeout(r.Context(), chooseFor)
 	defer cancel()
+	who, _ := askedBy(ctx)
 	number, err := ask(ctx)
+	line := append([]any{"who", who.remote, "token", who.token, "what", audited(what), "before", before}, more...)
 	if err != nil {
+		p.log.Warn("fleet: an operator's change was not made", append(line, "error", err)...)
 		refuse(w, err)
 		return
 	}
+	p.log.Info("fleet: an operator's change was made", append(line, "charter", number)...)
 	answer(w, http.StatusOK, map[string]uint64{"charter": number})
+}
+
+// maxAudited bounds a text in the log, in bytes: a change may name thousands of keys.
+const maxAudited = 1024
+
+func audited(s string) string {
+	if len(s) <= maxAudited {
+		return s
+	}
+	return s[:maxAudited] + "…"
+}
+
+// before is what a change replaces, in the words of [fleet.Change.String].
+func (p *Process) before(change fleet.Change) string {
+	c := p.limits.Charter()
+	was := fleet.Change{Limits: map[string]*limiter.Limit{}, Weights: map[string]int{}}
+	if change.Limit != nil {
+		was.Limit = &c.Limit
+	}
+	for key := range change.Limits {
+		was.Limits[key] = nil
+		if l, ok := c.Limits[key]; ok {
+			was.Limits[key] = &l
+		}
+	}
+	for _, m := range c.Roster.Members {
+		if _, ok := change.Weights[m.Name]; ok {
+			was.Weights[m.Name] = int(m.Weighs())
+		}
+	}
+	return audited(was.String())
+}
+
+// standsOf is how a member stands in the charter.
+func (p *Process) standsOf(name string) string {
+	for _, m := range p.limits.Charter().Roster.Members {
+		if m.Name == name {
+			return fmt.Sprintf("%s weighs %d", audited(name), m.Weighs())
+		}
+	}
+	return "no member"
 }
 
 func refuse(w http.ResponseWriter, err error) {

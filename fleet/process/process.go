@@ -6,6 +6,7 @@ package process
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"slices"
 	"sync"
@@ -137,6 +138,9 @@ func (p *Process) join(o options) (err error) {
 		gossip.WithSection(sectionTotals, p.totals),
 		gossip.WithSection(sectionJournal, p.journal),
 		gossip.WithSection(sectionStandings, p.standings))...)
+	if errors.Is(err, gossip.ErrConfig) { // what only the options show, such as a missing key
+		return fmt.Errorf("%w: Gossip: %w", ErrConfig, err)
+	}
 	return err
 }
 

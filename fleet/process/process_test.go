@@ -237,6 +237,11 @@ func TestProcessRefuses(t *testing.T) {
 			t.Errorf("%s is not in: %v", field, err)
 		}
 	}
+	open := configOf("a", nil, "a", "b")
+	open.Gossip.Bind = ":0"
+	if _, err := Start(open); !errors.Is(err, ErrConfig) || !strings.Contains(err.Error(), `Bind: ":0"`) || !strings.Contains(err.Error(), "fleet keygen") {
+		t.Errorf("open without a key: %v", err)
+	}
 	taken, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -288,6 +293,7 @@ func TestHandler(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
+		r.Header.Set("Content-Type", "application/json")
 		a, err := server.Client().Do(r)
 		if err != nil {
 			t.Fatal(err)
