@@ -298,6 +298,7 @@ func (n *Node) settleTerms() (grown bool) {
 // that a run can be repeated.
 func (n *Node) reshareAll() {
 	n.rosters++
+	n.termsTill = n.now + writeOff
 	for _, p := range n.slots {
 		if p == nil || p.gone {
 			continue
@@ -386,7 +387,7 @@ func (n *Node) trim(r *row) {
 	}
 	if lost := r.level - room; lost > 0 {
 		r.level = room
-		r.sum.Trimmed += lost
+		r.sum.Trimmed = plus(r.sum.Trimmed, lost)
 		r.granted = min(r.granted, r.level)
 	}
 }
@@ -420,7 +421,7 @@ func (n *Node) fillUp() {
 	n.eachRow(func(r *row) {
 		if more := r.cap - r.lent - r.reserved - r.level; more > 0 {
 			r.level += more
-			r.sum.Refilled += more
+			r.sum.Refilled = plus(r.sum.Refilled, more)
 			n.ripen(r)
 		}
 	})

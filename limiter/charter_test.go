@@ -412,7 +412,7 @@ func TestDepartedAreForgotten(t *testing.T) {
 	for _, s := range f.nodes[:2] {
 		p := s.Node.peers["n02"]
 		b, _ := s.Delta(s.Node.now, nil, p.id, p.acked, 1200)
-		if !p.parted || p.lent != 0 || p.held != 0 || len(b) != 0 || s.Mark(p.id) != p.acked {
+		if !p.parted || p.lent.some() || p.held.some() || len(b) != 0 || s.Mark(p.id) != p.acked {
 			t.Errorf("%s still deals with it: %+v", s.self.Name, p)
 		}
 	}
@@ -517,7 +517,7 @@ func TestNoRenewalAfterTheWriteOff(t *testing.T) {
 		talk()
 	}
 	p := a.peers["b"]
-	if p.lent == 0 {
+	if !p.lent.some() {
 		t.Fatal("nothing lent")
 	}
 	was := p.renewed

@@ -228,7 +228,7 @@ func TestIdleCostsNothing(t *testing.T) {
 			t.Errorf("node %d: %d keys, wakes in %v", i, s.Keys(), s.Wake()-s.now)
 		}
 		for _, p := range s.Node.peers {
-			if p.changes.First() != nil || p.lent != 0 || p.held != 0 {
+			if p.changes.First() != nil || p.lent.some() || p.held.some() {
 				t.Errorf("node %d keeps something of %v", i, p.id)
 			}
 		}

@@ -131,7 +131,7 @@ func TestALifeThatIsOverKeepsItsLoans(t *testing.T) {
 	f.crash(1)
 	f.start(1)
 	f.pass(2500 * ms)
-	if len(s.dying) != 1 || lent == 0 || s.dying[0].lent < lent {
+	if len(s.dying) != 1 || lent == 0 || s.dying[0].lent.value() < lent {
 		t.Fatalf("%d lives that are over have something of %d", len(s.dying), lent)
 	}
 	f.pass(3200 * ms)

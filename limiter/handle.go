@@ -62,7 +62,7 @@ func (l *Limiter) slow(n int) bool {
 	r.update(s.node.now, s.node.mintAt)
 	if l.first != nil { // they came before
 		r.forecast.asked += amount
-		r.sum.Denied += amount
+		r.sum.Denied = plus(r.sum.Denied, amount)
 		return false
 	}
 	if !s.node.take(r, amount) {

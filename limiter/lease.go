@@ -80,7 +80,7 @@ func (n *Node) sweep() {
 		if p == nil {
 			continue
 		}
-		if p.held > 0 && !n.leased(p) {
+		if p.held.some() && !n.leased(p) {
 			for e := range p.entries {
 				if x := e.held(); x > 0 {
 					e.giveBack(x)
@@ -88,7 +88,7 @@ func (n *Node) sweep() {
 				}
 			}
 		}
-		if p.lent > 0 && n.now-p.renewedAt >= writeOff {
+		if p.lent.some() && n.now-p.renewedAt >= writeOff {
 			n.write(p)
 		}
 		if prune {
@@ -108,7 +108,7 @@ func (n *Node) sweep() {
 	}
 	n.sweepAt = never
 	for _, p := range n.slots {
-		if p != nil && (p.lent > 0 || p.held > 0 || !p.parted && (p.changes.First() != nil || p.leaving != never)) {
+		if p != nil && (p.lent.some() || p.held.some() || !p.parted && (p.changes.First() != nil || p.leaving != never)) {
 			n.sweepAt = n.now + sweepEvery
 			break
 		}
@@ -140,7 +140,7 @@ func (n *Node) write(p *peer) {
 			r.mint(n.now, n.mintAt)
 			x := e.lent.open()
 			e.release(x)
-			r.sum.Written += x
+			r.sum.Written = plus(r.sum.Written, x)
 			e.lent = loan{}
 			e.dirty = true
 			e.pin(false)
@@ -224,7 +224,7 @@ func (n *Node) bury(p *peer) {
 		e.need, e.itsNeed = 0, 0
 		n.stir(e.row)
 	}
-	if p.lent == 0 {
+	if !p.lent.some() {
 		n.forget(p)
 		return
 	}

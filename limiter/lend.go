@@ -105,6 +105,9 @@ func (n *Node) rest(r *row) {
 		if wait := r.until(r.cap); wait > 0 && wait < never-n.now && r.lent == 0 {
 			next = n.now + wait
 		}
+		if len(r.lenders) > 0 && next == never {
+			next = n.now + max(r.fill, r.pace) // to forget the row when their allowances are full
+		}
 	} else if r.drawing {
 		next = min(next, n.now+min(r.until(r.granted+micro), r.pace))
 	}
@@ -124,11 +127,12 @@ func (n *Node) idle(r *row) bool {
 			return false
 		}
 	}
-	return true
+	return r.paid(n.now)
 }
 
 func (n *Node) evict(r *row) {
 	n.unqueue(r)
+	r.own()
 	delete(n.rows, r.name)
 	if r.handle != nil {
 		r.handle.row, r.handle = nil, nil

@@ -46,6 +46,10 @@ type Node struct {
 	refused   Refused
 	hasJoined bool // see joined
 
+	termsTill time.Duration     // until then loans of a charter that is over may still come
+	breaches  map[string]uint64 // see Stats.Broke
+	named     int               // rows that are there because a peer named them, and nobody here
+
 	rows  map[string]*row
 	queue []*row // a heap by next
 	ripe  []*row // may have tokens for their waiters
@@ -55,7 +59,6 @@ type Node struct {
 	dying  []*peer
 	buried map[string]burial
 
-	lent    int64  // over all peers
 	changes uint64 // over all peers; only rises
 	rosters uint64 // how often it changed who is admitted
 	series  uint64
@@ -169,6 +172,7 @@ func (n *Node) enclose() {
 // row is the key's books, opened if need be; nil if there is no room.
 func (n *Node) row(key string) *row {
 	if r := n.rows[key]; r != nil {
+		r.own()
 		return r
 	}
 	if !validKey(key) {
@@ -202,7 +206,7 @@ func (n *Node) take(r *row, amount int64) bool {
 		n.stir(r)
 		return true
 	}
-	r.sum.Denied += amount
+	r.sum.Denied = plus(r.sum.Denied, amount)
 	if amount > micro {
 		// It will be asked for again, and what is gathered must not go back before.
 		r.begins(n.now)
@@ -232,7 +236,7 @@ func (n *Node) poll(r *row, amount int64) bool {
 		n.stir(r)
 		return true
 	}
-	r.sum.Denied += amount
+	r.sum.Denied = plus(r.sum.Denied, amount)
 	if r.want < amount {
 		r.begins(n.now)
 		r.forecast.asked += amount
@@ -325,7 +329,7 @@ func (n *Node) admitOpen(r *row, amount int64) bool {
 		return false
 	}
 	r.open -= amount
-	r.sum.Open += amount
+	r.sum.Open = plus(r.sum.Open, amount)
 	return true
 }
 

@@ -37,14 +37,17 @@ type peer struct {
 
 	// As lender to it.
 	epoch     uint64
-	lent      int64
+	lent      total
 	renewed   time.Duration // its clock: the stamp that its lease was last renewed to
 	renewedAt time.Duration // own clock: when that stamp was received
 
 	// As borrower from it.
 	itsEpoch uint64
 	lease    time.Duration // own clock: the stamp that our lease was last renewed to
-	held     int64
+	held     total
+
+	charter uint64 // the newest that it knows, by its latest packet
+	named   int    // rows that are there because it named them
 }
 
 // An entry is what lies between this node and a peer for one key: what either
@@ -142,6 +145,23 @@ func (e *entry) drop() {
 	e.row.entries[p.slot] = nil
 }
 
+// The keys that are known because peers named them, and that nobody uses here, are at
+// most these parts of Config.MaxKeys: of one peer, and of all. A few are always let in.
+const (
+	namedBy    = 8
+	namedByAll = 4
+	fewKeys    = 1024
+)
+
+// own says that the key is used here, or is forgotten.
+func (r *row) own() {
+	if r.by != nil {
+		r.by.named--
+		r.by.node.named--
+		r.by = nil
+	}
+}
+
 // lend moves tokens from the level into a loan.
 func (e *entry) lend(amount int64) {
 	r, n := e.row, e.peer.node
@@ -151,15 +171,14 @@ func (e *entry) lend(amount int64) {
 	}
 	e.lent.out += amount
 	e.lent.last = n.now
-	if e.peer.lent == 0 {
+	if !e.peer.lent.some() {
 		// The peer is fresh. Its lease counts from here, whenever it hears of it.
 		e.peer.renewed, e.peer.renewedAt = e.peer.sent, e.peer.heard
 	}
 	r.level -= amount
 	r.lent += amount
-	r.sum.Lent += amount
-	e.peer.lent += amount
-	n.lent += amount
+	r.sum.Lent = plus(r.sum.Lent, amount)
+	e.peer.lent.add(amount)
 	e.dirty = true
 }
 
@@ -176,7 +195,7 @@ func (e *entry) accounted(used, ret int64) {
 	e.lent.ret += b
 	e.release(u + b)
 	e.row.level += b
-	e.row.sum.Back += b
+	e.row.sum.Back = plus(e.row.sum.Back, b)
 	if n := e.peer.node; e.row.over || n.fenced {
 		n.trim(e.row)
 		n.pin(e.row)
@@ -201,11 +220,11 @@ func (e *entry) pin(on bool) {
 // release frees a part of the cap that a loan occupied.
 func (e *entry) release(amount int64) {
 	e.row.lent -= amount
-	e.peer.lent -= amount
-	e.peer.node.lent -= amount
+	e.peer.lent.add(-amount)
 }
 
-// received takes in what the lender has lent.
+// received takes in what the lender has lent, as far as it can have it. The rest goes
+// back, unseen by the row's sums.
 func (e *entry) received(series uint64, out int64) {
 	if series != e.borrowed.series {
 		e.void()
@@ -217,9 +236,16 @@ func (e *entry) received(series uint64, out int64) {
 	}
 	e.borrowed.out = out
 	e.borrowed.last = e.peer.node.now
-	e.peer.held += x
+	if taken := e.grant(x); taken < x {
+		e.borrowed.ret += x - taken
+		e.dirty = true
+		if x = taken; x == 0 {
+			return
+		}
+	}
+	e.peer.held.add(x)
 	e.row.held += x
-	e.row.sum.Got += x
+	e.row.sum.Got = plus(e.row.sum.Got, x)
 	e.row.sooner = 0
 	if e.row.home != "" {
 		e.need = max(0, e.need-x)
@@ -229,18 +255,19 @@ func (e *entry) received(series uint64, out int64) {
 // giveBack returns tokens to their lender.
 func (e *entry) giveBack(amount int64) {
 	e.borrowed.ret += amount
-	e.peer.held -= amount
+	e.giveUp(amount)
+	e.peer.held.add(-amount)
 	e.row.held -= amount
-	e.row.sum.Returned += amount
+	e.row.sum.Returned = plus(e.row.sum.Returned, amount)
 	e.dirty = true
 }
 
 // void forgets a series of loans, spent or not.
 func (e *entry) void() {
 	if x := e.held(); x > 0 {
-		e.peer.held -= x
+		e.peer.held.add(-x)
 		e.row.held -= x
-		e.row.sum.Voided += x
+		e.row.sum.Voided = plus(e.row.sum.Voided, x)
 	}
 	e.borrowed = loan{}
 }

@@ -94,11 +94,11 @@ func (r *row) book(now time.Duration, amount int64) *booking {
 func (r *row) pay(minted int64) (rest int64) {
 	x := min(minted, r.overdue)
 	r.overdue -= x
-	r.sum.Own += x
+	r.sum.Own = plus(r.sum.Own, x)
 	y := min(minted-x, r.owing)
 	r.owing -= y
 	r.prepaid += y
-	r.sum.Minted += x + y
+	r.sum.Minted = plus(r.sum.Minted, x+y)
 	return minted - x - y
 }
 
@@ -115,13 +115,13 @@ func (r *row) redeem(now time.Duration, fenced bool) {
 		r.reserved -= b.amount
 		switch {
 		case b.cancelled && fenced:
-			r.sum.Trimmed += paid
+			r.sum.Trimmed = plus(r.sum.Trimmed, paid)
 			continue
 		case b.cancelled:
 			r.level += paid
 			continue
 		}
-		r.sum.Own += paid
+		r.sum.Own = plus(r.sum.Own, paid)
 		r.overdue += short
 	}
 }

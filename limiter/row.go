@@ -42,9 +42,11 @@ type row struct {
 	mintedAt time.Duration
 	minted   uint64 // the rest of the last mint, below one micro-token
 
-	entries []*entry      // by the peer's slot; nil where there is nothing between the two
-	cursor  int           // the lender that is spent from
-	sooner  time.Duration // no lease of what is held ends before
+	by      *peer                 // who named it, until somebody here does; nil is nobody
+	lenders map[string]*allowance // by name; only those that are not full
+	entries []*entry              // by the peer's slot; nil where there is nothing between the two
+	cursor  int                   // the lender that is spent from
+	sooner  time.Duration         // no lease of what is held ends before
 
 	forecast  forecast
 	waiting   int64 // micro-tokens that waiters want, all together
@@ -139,10 +141,10 @@ func (r *row) mint(now, from time.Duration) {
 	made := min(due, max(0, r.cap-r.level-r.lent-r.reserved))
 	if made < due {
 		r.minted = 0
-		r.sum.Missed += min(due-made, r.cap)
+		r.sum.Missed = plus(r.sum.Missed, min(due-made, r.cap))
 	}
 	r.level += made
-	r.sum.Minted += made
+	r.sum.Minted = plus(r.sum.Minted, made)
 }
 
 // until is how long the own mint takes to the level, never if it cannot get there.
@@ -193,9 +195,9 @@ func (r *row) spend(amount int64) {
 			e.borrowed.used += x
 			e.borrowed.last = e.peer.node.now
 			e.dirty = true
-			e.peer.held -= x
+			e.peer.held.add(-x)
 			r.held -= x
-			r.sum.Borrowed += x
+			r.sum.Borrowed = plus(r.sum.Borrowed, x)
 			if amount -= x; amount == 0 {
 				return
 			}
@@ -204,7 +206,7 @@ func (r *row) spend(amount int64) {
 	}
 	r.level -= amount
 	r.granted = max(0, r.granted-amount)
-	r.sum.Own += amount
+	r.sum.Own = plus(r.sum.Own, amount)
 }
 
 // update mints, and then takes into account what was spent from the pool. In this
@@ -229,7 +231,7 @@ func (r *row) update(now, from time.Duration) {
 // spent counts own tokens that are gone from the pool.
 func (r *row) spent(amount int64) {
 	r.level -= amount
-	r.sum.Own += amount
+	r.sum.Own = plus(r.sum.Own, amount)
 	r.forecast.asked += amount
 }
 

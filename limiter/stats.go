@@ -3,7 +3,10 @@
 
 package limiter
 
-import "time"
+import (
+	"maps"
+	"time"
+)
 
 // Stats are one node's figures over all keys, for metrics. Amounts are in
 // micro-tokens.
@@ -30,6 +33,10 @@ type Stats struct {
 	TakenOver int  // members for which it mints, see [TakeOver]
 
 	Refused Refused
+
+	// Broke counts, for members that lent far more than their share, how many loans
+	// were refused, by name. At most 64 names are remembered. nil is none.
+	Broke map[string]uint64
 }
 
 // Stats adds up all keys; it costs a look at each.
@@ -38,18 +45,18 @@ func (n *Node) Stats(now time.Duration) Stats {
 	t := n.newest()
 	s := Stats{
 		Keys: len(n.rows), Charter: t.Number, Completed: n.told, Applied: n.Applied(),
-		Fenced: n.fenced, TakenOver: len(n.silent), Refused: n.refused, Share: 1,
+		Fenced: n.fenced, TakenOver: len(n.silent), Refused: n.refused, Share: 1, Broke: maps.Clone(n.breaches),
 	}
 	for _, r := range n.rows {
 		r.update(n.now, n.mintAt)
-		s.Level += r.level
-		s.Cap += r.cap
-		s.Lent += r.lent
-		s.Held += r.held
+		s.Level = plus(s.Level, r.level)
+		s.Cap = plus(s.Cap, r.cap)
+		s.Lent = plus(s.Lent, r.lent)
+		s.Held = plus(s.Held, r.held)
 	}
 	for _, p := range n.slots {
 		if p != nil && !n.heard(p) {
-			s.Pinned += p.lent
+			s.Pinned = plus(s.Pinned, p.lent.value())
 		}
 	}
 	if t.sum > 0 {

@@ -86,11 +86,11 @@ func (n *Node) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64,
 	b = binary.AppendUvarint(b, p.epoch)
 	// What is as old as a write-off is not renewed, though no sweep has come to it:
 	// the process may have stood still, and the peer have forgotten.
-	if p.lent > 0 && p.pinned == 0 && !n.fenced && n.now-p.renewedAt < writeOff && n.fresh(p) {
+	if p.lent.some() && p.pinned == 0 && !n.fenced && n.now-p.renewedAt < writeOff && n.fresh(p) {
 		p.renewed, p.renewedAt = p.sent, p.heard
 	}
 	renewed := time.Duration(0)
-	if p.lent > 0 {
+	if p.lent.some() {
 		renewed = p.renewed
 	}
 	b = binary.AppendUvarint(b, uint64(renewed/time.Microsecond))
@@ -178,6 +178,10 @@ func (r *reader) said() (s said) {
 // Refused counts packets that were refused, by their error.
 type Refused struct {
 	Malformed, Mismatch, Stale, TooManyKeys uint64
+
+	// Loans counts loans that their lender cannot have given, see [Stats.Broke]. They
+	// are not taken; the packet is.
+	Loans uint64
 }
 
 // Merge takes in what a peer's Delta appended; see gossip.Section. It is
@@ -209,8 +213,10 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	if r.Uint32("config") != n.config && !r.bad() {
 		return fmt.Errorf("%w: %v was founded otherwise", ErrMismatch, c.From)
 	}
+	charter := uint64(1)
 	if v == chartered {
-		if err := n.agrees(c.From, uint64(r.value("charter")), r.Uint32("charter")); err != nil && !r.bad() {
+		charter = uint64(r.value("charter"))
+		if err := n.agrees(c.From, charter, r.Uint32("charter")); err != nil && !r.bad() {
 			return err
 		}
 	}
@@ -250,7 +256,7 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	}
 	n.vouched(p.index) // to write to this life it had to bury the earlier one
 	if c.Sent > p.sent {
-		p.sent, p.heard = c.Sent, n.now
+		p.sent, p.heard, p.charter = c.Sent, n.now, charter
 		if n.silent[p.id.Name] {
 			n.lookSilent()
 			n.eachRow(n.reshare)
@@ -322,7 +328,13 @@ func (n *Node) check(r reader, p *peer, from crdt.Replica) error {
 	if r.bad() {
 		return fmt.Errorf("%w: from %v", ErrMalformed, from)
 	}
-	if len(n.rows)+unknown > n.cfg.MaxKeys {
+	named := 0
+	if p != nil {
+		named = p.named
+	}
+	// What peers name must not fill the room for the keys that are used here.
+	if most := max(n.cfg.MaxKeys/namedBy, min(n.cfg.MaxKeys, fewKeys)); len(n.rows)+unknown > n.cfg.MaxKeys ||
+		named+unknown > most || n.named+unknown > max(n.cfg.MaxKeys/namedByAll, most) && unknown > 0 {
 		return fmt.Errorf("%w: %v names %d new ones", ErrTooManyKeys, from, unknown)
 	}
 	return nil
@@ -337,6 +349,9 @@ func (n *Node) merge(p *peer, r *row, s *said, sent time.Duration, epoch uint64)
 		if r = n.row(string(s.key)); r == nil {
 			return
 		}
+		r.by = p
+		p.named++
+		n.named++
 	}
 	e := r.with(p)
 	if e == nil {

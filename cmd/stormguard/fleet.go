@@ -431,6 +431,9 @@ func printFleet(out io.Writer, s *process.Status, keys []keyRate) error {
 		if !m.Roster {
 			state += ", guest"
 		}
+		if m.LoansRefused > 0 {
+			state += fmt.Sprintf(", BREAKS THE BOOKS: %d loans refused", m.LoansRefused)
+		}
 		charter := fmt.Sprint(m.Charter)
 		if m.Applied != m.Charter {
 			charter += fmt.Sprintf(" (applied %d)", m.Applied)

@@ -110,7 +110,7 @@ func TestFleetInTrouble(t *testing.T) {
 		Charter: process.Charter{Number: 7, Complete: 6, Lacking: []string{"b"}, Evicted: true, Problem: "differs"},
 		Members: []process.Member{
 			{Name: "a", State: "self", Roster: true, Charter: 7, Applied: 6, Keys: []process.Key{{Key: "k", Admitted: 300, Denied: 20, Level: 1, Cap: 5}, {Key: "l", Admitted: 700}}},
-			{Name: "b", State: "lost", Heard: 90 * time.Second, Keys: []process.Key{{Key: "k", Admitted: 3, Level: 1, Cap: 5}}},
+			{Name: "b", State: "lost", Heard: 90 * time.Second, LoansRefused: 7, Keys: []process.Key{{Key: "k", Admitted: 3, Level: 1, Cap: 5}}},
 		},
 		Scopes: []process.Scope{{Name: "g/t/0", State: "open", Held: true, Cause: "failures"}},
 		Totals: []process.Total{{Key: "g/t", Handled: 1000, Failed: 30, DeadLettered: 2, Processes: 3}},
@@ -120,7 +120,7 @@ func TestFleetInTrouble(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, want := range []string{
-		"stranded share 50.0 %", "NOT APPLIED YET by b", "EVICTED", "PROBLEM: differs", "lost 1m30s, guest", "7 (applied 6)",
+		"stranded share 50.0 %", "NOT APPLIED YET by b", "EVICTED", "PROBLEM: differs", "lost 1m30s, guest, BREAKS THE BOOKS: 7 loans refused", "7 (applied 6)",
 		"l    350/s     0/s     0      0\nk    100/s     5/s     2      10\n", "g/t/0  open   true  failures", "g/t    1000     30            2             3\n",
 	} {
 		if !strings.Contains(b.String(), want) {

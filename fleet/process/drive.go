@@ -29,10 +29,11 @@ type driver struct {
 	asked  bool // it has asked for its share again
 	lookAt time.Duration
 	said   string // the problem that was last logged
+	broke  map[string]brokeSaid
 }
 
 func (d *driver) init(r fleet.Roster, weight int) {
-	d.roster, d.scopes, d.weight = r, map[string]breaker.State{}, weight
+	d.roster, d.scopes, d.broke, d.weight = r, map[string]breaker.State{}, map[string]brokeSaid{}, weight
 }
 
 // run is the goroutine that makes time pass for what has no clock of its own.
@@ -151,6 +152,7 @@ func (p *Process) lookAround(now time.Duration) {
 		}
 	}
 	p.watchLag(now)
+	p.watchBooks(now)
 	scopes := p.member.Scopes()
 	before := p.drive.scopes
 	p.drive.scopes = make(map[string]breaker.State, len(scopes))
@@ -166,6 +168,25 @@ func (p *Process) lookAround(now time.Duration) {
 		}
 		p.write(fleet.Entry{Kind: kind, Subject: s.Name, Text: string(s.Cause)})
 	}
+}
+
+// watchBooks names members that lend what they cannot have: at once, and once a minute
+// while it goes on.
+func (p *Process) watchBooks(now time.Duration) {
+	for name, n := range p.limits.Stats().Broke {
+		if s := p.drive.broke[name]; n > s.count && (s.count == 0 || now-s.at >= brokeEvery) {
+			p.drive.broke[name] = brokeSaid{n, now}
+			p.log.Error("fleet: a member lends more than its share; the loans are refused. Look at that process, then: stormguard fleet evict "+name,
+				"member", name, "loans", n)
+		}
+	}
+}
+
+const brokeEvery = time.Minute
+
+type brokeSaid struct {
+	count uint64
+	at    time.Duration
 }
 
 // shared tells whether several processes may have the scope: group/topic, where

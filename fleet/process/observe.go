@@ -130,6 +130,9 @@ func (p *Process) look(o options) (*seen, error) {
 				o.ObserveInt64(refused, int64(n), by(attribute.String("section", ""), attribute.String("reason", gossip.Drop(d).String())))
 			}
 		}
+		if n := l.Refused.Loans; n > 0 {
+			o.ObserveInt64(refused, int64(n), by(attribute.String("section", sectionLimits), attribute.String("reason", "loans")))
+		}
 		o.ObserveInt64(packets, int64(st.PacketsIn), by(attribute.String("direction", "in")))
 		o.ObserveInt64(packets, int64(st.PacketsOut), by(attribute.String("direction", "out")))
 		for state, n := range map[gossip.PeerState]int{gossip.Fresh: st.Session.Fresh, gossip.Silent: st.Session.Silent, gossip.Lost: st.Session.Lost} {

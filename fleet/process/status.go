@@ -76,6 +76,10 @@ type Member struct {
 	Offset    time.Duration `json:"clock_offset_ns"`
 	Broke     uint64        `json:"clock_violations"`
 
+	// LoansRefused counts loans of far more than its share, which were not taken: it
+	// breaks the books.
+	LoansRefused uint64 `json:"loans_refused,omitempty"`
+
 	Keys []Key `json:"keys,omitempty"` // its busiest
 }
 
@@ -189,6 +193,9 @@ func (p *Process) Status() Status {
 		if peer.State == gossip.Fresh {
 			s.SyncDelay = max(s.SyncDelay, peer.Delay)
 		}
+	}
+	for name, n := range limits.Broke {
+		member(name).LoansRefused = n
 	}
 	member(p.self.Name).State = "self"
 	for _, name := range slices.Sorted(maps.Keys(byName)) {
