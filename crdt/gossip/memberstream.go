@@ -6,9 +6,11 @@ package gossip
 import (
 	"crypto/rand"
 	"encoding/binary"
+	"errors"
 	"io"
 	"net"
 	"net/netip"
+	"slices"
 	"sync"
 	"time"
 )
@@ -26,7 +28,9 @@ type memberConn struct {
 	id       uint64
 	known    bool
 	in, out  uint32
-	rest     []byte
+	rest     []byte // of the message that is being read
+	whole    bool
+	readBuf  []byte
 	restBuf  []byte
 	writeBuf []byte
 }
@@ -76,67 +80,106 @@ func (m *memberConn) Write(b []byte) (n int, err error) {
 	return n, nil
 }
 
+// Read gives memberlist one message, once all of it has come and is within bounds:
+// memberlist reserves memory by the lengths in it. Nothing follows a message.
 func (m *memberConn) Read(b []byte) (int, error) {
-	for len(m.rest) == 0 {
-		if err := m.fill(); err != nil {
+	if !m.whole {
+		if err := m.gather(); err != nil {
 			return 0, err
 		}
+		m.whole = true
+	}
+	if len(m.rest) == 0 {
+		return 0, io.EOF
 	}
 	n := copy(b, m.rest)
 	m.rest = m.rest[n:]
 	return n, nil
 }
 
+// gather reads frames until there is a whole message in rest.
+func (m *memberConn) gather() error {
+	var v vetted
+	for {
+		switch err := v.vet(m.rest, m.t.nodes); {
+		case err == nil:
+			m.rest = m.rest[:v.size]
+			return nil
+		case !errors.Is(err, errShort):
+			m.t.refuse(DropMalformed)
+			return err
+		}
+		more, err := m.fill()
+		if err != nil {
+			return err
+		}
+		m.rest = append(m.rest, more...)
+	}
+}
+
+// readGrowing reads n bytes into b, which grows as they come.
+func readGrowing(r io.Reader, b []byte, n int) ([]byte, error) {
+	b = b[:0]
+	for len(b) < n {
+		part := min(n-len(b), max(len(b), 1024))
+		start := len(b)
+		b = slices.Grow(b, part)[:start+part]
+		if _, err := io.ReadFull(r, b[start:]); err != nil {
+			return nil, err
+		}
+	}
+	return b, nil
+}
+
 // fill reads the next frame.
-func (m *memberConn) fill() error {
+func (m *memberConn) fill() (more []byte, err error) {
 	var head [frameHeader]byte
 	if _, err := io.ReadFull(m.Conn, head[:]); err != nil {
-		return err
+		return nil, err
 	}
 	n := int(binary.BigEndian.Uint16(head[:]))
 	if n > frameMost+memberFrameHeader+overhead {
 		m.t.refuse(DropTooLarge)
-		return errFrame
+		return nil, errFrame
 	}
-	raw := make([]byte, n)
-	if _, err := io.ReadFull(m.Conn, raw); err != nil {
-		return err
+	if m.readBuf, err = readGrowing(m.Conn, m.readBuf, n); err != nil {
+		return nil, err
 	}
+	raw := m.readBuf
 	m.t.stats.bytesIn.Add(uint64(frameHeader + n))
 	if m.t.seal != nil {
 		plain, err := m.t.seal.open(m.restBuf, raw)
 		if err != nil {
 			m.t.refuse(DropUnauthenticated)
-			return err
+			return nil, err
 		}
 		m.restBuf, raw = plain[:0], plain
 	} else if n > 0 && raw[0] == sealed {
 		m.t.refuse(DropUnauthenticated)
-		return errSeal
+		return nil, errSeal
 	}
 	r := read(raw)
 	kind, cluster, side, id, number := r.Byte("kind"), r.Uint32("cluster"), r.Byte("side"), r.Uint64("stream"), r.Uint32("number")
 	switch {
 	case r.Fault() != nil || kind != kindMemberFrame:
 		m.t.refuse(DropMalformed)
-		return errFrame
+		return nil, errFrame
 	case cluster != m.t.cluster:
 		m.t.refuse(DropCluster)
-		return errFrame
+		return nil, errFrame
 	}
 	if !m.known {
 		m.id, m.known = id, true
 	}
 	if id != m.id || side == m.side() || side > 1 || number != m.in {
 		m.t.refuse(DropMalformed)
-		return errFrame
+		return nil, errFrame
 	}
 	if m.in == 0 && m.side() == 1 && !m.t.accepted(m.Conn, netip.AddrPort{}) {
-		return errFrame
+		return nil, errFrame
 	}
 	m.in++
-	m.rest = r.Rest()
-	return nil
+	return r.Rest(), nil
 }
 
 func (m *memberConn) Close() error {

@@ -191,6 +191,7 @@ func (n *Node) newTransport(ln *net.TCPListener, udp *net.UDPConn, o nodeOptions
 		room:    n.cfg.MaxPeers + 128,
 		packets: make(chan *memberlist.Packet, 256),
 		streams: make(chan net.Conn),
+		nodes:   2 * 4 * n.cfg.MaxPeers, // membership remembers the dead for a while
 		outs:    map[netip.AddrPort]*outStream{},
 		conns:   map[net.Conn]struct{}{},
 	}

@@ -29,6 +29,7 @@ const (
 	redialLate = 2 * time.Second
 	queueSlots = 64 // packets that wait for a stream
 	socketRoom = 128 << 10
+	streamRoom = 4 << 10 // of a reader: whoever connects costs that much
 )
 
 var errFrame = errors.New("gossip: malformed frame")
@@ -192,7 +193,7 @@ func (t *transport) serve(c *net.TCPConn) (taken bool) {
 // back, from which the sender knows that the stream is alive.
 func (t *transport) receive(c *net.TCPConn) {
 	_ = c.SetReadBuffer(socketRoom)
-	r := bufio.NewReaderSize(c, 16<<10)
+	r := bufio.NewReaderSize(c, streamRoom)
 	raw := make([]byte, MaxPacket)
 	d := getDatagram()
 	defer d.free()

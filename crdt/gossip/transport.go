@@ -117,6 +117,12 @@ type transport struct {
 
 	packets chan *memberlist.Packet
 	streams chan net.Conn
+	nodes   int // of membership, in one exchange
+
+	quotas struct {
+		sync.Mutex
+		packets, probes quota
+	}
 
 	ctx    context.Context //nolint:containedctx // ends what memberlist dials, whose interface has none
 	cancel context.CancelFunc
@@ -273,6 +279,13 @@ func (t *transport) dispatch(d *datagram) (reason Drop, ok bool) {
 		if binary.LittleEndian.Uint32(d.b[1:]) != t.cluster {
 			return DropCluster, false
 		}
+		probes, ok := vetPacket(d.b[memberHeader:])
+		if !ok {
+			return DropMalformed, false
+		}
+		if !t.admitMember(probes) {
+			return DropBusy, false
+		}
 		p := &memberlist.Packet{ // which memberlist keeps
 			Buf:       append([]byte(nil), d.b[memberHeader:]...),
 			From:      net.UDPAddrFromAddrPort(d.addr),
@@ -289,6 +302,14 @@ func (t *transport) dispatch(d *datagram) (reason Drop, ok bool) {
 		return DropVersion, false
 	}
 	return DropMalformed, false
+}
+
+// admitMember tells whether membership may have one more packet this second.
+func (t *transport) admitMember(probes int) bool {
+	t.quotas.Lock()
+	defer t.quotas.Unlock()
+	now := time.Now()
+	return t.quotas.packets.take(now, 1, memberPackets) && t.quotas.probes.take(now, probes, memberProbes)
 }
 
 // send sends one packet. It keeps nothing of it and does not wait, but for room

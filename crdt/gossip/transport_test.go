@@ -32,6 +32,7 @@ func bare(keys ...[]byte) *transport {
 		streams: make(chan net.Conn),
 		limit:   16,
 		room:    4,
+		nodes:   2048,
 		outs:    map[netip.AddrPort]*outStream{},
 		conns:   map[net.Conn]struct{}{},
 	}
@@ -85,16 +86,16 @@ func TestDemultiplexing(t *testing.T) {
 		{"empty", func(*sealer) []byte { return nil }, "malformed", "malformed"},
 		{"session", func(*sealer) []byte { return session }, "session", "unauthenticated"},
 		{"session of another version", func(*sealer) []byte { return []byte{magic + 1} }, "session", "unauthenticated"},
-		{"member", func(*sealer) []byte { return memberPacket("test", 9) }, "member", "unauthenticated"},
-		{"member of another cluster", func(*sealer) []byte { return memberPacket("prod", 9) }, "cluster", "unauthenticated"},
+		{"member", func(*sealer) []byte { return memberPacket("test", memberPing, 0x80) }, "member", "unauthenticated"},
+		{"member of another cluster", func(*sealer) []byte { return memberPacket("prod", memberPing, 0x80) }, "cluster", "unauthenticated"},
 		{"member without content", func(*sealer) []byte { return memberPacket("test") }, "malformed", "unauthenticated"},
 		{"kind of another version", func(*sealer) []byte { return []byte{0xDF, 1} }, "version", "unauthenticated"},
 		{"text", func(*sealer) []byte { return []byte("GET / HTTP/1.1") }, "malformed", "unauthenticated"},
 		{"1,400 bytes", func(*sealer) []byte { return append([]byte{magic}, make([]byte, 1399)...) }, "session", "unauthenticated"},
 		{"1,401 bytes", func(*sealer) []byte { return append([]byte{magic}, make([]byte, 1400)...) }, "too_large", "too_large"},
 		{"sealed session", func(s *sealer) []byte { return s.seal(nil, session) }, "unauthenticated", "session"},
-		{"sealed member", func(s *sealer) []byte { return s.seal(nil, memberPacket("test", 9)) }, "unauthenticated", "member"},
-		{"sealed of another cluster", func(s *sealer) []byte { return s.seal(nil, memberPacket("prod", 9)) }, "unauthenticated", "cluster"},
+		{"sealed member", func(s *sealer) []byte { return s.seal(nil, memberPacket("test", memberPing, 0x80)) }, "unauthenticated", "member"},
+		{"sealed of another cluster", func(s *sealer) []byte { return s.seal(nil, memberPacket("prod", memberPing, 0x80)) }, "unauthenticated", "cluster"},
 		{"sealed text", func(s *sealer) []byte { return s.seal(nil, []byte("text")) }, "unauthenticated", "malformed"},
 		{"sealed nothing", func(s *sealer) []byte { return s.seal(nil, nil) }, "unauthenticated", "malformed"},
 		{"sealed twice", func(s *sealer) []byte { return s.seal(nil, s.seal(nil, session)) }, "unauthenticated", "version"},
@@ -135,7 +136,7 @@ func TestBusyIsCounted(t *testing.T) {
 	tr := bare()
 	for range 10 {
 		tr.ingest([]byte{magic}, tr.self)
-		tr.ingest(memberPacket("test", 1), tr.self)
+		tr.ingest(memberPacket("test", memberAck, 0x80), tr.self)
 	}
 	if n := tr.counts()[DropBusy]; n != 12 {
 		t.Errorf("%d are counted", n)
@@ -157,8 +158,8 @@ func TestDropsHaveNames(t *testing.T) {
 // first byte says so, so that what lies behind the seal is reached.
 func FuzzIngest(f *testing.F) {
 	f.Add(byte(0), []byte{magic})
-	f.Add(byte(0), memberPacket("test", 1, 2))
-	f.Add(byte(1), memberPacket("test", 1, 2))
+	f.Add(byte(0), memberPacket("test", memberAck, 0x80))
+	f.Add(byte(1), memberPacket("test", memberAck, 0x80))
 	f.Add(byte(2), []byte{sealed, 1, 2})
 	f.Add(byte(2), bytes.Repeat([]byte{sealed}, 200))
 	f.Add(byte(1), bytes.Repeat([]byte{0xD0}, 1400))
@@ -196,7 +197,7 @@ func FuzzIngest(f *testing.F) {
 func FuzzStreams(f *testing.F) {
 	frame := func(b []byte) []byte { return append(binary.BigEndian.AppendUint16(nil, uint16(len(b))), b...) }
 	start := bare().appendStart(nil)
-	f.Add(false, slices.Concat([]byte{streamPackets}, frame(start), frame([]byte{magic, 1}), frame(memberPacket("test", 1))))
+	f.Add(false, slices.Concat([]byte{streamPackets}, frame(start), frame([]byte{magic, 1}), frame(memberPacket("test", memberAck, 0x80))))
 	f.Add(false, slices.Concat([]byte{streamPackets}, frame(start), frame(make([]byte, 1500))))
 	f.Add(true, slices.Concat([]byte{streamPackets}, frame(bare(testKey(1)).wrap(nil, start)), frame([]byte{sealed})))
 	f.Add(false, []byte{streamPackets, 0, 0})
@@ -283,18 +284,18 @@ func TestMemberStreams(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		sent := bytes.Repeat([]byte("0123456789"), 10_000)
+		sent := exchange(1000)
 		go func() { _, _ = c.Write(sent) }()
 		s := <-b.StreamCh()
 		got := make([]byte, len(sent))
 		if _, err := io.ReadFull(s, got); err != nil || !bytes.Equal(got, sent) {
 			t.Fatalf("keys %d: %v", len(keys), err)
 		}
-		if _, err := s.Write([]byte("back")); err != nil {
+		if _, err := s.Write([]byte{memberAck, 0x80, 'x'}); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := io.ReadFull(c, got[:4]); err != nil || string(got[:4]) != "back" {
-			t.Fatalf("keys %d: %q, %v", len(keys), got[:4], err)
+		if back, err := io.ReadAll(c); err != nil || string(back) != string([]byte{memberAck, 0x80}) {
+			t.Fatalf("keys %d: %q, %v", len(keys), back, err)
 		}
 		_, _ = s.Close(), c.Close()
 	}
@@ -313,8 +314,9 @@ func TestMemberStreams(t *testing.T) {
 		return all
 	}
 	tr := bare(testKey(1))
-	own := frames(t, tr, 1, "one", "two", "three")
-	other := frames(t, tr, 2, "one", "TWO")
+	const one, two, three = "\x0d\xa9o", "ne", "twthree" // an error of nine bytes
+	own := frames(t, tr, 1, one, two, three)
+	other := frames(t, tr, 2, one, "NE")
 	bad := bytes.Clone(own[1])
 	bad[len(bad)-1] ^= 1
 	for _, tt := range []struct {
@@ -322,11 +324,11 @@ func TestMemberStreams(t *testing.T) {
 		frames [][]byte
 		want   string
 	}{
-		{"whole", own, "onetwothree"},
-		{"left out", [][]byte{own[0], own[2]}, "one"},
-		{"repeated", [][]byte{own[0], own[0]}, "one"},
-		{"of another stream", [][]byte{own[0], other[1]}, "one"},
-		{"changed", [][]byte{own[0], bad, own[2]}, "one"},
+		{"whole", own, one + two + three[:6]},
+		{"left out", [][]byte{own[0], own[2]}, ""},
+		{"repeated", [][]byte{own[0], own[0]}, ""},
+		{"of another stream", [][]byte{own[0], other[1]}, ""},
+		{"changed", [][]byte{own[0], bad, own[2]}, ""},
 		{"begins late", own[1:], ""},
 	} {
 		m := &memberConn{Conn: pipeOf(slices.Concat(tt.frames...)), t: tr, accepted: true}
@@ -340,6 +342,25 @@ func TestMemberStreams(t *testing.T) {
 	if got, err := io.ReadAll(m); err == nil {
 		t.Errorf("what was sent can be sent back: %q", got)
 	}
+}
+
+// exchange is a push of as many nodes, as memberlist writes it.
+func exchange(nodes int) []byte {
+	b := []byte{memberPushPull, 0x83, 0xA4}
+	b = append(b, "Join"...)
+	b = append(b, 0xC3, 0xA5)
+	b = append(b, "Nodes"...)
+	b = binary.BigEndian.AppendUint16(append(b, 0xCD), uint16(nodes))
+	b = append(b, 0xAC)
+	b = append(append(b, "UserStateLen"...), 0)
+	for range nodes {
+		b = append(b, 0x82, 0xA4)
+		b = append(b, "Name"...)
+		b = append(b, 0xA1, 'x', 0xA4)
+		b = append(b, "Meta"...)
+		b = append(append(b, 0xDA, 0, 200), make([]byte, 200)...)
+	}
+	return b
 }
 
 type writeOnly struct {
