@@ -94,7 +94,9 @@ func NewStandings(self crdt.Replica) (*Standings, error) {
 // Say replaces what this process says of itself; Replica and Heard are filled in.
 // Texts and lists that are too long are cut. Once a second is often enough.
 func (m *Standings) Say(own Standing) {
+	m.mu.Lock()
 	own.Replica, own.Heard = m.self, 0
+	m.mu.Unlock()
 	own.Zone, own.Region, own.Version = clip(own.Zone, maxStandingText), clip(own.Region, maxStandingText), clip(own.Version, maxStandingText)
 	own.Keys = slices.Clone(own.Keys[:min(len(own.Keys), maxStandingKeys)])
 	for i := range own.Keys {

@@ -4,6 +4,8 @@
 package limiter
 
 import (
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/crdt"
@@ -208,6 +210,22 @@ func (n *Node) Gone(now time.Duration, id crdt.Replica) {
 	if b := n.buried[id.Name]; b.incarnation < id.Incarnation {
 		n.buried[id.Name] = burial{id.Incarnation, n.now}
 	}
+}
+
+// Rejoin says that this process goes on under a higher incarnation. To its peers that
+// is a restart: they have voided what they had of the lower one, and what it had of
+// them. So that is void here, and what was lent stays out until its lease has ended.
+func (n *Node) Rejoin(now time.Duration, self crdt.Replica) {
+	n.advance(now)
+	n.self = self
+	for _, name := range slices.Sorted(maps.Keys(n.peers)) {
+		before, was := n.buried[name]
+		n.bury(n.peers[name])
+		if delete(n.buried, name); was {
+			n.buried[name] = before
+		}
+	}
+	n.rosters++ // every mark is another
 }
 
 func (n *Node) bury(p *peer) {

@@ -336,6 +336,13 @@ func (s *Set) Merge(c crdt.Contact, b []byte) error {
 	return s.node.Merge(c, b)
 }
 
+// Rejoin is that of [Node.Rejoin].
+func (s *Set) Rejoin(now time.Duration, self crdt.Replica) {
+	s.mu.Lock()
+	defer s.unlock()
+	s.node.Rejoin(now, self)
+}
+
 // Gone is that of [Node.Gone].
 func (s *Set) Gone(now time.Duration, peer crdt.Replica) {
 	s.mu.Lock()

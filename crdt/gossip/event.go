@@ -52,6 +52,10 @@ const (
 	// Displaced says that a later life of the session's own name is at work, or
 	// that this one was evicted. It comes once and last: the session is over.
 	Displaced
+	// Rejoined says that a higher incarnation of the session's own name was known, as
+	// after a restart with a clock that is behind, and that the session goes on above it.
+	// Only where every section is a [Rejoiner], and within a second of the first answer.
+	Rejoined
 	// Left says that all who were heard lately know that this life is over. It comes
 	// once and last: the session is over.
 	Left
@@ -62,5 +66,5 @@ type Action struct {
 	Kind   ActionKind
 	Addr   netip.AddrPort // Send
 	Packet []byte         // Send: valid until the next Step
-	By     crdt.Replica   // Displaced: the life that took the name, or the own one if it was evicted
+	By     crdt.Replica   // Rejoined: who the session is now. Displaced: the life that took the name, or the own one if it was evicted
 }

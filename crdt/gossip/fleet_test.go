@@ -86,6 +86,17 @@ func (b *board) Mark(crdt.Replica) uint64 {
 // Counted is that of a [gossip.Counter].
 func (b *board) Counted() uint64 { return b.seq }
 
+// rejoining is a board that goes on under a higher incarnation.
+type rejoining struct{ *board }
+
+func (r rejoining) Rejoin(_ time.Duration, self crdt.Replica) {
+	b := r.board
+	old := b.get(b.key)
+	b.self, b.key = self, self.String()
+	clear(b.since)
+	b.set(b.key, old)
+}
+
 // uncounted is a section of which nobody knows whether it has changed.
 type uncounted struct{ gossip.Section }
 
@@ -160,7 +171,7 @@ func (m *member) Step(now time.Duration, ev gossip.Event, actions []gossip.Actio
 	n := len(actions)
 	actions = m.proc.Step(now, ev, actions)
 	for _, a := range actions[n:] {
-		if a.Kind != gossip.Send {
+		if a.Kind != gossip.Send && a.Kind != gossip.Rejoined {
 			m.over = &a
 		}
 	}
@@ -174,6 +185,7 @@ type fleet struct {
 	*simnet.Net
 	forward bool
 	plain   bool // sections do not count
+	rejoins bool // sections go on under a higher incarnation
 	zone    func(node int) string
 	name    func(node int) string
 	inc     func(node, life int) uint64
@@ -208,8 +220,11 @@ func (f *fleet) start(n int) *fleet {
 			m.board.forward = f.forward
 			var err error
 			section := gossip.Section(m.board)
-			if f.plain {
+			switch {
+			case f.plain:
 				section = uncounted{section}
+			case f.rejoins:
+				section = rejoining{m.board}
 			}
 			m.Session, err = gossip.New(cfg, gossip.WithSection("board", section), gossip.WithRand(rng.Float64))
 			if err != nil {

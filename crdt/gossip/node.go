@@ -15,6 +15,8 @@ import (
 	"time"
 
 	"github.com/hashicorp/memberlist"
+
+	"github.com/stormguard-mq/stormguard/crdt"
 )
 
 // A Notifier is a [Section] that says when something has changed in it by itself,
@@ -205,6 +207,13 @@ func (n *Node) newTransport(ln *net.TCPListener, udp *net.UDPConn, o nodeOptions
 	return t
 }
 
+// Self is the name of this process and its incarnation now: higher than that of its
+// configuration if it had to go above another one of its name.
+func (n *Node) Self() (self crdt.Replica) {
+	n.call(func() { self = n.session.Self() })
+	return self
+}
+
 // Addr is where others reach this node.
 func (n *Node) Addr() netip.AddrPort { return n.t.self }
 
@@ -333,6 +342,9 @@ func (n *Node) step(ev Event) {
 		case Displaced:
 			n.setErr(fmt.Errorf("%w: %v", ErrDisplaced, a.By))
 			n.log.Error("gossip: displaced", "self", n.cfg.Self.String(), "by", a.By.String())
+		case Rejoined:
+			n.log.Warn("gossip: a higher incarnation of this name was known; this process goes on above it. If its clock is right, look for a second process of the name",
+				"self", a.By.String(), "was", n.cfg.Self.String())
 		case Left:
 			close(n.left)
 		}

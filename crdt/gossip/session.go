@@ -62,6 +62,12 @@ type Session struct {
 	parting parting
 	over    bool
 
+	canRejoin bool          // all sections can
+	rejoined  int           // how often it has
+	metAt     time.Duration // when the first peer had heard us; Never before
+	above     uint64        // of the packet being received: an incarnation to go above
+	doubt     bool          // of the packet being received: it may be of another that runs
+
 	wake    time.Duration
 	floorAt time.Duration // before this the floor keeps everybody waiting
 	tellAt  time.Duration
@@ -84,7 +90,13 @@ func New(cfg Config, opts ...Option) (*Session, error) {
 		return nil, err
 	}
 	cfg = cfg.WithDefaults()
+	canRejoin := true
+	for _, sec := range o.sections {
+		_, ok := sec.Section.(Rejoiner)
+		canRejoin = canRejoin && ok
+	}
 	return &Session{
+		canRejoin: canRejoin, metAt: Never,
 		cfg:      cfg,
 		cluster:  hash32(cfg.Cluster),
 		selfName: hash32(cfg.Self.Name),
@@ -129,6 +141,10 @@ func (s *Session) Step(now time.Duration, ev Event, actions []Action) []Action {
 		switch {
 		case s.over:
 			return append(actions, Action{Kind: Displaced, By: answer})
+		case s.above != 0:
+			return append(actions, Action{Kind: Rejoined, By: s.rejoin(now, s.above)})
+		case s.doubt:
+			return s.challenge(now, ev.Addr, actions)
 		case p != nil:
 			s.look(now, p)
 			if p.due <= now {
@@ -470,6 +486,7 @@ func (s *Session) intro(b []byte, to *peer, room int) []byte {
 // told so; if the session itself is, answer is the life that took its name.
 func (s *Session) receive(now time.Duration, ev Event) (p *peer, reason Reason, answer crdt.Replica) {
 	h := &s.in
+	s.above, s.doubt = 0, false
 	body, err := h.parse(ev.Packet)
 	switch {
 	case err != nil:
@@ -481,12 +498,12 @@ func (s *Session) receive(now time.Duration, ev Event) (p *peer, reason Reason, 
 		return nil, Cluster, answer
 	}
 	addr := canonical(ev.Addr)
+	ours := h.toInc == s.cfg.Self.Incarnation && h.toName == s.selfName
+	if h.flags&flagRefusal != 0 && (ours || string(h.from) != s.cfg.Self.Name) {
+		return nil, Refusal, s.displaced(now, body, ours)
+	}
 	if string(h.from) == s.cfg.Self.Name {
 		return nil, Self, s.mirror(h, addr)
-	}
-	ours := h.toInc == s.cfg.Self.Incarnation && h.toName == s.selfName
-	if h.flags&flagRefusal != 0 {
-		return nil, Refusal, s.displaced(body, ours)
 	}
 	if h.flags&flagLeave != 0 {
 		reason, answer = s.departed(now, crdt.Replica{Name: string(h.from), Incarnation: h.fromInc})
@@ -564,7 +581,8 @@ func (s *Session) mirror(h *header, addr netip.AddrPort) (answer crdt.Replica) {
 	life := crdt.Replica{Name: s.cfg.Self.Name, Incarnation: h.fromInc}
 	switch inc := s.cfg.Self.Incarnation; {
 	case h.fromInc > inc:
-		s.end()
+		s.doubt = true
+		return crdt.Replica{}
 	case h.fromInc == inc:
 		// Only an address that is asked. What came from any other may be a packet of ours
 		// that somebody sent back, to fill the book or to hide a peer.
@@ -576,11 +594,16 @@ func (s *Session) mirror(h *header, addr netip.AddrPort) (answer crdt.Replica) {
 	return life
 }
 
-// displaced ends the session if a peer says that its life is over.
-func (s *Session) displaced(body []byte, ours bool) (by crdt.Replica) {
+// displaced ends the session if a peer says that its life is over, or has it go on
+// above the one that took its name.
+func (s *Session) displaced(now time.Duration, body []byte, ours bool) (by crdt.Replica) {
 	r := read(body)
 	inc := r.Uint64("incarnation")
 	if !ours || r.Fault() != nil || r.Len() != 0 || inc < s.cfg.Self.Incarnation {
+		return crdt.Replica{}
+	}
+	if s.rejoins(now, inc) {
+		s.above = inc
 		return crdt.Replica{}
 	}
 	s.end()
@@ -691,13 +714,29 @@ func (s *Session) heard(now time.Duration, wall int64, p *peer, h *header, addr 
 		return
 	}
 	p.echo, p.met = max(p.echo, h.echo), true
+	s.metAt = min(s.metAt, now)
 	if rtt := now - h.echo - h.held; rtt >= 0 {
 		sample := rttSample{ok: true, rtt: rtt, hasWall: wall != 0 && h.wall != 0}
 		if sample.hasWall {
-			sample.offset = time.Duration(h.wall-wall) + rtt/2
+			sample.offset = apart(h.wall, wall) + rtt/2
 		}
 		p.rtt.add(now, sample)
 	}
+}
+
+// maxOffset is the most by which a peer's wall clock counts as off.
+const maxOffset = 24 * time.Hour
+
+// apart is a - b of wall clocks, at most maxOffset either way.
+func apart(a, b int64) time.Duration {
+	half := a/2 - b/2 // the difference itself may not fit
+	if half > int64(maxOffset/2) || half < -int64(maxOffset/2) {
+		if half > 0 {
+			return maxOffset
+		}
+		return -maxOffset
+	}
+	return time.Duration(a - b)
 }
 
 // merge takes in the body of a packet, and what it acknowledges.

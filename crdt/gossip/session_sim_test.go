@@ -292,6 +292,74 @@ func TestOneNameTwice(t *testing.T) {
 	}
 }
 
+// A process whose wall clock is an hour behind that of its earlier incarnation, or
+// ahead, is back within a second, also under loss and after a half of the fleet forgot.
+func TestClockSteps(t *testing.T) {
+	t.Parallel()
+	for seed := range uint64(20) {
+		f := newFleet(seed, lossy(lan, 0.35))
+		f.rejoins = true
+		start := time.Unix(1.8e9, 0)
+		steps := []time.Duration{0, -time.Hour, time.Hour, 0, -time.Hour}
+		f.inc = func(node, life int) uint64 {
+			wall := start.Add(time.Duration(life) * time.Second)
+			if node == 3 {
+				wall = wall.Add(steps[life-1])
+			}
+			return gossip.NewIncarnation(wall, uint64(node)<<8+uint64(life))
+		}
+		f.start(4)
+		f.meet(t)
+		for range len(steps) - 1 {
+			f.Crash(3)
+			f.Run(f.Now() + 500*time.Millisecond)
+			f.Restart(3)
+			if seed%2 == 1 { // who starts at the same time knows nothing of the earlier one
+				f.Crash(1)
+				f.Restart(1)
+			}
+			f.Run(f.Now() + time.Second)
+			if o := f.member(3).over; o != nil || f.fresh(3) != 3 || f.fresh(0) != 3 || f.fresh(2) != 3 {
+				t.Fatalf("seed %d: out %+v; they hear %d, %d, %d, %d", seed, o, f.fresh(0), f.fresh(1), f.fresh(2), f.fresh(3))
+			}
+			f.Run(f.Now() + 2*time.Second)
+		}
+	}
+}
+
+// Of two processes with one name that run at the same time one ends, whichever clock is
+// ahead: that which started first, when it was known already.
+func TestOneNameTwiceWithClocks(t *testing.T) {
+	t.Parallel()
+	for seed := range uint64(20) {
+		for _, ahead := range []time.Duration{-time.Hour, 0, time.Hour} {
+			for _, wait := range []time.Duration{0, 3 * time.Second} {
+				f := newFleet(seed, lossy(lan, 0.2))
+				f.rejoins = true
+				f.name = func(node int) string { return []string{"a", "b", "twin", "twin"}[node] }
+				f.inc = func(node, _ int) uint64 {
+					wall := time.Unix(1.8e9, 0)
+					if node == 3 {
+						wall = wall.Add(ahead)
+					}
+					return gossip.NewIncarnation(wall, uint64(node))
+				}
+				f.start(3)
+				f.Run(f.Now() + wait)
+				f.start(1)
+				f.Run(f.Now() + 5*time.Second)
+				first, second := f.member(2).over, f.member(3).over
+				if (first == nil) == (second == nil) || wait > 0 && first == nil {
+					t.Errorf("seed %d, %v ahead, after %v: out %+v and %+v", seed, ahead, wait, first, second)
+				}
+				if f.fresh(0) != 2 || f.fresh(1) != 2 {
+					t.Errorf("seed %d, %v ahead, after %v: they hear %d and %d", seed, ahead, wait, f.fresh(0), f.fresh(1))
+				}
+			}
+		}
+	}
+}
+
 // What one packet cannot hold takes several, oldest first, also under loss.
 func TestStateLargerThanPackets(t *testing.T) {
 	t.Parallel()

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
 	"time"
 
 	"go.opentelemetry.io/otel/metric"
@@ -66,7 +67,7 @@ func (c Config) WithDefaults() Config {
 	c.Limits = c.Limits.WithDefaults()
 	c.Gossip.Cluster, c.Gossip.Self.Name = c.Fleet, c.Name
 	if c.Gossip.Self.Incarnation == 0 {
-		c.Gossip.Self.Incarnation = uint64(max(time.Now().UnixNano(), 1))
+		c.Gossip.Self.Incarnation = gossip.NewIncarnation(time.Now(), rand.Uint64())
 	}
 	c.Gossip = c.Gossip.WithDefaults()
 	c.Breakers, c.Storms, c.Journal = c.Breakers.WithDefaults(), c.Storms.WithDefaults(), c.Journal.WithDefaults()

@@ -154,8 +154,13 @@ func rosterOf(c limiter.Charter) fleet.Roster {
 	return r
 }
 
-// Self is this life of this process.
-func (p *Process) Self() crdt.Replica { return p.self }
+// Self is the name of this process and its incarnation now.
+func (p *Process) Self() crdt.Replica {
+	if p.node == nil {
+		return p.self
+	}
+	return p.node.Self()
+}
 
 // Key is the handle of a limit's key; see [limiter.Set.Key].
 func (p *Process) Key(key string) *limiter.Limiter { return p.limits.Key(key) }

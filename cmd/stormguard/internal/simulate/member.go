@@ -155,7 +155,7 @@ func (m *member) step(now time.Duration, ev gossip.Event, actions []gossip.Actio
 		start := len(m.out)
 		m.out = append(m.out, actions[i].Packet...)
 		actions[i].Packet = m.out[start:len(m.out):len(m.out)]
-		if actions[i].Kind != gossip.Send && m.citizen != nil {
+		if k := actions[i].Kind; k != gossip.Send && k != gossip.Rejoined && m.citizen != nil {
 			m.over(actions[i].Kind)
 		}
 	}

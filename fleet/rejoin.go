@@ -1,0 +1,97 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"time"
+
+	"github.com/stormguard-mq/stormguard/crdt"
+)
+
+// What follows makes the sections a gossip.Rejoiner: a process whose name is known with
+// a higher incarnation goes on above it. To its peers that is a restart.
+
+// Rejoin begins as a process that starts again, but for the charters that it knows: it
+// does not vote or mint until it has recovered.
+func (c *Charters) Rejoin(now time.Duration, self crdt.Replica) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.self, c.start = self, now
+	for len(c.list) > 0 {
+		c.dropLocked(c.list[0])
+	}
+	c.votes, c.settled, c.until = 0, false, 0
+	c.promised, c.promisedAt = ballot{}, 0
+	c.accepted, c.acceptedAt = accepted{}, 0
+	c.bid, c.pull = bid{}, pull{}
+	clear(c.proposals)
+	c.books.Mint(now)
+	c.tellAll()
+	c.settleLocked(now)
+}
+
+// Rejoin says all votes again, as those of the new incarnation.
+func (v *Verdicts) Rejoin(_ time.Duration, self crdt.Replica) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.self = self
+	for _, sc := range v.order {
+		if sc.own == nil {
+			continue
+		}
+		v.version++
+		sc.own.Node, sc.own.Version = self, v.version
+		v.log.vote(sc.own, true)
+	}
+}
+
+// Rejoin changes nothing: snapshots go by the name.
+func (s *Storms) Rejoin(_ time.Duration, self crdt.Replica) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.self = self
+}
+
+// Rejoin says the same again, as the new incarnation.
+func (m *Standings) Rejoin(_ time.Duration, self crdt.Replica) {
+	m.mu.Lock()
+	m.self = self
+	own := m.own
+	m.mu.Unlock()
+	m.Say(own)
+}
+
+// Rejoin writes this process's entries again, as those of the new incarnation.
+func (j *Journal) Rejoin(_ time.Duration, self crdt.Replica) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	was := j.self
+	log, err := crdt.NewOpLog(self, crdt.OpLogConfig{MaxRecords: j.cfg.Keep + j.cfg.Backlog, MaxHeld: j.cfg.Keep + j.cfg.Backlog}, j.applyLocked)
+	if err != nil {
+		return // the bounds were accepted before
+	}
+	j.self, j.log = self, log
+	j.log.Join(archivist)
+	clear(j.readers)
+	old := j.entries
+	j.entries = nil
+	for _, e := range old {
+		if e.By != was {
+			j.entries = append(j.entries, e) // it comes again, and is known then
+		}
+	}
+	for _, e := range old {
+		if e.By != was {
+			continue
+		}
+		op := crdt.OpAdd
+		if e.Kind == EntryReset {
+			op = crdt.OpReset
+		}
+		if _, err := j.log.Append(op, e.At, lineOf(e)); err != nil {
+			j.lost++
+		}
+	}
+	j.fileLocked()
+}
