@@ -4,6 +4,7 @@
 package gossip
 
 import (
+	"fmt"
 	"math"
 	"testing"
 	"time"
@@ -129,6 +130,28 @@ func TestRejoinEnds(t *testing.T) {
 	low.rejoined = maxRejoins
 	if low.rejoins(0, 1) {
 		t.Error("it rejoins for ever")
+	}
+}
+
+// Nobody makes up incarnations faster than a fleet restarts, whether of one name, of
+// many, or with departures in between; and later there is room again.
+func TestForgedIncarnations(t *testing.T) {
+	for name, names := range map[string]int{"one name": 1, "many names": 1 << 20} {
+		a := newEndWith(t, Config{Cluster: "c", Self: crdt.Replica{Name: "a", Incarnation: 1}, MaxPeers: 50}, 1)
+		x := newEnd(t, "x", 1, 9)
+		for i := range 5000 {
+			from := fmt.Sprint("x", i%names)
+			now := time.Duration(i) * ms
+			a.take(now, x, forge(header{fromInc: uint64(i + 1), sent: time.Duration(i + 1)}, from))
+			a.take(now, x, forge(header{flags: flagLeave, fromInc: uint64(i + 1), toInc: 1, toName: hash32("a"), seq: 1}, from))
+		}
+		if n := len(a.led.gone); n > 2*50+5 || n < 50 || a.refused(Full) == 0 {
+			t.Errorf("%s: %d are gone", name, n)
+		}
+		b := newEnd(t, "b", 1, 2)
+		if got := b.take(2*time.Minute, a, one(t, a.take(2*time.Minute, b, one(t, b.join(ms, a))))); got == nil {
+			t.Errorf("%s: no room later", name)
+		}
 	}
 }
 

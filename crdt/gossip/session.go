@@ -62,6 +62,9 @@ type Session struct {
 	parting parting
 	over    bool
 
+	begun   float64 // see begins
+	begunAt time.Duration
+
 	canRejoin bool          // all sections can
 	rejoined  int           // how often it has
 	metAt     time.Duration // when the first peer had heard us; Never before
@@ -527,6 +530,9 @@ func (s *Session) receive(now time.Duration, ev Event) (p *peer, reason Reason, 
 		if ours && !framed(body) {
 			return nil, Malformed, answer
 		}
+		if !s.begins(now) {
+			return nil, Full, answer
+		}
 		if p = s.admit(now, crdt.Replica{Name: string(h.from), Incarnation: h.fromInc}, addr); p == nil {
 			return nil, Full, answer
 		}
@@ -534,6 +540,8 @@ func (s *Session) receive(now time.Duration, ev Event) (p *peer, reason Reason, 
 		return nil, Superseded, crdt.Replica{Name: p.life.Name, Incarnation: h.fromInc}
 	case !framed(body), ours && h.ack > p.seq && h.fromInc == p.life.Incarnation:
 		return nil, Malformed, answer
+	case h.fromInc > p.life.Incarnation && !s.begins(now):
+		return nil, Full, answer
 	case h.fromInc > p.life.Incarnation:
 		s.gone(now, p.life)
 		p.reset(now, crdt.Replica{Name: p.life.Name, Incarnation: h.fromInc}, len(s.sections))
@@ -561,6 +569,20 @@ func (s *Session) receive(now time.Duration, ev Event) (p *peer, reason Reason, 
 		reason = OtherName
 	}
 	return p, reason, answer
+}
+
+// begins tells whether one more incarnation may begin. Sections remember for minutes
+// those that are over, so nobody may make them up faster than a fleet restarts: twice
+// MaxPeers at once, and MaxPeers in a minute.
+func (s *Session) begins(now time.Duration) bool {
+	most := 2 * float64(s.cfg.MaxPeers)
+	s.begun = max(0, s.begun-(now-s.begunAt).Minutes()*float64(s.cfg.MaxPeers))
+	s.begunAt = now
+	if s.begun+1 > most {
+		return false
+	}
+	s.begun++
+	return true
 }
 
 // framed says whether a body can be cut into blocks, so that no half of a

@@ -545,7 +545,11 @@ func TestOwnNameAtWork(t *testing.T) {
 		t.Errorf("the earlier life was not told: %+v", one1.over)
 	}
 	three := newEnd(t, "a", 3, 3)
-	two.take(7*ms, three, one(t, three.join(1*ms, two)))
+	asked := one(t, two.take(20*ms, three, one(t, three.join(1*ms, two))))
+	if two.over != nil {
+		t.Error("a packet ends the earlier life without proof")
+	}
+	two.take(21*ms, three, one(t, three.take(2*ms, two, asked)))
 	if two.over == nil || two.over.By.Incarnation != 3 {
 		t.Errorf("the earlier life did not see it: %+v", two.over)
 	}

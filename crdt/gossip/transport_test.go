@@ -742,3 +742,30 @@ func openConns(t *transport) (all []net.Conn) {
 	}
 	return all
 }
+
+// FuzzVet has anything come as membership: it takes no more than there is, whole is
+// whole however it comes, and what is in a packet is in bounds.
+func FuzzVet(f *testing.F) {
+	f.Add(exchange(2), uint8(7))
+	f.Add([]byte{memberErr, 0xA3, 'b', 'a', 'd'}, uint8(1))
+	f.Add([]byte{memberPushPull, 0x81, 0xA5, 'N', 'o', 'd', 'e', 's', 0xCE, 0xFF, 0xFF, 0xFF, 0xFF}, uint8(3))
+	f.Add([]byte{memberCompound, 1, 0, 2, memberIndirectPing, 0x80}, uint8(1))
+	f.Fuzz(func(t *testing.T, b []byte, step uint8) {
+		if probes, ok := vetPacket(b); ok && probes > len(b) {
+			t.Fatalf("%d probes in %d bytes", probes, len(b))
+		}
+		var whole, parts vetted
+		want := whole.vet(b, 2048)
+		if whole.size > len(b) {
+			t.Fatalf("%d of %d bytes", whole.size, len(b))
+		}
+		got := errShort
+		for n := 0; errors.Is(got, errShort) && n < len(b); {
+			n = min(n+int(step)+1, len(b))
+			got = parts.vet(b[:n], 2048)
+		}
+		if !errors.Is(got, want) && !(got == nil && want == nil) && len(b) > 0 || want == nil && parts.size != whole.size {
+			t.Fatalf("in parts %v, %d bytes; whole %v, %d", got, parts.size, want, whole.size)
+		}
+	})
+}
