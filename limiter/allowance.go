@@ -161,10 +161,10 @@ func (t *total) add(x int64) {
 	t.lo, t.hi = lo, t.hi+(x>>63)+int64(carry)
 }
 
-func (t total) some() bool { return t.hi > 0 || t.hi == 0 && t.lo > 0 }
+func (t *total) some() bool { return t.hi > 0 || t.hi == 0 && t.lo > 0 }
 
 // value is the sum, at most what there is room for.
-func (t total) value() int64 {
+func (t *total) value() int64 {
 	if t.hi > 0 || t.lo > math.MaxInt64 {
 		return math.MaxInt64
 	}

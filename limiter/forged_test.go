@@ -227,6 +227,36 @@ func TestForgedRows(t *testing.T) {
 	})
 }
 
+// A borrower that says first that all came back, and then that all was used, accounts
+// for no more than was lent.
+func TestForgedAccounts(t *testing.T) {
+	a, b := pairOf(t, Config{})
+	now := 2 * time.Second
+	for range 4 {
+		_, _ = say(now, a, b)
+		b.Demand(now, "k", 20)
+		b.Tick(now)
+		_, _ = say(now, b, a)
+		a.Tick(now)
+		now += 50 * ms
+	}
+	e := a.rows["k"].with(a.peers["b"])
+	if e == nil || e.lent.open() <= 0 {
+		t.Fatalf("nothing lent: %+v", e)
+	}
+	out := e.lent.out
+	f := forger{self: b.self, sent: now}
+	for _, s := range []forgedEntry{{returned: out}, {used: out}} {
+		s.key, s.borrowed = "k", e.lent.series
+		if err := f.say(a, now, f.packet(a, 0, 0, s)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if r := a.rows["k"]; e.lent.open() != 0 || r.lent != 0 || r.level+r.lent > r.cap {
+		t.Errorf("%+v; %d lent, level %d of %d", e.lent, r.lent, r.level, r.cap)
+	}
+}
+
 // What a peer may have known here is bounded, and leaves room for own keys.
 func TestForgedKeys(t *testing.T) {
 	cfg := Config{Limit: Limit{Rate: 1000, Burst: 100}, MaxKeys: 20_000, Roster: Roster{Guests: true, Members: []Member{{Name: "a"}, {Name: "b"}}}}

@@ -184,7 +184,10 @@ func (e *entry) lend(amount int64) {
 
 // accounted takes in what the borrower says it has used and returned.
 func (e *entry) accounted(used, ret int64) {
-	u, b := max(0, used-e.lent.used), max(0, ret-e.lent.ret)
+	// Each counter rises by itself: together they may not exceed what is open, whatever
+	// two packets, or two entries of one, say.
+	u := min(max(0, used-e.lent.used), e.lent.open())
+	b := min(max(0, ret-e.lent.ret), e.lent.open()-u)
 	if u+b == 0 {
 		return
 	}

@@ -178,19 +178,17 @@ func textOf(b []byte) []byte {
 }
 
 func uintOf(b []byte) (v uint64, ok bool) {
-	signed := false
-	switch c := b[0]; {
-	case c < 0x80:
+	c := b[0]
+	if c < 0x80 {
 		return uint64(c), true
-	case c >= 0xCC && c <= 0xCF, c >= 0xD0 && c <= 0xD3:
-		signed = c >= 0xD0
-	default:
+	}
+	if c < 0xCC || c > 0xD3 {
 		return 0, false
 	}
 	for _, x := range b[1:] {
 		v = v<<8 | uint64(x)
 	}
-	if signed && b[1] >= 0x80 { // negative
+	if c >= 0xD0 && b[1] >= 0x80 { // negative
 		return math.MaxUint64, true
 	}
 	return v, true

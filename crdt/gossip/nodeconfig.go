@@ -96,9 +96,9 @@ func (c NodeConfig) Validate() error {
 
 // closed refuses an address that others reach without a key.
 func (c NodeConfig) closed(keyed bool) error {
-	bind, err := parseBind(c.WithDefaults().Bind)
-	if err != nil || bind.Addr().Unmap().IsLoopback() || keyed || c.Insecure {
-		return nil // Validate reports a malformed address
+	// Validate reports a malformed address; the zero one is not loopback.
+	if bind, _ := parseBind(c.WithDefaults().Bind); bind.Addr().Unmap().IsLoopback() || keyed || c.Insecure {
+		return nil
 	}
 	return fmt.Errorf("%w: Bind: %q is not a loopback address, and there is no key: "+
 		"make one with \"stormguard fleet keygen\" and pass it with WithKeyring (--keys), or set Insecure (--insecure)", ErrConfig, c.Bind)

@@ -176,8 +176,8 @@ func (p *Process) watchBooks(now time.Duration) {
 	for name, n := range p.limits.Stats().Broke {
 		if s := p.drive.broke[name]; n > s.count && (s.count == 0 || now-s.at >= brokeEvery) {
 			p.drive.broke[name] = brokeSaid{n, now}
-			p.log.Error("fleet: a member lends more than its share; the loans are refused. Look at that process, then: stormguard fleet evict "+name,
-				"member", name, "loans", n)
+			p.log.Error("fleet: a member lends more than its share; the loans are refused. Look at that process",
+				"member", name, "loans", n, "then", "stormguard fleet evict "+name)
 		}
 	}
 }
