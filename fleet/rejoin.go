@@ -4,6 +4,7 @@
 package fleet
 
 import (
+	"math"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/crdt"
@@ -94,4 +95,26 @@ func (j *Journal) Rejoin(_ time.Duration, self crdt.Replica) {
 		}
 	}
 	j.fileLocked()
+}
+
+// Rejoin counts from 0 as the new incarnation. Peers keep the row of the one before, as
+// that of a life that is over; here it is folded.
+func (t *Totals) Rejoin(_ time.Duration, self crdt.Replica) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	was := t.self
+	t.self = self
+	for _, k := range t.keys {
+		for i, c := range k.counts {
+			n := c.Of(was)
+			k.folded[i] = min(k.folded[i], math.MaxUint64-n) + n
+			k.counts[i], _ = crdt.NewGCounter(self) // a session took the name
+			for r, n := range c.All() {
+				if r != was {
+					_ = k.counts[i].Join(r, n)
+				}
+			}
+		}
+		k.last = [totalKinds]uint64{}
+	}
 }

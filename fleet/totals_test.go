@@ -410,3 +410,38 @@ func FuzzTotals(f *testing.F) {
 		}
 	})
 }
+
+// A process that goes on under a higher incarnation has counted what it had, here and at
+// its peers, and goes on from there.
+func TestTotalsRejoin(t *testing.T) {
+	const key = "g/t"
+	a, b := newTotals(t, "a", 1), newTotals(t, "b", 1)
+	tell := func(from, to *Totals, now time.Duration) {
+		t.Helper()
+		d, _ := from.Delta(now, nil, to.self, 0, 1<<20)
+		if err := to.Merge(crdt.Contact{From: from.self, Now: now, Sent: now, Echo: now}, d); err != nil {
+			t.Fatal(err)
+		}
+	}
+	count := func(n *Totals, now time.Duration, handled uint64) {
+		t.Helper()
+		if err := n.Count(now, key, handled, 0, 0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	count(a, time.Second, 5)
+	count(b, time.Second, 2)
+	tell(a, b, time.Second)
+	tell(b, a, time.Second)
+	was := a.self
+	a.Rejoin(2*time.Second, crdt.Replica{Name: "a", Incarnation: 9})
+	b.Gone(2*time.Second, was)
+	tell(a, b, 2*time.Second)
+	count(a, 3*time.Second, 10)
+	tell(a, b, 3*time.Second)
+	for _, n := range []*Totals{a, b} {
+		if all := n.All(nil); len(all) != 1 || all[0].Handled != 17 {
+			t.Errorf("%s: %+v", n.self.Name, all)
+		}
+	}
+}
