@@ -162,6 +162,7 @@ func TestFleetLifeReleasesOnce(t *testing.T) {
 				} else {
 					r.publish(2, 5, 5)
 				}
+				time.Sleep(100 * time.Millisecond) // what was decided before is written
 				before := r.dead(2)
 				time.Sleep(25 * time.Second)
 				if n := r.dead(2) - before; n > 0 {
