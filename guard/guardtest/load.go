@@ -19,7 +19,7 @@ var loads = []rule{
 }
 
 // loadRule publishes rate messages a second, for a minute on a real broker, of which poison and flaky percent fail for
-// ever and once. At least least percent of the healthy ones must be handled when the load
+// ever and once. The share least, in percent, of the healthy ones must be handled when the load
 // ends, less what came in its last seconds, and nothing but poison is dead-lettered.
 func loadRule(name string, virtual time.Duration, rate, poison, flaky, least int) rule {
 	return rule{
