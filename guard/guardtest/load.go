@@ -18,9 +18,10 @@ var loads = []rule{
 	loadRule("flaky-20", 2*time.Minute, 20, 0, 20, 90),
 }
 
-// loadRule publishes rate messages a second, for a minute on a real broker, of which poison and flaky percent fail for
-// ever and once. The share least, in percent, of the healthy ones must be handled when the load
-// ends, less what came in its last seconds, and nothing but poison is dead-lettered.
+// loadRule publishes rate messages a second, for a minute on a real broker. Of these, poison
+// and flaky percent fail for ever and once. Of the healthy ones, at least a share of least
+// percent must be handled when the load ends, but for those of its last five seconds.
+// Nothing but poison is dead-lettered.
 func loadRule(name string, virtual time.Duration, rate, poison, flaky, least int) rule {
 	return rule{
 		name: name,
