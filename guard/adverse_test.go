@@ -336,7 +336,7 @@ func TestOutageIdleSource(t *testing.T) {
 			t.Run(fmt.Sprint(order, every), func(t *testing.T) {
 				s := newSim(t, Policy{Order: order})
 				s.runKeyed(s.now+20*time.Minute, 7, func(int) (time.Duration, error) { return time.Millisecond, errDown }, counter(5000, every))
-				if len(s.dead) > 5 || len(s.dead) > 0 && every < 10*time.Second {
+				if len(s.dead) > 1 || len(s.dead) > 0 && every < 10*time.Second {
 					t.Errorf("%d healthy messages dead-lettered: %v", len(s.dead), s.dead)
 				}
 			})

@@ -63,9 +63,15 @@ const (
 	// lookShare is the share of a probe's interval, as 1/n, that the calls of its look
 	// may take: a recovery that falls between two of them costs the order.
 	lookShare = 40
+	// fewUntried is the share, as 1/n, of what is here that may be untried where one
+	// success proves life for all the rest.
+	fewUntried = 8
 	// maxDoubt bounds how often the patience before a guess is doubled: for each other
 	// message that fails, too. With the default Patience it is 11 minutes then.
 	maxDoubt = 6
+	// quietGaps is how many times as long as the longest wait for a message in this
+	// trouble a source must be quiet before a guess.
+	quietGaps = 4
 	// maxGuessShift bounds the doubling of the time between guesses: 3 hours with
 	// the default Patience.
 	maxGuessShift = 10
@@ -316,7 +322,7 @@ func (c *machine[M]) lookBehind(now time.Duration, l *lane[M], it *item[M], witn
 	}
 	skip, place := l.doubted(), l.looks+1
 	if asks {
-		place = l.place(l.step + 1)
+		place = l.place(l.from + l.step + 1)
 	}
 	if l.step >= l.depth || skip+place > l.behind() || place > maxLook || c.round.on { // or another probe looks
 		return false
@@ -325,6 +331,7 @@ func (c *machine[M]) lookBehind(now time.Duration, l *lane[M], it *item[M], witn
 	l.step++
 	l.turn = place
 	if asks {
+		l.beyond = max(l.beyond, l.from+l.step)
 		c.handOn(it)
 	}
 	if !witness {
@@ -399,15 +406,28 @@ func (c *machine[M]) depth(now time.Duration, l *lane[M], it *item[M]) int {
 	case l.rounds%4 == 0:
 		deepest, most = maxLook, lookShare/10
 	}
-	switch {
-	case c.gate.Held():
-		return l.rounds % 2 * (1 + l.rounds/8)
-	case open < lookAfter && l.behind() > maxLook:
+	held := c.gate.Held()
+	if !held && open < lookAfter && l.behind() > maxLook {
 		return 0 // the look before it opened has just told
 	}
 	period := c.policy.Breaker.PeriodAfter(mostAttempts, open)
+	if held { // the fleet has a ladder of its own, and grants in turns: other heads tell, too
+		others := c.fleetStorm.Reporters - 1
+		period = (now - max(c.grantedAt, c.shutAt)) / time.Duration(max(others, 0)+1)
+		c.grantedAt = now
+		if others > 0 {
+			deepest = min(deepest, 1<<min(l.rounds/4, 6))
+		}
+	}
 	share := period / most / max(now-it.started, 1)
-	return int(max(1, min(share, period*lookRate/time.Second, deepest)))
+	depth := int(max(1, min(share, period*lookRate/time.Second, deepest)))
+	l.from = 0
+	if far := l.rounds%4 == 0 || held && l.rounds%3 != 0; far && depth < maxLook {
+		if l.from = l.beyond; l.from >= min(l.behind()-l.doubted(), maxLook) {
+			l.from, l.beyond = 0, 0
+		}
+	}
+	return depth
 }
 
 // place is where the n-th message of a probe's look stands: the n-th behind the head,
@@ -459,9 +479,9 @@ func (it *item[M]) takeWord(after int) {
 // doubt takes the last word back from all that have it, once a message was condemned:
 // one success may prove life for one message only, where more may be had. Or a short
 // recovery would cost everything that had failed before it. More may be had if something
-// was never tried, or has come since the success.
+// has come since the success, or more than a few were never tried.
 func (c *machine[M]) doubt(condemned *item[M]) {
-	if !c.fresh() && c.came <= c.provedAt {
+	if c.came <= c.provedAt && c.unfailed() <= c.unsettled()/fewUntried {
 		return
 	}
 	c.items(func(it *item[M]) {
@@ -511,11 +531,24 @@ func (c *machine[M]) guessAt(now time.Duration, it *item[M]) time.Duration {
 	if c.room() == 0 || doubt > 0 && c.storm.Storm().Active { // full: more is behind it that cannot be tried
 		doubt = maxDoubt
 	}
-	at := max(it.exhaustedAt, c.came, c.provedAt) + c.policy.Retry.Patience<<doubt
+	patience := c.policy.Retry.Patience
+	quiet := max(patience<<doubt, min(quietGaps*c.gap, patience<<maxDoubt)) // or more may come, and tell
+	at := max(it.exhaustedAt, c.came, c.provedAt) + quiet
 	if c.guessedAt > 0 && c.life() <= c.guessLuck {
-		at = max(at, c.guessedAt+c.policy.Retry.Patience<<min(c.guesses, maxGuessShift))
+		at = max(at, c.guessedAt+patience<<min(c.guesses, maxGuessShift))
 	}
 	return at
+}
+
+// arrived keeps the longest time between two messages since something succeeded.
+func (c *machine[M]) arrived(now time.Duration) {
+	switch own := c.own(); {
+	case own != c.gapLuck:
+		c.gap, c.gapLuck = 0, own
+	case c.came > 0:
+		c.gap = max(c.gap, now-c.came)
+	}
+	c.came = now
 }
 
 // guess takes an item for poison without proof.
@@ -530,6 +563,18 @@ func (c *machine[M]) guess(now time.Duration, it *item[M]) {
 		it.guessed = true
 		c.guessedAt, c.guessLuck = now, c.life()
 	}
+}
+
+// unfailed is how many unsettled messages have not failed yet.
+func (c *machine[M]) unfailed() int {
+	if c.inPlace && !c.fresh() { // what stands behind a head says nothing
+		return 0
+	}
+	n := c.queued
+	if !c.calls.empty() && c.calls.least() == 0 {
+		n += int(c.calls.at(c.calls.first).n)
+	}
+	return n
 }
 
 // fresh tells whether any unsettled message has not failed yet.

@@ -46,3 +46,37 @@ func TestAdjacentPoison(t *testing.T) {
 		}
 	}
 }
+
+// Poison that is the last of an idle source goes when one message comes and succeeds,
+// though some of it was never tried.
+func TestAdjacentPoisonIdle(t *testing.T) {
+	const first, wait = 50, 30 * time.Second
+	for _, order := range []Order{OrderSource, OrderKey, OrderNone} {
+		for _, n := range []int{20, 64} {
+			t.Run(fmt.Sprint(order, n), func(t *testing.T) {
+				s := newSim(t, Policy{Order: order})
+				sent, from, quiet := 0, s.now, time.Duration(0)
+				s.runKeyed(s.now+2*time.Minute, 16, func(m int) (time.Duration, error) {
+					if m >= first && m < first+n {
+						return 2 * time.Millisecond, errBad
+					}
+					return 2 * time.Millisecond, nil
+				}, func(now time.Duration) (int, bool) {
+					switch {
+					case sent < first && now >= from+time.Duration(sent)*100*time.Millisecond, sent >= first && sent < first+n:
+						quiet = now + wait
+					case sent == first+n && now >= quiet:
+					default:
+						return 0, false
+					}
+					sent++
+					return sent - 1, true
+				})
+				slices.Sort(s.dead)
+				if len(s.dead) != n || s.dead[0] != first || s.dead[n-1] != first+n-1 || len(s.handled) != first+1 {
+					t.Errorf("handled %d, dead %v", len(s.handled), s.dead)
+				}
+			})
+		}
+	}
+}

@@ -134,7 +134,9 @@ type lane[M any] struct {
 	groups int        // … in so many groups
 	rounds int        // looks of probes that this head failed
 	step   int        // witnesses called in this group or round …
-	depth  int        // … of so many
+	depth  int        // … of so many …
+	from   int        // … behind so many, which earlier rounds have tried
+	beyond int        // how far behind this head rounds have come
 	queued bool       // stands in the machine's ready list
 	parked bool       // front[turn] is processing or waits for a retry
 

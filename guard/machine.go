@@ -88,7 +88,10 @@ type machine[M any] struct {
 	suspects   map[string]suspect // of epochs before, and while the source ends of this one
 	health     *health            // nil without a health check
 	shutAt     time.Duration      // when the breaker opened
-	came       time.Duration      // when the latest message came
+	grantedAt  time.Duration      // when a probe that the fleet granted last looked
+	came       time.Duration      // when the latest message came …
+	gap        time.Duration      // … the longest time between two since a success …
+	gapLuck    uint64             // … as own counts them
 	slowAfter  time.Duration      // a call is reported as slow then
 	bytes      int64
 	ahead      int    // Marker.Ahead, when an ack was looked at last …
@@ -303,7 +306,7 @@ func (c *machine[M]) listed(p phase) *[]*item[M] {
 // put takes one message in. The caller saw to the room.
 func (c *machine[M]) put(now time.Duration, m M, key uint64, size int) {
 	c.tally.Received++
-	c.came = now
+	c.arrived(now)
 	c.bytes += int64(size)
 	if !c.admitting(now) {
 		if !c.draining {
@@ -339,7 +342,7 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int) {
 // adopt takes over a message that the closed path began at an instant: it is
 // processing.
 func (c *machine[M]) adopt(began time.Duration, m M, key uint64, size int) *item[M] {
-	c.came = max(c.came, began)
+	c.arrived(max(c.came, began))
 	c.bytes += int64(size)
 	it := c.item(entry[M]{m: m, size: size, at: began, arrival: c.arrivals.add(int64(began))})
 	if c.order() != OrderNone {

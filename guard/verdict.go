@@ -165,8 +165,10 @@ func (c *machine[M]) part(it *item[M]) {
 	it.lane = nil
 	l.front = slices.Delete(l.front, place, place+1)
 	l.parked, l.turn, l.looks, l.groups, l.rounds, l.step = false, 0, 0, 0, 0, 0
+	l.beyond = max(0, l.beyond-1)
 	c.heads(l)
 	if place > 0 { // a witness: the head has the word
+		l.beyond = max(0, place-1-l.doubted()) // those have failed
 		l.queued = true
 		c.ready.pushFront(l)
 	}

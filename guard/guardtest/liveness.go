@@ -45,9 +45,6 @@ var liveness = []rule{
 			d := x.outageTime()
 			healthy := x.recovers(d, 0, nil).drained
 			for n := 1; n <= 2; n++ {
-				if x.f.Options != nil {
-					break // in a fleet the probes of all processes are one row
-				}
 				x.best(fmt.Sprintf("with %d, from the end of the outage until all is handled", n), func() (took, limit time.Duration) {
 					return x.recovers(d, n, nil).drained, healthy + time.Duration(n)*time.Second + soonAfter(d)
 				})
@@ -75,9 +72,6 @@ func burstRule(name string, n int, least time.Duration, poison func() error) rul
 		name: fmt.Sprintf("%s-%d", name, n),
 		says: fmt.Sprintf("%d poison messages in a row are dead-lettered and nothing else is, soon", n),
 		needs: func(f Features) string {
-			if f.Options != nil && n > 8 { // in a fleet the probes of all processes are one row
-				return "Options unset"
-			}
 			return lack(f.RealTime && n > 8 && os.Getenv("STORMGUARD_FULL") == "", "RealTime unset, or STORMGUARD_FULL")
 		},
 		run: func(x *run) {

@@ -77,9 +77,6 @@ func (s *sheet) poison() {
 			}
 		}
 		for _, o := range orders {
-			if n > 8 && o != guard.OrderSource {
-				continue // with nothing behind most of them, one success proves nothing against them; docs/liveness.md
-			}
 			s.add(fmt.Sprintf("adjacent-%d-idle-unknown-%s", n, o), o, unknown, s.many(1, 20), func(t *trial) error { return t.adjacentIdle(n, o) })
 		}
 	}
