@@ -393,9 +393,9 @@ func (c *machine[M]) mayLook(l *lane[M], head *item[M], asks bool) bool {
 
 // depth is how many messages the look of a failed probe may try: the longer the time
 // between probes, the more, up to 8 and each fourth time up to 64, and as far as their
-// calls take a small share of that time.
-// Where a fleet probes, the other processes' heads tell; each second probe looks, and
-// the later the deeper.
+// calls take a small share of that time. A round that cannot go that far goes on where
+// the last one ended. Where several processes probe, their heads tell, too: each second
+// probe looks, and the later the deeper.
 func (c *machine[M]) depth(now time.Duration, l *lane[M], it *item[M]) int {
 	open := now - c.shutAt
 	l.rounds++
@@ -412,11 +412,12 @@ func (c *machine[M]) depth(now time.Duration, l *lane[M], it *item[M]) int {
 	}
 	period := c.policy.Breaker.PeriodAfter(mostAttempts, open)
 	if held { // the fleet has a ladder of its own, and grants in turns: other heads tell, too
-		others := c.fleetStorm.Reporters - 1
-		period = (now - max(c.grantedAt, c.shutAt)) / time.Duration(max(others, 0)+1)
+		period = (now - max(c.grantedAt, c.shutAt)) / time.Duration(max(c.fleetStorm.Reporters, 1))
 		c.grantedAt = now
-		if others > 0 {
-			deepest = min(deepest, 1<<min(l.rounds/4, 6))
+		if c.fleetStorm.Reporters != 1 {
+			if deepest = time.Duration(l.rounds % 2 * (1 + l.rounds/8)); deepest == 0 {
+				return 0
+			}
 		}
 	}
 	share := period / most / max(now-it.started, 1)
@@ -532,7 +533,10 @@ func (c *machine[M]) guessAt(now time.Duration, it *item[M]) time.Duration {
 		doubt = maxDoubt
 	}
 	patience := c.policy.Retry.Patience
-	quiet := max(patience<<doubt, min(quietGaps*c.gap, patience<<maxDoubt)) // or more may come, and tell
+	quiet := patience << doubt
+	if c.own() == c.gapLuck { // or more may come, and tell
+		quiet = max(quiet, min(quietGaps*c.gap, patience<<maxDoubt))
+	}
 	at := max(it.exhaustedAt, c.came, c.provedAt) + quiet
 	if c.guessedAt > 0 && c.life() <= c.guessLuck {
 		at = max(at, c.guessedAt+patience<<min(c.guesses, maxGuessShift))

@@ -31,20 +31,33 @@ const (
 	mostCalls             = 1                                       // percent, but no less than fewestCalls
 	mostOvertaken         = 5                                       // percent of the outages, at 2 ms
 	formulaShare          = 0.9                                     // delays are drawn
+	idleLetters           = 6                                       // guesses in 20 minutes …
+	slowLetters           = 2                                       // … where a message comes now and then
+	flapLetters           = 20                                      // an hour, unknown errors: the small balance
+	guessShare            = 120                                     // percent of the patience before a guess
+	probeEvery            = 30 * time.Second                        // of a breaker that has been open for long
 	outageRate            = 1000
 	manyRuns, manyAll     = 150, 1500
-	randomRuns, randomAll = 40, 100_000
+	randomRuns, randomAll = 40, 2000
+	sparseAll             = 110 // of 96 hours each
+	sparseGaps            = 3   // times between two messages until one comes, and tells
+	sparseMost            = 8   // guesses in an outage of at most two hours: each waits twice as long as the last
 )
 
 // specs is the table.
 func specs(all bool) []spec {
 	s := sheet{all: all}
 	s.poison()
+	s.idle()
 	s.flaky()
+	s.flapping()
 	s.outages()
 	s.recoveries()
 	s.add("random", guard.OrderSource, unknown, s.many(randomRuns, randomAll), (*trial).random)
 	last := &s.rows[len(s.rows)-1]
+	last.order, last.class = "mixed", "mixed"
+	s.add("random-sparse", guard.OrderSource, unknown, s.many(2, sparseAll), func(t *trial) error { return t.sparse(time.Duration(s.many(6, 96)) * time.Hour) })
+	last = &s.rows[len(s.rows)-1]
 	last.order, last.class = "mixed", "mixed"
 	return s.rows
 }
@@ -78,6 +91,34 @@ func (s *sheet) poison() {
 		}
 		for _, o := range orders {
 			s.add(fmt.Sprintf("adjacent-%d-idle-unknown-%s", n, o), o, unknown, s.many(1, 20), func(t *trial) error { return t.adjacentIdle(n, o) })
+			s.add(fmt.Sprintf("alone-%d-%s", n, o), o, unknown, s.many(1, 20), func(t *trial) error { return t.alone(n, o) })
+		}
+	}
+}
+
+// idle is an outage at a source without traffic, or with little.
+func (s *sheet) idle() {
+	for _, o := range orders {
+		for _, n := range []int{1, 8, 64} {
+			s.add(fmt.Sprintf("idle-outage-20m-%d-%s", n, o), o, unknown, s.many(1, 20), func(t *trial) error { return t.idleOutage(n, o) })
+		}
+		for _, every := range []time.Duration{5 * time.Second, 20 * time.Second, time.Minute, 5 * time.Minute} {
+			s.add(fmt.Sprintf("slow-outage-20m-%s-%s", short(every), o), o, unknown, s.many(1, 20), func(t *trial) error { return t.slowOutage(every, o) })
+		}
+	}
+}
+
+// flapping is a dependency that is up for a while and down for as long, over and over.
+func (s *sheet) flapping() {
+	for _, o := range orders {
+		for _, c := range []class{unknown, refused} {
+			for _, rate := range []float64{50, 100} {
+				for _, span := range []time.Duration{time.Second, 3 * time.Second, 10 * time.Second, 30 * time.Second} {
+					s.add(fmt.Sprintf("flap-%s-%g-%s-%s", short(span), rate, c, o), o, c, s.many(1, 5), func(t *trial) error {
+						return t.flap(load{order: o, rate: rate, call: callTime}, span, c)
+					}).long = rate != 100 || c != unknown || span != time.Second && span != 10*time.Second
+				}
+			}
 		}
 	}
 }
@@ -215,6 +256,108 @@ func (t *trial) adjacentIdle(n int, o guard.Order) error {
 		w.pass(30 * time.Second)
 		t.behind(w, s, n, passBase+time.Duration(n)*passEach+patience, func() int { return s.send(1, false) })
 		t.letters(w.sum().healthyLetters, 0)
+		return nil
+	})
+}
+
+// alone sends poison after which nothing comes for an hour. Until then guesses are all
+// there is.
+func (t *trial) alone(n int, o guard.Order) error {
+	return t.world(load{order: o, rate: 10, call: callTime, says: unknown}, func(w *world) error {
+		s := w.all[0]
+		w.pass(warmUp)
+		s.quiet()
+		w.pass(time.Second)
+		from := w.now()
+		s.send(n, true)
+		w.until(time.Hour, func() bool { return w.sum().letters > 0 })
+		doubt := n - 1
+		if n > 3 { // a storm is seen first
+			doubt = 6
+		}
+		first, limit := s.lastAt()-from, passBase+(patience<<doubt)*guessShare/100
+		if w.sum().letters == 0 {
+			first = never
+		}
+		t.passed(first, limit)
+		w.pass(from + time.Hour - w.now())
+		s.send(1, false)
+		now, limit := w.now(), passBase+time.Duration(n)*passEach+probeEvery
+		w.until(3*limit, func() bool { return w.sum().letters == n })
+		took := s.lastAt() - now
+		if w.sum().letters < n {
+			took = never
+		}
+		t.drained(max(took, 0), limit)
+		if took == never {
+			t.missf("%d of %d dead-lettered", w.sum().letters, n)
+		}
+		t.letters(w.sum().healthyLetters, 0)
+		return nil
+	})
+}
+
+// idleOutage sends healthy messages at once when the dependency is down, and no more.
+func (t *trial) idleOutage(n int, o guard.Order) error {
+	return t.world(load{order: o, rate: 10, call: callTime}, func(w *world) error {
+		s := w.all[0]
+		w.pass(warmUp)
+		s.quiet()
+		w.pass(time.Second)
+		w.fail(unknown)
+		s.send(n, false)
+		return t.guesses(w, idleLetters)
+	})
+}
+
+// slowOutage takes the dependency from a source to which little comes.
+func (t *trial) slowOutage(every time.Duration, o guard.Order) error {
+	return t.world(load{order: o, rate: 1 / every.Seconds(), call: callTime}, func(w *world) error {
+		w.pass(3 * every)
+		w.fail(unknown)
+		most := slowLetters
+		if every < patience {
+			most = 0
+		}
+		return t.guesses(w, most)
+	})
+}
+
+// guesses ends an outage of 20 minutes in which so many guesses are allowed.
+func (t *trial) guesses(w *world, most int) error {
+	const length = 20 * time.Minute
+	w.pass(length)
+	w.all[0].aim()
+	w.mend()
+	limit := recoveryLimit(length, unknown) + passBase
+	from := w.now()
+	w.until(3*limit, func() bool { return w.all[0].reachedAt() >= 0 })
+	drained := w.all[0].reachedAt()
+	if drained >= 0 {
+		drained = max(0, drained-from)
+	}
+	t.drained(drained, limit)
+	t.letters(w.sum().healthyLetters, most)
+	return nil
+}
+
+// flap takes the dependency away and brings it back for an hour.
+func (t *trial) flap(l load, span time.Duration, c class) error {
+	return t.world(l, func(w *world) error {
+		w.pass(warmUp)
+		for end := w.now() + time.Hour; w.now() < end && w.ctx.Err() == nil; {
+			w.fail(c)
+			w.pass(span)
+			w.mend()
+			w.pass(span)
+		}
+		n := w.sum()
+		most := flapLetters
+		if c == refused {
+			most = 0
+		}
+		t.handled(100*float64(n.handled)/n.healthy, 0)
+		t.letters(n.healthyLetters, most)
 		return nil
 	})
 }
@@ -470,6 +613,42 @@ func (t *trial) random() error {
 			t.missf("order %v, %d sources, %.3g/s, calls of %v, %.2g %% poison (%s), %.2g %% fail (%s)",
 				l.order, l.parts, l.rate, l.call.Round(time.Millisecond), 100*l.poison, l.says, 100*l.flaky, l.fails)
 		}
+		return nil
+	})
+}
+
+// sparse draws days of little traffic, with outages, poison and epochs. After the last
+// of them every source must settle all that it was handed, when messages come.
+func (t *trial) sparse(length time.Duration) error {
+	d := dice{rand.New(rand.NewPCG(t.seed, 5))}
+	l := d.load()
+	l.rate, l.flaky, l.poison = d.between(1.0/600, 0.2), 0, min(l.poison, 0.01)
+	return t.world(l, func(w *world) error {
+		some := func() *source { return w.all[d.IntN(len(w.all))] }
+		outage, last, most := time.Duration(0), unknown, 0
+		for w.now() < length && w.ctx.Err() == nil {
+			var err error
+			switch d.IntN(4) {
+			case 0:
+				w.pass(d.span(time.Minute, 5*time.Hour))
+			case 1:
+				outage, last = d.span(time.Second, 2*time.Hour), []class{unknown, refused, hang}[d.IntN(3)]
+				if last == unknown {
+					most += sparseMost * len(w.all)
+				}
+				err = d.outage(w, outage, last)
+			case 2:
+				some().send(1+d.IntN(30), true)
+			default:
+				err = some().again()
+			}
+			if err != nil {
+				return err
+			}
+			w.pass(d.span(time.Second, 20*time.Minute))
+		}
+		t.goesOn(w, d, recoveryLimit(outage, last)+time.Duration(sparseGaps/l.rate*float64(time.Second)))
+		t.letters(w.sum().healthyLetters, most)
 		return nil
 	})
 }
