@@ -261,8 +261,8 @@ func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 // behind it goes on.
 func (c *machine[M]) suspectDelay(it *item[M]) time.Duration {
 	switch {
-	case it.lastWord:
-		return c.delay(min(it.after, c.policy.Retry.Attempts))
+	case it.lastWord: // where the dependency is flaky it may take thirty calls
+		return c.delay(min(it.after, c.policy.Retry.Attempts-1))
 	case it.alive:
 		return c.delay(min(it.attempts, c.policy.Retry.Attempts))
 	case it.lane != nil && it.lane.groups > 0 && it.lane.looks < maxLook:
