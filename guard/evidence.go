@@ -162,6 +162,12 @@ func (it *item[M]) evidence() bool {
 	}
 }
 
+// lifeless tells whether nothing has succeeded for as long as an outage may last that is
+// none: a dependency that comes and goes by the second is flaky.
+func (c *machine[M]) lifeless(now time.Duration) bool {
+	return now-max(c.provedAt, c.movedAt) >= proofFresh
+}
+
 // weigh keeps a failed call and what it proves about the message.
 func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 	c.tally.Failures++
@@ -178,6 +184,9 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 	life := c.watch(now)
 	if r.class == ClassUnknown && it.afterAt < c.stillAt {
 		it.after, it.own = 0, 0 // what it failed after was before an outage, and may have been its beginning
+	}
+	if r.class == ClassDependency && c.lifeless(now) {
+		it.takeWord(0) // it is down for all, and not for this message alone
 	}
 	switch {
 	case it.witness(): // it is asked for others, and judged in its own turn
@@ -196,7 +205,7 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 	}
 	if it.alive {
 		it.after++
-		it.wordAt, it.afterAt = now, now
+		it.afterAt = now
 	}
 	it.luck, it.class = life, r.class
 	c.undoubted(it)
@@ -204,10 +213,10 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 	it.note(now, r)
 	switch {
 	case it.witness():
-		it.inOutage = true
+		it.inOutage = it.inOutage || c.lifeless(now)
 	case it.probe && !c.gate.Passing() && it.evidence():
 		it.probes++
-		it.inOutage = true
+		it.inOutage = it.inOutage || c.lifeless(now)
 	case !it.exhausted || it.alive || it.class == ClassMessage:
 		it.attempts++
 	}
@@ -335,7 +344,7 @@ func (c *machine[M]) lookBehind(now time.Duration, l *lane[M], it *item[M], witn
 		c.handOn(it)
 	}
 	if !witness {
-		it.inOutage = true
+		it.inOutage = it.inOutage || c.lifeless(now)
 		c.move(it, waiting)
 	}
 	l.parked, l.queued = false, true
@@ -534,7 +543,7 @@ func (c *machine[M]) guessAt(now time.Duration, it *item[M]) time.Duration {
 	}
 	patience := c.policy.Retry.Patience
 	quiet := patience << doubt
-	if c.own() == c.gapLuck { // or more may come, and tell
+	if c.own() == c.gapLuck && !c.inPlace { // or more may come, and tell; what was parked comes when it is due
 		quiet = max(quiet, min(quietGaps*c.gap, patience<<maxDoubt))
 	}
 	at := max(it.exhaustedAt, c.came, c.provedAt) + quiet

@@ -59,7 +59,7 @@ type item[M any] struct {
 	alive       bool          // so was the last one
 	afterAt     time.Duration // when it was the last time
 	own         int           // of these, such as came after another success than the one before
-	wordAt      time.Duration // when it got the last word, or used it last
+	wordAt      time.Duration // when it got the last word
 	lastWord    bool          // a message behind it has succeeded: it has the rest of its attempts
 	doubted     bool          // it had the last word, and lost it to another
 	inOutage    bool          // it failed in what may have been an outage
