@@ -401,10 +401,11 @@ func (r *fleetRig) turn(b *atomic.Bool) {
 // condemned says what is wrong about a healthy message's dead letter, if anything. A
 // dependency that comes and goes may cost one (docs/design.md), but only after a proof
 // of life: another message succeeded after it had failed, and it failed twice more. Or
-// it was the last that was fed, and alone for Retry.Patience.
+// it was one of the last that were fed, and so a guess: that waits for Retry.Patience, and
+// twice as long for each message behind it.
 func (r *fleetRig) condemned(queue string, d *dlq.Record, fed uint64) (why string) {
 	number := guardtest.Number(d.Body)
-	if number >= fed && d.LastFailed.Sub(d.FirstFailed) >= 10*time.Second {
+	if behind := fed - min(fed, number); behind <= 5 && d.LastFailed.Sub(d.FirstFailed) >= 10*time.Second<<behind {
 		return ""
 	}
 	failed, after := false, 0
