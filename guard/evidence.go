@@ -120,6 +120,9 @@ func (c *machine[M]) watch(now time.Duration) (life uint64) {
 		c.lastLife, c.movedAt = life, now
 	}
 	c.watchedAt = now
+	if c.lifeless(now) {
+		c.lifelessAt = now
+	}
 	return life
 }
 
@@ -194,6 +197,7 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 	case (it.tries > 1 || it.cameBack) && it.life > it.luck:
 		it.alive = true
 		it.own++
+		it.relapses++
 		if c.provedAt > 0 && now-c.provedAt < proofFresh {
 			it.giveWord(now)
 		}
@@ -213,10 +217,8 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 	it.note(now, r)
 	switch {
 	case it.witness():
-		it.inOutage = it.inOutage || c.lifeless(now)
 	case it.probe && !c.gate.Passing() && it.evidence():
 		it.probes++
-		it.inOutage = it.inOutage || c.lifeless(now)
 	case !it.exhausted || it.alive || it.class == ClassMessage:
 		it.attempts++
 	}
@@ -344,7 +346,6 @@ func (c *machine[M]) lookBehind(now time.Duration, l *lane[M], it *item[M], witn
 		c.handOn(it)
 	}
 	if !witness {
-		it.inOutage = it.inOutage || c.lifeless(now)
 		c.move(it, waiting)
 	}
 	l.parked, l.queued = false, true
@@ -618,10 +619,11 @@ func (c *machine[M]) oneMore(n int) bool {
 	return c.lucks.most() >= int64(c.life()) // one for each time that a message fails
 }
 
-// flakiness is how often messages succeed only at a second call or later, over about
-// a minute. What failed in an outage is left out.
+// flakiness is how often messages succeed only at a second call or later, and how often
+// these fail again, over about a minute. What failed in an outage is left out.
 type flakiness struct {
-	recovered, all float64
+	recovered, all float64 // messages
+	relapses       float64 // of those that recovered: calls that failed after others had succeeded
 	seen           uint64
 	at             time.Duration
 }
@@ -630,21 +632,34 @@ type flakiness struct {
 const flakyHalf = 30 * time.Second
 
 // attempts is how many calls of a message must fail for chance to be no excuse; least
-// at the least. Poison never succeeds, and so does not count.
+// at the least. Poison never succeeds, and so does not count. Who has failed once may fail
+// again more often than others fail first: a dependency that comes and goes is such.
 func (f *flakiness) attempts(now time.Duration, least int) int {
 	f.fade(now)
 	if f.recovered < 5 {
 		return least
 	}
-	n := math.Ceil(math.Log(chance) / math.Log(f.recovered/max(f.all, f.recovered+1)))
+	once := f.recovered / max(f.all, f.recovered+1)
+	again := min(max(once, f.relapses/(f.relapses+f.recovered)), mostAgain)
+	n := 1 + math.Ceil(math.Log(chance/once)/math.Log(again))
 	return max(least, int(min(n, mostAttempts)))
 }
 
-// count takes messages that took several calls, and how many took one so far.
-func (f *flakiness) count(now time.Duration, recovered float64, firsts uint64) {
+// mostAgain bounds the estimate from a few messages.
+const mostAgain = 0.9
+
+// recover takes a message that succeeded after it had failed.
+func (f *flakiness) recover(now time.Duration, relapses int) {
 	f.fade(now)
-	f.recovered += recovered
-	f.all += recovered + float64(firsts-min(f.seen, firsts))
+	f.recovered++
+	f.all++
+	f.relapses += float64(relapses)
+}
+
+// count takes how many messages have succeeded at their first call so far.
+func (f *flakiness) count(now time.Duration, firsts uint64) {
+	f.fade(now)
+	f.all += float64(firsts - min(f.seen, firsts))
 	f.seen = firsts
 }
 
@@ -653,5 +668,6 @@ func (f *flakiness) fade(now time.Duration) {
 		f.at += time.Duration(halves) * flakyHalf
 		f.recovered *= math.Pow(0.5, halves)
 		f.all *= math.Pow(0.5, halves)
+		f.relapses *= math.Pow(0.5, halves)
 	}
 }

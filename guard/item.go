@@ -59,10 +59,10 @@ type item[M any] struct {
 	alive       bool          // so was the last one
 	afterAt     time.Duration // when it was the last time
 	own         int           // of these, such as came after another success than the one before
+	relapses    int           // failures after others had succeeded since the one before
 	wordAt      time.Duration // when it got the last word
 	lastWord    bool          // a message behind it has succeeded: it has the rest of its attempts
 	doubted     bool          // it had the last word, and lost it to another
-	inOutage    bool          // it failed in what may have been an outage
 	passed      bool          // let others go first since its last attempt
 	permanent   bool          // its verdict waits for a credit only
 	paid        bool          // it has its credit, and waits for the limit of dead letters only

@@ -40,7 +40,7 @@ func (c *machine[M]) sweep(now time.Duration, late []*callContext) ([]*callConte
 	}
 	c.lookAt = now + stormEvery
 	c.earn()
-	c.flaky.count(now, 0, c.firstTime())
+	c.flaky.count(now, c.firstTime())
 	c.storm.Successes(now, c.firsts+c.fast())
 	if !c.storm.Step(now, c.reading(now)) {
 		return late, false

@@ -103,8 +103,8 @@ func (c *machine[M]) succeeded(now time.Duration, it *item[M]) step[M] {
 		c.firsts++
 	case it.tries == 1:
 		c.firstProbes++
-	case !it.inOutage:
-		c.flaky.count(now, 1, c.firstTime())
+	case c.lifelessAt < it.firstFailed:
+		c.flaky.recover(now, it.relapses)
 	}
 	if it.probe {
 		c.storm.Probe(now, true)
@@ -262,7 +262,7 @@ func (c *machine[M]) decide(now time.Duration, it *item[M]) {
 func (c *machine[M]) suspectDelay(it *item[M]) time.Duration {
 	switch {
 	case it.lastWord: // where the dependency is flaky it may take thirty calls
-		return c.delay(min(it.after, c.policy.Retry.Attempts-1))
+		return c.delay(min(it.after, c.policy.Retry.Attempts))
 	case it.alive:
 		return c.delay(min(it.attempts, c.policy.Retry.Attempts))
 	case it.lane != nil && it.lane.groups > 0 && it.lane.looks < maxLook:
