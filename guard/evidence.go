@@ -265,7 +265,7 @@ func (c *machine[M]) report(now time.Duration, it, head *item[M]) (goesOn bool) 
 	if !asks && !c.open() && c.look(now, it, head, witness, false) {
 		return true
 	}
-	if c.gate != nil && !c.open() && head.lane != nil && c.inVain(head) {
+	if c.gate != nil && !c.open() && head.lane != nil && c.inVain(now, head) {
 		c.gate.Trip(now, CauseOutage)
 	}
 	if l := head.lane; l != nil {
@@ -276,14 +276,16 @@ func (c *machine[M]) report(now time.Duration, it, head *item[M]) (goesOn bool) 
 }
 
 // inVain tells whether a suspect and all that could be tried behind it have failed.
-// Where nothing behind it may be tried, its own attempts must do.
-func (c *machine[M]) inVain(head *item[M]) bool {
+// Where nothing behind it may be tried, its own attempts must do, and that nothing else
+// has succeeded for a moment.
+func (c *machine[M]) inVain(now time.Duration, head *item[M]) bool {
 	l := head.lane
 	switch {
 	case !head.exhausted || !head.evidence():
 		return false
 	case !c.looks():
-		return head.class == ClassUnknown && !c.inPlace && l.behind() > 0 && !c.others(l)
+		return head.class == ClassUnknown && !c.inPlace && l.behind() > 0 && !c.others(l) &&
+			now-max(c.provedAt, c.movedAt) >= lookDelay
 	default:
 		return l.looks > 0 && l.looks >= max(1, min(l.behind()-l.doubted(), maxLook))
 	}
