@@ -99,10 +99,10 @@ func (c *machine[M]) life() (n uint64) {
 // watchEvery is how often life is looked at while a message that has failed waits.
 const watchEvery = time.Second
 
-// stale is for how long a proof of life counts, besides the delay and the calls of a
-// message that uses it.
+// stale is for how long a proof of life counts: a message that uses it fails twice, and
+// its source may be taken away meanwhile.
 func (c *machine[M]) stale() time.Duration {
-	return proofFresh + c.policy.Retry.Max + 2*c.policy.Timeout
+	return proofFresh + proofs*(c.policy.Retry.Max+2*c.policy.Timeout)
 }
 
 // watch looks at life, and keeps when it stood still for so long that what happened
@@ -120,7 +120,7 @@ func (c *machine[M]) watch(now time.Duration) (life uint64) {
 		c.lastLife, c.movedAt = life, now
 	}
 	c.watchedAt = now
-	if c.lifeless(now) {
+	if c.lifeless(now, shortOutage) {
 		c.lifelessAt = now
 	}
 	return life
@@ -165,10 +165,9 @@ func (it *item[M]) evidence() bool {
 	}
 }
 
-// lifeless tells whether nothing has succeeded for as long as an outage may last that is
-// none: a dependency that comes and goes by the second is flaky.
-func (c *machine[M]) lifeless(now time.Duration) bool {
-	return now-max(c.provedAt, c.movedAt) >= proofFresh
+// lifeless tells whether calls have failed for so long, and none has succeeded.
+func (c *machine[M]) lifeless(now, since time.Duration) bool {
+	return now-max(c.provedAt, c.movedAt, c.failingAt) >= since
 }
 
 // weigh keeps a failed call and what it proves about the message.
@@ -184,11 +183,14 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 		c.tally.FailedMessages++
 		it.firstFailed = now
 	}
+	if c.failingAt <= max(c.provedAt, c.movedAt) {
+		c.failingAt = now
+	}
 	life := c.watch(now)
 	if r.class == ClassUnknown && it.afterAt < c.stillAt {
 		it.after, it.own = 0, 0 // what it failed after was before an outage, and may have been its beginning
 	}
-	if r.class == ClassDependency && c.lifeless(now) {
+	if r.class == ClassDependency && c.lifeless(now, proofFresh) {
 		it.takeWord(0) // it is down for all, and not for this message alone
 	}
 	switch {
@@ -629,6 +631,10 @@ type flakiness struct {
 	seen           uint64
 	at             time.Duration
 }
+
+// shortOutage is how long nothing succeeds in an outage. A dependency that comes and goes
+// faster is flaky.
+const shortOutage = 2 * time.Second
 
 // flakyHalf is how long it takes to forget a half.
 const flakyHalf = 30 * time.Second

@@ -82,7 +82,8 @@ type machine[M any] struct {
 	lastLife   uint64             // life, when it was watched last …
 	watchedAt  time.Duration      // … which was then …
 	movedAt    time.Duration      // … and when it was seen to move last
-	lifelessAt time.Duration      // when nothing had succeeded for a while, at last
+	failingAt  time.Duration      // when the first call failed since one has succeeded
+	lifelessAt time.Duration      // when calls had failed for shortOutage, at last
 	stillAt    time.Duration      // when it had stood still for too long, the last time
 	suspecting bool               // an exhausted message waits for a proof of life
 	born       uint64             // life when the epoch began
