@@ -424,10 +424,9 @@ func (r *Register) produce(broker *sarama.Broker, value []byte) error {
 	switch block.Err {
 	case sarama.ErrNoError:
 		return nil
-	case sarama.ErrNotLeaderForPartition, sarama.ErrUnknownTopicOrPartition, sarama.ErrNotEnoughReplicas,
-		sarama.ErrMessageSizeTooLarge, sarama.ErrTopicAuthorizationFailed, sarama.ErrInvalidMessage:
+	case sarama.ErrNotEnoughReplicas, sarama.ErrMessageSizeTooLarge, sarama.ErrTopicAuthorizationFailed, sarama.ErrInvalidMessage:
 		return fmt.Errorf("kafka: register: %w", block.Err) // before it was written
-	default:
+	default: // that the leader has moved is said after the record was written, too
 		return fmt.Errorf("%w: kafka: %w", register.ErrUnknown, block.Err)
 	}
 }

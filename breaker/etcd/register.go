@@ -103,9 +103,10 @@ func (r *Register) CompareAndSet(ctx context.Context, number uint64, document []
 	return &register.ConflictError{Newest: newest}
 }
 
-// refused tells whether the server looked at a request and did nothing.
+// refused tells whether the server looked at a request and did nothing. A server without
+// space may have applied it.
 func refused(err error) bool {
-	for _, is := range []error{rpctypes.ErrPermissionDenied, rpctypes.ErrNoSpace, rpctypes.ErrRequestTooLarge, rpctypes.ErrTooManyRequests, rpctypes.ErrUserEmpty} {
+	for _, is := range []error{rpctypes.ErrPermissionDenied, rpctypes.ErrRequestTooLarge, rpctypes.ErrTooManyRequests, rpctypes.ErrUserEmpty} {
 		if errors.Is(err, is) {
 			return true
 		}

@@ -156,8 +156,10 @@ func pushPullHeader(b []byte) (nodes, user uint64, ok bool) {
 			nodes = value
 		case "UserStateLen":
 			user = value
-		default:
+		case "Join":
 			isUint = true
+		default: // or a name in another form, which memberlist reads
+			return 0, 0, false
 		}
 		if !isUint {
 			return 0, 0, false

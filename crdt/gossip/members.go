@@ -79,6 +79,26 @@ type members struct {
 
 	mu    sync.Mutex
 	known map[string]Member // by memberlist's names; its own nodes change while one looks
+	names float64           // that were new of late, and are forgotten at limit in namesFor
+	at    time.Time         // when that was counted
+}
+
+// namesFor is how long as many new names take to be forgotten as there may be members:
+// memberlist remembers who is gone for a round of its probes.
+const namesFor = 5 * time.Minute
+
+// newNameLocked tells whether one more name that is not known may come: twice as many as
+// there may be members at once, such as a fleet that starts again.
+func (m *members) newNameLocked(now time.Time) bool {
+	if past := now.Sub(m.at); past > 0 {
+		m.names = max(0, m.names-float64(m.limit)*float64(past)/float64(namesFor))
+		m.at = now
+	}
+	if m.names+1 > 2*float64(m.limit) {
+		return false
+	}
+	m.names++
+	return true
 }
 
 // NodeMeta is what others learn of this process.
@@ -103,8 +123,8 @@ func (m *members) NotifyAlive(n *memberlist.Node) error {
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if _, ok := m.known[n.Name]; !ok && len(m.known) >= m.limit {
-		return fmt.Errorf("gossip: more than %d members", m.limit)
+	if _, ok := m.known[n.Name]; !ok && (len(m.known) >= m.limit || !m.newNameLocked(time.Now())) {
+		return fmt.Errorf("gossip: more than %d members, or than twice as many new names in %s", m.limit, namesFor)
 	}
 	return nil
 }

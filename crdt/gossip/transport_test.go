@@ -9,6 +9,7 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"net/netip"
@@ -16,9 +17,12 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/hashicorp/memberlist"
+
+	"github.com/stormguard-mq/stormguard/crdt"
 )
 
 // bare is a transport without sockets.
@@ -743,6 +747,52 @@ func openConns(t *transport) (all []net.Conn) {
 	return all
 }
 
+// otherName is the header of an exchange with the name of its count in a longer form.
+func otherName(nodes uint32) []byte {
+	b := append([]byte{memberPushPull, 0x81, 0xDA, 0, 5}, "Nodes"...)
+	return binary.BigEndian.AppendUint32(append(b, 0xCE), nodes)
+}
+
+// memberlist reads a name in each of its forms, and makes room for what it counts.
+func TestVetOtherName(t *testing.T) {
+	var v vetted
+	if err := v.vet(otherName(1<<20), 100); !errors.Is(err, errMember) {
+		t.Errorf("a million members are said, 100 are the most: %v", err)
+	}
+}
+
+// Names that come and go are bounded, also such as membership never tells of.
+func TestNewNamesAreBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const limit = 100
+		m := members{limit: limit, known: make(map[string]Member), hint: func(netip.AddrPort) {}}
+		alive := func(i int) error {
+			return m.NotifyAlive(&memberlist.Node{
+				Name: fmt.Sprint(i), Addr: net.IPv4(127, 0, 0, 1).To4(), Port: 9,
+				Meta: makeMeta(Member{Replica: crdt.Replica{Name: "x", Incarnation: 1}}),
+			})
+		}
+		taken := func() (n int) {
+			for i := range 10 * limit {
+				if alive(i) == nil {
+					n++
+				}
+			}
+			return n
+		}
+		if n := taken(); n != 2*limit {
+			t.Errorf("%d names at once", n)
+		}
+		if n := taken(); n != 0 {
+			t.Errorf("%d names more", n)
+		}
+		time.Sleep(namesFor)
+		if n := taken(); n < limit-1 || n > limit {
+			t.Errorf("%d names after %s", n, namesFor)
+		}
+	})
+}
+
 // FuzzVet has anything come as membership: it takes no more than there is, whole is
 // whole however it comes, and what is in a packet is in bounds.
 func FuzzVet(f *testing.F) {
@@ -750,6 +800,7 @@ func FuzzVet(f *testing.F) {
 	f.Add([]byte{memberErr, 0xA3, 'b', 'a', 'd'}, uint8(1))
 	f.Add([]byte{memberPushPull, 0x81, 0xA5, 'N', 'o', 'd', 'e', 's', 0xCE, 0xFF, 0xFF, 0xFF, 0xFF}, uint8(3))
 	f.Add([]byte{memberCompound, 1, 0, 2, memberIndirectPing, 0x80}, uint8(1))
+	f.Add(otherName(1<<20), uint8(1))
 	f.Fuzz(func(t *testing.T, b []byte, step uint8) {
 		if probes, ok := vetPacket(b); ok && probes > len(b) {
 			t.Fatalf("%d probes in %d bytes", probes, len(b))

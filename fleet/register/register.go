@@ -114,18 +114,19 @@ func Check(number uint64, document []byte) error {
 // newest document if that carries its predecessors' ids.
 //
 // Settle tries until ctx ends; then the outcome is as unknown as before. number must
-// have been one above the newest when it was written: below that, Settle returns an
-// [ErrConflict].
+// have been one above the newest when it was written. Where Read returns less than that,
+// a server that is behind has answered, and Settle reads again.
 func Settle(ctx context.Context, r Register, number uint64, noop []byte) (newest uint64, document []byte, err error) {
 	for {
 		newest, document, err = r.Read(ctx)
 		if err == nil && newest >= number {
 			return newest, document, nil
 		}
-		if err == nil && newest+1 < number {
-			return newest, document, &ConflictError{Newest: newest}
-		}
-		if err == nil {
+		switch {
+		case err != nil:
+		case newest+1 < number: // a server that is behind answered
+			err = fmt.Errorf("register: the newest document read is %d, number %d was to follow it", newest, number)
+		default:
 			err = r.CompareAndSet(ctx, number, noop)
 		}
 		if errors.Is(err, ErrDocument) || errors.Is(err, ErrMalformed) {

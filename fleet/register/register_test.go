@@ -215,3 +215,31 @@ func TestLate(t *testing.T) {
 		t.Errorf("settled as %q, and then %d, %q, %v", document, n, now, err)
 	}
 }
+
+// deposed answers one Read with what was the newest before.
+type deposed struct {
+	register.Memory
+	stale bool
+}
+
+func (d *deposed) Read(ctx context.Context) (uint64, []byte, error) {
+	if d.stale {
+		d.stale = false
+		return 1, []byte("one"), nil
+	}
+	return d.Memory.Read(ctx)
+}
+
+// A server that is behind answers Settle's first read: what is written is written.
+func TestSettleReadsAgain(t *testing.T) {
+	d := new(deposed)
+	for n, s := range []string{"one", "two", "mine"} {
+		if err := d.CompareAndSet(t.Context(), uint64(n+1), []byte(s)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	d.stale = true
+	if n, doc, err := register.Settle(t.Context(), d, 3, []byte("noop")); n != 3 || string(doc) != "mine" || err != nil {
+		t.Errorf("number %d, %q, %v", n, doc, err)
+	}
+}

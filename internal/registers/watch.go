@@ -38,7 +38,7 @@ func Watch(ctx context.Context, on func(number uint64, document []byte, err erro
 	last, away := uint64(0), false
 	pause := minPause
 	for ctx.Err() == nil {
-		fresh := true
+		fresh, began := true, time.Now()
 		err := session(ctx, func(number uint64, document []byte) error {
 			if ctx.Err() != nil {
 				return ctx.Err()
@@ -46,7 +46,6 @@ func Watch(ctx context.Context, on func(number uint64, document []byte, err erro
 			if number < last {
 				return fmt.Errorf("%w, from %d to %d: the store was wiped, or is an older copy", ErrBack, last, number)
 			}
-			pause = minPause
 			if fresh || number > last {
 				fresh, away, last = false, false, number
 				on(number, document, nil)
@@ -55,6 +54,9 @@ func Watch(ctx context.Context, on func(number uint64, document []byte, err erro
 		})
 		if ctx.Err() != nil {
 			break
+		}
+		if time.Since(began) >= maxPause { // it worked for a while
+			pause = minPause
 		}
 		if !away {
 			away = true
