@@ -476,17 +476,21 @@ func (l *Leaf) Admit(now time.Duration, head uint64) (Token, Refusal) {
 	return t, r
 }
 
+// turnCaps is how long a leaf waits for its turn at most, in Caps.
+const turnCaps = 4
+
 // awaitTurn refuses the probe by which a leaf would end its open period, while it is
 // another leaf's turn: under an open parent whose probes fail all leaves share one probe
 // at a time, at the pace of the parent. Who has had a turn lets those go first who have
-// not, for Base. A leaf that waits has something to probe with, and keeps its vote.
+// not, for Base. A leaf that waits has something to probe with, and keeps its vote. It
+// waits for turnCaps times Cap at most: its own part of the dependency may be back.
 func (l *Leaf) awaitTurn(now time.Duration) (Refusal, bool) {
 	p := l.gate()
 	if p == nil || !p.paced.Load() {
 		return Refusal{}, false
 	}
 	e := l.epoch.Load()
-	if e.state != Open || e.held || e.forced || now < e.deadline() {
+	if e.state != Open || e.held || e.forced || now < e.deadline() || now-e.deadline() > turnCaps*l.cfg.Cap {
 		return Refusal{}, false
 	}
 	turn := p.turn.Load()

@@ -34,7 +34,7 @@ func shutLeaves(t *testing.T, n int) (*Scopes, []*Leaf) {
 }
 
 // Under an open parent the leaves take turns: together they probe at the pace of one
-// breaker, each as often as another, and keep the parent open. The first success lets
+// breaker, and each when it has waited for long, each as often as another, and keep the parent open. The first success lets
 // all of them probe at once.
 func TestLeavesTakeTurns(t *testing.T) {
 	const n, step, outage = 50, 10 * time.Millisecond, 10 * time.Minute
@@ -66,7 +66,8 @@ func TestLeavesTakeTurns(t *testing.T) {
 			t.Fatalf("the parent closed after %s", now)
 		}
 	}
-	if total > alone+10 || longest > time.Second {
+	most := alone + 10 + n*int(outage/(turnCaps*ladder.Cap)) // none waits longer
+	if total > most || longest > time.Second {
 		t.Errorf("%d probes, one breaker makes %d; %s more than a tenth between two", total, alone, longest)
 	}
 	for i, k := range probes {
@@ -124,5 +125,38 @@ func TestTurnsThatSayNothing(t *testing.T) {
 	leaves[2].Failure(now, first, false)
 	if !leaves[2].near.paced.Load() {
 		t.Error("a failure does not make the others wait")
+	}
+}
+
+// One of many leaves that are down is back by itself. It is asked within four Caps of its
+// own deadline, however many others wait for their turns.
+func TestALeafDoesNotWaitForAll(t *testing.T) {
+	for _, n := range []int{4, 20, 100} {
+		s, leaves := shutLeaves(t, n)
+		const outage = time.Hour
+		back := time.Duration(0)
+		until := make([]time.Duration, n)
+		for now := time.Duration(0); now < 2*outage && back == 0; now += 10 * time.Millisecond {
+			if now%(250*time.Millisecond) == 0 {
+				s.Tick(now)
+			}
+			for i, l := range leaves {
+				if now < until[i] {
+					continue
+				}
+				tok, r := l.Admit(now, uint64(i+1))
+				switch {
+				case !r.OK():
+					until[i] = now + 50*time.Millisecond
+				case tok.Probe() && i == n/2 && now > outage:
+					back = now - outage
+				case tok.Probe():
+					l.Failure(now, tok, false)
+				}
+			}
+		}
+		if longest := (turnCaps+1)*leaves[0].cfg.Cap + time.Second; back == 0 || back > longest {
+			t.Errorf("%d leaves: the one that is back is asked after %s, more than %s", n, back, longest)
+		}
 	}
 }

@@ -102,7 +102,7 @@ const watchEvery = time.Second
 // stale is for how long a proof of life counts: a message that uses it fails twice, and
 // its source may be taken away meanwhile.
 func (c *machine[M]) stale() time.Duration {
-	return proofFresh + proofs*(c.policy.Retry.Max+2*c.policy.Timeout)
+	return proofFresh + proofs*(c.policy.Retry.Max+2*max(c.policy.Timeout, c.took))
 }
 
 // watch looks at life, and keeps when it stood still for so long that what happened
@@ -186,6 +186,7 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 	if c.failingAt <= max(c.provedAt, c.movedAt) {
 		c.failingAt = now
 	}
+	c.took = now - it.started
 	life := c.watch(now)
 	if r.class == ClassUnknown && it.afterAt < c.stillAt {
 		it.after, it.own = 0, 0 // what it failed after was before an outage, and may have been its beginning
@@ -196,10 +197,10 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 	switch {
 	case it.witness(): // it is asked for others, and judged in its own turn
 		it.alive = false
-	case (it.tries > 1 || it.cameBack) && it.life > it.luck:
+	case (it.tries > 1 || it.cameBack) && it.life > max(it.luck, c.spentLife):
 		it.alive = true
 		it.own++
-		it.relapses++
+		it.relapses = min(it.relapses+1, mostAttempts)
 		if c.provedAt > 0 && now-c.provedAt < proofFresh {
 			it.giveWord(now)
 		}
@@ -279,7 +280,7 @@ func (c *machine[M]) report(now time.Duration, it, head *item[M]) (goesOn bool) 
 
 // inVain tells whether a suspect and all that could be tried behind it have failed.
 // Where nothing behind it may be tried, its own attempts must do, and that nothing else
-// has succeeded for a moment.
+// has succeeded between them.
 func (c *machine[M]) inVain(now time.Duration, head *item[M]) bool {
 	l := head.lane
 	switch {
@@ -287,7 +288,7 @@ func (c *machine[M]) inVain(now time.Duration, head *item[M]) bool {
 		return false
 	case !c.looks():
 		return head.class == ClassUnknown && !c.inPlace && l.behind() > 0 && !c.others(l) &&
-			now-max(c.provedAt, c.movedAt) >= lookDelay
+			head.relapses == 0 && now-max(c.provedAt, c.movedAt) >= lookDelay
 	default:
 		return l.looks > 0 && l.looks >= max(1, min(l.behind()-l.doubted(), maxLook))
 	}
@@ -494,11 +495,13 @@ func (it *item[M]) takeWord(after int) {
 // doubt takes the last word back from all that have it, once a message was condemned:
 // one success may prove life for one message only, where more may be had. Or a short
 // recovery would cost everything that had failed before it. More may be had if something
-// has come since the success, or more than a few were never tried.
+// has come since the success, or more than a few were never tried. And what succeeds after
+// it has failed itself is the sign of such a recovery.
 func (c *machine[M]) doubt(condemned *item[M]) {
-	if c.came <= c.provedAt && c.unfailed() <= c.unsettled()/fewUntried {
+	if !c.recovered && c.came <= c.provedAt && c.unfailed() <= c.unsettled()/fewUntried {
 		return
 	}
+	c.spentLife = c.life()
 	c.items(func(it *item[M]) {
 		if it.lastWord && it != condemned {
 			it.takeWord(it.own)

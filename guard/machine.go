@@ -94,6 +94,9 @@ type machine[M any] struct {
 	came       time.Duration      // when the latest message came …
 	gap        time.Duration      // … the longest time between two since a success …
 	gapLuck    uint64             // … as own counts them
+	recovered  bool               // the latest success was of a message that had failed
+	spentLife  uint64             // life that has proved what it can; see doubt
+	took       time.Duration      // of the latest call that failed
 	slowAfter  time.Duration      // a call is reported as slow then
 	bytes      int64
 	ahead      int    // Marker.Ahead, when an ack was looked at last …
