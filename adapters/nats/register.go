@@ -131,7 +131,14 @@ func (r *Register) open(ctx context.Context) (jetstream.KeyValue, error) {
 	if err := r.cfg.check(stream.CachedInfo().Config); err != nil {
 		return nil, err
 	}
-	kv, err := ask(ctx, func(ctx context.Context) (jetstream.KeyValue, error) { return r.js.KeyValue(ctx, r.cfg.Bucket) })
+	kv, err := ask(ctx, func(ctx context.Context) (jetstream.KeyValue, error) {
+		kv, err := r.js.KeyValue(ctx, r.cfg.Bucket)
+		if errors.Is(err, jetstream.ErrBucketNotFound) { // by a server that has not heard of it yet
+			<-ctx.Done()
+			err = ctx.Err()
+		}
+		return kv, err
+	})
 	if err != nil {
 		return nil, fmt.Errorf("nats: register: bucket %s: %w", r.cfg.Bucket, err)
 	}
