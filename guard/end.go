@@ -190,6 +190,7 @@ func (s *Source[M]) fence(e *ending) []M {
 		s.giveBackLocked(len(more))
 	}
 	for _, it := range s.c.busy {
+		s.c.exclude(now, it) // its outcome will be nobody's: the scope's next epoch need not wait out its lease
 		e.report.Left = append(e.report.Left, Left{"processing", now - it.at, "its handler has not returned"})
 	}
 	for _, it := range s.c.going {

@@ -102,8 +102,8 @@ func (g *Guard) shareTotals(now time.Duration) {
 	}
 }
 
-// counted is what the source has counted since it was asked last, and whether it fails
-// and fails. The sweeper asks.
+// counted is what the source has counted since the sweeper asked last, and whether all
+// that it calls fails.
 func (s *Source[M]) counted() (key string, since totals, failing bool) {
 	s.mu.Lock()
 	n := totals{failed: s.c.tally.Failures, dead: s.c.tally.DeadLettered}
