@@ -402,10 +402,14 @@ func (r *fleetRig) turn(b *atomic.Bool) {
 // dependency that comes and goes may cost one (docs/design.md), but only after a proof
 // of life: another message succeeded after it had failed, and it failed twice more. Or
 // it was one of the last that were fed, and so a guess: that waits for Retry.Patience, and
-// twice as long for each message behind it.
+// twice as long for each message behind it. Or a guess that other processes vouched for.
 func (r *fleetRig) condemned(queue string, d *dlq.Record, fed uint64) (why string) {
 	number := guardtest.Number(d.Body)
-	if behind := fed - min(fed, number); behind <= 5 && d.LastFailed.Sub(d.FirstFailed) >= 10*time.Second<<behind {
+	behind := fed - min(fed, number)
+	if behind <= 5 && d.LastFailed.Sub(d.FirstFailed) >= 10*time.Second<<behind {
+		return ""
+	}
+	if behind < 8 && r.vouchedFor(queue, number) {
 		return ""
 	}
 	failed, after := false, 0
@@ -426,4 +430,33 @@ func (r *fleetRig) condemned(queue string, d *dlq.Record, fed uint64) (why strin
 		return fmt.Sprintf("no two failures after a proof of life: %d", max(0, after-1))
 	}
 	return ""
+}
+
+// vouchedFor tells whether another process succeeded after a message had failed for the
+// last process that tried it, while nothing succeeded there.
+func (r *fleetRig) vouchedFor(queue string, number uint64) bool {
+	calls := r.since(0)
+	is := func(c fleetCall) bool { return c.queue == queue && c.number == number }
+	last := len(calls) - 1
+	for last >= 0 && !is(calls[last]) {
+		last--
+	}
+	if last < 0 {
+		return false
+	}
+	failed, vouched := false, false
+	for i, c := range calls {
+		switch {
+		case is(c):
+			failed = true
+		case !c.ok || !failed:
+		case c.who != calls[last].who:
+			vouched = true
+		case i > last:
+			return vouched
+		default:
+			failed, vouched = false, false
+		}
+	}
+	return vouched
 }
