@@ -210,7 +210,7 @@ func (r *Register) attach(ctx context.Context, l *link) (*reader, error) {
 			return x, nil
 		case !isCode(err, amqp091.PreconditionFailed):
 			return nil, fmt.Errorf("amqp: register: %w", err)
-		case !strings.Contains(err.Error(), "running replica"):
+		case !strings.Contains(err.Error(), "replica"): // it has none that runs, or none on this node
 			return nil, unsuitable("queue %s is no stream: %v", r.cfg.Stream, err)
 		case time.Since(begun) > replicaWait:
 			l.close()

