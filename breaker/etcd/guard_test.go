@@ -107,22 +107,22 @@ func (p *guarded) count() int {
 func TestGuardTakesOver(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	r := newRig(t, brokers.ForTest(t, brokers.Etcd), "a", "b", "c")
-	r.cfg.Fleet.Base, r.cfg.Fleet.Cap = 2*sec, 2*sec
+	r := newRig(t, brokers.ForTest(t, brokers.Etcd), long, "a", "b", "c")
+	r.cfg.Fleet.Base, r.cfg.Fleet.Cap = 8*sec, 8*sec
 	r.down.Store(true)
 	broker := guardtest.NewBroker()
 	for i := range 400 {
 		broker.Publish("orders/7", guardtest.Message{Body: guardtest.Body(uint64(i+1), 0)})
 	}
 	a, b := r.guard("a", broker), r.guard("b", broker)
-	r.until(3*sec, "reached", func() bool { return a.a.Err() == nil && b.a.Err() == nil })
+	r.until("reached", func() bool { return a.a.Err() == nil && b.a.Err() == nil })
 	s, end := a.open(ctx, "orders", "7")
-	r.until(20*sec, "trips", func() bool { return s.State().Breaker.State != breaker.Closed })
-	r.until(3*sec, "word is left", func() bool { return r.count("scope/g%2Forders%2F7/last") == 1 })
+	r.until("trips", func() bool { return s.State().Breaker.State != breaker.Closed })
+	r.until("word is left", func() bool { return r.count("scope/g%2Forders%2F7/last") == 1 })
 	end()
 	// Until its vote is gone the last owner may be sharing the scope, and the next
 	// one begins half-open.
-	r.until(3*sec, "a has left", func() bool { return r.count("scope/g%2Forders%2F7/vote")+r.count("scope/g%2Forders/vote") == 0 })
+	r.until("a has left", func() bool { return r.count("scope/g%2Forders%2F7/vote")+r.count("scope/g%2Forders/vote") == 0 })
 
 	r.settle(b.a)
 	at := time.Now()
@@ -147,7 +147,7 @@ func TestGuardTakesOver(t *testing.T) {
 		t.Errorf("c: %d handler calls in its first second, %v after b took over", n, before.Sub(at))
 	}
 	r.down.Store(false)
-	r.until(20*sec, "drains", func() bool { return c.count() > 100 })
+	r.until("drains", func() bool { return c.count() > 100 })
 	if s.State().Breaker.State != breaker.Closed {
 		t.Errorf("not closed after %d", c.count())
 	}

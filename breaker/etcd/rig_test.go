@@ -36,16 +36,18 @@ const (
 // Authority, breakers and a clock of its own. Their handler calls are what a test
 // counts.
 type rig struct {
-	t     *testing.T
-	addr  string
-	cfg   etcd.Config
-	began time.Time
-	down  atomic.Bool  // the dependency
-	took  atomic.Int64 // a handler call, in ns
-	out   atomic.Int64 // probes that are out
-	most  atomic.Int64 // of these, at once
-	total atomic.Int64
-	procs []*proc
+	t      *testing.T
+	addr   string
+	cfg    etcd.Config
+	began  time.Time
+	frozen bool         // a proxy begins so
+	down   atomic.Bool  // the dependency
+	took   atomic.Int64 // a handler call, in ns
+	out    atomic.Int64 // probes that are out
+	most   atomic.Int64 // of these, at once
+	total  atomic.Int64
+	went   atomic.Int64 // when the latest probe went out, in ns since began
+	procs  []*proc
 }
 
 // proc is one life of a process.
@@ -76,14 +78,23 @@ type leaf struct {
 	flying bool
 }
 
-func newRig(t *testing.T, addr string, names ...string) *rig {
+// leases is how long those of a process and of a probe last.
+type leases struct{ life, probe time.Duration }
+
+var (
+	long  = leases{60 * sec, 60 * sec} // not to be lost where a machine is busy
+	short = leases{2 * sec, 2 * sec}   // to be waited for
+	brief = leases{60 * sec, 2 * sec}  // that of a probe is to be waited for
+)
+
+func newRig(t *testing.T, addr string, lease leases, names ...string) *rig {
 	r := &rig{
 		t: t, addr: addr, began: time.Now(),
 		cfg: etcd.Config{
 			Prefix: "/stormguard-test/" + strings.ToLower(rand.Text()[:10]),
 			Roster: fleet.Roster{Number: 1, Names: names},
 			Fleet: fleet.Config{
-				Successes: 4, Base: 100 * ms, Cap: 500 * ms, Lease: 2 * sec, Silent: 2 * sec,
+				Successes: 4, Base: 100 * ms, Cap: 500 * ms, Lease: lease.probe, Silent: lease.life,
 				Settle: 200 * ms, Turn: 800 * ms, Keep: time.Minute,
 			},
 		},
@@ -110,6 +121,9 @@ func (r *rig) start(name string, viaProxy bool) *proc {
 	addr := r.addr
 	if viaProxy {
 		p.proxy = newProxy(r.t, addr)
+		if r.frozen {
+			p.proxy.freeze()
+		}
 		addr = p.proxy.addr()
 	}
 	p.client = dial(r.t, addr)
@@ -144,7 +158,7 @@ func (r *rig) startAll(viaProxy ...string) []*proc {
 		ps = append(ps, r.start(n, via))
 	}
 	for _, p := range ps {
-		r.until(5*sec, p.name+" reaches etcd", func() bool { return p.a.Err() == nil })
+		r.until(p.name+" reaches etcd", func() bool { return p.a.Err() == nil })
 	}
 	return ps
 }
@@ -161,19 +175,26 @@ func (r *rig) trip(ps []*proc, ls []*leaf, n int) {
 	for i := range n {
 		ls[i].b.Trip(ps[i].now(), "timeout")
 	}
-	r.until(3*sec, "opens", all(ps, ls, breaker.Open))
+	r.until("opens", func() bool {
+		for _, l := range ls {
+			if !l.b.Held() {
+				return false
+			}
+		}
+		return all(ps, ls, breaker.Open)()
+	})
 }
 
 // three is a fleet of three, each with the scope g/orders, closed.
-func three(t *testing.T, addr string, viaProxy ...string) (*rig, []*proc, []*leaf) {
-	r := newRig(t, addr, "a", "b", "c")
+func three(t *testing.T, addr string, lease leases, viaProxy ...string) (*rig, []*proc, []*leaf) {
+	r := newRig(t, addr, lease, "a", "b", "c")
 	ps := r.startAll(viaProxy...)
 	return r, ps, adoptAll(ps, "g", "orders")
 }
 
 // tripped is three whose dependency is down, and which the fleet holds open.
-func tripped(t *testing.T, addr string, viaProxy ...string) (*rig, []*proc, []*leaf) {
-	r, ps, ls := three(t, addr, viaProxy...)
+func tripped(t *testing.T, addr string, lease leases, viaProxy ...string) (*rig, []*proc, []*leaf) {
+	r, ps, ls := three(t, addr, lease, viaProxy...)
 	r.down.Store(true)
 	r.trip(ps, ls, 2)
 	return r, ps, ls
@@ -292,6 +313,7 @@ func (p *proc) probeLocked(l *leaf) {
 	l.flying = true
 	fleets := l.b.Held()
 	if fleets {
+		p.r.went.Store(int64(time.Since(p.r.began)))
 		p.r.total.Add(1)
 		if n := p.r.out.Add(1); n > p.r.most.Load() {
 			p.r.most.Store(n)
@@ -324,12 +346,13 @@ func (p *proc) scope(l *leaf) breaker.FleetScope {
 	return s
 }
 
-func (r *rig) until(d time.Duration, what string, cond func() bool) time.Duration {
+// until waits for an event, however busy the machine is.
+func (r *rig) until(what string, cond func() bool) time.Duration {
 	r.t.Helper()
 	began := time.Now()
 	for !cond() {
-		if time.Since(began) > d {
-			r.t.Fatalf("%s: not within %v\n%s", what, d, r.describe())
+		if time.Since(began) > 60*sec {
+			r.t.Fatalf("%s: never\n%s", what, r.describe())
 		}
 		time.Sleep(5 * ms)
 	}

@@ -22,7 +22,7 @@ import (
 
 const (
 	// patience is for what a store that serves does at once.
-	patience = 10 * time.Second
+	patience = time.Minute
 	// notices is how long a watch may take to say that the store is away.
 	notices = 8 * time.Second
 )
