@@ -8,12 +8,13 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/http/httptest"
-	"net/http/httptrace"
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
@@ -294,58 +295,80 @@ func TestClientLeavesTooLate(t *testing.T) {
 	}
 }
 
-// The same over real connections: a dependency hangs, its clients' timeout is 1 s.
-func TestImpatientClientsOnARealServer(t *testing.T) {
-	r := newRig(t, quick, Config{})
-	defer r.close()
-	dep := takes(5 * time.Millisecond)
-	s := serve(t, r.in.Wrap(HandlerFunc(dep.ServeHTTP)), false)
-	var all sync.WaitGroup
-	load := func(n int, timeout func(i int) time.Duration) { // 50 a second
-		for i := range n {
-			all.Go(func() {
-				ctx, cancel := context.WithCancel(t.Context())
-				defer cancel()
-				// From here on the server has the request, however busy the machine is.
-				ctx = httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{
-					WroteRequest: func(httptrace.WroteRequestInfo) { time.AfterFunc(timeout(i), cancel) },
+// pipes is a listener whose connections are in memory, so that a server and its clients
+// live in a bubble.
+type pipes chan net.Conn
+
+func (p pipes) Accept() (net.Conn, error) {
+	if c, ok := <-p; ok {
+		return c, nil
+	}
+	return nil, net.ErrClosed
+}
+
+func (p pipes) Close() error   { close(p); return nil }
+func (p pipes) Addr() net.Addr { return &net.UnixAddr{} }
+
+func (p pipes) dial(context.Context, string, string) (net.Conn, error) {
+	here, there := net.Pipe()
+	p <- there
+	return here, nil
+}
+
+// The same with net/http's own server and client: a dependency hangs, its clients' timeout
+// is 1 s.
+func TestImpatientClientsOfAServer(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r := newRig(t, quick, Config{})
+		defer r.close()
+		dep := takes(5 * time.Millisecond)
+		conns := make(pipes)
+		s := &http.Server{Handler: r.in.Wrap(HandlerFunc(dep.ServeHTTP)), ReadHeaderTimeout: time.Minute}
+		defer s.Close()
+		go func() { _ = s.Serve(conns) }()
+		client := &http.Client{Transport: &http.Transport{DialContext: conns.dial}}
+		defer client.CloseIdleConnections()
+		load := func(n int, timeout func(i int) time.Duration) { // 50 a second
+			var all sync.WaitGroup
+			for i := range n {
+				all.Go(func() {
+					ctx, cancel := context.WithTimeout(t.Context(), timeout(i))
+					defer cancel()
+					req, err := http.NewRequestWithContext(ctx, "GET", "http://server/", nil)
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					res, err := client.Do(req)
+					if err == nil {
+						res.Body.Close()
+					} else if !errors.Is(err, context.DeadlineExceeded) {
+						t.Error(err)
+					}
 				})
-				req, err := http.NewRequestWithContext(ctx, "GET", s.URL, nil)
-				if err != nil {
-					t.Error(err)
-					return
-				}
-				res, err := s.Client().Do(req)
-				if err == nil {
-					res.Body.Close()
-				} else if !errors.Is(err, context.Canceled) {
-					t.Error(err)
-				}
-			})
-			time.Sleep(20 * time.Millisecond)
+				time.Sleep(20 * time.Millisecond)
+			}
+			all.Wait()
+			synctest.Wait()
 		}
-		all.Wait()
-	}
-	second := func(int) time.Duration { return time.Second }
-	load(30, second)
-	dep.takes.Store(int64(200 * time.Millisecond))
-	load(100, func(i int) time.Duration { // healthy, and most clients are hasty
-		if i%4 == 0 {
-			return time.Second
+		second := func(int) time.Duration { return time.Second }
+		load(30, second)
+		dep.takes.Store(int64(200 * time.Millisecond))
+		load(100, func(i int) time.Duration { // healthy, and most clients are hasty
+			if i%4 == 0 {
+				return time.Second
+			}
+			return time.Duration(i) * time.Millisecond
+		})
+		if st := r.state(); st.Breaker.State != breaker.Closed || r.in.Stats().Refused > 0 || dep.calls.Load() != 130 {
+			t.Errorf("healthy: %d calls, %+v", dep.calls.Load(), st.Breaker)
 		}
-		return time.Duration(i) * time.Millisecond
+		healthy := dep.calls.Load()
+		dep.hangs.Store(true)
+		load(250, second)
+		// 50 before the first client leaves, and some until enough have left.
+		if n, st := dep.calls.Load()-healthy, r.state(); n > 60 || st.Breaker.State == breaker.Closed {
+			t.Errorf("%d of 250 calls, %+v", n, st.Breaker)
+		}
 	})
-	for end := time.Now().Add(30 * time.Second); dep.calls.Load() < 130 && time.Now().Before(end); {
-		time.Sleep(time.Millisecond) // the last to leave may be ahead of their request
-	}
-	if st := r.state(); st.Breaker.State != breaker.Closed || r.in.Stats().Refused > 0 || dep.calls.Load() != 130 {
-		t.Errorf("healthy: %d calls, %+v", dep.calls.Load(), st.Breaker)
-	}
-	healthy := dep.calls.Load()
-	dep.hangs.Store(true)
-	load(250, second)
-	// 50 before the first client leaves, and as many again for a machine that is busy.
-	if n, st := dep.calls.Load()-healthy, r.state(); n > 100 || st.Breaker.State == breaker.Closed {
-		t.Errorf("%d of 250 calls, %+v", n, st.Breaker)
-	}
 }
