@@ -135,7 +135,7 @@ func (t *trial) called(percent, most float64) {
 func (r *Row) take(t *trial) {
 	r.Poison += t.Poison
 	r.Letters += t.Letters
-	r.LettersLimit = t.LettersLimit
+	r.LettersLimit += t.LettersLimit
 	r.Hours += t.Hours
 	if r.Handled == nil || t.Handled != nil && *t.Handled < *r.Handled {
 		r.Handled, r.HandledLimit = t.Handled, t.HandledLimit

@@ -39,6 +39,8 @@ const (
 	outageRate            = 1000
 	manyRuns, manyAll     = 150, 1500
 	randomRuns, randomAll = 40, 2000
+	mostAdjacent          = 64 // poison messages in a row, and those that proven poison may cost at once
+	provenCredits         = 500
 	sparseAll             = 110 // of 96 hours each
 	sparseGaps            = 3   // times between two messages until one comes, and tells
 	sparseMost            = 8   // guesses in an outage of at most two hours: each waits twice as long as the last
@@ -594,7 +596,7 @@ func (t *trial) random() error {
 				outage, last = d.span(200*time.Millisecond, 10*time.Minute), []class{unknown, refused, hang}[d.IntN(3)]
 				err = d.outage(w, outage, last)
 			case 2:
-				some().send(1+d.IntN(30), true)
+				some().spoil(1 + d.IntN(30))
 			default:
 				err = some().again()
 			}
@@ -638,7 +640,7 @@ func (t *trial) sparse(length time.Duration) error {
 				}
 				err = d.outage(w, outage, last)
 			case 2:
-				some().send(1+d.IntN(30), true)
+				some().spoil(1 + d.IntN(30))
 			default:
 				err = some().again()
 			}

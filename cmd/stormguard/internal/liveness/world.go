@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"math/rand/v2"
 	"net"
 	"os"
@@ -362,7 +363,7 @@ func (s *source) dueLocked() int {
 	if s.ends >= 0 {
 		return max(s.ends, len(s.log))
 	}
-	n := s.at + int(float64(s.w.now()-s.from)/float64(time.Second)*s.w.rate) + 1
+	n := s.at + int(math.Floor(float64(s.w.now()-s.from)/float64(time.Second)*s.w.rate)) + 1
 	return max(n, len(s.log))
 }
 
@@ -373,10 +374,17 @@ func (s *source) poke() {
 	}
 }
 
-// send sends messages at once, beside the load's, and returns the number of the first.
-// Nothing may be left at the broker.
+// send sends messages at once, behind what the load has sent until now, and returns the
+// number of the first.
 func (s *source) send(n int, poison bool) (first int) {
 	s.mu.Lock()
+	if s.ends < 0 {
+		due := s.dueLocked()
+		s.from += time.Duration(float64(due-s.at) / s.w.rate * float64(time.Second)) // of the load's next
+		for len(s.log) < due {
+			s.append(s.w.draw(s.w.poison))
+		}
+	}
 	first = len(s.log)
 	for range n {
 		s.append(poison)
@@ -384,11 +392,23 @@ func (s *source) send(n int, poison bool) (first int) {
 	if s.ends >= 0 {
 		s.ends = len(s.log)
 	} else {
-		s.at, s.from = len(s.log), s.w.now()+time.Duration(float64(time.Second)/s.w.rate)
+		s.at = len(s.log)
 	}
 	s.mu.Unlock()
 	s.poke()
 	return first
+}
+
+// spoil sends up to n poison messages at once: no more than pass without an operator.
+// docs/operating.md lists more than 64 at a time, and more than there are credits for.
+func (s *source) spoil(n int) {
+	s.mu.Lock()
+	poison := s.poisons - s.buried
+	n = min(n, mostAdjacent-poison, provenCredits+s.healthy/2-s.poisons)
+	s.mu.Unlock()
+	if n > 0 {
+		s.send(n, true)
+	}
 }
 
 // headPoison makes poison of the oldest messages that are not settled.
