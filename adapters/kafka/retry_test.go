@@ -116,8 +116,9 @@ type journal struct {
 	busy     map[string]bool
 	disorder []string
 	down     bool
-	again    bool        // messages may be delivered again
-	until    func() bool // ends the failures, and is asked at each
+	again    bool          // messages may be delivered again
+	until    func() bool   // ends the failures, and is asked at each
+	gate     chan struct{} // if not nil, a message that has failed is done only when it is closed
 }
 
 func newJournal() *journal {
@@ -146,13 +147,17 @@ func (j *journal) handle(_ context.Context, m *sarama.ConsumerMessage) error {
 	j.mu.Unlock()
 	time.Sleep(time.Duration(n%3) * 100 * time.Microsecond)
 	j.mu.Lock()
-	defer j.mu.Unlock()
-	j.busy[key] = false
+	defer func() { j.busy[key] = false; j.mu.Unlock() }()
 	if j.down {
 		return errDown
 	}
 	if j.until != nil && j.fails[n] > 0 && j.until() {
 		j.fails[n] = 0
+		if j.gate != nil {
+			j.mu.Unlock()
+			<-j.gate
+			j.mu.Lock()
+		}
 	}
 	if j.fails[n] > 0 {
 		j.fails[n]--
