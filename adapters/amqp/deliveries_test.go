@@ -63,7 +63,7 @@ func take(t testing.TB, in <-chan amqp091.Delivery) amqp091.Delivery {
 			t.Fatal("the deliveries have ended")
 		}
 		return d
-	case <-time.After(20 * time.Second):
+	case <-time.After(time.Minute):
 		t.Fatal("no delivery comes")
 	}
 	return amqp091.Delivery{}
@@ -71,7 +71,7 @@ func take(t testing.TB, in <-chan amqp091.Delivery) amqp091.Delivery {
 
 func drained(t testing.TB, in <-chan amqp091.Delivery) (left int) {
 	t.Helper()
-	limit := time.After(20 * time.Second)
+	limit := time.After(time.Minute)
 	for {
 		select {
 		case _, ok := <-in:

@@ -122,7 +122,7 @@ func (r *rig) readAll(queue string, kind Kind, n int) (out []amqp091.Delivery) {
 			select {
 			case d := <-in:
 				out = append(out, d)
-			case <-time.After(20 * time.Second):
+			case <-time.After(time.Minute):
 				return errors.New("no message comes")
 			}
 		}

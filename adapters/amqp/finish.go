@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"time"
 
 	"github.com/rabbitmq/amqp091-go"
@@ -120,7 +121,7 @@ func (e *epoch) hangUp() error {
 	if e.read != nil {
 		<-e.read
 	}
-	if errors.Is(err, amqp091.ErrClosed) {
+	if errors.Is(err, amqp091.ErrClosed) || errors.Is(err, net.ErrClosed) { // the connection is gone, and the channel with it
 		err = nil
 	}
 	return err

@@ -76,7 +76,7 @@ func TestInspect(t *testing.T) {
 					}
 					return wrong == nil
 				}
-				for deadline := time.Now().Add(20 * time.Second); !ok() && time.Now().Before(deadline); {
+				for deadline := time.Now().Add(time.Minute); !ok() && time.Now().Before(deadline); {
 					time.Sleep(50 * time.Millisecond)
 				}
 				if wrong != nil {
@@ -105,7 +105,7 @@ func TestInspectPlacement(t *testing.T) {
 		letters.queue: {classic, "warning: it has one replica"},
 	} {
 		var wrong error
-		for deadline := time.Now().Add(20 * time.Second); time.Now().Before(deadline); time.Sleep(50 * time.Millisecond) {
+		for deadline := time.Now().Add(time.Minute); time.Now().Before(deadline); time.Sleep(50 * time.Millisecond) {
 			var got []guard.Finding
 			if got, wrong = Inspect(adaptertest.Context(t), Target{API: source.api, Queue: source.queue, DLQ: dlq}); wrong == nil {
 				wrong = compare(got, want)

@@ -207,7 +207,7 @@ func TestBatchMarksAmongRetries(t *testing.T) {
 			select {
 			case m := <-hands:
 				batch = append(batch, m)
-			case <-time.After(20 * time.Second):
+			case <-time.After(time.Minute):
 				t.Fatalf("%d of %d messages come", len(batch), n)
 			}
 		}

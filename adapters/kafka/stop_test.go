@@ -301,7 +301,7 @@ func TestConsumeFindsADecoratedHandler(t *testing.T) {
 		if !errors.Is(err, guard.ErrClosed) {
 			t.Errorf("a closed Guard: %v", err)
 		}
-	case <-time.After(20 * time.Second):
+	case <-time.After(time.Minute):
 		t.Error("a closed Guard is tried for ever")
 	}
 }

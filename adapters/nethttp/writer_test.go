@@ -28,7 +28,7 @@ func TestCloseNotify(t *testing.T) {
 			select {
 			case <-gone:
 				told <- "gone"
-			case <-time.After(10 * time.Second):
+			case <-time.After(time.Minute):
 				told <- "nothing"
 			}
 		}

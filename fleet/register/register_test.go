@@ -129,8 +129,8 @@ func TestWatchNeverGoesBack(t *testing.T) {
 		t.Helper()
 		select {
 		case e = <-events:
-		case <-time.After(10 * time.Second):
-			t.Fatal("the watch says nothing for 10 s")
+		case <-time.After(time.Minute):
+			t.Fatal("the watch says nothing for a minute")
 		}
 		return e
 	}
