@@ -301,6 +301,10 @@ func WithParentSpans() Option { return func(g *Guard) { g.parents = true } }
 // own and is never below 0. Timers still follow the runtime's clock.
 func WithClock(now func() time.Duration) Option { return func(g *Guard) { g.now = now } }
 
+// WithSeed fixes what is drawn: the jitter of retries, probes and dead-letter writes. A
+// simulation replays with it. The default is a seed of its own for each Guard.
+func WithSeed(seed uint64) Option { return func(g *Guard) { g.seed = seed } }
+
 const (
 	defaultWindow      = 1024
 	maxWindow          = 1 << 20

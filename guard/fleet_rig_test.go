@@ -120,7 +120,7 @@ func (r *fleetRig) start(name string) *party {
 		quit: make(chan struct{}), links: make(map[string]*fleetLink),
 	}
 	r.mu.Unlock()
-	opts := []guard.Option{guard.WithClock(func() time.Duration { return r.now() + p.offset/2 }), guard.WithDeadLetterLimiter(r.pace)}
+	opts := []guard.Option{guard.WithClock(func() time.Duration { return r.now() + p.offset/2 }), guard.WithDeadLetterLimiter(r.pace), guard.WithSeed(p.replica.Incarnation)}
 	if !r.alone {
 		roster := fleet.Roster{Number: 1, Names: r.names}
 		var err error

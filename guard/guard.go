@@ -44,6 +44,8 @@ type Guard struct {
 	parents    bool                 // spans are children of the message's own, not linked to it
 	now        func() time.Duration // monotonic
 	origin     time.Time            // wall time of now's 0, for metadata
+	seed       uint64
+	dice       *dice // the sources draw from their own
 	scopes     *breaker.Scopes
 	metrics    *metrics
 	epochs     atomic.Uint64
@@ -127,6 +129,7 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 		waiting:   make(map[*breaker.Breaker]bool),
 		storms:    make(map[string]*stormSum),
 		totals:    make(map[string]*totalSum),
+		seed:      drawSeed(),
 	}
 	g.journal = newJournal(g)
 	start := time.Now()
@@ -145,10 +148,11 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 	if now := g.now(); now < 0 {
 		return nil, fmt.Errorf("guard: WithClock: the clock says %v; it must not be below 0", now)
 	}
+	g.dice = newDice(g.seed)
 	g.origin = time.Now().Add(-g.now())
 	g.sorted.Store(new([]controls))
 	var err error
-	if g.scopes, err = breaker.NewScopes(breaker.ScopesConfig{Quorum: cfg.Quorum, Breaker: cfg.Policy.Breaker}); err != nil {
+	if g.scopes, err = breaker.NewScopes(breaker.ScopesConfig{Quorum: cfg.Quorum, Breaker: cfg.Policy.Breaker}, breaker.WithRand(g.dice.Float64)); err != nil {
 		return nil, fmt.Errorf("guard: %w", err)
 	}
 	if g.metrics, err = newMetrics(g); err != nil {

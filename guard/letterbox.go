@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"math/rand/v2"
 	"runtime/debug"
 	"slices"
 	"sync"
@@ -184,7 +183,7 @@ func (b *letterbox) run(ctx context.Context) {
 			putOff = 0
 			failures++
 		}
-		pause := time.NewTimer(1 + time.Duration(rand.Int64N(int64(top))))
+		pause := time.NewTimer(1 + time.Duration(b.g.dice.Int64N(int64(top))))
 		select {
 		case <-pause.C:
 		case <-ctx.Done():

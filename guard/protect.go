@@ -331,7 +331,7 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token breaker.Token,
 			c.returned.Add(1)
 			return err
 		}
-		if stop := f.pause(ctx, c, f.policy.Retry.delay(tries, rand.Int64N)); stop != nil {
+		if stop := f.pause(ctx, c, f.policy.Retry.delay(tries, f.g.dice.Int64N)); stop != nil {
 			c.returned.Add(1)
 			return errors.Join(stop, err)
 		}

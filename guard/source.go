@@ -9,7 +9,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"math/rand/v2"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -158,7 +157,7 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 		policy: full, limits: limits, storm: detector, budget: budget, limiter: cfg.Limiter,
 		health: g.health, inPlace: cfg.LettersKeepPlace, offers: handler == nil, beside: fromNow(cfg.Successes),
 		letters: cfg.DeadLetters != nil, letterPace: g.letterPace, origin: g.origin, slowAfter: full.Breaker.Slow,
-		rand: rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())),
+		rand: g.newRand(cfg.Name, s.epoch),
 		ring: ring, lanes: make(map[uint64]*lane[M]), writing: make(map[*item[M]]struct{}), fast: s.fastSuccesses, wasClosed: true,
 		lastID: s.epoch << idBits,
 	}

@@ -142,7 +142,7 @@ func newWorld(ctx context.Context, seed uint64, l load) (*world, error) {
 	w := &world{load: l, ctx: ctx, start: time.Now(), rng: rand.New(rand.NewPCG(seed, 1)), since: never, first: never}
 	l.policy.Order = l.order
 	var err error
-	if w.g, err = guard.New(guard.Config{Policy: l.policy}, guard.WithLogger(slog.New(slog.DiscardHandler))); err != nil {
+	if w.g, err = guard.New(guard.Config{Policy: l.policy}, guard.WithLogger(slog.New(slog.DiscardHandler)), guard.WithSeed(seed)); err != nil {
 		return nil, err
 	}
 	for i := range max(1, l.parts) {
