@@ -6,6 +6,7 @@ package kafka
 import (
 	"context"
 	"errors"
+	"fmt"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -146,6 +147,32 @@ func TestEndOfSessionIsNoFailure(t *testing.T) {
 	time.Sleep(100 * time.Millisecond)
 	if n := failures.Load(); n > 0 {
 		t.Errorf("%d failures", n)
+	}
+}
+
+// A call that the end of its session has cut is no attempt of its message.
+func TestCallCutByTheEndOfItsSessionIsNoAttempt(t *testing.T) {
+	t.Parallel()
+	g := adaptertest.Guard(t, guard.Config{})
+	var end context.CancelCauseFunc
+	var tally guard.Tally
+	h := WrapHandler(g, rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
+		m := <-c.Messages()
+		src := g.Source("orders/0")
+		end(errors.New("group is rebalancing"))
+		if err := Fail(s, m, fmt.Errorf("query: %w", s.Context().Err())); err != nil {
+			t.Error(err)
+		}
+		tally = src.State().Tally
+		return nil
+	}}, WithConfig(testConfig()))
+	var s *fakeSession
+	s, end = setup(t, h)
+	c := newFakeClaim()
+	c.publish(0, 1)
+	_ = h.ConsumeClaim(s, c)
+	if tally.Failures > 0 {
+		t.Errorf("%+v", tally)
 	}
 }
 

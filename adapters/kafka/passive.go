@@ -59,7 +59,8 @@ func WrapHandler(g *guard.Guard, existing sarama.ConsumerGroupHandler, opts ...O
 // Fail reports the failure of a message to a wrapped handler's session, as a
 // handler of [Wrap] would return it: guard.Permanent, guard.Backoff and
 // guard.Ignore mean what they mean there. A nil err marks. The message must not
-// be marked as well.
+// be marked as well. A context.Canceled after the session's end is no failure: the
+// message is delivered again.
 func Fail(s sarama.ConsumerGroupSession, m *sarama.ConsumerMessage, err error) error {
 	ss, ok := s.(*session)
 	if !ok {
@@ -68,6 +69,9 @@ func Fail(s sarama.ConsumerGroupSession, m *sarama.ConsumerMessage, err error) e
 	if err == nil {
 		ss.MarkMessage(m, "")
 		return nil
+	}
+	if ss.Context().Err() != nil && errors.Is(err, context.Canceled) {
+		err = guard.Backoff(err, time.Time{}) // nobody's fault
 	}
 	if w := ss.wrapped(m.Topic, m.Partition); w != nil {
 		if o := w.take(m); o != nil {

@@ -32,7 +32,7 @@ func registerAt(t *testing.T, addr, direct string) registertest.Place {
 			t.Fatal(err)
 		}
 		cfg.MaxConns = 3
-		cfg.ConnConfig.ConnectTimeout = 2 * time.Second
+		cfg.ConnConfig.ConnectTimeout = 20 * time.Second
 		pool, err := pgxpool.NewWithConfig(context.Background(), cfg)
 		if err != nil {
 			t.Fatal(err)
