@@ -25,7 +25,8 @@ type DLQConfig struct {
 
 	// Sources are the topics whose messages may die. They are needed if Topic has
 	// a {topic} in it; a topic that is created gets as many partitions as the
-	// largest of its sources.
+	// largest of its sources. A source must be there: a missing one is an
+	// [ErrUnsuitable], and then no topic is created.
 	Sources []string
 
 	// Group is what {group} stands for, where Topic has it.

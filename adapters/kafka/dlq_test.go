@@ -232,6 +232,27 @@ func TestUnsuitableDLQsAreRefused(t *testing.T) {
 	})
 }
 
+// A source that is not there is an error, as of a name that is mistyped, and nothing is
+// made for it or beside it; also where one topic takes all dead letters.
+func TestDLQOfATopicThatIsNotThere(t *testing.T) {
+	t.Parallel()
+	r, _ := newFakeRig(t)
+	for _, topic := range []string{"", "letters", "{topic}.dlq"} {
+		d, err := NewDLQ(r.addrs, testConfig(), DLQConfig{Topic: topic, Sources: []string{"orders", "nosuch"}})
+		if err == nil {
+			_ = d.Close()
+		}
+		if !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), "DLQConfig.Sources: topic nosuch does not exist") ||
+			!strings.Contains(err.Error(), "--create --topic nosuch") {
+			t.Errorf("%q: %v", topic, err)
+		}
+	}
+	topics, err := r.admin.ListTopics()
+	if _, there := topics["orders"]; err != nil || len(topics) != 1 || !there {
+		t.Errorf("%v, %v", topics, err)
+	}
+}
+
 // A write ends with its context although sarama heeds none, Close waits for it,
 // and a broker that is back takes letters again.
 func TestDLQWhileTheBrokerIsDown(t *testing.T) {

@@ -36,7 +36,7 @@ func (t *RetryTopics) ensureTopics(client sarama.Client) error {
 	}
 	errs := []error{t.takesMetadata(client, in)}
 	for _, source := range t.cfg.Sources {
-		from, err := in.topic(source)
+		from, err := in.source(source)
 		if err == nil && from == nil {
 			err = unsuitable("topic %s does not exist: its retry topics need as many partitions as it has", source)
 		}

@@ -68,6 +68,16 @@ func (in *inspector) topic(name string) (*topicInfo, error) {
 	}
 }
 
+// source is topic for one that should be there: a broker may learn of a new one late.
+func (in *inspector) source(name string) (*topicInfo, error) {
+	for begun := time.Now(); ; time.Sleep(50 * time.Millisecond) {
+		info, err := in.topic(name)
+		if err != nil || info != nil || time.Since(begun) > sourceWait {
+			return info, err
+		}
+	}
+}
+
 // settings are those of a topic or broker, defaults included; none if they may
 // not be read.
 func (in *inspector) settings(kind sarama.ConfigResourceType, name string) (map[string]string, error) {
@@ -106,8 +116,12 @@ func (t *topicInfo) retention() time.Duration {
 
 func (t *topicInfo) compacts() bool { return strings.Contains(t.settings["cleanup.policy"], "compact") }
 
-// topicWait is how long a new topic may take to be known everywhere.
-const topicWait = 10 * time.Second
+const (
+	// topicWait is how long a new topic may take to be known everywhere.
+	topicWait = 10 * time.Second
+	// sourceWait is how long a source is looked for. It may just have been created.
+	sourceWait = time.Second
+)
 
 // ensureTopics creates the topics of a DLQ, or checks those that are there.
 func (d *DLQ) ensureTopics() error {
@@ -118,18 +132,22 @@ func (d *DLQ) ensureTopics() error {
 	need := map[string]demands{}
 	var errs []error
 	for _, source := range d.cfg.Sources {
-		info, err := in.topic(source)
+		info, err := in.source(source)
+		if err == nil && info == nil {
+			err = unsuitable("DLQConfig.Sources: topic %s does not exist; if that is its name: kafka-topics.sh --bootstrap-server %s --create --topic %s", source, in.addrs, source)
+		}
 		if err != nil {
 			errs = append(errs, err)
 			continue
 		}
 		name := d.cfg.name(source)
 		n := need[name]
-		if info != nil {
-			n.partitions = max(n.partitions, info.partitions)
-			n.size = max(n.size, info.number("max.message.bytes", 0))
-		}
+		n.partitions = max(n.partitions, info.partitions)
+		n.size = max(n.size, info.number("max.message.bytes", 0))
 		need[name] = n
+	}
+	if len(errs) > 0 { // a mistyped name makes no topic
+		return errors.Join(errs...)
 	}
 	if len(d.cfg.Sources) == 0 {
 		need[d.cfg.name("")] = demands{}
