@@ -387,6 +387,62 @@ func TestCallsOfAnOutage(t *testing.T) {
 	})
 }
 
+// A shutdown during an outage closes no breaker, and no line or hook says so. Where all
+// partitions go to other processes their topic's scope ends here: that is no recovery,
+// and the line says that it was released.
+func TestAnEndClosesNoBreaker(t *testing.T) {
+	for _, scope := range []Scope{ScopePartition, ScopeTopic, ScopeGroup} {
+		for _, rebalance := range []bool{false, true} {
+			bubble(t, fmt.Sprintf("%s, rebalance %t", scope, rebalance), func(t *testing.T) {
+				var closed []StateChange
+				r := &logRig{t: t, log: new(logged), letters: &testWriter{}}
+				r.g = Must(New(Config{Scope: scope}, WithLogger(slog.New(r.log)), OnStateChange(func(c StateChange) {
+					if !c.Active {
+						closed = append(closed, c)
+					}
+				})))
+				r.fail(syscall.ECONNREFUSED)
+				for p := range 3 {
+					_, in := r.open(fmt.Sprint("orders/", p), "orders", fmt.Sprint(p), r.letters)
+					for i := range 20 {
+						in <- i
+					}
+				}
+				elapse(10 * time.Second)
+				if n := len(r.log.of("breaker opened")); n == 0 {
+					t.Fatalf("%+v", r.log.lines)
+				}
+				if rebalance {
+					for _, s := range r.g.Sources() {
+						s.End(t.Context(), ReasonRebalance)
+					}
+					elapse(10 * time.Second)
+				}
+				r.close()
+				released := func(l loggedLine) bool { return rebalance && l.args["reason"] == "released" }
+				for _, l := range append(r.log.of("breaker closed"), r.log.of("breaker state")...) {
+					if to, ok := l.args["to"]; (!ok || to == "closed") && !released(l) {
+						t.Errorf("%+v", l)
+					}
+				}
+				for _, c := range closed {
+					if !rebalance || c.Detail != "released" {
+						t.Errorf("%+v", c)
+					}
+				}
+				for _, l := range r.log.of("source ended") {
+					if want := map[bool]string{false: "shutdown", true: "rebalance"}[rebalance]; l.args["reason"] != want {
+						t.Errorf("%+v", l)
+					}
+				}
+				if n := len(r.log.of("source ended")); n != 3 {
+					t.Errorf("%d ends", n)
+				}
+			})
+		}
+	}
+}
+
 // What an operator forces is no warning.
 func TestForcedBreakerLines(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
