@@ -859,6 +859,24 @@ func TestRunScalesWithTheRate(t *testing.T) {
 	}
 }
 
+// By the rule of Run alone, a dependency that fails 3 % of its calls, each by itself,
+// opens a breaker no more than once in 20 hours, whatever the rate.
+func TestRunIsNoNoiseAtAnyRate(t *testing.T) {
+	const bad = 0.03
+	worst := 0.0
+	for rate := 1.0; rate < 1e6; rate *= 1.01 {
+		run := float64(runLength(defaultRun, uint64(rate*60), time.Minute))
+		perHour := rate * 3600 * (1 - bad) * math.Pow(bad, run)
+		worst = max(worst, perHour)
+		if perHour > 0.05 {
+			t.Fatalf("%.0f/s: %.3f an hour, by a run of %v", rate, perHour, run)
+		}
+	}
+	if worst < 0.04 {
+		t.Errorf("%.3f an hour at the worst rate: the runs are longer than they need be", worst)
+	}
+}
+
 func TestForce(t *testing.T) {
 	bothClocks(t, func(t *testing.T) {
 		for name, prepare := range map[string]func(b *Breaker) []Token{

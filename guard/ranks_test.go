@@ -6,6 +6,7 @@ package guard
 import (
 	"slices"
 	"testing"
+	"time"
 
 	"pgregory.net/rapid"
 )
@@ -74,6 +75,32 @@ func TestRanks(t *testing.T) {
 			},
 		})
 	})
+}
+
+// The storm's reading looks at no message and at no lane: 250,000 lanes took most of a
+// processor, since it is taken four times a second.
+func TestReadingLooksAtNoLane(t *testing.T) {
+	s := newSim(t, Policy{Order: OrderKey, NoBreaker: true, Retry: Retry{Base: time.Second}})
+	for m := range 3 {
+		s.put(s.now, m, uint64(m), 1)
+		s.now += time.Second
+	}
+	for calls := 0; calls < 6; s.now += time.Second {
+		if st := s.next(s.now); st.kind == stepHandle {
+			s.finish(st.it, errBad)
+			calls++
+		}
+	}
+	want := s.reading(s.now)
+	if want.Attempts < 2 || want.Age < 8*time.Second {
+		t.Fatalf("%+v", want)
+	}
+	lanes := s.lanes
+	s.lanes = nil
+	got := s.reading(s.now)
+	if s.lanes = lanes; got != want {
+		t.Errorf("%+v, and without the lanes %+v", want, got)
+	}
 }
 
 // What was large does not stay so once it is empty.
