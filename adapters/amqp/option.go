@@ -172,7 +172,7 @@ func newOptions(g *guard.Guard, opts []Option) (options, error) {
 		d.inherit(o.log)
 	}
 	if o.log == nil {
-		add("WithLogger: the logger must not be nil; leave the option out for silence")
+		add("WithLogger: the logger must not be nil; leave the option out for the Guard's")
 	}
 	return o, errors.Join(errs...)
 }

@@ -30,8 +30,9 @@ broker and the dependency are in memory.
               attempts, one look and the probes need that see the recovery in time
   overtaken   outages in which a message was handled before one in front of it
 
-The draws of a run repeat by its seed. The delays of retries do not: the guard draws
-them by itself. The exit status is 1 when a row misses its limit.`
+What is drawn repeats by its seed, the guard's delays too. What happens at the same
+virtual instant comes in any order, so some rows differ a little between two runs.
+The exit status is 1 when a row misses its limit.`
 
 func newSimulateLiveness() *cobra.Command {
 	cfg := liveness.Config{}
