@@ -9,14 +9,14 @@ import (
 )
 
 const (
-	// MaxAhead is how far a stamp may be ahead of the fleet's fastest clock, as
+	// maxAhead is how far a stamp may be ahead of the fleet's fastest clock, as
 	// seen from ours, and still advance ours; it must be less.
-	MaxAhead = 50 * time.Millisecond
+	maxAhead = 50 * time.Millisecond
 
-	// MaxOffset is how far a peer's clock may be off ours and still be corrected
+	// maxOffset is how far a peer's clock may be off ours and still be corrected
 	// for. Without it the correction would make any clock right: one that is
 	// wrong by an hour would be believed after its first sample.
-	MaxOffset = 500 * time.Millisecond
+	maxOffset = 500 * time.Millisecond
 )
 
 // A Clock is a hybrid logical clock after Kulkarni, Demirbas et al., "Logical
@@ -32,10 +32,10 @@ const (
 // the estimated offset; and since a stamp carries the fastest clock that its
 // sender has observed, not only the sender's own, what is allowed is
 //
-//	physical < our wall clock + lead + MaxAhead
+//	physical < our wall clock + lead + maxAhead
 //
 // where lead is the largest offset of any peer, at least 0, leaving out those
-// beyond [MaxOffset]. The rule has no lower side: an older stamp advances
+// beyond maxOffset. The rule has no lower side: an older stamp advances
 // nothing, and elements are mostly older than 50 ms.
 //
 // A stamp that breaks the rule, or comes from a peer without an offset sample,
@@ -44,7 +44,7 @@ const (
 // lost is that our next stamp is above it, so an element with a stamp from a
 // clock that is wrong by an hour wins against ours for an hour.
 //
-// So a Clock is never more than MaxOffset + MaxAhead ahead of its wall clock,
+// So a Clock is never more than maxOffset + maxAhead ahead of its wall clock,
 // unless that was set back. When all peers break the rule, ours is the clock
 // that is wrong.
 //
@@ -60,7 +60,7 @@ type Clock struct {
 }
 
 type peerClock struct {
-	OffsetEstimator
+	offsetEstimator
 	violations uint64
 }
 
@@ -96,7 +96,7 @@ func (c *Clock) Observe(from Replica, s Stamp) bool {
 	}
 	p := c.peer(from)
 	_, sampled := p.Offset()
-	if !sampled || s.Physical >= wall+uint64((c.lead+MaxAhead).Milliseconds()) {
+	if !sampled || s.Physical >= wall+uint64((c.lead+maxAhead).Milliseconds()) {
 		p.violations++
 		return false
 	}
@@ -105,7 +105,7 @@ func (c *Clock) Observe(from Replica, s Stamp) bool {
 }
 
 // Sample takes one exchange with a peer for its offset, as
-// [OffsetEstimator.Add] does, and reports whether it was used. sent and heard
+// offsetEstimator.Add does, and reports whether it was used. sent and heard
 // should come from the wall clock of [NewClock], with their monotonic reading.
 // It costs a walk over the peers.
 func (c *Clock) Sample(peer Replica, sent, received, replied, heard time.Time) bool {
@@ -160,7 +160,7 @@ func (c *Clock) peer(r Replica) *peerClock {
 func (c *Clock) setLead() {
 	c.lead = 0
 	for _, p := range c.peers {
-		if off, ok := p.Offset(); ok && off <= MaxOffset {
+		if off, ok := p.Offset(); ok && off <= maxOffset {
 			c.lead = max(c.lead, off)
 		}
 	}

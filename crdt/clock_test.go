@@ -170,9 +170,9 @@ func TestClockRule(t *testing.T) {
 		"ahead, corrected, 50 ms":       {[]time.Duration{174 * time.Millisecond}, 224, false},
 		"behind is not taken off":       {[]time.Duration{-174 * time.Millisecond}, 49, true},
 		"carries the fastest clock":     {[]time.Duration{0, 174 * time.Millisecond}, 223, true},
-		"at the largest offset":         {[]time.Duration{MaxOffset}, 549, true},
-		"beyond the largest offset":     {[]time.Duration{MaxOffset + time.Millisecond}, 50, false},
-		"another beyond it":             {[]time.Duration{0, MaxOffset + time.Millisecond}, 50, false},
+		"at the largest offset":         {[]time.Duration{maxOffset}, 549, true},
+		"beyond the largest offset":     {[]time.Duration{maxOffset + time.Millisecond}, 50, false},
+		"another beyond it":             {[]time.Duration{0, maxOffset + time.Millisecond}, 50, false},
 		"another beyond it, and right":  {[]time.Duration{0, time.Hour}, 49, true},
 		"the sender far behind, relays": {[]time.Duration{-time.Hour}, 49, true},
 	} {
@@ -271,14 +271,14 @@ func TestStampNext(t *testing.T) {
 	}
 }
 
-func sampleOffset(e *OffsetEstimator, off, there, back time.Duration) bool {
+func sampleOffset(e *offsetEstimator, off, there, back time.Duration) bool {
 	sent := time.UnixMilli(1_700_000_000_000)
 	at := sent.Add(there + off)
 	return e.Add(sent, at, at, sent.Add(there+back))
 }
 
 func TestOffsetEstimator(t *testing.T) {
-	var e OffsetEstimator
+	var e offsetEstimator
 	if _, ok := e.Offset(); ok {
 		t.Fatal("an estimate without a sample")
 	}
@@ -325,7 +325,7 @@ func TestOffsetEstimatorRefuses(t *testing.T) {
 		"the peer's time is absurd":  {at, time.Unix(1<<40, 0), time.Unix(1<<40, 0), at, true},
 		"its absurd time went back":  {at, time.Unix(1<<40, 0), time.Unix(-1<<40, 0), at, false},
 	} {
-		var e OffsetEstimator
+		var e offsetEstimator
 		if got := e.Add(tc.sent, tc.received, tc.replied, tc.heard); got != tc.ok {
 			t.Errorf("%s: %v", name, got)
 		}

@@ -11,17 +11,14 @@ import (
 )
 
 func TestReplica(t *testing.T) {
-	for name, ok := range map[string]bool{"": false, "a": true, strings.Repeat("x", MaxName): true, strings.Repeat("x", MaxName+1): false} {
+	for name, ok := range map[string]bool{"": false, "a": true, strings.Repeat("x", maxName): true, strings.Repeat("x", maxName+1): false} {
 		r := Replica{Name: name}
-		if err := r.Validate(); (err == nil) != ok || err != nil && !errors.Is(err, ErrArgument) {
+		if err := r.Validate(); (err == nil) != ok || err != nil && !errors.Is(err, errArgument) {
 			t.Errorf("name of %d bytes: %v", len(name), err)
 		}
 		for _, k := range []func(Replica) error{
 			func(r Replica) error { _, err := NewGCounter(r); return err },
-			func(r Replica) error { _, err := NewPNCounter(r); return err },
-			func(r Replica) error { _, err := NewBounded(r); return err },
 			func(r Replica) error { _, err := NewLWWSet(r); return err },
-			func(r Replica) error { return VectorClock{}.Tick(r) },
 		} {
 			if err := k(r); (err == nil) != ok {
 				t.Errorf("name of %d bytes: %v", len(name), err)
@@ -36,14 +33,12 @@ func TestReplica(t *testing.T) {
 
 // The largest row of each type fits into MinRoom.
 func TestMinRoom(t *testing.T) {
-	long := func(c string) Replica { return Replica{strings.Repeat(c, MaxName), math.MaxUint64} }
+	long := func(c string) Replica { return Replica{strings.Repeat(c, maxName), math.MaxUint64} }
 	at := Stamp{math.MaxUint64, math.MaxUint64}
 	g, _ := NewGCounter(long("x"))
-	p, _ := NewPNCounter(long("x"))
-	b, _ := NewBounded(long("x"))
 	s, _ := NewLWWSet(long("x"))
-	l, _ := NewOpLog(long("x"), OpLogConfig{}, func(Record[[MaxBody]byte], bool) {})
-	if err := errors.Join(g.Add(math.MaxUint64), p.Add(math.MaxInt64), p.Add(math.MinInt64), b.Merge(row(long("y"), long("z"), math.MaxInt64, math.MaxInt64, math.MaxInt64))); err != nil {
+	l, _ := NewOpLog(long("x"), OpLogConfig{}, func(Record[[maxBody]byte], bool) {})
+	if err := g.Add(math.MaxUint64); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := s.Add(strings.Repeat("e", MaxElement), at); err != nil {
@@ -51,10 +46,10 @@ func TestMinRoom(t *testing.T) {
 	}
 	l.base, l.epoch = math.MaxUint64, math.MaxUint64
 	l.origins[l.self].floor, l.origins[l.self].applied = math.MaxUint64-3, math.MaxUint64-3
-	if _, err := l.Append(OpAdd, at, [MaxBody]byte{}); err != nil {
+	if _, err := l.Append(OpAdd, at, [maxBody]byte{}); err != nil {
 		t.Fatal(err)
 	}
-	for name, s := range map[string]state{"GCounter": g, "PNCounter": p, "Bounded": b, "LWWSet": s, "OpLog": l} {
+	for name, s := range map[string]state{"GCounter": g, "LWWSet": s, "OpLog": l} {
 		d, upto := s.Delta(nil, 0, MinRoom)
 		if len(d) == 0 || upto != s.Mark() {
 			t.Errorf("%s: %d bytes of %d up to %d of %d", name, len(d), len(whole(s)), upto, s.Mark())
@@ -82,7 +77,7 @@ func TestGCounterJoin(t *testing.T) {
 	if err := c.Join(origin2, 4); err != nil || c.Of(origin2) != 5 || c.Mark() != 2 {
 		t.Errorf("%v: an older row made it %d, mark %d", err, c.Of(origin2), c.Mark())
 	}
-	if err := c.Join(Replica{}, 1); !errors.Is(err, ErrArgument) || c.Mark() != 2 {
+	if err := c.Join(Replica{}, 1); !errors.Is(err, errArgument) || c.Mark() != 2 {
 		t.Error(err)
 	}
 }
@@ -92,7 +87,7 @@ func TestGCounterOverflow(t *testing.T) {
 	if err := c.Add(math.MaxUint64); err != nil {
 		t.Fatal(err)
 	}
-	if err := c.Add(1); !errors.Is(err, ErrOverflow) || c.Of(origin1) != math.MaxUint64 {
+	if err := c.Add(1); !errors.Is(err, errOverflow) || c.Of(origin1) != math.MaxUint64 {
 		t.Fatal(err, c.Of(origin1))
 	}
 	o, _ := NewGCounter(origin2)
@@ -100,7 +95,7 @@ func TestGCounterOverflow(t *testing.T) {
 		t.Fatal(err)
 	}
 	merge(t, c, whole(o))
-	if v, err := c.Value(); !errors.Is(err, ErrOverflow) {
+	if v, err := c.Value(); !errors.Is(err, errOverflow) {
 		t.Fatal(v, err)
 	}
 	// Rows are right all the same, and without the great one so is the sum.
@@ -115,61 +110,17 @@ func TestGCounterOverflow(t *testing.T) {
 	}
 }
 
-func TestPNCounterOverflow(t *testing.T) {
-	two := func(a, b int64) *PNCounter {
-		c, _ := NewPNCounter(origin1)
-		o, _ := NewPNCounter(origin2)
-		if err := errors.Join(c.Add(a), o.Add(b)); err != nil {
-			t.Fatal(err)
-		}
-		merge(t, c, whole(o))
-		return c
-	}
-	for _, tc := range []struct {
-		a, b, want int64
-		ok         bool
-	}{
-		{math.MaxInt64, math.MinInt64, -1, true},
-		{math.MaxInt64, 0, math.MaxInt64, true},
-		{math.MaxInt64, 1, 0, false},
-		{math.MinInt64, 0, math.MinInt64, true},
-		{math.MinInt64, -1, 0, false},
-		{math.MinInt64, math.MinInt64, 0, false},
-		{math.MaxInt64, math.MaxInt64, 0, false},
-	} {
-		v, err := two(tc.a, tc.b).Value()
-		if v != tc.want || (err == nil) != tc.ok || err != nil && !errors.Is(err, ErrOverflow) {
-			t.Errorf("%d and %d: %d, %v", tc.a, tc.b, v, err)
-		}
-	}
-	c := two(math.MinInt64, -7)
-	if err := c.Add(math.MinInt64); !errors.Is(err, ErrOverflow) {
-		t.Error(err)
-	}
-	if err := c.Add(5); err != nil { // the other side has room
-		t.Error(err)
-	}
-	if up, down := c.Of(origin1); up != 5 || down != 1<<63 {
-		t.Error(up, down)
-	}
-	c.Forget(origin1)
-	if v, err := c.Value(); v != -7 || err != nil {
-		t.Error(v, err)
-	}
-}
-
 // A merge that is no news allocates nothing.
 func TestMergeAllocations(t *testing.T) {
 	g, _ := NewGCounter(origin1)
 	s, _ := NewLWWSet(origin1)
-	b := bounded(t, origin1, 10)
-	if err := errors.Join(g.Add(3), b.Lend(origin2, 3)); err != nil {
+	if err := g.Add(3); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := s.Add("element", Stamp{1, 1}); err != nil {
 		t.Fatal(err)
 	}
-	for name, s := range map[string]state{"GCounter": g, "Bounded": b, "LWWSet": s} {
+	for name, s := range map[string]state{"GCounter": g, "LWWSet": s} {
 		d := whole(s)
 		if n := testing.AllocsPerRun(100, func() {
 			if err := s.Merge(d); err != nil {

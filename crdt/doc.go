@@ -6,11 +6,8 @@
 //
 //	to share                                       type         merged by
 //	a count that only grows                        GCounter     the greater, per replica
-//	a count that goes up and down                  PNCounter    the greater of both sides
-//	a stock that must never be overdrawn           Bounded      the greater, per pair
 //	a set where the last write wins                LWWSet       the higher stamp, per element
 //	operations that must be seen one by one, once  OpLog        origin and number
-//	what happened before what                      VectorClock  the greater, per replica
 //	an order of writes, close to time              Clock        see its 50 ms rule
 //
 // Each count, row and record is written by one [Replica] alone. That is the only
@@ -19,7 +16,7 @@
 //
 // # Marks and deltas
 //
-// The first five share one shape, that of a section of crdt/gossip:
+// The first three share one shape, that of a section of crdt/gossip:
 //
 //	local changes ─▶ state ─▶ Delta(b, since, room) ─▶ packet ─▶ Merge(b) ─▶ state
 //	                 Mark                   ▲                         │
@@ -45,7 +42,7 @@
 //
 // The first byte names type and version. Numbers are varints in their shortest
 // form, names and elements have a length that is checked before anything is
-// allocated, and what is malformed is refused whole, with a [*FormatError]. What
+// allocated, and what is malformed is refused whole, with ErrMalformed. What
 // a message makes a state allocate is at most some 100 bytes for each byte of it,
 // when each row is new and has a name of one letter. There is one encoding of a
 // state in the order of its changes: a message that is merged into an empty state

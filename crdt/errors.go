@@ -9,31 +9,26 @@ import (
 )
 
 var (
-	// ErrArgument means that a call was refused for what it was given. The text
+	// errArgument means that a call was refused for what it was given. The text
 	// names the field, its value and the allowed range. Nothing was changed.
-	ErrArgument = errors.New("crdt: argument")
+	errArgument = errors.New("crdt: argument")
 
-	// ErrMalformed means that bytes are no message of this type and version.
-	// [errors.As] to a [*FormatError] tells what is wrong where. Nothing of the
-	// message was taken in.
+	// ErrMalformed means that bytes are no message of this type and version. The text
+	// says what is wrong where. Nothing of the message was taken in.
 	ErrMalformed = errors.New("crdt: malformed message")
 
-	// ErrOverflow means that a count would have left the range of its type.
+	// errOverflow means that a count would have left the range of its type.
 	// Nothing was changed.
-	ErrOverflow = errors.New("crdt: overflow")
+	errOverflow = errors.New("crdt: overflow")
 
-	// ErrShort means that a [Bounded] has less left than was asked for. Nothing
-	// was changed.
-	ErrShort = errors.New("crdt: not enough left")
-
-	// ErrTwin means that a peer holds something in our name that we never wrote:
+	// errTwin means that a peer holds something in our name that we never wrote:
 	// two processes share a [Replica], or one forgot what it had written. Nothing
 	// of the message was taken in.
-	ErrTwin = errors.New("crdt: another process writes as this replica")
+	errTwin = errors.New("crdt: another process writes as this replica")
 
-	// ErrRecordType means that an [OpLog] cannot carry the type: its memory is
+	// errRecordType means that an [OpLog] cannot carry the type: its memory is
 	// not the same on every machine. The text names the field.
-	ErrRecordType = errors.New("crdt: record type")
+	errRecordType = errors.New("crdt: record type")
 
 	// ErrFull means that an [OpLog] keeps as many records as it may, because a
 	// peer has not acknowledged them. Nothing was changed.
@@ -44,8 +39,8 @@ var (
 	ErrGap = errors.New("crdt: gap in log")
 )
 
-// FormatError is what is wrong with a message.
-type FormatError struct {
+// formatError is what is wrong with a message.
+type formatError struct {
 	Type   string // whose message it should have been, such as "GCounter"
 	Field  string // what was being read
 	Value  any    // what was there
@@ -53,13 +48,13 @@ type FormatError struct {
 	Offset int    // bytes before the field
 }
 
-func (e *FormatError) Error() string {
+func (e *formatError) Error() string {
 	return fmt.Sprintf("crdt: malformed message: %s: %s at byte %d is %v, want %s", e.Type, e.Field, e.Offset, e.Value, e.Want)
 }
 
 // Unwrap makes errors.Is(err, ErrMalformed) hold.
-func (e *FormatError) Unwrap() error { return ErrMalformed }
+func (e *formatError) Unwrap() error { return ErrMalformed }
 
 func argument(field string, value any, want string) error {
-	return fmt.Errorf("%w: %s is %v, want %s", ErrArgument, field, value, want)
+	return fmt.Errorf("%w: %s is %v, want %s", errArgument, field, value, want)
 }

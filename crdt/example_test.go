@@ -4,7 +4,6 @@
 package crdt_test
 
 import (
-	"errors"
 	"fmt"
 	"log"
 	"math"
@@ -59,37 +58,6 @@ func ExampleGCounter() {
 	// Output: 7 of which 5 by beta#1
 }
 
-func ExamplePNCounter() {
-	inFlight := must(crdt.NewPNCounter(alpha))
-	check(inFlight.Add(3))
-	check(inFlight.Add(-1))
-	fmt.Println(must(inFlight.Value()))
-	// Output: 2
-}
-
-// A borrower uses what it was lent without asking, and nothing beyond. The
-// lender counts a loan as out until it hears what became of it.
-func ExampleBounded() {
-	a, b := must(crdt.NewBounded(alpha)), must(crdt.NewBounded(beta))
-	check(a.Mint(10))
-	check(a.Lend(beta, 4))
-
-	packet, _ := a.Delta(nil, 0, 1200)
-	check(b.Merge(packet))
-	check(b.TakeLoan(alpha, 1))
-	fmt.Println(errors.Is(b.TakeLoan(alpha, 4), crdt.ErrShort))
-	check(b.Return(alpha, 3))
-
-	fmt.Println("before:", a.Level(), "held,", a.Outstanding(beta), "out")
-	packet, _ = b.Delta(nil, 0, 1200)
-	check(a.Merge(packet))
-	fmt.Println("after:", a.Level(), "held,", a.Outstanding(beta), "out,", must(a.Value()), "left of 10")
-	// Output:
-	// true
-	// before: 6 held, 4 out
-	// after: 9 held, 0 out, 9 left of 10
-}
-
 func ExampleLWWSet() {
 	now := time.UnixMilli(1_700_000_000_000)
 	clock := crdt.NewClock(func() time.Time { return now })
@@ -129,28 +97,6 @@ func ExampleClock() {
 	// without a sample: false 1
 	// with one: true true
 	// 10 s ahead: false 2
-}
-
-func ExampleOffsetEstimator() {
-	var e crdt.OffsetEstimator
-	sent := time.UnixMilli(1_700_000_000_000)
-	theirs := sent.Add(60 * time.Millisecond) // 10 ms on the way, 50 ms ahead
-	e.Add(sent, theirs, theirs, sent.Add(20*time.Millisecond))
-	fmt.Println(e.Offset())
-	// Output: 50ms true
-}
-
-func ExampleVectorClock() {
-	a, b := crdt.VectorClock{}, crdt.VectorClock{}
-	check(a.Tick(alpha))
-	check(b.Tick(beta))
-	fmt.Println(a.Compare(b))
-	b.Merge(a)
-	check(b.Tick(beta))
-	fmt.Println(a.Compare(b))
-	// Output:
-	// concurrent
-	// before
 }
 
 // Two replicas; a RESET voids what was added before it, however late that comes.

@@ -21,7 +21,7 @@ type GCounter struct {
 	sum  sum
 }
 
-// NewGCounter makes the counter that self adds to. It fails with [ErrArgument]
+// NewGCounter makes the counter that self adds to. It fails with an error
 // when the name is empty or too long.
 func NewGCounter(self Replica) (*GCounter, error) {
 	if err := self.Validate(); err != nil {
@@ -30,13 +30,13 @@ func NewGCounter(self Replica) (*GCounter, error) {
 	return &GCounter{self: self, rows: newTable[Replica, uint64]()}, nil
 }
 
-// Add counts n more. It fails with [ErrOverflow] when this replica's own row
+// Add counts n more. It fails with an error when this replica's own row
 // cannot hold them.
 func (c *GCounter) Add(n uint64) error {
 	old := c.rows.get(c.self)
 	count, carry := bits.Add64(old, n, 0)
 	if carry != 0 {
-		return ErrOverflow
+		return errOverflow
 	}
 	if n != 0 {
 		c.join(c.self, count)
@@ -44,11 +44,11 @@ func (c *GCounter) Add(n uint64) error {
 	return nil
 }
 
-// Value is the sum of all rows. It fails with [ErrOverflow] when that is above
+// Value is the sum of all rows. It fails with an error when that is above
 // 1<<64 − 1; the rows are right then too. It costs no walk.
 func (c *GCounter) Value() (uint64, error) {
 	if c.sum.hi != 0 {
-		return 0, ErrOverflow
+		return 0, errOverflow
 	}
 	return c.sum.lo, nil
 }
@@ -81,7 +81,7 @@ func (c *GCounter) Merge(b []byte) error {
 }
 
 // Join takes in what one replica has counted: Merge of one row, for a section that
-// ships rows in a layout of its own. It fails with [ErrArgument] for a name that
+// ships rows in a layout of its own. It fails with an error for a name that
 // cannot be one, and keeps nothing of it.
 func (c *GCounter) Join(r Replica, n uint64) error {
 	if err := r.Validate(); err != nil {

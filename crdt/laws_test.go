@@ -37,9 +37,9 @@ type kind struct {
 
 // model is what really happened, kept without any merging.
 type model struct {
-	up, down map[Replica]uint64
-	writes   map[string]write
-	ops      []Record[body]
+	up     map[Replica]uint64
+	writes map[string]write
+	ops    []Record[body]
 }
 
 func mustMake[S state](make func(Replica) (S, error)) func(Replica) state {
@@ -97,56 +97,6 @@ var kinds = []kind{
 			}
 			return sorted(lines)
 		},
-	},
-	{
-		name: "PNCounter",
-		make: mustMake(NewPNCounter),
-		act: func(t *rapid.T, s state, self Replica, _ []Replica, m *model) {
-			n := rapid.Int64Range(-5, 5).Draw(t, "n")
-			if err := s.(*PNCounter).Add(n); err != nil {
-				t.Fatal(err)
-			}
-			if n > 0 {
-				m.up[self] += uint64(n)
-			} else {
-				m.down[self] += uint64(-n)
-			}
-		},
-		dump: func(s state) string {
-			c := s.(*PNCounter)
-			var lines []string
-			total := int64(0)
-			for r := range c.All() {
-				up, down := c.Of(r)
-				lines = append(lines, fmt.Sprintf("%v: %d %d", r, up, down))
-				total += int64(up) - int64(down)
-			}
-			if v, err := c.Value(); err != nil || v != total {
-				return fmt.Sprintf("Value is %d, %v; rows come to %d", v, err, total)
-			}
-			return sorted(lines)
-		},
-		want: func(m *model) string {
-			var lines []string
-			for _, r := range names {
-				if m.up[r]+m.down[r] > 0 {
-					lines = append(lines, fmt.Sprintf("%v: %d %d", r, m.up[r], m.down[r]))
-				}
-			}
-			return sorted(lines)
-		},
-	},
-	{
-		name:  "Bounded",
-		make:  mustMake(NewBounded),
-		act:   actBounded,
-		check: checkBounded,
-		dump: func(s state) string {
-			c := s.(*Bounded)
-			v, err := c.Value()
-			return fmt.Sprintf("value %d %v\n", v, err) + dumpRows(c.rows)
-		},
-		want: nil, // checkBounded's books, which are exact at every step
 	},
 	{
 		name: "LWWSet",
@@ -222,7 +172,7 @@ type packet struct {
 }
 
 func newWorld(k kind) *world {
-	w := &world{kind: k, model: model{up: map[Replica]uint64{}, down: map[Replica]uint64{}, writes: map[string]write{}}}
+	w := &world{kind: k, model: model{up: map[Replica]uint64{}, writes: map[string]write{}}}
 	for _, r := range names {
 		w.at = append(w.at, k.make(r))
 		w.acked = append(w.acked, make([]uint64, len(names)))

@@ -10,18 +10,18 @@ import (
 	"reflect"
 )
 
-// MaxBody is how many bytes the body of a record may have.
-const MaxBody = 512
+// maxBody is how many bytes the body of a record may have.
+const maxBody = 512
 
 // checkLayout says whether the memory of a record with this body is the same on
 // every machine that an OpLog works on, and can take any bytes from a peer.
 func checkLayout(t reflect.Type) error {
 	if binary.NativeEndian.Uint16([]byte{1, 0}) != 1 {
-		return fmt.Errorf("%w: records are little-endian memory, and this machine is big-endian", ErrRecordType)
+		return fmt.Errorf("%w: records are little-endian memory, and this machine is big-endian", errRecordType)
 	}
 	size, _, problems := layout(t, t.String(), nil)
-	if len(problems) == 0 && (size%8 != 0 || size > MaxBody) {
-		problems = append(problems, fmt.Errorf("%w: %v has %d bytes, want a multiple of 8 up to %d", ErrRecordType, t, size, MaxBody))
+	if len(problems) == 0 && (size%8 != 0 || size > maxBody) {
+		problems = append(problems, fmt.Errorf("%w: %v has %d bytes, want a multiple of 8 up to %d", errRecordType, t, size, maxBody))
 	}
 	return errors.Join(problems...)
 }
@@ -31,7 +31,7 @@ func checkLayout(t reflect.Type) error {
 // does not, machines that align to less lay t out alike.
 func layout(t reflect.Type, path string, problems []error) (size, align uintptr, _ []error) {
 	refuse := func(format string, args ...any) {
-		problems = append(problems, fmt.Errorf("%w: %s "+format, append([]any{ErrRecordType, path}, args...)...))
+		problems = append(problems, fmt.Errorf("%w: %s "+format, append([]any{errRecordType, path}, args...)...))
 	}
 	switch t.Kind() {
 	case reflect.Int8, reflect.Int16, reflect.Int32, reflect.Int64,
@@ -56,12 +56,12 @@ func layout(t reflect.Type, path string, problems []error) (size, align uintptr,
 		before := len(problems)
 		for f := range t.Fields() {
 			if f.Name == "_" {
-				problems = append(problems, fmt.Errorf("%w: %s._ is a blank field, want a name: its bytes are not set by Go", ErrRecordType, path))
+				problems = append(problems, fmt.Errorf("%w: %s._ is a blank field, want a name: its bytes are not set by Go", errRecordType, path))
 			}
 			var s, a uintptr
 			s, a, problems = layout(f.Type, path+"."+f.Name, problems)
 			if len(problems) == before && size%a != 0 {
-				problems = append(problems, fmt.Errorf("%w: %s.%s would follow a hole at byte %d, want a multiple of %d", ErrRecordType, path, f.Name, size, a))
+				problems = append(problems, fmt.Errorf("%w: %s.%s would follow a hole at byte %d, want a multiple of %d", errRecordType, path, f.Name, size, a))
 			}
 			size, align = size+s, max(align, a)
 		}

@@ -50,7 +50,7 @@ func (w write) beats(o write) bool {
 	return c > 0 || c == 0 && !w.removed && o.removed
 }
 
-// NewLWWSet makes an empty set that self writes to. It fails with [ErrArgument]
+// NewLWWSet makes an empty set that self writes to. It fails with an error
 // when the name is empty or too long.
 func NewLWWSet(self Replica) (*LWWSet, error) {
 	if err := self.Validate(); err != nil {
@@ -61,7 +61,7 @@ func NewLWWSet(self Replica) (*LWWSet, error) {
 
 // Add writes that the element is in the set, at [Clock.Now]. It reports false
 // when a higher stamp is there already, which then still decides. It fails with
-// [ErrArgument] when the element has more than [MaxElement] bytes.
+// an error when the element has more than [MaxElement] bytes.
 func (s *LWWSet) Add(element string, at Stamp) (bool, error) {
 	return s.write(element, write{at: at, by: s.self})
 }
@@ -110,7 +110,7 @@ func (s *LWWSet) Len() int { return s.live }
 func (s *LWWSet) Tombstones() int { return len(s.rows.at) - s.live }
 
 // Prune drops the tombstones whose stamp is more than age before now, and
-// returns how many. It fails with [ErrArgument] when age is below
+// returns how many. It fails with an error when age is below
 // [MinTombstoneAge]. It walks the whole set, so once a minute is enough.
 //
 // It assumes that nobody still brings an add from before: that whoever was cut

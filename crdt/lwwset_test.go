@@ -54,7 +54,7 @@ func TestLWWSetTies(t *testing.T) {
 	if got := slices.Collect(s.All()); !slices.Equal(got, []string{"x"}) {
 		t.Fatal(got)
 	}
-	if _, err := s.Add(strings.Repeat("x", MaxElement+1), at); !errors.Is(err, ErrArgument) {
+	if _, err := s.Add(strings.Repeat("x", MaxElement+1), at); !errors.Is(err, errArgument) {
 		t.Fatal(err)
 	}
 }
@@ -71,7 +71,7 @@ func TestLWWSetPrune(t *testing.T) {
 	did(t, true)(s.Remove("oldest", Stamp{Physical: 2}))
 	before := whole(s)
 
-	if n, err := s.Prune(now, MinTombstoneAge-1); n != 0 || !errors.Is(err, ErrArgument) {
+	if n, err := s.Prune(now, MinTombstoneAge-1); n != 0 || !errors.Is(err, errArgument) {
 		t.Fatal(n, err)
 	}
 	if n, err := s.Prune(now, MinTombstoneAge); n != 3 || err != nil {

@@ -18,12 +18,9 @@ const MinRoom = 1024
 // The first byte of a message: the type in the high half, the version of its
 // layout in the low one.
 const (
-	formatGCounter  = 0x11
-	formatPNCounter = 0x21
-	formatBounded   = 0x31
-	formatLWWSet    = 0x41
-	formatVector    = 0x51
-	formatOpLog     = 0x61
+	formatGCounter = 0x11
+	formatLWWSet   = 0x41
+	formatOpLog    = 0x61
 )
 
 func appendReplica(b []byte, r Replica) []byte {
@@ -59,7 +56,7 @@ func (r *reader) err() error {
 	if f == nil {
 		return nil
 	}
-	return &FormatError{Type: r.typ, Field: f.Field, Value: f.Value, Want: f.Want, Offset: f.Offset}
+	return &formatError{Type: r.typ, Field: f.Field, Value: f.Value, Want: f.Want, Offset: f.Offset}
 }
 
 // text reads a length and as many bytes, which stay part of the message.
@@ -71,7 +68,7 @@ func (r *reader) replica(of string) Replica {
 	if r.Fault() != nil {
 		return Replica{}
 	}
-	v := Replica{Name: r.text("name", 1, MaxName), Incarnation: r.Uint("incarnation", 0, math.MaxUint64)}
+	v := Replica{Name: r.text("name", 1, maxName), Incarnation: r.Uint("incarnation", 0, math.MaxUint64)}
 	r.within(of)
 	return v
 }

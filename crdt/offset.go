@@ -17,7 +17,7 @@ const (
 	offsetMost = time.Hour
 )
 
-// An OffsetEstimator follows how far a peer's clock is ahead of ours. Of each
+// An offsetEstimator follows how far a peer's clock is ahead of ours. Of each
 // eight samples it takes the one with the shortest round trip, whose midpoint
 // errs by at most half of that trip, and averages those, the newest with weight
 // 1/4. Until the first eight are complete, the best sample so far is the estimate.
@@ -25,7 +25,7 @@ const (
 // Delays that differ by direction shift the estimate by half the difference, and
 // nothing in the samples can show it. The zero value is ready. It is not safe
 // for concurrent use.
-type OffsetEstimator struct {
+type offsetEstimator struct {
 	mean    time.Duration
 	windows int // that went into mean; it stops counting at 1
 
@@ -39,7 +39,7 @@ type OffsetEstimator struct {
 // replied by its own. It reports whether the sample was used: not if the answer
 // came before the request, or our wall clock was set by more than a millisecond in
 // between, which the monotonic reading in sent and heard shows.
-func (e *OffsetEstimator) Add(sent, received, replied, heard time.Time) bool {
+func (e *offsetEstimator) Add(sent, received, replied, heard time.Time) bool {
 	away := heard.Sub(sent) // monotonic if both have that reading
 	trip := away - replied.Sub(received)
 	if set := heard.Round(0).Sub(sent.Round(0)) - away; away < 0 || trip < 0 || set < -time.Millisecond || set > time.Millisecond {
@@ -65,7 +65,7 @@ func (e *OffsetEstimator) Add(sent, received, replied, heard time.Time) bool {
 
 // Offset is how far the peer's clock is ahead of ours, negative when it is
 // behind; false before the first sample.
-func (e *OffsetEstimator) Offset() (time.Duration, bool) {
+func (e *offsetEstimator) Offset() (time.Duration, bool) {
 	if e.windows == 0 {
 		return e.best, e.count > 0
 	}

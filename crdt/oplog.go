@@ -15,8 +15,8 @@ import (
 
 // What a zero [OpLogConfig] means.
 const (
-	DefaultMaxRecords = 4096
-	DefaultMaxHeld    = 1024
+	defaultMaxRecords = 4096
+	defaultMaxHeld    = 1024
 )
 
 const maxRecords = 1 << 20
@@ -24,24 +24,24 @@ const maxRecords = 1 << 20
 // OpLogConfig bounds an [OpLog]. The zero value is valid and means the defaults.
 type OpLogConfig struct {
 	// MaxRecords is how many records of one origin are kept for peers that have
-	// not acknowledged them: 1 to 1048576; 0 means [DefaultMaxRecords]. It is a
+	// not acknowledged them: 1 to 1048576; 0 means 4096. It is a
 	// bound per origin because two logs that are full of their own must still be
 	// able to take in each other's, or neither would ever be acknowledged.
 	MaxRecords int
 
 	// MaxHeld is how many records may wait for one before them: 1 to 1048576;
-	// 0 means [DefaultMaxHeld].
+	// 0 means 1024.
 	MaxHeld int
 }
 
-// Validate reports every field that is out of range, with [ErrArgument], or nil.
+// Validate reports every field that is out of range, with an error, or nil.
 func (c OpLogConfig) Validate() error {
 	var errs []error
 	if c.MaxRecords < 0 || c.MaxRecords > maxRecords {
-		errs = append(errs, argument("OpLogConfig.MaxRecords", c.MaxRecords, fmt.Sprintf("1 to %d, or 0 for %d", maxRecords, DefaultMaxRecords)))
+		errs = append(errs, argument("OpLogConfig.MaxRecords", c.MaxRecords, fmt.Sprintf("1 to %d, or 0 for %d", maxRecords, defaultMaxRecords)))
 	}
 	if c.MaxHeld < 0 || c.MaxHeld > maxRecords {
-		errs = append(errs, argument("OpLogConfig.MaxHeld", c.MaxHeld, fmt.Sprintf("1 to %d, or 0 for %d", maxRecords, DefaultMaxHeld)))
+		errs = append(errs, argument("OpLogConfig.MaxHeld", c.MaxHeld, fmt.Sprintf("1 to %d, or 0 for %d", maxRecords, defaultMaxHeld)))
 	}
 	return errors.Join(errs...)
 }
@@ -116,7 +116,7 @@ type OpLogStats struct {
 //
 // A record is 40 bytes and its body, little-endian, and is written and read in
 // place. So T must be the same memory on every machine: made of integers of
-// fixed size, floats, arrays and structs, without holes, 8 to [MaxBody] bytes in
+// fixed size, floats, arrays and structs, without holes, 8 to 512 bytes in
 // eights. All replicas must have the same T.
 //
 // An OpLog is not safe for concurrent use. The zero value is not usable; see
@@ -162,7 +162,7 @@ type origin[T any] struct {
 // NewOpLog makes an empty log that self appends to. apply is called for each
 // record once, within [OpLog.Append] and [OpLog.Merge], and must not call the
 // log; counts is false when the record's epoch is over. It fails with all that is
-// wrong: [ErrArgument], [ErrRecordType].
+// wrong.
 func NewOpLog[T any](self Replica, cfg OpLogConfig, apply func(r Record[T], counts bool)) (*OpLog[T], error) {
 	errs := []error{self.Validate(), cfg.Validate(), checkLayout(reflect.TypeFor[T]())}
 	if apply == nil {
@@ -172,10 +172,10 @@ func NewOpLog[T any](self Replica, cfg OpLogConfig, apply func(r Record[T], coun
 		return nil, err
 	}
 	if cfg.MaxRecords == 0 {
-		cfg.MaxRecords = DefaultMaxRecords
+		cfg.MaxRecords = defaultMaxRecords
 	}
 	if cfg.MaxHeld == 0 {
-		cfg.MaxHeld = DefaultMaxHeld
+		cfg.MaxHeld = defaultMaxHeld
 	}
 	l := &OpLog[T]{
 		self: self, cfg: cfg, apply: apply,
@@ -189,8 +189,8 @@ func NewOpLog[T any](self Replica, cfg OpLogConfig, apply func(r Record[T], coun
 
 // Append adds an operation of self's, in the current epoch or, for a RESET, the
 // next, applies it and returns it. It fails with [ErrFull] while a peer does not
-// acknowledge, with [ErrArgument] for an unknown operation, and with
-// [ErrOverflow] when the epochs are used up.
+// acknowledge, with an error for an unknown operation, and with
+// one when the epochs are used up.
 func (l *OpLog[T]) Append(op Op, at Stamp, body T) (Record[T], error) {
 	r := record[T]{Epoch: l.epoch, At: at, Op: uint64(op), Body: body}
 	o := l.origins[l.self]
@@ -198,7 +198,7 @@ func (l *OpLog[T]) Append(op Op, at Stamp, body T) (Record[T], error) {
 	case op < OpAdd || op > OpReset:
 		return Record[T]{}, argument("operation", uint8(op), "1 to 3")
 	case op == OpReset && l.epoch == math.MaxUint64:
-		return Record[T]{}, ErrOverflow
+		return Record[T]{}, errOverflow
 	case o.kept >= l.cfg.MaxRecords && len(l.known) > 0:
 		return Record[T]{}, l.full(o.kept + 1)
 	case op == OpReset:
@@ -333,7 +333,7 @@ func (l *OpLog[T]) Delta(b []byte, since uint64, room int) (_ []byte, upto uint6
 // counted and left, those that follow are applied, and those ahead of one that
 // is missing are held. It keeps nothing of b. When it fails nothing was changed:
 // with [ErrMalformed]; with [ErrGap] or [ErrFull] when a bound refuses, until what
-// is missing has come or a peer has acknowledged; with [ErrTwin] for a record of
+// is missing has come or a peer has acknowledged; with an error for a record of
 // self's that self did not write.
 func (l *OpLog[T]) Merge(b []byte) error {
 	base, err := l.eachRun(b, nil)
@@ -374,7 +374,7 @@ func (l *OpLog[T]) admit(b []byte) error {
 		}
 		upto := a.applied
 		if id == l.self && last > upto {
-			return fmt.Errorf("%w: record %d of %v, which wrote %d", ErrTwin, last, id, upto)
+			return fmt.Errorf("%w: record %d of %v, which wrote %d", errTwin, last, id, upto)
 		}
 		upto = max(upto, floor)
 		news := 0

@@ -370,7 +370,7 @@ func TestOpLogTwin(t *testing.T) {
 	forgetful := newLogged(origin1, OpLogConfig{})
 	appendN(t, forgetful, 1)
 	mark := forgetful.Mark()
-	if err := forgetful.Merge(after(l, 0)); !errors.Is(err, ErrTwin) || forgetful.Mark() != mark {
+	if err := forgetful.Merge(after(l, 0)); !errors.Is(err, errTwin) || forgetful.Mark() != mark {
 		t.Fatal(err)
 	}
 	merge(t, l, after(forgetful, 0))
@@ -403,12 +403,12 @@ func TestOpLogRefusesArguments(t *testing.T) {
 	}
 	l := newLogged(origin1, OpLogConfig{})
 	for _, op := range []Op{0, 4} {
-		if _, err := l.Append(op, Stamp{}, body{}); !errors.Is(err, ErrArgument) {
+		if _, err := l.Append(op, Stamp{}, body{}); !errors.Is(err, errArgument) {
 			t.Error(op, err)
 		}
 	}
 	l.OpLog.epoch = math.MaxUint64
-	if _, err := l.Append(OpReset, Stamp{}, body{}); !errors.Is(err, ErrOverflow) || l.Mark() != 0 {
+	if _, err := l.Append(OpReset, Stamp{}, body{}); !errors.Is(err, errOverflow) || l.Mark() != 0 {
 		t.Error(err)
 	}
 }
@@ -428,14 +428,14 @@ func TestLayout(t *testing.T) {
 		switch {
 		case want == "" && err != nil:
 			t.Error(err)
-		case want != "" && (!errors.Is(err, ErrRecordType) || !strings.Contains(err.Error(), want)):
+		case want != "" && (!errors.Is(err, errRecordType) || !strings.Contains(err.Error(), want)):
 			t.Errorf("%v does not say %q", err, want)
 		}
 	}
 	check("", recordType[uint64]())
 	check("", recordType[good]())
-	check("", recordType[[MaxBody]byte]())
-	check("has 520 bytes, want a multiple of 8 up to 512", recordType[[MaxBody + 8]byte]())
+	check("", recordType[[maxBody]byte]())
+	check("has 520 bytes, want a multiple of 8 up to 512", recordType[[maxBody + 8]byte]())
 	check("has 4 bytes, want a multiple of 8", recordType[uint32]())
 	check("is an empty struct", recordType[struct{}]())
 	check("length 0", recordType[[0]uint64]())

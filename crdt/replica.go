@@ -9,14 +9,14 @@ import (
 	"strings"
 )
 
-// MaxName is how many bytes the name of a [Replica] may have.
-const MaxName = 255
+// maxName is how many bytes the name of a [Replica] may have.
+const maxName = 255
 
 // Replica names one life of one process. What it counts it alone writes, so two
 // lives must never share a Replica: a process that starts again takes a higher
 // Incarnation, such as the wall time of its start in nanoseconds.
 type Replica struct {
-	Name        string // stable over restarts; 1 to MaxName bytes
+	Name        string // stable over restarts; 1 to maxName bytes
 	Incarnation uint64 // of this life; higher is later
 }
 
@@ -27,10 +27,10 @@ func (r Replica) Compare(o Replica) int {
 	return cmp.Or(cmp.Compare(r.Name, o.Name), cmp.Compare(r.Incarnation, o.Incarnation))
 }
 
-// Validate says whether the name can be sent, with an [ErrArgument].
+// Validate says whether the name can be sent, with an error.
 func (r Replica) Validate() error {
-	if len(r.Name) == 0 || len(r.Name) > MaxName {
-		return argument("length of Replica.Name", len(r.Name), fmt.Sprintf("1 to %d bytes", MaxName))
+	if len(r.Name) == 0 || len(r.Name) > maxName {
+		return argument("length of Replica.Name", len(r.Name), fmt.Sprintf("1 to %d bytes", maxName))
 	}
 	return nil
 }
