@@ -50,6 +50,9 @@ func (r *row) leftInPool() int64 {
 
 // Busiest is that of [Node.Busiest], under the set's lock.
 func (s *Set) Busiest(most int) []KeyView {
+	if s.pool != nil {
+		return s.pool.busiest(most)
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.node.Busiest(s.clock(), most)

@@ -18,7 +18,7 @@ import (
 // with [Node.Adopt] and [Node.Complete].
 type Charter struct {
 	// Number is 1 for the founding charter, and one more with each change. Two
-	// charters of one number are a mistake that is refused: [ErrMismatch].
+	// charters of one number are a mistake that is refused.
 	Number uint64
 
 	// Limit and Limits are those of [Config]. A key that Limits names no more has
@@ -208,7 +208,7 @@ func (n *Node) Completed() uint64 { return n.told }
 // nothing until the one that it adopted is complete. A charter with more Resets
 // fills every key that the node knows, once, up to the cap that it then has.
 //
-// The error is [ErrConfig], or [ErrMismatch] if another charter has that number;
+// The error is [ErrConfig], or another one if another charter has that number;
 // then nothing has changed. It costs a few microseconds for each key that is known.
 func (n *Node) Adopt(now time.Duration, c Charter) error {
 	n.advance(now)
@@ -217,7 +217,7 @@ func (n *Node) Adopt(now time.Duration, c Charter) error {
 		for _, t := range n.terms {
 			if t.Number == c.Number && t.code != c.digest() {
 				n.refused.Mismatch++
-				return fmt.Errorf("%w: charter %d is another", ErrMismatch, c.Number)
+				return fmt.Errorf("%w: charter %d is another", errMismatch, c.Number)
 			}
 		}
 		return nil

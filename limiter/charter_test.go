@@ -105,7 +105,7 @@ func TestNewLifeOfALeaver(t *testing.T) {
 	if p := a.peers["b"]; p == nil || p.leaving == never {
 		t.Fatalf("%+v", p)
 	}
-	if err := says(life("b", 2)); !errors.Is(err, ErrMismatch) {
+	if err := says(life("b", 2)); !errors.Is(err, errMismatch) {
 		t.Error(err)
 	}
 }
@@ -156,7 +156,7 @@ func TestSharesOfCharters(t *testing.T) {
 		}
 		n.Complete(0, step.complete)
 		switch {
-		case step.rate == -1 && !errors.Is(err, ErrConfig), step.rate == -2 && !errors.Is(err, ErrMismatch), step.rate >= 0 && err != nil:
+		case step.rate == -1 && !errors.Is(err, ErrConfig), step.rate == -2 && !errors.Is(err, errMismatch), step.rate >= 0 && err != nil:
 			t.Fatalf("step %d: %v", i, err)
 		case step.rate < 0:
 			continue
@@ -307,7 +307,7 @@ func TestNumbersLendToEachOther(t *testing.T) {
 		t.Fatal(err)
 	}
 	b, _ := n.Delta(0, nil, f.nodes[0].self, 0, 1200)
-	if err := f.nodes[0].Merge(crdt.Contact{From: n.self, Now: f.nodes[0].Node.now, Sent: 1}, b); !errors.Is(err, ErrMismatch) {
+	if err := f.nodes[0].Merge(crdt.Contact{From: n.self, Now: f.nodes[0].Node.now, Sent: 1}, b); !errors.Is(err, errMismatch) {
 		t.Errorf("another fleet: %v", err)
 	}
 }

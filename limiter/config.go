@@ -41,6 +41,9 @@ type Config struct {
 	// Limits are those of keys that have their own.
 	Limits map[string]Limit
 
+	// Strategy says how the processes share a limit. Unset means [Escrow].
+	Strategy Strategy
+
 	// Roster says who mints. Unset means that there is one node, which has it all
 	// and hears nobody.
 	Roster Roster
@@ -59,6 +62,34 @@ type Config struct {
 	// means that they are denied.
 	UntilJoined Joining
 }
+
+// A Strategy is how the processes of a fleet share a limit.
+type Strategy string
+
+const (
+	// Escrow is the default: each process mints its share and lends what it does not
+	// use. It keeps Burst + Rate·T.
+	Escrow Strategy = "escrow"
+
+	// Pooled is optimistic: each process has the whole bucket, and takes from it what
+	// all of them say that they have used. The full burst is to be had anywhere at once,
+	// and a process that crashes takes no share with it. Weights, homes and loans mean
+	// nothing to it. OnSilence must be Hold and UntilJoined Deny, and [Limiter.Reserve]
+	// is [ErrShare].
+	//
+	// It is not strict. With N processes, rate R, burst B, and d from a use to its
+	// arrival at a peer, the fleet admits more than B + R·T by up to
+	//
+	//	(N-1)·R·d            while it is busy
+	//	(N-1)·(B + R·d)      when all begin at the same instant after a rest
+	//	(P-1)·(B + R·150ms)  at each split into P sides; afterwards a peer that is not
+	//	                     heard is assumed to use R/N, so the sides share the rate
+	//
+	// A process that starts in a split knows of nobody on the other side: it may admit
+	// B + R·T by itself. What a peer was assumed to use is not given back when it is
+	// heard again.
+	Pooled Strategy = "pooled"
+)
 
 // A Silence is what becomes of the share of a node that is not heard.
 type Silence struct {
@@ -120,6 +151,7 @@ const maxBurst = 1_000_000_000
 
 // WithDefaults returns c with every unset field replaced by its default.
 func (c Config) WithDefaults() Config {
+	c.Strategy = cmp.Or(c.Strategy, Escrow)
 	c.MaxKeys = cmp.Or(c.MaxKeys, 100_000)
 	c.OnSilence.Policy = cmp.Or(c.OnSilence.Policy, Hold)
 	if c.OnSilence.Policy == TakeOver {
@@ -186,6 +218,18 @@ func (c Config) Validate() error {
 	default:
 		bad("OnSilence.Policy", fmt.Sprintf("%q", s.Policy), "{hold, majority, takeover}")
 	}
+	switch c.Strategy {
+	case Escrow:
+	case Pooled:
+		if c.OnSilence.Policy == Majority || c.OnSilence.Policy == TakeOver {
+			bad("OnSilence.Policy", fmt.Sprintf("%q", c.OnSilence.Policy), "{hold}, for with Strategy pooled nobody has a share")
+		}
+		if c.UntilJoined == Open {
+			bad("UntilJoined", fmt.Sprintf("%q", c.UntilJoined), "{deny}, with Strategy pooled")
+		}
+	default:
+		bad("Strategy", fmt.Sprintf("%q", c.Strategy), "{escrow, pooled}")
+	}
 	if c.UntilJoined != Deny && c.UntilJoined != Open {
 		bad("UntilJoined", fmt.Sprintf("%q", c.UntilJoined), "{deny, open}")
 	}
@@ -195,7 +239,7 @@ func (c Config) Validate() error {
 // Warnings names what is allowed and will not work well, one sentence each;
 // fleet/process logs them.
 func (c Config) Warnings() []string {
-	if len(c.Roster.Members) <= 1 {
+	if len(c.Roster.Members) <= 1 || c.Strategy == Pooled {
 		return nil
 	}
 	var all []string
@@ -234,6 +278,9 @@ func (c Config) fingerprint() uint32 {
 	}
 	for _, key := range sorted(c.Limits) {
 		_, _ = fmt.Fprintf(h, "%q%v", key, c.Limits[key])
+	}
+	if c.Strategy == Pooled {
+		_, _ = fmt.Fprint(h, "pooled")
 	}
 	if c.Roster.Unstable {
 		_, _ = fmt.Fprint(h, "unstable")

@@ -20,17 +20,17 @@ var (
 	// ErrClosed means that the [Set] is closed.
 	ErrClosed = errors.New("limiter: closed")
 
-	// ErrMalformed means that a packet is not what a peer of this version sends.
-	ErrMalformed = errors.New("limiter: malformed packet")
+	// errMalformed means that a packet is not what a peer of this version sends.
+	errMalformed = errors.New("limiter: malformed packet")
 
-	// ErrMismatch means that a peer has another Config: other limits or another
+	// errMismatch means that a peer has another Config: other limits or another
 	// roster. Nothing is lent to it and nothing taken from it, for two
 	// configurations have no common bound.
-	ErrMismatch = errors.New("limiter: a peer with another configuration")
+	errMismatch = errors.New("limiter: a peer with another configuration")
 
-	// ErrStale means that a packet is from an earlier life, was meant for one, or
+	// errStale means that a packet is from an earlier life, was meant for one, or
 	// was overtaken by what has been forgotten since.
-	ErrStale = errors.New("limiter: stale packet")
+	errStale = errors.New("limiter: stale packet")
 
 	// ErrTooManyKeys means that a packet names more keys than Config.MaxKeys leaves
 	// room for.

@@ -64,24 +64,29 @@ func ExampleNode() {
 	// false
 }
 
-// Two processes share a limit that overshoots rather than holds back: named
-// explicitly, by those who prefer a full burst anywhere to the bound.
-func ExampleNewPooled() {
-	cfg := limiter.PooledConfig{Limit: limiter.Limit{Rate: 1, Burst: 10}}
-	a, err := limiter.NewPooled(crdt.Replica{Name: "a", Incarnation: 1}, cfg)
-	if err != nil {
-		panic(err)
+// Two processes share a limit that overshoots rather than holds back, by those who
+// prefer a full burst anywhere to the bound.
+func ExampleStrategy() {
+	cfg := limiter.Config{
+		Limit: limiter.Limit{Rate: 1, Burst: 10}, Strategy: limiter.Pooled,
+		Roster: limiter.Roster{Members: []limiter.Member{{Name: "a"}, {Name: "b"}}},
 	}
-	b, err := limiter.NewPooled(crdt.Replica{Name: "b", Incarnation: 1}, cfg)
+	a, err := limiter.New(crdt.Replica{Name: "a", Incarnation: 1}, cfg)
 	if err != nil {
-		panic(err)
+		log.Fatal(err)
 	}
+	defer a.Close()
+	b, err := limiter.New(crdt.Replica{Name: "b", Incarnation: 1}, cfg)
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer b.Close()
 	fmt.Println("a admits 10:", a.Key("orders").AllowN(10))
 
 	// A gossip session carries this.
 	packet, _ := a.Delta(0, nil, crdt.Replica{Name: "b", Incarnation: 1}, 0, 1400)
 	if err := b.Merge(crdt.Contact{From: crdt.Replica{Name: "a", Incarnation: 1}}, packet); err != nil {
-		panic(err)
+		log.Fatal(err)
 	}
 	fmt.Println("b admits 1 more:", b.Key("orders").Allow())
 	// Output:

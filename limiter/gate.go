@@ -70,6 +70,9 @@ var (
 // Level is what this node has of the key, and when it could admit one at the
 // soonest; in a fleet others may lend within 20 ms. It takes the set's lock.
 func (l *Limiter) Level() Level {
+	if l.pooled != nil {
+		return l.pooled.Level()
+	}
 	s := l.set
 	s.lock()
 	defer s.unlock()
@@ -100,6 +103,10 @@ func (l *Limiter) Level() Level {
 // no tokens, but what was spent of loans is lost if nothing own was.
 func (l *Limiter) Refund(n int) {
 	if n <= 0 {
+		return
+	}
+	if l.pooled != nil {
+		l.pooled.Refund(n)
 		return
 	}
 	s := l.set

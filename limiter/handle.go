@@ -19,8 +19,9 @@ type Limiter struct {
 	pool pool
 	_    [120]byte // what is below is written by others
 
-	set *Set
-	key string
+	set    *Set
+	key    string
+	pooled *pooledLimiter // with [Pooled], which then does everything
 
 	// The rest is guarded by set.mu.
 	row         *row // nil while the node does not know the key
@@ -51,6 +52,9 @@ func (l *Limiter) AllowN(n int) bool {
 }
 
 func (l *Limiter) slow(n int) bool {
+	if l.pooled != nil {
+		return l.pooled.AllowN(n)
+	}
 	s := l.set
 	s.lock()
 	defer s.unlock()
@@ -111,6 +115,9 @@ func (l *Limiter) WaitN(ctx context.Context, n int) error {
 	}
 	if l.pool.takeN(int64(n)) {
 		return nil
+	}
+	if l.pooled != nil {
+		return l.pooled.WaitN(ctx, n)
 	}
 	w := &waiter{amount: amountOf(n)}
 	if err := l.enqueue(w); err != nil || w.ready == nil {
@@ -216,6 +223,9 @@ func (l *Limiter) serve(r *row) {
 func (l *Limiter) Admit(time.Duration) time.Duration {
 	if l.pool.take() {
 		return 0
+	}
+	if l.pooled != nil {
+		return l.pooled.Admit()
 	}
 	s := l.set
 	s.lock()

@@ -6,9 +6,7 @@ package limiter
 import (
 	"cmp"
 	"context"
-	"errors"
-	"fmt"
-	"hash/fnv"
+	"maps"
 	"slices"
 	"sync"
 	"time"
@@ -16,82 +14,29 @@ import (
 	"github.com/stormguard-mq/stormguard/crdt"
 )
 
-// PooledConfig is what an operator may set. All processes of a fleet must have the
-// same limits, or they refuse each other's packets. Limit has no default.
-type PooledConfig struct {
-	// Limit is that of each key that Limits does not name, of the whole fleet.
-	Limit Limit
+// pooledSilent is after which silence a peer is assumed to use its part of the rate:
+// three keep-alives.
+const pooledSilent = 150 * time.Millisecond
 
-	// Limits are those of keys that have their own.
-	Limits map[string]Limit
-
-	// Silent is after which silence a peer is assumed to use its part of the rate.
-	// In [10ms, 1m]; unset means 150 ms, three keep-alives.
-	Silent time.Duration
-
-	// MaxKeys is as in [Config].
-	MaxKeys int
-}
-
-// WithDefaults returns c with every unset field replaced by its default.
-func (c PooledConfig) WithDefaults() PooledConfig {
-	c.Silent = cmp.Or(c.Silent, 150*time.Millisecond)
-	c.MaxKeys = cmp.Or(c.MaxKeys, 100_000)
-	return c
-}
-
-func (c PooledConfig) limits() Config {
-	return Config{Limit: c.Limit, Limits: c.Limits, MaxKeys: c.MaxKeys}
-}
-
-// Validate reports everything that is wrong with c at once, as an error that is
-// [ErrConfig], or nil. Unset fields are judged as their defaults.
-func (c PooledConfig) Validate() error {
-	c = c.WithDefaults()
-	err := c.limits().Validate()
-	if c.Silent < 10*time.Millisecond || c.Silent > time.Minute {
-		err = errors.Join(err, fmt.Errorf("%w: Silent: %v is not in [10ms, 1m0s]", ErrConfig, c.Silent))
-	}
-	return err
-}
-
-// A Pooled is the limits of one process in the optimistic strategy: every process
-// has the whole bucket, and takes from it what all of them say that they have
-// used. What each has used is a grow-only counter with one writer (Shapiro et al.,
-// Conflict-free replicated data types, 2011), so packets may be lost, repeated and
-// overtake each other. It needs no roster, no shares and no loans; a process that
-// crashes takes nothing with it, and the full burst is to be had anywhere at once.
+// pooled is the limits of one process in the optimistic strategy: every process has
+// the whole bucket, and takes from it what all of them say that they have used. What
+// each has used is a grow-only counter with one writer (Shapiro et al., Conflict-free
+// replicated data types, 2011), so packets may be lost, repeated and overtake each
+// other. [Pooled] says what it does not promise.
 //
-// # What it does not promise
+// While others are denied and less than half of the bucket is there, a process keeps
+// to 98 % of its max-min fair part, by what each was asked for lately. Else the one
+// whose clock is fastest would have it all.
 //
-// It is not a strict limit, and nothing here calls it one. With N processes, rate
-// R, burst B, and d from a use to its arrival at a peer (floor, delay and what is
-// lost on the way), the fleet admits more than B + R·T by up to
-//
-//	(N-1)·R·d              while it is busy
-//	(N-1)·(B + R·d)        when all begin at the same instant after a rest
-//	(P-1)·(B + R·Silent)   at each split into P sides; afterwards a peer that is not
-//	                       heard is assumed to use R/N, so the sides share the rate
-//
-// A process that starts in a split knows of nobody on the other side, and of
-// nobody's use before: it may admit B + R·T by itself. What a peer was assumed to
-// use is not given back when it is heard again.
-//
-// # Who gets it
-//
-// While others are denied and less than half of the bucket is there, a process
-// keeps to 98 % of its max-min fair part, by what each was asked for lately. Else
-// the one whose clock is fastest would have it all.
-//
-// It is a section for crdt/gossip, runs no goroutine, and is safe for concurrent
-// use. A decision takes a lock and reads the clock.
-type Pooled struct {
-	cfg    PooledConfig
-	self   crdt.Replica
+// It runs no goroutine, and is safe for concurrent use. A decision takes a lock and
+// reads the clock.
+type pooled struct {
+	cfg    Config
 	config uint32
 	clock  func() time.Duration
 
 	mu      sync.Mutex
+	self    crdt.Replica
 	over    bool
 	closed  chan struct{} // closed with over
 	now     time.Duration
@@ -102,6 +47,8 @@ type Pooled struct {
 	present float64                // the part of the fleet that is heard, this process included
 	demands []float64              // scratch
 	lookAt  time.Duration          // when it is counted again
+	fence   time.Duration          // nothing is admitted from then on
+	resets  uint64                 // of the charter in force
 	pruneAt time.Duration
 	changed func()
 }
@@ -123,10 +70,10 @@ type pooledUse struct {
 	starving time.Duration // until then it counts as being denied
 }
 
-// A PooledLimiter is the handle of one key of a [Pooled]. It is safe for
+// A pooledLimiter is the handle of one key of a pooled. It is safe for
 // concurrent use.
-type PooledLimiter struct {
-	set *Pooled
+type pooledLimiter struct {
+	set *pooled
 	key string
 	row *pooledRow // guarded by set.mu; of an earlier life of the key, or nil, until it is used
 }
@@ -139,7 +86,9 @@ type pooledRow struct {
 	level  float64 // below zero is debt, down to -burst
 	at     time.Duration
 	series uint64 // of used: a key that was forgotten begins anew
-	used   int64  // by this process
+	used   int64  // by this process, what was given back included
+	out    int64  // of it, that may be given back
+	credit int64  // given back: it is admitted once more, and not told again
 	asked  int64  // of it, denied or not
 	usedAt time.Duration
 	change crdt.Change[*pooledRow]
@@ -167,44 +116,22 @@ const (
 	rateOver    = 100 * time.Millisecond
 )
 
-// PooledOption supplies a collaborator that a config file cannot express.
-type PooledOption func(*Pooled)
-
-// WithPooledClock sets the monotonic clock; see [WithClock].
-func WithPooledClock(clock func() time.Duration) PooledOption {
-	return func(p *Pooled) { p.clock = clock }
-}
-
-// NewPooled is the pooled limits of a life that begins now. The error is
-// [ErrConfig], with all that is wrong.
-func NewPooled(self crdt.Replica, cfg PooledConfig, opts ...PooledOption) (*Pooled, error) {
-	err := cfg.Validate()
-	if self.Name == "" {
-		err = errors.Join(err, fmt.Errorf("%w: self: %v has no name", ErrConfig, self))
-	}
-	if err != nil {
-		return nil, err
-	}
-	cfg = cfg.WithDefaults()
-	h := fnv.New32a()
-	_, _ = fmt.Fprintf(h, "pooled%d", cfg.limits().fingerprint())
-	p := &Pooled{
-		cfg: cfg, self: self, config: h.Sum32(), clock: monotonic(), closed: make(chan struct{}),
-		rows: map[string]*pooledRow{}, peers: map[string]*pooledPeer{}, present: 1,
-	}
-	for _, o := range opts {
-		o(p)
+// newPooled is the pooled limits of a life that begins now. cfg was validated.
+func newPooled(self crdt.Replica, cfg Config, clock func() time.Duration) *pooled {
+	p := &pooled{
+		cfg: cfg.WithDefaults(), self: self, config: cfg.fingerprint(), clock: clock, closed: make(chan struct{}),
+		rows: map[string]*pooledRow{}, peers: map[string]*pooledPeer{}, present: 1, fence: never,
 	}
 	p.now = p.clock()
-	return p, nil
+	return p
 }
 
 // Key is a handle of a key. It does not fail: a key that is too long, or one too
 // many, is denied everything.
-func (p *Pooled) Key(key string) *PooledLimiter { return &PooledLimiter{set: p, key: key} }
+func (p *pooled) Key(key string) *pooledLimiter { return &pooledLimiter{set: p, key: key} }
 
 // rowLocked is the key's books, opened if need be; nil if there is no room.
-func (p *Pooled) rowLocked(key string) *pooledRow {
+func (p *pooled) rowLocked(key string) *pooledRow {
 	if r := p.rows[key]; r != nil || !validKey(key) {
 		return r
 	}
@@ -215,10 +142,7 @@ func (p *Pooled) rowLocked(key string) *pooledRow {
 	if len(p.rows) >= p.cfg.MaxKeys {
 		return nil
 	}
-	limit, ok := p.cfg.Limits[key]
-	if !ok {
-		limit = p.cfg.Limit
-	}
+	limit := p.limit(key)
 	p.series++
 	r := &pooledRow{
 		key: key, rate: limit.Rate * micro, burst: int64(limit.Burst) * micro, series: p.series,
@@ -230,7 +154,51 @@ func (p *Pooled) rowLocked(key string) *pooledRow {
 	return r
 }
 
-func (l *PooledLimiter) rowLocked() *pooledRow {
+func (p *pooled) limit(key string) Limit {
+	if l, ok := p.cfg.Limits[key]; ok {
+		return l
+	}
+	return p.cfg.Limit
+}
+
+// adopt takes in the limits of a charter. What is there of a limit stays there, as far
+// as the burst goes.
+func (p *pooled) adopt(c Charter) {
+	p.lockAt(p.clock())
+	defer p.mu.Unlock()
+	p.cfg.Limit, p.cfg.Limits = c.Limit, maps.Clone(c.Limits)
+	for key, r := range p.rows {
+		p.refillLocked(r)
+		limit := p.limit(key)
+		r.rate, r.burst = limit.Rate*micro, int64(limit.Burst)*micro
+		r.credit = min(r.credit, r.burst)
+		r.level = max(min(r.level, float64(r.burst-r.credit)), -float64(r.burst))
+		if c.Resets > p.resets {
+			r.level = float64(r.burst - r.credit)
+		}
+	}
+	p.resets = max(p.resets, c.Resets)
+}
+
+// mint is [Node.Mint]: nothing is admitted from then on.
+func (p *pooled) mint(until time.Duration) {
+	p.lockAt(p.clock())
+	defer p.mu.Unlock()
+	p.fence = until
+}
+
+// rejoin goes on as another life, which has used nothing yet.
+func (p *pooled) rejoin(self crdt.Replica) {
+	p.lockAt(p.clock())
+	defer p.mu.Unlock()
+	p.self = self
+	for _, r := range p.rows {
+		p.series++
+		r.series, r.used, r.asked, r.out = p.series, 0, 0, 0
+	}
+}
+
+func (l *pooledLimiter) rowLocked() *pooledRow {
 	if l.row == nil || l.row.dead {
 		l.row = l.set.rowLocked(l.key)
 	}
@@ -238,7 +206,7 @@ func (l *PooledLimiter) rowLocked() *pooledRow {
 }
 
 // forgetLocked drops keys that are full and idle for longer than packets take.
-func (p *Pooled) forgetLocked() {
+func (p *pooled) forgetLocked() {
 	for key, r := range p.rows {
 		p.refillLocked(r)
 		if r.waiting == 0 && r.level >= float64(r.burst) && p.now-max(r.usedAt, r.deniedAt) > pooledIdle {
@@ -253,12 +221,12 @@ func (p *Pooled) forgetLocked() {
 }
 
 // lockAt takes the lock and lets time pass. Time only moves forward.
-func (p *Pooled) lockAt(now time.Duration) {
+func (p *pooled) lockAt(now time.Duration) {
 	p.mu.Lock()
 	p.passLocked(now)
 }
 
-func (p *Pooled) passLocked(now time.Duration) {
+func (p *pooled) passLocked(now time.Duration) {
 	p.now = max(p.now, now)
 	if p.now < p.lookAt {
 		return
@@ -266,7 +234,7 @@ func (p *Pooled) passLocked(now time.Duration) {
 	p.lookAt = p.now + lookEvery
 	heard := 1
 	for _, peer := range p.peers {
-		if p.now-peer.heard <= p.cfg.Silent {
+		if p.now-peer.heard <= pooledSilent {
 			heard++
 		}
 	}
@@ -280,14 +248,14 @@ func (p *Pooled) passLocked(now time.Duration) {
 
 // refillLocked brings the level up to now: the whole rate, less what silent peers
 // are assumed to use.
-func (p *Pooled) refillLocked(r *pooledRow) {
-	r.level = min(float64(r.burst), r.level+r.rate*p.present*(p.now-r.at).Seconds())
+func (p *pooled) refillLocked(r *pooledRow) {
+	r.level = min(float64(r.burst-r.credit), r.level+r.rate*p.present*(p.now-r.at).Seconds())
 	r.at = p.now
 }
 
 // fairLocked brings this process's part up to now. There is one while a peer is
 // denied.
-func (p *Pooled) fairLocked(r *pooledRow) {
+func (p *pooled) fairLocked(r *pooledRow) {
 	most := max(r.fair*fairBurst.Seconds(), micro)
 	r.fairLeft = min(r.fairLeft+r.fair*(p.now-r.fairAt).Seconds(), most)
 	r.fairAt = p.now
@@ -299,7 +267,7 @@ func (p *Pooled) fairLocked(r *pooledRow) {
 	demands := p.demands[:0]
 	for _, peer := range p.peers {
 		u := peer.used[r.key]
-		if u == nil || p.now-peer.heard > p.cfg.Silent {
+		if u == nil || p.now-peer.heard > pooledSilent {
 			continue
 		}
 		starving = starving || p.now < u.starving
@@ -337,9 +305,19 @@ func share(rate float64, others []float64) float64 {
 func (r *pooledRow) bounded() bool { return r.fair > 0 && r.level < float64(r.burst)/2 }
 
 // takeLocked admits micro-tokens, all or none.
-func (p *Pooled) takeLocked(r *pooledRow, amount int64) bool {
+func (p *pooled) takeLocked(r *pooledRow, amount int64) bool {
 	p.refillLocked(r)
 	p.fairLocked(r)
+	if p.now >= p.fence {
+		p.denyLocked(r)
+		return false
+	}
+	if r.credit >= amount {
+		r.credit -= amount
+		r.out += amount
+		r.usedAt = p.now
+		return true
+	}
 	if r.level < float64(amount) || r.bounded() && r.fairLeft <= 0 {
 		p.denyLocked(r)
 		return false
@@ -349,12 +327,13 @@ func (p *Pooled) takeLocked(r *pooledRow, amount int64) bool {
 		r.fairLeft -= float64(amount)
 	}
 	r.used += amount
+	r.out += amount
 	r.usedAt = p.now
 	p.changes.Touch(&r.change)
 	return true
 }
 
-func (p *Pooled) denyLocked(r *pooledRow) {
+func (p *pooled) denyLocked(r *pooledRow) {
 	r.deniedAt = p.now
 	if p.now-r.toldAt > starvedTell {
 		r.toldAt = p.now
@@ -364,7 +343,7 @@ func (p *Pooled) denyLocked(r *pooledRow) {
 
 // untilLocked is how long it takes until so many are there, if nobody else uses
 // any.
-func (p *Pooled) untilLocked(r *pooledRow, amount int64) time.Duration {
+func (p *pooled) untilLocked(r *pooledRow, amount int64) time.Duration {
 	missing := float64(amount) - r.level
 	wait := time.Duration(max(missing, 0) / max(r.rate*p.present, 1) * 1e9)
 	if r.bounded() && r.fairLeft <= 0 {
@@ -375,7 +354,7 @@ func (p *Pooled) untilLocked(r *pooledRow, amount int64) time.Duration {
 
 // try admits n, or says how long to wait before it is worth asking again. A
 // waiter comes before everybody who asks only once.
-func (l *PooledLimiter) try(n int, waiter bool) (bool, time.Duration) {
+func (l *pooledLimiter) try(n int, waiter bool) (bool, time.Duration) {
 	p := l.set
 	p.lockAt(p.clock())
 	mark := p.changes.Mark()
@@ -391,7 +370,7 @@ func (l *PooledLimiter) try(n int, waiter bool) (bool, time.Duration) {
 	return ok, wait
 }
 
-func (l *PooledLimiter) tryLocked(amount int64, waiter bool) (bool, time.Duration) {
+func (l *pooledLimiter) tryLocked(amount int64, waiter bool) (bool, time.Duration) {
 	p := l.set
 	r := l.rowLocked()
 	if p.over || r == nil || amount > r.burst {
@@ -409,12 +388,8 @@ func (l *PooledLimiter) tryLocked(amount int64, waiter bool) (bool, time.Duratio
 	return false, p.untilLocked(r, amount)
 }
 
-// Allow admits one, or denies it at once.
-func (l *PooledLimiter) Allow() bool { return l.AllowN(1) }
-
-// AllowN admits n, all or none; n may be up to the burst, and anything more is
-// denied. n <= 0 is admitted.
-func (l *PooledLimiter) AllowN(n int) bool {
+// AllowN is that of [Limiter.AllowN].
+func (l *pooledLimiter) AllowN(n int) bool {
 	if n <= 0 {
 		return true
 	}
@@ -422,9 +397,8 @@ func (l *PooledLimiter) AllowN(n int) bool {
 	return ok
 }
 
-// Admit takes one admission and returns 0, or takes none and returns how long to
-// wait before it is worth asking again; see [Limiter.Admit].
-func (l *PooledLimiter) Admit(time.Duration) time.Duration {
+// Admit is that of [Limiter.Admit].
+func (l *pooledLimiter) Admit() time.Duration {
 	ok, wait := l.try(1, false)
 	if ok {
 		return 0
@@ -432,13 +406,8 @@ func (l *PooledLimiter) Admit(time.Duration) time.Duration {
 	return wait
 }
 
-// Wait waits until one is admitted, or ctx ends, or the set is closed
-// ([ErrClosed]). Waiters are served in the order in which they came, and before
-// any Allow that comes after them.
-func (l *PooledLimiter) Wait(ctx context.Context) error { return l.WaitN(ctx, 1) }
-
-// WaitN is Wait for n at once; more than the burst is [ErrBurst].
-func (l *PooledLimiter) WaitN(ctx context.Context, n int) error {
+// WaitN is that of [Limiter.WaitN].
+func (l *pooledLimiter) WaitN(ctx context.Context, n int) error {
 	if err := ctx.Err(); err != nil || n <= 0 {
 		return err
 	}
@@ -464,14 +433,63 @@ func (l *PooledLimiter) WaitN(ctx context.Context, n int) error {
 		if ok {
 			return nil
 		}
+		if err := l.fits(amountOf(n)); err != nil {
+			return err
+		}
 		if err := pause(ctx, l.set.closed, wait); err != nil {
 			return err
 		}
 	}
 }
 
+// fits says whether so many can ever be admitted: a charter may have cut the burst.
+func (l *pooledLimiter) fits(amount int64) error {
+	l.set.mu.Lock()
+	defer l.set.mu.Unlock()
+	if r := l.rowLocked(); r != nil && amount > r.burst {
+		return tooMuch(amount, r.burst)
+	}
+	return nil
+}
+
+// Level is that of [Limiter.Level].
+func (l *pooledLimiter) Level() Level {
+	p := l.set
+	p.lockAt(p.clock())
+	defer p.mu.Unlock()
+	r := l.rowLocked()
+	if p.over || r == nil {
+		return Level{Next: time.Second}
+	}
+	p.refillLocked(r)
+	v := Level{Limit: Limit{Rate: r.rate / micro, Burst: int(r.burst / micro)}, Left: int((max(int64(r.level), 0) + r.credit) / micro)}
+	switch {
+	case p.now >= p.fence:
+		v.Left, v.Next = 0, time.Second
+	case v.Left == 0:
+		v.Next = p.untilLocked(r, micro)
+	}
+	return v
+}
+
+// Refund gives back what was admitted and not used, as far as the bucket has room.
+// Peers were told of it and hear nothing: this process admits it once more.
+func (l *pooledLimiter) Refund(n int) {
+	p := l.set
+	p.lockAt(p.clock())
+	defer p.mu.Unlock()
+	r := l.rowLocked()
+	if p.over || r == nil {
+		return
+	}
+	p.refillLocked(r)
+	back := max(0, min(amountOf(n), r.out, r.burst-r.credit-max(int64(r.level), 0)))
+	r.out -= back
+	r.credit += back
+}
+
 // queue counts one more who waits; a row that is waited for is not forgotten.
-func (l *PooledLimiter) queue(amount int64) (*pooledRow, error) {
+func (l *pooledLimiter) queue(amount int64) (*pooledRow, error) {
 	p := l.set
 	p.lockAt(p.clock())
 	defer p.mu.Unlock()
@@ -482,27 +500,66 @@ func (l *PooledLimiter) queue(amount int64) (*pooledRow, error) {
 	case r == nil:
 		return nil, ErrTooManyKeys
 	case amount > r.burst:
-		return nil, fmt.Errorf("%w: %d of %d", ErrBurst, amount/micro, r.burst/micro)
+		return nil, tooMuch(amount, r.burst)
 	}
 	r.waiting++
 	r.asked += amount
 	return r, nil
 }
 
-// OnChange has f called after each change that peers are to hear of, without a
-// lock. Set it before the first use.
-func (p *Pooled) OnChange(f func()) {
+// OnChange is that of [Set.OnChange], without a lock.
+func (p *pooled) OnChange(f func()) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.changed = f
 }
 
-// Close ends all waits with [ErrClosed] and denies everything from now on.
-func (p *Pooled) Close() {
+// Close is that of [Set.Close].
+func (p *pooled) Close() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if !p.over {
 		p.over = true
 		close(p.closed)
 	}
+}
+
+// stats puts the pool's figures in place of the node's, which has no tokens.
+func (p *pooled) stats(s *Stats) {
+	p.lockAt(p.clock())
+	defer p.mu.Unlock()
+	s.Keys, s.Level, s.Cap, s.Share, s.Stranded = len(p.rows), 0, 0, 1, 0
+	for _, r := range p.rows {
+		p.refillLocked(r)
+		s.Level = plus(s.Level, max(int64(r.level), 0))
+		s.Cap = plus(s.Cap, r.burst)
+	}
+}
+
+func (p *pooled) view(key string) (View, bool) {
+	p.lockAt(p.clock())
+	defer p.mu.Unlock()
+	r := p.rows[key]
+	if r == nil {
+		return View{}, false
+	}
+	return p.viewLocked(r), true
+}
+
+func (p *pooled) viewLocked(r *pooledRow) View {
+	p.refillLocked(r)
+	return View{Level: int64(r.level) + r.credit, Cap: r.burst, Sums: Sums{Own: r.used, Denied: max(0, r.asked-r.used)}}
+}
+
+func (p *pooled) busiest(most int) []KeyView {
+	p.lockAt(p.clock())
+	defer p.mu.Unlock()
+	all := slices.SortedFunc(maps.Values(p.rows), func(a, b *pooledRow) int {
+		return cmp.Or(cmp.Compare(b.used, a.used), cmp.Compare(a.key, b.key))
+	})
+	views := make([]KeyView, 0, most)
+	for _, r := range all[:min(most, len(all))] {
+		views = append(views, KeyView{r.key, p.viewLocked(r)})
+	}
+	return views
 }

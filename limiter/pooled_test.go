@@ -24,10 +24,10 @@ import (
 // is news and every 50 ms at least, one way 0.5 ms and an exponential 0.5 ms more.
 type pond struct {
 	t        testing.TB
-	cfg      PooledConfig
+	cfg      Config
 	rand     *rand.Rand
 	now      time.Duration
-	nodes    []*Pooled
+	nodes    []*pooled
 	ppm      []float64
 	queue    pondEvents
 	seq      int
@@ -63,13 +63,13 @@ func (e *pondEvents) Pop() any {
 
 func newPond(t testing.TB, seed uint64, n int, limit Limit) *pond {
 	w := &pond{
-		t: t, cfg: PooledConfig{Limit: limit}, rand: rand.New(rand.NewPCG(seed, 1)), now: time.Second,
+		t: t, cfg: Config{Limit: limit}, rand: rand.New(rand.NewPCG(seed, 1)), now: time.Second,
 		acked: map[[2]int]uint64{}, sent: map[[2]int]time.Duration{}, admitted: make([]int, n), ppm: make([]float64, n),
 		cut:   func(int, int) bool { return false },
 		bound: bucket{rate: limit.Rate, burst: float64(limit.Burst), level: float64(limit.Burst), at: time.Second},
 	}
 	for i := range n {
-		p, err := NewPooled(crdt.Replica{Name: fmt.Sprint("n", i), Incarnation: 1}, w.cfg, WithPooledClock(func() time.Duration { return w.clock(i) }))
+		p, err := testPool(crdt.Replica{Name: fmt.Sprint("n", i), Incarnation: 1}, w.cfg, func() time.Duration { return w.clock(i) })
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -161,6 +161,20 @@ func (w *pond) sum() (n int) {
 	}
 	return n
 }
+
+// testPool is the pooled limits of a process, with the default clock if none is given.
+func testPool(self crdt.Replica, cfg Config, clock ...func() time.Duration) (*pooled, error) {
+	cfg.Strategy = Pooled
+	s, err := New(self, cfg, WithClock(append(clock, monotonic())[0]))
+	if err != nil {
+		return nil, err
+	}
+	return s.pool, nil
+}
+
+// Allow and Wait are those of one admission, as a [Limiter] has them.
+func (l *pooledLimiter) Allow() bool                    { return l.AllowN(1) }
+func (l *pooledLimiter) Wait(ctx context.Context) error { return l.WaitN(ctx, 1) }
 
 const pondRate, pondBurst = 10_000, 500
 
@@ -283,10 +297,10 @@ func TestPooledKnowsInTheEnd(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		now := sec
 		n := rapid.IntRange(2, 4).Draw(t, "nodes")
-		var nodes []*Pooled
+		var nodes []*pooled
 		for i := range n {
-			p, err := NewPooled(crdt.Replica{Name: fmt.Sprint(i), Incarnation: 1}, PooledConfig{Limit: Limit{Rate: 100, Burst: 10}, MaxKeys: 2},
-				WithPooledClock(func() time.Duration { return now }))
+			p, err := testPool(crdt.Replica{Name: fmt.Sprint(i), Incarnation: 1}, Config{Limit: Limit{Rate: 100, Burst: 10}, MaxKeys: 2},
+				func() time.Duration { return now })
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -355,7 +369,7 @@ func TestPooledKnowsInTheEnd(t *testing.T) {
 // of before goes on with it.
 func TestPooledForgets(t *testing.T) {
 	now := sec
-	p, err := NewPooled(crdt.Replica{Name: "a"}, PooledConfig{Limit: Limit{Rate: 10, Burst: 10}, MaxKeys: 1}, WithPooledClock(func() time.Duration { return now }))
+	p, err := testPool(crdt.Replica{Name: "a"}, Config{Limit: Limit{Rate: 10, Burst: 10}, MaxKeys: 1}, func() time.Duration { return now })
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -392,10 +406,10 @@ func TestPooledForgets(t *testing.T) {
 // used long ago, empties the bucket and makes no debt.
 func TestPooledCountsOnce(t *testing.T) {
 	now := sec
-	clock := WithPooledClock(func() time.Duration { return now })
-	cfg := PooledConfig{Limit: Limit{Rate: 10, Burst: 100}}
-	a, _ := NewPooled(crdt.Replica{Name: "a", Incarnation: 1}, cfg, clock)
-	b, _ := NewPooled(crdt.Replica{Name: "b", Incarnation: 1}, cfg, clock)
+	clock := func() time.Duration { return now }
+	cfg := Config{Limit: Limit{Rate: 10, Burst: 100}}
+	a, _ := testPool(crdt.Replica{Name: "a", Incarnation: 1}, cfg, clock)
+	b, _ := testPool(crdt.Replica{Name: "b", Incarnation: 1}, cfg, clock)
 	ka, kb := a.Key("k"), b.Key("k")
 	packet := func() []byte {
 		d, _ := a.Delta(now, nil, b.self, 0, 1400)
@@ -442,7 +456,7 @@ func TestPooledCountsOnce(t *testing.T) {
 		ka.AllowN(10)
 		now += sec
 	}
-	late, _ := NewPooled(crdt.Replica{Name: "c", Incarnation: 1}, cfg, clock)
+	late, _ := testPool(crdt.Replica{Name: "c", Incarnation: 1}, cfg, clock)
 	late.Key("k").AllowN(40)
 	if err := late.Merge(crdt.Contact{From: a.self, Now: now}, packet()); err != nil {
 		t.Fatal(err)
@@ -484,7 +498,7 @@ func TestPooledShare(t *testing.T) {
 
 func TestPooledWaits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		p, err := NewPooled(crdt.Replica{Name: "a"}, PooledConfig{Limit: Limit{Rate: 10, Burst: 2}})
+		p, err := testPool(crdt.Replica{Name: "a"}, Config{Limit: Limit{Rate: 10, Burst: 2}})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -504,7 +518,7 @@ func TestPooledWaits(t *testing.T) {
 			})
 			synctest.Wait()
 		}
-		if l.Allow() || l.Admit(0) == 0 {
+		if l.Allow() || l.Admit() == 0 {
 			t.Error("who came later was first")
 		}
 		wg.Wait()
@@ -545,40 +559,49 @@ func TestPooledWaits(t *testing.T) {
 		if err := l.Wait(t.Context()); !errors.Is(err, ErrClosed) {
 			t.Error(err)
 		}
-		if l.Allow() || l.Admit(0) != sec || p.rows["k"].waiting != 0 {
+		if l.Allow() || l.Admit() != sec || p.rows["k"].waiting != 0 {
 			t.Error("closed, and not denied; or somebody still counts as waiting")
 		}
 	})
 }
 
 func TestPooledRefuses(t *testing.T) {
-	if _, err := NewPooled(crdt.Replica{}, PooledConfig{Silent: 1, MaxKeys: -1}); !errors.Is(err, ErrConfig) || strings.Count(err.Error(), "\n") != 4 {
-		t.Errorf("not all five: %v", err)
+	_, err := New(crdt.Replica{}, Config{
+		Limit: Limit{1, 1}, Strategy: Pooled, MaxKeys: -1, UntilJoined: Open, OnSilence: Silence{Policy: TakeOver},
+	})
+	for _, want := range []string{"MaxKeys: -1", `OnSilence.Policy: "takeover" is not in {hold}`, `UntilJoined: "open" is not in {deny}`} {
+		if !errors.Is(err, ErrConfig) || !strings.Contains(err.Error(), want) {
+			t.Errorf("%v, want %s", err, want)
+		}
 	}
-	cfg := PooledConfig{Limit: Limit{Rate: 10, Burst: 2}}
-	a, _ := NewPooled(crdt.Replica{Name: "a", Incarnation: 2}, cfg)
-	b, _ := NewPooled(crdt.Replica{Name: "b", Incarnation: 1}, cfg)
+	_, err = New(crdt.Replica{Name: "a"}, Config{Limit: Limit{1, 1}, Strategy: "pool"})
+	if !errors.Is(err, ErrConfig) || !strings.Contains(err.Error(), `Strategy: "pool" is not in {escrow, pooled}`) {
+		t.Error(err)
+	}
+	cfg := Config{Limit: Limit{Rate: 10, Burst: 2}}
+	a, _ := testPool(crdt.Replica{Name: "a", Incarnation: 2}, cfg)
+	b, _ := testPool(crdt.Replica{Name: "b", Incarnation: 1}, cfg)
 	told := 0
 	a.OnChange(func() { told++ })
 	a.Key("k").Allow()
 	good, _ := a.Delta(0, nil, b.self, 0, 1400)
-	other, _ := NewPooled(crdt.Replica{Name: "c", Incarnation: 1}, PooledConfig{Limit: Limit{Rate: 11, Burst: 2}})
+	other, _ := testPool(crdt.Replica{Name: "c", Incarnation: 1}, Config{Limit: Limit{Rate: 11, Burst: 2}})
 	strict, _ := New(crdt.Replica{Name: "d", Incarnation: 1}, Config{Limit: cfg.Limit, Roster: Roster{Members: []Member{{Name: "d"}, {Name: "a"}}}})
 	foreign, _ := strict.Delta(0, nil, a.self, 0, 1400)
 	for _, c := range []struct {
-		to   *Pooled
+		to   *pooled
 		from crdt.Replica
 		b    []byte
 		want error
 	}{
-		{other, a.self, good, ErrMismatch},
-		{b, a.self, foreign, ErrMismatch},
-		{b, a.self, nil, ErrMalformed},
-		{b, a.self, good[:4], ErrMalformed},
-		{b, a.self, good[:len(good)-1], ErrMalformed},
-		{b, b.self, good, ErrMalformed},
+		{other, a.self, good, errMismatch},
+		{b, a.self, foreign, errMismatch},
+		{b, a.self, nil, errMalformed},
+		{b, a.self, good[:4], errMalformed},
+		{b, a.self, good[:len(good)-1], errMalformed},
+		{b, b.self, good, errMalformed},
 		{b, a.self, good, nil},
-		{b, crdt.Replica{Name: "a", Incarnation: 1}, good, ErrStale},
+		{b, crdt.Replica{Name: "a", Incarnation: 1}, good, errStale},
 	} {
 		if err := c.to.Merge(crdt.Contact{From: c.from, Now: sec}, c.b); !errors.Is(err, c.want) {
 			t.Errorf("% x from %v: %v, want %v", c.b, c.from, err, c.want)
@@ -591,8 +614,8 @@ func TestPooledRefuses(t *testing.T) {
 }
 
 func FuzzPooled(f *testing.F) {
-	cfg := PooledConfig{Limit: Limit{Rate: 10, Burst: 2}, MaxKeys: 3}
-	a, _ := NewPooled(crdt.Replica{Name: "a", Incarnation: 1}, cfg)
+	cfg := Config{Limit: Limit{Rate: 10, Burst: 2}, MaxKeys: 3}
+	a, _ := testPool(crdt.Replica{Name: "a", Incarnation: 1}, cfg)
 	a.Key("k").AllowN(2)
 	a.Key("k").Allow()
 	a.Key("other").Allow()
@@ -601,7 +624,7 @@ func FuzzPooled(f *testing.F) {
 	f.Add(b[:5])
 	f.Add(b[:len(b)-2])
 	f.Fuzz(func(t *testing.T, b []byte) {
-		p, _ := NewPooled(crdt.Replica{Name: "b", Incarnation: 1}, cfg)
+		p, _ := testPool(crdt.Replica{Name: "b", Incarnation: 1}, cfg)
 		err := p.Merge(crdt.Contact{From: a.self, Now: sec, Sent: 1}, b)
 		if err != nil && len(p.rows)+len(p.peers) > 0 {
 			t.Fatalf("refused with %v, and took in %d keys", err, len(p.rows))
@@ -618,7 +641,7 @@ func FuzzPooled(f *testing.F) {
 }
 
 func BenchmarkPooledAllow(b *testing.B) {
-	p, err := NewPooled(crdt.Replica{Name: "a"}, PooledConfig{Limit: Limit{Rate: 1e9, Burst: 1e9}})
+	p, err := testPool(crdt.Replica{Name: "a"}, Config{Limit: Limit{Rate: 1e9, Burst: 1e9}})
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -626,5 +649,135 @@ func BenchmarkPooledAllow(b *testing.B) {
 	b.ReportAllocs()
 	for b.Loop() {
 		l.Allow()
+	}
+}
+
+// The strategy is chosen by name, and everything that a limit's handle can do works
+// with it: the burst anywhere, the peers' use, refunds, charters, fences, a new life.
+func TestPooledByName(t *testing.T) {
+	now := sec
+	clock := WithClock(func() time.Duration { return now })
+	cfg := Config{
+		Limit: Limit{Rate: 10, Burst: 100}, Strategy: Pooled, Fleet: "f",
+		Roster: Roster{Members: []Member{{Name: "a"}, {Name: "b"}}},
+	}
+	var sets []*Set
+	for _, name := range []string{"a", "b"} {
+		s, err := New(crdt.Replica{Name: name, Incarnation: 1}, cfg, clock)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer s.Close()
+		sets = append(sets, s)
+	}
+	a, b := sets[0].Key("k"), sets[1].Key("k")
+	self := func(s *Set) crdt.Replica { return s.pool.self }
+	tell := func(from, to *Set) {
+		t.Helper()
+		d, _ := from.Delta(now, nil, self(to), 0, 1400)
+		if err := to.Merge(crdt.Contact{From: self(from), Now: now}, d); err != nil {
+			t.Fatal(err)
+		}
+	}
+	left := func(l *Limiter, want int) {
+		t.Helper()
+		if got := l.Level().Left; got != want {
+			t.Fatalf("%d left, want %d", got, want)
+		}
+	}
+	kicked := 0
+	sets[0].OnChange(func() { kicked++ })
+	if !a.AllowN(99) || !a.Allow() || a.Allow() || a.Admit(0) == 0 || kicked == 0 {
+		t.Fatal("a full bucket is to be had at once, and no more")
+	}
+	left(b, 100)
+	if !b.Allow() { // or the bucket that it hears of first may be old
+		t.Fatal("denied")
+	}
+	tell(sets[0], sets[1])
+	left(b, 0)
+	if b.Allow() {
+		t.Error("what another has used is there")
+	}
+	if _, err := a.Reserve(1); !errors.Is(err, ErrShare) {
+		t.Errorf("Reserve: %v", err)
+	}
+
+	a.Refund(3)
+	left(a, 3)
+	if mark := sets[0].Counted(); !a.AllowN(3) || sets[0].Counted() != mark || a.Allow() {
+		t.Error("what was given back is there once, and nobody is told again")
+	}
+	a.Refund(1000)
+	left(a, 100)
+	now += 100 * sec
+	left(a, 100) // the burst, whatever was given back
+	if !a.AllowN(100) || a.Allow() {
+		t.Error("more than a burst")
+	}
+
+	if v, ok := sets[0].View("k"); !ok || v.Cap != 100*micro || v.Sums.Own < 100*micro || v.Sums.Denied == 0 {
+		t.Errorf("%+v, %v", v, ok)
+	}
+	if st := sets[0].Stats(); st.Keys != 1 || st.Cap != 100*micro || st.Share != 1 {
+		t.Errorf("%+v", st)
+	}
+	if all := sets[0].Busiest(5); len(all) != 1 || all[0].Key != "k" {
+		t.Errorf("%+v", all)
+	}
+
+	// A charter: a smaller burst at once; a wait for more than that ends; a RESET fills.
+	c := cfg.Charter()
+	c.Number, c.Limit, c.Resets = 2, Limit{Rate: 10, Burst: 40}, 1
+	if err := sets[0].Adopt(now, c); err != nil {
+		t.Fatal(err)
+	}
+	left(a, 40)
+	if err := a.WaitN(t.Context(), 41); !errors.Is(err, ErrBurst) {
+		t.Error(err)
+	}
+	sets[0].Complete(now, 2)
+	now += 2 * sec
+	if sets[0].Applied() != 2 {
+		t.Errorf("applied %d", sets[0].Applied())
+	}
+
+	sets[0].Mint(now) // evicted, or out of the fleet
+	if a.Allow() || a.Level().Left != 0 {
+		t.Error("it admits behind a fence")
+	}
+	sets[0].Mint(never)
+	if !a.AllowN(40) {
+		t.Error("it does not admit after a fence")
+	}
+
+	// As a new life it has used nothing: its peer takes nothing twice.
+	tell(sets[0], sets[1])
+	now += 100 * sec
+	tell(sets[0], sets[1])
+	left(b, 100)
+	sets[0].Rejoin(now, crdt.Replica{Name: "a", Incarnation: 2})
+	tell(sets[0], sets[1])
+	left(b, 100)
+	if !a.Allow() {
+		t.Fatal("denied")
+	}
+	tell(sets[0], sets[1])
+	left(b, 99)
+
+	other := cfg
+	other.Strategy = Escrow
+	s, err := New(crdt.Replica{Name: "b", Incarnation: 1}, other, clock)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	d, _ := s.Delta(now, nil, self(sets[0]), 0, 1400)
+	if err := sets[0].Merge(crdt.Contact{From: crdt.Replica{Name: "b", Incarnation: 1}, Now: now}, d); !errors.Is(err, errMismatch) {
+		t.Errorf("a process with another strategy: %v", err)
+	}
+	sets[0].Close()
+	if a.Allow() || !errors.Is(a.Wait(t.Context()), ErrClosed) {
+		t.Error("closed, and it admits")
 	}
 }

@@ -31,19 +31,19 @@ const (
 )
 
 // Mark is the number of the latest change; they concern every peer.
-func (p *Pooled) Mark(crdt.Replica) uint64 {
+func (p *pooled) Mark(crdt.Replica) uint64 {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.changes.Mark()
 }
 
 // Counted is that mark; see gossip.Counter.
-func (p *Pooled) Counted() uint64 { return p.Mark(crdt.Replica{}) }
+func (p *pooled) Counted() uint64 { return p.Mark(crdt.Replica{}) }
 
 // Delta appends what this process has used of keys since a mark, oldest change
 // first; see gossip.Section. With nothing new it appends a header, from which the
 // peer learns that this process is there. 1 KiB always makes progress.
-func (p *Pooled) Delta(now time.Duration, b []byte, _ crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
+func (p *pooled) Delta(now time.Duration, b []byte, _ crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
 	p.lockAt(now)
 	defer p.mu.Unlock()
 	if room < pooledHeader {
@@ -71,35 +71,34 @@ func (p *Pooled) Delta(now time.Duration, b []byte, _ crdt.Replica, since uint64
 }
 
 // Merge takes in what a peer's Delta appended. It is commutative and idempotent.
-// The errors are [ErrMalformed], [ErrMismatch] and [ErrStale], and then nothing was
-// taken in.
-func (p *Pooled) Merge(c crdt.Contact, b []byte) error {
+// After an error nothing was taken in.
+func (p *pooled) Merge(c crdt.Contact, b []byte) error {
 	r := reader{wire.Read(b)}
 	if v := r.Byte("version"); v != pooledVersion {
-		return fmt.Errorf("%w: version %d from %v, want %d", ErrMalformed, v, c.From, pooledVersion)
+		return fmt.Errorf("%w: version %d from %v, want %d", errMalformed, v, c.From, pooledVersion)
 	}
 	if r.Uint32("config") != p.config && !r.bad() {
-		return fmt.Errorf("%w: %v", ErrMismatch, c.From)
-	}
-	if c.From.Name == "" || c.From.Name == p.self.Name {
-		return fmt.Errorf("%w: from %v", ErrMalformed, c.From)
+		return fmt.Errorf("%w: %v", errMismatch, c.From)
 	}
 	for look := r; look.Len() > 0 || look.bad(); {
 		if look.use(); look.bad() {
-			return fmt.Errorf("%w: an entry from %v", ErrMalformed, c.From)
+			return fmt.Errorf("%w: an entry from %v", errMalformed, c.From)
 		}
 	}
 	p.lockAt(c.Now)
 	defer p.mu.Unlock()
+	if c.From.Name == "" || c.From.Name == p.self.Name {
+		return fmt.Errorf("%w: from %v", errMalformed, c.From)
+	}
 	peer := p.peers[c.From.Name]
 	if peer == nil || peer.life < c.From.Incarnation {
 		peer = &pooledPeer{life: c.From.Incarnation, heard: p.now, used: map[string]*pooledUse{}}
 		p.peers[strings.Clone(c.From.Name)] = peer
 		p.lookAt = 0
 	} else if peer.life > c.From.Incarnation {
-		return fmt.Errorf("%w: %v has begun a later life", ErrStale, c.From)
+		return fmt.Errorf("%w: %v has begun a later life", errStale, c.From)
 	}
-	silent := max(0, p.now-peer.heard-p.cfg.Silent)
+	silent := max(0, p.now-peer.heard-pooledSilent)
 	if silent > 0 {
 		p.lookAt = 0
 	}
@@ -129,7 +128,7 @@ func (r *reader) use() (s pooledSaid) {
 // useLocked takes what a peer has used out of the bucket, less what it was assumed
 // to use while it was silent. Debt beyond the burst is let go, or a split would be
 // followed by as long a famine.
-func (p *Pooled) useLocked(peer *pooledPeer, silent time.Duration, s pooledSaid) {
+func (p *pooled) useLocked(peer *pooledPeer, silent time.Duration, s pooledSaid) {
 	r := p.rowLocked(string(s.key))
 	if r == nil {
 		return // one too many: it is denied here
@@ -175,7 +174,7 @@ func (u *pooledUse) lately(now time.Duration) float64 {
 
 // Gone says that a peer's life is over for good: nothing is assumed of it any
 // more.
-func (p *Pooled) Gone(now time.Duration, id crdt.Replica) {
+func (p *pooled) Gone(now time.Duration, id crdt.Replica) {
 	p.lockAt(now)
 	defer p.mu.Unlock()
 	if peer := p.peers[id.Name]; peer != nil && peer.life <= id.Incarnation {

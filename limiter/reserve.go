@@ -26,11 +26,14 @@ type booking struct {
 // never counts on loans: what is reserved, lent and not yet due is together at most
 // this node's share of the burst, and anything more is [ErrShare], as is everything
 // while the node may not mint, where others wait already, and where the key's home
-// is elsewhere. n <= 0 is admitted at once.
+// is elsewhere, and with [Pooled]. n <= 0 is admitted at once.
 //
 // A limit that is cut or a fence that comes afterwards does not take a reservation
 // back: at most a share of the burst is admitted for it that was not minted by then.
 func (l *Limiter) Reserve(n int) (Reservation, error) {
+	if l.pooled != nil {
+		return Reservation{}, fmt.Errorf("%w: %d, with Strategy pooled", ErrShare, n)
+	}
 	s := l.set
 	s.lock()
 	defer s.unlock()

@@ -24,6 +24,8 @@ type Set struct {
 	handles [64]shard
 	seed    maphash.Seed
 
+	pool *pooled // with that strategy it has the tokens, and the node the charters only
+
 	mu      sync.Mutex
 	node    *Node
 	known   int               // handles
@@ -95,6 +97,9 @@ func New(self crdt.Replica, cfg Config, opts ...Option) (*Set, error) {
 		return nil, err
 	}
 	s.node = n
+	if cfg.Strategy == Pooled {
+		s.pool = newPooled(self, cfg, s.clock)
+	}
 	s.driver.init()
 	return s, nil
 }
@@ -130,6 +135,9 @@ func (s *Set) Key(key string) *Limiter {
 	l := h.fresh[key]
 	if l == nil {
 		l = &Limiter{set: s, key: key}
+		if s.pool != nil {
+			l.pooled = &pooledLimiter{set: s.pool, key: key}
+		}
 		if h.fresh == nil {
 			h.fresh = map[string]*Limiter{}
 		}
@@ -211,6 +219,10 @@ func (s *Set) settle() {
 func (s *Set) OnChange(f func()) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if s.pool != nil {
+		s.pool.OnChange(f)
+		return
+	}
 	s.notify = f
 }
 
@@ -221,6 +233,9 @@ func (s *Set) Adopt(now time.Duration, c Charter) error {
 	defer s.unlock()
 	if err := s.node.Adopt(now, c); err != nil {
 		return err
+	}
+	if s.pool != nil {
+		s.pool.adopt(c)
 	}
 	for l, r := range s.waiting {
 		for w := l.first; w != nil; {
@@ -271,17 +286,27 @@ func (s *Set) Mint(until time.Duration) {
 	s.lock()
 	defer s.unlock()
 	s.node.Mint(until)
+	if s.pool != nil {
+		s.pool.mint(until)
+	}
 }
 
 // Stats is that of [Node.Stats].
 func (s *Set) Stats() Stats {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.node.Stats(s.clock())
+	st := s.node.Stats(s.clock())
+	if s.pool != nil {
+		s.pool.stats(&st)
+	}
+	return st
 }
 
 // View looks at a key; ok says whether the node knows it.
 func (s *Set) View(key string) (v View, ok bool) {
+	if s.pool != nil {
+		return s.pool.view(key)
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.node.View(s.clock(), key)
@@ -305,11 +330,17 @@ func (s *Set) Close() {
 		r.reclaim()
 	}
 	s.mu.Unlock()
+	if s.pool != nil {
+		s.pool.Close()
+	}
 	s.driver.stop()
 }
 
 // Mark is that of [Node.Mark].
 func (s *Set) Mark(to crdt.Replica) uint64 {
+	if s.pool != nil {
+		return s.pool.Mark(to)
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.node.Mark(to)
@@ -317,6 +348,9 @@ func (s *Set) Mark(to crdt.Replica) uint64 {
 
 // Counted is that of [Node.Counted].
 func (s *Set) Counted() uint64 {
+	if s.pool != nil {
+		return s.pool.Counted()
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.node.Counted()
@@ -324,6 +358,9 @@ func (s *Set) Counted() uint64 {
 
 // Delta is that of [Node.Delta].
 func (s *Set) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
+	if s.pool != nil {
+		return s.pool.Delta(now, b, to, since, room)
+	}
 	s.mu.Lock()
 	defer s.unlock()
 	return s.node.Delta(now, b, to, since, room)
@@ -331,6 +368,9 @@ func (s *Set) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64, 
 
 // Merge is that of [Node.Merge].
 func (s *Set) Merge(c crdt.Contact, b []byte) error {
+	if s.pool != nil {
+		return s.pool.Merge(c, b)
+	}
 	s.mu.Lock()
 	defer s.unlock()
 	return s.node.Merge(c, b)
@@ -341,10 +381,17 @@ func (s *Set) Rejoin(now time.Duration, self crdt.Replica) {
 	s.mu.Lock()
 	defer s.unlock()
 	s.node.Rejoin(now, self)
+	if s.pool != nil {
+		s.pool.rejoin(self)
+	}
 }
 
 // Gone is that of [Node.Gone].
 func (s *Set) Gone(now time.Duration, peer crdt.Replica) {
+	if s.pool != nil {
+		s.pool.Gone(now, peer)
+		return
+	}
 	s.mu.Lock()
 	defer s.unlock()
 	s.node.Gone(now, peer)

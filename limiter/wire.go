@@ -185,17 +185,17 @@ type Refused struct {
 }
 
 // Merge takes in what a peer's Delta appended; see gossip.Section. It is
-// [ErrMalformed], [ErrMismatch], [ErrStale] or [ErrTooManyKeys], and then nothing
+// [ErrTooManyKeys] among others, and then nothing
 // of b was taken in.
 func (n *Node) Merge(c crdt.Contact, b []byte) error {
 	err := n.mergeAll(c, b)
 	switch {
 	case err == nil:
-	case errors.Is(err, ErrMalformed):
+	case errors.Is(err, errMalformed):
 		n.refused.Malformed++
-	case errors.Is(err, ErrMismatch):
+	case errors.Is(err, errMismatch):
 		n.refused.Mismatch++
-	case errors.Is(err, ErrStale):
+	case errors.Is(err, errStale):
 		n.refused.Stale++
 	case errors.Is(err, ErrTooManyKeys):
 		n.refused.TooManyKeys++
@@ -208,10 +208,10 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	r := reader{wire.Read(b)}
 	v := r.Byte("version")
 	if v != version && v != chartered {
-		return fmt.Errorf("%w: version %d from %v, want %d or %d", ErrMalformed, v, c.From, version, chartered)
+		return fmt.Errorf("%w: version %d from %v, want %d or %d", errMalformed, v, c.From, version, chartered)
 	}
 	if r.Uint32("config") != n.config && !r.bad() {
-		return fmt.Errorf("%w: %v was founded otherwise", ErrMismatch, c.From)
+		return fmt.Errorf("%w: %v was founded otherwise", errMismatch, c.From)
 	}
 	charter := uint64(1)
 	if v == chartered {
@@ -224,28 +224,28 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	epoch := uint64(r.value("epoch"))
 	renewed := time.Duration(r.value("renewed")) * time.Microsecond
 	if r.bad() || renewed > n.now || renewed < 0 || c.Echo > n.now {
-		return fmt.Errorf("%w: header from %v", ErrMalformed, c.From)
+		return fmt.Errorf("%w: header from %v", errMalformed, c.From)
 	}
 	if life != uint32(n.self.Incarnation) {
-		return fmt.Errorf("%w: %v means another life", ErrStale, c.From)
+		return fmt.Errorf("%w: %v means another life", errStale, c.From)
 	}
 	if c.From.Name == "" || c.From.Name == n.self.Name {
-		return fmt.Errorf("%w: from %v", ErrMalformed, c.From)
+		return fmt.Errorf("%w: from %v", errMalformed, c.From)
 	}
 	p := n.peers[c.From.Name]
 	switch {
 	case !n.admits(c.From.Name) && (p == nil || p.leaving == never || p.parted || p.id.Incarnation < c.From.Incarnation):
-		return fmt.Errorf("%w: %v is not in the roster", ErrMismatch, c.From)
+		return fmt.Errorf("%w: %v is not in the roster", errMismatch, c.From)
 	case p == nil:
 		if b, ok := n.buried[c.From.Name]; ok && b.incarnation >= c.From.Incarnation {
-			return fmt.Errorf("%w: %v is over", ErrStale, c.From)
+			return fmt.Errorf("%w: %v is over", errStale, c.From)
 		}
 	case p.id.Incarnation > c.From.Incarnation:
-		return fmt.Errorf("%w: %v has begun a later life", ErrStale, c.From)
+		return fmt.Errorf("%w: %v has begun a later life", errStale, c.From)
 	case p.id.Incarnation < c.From.Incarnation:
 		p = nil
 	case c.Sent <= p.floor:
-		return fmt.Errorf("%w: of %v from %v", ErrStale, c.Sent, c.From)
+		return fmt.Errorf("%w: of %v from %v", errStale, c.Sent, c.From)
 	}
 	if err := n.check(r, p, c.From); err != nil {
 		return err
@@ -291,11 +291,11 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 // agrees tells whether a peer's charter may be one of ours, or later.
 func (n *Node) agrees(from crdt.Replica, number uint64, code uint32) error {
 	if number < 2 {
-		return fmt.Errorf("%w: charter %d from %v", ErrMalformed, number, from)
+		return fmt.Errorf("%w: charter %d from %v", errMalformed, number, from)
 	}
 	for _, t := range n.terms {
 		if t.Number == number && t.code != code {
-			return fmt.Errorf("%w: charter %d of %v is another", ErrMismatch, number, from)
+			return fmt.Errorf("%w: charter %d of %v is another", errMismatch, number, from)
 		}
 	}
 	return nil
@@ -308,7 +308,7 @@ func (n *Node) check(r reader, p *peer, from crdt.Replica) error {
 	for r.Len() > 0 {
 		s := r.said()
 		if r.bad() {
-			return fmt.Errorf("%w: entry %d from %v", ErrMalformed, len(n.read), from)
+			return fmt.Errorf("%w: entry %d from %v", errMalformed, len(n.read), from)
 		}
 		row := n.rows[string(s.key)]
 		n.read = append(n.read, row)
@@ -322,11 +322,11 @@ func (n *Node) check(r reader, p *peer, from crdt.Replica) error {
 			continue
 		}
 		if e := row.with(p); e != nil && uint64(s.borrowed) == e.lent.series && s.borrowed != 0 && s.used+s.returned > e.lent.out {
-			return fmt.Errorf("%w: %v has used and returned %d of %d lent", ErrMalformed, from, s.used+s.returned, e.lent.out)
+			return fmt.Errorf("%w: %v has used and returned %d of %d lent", errMalformed, from, s.used+s.returned, e.lent.out)
 		}
 	}
 	if r.bad() {
-		return fmt.Errorf("%w: from %v", ErrMalformed, from)
+		return fmt.Errorf("%w: from %v", errMalformed, from)
 	}
 	named := 0
 	if p != nil {

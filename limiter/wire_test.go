@@ -231,23 +231,23 @@ func TestRefused(t *testing.T) {
 		b    []byte
 		want error
 	}{
-		{"empty", contact, nil, ErrMalformed},
-		{"version", contact, with(0, 2), ErrMalformed},
-		{"config", contact, with(1, 1), ErrMismatch},
-		{"another life", contact, with(5, 4), ErrStale},
-		{"cut off", contact, good[:len(good)-1], ErrMalformed},
-		{"header cut off", contact, header[:7], ErrMalformed},
-		{"a byte too many", contact, append(slices.Clone(good), 0), ErrMalformed},
-		{"unknown part", contact, entry(8), ErrMalformed},
-		{"series 0", contact, entry(hasLoan, 0, 5), ErrMalformed},
-		{"need 0", contact, entry(hasNeed, 0), ErrMalformed},
-		{"two bytes for 1", contact, append(entry(hasNeed), 0x81, 0), ErrMalformed},
-		{"too large", contact, entry(hasNeed, 1<<62), ErrMalformed},
-		{"a lease from the future", contact, far, ErrMalformed},
-		{"a stamp from the future", other(func(c *crdt.Contact) { c.Echo = now + ms }), good, ErrMalformed},
-		{"ourselves", other(func(c *crdt.Contact) { c.From = b.self }), good, ErrMalformed},
-		{"no guest", other(func(c *crdt.Contact) { c.From.Name = "c" }), good, ErrMismatch},
-		{"an earlier life", other(func(c *crdt.Contact) { c.From.Incarnation = 0 }), good, ErrStale},
+		{"empty", contact, nil, errMalformed},
+		{"version", contact, with(0, 2), errMalformed},
+		{"config", contact, with(1, 1), errMismatch},
+		{"another life", contact, with(5, 4), errStale},
+		{"cut off", contact, good[:len(good)-1], errMalformed},
+		{"header cut off", contact, header[:7], errMalformed},
+		{"a byte too many", contact, append(slices.Clone(good), 0), errMalformed},
+		{"unknown part", contact, entry(8), errMalformed},
+		{"series 0", contact, entry(hasLoan, 0, 5), errMalformed},
+		{"need 0", contact, entry(hasNeed, 0), errMalformed},
+		{"two bytes for 1", contact, append(entry(hasNeed), 0x81, 0), errMalformed},
+		{"too large", contact, entry(hasNeed, 1<<62), errMalformed},
+		{"a lease from the future", contact, far, errMalformed},
+		{"a stamp from the future", other(func(c *crdt.Contact) { c.Echo = now + ms }), good, errMalformed},
+		{"ourselves", other(func(c *crdt.Contact) { c.From = b.self }), good, errMalformed},
+		{"no guest", other(func(c *crdt.Contact) { c.From.Name = "c" }), good, errMismatch},
+		{"an earlier life", other(func(c *crdt.Contact) { c.From.Incarnation = 0 }), good, errStale},
 		{"too many keys", contact, newKeys, ErrTooManyKeys},
 	} {
 		before := b.books()
@@ -266,7 +266,7 @@ func TestRefused(t *testing.T) {
 	if e == nil || e.lent.series == 0 {
 		t.Fatal("nothing was lent")
 	}
-	if err := b.Merge(contact, entry(hasBorrowed, e.lent.series, uint64(e.lent.out), 1)); !errors.Is(err, ErrMalformed) {
+	if err := b.Merge(contact, entry(hasBorrowed, e.lent.series, uint64(e.lent.out), 1)); !errors.Is(err, errMalformed) {
 		t.Errorf("more used than lent: %v", err)
 	}
 }

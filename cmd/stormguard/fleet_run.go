@@ -45,7 +45,7 @@ type fleetRun struct {
 	httpCert, httpKey         string
 	httpTokens                string
 	insecure                  bool
-	key                       string
+	key, strategy             string
 	rate                      float64
 	burst, demand             int
 	quiet                     bool
@@ -87,6 +87,7 @@ func newFleetRun() *cobra.Command {
 	f.StringVar(&run.region, "region", "", "where that is")
 	f.Float64Var(&run.rate, "rate", 1000, "of the founding limit: tokens per second, of the whole fleet")
 	f.IntVar(&run.burst, "burst", 100, "of the founding limit: tokens, of the whole fleet")
+	f.StringVar(&run.strategy, "strategy", string(limiter.Escrow), "how the processes share the limit: escrow, which is strict, or pooled")
 	f.StringVar(&run.key, "key", "trial", "the key to ask for")
 	run.demand = 100
 	ranges.number(f, &run.demand, "demand", 0, 1_000_000, "messages a second to ask for")
@@ -97,7 +98,9 @@ func newFleetRun() *cobra.Command {
 func (r *fleetRun) config() process.Config {
 	c := process.Config{
 		Fleet: r.fleet, Name: r.name, Program: programVersion(),
-		Limits: limiter.Config{Limit: limiter.Limit{Rate: r.rate, Burst: r.burst}, Roster: limiter.Roster{Guests: true}},
+		Limits: limiter.Config{
+			Limit: limiter.Limit{Rate: r.rate, Burst: r.burst}, Strategy: limiter.Strategy(r.strategy), Roster: limiter.Roster{Guests: true},
+		},
 		Gossip: gossip.NodeConfig{
 			Config: gossip.Config{Zone: r.zone, Region: r.region},
 			Bind:   r.bind, Insecure: r.insecure, Network: r.network, Seeds: r.seeds,

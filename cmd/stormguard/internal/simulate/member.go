@@ -29,8 +29,8 @@ type member struct {
 	session *gossip.Session // nil where nothing is shared
 	limits  gossip.Section  // node or pool
 	node    *limiter.Node
-	pool    *limiter.Pooled // instead, where the limit is pooled
-	handle  *limiter.PooledLimiter
+	pool    *limiter.Set // instead, where the limit is pooled
+	handle  *limiter.Limiter
 	citizen *citizen // nil unless the charter changes
 	seeds   []int    // to be joined
 	kicked  bool     // something was asked of it
@@ -83,8 +83,8 @@ func must(err error) {
 func (m *member) begin(now time.Duration) (err error) {
 	w := m.w
 	if w.sc.pooled {
-		cfg := limiter.PooledConfig{Limit: limiter.Limit{Rate: w.sc.rate, Burst: w.sc.burstTokens}}
-		m.pool, err = limiter.NewPooled(m.self, cfg, limiter.WithPooledClock(func() time.Duration {
+		cfg := limiter.Config{Limit: limiter.Limit{Rate: w.sc.rate, Burst: w.sc.burstTokens}, Strategy: limiter.Pooled}
+		m.pool, err = limiter.New(m.self, cfg, limiter.WithClock(func() time.Duration {
 			own, _ := w.net.Clock(m.id)
 			return own
 		}))

@@ -248,7 +248,7 @@ func scenarios() []scenario {
 		sc.extra = float64(sc.burstTokens) + sc.rate*(sc.to-sc.from+silence-sc.silence.After).Seconds()
 		sc.extraWhy, sc.approach = "(P-1)·(B + R·(T-After)), P = 2 sides that hear nothing for T = 12.5 s", true
 	})
-	// Pooled: what its package comment says that it exceeds the bound by, d being the
+	// Pooled: what its comment says that it exceeds the bound by, d being the
 	// floor and the delay.
 	const lag = 3 * time.Millisecond
 	pooled := func(sc *scenario) {
