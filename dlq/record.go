@@ -159,6 +159,7 @@ const (
 	ReasonMaxDeliver   Reason = "max-deliver"   // JetStream's advisory: no delivery left
 	ReasonTerminated   Reason = "terminated"    // JetStream's advisory: a consumer terminated it
 	ReasonOperator     Reason = "operator"      // by hand
+	ReasonQuarantine   Reason = "quarantine"    // it matches a rule of the [Quarantine]
 
 	ReasonRejected      Reason = "rejected"
 	ReasonExpired       Reason = "expired"

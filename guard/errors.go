@@ -201,6 +201,8 @@ type result struct {
 	words dlq.ErrorInfo // of err, if it is a failure
 	stack []byte        // of a panic or a Goexit
 
+	rule *dlq.Rule // of the quarantine, about the failure's cause; nil for none
+
 	panicked bool // or called Goexit
 	timedOut bool
 }

@@ -49,9 +49,14 @@ type Guard struct {
 	scopes     *breaker.Scopes
 	metrics    *metrics
 	epochs     atomic.Uint64
-	letterPace Limiter           // of dead letters
-	health     *health           // nil without a health check
-	classify   func(error) Class // nil means Classify
+	letterPace Limiter // of dead letters
+	health     *health // nil without a health check
+	quarantine dlq.Quarantine
+	unwatch    func()
+	rules      atomic.Pointer[ruleBook] // what the quarantine said last
+	listed     atomic.Bool              // it has changed since
+	books      uint64                   // rule books made
+	classify   func(error) Class        // nil means Classify
 
 	fleet       Fleet // nil without one
 	detachFleet func()
@@ -88,6 +93,7 @@ type controls interface { //nolint:interfacebloat // all that the Guard does wit
 	detected() (key string, storm dlq.Storm, ok bool)
 	setFleetStorm(now time.Duration, f dlq.FleetStorm)
 	counted() (key string, since totals, failing bool)
+	heedRules(now time.Duration)
 	heardTotals(sums map[string]*totalSum, failing int)
 	nudge()
 	hasten(now time.Duration)
@@ -164,6 +170,14 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 			return nil, fmt.Errorf("guard: WithFleet: %w", err)
 		}
 	}
+	if g.quarantine == nil {
+		g.quarantine = dlq.NewQuarantine()
+	}
+	g.unwatch = g.quarantine.Watch(func() {
+		g.listed.Store(true)
+		g.sweeper.stir()
+	})
+	g.rules.Store(g.newRuleBook(g.quarantine.Entries()))
 	g.ctx, g.cancel = context.WithCancel(context.Background())
 	g.running.Go(func() {
 		g.sweep(g.ctx)
@@ -340,6 +354,7 @@ func (g *Guard) Close(ctx context.Context) ([]Report, error) {
 	g.cancel()
 	g.mu.Unlock()
 	errs := []error{g.awaitGoroutines(ctx)}
+	g.unwatch()
 	g.metrics.close()
 	g.journal.flush(g.now(), true)
 	for _, r := range reports {
@@ -399,6 +414,7 @@ const maxUnwritten = 1000
 // noteChanges logs what the breakers did since the last tick, and makes the
 // scopes look at their children. It tells whether log lines wait for their time.
 func (g *Guard) noteChanges(now time.Duration) (pending bool) {
+	g.readQuarantine()
 	if now >= g.look {
 		g.look = now + stormEvery
 		g.scopes.Tick(now)

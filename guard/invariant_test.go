@@ -4,6 +4,7 @@
 package guard
 
 import (
+	"slices"
 	"testing"
 	"time"
 
@@ -30,7 +31,22 @@ func TestCreditsAndProbes(t *testing.T) {
 		dead := 0
 		var running, acking []*item[int]
 		down := false
-		post := func() { dead += len(s.condemned); s.post() }
+		var looking []*item[int] // taken aside, with the book of then
+		var books []*ruleBook
+		post := func() {
+			for _, it := range s.condemned {
+				if it.rule == nil { // what the quarantine condemns costs no credit
+					dead++
+				}
+			}
+			s.post()
+		}
+		look := func(i int) {
+			it, book := looking[i], books[i]
+			looking, books = slices.Delete(looking, i, i+1), slices.Delete(books, i, i+1)
+			s.looked(s.now, it, book, quarantinedBy(book, it.m))
+			post()
+		}
 		put := func() {
 			key := uint64(0)
 			if order == OrderKey {
@@ -87,10 +103,29 @@ func TestCreditsAndProbes(t *testing.T) {
 				post()
 				switch st.kind {
 				case stepHandle:
+					if r := quarantinedBy(s.book, st.it.m); r != nil {
+						t.Fatalf("HANDLED: %d, though %v is in quarantine", st.it.m, r)
+					}
 					running = append(running, st.it)
 				case stepAck:
 					acking = append(acking, st.it)
+				case stepLook:
+					looking, books = append(looking, st.it), append(books, s.book)
 				}
+			},
+			"look": func(t *rapid.T) {
+				if len(looking) > 0 {
+					look(rapid.IntRange(0, len(looking)-1).Draw(t, "i"))
+				}
+			},
+			"quarantine": func(t *rapid.T) {
+				version := uint64(1)
+				if s.book != nil {
+					version = s.book.version + 1
+				}
+				rules := rapid.SliceOfNDistinct(rapid.IntRange(0, 6), 0, 3, rapid.ID[int]).Draw(t, "rules")
+				s.heedRules(s.now, bookOf(version, rules...))
+				post()
 			},
 			"many": func(t *rapid.T) { // as a loop does
 				for range rapid.IntRange(1, 60).Draw(t, "n") {
@@ -106,9 +141,12 @@ func TestCreditsAndProbes(t *testing.T) {
 						finish(st.it, err)
 					case stepAck:
 						s.settled(st.it, nil)
+					case stepLook:
+						looking, books = append(looking, st.it), append(books, s.book)
+						look(len(looking) - 1)
 					default:
 						if st.at > s.now {
-							s.now = st.at
+							s.now = min(st.at, s.now+time.Hour)
 						} else {
 							s.now += 10 * time.Millisecond
 						}
@@ -170,6 +208,9 @@ func TestCreditsAndProbes(t *testing.T) {
 			"": func(*rapid.T) { check() },
 		})
 		// Liveness: all well from here on, traffic goes on, and within an hour everything from before is settled.
+		for len(looking) > 0 {
+			look(0)
+		}
 		for _, it := range running {
 			finish(it, nil)
 		}
@@ -203,6 +244,9 @@ func TestCreditsAndProbes(t *testing.T) {
 				acking = acking[:0]
 			case stepAck:
 				s.settled(st.it, nil)
+			case stepLook:
+				looking, books = append(looking, st.it), append(books, s.book)
+				look(0)
 			default:
 				at := s.now + 100*time.Millisecond
 				if st.at > s.now {

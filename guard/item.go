@@ -85,6 +85,9 @@ type item[M any] struct {
 	name         string     // over epochs; empty until it failed
 	lastDelivery bool       // the broker will not deliver it again
 	verdict      dlq.Reason // why it is dead-lettered
+	rule         *dlq.Rule  // of the quarantine that it matches, nil for none
+	seen         uint64     // version of the book that it was compared with
+	wasParked    bool       // before it was taken aside to be compared
 	dead         bool       // its dead letter is confirmed
 	ignored      bool       // its handler said Ignore
 	guessed      bool       // it was taken for poison without proof
@@ -92,7 +95,7 @@ type item[M any] struct {
 }
 
 // decided tells whether no handler will be called for it again.
-func (it *item[M]) decided() bool { return it.permanent || it.paid }
+func (it *item[M]) decided() bool { return it.permanent || it.paid || it.rule != nil }
 
 // witness tells whether an item is up out of turn, behind a head that fails.
 func (it *item[M]) witness() bool {

@@ -307,7 +307,12 @@ func (l letter[M]) record() (*dlq.Record, error) {
 			r.Error, r.LastFailed, r.Cause = dlq.DescribeError(a.err, a.stack), wall(a.at), dlq.Fingerprint(a.err, a.stack)
 		}
 	}
-	r.FirstFailed = wall(it.firstFailed)
+	if len(it.failures) > 0 {
+		r.FirstFailed = wall(it.firstFailed)
+	} else if it.rule != nil {
+		r.Error = dlq.ErrorInfo{Type: "quarantine", Message: "matches " + it.rule.String()}
+		r.Cause = r.Error.Fingerprint()
+	}
 	return r, nil
 }
 

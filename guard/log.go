@@ -34,6 +34,7 @@ const (
 	lineWriterWell = "dead-letter writer works again"
 	lineCredit     = "a message waits for a dead-letter credit"
 	lineNoWriter   = "a message waits for a dead-letter writer, and there is none"
+	lineQuarantine = "quarantine changed"
 	lineBlocked    = "a message blocks its order: its dependency fails"
 	lineGoesOn     = "what waited goes on"
 	linePaused     = "source paused"

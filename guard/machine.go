@@ -41,6 +41,8 @@ type machine[M any] struct {
 	offers     bool    // the passive shape: what next gives out is only offered
 	letterPace Limiter // of dead letters; may be nil
 	fleetStorm dlq.FleetStorm
+	book       *ruleBook  // the quarantine in force; nil is none
+	unlooked   []*item[M] // wait for a retry, and are to be compared with it
 	rand       *rand.Rand
 	origin     time.Time // wall time of the clock's 0
 	reserve    int       // of the window: for the feed
@@ -102,6 +104,7 @@ type machine[M any] struct {
 	ahead      int    // Marker.Ahead, when an ack was looked at last …
 	aheadTurn  uint64 // … and which look that was
 	ended      bool
+	emptied    bool // by drain
 	stopped    bool // the loop is to end
 	paused     bool
 	asked      time.Duration // a handler asked to be left alone until then …
@@ -148,6 +151,7 @@ type Tally struct {
 	Parked         uint64 // acked because the dead-letter writer keeps them for another try
 	Refused        uint64 // dead letters put off for want of a credit
 	Paced          uint64 // dead letters put off by their limit
+	Quarantined    uint64 // messages that matched a rule of the quarantine
 	Overtaken      uint64 // messages that succeeded before one in front of them, to prove life
 	Stale          uint64 // late or repeated Done calls, without effect
 	Timeouts       uint64
@@ -167,6 +171,7 @@ const (
 	stepWait   stepKind = iota // nothing to do
 	stepHandle                 // call the handler, then done
 	stepAck                    // call Port.Ack, then settled
+	stepLook                   // compare the message with the book, then looked
 )
 
 func (c *machine[M]) order() Order { return c.policy.Order }
@@ -461,10 +466,16 @@ func (c *machine[M]) next(now time.Duration) step[M] {
 	if c.count[processing] >= c.policy.Workers {
 		return step[M]{}
 	}
+	if it := c.nextToLook(); it != nil {
+		return c.examine(now, it)
+	}
 	it := c.up()
 	if it == nil {
 		c.endLook(now, nil)
 		return step[M]{at: c.wakeAt(0)}
+	}
+	if !c.paused && c.unseen(it) {
+		return c.examine(now, it)
 	}
 	if until, why := c.admit(now, it); why != ReasonNone {
 		if !c.draining && why != ReasonLimiter { // a pace only delays a look

@@ -30,7 +30,7 @@ func TestMetricsAreDocumented(t *testing.T) {
 		listed = append(listed, string(m[1]))
 	}
 	exported := []string{
-		MetricConsumed, MetricHandled, MetricReturned, MetricMessages, MetricRetries, MetricRefused,
+		MetricConsumed, MetricHandled, MetricReturned, MetricMessages, MetricRetries, MetricRefused, MetricQuarantined,
 		MetricAckFailures, MetricHoldAge, MetricHold, MetricBreaker, MetricBudget, MetricLag,
 		MetricParked, MetricParkedTotal, MetricFollowed,
 		MetricProcess, MetricFailures, MetricDeadLetters, MetricDLQRatio, MetricOvertaken, MetricRecovery, MetricTransitions,

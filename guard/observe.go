@@ -31,6 +31,7 @@ const (
 	MetricMessages    = "stormguard.messages"
 	MetricRetries     = "stormguard.retries"
 	MetricRefused     = "stormguard.refused"
+	MetricQuarantined = "stormguard.quarantined"
 	MetricAckFailures = "stormguard.ack.failures"
 	MetricHoldAge     = "stormguard.hold.age"
 	MetricHold        = "stormguard.hold.active"
@@ -148,7 +149,7 @@ func newMetrics(g *Guard) (*metrics, error) {
 
 // observed are the instruments that are read when somebody looks.
 type observed struct {
-	consumed, handled, returned, retries, refused, ackFailures, parkedTotal, followed metric.Int64ObservableCounter
+	consumed, handled, returned, retries, refused, quarantined, ackFailures, parkedTotal, followed metric.Int64ObservableCounter
 
 	messages, age, hold, state, budget, lag, parked, ratio metric.Float64ObservableGauge
 	fleetScope, heard, quorum, fleetStorm                  metric.Float64ObservableGauge
@@ -174,6 +175,7 @@ func newObserved(meter metric.Meter) (*observed, error) {
 	o.returned = counter(MetricReturned, "{message}", "Messages given back to the broker, or acked in vain.")
 	o.retries = counter(MetricRetries, "{attempt}", "Handler calls after a message's first.")
 	o.refused = counter(MetricRefused, "{message}", "Calls of a protected function that were refused.")
+	o.quarantined = counter(MetricQuarantined, "{message}", "Messages that matched a rule of the quarantine.")
 	o.ackFailures = counter(MetricAckFailures, "{message}", "Acks that the broker or its client did not take.")
 	o.parkedTotal = counter(MetricParkedTotal, "{message}", "Messages parked for another try.")
 	o.followed = counter(MetricFollowed, "{message}", "Messages sent after a parked one, unhandled, to keep their order.")
@@ -285,6 +287,7 @@ func (o *observed) source(to metric.Observer, c controls, st State, own *sourceM
 		to.ObserveInt64(o.refused, int64(t.Diverted), own.base)
 		return
 	}
+	to.ObserveInt64(o.quarantined, int64(t.Quarantined), own.base)
 	to.ObserveInt64(o.ackFailures, int64(t.AckFailures), own.base)
 	to.ObserveFloat64(o.age, st.OldestAge.Seconds(), own.base)
 	to.ObserveFloat64(o.budget, st.Budget, own.base)

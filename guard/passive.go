@@ -174,7 +174,7 @@ func (p *pump[M]) run() {
 		}
 		switch {
 		case s.c.acks.len() > 0 || up == nil && again <= now:
-			st = s.c.next(now)
+			st = s.next(now)
 		case up == nil:
 			st.at = again
 		}
@@ -271,7 +271,7 @@ func (s *Source[M]) takeBackLocked(now time.Duration, it *item[M]) {
 // no failure. It is worth nothing once the breaker is no longer half-open.
 func (c *machine[M]) mayOffer(now time.Duration, it *item[M]) bool {
 	switch {
-	case c.ended, c.paused, c.asked > now:
+	case c.ended, c.paused, c.asked > now, c.unseen(it):
 		return false
 	case it.probe:
 		return now-it.started < c.offerFor() && c.gate.Snapshot(now).State == breaker.HalfOpen

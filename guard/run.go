@@ -388,7 +388,7 @@ func (l *loop[M]) slowStep() bool {
 		s.unlock(now)
 		return more || l.block(at, now, room > 0)
 	}
-	st := s.c.next(now)
+	st := s.next(now)
 	s.prepareLocked(st)
 	s.unlock(now)
 	switch st.kind {

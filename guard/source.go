@@ -186,6 +186,7 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 	s.mu.Lock() // from here on an operator may see it
 	if err = g.register(cfg.Name, s); err == nil {
 		s.resumeLocked(g.recall(cfg.Name))
+		s.c.heedRules(g.now(), g.rules.Load())
 	}
 	s.unlock(g.now())
 	if err != nil {
@@ -286,7 +287,7 @@ func (s *Source[M]) unlock(now time.Duration) {
 	condemned, freed := s.c.condemned, s.c.freed
 	s.c.condemned, s.c.freed = nil, false
 	quiet := s.c.quiet(now) // it ends a hold that is empty, whoever asks
-	s.slow.Store(!quiet || s.alwaysSlow())
+	s.slow.Store(!quiet || s.alwaysSlow() || s.c.book != nil && s.c.book.meta)
 	if s.offering > 0 && s.c.room() > 0 {
 		token(s.space)
 	}
@@ -554,7 +555,7 @@ func (s *Source[M]) state(now time.Duration, fleet breaker.FleetScope) (st State
 	switch n := c.parked[ReasonDLQ]; {
 	case n == 0:
 	case !c.letters:
-		hold(ReasonDLQ, 0, fmt.Sprintf("%d messages have failed for good, and the source has no dead-letter writer", n), "operator: "+noWriterHelp)
+		hold(ReasonDLQ, 0, fmt.Sprintf("%d messages have failed for good or are in quarantine, and the source has no dead-letter writer", n), "operator: "+noWriterHelp)
 	default:
 		hold(ReasonDLQ, 0, fmt.Sprintf("%d messages wait for a credit", n), "successes, time, or operator: GrantCredits")
 	}

@@ -142,6 +142,7 @@ func (c *machine[M]) drain(now time.Duration) []M {
 		}
 	}
 	c.tally.Returned += uint64(len(rest))
+	c.emptied = true
 	c.ready, c.again = fifo[*lane[M]]{}, fifo[*item[M]]{}
 	return rest
 }

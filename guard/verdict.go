@@ -62,7 +62,14 @@ func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 		c.counted(it, -1)
 		c.back(now, it)
 	default:
-		c.failed(now, it, r)
+		if r.rule == nil || it.witness() {
+			c.failed(now, it, r)
+			break
+		}
+		c.exclude(now, it)
+		c.recall(it, r)
+		c.weigh(now, it, r)
+		c.impound(now, it, r.rule)
 	}
 	return step[M]{}
 }
@@ -210,6 +217,9 @@ func (c *machine[M]) failed(now time.Duration, it *item[M], r result) {
 	}
 	c.recall(it, r)
 	c.weigh(now, it, r)
+	if r.rule != nil { // a witness: it is compared again in its turn
+		it.seen = 0
+	}
 	if !c.report(now, it, head) {
 		c.decide(now, head)
 	}

@@ -39,7 +39,7 @@ func (s *Source[M]) await() (step[M], bool) {
 			s.c.stopped = true // before Run notices: a call now would only be cancelled, and asked again
 		}
 		now := s.g.now()
-		st := s.c.next(now)
+		st := s.next(now)
 		if st.kind != stepWait {
 			s.prepareLocked(st)
 			if s.demandDueLocked() {

@@ -1,0 +1,233 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package dlq
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+)
+
+// A Rule says which messages a quarantine is about. It is a plain value.
+type Rule struct {
+	Kind RuleKind
+
+	// Header is the header's name, with RuleHeader only.
+	Header string
+
+	// Value is the key, the header's value, or the ID of the [Cause]. It is compared
+	// byte by byte.
+	Value string
+}
+
+// RuleKind is what of a message a [Rule] compares.
+type RuleKind string
+
+// The kinds.
+const (
+	RuleKey    RuleKind = "key"    // the message's key
+	RuleHeader RuleKind = "header" // one of its headers, such as a tenant's name
+	RuleCause  RuleKind = "cause"  // the cause of its latest failure
+)
+
+const (
+	// MaxRule is how many bytes Header and Value of a [Rule] may have together.
+	MaxRule = 256
+	// MaxQuarantine is how many entries a list may have.
+	MaxQuarantine = 10_000
+
+	maxQuarantineBy  = 64
+	maxQuarantineWhy = 128
+	quarantineFor    = 24 * time.Hour
+	maxQuarantineFor = 366 * 24 * time.Hour
+)
+
+// String is the rule as [ParseRule] reads it: key=K, header:NAME=VALUE or cause=ID.
+func (r Rule) String() string {
+	if r.Kind == RuleHeader {
+		return string(r.Kind) + ":" + r.Header + "=" + r.Value
+	}
+	return string(r.Kind) + "=" + r.Value
+}
+
+// ParseRule reads what [Rule.String] writes. The error is [ErrQuarantine].
+func ParseRule(text string) (Rule, error) {
+	what, value, ok := strings.Cut(text, "=")
+	kind, header, named := strings.Cut(what, ":")
+	r := Rule{Kind: RuleKind(kind), Header: header, Value: value}
+	if !ok || named != (r.Kind == RuleHeader) {
+		return Rule{}, fmt.Errorf("%w: rule %.64q is not key=K, header:NAME=VALUE or cause=ID", ErrQuarantine, text)
+	}
+	return r, r.Validate()
+}
+
+// Validate says what is wrong with the rule, with an [ErrQuarantine].
+func (r Rule) Validate() error {
+	n := len(r.Header) + len(r.Value)
+	switch {
+	case r.Kind != RuleKey && r.Kind != RuleHeader && r.Kind != RuleCause:
+		return fmt.Errorf("%w: Rule.Kind: %.20q is not in {key, header, cause}", ErrQuarantine, r.Kind)
+	case (r.Kind == RuleHeader) != (r.Header != ""):
+		return fmt.Errorf("%w: Rule.Header: %.64q: a name goes with the kind header, and with no other", ErrQuarantine, r.Header)
+	case strings.Contains(r.Header, "="):
+		return fmt.Errorf("%w: Rule.Header: %.64q has a =", ErrQuarantine, r.Header)
+	case n > MaxRule:
+		return fmt.Errorf("%w: Rule: header and value of %d bytes are not in [1, %d]", ErrQuarantine, n, MaxRule)
+	case r.Value == "" && r.Kind != RuleHeader:
+		return fmt.Errorf("%w: Rule.Value: must not be empty", ErrQuarantine)
+	}
+	return nil
+}
+
+// ErrQuarantine means that an entry or a rule was refused. The text names the field, its
+// value and what is allowed.
+var ErrQuarantine = errors.New("dlq: quarantine")
+
+// A QuarantineEntry is a rule that is in force, who set it, until when, and why.
+type QuarantineEntry struct {
+	Rule Rule
+
+	// By is who set it, in up to 64 bytes; Why is for people, up to 128.
+	By, Why string
+
+	// At is when it was set: now, if unset.
+	At time.Time
+
+	// Until is when it ends by itself, at most 366 days after At. Unset means 24 h
+	// after At.
+	Until time.Time
+}
+
+// WithDefaults returns e with every unset field replaced by its default.
+func (e QuarantineEntry) WithDefaults(now time.Time) QuarantineEntry {
+	if e.At.IsZero() {
+		e.At = now
+	}
+	if e.Until.IsZero() {
+		e.Until = e.At.Add(quarantineFor)
+	}
+	return e
+}
+
+// Validate reports everything that is wrong with e at once, as an error that is
+// [ErrQuarantine], or nil. Unset fields are judged as their defaults.
+func (e QuarantineEntry) Validate(now time.Time) error {
+	e = e.WithDefaults(now)
+	errs := []error{e.Rule.Validate()}
+	if len(e.By) > maxQuarantineBy {
+		errs = append(errs, fmt.Errorf("%w: By: %d bytes are not in [0, %d]", ErrQuarantine, len(e.By), maxQuarantineBy))
+	}
+	if len(e.Why) > maxQuarantineWhy {
+		errs = append(errs, fmt.Errorf("%w: Why: %d bytes are not in [0, %d]", ErrQuarantine, len(e.Why), maxQuarantineWhy))
+	}
+	if d := e.Until.Sub(now); d <= 0 || d > maxQuarantineFor {
+		errs = append(errs, fmt.Errorf("%w: Until: %v from now is not in (0, %v]", ErrQuarantine, d.Round(time.Second), maxQuarantineFor))
+	}
+	return errors.Join(errs...)
+}
+
+// A Quarantine is a list of rules. A guard dead-letters, unhandled, the messages that
+// match one, and handles all others. All methods are safe for concurrent use and do no
+// I/O. [NewQuarantine] is one of this process alone; a fleet has one that all its
+// processes share.
+type Quarantine interface {
+	// Add sets a rule, or replaces what was said of it. The error is [ErrQuarantine]:
+	// what is wrong with the entry, or that the list is full.
+	Add(e QuarantineEntry) error
+
+	// Remove takes a rule off the list; by is who does. It is no error if the rule is
+	// not on the list here: another process may have set it, unheard yet.
+	Remove(r Rule, by string) error
+
+	// Entries are those in force, the oldest first.
+	Entries() []QuarantineEntry
+
+	// Watch has f called after each change until stop is called. f must not wait, nor
+	// call the list. That an entry's time is over is no change.
+	Watch(f func()) (stop func())
+}
+
+// NewQuarantine is an empty list of this process alone, in memory.
+func NewQuarantine() Quarantine {
+	return &quarantine{entries: make(map[Rule]QuarantineEntry), watchers: make(map[*func()]struct{})}
+}
+
+type quarantine struct {
+	mu       sync.Mutex
+	entries  map[Rule]QuarantineEntry
+	watchers map[*func()]struct{}
+}
+
+func (q *quarantine) Add(e QuarantineEntry) error {
+	now := time.Now()
+	e = e.WithDefaults(now)
+	if err := e.Validate(now); err != nil {
+		return err
+	}
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if _, ok := q.entries[e.Rule]; !ok && len(q.entries) >= MaxQuarantine {
+		maps.DeleteFunc(q.entries, func(_ Rule, e QuarantineEntry) bool { return !e.Until.After(now) })
+		if len(q.entries) >= MaxQuarantine {
+			return fmt.Errorf("%w: the list has %d entries, the most there may be: remove some", ErrQuarantine, len(q.entries))
+		}
+	}
+	q.entries[e.Rule] = e
+	q.tellLocked()
+	return nil
+}
+
+func (q *quarantine) Remove(r Rule, _ string) error {
+	if err := r.Validate(); err != nil {
+		return err
+	}
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	delete(q.entries, r)
+	q.tellLocked()
+	return nil
+}
+
+func (q *quarantine) Entries() []QuarantineEntry {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return QuarantineInForce(time.Now(), maps.Values(q.entries))
+}
+
+// QuarantineInForce are the entries whose time is not over, the oldest first, for whoever
+// makes a [Quarantine].
+func QuarantineInForce(now time.Time, all func(yield func(QuarantineEntry) bool)) []QuarantineEntry {
+	var in []QuarantineEntry
+	for e := range all {
+		if e.Until.After(now) {
+			in = append(in, e)
+		}
+	}
+	slices.SortFunc(in, func(a, b QuarantineEntry) int {
+		return cmp.Or(a.At.Compare(b.At), strings.Compare(a.Rule.String(), b.Rule.String()))
+	})
+	return in
+}
+
+func (q *quarantine) Watch(f func()) (stop func()) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.watchers[&f] = struct{}{}
+	return func() {
+		q.mu.Lock()
+		defer q.mu.Unlock()
+		delete(q.watchers, &f)
+	}
+}
+
+func (q *quarantine) tellLocked() {
+	for f := range q.watchers {
+		(*f)()
+	}
+}

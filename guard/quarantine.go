@@ -1,0 +1,319 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+// Quarantine: messages that match a rule of a list are dead-lettered unhandled, all
+// others are handled. The list is read when it changes, into a ruleBook that is never
+// changed. A message is compared when it is up, before it is admitted, once for each
+// book; that is a call of Port.Meta, outside the lock:
+//
+//	next ──▶ stepLook ──▶ look ──▶ looked ──▶ up again, or impounded
+//
+// Keys and headers need each message to be looked at, so the closed path is off while
+// the list has such rules. Without them it costs the closed path nothing. A rule about a
+// cause is compared when a message fails.
+
+// WithQuarantine has the Guard heed a list that it shares with others, such as that of
+// a fleet. The default is one of its own: [dlq.NewQuarantine].
+func WithQuarantine(q dlq.Quarantine) Option { return func(g *Guard) { g.quarantine = q } }
+
+// Quarantine is the list of rules that the Guard heeds: an operator adds to it and
+// removes from it. A message that matches is no attempt and no failure. It costs no
+// credit, but the limit of dead letters paces it. It is dead-lettered with the reason
+// "quarantine" where it stands in its order. In a source without a dead-letter writer it
+// waits until the rule ends. A rule about a cause matches messages that have failed with
+// it once.
+func (g *Guard) Quarantine() dlq.Quarantine { return g.quarantine }
+
+// ruleBook is what a list said at one time. It is never changed. nil is an empty list.
+type ruleBook struct {
+	version uint64 // from 1
+	rules   map[dlq.Rule]time.Time
+	meta    bool      // there are rules about keys or headers
+	headers bool      // … about headers
+	causes  bool      // there are rules about causes
+	until   time.Time // the first of them ends
+}
+
+// readQuarantine reads the list if it has changed, or a rule's time is over, and has the
+// sources look at what waits again. The sweeper calls it.
+func (g *Guard) readQuarantine() {
+	book := g.rules.Load()
+	if !g.listed.Swap(false) && (book == nil || time.Now().Before(book.until)) {
+		return
+	}
+	had := book.len()
+	book = g.newRuleBook(g.quarantine.Entries())
+	g.rules.Store(book)
+	for _, s := range g.all() {
+		s.heedRules(g.now())
+	}
+	if had != book.len() {
+		g.journal.say(g.now(), line{slog.LevelInfo, lineQuarantine, "", false, []any{"rules", book.len(), "before", had}})
+	}
+}
+
+func (g *Guard) newRuleBook(entries []dlq.QuarantineEntry) *ruleBook {
+	g.books++
+	if len(entries) == 0 {
+		return nil
+	}
+	b := &ruleBook{version: g.books, rules: make(map[dlq.Rule]time.Time, len(entries))}
+	for _, e := range entries {
+		e.Rule.Header = strings.ToLower(e.Rule.Header)
+		if e.Until.After(b.rules[e.Rule]) {
+			b.rules[e.Rule] = e.Until
+		}
+		if b.until.IsZero() || e.Until.Before(b.until) {
+			b.until = e.Until
+		}
+		b.meta = b.meta || e.Rule.Kind != dlq.RuleCause
+		b.headers = b.headers || e.Rule.Kind == dlq.RuleHeader
+		b.causes = b.causes || e.Rule.Kind == dlq.RuleCause
+	}
+	return b
+}
+
+func (b *ruleBook) len() int {
+	if b == nil {
+		return 0
+	}
+	return len(b.rules)
+}
+
+// has tells whether a rule is in force.
+func (b *ruleBook) has(r dlq.Rule) bool {
+	if b == nil {
+		return false
+	}
+	until, ok := b.rules[r]
+	return ok && time.Now().Before(until)
+}
+
+// ofMeta is the rule about its key or a header that a message matches, nil if there is
+// none. Of headers of one name the last counts; names are compared without regard to
+// case, as [dlq.Lookup] does.
+func (b *ruleBook) ofMeta(m Meta) *dlq.Rule {
+	if r := (dlq.Rule{Kind: dlq.RuleKey, Value: string(m.Key)}); len(m.Key) > 0 && b.has(r) {
+		return &r
+	}
+	if !b.headers {
+		return nil
+	}
+	for i, h := range slices.Backward(m.Headers) {
+		text, ok := headerText(h.Value)
+		r := dlq.Rule{Kind: dlq.RuleHeader, Header: strings.ToLower(h.Name), Value: text}
+		if ok && b.has(r) && !slices.ContainsFunc(m.Headers[i+1:], func(o dlq.Header) bool { return strings.EqualFold(o.Name, h.Name) }) {
+			return &r
+		}
+	}
+	return nil
+}
+
+// headerText is what people write for a value; false for times, lists and tables.
+func headerText(v any) (string, bool) {
+	switch v := v.(type) {
+	case string:
+		return v, true
+	case []byte:
+		return string(v), true
+	case bool, int, int8, int16, int32, int64, uint8, uint16, uint32, uint64:
+		return fmt.Sprint(v), true
+	}
+	return "", false
+}
+
+// ofCause is the rule about the cause of a failure, nil if there is none.
+func (b *ruleBook) ofCause(err error, stack []byte) *dlq.Rule {
+	if b == nil || !b.causes || err == nil {
+		return nil
+	}
+	if r := (dlq.Rule{Kind: dlq.RuleCause, Value: dlq.Fingerprint(err, stack).ID}); b.has(r) {
+		return &r
+	}
+	return nil
+}
+
+// heedRules gives the source the book in force. What waits is compared again: at once
+// what waits for a retry, the rest when it is up.
+func (s *Source[M]) heedRules(now time.Duration) {
+	s.mu.Lock()
+	s.c.heedRules(now, s.g.rules.Load())
+	s.unlock(now)
+	s.nudge()
+}
+
+func (*Func[M]) heedRules(time.Duration) {} // it has no messages that could be kept apart
+
+func (c *machine[M]) heedRules(now time.Duration, book *ruleBook) {
+	c.book = book
+	c.unlooked = c.unlooked[:0]
+	for _, it := range slices.Clone(c.due) {
+		switch {
+		case it.rule == nil && book != nil:
+			c.unlooked = append(c.unlooked, it)
+		case it.rule != nil && !book.has(*it.rule):
+			c.release(now, it)
+		}
+	}
+}
+
+// release lets an item that was impounded, and is not with the writer yet, go on.
+func (c *machine[M]) release(now time.Duration, it *item[M]) {
+	it.rule, it.paid = nil, false
+	if it.tries > 0 && !it.permanent {
+		it.doubtful = c.lucks.add(int64(it.luck))
+	}
+	c.park(it, now, ReasonNone) // it is woken by next: what is permanent is condemned there
+}
+
+// unseen tells whether an item must be compared with the book before it is handled.
+func (c *machine[M]) unseen(it *item[M]) bool {
+	return c.book != nil && it.seen != c.book.version && it.rule == nil && (c.book.meta || c.book.causes && len(it.failures) > 0)
+}
+
+// nextToLook is the next of the items that wait for a retry and are to be compared.
+func (c *machine[M]) nextToLook() *item[M] {
+	for len(c.unlooked) > 0 && !c.paused {
+		it := c.unlooked[0]
+		c.unlooked = c.unlooked[1:]
+		if it.phase == retryWait && c.unseen(it) {
+			return it
+		}
+	}
+	return nil
+}
+
+// examine takes an item aside, to be compared with the book: from where it waits, or
+// from the front of what is up. It counts as processing meanwhile.
+func (c *machine[M]) examine(now time.Duration, it *item[M]) step[M] {
+	it.wasParked = it.phase == retryWait
+	switch {
+	case it.wasParked:
+	case it.lane == nil:
+		c.again.pop()
+	default:
+		c.ready.pop()
+		it.lane.queued, it.lane.parked = false, true
+	}
+	c.move(it, processing)
+	it.started, it.slow, it.ctx, it.probe = now, true, nil, false // no timeout, nothing for the breaker
+	return step[M]{kind: stepLook, it: it}
+}
+
+// looked puts an item back that was taken aside by examine, or impounds it.
+func (c *machine[M]) looked(now time.Duration, it *item[M], book *ruleBook, rule *dlq.Rule) {
+	if book != nil {
+		it.seen = book.version
+	}
+	switch {
+	case rule != nil && !c.ended:
+		c.impound(now, it, rule)
+	case it.wasParked:
+		c.park(it, it.due, it.reason)
+	default:
+		c.move(it, waiting)
+		if it.lane == nil {
+			c.again.pushFront(it)
+			return
+		}
+		it.lane.parked, it.lane.queued = false, true
+		c.ready.pushFront(it.lane)
+	}
+}
+
+// impound dead-letters an item that matches a rule, or lets it wait where there is no
+// writer. It costs no credit. In a lane it is done in its place: when it is the head, or
+// a look behind the head has come to it; the look then goes on with the next.
+func (c *machine[M]) impound(now time.Duration, it *item[M], rule *dlq.Rule) {
+	witness := it.witness()
+	if witness && c.letterPace != nil && c.letterPace.Admit(now) > 0 {
+		it.seen = 0 // it is compared again in its turn
+		c.endWitness(now, it.lane, it)
+		return
+	}
+	it.rule = rule
+	c.tally.Quarantined++
+	c.refund(it)
+	c.undoubted(it)
+	switch {
+	case witness:
+		l := it.lane
+		l.front = slices.Delete(l.front, l.turn, l.turn+1)
+		it.lane, it.verdict = nil, dlq.ReasonQuarantine
+		c.move(it, settling)
+		c.writing[it] = struct{}{}
+		c.condemned = append(c.condemned, it)
+		if l.turn <= l.behind() {
+			l.parked, l.queued = false, true
+			c.ready.pushFront(l)
+			return
+		}
+		c.endWitness(now, l, nil)
+	case !c.letters:
+		c.park(it, never, ReasonDLQ)
+	default:
+		c.sentence(now, it, dlq.ReasonQuarantine)
+	}
+}
+
+// endWitness ends the look of a lane that cannot go on, and lets its head wait.
+func (c *machine[M]) endWitness(now time.Duration, l *lane[M], it *item[M]) {
+	if it != nil {
+		c.move(it, waiting)
+	}
+	c.endLook(now, l)
+	c.decide(now, l.front[0])
+}
+
+// next is the machine's, with the comparing done. The caller holds s.mu, which is given
+// up meanwhile.
+func (s *Source[M]) next(now time.Duration) step[M] {
+	for {
+		st := s.c.next(now)
+		if st.kind != stepLook {
+			return st
+		}
+		book := s.c.book
+		s.calls++ // as begin: End waits for it
+		s.unlock(now)
+		rule := s.compare(st.it, book)
+		s.mu.Lock()
+		s.endLocked()
+		now = s.g.now()
+		if s.c.emptied {
+			s.c.abandon(st.it) // End waited for no longer
+			continue
+		}
+		s.c.looked(now, st.it, book, rule)
+	}
+}
+
+// compare is the rule that a message matches, nil if there is none. The caller holds no
+// lock, and has announced a port call.
+func (s *Source[M]) compare(it *item[M], book *ruleBook) *dlq.Rule {
+	if n := len(it.failures); n > 0 {
+		if r := book.ofCause(it.failures[n-1].err, it.failures[n-1].stack); r != nil {
+			return r
+		}
+	}
+	if !book.meta {
+		return nil
+	}
+	meta, err := s.meta(it.m)
+	if err != nil {
+		return nil
+	}
+	return book.ofMeta(meta)
+}
