@@ -41,7 +41,7 @@ func TestMinRoom(t *testing.T) {
 	if err := g.Add(math.MaxUint64); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := s.Add(strings.Repeat("e", MaxElement), at); err != nil {
+	if _, err := s.Add(strings.Repeat("e", MaxElement), strings.Repeat("n", MaxNote), at); err != nil {
 		t.Fatal(err)
 	}
 	l.base, l.epoch = math.MaxUint64, math.MaxUint64
@@ -117,7 +117,7 @@ func TestMergeAllocations(t *testing.T) {
 	if err := g.Add(3); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := s.Add("element", Stamp{1, 1}); err != nil {
+	if _, err := s.Add("element", "note", Stamp{1, 1}); err != nil {
 		t.Fatal(err)
 	}
 	for name, s := range map[string]state{"GCounter": g, "LWWSet": s} {

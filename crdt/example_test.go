@@ -63,17 +63,17 @@ func ExampleLWWSet() {
 	clock := crdt.NewClock(func() time.Time { return now })
 
 	paused := must(crdt.NewLWWSet(alpha))
-	must(paused.Add("orders", clock.Now()))
-	must(paused.Add("payments", clock.Now()))
+	must(paused.Add("orders", "by ann", clock.Now()))
+	must(paused.Add("payments", "by bob", clock.Now()))
 	must(paused.Remove("orders", clock.Now()))
-	for source := range paused.All() {
-		fmt.Println(source)
+	for source, note := range paused.All() {
+		fmt.Println(source, note)
 	}
 
 	now = now.Add(time.Hour) // nobody was cut off for as long as that
 	fmt.Println(must(paused.Prune(clock.Now(), crdt.MinTombstoneAge)), "tombstone dropped")
 	// Output:
-	// payments
+	// payments by bob
 	// 1 tombstone dropped
 }
 

@@ -85,7 +85,7 @@ func FuzzGCounter(f *testing.F) {
 
 func FuzzLWWSet(f *testing.F) {
 	s, _ := NewLWWSet(origin1)
-	_, _ = s.Add("element", Stamp{1_700_000_000_000, 3})
+	_, _ = s.Add("element", "note", Stamp{1_700_000_000_000, 3})
 	_, _ = s.Remove("gone", Stamp{1_700_000_000_000, 4})
 	fuzzState(f, kindOf("LWWSet"), whole(s))
 }
@@ -116,9 +116,11 @@ func TestMalformed(t *testing.T) {
 		{"GCounter", "1101618000", "replica incarnation at byte 3 is 0 in 2 bytes, want the shortest varint"},
 		{"GCounter", "1101610100", "count at byte 4 is 0, want 1 to 18446744073709551615"},
 		{"GCounter", "110161010501", "replica name at byte 6 is 0 bytes, want 1 bytes"},
-		{"LWWSet", "41" + "8104", "element at byte 1 is 513, want 0 to 512"},
+		{"LWWSet", "41" + "8104", "element at byte 1 is 513, want 0 to 384"},
 		{"LWWSet", "41" + "0005", "stamp logical at byte 3 is cut off"},
 		{"LWWSet", "41" + "000506" + "016101" + "02", "removed at byte 7 is 2, want 0 to 1"},
+		{"LWWSet", "41" + "000506" + "016101" + "00" + "8102", "note at byte 8 is 257, want 0 to 256"},
+		{"LWWSet", "41" + "000506" + "016101" + "00" + "0261", "note at byte 9 is 1 bytes, want 2 bytes"},
 		{"OpLog", "6100", "first run at byte 2 is missing"},
 		{"OpLog", "6100" + "016101" + "00" + "00", "count at byte 6 is 0, want 1 to 1048576"},
 		{"OpLog", "6100" + "016101" + "00" + "818040", "count at byte 6 is 1048577"},
@@ -165,6 +167,9 @@ func TestWire(t *testing.T) {
 	if _, err := s.Remove("xy", Stamp{5, 6}); err != nil {
 		t.Fatal(err)
 	}
+	if _, err := s.Add("z", "hi", Stamp{7, 8}); err != nil {
+		t.Fatal(err)
+	}
 	if _, err := l.Append(OpReset, Stamp{0x1112, 0x13}, body{Key: 0x21, Spare: 0x22, Amount: -2}); err != nil {
 		t.Fatal(err)
 	}
@@ -173,7 +178,7 @@ func TestWire(t *testing.T) {
 		want string
 	}{
 		"GCounter": {whole(g), "11" + "02616201ac02"},
-		"LWWSet":   {whole(s), "41" + "0278790506" + "016102" + "01"},
+		"LWWSet":   {whole(s), "41" + "0278790506" + "016102" + "01" + "017a0708" + "016102" + "00" + "026869"},
 		"OpLog": {whole(l), "61" + "00" + "016101" + "00" + "01" +
 			"0100000000000000" + "0100000000000000" + "1211000000000000" + "1300000000000000" + "0300000000000000" +
 			"2100000022000000" + "feffffffffffffff"},

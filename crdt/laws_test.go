@@ -109,11 +109,14 @@ var kinds = []kind{
 				by:      self,
 				removed: rapid.Bool().Draw(t, "remove"),
 			}
-			do := s.(*LWWSet).Add
+			var err error
 			if w.removed {
-				do = s.(*LWWSet).Remove
+				_, err = s.(*LWWSet).Remove(e, w.at)
+			} else {
+				w.note = rapid.SampledFrom([]string{"", "m", "n"}).Draw(t, "note")
+				_, err = s.(*LWWSet).Add(e, w.note, w.at)
 			}
-			if _, err := do(e, w.at); err != nil {
+			if err != nil {
 				t.Fatal(err)
 			}
 			if old, ok := m.writes[e]; !ok || later(w, old) {
@@ -122,7 +125,7 @@ var kinds = []kind{
 		},
 		dump: func(s state) string {
 			c := s.(*LWWSet)
-			if n := len(slices.Collect(c.All())); n != c.Len() || c.Len()+c.Tombstones() != len(c.rows.at) {
+			if n := len(maps.Collect(c.All())); n != c.Len() || c.Len()+c.Tombstones() != len(c.rows.at) {
 				return fmt.Sprintf("Len is %d with %d tombstones, elements are %d of %d", c.Len(), c.Tombstones(), n, len(c.rows.at))
 			}
 			return dumpRows(c.rows)
@@ -150,7 +153,10 @@ func later(w, o write) bool {
 	case w.by.Incarnation != o.by.Incarnation:
 		return w.by.Incarnation > o.by.Incarnation
 	}
-	return o.removed && !w.removed
+	if w.removed == o.removed {
+		return w.note > o.note
+	}
+	return o.removed
 }
 
 // Two of them are lives of one process.

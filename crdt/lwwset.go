@@ -10,11 +10,14 @@ import (
 	"iter"
 	"strings"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/crdt/wire"
 )
 
 const (
-	// MaxElement is how many bytes an element of an [LWWSet] may have.
-	MaxElement = 512
+	// MaxElement is how many bytes an element of an [LWWSet] may have, and MaxNote a
+	// note on one.
+	MaxElement, MaxNote = 384, 256
 
 	// MinTombstoneAge is the least age at which [LWWSet.Prune] drops tombstones.
 	MinTombstoneAge = 10 * time.Minute
@@ -22,10 +25,11 @@ const (
 
 // An LWWSet is a set in which the last write to an element wins: the add or
 // remove with the highest stamp. Equal stamps are decided by the higher
-// [Replica]; where the replica is the same too, add wins. It is the
+// [Replica]; where the replica is the same too, add wins, and of two adds the greater
+// note. It is the
 // LWW-Element-Set of Shapiro et al., "A comprehensive study of Convergent and
 // Commutative Replicated Data Types" (INRIA 7506, 2011), which keeps of each
-// element only the write that wins.
+// element only the write that wins. An add has a note: what is said of the element.
 //
 // A removed element stays as a tombstone, or an add that is still on its way
 // would bring it back; [LWWSet.Prune] drops tombstones by age. Whoever adds
@@ -42,12 +46,16 @@ type write struct {
 	at      Stamp
 	by      Replica
 	removed bool
+	note    string
 }
 
 // beats is a total order: no two writes tie unless they are the same.
 func (w write) beats(o write) bool {
 	c := cmp.Or(w.at.Compare(o.at), w.by.Compare(o.by))
-	return c > 0 || c == 0 && !w.removed && o.removed
+	if c == 0 && w.removed == o.removed {
+		return w.note > o.note
+	}
+	return c > 0 || c == 0 && o.removed
 }
 
 // NewLWWSet makes an empty set that self writes to. It fails with an error
@@ -59,11 +67,15 @@ func NewLWWSet(self Replica) (*LWWSet, error) {
 	return &LWWSet{self: self, rows: newTable[string, write]()}, nil
 }
 
-// Add writes that the element is in the set, at [Clock.Now]. It reports false
-// when a higher stamp is there already, which then still decides. It fails with
-// an error when the element has more than [MaxElement] bytes.
-func (s *LWWSet) Add(element string, at Stamp) (bool, error) {
-	return s.write(element, write{at: at, by: s.self})
+// Add writes that the element is in the set, with a note, at [Clock.Now]. It reports
+// false when a higher stamp is there already, which then still decides. It fails with
+// an error when the element has more than [MaxElement] bytes, or the note more than
+// [MaxNote].
+func (s *LWWSet) Add(element, note string, at Stamp) (bool, error) {
+	if len(note) > MaxNote {
+		return false, argument("length of note", len(note), fmt.Sprintf("0 to %d bytes", MaxNote))
+	}
+	return s.write(element, write{at: at, by: s.self, note: note})
 }
 
 // Remove writes that the element is not in the set, whether or not it is: its
@@ -92,14 +104,25 @@ func (s *LWWSet) At(element string) (at Stamp, by Replica, ok bool) {
 	return w.at, w.by, w.by != Replica{}
 }
 
-// All yields the elements in the set, that of the latest change last.
-func (s *LWWSet) All() iter.Seq[string] {
-	return func(yield func(string) bool) {
+// All yields the elements in the set and their notes, that of the latest change last.
+// What is yielded may be dropped.
+func (s *LWWSet) All() iter.Seq2[string, string] {
+	return func(yield func(element, note string) bool) {
 		for element, w := range s.rows.all() {
-			if !w.removed && !yield(element) {
+			if !w.removed && !yield(element, w.note) {
 				return
 			}
 		}
+	}
+}
+
+// Drop forgets an element that is in the set, without a tombstone: peers do not hear of
+// it, and whoever still has it may bring it back. It is for elements that everybody
+// takes for void, such as by a time in their notes.
+func (s *LWWSet) Drop(element string) {
+	if s.Has(element) {
+		s.rows.drop(element)
+		s.live--
 	}
 }
 
@@ -146,7 +169,7 @@ func (s *LWWSet) Delta(b []byte, since uint64, room int) (_ []byte, upto uint64)
 		if w.removed {
 			return append(b, 1)
 		}
-		return append(b, 0)
+		return wire.AppendText(append(b, 0), w.note)
 	})
 }
 
@@ -166,6 +189,9 @@ func eachWrite(b []byte, row func(string, write)) error {
 	for m.Len() > 0 {
 		element := m.text("element", 0, MaxElement)
 		w := write{at: m.stamp("stamp"), by: m.replica("replica"), removed: m.Bool("removed")}
+		if !w.removed {
+			w.note = m.text("note", 0, MaxNote)
+		}
 		if m.Fault() == nil {
 			row(element, w)
 		}
@@ -194,6 +220,7 @@ func (s *LWWSet) join(element string, w write) bool {
 	} else {
 		w.by = s.self
 	}
+	w.note = strings.Clone(w.note)
 	if !w.removed {
 		s.live++
 	}
