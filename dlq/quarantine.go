@@ -41,11 +41,12 @@ const (
 	MaxRule = 256
 	// MaxQuarantine is how many entries a list may have.
 	MaxQuarantine = 10_000
+	// MaxQuarantineFor is how long an entry may last. It can be set again.
+	MaxQuarantineFor = 7 * 24 * time.Hour
 
 	maxQuarantineBy  = 64
 	maxQuarantineWhy = 128
 	quarantineFor    = 24 * time.Hour
-	maxQuarantineFor = 366 * 24 * time.Hour
 )
 
 // String is the rule as [ParseRule] reads it: key=K, header:NAME=VALUE or cause=ID.
@@ -99,7 +100,7 @@ type QuarantineEntry struct {
 	// At is when it was set: now, if unset.
 	At time.Time
 
-	// Until is when it ends by itself, at most 366 days after At. Unset means 24 h
+	// Until is when it ends by itself, at most 7 days from now. Unset means 24 h
 	// after At.
 	Until time.Time
 }
@@ -126,8 +127,8 @@ func (e QuarantineEntry) Validate(now time.Time) error {
 	if len(e.Why) > maxQuarantineWhy {
 		errs = append(errs, fmt.Errorf("%w: Why: %d bytes are not in [0, %d]", ErrQuarantine, len(e.Why), maxQuarantineWhy))
 	}
-	if d := e.Until.Sub(now); d <= 0 || d > maxQuarantineFor {
-		errs = append(errs, fmt.Errorf("%w: Until: %v from now is not in (0, %v]", ErrQuarantine, d.Round(time.Second), maxQuarantineFor))
+	if d := e.Until.Sub(now); d <= 0 || d > MaxQuarantineFor {
+		errs = append(errs, fmt.Errorf("%w: Until: %v from now is not in (0, %v]", ErrQuarantine, d.Round(time.Second), MaxQuarantineFor))
 	}
 	return errors.Join(errs...)
 }

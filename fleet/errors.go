@@ -46,6 +46,6 @@ var (
 	ErrEvicted = errors.New("fleet: evicted")
 
 	// ErrBusy means that too much is under way: too many requests of this process,
-	// or too many charters that some member has not applied.
+	// too many charters that some member has not applied, or a full quarantine.
 	ErrBusy = errors.New("fleet: busy")
 )
