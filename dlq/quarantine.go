@@ -62,17 +62,19 @@ func ParseRule(text string) (Rule, error) {
 	what, value, ok := strings.Cut(text, "=")
 	kind, header, named := strings.Cut(what, ":")
 	r := Rule{Kind: RuleKind(kind), Header: header, Value: value}
-	if !ok || named != (r.Kind == RuleHeader) {
+	if !ok || named != (r.Kind == RuleHeader) || !r.Kind.known() {
 		return Rule{}, fmt.Errorf("%w: rule %.64q is not key=K, header:NAME=VALUE or cause=ID", ErrQuarantine, text)
 	}
 	return r, r.Validate()
 }
 
+func (k RuleKind) known() bool { return k == RuleKey || k == RuleHeader || k == RuleCause }
+
 // Validate says what is wrong with the rule, with an [ErrQuarantine].
 func (r Rule) Validate() error {
 	n := len(r.Header) + len(r.Value)
 	switch {
-	case r.Kind != RuleKey && r.Kind != RuleHeader && r.Kind != RuleCause:
+	case !r.Kind.known():
 		return fmt.Errorf("%w: Rule.Kind: %.20q is not in {key, header, cause}", ErrQuarantine, r.Kind)
 	case (r.Kind == RuleHeader) != (r.Header != ""):
 		return fmt.Errorf("%w: Rule.Header: %.64q: a name goes with the kind header, and with no other", ErrQuarantine, r.Header)

@@ -65,12 +65,15 @@ const (
 	EntryForced                          // an operator's hand on a scope
 	EntryStormBegan                      // Subject is the key
 	EntryStormEnded
+	EntryQuarantined // a rule was put on the quarantine list; Subject is which
+	EntryReleased    // and taken off
 	entryKinds
 )
 
 var entryKindNames = [entryKinds]string{
 	EntryStarted: "started", EntryLeft: "left", EntryEvicted: "evicted", EntryCharter: "charter", EntryReset: "RESET",
 	EntryOpened: "opened", EntryClosed: "closed", EntryForced: "forced", EntryStormBegan: "storm began", EntryStormEnded: "storm ended",
+	EntryQuarantined: "quarantined", EntryReleased: "released",
 }
 
 func (k EntryKind) String() string {

@@ -120,7 +120,7 @@ func TestQuarantineOfNine(t *testing.T) {
 				mustNot(t, w.all[0].Add(dlq.QuarantineEntry{Rule: tenant("acme"), By: "ann", Why: "it breaks us"}))
 				w.within(time.Second, "acme")
 				for i, q := range w.all {
-					if e := q.Entries()[0]; e.By != "ann" || e.Why != "it breaks us" || (e.Until.Sub(q.wall()) - 24*time.Hour).Abs() > 3*time.Second {
+					if e := q.Entries()[0]; e.By != "ann" || e.Why != "it breaks us" || (e.Until.Sub(q.wall())-24*time.Hour).Abs() > 3*time.Second {
 						t.Errorf("%d: %+v, its clock says %v", i, e, q.wall())
 					}
 				}

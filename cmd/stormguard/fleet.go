@@ -66,13 +66,14 @@ func newFleet() *cobra.Command {
 	}
 	cmd.Flags().BoolVar(&watch, "watch", false, "again each second, until interrupted")
 	asking := []*cobra.Command{newFleetEvict(&op), newFleetSet(&op), newFleetReset(&op), newFleetJournal(&op)}
-	for _, c := range append(asking, cmd) {
+	quarantine, rules := newFleetQuarantine(&op)
+	for _, c := range slices.Concat(asking, rules, []*cobra.Command{cmd}) {
 		c.Flags().StringVar(&op.url, "url", defaultFleetURL, "where a process of the fleet serves its handler")
 		c.Flags().StringVar(&op.tokenFile, "token-file", "", "`file` whose first line is NAME SECRET: the token to send")
 		c.Flags().StringVar(&op.ca, "ca", "", "PEM `file` of the certificates to trust (default: the system's)")
 		c.Flags().BoolVar(&op.json, "json", false, "print what the process answers")
 	}
-	cmd.AddCommand(append(asking, newFleetRun(), newFleetKeygen())...)
+	cmd.AddCommand(append(asking, quarantine, newFleetRun(), newFleetKeygen())...)
 	return cmd
 }
 
@@ -445,6 +446,12 @@ func printFleet(out io.Writer, s *process.Status, keys []keyRate) error {
 		fmt.Fprintln(w, "\nKEY\tADMITTED\tDENIED\tLEVEL\tOF")
 		for _, k := range keys[:min(len(keys), 20)] {
 			fmt.Fprintf(w, "%s\t%.0f/s\t%.0f/s\t%.0f\t%.0f\n", k.key, k.admitted, k.denied, k.level, k.full)
+		}
+	}
+	if len(s.Quarantine) > 0 {
+		fmt.Fprintln(w, "\nQUARANTINE\tBY\tUNTIL\tWHY")
+		for _, q := range s.Quarantine[:min(len(s.Quarantine), 20)] {
+			fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", q.Rule, q.By, q.Until.Format(time.RFC3339), q.Why)
 		}
 	}
 	if len(s.Scopes) > 0 {

@@ -142,6 +142,7 @@ func (p *Process) lookAround(now time.Duration) {
 			p.journal.Sample(peer.Replica, peer.Offset, peer.RTT)
 		}
 	}
+	p.keepQuarantineTime()
 	p.standings.Say(p.standing())
 	if problem := charterOf(p.charters.Status(now)).Problem; problem != p.drive.said {
 		p.drive.said = problem

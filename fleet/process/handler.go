@@ -23,6 +23,8 @@ import (
 //	GET  journal         the entries that are remembered, oldest first
 //	POST evict?name=N    [Process.Evict]
 //	POST change          [ChangeRequest] as JSON: [Process.Propose]
+//	GET  quarantine      the rules in force: [Quarantined] as JSON
+//	POST quarantine      [QuarantineRequest] as JSON: [Process.Quarantine]; answered as GET
 //
 // A request that came to a loopback address or a Unix socket needs no token, unless
 // there are some; without one its Host must be a loopback address or localhost. A
@@ -66,6 +68,7 @@ func (p *Process) Handler(tokens ...Token) http.Handler {
 		change := in.change()
 		p.choose(w, r, "set", p.before(change), func(ctx context.Context) (uint64, error) { return p.Propose(ctx, change) }, "after", audited(change.String()))
 	})
+	p.serveQuarantine(mux)
 	return newAccess(p, tokens).guard(mux)
 }
 

@@ -14,6 +14,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/crdt"
 	"github.com/stormguard-mq/stormguard/crdt/gossip"
+	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/fleet"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
@@ -37,10 +38,12 @@ type Process struct {
 	journal   *fleet.Journal
 	standings *fleet.Standings
 
-	ctx    context.Context //nolint:containedctx // the process's life, which Close ends
-	cancel context.CancelFunc
-	wg     sync.WaitGroup
-	drive  driver
+	rules      dlq.Quarantine // for the guard
+	quarantine *fleet.Quarantine
+	ctx        context.Context //nolint:containedctx // the process's life, which Close ends
+	cancel     context.CancelFunc
+	wg         sync.WaitGroup
+	drive      driver
 }
 
 // The names of the sections.
@@ -52,6 +55,8 @@ const (
 	sectionTotals    = "totals"
 	sectionJournal   = "journal"
 	sectionStandings = "standings"
+
+	sectionQuarantine = "quarantine"
 )
 
 // Start begins a life of a process. It waits for nobody: until a majority of the
@@ -88,6 +93,7 @@ func (p *Process) start(o options) (err error) {
 	}
 	if p.cfg.alone() {
 		p.member = fleet.NewMember(p.clock, nil, nil)
+		p.rules = dlq.NewQuarantine()
 	} else if err := p.join(o); err != nil {
 		return err
 	}
@@ -130,6 +136,10 @@ func (p *Process) join(o options) (err error) {
 	if p.standings, err = fleet.NewStandings(p.self); err != nil {
 		return err
 	}
+	quarantine, err := p.joinQuarantine()
+	if err != nil {
+		return err
+	}
 	p.node, err = gossip.Start(p.cfg.Gossip, append(slices.Clone(o.gossip), gossip.WithClock(p.clock), gossip.WithLogger(p.log),
 		gossip.WithSection(sectionLimits, p.limits),
 		gossip.WithSection(sectionCharter, p.charters),
@@ -137,7 +147,8 @@ func (p *Process) join(o options) (err error) {
 		gossip.WithSection(sectionStorms, p.storms),
 		gossip.WithSection(sectionTotals, p.totals),
 		gossip.WithSection(sectionJournal, p.journal),
-		gossip.WithSection(sectionStandings, p.standings))...)
+		gossip.WithSection(sectionStandings, p.standings),
+		gossip.WithSection(sectionQuarantine, quarantine))...)
 	if errors.Is(err, gossip.ErrConfig) { // what only the options show, such as a missing key
 		return fmt.Errorf("%w: Gossip: %w", ErrConfig, err)
 	}

@@ -34,6 +34,8 @@ type Status struct {
 
 	Scopes []Scope `json:"scopes,omitempty"` // of breakers, that this process has
 	Totals []Total `json:"totals,omitempty"` // by topic or queue of a group
+
+	Quarantine []Quarantined `json:"quarantine,omitempty"` // rules in force
 }
 
 // A Total is what the fleet has counted for a topic or queue of a group, as far as
@@ -147,6 +149,7 @@ func charterOf(s fleet.CharterStatus) Charter {
 func (p *Process) Status() Status {
 	limits := p.limits.Stats()
 	s := Status{Fleet: p.cfg.Fleet, Name: p.self.Name, Stranded: limits.Stranded}
+	s.Quarantine = p.quarantined()
 	if p.node == nil {
 		founding := p.limits.Charter()
 		s.Charter = charterOf(fleet.CharterStatus{Charter: founding, Complete: founding.Number, Settled: true, Member: true})

@@ -1,0 +1,149 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package process
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/fleet"
+)
+
+// Quarantine is the fleet's list of rules about messages that no process is to handle,
+// for guard.WithQuarantine. What is added or removed by it is in the journal, with who
+// and why, and in force everywhere within a second; a process that is cut off has it when
+// it is heard again. That of a process that is alone is its own.
+func (p *Process) Quarantine() dlq.Quarantine { return p.rules }
+
+// rules is the fleet's list, with what is written down of a change.
+type rules struct {
+	dlq.Quarantine
+
+	p *Process
+}
+
+// Add is that of [dlq.Quarantine].
+func (r rules) Add(e dlq.QuarantineEntry) error {
+	err := r.Quarantine.Add(e)
+	if err == nil {
+		r.p.write(fleet.Entry{Kind: fleet.EntryQuarantined, Subject: e.Rule.String(), Text: spoken(e.By, e.Why)})
+	}
+	return err
+}
+
+// Remove is that of [dlq.Quarantine].
+func (r rules) Remove(rule dlq.Rule, by string) error {
+	err := r.Quarantine.Remove(rule, by)
+	if err == nil {
+		r.p.write(fleet.Entry{Kind: fleet.EntryReleased, Subject: rule.String(), Text: spoken(by, "")})
+	}
+	return err
+}
+
+// spoken is what the journal says of who and why; it keeps the first 128 bytes.
+func spoken(by, why string) string {
+	if by != "" {
+		by = "by " + by
+	}
+	if by != "" && why != "" {
+		by += ": "
+	}
+	return by + why
+}
+
+// joinQuarantine makes the fleet's list.
+func (p *Process) joinQuarantine() (*fleet.Quarantine, error) {
+	q, err := fleet.NewQuarantine(p.self, time.Now)
+	if err == nil {
+		p.rules, p.quarantine = rules{q, p}, q
+	}
+	return q, err
+}
+
+// keepQuarantineTime tells the list how far our clock is off those of the peers.
+func (p *Process) keepQuarantineTime() {
+	var offsets []time.Duration
+	for _, peer := range p.node.Peers() {
+		if peer.HasOffset {
+			offsets = append(offsets, peer.Offset)
+		}
+	}
+	p.quarantine.Offset(offsets)
+}
+
+// QuarantineRequest is a change of the quarantine as it is sent.
+type QuarantineRequest struct {
+	Rule   string        `json:"rule"`             // as [dlq.ParseRule] reads it
+	Remove bool          `json:"remove,omitempty"` // take it off; without it, put it on
+	For    time.Duration `json:"for_ns,omitempty"` // 0 means 24 h
+	By     string        `json:"by,omitempty"`     // who; the token's name counts, if there is one
+	Why    string        `json:"why,omitempty"`
+}
+
+// A Quarantined is a rule that is in force, as it is sent.
+type Quarantined struct {
+	Rule  string    `json:"rule"`
+	By    string    `json:"by,omitempty"`
+	Why   string    `json:"why,omitempty"`
+	At    time.Time `json:"at"`
+	Until time.Time `json:"until"`
+}
+
+func (p *Process) quarantined() []Quarantined {
+	all := []Quarantined{}
+	for _, e := range p.rules.Entries() {
+		all = append(all, Quarantined{e.Rule.String(), e.By, e.Why, e.At.UTC(), e.Until.UTC()})
+	}
+	return all
+}
+
+// serveQuarantine answers about the list; who may ask is decided before.
+func (p *Process) serveQuarantine(mux *http.ServeMux) {
+	mux.HandleFunc("GET /quarantine", func(w http.ResponseWriter, _ *http.Request) { answer(w, http.StatusOK, p.quarantined()) })
+	mux.HandleFunc("POST /quarantine", func(w http.ResponseWriter, r *http.Request) {
+		var in QuarantineRequest
+		d := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxBody))
+		d.DisallowUnknownFields()
+		err := d.Decode(&in)
+		if err == nil && d.More() {
+			err = errors.New("want one object")
+		}
+		if err != nil {
+			refuse(w, fmt.Errorf("%w: body: %w", fleet.ErrConfig, err))
+			return
+		}
+		who, _ := askedBy(r.Context())
+		line := []any{"who", who.remote, "token", who.token, "by", audited(in.By), "rule", audited(in.Rule), "remove", in.Remove, "why", audited(in.Why)}
+		if err := p.changeQuarantine(in, who); err != nil {
+			p.log.Warn("fleet: an operator's change of the quarantine was not made", append(line, "error", err)...)
+			refuse(w, fmt.Errorf("%w: %w", fleet.ErrConfig, err))
+			return
+		}
+		p.log.Info("fleet: an operator's change of the quarantine was made", line...)
+		answer(w, http.StatusOK, p.quarantined())
+	})
+}
+
+func (p *Process) changeQuarantine(in QuarantineRequest, who operator) error {
+	rule, err := dlq.ParseRule(in.Rule)
+	if err != nil {
+		return err
+	}
+	by := in.By
+	if who.token != "" {
+		by = who.token
+	}
+	if in.Remove {
+		return p.rules.Remove(rule, by)
+	}
+	e := dlq.QuarantineEntry{Rule: rule, By: by, Why: in.Why}
+	if in.For != 0 {
+		e.Until = time.Now().Add(in.For)
+	}
+	return p.rules.Add(e)
+}
