@@ -16,6 +16,7 @@ import (
 
 	"pgregory.net/rapid"
 
+	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
@@ -29,7 +30,7 @@ var happenings = []string{
 	"publish", "publish", "publish", "poison", "wait", "wait", "wait", "long wait", "down", "up",
 	"revoke", "revoke eagerly", "kill", "restart", "duplicate", "reorder", "redeliver", "refuse acks", "take acks",
 	"pause", "resume", "force open", "force closed", "letters down", "letters up", "letters unsure", "letters slow",
-	"grant", "slow handler", "quick handler", "delay", "panic", "permanent", "backoff",
+	"grant", "slow handler", "quick handler", "delay", "panic", "permanent", "backoff", "quarantine", "release",
 }
 
 // life is a guarded queue to which things happen.
@@ -41,6 +42,7 @@ type life struct {
 	numbers uint64
 	poison  map[uint64]bool
 	allowed map[uint64]bool // may be dead-lettered
+	kept    map[string]bool // keys that were in quarantine once
 
 	mu     sync.Mutex
 	served []served
@@ -54,7 +56,7 @@ const (
 // live runs ops against a fresh source and returns what is wrong. It runs in a
 // bubble, so it must not fail a rapid.T.
 func live(order guard.Order, workers int, cfg ConsumerConfig, feed bool, ops []op) error {
-	l := &life{b: NewBroker(), h: new(Handler), order: order, poison: make(map[uint64]bool), allowed: make(map[uint64]bool)}
+	l := &life{b: NewBroker(), h: new(Handler), order: order, poison: make(map[uint64]bool), allowed: make(map[uint64]bool), kept: make(map[string]bool)}
 	policy := guard.Policy{
 		Order: order, Workers: workers, Timeout: 20 * time.Second,
 		Retry: guard.Retry{Attempts: lifeAttempts, Base: 10 * time.Millisecond, Max: time.Second, Patience: lifePatience},
@@ -183,6 +185,14 @@ func (l *life) do(o op) {
 		l.h.Delay(time.Duration(o.n) * 20 * time.Millisecond)
 	case "quick handler":
 		l.h.Delay(0)
+	case "quarantine", "release":
+		rule := dlq.Rule{Kind: dlq.RuleKey, Value: fmt.Sprintf("key-%d", o.n%5)}
+		if o.what == "release" {
+			_ = l.g.Quarantine().Remove(rule, "")
+			return
+		}
+		l.kept[rule.Value] = true
+		_ = l.g.Quarantine().Add(dlq.QuarantineEntry{Rule: rule})
 	case "delay":
 		l.b.Delay(queueName, time.Duration(o.n)*5*time.Millisecond)
 	default:
@@ -246,6 +256,9 @@ func (l *life) check() error {
 		n := Number(r.Body)
 		dead = append(dead, n)
 		if l.allowed[n] {
+			continue
+		}
+		if r.Reason == dlq.ReasonQuarantine && l.kept[string(r.Key)] {
 			continue
 		}
 		last, proven, err := l.deserved(n, r.LastFailed)

@@ -220,6 +220,10 @@ var basics = []rule{
 		run: poison,
 	},
 	{
+		name: "quarantine", says: "what matches a rule of the quarantine is dead-lettered unhandled, all else is handled in order",
+		run: quarantine,
+	},
+	{
 		name: "writer-down", says: "while dead letters cannot be written nothing is settled or lost",
 		run: writerDown,
 	},
@@ -638,6 +642,51 @@ func ackFails(x *run) {
 	if letters := len(x.letters()); letters > 0 {
 		x.errorf("%d dead letters", letters)
 	}
+}
+
+func quarantine(x *run) {
+	tenants := func(bad int, of int) (numbers []uint64) { // one in bad is of the tenant acme
+		ms := make([]Publication, of)
+		for i := range ms {
+			name := "good"
+			if i%bad == 0 {
+				name = "acme"
+				numbers = append(numbers, x.numbers+1)
+			}
+			ms[i] = x.message(0, dlq.Header{Name: "Tenant", Value: x.headerText(name)})
+		}
+		x.must("Publish", x.subject.Publish(x.ctx, ms...))
+		return numbers
+	}
+	rule := dlq.Rule{Kind: dlq.RuleHeader, Header: "Tenant", Value: "acme"}
+	tenants(3, 30)
+	x.start()
+	x.handled(30)
+	s := x.source()
+	list := x.guard.Quarantine()
+	x.must("Add", list.Add(dlq.QuarantineEntry{Rule: rule, By: "guardtest"}))
+	x.pass(time.Second, 500*time.Millisecond)
+	budget := s.State().Budget
+	acme := tenants(3, 60)
+	for _, n := range acme {
+		if rec := x.buried(n); rec.Reason != dlq.ReasonQuarantine || rec.Attempts != 0 {
+			x.errorf("the dead letter of message %d says %q, %d attempts", n, rec.Reason, rec.Attempts)
+		}
+	}
+	x.handled(30 + 60 - len(acme))
+	for _, n := range acme {
+		if calls := len(x.h.CallsOf(n)); calls > 0 {
+			x.errorf("%d calls of message %d, which is in quarantine", calls, n)
+		}
+	}
+	st := s.State()
+	if st.Tally.Quarantined != uint64(len(acme)) || st.Tally.Failures > 0 || st.Budget < budget {
+		x.errorf("%d of %d in quarantine, %d failures, budget %g of %g", st.Tally.Quarantined, len(acme), st.Tally.Failures, st.Budget, budget)
+	}
+	x.must("Remove", list.Remove(rule, "guardtest"))
+	x.pass(time.Second, 500*time.Millisecond)
+	tenants(2, 20)
+	x.handled(30 + 60 - len(acme) + 20)
 }
 
 func deadLetter(x *run) {
