@@ -283,7 +283,11 @@ func TestQuarantineBounds(t *testing.T) {
 	mustNot(t, stale.Merge(crdt.Contact{From: q.self}, whole))
 	mustNot(t, peer.Merge(crdt.Contact{From: q.self}, whole))
 	mustNot(t, q.Remove(tenant("9"), ""))
-	now = now.Add(24*time.Hour - time.Second)
+	now = now.Add(6 * time.Hour) // who still has it cannot bring it back
+	_, _ = q.Delta(0, nil, crdt.Replica{}, 0, 1024)
+	still, _ := stale.Delta(0, nil, crdt.Replica{}, 0, math.MaxInt)
+	mustNot(t, q.Merge(crdt.Contact{From: stale.self}, still))
+	now = now.Add(18*time.Hour - time.Second)
 	if n := len(q.Entries()); n != dlq.MaxQuarantine-1 {
 		t.Errorf("%d entries a second before they end", n)
 	}

@@ -384,3 +384,29 @@ func TestQuarantinePassive(t *testing.T) {
 		}
 	})
 }
+
+// Of headers of one name the last counts, whatever its case; values that are no text are
+// compared with what people write.
+func TestQuarantineHeaders(t *testing.T) {
+	meta := (&tenantPort{}).Meta(3)
+	meta.Headers = append(meta.Headers, dlq.Header{Name: "on", Value: true}, dlq.Header{Name: "at", Value: time.Now()}, dlq.Header{Name: "none", Value: nil})
+	g := Must(New(Config{}))
+	defer func() { _, _ = g.Close(t.Context()) }()
+	for text, want := range map[string]bool{
+		"header:tenant=3": true, "header:TENANT=3": true, "header:tenant=old": false, "header:shard=3": true, "header:shard=03": false,
+		"header:on=true": true, "header:none=": false, "header:missing=": false, "key=k3": true, "key=K3": false,
+	} {
+		rule, err := dlq.ParseRule(text)
+		if err != nil {
+			t.Fatal(err)
+		}
+		book := g.newRuleBook([]dlq.QuarantineEntry{{Rule: rule, Until: time.Now().Add(time.Hour)}})
+		if got := book.ofMeta(meta); (got != nil) != want {
+			t.Errorf("%s: %v", text, got)
+		}
+		book = g.newRuleBook([]dlq.QuarantineEntry{{Rule: rule, Until: time.Now()}})
+		if got := book.ofMeta(meta); got != nil {
+			t.Errorf("%s has ended, and matches", text)
+		}
+	}
+}
