@@ -96,7 +96,8 @@ type Silence struct {
 	// Policy is Hold if unset.
 	Policy SilencePolicy
 	// After is how long a node must be silent before its share of the rate is taken
-	// over. In [1s, 1h], with TakeOver only; unset means 5 s there.
+	// over. In a large fleet what it rests is added, see crdt.Contact. In [1s, 1h], with
+	// TakeOver only; unset means 5 s there.
 	After time.Duration
 }
 

@@ -89,7 +89,7 @@ func (n *Node) stepAway(r *row) {
 	if p == nil {
 		return
 	}
-	if n.now-p.heard >= lease {
+	if n.unheard(p) >= lease {
 		need = 0
 	}
 	e := r.with(p)

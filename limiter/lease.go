@@ -42,6 +42,9 @@ func (n *Node) fresh(p *peer) bool {
 	return !p.gone && !p.parted && p.echo > 0 && n.now-p.echo < freshFor
 }
 
+// unheard is for how long no packet of p has come that could have.
+func (n *Node) unheard(p *peer) time.Duration { return n.now - p.heard - p.rest }
+
 // unanswered tells whether p was told something, and no echo of that came back.
 func (p *peer) unanswered() bool { return p.echo < p.toldAt }
 

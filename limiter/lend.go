@@ -217,7 +217,7 @@ func (n *Node) needs(r *row) (total int64) {
 		if e == nil || e.itsNeed == 0 {
 			continue
 		}
-		r.needing = r.needing || n.now-e.peer.heard < lease
+		r.needing = r.needing || n.unheard(e.peer) < lease
 		switch {
 		case n.lendable(e.peer):
 			total += e.itsNeed
@@ -249,7 +249,7 @@ func (n *Node) returnSpare(r *row, most int64) {
 func (n *Node) need(r *row, short int64) {
 	shares := int64(0)
 	for _, p := range n.slots {
-		if p != nil && n.fresh(p) {
+		if p != nil && (n.fresh(p) || p.rest > 0 && !p.gone && !p.parted && n.unheard(p) < lease) {
 			shares += p.share
 		}
 	}
@@ -259,7 +259,7 @@ func (n *Node) need(r *row, short int64) {
 			continue
 		}
 		need := int64(0)
-		if short > crumb && n.now-p.heard < lease {
+		if short > crumb && n.unheard(p) < lease {
 			need = min(int64(float64(short)/counted*float64(p.share)/float64(max(shares, p.share))), short)
 		}
 		if need < crumb {

@@ -32,6 +32,7 @@ type peer struct {
 
 	sent  time.Duration // its clock: the newest packet merged
 	heard time.Duration // own clock: when that was
+	rest  time.Duration // how much later than a keep-alive its next packet may come
 	echo  time.Duration // own clock: the newest of our packets that it had heard
 	floor time.Duration // its clock: what is not newer may speak of what was forgotten
 

@@ -356,6 +356,13 @@ func (s *Set) Counted() uint64 {
 	return s.node.Counted()
 }
 
+// Keeps is that of [Node.Keeps].
+func (s *Set) Keeps(to crdt.Replica) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.node.Keeps(to)
+}
+
 // Delta is that of [Node.Delta].
 func (s *Set) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
 	if s.pool != nil {

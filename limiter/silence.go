@@ -19,7 +19,7 @@ func (n *Node) lookSilent() (changed bool) {
 			// Mutual silence: it is not heard, and what we say is not answered.
 			last := n.born
 			if p := n.peers[name]; p != nil {
-				last = max(last, p.heard, p.echo)
+				last = max(last, p.heard+p.rest, p.echo)
 			}
 			switch {
 			case name == n.self.Name:

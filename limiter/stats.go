@@ -73,4 +73,4 @@ func (n *Node) Stats(now time.Duration) Stats {
 }
 
 // heard tells whether a peer is there, for people: ten keep-alives.
-func (n *Node) heard(p *peer) bool { return !p.gone && p.sent > 0 && n.now-p.heard < lease/2 }
+func (n *Node) heard(p *peer) bool { return !p.gone && p.sent > 0 && n.unheard(p) < lease/2 }

@@ -58,6 +58,14 @@ func (n *Node) Mark(to crdt.Replica) uint64 {
 // Counted rises whenever the mark for any peer does; see gossip.Counter.
 func (n *Node) Counted() uint64 { return n.changes + n.rosters }
 
+// Keeps tells whether something lies between this node and the peer: a loan, a need, or
+// what was one some seconds ago. Then the lease is to be renewed, and each is to know
+// at once when it does not hear the other; see gossip.Keeper.
+func (n *Node) Keeps(to crdt.Replica) bool {
+	p := n.peers[to.Name]
+	return p != nil && p.id.Incarnation == to.Incarnation && p.changes.First() != nil
+}
+
 // Delta appends what changed for a peer after since, oldest change first; see
 // gossip.Section. With nothing new it appends a header, some 12 bytes, from which
 // the peer learns that this node is there, and to which the lease of what it has
@@ -256,7 +264,7 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	}
 	n.vouched(p.index) // to write to this life it had to bury the earlier one
 	if c.Sent > p.sent {
-		p.sent, p.heard, p.charter = c.Sent, n.now, charter
+		p.sent, p.heard, p.rest, p.charter = c.Sent, n.now, c.Rest, charter
 		if n.silent[p.id.Name] {
 			n.lookSilent()
 			n.eachRow(n.reshare)

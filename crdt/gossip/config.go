@@ -43,9 +43,13 @@ type Config struct {
 	Floor time.Duration
 
 	// KeepAlive is how long a peer waits at most for a packet when there is
-	// nothing to say. A peer is silent after 20 of them, and lost after 200: then
-	// its address is tried every 1 to 5 s. In [Floor, 1m]; unset means 50 ms, or
-	// Floor if that is more. It should be the same everywhere.
+	// nothing to say. A process sends two packets in that time, to all its peers
+	// together: with more than two peers each has to wait longer, and is told how long
+	// that may be, its rest. Pairs of which one needs the other are kept at the full
+	// pace, see [Keeper]. A peer is silent after its rest and 20 keep-alives, and
+	// lost after its rest and 200: then its address is tried every 1 to 5 s. In
+	// [Floor, 1m]; unset means 50 ms, or Floor if that is more. It should be the same
+	// everywhere.
 	KeepAlive time.Duration
 
 	// MaxPacket bounds a packet, in bytes. In [512, 1400]; unset means 1,400. A
@@ -140,7 +144,8 @@ func (f optionFunc) apply(o *options) { f(o) }
 func WithSection(name string, s Section) Option {
 	return optionFunc(func(o *options) {
 		count, _ := s.(Counter)
-		o.sections = append(o.sections, section{name: name, id: sectionID(name), Section: s, count: count})
+		keep, _ := s.(Keeper)
+		o.sections = append(o.sections, section{name: name, id: sectionID(name), Section: s, count: count, keep: keep})
 	})
 }
 

@@ -23,8 +23,11 @@
 // 10.5 ms in the simulation with a one-way delay of 0.5 ms and exponentially
 // distributed 0.5 ms; without loss 4.0 ms. Loss in bursts takes what the burst takes.
 //
-// Every process talks to every other. Each is told who else is heard, so knowing
-// one is enough; peers of the own zone are served first; addresses that fell
+// Every process talks to every other: what has changed it tells directly and at once.
+// Those who have nothing to say to each other rest: a process sends two packets in a
+// keep-alive, to all its peers together, and each says how long the next one may take.
+// A peer that is late is asked, and one that does not answer for 20 keep-alives is
+// silent. Each is told who else is heard, so knowing one is enough; peers of the own zone are served first; addresses that fell
 // silent are tried for ever, which is what heals a split. Freshness is judged by a
 // peer's own packets only.
 //

@@ -192,6 +192,7 @@ type fleet struct {
 	tune    func(node int, c *gossip.Config)
 	seeds   func(node int) []int
 	onBoot  func(node int, m *member)
+	wrap    func(node int, b *board) gossip.Section
 }
 
 func newFleet(seed uint64, link simnet.Link) *fleet {
@@ -225,6 +226,8 @@ func (f *fleet) start(n int) *fleet {
 				section = uncounted{section}
 			case f.rejoins:
 				section = rejoining{m.board}
+			case f.wrap != nil:
+				section = f.wrap(node, m.board)
 			}
 			m.Session, err = gossip.New(cfg, gossip.WithSection("board", section), gossip.WithRand(rng.Float64))
 			if err != nil {

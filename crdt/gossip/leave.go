@@ -45,10 +45,10 @@ func (s *Session) leave(now time.Duration, ev Event, actions []Action) []Action 
 	budget := s.cfg.Burst
 	s.wake, s.parting = Never, parting{}
 	for _, p := range s.peers {
-		if p.knows || now-p.heardAt >= lostAfter*s.cfg.KeepAlive {
+		if p.knows || now-p.heardAt >= s.lostAfter(p) {
 			continue
 		}
-		if s.parting.waits == nil && now-p.heardAt < s.silence() {
+		if s.parting.waits == nil && !p.silent(now, s.silence()) {
 			s.parting.waits = p
 		}
 		if p.due = s.leaveDue(p); p.due <= now && budget > 0 {
@@ -60,6 +60,7 @@ func (s *Session) leave(now time.Duration, ev Event, actions []Action) []Action 
 			h.toInc, h.toName, h.seq = p.life.Incarnation, p.toName, p.seq
 			s.arena = h.append(s.arena, s.cfg.Self.Name)
 			p.sentAt, p.told = now, true
+			p.asks(now)
 			p.due = s.leaveDue(p)
 			actions = s.sent(start, p.addr, actions)
 		}
@@ -86,7 +87,7 @@ type parting struct {
 
 // same tells whether looking at all peers again would change nothing.
 func (d *parting) same(now time.Duration, s *Session) bool {
-	return now < s.wake && d.first > 0 && d.waits != nil && !d.waits.knows && now-d.waits.heardAt < s.silence()
+	return now < s.wake && d.first > 0 && d.waits != nil && !d.waits.knows && !d.waits.silent(now, s.silence())
 }
 
 // informed notes that a peer knows that we leave.
@@ -131,7 +132,7 @@ func (s *Session) acknowledged(now time.Duration, ev Event) (reason Reason, by c
 	case h.flags&flagRefusal == 0:
 		// What somebody sends again says nothing of who is there.
 		if ours && p.receive(h.seq) == Accepted || !ours && h.sent > p.theirs || h.fromInc > p.life.Incarnation {
-			p.heardAt, p.theirs = now, max(p.theirs, h.sent)
+			p.heardAt, p.waits, p.theirs = now, 0, max(p.theirs, h.sent)
 		}
 		return Leaving, by
 	}

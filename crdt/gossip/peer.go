@@ -34,6 +34,8 @@ type peer struct {
 	theirs  time.Duration // highest Sent, the peer's clock
 	gotAt   time.Duration // own clock, when theirs came
 	owes    bool          // we owe a packet
+	rest    time.Duration // how much later than a keep-alive its next packet may come
+	asksTil time.Duration // own clock: until then it wants keep-alives at their full pace
 
 	// What was sent. Sequence numbers are ours.
 	everSent bool
@@ -48,6 +50,13 @@ type peer struct {
 	ackSeen  uint64
 	bitsSeen uint64
 	echo     time.Duration // own clock: the latest of our Sent that it has heard
+	hearsAt  time.Duration // own clock: as of when it hears us, see hearing
+	unechoed time.Duration // own clock: no packet before this lacks an echo; 0 if none does
+	asked    time.Duration // own clock: the first packet that wants an answer and has no echo; 0 is none
+	waits    time.Duration // own clock: the first one that wants an answer since the peer was heard; 0 is none
+	restAt   time.Duration // when the next packet leaves if there is nothing to say
+	promise  time.Duration // how much later than a keep-alive that is, as our latest packet says
+	mine     time.Duration // the most that those say which have no echo
 	wallAt   time.Duration
 	introAt  time.Duration // when the next introduction is due
 	met      bool          // it has repeated a Sent of ours
@@ -74,6 +83,7 @@ func (p *peer) reset(now time.Duration, life crdt.Replica, sections int) {
 		home:     p.home,
 		heardAt:  now,
 		echo:     now, // until it has had time to hear us, it counts as if it had
+		hearsAt:  now,
 		introAt:  now,
 		refuse:   make([]uint64, sections),
 		upto:     make([]uint64, window*sections),
@@ -158,8 +168,61 @@ func (p *peer) acks(h *header, sections []section) {
 	}
 }
 
-// hears says whether the peer has heard us lately, so that it pays to send fast.
-func (p *peer) hears(now, silence time.Duration) bool { return now-p.echo < silence }
+// hears says whether the peer has heard us lately, so that it pays to send fast. One that
+// rests, or that we let rest, has until it was asked.
+func (p *peer) hears(now, silence time.Duration) bool {
+	return (now-p.hearsAt < silence || p.restful()) && !p.deaf(now, silence)
+}
+
+// restful says whether one side of the pair rests, or did when the other was last heard.
+func (p *peer) restful() bool { return max(p.rest, p.mine) > 0 }
+
+// deaf says that the peer owes us an answer for silence, though others may come.
+func (p *peer) deaf(now, silence time.Duration) bool { return p.asked != 0 && now-p.asked >= silence }
+
+// away says that it does not pay to ask any more.
+func (p *peer) away(now, silence time.Duration) bool {
+	return p.silent(now, silence) || p.deaf(now, silence)
+}
+
+// silent says whether the peer is overdue by silence, or owes an answer for as long.
+func (p *peer) silent(now, silence time.Duration) bool {
+	return now-p.heardAt >= silence+p.rest || p.waits != 0 && now-p.waits >= silence
+}
+
+// asks notes that a packet leaves that wants an answer.
+func (p *peer) asks(now time.Duration) {
+	if p.asked == 0 {
+		p.asked = now
+	}
+	if p.waits == 0 {
+		p.waits = now
+	}
+}
+
+// hearing notes which of our packets have an echo. Between two that rest little is sent:
+// there an echo is as old as what it answers, and says nothing of when. So a peer that
+// lacks none of our packets hears us now; one that does, as of the first of them.
+func (p *peer) hearing(now, echo, keepAlive time.Duration) {
+	p.echo = max(p.echo, echo)
+	switch {
+	case p.echo >= p.sentAt:
+		p.unechoed, p.mine = 0, p.promise
+	case p.unechoed != 0 && p.unechoed <= p.echo:
+		p.unechoed = p.echo
+	}
+	if p.asked <= p.echo {
+		p.asked = 0
+	}
+	p.hearsAt = max(p.hearsAt, p.echo)
+	if p.restful() {
+		as := now
+		if p.unechoed != 0 {
+			as = p.unechoed
+		}
+		p.hearsAt = max(p.hearsAt, as-keepAlive)
+	}
+}
 
 // delayProbe follows one change at a time from when it is seen to when it is
 // acknowledged.

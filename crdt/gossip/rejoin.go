@@ -51,6 +51,7 @@ func (s *Session) rejoin(now time.Duration, above uint64) crdt.Replica {
 		s.sections[k].Section.(Rejoiner).Rejoin(now, s.cfg.Self) //nolint:forcetypeassert // canRejoin
 	}
 	for _, p := range s.peers {
+		s.back(p)
 		p.reset(now, p.life, len(s.sections))
 		s.look(now, p)
 	}

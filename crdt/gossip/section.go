@@ -42,6 +42,15 @@ type Section interface {
 	Gone(now time.Duration, peer crdt.Replica)
 }
 
+// A Keeper is a [Section] that says with whom it needs keep-alives at their full pace,
+// such as a peer to which it has lent something. In a fleet of three all are kept at
+// that pace. In a larger one the others rest, see [Config.KeepAlive].
+type Keeper interface {
+	// Keeps tells whether it needs that with a peer now. It is asked as often as Mark; a
+	// section that is a [Counter] counts when it begins.
+	Keeps(to crdt.Replica) bool
+}
+
 // A Counter is a [Section] that says whether anything has changed at all, so that a
 // session of many peers need not ask for the mark of each.
 type Counter interface {

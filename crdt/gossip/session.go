@@ -16,6 +16,9 @@ import (
 const (
 	silentAfter  = 20  // keep-alives until a peer is silent
 	lostAfter    = 200 // keep-alives until a peer is lost
+	lateAfter    = 3   // keep-alives until a peer is asked whether it is there
+	askedFor     = 2   // keep-alives for which one that was asked goes at the full pace
+	idlePackets  = 2   // to all peers together in a keep-alive, when there is nothing to say
 	introEvery   = time.Second
 	introAddrs   = 32 // addresses of others in one introduction
 	wallEvery    = 250 * time.Millisecond
@@ -30,6 +33,7 @@ type section struct {
 	name   string
 	id     uint32
 	count  Counter // the section, if it counts its changes
+	keep   Keeper  // the section, if it is one
 	seen   uint64  // of these, when all peers were last looked at
 	counts SectionStats
 }
@@ -50,6 +54,7 @@ type Session struct {
 
 	now     time.Duration
 	peers   []*peer // those nearby first, then by name
+	here    int     // of these, those that are not lost
 	byName  map[string]*peer
 	agendas [agendas]agenda
 	lookAt  time.Duration // when all peers are to be looked at, whether a section has changed or not
@@ -287,11 +292,14 @@ func (s *Session) plan() {
 
 func (s *Session) silence() time.Duration { return silentAfter * s.cfg.KeepAlive }
 
+func (s *Session) lostAfter(p *peer) time.Duration { return lostAfter*s.cfg.KeepAlive + p.rest }
+
 // dueAt returns when the next packet to p leaves: at the floor if there is
 // something that it does not have and it hears us, at the keep-alive otherwise.
 func (s *Session) dueAt(now time.Duration, p *peer) time.Duration {
-	if !p.lost && now-p.heardAt >= lostAfter*s.cfg.KeepAlive {
+	if !p.lost && now-p.heardAt >= s.lostAfter(p) {
 		p.lost = true
+		s.here--
 		if a := s.book.learn(now, p.addr); a != nil {
 			s.book.seek(a, now)
 		}
@@ -299,7 +307,7 @@ func (s *Session) dueAt(now time.Duration, p *peer) time.Duration {
 	if p.lost {
 		return Never
 	}
-	s.lookAt = min(s.lookAt, p.heardAt+lostAfter*s.cfg.KeepAlive)
+	s.lookAt = min(s.lookAt, p.heardAt+s.lostAfter(p))
 	dirty := s.dirty(now, p)
 	switch {
 	case !p.everSent:
@@ -307,10 +315,58 @@ func (s *Session) dueAt(now time.Duration, p *peer) time.Duration {
 	case p.owes:
 		return p.sentAt + s.cfg.Floor
 	case dirty && p.hears(now, s.silence()):
-		s.lookAt = min(s.lookAt, p.echo+s.silence())
+		if !p.restful() {
+			s.lookAt = min(s.lookAt, p.hearsAt+s.silence())
+		}
+		if p.asked != 0 {
+			s.lookAt = min(s.lookAt, p.asked+s.silence())
+		}
 		return p.sentAt + s.cfg.Floor
 	}
-	return p.sentAt + s.cfg.KeepAlive
+	soon := p.sentAt + s.cfg.KeepAlive
+	switch {
+	case p.restAt <= soon:
+		return p.restAt
+	case now < p.asksTil || s.asks(now, p):
+		return soon
+	case p.away(now, s.silence()):
+		return p.restAt
+	}
+	return min(p.restAt, max(s.late(p), soon))
+}
+
+// late is when p is asked whether it is there, and hears us.
+func (s *Session) late(p *peer) time.Duration {
+	return min(p.heardAt, p.hearsAt) + p.rest + lateAfter*s.cfg.KeepAlive
+}
+
+// asks says whether we want keep-alives of p at their full pace: it has not heard us
+// yet, owes us an answer, is late, or a section needs it.
+func (s *Session) asks(now time.Duration, p *peer) bool {
+	return (!p.met || p.asked != 0 || now >= s.late(p)) && !p.away(now, s.silence()) || s.keeps(p)
+}
+
+func (s *Session) keeps(p *peer) bool {
+	for k := range s.sections {
+		if keep := s.sections[k].keep; keep != nil && keep.Keeps(p.life) {
+			return true
+		}
+	}
+	return false
+}
+
+// restOf is for how long p gets nothing if there is nothing to say. It is random, so that
+// the packets to all spread.
+func (s *Session) restOf(now time.Duration, p *peer) time.Duration {
+	mean := s.cfg.KeepAlive * time.Duration(s.here) / idlePackets
+	if mean <= s.cfg.KeepAlive {
+		return s.cfg.KeepAlive
+	}
+	rest := max(s.cfg.KeepAlive, mean/2+time.Duration(s.rand()*float64(mean)))
+	if p.away(now, s.silence()) {
+		rest = min(rest, max(s.cfg.KeepAlive, tryWait))
+	}
+	return rest
 }
 
 // dirty says whether a section has something that p has not acknowledged. What p
@@ -387,6 +443,17 @@ func (s *Session) send(now time.Duration, wall int64, p *peer, actions []Action)
 	h := s.begin(now, wall)
 	h.toInc, h.toName, h.seq = p.life.Incarnation, p.toName, p.seq
 	h.ack, h.bits = p.heard, p.bits
+	asks := s.here > idlePackets && s.asks(now, p)
+	if asks {
+		h.flags |= flagAsks
+	}
+	next := s.cfg.KeepAlive
+	if !asks && now >= p.asksTil {
+		next = s.restOf(now, p)
+		if h.rest = (next - s.cfg.KeepAlive + time.Millisecond - 1).Truncate(time.Millisecond); h.rest > 0 {
+			h.flags |= flagRests
+		}
+	}
 	if p.theirs > 0 {
 		h.echo, h.held = p.theirs, now-p.gotAt
 	}
@@ -399,7 +466,7 @@ func (s *Session) send(now time.Duration, wall int64, p *peer, actions []Action)
 	b := h.append(s.arena, s.cfg.Self.Name)
 	end := start + s.cfg.MaxPacket
 	if !p.met || now >= p.introAt {
-		p.introAt = now + introEvery
+		p.introAt = now + introEvery*time.Duration(max(1, s.here/idlePackets))
 		b = s.intro(b, p, (end-len(b))/2)
 		b = s.obituaries(now, b, (end-len(b))/2)
 	}
@@ -429,6 +496,14 @@ func (s *Session) send(now time.Duration, wall int64, p *peer, actions []Action)
 	}
 	s.arena = b
 	p.everSent, p.sentAt, p.owes = true, now, false
+	p.restAt, p.promise = now+next, h.rest
+	p.mine = max(p.mine, p.promise)
+	if p.unechoed == 0 {
+		p.unechoed = now
+	}
+	if elicits || asks {
+		p.asks(now)
+	}
 	s.look(now, p)
 	return s.sent(start, p.addr, actions)
 }
@@ -469,7 +544,7 @@ func (s *Session) intro(b []byte, to *peer, room int) []byte {
 	for i := range s.peers {
 		k := (first + i) % len(s.peers)
 		p := s.peers[k]
-		if p == to || s.now-p.heardAt >= s.silence() {
+		if p == to || p.silent(s.now, s.silence()) {
 			continue
 		}
 		if b[count] == introAddrs || room < 19 {
@@ -519,7 +594,7 @@ func (s *Session) receive(now time.Duration, ev Event) (p *peer, reason Reason, 
 	p = s.byName[string(h.from)]
 	// Who hears us at one address is not moved to another by a packet that is not to
 	// this life: somebody may have passed on what was sent to others.
-	if !ours && p != nil && p.life.Incarnation == h.fromInc && p.met && now-p.echo < min(s.silence(), stayFor) {
+	if !ours && p != nil && p.life.Incarnation == h.fromInc && p.met && now-p.hearsAt < min(s.silence(), stayFor)+p.rest {
 		addr = p.addr
 	}
 	switch {
@@ -544,6 +619,7 @@ func (s *Session) receive(now time.Duration, ev Event) (p *peer, reason Reason, 
 		return nil, Full, answer
 	case h.fromInc > p.life.Incarnation:
 		s.gone(now, p.life)
+		s.back(p)
 		p.reset(now, crdt.Replica{Name: p.life.Name, Incarnation: h.fromInc}, len(s.sections))
 	}
 
@@ -653,15 +729,14 @@ func (s *Session) admit(now time.Duration, life crdt.Replica, addr netip.AddrPor
 	}
 	p := &peer{addr: addr}
 	p.reset(now, life, len(s.sections))
-	s.place(p)
 	s.byName[life.Name] = p
-	i, _ := slices.BinarySearchFunc(s.peers, p, nearer)
-	s.peers = slices.Insert(s.peers, i, p)
+	s.here++
+	s.insert(p)
 	return p
 }
 
-// place notes how far p is.
-func (s *Session) place(p *peer) {
+// insert notes how far p is, and puts it among the peers.
+func (s *Session) insert(p *peer) {
 	switch {
 	case p.region != s.cfg.Region:
 		p.distance = 2
@@ -670,6 +745,8 @@ func (s *Session) place(p *peer) {
 	default:
 		p.distance = 0
 	}
+	i, _ := slices.BinarySearchFunc(s.peers, p, nearer)
+	s.peers = slices.Insert(s.peers, i, p)
 }
 
 // nearer puts those nearby first. Names make the order complete, so that it does
@@ -681,6 +758,8 @@ func nearer(a, b *peer) int {
 // retire ends a peer's life for good and remembers that it is over.
 func (s *Session) retire(now time.Duration, p *peer) {
 	s.bury(p.life)
+	s.back(p)
+	s.here--
 	delete(s.byName, p.life.Name)
 	s.peers = slices.DeleteFunc(s.peers, func(q *peer) bool { return q == p })
 	for i := range s.agendas {
@@ -715,13 +794,29 @@ func (s *Session) gone(now time.Duration, life crdt.Replica) {
 	}
 }
 
+// back notes that p is not lost, and tells whether it was.
+func (s *Session) back(p *peer) (was bool) {
+	if was = p.lost; was {
+		p.lost = false
+		s.here++
+	}
+	return was
+}
+
 // heard notes that p is there, and what its header says of time.
 func (s *Session) heard(now time.Duration, wall int64, p *peer, h *header, addr netip.AddrPort) {
-	back := p.lost
-	p.heardAt, p.lost = now, false
+	back := s.back(p)
+	p.heardAt, p.waits = now, 0
+	ours := h.toInc == s.cfg.Self.Incarnation && h.toName == s.selfName
 	if h.sent > p.theirs {
 		p.theirs, p.gotAt = h.sent, now
 		p.addr = addr
+		if ours {
+			p.rest = min(h.rest, time.Duration(s.cfg.MaxPeers)*s.cfg.KeepAlive)
+		}
+	}
+	if ours && h.flags&flagAsks != 0 {
+		p.asksTil = now + askedFor*s.cfg.KeepAlive
 	}
 	if p.home == nil || p.home.addr != addr || p.home.dropped {
 		p.home = s.book.learn(now, addr)
@@ -732,10 +827,11 @@ func (s *Session) heard(now time.Duration, wall int64, p *peer, h *header, addr 
 	if back {
 		s.book.hintAll(now)
 	}
-	if h.echo == 0 || h.toInc != s.cfg.Self.Incarnation || h.toName != s.selfName {
+	if h.echo == 0 || !ours {
 		return
 	}
-	p.echo, p.met = max(p.echo, h.echo), true
+	p.met = true
+	p.hearing(now, h.echo, s.cfg.KeepAlive)
 	s.metAt = min(s.metAt, now)
 	if rtt := now - h.echo - h.held; rtt >= 0 {
 		sample := rttSample{ok: true, rtt: rtt, hasWall: wall != 0 && h.wall != 0}
@@ -773,7 +869,7 @@ func (s *Session) merge(now time.Duration, p *peer, h *header, body []byte) {
 	if h.flags&flagElicits != 0 {
 		p.owes = true
 	}
-	c := crdt.Contact{From: p.life, Now: now, Sent: h.sent, Echo: h.echo}
+	c := crdt.Contact{From: p.life, Now: now, Sent: h.sent, Echo: h.echo, Hears: p.hearsAt, Rest: max(p.rest, p.mine)}
 	for len(body) > 0 {
 		var id uint32
 		var block []byte
@@ -821,9 +917,10 @@ func (s *Session) meet(now time.Duration, p *peer, b []byte) {
 		return
 	}
 	if string(zone) != p.zone || string(region) != p.region {
+		i, _ := slices.BinarySearchFunc(s.peers, p, nearer)
+		s.peers = slices.Delete(s.peers, i, i+1)
 		p.zone, p.region = string(zone), string(region)
-		s.place(p)
-		slices.SortFunc(s.peers, nearer)
+		s.insert(p)
 	}
 	for range n {
 		addr := r.addr()

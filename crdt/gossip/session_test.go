@@ -433,12 +433,23 @@ func TestInvalidSeedIsIgnored(t *testing.T) {
 	}
 }
 
+// Nobody may rest for longer than the largest fleet would have it.
+func TestRestIsBounded(t *testing.T) {
+	a, b := met(t)
+	p := b.byName["a"]
+	h := header{flags: flagRests, rest: 1000 * time.Hour, sent: 30 * ms, toInc: b.cfg.Self.Incarnation, toName: b.selfName}
+	b.heard(31*ms, 0, p, &h, a.addr)
+	if most := time.Duration(b.cfg.MaxPeers) * b.cfg.KeepAlive; p.rest != most {
+		t.Errorf("it rests for %v, want %v", p.rest, most)
+	}
+}
+
 func TestContact(t *testing.T) {
 	a, b := met(t)
 	a.led.mark = 1
 	b.take(31*ms, a, one(t, a.wake(20*ms)))
 	got := b.led.from[len(b.led.from)-1]
-	want := crdt.Contact{From: a.cfg.Self, Now: 31 * ms, Sent: 20 * ms, Echo: 2 * ms}
+	want := crdt.Contact{From: a.cfg.Self, Now: 31 * ms, Sent: 20 * ms, Echo: 2 * ms, Hears: 2 * ms}
 	if got != want {
 		t.Errorf("contact %+v, want %+v", got, want)
 	}

@@ -112,9 +112,9 @@ type PeerState uint8
 
 // The states.
 const (
-	Fresh  PeerState = iota // heard within 20 keep-alives
-	Silent                  // not heard since, and sent keep-alives
-	Lost                    // not heard for 200 keep-alives; its address is tried every 1 to 5 s
+	Fresh  PeerState = iota // heard within its rest and 20 keep-alives, and has answered within 20
+	Silent                  // not heard since, or has not answered
+	Lost                    // not heard for its rest and 200 keep-alives; its address is tried every 1 to 5 s
 )
 
 func (p PeerState) String() string {
@@ -136,7 +136,7 @@ type Peer struct {
 	Zone, Region string
 	State        PeerState
 	Heard        time.Duration // how long ago
-	HearsUs      bool          // it has repeated a stamp of ours of the last 20 keep-alives
+	HearsUs      bool          // it has repeated a stamp of ours of the last 20 keep-alives, or all that was sent to it
 	Unacked      uint64        // changes that it has not acknowledged
 
 	// RTT is the shortest round trip of the last 4 to 8 s, less the time that the
@@ -200,10 +200,10 @@ func (s *Session) Peers(now time.Duration, dst []Peer) []Peer {
 }
 
 func (s *Session) state(now time.Duration, p *peer) PeerState {
-	switch age := now - p.heardAt; {
-	case age >= lostAfter*s.cfg.KeepAlive:
+	switch {
+	case now-p.heardAt >= s.lostAfter(p):
 		return Lost
-	case age >= s.silence():
+	case p.silent(now, s.silence()):
 		return Silent
 	}
 	return Fresh

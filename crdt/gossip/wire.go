@@ -19,6 +19,7 @@ const (
 	magic       = 0xC1
 	magicMask   = 0xF0
 	maxSections = 16
+	maxRest     = 1 << 32 // milliseconds
 )
 
 const (
@@ -26,6 +27,8 @@ const (
 	flagRefusal             // the receiver's life is over; the body is the incarnation that took its name
 	flagWall                // has a wall stamp
 	flagLeave               // the sender's life is over, by its own word
+	flagAsks                // the sender wants keep-alives at their full pace
+	flagRests               // says how long the sender may be quiet now
 	flagsKnown  = 1<<iota - 1
 )
 
@@ -60,6 +63,7 @@ type header struct {
 	echo    time.Duration
 	held    time.Duration // how long ago the packet with echo had been heard
 	wall    int64
+	rest    time.Duration // how much later than a keep-alive the sender's next packet may come; whole ms
 
 	refusals  [maxSections]refusal
 	nrefusals int
@@ -109,6 +113,9 @@ func (h *header) append(b []byte, from string) []byte {
 	if h.flags&flagWall != 0 {
 		b = le.AppendUint64(b, uint64(h.wall))
 	}
+	if h.flags&flagRests != 0 {
+		b = binary.AppendUvarint(b, uint64(h.rest/time.Millisecond))
+	}
 	b = append(b, byte(h.nrefusals))
 	for _, r := range h.refusals[:h.nrefusals] {
 		b = le.AppendUint32(b, r.id)
@@ -148,6 +155,10 @@ func (h *header) parse(b []byte) ([]byte, error) {
 	h.wall = 0
 	if h.flags&flagWall != 0 {
 		h.wall = int64(r.Uint64("wall"))
+	}
+	h.rest = 0
+	if h.flags&flagRests != 0 {
+		h.rest = time.Duration(r.Uint("rest", 1, maxRest)) * time.Millisecond
 	}
 	h.nrefusals = int(r.Byte("refusals"))
 	if h.nrefusals > maxSections {

@@ -48,6 +48,9 @@ func drawHeader(t *rapid.T) header {
 	if h.flags&flagWall != 0 {
 		h.wall = rapid.Int64().Draw(t, "wall")
 	}
+	if h.flags&flagRests != 0 {
+		h.rest = time.Duration(rapid.Uint64Range(1, maxRest).Draw(t, "rest")) * time.Millisecond
+	}
 	h.nrefusals = rapid.IntRange(0, maxSections).Draw(t, "refusals")
 	for i := range h.nrefusals {
 		h.refusals[i] = refusal{rapid.Uint32().Draw(t, "id"), rapid.Uint64().Draw(t, "refused")}
