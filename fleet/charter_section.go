@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/limiter"
 )
 
 // Mark is the number of the latest change that concerns a peer. Mark, Delta,
@@ -32,6 +33,21 @@ func (c *Charters) Counted() uint64 {
 	defer c.mu.Unlock()
 	return c.seq
 }
+
+// Keeps tells whether a peer must be heard all the time: while a charter is under way,
+// since much of that travels with keep-alives, but not for ever if it waits for one who is
+// gone; and where leases depend on it. See gossip.Keeper.
+func (c *Charters) Keeps(to crdt.Replica) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.cfg.OnSilence == limiter.Majority && seatOf(c.top().Roster.Members, to.Name) >= 0 {
+		return true
+	}
+	return (c.activeLocked() || !c.settled) && c.ticked-c.toldAt < underWay
+}
+
+// underWay is for how long after the latest change that is to be told.
+const underWay = 10 * time.Second
 
 // Delta appends this process's row, and a piece of the decree that the peer wants.
 // A room of 512 bytes always makes progress; with less than the row takes it
@@ -150,6 +166,7 @@ func (c *Charters) Merge(contact crdt.Contact, b []byte) error {
 	now := contact.Now
 	f.heard = max(f.heard, now)
 	if contact.Sent > f.sent || f.row.known == 0 { // else repeated or overtaken: the row that came says it all
+		f.heard = now + contact.Rest // until then nothing need come
 		c.rowInLocked(now, contact.Sent, f, s)
 	}
 	if s.flags&flagPiece != 0 {

@@ -66,7 +66,7 @@ func (c *Charters) Status(now time.Duration) CharterStatus {
 		case i == c.seat:
 			m.Known, m.Applied, m.Heard, m.Settled = c.known(), c.own, 0, s.Votes
 		case f != nil:
-			m.Known, m.Heard, m.Settled = f.row.known, now-f.heard, c.votesAt(f)
+			m.Known, m.Heard, m.Settled = f.row.known, max(now-f.heard, 0), c.votesAt(f)
 		}
 		s.Members = append(s.Members, m)
 	}

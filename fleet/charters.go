@@ -91,6 +91,7 @@ type Charters struct {
 	stamps   []time.Duration
 
 	seq, shared uint64
+	toldAt      time.Duration // seq last rose
 	foreign     uint64
 	differing   uint64
 	differs     *CharterError
@@ -118,7 +119,7 @@ type fellow struct {
 	id     crdt.Replica
 	seat   int           // -1 if it has none
 	sent   time.Duration // its clock: of the latest row
-	heard  time.Duration
+	heard  time.Duration // and what it rests
 	row    statement     // zero if none came
 	told   uint64        // the latest change that concerns it
 	frozen time.Duration // sent, when we last accepted something
@@ -217,13 +218,13 @@ func (c *Charters) majority() int { return len(c.seats)/2 + 1 }
 func (c *Charters) tell(f *fellow) {
 	if f != nil {
 		c.seq++
-		f.told = c.seq
+		f.told, c.toldAt = c.seq, c.ticked
 	}
 }
 
 func (c *Charters) tellAll() {
 	c.seq++
-	c.shared = c.seq
+	c.shared, c.toldAt = c.seq, c.ticked
 }
 
 // adoptLocked puts a decree at the end of the chain, or makes it the whole chain if
@@ -446,10 +447,15 @@ func (c *Charters) tickLocked(now time.Duration) {
 func (c *Charters) Wake() time.Duration {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if len(c.chain) > 1 || c.own < c.known() || c.bid.at != (ballot{}) || c.pull.from != nil || c.wanted != never || len(c.requests) > 0 || c.accepted.digest != 0 {
+	if c.activeLocked() {
 		return c.ticked + activeTick
 	}
 	return c.ticked + min(idleTick, c.cfg.Lease/16, c.cfg.Gather)
+}
+
+// activeLocked tells whether something is under way.
+func (c *Charters) activeLocked() bool {
+	return len(c.chain) > 1 || c.own < c.known() || c.bid.at != (ballot{}) || c.pull.from != nil || c.wanted != never || len(c.requests) > 0 || c.accepted.digest != 0
 }
 
 // stopLocked ends minting at once.

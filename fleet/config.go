@@ -58,8 +58,8 @@ type Config struct {
 	// closer together: a later one is a standstill, and who stood still settles anew.
 	Settle time.Duration
 
-	// Silent is the silence after which a process no longer counts. In
-	// [100ms, 10m]; unset means 5 s.
+	// Silent is the silence after which a process no longer counts. In a large fleet
+	// what it rests is added, see crdt.Contact. In [100ms, 10m]; unset means 5 s.
 	Silent time.Duration
 
 	// Start is how long after its own start a process waits to be told about

@@ -10,8 +10,9 @@ import (
 )
 
 // peers is who is heard. A process counts while both directions work: we heard
-// it, and it says that it heard us, each within silent. Hearing alone would let
-// a process that nobody hears decide with votes that are about to be others'.
+// it, and it says that it heard us, each within silent, or so much later as it said
+// that it would rest. Hearing alone would let a process that nobody hears decide with
+// votes that are about to be others'.
 type peers struct {
 	silent time.Duration
 	m      map[string]*peer
@@ -22,8 +23,9 @@ type peer struct {
 	sent  time.Duration // the latest Sent: what is not above it is a repetition
 	heard time.Duration
 	echo  time.Duration
-	known bool // echo holds
-	live  bool // when last looked at
+	rest  time.Duration // how much later than a keep-alive its next packet may come
+	known bool          // echo holds
+	live  bool          // when last looked at
 
 	// Everything the peer wrote up to this version has reached us, so a vote of
 	// this life that is no later and not here has been forgotten for good reason.
@@ -42,15 +44,18 @@ func (ps *peers) hear(c crdt.Contact) *peer {
 		return p
 	}
 	p.sent = c.Sent
-	p.heard = max(p.heard, c.Now)
-	if c.Echo > 0 && (!p.known || c.Echo > p.echo) {
-		p.echo, p.known = c.Echo, true
+	p.heard, p.rest = max(p.heard, c.Now), c.Rest
+	if hears := max(c.Echo, c.Hears); c.Echo > 0 && (!p.known || hears > p.echo) {
+		p.echo, p.known = hears, true
 	}
 	return p
 }
 
-func (ps *peers) live(now time.Duration, p *peer) bool {
-	return p != nil && p.known && now-p.heard <= ps.silent && now-p.echo <= ps.silent
+func (ps *peers) live(now time.Duration, p *peer) bool { return p.within(now, ps.silent) }
+
+// within tells whether both directions worked in a span, and what the peer rests.
+func (p *peer) within(now, span time.Duration) bool {
+	return p != nil && p.known && now-p.heard-p.rest <= span && now-p.echo-p.rest <= span
 }
 
 func (ps *peers) gone(r crdt.Replica) {

@@ -19,8 +19,8 @@ type StormConfig struct {
 	// only one reports.
 	Share float64
 
-	// Silent is the silence after which a process's snapshots are dropped. In
-	// [100ms, 10m]; unset means 5 s.
+	// Silent is the silence after which a process's snapshots are dropped. In a large
+	// fleet what it rests is added, see crdt.Contact. In [100ms, 10m]; unset means 5 s.
 	Silent time.Duration
 
 	// Every is how often a snapshot whose verdict has not changed is told anew. In

@@ -184,7 +184,7 @@ func (s *Storms) Tick(now time.Duration) {
 			}
 			s.judgeAllLocked(now)
 		}
-		hears := p.known && now-p.echo <= s.cfg.Silent/2
+		hears := p.within(now, s.cfg.Silent/2)
 		again = again || hears && s.deaf[name]
 		s.deaf[name] = !hears
 	}
