@@ -5,6 +5,7 @@ package process
 
 import (
 	"errors"
+	"reflect"
 	"slices"
 	"strings"
 	"time"
@@ -16,7 +17,9 @@ import (
 )
 
 const (
-	sayEvery    = time.Second
+	sayEvery    = time.Second           // how this process stands, at most
+	sayApart    = 25 * time.Millisecond // and this for each other process, since all are told
+	sayAgain    = 4 * time.Minute       // what has not changed: fleet.Standings forgets after ten
 	rejoinEvery = 100 * time.Millisecond
 )
 
@@ -28,6 +31,8 @@ type driver struct {
 	weight int  // of a founder
 	asked  bool // it has asked for its share again
 	lookAt time.Duration
+	told   fleet.Standing // what was last said
+	toldAt time.Duration
 	said   string // the problem that was last logged
 	broke  map[string]brokeSaid
 }
@@ -117,9 +122,9 @@ func (p *Process) write(e fleet.Entry) { _ = p.journal.Add(e) }
 // first says whether this process writes down what all see: of those in the roster
 // that it hears, the first by name. In a split each side has one.
 func (p *Process) first() bool {
-	heard := map[string]bool{}
-	for _, s := range p.standings.All(p.clock(), nil) {
-		heard[s.Name] = s.Heard < p.cfg.Breakers.Silent
+	heard := map[string]bool{p.self.Name: true}
+	for _, peer := range p.node.Peers() {
+		heard[peer.Name] = peer.State == gossip.Fresh && peer.HearsUs
 	}
 	names := p.drive.roster.Names
 	i := slices.IndexFunc(names, func(n string) bool { return heard[n] })
@@ -137,13 +142,16 @@ func (p *Process) stormChanged(c fleet.StormChange) {
 
 // lookAround says how this process stands, and writes down what became of scopes.
 func (p *Process) lookAround(now time.Duration) {
-	for _, peer := range p.node.Peers() {
+	peers := p.node.Peers()
+	for _, peer := range peers {
 		if peer.HasOffset {
 			p.journal.Sample(peer.Replica, peer.Offset, peer.RTT)
 		}
 	}
 	p.keepQuarantineTime()
-	p.standings.Say(p.standing())
+	if s := p.standing(); p.drive.says(now, &s, len(peers)) {
+		p.standings.Say(s)
+	}
 	if problem := charterOf(p.charters.Status(now)).Problem; problem != p.drive.said {
 		p.drive.said = problem
 		if problem == "" {
@@ -169,6 +177,20 @@ func (p *Process) lookAround(now time.Duration) {
 		}
 		p.write(fleet.Entry{Kind: kind, Subject: s.Name, Text: string(s.Cause)})
 	}
+}
+
+// says tells whether the others are to be told how this process stands: when that has
+// changed, as often as so many of them bear, and often enough not to be forgotten. What
+// they have not acknowledged, and how long that takes, is never the same, and no news.
+func (d *driver) says(now time.Duration, s *fleet.Standing, others int) bool {
+	was, is := d.told, *s
+	was.Unacked, was.SyncDelay, is.Unacked, is.SyncDelay = 0, 0, 0, 0
+	since := now - d.toldAt
+	if d.toldAt != 0 && (since < time.Duration(others)*sayApart || since < sayAgain && reflect.DeepEqual(was, is)) {
+		return false
+	}
+	d.told, d.toldAt = *s, now
+	return true
 }
 
 // watchBooks names members that lend what they cannot have: at once, and once a minute
