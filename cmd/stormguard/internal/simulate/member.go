@@ -196,6 +196,9 @@ func (m *member) message(now, t time.Duration) bool {
 func (m *member) Wake() time.Duration {
 	now, _ := m.w.net.Clock(m.id)
 	at := gossip.Never
+	if len(m.seeds) > 0 {
+		return now // it looks for the others whether it has anything to do or not
+	}
 	if m.next < gossip.Never {
 		at = now + max(0, m.next-m.w.net.Now())
 	}

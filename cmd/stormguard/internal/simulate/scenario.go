@@ -50,6 +50,7 @@ type scenario struct {
 	members  int           // that must have a share in the end; 0 is not looked at
 	converge time.Duration // limit for world.converged, and then rejoin for world.rejoined; 0 is none
 	maxSync  time.Duration
+	rest     rest
 	windows  [2]int  // limits for ledger.windows; 0 is none
 	fairness float64 // no node admits more than this times its fair part; 0 is no limit
 	maxBytes float64 // per node and second; 0 is no limit
@@ -130,6 +131,10 @@ func scenarios() []scenario {
 		add(base(fmt.Sprintf("skew-%d", n), n, skewed))
 		add(base(fmt.Sprintf("one-hot-%d", n), n, only(0)))
 		add(base(fmt.Sprintf("rotating-%d", n), n, rotating(rotation)), lasting(long(n)))
+	}
+
+	for _, n := range []int{3, 50, 200, 1000} {
+		add(idle(n), func(sc *scenario) { sc.expensive = n > 50 })
 	}
 
 	lossy := func(sc *scenario) { sc.loss, sc.sync, sc.maxSync = 0.35, true, 11300*time.Microsecond }

@@ -60,7 +60,8 @@ type Result struct {
 	Rejoined    float64 `json:"rejoined_ms"`     // from the end of the fault; 0: not measured, -1: never
 	Formula     float64 `json:"formula_percent"` // what the fault is said to cost; 0: not stated
 	FormulaWhy  string  `json:"formula_why,omitempty"`
-	BytesPerSec float64 `json:"bytes_per_node_second"`
+	BytesPerSec float64 `json:"bytes_per_node_second"`             // where a rest is measured, in that
+	Packets     float64 `json:"packets_per_node_second,omitempty"` // in a rest; 0: not measured
 	Fewest      int     `json:"fewest_in_10s,omitempty"`
 	Most        int     `json:"most_in_10s,omitempty"`
 	Share       float64 `json:"largest_share"`                // of one node, times its fair part
@@ -224,6 +225,9 @@ func (w *world) result() Result {
 		Trace: fmt.Sprintf("%016x", w.net.Hash()), SyncP99: milliseconds(w.tap.p99(w.net.Now())),
 		BytesPerSec: float64(w.net.Stats().Bytes) / float64(sc.nodes) / sc.length.Seconds(),
 	}
+	if sc.rest.maxPackets > 0 {
+		r.Packets, r.BytesPerSec = w.sent()
+	}
 	byNode := make([]int, sc.nodes)
 	for _, l := range w.ledgers {
 		if e := l.worst(sc.from, sc.to); math.Abs(e) >= math.Abs(r.Error) {
@@ -283,6 +287,10 @@ func (r *Result) judge(sc *scenario, strategy Strategy) {
 	if sc.maxSync > 0 && strategy == Strict && !(r.SyncP99 > 0 && r.SyncP99 <= milliseconds(sc.maxSync)) {
 		wrong("sync p99 %.1f ms, the limit is %.1f ms, and 0 is nothing measured", r.SyncP99, milliseconds(sc.maxSync))
 	}
+	if sc.rest.maxPackets > 0 && strategy == Strict && !(r.Packets > 0 && r.Packets <= sc.rest.maxPackets && r.BytesPerSec <= sc.rest.maxBytes) {
+		wrong("%.1f packets and %.0f bytes a second and node at rest, the limits are %.0f and %.0f, and 0 is nothing sent",
+			r.Packets, r.BytesPerSec, sc.rest.maxPackets, sc.rest.maxBytes)
+	}
 	if sc.converge > 0 && strategy == Strict {
 		switch {
 		case r.Rejoined < 0 || r.Rejoined > milliseconds(rejoin):
@@ -323,10 +331,10 @@ func milliseconds(d time.Duration) float64 { return float64(d) / 1e6 }
 
 func table(w io.Writer, results []Result) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(t, "scenario\tnodes\tgate\tpolicy\terror %\tover\tstated\tsync p99 ms\tequal again ms\trejoined ms\tKB/s per node\ttrace\t\t")
+	fmt.Fprintln(t, "scenario\tnodes\tgate\tpolicy\terror %\tover\tstated\tsync p99 ms\tequal again ms\trejoined ms\tKB/s per node\tidle packets/s\ttrace\t\t")
 	for _, r := range results {
-		fmt.Fprintf(t, "%s\t%d\t%s\t%s\t%+.3f\t%.3f\t%.0f\t%.1f\t%.0f\t%.0f\t%.0f\t%s\t%s\t\n",
-			r.Name, r.Nodes, r.Gate, r.Policy, r.Error, r.Over, r.StatedExtra, r.SyncP99, r.Converged, r.Rejoined, r.BytesPerSec/1000, r.Trace, r.verdict())
+		fmt.Fprintf(t, "%s\t%d\t%s\t%s\t%+.3f\t%.3f\t%.0f\t%.1f\t%.0f\t%.0f\t%.0f\t%.1f\t%s\t%s\t\n",
+			r.Name, r.Nodes, r.Gate, r.Policy, r.Error, r.Over, r.StatedExtra, r.SyncP99, r.Converged, r.Rejoined, r.BytesPerSec/1000, r.Packets, r.Trace, r.verdict())
 	}
 	return t.Flush()
 }

@@ -44,7 +44,7 @@ func row(t *testing.T, name string, length time.Duration) *scenario {
 func TestRows(t *testing.T) {
 	t.Parallel()
 	for name, length := range map[string]time.Duration{
-		"rotating-3": 6 * time.Second, "loss-35-rotating": 6 * time.Second, "split-1+2": 24 * time.Second,
+		"idle-3": 30 * time.Second, "rotating-3": 6 * time.Second, "loss-35-rotating": 6 * time.Second, "split-1+2": 24 * time.Second,
 		"flaps-rotating-within": 24 * time.Second, "borrower-crash-loop": 6 * time.Second,
 		"reset": 16 * time.Second, "evict-dead": 8 * time.Second, "pooled-rush": 13 * time.Second,
 	} {
@@ -424,7 +424,7 @@ func TestTable(t *testing.T) {
 		if sc.from >= sc.to || sc.to > sc.length || sc.maxError <= 0 && sc.formula == 0 {
 			t.Errorf("%s: judged from %v to %v of %v, error %v", sc.name, sc.from, sc.to, sc.length, sc.maxError)
 		}
-		if sc.gate == Gated && sc.maxError > 1 && sc.windows == [2]int{} && sc.extra == 0 {
+		if sc.gate == Gated && sc.maxError > 1 && sc.windows == [2]int{} && sc.extra == 0 && sc.rest.maxPackets == 0 {
 			t.Errorf("%s is strict and has no limit", sc.name)
 		}
 	}

@@ -99,6 +99,11 @@ func (s *tapped) Delta(now time.Duration, b []byte, to crdt.Replica, since uint6
 	return b, upto
 }
 
+func (s *tapped) Keeps(to crdt.Replica) bool {
+	keeper, ok := s.Section.(gossip.Keeper)
+	return ok && keeper.Keeps(to)
+}
+
 func (s *tapped) Merge(c crdt.Contact, b []byte) error {
 	if len(b) < 8 {
 		return errors.New("no mark")

@@ -1,0 +1,48 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package simulate
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/crdt/gossip/simnet"
+)
+
+// A rest is a span in which a fleet has nothing to say, and what each node may send in
+// it. What membership sends is not simulated, and not in it: docs/gossip.md has that.
+type rest struct {
+	from, to   time.Duration
+	maxPackets float64 // per node and second; 0 is not measured
+	maxBytes   float64
+
+	before, after simnet.Stats
+}
+
+// idle has all at rest, and then all load at one node: what it asks the others for is
+// what sync delays are measured by.
+func idle(nodes int) scenario {
+	const keepAlive = 50 * time.Millisecond
+	mean := keepAlive * time.Duration(nodes-1) / 2 // between the packets of a pair
+	r := rest{from: 2*time.Second + 2*mean, maxPackets: 50, maxBytes: 8000}
+	r.to = r.from + max(window, 2*mean)
+	begin := r.to + 100*time.Millisecond
+	sc := base(fmt.Sprintf("idle-%d", nodes), nodes, after(begin, only(0)))
+	sc.rest, sc.burstTokens = r, max(500, 10*nodes)
+	sc.sync, sc.maxSync = true, 11300*time.Microsecond
+	sc.from, sc.to = begin, begin+200*time.Millisecond
+	sc.length = sc.to
+	sc.maxError = 100 // the load is there for its changes, and too short to be judged
+	sc.faults = func(w *world) {
+		w.net.At(r.from, func() { w.sc.rest.before = w.net.Stats() })
+		w.net.At(r.to, func() { w.sc.rest.after = w.net.Stats() })
+	}
+	return sc
+}
+
+// sent is what a node has sent in a second of the rest.
+func (w *world) sent() (packets, bytes float64) {
+	r, per := &w.sc.rest, float64(w.sc.nodes)*(w.sc.rest.to-w.sc.rest.from).Seconds()
+	return float64(r.after.Sent-r.before.Sent) / per, float64(r.after.Bytes-r.before.Bytes) / per
+}
