@@ -278,7 +278,7 @@ func (c *Charters) adoptLocked(now time.Duration, d *decree, from string) error 
 }
 
 // seatLocked seats the members of a new roster.
-func (c *Charters) seatLocked(now time.Duration, members []limiter.Member) {
+func (c *Charters) seatLocked(now time.Duration, members []limiter.Member) { //nolint:dupl // it goes when processes run on Configurator
 	since := make(map[string]time.Duration, len(c.seats))
 	for i := range c.seats {
 		since[c.seats[i].name] = c.seats[i].since

@@ -157,6 +157,39 @@
 // its configuration. Of two members, neither can be evicted: two are the majority
 // of two.
 //
+// # Configuration on a register
+//
+// [Configurator] is to take the place of [Charters]; processes do not run on it yet. The
+// same two steps, but a charter is decided where the user decides things already: a
+// compare-and-set register keeps the newest document, and its number orders it. There is
+// no vote, nothing is founded, and nothing waits for a majority.
+//
+//	who                  asks                              and has
+//	a guest              [Configurator.Join]               its share when complete; borrows until then
+//	a member             [Configurator.Leave]              no share when written; may end when complete
+//	an operator          [Configurator.Evict]              the share of one that is gone, or an error
+//	                     [Configurator.Set]                limits, weights, a fill, or an error
+//	a new life           nothing                           its share, once it has read the register
+//	an evicted one       nothing                           its share again
+//
+// What an operator asks for names the number that it changes. It is made upon that one, or
+// not at all, and never after its outcome was an error. Requests to join and to leave are
+// written by whoever is first, for all that it hears of. While the register is away the
+// newest charter stays in force. Without a register the operator loads a numbered charter
+// into each process ([Configurator.Load]), and it is complete when all have it who lose by it.
+//
+// Beside what the limiter names, the bound has these terms:
+//
+//   - An evicted process that is alive behind a cut mints its share until it hears
+//     of it. With limiter.Majority its lease has ended before, and nothing is added.
+//   - A rate that was cut binds a process that has not heard of it, and is listed,
+//     only when it does.
+//   - A reset admits up to Burst more, once.
+//   - A process that starts while the register is away mints by its peers' word, and
+//     may miss what only processes outside of the roster know, that nobody else hears.
+//   - In a static fleet, a process that starts and hears nobody for a second mints its
+//     share of what it has loaded, though others have loaded something newer.
+//
 // # Inside
 //
 // There is no goroutine, timer or clock: each method is a step at an instant.

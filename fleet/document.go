@@ -255,7 +255,7 @@ func (r *reader) stage(before *stage) stage {
 		if c.Limits == nil {
 			c.Limits = map[string]limiter.Limit{}
 		}
-		c.Limits[k] = r.limit("limit")
+		c.Limits[k] = r.limit("limit of a key")
 	}
 	if len(c.Limits) == 0 {
 		c.Limits = nil

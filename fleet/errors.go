@@ -3,7 +3,10 @@
 
 package fleet
 
-import "errors"
+import (
+	"errors"
+	"fmt"
+)
 
 var (
 	// ErrConfig means a configuration or a roster was refused. The text names
@@ -48,4 +51,26 @@ var (
 	// ErrBusy means that too much is under way: too many requests of this process,
 	// too many charters that some member has not applied, or a full quarantine.
 	ErrBusy = errors.New("fleet: busy")
+
+	// ErrConflict means that the configuration moved on: the number that was to be
+	// changed is not the newest. Nothing was changed. [errors.As] to a [*ConflictError]
+	// tells the newest.
+	ErrConflict = errors.New("fleet: conflict")
+
+	// ErrEnded means that a request was given up before it was made: it will not be.
+	ErrEnded = errors.New("fleet: ended")
+
+	// ErrUnknown means that nobody can say any more whether a request was made.
+	ErrUnknown = errors.New("fleet: outcome unknown")
 )
+
+// ConflictError is an [ErrConflict]: Number was to be changed, and Newest is the newest.
+type ConflictError struct{ Number, Newest uint64 }
+
+// Error names both numbers.
+func (e *ConflictError) Error() string {
+	return fmt.Sprintf("%v: number %d was to be changed, the newest is %d", ErrConflict, e.Number, e.Newest)
+}
+
+// Is reports whether target is [ErrConflict].
+func (e *ConflictError) Is(target error) bool { return target == ErrConflict }
