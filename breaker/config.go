@@ -122,54 +122,60 @@ func def[T comparable](field *T, value T) {
 	}
 }
 
+// checks collects what is wrong with a configuration.
+type checks []error
+
+func (w *checks) bad(field string, value any, want string) {
+	*w = append(*w, fmt.Errorf("%w: %s: %v is not in %s", ErrConfig, field, value, want))
+}
+
+func (w *checks) span(field string, v, lo, hi time.Duration) {
+	if v < lo || v > hi {
+		w.bad(field, v, fmt.Sprintf("[%v, %v]", lo, hi))
+	}
+}
+
+func (w *checks) count(field string, v, lo, hi int) {
+	if v < lo || v > hi {
+		w.bad(field, v, fmt.Sprintf("[%d, %d]", lo, hi))
+	}
+}
+
 // Validate reports everything that is wrong with c at once, as an error that
 // is [ErrConfig], or nil. Unset fields are judged as their defaults.
 func (c Config) Validate() error {
-	var wrong []error
-	bad := func(field string, value any, want string) {
-		wrong = append(wrong, fmt.Errorf("%w: %s: %v is not in %s", ErrConfig, field, value, want))
-	}
-	span := func(field string, v, lo, hi time.Duration) {
-		if v < lo || v > hi {
-			bad(field, v, fmt.Sprintf("[%v, %v]", lo, hi))
-		}
-	}
-	count := func(field string, v, lo, hi int) {
-		if v < lo || v > hi {
-			bad(field, v, fmt.Sprintf("[%d, %d]", lo, hi))
-		}
-	}
+	var w checks
 	if c.Plain && c.Z != 0 {
-		bad("Z", c.Z, "{0} with Plain")
+		w.bad("Z", c.Z, "{0} with Plain")
 	}
 	if c.NoRun && c.Run != 0 {
-		bad("Run", c.Run, "{0} with NoRun")
+		w.bad("Run", c.Run, "{0} with NoRun")
 	}
 	c = c.WithDefaults()
-	span("Window", c.Window, time.Second, time.Hour)
+	w.span("Window", c.Window, time.Second, time.Hour)
 	if !(c.Ratio > 0 && c.Ratio < 1) {
-		bad("Ratio", c.Ratio, "(0, 1)")
+		w.bad("Ratio", c.Ratio, "(0, 1)")
 	}
 	if !c.Plain && !(c.Z > 0 && c.Z <= 10) {
-		bad("Z", c.Z, "(0, 10]")
+		w.bad("Z", c.Z, "(0, 10]")
 	}
-	count("MinSample", c.MinSample, 1, 1e6)
+	w.count("MinSample", c.MinSample, 1, 1e6)
 	if !c.NoRun {
-		count("Run", c.Run, 2, 1e6)
+		w.count("Run", c.Run, 2, 1e6)
 	}
-	span("Base", c.Base, time.Millisecond, time.Hour)
-	span("Cap", c.Cap, max(c.Base, time.Millisecond), 24*time.Hour)
+	w.span("Base", c.Base, time.Millisecond, time.Hour)
+	w.span("Cap", c.Cap, max(c.Base, time.Millisecond), 24*time.Hour)
 	if !(c.Jitter >= 0 && c.Jitter <= 0.5) {
-		bad("Jitter", c.Jitter, "[0, 0.5]")
+		w.bad("Jitter", c.Jitter, "[0, 0.5]")
 	}
-	span("Memory", c.Memory, time.Millisecond, 24*time.Hour)
-	count("Successes", c.Successes, 1, 1000)
-	count("Probes", c.Probes, 1, 64)
-	span("Lease", c.Lease, time.Millisecond, 24*time.Hour)
+	w.span("Memory", c.Memory, time.Millisecond, 24*time.Hour)
+	w.count("Successes", c.Successes, 1, 1000)
+	w.count("Probes", c.Probes, 1, 64)
+	w.span("Lease", c.Lease, time.Millisecond, 24*time.Hour)
 	if limit := c.Window - c.Window/buckets; c.Slow <= 0 || c.Slow >= limit {
-		bad("Slow", c.Slow, fmt.Sprintf("(0s, %v), below Window less a bucket", limit))
+		w.bad("Slow", c.Slow, fmt.Sprintf("(0s, %v), below Window less a bucket", limit))
 	}
-	return errors.Join(wrong...)
+	return errors.Join(w...)
 }
 
 // An Option supplies a collaborator that a config file cannot express.

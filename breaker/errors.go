@@ -11,10 +11,12 @@ var (
 	ErrConfig = errors.New("breaker: config")
 
 	// ErrTooManyScopes means [Scopes.Leaf] was asked for one more scope than
-	// ScopesConfig.Limit. Nothing was created.
+	// ScopesConfig.Limit, or a [Fleet] for one more than FleetConfig.Scopes. Nothing was
+	// created; with a Fleet, the breaker goes by itself.
 	ErrTooManyScopes = errors.New("breaker: too many scopes")
 
-	// ErrPath means a scope path was empty, too long, or had an empty element.
+	// ErrPath means a scope path was empty, too long (255 bytes in a [Fleet]), or had an
+	// empty element.
 	ErrPath = errors.New("breaker: scope path")
 )
 

@@ -19,7 +19,7 @@ type changes struct {
 // change is a vote, or else the state of a scope.
 type change struct {
 	row *row
-	sc  *scope
+	sc  *book
 }
 
 // vote puts a vote at the end. all says that it concerns everybody.
@@ -31,7 +31,7 @@ func (c *changes) vote(r *row, all bool) {
 }
 
 // state puts the state of a scope at the end.
-func (c *changes) state(sc *scope) {
+func (c *changes) state(sc *book) {
 	if sc.change == nil {
 		sc.change = &crdt.Change[change]{Of: change{sc: sc}}
 	}

@@ -6,19 +6,18 @@
 // together, and who mints how much of the rate limit.
 //
 // Start with [NewVerdicts] for scopes, [NewStorms] for storms and [NewCharters] for
-// shares and limits. Each is a section of a gossip session, which carries what they say to the others; a
-// driver passes on what the breakers do ([Verdicts.Observe], [Verdicts.Want])
-// and does what comes back ([Verdicts.Actions], [Action.Apply]). [Member] is that
-// driver for a guard.
+// shares and limits. Each is a section of a gossip session, which carries what they say
+// to the others. [NewMember] is what a guard takes: it tells them what its breakers,
+// detectors and counters do, and does to the breakers what was decided.
 //
 // # Who decides
 //
-// Each process writes one [Vote] for a scope, and nobody else writes it. What
-// the fleet decided is a [State], ordered by [Position]: a generation, which
+// Each process writes one vote for a scope, and nobody else writes it. What
+// the fleet decided is a state, ordered by its position: a generation, which
 // rises at each close, and the open periods since. A decision is a fact, passed
-// on by everybody who hears of it; the latest holds ([State.Join]), so packets
+// on by everybody who hears of it; the latest holds, so packets
 // may be lost, repeated and overtake each other, and nothing from before a close
-// can reopen. Decisions are made from votes by a pure function ([Decide]), by
+// can reopen. Decisions are made from votes by a pure function, by
 // whoever hears enough of them. There is no leader, no clock and no
 // instant that travels: an open period is a length, counted from when a process
 // hears of it, and cut at its own Cap.
@@ -41,8 +40,11 @@
 //	cut off       closed                                            its breaker decides by itself
 //	              open, period not over                             holds its breaker
 //	              open, period over, and up to a fifth longer       its breaker decides by itself
+//	not in the    open                                              holds its breaker, and never probes
+//	roster        open, nobody probed for Lease and two Turns       its breaker decides by itself, until the
+//	                                                                fleet's next decision
 //
-// The quorum ([Need]) is of the roster, which lists names, not of who is heard:
+// The quorum is of the roster, which lists names, not of who is heard:
 // a lone side of a split knows that it is one, and neither opens nor closes
 // anything for the fleet. Of one and two, the two are a quorum and decide; the
 // one goes by its own breaker, and takes the decision over when it hears of it.
@@ -61,7 +63,7 @@
 // # Who probes
 //
 // One process at a time: of those that are heard, are in the roster and have
-// something to probe with ([Verdicts.Want]), who has probed least in this round,
+// something to probe with, who has probed least in this round,
 // then who has not ended a round lately, then by the highest random weight of
 // scope, position and name. It announces the probe, lets one delivery through and says what
 // became of it; its breaker stays shut. A turn that is not taken is over after
@@ -80,7 +82,7 @@
 // # Who takes a scope over
 //
 // The votes of processes that have gone stay with the others, and so does what
-// was decided. [Verdicts.Adopt] returns what follows from them, before the first
+// was decided. What follows from them is done to a breaker before its first
 // delivery is handled. Terms say which of several owners was the last.
 //
 //	known                                    begins

@@ -13,11 +13,12 @@ var (
 	// every field that is wrong, its value and the allowed range.
 	ErrConfig = errors.New("fleet: config")
 
-	// ErrScope means a scope's name was empty or longer than 255 bytes.
+	// ErrScope means that the key of a storm or a total was empty or longer than 255
+	// bytes.
 	ErrScope = errors.New("fleet: scope")
 
-	// ErrTooManyScopes means one more scope than Config.Scopes, none of which may
-	// be forgotten. Nothing was created; the breaker goes by itself.
+	// ErrTooManyScopes means one more key of a storm or a total than there may be.
+	// Nothing was created.
 	ErrTooManyScopes = errors.New("fleet: too many scopes")
 
 	// ErrMalformed means that what a peer sent cannot be read. Nothing of it was

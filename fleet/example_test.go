@@ -15,10 +15,12 @@ import (
 
 // Three consumers of one queue. Two of them trip, which is a quorum, and the
 // third is held before it has tried the dead dependency itself.
-func ExampleVerdicts() {
+func ExampleMember() {
 	now := time.Second
+	clock := func() time.Duration { return now }
 	roster := fleet.Roster{Number: 1, Names: []string{"a", "b", "c"}}
-	var fleets []*fleet.Verdicts
+	var votes []*fleet.Verdicts
+	var members []*fleet.Member
 	var breakers []*breaker.Breaker
 	for _, name := range roster.Names {
 		v, err := fleet.NewVerdicts(now, fleet.Config{}, crdt.Replica{Name: name, Incarnation: 1}, roster)
@@ -29,21 +31,14 @@ func ExampleVerdicts() {
 		if err != nil {
 			log.Fatal(err)
 		}
-		fleets, breakers = append(fleets, v), append(breakers, b)
+		votes, members, breakers = append(votes, v), append(members, fleet.NewMember(clock, v, nil)), append(breakers, b)
 	}
-
-	// A driver does what comes back, and says what the breaker is like then.
-	drive := func(i int, acts ...fleet.Action) {
-		for _, act := range append(acts, fleets[i].Actions(nil)...) {
-			act.Apply(now, breakers[i])
-		}
-		fleets[i].Observe(now, "orders", breakers[i].Snapshot(now))
-	}
-	// A gossip session carries what they say; here each hears everything.
+	// A gossip session carries what they say; here each hears everything. A guard lets
+	// time pass, and does to breakers what comes back.
 	gossip := func() {
 		now += 10 * time.Millisecond
-		for i, from := range fleets {
-			for j, to := range fleets {
+		for i, from := range votes {
+			for j, to := range votes {
 				if i == j {
 					continue
 				}
@@ -52,8 +47,10 @@ func ExampleVerdicts() {
 				if err := to.Merge(c, b); err != nil {
 					log.Fatal(err)
 				}
-				drive(j)
 			}
+		}
+		for _, m := range members {
+			m.Step(now, nil)
 		}
 	}
 
@@ -61,28 +58,24 @@ func ExampleVerdicts() {
 	for range 3 {
 		gossip()
 		now += time.Second
-		for _, v := range fleets {
-			v.Tick(now)
-		}
 	}
-	for i, v := range fleets {
-		act, err := v.Adopt(now, "orders")
-		if err != nil {
+	for i, m := range members {
+		if err := m.Adopt(now, breakers[i], []string{"orders"}); err != nil {
 			log.Fatal(err)
 		}
-		drive(i, act)
 	}
 
 	for i := range 2 {
 		breakers[i].Trip(now, "timeout")
-		drive(i)
 	}
+	members[0].Step(now, nil)
+	members[1].Step(now, nil)
 	gossip()
 	gossip()
 	s := breakers[2].Snapshot(now)
-	fmt.Println(fleets[2].Status(now, "orders").Position, s.State, s.Cause, s.Held)
+	fmt.Println(members[2].Scopes()[0].State, s.State, s.Cause, s.Held)
 	// Output:
-	// open 0.1 open timeout true
+	// open open timeout true
 }
 
 // Half of those who report a key, and at least two, make a storm of the fleet.

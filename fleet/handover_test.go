@@ -135,6 +135,23 @@ func TestHandover(t *testing.T) {
 	}
 }
 
+// A process that is started again takes its own partition over like anybody else's:
+// what its earlier life said does not make it an owner that is still there.
+func TestHandoverToTheNextLife(t *testing.T) {
+	l := newLab(t, Config{}, "a", "b", "c")
+	a, b, c := l.start("a", 1), l.start("b", 1), l.start("c", 1)
+	l.meet(2*sec, a, b, c)
+	l.adopt(a, "p")
+	a.Observe(l.now, "p", trip(2, 8))
+	l.meet(0, a, b, c)
+	l.now += sec
+	again := l.start("a", 2)
+	l.tell(b, again)
+	if act := l.adopt(again, "p"); act.Kind != Hold || act.Rung != 8 || act.For < 11*sec {
+		t.Errorf("%+v", act)
+	}
+}
+
 // What is left of a breaker's own period may be less than that of its rung.
 func TestHandoverOfAShortPeriod(t *testing.T) {
 	l := newLab(t, Config{}, "a", "b")
@@ -310,7 +327,7 @@ func TestToldWhileCutOff(t *testing.T) {
 			t.Fatal("never")
 		}
 	}
-	if d.soloLocked(l.now, d.scopes["t"]) == a.soloLocked(l.now, a.scopes["t"]) {
+	if d.m.Solo(l.now, d.book("t").Scope) == a.m.Solo(l.now, a.book("t").Scope) {
 		t.Error("all at once")
 	}
 }
@@ -329,15 +346,15 @@ func TestNoVote(t *testing.T) {
 		t.Errorf("a force is a vote: %+v", s.Votes)
 	}
 
-	sc := b.scopeLocked(l.now, "t")
-	b.joinLocked(l.now, sc, State{Position{0, 3}, 1, 100 * ms, "run"}, 0)
+	sc := bookOf(b.m.Obtain(l.now, "t"))
+	sc.join(l.now, State{Position: Position{Round: 3}, Rung: 1, OpenFor: 100 * ms, Cause: "run"}, 0)
 	l.tell(b, a)
 	l.now += 20 * sec // alone
 	a.Tick(l.now)
 	l.now += 20 * sec
 	a.Tick(l.now)
 	a.Observe(l.now, "t", trip(7, 9))
-	b.joinLocked(l.now, sc, State{Position: Position{Gen: 1}}, 0)
+	sc.join(l.now, State{Position: Position{Gen: 1}}, 0)
 	l.tell(b, a)
 	a.Observe(l.now, "t", trip(7, 9))
 	for _, v := range a.Status(l.now, "t").Votes {
@@ -417,27 +434,12 @@ func TestTurn(t *testing.T) {
 	}
 }
 
-// A round that fails climbs the ladder; one in which others passed steps down.
-func TestLadder(t *testing.T) {
-	c := Config{}.WithDefaults()
-	s := State{Position{2, 4}, 5, c.Period(5), "run"}
-	if got, want := c.After(s, false, "probe"), (State{Position{2, 5}, 6, 3200 * ms, "probe"}); got != want {
-		t.Errorf("%+v, want %+v", got, want)
-	}
-	if got, want := c.After(s, true, "probe"), (State{Position{2, 5}, 4, 800 * ms, "probe"}); got != want {
-		t.Errorf("mixed: %+v, want %+v", got, want)
-	}
-	s.Rung = c.top()
-	if got := c.After(s, false, ""); got.Rung != c.top() || got.OpenFor != c.Cap {
-		t.Errorf("at the top: %+v", got)
-	}
-}
-
 // What is told is bounded, whoever tells it, and what does not fit is counted.
 func TestBounds(t *testing.T) {
 	l := newLab(t, Config{Scopes: 4, Votes: 3, Keep: 10 * sec}, "a", "b")
-	a, b := l.start("a", 1), l.start("b", 1)
-	b.cfg.Scopes = 100
+	a := l.start("a", 1)
+	l.cfg.Scopes = 100
+	b := l.start("b", 1)
 	l.meet(2*sec, a, b)
 	for i := range 6 {
 		name := fmt.Sprintf("s%d", i)
@@ -452,7 +454,7 @@ func TestBounds(t *testing.T) {
 		t.Errorf("%d refused, want 3", s.Refused)
 	}
 	l.adopt(a, "x")
-	if _, err := a.Adopt(l.now, "y"); !errors.Is(err, ErrTooManyScopes) {
+	if _, err := a.Adopt(l.now, "y"); !errors.Is(err, breaker.ErrTooManyScopes) {
 		t.Errorf("a fifth scope: %v", err)
 	}
 
@@ -525,13 +527,14 @@ func TestNoResurrection(t *testing.T) {
 		t.Fatal("d has not forgotten what its author, silent, said")
 	}
 	// A packet from then, on a very long way.
+	end := l.now
 	l.now = 110 * sec
 	old := newLab(t, Config{}, "a", "b", "c", "d")
 	z := old.start("d", 1)
 	row := &row{Vote: Vote{Scope: "p", Node: a.self, Version: 1, Phase: PhaseOpen, Rung: 9}, opened: l.now, at: l.now, seen: l.now, relay: true}
-	z.scopeLocked(l.now, "p").rows["a"] = row
+	bookOf(z.m.Obtain(l.now, "p")).rows["a"] = row
 	z.log.vote(row, true)
-	l.now = b.ticked
+	l.now = end
 	packet, _ := z.Delta(110*sec, nil, b.self, 0, 1<<16)
 	if err := b.Merge(crdt.Contact{From: d.self, Now: l.now, Sent: 1, Echo: l.now}, packet); err != nil {
 		t.Fatal(err)
@@ -642,7 +645,7 @@ func TestRefusals(t *testing.T) {
 		t.Errorf("an earlier roster: %v", err)
 	}
 	for _, name := range []string{"", strings.Repeat("x", 256)} {
-		if _, err := a.Adopt(l.now, name); !errors.Is(err, ErrScope) {
+		if _, err := a.Adopt(l.now, name); !errors.Is(err, breaker.ErrPath) {
 			t.Errorf("scope of %d bytes: %v", len(name), err)
 		}
 	}

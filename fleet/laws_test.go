@@ -4,7 +4,6 @@
 package fleet
 
 import (
-	"fmt"
 	"slices"
 	"testing"
 	"time"
@@ -14,128 +13,6 @@ import (
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/crdt"
 )
-
-// drawVotes draws votes about scopeName by some of the roster and by strangers,
-// several versions each.
-func drawVotes(t *rapid.T, names []string) []Vote {
-	votes := rapid.SliceOfN(rapid.Custom(func(t *rapid.T) Vote {
-		return Vote{
-			Scope:  scopeName,
-			Node:   crdt.Replica{Name: rapid.SampledFrom(names).Draw(t, "node"), Incarnation: rapid.Uint64Range(1, 2).Draw(t, "life")},
-			Phase:  Phase(rapid.IntRange(0, int(phases)-1).Draw(t, "phase")),
-			At:     Position{rapid.Uint64Range(0, 2).Draw(t, "gen"), rapid.Uint32Range(0, 2).Draw(t, "round")},
-			Gone:   rapid.IntRange(0, 5).Draw(t, "gone") == 0,
-			Passes: rapid.Uint32Range(0, 3).Draw(t, "passes"),
-			Rung:   rapid.IntRange(0, 4).Draw(t, "rung"),
-			Cause:  rapid.SampledFrom([]breaker.Cause{"", "rate", "run"}).Draw(t, "cause"),
-		}
-	}), 0, 12).Draw(t, "votes")
-	for i := range votes {
-		votes[i].Version = uint64(i + 1) // never twice
-	}
-	return votes
-}
-
-func drawState(t *rapid.T, name string) State {
-	s := State{Position: Position{rapid.Uint64Range(0, 3).Draw(t, name+" gen"), rapid.Uint32Range(0, 2).Draw(t, name+" round")}}
-	if s.Open() {
-		s.Rung = rapid.IntRange(1, 4).Draw(t, name+" rung")
-		s.OpenFor = Config{}.WithDefaults().Period(s.Rung)
-		s.Cause = rapid.SampledFrom([]breaker.Cause{"", "rate"}).Draw(t, name+" cause")
-	}
-	return s
-}
-
-func TestJoinLaws(t *testing.T) {
-	rapid.Check(t, func(t *rapid.T) {
-		a, b, c := drawState(t, "a"), drawState(t, "b"), drawState(t, "c")
-		switch {
-		case a.Join(b) != b.Join(a):
-			t.Fatal("not commutative")
-		case a.Join(b.Join(c)) != a.Join(b).Join(c):
-			t.Fatal("not associative")
-		case a.Join(a) != a:
-			t.Fatal("not idempotent")
-		case a.Join(b).Compare(a.Position) < 0:
-			t.Fatal("goes back")
-		}
-	})
-}
-
-// Decide counts a set: neither order nor repetition of votes or names matters,
-// and it never goes back.
-func TestDecideLaws(t *testing.T) {
-	names := []string{"a", "b", "c", "d", "e"}
-	rapid.Check(t, func(t *rapid.T) {
-		cfg := Config{Quorum: rapid.SampledFrom([]float64{0.1, 0.5, 1}).Draw(t, "quorum"), Successes: rapid.IntRange(1, 4).Draw(t, "successes")}
-		r := Roster{Number: 1, Names: names[:rapid.IntRange(1, 4).Draw(t, "roster")]}
-		known, votes := drawState(t, "known"), drawVotes(t, names)
-		got := Decide(cfg, r, known, votes)
-		again := append(rapid.Permutation(votes).Draw(t, "order"), votes...)
-		turned := Roster{Number: 1, Names: rapid.Permutation(r.Names).Draw(t, "names")}
-		if other := Decide(cfg, turned, known, again); other != got {
-			t.Fatalf("%v and %v", got, other)
-		}
-		if got.Compare(known.Position) < 0 {
-			t.Fatalf("from %v back to %v", known, got)
-		}
-		if got == known {
-			return
-		}
-		// The step is one, and enough processes of the roster asked for it.
-		voices := make(map[string]bool)
-		for _, n := range r.Names {
-			var v *Vote
-			for i := range votes {
-				if w := &votes[i]; w.Node.Name == n && (v == nil || w.later(v)) {
-					v = w
-				}
-			}
-			switch {
-			case v == nil || v.Gone:
-			case known.Open() && v.At == known.Position && (v.Passes > 0 || v.Phase == PhasePassed || v.Phase == PhaseSeconded),
-				!known.Open() && v.At.Gen == known.Gen && v.Phase == PhaseOpen:
-				voices[n] = true
-			}
-		}
-		want := Position{known.Gen, 1}
-		if known.Open() {
-			want = Position{known.Gen + 1, 0}
-		}
-		if got.Position != want || len(voices) < Need(cfg.Quorum, len(r.Names)) {
-			t.Fatalf("from %v to %v by %d voices", known, got, len(voices))
-		}
-	})
-}
-
-func TestNeed(t *testing.T) {
-	for _, c := range []struct {
-		share   float64
-		n, want int
-	}{{0.5, 1, 1}, {0.5, 2, 2}, {0.5, 3, 2}, {0.5, 4, 2}, {0.5, 5, 3}, {0.5, 50, 25}, {0.1, 50, 5}, {0.1, 30, 3}, {0.1, 3, 2}, {1, 7, 7}, {0.51, 50, 26}} {
-		if got := Need(c.share, c.n); got != c.want {
-			t.Errorf("Need(%v, %d) = %d, want %d", c.share, c.n, got, c.want)
-		}
-	}
-}
-
-// The rung of a first period is the Need-th highest: one process with a long
-// trouble of its own does not decide how long all wait.
-func TestDecideRung(t *testing.T) {
-	var votes []Vote
-	for i, rung := range []int{9, 2, 3, 1} {
-		votes = append(votes, Vote{Scope: "s", Node: crdt.Replica{Name: fmt.Sprint(i)}, Version: 1, Phase: PhaseOpen, Rung: rung, Cause: "run"})
-	}
-	r := Roster{Names: []string{"0", "1", "2", "3", "4", "5"}}
-	got := Decide(Config{}, r, State{}, votes)
-	if want := (State{Position{0, 1}, 2, 200 * ms, "run"}); got != want {
-		t.Errorf("got %+v, want %+v", got, want)
-	}
-	votes[0].Gone, votes[1].Gone = true, true
-	if got := Decide(Config{}, r, State{}, votes); got.Open() {
-		t.Errorf("by two who gave the scope up, and two: %+v", got)
-	}
-}
 
 // bottle is a packet that may arrive when and as often as it likes.
 type bottle struct {

@@ -304,10 +304,10 @@ func TestMemberHoldSparesAnothersPermit(t *testing.T) {
 	if !r.OK() {
 		t.Fatalf("no probe: %+v", c.m[0].Scopes())
 	}
-	c.m[0].mu.Lock()
-	own := c.m[0].claims["g/orders/0"]
-	c.m[0].applyLocked(c.now, own, Action{Scope: own.name, Kind: Hold, Rung: 1, Cause: "run"})
-	c.m[0].mu.Unlock()
+	c.v[0].m.Lock()
+	c.v[0].book("g/orders/0").join(c.fleet(), State{Position: Position{Round: 1}, Rung: 1, OpenFor: 100 * ms, Cause: "run"}, 0)
+	c.v[0].m.Unlock()
+	c.m[0].Step(c.now, nil)
 	a0.Success(c.now, tok)
 	if s := a0.Snapshot(c.now); s.Trial != breaker.TrialPassed || !s.Held {
 		t.Errorf("%+v", s)

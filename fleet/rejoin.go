@@ -34,16 +34,17 @@ func (c *Charters) Rejoin(now time.Duration, self crdt.Replica) {
 
 // Rejoin says all votes again, as those of the new incarnation.
 func (v *Verdicts) Rejoin(_ time.Duration, self crdt.Replica) {
-	v.mu.Lock()
-	defer v.mu.Unlock()
+	v.m.Lock()
+	defer v.m.Unlock()
 	v.self = self
-	for _, sc := range v.order {
-		if sc.own == nil {
+	for _, sc := range v.m.All() {
+		own := bookOf(sc).own
+		if own == nil {
 			continue
 		}
 		v.version++
-		sc.own.Node, sc.own.Version = self, v.version
-		v.log.vote(sc.own, true)
+		own.Node, own.Version = self, v.version
+		v.log.vote(own, true)
 	}
 }
 

@@ -72,7 +72,7 @@ func TestDeltaInPieces(t *testing.T) {
 			if err := to.Merge(crdt.Contact{From: from.self, Now: l.now, Sent: l.now, Echo: l.now}, p); err != nil {
 				t.Fatal(err)
 			}
-			if known := len(to.Scopes()); upto < from.Mark(to.self) && to.scopes[fmt.Sprintf("scope-%02d", known-1)] == nil {
+			if known := len(to.Scopes()); upto < from.Mark(to.self) && to.book(fmt.Sprintf("scope-%02d", known-1)) == nil {
 				t.Fatalf("of %d scopes not the first", known)
 			}
 			since = upto
@@ -120,7 +120,6 @@ func TestTooOld(t *testing.T) {
 	a.Tick(l.now) // alone, it is half-open
 	a.Observe(l.now, "p", trip(2, 3))
 	l.tell(a, b)
-	b.swept = 1000 * sec // it does not get to forgetting
 	if s := b.Status(l.now, "p"); len(s.Votes) != 1 {
 		t.Fatal("b was not told")
 	}
@@ -181,7 +180,7 @@ func TestMalformed(t *testing.T) {
 		"an unknown kind":      append(slices.Clip(good), 9),
 		"something after":      append(slices.Clip(whole), recordComplete, 1, 1),
 		"a closed with a rung": appendRecord(slices.Clip(good), &record{kind: recordState, name: "s", state: State{Rung: 1}}),
-		"no scope":             appendRecord(slices.Clip(good), &record{kind: recordState, state: State{Position: Position{1, 0}}}),
+		"no scope":             appendRecord(slices.Clip(good), &record{kind: recordState, state: State{Position: Position{Gen: 1}}}),
 		"an unknown phase":     appendRecord(slices.Clip(good), &record{kind: recordOwn, vote: Vote{Scope: "s", Version: 1, Phase: phases}}),
 		"a vote never written": appendRecord(slices.Clip(good), &record{kind: recordOwn, vote: Vote{Scope: "s"}}),
 		"a rung out of reach":  appendRecord(slices.Clip(good), &record{kind: recordOwn, vote: Vote{Scope: "s", Version: 1, Rung: maxRung + 1}}),

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/scope"
 )
 
 // StormConfig is what an operator may set. The zero value is valid and means the
@@ -120,7 +121,7 @@ type Storm struct {
 // windows of that moment, and what failed meanwhile and is over is in none. One
 // process with a broken path is no storm of the fleet.
 func JudgeStorm(share float64, reports []Report) Storm {
-	s := Storm{Reporters: len(reports), Need: Need(share, len(reports))}
+	s := Storm{Reporters: len(reports), Need: scope.Need(share, len(reports))}
 	var worst *Report
 	for i := range reports {
 		r := &reports[i]

@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/crdt"
 	"github.com/stormguard-mq/stormguard/fleet"
 	"github.com/stormguard-mq/stormguard/guard"
@@ -78,6 +79,16 @@ type party struct {
 	quit    chan struct{}
 	gone    sync.WaitGroup
 	links   map[string]*fleetLink
+}
+
+// scope is what the fleet makes of a scope that p has; false if it has not.
+func (p *party) scope(name string) (breaker.FleetScope, bool) {
+	for _, sc := range p.m.Scopes() {
+		if sc.Name == name {
+			return sc, true
+		}
+	}
+	return breaker.FleetScope{}, false
 }
 
 // fleetLink is what one process knows of another's packets, by section.

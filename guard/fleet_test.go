@@ -419,7 +419,7 @@ func TestFleetWakesWhoIsAtRest(t *testing.T) {
 		quiet := ps[2].open("orders", "2")
 		time.Sleep(time.Second)
 		r.down.Store(true)
-		for !ps[2].v.Status(ps[2].clock(), "g/orders").Open() {
+		for sc, _ := ps[2].scope("g/orders"); sc.State != breaker.Open; sc, _ = ps[2].scope("g/orders") {
 			time.Sleep(time.Millisecond)
 		}
 		time.Sleep(2 * time.Millisecond)
@@ -466,7 +466,7 @@ func TestFleetCloseWhileHeld(t *testing.T) {
 		ss[0].e.Close()
 		// Its fleet goes on for a while: what arrives has nobody to act on.
 		time.Sleep(10 * time.Second)
-		if sc := ps[0].v.Status(ps[0].clock(), "g/orders"); sc.Claimed {
+		if sc, claimed := ps[0].scope("g/orders"); claimed {
 			t.Errorf("still claimed: %+v", sc)
 		}
 		r.down.Store(false)

@@ -104,7 +104,7 @@ func TestFleetProberDies(t *testing.T) {
 		r, ps, ss := heldFleet(t, 300)
 		r.until(time.Minute, "somebody probes", func() bool {
 			for i, p := range ps {
-				if s := p.v.Status(p.clock(), "g/orders"); s.Probing {
+				if s, _ := p.scope("g/orders"); s.Probing {
 					p.crash()
 					ss[i].end(t)
 					return true

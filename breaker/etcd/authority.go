@@ -17,12 +17,13 @@ import (
 
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/crdt"
-	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/scope"
 )
 
-// member is what drives breakers for gossip as well; the alias keeps the embedded
+// driver is what drives breakers for gossip as well; the alias keeps the embedded
 // field to ourselves.
-type member = fleet.Member
+type driver = scope.Driver
 
 // Authority is one process's part in a fleet that decides through etcd: a
 // [breaker.Fleet], and what guard.WithFleet takes. It takes no part in storms of the
@@ -30,7 +31,7 @@ type member = fleet.Member
 //
 // All methods are safe for concurrent use, and none but Close waits for etcd.
 type Authority struct {
-	*member
+	*driver
 	cfg    Config
 	client *clientv3.Client
 	log    *slog.Logger
@@ -48,7 +49,10 @@ type Authority struct {
 	err error // why etcd is not reached; nil if it is
 }
 
-var _ breaker.Fleet = (*Authority)(nil)
+var (
+	_ breaker.Fleet  = (*Authority)(nil)
+	_ dlq.StormFleet = (*Authority)(nil)
+)
 
 // Why etcd is not reached, where no call failed.
 var (
@@ -81,7 +85,7 @@ func New(client *clientv3.Client, c Config, opts ...Option) (*Authority, error) 
 	}
 	a.core = newCore(c, a.self, a.now())
 	a.core.report = a.logScopes
-	a.member = fleet.NewMember(a.now, a.core, nil)
+	a.driver = scope.NewDriver(a.now, a.core.Machine)
 	ctx, cancel := context.WithCancel(context.Background())
 	a.cancel = cancel
 	go a.run(ctx)
@@ -120,6 +124,21 @@ func (a *Authority) Close() {
 	a.cancel()
 	<-a.done
 }
+
+// Report is [dlq.StormFleet]'s, and does nothing.
+func (a *Authority) Report(string, dlq.Storm) error { return nil }
+
+// Withdraw is [dlq.StormFleet]'s, and does nothing.
+func (a *Authority) Withdraw(string) {}
+
+// Storm is [dlq.StormFleet]'s: there is none.
+func (a *Authority) Storm(string) dlq.FleetStorm { return dlq.FleetStorm{} }
+
+// Count is guard.Fleet's, and does nothing.
+func (a *Authority) Count(string, uint64, uint64, uint64) error { return nil }
+
+// OthersSucceeded is guard.Fleet's: each process knows its own calls only.
+func (a *Authority) OthersSucceeded(string) (time.Duration, bool) { return 0, false }
 
 // say notes and logs that etcd is reached, or why not.
 func (a *Authority) say(err error) {

@@ -17,7 +17,6 @@ import (
 
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/breaker/etcd"
-	"github.com/stormguard-mq/stormguard/fleet"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
@@ -476,7 +475,7 @@ func TestUnreadable(t *testing.T) {
 }
 
 func TestNewRefuses(t *testing.T) {
-	_, err := etcd.New(nil, etcd.Config{Prefix: "x/", Fleet: fleet.Config{Silent: sec, Lease: 100 * ms, Quorum: 2}})
+	_, err := etcd.New(nil, etcd.Config{Prefix: "x/", Fleet: breaker.FleetConfig{Silent: sec, Lease: 100 * ms, Quorum: 2}})
 	if !errors.Is(err, etcd.ErrConfig) {
 		t.Fatal(err)
 	}
@@ -485,7 +484,7 @@ func TestNewRefuses(t *testing.T) {
 			t.Errorf("%q is not named in %v", want, err)
 		}
 	}
-	c := etcd.Config{Name: "a", Roster: fleet.Roster{Names: []string{"a"}}}
+	c := etcd.Config{Name: "a", Roster: breaker.Roster{Names: []string{"a"}}}
 	if err := c.Validate(); err != nil {
 		t.Error(err)
 	}

@@ -10,7 +10,8 @@ import (
 	"strings"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/internal/scope"
 )
 
 const (
@@ -19,8 +20,7 @@ const (
 
 	maxPrefix = 255
 	maxName   = 128
-	maxScope  = 255
-	maxCause  = 64
+	maxScope  = scope.MaxName
 	// maxRoster keeps a decision, which compares each vote that it counts, within
 	// the 128 operations that etcd allows a transaction by default.
 	maxRoster = 120
@@ -45,7 +45,7 @@ type Config struct {
 	// the first process brings it; those with the earlier follow and may vote, but
 	// decide and probe no more, see [ErrLate]. It stays when that process goes: going
 	// back to the earlier names takes a higher number too. At most 120 names.
-	Roster fleet.Roster
+	Roster breaker.Roster
 
 	// Fleet is what processes that gossip have as well, and means the same. Here:
 	// Silent is how long the lease of a process lasts, and so how long a dead one's
@@ -54,7 +54,7 @@ type Config struct {
 	// Lease is that of a probe, and a second more in etcd. At least 2 s.
 	// Keep is the lease of what a next owner has to know.
 	// Settle and Votes mean nothing.
-	Fleet fleet.Config
+	Fleet breaker.FleetConfig
 }
 
 // WithDefaults returns c with every unset field replaced by its default.

@@ -4,43 +4,32 @@
 package etcd
 
 import (
-	"fmt"
-	"slices"
-	"sync"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/crdt"
-	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/internal/scope"
 )
 
-// core is what this process knows of etcd and what it makes of it: a
-// [fleet.Decider] without goroutine, timer or I/O. A session tells it what is there
-// (reset, apply, contact) and asks it what to write (next, done).
+// core is what this process knows of etcd: what a [scope.Machine] stands on, without
+// goroutine, timer or I/O. A session tells it what is there (reset, apply, contact) and
+// asks it what to write (next, done).
 //
 // What it wants to be there, its own vote above all, is compared with what the
 // watch says is there; a difference is a write. So it does not matter whether an
 // answer was lost, or a lease with all that hung on it.
 type core struct {
-	cfg    fleet.Config
+	*scope.Machine
 	self   crdt.Replica
-	roster fleet.Roster
-	need   int
-	member bool          // self is in the roster
+	keys   layout
+	number uint64        // of our roster
 	report func([]event) // called without the lock; must not be nil
 
-	mu        sync.Mutex
-	start     time.Duration
-	scopes    map[string]*scope
-	active    []*scope // those that step and next look at: something is wrong there
-	actions   []fleet.Action
-	events    []event // to be reported
-	wake      func()
-	work      chan struct{} // holds one: next may have something
-	connected bool
-	full      bool // something was left out for want of room
-	opaque    int  // values that cannot be read
-	parting   bool // Close was called
+	// The lock is the Machine's.
+	events  []event       // to be reported
+	work    chan struct{} // holds one: next may have something
+	opaque  int           // values that cannot be read
+	parting bool          // Close was called
+	passing bool          // the step is the writer's own
 
 	// Of the session.
 	link    link
@@ -60,38 +49,19 @@ type link struct {
 	late    uint64        // number of a roster later than ours, under which we decide and probe no more; 0 is none
 }
 
-// scope is what is known about one scope, and what this process does there.
-type scope struct {
-	name  string
-	known fleet.State
-	rev   int64         // of the state's key; 0 is none
-	since time.Duration // known was heard of
-	blind bool          // the state cannot be read: the breaker goes by itself
+// book is what etcd has about a scope, and what is to be written.
+type book struct {
+	*scope.Scope
+	c     *core
+	rev   int64 // of the state's key; 0 is none
 	votes map[string]vote
 	probe *slot
-	freed time.Duration // nobody has had the probe since
 	last  *heir
 
-	active  bool
-	claimed bool
-	asking  bool // taken over, and nothing is known yet
-	wants   bool
-	mode    mode
-	release time.Duration // when held gives way to half-open; never if it does not
-	seen    uint64        // generation of the breaker at the last Observe
-	cast    uint64        // generation of the breaker that the last vote was about
-	back    bool          // cut off while the fleet is open, it has closed by itself
-	own     fleet.Vote    // as it should be
-	testify *fleet.Vote   // what a next owner has to know, to be written
-
-	trial   trial
+	testify *scope.Vote   // what a next owner has to know, to be written
+	asked   time.Duration // the lease of the probe that we take was renewed after this; never if none was
 	result  result
-	cause   breaker.Cause // of a failed one
-	turn    string
-	turnAt  time.Duration
-	mine    bool          // it is our turn
-	idleAt  time.Duration // since when nobody is left to probe; never if somebody is
-	skipped map[string]struct{}
+	next    scope.State // after a failed probe
 
 	busy    bool          // an operation is under way
 	barrier int64         // the latest operation is known once rev is this
@@ -99,9 +69,11 @@ type scope struct {
 	backoff time.Duration
 }
 
+func bookOf(sc *scope.Scope) *book { return sc.Book.(*book) } //nolint:forcetypeassert // there is no other
+
 // vote is a row, and the revision that a decision compares.
 type vote struct {
-	fleet.Vote
+	scope.Vote
 	rev int64
 }
 
@@ -113,26 +85,9 @@ type slot struct {
 
 // heir is the last owner's word.
 type heir struct {
-	fleet.Vote
+	scope.Vote
 	rev   int64
 	heard time.Duration
-}
-
-// mode is who decides over the scope's breaker.
-type mode uint8
-
-const (
-	free    mode = iota // the breaker itself
-	held                // the fleet, or a handover
-	probing             // the fleet, with our probe out
-)
-
-// trial is our probe.
-type trial struct {
-	asked   time.Duration // its lease was renewed after this; never if none was
-	granted time.Duration
-	gen     uint64 // of the breaker, before
-	taken   bool
 }
 
 // result is a probe that is over, and not written yet.
@@ -144,66 +99,54 @@ const (
 	failed
 )
 
-const never = time.Duration(-1 << 63)
+const never = scope.Never
 
-func newCore(c Config, self crdt.Replica, now time.Duration) *core {
-	r := fleet.Roster{Number: c.Roster.Number, Names: slices.Sorted(slices.Values(c.Roster.Names))}
-	_, member := slices.BinarySearch(r.Names, self.Name)
-	return &core{
-		cfg: c.Fleet, self: self, roster: r, need: fleet.Need(c.Fleet.Quorum, len(r.Names)), member: member,
-		report: func([]event) {},
-		start:  now, scopes: make(map[string]*scope), members: make(map[string]uint64), asked: never, work: make(chan struct{}, 1),
+func newCore(cfg Config, self crdt.Replica, now time.Duration) *core {
+	c := &core{
+		self: self, keys: newLayout(cfg.Prefix), number: cfg.Roster.Number, report: func([]event) {},
+		members: make(map[string]uint64), asked: never, work: make(chan struct{}, 1),
 	}
+	c.Machine = scope.New(now, cfg.Fleet, self.Name, cfg.Roster.Names, substrate{c})
+	return c
 }
 
-// Config is [fleet.Decider]'s.
-func (c *core) Config() fleet.Config { return c.cfg }
+// substrate is what the Machine asks of etcd.
+type substrate struct{ *core }
 
-// Alone is [fleet.Decider]'s.
-func (c *core) Alone() bool { return len(c.roster.Names) == 1 }
-
-// OnActions is [fleet.Decider]'s.
-func (c *core) OnActions(wake func()) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.wake = wake
+// Look is in touch while what is known is what is there, and a quorum has leases.
+func (c substrate) Look(now time.Duration) bool {
+	return c.freshLocked(now) && c.Heard(now) >= c.Need()
 }
 
-// Actions is [fleet.Decider]'s.
-func (c *core) Actions(dst []fleet.Action) []fleet.Action {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	dst = append(dst, c.actions...)
-	clear(c.actions)
-	c.actions = c.actions[:0]
-	return dst
-}
-
-// Stirs is [fleet.Decider]'s.
-func (c *core) Stirs() bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return slices.ContainsFunc(c.active, func(sc *scope) bool { return sc.claimed })
-}
-
-// unlock ends a step, and wakes who may have something to do after it: the writer,
-// and the driver if the step was not its own.
-func (c *core) unlock(driver bool) {
-	wake, events := c.wake, c.events
-	if driver || len(c.actions) == 0 {
-		wake = nil
+// Heard counts who has a lease.
+func (c substrate) Heard(now time.Duration) (heard int) {
+	fresh := c.freshLocked(now)
+	for _, n := range c.Names() {
+		if _, ok := c.members[n]; n == c.self.Name || ok && fresh {
+			heard++
+		}
 	}
-	c.events = nil
-	if len(c.active) > 0 {
+	return heard
+}
+
+// MayDecide is while no later roster is in force.
+func (c substrate) MayDecide() bool { return c.Member() && c.link.late == 0 }
+
+func (c substrate) Book(sc *scope.Scope) scope.Book {
+	return &book{Scope: sc, c: c.core, votes: make(map[string]vote), asked: never}
+}
+
+// After wakes the writer, and reports.
+func (c substrate) After() func() {
+	if len(c.Stirring()) > 0 && !c.passing {
 		c.nudge()
 	}
-	c.mu.Unlock()
-	if len(events) > 0 {
-		c.report(events)
+	c.passing = false
+	events := c.events
+	if c.events = nil; len(events) == 0 {
+		return nil
 	}
-	if wake != nil {
-		wake()
-	}
+	return func() { c.report(events) }
 }
 
 // nudge has somebody ask next.
@@ -217,14 +160,7 @@ func (c *core) nudge() {
 // event is a change of state, to be logged.
 type event struct {
 	scope string
-	state fleet.State
-}
-
-// Tick is [fleet.Decider]'s.
-func (c *core) Tick(now time.Duration) {
-	c.mu.Lock()
-	defer c.unlock(true)
-	c.stepLocked(now)
+	state scope.State
 }
 
 // freshLocked reports whether what is known is what is there: our lease cannot be
@@ -237,433 +173,136 @@ func (c *core) freshLocked(now time.Duration) bool {
 // status tells whether what is known is what is there, and the number of a roster
 // later than ours, or 0.
 func (c *core) status(now time.Duration) (fresh bool, late uint64) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	c.Lock()
+	defer c.Unlock()
 	return c.freshLocked(now), c.link.late
 }
 
-// heardLocked is how many of the roster have a lease, ourselves included.
-func (c *core) heardLocked(now time.Duration) (heard int) {
-	fresh := c.freshLocked(now)
-	for _, n := range c.roster.Names {
-		if _, ok := c.members[n]; n == c.self.Name || ok && fresh {
-			heard++
-		}
-	}
-	return heard
-}
-
-// stepLocked makes time pass.
-func (c *core) stepLocked(now time.Duration) {
-	c.lookAroundLocked(now)
-	for _, sc := range c.active { // none becomes active by this
-		if sc.asking {
-			c.takeOverLocked(now, sc)
-		}
-		if sc.release != never && now >= sc.release {
-			c.releaseLocked(sc)
-		}
-		c.electLocked(now, sc)
-	}
-	c.active = slices.DeleteFunc(c.active, func(sc *scope) bool {
-		sc.active = sc.known.Open() || sc.asking || sc.release != never || sc.testify != nil || sc.result != pending ||
-			sc.busy || len(sc.votes) > 0 || c.ours(sc) || sc.says() != (fleet.Vote{}) || !c.saidLocked(sc)
-		if !sc.active && !sc.claimed && sc.rev == 0 && sc.probe == nil && sc.last == nil {
-			delete(c.scopes, sc.name)
-		}
-		return !sc.active
-	})
-}
-
-func (c *core) stirLocked(sc *scope) {
-	if !sc.active {
-		sc.active = true
-		c.active = append(c.active, sc)
-	}
-}
-
-// ours reports whether the probe of sc is this process's.
-func (c *core) ours(sc *scope) bool { return sc.probe != nil && sc.probe.holder == c.self }
-
-// lookAroundLocked notices when this process is cut off, and when it is back.
-func (c *core) lookAroundLocked(now time.Duration) {
-	connected := c.freshLocked(now) && c.heardLocked(now) >= c.need
-	if connected == c.connected {
-		return
-	}
-	c.connected = connected
-	for _, sc := range c.scopes {
-		if !sc.claimed || !sc.known.Open() {
-			continue
-		}
-		if connected {
-			c.rejoinLocked(now, sc)
-			continue
-		}
-		switch sc.mode {
-		case probing:
-			c.holdLocked(now, sc) // what is out counts for nothing
-		case held:
-			sc.release = c.soloLocked(now, sc)
-		case free:
-		}
-	}
-}
-
-// rejoinLocked follows the fleet again.
-func (c *core) rejoinLocked(now time.Duration, sc *scope) {
-	if sc.mode == free {
-		c.creditLocked(sc)
-		if c.adriftLocked(now, sc) {
-			return
-		}
-	}
-	c.holdLocked(now, sc)
-}
-
-// creditLocked counts the probes of our breaker, where it has closed by itself while
-// the fleet is open, as ours in the round.
-func (c *core) creditLocked(sc *scope) {
-	if !sc.back {
-		return
-	}
-	w := c.standing(sc)
-	w.Phase, w.Passes = fleet.PhasePassed, uint32(c.cfg.Successes)
-	sc.own = w
-}
-
-// standing is our vote in the round, to be changed.
-func (c *core) standing(sc *scope) fleet.Vote {
-	w := fleet.Vote{Phase: fleet.PhaseWaiting, At: sc.known.Position, Wants: sc.wants}
-	if sc.own.At.Gen == w.At.Gen {
-		w.Failed = sc.own.Failed
-		if sc.own.At == w.At && sc.own.Phase != fleet.PhaseOpen {
-			w.Phase, w.Passes = sc.own.Phase, sc.own.Passes
-		}
-	}
-	return w
-}
+// ours reports whether the probe is this process's.
+func (b *book) ours() bool { return b.probe != nil && b.probe.holder == b.c.self }
 
 // says is our vote as it should be in etcd; the zero Vote is none.
-func (sc *scope) says() fleet.Vote {
-	w := sc.own
-	switch {
-	case w.At.Gen != sc.known.Gen,
-		w.Phase == fleet.PhaseClosed, w.Phase == fleet.PhaseInherited,
-		w.Phase == fleet.PhaseOpen && sc.known.Open(),
-		w.Phase == fleet.PhaseWaiting && !w.Wants && w.Failed == 0:
-		return fleet.Vote{}
+func (b *book) says() scope.Vote {
+	w := b.Own
+	if w.Phase == scope.PhaseOpen && b.Known.Open() { // it has become one of the round
+		w = scope.Vote{Phase: scope.PhaseWaiting, At: b.Known.Position, Wants: w.Wants}
 	}
+	switch {
+	case w.At.Gen != b.Known.Gen,
+		w.Phase == scope.PhaseClosed, w.Phase == scope.PhaseInherited,
+		w.Phase == scope.PhaseWaiting && !w.Wants && w.Failed == 0:
+		return scope.Vote{}
+	}
+	w.Scope, w.Node, w.Version = b.Name, b.c.self, 1
 	return w
 }
 
-// saidLocked reports whether etcd has our vote as it should be.
-func (c *core) saidLocked(sc *scope) bool {
-	have, ok := sc.votes[c.self.Name]
-	want := sc.says()
-	if want == (fleet.Vote{}) {
-		return !ok
+// said reports whether etcd has our vote as it should be.
+func (b *book) said() bool { return b.votes[b.c.self.Name].Vote == b.says() }
+
+// Vote is what etcd has: it is gone with the lease of its process.
+func (b *book) Vote(_ time.Duration, name string) *scope.Vote {
+	if w, ok := b.votes[name]; ok {
+		return &w.Vote
 	}
-	want.Scope, want.Node, want.Version = sc.name, c.self, 1
-	return ok && have.Vote == want
+	return nil
 }
 
-// setStateLocked takes in what the fleet decided. Revisions, not positions, say
-// what is later.
-func (c *core) setStateLocked(now time.Duration, sc *scope, s fleet.State, rev int64, blind bool) {
-	sc.rev = rev
-	if blind {
-		s = sc.known
-	}
-	if blind != sc.blind {
-		sc.blind = blind
-		if blind && sc.claimed && sc.mode != free {
-			c.releaseLocked(sc)
+// Write leaves the vote to the comparison of what is there with what should be. What is
+// about no round of probes is also left for a next owner.
+func (b *book) Write(_, _ time.Duration, _ bool) {
+	switch b.Own.Phase {
+	case scope.PhaseOpen, scope.PhaseInherited:
+		b.bequeath()
+	case scope.PhaseClosed:
+		if l := b.last; b.testify != nil || l != nil && (l.Node == b.c.self || !l.Vote.Troubled(b.Known.Gen)) {
+			b.bequeath()
 		}
-	}
-	if s == sc.known {
-		return
-	}
-	sc.known, sc.since = s, now
-	sc.result, sc.turn, sc.mine, sc.idleAt = pending, "", false, never
-	clear(sc.skipped)
-	c.stirLocked(sc)
-	if !sc.claimed {
-		return
-	}
-	c.events = append(c.events, event{scope: sc.name, state: s})
-	if s.Open() {
-		c.holdLocked(now, sc)
-		return
-	}
-	sc.wants = false
-	if sc.mode != free {
-		sc.mode, sc.release, sc.asking = free, never, false
-		c.actions = append(c.actions, fleet.Action{Scope: sc.name, Kind: fleet.Close, Cause: fleet.CauseFleet, At: s.Position})
-	}
-}
-
-// holdLocked holds the scope as the fleet does.
-func (c *core) holdLocked(now time.Duration, sc *scope) {
-	sc.mode, sc.asking, sc.release, sc.back = held, false, never, false
-	if !c.connected {
-		sc.release = c.soloLocked(now, sc)
-	}
-	if sc.wants && !(sc.own.At.Gen == sc.known.Gen && sc.own.Wants && sc.own.Phase != fleet.PhaseOpen) {
-		sc.own = c.standing(sc)
-	}
-	c.reholdLocked(now, sc)
-}
-
-func (c *core) reholdLocked(now time.Duration, sc *scope) {
-	c.stirLocked(sc)
-	a := fleet.Action{Scope: sc.name, Kind: fleet.Hold, Rung: sc.known.Rung, Cause: sc.known.Cause, At: sc.known.Position}
-	switch {
-	case sc.known.Open():
-		a.For = max(c.dueLocked(sc)-now, 0)
-	case sc.asking:
-		a.For, a.Cause = max(c.start+c.cfg.Start-now, 0), fleet.CauseUnknown
 	default:
-		a.For, a.Rung, a.Cause = max(sc.release-now, 0), sc.own.Rung, sc.own.Cause
 	}
-	c.actions = append(c.actions, a)
 }
 
-// dueLocked is when the fleet's open period is over.
-func (c *core) dueLocked(sc *scope) time.Duration { return sc.since + min(sc.known.OpenFor, c.cfg.Cap) }
-
-// soloLocked is when a process that is cut off goes on by itself: when the period
-// it knows of is over, and a little later, not all at once.
-func (c *core) soloLocked(now time.Duration, sc *scope) time.Duration {
-	extra := c.round(sc).Share(c.self.Name) * soloSpread * float64(min(sc.known.OpenFor, c.cfg.Cap))
-	return max(now, c.dueLocked(sc)) + time.Duration(extra)
+// bequeath leaves word for a next owner.
+func (b *book) bequeath() {
+	b.testify = &scope.Vote{
+		Scope: b.Name, Node: b.c.self, Version: 1, Phase: b.Own.Phase, At: scope.Position{Gen: b.Known.Gen},
+		Rung: b.Own.Rung, OpenFor: b.Own.OpenFor, Cause: b.Own.Cause,
+	}
 }
 
-// soloSpread is over which share of the open period processes that are cut off
-// spread their first probes.
-const soloSpread = 0.2
+// Decide leaves it to next: a decision is a transaction.
+func (b *book) Decide(time.Duration) {}
 
-func (c *core) releaseLocked(sc *scope) {
-	sc.mode, sc.release, sc.asking = free, never, false
-	a := fleet.Action{Scope: sc.name, Kind: fleet.HalfOpen, Rung: sc.known.Rung, Cause: sc.known.Cause, At: sc.known.Position}
-	if sc.own.Phase == fleet.PhaseInherited && !sc.known.Open() {
-		a.Rung, a.Cause = sc.own.Rung, sc.own.Cause
+// Claim begins and ends without a vote. What a next owner has to know stays.
+func (b *book) Claim(time.Duration, bool) { b.Own, b.result = scope.Vote{}, pending }
+
+// Heir is known while what is known is what is there.
+func (b *book) Heir(now time.Duration) (h scope.Heir, told scope.Told) {
+	switch l := b.last; {
+	case !b.c.freshLocked(now):
+		return h, scope.Untold
+	case l != nil:
+		_, sharing := b.votes[l.Node.Name]
+		h = scope.Heir{Vote: &l.Vote, Opened: l.heard, StillThere: sharing && l.Node != b.c.self}
 	}
-	if a.Cause == "" {
-		a.Cause = fleet.CauseUnknown
-	}
-	c.actions = append(c.actions, a)
+	return h, scope.ToldAll
 }
 
-// Observe is [fleet.Decider]'s.
-func (c *core) Observe(now time.Duration, name string, s breaker.Snapshot) {
-	c.mu.Lock()
-	defer c.unlock(true)
-	sc := c.scopes[name]
-	if sc == nil || !sc.claimed {
+func (b *book) Out(time.Duration) bool { return b.probe != nil }
+
+// Take leaves it to next: who has the key probes. Turns only spread the probes over the
+// processes and spare etcd their races.
+func (b *book) Take(time.Duration) {}
+
+func (b *book) Settle(_ time.Duration, next scope.State) {
+	if b.result, b.next = passed, next; next != b.Known {
+		b.result = failed
+	}
+}
+
+func (b *book) Stirs() bool {
+	return b.testify != nil || b.result != pending || b.busy || len(b.votes) > 0 || b.ours() || !b.said()
+}
+
+// Forget keeps what etcd has, or it would be taken for something that is not there.
+func (b *book) Forget(time.Duration, bool) bool {
+	return b.rev == 0 && b.probe == nil && b.last == nil && !b.Stirs()
+}
+
+// enter takes in what the fleet decided. Revisions, not positions, say what is later.
+func (b *book) enter(now time.Duration, s scope.State, rev int64, blind bool) {
+	b.rev = rev
+	if blind {
+		s = b.Known
+	}
+	b.c.SetBlind(b.Scope, blind)
+	if s == b.Known {
 		return
 	}
-	sc.seen = max(sc.seen, s.Generation)
-	switch {
-	case sc.mode == probing:
-		c.observeTrialLocked(now, sc, s)
-	case sc.mode == held:
-		if s.State != breaker.Closed && !s.Held && !s.Barred {
-			c.reholdLocked(now, sc) // a force that stood in the way of the hold is over
-		}
-	case sc.known.Open(): // cut off, or let go: the breaker decides
-		sc.back = s.State == breaker.Closed
-		sc.cast = s.Generation // what tripped before a close is no vote after it
-		if c.connected && !sc.blind {
-			c.creditLocked(sc)
-		}
-	case s.State == breaker.Closed:
-		if sc.own.Troubled(sc.known.Gen) {
-			sc.own = fleet.Vote{At: fleet.Position{Gen: sc.known.Gen}}
-			if l := sc.last; sc.testify != nil || l != nil && (l.Node == c.self || !l.Vote.Troubled(sc.known.Gen)) {
-				c.testifyLocked(sc)
-			}
-			c.stirLocked(sc)
-		}
-	case s.State == breaker.Open && !s.Forced && !s.Held && s.Generation > sc.cast:
-		sc.cast = s.Generation
-		rung := min(max(s.Rung, 1), maxRung)
-		sc.own = fleet.Vote{
-			Phase: fleet.PhaseOpen, At: fleet.Position{Gen: sc.known.Gen}, Wants: sc.wants,
-			Rung: rung, OpenFor: c.periodOf(s, rung).Truncate(time.Microsecond), Cause: cut(s.Cause),
-		}
-		c.testifyLocked(sc)
-		c.stirLocked(sc)
-	default: // half-open, or open by somebody's force: no evidence
+	b.result = pending
+	if b.Claimed {
+		b.c.events = append(b.c.events, event{scope: b.Name, state: s})
 	}
+	b.c.Enter(now, b.Scope, s, now)
 }
 
-// testifyLocked leaves word for a next owner.
-func (c *core) testifyLocked(sc *scope) {
-	w := fleet.Vote{
-		Scope: sc.name, Node: c.self, Version: 1, Phase: sc.own.Phase, At: fleet.Position{Gen: sc.known.Gen},
-		Rung: sc.own.Rung, OpenFor: sc.own.OpenFor, Cause: sc.own.Cause,
-	}
-	sc.testify = &w
-}
-
-// Want is [fleet.Decider]'s.
-func (c *core) Want(_ time.Duration, name string, wants bool) {
-	c.mu.Lock()
-	defer c.unlock(true)
-	sc := c.scopes[name]
-	if sc == nil || !sc.claimed || sc.wants == wants {
+// hand takes in who has the probe. When it is us, and the word is fresh, one goes out;
+// what came late, after a lost answer, is given back.
+func (b *book) hand(now time.Duration, p *slot) {
+	b.probe = p
+	if p == nil || p.holder != b.c.self {
+		b.result = pending
+		b.c.Revoke(now, b.Scope) // its lease is over: somebody else may probe
 		return
 	}
-	sc.wants = wants
-	switch {
-	case sc.known.Open():
-		sc.own = c.standing(sc)
-	case sc.own.Phase == fleet.PhaseOpen && sc.own.At.Gen == sc.known.Gen:
-		sc.own.Wants = wants
+	b.c.Stir(b.Scope)
+	if b.Probing() {
+		return // the same again, from the list of a new session
 	}
-	if !c.saidLocked(sc) {
-		c.stirLocked(sc)
-	}
-}
-
-// Describe is [fleet.Decider]'s.
-func (c *core) Describe(now time.Duration, name string) breaker.FleetScope {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	b := breaker.FleetScope{Name: name, Heard: c.heardLocked(now), Need: c.need}
-	sc := c.scopes[name]
-	if sc == nil {
-		return b
-	}
-	b.Cause, b.Round, b.Probing = sc.known.Cause, sc.known.Round, sc.mode == probing
-	switch {
-	case sc.known.Open():
-		b.State, b.Left = breaker.Open, max(c.dueLocked(sc)-now, 0)
-	case sc.asking:
-		b.Left = max(c.start+c.cfg.Start-now, 0)
-	case sc.release != never:
-		b.Left = max(sc.release-now, 0)
-	}
-	return b
-}
-
-// Adopt is [fleet.Decider]'s: it answers from what the watch has told, and where
-// that may be stale holds the scope until it is not, or until Start is over.
-func (c *core) Adopt(now time.Duration, name string) (fleet.Action, error) {
-	if len(name) < 1 || len(name) > maxScope {
-		return fleet.Action{}, fmt.Errorf("%w: %d bytes are not in [1, %d]", ErrScope, len(name), maxScope)
-	}
-	c.mu.Lock()
-	defer c.unlock(true)
-	if c.scopes[name] == nil && c.full {
-		return fleet.Action{}, fmt.Errorf("%w: %q, and Scopes is %d", ErrTooManyScopes, name, c.cfg.Scopes)
-	}
-	sc := c.scopeLocked(name)
-	if sc == nil {
-		return fleet.Action{}, fmt.Errorf("%w: %q would be number %d, Scopes is %d", ErrTooManyScopes, name, len(c.scopes)+1, c.cfg.Scopes)
-	}
-	if sc.claimed {
-		return fleet.Action{}, nil
-	}
-	before := len(c.actions)
-	sc.claimed = true
-	c.stirLocked(sc)
-	if sc.known.Open() {
-		c.holdLocked(now, sc)
-	} else {
-		c.takeOverLocked(now, sc)
-	}
-	var a fleet.Action
-	if len(c.actions) > before {
-		a = c.actions[len(c.actions)-1]
-		c.actions = c.actions[:before]
-	}
-	return a, nil
-}
-
-// takeOverLocked decides how a scope begins that the fleet does not hold open.
-func (c *core) takeOverLocked(now time.Duration, sc *scope) {
-	switch {
-	case sc.blind:
-		c.releaseLocked(sc)
-	case c.freshLocked(now):
-		if sc.last != nil && sc.last.Vote.Troubled(sc.known.Gen) {
-			c.inheritLocked(now, sc)
-			return
-		}
-		if sc.asking {
-			sc.mode, sc.asking = free, false
-			c.actions = append(c.actions, fleet.Action{Scope: sc.name, Kind: fleet.Close, Cause: fleet.CauseFleet, At: sc.known.Position})
-		}
-		sc.own = fleet.Vote{}
-	case now-c.start >= c.cfg.Start:
-		c.releaseLocked(sc)
-	case !sc.asking:
-		sc.mode, sc.asking = held, true
-		c.reholdLocked(now, sc)
+	asked := b.asked
+	b.asked = never
+	if b.Claimed && b.Held() && b.c.Connected() && b.Known.Open() && p.at == b.Known.Position &&
+		asked != never && now-asked < b.c.Config().Turn/2 {
+		b.c.Grant(now, b.Scope, asked)
 	}
 }
-
-// periodOf is how long a breaker opens by its own verdict; that of a topic, which is
-// made up from its partitions', has the period of its rung.
-func (c *core) periodOf(s breaker.Snapshot, rung int) time.Duration {
-	if s.Until > s.Since {
-		return min(s.Until-s.Since, c.cfg.Period(rung))
-	}
-	return c.cfg.Period(rung)
-}
-
-// inheritLocked goes on where the last owner was.
-func (c *core) inheritLocked(now time.Duration, sc *scope) {
-	l := sc.last
-	sc.own = fleet.Vote{
-		Phase: fleet.PhaseInherited, At: fleet.Position{Gen: sc.known.Gen},
-		Rung: l.Rung, OpenFor: min(l.OpenFor, c.cfg.Cap), Cause: l.Cause,
-	}
-	c.testifyLocked(sc)
-	sc.asking = false
-	until := l.heard + sc.own.OpenFor
-	_, sharing := sc.votes[l.Node.Name]
-	if until <= now || sharing && l.Node != c.self {
-		c.releaseLocked(sc)
-		return
-	}
-	sc.mode, sc.release = held, until
-	c.reholdLocked(now, sc)
-}
-
-// Leave is [fleet.Decider]'s. What a next owner has to know stays.
-func (c *core) Leave(_ time.Duration, name string) {
-	c.mu.Lock()
-	defer c.unlock(true)
-	sc := c.scopes[name]
-	if sc == nil || !sc.claimed {
-		return
-	}
-	sc.claimed, sc.asking, sc.wants, sc.mode, sc.release = false, false, false, free, never
-	sc.seen, sc.cast, sc.result, sc.mine = 0, 0, pending, false
-	sc.own = fleet.Vote{}
-	// What was not applied yet is void, or it would be done to whoever takes the
-	// scope over next.
-	c.actions = slices.DeleteFunc(c.actions, func(a fleet.Action) bool { return a.Scope == name })
-	c.stirLocked(sc)
-}
-
-// scopeLocked is the scope of that name, made if there is room; nil if there is
-// not.
-func (c *core) scopeLocked(name string) *scope {
-	if sc := c.scopes[name]; sc != nil {
-		return sc
-	}
-	if len(c.scopes) >= c.cfg.Scopes {
-		return nil
-	}
-	sc := &scope{name: name, release: never, idleAt: never, votes: make(map[string]vote)}
-	sc.trial.asked = never
-	c.scopes[name] = sc
-	return sc
-}
-
-// cut keeps a cause short enough to travel.
-func cut(c breaker.Cause) breaker.Cause { return c[:min(len(c), maxCause)] }

@@ -9,7 +9,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/crdt"
-	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/internal/scope"
 )
 
 // desk is a core, a clock, and the keys that it is told of. Nothing is written but
@@ -26,12 +26,17 @@ type desk struct {
 // with the scope q.
 func newDesk(t *testing.T, names ...string) *desk {
 	t.Helper()
-	c := Config{Name: "a", Roster: fleet.Roster{Number: 1, Names: names}}.WithDefaults()
+	return deskOf(t, "a", names...)
+}
+
+func deskOf(t *testing.T, self string, names ...string) *desk {
+	t.Helper()
+	c := Config{Name: self, Roster: breaker.Roster{Number: 1, Names: names}}.WithDefaults()
 	if err := c.Validate(); err != nil {
 		t.Fatal(err)
 	}
 	d := &desk{
-		core: newCore(c, crdt.Replica{Name: "a", Incarnation: 7}, 0),
+		core: newCore(c, crdt.Replica{Name: self, Incarnation: 7}, 0),
 		t:    t, now: time.Second, rev: 10, l: newLayout(c.Prefix),
 	}
 	d.begin()
@@ -44,7 +49,7 @@ func newDesk(t *testing.T, names ...string) *desk {
 // begin begins a session. More is there than the roster's members.
 func (d *desk) begin(more ...entry) {
 	k := link{up: true, ttl: 5 * time.Second, renewed: d.now, watched: d.now, born: 1, charter: 1}
-	for _, name := range d.roster.Names {
+	for _, name := range d.Names() {
 		more = append(more, entry{key: d.l.member(name), value: encodeMember(7), rev: d.rev})
 	}
 	d.reset(d.now, d.l, more, d.rev, k)
@@ -74,8 +79,8 @@ func (d *desk) pass(span time.Duration) {
 
 // open has the fleet open q.
 func (d *desk) open() {
-	d.put(d.l.state("q"), encodeState(fleet.State{
-		Position: fleet.Position{Round: 1}, Rung: 1, OpenFor: 100 * time.Millisecond, Cause: "timeout",
+	d.put(d.l.state("q"), encodeState(scope.State{
+		Position: scope.Position{Round: 1}, Rung: 1, OpenFor: 100 * time.Millisecond, Cause: "timeout",
 	}))
 }
 
@@ -85,10 +90,13 @@ func (d *desk) plan() *op {
 	o, _ := d.next(d.now)
 	if o != nil {
 		d.done(d.now, o, false, 0)
-		d.scopes["q"].retry = 0
+		d.book().retry = 0
 	}
 	return o
 }
+
+// book is what is known of q.
+func (d *desk) book() *book { return bookOf(d.Get("q")) }
 
 // want fails unless the next to be written is of a kind.
 func (d *desk) want(kind opKind) *op {
@@ -100,8 +108,29 @@ func (d *desk) want(kind opKind) *op {
 	return o
 }
 
+// write has the watch tell of what o writes.
+func (d *desk) write(o *op) {
+	for _, p := range o.puts {
+		if p.value == nil {
+			d.del(p.key)
+		} else {
+			d.put(p.key, p.value)
+		}
+	}
+}
+
+// voted is the vote that o writes.
+func (d *desk) voted(o *op) scope.Vote {
+	d.t.Helper()
+	v, err := decodeVote(o.puts[0].value, "q", "a")
+	if err != nil {
+		d.t.Fatal(err)
+	}
+	return v
+}
+
 // kinds is what is asked for.
-func (d *desk) kinds() (all []fleet.Kind) {
+func (d *desk) kinds() (all []scope.Kind) {
 	for _, a := range d.Actions(nil) {
 		all = append(all, a.Kind)
 	}
@@ -113,12 +142,12 @@ func (d *desk) probe() {
 	d.t.Helper()
 	d.open()
 	d.Want(d.now, "q", true)
-	d.put(d.l.vote("q", "a"), encodeVote(d.plan().vote))
+	d.write(d.want(opVote))
 	d.pass(200 * time.Millisecond)
 	o := d.want(opTake)
 	d.take(o, d.now)
-	d.put(d.l.probe("q"), o.probe.encode())
-	if k := d.kinds(); len(k) == 0 || k[len(k)-1] != fleet.Probe {
+	d.write(o)
+	if k := d.kinds(); len(k) == 0 || k[len(k)-1] != scope.Probe {
 		d.t.Fatalf("%v, not a probe", k)
 	}
 	d.Observe(d.now, "q", breaker.Snapshot{State: breaker.HalfOpen, Held: true, Generation: 5, ProbesOut: 1})
@@ -136,7 +165,7 @@ func TestVoteHasTheBreakersPeriod(t *testing.T) {
 			s.Until = d.now + c.left
 		}
 		d.Observe(d.now, "q", s)
-		if v := d.scopes["q"].own; v.Rung != 8 || v.OpenFor != c.want {
+		if v := d.book().Own; v.Rung != 8 || v.OpenFor != c.want {
 			t.Errorf("%v left: %+v", c.left, v)
 		}
 	}
@@ -168,7 +197,7 @@ func TestProbeIsGivenBack(t *testing.T) {
 // back, or where those who may have no message. What its breaker does then counts, and
 // the fleet's next decision holds it again.
 func TestHeldOnlyWhileSomebodyMayProbe(t *testing.T) {
-	lease := fleet.Config{}.WithDefaults().Lease
+	lease := breaker.FleetConfig{}.WithDefaults().Lease
 	for name, c := range map[string]struct {
 		roster []string
 		late   bool
@@ -185,7 +214,7 @@ func TestHeldOnlyWhileSomebodyMayProbe(t *testing.T) {
 				t.Helper()
 				d.pass(within)
 				ks := d.kinds()
-				if got := len(ks) > 0 && ks[len(ks)-1] == fleet.HalfOpen; got != want {
+				if got := len(ks) > 0 && ks[len(ks)-1] == scope.HalfOpen; got != want {
 					t.Fatalf("%v: let go %v, want %v", ks, got, want)
 				}
 			}
@@ -194,7 +223,7 @@ func TestHeldOnlyWhileSomebodyMayProbe(t *testing.T) {
 			gone(lease, false)
 			// Somebody probes: it may be again, and the time begins anew at its end.
 			b := crdt.Replica{Name: "b", Incarnation: 3}
-			d.put(d.l.probe("q"), probe{b, d.scopes["q"].known.Position}.encode())
+			d.put(d.l.probe("q"), probe{b, d.book().Known.Position}.encode())
 			gone(2*lease, false)
 			d.del(d.l.probe("q"))
 			gone(lease+3*time.Second, false)
@@ -202,17 +231,17 @@ func TestHeldOnlyWhileSomebodyMayProbe(t *testing.T) {
 
 			// Its breaker closes by itself, and that counts, also after a new session.
 			d.Observe(d.now, "q", breaker.Snapshot{State: breaker.Closed, Generation: 9})
-			if v := d.want(opVote).vote; v.Phase != fleet.PhasePassed {
+			if v := d.voted(d.want(opVote)); v.Phase != scope.PhasePassed {
 				t.Errorf("votes %+v", v)
 			}
-			state := entry{key: d.l.state("q"), value: encodeState(d.scopes["q"].known), rev: d.rev}
+			state := entry{key: d.l.state("q"), value: encodeState(d.book().Known), rev: d.rev}
 			d.down(d.now, true)
 			d.begin(state, entry{key: d.l.roster(), value: charter{number: 2}.encode(), rev: 1})
 			if ks := d.kinds(); len(ks) != 0 {
 				t.Errorf("a new session: %v", ks)
 			}
-			d.put(d.l.state("q"), encodeState(fleet.State{Position: fleet.Position{Round: 2}, Rung: 2, OpenFor: time.Second}))
-			if ks := d.kinds(); len(ks) != 1 || ks[0] != fleet.Hold {
+			d.put(d.l.state("q"), encodeState(scope.State{Position: scope.Position{Round: 2}, Rung: 2, OpenFor: time.Second}))
+			if ks := d.kinds(); len(ks) != 1 || ks[0] != scope.Hold {
 				t.Errorf("the next round: %v", ks)
 			}
 		})
@@ -228,23 +257,38 @@ func TestHeldOnlyWhileSomebodyMayProbe(t *testing.T) {
 	}
 }
 
+// A last owner's word that cannot be read is none, whatever it begins with.
+func TestUnreadableLastWord(t *testing.T) {
+	d := newDesk(t, "a", "b")
+	d.Leave(d.now, "q")
+	word := encodeLast(scope.Vote{Node: crdt.Replica{Name: "b"}, Phase: scope.PhaseOpen, Rung: 9, OpenFor: time.Minute})
+	d.put(d.l.last("q"), append(word, 0))
+	if a, err := d.Adopt(d.now, "q"); err != nil || a.Kind != 0 {
+		t.Errorf("begins with %+v, %v", a, err)
+	}
+	d.Leave(d.now, "q")
+	d.put(d.l.last("q"), word)
+	if a, err := d.Adopt(d.now, "q"); err != nil || a.Kind != scope.Hold {
+		t.Errorf("one that can be read: begins with %+v, %v", a, err)
+	}
+}
+
 // What all who trip write, and so contend for, waits for what each writes alone, and
 // for the decision.
 func TestVotesBeforeTheLastWord(t *testing.T) {
 	d := newDesk(t, "a", "b")
 	d.Observe(d.now, "q", breaker.Snapshot{State: breaker.Open, Generation: 2, Rung: 1, Cause: "timeout"})
-	mine := d.want(opVote).vote
+	mine := d.voted(d.want(opVote))
 	theirs := mine
 	theirs.Node = crdt.Replica{Name: "b", Incarnation: 7}
 	d.put(d.l.vote("q", "b"), encodeVote(theirs))
 	d.put(d.l.vote("q", "a"), encodeVote(mine))
-	next := d.want(opDecide).next
-	d.put(d.l.state("q"), encodeState(next))
+	d.write(d.want(opDecide))
 	d.del(d.l.vote("q", "a"))
 	d.want(opTestify)
 
 	// At the end it is what must be written, and the rest goes with the leases.
-	d.put(d.l.state("q"), encodeState(fleet.State{Position: fleet.Position{Gen: 1}}))
+	d.put(d.l.state("q"), encodeState(scope.State{Position: scope.Position{Gen: 1}}))
 	d.kinds()
 	d.Observe(d.now, "q", breaker.Snapshot{State: breaker.Open, Generation: 4, Rung: 1, Cause: "timeout"})
 	d.want(opVote)
@@ -258,8 +302,8 @@ func TestVotesBeforeTheLastWord(t *testing.T) {
 	// Void again and again, it is tried again within a second, and not by all at once.
 	waits := make(map[time.Duration]bool)
 	for _, name := range []string{"a", "b", "c", "d"} {
-		d.self.Name = name
-		sc := d.scopes["q"]
+		d := deskOf(t, name, "a", "b", "c", "d")
+		sc := d.book()
 		sc.backoff = 0
 		for range 10 {
 			sc.busy = true
@@ -309,7 +353,7 @@ func TestSessionEnds(t *testing.T) {
 			t.Errorf("without a session: %+v", o)
 		}
 		alone(d, 200*time.Millisecond)
-		if ks := d.kinds(); len(ks) != 1 || ks[0] != fleet.HalfOpen {
+		if ks := d.kinds(); len(ks) != 1 || ks[0] != scope.HalfOpen {
 			t.Errorf("after its lease: %v", ks)
 		}
 	})
@@ -317,7 +361,7 @@ func TestSessionEnds(t *testing.T) {
 		d := held(t)
 		d.down(d.now, true)
 		alone(d, 200*time.Millisecond)
-		if ks := d.kinds(); len(ks) != 1 || ks[0] != fleet.HalfOpen {
+		if ks := d.kinds(); len(ks) != 1 || ks[0] != scope.HalfOpen {
 			t.Errorf("%v", ks)
 		}
 	})
@@ -327,16 +371,16 @@ func TestSessionEnds(t *testing.T) {
 		asked := d.now
 		d.down(d.now, false)
 		alone(d, time.Second)
-		sc := d.scopes["q"]
+		sc := d.book()
 		d.begin(
-			entry{key: d.l.state("q"), value: encodeState(sc.known), rev: sc.rev},
+			entry{key: d.l.state("q"), value: encodeState(sc.Known), rev: sc.rev},
 			entry{key: d.l.vote("q", "a"), value: encodeVote(sc.votes["a"].Vote), rev: sc.votes["a"].rev},
 			entry{key: d.l.probe("q"), value: sc.probe.encode(), rev: sc.probe.rev},
 		)
 		if ks := d.kinds(); len(ks) != 0 || !d.Describe(d.now, "q").Probing {
 			t.Errorf("a new session: %v", ks)
 		}
-		d.pass(asked + d.cfg.Lease - d.now - 100*time.Millisecond)
+		d.pass(asked + d.Config().Lease - d.now - 100*time.Millisecond)
 		if o := d.plan(); o != nil {
 			t.Errorf("while it is out: %+v", o)
 		}

@@ -5,9 +5,9 @@
 // etcd, for those who run one anyway and want an authority instead of gossip.
 //
 // Start with [New], and hand the [Authority] to guard.WithFleet. What it decides,
-// who probes and how a scope is taken over is as package fleet says, with the same
-// [fleet.Config]; the two share the code for what a vote means, what the ladder is
-// and what is done to breakers. This page says what differs.
+// who probes and how a scope is taken over is as the comment of package fleet says, with
+// the same [breaker.FleetConfig]: one machine decides for both. This page says what
+// differs.
 //
 // # What etcd gives, and what it costs
 //
@@ -61,11 +61,8 @@
 //
 // # Who may not probe
 //
-// A process with an earlier roster, or that the roster does not name, is held with
-// the others and never probes. Where nobody else does either, since those who may are
-// gone or have no message, it goes by its own breaker, as one that is cut off, once
-// the open period and then Lease and two Turns are over without a probe; the fleet's
-// next decision holds it again. If its breaker closes, that counts as passed.
+// A process with an earlier roster is held with the others and never probes, like one
+// that the roster does not name.
 //
 // # Keys
 //

@@ -10,13 +10,6 @@ var (
 	// is wrong, its value and the allowed range.
 	ErrConfig = errors.New("etcd: config")
 
-	// ErrScope means a scope's name was empty or longer than 255 bytes.
-	ErrScope = errors.New("etcd: scope")
-
-	// ErrTooManyScopes means one more scope than Config.Fleet.Scopes. Nothing was
-	// created; the breaker goes by itself.
-	ErrTooManyScopes = errors.New("etcd: too many scopes")
-
 	// ErrMalformed means that a value in etcd cannot be read: of a later version, or
 	// not ours.
 	ErrMalformed = errors.New("etcd: malformed")

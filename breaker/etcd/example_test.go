@@ -11,8 +11,8 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
+	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/breaker/etcd"
-	"github.com/stormguard-mq/stormguard/fleet"
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
@@ -26,7 +26,7 @@ func Example() { //nolint:testableexamples // it needs an etcd
 	authority, err := etcd.New(client, etcd.Config{
 		Prefix: "/stormguard/orders",
 		Name:   os.Getenv("POD_NAME"),
-		Roster: fleet.Roster{Number: 1, Names: []string{"orders-0", "orders-1", "orders-2"}},
+		Roster: breaker.Roster{Number: 1, Names: []string{"orders-0", "orders-1", "orders-2"}},
 	})
 	if err != nil {
 		log.Fatal(err)

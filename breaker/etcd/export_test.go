@@ -5,7 +5,7 @@ package etcd
 
 // Revision is up to where the watch has told.
 func (a *Authority) Revision() int64 {
-	a.core.mu.Lock()
-	defer a.core.mu.Unlock()
+	a.core.Lock()
+	defer a.core.Unlock()
 	return a.core.rev
 }

@@ -23,7 +23,6 @@ import (
 
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/breaker/etcd"
-	"github.com/stormguard-mq/stormguard/fleet"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
@@ -92,8 +91,8 @@ func newRig(t *testing.T, addr string, lease leases, names ...string) *rig {
 		t: t, addr: addr, began: time.Now(),
 		cfg: etcd.Config{
 			Prefix: "/stormguard-test/" + strings.ToLower(rand.Text()[:10]),
-			Roster: fleet.Roster{Number: 1, Names: names},
-			Fleet: fleet.Config{
+			Roster: breaker.Roster{Number: 1, Names: names},
+			Fleet: breaker.FleetConfig{
 				Successes: 4, Base: 100 * ms, Cap: 500 * ms, Lease: lease.probe, Silent: lease.life,
 				Settle: 200 * ms, Turn: 800 * ms, Keep: time.Minute,
 			},

@@ -410,55 +410,23 @@ func (a *Authority) holdShared(ctx context.Context, s sharedLease, span time.Dur
 
 // txn is what an operation must find, and what it writes.
 func (a *Authority) txn(l *leases, o *op) (conds []clientv3.Cmp, puts []clientv3.Op) {
-	found := func(key string, rev int64) {
-		conds = append(conds, clientv3.Compare(clientv3.ModRevision(key), "=", rev))
+	for _, f := range o.finds {
+		switch f.as {
+		case asChanged:
+			conds = append(conds, clientv3.Compare(clientv3.ModRevision(f.key), "=", f.rev))
+		case asCreated:
+			conds = append(conds, clientv3.Compare(clientv3.CreateRevision(f.key), "=", f.rev))
+		case asThere:
+			conds = append(conds, clientv3.Compare(clientv3.CreateRevision(f.key), ">", 0))
+		}
 	}
-	// A process whose lease is over writes nothing, whatever it believes.
-	conds = append(conds, clientv3.Compare(clientv3.CreateRevision(a.keys.member(a.self.Name)), "=", o.born))
-	state, slot := a.keys.state(o.scope), a.keys.probe(o.scope)
-	voted := func() {
-		key := a.keys.vote(o.scope, a.self.Name)
-		if o.vote.Version == 0 {
-			puts = append(puts, clientv3.OpDelete(key))
-			return
+	ids := [...]clientv3.LeaseID{lifeLease: l.life, keepLease: l.keep.lease(), slotLease: l.probe.lease()}
+	for _, p := range o.puts {
+		if p.value == nil {
+			puts = append(puts, clientv3.OpDelete(p.key))
+		} else {
+			puts = append(puts, clientv3.OpPut(p.key, string(p.value), clientv3.WithLease(ids[p.under])))
 		}
-		puts = append(puts, clientv3.OpPut(key, string(encodeVote(o.vote)), clientv3.WithLease(l.life)))
-	}
-	switch o.kind {
-	case opTestify:
-		found(a.keys.last(o.scope), o.last)
-		puts = append(puts, clientv3.OpPut(a.keys.last(o.scope), string(encodeLast(o.vote)), clientv3.WithLease(l.keep.lease())))
-	case opVote:
-		if o.vote.Version == 0 { // a deletion of nothing would be no change, and the watch silent
-			conds = append(conds, clientv3.Compare(clientv3.CreateRevision(a.keys.vote(o.scope, a.self.Name)), ">", 0))
-		}
-		voted()
-	case opDecide:
-		found(a.keys.roster(), o.charter)
-		found(state, o.state)
-		for name, rev := range o.counted {
-			found(a.keys.vote(o.scope, name), rev)
-		}
-		puts = append(puts, clientv3.OpPut(state, string(encodeState(o.next))))
-	case opTake:
-		found(a.keys.roster(), o.charter)
-		found(state, o.state)
-		found(slot, 0)
-		puts = append(puts, clientv3.OpPut(slot, string(o.probe.encode()), clientv3.WithLease(l.probe.lease())))
-	case opPass:
-		found(state, o.state)
-		found(slot, o.slot)
-		voted()
-		puts = append(puts, clientv3.OpDelete(slot))
-	case opFail:
-		found(a.keys.roster(), o.charter)
-		found(state, o.state)
-		found(slot, o.slot)
-		voted()
-		puts = append(puts, clientv3.OpPut(state, string(encodeState(o.next))), clientv3.OpDelete(slot))
-	case opDrop:
-		found(slot, o.slot)
-		puts = append(puts, clientv3.OpDelete(slot))
 	}
 	return conds, puts
 }

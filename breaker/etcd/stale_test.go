@@ -15,8 +15,8 @@ import (
 
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/crdt"
-	"github.com/stormguard-mq/stormguard/fleet"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
+	"github.com/stormguard-mq/stormguard/internal/scope"
 )
 
 // still is a process that stands still between what it read and what it writes.
@@ -27,7 +27,7 @@ type still struct {
 
 func newStill(t *testing.T, client *clientv3.Client, prefix, name string) *still {
 	t.Helper()
-	c := Config{Prefix: prefix, Name: name, Roster: fleet.Roster{Names: []string{"a", "b", "c"}}}
+	c := Config{Prefix: prefix, Name: name, Roster: breaker.Roster{Names: []string{"a", "b", "c"}}}
 	if err := c.Validate(); err != nil {
 		t.Fatal(err)
 	}
@@ -123,7 +123,7 @@ func TestStaleWritesAreVoid(t *testing.T) {
 	}{
 		"nothing": {opDecide, func(*testing.T, *still, *still) error { return nil }, false},
 		"another decided": {opDecide, func(t *testing.T, a, _ *still) error {
-			_, err := client.Put(t.Context(), a.keys.state("q"), string(encodeState(fleet.State{Position: fleet.Position{Gen: 4}})))
+			_, err := client.Put(t.Context(), a.keys.state("q"), string(encodeState(scope.State{Position: scope.Position{Gen: 4}})))
 			return err
 		}, true},
 		"a vote was taken back": {opDecide, func(t *testing.T, a, _ *still) error {
@@ -150,7 +150,7 @@ func TestStaleWritesAreVoid(t *testing.T) {
 			return err
 		}, true},
 		"the round is over": {opTake, func(t *testing.T, a, _ *still) error {
-			_, err := client.Put(t.Context(), a.keys.state("q"), string(encodeState(fleet.State{Position: fleet.Position{Gen: 1}})))
+			_, err := client.Put(t.Context(), a.keys.state("q"), string(encodeState(scope.State{Position: scope.Position{Gen: 1}})))
 			return err
 		}, true},
 		"our place is gone, and a probe to take": {opTake, func(t *testing.T, a, _ *still) error {
@@ -213,7 +213,7 @@ func TestALeaseThatIsNotGranted(t *testing.T) {
 	began := time.Now()
 	for range 2 { // the second waits for the first
 		taking.Go(func() {
-			o := &op{kind: opTake, scope: "q", probe: probe{holder: s.self}}
+			o := &op{kind: opTake, scope: "q", puts: []put{{s.keys.probe("q"), probe{holder: s.self}.encode(), slotLease}}}
 			if err := s.write(t.Context(), s.l, o); err != nil {
 				t.Error(err)
 			}

@@ -6,7 +6,7 @@ package etcd
 import (
 	"time"
 
-	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/internal/scope"
 )
 
 // entry is a key as etcd has it, or had it until it was deleted.
@@ -19,16 +19,18 @@ type entry struct {
 
 // reset takes in all that is there at a revision, and a session that begins.
 func (c *core) reset(now time.Duration, l layout, all []entry, rev int64, k link) {
-	c.mu.Lock()
-	defer c.unlock(false)
-	c.link, c.rev, c.full, c.asked = k, rev, false, never
+	c.Lock()
+	defer c.End()
+	c.link, c.rev, c.asked = k, rev, never
+	c.SetFull(false)
 	clear(c.members)
 	states := make(map[string]bool)
 	probes := make(map[string]bool)
 	lasts := make(map[string]bool)
-	for _, sc := range c.scopes {
-		clear(sc.votes)
-		sc.barrier, sc.busy, sc.retry, sc.backoff = 0, false, 0, 0
+	for _, sc := range c.All() {
+		b := bookOf(sc)
+		clear(b.votes)
+		b.barrier, b.busy, b.retry, b.backoff = 0, false, 0, 0
 	}
 	for _, e := range all {
 		switch kind, scope, _ := l.parse(e.key); kind {
@@ -42,32 +44,33 @@ func (c *core) reset(now time.Duration, l layout, all []entry, rev int64, k link
 		}
 		c.takeLocked(now, l, e)
 	}
-	for name, sc := range c.scopes {
-		if !states[name] && sc.rev != 0 {
-			c.setStateLocked(now, sc, fleet.State{}, 0, false)
+	for _, sc := range c.All() {
+		b := bookOf(sc)
+		if !states[b.Name] && b.rev != 0 {
+			b.enter(now, scope.State{}, 0, false)
 		}
-		if !probes[name] {
-			c.setProbeLocked(now, sc, nil)
+		if !probes[b.Name] {
+			b.hand(now, nil)
 		}
-		if !lasts[name] {
-			sc.last = nil
+		if !lasts[b.Name] {
+			b.last = nil
 		}
-		if !c.saidLocked(sc) {
-			c.stirLocked(sc)
+		if !b.said() {
+			c.Stir(sc)
 		}
 	}
-	c.stepLocked(now)
+	c.Step(now)
 }
 
 // apply takes in what one answer of the watch tells, up to a revision.
 func (c *core) apply(now time.Duration, l layout, changed []entry, rev int64) {
-	c.mu.Lock()
-	defer c.unlock(false)
+	c.Lock()
+	defer c.End()
 	for _, e := range changed {
 		c.takeLocked(now, l, e)
 	}
 	c.rev = max(c.rev, rev)
-	c.stepLocked(now)
+	c.Step(now)
 }
 
 // takeLocked takes in one key. A value that cannot be read is as if it were not
@@ -82,7 +85,7 @@ func (c *core) takeLocked(now time.Duration, l layout, e entry) {
 		var they charter
 		if they, err = decodeCharter(e.value); err == nil && !e.deleted {
 			c.link.late = 0
-			if they.number > c.roster.Number {
+			if they.number > c.number {
 				c.link.late = they.number
 			}
 		}
@@ -107,55 +110,56 @@ func (c *core) takeLocked(now time.Duration, l layout, e entry) {
 }
 
 func (c *core) takeScopeLocked(now time.Duration, kind keyKind, name, who string, e entry) (err error) {
-	if e.deleted && c.scopes[name] == nil {
+	if e.deleted && c.Get(name) == nil {
 		return nil
 	}
-	sc := c.scopeLocked(name)
+	sc := c.Obtain(now, name)
 	if sc == nil {
-		c.full = true
+		c.SetFull(true)
 		return nil
 	}
+	b := bookOf(sc)
 	switch kind {
 	case keyState:
 		if e.deleted {
-			c.setStateLocked(now, sc, fleet.State{}, 0, false)
+			b.enter(now, scope.State{}, 0, false)
 			return nil
 		}
-		var s fleet.State
+		var s scope.State
 		s, err = decodeState(e.value)
-		c.setStateLocked(now, sc, s, e.rev, err != nil)
+		b.enter(now, s, e.rev, err != nil)
 	case keyVote:
-		delete(sc.votes, who)
+		delete(b.votes, who)
 		if e.deleted {
 			break
 		}
-		var v fleet.Vote
+		var v scope.Vote
 		if v, err = decodeVote(e.value, name, who); err == nil {
-			sc.votes[who] = vote{v, e.rev}
+			b.votes[who] = vote{v, e.rev}
 		}
 	case keyProbe:
 		if e.deleted {
-			c.setProbeLocked(now, sc, nil)
+			b.hand(now, nil)
 			break
 		}
 		p := slot{rev: e.rev}
 		p.probe, err = decodeProbe(e.value) // somebody has it, whoever that is
-		c.setProbeLocked(now, sc, &p)
+		b.hand(now, &p)
 	case keyLast:
 		if e.deleted {
-			sc.last = nil
+			b.last = nil
 			break
 		}
-		if sc.last != nil && sc.last.rev == e.rev {
+		if b.last != nil && b.last.rev == e.rev {
 			return nil
 		}
 		h := heir{rev: e.rev, heard: now}
 		h.Vote, err = decodeLast(e.value, name)
-		sc.last = &h
+		b.last = &h
 	default:
 	}
-	if e.deleted || len(sc.votes) > 0 || !c.saidLocked(sc) {
-		c.stirLocked(sc)
+	if e.deleted || len(b.votes) > 0 || !b.said() {
+		c.Stir(sc)
 	}
 	return err
 }
@@ -163,42 +167,42 @@ func (c *core) takeScopeLocked(now time.Duration, kind keyKind, name, who string
 // down ends a session: nothing is written until the next. What was told holds for as
 // long as our lease cannot be over, or no longer if it is.
 func (c *core) down(now time.Duration, over bool) {
-	c.mu.Lock()
-	defer c.unlock(false)
+	c.Lock()
+	defer c.End()
 	c.link.up = false
 	if over {
 		c.link = link{}
 	}
 	c.asked = never
-	for _, sc := range c.scopes {
-		sc.busy = false
+	for _, sc := range c.All() {
+		bookOf(sc).busy = false
 	}
-	c.stepLocked(now)
+	c.Step(now)
 }
 
 // part says that this process ends, and that no watch will tell it any more: what is
 // still to be written is tried at once.
 func (c *core) part() {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	c.Lock()
+	defer c.Unlock()
 	c.parting = true
-	for _, sc := range c.scopes {
-		sc.barrier, sc.retry = 0, 0
+	for _, sc := range c.All() {
+		bookOf(sc).barrier, bookOf(sc).retry = 0, 0
 	}
 }
 
 // renewed says that our lease was renewed, which was asked for at asked.
 func (c *core) renewed(now, asked time.Duration) {
-	c.mu.Lock()
-	defer c.unlock(false)
+	c.Lock()
+	defer c.End()
 	c.link.renewed = max(c.link.renewed, asked)
-	c.stepLocked(now)
+	c.Step(now)
 }
 
 // ask says that the watch is being asked for a sign of life.
 func (c *core) ask(now time.Duration) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	c.Lock()
+	defer c.Unlock()
 	if c.asked == never {
 		c.asked = now
 	}
@@ -207,31 +211,21 @@ func (c *core) ask(now time.Duration) {
 // answer says that the watch has given a sign of life: to the oldest question, for
 // it is not told apart which.
 func (c *core) answer(now time.Duration) {
-	c.mu.Lock()
-	defer c.unlock(false)
+	c.Lock()
+	defer c.End()
 	if c.asked != never {
 		c.link.watched = max(c.link.watched, c.asked)
 		c.asked = never
 	}
-	c.stepLocked(now)
+	c.Step(now)
 }
 
 // pass makes time pass, where no driver does.
 func (c *core) pass(now time.Duration) {
-	c.mu.Lock()
-	c.stepLocked(now)
-	events, wake := c.events, c.wake
-	c.events = nil
-	if len(c.actions) == 0 {
-		wake = nil
-	}
-	c.mu.Unlock()
-	if len(events) > 0 {
-		c.report(events)
-	}
-	if wake != nil {
-		wake()
-	}
+	c.Lock()
+	defer c.End()
+	c.passing = true
+	c.Step(now)
 }
 
 // opKind is what is to be written.
@@ -247,144 +241,161 @@ const (
 	opDrop                      // it is free
 )
 
-// op is a transaction: what it writes, and the revisions that it must find.
+// op is a transaction: the revisions that it must find, and what it then writes.
 type op struct {
-	kind    opKind
-	scope   string
-	born    int64
-	charter int64
-	state   int64
-	slot    int64
-	last    int64
-	counted map[string]int64 // votes of others and ours
-
-	vote  fleet.Vote // the zero Vote deletes
-	next  fleet.State
-	probe probe
+	kind  opKind
+	scope string
+	word  *scope.Vote // of opTestify
+	finds []find
+	puts  []put
 }
+
+// find is a key's revision as it must be: that of its latest change, or of its creation,
+// or any; 0 is none.
+type find struct {
+	key string
+	rev int64
+	as  findKind
+}
+
+type findKind uint8
+
+const (
+	asChanged findKind = iota
+	asCreated
+	asThere
+)
+
+// put is a key's new value; nil deletes it.
+type put struct {
+	key   string
+	value []byte
+	under leaseKind
+}
+
+// leaseKind is one of the leases that a process has.
+type leaseKind uint8
+
+const (
+	forGood   leaseKind = iota
+	lifeLease           // its place in the fleet, and its votes
+	keepLease           // what a next owner has to know
+	slotLease           // the probe
+)
 
 // next is what is to be written now, and is under way until done; or nil, and for
 // how long at most there will be nothing.
 func (c *core) next(now time.Duration) (o *op, wait time.Duration) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	c.Lock()
+	defer c.Unlock()
 	wait = c.link.ttl/4 + 100*time.Millisecond
 	if !c.link.up || !c.freshLocked(now) {
 		return nil, wait
 	}
-	for _, sc := range c.active {
-		if sc.busy || c.rev < sc.barrier {
+	for _, sc := range c.Stirring() {
+		b := bookOf(sc)
+		if b.busy || c.rev < b.barrier {
 			continue
 		}
-		if now < sc.retry {
-			wait = min(wait, sc.retry-now)
+		if now < b.retry {
+			wait = min(wait, b.retry-now)
 			continue
 		}
-		if o := c.planLocked(sc); o != nil {
-			o.scope, o.born, o.charter, o.state = sc.name, c.link.born, c.link.charter, sc.rev
-			if sc.probe != nil {
-				o.slot = sc.probe.rev
-			}
-			if sc.last != nil {
-				o.last = sc.last.rev
-			}
-			sc.busy = true
+		if o := b.plan(); o != nil {
+			// A process whose lease is over writes nothing, whatever it believes.
+			o.scope, o.finds = b.Name, append(o.finds, find{c.keys.member(c.self.Name), c.link.born, asCreated})
+			b.busy = true
 			return o, 0
 		}
 	}
-	if len(c.active) > 0 {
+	if len(c.Stirring()) > 0 {
 		wait = min(wait, 100*time.Millisecond)
 	}
 	return nil, wait
 }
 
-// planLocked is what is to be written about a scope. What a next owner has to know
-// is last: where all trip at once, all write that one key, and a vote is to wait for
-// none of them. Of a scope that is given up it is first, for what is written after it
-// may not be written any more.
-func (c *core) planLocked(sc *scope) *op {
+// plan is what is to be written about a scope. What a next owner has to know is last:
+// where all trip at once, all write that one key, and a vote is to wait for none of
+// them. Of a scope that is given up it is first, for what is written after it may not be
+// written any more.
+func (b *book) plan() *op {
 	var last *op
-	if sc.testify != nil {
-		last = &op{kind: opTestify, vote: *sc.testify}
+	if b.testify != nil {
+		key, rev := b.c.keys.last(b.Name), int64(0)
+		if b.last != nil {
+			rev = b.last.rev
+		}
+		last = &op{kind: opTestify, word: b.testify, finds: []find{{key: key, rev: rev}}, puts: []put{{key, encodeLast(*b.testify), keepLease}}}
 	}
-	if sc.blind || last != nil && (c.parting || !sc.claimed) {
+	if b.Blind || last != nil && (b.c.parting || !b.Claimed) {
 		return last
 	}
-	if o := c.planVoteLocked(sc); o != nil {
+	if o := b.planVote(); o != nil {
 		return o
 	}
 	return last
 }
 
-func (c *core) planVoteLocked(sc *scope) *op {
-	says := sc.says()
-	switch {
-	case c.ours(sc) && sc.mode != probing:
-		switch {
-		case sc.result == passed && sc.probe.at == sc.known.Position:
-			return &op{kind: opPass, vote: c.sign(sc, says)}
-		case sc.result == failed && sc.probe.at == sc.known.Position && c.link.late == 0:
-			mixed := false
-			for _, n := range c.roster.Names {
-				v, ok := sc.votes[n]
-				mixed = mixed || ok && n != c.self.Name && v.At == sc.known.Position && v.Passes > 0
-			}
-			if own := sc.votes[c.self.Name]; own.At == sc.known.Position && own.Passes > 0 {
-				mixed = true
-			}
-			return &op{kind: opFail, vote: c.sign(sc, says), next: c.cfg.After(sc.known, mixed, sc.cause)}
-		}
-		return &op{kind: opDrop}
-	case !c.saidLocked(sc):
-		return &op{kind: opVote, vote: c.sign(sc, says)}
+func (b *book) planVote() *op {
+	keys := b.c.keys
+	roster, state := find{key: keys.roster(), rev: b.c.link.charter}, find{key: keys.state(b.Name), rev: b.rev}
+	slot := find{key: keys.probe(b.Name)}
+	if b.probe != nil {
+		slot.rev = b.probe.rev
 	}
-	if o := c.decideLocked(sc); o != nil {
+	vote, free := put{key: keys.vote(b.Name, b.c.self.Name), under: lifeLease}, put{key: slot.key}
+	if w := b.says(); w.Version != 0 {
+		vote.value = encodeVote(w)
+	}
+	switch {
+	case b.ours() && !b.Probing():
+		switch {
+		case b.result == passed && b.probe.at == b.Known.Position:
+			return &op{kind: opPass, finds: []find{state, slot}, puts: []put{vote, free}}
+		case b.result == failed && b.probe.at == b.Known.Position && b.c.link.late == 0:
+			return &op{kind: opFail, finds: []find{roster, state, slot}, puts: []put{vote, {key: state.key, value: encodeState(b.next)}, free}}
+		}
+		return &op{kind: opDrop, finds: []find{slot}, puts: []put{free}}
+	case !b.said():
+		o := &op{kind: opVote, puts: []put{vote}}
+		if vote.value == nil { // a deletion of nothing would be no change, and the watch silent
+			o.finds = []find{{key: vote.key, as: asThere}}
+		}
 		return o
 	}
-	if sc.mine && sc.mode == held && sc.probe == nil {
-		return &op{kind: opTake, probe: probe{c.self, sc.known.Position}}
+	if next, counted := b.count(); next != b.Known {
+		return &op{kind: opDecide, finds: append(counted, roster, state), puts: []put{{key: state.key, value: encodeState(next)}}}
+	}
+	if b.Mine && b.Held() && b.result == pending && b.probe == nil {
+		return &op{kind: opTake, finds: []find{roster, state, slot}, puts: []put{{slot.key, probe{b.c.self, b.Known.Position}.encode(), slotLease}}}
 	}
 	return nil
 }
 
-func (c *core) sign(sc *scope, v fleet.Vote) fleet.Vote {
-	if v != (fleet.Vote{}) {
-		v.Scope, v.Node, v.Version = sc.name, c.self, 1
+// count is what the votes decide, and these: the transaction finds the very votes that
+// were counted, or is void.
+func (b *book) count() (next scope.State, counted []find) {
+	c := b.c
+	if !c.Connected() || !(substrate{c}).MayDecide() || len(b.votes) < c.Need() {
+		return b.Known, nil
 	}
-	return v
-}
-
-// decideLocked counts, where a quorum is there. The transaction finds the very
-// votes that were counted, or is void.
-func (c *core) decideLocked(sc *scope) *op {
-	if !c.connected || !c.decidesLocked() || len(sc.votes) < c.need {
-		return nil
-	}
-	var votes []fleet.Vote
-	counted := make(map[string]int64)
-	for _, n := range c.roster.Names {
-		v, ok := sc.votes[n]
-		if !ok {
-			continue
+	next = scope.Decide(c.Config(), c.Names(), b.Known, func(name string) *scope.Vote {
+		v, ok := b.votes[name]
+		if !ok || v.At != b.Known.Position && (b.Known.Open() || v.Phase != scope.PhaseOpen) {
+			return nil
 		}
-		if v.At == sc.known.Position || v.Phase == fleet.PhaseOpen && v.At.Gen == sc.known.Gen && !sc.known.Open() {
-			votes = append(votes, v.Vote)
-			counted[n] = v.rev
-		}
-	}
-	next := fleet.Decide(c.cfg, c.roster, sc.known, votes)
-	if next == sc.known {
-		return nil
-	}
-	return &op{kind: opDecide, next: next, counted: counted}
+		counted = append(counted, find{key: c.keys.vote(b.Name, name), rev: v.rev})
+		return &v.Vote
+	})
+	return next, counted
 }
 
 // take says when the lease of the probe that o takes was renewed, or asked for.
 func (c *core) take(o *op, asked time.Duration) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if sc := c.scopes[o.scope]; sc != nil {
-		sc.trial.asked = asked
+	c.Lock()
+	defer c.Unlock()
+	if sc := c.Get(o.scope); sc != nil {
+		bookOf(sc).asked = asked
 	}
 }
 
@@ -397,20 +408,21 @@ const (
 
 // done says what became of o: written at a revision, or void, or unknown.
 func (c *core) done(now time.Duration, o *op, written bool, rev int64) {
-	c.mu.Lock()
-	defer c.unlock(false)
-	sc := c.scopes[o.scope]
+	c.Lock()
+	defer c.End()
+	sc := c.Get(o.scope)
 	if sc == nil {
 		return
 	}
-	sc.busy = false
-	if o.kind == opTestify && sc.testify != nil && *sc.testify == o.vote && (written || !sc.claimed) {
-		sc.testify = nil
+	b := bookOf(sc)
+	b.busy = false
+	if o.kind == opTestify && b.testify == o.word && (written || !b.Claimed) {
+		b.testify = nil
 	}
 	if written {
-		sc.barrier, sc.backoff, sc.retry = rev, 0, 0
+		b.barrier, b.backoff, b.retry = rev, 0, 0
 		return
 	}
-	sc.backoff = min(max(2*sc.backoff, backoffFrom), backoffTo)
-	sc.retry = now + sc.backoff - time.Duration(c.round(sc).Share(c.self.Name)*float64(sc.backoff/2))
+	b.backoff = min(max(2*b.backoff, backoffFrom), backoffTo)
+	b.retry = now + b.backoff - time.Duration(c.Share(sc)*float64(b.backoff/2))
 }

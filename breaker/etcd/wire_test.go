@@ -10,15 +10,15 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/crdt"
-	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/internal/scope"
 )
 
 var someone = crdt.Replica{Name: "orders-1", Incarnation: 1 << 63}
 
 func samples() map[keyKind][]byte {
-	at := fleet.Position{Gen: 3, Round: 300}
-	vote := fleet.Vote{
-		Scope: "g/orders", Node: someone, Version: 1, Phase: fleet.PhasePassed, At: at, Wants: true,
+	at := scope.Position{Gen: 3, Round: 300}
+	vote := scope.Vote{
+		Scope: "g/orders", Node: someone, Version: 1, Phase: scope.PhasePassed, At: at, Wants: true,
 		Passes: 2, Failed: 7, Rung: 4, OpenFor: 800 * time.Millisecond, Cause: "timeout",
 	}
 	last := vote
@@ -26,7 +26,7 @@ func samples() map[keyKind][]byte {
 	return map[keyKind][]byte{
 		keyRoster: charter{7, 5e5, 10, 1 << 60}.encode(),
 		keyMember: encodeMember(someone.Incarnation),
-		keyState:  encodeState(fleet.State{Position: at, Rung: 9, OpenFor: 25600 * time.Millisecond, Cause: "storm"}),
+		keyState:  encodeState(scope.State{Position: at, Rung: 9, OpenFor: 25600 * time.Millisecond, Cause: "storm"}),
 		keyVote:   encodeVote(vote),
 		keyProbe:  probe{someone, at}.encode(),
 		keyLast:   encodeLast(last),

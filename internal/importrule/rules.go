@@ -109,7 +109,7 @@ var Ours = Rules{
 		},
 
 		{
-			Path: "fleet", May: []string{"crdt", "limiter", "breaker", "dlq"},
+			Path: "fleet", May: []string{"crdt", "limiter", "breaker", "dlq", "internal/scope"},
 			MayTest: []string{"crdt/gossip"},
 			Why:     "what processes agree on implements interfaces that its users own; guard sees only those",
 		},
@@ -155,9 +155,9 @@ var Ours = Rules{
 		{Path: "crdt", Why: "a leaf: replicated data types and nothing of ours"},
 		{Path: "breaker", Why: "a leaf: usable without the rest"},
 		{
-			Path: "breaker/etcd", May: []string{"breaker", "fleet", "fleet/register", "crdt", "internal/registers"},
+			Path: "breaker/etcd", May: []string{"breaker", "dlq", "crdt", "internal/scope", "fleet/register", "internal/registers"},
 			MayTest: []string{"guard", "guard/guardtest", "internal/brokers", "internal/registertest"},
-			Why:     "an authority for those who want one, behind the breaker's own interface; what a vote means and what is done to breakers is fleet's, or there were two truths",
+			Why:     "an authority for those who want one, behind the breaker's own interface; what a vote means and what is done to breakers is internal/scope's, or there were two truths",
 		},
 		{Path: "dlq", Why: "a leaf: records, budget and detector are usable without a guard"},
 		{Path: "dlq/archive", May: []string{"dlq"}, Why: "what archives share; the interface is in dlq"},
@@ -174,6 +174,7 @@ var Ours = Rules{
 		{Path: "ringbuf/spill", May: []string{"ringbuf"}, Why: "the same lane API on disk"},
 
 		{Path: "internal/importrule", Why: "reads import graphs; needs nothing of ours"},
+		{Path: "internal/scope", May: []string{"breaker", "crdt"}, Why: "how a fleet decides over breakers, whatever carries it, so it knows neither gossip nor a store"},
 		{Path: "internal/adaptertest", May: []string{"guard"}, Why: "what the tests of adapters share, so it knows none of them"},
 		{Path: "internal/registers", Why: "what the drivers of fleet/register share, so it knows none of them, nor the seam, which uses it too"},
 		{Path: "internal/registertest", May: []string{"fleet/register"}, Why: "one suite for every driver of fleet/register, so it knows none of them"},

@@ -1,12 +1,12 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package fleet
+package scope
 
 import "cmp"
 
 // A Round is an open period of a scope, and who may probe in it. It is pure, and
-// the same for every [Decider], whoever counts the votes.
+// the same whatever carries the votes.
 type Round struct {
 	Scope   string
 	At      Position

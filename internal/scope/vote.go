@@ -1,11 +1,12 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package fleet
+package scope
 
 import (
 	"cmp"
 	"fmt"
+	"math"
 	"slices"
 	"time"
 
@@ -86,13 +87,14 @@ const (
 	// that have are through, seconds their success in Round: a vote to close.
 	PhaseSeconded
 
-	phases
+	// Phases is how many there are.
+	Phases
 )
 
 var phaseNames = [...]string{"closed", "open", "inherited", "waiting", "probing", "passed", "seconded"}
 
 func (p Phase) String() string {
-	if p < phases {
+	if p < Phases {
 		return phaseNames[p]
 	}
 	return fmt.Sprintf("phase(%d)", uint8(p))
@@ -123,8 +125,8 @@ type Vote struct {
 	Cause   breaker.Cause
 }
 
-// later reports whether v is a later word of the same process than w.
-func (v *Vote) later(w *Vote) bool {
+// Later reports whether v is a later word of the same process than w.
+func (v *Vote) Later(w *Vote) bool {
 	return cmp.Or(cmp.Compare(v.Node.Incarnation, w.Node.Incarnation), cmp.Compare(v.Version, w.Version)) > 0
 }
 
@@ -133,10 +135,9 @@ func (v *Vote) later(w *Vote) bool {
 func (v *Vote) Troubled(gen uint64) bool { return v.Phase != PhaseClosed && v.At.Gen >= gen }
 
 // Decide is what the fleet makes of votes, from the state that it is known to
-// be in. It is a pure function: of votes by one process the latest counts, of
-// votes by processes that the roster does not name none, and their order does
-// not matter. The caller leaves out the votes of processes that are not heard,
-// or a vote that was never taken back would be half a quorum for ever.
+// be in. names is the roster; vote is the vote of a name that counts, or nil. A vote
+// whose process cannot take it back any more must not count, or it would be half a
+// quorum for ever. It is a pure function, and the order of names does not matter.
 //
 //   - Closed at a generation, the scope opens when [Need] of the roster vote
 //     so. The rung is the Need-th highest among theirs: a few processes with
@@ -144,75 +145,70 @@ func (v *Vote) Troubled(gen uint64) bool { return v.Phase != PhaseClosed && v.At
 //   - Open in a round, the scope closes when Need of the roster passed or
 //     seconded, with Successes probes between them.
 //
-// A failed probe is the third step. It takes one process, which says so as a
-// state of its own, and Join takes that in.
-func Decide(c Config, r Roster, known State, votes []Vote) State {
-	c = c.WithDefaults()
-	latest := make(map[string]*Vote, len(votes))
-	for i := range votes {
-		v := &votes[i]
-		if w := latest[v.Node.Name]; w == nil || v.later(w) {
-			latest[v.Node.Name] = v
+// A failed probe is the third step. It takes one process, see [After].
+func Decide(c breaker.FleetConfig, names []string, known State, vote func(name string) *Vote) State {
+	need := Need(c.Quorum, len(names))
+	var open []*Vote
+	voices, passes := 0, 0
+	for _, n := range names {
+		v := vote(n)
+		switch {
+		case v == nil || v.Gone:
+		case !known.Open() && v.Phase == PhaseOpen && v.At.Gen == known.Gen:
+			open = append(open, v)
+		case known.Open() && v.At == known.Position:
+			passes += int(v.Passes)
+			if v.Passes > 0 || v.Phase == PhasePassed || v.Phase == PhaseSeconded { // or probing again, having passed before
+				voices++
+			}
 		}
 	}
-	t := tally{cfg: c, need: Need(c.Quorum, len(r.Names)), known: known}
-	for _, n := range r.Names {
-		if v := latest[n]; v != nil {
-			t.add(v)
-		}
-	}
-	return t.result()
-}
-
-// tally counts votes of different processes of the roster.
-type tally struct {
-	cfg    Config
-	need   int
-	known  State
-	open   []*Vote
-	voices int
-	passes int
-}
-
-func (t *tally) add(v *Vote) {
 	switch {
-	case v.Gone:
-	case v.Phase == PhaseOpen && !t.known.Open() && v.At.Gen == t.known.Gen:
-		t.open = append(t.open, v)
-	case (v.Phase == PhasePassed || v.Phase == PhaseSeconded) && v.At == t.known.Position:
-		t.voices++
-		t.passes += int(v.Passes)
-	case v.At == t.known.Position: // probing again, having passed before
-		t.passes += int(v.Passes)
-		if v.Passes > 0 {
-			t.voices++
-		}
-	}
-}
-
-func (t *tally) result() State {
-	switch {
-	case len(t.open) >= t.need:
-		slices.SortFunc(t.open, func(v, w *Vote) int {
+	case len(open) >= need:
+		slices.SortFunc(open, func(v, w *Vote) int {
 			return cmp.Or(cmp.Compare(w.Rung, v.Rung), cmp.Compare(v.Cause, w.Cause), cmp.Compare(v.Node.Name, w.Node.Name))
 		})
-		v := t.open[t.need-1]
+		v := open[need-1]
 		rung := max(v.Rung, 1)
-		return State{Position{t.known.Gen, 1}, rung, t.cfg.Period(rung), v.Cause}
-	case t.known.Open() && t.voices >= t.need && t.passes >= t.cfg.Successes:
-		return State{Position: Position{Gen: t.known.Gen + 1}}
+		return State{Position{known.Gen, 1}, rung, Period(c, rung), v.Cause}
+	case voices >= need && passes >= c.Successes:
+		return State{Position: Position{Gen: known.Gen + 1}}
 	}
-	return t.known
+	return known
 }
 
-// After is the state that a failed probe makes of s, with c's defaults filled in. The ladder climbs. Only
+// After is the state that a failed probe makes of s. The ladder climbs. Only
 // where others had passed in the same round does it step down: then a part of
 // the fleet is broken and not the dependency, and the next round comes soon to
 // find who else.
-func (c Config) After(s State, mixed bool, cause breaker.Cause) State {
-	rung := min(s.Rung+1, c.top())
+func After(c breaker.FleetConfig, s State, mixed bool, cause breaker.Cause) State {
+	rung := min(s.Rung+1, top(c))
 	if mixed {
 		rung = max(s.Rung-1, 1)
 	}
-	return State{Position{s.Gen, s.Round + 1}, rung, c.Period(rung), cause}
+	return State{Position{s.Gen, s.Round + 1}, rung, Period(c, rung), cause}
+}
+
+// Period is how long an open period at rung lasts, from 1.
+func Period(c breaker.FleetConfig, rung int) time.Duration {
+	return breaker.Config{Base: c.Base, Cap: c.Cap}.Period(rung)
+}
+
+// top is the first rung whose period is Cap.
+func top(c breaker.FleetConfig) int {
+	n := 1
+	for Period(c, n) < c.Cap {
+		n++
+	}
+	return n
+}
+
+// Need is how many of a roster of n make a quorum: max(2, ceil(share·n)), and 1
+// of one.
+func Need(share float64, n int) int {
+	if n <= 1 {
+		return 1
+	}
+	// Ten percent of thirty is three, whatever a float says.
+	return min(n, max(2, int(math.Ceil(share*float64(n)-1e-9))))
 }

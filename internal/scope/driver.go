@@ -1,0 +1,445 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package scope
+
+import (
+	"errors"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+)
+
+// Driver is one process's part in a fleet as a guard drives it: it carries what
+// happens between its breakers and a [Machine]. It is a [breaker.Fleet].
+// The comment of fleet.Member says which scopes a breaker has, and what an operator's
+// force does. A gate further up, over the topics of a group, follows from topics that are
+// open everywhere alike and has no vote of its own.
+//
+// # Locks
+//
+// Lock order: Driver.mu, then that of the Machine, or of the breakers and their tree.
+// All methods are safe for concurrent use.
+type Driver struct {
+	clock func() time.Duration
+	v     *Machine // nil: no scope is decided on
+
+	mu       sync.Mutex
+	attached bool
+	claims   map[string]*claim
+	above    []*claim // those that are topics
+	leaves   map[*breaker.Breaker]*leaf
+	list     []*leaf // the same, in the order of adoption
+	acts     []Action
+}
+
+var _ breaker.Fleet = (*Driver)(nil)
+
+// ErrAttached means that a [Driver] is driven already.
+var ErrAttached = errors.New("fleet: it has a driver already")
+
+// claim is a scope that this process has.
+type claim struct {
+	name   string
+	topic  bool    // leaves are its partitions; otherwise there is one
+	leaves []*leaf // in the order of adoption
+
+	held   bool
+	last   Action // the hold
+	prober *leaf  // has the permit of the probe that is out
+
+	// Of a topic, which has no breaker of its own.
+	gen     uint64
+	tripped bool
+	rung    int
+	cause   breaker.Cause
+}
+
+// leaf is a breaker.
+type leaf struct {
+	b      *breaker.Breaker
+	refs   int
+	err    error    // of Adopt
+	claims []*claim // its own first; without those that could not be adopted
+
+	half    *claim // gave it back half-open while another held it: it is not closed with that one
+	told    bool   // it is closed, and that was told
+	waits   bool   // a message waits at it
+	freed   bool   // held, but closed by an operator
+	tripped bool   // by its own verdict, and not closed since
+	rung    int
+	cause   breaker.Cause
+}
+
+// held reports whether one of its scopes holds it.
+func (l *leaf) held() bool {
+	return slices.ContainsFunc(l.claims, func(c *claim) bool { return c.held })
+}
+
+// NewDriver returns the driver of m, which may be nil. clock is the Machine's. It need
+// not be the one of the breakers: no instant passes between the two.
+func NewDriver(clock func() time.Duration, m *Machine) *Driver {
+	return &Driver{clock: clock, v: m, claims: make(map[string]*claim), leaves: make(map[*breaker.Breaker]*leaf)}
+}
+
+// Attach is [breaker.Fleet]'s. The error is [ErrAttached].
+func (d *Driver) Attach(wake func()) (detach func(), err error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.attached {
+		return nil, ErrAttached
+	}
+	d.attached = true
+	if d.v != nil {
+		d.v.OnActions(wake)
+	}
+	return sync.OnceFunc(func() {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		d.attached = false
+		if d.v != nil {
+			d.v.OnActions(nil)
+		}
+	}), nil
+}
+
+// Adopt is [breaker.Fleet]'s. The errors are those of [Machine.Adopt].
+func (d *Driver) Adopt(now time.Duration, b *breaker.Breaker, path []string) error {
+	if d.v == nil {
+		return nil
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if l := d.leaves[b]; l != nil {
+		l.refs++
+		return l.err
+	}
+	l := &leaf{b: b, refs: 1}
+	d.leaves[b] = l
+	d.list = append(d.list, l)
+	l.err = d.claimLocked(now, l, strings.Join(path, "/"), false)
+	if len(path) == partitionDepth {
+		l.err = errors.Join(l.err, d.claimLocked(now, l, strings.Join(path[:partitionDepth-1], "/"), true))
+	}
+	d.lookLocked(now, l)
+	d.drainLocked(now)
+	return l.err
+}
+
+// partitionDepth is the length of the path of a scope that one process has at a
+// time: group, topic, partition.
+const partitionDepth = 3
+
+// claimLocked makes a scope one of l's, and holds l as the scope is held.
+func (d *Driver) claimLocked(now time.Duration, l *leaf, name string, topic bool) error {
+	c := d.claims[name]
+	var first Action
+	if c == nil {
+		var err error
+		if first, err = d.v.Adopt(d.clock(), name); err != nil {
+			return err
+		}
+		c = &claim{name: name, topic: topic}
+		d.claims[name] = c
+		if topic {
+			d.above = append(d.above, c)
+		}
+	}
+	c.leaves = append(c.leaves, l)
+	l.claims = append(l.claims, c)
+	if first.Kind != 0 {
+		d.applyLocked(now, c, first)
+	} else if c.held {
+		l.hold(now, c)
+	}
+	return nil
+}
+
+// Leave is [breaker.Fleet]'s.
+func (d *Driver) Leave(now time.Duration, b *breaker.Breaker) {
+	if d.v == nil {
+		return
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	l := d.leaves[b]
+	if l == nil {
+		return
+	}
+	if l.refs--; l.refs > 0 {
+		return
+	}
+	d.drainLocked(now)
+	l.told = false
+	d.lookLocked(now, l) // its last word
+	for _, c := range l.claims {
+		c.leaves = slices.DeleteFunc(c.leaves, func(other *leaf) bool { return other == l })
+		if len(c.leaves) > 0 {
+			if c.prober == l {
+				c.prober = nil // the turn ends at the next look
+			}
+			d.lookAboveLocked(now, c)
+			continue
+		}
+		if c.topic { // with its last partition, which it still is
+			c.leaves = append(c.leaves, l)
+			d.lookAboveLocked(now, c)
+		}
+		d.v.Leave(d.clock(), c.name)
+		delete(d.claims, c.name)
+		d.above = slices.DeleteFunc(d.above, func(other *claim) bool { return other == c })
+	}
+	delete(d.leaves, b)
+	d.list = slices.DeleteFunc(d.list, func(other *leaf) bool { return other == l })
+	b.Unhold(now)
+	d.drainLocked(now)
+}
+
+// Step is [breaker.Fleet]'s.
+func (d *Driver) Step(now time.Duration, waiting map[*breaker.Breaker]bool) (busy bool) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.v == nil {
+		return false
+	}
+	for _, l := range d.list {
+		l.waits = waiting[l.b]
+		d.lookLocked(now, l)
+		busy = busy || !l.told
+	}
+	for _, c := range d.above {
+		d.lookAboveLocked(now, c)
+	}
+	d.v.Tick(d.clock())
+	d.drainLocked(now)
+	return busy || d.v.Stirs()
+}
+
+// lookLocked tells the fleet what a breaker is like. One that is closed and
+// was before costs an atomic load.
+func (d *Driver) lookLocked(now time.Duration, l *leaf) {
+	closed := l.b.Closed()
+	if closed && l.told {
+		return
+	}
+	s := l.b.Snapshot(now)
+	switch {
+	case !l.held():
+		l.freed = false
+	case closed:
+		l.freed = true
+	case !s.Held && !s.Barred: // the force is over, or it tripped after one
+		l.freed = false
+		for _, c := range l.claims {
+			if c.held {
+				l.hold(now, c)
+			}
+		}
+		s = l.b.Snapshot(now)
+	}
+	l.told = closed
+	switch {
+	case closed:
+		l.tripped = false
+	case s.State == breaker.Open && !s.Forced && !s.Held:
+		l.tripped, l.rung, l.cause = true, s.Rung, s.Cause
+	}
+	l.waits = l.waits && !closed && !s.Barred
+	if len(l.claims) > 0 && !l.claims[0].topic {
+		d.v.Observe(d.clock(), l.claims[0].name, s)
+		d.v.Want(d.clock(), l.claims[0].name, l.waits)
+	}
+}
+
+// lookAboveLocked is the same for a topic, whose breaker is made up from those of
+// its partitions: open while enough of them are by their own verdict, and while it
+// is held what the one is like that probes.
+func (d *Driver) lookAboveLocked(now time.Duration, c *claim) {
+	if !c.topic {
+		return
+	}
+	open, waits, rest := 0, false, true
+	rung, cause := 0, breaker.Cause("")
+	for _, l := range c.leaves {
+		rest = rest && l.told
+		waits = waits || l.waits
+		if l.tripped {
+			open++
+			if l.rung > rung {
+				rung, cause = l.rung, l.cause
+			}
+		}
+	}
+	if rest && !c.held && !c.tripped {
+		return
+	}
+	s := breaker.Snapshot{Name: c.name}
+	switch {
+	case c.held:
+		s.State, s.Held, s.Cause = breaker.Open, true, c.last.Cause
+		if c.prober != nil {
+			if p := c.prober.b.Snapshot(now); p.Held {
+				s.State, s.Trial, s.ProbesOut, s.Cause = p.State, p.Trial, p.ProbesOut, p.Cause
+			}
+		}
+	case open > 0 && float64(open) >= d.v.Config().Quorum*float64(len(c.leaves)) && !d.v.Alone():
+		if !c.tripped || rung != c.rung {
+			c.gen++
+		}
+		c.tripped, c.rung, c.cause = true, rung, cause
+		s.State, s.Rung, s.Cause = breaker.Open, rung, cause
+	default:
+		c.tripped = false
+	}
+	s.Generation = c.gen
+	d.v.Observe(d.clock(), c.name, s)
+	d.v.Want(d.clock(), c.name, waits)
+}
+
+// drainRounds is how often what was done may ask for more at one instant: a few times
+// at most. It is bounded because a mistake in that must not hang a guard; what is left
+// is done by the next Step.
+const drainRounds = 8
+
+// drainLocked does what the fleet asks for, until it asks for nothing more. The
+// word of a scope that has been left is void.
+func (d *Driver) drainLocked(now time.Duration) {
+	for range drainRounds {
+		d.acts = d.v.Actions(d.acts[:0])
+		if len(d.acts) == 0 {
+			return
+		}
+		for _, a := range d.acts {
+			c := d.claims[a.Scope]
+			if c == nil {
+				continue
+			}
+			d.applyLocked(now, c, a)
+			for _, l := range c.leaves {
+				d.lookLocked(now, l)
+			}
+			d.lookAboveLocked(now, c)
+		}
+	}
+}
+
+// applyLocked does to a scope's breakers what a asks for. One that is held by
+// another scope too stays held.
+func (d *Driver) applyLocked(now time.Duration, c *claim, a Action) {
+	c.prober = nil
+	switch a.Kind {
+	case Hold:
+		c.held, c.last, c.tripped = true, a, false
+		for _, l := range c.leaves {
+			l.hold(now, c)
+		}
+	case HalfOpen:
+		c.held = false
+		for _, l := range c.leaves {
+			if l.freed && l.b.Closed() {
+				continue
+			}
+			l.half = nil
+			if l.b.Hold(now, a.Rung, a.Cause); l.held() {
+				l.half = c
+			} else {
+				l.b.Unhold(now)
+			}
+			l.told = false
+		}
+	case Probe:
+		c.gen++
+		if l := c.pick(now); l != nil {
+			l.b.Permit(now)
+			c.prober = l
+		}
+	case Close:
+		c.held = false
+		for _, l := range c.leaves {
+			if l.half == c {
+				l.half = nil
+			}
+			switch {
+			case l.held():
+			case l.half != nil:
+				l.half = nil
+				l.b.Unhold(now)
+			default:
+				l.b.CloseHeld(now, a.Cause)
+			}
+			l.told = false
+		}
+	}
+}
+
+// hold holds a breaker because c is held, unless it would take back the probe
+// that another of its scopes permitted, or undo an operator's close.
+func (l *leaf) hold(now time.Duration, c *claim) {
+	if l.freed && l.b.Closed() {
+		return
+	}
+	for _, other := range l.claims {
+		if other != c && other.prober == l && l.b.Snapshot(now).State == breaker.HalfOpen {
+			return
+		}
+	}
+	if l.half == c {
+		l.half = nil
+	}
+	l.b.Hold(now, c.last.Rung, c.last.Cause)
+	l.told = false
+}
+
+// pick chooses the breaker that probes: one that a message waits at, each in its
+// turn. Nil if there is none; the permit is then taken back.
+func (c *claim) pick(now time.Duration) *leaf {
+	for i := range c.leaves {
+		l := c.leaves[(int(c.gen)+i)%len(c.leaves)]
+		if (l.waits || !c.topic) && l.b.Snapshot(now).Held {
+			return l
+		}
+	}
+	return nil
+}
+
+// Scopes is [breaker.Fleet]'s. It costs a lock for each scope.
+func (d *Driver) Scopes() []breaker.FleetScope {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	all := make([]breaker.FleetScope, 0, len(d.claims))
+	for _, name := range slices.Sorted(maps.Keys(d.claims)) {
+		all = append(all, d.describeLocked(d.claims[name]))
+	}
+	return all
+}
+
+// Scope is [breaker.Fleet]'s: of the scope that holds b, one that is open before
+// one that was taken over, or else of its own.
+func (d *Driver) Scope(b *breaker.Breaker) (breaker.FleetScope, bool) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	l := d.leaves[b]
+	if l == nil || len(l.claims) == 0 {
+		return breaker.FleetScope{}, false
+	}
+	best := d.describeLocked(l.claims[0])
+	for _, c := range l.claims[1:] {
+		if s := d.describeLocked(c); s.Held && (!best.Held || s.State > best.State) {
+			best = s
+		}
+	}
+	return best, true
+}
+
+func (d *Driver) describeLocked(c *claim) breaker.FleetScope {
+	s := d.v.Describe(d.clock(), c.name)
+	s.Held = c.held
+	if s.Cause == "" && c.held {
+		s.Cause = c.last.Cause
+	}
+	return s
+}

@@ -1,0 +1,193 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package scope
+
+import (
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+)
+
+// elect takes our part in a round of probes: one at a time, each process in its turn.
+// What may be done at once follows from the votes alone; what takes patience (a turn
+// not taken, a probe not settled) each process judges by its own clock.
+func (m *Machine) elect(now time.Duration, sc *Scope) {
+	sc.Mine = false
+	if !m.connected || sc.Blind || !sc.Known.Open() || now < m.Due(sc) {
+		return
+	}
+	if sc.mode == probing {
+		m.watchTrial(now, sc)
+		return
+	}
+	out := sc.Book.Out(now)
+	if !m.sub.MayDecide() {
+		m.drift(now, sc, out)
+		return
+	}
+	if out {
+		sc.turn, sc.idleAt = "", Never
+		return
+	}
+	next, total := m.round(sc).Next(m.cfg.Successes, func(name string) *Vote { return sc.Book.Vote(now, name) })
+	if next == "" {
+		m.idle(now, sc, total)
+		return
+	}
+	sc.idleAt = Never
+	if sc.turn != next {
+		sc.turn, sc.turnAt = next, now
+	}
+	// Ours ends in the middle of what the others wait, so that news of it reaches them
+	// before their patience is over.
+	patience := m.cfg.Turn
+	if next == m.self {
+		patience /= 2
+	}
+	switch {
+	case now-sc.turnAt >= patience:
+		sc.skip(next)
+	case next == m.self && sc.mode == held:
+		sc.Mine = true
+		sc.Book.Take(now)
+	}
+}
+
+func (m *Machine) round(sc *Scope) Round {
+	return Round{Scope: sc.Name, At: sc.Known.Position, Names: m.names, Skipped: sc.skipped}
+}
+
+// Share is a number in [0, 1) that differs by process and round. The lock must be
+// held.
+func (m *Machine) Share(sc *Scope) float64 { return m.round(sc).Share(m.self) }
+
+// drift lets a scope go, as when we are cut off, that we may not probe and that nobody
+// else does: those who might are gone, or have nothing to probe with.
+func (m *Machine) drift(now time.Duration, sc *Scope, out bool) {
+	if out {
+		sc.probed = now
+	}
+	switch {
+	case sc.mode != held:
+	case out || !m.adrift(now, sc):
+		sc.release = Never
+	case sc.release == Never:
+		sc.release = m.Solo(now, sc)
+	}
+}
+
+// adrift reports whether nobody has probed for as long as a probe and two turns may
+// take, and it is not for us to do so.
+func (m *Machine) adrift(now time.Duration, sc *Scope) bool {
+	return !m.sub.MayDecide() && !sc.Book.Out(now) && now >= max(m.Due(sc), sc.probed)+m.cfg.Lease+2*m.cfg.Turn
+}
+
+// idle is a round in which everybody with something to probe with has done so. Those
+// without second the result: else a scope that few have traffic on could not find a
+// quorum to close it.
+func (m *Machine) idle(now time.Duration, sc *Scope, total int) {
+	sc.turn = ""
+	if sc.idleAt == Never {
+		sc.idleAt = now
+	}
+	idle := now - sc.idleAt
+	if idle < m.cfg.Turn {
+		return
+	}
+	if w := m.standing(sc); w.Phase == PhaseWaiting && w.Passes == 0 && total >= m.cfg.Successes {
+		w.Phase = PhaseSeconded
+		m.write(now, sc, w)
+		sc.Book.Decide(now)
+	}
+	if idle >= 2*m.cfg.Turn && len(sc.skipped) > 0 {
+		clear(sc.skipped)
+		sc.idleAt = Never
+	}
+}
+
+// Announce makes it our vote that our probe goes out. The lock must be held.
+func (m *Machine) Announce(now time.Duration, sc *Scope) {
+	w := m.standing(sc)
+	w.Phase = PhaseProbing
+	m.write(now, sc, w)
+}
+
+// Grant lets our probe out, whose lease lasts from since. The lock must be held.
+func (m *Machine) Grant(now time.Duration, sc *Scope, since time.Duration) {
+	sc.mode, sc.Mine = probing, false
+	sc.trial = trial{since: since, at: now, gen: sc.seen}
+	m.act(sc, Action{Kind: Probe, Cause: sc.Known.Cause})
+}
+
+// Revoke takes our probe back, which counts for nothing: another may be out by now.
+// The lock must be held.
+func (m *Machine) Revoke(now time.Duration, sc *Scope) {
+	if sc.mode == probing {
+		m.hold(now, sc)
+	}
+}
+
+func (m *Machine) observeTrial(now time.Duration, sc *Scope, s breaker.Snapshot) {
+	if s.Generation <= sc.trial.gen {
+		return
+	}
+	switch {
+	case !s.Held, s.State == breaker.Open && s.Trial == breaker.NoTrial:
+		m.withdraw(now, sc) // forced, or held anew: what had the permit is gone
+	case s.State == breaker.HalfOpen:
+		sc.trial.taken = s.ProbesOut > 0 // an excluded probe gives the permit back
+	case s.State == breaker.Open && s.Trial == breaker.TrialPassed:
+		w := m.standing(sc)
+		w.Phase, w.Passes = PhasePassed, w.Passes+1
+		sc.mode, sc.Own = held, w
+		sc.Book.Settle(now, sc.Known)
+	case s.State == breaker.Open && s.Trial == breaker.TrialFailed:
+		m.fail(now, sc, s.Cause)
+	}
+}
+
+// fail ends the round by our own failed probe.
+func (m *Machine) fail(now time.Duration, sc *Scope, cause breaker.Cause) {
+	mixed := false
+	for _, n := range m.names {
+		v := sc.Book.Vote(now, n)
+		mixed = mixed || v != nil && v.At == sc.Known.Position && v.Passes > 0
+	}
+	next := After(m.cfg, sc.Known, mixed, Cut(cause))
+	w := m.standing(sc)
+	w.Phase, w.At, w.Passes, w.Failed = PhaseWaiting, next.Position, 0, sc.Known.Round
+	sc.mode, sc.Own = held, w
+	sc.Book.Settle(now, next)
+}
+
+// watchTrial ends a probe that does not end by itself: by its lease at the latest, for
+// then another may go out.
+func (m *Machine) watchTrial(now time.Duration, sc *Scope) {
+	over := now-sc.trial.since >= m.cfg.Lease
+	switch {
+	case sc.trial.taken && over:
+		before := sc.Known
+		m.fail(now, sc, breaker.CauseLost)
+		if sc.Known == before {
+			m.rehold(now, sc) // the permit is taken back at once, whenever it is decided
+		}
+	case !sc.trial.taken && (over || now-sc.trial.at >= m.cfg.Turn/2):
+		m.withdraw(now, sc)
+	}
+}
+
+// withdraw ends our turn without a probe: nothing was there to probe with after all.
+// The hold takes the permit back; a probe that slipped through meanwhile counts for
+// nothing.
+func (m *Machine) withdraw(now time.Duration, sc *Scope) {
+	sc.wants = false
+	w := m.standing(sc)
+	w.Phase = PhaseWaiting
+	if w.Passes > 0 {
+		w.Phase = PhasePassed
+	}
+	m.write(now, sc, w)
+	m.hold(now, sc)
+	sc.skip(m.self)
+}

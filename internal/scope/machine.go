@@ -1,0 +1,506 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package scope
+
+import (
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+)
+
+// Machine is one process's part in what a fleet decides about its scopes. All
+// methods that begin with a capital letter take its lock, but for those that say
+// that it must be held.
+type Machine struct {
+	cfg  breaker.FleetConfig
+	self string // our name in the roster
+	sub  Substrate
+
+	mu      sync.Mutex
+	start   time.Duration
+	names   []string // the roster, sorted
+	need    int
+	scopes  map[string]*Scope
+	order   []*Scope // the same, oldest first
+	active  []*Scope // those that a step looks at
+	actions []Action
+	refused uint64
+	full    bool
+
+	connected bool          // Substrate.Look, when last asked
+	since     time.Duration // connected last changed, or we stood still
+	ticked    time.Duration
+	swept     time.Duration
+
+	wake func() // a driver's; there may be actions
+}
+
+// New returns the part of self, which has just started at now and knows nothing.
+// The configuration and the roster must be valid. sub is not asked yet.
+func New(now time.Duration, c breaker.FleetConfig, self string, names []string, sub Substrate) *Machine {
+	m := &Machine{
+		cfg: c.WithDefaults(), self: self, sub: sub,
+		start: now, since: now, ticked: now, scopes: make(map[string]*Scope),
+	}
+	m.setRoster(names)
+	return m
+}
+
+func (m *Machine) setRoster(names []string) {
+	m.names = slices.Sorted(slices.Values(names))
+	m.need = Need(m.cfg.Quorum, len(names))
+}
+
+// SetRoster replaces the roster. The lock must be held.
+func (m *Machine) SetRoster(now time.Duration, names []string) {
+	m.setRoster(names)
+	m.Step(now)
+}
+
+// Lock keeps everybody else out.
+func (m *Machine) Lock() { m.mu.Lock() }
+
+// Unlock lets them in.
+func (m *Machine) Unlock() { m.mu.Unlock() }
+
+// End is Unlock after a step which another process's word began: it wakes the driver if
+// that left something to do.
+func (m *Machine) End() { m.unlock(m.wake) }
+
+func (m *Machine) unlock(wake func()) {
+	if len(m.actions) == 0 {
+		wake = nil
+	}
+	after := m.sub.After()
+	m.mu.Unlock()
+	if after != nil {
+		after()
+	}
+	if wake != nil {
+		wake()
+	}
+}
+
+// Config returns the configuration with its defaults filled in. It needs no lock.
+func (m *Machine) Config() breaker.FleetConfig { return m.cfg }
+
+// Names is the roster, sorted; Need is the quorum. The lock must be held for these and
+// for what follows, down to Get.
+func (m *Machine) Names() []string { return m.names }
+
+// Need is the quorum.
+func (m *Machine) Need() int { return m.need }
+
+// Member reports whether self is in the roster.
+func (m *Machine) Member() bool {
+	_, ok := slices.BinarySearch(m.names, m.self)
+	return ok
+}
+
+// Started is when New was called.
+func (m *Machine) Started() time.Duration { return m.start }
+
+// Connected is what Look said last.
+func (m *Machine) Connected() bool { return m.connected }
+
+// Settled reports whether we have been in touch, and have not stood still, for so long
+// that all others know it.
+func (m *Machine) Settled(now time.Duration) bool { return now-m.since >= m.cfg.Settle }
+
+// Refused is how many scopes were left out for want of room.
+func (m *Machine) Refused() uint64 { return m.refused }
+
+// All is each scope that is known, oldest first.
+func (m *Machine) All() []*Scope { return m.order }
+
+// Stirring is each scope in which something may happen by itself.
+func (m *Machine) Stirring() []*Scope { return m.active }
+
+// SetFull says whether something that is there was left out for want of room, so that
+// nothing is known of a scope that is not remembered.
+func (m *Machine) SetFull(full bool) { m.full = full }
+
+// Get is a scope that is known, or nil.
+func (m *Machine) Get(name string) *Scope { return m.scopes[name] }
+
+// Obtain is the scope of that name, made if there is room; nil if there is not. Room
+// is made by forgetting the oldest one that is closed, that nobody here has and that
+// its book can spare. The lock must be held.
+func (m *Machine) Obtain(now time.Duration, name string) *Scope {
+	if sc := m.scopes[name]; sc != nil {
+		return sc
+	}
+	if len(m.scopes) >= m.cfg.Scopes {
+		i := slices.IndexFunc(m.order, func(sc *Scope) bool {
+			return !sc.Claimed && !sc.active && !sc.Known.Open() && sc.Book.Forget(now, true)
+		})
+		if i < 0 {
+			m.refused++
+			return nil
+		}
+		delete(m.scopes, m.order[i].Name)
+		m.order = slices.Delete(m.order, i, i+1)
+	}
+	sc := &Scope{Name: name, Since: now, release: Never, idleAt: Never}
+	sc.Book = m.sub.Book(sc)
+	m.scopes[name] = sc
+	m.order = append(m.order, sc)
+	return sc
+}
+
+// Observe tells what the breaker of a scope is like. Call it after each of its
+// changes and after an action was applied; late and repeated calls do no harm,
+// for it is the state that counts. It does nothing about a scope that was not
+// adopted.
+func (m *Machine) Observe(now time.Duration, name string, s breaker.Snapshot) {
+	m.mu.Lock()
+	defer m.unlock(nil)
+	sc := m.scopes[name]
+	if sc == nil || !sc.Claimed {
+		return
+	}
+	sc.seen = max(sc.seen, s.Generation)
+	switch {
+	case sc.mode == probing:
+		m.observeTrial(now, sc, s)
+	case sc.mode == held:
+		if s.State != breaker.Closed && !s.Held && !s.Barred {
+			m.rehold(now, sc) // a force that stood in the way of the hold is over
+		}
+	case sc.Known.Open(): // cut off, or let go: the breaker decides
+		sc.back = s.State == breaker.Closed
+		sc.cast = s.Generation // what tripped before a close is no vote after it
+		if m.connected && !sc.Blind {
+			m.credit(now, sc)
+		}
+	case s.State == breaker.Closed:
+		if sc.Own.Troubled(sc.Known.Gen) {
+			m.write(now, sc, Vote{At: Position{Gen: sc.Known.Gen}})
+		}
+	case s.State == breaker.Open && !s.Forced && !s.Held && s.Generation > sc.cast:
+		sc.cast = s.Generation
+		rung := min(max(s.Rung, 1), top(m.cfg))
+		// At the end of the ladder each period reads as the one before: whoever takes
+		// the scope over has to know that another began.
+		sc.Own = Vote{
+			Phase: PhaseOpen, At: Position{Gen: sc.Known.Gen}, Wants: sc.wants,
+			Rung: rung, OpenFor: m.periodOf(s, rung).Truncate(time.Microsecond), Cause: Cut(s.Cause),
+		}
+		m.stir(sc)
+		sc.Book.Write(now, now, true)
+		sc.Book.Decide(now)
+	default: // half-open, or open by somebody's force: no evidence
+	}
+}
+
+// periodOf is how long a breaker opens by its own verdict; that of a topic, which is
+// made up from its partitions', has the period of its rung.
+func (m *Machine) periodOf(s breaker.Snapshot, rung int) time.Duration {
+	if s.Until > s.Since {
+		return min(s.Until-s.Since, Period(m.cfg, rung))
+	}
+	return Period(m.cfg, rung)
+}
+
+// Want says whether a message waits at the shut breaker of a scope, so that
+// there is something to probe with. The fleet's close takes it back. It does
+// nothing about a scope that was not adopted.
+func (m *Machine) Want(now time.Duration, name string, wants bool) {
+	m.mu.Lock()
+	defer m.unlock(nil)
+	sc := m.scopes[name]
+	if sc == nil || !sc.Claimed || sc.wants == wants {
+		return
+	}
+	sc.wants = wants
+	switch {
+	case sc.Known.Open():
+		m.write(now, sc, m.standing(sc))
+	case sc.Own.Phase == PhaseOpen && sc.Own.At.Gen == sc.Known.Gen:
+		w := sc.Own
+		w.Wants = wants
+		m.write(now, sc, w)
+	}
+}
+
+// Tick makes time pass. Call it every 20 to 100 ms. It costs little where every
+// scope is closed; a scope that is not costs a look at each vote.
+func (m *Machine) Tick(now time.Duration) {
+	m.mu.Lock()
+	defer m.unlock(nil)
+	if now-m.ticked > m.cfg.Settle {
+		// We stood still, and what the others did meanwhile is still on its way.
+		m.since = now
+	}
+	m.ticked = now
+	m.Step(now)
+	if now-m.swept >= time.Second {
+		m.swept = now
+		m.order = slices.DeleteFunc(m.order, func(sc *Scope) bool {
+			if !sc.Book.Forget(now, false) || sc.Claimed || sc.active || sc.Known != (State{}) {
+				return false
+			}
+			delete(m.scopes, sc.Name)
+			return true
+		})
+	}
+}
+
+// Actions appends what is to be done to dst, oldest first, and forgets it. They
+// must be applied in this order. Collect them after each call of Observe, Tick and
+// Adopt, and when woken.
+func (m *Machine) Actions(dst []Action) []Action {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	dst = append(dst, m.actions...)
+	clear(m.actions)
+	m.actions = m.actions[:0]
+	return dst
+}
+
+func (m *Machine) act(sc *Scope, a Action) {
+	a.Scope, a.At = sc.Name, sc.Known.Position
+	m.actions = append(m.actions, a)
+}
+
+// OnActions sets what is called, without the lock, when another process's word
+// may have left actions behind.
+func (m *Machine) OnActions(wake func()) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.wake = wake
+}
+
+// Alone reports a roster of one.
+func (m *Machine) Alone() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return len(m.names) == 1
+}
+
+// Stirs reports whether time may change something here by itself.
+func (m *Machine) Stirs() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return slices.ContainsFunc(m.active, func(sc *Scope) bool { return sc.Claimed })
+}
+
+// Step looks at every scope in which something may happen by itself. The lock must
+// be held.
+func (m *Machine) Step(now time.Duration) {
+	m.LookAround(now)
+	for _, sc := range m.active { // none becomes active by this
+		sc.Book.Decide(now)
+		m.answer(now, sc)
+		if sc.release != Never && now >= sc.release {
+			m.letGo(sc)
+		}
+		m.elect(now, sc)
+	}
+	m.active = slices.DeleteFunc(m.active, func(sc *Scope) bool {
+		sc.active = sc.Known.Open() || sc.asking || sc.release != Never || sc.Book.Stirs()
+		return !sc.active
+	})
+}
+
+// Stir has a scope looked at in each step. The lock must be held.
+func (m *Machine) Stir(sc *Scope) { m.stir(sc) }
+
+func (m *Machine) stir(sc *Scope) {
+	if !sc.active {
+		sc.active = true
+		m.active = append(m.active, sc)
+	}
+}
+
+// LookAround notices when this process gets or loses touch. The lock must be held.
+func (m *Machine) LookAround(now time.Duration) {
+	connected := m.sub.Look(now)
+	if connected == m.connected {
+		return
+	}
+	m.connected, m.since = connected, now
+	for _, sc := range m.order {
+		switch {
+		case !sc.Claimed || !sc.Known.Open():
+		case connected:
+			m.rejoin(now, sc)
+		case sc.mode == probing:
+			m.hold(now, sc) // what is out counts for nothing
+		case sc.mode == held:
+			sc.release = m.Solo(now, sc)
+		}
+	}
+}
+
+// rejoin follows the fleet again.
+func (m *Machine) rejoin(now time.Duration, sc *Scope) {
+	if sc.mode == free {
+		m.credit(now, sc)
+		if m.adrift(now, sc) {
+			return
+		}
+	}
+	m.hold(now, sc)
+	sc.Book.Decide(now)
+}
+
+// credit counts the probes of our breaker, where it has closed by itself while the
+// fleet is open, as ours in the round: if the others have recovered likewise, nobody
+// needs to probe again.
+func (m *Machine) credit(now time.Duration, sc *Scope) {
+	if !sc.back {
+		return
+	}
+	w := m.standing(sc)
+	w.Phase, w.Passes = PhasePassed, uint32(m.cfg.Successes)
+	m.write(now, sc, w)
+}
+
+// standing is our vote in the round, to be changed.
+func (m *Machine) standing(sc *Scope) Vote {
+	w := Vote{Phase: PhaseWaiting, At: sc.Known.Position, Wants: sc.wants}
+	if sc.Own.At.Gen == w.At.Gen {
+		w.Failed = sc.Own.Failed
+		if sc.Own.At == w.At {
+			w.Phase, w.Passes = sc.Own.Phase, sc.Own.Passes
+		}
+	}
+	return w
+}
+
+// write makes w our vote, if it says anything new.
+func (m *Machine) write(now time.Duration, sc *Scope, w Vote) {
+	if w == sc.Own {
+		return
+	}
+	sc.Own = w
+	m.stir(sc)
+	sc.Book.Write(now, now, false)
+}
+
+// Enter takes in a state that the fleet is in since an instant of our clock. The lock
+// must be held.
+func (m *Machine) Enter(now time.Duration, sc *Scope, s State, since time.Duration) {
+	if s == sc.Known {
+		return
+	}
+	moved := s.Position != sc.Known.Position
+	sc.Known = s
+	m.stir(sc)
+	if !moved {
+		if sc.mode == held {
+			m.hold(now, sc)
+		}
+		return
+	}
+	sc.Since = since
+	sc.trial, sc.turn, sc.turnAt, sc.idleAt, sc.Mine = trial{}, "", 0, Never, false
+	clear(sc.skipped)
+	if !sc.Claimed {
+		return
+	}
+	if s.Open() {
+		m.hold(now, sc)
+		return
+	}
+	sc.wants = false
+	if sc.mode != free {
+		sc.mode, sc.release, sc.asking = free, Never, false
+		m.act(sc, Action{Kind: Close, Cause: CauseFleet})
+	}
+}
+
+// SetBlind says whether the substrate can tell what was decided. The lock must be
+// held.
+func (m *Machine) SetBlind(sc *Scope, blind bool) {
+	if blind && !sc.Blind && sc.Claimed && sc.mode != free {
+		m.letGo(sc)
+	}
+	sc.Blind = blind
+}
+
+// hold holds the scope as the fleet does.
+func (m *Machine) hold(now time.Duration, sc *Scope) {
+	sc.mode, sc.asking, sc.release, sc.back = held, false, Never, false
+	if !m.connected {
+		sc.release = m.Solo(now, sc)
+	}
+	if sc.wants && (sc.Own.At.Gen != sc.Known.Gen || !sc.Own.Wants) {
+		m.write(now, sc, m.standing(sc))
+	}
+	m.rehold(now, sc)
+}
+
+func (m *Machine) rehold(now time.Duration, sc *Scope) {
+	m.stir(sc)
+	a := Action{Kind: Hold, Rung: sc.Known.Rung, Cause: sc.Known.Cause, For: m.left(now, sc)}
+	switch {
+	case sc.Known.Open():
+	case sc.asking:
+		a.Cause = CauseUnknown
+	default:
+		a.Rung, a.Cause = sc.Own.Rung, sc.Own.Cause
+	}
+	m.act(sc, a)
+}
+
+// left is what remains of the open period, or of a handover.
+func (m *Machine) left(now time.Duration, sc *Scope) time.Duration {
+	until := now
+	switch {
+	case sc.Known.Open():
+		until = m.Due(sc)
+	case sc.asking:
+		until = m.start + m.cfg.Start
+	case sc.release != Never:
+		until = sc.release
+	}
+	return max(until-now, 0)
+}
+
+// Due is when the fleet's open period is over. The lock must be held.
+func (m *Machine) Due(sc *Scope) time.Duration {
+	return sc.Since + min(sc.Known.OpenFor, m.cfg.Cap)
+}
+
+// Solo is when a process that is cut off goes on by itself: when the period it knows
+// of is over, and a little later, not all at once. The lock must be held.
+func (m *Machine) Solo(now time.Duration, sc *Scope) time.Duration {
+	extra := m.Share(sc) * soloSpread * float64(min(sc.Known.OpenFor, m.cfg.Cap))
+	return max(now, m.Due(sc)) + time.Duration(extra)
+}
+
+// soloSpread is over which share of the open period processes that are cut off
+// spread their first probes.
+const soloSpread = 0.2
+
+// letGo gives a scope that is held back to its breaker, half-open.
+func (m *Machine) letGo(sc *Scope) {
+	sc.mode, sc.release, sc.asking = free, Never, false
+	a := Action{Kind: HalfOpen, Rung: sc.Known.Rung, Cause: sc.Known.Cause}
+	if sc.Own.Phase == PhaseInherited && !sc.Known.Open() {
+		a.Rung, a.Cause = sc.Own.Rung, sc.Own.Cause
+	}
+	if a.Cause == "" {
+		a.Cause = CauseUnknown
+	}
+	m.act(sc, a)
+}
+
+// Describe is a scope as a guard shows it.
+func (m *Machine) Describe(now time.Duration, name string) breaker.FleetScope {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	b := breaker.FleetScope{Name: name, Heard: m.sub.Heard(now), Need: m.need}
+	if sc := m.scopes[name]; sc != nil {
+		b.Cause, b.Round, b.Probing, b.Left = sc.Known.Cause, sc.Known.Round, sc.mode == probing, m.left(now, sc)
+		if sc.Known.Open() {
+			b.State = breaker.Open
+		}
+	}
+	return b
+}

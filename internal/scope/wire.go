@@ -1,0 +1,117 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package scope
+
+import (
+	"encoding/binary"
+	"fmt"
+	"math"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/crdt/wire"
+)
+
+// What travels, by packet or as a value in a store:
+//
+//	state = gen round rung openFor cause
+//	vote  = flags gen round passes failed rung openFor cause
+//
+// Numbers are unsigned varints, flags is a byte: the phase, wants and gone. A cause has
+// its length before it. Times are durations in microseconds; no instant travels.
+const (
+	flagWants = 1 << 6
+	flagGone  = 1 << 7
+
+	// MaxSpan bounds a duration that travels; a longer one is cut.
+	MaxSpan = 1000 * time.Hour
+)
+
+// AppendSpan appends what [Reader.Span] reads.
+func AppendSpan(b []byte, d time.Duration) []byte {
+	return binary.AppendUvarint(b, uint64(min(max(d, 0), MaxSpan)/time.Microsecond))
+}
+
+func appendPeriod(b []byte, rung int, openFor time.Duration, cause breaker.Cause) []byte {
+	return wire.AppendText(AppendSpan(binary.AppendUvarint(b, uint64(rung)), openFor), cause)
+}
+
+// AppendPosition appends what [Reader.Position] reads.
+func AppendPosition(b []byte, p Position) []byte {
+	return binary.AppendUvarint(binary.AppendUvarint(b, p.Gen), uint64(p.Round))
+}
+
+// AppendState appends what [Reader.State] reads.
+func AppendState(b []byte, s State) []byte {
+	return appendPeriod(AppendPosition(b, s.Position), s.Rung, s.OpenFor, s.Cause)
+}
+
+// AppendVote appends what [Reader.Vote] reads.
+func AppendVote(b []byte, v *Vote) []byte {
+	flags := byte(v.Phase)
+	if v.Wants {
+		flags |= flagWants
+	}
+	if v.Gone {
+		flags |= flagGone
+	}
+	b = AppendPosition(append(b, flags), v.At)
+	b = binary.AppendUvarint(binary.AppendUvarint(b, uint64(v.Passes)), uint64(v.Failed))
+	return appendPeriod(b, v.Rung, v.OpenFor, v.Cause)
+}
+
+// A Reader reads what travels. Nothing of the message is kept.
+type Reader struct{ wire.Reader }
+
+// Read begins to read b.
+func Read(b []byte) Reader { return Reader{wire.Read(b)} }
+
+// Number is any that fits.
+func (r *Reader) Number(field string) uint64 { return r.Uint(field, 0, math.MaxUint64) }
+
+// Digest is eight bytes, the highest first.
+func (r *Reader) Digest(field string) uint64 {
+	if b := r.Bytes(field, 8); b != nil {
+		return binary.BigEndian.Uint64(b)
+	}
+	return 0
+}
+
+// Span is a duration.
+func (r *Reader) Span(field string) time.Duration {
+	return time.Duration(r.Uint(field, 0, uint64(MaxSpan/time.Microsecond))) * time.Microsecond
+}
+
+func (r *Reader) small(field string) uint32 { return uint32(r.Uint(field, 0, math.MaxUint32)) }
+
+// Position is that of a scope.
+func (r *Reader) Position() Position {
+	return Position{Gen: r.Number("gen"), Round: r.small("round")}
+}
+
+func (r *Reader) period() (rung int, openFor time.Duration, cause breaker.Cause) {
+	rung = int(r.Uint("rung", 0, MaxRung))
+	openFor = r.Span("open period")
+	return rung, openFor, breaker.Cause(r.Text("cause", 0, MaxCause))
+}
+
+// State is what was decided.
+func (r *Reader) State() (s State) {
+	s.Position = r.Position()
+	if s.Rung, s.OpenFor, s.Cause = r.period(); !s.Open() && s != (State{Position: s.Position}) {
+		r.Fail("a closed state", s, "no open period")
+	}
+	return s
+}
+
+// Vote is all of a vote but whose it is, and about which scope.
+func (r *Reader) Vote(v *Vote) {
+	flags := r.Byte("flags")
+	v.Wants, v.Gone, v.Phase = flags&flagWants != 0, flags&flagGone != 0, Phase(flags&^(flagWants|flagGone))
+	if v.Phase >= Phases {
+		r.Fail("phase", v.Phase, fmt.Sprintf("0 to %d", Phases-1))
+	}
+	v.At, v.Passes, v.Failed = r.Position(), r.small("passes"), r.small("failed")
+	v.Rung, v.OpenFor, v.Cause = r.period()
+}
