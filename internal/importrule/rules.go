@@ -110,7 +110,7 @@ var Ours = Rules{
 
 		{
 			Path: "fleet", May: []string{"crdt", "limiter", "breaker", "dlq", "internal/scope"},
-			MayTest: []string{"crdt/gossip"},
+			MayTest: []string{"crdt/gossip", "internal/scopetest"},
 			Why:     "what processes agree on implements interfaces that its users own; guard sees only those",
 		},
 		{
@@ -156,7 +156,7 @@ var Ours = Rules{
 		{Path: "breaker", Why: "a leaf: usable without the rest"},
 		{
 			Path: "breaker/etcd", May: []string{"breaker", "dlq", "crdt", "internal/scope", "fleet/register", "internal/registers"},
-			MayTest: []string{"guard", "guard/guardtest", "internal/brokers", "internal/registertest"},
+			MayTest: []string{"guard", "guard/guardtest", "internal/brokers", "internal/registertest", "internal/scopetest"},
 			Why:     "an authority for those who want one, behind the breaker's own interface; what a vote means and what is done to breakers is internal/scope's, or there were two truths",
 		},
 		{Path: "dlq", Why: "a leaf: records, budget and detector are usable without a guard"},
@@ -175,6 +175,7 @@ var Ours = Rules{
 
 		{Path: "internal/importrule", Why: "reads import graphs; needs nothing of ours"},
 		{Path: "internal/scope", May: []string{"breaker", "crdt"}, Why: "how a fleet decides over breakers, whatever carries it, so it knows neither gossip nor a store"},
+		{Path: "internal/scopetest", May: []string{"internal/scope", "breaker"}, Why: "one suite for every substrate of internal/scope, so it knows none of them"},
 		{Path: "internal/adaptertest", May: []string{"guard"}, Why: "what the tests of adapters share, so it knows none of them"},
 		{Path: "internal/registers", Why: "what the drivers of fleet/register share, so it knows none of them, nor the seam, which uses it too"},
 		{Path: "internal/registertest", May: []string{"fleet/register"}, Why: "one suite for every driver of fleet/register, so it knows none of them"},

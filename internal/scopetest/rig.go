@@ -1,0 +1,301 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Package scopetest has the laws of internal/scope, to be run on each substrate of it
+// in virtual time.
+package scopetest
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/internal/scope"
+)
+
+// A Fabric carries what processes say to each other.
+type Fabric interface {
+	// Start begins a life of a process, whose clock it goes by.
+	Start(p Process) *scope.Machine
+
+	// Stop ends a life without a word.
+	Stop(name string)
+
+	// Cut has the words of some processes, and none else, not reach anybody, nor those
+	// of others reach them.
+	Cut(names ...string)
+
+	// Step lets arrive what is under way. It is called each [Tick].
+	Step()
+}
+
+// Process is a life of a process.
+type Process struct {
+	Name   string
+	Life   uint64 // counts from 1
+	Roster []string
+	Config breaker.FleetConfig
+	Clock  func() time.Duration
+}
+
+// Tick is how often all that happens is looked at.
+const Tick = 10 * time.Millisecond
+
+// TB is what is used of testing.TB and rapid.T.
+type TB interface {
+	Helper()
+	Fatalf(format string, args ...any)
+	Errorf(format string, args ...any)
+}
+
+// rig is processes with real breakers around a fabric, and one dependency.
+type rig struct {
+	t      TB
+	rng    *rand.Rand
+	cfg    breaker.FleetConfig
+	names  []string // the roster
+	f      Fabric
+	now    time.Duration
+	procs  []*proc
+	cut    []string
+	down   bool          // the dependency
+	calls  int           // while it was down
+	probes int           // that the fleet permitted
+	took   time.Duration // by a handler call
+	calm   time.Duration // nobody was cut off, began or ended since
+}
+
+// proc is a process, life after life.
+type proc struct {
+	r      *rig
+	name   string
+	life   uint64
+	alive  bool
+	offset time.Duration // its clock's
+	m      *scope.Machine
+	leaves []*leaf
+	broken bool // its own path
+	hangs  bool // its handler does not return
+	quiet  bool // it has no messages
+}
+
+// leaf is a breaker, and who works behind it.
+type leaf struct {
+	scope  string
+	b      *breaker.Breaker
+	flying bool
+	fleets bool // what is flying is a probe that the fleet permitted
+	bad    bool
+	until  time.Duration
+	tok    breaker.Token
+	seq    uint64
+	last   scope.Position
+}
+
+// start is a rig of that roster, with the scope q in each of its processes.
+func start(t TB, mk func() Fabric, cfg breaker.FleetConfig, names ...string) *rig {
+	t.Helper()
+	cfg.Base, cfg.Cap, cfg.Lease, cfg.Silent = 100*time.Millisecond, 2*time.Second, 5*time.Second, 2*time.Second
+	r := &rig{t: t, rng: rand.New(rand.NewPCG(1, 1)), cfg: cfg.WithDefaults(), names: names, f: mk(), took: 30 * time.Millisecond}
+	for _, n := range names {
+		r.add(n).start()
+	}
+	r.run(3 * time.Second)
+	for _, p := range r.procs {
+		p.adopt("q")
+	}
+	r.run(time.Second)
+	return r
+}
+
+func (r *rig) add(name string) *proc {
+	p := &proc{r: r, name: name, offset: time.Duration(len(r.procs)+1) * time.Hour}
+	r.procs = append(r.procs, p)
+	return p
+}
+
+func (p *proc) now() time.Duration { return p.r.now + p.offset }
+
+func (p *proc) start() {
+	p.life++
+	p.alive, p.leaves, p.r.calm = true, nil, p.r.now
+	p.m = p.r.f.Start(Process{Name: p.name, Life: p.life, Roster: p.r.names, Config: p.r.cfg, Clock: p.now})
+}
+
+func (p *proc) kill() {
+	p.alive, p.leaves, p.r.calm = false, nil, p.r.now
+	p.r.f.Stop(p.name)
+}
+
+// adopt takes a scope over.
+func (p *proc) adopt(name string) *leaf {
+	p.r.t.Helper()
+	b, err := breaker.New(name, breaker.Config{Base: p.r.cfg.Base, Cap: p.r.cfg.Cap, Slow: 9 * time.Second}, breaker.WithRand(p.r.rng.Float64))
+	if err != nil {
+		p.r.t.Fatalf("%v", err)
+	}
+	l := &leaf{scope: name, b: b}
+	p.leaves = append(p.leaves, l)
+	a, err := p.m.Adopt(p.now(), name)
+	if err != nil {
+		p.r.t.Fatalf("%v", err)
+	}
+	a.Apply(p.now(), b)
+	p.drive(l)
+	return l
+}
+
+func (p *proc) leave(l *leaf) {
+	p.leaves = slices.DeleteFunc(p.leaves, func(other *leaf) bool { return other == l })
+	p.m.Leave(p.now(), l.scope)
+}
+
+// drive does what is asked for.
+func (p *proc) drive(l *leaf) {
+	p.m.Observe(p.now(), l.scope, l.b.Snapshot(p.now()))
+	for {
+		acts := p.m.Actions(nil)
+		if len(acts) == 0 {
+			break
+		}
+		for _, a := range acts {
+			i := slices.IndexFunc(p.leaves, func(l *leaf) bool { return l.scope == a.Scope })
+			if i < 0 {
+				continue
+			}
+			a.Apply(p.now(), p.leaves[i].b)
+			if a.Kind != scope.Probe {
+				p.leaves[i].fleets = false // what was permitted is void
+			}
+			p.m.Observe(p.now(), a.Scope, p.leaves[i].b.Snapshot(p.now()))
+		}
+	}
+	at := p.at(l)
+	if at.Compare(l.last) < 0 {
+		p.r.t.Fatalf("%s went from %v back to %v", p.name, l.last, at)
+	}
+	l.last = at
+}
+
+// at is where the fleet is, as p knows.
+func (p *proc) at(l *leaf) scope.Position {
+	p.m.Lock()
+	defer p.m.Unlock()
+	if sc := p.m.Get(l.scope); sc != nil {
+		return sc.Known.Position
+	}
+	return scope.Position{}
+}
+
+func (p *proc) step() {
+	for _, l := range slices.Clone(p.leaves) {
+		now := p.now()
+		l.b.Tick(now)
+		if l.flying && now >= l.until && !p.hangs {
+			l.flying, l.fleets = false, false
+			if l.bad {
+				l.b.Failure(now, l.tok, true)
+			} else {
+				l.b.Success(now, l.tok)
+			}
+		}
+		if !l.flying && !p.quiet {
+			p.call(l)
+		}
+		p.m.Want(now, l.scope, !p.quiet && !l.b.Closed())
+		p.m.Tick(now)
+		p.drive(l)
+	}
+	if len(p.leaves) == 0 {
+		p.m.Tick(p.now())
+	}
+}
+
+func (p *proc) call(l *leaf) {
+	now := p.now()
+	tok, refused := l.b.Admit(now, l.seq+1)
+	if !refused.OK() {
+		return
+	}
+	l.seq++
+	l.flying, l.until, l.tok, l.bad = true, now+p.r.took, tok, p.r.down || p.broken
+	l.fleets = tok.Probe() && l.b.Held()
+	if p.r.down {
+		p.r.calls++
+	}
+	if !l.fleets {
+		return
+	}
+	p.r.probes++
+	// Within Silent of a cut or a death, the sides do not know themselves yet.
+	if p.r.now-p.r.calm > p.r.cfg.Silent+p.r.cfg.Settle {
+		for _, q := range p.r.procs {
+			for _, other := range q.leaves {
+				if q != p && other.scope == l.scope && other.fleets && q.reached() && p.reached() {
+					p.r.t.Errorf("%v: %s probes while the probe of %s is out", p.r.now, p.name, q.name)
+				}
+			}
+		}
+	}
+}
+
+func (p *proc) reached() bool { return p.alive && !slices.Contains(p.r.cut, p.name) }
+
+// cutOff cuts processes off; none heals.
+func (r *rig) cutOff(names ...string) {
+	r.cut, r.calm = names, r.now
+	r.f.Cut(names...)
+}
+
+func (r *rig) run(d time.Duration) {
+	for end := r.now + d; r.now < end; {
+		r.now += Tick
+		r.f.Step()
+		for _, p := range r.procs {
+			if p.alive {
+				p.step()
+			}
+		}
+	}
+}
+
+// until runs until ok, and fails after at most d.
+func (r *rig) until(d time.Duration, what string, ok func() bool) time.Duration {
+	r.t.Helper()
+	began := r.now
+	for !ok() {
+		if r.now-began >= d {
+			r.t.Fatalf("%s: not within %v: %s", what, d, r.describe())
+		}
+		r.run(Tick)
+	}
+	return r.now - began
+}
+
+func (r *rig) describe() (s string) {
+	for _, p := range r.procs {
+		for _, l := range p.leaves {
+			f := p.m.Describe(p.now(), l.scope)
+			s += fmt.Sprintf("\n%s: breaker %v, held %v, fleet %v, heard %d", p.name, l.b.Snapshot(p.now()).State, l.b.Held(), p.at(l), f.Heard)
+		}
+	}
+	return s
+}
+
+// every reports whether something holds for each of some processes' first scopes; of
+// all that live without any.
+func (r *rig) every(ok func(p *proc, l *leaf) bool, of ...*proc) func() bool {
+	return func() bool {
+		for _, p := range r.procs {
+			if p.alive && len(p.leaves) > 0 && (len(of) == 0 || slices.Contains(of, p)) && !ok(p, p.leaves[0]) {
+				return false
+			}
+		}
+		return true
+	}
+}
+
+func open(p *proc, l *leaf) bool   { return p.at(l).Open() && l.b.Held() }
+func closed(p *proc, l *leaf) bool { return !p.at(l).Open() && l.b.Closed() }
