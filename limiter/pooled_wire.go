@@ -72,7 +72,7 @@ func (p *pooled) Delta(now time.Duration, b []byte, _ crdt.Replica, since uint64
 
 // Keeps tells that each peer is to be heard all the time: one that is not is assumed
 // to use its part after Silent; see gossip.Keeper.
-func (p *Pooled) Keeps(crdt.Replica) bool { return true }
+func (p *pooled) Keeps(crdt.Replica) bool { return true }
 
 // Merge takes in what a peer's Delta appended. It is commutative and idempotent.
 // After an error nothing was taken in.

@@ -356,8 +356,11 @@ func (s *Set) Counted() uint64 {
 	return s.node.Counted()
 }
 
-// Keeps is that of [Node.Keeps].
+// Keeps is that of [Node.Keeps]; with [Pooled], each peer is to be heard all the time.
 func (s *Set) Keeps(to crdt.Replica) bool {
+	if s.pool != nil {
+		return s.pool.Keeps(to)
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.node.Keeps(to)
