@@ -15,9 +15,10 @@ import (
 )
 
 const (
-	// MaxElement is how many bytes an element of an [LWWSet] may have, and MaxNote a
-	// note on one.
-	MaxElement, MaxNote = 384, 256
+	// MaxElement is how many bytes an element of an [LWWSet] may have.
+	MaxElement = 384
+	// MaxNote is how many bytes a note on an element may have.
+	MaxNote = 256
 
 	// MinTombstoneAge is the least age at which [LWWSet.Prune] drops tombstones.
 	MinTombstoneAge = 10 * time.Minute

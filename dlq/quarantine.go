@@ -156,19 +156,22 @@ type Quarantine interface {
 	Watch(f func()) (stop func())
 }
 
-// NewQuarantine is an empty list of this process alone, in memory.
-func NewQuarantine() Quarantine {
-	return &quarantine{entries: make(map[Rule]QuarantineEntry), watchers: make(map[*func()]struct{})}
+// NewQuarantine is an empty list of this process alone, in memory. wall is asked for the
+// wall time, by which entries end: [time.Now] in a program.
+func NewQuarantine(wall func() time.Time) Quarantine {
+	return &quarantine{wall: wall, entries: make(map[Rule]QuarantineEntry), watchers: make(map[*func()]struct{})}
 }
 
 type quarantine struct {
+	wall func() time.Time
+
 	mu       sync.Mutex
 	entries  map[Rule]QuarantineEntry
 	watchers map[*func()]struct{}
 }
 
 func (q *quarantine) Add(e QuarantineEntry) error {
-	now := time.Now()
+	now := q.wall()
 	e = e.WithDefaults(now)
 	if err := e.Validate(now); err != nil {
 		return err
@@ -200,7 +203,7 @@ func (q *quarantine) Remove(r Rule, _ string) error {
 func (q *quarantine) Entries() []QuarantineEntry {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	return QuarantineInForce(time.Now(), maps.Values(q.entries))
+	return QuarantineInForce(q.wall(), maps.Values(q.entries))
 }
 
 // QuarantineInForce are the entries whose time is not over, the oldest first, for whoever

@@ -42,7 +42,7 @@ func TestRule(t *testing.T) {
 // The list of one process: entries end, are replaced and removed, and watchers hear.
 func TestQuarantine(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		q := NewQuarantine()
+		q := NewQuarantine(time.Now)
 		heard := 0
 		stop := q.Watch(func() { heard++ })
 		rule := func(n int) Rule { return Rule{Kind: RuleKey, Value: fmt.Sprint(n)} }

@@ -171,7 +171,7 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 		}
 	}
 	if g.quarantine == nil {
-		g.quarantine = dlq.NewQuarantine()
+		g.quarantine = dlq.NewQuarantine(time.Now)
 	}
 	g.unwatch = g.quarantine.Watch(func() {
 		g.listed.Store(true)

@@ -93,7 +93,7 @@ func (p *Process) start(o options) (err error) {
 	}
 	if p.cfg.alone() {
 		p.member = fleet.NewMember(p.clock, nil, nil)
-		p.rules = dlq.NewQuarantine()
+		p.rules = dlq.NewQuarantine(time.Now)
 	} else if err := p.join(o); err != nil {
 		return err
 	}
