@@ -175,9 +175,9 @@ func TestDeathInARestingFleet(t *testing.T) {
 					f.Restart(1)
 				}
 				back := f.Now()
-				if !f.RunUntil(back+6*time.Second, f.every(50*ms, func() bool { return f.whole() })) {
+				if !f.RunUntil(back+6*time.Second+rests(n), f.every(50*ms, func() bool { return f.whole() })) {
 					fresh, deaf, other := f.states(1)
-					t.Errorf("%d nodes, loss %v, 1 %s: 6 s after its return it hears %d, %d do not hear it, %d are not heard", n, loss, what, fresh, deaf, other)
+					t.Errorf("%d nodes, loss %v, 1 %s: 6 s and a rest after its return it hears %d, %d do not hear it, %d are not heard", n, loss, what, fresh, deaf, other)
 				}
 				t.Logf("%4d nodes, loss %v, 1 %s: known to all after %v, back after %v", n, loss, what, known, f.Now()-back)
 				f.sound(t)

@@ -48,18 +48,22 @@ func (sc *scenario) states(cost float64, why string) {
 // not have the others' mint for one loop, from needing to having, and needs
 // (1-s)·loop/(φ-1) to use it. Then a window can lack only what the others minted in
 // the last loop of it: (1-s)·loop of its length, and the worst window ends in the
-// slowest of its turns, whose delay is ln(turns) times the jitter. ok tells whether both hold; where
-// they do not, caps fill in each turn, and there is no formula.
+// slowest of its turns. Its delay exceeds ln(100·turns) times the jitter in one run of
+// a hundred. ok tells whether both hold, with the ln(turns) of a usual run; where they
+// do not, caps fill in each turn, and there is no formula.
 func (sc *scenario) rotationCost(every time.Duration) (cost float64, why string, ok bool) {
 	W := sc.judged()
-	slowest := time.Duration(float64(linkJitter) * math.Log(W.Seconds()/every.Seconds()))
-	hop := max(floor, sc.floor) + linkBase + slowest
-	loop := 2 * (sc.pace() + hop).Seconds()
+	turns := W.Seconds() / every.Seconds()
+	within := func(runs float64) time.Duration {
+		return max(floor, sc.floor) + linkBase + time.Duration(float64(linkJitter)*math.Log(runs*turns))
+	}
+	hop := within(1)
+	usual, loop := 2*(sc.pace()+hop).Seconds(), 2*(sc.pace()+within(100)).Seconds()
 	others := 1 - sc.share()
 	refill := float64(sc.burstTokens) / sc.rate
-	ok = refill > (notice+sc.pace()+hop).Seconds() && every.Seconds() > loop*(1+others/(demand-1))
+	ok = refill > (notice+sc.pace()+hop).Seconds() && every.Seconds() > usual*(1+others/(demand-1))
 	cost = -100 * (ppm + others*loop/W.Seconds())
-	return cost, fmt.Sprintf("500 ppm, and (1-1/N)·C of a window's 10 s, C = 2·(pace + floor + delay) = %.0f ms from needing to having, in the slowest of its turns", 1e3*loop), ok
+	return cost, fmt.Sprintf("500 ppm, and (1-1/N)·C of a window's 10 s, C = 2·(pace + floor + delay) = %.0f ms from needing to having, in the slowest of its turns in 99 of 100 runs", 1e3*loop), ok
 }
 
 // burstLossCost is for a load at one node at a time, over links each of which is
