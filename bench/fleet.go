@@ -98,7 +98,7 @@ func met(p *process.Process) bool {
 		}
 	}
 	l := p.Limits().Stats()
-	return n == len(memberNames)-1 && l.Completed > 0 && l.Completed == l.Charter && !l.Fenced
+	return n == len(memberNames)-1 && l.Completed > 0 && l.Completed == l.Number && !l.Fenced
 }
 
 // runIdle is a member that asks for nothing.

@@ -155,6 +155,7 @@ const (
 	ReasonAttempts     Reason = "attempts"      // attempts used up
 	ReasonPermanent    Reason = "permanent"     // the handler said so
 	ReasonPoisonHead   Reason = "poison-head"   // it blocked the head of a source whose breaker could not close
+	ReasonGuess        Reason = "guess"         // nothing proved it to be at fault: it failed alone, and nothing came for long
 	ReasonLastDelivery Reason = "last-delivery" // the broker would have dropped it after this delivery
 	ReasonMaxDeliver   Reason = "max-deliver"   // JetStream's advisory: no delivery left
 	ReasonTerminated   Reason = "terminated"    // JetStream's advisory: a consumer terminated it

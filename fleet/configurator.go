@@ -27,9 +27,9 @@ type ConfiguratorConfig struct {
 	// later process with another Initial changes nothing. Without members nothing is
 	// written, and the process waits for somebody who writes. Number is ignored. Unset
 	// if Static.
-	Initial limiter.Charter
+	Initial limiter.Configuration
 
-	// Static says that there is no register: an operator loads each charter into each
+	// Static says that there is no register: an operator loads each configuration into each
 	// process, see [Configurator.Load].
 	Static bool
 
@@ -42,7 +42,7 @@ type ConfiguratorConfig struct {
 	// [limiter.Hold]. With [limiter.Majority] each process mints only while a majority
 	// of the roster confirms, within Lease, that it may, and who is silent is evicted.
 	// It needs a register. A process whose clock stands still while it runs on is not
-	// caught. [limiter.TakeOver] is no agreement: charters change as with Hold.
+	// caught. [limiter.TakeOver] is no agreement: configurations change as with Hold.
 	OnSilence limiter.SilencePolicy
 
 	// UnstableNames says that a process that is gone does not come back under its
@@ -107,20 +107,20 @@ func (c ConfiguratorConfig) Validate() error {
 	case c.Static:
 		w.bad("Initial.Roster.Members", len(c.Initial.Roster.Members), "[0, 0] with Static")
 	default:
-		if err := checkCharter(c.Initial); err != nil {
+		if err := checkConfiguration(c.Initial); err != nil {
 			w = append(w, fmt.Errorf("%w: Initial: %w", ErrConfig, err))
 		}
 	}
 	return errors.Join(w...)
 }
 
-// Configurator is one process's part in the fleet's configuration: charters, one after
+// Configurator is one process's part in the fleet's configuration: configurations, one after
 // the other, each a fact once it has its number. A register orders them: number n is
 // written once, upon n-1, by whoever is first. Or an operator does, see
 // [Configurator.Load].
 //
-// A charter is applied in two steps, so that no share is ever used twice. Who loses by
-// it uses less at once. When all losers keep within it, and all charters before it are
+// A configuration is applied in two steps, so that no share is ever used twice. Who loses by
+// it uses less at once. When all losers keep within it, and all configurations before it are
 // complete, it is complete, and who gains uses what was freed. Processes tell each other
 // by gossip how far they are, and pass documents on: the Configurator is a section of a
 // gossip session.
@@ -171,11 +171,11 @@ type Configurator struct {
 	frozen  map[string]bool    // whose leases we confirm no more; see configurator_lease.go
 	stamps  []time.Duration
 	until   time.Duration
-	broken  error // the books refused a charter
+	broken  error // the books refused a configuration
 
 	loaded   uint64    // by an operator, if Static
 	draft    []stage   // before this life is settled, if Static
-	conflict *confPeer // who has another charter of our number, if Static
+	conflict *confPeer // who has another configuration of our number, which is in force, if Static
 
 	// Writing; see configurator_write.go.
 	wishes   []wish
@@ -194,18 +194,21 @@ type Configurator struct {
 	weight   int
 	leaving  bool
 	deadline time.Duration
-	leftAt   uint64 // the number that is without us
-	evicted  uint64 // the latest number by which we were evicted
+	lingers  time.Duration // until then it may still be seated, though it asked to leave
+	leftAt   uint64        // the number that is without us
+	evicted  uint64        // the latest number by which we were evicted
 
 	seq, shared uint64
+	toldAt      time.Duration // seq last rose
+	doneAt      time.Duration // something was found complete
 	foreign     uint64
 	differing   uint64
-	differs     *CharterError
+	differs     *DiffersError
 	refused     error // the latest document that could not be read
 	row         confRow
 }
 
-// chained is a charter in the chain.
+// chained is a configuration in the chain.
 type chained struct {
 	stage
 
@@ -227,12 +230,12 @@ type confPeer struct {
 	id     crdt.Replica
 	seat   int           // -1 if it has none
 	sent   time.Duration // its clock: of the latest row
-	heard  time.Duration
-	met    bool // a row came
+	heard  time.Duration // and what it rests
+	met    bool          // a row came
 	row    confRow
 	told   uint64        // the latest change that concerns it
 	frozen time.Duration // sent, when we froze it
-	grant  time.Duration // own clock: what it confirmed under the newest charter
+	grant  time.Duration // own clock: what it confirmed under the newest configuration
 }
 
 // confPull is a document that is being fetched.
@@ -295,13 +298,13 @@ func majorityOf(members []limiter.Member) int { return len(members)/2 + 1 }
 func (c *Configurator) tell(f *confPeer) {
 	if f != nil {
 		c.seq++
-		f.told = c.seq
+		f.told, c.toldAt = c.seq, c.ticked
 	}
 }
 
 func (c *Configurator) tellAll() {
 	c.seq++
-	c.shared = c.seq
+	c.shared, c.toldAt = c.seq, c.ticked
 }
 
 // learnLocked takes in a document that is newer than what is known.
@@ -333,6 +336,9 @@ func (c *Configurator) renewLocked(d *document, digest uint64) {
 	c.doc, c.digest = d, digest
 	c.fails, c.retryAt, c.wanted, c.behind = 0, 0, never, never
 	c.full = nil
+	if c.differs != nil && c.differs.Number < d.number() {
+		c.differs = nil
+	}
 	clear(c.frozen)
 	if c.pull.from != nil && c.pull.number <= d.number() {
 		from := c.pull.from
@@ -347,7 +353,7 @@ func (c *Configurator) adoptLocked(now time.Duration, s stage, from string) {
 	first := len(c.chain) == 0
 	if !first {
 		before := c.chain[len(c.chain)-1]
-		l.lacking = limiter.Losers(before.Charter, s.Charter)
+		l.lacking = limiter.Losers(before.Configuration, s.Configuration)
 		l.unknown = c.cfg.Static || c.cfg.OnSilence == limiter.Majority
 		for _, e := range s.evicted {
 			r := release{s.Number, now}
@@ -367,7 +373,7 @@ func (c *Configurator) adoptLocked(now time.Duration, s stage, from string) {
 		}
 	}
 	c.chain = append(c.chain, l)
-	if err := c.books.Adopt(now, s.Charter); err != nil {
+	if err := c.books.Adopt(now, s.Configuration); err != nil {
 		c.broken = err
 	}
 	if first {
@@ -390,8 +396,11 @@ func (c *Configurator) seatedLocked(now time.Duration, from *confPeer) {
 	case !before:
 	case c.leaving:
 		c.leftAt = c.known()
-	default: // it runs, so it asks for its share again
-		c.evicted, c.joining, c.weight = c.known(), weight > 0, weight
+	default:
+		c.evicted = c.known()
+		if !c.cfg.Static { // it runs, so it asks for its share again
+			c.joining, c.weight = weight > 0, weight
+		}
 	}
 	if c.broken != nil || c.cfg.OnSilence == limiter.Majority && c.seat < 0 {
 		c.until = now
@@ -415,7 +424,7 @@ func (c *Configurator) seatedLocked(now time.Duration, from *confPeer) {
 }
 
 // seatLocked seats the members of a new roster.
-func (c *Configurator) seatLocked(now time.Duration, members []limiter.Member) { //nolint:dupl // Charters goes when processes run on this
+func (c *Configurator) seatLocked(now time.Duration, members []limiter.Member) {
 	since := make(map[string]time.Duration, len(c.seats))
 	for i := range c.seats {
 		since[c.seats[i].name] = c.seats[i].since
@@ -437,8 +446,8 @@ func (c *Configurator) seatLocked(now time.Duration, members []limiter.Member) {
 	c.seat = seatOf(members, c.self.Name)
 }
 
-// lacksLocked tells whether a charter waits for a name that the newest roster has no
-// more: it left, and may have died before it said that it keeps within that charter.
+// lacksLocked tells whether a configuration waits for a name that the newest roster has no
+// more: it left, and may have died before it said that it keeps within that configuration.
 func (c *Configurator) lacksLocked(name string) bool {
 	return seatOf(c.doc.newest().Roster.Members, name) < 0 &&
 		slices.ContainsFunc(c.chain, func(l *chained) bool { return slices.Contains(l.lacking, name) })
@@ -453,7 +462,7 @@ func (c *Configurator) completeToLocked(now time.Duration, number uint64) {
 	c.completedLocked(now, before, false)
 }
 
-// completeLocked moves on to the latest charter that all losers have applied.
+// completeLocked moves on to the latest configuration that all losers have applied.
 func (c *Configurator) completeLocked(now time.Duration) {
 	before := c.complete()
 	for len(c.chain) > 1 {
@@ -475,6 +484,7 @@ func (c *Configurator) completedLocked(now time.Duration, before uint64, found b
 	if c.complete() == before {
 		return
 	}
+	c.doneAt = now
 	c.books.Complete(now, c.complete())
 	for name, r := range c.gone {
 		if r.number <= c.complete() {
@@ -491,7 +501,7 @@ func (c *Configurator) completedLocked(now time.Duration, before uint64, found b
 	}
 }
 
-// keepsLocked tells whether the name uses no more than it has in a charter: by its
+// keepsLocked tells whether the name uses no more than it has in a configuration: by its
 // own word, or because it was evicted there or later.
 func (c *Configurator) keepsLocked(now time.Duration, name string, number uint64) bool {
 	if name == c.self.Name && c.own >= number || c.applied[name] >= number {
@@ -548,10 +558,15 @@ func (c *Configurator) tickLocked(now time.Duration) {
 func (c *Configurator) Wake() time.Duration {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if len(c.chain) > 1 || c.own < c.known() || c.pull.from != nil || c.wanted != never || len(c.wishes) > 0 || c.sent != nil || c.behind != never {
+	if c.activeLocked() {
 		return c.ticked + activeTick
 	}
 	return c.ticked + min(idleTick, c.cfg.Lease/16, c.cfg.Gather)
+}
+
+// activeLocked tells whether something is under way.
+func (c *Configurator) activeLocked() bool {
+	return len(c.chain) > 1 || c.own < c.known() || c.pull.from != nil || c.wanted != never || len(c.wishes) > 0 || c.sent != nil || c.behind != never
 }
 
 // settleLocked finds out whether this life may mint.
@@ -591,7 +606,7 @@ func (c *Configurator) vouchedLocked(now time.Duration) bool {
 }
 
 // Join asks for a share of the given weight, in [1, 1000000]. Somebody writes it once
-// the books of this life keep within the newest charter; Status tells when it is a
+// the books of this life keep within the newest configuration; Status tells when it is a
 // member. Before its books do, which a limiter's take 1.011 s for, a share would be taken
 // from the others and minted by nobody. Asking twice is asking once, with the later
 // weight. The errors are [ErrConfig] and [ErrMember].
@@ -629,6 +644,9 @@ func (c *Configurator) Leave(now, deadline time.Duration) error {
 	case c.seat >= 0 && !others:
 		return fmt.Errorf("%w: %q is the last that mints", ErrMember, c.self.Name)
 	}
+	if c.joining {
+		c.lingers = now + nearby // a write that seats it may be under way
+	}
 	c.joining, c.leaving, c.deadline = false, true, deadline
 	c.tellAll()
 	c.tickLocked(now)
@@ -636,7 +654,8 @@ func (c *Configurator) Leave(now, deadline time.Duration) error {
 }
 
 // Left tells whether the leaver may end: all members that it hears, one at least, know
-// that it mints no more. At the deadline it is true whatever the others know, with an
+// that it mints no more. One that was still joining waits for a second, in which others may
+// have made it a member. At the deadline it is true whatever the others know, with an
 // error that is [ErrBusy] if they do not; then the share is stranded until the name is
 // back or evicted, or, with [limiter.Majority], its lease is over.
 func (c *Configurator) Left(now time.Duration) (bool, error) {
@@ -645,18 +664,20 @@ func (c *Configurator) Left(now time.Duration) (bool, error) {
 	switch {
 	case !c.leaving:
 		return false, nil
-	case c.seat < 0 && c.leftAt == 0, c.leftAt > 0 && c.complete() >= c.leftAt && c.leftLocked(now):
+	case c.seat < 0 && c.leftAt == 0:
+		return now >= min(c.lingers, c.deadline), nil
+	case c.leftAt > 0 && c.complete() >= c.leftAt && c.leftLocked(now):
 		return true, nil
 	case now < c.deadline:
 		return false, nil
 	case c.leftAt == 0:
-		return true, fmt.Errorf("%w: no charter without %q was written in time", ErrBusy, c.self.Name)
+		return true, fmt.Errorf("%w: no configuration without %q was written in time", ErrBusy, c.self.Name)
 	default:
-		return true, fmt.Errorf("%w: charter %d is not complete in time", ErrBusy, c.leftAt)
+		return true, fmt.Errorf("%w: configuration %d is not complete in time", ErrBusy, c.leftAt)
 	}
 }
 
-// leftLocked tells whether those who stay and are heard know that the charter without
+// leftLocked tells whether those who stay and are heard know that the configuration without
 // us is complete. That we know it is not enough: of many who leave at once each has
 // heard all the others, who end, and those who stay may have missed one of them.
 func (c *Configurator) leftLocked(now time.Duration) bool {

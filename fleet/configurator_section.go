@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/limiter"
 )
 
 // Mark is the number of the latest change that concerns a peer. Mark, Delta,
@@ -33,6 +34,24 @@ func (c *Configurator) Counted() uint64 {
 	defer c.mu.Unlock()
 	return c.seq
 }
+
+// Keeps tells whether a peer must be heard all the time: while a change is under way,
+// since much of it travels with keep-alives, but not for ever if it waits for a process
+// that is gone; and where leases depend on it. See gossip.Keeper.
+func (c *Configurator) Keeps(to crdt.Replica) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	switch {
+	case c.cfg.OnSilence == limiter.Majority && c.doc != nil && seatOf(c.doc.newest().Roster.Members, to.Name) >= 0:
+		return true
+	case c.activeLocked() || !c.settled || c.leaving:
+		return c.ticked-c.toldAt < underWay
+	}
+	return c.ticked-c.doneAt < nearby // that it is complete travels with keep-alives, too
+}
+
+// underWay is for how long after the latest change that is to be told.
+const underWay = 10 * time.Second
 
 // Delta appends this process's row, and a piece of the document that the peer wants.
 // A room of 512 bytes always makes progress; with less than the row takes it
@@ -106,7 +125,7 @@ func (c *Configurator) pieceLocked(w want, room int) piece {
 }
 
 // Merge takes in what a peer's Delta appended. It is commutative and idempotent.
-// The errors are [ErrMalformed], [ErrFleet], [ErrCharter] and [ErrSelf], and then
+// The errors are [ErrMalformed], [ErrFleet], [ErrDiffers] and [ErrSelf], and then
 // nothing was taken in; Status counts them.
 func (c *Configurator) Merge(contact crdt.Contact, b []byte) error {
 	if contact.From == c.self {
@@ -131,9 +150,14 @@ func (c *Configurator) Merge(contact crdt.Contact, b []byte) error {
 	}
 	now := contact.Now
 	if s.known > 0 && s.known == c.known() && s.digest != c.digest {
-		f.heard, c.conflict = max(f.heard, now), f
+		f.heard = max(f.heard, now+contact.Rest)
+		if s.flags&confSettled != 0 || s.digest < c.digest {
+			c.conflict = f
+		} else if c.conflict == f {
+			c.conflict = nil
+		}
 		c.differing++
-		c.differs = &CharterError{Number: s.known, Peer: contact.From, Ours: c.digest, Theirs: s.digest}
+		c.differs = &DiffersError{Number: s.known, Peer: contact.From, Ours: c.digest, Theirs: s.digest}
 		return c.differs
 	}
 	if c.conflict == f {
@@ -141,6 +165,7 @@ func (c *Configurator) Merge(contact crdt.Contact, b []byte) error {
 	}
 	f.heard = max(f.heard, now)
 	if contact.Sent > f.sent || !f.met { // else repeated or overtaken: the row that came says it all
+		f.heard = now + contact.Rest // until then nothing need come
 		c.rowInLocked(now, contact.Sent, f, s)
 	}
 	if s.flags&confPiece != 0 {
@@ -171,9 +196,9 @@ func (c *Configurator) rowInLocked(now, sent time.Duration, f *confPeer, s *conf
 	c.readLocked(now, f)
 }
 
-// takeWord notes what f says that it has applied, as far as we know the charters, and
+// takeWord notes what f says that it has applied, as far as we know the configurations, and
 // tells whether that is news. It counts for the name, whichever life said it; so what
-// a life that is over said of a charter that we did not know then must not count: its
+// a life that is over said of a configuration that we did not know then must not count: its
 // successor may have heard from us that there is none.
 func (c *Configurator) takeWord(f *confPeer) bool {
 	applied := min(f.row.applied, c.known())

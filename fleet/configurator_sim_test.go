@@ -11,6 +11,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"os"
+	"testing"
 	"time"
 
 	"pgregory.net/rapid"
@@ -36,13 +37,13 @@ type realm struct {
 	loss   float64
 	reg    store
 
-	adopted  map[uint64]uint64 // digest of the charter of a number, as any books adopted it
-	charters map[uint64]limiter.Charter
-	complete uint64 // as any books were ever told
-	newest   uint64
-	packets  int
-	bytes    int
-	loose    bool // an assertion of an operator was wrong: shares are not checked
+	adopted        map[uint64]uint64 // digest of the configuration of a number, as any books adopted it
+	configurations map[uint64]limiter.Configuration
+	complete       uint64 // as any books were ever told
+	newest         uint64
+	packets        int
+	bytes          int
+	loose          bool // an assertion of an operator was wrong: shares are not checked
 }
 
 // store is a model of a register.
@@ -99,11 +100,11 @@ type subject struct {
 	paused bool          // it stands still: packets to it are lost, its clock goes on
 }
 
-// ration is a process's books: the smallest share between the last complete charter and
+// ration is a process's books: the smallest share between the last complete configuration and
 // the newest adopted, after a while.
 type ration struct {
 	n      *subject
-	window []limiter.Charter
+	window []limiter.Configuration
 	held   float64
 	due    time.Duration // true time at which held has shrunk
 	until  time.Duration
@@ -125,18 +126,18 @@ func (b *ration) settle() {
 	}
 }
 
-func (b *ration) Adopt(_ time.Duration, c limiter.Charter) error {
+func (b *ration) Adopt(_ time.Duration, c limiter.Configuration) error {
 	w := b.n.w
 	if b.refuse {
 		return errRefused
 	}
 	digest := newStage(c, nil).digest
 	if old, ok := w.adopted[c.Number]; ok && old != digest && !w.cfg.Static {
-		w.t.Fatalf("%v: two charters of number %d:\n%+v\n%+v", w.now, c.Number, w.charters[c.Number], c)
+		w.t.Fatalf("%v: two configurations of number %d:\n%+v\n%+v", w.now, c.Number, w.configurations[c.Number], c)
 	}
-	w.adopted[c.Number], w.charters[c.Number] = digest, c
+	w.adopted[c.Number], w.configurations[c.Number] = digest, c
 	if k := len(b.window); k > 0 && b.window[k-1].Number >= c.Number {
-		w.t.Fatalf("%s: charter %d adopted after %d", b.n.name, c.Number, b.window[k-1].Number)
+		w.t.Fatalf("%s: configuration %d adopted after %d", b.n.name, c.Number, b.window[k-1].Number)
 	}
 	w.newest = max(w.newest, c.Number)
 	w.tracef("%s#%d adopts %d: rate %v, roster %v", b.n.name, b.n.life, c.Number, c.Limit.Rate, c.Roster.Members)
@@ -193,6 +194,9 @@ func (b *ration) using() float64 {
 
 // newRealm has processes of which the first are in the initial roster.
 func newRealm(t rapid.TB, seed uint64, members, nodes int, cfg ConfiguratorConfig, o ground) *realm {
+	if t, ok := t.(*testing.T); ok && raceEnabled {
+		t.Skip("it has one goroutine: run without -race")
+	}
 	def(&o.delay, ms)
 	def(&o.floor, 2*ms)
 	def(&o.keep, 50*ms)
@@ -203,7 +207,7 @@ func newRealm(t rapid.TB, seed uint64, members, nodes int, cfg ConfiguratorConfi
 	}
 	w := &realm{
 		t: t, rng: rand.New(rand.NewPCG(seed, 1)), cfg: cfg, opt: o, cut: whole, loss: o.loss,
-		adopted: map[uint64]uint64{}, charters: map[uint64]limiter.Charter{},
+		adopted: map[uint64]uint64{}, configurations: map[uint64]limiter.Configuration{},
 		reg: store{history: map[uint64][]byte{}, away: func(int) bool { return false }},
 	}
 	for i := range nodes {
@@ -255,7 +259,7 @@ func (w *realm) check() {
 			sum += n.books.using()
 		}
 	}
-	if limit := w.charters[w.complete].Limit.Rate; sum > limit*(1+1e-9) && !w.loose {
+	if limit := w.configurations[w.complete].Limit.Rate; sum > limit*(1+1e-9) && !w.loose {
 		w.report()
 		w.t.Fatalf("%v: %v in use of %v; complete is %d of %d", w.now, sum, limit, w.complete, w.newest)
 	}
@@ -266,7 +270,7 @@ func (w *realm) report() {
 		if n.alive {
 			s := n.c.Status(n.clock())
 			w.t.Logf("%s#%d: uses %v, knows %d, complete %d, applied %d, loaded %d, settled %v, member %v, joining %v, leaving %v, evicted %d, requests %d, lacking %v, away %v, full %v, refused %v, differs %v, rate %v",
-				n.name, n.life, n.books.using(), s.Charter.Number, s.Complete, s.Applied, s.Loaded, s.Settled, s.Member, s.Joining, s.Leaving, s.Evicted, s.Requests, s.Lacking, s.Away, s.Full, s.Refused, s.Differs, s.Charter.Limit.Rate)
+				n.name, n.life, n.books.using(), s.Configuration.Number, s.Complete, s.Applied, s.Loaded, s.Settled, s.Member, s.Joining, s.Leaving, s.Evicted, s.Requests, s.Lacking, s.Away, s.Full, s.Refused, s.Differs, s.Configuration.Limit.Rate)
 		}
 	}
 	w.t.Logf("the register has %d", w.reg.number)
@@ -300,7 +304,7 @@ func (n *subject) start() {
 	}
 	n.c = c
 	if cfg.Static && n.file > 0 {
-		if err := c.Load(n.clock(), n.file, w.charters[n.file]); err != nil {
+		if err := c.Load(n.clock(), n.file, w.configurations[n.file]); err != nil {
 			w.t.Fatal(err)
 		}
 	}
@@ -554,7 +558,7 @@ func (n *subject) receive(i int, from crdt.Replica, sent time.Duration, b []byte
 		}
 		*l = acquaintance{life: from.Incarnation}
 	}
-	if err := n.c.Merge(crdt.Contact{From: from, Now: n.clock(), Sent: sent}, b); err != nil && !errors.Is(err, ErrCharter) {
+	if err := n.c.Merge(crdt.Contact{From: from, Now: n.clock(), Sent: sent}, b); err != nil && !errors.Is(err, ErrDiffers) {
 		n.w.t.Fatalf("%s: %v", n.name, err)
 	} else if err != nil && !n.w.cfg.Static {
 		n.w.t.Fatalf("%s: %v", n.name, err)
@@ -590,7 +594,7 @@ func (w *realm) rested() bool {
 		if newest == 0 || newest != complete || newest != w.reg.number && !w.cfg.Static || s.Requests > 0 || s.Joining || s.Leaving && s.Member || !s.Settled {
 			return false
 		}
-		c := s.Charter
+		c := s.Configuration
 		if want := rateOf(&c, n.name); s.Member && math.Abs(n.books.using()-want) > 1e-9*want {
 			return false
 		}

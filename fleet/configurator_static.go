@@ -5,6 +5,7 @@ package fleet
 
 import (
 	"fmt"
+	"math"
 	"slices"
 	"time"
 
@@ -12,27 +13,32 @@ import (
 )
 
 // Without a register an operator is the sequencer: each process is given numbered
-// charters, from a file or its configuration. Nothing is written or decided. A process
-// that hears of a newer charter uses at once the smaller of its shares, but says only of
+// configurations, from a file or its configuration. Nothing is written or decided. A process
+// that hears of a newer configuration uses at once the smaller of its shares, but says only of
 // what it has loaded itself that it has applied it: a restart would forget the rest. So a
-// charter is complete, and who gains by it grows, when all who lose have loaded it.
+// configuration is complete, and who gains by it grows, when all who lose have loaded it.
 //
 // A life that begins takes in what its peers know, so that it keeps within what is in
 // force, and mints when it has heard all other members, or a second later: who starts
 // cut off from all others mints its share of what it has loaded.
 //
-// A name that a newer charter leaves out is one of which the operator says that it does
+// A name that a newer configuration leaves out is one of which the operator says that it does
 // not mint: nobody waits for it.
+//
+// Two different configurations of one number are the operator's mistake. Each process refuses
+// the other one, and says so. Where both know a configuration before it they keep within that
+// one. Where there is none before it, the configuration of those who mint already stays in
+// force, or else that with the lower rate; who holds the other one only borrows.
 
 func errStatic() error {
 	return fmt.Errorf("%w: the configuration is static: raise its number by one, and load it into each process", ErrMember)
 }
 
-// Load takes in the operator's charter of a number, in a static configuration. Numbers
+// Load takes in the operator's configuration of a number, in a static configuration. Numbers
 // rise with each change, by one: of a number that leaves others out a limiter uses nothing
 // until it is complete. The same again changes nothing. The errors are [ErrConfig], and
-// [ErrCharter] if another charter is known by that number; then nothing was taken in.
-func (c *Configurator) Load(now time.Duration, number uint64, charter limiter.Charter) error {
+// [ErrDiffers] if another configuration is known by that number; then nothing was taken in.
+func (c *Configurator) Load(now time.Duration, number uint64, configuration limiter.Configuration) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if !c.cfg.Static {
@@ -43,14 +49,14 @@ func (c *Configurator) Load(now time.Duration, number uint64, charter limiter.Ch
 		w.bad("number", number, fmt.Sprintf("[%d, %d]", max(1, c.loaded), ^uint64(0)-1))
 		return w[0]
 	}
-	charter.Number, charter.Roster.Number = number, number
-	if err := checkCharter(charter); err != nil {
-		return fmt.Errorf("%w: charter: %w", ErrConfig, err)
+	configuration.Number, configuration.Roster.Number = number, number
+	if err := checkConfiguration(configuration); err != nil {
+		return fmt.Errorf("%w: configuration: %w", ErrConfig, err)
 	}
-	s := newStage(normal(charter), nil)
+	s := newStage(normal(configuration), nil)
 	for _, known := range c.stagesLocked() {
-		if known.Number == number && newStage(known.Charter, nil).digest != s.digest {
-			return fmt.Errorf("%w: number %d was loaded with another content: raise the number", ErrCharter, number)
+		if known.Number == number && newStage(known.Configuration, nil).digest != s.digest {
+			return fmt.Errorf("%w: number %d was loaded with another content: raise the number", ErrDiffers, number)
 		}
 	}
 	c.loaded = number
@@ -96,7 +102,7 @@ func (c *Configurator) outOf(before, s stage) stage {
 			out = append(out, eviction{name: m.Name})
 		}
 	}
-	return newStage(s.Charter, out)
+	return newStage(s.Configuration, out)
 }
 
 // publishLocked makes the chain the document that peers may fetch.
@@ -115,7 +121,13 @@ func (c *Configurator) publishStagesLocked(stages []stage) {
 		d.stages = d.stages[len(d.stages)-1:]
 		d.encode()
 	}
-	c.renewLocked(d, newStage(d.newest().Charter, nil).digest)
+	c.renewLocked(d, loadedDigest(d.newest().Configuration))
+}
+
+// loadedDigest tells two configurations of one number apart, and which of them has the lower
+// rate: that is its upper half, and a hash of everything its lower one.
+func loadedDigest(c limiter.Configuration) uint64 {
+	return math.Float64bits(c.Limit.Rate)>>32<<32 | newStage(c, nil).digest>>32
 }
 
 // redraftLocked publishes what a life that begins has gathered.
@@ -131,7 +143,7 @@ func (c *Configurator) redraftLocked() {
 	c.tellAll()
 }
 
-// olderLocked tells whether f, with an older charter than ours, keeps to one of which a
+// olderLocked tells whether f, with an older configuration than ours, keeps to one of which a
 // life that begins must know.
 func (c *Configurator) olderLocked(f *confPeer) bool {
 	return c.cfg.Static && !c.settled && len(c.draft) > 0 && f.row.flags&confSettled != 0 && f.row.complete < c.draft[0].Number && f.row.complete > 0
@@ -142,7 +154,7 @@ func (c *Configurator) mergeStaticLocked(now time.Duration, d *document, f *conf
 	if !c.settled {
 		for _, s := range d.stages {
 			if !slices.ContainsFunc(c.draft, func(o stage) bool { return o.Number == s.Number }) {
-				c.draft = append(c.draft, newStage(s.Charter, nil))
+				c.draft = append(c.draft, newStage(s.Configuration, nil))
 			}
 		}
 		if f.row.flags&confSettled != 0 { // what is complete there is in force no more
@@ -173,7 +185,7 @@ func (c *Configurator) settleStaticLocked(now time.Duration) {
 		return
 	}
 	if c.conflict != nil && now-c.conflict.heard < nearby && c.conflict.seat >= 0 && len(c.draft) == 1 {
-		return // two charters of one number, and none before them: no share is safe
+		return // two configurations of one number, and none before them: the other one is in force
 	}
 	if now-c.start < nearby {
 		for i := range c.seats {

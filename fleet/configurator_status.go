@@ -12,19 +12,19 @@ import (
 
 // ConfiguratorStatus is what one process knows about the fleet's configuration.
 type ConfiguratorStatus struct {
-	Charter  limiter.Charter // the newest; number 0 if none is known
-	Complete uint64          // the highest that all have applied who lost by it
-	Applied  uint64          // by this process
-	Loaded   uint64          // by an operator into this process, if the configuration is static
-	Members  []ConfigMember  // of the newest, by name
-	Log      []Record        // of the latest writes, oldest first
+	Configuration limiter.Configuration // the newest; number 0 if none is known
+	Complete      uint64                // the highest that all have applied who lost by it
+	Applied       uint64                // by this process
+	Loaded        uint64                // by an operator into this process, if the configuration is static
+	Members       []ConfigMember        // of the newest, by name
+	Log           []Record              // of the latest writes, oldest first
 
-	// Lacking are those who have not applied a charter though their share shrank,
+	// Lacking are those who have not applied a configuration though their share shrank,
 	// by name: until they do, or are evicted, nobody uses what they gave up. While
 	// a cut is unheard, they admit by the larger limit.
 	Lacking []string
 
-	// Settled says that this life knows that its charter is the newest, or was after
+	// Settled says that this life knows that its configuration is the newest, or was after
 	// its start. Before, it mints nothing.
 	Settled  bool
 	Member   bool
@@ -39,15 +39,15 @@ type ConfiguratorStatus struct {
 	Refused   error         // why the latest document was refused; nil if it was not
 	Foreign   uint64        // packets refused, of other fleets or policies
 	Differing uint64        // packets and documents refused, of another content for one number
-	Differs   *CharterError // the latest of these, nil if there was none
-	Err       error         // of the books, which refused a charter
+	Differs   *DiffersError // the latest of these, nil if there was none
+	Err       error         // of the books, which refused a configuration
 }
 
 // ConfigMember is a member as this process sees it.
 type ConfigMember struct {
 	limiter.Member
 
-	Known   uint64        // the newest charter it knows, 0 if nothing was heard
+	Known   uint64        // the newest configuration it knows, 0 if nothing was heard
 	Applied uint64        // the highest that it keeps within
 	Loaded  uint64        // by an operator, if the configuration is static
 	Heard   time.Duration // since it was heard; -1 if it never was
@@ -67,22 +67,22 @@ func (c *Configurator) Status(now time.Duration) ConfiguratorStatus {
 	if c.doc == nil {
 		return s
 	}
-	s.Charter, s.Log = c.doc.newest().Charter, slices.Clone(c.doc.log)
-	s.Charter.Roster.Members = slices.Clone(s.Charter.Roster.Members)
+	s.Configuration, s.Log = c.doc.newest().Configuration, slices.Clone(c.doc.log)
+	s.Configuration.Roster.Members = slices.Clone(s.Configuration.Roster.Members)
 	for i := range c.seats {
-		m := ConfigMember{Member: s.Charter.Roster.Members[i], Heard: -1, Applied: c.applied[c.seats[i].name]}
+		m := ConfigMember{Member: s.Configuration.Roster.Members[i], Heard: -1, Applied: c.applied[c.seats[i].name]}
 		switch f := c.seats[i].confPeer; {
 		case i == c.seat:
 			m.Known, m.Applied, m.Loaded, m.Heard, m.Settled = c.known(), c.own, c.loaded, 0, c.settled
 		case f != nil && f.met:
-			m.Known, m.Loaded, m.Heard, m.Settled = f.row.known, f.row.loaded, now-f.heard, f.row.flags&confSettled != 0
+			m.Known, m.Loaded, m.Heard, m.Settled = f.row.known, f.row.loaded, max(0, now-f.heard), f.row.flags&confSettled != 0
 		}
 		s.Members = append(s.Members, m)
 	}
 	return s
 }
 
-// lackingLocked are those whom charters wait for.
+// lackingLocked are those whom configurations wait for.
 func (c *Configurator) lackingLocked(now time.Duration) (names []string) {
 	for i, l := range c.chain {
 		for _, name := range l.lacking {
@@ -95,7 +95,7 @@ func (c *Configurator) lackingLocked(now time.Duration) (names []string) {
 	return names
 }
 
-// Number is the newest charter that is known, and the highest that is complete; 0 if
+// Number is the newest configuration that is known, and the highest that is complete; 0 if
 // there is none.
 func (c *Configurator) Number() (newest, complete uint64) {
 	c.mu.Lock()

@@ -5,12 +5,14 @@ package fleet
 
 import (
 	"errors"
+	"fmt"
 	"math"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/stormguard-mq/stormguard/crdt"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
@@ -27,9 +29,6 @@ func TestConfiguratorBegins(t *testing.T) {
 // A rate change, a join, a leave and an eviction in a whole network.
 func TestConfiguratorChanges(t *testing.T) {
 	for _, nodes := range []int{1, 2, 3, 9, 50} {
-		if raceEnabled && nodes > 9 {
-			continue // one goroutine; the figures run without the race detector
-		}
 		w := newRealm(t, 1, nodes, nodes+1, ConfiguratorConfig{}, ground{lag: 5 * ms})
 		w.begun(nodes)
 		start := w.now
@@ -276,7 +275,7 @@ func TestConfiguratorAllStartAgain(t *testing.T) {
 				n.start()
 			}
 			w.rests(t, 3*sec, "all at once")
-			if c := w.nodes[0].c.Status(w.nodes[0].clock()).Charter; c.Limit.Rate != 300 {
+			if c := w.nodes[0].c.Status(w.nodes[0].clock()).Configuration; c.Limit.Rate != 300 {
 				t.Fatalf("the operator's limit became %v", c.Limit.Rate)
 			}
 		}
@@ -287,7 +286,7 @@ func TestConfiguratorAllStartAgain(t *testing.T) {
 // with the write. One that was not given up is made once.
 func TestConfiguratorCancelled(t *testing.T) {
 	late, made := 0, 0
-	for seed := range uint64(200) {
+	for seed := range uint64(80) { // of which six would
 		w := newRealm(t, seed, 2, 2, ConfiguratorConfig{}, ground{})
 		w.begun(2)
 		w.reg.late, w.reg.lossy = 0.5, 0.3
@@ -305,7 +304,7 @@ func TestConfiguratorCancelled(t *testing.T) {
 		w.run(w.now + time.Duration(w.rng.Int64N(int64(sec))))
 		w.reg.away = func(int) bool { return false }
 		number, err := w.outcome(t, n, ticket, 20*sec)
-		rateThen := n.c.Status(n.clock()).Charter.Limit.Rate
+		rateThen := n.c.Status(n.clock()).Configuration.Limit.Rate
 		w.run(w.now + 3*sec)
 		rate := must(readDocument(w.reg.document)).newest().Limit.Rate
 		switch {
@@ -365,7 +364,7 @@ func TestConfiguratorCutOffOperator(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.rests(t, 2*sec, "healed")
-	if rate := w.nodes[0].c.Status(0).Charter.Limit.Rate; rate != 2000 {
+	if rate := w.nodes[0].c.Status(0).Configuration.Limit.Rate; rate != 2000 {
 		t.Fatalf("rate %v", rate)
 	}
 }
@@ -414,7 +413,7 @@ func TestConfiguratorRegisterAway(t *testing.T) {
 	n.stop()
 	n.start()
 	w.run(w.now + 900*ms)
-	if s := n.c.Status(n.clock()); n.books.using() != 0 || !errors.Is(s.Away, errAway) || s.Charter.Number != 2 {
+	if s := n.c.Status(n.clock()); n.books.using() != 0 || !errors.Is(s.Away, errAway) || s.Configuration.Number != 2 {
 		w.report()
 		t.Fatal("it mints, or knows nothing")
 	}
@@ -442,11 +441,100 @@ func TestConfiguratorRegisterAway(t *testing.T) {
 	}
 }
 
+// A register that comes back with a number that is over is away until it has the newest.
+func TestConfiguratorRegisterWentBack(t *testing.T) {
+	w := newRealm(t, 1, 3, 3, ConfiguratorConfig{}, ground{})
+	w.begun(3)
+	older := w.reg.document
+	if _, err := w.nodes[0].set(600); err != nil {
+		t.Fatal(err)
+	}
+	w.rests(t, sec, "set")
+	n := w.nodes[1]
+	n.c.Away(n.clock(), errAway)
+	for number, document := range [][]byte{nil, older} {
+		if err := n.c.Read(n.clock(), uint64(number), document); err != nil {
+			t.Fatal(err)
+		}
+		if s := n.c.Status(n.clock()); !errors.Is(s.Away, errAway) || s.Configuration.Number != 2 || n.books.using() != 200 {
+			t.Fatalf("number %d, where 2 is known: away %v, %d", number, s.Away, s.Configuration.Number)
+		}
+	}
+	if err := n.c.Read(n.clock(), 2, w.reg.document); err != nil || n.c.Status(n.clock()).Away != nil {
+		t.Fatalf("the newest: %v, %v", err, n.c.Status(n.clock()).Away)
+	}
+}
+
+// A process that starts over a register that lost its newest document writes no other one by
+// that number where it hears of it.
+func TestConfiguratorRegisterLostTheNewest(t *testing.T) {
+	for seed := range uint64(80) { // of which six would
+		w := newRealm(t, seed, 3, 3, ConfiguratorConfig{OnSilence: limiter.Majority}, ground{})
+		w.begun(3)
+		number, document := w.reg.number, w.reg.document
+		if _, err := w.nodes[0].set(600); err != nil {
+			t.Fatal(err)
+		}
+		w.rests(t, sec, "set")
+		newest := w.reg.number
+		w.reg.number, w.reg.document = number, document
+		n := w.nodes[1]
+		n.stop()
+		n.start()
+		w.run(w.now + 5*sec) // which fails on two documents of one number
+		if known, _ := n.c.Number(); known != newest {
+			t.Fatalf("seed %d: it knows %d, the others %d", seed, known, newest)
+		}
+	}
+}
+
+// One that leaves while it is being made a member takes no share with it.
+func TestConfiguratorLeavesWhileItJoins(t *testing.T) {
+	for seed := range uint64(40) {
+		w := newRealm(t, seed, 3, 4, ConfiguratorConfig{}, ground{})
+		w.begun(3)
+		n := w.nodes[3]
+		n.start()
+		w.run(w.now + 1500*ms)
+		if err := n.c.Join(n.clock(), 1); err != nil {
+			t.Fatal(err)
+		}
+		w.run(w.now + 50*ms + time.Duration(seed)*ms)
+		if err := n.c.Leave(n.clock(), n.clock()+10*sec); err != nil {
+			t.Fatal(err)
+		}
+		if !w.runUntil(w.now+9*sec, n.left(t)) {
+			t.Fatalf("seed %d: it does not leave", seed)
+		}
+		n.stop()
+		w.run(w.now + 3*sec)
+		if s := w.nodes[0].c.Status(w.nodes[0].clock()); len(s.Members) != 3 {
+			t.Fatalf("seed %d: its share is stranded: %+v", seed, s.Members)
+		}
+	}
+}
+
+// What does not fit into a document is not composed again at each step.
+func TestConfiguratorFull(t *testing.T) {
+	w := newRealm(t, 1, 3, 4, ConfiguratorConfig{}, ground{})
+	w.cfg.Initial.Limits = map[string]limiter.Limit{}
+	for i := range 1705 {
+		w.cfg.Initial.Limits[fmt.Sprintf("key-%022d", i)] = limiter.Limit{Rate: 10, Burst: 10}
+	}
+	w.begun(3)
+	n := w.nodes[3]
+	n.weight = 1
+	n.start()
+	w.run(w.now + 2*sec)
+	for _, n := range w.nodes[:3] {
+		if s := n.c.Status(n.clock()); !errors.Is(s.Full, ErrBusy) || n.c.retryAt < n.clock()-activeTick {
+			t.Fatalf("full: %v; it tries again since %v", s.Full, n.clock()-n.c.retryAt)
+		}
+	}
+}
+
 // Many processes ask for a share within a second.
 func TestConfiguratorJoinStorm(t *testing.T) {
-	if raceEnabled {
-		t.Skip("it has one goroutine: run without -race")
-	}
 	joiners := 50
 	o := ground{lag: 5 * ms, rarely: true}
 	if full() {
@@ -537,7 +625,7 @@ func TestConfiguratorRefuses(t *testing.T) {
 			d.log[0].ID++
 			d.encode()
 			return d.bytes
-		}()), ErrCharter},
+		}()), ErrDiffers},
 		"another fleet": {n.c.Read(0, number+1, func() []byte {
 			d := must(readDocument(w.reg.document))
 			d.fleet = "other"
@@ -563,11 +651,11 @@ func newStatic(t testing.TB, seed uint64, nodes int) *realm {
 	return w
 }
 
-// file writes a charter for the first nodes, of weight 1.
+// file writes a configuration for the first nodes, of weight 1.
 func (w *realm) file(number uint64, rate float64, nodes int) {
 	c := nation(nodes)
 	c.Number, c.Roster.Number, c.Limit.Rate = number, number, rate
-	w.charters[number] = c
+	w.configurations[number] = c
 	w.newest = max(w.newest, number)
 }
 
@@ -575,7 +663,7 @@ func (w *realm) load(t testing.TB, i int, number uint64) {
 	t.Helper()
 	n := w.nodes[i]
 	n.file = number
-	if err := n.c.Load(n.clock(), number, w.charters[number]); err != nil {
+	if err := n.c.Load(n.clock(), number, w.configurations[number]); err != nil {
 		t.Fatal(err)
 	}
 	n.poke()
@@ -649,7 +737,7 @@ func TestConfiguratorStaticShrinkThenGrow(t *testing.T) {
 	c := nation(3)
 	c.Number, c.Roster.Number = 2, 2
 	c.Roster.Members[0].Weight = 8
-	w.charters[2] = c
+	w.configurations[2] = c
 	w.load(t, 0, 2)
 	w.run(w.now + sec)
 	w.uses(t, 0, "one has loaded it", 1000.0/3, 100, 100)
@@ -670,7 +758,8 @@ func TestConfiguratorStaticShrinkThenGrow(t *testing.T) {
 }
 
 // Two files with one number: each refuses the other's, names it, and what both have is
-// no more than before. Where there was nothing before, nobody mints.
+// no more than before. Where there was nothing before, that with the lower rate is in
+// force, or the one by which somebody mints.
 func TestConfiguratorStaticTwoOfOneNumber(t *testing.T) {
 	w := newStatic(t, 1, 2)
 	w.nodes[0].file, w.nodes[1].file = 1, 1
@@ -678,7 +767,7 @@ func TestConfiguratorStaticTwoOfOneNumber(t *testing.T) {
 	w.file(2, 4000, 2)
 	w.load(t, 0, 2)
 	w.file(2, 3000, 2)
-	if n := w.nodes[1]; n.c.Load(n.clock(), 2, w.charters[2]) != nil {
+	if n := w.nodes[1]; n.c.Load(n.clock(), 2, w.configurations[2]) != nil {
 		t.Fatal("it has not heard of the first")
 	}
 	w.nodes[1].file = 2
@@ -688,7 +777,7 @@ func TestConfiguratorStaticTwoOfOneNumber(t *testing.T) {
 		if s := n.c.Status(n.clock()); s.Differs == nil || s.Differs.Number != 2 || s.Differs.Peer.Name != w.nodes[1-i].name || s.Complete != 1 {
 			t.Errorf("%d: %+v", i, s)
 		}
-		if err := n.c.Load(n.clock(), 2, nation(1)); !errors.Is(err, ErrCharter) {
+		if err := n.c.Load(n.clock(), 2, nation(1)); !errors.Is(err, ErrDiffers) {
 			t.Error(err)
 		}
 		if err := n.c.Load(n.clock(), 1, nation(2)); !errors.Is(err, ErrConfig) {
@@ -700,12 +789,97 @@ func TestConfiguratorStaticTwoOfOneNumber(t *testing.T) {
 	w.nodes[1].start()
 	w.file(2, 4000, 2)
 	w.nodes[0].start()
+	w.uses(t, 2*sec, "the lower rate is in force", 0, 1500)
 	w.run(w.now + 5*sec)
-	w.uses(t, 0, "no share is safe", 0, 0)
+	w.uses(t, 0, "and stays", 0, 1500)
+	w.nodes[0].stop()
+	w.file(2, 2000, 2)
+	w.nodes[0].start()
+	w.run(w.now + 5*sec)
+	w.uses(t, 0, "and so does what is at work", 0, 1500)
 	w.file(3, 900, 2)
 	w.load(t, 0, 3)
 	w.load(t, 1, 3)
 	w.uses(t, 2*sec, "the operator has raised it", 450, 450)
+	for _, n := range w.nodes {
+		if s := n.c.Status(n.clock()); s.Differs != nil {
+			t.Errorf("%s still says that configurations differ: %v", n.name, s.Differs)
+		}
+	}
+}
+
+// A peer that rests is heard until its rest is over; one that does not is not.
+func TestConfiguratorHearsWhoRests(t *testing.T) {
+	w := newRealm(t, 1, 3, 3, ConfiguratorConfig{}, ground{})
+	w.begun(3)
+	n := w.nodes[0]
+	w.cut = islands(0, 1, 2)
+	w.run(w.now + sec/2)
+	say := func(i int, rest time.Duration) {
+		from := w.nodes[i]
+		b, _ := from.c.Delta(from.clock(), nil, n.id(), 0, 1300)
+		if err := n.c.Merge(crdt.Contact{From: from.id(), Now: n.clock(), Sent: from.clock(), Rest: rest}, b); err != nil {
+			t.Fatal(err)
+		}
+	}
+	say(1, 5*sec)
+	say(2, 0)
+	heard := func() (names []string) {
+		for _, f := range n.c.list {
+			if n.clock()-f.heard < nearby {
+				names = append(names, f.id.Name)
+			}
+		}
+		slices.Sort(names)
+		return names
+	}
+	for _, want := range []struct {
+		after time.Duration
+		names []string
+	}{{0, []string{"n001", "n002"}}, {4 * sec, []string{"n001"}}, {3 * sec, nil}} {
+		w.run(w.now + want.after)
+		if got := heard(); !slices.Equal(got, want.names) {
+			t.Errorf("after %v more it hears %v, want %v", want.after, got, want.names)
+		}
+		if s := n.c.Status(n.clock()); s.Members[1].Heard < 0 {
+			t.Errorf("heard %v ago", s.Members[1].Heard)
+		}
+	}
+}
+
+// Peers are kept awake while something is under way, for a second after it, and no
+// longer than ten after the latest news; with Majority always.
+func TestConfiguratorKeeps(t *testing.T) {
+	w := newRealm(t, 1, 3, 3, ConfiguratorConfig{}, ground{})
+	w.begun(3)
+	n, to := w.nodes[0], w.nodes[1].id()
+	keeps := func(after time.Duration, want bool, what string) {
+		t.Helper()
+		w.run(w.now + after)
+		if got := n.c.Keeps(to); got != want {
+			t.Errorf("%s: it keeps: %v", what, got)
+		}
+	}
+	keeps(2*sec, false, "at rest")
+	if _, err := n.set(600); err != nil {
+		t.Fatal(err)
+	}
+	w.rests(t, sec, "changed")
+	keeps(0, true, "just complete")
+	keeps(2*sec, false, "at rest again")
+	w.nodes[2].stop()
+	if _, err := n.set(500); err != nil { // waits for one that is gone
+		t.Fatal(err)
+	}
+	keeps(5*sec, true, "under way")
+	keeps(6*sec, false, "it waits for one who does not come")
+
+	w = newRealm(t, 1, 3, 3, ConfiguratorConfig{OnSilence: limiter.Majority}, ground{})
+	w.begun(3)
+	n, to = w.nodes[0], w.nodes[1].id()
+	keeps(20*sec, true, "leases")
+	to.Name = "guest"
+	keeps(0, false, "a guest has no lease")
 }
 
 // Static fleets have nothing to write, and no other way to change.

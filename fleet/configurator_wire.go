@@ -38,6 +38,11 @@ const (
 
 	maxFrozen = 64 // in one row
 
+	maxWant = 2*binary.MaxVarintLen64 + 8
+	// leastPiece is the least room for a piece's bytes that is worth a piece.
+	leastPiece = 64
+	pieceFront = 4*binary.MaxVarintLen64 + 8
+
 	// maxConfRow is more than a row takes without a piece.
 	maxConfRow = 1 + 8 + 10 + 10 + 8 + 3*10 + 2 + 3 + 1 + 2*maxFrozen + maxWant + 10
 )
@@ -137,4 +142,24 @@ func readConfRow(b []byte, s *confRow) error {
 		return fmt.Errorf("%w: %w", ErrMalformed, r.Fault())
 	}
 	return nil
+}
+
+type want struct {
+	number, digest uint64
+	offset         int
+}
+
+type piece struct {
+	number, digest uint64
+	total, offset  int
+	data           []byte // of the packet
+}
+
+func appendPiece(b []byte, p *piece) []byte {
+	b = binary.AppendUvarint(b, p.number)
+	b = binary.BigEndian.AppendUint64(b, p.digest)
+	b = binary.AppendUvarint(b, uint64(p.total))
+	b = binary.AppendUvarint(b, uint64(p.offset))
+	b = binary.AppendUvarint(b, uint64(len(p.data)))
+	return append(b, p.data...)
 }

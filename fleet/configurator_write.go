@@ -54,13 +54,16 @@ func (c *Configurator) ableLocked() bool {
 }
 
 // Read says what is in the register: 0 and nil is nothing. A number below what is known
-// changes nothing. The errors are [ErrMalformed], [ErrFleet] and [ErrCharter], and then
-// nothing was taken in; Status has the latest. The document must not change afterwards.
+// changes nothing, and does not end that the register is away. The errors are
+// [ErrMalformed], [ErrFleet] and [ErrDiffers], and then nothing was taken in; Status has
+// the latest. The document must not change afterwards.
 func (c *Configurator) Read(now time.Duration, number uint64, b []byte) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	err := c.readInLocked(now, number, b)
-	if c.refused = err; err == nil {
+	// Less than what is known while it is away: it was wiped, is an older copy, or lags.
+	// That is no word of it yet.
+	if c.refused = err; err == nil && (c.away == nil || number >= c.known()) {
 		if c.away != nil || !c.read {
 			c.away, c.read = nil, true
 			c.tellAll()
@@ -92,7 +95,7 @@ func (c *Configurator) readInLocked(now time.Duration, number uint64, b []byte) 
 		return fmt.Errorf("%w: document: number %d is kept as %d", ErrMalformed, d.number(), number)
 	case number == c.known():
 		c.differing++
-		c.differs = &CharterError{Number: number, Ours: c.digest, Theirs: digestOf(b)}
+		c.differs = &DiffersError{Number: number, Ours: c.digest, Theirs: digestOf(b)}
 		return c.differs
 	}
 	c.learnLocked(now, d, nil)
@@ -100,7 +103,7 @@ func (c *Configurator) readInLocked(now time.Duration, number uint64, b []byte) 
 }
 
 // Away says that the register cannot be reached, and why, until Read is called. The
-// newest charter stays in force; nothing is written.
+// newest configuration stays in force; nothing is written.
 func (c *Configurator) Away(now time.Duration, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -117,7 +120,7 @@ func (c *Configurator) Away(now time.Duration, err error) {
 	c.tickLocked(now)
 }
 
-// Set asks for a change of limits, weights or fill of the charter of a number: it is
+// Set asks for a change of limits, weights or fill of the configuration of a number: it is
 // made upon that one, or never. who is for the log. The ticket is for
 // [Configurator.Outcome]. The errors are [ErrConfig], [ErrMember], [ErrConflict] and
 // [ErrBusy]; then nothing was asked for.
@@ -127,14 +130,14 @@ func (c *Configurator) Set(now time.Duration, number uint64, change Change, who 
 	if err := c.mayWishLocked(number); err != nil {
 		return 0, err
 	}
-	if _, err := change.apply(c.doc.newest().Charter, c.doc.newest().Resets); err != nil {
+	if _, err := change.apply(c.doc.newest().Configuration, c.doc.newest().Resets); err != nil {
 		return 0, err
 	}
 	return c.wishLocked(now, wish{number: number, change: &change, who: who}), nil
 }
 
-// Evict frees the share of a member, or of one that left and that a charter still waits
-// for, upon the charter of a number or never: an operator's word that its process does
+// Evict frees the share of a member, or of one that left and that a configuration still waits
+// for, upon the configuration of a number or never: an operator's word that its process does
 // not mint. One that is alive behind a cut adds what its share mints until it hears of
 // it; then it asks for a share again. The ticket is for [Configurator.Outcome]. The errors
 // are those of Set.
@@ -186,7 +189,7 @@ func (c *Configurator) Cancel(_ time.Duration, ticket uint64) {
 	}
 }
 
-// Outcome is the number of the charter that has what a ticket stands for, or why it
+// Outcome is the number of the configuration that has what a ticket stands for, or why it
 // was not made and will not be: [ErrConflict], [ErrEnded], [ErrBusy] or [ErrConfig]; or
 // [ErrUnknown]. done is false before. The latest 256 are remembered.
 func (c *Configurator) Outcome(ticket uint64) (number uint64, done bool, err error) {
@@ -266,6 +269,9 @@ func (c *Configurator) Write(now time.Duration, wall time.Time) (number uint64, 
 		}
 		s.out = true
 		return s.number, d.bytes, true
+	}
+	if c.behind != never {
+		return 0, nil, false // its number is taken; a store that lost it would take it again
 	}
 	d, ticket := c.draftLocked(now, wall)
 	if d == nil {
@@ -378,20 +384,20 @@ func (c *Configurator) sharedLocked(now time.Duration) bool {
 	return false
 }
 
-// nextLocked is the newest charter with the next number.
-func (c *Configurator) nextLocked() limiter.Charter {
+// nextLocked is the newest configuration with the next number.
+func (c *Configurator) nextLocked() limiter.Configuration {
 	if c.doc == nil {
 		to := normal(c.cfg.Initial)
 		to.Number, to.Roster.Number = 1, 1
 		return to
 	}
-	to := c.doc.newest().Charter
+	to := c.doc.newest().Configuration
 	to.Number++
 	return to
 }
 
-// documentLocked is the one with the charter as its newest.
-func (c *Configurator) documentLocked(wall time.Time, to limiter.Charter, evicted []eviction, who, what string) *document {
+// documentLocked is the one with the configuration as its newest.
+func (c *Configurator) documentLocked(wall time.Time, to limiter.Configuration, evicted []eviction, who, what string) *document {
 	d := &document{fleet: c.cfg.Fleet}
 	for _, l := range c.chain {
 		d.stages = append(d.stages, l.stage)
@@ -477,7 +483,7 @@ func (c *Configurator) draftLocked(now time.Duration, wall time.Time) (*document
 		if len(c.cfg.Initial.Roster.Members) == 0 {
 			return nil, 0
 		}
-		return c.checkedLocked(c.documentLocked(wall, c.nextLocked(), nil, c.self.Name, "the initial charter"), maxDocument, nil)
+		return c.checkedLocked(c.documentLocked(wall, c.nextLocked(), nil, c.self.Name, "the initial configuration"), maxDocument, nil)
 	}
 	var w *wish
 	for i := range c.wishes {
@@ -493,11 +499,11 @@ func (c *Configurator) draftLocked(now time.Duration, wall time.Time) (*document
 	pending := len(c.chain) - 1
 	evicting := w != nil && w.evict != ""
 	if w != nil && (pending >= maxPending || pending >= fewPending && !evicting) {
-		c.finishLocked(w.ticket, outcome{err: c.busyLocked("%d charters are not complete", pending)})
+		c.finishLocked(w.ticket, outcome{err: c.busyLocked("%d configurations are not complete", pending)})
 		return nil, 0
 	}
 	if pending >= maxPending {
-		c.full = c.busyLocked("%d charters are not complete", pending)
+		c.full = c.busyLocked("%d configurations are not complete", pending)
 		return nil, 0
 	}
 	d, what := c.composeLocked(now, wall, w, pending < fewPending)
@@ -604,6 +610,7 @@ func (c *Configurator) checkedLocked(d *document, most int, w *wish) (*document,
 		c.finishLocked(w.ticket, outcome{err: err})
 	default:
 		c.full = err
+		c.retryAt = c.ticked + c.cfg.Patience // it costs a millisecond to find out
 	}
 	return nil, 0
 }

@@ -5,7 +5,7 @@
 // is open for all of them, which one of them probes it, whether they are in a storm
 // together, and who mints how much of the rate limit.
 //
-// Start with [NewVerdicts] for scopes, [NewStorms] for storms and [NewCharters] for
+// Start with [NewVerdicts] for scopes, [NewStorms] for storms and [NewConfigurator] for
 // shares and limits. Each is a section of a gossip session, which carries what they say
 // to the others. [NewMember] is what a guard takes: it tells them what its breakers,
 // detectors and counters do, and does to the breakers what was decided.
@@ -107,64 +107,22 @@
 // close of a scope which everybody else has forgotten can reopen it for one
 // round, until probes close it.
 //
-// # Charters
+// # Configuration
 //
-// A charter is a numbered document that says who mints what: roster, weights,
-// limits, and how often all buckets were filled. [Charters] changes it while the
-// fleet runs. Charter 1 is configured, the same everywhere, and founded once its
-// members have met; each later one is chosen by a majority of the roster of the
-// one before, by Paxos over gossip, with no leader, and is a fact that everybody
-// passes on. It is applied in two steps, so that no share is ever used twice:
+// A configuration is a numbered document that says who mints what: roster, weights,
+// limits, and how often all buckets were filled. It is applied in two steps, so that no
+// share is ever used twice:
 //
-//	chosen      who loses by it uses less at once; nobody uses more
-//	complete    all who lose have applied it, or were evicted, and all charters
-//	            before it are complete: who gains uses what was freed
+//	known        who loses by it uses less at once; nobody uses more
+//	complete     all who lose have applied it, or were evicted, and all configurations
+//	             before it are complete: who gains uses what was freed
 //
-// A process uses the smallest share that it has in any charter from the last
+// A process uses the smallest share that it has in any configuration from the last
 // complete one to the newest it knows. So the shares in use are never more than
-// the whole of the last complete charter, whatever is lost, cut or starts again.
+// the whole of the last complete configuration, whatever is lost, cut or starts again.
 //
-//	who           asks                            and has
-//	a guest       [Charters.Join]                 its share when complete; borrows until then
-//	a member      [Charters.Leave], on SIGTERM    no share when chosen; may end when complete
-//	an operator   [Charters.Evict]                the share of one that is gone
-//	              [Charters.Propose]              limits, weights, a fill of all buckets
-//	a new life    nothing                         its share, once a majority says what the
-//	                                              newest charter is; its vote one charter later
-//
-// Requests are gathered into one charter: 500 that join in a second take a dozen. A
-// minority decides nothing. [Charters.Status] names who has not applied a charter
-// by which it loses; until it has, the larger share bounds it.
-//
-// What becomes of the share of a member that is silent is a policy, see [Silence].
-// limiter.Hold keeps it. limiter.Majority evicts, and makes everybody's minting
-// depend on a majority's word of the last 400 ms. limiter.TakeOver is no agreement:
-// the limiter does it.
-//
-// Beside what the limiter names, the bound has these terms:
-//
-//   - An evicted process that is alive behind a cut mints its share until it hears
-//     of it; so does one that starts again before its eviction is known. With
-//     limiter.Majority its lease has ended before, and nothing is added.
-//   - A rate that was cut binds a process that has not heard of it, and is listed,
-//     only when it does.
-//   - A reset admits up to Burst more, once.
-//   - Where a majority of the founding roster starts again at once, and hears
-//     nobody who remembers for a second, it mints by charter 1 until it does.
-//
-// Votes are kept in memory only. As many members as a minority may be without
-// memory at a time, each from its start until the next charter, which it asks
-// for: a tenth of a second. If more are, nothing is decided any more and who has
-// started again does not mint; all must start again, which founds the fleet from
-// its configuration. Of two members, neither can be evicted: two are the majority
-// of two.
-//
-// # Configuration on a register
-//
-// [Configurator] is to take the place of [Charters]; processes do not run on it yet. The
-// same two steps, but a charter is decided where the user decides things already: a
-// compare-and-set register keeps the newest document, and its number orders it. There is
-// no vote, nothing is founded, and nothing waits for a majority.
+// [Configurator] does that. A configuration is decided where the user decides things
+// already: a compare-and-set register keeps the newest document, and its number orders it.
 //
 //	who                  asks                              and has
 //	a guest              [Configurator.Join]               its share when complete; borrows until then
@@ -177,8 +135,9 @@
 // What an operator asks for names the number that it changes. It is made upon that one, or
 // not at all, and never after its outcome was an error. Requests to join and to leave are
 // written by whoever is first, for all that it hears of. While the register is away the
-// newest charter stays in force. Without a register the operator loads a numbered charter
-// into each process ([Configurator.Load]), and it is complete when all have it who lose by it.
+// newest configuration stays in force. Without a register the operator loads a numbered
+// configuration into each process ([Configurator.Load]), and it is complete when all have
+// it who lose by it.
 //
 // Beside what the limiter names, the bound has these terms:
 //
@@ -191,6 +150,8 @@
 //     may miss what only processes outside of the roster know, that nobody else hears.
 //   - In a static fleet, a process that starts and hears nobody for a second mints its
 //     share of what it has loaded, though others have loaded something newer.
+//   - In a static fleet, where two configurations of one number were loaded apart, each
+//     process mints its share of its own one.
 //
 // # Inside
 //
@@ -203,7 +164,6 @@
 // N. Preguiça, C. Baquero and M. Zawirski, Conflict-free replicated data types,
 // SSS 2011. The patience before a turn is that of timed mutual exclusion: L.
 // Lamport, A fast mutual exclusion algorithm, ACM Trans. Comput. Syst. 5 (1987),
-// who credits M. Fischer. Charters are chosen by single-decree Paxos: L. Lamport, The
-// part-time parliament, ACM Trans. Comput. Syst. 16 (1998). Grants are leases: C. Gray
+// who credits M. Fischer. Grants are leases: C. Gray
 // and D. Cheriton, SOSP 1989.
 package fleet

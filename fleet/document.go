@@ -17,7 +17,7 @@ import (
 )
 
 // A document is what a register keeps, and what a process passes on. A register keeps
-// only the newest one, so it carries what a reader needs of those before: the charters
+// only the newest one, so it carries what a reader needs of those before: the configurations
 // since the last one that its writer knew to be complete, and a log of the last writes.
 //
 //	document = version fleet first { next } lives log
@@ -65,12 +65,12 @@ type document struct {
 	bytes []byte
 }
 
-// A stage is a charter of the chain, with the members whose share is free though they
+// A stage is a configuration of the chain, with the members whose share is free though they
 // may not have applied it.
 type stage struct {
-	limiter.Charter
+	limiter.Configuration
 	evicted []eviction // by name
-	digest  uint64     // of the charter and the evicted
+	digest  uint64     // of the configuration and the evicted
 }
 
 // A life is the incarnation of a name that may confirm leases.
@@ -92,10 +92,10 @@ func (d *document) find(number uint64) (r Record, known bool) {
 	return Record{}, false
 }
 
-// newStage is of a charter that is normal.
-func newStage(c limiter.Charter, evicted []eviction) stage {
+// newStage is of a configuration that is normal.
+func newStage(c limiter.Configuration, evicted []eviction) stage {
 	c.Roster.Unstable = false // it does not travel
-	s := stage{Charter: c, evicted: evicted}
+	s := stage{Configuration: c, evicted: evicted}
 	s.digest = digestOf(appendStage(nil, nil, &s))
 	return s
 }
@@ -211,7 +211,7 @@ func (r *reader) stage(before *stage) stage {
 	if before != nil {
 		low = before.Number + 1
 	}
-	c := limiter.Charter{Number: r.Uint("number", low, math.MaxUint64-1), Limit: r.limit("limit")}
+	c := limiter.Configuration{Number: r.Uint("number", low, math.MaxUint64-1), Limit: r.limit("limit")}
 	c.Roster.Guests = r.Bool("guests")
 	c.Roster.Number = r.number("roster")
 	c.Resets = r.number("resets")
@@ -271,8 +271,8 @@ func (r *reader) stage(before *stage) stage {
 	if r.Fault() != nil {
 		return stage{}
 	}
-	if err := checkCharter(c); err != nil {
-		r.Fail("charter", err, "one that is valid")
+	if err := checkConfiguration(c); err != nil {
+		r.Fail("configuration", err, "one that is valid")
 		return stage{}
 	}
 	return newStage(c, evicted)
@@ -339,4 +339,22 @@ func (d *document) lifeOf(name string) (uint64, bool) {
 		return 0, false
 	}
 	return d.lives[i].incarnation, true
+}
+
+func digestOf(b []byte) uint64 { return max(1, hashEnd(hashString(hashInit, string(b)))) }
+
+func appendLimit(b []byte, l limiter.Limit) []byte {
+	b = binary.BigEndian.AppendUint64(b, math.Float64bits(l.Rate))
+	return binary.AppendUvarint(b, uint64(l.Burst))
+}
+
+func appendBool(b []byte, v bool) []byte {
+	if v {
+		return append(b, 1)
+	}
+	return append(b, 0)
+}
+
+func (r *reader) limit(what string) limiter.Limit {
+	return limiter.Limit{Rate: math.Float64frombits(r.digest(what)), Burst: int(r.Uint(what, 0, math.MaxInt32))}
 }

@@ -26,7 +26,7 @@ func drawDocument(t *rapid.T) *document {
 	})
 	number := rapid.Uint64Range(1, 1<<40).Draw(t, "number")
 	for range rapid.IntRange(1, 5).Draw(t, "stages") {
-		c := limiter.Charter{Number: number, Limit: limit.Draw(t, "limit"), Resets: rapid.Uint64().Draw(t, "resets")}
+		c := limiter.Configuration{Number: number, Limit: limit.Draw(t, "limit"), Resets: rapid.Uint64().Draw(t, "resets")}
 		c.Roster.Guests, c.Roster.Number = rapid.Bool().Draw(t, "guests"), rapid.Uint64().Draw(t, "roster")
 		c.Limits = rapid.MapOfN(rapid.SampledFrom([]string{"x", "y", "z"}), limit, 0, 3).Draw(t, "limits")
 		if len(c.Limits) == 0 {
@@ -79,13 +79,13 @@ func TestDocumentRoundTrip(t *testing.T) {
 
 // A chain of small changes of a large fleet fits in a register.
 func TestDocumentSize(t *testing.T) {
-	c := limiter.Charter{Number: 1, Limit: limiter.Limit{Rate: 1000, Burst: 1_000_000}}
+	c := limiter.Configuration{Number: 1, Limit: limiter.Limit{Rate: 1000, Burst: 1_000_000}}
 	for i := range 1000 {
 		c.Roster.Members = append(c.Roster.Members, limiter.Member{Name: fmt.Sprintf("payments-7f9c5d-%05d", i)})
 	}
 	d := &document{fleet: "payments", stages: []stage{newStage(normal(c), nil)}}
 	for range 10 {
-		c := d.newest().Charter
+		c := d.newest().Configuration
 		c.Number++
 		c.Limit.Rate++
 		d.stages = append(d.stages, newStage(normal(c), nil))
@@ -124,7 +124,7 @@ func FuzzDocument(f *testing.F) {
 			t.Fatalf("%x is written as %x", b, d.bytes)
 		}
 		for i := range d.stages {
-			if err := checkCharter(d.stages[i].Charter); err != nil {
+			if err := checkConfiguration(d.stages[i].Configuration); err != nil {
 				t.Fatal(err)
 			}
 		}

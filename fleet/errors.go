@@ -36,21 +36,17 @@ var (
 	// lease. Nothing of it was taken in.
 	ErrFleet = errors.New("fleet: another fleet")
 
-	// ErrCharter means that two charters of one number are known to differ: the
-	// configurations do, or the fleet was founded twice. [errors.As] to a
-	// [*CharterError] tells whose. Nothing of it was taken in.
-	ErrCharter = errors.New("fleet: charter differs")
+	// ErrDiffers means that two configurations of one number are known to differ: two
+	// were loaded in a static fleet, or the register was set back. [errors.As] to a
+	// [*DiffersError] tells whose. Nothing of it was taken in.
+	ErrDiffers = errors.New("fleet: configuration differs")
 
 	// ErrMember means that a name is in the roster and should not be, or is not
 	// and should.
 	ErrMember = errors.New("fleet: member")
 
-	// ErrEvicted means that this life was evicted. Its name may join again, as a
-	// new life.
-	ErrEvicted = errors.New("fleet: evicted")
-
 	// ErrBusy means that too much is under way: too many requests of this process,
-	// too many charters that some member has not applied, or a full quarantine.
+	// too many configurations that some member has not applied, or a full quarantine.
 	ErrBusy = errors.New("fleet: busy")
 
 	// ErrConflict means that the configuration moved on: the number that was to be

@@ -55,15 +55,15 @@ type EntryKind uint8
 
 // The kinds.
 const (
-	EntryStarted    EntryKind = iota + 1 // a life of a process began
-	EntryLeft                            // and ended in order
-	EntryEvicted                         // somebody ended it; Subject is its name
-	EntryCharter                         // a charter was chosen; Number is which
-	EntryReset                           // all buckets were filled; Number is the charter's
-	EntryOpened                          // the fleet opened a scope; Subject is which
-	EntryClosed                          // and closed it
-	EntryForced                          // an operator's hand on a scope
-	EntryStormBegan                      // Subject is the key
+	EntryStarted       EntryKind = iota + 1 // a life of a process began
+	EntryLeft                               // and ended in order
+	EntryEvicted                            // somebody ended it; Subject is its name
+	EntryConfiguration                      // a configuration was made; Number is which
+	EntryReset                              // all buckets were filled; Number is the configuration's
+	EntryOpened                             // the fleet opened a scope; Subject is which
+	EntryClosed                             // and closed it
+	EntryForced                             // an operator's hand on a scope
+	EntryStormBegan                         // Subject is the key
 	EntryStormEnded
 	EntryQuarantined // a rule was put on the quarantine list; Subject is which
 	EntryReleased    // and taken off
@@ -71,7 +71,7 @@ const (
 )
 
 var entryKindNames = [entryKinds]string{
-	EntryStarted: "started", EntryLeft: "left", EntryEvicted: "evicted", EntryCharter: "charter", EntryReset: "RESET",
+	EntryStarted: "started", EntryLeft: "left", EntryEvicted: "evicted", EntryConfiguration: "configuration", EntryReset: "RESET",
 	EntryOpened: "opened", EntryClosed: "closed", EntryForced: "forced", EntryStormBegan: "storm began", EntryStormEnded: "storm ended",
 	EntryQuarantined: "quarantined", EntryReleased: "released",
 }
@@ -126,7 +126,7 @@ func (l *line) entry(at crdt.Stamp, by crdt.Replica) Entry {
 }
 
 // A Journal is what happened in the fleet, for people: who began and ended, which
-// charters were chosen, which scopes were opened and closed, which storms there
+// configurations were made, which scopes were opened and closed, which storms there
 // were, and who did it by hand. Every process has all of it, in one order, that of
 // the stamps of a hybrid logical clock: an entry that was written after another
 // one was read comes after it, and wall clocks need be no better than 50 ms beyond

@@ -15,7 +15,7 @@ func TestMain(m *testing.M) {
 	// The race detector finds nothing in one goroutine, and makes it slow. A flag
 	// on the command line still wins.
 	if raceEnabled {
-		if err := flag.Set("rapid.checks", "10"); err != nil {
+		if err := flag.Set("rapid.checks", "4"); err != nil {
 			panic(err)
 		}
 	}

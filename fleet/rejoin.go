@@ -13,25 +13,6 @@ import (
 // What follows makes the sections a gossip.Rejoiner: a process whose name is known with
 // a higher incarnation goes on above it. To its peers that is a restart.
 
-// Rejoin begins as a process that starts again, but for the charters that it knows: it
-// does not vote or mint until it has recovered.
-func (c *Charters) Rejoin(now time.Duration, self crdt.Replica) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.self, c.start = self, now
-	for len(c.list) > 0 {
-		c.dropLocked(c.list[0])
-	}
-	c.votes, c.settled, c.until = 0, false, 0
-	c.promised, c.promisedAt = ballot{}, 0
-	c.accepted, c.acceptedAt = accepted{}, 0
-	c.bid, c.pull = bid{}, pull{}
-	clear(c.proposals)
-	c.books.Mint(now)
-	c.tellAll()
-	c.settleLocked(now)
-}
-
 // Rejoin says all votes again, as those of the new incarnation.
 func (v *Verdicts) Rejoin(_ time.Duration, self crdt.Replica) {
 	v.m.Lock()

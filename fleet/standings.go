@@ -24,7 +24,7 @@ type Standing struct {
 	Zone, Region string // up to 64 bytes each
 	Version      string // of the program; up to 64 bytes
 
-	Charter  uint64 // the newest that it has adopted
+	Number   uint64 // the newest that it has adopted
 	Complete uint64 // the newest that it knows to be complete
 	Applied  uint64 // the newest that it keeps within
 
@@ -165,7 +165,7 @@ func (m *Standings) Counted() uint64 { return m.Mark(crdt.Replica{}) }
 
 // The section: version, and if there is news
 //
-//	num zone region program charter complete applied
+//	num zone region program configuration complete applied
 //	share level cap lent pinned unacked delay { key admitted denied level cap }
 //
 // with numbers as varints, share and amounts in millionths, delay in microseconds
@@ -174,7 +174,7 @@ func appendStanding(b []byte, m *Standing, num uint64) []byte {
 	b = binary.AppendUvarint(append(b, wireVersion), num)
 	b = wire.AppendText(wire.AppendText(wire.AppendText(b, m.Zone), m.Region), m.Version)
 	for _, n := range []uint64{
-		m.Charter, m.Complete, m.Applied, millionths(m.Share), millionths(m.Level), millionths(m.Cap),
+		m.Number, m.Complete, m.Applied, millionths(m.Share), millionths(m.Level), millionths(m.Cap),
 		millionths(m.Lent), millionths(m.Pinned), m.Unacked,
 	} {
 		b = binary.AppendUvarint(b, n)
@@ -253,7 +253,7 @@ func readStanding(b []byte) (*standingRow, error) {
 	amount := func(what string) float64 { return float64(r.Uint(what, 0, 1<<62)) / 1e6 }
 	m := &standingRow{num: r.number("number")}
 	m.Zone, m.Region, m.Version = r.Text("zone", 0, maxStandingText), r.Text("region", 0, maxStandingText), r.Text("program", 0, maxStandingText)
-	m.Charter, m.Complete, m.Applied = r.number("charter"), r.number("complete"), r.number("applied")
+	m.Number, m.Complete, m.Applied = r.number("configuration"), r.number("complete"), r.number("applied")
 	m.Share = float64(r.Uint("share", 0, 1e6)) / 1e6
 	m.Level, m.Cap, m.Lent, m.Pinned = amount("level"), amount("cap"), amount("lent"), amount("pinned")
 	m.Unacked, m.SyncDelay = r.number("unacked"), r.span("delay")

@@ -35,7 +35,7 @@ func genStanding(rt *rapid.T) Standing {
 	}
 	m := Standing{
 		Zone: text("zone", 64), Region: text("region", 64), Version: text("version", 64),
-		Charter: rapid.Uint64().Draw(rt, "charter"), Complete: rapid.Uint64().Draw(rt, "complete"), Applied: rapid.Uint64().Draw(rt, "applied"),
+		Number: rapid.Uint64().Draw(rt, "configuration"), Complete: rapid.Uint64().Draw(rt, "complete"), Applied: rapid.Uint64().Draw(rt, "applied"),
 		Share: float64(rapid.IntRange(0, 1000).Draw(rt, "share")) / 1000,
 		Level: amount("level"), Cap: amount("cap"), Lent: amount("lent"), Pinned: amount("pinned"),
 		Unacked: rapid.Uint64().Draw(rt, "unacked"), SyncDelay: time.Duration(rapid.IntRange(0, 1e6).Draw(rt, "delay")) * time.Microsecond,
@@ -86,7 +86,7 @@ func TestStandingsLatestCounts(t *testing.T) {
 	a, b := newStanding(t, "a", 1), newStanding(t, "b", 1)
 	var packets [][]byte
 	for i := range 3 {
-		a.Say(Standing{Charter: uint64(i)})
+		a.Say(Standing{Number: uint64(i)})
 		p, _ := a.Delta(0, nil, b.self, 0, 4096)
 		packets = append(packets, p)
 	}
@@ -95,8 +95,8 @@ func TestStandingsLatestCounts(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if got := b.All(sec, nil)[0].Charter; got != 2 {
-		t.Errorf("charter %d", got)
+	if got := b.All(sec, nil)[0].Number; got != 2 {
+		t.Errorf("configuration %d", got)
 	}
 	if p, upto := a.Delta(0, nil, b.self, a.Mark(b.self), 4096); len(p) != 0 || upto != a.Mark(b.self) {
 		t.Errorf("%d bytes of no news", len(p))
@@ -111,7 +111,7 @@ func TestStandingsLatestCounts(t *testing.T) {
 	p, _ := again.Delta(0, nil, b.self, 0, 4096)
 	_ = b.Merge(crdt.Contact{From: again.self, Now: 3 * sec, Sent: 1}, p)
 	_ = b.Merge(crdt.Contact{From: a.self, Now: 4 * sec, Sent: 9}, packets[2])
-	if got := b.All(4*sec, nil)[0]; got.Incarnation != 2 || got.Charter != 0 || got.Heard != sec {
+	if got := b.All(4*sec, nil)[0]; got.Incarnation != 2 || got.Number != 0 || got.Heard != sec {
 		t.Errorf("%+v", got)
 	}
 	b.Gone(0, a.self)

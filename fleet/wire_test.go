@@ -136,7 +136,7 @@ func TestWireRoundTrip(t *testing.T) {
 		var in []record
 		b := appendHeader(nil, rapid.Uint64().Draw(t, "number"), rapid.Uint64().Draw(t, "digest"), rapid.Bool().Draw(t, "informed"))
 		for _, v := range drawVotes(t, []string{"a", "b"}) {
-			r := record{kind: recordOwn, vote: v, age: time.Duration(rapid.IntRange(0, 1<<40).Draw(t, "age")) * time.Microsecond}
+			r := record{kind: recordOwn, vote: v, age: time.Duration(rapid.Int64Range(0, 1<<40).Draw(t, "age")) * time.Microsecond}
 			r.vote.Term, r.vote.Failed, r.vote.Wants = rapid.Uint64Range(0, 9).Draw(t, "term"), 7, rapid.Bool().Draw(t, "wants")
 			if v.Node != from {
 				r.kind, r.silent = recordOther, sec

@@ -5,6 +5,7 @@ package guard
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -171,6 +172,52 @@ func TestByHandInBatches(t *testing.T) {
 		}
 		if chosen, done = s.deadLetterWaiting(chosen[byHandBatch:], 7); done != 7 || len(chosen) != byHandBatch-7 {
 			t.Errorf("%d of 7, %d left", done, len(chosen))
+		}
+	}
+}
+
+// What stands behind an operator's letters is tried at once, though the breaker has been
+// open for long: 80 adjacent poison messages are gone within seconds of one call, 200 of
+// three.
+func TestWhatIsBehindLettersByHandIsTriedAtOnce(t *testing.T) {
+	for poison, most := range map[int]int{80: 1, 200: 3} {
+		for _, after := range []time.Duration{20 * time.Second, 6 * time.Minute} {
+			bubble(t, fmt.Sprint(poison, " after ", after), func(t *testing.T) {
+				r := newRig(t, Policy{}, Limits{}, func(_ *rig, _ context.Context, m int) error {
+					if m >= 10 && m < 10+poison {
+						return errors.New("no such tenant")
+					}
+					return nil
+				})
+				r.send(0, 10+poison)
+				sent := 10 + poison
+				more := func(d time.Duration) {
+					for end := time.Now().Add(d); time.Now().Before(end); sent++ {
+						r.send(sent, sent+1)
+						time.Sleep(time.Second)
+					}
+				}
+				more(after)
+				if a := r.check(); a.DeadLettered > 0 || a.Acked != 10 {
+					t.Fatalf("%+v", a)
+				}
+				begun, calls := time.Now(), 0
+				for r.check().DeadLettered < uint64(poison) && time.Since(begun) < time.Minute {
+					if calls < most {
+						calls++
+						if n := r.s.DeadLetterWaiting(1000); n < 1+maxLook && calls*(1+maxLook) < poison {
+							t.Errorf("call %d took %d", calls, n)
+						}
+					}
+					more(3 * time.Second)
+				}
+				if took := time.Since(begun); took > 20*time.Second {
+					t.Errorf("it took %v: %+v", took, r.check())
+				} else {
+					t.Log(took)
+				}
+				r.close()
+			})
 		}
 	}
 }

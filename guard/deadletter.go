@@ -22,6 +22,8 @@ func (c *machine[M]) condemn(now time.Duration, it *item[M]) {
 		class, reason = dlq.Permanent, dlq.ReasonPermanent
 	case it.lastDelivery && it.attempts < c.policy.Retry.Attempts:
 		reason = dlq.ReasonLastDelivery
+	case it.guessed:
+		reason = dlq.ReasonGuess
 	}
 	c.earn()
 	if c.letters {
@@ -122,6 +124,9 @@ func (c *machine[M]) deadLetterWaiting(chosen []*item[M], n int) (rest []*item[M
 		}
 		c.refund(it)
 		c.deadLetter(it, dlq.ReasonOperator)
+		if l != nil {
+			l.deep = true
+		}
 		done++
 	}
 	c.tidy()

@@ -15,6 +15,9 @@ import (
 // heed theirs.
 const lastCall = 250 * time.Millisecond
 
+// endSays is how long End waits before it logs for what.
+const endSays = 2 * time.Second
+
 // End ends the source and this epoch: it stops intake, lets what is in flight
 // finish (with [ReasonRebalance] it cancels handlers at once), waits for dead
 // letters that are being written, gives everything else back through
@@ -48,7 +51,15 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 
 	stop := context.AfterFunc(ctx, s.overdue)
 	defer stop()
+	said := make(chan struct{})
+	says := time.AfterFunc(endSays, func() {
+		defer close(said)
+		s.sayEnds(ctx, why)
+	})
 	s.awaitLoops()
+	if !says.Stop() {
+		<-said
+	}
 	e.within(s.stopPump)
 	e.within(s.settleLate)
 	rest := s.fence(e)
@@ -74,9 +85,32 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 	if e.report.Clean() {
 		s.g.log.Debug(lineEnded, args...)
 	} else {
-		s.g.journal.say(s.g.now(), line{slog.LevelWarn, lineLeft, s.topic(), false, append(args, "left", len(e.report.Left), "error", e.report.Err)})
+		args = append(args, "left", len(e.report.Left))
+		if len(e.report.Left) > 0 {
+			args = append(args, "why", e.report.Left[0].Why)
+		}
+		if e.report.Err != nil {
+			args = append(args, "error", e.report.Err)
+		}
+		s.g.journal.say(s.g.now(), line{slog.LevelWarn, lineLeft, s.topic(), false, args})
 	}
 	return e.report
+}
+
+// sayEnds logs what End waits for, and for how long it does at most.
+func (s *Source[M]) sayEnds(ctx context.Context, why Reason) {
+	now := s.g.now()
+	s.mu.Lock()
+	a, letters := s.accountLocked(now), len(s.c.writing)
+	s.mu.Unlock()
+	if a.Processing+a.Settling == 0 {
+		return // it waits for nobody's message
+	}
+	args := []any{"source", s.cfg.Name, "reason", why.String(), "handlers", a.Processing, "dead_letters", letters}
+	if at, ok := ctx.Deadline(); ok {
+		args = append(args, "at_most", max(0, time.Until(at)).Round(time.Millisecond))
+	}
+	s.g.journal.say(now, line{slog.LevelWarn, lineEnds, s.topic(), false, args})
 }
 
 // within runs f and tells whether it returned before End stopped waiting;

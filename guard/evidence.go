@@ -58,8 +58,9 @@ const (
 	lookAfter = time.Second
 	// lookRate is how many calls a second the looks of an open breaker may make.
 	lookRate = 3
-	// maxSteps bounds a look beside, in steps of doubling length.
-	maxSteps = 6
+	// leastSteps and maxSteps bound a look beside, in steps of doubling length.
+	leastSteps = 3
+	maxSteps   = 6
 	// lookShare is the share of a probe's interval, as 1/n, that the calls of its look
 	// may take: a recovery that falls between two of them costs the order.
 	lookShare = 40
@@ -278,19 +279,24 @@ func (c *machine[M]) report(now time.Duration, it, head *item[M]) (goesOn bool) 
 	return false
 }
 
-// inVain tells whether a suspect and all that could be tried behind it have failed.
-// Where nothing behind it may be tried, its own attempts must do, and that nothing else
-// has succeeded between them.
+// inVain tells whether a suspect and all that could be tried behind it have failed, or
+// as many behind the heads of all lanes. Where nothing behind it may be tried, its own
+// attempts must do, and that nothing else has succeeded between them. An error that says
+// that the dependency is down needs no look, but that nothing has succeeded for
+// proofFresh: the breaker need not wait for more calls of a head that was taken for poison.
 func (c *machine[M]) inVain(now time.Duration, head *item[M]) bool {
 	l := head.lane
 	switch {
 	case !head.exhausted || !head.evidence():
 		return false
+	case head.class == ClassDependency:
+		return c.lifeless(now, proofFresh)
 	case !c.looks():
 		return head.class == ClassUnknown && !c.inPlace && l.behind() > 0 && !c.others(l) &&
 			head.relapses == 0 && now-max(c.provedAt, c.movedAt) >= lookDelay
 	default:
-		return l.looks > 0 && l.looks >= max(1, min(l.behind()-l.doubted(), maxLook))
+		all := c.looksAll >= maxLook && c.looksLife == c.lastLife
+		return l.looks > 0 && (all || l.looks >= min(l.behind()-l.doubted(), maxLook))
 	}
 }
 
@@ -326,6 +332,10 @@ func (c *machine[M]) look(now time.Duration, it, head *item[M], witness, asks bo
 func (c *machine[M]) lookBehind(now time.Duration, l *lane[M], it *item[M], witness, asks bool) bool {
 	if witness && !asks {
 		l.looks++
+		if c.lastLife != c.looksLife {
+			c.looksLife, c.looksAll = c.lastLife, 0
+		}
+		c.looksAll++
 	}
 	if l.step == 0 { // a group, or a probe's look, begins
 		switch {
@@ -359,11 +369,16 @@ func (c *machine[M]) lookBehind(now time.Duration, l *lane[M], it *item[M], witn
 }
 
 // lookBeside lets a probe go on with another lane, or with OrderNone another message:
-// 1, 2, 4 … places on, since one next to a poison message is often poison, too.
+// 1, 2, 4 … places on, since one next to a poison message is often poison, too. The
+// longer the time between probes, the more, from leastSteps to maxSteps.
 func (c *machine[M]) lookBeside(now time.Duration, it *item[M]) bool {
 	r := &c.round
 	if r.step == 0 {
 		r.depth = maxSteps
+		if !c.gate.Held() { // else each process's turn comes seldom
+			period := c.policy.Breaker.PeriodAfter(mostAttempts, now-c.shutAt)
+			r.depth = int(max(leastSteps, min(period*lookRate/time.Second, maxSteps)))
+		}
 	}
 	if r.on || r.step == r.depth || !c.skip(1<<r.step) {
 		return false
@@ -402,7 +417,7 @@ func (c *machine[M]) endLook(now time.Duration, l *lane[M]) {
 // its attempts, its errors say nothing, and nothing else can tell. Of many keys whose
 // heads fail each is probed seldom, and need not have had its attempts.
 func (c *machine[M]) mayLook(l *lane[M], head *item[M], asks bool) bool {
-	return c.looks() && (head.exhausted || head.doubted || asks && c.order() == OrderKey) && head.class == ClassUnknown &&
+	return c.looks() && (head.exhausted || head.doubted || asks && (l.deep || c.order() == OrderKey)) && head.class == ClassUnknown &&
 		!head.alive && l.behind() > 0 && !c.others(l)
 }
 
@@ -413,6 +428,10 @@ func (c *machine[M]) mayLook(l *lane[M], head *item[M], asks bool) bool {
 // probe looks, and the later the deeper.
 func (c *machine[M]) depth(now time.Duration, l *lane[M], it *item[M]) int {
 	open := now - c.shutAt
+	if l.deep {
+		l.deep = false
+		return maxLook
+	}
 	l.rounds++
 	deepest, most := time.Duration(8), time.Duration(lookShare)
 	switch { // late and seldom a look may take its time, or slow calls would never get far
@@ -578,10 +597,10 @@ func (c *machine[M]) guess(now time.Duration, it *item[M]) {
 		c.guesses = 0
 	}
 	before := len(c.condemned)
+	it.guessed = true
 	c.condemn(now, it)
-	if len(c.condemned) > before {
+	if it.guessed = len(c.condemned) > before; it.guessed {
 		c.guesses++
-		it.guessed = true
 		c.guessedAt, c.guessLuck = now, c.life()
 	}
 }

@@ -5,6 +5,7 @@ package guard
 
 import (
 	"fmt"
+	"math/rand/v2"
 	"slices"
 	"testing"
 	"time"
@@ -78,5 +79,109 @@ func TestAdjacentPoisonIdle(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// A head that was proven to be poison does not hide an outage that says so: its source
+// goes on as soon after it as any other.
+func TestOutageBehindPoison(t *testing.T) {
+	const first = 200
+	for _, length := range []time.Duration{10 * time.Second, 20 * time.Second, 40 * time.Second} {
+		t.Run(fmt.Sprint(length), func(t *testing.T) {
+			limit := 2*time.Second + length/10
+			for seed := range uint64(20) {
+				s := newSim(t, Policy{})
+				s.rand = rand.New(rand.NewPCG(seed, 5))
+				var from, next time.Duration
+				s.run(s.now+2*time.Minute, func(m int) (time.Duration, error) {
+					if m == first && from == 0 && s.lanes[0].head().after > 0 {
+						from = s.now
+					}
+					switch {
+					case from > 0 && s.now < from+length:
+						return 2 * time.Millisecond, Unavailable(errDown)
+					case m == first:
+						return 2 * time.Millisecond, errBad
+					case from > 0 && next == 0:
+						next = s.now - from - length
+					}
+					return 2 * time.Millisecond, nil
+				}, counter(1000, 10*time.Millisecond))
+				if len(s.dead) != 1 || s.dead[0] != first || len(s.handled) != 999 {
+					t.Errorf("seed %d: handled %d, dead %v", seed, len(s.handled), s.dead)
+				}
+				if next == 0 || next > limit {
+					t.Errorf("seed %d: the first success %v after the outage, limit %v", seed, next, limit)
+				}
+			}
+		})
+	}
+}
+
+// Where most keys have poison at their head, an outage of unknown errors is seen by the
+// looks of all of them together.
+func TestOutageBehindPoisonOfManyKeys(t *testing.T) {
+	const keys, enough = 16, 12
+	worst, began := 0, 0
+	for seed := range 20 {
+		r := rand.New(rand.NewPCG(uint64(seed), 4))
+		bad := make([]bool, 30_000)
+		for m := range bad {
+			bad[m] = r.IntN(33) == 0
+		}
+		s := newSim(t, Policy{Order: OrderKey})
+		var from, open time.Duration
+		calls := 0
+		s.runKeyed(s.now+20*time.Second, keys, func(m int) (time.Duration, error) {
+			proven := 0
+			for _, l := range s.lanes {
+				if it := l.head(); it != nil && bad[it.m] && it.after > 0 {
+					proven++
+				}
+			}
+			if from == 0 && proven >= enough && s.closed() {
+				from = s.now
+			}
+			switch {
+			case from == 0 && !bad[m]:
+				return 2 * time.Millisecond, nil
+			case from > 0 && open == 0 && s.closed():
+				calls++
+			case from > 0 && open == 0:
+				open = s.now - from
+			}
+			return 2 * time.Millisecond, errBad
+		}, counter(len(bad), time.Millisecond))
+		if from > 0 {
+			began++
+		}
+		if (open > 0) != (from > 0) {
+			t.Errorf("seed %d: from %v, open after %v", seed, from, open)
+		}
+		worst = max(worst, calls)
+	}
+	// Each head's attempts, the looks, and what the other heads do between these.
+	if most := keys*mostAttempts/2 + 2*maxLook; worst > most || began < 10 {
+		t.Errorf("%d calls before the breaker opened, limit %d; %d outages", worst, most, began)
+	}
+	t.Logf("%d calls at most before the breaker opened, %d outages", worst, began)
+}
+
+// Bursts of poison with successes between them are no outage, however many there are.
+func TestManyBurstsAreNoOutage(t *testing.T) {
+	const every, burst = 100, 8
+	s := newSim(t, Policy{})
+	opened := 0
+	s.run(s.now+5*time.Minute, func(m int) (time.Duration, error) {
+		if !s.closed() {
+			opened++
+		}
+		if m%every < burst && m >= every {
+			return 2 * time.Millisecond, errBad
+		}
+		return 2 * time.Millisecond, nil
+	}, counter(20*every, 20*time.Millisecond))
+	if len(s.dead) != 19*burst || opened > 0 {
+		t.Errorf("%d dead letters, %d calls with the breaker open", len(s.dead), opened)
 	}
 }

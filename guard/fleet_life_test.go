@@ -5,7 +5,6 @@ package guard_test
 
 import (
 	"fmt"
-	"os"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -48,7 +47,11 @@ func (r *fleetRig) publish(i int, first, last uint64) {
 }
 
 func orders(t *testing.T, test func(t *testing.T, order guard.Order)) {
-	for _, order := range []guard.Order{guard.OrderSource, guard.OrderKey, guard.OrderNone} {
+	all := []guard.Order{guard.OrderSource, guard.OrderKey, guard.OrderNone}
+	if guard.Brief {
+		all = []guard.Order{guard.OrderKey}
+	}
+	for _, order := range all {
 		t.Run(order.String(), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) { test(t, order) })
 		})
@@ -110,8 +113,8 @@ func TestFleetLifeOfABrokenPath(t *testing.T) {
 		{8, time.Minute},
 		{100, time.Minute},
 	} {
-		if guard.RaceEnabled && c.batch != 2 && os.Getenv("STORMGUARD_FULL") == "" {
-			continue // minutes; the run without the race detector has them
+		if guard.Brief && c.batch != 2 {
+			continue
 		}
 		t.Run(fmt.Sprint(c.batch, " each ", c.every), func(t *testing.T) {
 			orders(t, func(t *testing.T, order guard.Order) {

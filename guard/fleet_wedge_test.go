@@ -269,6 +269,9 @@ func TestFleetScopeThatCannotBeShared(t *testing.T) {
 // forces), when it is over every breaker closes and every message is handled.
 func TestFleetComesBack(t *testing.T) {
 	seeds := uint64(6)
+	if guard.Brief {
+		seeds = 2
+	}
 	if os.Getenv("STORMGUARD_FULL") != "" {
 		if seeds = 600; guard.RaceEnabled {
 			seeds = 60 // five seconds of a processor each

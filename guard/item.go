@@ -140,6 +140,7 @@ type lane[M any] struct {
 	depth  int        // … of so many …
 	from   int        // … behind so many, which earlier rounds have tried
 	beyond int        // how far behind this head rounds have come
+	deep   bool       // an operator has just dead-lettered in front: the next round goes as far as it may
 	queued bool       // stands in the machine's ready list
 	parked bool       // front[turn] is processing or waits for a retry
 

@@ -36,9 +36,12 @@ const (
 	lineNoWriter   = "a message waits for a dead-letter writer, and there is none"
 	lineQuarantine = "quarantine changed"
 	lineBlocked    = "a message blocks its order: its dependency fails"
+	lineUnproven   = "messages fail, nothing succeeds, and their errors do not say why"
+	lineStands     = "a handler or the program's loop stands still"
 	lineGoesOn     = "what waited goes on"
 	linePaused     = "source paused"
 	lineResumed    = "source resumed"
+	lineEnds       = "source ends and waits"
 	lineEnded      = "source ended"
 	lineLeft       = "source ended and left messages"
 	lineHook       = "a hook did not return"
@@ -63,10 +66,12 @@ const (
 	needEvery = 10 * time.Second
 	needAgain = time.Hour
 	// needCredit is for how long a message waits for a credit before that is logged:
-	// successes earn credits, and mostly soon. needHead is the same for a message that
-	// blocks its order.
+	// successes earn credits, and mostly soon. needHead is the same for messages that
+	// fail, and nothing brings them on. needReturn is how long after Policy.Timeout a
+	// message is still with its handler: one that heeds its context needs a moment.
 	needCredit = time.Minute
 	needHead   = 5 * time.Minute
+	needReturn = 10 * time.Second
 )
 
 // A DeadLetter is one that is written and confirmed.
@@ -166,30 +171,41 @@ type reporter interface {
 
 // need is why a source needs a person.
 type need struct {
-	on       bool
+	what     *needWords // nil for none
 	since    time.Duration
 	messages int
 	class    Class
 	attempts int
-	text     string // of its error
+	failure  dlq.ErrorInfo // what failed last; empty if nothing did
 }
 
+// needWords is what the log says of a need.
+type needWords struct {
+	line  string
+	after time.Duration // it is logged when it has lasted for so long
+	help  string
+}
+
+// A source has at most one need of each kind.
 type needKind uint8
 
 const (
-	needsCredit needKind = iota
-	needsWriter
+	needsLetter needKind = iota
 	needsHead
+	needsReturn
 	needCount
 )
 
-var needLines = [needCount]string{lineCredit, lineNoWriter, lineBlocked}
-
-var needHelp = [needCount]string{
-	"successes and time bring credits; Control.GrantCredits gives some, DeadLetterWaiting needs none",
-	noWriterHelp,
-	"bring the dependency back, or Control.DeadLetterWaiting for this one",
-}
+var (
+	wantsCredit = &needWords{lineCredit, needCredit,
+		"successes and time bring credits; Control.GrantCredits gives some, DeadLetterWaiting needs none"}
+	wantsWriter     = &needWords{lineNoWriter, 0, noWriterHelp}
+	wantsDependency = &needWords{lineBlocked, needHead, "bring the dependency back, or Control.DeadLetterWaiting for this one"}
+	wantsVerdict    = &needWords{lineUnproven, needHead,
+		"look at the error: if the dependency fails, bring it back; if the messages are at fault, Control.DeadLetterWaiting, or put the cause on the quarantine"}
+	wantsReturn = &needWords{lineStands, 0,
+		"look at what it waits for; a loop that collects several messages before it settles needs as many Policy.Workers"}
+)
 
 // journal makes log lines and calls of hooks of what happens in a Guard, few enough to
 // be read. Only the sweeper calls what says so.
@@ -223,7 +239,7 @@ type stormOf struct {
 
 // want is a need that a source had at the last look.
 type want struct {
-	on    bool
+	what  *needWords // nil for none
 	since time.Duration
 	said  time.Duration // 0 = not yet
 }
@@ -637,7 +653,7 @@ func (j *journal) askNeeds(now time.Duration) {
 		}
 		var lines []line
 		for kind, n := range have {
-			lines = had[kind].step(now, s, needKind(kind), n, lines)
+			lines = had[kind].step(now, s, n, lines)
 		}
 		if *had == [needCount]want{} {
 			delete(j.wants, s)
@@ -650,32 +666,32 @@ func (j *journal) askNeeds(now time.Duration) {
 }
 
 // step brings a want up to date with what the source says now.
-func (w *want) step(now time.Duration, s reporter, kind needKind, n need, lines []line) []line {
+func (w *want) step(now time.Duration, s reporter, n need, lines []line) []line {
 	name, topic := s.(Control).Name(), s.topic() //nolint:forcetypeassert // every reporter is a Control
 	switch {
-	case !n.on && w.said > 0:
-		lines = append(lines, line{slog.LevelInfo, lineGoesOn, topic, true, []any{"source", name, "was", needLines[kind], "for", now - w.since}})
+	case n.what == nil && w.said > 0:
+		lines = append(lines, line{slog.LevelInfo, lineGoesOn, topic, true, []any{"source", name, "was", w.what.line, "for", now - w.since}})
 		*w = want{}
 		return lines
-	case !n.on:
+	case n.what == nil:
 		*w = want{}
 		return lines
-	case !w.on:
-		*w = want{on: true, since: now}
+	case w.what == nil:
+		w.since = now
 	}
-	if kind == needsHead {
+	w.what = n.what
+	if n.since > 0 {
 		w.since = n.since
 	}
-	after := [needCount]time.Duration{needCredit, 0, needHead}[kind]
-	if now-w.since < after || w.said > 0 && now-w.said < needAgain {
+	if now-w.since < n.what.after || w.said > 0 && now-w.said < needAgain {
 		return lines
 	}
 	w.said = max(now, 1)
 	args := []any{"source", name, "messages", n.messages, "for", now - w.since}
-	if kind == needsHead {
-		args = append(args, "error", n.text, "class", n.class.String(), "attempts", n.attempts)
+	if n.failure != (dlq.ErrorInfo{}) {
+		args = append(args, "error", n.failure.Message, "cause", n.failure.Fingerprint().ID, "class", n.class.String(), "attempts", n.attempts)
 	}
-	return append(lines, line{slog.LevelWarn, needLines[kind], topic, false, append(args, "help", needHelp[kind])})
+	return append(lines, line{slog.LevelWarn, n.what.line, topic, false, append(args, "help", n.what.help)})
 }
 
 func (s *Source[M]) topic() string { return cmp.Or(s.cfg.Destination, s.cfg.Name) }
@@ -696,8 +712,9 @@ func (s *Source[M]) probed() uint64 {
 }
 
 // needs tells what of the source waits for a person. A source on the closed path does
-// not.
+// not, unless its handler hangs.
 func (s *Source[M]) needs(now time.Duration) (all [needCount]need) {
+	all[needsReturn] = s.longOut(now, s.callBegan(now), need{})
 	if !s.slow.Load() {
 		return all
 	}
@@ -706,35 +723,76 @@ func (s *Source[M]) needs(now time.Duration) (all [needCount]need) {
 	if s.c.ended {
 		return all
 	}
-	if n := s.c.parked[ReasonDLQ]; n > 0 {
-		kind := needsCredit
-		if !s.c.letters {
-			kind = needsWriter
+	for _, it := range s.c.busy {
+		began := it.started
+		if it.offered { // a probe is offered again and again
+			began = min(began, s.offeredAt)
 		}
-		all[kind] = need{on: true, messages: n}
+		all[needsReturn] = s.longOut(now, began, all[needsReturn])
+	}
+	if n := s.c.parked[ReasonDLQ]; n > 0 {
+		what := wantsCredit
+		if !s.c.letters {
+			what = wantsWriter
+		}
+		all[needsLetter] = need{what: what, messages: n}
 	}
 	all[needsHead] = s.c.blocked(now)
 	return all
 }
 
-// blocked is the message that has blocked its lane for the longest time because a
-// dependency fails. It looks at all lanes if any message has used its attempts up.
+// longOut adds a message to the need of those that are out for longer than they may be:
+// with a handler, or with the program or on offer to it.
+func (s *Source[M]) longOut(now, began time.Duration, n need) need {
+	if limit := time.Duration(s.timeout.Load()); limit > 0 && now-began >= limit+needReturn {
+		if n.what == nil || began < n.since {
+			n.since = max(began, 1)
+		}
+		n.what = wantsReturn
+		n.messages++
+	}
+	return n
+}
+
+// blocked is what fails for so long that a person may have to look: the message that has
+// blocked its lane for the longest time because a dependency fails; or the oldest whose
+// attempts are used up and whose error says nothing, where nothing succeeds. It looks at
+// all heads if any message has used its attempts up.
 func (c *machine[M]) blocked(now time.Duration) (n need) {
 	if c.exhausted == 0 {
 		return n
 	}
+	lifeless := max(c.provedAt, c.movedAt, c.failingAt)
 	oldest := time.Duration(math.MaxInt64)
-	for _, l := range c.lanes {
-		it := l.head()
-		if it == nil || len(it.failures) == 0 || it.class != ClassDependency || it.phase == settling || it.decided() || now-it.firstFailed < needHead {
-			continue
-		}
+	look := func(it *item[M], what *needWords, since time.Duration) {
 		n.messages++
-		if it.firstFailed < oldest {
-			oldest = it.firstFailed
-			n.on, n.since, n.class, n.attempts = true, it.firstFailed, it.class, it.tries
-			n.text = it.failures[len(it.failures)-1].words.Message
+		if it.firstFailed >= oldest {
+			return
 		}
+		oldest = it.firstFailed
+		last := it.failures[len(it.failures)-1]
+		n.what, n.since, n.class, n.attempts, n.failure = what, max(since, 1), it.class, it.tries, last.words
+		n.failure.Stack = string(last.stack)
+	}
+	visit := func(it *item[M]) {
+		switch {
+		case len(it.failures) == 0, it.phase == settling, it.decided():
+		case it.class == ClassDependency && it.lane != nil && now-it.firstFailed >= needHead:
+			look(it, wantsDependency, it.firstFailed)
+		case it.class == ClassUnknown && it.exhausted && now-lifeless >= needHead && c.letters:
+			look(it, wantsVerdict, lifeless)
+		}
+	}
+	if c.order() == OrderNone {
+		c.items(visit)
+	}
+	for _, l := range c.lanes {
+		if it := l.head(); it != nil {
+			visit(it)
+		}
+	}
+	if n.what == wantsVerdict {
+		n.messages = len(c.failedWaiting())
 	}
 	return n
 }

@@ -92,6 +92,7 @@ type logRig struct {
 	log     *logged
 	letters *testWriter
 	fault   atomic.Pointer[error] // nil while the dependency is up
+	poison  func(m int) error     // of the messages themselves; may be nil
 	ended   []chan error
 	over    bool
 }
@@ -115,9 +116,12 @@ func newLogRig(t *testing.T, opts ...Option) *logRig {
 }
 
 func (r *logRig) open(name, topic, partition string, w dlq.Writer) (*Source[int], chan int) {
-	s := Must(Open(r.g, SourceConfig{Name: name, Destination: topic, Partition: partition, DeadLetters: w}, Limits{}, &testPort{}, func(context.Context, int) error {
+	s := Must(Open(r.g, SourceConfig{Name: name, Destination: topic, Partition: partition, DeadLetters: w}, Limits{}, &testPort{}, func(_ context.Context, m int) error {
 		if err := r.fault.Load(); err != nil {
 			return *err
+		}
+		if r.poison != nil {
+			return r.poison(m)
 		}
 		return nil
 	}))
@@ -479,6 +483,9 @@ func TestForcedBreakerLines(t *testing.T) {
 // What waits for a person is a warning: once, again after an hour, and a line when it
 // goes on.
 func TestLinesOfWhatNeedsAPerson(t *testing.T) {
+	if Brief {
+		t.Skip("hours of virtual time: run without -race")
+	}
 	again := func(t *testing.T, r *logRig, text string) loggedLine {
 		t.Helper()
 		first := r.log.one(t, text, slog.LevelWarn)
@@ -552,6 +559,265 @@ func TestLinesOfWhatNeedsAPerson(t *testing.T) {
 		over(t, r, text)
 		r.close()
 	})
+}
+
+// A guess says that it is one, in the record and in the log; what was proved does not. Up
+// to three messages that are all there is are guessed within 50 s, four after 11 minutes.
+func TestAGuessSaysSo(t *testing.T) {
+	for n, within := range []time.Duration{1: 14 * time.Second, 2: 26 * time.Second, 3: 50 * time.Second, 4: 13 * time.Minute} {
+		if n == 0 {
+			continue
+		}
+		bubble(t, fmt.Sprint(n), func(t *testing.T) {
+			r := newLogRig(t)
+			r.poison = func(m int) error {
+				if m < 10 {
+					return errors.New("no")
+				}
+				return nil
+			}
+			_, in := r.open("orders/0", "orders", "0", r.letters)
+			for m := range n {
+				in <- m
+			}
+			if n == 4 {
+				elapse(10 * time.Minute)
+				if n := len(r.log.of("dead letter")); n > 0 {
+					t.Errorf("%d dead letters too early", n)
+				}
+			}
+			for begun := time.Now(); len(r.log.of("dead letter")) == 0 && time.Since(begun) < within; {
+				elapse(time.Second)
+			}
+			in <- 10
+			elapse(time.Minute)
+			lines := r.log.of("dead letter")
+			if len(lines) != n || len(r.letters.recs) != n {
+				t.Fatalf("%+v", lines)
+			}
+			for i, l := range lines {
+				want := dlq.ReasonGuess
+				if i > 0 {
+					want = r.letters.recs[i].Reason
+					if want != dlq.ReasonAttempts && want != dlq.ReasonPoisonHead {
+						t.Errorf("message %d was proved: %s", i, want)
+					}
+				}
+				if l.args["reason"] != string(want) || r.letters.recs[i].Reason != want {
+					t.Errorf("message %d: %+v, the record says %s", i, l, r.letters.recs[i].Reason)
+				}
+			}
+			r.close()
+		})
+	}
+}
+
+// Adjacent poison that no look gets past is said after five minutes, with what helps.
+func TestLineOfAdjacentPoison(t *testing.T) {
+	const text = "messages fail, nothing succeeds, and their errors do not say why"
+	bad := errors.New("no such tenant")
+	bubble(t, "", func(t *testing.T) {
+		r := newLogRig(t)
+		r.poison = func(m int) error {
+			if m >= 10 && m < 90 {
+				return bad
+			}
+			return nil
+		}
+		s, in := r.open("orders/0", "orders", "0", r.letters)
+		elapse(6 * time.Minute)
+		for m := range 100 {
+			in <- m
+		}
+		elapse(5 * time.Minute)
+		if n := len(r.log.of(text)); n != 0 {
+			t.Errorf("%d lines too early", n)
+		}
+		elapse(15 * time.Second)
+		l := r.log.one(t, text, slog.LevelWarn)
+		if l.args["source"] != "orders/0" || l.args["messages"] != int64(1+maxLook) || l.args["error"] != bad.Error() || l.args["class"] != "unknown" ||
+			l.args["cause"] != dlq.Fingerprint(bad, nil).ID || l.args["for"].(time.Duration) < needHead ||
+			!strings.Contains(fmt.Sprint(l.args["help"]), "DeadLetterWaiting") || !strings.Contains(fmt.Sprint(l.args["help"]), "quarantine") {
+			t.Errorf("%+v", l)
+		}
+		elapse(65 * time.Minute)
+		if n := len(r.log.of(text)); n != 2 {
+			t.Errorf("%d lines in more than an hour", n)
+		}
+		for m := 100; s.DeadLetterWaiting(1000) > 0 || s.Account().Unsettled() > 0; m++ {
+			in <- m
+			elapse(10 * time.Second)
+		}
+		elapse(time.Minute)
+		if l := r.log.one(t, "what waited goes on", slog.LevelInfo); l.args["was"] != text || l.args["for"].(time.Duration) < time.Hour {
+			t.Errorf("%+v", l)
+		}
+		r.close()
+	})
+}
+
+// The same of a whole outage whose errors say nothing, in every order, and not of messages
+// that fail while others succeed.
+func TestLineOfErrorsThatSayNothing(t *testing.T) {
+	const text = "messages fail, nothing succeeds, and their errors do not say why"
+	for _, order := range []Order{OrderSource, OrderKey, OrderNone} {
+		for _, others := range []bool{false, true} {
+			bubble(t, fmt.Sprint(order, " others ", others), func(t *testing.T) {
+				r := newLogRig(t)
+				r.g.cfg.Policy.Order = order
+				r.poison = func(m int) error {
+					if others && m%2 == 0 {
+						return nil
+					}
+					return errors.New("no")
+				}
+				_, in := r.open("orders/0", "orders", "0", r.letters)
+				for m := range 400 {
+					select {
+					case in <- m:
+					default:
+					}
+					elapse(time.Second)
+				}
+				if lines := r.log.of(text); len(lines) > 1 || len(lines) == 1 == others {
+					t.Errorf("%+v", lines)
+				}
+				r.close()
+			})
+		}
+	}
+}
+
+// A handler that does not return, or a program that takes nothing or settles nothing, is
+// said after its timeout, and again after an hour.
+func TestLineOfWhatStandsStill(t *testing.T) {
+	const text = "a handler or the program's loop stands still"
+	told := func(t *testing.T, log *logged, messages int64, over func()) {
+		t.Helper()
+		elapse(38 * time.Second)
+		if n := len(log.of(text)); n != 0 {
+			t.Errorf("%d lines too early", n)
+		}
+		elapse(15 * time.Second)
+		l := log.one(t, text, slog.LevelWarn)
+		if age := l.args["for"].(time.Duration); l.args["source"] != "s" || l.args["messages"] != messages || age < 40*time.Second || age > 53*time.Second ||
+			!strings.Contains(fmt.Sprint(l.args["help"]), "Policy.Workers") {
+			t.Errorf("%+v", l)
+		}
+		elapse(65 * time.Minute)
+		if n := len(log.of(text)); n != 2 {
+			t.Errorf("%d lines in more than an hour", n)
+		}
+		over()
+		elapse(30 * time.Second)
+		ends := slices.DeleteFunc(log.of("what waited goes on"), func(l loggedLine) bool { return l.args["was"] != text })
+		if len(ends) != 1 || ends[0].args["for"].(time.Duration) < time.Hour {
+			t.Errorf("%+v", ends)
+		}
+	}
+	passive := func(t *testing.T, workers int, f func(s *Source[int], log *logged)) {
+		t.Helper()
+		log := new(logged)
+		p := Policy{Workers: workers}
+		if workers > 1 {
+			p.Order = OrderNone
+		}
+		g := Must(New(Config{Policy: p}, WithLogger(slog.New(log))))
+		s := Must(Open(g, SourceConfig{Name: "s", DeadLetters: &testWriter{}}, Limits{}, &testPort{}, (func(context.Context, int) error)(nil)))
+		defer closeAll(t, g)
+		f(s, log)
+	}
+	offer := func(s *Source[int], n int) {
+		for m := range n {
+			if err := s.Offer(m); err != nil {
+				panic(err)
+			}
+		}
+	}
+	bubble(t, "never settled", func(t *testing.T) {
+		passive(t, 3, func(s *Source[int], log *logged) {
+			offer(s, 5)
+			var have []Item[int]
+			for range 3 {
+				have = append(have, <-s.Ready())
+			}
+			told(t, log, 3, func() {
+				for _, it := range have {
+					s.Done(it.Token, nil)
+				}
+				for range 2 {
+					s.Done((<-s.Ready()).Token, nil)
+				}
+			})
+		})
+	})
+	bubble(t, "failed by its adapter, and not taken again", func(t *testing.T) {
+		passive(t, 1, func(s *Source[int], log *logged) {
+			offer(s, 2)
+			it := <-s.Ready()
+			elapse(30 * time.Second)
+			s.Done(it.Token, errors.New("not settled in time"))
+			told(t, log, 1, func() {
+				for range 2 {
+					s.Done((<-s.Ready()).Token, nil)
+				}
+			})
+		})
+	})
+	bubble(t, "a probe that nobody takes", func(t *testing.T) {
+		passive(t, 1, func(s *Source[int], log *logged) {
+			offer(s, 8)
+			for range 5 {
+				s.Done((<-s.Ready()).Token, syscall.ECONNREFUSED)
+			}
+			synctest.Wait()
+			if s.c.closed() {
+				t.Fatal("the breaker is closed")
+			}
+			told(t, log, 1, func() {
+				for range 8 {
+					s.Done((<-s.Ready()).Token, nil)
+				}
+			})
+		})
+	})
+	bubble(t, "a program that waits for the breaker", func(t *testing.T) {
+		passive(t, 1, func(s *Source[int], log *logged) {
+			offer(s, 8)
+			go func() {
+				for it := range s.Ready() {
+					elapse(20 * time.Second)
+					s.Done(it.Token, syscall.ECONNREFUSED)
+				}
+			}()
+			elapse(time.Hour)
+			if n := len(log.of(text)); n != 0 || s.c.closed() {
+				t.Errorf("%d lines, %+v", n, s.State().Holds)
+			}
+		})
+	})
+	for _, shape := range []string{"closed path", "workers"} {
+		bubble(t, shape, func(t *testing.T) {
+			log, release := new(logged), make(chan struct{})
+			p := Policy{}
+			if shape == "workers" {
+				p = Policy{Order: OrderNone, Workers: 2}
+			}
+			g := Must(New(Config{Policy: p}, WithLogger(slog.New(log))))
+			s := Must(Open(g, SourceConfig{Name: "s", DeadLetters: &testWriter{}}, Limits{}, &testPort{}, func(context.Context, int) error {
+				<-release
+				return nil
+			}))
+			in, ended := make(chan int, 1), make(chan error, 1)
+			in <- 0
+			go func() { ended <- s.Run(t.Context(), in) }()
+			told(t, log, 1, func() { close(release) })
+			closeAll(t, g)
+			if err := <-ended; err != nil && !errors.Is(err, ErrClosed) {
+				t.Error(err)
+			}
+		})
+	}
 }
 
 // A writer that fails is one warning, and one line when it works again.
@@ -648,7 +914,7 @@ func TestLogLinesAreDocumented(t *testing.T) {
 	section, _, _ = strings.Cut(section, "\n## ")
 	lines := []string{
 		lineOpened, lineStillOpen, lineClosed, lineState, lineStorm, lineStormOver, lineFleetStorm, lineFleetOver, lineLetter, lineLetters, lineByHand,
-		lineWriter, lineWriterWell, lineCredit, lineNoWriter, lineBlocked, lineGoesOn, linePaused, lineResumed, lineEnded, lineLeft, lineHook,
+		lineWriter, lineWriterWell, lineCredit, lineNoWriter, lineBlocked, lineUnproven, lineStands, lineGoesOn, linePaused, lineResumed, lineEnds, lineEnded, lineLeft, lineHook,
 	}
 	for _, text := range lines {
 		if !strings.Contains(section, "| `"+text+"` |") {

@@ -167,6 +167,8 @@ func (p *pump[M]) run() {
 		if up != nil && !s.c.mayOffer(now, up) {
 			if up.probe {
 				again = now + tick // others of the scope may want the slot
+			} else {
+				s.offeredAt = 0
 			}
 			s.takeBackLocked(now, up)
 			up = nil
@@ -197,6 +199,9 @@ func (p *pump[M]) run() {
 			out = Item[M]{Msg: up.m, Token: Token{s.epoch, up.id, up.serial}, Attempt: up.tries + 1}
 			s.mu.Lock()
 			s.passive[up.id], up.offered = up, true
+			if s.offeredAt == 0 {
+				s.offeredAt = max(now, 1)
+			}
 			s.mu.Unlock()
 			select {
 			case ready <- out:
@@ -240,6 +245,7 @@ func (p *pump[M]) run() {
 func (s *Source[M]) taken(it *item[M], t Token) {
 	now := s.g.now()
 	s.mu.Lock()
+	s.offeredAt = 0
 	if it.serial == t.serial && it.phase == processing {
 		it.started, it.offered = now, false
 	}

@@ -90,10 +90,11 @@ type Source[M any] struct {
 	cancel context.CancelCauseFunc
 	detach func()
 
-	ready   chan Item[M] // passive shape
-	passive map[uint64]*item[M]
-	pump    *pump[M]
-	metrics sourceMetrics
+	ready     chan Item[M] // passive shape
+	passive   map[uint64]*item[M]
+	offeredAt time.Duration // since when a message is on offer and none was taken
+	pump      *pump[M]
+	metrics   sourceMetrics
 }
 
 // ending is what End decided, once.
@@ -470,8 +471,12 @@ func (s *Source[M]) GrantCredits(n float64) {
 
 // DeadLetterWaiting dead-letters up to n messages that have failed and wait,
 // oldest first, and returns how many: an operator's decision about messages that
-// nothing proves to be poison. It needs no credit and makes no further attempt. The
-// source goes on meanwhile: what comes or fails during the call is left alone, and
+// nothing proves to be poison. It needs no credit and makes no further attempt. What
+// stands behind them is tried at once, up to 65 messages, unless the breaker is forced, or
+// the fleet or a wider scope holds it. One that succeeds is the proof against those in
+// front of it; if none does, they wait for another call.
+//
+// The source goes on meanwhile: what comes or fails during the call is left alone, and
 // what another attempt has taken up again by its turn.
 func (s *Source[M]) DeadLetterWaiting(n int) int {
 	s.mu.Lock()
@@ -490,6 +495,9 @@ func (s *Source[M]) DeadLetterWaiting(n int) int {
 		s.unlock(now)
 		done += some
 		s.nudge()
+	}
+	if done > 0 && s.c.gate != nil { // what was behind them is tried now, and not when the open period is over
+		s.c.gate.Hasten(s.g.now())
 	}
 	s.g.log.Info(lineByHand, "source", s.cfg.Name, "reason", CauseOperator, "messages", done)
 	return done

@@ -4,6 +4,7 @@
 package guard
 
 import (
+	"cmp"
 	"slices"
 	"time"
 
@@ -150,6 +151,7 @@ func (c *machine[M]) heed(now time.Duration) {
 			asleep = append(asleep, it)
 		}
 	})
+	slices.SortFunc(asleep, func(a, b *item[M]) int { return cmp.Compare(a.id, b.id) })
 	for _, it := range asleep {
 		c.wake(it)
 	}
@@ -171,7 +173,7 @@ func (c *machine[M]) part(it *item[M]) {
 	place := slices.Index(l.front, it)
 	it.lane = nil
 	l.front = slices.Delete(l.front, place, place+1)
-	l.parked, l.turn, l.looks, l.groups, l.rounds, l.step = false, 0, 0, 0, 0, 0
+	l.parked, l.turn, l.looks, l.groups, l.rounds, l.step, l.deep = false, 0, 0, 0, 0, 0, false
 	l.beyond = max(0, l.beyond-1)
 	c.heads(l)
 	if place > 0 { // a witness: the head has the word

@@ -25,7 +25,7 @@ type allowance struct {
 	at      time.Duration
 	over    int64  // refused since the bucket was last full
 	rosters uint64 // of the node, when cap and rate were found
-	resets  uint64 // of the charter, then
+	resets  uint64 // of the configuration, then
 }
 
 // allowanceOf is the allowance of a lender, filled up to now. It is made if need be.
@@ -73,7 +73,7 @@ func (a *allowance) fill(now time.Duration) {
 	}
 }
 
-// shareOf is the most that a name has of a key in any charter that counts. Its clock
+// shareOf is the most that a name has of a key in any configuration that counts. Its clock
 // and ours may differ by twice what each may be off.
 func (n *Node) shareOf(r *row, name string) (burst int64, rate uint64) {
 	var nanos int64
@@ -103,9 +103,9 @@ func (e *entry) grant(amount int64) (taken int64) {
 		return taken
 	}
 	a.over = plus(a.over, refused)
-	// One who knows a later charter may have more by it; and loans of an earlier one
+	// One who knows a later configuration may have more by it; and loans of an earlier one
 	// may still be on their way. And a lender may have given tokens back, see Refund.
-	if e.peer.charter <= n.newest().Number && n.now >= n.termsTill && a.over > a.cap {
+	if e.peer.configuration <= n.newest().Number && n.now >= n.termsTill && a.over > a.cap {
 		n.refused.Loans++
 		n.broke(name)
 	}

@@ -25,15 +25,21 @@ type Limit struct {
 // All nodes of a fleet must have the same, or they refuse each other's packets.
 // Limit has no default; everything else may be left out.
 //
-// Limit, Limits and Roster are those with which the fleet was founded. While it
-// runs they change by a [Charter], and a node that starts later is still given the
-// founding ones.
+// Limit, Limits and Roster are those with which the fleet began. While it runs they
+// change by a [Configuration], and a node that starts later is still given the first
+// ones, or those that it is to have while it waits (Provisional).
 type Config struct {
-	// Fleet is the name of a fleet whose charter changes while it runs; see
+	// Fleet is the name of a fleet whose configuration changes while it runs; see
 	// [Node.Adopt]. Nodes of different fleets refuse each other's packets. A node
-	// that is not in the roster may start then, and mints when a charter says so.
+	// that is not in the roster may start then, and mints when a configuration says so.
 	// Unset means that Limit, Limits and Roster stay what they are.
 	Fleet string
+
+	// Provisional says that Limit, Limits and Roster are no decision of the fleet, but
+	// what this node has while it waits for one: its configuration is number 0, and the first
+	// decided one is number 1. Nodes with different ones do not refuse each other. It
+	// needs Fleet, and a fence from the start, see [Node.Mint].
+	Provisional bool
 
 	// Limit is that of each key that Limits does not name.
 	Limit Limit
@@ -109,7 +115,7 @@ const (
 	// refused for rosters whose names are [Roster.Unstable].
 	Hold SilencePolicy = "hold"
 
-	// Majority means that who agrees on charters gives the share to others, when
+	// Majority means that who agrees on configurations gives the share to others, when
 	// most of the roster has agreed that the node is fenced. The limiter's part is the
 	// fence, [Node.Mint].
 	Majority SilencePolicy = "majority"
@@ -120,8 +126,11 @@ const (
 	// it hears of any of them. Caps stay, so it brings no burst, and small limits stay
 	// at their homes.
 	//
-	// It is not strict. P sides of a split of length T admit up to
-	// (P-1)·(Burst + Rate·(T-After)) more, for each time that the network flaps.
+	// It is not strict. P sides of a split admit up to (P-1)·(Burst + Rate·(T-After))
+	// more, each time that the network flaps. T is the longest time for which two nodes
+	// take in nothing of each other. With crdt/gossip that is the split and 0.1 s more;
+	// after a split of 10 s or longer, up to 5.1 s more, and after one of an hour 50 s,
+	// since lost peers are tried every 1 to 5 s, and later ten times as rarely.
 	TakeOver SilencePolicy = "takeover"
 )
 
@@ -135,7 +144,7 @@ const (
 	Deny Joining = "deny"
 
 	// Open admits from a bucket of the node's own meanwhile, as large as its share
-	// in the newest charter that it knows. It fails open: each start of a process
+	// in the newest configuration that it knows. It fails open: each start of a process
 	// admits up to its share of Burst + Rate·T more, where T is how long it takes
 	// until it may mint. Who has no share yet is denied, and who waits for loans or the
 	// own mint goes on waiting.
@@ -219,6 +228,17 @@ func (c Config) Validate() error {
 	default:
 		bad("OnSilence.Policy", fmt.Sprintf("%q", s.Policy), "{hold, majority, takeover}")
 	}
+	if c.Provisional && c.Fleet == "" {
+		bad("Provisional", c.Provisional, "{false} without Fleet")
+	}
+	c.checkStrategy(bad)
+	if c.UntilJoined != Deny && c.UntilJoined != Open {
+		bad("UntilJoined", fmt.Sprintf("%q", c.UntilJoined), "{deny, open}")
+	}
+	return errors.Join(wrong...)
+}
+
+func (c Config) checkStrategy(bad func(field string, value any, want string)) {
 	switch c.Strategy {
 	case Escrow:
 	case Pooled:
@@ -231,10 +251,6 @@ func (c Config) Validate() error {
 	default:
 		bad("Strategy", fmt.Sprintf("%q", c.Strategy), "{escrow, pooled}")
 	}
-	if c.UntilJoined != Deny && c.UntilJoined != Open {
-		bad("UntilJoined", fmt.Sprintf("%q", c.UntilJoined), "{deny, open}")
-	}
-	return errors.Join(wrong...)
 }
 
 // Warnings names what is allowed and will not work well, one sentence each;
@@ -271,6 +287,9 @@ func validKey(key string) bool { return key != "" && len(key) <= MaxKey }
 // fingerprint is of what all nodes must agree on.
 func (c Config) fingerprint() uint32 {
 	h := fnv.New32a()
+	if c.Provisional {
+		c = Config{Fleet: c.Fleet, Strategy: c.Strategy, OnSilence: c.OnSilence}
+	}
 	_, _ = fmt.Fprint(h, c.Limit, c.Roster.Number, c.Roster.Guests)
 	members := slices.Clone(c.Roster.Members)
 	slices.SortFunc(members, func(a, b Member) int { return cmp.Compare(a.Name, b.Name) })

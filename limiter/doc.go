@@ -42,8 +42,8 @@
 //     has not. Who is cut off does not hear of it.
 //   - A reset: at most Burst more, once.
 //   - [TakeOver]: P sides of a split admit up to (P-1)·(Burst + Rate·(T-After))
-//     more, where T is how long they hear nothing of each other, for each time that
-//     they do.
+//     more, each time. T is the longest time for which two nodes take in nothing of
+//     each other: up to 5.1 s longer than the split, see there.
 //   - [Open]: each start of a process admits up to its share of Burst + Rate·T more,
 //     where T is how long it may not mint.
 //   - A fence ([Node.Mint]) of a process that stood still, or whose machine did: at
@@ -51,7 +51,7 @@
 //   - A reservation ([Limiter.Reserve]) that stands when a limit is cut or a fence
 //     comes: at most a share of Burst for each node.
 //   - A process that is given an outdated configuration and no fence, until it hears
-//     of the charter that is in force.
+//     of the configuration that is in force.
 //
 // The price of the 500 ppm is 0.05 % of the rate. How near the fleet comes to the
 // rate is measured, not promised; docs/limiter.md has the table. What no design can
@@ -82,13 +82,13 @@
 //
 // # Changes
 //
-// Limits and roster are those of a [Charter], which has a number. Of each limit a
-// node uses the smallest share that it has in any charter from the last complete
-// one to the newest that it has adopted; a charter is complete when all who have
+// Limits and roster are those of a [Configuration], which has a number. Of each limit a
+// node uses the smallest share that it has in any configuration from the last complete
+// one to the newest that it has adopted; a configuration is complete when all who have
 // less by it keep within it. So the shares in use are never more than the whole,
-// though no two nodes change at the same instant. Who agrees on charters, tells the
+// though no two nodes change at the same instant. Who agrees on configurations, tells the
 // nodes, and knows when one is complete is not in this package. It keeps a new life
-// behind a fence until that life has adopted the newest charter and knows what is
+// behind a fence until that life has adopted the newest configuration and knows what is
 // complete.
 //
 // # What it does not know

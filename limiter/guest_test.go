@@ -38,7 +38,7 @@ func TestSparseGuests(t *testing.T) {
 }
 
 // Half a token is never spent, and a guest that is asked all the time is never quiet.
-// While a charter is under way it goes back, or those who lose by it could not say for
+// While a configuration is under way it goes back, or those who lose by it could not say for
 // a whole lease that they keep within it.
 func TestPartsOfTokensGoHome(t *testing.T) {
 	f, guest := withGuests(t, 1, 4, Limit{Rate: 1000, Burst: 500})
@@ -58,10 +58,10 @@ func TestPartsOfTokensGoHome(t *testing.T) {
 		}
 	}
 	if ask(3); r.held != micro/2 {
-		t.Fatalf("%d is held while no charter is under way", r.held)
+		t.Fatalf("%d is held while no configuration is under way", r.held)
 	}
-	f.adopt(changed(f.cfg.Charter(), func(c *Charter) { c.Roster = rosterOf("n00 n01"); c.Roster.Guests = true }))
+	f.adopt(changed(f.cfg.Configuration(), func(c *Configuration) { c.Roster = rosterOf("n00 n01"); c.Roster.Guests = true }))
 	if ask(2); r.held != 0 {
-		t.Errorf("%d is held two steps after a charter came", r.held)
+		t.Errorf("%d is held two steps after a configuration came", r.held)
 	}
 }

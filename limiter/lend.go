@@ -175,7 +175,7 @@ func (n *Node) stepSpread(r *row, quiet bool) {
 	most := int64(spare*float64(keep)) + owed
 	if len(n.terms) > 1 && (quiet || r.spendable() < micro) {
 		// Until all have what they lent, those who lose cannot say that they keep within
-		// a charter. Less than a token serves nobody, however much is asked for.
+		// a configuration. Less than a token serves nobody, however much is asked for.
 		most = owed
 	}
 	n.returnSpare(r, most)
@@ -229,7 +229,7 @@ func (n *Node) needs(r *row) (total int64) {
 }
 
 // returnSpare returns what is held beyond most, from each lender its part. While a
-// charter is not complete crumbs go back too: a lender that leaves waits for them.
+// configuration is not complete crumbs go back too: a lender that leaves waits for them.
 func (n *Node) returnSpare(r *row, most int64) {
 	excess, held := r.held-most, r.held
 	if excess <= 0 || excess < crumb && len(n.terms) == 1 {

@@ -46,7 +46,7 @@ type Node struct {
 	refused   Refused
 	hasJoined bool // see joined
 
-	termsTill time.Duration     // until then loans of a charter that is over may still come
+	termsTill time.Duration     // until then loans of a configuration that is over may still come
 	breaches  map[string]uint64 // see Stats.Broke
 	named     int               // rows that are there because a peer named them, and nobody here
 
@@ -94,7 +94,7 @@ func NewNode(self crdt.Replica, cfg Config, now time.Duration) (*Node, error) {
 		cfg: cfg, self: self, config: cfg.fingerprint(), now: now,
 		alone: len(cfg.Roster.Members) == 0,
 		rows:  map[string]*row{}, peers: map[string]*peer{}, buried: map[string]burial{},
-		terms: []*term{newTerm(cfg.Charter())}, told: 1,
+		terms: []*term{newTerm(cfg.Configuration())}, told: cfg.Configuration().Number,
 		born: now, wait: now, fence: never,
 		sweepAt: never, silentAt: never,
 		rand: rand.New(rand.NewPCG(self.Incarnation, mix(uint64(cfg.fingerprint()))^seedOf(self.Name))),

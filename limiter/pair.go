@@ -47,8 +47,8 @@ type peer struct {
 	lease    time.Duration // own clock: the stamp that our lease was last renewed to
 	held     total
 
-	charter uint64 // the newest that it knows, by its latest packet
-	named   int    // rows that are there because it named them
+	configuration uint64 // the newest that it knows, by its latest packet
+	named         int    // rows that are there because it named them
 }
 
 // An entry is what lies between this node and a peer for one key: what either

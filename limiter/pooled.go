@@ -48,7 +48,7 @@ type pooled struct {
 	demands []float64              // scratch
 	lookAt  time.Duration          // when it is counted again
 	fence   time.Duration          // nothing is admitted from then on
-	resets  uint64                 // of the charter in force
+	resets  uint64                 // of the configuration in force
 	pruneAt time.Duration
 	changed func()
 }
@@ -161,9 +161,9 @@ func (p *pooled) limit(key string) Limit {
 	return p.cfg.Limit
 }
 
-// adopt takes in the limits of a charter. What is there of a limit stays there, as far
+// adopt takes in the limits of a configuration. What is there of a limit stays there, as far
 // as the burst goes.
-func (p *pooled) adopt(c Charter) {
+func (p *pooled) adopt(c Configuration) {
 	p.lockAt(p.clock())
 	defer p.mu.Unlock()
 	p.cfg.Limit, p.cfg.Limits = c.Limit, maps.Clone(c.Limits)
@@ -442,7 +442,7 @@ func (l *pooledLimiter) WaitN(ctx context.Context, n int) error {
 	}
 }
 
-// fits says whether so many can ever be admitted: a charter may have cut the burst.
+// fits says whether so many can ever be admitted: a configuration may have cut the burst.
 func (l *pooledLimiter) fits(amount int64) error {
 	l.set.mu.Lock()
 	defer l.set.mu.Unlock()

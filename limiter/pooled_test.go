@@ -653,7 +653,7 @@ func BenchmarkPooledAllow(b *testing.B) {
 }
 
 // The strategy is chosen by name, and everything that a limit's handle can do works
-// with it: the burst anywhere, the peers' use, refunds, charters, fences, a new life.
+// with it: the burst anywhere, the peers' use, refunds, configurations, fences, a new life.
 func TestPooledByName(t *testing.T) {
 	now := sec
 	clock := WithClock(func() time.Duration { return now })
@@ -726,8 +726,8 @@ func TestPooledByName(t *testing.T) {
 		t.Errorf("%+v", all)
 	}
 
-	// A charter: a smaller burst at once; a wait for more than that ends; a RESET fills.
-	c := cfg.Charter()
+	// A configuration: a smaller burst at once; a wait for more than that ends; a RESET fills.
+	c := cfg.Configuration()
 	c.Number, c.Limit, c.Resets = 2, Limit{Rate: 10, Burst: 40}, 1
 	if err := sets[0].Adopt(now, c); err != nil {
 		t.Fatal(err)

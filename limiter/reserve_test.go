@@ -139,7 +139,7 @@ func TestReservedBeforeACut(t *testing.T) {
 	if err != nil || r.Delay() != time.Second {
 		t.Fatal(err, r.Delay())
 	}
-	if err := s.Adopt(now.read(), changed(cfg.Charter(), func(c *Charter) { c.Limit = Limit{1, 2} })); err != nil {
+	if err := s.Adopt(now.read(), changed(cfg.Configuration(), func(c *Configuration) { c.Limit = Limit{1, 2} })); err != nil {
 		t.Fatal(err)
 	}
 	if s.Applied() != 1 || r.Delay() != time.Second {

@@ -8,9 +8,8 @@ import (
 	"math/bits"
 )
 
-// A Roster says who mints, and how much of it. It is fixed when a fleet is
-// founded: shares are configured, and never follow from who can be seen, or
-// both sides of a split would mint it all.
+// A Roster says who mints, and how much of it. Shares are configured, and never
+// follow from who can be seen, or both sides of a split would mint it all.
 //
 // Who only borrows is in it too, with NoShare, or is a guest.
 type Roster struct {

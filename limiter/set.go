@@ -24,7 +24,7 @@ type Set struct {
 	handles [64]shard
 	seed    maphash.Seed
 
-	pool *pooled // with that strategy it has the tokens, and the node the charters only
+	pool *pooled // with that strategy it has the tokens, and the node the configurations only
 
 	mu      sync.Mutex
 	node    *Node
@@ -228,7 +228,7 @@ func (s *Set) OnChange(f func()) {
 
 // Adopt is that of [Node.Adopt]. Who waits for more than the burst now is ends
 // with [ErrBurst].
-func (s *Set) Adopt(now time.Duration, c Charter) error {
+func (s *Set) Adopt(now time.Duration, c Configuration) error {
 	s.mu.Lock()
 	defer s.unlock()
 	if err := s.node.Adopt(now, c); err != nil {
@@ -267,11 +267,11 @@ func (s *Set) Applied() uint64 {
 	return s.node.Applied()
 }
 
-// Charter is that of [Node.Charter].
-func (s *Set) Charter() Charter {
+// Configuration is that of [Node.Configuration].
+func (s *Set) Configuration() Configuration {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.node.Charter()
+	return s.node.Configuration()
 }
 
 // Completed is that of [Node.Completed].

@@ -26,7 +26,7 @@ type Stats struct {
 	// [0, 1].
 	Share, Stranded float64
 
-	Charter   uint64 // the newest adopted
+	Number    uint64 // the newest adopted
 	Completed uint64
 	Applied   uint64
 	Fenced    bool // its own tokens are void, see [Node.Mint]
@@ -44,7 +44,7 @@ func (n *Node) Stats(now time.Duration) Stats {
 	n.advance(now)
 	t := n.newest()
 	s := Stats{
-		Keys: len(n.rows), Charter: t.Number, Completed: n.told, Applied: n.Applied(),
+		Keys: len(n.rows), Number: t.Number, Completed: n.told, Applied: n.Applied(),
 		Fenced: n.fenced, TakenOver: len(n.silent), Refused: n.refused, Share: 1, Broke: maps.Clone(n.breaches),
 	}
 	for _, r := range n.rows {

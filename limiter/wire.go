@@ -15,9 +15,9 @@ import (
 
 // What a packet says of a peer's books, all integers but two as varints:
 //
-//	version  byte: 1, or 2 when the sender has another charter than the founding one
-//	config   4 bytes, the fingerprint of the fleet and the founding charter
-//	newest   with version 2 only: the number of the sender's charter, and 4 bytes of its digest
+//	version  byte: 1, or 2 when the sender has another configuration than the initial one
+//	config   4 bytes, the fingerprint of the fleet and the initial configuration
+//	newest   with version 2 only: the number of the sender's configuration, and 4 bytes of its digest
 //	life     4 bytes, the low half of the incarnation that this is meant for
 //	epoch    of the sender's loans to the receiver
 //	renewed  microseconds of the receiver's clock that its lease is renewed to; 0 is none
@@ -30,8 +30,8 @@ import (
 //
 // A part that is missing is closed, or zero.
 const (
-	version   = 1
-	chartered = 2
+	version  = 1
+	numbered = 2
 
 	hasLoan     = 1
 	hasBorrowed = 2
@@ -81,11 +81,11 @@ func (n *Node) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64,
 	}
 	p.acked = max(p.acked, min(since, p.changes.Mark()))
 	start := len(b)
-	if t := n.newest(); t.Number == 1 {
+	if t := n.newest(); t.Number == 1 && !n.cfg.Provisional {
 		b = append(b, version)
 		b = binary.LittleEndian.AppendUint32(b, n.config)
 	} else {
-		b = append(b, chartered)
+		b = append(b, numbered)
 		b = binary.LittleEndian.AppendUint32(b, n.config)
 		b = binary.AppendUvarint(b, t.Number)
 		b = binary.LittleEndian.AppendUint32(b, t.code)
@@ -215,16 +215,16 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	n.advance(c.Now)
 	r := reader{wire.Read(b)}
 	v := r.Byte("version")
-	if v != version && v != chartered {
-		return fmt.Errorf("%w: version %d from %v, want %d or %d", errMalformed, v, c.From, version, chartered)
+	if v != version && v != numbered {
+		return fmt.Errorf("%w: version %d from %v, want %d or %d", errMalformed, v, c.From, version, numbered)
 	}
 	if r.Uint32("config") != n.config && !r.bad() {
-		return fmt.Errorf("%w: %v was founded otherwise", errMismatch, c.From)
+		return fmt.Errorf("%w: %v has another initial configuration", errMismatch, c.From)
 	}
-	charter := uint64(1)
-	if v == chartered {
-		charter = uint64(r.value("charter"))
-		if err := n.agrees(c.From, charter, r.Uint32("charter")); err != nil && !r.bad() {
+	configuration := uint64(1)
+	if v == numbered {
+		configuration = uint64(r.value("configuration"))
+		if err := n.agrees(c.From, configuration, r.Uint32("configuration")); err != nil && !r.bad() {
 			return err
 		}
 	}
@@ -264,7 +264,7 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	}
 	n.vouched(p.index) // to write to this life it had to bury the earlier one
 	if c.Sent > p.sent {
-		p.sent, p.heard, p.rest, p.charter = c.Sent, n.now, c.Rest, charter
+		p.sent, p.heard, p.rest, p.configuration = c.Sent, n.now, c.Rest, configuration
 		if n.silent[p.id.Name] {
 			n.lookSilent()
 			n.eachRow(n.reshare)
@@ -296,14 +296,14 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	return nil
 }
 
-// agrees tells whether a peer's charter may be one of ours, or later.
+// agrees tells whether a peer's configuration may be one of ours, or later.
 func (n *Node) agrees(from crdt.Replica, number uint64, code uint32) error {
-	if number < 2 {
-		return fmt.Errorf("%w: charter %d from %v", errMalformed, number, from)
+	if number < 2 && !n.cfg.Provisional {
+		return fmt.Errorf("%w: configuration %d from %v", errMalformed, number, from)
 	}
 	for _, t := range n.terms {
-		if t.Number == number && t.code != code {
-			return fmt.Errorf("%w: charter %d of %v is another", errMismatch, number, from)
+		if t.Number == number && number > 0 && t.code != code {
+			return fmt.Errorf("%w: configuration %d of %v is another", errMismatch, number, from)
 		}
 	}
 	return nil

@@ -23,9 +23,10 @@ import (
 //	in, err = amqp.Deliveries(ctx, g, ch, in) // the line that is new
 //	for d := range in { ... }
 //
-// What the program does to a delivery is the outcome: Ack is success, Nack and
-// Reject are failure, with and without requeue, and [Fail] says more. Nothing is
-// nacked or rejected at the broker: the guard decides about the retry, the hold
+// What the program does to a delivery is the outcome: Ack is success, [Fail] is
+// failure with its error, and Nack and Reject are failure without one, with and without
+// requeue. Use Fail: without the error an outage is noticed late, and one line at WARN
+// says so. Nothing is nacked or rejected at the broker: the guard decides about the retry, the hold
 // or the dead letter, and a message that is retried comes out again. So a
 // program that rejects to a dead-letter exchange on any error has the guard's
 // attempts, budget and dead-letter writer in its place. A delivery is settled
@@ -45,8 +46,14 @@ import (
 // queue's pipeline: if nothing is unsettled the consumer is cancelled, and else it
 // takes up to a second, less where [WithPrefetch] tells when it is done. So make
 // no other call that waits for an answer on the channel meanwhile, but for
-// Cancel. When in ends although the channel lives, as after Channel.Cancel,
-// what is held is still handed out before the result is closed.
+// Cancel.
+//
+// When in ends although the channel lives, as after Channel.Cancel, what is here is
+// still handed out before the result is closed. That ends as soon as the source is on
+// hold, as in an outage, and after three quarters of [WithStopTimeout]; the rest of that
+// time is for the deliveries that are out. What is not handed out stays unsettled, goes
+// back to the queue in its order when the program closes the channel, and is told in
+// one line at WARN.
 //
 // What it cannot do: it sees only these outcomes. There is no handler timeout,
 // and a panic is the program's: a delivery that is never settled stays out until
@@ -59,7 +66,7 @@ import (
 // several before it settles them, or settles by multiple acks, asks for more by
 // [WithPolicy]: Workers is how many, with [guard.OrderKey] or [guard.OrderNone]. A
 // retry then comes after messages that were behind it. Without, such a program
-// stands still, which is logged after Policy.Timeout.
+// stands still, which the guard logs 20 s after Policy.Timeout at the latest.
 //
 // The prefetch is the program's, so the guard cannot bound the bytes of the
 // deliveries: it logs when they take more than twice Policy.WindowBytes.
@@ -124,7 +131,7 @@ func guarded(ctx context.Context, g *guard.Guard, ch *amqp091.Channel, in <-chan
 		return nil, err
 	}
 	d := &desk{
-		o: &o, in: in, out: make(chan amqp091.Delivery), quit: make(chan struct{}), read: make(chan struct{}),
+		o: &o, in: in, out: make(chan amqp091.Delivery), quit: make(chan struct{}), dried: make(chan struct{}), read: make(chan struct{}),
 		port: newPassivePort(&o), handed: make(map[uint64]*attempt), most: o.prefetch, age: newAges(o.timeout / 2), tag: tag,
 	}
 	if d.most == 0 {
@@ -168,11 +175,13 @@ type desk struct {
 	out    chan amqp091.Delivery
 	closed <-chan *amqp091.Error
 	quit   chan struct{} // closed when the source is to end
-	read   chan struct{} // closed when in is read to its end, or must not be
+	dried  chan struct{} // closed when in has ended
+	read   chan struct{} // closed when all of in is in the source, or must not be read
 	most   int           // deliveries that may be unsettled
 	age    *ages         // watch's
 	tag    string        // of the consumer; "" if it is not known
 	dry    atomic.Bool   // in has ended, so that the consumer is cancelled
+	said   sync.Once     // that the program's failures have no error
 
 	fault error // why the deliveries are not read any more; the intake's, until read is closed
 
@@ -210,6 +219,7 @@ func (d *desk) intake() {
 		case m, ok := <-in:
 			if !ok {
 				d.dry.Store(true)
+				close(d.dried)
 				in = nil
 				continue
 			}
@@ -266,12 +276,13 @@ const settledPoll = 20 * time.Millisecond
 // watch ends the source when its time has come.
 func (d *desk) watch(ctx context.Context) {
 	look := time.NewTicker(settledPoll)
-	look.Stop() // until nothing more is read
+	look.Stop() // until in has ended
 	defer look.Stop()
 	warn := time.NewTicker(min(max(time.Millisecond, d.o.timeout/64), time.Second))
 	defer warn.Stop()
 	why, gone := guard.ReasonShutdown, false
-	read := d.read
+	dried, read := d.dried, d.read
+	var cancelled stopping
 	w := warnings{desk: d, budget: d.src.State().Settings.WindowBytes}
 loop:
 	for {
@@ -294,21 +305,26 @@ loop:
 				break loop
 			}
 			read = nil
+		case <-dried: // the consumer was cancelled, or the channel ends
+			dried, cancelled.until = nil, time.Now().Add(d.o.stopTimeout)
 			look.Reset(settledPoll)
 		case now := <-warn.C:
 			w.look(now)
-		case <-look.C:
+		case now := <-look.C:
 			if d.port.life.Load().ended() {
 				continue // closed says why
 			}
-			if d.src.Account().Unsettled() == 0 {
-				break loop // the consumer was cancelled, and everything is settled
+			if read == nil && d.src.Account().Unsettled() == 0 || cancelled.over(now, d) {
+				break loop
 			}
 		}
 	}
 	close(d.quit)
-	latest := time.Now().Add(d.o.stopTimeout + stopGrace)
-	grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.o.stopTimeout)
+	if cancelled.until.IsZero() {
+		cancelled.until = time.Now().Add(d.o.stopTimeout)
+	}
+	latest := cancelled.until.Add(stopGrace)
+	grace, cancel := context.WithDeadline(context.WithoutCancel(ctx), cancelled.until)
 	defer cancel()
 	if gone {
 		d.port.life.Load().over.Store(true)
@@ -321,6 +337,36 @@ loop:
 	if n := len(report.Left); n > 0 {
 		d.o.log.Warn("messages left behind", "source", d.o.name, "messages", n, "state", report.Left[0].State, "why", report.Left[0].Why)
 	}
+	if n := d.port.tags.open(); n > 0 && cancelled.why != "" && !gone {
+		d.o.log.Warn("the consumer was cancelled and messages were held: they go back to the queue when the channel closes",
+			"source", d.o.name, "messages", n, "acked", report.Account.Acked, "why", cancelled.why)
+	}
+}
+
+// stopping is the stop of a program that has cancelled its consumer: what is here is
+// handed out as long as something goes on, within the stop timeout. watch's.
+type stopping struct {
+	until time.Time // the stop timeout ends; zero while in lasts
+	why   string    // what was not handed out in time waits; "" if there is none
+}
+
+// over tells whether nothing more is to be handed out: the source is on hold, which may
+// take as long as an outage does, or the time is up. What is out by then has the last
+// quarter of it.
+func (s *stopping) over(now time.Time, d *desk) bool {
+	for _, h := range d.src.State().Holds {
+		switch h.Reason {
+		case guard.ReasonBreaker, guard.ReasonStorm, guard.ReasonOperator:
+			s.why = "the source is on hold: " + h.Reason.String()
+			return true
+		default: // it goes on by itself, and mostly soon
+		}
+	}
+	if s.until.Sub(now) < d.o.stopTimeout/4 {
+		s.why = fmt.Sprintf("they were not all handled within %s (WithStopTimeout)", d.o.stopTimeout)
+		return true
+	}
+	return false
 }
 
 // leave sees the last acks through, for as long as limit: the program is about to
@@ -368,11 +414,9 @@ func (d *desk) leave(limit time.Duration) {
 
 // warnings tell, once each, what of a passive source needs a person. watch's.
 type warnings struct {
-	desk               *desk
-	budget             int64     // Policy.WindowBytes
-	still              time.Time // since when nothing was settled although as much is out as may be
-	acked              uint64
-	old, large, stands bool // told
+	desk       *desk
+	budget     int64 // Policy.WindowBytes
+	old, large bool  // told
 }
 
 func (w *warnings) look(now time.Time) {
@@ -387,27 +431,6 @@ func (w *warnings) look(now time.Time) {
 		w.large = true
 		d.o.log.Warn("the unsettled deliveries take more than twice Policy.WindowBytes: lower the prefetch by Channel.Qos",
 			"source", d.o.name, "messages", n, "bytes", bytes, "window_bytes", w.budget, "prefetch", max(1, w.budget*int64(n)/bytes))
-	}
-	if w.stands {
-		return
-	}
-	policy := d.src.State().Settings
-	a := d.src.Account()
-	d.mu.Lock()
-	out := 0
-	for _, of := range d.handed {
-		if of.given {
-			out++
-		}
-	}
-	d.mu.Unlock()
-	if settled := a.Received - uint64(a.Unsettled()); out < policy.Workers || a.Waiting == 0 || settled != w.acked || w.still.IsZero() {
-		w.still, w.acked = now, settled
-	}
-	if now.Sub(w.still) >= policy.Timeout {
-		w.stands = true
-		d.o.log.Warn("the program settles nothing while it has all the deliveries that may be out: if it collects several, Policy.Workers must be as many",
-			"source", d.o.name, "out", out, "workers", policy.Workers)
 	}
 }
 

@@ -511,7 +511,8 @@ func TestDeliveriesKeepTheOrder(t *testing.T) {
 		r := newRig(t, s, Quorum, nil)
 		const n = 100
 		r.publish(0, n)
-		g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Retry: guard.Retry{Base: time.Millisecond, Max: 10 * time.Millisecond}}})
+		var log logbook
+		g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Retry: guard.Retry{Base: time.Millisecond, Max: 10 * time.Millisecond}}}, guard.WithLogger(log.logger()))
 		_, ch, in := r.opened(amqp091.Config{}, 50)
 		out, err := Deliveries(t.Context(), g, ch, in)
 		if err != nil {
@@ -528,6 +529,9 @@ func TestDeliveriesKeepTheOrder(t *testing.T) {
 			settle := func() error { got = append(got, i); return d.Ack(false) }
 			if tries[i]++; i%7 == 0 && tries[i] == 1 {
 				settle = func() error { return d.Nack(false, true) }
+				if i%2 == 1 {
+					settle = func() error { return d.Reject(false) }
+				}
 			}
 			if err := settle(); err != nil {
 				t.Fatal(err)
@@ -536,11 +540,14 @@ func TestDeliveriesKeepTheOrder(t *testing.T) {
 		if !slices.IsSorted(got) {
 			t.Errorf("out of order: %d", got)
 		}
+		if lines := log.with("level=WARN", "the program nacks without an error", "amqp.Fail"); len(lines) != 1 {
+			t.Errorf("told %d times: %s", len(lines), lines) // once, whatever fails
+		}
 	})
 }
 
 // A loop that collects several deliveries gets them if it asks for them. If not, it is
-// told why nothing comes.
+// told why nothing comes, by the guard.
 func TestALoopThatCollects(t *testing.T) {
 	t.Parallel()
 	s := shared(t, brokers.RabbitMQ4)
@@ -550,7 +557,7 @@ func TestALoopThatCollects(t *testing.T) {
 		_, ch, in := r.opened(amqp091.Config{}, 20)
 		var log logbook
 		policy := guard.Policy{Timeout: 100 * time.Millisecond, Workers: workers, Order: guard.OrderNone}
-		out, err := Deliveries(t.Context(), adaptertest.Guard(t, guard.Config{}), ch, in, WithPolicy(policy), WithLogger(log.logger()))
+		out, err := Deliveries(t.Context(), adaptertest.Guard(t, guard.Config{}, guard.WithLogger(log.logger())), ch, in, WithPolicy(policy))
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -79,19 +79,21 @@ func TestALoweredPrefetchGrowsBack(t *testing.T) {
 		var l lines
 		var rec record
 		var fast atomic.Bool
-		const n, prefetch = 4000, 32
+		// A delivery may wait for 4 s. The last of 32 slow ones waits for 4.8 s, of 16 for
+		// 2.4 s; a busy machine has the rest.
+		const n, prefetch, timeout, slow = 4000, 32, 8 * time.Second, 150 * time.Millisecond
 		r.publish(0, n)
 		c := r.consumeBy(l.dialer(r.url()), adaptertest.Guard(t, guard.Config{}), func(ctx context.Context, d amqp091.Delivery) error {
 			if fast.Load() {
 				time.Sleep(time.Millisecond)
 			} else {
-				time.Sleep(100 * time.Millisecond)
+				time.Sleep(slow)
 			}
 			return rec.handle(ctx, d)
-		}, WithPrefetch(prefetch), WithConsumerTimeout(2*time.Second), WithPolicy(guard.Policy{Timeout: 500 * time.Millisecond}))
+		}, WithPrefetch(prefetch), WithConsumerTimeout(timeout), WithPolicy(guard.Policy{Timeout: timeout / 4}))
 		adaptertest.Eventually(t, "it is halved", func() bool { return l.prefetch() > 0 && l.prefetch() <= prefetch/2 })
 		low := len(l.books().prefetch)
-		time.Sleep(2 * time.Second)
+		time.Sleep(timeout / 2) // it is looked at each quarter
 		if p := l.books().prefetch; slices.Max(p[low-1:]) > prefetch/2 {
 			t.Errorf("it grows although the handlers are slow: %d", p)
 		}
@@ -101,8 +103,8 @@ func TestALoweredPrefetchGrowsBack(t *testing.T) {
 		if err := errors.Join(c.Stop(t), l.check()); err != nil {
 			t.Fatal(err)
 		}
-		if !slices.IsSorted(rec.all()[before:]) {
-			t.Error(rec.order())
+		if got := rec.all(); !slices.IsSorted(got[before:]) {
+			t.Errorf("prefetches %d, and from message %d on out of order: %d", l.books().prefetch, before, got[before:])
 		}
 		if l.prefetch() != prefetch || rec.twice() > 0 {
 			t.Errorf("prefetches %d, %d twice", l.books().prefetch, rec.twice())

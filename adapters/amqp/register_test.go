@@ -67,7 +67,6 @@ func TestRegisterFaults(t *testing.T) {
 		b := brokers.StartForTest(t, brokers.RabbitMQ4, brokers.Options{})
 		p := registerAt(b.Addr())
 		p.Break, p.Mend = registertest.Killed(b)
-		p.Within = 20 * time.Second
 		registertest.Fault(t, p)
 	})
 }

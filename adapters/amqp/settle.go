@@ -114,12 +114,22 @@ func (a *attempt) Ack(tag uint64, multiple bool) error { return a.settleAll(tag,
 
 // Nack is failure.
 func (a *attempt) Nack(tag uint64, multiple, requeue bool) error {
+	a.desk.hidden()
 	return a.settleAll(tag, multiple, refused(requeue))
 }
 
 // Reject is failure.
 func (a *attempt) Reject(tag uint64, requeue bool) error {
+	a.desk.hidden()
 	return a.settleAll(tag, false, refused(requeue))
+}
+
+// hidden says once that the program does not tell its errors.
+func (d *desk) hidden() {
+	d.said.Do(func() {
+		d.o.log.Warn("the program nacks without an error: an outage is noticed late, and may dead-letter healthy messages of a quiet source",
+			"source", d.o.name, "help", "call amqp.Fail(delivery, err) in place of Nack and Reject")
+	})
 }
 
 func refused(requeue bool) error {

@@ -8,8 +8,10 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -277,4 +279,144 @@ func TestTheReasonOfAnEnd(t *testing.T) {
 			t.Error(lines)
 		}
 	})
+}
+
+// A program that cancels its consumer and ranges over what is left ends in an outage, and
+// without one that goes on for too long. What it was not handed goes back in its order.
+func TestACancelledConsumerEndsThoughMessagesAreHeld(t *testing.T) {
+	t.Parallel()
+	const n, prefetch = 60, 20
+	s := shared(t, brokers.RabbitMQ4)
+	for _, c := range []struct {
+		name, why string
+		window    int // less than the prefetch: some wait in front of the source
+		stop      time.Duration
+		held      bool
+	}{
+		{"in an outage", "on hold: breaker", 0, time.Hour, true},
+		{"in an outage, with a full window", "on hold: breaker", 8, time.Hour, true},
+		{"with a rate that lets nothing through", "WithStopTimeout", 0, time.Second, false},
+		{"while all goes well", "", 8, time.Hour, false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t, s, Quorum, nil)
+			r.publish(0, n)
+			var log logbook
+			g := adaptertest.Guard(t, guard.Config{}, guard.WithLogger(log.logger()))
+			var l lines
+			conn, ch, in := r.openedAs("c", l.dialer(r.url()).Config, prefetch)
+			var pace throttle
+			out, err := Deliveries(t.Context(), g, ch, in, WithStopTimeout(c.stop), WithPrefetch(prefetch), WithLimiter(&pace), WithPolicy(guard.Policy{
+				Window: c.window, Retry: guard.Retry{Base: time.Millisecond, Max: 5 * time.Millisecond},
+			}))
+			if err != nil {
+				t.Fatal(err)
+			}
+			var got []int
+			handle := func(d amqp091.Delivery) {
+				if c.held && len(got) == 5 {
+					if err := Fail(d, guard.Unavailable(errDown)); err != nil {
+						t.Error(err)
+					}
+					return
+				}
+				got = append(got, atoi(t, d))
+				if err := d.Ack(false); err != nil {
+					t.Error(err)
+				}
+			}
+			for range 5 {
+				handle(take(t, out))
+			}
+			if c.why != "" { // what is on its way while a consumer is cancelled goes back before the rest
+				pace.shut.Store(!c.held)
+				adaptertest.Eventually(t, "the broker has sent all that may be out", func() bool { return l.books().acked == 5 && l.unacked() == prefetch })
+			}
+			if c.held {
+				ended := make(chan struct{})
+				go func() { // the program's loop
+					defer close(ended)
+					for d := range out {
+						handle(d)
+					}
+				}()
+				adaptertest.Eventually(t, "the breaker opens", func() bool { return len(log.with("breaker opened")) == 1 })
+				if err := ch.Cancel("c", false); err != nil {
+					t.Fatal(err)
+				}
+				adaptertest.Eventually(t, "the deliveries end", func() bool {
+					select {
+					case <-ended:
+						return true
+					default:
+						return false
+					}
+				})
+			} else {
+				if err := ch.Cancel("c", false); err != nil {
+					t.Fatal(err)
+				}
+				for more := true; more; {
+					var d amqp091.Delivery
+					select {
+					case d, more = <-out:
+					case <-time.After(time.Minute):
+						t.Fatal("the deliveries do not end")
+					}
+					if more {
+						handle(d)
+					}
+				}
+			}
+			if err := conn.Close(); err != nil {
+				t.Fatal(err)
+			}
+			if hidden := log.with("without an error"); len(hidden) > 0 { // Fail told it
+				t.Error(hidden)
+			}
+			adaptertest.Eventually(t, "the queue has what went back", func() bool { left, err := r.ready(); return err == nil && left == n-len(got) })
+			lines := log.with("level=WARN", "the consumer was cancelled and messages were held")
+			if c.why == "" {
+				if len(got) < prefetch || len(lines) > 0 {
+					t.Errorf("%d of what was prefetched were handed out; %s", len(got), lines)
+				}
+			} else if len(lines) != 1 || !strings.Contains(lines[0], c.why) || !strings.Contains(lines[0], "messages=") || strings.Contains(lines[0], "messages=0") {
+				t.Errorf("%s in %s", lines, log.buf.String())
+			}
+			// The next consumer has all that is left, in order.
+			_, _, again := r.opened(amqp091.Config{}, prefetch)
+			for len(got) < n {
+				d := take(t, again)
+				got = append(got, atoi(t, d))
+				if err := d.Ack(false); err != nil {
+					t.Fatal(err)
+				}
+			}
+			for i, v := range got {
+				if i != v {
+					t.Fatalf("handled %d", got)
+				}
+			}
+		})
+	}
+}
+
+// throttle is a limiter that can be shut.
+type throttle struct{ shut atomic.Bool }
+
+func (l *throttle) Admit(time.Duration) time.Duration {
+	if l.shut.Load() {
+		return time.Hour
+	}
+	return 0
+}
+
+func atoi(t *testing.T, d amqp091.Delivery) int {
+	t.Helper()
+	i, err := strconv.Atoi(string(d.Body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return i
 }

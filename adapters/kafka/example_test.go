@@ -88,8 +88,9 @@ func ExampleWrap() {
 		}
 		return nil
 	}
+	h := kafka.Wrap(g, handle, kafka.WithDeadLetters(dead))
 	for ctx.Err() == nil {
-		if err := group.Consume(ctx, []string{topic}, kafka.Wrap(g, handle, kafka.WithDeadLetters(dead))); err != nil {
+		if err := group.Consume(ctx, []string{topic}, h); err != nil {
 			log.Fatal(err)
 		}
 	}

@@ -17,7 +17,13 @@ import (
 // WrapHandler is the passive shape: a consumer group's handler that exists
 // already and marks by itself, with the guard between it and the group.
 //
-//	err := group.Consume(ctx, topics, kafka.WrapHandler(g, existing))
+//	handler = kafka.WrapHandler(g, handler) // once, in front of the loop
+//	for ctx.Err() == nil {
+//		err := group.Consume(ctx, topics, handler)
+//	}
+//
+// To wrap in each round is safe for the messages, but then Consume does not return what
+// the guard has refused for a claim in the round before.
 //
 // Its session and claims are wrapped. MarkMessage is success, and so is
 // MarkOffset for everything below it that was handed out; [Fail] is failure; an
@@ -194,7 +200,7 @@ func (w *wrappedClaim) loop(leave <-chan struct{}) error {
 		if err == nil || w.ss.native.Context().Err() != nil {
 			return err // it wants to leave, or saw the session's end before leave did
 		}
-		w.ss.h.opts.log.Warn("the handler's ConsumeClaim failed and is called again", "source", w.claim.name, "error", err)
+		w.ss.h.sayFailed(w.claim, err, time.Now())
 		if w.failAll(err) == 0 {
 			// Nothing was in hand, so no retry delay holds it back.
 			pause := time.NewTimer(min(time.Second, 10*time.Millisecond<<min(failures, 10)))
@@ -207,6 +213,43 @@ func (w *wrappedClaim) loop(leave <-chan struct{}) error {
 			continue
 		}
 		failures = 0
+	}
+}
+
+// failing joins the lines of a topic whose loops fail: in an outage each probe is one.
+type failing struct {
+	next  time.Time     // not before then …
+	every time.Duration // … which is so long after the latest line
+	lines int           // since then
+}
+
+const (
+	failingBase = time.Second
+	failingMost = time.Minute
+)
+
+// sayFailed logs that a loop failed: the first of a topic at once, and those behind it at
+// distances that double, with their number.
+func (h *handler) sayFailed(c *claim, err error, now time.Time) {
+	h.mu.Lock()
+	f := h.failing[c.topic]
+	if f == nil {
+		f = new(failing)
+		h.failing[c.topic] = f
+	}
+	f.lines++
+	lines, say := f.lines, !now.Before(f.next)
+	if say {
+		f.every *= 2
+		if now.Sub(f.next) >= failingMost || f.every == 0 { // it has been silent
+			f.every = failingBase
+		}
+		f.every = min(f.every, failingMost)
+		f.next, f.lines = now.Add(f.every), 0
+	}
+	h.mu.Unlock()
+	if say {
+		h.opts.log.Warn("the handler's ConsumeClaim failed and is called again", "source", c.name, "error", err, "lines", lines)
 	}
 }
 

@@ -10,7 +10,6 @@ import (
 	"net"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/IBM/sarama"
 
@@ -78,7 +77,6 @@ func TestRegisterFaults(t *testing.T) {
 			b := brokers.StartForTest(t, brokers.Kafka, brokers.Options{})
 			p := registerAt(b.Addr(), nil)
 			p.Break, p.Mend = fault(b)
-			p.Within = 40 * time.Second
 			registertest.Fault(t, p)
 		})
 	}

@@ -152,7 +152,7 @@ func (rc *retryClaim) writeLetter(ctx context.Context, r *dlq.Record) error {
 		to.first = min(p.first, to.first)
 	}
 	closed := rc.closed(rc.state())
-	poison := r.Reason == dlq.ReasonAttempts || r.Reason == dlq.ReasonPoisonHead && closed
+	poison := r.Reason == dlq.ReasonAttempts || (r.Reason == dlq.ReasonPoisonHead || r.Reason == dlq.ReasonGuess) && closed
 	out.Attempts, out.FirstFailed = to.tries, stampTime(to.first)
 	if r.Permanent || !poison || p.own >= len(rc.levels) {
 		return rc.ss.h.opts.letters.Write(ctx, &out)

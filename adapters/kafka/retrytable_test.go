@@ -441,20 +441,20 @@ func openBreaker() guard.State {
 }
 
 // While the breaker is not closed nothing is parked for its attempts, and a poison
-// head is a dead letter.
+// head or a guess is a dead letter.
 func TestLetterWhileTheBreakerIsOpen(t *testing.T) {
 	t.Parallel()
 	dead := 0
 	h := &handler{opts: options{letters: dlq.WriterFunc(func(context.Context, *dlq.Record) error { dead++; return nil })}}
 	rc := &retryClaim{ss: &session{h: h}, table: newParkedTable(1), levels: []*retryTopic{{level: 1}}, state: openBreaker}
 	p := &parkedMessage{msg: &sarama.ConsumerMessage{}, at: -1, tries: 3}
-	for reason, want := range map[dlq.Reason]error{dlq.ReasonAttempts: errNotClosed, dlq.ReasonPoisonHead: nil, dlq.ReasonPermanent: nil, dlq.ReasonOperator: nil} {
+	for reason, want := range map[dlq.Reason]error{dlq.ReasonAttempts: errNotClosed, dlq.ReasonPoisonHead: nil, dlq.ReasonGuess: nil, dlq.ReasonPermanent: nil, dlq.ReasonOperator: nil} {
 		r := &dlq.Record{Reason: reason, Properties: carry(guard.Meta{}, p).Properties, Attempts: 2}
 		if err := rc.writeLetter(t.Context(), r); !errors.Is(err, want) {
 			t.Errorf("%s: %v", reason, err)
 		}
 	}
-	if dead != 3 || rc.table.size() > 0 {
+	if dead != 4 || rc.table.size() > 0 {
 		t.Errorf("%d dead, %d parked", dead, rc.table.size())
 	}
 }

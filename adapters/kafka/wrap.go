@@ -20,8 +20,9 @@ import (
 // retries, and later dead-letters; [guard.Permanent], [guard.Backoff] and
 // [guard.Ignore] say more.
 //
+//	h := kafka.Wrap(g, handle)
 //	for ctx.Err() == nil {
-//		err := group.Consume(ctx, []string{"orders"}, kafka.Wrap(g, handle))
+//		err := group.Consume(ctx, []string{"orders"}, h)
 //	}
 //
 // One handler may serve several sessions, also of several groups. Each claim is
@@ -56,12 +57,13 @@ type handler struct {
 
 	mu       sync.Mutex
 	sessions map[sarama.ConsumerGroupSession]*session
-	refused  error // what the guard has refused a claim for, until somebody takes it
-	claimErr error // what a claim has ended with; Consume takes it
+	refused  error               // what the guard has refused a claim for, until somebody takes it
+	claimErr error               // what a claim has ended with; Consume takes it
+	failing  map[string]*failing // by topic; passive shape
 }
 
 func newHandler(g *guard.Guard, opts []Option) *handler {
-	h := &handler{g: g, sessions: make(map[sarama.ConsumerGroupSession]*session)}
+	h := &handler{g: g, sessions: make(map[sarama.ConsumerGroupSession]*session), failing: make(map[string]*failing)}
 	h.opts, h.err = newOptions(g, opts)
 	if g == nil {
 		h.err = errors.Join(h.err, errors.New("kafka: the guard must not be nil"))

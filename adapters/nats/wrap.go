@@ -21,9 +21,10 @@ import (
 
 // WrapConsumer is the passive shape: the consumer that an existing program
 // already calls, with the guard between it and the server. What the program
-// does to a message is the outcome: Ack and DoubleAck are success, Nak and
-// NakWithDelay failure, Term and TermWithReason [guard.Permanent], and [Fail]
-// says more. Nothing is nak'ed or terminated at the server: the guard decides
+// to a message is the outcome: Ack and DoubleAck are success, [Fail] is failure with its
+// error, Nak and NakWithDelay are failure without one, and Term and TermWithReason are
+// [guard.Permanent]. Use Fail: without the error an outage is noticed late, and one line
+// at WARN says so. Nothing is nak'ed or terminated at the server: the guard decides
 // about the retry, the hold or the dead letter. A message is settled once;
 // again is [jetstream.ErrMsgAlreadyAckd]. One that is not settled within the
 // consumer's AckWait has failed with [ErrNotSettled]; InProgress begins that
@@ -42,8 +43,8 @@ import (
 // source holds, calls return as they do when there are no messages, and what
 // they pulled comes with a later call. [Consume] has none of these limits.
 //
-// The source ends with the Guard: close that after the program has stopped
-// consuming, and what is held is given back. A pull that is still open is stopped,
+// The source ends with the Guard: call [guard.Guard.Close] after the program has stopped
+// consuming, and what is held is given back. Without that it comes again after its AckWait. A pull that is still open is stopped,
 // and what it brings by then comes again after its AckWait. Ordered consumers and those
 // without explicit acks are an [ErrUnsuitable]. Each call of Consume or
 // Messages starts one or two goroutines, which end when it is stopped.
@@ -78,7 +79,7 @@ func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (
 		o.log.Warn("MaxAckPending is above the window: what waits in the client's buffer is not kept alive",
 			"source", s.config.Name, "max_ack_pending", most, "window", window)
 	}
-	return &wrapped{Consumer: consumer, src: src, port: p, lease: s.limits.AckWait, window: window, log: o.log}, nil
+	return &wrapped{Consumer: consumer, src: src, port: p, lease: s.limits.AckWait, window: window, name: s.config.Name, log: o.log}, nil
 }
 
 // override changes the window of a source that was just opened.
@@ -169,10 +170,21 @@ func (m *wrappedMsg) Ack() error { return m.settle(nil, nil) } //nolint:staticch
 
 func (m *wrappedMsg) DoubleAck(ctx context.Context) error { return m.settle(ctx, nil) }
 
-func (m *wrappedMsg) Nak() error { return m.settle(nil, ErrNak) } //nolint:staticcheck // nil: no confirmation
+func (m *wrappedMsg) Nak() error {
+	m.w.hidden()
+	return m.settle(nil, ErrNak) //nolint:staticcheck // nil: no confirmation
+}
 
 // NakWithDelay is Nak: the guard's own delays apply.
-func (m *wrappedMsg) NakWithDelay(time.Duration) error { return m.settle(nil, ErrNak) } //nolint:staticcheck // nil: no confirmation
+func (m *wrappedMsg) NakWithDelay(time.Duration) error { return m.Nak() }
+
+// hidden says once that the program does not tell its errors.
+func (w *wrapped) hidden() {
+	w.said.Do(func() {
+		w.log.Warn("the program naks without an error: an outage is noticed late, and may dead-letter healthy messages of a quiet source",
+			"source", w.name, "help", "call nats.Fail(msg, err) in place of Nak")
+	})
+}
 
 func (m *wrappedMsg) Term() error { return m.settle(nil, guard.Permanent(ErrTerm)) } //nolint:staticcheck // nil: no confirmation
 
@@ -265,7 +277,9 @@ type wrapped struct {
 	port   *passivePort
 	lease  time.Duration
 	window int
+	name   string // the source's
 	log    *slog.Logger
+	said   sync.Once // that the program's failures have no error
 
 	// asked is how many messages pulls may still bring whose call has returned.
 	asked atomic.Int64

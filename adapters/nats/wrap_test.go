@@ -140,7 +140,7 @@ func TestWrappedWays(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t, jetstream.ConsumerConfig{})
 			r.publish(t, subject, 0, n)
-			g := adaptertest.Guard(t, guard.Config{})
+			g, log := logging(t, guard.Config{})
 			w := wrap(t, g, r.consumer)
 			var mu sync.Mutex
 			seen := map[string]int{}
@@ -172,6 +172,9 @@ func TestWrappedWays(t *testing.T) {
 			adaptertest.Eventually(t, "all acked", func() bool { return r.info(t).AckFloor.Stream == n })
 			if i := r.info(t); i.Delivered.Consumer != n {
 				t.Errorf("%d deliveries", i.Delivered.Consumer)
+			}
+			if told := log.lines("level=WARN", "the program naks without an error", "nats.Fail"); told != 1 { // once, whatever fails
+				t.Errorf("told %d times", told)
 			}
 			if a := w.src.Account(); a.Acked != n || a.Check() != nil {
 				t.Errorf("%+v", a)
@@ -803,5 +806,42 @@ func TestWrappedNakIsForgottenFirst(t *testing.T) {
 	stop()
 	if err := <-offered; err != nil || naks != 1 || !again {
 		t.Errorf("%d naks; what came again was taken for a copy: %v; %v", naks, !again, err)
+	}
+}
+
+// What a wrapped consumer holds goes back with Close, also with a context that is over, as
+// a program's is after its signal; it does not wait for its AckWait.
+func TestCloseGivesBackWhatIsHeld(t *testing.T) {
+	const n = 20
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: time.Hour})
+	r.publish(t, subject, 0, n)
+	g := adaptertest.Guard(t, guard.Config{})
+	w := wrap(t, g, r.consumer)
+	src := adaptertest.Source(t, g, "S/C")
+	if err := src.ForceOpen(time.Hour); err != nil {
+		t.Fatal(err)
+	}
+	consuming, err := w.Consume(func(m jetstream.Msg) { t.Errorf("%s was handed out", m.Data()) })
+	if err != nil {
+		t.Fatal(err)
+	}
+	adaptertest.Eventually(t, "all are held", func() bool { return src.Account().Unsettled() == n })
+	consuming.Stop()
+	<-consuming.Closed()
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	if _, err := g.Close(ctx); err != nil {
+		t.Error(err)
+	}
+	again, err := r.consumer.Fetch(n, jetstream.FetchMaxWait(time.Minute))
+	if err != nil {
+		t.Fatal(err)
+	}
+	came := 0
+	for range again.Messages() {
+		came++
+	}
+	if came != n {
+		t.Errorf("%d of %d come again", came, n)
 	}
 }

@@ -40,13 +40,13 @@ type core struct {
 
 // link is our standing with etcd.
 type link struct {
-	up      bool          // a session is there, and what it is told is written
-	ttl     time.Duration // of our lease
-	renewed time.Duration // it was asked for, at its latest renewal
-	watched time.Duration // the watch was asked for a sign of life, at its latest
-	born    int64         // revision that created our member key
-	charter int64         // revision of the roster
-	late    uint64        // number of a roster later than ours, under which we decide and probe no more; 0 is none
+	up       bool          // a session is there, and what it is told is written
+	ttl      time.Duration // of our lease
+	renewed  time.Duration // it was asked for, at its latest renewal
+	watched  time.Duration // the watch was asked for a sign of life, at its latest
+	born     int64         // revision that created our member key
+	settings int64         // revision of the roster
+	late     uint64        // number of a roster later than ours, under which we decide and probe no more; 0 is none
 }
 
 // book is what etcd has about a scope, and what is to be written.

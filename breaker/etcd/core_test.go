@@ -48,7 +48,7 @@ func deskOf(t *testing.T, self string, names ...string) *desk {
 
 // begin begins a session. More is there than the roster's members.
 func (d *desk) begin(more ...entry) {
-	k := link{up: true, ttl: 5 * time.Second, renewed: d.now, watched: d.now, born: 1, charter: 1}
+	k := link{up: true, ttl: 5 * time.Second, renewed: d.now, watched: d.now, born: 1, settings: 1}
 	for _, name := range d.Names() {
 		more = append(more, entry{key: d.l.member(name), value: encodeMember(7), rev: d.rev})
 	}
@@ -208,7 +208,7 @@ func TestHeldOnlyWhileSomebodyMayProbe(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			d := newDesk(t, c.roster...)
 			if c.late {
-				d.put(d.l.roster(), charter{number: 2}.encode())
+				d.put(d.l.roster(), settings{number: 2}.encode())
 			}
 			gone := func(within time.Duration, want bool) {
 				t.Helper()
@@ -236,7 +236,7 @@ func TestHeldOnlyWhileSomebodyMayProbe(t *testing.T) {
 			}
 			state := entry{key: d.l.state("q"), value: encodeState(d.book().Known), rev: d.rev}
 			d.down(d.now, true)
-			d.begin(state, entry{key: d.l.roster(), value: charter{number: 2}.encode(), rev: 1})
+			d.begin(state, entry{key: d.l.roster(), value: settings{number: 2}.encode(), rev: 1})
 			if ks := d.kinds(); len(ks) != 0 {
 				t.Errorf("a new session: %v", ks)
 			}

@@ -141,7 +141,7 @@ func (s *store) join(n *stationed) {
 	member := n.c.keys.member(n.Name)
 	if s.keys[n.c.keys.roster()] == nil {
 		s.rev++
-		s.put(n.c.keys.roster(), charter{number: 1}.encode(), nil)
+		s.put(n.c.keys.roster(), settings{number: 1}.encode(), nil)
 	}
 	switch k := s.keys[member]; {
 	case k == nil:
@@ -156,7 +156,7 @@ func (s *store) join(n *stationed) {
 	}
 	n.lost, n.flights, n.seen = never, nil, s.rev
 	n.c.reset(now, n.c.keys, all, s.rev, link{
-		up: true, ttl: n.ttl, renewed: now, watched: now, born: s.keys[member].created, charter: s.keys[n.c.keys.roster()].mod,
+		up: true, ttl: n.ttl, renewed: now, watched: now, born: s.keys[member].created, settings: s.keys[n.c.keys.roster()].mod,
 	})
 }
 

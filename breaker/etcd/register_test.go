@@ -63,7 +63,7 @@ func TestRegisterFaults(t *testing.T) {
 	})
 }
 
-// The configuration of a fleet in etcd. Whoever is first to write number 1 founds it.
+// The configuration of a fleet in etcd. Whoever is first writes number 1.
 func ExampleNewRegister() { //nolint:testableexamples // it needs an etcd
 	client, err := clientv3.New(clientv3.Config{
 		Endpoints:         []string{"https://etcd-1:2379", "https://etcd-2:2379", "https://etcd-3:2379"},

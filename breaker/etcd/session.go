@@ -155,7 +155,7 @@ func (a *Authority) join(ctx context.Context, l *leases) (link, error) {
 	if err != nil {
 		return k, err
 	}
-	if k.charter, k.late, err = a.agree(ctx); err != nil {
+	if k.settings, k.late, err = a.agree(ctx); err != nil {
 		return k, err
 	}
 	key := a.keys.member(a.self.Name)
@@ -214,7 +214,7 @@ func (a *Authority) renew(ctx context.Context, id clientv3.LeaseID) error {
 // agree compares the roster, and brings it where there is none or an earlier one.
 // late is the number of a later one that is there, or 0.
 func (a *Authority) agree(ctx context.Context) (rev int64, late uint64, err error) {
-	key, ours := a.keys.roster(), charterOf(a.cfg)
+	key, ours := a.keys.roster(), settingsOf(a.cfg)
 	for {
 		resp, err := a.client.Get(ctx, key)
 		if err != nil {
@@ -222,7 +222,7 @@ func (a *Authority) agree(ctx context.Context) (rev int64, late uint64, err erro
 		}
 		if len(resp.Kvs) > 0 {
 			kv := resp.Kvs[0]
-			they, err := decodeCharter(kv.GetValue())
+			they, err := decodeSettings(kv.GetValue())
 			switch {
 			case err != nil:
 				return 0, 0, err

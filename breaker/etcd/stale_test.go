@@ -141,7 +141,7 @@ func TestStaleWritesAreVoid(t *testing.T) {
 			return err
 		}, true},
 		"the roster is a later one": {opDecide, func(t *testing.T, a, _ *still) error {
-			_, err := client.Put(t.Context(), a.keys.roster(), string(charter{number: 9}.encode()))
+			_, err := client.Put(t.Context(), a.keys.roster(), string(settings{number: 9}.encode()))
 			return err
 		}, true},
 		"nothing, with a probe to take": {opTake, func(*testing.T, *still, *still) error { return nil }, false},

@@ -82,16 +82,16 @@ func (c *core) takeLocked(now time.Duration, l layout, e entry) {
 	case keyOther:
 		return
 	case keyRoster:
-		var they charter
-		if they, err = decodeCharter(e.value); err == nil && !e.deleted {
+		var they settings
+		if they, err = decodeSettings(e.value); err == nil && !e.deleted {
 			c.link.late = 0
 			if they.number > c.number {
 				c.link.late = they.number
 			}
 		}
-		c.link.charter = e.rev
+		c.link.settings = e.rev
 		if e.deleted {
-			c.link.charter = 0
+			c.link.settings = 0
 		}
 	case keyMember:
 		delete(c.members, who)
@@ -338,7 +338,7 @@ func (b *book) plan() *op {
 
 func (b *book) planVote() *op {
 	keys := b.c.keys
-	roster, state := find{key: keys.roster(), rev: b.c.link.charter}, find{key: keys.state(b.Name), rev: b.rev}
+	roster, state := find{key: keys.roster(), rev: b.c.link.settings}, find{key: keys.state(b.Name), rev: b.rev}
 	slot := find{key: keys.probe(b.Name)}
 	if b.probe != nil {
 		slot.rev = b.probe.rev

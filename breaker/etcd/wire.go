@@ -27,17 +27,17 @@ import (
 // as internal/scope writes them.
 const wireVersion = 1
 
-// charter is what all must have alike, or they would count differently.
-type charter struct {
+// settings is what all must have alike, or they would count differently.
+type settings struct {
 	number, quorum, successes, names uint64
 }
 
-func charterOf(c Config) charter {
+func settingsOf(c Config) settings {
 	h := fnv.New64a()
 	for _, n := range slices.Sorted(slices.Values(c.Roster.Names)) {
 		_, _ = h.Write(wire.AppendText(nil, n)) // never fails
 	}
-	return charter{c.Roster.Number, uint64(math.Round(c.Fleet.Quorum * 1e6)), uint64(c.Fleet.Successes), h.Sum64()}
+	return settings{c.Roster.Number, uint64(math.Round(c.Fleet.Quorum * 1e6)), uint64(c.Fleet.Successes), h.Sum64()}
 }
 
 // probe is who has the one probe of a scope.
@@ -53,7 +53,7 @@ func numbers(b []byte, all ...uint64) []byte {
 	return b
 }
 
-func (c charter) encode() []byte {
+func (c settings) encode() []byte {
 	return binary.BigEndian.AppendUint64(numbers([]byte{wireVersion}, c.number, c.quorum, c.successes), c.names)
 }
 
@@ -96,9 +96,9 @@ func (r *reader) end(what string) error {
 	return nil
 }
 
-func decodeCharter(b []byte) (charter, error) {
+func decodeSettings(b []byte) (settings, error) {
 	r := read(b)
-	c := charter{
+	c := settings{
 		number: r.Number("number"), quorum: r.Uint("quorum", 0, 1e6),
 		successes: r.Uint("successes", 0, math.MaxUint32), names: r.Digest("names"),
 	}

@@ -24,7 +24,7 @@ func samples() map[keyKind][]byte {
 	last := vote
 	last.Wants, last.At.Round, last.Passes, last.Failed = false, 0, 0, 0
 	return map[keyKind][]byte{
-		keyRoster: charter{7, 5e5, 10, 1 << 60}.encode(),
+		keyRoster: settings{7, 5e5, 10, 1 << 60}.encode(),
 		keyMember: encodeMember(someone.Incarnation),
 		keyState:  encodeState(scope.State{Position: at, Rung: 9, OpenFor: 25600 * time.Millisecond, Cause: "storm"}),
 		keyVote:   encodeVote(vote),
@@ -37,7 +37,7 @@ func samples() map[keyKind][]byte {
 func again(kind keyKind, b []byte) ([]byte, error) {
 	switch kind {
 	case keyRoster:
-		v, err := decodeCharter(b)
+		v, err := decodeSettings(b)
 		return v.encode(), err
 	case keyMember:
 		v, err := decodeMember(b)

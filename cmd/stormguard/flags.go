@@ -114,18 +114,18 @@ func (rs *ranges) add(flags *pflag.FlagSet, usage string, r *ranged) {
 }
 
 // accessFlags are the flags for TLS and a user, the same wherever a command
-// connects to a broker. tls is what --tls does; empty: there is none, --url says
+// connects to a broker, after c.Prefix. tls is what --tls does; empty: there is none, --url says
 // it.
 func accessFlags(rs *ranges, flags *pflag.FlagSet, c *access.Config, tls string, sasl bool) {
 	if tls != "" {
-		flags.BoolVar(&c.TLS, "tls", false, tls)
+		flags.BoolVar(&c.TLS, c.Prefix+"tls", false, tls)
 	}
-	flags.StringVar(&c.CA, "ca", "", "PEM `file` of the certificates to trust (default: the system's)")
-	flags.StringVar(&c.Cert, "cert", "", "PEM `file` of a client certificate, with --key")
-	flags.StringVar(&c.Key, "key", "", "PEM `file` of its private key")
-	flags.StringVar(&c.User, "user", "", "`name` to log in with, with --password-file")
-	flags.StringVar(&c.PasswordFile, "password-file", "", "`file` with the password, such as /dev/stdin")
+	flags.StringVar(&c.CA, c.Prefix+"ca", "", "PEM `file` of the certificates to trust (default: the system's)")
+	flags.StringVar(&c.Cert, c.Prefix+"cert", "", "PEM `file` of a client certificate, with --"+c.Prefix+"key")
+	flags.StringVar(&c.Key, c.Prefix+"key", "", "PEM `file` of its private key")
+	flags.StringVar(&c.User, c.Prefix+"user", "", "`name` to log in with, with --"+c.Prefix+"password-file")
+	flags.StringVar(&c.PasswordFile, c.Prefix+"password-file", "", "`file` with the password, such as /dev/stdin")
 	if sasl {
-		choice(rs, flags, &c.SASL, "sasl", access.Mechanisms(), "how Kafka is told the password, with --user")
+		choice(rs, flags, &c.SASL, c.Prefix+"sasl", access.Mechanisms(), "how Kafka is told the password, with --"+c.Prefix+"user")
 	}
 }

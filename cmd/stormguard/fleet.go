@@ -37,9 +37,9 @@ and how much of each key is admitted.
 --url is where a process of the fleet serves process.Handler. "stormguard fleet
 run" starts processes to try it with:
 
-  stormguard fleet run --name a --roster a,b,c --bind 127.0.0.1:7001 --http 127.0.0.1:8001
-  stormguard fleet run --name b --roster a,b,c --bind 127.0.0.1:7002 --seed 127.0.0.1:7001
-  stormguard fleet run --name c --roster a,b,c --bind 127.0.0.1:7003 --seed 127.0.0.1:7001
+  stormguard fleet run --name a --roster a,b,c --register file:trial --bind 127.0.0.1:7001 --http 127.0.0.1:8001
+  stormguard fleet run --name b --roster a,b,c --register file:trial --bind 127.0.0.1:7002 --seed 127.0.0.1:7001
+  stormguard fleet run --name c --roster a,b,c --register file:trial --bind 127.0.0.1:7003 --seed 127.0.0.1:7001
   stormguard fleet --url http://127.0.0.1:8001 --watch
 
 A handler that listens beyond loopback needs https and --token-file.`
@@ -97,18 +97,28 @@ that only the fleet's processes can read, the same for all of them:
 }
 
 func newFleetEvict(op *operator) *cobra.Command {
-	return &cobra.Command{
+	var number uint64
+	cmd := &cobra.Command{
 		Use:   "evict NAME",
 		Short: "Free the share of a member that does not come back",
 		Long: `Free the share of a member that does not come back, and what was lent to it.
 
 It is your word that the process does not run: one that does, behind a cut, goes on
-admitting by its share until it hears of it.`,
+admitting by its share until it hears of it. Then it asks for its share again.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return op.change(cmd, "evict?name="+url.QueryEscape(args[0]), nil, "evicted "+args[0])
+			return op.change(cmd, number, "evicted "+args[0], func(number uint64) (string, any) {
+				return fmt.Sprintf("evict?name=%s&number=%d", url.QueryEscape(args[0]), number), nil
+			})
 		},
 	}
+	numberFlag(cmd, &number)
+	return cmd
+}
+
+// numberFlag is the number of the configuration that a command changes.
+func numberFlag(cmd *cobra.Command, number *uint64) {
+	cmd.Flags().Uint64Var(number, "number", 0, "of the configuration to change; if another change was faster, nothing is changed (default the newest)")
 }
 
 func newFleetSet(op *operator) *cobra.Command {
@@ -117,13 +127,14 @@ func newFleetSet(op *operator) *cobra.Command {
 	var burst int
 	var unset bool
 	var weights map[string]int
+	var number uint64
 	cmd := &cobra.Command{
 		Use:   "set",
 		Short: "Change the fleet's limit, that of a key, or weights of members",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			limited := cmd.Flags().Changed("rate") || cmd.Flags().Changed("burst")
-			var in process.ChangeRequest
+			var in change
 			switch limit := (&process.Limit{Rate: rate, Burst: burst}); {
 			case unset && (limited || key == ""):
 				return usageError{errors.New("--unset: needs --key, and neither --rate nor --burst")}
@@ -139,7 +150,7 @@ func newFleetSet(op *operator) *cobra.Command {
 				return usageError{errors.New("nothing to change: give --rate and --burst, --key with --unset, or --weight")}
 			}
 			in.Weights = weights
-			return op.change(cmd, "change", in, "changed")
+			return op.change(cmd, number, "changed", in.path)
 		},
 	}
 	f := cmd.Flags()
@@ -148,18 +159,31 @@ func newFleetSet(op *operator) *cobra.Command {
 	f.IntVar(&burst, "burst", 0, "tokens, 1 to 1000000000, of the whole fleet")
 	f.BoolVar(&unset, "unset", false, "take the key's own limit away")
 	f.StringToIntVar(&weights, "weight", nil, "NAME=N,...: 0 to 1000000; a member with 0 only borrows")
+	numberFlag(cmd, &number)
 	return cmd
 }
 
 func newFleetReset(op *operator) *cobra.Command {
-	return &cobra.Command{
+	var number uint64
+	cmd := &cobra.Command{
 		Use:   "reset",
 		Short: "Fill all buckets, once: up to a burst more is admitted",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return op.change(cmd, "change", process.ChangeRequest{Reset: true}, "all buckets filled")
+			return op.change(cmd, number, "all buckets filled", change{Reset: true}.path)
 		},
 	}
+	numberFlag(cmd, &number)
+	return cmd
+}
+
+// A change is what set and reset ask for.
+type change process.ChangeRequest
+
+// path is where to ask for it, and what.
+func (c change) path(number uint64) (string, any) {
+	c.Number = number
+	return "change", process.ChangeRequest(c)
 }
 
 func newFleetJournal(op *operator) *cobra.Command {
@@ -173,38 +197,54 @@ func newFleetJournal(op *operator) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			if op.json {
-				_, err = cmd.OutOrStdout().Write(raw)
-				return err
-			}
-			w := tabwriter.NewWriter(cmd.OutOrStdout(), 0, 0, 2, ' ', 0)
-			for _, l := range lines {
-				number := ""
-				if l.Number > 0 {
-					number = fmt.Sprint(l.Number)
+			return op.print(cmd, raw, func(out io.Writer) error {
+				w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
+				for _, l := range lines {
+					number := ""
+					if l.Number > 0 {
+						number = fmt.Sprint(l.Number)
+					}
+					fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n", l.At.Format("2006-01-02 15:04:05.000"), l.By, l.Kind, number, l.Subject, l.Text)
 				}
-				fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n", l.At.Format("2006-01-02 15:04:05.000"), l.By, l.Kind, number, l.Subject, l.Text)
-			}
-			return w.Flush()
+				return w.Flush()
+			})
 		},
 	}
 }
 
-// change asks for something that a majority must choose.
-func (op *operator) change(cmd *cobra.Command, path string, body any, done string) error {
-	var out struct {
-		Charter uint64 `json:"charter"`
+// change asks for a change of the configuration of a number, or of the newest if that is
+// 0. It happens or not, and never later.
+func (op *operator) change(cmd *cobra.Command, number uint64, done string, path func(number uint64) (string, any)) error {
+	if number == 0 {
+		var s process.Status
+		if _, err := op.ask(cmd.Context(), http.MethodGet, "status", nil, &s); err != nil {
+			return err
+		}
+		if number = s.Configuration.Number; number == 0 {
+			return fmt.Errorf("%s knows no configuration yet", s.Name)
+		}
 	}
-	raw, err := op.ask(cmd.Context(), http.MethodPost, path, body, &out)
+	var out struct {
+		Number uint64 `json:"number"`
+	}
+	where, body := path(number)
+	raw, err := op.ask(cmd.Context(), http.MethodPost, where, body, &out)
 	if err != nil {
 		return err
 	}
+	return op.print(cmd, raw, func(w io.Writer) error {
+		_, err := fmt.Fprintf(w, "%s: configuration %d, after %d\n", done, out.Number, number)
+		return err
+	})
+}
+
+// print prints an answer: as it is with --json, else as text says.
+func (op *operator) print(cmd *cobra.Command, raw []byte, text func(io.Writer) error) error {
 	if op.json {
-		_, err = cmd.OutOrStdout().Write(raw)
-	} else {
-		_, err = fmt.Fprintf(cmd.OutOrStdout(), "%s: charter %d\n", done, out.Charter)
+		_, err := cmd.OutOrStdout().Write(raw)
+		return err
 	}
-	return err
+	return text(cmd.OutOrStdout())
 }
 
 // client is what sends r, after it was given the token.
@@ -402,9 +442,9 @@ func rates(before, after *process.Status, d time.Duration) []keyRate {
 
 func printFleet(out io.Writer, s *process.Status, keys []keyRate) error {
 	var b bytes.Buffer
-	c := s.Charter
+	c := s.Configuration
 	fmt.Fprintf(&b, "%s, as %s sees it at %s\n", s.Fleet, s.Name, time.Now().Format("15:04:05"))
-	fmt.Fprintf(&b, "charter %d, complete to %d: %g/s, burst %d", c.Number, c.Complete, c.Limit.Rate, c.Limit.Burst)
+	fmt.Fprintf(&b, "configuration %d, complete to %d: %g/s, burst %d", c.Number, c.Complete, c.Limit.Rate, c.Limit.Burst)
 	if n := len(c.Limits); n > 0 {
 		fmt.Fprintf(&b, ", %d keys with limits of their own", n)
 	}
@@ -412,18 +452,21 @@ func printFleet(out io.Writer, s *process.Status, keys []keyRate) error {
 	if len(c.Lacking) > 0 {
 		fmt.Fprintf(&b, "NOT APPLIED YET by %s: until then they admit by what they had before\n", strings.Join(c.Lacking, ", "))
 	}
+	if c.Away != "" {
+		fmt.Fprintf(&b, "REGISTER AWAY: %s; this configuration stays in force, and nothing can be changed\n", c.Away)
+	}
 	switch {
-	case c.Evicted:
-		b.WriteString("EVICTED: this process mints nothing any more; a new life of it may join\n")
 	case !c.Settled:
-		b.WriteString("NOT JOINED: no majority of the roster has told this process that its charter is the newest\n")
+		b.WriteString("NOT JOINED: this process does not know yet that its configuration is the newest; it mints nothing\n")
+	case c.Evicted:
+		b.WriteString("EVICTED: this process is no member, and asks for its share again\n")
 	}
 	if c.Problem != "" {
 		fmt.Fprintf(&b, "PROBLEM: %s\n", c.Problem)
 	}
 	b.WriteByte('\n')
 	w := tabwriter.NewWriter(&b, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(w, "MEMBER\tZONE\tSTATE\tSHARE\tLEVEL\tOF\tLENT\tPINNED\tCHARTER\tSYNC\tRTT\tCLOCK\tVERSION")
+	fmt.Fprintln(w, "MEMBER\tZONE\tSTATE\tSHARE\tLEVEL\tOF\tLENT\tPINNED\tNUMBER\tSYNC\tRTT\tCLOCK\tVERSION")
 	for _, m := range s.Members {
 		state := m.State
 		if m.State == "silent" || m.State == "lost" {
@@ -435,12 +478,12 @@ func printFleet(out io.Writer, s *process.Status, keys []keyRate) error {
 		if m.LoansRefused > 0 {
 			state += fmt.Sprintf(", BREAKS THE BOOKS: %d loans refused", m.LoansRefused)
 		}
-		charter := fmt.Sprint(m.Charter)
-		if m.Applied != m.Charter {
-			charter += fmt.Sprintf(" (applied %d)", m.Applied)
+		number := fmt.Sprint(m.Number)
+		if m.Applied != m.Number {
+			number += fmt.Sprintf(" (applied %d)", m.Applied)
 		}
 		fmt.Fprintf(w, "%s\t%s\t%s\t%.1f %%\t%.0f\t%.0f\t%.0f\t%.0f\t%s\t%v\t%v\t%v\t%s\n", m.Name, zone(m), state, 100*m.Share, m.Level, m.Cap, m.Lent, m.Pinned,
-			charter, m.SyncDelay.Round(100*time.Microsecond), m.RTT.Round(10*time.Microsecond), m.Offset.Round(100*time.Microsecond), m.Version)
+			number, m.SyncDelay.Round(100*time.Microsecond), m.RTT.Round(10*time.Microsecond), m.Offset.Round(100*time.Microsecond), m.Version)
 	}
 	if len(keys) > 0 {
 		fmt.Fprintln(w, "\nKEY\tADMITTED\tDENIED\tLEVEL\tOF")

@@ -7,6 +7,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"os"
 	"strings"
@@ -134,16 +135,14 @@ func newQuarantineList(op *operator) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			if op.json {
-				_, err = cmd.OutOrStdout().Write(raw)
-				return err
-			}
-			w := tabwriter.NewWriter(cmd.OutOrStdout(), 0, 0, 2, ' ', 0)
-			fmt.Fprintln(w, "RULE\tBY\tSINCE\tUNTIL\tWHY")
-			for _, q := range all {
-				fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", q.Rule, q.By, q.At.Format(time.RFC3339), q.Until.Format(time.RFC3339), q.Why)
-			}
-			return w.Flush()
+			return op.print(cmd, raw, func(out io.Writer) error {
+				w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
+				fmt.Fprintln(w, "RULE\tBY\tSINCE\tUNTIL\tWHY")
+				for _, q := range all {
+					fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", q.Rule, q.By, q.At.Format(time.RFC3339), q.Until.Format(time.RFC3339), q.Why)
+				}
+				return w.Flush()
+			})
 		},
 	}
 }
@@ -155,10 +154,8 @@ func (op *operator) quarantine(cmd *cobra.Command, in process.QuarantineRequest,
 	if err != nil {
 		return err
 	}
-	if op.json {
-		_, err = cmd.OutOrStdout().Write(raw)
-	} else {
-		_, err = fmt.Fprintf(cmd.OutOrStdout(), "%s; %d rules\n", done, len(all))
-	}
-	return err
+	return op.print(cmd, raw, func(w io.Writer) error {
+		_, err := fmt.Fprintf(w, "%s; %d rules\n", done, len(all))
+		return err
+	})
 }

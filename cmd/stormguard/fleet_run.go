@@ -34,7 +34,13 @@ roster out before a consumer depends on it.
 
 --bind beyond loopback needs --keys ("stormguard fleet keygen" makes one).
 
-A name that is not in --roster joins, with a share of the others' weight. An
+--register says where the fleet's configuration is kept: its roster and limits, with a
+number. --rate, --burst and --roster are written there if it is empty, and nothing
+else. The key, bucket, topic or stream is stormguard-FLEET, and the row of
+PostgreSQL FLEET. Without --register they are a static configuration of --number:
+start all processes again with the next number to change it.
+
+With --register a name that is not in --roster joins, with a share of the others' weight. An
 interrupt makes it leave: it gives its share to the others.`
 
 // fleetRun is what the flags of fleet run set.
@@ -44,6 +50,8 @@ type fleetRun struct {
 	bind, http, network, keys string
 	httpCert, httpKey         string
 	httpTokens                string
+	store                     registerFlags
+	number                    uint64
 	insecure                  bool
 	key, strategy             string
 	rate                      float64
@@ -64,6 +72,7 @@ func newFleetRun() *cobra.Command {
 			if run.name == "" {
 				err = errors.Join(err, errors.New("--name: must be given"))
 			}
+			err = errors.Join(err, run.store.validate())
 			if err != nil {
 				return usageError{err}
 			}
@@ -73,7 +82,7 @@ func newFleetRun() *cobra.Command {
 	f := cmd.Flags()
 	f.StringVar(&run.name, "name", "", "the process's name: stable over restarts, of one living process")
 	f.StringVar(&run.fleet, "fleet", "trial", "the fleet's name")
-	f.StringSliceVar(&run.roster, "roster", nil, "names of the founders, the same for all processes")
+	f.StringSliceVar(&run.roster, "roster", nil, "names of the first members, the same for all processes")
 	f.StringSliceVar(&run.seeds, "seed", nil, "host:port of processes to ask")
 	f.StringVar(&run.bind, "bind", "127.0.0.1:0", "host:port to listen on, UDP and TCP")
 	f.BoolVar(&run.insecure, "insecure", false, "allow --bind beyond loopback without --keys: whoever reaches the port can change the fleet")
@@ -83,10 +92,12 @@ func newFleetRun() *cobra.Command {
 	f.StringVar(&run.httpKey, "http-key", "", "PEM `file` of its private key")
 	f.StringVar(&run.network, "network", gossip.UDP, "udp, or tcp where UDP is dropped")
 	f.StringVar(&run.keys, "keys", "", "a file with one base64 key of 32 bytes a line; the first encrypts, all are read")
+	run.store.bind(&ranges, f)
+	f.Uint64Var(&run.number, "number", 0, "without --register: of --rate, --burst and --roster; raise it by one with each change")
 	f.StringVar(&run.zone, "zone", "", "where it runs")
 	f.StringVar(&run.region, "region", "", "where that is")
-	f.Float64Var(&run.rate, "rate", 1000, "of the founding limit: tokens per second, of the whole fleet")
-	f.IntVar(&run.burst, "burst", 100, "of the founding limit: tokens, of the whole fleet")
+	f.Float64Var(&run.rate, "rate", 1000, "of the first limit: tokens per second, of the whole fleet")
+	f.IntVar(&run.burst, "burst", 100, "of the first limit: tokens, of the whole fleet")
 	f.StringVar(&run.strategy, "strategy", string(limiter.Escrow), "how the processes share the limit: escrow, which is strict, or pooled")
 	f.StringVar(&run.key, "key", "trial", "the key to ask for")
 	run.demand = 100
@@ -97,7 +108,7 @@ func newFleetRun() *cobra.Command {
 
 func (r *fleetRun) config() process.Config {
 	c := process.Config{
-		Fleet: r.fleet, Name: r.name, Program: programVersion(),
+		Fleet: r.fleet, Name: r.name, Number: r.number, Program: programVersion(),
 		Limits: limiter.Config{
 			Limit: limiter.Limit{Rate: r.rate, Burst: r.burst}, Strategy: limiter.Strategy(r.strategy), Roster: limiter.Roster{Guests: true},
 		},
@@ -114,6 +125,14 @@ func (r *fleetRun) config() process.Config {
 
 func (r *fleetRun) run(ctx context.Context, stdout, stderr io.Writer) error {
 	opts := []process.Option{process.WithLogger(slog.New(slog.NewTextHandler(stderr, nil)))}
+	if r.store.url != "" {
+		store, closes, err := r.store.open(ctx, r.fleet, stderr)
+		if err != nil {
+			return err
+		}
+		defer closes()
+		opts = append(opts, process.WithRegister(store))
+	}
 	if r.keys != "" {
 		ring, err := readKeys(r.keys)
 		if err != nil {
@@ -203,7 +222,7 @@ func (r *fleetRun) serve(ctx context.Context, p *process.Process, stdout, stderr
 
 // join asks for a share, if the process has none by its name.
 func (r *fleetRun) join(ctx context.Context, p *process.Process) error {
-	if len(r.roster) == 0 || slices.Contains(r.roster, r.name) {
+	if len(r.roster) == 0 || r.store.url == "" || slices.Contains(r.roster, r.name) {
 		return nil
 	}
 	return p.Join(ctx, 1)
@@ -232,7 +251,7 @@ func (r *fleetRun) ask(ctx context.Context, p *process.Process, w io.Writer) err
 		if now.Sub(said) >= time.Second {
 			if !r.quiet {
 				s := p.Limits().Stats()
-				fmt.Fprintf(w, "%s granted %.0f/s of %d/s, share %.1f %%, charter %d\n", r.name, float64(granted-told)/now.Sub(said).Seconds(), r.demand, 100*s.Share, s.Charter)
+				fmt.Fprintf(w, "%s granted %.0f/s of %d/s, share %.1f %%, configuration %d\n", r.name, float64(granted-told)/now.Sub(said).Seconds(), r.demand, 100*s.Share, s.Number)
 			}
 			told, said = granted, now
 		}

@@ -20,12 +20,14 @@ import (
 
 	"github.com/stormguard-mq/stormguard/crdt/gossip"
 	"github.com/stormguard-mq/stormguard/fleet/process"
+	"github.com/stormguard-mq/stormguard/fleet/register"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
-// trial starts the founders a and b of a fleet, and serves a's handler.
+// trial starts the members a and b of a fleet, and serves a's handler.
 func trial(t *testing.T) (a, b *process.Process, url string) {
 	t.Helper()
+	var store register.Memory
 	start := func(name string, seeds ...string) *process.Process {
 		p, err := process.Start(process.Config{
 			Fleet: "trial", Name: name, Program: "v9",
@@ -34,7 +36,7 @@ func trial(t *testing.T) (a, b *process.Process, url string) {
 				Roster: limiter.Roster{Guests: true, Members: []limiter.Member{{Name: "a"}, {Name: "b"}}},
 			},
 			Gossip: gossip.NodeConfig{Config: gossip.Config{Zone: "z1", Region: "r1"}, Bind: "127.0.0.1:0", Seeds: seeds},
-		})
+		}, process.WithRegister(&store))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -62,7 +64,7 @@ func TestFleetCommands(t *testing.T) {
 	a, b, url := trial(t)
 	soon(t, "both have told of themselves", func() bool {
 		s := a.Status()
-		return len(s.Members) == 2 && s.Members[1].Version == "v9" && s.Charter.Settled
+		return len(s.Members) == 2 && s.Members[1].Version == "v9" && s.Configuration.Settled
 	})
 	b.Key("orders").AllowN(30)
 	for _, c := range []struct {
@@ -70,11 +72,13 @@ func TestFleetCommands(t *testing.T) {
 		code           int
 		stdout, stderr string // patterns
 	}{
-		{"", exitOK, `(?s)trial, as a sees it.*charter 1, complete to 1: 1000/s, burst 100\n.*a +r1/z1 +self +50.0 %.*b +r1/z1 +fresh +50.0 %.*orders`, `^$`},
-		{"set --rate 500 --burst 50", exitOK, `^changed: charter 2\n$`, `^$`},
-		{"set --key x --rate 5 --burst 5 --weight b=3", exitOK, `^changed: charter 3\n$`, `^$`},
-		{"set --key x --unset --json", exitOK, `^\{"charter":4\}\n$`, `^$`},
-		{"reset", exitOK, `^all buckets filled: charter 5\n$`, `^$`},
+		{"", exitOK, `(?s)trial, as a sees it.*configuration 1, complete to 1: 1000/s, burst 100\n.*a +r1/z1 +self +50.0 %.*b +r1/z1 +fresh +50.0 %.*orders`, `^$`},
+		{"set --rate 500 --burst 50", exitOK, `^changed: configuration 2, after 1\n$`, `^$`},
+		{"set --key x --rate 5 --burst 5 --weight b=3", exitOK, `^changed: configuration 3, after 2\n$`, `^$`},
+		{"set --key x --unset --json", exitOK, `^\{"number":4\}\n$`, `^$`},
+		{"reset", exitOK, `^all buckets filled: configuration 5, after 4\n$`, `^$`},
+		{"reset --number 4", exitError, `^$`, `number 4 was to be changed, the newest is 5`},
+		{"evict b --number 3", exitError, `^$`, `number 3 was to be changed, the newest is 5`},
 		{"set --rate 0 --burst 1", exitError, `^$`, `Limit.Rate: 0 is not in \[0.001, 1e\+09\]`},
 		{"set --rate 5", exitUsage, `^$`, `--rate and --burst: must be given together`},
 		{"set", exitUsage, `^$`, `nothing to change`},
@@ -95,7 +99,7 @@ func TestFleetCommands(t *testing.T) {
 		{"quarantine add --key k --for 169h", exitUsage, `^$`, `--for 169h0m0s: is not in \(0, 168h0m0s\]`},
 		{"quarantine add --key k --why " + strings.Repeat("x", 129), exitError, `^$`, `Why: 129 bytes are not in \[0, 128\]`},
 		{"journal", exitOK, `(?s)quarantined +header:tenant=acme +by ann: ticket_4711.*released +header:tenant=acme +by bob`, `^$`},
-		{"journal", exitOK, `(?s)started +a.*charter +2 +a +500/s burst 50.*RESET +5 +a +all buckets filled`, `^$`},
+		{"journal", exitOK, `(?s)started +a.*configuration +2 +a +500/s burst 50.*RESET +5 +a +all buckets filled`, `^$`},
 		{"journal --json", exitOK, `^\[\{"at":"20`, `^$`},
 	} {
 		var stdout, stderr bytes.Buffer
@@ -120,9 +124,9 @@ func TestFleetInTrouble(t *testing.T) {
 	before := process.Status{Members: []process.Member{{Name: "a", Keys: []process.Key{{Key: "k", Admitted: 100, Denied: 10}, {Key: "l"}}}, {Name: "b", Keys: []process.Key{{Key: "k", Admitted: 900}}}}}
 	s := process.Status{
 		Fleet: "f", Name: "a", Stranded: 0.5,
-		Charter: process.Charter{Number: 7, Complete: 6, Lacking: []string{"b"}, Evicted: true, Problem: "differs"},
+		Configuration: process.Configuration{Number: 7, Complete: 6, Lacking: []string{"b"}, Settled: true, Evicted: true, Away: "unplugged", Problem: "differs"},
 		Members: []process.Member{
-			{Name: "a", State: "self", Roster: true, Charter: 7, Applied: 6, Keys: []process.Key{{Key: "k", Admitted: 300, Denied: 20, Level: 1, Cap: 5}, {Key: "l", Admitted: 700}}},
+			{Name: "a", State: "self", Roster: true, Number: 7, Applied: 6, Keys: []process.Key{{Key: "k", Admitted: 300, Denied: 20, Level: 1, Cap: 5}, {Key: "l", Admitted: 700}}},
 			{Name: "b", State: "lost", Heard: 90 * time.Second, LoansRefused: 7, Keys: []process.Key{{Key: "k", Admitted: 3, Level: 1, Cap: 5}}},
 		},
 		Scopes: []process.Scope{{Name: "g/t/0", State: "open", Held: true, Cause: "failures"}},
@@ -133,17 +137,45 @@ func TestFleetInTrouble(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, want := range []string{
-		"stranded share 50.0 %", "NOT APPLIED YET by b", "EVICTED", "PROBLEM: differs", "lost 1m30s, guest, BREAKS THE BOOKS: 7 loans refused", "7 (applied 6)",
+		"stranded share 50.0 %", "NOT APPLIED YET by b", "EVICTED", "REGISTER AWAY: unplugged", "PROBLEM: differs", "lost 1m30s, guest, BREAKS THE BOOKS: 7 loans refused", "7 (applied 6)",
 		"l    350/s     0/s     0      0\nk    100/s     5/s     2      10\n", "g/t/0  open   true  failures", "g/t    1000     30            2             3\n",
 	} {
 		if !strings.Contains(b.String(), want) {
 			t.Errorf("%q is not in:\n%s", want, b.String())
 		}
 	}
-	s.Charter.Evicted = false
+	s.Configuration.Settled = false
 	b.Reset()
 	if err := printFleet(&b, &s, nil); err != nil || !strings.Contains(b.String(), "NOT JOINED") {
 		t.Errorf("%v %s", err, b.String())
+	}
+}
+
+// What is wrong with a register's flags is said by their names, and without a password.
+func TestFleetRegisterFlags(t *testing.T) {
+	for args, want := range map[string]string{
+		"--register gopher://u:secret@h/x":                              `--register "gopher://...@h/x": must be file:PATH, etcd://`,
+		"--register-ca ca.pem":                                          "--register: must be given with",
+		"--register kafka://u:secret@h:1":                               "--register kafka://...@...: must be without a user: give --register-user",
+		"--register etcd:u:secret@h:1":                                  "--register etcd://...@...: must be without a user: give --register-user",
+		"--register etcd://":                                            `--register "etcd://": has no host: must be file:PATH`,
+		"--register kafka:h:1":                                          `--register "kafka:h:1": has no host: must be file:PATH`,
+		"--register amqp:///orders":                                     `--register "amqp:///orders": has no host: must be file:PATH`,
+		"--register file:" + t.TempDir() + "/r":                         "Limits.Roster.Members: 0 is not in [1, 1024] with a register",
+		"--register etcd://h:1 --register-user u":                       "--register-user and --register-password-file: must be given together",
+		"--register nats://h:1 --register-cert c":                       "--register-cert and --register-key: must be given together",
+		"--register etcd://h:1 --register-sasl plain":                   `--register-sasl "plain": is for Kafka`,
+		"--register kafka://h:1 --register-ca none.pem":                 "--register-ca: open none.pem",
+		"--register file: --roster a,b":                                 "--register: register: file: the path is empty",
+		"--register postgres://u:secret@h:port/db --roster a,b":         "--register: the URL cannot be read",
+		"--register nats://h:1 --fleet a.b --roster a,b":                `Bucket: "stormguard-a.b" is not`,
+		"--register file:" + t.TempDir() + "/r --number 3 --roster a,b": "Number: 3 is not in [0, 0] with a register",
+	} {
+		var stdout, stderr bytes.Buffer
+		code := run(append([]string{"fleet", "run", "--name", "a"}, strings.Fields(args)...), &stdout, &stderr)
+		if code == exitOK || !strings.Contains(stderr.String(), want) || strings.Contains(stderr.String(), "secret") {
+			t.Errorf("%s: %d\n%s\nwant %s", args, code, stderr.String(), want)
+		}
 	}
 }
 
@@ -272,12 +304,13 @@ func TestFleetRun(t *testing.T) {
 	var ended sync.WaitGroup
 	defer ended.Wait()
 	defer cancel()
+	store := "file:" + filepath.Join(t.TempDir(), "register")
 	start := func(name string, seeds ...string) (out *syncBuffer, stop func()) {
 		out = &syncBuffer{}
 		mine, stop := context.WithCancel(ctx)
 		r := fleetRun{
 			name: name, fleet: "trial", roster: []string{"a", "b"}, seeds: seeds, bind: "127.0.0.1:0", http: "127.0.0.1:0",
-			network: gossip.TCP, keys: file, key: "k", rate: 1000, burst: 100, demand: 200,
+			network: gossip.TCP, keys: file, store: registerFlags{url: store}, key: "k", rate: 1000, burst: 100, demand: 200,
 		}
 		ended.Go(func() {
 			if err := r.run(mine, out, io.Discard); !errors.Is(err, context.Canceled) {
@@ -297,10 +330,10 @@ func TestFleetRun(t *testing.T) {
 	})
 	start("b", at)
 	c, stopC := start("c", at)
-	soon(t, "c has a share", func() bool { return strings.Contains(c.String(), "of 200/s, share 33.3 %, charter 2") })
+	soon(t, "c has a share", func() bool { return strings.Contains(c.String(), "of 200/s, share 33.3 %, configuration 2") })
 	stopC()
 	soon(t, "c is gone", func() bool { return strings.Contains(c.String(), "c leaves\n") })
-	soon(t, "the others have its share", func() bool { return strings.Contains(a.String(), "share 50.0 %, charter 3") })
+	soon(t, "the others have its share", func() bool { return strings.Contains(a.String(), "share 50.0 %, configuration 3") })
 
 	for _, bad := range []string{"x", "MDEyMzQ1Njc4OWFiY2RlZg=="} {
 		if err := os.WriteFile(file, []byte(bad), 0o600); err != nil {

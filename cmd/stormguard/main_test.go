@@ -14,7 +14,13 @@ import (
 	"go.uber.org/goleak"
 )
 
+// asCLI, if set, makes the tests' program the CLI.
+const asCLI = "STORMGUARD_TEST_AS_CLI"
+
 func TestMain(m *testing.M) {
+	if os.Getenv(asCLI) != "" {
+		os.Exit(run(os.Args[1:], os.Stdout, os.Stderr))
+	}
 	goleak.VerifyTestMain(m,
 		// nats-server, sarama's metrics and os/signal each keep one goroutine for
 		// the process.
@@ -92,6 +98,21 @@ See "stormguard demo --help".
 			`stormguard: --url "amqp://localhost": must be nats://host:port (or tls, ws, wss) for --broker nats
 See "stormguard demo --help".
 `,
+		},
+		{"simulate --only ^reset$ --seed 7 --json", exitOK, `^\{"seed":7,"seeds":\[7\],"virtual_seconds":16,"scenarios":\[\{"name":"reset",.*"worst_seed":7`, "-"},
+		{"simulate --only ^reset$", exitOK, `^5 seeds, drawn from --seed \d+: \d+ \d+ \d+ \d+ \d+; 80 virtual seconds\n`, "-"},
+		{"simulate --only ^reset$ --seed 1 --seeds 2", exitOK, `^2 seeds, drawn from --seed 1: `, "-"},
+		{"simulate --only ^skew-3$ --strategy static --seeds 2", exitError, `FAILED with 2 of 2 seeds`, "-"},
+		{
+			"simulate --seeds 0 --seed -1", exitUsage, `^$`,
+			`stormguard: --seed "-1": must be a number from 0 to 2147483647
+--seeds "0": must be a number from 1 to 100000
+See "stormguard simulate --help".
+`,
+		},
+		{
+			"simulate --only nosuch", exitUsage, `^$`,
+			"stormguard: simulate: no scenario's name matches \"nosuch\"\nSee \"stormguard simulate --help\".\n",
 		},
 		{"simulate liveness --only ^adjacent-1-unknown-none$ --json", exitOK, `^\{"rows":\[\{"name":"adjacent-1-unknown-none",`, "-"},
 		{

@@ -5,6 +5,7 @@ package main
 
 import (
 	"errors"
+	"math/rand/v2"
 
 	"github.com/spf13/cobra"
 
@@ -33,13 +34,21 @@ Unless a scenario says another, the limit is 10,000 a second with a burst of 500
 messages come in as a Poisson process at 1.2 times the limit, and packets take
 0.5 ms and another 0.5 ms on average, exponentially distributed.
 
-A scenario is strict, and then the exit status is 1 when it is out of its limits,
-or printed, where no design can keep both accuracy and the bound. With --strategy
-static each node has a fixed part of the limit, which fails the table.`
+Each row runs with five seeds that are drawn anew. Each figure is the worst of any
+seed. The worst seed is the one nearest to a limit, or furthest beyond it, and the
+trace is its: --seed S --only ROW runs it again. A limit is that of the error, of
+what is over, of the sync delay and so on, whichever is nearest.
+
+  of 99 % of seeds the sync p99 within which 99 % of the seeds are
+
+A strict row has limits. A printed one, where no design can keep both accuracy and
+the bound, states what it costs, and must stay within that and come to 30 % of it.
+The exit status is 1 when any row fails with any seed. With --strategy static each
+node has a fixed part of the limit, which fails the table.`
 
 func newSimulate() *cobra.Command {
-	cfg := simulate.Config{Seed: 1}
-	strategy, seed := string(simulate.Strict), int(cfg.Seed)
+	cfg := simulate.Config{Seeds: 5}
+	strategy, seed := string(simulate.Strict), 0
 	var ranges ranges
 	cmd := &cobra.Command{
 		Use:   "simulate",
@@ -49,6 +58,12 @@ func newSimulate() *cobra.Command {
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := ranges.check(); err != nil {
 				return usageError{err}
+			}
+			switch {
+			case !cmd.Flags().Changed("seed"):
+				seed = int(rand.Int32())
+			case !cmd.Flags().Changed("seeds"):
+				cfg.Seeds = 0
 			}
 			cfg.Strategy, cfg.Seed = simulate.Strategy(strategy), uint64(seed)
 			err := simulate.Run(cmd.Context(), cfg, cmd.OutOrStdout(), cmd.ErrOrStderr())
@@ -60,10 +75,12 @@ func newSimulate() *cobra.Command {
 	}
 	flags := cmd.Flags()
 	flags.StringVar(&strategy, "strategy", strategy, "strict, or static for comparison")
-	flags.StringSliceVar(&cfg.Only, "scenario", nil, "only those whose name has one of these in it")
-	flags.BoolVar(&cfg.All, "all", false, "the scenarios that take minutes too")
-	flags.BoolVar(&cfg.JSON, "json", false, `print {"scenarios":[...]}`)
-	ranges.number(flags, &seed, "seed", 0, 1<<31-1, "of everything that is drawn")
-	cmd.AddCommand(newSimulateLiveness())
+	flags.StringVar(&cfg.Only, "only", "", "only rows whose name matches this regular expression, those that take minutes too")
+	flags.BoolVar(&cfg.All, "all", false, "the rows that take minutes too")
+	flags.BoolVar(&cfg.JSON, "json", false, `print {"seeds":[...],"scenarios":[...]}`)
+	ranges.number(flags, &seed, "seed", 0, 1<<31-1, "run with this one; with --seeds, draw them from it")
+	flags.Lookup("seed").DefValue = "drawn"
+	ranges.number(flags, &cfg.Seeds, "seeds", 1, 100_000, "draw so many, and run each row with each")
+	cmd.AddCommand(newSimulateLiveness(), newSimulateExplore())
 	return cmd
 }

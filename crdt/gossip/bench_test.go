@@ -10,7 +10,7 @@ import "testing"
 func BenchmarkRound(b *testing.B) {
 	for _, nodes := range []int{3, 50} {
 		b.Run(map[int]string{3: "3nodes", 50: "50nodes"}[nodes], func(b *testing.B) {
-			f := newFleet(1, lan)
+			f := newFleet(b, 1, lan)
 			f.start(nodes)
 			f.Run(3000 * ms) // by then all have met
 			before := f.Net.Stats().Delivered

@@ -39,7 +39,7 @@ func TestCounterChangesNothing(t *testing.T) {
 			})
 		}
 		run := func(plain bool) (hash uint64, marks int) {
-			f := newFleet(seed, link)
+			f := newFleet(t, seed, link)
 			f.plain, f.forward = plain, forward
 			f.zone = func(node int) string { return fmt.Sprint(node % 2) }
 			f.tune = func(_ int, c *gossip.Config) { c.KeepAlive, c.Burst = keep, burst }
@@ -90,7 +90,7 @@ func TestCounterSavesMarks(t *testing.T) {
 	}
 	t.Parallel()
 	const n = 60
-	f := newFleet(1, lan).start(n)
+	f := newFleet(t, 1, lan).start(n)
 	f.Run(2 * time.Second)
 	before := 0
 	for node := range n {

@@ -6,7 +6,7 @@
 //	section ──Mark, Delta──▶ ┌─────────┐ ──Send──▶ driver ──▶ peers
 //	        ◀──Merge, Gone── │ Session │
 //	section ──Mark, Delta──▶ │         │ ◀─Packet─ driver ◀── peers
-//	        ◀──Merge, Gone── └─────────┘ ◀─Wake, Join, Evict─
+//	        ◀──Merge, Gone── └─────────┘ ◀──Wake, Join, Leave─
 //
 // A [Section] is replicated state that can say what changed since a mark, and can
 // merge what others say in any order and any number of times. A [Session] knows

@@ -24,8 +24,6 @@ const (
 	Packet
 	// Join names the address of a seed, which is tried for ever.
 	Join
-	// Evict ends the life that is known by a name, for good.
-	Evict
 	// Hint names an address where somebody may be. It is tried soon, and forgotten
 	// like any other.
 	Hint
@@ -39,7 +37,6 @@ type Event struct {
 	Kind   EventKind
 	Addr   netip.AddrPort // Packet: where it came from. Join and Hint: the address
 	Packet []byte         // Packet: the receiver neither keeps nor changes it
-	Name   string         // Evict
 	Wall   int64          // wall clock, nanoseconds since 1970, read with now; 0 is unknown
 }
 
@@ -49,8 +46,9 @@ type ActionKind uint8
 const (
 	// Send asks for one packet to be sent, once.
 	Send ActionKind = iota
-	// Displaced says that a later life of the session's own name is at work, or
-	// that this one was evicted. It comes once and last: the session is over.
+	// Displaced says that a later life of the session's own name is at work, or that
+	// a peer gave this one up for newcomers, see [Config.MaxPeers]. It comes once and
+	// last: the session is over.
 	Displaced
 	// Rejoined says that a higher incarnation of the session's own name was known, as
 	// after a restart with a clock that is behind, and that the session goes on above it.
@@ -66,5 +64,5 @@ type Action struct {
 	Kind   ActionKind
 	Addr   netip.AddrPort // Send
 	Packet []byte         // Send: valid until the next Step
-	By     crdt.Replica   // Rejoined: who the session is now. Displaced: the life that took the name, or the own one if it was evicted
+	By     crdt.Replica   // Rejoined: who the session is now. Displaced: the life that took the name, or the own one if it was given up
 }

@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"pgregory.net/rapid"
+
 	"github.com/stormguard-mq/stormguard/crdt"
 	"github.com/stormguard-mq/stormguard/crdt/gossip"
 	"github.com/stormguard-mq/stormguard/crdt/gossip/simnet"
@@ -195,7 +197,10 @@ type fleet struct {
 	wrap    func(node int, b *board) gossip.Section
 }
 
-func newFleet(seed uint64, link simnet.Link) *fleet {
+func newFleet(t rapid.TB, seed uint64, link simnet.Link) *fleet {
+	if t, ok := t.(*testing.T); ok && gossip.RaceEnabled {
+		t.Skip("it has one goroutine: run without -race")
+	}
 	return &fleet{
 		Net:   simnet.New(simnet.Config{Seed: seed, Link: link}),
 		zone:  func(int) string { return "a" },

@@ -36,7 +36,7 @@ func (f *fleet) saw(t *testing.T, life crdt.Replica) (n int) {
 func TestLeave(t *testing.T) {
 	t.Parallel()
 	for _, loss := range []float64{0, 0.35} {
-		f := newFleet(3, lossy(lan, loss))
+		f := newFleet(t, 3, lossy(lan, loss))
 		f.start(9)
 		f.meet(t)
 		f.leave(4)
@@ -79,7 +79,7 @@ func TestLeave(t *testing.T) {
 // Who cannot be reached by the one who leaves learns of it from the others.
 func TestLeaveIsPassedOn(t *testing.T) {
 	t.Parallel()
-	f := newFleet(4, lan)
+	f := newFleet(t, 4, lan)
 	f.start(5)
 	f.meet(t)
 	f.Cut(4, 0)
@@ -105,7 +105,7 @@ func TestLeaveIsPassedOn(t *testing.T) {
 // while it leaves waits no longer than for their silence.
 func TestLeaveAlone(t *testing.T) {
 	t.Parallel()
-	f := newFleet(5, lan)
+	f := newFleet(t, 5, lan)
 	f.start(2)
 	f.meet(t)
 	f.Crash(1)
@@ -118,7 +118,7 @@ func TestLeaveAlone(t *testing.T) {
 		t.Error("it waits for one who is silent")
 	}
 
-	f = newFleet(6, lan)
+	f = newFleet(t, 6, lan)
 	f.start(1)
 	f.Run(100 * ms)
 	f.leave(0)
@@ -130,7 +130,7 @@ func TestLeaveAlone(t *testing.T) {
 // All leave at once: nobody waits for one who has gone.
 func TestAllLeaveAtOnce(t *testing.T) {
 	t.Parallel()
-	f := newFleet(7, lossy(lan, 0.1))
+	f := newFleet(t, 7, lossy(lan, 0.1))
 	f.start(6)
 	f.meet(t)
 	for node := range 6 {
@@ -153,7 +153,7 @@ func TestAllLeaveAtOnce(t *testing.T) {
 // would say hello to all addresses that it ever had.
 func TestWhoLeftIsNotLookedFor(t *testing.T) {
 	t.Parallel()
-	f := newFleet(8, lan)
+	f := newFleet(t, 8, lan)
 	f.start(3)
 	f.meet(t)
 	f.leave(2)

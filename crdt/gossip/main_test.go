@@ -14,7 +14,7 @@ func TestMain(m *testing.M) {
 	// What rapid draws for is one goroutine, where the race detector finds nothing and
 	// is slow. A flag on the command line still wins.
 	if RaceEnabled {
-		if err := flag.Set("rapid.checks", "10"); err != nil {
+		if err := flag.Set("rapid.checks", "4"); err != nil {
 			panic(err)
 		}
 	}

@@ -87,8 +87,8 @@ var (
 	ErrClosed = errClosed
 
 	// ErrDisplaced says that a later life of the Node's name is at work, or that
-	// this one was evicted.
-	ErrDisplaced = errors.New("gossip: displaced by a later life, or evicted")
+	// a peer gave this one up for newcomers, see [Config.MaxPeers].
+	ErrDisplaced = errors.New("gossip: displaced by a later life, or given up by a peer")
 
 	// ErrUnacknowledged says that not all who were heard acknowledged a departure.
 	ErrUnacknowledged = errors.New("gossip: left before all had acknowledged it")
@@ -384,11 +384,6 @@ func (n *Node) call(f func()) {
 		f()
 	}
 }
-
-// Evict ends the life that is known by a name, for good: here at once, and in the
-// life itself when it is heard again and told. Other processes go on with what
-// they know of it until then.
-func (n *Node) Evict(name string) { n.call(func() { n.step(Event{Kind: Evict, Name: name}) }) }
 
 // Peers returns every peer, those nearby first, then by name. After Close it is
 // how it stood.

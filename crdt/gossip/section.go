@@ -38,7 +38,7 @@ type Section interface {
 	Merge(c crdt.Contact, b []byte) error
 
 	// Gone says that a peer's life is over for good: a later incarnation of its
-	// name was heard, or it was evicted.
+	// name was heard, it left, or it made room for a newcomer.
 	Gone(now time.Duration, peer crdt.Replica)
 }
 

@@ -60,7 +60,7 @@ type Session struct {
 	lookAt  time.Duration // when all peers are to be looked at, whether a section has changed or not
 	due     []*peer       // scratch
 	book    book
-	retired map[string]uint64 // evicted names: the highest incarnation that is over
+	retired map[string]uint64 // names that made room: the highest incarnation that is over
 	oldest  []string          // names in retired, oldest first
 	left    []obituary
 	leaving bool
@@ -178,10 +178,6 @@ func (s *Session) Step(now time.Duration, ev Event, actions []Action) []Action {
 			if a := s.book.learn(now, canonical(ev.Addr)); a != nil {
 				s.book.hint(now, a)
 			}
-		}
-	case Evict:
-		if p := s.byName[ev.Name]; p != nil {
-			s.retire(now, p)
 		}
 	case Leave:
 		s.leaving = true

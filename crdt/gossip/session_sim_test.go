@@ -23,7 +23,7 @@ const ms = time.Millisecond
 // syncDelays runs n nodes that each change at random and returns how long every
 // version took to every peer.
 func syncDelays(t *testing.T, link simnet.Link, n int, mean time.Duration) []time.Duration {
-	f := newFleet(1, link)
+	f := newFleet(t, 1, link)
 	born := map[string][]time.Duration{}
 	var delays []time.Duration
 	f.onBoot = func(_ int, m *member) {
@@ -139,7 +139,7 @@ func TestConvergesAfterFaults(t *testing.T) {
 			t.Parallel()
 			var first, rest time.Duration // the longest waits for a packet, and from there
 			for seed := range c.seeds {
-				f := newFleet(uint64(seed), c.link)
+				f := newFleet(t, uint64(seed), c.link)
 				f.forward = true
 				crossed := until
 				f.onBoot = func(to int, m *member) {
@@ -180,7 +180,7 @@ func TestConvergesAfterFaults(t *testing.T) {
 func TestCrashAndRestart(t *testing.T) {
 	t.Parallel()
 	for _, loss := range []float64{0, 0.35} {
-		f := newFleet(11, lossy(lan, loss))
+		f := newFleet(t, 11, lossy(lan, loss))
 		f.forward = true
 		f.seeds = func(node int) []int { return []int{(node + 1) % 3} }
 		f.start(3)
@@ -214,7 +214,7 @@ func TestCrashAndRestart(t *testing.T) {
 // two packets in a keep-alive, and some more for those that are lost.
 func TestDiscoveryAndIdleCost(t *testing.T) {
 	t.Parallel()
-	f := newFleet(3, lossy(lan, 0.05))
+	f := newFleet(t, 3, lossy(lan, 0.05))
 	f.seeds = func(node int) []int { return []int{max(0, node-1)} }
 	f.zone = func(node int) string { return string(rune('a' + node%3)) }
 	f.start(50)
@@ -246,7 +246,7 @@ func TestDiscoveryAndIdleCost(t *testing.T) {
 // does not go round.
 func TestNobodyIsForgotten(t *testing.T) {
 	t.Parallel()
-	f := newFleet(4, lan)
+	f := newFleet(t, 4, lan)
 	f.start(6)
 	f.meet(t)
 	begin := f.Now()
@@ -270,7 +270,7 @@ func TestNobodyIsForgotten(t *testing.T) {
 func TestOneNameTwice(t *testing.T) {
 	t.Parallel()
 	for _, apart := range []bool{false, true} {
-		f := newFleet(21, lossy(lan, 0.2))
+		f := newFleet(t, 21, lossy(lan, 0.2))
 		f.name = func(node int) string { return []string{"a", "b", "twin", "twin"}[node] }
 		f.inc = func(node, _ int) uint64 { return uint64(node + 1) }
 		f.start(4)
@@ -297,7 +297,7 @@ func TestOneNameTwice(t *testing.T) {
 func TestClockSteps(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(20) {
-		f := newFleet(seed, lossy(lan, 0.35))
+		f := newFleet(t, seed, lossy(lan, 0.35))
 		f.rejoins = true
 		start := time.Unix(1.8e9, 0)
 		steps := []time.Duration{0, -time.Hour, time.Hour, 0, -time.Hour}
@@ -334,7 +334,7 @@ func TestOneNameTwiceWithClocks(t *testing.T) {
 	for seed := range uint64(20) {
 		for _, ahead := range []time.Duration{-time.Hour, 0, time.Hour} {
 			for _, wait := range []time.Duration{0, 3 * time.Second} {
-				f := newFleet(seed, lossy(lan, 0.2))
+				f := newFleet(t, seed, lossy(lan, 0.2))
 				f.rejoins = true
 				f.name = func(node int) string { return []string{"a", "b", "twin", "twin"}[node] }
 				f.inc = func(node, _ int) uint64 {
@@ -363,7 +363,7 @@ func TestOneNameTwiceWithClocks(t *testing.T) {
 // What one packet cannot hold takes several, oldest first, also under loss.
 func TestStateLargerThanPackets(t *testing.T) {
 	t.Parallel()
-	f := newFleet(31, lossy(lan, 0.35))
+	f := newFleet(t, 31, lossy(lan, 0.35))
 	f.onBoot = func(node int, m *member) {
 		m.board.pad, m.board.forward = 100, true
 		if node == 0 {
@@ -387,7 +387,7 @@ func TestStateLargerThanPackets(t *testing.T) {
 // nothing of it is lost.
 func TestSectionThatRefusesForAWhile(t *testing.T) {
 	t.Parallel()
-	f := newFleet(32, lan)
+	f := newFleet(t, 32, lan)
 	f.start(2)
 	f.meet(t)
 	f.member(1).board.refuse = errors.New("not now")
@@ -412,7 +412,7 @@ func TestSectionThatRefusesForAWhile(t *testing.T) {
 // A peer that hears nothing is not sent to at the floor.
 func TestDeafPeerCostsKeepAlives(t *testing.T) {
 	t.Parallel()
-	f := newFleet(33, lan)
+	f := newFleet(t, 33, lan)
 	f.start(2)
 	f.meet(t)
 	f.Cut(0, 1)
@@ -438,7 +438,7 @@ func TestDeafPeerCostsKeepAlives(t *testing.T) {
 // Offsets of wall clocks are right to within half the round trip.
 func TestOffsets(t *testing.T) {
 	t.Parallel()
-	f := newFleet(34, lan)
+	f := newFleet(t, 34, lan)
 	f.start(3)
 	offs := []time.Duration{0, 87 * ms, -87 * ms}
 	for node, off := range offs {
@@ -464,7 +464,7 @@ func TestFleetReplays(t *testing.T) {
 	}
 	t.Parallel()
 	run := func() (uint64, string) {
-		f := newFleet(77, lossy(lan, 0.1))
+		f := newFleet(t, 77, lossy(lan, 0.1))
 		f.forward = true
 		f.zone = func(node int) string { return string(rune('a' + node%3)) }
 		f.start(9)
@@ -498,7 +498,7 @@ func TestAnyFaults(t *testing.T) {
 		if rapid.Bool().Draw(t, "bursts") {
 			link.Burst = simnet.Burst{Good: 200 * ms, Bad: 50 * ms, Loss: 1}
 		}
-		f := newFleet(rapid.Uint64().Draw(t, "seed"), link)
+		f := newFleet(t, rapid.Uint64().Draw(t, "seed"), link)
 		f.forward = true
 		n := rapid.IntRange(2, 5).Draw(t, "nodes")
 		pad := rapid.IntRange(0, 600).Draw(t, "pad")

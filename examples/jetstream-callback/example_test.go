@@ -80,6 +80,9 @@ func TestRun(t *testing.T) {
 	if err != nil || letter.Origin.Sequence != payments.Poison || string(letter.Body) != "thirteen" || letter.Attempts < 1 {
 		t.Errorf("%+v, %v", letter, err)
 	}
+	if letter.Error.Message == sgnats.ErrNak.Error() {
+		t.Error("the letter does not say why the order was not charged")
+	}
 }
 
 // letters waits for the one dead letter.

@@ -87,7 +87,7 @@ func run(ctx context.Context, url string, charge func(order int) error) (err err
 			err = charge(order)
 		}
 		if err != nil {
-			_ = m.Nak() // a failure: the guard retries or holds, and the server hears nothing
+			_ = sgnats.Fail(m, err) // a failure: the guard retries or holds, and the server hears nothing
 			return
 		}
 		_ = m.Ack()

@@ -77,4 +77,7 @@ func outage(t *testing.T) {
 	if err != nil || string(letter.Body) != strconv.Itoa(payments.Poison) || letter.Attempts < 1 {
 		t.Errorf("%+v, %v", letter, err)
 	}
+	if letter.Error.Message == amqp.ErrReject.Error() {
+		t.Error("the letter does not say why the order was not charged")
+	}
 }

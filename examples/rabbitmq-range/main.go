@@ -60,9 +60,9 @@ func run(ctx context.Context, url, queue string, charge func(order int) error) (
 	return consume(ctx, g, letters, url, queue, charge)
 }
 
-// consume is the program as it was, but for the line with amqp.Deliveries. It rejects
-// whatever fails: without the guard an outage empties the queue into its dead-letter
-// exchange.
+// consume is the program as it was, but for two lines: the one with amqp.Deliveries, and
+// amqp.Fail in place of d.Reject(false). Without the guard an outage empties the queue
+// into its dead-letter exchange.
 func consume(ctx context.Context, g *guard.Guard, letters *amqp.DLQ, url, queue string, charge func(order int) error) error {
 	conn, err := amqp091.Dial(url)
 	if err != nil {
@@ -93,7 +93,7 @@ func consume(ctx context.Context, g *guard.Guard, letters *amqp.DLQ, url, queue 
 			err = charge(order)
 		}
 		if err != nil {
-			_ = d.Reject(false)
+			_ = amqp.Fail(d, err) // a failure: the guard decides what follows
 			continue
 		}
 		_ = d.Ack(false)

@@ -42,12 +42,12 @@ func (l *lockedBuffer) take() string {
 // request, and on what a page of another origin cannot have.
 func TestHandlerAccess(t *testing.T) {
 	var log lockedBuffer
-	p, err := Start(configOf("a", nil, "a"), WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
+	p, err := Start(configOf("a", nil, "a"), WithRegister(storeOf(t)), WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer p.Close()
-	eventually(t, "it is a fleet of one", func() bool { return p.Status().Charter.Settled })
+	eventually(t, "it is a fleet of one", func() bool { return p.Status().Configuration.Settled })
 	const secret = "0123456789abcdef"
 	loopback := &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1), Port: 80}
 	world := &net.TCPAddr{IP: net.IPv4(192, 0, 2, 1), Port: 80}
@@ -98,7 +98,7 @@ func TestHandlerAccess(t *testing.T) {
 		{"loopback with its token, through a proxy", keyed, loopback, false, "fleet.example", bearer(secret), 200},
 		{"a token and another origin", keyed, world, true, "h", with("Authorization", "Bearer "+secret, "Origin", "http://evil.example"), 403},
 	} {
-		number := p.Status().Charter.Number
+		number := p.Status().Configuration.Number
 		r := httptest.NewRequest(http.MethodPost, "/change", strings.NewReader(`{"reset":true}`))
 		r.Header, r.Host = c.header, c.host
 		if c.tls {
@@ -109,8 +109,8 @@ func TestHandlerAccess(t *testing.T) {
 		}
 		w := httptest.NewRecorder()
 		c.handler.ServeHTTP(w, r)
-		if w.Code != c.status || w.Code != 200 && p.Status().Charter.Number != number || w.Code == 200 && p.Status().Charter.Number == number {
-			t.Errorf("%s: %d %s, want %d; charter %d after %d", c.name, w.Code, w.Body, c.status, p.Status().Charter.Number, number)
+		if w.Code != c.status || w.Code != 200 && p.Status().Configuration.Number != number || w.Code == 200 && p.Status().Configuration.Number == number {
+			t.Errorf("%s: %d %s, want %d; configuration %d after %d", c.name, w.Code, w.Body, c.status, p.Status().Configuration.Number, number)
 		}
 	}
 	if got := log.take(); !strings.Contains(got, "too short and admits nobody") || !strings.Contains(got, "was refused") || strings.Contains(got, secret) {
@@ -121,12 +121,12 @@ func TestHandlerAccess(t *testing.T) {
 // A write says who, what, before and after: in the log, and who in the journal.
 func TestHandlerAudits(t *testing.T) {
 	var log lockedBuffer
-	p, err := Start(configOf("a", nil, "a"), WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
+	p, err := Start(configOf("a", nil, "a"), WithRegister(storeOf(t)), WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer p.Close()
-	eventually(t, "it is a fleet of one", func() bool { return p.Status().Charter.Settled })
+	eventually(t, "it is a fleet of one", func() bool { return p.Status().Configuration.Settled })
 	server := httptest.NewServer(p.Handler(Token{Name: "ann", Secret: "0123456789abcdef"}))
 	defer server.Close()
 	post := func(path, body string) int {
@@ -152,15 +152,15 @@ func TestHandlerAudits(t *testing.T) {
 	}
 	got := log.take()
 	for _, want := range []string{
-		`level=INFO msg="fleet: an operator's change was made" who=127.0.0.1:`, ` token=ann what=set before="1000/s burst 100; x `, `a weighs 1" after="500/s burst 50; x 5/s burst 5; a weighs 3" charter=2`,
+		`level=INFO msg="fleet: an operator's change was made" who=127.0.0.1:`, ` token=ann what=set before="1000/s burst 100; x `, `a weighs 1" after="500/s burst 50; x 5/s burst 5; a weighs 3" number=2`,
 		`level=WARN msg="fleet: an operator's change was not made"`, `what="evict nobody" before="no member" error=`,
 	} {
 		if !strings.Contains(got, want) {
 			t.Errorf("%s is not in:\n%s", want, got)
 		}
 	}
-	if p.Limits().Charter().Limit != (limiter.Limit{Rate: 500, Burst: 50}) {
-		t.Error(p.Limits().Charter())
+	if p.Limits().Configuration().Limit != (limiter.Limit{Rate: 500, Burst: 50}) {
+		t.Error(p.Limits().Configuration())
 	}
 	var last string
 	for _, e := range p.Journal(nil) {

@@ -181,7 +181,7 @@ func (a *attacker) flood(ctx context.Context, seed uint64, recorded [][]byte) {
 		return b
 	}
 	firsts := []byte{0xC1, 0xD1, 0xD3, 0xE1, 0xA1, 0x00, 0xFF}
-	sections := []string{"limits", "charter", "breakers", "storms", "journal", "standings"}
+	sections := []string{"limits", "configuration", "breakers", "storms", "journal", "standings"}
 	for i := 0; ctx.Err() == nil; i++ {
 		at := a.victims[i%len(a.victims)]
 		var b []byte
@@ -276,9 +276,9 @@ func (a *attacker) posts(ctx context.Context, url string) (taken int) {
 }
 
 // record is what a process sends to an address that it was given as a seed.
-func (a *attacker) record(t *testing.T, founders []string, opts ...Option) (recorded [][]byte) {
+func (a *attacker) record(t *testing.T, members []string, opts ...Option) (recorded [][]byte) {
 	t.Helper()
-	c := configOf(founders[0]+"-2", []string{a.conn.LocalAddr().String()}, founders...)
+	c := configOf(members[0]+"-2", []string{a.conn.LocalAddr().String()}, members...)
 	p, err := Start(c, opts...)
 	if err != nil {
 		t.Fatal(err)
@@ -320,11 +320,11 @@ func TestAttacked(t *testing.T) {
 				}
 				opts = append(opts, WithGossip(gossip.WithKeyring(ring)))
 			}
-			founders := []string{"a", "b", "c"}
+			members := []string{"a", "b", "c"}
 			a := &attacker{t: t, fleet: os.Getenv(fleetEnv)}
 			var seeds []string
-			for _, name := range founders {
-				c := configOf(name, seeds, founders...)
+			for _, name := range members {
+				c := configOf(name, seeds, members...)
 				c.Limits.Limit = limiter.Limit{Rate: rate, Burst: burst}
 				p, err := Start(c, opts...)
 				if err != nil {
@@ -340,7 +340,7 @@ func TestAttacked(t *testing.T) {
 			begun := time.Now()
 			eventually(t, "they have met", func() bool {
 				for _, p := range a.victims {
-					if s := p.Status(); !s.Charter.Settled || p.Limits().Stats().Fenced {
+					if s := p.Status(); !s.Configuration.Settled || p.Limits().Stats().Fenced {
 						return false
 					}
 				}
@@ -357,7 +357,7 @@ func TestAttacked(t *testing.T) {
 			a.conn = socket()
 			server := httptest.NewServer(a.victims[0].Handler())
 			defer server.Close()
-			recorded := a.record(t, founders, opts...)
+			recorded := a.record(t, members, opts...)
 
 			var idle, now runtime.MemStats
 			runtime.GC()
@@ -406,7 +406,7 @@ func TestAttacked(t *testing.T) {
 			if over > 64<<20 {
 				t.Errorf("the heap grew by %d bytes", over)
 			}
-			if taken.Load() != 0 || a.victims[0].Status().Charter.Limit.Rate != rate {
+			if taken.Load() != 0 || a.victims[0].Status().Configuration.Limit.Rate != rate {
 				t.Errorf("%d posts of another origin were taken", taken.Load())
 			}
 			if (lent.Load() == 0) != keyed {

@@ -6,65 +6,144 @@ package process
 import (
 	"context"
 	"errors"
+	"fmt"
+	"slices"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/crdt/gossip"
 	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/limiter"
 )
 
-var (
-	// ErrAlone means that there is no fleet: the process has no roster.
-	ErrAlone = errors.New("process: alone")
-
-	// ErrMoot means that what was asked for cannot be done any more: the member is
-	// gone, or has started again.
-	ErrMoot = errors.New("process: the request is moot")
-)
+// ErrAlone means that there is no fleet: the process has no roster.
+var ErrAlone = errors.New("process: alone")
 
 const (
-	askEvery = 5 * time.Millisecond
-	leaveFor = 10 * time.Second // of Leave, if its context has no deadline
+	askEvery  = 5 * time.Millisecond
+	leaveFor  = 10 * time.Second // of Leave, if its context has no deadline
+	settleFor = 2 * time.Second  // how long a request that was given up waits for its outcome
 )
 
-// Propose asks for a change of the charter, waits until it is chosen, and returns
-// its number; see [fleet.Charters.Propose]. When ctx ends first it may be chosen
-// still. Status says who has not applied it.
-func (p *Process) Propose(ctx context.Context, change fleet.Change) (number uint64, err error) {
-	if p.charters == nil {
-		return 0, ErrAlone
-	}
-	ticket, err := p.charters.Propose(p.clock(), change)
-	if err != nil {
-		return 0, err
-	}
-	if number, err = p.outcome(ctx, ticket); err == nil {
-		kind := fleet.EntryCharter
-		if change.Reset {
-			kind = fleet.EntryReset
-		}
-		p.write(fleet.Entry{Kind: kind, Number: number, Subject: p.self.Name, Text: signed(ctx, change.String())})
-	}
-	return number, err
+// asked is an operator's request, for the journal.
+type asked struct {
+	ticket uint64
+	entry  fleet.Entry
 }
 
-// Evict frees the share of a member that is gone for good, and ends its life for
-// the gossip; see [fleet.Charters.Evict] for what the operator asserts by it.
-func (p *Process) Evict(ctx context.Context, name string) (number uint64, err error) {
-	if p.charters == nil {
+// Set changes limits, weights or fill of the configuration of a number, and returns the number
+// of the one that it made; see [fleet.Configurator.Set]. Number 0 is the newest that this
+// process knows. It returns when that is written; Status says who has not applied it.
+//
+// When ctx ends before, the change is not made any more: the error is ctx's and
+// [fleet.ErrEnded]. Where a write is under way then, Set waits up to 2 s more for what
+// became of it, and returns [fleet.ErrUnknown] if it cannot learn that; this process
+// still sees to it that the write does not happen later.
+func (p *Process) Set(ctx context.Context, number uint64, change fleet.Change) (uint64, error) {
+	if p.config == nil {
 		return 0, ErrAlone
 	}
-	life := p.lifeOf(name)
-	ticket, err := p.charters.Evict(p.clock(), name)
+	kind := fleet.EntryConfiguration
+	if change.Reset {
+		kind = fleet.EntryReset
+	}
+	e := fleet.Entry{Kind: kind, Subject: p.self.Name, Text: signed(ctx, change.String())}
+	return p.ask(ctx, number, e, func(number uint64) (uint64, error) {
+		return p.config.Set(p.clock(), number, change, p.asker(ctx))
+	})
+}
+
+// Evict frees the share of a member that is gone for good, upon the configuration of a number:
+// see [fleet.Configurator.Evict] for what the operator asserts by it, and Set for the
+// rest. One that runs asks for its share again.
+func (p *Process) Evict(ctx context.Context, number uint64, name string) (uint64, error) {
+	if p.config == nil {
+		return 0, ErrAlone
+	}
+	e := fleet.Entry{Kind: fleet.EntryEvicted, Subject: name, Text: signed(ctx, "")}
+	return p.ask(ctx, number, e, func(number uint64) (uint64, error) {
+		return p.config.Evict(p.clock(), number, name, p.asker(ctx))
+	})
+}
+
+// asker is who asks, for the log of the configuration.
+func (p *Process) asker(ctx context.Context) string {
+	if who, ok := askedBy(ctx); ok {
+		return who.String() + " at " + p.self.Name
+	}
+	return p.self.Name
+}
+
+// ask has a request made, and waits for its outcome.
+func (p *Process) ask(ctx context.Context, number uint64, e fleet.Entry, wish func(number uint64) (uint64, error)) (uint64, error) {
+	select {
+	case <-p.node.Done():
+		return 0, p.node.Err()
+	default:
+	}
+	if err := ctx.Err(); err != nil {
+		return 0, err
+	}
+	if number == 0 {
+		err := p.until(ctx, func() (bool, error) {
+			number, _ = p.config.Number()
+			return number > 0, nil
+		})
+		if err != nil {
+			return 0, err
+		}
+	}
+	ticket, err := wish(number)
 	if err != nil {
 		return 0, err
 	}
-	if number, err = p.outcome(ctx, ticket); err == nil {
-		if p.lifeOf(name) == life { // a later one may join
-			p.node.Evict(name)
+	p.mu.Lock()
+	p.asked = append(p.asked, asked{ticket, e})
+	p.mu.Unlock()
+	var made uint64
+	outcome := func() (done bool, err error) {
+		if made, done, err = p.config.Outcome(ticket); done {
+			p.writeDown()
 		}
-		p.write(fleet.Entry{Kind: fleet.EntryEvicted, Number: number, Subject: name, Text: signed(ctx, "")})
+		return done, err
 	}
-	return number, err
+	err = p.until(ctx, outcome)
+	if ctx.Err() == nil || !errors.Is(err, ctx.Err()) {
+		return made, err
+	}
+	p.config.Cancel(p.clock(), ticket)
+	late, cancel := context.WithTimeout(context.WithoutCancel(ctx), settleFor)
+	defer cancel()
+	switch err = p.until(late, outcome); {
+	case err == nil:
+		return made, nil
+	case late.Err() != nil && errors.Is(err, late.Err()):
+		err = fmt.Errorf("%w: the register has not answered", fleet.ErrUnknown)
+	}
+	return 0, errors.Join(ctx.Err(), err)
+}
+
+// writeDown has the journal tell of requests that were made.
+func (p *Process) writeDown() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.asked = slices.DeleteFunc(p.asked, func(a asked) bool {
+		number, done, err := p.config.Outcome(a.ticket)
+		if done && err == nil {
+			a.entry.Number = number
+			p.write(a.entry)
+		}
+		return done
+	})
+}
+
+// Load takes in the operator's limits and roster of a number, in a static
+// configuration, while the process runs; see [fleet.Configurator.Load].
+func (p *Process) Load(number uint64, configuration limiter.Configuration) error {
+	if p.config == nil {
+		return ErrAlone
+	}
+	defer p.poke()
+	return p.config.Load(p.clock(), number, configuration)
 }
 
 // maxText is what the journal keeps of a text, in bytes.
@@ -84,31 +163,9 @@ func signed(ctx context.Context, text string) string {
 	return text[:min(len(text), max(maxText-len(by), 0))] + by
 }
 
-// lifeOf is the life of a name that the gossip knows, 0 if it knows none.
-func (p *Process) lifeOf(name string) uint64 {
-	for _, peer := range p.node.Peers() {
-		if peer.Name == name {
-			return peer.Incarnation
-		}
-	}
-	return 0
-}
-
-// outcome waits until what a ticket stands for is chosen.
-func (p *Process) outcome(ctx context.Context, ticket uint64) (number uint64, err error) {
-	err = p.until(ctx, func() (done bool, _ error) {
-		number, done = p.charters.Outcome(ticket)
-		return done, nil
-	})
-	if err == nil && number == 0 {
-		err = ErrMoot
-	}
-	return number, err
-}
-
-// until asks, again and again, whether the charters have come to something.
+// until asks, again and again, whether the configuration has come to something.
 func (p *Process) until(ctx context.Context, ask func() (done bool, err error)) error {
-	p.node.Kick()
+	p.poke()
 	tick := time.NewTicker(askEvery)
 	defer tick.Stop()
 	for {
@@ -129,18 +186,17 @@ func (p *Process) until(ctx context.Context, ask func() (done bool, err error)) 
 
 // Join asks for a share of the given weight, and waits until this process has one:
 // at once if it is a member already. Until then it borrows, as a guest, what others
-// can spare. Without a majority of the roster it waits until ctx ends. A founder need
-// not call it: one that is not in the roster any more, since it left or was evicted,
-// asks for its founding weight by itself when it starts again.
+// can spare. While the register is away it waits until ctx ends. A process that
+// Config.Limits names need not call it.
 func (p *Process) Join(ctx context.Context, weight int) error {
-	if p.charters == nil {
+	if p.config == nil {
 		return ErrAlone
 	}
 	member := func() bool {
-		s := p.charters.Status(p.clock())
+		s := p.config.Status(p.clock())
 		return s.Member && s.Settled && !s.Leaving
 	}
-	if err := p.charters.Join(p.clock(), weight); err != nil && !(errors.Is(err, fleet.ErrMember) && member()) {
+	if err := p.config.Join(p.clock(), weight); err != nil && !(errors.Is(err, fleet.ErrMember) && member()) {
 		return err
 	}
 	return p.until(ctx, func() (bool, error) { return member(), nil })
@@ -171,11 +227,11 @@ func (p *Process) Leave(ctx context.Context) error {
 // giveUp leaves the roster.
 func (p *Process) giveUp(ctx context.Context, within time.Duration) error {
 	now := p.clock()
-	switch err := p.charters.Leave(now, now+within); {
+	switch err := p.config.Leave(now, now+within); {
 	case errors.Is(err, fleet.ErrMember):
 		return nil // no member, or the last: nobody waits for its share
 	case err != nil:
 		return err
 	}
-	return p.until(ctx, func() (bool, error) { return p.charters.Left(p.clock()) })
+	return p.until(ctx, func() (bool, error) { return p.config.Left(p.clock()) })
 }

@@ -21,7 +21,7 @@ func TestClockSteps(t *testing.T) {
 	defer cancel()
 	settled := func(p *Process) bool {
 		s := p.Status()
-		return s.Charter.Settled && s.Charter.Member && !p.Limits().Stats().Fenced
+		return s.Configuration.Settled && s.Configuration.Member && !p.Limits().Stats().Fenced
 	}
 	eventually(t, "they have met", func() bool { return settled(all[0]) && settled(all[1]) && settled(all[2]) })
 	c, last := all[2], all[2].Self().Incarnation
@@ -31,7 +31,7 @@ func TestClockSteps(t *testing.T) {
 		cfg.Gossip.Self.Incarnation = gossip.NewIncarnation(time.Now().Add(step), uint64(i))
 		begun := time.Now()
 		c = startProcess(t, cfg)
-		eventually(t, "it is a member again", func() bool { return settled(c) })
+		eventually(t, "it is a member again, above its last incarnation", func() bool { return settled(c) && c.Self().Incarnation > last })
 		if now := c.Self().Incarnation; now <= last || c.Err() != nil {
 			t.Fatalf("step %v: incarnation %d after %d, %v", step, now, last, c.Err())
 		}

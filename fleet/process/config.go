@@ -15,6 +15,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/crdt/gossip"
 	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/fleet/register"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
@@ -22,20 +23,31 @@ import (
 // with a roster, Fleet, Limits, Breakers.Quorum and Breakers.Successes must be the
 // same in all processes.
 type Config struct {
-	// Fleet names the fleet, in 1 to 128 bytes. It is what keeps its packets apart
-	// from another's, and what its limits are founded under once.
+	// Fleet names the fleet, in 1 to 128 bytes. It is what keeps its packets and
+	// its configuration apart from another's.
 	Fleet string
 
 	// Name is that of this process, in 1 to 64 bytes: stable over restarts, and of
 	// one living process at a time.
 	Name string
 
-	// Limits are those with which the fleet was founded, and its roster. They stay
-	// what they are when the charter has changed: who differs is refused. A fleet whose
-	// processes were all down at the same time begins with them again. Fleet is filled
-	// in. Without a roster there is one process: nothing listens, and all that
-	// follows but Limits is left out.
+	// Limits are the limits and the roster. With a register they are what is written
+	// to it if it is empty, and nothing else: what is in it holds. Without one they are
+	// number Number of a static configuration, the same in all processes. A member has
+	// its weight there whenever the register's roster does not name it and it has not
+	// left. Fleet and Provisional are filled in. Without a roster there is one process:
+	// nothing listens, and all that follows but Limits is left out.
 	Limits limiter.Config
+
+	// Number is that of Limits, without a register: raise it by one with each change of
+	// Limit, Limits or Roster. Processes with different numbers keep within the smallest
+	// share of each. Unset means 1. It must be unset with a register.
+	Number uint64
+
+	// Silent is after which silence a member is evicted, and Lease for how long a
+	// process mints after a majority confirmed it, with limiter.Majority: see
+	// [fleet.ConfiguratorConfig], which has their ranges and defaults.
+	Silent, Lease time.Duration
 
 	// Gossip says where to listen and whom to ask. Cluster and Self are filled in.
 	Gossip gossip.NodeConfig
@@ -63,7 +75,7 @@ const (
 
 // WithDefaults returns c with every unset field replaced by its default.
 func (c Config) WithDefaults() Config {
-	c.Limits.Fleet = c.Fleet
+	c.Limits.Fleet, c.Limits.Provisional = c.Fleet, len(c.Limits.Roster.Members) > 0
 	c.Limits = c.Limits.WithDefaults()
 	c.Gossip.Cluster, c.Gossip.Self.Name = c.Fleet, c.Name
 	if c.Gossip.Self.Incarnation == 0 {
@@ -83,7 +95,7 @@ func (c Config) WithDefaults() Config {
 // alone says that there is nobody to agree with.
 func (c Config) alone() bool { return len(c.Limits.Roster.Members) == 0 }
 
-// weight is that of this process among the founders, 0 if it is none of them.
+// weight is that of this process in Limits, 0 if it is not in the roster there.
 func (c Config) weight() int {
 	for _, m := range c.Limits.Roster.Members {
 		if m.Name == c.Name {
@@ -93,12 +105,16 @@ func (c Config) weight() int {
 	return 0
 }
 
-// charter is what [fleet.Charters] need.
-func (c Config) charter() fleet.CharterConfig {
-	return fleet.CharterConfig{
-		Fleet: c.Fleet, Founding: c.Limits.Charter(),
+// configurator is what a [fleet.Configurator] needs.
+func (c Config) configurator(static bool) fleet.ConfiguratorConfig {
+	out := fleet.ConfiguratorConfig{
+		Fleet: c.Fleet, Static: static, Weight: c.weight(), Silent: c.Silent, Lease: c.Lease,
 		OnSilence: c.Limits.OnSilence.Policy, UnstableNames: c.Limits.Roster.Unstable,
 	}
+	if !static {
+		out.Initial = c.Limits.Configuration()
+	}
+	return out
 }
 
 // ErrConfig means a configuration was refused. The text names every field that is
@@ -128,7 +144,7 @@ func (c Config) Validate() error {
 	wrong = append(wrong, c.Limits.Validate())
 	switch {
 	case !c.alone():
-		wrong = append(wrong, c.Gossip.Validate(), c.charter().Validate(), c.Breakers.Validate(), c.Storms.Validate(), c.Journal.Validate())
+		wrong = append(wrong, c.Gossip.Validate(), c.configurator(false).Validate(), c.Breakers.Validate(), c.Storms.Validate(), c.Journal.Validate())
 	case c.Name == "":
 		bad("Name", `""`, "[1, 64] bytes")
 	}
@@ -146,7 +162,14 @@ type options struct {
 	gossip []gossip.Option
 	meters metric.MeterProvider
 	traces trace.TracerProvider
+
+	register register.Register
 }
+
+// WithRegister keeps the fleet's configuration in a register, which all processes of the
+// fleet must have; the default is a static configuration, see [Config.Number]. The
+// register must live as long as the process.
+func WithRegister(r register.Register) Option { return func(o *options) { o.register = r } }
 
 // WithLogger has the process log its changes of state; silent by default.
 func WithLogger(log *slog.Logger) Option { return func(o *options) { o.log = log } }

@@ -8,19 +8,18 @@ import (
 	"reflect"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
-	"github.com/stormguard-mq/stormguard/crdt"
 	"github.com/stormguard-mq/stormguard/crdt/gossip"
 	"github.com/stormguard-mq/stormguard/fleet"
 )
 
 const (
-	sayEvery    = time.Second           // how this process stands, at most
-	sayApart    = 25 * time.Millisecond // and this for each other process, since all are told
-	sayAgain    = 4 * time.Minute       // what has not changed: fleet.Standings forgets after ten
-	rejoinEvery = 100 * time.Millisecond
+	sayEvery = time.Second           // how this process stands, at most
+	sayApart = 25 * time.Millisecond // and this for each other process, since all are told
+	sayAgain = 4 * time.Minute       // what has not changed: fleet.Standings forgets after ten
 )
 
 // A driver is what the process's goroutine remembers.
@@ -28,17 +27,18 @@ type driver struct {
 	roster fleet.Roster // by which breakers are voted on
 	scopes map[string]breaker.State
 	sayAt  time.Duration
-	weight int  // of a founder
-	asked  bool // it has asked for its share again
-	lookAt time.Duration
 	told   fleet.Standing // what was last said
 	toldAt time.Duration
 	said   string // the problem that was last logged
 	broke  map[string]brokeSaid
+
+	evicted uint64      // the eviction that was last logged
+	writing atomic.Bool // a write is under way
+	counted uint64      // changes of the configuration's section
 }
 
-func (d *driver) init(r fleet.Roster, weight int) {
-	d.roster, d.scopes, d.broke, d.weight = r, map[string]breaker.State{}, map[string]brokeSaid{}, weight
+func (d *driver) init(r fleet.Roster) {
+	d.roster, d.scopes, d.broke = r, map[string]breaker.State{}, map[string]brokeSaid{}
 }
 
 // run is the goroutine that makes time pass for what has no clock of its own.
@@ -48,9 +48,9 @@ func (p *Process) run() {
 	for {
 		select {
 		case <-timer.C:
+		case <-p.poked:
 		case <-p.node.Done():
-			// Displaced, or closed. It hears nothing any more, a charter without it
-			// included, so it must not mint.
+			// Displaced, or closed. It hears nothing any more, so it must not mint.
 			p.limits.Mint(p.clock())
 			if err := p.node.Err(); !errors.Is(err, gossip.ErrClosed) {
 				p.log.Error("fleet: this process is out of the fleet and mints nothing; start it again", "error", err)
@@ -60,32 +60,45 @@ func (p *Process) run() {
 			return
 		}
 		now := p.clock()
-		before := p.charters.Mark(crdt.Replica{})
-		p.charters.Tick(now)
-		if p.charters.Mark(crdt.Replica{}) != before {
+		before := p.drive.counted
+		p.config.Tick(now)
+		p.writeNext(now)
+		if p.drive.counted = p.config.Counted(); p.drive.counted != before {
 			p.node.Kick()
 		}
 		p.follow(now)
-		p.rejoin(now)
+		p.writeDown()
 		if now >= p.drive.sayAt {
 			p.drive.sayAt = now + sayEvery
 			p.lookAround(now)
 		}
-		timer.Reset(max(min(p.charters.Wake(), p.drive.sayAt)-p.clock(), time.Millisecond))
+		timer.Reset(max(min(p.config.Wake(), p.drive.sayAt)-p.clock(), time.Millisecond))
 	}
 }
 
 // follow has the breakers voted on by the newest roster.
 func (p *Process) follow(now time.Duration) {
-	if number, _ := p.charters.Number(); number == p.drive.roster.Number {
+	if number, _ := p.config.Number(); number == p.drive.roster.Number || number == 0 {
 		return
 	}
-	s := p.charters.Status(now)
-	roster := rosterOf(s.Charter)
+	s := p.config.Status(now)
+	roster := rosterOf(s.Configuration)
 	if err := p.verdicts.SetRoster(now, roster); err != nil {
 		p.log.Error("fleet: the roster was refused", "number", roster.Number, "error", err)
 	}
-	p.log.Info("fleet: charter", "number", roster.Number, "members", len(roster.Names), "member", s.Member)
+	p.log.Info("fleet: configuration", "number", roster.Number, "members", len(roster.Names), "member", s.Member)
+	if p.register == nil && s.Loaded < roster.Number {
+		p.log.Warn("fleet: others have loaded a newer configuration; this process uses the smaller of its shares until it is given that one",
+			"number", roster.Number, "loaded", s.Loaded)
+	}
+	if s.Evicted > p.drive.evicted {
+		p.drive.evicted = s.Evicted
+		if p.register == nil {
+			p.log.Warn("fleet: a newer configuration leaves this process out although it runs; it only borrows", "number", s.Evicted, "name", p.self.Name)
+		} else {
+			p.log.Warn("fleet: this process was evicted although it runs; it asks for its share again", "number", s.Evicted, "name", p.self.Name)
+		}
+	}
 	was := p.drive.roster.Names
 	p.drive.roster = roster
 	var moved []string
@@ -100,19 +113,7 @@ func (p *Process) follow(now time.Duration) {
 		}
 	}
 	if len(moved) > 0 && p.first() {
-		p.write(fleet.Entry{Kind: fleet.EntryCharter, Number: roster.Number, Subject: "roster", Text: strings.Join(moved, " ")})
-	}
-}
-
-// rejoin asks for the share of a founder that is not in the roster any more.
-func (p *Process) rejoin(now time.Duration) {
-	if p.drive.weight == 0 || p.drive.asked || now < p.drive.lookAt {
-		return
-	}
-	p.drive.lookAt = now + rejoinEvery
-	s := p.charters.Status(now)
-	if s.Settled && !s.Member && !s.Evicted && !s.Leaving {
-		p.drive.asked = p.charters.Join(now, p.drive.weight) == nil
+		p.write(fleet.Entry{Kind: fleet.EntryConfiguration, Number: roster.Number, Subject: "roster", Text: strings.Join(moved, " ")})
 	}
 }
 
@@ -152,12 +153,12 @@ func (p *Process) lookAround(now time.Duration) {
 	if s := p.standing(); p.drive.says(now, &s, len(peers)) {
 		p.standings.Say(s)
 	}
-	if problem := charterOf(p.charters.Status(now)).Problem; problem != p.drive.said {
+	if problem := p.configuration(now, p.config.Status(now)).Problem; problem != p.drive.said {
 		p.drive.said = problem
 		if problem == "" {
-			p.log.Info("fleet: no charter of another process is refused any more")
+			p.log.Info("fleet: the configuration has no problem any more")
 		} else {
-			p.log.Error("fleet: the charter of another process is refused", "problem", problem)
+			p.log.Error("fleet: the configuration has a problem", "problem", problem)
 		}
 	}
 	p.watchLag(now)

@@ -11,6 +11,7 @@ import (
 	"github.com/stormguard-mq/stormguard/crdt/gossip"
 	"github.com/stormguard-mq/stormguard/fleet"
 	"github.com/stormguard-mq/stormguard/fleet/process"
+	"github.com/stormguard-mq/stormguard/fleet/register"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
@@ -30,12 +31,13 @@ func Example() {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
-	a, err := process.Start(config("a"))
+	var store register.Memory // or etcd, JetStream, Kafka, RabbitMQ, PostgreSQL, a file
+	a, err := process.Start(config("a"), process.WithRegister(&store))
 	if err != nil {
 		panic(err)
 	}
 	defer a.Close()
-	b, err := process.Start(config("b", a.Node().Addr().String()))
+	b, err := process.Start(config("b", a.Node().Addr().String()), process.WithRegister(&store))
 	if err != nil {
 		panic(err)
 	}
@@ -48,9 +50,9 @@ func Example() {
 	defer g.Close(ctx)
 
 	fmt.Println("a waits for 150 of 200:", a.Key("gateway").WaitN(ctx, 150))
-	number, err := b.Propose(ctx, fleet.Change{Limit: &limiter.Limit{Rate: 500, Burst: 100}})
-	fmt.Println("b proposes half of it: charter", number, err)
+	number, err := b.Set(ctx, 1, fleet.Change{Limit: &limiter.Limit{Rate: 500, Burst: 100}})
+	fmt.Println("b sets half of it: configuration", number, err)
 	// Output:
 	// a waits for 150 of 200: <nil>
-	// b proposes half of it: charter 2 <nil>
+	// b sets half of it: configuration 2 <nil>
 }

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"strconv"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/crdt/gossip"
@@ -19,12 +20,12 @@ import (
 // Handler serves what an operator asks of a fleet, by any one of its processes; the
 // fleet command speaks to it. Whoever may call it can change limits and evict members.
 //
-//	GET  status          [Status] as JSON
-//	GET  journal         the entries that are remembered, oldest first
-//	POST evict?name=N    [Process.Evict]
-//	POST change          [ChangeRequest] as JSON: [Process.Propose]
-//	GET  quarantine      the rules in force: [Quarantined] as JSON
-//	POST quarantine      [QuarantineRequest] as JSON: [Process.Quarantine]; answered as GET
+//	GET  status                  [Status] as JSON
+//	GET  journal                 the entries that are remembered, oldest first
+//	POST evict?name=N&number=K   [Process.Evict] upon configuration K; 0 or unset is the newest
+//	POST change                  [ChangeRequest] as JSON: [Process.Set]
+//	GET  quarantine              the rules in force: [Quarantined] as JSON
+//	POST quarantine              [QuarantineRequest] as JSON: [Process.Quarantine]; answered as GET
 //
 // A request that came to a loopback address or a Unix socket needs no token, unless
 // there are some; without one its Host must be a loopback address or localhost. A
@@ -37,10 +38,11 @@ import (
 // Writes are logged, done or not, with who, what, before and after; the journal has
 // who as well. Requests that were refused are logged once a second.
 //
-// What is chosen is answered with {"charter": number}. A request that is wrong is
-// 400, 401, 403 or 415, one that cannot be met 409, one that was not chosen in time
-// 504, and any that asks a process which is out of its fleet 503; these have
-// {"error": text}. Paths are relative to where it is mounted: use http.StripPrefix.
+// What was made is answered with {"number": number}. A request that is wrong is 400, 401,
+// 403 or 415, and one that cannot be met 409, with "newest" beside the error if another
+// change was faster. One that was not made in time is 504: it will not be made, unless the
+// error says that its outcome is unknown. Any that asks a process which is out of its
+// fleet is 503. These have {"error": text}. Paths are relative to where it is mounted: use http.StripPrefix.
 func (p *Process) Handler(tokens ...Token) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /status", func(w http.ResponseWriter, _ *http.Request) { answer(w, http.StatusOK, p.Status()) })
@@ -51,7 +53,15 @@ func (p *Process) Handler(tokens ...Token) http.Handler {
 			refuse(w, fmt.Errorf("%w: name: \"\" is not a member", fleet.ErrConfig))
 			return
 		}
-		p.choose(w, r, "evict "+name, p.standsOf(name), func(ctx context.Context) (uint64, error) { return p.Evict(ctx, name) })
+		number := uint64(0)
+		if text := r.URL.Query().Get("number"); text != "" {
+			var err error
+			if number, err = strconv.ParseUint(text, 10, 64); err != nil {
+				refuse(w, fmt.Errorf("%w: number: %.20q is not a number", fleet.ErrConfig, text))
+				return
+			}
+		}
+		p.choose(w, r, "evict "+name, p.standsOf(name), func(ctx context.Context) (uint64, error) { return p.Evict(ctx, number, name) })
 	})
 	mux.HandleFunc("POST /change", func(w http.ResponseWriter, r *http.Request) {
 		var in ChangeRequest
@@ -66,7 +76,7 @@ func (p *Process) Handler(tokens ...Token) http.Handler {
 			return
 		}
 		change := in.change()
-		p.choose(w, r, "set", p.before(change), func(ctx context.Context) (uint64, error) { return p.Propose(ctx, change) }, "after", audited(change.String()))
+		p.choose(w, r, "set", p.before(change), func(ctx context.Context) (uint64, error) { return p.Set(ctx, in.Number, change) }, "after", audited(change.String()))
 	})
 	p.serveQuarantine(mux)
 	return newAccess(p, tokens).guard(mux)
@@ -79,6 +89,7 @@ const (
 
 // ChangeRequest is a [fleet.Change] as it is sent. What is left out stays.
 type ChangeRequest struct {
+	Number  uint64            `json:"number,omitempty"` // of the configuration to change; 0 is the newest
 	Limit   *Limit            `json:"limit,omitempty"`
 	Limits  map[string]*Limit `json:"limits,omitempty"` // null takes a key's own limit away
 	Weights map[string]int    `json:"weights,omitempty"`
@@ -121,7 +132,7 @@ func lines(entries []fleet.Entry) []Line {
 	return all
 }
 
-// choose waits until what is asked for is chosen, and logs what became of it.
+// choose waits until what is asked for is made, and logs what became of it.
 func (p *Process) choose(w http.ResponseWriter, r *http.Request, what, before string, ask func(context.Context) (uint64, error), more ...any) {
 	ctx, cancel := context.WithTimeout(r.Context(), chooseFor)
 	defer cancel()
@@ -133,8 +144,8 @@ func (p *Process) choose(w http.ResponseWriter, r *http.Request, what, before st
 		refuse(w, err)
 		return
 	}
-	p.log.Info("fleet: an operator's change was made", append(line, "charter", number)...)
-	answer(w, http.StatusOK, map[string]uint64{"charter": number})
+	p.log.Info("fleet: an operator's change was made", append(line, "number", number)...)
+	answer(w, http.StatusOK, map[string]uint64{"number": number})
 }
 
 // maxAudited bounds a text in the log, in bytes: a change may name thousands of keys.
@@ -149,7 +160,7 @@ func audited(s string) string {
 
 // before is what a change replaces, in the words of [fleet.Change.String].
 func (p *Process) before(change fleet.Change) string {
-	c := p.limits.Charter()
+	c := p.limits.Configuration()
 	was := fleet.Change{Limits: map[string]*limiter.Limit{}, Weights: map[string]int{}}
 	if change.Limit != nil {
 		was.Limit = &c.Limit
@@ -168,9 +179,9 @@ func (p *Process) before(change fleet.Change) string {
 	return audited(was.String())
 }
 
-// standsOf is how a member stands in the charter.
+// standsOf is how a member stands in the configuration.
 func (p *Process) standsOf(name string) string {
-	for _, m := range p.limits.Charter().Roster.Members {
+	for _, m := range p.limits.Configuration().Roster.Members {
 		if m.Name == name {
 			return fmt.Sprintf("%s weighs %d", audited(name), m.Weighs())
 		}
@@ -180,18 +191,22 @@ func (p *Process) standsOf(name string) string {
 
 func refuse(w http.ResponseWriter, err error) {
 	status := http.StatusInternalServerError
+	body := map[string]any{}
+	if conflict, ok := errors.AsType[*fleet.ConflictError](err); ok {
+		body["newest"] = conflict.Newest
+	}
 	switch {
 	case errors.Is(err, fleet.ErrConfig), errors.Is(err, limiter.ErrConfig):
 		status = http.StatusBadRequest
-	case errors.Is(err, fleet.ErrMember), errors.Is(err, ErrMoot), errors.Is(err, ErrAlone), errors.Is(err, fleet.ErrBusy):
+	case errors.Is(err, fleet.ErrMember), errors.Is(err, ErrAlone), errors.Is(err, fleet.ErrBusy), errors.Is(err, fleet.ErrConflict):
 		status = http.StatusConflict
 	case errors.Is(err, gossip.ErrClosed), errors.Is(err, gossip.ErrDisplaced):
 		status = http.StatusServiceUnavailable
 	case errors.Is(err, context.DeadlineExceeded):
 		status = http.StatusGatewayTimeout
-		err = fmt.Errorf("no majority of the roster has chosen it within %v; it may be chosen still", chooseFor)
 	}
-	answer(w, status, map[string]string{"error": err.Error()})
+	body["error"] = err.Error()
+	answer(w, status, body)
 }
 
 func answer(w http.ResponseWriter, status int, v any) {

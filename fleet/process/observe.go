@@ -27,8 +27,8 @@ const (
 	MetricRefused       = "stormguard.fleet.refused"
 	MetricPackets       = "stormguard.fleet.packets"
 	MetricMembers       = "stormguard.fleet.members"
-	MetricCharter       = "stormguard.fleet.charter"
-	MetricLacking       = "stormguard.fleet.charter.lacking"
+	MetricConfiguration = "stormguard.fleet.configuration"
+	MetricLacking       = "stormguard.fleet.configuration.lacking"
 	MetricSyncDelay     = "stormguard.fleet.sync.delay"
 	MetricUnacked       = "stormguard.fleet.unacked"
 	MetricBacklog       = "stormguard.fleet.journal.backlog"
@@ -90,8 +90,8 @@ func (p *Process) look(o options) (*seen, error) {
 	refused := counter(MetricRefused, "{delta}", "Packets and deltas refused, by section and reason.")
 	packets := counter(MetricPackets, "{packet}", "Packets, by direction.")
 	members := gauge(MetricMembers, "{process}", "Other processes, by state: fresh, silent, lost.")
-	charter := gauge(MetricCharter, "", "Number of the charter: newest, complete, applied.")
-	lacking := gauge(MetricLacking, "{process}", "Members that have not applied a charter though their share shrank.")
+	configuration := gauge(MetricConfiguration, "", "Number of the configuration: newest, complete, applied.")
+	lacking := gauge(MetricLacking, "{process}", "Members that have not applied a configuration though their share shrank.")
 	delay := gauge(MetricSyncDelay, "s", "The longest lately from a change to its acknowledgement by a peer that is heard.")
 	unacked := gauge(MetricUnacked, "{change}", "Changes that peers have not acknowledged.")
 	backlog := gauge(MetricBacklog, "{entry}", "Journal entries that the slowest peer lacks.")
@@ -138,11 +138,11 @@ func (p *Process) look(o options) (*seen, error) {
 		for state, n := range map[gossip.PeerState]int{gossip.Fresh: st.Session.Fresh, gossip.Silent: st.Session.Silent, gossip.Lost: st.Session.Lost} {
 			o.ObserveFloat64(members, float64(n), by(attribute.String("state", state.String())))
 		}
-		for which, n := range map[string]uint64{"newest": l.Charter, "complete": l.Completed, "applied": l.Applied} {
-			o.ObserveFloat64(charter, float64(n), by(attribute.String("which", which)))
+		for which, n := range map[string]uint64{"newest": l.Number, "complete": l.Completed, "applied": l.Applied} {
+			o.ObserveFloat64(configuration, float64(n), by(attribute.String("which", which)))
 		}
 		status := p.Status()
-		o.ObserveFloat64(lacking, float64(len(status.Charter.Lacking)))
+		o.ObserveFloat64(lacking, float64(len(status.Configuration.Lacking)))
 		o.ObserveFloat64(delay, status.SyncDelay.Seconds())
 		o.ObserveFloat64(unacked, float64(st.Session.Unacked))
 		o.ObserveFloat64(backlog, float64(status.Backlog))

@@ -38,7 +38,7 @@ func TestPooled(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	more := limiter.Limit{Rate: 1e6, Burst: 1000}
-	if _, err := all[2].Propose(ctx, fleet.Change{Limit: &more}); err != nil {
+	if _, err := all[2].Set(ctx, 0, fleet.Change{Limit: &more}); err != nil {
 		t.Fatal(err)
 	}
 	for _, p := range all {

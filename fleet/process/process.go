@@ -16,6 +16,7 @@ import (
 	"github.com/stormguard-mq/stormguard/crdt/gossip"
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/fleet/register"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
@@ -31,7 +32,8 @@ type Process struct {
 	member *fleet.Member // decides nothing if alone
 
 	node      *gossip.Node // nil if alone, as what follows
-	charters  *fleet.Charters
+	config    *fleet.Configurator
+	register  register.Register // nil if the configuration is static
 	verdicts  *fleet.Verdicts
 	storms    *fleet.Storms
 	totals    *fleet.Totals
@@ -40,28 +42,34 @@ type Process struct {
 
 	rules      dlq.Quarantine // for the guard
 	quarantine *fleet.Quarantine
-	ctx        context.Context //nolint:containedctx // the process's life, which Close ends
-	cancel     context.CancelFunc
-	wg         sync.WaitGroup
-	drive      driver
+
+	ctx    context.Context //nolint:containedctx // the process's life, which Close ends
+	cancel context.CancelFunc
+	wg     sync.WaitGroup
+	drive  driver
+	poked  chan struct{} // the driver is to look at once
+
+	mu        sync.Mutex
+	asked     []asked // by operators, not yet written down
+	unwritten unwritten
 }
 
 // The names of the sections.
 const (
-	sectionLimits    = "limits"
-	sectionCharter   = "charter"
-	sectionBreakers  = "breakers"
-	sectionStorms    = "storms"
-	sectionTotals    = "totals"
-	sectionJournal   = "journal"
-	sectionStandings = "standings"
+	sectionLimits        = "limits"
+	sectionConfiguration = "configuration"
+	sectionBreakers      = "breakers"
+	sectionStorms        = "storms"
+	sectionTotals        = "totals"
+	sectionJournal       = "journal"
+	sectionStandings     = "standings"
 
 	sectionQuarantine = "quarantine"
 )
 
-// Start begins a life of a process. It waits for nobody: until a majority of the
-// roster has met, limits are denied or not by Limits.UntilJoined, and breakers go
-// by themselves. The error is all that Validate finds, or that of listening.
+// Start begins a life of a process. It waits for nobody: until the process has read the
+// register, limits are denied or not by Limits.UntilJoined, and breakers go by
+// themselves. The error is all that Validate finds, or that of listening.
 func Start(cfg Config, opts ...Option) (*Process, error) {
 	cfg = cfg.WithDefaults()
 	if err := cfg.Validate(); err != nil {
@@ -74,7 +82,7 @@ func Start(cfg Config, opts ...Option) (*Process, error) {
 	if o.log == nil {
 		return nil, errors.New("process: WithLogger: the logger must not be nil; leave the option out for silence")
 	}
-	p := &Process{cfg: cfg, self: cfg.Gossip.Self, clock: gossip.Clock(), log: o.log}
+	p := &Process{cfg: cfg, self: cfg.Gossip.Self, clock: gossip.Clock(), log: o.log, poked: make(chan struct{}, 1)}
 	p.ctx, p.cancel = context.WithCancel(context.Background())
 	if err := p.start(o); err != nil {
 		p.Close()
@@ -86,6 +94,9 @@ func Start(cfg Config, opts ...Option) (*Process, error) {
 func (p *Process) start(o options) (err error) {
 	limits := p.cfg.Limits
 	if p.cfg.alone() {
+		if o.register != nil {
+			return fmt.Errorf("%w: Limits.Roster.Members: 0 is not in [1, 1024] with a register", ErrConfig)
+		}
 		limits.Fleet = ""
 	}
 	if p.limits, err = limiter.New(p.self, limits, limiter.WithClock(p.clock)); err != nil {
@@ -102,6 +113,9 @@ func (p *Process) start(o options) (err error) {
 		return err
 	}
 	p.wg.Go(p.run)
+	if p.register != nil {
+		p.wg.Go(p.watch)
+	}
 	p.write(fleet.Entry{Kind: fleet.EntryStarted, Subject: p.self.Name, Text: p.cfg.Program})
 	return nil
 }
@@ -112,12 +126,12 @@ func (p *Process) join(o options) (err error) {
 		p.log.Warn("fleet: a limit is allowed and will not work well", "why", w)
 	}
 	now := p.clock()
-	p.limits.Mint(now) // nothing until the charter is known to be the newest
-	if p.charters, err = fleet.NewCharters(p.self, p.cfg.charter(), p.limits, now); err != nil {
+	p.limits.Mint(now) // nothing until the configuration is known to be the newest
+	if err := p.configure(o, now); err != nil {
 		return err
 	}
-	roster := rosterOf(p.cfg.Limits.Charter())
-	p.drive.init(roster, p.cfg.weight())
+	roster := rosterOf(p.cfg.Limits.Configuration())
+	p.drive.init(roster)
 	if p.verdicts, err = fleet.NewVerdicts(now, p.cfg.Breakers, p.self, roster); err != nil {
 		return err
 	}
@@ -142,7 +156,7 @@ func (p *Process) join(o options) (err error) {
 	}
 	p.node, err = gossip.Start(p.cfg.Gossip, append(slices.Clone(o.gossip), gossip.WithClock(p.clock), gossip.WithLogger(p.log),
 		gossip.WithSection(sectionLimits, p.limits),
-		gossip.WithSection(sectionCharter, p.charters),
+		gossip.WithSection(sectionConfiguration, p.config),
 		gossip.WithSection(sectionBreakers, p.verdicts),
 		gossip.WithSection(sectionStorms, p.storms),
 		gossip.WithSection(sectionTotals, p.totals),
@@ -155,8 +169,23 @@ func (p *Process) join(o options) (err error) {
 	return err
 }
 
-// rosterOf is who votes on breakers under a charter.
-func rosterOf(c limiter.Charter) fleet.Roster {
+// configure makes the part that has the fleet's configuration.
+func (p *Process) configure(o options, now time.Duration) (err error) {
+	p.register = o.register
+	if p.register != nil && p.cfg.Number != 0 {
+		return fmt.Errorf("%w: Number: %d is not in [0, 0] with a register", ErrConfig, p.cfg.Number)
+	}
+	if p.config, err = fleet.NewConfigurator(p.self, p.cfg.configurator(p.register == nil), p.limits, now); err != nil {
+		return fmt.Errorf("%w: %w", ErrConfig, err)
+	}
+	if p.register != nil {
+		return nil
+	}
+	return p.config.Load(now, max(1, p.cfg.Number), p.cfg.Limits.Configuration())
+}
+
+// rosterOf is who votes on breakers under a configuration.
+func rosterOf(c limiter.Configuration) fleet.Roster {
 	r := fleet.Roster{Number: c.Number}
 	for _, m := range c.Roster.Members {
 		r.Names = append(r.Names, m.Name)
@@ -187,8 +216,9 @@ func (p *Process) Member() *fleet.Member { return p.member }
 func (p *Process) Node() *gossip.Node { return p.node }
 
 // Done is closed when the process is out of its fleet: by Leave or Close, or because
-// a later life of its name is at work or it was evicted; Err says which. Then it
-// mints nothing, and only a new one can join. It is nil if the process is alone.
+// a later life of its name is at work; Err says which. Then it mints nothing, and only a
+// new one can join. One that was evicted and runs is not out: it says so at WARN, and
+// asks for its share again. Done is nil if the process is alone.
 func (p *Process) Done() <-chan struct{} {
 	if p.node == nil {
 		return nil

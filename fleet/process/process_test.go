@@ -19,6 +19,8 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -30,26 +32,43 @@ import (
 
 	"github.com/stormguard-mq/stormguard/crdt/gossip"
 	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/fleet/register"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
-// configOf is that of a process on loopback whose founders are given.
-func configOf(name string, seeds []string, founders ...string) Config {
+// configOf is that of a process on loopback whose members are given.
+func configOf(name string, seeds []string, members ...string) Config {
 	c := Config{
 		Fleet: os.Getenv(fleetEnv), Name: name, Program: "v1",
 		Limits: limiter.Config{Limit: limiter.Limit{Rate: 1000, Burst: 100}, Roster: limiter.Roster{Guests: true}},
 		Gossip: gossip.NodeConfig{Config: gossip.Config{Zone: "z-" + name}, Bind: "127.0.0.1:0", Seeds: seeds},
 	}
-	for _, f := range founders {
+	for _, f := range members {
 		c.Limits.Roster.Members = append(c.Limits.Roster.Members, limiter.Member{Name: f})
 	}
 	return c
 }
 
+// storeOf is the register of a test's processes.
+func storeOf(t *testing.T) *register.Memory {
+	t.Helper()
+	r, loaded := stores.LoadOrStore(t, &register.Memory{})
+	if !loaded {
+		t.Cleanup(func() { stores.Delete(t) })
+	}
+	return r.(*register.Memory)
+}
+
+var stores sync.Map
+
 func startProcess(t *testing.T, c Config) *Process {
 	t.Helper()
-	p, err := Start(c)
+	opts := []Option{WithRegister(storeOf(t))}
+	if c.Number != 0 || c.alone() {
+		opts = nil
+	}
+	p, err := Start(c, opts...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -57,7 +76,7 @@ func startProcess(t *testing.T, c Config) *Process {
 	return p
 }
 
-// three are the founders of a fleet, and where the first of them listens.
+// three are the members of a fleet, and where the first of them listens.
 func three(t *testing.T) (all []*Process, seeds []string) {
 	t.Helper()
 	for _, name := range []string{"a", "b", "c"} {
@@ -117,9 +136,9 @@ func TestProcesses(t *testing.T) {
 	}
 
 	rate := limiter.Limit{Rate: 2000, Burst: 300}
-	number, err := b.Propose(ctx, fleet.Change{Limit: &rate})
+	number, err := b.Set(ctx, 0, fleet.Change{Limit: &rate})
 	if err != nil || number != 2 {
-		t.Fatalf("charter %d, %v", number, err)
+		t.Fatalf("configuration %d, %v", number, err)
 	}
 	eventually(t, "all use the new burst", func() bool {
 		return a.Limits().Stats().Completed == 2 && c.Limits().Stats().Completed == 2
@@ -137,26 +156,26 @@ func TestProcesses(t *testing.T) {
 	}
 	eventually(t, "the joiner has its share", func() bool {
 		s := d.Limits().Stats()
-		return s.Share == 0.25 && s.Completed == s.Charter
+		return s.Share == 0.25 && s.Completed == s.Number
 	})
 	if err := b.Leave(ctx); err != nil {
 		t.Fatal(err)
 	}
 	c.Close()
-	if number, err = a.Evict(ctx, "c"); err != nil {
+	if number, err = a.Evict(ctx, 0, "c"); err != nil {
 		t.Fatal(err)
 	}
 	eventually(t, "two have it all", func() bool {
 		sa, sd := a.Limits().Stats(), d.Limits().Stats()
 		return sa.Share == 0.5 && sd.Share == 0.5 && sa.Completed == number && sd.Completed == number && sa.Stranded == 0
 	})
-	if _, err := a.Evict(ctx, "c"); !errors.Is(err, fleet.ErrMember) {
+	if _, err := a.Evict(ctx, 0, "c"); !errors.Is(err, fleet.ErrMember) {
 		t.Errorf("evicted twice: %v", err)
 	}
 	eventually(t, "both read that it was evicted, and the same", func() bool {
 		return strings.Contains(written(d), "evicted c") && written(a) == written(d)
 	})
-	for _, want := range []string{"started a", "started d", "charter b", "left b"} {
+	for _, want := range []string{"started a", "started d", "configuration b", "left b"} {
 		if got := written(a); !strings.Contains(got, want) {
 			t.Errorf("%q is not in the journal: %s", want, got)
 		}
@@ -167,21 +186,21 @@ func TestProcesses(t *testing.T) {
 	})
 }
 
-// A restart under the same name mints again once a majority has told it that its
-// charter is the newest, whatever its configuration says.
+// A restart under the same name mints again by what the register has, whatever its
+// configuration says.
 func TestProcessRestarts(t *testing.T) {
 	all, seeds := three(t)
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	less := limiter.Limit{Rate: 500, Burst: 50}
-	if _, err := all[0].Propose(ctx, fleet.Change{Limit: &less}); err != nil {
+	if _, err := all[0].Set(ctx, 0, fleet.Change{Limit: &less}); err != nil {
 		t.Fatal(err)
 	}
 	all[2].Close()
 	again := startProcess(t, configOf("c", seeds, "a", "b", "c"))
-	eventually(t, "it is a member under the charter that was chosen meanwhile", func() bool {
+	eventually(t, "it is a member under the configuration that was made meanwhile", func() bool {
 		s := again.Limits().Stats()
-		return s.Charter >= 2 && s.Completed == s.Charter && !s.Fenced && s.Cap+s.Level >= 0
+		return s.Number >= 2 && s.Completed == s.Number && !s.Fenced && s.Cap+s.Level >= 0
 	})
 	if err := again.Key("k").WaitN(ctx, 10); err != nil {
 		t.Fatal(err)
@@ -198,10 +217,10 @@ func TestProcessAlone(t *testing.T) {
 	if !p.Key("k").AllowN(2) || p.Key("k").Allow() {
 		t.Error("not two of two")
 	}
-	if _, err := p.Propose(t.Context(), fleet.Change{}); !errors.Is(err, ErrAlone) {
+	if _, err := p.Set(t.Context(), 0, fleet.Change{}); !errors.Is(err, ErrAlone) {
 		t.Error(err)
 	}
-	if _, err := p.Evict(t.Context(), "b"); !errors.Is(err, ErrAlone) {
+	if _, err := p.Evict(t.Context(), 0, "b"); !errors.Is(err, ErrAlone) {
 		t.Error(err)
 	}
 	if err := p.Join(t.Context(), 1); !errors.Is(err, ErrAlone) {
@@ -242,6 +261,9 @@ func TestProcessRefuses(t *testing.T) {
 	if _, err := Start(open); !errors.Is(err, ErrConfig) || !strings.Contains(err.Error(), `Bind: ":0"`) || !strings.Contains(err.Error(), "fleet keygen") {
 		t.Errorf("open without a key: %v", err)
 	}
+	if _, err := Start(configOf("a", nil), WithRegister(new(register.Memory))); !errors.Is(err, ErrConfig) || !strings.Contains(err.Error(), "Limits.Roster.Members: 0") {
+		t.Errorf("a register without a roster: %v", err)
+	}
 	taken, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -261,7 +283,7 @@ func TestProcessEnds(t *testing.T) {
 	ended := make(chan error, 3)
 	go func() { ended <- all[0].Key("k").WaitN(context.Background(), 100) }()
 	go func() {
-		_, err := all[1].Propose(context.Background(), fleet.Change{Reset: true})
+		_, err := all[1].Set(context.Background(), 0, fleet.Change{Reset: true})
 		ended <- err
 	}()
 	soon, cancel := context.WithTimeout(t.Context(), time.Second)
@@ -311,10 +333,13 @@ func TestHandler(t *testing.T) {
 		status             int
 		want               string
 	}{
-		{"POST", "change", `{"limit":{"rate":2000,"burst":200},"limits":{"x":{"rate":5,"burst":5}}}`, 200, `{"charter":2}`},
-		{"POST", "change", `{"limits":{"x":null},"weights":{"a":3}}`, 200, `{"charter":3}`},
-		{"POST", "change", `{"reset":true}`, 200, `{"charter":4}`},
+		{"POST", "change", `{"limit":{"rate":2000,"burst":200},"limits":{"x":{"rate":5,"burst":5}}}`, 200, `{"number":2}`},
+		{"POST", "change", `{"limits":{"x":null},"weights":{"a":3}}`, 200, `{"number":3}`},
+		{"POST", "change", `{"reset":true}`, 200, `{"number":4}`},
 		{"POST", "change", `{"limit":{"rate":-1,"burst":200}}`, 400, "Rate: -1 is not in [0.001, 1e+09]"},
+		{"POST", "change", `{"number":2,"reset":true}`, 409, `"newest":4`},
+		{"POST", "evict?name=a&number=3", "", 409, `"newest":4`},
+		{"POST", "evict?name=a&number=x", "", 400, "number"},
 		{"POST", "change", `{"weights":{"z":1}}`, 409, `\"z\" is none`},
 		{"POST", "change", `{"limitt":1}`, 400, "unknown field"},
 		{"POST", "change", `{}`, 400, "want one object with a change"},
@@ -330,7 +355,7 @@ func TestHandler(t *testing.T) {
 		}
 	}
 	all[0].Close()
-	if status, got := ask("POST", "evict?name=a", ""); status != 200 || !strings.HasPrefix(got, `{"charter":`) {
+	if status, got := ask("POST", "evict?name=a", ""); status != 200 || !strings.HasPrefix(got, `{"number":`) {
 		t.Errorf("%d %s", status, got)
 	}
 	eventually(t, "the status says who is there", func() bool {
@@ -343,30 +368,288 @@ func TestHandler(t *testing.T) {
 	})
 }
 
-// One of three decides nothing; and when one has started again, remembering nothing,
-// the two decide about the third, whom the operator says to be dead.
-func TestProcessOfThree(t *testing.T) {
+// While the register is away nothing changes and everything admits; a change that was
+// given up is not made later, and the journal has no line of it.
+func TestProcessRegisterAway(t *testing.T) {
 	all, _ := three(t)
-	eventually(t, "they have met", func() bool { return all[1].Status().Charter.Settled })
-	all[0].Close()
-	all[2].Close()
-	short, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+	eventually(t, "they have begun", func() bool { return all[1].Status().Configuration.Settled })
+	storeOf(t).SetAway(errors.New("unplugged"))
+	eventually(t, "they know", func() bool { return strings.Contains(all[1].Status().Configuration.Away, "unplugged") })
+	short, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 	defer cancel()
-	if _, err := all[1].Evict(short, "a"); !errors.Is(err, context.DeadlineExceeded) {
-		t.Errorf("of three, one alone was a majority: %v", err)
+	if _, err := all[1].Set(short, 0, fleet.Change{Reset: true}); !errors.Is(err, context.DeadlineExceeded) || !errors.Is(err, fleet.ErrEnded) {
+		t.Errorf("a change without a register: %v", err)
 	}
-	startProcess(t, configOf("c", []string{all[1].Node().Addr().String()}, "a", "b", "c"))
-	eventually(t, "a is evicted", func() bool {
-		s := all[1].Status()
-		return s.Charter.Number > 1 && !slices.ContainsFunc(s.Members, func(m Member) bool { return m.Name == "a" && m.Roster })
+	if err := all[1].Key("k").WaitN(t.Context(), 50); err != nil {
+		t.Error(err)
+	}
+	storeOf(t).SetAway(nil)
+	rate := limiter.Limit{Rate: 300, Burst: 30}
+	eventually(t, "a change is made again", func() bool {
+		_, err := all[0].Set(t.Context(), 1, fleet.Change{Limit: &rate})
+		return err == nil
+	})
+	eventually(t, "all know", func() bool {
+		return all[1].Status().Configuration.Number == 2 && len(all[1].Status().Configuration.Log) == 2
+	})
+	if c := all[1].Status().Configuration; c.Resets != 0 || c.Log[1].Who != "a" || !strings.Contains(c.Log[1].What, "300/s") {
+		t.Errorf("%+v", c)
+	}
+	if strings.Contains(written(all[1]), "RESET") {
+		t.Errorf("written down: %s", written(all[1]))
+	}
+	var conflict *fleet.ConflictError
+	if _, err := all[2].Set(t.Context(), 1, fleet.Change{Reset: true}); !errors.As(err, &conflict) {
+		t.Errorf("upon a number that is over: %v", err)
+	}
+}
+
+// readOnly is a register that this user may only read.
+type readOnly struct {
+	*register.Memory
+	may atomic.Bool
+}
+
+func (r *readOnly) CompareAndSet(ctx context.Context, number uint64, document []byte) error {
+	if !r.may.Load() {
+		return errors.New("permission denied")
+	}
+	return r.Memory.CompareAndSet(ctx, number, document)
+}
+
+// A process that cannot write what is asked for says so, until it can.
+func TestProcessMayNotWrite(t *testing.T) {
+	r := &readOnly{Memory: new(register.Memory)}
+	var out lockedBuffer
+	p, err := Start(configOf("a", nil, "a"), WithRegister(r), WithLogger(slog.New(slog.NewTextHandler(&out, nil))))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.Close()
+	eventually(t, "it says why it does not begin", func() bool {
+		return strings.HasSuffix(p.Status().Configuration.Problem, "takes no write of this process: permission denied") &&
+			strings.Contains(out.take(), "permission denied")
+	})
+	r.may.Store(true)
+	eventually(t, "it begins", func() bool { return p.Status().Configuration.Number == 1 })
+	if problem := p.Status().Configuration.Problem; problem != "" {
+		t.Error(problem)
+	}
+}
+
+// A process that begins after its register was wiped has the configuration from its peers,
+// and says why nothing can be changed.
+func TestProcessRegisterWiped(t *testing.T) {
+	all, seeds := three(t)
+	rate := limiter.Limit{Rate: 300, Burst: 30}
+	for number := range uint64(3) {
+		eventually(t, "the limit is changed", func() bool {
+			n, err := all[0].Set(t.Context(), 0, fleet.Change{Limit: &rate})
+			return err == nil && n >= number+2
+		})
+	}
+	d, err := Start(configOf("d", seeds, "a", "b", "c"), WithRegister(new(register.Memory)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Close()
+	eventually(t, "it knows the newest", func() bool { return d.Status().Configuration.Number >= 4 })
+	asking, cancel := context.WithCancel(t.Context())
+	var asked sync.WaitGroup
+	asked.Go(func() { _, _ = d.Set(asking, 0, fleet.Change{Reset: true}) })
+	defer asked.Wait()
+	defer cancel()
+	eventually(t, "it says why", func() bool { return strings.Contains(d.Status().Configuration.Problem, "wiped, or is an older copy") })
+}
+
+// All start again at once, with another limit in their configuration, one of them alone
+// at first: the operator's limit stays.
+func TestProcessesAllStartAgain(t *testing.T) {
+	all, _ := three(t)
+	rate := limiter.Limit{Rate: 300, Burst: 30}
+	eventually(t, "the limit is changed", func() bool {
+		_, err := all[0].Set(t.Context(), 0, fleet.Change{Limit: &rate})
+		return err == nil
+	})
+	for _, p := range all {
+		p.Close()
+	}
+	var seeds []string
+	for _, name := range []string{"a", "b", "c"} {
+		c := configOf(name, seeds, "a", "b", "c")
+		c.Limits.Limit.Rate = 5000
+		p := startProcess(t, c)
+		eventually(t, name+" mints", func() bool {
+			l := p.Limits().Stats()
+			return l.Number == 2 && !l.Fenced && l.Share > 0.33 && p.Limits().Configuration().Limit == rate
+		})
+		seeds = []string{p.Node().Addr().String()}
+	}
+}
+
+// A member that an operator takes for dead, and that runs, asks for its share again.
+func TestProcessEvictedByMistake(t *testing.T) {
+	all, _ := three(t)
+	eventually(t, "they have begun", func() bool { return all[2].Status().Configuration.Settled && all[0].Status().Configuration.Settled })
+	if _, err := all[0].Evict(t.Context(), 0, "c"); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "it is back", func() bool {
+		s := all[2].Limits().Stats()
+		return s.Number >= 3 && s.Completed == s.Number && s.Share > 0.33 && s.Share < 0.34
 	})
 }
 
-// A founder that left, and starts again, has its share again, whether it asks or not;
-// so a restart by Leave of one after the other ends where it began.
-func TestFounderComesBack(t *testing.T) {
+// minting waits until processes have a third each, by one configuration, which is
+// complete.
+func minting(t *testing.T, what string, all ...*Process) {
+	t.Helper()
+	eventually(t, what, func() bool {
+		number := all[0].Limits().Stats().Number
+		for _, p := range all {
+			s := p.Limits().Stats()
+			if s.Number != number || s.Completed != number || s.Fenced || s.Share < .33 || s.Share > .34 {
+				return false
+			}
+		}
+		return true
+	})
+}
+
+// Two operators evict one member at once: it happens once, and changes go on.
+func TestTwoEvictOne(t *testing.T) {
 	all, _ := three(t)
-	eventually(t, "they have met", func() bool { return all[0].Status().Charter.Settled && all[2].Status().Charter.Settled })
+	minting(t, "they have begun", all...)
+	all[2].Close()
+	errs := make(chan error, 2)
+	for _, p := range all[:2] {
+		go func() {
+			_, err := p.Evict(t.Context(), 1, "c")
+			errs <- err
+		}()
+	}
+	made := 0
+	for range 2 {
+		switch err := <-errs; {
+		case err == nil:
+			made++
+		case !errors.Is(err, fleet.ErrConflict) && !errors.Is(err, fleet.ErrMember):
+			t.Error(err)
+		}
+	}
+	if made != 1 {
+		t.Errorf("%d evictions were made", made)
+	}
+	for _, p := range all[:2] {
+		if _, err := p.Set(t.Context(), 0, fleet.Change{Reset: true}); err != nil {
+			t.Error(err)
+		}
+	}
+	eventually(t, "two have it all", func() bool {
+		return all[0].Limits().Stats().Share == .5 && all[1].Limits().Stats().Share == .5 && all[0].Limits().Stats().Completed == 4
+	})
+}
+
+// Two of three leave, and start again together, where they hear nobody else. They have
+// the configuration of the third.
+func TestLeaveAndStartTogether(t *testing.T) {
+	all, _ := three(t)
+	minting(t, "they have begun", all...)
+	rate := limiter.Limit{Rate: 300, Burst: 90}
+	if _, err := all[2].Set(t.Context(), 0, fleet.Change{Limit: &rate}); err != nil {
+		t.Fatal(err)
+	}
+	var left sync.WaitGroup
+	for _, p := range all[:2] {
+		left.Go(func() {
+			if err := p.Leave(t.Context()); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	left.Wait()
+	number := all[2].Status().Configuration.Number
+	all[0] = startProcess(t, configOf("a", nil, "a", "b", "c"))
+	all[1] = startProcess(t, configOf("b", []string{all[0].Node().Addr().String()}, "a", "b", "c"))
+	eventually(t, "they know the configuration, and have shares of it", func() bool {
+		for _, p := range all[:2] {
+			if s := p.Status().Configuration; s.Number <= number || s.Limit != (Limit{300, 90}) || !s.Settled || !s.Member {
+				return false
+			}
+		}
+		return true
+	})
+	for _, p := range all {
+		if s := p.Status().Configuration; s.Problem != "" {
+			t.Errorf("%s: %s", p.Self(), s.Problem)
+		}
+	}
+}
+
+// Of three, one is dead and one starts again: it mints at once, without an operator.
+func TestOneDeadOneRestarts(t *testing.T) {
+	all, _ := three(t)
+	minting(t, "they have begun", all...)
+	all[1].Close()
+	all[2].Close()
+	again := startProcess(t, configOf("c", []string{all[0].Node().Addr().String()}, "a", "b", "c"))
+	minting(t, "it mints", all[0], again)
+	eventually(t, "it admits", func() bool { return again.Key("k").Allow() })
+}
+
+// Without a register a configuration is loaded into one process after the other.
+func TestProcessesStatic(t *testing.T) {
+	var all []*Process
+	var seeds []string
+	config := func(name string, number uint64, rate float64) Config {
+		c := configOf(name, seeds, "a", "b")
+		c.Number, c.Limits.Limit.Rate = number, rate
+		return c
+	}
+	var log lockedBuffer
+	for _, name := range []string{"a", "b"} {
+		p, err := Start(config(name, 1, 1000), WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(p.Close)
+		all = append(all, p)
+		seeds = []string{p.Node().Addr().String()}
+	}
+	complete := func(number uint64) {
+		t.Helper()
+		eventually(t, fmt.Sprintf("%d is complete", number), func() bool {
+			return all[0].Limits().Stats().Completed == number && all[1].Limits().Stats().Completed == number
+		})
+	}
+	complete(1)
+	if _, err := all[0].Set(t.Context(), 0, fleet.Change{Reset: true}); !errors.Is(err, fleet.ErrMember) {
+		t.Error(err)
+	}
+	all[0].Close()
+	all[0] = startProcess(t, func() Config { // a deployment's first
+		c := config("a", 2, 500)
+		c.Gossip.Seeds = []string{all[1].Node().Addr().String()}
+		return c
+	}())
+	eventually(t, "it lacks in the other", func() bool {
+		return slices.Equal(all[0].Status().Configuration.Lacking, []string{"b"}) && all[1].Limits().Stats().Number == 2
+	})
+	eventually(t, "which says so", func() bool { return strings.Contains(log.take(), "others have loaded a newer configuration") })
+	if err := all[0].Key("k").WaitN(t.Context(), 10); err != nil {
+		t.Fatal(err)
+	}
+	if err := all[1].Load(2, config("b", 2, 500).Limits.Configuration()); err != nil {
+		t.Fatal(err)
+	}
+	complete(2)
+}
+
+// A member that left, and starts again, has its share again, whether it asks or not;
+// so a restart by Leave of one after the other ends where it began.
+func TestMemberComesBack(t *testing.T) {
+	all, _ := three(t)
+	eventually(t, "they have met", func() bool { return all[0].Status().Configuration.Settled && all[2].Status().Configuration.Settled })
 	for i, name := range []string{"a", "b", "c"} {
 		if err := all[i].Leave(t.Context()); err != nil {
 			t.Fatal(err)
@@ -379,61 +662,61 @@ func TestFounderComesBack(t *testing.T) {
 		}
 		eventually(t, name+" has its share", func() bool {
 			s := all[i].Limits().Stats()
-			return s.Share > 0.33 && s.Share < 0.34 && s.Completed == s.Charter && !s.Fenced
+			return s.Share > 0.33 && s.Share < 0.34 && s.Completed == s.Number && !s.Fenced
 		})
 	}
 }
 
-// Of the last member a restart finds what guests know, after a second.
+// The last member that starts again finds what the register has.
 func TestLastMemberComesBack(t *testing.T) {
 	all, seeds := three(t)
-	eventually(t, "they have met", func() bool { return all[0].Status().Charter.Settled && all[2].Status().Charter.Settled })
+	eventually(t, "they have met", func() bool { return all[0].Status().Configuration.Settled && all[2].Status().Configuration.Settled })
 	guest := startProcess(t, configOf("guest", seeds, "a", "b", "c"))
 	for _, p := range all[1:] {
 		if err := p.Leave(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 	}
-	number := all[0].Status().Charter.Number
+	number := all[0].Status().Configuration.Number
 	all[0].Close()
 	again := startProcess(t, configOf("a", []string{guest.Node().Addr().String()}, "a", "b", "c"))
 	eventually(t, "it has the whole", func() bool {
 		s := again.Limits().Stats()
-		return s.Share == 1 && s.Charter >= number && s.Completed == s.Charter && !s.Fenced
+		return s.Share == 1 && s.Number >= number && s.Completed == s.Number && !s.Fenced
 	})
 }
 
-// A process that founded its fleet alone, and starts again, does not found it anew
+// A process that began its fleet alone, and starts again, does not begin it anew
 // beside those who joined.
-func TestLoneFounderRestarts(t *testing.T) {
+func TestLoneMemberRestarts(t *testing.T) {
 	a := startProcess(t, configOf("a", nil, "a"))
 	b := startProcess(t, configOf("b", []string{a.Node().Addr().String()}, "a"))
 	if err := b.Join(t.Context(), 1); err != nil {
 		t.Fatal(err)
 	}
-	number := b.Status().Charter.Number
+	number := b.Status().Configuration.Number
 	a.Close()
 	a = startProcess(t, configOf("a", []string{b.Node().Addr().String()}, "a"))
 	change := fleet.Change{Limit: &limiter.Limit{Rate: 500, Burst: 50}}
 	got := uint64(0)
-	eventually(t, "it is a member, and proposes", func() bool {
+	eventually(t, "it is a member, and changes the limit", func() bool {
 		var err error
-		got, err = a.Propose(t.Context(), change)
+		got, err = a.Set(t.Context(), 0, change)
 		return err == nil
 	})
 	if got <= number {
-		t.Errorf("charter %d after %d", got, number)
+		t.Errorf("configuration %d after %d", got, number)
 	}
 	eventually(t, "both are at one", func() bool {
-		s := b.Status().Charter
-		return s.Number == got && s.Problem == "" && a.Status().Charter.Number == got
+		s := b.Status().Configuration
+		return s.Number == got && s.Problem == "" && a.Status().Configuration.Number == got
 	})
 }
 
 // Whose place was taken mints nothing any more, and says so.
 func TestDisplaced(t *testing.T) {
 	all, seeds := three(t)
-	eventually(t, "they have met", func() bool { return all[2].Status().Charter.Settled && !all[2].Limits().Stats().Fenced })
+	eventually(t, "they have met", func() bool { return all[2].Status().Configuration.Settled && !all[2].Limits().Stats().Fenced })
 	startProcess(t, configOf("c", seeds, "a", "b", "c"))
 	eventually(t, "the first life is out", func() bool {
 		select {
@@ -446,7 +729,7 @@ func TestDisplaced(t *testing.T) {
 	if err := all[2].Err(); !errors.Is(err, gossip.ErrDisplaced) {
 		t.Errorf("out with %v", err)
 	}
-	if _, err := all[2].Propose(t.Context(), fleet.Change{Reset: true}); !errors.Is(err, gossip.ErrDisplaced) {
+	if _, err := all[2].Set(t.Context(), 0, fleet.Change{Reset: true}); !errors.Is(err, gossip.ErrDisplaced) {
 		t.Errorf("it proposes: %v", err)
 	}
 }
@@ -500,7 +783,7 @@ func TestMetrics(t *testing.T) {
 	if t.Failed() {
 		t.Logf("listed %v\nexported %v", listed, values)
 	}
-	if values[MetricCharter] != 3 || values[MetricShareStranded] != 0 {
+	if values[MetricConfiguration] != 3 || values[MetricShareStranded] != 0 {
 		t.Errorf("%v", values)
 	}
 }

@@ -20,20 +20,27 @@ const (
 // onLoopback are three processes of a fleet that have met.
 func onLoopback(t *testing.T, network string, rate float64, burst int) *staff {
 	s := &staff{t: t, begun: hostClock(), rate: rate, burst: burst}
+	s.work(network)
+	return s
+}
+
+// work starts the three, and waits until they have met.
+func (s *staff) work(network string) {
+	s.t.Helper()
 	var seeds []string
-	for _, name := range founders {
+	for _, name := range members {
 		h := s.add(name, network, seeds)
 		seeds = append(seeds, h.address())
 	}
 	s.meet()
-	return s
 }
 
 // add starts one more process on the loopback.
 func (s *staff) add(name, network string, seeds []string) *hired {
 	s.t.Helper()
 	h := hire(s.t, workerSpec{
-		Name: name, Bind: "127.0.0.1:0", Network: network, Seeds: seeds, Roster: founders, Rate: s.rate, Burst: s.burst,
+		Name: name, Bind: "127.0.0.1:0", Network: network, Seeds: seeds, Roster: members, Rate: s.rate, Burst: s.burst,
+		Register: s.register, OnSilence: s.onSilence,
 	}, false)
 	s.every = append(s.every, h)
 	h.order(order{Start: true})
@@ -45,7 +52,7 @@ func (s *staff) meet() {
 	s.t.Helper()
 	s.until(30*time.Second, "all see all", func() bool {
 		for i, h := range s.every {
-			if !whole(founders[i])(h.now()) {
+			if !whole(members[i])(h.now()) {
 				return false
 			}
 		}
@@ -142,11 +149,11 @@ const rejoinWithin = 10 * time.Second
 func (s *staff) rejoined(from int64) {
 	s.t.Helper()
 	for i, h := range s.every {
-		name := founders[i]
+		name := members[i]
 		s.until(2*rejoinWithin, name+" sees all again", func() bool { _, ok := h.first(from, whole(name)); return ok })
 		at, _ := h.first(from, whole(name))
 		took := time.Duration(at.At - from)
-		s.t.Logf("%s sees all again after %v, charter %d", name, took.Round(time.Millisecond), at.Charter)
+		s.t.Logf("%s sees all again after %v, configuration %d", name, took.Round(time.Millisecond), at.Configuration)
 		if took > rejoinWithin {
 			s.t.Errorf("%s saw all again after %v only, want %v", name, took, rejoinWithin)
 		}

@@ -18,7 +18,7 @@ func (p *Process) standing() fleet.Standing {
 	l := p.limits.Stats()
 	s := fleet.Standing{
 		Zone: p.cfg.Gossip.Zone, Region: p.cfg.Gossip.Region, Version: p.cfg.Program,
-		Charter: l.Charter, Complete: l.Completed, Applied: l.Applied, Share: l.Share,
+		Number: l.Number, Complete: l.Completed, Applied: l.Applied, Share: l.Share,
 		Level: float64(l.Level) / micro, Cap: float64(l.Cap) / micro, Lent: float64(l.Lent) / micro, Pinned: float64(l.Pinned) / micro,
 	}
 	for _, peer := range p.node.Peers() {

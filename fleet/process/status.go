@@ -15,10 +15,10 @@ import (
 
 // Status is what one process knows of its fleet. Amounts are in tokens.
 type Status struct {
-	Fleet   string   `json:"fleet"`
-	Name    string   `json:"name"` // whose view this is
-	Members []Member `json:"members"`
-	Charter Charter  `json:"charter"`
+	Fleet         string        `json:"fleet"`
+	Name          string        `json:"name"` // whose view this is
+	Members       []Member      `json:"members"`
+	Configuration Configuration `json:"configuration"`
 
 	// Stranded are the shares of members that are not heard, of 1: what nobody
 	// mints. Skew is the standard deviation of level over cap: 0 is even.
@@ -62,9 +62,10 @@ type Member struct {
 
 	Roster  bool   `json:"roster"` // it is in it
 	Weight  int    `json:"weight"` // there
-	Charter uint64 `json:"charter"`
-	Applied uint64 `json:"applied"` // it keeps within, by its own word
-	Lacking bool   `json:"lacking"` // the others wait for it to apply a charter
+	Number  uint64 `json:"number"`
+	Applied uint64 `json:"applied"`          // it keeps within, by its own word
+	Loaded  uint64 `json:"loaded,omitempty"` // by an operator, if the configuration is static
+	Lacking bool   `json:"lacking"`          // the others wait for it to apply a configuration
 
 	Share  float64 `json:"share"`
 	Level  float64 `json:"level"`
@@ -94,8 +95,8 @@ type Key struct {
 	Cap      float64 `json:"cap"`
 }
 
-// A Charter is the newest that the process knows.
-type Charter struct {
+// A Configuration is the newest that the process knows.
+type Configuration struct {
 	Number   uint64           `json:"number"`
 	Complete uint64           `json:"complete"` // that everybody keeps within who had more before
 	Resets   uint64           `json:"resets"`
@@ -105,9 +106,22 @@ type Charter struct {
 	Settled  bool             `json:"settled"`           // known to be the newest, or to have been after the start
 	Member   bool             `json:"member"`
 	Evicted  bool             `json:"evicted"`
-	// Problem is what keeps the process apart: a peer with another charter of the same
-	// number, or a charter that its limits refuse. Empty if there is none.
+	Loaded   uint64           `json:"loaded,omitempty"` // into this process, if the configuration is static
+	Away     string           `json:"away,omitempty"`   // why the register cannot be reached
+	Requests int              `json:"requests"`         // of operators, here, undecided
+	Log      []Write          `json:"log,omitempty"`    // the latest writes, oldest first
+	// Problem is what keeps the process apart: a peer with another configuration of the same
+	// number, a configuration that its limits refuse, or a register that takes none of its
+	// writes. Empty if there is none.
 	Problem string `json:"problem,omitempty"`
+}
+
+// A Write is one write of the configuration: who wrote what.
+type Write struct {
+	Number uint64    `json:"number"`
+	At     time.Time `json:"at"`
+	Who    string    `json:"who"`
+	What   string    `json:"what"`
 }
 
 // A Limit is a [limiter.Limit] as it is sent.
@@ -125,20 +139,30 @@ type Scope struct {
 	Probing bool   `json:"probing"`
 }
 
-func charterOf(s fleet.CharterStatus) Charter {
-	c := Charter{
-		Number: s.Charter.Number, Complete: s.Complete, Resets: s.Charter.Resets, Limit: Limit(s.Charter.Limit),
-		Lacking: s.Lacking, Settled: s.Settled, Member: s.Member, Evicted: s.Evicted,
+func configurationOf(s fleet.ConfiguratorStatus) Configuration {
+	c := Configuration{
+		Number: s.Configuration.Number, Complete: s.Complete, Resets: s.Configuration.Resets, Limit: Limit(s.Configuration.Limit),
+		Lacking: s.Lacking, Settled: s.Settled, Member: s.Member, Evicted: s.Evicted > 0 && !s.Member, Loaded: s.Loaded, Requests: s.Requests,
 	}
-	for key, l := range s.Charter.Limits {
+	for key, l := range s.Configuration.Limits {
 		if c.Limits == nil {
 			c.Limits = map[string]Limit{}
 		}
 		c.Limits[key] = Limit(l)
 	}
+	if s.Away != nil {
+		c.Away = s.Away.Error()
+	}
+	for _, r := range s.Log {
+		c.Log = append(c.Log, Write{Number: r.Number, At: time.UnixMilli(r.At).UTC(), Who: r.Who, What: r.What})
+	}
 	switch {
 	case s.Err != nil:
 		c.Problem = s.Err.Error()
+	case s.Refused != nil:
+		c.Problem = s.Refused.Error()
+	case s.Full != nil:
+		c.Problem = s.Full.Error()
 	case s.Differs != nil:
 		c.Problem = s.Differs.Error()
 	}
@@ -151,14 +175,14 @@ func (p *Process) Status() Status {
 	s := Status{Fleet: p.cfg.Fleet, Name: p.self.Name, Stranded: limits.Stranded}
 	s.Quarantine = p.quarantined()
 	if p.node == nil {
-		founding := p.limits.Charter()
-		s.Charter = charterOf(fleet.CharterStatus{Charter: founding, Complete: founding.Number, Settled: true, Member: true})
+		own := p.limits.Configuration()
+		s.Configuration = configurationOf(fleet.ConfiguratorStatus{Configuration: own, Complete: own.Number, Settled: true, Member: true})
 		s.Members = []Member{p.memberAlone(limits)}
 		return s
 	}
 	now := p.clock()
-	charter := p.charters.Status(now)
-	s.Charter = charterOf(charter)
+	configuration := p.config.Status(now)
+	s.Configuration = p.configuration(now, configuration)
 	j := p.journal.Stats(now)
 	s.Backlog, s.BacklogAge = j.Backlog, j.Age
 	for _, c := range p.member.Scopes() {
@@ -182,11 +206,11 @@ func (p *Process) Status() Status {
 	for i := range standings {
 		member(standings[i].Name).stand(&standings[i])
 	}
-	for _, c := range charter.Members {
+	for _, c := range configuration.Members {
 		m := member(c.Name)
-		m.Roster, m.Weight, m.Applied = true, c.Weight, c.Applied
+		m.Roster, m.Weight, m.Applied, m.Loaded = true, c.Weight, c.Applied, c.Loaded
 	}
-	for _, name := range charter.Lacking {
+	for _, name := range configuration.Lacking {
 		member(name).Lacking = true
 	}
 	for _, peer := range p.node.Peers() {
@@ -210,7 +234,7 @@ func (p *Process) Status() Status {
 // stand takes over what a process says of itself.
 func (m *Member) stand(s *fleet.Standing) {
 	m.Zone, m.Region, m.Version, m.Heard = s.Zone, s.Region, s.Version, s.Heard
-	m.Charter, m.Applied, m.Share = s.Charter, s.Applied, s.Share
+	m.Number, m.Applied, m.Share = s.Number, s.Applied, s.Share
 	m.Level, m.Cap, m.Lent, m.Pinned = s.Level, s.Cap, s.Lent, s.Pinned
 	m.Unacked, m.SyncDelay = s.Unacked, s.SyncDelay
 	for _, k := range s.Keys {
@@ -221,7 +245,7 @@ func (m *Member) stand(s *fleet.Standing) {
 func (p *Process) memberAlone(l limiter.Stats) Member {
 	m := Member{
 		Name: p.self.Name, State: "self", Version: p.cfg.Program, Roster: true, Weight: 1, Share: 1,
-		Charter: l.Charter, Applied: l.Applied, Level: float64(l.Level) / micro, Cap: float64(l.Cap) / micro,
+		Number: l.Number, Applied: l.Applied, Level: float64(l.Level) / micro, Cap: float64(l.Cap) / micro,
 	}
 	for _, k := range p.keys() {
 		m.Keys = append(m.Keys, Key(k))

@@ -8,6 +8,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"log/slog"
 	"os"
 	"os/exec"
 	"slices"
@@ -20,6 +21,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/crdt/gossip"
 	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/fleet/register"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
@@ -35,6 +37,8 @@ type workerSpec struct {
 	Seeds, Roster       []string
 	Rate                float64
 	Burst               int
+	Register            string // a file, if there is one
+	OnSilence           limiter.SilencePolicy
 	Shell               []string // commands that come first: those that give it an address
 }
 
@@ -52,14 +56,14 @@ type grant struct {
 
 // A sight is how a process stands, and whom it sees.
 type sight struct {
-	At       int64
-	Fresh    []string // heard, and hear it
-	Members  []string // of memberlist
-	Charter  uint64
-	Complete uint64
-	Share    float64
-	Minted   float64 // tokens of the key
-	Fenced   bool
+	At            int64
+	Fresh         []string // heard, and hear it
+	Members       []string // of memberlist
+	Configuration uint64
+	Complete      uint64
+	Share         float64
+	Minted        float64 // tokens of the key
+	Fenced        bool
 }
 
 // A word is a line that a worker says; one field is set.
@@ -68,6 +72,7 @@ type word struct {
 	Grant    *grant `json:"grant,omitempty"`
 	Sight    *sight `json:"sight,omitempty"`
 	Proposed string `json:"proposed,omitempty"` // what became of it
+	Log      string `json:"log,omitempty"`      // a line, at WARN or above
 }
 
 // An order is a line that a worker is told.
@@ -75,6 +80,7 @@ type order struct {
 	Start   bool   `json:"start,omitempty"`
 	Demand  *int   `json:"demand,omitempty"`  // messages a second from now on
 	Propose string `json:"propose,omitempty"` // a key that gets a limit of its own
+	Evict   string `json:"evict,omitempty"`
 }
 
 // asProcess is what this program does in place of the tests, where a test has
@@ -130,14 +136,24 @@ func runWorker(text string) error {
 	}
 	c := configOf(spec.Name, spec.Seeds, spec.Roster...)
 	c.Limits.Limit = limiter.Limit{Rate: spec.Rate, Burst: spec.Burst}
+	c.Limits.OnSilence.Policy = spec.OnSilence
 	c.Gossip.Bind, c.Gossip.Network = spec.Bind, spec.Network
 	c.Gossip.Insecure = true // some are bound to addresses of a network of the test's own
-	p, err := Start(c)
+	w := &worker{}
+	opts := []Option{WithLogger(slog.New(slog.NewTextHandler(w, &slog.HandlerOptions{Level: slog.LevelWarn})))}
+	if spec.Register != "" {
+		r, err := register.NewFile(spec.Register)
+		if err != nil {
+			return err
+		}
+		opts = append(opts, WithRegister(r))
+	}
+	p, err := Start(c, opts...)
 	if err != nil {
 		return err
 	}
 	defer p.Close()
-	w := &worker{p: p}
+	w.p = p
 	w.say(word{Addr: p.Node().Addr().String()})
 	return w.run(ctx, orders)
 }
@@ -145,6 +161,12 @@ func runWorker(text string) error {
 type worker struct {
 	p  *Process
 	mu sync.Mutex // around each line that is said
+}
+
+// Write takes a line of the log.
+func (w *worker) Write(line []byte) (int, error) {
+	w.say(word{Log: string(line)})
+	return len(line), nil
 }
 
 // say writes a line at once: what has been said survives a kill.
@@ -177,6 +199,12 @@ func (w *worker) run(ctx context.Context, orders <-chan order) error {
 			if o.Propose != "" {
 				proposing.Go(func() { w.propose(ctx, o.Propose) })
 			}
+			if o.Evict != "" {
+				proposing.Go(func() {
+					number, err := w.p.Evict(ctx, 0, o.Evict)
+					w.say(word{Proposed: fmt.Sprint(number, " ", err)})
+				})
+			}
 		case <-ask.C:
 			g := grant{From: hostClock()}
 			due := int(float64(g.From-since) / 1e9 * float64(demand))
@@ -197,7 +225,7 @@ func (w *worker) run(ctx context.Context, orders <-chan order) error {
 
 func (w *worker) look() *sight {
 	l := w.p.Limits().Stats()
-	s := &sight{Charter: l.Charter, Complete: l.Completed, Share: l.Share, Fenced: l.Fenced}
+	s := &sight{Configuration: l.Number, Complete: l.Completed, Share: l.Share, Fenced: l.Fenced}
 	for _, peer := range w.p.Node().Peers() {
 		if peer.State == gossip.Fresh && peer.HearsUs {
 			s.Fresh = append(s.Fresh, peer.Name)
@@ -216,7 +244,7 @@ func (w *worker) look() *sight {
 
 func (w *worker) propose(ctx context.Context, key string) {
 	l := limiter.Limit{Rate: 1, Burst: 10}
-	number, err := w.p.Propose(ctx, fleet.Change{Limits: map[string]*limiter.Limit{key: &l}})
+	number, err := w.p.Set(ctx, 0, fleet.Change{Limits: map[string]*limiter.Limit{key: &l}})
 	w.say(word{Proposed: fmt.Sprint(number, " ", err)})
 }
 
@@ -234,6 +262,7 @@ type hired struct {
 	grants   []grant
 	sights   []sight
 	proposed string
+	logged   []string
 }
 
 // hire starts a process, in a network namespace of its own if so. Whatever becomes
@@ -294,6 +323,8 @@ func (h *hired) hear(x word) {
 		h.addr = x.Addr
 	case x.Proposed != "":
 		h.proposed = x.Proposed
+	case x.Log != "":
+		h.logged = append(h.logged, x.Log)
 	}
 }
 
@@ -317,6 +348,18 @@ func (h *hired) demand(perSecond int) { h.t.Helper(); h.order(order{Demand: &per
 func (h *hired) address() string { h.mu.Lock(); defer h.mu.Unlock(); return h.addr }
 
 func (h *hired) proposal() string { h.mu.Lock(); defer h.mu.Unlock(); return h.proposed }
+
+// log are the lines that have it in them.
+func (h *hired) log(text string) (lines []string) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, line := range h.logged {
+		if strings.Contains(line, text) {
+			lines = append(lines, line)
+		}
+	}
+	return lines
+}
 
 // now is how it stands.
 func (h *hired) now() (s sight) {
@@ -433,18 +476,21 @@ type staff struct {
 	rate  float64
 	burst int
 	every []*hired // who ever worked
+
+	register  string // a file, if there is one
+	onSilence limiter.SilencePolicy
 }
 
-var founders = []string{"a", "b", "c"}
+var members = []string{"a", "b", "c"}
 
 func others(name string) []string {
-	return slices.DeleteFunc(slices.Clone(founders), func(n string) bool { return n == name })
+	return slices.DeleteFunc(slices.Clone(members), func(n string) bool { return n == name })
 }
 
 // whole says that a process sees the other two, and they it.
 func whole(name string) func(sight) bool {
 	return func(s sight) bool {
-		return slices.Equal(s.Fresh, others(name)) && slices.Equal(s.Members, founders) && !s.Fenced && s.Charter > 0 && s.Complete == s.Charter
+		return slices.Equal(s.Fresh, others(name)) && slices.Equal(s.Members, members) && !s.Fenced && s.Configuration > 0 && s.Complete == s.Configuration
 	}
 }
 

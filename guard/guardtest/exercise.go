@@ -22,7 +22,7 @@ type Features struct {
 	// in a testing/synctest bubble, and hours cost nothing.
 	RealTime bool
 
-	// Deadline is how long a rule waits for what must come; unset means 30s,
+	// Deadline is how long a rule waits for what must come; unset means 2m,
 	// and with virtual time 10min.
 	Deadline time.Duration
 
@@ -65,6 +65,8 @@ type Features struct {
 	// handled behind a message that was still unsettled when its source ended is
 	// delivered again.
 	Prefix bool
+
+	long bool // the long form of rules, as with STORMGUARD_FULL
 
 	// Options are further options of each rule's Guard, such as a fleet; nil means
 	// none. It is called once for each Guard.

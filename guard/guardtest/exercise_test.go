@@ -428,7 +428,9 @@ func TestExercise(t *testing.T) {
 		{"passive-key", guard.OrderKey, 4, true, 0, false},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			Exercise(t, memoryFeatures(c.order, c.workers, c.passive), func(_ testing.TB, s Setup) Subject {
+			f := memoryFeatures(c.order, c.workers, c.passive)
+			f.long = c.name == "source"
+			Exercise(t, f, func(_ testing.TB, s Setup) Subject {
 				m := newMemory(s)
 				m.passive, m.feed, m.consume.Buffer = c.passive, c.feed, c.buffer
 				return m

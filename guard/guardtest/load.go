@@ -18,7 +18,8 @@ var loads = []rule{
 	loadRule("flaky-20", 2*time.Minute, 20, 0, 20, 90),
 }
 
-// loadRule publishes rate messages a second, for a minute on a real broker. Of these, poison
+// loadRule publishes rate messages a second, for a minute on a real broker, and where
+// nobody asks for the long form. Of these, poison
 // and flaky percent fail for ever and once. Of the healthy ones, at least a share of least
 // percent must be handled when the load ends, but for those of its last five seconds.
 // Nothing but poison is dead-lettered.
@@ -38,7 +39,7 @@ func loadRule(name string, virtual time.Duration, rate, poison, flaky, least int
 			draw := rand.New(rand.NewPCG(uint64(rate), uint64(poison)))
 			first := x.numbers + 1
 			var healthy []uint64
-			for range rate * int(x.span(virtual, time.Minute)/time.Second) {
+			for range rate * int(x.spanOf(virtual)/time.Second) {
 				switch d := draw.IntN(100); {
 				case d < poison:
 					x.bad(1, ErrPoison)
@@ -68,6 +69,14 @@ func loadRule(name string, virtual time.Duration, rate, poison, flaky, least int
 			x.eventually("all is handled or dead-lettered", x.nothingMissing)
 		},
 	}
+}
+
+// spanOf is how long a rule that wants a long time has.
+func (x *run) spanOf(virtual time.Duration) time.Duration {
+	if x.f.RealTime || !x.f.long && os.Getenv("STORMGUARD_FULL") == "" {
+		return min(virtual, time.Minute)
+	}
+	return virtual
 }
 
 // poisoned counts the messages from first on that are to be dead-lettered.

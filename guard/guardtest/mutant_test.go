@@ -222,6 +222,8 @@ func TestSuiteCatchesMutants(t *testing.T) {
 		{fault: "nacks to the dead letters of the broker", rule: "outage", twist: func(m *memory) { m.twist = "bury" }},
 		{fault: "never looks behind", rule: "poison-burst-3", twist: bent(neverLooks)},
 		{fault: "finds only one of two", rule: "outage-head", twist: bent(neverLooks)},
+		{fault: "looks at one behind a steady load", rule: "steady-5-flaky-2", twist: bent(neverLooks)},
+		{fault: "knows no storm", rule: "storm", twist: bent(func(c *Consumer) { c.Policy.Storm.Off = true })},
 		{fault: "probes late", rule: "recovery", twist: bent(func(c *Consumer) { c.Policy.Breaker.Base = 20 * time.Second })},
 		{fault: "guesses at once", rule: "outage", twist: bent(func(c *Consumer) { c.Policy.Retry.Patience = time.Millisecond })},
 		{fault: "hides whose fault it is", rule: "refused", twist: bent(hideClass)},

@@ -92,7 +92,7 @@ func (x *run) deadline() time.Duration {
 	if x.f.Deadline > 0 {
 		return x.f.Deadline
 	}
-	return x.span(10*time.Minute, 30*time.Second)
+	return x.span(10*time.Minute, 2*time.Minute)
 }
 
 // pass lets time pass.
@@ -209,7 +209,7 @@ func (x *run) close(limit time.Duration) []guard.Report {
 	defer cancel()
 	start := time.Now()
 	reports, _ := g.Close(ctx)
-	if took, most := time.Since(start), limit+x.span(time.Second, 5*time.Second); took > most {
+	if took, most := time.Since(start), limit+x.span(time.Second, x.deadline()); took > most {
 		x.errorf("Close took %s, although its context ended after %s", took, limit)
 	}
 	for _, r := range reports {

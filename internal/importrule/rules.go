@@ -114,7 +114,7 @@ var Ours = Rules{
 			Why:     "what processes agree on implements interfaces that its users own; guard sees only those",
 		},
 		{
-			Path: "fleet/process", May: []string{"fleet", "crdt", "crdt/gossip", "limiter", "breaker", "dlq"},
+			Path: "fleet/process", May: []string{"fleet", "fleet/register", "crdt", "crdt/gossip", "limiter", "breaker", "dlq"},
 			MayTest: []string{"guard"},
 			Why:     "puts the parts of a fleet together with sockets and goroutines; guards get what it makes, and do not know it",
 		},
@@ -178,7 +178,7 @@ var Ours = Rules{
 		{Path: "internal/scopetest", May: []string{"internal/scope", "breaker"}, Why: "one suite for every substrate of internal/scope, so it knows none of them"},
 		{Path: "internal/adaptertest", May: []string{"guard"}, Why: "what the tests of adapters share, so it knows none of them"},
 		{Path: "internal/registers", Why: "what the drivers of fleet/register share, so it knows none of them, nor the seam, which uses it too"},
-		{Path: "internal/registertest", May: []string{"fleet/register"}, Why: "one suite for every driver of fleet/register, so it knows none of them"},
+		{Path: "internal/registertest", May: []string{"fleet/register", "internal/registers"}, Why: "one suite for every driver of fleet/register, so it knows none of them"},
 		{Path: "internal/brokers", Why: "starts brokers for tests and programs, and knows nobody who uses them"},
 	},
 
@@ -230,7 +230,10 @@ var Ours = Rules{
 
 	Homes: []Home{
 		{Imports: "github.com/sony/gobreaker", Rooms: []string{"breaker"}, Why: "states, generations and the half-open judgement of a breaker"},
-		{Imports: "go.etcd.io/etcd", Rooms: []string{"breaker/etcd"}, Why: "the client of the authority"},
+		{
+			Imports: "go.etcd.io/etcd", Rooms: append([]string{"breaker/etcd"}, programs...),
+			Why: "the client of the authority; programs hand theirs to the register",
+		},
 		{Imports: "go.etcd.io/bbolt", Rooms: []string{"ringbuf/spill"}, Why: "the first store of the durable hold"},
 		{Imports: "golang.org/x/term", Rooms: []string{"cmd/stormguard"}, Why: "whether an output is a terminal, and how wide"},
 		{Imports: "golang.org/x/sys", Rooms: []string{"crdt/gossip"}, Why: "a timer of the kernel's: the runtime's is late by up to half of the floor"},

@@ -18,13 +18,16 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/fleet/register"
+	"github.com/stormguard-mq/stormguard/internal/registers"
 )
 
 const (
-	// patience is for what a store that serves does at once.
-	patience = time.Minute
-	// notices is how long a watch may take to say that the store is away.
-	notices = 8 * time.Second
+	// patience bounds each wait. It is no measure of speed: the machine may be busy.
+	patience = 2 * time.Minute
+	// quiet is three pulses of a watch: one that ends by itself does not last as long.
+	quiet = 3 * registers.Pulse
+	// tries is how often a call may be late before that is the driver's doing.
+	tries = 5
 )
 
 // A Place is where one register is.
@@ -36,10 +39,6 @@ type Place struct {
 	// Break makes the store away for all handles, and Mend undoes it. Both nil for a
 	// place that cannot break.
 	Break, Mend func(t *testing.T)
-
-	// Within is how long it takes at most until all is well after Mend; unset means
-	// 10 s.
-	Within time.Duration
 }
 
 // Run runs all tests that need no fault. place makes a register that is empty.
@@ -202,9 +201,6 @@ func ended(t *testing.T, p Place) {
 // Fault breaks the place while nobody has used it yet, and again in the middle of
 // a duel.
 func Fault(t *testing.T, p Place) {
-	if p.Within == 0 {
-		p.Within = patience
-	}
 	p.Break(t)
 	broken := true
 	mend := func() {
@@ -216,7 +212,6 @@ func Fault(t *testing.T, p Place) {
 	defer mend()
 
 	d := newDuel(t, p)
-	d.within = p.Within
 	early := d.watch("early", 0)
 	r := p.Open(t)
 	for what, do := range map[string]func(context.Context) error{
@@ -230,17 +225,27 @@ func Fault(t *testing.T, p Place) {
 			return err
 		},
 	} {
-		begun := time.Now()
-		ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
-		err := do(ctx)
-		cancel()
-		if took := time.Since(begun); err == nil || errors.Is(err, register.ErrConflict) || took > 2*time.Second {
-			t.Errorf("%s while the store is away returns %v after %s; want an error within its context", what, err, took)
+		for n := 1; ; n++ {
+			begun := time.Now()
+			ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+			err := do(ctx)
+			cancel()
+			took := time.Since(begun)
+			if err == nil || errors.Is(err, register.ErrConflict) {
+				t.Errorf("%s while the store is away returns %v", what, err)
+			}
+			if took < 2*time.Second {
+				break
+			}
+			if n == tries {
+				t.Errorf("%s while the store is away returned %d times long after its context, at last after %s: %v", what, n, took, err)
+				break
+			}
 		}
 	}
-	eventually(t, "the watch says that the store is away at its start", notices, func() bool { return early.errs() == 1 })
+	eventually(t, "the watch says that the store is away at its start", early.isAway)
 	mend()
-	eventually(t, "the watch says that the store is there", p.Within, func() bool { return early.documents() > 0 })
+	eventually(t, "the watch says that the store is there", func() bool { return early.documents() > 0 })
 
 	number := d.newest()
 	if number == 0 {
@@ -251,26 +256,30 @@ func Fault(t *testing.T, p Place) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		d.write(4, number+10, func() time.Duration { return 700 * time.Millisecond })
+		// Some give up soon, and some wait for as long as a busy store may take.
+		d.write(4, number+10, func() time.Duration { return 700 * time.Millisecond << rand.IntN(4) })
 	}()
-	eventually(t, "some are written", p.Within, func() bool { return early.number() >= number+5 })
+	defer func() {
+		d.stop()
+		<-done
+	}()
+	eventually(t, "some are written", func() bool { return early.number() >= number+5 })
 	p.Break(t)
 	broken = true
-	eventually(t, "the watch says that the store is away", notices, func() bool { return early.errs() == 2 })
+	eventually(t, "the watch says that the store is away", early.isAway)
 	mend()
 	<-done
 	d.write(2, d.newest()+5, func() time.Duration { return 5 * time.Second })
+	// A store that is slow may be taken for one that is away, but not again and again.
+	eventually(t, "the watch says no more that the store is away", early.steady)
 	d.judge(true)
-	if n := early.errs(); n != 2 {
-		t.Errorf("the watch said %d times that the store is away, and it was twice", n)
-	}
 }
 
-func eventually(t *testing.T, what string, within time.Duration, ok func() bool) {
+func eventually(t *testing.T, what string, ok func() bool) {
 	t.Helper()
 	for begun := time.Now(); !ok(); time.Sleep(2 * time.Millisecond) {
-		if time.Since(begun) > within {
-			t.Fatalf("not within %s: %s", within, what)
+		if time.Since(begun) > patience {
+			t.Fatalf("not within %s: %s", patience, what)
 		}
 	}
 }
@@ -280,12 +289,15 @@ func eventually(t *testing.T, what string, within time.Duration, ok func() bool)
 type duel struct {
 	t        *testing.T
 	place    Place
-	within   time.Duration
+	over     context.Context //nolint:containedctx // its end is the writers'
+	stop     context.CancelFunc
 	reader   register.Register
 	mu       sync.Mutex
 	attempts []attempt
 	watchers []*watcher
 	next     int
+	late     int // writes that returned long after their context
+	timely   int // and those that returned with it
 }
 
 type attempt struct {
@@ -295,13 +307,27 @@ type attempt struct {
 }
 
 func newDuel(t *testing.T, p Place) *duel {
-	return &duel{t: t, place: p, reader: p.Open(t), within: patience}
+	d := &duel{t: t, place: p, reader: p.Open(t)}
+	d.over, d.stop = context.WithCancel(context.Background())
+	t.Cleanup(d.stop)
+	return d
 }
 
 func (d *duel) note(a attempt) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.attempts = append(d.attempts, a)
+}
+
+// ended notes a write whose context has ended.
+func (d *duel) ended(late bool) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if late {
+		d.late++
+	} else {
+		d.timely++
+	}
 }
 
 func (d *duel) count(of func(attempt) bool) (n int) {
@@ -326,7 +352,7 @@ func (d *duel) id() string {
 func (d *duel) read() (number uint64, document []byte) {
 	d.t.Helper()
 	var err error
-	for begun := time.Now(); time.Since(begun) < d.within+patience; time.Sleep(5 * time.Millisecond) {
+	for begun := time.Now(); time.Since(begun) < patience; time.Sleep(5 * time.Millisecond) {
 		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
 		number, document, err = d.reader.Read(ctx)
 		cancel()
@@ -352,12 +378,12 @@ func (d *duel) write(writers int, until uint64, limit func() time.Duration) {
 		r := d.place.Open(d.t)
 		for range 2 {
 			wg.Go(func() {
-				for begun := time.Now(); time.Since(begun) < d.within+2*patience; {
-					if d.once(r, until, limit()) {
+				for begun := time.Now(); time.Since(begun) < 2*patience; {
+					if d.over.Err() != nil || d.once(r, until, limit()) {
 						return
 					}
 				}
-				d.t.Errorf("number %d was not reached in %s", until, d.within+2*patience)
+				d.t.Errorf("number %d was not reached in %s", until, 2*patience)
 			})
 		}
 	}
@@ -381,8 +407,8 @@ func (d *duel) once(r register.Register, until uint64, limit time.Duration) (don
 	defer cancel()
 	begun := time.Now()
 	err = r.CompareAndSet(ctx, number+1, document)
-	if took := time.Since(begun); took > limit+time.Second {
-		d.t.Errorf("number %d: %v after %s, and its context lived %s", number+1, err, took, limit)
+	if ctx.Err() != nil {
+		d.ended(time.Since(begun) > limit+time.Second)
 	}
 	d.note(attempt{number + 1, id, err})
 	return false
@@ -395,7 +421,7 @@ func (d *duel) judge(settle bool) {
 	t.Helper()
 	if settle {
 		number, document := d.read()
-		ctx, cancel := context.WithTimeout(context.Background(), d.within+patience)
+		ctx, cancel := context.WithTimeout(context.Background(), patience)
 		defer cancel()
 		if _, _, err := register.Settle(ctx, d.reader, number+1, append(document, "settled\n"...)); err != nil {
 			t.Fatalf("Settle: %v", err)
@@ -424,11 +450,14 @@ func (d *duel) judge(settle bool) {
 			t.Errorf("%s is number %d, and its writer was told that it is not: %v", a.id, a.number, a.err)
 		}
 	}
-	t.Logf("%d numbers, %d attempts: %d won, %d unknown", number, len(d.attempts), won, unknown)
+	t.Logf("%d numbers, %d attempts: %d won, %d unknown; %d late", number, len(d.attempts), won, unknown, d.late)
+	if d.late > d.timely {
+		t.Errorf("%d writes returned more than a second after their contexts, and %d in time", d.late, d.timely)
+	}
 	d.mu.Unlock()
 
 	for _, w := range d.watchers {
-		eventually(t, fmt.Sprintf("watch %s sees number %d", w.name, number), d.within, func() bool { return w.number() == number })
+		eventually(t, fmt.Sprintf("watch %s sees number %d", w.name, number), func() bool { return w.number() == number })
 	}
 	time.Sleep(100 * time.Millisecond) // for what is late, and must change nothing
 	if n, doc := d.read(); n != number || !bytes.Equal(doc, document) {
@@ -449,8 +478,9 @@ type watcher struct {
 
 	mu     sync.Mutex
 	events []register.Event
-	over   bool // Watch has returned
-	after  int  // events after that
+	away   time.Time // when the store was last away
+	over   bool      // Watch has returned
+	after  int       // events after that
 }
 
 func (d *duel) watch(name string, slow time.Duration) *watcher {
@@ -463,6 +493,9 @@ func (d *duel) watch(name string, slow time.Duration) *watcher {
 		err := r.Watch(ctx, func(e register.Event) {
 			w.mu.Lock()
 			w.events = append(w.events, e)
+			if e.Err != nil {
+				w.away = time.Now()
+			}
 			if w.over {
 				w.after++
 			}
@@ -489,22 +522,29 @@ func (w *watcher) number() (n uint64) {
 	return n
 }
 
-func (w *watcher) errs() (n int) {
+// isAway tells whether the store is away, by what the watch says.
+func (w *watcher) isAway() bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return len(w.events) > 0 && w.events[len(w.events)-1].Err != nil
+}
+
+// steady tells whether the store has been there for a while, by what the watch says.
+func (w *watcher) steady() bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.events[len(w.events)-1].Err == nil && time.Since(w.away) > quiet
+}
+
+func (w *watcher) documents() (n int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for _, e := range w.events {
-		if e.Err != nil {
+		if e.Err == nil {
 			n++
 		}
 	}
 	return n
-}
-
-func (w *watcher) documents() int {
-	errs := w.errs()
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return len(w.events) - errs
 }
 
 func (w *watcher) end(t *testing.T) {

@@ -641,12 +641,12 @@ func TestMember(t *testing.T) {
 	if len(s[0].got) != 1 || len(s[1].got) != 0 || len(s[2].got) != 1 || s[0].got[0].body != s[2].got[0].body {
 		t.Errorf("asked %d, %d, %d times", len(s[0].got), len(s[1].got), len(s[2].got))
 	}
-	net.Run(50 * ms)
+	net.Run(20 * ms)
 	if got := net.Stats().Sent; got != 2 {
-		t.Errorf("%d packets in 50ms, want 2", got)
+		t.Errorf("%d packets in 20ms, want 2", got)
 	}
-	net.Run(150 * ms)
+	net.Run(50 * ms)
 	if got := net.Stats().Sent; got != 4 {
-		t.Errorf("%d packets in 150ms, want 4", got)
+		t.Errorf("%d packets in 50ms, want 4", got)
 	}
 }

@@ -46,7 +46,13 @@ type Config struct {
 	SASL         Mechanism // --sasl: Kafka's alone
 	User         string    // --user
 	PasswordFile string    // --password-file
+
+	// Prefix is what the flags' names begin with, such as "register-", for errors.
+	Prefix string
 }
+
+// flags puts the prefix into the names of flags in a text.
+func (c Config) flags(text string) string { return strings.ReplaceAll(text, "--", "--"+c.Prefix) }
 
 // Any tells whether anything is set.
 func (c Config) Any() bool { return c != Config{} }
@@ -58,7 +64,7 @@ func (c Config) WantsTLS() bool { return c.TLS || c.CA != "" || c.Cert != "" || 
 // the broker is one, and so has mechanisms.
 func (c Config) Validate(kafka bool) error {
 	var errs []error
-	add := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
+	add := func(format string, args ...any) { errs = append(errs, fmt.Errorf(c.flags(format), args...)) }
 	if (c.Cert == "") != (c.Key == "") {
 		add("--cert and --key: must be given together")
 	}
@@ -88,7 +94,7 @@ func (c Config) Open() (*Access, error) {
 	if c.PasswordFile != "" {
 		text, err := os.ReadFile(c.PasswordFile)
 		if err != nil {
-			errs = append(errs, fmt.Errorf("--password-file: %w", err))
+			errs = append(errs, fmt.Errorf(c.flags("--password-file: %w"), err))
 		}
 		a.password = strings.TrimRight(string(text), "\r\n")
 	}
@@ -99,15 +105,15 @@ func (c Config) Open() (*Access, error) {
 		a.tls.RootCAs = x509.NewCertPool()
 		switch pem, err := os.ReadFile(c.CA); {
 		case err != nil:
-			errs = append(errs, fmt.Errorf("--ca: %w", err))
+			errs = append(errs, fmt.Errorf(c.flags("--ca: %w"), err))
 		case !a.tls.RootCAs.AppendCertsFromPEM(pem):
-			errs = append(errs, fmt.Errorf("--ca %q: no certificate in it; it must be PEM", c.CA))
+			errs = append(errs, fmt.Errorf(c.flags("--ca %q: no certificate in it; it must be PEM"), c.CA))
 		}
 	}
 	if c.Cert != "" {
 		pair, err := tls.LoadX509KeyPair(c.Cert, c.Key)
 		if err != nil {
-			errs = append(errs, fmt.Errorf("--cert %q, --key %q: %w", c.Cert, c.Key, err))
+			errs = append(errs, fmt.Errorf(c.flags("--cert %q, --key %q: %w"), c.Cert, c.Key, err))
 		}
 		a.tls.Certificates = []tls.Certificate{pair}
 	}
@@ -148,6 +154,9 @@ func KafkaError(err error) error {
 	}
 	return err
 }
+
+// User is who logs in, and the password; empty if nobody does.
+func (a *Access) User() (name, password string) { return a.user, a.password }
 
 // NATS is what the client needs.
 func (a *Access) NATS() []nats.Option {

@@ -441,7 +441,7 @@ func (t *trial) outage(l load, length time.Duration, c class, burst int) error {
 		}
 		calls := w.mend()
 		base := unguardedCalls(l, c, length)
-		t.called(100*float64(calls)/base, max(mostCalls, 100*fewestCalls(c, length)/base))
+		t.called(100*float64(calls)/base, max(mostCalls, 100*fewestCalls(l, c, length)/base))
 		idle := recoveryLimit(length, c)
 		if l.poison > 0 {
 			idle += headEach
@@ -585,7 +585,6 @@ func (t *trial) random() error {
 	l := d.load()
 	return t.world(l, func(w *world) error {
 		some := func() *source { return w.all[d.IntN(len(w.all))] }
-		outage, last := time.Duration(0), unknown
 		w.pass(warmUp)
 		for range 2 + d.IntN(5) {
 			var err error
@@ -593,8 +592,8 @@ func (t *trial) random() error {
 			case 0:
 				w.pass(d.span(time.Second, 2*time.Minute))
 			case 1:
-				outage, last = d.span(200*time.Millisecond, 10*time.Minute), []class{unknown, refused, hang}[d.IntN(3)]
-				err = d.outage(w, outage, last)
+				length := d.span(200*time.Millisecond, 10*time.Minute)
+				err = d.outage(w, length, []class{unknown, refused, hang}[d.IntN(3)])
 			case 2:
 				some().spoil(1 + d.IntN(30))
 			default:
@@ -605,7 +604,7 @@ func (t *trial) random() error {
 			}
 			w.pass(d.span(100*time.Millisecond, 20*time.Second))
 		}
-		t.goesOn(w, d, recoveryLimit(outage, last))
+		t.goesOn(w, d, w.recovery())
 		most := 2 // several outages in a row are a dependency that flaps; docs/design.md
 		if l.flaky > 0 && l.fails == unknown {
 			most = flakyLetters * len(w.all)
@@ -627,18 +626,18 @@ func (t *trial) sparse(length time.Duration) error {
 	l.rate, l.flaky, l.poison = d.between(1.0/600, 0.2), 0, min(l.poison, 0.01)
 	return t.world(l, func(w *world) error {
 		some := func() *source { return w.all[d.IntN(len(w.all))] }
-		outage, last, most := time.Duration(0), unknown, 0
+		most := 0
 		for w.now() < length && w.ctx.Err() == nil {
 			var err error
 			switch d.IntN(4) {
 			case 0:
 				w.pass(d.span(time.Minute, 5*time.Hour))
 			case 1:
-				outage, last = d.span(time.Second, 2*time.Hour), []class{unknown, refused, hang}[d.IntN(3)]
-				if last == unknown {
+				length, c := d.span(time.Second, 2*time.Hour), []class{unknown, refused, hang}[d.IntN(3)]
+				if c == unknown {
 					most += sparseMost * len(w.all)
 				}
-				err = d.outage(w, outage, last)
+				err = d.outage(w, length, c)
 			case 2:
 				some().spoil(1 + d.IntN(30))
 			default:
@@ -649,7 +648,7 @@ func (t *trial) sparse(length time.Duration) error {
 			}
 			w.pass(d.span(time.Second, 20*time.Minute))
 		}
-		t.goesOn(w, d, recoveryLimit(outage, last)+time.Duration(sparseGaps/l.rate*float64(time.Second)))
+		t.goesOn(w, d, w.recovery()+time.Duration(sparseGaps/l.rate*float64(time.Second)))
 		t.letters(w.sum().healthyLetters, most)
 		return nil
 	})

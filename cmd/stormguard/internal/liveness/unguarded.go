@@ -131,13 +131,17 @@ func unguardedCalls(l load, c class, length time.Duration) float64 {
 }
 
 // fewestCalls is what an outage costs however few calls a loop without a guard makes:
-// one message's attempts; one look, and what its first groups ask the head, if the
-// errors are of unknown class; and the probes without which the recovery could not be
-// seen within a tenth of the outage, each with one message more where calls hang.
-func fewestCalls(c class, length time.Duration) float64 {
+// one message's attempts; of each poison message that is being retried when the outage
+// begins, a call if its error says that the dependency is down, else its attempts; one
+// look, and what its first groups ask the head, if the errors are of unknown class; and
+// the probes without which the recovery could not be seen within a tenth of the outage,
+// each with one message more where calls hang.
+func fewestCalls(l load, c class, length time.Duration) float64 {
 	n := attempts
 	if c == unknown {
-		n += 2 * looksMost
+		n += 2*looksMost + attempts*l.retried()
+	} else {
+		n += l.retried()
 	}
 	ladder := breaker.Config{}.WithDefaults()
 	probes := 0
@@ -149,6 +153,21 @@ func fewestCalls(c class, length time.Duration) float64 {
 		}
 	}
 	return float64(n + probes)
+}
+
+// retried is how much poison is being retried at an instant: the mean of what comes
+// meanwhile, two standard deviations more, and no more than there are lanes.
+func (l load) retried() int {
+	mean := l.rate * l.poison * poisonCosts(l.call).Seconds()
+	n := int(math.Ceil(mean + 2*math.Sqrt(mean)))
+	switch l.order {
+	case guard.OrderSource:
+		return min(n, 1)
+	case guard.OrderKey:
+		return min(n, int(max(l.keys, defaultKeys)))
+	default:
+		return n
+	}
 }
 
 // rampFor is how long the guard's ramp takes to let so many messages through.

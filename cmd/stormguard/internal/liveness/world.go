@@ -80,6 +80,8 @@ type world struct {
 
 	// since is the end of the last outage, first the first success after it.
 	since, first time.Duration
+	began        time.Duration // of that outage, or of the first with no success since
+	hung         time.Duration // when calls that hang were over, the last time
 }
 
 // What became of a message.
@@ -135,9 +137,12 @@ type source struct {
 
 const never = time.Duration(-1)
 
+// defaultKeys is how many keys a load has.
+const defaultKeys = 16
+
 func newWorld(ctx context.Context, seed uint64, l load) (*world, error) {
 	if l.keys == 0 {
-		l.keys = 16
+		l.keys = defaultKeys
 	}
 	w := &world{load: l, ctx: ctx, start: time.Now(), rng: rand.New(rand.NewPCG(seed, 1)), since: never, first: never}
 	l.policy.Order = l.order
@@ -214,14 +219,35 @@ func (w *world) fail(c class) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.down, w.calls = c, 0
+	if w.since < 0 || w.first >= 0 { // else the breaker has not seen that the last one was over
+		w.began = w.now()
+	}
 }
 
 // mend brings the dependency back, and says how often it was called while it was down.
 func (w *world) mend() (calls int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	if w.down == hang {
+		w.hung = w.now()
+	}
 	w.down, w.since, w.first = "", w.now(), never
 	return w.calls
+}
+
+// recovery is how long a source may stand idle after the outage that has ended last.
+// Outages with no success between them are one. A call that hangs when it ends hangs on.
+func (w *world) recovery() time.Duration {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	switch {
+	case w.since < 0:
+		return recoveryLimit(0, unknown)
+	case w.hung > 0 && w.now() < w.hung+callLimit:
+		return recoveryLimit(w.since-w.began, hang)
+	default:
+		return recoveryLimit(w.since-w.began, unknown)
+	}
 }
 
 // idle is the time from the end of the outage to the first success; never if there

@@ -15,12 +15,16 @@ import (
 
 // The limiter's and the session's constants that the formulas are made of.
 const (
-	ppm     = 500e-6 // minted less by every node: its clock may be that fast
-	floor   = 2 * time.Millisecond
-	oneWay  = linkBase + linkJitter // the mean
-	minPace = 2 * time.Millisecond  // between two steps of a key: a tenth of a refill, but
-	maxPace = 50 * time.Millisecond
-	notice  = 20 * time.Millisecond // until it is sure that a demand is over: two windows of the forecast
+	keepAlive = 50 * time.Millisecond
+	lost      = 200 * keepAlive           // a peer that was silent for so long is lost
+	meet      = 5*time.Second + keepAlive // until who is lost is tried again, at most, and has answered
+	forecast  = 10 * time.Millisecond     // a window of it
+	ppm       = 500e-6                    // minted less by every node: its clock may be that fast
+	floor     = 2 * time.Millisecond
+	oneWay    = linkBase + linkJitter // the mean
+	minPace   = 2 * time.Millisecond  // between two steps of a key: a tenth of a refill, but
+	maxPace   = 50 * time.Millisecond
+	notice    = 20 * time.Millisecond // until it is sure that a demand is over: two windows of the forecast
 )
 
 // pace is the time between two steps of a key.
@@ -33,6 +37,14 @@ func (sc *scenario) judged() time.Duration { return min(window, sc.to-sc.from) }
 
 // share is a node's part of the limit.
 func (sc *scenario) share() float64 { return 1 / float64(sc.nodes) }
+
+// slowest is what no packet of a run takes longer than, in 99 runs of 100: of n
+// exponential delays the largest exceeds ln(100·n) means in one. n are the packets of
+// a fleet that has something to say at each floor.
+func (sc *scenario) slowest() time.Duration {
+	n := float64(sc.nodes*(sc.nodes-1)) * sc.length.Seconds() / max(floor, sc.floor).Seconds()
+	return linkBase + time.Duration(float64(linkJitter)*math.Log(100*n))
+}
 
 // states is a formula, and what it does not say may not be.
 func (sc *scenario) states(cost float64, why string) {
@@ -140,4 +152,49 @@ func (sc *scenario) saturationCost(times float64) (cost float64, why string, ok 
 	ok = times <= 3 && float64(sc.burstTokens)/((times-1)*sc.rate) < sc.from.Seconds()
 	return 100 * (ppm + tokens/(sc.rate*sc.judged().Seconds())), fmt.Sprintf(
 		"either way: 500 ppm, and %.1f deviations, %.0f tokens, of what %d nodes keep of their own until it is asked for", worst, tokens, sc.nodes), ok
+}
+
+// deafness is for how long two do not hear each other at most, if packets between
+// them are lost for the time of a cut and none is lost otherwise: a keep-alive before,
+// and after it another, or, where the cut was long enough for them to be lost to each
+// other, what it takes to meet.
+func deafness(cut time.Duration) time.Duration {
+	if cut+keepAlive < lost {
+		return cut + 2*keepAlive
+	}
+	return cut + keepAlive + meet
+}
+
+// takenOver is what two sides of a split, P of them, admit more than the limit if
+// each takes over the other's rate after a while: P times the rate and not once,
+// from then until all hear each other. (P-1)·(B + R·(T-After)), of T the longest
+// silence of any pair. What is admitted before the last pair has met is less, since
+// each that meets another counts it in.
+func (sc *scenario) takenOver(silence time.Duration) float64 {
+	return float64(sc.burstTokens) + sc.rate*max(0, silence-sc.silence.After).Seconds()
+}
+
+// resumptionCost is for a fleet all of whose load is at one node, which stood still
+// until all caps were full, and then goes on for a while.
+//
+// The ideal bucket is full then as well. It loses nothing, and is empty when the
+// window ends; so what is missing is what the fleet could not mint, since caps were
+// full, and what it still has at the end.
+//
+// The lenders mint nothing until what they lent is reported as used: a window until
+// the forecast sees that there is a demand, two paces, and three hops, of the need,
+// the loan and the report. The node itself mints nothing while it has loans, since
+// it spends those first; it was lent (1-s)·B at most, which lasts for (1-s)·B over
+// (φ-(1-s))·R, what is asked for less what goes on being lent. At the end a token
+// that is lent is on its way for a pace and a hop.
+func (sc *scenario) resumptionCost(on time.Duration) (cost float64, why string) {
+	s, R, B := sc.share(), sc.rate, float64(sc.burstTokens)
+	hop := max(floor, sc.floor) + oneWay
+	lenders := (1 - s) * R * (forecast + 2*sc.pace() + 3*hop).Seconds()
+	own := s * R * (1 - s) * B / ((demand - (1 - s)) * R)
+	way := (1 - s) * R * (sc.pace() + hop).Seconds()
+	asked := B + R*on.Seconds()
+	return -100 * (ppm + (lenders+own+way)/asked), fmt.Sprintf(
+		"500 ppm, and of the %.0f tokens that one bucket has for the %v after it: %.0f that lenders do not mint until the first loans are reported as used, %.0f of its own that it does not mint while it spends loans, %.0f on their way at the end",
+		asked, on, lenders, own, way)
 }

@@ -6,8 +6,6 @@ package simulate
 import (
 	"fmt"
 	"time"
-
-	"github.com/stormguard-mq/stormguard/crdt/gossip/simnet"
 )
 
 // A rest is a span in which a fleet has nothing to say, and what each node may send in
@@ -16,8 +14,6 @@ type rest struct {
 	from, to   time.Duration
 	maxPackets float64 // per node and second; 0 is not measured
 	maxBytes   float64
-
-	before, after simnet.Stats
 }
 
 // idle has all at rest, and then all load at one node: what it asks the others for is
@@ -35,14 +31,15 @@ func idle(nodes int) scenario {
 	sc.length = sc.to
 	sc.maxError = 100 // the load is there for its changes, and too short to be judged
 	sc.faults = func(w *world) {
-		w.net.At(r.from, func() { w.sc.rest.before = w.net.Stats() })
-		w.net.At(r.to, func() { w.sc.rest.after = w.net.Stats() })
+		w.net.At(r.from, func() { w.rested[0] = w.net.Stats() })
+		w.net.At(r.to, func() { w.rested[1] = w.net.Stats() })
 	}
 	return sc
 }
 
 // sent is what a node has sent in a second of the rest.
 func (w *world) sent() (packets, bytes float64) {
-	r, per := &w.sc.rest, float64(w.sc.nodes)*(w.sc.rest.to-w.sc.rest.from).Seconds()
-	return float64(r.after.Sent-r.before.Sent) / per, float64(r.after.Bytes-r.before.Bytes) / per
+	r := w.sc.rest
+	per := float64(w.sc.nodes) * (r.to - r.from).Seconds()
+	return float64(w.rested[1].Sent-w.rested[0].Sent) / per, float64(w.rested[1].Bytes-w.rested[0].Bytes) / per
 }

@@ -119,3 +119,14 @@ func after(begin time.Duration, l load) load {
 		return l(w, node, t)
 	}
 }
+
+// first is one load until an instant, and then another.
+func first(end time.Duration, l, then load) load {
+	return func(w *world, node int, t time.Duration) (float64, time.Duration) {
+		if t >= end {
+			return then(w, node, t)
+		}
+		rate, until := l(w, node, t)
+		return rate, min(until, end)
+	}
+}

@@ -31,11 +31,9 @@ type member struct {
 	node    *limiter.Node
 	pool    *limiter.Set // instead, where the limit is pooled
 	handle  *limiter.Limiter
-	citizen *citizen // nil unless the charter changes
+	citizen *citizen // nil unless the configuration changes
 	seeds   []int    // to be joined
 	kicked  bool     // something was asked of it
-	evicts  string   // whom it was asked to evict
-	ticket  uint64   // of that
 	waiting []int    // messages by key that wait for a token
 	waits   int      // all of them
 	out     []byte
@@ -56,9 +54,12 @@ func (w *world) boot(id int) simnet.Boot {
 			if w.tap != nil {
 				section = &tapped{Section: section, tap: w.tap, w: w, id: id}
 			}
+			if w.ears != nil {
+				section = &listening{Section: section, ears: w.ears, w: w, id: id}
+			}
 			options := []gossip.Option{gossip.WithSection("limiter", section), gossip.WithRand(rng.Float64)}
 			if m.citizen != nil {
-				options = append(options, gossip.WithSection("charter", m.citizen.charters))
+				options = append(options, gossip.WithSection("configuration", m.citizen.config))
 			}
 			var err error
 			m.session, err = gossip.New(
@@ -68,6 +69,9 @@ func (w *world) boot(id int) simnet.Boot {
 		}
 		m.next = w.draw(m, w.net.Now())
 		w.members[id] = m
+		if m.citizen != nil {
+			m.citizen.read()
+		}
 		return m
 	}
 }
@@ -79,7 +83,7 @@ func must(err error) {
 	}
 }
 
-// begin makes the limiter of a life, and its part in the fleet's charter.
+// begin makes the limiter of a life, and its part in the fleet's configuration.
 func (m *member) begin(now time.Duration) (err error) {
 	w := m.w
 	if w.sc.pooled {
@@ -97,7 +101,7 @@ func (m *member) begin(now time.Duration) (err error) {
 		return err
 	}
 	m.limits = m.node
-	if w.sc.chartered && w.shared() {
+	if w.sc.changes && w.shared() {
 		m.citizen, err = newCitizen(m, now)
 	}
 	return err

@@ -32,11 +32,11 @@ type scenario struct {
 	floor  time.Duration  // of the sessions; 0 is their default
 	faults func(w *world) // schedules them
 
-	silence   limiter.Silence
-	twin      bool // the last node has the name of the first
-	chartered bool // the charter changes, see citizen
-	pooled    bool // the limit is pooled and not divided, whatever the strategy
-	joiners   int  // of nodes, not there from the start
+	silence limiter.Silence
+	twin    bool // the last node has the name of the first
+	changes bool // the configuration changes, see citizen
+	pooled  bool // the limit is pooled and not divided, whatever the strategy
+	joiners int  // of nodes, not there from the start
 
 	length   time.Duration
 	from, to time.Duration // what is judged; to 0 is length
@@ -46,23 +46,25 @@ type scenario struct {
 	extra    float64       // tokens above the bound that are stated for this fault
 	extraWhy string        // and why
 	approach bool          // at least 30 % of extra must be seen
-	agreed   int           // charters that must have been completed
+	agreed   int           // configurations that must have been completed
 	members  int           // that must have a share in the end; 0 is not looked at
 	converge time.Duration // limit for world.converged, and then rejoin for world.rejoined; 0 is none
 	maxSync  time.Duration
-	rest     rest
-	windows  [2]int  // limits for ledger.windows; 0 is none
-	fairness float64 // no node admits more than this times its fair part; 0 is no limit
-	maxBytes float64 // per node and second; 0 is no limit
-	formula  float64 // percent: what the fault is said to cost at most; 0 is that nothing can be said
+
+	rest       rest
+	maxSilence time.Duration // of a pair; what is taken over goes by it. 0 is not measured
+	windows    [2]int        // limits for ledger.windows; 0 is none
+	fairness   float64       // no node admits more than this times its fair part; 0 is no limit
+	maxBytes   float64       // per node and second; 0 is no limit
+	formula    float64       // percent: what the fault is said to cost at most; 0 is that nothing can be said
 
 	formulaWhy string  // and why, or why not
 	maxMemory  float64 // bytes per node; 0 is no limit, and not measured
 	expensive  bool    // only with --all
 }
 
-// founders are how many nodes there are from the start.
-func (sc *scenario) founders() int { return sc.nodes - sc.joiners }
+// initial is how many nodes there are from the start.
+func (sc *scenario) initial() int { return sc.nodes - sc.joiners }
 
 // all is the limit of all keys that have load.
 func (sc *scenario) all() float64 { return sc.rate * float64(max(1, sc.hot)) }
@@ -78,13 +80,13 @@ func (sc *scenario) policy(strategy Strategy) string {
 	return string(cmp.Or(sc.silence.Policy, limiter.Hold))
 }
 
-// A Gate says what becomes of a figure that is out of its limits.
+// A Gate says what a row's error is judged by.
 type Gate string
 
 // The gates.
 const (
-	Gated   Gate = "strict"  // the run fails
-	Printed Gate = "printed" // it is printed: no design can have both sides of the trade
+	Gated   Gate = "strict"  // a limit
+	Printed Gate = "printed" // what the row states: no design can have both sides of the trade
 )
 
 const (
@@ -138,7 +140,10 @@ func scenarios() []scenario {
 	}
 
 	lossy := func(sc *scenario) { sc.loss, sc.sync, sc.maxSync = 0.35, true, 11300*time.Microsecond }
-	add(base("loss-35-balanced", 3, balanced(demand)), lossy)
+	// Of balanced load 19 changes a second are told. A minute has 1,100, of which the
+	// eleventh largest delay is the p99; of the 280 in 15 s it was the third, and over
+	// the limit with one seed in twenty.
+	add(base("loss-35-balanced", 3, balanced(demand)), lossy, lasting(time.Minute+warmUp))
 	add(base("loss-35-rotating", 3, rotating(rotation)), lossy, lasting(long(3)))
 
 	// Between 2 and 14 s.
@@ -181,7 +186,7 @@ func scenarios() []scenario {
 
 	clocks := func(sc *scenario) {
 		sc.faults = func(w *world) {
-			for i, ppm := range []int{-200, 0, 200} {
+			for i, ppm := range []int{-200, 500, 500} { // fast on average, or the allowance for it would not be seen
 				w.net.Drift(i, ppm)
 				w.net.StepWall(i, time.Duration(i-1)*87*time.Millisecond)
 			}
@@ -241,36 +246,33 @@ func scenarios() []scenario {
 			w.net.At(6*time.Second, func() { w.net.Restart(0) })
 		}
 	})
-	add(base("suspend-10s", 3, only(0)), printed(-22.5, "the others' two thirds until what was lent is written off, 1.011 s, of the 3 s of a window in which it runs"), func(sc *scenario) {
-		sc.faults = func(w *world) { w.net.At(3*time.Second, func() { w.net.Suspend(0, 10*time.Second) }) }
-	})
+	add(suspended(3, 500, 10*time.Second))
 	add(hurried(3, 500, 100*time.Millisecond))
 	add(gusty(3, 500, 20*time.Millisecond, 10*time.Millisecond))
 	changes(add)
-	const silence = 500 * time.Millisecond // before the cut and after it, at most: a keep-alive, and what it takes to meet
 	add(base("takeover-1s", 3, balanced(3)), split([]int{0}, []int{1, 2}), printed(100, "P-1 times the rate"), func(sc *scenario) {
 		sc.silence = limiter.Silence{Policy: limiter.TakeOver, After: time.Second}
-		sc.extra = float64(sc.burstTokens) + sc.rate*(sc.to-sc.from+silence-sc.silence.After).Seconds()
-		sc.extraWhy, sc.approach = "(P-1)·(B + R·(T-After)), P = 2 sides that hear nothing for T = 12.5 s", true
+		sc.maxSilence = deafness(sc.to - sc.from)
+		sc.extra = sc.takenOver(sc.maxSilence)
+		sc.extraWhy, sc.approach = "(P-1)·(B + R·(T-After)), P = 2 sides, T the longest silence of a pair: of a cut of 12 s at most 17.1 s", true
 	})
 	// Pooled: what its comment says that it exceeds the bound by, d being the
-	// floor and the delay.
-	const lag = 3 * time.Millisecond
+	// floor and the delay, of the slowest packet.
 	pooled := func(sc *scenario) {
 		sc.gate, sc.pooled, sc.approach = Printed, true, true
 		sc.formula, sc.formulaWhy = 100*sc.extra/(sc.rate*window.Seconds()), "the tokens that are stated, of the rate in 10 s"
 		sc.maxError = 0.1 // beyond that
 	}
-	busy := func(sc *scenario) float64 { return float64(sc.nodes-1) * sc.rate * lag.Seconds() }
-	add(base("pooled-rush", 5, rush(3*time.Second, lag, 1000, balanced(2))), func(sc *scenario) {
+	busy := func(sc *scenario) float64 { return float64(sc.nodes-1) * sc.rate * (floor + sc.slowest()).Seconds() }
+	add(base("pooled-rush", 5, rush(3*time.Second, 3*time.Millisecond, 1000, balanced(2))), func(sc *scenario) {
 		sc.from = 3 * time.Second
 		sc.extra = float64((sc.nodes-1)*sc.burstTokens) + busy(sc)
-		sc.extraWhy = "(N-1)·(B + R·d), all begin at one instant after a rest, d = 3 ms"
+		sc.extraWhy = "(N-1)·(B + R·d), all begin at one instant after a rest; d is the floor, and the slowest packet in 99 of 100 runs"
 	}, pooled)
 	add(base("pooled-split", 3, rising(0.8, 3, warmUp)), split([]int{0}, []int{1, 2}), func(sc *scenario) {
 		const silent = 150 * time.Millisecond // its default
 		sc.extra = float64(sc.burstTokens) + sc.rate*silent.Seconds() + busy(sc)
-		sc.extraWhy = "(P-1)·(B + R·Silent) + (N-1)·R·d, P = 2, Silent = 150 ms, d = 3 ms"
+		sc.extraWhy = "(P-1)·(B + R·Silent) + (N-1)·R·d, P = 2, Silent = 150 ms; d is the floor, and the slowest packet in 99 of 100 runs"
 	}, pooled)
 	add(saturated(50, 1000, 500, 2))
 	many := func(sc *scenario) {
@@ -292,6 +294,21 @@ func scenarios() []scenario {
 		sc.states(cost, why)
 	})
 	return all
+}
+
+// suspended has all load at one node, which is stopped for so long, 7 s at least, and
+// then goes on for 3 s. One window is judged, the one that ends with them. The
+// others have less of the load: down to a few tokens, of which one that is missing is
+// a third.
+func suspended(nodes, burst int, stop time.Duration) scenario {
+	const begin, on = 3 * time.Second, 3 * time.Second
+	sc := base(fmt.Sprintf("suspend-%.0fs", stop.Seconds()), nodes, only(0))
+	sc.burstTokens = burst
+	sc.length = begin + stop + on
+	sc.from, sc.to = sc.length-window, sc.length
+	sc.faults = func(w *world) { w.net.At(begin, func() { w.net.Suspend(0, stop) }) }
+	sc.states(sc.resumptionCost(on))
+	return sc
 }
 
 // hurried has all load at one node, and soon at another.
@@ -337,24 +354,25 @@ func changes(add func(sc scenario, with ...func(*scenario))) {
 	// on until it has.
 	add(base("rate-cut-in-split", 3, balanced(demand)), func(sc *scenario) {
 		const begin, change, end = 3 * time.Second, 4 * time.Second, 12 * time.Second
-		sc.chartered, sc.agreed, sc.members = true, 1, 3
+		sc.changes, sc.agreed, sc.members = true, 1, 3
 		sc.length, sc.from = 24*time.Second, end+time.Second
 		sc.extra = (float64(sc.burstTokens) + sc.rate*(end-change+time.Second).Seconds()) / 2 / 3
 		sc.extraWhy, sc.approach = "a third of the half that is cut goes on where it is not heard of", true
 		sc.faults = func(w *world) {
 			w.net.At(begin, func() { w.net.Split([]int{0}, []int{1, 2}) })
-			w.propose(change, 1, fleet.Change{Limit: &limiter.Limit{Rate: sc.rate / 2, Burst: sc.burstTokens / 2}})
+			w.unplug(begin, end, 0)
+			w.set(change, 1, fleet.Change{Limit: &limiter.Limit{Rate: sc.rate / 2, Burst: sc.burstTokens / 2}})
 			w.net.At(change, func() { w.ledgers[0].limit(change, sc.rate/2, float64(sc.burstTokens/2)) })
 			w.net.At(end, func() { w.net.Heal() })
 		}
 	})
 	add(base("reset", 3, balanced(demand)), func(sc *scenario) {
 		const at = 6 * time.Second
-		sc.chartered, sc.agreed, sc.members = true, 1, 3
+		sc.changes, sc.agreed, sc.members = true, 1, 3
 		sc.load, sc.from = after(3*time.Second, balanced(demand)), 4*time.Second // a burst that was spent
 		sc.extra, sc.approach, sc.extraWhy = float64(sc.burstTokens), true, "a reset fills the burst once more"
 		sc.faults = func(w *world) {
-			w.propose(at, 0, fleet.Change{Reset: true})
+			w.set(at, 0, fleet.Change{Reset: true})
 			w.net.At(at, func() { w.ledgers[0].reset(at) })
 		}
 	})
@@ -364,7 +382,7 @@ func changes(add func(sc scenario, with ...func(*scenario))) {
 	// for one, and borrows until it has it.
 	add(base("evict-dead", 3, only(1, 2)), func(sc *scenario) {
 		const gone, evict = 2 * time.Second, 4 * time.Second
-		sc.chartered, sc.agreed, sc.members = true, 1, 2
+		sc.changes, sc.agreed, sc.members = true, 1, 2
 		sc.from = evict + time.Second
 		sc.faults = func(w *world) {
 			w.net.At(gone, func() { w.net.Crash(0); w.members[0] = nil })
@@ -373,12 +391,13 @@ func changes(add func(sc scenario, with ...func(*scenario))) {
 	})
 	add(base("evict-in-split", 3, balanced(2)), func(sc *scenario) {
 		const begin, evict, end = 3 * time.Second, 4 * time.Second, 12 * time.Second
-		sc.chartered, sc.agreed, sc.members = true, 2, 3
+		sc.changes, sc.agreed, sc.members = true, 2, 3
 		sc.length, sc.from = 26*time.Second, end+3*time.Second
 		sc.extra = (float64(sc.burstTokens) + sc.rate*(end-evict+time.Second).Seconds()) / 3
 		sc.extraWhy, sc.approach = "a third goes on where it is not heard that it was given away", true
 		sc.faults = func(w *world) {
 			w.net.At(begin, func() { w.net.Split([]int{0}, []int{1, 2}) })
+			w.unplug(begin, end, 0)
 			w.evict(evict, 1, 0)
 			w.net.At(end, func() { w.net.Heal() })
 		}
@@ -387,10 +406,10 @@ func changes(add func(sc scenario, with ...func(*scenario))) {
 	// A new life has no use for a share until all that an earlier one may have lent
 	// is over, 1.011 s; until then it borrows, as a guest.
 	joined := func(sc *scenario) {
-		sc.chartered, sc.agreed, sc.members = true, 1, sc.nodes
+		sc.changes, sc.agreed, sc.members = true, 1, sc.nodes
 		sc.faults = func(w *world) {
 			w.net.At(storm, func() {
-				for id := sc.founders(); id < sc.nodes; id++ {
+				for id := sc.initial(); id < sc.nodes; id++ {
 					w.net.Add(w.boot(id))
 				}
 			})
@@ -398,7 +417,7 @@ func changes(add func(sc scenario, with ...func(*scenario))) {
 	}
 	left := func(stay int) func(*scenario) {
 		return func(sc *scenario) {
-			sc.chartered, sc.agreed, sc.members = true, 1, stay
+			sc.changes, sc.agreed, sc.members = true, 1, stay
 			sc.faults = func(w *world) {
 				for id := stay; id < sc.nodes; id++ {
 					w.ask(storm, id, (*citizen).leave)
@@ -418,13 +437,12 @@ func changes(add func(sc scenario, with ...func(*scenario))) {
 	// with the caps when shares change; and as much is with the members afterwards. While
 	// shares change nobody mints.
 	const (
-		step      = 50 * time.Millisecond // a tenth of the time in which the burst is refilled
-		keepAlive = 50 * time.Millisecond
-		gather    = 50 * time.Millisecond // requests for a charter
-		judged    = 3 * time.Second
-		kept      = time.Duration((2 - 0.3) * demand * 2 * float64(step))
-		joining   = 2*kept + 2*keepAlive + 2*step
-		leaving   = gather + 2*keepAlive + step
+		step    = 50 * time.Millisecond // a tenth of the time in which the burst is refilled
+		gather  = 50 * time.Millisecond // requests for a configuration
+		judged  = 3 * time.Second
+		kept    = time.Duration((2 - 0.3) * demand * 2 * float64(step))
+		joining = 2*kept + 2*keepAlive + 2*step
+		leaving = gather + 2*keepAlive + step
 	)
 	huge := func(cost time.Duration, why string) func(*scenario) {
 		return func(sc *scenario) {

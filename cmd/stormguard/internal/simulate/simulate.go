@@ -7,13 +7,17 @@
 package simulate
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"math"
+	"math/rand/v2"
+	"regexp"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"text/tabwriter"
@@ -34,13 +38,14 @@ const (
 // Config says what to run.
 type Config struct {
 	Strategy Strategy
-	Seed     uint64
-	Only     []string // parts of scenarios' names; unset is all but the expensive ones
-	All      bool     // the expensive ones too
+	Seed     uint64 // of everything that is drawn
+	Seeds    int    // draw so many seeds from Seed, and run each row with each; 0 is Seed itself
+	Only     string // a regular expression of names
+	All      bool   // the expensive rows too
 	JSON     bool
 }
 
-// Result is what one scenario came to.
+// Result is what one run of a scenario came to.
 type Result struct {
 	Name  string `json:"name"`
 	Gate  Gate   `json:"gate"`
@@ -64,16 +69,19 @@ type Result struct {
 	Packets     float64 `json:"packets_per_node_second,omitempty"` // in a rest; 0: not measured
 	Fewest      int     `json:"fewest_in_10s,omitempty"`
 	Most        int     `json:"most_in_10s,omitempty"`
-	Share       float64 `json:"largest_share"`                // of one node, times its fair part
-	Agreed      int     `json:"charters_completed,omitempty"` // known to all that live
-	Members     int     `json:"members,omitempty"`            // with a share, by the newest charter; 0: they differ, or there is none
-	Memory      float64 `json:"bytes_per_node,omitempty"`     // of the heap, with what the simulation itself takes; 0: not measured
+	Share       float64 `json:"largest_share"`                      // of one node, times its fair part
+	Agreed      int     `json:"configurations_completed,omitempty"` // known to all that live
+	Members     int     `json:"members,omitempty"`                  // with a share, by the newest configuration; 0: they differ, or there is none
+	Memory      float64 `json:"bytes_per_node,omitempty"`           // of the heap, with what the simulation itself takes; 0: not measured
 	Asked       int     `json:"asked"`
 	Admitted    int     `json:"admitted"`
 
-	Seed   uint64   `json:"seed"`
+	Silence float64 `json:"silence_ms,omitempty"` // the longest of a pair; measured where what is stated depends on it
+
+	Seed   uint64   `json:"-"`
 	Trace  string   `json:"trace_hash"`
 	Took   float64  `json:"seconds"`
+	Used   float64  `json:"limit_used"` // the largest part of a limit; above 1 it failed
 	Passed bool     `json:"passed"`
 	Why    []string `json:"why,omitempty"` // it did not
 }
@@ -81,75 +89,66 @@ type Result struct {
 // ErrUsage means that a Config asks for what there is not.
 var ErrUsage = errors.New("simulate")
 
-// ErrFailed means that a gated scenario is out of its limits.
-var ErrFailed = errors.New("a scenario is out of its limits")
+// ErrFailed means that a row is out of its limits.
+var ErrFailed = errors.New("out of its limits")
 
-// Run runs what cfg says and prints it. The error is [ErrFailed] if a gated
-// scenario failed; its text names them. It ends soon after ctx, with its error and
-// without a table.
+// Run runs what cfg says and prints it. The error is [ErrFailed] if a row fails with
+// any seed; its text names the row and the seed. It ends soon after ctx, with its
+// error and without a table.
 func Run(ctx context.Context, cfg Config, stdout, stderr io.Writer) error {
 	chosen, err := cfg.choose()
 	if err != nil {
 		return err
 	}
-	results := make([]Result, len(chosen))
-	next := make(chan int)
-	var runners sync.WaitGroup
-	var mu sync.Mutex // of stderr
-	do := func(i int) {
-		results[i] = run(ctx, &chosen[i], cfg.Strategy, cfg.Seed)
-		if ctx.Err() != nil {
-			return // it did not come to its end
-		}
-		mu.Lock()
-		defer mu.Unlock()
-		fmt.Fprintf(stderr, "%-28s %6.1f s  %s\n", results[i].Name, results[i].Took, results[i].verdict())
-	}
-	for range min(len(chosen), runtime.GOMAXPROCS(0)) {
-		runners.Go(func() {
-			for i := range next {
-				do(i)
-			}
-		})
-	}
-	for i := range chosen {
-		if chosen[i].maxMemory > 0 {
-			continue
-		}
-		select {
-		case next <- i:
-			continue
-		case <-ctx.Done():
-		}
-		break
-	}
-	close(next)
-	runners.Wait()
-	for i := range chosen { // alone, or others' memory would be counted
-		if chosen[i].maxMemory > 0 && ctx.Err() == nil {
-			do(i)
-		}
-	}
-	if err := ctx.Err(); err != nil {
+	seeds := cfg.seeds()
+	rows, err := runAll(ctx, chosen, cfg.Strategy, seeds, stderr)
+	if err != nil {
 		return err
+	}
+	virtual := 0.0
+	for _, sc := range chosen {
+		virtual += sc.length.Seconds() * float64(len(seeds))
 	}
 	if cfg.JSON {
 		err = json.NewEncoder(stdout).Encode(struct {
-			Scenarios []Result `json:"scenarios"`
-		}{results})
+			Seed      uint64   `json:"seed"` // that the seeds were drawn from
+			Seeds     []uint64 `json:"seeds"`
+			Virtual   float64  `json:"virtual_seconds"`
+			Scenarios []Row    `json:"scenarios"`
+		}{cfg.Seed, seeds, virtual, rows})
 	} else {
-		err = table(stdout, results)
+		err = table(stdout, cfg, seeds, virtual, rows)
 	}
 	var failed []string
-	for _, r := range results {
-		if r.Gate == Gated && !r.Passed {
-			failed = append(failed, r.Name)
+	for _, r := range rows {
+		if !r.Passed {
+			failed = append(failed, fmt.Sprintf("%s (--seed %d)", r.Name, r.Worst))
 		}
 	}
 	if len(failed) > 0 {
-		err = errors.Join(err, fmt.Errorf("%w: %s", ErrFailed, strings.Join(failed, ", ")))
+		err = errors.Join(err, fmt.Errorf("%w: %d of %d rows: %s", ErrFailed, len(failed), len(rows), strings.Join(failed, ", ")))
 	}
 	return err
+}
+
+// seeds are what each row is run with.
+func (c Config) seeds() []uint64 {
+	if c.Seeds == 0 {
+		return []uint64{c.Seed}
+	}
+	return Draw(c.Seed, c.Seeds)
+}
+
+// Draw draws n seeds, all different, from one.
+func Draw(seed uint64, n int) []uint64 {
+	rng := rand.New(rand.NewPCG(seed, 0x5eed))
+	seeds := make([]uint64, 0, n)
+	for len(seeds) < n {
+		if s := uint64(rng.Int32()); !slices.Contains(seeds, s) {
+			seeds = append(seeds, s)
+		}
+	}
+	return seeds
 }
 
 func (c Config) choose() (chosen []scenario, err error) {
@@ -158,20 +157,86 @@ func (c Config) choose() (chosen []scenario, err error) {
 	default:
 		return nil, fmt.Errorf("%w: strategy %q is neither %s nor %s", ErrUsage, c.Strategy, Strict, Static)
 	}
+	only, err := regexp.Compile(c.Only)
+	if err != nil {
+		return nil, fmt.Errorf("%w: --only: %w", ErrUsage, err)
+	}
 	for _, sc := range scenarios() {
-		wanted := len(c.Only) == 0 && (c.All || !sc.expensive)
-		for _, part := range c.Only {
-			wanted = wanted || strings.Contains(sc.name, part)
-		}
-		if wanted {
+		if (c.All || !sc.expensive || c.Only != "") && only.MatchString(sc.name) {
 			chosen = append(chosen, sc)
 		}
 	}
 	if len(chosen) == 0 {
-		return nil, fmt.Errorf("%w: no scenario's name has any of %q", ErrUsage, c.Only)
+		return nil, fmt.Errorf("%w: no scenario's name matches %q", ErrUsage, c.Only)
 	}
 	return chosen, nil
 }
+
+// runAll runs each scenario with each seed, on all processors, those that take
+// longest first. The error is the context's.
+func runAll(ctx context.Context, chosen []scenario, strategy Strategy, seeds []uint64, stderr io.Writer) ([]Row, error) {
+	type job struct{ row, seed int }
+	results := make([][]Result, len(chosen))
+	left := make([]int, len(chosen))
+	var together, alone []job // others' memory would be counted
+	for i := range chosen {
+		results[i], left[i] = make([]Result, len(seeds)), len(seeds)
+		for k := range seeds {
+			if chosen[i].maxMemory > 0 {
+				alone = append(alone, job{i, k})
+			} else {
+				together = append(together, job{i, k})
+			}
+		}
+	}
+	slices.SortStableFunc(together, func(a, b job) int {
+		return cmp.Compare(chosen[b.row].work(), chosen[a.row].work())
+	})
+	rows := make([]Row, len(chosen))
+	var mu sync.Mutex // of stderr, left and rows
+	do := func(j job) {
+		r := run(ctx, &chosen[j.row], strategy, seeds[j.seed])
+		if ctx.Err() != nil {
+			return // it did not come to its end
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		results[j.row][j.seed] = r
+		if left[j.row]--; left[j.row] == 0 {
+			row := rowOf(results[j.row])
+			rows[j.row] = row
+			fmt.Fprintf(stderr, "%-28s %6.1f s  %s\n", row.Name, row.Took, row.verdict())
+		}
+	}
+	next := make(chan job)
+	var runners sync.WaitGroup
+	for range min(len(together), runtime.GOMAXPROCS(0)) {
+		runners.Go(func() {
+			for j := range next {
+				do(j)
+			}
+		})
+	}
+	for _, j := range together {
+		select {
+		case next <- j:
+			continue
+		case <-ctx.Done():
+		}
+		break
+	}
+	close(next)
+	runners.Wait()
+	for _, j := range alone {
+		if ctx.Err() == nil {
+			do(j)
+		}
+	}
+	return rows, ctx.Err()
+}
+
+// work is how long a run takes, in no unit: packets, if all were busy.
+func (sc *scenario) work() float64 { return float64(sc.nodes*sc.nodes) * sc.length.Seconds() }
 
 // run runs one scenario and judges it.
 func run(ctx context.Context, sc *scenario, strategy Strategy, seed uint64) Result {
@@ -253,88 +318,187 @@ func (w *world) result() Result {
 		r.Rejoined = -1
 	}
 	r.Memory = w.memory
+	if w.ears != nil {
+		silence := w.ears.longest(w.net.Now())
+		r.Silence, r.StatedExtra = milliseconds(silence), sc.takenOver(silence)
+	}
 	r.judge(sc, w.strategy)
 	return r
 }
 
-// judge says what is out of its limits. A thousandth of a token is rounding.
+// judge says what is out of its limits, and how much of a limit was used. A
+// thousandth of a token is rounding.
 func (r *Result) judge(sc *scenario, strategy Strategy) {
 	wrong := func(format string, args ...any) { r.Why = append(r.Why, fmt.Sprintf(format, args...)) }
-	if f := math.Abs(sc.formula); f > 0 {
-		// A bound that is never approached is wrong too.
-		judged := strategy == Strict || sc.gate == Gated
-		if e := math.Abs(r.Error); judged && (e > f+sc.maxError || e < 0.3*f) {
-			wrong("error %+.2f %%, said to be up to %+.2f %%", r.Error, sc.formula)
+	within := func(value, limit float64, format string, args ...any) {
+		if value > limit {
+			wrong(format, args...)
 		}
-	} else if math.Abs(r.Error) > sc.maxError {
-		wrong("error %+.2f %%, the limit is %.2f %%", r.Error, sc.maxError)
+		if limit > 0 {
+			r.Used = max(r.Used, value/limit)
+		}
 	}
-	if r.Over > sc.extra+1e-3 {
-		wrong("%.3f tokens over the bound, %.0f are stated", r.Over, sc.extra)
+	r.Used, r.Why = 0, nil
+	e, f := math.Abs(r.Error), math.Abs(sc.formula)
+	switch {
+	case f == 0:
+		within(e, sc.maxError, "error %+.2f %%, the limit is %.2f %%", r.Error, sc.maxError)
+	case strategy == Strict || sc.gate == Gated:
+		within(e, f+sc.maxError, "error %+.2f %%, said to be up to %+.2f %%", r.Error, sc.formula)
+		within(0.3*f, e, "error %+.2f %%, said to be up to %+.2f %%: what is never approached is wrong too", r.Error, sc.formula)
 	}
-	if sc.approach && strategy == Strict && r.Over < 0.3*sc.extra {
-		wrong("%.3f tokens over the bound, and %.0f are stated: what is never approached is wrong too", r.Over, sc.extra)
+	within(max(0, r.Over-1e-3), r.StatedExtra, "%.3f tokens over the bound, %.0f are stated", r.Over, r.StatedExtra)
+	if sc.windows != [2]int{} && (r.Fewest < sc.windows[0] || r.Most > sc.windows[1]) {
+		wrong("%d to %d admissions in 10 s, the limits are %d and %d", r.Fewest, r.Most, sc.windows[0], sc.windows[1])
 	}
-	if strategy == Strict && r.Agreed < sc.agreed {
-		wrong("%d charters were completed, of %d", r.Agreed, sc.agreed)
+	if sc.fairness > 0 {
+		within(r.Share, sc.fairness, "a node admitted %.1f times its part, the limit is %.1f", r.Share, sc.fairness)
 	}
-	if strategy == Strict && sc.members > 0 && r.Members != sc.members {
-		wrong("%d members have a share at the end, want %d; 0 is that they differ", r.Members, sc.members)
+	if sc.maxBytes > 0 {
+		within(r.BytesPerSec, sc.maxBytes, "%.0f bytes a second and node, the limit is %.0f", r.BytesPerSec, sc.maxBytes)
+	}
+	if sc.maxMemory > 0 {
+		within(r.Memory, sc.maxMemory, "%.0f bytes of memory a node, the limit is %.0f", r.Memory, sc.maxMemory)
 	}
 	if r.Asked == 0 || r.Admitted == 0 {
 		wrong("nothing happened: %d asked, %d admitted", r.Asked, r.Admitted)
 	}
-	if sc.maxSync > 0 && strategy == Strict && !(r.SyncP99 > 0 && r.SyncP99 <= milliseconds(sc.maxSync)) {
-		wrong("sync p99 %.1f ms, the limit is %.1f ms, and 0 is nothing measured", r.SyncP99, milliseconds(sc.maxSync))
-	}
-	if sc.rest.maxPackets > 0 && strategy == Strict && !(r.Packets > 0 && r.Packets <= sc.rest.maxPackets && r.BytesPerSec <= sc.rest.maxBytes) {
-		wrong("%.1f packets and %.0f bytes a second and node at rest, the limits are %.0f and %.0f, and 0 is nothing sent",
-			r.Packets, r.BytesPerSec, sc.rest.maxPackets, sc.rest.maxBytes)
-	}
-	if sc.converge > 0 && strategy == Strict {
-		switch {
-		case r.Rejoined < 0 || r.Rejoined > milliseconds(rejoin):
-			wrong("not whole again %v after the fault", rejoin)
-		case r.Converged <= 0:
-			wrong("nothing was missed in the fault")
-		case r.Converged > milliseconds(sc.converge):
-			wrong("equal again %.0f ms after packets flowed, the limit is %v", r.Converged, sc.converge)
-		}
-	}
-	if sc.windows != [2]int{} && (r.Fewest < sc.windows[0] || r.Most > sc.windows[1]) {
-		wrong("%d to %d admissions in 10 s, the limits are %d and %d", r.Fewest, r.Most, sc.windows[0], sc.windows[1])
-	}
-	if sc.fairness > 0 && r.Share > sc.fairness {
-		wrong("a node admitted %.1f times its part, the limit is %.1f", r.Share, sc.fairness)
-	}
-	if sc.maxBytes > 0 && r.BytesPerSec > sc.maxBytes {
-		wrong("%.0f bytes a second and node, the limit is %.0f", r.BytesPerSec, sc.maxBytes)
-	}
-	if sc.maxMemory > 0 && r.Memory > sc.maxMemory {
-		wrong("%.0f bytes of memory a node, the limit is %.0f", r.Memory, sc.maxMemory)
+	if strategy == Strict {
+		r.judgeShared(sc, wrong, within)
 	}
 	r.Passed = len(r.Why) == 0
 }
 
-func (r *Result) verdict() string {
-	switch {
-	case r.Passed:
-		return "ok"
-	case r.Gate == Printed:
-		return "printed: " + strings.Join(r.Why, "; ")
-	default:
-		return "FAILED: " + strings.Join(r.Why, "; ")
+// judgeShared judges what only a fleet has that talks to itself.
+func (r *Result) judgeShared(sc *scenario, wrong func(string, ...any), within func(value, limit float64, format string, args ...any)) {
+	if sc.approach {
+		within(0.3*r.StatedExtra, r.Over, "%.3f tokens over the bound, and %.0f are stated: what is never approached is wrong too", r.Over, r.StatedExtra)
 	}
+	if r.Agreed < sc.agreed {
+		wrong("%d configurations were completed, of %d", r.Agreed, sc.agreed)
+	}
+	if sc.members > 0 && r.Members != sc.members {
+		wrong("%d members have a share at the end, want %d; 0 is that they differ", r.Members, sc.members)
+	}
+	if sc.maxSync > 0 {
+		if r.SyncP99 <= 0 {
+			wrong("no sync delay was measured")
+		}
+		within(r.SyncP99, milliseconds(sc.maxSync), "sync p99 %.1f ms, the limit is %.1f ms", r.SyncP99, milliseconds(sc.maxSync))
+	}
+	if sc.rest.maxPackets > 0 {
+		if r.Packets <= 0 {
+			wrong("nothing was sent at rest")
+		}
+		within(r.Packets, sc.rest.maxPackets, "%.1f packets a second and node at rest, the limit is %.0f", r.Packets, sc.rest.maxPackets)
+		within(r.BytesPerSec, sc.rest.maxBytes, "%.0f bytes a second and node at rest, the limit is %.0f", r.BytesPerSec, sc.rest.maxBytes)
+	}
+	if sc.maxSilence > 0 {
+		within(r.Silence, milliseconds(sc.maxSilence), "two did not hear each other for %.0f ms, said to be up to %.0f ms", r.Silence, milliseconds(sc.maxSilence))
+	}
+	if sc.converge > 0 {
+		if r.Rejoined < 0 {
+			wrong("not whole again at the end")
+		}
+		if r.Converged <= 0 {
+			wrong("nothing was missed in the fault")
+		}
+		within(r.Rejoined, milliseconds(rejoin), "whole again %.0f ms after the fault, the limit is %v", r.Rejoined, rejoin)
+		within(r.Converged, milliseconds(sc.converge), "equal again %.0f ms after packets flowed, the limit is %v", r.Converged, sc.converge)
+	}
+}
+
+func (r *Result) verdict() string {
+	if r.Passed {
+		return "ok"
+	}
+	return "FAILED: " + strings.Join(r.Why, "; ")
+}
+
+// A Row is one scenario with all its seeds. Each figure is the worst of any seed;
+// Asked and Admitted are sums.
+type Row struct {
+	Result
+
+	Seeds  []uint64 `json:"seeds"`
+	Worst  uint64   `json:"worst_seed"` // the one nearest to a limit, or furthest beyond; Trace is its
+	Failed []uint64 `json:"failed_seeds,omitempty"`
+
+	SyncP99OfSeeds float64 `json:"sync_p99_of_seeds_ms"` // within which 99 % of the seeds have their SyncP99
+}
+
+// rowOf sums up the runs of one scenario.
+func rowOf(runs []Result) Row {
+	worst := slices.MaxFunc(runs, func(a, b Result) int {
+		if a.Passed != b.Passed {
+			if a.Passed {
+				return -1
+			}
+			return 1
+		}
+		return cmp.Compare(a.Used, b.Used)
+	})
+	row := Row{Result: worst, Worst: worst.Seed}
+	row.Asked, row.Admitted, row.Took, row.Why = 0, 0, 0, nil
+	var syncs []float64
+	for _, r := range runs {
+		row.Seeds = append(row.Seeds, r.Seed)
+		if !r.Passed {
+			row.Failed = append(row.Failed, r.Seed)
+			for _, why := range r.Why {
+				if len(runs) > 1 {
+					why = fmt.Sprintf("seed %d: %s", r.Seed, why)
+				}
+				row.Why = append(row.Why, why)
+			}
+		}
+		if math.Abs(r.Error) > math.Abs(row.Error) {
+			row.Error = r.Error
+		}
+		if r.Rejoined < 0 || row.Rejoined < 0 {
+			row.Rejoined = -1 // never
+		} else {
+			row.Rejoined = max(row.Rejoined, r.Rejoined)
+		}
+		row.Over, row.StatedExtra = max(row.Over, r.Over), max(row.StatedExtra, r.StatedExtra)
+		row.SyncP99, row.Converged = max(row.SyncP99, r.SyncP99), max(row.Converged, r.Converged)
+		row.Silence, row.Memory = max(row.Silence, r.Silence), max(row.Memory, r.Memory)
+		row.BytesPerSec, row.Packets = max(row.BytesPerSec, r.BytesPerSec), max(row.Packets, r.Packets)
+		row.Share = max(row.Share, r.Share)
+		row.Fewest, row.Most = min(row.Fewest, r.Fewest), max(row.Most, r.Most)
+		row.Agreed, row.Members = min(row.Agreed, r.Agreed), min(row.Members, r.Members)
+		row.Asked += r.Asked
+		row.Admitted += r.Admitted
+		row.Took += r.Took
+		syncs = append(syncs, r.SyncP99)
+	}
+	slices.Sort(syncs)
+	row.SyncP99OfSeeds = syncs[(len(syncs)*99+99)/100-1]
+	return row
+}
+
+func (r *Row) verdict() string {
+	if r.Passed {
+		return fmt.Sprintf("ok, %.0f %% of a limit with seed %d", 100*r.Used, r.Worst)
+	}
+	return fmt.Sprintf("FAILED with %d of %d seeds: %s", len(r.Failed), len(r.Seeds), strings.Join(r.Why, "; "))
 }
 
 func milliseconds(d time.Duration) float64 { return float64(d) / 1e6 }
 
-func table(w io.Writer, results []Result) error {
+func table(w io.Writer, cfg Config, seeds []uint64, virtual float64, rows []Row) error {
+	if cfg.Seeds > 0 {
+		fmt.Fprintf(w, "%d seeds, drawn from --seed %d: ", len(seeds), cfg.Seed)
+	} else {
+		fmt.Fprint(w, "seed ")
+	}
+	fmt.Fprintf(w, "%s; %.0f virtual seconds\n", strings.Trim(fmt.Sprint(seeds), "[]"), virtual)
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(t, "scenario\tnodes\tgate\tpolicy\terror %\tover\tstated\tsync p99 ms\tequal again ms\trejoined ms\tKB/s per node\tidle packets/s\ttrace\t\t")
-	for _, r := range results {
-		fmt.Fprintf(t, "%s\t%d\t%s\t%s\t%+.3f\t%.3f\t%.0f\t%.1f\t%.0f\t%.0f\t%.0f\t%.1f\t%s\t%s\t\n",
-			r.Name, r.Nodes, r.Gate, r.Policy, r.Error, r.Over, r.StatedExtra, r.SyncP99, r.Converged, r.Rejoined, r.BytesPerSec/1000, r.Packets, r.Trace, r.verdict())
+	fmt.Fprintln(t, "scenario\tnodes\tgate\tpolicy\terror %\tover\tstated\tsync p99 ms\tof 99 % of seeds\tequal again ms\trejoined ms\tKB/s per node\tidle packets/s\tworst seed\ttrace\t\t")
+	for _, r := range rows {
+		fmt.Fprintf(t, "%s\t%d\t%s\t%s\t%+.3f\t%.3f\t%.0f\t%.1f\t%.1f\t%.0f\t%.0f\t%.0f\t%.1f\t%d\t%s\t%s\t\n",
+			r.Name, r.Nodes, r.Gate, r.Policy, r.Error, r.Over, r.StatedExtra, r.SyncP99, r.SyncP99OfSeeds,
+			r.Converged, r.Rejoined, r.BytesPerSec/1000, r.Packets, r.Worst, r.Trace, r.verdict())
 	}
 	return t.Flush()
 }

@@ -122,3 +122,49 @@ func (s *tapped) Merge(c crdt.Contact, b []byte) error {
 	p.at = slices.Delete(p.at, 0, n)
 	return nil
 }
+
+// ears measure for how long one node takes nothing in from another: of all pairs,
+// from the instant when each has heard the other for the first time.
+type ears struct {
+	heard map[[2]int]hearing
+	most  time.Duration
+}
+
+// hearing is the newest packet that one took in of another.
+type hearing struct {
+	sent time.Duration // the sender's clock
+	at   time.Duration
+}
+
+// longest is the longest silence of a pair, the last included.
+func (e *ears) longest(now time.Duration) time.Duration {
+	most := e.most
+	for _, h := range e.heard {
+		most = max(most, now-h.at)
+	}
+	return most
+}
+
+// listening is a section whose ears are open.
+type listening struct {
+	gossip.Section
+	ears *ears
+	w    *world
+	id   int
+}
+
+func (s *listening) Merge(c crdt.Contact, b []byte) error {
+	if err := s.Section.Merge(c, b); err != nil {
+		return err
+	}
+	pair, now := [2]int{s.w.number(c.From.Name), s.id}, s.w.net.Now()
+	last, ok := s.ears.heard[pair]
+	if ok && c.Sent <= last.sent {
+		return nil
+	}
+	if ok {
+		s.ears.most = max(s.ears.most, now-last.at)
+	}
+	s.ears.heard[pair] = hearing{c.Sent, now}
+	return nil
+}

@@ -24,11 +24,14 @@ type world struct {
 	names    []string
 	numbers  map[string]int
 	keys     []string
-	members  []*member // what runs, by node
-	ledgers  []*ledger // by hot key
-	tap      *tap      // nil unless sync delays are measured
-	rotation []int     // see rotating
-	memory   float64   // bytes per node at most, see weigh
+	members  []*member       // what runs, by node
+	store    store           // of the configuration
+	ledgers  []*ledger       // by hot key
+	tap      *tap            // nil unless sync delays are measured
+	ears     *ears           // nil unless silences are
+	rotation []int           // see rotating
+	memory   float64         // bytes per node at most, see weigh
+	rested   [2]simnet.Stats // at the begin and the end of scenario.rest
 
 	healed    map[[2]int]*missed // by sender and receiver, when the fault ended
 	healedAt  time.Duration
@@ -56,9 +59,7 @@ func newWorld(sc *scenario, strategy Strategy, seed uint64) *world {
 		strategy = Strict // of the row: it is not about how a limit is divided
 	}
 	w := &world{sc: sc, strategy: strategy, numbers: make(map[string]int)}
-	w.net = simnet.New(simnet.Config{Seed: seed, Link: simnet.Link{
-		Base: linkBase, Jitter: linkJitter, Loss: sc.loss, Burst: sc.burst,
-	}})
+	w.net = simnet.New(simnet.Config{Seed: seed, Link: sc.link()})
 	for i := range sc.nodes {
 		w.names = append(w.names, fmt.Sprintf("n%02d", i))
 		w.numbers[w.names[i]] = i
@@ -72,15 +73,23 @@ func newWorld(sc *scenario, strategy Strategy, seed uint64) *world {
 	if sc.sync && w.shared() {
 		w.tap = newTap(warmUp)
 	}
+	if sc.maxSilence > 0 && w.shared() {
+		w.ears = &ears{heard: make(map[[2]int]hearing)}
+	}
 	if sc.twin {
 		w.names[sc.nodes-1] = w.names[0]
 	}
 	w.members = make([]*member, sc.nodes)
 	w.rotation = rand.New(rand.NewPCG(seed, 1)).Perm(sc.nodes)
-	for i := range sc.founders() {
+	for i := range sc.initial() {
 		w.net.Add(w.boot(i))
 	}
 	return w
+}
+
+// link is what is between any two nodes.
+func (sc *scenario) link() simnet.Link {
+	return simnet.Link{Base: linkBase, Jitter: linkJitter, Loss: sc.loss, Burst: sc.burst}
 }
 
 // run lets the whole scenario happen, or what there is of it until ctx ends.
@@ -97,7 +106,7 @@ func (w *world) number(name string) int { return w.numbers[name] }
 
 // seeds are two neighbours: everybody else is heard of.
 func (w *world) seeds(id int) []int {
-	n := w.sc.founders()
+	n := w.sc.initial()
 	if id >= n {
 		return []int{id % n, (id + 1) % n}
 	}
@@ -117,11 +126,11 @@ func (w *world) config(id int) limiter.Config {
 		return limiter.Config{Limit: limiter.Limit{Rate: sc.rate / n, Burst: max(1, int(float64(sc.burstTokens)/n))}}
 	}
 	c := limiter.Config{Limit: limiter.Limit{Rate: sc.rate, Burst: sc.burstTokens}}
-	if sc.chartered {
-		c.Fleet, c.Roster.Guests = "simulate", true
+	if sc.changes {
+		c.Fleet, c.Provisional, c.Roster.Guests = "simulate", true, true
 	}
 	c.OnSilence = sc.silence
-	for i, name := range w.names[:sc.founders()] {
+	for i, name := range w.names[:sc.initial()] {
 		if sc.twin && i == sc.nodes-1 {
 			break
 		}

@@ -13,28 +13,28 @@ import (
 	"pgregory.net/rapid"
 )
 
-// A notary agrees on charters for a simulated fleet, knows everything and makes no
-// mistake: a charter is complete when all who lose by it have applied it.
+// A notary agrees on configurations for a simulated fleet, knows everything and makes no
+// mistake: a configuration is complete when all who lose by it have applied it.
 type notary struct {
 	f         *fleet
-	chain     []Charter // by number, from 1
+	chain     []Configuration // by number, from 1
 	complete  uint64
 	allow     float64 // tokens that resets may have added
 	confirmed []bool  // by node: its life was told what is complete
-	count     [4]int  // charters, completions, trims, resets
+	count     [4]int  // configurations, completions, trims, resets
 }
 
 func newNotary(f *fleet) *notary {
-	a := &notary{f: f, chain: []Charter{{}, f.cfg.Charter()}, complete: 1, confirmed: make([]bool, len(f.nodes))}
+	a := &notary{f: f, chain: []Configuration{{}, f.cfg.Configuration()}, complete: 1, confirmed: make([]bool, len(f.nodes))}
 	for i := range a.confirmed {
-		a.confirmed[i] = true // the founders
+		a.confirmed[i] = true // the first members
 	}
 	return a
 }
 
-func (a *notary) newest() Charter { return a.chain[len(a.chain)-1] }
+func (a *notary) newest() Configuration { return a.chain[len(a.chain)-1] }
 
-func (a *notary) add(c Charter) {
+func (a *notary) add(c Configuration) {
 	c.Number = uint64(len(a.chain))
 	a.chain = append(a.chain, c)
 	a.count[0]++
@@ -87,7 +87,7 @@ func (a *notary) confirm(i int) {
 }
 
 // check is what must hold after every event: nobody uses more than it has in the
-// newest charter that is complete.
+// newest configuration that is complete.
 func (a *notary) check() error {
 	t := newTerm(a.chain[a.complete])
 	for i, s := range a.f.nodes {
@@ -107,7 +107,7 @@ func (a *notary) check() error {
 		s.measure(r)
 		burst, rate := t.share(s.self.Name, t.limit("k"), t.home("k"))
 		if r.cap > burst || r.rate > uint64(part(rate, 1e6, 1e6+drift)) {
-			return errors.New("more is used than the newest complete charter gives")
+			return errors.New("more is used than the newest complete configuration gives")
 		}
 	}
 	a.f.over -= a.allow
@@ -116,9 +116,9 @@ func (a *notary) check() error {
 	return err
 }
 
-// Whatever the network and the processes do, and however charters come and go:
+// Whatever the network and the processes do, and however configurations come and go:
 // the shares in use are never more than the whole, and no token is spent twice.
-func TestNeverTooMuchWhileChartersChange(t *testing.T) {
+func TestNeverTooMuchWhileConfigurationsChange(t *testing.T) {
 	var seen [4]int
 	rapid.Check(t, func(t *rapid.T) {
 		n := rapid.IntRange(2, 5).Draw(t, "nodes")
@@ -157,10 +157,10 @@ func TestNeverTooMuchWhileChartersChange(t *testing.T) {
 			node := rapid.IntRange(0, n-1).Draw(t, "node")
 			s := f.nodes[node]
 			switch what := rapid.SampledFrom([]string{
-				"charter", "charter", "tell", "tell", "tell all", "tell all", "complete", "complete", "told", "fence",
+				"configuration", "configuration", "tell", "tell", "tell all", "tell all", "complete", "complete", "told", "fence",
 				"reset", "net", "cut", "heal", "crash", "hot", "wait", "gather", "rest",
 			}).Draw(t, "what"); what {
-			case "charter":
+			case "configuration":
 				c := a.newest()
 				if serial && c.Number > a.complete {
 					break
@@ -275,7 +275,7 @@ func TestNeverTooMuchWhileChartersChange(t *testing.T) {
 			}
 		}
 	})
-	t.Logf("charters, completions, trims, resets: %v", seen)
+	t.Logf("configurations, completions, trims, resets: %v", seen)
 	if !raceEnabled && slices.Contains(seen[:], 0) { // ten draws may well be without a reset
 		t.Errorf("nothing was tried of something: %v", seen)
 	}

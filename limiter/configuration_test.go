@@ -25,15 +25,15 @@ func rosterOf(names string) (r Roster) {
 	return r
 }
 
-// changed is the next charter after c's.
-func changed(c Charter, change func(*Charter)) Charter {
+// changed is the next configuration after c's.
+func changed(c Configuration, change func(*Configuration)) Configuration {
 	c.Number++
 	change(&c)
 	return c
 }
 
 // all adopt and complete.
-func (f *fleet) adopt(c Charter) {
+func (f *fleet) adopt(c Configuration) {
 	f.t.Helper()
 	for i, s := range f.nodes {
 		if err := s.Adopt(s.clock(f.now), c); err != nil {
@@ -50,14 +50,14 @@ func (f *fleet) completed(number uint64) {
 	}
 }
 
-// A node skips a charter in which it has half, applies the next one, and so
+// A node skips a configuration in which it has half, applies the next one, and so
 // completes the one that it skipped: the other half is another's now.
-func TestSkippedCharterIsCompletedByWhoSkippedIt(t *testing.T) {
+func TestSkippedConfigurationIsCompletedByWhoSkippedIt(t *testing.T) {
 	cfg := Config{Fleet: "f", Limit: Limit{Rate: 1000, Burst: 50}, Roster: rosterOf("n00")}
 	f := newFleetOf(silent{}, 2, cfg, 1)
 	a := newNotary(f)
 	for _, names := range []string{"n00 n01", "n00"} {
-		a.add(changed(a.newest(), func(c *Charter) { c.Roster = rosterOf(names) }))
+		a.add(changed(a.newest(), func(c *Configuration) { c.Roster = rosterOf(names) }))
 	}
 	for i, number := range []uint64{3, 2} {
 		if err := a.tell(i, number); err != nil {
@@ -66,7 +66,7 @@ func TestSkippedCharterIsCompletedByWhoSkippedIt(t *testing.T) {
 	}
 	f.pass(2 * writeOff) // no earlier life has lent anything
 	if a.finish(); a.complete != 2 {
-		t.Fatalf("charter %d is complete", a.complete)
+		t.Fatalf("configuration %d is complete", a.complete)
 	}
 	for i, s := range f.nodes {
 		a.told(i)
@@ -98,7 +98,7 @@ func TestNewLifeOfALeaver(t *testing.T) {
 	if err := says(life("b", 1)); err != nil {
 		t.Fatal(err)
 	}
-	if err := a.Adopt(ms, changed(cfg.Charter(), func(c *Charter) { c.Roster = rosterOf("a") })); err != nil {
+	if err := a.Adopt(ms, changed(cfg.Configuration(), func(c *Configuration) { c.Roster = rosterOf("a") })); err != nil {
 		t.Fatal(err)
 	}
 	a.Complete(ms, 2)
@@ -110,45 +110,45 @@ func TestNewLifeOfALeaver(t *testing.T) {
 	}
 }
 
-func TestSharesOfCharters(t *testing.T) {
+func TestSharesOfConfigurations(t *testing.T) {
 	cfg := Config{Fleet: "f", Limit: Limit{Rate: 1000, Burst: 100}, Limits: map[string]Limit{"k": {Rate: 400, Burst: 40}}, Roster: rosterOf("a b")}
 	n, err := NewNode(crdt.Replica{Name: "a"}, cfg, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	limit := func(rate float64, burst int) func(*Charter) {
-		return func(c *Charter) { c.Limits = map[string]Limit{"k": {rate, burst}} }
+	limit := func(rate float64, burst int) func(*Configuration) {
+		return func(c *Configuration) { c.Limits = map[string]Limit{"k": {rate, burst}} }
 	}
-	first := cfg.Charter()
+	first := cfg.Configuration()
 	smaller := changed(first, limit(200, 40))
 	larger := changed(smaller, limit(800, 80))
-	mine := changed(larger, func(c *Charter) { c.Limits, c.Roster = nil, rosterOf("a") })
-	gap := changed(mine, func(c *Charter) { c.Number += 2 })
-	again := changed(gap, func(c *Charter) { c.Number++ })
+	mine := changed(larger, func(c *Configuration) { c.Limits, c.Roster = nil, rosterOf("a") })
+	gap := changed(mine, func(c *Configuration) { c.Number += 2 })
+	again := changed(gap, func(c *Configuration) { c.Number++ })
 	row := n.row("k")
 	for i, step := range []struct {
-		adopt     *Charter
+		adopt     *Configuration
 		complete  uint64
 		rate, cap float64
 	}{
 		{nil, 0, 200, 20},
-		{&smaller, 0, 100, 20},  // at once
-		{&larger, 0, 100, 20},   // not yet
-		{&smaller, 0, 100, 20},  // an old one
-		{nil, 2, 100, 20},       // smaller counts, and larger
-		{nil, 3, 400, 40},       // larger alone
-		{&mine, 0, 400, 40},     // Limit instead, all of it: not yet
-		{nil, 4, 1000, 100},     //
-		{&gap, 0, 0, 0},         // what was skipped is unknown
-		{nil, 6, 0, 0},          // and stays so when it is complete
-		{nil, 7, 1000, 100},     //
-		{&again, 8, 0, 0},       //
-		{nil, 100, 1000, 100},   // more than there is here
-		{nil, 9, 1000, 100},     // late
-		{&Charter{}, 0, -1, -1}, // none
-		{&again, 0, 1000, 100},  // the same again
-		{&Charter{Number: 200, Limit: first.Limit}, 0, -1, -1}, // nobody mints
-		{&Charter{Number: again.Number, Limit: first.Limit, Roster: first.Roster}, 0, -2, -2},
+		{&smaller, 0, 100, 20},        // at once
+		{&larger, 0, 100, 20},         // not yet
+		{&smaller, 0, 100, 20},        // an old one
+		{nil, 2, 100, 20},             // smaller counts, and larger
+		{nil, 3, 400, 40},             // larger alone
+		{&mine, 0, 400, 40},           // Limit instead, all of it: not yet
+		{nil, 4, 1000, 100},           //
+		{&gap, 0, 0, 0},               // what was skipped is unknown
+		{nil, 6, 0, 0},                // and stays so when it is complete
+		{nil, 7, 1000, 100},           //
+		{&again, 8, 0, 0},             //
+		{nil, 100, 1000, 100},         // more than there is here
+		{nil, 9, 1000, 100},           // late
+		{&Configuration{}, 0, -1, -1}, // none
+		{&again, 0, 1000, 100},        // the same again
+		{&Configuration{Number: 200, Limit: first.Limit}, 0, -1, -1}, // nobody mints
+		{&Configuration{Number: again.Number, Limit: first.Limit, Roster: first.Roster}, 0, -2, -2},
 	} {
 		var err error
 		if step.adopt != nil {
@@ -165,10 +165,10 @@ func TestSharesOfCharters(t *testing.T) {
 			t.Errorf("step %d: rate %v, cap %v, want %v, %v", i, rate, row.cap/micro, step.rate, step.cap)
 		}
 	}
-	if n.refused.Mismatch != 1 || n.Charter().Number != again.Number {
-		t.Errorf("%+v, charter %d", n.refused, n.Charter().Number)
+	if n.refused.Mismatch != 1 || n.Configuration().Number != again.Number {
+		t.Errorf("%+v, configuration %d", n.refused, n.Configuration().Number)
 	}
-	// A life that knows the founding charter only does not know what it lost since.
+	// A life that knows the initial configuration only does not know what it lost since.
 	late, err := NewNode(crdt.Replica{Name: "a"}, cfg, 0)
 	if err != nil {
 		t.Fatal(err)
@@ -181,7 +181,7 @@ func TestSharesOfCharters(t *testing.T) {
 		t.Errorf("a late life uses %d of %d", r.rate, r.cap)
 	}
 	if late.Applied() != 0 {
-		t.Error("a late life keeps within a charter, and nobody knows what an earlier one has lent")
+		t.Error("a late life keeps within a configuration, and nobody knows what an earlier one has lent")
 	}
 	if late.advance(writeOff); late.Applied() != again.Number {
 		t.Errorf("applied %d after a write-off", late.Applied())
@@ -198,7 +198,7 @@ func TestLosers(t *testing.T) {
 		keys = append(keys, fmt.Sprint("key", i))
 	}
 	rapid.Check(t, func(t *rapid.T) {
-		draw := func() (c Charter) {
+		draw := func() (c Configuration) {
 			limit := rapid.SampledFrom([]Limit{{100, 10}, {100, 100}, {200, 100}, {1000, 50}, {5, 5}})
 			c.Number, c.Limit = 1, limit.Draw(t, "limit")
 			for _, k := range keys[:2] {
@@ -256,16 +256,16 @@ func TestCutEndsLeases(t *testing.T) {
 		t.Fatalf("%d are lent, applied %d", lent/micro, f.nodes[0].Applied())
 	}
 	trimmed := f.key(s).level
-	f.adopt(changed(cfg.Charter(), func(c *Charter) { c.Limit.Burst = 40 }))
+	f.adopt(changed(cfg.Configuration(), func(c *Configuration) { c.Limit.Burst = 40 }))
 	if got := f.nodes[0].Applied(); got != 1 {
-		t.Fatalf("charter %d is applied with %d lent of %d", got, f.key(f.nodes[0]).lent, f.key(f.nodes[0]).cap)
+		t.Fatalf("configuration %d is applied with %d lent of %d", got, f.key(f.nodes[0]).lent, f.key(f.nodes[0]).cap)
 	}
 	if r := f.key(s); r.level > 20*micro || r.sum.Trimmed < trimmed-20*micro || s.Applied() != 2 {
 		t.Errorf("the other has %d, lost %d of %d, applied %d", r.level, r.sum.Trimmed, trimmed, s.Applied())
 	}
 	f.pass(f.now + writeOff + sweepEvery)
 	if r := f.key(f.nodes[0]); f.nodes[0].Applied() != 2 || r.level+r.lent > 20*micro || f.nodes[0].overs != 0 {
-		t.Errorf("a write-off later charter %d is applied, %d lent of %d", f.nodes[0].Applied(), r.lent, r.cap)
+		t.Errorf("a write-off later configuration %d is applied, %d lent of %d", f.nodes[0].Applied(), r.lent, r.cap)
 	}
 	for _, p := range f.nodes[0].slots {
 		if p != nil && p.pinned != 0 {
@@ -278,13 +278,13 @@ func TestCutEndsLeases(t *testing.T) {
 	}
 }
 
-// What grows does so when the charter is complete, and what a node of another
+// What grows does so when the configuration is complete, and what a node of another
 // number lends is as good.
 func TestNumbersLendToEachOther(t *testing.T) {
 	cfg := Config{Fleet: "f", Limit: Limit{Rate: 1000, Burst: 400}, Roster: rosterOf("n00 n01")}
 	f := newFleetOf(t, 2, cfg, 1)
 	f.pass(3 * time.Second)
-	c := changed(cfg.Charter(), func(c *Charter) { c.Limit.Rate = 2000 })
+	c := changed(cfg.Configuration(), func(c *Configuration) { c.Limit.Rate = 2000 })
 	if err := f.nodes[0].Adopt(f.nodes[0].clock(f.now), c); err != nil {
 		t.Fatal(err)
 	}
@@ -292,13 +292,13 @@ func TestNumbersLendToEachOther(t *testing.T) {
 	if r := f.key(f.nodes[1]); r.sum.Borrowed < 800*micro || f.over > 1e-6 || f.refused > 0 {
 		t.Errorf("%d borrowed, %v over, %d refused", r.sum.Borrowed/micro, f.over, f.refused)
 	}
-	other := changed(c, func(c *Charter) { c.Number, c.Limit.Rate = 2, 3000 })
+	other := changed(c, func(c *Configuration) { c.Number, c.Limit.Rate = 2, 3000 })
 	if err := f.nodes[1].Adopt(f.nodes[1].clock(f.now), other); err != nil {
 		t.Fatal(err)
 	}
 	f.pass(f.now + 200*ms)
 	if a, b := f.nodes[0].refused.Mismatch, f.nodes[1].refused.Mismatch; a == 0 || b == 0 || f.nodes[0].Stats(0).Refused.Mismatch != a {
-		t.Errorf("two charters of one number: %d and %d packets refused", a, b)
+		t.Errorf("two configurations of one number: %d and %d packets refused", a, b)
 	}
 	// Those of another fleet are too.
 	cfg.Fleet = "g"
@@ -312,13 +312,13 @@ func TestNumbersLendToEachOther(t *testing.T) {
 	}
 }
 
-// A reset fills once per node and charter, and never beyond the cap.
+// A reset fills once per node and configuration, and never beyond the cap.
 func TestResetFillsOnce(t *testing.T) {
 	cfg := Config{Fleet: "f", Limit: Limit{Rate: 1, Burst: 400}, Roster: rosterOf("n00 n01")}
 	f := newFleetOf(t, 2, cfg, 1)
 	f.pass(2 * time.Second)
-	reset := func(c *Charter) { c.Resets++ }
-	c := changed(cfg.Charter(), reset)
+	reset := func(c *Configuration) { c.Resets++ }
+	c := changed(cfg.Configuration(), reset)
 	for _, s := range f.nodes {
 		f.key(s)
 	}
@@ -331,7 +331,7 @@ func TestResetFillsOnce(t *testing.T) {
 				r := f.key(s)
 				s.spend(r, r.level)
 			}
-			c = changed(c, func(c *Charter) { c.Limit.Rate = 2 })
+			c = changed(c, func(c *Configuration) { c.Limit.Rate = 2 })
 		case 5:
 			c = changed(c, reset)
 		}
@@ -371,7 +371,7 @@ func TestCutAndResetWithLoansOut(t *testing.T) {
 			t.Errorf("%d and %d lent, of %d", r.level, r.lent, r.cap)
 		}
 	}
-	c := changed(cfg.Charter(), func(c *Charter) { c.Resets++ })
+	c := changed(cfg.Configuration(), func(c *Configuration) { c.Resets++ })
 	f.adopt(c)
 	within()
 	f.completed(2)
@@ -379,7 +379,7 @@ func TestCutAndResetWithLoansOut(t *testing.T) {
 		t.Fatalf("%d lent", lent)
 	}
 	within()
-	f.adopt(changed(c, func(c *Charter) { c.Limit.Burst = 40 }))
+	f.adopt(changed(c, func(c *Configuration) { c.Limit.Burst = 40 }))
 	if lender.Applied() != 2 {
 		t.Fatal("a cut is applied with loans out")
 	}
@@ -397,11 +397,11 @@ func TestDepartedAreForgotten(t *testing.T) {
 	cfg := Config{Fleet: "f", Limit: Limit{Rate: 1000, Burst: 100}, Roster: rosterOf("n00 n01 n02")}
 	f := newFleetOf(t, 3, cfg, 1)
 	f.run(3*time.Second, 1200, func(time.Duration) int { return 2 })
-	c := changed(cfg.Charter(), func(c *Charter) { c.Roster = rosterOf("n00 n01") })
+	c := changed(cfg.Configuration(), func(c *Configuration) { c.Roster = rosterOf("n00 n01") })
 	f.adopt(c)
 	f.run(f.now+500*ms, 1200, func(time.Duration) int { return 2 })
 	if f.nodes[0].Node.peers["n02"] == nil || f.refused > 0 {
-		t.Fatalf("forgotten before the charter is complete, %d refused", f.refused)
+		t.Fatalf("forgotten before the configuration is complete, %d refused", f.refused)
 	}
 	f.completed(2)
 	f.run(f.now+writeOff-50*ms, 1200, func(time.Duration) int { return 2 })
@@ -421,7 +421,7 @@ func TestDepartedAreForgotten(t *testing.T) {
 	}
 	// The same life comes back, and is served again.
 	f.refused = 0
-	f.adopt(changed(c, func(c *Charter) { c.Roster = cfg.Roster }))
+	f.adopt(changed(c, func(c *Configuration) { c.Roster = cfg.Roster }))
 	f.completed(3)
 	before := f.admitted
 	f.run(f.now+3*time.Second, 1200, func(time.Duration) int { return 2 })
@@ -557,7 +557,7 @@ func TestCutEndsWaits(t *testing.T) {
 		wait(5, nil)
 		wait(30, ErrBurst)
 		wait(20, nil)
-		if err := s.Adopt(clock(), changed(cfg.Charter(), func(c *Charter) { c.Limit.Burst = 20 })); err != nil {
+		if err := s.Adopt(clock(), changed(cfg.Configuration(), func(c *Configuration) { c.Limit.Burst = 20 })); err != nil {
 			t.Fatal(err)
 		}
 		start := time.Now()
@@ -565,7 +565,7 @@ func TestCutEndsWaits(t *testing.T) {
 		if took := time.Since(start); took != 250*ms {
 			t.Errorf("25 at 100/s took %v", took)
 		}
-		if l.AllowN(21) || s.Applied() != 2 || s.Charter().Limit.Burst != 20 || s.Completed() != 1 {
+		if l.AllowN(21) || s.Applied() != 2 || s.Configuration().Limit.Burst != 20 || s.Completed() != 1 {
 			t.Errorf("applied %d, completed %d", s.Applied(), s.Completed())
 		}
 		s.Complete(clock(), 2)
@@ -663,7 +663,7 @@ func TestStats(t *testing.T) {
 	f.run(3*time.Second, 1200, func(time.Duration) int { return 1 })
 	s := f.nodes[0]
 	st := s.Stats(s.clock(f.now))
-	if st.Keys != 1 || st.Cap != 25*micro || st.Share != .25 || st.Stranded != .25 || st.Lent == 0 || st.Pinned != 0 || st.Charter != 1 || st.Applied != 1 {
+	if st.Keys != 1 || st.Cap != 25*micro || st.Share != .25 || st.Stranded != .25 || st.Lent == 0 || st.Pinned != 0 || st.Number != 1 || st.Applied != 1 {
 		t.Errorf("%+v", st)
 	}
 	f.down = func(time.Duration, int, int) bool { return true }
@@ -675,26 +675,26 @@ func TestStats(t *testing.T) {
 
 // The cases that chance seldom draws: by weights, limits and homes.
 func TestLosersByCase(t *testing.T) {
-	same := func(*Charter) {}
-	limit := func(rate float64, burst int) func(*Charter) {
-		return func(c *Charter) { c.Limit = Limit{Rate: rate, Burst: burst} }
+	same := func(*Configuration) {}
+	limit := func(rate float64, burst int) func(*Configuration) {
+		return func(c *Configuration) { c.Limit = Limit{Rate: rate, Burst: burst} }
 	}
-	own := func(rate float64) func(*Charter) {
-		return func(c *Charter) { c.Limits = map[string]Limit{"k": {Rate: rate, Burst: 1_000_000}} }
+	own := func(rate float64) func(*Configuration) {
+		return func(c *Configuration) { c.Limits = map[string]Limit{"k": {Rate: rate, Burst: 1_000_000}} }
 	}
-	members := func(names string) func(*Charter) { return func(c *Charter) { c.Roster = rosterOf(names) } }
-	weigh := func(a, b, c int) func(*Charter) {
-		return func(ch *Charter) {
+	members := func(names string) func(*Configuration) { return func(c *Configuration) { c.Roster = rosterOf(names) } }
+	weigh := func(a, b, c int) func(*Configuration) {
+		return func(ch *Configuration) {
 			for i, w := range []int{a, b, c} {
 				ch.Roster.Members[i].Weight, ch.Roster.Members[i].NoShare = w, w == 0
 			}
 		}
 	}
-	both := func(f, g func(*Charter)) func(*Charter) { return func(c *Charter) { f(c); g(c) } }
+	both := func(f, g func(*Configuration)) func(*Configuration) { return func(c *Configuration) { f(c); g(c) } }
 	small, tiny := limit(1000, 3), limit(5, 3)
 	for _, c := range []struct {
 		what     string
-		from, to func(*Charter)
+		from, to func(*Configuration)
 		want     string
 	}{
 		{"nothing", same, same, "[]"},
@@ -719,8 +719,8 @@ func TestLosersByCase(t *testing.T) {
 		{"a tiny limit: to homes", limit(5, 30), tiny, "[a b c]"},
 		{"a tiny limit: from homes", tiny, limit(5, 30), "[a b c]"},
 	} {
-		from := Charter{Number: 1, Limit: Limit{Rate: 1000, Burst: 1_000_000}, Roster: rosterOf("a b c")}
-		to := Charter{Number: 1, Limit: from.Limit, Roster: rosterOf("a b c")}
+		from := Configuration{Number: 1, Limit: Limit{Rate: 1000, Burst: 1_000_000}, Roster: rosterOf("a b c")}
+		to := Configuration{Number: 1, Limit: from.Limit, Roster: rosterOf("a b c")}
 		c.from(&from)
 		c.to(&to)
 		if got := fmt.Sprint(Losers(from, to)); got != c.want {
@@ -738,7 +738,7 @@ func TestNothingFromBefore(t *testing.T) {
 		t.Fatal(err)
 	}
 	now := time.Hour
-	if err := n.Adopt(now, changed(cfg.Charter(), func(c *Charter) { c.Roster = rosterOf("a") })); err != nil {
+	if err := n.Adopt(now, changed(cfg.Configuration(), func(c *Configuration) { c.Roster = rosterOf("a") })); err != nil {
 		t.Fatal(err)
 	}
 	n.Complete(now, 2)
@@ -757,7 +757,7 @@ func TestNothingFromBefore(t *testing.T) {
 	l := s.Key("k")
 	l.Allow()
 	had := l.pool.left()
-	if err := s.Adopt(at, changed(cfg.Charter(), func(c *Charter) { c.Limit.Burst = 4 })); err != nil || had == 0 {
+	if err := s.Adopt(at, changed(cfg.Configuration(), func(c *Configuration) { c.Limit.Burst = 4 })); err != nil || had == 0 {
 		t.Fatal(err, had)
 	}
 	if l.pool.left() != 0 || !l.AllowN(4) || l.Allow() {

@@ -12,21 +12,15 @@ import (
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
-const (
-	rejoinEvery = 100 * time.Millisecond // who looks whether it still has its share, as fleet/process does
-	leaveWithin = 9 * time.Second
-)
+const leaveWithin = 9 * time.Second
 
-// A citizen is a member's part in how the fleet changes its charter: the section of
-// fleet over the member's own session and books, driven as fleet/process drives it.
+// A citizen is a member's part in the fleet's configuration: the section of fleet over
+// the member's own session and books, driven as fleet/process drives it.
 type citizen struct {
-	m        *member
-	charters *fleet.Charters
-	weight   int // that it asks for when it is no member
-	asked    bool
-	lookAt   time.Duration
-	leaving  bool
-	left     bool // the session is leaving
+	m       *member
+	config  *fleet.Configurator
+	leaving bool
+	left    bool // the session is leaving
 }
 
 // books are the node's, behind a clock.
@@ -42,32 +36,28 @@ func (b books) Applied() uint64 {
 	return b.Node.Applied()
 }
 
-// newCitizen is the part of a life that begins now. It mints nothing until the
-// charter is known to be the newest.
+// newCitizen is the part of a life that begins now. It mints nothing until it has read
+// the register.
 func newCitizen(m *member, now time.Duration) (*citizen, error) {
 	m.node.Mint(now)
-	c := &citizen{m: m, weight: 1}
+	c := &citizen{m: m}
+	limits := m.node.Config()
 	var err error
-	c.charters, err = fleet.NewCharters(m.node.Self(), fleet.CharterConfig{
-		Fleet: m.node.Config().Fleet, Founding: m.node.Config().Charter(), OnSilence: m.node.Config().OnSilence.Policy,
+	c.config, err = fleet.NewConfigurator(m.node.Self(), fleet.ConfiguratorConfig{
+		Fleet: limits.Fleet, Initial: limits.Configuration(), Weight: 1, OnSilence: limits.OnSilence.Policy,
 	}, books{m.node, m}, now)
 	return c, err
 }
 
 // step does what is due, and what the session must hear of.
 func (c *citizen) step(now time.Duration, wall int64, actions []gossip.Action, changed bool) ([]gossip.Action, bool) {
-	m := c.m
-	changed = c.tick(now) || changed
-	if m.ticket != 0 {
-		if number, done := c.charters.Outcome(m.ticket); done {
-			m.ticket = 0
-			if number != 0 {
-				actions = m.step(now, gossip.Event{Kind: gossip.Evict, Name: m.evicts, Wall: wall}, actions)
-			}
-		}
+	if !c.left && now >= c.config.Wake() {
+		c.config.Tick(now)
+		changed = true
 	}
+	c.write(now)
 	if c.ended(now) {
-		actions = m.step(now, gossip.Event{Kind: gossip.Leave, Wall: wall}, actions)
+		actions = c.m.step(now, gossip.Event{Kind: gossip.Leave, Wall: wall}, actions)
 	}
 	return actions, changed
 }
@@ -77,21 +67,7 @@ func (c *citizen) wake() time.Duration {
 	if c.left {
 		return gossip.Never
 	}
-	return c.charters.Wake()
-}
-
-// tick lets time pass, and tells whether it was due.
-func (c *citizen) tick(now time.Duration) bool {
-	if c.left || now < c.charters.Wake() {
-		return false
-	}
-	c.charters.Tick(now)
-	if !c.asked && !c.leaving && now >= c.lookAt {
-		c.lookAt = now + rejoinEvery
-		s := c.charters.Status(now)
-		c.asked = s.Settled && (s.Member || !s.Evicted && c.charters.Join(now, c.weight) == nil)
-	}
-	return true
+	return c.config.Wake()
 }
 
 // ended tells whether nobody waits for a leaver's share any more.
@@ -99,14 +75,14 @@ func (c *citizen) ended(now time.Duration) bool {
 	if !c.leaving || c.left {
 		return false
 	}
-	done, err := c.charters.Left(now)
+	done, err := c.config.Left(now)
 	c.left = done && err == nil
 	return c.left
 }
 
 // leave begins to give the share up; who is no member has none.
 func (c *citizen) leave(now time.Duration) {
-	switch err := c.charters.Leave(now, now+leaveWithin); {
+	switch err := c.config.Leave(now, now+leaveWithin); {
 	case errors.Is(err, fleet.ErrMember):
 	case err != nil:
 		panic(err) // the scenario is wrong
@@ -114,7 +90,7 @@ func (c *citizen) leave(now time.Duration) {
 	c.leaving = true
 }
 
-// ask has a node's process do something about the charter, and its driver see it.
+// ask has a node's process do something about the configuration, and its driver see it.
 func (w *world) ask(at time.Duration, id int, do func(c *citizen, now time.Duration)) {
 	w.net.At(at, func() {
 		m := w.members[id]
@@ -128,28 +104,27 @@ func (w *world) ask(at time.Duration, id int, do func(c *citizen, now time.Durat
 	})
 }
 
-// propose has a member ask for a change.
-func (w *world) propose(at time.Duration, id int, change fleet.Change) {
+// set has a member's operator change the newest configuration.
+func (w *world) set(at time.Duration, id int, change fleet.Change) {
 	w.ask(at, id, func(c *citizen, now time.Duration) {
-		if _, err := c.charters.Propose(now, change); err != nil {
+		number, _ := c.config.Number()
+		if _, err := c.config.Set(now, number, change, "simulate"); err != nil {
 			panic(err)
 		}
 	})
 }
 
-// evict has a member's operator say that another one does not run, and end its
-// life for the gossip when that is agreed on.
+// evict has a member's operator say that another one does not run.
 func (w *world) evict(at time.Duration, id, whom int) {
 	w.ask(at, id, func(c *citizen, now time.Duration) {
-		ticket, err := c.charters.Evict(now, w.names[whom])
-		if err != nil {
+		number, _ := c.config.Number()
+		if _, err := c.config.Evict(now, number, w.names[whom], "simulate"); err != nil {
 			panic(err)
 		}
-		c.m.ticket, c.m.evicts = ticket, w.names[whom]
 	})
 }
 
-// agreed is what all that live know: how many charters after the founding one are
+// agreed is what all that live know: how many configurations after the initial one are
 // complete, and how many members have a share in the newest; 0 if they differ.
 func (w *world) agreed() (completed, members int) {
 	first := true
@@ -159,18 +134,18 @@ func (w *world) agreed() (completed, members int) {
 			continue
 		}
 		own, _ := w.net.Clock(id)
-		s := m.citizen.charters.Status(own)
+		s := m.citizen.config.Status(own)
 		n := 0
-		for _, member := range s.Charter.Roster.Members {
+		for _, member := range s.Configuration.Roster.Members {
 			if !member.NoShare {
 				n++
 			}
 		}
 		if first {
-			first, number, completed, members = false, s.Charter.Number, int(s.Complete)-1, n
+			first, number, completed, members = false, s.Configuration.Number, int(s.Complete)-1, n
 			continue
 		}
-		if completed = min(completed, int(s.Complete)-1); number != s.Charter.Number || members != n {
+		if completed = min(completed, int(s.Complete)-1); number != s.Configuration.Number || members != n {
 			members = 0
 		}
 	}

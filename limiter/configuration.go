@@ -12,13 +12,13 @@ import (
 	"time"
 )
 
-// A Charter is what a fleet has agreed on: the limits and who mints how much of
-// them. A fleet is founded with one, [Config.Charter], and each change is a whole
-// new one. Who agrees on them, and how, is not the limiter's business; it is told
-// with [Node.Adopt] and [Node.Complete].
-type Charter struct {
-	// Number is 1 for the founding charter, and one more with each change. Two
-	// charters of one number are a mistake that is refused.
+// A Configuration is what a fleet has decided: the limits and who mints how much of
+// them. A fleet begins with one, [Config.Configuration], and each change is a whole new
+// one. Who decides, and how, is not the limiter's business; it is told with
+// [Node.Adopt] and [Node.Complete].
+type Configuration struct {
+	// Number is 1 for the initial configuration, and one more with each change. Two
+	// configurations of one number are a mistake that is refused.
 	Number uint64
 
 	// Limit and Limits are those of [Config]. A key that Limits names no more has
@@ -29,44 +29,48 @@ type Charter struct {
 	// Roster says who mints.
 	Roster Roster
 
-	// Resets is how often all buckets were filled up. A node that adopts a charter
+	// Resets is how often all buckets were filled up. A node that adopts a configuration
 	// with more than it has seen fills all that it knows, once.
 	Resets uint64
 }
 
-// Charter is the founding one.
-func (c Config) Charter() Charter {
-	return Charter{Number: 1, Limit: c.Limit, Limits: maps.Clone(c.Limits), Roster: c.Roster}
+// Configuration is the initial one, of number 1; or of number 0 if c is Provisional.
+func (c Config) Configuration() Configuration {
+	number := uint64(1)
+	if c.Provisional {
+		number = 0
+	}
+	return Configuration{Number: number, Limit: c.Limit, Limits: maps.Clone(c.Limits), Roster: c.Roster}
 }
 
 // validate reports everything that is wrong with c.
-func (c Charter) validate() error {
+func (c Configuration) validate() error {
 	err := Config{Limit: c.Limit, Limits: c.Limits, Roster: c.Roster, OnSilence: Silence{Policy: Majority}}.Validate()
 	if c.Number == 0 {
-		err = fmt.Errorf("%w: Charter.Number is 0: want 1 or more", ErrConfig)
+		err = fmt.Errorf("%w: Configuration.Number is 0: want 1 or more", ErrConfig)
 	}
 	return err
 }
 
-// digest tells two charters of one number apart.
-func (c Charter) digest() uint32 {
+// digest tells two configurations of one number apart.
+func (c Configuration) digest() uint32 {
 	h := fnv.New32a()
 	_, _ = fmt.Fprint(h, c.Number, c.Resets, Config{Limit: c.Limit, Limits: c.Limits, Roster: c.Roster}.fingerprint())
 	return h.Sum32()
 }
 
-func (c Charter) limit(key string) Limit {
+func (c Configuration) limit(key string) Limit {
 	if l, ok := c.Limits[key]; ok {
 		return l
 	}
 	return c.Limit
 }
 
-// A term is a charter at a node, while it counts.
+// A term is a configuration at a node, while it counts.
 type term struct {
-	Charter
+	Configuration
 	code uint32 // its digest
-	hole bool   // charters before it were skipped, and it is not known to be complete
+	hole bool   // configurations before it were skipped, and it is not known to be complete
 
 	weights map[string]int64 // of its roster's members
 	sum     int64
@@ -74,8 +78,8 @@ type term struct {
 	present int64 // sum of the weights of this node and of all that are not silent
 }
 
-func newTerm(c Charter) *term {
-	t := &term{Charter: c, code: c.digest(), weights: make(map[string]int64, len(c.Roster.Members))}
+func newTerm(c Configuration) *term {
+	t := &term{Configuration: c, code: c.digest(), weights: make(map[string]int64, len(c.Roster.Members))}
 	t.Limits = maps.Clone(c.Limits)
 	t.Roster.Members = slices.Clone(c.Roster.Members)
 	for _, m := range t.Roster.Members {
@@ -122,7 +126,7 @@ func (t *term) share(name string, l Limit, home string) (burst, rate int64) {
 // rate or of its burst, or from which some small limit's home moves away. Only
 // these must keep within to, as [Node.Applied] says, before it is complete. In the
 // order of from's roster.
-func Losers(from, to Charter) []string {
+func Losers(from, to Configuration) []string {
 	a, b := newTerm(from), newTerm(to)
 	keys := maps.Clone(a.Limits)
 	if keys == nil {
@@ -177,19 +181,19 @@ func Losers(from, to Charter) []string {
 	return names
 }
 
-// The rule by which nodes change charters without telling each other: of every
-// limit a node uses the smallest share that it has in any charter from the last
-// complete one to the newest it has adopted. When a charter is complete, everybody
+// The rule by which nodes change configurations without telling each other: of every
+// limit a node uses the smallest share that it has in any configuration from the last
+// complete one to the newest it has adopted. When a configuration is complete, everybody
 // who had more before keeps within it. So at every instant each uses no more than
-// it has in the newest charter that is complete anywhere, and all together no more
+// it has in the newest configuration that is complete anywhere, and all together no more
 // than the whole.
 
-// newest is the latest charter that was adopted.
+// newest is the latest configuration that was adopted.
 func (n *Node) newest() *term { return n.terms[len(n.terms)-1] }
 
-// Charter is the newest that the node has adopted.
-func (n *Node) Charter() Charter {
-	c := n.newest().Charter
+// Configuration is the newest that the node has adopted.
+func (n *Node) Configuration() Configuration {
+	c := n.newest().Configuration
 	c.Limits = maps.Clone(c.Limits)
 	c.Roster.Members = slices.Clone(c.Roster.Members)
 	return c
@@ -198,26 +202,26 @@ func (n *Node) Charter() Charter {
 // Completed is the highest number that the node was told to be complete.
 func (n *Node) Completed() uint64 { return n.told }
 
-// Adopt takes in a charter. What shrinks does so at once: tokens above the new cap
+// Adopt takes in a configuration. What shrinks does so at once: tokens above the new cap
 // are lost, a pool is emptied. What is lent above it stays lent, for it may be
 // spent; its leases are not renewed, so that it is over after 1.011 s. What grows
-// does when the charter is complete. An older charter, or the same again, changes
+// does when the configuration is complete. An older configuration, or the same again, changes
 // nothing.
 //
-// Charters may be skipped. Of those the node does not know what it lost, so it uses
-// nothing until the one that it adopted is complete. A charter with more Resets
+// Configurations may be skipped. Of those the node does not know what it lost, so it uses
+// nothing until the one that it adopted is complete. A configuration with more Resets
 // fills every key that the node knows, once, up to the cap that it then has.
 //
-// The error is [ErrConfig], or another one if another charter has that number;
+// The error is [ErrConfig], or another one if another configuration has that number;
 // then nothing has changed. It costs a few microseconds for each key that is known.
-func (n *Node) Adopt(now time.Duration, c Charter) error {
+func (n *Node) Adopt(now time.Duration, c Configuration) error {
 	n.advance(now)
 	last := n.newest()
 	if c.Number <= last.Number && c.Number > 0 {
 		for _, t := range n.terms {
 			if t.Number == c.Number && t.code != c.digest() {
 				n.refused.Mismatch++
-				return fmt.Errorf("%w: charter %d is another", errMismatch, c.Number)
+				return fmt.Errorf("%w: configuration %d is another", errMismatch, c.Number)
 			}
 		}
 		return nil
@@ -227,7 +231,7 @@ func (n *Node) Adopt(now time.Duration, c Charter) error {
 	}
 	n.Applied() // of what was until now
 	if (len(c.Roster.Members) == 0) != n.alone {
-		return fmt.Errorf("%w: charter %d: %d members: who is alone stays so, and no other becomes it", ErrConfig, c.Number, len(c.Roster.Members))
+		return fmt.Errorf("%w: configuration %d: %d members: who is alone stays so, and no other becomes it", ErrConfig, c.Number, len(c.Roster.Members))
 	}
 	t := newTerm(c)
 	// That the skipped ones are complete would not close the hole: by applying this
@@ -247,7 +251,7 @@ func (n *Node) Adopt(now time.Duration, c Charter) error {
 	return nil
 }
 
-// Complete says that everybody whose share shrank up to the charter of that number
+// Complete says that everybody whose share shrank up to the configuration of that number
 // keeps within it, in this order: what had to wait grows now.
 func (n *Node) Complete(now time.Duration, number uint64) {
 	n.advance(now)
@@ -260,7 +264,7 @@ func (n *Node) Complete(now time.Duration, number uint64) {
 	}
 }
 
-// Applied is the highest charter within which the node keeps: of every key its own
+// Applied is the highest configuration within which the node keeps: of every key its own
 // tokens and what it has lent are no more than the smallest share that counts, and
 // no earlier life of it has lent anything. 0 is none yet.
 func (n *Node) Applied() uint64 {
@@ -276,7 +280,7 @@ func (n *Node) Applied() uint64 {
 	return n.applied
 }
 
-// settleTerms forgets charters that do not count any more, and tells whether
+// settleTerms forgets configurations that do not count any more, and tells whether
 // something may have grown.
 func (n *Node) settleTerms() (grown bool) {
 	for len(n.terms) > 1 && n.terms[1].Number <= n.told {

@@ -1,0 +1,271 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package simulate
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"runtime"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/crdt/gossip/simnet"
+	"github.com/stormguard-mq/stormguard/fleet"
+)
+
+// An exploration begins with faults, at random instants and in any order. Then
+// everything is mended, and all load is at one node at a time, which needs what the
+// others can lend. After settle that is judged, until each was hot twice.
+const (
+	quiet    = 1500 * time.Millisecond // before the first fault: all have met, and mint
+	troubled = 14 * time.Second        // long enough for some to be lost to each other
+	settle   = 8 * time.Second         // to meet again, 5.1 s, to mint, 1.011 s, and a second and more
+	turn     = 500 * time.Millisecond
+
+	admits = 2  // percent, of the rate that may be missing
+	part   = 10 // percent, of its turns that may be missing at one node
+)
+
+// ExploreConfig says what to explore.
+type ExploreConfig struct {
+	Seed uint64
+	Runs int // draw so many seeds from Seed, one for each run; 0 is one run, of Seed itself
+	JSON bool
+}
+
+// An Exploration is what one run came to.
+type Exploration struct {
+	Seed   uint64   `json:"seed"`
+	Nodes  int      `json:"nodes"`
+	Faults []string `json:"faults"`
+
+	Over   float64  `json:"over_budget_tokens"`
+	Stated float64  `json:"stated_extra_tokens"` // for machines that stood still, and for evictions
+	Error  float64  `json:"error_percent"`       // in the end, when all is mended
+	Least  float64  `json:"least_share"`         // of one node then, times its part
+	Trace  string   `json:"trace_hash"`
+	Why    []string `json:"why,omitempty"` // it failed
+}
+
+// A mishap makes one fault begin at t, has it end at until, and tells what it is.
+type mishap func(e *explored, t, until time.Duration) string
+
+// mishaps are all that may happen.
+var mishaps = []mishap{
+	func(e *explored, t, until time.Duration) string {
+		node := e.node()
+		e.w.net.At(t, func() { e.w.net.Crash(node) })
+		e.w.net.At(until, func() { e.w.net.Restart(node) })
+		return fmt.Sprintf("%d crashes", node)
+	},
+	func(e *explored, t, until time.Duration) string {
+		side := e.rng.Perm(e.w.sc.nodes)[:1+e.rng.IntN(e.w.sc.nodes-1)]
+		e.w.net.At(t, func() { e.w.net.Split(side) })
+		e.w.net.At(until, func() { e.w.net.Heal() })
+		return fmt.Sprintf("split of %v", side)
+	},
+	func(e *explored, t, until time.Duration) string {
+		from, to := e.node(), e.node()
+		e.w.net.At(t, func() { e.w.net.Cut(from, to) })
+		e.w.net.At(until, func() { e.w.net.Mend(from, to) })
+		return fmt.Sprintf("cut from %d to %d", from, to)
+	},
+	func(e *explored, t, until time.Duration) string {
+		node := e.node()
+		e.w.net.At(t, func() { e.w.net.Suspend(node, until-t) })
+		return fmt.Sprintf("%d is stopped", node)
+	},
+	func(e *explored, t, until time.Duration) string {
+		node := e.node()
+		e.stated += float64(e.w.sc.burstTokens) // loans that it spends after they were written off
+		e.w.net.At(t, func() { e.w.net.Pause(node, until-t) })
+		return fmt.Sprintf("%d's machine stands still", node)
+	},
+	func(e *explored, t, _ time.Duration) string {
+		node, by := e.node(), time.Duration(2*e.rng.IntN(2)-1)*time.Hour
+		e.w.net.At(t, func() { e.w.net.StepWall(node, by) })
+		return fmt.Sprintf("%d's clock steps by %v", node, by)
+	},
+	func(e *explored, t, _ time.Duration) string {
+		ppm := e.rng.IntN(981) - 490 // all of them, or their errors would cancel out
+		for node := range e.w.sc.nodes {
+			e.w.net.At(t, func() { e.w.net.Drift(node, ppm) })
+		}
+		return fmt.Sprintf("all clocks are off by %d ppm", ppm)
+	},
+	func(e *explored, t, until time.Duration) string {
+		link := e.link
+		link.Loss, link.Dup = 0.5*e.rng.Float64(), 0.2*e.rng.Float64()
+		e.w.net.At(t, func() { e.w.net.SetLinks(link) })
+		e.w.net.At(until, func() { e.w.net.SetLinks(e.link) })
+		return fmt.Sprintf("%.0f %% loss", 100*link.Loss)
+	},
+	func(e *explored, t, until time.Duration) string {
+		lost := e.rng.Perm(e.w.sc.nodes)[:1+e.rng.IntN(e.w.sc.nodes)]
+		e.w.unplug(t, until, lost...)
+		return fmt.Sprintf("%v lose the register", lost)
+	},
+	func(e *explored, t, _ time.Duration) string { // two operators at once
+		for range 2 {
+			by, node := e.node(), e.node()
+			change := fleet.Change{Weights: map[string]int{e.w.names[node]: 1 + e.rng.IntN(3)}}
+			e.w.ask(t, by, func(c *citizen, now time.Duration) {
+				number, _ := c.config.Number()
+				_, _ = c.config.Set(now, number, change, "explore") // the other was faster, or nothing is known yet
+			})
+		}
+		return "two change weights"
+	},
+	func(e *explored, t, _ time.Duration) string {
+		by, node := e.node(), e.node()
+		// One that runs mints its share until it hears of it, when all is mended at the latest.
+		// It weighs three at most, the others one at least.
+		share := 3 / float64(e.w.sc.nodes+2)
+		e.stated += share * (float64(e.w.sc.burstTokens) + e.w.sc.rate*(quiet+troubled+time.Second-t).Seconds())
+		e.w.ask(t, by, func(c *citizen, now time.Duration) {
+			number, _ := c.config.Number()
+			_, _ = c.config.Evict(now, number, e.w.names[node], "explore")
+		})
+		return fmt.Sprintf("%d evicts %d", by, node)
+	},
+}
+
+// explored is one run.
+type explored struct {
+	w      *world
+	rng    *rand.Rand
+	link   simnet.Link // while nothing is wrong
+	stated float64
+	faults []string
+}
+
+func (e *explored) node() int { return e.rng.IntN(e.w.sc.nodes) }
+
+// explore is one run. ok is false if ctx ended before it did.
+func explore(ctx context.Context, seed uint64) (x Exploration, ok bool) {
+	rng := rand.New(rand.NewPCG(seed, 0xe))
+	sc := base("explore", 2+rng.IntN(5), nil)
+	sc.rate = 2000
+	sc.changes = true
+	sc.burstTokens = 100 * (1 + rng.IntN(3))
+	sc.from = quiet + troubled + settle
+	looked := 2 * turn * time.Duration(sc.nodes)
+	sc.to = sc.from + looked
+	sc.length = sc.to
+	sc.load = first(quiet+troubled, []load{
+		balanced(demand), balanced(3), rotating(rotation), rotating(200 * time.Millisecond), only(rng.IntN(sc.nodes)), skewed,
+	}[rng.IntN(6)], rotating(turn))
+	w := newWorld(&sc, Strict, seed)
+	e := &explored{w: w, rng: rng, link: sc.link()}
+	for range 1 + rng.IntN(10) {
+		begin := quiet + time.Duration(rng.Int64N(int64(troubled)))
+		end := min(begin+time.Duration(rng.ExpFloat64()*float64(1500*time.Millisecond)), quiet+troubled)
+		if rng.IntN(4) == 0 {
+			end = quiet + troubled
+		}
+		what := mishaps[rng.IntN(len(mishaps))](e, begin, end)
+		e.faults = append(e.faults, fmt.Sprintf("%v to %v: %s", begin.Round(time.Millisecond), end.Round(time.Millisecond), what))
+	}
+	w.net.At(quiet+troubled, func() { w.net.Heal() })
+	var before []int
+	w.net.At(sc.from, func() { before = append(before, w.ledgers[0].byNode...) })
+	w.run(ctx)
+	if ctx.Err() != nil {
+		return x, false
+	}
+
+	l := w.ledgers[0]
+	x = Exploration{
+		Seed: seed, Nodes: sc.nodes, Faults: e.faults, Over: l.over, Stated: e.stated,
+		Error: l.worst(sc.from, sc.to), Trace: fmt.Sprintf("%016x", w.net.Hash()),
+	}
+	fair := sc.rate * looked.Seconds() / float64(sc.nodes)
+	x.Least = fair
+	for i, n := range l.byNode {
+		x.Least = min(x.Least, float64(n-before[i]))
+	}
+	x.Least /= fair
+	if x.Over > x.Stated+1e-3 {
+		x.Why = append(x.Why, fmt.Sprintf("%.3f tokens over the bound, %.0f are stated", x.Over, x.Stated))
+	}
+	if x.Error < -admits || x.Error > admits {
+		x.Why = append(x.Why, fmt.Sprintf("error %+.2f %% when all was mended for %v, the limit is %d %%", x.Error, settle, admits))
+	}
+	if _, members := w.agreed(); members != sc.nodes {
+		x.Why = append(x.Why, fmt.Sprintf("%d of %d have a share of one configuration when all was mended for %v", members, sc.nodes, settle))
+	}
+	if x.Least < 1-part/100. {
+		x.Why = append(x.Why, fmt.Sprintf("a node admits %.2f of its share when all was mended for %v", x.Least, settle))
+	}
+	return x, true
+}
+
+// Explore runs what cfg says, prints each run that fails, and a line of all. The
+// error is [ErrFailed] if one did. It ends soon after ctx, with its error.
+func Explore(ctx context.Context, cfg ExploreConfig, stdout io.Writer) error {
+	seeds := []uint64{cfg.Seed}
+	if cfg.Runs > 0 {
+		seeds = Draw(cfg.Seed, cfg.Runs)
+	}
+	var mu sync.Mutex
+	var failed []Exploration
+	worst, least, over, faults := 0., 1., 0., 0
+	next := make(chan uint64)
+	var runners sync.WaitGroup
+	for range runtime.GOMAXPROCS(0) {
+		runners.Go(func() {
+			for seed := range next {
+				x, ok := explore(ctx, seed)
+				if !ok {
+					continue
+				}
+				mu.Lock()
+				worst, least, over = min(worst, x.Error), min(least, x.Least), max(over, x.Over-x.Stated)
+				faults += len(x.Faults)
+				if len(x.Why) > 0 {
+					failed = append(failed, x)
+				}
+				mu.Unlock()
+			}
+		})
+	}
+	for _, seed := range seeds {
+		if ctx.Err() != nil {
+			break
+		}
+		next <- seed
+	}
+	close(next)
+	runners.Wait()
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	var err error
+	if cfg.JSON {
+		err = json.NewEncoder(stdout).Encode(struct {
+			Seed   uint64        `json:"seed"`
+			Runs   int           `json:"runs"`
+			Faults int           `json:"faults"`
+			Over   float64       `json:"over_stated_tokens"`
+			Error  float64       `json:"error_percent"`
+			Least  float64       `json:"least_share"`
+			Failed []Exploration `json:"failed"`
+		}{cfg.Seed, len(seeds), faults, over, worst, least, failed})
+	} else {
+		for _, x := range failed {
+			fmt.Fprintf(stdout, "seed %d, %d nodes, trace %s: %s\n  %s\n", x.Seed, x.Nodes, x.Trace, strings.Join(x.Why, "; "), strings.Join(x.Faults, "\n  "))
+		}
+		_, err = fmt.Fprintf(stdout, "%d runs of --seed %d, %d faults: %d failed; %.3f tokens over what is stated; %v after the last fault error %+.2f %%, least share %.2f\n",
+			len(seeds), cfg.Seed, faults, len(failed), over, settle, worst, least)
+	}
+	if len(failed) > 0 {
+		err = errors.Join(err, fmt.Errorf("%w: %d of %d runs", ErrFailed, len(failed), len(seeds)))
+	}
+	return err
+}
