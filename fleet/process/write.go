@@ -71,13 +71,17 @@ func (p *Process) writeNext(now time.Duration) {
 
 // unwritten is why writes do not succeed, while they are tried.
 type unwritten struct {
-	err   error
-	times int
-	at    time.Duration
+	err       error
+	since, at time.Duration // of the first that failed, and of the last
 }
 
-// unwrittenFor is for how long that counts: longer than it takes to try again.
-const unwrittenFor = 15 * time.Second
+const (
+	// unwrittenAfter is how far apart the first and the last must be: longer than it
+	// takes a register that goes away, or comes back, to say so.
+	unwrittenAfter = 3 * time.Second
+	// unwrittenFor is for how long the last counts: longer than it takes to try again.
+	unwrittenFor = 15 * time.Second
+)
 
 // noteWrite notes what came of a write. That another one was faster is nothing.
 func (p *Process) noteWrite(number uint64, err error) {
@@ -94,16 +98,20 @@ func (p *Process) noteWrite(number uint64, err error) {
 		p.unwritten = unwritten{}
 		return
 	}
-	p.unwritten = unwritten{err, p.unwritten.times + 1, p.clock()}
+	now := p.clock()
+	if p.unwritten.err == nil {
+		p.unwritten.since = now
+	}
+	p.unwritten.err, p.unwritten.at = err, now
 }
 
 // configuration is what is known of the configuration, and what keeps this process from
-// changing it: a register that answers, and that did not take its last two writes.
+// changing it: a register that answers, and that has taken no write for a while.
 func (p *Process) configuration(now time.Duration, s fleet.ConfiguratorStatus) Configuration {
 	c := configurationOf(s)
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if u := p.unwritten; c.Problem == "" && c.Away == "" && u.times > 1 && now-u.at < unwrittenFor {
+	if u := p.unwritten; c.Problem == "" && c.Away == "" && u.at-u.since >= unwrittenAfter && now-u.at < unwrittenFor {
 		c.Problem = "the register takes no write of this process: " + u.err.Error()
 	}
 	return c

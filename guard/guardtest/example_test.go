@@ -65,7 +65,7 @@ func ExampleHandler() {
 	done := make(chan error)
 	go func() { done <- broker.Run(ctx, g, "orders", guardtest.Guarded{}, handler.HandleMessage) }()
 
-	handler.Down(nil)
+	handler.Down(guard.Unavailable(guardtest.ErrDown))
 	for range 20 {
 		broker.Publish("orders", guardtest.Message{Body: []byte("{}")})
 	}
