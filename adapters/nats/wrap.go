@@ -20,7 +20,7 @@ import (
 )
 
 // WrapConsumer is the passive shape: the consumer that an existing program
-// already calls, with the guard between it and the server. What the program
+// already calls, with the guard between it and the server. What the program does
 // to a message is the outcome: Ack and DoubleAck are success, [Fail] is failure with its
 // error, Nak and NakWithDelay are failure without one, and Term and TermWithReason are
 // [guard.Permanent]. Use Fail: without the error an outage is noticed late, and one line

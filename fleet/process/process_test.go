@@ -437,6 +437,37 @@ func TestProcessMayNotWrite(t *testing.T) {
 	}
 }
 
+// mute is a register whose Watch says neither a document nor an error.
+type mute struct {
+	*register.Memory
+	speaks chan struct{}
+}
+
+func (r *mute) Watch(ctx context.Context, changed func(register.Event)) error {
+	select {
+	case <-r.speaks:
+		return r.Memory.Watch(ctx, changed)
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// A register that says nothing is away.
+func TestProcessRegisterMute(t *testing.T) {
+	r := &mute{new(register.Memory), make(chan struct{})}
+	p, err := Start(configOf("a", nil, "a"), WithRegister(r))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.Close()
+	eventually(t, "it says that it is away", func() bool { return strings.Contains(p.Status().Configuration.Away, "said nothing for 5s") })
+	close(r.speaks)
+	eventually(t, "it begins", func() bool {
+		c := p.Status().Configuration
+		return c.Number == 1 && c.Away == ""
+	})
+}
+
 // A process that begins after its register was wiped has the configuration from its peers,
 // and says why nothing can be changed.
 func TestProcessRegisterWiped(t *testing.T) {

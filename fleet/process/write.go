@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/fleet"
@@ -24,9 +25,21 @@ func (p *Process) poke() {
 	}
 }
 
+// errSilent stands in for what a register does not say.
+var errSilent = fmt.Errorf("its Watch has said nothing for %v", registerFor)
+
 // watch is the goroutine that hears of changes of the register.
 func (p *Process) watch() {
+	var first sync.Once
+	silent := time.AfterFunc(registerFor, func() {
+		first.Do(func() {
+			p.away(errSilent)
+			p.poke()
+		})
+	})
+	defer silent.Stop()
 	_ = p.register.Watch(p.ctx, func(e register.Event) {
+		first.Do(func() { silent.Stop() })
 		if e.Err != nil {
 			p.away(e.Err)
 		} else {

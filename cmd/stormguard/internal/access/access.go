@@ -219,8 +219,9 @@ func KafkaAddress(address string) bool {
 	return true
 }
 
-var userinfo = regexp.MustCompile(`[^/,"]*@`)
+var userinfo = regexp.MustCompile(`(\w+://)?[^\s"]*@`)
 
 // Redact leaves users and passwords out of an address, of several, or of the
-// text of an error that repeats one. NATS needs no scheme.
-func Redact(text string) string { return userinfo.ReplaceAllString(text, "...@") }
+// text of an error that repeats one. NATS needs no scheme. A password may have slashes and
+// commas, so of several addresses the last one's host is all that is left.
+func Redact(text string) string { return userinfo.ReplaceAllString(text, "${1}...@") }

@@ -149,3 +149,19 @@ func TestScram(t *testing.T) {
 		t.Error(got)
 	}
 }
+
+func TestRedact(t *testing.T) {
+	for text, want := range map[string]string{
+		"nats://host:4222":                        "nats://host:4222",
+		"bob:s3cret@host":                         "...@host",
+		"nats://bob:s3cret@host:4222":             "nats://...@host:4222",
+		"amqp://bob:s3/cr,et@host:5672/vhost":     "amqp://...@host:5672/vhost",
+		"nats://bob:s3cret@one,nats://al:x@two":   "nats://...@two",
+		`dial "amqp://bob:s3cret@host": refused`:  `dial "amqp://...@host": refused`,
+		"connect to nats://bob:s@cret@host: away": "connect to nats://...@host: away",
+	} {
+		if got := Redact(text); got != want {
+			t.Errorf("%s: %s, want %s", text, got, want)
+		}
+	}
+}
