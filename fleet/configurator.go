@@ -558,7 +558,7 @@ func (c *Configurator) tickLocked(now time.Duration) {
 func (c *Configurator) Wake() time.Duration {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.activeLocked() {
+	if c.activeLocked() && c.ticked-c.toldAt < underWay {
 		return c.ticked + activeTick
 	}
 	return c.ticked + min(idleTick, c.cfg.Lease/16, c.cfg.Gather)

@@ -50,7 +50,8 @@ func (c *Configurator) Keeps(to crdt.Replica) bool {
 	return c.ticked-c.doneAt < nearby // that it is complete travels with keep-alives, too
 }
 
-// underWay is for how long after the latest change that is to be told.
+// underWay is for how long after the latest thing to tell a change is looked at often,
+// and its peers are kept.
 const underWay = 10 * time.Second
 
 // Delta appends this process's row, and a piece of the document that the peer wants.

@@ -34,8 +34,8 @@ type asked struct {
 // of the one that it made; see [fleet.Configurator.Set]. Number 0 is the newest that this
 // process knows. It returns when that is written; Status says who has not applied it.
 //
-// When ctx ends before, the change is not made any more: the error is ctx's and
-// [fleet.ErrEnded]. Where a write is under way then, Set waits up to 2 s more for what
+// When ctx or this process ends before, the change is not made any more: the error is ctx's,
+// or [gossip.ErrClosed], and [fleet.ErrEnded]. Where a write is under way then, Set waits up to 2 s more for what
 // became of it, and returns [fleet.ErrUnknown] if it cannot learn that; this process
 // still sees to it that the write does not happen later.
 func (p *Process) Set(ctx context.Context, number uint64, change fleet.Change) (uint64, error) {
@@ -100,26 +100,28 @@ func (p *Process) ask(ctx context.Context, number uint64, e fleet.Entry, wish fu
 	p.asked = append(p.asked, asked{ticket, e})
 	p.mu.Unlock()
 	var made uint64
-	outcome := func() (done bool, err error) {
-		if made, done, err = p.config.Outcome(ticket); done {
+	settled := false
+	outcome := func() (_ bool, err error) {
+		if made, settled, err = p.config.Outcome(ticket); settled {
 			p.writeDown()
 		}
-		return done, err
+		return settled, err
 	}
 	err = p.until(ctx, outcome)
-	if ctx.Err() == nil || !errors.Is(err, ctx.Err()) {
+	if settled {
 		return made, err
 	}
 	p.config.Cancel(p.clock(), ticket)
 	late, cancel := context.WithTimeout(context.WithoutCancel(ctx), settleFor)
 	defer cancel()
+	why := err
 	switch err = p.until(late, outcome); {
+	case !settled:
+		err = fmt.Errorf("%w: the register has not answered", fleet.ErrUnknown)
 	case err == nil:
 		return made, nil
-	case late.Err() != nil && errors.Is(err, late.Err()):
-		err = fmt.Errorf("%w: the register has not answered", fleet.ErrUnknown)
 	}
-	return 0, errors.Join(ctx.Err(), err)
+	return 0, errors.Join(why, err)
 }
 
 // writeDown has the journal tell of requests that were made.

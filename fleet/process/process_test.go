@@ -437,6 +437,58 @@ func TestProcessMayNotWrite(t *testing.T) {
 	}
 }
 
+// hanging is a register whose writes after the first do not end by themselves.
+type hanging struct {
+	*register.Memory
+	writing chan struct{}
+}
+
+func (r *hanging) CompareAndSet(ctx context.Context, number uint64, document []byte) error {
+	if number == 1 {
+		return r.Memory.CompareAndSet(ctx, number, document)
+	}
+	r.writing <- struct{}{}
+	<-ctx.Done()
+	return fmt.Errorf("%w: %w", register.ErrUnknown, ctx.Err())
+}
+
+// A process that ends in the middle of a change says whether it may still be made.
+func TestProcessEndsInAChange(t *testing.T) {
+	for name, under := range map[string]bool{"under way": true, "not begun": false} {
+		t.Run(name, func(t *testing.T) {
+			r := &hanging{new(register.Memory), make(chan struct{}, 9)}
+			p, err := Start(configOf("a", nil, "a"), WithRegister(r))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer p.Close()
+			eventually(t, "it begins", func() bool { return p.Status().Configuration.Number == 1 })
+			if !under {
+				r.SetAway(errors.New("unplugged"))
+				eventually(t, "it knows", func() bool { return p.Status().Configuration.Away != "" })
+			}
+			answer := make(chan error)
+			go func() {
+				_, err := p.Set(t.Context(), 1, fleet.Change{Reset: true})
+				answer <- err
+			}()
+			if under {
+				<-r.writing
+			} else {
+				eventually(t, "it is asked", func() bool {
+					p.mu.Lock()
+					defer p.mu.Unlock()
+					return len(p.asked) == 1
+				})
+			}
+			p.Close()
+			if err := <-answer; !errors.Is(err, gossip.ErrClosed) || errors.Is(err, fleet.ErrUnknown) != under || errors.Is(err, fleet.ErrEnded) == under {
+				t.Error(err)
+			}
+		})
+	}
+}
+
 // mute is a register whose Watch says neither a document nor an error.
 type mute struct {
 	*register.Memory
