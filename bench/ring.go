@@ -10,7 +10,7 @@ import (
 
 	"github.com/puzpuzpuz/xsync/v4"
 
-	"github.com/stormguard-mq/stormguard/ringbuf"
+	"github.com/stormguard-mq/stormguard/internal/ringbuf"
 )
 
 const (

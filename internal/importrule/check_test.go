@@ -38,7 +38,7 @@ func TestOurs(t *testing.T) {
 			imports("cmd/stormguard", "flag", in("adapters/nats"), in("guard"), natsServer, otelSDK, "github.com/spf13/cobra"),
 			imports("examples/orders", in("guard"), in("adapters/nats"), jetstream),
 			imports("adapters/nats", "net", in("guard"), in("dlq"), jetstream, otelMetric),
-			imports("guard", "log/slog", in("breaker"), in("dlq"), in("limiter"), in("ringbuf"), otelMetric),
+			imports("guard", "log/slog", in("breaker"), in("dlq"), in("limiter"), in("internal/ringbuf"), otelMetric),
 			imports("guard/guardtest", "testing", in("guard"), "pgregory.net/rapid"),
 			imports("limiter", in("crdt")),
 			imports("fleet", in("crdt"), in("limiter"), in("breaker"), in("dlq")),
@@ -46,13 +46,13 @@ func TestOurs(t *testing.T) {
 			imports("breaker", "time", breakerLib),
 			imports("dlq/archive/sqlite", in("dlq"), in("dlq/archive")),
 			imports("dlq/redrive", in("dlq")),
-			imports("ringbuf/spill", in("ringbuf"), "go.etcd.io/bbolt"),
+			imports("internal/ringbuf/spill", in("internal/ringbuf"), "go.etcd.io/bbolt"),
 		}, nil},
 		{"a package may import its own parts", []Package{
 			imports("guard", in("guard/internal/sweep")), imports("guard/internal/sweep", in("guard")),
 		}, nil},
 		{"tests may use the test libraries and the conformance suite", []Package{
-			tests("ringbuf", "testing", "pgregory.net/rapid", "go.uber.org/goleak", "github.com/anishathalye/porcupine"),
+			tests("internal/ringbuf", "testing", "pgregory.net/rapid", "go.uber.org/goleak", "github.com/anishathalye/porcupine"),
 			{ImportPath: in("adapters/kafka"), XTestImports: []string{in("adapters/kafka"), in("guard/guardtest"), jetstream, natsServer, otelSDK}},
 		}, nil},
 
@@ -60,10 +60,10 @@ func TestOurs(t *testing.T) {
 		{"the module's root", []Package{{ImportPath: Module}}, []string{" (anything)"}},
 		{"a prefix is not a room", []Package{imports("ringbuffer")}, []string{"ringbuffer (anything)"}},
 
-		{"a leaf imports a leaf", []Package{imports("dlq", in("ringbuf"))}, []string{"dlq ringbuf"}},
+		{"a leaf imports a leaf", []Package{imports("dlq", in("internal/ringbuf"))}, []string{"dlq internal/ringbuf"}},
 		{"a leaf imports the guard", []Package{imports("breaker", in("guard"))}, []string{"breaker guard"}},
-		{"a leaf's test imports the guard", []Package{tests("ringbuf", in("guard"))}, []string{"ringbuf guard ?"}},
-		{"a leaf imports its own room's child", []Package{imports("ringbuf", in("ringbuf/spill"))}, []string{"ringbuf ringbuf/spill"}},
+		{"a leaf's test imports the guard", []Package{tests("internal/ringbuf", in("guard"))}, []string{"internal/ringbuf guard ?"}},
+		{"a leaf imports its own room's child", []Package{imports("internal/ringbuf", in("internal/ringbuf/spill"))}, []string{"internal/ringbuf internal/ringbuf/spill"}},
 		{"the guard imports an adapter", []Package{imports("guard", in("adapters/nats"))}, []string{"guard adapters/nats"}},
 		{"the guard imports the fleet", []Package{imports("guard", in("fleet"))}, []string{"guard fleet"}},
 		{"an adapter imports an adapter", []Package{imports("adapters/amqp", in("adapters/kafka"))}, []string{"adapters/amqp adapters/kafka"}},
@@ -83,14 +83,14 @@ func TestOurs(t *testing.T) {
 		{"a server in an adapter", []Package{imports("adapters/nats", natsServer)}, []string{"adapters/nats " + natsServer, "adapters/nats " + natsServer}},
 		{"OTel in a leaf", []Package{imports("dlq", otelMetric)}, []string{"dlq " + otelMetric}},
 		{"a part of a library with another home", []Package{imports("guard", otelSDK)}, []string{"guard " + otelSDK, "guard " + otelSDK}},
-		{"rapid outside tests", []Package{imports("ringbuf", "pgregory.net/rapid")}, []string{"ringbuf pgregory.net/rapid"}},
+		{"rapid outside tests", []Package{imports("internal/ringbuf", "pgregory.net/rapid")}, []string{"internal/ringbuf pgregory.net/rapid"}},
 		{"cobra in a library", []Package{imports("console", "github.com/spf13/cobra")}, []string{"console github.com/spf13/cobra", "console github.com/spf13/cobra"}},
 
 		{"a broker in a leaf's test", []Package{tests("dlq", jetstream)}, []string{"dlq " + jetstream + " ?"}},
 		{"a socket in the core", []Package{imports("guard", "net/http")}, []string{"guard net/http"}},
 		{"testing in shipped code", []Package{imports("limiter", "testing/iotest")}, []string{"limiter testing/iotest"}},
 		{"flags in a library", []Package{imports("adapters/nats", "flag", "log")}, []string{"adapters/nats flag", "adapters/nats log"}},
-		{"cgo", []Package{imports("ringbuf/spill", "C")}, []string{"ringbuf/spill C"}},
+		{"cgo", []Package{imports("internal/ringbuf/spill", "C")}, []string{"internal/ringbuf/spill C"}},
 
 		{"a broker at a distance", []Package{
 			imports("breaker", breakerLib),
@@ -116,10 +116,10 @@ func TestOurs(t *testing.T) {
 		}, nil},
 		{"code and tests that make one mistake make it once", []Package{{
 			ImportPath:   in("dlq"),
-			Imports:      []string{in("ringbuf")},
-			TestImports:  []string{in("ringbuf"), in("guard")},
+			Imports:      []string{in("internal/ringbuf")},
+			TestImports:  []string{in("internal/ringbuf"), in("guard")},
 			XTestImports: []string{in("dlq"), in("guard")},
-		}}, []string{"dlq guard ?", "dlq ringbuf"}},
+		}}, []string{"dlq guard ?", "dlq internal/ringbuf"}},
 		{"at a distance and back is no loop", []Package{
 			imports("breaker", breakerLib),
 			{ImportPath: breakerLib, Imports: []string{breakerLib}},

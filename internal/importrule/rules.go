@@ -52,13 +52,13 @@ type Rules struct {
 // our own programs may know.
 var shipped = []string{
 	"adapters/...", "console", "fleet/...", "guard/...", "limiter/...", "crdt/...",
-	"breaker/...", "dlq/...", "ringbuf/...",
+	"breaker/...", "dlq/...",
 }
 
 // core are the rooms without brokers and without sockets.
 var core = []string{
-	"guard", "guard/guardtest", "limiter", "crdt", "breaker", "dlq", "dlq/redrive", "ringbuf",
-	"ringbuf/spill", "fleet",
+	"guard", "guard/guardtest", "limiter", "crdt", "breaker", "dlq", "dlq/redrive", "internal/ringbuf",
+	"internal/ringbuf/spill", "fleet",
 }
 
 // programs are the rooms with a main package.
@@ -127,12 +127,12 @@ var Ours = Rules{
 			Why: "one outside library, behind the register's own interface",
 		},
 		{
-			Path: "guard", May: []string{"limiter", "breaker", "dlq", "ringbuf"},
+			Path: "guard", May: []string{"limiter", "breaker", "dlq", "internal/ringbuf"},
 			MayTest: []string{"guard/guardtest", "fleet", "crdt"},
 			Why:     "the pipeline composes the leaves; brokers, transports and stores know the guard, never the reverse",
 		},
 		{
-			Path: "guard/guardtest", May: []string{"guard", "limiter", "breaker", "dlq", "ringbuf"},
+			Path: "guard/guardtest", May: []string{"guard", "limiter", "breaker", "dlq", "internal/ringbuf"},
 			MayTest: []string{"fleet", "crdt"},
 			Why:     "one suite and an in-memory broker for every adapter, so it knows none of them",
 		},
@@ -170,8 +170,8 @@ var Ours = Rules{
 			Why: "an archive implements dlq's interface; archives never import each other",
 		},
 		{Path: "dlq/redrive", May: []string{"dlq"}, Why: "plans and lanes over an Archive, whichever it is and whoever sends"},
-		{Path: "ringbuf", Why: "a leaf: lanes and batches of anything"},
-		{Path: "ringbuf/spill", May: []string{"ringbuf"}, Why: "the same lane API on disk"},
+		{Path: "internal/ringbuf", Why: "a leaf: lanes and batches of anything"},
+		{Path: "internal/ringbuf/spill", May: []string{"internal/ringbuf"}, Why: "the same lane API on disk"},
 
 		{Path: "internal/importrule", Why: "reads import graphs; needs nothing of ours"},
 		{Path: "internal/scope", May: []string{"breaker", "crdt"}, Why: "how a fleet decides over breakers, whatever carries it, so it knows neither gossip nor a store"},
@@ -192,7 +192,7 @@ var Ours = Rules{
 			Why: "only an adapter touches a broker; whoever imports the core must not link a client they do not use",
 		},
 		{
-			Rooms: []string{"guard", "guard/guardtest", "limiter", "crdt", "breaker", "dlq", "dlq/redrive", "ringbuf", "ringbuf/spill"},
+			Rooms: []string{"guard", "guard/guardtest", "limiter", "crdt", "breaker", "dlq", "dlq/redrive", "internal/ringbuf", "internal/ringbuf/spill"},
 			Imports: []string{
 				"net", "net/http/...", "net/rpc/...", "os/exec",
 			},
@@ -234,7 +234,7 @@ var Ours = Rules{
 			Imports: "go.etcd.io/etcd", Rooms: append([]string{"breaker/etcd"}, programs...),
 			Why: "the client of the authority; programs hand theirs to the register",
 		},
-		{Imports: "go.etcd.io/bbolt", Rooms: []string{"ringbuf/spill"}, Why: "the first store of the durable hold"},
+		{Imports: "go.etcd.io/bbolt", Rooms: []string{"internal/ringbuf/spill"}, Why: "the first store of the durable hold"},
 		{Imports: "golang.org/x/term", Rooms: []string{"cmd/stormguard"}, Why: "whether an output is a terminal, and how wide"},
 		{Imports: "golang.org/x/sys", Rooms: []string{"crdt/gossip"}, Why: "a timer of the kernel's: the runtime's is late by up to half of the floor"},
 		{

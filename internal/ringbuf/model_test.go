@@ -12,7 +12,7 @@ import (
 
 	"pgregory.net/rapid"
 
-	"github.com/stormguard-mq/stormguard/ringbuf"
+	"github.com/stormguard-mq/stormguard/internal/ringbuf"
 )
 
 type modelLane struct {

@@ -12,7 +12,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/ringbuf"
+	"github.com/stormguard-mq/stormguard/internal/ringbuf"
 )
 
 // bubble runs f once per kind of ring in a synctest bubble: a call that is

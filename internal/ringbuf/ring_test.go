@@ -15,7 +15,7 @@ import (
 	"testing"
 	"weak"
 
-	"github.com/stormguard-mq/stormguard/ringbuf"
+	"github.com/stormguard-mq/stormguard/internal/ringbuf"
 )
 
 func TestConfigValidate(t *testing.T) {

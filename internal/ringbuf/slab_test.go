@@ -10,7 +10,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/stormguard-mq/stormguard/ringbuf"
+	"github.com/stormguard-mq/stormguard/internal/ringbuf"
 )
 
 // rawCodec stores bytes as they are and cannot read those that begin with '!'.

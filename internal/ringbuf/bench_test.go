@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/ringbuf"
+	"github.com/stormguard-mq/stormguard/internal/ringbuf"
 )
 
 const benchCap = 4096

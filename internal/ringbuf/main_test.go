@@ -10,7 +10,7 @@ import (
 
 	"go.uber.org/goleak"
 
-	"github.com/stormguard-mq/stormguard/ringbuf"
+	"github.com/stormguard-mq/stormguard/internal/ringbuf"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
