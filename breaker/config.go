@@ -6,7 +6,6 @@ package breaker
 import (
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"time"
 )
 
@@ -43,7 +42,7 @@ type Config struct {
 	// Run is how many attempts in a row, over the whole scope and with no
 	// success between, open the breaker whatever the ratio. They must come
 	// from at least two deliveries, so that one poison message that is retried
-	// in place is not an outage; [Breaker.Unavailable] says when one is enough.
+	// in place is not an outage. One is enough if an error of the dependency is among them.
 	// At a high rate it takes more: one above 570 calls a second, two above 19,000.
 	// In [2, 1000000]; unset means 5.
 	Run int
@@ -86,13 +85,11 @@ type Config struct {
 	Lease time.Duration
 
 	// Slow is the age at which the caller reports a call that still runs,
-	// through [Breaker.Slow]. The breaker itself does not measure it. It must
+	// early, before it ends. It must
 	// be positive and below Window less one bucket, or the report would come
 	// when the window has moved on; unset means 10 s, or Window/6 if less.
 	Slow time.Duration
 }
-
-const defaultRun = 5
 
 // WithDefaults returns c with every unset field replaced by its default.
 func (c Config) WithDefaults() Config {
@@ -103,7 +100,7 @@ func (c Config) WithDefaults() Config {
 	}
 	def(&c.MinSample, 20)
 	if !c.NoRun {
-		def(&c.Run, defaultRun)
+		def(&c.Run, 5)
 	}
 	def(&c.Base, 100*time.Millisecond)
 	def(&c.Cap, max(30*time.Second, c.Base))
@@ -172,33 +169,39 @@ func (c Config) Validate() error {
 	w.count("Successes", c.Successes, 1, 1000)
 	w.count("Probes", c.Probes, 1, 64)
 	w.span("Lease", c.Lease, time.Millisecond, 24*time.Hour)
-	if limit := c.Window - c.Window/buckets; c.Slow <= 0 || c.Slow >= limit {
+	if limit := c.Window - c.Bucket(); c.Slow <= 0 || c.Slow >= limit {
 		w.bad("Slow", c.Slow, fmt.Sprintf("(0s, %v), below Window less a bucket", limit))
 	}
 	return errors.Join(w...)
 }
 
-// An Option supplies a collaborator that a config file cannot express.
-type Option interface{ apply(*options) }
-
-type options struct{ rand func() float64 }
-
-type optionFunc func(*options)
-
-func (f optionFunc) apply(o *options) { f(o) }
-
-// WithRand sets where jitter comes from: f returns numbers in [0, 1). It is
-// called once per open period, under the breaker's lock, and is not called
-// when Jitter is 0. The default is math/rand/v2; a simulation that must replay
-// gives its own.
-func WithRand(f func() float64) Option {
-	return optionFunc(func(o *options) { o.rand = f })
-}
-
-func buildOptions(opts []Option) options {
-	o := options{rand: rand.Float64}
-	for _, opt := range opts {
-		opt.apply(&o)
+// period is the length of the n-th consecutive open period, n from 1:
+// min(limit, base·2^(n-1)). It cannot overflow.
+func period(base, limit time.Duration, n int) time.Duration {
+	shift := max(n-1, 0)
+	if shift >= 63 || base > limit>>shift {
+		return limit
 	}
-	return o
+	return base << shift
 }
+
+// Period is the length of the n-th consecutive open period, n from 1, without
+// jitter. Base and Cap must be set.
+func (c Config) Period(n int) time.Duration { return period(c.Base, c.Cap, n) }
+
+// earlyProbe: the next probe comes no later than after a tenth of the time that the
+// breaker has been open, so that a short outage is not followed by a long wait.
+const earlyProbe = 10
+
+// PeriodAfter is the length of the n-th consecutive open period, n from 1, of a
+// breaker that has been open for a time: Period, or a tenth of that time if it is
+// less, but no less than Base.
+func (c Config) PeriodAfter(n int, open time.Duration) time.Duration {
+	return min(c.Period(n), max(c.Base, open/earlyProbe))
+}
+
+// Bucket is the length of one of the window's sixty buckets. Window must be set.
+func (c Config) Bucket() time.Duration { return c.Window / buckets }
+
+// buckets is the resolution of the window.
+const buckets = 60

@@ -5,23 +5,6 @@ package breaker
 
 import "errors"
 
-var (
-	// ErrConfig means a configuration was refused. The text names every field
-	// that is wrong, its value and the allowed range.
-	ErrConfig = errors.New("breaker: config")
-
-	// ErrTooManyScopes means [Scopes.Leaf] was asked for one more scope than
-	// ScopesConfig.Limit, or a [Fleet] for one more than FleetConfig.Scopes. Nothing was
-	// created; with a Fleet, the breaker goes by itself.
-	ErrTooManyScopes = errors.New("breaker: too many scopes")
-
-	// ErrPath means a scope path was empty, too long (255 bytes in a [Fleet]), or had an
-	// empty element.
-	ErrPath = errors.New("breaker: scope path")
-)
-
-// What gobreaker is told about a request.
-var (
-	errFailed   = errors.New("breaker: failed")
-	errExcluded = errors.New("breaker: excluded")
-)
+// ErrConfig means a configuration was refused. The text names every field
+// that is wrong, its value and the allowed range.
+var ErrConfig = errors.New("breaker: config")

@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// FleetConfig is how the processes of a [Fleet] decide, whatever carries it.
+// FleetConfig is how the processes of a fleet decide, whatever carries it.
 // The zero value is valid and means the documented defaults. All processes of a
 // fleet need the same Quorum and Successes; they may differ in the rest.
 type FleetConfig struct {

@@ -11,6 +11,7 @@ import (
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/crdt"
 	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
 // Three consumers of one queue. Two of them trip, which is a quorum, and the
@@ -21,13 +22,13 @@ func ExampleMember() {
 	roster := fleet.Roster{Number: 1, Names: []string{"a", "b", "c"}}
 	var votes []*fleet.Verdicts
 	var members []*fleet.Member
-	var breakers []*breaker.Breaker
+	var breakers []*circuit.Breaker
 	for _, name := range roster.Names {
 		v, err := fleet.NewVerdicts(now, fleet.Config{}, crdt.Replica{Name: name, Incarnation: 1}, roster)
 		if err != nil {
 			log.Fatal(err)
 		}
-		b, err := breaker.New("orders", breaker.Config{})
+		b, err := circuit.New("orders", breaker.Config{})
 		if err != nil {
 			log.Fatal(err)
 		}

@@ -12,6 +12,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
 // lab is a few processes on one clock whose packets a test carries by hand.
@@ -454,7 +455,7 @@ func TestBounds(t *testing.T) {
 		t.Errorf("%d refused, want 3", s.Refused)
 	}
 	l.adopt(a, "x")
-	if _, err := a.Adopt(l.now, "y"); !errors.Is(err, breaker.ErrTooManyScopes) {
+	if _, err := a.Adopt(l.now, "y"); !errors.Is(err, circuit.ErrTooManyScopes) {
 		t.Errorf("a fifth scope: %v", err)
 	}
 
@@ -579,7 +580,7 @@ func TestOperator(t *testing.T) {
 	l := newLab(t, Config{}, "a", "b")
 	a, b := l.start("a", 1), l.start("b", 1)
 	l.meet(2*sec, a, b)
-	brk, err := breaker.New("t", breaker.Config{})
+	brk, err := circuit.New("t", breaker.Config{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -645,7 +646,7 @@ func TestRefusals(t *testing.T) {
 		t.Errorf("an earlier roster: %v", err)
 	}
 	for _, name := range []string{"", strings.Repeat("x", 256)} {
-		if _, err := a.Adopt(l.now, name); !errors.Is(err, breaker.ErrPath) {
+		if _, err := a.Adopt(l.now, name); !errors.Is(err, circuit.ErrPath) {
 			t.Errorf("scope of %d bytes: %v", len(name), err)
 		}
 	}

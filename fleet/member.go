@@ -6,8 +6,8 @@ package fleet
 import (
 	"time"
 
-	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 	"github.com/stormguard-mq/stormguard/internal/scope"
 )
 
@@ -42,7 +42,7 @@ type Member struct {
 }
 
 var (
-	_ breaker.Fleet  = (*Member)(nil)
+	_ circuit.Fleet  = (*Member)(nil)
 	_ dlq.StormFleet = (*Member)(nil)
 )
 
@@ -70,7 +70,7 @@ func (m *Member) OnStorm(f func(StormChange)) { m.stormy = f }
 func (m *Member) CarryTotals(t *Totals) { m.t = t }
 
 // Step is [breaker.Fleet]'s.
-func (m *Member) Step(now time.Duration, waiting map[*breaker.Breaker]bool) (busy bool) {
+func (m *Member) Step(now time.Duration, waiting map[*circuit.Breaker]bool) (busy bool) {
 	if m.s != nil {
 		m.s.Tick(m.clock())
 		for _, c := range m.s.Changes(nil) { // who wants to know else asks Storm

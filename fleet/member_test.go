@@ -10,6 +10,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
 // crew is a few Members that hear each other when told to. Their breakers' clock is
@@ -71,8 +72,8 @@ func (c *crew) talk() {
 }
 
 // pass makes time pass for all, 20ms at a time.
-func (c *crew) pass(d time.Duration, waiting ...*breaker.Breaker) {
-	at := make(map[*breaker.Breaker]bool)
+func (c *crew) pass(d time.Duration, waiting ...*circuit.Breaker) {
+	at := make(map[*circuit.Breaker]bool)
 	for _, b := range waiting {
 		at[b] = true
 	}
@@ -84,9 +85,9 @@ func (c *crew) pass(d time.Duration, waiting ...*breaker.Breaker) {
 	}
 }
 
-func (c *crew) adopt(i int, path ...string) *breaker.Breaker {
+func (c *crew) adopt(i int, path ...string) *circuit.Breaker {
 	c.t.Helper()
-	b, err := breaker.New(fmt.Sprint(path), breaker.Config{})
+	b, err := circuit.New(fmt.Sprint(path), breaker.Config{})
 	if err != nil {
 		c.t.Fatal(err)
 	}
@@ -111,9 +112,9 @@ func (c *crew) phase(i int, scope string) Phase {
 // and the hold takes when the force is over.
 func TestMemberHoldsAfterAForceBehindAnOpenPeriod(t *testing.T) {
 	c := newCrew(t, "a", "b", "c")
-	var bs []*breaker.Breaker
+	var bs []*circuit.Breaker
 	for i := range 3 {
-		b, err := breaker.New("orders", breaker.Config{Base: 30 * sec, Cap: 30 * sec})
+		b, err := circuit.New("orders", breaker.Config{Base: 30 * sec, Cap: 30 * sec})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -157,7 +158,7 @@ func TestMemberHoldsAfterAForceBehindAnOpenPeriod(t *testing.T) {
 // not because one of them begins half-open or is held.
 func TestMemberSpeaksForATopic(t *testing.T) {
 	c := newCrew(t, "a", "b", "c")
-	var bs []*breaker.Breaker
+	var bs []*circuit.Breaker
 	for i := range 3 {
 		bs = append(bs, c.adopt(0, "g", "orders", fmt.Sprint(i)))
 	}
@@ -216,7 +217,7 @@ func TestMemberHoldsAllOfATopic(t *testing.T) {
 	if !ok || s.Name != "g/orders" || s.State != breaker.Open || !s.Held || s.Round != 1 || s.Heard != 2 || s.Need != 2 {
 		t.Errorf("%+v", s)
 	}
-	all := []*breaker.Breaker{a0, a1, b0}
+	all := []*circuit.Breaker{a0, a1, b0}
 	probes := 0
 	for range 400 {
 		c.talk()
@@ -243,7 +244,7 @@ func TestMemberHoldsAllOfATopic(t *testing.T) {
 // A topic that closes lets go of a partition only if nothing else holds it.
 func TestMemberKeepsWhatAnotherScopeHolds(t *testing.T) {
 	c := newCrew(t, "a", "b", "c")
-	parts := make([]*breaker.Breaker, 3)
+	parts := make([]*circuit.Breaker, 3)
 	for i := range parts {
 		parts[i] = c.adopt(0, "g", "orders", fmt.Sprint(i))
 	}
@@ -334,7 +335,7 @@ func TestMemberAlone(t *testing.T) {
 func TestMemberWithdrawsAPermit(t *testing.T) {
 	c := newCrew(t, "a", "b")
 	a0, a1, b0 := c.adopt(0, "g", "orders", "0"), c.adopt(0, "g", "orders", "1"), c.adopt(1, "g", "orders", "2")
-	for _, b := range []*breaker.Breaker{a0, a1, b0} {
+	for _, b := range []*circuit.Breaker{a0, a1, b0} {
 		b.Trip(c.now, "run")
 	}
 	c.pass(20 * ms)
@@ -363,31 +364,31 @@ func TestMemberWithdrawsAPermit(t *testing.T) {
 // something to probe with is next, long before its lease, and the round goes on. So
 // does one that an operator's word takes back.
 func TestMemberGivesBackAPermit(t *testing.T) {
-	for name, end := range map[string]func(c *crew, b *breaker.Breaker, tok breaker.Token){
-		"excluded": func(c *crew, b *breaker.Breaker, tok breaker.Token) {
+	for name, end := range map[string]func(c *crew, b *circuit.Breaker, tok circuit.Token){
+		"excluded": func(c *crew, b *circuit.Breaker, tok circuit.Token) {
 			b.Exclude(c.now, tok)
 		},
-		"forced": func(c *crew, b *breaker.Breaker, _ breaker.Token) {
+		"forced": func(c *crew, b *circuit.Breaker, _ circuit.Token) {
 			b.Force(c.now, time.Minute, "operator")
 		},
-		"closed by force": func(c *crew, b *breaker.Breaker, _ breaker.Token) {
+		"closed by force": func(c *crew, b *circuit.Breaker, _ circuit.Token) {
 			b.ForceClosed(c.now, "operator")
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := newCrew(t, "a", "b")
-			bs := []*breaker.Breaker{c.adopt(0, "g", "orders"), c.adopt(1, "g", "orders")}
+			bs := []*circuit.Breaker{c.adopt(0, "g", "orders"), c.adopt(1, "g", "orders")}
 			for _, b := range bs {
 				b.Trip(c.now, "run")
 			}
-			var tok breaker.Token
+			var tok circuit.Token
 			probe := func(within time.Duration, of ...int) int {
 				t.Helper()
 				for end := c.now + within; c.now < end; {
 					c.talk()
 					c.pass(20*ms, bs...)
 					for _, i := range of {
-						var r breaker.Refusal
+						var r circuit.Refusal
 						if tok, r = bs[i].Admit(c.now, 1); r.OK() && tok.Probe() {
 							return i
 						}
@@ -446,7 +447,7 @@ func TestMemberHoldsAfterAForce(t *testing.T) {
 		c.talk()
 		c.pass(60 * ms)
 	}
-	for _, b := range []*breaker.Breaker{a0, a1} {
+	for _, b := range []*circuit.Breaker{a0, a1} {
 		b.Admit(c.now, 1) // the probe that follows a force
 	}
 	c.pass(20 * ms)

@@ -14,6 +14,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
 // world is a fleet on virtual time: real breakers and Verdicts in each process,
@@ -66,7 +67,7 @@ type node struct {
 	alive  bool
 	epoch  int // lives
 	v      *Verdicts
-	b      *breaker.Breaker
+	b      *circuit.Breaker
 	broken bool // its own path
 	frozen bool // its handler does not return
 	idle   bool // no new messages
@@ -236,7 +237,7 @@ func (n *node) start() {
 	if n.v, err = NewVerdicts(n.clock(), w.opt.cfg, n.replica(), w.roster()); err != nil {
 		w.t.Fatal(err)
 	}
-	if n.b, err = breaker.New(scopeName, w.opt.brk, breaker.WithRand(w.rng.Float64)); err != nil {
+	if n.b, err = circuit.New(scopeName, w.opt.brk, circuit.WithRand(w.rng.Float64)); err != nil {
 		w.t.Fatal(err)
 	}
 	if !w.opt.local {

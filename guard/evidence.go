@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
 // Poison or outage? In an outage every message fails, and none of them deserves the
@@ -306,7 +307,7 @@ func (c *machine[M]) looks() bool { return c.letters && !c.inPlace && !c.policy.
 
 // round is the look of a probe: its token goes on to the next message.
 type round struct {
-	token       breaker.Token
+	token       circuit.Token
 	on          bool // the token waits for the next message
 	step, depth int  // of a look at other lanes
 }

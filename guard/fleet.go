@@ -12,13 +12,14 @@ import (
 
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
 // A Fleet is what a Guard asks of the other processes that run the same
 // consumers: fleet.Member is one. It decides over breakers, compares storms, and adds
 // up what the processes count.
 type Fleet interface {
-	breaker.Fleet
+	circuit.Fleet
 	dlq.StormFleet
 
 	// Count adds to what this process has counted for a key since the last call:
@@ -75,7 +76,7 @@ func (g *Guard) path(cfg SourceConfig) []string {
 
 // leaf claims the breaker of a source. When it returns, the breaker is as the
 // fleet wants it.
-func (g *Guard) leaf(cfg SourceConfig) (*breaker.Leaf, error) {
+func (g *Guard) leaf(cfg SourceConfig) (*circuit.Leaf, error) {
 	path := g.path(cfg)
 	leaf, err := g.scopes.Leaf(path...)
 	if err != nil || g.fleet == nil {
@@ -89,7 +90,7 @@ func (g *Guard) leaf(cfg SourceConfig) (*breaker.Leaf, error) {
 }
 
 // unclaim gives a breaker up.
-func (g *Guard) unclaim(leaf *breaker.Leaf) {
+func (g *Guard) unclaim(leaf *circuit.Leaf) {
 	if g.fleet != nil {
 		g.fleet.Leave(g.now(), leaf.Breaker)
 	}
@@ -205,7 +206,7 @@ func (g *Guard) stormKey(cfg SourceConfig) string {
 }
 
 // waits gives the source's breaker if it is not closed and a message waits at it.
-func (s *Source[M]) waits(now time.Duration) *breaker.Breaker {
+func (s *Source[M]) waits(now time.Duration) *circuit.Breaker {
 	if s.c.gate == nil || s.c.gate.Breaker.Closed() {
 		return nil
 	}
@@ -261,7 +262,7 @@ func (s *Source[M]) setFleetStorm(now time.Duration, f dlq.FleetStorm) {
 }
 
 // waits counts a call that was refused lately as one that will come again.
-func (f *Func[M]) waits(now time.Duration) *breaker.Breaker {
+func (f *Func[M]) waits(now time.Duration) *circuit.Breaker {
 	if f.gate == nil || f.gate.Breaker.Closed() || f.closed.Load() || f.paused.Load() {
 		return nil
 	}
@@ -276,7 +277,7 @@ func (*Func[M]) detected() (key string, storm dlq.Storm, ok bool) { return "", d
 func (*Func[M]) setFleetStorm(time.Duration, dlq.FleetStorm) {}
 
 // fleetScope is what the fleet makes of a breaker; the zero value without one.
-func (g *Guard) fleetScope(gate *breaker.Leaf) breaker.FleetScope {
+func (g *Guard) fleetScope(gate *circuit.Leaf) breaker.FleetScope {
 	if g.fleet == nil || gate == nil {
 		return breaker.FleetScope{}
 	}

@@ -21,8 +21,8 @@ import (
 	"go.opentelemetry.io/otel/propagation"
 	"go.opentelemetry.io/otel/trace"
 
-	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
 // Guard is what the sources of one process share: the scopes of the breakers,
@@ -46,7 +46,7 @@ type Guard struct {
 	origin     time.Time            // wall time of now's 0, for metadata
 	seed       uint64
 	dice       *dice // the sources draw from their own
-	scopes     *breaker.Scopes
+	scopes     *circuit.Scopes
 	metrics    *metrics
 	epochs     atomic.Uint64
 	letterPace Limiter // of dead letters
@@ -60,7 +60,7 @@ type Guard struct {
 
 	fleet       Fleet // nil without one
 	detachFleet func()
-	waiting     map[*breaker.Breaker]bool // the sweeper's, as storms
+	waiting     map[*circuit.Breaker]bool // the sweeper's, as storms
 	storms      map[string]*stormSum      // by key
 	totals      map[string]*totalSum      // by key
 
@@ -79,7 +79,7 @@ type Guard struct {
 	closed    bool
 	running   sync.WaitGroup
 	sorted    atomic.Pointer[[]controls]
-	changes   []breaker.Change // the sweeper's
+	changes   []circuit.Change // the sweeper's
 	look      time.Duration    // the sweeper's: breakers are ticked again then
 	evict     time.Duration    // the sweeper's: scopes are evicted again then
 }
@@ -89,7 +89,7 @@ type controls interface { //nolint:interfacebloat // all that the Guard does wit
 	Control
 	reporter
 	sweep(now time.Duration) (moving bool)
-	waits(now time.Duration) *breaker.Breaker
+	waits(now time.Duration) *circuit.Breaker
 	detected() (key string, storm dlq.Storm, ok bool)
 	setFleetStorm(now time.Duration, f dlq.FleetStorm)
 	counted() (key string, since totals, failing bool)
@@ -132,7 +132,7 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 		kept:      make(map[string]kept),
 		unwritten: make(map[string]bool),
 		sweeper:   sweeper{wake: make(chan struct{}, 1)},
-		waiting:   make(map[*breaker.Breaker]bool),
+		waiting:   make(map[*circuit.Breaker]bool),
 		storms:    make(map[string]*stormSum),
 		totals:    make(map[string]*totalSum),
 		seed:      drawSeed(),
@@ -158,7 +158,7 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 	g.origin = time.Now().Add(-g.now())
 	g.sorted.Store(new([]controls))
 	var err error
-	if g.scopes, err = breaker.NewScopes(breaker.ScopesConfig{Quorum: cfg.Quorum, Breaker: cfg.Policy.Breaker}, breaker.WithRand(g.dice.Float64)); err != nil {
+	if g.scopes, err = circuit.NewScopes(circuit.ScopesConfig{Quorum: cfg.Quorum, Breaker: cfg.Policy.Breaker}, circuit.WithRand(g.dice.Float64)); err != nil {
 		return nil, fmt.Errorf("guard: %w", err)
 	}
 	if g.metrics, err = newMetrics(g); err != nil {

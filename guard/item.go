@@ -8,8 +8,8 @@ import (
 	"slices"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 	"github.com/stormguard-mq/stormguard/internal/ringbuf"
 )
 
@@ -74,7 +74,7 @@ type item[M any] struct {
 	due  time.Duration // retryWait: when to try again
 	heap int           // index in the machine's due heap, -1 outside
 
-	token   breaker.Token
+	token   circuit.Token
 	probe   bool
 	ctx     *callContext // while processing in the function shape
 	started time.Duration

@@ -15,6 +15,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
 // The log lines. docs/operating.md lists the same, and a test compares the two.
@@ -435,7 +436,7 @@ func topicOf(scope string) string {
 
 // breaker takes a change of a breaker, from the sweeper. What opens it and what closes
 // it is logged; that it flips with each failed probe is a line at DEBUG.
-func (j *journal) breaker(now time.Duration, c breaker.Change) {
+func (j *journal) breaker(now time.Duration, c circuit.Change) {
 	j.write(line{level: slog.LevelDebug, text: lineState, args: []any{
 		"scope", c.Scope, "from", c.From.String(), "to", c.To.String(), "reason", string(c.Cause), "for", c.OpenFor,
 	}})
@@ -450,7 +451,7 @@ func (j *journal) breaker(now time.Duration, c breaker.Change) {
 	}
 }
 
-func (j *journal) opened(now time.Duration, c breaker.Change) {
+func (j *journal) opened(now time.Duration, c circuit.Change) {
 	all := j.under(c.Scope)
 	out := &outage{since: c.At, said: now, warned: string(c.Cause) != CauseOperator, probed: make(map[reporter]uint64, len(all))}
 	for _, s := range all {
@@ -494,7 +495,7 @@ func meaning(cause breaker.Cause, last *failedCall) string {
 	}
 }
 
-func (j *journal) closed(now time.Duration, c breaker.Change, out *outage) {
+func (j *journal) closed(now time.Duration, c circuit.Change, out *outage) {
 	change := StateChange{Scope: c.Scope, Reason: ReasonBreaker, Detail: string(c.Cause)}
 	args := []any{"scope", c.Scope, "reason", string(c.Cause)}
 	if out != nil {

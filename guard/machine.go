@@ -9,8 +9,8 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 	"github.com/stormguard-mq/stormguard/internal/ringbuf"
 )
 
@@ -32,7 +32,7 @@ import (
 type machine[M any] struct {
 	policy     Policy
 	limits     Limits
-	gate       *breaker.Leaf // nil with NoBreaker
+	gate       *circuit.Leaf // nil with NoBreaker
 	storm      *dlq.Detector
 	budget     *dlq.Budget
 	limiter    Limiter
@@ -669,7 +669,7 @@ func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration,
 				return until, ReasonBackpressure
 			}
 		}
-		var refusal breaker.Refusal
+		var refusal circuit.Refusal
 		token, refusal = c.gate.Admit(now, it.id)
 		if !refusal.OK() {
 			if c.open() {
@@ -702,9 +702,9 @@ func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration,
 	return 0, ReasonNone
 }
 
-func (c *machine[M]) enter() (breaker.Token, bool) {
+func (c *machine[M]) enter() (circuit.Token, bool) {
 	if c.gate == nil {
-		return breaker.Token{}, true
+		return circuit.Token{}, true
 	}
 	return c.gate.Enter()
 }

@@ -18,6 +18,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 	"github.com/stormguard-mq/stormguard/internal/ringbuf"
 )
 
@@ -25,7 +26,7 @@ import (
 type sim struct {
 	*machine[int]
 	now     time.Duration
-	scopes  *breaker.Scopes
+	scopes  *circuit.Scopes
 	letters []*item[int] // with the dead-letter writer
 	handled []int        // in order of success
 	dead    []int
@@ -78,7 +79,7 @@ func newSim(tb interface{ Fatalf(string, ...any) }, p Policy) *sim {
 	}
 	p = p.withDefaults(Limits{})
 	p.Breaker = p.Breaker.WithDefaults()
-	scopes, err := breaker.NewScopes(breaker.ScopesConfig{Breaker: p.Breaker})
+	scopes, err := circuit.NewScopes(circuit.ScopesConfig{Breaker: p.Breaker})
 	if err != nil {
 		tb.Fatalf("%v", err)
 	}

@@ -19,6 +19,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
 const scopeName = "github.com/stormguard-mq/stormguard/guard"
@@ -316,7 +317,7 @@ func (m *metrics) close() {
 
 // transition counts the changes of partitions' breakers for their topic as a whole. Each
 // open period ends half-open, so that would say nothing new.
-func (m *metrics) transition(c breaker.Change) {
+func (m *metrics) transition(c circuit.Change) {
 	scope, cause := c.Scope, ""
 	switch c.To {
 	case breaker.HalfOpen:

@@ -15,6 +15,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
 // Func guards a plain function that many goroutines call: admission by limiter
@@ -26,7 +27,7 @@ type Func[M any] struct {
 	cfg     SourceConfig
 	policy  Policy
 	f       func(context.Context, M) error
-	gate    *breaker.Leaf
+	gate    *circuit.Leaf
 	detach  func()
 	metrics sourceMetrics
 
@@ -182,9 +183,9 @@ func (f *Func[M]) count(c *cell) {
 	}
 }
 
-func (f *Func[M]) enter() (breaker.Token, bool) {
+func (f *Func[M]) enter() (circuit.Token, bool) {
 	if f.gate == nil {
-		return breaker.Token{}, true
+		return circuit.Token{}, true
 	}
 	return f.gate.Enter()
 }
@@ -203,10 +204,10 @@ func (f *Func[M]) slow(ctx context.Context, c *cell, m M, how how) error {
 	return f.failed(ctx, c, m, token, err, how)
 }
 
-func (f *Func[M]) admit(c *cell, how how) (breaker.Token, error) {
+func (f *Func[M]) admit(c *cell, how how) (circuit.Token, error) {
 	if f.paused.Load() {
 		c.diverted.Add(1)
-		return breaker.Token{}, &HeldError{Source: f.cfg.Name, Reason: ReasonOperator}
+		return circuit.Token{}, &HeldError{Source: f.cfg.Name, Reason: ReasonOperator}
 	}
 	now := f.g.now()
 	token, ok := f.enter()
@@ -215,7 +216,7 @@ func (f *Func[M]) admit(c *cell, how how) (breaker.Token, error) {
 		return token, &HeldError{Source: f.cfg.Name, Reason: ReasonBreaker, Until: f.untilProbe(now)}
 	}
 	if !ok {
-		var refusal breaker.Refusal
+		var refusal circuit.Refusal
 		if token, refusal = f.gate.Admit(now, 0); !refusal.OK() {
 			c.diverted.Add(1)
 			f.refused.Store(int64(now))
@@ -241,7 +242,7 @@ func (f *Func[M]) admit(c *cell, how how) (breaker.Token, error) {
 
 // pace asks the limiter. One that panics or exits takes the caller along, but neither
 // the account of its call nor the probe that it was to be.
-func (f *Func[M]) pace(now time.Duration, c *cell, token breaker.Token) time.Duration {
+func (f *Func[M]) pace(now time.Duration, c *cell, token circuit.Token) time.Duration {
 	returned := false
 	defer func() {
 		if !returned {
@@ -255,7 +256,7 @@ func (f *Func[M]) pace(now time.Duration, c *cell, token breaker.Token) time.Dur
 }
 
 // unprobe gives back a probe that was not made.
-func (f *Func[M]) unprobe(now time.Duration, token breaker.Token) {
+func (f *Func[M]) unprobe(now time.Duration, token circuit.Token) {
 	if token.Probe() {
 		f.gate.Exclude(now, token)
 		f.settled(token)
@@ -271,7 +272,7 @@ func (f *Func[M]) untilProbe(now time.Duration) time.Duration {
 	return heldFor(b, f.g.fleetScope(f.gate), f.policy.Breaker.Base, now)
 }
 
-func (f *Func[M]) succeeded(c *cell, token breaker.Token) {
+func (f *Func[M]) succeeded(c *cell, token circuit.Token) {
 	f.count(c)
 	if token.Probe() {
 		f.gate.Success(f.g.now(), token)
@@ -281,7 +282,7 @@ func (f *Func[M]) succeeded(c *cell, token breaker.Token) {
 
 // settled follows what was told the breaker: the sweeper must see a change of
 // its state, and sources of the scope that a probe is free.
-func (f *Func[M]) settled(token breaker.Token) {
+func (f *Func[M]) settled(token circuit.Token) {
 	f.g.sweeper.kick()
 	if token.Probe() {
 		f.g.wakeOthers(f)
@@ -289,7 +290,7 @@ func (f *Func[M]) settled(token breaker.Token) {
 }
 
 // failed retries until the attempts are used up or the guard refuses.
-func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token breaker.Token, err error, how how) error {
+func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token circuit.Token, err error, how how) error {
 	first := f.g.now()
 	id := f.deliverID.Add(1)
 	attempts := f.policy.Retry.Attempts
@@ -381,7 +382,7 @@ func (f *Func[M]) pause(ctx context.Context, c *cell, d time.Duration) error {
 // call runs the function. Its context ends at the timeout, counted from the
 // first time that the function waits on it: one that never looks cannot tell. before
 // counts the attempts before this one.
-func (f *Func[M]) call(ctx context.Context, m M, token breaker.Token, how how, before int) (err error) {
+func (f *Func[M]) call(ctx context.Context, m M, token circuit.Token, how how, before int) (err error) {
 	cc := &callContext{parent: ctx, timeout: f.policy.Timeout, selfTimed: true, before: before}
 	returned := false
 	defer func() {

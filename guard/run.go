@@ -8,7 +8,7 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
 const (
@@ -114,7 +114,7 @@ type hand[M any] struct {
 	busy  bool
 	item  *item[M] // nil on the closed path
 	m     M
-	token breaker.Token
+	token circuit.Token
 	ctx   *callContext
 }
 

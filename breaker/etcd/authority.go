@@ -18,6 +18,7 @@ import (
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/crdt"
 	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 	"github.com/stormguard-mq/stormguard/internal/scope"
 )
 
@@ -50,7 +51,7 @@ type Authority struct {
 }
 
 var (
-	_ breaker.Fleet  = (*Authority)(nil)
+	_ circuit.Fleet  = (*Authority)(nil)
 	_ dlq.StormFleet = (*Authority)(nil)
 )
 

@@ -24,6 +24,7 @@ import (
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/breaker/etcd"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
 const (
@@ -71,7 +72,7 @@ type proc struct {
 }
 
 type leaf struct {
-	b      *breaker.Breaker
+	b      *circuit.Breaker
 	path   []string
 	quiet  bool // no message waits
 	flying bool
@@ -246,7 +247,7 @@ func (p *proc) now() time.Duration { return time.Since(p.r.began) + p.offset }
 
 func (p *proc) adopt(path ...string) *leaf {
 	p.r.t.Helper()
-	b, err := breaker.New(strings.Join(path, "/"), breaker.Config{Base: p.r.cfg.Fleet.Base, Cap: p.r.cfg.Fleet.Cap})
+	b, err := circuit.New(strings.Join(path, "/"), breaker.Config{Base: p.r.cfg.Fleet.Base, Cap: p.r.cfg.Fleet.Cap})
 	if err != nil {
 		p.r.t.Fatal(err)
 	}
@@ -286,7 +287,7 @@ func (p *proc) drive() {
 		if p.paused.Load() {
 			continue
 		}
-		waiting := make(map[*breaker.Breaker]bool)
+		waiting := make(map[*circuit.Breaker]bool)
 		p.mu.Lock()
 		for _, l := range p.leaves {
 			l.b.Tick(p.now())

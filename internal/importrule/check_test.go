@@ -43,7 +43,7 @@ func TestOurs(t *testing.T) {
 			imports("limiter", in("crdt")),
 			imports("fleet", in("crdt"), in("limiter"), in("breaker"), in("dlq")),
 			imports("crdt/gossip", "net", in("crdt"), "github.com/hashicorp/memberlist"),
-			imports("breaker", "time", breakerLib),
+			imports("internal/circuit", "time", breakerLib),
 			imports("dlq/archive/sqlite", in("dlq"), in("dlq/archive")),
 			imports("dlq/redrive", in("dlq")),
 			imports("internal/ringbuf/spill", in("internal/ringbuf"), "go.etcd.io/bbolt"),
@@ -93,11 +93,11 @@ func TestOurs(t *testing.T) {
 		{"cgo", []Package{imports("internal/ringbuf/spill", "C")}, []string{"internal/ringbuf/spill C"}},
 
 		{"a broker at a distance", []Package{
-			imports("breaker", breakerLib),
+			imports("internal/circuit", breakerLib),
 			{ImportPath: breakerLib, Imports: []string{"fmt", "example.org/store"}},
 			{ImportPath: "example.org/store", Imports: []string{jetstream}},
 			{ImportPath: jetstream, Imports: []string{"github.com/nats-io/nats.go"}},
-		}, []string{"breaker " + jetstream + " via " + breakerLib + ", example.org/store"}},
+		}, []string{"internal/circuit " + jetstream + " via " + breakerLib + ", example.org/store"}},
 		{"the SDK at a distance", []Package{
 			imports("adapters/nats", jetstream),
 			{ImportPath: jetstream, Imports: []string{otelSDK}},
@@ -121,7 +121,7 @@ func TestOurs(t *testing.T) {
 			XTestImports: []string{in("dlq"), in("guard")},
 		}}, []string{"dlq guard ?", "dlq internal/ringbuf"}},
 		{"at a distance and back is no loop", []Package{
-			imports("breaker", breakerLib),
+			imports("internal/circuit", breakerLib),
 			{ImportPath: breakerLib, Imports: []string{breakerLib}},
 		}, nil},
 	} {

@@ -57,11 +57,11 @@ var shipped = []string{
 
 // linked are the rooms that end up in a user's program: those, and what they need
 // below internal.
-var linked = append([]string{"internal/ringbuf/...", "internal/registers", "internal/scope"}, shipped...)
+var linked = append([]string{"internal/circuit", "internal/ringbuf/...", "internal/registers", "internal/scope"}, shipped...)
 
 // core are the rooms without brokers and without sockets.
 var core = []string{
-	"guard", "guard/guardtest", "limiter", "crdt", "breaker", "dlq", "dlq/redrive", "internal/ringbuf",
+	"guard", "guard/guardtest", "limiter", "crdt", "breaker", "dlq", "dlq/redrive", "internal/circuit", "internal/ringbuf",
 	"internal/ringbuf/spill", "fleet",
 }
 
@@ -113,7 +113,7 @@ var Ours = Rules{
 		},
 
 		{
-			Path: "fleet", May: []string{"crdt", "limiter", "breaker", "dlq", "internal/scope"},
+			Path: "fleet", May: []string{"crdt", "limiter", "breaker", "dlq", "internal/circuit", "internal/scope"},
 			MayTest: []string{"crdt/gossip", "internal/scopetest"},
 			Why:     "what processes agree on implements interfaces that its users own; guard sees only those",
 		},
@@ -131,12 +131,12 @@ var Ours = Rules{
 			Why: "one outside library, behind the register's own interface",
 		},
 		{
-			Path: "guard", May: []string{"limiter", "breaker", "dlq", "internal/ringbuf"},
+			Path: "guard", May: []string{"limiter", "breaker", "dlq", "internal/circuit", "internal/ringbuf"},
 			MayTest: []string{"guard/guardtest", "fleet", "crdt"},
 			Why:     "the pipeline composes the leaves; brokers, transports and stores know the guard, never the reverse",
 		},
 		{
-			Path: "guard/guardtest", May: []string{"guard", "limiter", "breaker", "dlq", "internal/ringbuf"},
+			Path: "guard/guardtest", May: []string{"guard", "limiter", "breaker", "dlq", "internal/circuit", "internal/ringbuf"},
 			MayTest: []string{"fleet", "crdt"},
 			Why:     "one suite and an in-memory broker for every adapter, so it knows none of them",
 		},
@@ -157,9 +157,10 @@ var Ours = Rules{
 		},
 
 		{Path: "crdt", Why: "a leaf: replicated data types and nothing of ours"},
-		{Path: "breaker", Why: "a leaf: usable without the rest"},
+		{Path: "breaker", MayTest: []string{"internal/circuit"}, Why: "a leaf: settings of breakers, and what is shown of them"},
+		{Path: "internal/circuit", May: []string{"breaker"}, Why: "the breakers themselves, for a guard and a fleet"},
 		{
-			Path: "breaker/etcd", May: []string{"breaker", "dlq", "crdt", "internal/scope", "fleet/register", "internal/registers"},
+			Path: "breaker/etcd", May: []string{"breaker", "dlq", "crdt", "internal/circuit", "internal/scope", "fleet/register", "internal/registers"},
 			MayTest: []string{"guard", "guard/guardtest", "internal/brokers", "internal/registertest", "internal/scopetest"},
 			Why:     "an authority for those who want one, behind the breaker's own interface; what a vote means and what is done to breakers is internal/scope's, or there were two truths",
 		},
@@ -179,8 +180,8 @@ var Ours = Rules{
 
 		{Path: "internal/apilist", Why: "reads source files; needs nothing of ours"},
 		{Path: "internal/importrule", Why: "reads import graphs; needs nothing of ours"},
-		{Path: "internal/scope", May: []string{"breaker", "crdt"}, Why: "how a fleet decides over breakers, whatever carries it, so it knows neither gossip nor a store"},
-		{Path: "internal/scopetest", May: []string{"internal/scope", "breaker"}, Why: "one suite for every substrate of internal/scope, so it knows none of them"},
+		{Path: "internal/scope", May: []string{"breaker", "internal/circuit", "crdt"}, Why: "how a fleet decides over breakers, whatever carries it, so it knows neither gossip nor a store"},
+		{Path: "internal/scopetest", May: []string{"internal/scope", "breaker", "internal/circuit"}, Why: "one suite for every substrate of internal/scope, so it knows none of them"},
 		{Path: "internal/adaptertest", May: []string{"guard"}, Why: "what the tests of adapters share, so it knows none of them"},
 		{Path: "internal/registers", Why: "what the drivers of fleet/register share, so it knows none of them, nor the seam, which uses it too"},
 		{Path: "internal/registertest", May: []string{"fleet/register", "internal/registers"}, Why: "one suite for every driver of fleet/register, so it knows none of them"},
@@ -197,7 +198,7 @@ var Ours = Rules{
 			Why: "only an adapter touches a broker; whoever imports the core must not link a client they do not use",
 		},
 		{
-			Rooms: []string{"guard", "guard/guardtest", "limiter", "crdt", "breaker", "dlq", "dlq/redrive", "internal/ringbuf", "internal/ringbuf/spill"},
+			Rooms: []string{"guard", "guard/guardtest", "limiter", "crdt", "breaker", "dlq", "dlq/redrive", "internal/circuit", "internal/ringbuf", "internal/ringbuf/spill"},
 			Imports: []string{
 				"net", "net/http/...", "net/rpc/...", "os/exec",
 			},
@@ -234,7 +235,7 @@ var Ours = Rules{
 	},
 
 	Homes: []Home{
-		{Imports: "github.com/sony/gobreaker", Rooms: []string{"breaker"}, Why: "states, generations and the half-open judgement of a breaker"},
+		{Imports: "github.com/sony/gobreaker", Rooms: []string{"internal/circuit"}, Why: "states, generations and the half-open judgement of a breaker"},
 		{
 			Imports: "go.etcd.io/etcd", Rooms: append([]string{"breaker/etcd"}, programs...),
 			Why: "the client of the authority; programs hand theirs to the register",

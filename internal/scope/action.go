@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
 // Kind is what an [Action] asks for.
@@ -54,7 +55,7 @@ type Action struct {
 
 // Apply does to b what a asks for. No action undoes a force, such as an
 // operator's.
-func (a Action) Apply(now time.Duration, b *breaker.Breaker) {
+func (a Action) Apply(now time.Duration, b *circuit.Breaker) {
 	switch a.Kind {
 	case Hold:
 		b.Hold(now, a.Rung, a.Cause)

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
 // Driver is one process's part in a fleet as a guard drives it: it carries what
@@ -32,12 +33,12 @@ type Driver struct {
 	attached bool
 	claims   map[string]*claim
 	above    []*claim // those that are topics
-	leaves   map[*breaker.Breaker]*leaf
+	leaves   map[*circuit.Breaker]*leaf
 	list     []*leaf // the same, in the order of adoption
 	acts     []Action
 }
 
-var _ breaker.Fleet = (*Driver)(nil)
+var _ circuit.Fleet = (*Driver)(nil)
 
 // ErrAttached means that a [Driver] is driven already.
 var ErrAttached = errors.New("fleet: it has a driver already")
@@ -61,7 +62,7 @@ type claim struct {
 
 // leaf is a breaker.
 type leaf struct {
-	b      *breaker.Breaker
+	b      *circuit.Breaker
 	refs   int
 	err    error    // of Adopt
 	claims []*claim // its own first; without those that could not be adopted
@@ -83,7 +84,7 @@ func (l *leaf) held() bool {
 // NewDriver returns the driver of m, which may be nil. clock is the Machine's. It need
 // not be the one of the breakers: no instant passes between the two.
 func NewDriver(clock func() time.Duration, m *Machine) *Driver {
-	return &Driver{clock: clock, v: m, claims: make(map[string]*claim), leaves: make(map[*breaker.Breaker]*leaf)}
+	return &Driver{clock: clock, v: m, claims: make(map[string]*claim), leaves: make(map[*circuit.Breaker]*leaf)}
 }
 
 // Attach is [breaker.Fleet]'s. The error is [ErrAttached].
@@ -108,7 +109,7 @@ func (d *Driver) Attach(wake func()) (detach func(), err error) {
 }
 
 // Adopt is [breaker.Fleet]'s. The errors are those of [Machine.Adopt].
-func (d *Driver) Adopt(now time.Duration, b *breaker.Breaker, path []string) error {
+func (d *Driver) Adopt(now time.Duration, b *circuit.Breaker, path []string) error {
 	if d.v == nil {
 		return nil
 	}
@@ -160,7 +161,7 @@ func (d *Driver) claimLocked(now time.Duration, l *leaf, name string, topic bool
 }
 
 // Leave is [breaker.Fleet]'s.
-func (d *Driver) Leave(now time.Duration, b *breaker.Breaker) {
+func (d *Driver) Leave(now time.Duration, b *circuit.Breaker) {
 	if d.v == nil {
 		return
 	}
@@ -200,7 +201,7 @@ func (d *Driver) Leave(now time.Duration, b *breaker.Breaker) {
 }
 
 // Step is [breaker.Fleet]'s.
-func (d *Driver) Step(now time.Duration, waiting map[*breaker.Breaker]bool) (busy bool) {
+func (d *Driver) Step(now time.Duration, waiting map[*circuit.Breaker]bool) (busy bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.v == nil {
@@ -419,7 +420,7 @@ func (d *Driver) Scopes() []breaker.FleetScope {
 
 // Scope is [breaker.Fleet]'s: of the scope that holds b, one that is open before
 // one that was taken over, or else of its own.
-func (d *Driver) Scope(b *breaker.Breaker) (breaker.FleetScope, bool) {
+func (d *Driver) Scope(b *circuit.Breaker) (breaker.FleetScope, bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	l := d.leaves[b]

@@ -8,7 +8,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
 // Adopt takes a scope over, before the first delivery of it is handled, and
@@ -26,7 +26,7 @@ import (
 // and [breaker.ErrTooManyScopes].
 func (m *Machine) Adopt(now time.Duration, name string) (Action, error) {
 	if len(name) < 1 || len(name) > MaxName {
-		return Action{}, fmt.Errorf("%w: fleet: %d bytes are not in [1, %d]", breaker.ErrPath, len(name), MaxName)
+		return Action{}, fmt.Errorf("%w: fleet: %d bytes are not in [1, %d]", circuit.ErrPath, len(name), MaxName)
 	}
 	m.mu.Lock()
 	defer m.unlock(nil)
@@ -35,7 +35,7 @@ func (m *Machine) Adopt(now time.Duration, name string) (Action, error) {
 		sc = m.Obtain(now, name)
 	}
 	if sc == nil {
-		return Action{}, fmt.Errorf("%w: fleet: no room for %q, Scopes is %d", breaker.ErrTooManyScopes, name, m.cfg.Scopes)
+		return Action{}, fmt.Errorf("%w: fleet: no room for %q, Scopes is %d", circuit.ErrTooManyScopes, name, m.cfg.Scopes)
 	}
 	if sc.Claimed {
 		return Action{}, nil

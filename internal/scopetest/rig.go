@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 	"github.com/stormguard-mq/stormguard/internal/scope"
 )
 
@@ -84,12 +85,12 @@ type proc struct {
 // leaf is a breaker, and who works behind it.
 type leaf struct {
 	scope  string
-	b      *breaker.Breaker
+	b      *circuit.Breaker
 	flying bool
 	fleets bool // what is flying is a probe that the fleet permitted
 	bad    bool
 	until  time.Duration
-	tok    breaker.Token
+	tok    circuit.Token
 	seq    uint64
 	last   scope.Position
 }
@@ -132,7 +133,7 @@ func (p *proc) kill() {
 // adopt takes a scope over.
 func (p *proc) adopt(name string) *leaf {
 	p.r.t.Helper()
-	b, err := breaker.New(name, breaker.Config{Base: p.r.cfg.Base, Cap: p.r.cfg.Cap, Slow: 9 * time.Second}, breaker.WithRand(p.r.rng.Float64))
+	b, err := circuit.New(name, breaker.Config{Base: p.r.cfg.Base, Cap: p.r.cfg.Cap, Slow: 9 * time.Second}, circuit.WithRand(p.r.rng.Float64))
 	if err != nil {
 		p.r.t.Fatalf("%v", err)
 	}

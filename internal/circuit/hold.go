@@ -1,9 +1,13 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package breaker
+package circuit
 
-import "time"
+import (
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+)
 
 // A hold is how a party above the breaker takes its decisions over: processes
 // that agree among themselves when their breakers open, which of them probes,
@@ -11,26 +15,13 @@ import "time"
 // other: an operator's Force stands where somebody wanted to hold, replaces a
 // hold, and is not closed by the end of one.
 
-// Trial is what became of the probe that [Breaker.Permit] let through.
-type Trial uint8
-
-const (
-	// NoTrial is a breaker that is not held, or holds since before a permit.
-	NoTrial Trial = iota
-	// TrialPassed is a held breaker whose last permitted probe succeeded.
-	TrialPassed
-	// TrialFailed is one whose last permitted probe failed, was too slow or was
-	// lost.
-	TrialFailed
-)
-
 // Hold opens the breaker until [Breaker.Unhold] or [Breaker.CloseHeld], and
 // raises the ladder to rung if it is lower. It voids what is out, as Force
 // does, a permitted probe included; on a breaker that is held already only the
 // ladder moves, and its vote in a tree lasts from now (see [Scopes]). It does
 // nothing while a force lasts, be it behind a longer open period of the breaker's
 // own, which Snapshot.Barred tells.
-func (b *Breaker) Hold(now time.Duration, rung int, cause Cause) {
+func (b *Breaker) Hold(now time.Duration, rung int, cause breaker.Cause) {
 	b.mu.Lock()
 	defer b.unlock(now)
 	if now < b.promised {
@@ -38,9 +29,9 @@ func (b *Breaker) Hold(now time.Duration, rung int, cause Cause) {
 	}
 	e := b.epoch.Load()
 	b.rung = max(b.rungLocked(now), min(rung, b.top))
-	if !e.held || e.state != Open || e.trial != NoTrial {
+	if !e.held || e.state != breaker.Open || e.trial != breaker.NoTrial {
 		b.gb = b.trippedGobreaker()
-		b.holdLocked(now, cause, NoTrial)
+		b.holdLocked(now, cause, breaker.NoTrial)
 	}
 	b.epoch.Load().stir.Store(int64(later(now, b.cfg.Period(max(b.rung, 1)))))
 }
@@ -52,7 +43,7 @@ func (b *Breaker) Hold(now time.Duration, rung int, cause Cause) {
 func (b *Breaker) Permit(now time.Duration) {
 	b.mu.Lock()
 	defer b.unlock(now)
-	if e := b.epoch.Load(); !e.held || e.state != Open {
+	if e := b.epoch.Load(); !e.held || e.state != breaker.Open {
 		return
 	}
 	b.halfOpenLocked(now, true)
@@ -74,7 +65,7 @@ func (b *Breaker) Unhold(now time.Duration) {
 // CloseHeld closes a held breaker as if its own probes had: the window is
 // empty, and the ladder, one rung lower, outlives the close by Memory. It does
 // nothing if the breaker is not held.
-func (b *Breaker) CloseHeld(now time.Duration, cause Cause) {
+func (b *Breaker) CloseHeld(now time.Duration, cause breaker.Cause) {
 	b.mu.Lock()
 	defer b.unlock(now)
 	if !b.epoch.Load().held {
@@ -89,8 +80,8 @@ func (b *Breaker) CloseHeld(now time.Duration, cause Cause) {
 func (b *Breaker) Held() bool { return b.epoch.Load().held }
 
 // holdLocked is the way into a held open period.
-func (b *Breaker) holdLocked(now time.Duration, cause Cause, t Trial) {
-	e := &epoch{state: Open, cause: cause, held: true, trial: t}
+func (b *Breaker) holdLocked(now time.Duration, cause breaker.Cause, t breaker.Trial) {
+	e := &epoch{state: breaker.Open, cause: cause, held: true, trial: t}
 	e.until.Store(int64(never))
 	b.moveLocked(now, e, cause, never)
 }

@@ -1,18 +1,19 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package breaker_test
+package circuit_test
 
 import (
 	"fmt"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
 // A dependency goes down and comes back. Time is whatever the caller says.
 func Example() {
-	b, err := breaker.New("orders/3", breaker.Config{Successes: 2})
+	b, err := circuit.New("orders/3", breaker.Config{Successes: 2})
 	if err != nil {
 		fmt.Println(err)
 		return
@@ -21,7 +22,7 @@ func Example() {
 	handle := func(head uint64, works bool) {
 		t, ok := b.Enter()
 		if !ok {
-			var r breaker.Refusal
+			var r circuit.Refusal
 			if t, r = b.Admit(now, head); !r.OK() {
 				fmt.Printf("%v: delivery %d waits, %v until %v\n", now, head, r.State, r.Until)
 				return
@@ -59,7 +60,7 @@ func Example() {
 
 // A source that counts its successes anyway pays nothing for the breaker's.
 func ExampleBreaker_Attach() {
-	b, _ := breaker.New("orders/3", breaker.Config{})
+	b, _ := circuit.New("orders/3", breaker.Config{})
 	var acked uint64 // an atomic, where another goroutine writes it
 	detach := b.Attach(func() uint64 { return acked })
 	defer detach()
@@ -77,7 +78,7 @@ func ExampleBreaker_Attach() {
 
 // A verdict from elsewhere holds for as long as it says, whatever still runs.
 func ExampleBreaker_Force() {
-	b, _ := breaker.New("orders/3", breaker.Config{})
+	b, _ := circuit.New("orders/3", breaker.Config{})
 	running, _ := b.Enter()
 	b.Force(0, 5*time.Second, "storm")
 	b.Success(time.Second, running) // too late to matter
@@ -93,7 +94,7 @@ func ExampleBreaker_Force() {
 // A refused connection says whose fault it is: one delivery that is retried is
 // evidence enough.
 func ExampleBreaker_Unavailable() {
-	b, _ := breaker.New("orders/3", breaker.Config{})
+	b, _ := circuit.New("orders/3", breaker.Config{})
 	for try := 1; b.Closed(); try++ {
 		t, _ := b.Enter()
 		b.Unavailable(time.Second, t, try == 1)
@@ -105,7 +106,7 @@ func ExampleBreaker_Unavailable() {
 
 // A dependency that fails one call in three is half-open, and carries what it can.
 func ExampleBreaker_Passing() {
-	b, _ := breaker.New("orders/3", breaker.Config{})
+	b, _ := circuit.New("orders/3", breaker.Config{})
 	b.Trip(0, "test")
 	now := 100 * time.Millisecond
 	for call := range uint64(12) {
@@ -119,7 +120,7 @@ func ExampleBreaker_Passing() {
 			b.Success(now, t)
 		}
 	}
-	var probes []breaker.Token
+	var probes []circuit.Token
 	for t, r := b.Admit(now, 0); r.OK(); t, r = b.Admit(now, 0) {
 		probes = append(probes, t)
 	}
@@ -129,7 +130,7 @@ func ExampleBreaker_Passing() {
 
 // A health check that succeeds ends the open period, and the next delivery probes.
 func ExampleBreaker_Hasten() {
-	b, _ := breaker.New("orders/3", breaker.Config{Base: time.Minute})
+	b, _ := circuit.New("orders/3", breaker.Config{Base: time.Minute})
 	b.Trip(0, "test")
 	_, r := b.Admit(time.Second, 1)
 	fmt.Println(r.State, "until", r.Until)
@@ -144,7 +145,7 @@ func ExampleBreaker_Hasten() {
 // A message that fails twice while others that share its dependency succeed is at
 // fault itself.
 func ExampleBreaker_Life() {
-	b, _ := breaker.New("orders/3", breaker.Config{})
+	b, _ := circuit.New("orders/3", breaker.Config{})
 	var acked uint64                                 // an atomic, where another goroutine writes it
 	defer b.Attach(func() uint64 { return acked })() //nolint:revive // it begins here and ends with the function
 
@@ -156,12 +157,12 @@ func ExampleBreaker_Life() {
 
 // Two partitions of three shut their topic for the third.
 func ExampleScopes() {
-	s, err := breaker.NewScopes(breaker.ScopesConfig{})
+	s, err := circuit.NewScopes(circuit.ScopesConfig{})
 	if err != nil {
 		fmt.Println(err)
 		return
 	}
-	var parts []*breaker.Leaf
+	var parts []*circuit.Leaf
 	for _, p := range []string{"0", "1", "2"} {
 		l, err := s.Leaf("billing", "orders", p)
 		if err != nil {

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-//go:build !race
+//go:build race
 
-package breaker
+package circuit
 
-const raceEnabled = false
+const raceEnabled = true

@@ -1,9 +1,13 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package breaker
+package circuit
 
-import "testing"
+import (
+	"testing"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+)
 
 // One probe goes through by permit, and the breaker stays shut whatever becomes
 // of it, until whoever holds it closes it.
@@ -11,16 +15,16 @@ func TestPermit(t *testing.T) {
 	for _, c := range []struct {
 		name   string
 		settle func(*Breaker, Token)
-		trial  Trial
-		cause  Cause
+		trial  breaker.Trial
+		cause  breaker.Cause
 	}{
-		{"passed", func(b *Breaker, k Token) { b.Success(2*sec, k) }, TrialPassed, "fleet"},
-		{"failed", func(b *Breaker, k Token) { b.Failure(2*sec, k, true) }, TrialFailed, CauseProbe},
-		{"slow", func(b *Breaker, k Token) { b.Slow(2*sec, k, true) }, TrialFailed, CauseSlow},
-		{"lost", func(b *Breaker, _ Token) { b.Tick(sec + b.Config().Lease) }, TrialFailed, CauseLost},
+		{"passed", func(b *Breaker, k Token) { b.Success(2*sec, k) }, breaker.TrialPassed, "fleet"},
+		{"failed", func(b *Breaker, k Token) { b.Failure(2*sec, k, true) }, breaker.TrialFailed, breaker.CauseProbe},
+		{"slow", func(b *Breaker, k Token) { b.Slow(2*sec, k, true) }, breaker.TrialFailed, breaker.CauseSlow},
+		{"lost", func(b *Breaker, _ Token) { b.Tick(sec + b.Config().Lease) }, breaker.TrialFailed, breaker.CauseLost},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			b := must(t, Config{Probes: 3, Successes: 1})
+			b := must(t, breaker.Config{Probes: 3, Successes: 1})
 			b.Hold(0, 3, "fleet")
 			refused(t, b, 1000*sec)
 			b.Permit(sec)
@@ -28,12 +32,12 @@ func TestPermit(t *testing.T) {
 			refused(t, b, sec)
 			c.settle(b, k)
 			s := b.Snapshot(2 * sec)
-			if s.State != Open || !s.Held || s.Trial != c.trial || s.Cause != c.cause || s.Rung != 3 {
+			if s.State != breaker.Open || !s.Held || s.Trial != c.trial || s.Cause != c.cause || s.Rung != 3 {
 				t.Fatalf("after the probe: %+v", s)
 			}
 			refused(t, b, 1000*sec)
 			b.CloseHeld(1000*sec, "fleet")
-			state(t, b, 1000*sec, Closed)
+			state(t, b, 1000*sec, breaker.Closed)
 			trip(t, b, 1001*sec)
 			if s := b.Snapshot(1001 * sec); s.Rung != 2 {
 				t.Errorf("the ladder is at %d after a close at 3, want 2", s.Rung)
@@ -44,10 +48,10 @@ func TestPermit(t *testing.T) {
 
 // An operator's force outlives a hold, and a hold a release.
 func TestHoldAndForce(t *testing.T) {
-	b := must(t, Config{})
+	b := must(t, breaker.Config{})
 	b.Hold(0, 1, "fleet")
 	b.Release(0)
-	state(t, b, 0, Open)
+	state(t, b, 0, breaker.Open)
 	b.Force(0, 10*sec, "operator")
 	b.CloseHeld(sec, "fleet")
 	b.Unhold(sec)
@@ -58,24 +62,24 @@ func TestHoldAndForce(t *testing.T) {
 	b.Hold(sec, 9, "fleet")
 	admit(t, b, 10*sec)
 
-	b = must(t, Config{})
+	b = must(t, breaker.Config{})
 	b.Force(0, 0, "operator")
 	b.Hold(0, 1, "fleet")
 	b.Unhold(0)
-	state(t, b, 0, Open)
+	state(t, b, 0, breaker.Open)
 	b.Release(0)
-	state(t, b, 0, HalfOpen)
+	state(t, b, 0, breaker.HalfOpen)
 }
 
 // A probe that is out when the hold is renewed counts for nothing.
 func TestHoldVoidsPermit(t *testing.T) {
-	b := must(t, Config{})
+	b := must(t, breaker.Config{})
 	b.Hold(0, 1, "fleet")
 	b.Permit(0)
 	k := admit(t, b, 0)
 	b.Hold(0, 2, "fleet")
 	b.Success(0, k)
-	if s := b.Snapshot(0); s.Trial != NoTrial || s.State != Open || s.Rung != 2 {
+	if s := b.Snapshot(0); s.Trial != breaker.NoTrial || s.State != breaker.Open || s.Rung != 2 {
 		t.Fatalf("%+v", s)
 	}
 	b.Unhold(0)

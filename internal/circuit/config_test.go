@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package breaker
+package circuit
 
 import (
 	"errors"
@@ -9,20 +9,22 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
 )
 
 func TestZeroConfigIsValid(t *testing.T) {
-	if err := (Config{}).Validate(); err != nil {
+	if err := (breaker.Config{}).Validate(); err != nil {
 		t.Fatal(err)
 	}
-	want := Config{
+	want := breaker.Config{
 		Window: time.Minute, Ratio: 0.05, Z: 3, MinSample: 20, Run: 5, Base: 100 * ms, Cap: 30 * sec,
 		Memory: time.Minute, Successes: 10, Probes: 1, Lease: time.Minute, Slow: 10 * sec,
 	}
-	if got := must(t, Config{}).Config(); got != want {
+	if got := must(t, breaker.Config{}).Config(); got != want {
 		t.Fatalf("defaults %+v", got)
 	}
-	if got := must(t, Config{}).Name(); got != "scope" {
+	if got := must(t, breaker.Config{}).Name(); got != "scope" {
 		t.Fatal(got)
 	}
 }
@@ -30,21 +32,21 @@ func TestZeroConfigIsValid(t *testing.T) {
 func TestValidateReportsEverything(t *testing.T) {
 	nan := math.NaN()
 	for _, c := range []struct {
-		cfg    Config
+		cfg    breaker.Config
 		fields string
 	}{
-		{Config{Window: -1, Ratio: nan, Z: nan, MinSample: -1, Run: 1, Base: -1, Cap: -1, Jitter: nan, Memory: -1,
+		{breaker.Config{Window: -1, Ratio: nan, Z: nan, MinSample: -1, Run: 1, Base: -1, Cap: -1, Jitter: nan, Memory: -1,
 			Successes: -1, Probes: -1, Lease: -1, Slow: -1},
 			"Window Ratio Z MinSample Run Base Cap Jitter Memory Successes Probes Lease Slow"},
-		{Config{Plain: true, Z: 1, NoRun: true, Run: 5}, "Z Run"},
-		{Config{Window: 2 * time.Hour, Ratio: 1, Z: 11, MinSample: 2e6, Run: 2e6, Base: 2 * time.Hour, Cap: 25 * time.Hour,
+		{breaker.Config{Plain: true, Z: 1, NoRun: true, Run: 5}, "Z Run"},
+		{breaker.Config{Window: 2 * time.Hour, Ratio: 1, Z: 11, MinSample: 2e6, Run: 2e6, Base: 2 * time.Hour, Cap: 25 * time.Hour,
 			Jitter: 0.6, Memory: 25 * time.Hour, Successes: 1001, Probes: 65, Lease: 25 * time.Hour, Slow: 2 * time.Hour},
 			"Window Ratio Z MinSample Run Base Cap Jitter Memory Successes Probes Lease Slow"},
-		{Config{Base: sec, Cap: ms}, "Cap"},
-		{Config{Slow: 59 * sec}, "Slow"},
-		{Config{Slow: 59*sec - 1}, ""},
-		{Config{Window: 2 * sec}, ""},
-		{Config{Base: time.Minute}, ""},
+		{breaker.Config{Base: sec, Cap: ms}, "Cap"},
+		{breaker.Config{Slow: 59 * sec}, "Slow"},
+		{breaker.Config{Slow: 59*sec - 1}, ""},
+		{breaker.Config{Window: 2 * sec}, ""},
+		{breaker.Config{Base: time.Minute}, ""},
 	} {
 		_, err := New("x", c.cfg)
 		if c.fields == "" {
@@ -53,7 +55,7 @@ func TestValidateReportsEverything(t *testing.T) {
 			}
 			continue
 		}
-		if !errors.Is(err, ErrConfig) {
+		if !errors.Is(err, breaker.ErrConfig) {
 			t.Errorf("%+v: %v is not ErrConfig", c.cfg, err)
 			continue
 		}
@@ -69,14 +71,14 @@ func TestValidateReportsEverything(t *testing.T) {
 			}
 		}
 	}
-	if _, err := NewScopes(ScopesConfig{Quorum: nan, MinOpen: 1, Limit: -1, Breaker: Config{Run: 1}}); err == nil ||
-		!errors.Is(err, ErrConfig) || len(strings.Split(err.Error(), "\n")) != 4 {
+	if _, err := NewScopes(ScopesConfig{Quorum: nan, MinOpen: 1, Limit: -1, Breaker: breaker.Config{Run: 1}}); err == nil ||
+		!errors.Is(err, breaker.ErrConfig) || len(strings.Split(err.Error(), "\n")) != 4 {
 		t.Errorf("scopes: %v", err)
 	}
 }
 
 func TestStateString(t *testing.T) {
-	for s, want := range map[State]string{Closed: "closed", Open: "open", HalfOpen: "half-open", 9: "state(9)"} {
+	for s, want := range map[breaker.State]string{breaker.Closed: "closed", breaker.Open: "open", breaker.HalfOpen: "half-open", 9: "state(9)"} {
 		if got := s.String(); got != want {
 			t.Errorf("%d: %q", s, got)
 		}

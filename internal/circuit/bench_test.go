@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package breaker
+package circuit
 
 import (
 	"errors"
@@ -11,10 +11,12 @@ import (
 	"time"
 
 	"github.com/sony/gobreaker/v2"
+
+	"github.com/stormguard-mq/stormguard/breaker"
 )
 
 func TestAllocs(t *testing.T) {
-	closed, open, half := must(t, Config{Ratio: 0.99, NoRun: true}), must(t, Config{}), must(t, Config{})
+	closed, open, half := must(t, breaker.Config{Ratio: 0.99, NoRun: true}), must(t, breaker.Config{}), must(t, breaker.Config{})
 	open.Force(0, 0, "test")
 	half.Trip(0, "test")
 	probe := admit(t, half, sec)
@@ -57,7 +59,7 @@ func rollingGobreaker() *gobreaker.CircuitBreaker[struct{}] {
 func BenchmarkClosed(b *testing.B) {
 	none := func() (struct{}, error) { return struct{}{}, nil }
 	b.Run("Enter", func(b *testing.B) {
-		br := must(b, Config{})
+		br := must(b, breaker.Config{})
 		for b.Loop() {
 			if _, ok := br.Enter(); !ok {
 				b.Fatal()
@@ -65,7 +67,7 @@ func BenchmarkClosed(b *testing.B) {
 		}
 	})
 	b.Run("Enter+Success", func(b *testing.B) {
-		br := must(b, Config{})
+		br := must(b, breaker.Config{})
 		for b.Loop() {
 			k, _ := br.Enter()
 			br.Success(0, k)
@@ -90,7 +92,7 @@ func BenchmarkClosed(b *testing.B) {
 func BenchmarkClosedParallel(b *testing.B) {
 	none := func() (struct{}, error) { return struct{}{}, nil }
 	b.Run("Enter+Success", func(b *testing.B) {
-		br := must(b, Config{})
+		br := must(b, breaker.Config{})
 		b.RunParallel(func(pb *testing.PB) {
 			for pb.Next() {
 				k, _ := br.Enter()
@@ -111,7 +113,7 @@ func BenchmarkClosedParallel(b *testing.B) {
 // A failed call. Ours stays closed: the limit is out of reach.
 func BenchmarkFailure(b *testing.B) {
 	b.Run("Enter+Failure", func(b *testing.B) {
-		br := must(b, Config{Ratio: 0.9999, NoRun: true})
+		br := must(b, breaker.Config{Ratio: 0.9999, NoRun: true})
 		br.Success(0, enter(b, br))
 		for now := time.Duration(0); b.Loop(); now += 100 * time.Microsecond {
 			k, ok := br.Enter()
@@ -135,14 +137,14 @@ func BenchmarkFailure(b *testing.B) {
 // gobreaker's reads its own.
 func BenchmarkReject(b *testing.B) {
 	b.Run("Admit", func(b *testing.B) {
-		br := must(b, Config{})
+		br := must(b, breaker.Config{})
 		br.Force(0, 0, "bench")
 		for b.Loop() {
 			br.Admit(0, 1)
 		}
 	})
 	b.Run("clock+Admit", func(b *testing.B) {
-		br := must(b, Config{})
+		br := must(b, breaker.Config{})
 		br.Force(0, 0, "bench")
 		origin := time.Now()
 		for b.Loop() {
@@ -162,7 +164,7 @@ func BenchmarkReject(b *testing.B) {
 
 // One probe that fails, which is one open period.
 func BenchmarkProbe(b *testing.B) {
-	br := must(b, Config{Base: ms, Cap: ms})
+	br := must(b, breaker.Config{Base: ms, Cap: ms})
 	br.Trip(0, "bench")
 	now := time.Duration(0)
 	for b.Loop() {
@@ -173,7 +175,7 @@ func BenchmarkProbe(b *testing.B) {
 }
 
 func BenchmarkForce(b *testing.B) {
-	br := must(b, Config{})
+	br := must(b, breaker.Config{})
 	now := time.Duration(0)
 	for b.Loop() {
 		now += ms
@@ -185,7 +187,7 @@ func BenchmarkForce(b *testing.B) {
 func BenchmarkIdleRoll(b *testing.B) {
 	for _, gap := range []time.Duration{sec, 59 * sec, time.Hour} {
 		b.Run(gap.String(), func(b *testing.B) {
-			br := must(b, Config{})
+			br := must(b, breaker.Config{})
 			now := time.Duration(0)
 			for b.Loop() {
 				now += gap

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package breaker
+package circuit
 
 import (
 	"fmt"
@@ -13,18 +13,20 @@ import (
 	"time"
 
 	"pgregory.net/rapid"
+
+	"github.com/stormguard-mq/stormguard/breaker"
 )
 
 // model is the breaker again, without gobreaker, atomics or sums: a list of
 // events and the rules as the documentation states them.
 type model struct {
-	cfg     Config
-	state   State
+	cfg     breaker.Config
+	state   breaker.State
 	gen     int
 	until   time.Duration
 	forced  bool
 	held    bool // by Hold; half-open by Permit
-	trial   Trial
+	trial   breaker.Trial
 	rung    int
 	left    time.Duration // when the breaker was last closed, or half-open at half its pace
 	flaps   int           // trips in a row, each soon after a close
@@ -55,16 +57,16 @@ type modelToken struct {
 	deadline time.Duration
 }
 
-func (m *model) phase(s State) {
-	m.state, m.gen, m.forced, m.held, m.trial = s, m.gen+1, false, false, NoTrial
+func (m *model) phase(s breaker.State) {
+	m.state, m.gen, m.forced, m.held, m.trial = s, m.gen+1, false, false, breaker.NoTrial
 	m.out, m.passed, m.pace, m.head = nil, 0, 0, 0
 }
 
 func (m *model) open(now, d time.Duration, forced bool) {
-	if m.state == Closed {
+	if m.state == breaker.Closed {
 		m.left = now
 	}
-	m.phase(Open)
+	m.phase(breaker.Open)
 	m.until, m.forced = now+d, forced
 	if d == never {
 		m.until = never
@@ -79,9 +81,9 @@ func (m *model) nominal(rung int) time.Duration {
 // least.
 func (m *model) period(now time.Duration, rung int) time.Duration {
 	d := m.nominal(rung)
-	if tenth := (now - m.left) / 10; m.state != Closed && tenth < d {
+	if tenth := (now - m.left) / 10; m.state != breaker.Closed && tenth < d {
 		d = tenth
-	} else if m.state == Closed {
+	} else if m.state == breaker.Closed {
 		d = 0
 	}
 	if d < m.cfg.Base {
@@ -112,14 +114,14 @@ func (m *model) slots() int {
 	return max(n, m.cfg.Probes)
 }
 
-func (m *model) hold(now time.Duration, t Trial) {
+func (m *model) hold(now time.Duration, t breaker.Trial) {
 	m.open(now, never, false)
 	m.held, m.trial = true, t
 }
 
 func (m *model) climb(now time.Duration) {
 	if m.held {
-		m.hold(now, TrialFailed)
+		m.hold(now, breaker.TrialFailed)
 		return
 	}
 	// A rung is left once the next period may be as long as it, at least.
@@ -140,7 +142,7 @@ func (m *model) trip(now time.Duration) {
 }
 
 func (m *model) close(now time.Duration) {
-	m.phase(Closed)
+	m.phase(breaker.Closed)
 	m.began, m.events, m.run, m.down = now, nil, nil, false
 	m.rung = max(m.rung-1, 0)
 	m.retrip = now + m.cfg.Memory
@@ -174,16 +176,16 @@ func (m *model) renew(now time.Duration, t *modelToken) bool {
 // bulk is successes of an attached counter.
 func (m *model) bulk(now time.Duration, n int) {
 	m.life += uint64(n)
-	if m.state == Closed {
+	if m.state == breaker.Closed {
 		m.events = append(m.events, event{at: now, n: n})
 		m.run, m.down = nil, false
 	}
 }
 
 func (m *model) counts(now time.Duration) (ok, bad int) {
-	width := m.cfg.Window / buckets
+	width := m.cfg.Bucket()
 	for _, e := range m.events {
-		if (now-m.began)/width-(e.at-m.began)/width >= buckets {
+		if (now-m.began)/width-(e.at-m.began)/width >= sixty {
 			continue
 		}
 		if !e.bad {
@@ -197,14 +199,14 @@ func (m *model) counts(now time.Duration) (ok, bad int) {
 
 func (m *model) admit(now time.Duration, head uint64) *modelToken {
 	m.expire(now)
-	if m.state == Closed {
+	if m.state == breaker.Closed {
 		return &modelToken{gen: m.gen}
 	}
-	if m.state == Open {
+	if m.state == breaker.Open {
 		if now < m.until {
 			return nil
 		}
-		m.phase(HalfOpen)
+		m.phase(breaker.HalfOpen)
 	}
 	if len(m.out) >= m.slots() {
 		return nil
@@ -224,7 +226,7 @@ func (m *model) settle(now time.Duration, t *modelToken, o outcome, first bool) 
 		switch {
 		case o == excluded:
 		case o == passed && m.held:
-			m.hold(now, TrialPassed)
+			m.hold(now, breaker.TrialPassed)
 		case o == passed:
 			m.passed++
 			m.pace = min(m.pace+2, 12)
@@ -295,7 +297,7 @@ type pair struct {
 	m *modelToken
 }
 
-func newHarness(t testing.TB, cfg Config) *harness {
+func newHarness(t testing.TB, cfg breaker.Config) *harness {
 	h := &harness{b: must(t, cfg), m: &model{cfg: cfg.WithDefaults(), retrip: -1}}
 	h.attach()
 	return h
@@ -306,7 +308,7 @@ func (h *harness) attach() { h.detach = h.b.Attach(func() uint64 { return h.n })
 // advance ticks at every bucket, as a sweeper would.
 func (h *harness) advance(d time.Duration) {
 	for end := h.now + d; h.now < end; {
-		h.now = min(end, h.now+h.m.cfg.Window/buckets)
+		h.now = min(end, h.now+h.m.cfg.Bucket())
 		h.b.Tick(h.now)
 		h.m.expire(h.now)
 	}
@@ -349,7 +351,7 @@ func (h *harness) force(d time.Duration) {
 	if d <= 0 {
 		d, until = never, never
 	}
-	if h.m.state != Open || h.m.held || h.m.until < until || h.m.until == until && !h.m.forced {
+	if h.m.state != breaker.Open || h.m.held || h.m.until < until || h.m.until == until && !h.m.forced {
 		h.m.open(h.now, d, true)
 	}
 	h.b.Force(h.now, d, "force")
@@ -370,8 +372,8 @@ func (h *harness) bulk(n int) {
 
 func (h *harness) hasten() {
 	h.b.Hasten(h.now)
-	if m := h.m; m.state == Open && !m.forced && !m.held && h.now >= m.promise {
-		m.phase(HalfOpen)
+	if m := h.m; m.state == breaker.Open && !m.forced && !m.held && h.now >= m.promise {
+		m.phase(breaker.HalfOpen)
 	}
 }
 
@@ -384,8 +386,8 @@ func (h *harness) forceClosed() {
 
 func (h *harness) release() {
 	h.b.Release(h.now)
-	if h.m.state == Open && h.m.forced {
-		h.m.phase(HalfOpen)
+	if h.m.state == breaker.Open && h.m.forced {
+		h.m.phase(breaker.HalfOpen)
 		h.m.promise = 0
 	}
 }
@@ -396,12 +398,12 @@ func (h *harness) hold(rung int) {
 	if h.now < m.promise {
 		return
 	}
-	if m.state == Closed && h.now > m.retrip {
+	if m.state == breaker.Closed && h.now > m.retrip {
 		m.rung = 0
 	}
 	m.rung = max(m.rung, min(rung, topRung(m.cfg.Base, m.cfg.Cap)))
-	if m.state != Open || !m.held || m.trial != NoTrial {
-		m.hold(h.now, NoTrial)
+	if m.state != breaker.Open || !m.held || m.trial != breaker.NoTrial {
+		m.hold(h.now, breaker.NoTrial)
 	}
 }
 
@@ -411,14 +413,14 @@ func (h *harness) endHold(how int) {
 	switch how {
 	case 0:
 		h.b.Permit(h.now)
-		if m.held && m.state == Open {
-			m.phase(HalfOpen)
+		if m.held && m.state == breaker.Open {
+			m.phase(breaker.HalfOpen)
 			m.held = true
 		}
 	case 1:
 		h.b.Unhold(h.now)
 		if m.held {
-			m.phase(HalfOpen)
+			m.phase(breaker.HalfOpen)
 		}
 	case 2:
 		h.b.CloseHeld(h.now, "fleet")
@@ -432,9 +434,9 @@ func (h *harness) trip() {
 	h.b.Trip(h.now, "judge")
 	h.m.expire(h.now)
 	switch h.m.state {
-	case Closed:
+	case breaker.Closed:
 		h.m.trip(h.now)
-	case HalfOpen:
+	case breaker.HalfOpen:
 		h.m.climb(h.now)
 	}
 }
@@ -446,30 +448,30 @@ func (h *harness) check() string {
 	}
 	s, m := h.b.Snapshot(h.now), h.m
 	ok, bad := 0, 0
-	if m.state == Closed {
+	if m.state == breaker.Closed {
 		ok, bad = m.counts(h.now)
 	}
 	rung := m.rung
-	if m.state == Closed && h.now > m.retrip {
+	if m.state == breaker.Closed && h.now > m.retrip {
 		rung = 0
 	}
 	switch {
-	case s.State != m.state, s.Rung != rung, s.Forced != (m.forced && m.state == Open), s.Barred != (h.now < m.promise), s.Held != m.held, s.Trial != m.trial,
-		m.state == Open && s.Until != m.until,
-		m.state == Closed && (int(s.Successes) != ok || int(s.Failures) != bad || s.Run != len(m.run)),
-		m.state == HalfOpen && (s.ProbesOut != len(m.out) || s.ProbesPassed != m.passed),
+	case s.State != m.state, s.Rung != rung, s.Forced != (m.forced && m.state == breaker.Open), s.Barred != (h.now < m.promise), s.Held != m.held, s.Trial != m.trial,
+		m.state == breaker.Open && s.Until != m.until,
+		m.state == breaker.Closed && (int(s.Successes) != ok || int(s.Failures) != bad || s.Run != len(m.run)),
+		m.state == breaker.HalfOpen && (s.ProbesOut != len(m.out) || s.ProbesPassed != m.passed),
 		h.b.Passing() != (m.pace > 0), h.b.Life() != m.life:
 		return fmt.Sprintf("at %v: breaker %+v passing %v life %d, model %v until %v rung %d forced %v ok %d bad %d run %d out %d passed %d pace %d flaps %d life %d",
 			h.now, s, h.b.Passing(), h.b.Life(), m.state, m.until, rung, m.forced, ok, bad, len(m.run), len(m.out), m.passed, m.pace, m.flaps, m.life)
 	}
-	if _, ok := h.b.Enter(); ok != (m.state == Closed) {
+	if _, ok := h.b.Enter(); ok != (m.state == breaker.Closed) {
 		return fmt.Sprintf("Enter %v while %v", ok, m.state)
 	}
 	return ""
 }
 
 func checkModel(t *rapid.T, tb testing.TB) {
-	cfg := Config{
+	cfg := breaker.Config{
 		Window:    60 * sec,
 		MinSample: rapid.IntRange(1, 8).Draw(t, "minSample"),
 		Run:       rapid.IntRange(2, 6).Draw(t, "run"),
@@ -502,7 +504,7 @@ func checkModel(t *rapid.T, tb testing.TB) {
 		}
 	}
 	open := func() { // to the end of the open period
-		if h.m.state == Open && h.m.until != never && h.m.until > h.now {
+		if h.m.state == breaker.Open && h.m.until != never && h.m.until > h.now {
 			h.advance(h.m.until - h.now)
 		}
 	}
@@ -513,7 +515,7 @@ func checkModel(t *rapid.T, tb testing.TB) {
 			h.advance(rapid.SampledFrom([]time.Duration{1, 99 * ms, 100 * ms, 700 * ms, 5 * sec, 31 * sec, 400 * sec}).Draw(t, "d"))
 		},
 		"deadline": func(t *rapid.T) {
-			if h.m.state != Open || h.m.until == never || h.m.until <= h.now {
+			if h.m.state != breaker.Open || h.m.until == never || h.m.until <= h.now {
 				t.Skip("no deadline")
 			}
 			h.advance(h.m.until - h.now - rapid.SampledFrom([]time.Duration{0, 1}).Draw(t, "early"))
@@ -521,7 +523,7 @@ func checkModel(t *rapid.T, tb testing.TB) {
 		"probes": func(t *rapid.T) { // a phase, or the beginning of one
 			open()
 			o := rapid.SampledFrom([]outcome{passed, passed, passed, failed}).Draw(t, "last")
-			for n := rapid.IntRange(1, 4*cfg.Successes).Draw(t, "n"); n > 0 && h.m.state != Closed; n-- {
+			for n := rapid.IntRange(1, 4*cfg.Successes).Draw(t, "n"); n > 0 && h.m.state != breaker.Closed; n-- {
 				was := len(h.tokens)
 				if h.admit(1); len(h.tokens) == was {
 					return
@@ -539,7 +541,7 @@ func checkModel(t *rapid.T, tb testing.TB) {
 				open()
 				h.advance(late)
 				was := len(h.tokens)
-				if h.admit(1); h.m.state != HalfOpen || len(h.tokens) == was {
+				if h.admit(1); h.m.state != breaker.HalfOpen || len(h.tokens) == was {
 					return
 				}
 				h.settle(was, failed, true)
@@ -556,7 +558,7 @@ func checkModel(t *rapid.T, tb testing.TB) {
 			first := rapid.Bool().Draw(t, "first")
 			for range cfg.Run + 2 {
 				was := len(h.tokens)
-				if h.m.state != Closed {
+				if h.m.state != breaker.Closed {
 					return
 				}
 				h.admit(3)
@@ -625,7 +627,7 @@ func TestModelExhaustive(t *testing.T) {
 	if testing.Short() {
 		depth = 5
 	}
-	cfg := Config{Run: 2, Successes: 2, Lease: 200 * ms}
+	cfg := breaker.Config{Run: 2, Successes: 2, Lease: 200 * ms}
 	steps := []func(h *harness){
 		func(h *harness) { h.admit(1) },
 		func(h *harness) { settleAt(h, 0, passed) },

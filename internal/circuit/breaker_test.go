@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package breaker
+package circuit
 
 import (
 	"math"
@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"github.com/sony/gobreaker/v2"
+
+	"github.com/stormguard-mq/stormguard/breaker"
 )
 
 // bothClocks runs f with a real clock under gobreaker and with one that stands
@@ -24,14 +26,14 @@ func bothClocks(t *testing.T, f func(t *testing.T)) {
 // nanosecond, for as long as somebody asks at its end.
 func TestLadderIsExact(t *testing.T) {
 	bothClocks(t, func(t *testing.T) {
-		b := must(t, Config{})
+		b := must(t, breaker.Config{})
 		began := 5 * sec
 		now := began
 		trip(t, b, now)
 		rungs := map[int]time.Duration{} // the longest period seen at each
 		for n := 1; now-began < 10*time.Minute; n++ {
 			d := min(max((now-began)/10, 100*ms), 30*sec)
-			if r := refused(t, b, now+d-1); r.Until != now+d || r.State != Open || r.Scope != "scope" {
+			if r := refused(t, b, now+d-1); r.Until != now+d || r.State != breaker.Open || r.Scope != "scope" {
 				t.Fatalf("period %d, %v open: refusal %+v, want until %v", n, now-began, r, now+d)
 			}
 			s := b.Snapshot(now)
@@ -56,7 +58,7 @@ func TestLadderIsExact(t *testing.T) {
 // Where nothing asks for long, the rung is what bounds a period.
 func TestLadderOfLateProbes(t *testing.T) {
 	bothClocks(t, func(t *testing.T) {
-		b := must(t, Config{})
+		b := must(t, breaker.Config{})
 		now := 5 * sec
 		trip(t, b, now)
 		for n, d := range []time.Duration{
@@ -90,7 +92,7 @@ func TestRungClimbsWithThePeriod(t *testing.T) {
 		{3 * sec, 3, 300 * ms},
 		{time.Hour, 3, 400 * ms},
 	} {
-		b := must(t, Config{})
+		b := must(t, breaker.Config{})
 		trip(t, b, 0)
 		b.Failure(100*ms, admit(t, b, 100*ms), true) // to rung 2, since 100 ms is its period too
 		b.Failure(c.open, admit(t, b, c.open), true)
@@ -101,7 +103,7 @@ func TestRungClimbsWithThePeriod(t *testing.T) {
 }
 
 func TestPeriodAfter(t *testing.T) {
-	c := Config{}.WithDefaults()
+	c := breaker.Config{}.WithDefaults()
 	for _, x := range []struct {
 		n    int
 		open time.Duration
@@ -137,15 +139,15 @@ func TestPeriod(t *testing.T) {
 		{3, never, 63, never},
 		{sec, sec, 1, sec},
 	} {
-		if got := period(c.base, c.limit, c.n); got != c.want {
-			t.Errorf("period(%v, %v, %d) = %v, want %v", c.base, c.limit, c.n, got, c.want)
+		if got := (breaker.Config{Base: c.base, Cap: c.limit}).Period(c.n); got != c.want {
+			t.Errorf("Period(%v, %v, %d) = %v, want %v", c.base, c.limit, c.n, got, c.want)
 		}
 	}
 }
 
 func TestLadderSurvivesAClose(t *testing.T) {
 	bothClocks(t, func(t *testing.T) {
-		b := must(t, Config{Memory: 10 * sec, Successes: 1})
+		b := must(t, breaker.Config{Memory: 10 * sec, Successes: 1})
 		now := sec
 		trip(t, b, now)
 		// fails opens for the rung after one more failed probe, asked for an hour late,
@@ -196,7 +198,7 @@ func TestJitter(t *testing.T) {
 		u    float64
 		want time.Duration
 	}{{0, 80 * ms}, {0.5, 100 * ms}, {0.75, 110 * ms}} {
-		b := must(t, Config{Jitter: 0.2}, WithRand(func() float64 { return c.u }))
+		b := must(t, breaker.Config{Jitter: 0.2}, WithRand(func() float64 { return c.u }))
 		trip(t, b, 0)
 		if got := refused(t, b, 0).Until; got.Round(time.Microsecond) != c.want {
 			t.Errorf("u = %v: open for %v, want %v", c.u, got, c.want)
@@ -207,7 +209,7 @@ func TestJitter(t *testing.T) {
 // A result of an older generation changes nothing.
 func TestLateResults(t *testing.T) {
 	bothClocks(t, func(t *testing.T) {
-		b := must(t, Config{Successes: 2, Probes: 2})
+		b := must(t, breaker.Config{Successes: 2, Probes: 2})
 		old := enter(t, b)
 		trip(t, b, 0)
 		for range 100 {
@@ -216,23 +218,23 @@ func TestLateResults(t *testing.T) {
 			b.Slow(0, old, true)
 			b.Exclude(0, old)
 		}
-		if s := b.Snapshot(0); s.State != Open || s.Until != 100*ms || s.Rung != 1 {
+		if s := b.Snapshot(0); s.State != breaker.Open || s.Until != 100*ms || s.Rung != 1 {
 			t.Fatalf("late results moved it: %+v", s)
 		}
 		p, q := admit(t, b, 100*ms), admit(t, b, 100*ms)
 		b.Success(100*ms, old)
 		b.Success(100*ms, old)
-		state(t, b, 100*ms, HalfOpen)
+		state(t, b, 100*ms, breaker.HalfOpen)
 		b.Failure(100*ms, p, true)
 		b.Success(100*ms, q)
 		b.Failure(100*ms, q, true)
-		if s := b.Snapshot(100 * ms); s.State != Open || s.Rung != 2 || s.Until != 200*ms {
+		if s := b.Snapshot(100 * ms); s.State != breaker.Open || s.Rung != 2 || s.Until != 200*ms {
 			t.Fatalf("a probe of the last phase moved it: %+v", s)
 		}
 		admit(t, b, 300*ms)
 		b.Success(300*ms, q) // not of this phase either
 		b.Failure(300*ms, p, true)
-		if s := b.Snapshot(300 * ms); s.State != HalfOpen || s.ProbesPassed != 0 || s.ProbesOut != 1 {
+		if s := b.Snapshot(300 * ms); s.State != breaker.HalfOpen || s.ProbesPassed != 0 || s.ProbesOut != 1 {
 			t.Fatalf("a probe of the last phase settled in this one: %+v", s)
 		}
 		b.ForceClosed(300*ms, "test")
@@ -242,7 +244,7 @@ func TestLateResults(t *testing.T) {
 			b.Success(300*ms, q)
 			b.Failure(300*ms, p, true)
 		}
-		if s := b.Snapshot(300 * ms); s.State != Closed || s.Successes+s.Failures != 0 || s.Run != 0 {
+		if s := b.Snapshot(300 * ms); s.State != breaker.Closed || s.Successes+s.Failures != 0 || s.Run != 0 {
 			t.Fatalf("late results count in the next closed period: %+v", s)
 		}
 	})
@@ -250,18 +252,18 @@ func TestLateResults(t *testing.T) {
 
 func TestProbeSettlesOnce(t *testing.T) {
 	bothClocks(t, func(t *testing.T) {
-		b := must(t, Config{Successes: 3, Probes: 3})
+		b := must(t, breaker.Config{Successes: 3, Probes: 3})
 		trip(t, b, 0)
 		p := admit(t, b, sec)
 		for range 10 {
 			b.Success(sec, p)
 		}
-		if s := b.Snapshot(sec); s.State != HalfOpen || s.ProbesPassed != 1 || s.ProbesOut != 0 {
+		if s := b.Snapshot(sec); s.State != breaker.HalfOpen || s.ProbesPassed != 1 || s.ProbesOut != 0 {
 			t.Fatalf("one probe settled ten times: %+v", s)
 		}
 		b.Failure(sec, p, true)
 		b.Exclude(sec, p)
-		if s := b.Snapshot(sec); s.State != HalfOpen || s.ProbesPassed != 1 {
+		if s := b.Snapshot(sec); s.State != breaker.HalfOpen || s.ProbesPassed != 1 {
 			t.Fatalf("a settled probe was settled again: %+v", s)
 		}
 		q := admit(t, b, sec)
@@ -275,12 +277,12 @@ func TestProbeSettlesOnce(t *testing.T) {
 
 func TestProbeWidth(t *testing.T) {
 	bothClocks(t, func(t *testing.T) {
-		b := must(t, Config{Probes: 3, Successes: 4, Lease: 7 * sec})
+		b := must(t, breaker.Config{Probes: 3, Successes: 4, Lease: 7 * sec})
 		trip(t, b, 0)
 		a := admit(t, b, sec)
 		admit(t, b, 2*sec)
 		admit(t, b, 3*sec)
-		if r := refused(t, b, 3*sec); r.State != HalfOpen || r.Until != 8*sec || r.Cause != CauseRun {
+		if r := refused(t, b, 3*sec); r.State != breaker.HalfOpen || r.Until != 8*sec || r.Cause != breaker.CauseRun {
 			t.Fatalf("full: %+v", r)
 		}
 		b.Success(3*sec, a) // a pace of two at once is less than Probes
@@ -356,7 +358,7 @@ func TestPace(t *testing.T) {
 			{"..hhxh", 1, 0},
 			{"h", 0, 0},
 		} {
-			b := must(t, Config{})
+			b := must(t, breaker.Config{})
 			trip(t, b, 0)
 			for i, o := range c.outcomes {
 				head := uint64(100 + i)
@@ -381,7 +383,7 @@ func TestPace(t *testing.T) {
 				}
 			}
 			got := room(b, sec)
-			if s := b.Snapshot(sec); got != c.room || s.ProbesPassed != c.row || (s.State == Open) != (c.room == 0) {
+			if s := b.Snapshot(sec); got != c.room || s.ProbesPassed != c.row || (s.State == breaker.Open) != (c.room == 0) {
 				t.Errorf("%q: room for %d, %d in a row, %v; want %d, %d", c.outcomes, got, s.ProbesPassed, s.State, c.room, c.row)
 			}
 		}
@@ -394,14 +396,14 @@ func TestDownAgainIsEvidence(t *testing.T) {
 		"down": func(b *Breaker, k Token) { b.Unavailable(sec, k, false) },
 		"slow": func(b *Breaker, k Token) { b.Slow(sec, k, false) },
 	} {
-		b := must(t, Config{})
+		b := must(t, breaker.Config{})
 		trip(t, b, 0)
 		b.Success(sec, admit(t, b, sec))
 		for range 3 {
 			k, _ := b.Admit(sec, 7)
 			fail(b, k)
 		}
-		if s := b.Snapshot(sec); s.State != Open {
+		if s := b.Snapshot(sec); s.State != breaker.Open {
 			t.Errorf("%s: %+v", name, s)
 		}
 	}
@@ -411,7 +413,7 @@ func TestDownAgainIsEvidence(t *testing.T) {
 // when it came.
 func TestCloseNeedsARow(t *testing.T) {
 	bothClocks(t, func(t *testing.T) {
-		b := must(t, Config{Successes: 4})
+		b := must(t, breaker.Config{Successes: 4})
 		trip(t, b, 0)
 		b.Success(sec, admit(t, b, sec))
 		b.Success(sec, admit(t, b, sec))
@@ -422,19 +424,19 @@ func TestCloseNeedsARow(t *testing.T) {
 		b.Failure(sec, out[0], true)
 		for i, k := range out[1:] {
 			b.Success(sec, k)
-			if s := b.Snapshot(sec); s.State != HalfOpen || s.ProbesPassed != i+1 {
+			if s := b.Snapshot(sec); s.State != breaker.HalfOpen || s.ProbesPassed != i+1 {
 				t.Fatalf("%d in a row since the failure: %+v", i+1, s)
 			}
 		}
 		b.Success(sec, admit(t, b, sec))
-		state(t, b, sec, Closed)
+		state(t, b, sec, breaker.Closed)
 	})
 }
 
 // A breaker that trips soon after it closed needs twice as many in a row.
 func TestFlapsDoubleTheRow(t *testing.T) {
 	bothClocks(t, func(t *testing.T) {
-		b := must(t, Config{Successes: 3, Memory: 10 * sec})
+		b := must(t, breaker.Config{Successes: 3, Memory: 10 * sec})
 		now := sec
 		row := func() (n int) {
 			for now = max(now, b.Snapshot(now).Until); !b.Closed(); n++ {
@@ -465,7 +467,7 @@ func TestFlapsDoubleTheRow(t *testing.T) {
 
 // All probes that are out may be lost at once.
 func TestManyLostProbes(t *testing.T) {
-	b := must(t, Config{Lease: 5 * sec, Successes: 100})
+	b := must(t, breaker.Config{Lease: 5 * sec, Successes: 100})
 	trip(t, b, 0)
 	for range 6 {
 		b.Success(sec, admit(t, b, sec))
@@ -474,13 +476,13 @@ func TestManyLostProbes(t *testing.T) {
 		admit(t, b, sec)
 	}
 	b.Tick(6*sec - 1)
-	state(t, b, 6*sec-1, HalfOpen)
+	state(t, b, 6*sec-1, breaker.HalfOpen)
 	b.Tick(6 * sec)
-	if s := b.Snapshot(6 * sec); s.State != Open || s.Cause != CauseLost || s.ProbesOut != 0 {
+	if s := b.Snapshot(6 * sec); s.State != breaker.Open || s.Cause != breaker.CauseLost || s.ProbesOut != 0 {
 		t.Fatalf("%+v", s)
 	}
 	// Fewer than what would open it make it slower.
-	b = must(t, Config{Lease: 5 * sec})
+	b = must(t, breaker.Config{Lease: 5 * sec})
 	trip(t, b, 0)
 	for range 2 {
 		b.Success(sec, admit(t, b, sec))
@@ -489,7 +491,7 @@ func TestManyLostProbes(t *testing.T) {
 	admit(t, b, sec)
 	admit(t, b, 2*sec)
 	b.Tick(6 * sec)
-	if s := b.Snapshot(6 * sec); s.State != HalfOpen || s.ProbesOut != 1 || room(b, 6*sec) != 1 {
+	if s := b.Snapshot(6 * sec); s.State != breaker.HalfOpen || s.ProbesOut != 1 || room(b, 6*sec) != 1 {
 		t.Fatalf("%+v", s)
 	}
 }
@@ -498,7 +500,7 @@ func TestManyLostProbes(t *testing.T) {
 // turns or in halves of what is out.
 func TestHalfFailing(t *testing.T) {
 	bothClocks(t, func(t *testing.T) {
-		b := must(t, Config{})
+		b := must(t, breaker.Config{})
 		trip(t, b, 0)
 		for i := range 10_000 {
 			k, r := b.Admit(sec, uint64(i+1))
@@ -510,7 +512,7 @@ func TestHalfFailing(t *testing.T) {
 			} else {
 				b.Failure(sec, k, true)
 			}
-			state(t, b, sec, HalfOpen)
+			state(t, b, sec, breaker.HalfOpen)
 		}
 		if n := room(b, sec); n < 32 {
 			t.Errorf("room for %d", n)
@@ -528,12 +530,12 @@ func TestHalfFailing(t *testing.T) {
 					b.Success(sec, k)
 				}
 			}
-			state(t, b, sec, HalfOpen)
+			state(t, b, sec, breaker.HalfOpen)
 		}
 	})
 	// Closed, the ratio is judged when a call fails: what the twentieth outcome, a
 	// success, makes half is seen at the next failure.
-	b := must(t, Config{})
+	b := must(t, breaker.Config{})
 	for i := range 21 {
 		k := enter(t, b)
 		if i%2 == 1 {
@@ -542,19 +544,19 @@ func TestHalfFailing(t *testing.T) {
 		}
 		b.Failure(0, k, true)
 	}
-	if s := b.Snapshot(0); s.State != Open || s.Cause != CauseRate {
+	if s := b.Snapshot(0); s.State != breaker.Open || s.Cause != breaker.CauseRate {
 		t.Fatalf("%+v", s)
 	}
 }
 
 func TestExcludedProbesDoNotWedge(t *testing.T) {
 	bothClocks(t, func(t *testing.T) {
-		b := must(t, Config{})
+		b := must(t, breaker.Config{})
 		trip(t, b, 0)
 		for range 1000 {
 			b.Exclude(sec, admit(t, b, sec))
 		}
-		if s := b.Snapshot(sec); s.State != HalfOpen || s.Rung != 1 || s.ProbesPassed != 0 {
+		if s := b.Snapshot(sec); s.State != breaker.HalfOpen || s.Rung != 1 || s.ProbesPassed != 0 {
 			t.Fatalf("%+v", s)
 		}
 		reclose(t, b, sec)
@@ -562,7 +564,7 @@ func TestExcludedProbesDoNotWedge(t *testing.T) {
 }
 
 func TestExcludedCallsDoNotCount(t *testing.T) {
-	b := must(t, Config{})
+	b := must(t, breaker.Config{})
 	for range 4 {
 		b.Failure(0, enter(t, b), true)
 	}
@@ -573,7 +575,7 @@ func TestExcludedCallsDoNotCount(t *testing.T) {
 		t.Fatalf("%+v", s)
 	}
 	b.Failure(0, enter(t, b), true)
-	state(t, b, 0, Open)
+	state(t, b, 0, breaker.Open)
 }
 
 func TestLostProbe(t *testing.T) {
@@ -582,49 +584,49 @@ func TestLostProbe(t *testing.T) {
 			"Tick":  func(b *Breaker, now time.Duration) { b.Tick(now) },
 			"Admit": func(b *Breaker, now time.Duration) { b.Admit(now, 1) },
 		} {
-			b := must(t, Config{Lease: 5 * sec})
+			b := must(t, breaker.Config{Lease: 5 * sec})
 			trip(t, b, 0)
 			p, _ := b.Admit(sec, 9)
 			how(b, 6*sec-1)
-			state(t, b, 6*sec-1, HalfOpen)
+			state(t, b, 6*sec-1, breaker.HalfOpen)
 			how(b, 6*sec)
-			if s := b.Snapshot(6 * sec); s.State != Open || s.Cause != CauseLost || s.Rung != 2 {
+			if s := b.Snapshot(6 * sec); s.State != breaker.Open || s.Cause != breaker.CauseLost || s.Rung != 2 {
 				t.Fatalf("%s: a lost probe holds its slot: %+v", name, s)
 			}
 			b.Success(6*sec, p)
 			b.Success(7*sec, p)
-			state(t, b, 7*sec, Open)
+			state(t, b, 7*sec, breaker.Open)
 		}
 		// A result that comes as late as that is a loss, whoever looks first.
-		b := must(t, Config{Lease: 5 * sec, Successes: 1})
+		b := must(t, breaker.Config{Lease: 5 * sec, Successes: 1})
 		trip(t, b, 0)
 		p := admit(t, b, sec)
 		b.Success(6*sec, p)
-		state(t, b, 6*sec, Open)
+		state(t, b, 6*sec, breaker.Open)
 	})
 }
 
 func TestUnavailable(t *testing.T) {
-	b := must(t, Config{})
+	b := must(t, breaker.Config{})
 	for range 5 {
-		state(t, b, 0, Closed)
+		state(t, b, 0, breaker.Closed)
 		b.Unavailable(0, enter(t, b), false) // one delivery, retried
 	}
-	if s := b.Snapshot(0); s.State != Open || s.Cause != CauseRun {
+	if s := b.Snapshot(0); s.State != breaker.Open || s.Cause != breaker.CauseRun {
 		t.Fatalf("%+v", s)
 	}
 	// One of the run is enough, and it belongs to its run.
-	b = must(t, Config{})
+	b = must(t, breaker.Config{})
 	b.Unavailable(0, enter(t, b), true)
 	b.Success(0, enter(t, b))
 	for range 100 {
 		b.FailureOf(0, enter(t, b), false, 7)
 	}
-	state(t, b, 0, Closed)
+	state(t, b, 0, breaker.Closed)
 	b.Unavailable(0, enter(t, b), false)
-	state(t, b, 0, Open)
+	state(t, b, 0, breaker.Open)
 	// It is one failure of the ratio, if it is a first attempt.
-	b = must(t, Config{NoRun: true})
+	b = must(t, breaker.Config{NoRun: true})
 	b.Unavailable(0, enter(t, b), true)
 	b.Unavailable(0, enter(t, b), false)
 	if s := b.Snapshot(0); s.Failures != 1 || s.Run != 2 {
@@ -634,7 +636,7 @@ func TestUnavailable(t *testing.T) {
 
 func TestRenew(t *testing.T) {
 	bothClocks(t, func(t *testing.T) {
-		b := must(t, Config{Lease: 5 * sec, Successes: 2})
+		b := must(t, breaker.Config{Lease: 5 * sec, Successes: 2})
 		if b.Renew(0, Token{}) || b.Renew(0, enter(t, b)) {
 			t.Fatal("renewed what has no lease")
 		}
@@ -648,7 +650,7 @@ func TestRenew(t *testing.T) {
 		}
 		b.Tick(10*sec - 1)
 		b.Success(10*sec-1, p)
-		if s := b.Snapshot(10*sec - 1); s.State != HalfOpen || s.ProbesPassed != 1 {
+		if s := b.Snapshot(10*sec - 1); s.State != breaker.HalfOpen || s.ProbesPassed != 1 {
 			t.Fatalf("%+v", s)
 		}
 		if b.Renew(10*sec-1, p) {
@@ -662,16 +664,16 @@ func TestRenew(t *testing.T) {
 		if b.Renew(15*sec, p) || !b.Renew(15*sec, q) {
 			t.Fatal("renewed a lost probe, or lost one that was renewed")
 		}
-		if s := b.Snapshot(15 * sec); s.State != HalfOpen || s.ProbesOut != 1 {
+		if s := b.Snapshot(15 * sec); s.State != breaker.HalfOpen || s.ProbesOut != 1 {
 			t.Fatalf("%+v", s)
 		}
 		b.Force(15*sec, sec, "storm")
 		if b.Renew(15*sec, q) {
 			t.Fatal("renewed a probe of an older generation")
 		}
-		state(t, b, 15*sec, Open)
+		state(t, b, 15*sec, breaker.Open)
 		// The last that is lost opens it, also by Renew, and the tree hears of it.
-		b = must(t, Config{Lease: 5 * sec})
+		b = must(t, breaker.Config{Lease: 5 * sec})
 		told := 0
 		b.notify = func(time.Duration) { told++ }
 		trip(t, b, 0)
@@ -680,11 +682,11 @@ func TestRenew(t *testing.T) {
 		if b.Renew(6*sec, p) || told != 1 {
 			t.Fatalf("renewed at the end of its lease, or %d notices", told)
 		}
-		if s := b.Snapshot(6 * sec); s.State != Open || s.Cause != CauseLost {
+		if s := b.Snapshot(6 * sec); s.State != breaker.Open || s.Cause != breaker.CauseLost {
 			t.Fatalf("%+v", s)
 		}
 		// A permit has a lease too.
-		b = must(t, Config{Lease: 5 * sec})
+		b = must(t, breaker.Config{Lease: 5 * sec})
 		b.Hold(0, 1, "fleet")
 		b.Permit(0)
 		p = admit(t, b, 0)
@@ -692,16 +694,16 @@ func TestRenew(t *testing.T) {
 			t.Fatal("not renewed")
 		}
 		b.Tick(9*sec - 1)
-		state(t, b, 9*sec-1, HalfOpen)
+		state(t, b, 9*sec-1, breaker.HalfOpen)
 		b.Tick(9 * sec)
-		if s := b.Snapshot(9 * sec); s.Trial != TrialFailed {
+		if s := b.Snapshot(9 * sec); s.Trial != breaker.TrialFailed {
 			t.Fatalf("%+v", s)
 		}
 	})
 }
 
 func TestLife(t *testing.T) {
-	b := must(t, Config{Successes: 1})
+	b := must(t, breaker.Config{Successes: 1})
 	life := func(want uint64) {
 		t.Helper()
 		if got := b.Life(); got != want {
@@ -725,7 +727,7 @@ func TestLife(t *testing.T) {
 	n += 4
 	life(20)
 	b.Success(3*sec, admit(t, b, 3*sec))
-	state(t, b, 3*sec, Closed)
+	state(t, b, 3*sec, breaker.Closed)
 	life(20)
 	n++
 	b.ForceClosed(4*sec, "operator")
@@ -755,19 +757,19 @@ func TestLife(t *testing.T) {
 
 func TestHasten(t *testing.T) {
 	bothClocks(t, func(t *testing.T) {
-		b := must(t, Config{Successes: 1})
+		b := must(t, breaker.Config{Successes: 1})
 		b.Hasten(0)
-		state(t, b, 0, Closed)
+		state(t, b, 0, breaker.Closed)
 		trip(t, b, 0)
 		b.Hasten(ms)
-		if s := b.Snapshot(ms); s.State != HalfOpen || s.Cause != CauseRun || s.Rung != 1 {
+		if s := b.Snapshot(ms); s.State != breaker.HalfOpen || s.Cause != breaker.CauseRun || s.Rung != 1 {
 			t.Fatalf("%+v", s)
 		}
 		p := admit(t, b, ms)
 		b.Hasten(ms) // there is nothing to end
 		refused(t, b, ms)
 		b.Failure(ms, p, true)
-		if s := b.Snapshot(ms); s.State != Open || s.Rung != 2 {
+		if s := b.Snapshot(ms); s.State != breaker.Open || s.Rung != 2 {
 			t.Fatalf("%+v", s)
 		}
 		b.Hasten(2 * ms)
@@ -779,24 +781,24 @@ func TestHasten(t *testing.T) {
 			"held":                         func(b *Breaker) { b.Hold(0, 1, "fleet") },
 			"forced behind its own period": func(b *Breaker) { b.Trip(0, "test"); b.Force(0, 100*ms-1, "storm") },
 		} {
-			b := must(t, Config{})
+			b := must(t, breaker.Config{})
 			shut(b)
 			b.Hasten(50 * ms)
-			if s := b.Snapshot(50 * ms); s.State != Open {
+			if s := b.Snapshot(50 * ms); s.State != breaker.Open {
 				t.Errorf("%s: %+v", name, s)
 			}
 			refused(t, b, 50*ms)
 		}
 		// The force behind the period is over first.
-		b = must(t, Config{})
+		b = must(t, breaker.Config{})
 		b.Trip(0, "test")
 		b.Force(0, 60*ms, "storm")
 		b.Hasten(60*ms - 1)
-		state(t, b, 60*ms-1, Open)
+		state(t, b, 60*ms-1, breaker.Open)
 		b.Hasten(60 * ms)
-		state(t, b, 60*ms, HalfOpen)
+		state(t, b, 60*ms, breaker.HalfOpen)
 		// A permit is not hastened into a phase.
-		b = must(t, Config{})
+		b = must(t, breaker.Config{})
 		b.Hold(0, 1, "fleet")
 		b.Permit(0)
 		b.Hasten(0)
@@ -808,7 +810,7 @@ func TestHasten(t *testing.T) {
 
 // A token of the closed path has no identity: who settles it says it once.
 func TestClosedTokenHasNoIdentity(t *testing.T) {
-	b := must(t, Config{})
+	b := must(t, breaker.Config{})
 	for _, k := range []Token{enter(t, b), admit(t, b, 0)} {
 		b.Success(0, k)
 		b.Success(0, k)
@@ -826,7 +828,7 @@ func TestRunScalesWithTheRate(t *testing.T) {
 		perSecond uint64
 		run       int
 	}{{0, 5}, {10, 5}, {100, 5}, {560, 5}, {580, 6}, {1000, 6}, {10_000, 6}, {18_900, 6}, {19_300, 7}, {100_000, 7}} {
-		b := must(t, Config{NoRun: false, Ratio: 0.99})
+		b := must(t, breaker.Config{NoRun: false, Ratio: 0.99})
 		var n uint64
 		b.Attach(func() uint64 { return n })
 		for i := range 59 {
@@ -838,7 +840,7 @@ func TestRunScalesWithTheRate(t *testing.T) {
 		for ; b.Closed() && failures < 100; failures++ {
 			b.Failure(59*sec, enter(t, b), true)
 		}
-		if failures != c.run || b.Snapshot(59*sec).Cause != CauseRun {
+		if failures != c.run || b.Snapshot(59*sec).Cause != breaker.CauseRun {
 			t.Errorf("%d/s: opened after %d, want %d", c.perSecond, failures, c.run)
 		}
 	}
@@ -889,7 +891,7 @@ func TestForce(t *testing.T) {
 				return []Token{k, admit(t, b, sec), admit(t, b, sec)}
 			},
 		} {
-			b := must(t, Config{Successes: 2, Probes: 2})
+			b := must(t, breaker.Config{Successes: 2, Probes: 2})
 			old := prepare(b)
 			b.Force(sec, 10*sec, "storm")
 			for range 10 {
@@ -906,7 +908,7 @@ func TestForce(t *testing.T) {
 			for _, k := range old {
 				b.Success(11*sec, k)
 			}
-			state(t, b, 11*sec, Open)
+			state(t, b, 11*sec, breaker.Open)
 			if !admit(t, b, 11*sec).Probe() {
 				t.Fatalf("%s: not a probe", name)
 			}
@@ -915,7 +917,7 @@ func TestForce(t *testing.T) {
 }
 
 func TestForceExtendsAndNeverShortens(t *testing.T) {
-	b := must(t, Config{})
+	b := must(t, breaker.Config{})
 	b.Force(0, 10*sec, "a")
 	b.Force(sec, sec, "b")
 	if r := refused(t, b, 5*sec); r.Until != 10*sec || r.Cause != "a" {
@@ -935,13 +937,13 @@ func TestForceExtendsAndNeverShortens(t *testing.T) {
 	refused(t, b, never-1)
 	b.Release(3 * sec)
 	b.Release(3 * sec)
-	state(t, b, 3*sec, HalfOpen)
+	state(t, b, 3*sec, breaker.HalfOpen)
 	reclose(t, b, 3*sec)
 	b.Release(3 * sec)
-	state(t, b, 3*sec, Closed)
+	state(t, b, 3*sec, breaker.Closed)
 	trip(t, b, 4*sec)
 	b.Release(4 * sec) // not a force
-	state(t, b, 4*sec, Open)
+	state(t, b, 4*sec, breaker.Open)
 	// A force over an open period of the same length is a force all the same.
 	b.Force(4*sec, 100*ms, "g")
 	if s := b.Snapshot(4 * sec); !s.Forced || s.Cause != "g" {
@@ -951,16 +953,16 @@ func TestForceExtendsAndNeverShortens(t *testing.T) {
 
 func TestForceClosed(t *testing.T) {
 	bothClocks(t, func(t *testing.T) {
-		b := must(t, Config{})
+		b := must(t, breaker.Config{})
 		b.Failure(0, enter(t, b), true)
 		b.ForceClosed(0, "operator")
-		if s := b.Snapshot(0); s.State != Closed || s.Failures != 0 || s.Run != 0 {
+		if s := b.Snapshot(0); s.State != breaker.Closed || s.Failures != 0 || s.Run != 0 {
 			t.Fatalf("%+v", s)
 		}
 		trip(t, b, 0)
 		b.Failure(sec, admit(t, b, sec), true)
 		b.ForceClosed(sec, "operator")
-		if s := b.Snapshot(sec); s.State != Closed || s.Rung != 0 || s.Cause != "" {
+		if s := b.Snapshot(sec); s.State != breaker.Closed || s.Rung != 0 || s.Cause != "" {
 			t.Fatalf("%+v", s)
 		}
 		trip(t, b, sec)
@@ -976,7 +978,7 @@ func TestForceClosed(t *testing.T) {
 
 func TestTrip(t *testing.T) {
 	bothClocks(t, func(t *testing.T) {
-		b := must(t, Config{})
+		b := must(t, breaker.Config{})
 		k := enter(t, b)
 		b.Trip(0, "witness")
 		b.Trip(50*ms, "again")
@@ -1000,7 +1002,7 @@ func TestTrip(t *testing.T) {
 		if b.Passing() {
 			t.Fatal("open, yet passing")
 		}
-		state(t, b, 2*sec, Open)
+		state(t, b, 2*sec, breaker.Open)
 	})
 }
 
@@ -1010,39 +1012,39 @@ func TestRunNeedsTwoDeliveries(t *testing.T) {
 			b.Failure(0, enter(t, b), false)
 		}
 	}
-	b := must(t, Config{})
+	b := must(t, breaker.Config{})
 	b.Failure(0, enter(t, b), true)
 	retries(b, 1000)
-	state(t, b, 0, Closed) // one poison message, retried in place
+	state(t, b, 0, breaker.Closed) // one poison message, retried in place
 	b.Failure(0, enter(t, b), true)
-	if s := b.Snapshot(0); s.State != Open || s.Cause != CauseRun {
+	if s := b.Snapshot(0); s.State != breaker.Open || s.Cause != breaker.CauseRun {
 		t.Fatalf("the second delivery did not trip: %+v", s)
 	}
 
-	b = must(t, Config{})
+	b = must(t, breaker.Config{})
 	retries(b, 4) // of a delivery whose first attempt was before a success
-	state(t, b, 0, Closed)
+	state(t, b, 0, breaker.Closed)
 	b.Failure(0, enter(t, b), true)
-	state(t, b, 0, Open)
+	state(t, b, 0, breaker.Open)
 
-	b = must(t, Config{})
+	b = must(t, breaker.Config{})
 	for range 4 {
 		b.FailureOf(0, enter(t, b), false, 7)
 	}
 	b.FailureOf(0, enter(t, b), false, 8)
-	state(t, b, 0, Open)
+	state(t, b, 0, breaker.Open)
 
-	b = must(t, Config{})
+	b = must(t, breaker.Config{})
 	for range 100 {
 		b.FailureOf(0, enter(t, b), false, 7)
 	}
-	state(t, b, 0, Closed)
+	state(t, b, 0, breaker.Closed)
 
-	b = must(t, Config{NoRun: true, MinSample: 1000})
+	b = must(t, breaker.Config{NoRun: true, MinSample: 1000})
 	for range 999 {
 		b.Failure(0, enter(t, b), true)
 	}
-	state(t, b, 0, Closed)
+	state(t, b, 0, breaker.Closed)
 }
 
 func TestSuccessEndsARun(t *testing.T) {
@@ -1063,14 +1065,14 @@ func TestSuccessEndsARun(t *testing.T) {
 			}
 		},
 	} {
-		b := must(t, Config{MinSample: 1000})
+		b := must(t, breaker.Config{MinSample: 1000})
 		ok := succeed(b)
 		for range 20 {
 			for range 4 {
 				b.Failure(0, enter(t, b), true)
 			}
 			ok()
-			if s := b.Snapshot(0); s.State != Closed || s.Run != 0 {
+			if s := b.Snapshot(0); s.State != breaker.Closed || s.Run != 0 {
 				t.Fatalf("%s: %+v", name, s)
 			}
 		}
@@ -1082,7 +1084,7 @@ func TestSuccessEndsARun(t *testing.T) {
 
 // One poison message in a hundred, tried five times, is 1 % and not 4.8 %.
 func TestOnlyFirstAttemptsCountInTheRate(t *testing.T) {
-	b := must(t, Config{Plain: true, Ratio: 0.04})
+	b := must(t, breaker.Config{Plain: true, Ratio: 0.04})
 	for i := range 10_000 {
 		now := time.Duration(i) * ms
 		if i%100 != 0 {
@@ -1101,39 +1103,39 @@ func TestOnlyFirstAttemptsCountInTheRate(t *testing.T) {
 
 func TestRate(t *testing.T) {
 	// 19 of 20 succeeded: at the limit, not above it.
-	b := must(t, Config{Plain: true})
+	b := must(t, breaker.Config{Plain: true})
 	for range 19 {
 		b.Success(0, enter(t, b))
 	}
 	b.Failure(0, enter(t, b), true)
-	state(t, b, 0, Closed)
+	state(t, b, 0, breaker.Closed)
 	b.Failure(0, enter(t, b), true)
-	if s := b.Snapshot(0); s.State != Open || s.Cause != CauseRate {
+	if s := b.Snapshot(0); s.State != breaker.Open || s.Cause != breaker.CauseRate {
 		t.Fatalf("2 of 21: %+v", s)
 	}
 	// The same with confidence is noise.
-	b = must(t, Config{})
+	b = must(t, breaker.Config{})
 	for range 18 {
 		b.Success(0, enter(t, b))
 	}
 	for range 3 {
 		b.Failure(0, enter(t, b), true)
 	}
-	if s := b.Snapshot(0); s.State != Closed || s.Bound > 0.05 || s.Ratio < 0.14 {
+	if s := b.Snapshot(0); s.State != breaker.Closed || s.Bound > 0.05 || s.Ratio < 0.14 {
 		t.Fatalf("3 of 21: %+v", s)
 	}
 	// Below MinSample nothing is judged.
-	b = must(t, Config{NoRun: true})
+	b = must(t, breaker.Config{NoRun: true})
 	for range 19 {
 		b.Failure(0, enter(t, b), true)
 	}
-	state(t, b, 0, Closed)
+	state(t, b, 0, breaker.Closed)
 	b.Failure(0, enter(t, b), true)
-	state(t, b, 0, Open)
+	state(t, b, 0, breaker.Open)
 }
 
 func TestWindowSlides(t *testing.T) {
-	b := must(t, Config{NoRun: true})
+	b := must(t, breaker.Config{NoRun: true})
 	for range 19 {
 		b.Failure(sec/2, enter(t, b), true)
 	}
@@ -1145,12 +1147,12 @@ func TestWindowSlides(t *testing.T) {
 		t.Fatalf("%+v", s)
 	}
 	b.Failure(60*sec, enter(t, b), true)
-	state(t, b, 60*sec, Closed)
+	state(t, b, 60*sec, breaker.Closed)
 	if s := b.Snapshot(1000 * time.Hour); s.Failures != 0 {
 		t.Fatalf("%+v", s)
 	}
 	// An edge belongs to the bucket it begins.
-	b = must(t, Config{})
+	b = must(t, breaker.Config{})
 	b.Failure(sec, enter(t, b), true)
 	if s := b.Snapshot(61*sec - 1); s.Failures != 1 {
 		t.Fatalf("%+v", s)
@@ -1161,7 +1163,7 @@ func TestWindowSlides(t *testing.T) {
 }
 
 func TestAttach(t *testing.T) {
-	b := must(t, Config{NoRun: true})
+	b := must(t, breaker.Config{NoRun: true})
 	var n uint64 = 1000 // what it counted before is not ours
 	detach := b.Attach(func() uint64 { return n })
 	n += 10
@@ -1196,22 +1198,22 @@ func TestAttach(t *testing.T) {
 }
 
 func TestSlow(t *testing.T) {
-	b := must(t, Config{})
+	b := must(t, breaker.Config{})
 	for range 5 {
 		k := enter(t, b)
 		b.Slow(10*sec, k, true)
 		b.Exclude(90*sec, k)
 	}
-	if s := b.Snapshot(10 * sec); s.State != Open || s.Cause != CauseSlow {
+	if s := b.Snapshot(10 * sec); s.State != breaker.Open || s.Cause != breaker.CauseSlow {
 		t.Fatalf("%+v", s)
 	}
 	bothClocks(t, func(t *testing.T) {
-		b := must(t, Config{Successes: 1})
+		b := must(t, breaker.Config{Successes: 1})
 		trip(t, b, 0)
 		p := admit(t, b, sec)
 		b.Slow(11*sec, p, false)
 		b.Success(12*sec, p)
-		if s := b.Snapshot(12 * sec); s.State != Open || s.Cause != CauseSlow || s.Rung != 2 {
+		if s := b.Snapshot(12 * sec); s.State != breaker.Open || s.Cause != breaker.CauseSlow || s.Rung != 2 {
 			t.Fatalf("%+v", s)
 		}
 	})
@@ -1249,7 +1251,7 @@ func TestHangDifferential(t *testing.T) {
 		}
 	})
 
-	b := must(t, Config{Slow: 2 * sec})
+	b := must(t, breaker.Config{Slow: 2 * sec})
 	var began []time.Duration
 	var tokens []Token
 	reported, trippedAt := 0, time.Duration(0)
@@ -1273,7 +1275,7 @@ func TestHangDifferential(t *testing.T) {
 }
 
 func TestSnapshotChangesNothing(t *testing.T) {
-	b := must(t, Config{})
+	b := must(t, breaker.Config{})
 	b.Failure(0, enter(t, b), true)
 	if s := b.Snapshot(time.Hour); s.Failures != 0 {
 		t.Fatalf("%+v", s)
@@ -1281,29 +1283,29 @@ func TestSnapshotChangesNothing(t *testing.T) {
 	if s := b.Snapshot(0); s.Failures != 1 {
 		t.Fatalf("looking ahead rolled the window: %+v", s)
 	}
-	trip(t, must(t, Config{}), 0)
+	trip(t, must(t, breaker.Config{}), 0)
 	b.Trip(0, "test")
 	b.Changes(nil)
-	if s := b.Snapshot(time.Hour); s.State != Open || s.Until != 100*ms || s.Cause != "test" {
+	if s := b.Snapshot(time.Hour); s.State != breaker.Open || s.Until != 100*ms || s.Cause != "test" {
 		t.Fatalf("%+v", s)
 	}
 	if c := b.Changes(nil); len(c) != 0 {
 		t.Fatalf("looking changed the state: %+v", c)
 	}
 	b.Admit(time.Hour, 0)
-	if s := b.Snapshot(100 * time.Hour); s.State != HalfOpen || s.ProbesOut != 1 {
+	if s := b.Snapshot(100 * time.Hour); s.State != breaker.HalfOpen || s.ProbesOut != 1 {
 		t.Fatalf("looking expired a lease: %+v", s)
 	}
 }
 
 func TestChanges(t *testing.T) {
-	b := must(t, Config{Successes: 1})
+	b := must(t, breaker.Config{Successes: 1})
 	b.Trip(sec, "x")
 	b.Success(2*sec, admit(t, b, 2*sec))
 	want := []Change{
-		{"scope", 1, sec, Closed, Open, "x", 100 * ms, 1},
-		{"scope", 2, 2 * sec, Open, HalfOpen, "x", 0, 1},
-		{"scope", 3, 2 * sec, HalfOpen, Closed, CauseProbe, 0, 0},
+		{"scope", 1, sec, breaker.Closed, breaker.Open, "x", 100 * ms, 1},
+		{"scope", 2, 2 * sec, breaker.Open, breaker.HalfOpen, "x", 0, 1},
+		{"scope", 3, 2 * sec, breaker.HalfOpen, breaker.Closed, breaker.CauseProbe, 0, 0},
 	}
 	got := b.Changes(nil)
 	if len(got) != len(want) {
@@ -1329,7 +1331,7 @@ func TestChanges(t *testing.T) {
 
 // Out-of-order clocks must not corrupt the sums.
 func TestClockMayLagBehind(t *testing.T) {
-	b := must(t, Config{NoRun: true, MinSample: 1000})
+	b := must(t, breaker.Config{NoRun: true, MinSample: 1000})
 	b.Failure(100*sec, enter(t, b), true)
 	b.Failure(99*sec, enter(t, b), true)
 	b.Failure(0, enter(t, b), true)

@@ -1,13 +1,15 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package breaker
+package circuit
 
 import (
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
 )
 
 // Oracle: no admission that begins after a Force has returned succeeds before
@@ -17,7 +19,7 @@ func TestForceUnderLoad(t *testing.T) {
 	if testing.Short() {
 		d = 200 * time.Millisecond
 	}
-	b := must(t, Config{Base: ms, Cap: 2 * ms, Successes: 2, Probes: 2, Lease: 5 * ms})
+	b := must(t, breaker.Config{Base: ms, Cap: 2 * ms, Successes: 2, Probes: 2, Lease: 5 * ms})
 	origin := time.Now()
 	now := func() time.Duration { return time.Since(origin) }
 
@@ -133,12 +135,12 @@ func TestForceUnderLoad(t *testing.T) {
 // Half-open gives out at most Probes at a time, or what its pace allows, whoever asks.
 func TestProbeWidthUnderLoad(t *testing.T) {
 	t.Run("Probes", func(t *testing.T) {
-		b := must(t, Config{Probes: 3, Successes: 1000})
+		b := must(t, breaker.Config{Probes: 3, Successes: 1000})
 		b.Trip(0, "test")
 		widthUnderLoad(t, b, 3)
 	})
 	t.Run("pace", func(t *testing.T) {
-		b := must(t, Config{Successes: 1000})
+		b := must(t, breaker.Config{Successes: 1000})
 		b.Trip(0, "test")
 		for range 2 {
 			b.Success(sec, admit(t, b, sec))
@@ -174,7 +176,7 @@ func widthUnderLoad(t *testing.T, b *Breaker, width int64) {
 
 // The closed path counts exactly, with workers, failures and a sweeper at once.
 func TestClosedPathCounts(t *testing.T) {
-	b := must(t, Config{NoRun: true, Ratio: 0.9})
+	b := must(t, breaker.Config{NoRun: true, Ratio: 0.9})
 	var attached atomic.Uint64
 	b.Attach(attached.Load)
 	const workers, each = 8, 2000

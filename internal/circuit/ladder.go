@@ -1,40 +1,17 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package breaker
+package circuit
 
 import (
 	"math"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
 )
 
 // never is a deadline that does not come.
 const never = time.Duration(math.MaxInt64)
-
-// period is the length of the n-th consecutive open period, n from 1:
-// min(limit, base·2^(n-1)). It cannot overflow.
-func period(base, limit time.Duration, n int) time.Duration {
-	shift := max(n-1, 0)
-	if shift >= 63 || base > limit>>shift {
-		return limit
-	}
-	return base << shift
-}
-
-// Period is the length of the n-th consecutive open period, n from 1, without
-// jitter. Base and Cap must be set.
-func (c Config) Period(n int) time.Duration { return period(c.Base, c.Cap, n) }
-
-// earlyProbe: the next probe comes no later than after a tenth of the time that the
-// breaker has been open, so that a short outage is not followed by a long wait.
-const earlyProbe = 10
-
-// PeriodAfter is the length of the n-th consecutive open period, n from 1, of a
-// breaker that has been open for a time: Period, or a tenth of that time if it is
-// less, but no less than Base.
-func (c Config) PeriodAfter(n int, open time.Duration) time.Duration {
-	return min(c.Period(n), max(c.Base, open/earlyProbe))
-}
 
 // falseRuns is how often in an hour failures without a cause may come in a run that
 // opens the breaker, and falseRate the share of calls that fail so.
@@ -42,6 +19,8 @@ const (
 	falseRuns = 0.05
 	falseRate = 0.03
 )
+
+var defaultRun = breaker.Config{}.WithDefaults().Run
 
 // runLength is how many failures in a row open a breaker that sees n outcomes in a
 // window: least, and at a high rate so many more that chance alone makes no more than
@@ -56,7 +35,7 @@ func runLength(least int, n uint64, window time.Duration) int {
 // long outage must not take as many closes to forget as it had failed probes.
 func topRung(base, limit time.Duration) int {
 	n := 1
-	for period(base, limit, n) < limit {
+	for (breaker.Config{Base: base, Cap: limit}).Period(n) < limit {
 		n++
 	}
 	return n

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package breaker
+package circuit
 
 import (
 	"math"
@@ -9,6 +9,8 @@ import (
 	"slices"
 	"testing"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
 )
 
 // load is deliveries offered to a breaker, each admitted at once or lost.
@@ -54,7 +56,7 @@ func (l load) run(b *Breaker, seed uint64, d time.Duration) (opens int, carried 
 		}
 		buf = b.Changes(buf[:0])
 		for _, c := range buf {
-			if c.To == Open {
+			if c.To == breaker.Open {
 				opens++
 			}
 		}
@@ -89,7 +91,7 @@ func TestFlaps(t *testing.T) {
 		most, least := 0, 1.0
 		var opens []int
 		for seed := range seeds {
-			o, share := c.run(must(t, Config{}), seed, 5*time.Minute)
+			o, share := c.run(must(t, breaker.Config{}), seed, 5*time.Minute)
 			most, least, opens = max(most, o), min(least, share), append(opens, o)
 		}
 		slices.Sort(opens)
@@ -112,7 +114,7 @@ func TestOutageIsLeftAlone(t *testing.T) {
 		{load{10, 50 * ms, 1}, 80, 0.03},
 	} {
 		for seed := range uint64(2) {
-			o, share := c.run(must(t, Config{}), seed, 5*time.Minute)
+			o, share := c.run(must(t, breaker.Config{}), seed, 5*time.Minute)
 			t.Logf("%+v: %d opens, %.2f %% carried", c.load, o, share*100)
 			if o > c.opens || share > c.carried {
 				t.Errorf("%+v, seed %d: %d opens, %.2f %% carried; want at most %d and %.2f %%", c.load, seed, o, share*100, c.opens, c.carried*100)
@@ -123,13 +125,13 @@ func TestOutageIsLeftAlone(t *testing.T) {
 
 // falseTrips counts how often b opens in so many hours of rate calls a second of which
 // 3 % fail, each by itself. It is closed again each time.
-func falseTrips(b *Breaker, seed uint64, rate float64, hours int) (trips map[Cause]int) {
+func falseTrips(b *Breaker, seed uint64, rate float64, hours int) (trips map[breaker.Cause]int) {
 	const bad = 0.03
 	rng := rand.New(rand.NewPCG(seed, uint64(rate*100)))
 	ok := uint64(0)
 	defer b.Attach(func() uint64 { return ok })() //nolint:revive // it begins here and ends with the function
 	end := time.Duration(hours) * time.Hour
-	trips = map[Cause]int{}
+	trips = map[breaker.Cause]int{}
 	tick, call := sec, 0.0 // calls until now; those between failures are not looked at
 	for {
 		gap := math.Floor(math.Log(1-rng.Float64()) / math.Log(1-bad))
@@ -172,7 +174,7 @@ func TestFalseTripsPerHour(t *testing.T) {
 		if testing.Short() || raceEnabled {
 			c.hours = (c.hours + 9) / 10
 		}
-		trips := falseTrips(must(t, Config{}), 1, c.rate, c.hours)
+		trips := falseTrips(must(t, breaker.Config{}), 1, c.rate, c.hours)
 		n := 0
 		for _, k := range trips {
 			n += k
@@ -187,7 +189,7 @@ func TestFalseTripsPerHour(t *testing.T) {
 // Judged plainly it opens by noise, which the simulation must see.
 func TestFalseTripsWithoutConfidence(t *testing.T) {
 	const hours = 100
-	if n := falseTrips(must(t, Config{Plain: true, NoRun: true}), 1, 1, hours)[CauseRate]; n < hours {
+	if n := falseTrips(must(t, breaker.Config{Plain: true, NoRun: true}), 1, 1, hours)[breaker.CauseRate]; n < hours {
 		t.Errorf("%d in %d hours", n, hours)
 	}
 }
@@ -201,7 +203,7 @@ func TestDetection(t *testing.T) {
 		var took []int
 		for seed := range uint64(101) {
 			rng := rand.New(rand.NewPCG(seed, 7))
-			b := must(t, Config{})
+			b := must(t, breaker.Config{})
 			n := 0
 			for b.Closed() {
 				n++

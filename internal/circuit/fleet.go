@@ -1,9 +1,13 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package breaker
+package circuit
 
-import "time"
+import (
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+)
 
 // A Fleet decides over breakers together with other processes: what a driver of
 // breakers, such as a guard, asks of it. Instants are the breakers'.
@@ -38,33 +42,9 @@ type Fleet interface {
 
 	// Scopes describes each scope that is adopted, sorted by name: the leaves and
 	// what the fleet decides on above them.
-	Scopes() []FleetScope
+	Scopes() []breaker.FleetScope
 
 	// Scope describes the scope of a breaker; false if it is not adopted. It
 	// takes a lock: not for the closed path.
-	Scope(b *Breaker) (FleetScope, bool)
-}
-
-// FleetScope is what a fleet makes of one scope, as this process knows.
-type FleetScope struct {
-	// Name is the path of the scope that decides: of a breaker's own, or of the
-	// one above that holds it.
-	Name string
-	// State is the fleet's: Open also while it probes.
-	State State
-	// Held says that this process's breaker is held by it. It may be held by a
-	// handover although State is Closed, and free although State is Open: a
-	// process that is cut off goes by itself.
-	Held bool
-	// Probing says that it is this process that probes.
-	Probing bool
-	// Cause is why the fleet opened it, or why it is held.
-	Cause Cause
-	// Left is what remains of the open period or of the wait, as far as is known.
-	Left time.Duration
-	// Round counts the open periods since the fleet last closed it.
-	Round uint32
-	// Heard of Need processes that make a quorum are heard, this one included.
-	// With less the fleet cannot decide.
-	Heard, Need int
+	Scope(b *Breaker) (breaker.FleetScope, bool)
 }

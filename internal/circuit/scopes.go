@@ -1,9 +1,10 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package breaker
+package circuit
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"slices"
@@ -11,6 +12,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
 )
 
 // maxDepth is how long a scope path may be: a leaf and two parents, so that an
@@ -31,31 +34,31 @@ type ScopesConfig struct {
 	// leaf costs about 2 KB.
 	Limit int
 	// Breaker configures every leaf.
-	Breaker Config
+	Breaker breaker.Config
 }
 
 // WithDefaults returns c with every unset field replaced by its default.
 func (c ScopesConfig) WithDefaults() ScopesConfig {
-	def(&c.Quorum, 0.5)
-	def(&c.MinOpen, 2)
-	def(&c.Limit, 10_000)
+	c.Quorum = cmp.Or(c.Quorum, 0.5)
+	c.MinOpen = cmp.Or(c.MinOpen, 2)
+	c.Limit = cmp.Or(c.Limit, 10_000)
 	c.Breaker = c.Breaker.WithDefaults()
 	return c
 }
 
 // Validate reports everything that is wrong with c at once, as an error that
-// is [ErrConfig], or nil.
+// is [breaker.ErrConfig], or nil.
 func (c ScopesConfig) Validate() error {
 	wrong := []error{c.Breaker.Validate()}
 	c = c.WithDefaults()
 	if !(c.Quorum > 0 && c.Quorum <= 1) {
-		wrong = append(wrong, fmt.Errorf("%w: Quorum: %v is not in (0, 1]", ErrConfig, c.Quorum))
+		wrong = append(wrong, fmt.Errorf("%w: Quorum: %v is not in (0, 1]", breaker.ErrConfig, c.Quorum))
 	}
 	if c.MinOpen < 2 || c.MinOpen > 1e6 {
-		wrong = append(wrong, fmt.Errorf("%w: MinOpen: %v is not in [2, 1000000]", ErrConfig, c.MinOpen))
+		wrong = append(wrong, fmt.Errorf("%w: MinOpen: %v is not in [2, 1000000]", breaker.ErrConfig, c.MinOpen))
 	}
 	if c.Limit < 1 || c.Limit > 1e7 {
-		wrong = append(wrong, fmt.Errorf("%w: Limit: %v is not in [1, 10000000]", ErrConfig, c.Limit))
+		wrong = append(wrong, fmt.Errorf("%w: Limit: %v is not in [1, 10000000]", breaker.ErrConfig, c.Limit))
 	}
 	return errors.Join(wrong...)
 }
@@ -137,7 +140,7 @@ type parent struct {
 	since time.Duration
 }
 
-// NewScopes returns an empty tree. The error is [ErrConfig], with all that is
+// NewScopes returns an empty tree. The error is [breaker.ErrConfig], with all that is
 // wrong.
 func NewScopes(cfg ScopesConfig, opts ...Option) (*Scopes, error) {
 	if err := cfg.Validate(); err != nil {
@@ -213,7 +216,7 @@ func (s *Scopes) Release(l *Leaf) {
 		return
 	}
 	n.released = s.now
-	s.countLocked(n.up, step(n.votes, false), -1, s.now, CauseReleased)
+	s.countLocked(n.up, step(n.votes, false), -1, s.now, breaker.CauseReleased)
 	n.votes = false
 	delete(s.shut, n)
 }
@@ -372,7 +375,7 @@ func (s *Scopes) lookLocked(n *node, live int, now time.Duration) {
 		s.shut[n] = struct{}{}
 	}
 	vote := n.b.votes(now)
-	s.countLocked(n.up, step(n.votes, vote), live, now, CauseQuorum)
+	s.countLocked(n.up, step(n.votes, vote), live, now, breaker.CauseQuorum)
 	n.votes = vote
 }
 
@@ -390,7 +393,7 @@ func step(was, is bool) int {
 // countLocked changes the counts of p, opens it by them or closes it, with the given
 // cause, and passes both on as p's own vote and liveness. Counts change together, or a
 // parent would flap on the way from one sum to the other.
-func (s *Scopes) countLocked(p *parent, votes, live int, now time.Duration, closes Cause) {
+func (s *Scopes) countLocked(p *parent, votes, live int, now time.Duration, closes breaker.Cause) {
 	if p == nil || votes == 0 && live == 0 {
 		return
 	}
@@ -406,9 +409,9 @@ func (s *Scopes) countLocked(p *parent, votes, live int, now time.Duration, clos
 		p.paced.Store(open)
 		p.seq++
 		p.since = now
-		c := Change{Scope: p.name, Seq: p.seq, At: now, From: Closed, To: Open, Cause: CauseQuorum}
+		c := Change{Scope: p.name, Seq: p.seq, At: now, From: breaker.Closed, To: breaker.Open, Cause: breaker.CauseQuorum}
 		if !open {
-			c.From, c.To, c.Cause = Open, Closed, closes
+			c.From, c.To, c.Cause = breaker.Open, breaker.Closed, closes
 		}
 		s.recordLocked(c)
 	}
@@ -470,7 +473,7 @@ func (l *Leaf) Admit(now time.Duration, head uint64) (Token, Refusal) {
 	t, r := l.Breaker.Admit(now, head)
 	if r.OK() && !t.Probe() {
 		if p := l.gate(); p != nil {
-			return Token{}, Refusal{State: Open, Cause: CauseQuorum, Scope: p.name, Until: later(now, l.cfg.Base)}
+			return Token{}, Refusal{State: breaker.Open, Cause: breaker.CauseQuorum, Scope: p.name, Until: later(now, l.cfg.Base)}
 		}
 	}
 	return t, r
@@ -490,7 +493,7 @@ func (l *Leaf) awaitTurn(now time.Duration) (Refusal, bool) {
 		return Refusal{}, false
 	}
 	e := l.epoch.Load()
-	if e.state != Open || e.held || e.forced || now < e.deadline() || now-e.deadline() > turnCaps*l.cfg.Cap {
+	if e.state != breaker.Open || e.held || e.forced || now < e.deadline() || now-e.deadline() > turnCaps*l.cfg.Cap {
 		return Refusal{}, false
 	}
 	turn := p.turn.Load()
@@ -507,7 +510,7 @@ func (l *Leaf) awaitTurn(now time.Duration) (Refusal, bool) {
 		mine = time.Duration(p.turn.Load())
 	}
 	e.stir.Store(int64(now))
-	return Refusal{State: Open, Cause: CauseQuorum, Scope: p.name, Until: mine}, true
+	return Refusal{State: breaker.Open, Cause: breaker.CauseQuorum, Scope: p.name, Until: mine}, true
 }
 
 // probed tells the parents what became of a leaf's probe: after a success the other

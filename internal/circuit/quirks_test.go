@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package breaker
+package circuit
 
 import (
 	"testing"
@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/sony/gobreaker/v2"
+
+	"github.com/stormguard-mq/stormguard/breaker"
 )
 
 // What this package leans on in gobreaker, and what it works around. A test
@@ -124,7 +126,7 @@ func TestQuirkNoOnceNoLease(t *testing.T) {
 
 func TestClockUnderGobreaker(t *testing.T) {
 	phase := func(t *testing.T) *Breaker {
-		b := must(t, Config{})
+		b := must(t, breaker.Config{})
 		trip(t, b, 0)
 		admit(t, b, sec)
 		return b
@@ -134,7 +136,7 @@ func TestClockUnderGobreaker(t *testing.T) {
 			t.Error("a clock that stands still, yet gobreaker judges: the tests of both clocks test one")
 		}
 	})
-	b := must(t, Config{})
+	b := must(t, breaker.Config{})
 	trip(t, b, 0)
 	for t0 := time.Now(); time.Since(t0) < time.Millisecond; {
 	}
@@ -147,7 +149,7 @@ func TestClockUnderGobreaker(t *testing.T) {
 // Should gobreaker ever refuse in the middle of a phase, the phase goes on
 // without it, and nothing of it leaks into the next.
 func TestGobreakerRefusesMidPhase(t *testing.T) {
-	b := must(t, Config{Successes: 3})
+	b := must(t, breaker.Config{Successes: 3})
 	trip(t, b, 0)
 	for t0 := time.Now(); time.Since(t0) < time.Millisecond; {
 	}
@@ -160,10 +162,10 @@ func TestGobreakerRefusesMidPhase(t *testing.T) {
 		done(errExcluded)
 	}
 	b.Failure(sec, p, true)
-	state(t, b, sec, Open)
+	state(t, b, sec, breaker.Open)
 	b.Success(2*sec, admit(t, b, 2*sec))
 	b.Success(2*sec, admit(t, b, 2*sec))
-	state(t, b, 2*sec, HalfOpen)
+	state(t, b, 2*sec, breaker.HalfOpen)
 	b.Success(2*sec, admit(t, b, 2*sec))
-	state(t, b, 2*sec, Closed)
+	state(t, b, 2*sec, breaker.Closed)
 }

@@ -1,10 +1,9 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package breaker
+package circuit
 
 import (
-	"fmt"
 	"math"
 	"slices"
 	"sync"
@@ -12,57 +11,8 @@ import (
 	"time"
 
 	"github.com/sony/gobreaker/v2"
-)
 
-// State is what a breaker does with admissions. The zero State is Closed.
-type State uint8
-
-const (
-	// Closed admits everything and counts.
-	Closed State = iota
-	// Open refuses everything until its deadline. It stays Open past the
-	// deadline until somebody asks: nothing to probe with, nothing to learn.
-	Open
-	// HalfOpen admits probes, a few at a time, and lets them decide.
-	HalfOpen
-)
-
-// String returns "closed", "open" or "half-open".
-func (s State) String() string {
-	switch s {
-	case Closed:
-		return "closed"
-	case Open:
-		return "open"
-	case HalfOpen:
-		return "half-open"
-	default:
-		return fmt.Sprintf("state(%d)", uint8(s))
-	}
-}
-
-// Cause is why a breaker is not closed. A force or a trip from outside brings
-// its own text.
-type Cause string
-
-const (
-	// CauseRate is a failure ratio above Config.Ratio.
-	CauseRate Cause = "rate"
-	// CauseRun is Config.Run failed attempts in a row.
-	CauseRun Cause = "run"
-	// CauseSlow is a trip whose last straw was a call that still ran.
-	CauseSlow Cause = "slow"
-	// CauseProbe is a probe's decision: failed, or, in a [Change] to Closed,
-	// enough of them succeeded.
-	CauseProbe Cause = "probe"
-	// CauseLost is a probe that outlived its lease.
-	CauseLost Cause = "probe lost"
-	// CauseQuorum is a parent scope with too many children not closed, or, in a
-	// [Change] to Closed, with no longer too many.
-	CauseQuorum Cause = "quorum"
-	// CauseReleased is the cause of a [Change] to Closed of a parent scope whose
-	// child was released, as by a shutdown: nothing has recovered.
-	CauseReleased Cause = "released"
+	"github.com/stormguard-mq/stormguard/breaker"
 )
 
 // A Change is one step between states, or a longer open period (From and To
@@ -71,9 +21,9 @@ type Change struct {
 	Scope string // name of the breaker or of the parent scope
 	Seq   uint64 // counts changes of this scope from 1; a gap means some were dropped
 	At    time.Duration
-	From  State
-	To    State
-	Cause Cause
+	From  breaker.State
+	To    breaker.State
+	Cause breaker.Cause
 	// OpenFor is how long the scope opens for; 0 unless To is Open, and the
 	// largest Duration for a force without end. A parent has none.
 	OpenFor time.Duration
@@ -91,7 +41,7 @@ const maxChanges = 64
 // caller's runs but the functions given to Attach and WithRand.
 type Breaker struct {
 	name string
-	cfg  *Config // with defaults; read-only, shared by the leaves of one Scopes
+	cfg  *breaker.Config // with defaults; read-only, shared by the leaves of one Scopes
 	top  int
 	rand func() float64
 
@@ -136,12 +86,12 @@ type Breaker struct {
 // epoch is one generation. Only its atomics change once it is published.
 type epoch struct {
 	gen    uint64
-	state  State
+	state  breaker.State
 	forced bool
 	held   bool // open by Hold, or half-open by Permit
 	freed  bool // half-open by Unhold
-	trial  Trial
-	cause  Cause
+	trial  breaker.Trial
+	cause  breaker.Cause
 	since  time.Duration
 
 	// until is the instant before which nobody is admitted: the deadline of an
@@ -206,8 +156,8 @@ func (r *run) add(first bool, delivery uint64) {
 }
 
 // New returns a closed breaker. The name is what refusals, changes and
-// snapshots call the scope. The error is [ErrConfig], with all that is wrong.
-func New(name string, cfg Config, opts ...Option) (*Breaker, error) {
+// snapshots call the scope. The error is [breaker.ErrConfig], with all that is wrong.
+func New(name string, cfg breaker.Config, opts ...Option) (*Breaker, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, err
 	}
@@ -215,7 +165,7 @@ func New(name string, cfg Config, opts ...Option) (*Breaker, error) {
 	return newBreaker(name, &cfg, buildOptions(opts), nil), nil
 }
 
-func newBreaker(name string, cfg *Config, o options, notify func(time.Duration)) *Breaker {
+func newBreaker(name string, cfg *breaker.Config, o options, notify func(time.Duration)) *Breaker {
 	b := &Breaker{
 		name:     name,
 		cfg:      cfg,
@@ -225,7 +175,7 @@ func newBreaker(name string, cfg *Config, o options, notify func(time.Duration))
 		notify:   notify,
 		remember: -1,
 	}
-	b.win.width = cfg.Window / buckets
+	b.win.width = cfg.Bucket()
 	b.win.reset(0)
 	b.gb = b.newGobreaker()
 	b.publishLocked(&epoch{gen: 1})
@@ -236,7 +186,7 @@ func newBreaker(name string, cfg *Config, o options, notify func(time.Duration))
 func (b *Breaker) Name() string { return b.name }
 
 // Config returns the configuration with its defaults filled in.
-func (b *Breaker) Config() Config { return *b.cfg }
+func (b *Breaker) Config() breaker.Config { return *b.cfg }
 
 // Closed reports whether the breaker is closed: one atomic load.
 func (b *Breaker) Closed() bool { return b.word.Load()&1 != 0 }
@@ -261,7 +211,7 @@ func (b *Breaker) Enter() (Token, bool) {
 // allocates nothing.
 func (b *Breaker) Admit(now time.Duration, head uint64) (Token, Refusal) {
 	e := b.epoch.Load()
-	if e.state == Closed {
+	if e.state == breaker.Closed {
 		return Token{gen: e.gen}, Refusal{}
 	}
 	if until := e.deadline(); now < until {
@@ -275,13 +225,13 @@ func (b *Breaker) admitSlow(now time.Duration, head uint64) (Token, Refusal) {
 	defer b.unlock(now)
 	b.expireLocked(now)
 	e := b.epoch.Load()
-	if e.state == Closed {
+	if e.state == breaker.Closed {
 		return Token{gen: e.gen}, Refusal{}
 	}
 	if until := e.deadline(); now < until {
 		return Token{}, b.refusal(e, until)
 	}
-	if e.state == Open {
+	if e.state == breaker.Open {
 		e = b.halfOpenLocked(now, false)
 	}
 	p := &probe{gen: e.gen, head: head, deadline: later(now, b.cfg.Lease)}
@@ -379,7 +329,7 @@ func (b *Breaker) fail(now time.Duration, t Token, first bool, delivery uint64, 
 		return
 	}
 	if how == tooSlow {
-		cause = CauseSlow
+		cause = breaker.CauseSlow
 	}
 	b.tripLocked(now, cause)
 }
@@ -474,7 +424,7 @@ func (b *Breaker) Passing() bool { return b.epoch.Load().passing.Load() }
 func (b *Breaker) Hasten(now time.Duration) {
 	b.mu.Lock()
 	defer b.unlock(now)
-	if e := b.epoch.Load(); e.state == Open && !e.forced && !e.held && now >= b.promised {
+	if e := b.epoch.Load(); e.state == breaker.Open && !e.forced && !e.held && now >= b.promised {
 		b.halfOpenLocked(now, false)
 	}
 }
@@ -484,7 +434,7 @@ func (b *Breaker) Hasten(now time.Duration) {
 // outcome of anything admitted earlier can change it; after it, probes decide.
 // An open period that ends later already stands as it is, a hold does not. The
 // ladder does not move.
-func (b *Breaker) Force(now, d time.Duration, cause Cause) {
+func (b *Breaker) Force(now, d time.Duration, cause breaker.Cause) {
 	b.mu.Lock()
 	defer b.unlock(now)
 	until := never
@@ -494,7 +444,7 @@ func (b *Breaker) Force(now, d time.Duration, cause Cause) {
 		d = never
 	}
 	b.promised = max(b.promised, until)
-	if e := b.epoch.Load(); e.state == Open && !e.held && (e.deadline() > until || e.forced && e.deadline() == until) {
+	if e := b.epoch.Load(); e.state == breaker.Open && !e.held && (e.deadline() > until || e.forced && e.deadline() == until) {
 		return
 	}
 	b.gb = b.trippedGobreaker()
@@ -503,7 +453,7 @@ func (b *Breaker) Force(now, d time.Duration, cause Cause) {
 
 // ForceClosed is the operator's way back: closed from any state, with an empty
 // window and the ladder at its start.
-func (b *Breaker) ForceClosed(now time.Duration, cause Cause) {
+func (b *Breaker) ForceClosed(now time.Duration, cause breaker.Cause) {
 	b.mu.Lock()
 	defer b.unlock(now)
 	b.rung, b.flaps = 0, 0
@@ -521,7 +471,7 @@ func (b *Breaker) ForceClosed(now time.Duration, cause Cause) {
 func (b *Breaker) Release(now time.Duration) {
 	b.mu.Lock()
 	defer b.unlock(now)
-	if e := b.epoch.Load(); e.state == Open && e.forced {
+	if e := b.epoch.Load(); e.state == breaker.Open && e.forced {
 		b.promised = math.MinInt64
 		b.halfOpenLocked(now, false)
 	}
@@ -530,17 +480,17 @@ func (b *Breaker) Release(now time.Duration) {
 // Trip opens the breaker as if it had judged so itself: the ladder applies.
 // Half-open it ends the phase, whatever its pace, as a failed first probe does; open
 // it does nothing.
-func (b *Breaker) Trip(now time.Duration, cause Cause) {
+func (b *Breaker) Trip(now time.Duration, cause breaker.Cause) {
 	b.mu.Lock()
 	defer b.unlock(now)
 	b.expireLocked(now)
 	switch b.epoch.Load().state {
-	case Closed:
+	case breaker.Closed:
 		b.tripLocked(now, cause)
-	case HalfOpen:
+	case breaker.HalfOpen:
 		b.gb = b.trippedGobreaker()
 		if b.epoch.Load().held {
-			b.holdLocked(now, cause, TrialFailed)
+			b.holdLocked(now, cause, breaker.TrialFailed)
 			return
 		}
 		b.climbLocked(now)
@@ -575,37 +525,13 @@ func (b *Breaker) Changes(dst []Change) []Change {
 	return dst
 }
 
-// Snapshot is what a breaker looks like at one instant.
-type Snapshot struct {
-	Name   string
-	State  State
-	Cause  Cause         // empty when closed
-	Forced bool          // open by force
-	Barred bool          // a force lasts, be it behind a longer open period of the breaker's own: Hold does nothing
-	Held   bool          // open by Hold, or half-open by Permit
-	Trial  Trial         // of the last permit, while held and open
-	Since  time.Duration // when the state began
-	Until  time.Duration // when Admit may next succeed; 0 when closed or when there is room for a probe
-	Rung   int           // ladder position: the rung of the last open period, less the closes since
-
-	Successes uint64  // in the window, all attempts
-	Failures  uint64  // in the window, first attempts
-	Ratio     float64 // Failures / (Successes + Failures)
-	Bound     float64 // what is compared with Config.Ratio
-	Run       int     // failed attempts with no success between
-
-	ProbesOut    int
-	ProbesPassed int // successes in a row, towards Config.Successes or its multiple
-	Generation   uint64
-}
-
 // Snapshot describes the breaker as of now. It never changes it: not even an
 // open period that is over becomes half-open by being looked at.
-func (b *Breaker) Snapshot(now time.Duration) Snapshot {
+func (b *Breaker) Snapshot(now time.Duration) breaker.Snapshot {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	e := b.epoch.Load()
-	s := Snapshot{
+	s := breaker.Snapshot{
 		Name:       b.name,
 		State:      e.state,
 		Cause:      e.cause,
@@ -617,7 +543,7 @@ func (b *Breaker) Snapshot(now time.Duration) Snapshot {
 		Rung:       b.rungLocked(now),
 		Generation: e.gen,
 	}
-	if e.state != Closed {
+	if e.state != breaker.Closed {
 		s.Until = max(e.deadline(), 0)
 		s.ProbesOut, s.ProbesPassed = len(b.out), b.passed
 		return s
@@ -668,19 +594,19 @@ func (b *Breaker) collectLocked(now time.Duration) {
 	}
 }
 
-func (b *Breaker) judgeLocked() (Cause, bool) {
+func (b *Breaker) judgeLocked() (breaker.Cause, bool) {
 	n := b.win.ok + b.win.bad
 	if !b.cfg.NoRun && b.run.deliveries() >= 2 && b.run.n >= runLength(b.cfg.Run, n, b.cfg.Window) {
-		return CauseRun, true
+		return breaker.CauseRun, true
 	}
 	if n < uint64(b.cfg.MinSample) || float64(b.win.bad) <= b.cfg.Ratio*float64(n) {
 		return "", false
 	}
-	return CauseRate, wilsonLow(b.win.bad, n, b.cfg.Z) > b.cfg.Ratio
+	return breaker.CauseRate, wilsonLow(b.win.bad, n, b.cfg.Z) > b.cfg.Ratio
 }
 
 // tripLocked opens a closed breaker by verdict.
-func (b *Breaker) tripLocked(now time.Duration, cause Cause) {
+func (b *Breaker) tripLocked(now time.Duration, cause breaker.Cause) {
 	if now > b.remember {
 		b.flaps = 0
 	} else {
@@ -719,8 +645,8 @@ func (b *Breaker) periodLocked(now time.Duration) time.Duration {
 }
 
 // openLocked is the only way into Open.
-func (b *Breaker) openLocked(now time.Duration, cause Cause, d time.Duration, forced bool) {
-	e := &epoch{state: Open, cause: cause, forced: forced}
+func (b *Breaker) openLocked(now time.Duration, cause breaker.Cause, d time.Duration, forced bool) {
+	e := &epoch{state: breaker.Open, cause: cause, forced: forced}
 	e.until.Store(int64(later(now, d)))
 	b.moveLocked(now, e, cause, d)
 }
@@ -730,13 +656,13 @@ func (b *Breaker) halfOpenLocked(now time.Duration, permit bool) *epoch {
 	// gobreaker judges a whole phase; a permit is not one.
 	b.byHand, b.judged = permit || b.flaps > 0, gobreaker.StateHalfOpen
 	prev := b.epoch.Load()
-	e := &epoch{state: HalfOpen, cause: prev.cause, held: permit, freed: prev.held && !permit}
+	e := &epoch{state: breaker.HalfOpen, cause: prev.cause, held: permit, freed: prev.held && !permit}
 	e.until.Store(math.MinInt64)
 	b.moveLocked(now, e, e.cause, 0)
 	return e
 }
 
-func (b *Breaker) closeLocked(now time.Duration, cause Cause) {
+func (b *Breaker) closeLocked(now time.Duration, cause breaker.Cause) {
 	b.rung = max(b.rung-1, 0)
 	b.remember = later(now, b.cfg.Memory)
 	for _, f := range b.feeds {
@@ -744,22 +670,22 @@ func (b *Breaker) closeLocked(now time.Duration, cause Cause) {
 	}
 	b.win.reset(now)
 	b.okSeen, b.fresh, b.run = 0, false, run{}
-	b.moveLocked(now, &epoch{state: Closed}, cause, 0)
+	b.moveLocked(now, &epoch{state: breaker.Closed}, cause, 0)
 }
 
 // moveLocked makes e the next generation, which voids every token of the one
 // before, and records the change.
-func (b *Breaker) moveLocked(now time.Duration, e *epoch, cause Cause, openFor time.Duration) {
+func (b *Breaker) moveLocked(now time.Duration, e *epoch, cause breaker.Cause, openFor time.Duration) {
 	prev := b.epoch.Load()
 	e.gen, e.since = prev.gen+1, now
 	e.stir.Store(int64(now))
 	clear(b.out)
 	b.out, b.passed, b.pace, b.head = b.out[:0], 0, 0, 0
-	if prev.state == Closed && e.state == Open {
+	if prev.state == breaker.Closed && e.state == breaker.Open {
 		b.down = now
 	}
 	b.publishLocked(e)
-	if prev.state == Closed && e.state == Closed {
+	if prev.state == breaker.Closed && e.state == breaker.Closed {
 		return
 	}
 	b.changed = true
@@ -776,7 +702,7 @@ func (b *Breaker) moveLocked(now time.Duration, e *epoch, cause Cause, openFor t
 
 func (b *Breaker) publishLocked(e *epoch) {
 	word := e.gen << 1
-	if e.state == Closed {
+	if e.state == breaker.Closed {
 		word |= 1
 	}
 	b.epoch.Store(e)
@@ -846,7 +772,7 @@ func (b *Breaker) settleLocked(now time.Duration, p *probe, o outcome) {
 	case o == excluded, o == failed && again && b.pace > 0:
 		b.tellLocked(p, errExcluded)
 	case o == passed && e.held:
-		b.holdLocked(now, e.cause, TrialPassed)
+		b.holdLocked(now, e.cause, breaker.TrialPassed)
 		return
 	case o == passed:
 		b.passed++
@@ -859,11 +785,11 @@ func (b *Breaker) settleLocked(now time.Duration, p *probe, o outcome) {
 			b.gb, b.judged = b.newGobreaker(), gobreaker.StateClosed
 		}
 		if b.judged == gobreaker.StateClosed {
-			b.closeLocked(now, CauseProbe)
+			b.closeLocked(now, breaker.CauseProbe)
 			return
 		}
 	case e.held:
-		b.holdLocked(now, probeCause[o], TrialFailed)
+		b.holdLocked(now, probeCause[o], breaker.TrialFailed)
 		return
 	case b.pace > 0:
 		b.pace-- // others succeed: slower, and not stopped
@@ -897,7 +823,7 @@ const (
 	maxFlaps    = 6
 )
 
-var probeCause = [...]Cause{failed: CauseProbe, down: CauseProbe, tooSlow: CauseSlow, lost: CauseLost}
+var probeCause = [...]breaker.Cause{failed: breaker.CauseProbe, down: breaker.CauseProbe, tooSlow: breaker.CauseSlow, lost: breaker.CauseLost}
 
 // tellLocked passes a probe's outcome to gobreaker, whose answer is in judged. A failure
 // that only slows the phase is not told: the rest of that phase is judged by hand.
@@ -913,11 +839,11 @@ func (b *Breaker) tellLocked(p *probe, err error) {
 // from is not known to fail until a probe of its own has, and then it is open.
 func (b *Breaker) votes(now time.Duration) bool {
 	e := b.epoch.Load()
-	if e.state == Closed || e.freed || e.passing.Load() {
+	if e.state == breaker.Closed || e.freed || e.passing.Load() {
 		return false
 	}
 	last := e.stir.Load()
-	if !e.held || e.state != Open {
+	if !e.held || e.state != breaker.Open {
 		last = max(last, e.until.Load())
 	}
 	return now < later(time.Duration(last), b.cfg.Cap)
@@ -928,7 +854,7 @@ func (b *Breaker) spent(now time.Duration) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	e := b.epoch.Load()
-	if e.state != Closed {
+	if e.state != breaker.Closed {
 		last := time.Duration(max(e.until.Load(), e.stir.Load()))
 		return len(b.out) == 0 && now >= later(last, b.cfg.Memory)
 	}

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package breaker
+package circuit
 
 import (
 	"errors"
@@ -14,6 +14,8 @@ import (
 	"time"
 
 	"pgregory.net/rapid"
+
+	"github.com/stormguard-mq/stormguard/breaker"
 )
 
 func mustScopes(t testing.TB, cfg ScopesConfig) *Scopes {
@@ -35,7 +37,7 @@ func leaf(t testing.TB, s *Scopes, path ...string) *Leaf {
 }
 
 func TestParentOpensByQuorum(t *testing.T) {
-	s := mustScopes(t, ScopesConfig{Breaker: Config{Successes: 1}})
+	s := mustScopes(t, ScopesConfig{Breaker: breaker.Config{Successes: 1}})
 	var parts []*Leaf
 	for i := range 4 {
 		parts = append(parts, leaf(t, s, "group", "orders", strconv.Itoa(i)))
@@ -51,7 +53,7 @@ func TestParentOpensByQuorum(t *testing.T) {
 		t.Fatal("two of four did not open the topic")
 	}
 	_, r := parts[3].Admit(sec, 1)
-	if want := (Refusal{State: Open, Cause: CauseQuorum, Scope: "group/orders", Until: sec + 100*ms}); r != want {
+	if want := (Refusal{State: breaker.Open, Cause: breaker.CauseQuorum, Scope: "group/orders", Until: sec + 100*ms}); r != want {
 		t.Fatalf("%+v, want %+v", r, want)
 	}
 	if !other.Closed() {
@@ -255,17 +257,17 @@ func TestPassingChildHasNoVote(t *testing.T) {
 			t.Fatalf("closed %v, passing %v, %+v", c.Closed(), a.Passing(), a.Snapshot(sec))
 		}
 	}
-	state(t, a.Breaker, sec, Open)
-	var moves []State
+	state(t, a.Breaker, sec, breaker.Open)
+	var moves []breaker.State
 	for _, ch := range s.Changes(nil) {
 		if ch.Scope == "t" {
 			moves = append(moves, ch.To)
-			if ch.Cause != CauseQuorum {
+			if ch.Cause != breaker.CauseQuorum {
 				t.Errorf("%+v", ch)
 			}
 		}
 	}
-	if want := []State{Open, Closed, Open, Closed, Open}; !slices.Equal(moves, want) {
+	if want := []breaker.State{breaker.Open, breaker.Closed, breaker.Open, breaker.Closed, breaker.Open}; !slices.Equal(moves, want) {
 		t.Errorf("%v, want %v", moves, want)
 	}
 }
@@ -288,15 +290,15 @@ func TestReleaseClosesByItsOwnCause(t *testing.T) {
 	}
 	type move struct {
 		scope string
-		to    State
-		cause Cause
+		to    breaker.State
+		cause breaker.Cause
 	}
 	got := map[string][]move{}
 	for _, c := range s.Changes(nil) {
 		got[c.Scope] = append(got[c.Scope], move{c.Scope, c.To, c.Cause})
 	}
 	for _, p := range []string{"g", "g/t", "g/u"} {
-		if want := []move{{p, Open, CauseQuorum}, {p, Closed, CauseReleased}}; !slices.Equal(got[p], want) {
+		if want := []move{{p, breaker.Open, breaker.CauseQuorum}, {p, breaker.Closed, breaker.CauseReleased}}; !slices.Equal(got[p], want) {
 			t.Errorf("%s: %v, want %v", p, got[p], want)
 		}
 	}
@@ -313,7 +315,7 @@ func TestReleaseClosesByItsOwnCause(t *testing.T) {
 	for _, p := range []string{"c", "d", "e"} {
 		leaf(t, s, "g", "t", p)
 	}
-	if c := s.Changes(nil); len(c) != 2 || c[1].To != Closed || c[1].Cause != CauseQuorum {
+	if c := s.Changes(nil); len(c) != 2 || c[1].To != breaker.Closed || c[1].Cause != breaker.CauseQuorum {
 		t.Errorf("%+v", c)
 	}
 }
@@ -340,14 +342,14 @@ func TestReleaseAndClaim(t *testing.T) {
 		t.Fatalf("%+v", p)
 	}
 	back := leaf(t, s, "t", "a")
-	if back.Snapshot(0).State != Open || c.Closed() {
+	if back.Snapshot(0).State != breaker.Open || c.Closed() {
 		t.Fatal("a scope claimed again has forgotten")
 	}
 }
 
 func TestEvict(t *testing.T) {
 	const idle = 5 * time.Minute
-	s := mustScopes(t, ScopesConfig{Limit: 5, Breaker: Config{Successes: 1}})
+	s := mustScopes(t, ScopesConfig{Limit: 5, Breaker: breaker.Config{Successes: 1}})
 	clean, dirty, open, forced, claimed := leaf(t, s, "g", "t", "clean"), leaf(t, s, "g", "t", "dirty"),
 		leaf(t, s, "g", "t", "open"), leaf(t, s, "g", "t", "forced"), leaf(t, s, "g", "u", "claimed")
 	_, err := s.Leaf("g", "t", "one more")
@@ -420,7 +422,7 @@ func TestScopesModel(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		s := mustScopes(t, ScopesConfig{
 			Quorum:  rapid.SampledFrom([]float64{0.3, 0.5, 1}).Draw(rt, "quorum"),
-			Breaker: Config{Successes: rapid.SampledFrom([]int{1, 5}).Draw(rt, "successes")},
+			Breaker: breaker.Config{Successes: rapid.SampledFrom([]int{1, 5}).Draw(rt, "successes")},
 		})
 		now := time.Duration(0)
 		stir := map[*Breaker]time.Duration{} // when a probe was last given or settled
@@ -489,7 +491,7 @@ func TestScopesModel(t *testing.T) {
 					snap := b.Snapshot(now)
 					out[b] = snap.ProbesOut
 					idle := snap.ProbesOut == 0 && now >= max(snap.Until, snap.Since, stir[b])+30*sec
-					if snap.State != Closed && !idle && !b.Passing() {
+					if snap.State != breaker.Closed && !idle && !b.Passing() {
 						votes[n[:1]]++
 					}
 				}
@@ -516,7 +518,7 @@ func TestScopesModel(t *testing.T) {
 }
 
 func TestScopesUnderLoad(t *testing.T) {
-	s := mustScopes(t, ScopesConfig{Breaker: Config{Base: ms, Cap: 5 * ms, Successes: 1, Lease: 10 * ms}})
+	s := mustScopes(t, ScopesConfig{Breaker: breaker.Config{Base: ms, Cap: 5 * ms, Successes: 1, Lease: 10 * ms}})
 	origin := time.Now()
 	now := func() time.Duration { return time.Since(origin) }
 	d := 500 * time.Millisecond

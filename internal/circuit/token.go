@@ -1,9 +1,13 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package breaker
+package circuit
 
-import "time"
+import (
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+)
 
 // A Token is the right to run one delivery. It is a small value and may be
 // copied. The zero Token is no right: settling it does nothing.
@@ -36,9 +40,9 @@ type probe struct {
 // gave one. A refusal costs no allocation and is not an outcome.
 type Refusal struct {
 	// State is Open or HalfOpen; Closed means not refused.
-	State State
+	State breaker.State
 	// Cause is why the scope is not closed.
-	Cause Cause
+	Cause breaker.Cause
 	// Scope names what refused: the breaker, or a parent of its leaf.
 	Scope string
 	// Until is when asking again is worth it. Open: the end of the open
@@ -50,4 +54,4 @@ type Refusal struct {
 }
 
 // OK reports that the admission was not refused.
-func (r Refusal) OK() bool { return r.State == Closed }
+func (r Refusal) OK() bool { return r.State == breaker.Closed }

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package breaker
+package circuit
 
 import (
 	"flag"
@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+
+	"github.com/stormguard-mq/stormguard/breaker"
 )
 
 func TestMain(m *testing.M) {
@@ -27,7 +29,7 @@ const (
 	sec = time.Second
 )
 
-func must(t testing.TB, cfg Config, opts ...Option) *Breaker {
+func must(t testing.TB, cfg breaker.Config, opts ...Option) *Breaker {
 	t.Helper()
 	b, err := New("scope", cfg, opts...)
 	if err != nil {
@@ -63,7 +65,7 @@ func refused(t testing.TB, b *Breaker, now time.Duration) Refusal {
 	return r
 }
 
-func state(t testing.TB, b *Breaker, now time.Duration, want State) {
+func state(t testing.TB, b *Breaker, now time.Duration, want breaker.State) {
 	t.Helper()
 	if s := b.Snapshot(now); s.State != want {
 		t.Fatalf("at %v: state %v, want %v (%+v)", now, s.State, want, s)
@@ -76,7 +78,7 @@ func trip(t testing.TB, b *Breaker, now time.Duration) {
 	for range b.Config().Run {
 		b.Failure(now, enter(t, b), true)
 	}
-	state(t, b, now, Open)
+	state(t, b, now, breaker.Open)
 }
 
 // reclose lets every probe succeed, at now.
@@ -85,5 +87,5 @@ func reclose(t testing.TB, b *Breaker, now time.Duration) {
 	for range b.Config().Successes {
 		b.Success(now, admit(t, b, now))
 	}
-	state(t, b, now, Closed)
+	state(t, b, now, breaker.Closed)
 }

@@ -1,12 +1,14 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package breaker
+package circuit
 
 import (
 	"fmt"
 	"testing"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
 )
 
 // shutLeaves are leaves of one parent that have all tripped, and their parent with them.
@@ -25,7 +27,7 @@ func shutLeaves(t *testing.T, n int) (*Scopes, []*Leaf) {
 		leaves = append(leaves, l)
 	}
 	for _, l := range leaves {
-		l.Trip(0, CauseRun)
+		l.Trip(0, breaker.CauseRun)
 	}
 	if !s.Parents()[0].Open {
 		t.Fatal("the parent is not open")
@@ -59,7 +61,7 @@ func TestLeavesTakeTurns(t *testing.T) {
 			}
 			probes[i]++
 			total++
-			longest, last = max(longest, now-last-now/earlyProbe), now
+			longest, last = max(longest, now-last-now/10), now
 			l.Failure(now, token, false)
 		}
 		if !s.Parents()[0].Open {
@@ -76,7 +78,7 @@ func TestLeavesTakeTurns(t *testing.T) {
 		}
 	}
 	// The dependency is back.
-	for back := now; now < back+outage/earlyProbe; now += step {
+	for back := now; now < back+outage/10; now += step {
 		for i, l := range leaves {
 			token, r := l.Admit(now, uint64(i+1))
 			if !r.OK() || !token.Probe() {
@@ -84,7 +86,7 @@ func TestLeavesTakeTurns(t *testing.T) {
 			}
 			l.Success(now, token)
 			for k, other := range leaves {
-				if _, r := other.Admit(now, uint64(k+1)); !r.OK() && r.Cause == CauseQuorum {
+				if _, r := other.Admit(now, uint64(k+1)); !r.OK() && r.Cause == breaker.CauseQuorum {
 					t.Errorf("leaf %d still waits for its turn", k)
 				}
 			}

@@ -1,0 +1,31 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package circuit
+
+import "math/rand/v2"
+
+// An Option supplies a collaborator that a config file cannot express.
+type Option interface{ apply(*options) }
+
+type options struct{ rand func() float64 }
+
+type optionFunc func(*options)
+
+func (f optionFunc) apply(o *options) { f(o) }
+
+// WithRand sets where jitter comes from: f returns numbers in [0, 1). It is
+// called once per open period, under the breaker's lock, and is not called
+// when Jitter is 0. The default is math/rand/v2; a simulation that must replay
+// gives its own.
+func WithRand(f func() float64) Option {
+	return optionFunc(func(o *options) { o.rand = f })
+}
+
+func buildOptions(opts []Option) options {
+	o := options{rand: rand.Float64}
+	for _, opt := range opts {
+		opt.apply(&o)
+	}
+	return o
+}
