@@ -13,11 +13,11 @@ import (
 
 // Defaults of a [BudgetConfig] field left at zero.
 const (
-	DefaultEarn             = 0.1
-	DefaultBalance          = 20
-	DefaultFreeEvery        = 5 * time.Minute
-	DefaultPermanentEarn    = 0.5
-	DefaultPermanentBalance = 500
+	defaultEarn             = 0.1
+	defaultBalance          = 20
+	defaultFreeEvery        = 5 * time.Minute
+	defaultPermanentEarn    = 0.5
+	defaultPermanentBalance = 500
 )
 
 // BudgetConfig says what dead-lettering costs. Each dead letter costs one
@@ -70,7 +70,7 @@ func (c BudgetConfig) Validate(stormRate float64) error {
 		}
 	}
 	if stormRate == 0 {
-		stormRate = DefaultErrorRate
+		stormRate = defaultErrorRate
 	}
 	rateOK := stormRate > 0 && stormRate < 1
 	check(rateOK, "storm rate", stormRate, "in (0, 1)")
@@ -93,19 +93,19 @@ func (c BudgetConfig) Validate(stormRate float64) error {
 
 func (c BudgetConfig) withDefaults() BudgetConfig {
 	if c.Earn == 0 {
-		c.Earn = DefaultEarn
+		c.Earn = defaultEarn
 	}
 	if c.Balance == 0 {
-		c.Balance = DefaultBalance
+		c.Balance = defaultBalance
 	}
 	if c.FreeEvery == 0 {
-		c.FreeEvery = DefaultFreeEvery
+		c.FreeEvery = defaultFreeEvery
 	}
 	if c.PermanentEarn == 0 {
-		c.PermanentEarn = DefaultPermanentEarn
+		c.PermanentEarn = defaultPermanentEarn
 	}
 	if c.PermanentBalance == 0 {
-		c.PermanentBalance = DefaultPermanentBalance
+		c.PermanentBalance = defaultPermanentBalance
 	}
 	return c
 }

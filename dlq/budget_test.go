@@ -309,7 +309,7 @@ func TestBudgetConfigValidate(t *testing.T) {
 		want  []string
 	}{
 		{"zero", BudgetConfig{}, 0, nil},
-		{"zero at the default storm rate", BudgetConfig{}, DefaultErrorRate, nil},
+		{"zero at the default storm rate", BudgetConfig{}, defaultErrorRate, nil},
 		{"highest storm rate of the defaults", BudgetConfig{}, 0.0909, nil},
 		{"off is still checked", BudgetConfig{Off: true, FreeEvery: -1}, 0, []string{"FreeEvery is -1ns: must be in [1s, 8760h]"}},
 		{"defaults under a storm rate too high", BudgetConfig{}, 0.1, []string{
@@ -569,7 +569,7 @@ func TestRefundMintsNothing(t *testing.T) {
 		}
 		b.Refund(paid)
 	}
-	if got := b.Balance(Exhausted); got != DefaultBalance || b.Spent() != 0 {
+	if got := b.Balance(Exhausted); got != defaultBalance || b.Spent() != 0 {
 		t.Errorf("balance %v, spent %d", got, b.Spent())
 	}
 	for range 25 {
@@ -577,7 +577,7 @@ func TestRefundMintsNothing(t *testing.T) {
 		b.Successes(1000)
 		b.Refund(paid)
 	}
-	if got := b.Balance(Exhausted); got > DefaultBalance {
+	if got := b.Balance(Exhausted); got > defaultBalance {
 		t.Errorf("balance %v", got)
 	}
 }

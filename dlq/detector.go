@@ -14,12 +14,12 @@ import (
 
 // Defaults of a [StormConfig] field left at zero.
 const (
-	DefaultErrorRate = 0.05
-	DefaultAttempts  = 3
-	DefaultAge       = 60 * time.Second
-	DefaultWindow    = 60 * time.Second
-	DefaultMinSample = 20
-	DefaultClearFor  = 10 * time.Second
+	defaultErrorRate = 0.05
+	defaultAttempts  = 3
+	defaultAge       = 60 * time.Second
+	defaultWindow    = 60 * time.Second
+	defaultMinSample = 20
+	defaultClearFor  = 10 * time.Second
 )
 
 // StormConfig says when a [Detector] calls a storm, and when it calls it over.
@@ -102,25 +102,25 @@ func (c StormConfig) Validate() error {
 
 func (c StormConfig) withDefaults() StormConfig {
 	if c.ErrorRate == 0 {
-		c.ErrorRate = DefaultErrorRate
+		c.ErrorRate = defaultErrorRate
 	}
 	if c.Attempts == 0 {
-		c.Attempts = DefaultAttempts
+		c.Attempts = defaultAttempts
 	}
 	if c.Age == 0 {
-		c.Age = DefaultAge
+		c.Age = defaultAge
 	}
 	if c.Window == 0 {
-		c.Window = DefaultWindow
+		c.Window = defaultWindow
 	}
 	if c.MinSample == 0 {
-		c.MinSample = DefaultMinSample
+		c.MinSample = defaultMinSample
 	}
 	if c.ClearRate == 0 {
 		c.ClearRate = c.ErrorRate / 2
 	}
 	if c.ClearFor == 0 {
-		c.ClearFor = DefaultClearFor
+		c.ClearFor = defaultClearFor
 	}
 	return c
 }
@@ -142,32 +142,35 @@ type Reading struct {
 type Basis uint8
 
 const (
-	// BasisNone means that no rate is known: fewer than MinSample outcomes,
+	// basisNone means that no rate is known: fewer than MinSample outcomes,
 	// and none from before that still stands.
-	BasisNone Basis = iota
-	// BasisWindow is the live window.
-	BasisWindow
-	// BasisKept is the last rate of a live window that has since run under
+	basisNone Basis = iota
+	// basisWindow is the live window.
+	basisWindow
+	// basisKept is the last rate of a live window that has since run under
 	// MinSample. [Detector] says how long it stands.
-	BasisKept
-	// BasisTrip is the rate seen when the breaker tripped.
-	BasisTrip
-	// BasisProbes is the rate of the probes since the trip.
-	BasisProbes
+	basisKept
+	// basisTrip is the rate seen when the breaker tripped.
+	basisTrip
+	// basisProbes is the rate of the probes since the trip.
+	basisProbes
 )
+
+// Known tells whether there is a rate at all.
+func (b Basis) Known() bool { return b != basisNone }
 
 // String returns one of "none", "window", "kept", "trip" and "probes".
 func (b Basis) String() string {
 	switch b {
-	case BasisNone:
+	case basisNone:
 		return "none"
-	case BasisWindow:
+	case basisWindow:
 		return "window"
-	case BasisKept:
+	case basisKept:
 		return "kept"
-	case BasisTrip:
+	case basisTrip:
 		return "trip"
-	case BasisProbes:
+	case basisProbes:
 		return "probes"
 	}
 	return "Basis(" + strconv.Itoa(int(b)) + ")"
@@ -219,7 +222,7 @@ func (s Storm) String() string {
 	default:
 		b.WriteString("no storm: ")
 	}
-	if s.Basis == BasisNone {
+	if s.Basis == basisNone {
 		fmt.Fprintf(&b, "error rate unknown (under %d outcomes)", s.Config.MinSample)
 	} else {
 		fmt.Fprintf(&b, "error rate %s (%d of %d, %v) %s %s", percent(s.ErrorRate()), s.Failed, s.Outcomes, s.Basis,
@@ -502,21 +505,21 @@ func (d *Detector) slide(now time.Duration) {
 
 // rate returns the outcomes that count now, none if no rate is known.
 func (d *Detector) rate() (tally, Basis) {
-	basis := BasisKept
+	basis := basisKept
 	switch {
 	case d.frozen && d.lastProbe:
-		return d.last, BasisProbes
+		return d.last, basisProbes
 	case d.frozen:
-		basis = BasisTrip
+		basis = basisTrip
 	case d.sampled(d.live.sum):
-		return d.live.sum, BasisWindow
+		return d.live.sum, basisWindow
 	case d.refuted || d.oldest > d.seen:
-		return tally{}, BasisNone
+		return tally{}, basisNone
 	case d.lastProbe:
-		basis = BasisProbes
+		basis = basisProbes
 	}
 	if d.last.outcomes() == 0 {
-		return tally{}, BasisNone
+		return tally{}, basisNone
 	}
 	return d.last, basis
 }

@@ -216,7 +216,7 @@ func TestStormSeenWithoutBreaker(t *testing.T) {
 					}
 				}
 			}
-			if s := d.Storm(); !s.Active || s.Basis != BasisKept && s.Basis != BasisWindow {
+			if s := d.Storm(); !s.Active || s.Basis != basisKept && s.Basis != basisWindow {
 				t.Errorf("%v", s)
 			}
 		})
@@ -260,45 +260,45 @@ func TestFreeze(t *testing.T) {
 		rate  float64
 		fires bool
 	}{
-		{"a high rate is kept", func(d *Detector) { high(d); d.Freeze(1) }, BasisTrip, 1, true},
-		{"a low rate is kept", func(d *Detector) { low(d); d.Freeze(1) }, BasisTrip, 0.01, false},
-		{"too few for a rate", func(d *Detector) { fail(d, 0, 5); d.Freeze(1) }, BasisNone, 0, false},
-		{"a failed probe is a rate", func(d *Detector) { fail(d, 0, 5); d.Freeze(1); d.Probe(2, false) }, BasisProbes, 1, true},
-		{"a failed probe replaces a low rate", func(d *Detector) { low(d); d.Freeze(1); d.Probe(2, false) }, BasisProbes, 1, true},
-		{"a good probe replaces a high rate", func(d *Detector) { high(d); d.Freeze(1); d.Probe(2, true) }, BasisProbes, 0, false},
-		{"a second freeze keeps the probe's rate", func(d *Detector) { high(d); d.Freeze(1); d.Probe(2, true); d.Freeze(3) }, BasisProbes, 0, false},
-		{"a second freeze keeps the first rate", func(d *Detector) { low(d); d.Freeze(1); fail(d, 2, 99); d.Freeze(3) }, BasisTrip, 0.01, false},
-		{"outcomes of calls that were running do not move it", func(d *Detector) { high(d); d.Freeze(1); d.Successes(2, 9999) }, BasisTrip, 1, true},
+		{"a high rate is kept", func(d *Detector) { high(d); d.Freeze(1) }, basisTrip, 1, true},
+		{"a low rate is kept", func(d *Detector) { low(d); d.Freeze(1) }, basisTrip, 0.01, false},
+		{"too few for a rate", func(d *Detector) { fail(d, 0, 5); d.Freeze(1) }, basisNone, 0, false},
+		{"a failed probe is a rate", func(d *Detector) { fail(d, 0, 5); d.Freeze(1); d.Probe(2, false) }, basisProbes, 1, true},
+		{"a failed probe replaces a low rate", func(d *Detector) { low(d); d.Freeze(1); d.Probe(2, false) }, basisProbes, 1, true},
+		{"a good probe replaces a high rate", func(d *Detector) { high(d); d.Freeze(1); d.Probe(2, true) }, basisProbes, 0, false},
+		{"a second freeze keeps the probe's rate", func(d *Detector) { high(d); d.Freeze(1); d.Probe(2, true); d.Freeze(3) }, basisProbes, 0, false},
+		{"a second freeze keeps the first rate", func(d *Detector) { low(d); d.Freeze(1); fail(d, 2, 99); d.Freeze(3) }, basisTrip, 0.01, false},
+		{"outcomes of calls that were running do not move it", func(d *Detector) { high(d); d.Freeze(1); d.Successes(2, 9999) }, basisTrip, 1, true},
 		{"a probe of an earlier trip does not count", func(d *Detector) {
 			high(d)
 			d.Freeze(1)
 			d.Probe(2, true)
 			d.Thaw(3)
 			d.Freeze(4)
-		}, BasisTrip, 1, true},
-		{"a probe after the thaw does not count", func(d *Detector) { low(d); d.Freeze(1); d.Thaw(2); d.Probe(3, false) }, BasisWindow, 0.01, false},
-		{"a thaw counts the live window", func(d *Detector) { high(d); d.Freeze(1); d.Successes(2, 70); d.Probe(3, true); d.Thaw(4) }, BasisWindow, 0.3, true},
-		{"a thaw without a freeze", func(d *Detector) { high(d); d.Thaw(1) }, BasisWindow, 1, true},
+		}, basisTrip, 1, true},
+		{"a probe after the thaw does not count", func(d *Detector) { low(d); d.Freeze(1); d.Thaw(2); d.Probe(3, false) }, basisWindow, 0.01, false},
+		{"a thaw counts the live window", func(d *Detector) { high(d); d.Freeze(1); d.Successes(2, 70); d.Probe(3, true); d.Thaw(4) }, basisWindow, 0.3, true},
+		{"a thaw without a freeze", func(d *Detector) { high(d); d.Thaw(1) }, basisWindow, 1, true},
 		{"after a long hold the probes' rate stands in for the window", func(d *Detector) {
 			high(d)
 			d.Freeze(1)
 			d.Probe(100*time.Second, false)
 			d.Probe(101*time.Second, true)
 			d.Thaw(102 * time.Second)
-		}, BasisProbes, 0.5, true},
+		}, basisProbes, 0.5, true},
 		{"a probe older than the window leaves the rate", func(d *Detector) {
 			high(d)
 			d.Freeze(1)
 			d.Probe(2*time.Second, false)
 			d.Probe(30*time.Second, true)
 			d.Diverted(70*time.Second, 1)
-		}, BasisProbes, 0, false},
+		}, basisProbes, 0, false},
 		{"the first probe ever comes late", func(d *Detector) {
 			high(d)
 			d.Freeze(500 * time.Second)
 			d.Probe(500*time.Second, false)
 			d.Probe(530*time.Second, true)
-		}, BasisProbes, 0.5, true},
+		}, basisProbes, 0.5, true},
 		{"a probe of a second trip comes late", func(d *Detector) {
 			d.Freeze(1)
 			d.Probe(1, true)
@@ -306,7 +306,7 @@ func TestFreeze(t *testing.T) {
 			d.Freeze(500 * time.Second)
 			d.Probe(500*time.Second, false)
 			d.Probe(530*time.Second, true)
-		}, BasisProbes, 0.5, true},
+		}, basisProbes, 0.5, true},
 		{"the last probe's rate stands when none is in the window", func(d *Detector) {
 			high(d)
 			d.Freeze(1)
@@ -314,13 +314,13 @@ func TestFreeze(t *testing.T) {
 			d.Probe(30*time.Second, false)
 			d.Diverted(70*time.Second, 1)
 			d.Diverted(10*time.Minute, 1)
-		}, BasisProbes, 1, true},
+		}, basisProbes, 1, true},
 		{"a rate kept from an emptied window is frozen", func(d *Detector) {
 			high(d)
 			d.Step(5*time.Minute, Reading{Attempts: 1, Age: 5 * time.Minute})
 			d.Freeze(5 * time.Minute)
 			d.Successes(6*time.Minute, 1)
-		}, BasisTrip, 1, true},
+		}, basisTrip, 1, true},
 	}
 	for _, tt := range tests {
 		d := newDetector(t, StormConfig{})
@@ -335,7 +335,7 @@ func TestFreeze(t *testing.T) {
 		if got := d.Step(at, Reading{Attempts: 4, Age: max(at, time.Minute+1)}); got != tt.fires {
 			t.Errorf("%s: fired %v, want %v: %v", tt.name, got, tt.fires, d.Storm())
 		}
-		if d.frozen && tt.basis != BasisNone && !d.lastProbe {
+		if d.frozen && tt.basis != basisNone && !d.lastProbe {
 			// A frozen rate stands however long the hold lasts.
 			d.Diverted(now, 1)
 			if s := d.Storm(); s.ErrorRate() != tt.rate {
@@ -442,7 +442,7 @@ func TestStormClearsWithoutTraffic(t *testing.T) {
 	if want := 171 * time.Second; cleared != want {
 		t.Errorf("cleared at %v, want %v", cleared, want)
 	}
-	if s := d.Storm(); s.Basis != BasisNone {
+	if s := d.Storm(); s.Basis != basisNone {
 		t.Errorf("%v", s)
 	}
 }
@@ -529,7 +529,7 @@ func TestDivertedIsNoOutcome(t *testing.T) {
 	d := newDetector(t, StormConfig{})
 	d.Diverted(0, 100000)
 	d.Diverted(0, -1)
-	if s := d.Storm(); s.Basis != BasisNone || s.Diverted != 100000 {
+	if s := d.Storm(); s.Basis != basisNone || s.Diverted != 100000 {
 		t.Errorf("%v", s)
 	}
 	d.Successes(0, 99)
@@ -661,10 +661,10 @@ func TestStormString(t *testing.T) {
 	}{
 		{storm, "storm since 1m1s: error rate 100% (20 of 20, trip) > 5%, attempts 9 > 3, age 1m1s > 1m0s, 5980 diverted in 1m0s"},
 		{newDetector(t, StormConfig{ErrorRate: 0.07, MinSample: 7}).Storm(), "no storm: error rate unknown (under 7 outcomes), attempts 0 <= 3, age 0s <= 1m0s"},
-		{Storm{Failed: 1, Outcomes: 3, Basis: BasisKept, Config: StormConfig{}.withDefaults()}, "no storm: error rate 33.333% (1 of 3, kept) > 5%, attempts 0 <= 3, age 0s <= 1m0s"},
-		{BasisNone, "none"},
-		{BasisWindow, "window"},
-		{BasisProbes, "probes"},
+		{Storm{Failed: 1, Outcomes: 3, Basis: basisKept, Config: StormConfig{}.withDefaults()}, "no storm: error rate 33.333% (1 of 3, kept) > 5%, attempts 0 <= 3, age 0s <= 1m0s"},
+		{basisNone, "none"},
+		{basisWindow, "window"},
+		{basisProbes, "probes"},
 		{Basis(9), "Basis(9)"},
 	}
 	for _, tt := range tests {
@@ -729,7 +729,7 @@ func (m *model) rate(i int, now, oldest time.Duration) evidence {
 	fz := m.frozen(i)
 	live := func(i int, now time.Duration) evidence {
 		f, ok := m.count("fail", 0, i, now), m.count("ok", 0, i, now)
-		return evidence{failed: f, n: f + ok, basis: BasisWindow}
+		return evidence{failed: f, n: f + ok, basis: basisWindow}
 	}
 	if fz < 0 {
 		if e := live(i, now); e.n >= uint64(m.c.MinSample) {
@@ -752,7 +752,7 @@ func (m *model) rate(i int, now, oldest time.Duration) evidence {
 			was, is := live(j, m.calls[prev].at), live(j, c.at)
 			if was.n >= uint64(m.c.MinSample) && is.n < uint64(m.c.MinSample) {
 				last = was
-				last.basis, last.since = BasisKept, j
+				last.basis, last.since = basisKept, j
 				last.seen = time.Duration(m.bucket(m.calls[prev].at)+1)*(m.c.Window/60) - 1
 			}
 		}
@@ -765,7 +765,7 @@ func (m *model) rate(i int, now, oldest time.Duration) evidence {
 			}
 			last = m.rate(j, c.at, o)
 			if last.n > 0 {
-				last.basis = BasisTrip
+				last.basis = basisTrip
 			}
 			last.seen, last.since = c.at, j+1
 		}
@@ -780,7 +780,7 @@ func (m *model) rate(i int, now, oldest time.Duration) evidence {
 				if strings.HasPrefix(c.kind, "probe") {
 					seen, since = c.at, j+1
 				}
-				last = evidence{pf, pf + pok, BasisProbes, seen, since}
+				last = evidence{pf, pf + pok, basisProbes, seen, since}
 			}
 		}
 		prev = j
@@ -789,8 +789,8 @@ func (m *model) rate(i int, now, oldest time.Duration) evidence {
 		return evidence{}
 	}
 	if fz < 0 {
-		if last.basis == BasisTrip {
-			last.basis = BasisKept
+		if last.basis == basisTrip {
+			last.basis = basisKept
 		}
 		for _, c := range m.calls[last.since:i] {
 			if c.kind == "ok" && c.n > 0 {

@@ -35,18 +35,18 @@ const (
 
 // The dialects that are only read.
 const (
-	ShareGroup    Dialect = "share-group"      // Kafka share groups, __dlq.errors.*
+	shareGroup    Dialect = "share-group"      // Kafka share groups, __dlq.errors.*
 	Streams       Dialect = "streams"          // Kafka Streams, __streams.errors.*
-	SmallRye      Dialect = "smallrye"         // SmallRye (Quarkus), dead-letter-*
-	Karafka       Dialect = "karafka"          // Karafka, source_*
+	smallRye      Dialect = "smallrye"         // SmallRye (Quarkus), dead-letter-*
+	karafka       Dialect = "karafka"          // Karafka, source_*
 	Watermill     Dialect = "watermill"        // watermill, *_poisoned
-	MassTransit   Dialect = "masstransit"      // MassTransit, MT-Fault-*
-	NServiceBus   Dialect = "nservicebus"      // NServiceBus.ExceptionInfo.*
+	massTransit   Dialect = "masstransit"      // MassTransit, MT-Fault-*
+	nServiceBus   Dialect = "nservicebus"      // NServiceBus.ExceptionInfo.*
 	Wolverine     Dialect = "wolverine"        // Wolverine, exception-type and others
-	Knative       Dialect = "knative"          // Knative's CloudEvents attributes
-	Cronsumer     Dialect = "cronsumer"        // kafka-cronsumer, x-retry-count
-	OriginalTopic Dialect = "x-original-topic" // Spring Cloud Stream, and many by hand
-	SpringAMQP    Dialect = "spring-amqp"      // Spring AMQP, x-exception-*
+	knative       Dialect = "knative"          // Knative's CloudEvents attributes
+	cronsumer     Dialect = "cronsumer"        // kafka-cronsumer, x-retry-count
+	originalTopic Dialect = "x-original-topic" // Spring Cloud Stream, and many by hand
+	springAMQP    Dialect = "spring-amqp"      // Spring AMQP, x-exception-*
 	RabbitMQ      Dialect = "rabbitmq"         // the broker's own x-death
 )
 

@@ -28,7 +28,7 @@ func readOnly(c codec) codec {
 }
 
 var shareGroupGrammar = grammar{
-	dialect:   ShareGroup,
+	dialect:   shareGroup,
 	system:    "kafka",
 	signature: [][]string{{"__dlq.errors.*"}},
 	fields: []field{

@@ -9,7 +9,7 @@ import (
 )
 
 var smallRyeGrammar = grammar{
-	dialect:   SmallRye,
+	dialect:   smallRye,
 	system:    "kafka",
 	signature: [][]string{{"dead-letter-reason", "dead-letter-topic", "dead-letter-exception-class-name"}},
 	fields: []field{
@@ -25,7 +25,7 @@ var smallRyeGrammar = grammar{
 
 // karafkaGrammar asks for three names, since one alone may be anybody's.
 var karafkaGrammar = grammar{
-	dialect:   Karafka,
+	dialect:   karafka,
 	system:    "kafka",
 	signature: [][]string{{"source_topic"}, {"source_partition"}, {"source_offset"}},
 	fields: []field{
@@ -56,7 +56,7 @@ var watermillGrammar = grammar{
 // massTransitGrammar counts what was tried again, and leaves the count out
 // where nothing was.
 var massTransitGrammar = grammar{
-	dialect:   MassTransit,
+	dialect:   massTransit,
 	signature: [][]string{{"MT-Reason", "MT-Fault-*"}},
 	fields: []field{
 		{"MT-Reason", slotReason, text},
@@ -74,7 +74,7 @@ var massTransitGrammar = grammar{
 }
 
 var nServiceBusGrammar = grammar{
-	dialect:   NServiceBus,
+	dialect:   nServiceBus,
 	signature: [][]string{{"NServiceBus.FailedQ", "NServiceBus.ExceptionInfo.*"}},
 	fields: []field{
 		{"NServiceBus.FailedQ", slotSource, text},
@@ -109,7 +109,7 @@ var wolverineGrammar = grammar{
 // knativeGrammar takes the address that failed as the group. The attributes
 // are called ce_… on Kafka and Ce-… over HTTP.
 var knativeGrammar = grammar{
-	dialect: Knative,
+	dialect: knative,
 	fold:    true,
 	signature: [][]string{{
 		"knativeerrordest", "ce_knativeerrordest", "ce-knativeerrordest",
@@ -130,7 +130,7 @@ var knativeGrammar = grammar{
 
 // cronsumerGrammar asks for two names: x-retry-count alone is a common choice.
 var cronsumerGrammar = grammar{
-	dialect:   Cronsumer,
+	dialect:   cronsumer,
 	system:    "kafka",
 	signature: [][]string{{"x-retry-count"}, {"x-retry-attempt-count", "x-error-message", "x-produce-time"}},
 	fields: []field{
@@ -141,7 +141,7 @@ var cronsumerGrammar = grammar{
 }
 
 var springAMQPGrammar = grammar{
-	dialect:   SpringAMQP,
+	dialect:   springAMQP,
 	system:    "rabbitmq",
 	signature: [][]string{{"x-exception-message", "x-exception-stacktrace"}},
 	fields: []field{

@@ -42,7 +42,7 @@ var springGrammar = grammar{
 // originalTopicGrammar is Spring Cloud Stream's, where numbers are big-endian,
 // and that of many who write by hand, where they are decimal.
 var originalTopicGrammar = grammar{
-	dialect:   OriginalTopic,
+	dialect:   originalTopic,
 	system:    "kafka",
 	signature: [][]string{{"x-original-topic"}},
 	fields: []field{

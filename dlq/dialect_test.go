@@ -33,7 +33,7 @@ type wildSet struct {
 
 // Header sets as they are found in the wild, each with what it tells.
 var wild = []wildSet{
-	{"share group", ShareGroup, []Header{
+	{"share group", shareGroup, []Header{
 		{"__dlq.errors.topic", b("orders")}, {"__dlq.errors.partition", b("3")}, {"__dlq.errors.offset", b("1042")},
 		{"__dlq.errors.group", b("billing")}, {"__dlq.errors.delivery.count", b("5")},
 		{"__dlq.errors.message", b("maximum delivery attempts reached")},
@@ -119,7 +119,7 @@ var wild = []wildSet{
 		Error:  ErrorInfo{Type: "com.acme.PaymentException", Message: "declined", Stack: javaStack},
 	}},
 
-	{"smallrye", SmallRye, []Header{
+	{"smallrye", smallRye, []Header{
 		{"dead-letter-reason", b("declined")}, {"dead-letter-cause", b("timeout")}, {"dead-letter-topic", b("orders")},
 		{"dead-letter-partition", b("3")}, {"dead-letter-offset", b("1042")},
 		{"dead-letter-exception-class-name", b("com.acme.PaymentException")}, {"dead-letter-cause-class-name", b("java.net.SocketTimeoutException")},
@@ -129,7 +129,7 @@ var wild = []wildSet{
 		Other:  []Header{{"dead-letter-cause", b("timeout")}},
 	}},
 
-	{"karafka", Karafka, []Header{
+	{"karafka", karafka, []Header{
 		{"source_topic", b("orders")}, {"source_partition", b("3")}, {"source_offset", b("1042")},
 		{"source_consumer_group", b("billing")}, {"source_attempts", b("4")}, {"source_trace_id", b("9c8b7a")},
 	}, Record{Origin: kafkaOrigin(3, 1042), Attempts: 4, Other: []Header{{"source_trace_id", b("9c8b7a")}}}},
@@ -142,7 +142,7 @@ var wild = []wildSet{
 		Other: []Header{{"subscriber_poisoned", "nats.Subscriber"}, {"_watermill_delayed_for", "1s"}},
 	}},
 
-	{"masstransit", MassTransit, []Header{
+	{"masstransit", massTransit, []Header{
 		{"MT-Reason", "fault"}, {"MT-Fault-ExceptionType", "Acme.PaymentException"}, {"MT-Fault-Message", "declined"},
 		{"MT-Fault-StackTrace", "   at Acme.Payments.Charge() in /src/Payments.cs:line 42"}, {"MT-Fault-Timestamp", "2026-09-26T18:02:03.5080760Z"},
 		{"MT-Fault-InputAddress", "rabbitmq://broker/vhost/orders%20eu?durable=true"}, {"MT-Fault-ConsumerType", "Acme.OrderConsumer"},
@@ -157,7 +157,7 @@ var wild = []wildSet{
 		Other: []Header{{"MT-Fault-MessageType", "Acme.Order"}, {"MT-Host-MachineName", "web-1"}},
 	}},
 
-	{"nservicebus", NServiceBus, []Header{
+	{"nservicebus", nServiceBus, []Header{
 		{"NServiceBus.FailedQ", "orders"}, {"NServiceBus.TimeOfFailure", "2026-09-26 18:02:03:508076 Z"},
 		{"NServiceBus.ExceptionInfo.ExceptionType", "System.AggregateException"},
 		{"NServiceBus.ExceptionInfo.InnerExceptionType", "System.TimeoutException"},
@@ -179,28 +179,28 @@ var wild = []wildSet{
 		Error:      ErrorInfo{Type: "Acme.PaymentException", Message: "declined", Stack: "s"},
 	}},
 
-	{"knative on kafka", Knative, []Header{
+	{"knative on kafka", knative, []Header{
 		{"ce_knativeerrordest", b("http://orders.default.svc.cluster.local")}, {"ce_knativeerrorcode", b("503")},
 		{"ce_knativeerrordata", b("dXBzdHJlYW0gY29ubmVjdCBlcnJvcg==")},
 	}, Record{
 		Origin: Origin{Group: "http://orders.default.svc.cluster.local"}, Error: ErrorInfo{Type: "HTTP 503", Message: "upstream connect error"},
 	}},
 
-	{"knative over http, data cut off", Knative, []Header{
+	{"knative over http, data cut off", knative, []Header{
 		{"Ce-Knativeerrorcode", int32(500)}, {"Ce-Knativeerrordata", "dXBzdHJlYW0gY29ubmVjdC"},
 	}, Record{Error: ErrorInfo{Type: "HTTP 500", Message: "upstream connect"}}},
 
-	{"knative, data plain", Knative, []Header{{"knativeerrorcode", "500"}, {"knativeerrordata", "out of stock!"}},
+	{"knative, data plain", knative, []Header{{"knativeerrorcode", "500"}, {"knativeerrordata", "out of stock!"}},
 		Record{Error: ErrorInfo{Type: "HTTP 500", Message: "out of stock!"}}},
 
-	{"cronsumer", Cronsumer, []Header{
+	{"cronsumer", cronsumer, []Header{
 		{"x-retry-count", b("3")}, {"x-retry-attempt-count", b("0")}, {"x-produce-time", b("1700000000123456789")}, {"x-error-message", b("declined")},
 	}, Record{
 		Origin: Origin{System: "kafka"}, Attempts: 4, Error: ErrorInfo{Message: "declined"},
 		Other: []Header{{"x-retry-attempt-count", b("0")}, {"x-produce-time", b("1700000000123456789")}},
 	}},
 
-	{"spring cloud stream", OriginalTopic, []Header{
+	{"spring cloud stream", originalTopic, []Header{
 		{"x-original-topic", b("orders")}, {"x-original-partition", b("\x00\x00\x00\x03")}, {"x-original-offset", b("\x00\x00\x00\x00\x00\x00\x04\x12")},
 		{"x-original-timestamp", b("\x00\x00\x01\x8b\xcf\xe5\x68\x7b")}, {"x-original-timestamp-type", b("CreateTime")},
 		{"x-exception-fqcn", b("com.acme.PaymentException")}, {"x-exception-message", b("declined")}, {"x-exception-stacktrace", b(javaStack)},
@@ -211,11 +211,11 @@ var wild = []wildSet{
 		Other:     []Header{{"x-original-timestamp-type", b("CreateTime")}},
 	}},
 
-	{"x-original-topic by hand", OriginalTopic, []Header{
+	{"x-original-topic by hand", originalTopic, []Header{
 		{"x-original-topic", b("orders")}, {"x-original-partition", b("1234")}, {"x-original-offset", b("12345678")}, {"x-original-timestamp", b("-1")},
 	}, Record{Origin: Origin{System: "kafka", Source: "orders", Partition: 1234, HasPartition: true, Offset: 12345678, HasOffset: true}}},
 
-	{"spring amqp after a retry queue", SpringAMQP, []Header{
+	{"spring amqp after a retry queue", springAMQP, []Header{
 		{"x-exception-message", "declined"}, {"x-exception-stacktrace", javaStack}, {"x-original-exchange", "shop"}, {"x-original-routingKey", "order.new"},
 		{"x-delivery-count", int64(2)},
 		{"x-death", []any{
@@ -227,14 +227,14 @@ var wild = []wildSet{
 		FirstFailed: time.Unix(1_700_000_000, 0).UTC(), Error: ErrorInfo{Message: "declined", Stack: javaStack},
 	}},
 
-	{"spring amqp, its own queue expired", SpringAMQP, []Header{
+	{"spring amqp, its own queue expired", springAMQP, []Header{
 		{"x-exception-message", "declined"}, {"x-original-routingKey", "order.new"},
 		{"x-death", []any{map[string]any{"queue": "errors", "reason": "expired", "time": time.Unix(1_700_000_060, 0), "exchange": "dlx", "routing-keys": []any{"errors"}, "count": int64(1)}}},
 	}, Record{
 		Origin: Origin{System: "rabbitmq", Subject: "order.new"}, FirstFailed: time.Unix(1_700_000_060, 0).UTC(), Error: ErrorInfo{Message: "declined"},
 	}},
 
-	{"nservicebus on rabbitmq", NServiceBus, []Header{
+	{"nservicebus on rabbitmq", nServiceBus, []Header{
 		{"NServiceBus.ExceptionInfo.Message", "declined"}, {"x-first-death-queue", "orders"}, {"x-first-death-reason", "rejected"}, {"x-first-death-exchange", "shop"},
 	}, Record{Origin: Origin{System: "rabbitmq", Source: "orders", Exchange: "shop"}, Error: ErrorInfo{Message: "declined"}}},
 
@@ -515,11 +515,11 @@ func TestDialectValidate(t *testing.T) {
 			t.Errorf("%q: writable %v, %v", d, d.Writable(), d.Validate())
 		}
 	}
-	if got, want := Karafka.Validate().Error(), `dlq: dialect "karafka": cannot be written: want one of ["stormguard" "spring" "connect"], or empty for stormguard`; got != want {
+	if got, want := karafka.Validate().Error(), `dlq: dialect "karafka": cannot be written: want one of ["stormguard" "spring" "connect"], or empty for stormguard`; got != want {
 		t.Errorf("got %s", got)
 	}
 	r := fatRecord()
-	if !reflect.DeepEqual(Encode(&r, Karafka), Encode(&r, Stormguard)) {
+	if !reflect.DeepEqual(Encode(&r, karafka), Encode(&r, Stormguard)) {
 		t.Error("a dialect that cannot be written is not written as the default")
 	}
 	if len(Dialects()) != 16 {

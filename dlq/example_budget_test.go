@@ -12,7 +12,7 @@ import (
 
 // A source whose every message fails, after a million that succeeded.
 func ExampleBudget() {
-	b, err := dlq.NewBudget(dlq.BudgetConfig{}, dlq.DefaultErrorRate)
+	b, err := dlq.NewBudget(dlq.BudgetConfig{}, 0.05)
 	if err != nil {
 		fmt.Println(err)
 		return

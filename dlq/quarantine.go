@@ -37,8 +37,8 @@ const (
 )
 
 const (
-	// MaxRule is how many bytes Header and Value of a [Rule] may have together.
-	MaxRule = 256
+	// maxRule is how many bytes Header and Value of a [Rule] may have together.
+	maxRule = 256
 	// MaxQuarantine is how many entries a list may have.
 	MaxQuarantine = 10_000
 	// MaxQuarantineFor is how long an entry may last. It can be set again.
@@ -80,8 +80,8 @@ func (r Rule) Validate() error {
 		return fmt.Errorf("%w: Rule.Header: %.64q: a name goes with the kind header, and with no other", ErrQuarantine, r.Header)
 	case strings.Contains(r.Header, "="):
 		return fmt.Errorf("%w: Rule.Header: %.64q has a =", ErrQuarantine, r.Header)
-	case n > MaxRule:
-		return fmt.Errorf("%w: Rule: header and value of %d bytes are not in [1, %d]", ErrQuarantine, n, MaxRule)
+	case n > maxRule:
+		return fmt.Errorf("%w: Rule: header and value of %d bytes are not in [1, %d]", ErrQuarantine, n, maxRule)
 	case r.Value == "" && r.Kind != RuleHeader:
 		return fmt.Errorf("%w: Rule.Value: must not be empty", ErrQuarantine)
 	}

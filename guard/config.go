@@ -384,11 +384,11 @@ func (c Policy) Validate() error {
 	return errors.Join(append(p, c.Storm.Validate(), c.Breaker.Validate(), d.Budget.Validate(d.stormRate()))...)
 }
 
-// stormRate is the error rate that the DLQ budget has to outlast. One that is off
-// bounds nothing, and goes with any.
+// stormRate is the error rate that the DLQ budget has to outlast, 0 for the detector's
+// default. A budget that is off bounds nothing, and goes with any.
 func (c Policy) stormRate() float64 {
-	if c.Storm.ErrorRate == 0 || c.Budget.Off {
-		return dlq.DefaultErrorRate
+	if c.Budget.Off {
+		return 0
 	}
 	return c.Storm.ErrorRate
 }

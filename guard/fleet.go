@@ -188,7 +188,7 @@ func (m *stormSum) add(s dlq.Storm) {
 	m.sum.Age = max(m.sum.Age, s.Age)
 	m.sum.Since = max(m.sum.Since, s.Since)
 	m.sum.Config = s.Config
-	if s.Basis != dlq.BasisNone {
+	if s.Basis.Known() {
 		m.sum.Basis = s.Basis
 	}
 }

@@ -81,7 +81,7 @@ func TestMetaThatDoesNotReturn(t *testing.T) {
 					t.Errorf("mended %v: %+v", mended, rep)
 				}
 				s.mu.Lock()
-				if left := s.c.budget.Balance(dlq.Permanent); left != float64(dlq.DefaultPermanentBalance-want) {
+				if left := s.c.budget.Balance(dlq.Permanent); left != float64(500-want) {
 					t.Errorf("%d letters written, credits left: %v", want, left)
 				}
 				s.mu.Unlock()

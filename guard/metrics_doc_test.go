@@ -30,11 +30,11 @@ func TestMetricsAreDocumented(t *testing.T) {
 		listed = append(listed, string(m[1]))
 	}
 	exported := []string{
-		MetricConsumed, MetricHandled, MetricReturned, MetricMessages, MetricRetries, MetricRefused, MetricQuarantined,
-		MetricAckFailures, MetricHoldAge, MetricHold, MetricBreaker, MetricBudget, MetricLag,
-		MetricParked, MetricParkedTotal, MetricFollowed,
-		MetricProcess, MetricFailures, MetricDeadLetters, MetricDLQRatio, MetricOvertaken, MetricRecovery, MetricTransitions,
-		MetricFleetScope, MetricFleetHeard, MetricFleetQuorum, MetricFleetStorm,
+		metricConsumed, metricHandled, metricReturned, metricMessages, metricRetries, metricRefused, metricQuarantined,
+		metricAckFailures, metricHoldAge, metricHold, metricBreaker, metricBudget, metricLag,
+		metricParked, metricParkedTotal, metricFollowed,
+		metricProcess, metricFailures, metricDeadLetters, metricDLQRatio, metricOvertaken, metricRecovery, metricTransitions,
+		metricFleetScope, metricFleetHeard, metricFleetQuorum, metricFleetStorm,
 	}
 	slices.Sort(listed)
 	slices.Sort(exported)
@@ -80,18 +80,18 @@ func TestMetricsTellWhatHappened(t *testing.T) {
 			got[p.name] += p.value
 		}
 		for name, want := range map[string]float64{
-			MetricConsumed: 200, MetricFailures: 4, MetricDeadLetters: 4, MetricDLQRatio: 1,
-			MetricHandled: 196, MetricReturned: 0, MetricRetries: 0,
-			MetricBreaker: 1, MetricLag: 7, MetricMessages: 0, MetricHold: 0, MetricBudget: 20,
+			metricConsumed: 200, metricFailures: 4, metricDeadLetters: 4, metricDLQRatio: 1,
+			metricHandled: 196, metricReturned: 0, metricRetries: 0,
+			metricBreaker: 1, metricLag: 7, metricMessages: 0, metricHold: 0, metricBudget: 20,
 		} {
 			if v, ok := got[name]; !ok || v != want {
 				t.Errorf("%s = %v (%v), want %v", name, v, ok, want)
 			}
 		}
-		if n := got[MetricRecovery]; n != 0 {
+		if n := got[metricRecovery]; n != 0 {
 			t.Errorf("%v recoveries of messages that were dead-lettered", n)
 		}
-		if n := got[MetricProcess]; n < 3 || n > 4 {
+		if n := got[metricProcess]; n < 3 || n > 4 {
 			t.Errorf("%v durations sampled of 200", n)
 		}
 		if rec := letters.recs[0]; rec.TraceParent != far {

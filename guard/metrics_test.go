@@ -182,19 +182,19 @@ func TestSeriesOfAPartition(t *testing.T) {
 				t.Errorf("%d series for %d partitions", total, n)
 			}
 			for name, want := range map[string]float64{
-				MetricConsumed: 200, MetricHandled: 198, MetricReturned: 0, MetricDeadLetters: 2, MetricMessages: 0, MetricLag: 0,
+				metricConsumed: 200, metricHandled: 198, metricReturned: 0, metricDeadLetters: 2, metricMessages: 0, metricLag: 0,
 			} {
 				if v, _ := sum(points, name); v != want*float64(n) {
 					t.Errorf("%s = %v, want %v", name, v, want*float64(n))
 				}
 			}
-			for _, name := range []string{MetricRetries, MetricOvertaken, MetricRecovery, MetricProcess} {
+			for _, name := range []string{metricRetries, metricOvertaken, metricRecovery, metricProcess} {
 				if v, _ := sum(points, name); v == 0 {
 					t.Errorf("%s = 0", name)
 				}
 			}
-			opened, _ := sum(points, MetricTransitions, "to", "open", "scope", "default/orders/*")
-			closed, _ := sum(points, MetricTransitions, "to", "closed", "scope", "default/orders/*")
+			opened, _ := sum(points, metricTransitions, "to", "open", "scope", "default/orders/*")
+			closed, _ := sum(points, metricTransitions, "to", "closed", "scope", "default/orders/*")
 			if opened == 0 || closed == 0 {
 				t.Errorf("%v opened, %v closed", opened, closed)
 			}
@@ -248,11 +248,11 @@ func TestFailuresHaveATypeOfFew(t *testing.T) {
 		time.Sleep(5 * time.Minute)
 		points := collect(t, reader)
 		for _, kind := range []string{"dependency", "message", "unknown", "timeout", "panic"} {
-			if v, _ := sum(points, MetricFailures, "error.type", kind); v == 0 {
+			if v, _ := sum(points, metricFailures, "error.type", kind); v == 0 {
 				t.Errorf("no failure of type %s", kind)
 			}
 		}
-		if v, n := sum(points, MetricFailures); n != 5 || uint64(v) != s.State().Tally.Failures {
+		if v, n := sum(points, metricFailures); n != 5 || uint64(v) != s.State().Tally.Failures {
 			t.Errorf("%v failures of %d types, %d in all", v, n, s.State().Tally.Failures)
 		}
 		closeGuard(t, g)
@@ -283,17 +283,17 @@ func TestFailuresHaveATypeOfFew(t *testing.T) {
 		}()
 		points := collect(t, reader)
 		for kind, want := range map[string]float64{"dependency": 5, "timeout": 5, "panic": 6, "message": 1} {
-			if v, _ := sum(points, MetricFailures, "error.type", kind, "stormguard.source", "f"); v != want {
+			if v, _ := sum(points, metricFailures, "error.type", kind, "stormguard.source", "f"); v != want {
 				t.Errorf("%v of type %s, want %v", v, kind, want)
 			}
 		}
-		if v, n := sum(points, MetricRefused); v != 0 || n != 1 {
+		if v, n := sum(points, metricRefused); v != 0 || n != 1 {
 			t.Errorf("%v refused (%d)", v, n)
 		}
-		if _, n := sum(points, MetricBudget); n != 0 {
+		if _, n := sum(points, metricBudget); n != 0 {
 			t.Error("a function has a DLQ budget")
 		}
-		if v, _ := sum(points, MetricFailures); uint64(v) != f.State().Tally.Failures {
+		if v, _ := sum(points, metricFailures); uint64(v) != f.State().Tally.Failures {
 			t.Errorf("%v failures, %d in all", v, f.State().Tally.Failures)
 		}
 		closeGuard(t, g)
@@ -307,7 +307,7 @@ func TestStateOfAPartitionThatItsTopicHolds(t *testing.T) {
 		partitions(t, g, 3, func(int, int) error { return nil })
 		state := func(source string) (on []string) {
 			for _, p := range collect(t, reader) {
-				if p.name == MetricBreaker && p.get("stormguard.source") == source && p.value == 1 {
+				if p.name == metricBreaker && p.get("stormguard.source") == source && p.value == 1 {
 					on = append(on, p.get("state"))
 				}
 			}
@@ -353,13 +353,13 @@ func TestGaugesDoNotVanish(t *testing.T) {
 			return names
 		}
 		hold := func(reason string) (float64, int) {
-			return sum(collect(t, reader), MetricHold, "reason", reason, "messaging.destination.partition.id", "0", "stormguard.source", "orders/0")
+			return sum(collect(t, reader), metricHold, "reason", reason, "messaging.destination.partition.id", "0", "stormguard.source", "orders/0")
 		}
 		rest := gauges()
-		if v, n := sum(collect(t, reader), MetricHold); v != 0 || n != 5 {
+		if v, n := sum(collect(t, reader), metricHold); v != 0 || n != 5 {
 			t.Errorf("%v holds of %d at rest", v, n)
 		}
-		if v, n := sum(collect(t, reader), MetricDLQRatio); v != 0 || n != 1 {
+		if v, n := sum(collect(t, reader), metricDLQRatio); v != 0 || n != 1 {
 			t.Errorf("ratio %v (%d) at rest", v, n)
 		}
 		s := g.Source("orders/0")
@@ -425,12 +425,12 @@ func TestMetricsAccountForEveryMessage(t *testing.T) {
 		ins[0] <- 12
 		synctest.Wait()
 		check(map[string]float64{
-			MetricConsumed: 13, MetricHandled: 11, MetricDeadLetters: 1, MetricReturned: 0, MetricMessages: 1, MetricAckFailures: 0,
+			metricConsumed: 13, metricHandled: 11, metricDeadLetters: 1, metricReturned: 0, metricMessages: 1, metricAckFailures: 0,
 		})
 		close(block)
 		synctest.Wait()
 		check(map[string]float64{
-			MetricConsumed: 13, MetricHandled: 11, MetricDeadLetters: 1, MetricReturned: 1, MetricMessages: 0, MetricAckFailures: 1,
+			metricConsumed: 13, metricHandled: 11, metricDeadLetters: 1, metricReturned: 1, metricMessages: 0, metricAckFailures: 1,
 		})
 		closeGuard(t, g)
 	})

@@ -26,35 +26,35 @@ const scopeName = "github.com/stormguard-mq/stormguard/guard"
 
 // The metrics; docs/metrics.md lists the same, and a test compares the two.
 const (
-	MetricConsumed    = "messaging.client.consumed.messages"
-	MetricHandled     = "stormguard.handled"
-	MetricReturned    = "stormguard.returned"
-	MetricMessages    = "stormguard.messages"
-	MetricRetries     = "stormguard.retries"
-	MetricRefused     = "stormguard.refused"
-	MetricQuarantined = "stormguard.quarantined"
-	MetricAckFailures = "stormguard.ack.failures"
-	MetricHoldAge     = "stormguard.hold.age"
-	MetricHold        = "stormguard.hold.active"
-	MetricBreaker     = "stormguard.breaker.state"
-	MetricBudget      = "stormguard.budget.balance"
-	MetricLag         = "stormguard.lag"
-	MetricParked      = "stormguard.parked"
-	MetricParkedTotal = "stormguard.parked.total"
-	MetricFollowed    = "stormguard.followed"
+	metricConsumed    = "messaging.client.consumed.messages"
+	metricHandled     = "stormguard.handled"
+	metricReturned    = "stormguard.returned"
+	metricMessages    = "stormguard.messages"
+	metricRetries     = "stormguard.retries"
+	metricRefused     = "stormguard.refused"
+	metricQuarantined = "stormguard.quarantined"
+	metricAckFailures = "stormguard.ack.failures"
+	metricHoldAge     = "stormguard.hold.age"
+	metricHold        = "stormguard.hold.active"
+	metricBreaker     = "stormguard.breaker.state"
+	metricBudget      = "stormguard.budget.balance"
+	metricLag         = "stormguard.lag"
+	metricParked      = "stormguard.parked"
+	metricParkedTotal = "stormguard.parked.total"
+	metricFollowed    = "stormguard.followed"
 
-	MetricProcess     = "stormguard.process.duration.sampled"
-	MetricFailures    = "stormguard.failures"
-	MetricDeadLetters = "stormguard.dead_letters"
-	MetricDLQRatio    = "stormguard.dlq.ratio"
-	MetricOvertaken   = "stormguard.overtaken"
-	MetricRecovery    = "stormguard.recovery.duration"
-	MetricTransitions = "stormguard.breaker.transitions"
+	metricProcess     = "stormguard.process.duration.sampled"
+	metricFailures    = "stormguard.failures"
+	metricDeadLetters = "stormguard.dead_letters"
+	metricDLQRatio    = "stormguard.dlq.ratio"
+	metricOvertaken   = "stormguard.overtaken"
+	metricRecovery    = "stormguard.recovery.duration"
+	metricTransitions = "stormguard.breaker.transitions"
 
-	MetricFleetScope  = "stormguard.fleet.scope"
-	MetricFleetHeard  = "stormguard.fleet.heard"
-	MetricFleetQuorum = "stormguard.fleet.quorum"
-	MetricFleetStorm  = "stormguard.fleet.storm"
+	metricFleetScope  = "stormguard.fleet.scope"
+	metricFleetHeard  = "stormguard.fleet.heard"
+	metricFleetQuorum = "stormguard.fleet.quorum"
+	metricFleetStorm  = "stormguard.fleet.storm"
 )
 
 // sampleOneIn is how many messages there are to each one whose calls are timed: two
@@ -122,19 +122,19 @@ func newMetrics(g *Guard) (*metrics, error) {
 	var errs []error
 	keep := func(err error) { errs = append(errs, err) }
 	var err error
-	m.process, err = meter.Float64Histogram(MetricProcess, metric.WithUnit("s"), metric.WithExplicitBucketBoundaries(buckets...),
+	m.process, err = meter.Float64Histogram(metricProcess, metric.WithUnit("s"), metric.WithExplicitBucketBoundaries(buckets...),
 		metric.WithDescription("Duration of handler calls that succeeded, of one message in "+strconv.Itoa(sampleOneIn)+"."))
 	keep(err)
-	m.recovery, err = meter.Float64Histogram(MetricRecovery, metric.WithUnit("s"), metric.WithExplicitBucketBoundaries(recoveryBuckets...),
+	m.recovery, err = meter.Float64Histogram(metricRecovery, metric.WithUnit("s"), metric.WithExplicitBucketBoundaries(recoveryBuckets...),
 		metric.WithDescription("From a message's first failure to its ack, of those that succeeded in the end."))
 	keep(err)
-	m.failures, err = meter.Int64Counter(MetricFailures, metric.WithUnit("{attempt}"), metric.WithDescription("Handler calls that failed, by error.type."))
+	m.failures, err = meter.Int64Counter(metricFailures, metric.WithUnit("{attempt}"), metric.WithDescription("Handler calls that failed, by error.type."))
 	keep(err)
-	m.dead, err = meter.Int64Counter(MetricDeadLetters, metric.WithUnit("{message}"), metric.WithDescription("Dead letters confirmed, by reason."))
+	m.dead, err = meter.Int64Counter(metricDeadLetters, metric.WithUnit("{message}"), metric.WithDescription("Dead letters confirmed, by reason."))
 	keep(err)
-	m.transitions, err = meter.Int64Counter(MetricTransitions, metric.WithUnit("{transition}"), metric.WithDescription("Breakers opened and closed."))
+	m.transitions, err = meter.Int64Counter(metricTransitions, metric.WithUnit("{transition}"), metric.WithDescription("Breakers opened and closed."))
 	keep(err)
-	m.overtaken, err = meter.Int64Counter(MetricOvertaken, metric.WithUnit("{message}"), metric.WithDescription("Messages that succeeded before one in front of them, to prove life."))
+	m.overtaken, err = meter.Int64Counter(metricOvertaken, metric.WithUnit("{message}"), metric.WithDescription("Messages that succeeded before one in front of them, to prove life."))
 	keep(err)
 	o, err := newObserved(meter)
 	keep(err)
@@ -171,27 +171,27 @@ func newObserved(meter metric.Meter) (*observed, error) {
 		o.all, errs = append(o.all, c), append(errs, err)
 		return c
 	}
-	o.consumed = counter(MetricConsumed, "{message}", "Messages handed over by the broker's client.")
-	o.handled = counter(MetricHandled, "{message}", "Messages handled and acked; ignored and parked ones too.")
-	o.returned = counter(MetricReturned, "{message}", "Messages given back to the broker, or acked in vain.")
-	o.retries = counter(MetricRetries, "{attempt}", "Handler calls after a message's first.")
-	o.refused = counter(MetricRefused, "{message}", "Calls of a protected function that were refused.")
-	o.quarantined = counter(MetricQuarantined, "{message}", "Messages that matched a rule of the quarantine.")
-	o.ackFailures = counter(MetricAckFailures, "{message}", "Acks that the broker or its client did not take.")
-	o.parkedTotal = counter(MetricParkedTotal, "{message}", "Messages parked for another try.")
-	o.followed = counter(MetricFollowed, "{message}", "Messages sent after a parked one, unhandled, to keep their order.")
-	o.messages = gauge(MetricMessages, "{message}", "Unsettled messages, by state.")
-	o.age = gauge(MetricHoldAge, "s", "Age of the oldest unsettled message in this process.")
-	o.hold = gauge(MetricHold, "", "1 for each reason why the source is not simply running, else 0.")
-	o.state = gauge(MetricBreaker, "", "1 for the state of the breaker, or of the wider scope that holds it, else 0.")
-	o.budget = gauge(MetricBudget, "{credit}", "DLQ credits left.")
-	o.lag = gauge(MetricLag, "{message}", "Messages behind at the broker.")
-	o.parked = gauge(MetricParked, "{message}", "Messages parked now.")
-	o.ratio = gauge(MetricDLQRatio, "1", "Dead letters over messages that failed.")
-	o.fleetScope = gauge(MetricFleetScope, "", "1 for what the fleet makes of a breaker's scope, else 0.")
-	o.heard = gauge(MetricFleetHeard, "{process}", "Processes of the roster that are heard, this one included.")
-	o.quorum = gauge(MetricFleetQuorum, "{process}", "Processes that make a quorum.")
-	o.fleetStorm = gauge(MetricFleetStorm, "", "1 while the fleet is in storm over the topic or queue, else 0.")
+	o.consumed = counter(metricConsumed, "{message}", "Messages handed over by the broker's client.")
+	o.handled = counter(metricHandled, "{message}", "Messages handled and acked; ignored and parked ones too.")
+	o.returned = counter(metricReturned, "{message}", "Messages given back to the broker, or acked in vain.")
+	o.retries = counter(metricRetries, "{attempt}", "Handler calls after a message's first.")
+	o.refused = counter(metricRefused, "{message}", "Calls of a protected function that were refused.")
+	o.quarantined = counter(metricQuarantined, "{message}", "Messages that matched a rule of the quarantine.")
+	o.ackFailures = counter(metricAckFailures, "{message}", "Acks that the broker or its client did not take.")
+	o.parkedTotal = counter(metricParkedTotal, "{message}", "Messages parked for another try.")
+	o.followed = counter(metricFollowed, "{message}", "Messages sent after a parked one, unhandled, to keep their order.")
+	o.messages = gauge(metricMessages, "{message}", "Unsettled messages, by state.")
+	o.age = gauge(metricHoldAge, "s", "Age of the oldest unsettled message in this process.")
+	o.hold = gauge(metricHold, "", "1 for each reason why the source is not simply running, else 0.")
+	o.state = gauge(metricBreaker, "", "1 for the state of the breaker, or of the wider scope that holds it, else 0.")
+	o.budget = gauge(metricBudget, "{credit}", "DLQ credits left.")
+	o.lag = gauge(metricLag, "{message}", "Messages behind at the broker.")
+	o.parked = gauge(metricParked, "{message}", "Messages parked now.")
+	o.ratio = gauge(metricDLQRatio, "1", "Dead letters over messages that failed.")
+	o.fleetScope = gauge(metricFleetScope, "", "1 for what the fleet makes of a breaker's scope, else 0.")
+	o.heard = gauge(metricFleetHeard, "{process}", "Processes of the roster that are heard, this one included.")
+	o.quorum = gauge(metricFleetQuorum, "{process}", "Processes that make a quorum.")
+	o.fleetStorm = gauge(metricFleetStorm, "", "1 while the fleet is in storm over the topic or queue, else 0.")
 	return o, errors.Join(errs...)
 }
 

@@ -64,8 +64,8 @@ func TestRun(t *testing.T) {
 			t.Errorf("the producer's trace has no span %q", name)
 		}
 	}
-	if !collector.has(guard.MetricDeadLetters) {
-		t.Errorf("%s is not exported", guard.MetricDeadLetters)
+	if name := "stormguard.dead_letters"; !collector.has(name) {
+		t.Errorf("%s is not exported", name)
 	}
 }
 
