@@ -48,11 +48,6 @@ var (
 	// settled.
 	ErrRefused = errors.New("dlq: record refused")
 
-	// ErrParked is as good as nil: the record is confirmed and the source is to be
-	// settled, but the message waits for another try, such as in a retry topic, and
-	// is no dead letter yet.
-	ErrParked = errors.New("dlq: record parked for another try")
-
 	// ErrPutOff means that the writer is well and does not take this record yet,
 	// such as one to be parked for which there is no room. It is no failure: the
 	// caller keeps the message, writes others, and offers the record again.

@@ -10,18 +10,23 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 )
 
-// What the counter beside a source has counted before an epoch earns that epoch
-// nothing, and is no success since a guess; what it counts from then on is both.
-func TestSuccessesBesideBeginWithTheEpoch(t *testing.T) {
+// What succeeded in a parent before an epoch of its parked messages earns that epoch
+// nothing, and is no success since a guess; what succeeds from then on is both.
+func TestSuccessesOfAParentBeginWithTheEpoch(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
 		g, err := New(Config{})
 		if err != nil {
 			t.Fatal(err)
 		}
-		beside := uint64(1000)
+		handle := func(context.Context, int) error { return nil }
+		parent, err := Open(g, SourceConfig{Name: "s", DeadLetters: &testWriter{}}, Limits{}, &testPort{}, handle)
+		if err != nil {
+			t.Fatal(err)
+		}
+		beside := &parent.c.successes
+		beside.Store(1000)
 		open := func() *Source[int] {
-			s, err := Open(g, SourceConfig{Name: "s", DeadLetters: &testWriter{}, Successes: func() uint64 { return beside }}, Limits{}, &testPort{},
-				func(context.Context, int) error { return nil })
+			s, err := OpenParked(parent, "s/retry", Port[int](&testPort{}), handle)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -44,7 +49,7 @@ func TestSuccessesBesideBeginWithTheEpoch(t *testing.T) {
 		}{{0, 0, false}, {0, 0, false}, {10, 1, true}} {
 			s.End(t.Context(), ReasonRebalance)
 			s = open()
-			beside += c.more
+			beside.Add(c.more)
 			s.mu.Lock()
 			s.c.earn()
 			if got, may := s.c.budget.Balance(dlq.Exhausted), s.c.guesses == 0 || s.c.life() > s.c.guessLuck; got != c.balance || may != c.may {
@@ -52,7 +57,7 @@ func TestSuccessesBesideBeginWithTheEpoch(t *testing.T) {
 			}
 			s.mu.Unlock()
 		}
-		beside = 0 // it must not fall; if it does, nothing is earned
+		beside.Store(0) // it must not fall; if it does, nothing is earned
 		s.mu.Lock()
 		if s.c.earn(); s.c.budget.Balance(dlq.Exhausted) != 1 {
 			t.Errorf("a counter that fell: %v", s.c.budget.Balance(dlq.Exhausted))

@@ -195,7 +195,7 @@ type Retry struct {
 	// used up is taken for poison without proof, where all that is here has failed: on
 	// an idle source nothing else can tell poison from an outage. Unset means 10s. It
 	// doubles for each other message that fails, up to 64 times, and for each guess
-	// until something succeeds; one whose letter is parked ([dlq.ErrParked]) is no guess
+	// until something succeeds; one that is parked ([Parker]) is no guess
 	// here, but the next one waits for Patience.
 	Patience time.Duration
 }
@@ -241,19 +241,6 @@ type SourceConfig struct {
 	// dead-lettered: what would be waits, with the reason "dlq". Sources that
 	// share a writer share the goroutine that calls it.
 	DeadLetters dlq.Writer
-
-	// LettersKeepPlace is for a writer whose letters are handled again later
-	// ([dlq.ErrParked]): what stands behind a message in its lane waits until the
-	// letter is confirmed, and is never asked as a witness before that, so that the
-	// adapter can send it the same way.
-	LettersKeepPlace bool
-
-	// Successes counts what succeeds beside this source and proves as much about
-	// messages that fail here, such as the source that these come from; it earns
-	// credits for dead letters too. What it has counted before Open is left out. It
-	// must never fall, answer from memory, and be safe for concurrent use. nil means
-	// none.
-	Successes func() uint64
 
 	// Policy overrides the Guard's; nil means the Guard's.
 	Policy *Policy

@@ -210,20 +210,20 @@ func (g *Guard) policy(cfg SourceConfig, p *problems) Policy {
 	return policy
 }
 
-// letterbox is the one box of a writer; of one that cannot be compared, such as
-// a function, each source has its own. discard follows.
-func (g *Guard) letterbox(w dlq.Writer) *letterbox {
+// letterbox is the one box of a writer. A source that parks has its own, and so has each
+// with a writer that cannot be compared, such as a function. discard follows.
+func (g *Guard) letterbox(w dlq.Writer, own bool) *letterbox {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if reflect.ValueOf(w).Comparable() {
+	if !own && reflect.ValueOf(w).Comparable() {
 		for _, b := range g.boxes {
-			if reflect.ValueOf(b.writer).Comparable() && b.writer == w {
+			if !b.own && reflect.ValueOf(b.writer).Comparable() && b.writer == w {
 				b.users++
 				return b
 			}
 		}
 	}
-	b := &letterbox{g: g, writer: w, users: 1}
+	b := &letterbox{g: g, writer: w, own: own, users: 1}
 	g.boxes = append(g.boxes, b)
 	return b
 }

@@ -80,15 +80,15 @@ func (s *Source[M]) keepLocked(now time.Duration) kept {
 	return k
 }
 
-// fromNow counts what a counter counts from now on, nil for none. Budget, guesses and
-// proof begin at 0 with each epoch, and the user's counter does not: what it had
-// counted before would fill a balance that an earlier epoch has spent.
-func fromNow(counter func() uint64) func() uint64 {
-	if counter == nil {
+// besides counts the successes of a parent from now on, nil for none. Budget, guesses and
+// proof begin at 0 with each epoch: what the parent had counted before would fill a
+// balance that an earlier epoch has spent.
+func besides(from parent) func() uint64 {
+	if from == nil {
 		return nil
 	}
-	base := counter()
-	return func() uint64 { return max(counter(), base) - base }
+	base := from.successes()
+	return func() uint64 { return max(from.successes(), base) - base }
 }
 
 // resumeLocked takes up what an earlier epoch left; a budget of other settings

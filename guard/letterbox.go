@@ -37,7 +37,8 @@ const (
 type letterbox struct {
 	g      *Guard
 	writer dlq.Writer
-	users  int // open sources that have it; Guard.mu
+	own    bool // of one source, which parks
+	users  int  // open sources that have it; Guard.mu
 
 	mu      sync.Mutex
 	queue   fifo[postable]
@@ -53,6 +54,8 @@ type letterbox struct {
 type postable interface {
 	// record makes the dead letter. The error is [ErrClosed] if the source has ended.
 	record() (*dlq.Record, error)
+	// park writes it away for another try; parked is false if it is to be dead-lettered.
+	park(ctx context.Context, r *dlq.Record) (parked bool, err error)
 	// confirmed tells the source that it is written, as a dead letter or parked.
 	confirmed(parked bool)
 	// from says whose it is.
@@ -215,13 +218,12 @@ func (b *letterbox) write(ctx context.Context, l postable, r *dlq.Record) error 
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
 	ctx, end := b.g.trace(ctx, r)
-	err := b.attempt(ctx, r)
-	if err != nil && dlq.TrimFor(r, err) {
+	parked, err := l.park(ctx, r)
+	if !parked {
 		err = b.attempt(ctx, r)
-	}
-	parked := errors.Is(err, dlq.ErrParked)
-	if parked {
-		err = nil
+		if err != nil && dlq.TrimFor(r, err) {
+			err = b.attempt(ctx, r)
+		}
 	}
 	end(err)
 	if err == nil {
@@ -298,7 +300,7 @@ func (l letter[M]) record() (*dlq.Record, error) {
 	r := &dlq.Record{
 		Key: meta.Key, Body: meta.Body, Headers: meta.Headers, Timestamp: meta.Timestamp,
 		Origin: meta.Origin, Deliveries: meta.Deliveries, Properties: meta.Properties,
-		Attempts: it.tries, Permanent: it.permanent, Reason: it.verdict,
+		Attempts: meta.Attempts + it.tries, Permanent: it.permanent, Reason: it.verdict,
 	}
 	wall := func(at time.Duration) time.Time { return s.g.origin.Add(at) }
 	for i, a := range it.failures {
@@ -309,6 +311,9 @@ func (l letter[M]) record() (*dlq.Record, error) {
 	}
 	if len(it.failures) > 0 {
 		r.FirstFailed = wall(it.firstFailed)
+		if at := meta.FirstFailed; !at.IsZero() && at.Before(r.FirstFailed) {
+			r.FirstFailed = at
+		}
 	} else if it.rule != nil {
 		r.Error = dlq.ErrorInfo{Type: "quarantine", Message: "matches " + it.rule.String()}
 		r.Cause = r.Error.Fingerprint()

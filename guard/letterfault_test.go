@@ -32,7 +32,7 @@ func TestWriterThatDoesNotReturn(t *testing.T) {
 		says  string
 		stack bool
 	}{
-		"panic":          {func() error { panic(fmt.Errorf("no schema: %w", dlq.ErrParked)) }, "panicked: no schema", true},
+		"panic":          {func() error { panic(fmt.Errorf("no schema: %w", dlq.ErrPutOff)) }, "panicked: no schema", true},
 		"panic in panic": {func() error { panic((*brokenError)(nil)) }, "panicked: <nil>", true},
 		"goexit":         {func() error { runtime.Goexit(); return nil }, "called runtime.Goexit", true},
 		"broken error":   {func() error { return (*brokenError)(nil) }, "brokenError, whose methods panic", false},

@@ -87,7 +87,7 @@ type DeadLetter struct {
 }
 
 // OnDeadLetter calls f for each dead letter, after the writer has confirmed it and before
-// the message is acked. A message that its writer parked ([dlq.ErrParked]) is none. If the
+// the message is acked. A message that was parked ([Parker]) is none. If the
 // process crashes in between, its dead letter is written again, and f called again.
 //
 // f is called by the goroutine that writes the dead letters, under no lock: those of

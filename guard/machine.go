@@ -37,7 +37,7 @@ type machine[M any] struct {
 	budget     *dlq.Budget
 	limiter    Limiter
 	letters    bool    // there is a dead-letter writer
-	inPlace    bool    // SourceConfig.LettersKeepPlace
+	inPlace    bool    // a message keeps its lane waiting until it is parked or dead-lettered
 	offers     bool    // the passive shape: what next gives out is only offered
 	letterPace Limiter // of dead letters; may be nil
 	fleetStorm dlq.FleetStorm
@@ -132,7 +132,7 @@ type machine[M any] struct {
 	successes atomic.Uint64
 	// fast reads the closed path's successes.
 	fast func() uint64
-	// beside reads SourceConfig.Successes; nil for none.
+	// beside reads the successes of the source that parked these messages; nil for none.
 	beside func() uint64
 }
 
@@ -150,7 +150,7 @@ type Tally struct {
 	Diverted       uint64 // messages that found the source holding
 	AckFailures    uint64 // acks the broker did not take
 	Ignored        uint64 // acked by Ignore
-	Parked         uint64 // acked because the dead-letter writer keeps them for another try
+	Parked         uint64 // acked because they are parked for another try
 	Refused        uint64 // dead letters put off for want of a credit
 	Paced          uint64 // dead letters put off by their limit
 	Quarantined    uint64 // messages that matched a rule of the quarantine

@@ -79,13 +79,6 @@ var (
 // Lag is called when metrics are read: it must answer from memory; -1 = unknown.
 type Lagger interface{ Lag() int64 }
 
-// A Parker is a [Port] whose dead-letter writer parks messages for another try:
-// how many are parked now, and how many were sent after them since, to keep their
-// order. Parked is called when metrics are read: it must answer from memory.
-type Parker interface {
-	Parked() (now int, followed uint64)
-}
-
 // A Marker is a [Port] of a log, which tells the broker a low watermark and nothing
 // else: Ahead is how many messages are settled behind one that is not, so that the broker
 // has not heard of it. They count towards Policy.Window like unsettled ones, so no more
@@ -391,11 +384,11 @@ func (s *Source[M]) lag() int64 {
 }
 
 func (s *Source[M]) parked() (now int, followed uint64, ok bool) {
-	p, ok := any(s.port).(Parker)
-	if ok {
-		now, followed = p.Parked()
+	if s.parker == nil || s.from != nil { // its parent says it
+		return 0, 0, false
 	}
-	return now, followed, ok
+	now, followed = s.parker.Parked()
+	return now, followed, true
 }
 
 // sampled picks the first message of each sampleOneIn, from 1.

@@ -50,6 +50,27 @@ func (p *takingPort) Ack(m string) error {
 	return p.placePort.Ack(m)
 }
 
+// parkingPort parks.
+type parkingPort struct {
+	placePort
+	park func(ctx context.Context, m string, r *dlq.Record) error
+}
+
+func (*parkingPort) Parks(string) bool     { return true }
+func (*parkingPort) Parked() (int, uint64) { return 7, 8 }
+func (p *parkingPort) Park(ctx context.Context, m string, r *dlq.Record) error {
+	return p.park(ctx, m, r)
+}
+
+// noLetters is for messages that none may be dead-lettered of.
+func noLetters(t *testing.T) dlq.Writer {
+	t.Helper()
+	return dlq.WriterFunc(func(_ context.Context, r *dlq.Record) error {
+		t.Errorf("a dead letter: %s", r.Body)
+		return nil
+	})
+}
+
 // A message that its adapter takes back is no ack, no failure and not ignored: it was
 // returned, and is received again.
 func TestTakenBack(t *testing.T) {
@@ -84,10 +105,9 @@ func TestTakenBack(t *testing.T) {
 	})
 }
 
-// What stands behind a message whose letter keeps its place waits until that is
-// confirmed, and is no witness; what stands elsewhere does not wait. A parked letter
-// is no dead one.
-func TestLettersKeepTheirPlace(t *testing.T) {
+// What stands behind a message waits until that is parked, and is no witness; what
+// stands elsewhere does not wait. A parked message is no dead one.
+func TestParkedInItsPlace(t *testing.T) {
 	for _, alone := range []bool{false, true} {
 		synctest.Test(t, func(t *testing.T) {
 			g, err := guard.New(guard.Config{Policy: guard.Policy{
@@ -104,24 +124,18 @@ func TestLettersKeepTheirPlace(t *testing.T) {
 				return slices.Contains(calls, m)
 			}
 			release := make(chan struct{})
-			port := &placePort{}
 			writing := false
-			letters := dlq.WriterFunc(func(_ context.Context, r *dlq.Record) error {
+			port := &parkingPort{park: func(_ context.Context, m string, r *dlq.Record) error {
+				if string(r.Body) != m || r.Attempts < 2 || r.Error.Message != "bad" {
+					t.Errorf("%s: %+v", m, r)
+				}
 				mu.Lock()
 				writing = true
 				mu.Unlock()
 				<-release
-				return dlq.ErrParked
-			})
-			beside := uint64(0)
-			src, err := guard.Open(g, guard.SourceConfig{Name: "s", DeadLetters: letters, LettersKeepPlace: true, Successes: func() uint64 {
-				mu.Lock()
-				defer mu.Unlock()
-				if !alone {
-					beside++ // another source is well
-				}
-				return beside
-			}}, guard.Limits{}, port, func(_ context.Context, m string) error {
+				return nil
+			}}
+			src, err := guard.Open(g, guard.SourceConfig{Name: "s", DeadLetters: noLetters(t)}, guard.Limits{}, guard.Port[string](port), func(_ context.Context, m string) error {
 				mu.Lock()
 				defer mu.Unlock()
 				calls = append(calls, m)
@@ -144,7 +158,7 @@ func TestLettersKeepTheirPlace(t *testing.T) {
 			time.Sleep(time.Minute) // longer than Retry.Patience
 			mu.Lock()
 			if !writing {
-				t.Error("nothing is condemned")
+				t.Error("nothing is parked")
 			}
 			mu.Unlock()
 			if saw("a2") || saw("b1") == alone {
@@ -175,9 +189,9 @@ func TestLettersKeepTheirPlace(t *testing.T) {
 	}
 }
 
-// A source that ends while a letter keeps its place leaves the letter to its writer,
-// and gives the rest back once.
-func TestEndWhileALetterKeepsItsPlace(t *testing.T) {
+// A source that ends while it parks a message leaves that to its port, and gives the rest
+// back once.
+func TestEndWhileAMessageIsParked(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g, err := guard.New(guard.Config{Policy: guard.Policy{
 			Order: guard.OrderKey, NoBreaker: true, Retry: guard.Retry{Attempts: 1, Base: time.Millisecond, Max: time.Millisecond},
@@ -185,9 +199,9 @@ func TestEndWhileALetterKeepsItsPlace(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		letters := dlq.WriterFunc(func(ctx context.Context, _ *dlq.Record) error { <-ctx.Done(); return ctx.Err() })
-		src, err := guard.Open(g, guard.SourceConfig{Name: "s", DeadLetters: letters, LettersKeepPlace: true}, guard.Limits{}, &placePort{},
-			func(context.Context, string) error { return guard.Permanent(errors.New("bad")) })
+		port := &parkingPort{park: func(ctx context.Context, _ string, _ *dlq.Record) error { <-ctx.Done(); return ctx.Err() }}
+		src, err := guard.Open(g, guard.SourceConfig{Name: "s", DeadLetters: noLetters(t)}, guard.Limits{}, guard.Port[string](port),
+			func(context.Context, string) error { return errors.New("bad") })
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -197,7 +211,7 @@ func TestEndWhileALetterKeepsItsPlace(t *testing.T) {
 		in <- "a1"
 		in <- "a2"
 		in <- "a3"
-		synctest.Wait()
+		time.Sleep(11 * time.Second) // a guess
 		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
 		defer cancel()
 		report := src.End(ctx, guard.ReasonRebalance)

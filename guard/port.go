@@ -72,6 +72,11 @@ type Meta struct {
 	// count. It is evidence of a crashing handler only, never our attempts.
 	Deliveries int
 
+	// Attempts and FirstFailed are of a message's handler calls before it was parked: see
+	// [Parker]. They are a part of those of its dead letter.
+	Attempts    int
+	FirstFailed time.Time
+
 	// Lag is the number of messages behind this one at the broker, -1 if unknown.
 	Lag int64
 }

@@ -86,6 +86,9 @@ type Source[M any] struct {
 
 	stormKey string // what its detector is compared over
 
+	parker Parker[M] // the port, if it parks
+	from   parent    // whose parked messages these are; nil for none
+
 	ctx    context.Context //nolint:containedctx // parent of every handler call
 	cancel context.CancelCauseFunc
 	detach func()
@@ -110,6 +113,10 @@ type ending struct {
 // refuses settings that the broker's limits make impossible, all problems at once.
 // A nil handler makes it passive: then use Offer, Ready and Done instead of Run.
 func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handler func(context.Context, M) error) (*Source[M], error) {
+	return openSource(g, cfg, limits, port, handler, nil)
+}
+
+func openSource[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handler func(context.Context, M) error, from parent) (*Source[M], error) {
 	var p problems
 	policy := g.policy(cfg, &p)
 	if cfg.Name == "" {
@@ -117,6 +124,10 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 	}
 	if port == nil {
 		p.addf("Open: the port must not be nil")
+	}
+	parker, parks := any(port).(Parker[M])
+	if parks && cfg.DeadLetters == nil {
+		p.addf("SourceConfig.DeadLetters: must be set with a port that parks: what it does not park is dead-lettered")
 	}
 	errs := append(p, policy.Validate())
 	full := policy.withDefaults(limits)
@@ -138,6 +149,7 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 		epoch:     g.epochs.Add(1),
 		slowAfter: full.Breaker.Slow,
 		stormKey:  g.stormKey(cfg),
+		parker:    parker, from: from,
 	}
 	s.marker, _ = any(port).(Marker)
 	s.cond = sync.NewCond(&s.mu)
@@ -156,7 +168,7 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 	}
 	s.c = machine[M]{
 		policy: full, limits: limits, storm: detector, budget: budget, limiter: cfg.Limiter,
-		health: g.health, inPlace: cfg.LettersKeepPlace, offers: handler == nil, beside: fromNow(cfg.Successes),
+		health: g.health, inPlace: parks || from != nil, offers: handler == nil, beside: besides(from),
 		letters: cfg.DeadLetters != nil, letterPace: g.letterPace, origin: g.origin, slowAfter: full.Breaker.Slow,
 		rand: g.newRand(cfg.Name, s.epoch),
 		ring: ring, lanes: make(map[uint64]*lane[M]), writing: make(map[*item[M]]struct{}), fast: s.fastSuccesses, wasClosed: true,
@@ -177,10 +189,10 @@ func Open[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], handle
 			return nil, fmt.Errorf("guard: open %q: %w", cfg.Name, err)
 		}
 		s.c.gate = leaf
-		s.detach = leaf.Attach(s.Successes)
+		s.detach = leaf.Attach(s.successes)
 	}
 	if cfg.DeadLetters != nil {
-		s.writer = g.letterbox(cfg.DeadLetters)
+		s.writer = g.letterbox(cfg.DeadLetters, parks)
 	}
 	s.metrics = g.metrics.source(cfg)
 	s.c.born = s.c.life()
@@ -241,9 +253,8 @@ const (
 	phaseMask = 1<<phaseBits - 1
 )
 
-// Successes is how many handler calls have succeeded, from memory: for
-// [SourceConfig.Successes] of another source.
-func (s *Source[M]) Successes() uint64 { return s.c.successes.Load() + s.fastSuccesses() }
+// successes is how many handler calls have succeeded.
+func (s *Source[M]) successes() uint64 { return s.c.successes.Load() + s.fastSuccesses() }
 
 // Name is the source's name.
 func (s *Source[M]) Name() string { return s.cfg.Name }

@@ -110,7 +110,7 @@ func (s *Source[M]) counted() (key string, since totals, failing bool) {
 	failing = s.c.failing()
 	s.mu.Unlock()
 	was := s.seen.counted
-	if n.handled = max(s.Successes(), was.handled); n.handled > was.handled {
+	if n.handled = max(s.successes(), was.handled); n.handled > was.handled {
 		s.c.elsewhere.own.Store(int64(s.g.now()))
 	}
 	s.seen.counted = n

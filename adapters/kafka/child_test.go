@@ -97,14 +97,14 @@ func TestKilledProcessKeepsWhatIsParked(t *testing.T) {
 	k := newKills(t, kills)
 	r := k.rig
 	r.dlq(DLQConfig{Sources: []string{r.topic}})
-	retries := r.retries(childDelays...)
+	r.retries(childDelays...)
 	k.Args = append(k.Args, t.TempDir())
 	k.Each = 200
 	k.Lanes = 6
 	k.Publish = func(from, to int) {
 		r.publish(from, to, func(i int) int32 { return int32(i % 6 % 2) }, func(i int) string { return fmt.Sprint("k", i%6) })
 	}
-	k.Left = func() int { return int(r.pending() + r.parkedLeft(retries)) }
+	k.Left = func() int { return int(r.pending() + r.parkedLeft()) }
 	k.LosesNothing(t)
 }
 

@@ -14,6 +14,7 @@ import (
 
 	"github.com/IBM/sarama"
 
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/cluster"
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
@@ -66,7 +67,7 @@ func (o *options) refused(g *guard.Guard, c *sarama.Config, passive bool) error 
 		policy = *o.policy
 	}
 	errs := []error{policy.Validate()}
-	add := func(format string, args ...any) { errs = append(errs, unsuitable(format, args...)) }
+	add := func(format string, args ...any) { errs = append(errs, cluster.Unsuitable(format, args...)) }
 	if b := policy.Breaker; b != (guard.Policy{}).Breaker && b != g.Config().Policy.Breaker {
 		errs = append(errs, errors.New("kafka: Policy.Breaker: differs from the Guard's, whose scopes share one configuration: set it in guard.Config.Policy"))
 	}
@@ -126,18 +127,6 @@ func (o *options) order(g *guard.Guard) guard.Order {
 		return o.policy.Order
 	}
 	return g.Config().Policy.Order
-}
-
-// retryPolicy is the policy of a retry source. Its messages have failed before: that they
-// fail again is no evidence against the dependency, so they have no part in the breaker.
-// It is the claim's that holds them; see [retryClaim.held].
-func (o *options) retryPolicy(g *guard.Guard) *guard.Policy {
-	policy := g.Config().Policy
-	if o.policy != nil {
-		policy = *o.policy
-	}
-	policy.NoBreaker = true
-	return &policy
 }
 
 // passivePolicy is the policy of a passive source. Who marks the last of several has asked
@@ -226,7 +215,7 @@ func (o *options) settingsOf(g *guard.Guard, s sarama.ConsumerGroupSession) (set
 		set.group = g.Config().Group
 	}
 	if set.config == nil {
-		return set, unsuitable("the configuration of the consumer group is not to be found in a session of type %T: pass it by WithConfig", s)
+		return set, cluster.Unsuitable("the configuration of the consumer group is not to be found in a session of type %T: pass it by WithConfig", s)
 	}
 	return set, nil
 }

@@ -8,118 +8,13 @@ import (
 	"errors"
 	"fmt"
 	"hash/fnv"
-	"strings"
 	"time"
 
 	"github.com/IBM/sarama"
 
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/cluster"
 	"github.com/stormguard-mq/stormguard/dlq"
 )
-
-// DLQConfig describes where dead letters go. The zero value needs Sources, and
-// writes what dies in "orders" to "orders.dlq".
-type DLQConfig struct {
-	// Topic is the topic; {topic} stands for the source's and {group} for the
-	// consumer group. Unset means "{topic}.dlq".
-	Topic string
-
-	// Sources are the topics whose messages may die. They are needed if Topic has
-	// a {topic} in it; a topic that is created gets as many partitions as the
-	// largest of its sources. A source must be there: a missing one is an
-	// [ErrUnsuitable], and then no topic is created.
-	Sources []string
-
-	// Group is what {group} stands for, where Topic has it.
-	Group string
-
-	// Dialect is how headers tell why a message is dead; unset means
-	// stormguard's own.
-	Dialect dlq.Dialect
-
-	// NoCreate refuses a topic that does not exist, with the command that creates
-	// it, instead of creating it.
-	NoCreate bool
-
-	// Partitions of a topic that is created, from 1 to 10,000; unset means those
-	// of the largest source, or 1.
-	Partitions int32
-
-	// Replicas of a topic that is created, from 1 to 32767; unset means the
-	// broker's default.replication.factor.
-	Replicas int16
-
-	// Retention of a topic that is created; unset means that nothing is deleted.
-	// At least 1h.
-	Retention time.Duration
-}
-
-const defaultTopic = "{topic}.dlq"
-
-// Validate reports everything wrong at once.
-func (c DLQConfig) Validate() error {
-	var errs []error
-	add := func(format string, args ...any) { errs = append(errs, fmt.Errorf("kafka: DLQConfig."+format, args...)) }
-	topic := c.topic()
-	if bare := strings.NewReplacer("{topic}", "t", "{group}", "g").Replace(topic); !validTopic(bare) {
-		add("Topic: %q is not a topic's name of letters, digits, '.', '_' and '-' with {topic} and {group}", c.Topic)
-	}
-	if strings.Contains(topic, "{topic}") && len(c.Sources) == 0 {
-		add("Sources: at least one is needed for %q", topic)
-	}
-	if strings.Contains(topic, "{group}") && c.Group == "" {
-		add("Group: needed for %q", topic)
-	}
-	for _, s := range c.Sources {
-		if !validTopic(s) {
-			add("Sources: %q is not a topic's name", s)
-		} else if c.name(s) == s {
-			add("Topic: dead letters of %q would go to %q itself", s, s)
-		}
-	}
-	if err := c.Dialect.Validate(); err != nil {
-		add("Dialect: %w", err)
-	}
-	if c.Partitions < 0 || c.Partitions > 10_000 {
-		add("Partitions: %d is not within 1 and 10000", c.Partitions)
-	}
-	if c.Replicas < 0 {
-		add("Replicas: %d is not within 1 and 32767", c.Replicas)
-	}
-	if c.Retention != 0 && c.Retention < time.Hour {
-		add("Retention: %s is not at least 1h", c.Retention)
-	}
-	return errors.Join(errs...)
-}
-
-func validTopic(s string) bool {
-	if s == "" || len(s) > 249 || s == "." || s == ".." {
-		return false
-	}
-	return strings.Trim(s, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-") == ""
-}
-
-func (c DLQConfig) topic() string {
-	if c.Topic == "" {
-		return defaultTopic
-	}
-	return c.Topic
-}
-
-// inTopic is a group's name as a part of a topic's: what a broker would not take
-// becomes an underscore.
-func inTopic(group string) string {
-	return strings.Map(func(r rune) rune {
-		if validTopic("t" + string(r)) {
-			return r
-		}
-		return '_'
-	}, group)
-}
-
-// name is where what dies in a topic goes.
-func (c DLQConfig) name(source string) string {
-	return strings.NewReplacer("{topic}", source, "{group}", inTopic(c.Group)).Replace(c.topic())
-}
 
 // DLQ writes dead letters to Kafka, each confirmed by all in-sync replicas. It is
 // a [dlq.Writer], safe for concurrent use. A dead letter keeps key, body,
@@ -133,7 +28,7 @@ func (c DLQConfig) name(source string) string {
 type DLQ struct {
 	cfg    DLQConfig
 	client sarama.Client
-	out    *sender
+	out    *cluster.Sender
 	max    map[string]int // a record's largest size for a topic
 }
 
@@ -150,8 +45,8 @@ func NewDLQ(addrs []string, config *sarama.Config, cfg DLQConfig) (*DLQ, error) 
 	if config == nil {
 		config = sarama.NewConfig()
 	}
-	c := producerConfig(config)
-	if err := errors.Join(safeProducer(c), cfg.Validate()); err != nil {
+	c := cluster.ProducerConfig(config)
+	if err := errors.Join(cluster.SafeProducer(c), cfg.Validate()); err != nil {
 		return nil, err
 	}
 	client, err := sarama.NewClient(addrs, c)
@@ -165,53 +60,20 @@ func NewDLQ(addrs []string, config *sarama.Config, cfg DLQConfig) (*DLQ, error) 
 	return d, nil
 }
 
-// producerConfig is a copy of a configuration with what makes a producer safe.
-func producerConfig(config *sarama.Config) *sarama.Config {
-	c := *config
-	c.Producer.Idempotent = true
-	c.Producer.RequiredAcks = sarama.WaitForAll
-	c.Producer.Return.Successes, c.Producer.Return.Errors = true, true
-	c.Producer.Retry.Max = max(1, c.Producer.Retry.Max)
-	c.Producer.Partitioner = sarama.NewManualPartitioner
-	c.Producer.Interceptors = nil
-	c.Net.MaxOpenRequests = 1
-	c.Metadata.AllowAutoTopicCreation = false
-	return &c
-}
-
-// safeProducer reports what would lose, double or reorder dead letters.
-func safeProducer(c *sarama.Config) error {
-	var errs []error
-	add := func(format string, args ...any) { errs = append(errs, unsuitable(format, args...)) }
-	if c.Producer.Transaction.ID != "" {
-		add("Producer.Transaction.ID: %q: a dead letter is written by itself: leave it empty", c.Producer.Transaction.ID)
-	}
-	if !c.Version.IsAtLeast(sarama.V0_11_0_0) {
-		add("Version: %s has neither headers nor idempotence: set at least 0.11.0.0", c.Version)
-	}
-	if c.Producer.MaxMessageBytes <= batchOverhead {
-		add("Producer.MaxMessageBytes: %d leaves no room for a record", c.Producer.MaxMessageBytes)
-	}
-	return errors.Join(errs...)
-}
-
-// batchOverhead is what a batch of one record takes beside it.
-const batchOverhead = 128
-
 func newDLQ(client sarama.Client, cfg DLQConfig) (*DLQ, error) {
 	d := &DLQ{cfg: cfg, client: client, max: make(map[string]int)}
 	err := d.ensureTopics()
 	if err != nil {
 		return nil, err
 	}
-	if d.out, err = newSender(client, d.max); err != nil {
+	if d.out, err = cluster.NewSender(client, d.max); err != nil {
 		return nil, fmt.Errorf("kafka: dead letters: %w", err)
 	}
 	return d, nil
 }
 
 // Close waits for writes under way, 1s at most, and disconnects. It says how many are left.
-func (d *DLQ) Close() error { return d.out.close() }
+func (d *DLQ) Close() error { return d.out.Close() }
 
 // ErrDLQClosed means that [DLQ.Close] was called.
 var ErrDLQClosed = errors.New("kafka: DLQ closed")
@@ -233,7 +95,7 @@ func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 	for _, h := range d.headers(r) {
 		m.Headers = append(m.Headers, sarama.RecordHeader{Key: []byte(h.Name), Value: headerBytes(h.Value)})
 	}
-	if err := d.out.fits(m); err != nil {
+	if err := d.out.Fits(m); err != nil {
 		return err
 	}
 	partitions, err := d.client.Partitions(topic)
@@ -241,8 +103,8 @@ func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 		return d.explain(topic, m, err)
 	}
 	m.Partition = partitionFor(r, int32(len(partitions)))
-	_, err = d.out.send(ctx, m)
-	if errors.Is(err, errSenderClosed) {
+	_, err = d.out.Send(ctx, m)
+	if errors.Is(err, cluster.ErrClosed) {
 		return ErrDLQClosed
 	}
 	return d.explain(topic, m, err)
@@ -281,7 +143,7 @@ func (d *DLQ) headers(r *dlq.Record) []dlq.Header {
 
 // explain says what an error of the broker means.
 func (d *DLQ) explain(topic string, m *sarama.ProducerMessage, err error) error {
-	if refused := d.out.refused(m, err); refused != nil {
+	if refused := d.out.Refused(m, err); refused != nil {
 		return refused
 	}
 	switch {
@@ -332,13 +194,13 @@ func headerBytes(v any) []byte {
 // [*dlq.HeaderError] for each header that cannot be read; the rest is decoded
 // all the same.
 func ReadDeadLetter(m *sarama.ConsumerMessage) (dlq.Record, error) {
-	r, dialect, err := dlq.Decode(fromHeaders(m.Headers))
+	r, dialect, err := dlq.Decode(cluster.Headers(m.Headers))
 	r.Key, r.Body = m.Key, m.Value
 	if r.Timestamp.IsZero() {
 		r.Timestamp = m.Timestamp
 	}
 	if dialect == "" {
-		r.Origin = originOf(m, "")
+		r.Origin = cluster.Origin(m, "")
 	}
 	return r, err
 }

@@ -14,6 +14,7 @@ import (
 
 	"github.com/IBM/sarama"
 
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/cluster"
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/adaptertest"
@@ -25,7 +26,7 @@ func letterOf(topic string, offset int64) *dlq.Record {
 	return &dlq.Record{
 		Key: []byte("k"), Body: []byte("body"), Headers: []dlq.Header{{Name: "tenant", Value: []byte("acme")}},
 		Timestamp: time.Now().Add(-time.Hour).UTC().Truncate(time.Millisecond),
-		Origin:    dlq.Origin{System: system, Source: topic, Group: "g", HasPartition: true, Offset: offset, HasOffset: true},
+		Origin:    dlq.Origin{System: cluster.System, Source: topic, Group: "g", HasPartition: true, Offset: offset, HasOffset: true},
 		Attempts:  3, Reason: dlq.ReasonAttempts, Error: dlq.ErrorInfo{Type: "*errors.errorString", Message: "down"},
 		FirstFailed: time.Now().UTC().Truncate(time.Millisecond), LastFailed: time.Now().UTC().Truncate(time.Millisecond),
 	}
@@ -104,7 +105,7 @@ func TestHeadersOfTheMessageStayInItsLetter(t *testing.T) {
 		}
 		// Its letter dies, too.
 		died = letterOf(r.topic, 2)
-		died.Headers = fromHeaders(ms[0].Headers)
+		died.Headers = cluster.Headers(ms[0].Headers)
 		for _, h := range died.Headers {
 			if strings.HasPrefix(h.Name, "stormguard-") && h.Name != "stormguard-reason" {
 				want = append(want, "kept-"+h.Name+"="+string(headerBytes(h.Value)))
@@ -128,7 +129,7 @@ func TestTooLargeDeadLetters(t *testing.T) {
 	r := newRig(t, 1)
 	d := r.dlq(DLQConfig{Sources: []string{r.topic}})
 	limit := d.max[r.topic+".dlq"]
-	if limit != 2097152+headerRoom {
+	if limit != 2097152+cluster.HeaderRoom {
 		t.Errorf("the topic takes %d bytes", limit)
 	}
 	rec := letterOf(r.topic, 1)
@@ -331,11 +332,11 @@ func TestInspect(t *testing.T) {
 		t.Fatal(err)
 	}
 	adaptertest.Eventually(t, "the topic is gone", func() bool {
-		in, err := newInspector(r.client)
+		in, err := cluster.NewAdmin(r.client)
 		if err != nil {
 			return false
 		}
-		info, err := in.topic(r.topic + ".dlq")
+		info, err := in.Topic(r.topic + ".dlq")
 		return err == nil && info == nil
 	})
 	r.dlq(cfg) // what the package creates has nothing but its single replica against it

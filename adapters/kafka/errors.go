@@ -5,14 +5,15 @@ package kafka
 
 import (
 	"errors"
-	"fmt"
+
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/cluster"
 )
 
 // Errors to branch on.
 var (
 	// ErrUnsuitable means that a client, group or topic is configured in a way
 	// that the guard cannot keep its promises with; the text says what to set.
-	ErrUnsuitable = errors.New("kafka: unsuitable configuration")
+	ErrUnsuitable = cluster.ErrUnsuitable
 
 	// ErrNotWrapped means that [Fail] was given a session that is not the one
 	// [WrapHandler] handed to the handler.
@@ -22,8 +23,3 @@ var (
 	// neither marked nor failed within the policy's Timeout.
 	ErrNotMarked = errors.New("kafka: not marked within the timeout")
 )
-
-// unsuitable is an [ErrUnsuitable] with its reason.
-func unsuitable(format string, args ...any) error {
-	return fmt.Errorf("%w: %s", ErrUnsuitable, fmt.Sprintf(format, args...))
-}

@@ -161,14 +161,20 @@ func (r *rig) end(topic string, partition int32) int64 {
 
 // committed is what the group has committed, -1 for nothing.
 func (r *rig) committed(partition int32) int64 {
-	resp, err := r.admin.ListConsumerGroupOffsets(r.group, map[string][]int32{r.topic: {partition}})
+	at, _ := r.position(r.topic, partition)
+	return at
+}
+
+// position is what the group has committed of a topic, -1 for nothing.
+func (r *rig) position(topic string, partition int32) (offset int64, meta string) {
+	resp, err := r.admin.ListConsumerGroupOffsets(r.group, map[string][]int32{topic: {partition}})
 	if err != nil {
-		return -1
+		return -1, ""
 	}
-	if b := resp.GetBlock(r.topic, partition); b != nil {
-		return b.Offset
+	if b := resp.GetBlock(topic, partition); b != nil {
+		return b.Offset, b.Metadata
 	}
-	return -1
+	return -1, ""
 }
 
 // pending is how many messages are not committed.

@@ -113,7 +113,7 @@ func (w *wrappedClaim) findLocked(m *sarama.ConsumerMessage) *out {
 
 // mark is MarkMessage.
 func (w *wrappedClaim) mark(m *sarama.ConsumerMessage, meta string) {
-	w.claim.marks.resumed()
+	w.claim.marks.Resumed()
 	if w.ss.h.opts.batchMarks {
 		w.markBatch(m, meta)
 		return
@@ -141,7 +141,7 @@ func (w *wrappedClaim) markBatch(m *sarama.ConsumerMessage, meta string) {
 
 // markBelow is MarkOffset.
 func (w *wrappedClaim) markBelow(offset int64, meta string) {
-	w.claim.marks.resumed()
+	w.claim.marks.Resumed()
 	w.mu.Lock()
 	unsure := w.sending != nil && w.sending.m.Offset < offset
 	w.mu.Unlock()
@@ -177,7 +177,7 @@ func (w *wrappedClaim) done(os []*out, meta string) {
 		if over {
 			// A mark from Cleanup, or from a worker that outlived its loop: the
 			// source has given the message up, but the group still takes it.
-			w.claim.marks.settle(o.m.Offset, meta)
+			w.claim.marks.Settle(o.m.Offset, meta)
 			continue
 		}
 		w.src.Done(o.token, nil)

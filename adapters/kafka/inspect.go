@@ -11,6 +11,8 @@ import (
 
 	"github.com/IBM/sarama"
 
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/cluster"
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/retry"
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
@@ -49,7 +51,7 @@ func Inspect(client sarama.Client, t Target) ([]guard.Finding, error) {
 	if t.Hold == 0 {
 		t.Hold = time.Hour
 	}
-	in, err := newInspector(client)
+	in, err := cluster.NewAdmin(client)
 	if err != nil {
 		return nil, err
 	}
@@ -60,50 +62,45 @@ func Inspect(client sarama.Client, t Target) ([]guard.Finding, error) {
 		errs = append(errs, i.topics(source, t.DLQ))
 	}
 	if t.Retry != nil {
-		for _, source := range t.Retry.Sources {
-			errs = append(errs, i.retryTopics(source, *t.Retry))
-		}
-		errs = append(errs, i.retryLeft(*t.Retry), i.coordinator(t.Retry.Group))
+		found, err := retry.Inspect(client, in, retry.Config(*t.Retry), t.Hold)
+		i.findings = append(i.findings, found...)
+		errs = append(errs, err)
 	}
 	return i.findings, errors.Join(errs...)
 }
 
 // inspection collects findings.
 type inspection struct {
-	in       *inspector
+	in       *cluster.Admin
 	client   sarama.Client
 	hold     time.Duration
-	findings []guard.Finding
-}
-
-func (i *inspection) add(s guard.Severity, where, fix, what string, args ...any) {
-	i.findings = append(i.findings, guard.Finding{Severity: s, Where: where, What: fmt.Sprintf(what, args...), Fix: fix})
+	findings cluster.Findings
 }
 
 // settings looks at the client's.
 func (i *inspection) settings() {
 	c := i.client.Config()
 	if c.Consumer.Offsets.Initial == sarama.OffsetNewest {
-		i.add(guard.Danger, "client", "Consumer.Offsets.Initial = OffsetOldest",
+		i.findings.Add(guard.Danger, "client", "Consumer.Offsets.Initial = OffsetOldest",
 			"Consumer.Offsets.Initial is OffsetNewest: of a partition that is added, what was published before the group finds it (up to %s) is skipped", c.Metadata.RefreshFrequency)
 	}
 	if a := c.Consumer.Offsets.AutoCommit; a.Enable && a.Interval > 10*time.Second {
-		i.add(guard.Warning, "client", "Consumer.Offsets.AutoCommit.Interval = time.Second",
+		i.findings.Add(guard.Warning, "client", "Consumer.Offsets.AutoCommit.Interval = time.Second",
 			"Consumer.Offsets.AutoCommit.Interval is %s: a process that is killed handles as much again", a.Interval)
 	}
 	if c.Consumer.Offsets.Retry.Max == 0 {
-		i.add(guard.Warning, "client", "Consumer.Offsets.Retry.Max = 3", "Consumer.Offsets.Retry.Max is 0: the last commit of a session is tried once")
+		i.findings.Add(guard.Warning, "client", "Consumer.Offsets.Retry.Max = 3", "Consumer.Offsets.Retry.Max is 0: the last commit of a session is tried once")
 	}
 	if !c.Consumer.Return.Errors {
-		i.add(guard.Warning, "client", "Consumer.Return.Errors = true, and go kafka.WatchErrors(ctx, group, log)",
+		i.findings.Add(guard.Warning, "client", "Consumer.Return.Errors = true, and go kafka.WatchErrors(ctx, group, log)",
 			"Consumer.Return.Errors is off: a commit that fails is told to sarama.Logger alone")
 	}
 	if m := c.Consumer.MaxProcessingTime; cooperative(c) && 2*m+yieldSlack > maxYield {
-		i.add(guard.Notice, "client", "Consumer.MaxProcessingTime = 100 * time.Millisecond",
+		i.findings.Add(guard.Notice, "client", "Consumer.MaxProcessingTime = 100 * time.Millisecond",
 			"Consumer.MaxProcessingTime is %s: a cooperative revoke of one partition waits until the others of its broker have taken all that was fetched for them", m)
 	}
 	if s, h := c.Consumer.Group.Session.Timeout, c.Consumer.Group.Heartbeat.Interval; h > s/3 {
-		i.add(guard.Warning, "client", "Consumer.Group.Heartbeat.Interval = a third of Session.Timeout or less",
+		i.findings.Add(guard.Warning, "client", "Consumer.Group.Heartbeat.Interval = a third of Session.Timeout or less",
 			"Consumer.Group.Heartbeat.Interval is %s of a session of %s: two lost heartbeats cost the session", h, s)
 	}
 }
@@ -114,16 +111,16 @@ func (i *inspection) broker() error {
 	if err != nil {
 		return fmt.Errorf("kafka: controller: %w", err)
 	}
-	s, err := i.in.settings(sarama.BrokerResource, fmt.Sprint(controller.ID()))
+	s, err := i.in.Settings(sarama.BrokerResource, fmt.Sprint(controller.ID()))
 	if err != nil {
 		return fmt.Errorf("kafka: settings of broker %d: %w", controller.ID(), err)
 	}
 	if s["unclean.leader.election.enable"] == "true" {
-		i.add(guard.Danger, "broker", "unclean.leader.election.enable=false",
+		i.findings.Add(guard.Danger, "broker", "unclean.leader.election.enable=false",
 			"unclean.leader.election.enable is on: a replica that lags may become leader, and confirmed messages are gone")
 	}
 	if s["auto.create.topics.enable"] == "true" {
-		i.add(guard.Warning, "broker", "auto.create.topics.enable=false",
+		i.findings.Add(guard.Warning, "broker", "auto.create.topics.enable=false",
 			"auto.create.topics.enable is on: a topic that is deleted, or misspelt, comes back empty instead of being an error")
 	}
 	return nil
@@ -131,80 +128,64 @@ func (i *inspection) broker() error {
 
 // topics looks at a topic and at where its dead letters go.
 func (i *inspection) topics(source string, cfg DLQConfig) error {
-	from, err := i.in.topic(source)
+	from, err := i.in.Topic(source)
 	if err != nil {
 		return err
 	}
 	name := cfg.name(source)
-	to, err := i.in.topic(name)
+	to, err := i.in.Topic(name)
 	if err != nil {
 		return err
 	}
 	if from == nil {
-		i.add(guard.Danger, "topic "+source, "check the name and the right to describe it, or create it", "it does not exist, or may not be seen")
+		i.findings.Add(guard.Danger, "topic "+source, "check the name and the right to describe it, or create it", "it does not exist, or may not be seen")
 		return nil
 	}
-	i.durable(from)
-	if keeps := from.retention(); keeps > 0 && keeps < i.hold {
-		i.add(guard.Danger, "topic "+source, i.alter(source, fmt.Sprintf("retention.ms=%d", i.hold.Milliseconds())),
+	i.findings = append(i.findings, i.in.Durable(from)...)
+	if keeps := from.Retention(); keeps > 0 && keeps < i.hold {
+		i.findings.Add(guard.Danger, "topic "+source, i.in.Alter(source, fmt.Sprintf("retention.ms=%d", i.hold.Milliseconds())),
 			"it keeps messages for %s: in an outage of %s they are deleted while they wait", keeps, i.hold)
 	}
-	if n := from.number("retention.bytes", -1); n > 0 {
-		i.add(guard.Danger, "topic "+source, i.alter(source, "retention.bytes=-1"),
+	if n := from.Number("retention.bytes", -1); n > 0 {
+		i.findings.Add(guard.Danger, "topic "+source, i.in.Alter(source, "retention.bytes=-1"),
 			"it keeps %d bytes of a partition: in an outage what waits is deleted beyond them", n)
 	}
 	if to == nil {
-		want := demands{from.partitions, from.number("max.message.bytes", 0)}
-		i.add(guard.Warning, "topic "+name, i.in.createCommand(cfg.newTopic(name, want)), "it does not exist: dead letters of %s wait", source)
+		want := demands{from.Partitions, from.Number("max.message.bytes", 0)}
+		i.findings.Add(guard.Warning, "topic "+name, i.in.CreateCommand(cfg.newTopic(name, want)), "it does not exist: dead letters of %s wait", source)
 		return nil
 	}
-	i.durable(to)
+	i.findings = append(i.findings, i.in.Durable(to)...)
 	i.deadLetters(from, to)
 	return nil
 }
 
-func (i *inspection) durable(t *topicInfo) {
-	where := "topic " + t.name
-	if t.replicas == 1 {
-		i.add(guard.Warning, where, "more replicas: kafka-reassign-partitions.sh", "it has one replica: the disk of one broker is all there is")
+func (i *inspection) deadLetters(from, to *cluster.Topic) {
+	where := "topic " + to.Name
+	if to.Compacts() {
+		i.findings.Add(guard.Danger, where, i.in.Alter(to.Name, "cleanup.policy=delete"), "cleanup.policy is %s: of each key only the last dead letter stays", to.Settings["cleanup.policy"])
 	}
-	if t.replicas > 2 && t.number("min.insync.replicas", 1) == 1 {
-		i.add(guard.Danger, where, i.alter(t.name, "min.insync.replicas=2"), "min.insync.replicas is 1: a write is confirmed although one broker alone has it")
-	}
-	if t.settings["unclean.leader.election.enable"] == "true" {
-		i.add(guard.Danger, where, i.alter(t.name, "unclean.leader.election.enable=false"), "unclean.leader.election.enable is on: confirmed messages may be gone after a change of leader")
-	}
-}
-
-func (i *inspection) deadLetters(from, to *topicInfo) {
-	where := "topic " + to.name
-	if to.compacts() {
-		i.add(guard.Danger, where, i.alter(to.name, "cleanup.policy=delete"), "cleanup.policy is %s: of each key only the last dead letter stays", to.settings["cleanup.policy"])
-	}
-	keeps, longer := to.retention(), from.retention()
+	keeps, longer := to.Retention(), from.Retention()
 	if keeps > 0 && (longer == 0 || keeps < longer) {
-		i.add(guard.Warning, where, i.alter(to.name, "retention.ms=-1"), "it keeps dead letters for %s, %s keeps messages %s: they are gone before those they came from",
-			keeps, from.name, retentionText(longer))
+		i.findings.Add(guard.Warning, where, i.in.Alter(to.Name, "retention.ms=-1"), "it keeps dead letters for %s, %s keeps messages %s: they are gone before those they came from",
+			keeps, from.Name, retentionText(longer))
 	}
-	if n := to.number("retention.bytes", -1); n > 0 {
-		i.add(guard.Danger, where, i.alter(to.name, "retention.bytes=-1"), "it keeps %d bytes of a partition: a storm deletes the dead letters from before it", n)
+	if n := to.Number("retention.bytes", -1); n > 0 {
+		i.findings.Add(guard.Danger, where, i.in.Alter(to.Name, "retention.bytes=-1"), "it keeps %d bytes of a partition: a storm deletes the dead letters from before it", n)
 	}
-	if keeps > 0 && strings.EqualFold(to.settings["message.timestamp.type"], "CreateTime") {
-		i.add(guard.Danger, where, i.alter(to.name, "message.timestamp.type=LogAppendTime"),
+	if keeps > 0 && strings.EqualFold(to.Settings["message.timestamp.type"], "CreateTime") {
+		i.findings.Add(guard.Danger, where, i.in.Alter(to.Name, "message.timestamp.type=LogAppendTime"),
 			"its retention of %s counts from the message's own time, so the dead letter of an old message may be deleted at once", keeps)
 	}
-	if to.partitions < from.partitions {
-		i.add(guard.Notice, where, i.in.addPartitions(to.name, from.partitions),
-			"it has %d partitions, %s has %d: dead letters do not keep their partition", to.partitions, from.name, from.partitions)
+	if to.Partitions < from.Partitions {
+		i.findings.Add(guard.Notice, where, i.in.AddPartitions(to.Name, from.Partitions),
+			"it has %d partitions, %s has %d: dead letters do not keep their partition", to.Partitions, from.Name, from.Partitions)
 	}
-	if have, want := to.number("max.message.bytes", 0), from.number("max.message.bytes", 0); have > 0 && have < want+headerRoom {
-		i.add(guard.Warning, where, i.alter(to.name, fmt.Sprintf("max.message.bytes=%d", want+headerRoom)),
-			"max.message.bytes is %d, of %s %d: the dead letter of a large message can never be written, and waits", have, from.name, want)
+	if have, want := to.Number("max.message.bytes", 0), from.Number("max.message.bytes", 0); have > 0 && have < want+cluster.HeaderRoom {
+		i.findings.Add(guard.Warning, where, i.in.Alter(to.Name, fmt.Sprintf("max.message.bytes=%d", want+cluster.HeaderRoom)),
+			"max.message.bytes is %d, of %s %d: the dead letter of a large message can never be written, and waits", have, from.Name, want)
 	}
 }
-
-// alter is the command that changes a setting of a topic.
-func (i *inspection) alter(topic, setting string) string { return i.in.alter(topic, setting) }
 
 func retentionText(d time.Duration) string {
 	if d == 0 {

@@ -146,7 +146,7 @@ func TestParkedMessageThatIsLarge(t *testing.T) {
 		stop := r.pulse() // others succeed
 		adaptertest.Eventually(t, "it is settled", func() bool {
 			if compress {
-				return well.Load() == 1 && r.parkedLeft(retries) == 0
+				return well.Load() == 1 && r.parkedLeft() == 0
 			}
 			return src().Account.DeadLettered == 1
 		})
@@ -196,7 +196,7 @@ func TestFollowerThatIsTooLarge(t *testing.T) {
 		return len(slices.Compact(slices.Clone(handled))) >= 3
 	})
 	stop()
-	adaptertest.Eventually(t, "all is committed", func() bool { return r.pending() == 0 && r.parkedLeft(r.retries) == 0 })
+	adaptertest.Eventually(t, "all is committed", func() bool { return r.pending() == 0 && r.parkedLeft() == 0 })
 	m.stop()
 	if !slices.IsSorted(handled) || len(slices.Compact(handled)) != 3 {
 		t.Errorf("handled %v", handled)

@@ -14,6 +14,7 @@ import (
 
 	"github.com/IBM/sarama"
 
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/offsets"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
@@ -57,8 +58,8 @@ func TestMarksOfASlowHandler(t *testing.T) {
 func TestResetBesideMarks(t *testing.T) {
 	t.Parallel()
 	s := &resettable{begun: make(chan struct{}), reset: make(chan struct{})}
-	c := &claim{topic: "orders", session: s, marks: newTracker()}
-	c.marks.settle(7, "")
+	c := &claim{topic: "orders", session: s, marks: offsets.New()}
+	c.marks.Settle(7, "")
 	var marking sync.WaitGroup
 	marking.Go(func() { _ = c.Flush() })
 	<-s.begun
@@ -67,7 +68,7 @@ func TestResetBesideMarks(t *testing.T) {
 	if s.undone.Load() {
 		t.Error("marked after a reset")
 	}
-	c.marks.settle(8, "")
+	c.marks.Settle(8, "")
 	if _ = c.Flush(); s.marks.Load() != 1 {
 		t.Errorf("%d marks", s.marks.Load())
 	}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/IBM/sarama"
 
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/cluster"
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
@@ -98,13 +99,13 @@ type taken struct {
 type passivePort struct{ *claim }
 
 func (p passivePort) Lane(m *taken) uint64                { return p.claim.Lane(m.ConsumerMessage) }
-func (p passivePort) Size(m *taken) int                   { return size(m.ConsumerMessage) }
+func (p passivePort) Size(m *taken) int                   { return cluster.Size(m.ConsumerMessage) }
 func (p passivePort) Meta(m *taken) guard.Meta            { return p.claim.Meta(m.ConsumerMessage) }
 func (p passivePort) Extend([]*taken)                     {}
 func (p passivePort) Return([]*taken, guard.Reason) error { return nil }
 
 func (p passivePort) Ack(m *taken) error {
-	p.marks.settle(m.Offset, m.meta)
+	p.marks.Settle(m.Offset, m.meta)
 	return nil
 }
 
@@ -143,7 +144,9 @@ func (w *wrappedClaim) Messages() <-chan *sarama.ConsumerMessage {
 func (ss *session) consumePassive(c *claim, revoked <-chan struct{}) error {
 	cfg := ss.sourceConfig(c)
 	cfg.Policy = ss.h.opts.passivePolicy(ss.h.g)
-	src, err := openClaim[*taken](ss, cfg, passivePort{c}, nil, revoked)
+	src, err := openClaim(ss, c.name, revoked, func() (*guard.Source[*taken], error) {
+		return guard.Open(ss.h.g, cfg, limits(ss.set.config), guard.Port[*taken](passivePort{c}), nil)
+	})
 	if src == nil {
 		return err
 	}
@@ -268,7 +271,7 @@ func (w *wrappedClaim) intake(ctx context.Context) {
 		if !ok {
 			return
 		}
-		w.claim.marks.deliver(m.Offset)
+		w.claim.marks.Deliver(m.Offset)
 		if w.src.OfferWait(ctx, &taken{ConsumerMessage: m}) != nil {
 			return
 		}

@@ -12,12 +12,10 @@ import (
 
 	"github.com/IBM/sarama"
 
-	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/cluster"
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/offsets"
 	"github.com/stormguard-mq/stormguard/guard"
 )
-
-// system is messaging.system of the OTel conventions.
-const system = "kafka"
 
 // pauser is what a claim of sarama's can do besides: its pause dies with it,
 // while that of a ConsumerGroup outlives the session.
@@ -38,7 +36,7 @@ type claim struct {
 	seed      maphash.Seed
 	native    sarama.ConsumerGroupClaim
 	session   sarama.ConsumerGroupSession
-	marks     *tracker
+	marks     *offsets.Tracker
 	asked     *askedPauses
 	end       atomic.Int64 // of the log, when last looked; -1 unknown
 	refused   atomic.Bool  // the last look has found commits behind, and Flush has not said so yet
@@ -59,7 +57,7 @@ func newClaim(s *session, c sarama.ConsumerGroupClaim) *claim {
 	p := &claim{
 		topic: c.Topic(), partition: c.Partition(), group: s.set.group,
 		name: sourceName(s.h.opts.name, c.Topic(), c.Partition()), initial: c.InitialOffset(),
-		key: s.h.opts.key, seed: seed, native: c, session: s.native, marks: newTracker(), asked: askedPausesOf(c),
+		key: s.h.opts.key, seed: seed, native: c, session: s.native, marks: offsets.New(), asked: askedPausesOf(c),
 	}
 	p.end.Store(-1)
 	return p
@@ -84,22 +82,14 @@ func (c *claim) hash(b []byte) uint64 { return maphash.Bytes(c.seed, b) }
 
 // Size also says that the message is not acked at once; see [guard.Port].
 func (c *claim) Size(m *sarama.ConsumerMessage) int {
-	c.marks.deliver(m.Offset)
-	return size(m)
-}
-
-func size(m *sarama.ConsumerMessage) int {
-	n := len(m.Key) + len(m.Value)
-	for _, h := range m.Headers {
-		n += len(h.Key) + len(h.Value)
-	}
-	return n
+	c.marks.Deliver(m.Offset)
+	return cluster.Size(m)
 }
 
 func (c *claim) Meta(m *sarama.ConsumerMessage) guard.Meta {
 	meta := guard.Meta{
-		Key: m.Key, Body: m.Value, Headers: fromHeaders(m.Headers), Timestamp: m.Timestamp,
-		Origin: originOf(m, c.group), Lag: -1,
+		Key: m.Key, Body: m.Value, Headers: cluster.Headers(m.Headers), Timestamp: m.Timestamp,
+		Origin: cluster.Origin(m, c.group), Lag: -1,
 	}
 	if end := max(c.end.Load(), c.native.HighWaterMarkOffset()); end > m.Offset {
 		meta.Lag = end - m.Offset - 1
@@ -107,16 +97,9 @@ func (c *claim) Meta(m *sarama.ConsumerMessage) guard.Meta {
 	return meta
 }
 
-func originOf(m *sarama.ConsumerMessage, group string) dlq.Origin {
-	return dlq.Origin{
-		System: system, Source: m.Topic, Group: group,
-		Partition: m.Partition, HasPartition: true, Offset: m.Offset, HasOffset: true,
-	}
-}
-
 // Ack moves the low watermark; Flush marks it.
 func (c *claim) Ack(m *sarama.ConsumerMessage) error {
-	c.marks.settle(m.Offset, "")
+	c.marks.Settle(m.Offset, "")
 	return nil
 }
 
@@ -163,7 +146,7 @@ var errNotCommitted = errors.New("kafka: what is marked is not committed")
 func (c *claim) mark() {
 	c.marking.Lock()
 	defer c.marking.Unlock()
-	if offset, meta, due := c.marks.take(); due {
+	if offset, meta, due := c.marks.Take(); due {
 		c.session.MarkOffset(c.topic, c.partition, offset, meta)
 	}
 }
@@ -173,14 +156,14 @@ func (c *claim) mark() {
 func (c *claim) rewind(offset int64, metadata string) {
 	c.marking.Lock()
 	defer c.marking.Unlock()
-	c.marks.rewound()
+	c.marks.Rewound()
 	c.session.ResetOffset(c.topic, c.partition, offset, metadata)
 }
 
 // Lag is the log's end, when last looked, less what is settled.
 func (c *claim) Lag() int64 {
 	end := c.end.Load()
-	at, _ := c.marks.position()
+	at, _ := c.marks.Position()
 	if at < 0 {
 		at = c.initial
 	}
@@ -191,17 +174,4 @@ func (c *claim) Lag() int64 {
 }
 
 // Ahead is how many messages are settled behind the low watermark.
-func (c *claim) Ahead() int { return c.marks.ahead() }
-
-func fromHeaders(hs []*sarama.RecordHeader) []dlq.Header {
-	if len(hs) == 0 {
-		return nil
-	}
-	out := make([]dlq.Header, 0, len(hs))
-	for _, h := range hs {
-		if h != nil {
-			out = append(out, dlq.Header{Name: string(h.Key), Value: h.Value})
-		}
-	}
-	return out
-}
+func (c *claim) Ahead() int { return c.marks.Ahead() }

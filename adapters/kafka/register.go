@@ -14,6 +14,7 @@ import (
 
 	"github.com/IBM/sarama"
 
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/cluster"
 	"github.com/stormguard-mq/stormguard/fleet/register"
 	"github.com/stormguard-mq/stormguard/internal/registers"
 )
@@ -35,7 +36,7 @@ type RegisterConfig struct {
 // Validate reports everything wrong at once.
 func (c RegisterConfig) Validate() error {
 	var errs []error
-	if !validTopic(c.Topic) {
+	if !cluster.ValidTopic(c.Topic) {
 		errs = append(errs, fmt.Errorf("kafka: RegisterConfig.Topic: %q is not a topic's name", c.Topic))
 	}
 	if c.Replicas < 0 {
@@ -102,7 +103,7 @@ func NewRegister(addrs []string, config *sarama.Config, cfg RegisterConfig) (*Re
 	c.Consumer.IsolationLevel = sarama.ReadUncommitted
 	errs := []error{cfg.Validate(), c.Validate()}
 	if !c.Version.IsAtLeast(sarama.V1_0_0_0) {
-		errs = append(errs, unsuitable("Version: %s is too old for a register: set at least 1.0.0.0", c.Version))
+		errs = append(errs, cluster.Unsuitable("Version: %s is too old for a register: set at least 1.0.0.0", c.Version))
 	}
 	if len(addrs) == 0 {
 		errs = append(errs, errors.New("kafka: register: at least one address is needed"))
@@ -214,66 +215,66 @@ func (r *Register) drop(client sarama.Client) {
 
 // ensure creates the topic, or checks the one that is there.
 func (r *Register) ensure(client sarama.Client) error {
-	in, err := newInspector(client)
+	in, err := cluster.NewAdmin(client)
 	if err != nil {
 		return err
 	}
-	info, err := in.topic(r.cfg.Topic)
+	info, err := in.Topic(r.cfg.Topic)
 	if err != nil {
 		return err
 	}
 	if info == nil {
 		topic := r.cfg.newTopic(len(client.Brokers()))
 		if r.cfg.NoCreate {
-			return unsuitable("topic %s does not exist: %s", topic.name, in.createCommand(topic))
+			return cluster.Unsuitable("topic %s does not exist: %s", topic.Name, in.CreateCommand(topic))
 		}
-		if info, err = in.create(client, topic); err != nil {
+		if info, err = in.Create(client, topic); err != nil {
 			return err
 		}
 	}
 	return r.cfg.check(in, info)
 }
 
-func (c RegisterConfig) newTopic(brokers int) newTopic {
-	t := newTopic{name: c.Topic, partitions: 1, replicas: c.Replicas, settings: map[string]string{
+func (c RegisterConfig) newTopic(brokers int) cluster.NewTopic {
+	t := cluster.NewTopic{Name: c.Topic, Partitions: 1, Replicas: c.Replicas, Settings: map[string]string{
 		"cleanup.policy": "delete", "retention.ms": "-1", "retention.bytes": "-1",
 		"unclean.leader.election.enable": "false", "max.message.bytes": "1048588",
 	}}
-	if t.replicas == 0 {
-		t.replicas = int16(max(1, min(3, brokers)))
+	if t.Replicas == 0 {
+		t.Replicas = int16(max(1, min(3, brokers)))
 	}
-	if t.replicas > 1 {
-		t.settings["min.insync.replicas"] = "2"
+	if t.Replicas > 1 {
+		t.Settings["min.insync.replicas"] = "2"
 	}
 	return t
 }
 
 // check refuses a topic that would forget or lose records. Settings that may not be
 // read are taken for good.
-func (c RegisterConfig) check(in *inspector, t *topicInfo) error {
+func (c RegisterConfig) check(in *cluster.Admin, t *cluster.Topic) error {
 	var errs []error
 	add := func(format string, args ...any) {
-		errs = append(errs, unsuitable("topic %s of a register: "+format, append([]any{t.name}, args...)...))
+		errs = append(errs, cluster.Unsuitable("topic %s of a register: "+format, append([]any{t.Name}, args...)...))
 	}
-	if t.partitions != 1 {
-		add("it has %d partitions, and one log is needed: name another", t.partitions)
+	if t.Partitions != 1 {
+		add("it has %d partitions, and one log is needed: name another", t.Partitions)
 	}
-	if policy, ok := t.settings["cleanup.policy"]; ok && policy != "delete" {
-		add("cleanup.policy %s keeps the last record of a number, and the first has won: %s", policy, in.alter(t.name, "cleanup.policy=delete"))
+	if policy, ok := t.Settings["cleanup.policy"]; ok && policy != "delete" {
+		add("cleanup.policy %s keeps the last record of a number, and the first has won: %s", policy, in.Alter(t.Name, "cleanup.policy=delete"))
 	}
 	for _, name := range []string{"retention.ms", "retention.bytes"} {
-		if t.number(name, -1) != -1 {
-			add("%s %s would delete the configuration: %s", name, t.settings[name], in.alter(t.name, name+"=-1"))
+		if t.Number(name, -1) != -1 {
+			add("%s %s would delete the configuration: %s", name, t.Settings[name], in.Alter(t.Name, name+"=-1"))
 		}
 	}
-	if t.settings["unclean.leader.election.enable"] == "true" {
-		add("an unclean leader would lose what was decided: %s", in.alter(t.name, "unclean.leader.election.enable=false"))
+	if t.Settings["unclean.leader.election.enable"] == "true" {
+		add("an unclean leader would lose what was decided: %s", in.Alter(t.Name, "unclean.leader.election.enable=false"))
 	}
-	if t.replicas > 1 && t.number("min.insync.replicas", 2) < 2 {
-		add("min.insync.replicas %s lets one broker alone confirm: %s", t.settings["min.insync.replicas"], in.alter(t.name, "min.insync.replicas=2"))
+	if t.Replicas > 1 && t.Number("min.insync.replicas", 2) < 2 {
+		add("min.insync.replicas %s lets one broker alone confirm: %s", t.Settings["min.insync.replicas"], in.Alter(t.Name, "min.insync.replicas=2"))
 	}
-	if n := t.number("max.message.bytes", registerRecord); n < registerRecord {
-		add("max.message.bytes %d is less than a record may have: %s", n, in.alter(t.name, fmt.Sprintf("max.message.bytes=%d", registerRecord)))
+	if n := t.Number("max.message.bytes", registerRecord); n < registerRecord {
+		add("max.message.bytes %d is less than a record may have: %s", n, in.Alter(t.Name, fmt.Sprintf("max.message.bytes=%d", registerRecord)))
 	}
 	return errors.Join(errs...)
 }

@@ -15,15 +15,26 @@ import (
 
 	"github.com/IBM/sarama"
 
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/offsets"
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/retry"
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
 
+// name is the retry topic of a level.
+func (c RetryConfig) name(source string, level int) string {
+	return retry.Config(c).Name(source, level)
+}
+
 // retries makes retry topics of the rig's group, deleted with the test.
 func (r *rig) retries(delays ...time.Duration) *RetryTopics {
+	return r.retriesOf(RetryConfig{Delays: delays})
+}
+
+func (r *rig) retriesOf(cfg RetryConfig) *RetryTopics {
 	r.t.Helper()
-	cfg := RetryConfig{Sources: []string{r.topic}, Group: r.group, Delays: delays}
+	cfg.Sources, cfg.Group = []string{r.topic}, r.group
 	t, err := NewRetryTopics(r.addrs, testConfig(), cfg)
 	if err != nil {
 		r.t.Fatal(err)
@@ -32,7 +43,7 @@ func (r *rig) retries(delays ...time.Duration) *RetryTopics {
 		if err := t.Close(); err != nil {
 			r.t.Error(err)
 		}
-		for level := range delays {
+		for level := range cfg.Delays {
 			_ = r.admin.DeleteTopic(cfg.name(r.topic, level+1))
 		}
 	})
@@ -52,9 +63,11 @@ type parkRig struct {
 }
 
 // parks gives a rig dead letters, and retry topics of these delays.
-func (r *rig) parks(delays ...time.Duration) *parkRig {
+func (r *rig) parks(delays ...time.Duration) *parkRig { return r.parksOf(RetryConfig{Delays: delays}) }
+
+func (r *rig) parksOf(cfg RetryConfig) *parkRig {
 	r.t.Helper()
-	return &parkRig{rig: r, j: newJournal(), letters: r.dlq(DLQConfig{Sources: []string{r.topic}}), retries: r.retries(delays...)}
+	return &parkRig{rig: r, j: newJournal(), letters: r.dlq(DLQConfig{Sources: []string{r.topic}}), retries: r.retriesOf(cfg)}
 }
 
 // start joins the group with a guard of its own.
@@ -72,7 +85,9 @@ func (r *parkRig) member(g *guard.Guard, retries *RetryTopics, cfg *sarama.Confi
 }
 
 // retryTopic is the topic of a level.
-func (r *parkRig) retryTopic(level int) string { return r.retries.cfg.name(r.topic, level) }
+func (r *rig) retryTopic(level int) string {
+	return RetryConfig{Group: r.group}.name(r.topic, level)
+}
 
 // failUntilParked lets messages fail until n are parked.
 func (r *parkRig) failUntilParked(n uint64, ns ...int) {
@@ -226,7 +241,12 @@ func (r *rig) pulse() (stop func()) {
 			for p := range r.partitions {
 				_, _, _ = r.producer.SendMessage(&sarama.ProducerMessage{Topic: r.topic, Partition: p, Key: sarama.StringEncoder(healthy)})
 			}
-			pause(ctx, 10*time.Millisecond)
+			again := time.NewTimer(10 * time.Millisecond)
+			select {
+			case <-again.C:
+			case <-ctx.Done():
+				again.Stop()
+			}
 		}
 	})
 	stop = func() { cancel(); pulsing.Wait() }
@@ -266,7 +286,7 @@ func TestRetryTopicsKeepTheOrderOfAKey(t *testing.T) {
 	adaptertest.Eventually(t, "all are handled but the dead", func() bool { return j.handled() == n-dying })
 	adaptertest.Eventually(t, "the dead are", func() bool { return r.end(r.topic+".dlq", 0)+r.end(r.topic+".dlq", 1) == int64(dying) })
 	stop()
-	adaptertest.Eventually(t, "all is committed", func() bool { return r.pending() == 0 && r.parkedLeft(r.retries) == 0 })
+	adaptertest.Eventually(t, "all is committed", func() bool { return r.pending() == 0 && r.parkedLeft() == 0 })
 	m.stop()
 	j.check(t)
 	var dead []int
@@ -284,7 +304,7 @@ func TestRetryTopicsKeepTheOrderOfAKey(t *testing.T) {
 			if rec.Attempts < 8 || rec.Origin.Source != r.topic || rec.Origin.Partition != p {
 				t.Errorf("%d attempts, origin %+v", rec.Attempts, rec.Origin)
 			}
-			if slices.ContainsFunc(rec.Headers, func(h dlq.Header) bool { return h.Name == retryOffset }) {
+			if slices.ContainsFunc(rec.Headers, func(h dlq.Header) bool { return h.Name == "stormguard-retry-offset" }) {
 				t.Errorf("headers of the retry topic in a dead letter")
 			}
 			i, _ := strconv.Atoi(string(rec.Body))
@@ -296,23 +316,69 @@ func TestRetryTopicsKeepTheOrderOfAKey(t *testing.T) {
 	}
 }
 
-// parkedLeft is how much of the retry topics is not committed.
-func (r *rig) parkedLeft(t *RetryTopics) (n int64) {
-	for level := range t.cfg.Delays {
-		name := t.cfg.name(r.topic, level+1)
-		for p := range r.partitions {
-			at, err := t.committed(p, []string{name})
-			if err != nil {
-				return 1 << 30
-			}
-			end, err := r.client.GetOffset(name, p, sarama.OffsetNewest)
-			if err != nil {
-				return 1 << 30
-			}
-			n += end - max(0, at[0].offset)
-		}
+// parkedLeft is how much of the rig's retry topics is not committed.
+func (r *rig) parkedLeft() (n int64) {
+	topics, err := r.client.Topics()
+	if err == nil {
+		err = r.client.RefreshMetadata()
+	}
+	if err != nil {
+		return 1 << 30
+	}
+	for level := 1; slices.Contains(topics, r.retryTopic(level)); level++ {
+		n += r.uncommitted(r.retryTopic(level))
 	}
 	return n
+}
+
+// uncommitted is how much of a topic is not committed.
+func (r *rig) uncommitted(topic string) (n int64) {
+	for p := range r.partitions {
+		at, _ := r.position(topic, p)
+		end, err := r.client.GetOffset(topic, p, sarama.OffsetNewest)
+		if err != nil {
+			return 1 << 30
+		}
+		n += end - max(0, at)
+	}
+	return n
+}
+
+// parkedRecord is a record of a retry topic, as a claim of another epoch writes it.
+type parkedRecord struct {
+	source           string
+	partition        int32
+	offset           int64
+	key, value       string
+	stamp, notBefore int64
+	group            string // unset: the record does not say it
+}
+
+// park writes records to a retry topic.
+func (r *rig) park(topic string, records ...parkedRecord) {
+	r.t.Helper()
+	for _, p := range records {
+		m := &sarama.ProducerMessage{Topic: topic, Partition: p.partition, Key: sarama.StringEncoder(p.key), Value: sarama.StringEncoder(p.value)}
+		add := func(name string, value any) {
+			m.Headers = append(m.Headers, sarama.RecordHeader{Key: []byte("stormguard-retry-" + name), Value: fmt.Append(nil, value)})
+		}
+		add("topic", p.source)
+		add("partition", p.partition)
+		add("offset", p.offset)
+		add("timestamp", p.stamp)
+		add("attempts", 0)
+		add("level", 1)
+		add("moves", 1)
+		add("not-before", p.notBefore)
+		add("first-failed", 0)
+		add("claim", "x")
+		if p.group != "" {
+			add("group", p.group)
+		}
+		if _, _, err := r.producer.SendMessage(m); err != nil {
+			r.t.Fatal(err)
+		}
+	}
 }
 
 // Whoever gets a partition knows what is parked before it handles its first
@@ -340,7 +406,7 @@ func TestRestartKnowsWhatIsParked(t *testing.T) {
 		for _, m := range ms {
 			out := &sarama.ProducerMessage{Topic: name, Key: sarama.ByteEncoder(m.Key), Value: sarama.ByteEncoder(m.Value)}
 			for _, h := range m.Headers {
-				if foreign && string(h.Key) == retryEpoch {
+				if foreign && string(h.Key) == "stormguard-retry-claim" {
 					h.Value = []byte("another")
 				}
 				out.Headers = append(out.Headers, *h)
@@ -359,7 +425,7 @@ func TestRestartKnowsWhatIsParked(t *testing.T) {
 	}
 	adaptertest.Eventually(t, "all are handled", func() bool { return j.handled() == 6 })
 	stop()
-	adaptertest.Eventually(t, "all is committed", func() bool { return r.pending() == 0 && r.parkedLeft(r.retries) == 0 })
+	adaptertest.Eventually(t, "all is committed", func() bool { return r.pending() == 0 && r.parkedLeft() == 0 })
 	m.stop()
 	m = r.start(parking(2))
 	time.Sleep(200 * time.Millisecond)
@@ -377,22 +443,15 @@ func TestDoneAheadIsNotHandledAgain(t *testing.T) {
 	j, name := r.j, r.retryTopic(1)
 	r.failUntilParked(1, 1)
 	// The first record of level 1 is due only in a minute, by its header.
-	late := parkedMessage{
-		msg: &sarama.ConsumerMessage{Topic: r.topic, Key: []byte("late"), Value: []byte("99")}, origin: origin{stamp: 1},
-		own: 1, moves: 1, notBefore: time.Now().Add(time.Minute).UnixMilli(), claim: "x",
-	}
-	late.msg.Offset = late.origin.offset
-	if _, err := r.retries.write(adaptertest.Context(t), &late, name); err != nil {
-		t.Fatal(err)
-	}
+	r.park(name, parkedRecord{source: r.topic, key: "late", value: "99", stamp: 1, notBefore: time.Now().Add(time.Minute).UnixMilli(), group: r.group})
 	m := r.start(parking(1))
 	stop := r.pulse()
 	r.publish(1, 3, nil, func(int) string { return "a" })
 	adaptertest.Eventually(t, "one is parked", func() bool { return r.parked(0) == 1 })
 	adaptertest.Eventually(t, "what came later is handled", func() bool { return j.handled() == 2 })
 	adaptertest.Eventually(t, "that is committed", func() bool {
-		at, err := r.retries.committed(0, []string{name})
-		return err == nil && at[0].offset == 0 && len(decodeAhead(0, at[0].meta)) == 2
+		at, meta := r.position(name, 0)
+		return at == 0 && len(offsets.Decode(0, meta)) == 2
 	})
 	m.stop()
 	m = r.start(parking(1))
@@ -401,8 +460,8 @@ func TestDoneAheadIsNotHandledAgain(t *testing.T) {
 	stop()
 	m.stop()
 	j.check(t)
-	if at, err := r.retries.committed(0, []string{name}); err != nil || at[0].offset != 0 || len(decodeAhead(0, at[0].meta)) != 2 {
-		t.Errorf("%v, %v", at, err)
+	if at, meta := r.position(name, 0); at != 0 || len(offsets.Decode(0, meta)) != 2 {
+		t.Errorf("%d, %q", at, meta)
 	}
 }
 
@@ -477,7 +536,7 @@ func TestRebalanceWhileParked(t *testing.T) {
 			}
 			adaptertest.Eventually(t, "all are handled", func() bool { return j.handled() == n })
 			stop()
-			adaptertest.Eventually(t, "all is committed", func() bool { return r.pending() == 0 && r.parkedLeft(r.retries) == 0 })
+			adaptertest.Eventually(t, "all is committed", func() bool { return r.pending() == 0 && r.parkedLeft() == 0 })
 			m.stop()
 			j.check(t)
 		})

@@ -85,30 +85,3 @@ func TestRetryTopicsOpenNoBreaker(t *testing.T) {
 	}
 	m.stop()
 }
-
-// While the breaker of the claim is not closed, parked messages wait: but not where nothing
-// else could show that the dependency is back.
-func TestParkedMessagesWaitForTheBreakerOfTheirClaim(t *testing.T) {
-	t.Parallel()
-	for _, c := range []struct {
-		name   string
-		change func(*guard.State)
-		held   bool
-	}{
-		{"closed", func(s *guard.State) { s.Holds = nil }, false},
-		{"another hold", func(s *guard.State) { s.Holds[0].Reason = guard.ReasonDLQ }, false},
-		{"nothing to probe with", func(*guard.State) {}, false},
-		{"a message is held", func(s *guard.State) { s.Account.Held = 1 }, true},
-		{"a message waits for its retry", func(s *guard.State) { s.Account.RetryWait = 1 }, true},
-		{"a probe is out", func(s *guard.State) { s.Account.Processing = 1 }, true},
-		{"open by force", func(s *guard.State) { s.Breaker.Forced = true }, true},
-		{"a force lasts", func(s *guard.State) { s.Breaker.Barred = true }, true},
-		{"open by the fleet", func(s *guard.State) { s.Breaker.Held = true }, true},
-	} {
-		st := openBreaker()
-		c.change(&st)
-		if rc := (&retryClaim{state: func() guard.State { return st }}); rc.held() != c.held {
-			t.Errorf("%s: held %t", c.name, rc.held())
-		}
-	}
-}

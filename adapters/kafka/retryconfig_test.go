@@ -26,7 +26,7 @@ func TestRetryConfigReportsAll(t *testing.T) {
 		want []string
 	}{
 		{"good", RetryConfig{Sources: []string{"orders"}, Group: "g", Delays: []time.Duration{time.Minute, time.Hour}}, nil},
-		{"nothing", RetryConfig{}, []string{"Group: must not be empty", "Sources: at least one", "Delays: 0 of them"}},
+		{"nothing", RetryConfig{}, []string{"Group: must not be empty", "kafka: RetryConfig.Sources: at least one", "Delays: 0 of them"}},
 		{"descending", RetryConfig{Sources: []string{"o"}, Group: "g", Delays: []time.Duration{time.Hour, time.Minute, time.Minute, 0, -1, 1000 * time.Hour}},
 			[]string{"Delays[1]: 1m0s does not ascend after 1h0m0s", "Delays[2]: 1m0s does not ascend", "Delays[3]: 0s", "Delays[4]: -1ns", "Delays[5]: 1000h0m0s"}},
 		{"nine", RetryConfig{Sources: []string{"o"}, Group: "g", Delays: make([]time.Duration, 9)}, []string{"Delays: 9 of them: from 1 to 8"}},
@@ -152,7 +152,7 @@ func TestRetryTopicsFit(t *testing.T) {
 			{r.group, map[string][]int32{r.topic: {2}}, "partition 2 of " + r.topic},
 			{r.group, map[string][]int32{name: {0}}, "is consumed and is not among them"},
 		} {
-			err := topics.fits(c.group, c.claims)
+			err := topics.topics.Fits(c.group, c.claims)
 			if (err == nil) != (c.want == "") || err != nil && !strings.Contains(err.Error(), c.want) {
 				t.Errorf("%+v: %v", c, err)
 			}
@@ -199,35 +199,5 @@ func TestParkedWithoutOrder(t *testing.T) {
 		}
 		stop()
 		m.stop()
-	}
-}
-
-func TestParkedMessageComesBackAsItWas(t *testing.T) {
-	t.Parallel()
-	at := time.UnixMilli(1_700_000_000_123)
-	was := &sarama.ConsumerMessage{
-		Topic: "orders", Partition: 3, Offset: 42, Timestamp: at, Key: []byte("k"), Value: []byte("v"),
-		Headers: []*sarama.RecordHeader{{Key: []byte("tenant"), Value: []byte("acme")}, {Key: []byte("tenant"), Value: nil}},
-	}
-	p := &parkedMessage{msg: was, origin: origin{offset: 42, stamp: stampOf(at)}, own: 2, moves: 5, tries: 7, first: 11, notBefore: 13, claim: "c"}
-	m := p.producerMessage("orders.g.retry.2")
-	back := &sarama.ConsumerMessage{Topic: m.Topic, Partition: m.Partition, Offset: 9, Timestamp: time.Now(), Key: was.Key, Value: was.Value}
-	for _, h := range m.Headers {
-		if strings.HasPrefix(string(h.Key), "x-") {
-			t.Errorf("header %s", h.Key)
-		}
-		back.Headers = append(back.Headers, &h)
-	}
-	back.Headers = append(back.Headers, &sarama.RecordHeader{Key: []byte(retryGroup), Value: []byte("g")})
-	got := readParked(back, 2)
-	if g := got.msg; g.Topic != "orders" || g.Partition != 3 || g.Offset != 42 || !g.Timestamp.Equal(at) || string(g.Key) != "k" || string(g.Value) != "v" || len(g.Headers) != 2 {
-		t.Errorf("%+v", g)
-	}
-	if got.origin != p.origin || got.own != 2 || got.moves != 5 || got.tries != 7 || got.first != 11 || got.notBefore != 13 || got.claim != "c" || got.group != "g" || got.at != 9 || got.level != 2 {
-		t.Errorf("%+v", got)
-	}
-	tombstone := (&parkedMessage{msg: &sarama.ConsumerMessage{Topic: "orders"}}).producerMessage("t")
-	if tombstone.Key != nil || tombstone.Value != nil {
-		t.Error("a tombstone is none any more")
 	}
 }

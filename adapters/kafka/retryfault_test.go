@@ -4,7 +4,6 @@
 package kafka
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -20,7 +19,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kfake"
 	"github.com/twmb/franz-go/pkg/kmsg"
 
-	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/offsets"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
@@ -99,7 +98,7 @@ func TestRetryTopicThatCannotBeWritten(t *testing.T) {
 	fault.Remove()
 	close(j.gate)
 	adaptertest.Eventually(t, "all are handled", func() bool { return j.handled() == 4 })
-	adaptertest.Eventually(t, "all is committed", func() bool { return r.pending() == 0 && r.parkedLeft(r.retries) == 0 })
+	adaptertest.Eventually(t, "all is committed", func() bool { return r.pending() == 0 && r.parkedLeft() == 0 })
 	m.stop()
 	j.check(t)
 }
@@ -127,7 +126,7 @@ func TestKeyIsFreeOnceItsEndIsCommitted(t *testing.T) {
 		t.Errorf("%d records in the retry topic, want 2", n)
 	}
 	fault.Remove()
-	adaptertest.Eventually(t, "all is committed", func() bool { return r.parkedLeft(r.retries) == 0 })
+	adaptertest.Eventually(t, "all is committed", func() bool { return r.parkedLeft() == 0 })
 	r.publish(2, 3, nil, func(int) string { return "a" })
 	adaptertest.Eventually(t, "the third is handled", func() bool { return j.handled() == 3 })
 	if n := r.end(name, 0); n != 2 {
@@ -142,8 +141,7 @@ func TestKeyIsFreeOnceItsEndIsCommitted(t *testing.T) {
 func TestMaxParked(t *testing.T) {
 	t.Parallel()
 	orders, _ := newFakeRig(t)
-	r := orders.parks(1500 * time.Millisecond)
-	r.retries.cfg.MaxParked = 3
+	r := orders.parksOf(RetryConfig{Delays: []time.Duration{1500 * time.Millisecond}, MaxParked: 3})
 	j, name := r.j, r.retryTopic(1)
 	r.failUntilParked(1, 0)
 	m := r.start(parking(2))
@@ -161,13 +159,11 @@ func TestMaxParked(t *testing.T) {
 	j.check(t)
 }
 
-// What cannot be parked for want of room, or while the breaker is open, waits and
-// says so; the writer is well.
+// What cannot be parked for want of room waits and says so; the writer is well.
 func TestPutOffIsNoFailureOfTheWriter(t *testing.T) {
 	t.Parallel()
 	orders, _ := newFakeRig(t)
-	r := orders.parks(6 * time.Second)
-	r.retries.cfg.MaxParked = 1
+	r := orders.parksOf(RetryConfig{Delays: []time.Duration{6 * time.Second}, MaxParked: 1})
 	r.failUntilParked(1, 0)
 	m := r.start(parking(2))
 	stop := r.pulse()
@@ -189,12 +185,6 @@ func TestPutOffIsNoFailureOfTheWriter(t *testing.T) {
 	stop()
 	m.stop()
 	r.j.check(t)
-
-	rc := &retryClaim{t: r.retries, levels: make([]*retryTopic, 1), state: openBreaker}
-	letter := &dlq.Record{Reason: dlq.ReasonAttempts, Attempts: 2, Properties: carry(guard.Meta{}, &parkedMessage{}).Properties}
-	if err := rc.writeLetter(adaptertest.Context(t), letter); !errors.Is(err, dlq.ErrPutOff) {
-		t.Error(err)
-	}
 }
 
 // A message that comes up and has to wait for one of its key is counted as returned
@@ -212,7 +202,7 @@ func TestWaitingForItsKeyIsReturned(t *testing.T) {
 	r.publish(1, 2, nil, func(int) string { return "a" })
 	adaptertest.Eventually(t, "both are handled", func() bool { return r.j.handled() == 2 })
 	again := adaptertest.Source(t, r.g, "orders/0/retry")
-	adaptertest.Eventually(t, "both are settled", func() bool { return again.Account().Unsettled() == 0 && r.parkedLeft(r.retries) == 0 })
+	adaptertest.Eventually(t, "both are settled", func() bool { return again.Account().Unsettled() == 0 && r.parkedLeft() == 0 })
 	// Acked: the first at both levels, and the second.
 	if a, n := again.Account(), again.State().Tally; a.Acked != 3 || a.Returned == 0 || a.Received != a.Acked+a.Returned || n.Ignored > 0 || n.AckFailures > 0 {
 		t.Errorf("%+v, %+v", a, n)
@@ -229,12 +219,12 @@ func TestPositionsAreCommittedAgain(t *testing.T) {
 	orders, fake := newFakeRig(t)
 	r := orders.parks(time.Hour)
 	var ahead atomic.Int64
-	r.retries.now = func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) }
+	r.retries.topics.Now = func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) }
 	commits := fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.OffsetCommit}, Topic: r.retryTopic(1), Observe: true, Count: -1})
 	m := r.start(parking(2))
 	adaptertest.Eventually(t, "the position is committed", func() bool { return commits.Hits() == 1 })
 	for hits := 2; hits < 4; hits++ {
-		ahead.Add(int64(recommit - time.Minute))
+		ahead.Add(int64(59 * time.Minute))
 		time.Sleep(5 * testConfig().Consumer.Offsets.AutoCommit.Interval) // nothing is to happen
 		if n := commits.Hits(); n != hits-1 {
 			t.Errorf("%d commits before the hour is over", n)
@@ -245,29 +235,11 @@ func TestPositionsAreCommittedAgain(t *testing.T) {
 	m.stop()
 }
 
-// A coordinator that has moved is looked for again.
-func TestOffsetsOfACoordinatorThatMoved(t *testing.T) {
-	t.Parallel()
-	orders, fake := newFakeRig(t)
-	r := orders.parks(time.Hour)
-	asked := fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.FindCoordinator}, Observe: true, Count: -1})
-	fake.ControlKey(int16(kmsg.OffsetFetch), func(req kmsg.Request) (kmsg.Response, error, bool) {
-		resp := req.ResponseKind().(*kmsg.OffsetFetchResponse)
-		group := kmsg.NewOffsetFetchResponseGroup() // as version 8 has it
-		group.Group, group.ErrorCode = r.group, kerr.NotCoordinator.Code
-		resp.Groups = append(resp.Groups, group)
-		return resp, nil, true
-	})
-	if _, err := r.retries.committed(0, []string{r.retryTopic(1)}); !errors.Is(err, sarama.ErrNotCoordinatorForConsumer) || asked.Hits() == 0 {
-		t.Errorf("%v, asked %d times where it is", err, asked.Hits())
-	}
-}
-
 // A coordinator that takes less metadata than the offsets of a retry topic need is
 // refused, and found by Inspect.
 func TestTooLittleMetadata(t *testing.T) {
 	t.Parallel()
-	for limit, fits := range map[int64]bool{maxMetadata - 1: false, maxMetadata: true} {
+	for limit, fits := range map[int64]bool{offsets.MaxMetadata - 1: false, offsets.MaxMetadata: true} {
 		r, fake := newFakeRig(t)
 		fake.ControlKey(int16(kmsg.DescribeConfigs), func(req kmsg.Request) (kmsg.Response, error, bool) {
 			fake.KeepControl()
@@ -307,13 +279,6 @@ func TestTooLittleMetadata(t *testing.T) {
 			t.Errorf("limit %d: %v", limit, err)
 		}
 	}
-	full := make([]int64, maxAhead-1)
-	for i := range full {
-		full[i] = int64(i) + 1
-	}
-	if n := int64(len(encodeAhead(0, full))); n != maxMetadata {
-		t.Errorf("%d bytes of metadata at most, want %d", n, maxMetadata)
-	}
 }
 
 // A stop is quick and leaves nothing behind, whatever the claim is at: reading what
@@ -327,10 +292,7 @@ func TestStopWithRetryTopics(t *testing.T) {
 			r := orders.parks(50 * time.Millisecond)
 			j, name := r.j, r.retryTopic(1)
 			j.fail(forEver, 0)
-			p := parkedMessage{msg: &sarama.ConsumerMessage{Topic: r.topic, Key: []byte("a"), Value: []byte("7")}, own: 1, moves: 1}
-			if _, err := r.retries.write(adaptertest.Context(t), &p, name); err != nil {
-				t.Fatal(err)
-			}
+			r.park(name, parkedRecord{source: r.topic, key: "a", value: "7", group: r.group})
 			if key >= 0 {
 				fake.Fault(kfake.Fault{Keys: []kmsg.Key{key}, Topic: name, Err: kerr.UnknownServerError, Count: -1})
 			}
@@ -363,9 +325,6 @@ func TestClosedRetryTopics(t *testing.T) {
 	adaptertest.Source(t, r.g, "orders/0/retry")
 	if err := r.retries.Close(); err != nil {
 		t.Fatal(err)
-	}
-	if _, err := r.retries.write(context.Background(), &parkedMessage{msg: &sarama.ConsumerMessage{Topic: r.topic}}, r.retryTopic(1)); err == nil {
-		t.Error("a write after Close")
 	}
 	stop := r.pulse()
 	r.publish(0, 2, nil, func(int) string { return "a" })

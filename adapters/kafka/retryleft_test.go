@@ -12,29 +12,24 @@ import (
 
 	"github.com/IBM/sarama"
 
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/offsets"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
 
 // leave puts records into a topic as a claim would that parked messages of a source.
-func (r *rig) leave(t *RetryTopics, topic, source string, partition int32, n int) {
+func (r *rig) leave(group, topic, source string, partition int32, n int) {
 	r.t.Helper()
 	for i := range n {
-		p := parkedMessage{
-			msg:    &sarama.ConsumerMessage{Topic: source, Partition: partition, Offset: int64(i), Key: []byte("a"), Value: []byte("7")},
-			origin: origin{offset: int64(i)}, own: 1, moves: 1, claim: "x",
-		}
-		if _, err := t.write(adaptertest.Context(r.t), &p, topic); err != nil {
-			r.t.Fatal(err)
-		}
+		r.park(topic, parkedRecord{source: source, partition: partition, offset: int64(i), key: "a", value: "7", group: group})
 	}
 }
 
 // commit commits an offset of the rig's group, by nobody's generation.
 func (r *rig) commit(topic string, partition int32, offset int64, meta string) {
 	r.t.Helper()
-	offsets := map[string]map[int32]sarama.OffsetAndMetadata{topic: {partition: {Offset: offset, Metadata: meta, LeaderEpoch: -1}}}
-	resp, err := r.admin.AlterConsumerGroupOffsets(r.group, offsets, nil)
+	to := map[string]map[int32]sarama.OffsetAndMetadata{topic: {partition: {Offset: offset, Metadata: meta, LeaderEpoch: -1}}}
+	resp, err := r.admin.AlterConsumerGroupOffsets(r.group, to, nil)
 	if err != nil {
 		r.t.Fatal(err)
 	}
@@ -49,7 +44,7 @@ func TestLeftBehindIsRefused(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, 2)
 	before := RetryConfig{Sources: []string{r.topic}, Group: r.group, Delays: []time.Duration{time.Minute, time.Hour, 2 * time.Hour}}
-	retries := r.retries(before.Delays...)
+	r.retries(before.Delays...)
 	third, first := before.name(r.topic, 3), before.name(r.topic, 1)
 	check := func(what string, cfg RetryConfig, want ...string) {
 		t.Helper()
@@ -87,30 +82,30 @@ func TestLeftBehindIsRefused(t *testing.T) {
 		}
 	})
 	check("nothing is parked", fewer)
-	r.leave(retries, third, "another-"+r.topic, 0, 1)
+	r.leave(r.group, third, "another-"+r.topic, 0, 1)
 	check("of a source that is another's", fewer)
-	r.leave(retries, third, r.topic, 1, 3)
+	r.leave(r.group, third, r.topic, 1, 3)
 	check("as it was", before)
 	two := []string{"topic " + third + ": up to 3 messages of " + r.topic + " that group " + r.group + " parked are in partition 1", "--delete --topic " + third}
 	check("fewer delays", fewer, two...)
-	r.commit(third, 1, 1, encodeAhead(1, nil))
+	r.commit(third, 1, 1, offsets.Encode(1, nil))
 	check("one is done", fewer, "up to 2 messages")
-	r.commit(third, 1, 1, encodeAhead(1, []int64{2}))
+	r.commit(third, 1, 1, offsets.Encode(1, []int64{2}))
 	check("two are done, one of them ahead", fewer, "up to 2 messages")
-	r.commit(third, 1, 2, encodeAhead(2, []int64{2}))
+	r.commit(third, 1, 2, offsets.Encode(2, []int64{2}))
 	check("all are done, the last ahead", fewer)
 
-	r.leave(retries, first, r.topic, 0, 2)
+	r.leave(r.group, first, r.topic, 0, 2)
 	check("topics of another name, and no offset of the old", again)
 	r.commit(first, 0, 0, "")
 	check("an offset that is none of a retry topic", again)
-	r.commit(first, 0, 1, encodeAhead(1, nil))
+	r.commit(first, 0, 1, offsets.Encode(1, nil))
 	check("topics of another name", again, "topic "+first+": up to 1 messages")
-	r.commit(first, 0, 2, encodeAhead(2, nil))
+	r.commit(first, 0, 2, offsets.Encode(2, nil))
 	check("these are done", again)
 
 	// Of another group only Inspect knows, and not whether it comes back.
-	r.leave(retries, first, r.topic, 0, 1)
+	r.leave(r.group, first, r.topic, 0, 1)
 	other := before
 	other.Group = "other-" + r.group
 	found, err := Inspect(r.client, Target{DLQ: DLQConfig{Sources: other.Sources}, Retry: &other})

@@ -12,6 +12,8 @@ import (
 
 	"github.com/IBM/sarama"
 
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/cluster"
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/offsets"
 	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
 
@@ -25,7 +27,7 @@ func TestRetryTopicMadeAnew(t *testing.T) {
 	m := r.start(parking(2))
 	stop := r.pulse()
 	r.publish(0, 3, nil, strconv.Itoa)
-	adaptertest.Eventually(t, "what was parked is handled", func() bool { return j.handled() == 3 && r.parkedLeft(r.retries) == 0 })
+	adaptertest.Eventually(t, "what was parked is handled", func() bool { return j.handled() == 3 && r.parkedLeft() == 0 })
 	if err := r.admin.DeleteTopic(name); err != nil {
 		t.Fatal(err)
 	}
@@ -68,7 +70,7 @@ func TestStrangerInARetryTopic(t *testing.T) {
 	adaptertest.Eventually(t, "one that fails for good is a dead letter", func() bool { return r.end(r.topic+".dlq", 0) == 1 })
 	r.publish(3, 5, nil, func(i int) string { return []string{"a", "b"}[i-3] })
 	adaptertest.Eventually(t, "their keys are free", func() bool { return j.handled() == 4 })
-	adaptertest.Eventually(t, "all is committed", func() bool { return r.parkedLeft(r.retries) == 0 })
+	adaptertest.Eventually(t, "all is committed", func() bool { return r.parkedLeft() == 0 })
 	stop()
 	m.stop()
 	j.check(t)
@@ -112,10 +114,10 @@ func TestRetryTopicEndsWithAControlRecord(t *testing.T) {
 		adaptertest.Eventually(t, "the control record is there", func() bool { return r.end(name, 0) == int64(2*round+2) })
 	}
 	// Once more, with nothing but the control record before the end.
-	if left := r.parkedLeft(r.retries); left != 1 {
+	if left := r.parkedLeft(); left != 1 {
 		t.Errorf("%d records after what is committed, want the control record alone", left)
 	}
-	if at, m, err := firstMessage(r.client, name, 0, 0, 4, map[int64]bool{0: true}); err != nil || at != 2 || m == nil {
+	if at, m, err := cluster.FirstMessage(r.client, name, 0, 0, 4, map[int64]bool{0: true}); err != nil || at != 2 || m == nil {
 		t.Errorf("%d, %v, %v: want the second message", at, m, err)
 	}
 	m := r.start(parking(2))
@@ -131,30 +133,24 @@ func TestDoneAheadSurvivesRetention(t *testing.T) {
 	r := newRig(t, 1).parks(50 * time.Millisecond)
 	j, name := r.j, r.retryTopic(1)
 	for n := range 4 {
-		p := parkedMessage{
-			msg:    &sarama.ConsumerMessage{Topic: r.topic, Key: []byte{byte('a' + n)}, Value: []byte(strconv.Itoa(n)), Offset: int64(n)},
-			origin: origin{offset: int64(n)}, own: 1, moves: 1, claim: "x",
-		}
-		if _, err := r.retries.write(adaptertest.Context(t), &p, name); err != nil {
-			t.Fatal(err)
-		}
+		r.park(name, parkedRecord{source: r.topic, offset: int64(n), key: string(rune('a' + n)), value: strconv.Itoa(n), group: r.group})
 	}
-	offsets, err := sarama.NewOffsetManagerFromClient(r.group, r.client)
+	manager, err := sarama.NewOffsetManagerFromClient(r.group, r.client)
 	if err != nil {
 		t.Fatal(err)
 	}
-	at, err := offsets.ManagePartition(name, 0)
+	at, err := manager.ManagePartition(name, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	at.MarkOffset(1, encodeAhead(1, []int64{2})) // 0 and 2 are done
+	at.MarkOffset(1, offsets.Encode(1, []int64{2})) // 0 and 2 are done
 	r.publish(10, 14, nil, strconv.Itoa)
-	source, err := offsets.ManagePartition(r.topic, 0)
+	source, err := manager.ManagePartition(r.topic, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
 	source.MarkOffset(4, "")
-	if err := errors.Join(at.Close(), source.Close(), offsets.Close()); err != nil {
+	if err := errors.Join(at.Close(), source.Close(), manager.Close()); err != nil {
 		t.Fatal(err)
 	}
 	if err := r.admin.DeleteRecords(name, map[int32]int64{0: 2}); err != nil { // 1 is lost
@@ -162,33 +158,12 @@ func TestDoneAheadSurvivesRetention(t *testing.T) {
 	}
 	var own logged
 	m := r.start(parking(2), WithLogger(slog.New(slog.NewTextHandler(&own, nil))))
-	adaptertest.Eventually(t, "what is left is handled", func() bool { return r.parkedLeft(r.retries) == 0 })
+	adaptertest.Eventually(t, "what is left is handled", func() bool { return r.parkedLeft() == 0 })
 	m.stop()
 	if j.done[2] > 0 || j.done[3] != 1 {
 		t.Errorf("handled %v, want 3 alone", j.done)
 	}
 	if !own.has("parked messages are lost") {
 		t.Error("nothing tells of the loss")
-	}
-}
-
-// What waits for one that is due much later does not wait in a topic that keeps it
-// no longer than its own delay: it follows.
-func TestWaitsNoLongerThanItsTopicKeepsIt(t *testing.T) {
-	t.Parallel()
-	r := newRig(t, 1)
-	retries := r.retries(time.Minute, 24*time.Hour)
-	now := time.Now().UnixMilli()
-	first := &parkedMessage{msg: &sarama.ConsumerMessage{Topic: r.topic}, origin: origin{key: 1}, keyed: true, level: 2, at: 0, moves: 2, notBefore: now + (24 * time.Hour).Milliseconds()}
-	second := &parkedMessage{msg: &sarama.ConsumerMessage{Topic: r.topic, Offset: 1}, origin: origin{offset: 1, key: 1}, keyed: true, level: 1, at: 0, moves: 1, notBefore: now}
-	rc := &retryClaim{t: retries, c: &claim{}, table: newParkedTable(10), write: parkTimeout}
-	rc.said.log = adaptertest.Log()
-	for i := range 2 {
-		rc.levels = append(rc.levels, &retryTopic{level: i + 1, name: retries.cfg.name(r.topic, i+1), marks: newTracker()})
-	}
-	rc.table.load(first)
-	rc.table.load(second)
-	if handle, _ := rc.first(adaptertest.Context(t), second); handle || second.back > 0 || r.end(rc.levels[1].name, 0) != 1 {
-		t.Errorf("handle %t, waits until %d, %d records at its level", handle, second.back, r.end(rc.levels[1].name, 0))
 	}
 }

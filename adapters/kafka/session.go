@@ -7,7 +7,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"reflect"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -133,61 +132,6 @@ func (ss *session) revoked(native sarama.ConsumerGroupClaim) <-chan struct{} {
 	return dying
 }
 
-// dyingOf is the channel that closes when sarama closes a claim; nil if it is not
-// found.
-func dyingOf(native sarama.ConsumerGroupClaim) <-chan struct{} {
-	return signalOf(fieldOf(native, "PartitionConsumer", "dying"))
-}
-
-// signalOf is a field that is a channel of empty structs; nil if it is none.
-func signalOf(f reflect.Value) <-chan struct{} {
-	if !f.IsValid() || f.Kind() != reflect.Chan || f.Type().ChanDir() != reflect.BothDir ||
-		f.Type().Elem().Kind() != reflect.Struct || f.Type().Elem().NumField() > 0 {
-		return nil
-	}
-	return *(*chan struct{})(f.Addr().UnsafePointer())
-}
-
-// fieldOf follows fields by name, through interfaces and pointers to structs; invalid if
-// one of them is not there.
-func fieldOf(of any, names ...string) reflect.Value {
-	v := reflect.ValueOf(of)
-	for _, name := range names {
-		if v.Kind() == reflect.Interface {
-			v = v.Elem()
-		}
-		if v.Kind() != reflect.Pointer || v.IsNil() || v.Elem().Kind() != reflect.Struct {
-			return reflect.Value{}
-		}
-		v = v.Elem().FieldByName(name)
-	}
-	return v
-}
-
-// askedPauses are the pauses that the program asked a group for, by
-// ConsumerGroup.Pause and PauseAll. They outlive the group's sessions.
-type askedPauses struct {
-	lock *sync.Mutex   // of sarama's consumer
-	of   reflect.Value // topic → partition → nothing
-}
-
-// askedPausesOf finds them as [dyingOf] finds its channel; nil if it does not.
-func askedPausesOf(native sarama.ConsumerGroupClaim) *askedPauses {
-	lock := fieldOf(native, "PartitionConsumer", "consumer", "lock")
-	paused := fieldOf(native, "PartitionConsumer", "consumer", "paused")
-	if !lock.IsValid() || lock.Type() != reflect.TypeFor[sync.Mutex]() ||
-		!paused.IsValid() || paused.Kind() != reflect.Map || paused.Type().Key() != reflect.TypeFor[string]() ||
-		paused.Type().Elem().Kind() != reflect.Map || paused.Type().Elem().Key() != reflect.TypeFor[int32]() {
-		return nil
-	}
-	return &askedPauses{(*sync.Mutex)(lock.Addr().UnsafePointer()), paused}
-}
-
-func (a *askedPauses) hasLocked(topic string, partition int32) bool {
-	partitions := a.of.MapIndex(reflect.ValueOf(topic))
-	return partitions.IsValid() && partitions.MapIndex(reflect.ValueOf(partition)).IsValid()
-}
-
 // makeWay helps sarama to let go of a claim that was revoked: it waits, for all
 // partitions of one broker together, until what was fetched for them is taken, or
 // until nobody takes anything for twice MaxProcessingTime. So the other claims
@@ -296,7 +240,7 @@ func (w *watcher) look() {
 	for _, c := range claims {
 		at := place{c.topic, c.partition}
 		before, known := w.marked[at]
-		_, now := c.marks.position()
+		_, now := c.marks.Position()
 		w.marked[at] = now
 		if !known || before < 0 {
 			continue

@@ -20,6 +20,7 @@ import (
 
 	"github.com/IBM/sarama"
 
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/cluster"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
@@ -341,7 +342,7 @@ func TestConsumeReturnsWhatNoTryMends(t *testing.T) {
 		{"no guard", []string{"t"}, WrapHandler(nil, decorated{}), always(errDown), nil, 0},
 		{"no handler", []string{"t"}, nil, always(errDown), nil, 0},
 		{"no topic", nil, good, always(errDown), nil, 0},
-		{"unsuitable", []string{"t"}, good, always(unsuitable("x")), ErrUnsuitable, 1},
+		{"unsuitable", []string{"t"}, good, always(cluster.Unsuitable("x")), ErrUnsuitable, 1},
 		{"the Guard is closed", []string{"t"}, good, always(guard.ErrClosed), guard.ErrClosed, 1},
 		{"the group is closed", []string{"t"}, good, always(sarama.ErrClosedConsumerGroup), sarama.ErrClosedConsumerGroup, 1},
 		{"the client is closed", []string{"t"}, decorated{good}, always(sarama.ErrClosedClient), sarama.ErrClosedClient, 1},

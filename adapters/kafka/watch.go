@@ -7,7 +7,6 @@ import (
 	"context"
 	"errors"
 	"log/slog"
-	"sync"
 	"time"
 
 	"github.com/IBM/sarama"
@@ -62,41 +61,3 @@ const (
 	sayAgain = 30 * time.Second
 	maxKinds = 1024 // kinds of errors that are remembered
 )
-
-// sayings logs a trouble when it begins, changes or is over, and not each time.
-type sayings struct {
-	log *slog.Logger
-
-	mu   sync.Mutex
-	last map[[2]string]string
-}
-
-// say tells of err, or with nil that what is over.
-func (s *sayings) say(what, where string, err error) {
-	switch {
-	case !s.changed(what, where, err):
-	case err != nil:
-		s.log.Warn("retry topics", "what", what, "at", where, "error", err)
-	default:
-		s.log.Info("retry topics: over", "what", what, "at", where)
-	}
-}
-
-// changed tells whether that is news. Nothing is logged under the lock.
-func (s *sayings) changed(what, where string, err error) bool {
-	text := ""
-	if err != nil {
-		text = err.Error()
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	k := [2]string{what, where}
-	if s.last[k] == text {
-		return false
-	}
-	if s.last == nil {
-		s.last = make(map[[2]string]string)
-	}
-	s.last[k] = text
-	return true
-}

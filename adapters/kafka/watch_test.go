@@ -8,7 +8,6 @@ import (
 	"context"
 	"errors"
 	"log/slog"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -211,33 +210,4 @@ func TestTraceReachesTheDeadLetter(t *testing.T) {
 			t.Errorf("spans related to the producer's: %v", found)
 		}
 	}
-}
-
-// A trouble is logged when it begins, changes or is over, and not under the lock: what
-// a logger does may come back here.
-func TestSayingsAreSaidOnce(t *testing.T) {
-	t.Parallel()
-	var s sayings
-	var lines []string
-	s.log = slog.New(sayingHandler(func(line string) {
-		lines = append(lines, line)
-		s.say("written", "b", nil) // no news
-	}))
-	a, b := errors.New("a"), errors.New("b")
-	for _, err := range []error{nil, a, a, b, b, nil, nil, a} {
-		s.say("read", "b", err)
-	}
-	if want := []string{"WARN", "WARN", "INFO", "WARN"}; !slices.Equal(lines, want) {
-		t.Errorf("logged %v, want %v", lines, want)
-	}
-}
-
-type sayingHandler func(line string)
-
-func (sayingHandler) Enabled(context.Context, slog.Level) bool { return true }
-func (h sayingHandler) WithAttrs([]slog.Attr) slog.Handler     { return h }
-func (h sayingHandler) WithGroup(string) slog.Handler          { return h }
-func (h sayingHandler) Handle(_ context.Context, r slog.Record) error {
-	h(r.Level.String())
-	return nil
 }

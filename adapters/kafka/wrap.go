@@ -7,8 +7,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync"
-	"time"
 
 	"github.com/IBM/sarama"
 
@@ -47,57 +45,11 @@ func Wrap(g *guard.Guard, handle func(context.Context, *sarama.ConsumerMessage) 
 	return h
 }
 
-// handler is a consumer group's handler in either shape.
-type handler struct {
-	g        *guard.Guard
-	handle   func(context.Context, *sarama.ConsumerMessage) error // function shape
-	existing sarama.ConsumerGroupHandler                          // passive shape
-	opts     options
-	err      error // what is wrong with the options
-
-	mu       sync.Mutex
-	sessions map[sarama.ConsumerGroupSession]*session
-	refused  error               // what the guard has refused a claim for, until somebody takes it
-	claimErr error               // what a claim has ended with; Consume takes it
-	failing  map[string]*failing // by topic; passive shape
-}
-
-func newHandler(g *guard.Guard, opts []Option) *handler {
-	h := &handler{g: g, sessions: make(map[sarama.ConsumerGroupSession]*session), failing: make(map[string]*failing)}
-	h.opts, h.err = newOptions(g, opts)
-	if g == nil {
-		h.err = errors.Join(h.err, errors.New("kafka: the guard must not be nil"))
-	}
-	return h
-}
-
-// refusal is an error of Setup that will be the same the next time.
-type refusal struct{ error }
-
-func (r refusal) Unwrap() error { return r.error }
-
-// refuse keeps what the guard refuses: sarama would begin session after session and tell
-// it to the group's Errors alone. [Consume] returns it, or the next Setup does.
-func (h *handler) refuse(err error) error {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	h.refused = refusal{err}
-	return h.refused
-}
-
-func (h *handler) takeRefused() error {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	err := h.refused
-	h.refused = nil
-	return err
-}
-
-func (h *handler) passive() bool { return h.handle == nil }
-
 // Setup refuses what cannot be run safely, and begins to watch the session.
 func (h *handler) Setup(s sarama.ConsumerGroupSession) error {
-	h.joinConsume(s)
+	if join, ok := s.Context().Value(joinKey{}).(func(*handler)); ok {
+		join(h)
+	}
 	if h.g == nil {
 		return refusal{h.err}
 	}
@@ -112,7 +64,7 @@ func (h *handler) Setup(s sarama.ConsumerGroupSession) error {
 		return refusal{err}
 	}
 	if t := h.opts.retries; t != nil {
-		if err := t.fits(set.group, s.Claims()); err != nil {
+		if err := t.topics.Fits(set.group, s.Claims()); err != nil {
 			return err
 		}
 	}
@@ -176,8 +128,11 @@ func (h *handler) ConsumeClaim(s sarama.ConsumerGroupSession, native sarama.Cons
 	c := newClaim(ss, native)
 	revoked := ss.revoked(native)
 	consume := ss.consume
-	if h.passive() {
+	switch {
+	case h.passive():
 		consume = ss.consumePassive
+	case h.opts.retries != nil:
+		consume = ss.consumeParking
 	}
 	err := consume(c, revoked)
 	if err != nil {
@@ -186,125 +141,4 @@ func (h *handler) ConsumeClaim(s sarama.ConsumerGroupSession, native sarama.Cons
 		h.mu.Unlock()
 	}
 	return err
-}
-
-// consume is the function shape.
-func (ss *session) consume(c *claim, revoked <-chan struct{}) error {
-	if ss.h.opts.retries != nil {
-		return ss.consumeParking(c, revoked)
-	}
-	src, err := openClaim(ss, ss.sourceConfig(c), guard.Port[*sarama.ConsumerMessage](c), ss.guarded, revoked)
-	if src == nil {
-		return err
-	}
-	ss.add(c)
-	defer ss.remove(c)
-	ran := make(chan struct{})
-	go func() {
-		defer close(ran)
-		// Handlers may finish after the session's context is over, so it is not
-		// that which ends the loop but End, below.
-		_ = src.Run(context.WithoutCancel(ss.native.Context()), c.native.Messages())
-	}()
-	ss.await(c, src.Ended(), ran, revoked)
-	report := ss.endSource(c.topic, src.End)
-	if len(report.Left) == 0 {
-		<-ran
-	}
-	return leftError(c.name, report)
-}
-
-// await waits for the end of a claim: over, its session's, its revoke, or its
-// source's, which somebody else may end while a handler hangs. Meanwhile it marks what
-// is settled: the loop itself does so before it blocks and after 64 messages, which
-// with a backlog and slow handlers is minutes. The session has the claim until
-// ConsumeClaim returns, whoever ends the source, so no mark comes too late.
-func (ss *session) await(c *claim, ended, over, revoked <-chan struct{}) {
-	marks := time.NewTicker(markEvery)
-	defer marks.Stop()
-	for {
-		select {
-		case <-marks.C:
-			c.mark()
-		case <-ended:
-			return
-		case <-over:
-			return
-		case <-revoked:
-			ss.makeWay()
-			return
-		case <-ss.native.Context().Done():
-			return
-		}
-	}
-}
-
-// markEvery is how soon what is settled is marked at the latest.
-const markEvery = 100 * time.Millisecond
-
-// endSource ends a claim's source for the reason that the session shows.
-func (ss *session) endSource(topic string, end func(context.Context, guard.Reason) guard.Report) guard.Report {
-	why, limit := guard.ReasonRebalance, grace(ss.set.config)
-	if ctx := ss.native.Context(); ctx.Err() != nil && stopping(ctx) {
-		why, limit = guard.ReasonShutdown, min(limit, ss.h.opts.stopTimeout)
-	}
-	ctx, cancel := context.WithTimeout(context.Background(), limit)
-	defer cancel()
-	report := end(ctx, why)
-	ss.noteEnd(topic, why, report)
-	return report
-}
-
-func leftError(source string, r guard.Report) error {
-	if len(r.Left) == 0 {
-		return nil
-	}
-	return fmt.Errorf("kafka: claim %s: %d messages left, the oldest %s for %s: %s; they are delivered again",
-		source, len(r.Left), r.Left[0].State, r.Left[0].Age.Round(time.Millisecond), r.Left[0].Why)
-}
-
-// sourceConfig is that of a claim's source.
-func (ss *session) sourceConfig(c *claim) guard.SourceConfig {
-	o := &ss.h.opts
-	return guard.SourceConfig{
-		Name: c.name, System: system, Destination: c.topic, Partition: fmt.Sprint(c.partition),
-		DeadLetters: o.letters, Policy: o.policy, Limiter: o.limiter,
-	}
-}
-
-// nameWait is how soon a name that is still taken is tried again. Who has the name is
-// another member's claim, whose source this one has no handle of: [guard.Source.Ended]
-// says the beginning of its end and not the time when its name is free. It is rare, and
-// ends with that claim, or with this one.
-const nameWait = 20 * time.Millisecond
-
-// openClaim opens the source of a claim. One of the same name may be on its way
-// out: another member of the group in this process that overstays. Without an
-// error there is none if the claim is over before it began. What the guard refuses for
-// another reason it would refuse again.
-func openClaim[M any](ss *session, cfg guard.SourceConfig, port guard.Port[M], handle func(context.Context, M) error, revoked <-chan struct{}) (*guard.Source[M], error) {
-	o := &ss.h.opts
-	for waited, said := false, false; ; waited = true {
-		src, err := guard.Open(ss.h.g, cfg, limits(ss.set.config), port, handle)
-		if err == nil {
-			return src, nil
-		}
-		taken := ss.h.g.Source(cfg.Name) != nil
-		if errors.Is(err, guard.ErrClosed) || !taken && waited {
-			return nil, ss.h.refuse(fmt.Errorf("kafka: claim %s: %w", cfg.Name, err))
-		}
-		if taken && !said {
-			said = true
-			o.log.Warn("claim waits for a source of its name to end", "source", cfg.Name, "error", err)
-		}
-		pause := time.NewTimer(nameWait)
-		select {
-		case <-pause.C:
-			continue
-		case <-revoked: // the session of a cooperative group lives on
-		case <-ss.native.Context().Done():
-		}
-		pause.Stop()
-		return nil, nil //nolint:nilnil // see above
-	}
 }

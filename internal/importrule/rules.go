@@ -93,10 +93,19 @@ var Ours = Rules{
 		},
 
 		{
-			Path: "adapters/kafka", May: []string{"guard", "dlq", "fleet/register", "internal/registers"},
+			Path: "adapters/kafka", May: []string{"guard", "dlq", "fleet/register", "internal/registers", "adapters/kafka/internal/..."},
 			MayTest: []string{"guard/guardtest", "breaker", "internal/adaptertest", "internal/brokers", "internal/registertest"},
 			Why:     "an adapter touches one broker and decides nothing; adapters never import each other",
 		},
+		{
+			Path: "adapters/kafka/internal/retry", May: []string{"guard", "dlq", "adapters/kafka/internal/cluster", "adapters/kafka/internal/offsets"},
+			Why: "retry topics know topics, offsets and the guard; the adapter opens their sources, and tells them what they need of a claim",
+		},
+		{
+			Path: "adapters/kafka/internal/cluster", May: []string{"guard", "dlq"},
+			Why: "what the adapter and its retry topics do with topics and single records, so it knows neither",
+		},
+		{Path: "adapters/kafka/internal/offsets", Why: "which offsets are settled, and how that is committed; needs nothing of ours"},
 		{
 			Path: "adapters/amqp", May: []string{"guard", "dlq", "fleet/register", "internal/registers"},
 			MayTest: []string{"guard/guardtest", "breaker", "limiter", "internal/adaptertest", "internal/brokers", "internal/registertest"},
@@ -260,7 +269,7 @@ var Ours = Rules{
 		{Imports: "github.com/hashicorp/memberlist", Rooms: []string{"crdt/gossip"}, Why: "membership and reliable push and pull"},
 
 		{
-			Imports: "github.com/IBM/sarama", Tests: true, Rooms: append([]string{"adapters/kafka"}, programs...),
+			Imports: "github.com/IBM/sarama", Tests: true, Rooms: append([]string{"adapters/kafka/..."}, programs...),
 			Why: "the Kafka client; programs hand its types to the adapter",
 		},
 		{

@@ -26,8 +26,6 @@ const (
 	sessionSlack = 2 * time.Second
 	// claimSlack is how long the last commit of a claim's retry topics may take.
 	claimSlack = settleTime
-	// closeWait is how long Close waits for a writer that nobody waits for any more.
-	closeWait = time.Second
 	// againFirst and againMost bound the wait before a group that has failed begins again.
 	againFirst = 100 * time.Millisecond
 	againMost  = 10 * time.Second
@@ -63,7 +61,7 @@ func Consume(ctx context.Context, group sarama.ConsumerGroup, topics []string, h
 	}
 	ended := make(chan error, 1)
 	go func() { // ends with sarama's last request
-		err := c.always(context.WithValue(ctx, consumingKey{}, c), group, topics, h)
+		err := c.always(context.WithValue(ctx, joinKey{}, c.join), group, topics, h)
 		ended <- errors.Join(err, group.Close())
 	}()
 	select {
@@ -83,10 +81,6 @@ func Consume(ctx context.Context, group sarama.ConsumerGroup, topics []string, h
 		return err
 	}
 }
-
-// consumingKey is the key of Consume's state in the context of its sessions: by it a
-// handler that others decorate finds the Consume that runs it.
-type consumingKey struct{}
 
 // consuming is one call of Consume.
 type consuming struct {
@@ -109,13 +103,6 @@ func (c *consuming) join(h *handler) {
 		c.log = h.opts.log
 	}
 	c.own = append(c.own, h)
-}
-
-// joinConsume tells the Consume that runs a session which handler it is.
-func (h *handler) joinConsume(s sarama.ConsumerGroupSession) {
-	if c, ok := s.Context().Value(consumingKey{}).(*consuming); ok {
-		c.join(h)
-	}
 }
 
 func (c *consuming) handlers() []*handler {
@@ -156,7 +143,12 @@ func (c *consuming) always(ctx context.Context, group sarama.ConsumerGroup, topi
 			return err
 		case ctx.Err() == nil:
 			c.warn(topics, err, wait)
-			pause(ctx, wait)
+			again := time.NewTimer(wait)
+			select {
+			case <-again.C:
+			case <-ctx.Done():
+				again.Stop()
+			}
 			wait = min(2*wait, againMost)
 		}
 	}
@@ -219,27 +211,4 @@ func (c *consuming) left() string {
 	}
 	slices.Sort(names)
 	return ", nor have the claims " + strings.Join(names, ", ")
-}
-
-// endsWithin runs f, and waits for it no longer than d. f goes on by itself then.
-func endsWithin(d time.Duration, f func() error) (ended bool, err error) {
-	done := make(chan error, 1)
-	go func() { done <- f() }()
-	limit := time.NewTimer(d)
-	defer limit.Stop()
-	select {
-	case err := <-done:
-		return true, err
-	case <-limit.C:
-		return false, nil
-	}
-}
-
-// closeWithin closes a writer, or says what it still has under way.
-func (s *sender) closeWithin(closing func() error) error {
-	ended, err := endsWithin(closeWait, closing)
-	if ended {
-		return err
-	}
-	return fmt.Errorf("kafka: the broker has not answered for %s: %d writes under way may arrive all the same", closeWait, len(s.slots))
 }

@@ -1,47 +1,41 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package kafka
+package retry
 
 import (
-	"context"
-	"errors"
-	"math/rand/v2"
-	"slices"
 	"testing"
-	"testing/quick"
 
 	"github.com/IBM/sarama"
 	"pgregory.net/rapid"
 
-	"github.com/stormguard-mq/stormguard/dlq"
-	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/offsets"
 )
 
 // parkSim is a claim with retry topics in memory: logs, a table, and a writer whose
 // confirmations may come late, twice, or not at all.
 type parkSim struct {
 	t      *rapid.T
-	table  *parkedTable
+	table  *table
 	epoch  string
 	levels int
 	keys   []uint64 // of the claim's messages
 	fails  []int    // how often each fails yet
 
-	logs     [][]*parkedMessage // of the retry topics
-	done     []map[int64]bool   // settled offsets
-	boot     []int              // ends at the start
+	logs     [][]*Message     // of the retry topics
+	done     []map[int64]bool // settled offsets
+	boot     []int            // ends at the start
 	read     []int
-	waiting  [][]*parkedMessage // read, not handled
-	next     int                // of the claim
-	replay   int                // it has to pass this one, before what is parked is handled
-	settled  map[int64]bool     // of the claim
+	waiting  [][]*Message   // read, not handled
+	next     int            // of the claim
+	replay   int            // it has to pass this one, before what is parked is handled
+	settled  map[int64]bool // of the claim
 	calls    map[uint64][]int64
 	finished map[int64]int
 }
 
 func (s *parkSim) start() {
-	s.table, s.epoch = newParkedTable(1000), s.epoch+"x"
+	s.table, s.epoch = newTable(1000), s.epoch+"x"
 	s.next, s.replay = 0, -1
 	for s.next < len(s.keys) && s.settled[int64(s.next)] {
 		s.next++
@@ -62,7 +56,7 @@ func (s *parkSim) start() {
 }
 
 // handle is what the handlers of both sources do, up to the settling.
-func (s *parkSim) handle(p *parkedMessage) {
+func (s *parkSim) handle(p *Message) {
 	f := s.table.up(p, p.level > 0 && rapid.Bool().Draw(s.t, "patient"))
 	switch f.kind {
 	case fateWait:
@@ -78,7 +72,7 @@ func (s *parkSim) handle(p *parkedMessage) {
 	}
 }
 
-func (s *parkSim) call(p *parkedMessage) {
+func (s *parkSim) call(p *Message) {
 	key, n := p.origin.key, p.origin.offset
 	for before := range n { // every one of the key that was before is done
 		if s.keys[before] == key && s.finished[before] == 0 {
@@ -106,7 +100,7 @@ func (s *parkSim) call(p *parkedMessage) {
 
 // write writes a copy; whether it is confirmed is told later, and it may be written
 // again meanwhile, or not have been written at all.
-func (s *parkSim) write(p *parkedMessage, own, level int) {
+func (s *parkSim) write(p *Message, own, level int) {
 	to := *p
 	to.own, to.moves, to.claim, to.level = own, p.moves+1, s.epoch, level
 	copies := rapid.SampledFrom([]int{1, 1, 1, 2}).Draw(s.t, "copies")
@@ -137,7 +131,7 @@ func (s *parkSim) write(p *parkedMessage, own, level int) {
 	s.settle(p)
 }
 
-func (s *parkSim) settle(p *parkedMessage) {
+func (s *parkSim) settle(p *Message) {
 	if p.level == 0 {
 		s.settled[p.origin.offset] = true
 	} else {
@@ -170,7 +164,7 @@ func (s *parkSim) step() bool {
 			n := int64(s.next)
 			s.next++
 			if !s.settled[n] {
-				s.handle(&parkedMessage{origin: origin{offset: n, key: s.keys[n]}, keyed: s.keys[n] > 0, at: -1})
+				s.handle(&Message{origin: origin{offset: n, key: s.keys[n]}, keyed: s.keys[n] > 0, at: -1})
 			}
 		})
 	}
@@ -203,7 +197,7 @@ func TestLawOfTheParkedTable(t *testing.T) {
 		n, levels := rapid.IntRange(1, 14).Draw(t, "messages"), rapid.IntRange(1, 3).Draw(t, "levels")
 		s := &parkSim{
 			t: t, levels: levels, settled: map[int64]bool{}, calls: map[uint64][]int64{}, finished: map[int64]int{},
-			logs: make([][]*parkedMessage, levels), boot: make([]int, levels), read: make([]int, levels), waiting: make([][]*parkedMessage, levels),
+			logs: make([][]*Message, levels), boot: make([]int, levels), read: make([]int, levels), waiting: make([][]*Message, levels),
 		}
 		for range levels {
 			s.done = append(s.done, map[int64]bool{})
@@ -238,8 +232,8 @@ func TestLawOfTheParkedTable(t *testing.T) {
 // all that is parked is not held up by it.
 func TestTableKnowsWhatIsNoCopy(t *testing.T) {
 	t.Parallel()
-	table := newParkedTable(10)
-	p := &parkedMessage{origin: origin{offset: 5, stamp: 1, key: 7}, keyed: true, level: 1, at: 0, moves: 1}
+	table := newTable(10)
+	p := &Message{origin: origin{offset: 5, stamp: 1, key: 7}, keyed: true, level: 1, at: 0, moves: 1}
 	table.load(p)
 	for _, c := range []struct {
 		o    origin
@@ -251,24 +245,24 @@ func TestTableKnowsWhatIsNoCopy(t *testing.T) {
 		{origin{6, 1, 7}, fateFollow},
 		{origin{6, 1, 8}, fateHandle},
 	} {
-		if f := table.up(&parkedMessage{origin: c.o, keyed: true, at: -1}, true); f.kind != c.want {
+		if f := table.up(&Message{origin: c.o, keyed: true, at: -1}, true); f.kind != c.want {
 			t.Errorf("%+v: fate %d, want %d", c.o, f.kind, c.want)
 		}
 	}
 	table.finish(p)
-	q := &parkedMessage{origin: origin{6, 1, 7}, keyed: true, at: -1}
+	q := &Message{origin: origin{6, 1, 7}, keyed: true, at: -1}
 	table.landed(q, 1, 1)
 	q.level, q.at = 1, 1
 	table.finish(q)
-	if f := table.up(&parkedMessage{origin: origin{7, 1, 7}, keyed: true, at: -1}, true); f.kind != fateAwait {
+	if f := table.up(&Message{origin: origin{7, 1, 7}, keyed: true, at: -1}, true); f.kind != fateAwait {
 		t.Errorf("fate %d before its end is committed", f.kind)
 	}
 	ended := table.ended()
-	if f := table.up(&parkedMessage{origin: origin{7, 1, 7}, keyed: true, at: -1}, false); f.kind != fateFollow || f.level != 1 {
+	if f := table.up(&Message{origin: origin{7, 1, 7}, keyed: true, at: -1}, false); f.kind != fateFollow || f.level != 1 {
 		t.Errorf("fate %+v of one that cannot wait", f)
 	}
 	table.free(ended) // it was parked again: not free
-	if f := table.up(&parkedMessage{origin: origin{8, 1, 7}, keyed: true, at: -1}, true); f.kind != fateFollow {
+	if f := table.up(&Message{origin: origin{8, 1, 7}, keyed: true, at: -1}, true); f.kind != fateFollow {
 		t.Errorf("fate %d behind one that is on its way", f.kind)
 	}
 	if n := table.lost(1, 0, 100); n != 0 {
@@ -278,43 +272,12 @@ func TestTableKnowsWhatIsNoCopy(t *testing.T) {
 
 func TestRecentlyDoneIsBounded(t *testing.T) {
 	t.Parallel()
-	table := newParkedTable(10)
+	table := newTable(10)
 	for i := range int64(recentlyDone + 100) {
 		table.remember(origin{offset: i})
 	}
 	if len(table.done) != recentlyDone || len(table.recent) != recentlyDone || table.isDone(origin{offset: 99}) || !table.isDone(origin{offset: 100}) {
 		t.Errorf("%d remembered", len(table.done))
-	}
-}
-
-// The metadata keeps every offset, within what a broker takes.
-func TestAheadSurvives(t *testing.T) {
-	t.Parallel()
-	if err := quick.Check(func(seed uint64) bool {
-		random := rand.New(rand.NewPCG(seed, 0))
-		at := random.Int64N(1 << 40)
-		want := map[int64]bool{}
-		for range random.IntN(500) {
-			want[at+1+random.Int64N(maxAhead-1)] = true
-		}
-		var ahead []int64
-		for n := range want {
-			ahead = append(ahead, n)
-		}
-		slices.Sort(ahead)
-		meta := encodeAhead(at, ahead)
-		got := decodeAhead(at, meta)
-		if len(got) != len(want) || len(meta) > 1024 {
-			return false
-		}
-		for n := range want {
-			if !got[n] {
-				return false
-			}
-		}
-		return true
-	}, nil); err != nil {
-		t.Error(err)
 	}
 }
 
@@ -324,8 +287,8 @@ func FuzzReadParked(f *testing.F) {
 	f.Add("", "", "", "", "")
 	f.Add("stormguard/1:!", "orders", "-1", "x", "99999999999999999999")
 	f.Fuzz(func(t *testing.T, meta, topic, offset, stamp, own string) {
-		for n := range decodeAhead(7, meta) {
-			if n < 7 || n > 7+maxAhead+7 {
+		for n := range offsets.Decode(7, meta) {
+			if n < 7 || n > 7+offsets.MaxAhead+7 {
 				t.Errorf("offset %d", n)
 			}
 		}
@@ -351,13 +314,13 @@ func recordOf(headers map[string]string) *sarama.ConsumerMessage {
 // What the table tells apart, one thing at a time.
 func TestTableTellsCopiesApart(t *testing.T) {
 	t.Parallel()
-	at := func(offset int64, level int, at int64, moves int) *parkedMessage {
-		return &parkedMessage{origin: origin{offset: offset, key: 7}, keyed: true, level: level, at: at, moves: moves}
+	at := func(offset int64, level int, at int64, moves int) *Message {
+		return &Message{origin: origin{offset: offset, key: 7}, keyed: true, level: level, at: at, moves: moves}
 	}
 	// Of two copies the one that was written later counts, wherever it is read first.
 	for _, newest := range []int{0, 1} {
-		table := newParkedTable(10)
-		copies := []*parkedMessage{at(1, 1, 5, 2), at(1, 2, 3, 2)}
+		table := newTable(10)
+		copies := []*Message{at(1, 1, 5, 2), at(1, 2, 3, 2)}
 		copies[newest].moves = 3
 		table.load(copies[0])
 		level, offset := table.load(copies[1])
@@ -369,7 +332,7 @@ func TestTableTellsCopiesApart(t *testing.T) {
 		}
 	}
 	// One that was written again to its own level is a copy where it was.
-	table := newParkedTable(10)
+	table := newTable(10)
 	old := at(1, 1, 0, 1)
 	table.load(old)
 	table.park(old, 1, 0)
@@ -383,7 +346,7 @@ func TestTableTellsCopiesApart(t *testing.T) {
 		t.Errorf("fate %d of a copy that went on in its level", f.kind)
 	}
 	// A write that was begun is ended, also when nothing is in front any more.
-	table = newParkedTable(10)
+	table = newTable(10)
 	table.load(old)
 	next := at(2, 0, -1, 0)
 	if f := table.up(next, true); f.kind != fateFollow {
@@ -398,14 +361,14 @@ func TestTableTellsCopiesApart(t *testing.T) {
 // A write that cannot be leaves the message where it is, and its turn comes.
 func TestTableDropsAWrite(t *testing.T) {
 	t.Parallel()
-	at := func(offset int64, level int) *parkedMessage {
-		p := &parkedMessage{origin: origin{offset: offset, key: 7}, keyed: true, level: level, at: offset, moves: level}
+	at := func(offset int64, level int) *Message {
+		p := &Message{origin: origin{offset: offset, key: 7}, keyed: true, level: level, at: offset, moves: level}
 		if level == 0 {
 			p.at = -1
 		}
 		return p
 	}
-	table := newParkedTable(10)
+	table := newTable(10)
 	first, large, parked := at(1, 1), at(2, 0), at(3, 1)
 	table.load(first)
 	table.load(parked)
@@ -432,29 +395,5 @@ func TestTableDropsAWrite(t *testing.T) {
 	}
 	if f := table.up(parked, false); f.kind != fateHandle {
 		t.Errorf("fate %+v", f)
-	}
-}
-
-// openBreaker is the state of a claim that its breaker holds.
-func openBreaker() guard.State {
-	return guard.State{Holds: []guard.Hold{{Reason: guard.ReasonBreaker}}}
-}
-
-// While the breaker is not closed nothing is parked for its attempts, and a poison
-// head or a guess is a dead letter.
-func TestLetterWhileTheBreakerIsOpen(t *testing.T) {
-	t.Parallel()
-	dead := 0
-	h := &handler{opts: options{letters: dlq.WriterFunc(func(context.Context, *dlq.Record) error { dead++; return nil })}}
-	rc := &retryClaim{ss: &session{h: h}, table: newParkedTable(1), levels: []*retryTopic{{level: 1}}, state: openBreaker}
-	p := &parkedMessage{msg: &sarama.ConsumerMessage{}, at: -1, tries: 3}
-	for reason, want := range map[dlq.Reason]error{dlq.ReasonAttempts: errNotClosed, dlq.ReasonPoisonHead: nil, dlq.ReasonGuess: nil, dlq.ReasonPermanent: nil, dlq.ReasonOperator: nil} {
-		r := &dlq.Record{Reason: reason, Properties: carry(guard.Meta{}, p).Properties, Attempts: 2}
-		if err := rc.writeLetter(t.Context(), r); !errors.Is(err, want) {
-			t.Errorf("%s: %v", reason, err)
-		}
-	}
-	if dead != 4 || rc.table.size() > 0 {
-		t.Errorf("%d dead, %d parked", dead, rc.table.size())
 	}
 }

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package kafka
+package offsets
 
 import (
 	"testing"
@@ -13,7 +13,7 @@ import (
 // settled prefix of what was delivered, and gaps between offsets change nothing.
 func TestTrackerMarksTheSettledPrefix(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		tr := newTracker()
+		tr := New()
 		type entry struct {
 			offset int64
 			done   bool
@@ -24,22 +24,22 @@ func TestTrackerMarksTheSettledPrefix(t *testing.T) {
 		for range rapid.IntRange(1, 60).Draw(t, "steps") {
 			switch rapid.SampledFrom([]string{"deliver", "atOnce", "settle", "again", "take"}).Draw(t, "step") {
 			case "deliver":
-				tr.deliver(next)
+				tr.Deliver(next)
 				all = append(all, entry{next, false})
 				next += rapid.Int64Range(1, 5).Draw(t, "gap")
 			case "atOnce": // handled before anything else was delivered
-				tr.settle(next, "")
+				tr.Settle(next, "")
 				all = append(all, entry{next, true})
 				next += rapid.Int64Range(1, 5).Draw(t, "gap")
 			case "settle":
 				if len(all) > 0 {
 					i := rapid.IntRange(0, len(all)-1).Draw(t, "which")
 					all[i].done = true
-					tr.settle(all[i].offset, "")
+					tr.Settle(all[i].offset, "")
 				}
 			case "again":
 				if len(all) > 0 {
-					tr.deliver(all[rapid.IntRange(0, len(all)-1).Draw(t, "which")].offset)
+					tr.Deliver(all[rapid.IntRange(0, len(all)-1).Draw(t, "which")].offset)
 				}
 			case "take":
 				want := int64(-1)
@@ -57,10 +57,10 @@ func TestTrackerMarksTheSettledPrefix(t *testing.T) {
 						ahead++
 					}
 				}
-				if n := tr.ahead(); n != ahead {
+				if n := tr.Ahead(); n != ahead {
 					t.Fatalf("%d ahead, want %d, of %v", n, ahead, all)
 				}
-				offset, _, due := tr.take()
+				offset, _, due := tr.Take()
 				if due != (want > marked) || due && offset != want {
 					t.Fatalf("mark %d (due %t), want %d after %d, of %v", offset, due, want, marked, all)
 				}
@@ -70,7 +70,7 @@ func TestTrackerMarksTheSettledPrefix(t *testing.T) {
 				if oldest < 0 {
 					oldest = want
 				}
-				if at, given := tr.position(); at != oldest || given != marked {
+				if at, given := tr.Position(); at != oldest || given != marked {
 					t.Fatalf("position %d, marked %d; want %d, %d, of %v", at, given, oldest, marked, all)
 				}
 			}
@@ -79,32 +79,32 @@ func TestTrackerMarksTheSettledPrefix(t *testing.T) {
 }
 
 func TestTrackerKeepsMetadataAndHeedsAReset(t *testing.T) {
-	tr := newTracker()
+	tr := New()
 	for _, o := range []int64{3, 4, 9} {
-		tr.deliver(o)
+		tr.Deliver(o)
 	}
-	tr.settle(4, "four")
-	tr.settle(3, "three")
-	if o, meta, due := tr.take(); o != 5 || meta != "four" || !due {
+	tr.Settle(4, "four")
+	tr.Settle(3, "three")
+	if o, meta, due := tr.Take(); o != 5 || meta != "four" || !due {
 		t.Errorf("%d %q %t", o, meta, due)
 	}
-	tr.rewound()
-	tr.settle(9, "nine")
-	if o, _, due := tr.take(); due {
+	tr.Rewound()
+	tr.Settle(9, "nine")
+	if o, _, due := tr.Take(); due {
 		t.Errorf("marked %d after a reset", o)
 	}
-	tr.resumed()
-	if o, meta, due := tr.take(); o != 10 || meta != "nine" || !due {
+	tr.Resumed()
+	if o, meta, due := tr.Take(); o != 10 || meta != "nine" || !due {
 		t.Errorf("%d %q %t", o, meta, due)
 	}
 }
 
 func BenchmarkTrackerAtOnce(b *testing.B) {
-	tr := newTracker()
+	tr := New()
 	for i := range int64(b.N) {
-		tr.settle(i, "")
+		tr.Settle(i, "")
 		if i%64 == 63 {
-			tr.take()
+			tr.Take()
 		}
 	}
 }

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package kafka
+package retry
 
 import (
 	"container/heap"
@@ -17,8 +17,8 @@ type origin struct {
 	key    uint64
 }
 
-// parkedEntry is one message that is parked, or on its way.
-type parkedEntry struct {
+// entry is one message that is parked, or on its way.
+type entry struct {
 	origin origin
 	keyed  bool
 	level  int   // of the retry topic that has it; 0: the claim alone
@@ -30,28 +30,28 @@ type parkedEntry struct {
 }
 
 // where is the level behind which what follows the message has to go.
-func (e *parkedEntry) where() int {
+func (e *entry) where() int {
 	if e.next > 0 {
 		return e.next
 	}
 	return e.level
 }
 
-// parkedKey is a key with parked messages.
-type parkedKey struct {
+// keyQueue is a key with parked messages.
+type keyQueue struct {
 	order byOffset      // its messages; those that are gone are taken out at the top
 	total int           // of them, not gone
 	freed chan struct{} // not nil while its last one is done and not yet committed
 }
 
 // byOffset is a heap: the first message of a key, as the claim had it, is on top.
-type byOffset []*parkedEntry
+type byOffset []*entry
 
 func (h *byOffset) Len() int           { return len(*h) }
 func (h *byOffset) Less(i, j int) bool { return (*h)[i].origin.offset < (*h)[j].origin.offset }
 func (h *byOffset) Swap(i, j int)      { (*h)[i], (*h)[j] = (*h)[j], (*h)[i] }
 
-func (h *byOffset) Push(x any) { *h = append(*h, x.(*parkedEntry)) } //nolint:forcetypeassert // nothing else is in there
+func (h *byOffset) Push(x any) { *h = append(*h, x.(*entry)) } //nolint:forcetypeassert // nothing else is in there
 
 func (h *byOffset) Pop() any {
 	old := *h
@@ -62,7 +62,7 @@ func (h *byOffset) Pop() any {
 }
 
 // first is the first message of a key that is not gone, nil for none.
-func (k *parkedKey) first() *parkedEntry {
+func (k *keyQueue) first() *entry {
 	for len(k.order) > 0 && k.order[0].gone {
 		heap.Pop(&k.order)
 	}
@@ -72,7 +72,7 @@ func (k *parkedKey) first() *parkedEntry {
 	return k.order[0]
 }
 
-// parkedTable knows what of one partition is parked. The claim and its retry
+// table knows what of one partition is parked. The claim and its retry
 // source share it: "handle or follow" and "the key is free" are decided under its
 // lock, so neither can overtake the other.
 //
@@ -85,15 +85,15 @@ func (k *parkedKey) first() *parkedEntry {
 // It is safe for concurrent use. It holds some 200 bytes for each parked message,
 // and at most max of them; only what was parked before with a larger max may be
 // more.
-type parkedTable struct {
+type table struct {
 	max int
 
 	used     atomic.Bool // something was parked in this epoch: otherwise nobody looks
 	followed atomic.Uint64
 
 	mu      sync.Mutex
-	entries map[origin]*parkedEntry
-	keys    map[uint64]*parkedKey
+	entries map[origin]*entry
+	keys    map[uint64]*keyQueue
 	freeing []uint64 // keys whose end is to be committed
 	done    map[origin]struct{}
 	recent  []origin // of done, a ring
@@ -104,9 +104,9 @@ type parkedTable struct {
 // that come late.
 const recentlyDone = 4096
 
-func newParkedTable(limit int) *parkedTable {
-	return &parkedTable{
-		max: limit, entries: make(map[origin]*parkedEntry), keys: make(map[uint64]*parkedKey), done: make(map[origin]struct{}),
+func newTable(limit int) *table {
+	return &table{
+		max: limit, entries: make(map[origin]*entry), keys: make(map[uint64]*keyQueue), done: make(map[origin]struct{}),
 	}
 }
 
@@ -132,7 +132,7 @@ const (
 // up decides about a message of the claim (level 0) or of a retry topic. patient
 // says that it may wait: for the commit that frees its key, or in its retry topic
 // for what it would follow.
-func (t *parkedTable) up(p *parkedMessage, patient bool) fate {
+func (t *table) up(p *Message, patient bool) fate {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	e := t.entries[p.origin]
@@ -167,7 +167,7 @@ func (t *parkedTable) up(p *parkedMessage, patient bool) fate {
 
 // elsewhere tells whether a message is not what is parked, but a copy of what is
 // done or went on.
-func (t *parkedTable) elsewhere(p *parkedMessage, e *parkedEntry) bool {
+func (t *table) elsewhere(p *Message, e *entry) bool {
 	switch {
 	case e == nil:
 		return p.level > 0 || t.isDone(p.origin)
@@ -178,7 +178,7 @@ func (t *parkedTable) elsewhere(p *parkedMessage, e *parkedEntry) bool {
 }
 
 // reserve announces that a message is written to a level; nil if there is no room.
-func (t *parkedTable) reserve(p *parkedMessage, next int, due int64) *parkedEntry {
+func (t *table) reserve(p *Message, next int, due int64) *entry {
 	e := t.entries[p.origin]
 	if e == nil {
 		if len(t.entries) >= t.max {
@@ -192,8 +192,8 @@ func (t *parkedTable) reserve(p *parkedMessage, next int, due int64) *parkedEntr
 }
 
 // add puts a message into the table.
-func (t *parkedTable) add(p *parkedMessage) *parkedEntry {
-	e := &parkedEntry{origin: p.origin, keyed: p.keyed}
+func (t *table) add(p *Message) *entry {
+	e := &entry{origin: p.origin, keyed: p.keyed}
 	t.entries[p.origin] = e
 	t.used.Store(true)
 	if !p.keyed {
@@ -201,7 +201,7 @@ func (t *parkedTable) add(p *parkedMessage) *parkedEntry {
 	}
 	k := t.keys[p.origin.key]
 	if k == nil {
-		k = &parkedKey{}
+		k = &keyQueue{}
 		t.keys[p.origin.key] = k
 	}
 	heap.Push(&k.order, e)
@@ -214,7 +214,7 @@ func (t *parkedTable) add(p *parkedMessage) *parkedEntry {
 }
 
 // remove takes a message out of the table.
-func (t *parkedTable) remove(e *parkedEntry) {
+func (t *table) remove(e *entry) {
 	e.gone = true
 	delete(t.entries, e.origin)
 	k := t.keys[e.origin.key]
@@ -230,7 +230,7 @@ func (t *parkedTable) remove(e *parkedEntry) {
 
 // park announces that a message which has failed is written to a level. gone says
 // that it was written already; level 0 that there is no room.
-func (t *parkedTable) park(p *parkedMessage, next int, due int64) (level int, gone bool) {
+func (t *table) park(p *Message, next int, due int64) (level int, gone bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	e := t.entries[p.origin]
@@ -247,7 +247,7 @@ func (t *parkedTable) park(p *parkedMessage, next int, due int64) (level int, go
 
 // dropped says that a message which was announced was not written and never can be: it
 // stays where it is.
-func (t *parkedTable) dropped(p *parkedMessage) {
+func (t *table) dropped(p *Message) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	switch e := t.entries[p.origin]; {
@@ -261,7 +261,7 @@ func (t *parkedTable) dropped(p *parkedMessage) {
 
 // landed says that the copy of a message that was made of p is confirmed in the
 // retry topic of a level; at is -1 where the producer does not know its offset.
-func (t *parkedTable) landed(p *parkedMessage, level int, at int64) {
+func (t *table) landed(p *Message, level int, at int64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if e := t.entries[p.origin]; e != nil {
@@ -269,7 +269,7 @@ func (t *parkedTable) landed(p *parkedMessage, level int, at int64) {
 	}
 }
 
-func (t *parkedTable) land(e *parkedEntry, level int, at int64, moves int) {
+func (t *table) land(e *entry, level int, at int64, moves int) {
 	switch {
 	case e.next == level && moves == e.moves+1:
 		e.level, e.next, e.at, e.moves = level, 0, at, moves
@@ -282,7 +282,7 @@ func (t *parkedTable) land(e *parkedEntry, level int, at int64, moves int) {
 // was written later counts: it is confirmed before the other is settled; of two of
 // the same writing the first. The other is settled by that: its place is returned, level 0
 // for none.
-func (t *parkedTable) load(p *parkedMessage) (level int, at int64) {
+func (t *table) load(p *Message) (level int, at int64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	e := t.entries[p.origin]
@@ -299,7 +299,7 @@ func (t *parkedTable) load(p *parkedMessage) (level int, at int64) {
 // arrive tells whether a message that was read from a retry topic is the parked
 // one, or a copy: of one that is done, that is elsewhere, or that an earlier owner
 // of the partition wrote after this claim had looked.
-func (t *parkedTable) arrive(p *parkedMessage, own bool) bool {
+func (t *table) arrive(p *Message, own bool) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	e := t.entries[p.origin]
@@ -313,7 +313,7 @@ func (t *parkedTable) arrive(p *parkedMessage, own bool) bool {
 }
 
 // finish says that a message is settled where it was.
-func (t *parkedTable) finish(p *parkedMessage) {
+func (t *table) finish(p *Message) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	e := t.entries[p.origin]
@@ -326,7 +326,7 @@ func (t *parkedTable) finish(p *parkedMessage) {
 
 // lost forgets what a retry topic no longer has: parked at a level from an offset
 // on and before another, and not read. It returns how many.
-func (t *parkedTable) lost(level int, from, to int64) (n int) {
+func (t *table) lost(level int, from, to int64) (n int) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for _, e := range t.entries {
@@ -338,12 +338,12 @@ func (t *parkedTable) lost(level int, from, to int64) (n int) {
 	return n
 }
 
-func (t *parkedTable) isDone(o origin) bool {
+func (t *table) isDone(o origin) bool {
 	_, ok := t.done[o]
 	return ok
 }
 
-func (t *parkedTable) remember(o origin) {
+func (t *table) remember(o origin) {
 	if t.isDone(o) {
 		return
 	}
@@ -359,7 +359,7 @@ func (t *parkedTable) remember(o origin) {
 
 // ended are the keys whose last message is done: a commit that begins after this
 // call frees them.
-func (t *parkedTable) ended() map[uint64]chan struct{} {
+func (t *table) ended() map[uint64]chan struct{} {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if len(t.freeing) == 0 {
@@ -378,7 +378,7 @@ func (t *parkedTable) ended() map[uint64]chan struct{} {
 }
 
 // free lets go of keys whose end is committed, unless they were parked again.
-func (t *parkedTable) free(keys map[uint64]chan struct{}) {
+func (t *table) free(keys map[uint64]chan struct{}) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for key, freed := range keys {
@@ -390,7 +390,7 @@ func (t *parkedTable) free(keys map[uint64]chan struct{}) {
 }
 
 // size is how many messages are parked.
-func (t *parkedTable) size() int {
+func (t *table) size() int {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return len(t.entries)

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package kafka
+package retry
 
 import (
 	"container/heap"
@@ -15,10 +15,10 @@ import (
 const replayWait = 30 * time.Second
 
 // push lets a message wait until it is due.
-func (rc *retryClaim) push(p *parkedMessage, due int64) {
-	l := rc.levels[p.level-1]
+func (pt *Partition) push(p *Message, due int64) {
+	l := pt.levels[p.level-1]
 	p.due = due
-	rc.mu.Lock()
+	pt.mu.Lock()
 	l.count++
 	l.bytes += p.size
 	if p.keyed { // not before those of its key that wait here
@@ -31,18 +31,18 @@ func (rc *retryClaim) push(p *parkedMessage, due int64) {
 		k.n++
 		p.due = k.due
 	}
-	heap.Push(&rc.pending, p)
-	rc.mu.Unlock()
-	token(rc.wake)
+	heap.Push(&pt.pending, p)
+	pt.mu.Unlock()
+	notify(pt.wake)
 }
 
 // dispatch hands over what is due, until ctx ends.
-func (rc *retryClaim) dispatch(ctx context.Context, feed *guard.Feed[*parkedMessage]) {
-	rc.awaitReplay(ctx)
+func (pt *Partition) dispatch(ctx context.Context, feed *guard.Feed[*Message]) {
+	pt.awaitReplay(ctx)
 	timer := time.NewTimer(time.Hour)
 	defer timer.Stop()
 	for ctx.Err() == nil {
-		due, next := rc.due()
+		due, next := pt.due()
 		if len(due) > 0 {
 			if _, err := feed.Put(ctx, due...); err != nil {
 				return // what is not handed over is not settled
@@ -52,7 +52,7 @@ func (rc *retryClaim) dispatch(ctx context.Context, feed *guard.Feed[*parkedMess
 		timer.Reset(next)
 		select {
 		case <-timer.C:
-		case <-rc.wake:
+		case <-pt.wake:
 		case <-ctx.Done():
 		}
 	}
@@ -61,25 +61,25 @@ func (rc *retryClaim) dispatch(ctx context.Context, feed *guard.Feed[*parkedMess
 // awaitReplay waits until the claim has passed what is also parked: what it hands
 // over again before that was handled before the parked messages of its key. It is asked
 // now and then, once in an epoch and 30s at most: a signal would cost each mark.
-func (rc *retryClaim) awaitReplay(ctx context.Context) {
+func (pt *Partition) awaitReplay(ctx context.Context) {
 	limit := time.Now().Add(replayWait)
-	for ctx.Err() == nil && rc.replay >= 0 && time.Now().Before(limit) {
-		if at, _ := rc.c.marks.settled(); at > rc.replay {
+	for ctx.Err() == nil && pt.replay >= 0 && time.Now().Before(limit) {
+		if pt.c.Settled() > pt.replay {
 			return
 		}
-		pause(ctx, nameWait)
+		pause(ctx, lookAgain)
 	}
 }
 
 // due takes what is due, at most 64 at a time; if there is nothing, next is how
 // long to wait.
-func (rc *retryClaim) due() (due []*parkedMessage, next time.Duration) {
-	now := rc.t.now().UnixMilli()
-	rc.mu.Lock()
-	defer rc.mu.Unlock()
-	for len(rc.pending) > 0 && len(due) < 64 && rc.pending[0].due <= now {
-		p := heap.Pop(&rc.pending).(*parkedMessage) //nolint:forcetypeassert // nothing else is in there
-		l := rc.levels[p.level-1]
+func (pt *Partition) due() (due []*Message, next time.Duration) {
+	now := pt.t.Now().UnixMilli()
+	pt.mu.Lock()
+	defer pt.mu.Unlock()
+	for len(pt.pending) > 0 && len(due) < 64 && pt.pending[0].due <= now {
+		p := heap.Pop(&pt.pending).(*Message) //nolint:forcetypeassert // nothing else is in there
+		l := pt.levels[p.level-1]
 		l.count--
 		l.bytes -= p.size
 		if k := l.last[p.origin.key]; p.keyed {
@@ -87,17 +87,17 @@ func (rc *retryClaim) due() (due []*parkedMessage, next time.Duration) {
 				delete(l.last, p.origin.key)
 			}
 		}
-		token(l.room)
+		notify(l.room)
 		due = append(due, p)
 	}
-	if len(rc.pending) == 0 {
+	if len(pt.pending) == 0 {
 		return due, time.Hour
 	}
-	return due, time.Duration(rc.pending[0].due-now) * time.Millisecond
+	return due, time.Duration(pt.pending[0].due-now) * time.Millisecond
 }
 
 // dueMessages orders what waits by when it is due, and then by level and offset.
-type dueMessages []*parkedMessage
+type dueMessages []*Message
 
 func (h *dueMessages) Len() int { return len(*h) }
 func (h *dueMessages) Less(i, j int) bool {
@@ -112,7 +112,7 @@ func (h *dueMessages) Less(i, j int) bool {
 }
 func (h *dueMessages) Swap(i, j int) { (*h)[i], (*h)[j] = (*h)[j], (*h)[i] }
 
-func (h *dueMessages) Push(x any) { *h = append(*h, x.(*parkedMessage)) } //nolint:forcetypeassert // as above
+func (h *dueMessages) Push(x any) { *h = append(*h, x.(*Message)) } //nolint:forcetypeassert // as above
 
 func (h *dueMessages) Pop() any {
 	old := *h

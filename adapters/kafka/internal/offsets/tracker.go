@@ -1,25 +1,27 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package kafka
+// Package offsets knows which messages of a partition are settled, and what of that can be
+// committed.
+package offsets
 
 import "sync"
 
-// tracker knows which offsets of a claim were handed over and which of them are
+// A Tracker knows which offsets of a claim were handed over and which of them are
 // settled, and so up to where it may be marked. It is a queue of the offsets
 // that came, in their order: offsets have gaps (compaction, control records,
 // aborted transactions), so nothing is computed from one to the next.
 //
 // It is safe for concurrent use. It holds one entry for each message that is not
 // settled or stands behind one that isn't, so about the source's window: the guard
-// asks for ahead.
-type tracker struct {
+// asks for Ahead.
+type Tracker struct {
 	mu     sync.Mutex
 	queue  []delivered // by offset; the first of them is not settled
 	done   int         // of them
 	last   int64       // the highest offset handed over, -1 for none
 	next   int64       // the offset after the settled prefix, -1 for none
-	marked int64       // what take last gave out
+	marked int64       // what Take last gave out
 	meta   string      // of the mark
 	reset  bool        // ResetOffset was called: no mark until the user marks again
 }
@@ -30,10 +32,11 @@ type delivered struct {
 	meta   string
 }
 
-func newTracker() *tracker { return &tracker{last: -1, next: -1, marked: -1} }
+// New is a tracker that nothing was handed over to.
+func New() *Tracker { return &Tracker{last: -1, next: -1, marked: -1} }
 
-// deliver announces a message that is not settled at once.
-func (t *tracker) deliver(offset int64) {
+// Deliver announces a message that is not settled at once.
+func (t *Tracker) Deliver(offset int64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if offset <= t.last {
@@ -43,9 +46,9 @@ func (t *tracker) deliver(offset int64) {
 	t.queue = append(t.queue, delivered{offset: offset})
 }
 
-// settle says that a message is done with. One that was not announced has just
+// Settle says that a message is done with. One that was not announced has just
 // been handed over, after all that were.
-func (t *tracker) settle(offset int64, meta string) {
+func (t *Tracker) Settle(offset int64, meta string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if offset > t.last {
@@ -79,7 +82,7 @@ func (t *tracker) settle(offset int64, meta string) {
 }
 
 // find is the place of an offset in the queue, -1 if it is not there.
-func (t *tracker) find(offset int64) int {
+func (t *Tracker) find(offset int64) int {
 	low, high := 0, len(t.queue)
 	for low < high {
 		if mid := (low + high) / 2; t.queue[mid].offset < offset {
@@ -94,8 +97,8 @@ func (t *tracker) find(offset int64) int {
 	return low
 }
 
-// take is the mark that is due, if there is one that was not taken yet.
-func (t *tracker) take() (offset int64, meta string, due bool) {
+// Take is the mark that is due, if there is one that was not taken yet.
+func (t *Tracker) Take() (offset int64, meta string, due bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.reset || t.next <= t.marked {
@@ -105,20 +108,22 @@ func (t *tracker) take() (offset int64, meta string, due bool) {
 	return t.next, t.meta, true
 }
 
-// rewound stops marks: the user has reset the offset. resumed lets them go on.
-func (t *tracker) rewound() { t.setReset(true) }
-func (t *tracker) resumed() { t.setReset(false) }
+// Rewound stops marks: the user has reset the offset.
+func (t *Tracker) Rewound() { t.setReset(true) }
 
-func (t *tracker) setReset(reset bool) {
+// Resumed lets marks go on.
+func (t *Tracker) Resumed() { t.setReset(false) }
+
+func (t *Tracker) setReset(reset bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.reset = reset
 }
 
-// position is the offset of the oldest message that is not settled, or what
+// Position is the offset of the oldest message that is not settled, or what
 // follows the last that is; -1 if nothing was handed over yet. given is the mark
 // that was last given out, -1 for none.
-func (t *tracker) position() (at, given int64) {
+func (t *Tracker) Position() (at, given int64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if len(t.queue) > 0 {
@@ -127,16 +132,16 @@ func (t *tracker) position() (at, given int64) {
 	return t.next, t.marked
 }
 
-// ahead is how many messages are settled behind one that is not.
-func (t *tracker) ahead() int {
+// Ahead is how many messages are settled behind one that is not.
+func (t *Tracker) Ahead() int {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.done
 }
 
-// settled is the position, -1 if nothing was handed over yet, and the offsets
+// Settled is the position, -1 if nothing was handed over yet, and the offsets
 // after it that are settled.
-func (t *tracker) settled() (at int64, ahead []int64) {
+func (t *Tracker) Settled() (at int64, ahead []int64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if len(t.queue) == 0 {

@@ -1,19 +1,19 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package kafka
+package retry
 
 import (
-	"encoding/base64"
 	"errors"
 	"fmt"
 	"maps"
 	"slices"
-	"strings"
 	"sync/atomic"
 	"time"
 
 	"github.com/IBM/sarama"
+
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/offsets"
 )
 
 // What is done of a retry topic is committed by the consumer group itself, under
@@ -22,47 +22,6 @@ import (
 // committed metadata says which messages after the offset are done, too: none of
 // them is handled again after a restart, when its key may have gone on long ago.
 
-// maxAhead is how far after the committed offset messages may be done: as many bits
-// of metadata, which a broker takes up to 4096 bytes of by default.
-const maxAhead = 4096
-
-// aheadPrefix begins all metadata: it tells the offsets of a retry topic from those
-// of a topic that the group subscribes to.
-const aheadPrefix = "stormguard/1:"
-
-// maxMetadata is how long the metadata may be.
-var maxMetadata = int64(len(aheadPrefix) + base64.RawStdEncoding.EncodedLen(maxAhead/8))
-
-// encodeAhead is the metadata for what is settled after the offset at.
-func encodeAhead(at int64, ahead []int64) string {
-	if len(ahead) == 0 {
-		return aheadPrefix
-	}
-	bits := make([]byte, (ahead[len(ahead)-1]-at)/8+1)
-	for _, offset := range ahead {
-		bits[(offset-at)/8] |= 1 << ((offset - at) % 8)
-	}
-	return aheadPrefix + base64.RawStdEncoding.EncodeToString(bits)
-}
-
-// decodeAhead is its inverse; nothing where it is not ours.
-func decodeAhead(at int64, meta string) map[int64]bool {
-	text, ours := strings.CutPrefix(meta, aheadPrefix)
-	bits, err := base64.RawStdEncoding.DecodeString(text)
-	if !ours || err != nil || len(bits) > maxAhead/8+1 {
-		return nil
-	}
-	ahead := make(map[int64]bool)
-	for i, b := range bits {
-		for j := range 8 {
-			if b&(1<<j) != 0 {
-				ahead[at+int64(8*i+j)] = true
-			}
-		}
-	}
-	return ahead
-}
-
 // position is what is committed of a retry topic's partition.
 type position struct {
 	offset int64 // below 0: nothing
@@ -70,8 +29,8 @@ type position struct {
 }
 
 // committed asks the coordinator for the positions of retry topics.
-func (t *RetryTopics) committed(partition int32, topics []string) ([]position, error) {
-	client := t.out.client
+func (t *Topics) committed(partition int32, topics []string) ([]position, error) {
+	client := t.out.Client
 	coordinator, err := client.Coordinator(t.cfg.Group)
 	if err != nil {
 		return nil, err
@@ -103,31 +62,30 @@ func (t *RetryTopics) committed(partition int32, topics []string) ([]position, e
 	return out, nil
 }
 
-// commit commits positions of a partition of retry topics, as the member of the
-// session.
-func (t *RetryTopics) commit(ss *session, given *atomic.Bool, partition int32, at map[string]position) error {
-	client := t.out.client
+// commit commits positions of the retry topics of a claim, as the member of its session.
+func (t *Topics) commit(c Claim, given *atomic.Bool, at map[string]position) error {
+	client := t.out.Client
 	coordinator, err := client.Coordinator(t.cfg.Group)
 	if err != nil {
 		return err
 	}
 	req := sarama.NewOffsetCommitRequest(client.Config(), t.cfg.Group)
-	req.ConsumerID, req.ConsumerGroupGeneration = ss.native.MemberID(), ss.native.GenerationID()
+	req.ConsumerID, req.ConsumerGroupGeneration = c.Session.MemberID(), c.Session.GenerationID()
 	if given.Load() { // in this order: the generation may be one in which the claim is another's
 		return errGivenUp
 	}
-	if id := ss.set.config.Consumer.Group.InstanceId; id != "" && req.Version >= 7 {
+	if id := c.Config.Consumer.Group.InstanceId; id != "" && req.Version >= 7 {
 		req.GroupInstanceId = &id
 	}
 	for topic, p := range at {
-		req.AddBlockWithLeaderEpoch(topic, partition, p.offset, -1, 0, p.meta)
+		req.AddBlockWithLeaderEpoch(topic, c.Partition, p.offset, -1, 0, p.meta)
 	}
 	resp, err := coordinator.CommitOffset(req)
 	if err != nil {
 		return errors.Join(err, client.RefreshCoordinator(t.cfg.Group))
 	}
 	for topic := range at {
-		code, answered := resp.Errors[topic][partition]
+		code, answered := resp.Errors[topic][c.Partition]
 		switch {
 		case !answered:
 			return fmt.Errorf("kafka: no answer about %s", topic)
@@ -148,55 +106,55 @@ var errGivenUp = errors.New("kafka: the claim was left")
 const recommit = time.Hour
 
 // commitAlways commits what is done, until stop is closed, and then once more.
-func (rc *retryClaim) commitAlways(stop <-chan struct{}) {
-	every := time.NewTicker(max(10*time.Millisecond, rc.ss.set.config.Consumer.Offsets.AutoCommit.Interval))
+func (pt *Partition) commitAlways(stop <-chan struct{}) {
+	every := time.NewTicker(max(10*time.Millisecond, pt.c.Config.Consumer.Offsets.AutoCommit.Interval))
 	defer every.Stop()
 	for last := false; !last; {
 		select {
 		case <-every.C:
-		case <-rc.kick:
+		case <-pt.kick:
 		case <-stop:
 			last = true
 		}
-		err := rc.commit()
-		rc.said.say("what is done of the retry topics cannot be committed: it would be handled again", rc.c.name, err)
+		err := pt.commit()
+		pt.said.say("what is done of the retry topics cannot be committed: it would be handled again", pt.c.Source, err)
 	}
 }
 
-func (rc *retryClaim) commit() error {
-	keys := rc.table.ended() // before the positions: these then cover their ends
+func (pt *Partition) commit() error {
+	keys := pt.table.ended() // before the positions: these then cover their ends
 	at := make(map[string]position)
-	now := rc.t.now()
-	for _, l := range rc.levels {
-		p := rc.position(l)
+	now := pt.t.Now()
+	for _, l := range pt.levels {
+		p := pt.position(l)
 		if p != l.sent || now.Sub(l.sentAt) >= recommit {
 			at[l.name] = p
 		}
 	}
 	if len(at) > 0 {
-		if err := rc.t.commit(rc.ss, &rc.given, rc.c.partition, at); err != nil {
+		if err := pt.t.commit(pt.c, &pt.given, at); err != nil {
 			return err
 		}
-		for _, l := range rc.levels {
+		for _, l := range pt.levels {
 			if p, ok := at[l.name]; ok {
 				l.sent, l.sentAt = p, now
 			}
 		}
 	}
-	rc.table.free(keys)
+	pt.table.free(keys)
 	return nil
 }
 
 // position is what is done of a level.
-func (rc *retryClaim) position(l *retryTopic) position {
-	rc.mu.Lock()
+func (pt *Partition) position(l *levelTopic) position {
+	pt.mu.Lock()
 	ahead := slices.Collect(maps.Keys(l.settled)) // not read again yet
-	rc.mu.Unlock()
-	at, more := l.marks.settled()
+	pt.mu.Unlock()
+	at, more := l.marks.Settled()
 	if at < 0 {
 		at = l.began.offset
 	}
-	ahead = slices.DeleteFunc(append(ahead, more...), func(n int64) bool { return n < at || n >= at+maxAhead })
+	ahead = slices.DeleteFunc(append(ahead, more...), func(n int64) bool { return n < at || n >= at+offsets.MaxAhead })
 	slices.Sort(ahead)
-	return position{at, encodeAhead(at, ahead)}
+	return position{at, offsets.Encode(at, ahead)}
 }

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package kafka
+package retry
 
 import (
 	"cmp"
@@ -13,7 +13,8 @@ import (
 
 	"github.com/IBM/sarama"
 
-	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/cluster"
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/offsets"
 )
 
 // leftBehind is a partition of a retry topic that a group parked messages in and,
@@ -30,39 +31,39 @@ func (l leftBehind) what() string {
 	return fmt.Sprintf("up to %d messages of %s that group %s parked are in partition %d", l.records, l.source, l.group, l.partition)
 }
 
-func (in *inspector) handleLeft(topic string) string {
-	return fmt.Sprintf("run with the Delays, Topic, Group and Sources they were parked with until they are handled; or give them up: kafka-topics.sh --bootstrap-server %s --delete --topic %s", in.addrs, topic)
+func handleLeft(in *cluster.Admin, topic string) string {
+	return fmt.Sprintf("run with the Delays, Topic, Group and Sources they were parked with until they are handled; or give them up: kafka-topics.sh --bootstrap-server %s --delete --topic %s", in.Addrs, topic)
 }
 
 // left are the messages of cfg's sources in retry topics that cfg does not name:
 // those of levels that it has no delay for, and those whose offsets the group has
-// committed as [RetryTopics] does.
-func (in *inspector) left(client sarama.Client, cfg RetryConfig, group string) ([]leftBehind, error) {
-	offsets, err := in.admin.ListConsumerGroupOffsets(group, nil)
+// committed as [Topics] does.
+func left(in *cluster.Admin, client sarama.Client, cfg Config, group string) ([]leftBehind, error) {
+	committed, err := in.ListConsumerGroupOffsets(group, nil)
 	if errors.Is(err, sarama.ErrGroupIDNotFound) { // some brokers say so, others have no offsets
-		offsets, err = new(sarama.OffsetFetchResponse), nil
+		committed, err = new(sarama.OffsetFetchResponse), nil
 	}
 	if err != nil {
 		return nil, fmt.Errorf("kafka: offsets of group %s: %w", group, err)
 	}
-	blocks := offsets.Blocks
+	blocks := committed.Blocks
 	unread := make(map[string]bool)
 	for topic, parts := range blocks {
 		for _, b := range parts {
-			unread[topic] = unread[topic] || strings.HasPrefix(b.Metadata, aheadPrefix)
+			unread[topic] = unread[topic] || offsets.Ours(b.Metadata)
 		}
 	}
 	was := cfg
 	was.Group = group
 	for _, source := range cfg.Sources {
 		for level := 1; level <= maxLevels; level++ {
-			unread[was.name(source, level)] = true
+			unread[was.Name(source, level)] = true
 		}
 	}
 	if group == cfg.Group {
 		for _, source := range cfg.Sources {
 			for level := range cfg.Delays {
-				delete(unread, cfg.name(source, level+1))
+				delete(unread, cfg.Name(source, level+1))
 			}
 		}
 	}
@@ -70,11 +71,11 @@ func (in *inspector) left(client sarama.Client, cfg RetryConfig, group string) (
 	if len(unread) == 0 {
 		return nil, nil // no names would mean all topics
 	}
-	found, err := in.admin.DescribeTopics(slices.Sorted(maps.Keys(unread)))
+	found, err := in.DescribeTopics(slices.Sorted(maps.Keys(unread)))
 	if err != nil {
 		return nil, fmt.Errorf("kafka: retry topics of before: %w", err)
 	}
-	var left []leftBehind
+	var all []leftBehind
 	var errs []error
 	for _, t := range found {
 		_, committed := blocks[t.Name]
@@ -93,14 +94,14 @@ func (in *inspector) left(client sarama.Client, cfg RetryConfig, group string) (
 			l, err := leftIn(client, t.Name, p.ID, at)
 			errs = append(errs, err)
 			if l.group = group; l.records > 0 && slices.Contains(cfg.Sources, l.source) {
-				left = append(left, l)
+				all = append(all, l)
 			}
 		}
 	}
-	slices.SortFunc(left, func(a, b leftBehind) int {
+	slices.SortFunc(all, func(a, b leftBehind) int {
 		return cmp.Or(strings.Compare(a.topic, b.topic), cmp.Compare(a.partition, b.partition))
 	})
-	return left, errors.Join(errs...)
+	return all, errors.Join(errs...)
 }
 
 // leftIn looks at one partition. The first message that is not done says whose all
@@ -120,7 +121,7 @@ func leftIn(client sarama.Client, topic string, partition int32, done position) 
 		from = oldest
 		done = position{}
 	}
-	at, m, err := firstMessage(client, topic, partition, from, end, decodeAhead(done.offset, done.meta))
+	at, m, err := cluster.FirstMessage(client, topic, partition, from, end, offsets.Decode(done.offset, done.meta))
 	if err != nil || m == nil {
 		return left, err
 	}
@@ -134,74 +135,15 @@ func leftIn(client sarama.Client, topic string, partition int32, done position) 
 }
 
 // refuseLeft refuses a configuration by which parked messages would never be read.
-func (t *RetryTopics) refuseLeft() error {
-	in, err := newInspector(t.reads)
+func (t *Topics) refuseLeft() error {
+	in, err := cluster.NewAdmin(t.reads)
 	if err != nil {
 		return err
 	}
-	left, err := in.left(t.reads, t.cfg, t.cfg.Group)
+	found, err := left(in, t.reads, t.cfg, t.cfg.Group)
 	errs := []error{err}
-	for _, l := range left {
-		errs = append(errs, unsuitable("topic %s: %s, and nobody would read them any more: %s", l.topic, l.what(), in.handleLeft(l.topic)))
+	for _, l := range found {
+		errs = append(errs, cluster.Unsuitable("topic %s: %s, and nobody would read them any more: %s", l.topic, l.what(), handleLeft(in, l.topic)))
 	}
 	return errors.Join(errs...)
-}
-
-// retryLeft looks for what is parked and not read, also under the names that the
-// topics would have for another group, if that has no members.
-func (i *inspection) retryLeft(cfg RetryConfig) error {
-	groups, err := i.otherGroups(cfg)
-	errs := []error{err}
-	for _, group := range append([]string{cfg.Group}, groups...) {
-		left, err := i.in.left(i.client, cfg, group)
-		errs = append(errs, err)
-		for _, l := range left {
-			if group == cfg.Group {
-				i.add(guard.Danger, "topic "+l.topic, i.in.handleLeft(l.topic), "%s, and nobody reads them any more", l.what())
-			} else {
-				i.add(guard.Warning, "topic "+l.topic, i.in.handleLeft(l.topic), "%s, and that group has no members: if %s has taken its place, nobody reads them any more", l.what(), cfg.Group)
-			}
-		}
-	}
-	return errors.Join(errs...)
-}
-
-// otherGroups are those without members whose retry topics there are.
-func (i *inspection) otherGroups(cfg RetryConfig) ([]string, error) {
-	if err := i.client.RefreshMetadata(); err != nil {
-		return nil, fmt.Errorf("kafka: topics: %w", err)
-	}
-	topics, err := i.client.Topics()
-	if err != nil {
-		return nil, fmt.Errorf("kafka: topics: %w", err)
-	}
-	all, err := i.in.admin.ListConsumerGroups()
-	if err != nil {
-		return nil, fmt.Errorf("kafka: groups: %w", err)
-	}
-	var ask []string
-	for group := range all {
-		other := cfg
-		other.Group = group
-		if group != cfg.Group && slices.ContainsFunc(cfg.Sources, func(source string) bool {
-			return other.name(source, 1) != cfg.name(source, 1) && slices.Contains(topics, other.name(source, 1))
-		}) {
-			ask = append(ask, group)
-		}
-	}
-	if len(ask) == 0 {
-		return nil, nil
-	}
-	described, err := i.in.admin.DescribeConsumerGroups(ask)
-	if err != nil {
-		return nil, fmt.Errorf("kafka: groups: %w", err)
-	}
-	var idle []string
-	for _, g := range described {
-		if len(g.Members) == 0 && g.Err == sarama.ErrNoError {
-			idle = append(idle, g.GroupId)
-		}
-	}
-	slices.Sort(idle)
-	return idle, nil
 }

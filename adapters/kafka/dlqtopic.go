@@ -1,0 +1,187 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package kafka
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/cluster"
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+// DLQConfig describes where dead letters go. The zero value needs Sources, and
+// writes what dies in "orders" to "orders.dlq".
+type DLQConfig struct {
+	// Topic is the topic; {topic} stands for the source's and {group} for the
+	// consumer group. Unset means "{topic}.dlq".
+	Topic string
+
+	// Sources are the topics whose messages may die. They are needed if Topic has
+	// a {topic} in it; a topic that is created gets as many partitions as the
+	// largest of its sources. A source must be there: a missing one is an
+	// [ErrUnsuitable], and then no topic is created.
+	Sources []string
+
+	// Group is what {group} stands for, where Topic has it.
+	Group string
+
+	// Dialect is how headers tell why a message is dead; unset means
+	// stormguard's own.
+	Dialect dlq.Dialect
+
+	// NoCreate refuses a topic that does not exist, with the command that creates
+	// it, instead of creating it.
+	NoCreate bool
+
+	// Partitions of a topic that is created, from 1 to 10,000; unset means those
+	// of the largest source, or 1.
+	Partitions int32
+
+	// Replicas of a topic that is created, from 1 to 32767; unset means the
+	// broker's default.replication.factor.
+	Replicas int16
+
+	// Retention of a topic that is created; unset means that nothing is deleted.
+	// At least 1h.
+	Retention time.Duration
+}
+
+const defaultTopic = "{topic}.dlq"
+
+// Validate reports everything wrong at once.
+func (c DLQConfig) Validate() error {
+	var errs []error
+	add := func(format string, args ...any) { errs = append(errs, fmt.Errorf("kafka: DLQConfig."+format, args...)) }
+	topic := c.topic()
+	if bare := strings.NewReplacer("{topic}", "t", "{group}", "g").Replace(topic); !cluster.ValidTopic(bare) {
+		add("Topic: %q is not a topic's name of letters, digits, '.', '_' and '-' with {topic} and {group}", c.Topic)
+	}
+	if strings.Contains(topic, "{topic}") && len(c.Sources) == 0 {
+		add("Sources: at least one is needed for %q", topic)
+	}
+	if strings.Contains(topic, "{group}") && c.Group == "" {
+		add("Group: needed for %q", topic)
+	}
+	for _, s := range c.Sources {
+		if !cluster.ValidTopic(s) {
+			add("Sources: %q is not a topic's name", s)
+		} else if c.name(s) == s {
+			add("Topic: dead letters of %q would go to %q itself", s, s)
+		}
+	}
+	if err := c.Dialect.Validate(); err != nil {
+		add("Dialect: %w", err)
+	}
+	if c.Partitions < 0 || c.Partitions > 10_000 {
+		add("Partitions: %d is not within 1 and 10000", c.Partitions)
+	}
+	if c.Replicas < 0 {
+		add("Replicas: %d is not within 1 and 32767", c.Replicas)
+	}
+	if c.Retention != 0 && c.Retention < time.Hour {
+		add("Retention: %s is not at least 1h", c.Retention)
+	}
+	return errors.Join(errs...)
+}
+
+func (c DLQConfig) topic() string {
+	if c.Topic == "" {
+		return defaultTopic
+	}
+	return c.Topic
+}
+
+// name is where what dies in a topic goes.
+func (c DLQConfig) name(source string) string {
+	return strings.NewReplacer("{topic}", source, "{group}", cluster.InTopic(c.Group)).Replace(c.topic())
+}
+
+// ensureTopics creates the topics of a DLQ, or checks those that are there.
+func (d *DLQ) ensureTopics() error {
+	in, err := cluster.NewAdmin(d.client)
+	if err != nil {
+		return err
+	}
+	need := map[string]demands{}
+	var errs []error
+	for _, source := range d.cfg.Sources {
+		info, err := in.Source(source)
+		if err == nil && info == nil {
+			err = cluster.Unsuitable("DLQConfig.Sources: topic %s does not exist; if that is its name: kafka-topics.sh --bootstrap-server %s --create --topic %s", source, in.Addrs, source)
+		}
+		if err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		name := d.cfg.name(source)
+		n := need[name]
+		n.partitions = max(n.partitions, info.Partitions)
+		n.size = max(n.size, info.Number("max.message.bytes", 0))
+		need[name] = n
+	}
+	if len(errs) > 0 { // a mistyped name makes no topic
+		return errors.Join(errs...)
+	}
+	if len(d.cfg.Sources) == 0 {
+		need[d.cfg.name("")] = demands{}
+	}
+	for _, name := range slices.Sorted(maps.Keys(need)) {
+		if err := d.ensureTopic(in, name, need[name]); err != nil {
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// demands are what the sources of a DLQ ask of it.
+type demands struct {
+	partitions int32
+	size       int64 // of the largest message
+}
+
+func (d *DLQ) ensureTopic(in *cluster.Admin, name string, want demands) error {
+	info, err := in.Topic(name)
+	if err != nil {
+		return err
+	}
+	if d.cfg.Partitions > 0 {
+		want.partitions = d.cfg.Partitions
+	}
+	want.partitions = max(1, want.partitions)
+	if info == nil {
+		if d.cfg.NoCreate {
+			return cluster.Unsuitable("topic %s does not exist: %s", name, in.CreateCommand(d.cfg.newTopic(name, want)))
+		}
+		if info, err = in.Create(d.client, d.cfg.newTopic(name, want)); err != nil {
+			return err
+		}
+	}
+	d.max[name] = int(info.Number("max.message.bytes", 0))
+	if info.Compacts() {
+		return cluster.Unsuitable("topic %s: cleanup.policy %s drops all but the last dead letter of a key: %s",
+			name, info.Settings["cleanup.policy"], in.Alter(name, "cleanup.policy=delete"))
+	}
+	return nil
+}
+
+func (c DLQConfig) newTopic(name string, want demands) cluster.NewTopic {
+	retention := int64(-1)
+	if c.Retention > 0 {
+		retention = c.Retention.Milliseconds()
+	}
+	settings := map[string]string{
+		"cleanup.policy": "delete", "retention.ms": strconv.FormatInt(retention, 10), "retention.bytes": "-1",
+		"message.timestamp.type": "LogAppendTime",
+	}
+	if want.size > 0 {
+		settings["max.message.bytes"] = strconv.FormatInt(want.size+cluster.HeaderRoom, 10)
+	}
+	return cluster.NewTopic{Name: name, Partitions: want.partitions, Replicas: c.Replicas, Settings: settings}
+}

@@ -1,0 +1,231 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"sync"
+	"time"
+
+	"github.com/IBM/sarama"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+// A Sender writes single records, each confirmed, by an idempotent producer. It is
+// safe for concurrent use.
+type Sender struct {
+	Client   sarama.Client
+	producer sarama.SyncProducer
+	slots    chan struct{} // writes under way, given up ones among them
+	largest  map[string]int
+	Squeezes bool // it compresses
+
+	mu     sync.Mutex
+	closed bool
+	writes sync.WaitGroup
+}
+
+// maxWrites bounds writes under way, those among them that nobody waits for any
+// more: sarama's SendMessage heeds no context.
+const maxWrites = 16
+
+// closeWait is how long Close waits for writes that nobody waits for any more.
+const closeWait = time.Second
+
+// ErrClosed is that of a write after Close.
+var ErrClosed = errors.New("kafka: the writer is closed")
+
+// mostUncompressed is how large a record may be that is compressed on its way: about as
+// large as a request of sarama's.
+var mostUncompressed = int(sarama.MaxRequestSize) - 64<<10
+
+// NewSender makes a producer that takes the largest record of each of the topics,
+// of a client whose configuration is the sender's own. It owns the client.
+//
+// A broker's max.message.bytes is the size of a batch as it comes, compressed, and
+// sarama's MaxMessageBytes that of a record before. So where the configuration
+// compresses, the broker decides, and each record is a batch by itself: one that is too
+// large is refused alone.
+func NewSender(client sarama.Client, largest map[string]int) (*Sender, error) {
+	p := &client.Config().Producer
+	squeezes := p.Compression != sarama.CompressionNone
+	for _, most := range largest {
+		p.MaxMessageBytes = max(p.MaxMessageBytes, most)
+	}
+	if squeezes {
+		p.MaxMessageBytes = max(p.MaxMessageBytes, mostUncompressed)
+		p.Flush.Bytes, p.Flush.Messages, p.Flush.Frequency, p.Flush.MaxMessages = 0, 0, 0, 1
+	}
+	producer, err := sarama.NewSyncProducerFromClient(client)
+	if err != nil {
+		return nil, err
+	}
+	return &Sender{Client: client, producer: producer, slots: make(chan struct{}, maxWrites), largest: largest, Squeezes: squeezes}, nil
+}
+
+var errNotCompressed = errors.New("kafka: it is not compressed, and its topic's limit is of what is: set Producer.Compression, or raise max.message.bytes")
+
+// Fits refuses a message that its topic cannot take.
+func (s *Sender) Fits(m *sarama.ProducerMessage) error {
+	n := m.ByteSize(2) + batchOverhead
+	limit := s.Client.Config().Producer.MaxMessageBytes
+	if s.Squeezes {
+		if n > limit {
+			return &dlq.TooLargeError{Size: n, Max: limit}
+		}
+		return nil
+	}
+	if most := s.largest[m.Topic]; most > 0 {
+		limit = most
+	}
+	if n > limit {
+		return &dlq.TooLargeError{Size: n, Max: limit, Err: errNotCompressed}
+	}
+	return nil
+}
+
+// Refused tells in the words of dlq that the broker found a message too large; nil if
+// err is something else.
+func (s *Sender) Refused(m *sarama.ProducerMessage, err error) error {
+	if !errors.Is(err, sarama.ErrMessageSizeTooLarge) && !errors.Is(err, sarama.ErrMessageTooLarge) && !errors.Is(err, sarama.ErrMessageSetSizeTooLarge) {
+		return nil
+	}
+	n := m.ByteSize(2) + batchOverhead
+	if s.Squeezes { // how much less would do nobody knows
+		return &dlq.TooLargeError{Err: fmt.Errorf("kafka: %d bytes, compressed: %w", n, err)}
+	}
+	return &dlq.TooLargeError{Size: n, Max: s.largest[m.Topic], Err: err}
+}
+
+// Send gives a message to the producer, and returns its offset, -1 if the broker
+// did not say it. When ctx ends first, the message may arrive all the same:
+// SendMessage runs on a goroutine of its own, which Close waits for.
+func (s *Sender) Send(ctx context.Context, m *sarama.ProducerMessage) (int64, error) {
+	select {
+	case s.slots <- struct{}{}:
+	case <-ctx.Done():
+		return -1, context.Cause(ctx)
+	}
+	if !s.begin() {
+		<-s.slots
+		return -1, ErrClosed
+	}
+	type answer struct {
+		at  int64
+		err error
+	}
+	sent := make(chan answer, 1)
+	go func() {
+		defer s.writes.Done()
+		_, at, err := s.producer.SendMessage(m)
+		sent <- answer{at, err}
+		<-s.slots
+	}()
+	select {
+	case a := <-sent:
+		return a.at, a.err
+	case <-ctx.Done():
+		return -1, context.Cause(ctx)
+	}
+}
+
+// begin announces a write; false once it is closed.
+func (s *Sender) begin() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.closed {
+		s.writes.Add(1)
+	}
+	return !s.closed
+}
+
+// shut refuses further writes; false if that was done before.
+func (s *Sender) shut() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	was := s.closed
+	s.closed = true
+	return !was
+}
+
+// finish waits for writes under way and disconnects.
+func (s *Sender) finish() error {
+	s.writes.Wait()
+	return errors.Join(s.producer.Close(), s.Client.Close())
+}
+
+// Close waits for writes under way, 1s at most, and disconnects; then it closes what else
+// there is. It says how many writes are left. A later call does nothing.
+func (s *Sender) Close(others ...io.Closer) error {
+	if !s.shut() {
+		return nil
+	}
+	return s.closeWithin(func() error {
+		var errs []error
+		for _, c := range others {
+			errs = append(errs, c.Close())
+		}
+		return errors.Join(append(errs, s.finish())...)
+	})
+}
+
+// EndsWithin runs f, and waits for it no longer than d. f goes on by itself then.
+func EndsWithin(d time.Duration, f func() error) (ended bool, err error) {
+	done := make(chan error, 1)
+	go func() { done <- f() }()
+	limit := time.NewTimer(d)
+	defer limit.Stop()
+	select {
+	case err := <-done:
+		return true, err
+	case <-limit.C:
+		return false, nil
+	}
+}
+
+// closeWithin closes a writer, or says what it still has under way.
+func (s *Sender) closeWithin(closing func() error) error {
+	ended, err := EndsWithin(closeWait, closing)
+	if ended {
+		return err
+	}
+	return fmt.Errorf("kafka: the broker has not answered for %s: %d writes under way may arrive all the same", closeWait, len(s.slots))
+}
+
+// ProducerConfig is a copy of a configuration with what makes a producer safe.
+func ProducerConfig(config *sarama.Config) *sarama.Config {
+	c := *config
+	c.Producer.Idempotent = true
+	c.Producer.RequiredAcks = sarama.WaitForAll
+	c.Producer.Return.Successes, c.Producer.Return.Errors = true, true
+	c.Producer.Retry.Max = max(1, c.Producer.Retry.Max)
+	c.Producer.Partitioner = sarama.NewManualPartitioner
+	c.Producer.Interceptors = nil
+	c.Net.MaxOpenRequests = 1
+	c.Metadata.AllowAutoTopicCreation = false
+	return &c
+}
+
+// SafeProducer reports what would lose, double or reorder dead letters.
+func SafeProducer(c *sarama.Config) error {
+	var errs []error
+	add := func(format string, args ...any) { errs = append(errs, Unsuitable(format, args...)) }
+	if c.Producer.Transaction.ID != "" {
+		add("Producer.Transaction.ID: %q: a dead letter is written by itself: leave it empty", c.Producer.Transaction.ID)
+	}
+	if !c.Version.IsAtLeast(sarama.V0_11_0_0) {
+		add("Version: %s has neither headers nor idempotence: set at least 0.11.0.0", c.Version)
+	}
+	if c.Producer.MaxMessageBytes <= batchOverhead {
+		add("Producer.MaxMessageBytes: %d leaves no room for a record", c.Producer.MaxMessageBytes)
+	}
+	return errors.Join(errs...)
+}
+
+// batchOverhead is what a batch of one record takes beside it.
+const batchOverhead = 128

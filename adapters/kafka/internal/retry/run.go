@@ -1,0 +1,80 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Package retry parks messages of Kafka in retry topics, and reads them back when they are
+// due. The adapter opens the sources; this package has what is theirs of the broker.
+package retry
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/cluster"
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// Fits reports what keeps a group's claims from being parked.
+func (t *Topics) Fits(group string, claims map[string][]int32) error {
+	var errs []error
+	if group != t.cfg.Group {
+		errs = append(errs, cluster.Unsuitable("RetryConfig.Group: %q, and the consumer group is %q: retry topics belong to one group", t.cfg.Group, group))
+	}
+	for topic, partitions := range claims {
+		if !slices.Contains(t.cfg.Sources, topic) {
+			errs = append(errs, cluster.Unsuitable("RetryConfig.Sources: topic %q is consumed and is not among them; a retry topic is never consumed by itself", topic))
+			continue
+		}
+		for level := range t.cfg.Delays {
+			name := t.cfg.Name(topic, level+1)
+			have, err := t.out.Client.Partitions(name)
+			if err != nil {
+				errs = append(errs, fmt.Errorf("kafka: retry topic %s: %w", name, err))
+			} else if most := slices.Max(append(partitions, -1)); int(most) >= len(have) {
+				errs = append(errs, cluster.Unsuitable("topic %s: it has %d partitions, and partition %d of %s has none to be parked in: kafka-topics.sh --alter --topic %s --partitions N, and make RetryTopics anew",
+					name, len(have), most, topic, name))
+			}
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// Open reads what of a claim is parked; nil if ctx ended before.
+func (t *Topics) Open(ctx context.Context, c Claim) *Partition {
+	pt := newPartition(t, c)
+	if !pt.boot(ctx) {
+		return nil
+	}
+	return pt
+}
+
+// Start reads on until ctx ends, hands what is due to the feed of the source that was
+// opened with [Partition.Port], and commits what is done until Stop. It calls broken when a
+// retry topic is another than it was: then the claim has to begin anew.
+func (pt *Partition) Start(ctx context.Context, feed *guard.Feed[*Message], broken func()) {
+	pt.broken = broken
+	for _, l := range pt.levels {
+		pt.reading.Go(func() { pt.read(ctx, l) })
+	}
+	pt.reading.Go(func() { pt.dispatch(ctx, feed) })
+	pt.committing.Go(func() { pt.commitAlways(pt.settled) })
+}
+
+// Stop ends what Start began, once the context of that and both sources have ended. It
+// waits no longer than limit for the last commit. What goes on after it, where a broker
+// is silent, commits nothing and ends with sarama's requests.
+func (pt *Partition) Stop(limit time.Duration) error {
+	inTime, _ := cluster.EndsWithin(limit, func() error {
+		pt.reading.Wait()
+		close(pt.settled)
+		pt.committing.Wait()
+		return nil
+	})
+	if inTime {
+		return nil
+	}
+	pt.given.Store(true)
+	return fmt.Errorf("kafka: claim %s: the last commit of its retry topics is not confirmed: what was handled of them may be handled again", pt.c.Source)
+}

@@ -1,0 +1,118 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+// A Parker is a [Port] that can park a message: write it away, such as to a retry topic,
+// and hand it over again later, by [OpenParked]. The guard asks it where it would
+// dead-letter a message whose attempts are used up. A parked message is acked, and is no
+// success, no failure and no dead letter. It costs no attempt beside those it had, and
+// its credit is the same as that of a dead letter.
+//
+// Order. The messages behind one in its lane wait until it is parked or dead-lettered,
+// and are no witnesses before. From then on the order of the lane is the adapter's: its
+// handler writes those that come later behind the parked one, and returns [Ignore].
+//
+// A Parker needs [SourceConfig.DeadLetters], for messages that it does not park. The guard
+// calls Parks and Park on the goroutine that writes the source's dead letters. One call of
+// Park may outlive [Source.End].
+type Parker[M any] interface {
+	// Parks tells from memory whether the message may be parked once more.
+	Parks(m M) bool
+
+	// Park returns nil when the message is written, as durably as a dead letter: see
+	// [dlq.Writer]. Only then is it acked. r is what its dead letter would be; Park must
+	// not keep it. The guard asks again after an error, and dead-letters the message if
+	// that is a [dlq.ErrTooLarge]. [dlq.ErrPutOff] says that there is no room yet.
+	Park(ctx context.Context, m M, r *dlq.Record) error
+
+	// Parked is how many messages are parked now, and how many were written behind them
+	// since, to keep their order. It is called when metrics are read, and answers from
+	// memory.
+	Parked() (now int, followed uint64)
+}
+
+// parent is the source that parked what another handles again.
+type parent interface {
+	successes() uint64
+	shut() bool
+}
+
+// OpenParked opens the source that handles again what from has parked, under a name of
+// its own. It has the configuration of from, and ends before from does or with it.
+//
+// What succeeds in from proves as much about messages that fail here, and earns them
+// credits. Messages that were parked together fail together: that is no evidence against
+// the dependency, so the source has no part in the breaker. It waits for that of from,
+// unless from has no message of its own to probe with.
+func OpenParked[M, P any](from *Source[M], name string, port Port[P], handler func(context.Context, P) error) (*Source[P], error) {
+	g, cfg := from.g, from.cfg
+	policy := g.cfg.Policy
+	if cfg.Policy != nil {
+		policy = *cfg.Policy
+	}
+	policy.NoBreaker = true
+	cfg.Name, cfg.Policy = name, &policy
+	return openSource(g, cfg, from.limits, port, func(ctx context.Context, m P) error {
+		if from.probesAlone() {
+			return Backoff(errProbesAlone, g.origin.Add(g.now()+parkedAgain))
+		}
+		return handler(ctx, m)
+	}, from)
+}
+
+// parkedAgain is how soon a parked message that waits for a breaker asks again.
+const parkedAgain = 500 * time.Millisecond
+
+var (
+	errProbesAlone = errors.New("guard: parked messages wait for the breaker of their source")
+	errShut        = fmt.Errorf("%w: guard: nothing is parked while the breaker is not closed", dlq.ErrPutOff)
+)
+
+// shut tells whether the source's breaker is not closed.
+func (s *Source[M]) shut() bool { return s.c.gate != nil && !s.c.gate.Closed() }
+
+// probesAlone tells whether parked messages wait for the source's breaker. They do while
+// it is not closed and the source has messages of its own to probe with, or while it is
+// open by force or by the fleet. Otherwise nothing but them could show that the
+// dependency is back.
+func (s *Source[M]) probesAlone() bool {
+	if !s.shut() {
+		return false
+	}
+	now := s.g.now()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	b := s.c.gate.Breaker.Snapshot(now)
+	return b.Forced || b.Barred || b.Held || s.accountLocked(now).Unsettled() > 0
+}
+
+// park parks the message of a letter. parked is false if it is to be dead-lettered.
+func (l letter[M]) park(ctx context.Context, r *dlq.Record) (parked bool, err error) {
+	s := l.s
+	of := cmp.Or(s.from, parent(s)) // whose breaker it is
+	switch {
+	case s.parker == nil || r.Permanent || !s.parker.Parks(l.it.m):
+		return false, nil
+	case r.Reason == dlq.ReasonAttempts && of.shut():
+		return true, errShut
+	case r.Reason == dlq.ReasonAttempts:
+	case r.Reason != dlq.ReasonPoisonHead && r.Reason != dlq.ReasonGuess || of.shut():
+		return false, nil
+	}
+	err = apart("port's Park", func() error { return s.parker.Park(ctx, l.it.m, r) })
+	if errors.Is(err, dlq.ErrTooLarge) {
+		return false, nil
+	}
+	return true, err
+}

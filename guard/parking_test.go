@@ -1,0 +1,260 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+// parkPort parks what it is told to, and says how often it was.
+type parkPort struct {
+	testPort
+	full   bool // parks no more
+	err    error
+	parked int
+}
+
+func (p *parkPort) Parks(int) bool { return !p.full }
+
+func (p *parkPort) Park(context.Context, int, *dlq.Record) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.err == nil {
+		p.parked++
+	}
+	return p.err
+}
+
+func (p *parkPort) Parked() (int, uint64) { return 0, 0 }
+
+// Poison whose attempts are used up is parked, unless the port may not park it again or
+// cannot. While the breaker is not closed nothing is parked for its attempts, and a
+// poison head or a guess is a dead letter.
+func TestWhichLettersAreParked(t *testing.T) {
+	const open, full = true, true
+	for _, c := range []struct {
+		reason       dlq.Reason
+		open, full   bool
+		err          error
+		written      int // dead letters
+		parked       int
+		putOff, lost bool
+	}{
+		{reason: dlq.ReasonAttempts, parked: 1},
+		{reason: dlq.ReasonPoisonHead, parked: 1},
+		{reason: dlq.ReasonGuess, parked: 1},
+		{reason: dlq.ReasonPermanent, written: 1},
+		{reason: dlq.ReasonOperator, written: 1},
+		{reason: dlq.ReasonLastDelivery, written: 1},
+		{reason: dlq.ReasonAttempts, open: open, putOff: true},
+		{reason: dlq.ReasonPoisonHead, open: open, written: 1},
+		{reason: dlq.ReasonGuess, open: open, written: 1},
+		{reason: dlq.ReasonAttempts, full: full, written: 1},
+		{reason: dlq.ReasonAttempts, full: full, open: open, written: 1},
+		{reason: dlq.ReasonAttempts, err: &dlq.TooLargeError{}, written: 1},
+		{reason: dlq.ReasonAttempts, err: dlq.ErrPutOff, putOff: true},
+		{reason: dlq.ReasonAttempts, err: errDown, lost: true},
+	} {
+		for _, again := range []bool{false, true} { // of the source, and of that of its parked messages
+			bubble(t, string(c.reason), func(t *testing.T) {
+				g, err := New(Config{})
+				if err != nil {
+					t.Fatal(err)
+				}
+				port, letters := &parkPort{full: c.full, err: c.err}, &testWriter{}
+				handle := func(context.Context, int) error { return nil }
+				parent, err := Open(g, SourceConfig{Name: "s", DeadLetters: letters}, Limits{}, Port[int](port), handle)
+				if err != nil {
+					t.Fatal(err)
+				}
+				s := parent
+				if again {
+					if s, err = OpenParked(parent, "s/retry", Port[int](port), handle); err != nil {
+						t.Fatal(err)
+					}
+				}
+				if c.open {
+					if err := parent.ForceOpen(0); err != nil {
+						t.Fatal(err)
+					}
+				}
+				l := letter[int]{s, &item[int]{entry: entry[int]{m: 7}}}
+				err = s.writer.write(t.Context(), unconfirmed{l}, &dlq.Record{Reason: c.reason, Permanent: c.reason == dlq.ReasonPermanent})
+				if errors.Is(err, dlq.ErrPutOff) != c.putOff || errors.Is(err, errDown) != c.lost || err != nil && !c.putOff && !c.lost {
+					t.Errorf("%+v: %v", c, err)
+				}
+				if len(letters.recs) != c.written || port.parked != c.parked {
+					t.Errorf("%+v: %d dead, %d parked", c, len(letters.recs), port.parked)
+				}
+				closeAll(t, g)
+			})
+		}
+	}
+}
+
+// unconfirmed is a letter whose source does not have it.
+type unconfirmed struct{ letter[int] }
+
+func (unconfirmed) confirmed(bool) {}
+
+// A port that parks needs dead letters.
+func TestParkerNeedsDeadLetters(t *testing.T) {
+	g, err := New(Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Open(g, SourceConfig{Name: "s"}, Limits{}, Port[int](&parkPort{}), func(context.Context, int) error { return nil }); err == nil || !strings.Contains(err.Error(), "SourceConfig.DeadLetters") {
+		t.Error(err)
+	}
+	closeAll(t, g)
+}
+
+// While the breaker of their source is not closed, parked messages wait: but not where
+// nothing else could show that the dependency is back.
+func TestParkedMessagesWaitForTheBreaker(t *testing.T) {
+	for name, c := range map[string]struct {
+		force, own bool // its breaker is forced open; it has a message of its own
+		waits      bool
+	}{
+		"closed":                {},
+		"open by force":         {force: true, waits: true},
+		"nothing to probe with": {},
+		"a message is held":     {own: true, waits: true},
+	} {
+		bubble(t, name, func(t *testing.T) {
+			r := newRig(t, Policy{Breaker: breaker.Config{Base: time.Minute, Cap: time.Minute}}, Limits{}, func(*rig, context.Context, int) error {
+				return errors.New("down")
+			})
+			var handled []int
+			again, err := OpenParked(r.s, "s/retry", Port[int](&testPort{}), func(_ context.Context, m int) error {
+				handled = append(handled, m)
+				return nil
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			in, done := make(chan int), make(chan error)
+			go func() { done <- again.Run(t.Context(), in) }()
+			switch {
+			case c.force:
+				err = r.s.ForceOpen(0)
+			case name != "closed": // by its failures
+				r.s.c.gate.Trip(r.g.now(), CauseOutage)
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			if c.own {
+				r.send(0, 1)
+			}
+			in <- 5
+			time.Sleep(10 * time.Second)
+			synctest.Wait()
+			if waits := len(handled) == 0; waits != c.waits || waits != (again.Account().Held == 1) {
+				t.Errorf("handled %v, %+v", handled, again.Account())
+			}
+			if a := again.State().Tally; a.Failures > 0 || a.Retries > 0 && !c.waits {
+				t.Errorf("%+v", a)
+			}
+			if c.waits {
+				if err := r.s.ForceClosed(); err != nil {
+					t.Fatal(err)
+				}
+				time.Sleep(time.Second)
+				synctest.Wait()
+				if len(handled) != 1 {
+					t.Error("it still waits")
+				}
+			}
+			close(in)
+			if err := <-done; err != nil {
+				t.Error(err)
+			}
+			again.End(t.Context(), ReasonShutdown)
+			r.s.End(t.Context(), ReasonShutdown)
+			close(r.in)
+			if err := <-r.ended; err != nil && !errors.Is(err, ErrClosed) {
+				t.Error(err)
+			}
+			closeAll(t, r.g)
+		})
+	}
+}
+
+// earlierPort says what its messages had before they were parked.
+type earlierPort struct {
+	testPort
+	attempts int
+	first    time.Time
+}
+
+func (p *earlierPort) Meta(m int) Meta {
+	meta := p.testPort.Meta(m)
+	meta.Attempts, meta.FirstFailed = p.attempts, p.first
+	return meta
+}
+
+// A dead letter has the attempts and the first failure from before the message was parked.
+func TestLetterOfAParkedMessage(t *testing.T) {
+	for name, c := range map[string]struct {
+		before time.Duration // of the first failure here
+		want   time.Duration
+	}{"earlier": {time.Hour, time.Hour}, "a clock that is behind": {-time.Hour, 0}} {
+		bubble(t, name, func(t *testing.T) {
+			g, err := New(Config{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			now, letters := time.Now(), &testWriter{}
+			s, err := Open(g, SourceConfig{Name: "s", DeadLetters: letters}, Limits{}, Port[int](&earlierPort{attempts: 4, first: now.Add(-c.before)}), func(context.Context, int) error {
+				return Permanent(errDown)
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			in := make(chan int, 1)
+			in <- 1
+			close(in)
+			if err := s.Run(t.Context(), in); err != nil {
+				t.Error(err)
+			}
+			if r := letters.recs[0]; r.Attempts != 5 || !r.FirstFailed.Equal(now.Add(-c.want)) || !r.LastFailed.Equal(now) {
+				t.Errorf("%d attempts, first failed %s, last %s; now %s", r.Attempts, r.FirstFailed, r.LastFailed, now)
+			}
+			closeAll(t, g)
+		})
+	}
+}
+
+// A source that cannot park keeps no other from writing to the same dead letters.
+func TestParkersWriteBesideEachOther(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, err := New(Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		letters := &testWriter{}
+		for _, name := range []string{"a", "b"} {
+			s, err := Open(g, SourceConfig{Name: name, DeadLetters: letters}, Limits{}, Port[int](&parkPort{}), func(context.Context, int) error { return nil })
+			if err != nil {
+				t.Fatal(err)
+			}
+			if s.writer.users != 1 {
+				t.Errorf("%s shares its writer's goroutine", name)
+			}
+		}
+		if n := len(g.boxes); n != 2 {
+			t.Errorf("%d boxes", n)
+		}
+		closeAll(t, g)
+	})
+}
