@@ -80,6 +80,12 @@ func (t *Topic) Publish(body string) error {
 	return err
 }
 
+// PublishKey appends a message of a key.
+func (t *Topic) PublishKey(key, body string) error {
+	_, _, err := t.producer.SendMessage(&sarama.ProducerMessage{Topic: t.Name, Key: sarama.StringEncoder(key), Value: sarama.StringEncoder(body)})
+	return err
+}
+
 // Read is all that a topic has.
 func (t *Topic) Read(ctx context.Context, topic string) ([]*sarama.ConsumerMessage, error) {
 	end, err := t.client.GetOffset(topic, 0, sarama.OffsetNewest)

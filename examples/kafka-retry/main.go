@@ -1,0 +1,98 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Command kafka-retry is a sarama consumer group with retry topics: an order that fails
+// alone, such as that of a customer who is not there yet, is parked for a minute, ten
+// minutes and an hour, and the later orders of its customer follow it. What still fails
+// then goes to the DLQ topic orders.dlq. It runs until it is interrupted.
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"flag"
+	"log"
+	"log/slog"
+	"os"
+	"os/signal"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/IBM/sarama"
+
+	"github.com/stormguard-mq/stormguard/adapters/kafka"
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+const group = "billing"
+
+func main() {
+	brokers := flag.String("brokers", cmp.Or(os.Getenv("STORMGUARD_KAFKA"), "127.0.0.1:9092"), "addresses, separated by commas")
+	topic := flag.String("topic", "orders", "the topic to consume; it must be there")
+	flag.Parse()
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := run(ctx, strings.Split(*brokers, ","), *topic, []time.Duration{time.Minute, 10 * time.Minute, time.Hour}, charge)
+	stop()
+	if err != nil {
+		log.Fatal(err)
+	}
+}
+
+// charge is where a program of yours calls its dependency.
+func charge(customer string, order int) error {
+	log.Print("charged order ", order, " of ", customer)
+	return nil
+}
+
+func run(ctx context.Context, brokers []string, topic string, delays []time.Duration, charge func(customer string, order int) error) (err error) {
+	config := sarama.NewConfig()
+	config.Consumer.Offsets.Initial = sarama.OffsetOldest // never jump over what is left
+	config.Consumer.Return.Errors = true                  // for WatchErrors
+
+	// The topics of dead letters, topic.dlq, and of each delay, topic.billing.retry.1 and
+	// so on, are created if they are not there.
+	letters, err := kafka.NewDLQ(brokers, config, kafka.DLQConfig{Sources: []string{topic}})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, letters.Close()) }()
+	retries, err := kafka.NewRetryTopics(brokers, config, kafka.RetryConfig{Sources: []string{topic}, Group: group, Delays: delays})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, retries.Close()) }()
+
+	// The orders of a customer, which is the key, stay in their order; those of others
+	// do not wait for them.
+	policy := guard.Policy{Order: guard.OrderKey, Workers: 4}
+	g, err := guard.New(guard.Config{Group: group, Policy: policy}, guard.WithLogger(slog.Default()))
+	if err != nil {
+		return err
+	}
+	defer func() {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 10*time.Second)
+		defer cancel()
+		_, closeErr := g.Close(ctx)
+		err = errors.Join(err, closeErr)
+	}()
+	consumers, err := sarama.NewConsumerGroup(brokers, group, config)
+	if err != nil {
+		return err
+	}
+	go kafka.WatchErrors(ctx, consumers, slog.Default())
+
+	// A parked message comes back as it was: with its topic, offset, time and headers.
+	// Permanent is dead-lettered at once.
+	handle := func(_ context.Context, m *sarama.ConsumerMessage) error {
+		order, err := strconv.Atoi(string(m.Value))
+		if err != nil {
+			return guard.Permanent(err)
+		}
+		return charge(string(m.Key), order)
+	}
+	h := kafka.Wrap(g, handle, kafka.WithDeadLetters(letters), kafka.WithRetryTopics(retries))
+	return kafka.Consume(ctx, consumers, []string{topic}, h) // it closes the group
+}
