@@ -113,8 +113,8 @@ type Policy struct {
 
 	// WindowBytes bounds the same messages by [Port.Size]; unset means 64 MiB.
 	// One larger message is let in when nothing else is there. What is kept of a
-	// message's failures is not counted: some 2 KB, and 20 KB where errors have long
-	// texts or stacks.
+	// message's failures counts, too: some 2 KB, and 20 KB where errors have long texts
+	// or stacks. It only stops intake: what is here already may fail again.
 	WindowBytes int64
 
 	// Timeout is how long a handler may run before its context ends; unset

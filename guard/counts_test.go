@@ -16,13 +16,19 @@ import (
 func recount[M any](c *machine[M], now time.Duration) error {
 	arrivals, calls, lucks := 0, 0, 0
 	oldest, latest, fresh := now, 0, c.queued > 0
+	bytes := int64(0)
 	able, proof := false, false
 	entered := func(e entry[M]) {
 		arrivals++
 		oldest = min(oldest, e.at)
+		bytes += int64(e.size)
+	}
+	for _, it := range c.going {
+		bytes += int64(it.size) + historyBytes(it)
 	}
 	c.items(func(it *item[M]) {
 		entered(it.entry)
+		bytes += historyBytes(it)
 		calls++
 		latest = max(latest, it.tries)
 		fresh = fresh || it.tries == 0
@@ -67,6 +73,9 @@ func recount[M any](c *machine[M], now time.Duration) error {
 			return fmt.Errorf("%s: %d counted, %d there", count.what, count.got, count.want)
 		}
 	}
+	if c.bytes != bytes {
+		return fmt.Errorf("%d bytes counted, %d there", c.bytes, bytes)
+	}
 	if got, want := c.reading(now), (dlq.Reading{Attempts: latest, Age: now - oldest}); got != want {
 		return fmt.Errorf("reading %+v, should be %+v", got, want)
 	}
@@ -77,6 +86,13 @@ func recount[M any](c *machine[M], now time.Duration) error {
 		return fmt.Errorf("one that can prove: %t, one for which nothing has succeeded: %t", able, proof)
 	}
 	return nil
+}
+
+func historyBytes[M any](it *item[M]) (n int64) {
+	for _, a := range it.failures {
+		n += int64(attemptBytes + len(a.words.Type) + len(a.words.Message) + len(a.stack))
+	}
+	return n
 }
 
 func members(r *ranks) (n int) {

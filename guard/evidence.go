@@ -219,7 +219,7 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 	it.luck, it.class = life, r.class
 	c.undoubted(it)
 	it.doubtful = c.lucks.add(int64(it.luck))
-	it.note(now, r)
+	c.note(now, it, r)
 	switch {
 	case it.witness():
 	case it.probe && !c.gate.Passing() && it.evidence():

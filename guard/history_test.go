@@ -5,7 +5,9 @@ package guard
 
 import (
 	"context"
+	"errors"
 	"runtime"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -45,4 +47,33 @@ func TestFailureHistoryIsSmall(t *testing.T) {
 		}
 		r.close()
 	})
+}
+
+// What is kept of failures takes room in the window, and gives it back.
+func TestFailureHistoryTakesRoom(t *testing.T) {
+	const text = 1000
+	bad := errors.New(strings.Repeat("x", text))
+	s := newSim(t, Policy{Order: OrderNone, NoBreaker: true, WindowBytes: 100 * text, Retry: Retry{Base: time.Second}})
+	from, sent, most := s.now, 0, 0
+	s.run(s.now+time.Hour, func(int) (time.Duration, error) {
+		if s.now > from+30*time.Second {
+			return time.Millisecond, nil
+		}
+		return time.Millisecond, bad
+	}, func(now time.Duration) (int, bool) {
+		if err := recount(s.machine, now); err != nil {
+			t.Fatal(err)
+		}
+		if now < from+30*time.Second {
+			most = max(most, s.unsettled())
+		}
+		if sent == 500 || now < from+time.Duration(sent)*20*time.Millisecond {
+			return 0, false
+		}
+		sent++
+		return sent - 1, true
+	})
+	if most > 100 || most < 20 || len(s.handled) != 500 || s.bytes != 0 {
+		t.Errorf("%d messages at once, %d handled, %d bytes are left", most, len(s.handled), s.bytes)
+	}
 }

@@ -68,7 +68,8 @@ type item[M any] struct {
 	paid        bool          // it has its credit, and waits for the limit of dead letters only
 	credit      dlq.Paid      // what its dead letter costs
 	begun       bool          // … and was handed to the writer, maybe in vain
-	failures    []attempt     // the first and the latest ones
+	failures    []attempt     // the first and the latest ones …
+	noted       int           // … and how many of the machine's bytes they are
 	reason      Reason        // why it is parked
 
 	due  time.Duration // retryWait: when to try again
@@ -115,9 +116,12 @@ type attempt struct {
 // maxFailures bounds the history kept of one item: the first and the latest.
 const maxFailures = 8
 
+// attemptBytes is the size of an attempt without its texts.
+const attemptBytes = 128
+
 // note keeps the latest failure as it is, and those before it in words: an error may hold
-// much more than its text, such as a stack or a response.
-func (it *item[M]) note(now time.Duration, r result) {
+// much more than its text, such as a stack or a response. The window's bytes include them.
+func (c *machine[M]) note(now time.Duration, it *item[M], r result) {
 	if n := len(it.failures); n > 0 {
 		it.failures[n-1].err, it.failures[n-1].stack = nil, nil
 	}
@@ -125,6 +129,12 @@ func (it *item[M]) note(now time.Duration, r result) {
 		it.failures = append(it.failures[:1], it.failures[2:]...)
 	}
 	it.failures = append(it.failures, attempt{it.tries, now, r.words, r.err, r.stack})
+	c.bytes -= int64(it.noted)
+	it.noted = 0
+	for _, a := range it.failures {
+		it.noted += attemptBytes + len(a.words.Type) + len(a.words.Message) + len(a.stack)
+	}
+	c.bytes += int64(it.noted)
 }
 
 // lane is what must be handled in sequence: the source, or one key.
