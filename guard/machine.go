@@ -338,15 +338,21 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int) {
 	if c.inPlace {
 		return
 	}
-	// The first message behind suspects can tell something new about them. A head that
+	// The first message behind suspects can tell something new about them, and, while the
+	// breaker is open, behind any that have failed: its lane is probed next. A head that
 	// has an untried one behind it keeps its delay: woken by each message, it would be
 	// called at the pace of the traffic.
 	head := l.head()
-	if head != nil && head.phase == retryWait && head.exhausted && !head.decided() && l.queue.Len() == 1 && l.tried() {
+	if head != nil && head.phase == retryWait && (head.exhausted || c.open()) && !head.decided() && l.queue.Len() == 1 && l.tried() {
 		c.wake(head)
 	}
-	if l.queued && !c.round.on && c.open() && c.ready.len() > 1 && c.ready.len() <= maxLook {
+	if l.queued && c.open() && c.ready.len() > 1 && c.ready.len() <= maxLook && c.ready.peek() != l {
 		remove(&c.ready, l)
+		if c.round.on { // its token is for the lane in front
+			front := c.ready.pop()
+			c.ready.pushFront(l)
+			l = front
+		}
 		c.ready.pushFront(l)
 	}
 }
