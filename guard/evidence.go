@@ -515,10 +515,10 @@ func (it *item[M]) takeWord(after int) {
 // doubt takes the last word back from all that have it, once a message was condemned:
 // one success may prove life for one message only, where more may be had. Or a short
 // recovery would cost everything that had failed before it. More may be had if something
-// has come since the success, or more than a few were never tried. And what succeeds after
-// it has failed itself is the sign of such a recovery.
+// has come since the success, or more than a few of what was here then were never tried.
+// And what succeeds after it has failed itself is the sign of such a recovery.
 func (c *machine[M]) doubt(condemned *item[M]) {
-	if !c.recovered && c.came <= c.provedAt && c.unfailed() <= c.unsettled()/fewUntried {
+	if !c.recovered && c.came <= c.provedAt && c.unfailed() <= c.provedHere/fewUntried {
 		return
 	}
 	c.spentLife = c.life()

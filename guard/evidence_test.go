@@ -86,6 +86,39 @@ func TestAdjacentPoisonIdle(t *testing.T) {
 	}
 }
 
+// One success that proves life for all that is here proves it for the last of them, too.
+func TestOneProofForTheLastFew(t *testing.T) {
+	const poison = 14
+	s := newSim(t, Policy{Order: OrderNone, NoBreaker: true, Retry: Retry{Attempts: 2, Max: time.Second}})
+	for m := range poison + 2 {
+		s.put(s.now, m, 0, 1)
+	}
+	call := func(err error) {
+		st := s.next(s.now)
+		if st.kind != stepHandle || st.it.m > poison {
+			t.Fatalf("%+v", st)
+		}
+		s.finish(st.it, err)
+		for len(s.letters) > 0 {
+			s.confirm()
+			s.ackNow(s.next(s.now).it)
+		}
+	}
+	for range poison {
+		call(errBad)
+	}
+	call(nil)
+	for range proofs {
+		s.now += time.Second
+		for range poison {
+			call(errBad)
+		}
+	}
+	if len(s.dead) != poison || s.unfailed() != 1 {
+		t.Errorf("dead %v, %d were never tried", s.dead, s.unfailed())
+	}
+}
+
 // A head that was proven to be poison does not hide an outage that says so: its source
 // goes on as soon after it as any other.
 func TestOutageBehindPoison(t *testing.T) {

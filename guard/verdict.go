@@ -105,7 +105,7 @@ func (c *machine[M]) notice(now time.Duration) {
 
 func (c *machine[M]) succeeded(now time.Duration, it *item[M]) step[M] {
 	c.successes.Add(1)
-	c.provedAt, c.recovered = now, it.tries > 1
+	c.provedAt, c.provedHere, c.recovered = now, c.unsettled(), it.tries > 1
 	switch {
 	case it.tries == 1 && !it.probe:
 		c.firsts++
