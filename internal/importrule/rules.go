@@ -52,17 +52,17 @@ type Rules struct {
 // our own programs may know.
 var shipped = []string{
 	"adapters/...", "console", "fleet/...", "guard/...", "limiter/...", "crdt/...",
-	"breaker/...", "dlq/...",
+	"breaker/...", "dlq/...", "once/...",
 }
 
 // linked are the rooms that end up in a user's program: those, and what they need
 // below internal.
-var linked = append([]string{"internal/circuit", "internal/ringbuf/...", "internal/registers", "internal/scope"}, shipped...)
+var linked = append([]string{"internal/circuit", "internal/mark", "internal/ringbuf/...", "internal/registers", "internal/scope"}, shipped...)
 
 // core are the rooms without brokers and without sockets.
 var core = []string{
 	"guard", "guard/guardtest", "limiter", "crdt", "breaker", "dlq", "dlq/redrive", "internal/circuit", "internal/ringbuf",
-	"internal/ringbuf/spill", "fleet",
+	"internal/ringbuf/spill", "fleet", "once", "once/bolt",
 }
 
 // programs are the rooms with a main package.
@@ -112,8 +112,8 @@ var Ours = Rules{
 			Why:     "an adapter touches one broker and decides nothing; adapters never import each other",
 		},
 		{
-			Path: "adapters/nats", May: []string{"guard", "dlq", "fleet/register", "internal/registers"},
-			MayTest: []string{"guard/guardtest", "breaker", "internal/adaptertest", "internal/brokers", "internal/registertest"},
+			Path: "adapters/nats", May: []string{"guard", "dlq", "fleet/register", "internal/registers", "once", "internal/mark"},
+			MayTest: []string{"guard/guardtest", "breaker", "internal/adaptertest", "internal/brokers", "internal/registertest", "internal/oncetest"},
 			Why:     "an adapter touches one broker and decides nothing; adapters never import each other",
 		},
 		{
@@ -186,8 +186,19 @@ var Ours = Rules{
 		{Path: "dlq/redrive", May: []string{"dlq"}, Why: "plans and lanes over an Archive, whichever it is and whoever sends"},
 		{Path: "internal/ringbuf", Why: "a leaf: lanes and batches of anything"},
 		{Path: "internal/ringbuf/spill", May: []string{"internal/ringbuf"}, Why: "the same lane API on disk"},
+		{Path: "once", MayTest: []string{"once/bolt", "guard"}, Why: "a leaf: a handler uses it without a guard, and a guard does not know it"},
+		{
+			Path: "once/bolt", May: []string{"once", "internal/mark"}, MayTest: []string{"internal/oncetest"},
+			Why: "one outside library, behind the store's own interface",
+		},
+		{
+			Path: "once/postgres", May: []string{"once"}, MayTest: []string{"internal/brokers", "internal/oncetest"},
+			Why: "one outside library; its marks are in the user's transactions",
+		},
 
 		{Path: "internal/apilist", Why: "reads source files; needs nothing of ours"},
+		{Path: "internal/mark", Why: "how stores of once write a mark, so it knows none of them"},
+		{Path: "internal/oncetest", May: []string{"once"}, Why: "one suite for every store of once, so it knows none of them"},
 		{Path: "internal/importrule", Why: "reads import graphs; needs nothing of ours"},
 		{Path: "internal/scope", May: []string{"breaker", "internal/circuit", "crdt"}, Why: "how a fleet decides over breakers, whatever carries it, so it knows neither gossip nor a store"},
 		{Path: "internal/scopetest", May: []string{"internal/scope", "breaker", "internal/circuit"}, Why: "one suite for every substrate of internal/scope, so it knows none of them"},
@@ -207,7 +218,7 @@ var Ours = Rules{
 			Why: "only an adapter touches a broker; whoever imports the core must not link a client they do not use",
 		},
 		{
-			Rooms: []string{"guard", "guard/guardtest", "limiter", "crdt", "breaker", "dlq", "dlq/redrive", "internal/circuit", "internal/ringbuf", "internal/ringbuf/spill"},
+			Rooms: []string{"guard", "guard/guardtest", "limiter", "crdt", "breaker", "dlq", "dlq/redrive", "internal/circuit", "internal/ringbuf", "internal/ringbuf/spill", "once", "once/bolt"},
 			Imports: []string{
 				"net", "net/http/...", "net/rpc/...", "os/exec",
 			},
@@ -249,7 +260,10 @@ var Ours = Rules{
 			Imports: "go.etcd.io/etcd", Rooms: append([]string{"breaker/etcd"}, programs...),
 			Why: "the client of the authority; programs hand theirs to the register",
 		},
-		{Imports: "go.etcd.io/bbolt", Rooms: []string{"internal/ringbuf/spill"}, Why: "the first store of the durable hold"},
+		{
+			Imports: "go.etcd.io/bbolt", Rooms: []string{"internal/ringbuf/spill", "once/bolt"},
+			Why: "the first store of the durable hold, and the local store of marks: each has its own file and format",
+		},
 		{Imports: "golang.org/x/term", Rooms: []string{"cmd/stormguard"}, Why: "whether an output is a terminal, and how wide"},
 		{Imports: "golang.org/x/sys", Rooms: []string{"crdt/gossip"}, Why: "a timer of the kernel's: the runtime's is late by up to half of the floor"},
 		{
@@ -261,8 +275,8 @@ var Ours = Rules{
 			Why: "the interceptors' types; programs hand them to their server",
 		},
 		{
-			Imports: "github.com/jackc/pgx", Rooms: append([]string{"fleet/register/postgres"}, programs...),
-			Why: "the client of PostgreSQL; programs hand their pool to the register",
+			Imports: "github.com/jackc/pgx", Rooms: append([]string{"fleet/register/postgres", "once/postgres"}, programs...),
+			Why: "the client of PostgreSQL; programs hand their pool to the register, and their transactions to once",
 		},
 		{Imports: "google.golang.org/genproto/googleapis/rpc", Rooms: []string{"limiter/limitgrpc"}, Why: "RetryInfo, the detail of a denial"},
 		{Imports: "google.golang.org/protobuf", Rooms: []string{"limiter/limitgrpc"}, Why: "the duration in a RetryInfo"},

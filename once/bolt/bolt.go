@@ -1,0 +1,527 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Package bolt keeps the marks of package once in a file of this host.
+//
+// It is right where deliveries come back to the same host: a consumer with a disk of its
+// own, that restarts. Where a rebalance gives a message to another host, the hosts need a
+// store that they share: once/postgres, or NewOnce of adapters/nats.
+package bolt
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"iter"
+	"math"
+	"os"
+	"path/filepath"
+	"runtime"
+	"runtime/debug"
+	"sync"
+	"syscall"
+	"time"
+
+	"go.etcd.io/bbolt"
+	bbolterrors "go.etcd.io/bbolt/errors"
+
+	"github.com/stormguard-mq/stormguard/internal/mark"
+	"github.com/stormguard-mq/stormguard/once"
+)
+
+// Config bounds a [Store]. The zero value is valid.
+type Config struct {
+	// Age is for how long a mark is kept at least; unset means 7 days. It must be longer
+	// than the broker may take to deliver a message again, and than an entity takes from
+	// one step to the next. Within 1 s and 10 years.
+	Age time.Duration
+
+	// Count is how many marks are kept; unset means 1,000,000, which are about 150 MB.
+	// Above it the oldest is forgotten, however young. Within 1 and 1,000,000,000. A mark
+	// whose effect is in doubt is not counted, and never forgotten.
+	Count int
+}
+
+// Defaults and bounds of Config.
+const (
+	defaultAge   = 7 * 24 * time.Hour
+	minAge       = time.Second
+	maxAge       = 10 * 365 * 24 * time.Hour
+	defaultCount = 1_000_000
+	maxCount     = 1_000_000_000
+)
+
+// Validate reports everything wrong at once.
+func (c Config) Validate() error {
+	var errs []error
+	if c.Age != 0 && (c.Age < minAge || c.Age > maxAge) {
+		errs = append(errs, fmt.Errorf("bolt: Config.Age: %s is not within %s and %s", c.Age, minAge, maxAge))
+	}
+	if c.Count < 0 || c.Count > maxCount {
+		errs = append(errs, fmt.Errorf("bolt: Config.Count: %d is not within 1 and %d", c.Count, maxCount))
+	}
+	return errors.Join(errs...)
+}
+
+// Errors to branch on.
+var (
+	// ErrLocked means that another process has the file.
+	ErrLocked = errors.New("bolt: another process has the file")
+
+	// ErrBroken means that the file is damaged, or that it could not be written and nobody
+	// knows what of it is on the disk. No effect runs any more. Start the process anew,
+	// which reads what is there. A full disk is no such case: the store goes on when there
+	// is room again.
+	ErrBroken = errors.New("bolt: the file is broken")
+
+	// ErrClosed means that the store was closed.
+	ErrClosed = errors.New("bolt: closed")
+)
+
+// The buckets: key → record, and time and key → nothing, for the marks that age.
+var (
+	marks = []byte("marks")
+	order = []byte("order")
+)
+
+// Store is a [once.Store] in a file. One process has it at a time. Marks that are written at
+// the same time share a sync of the disk (group commit). It has no goroutine of its own.
+type Store struct {
+	db     *bbolt.DB
+	age    time.Duration
+	max    int
+	opened time.Time
+
+	// Lock order: turn, then mu. Neither is held while an effect runs, and mu not during
+	// I/O.
+	turn  chan struct{} // held by whoever commits
+	count int           // of marks in order; guarded by turn
+	last  int64         // the newest time in order; guarded by turn
+
+	mu     sync.Mutex
+	held   map[string]chan struct{} // claimed keys; closed when the claim ends
+	queue  []*write                 // for the next commit
+	broken error
+}
+
+var _ once.Store = (*Store)(nil)
+
+// Open opens the file, or makes it. It reads all marks once, some 0.2 s for each million.
+func Open(path string, cfg Config) (*Store, error) {
+	if err := cfg.Validate(); err != nil {
+		return nil, err
+	}
+	s := &Store{age: cfg.Age, max: cfg.Count, opened: time.Now(), turn: make(chan struct{}, 1), held: make(map[string]chan struct{})}
+	if s.age == 0 {
+		s.age = defaultAge
+	}
+	if s.max == 0 {
+		s.max = defaultCount
+	}
+	var db *bbolt.DB
+	err := guarded(func() (err error) {
+		db, err = bbolt.Open(path, 0o600, &bbolt.Options{Timeout: lockWait, FreelistType: bbolt.FreelistMapType})
+		return err
+	})
+	if errors.Is(err, bbolterrors.ErrTimeout) {
+		return nil, fmt.Errorf("%w: %s", ErrLocked, path)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("bolt: %s: %w", path, err)
+	}
+	s.db = db
+	if err := errors.Join(s.prepare(), syncDir(filepath.Dir(path))); err != nil {
+		return nil, errors.Join(fmt.Errorf("bolt: %s: %w", path, err), db.Close())
+	}
+	return s, nil
+}
+
+// lockWait is how long Open waits for the process that was there before.
+const lockWait = 2 * time.Second
+
+// syncDir has the file's name on the disk, which bbolt leaves to chance.
+func syncDir(dir string) error {
+	if runtime.GOOS == "windows" {
+		return nil // it cannot, and does so by itself
+	}
+	d, err := os.Open(dir) //nolint:gosec // where the caller wants its file
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.Sync(), d.Close())
+}
+
+func (s *Store) prepare() error {
+	return s.update(func(tx *bbolt.Tx) error {
+		if _, err := tx.CreateBucketIfNotExists(marks); err != nil {
+			return err
+		}
+		b, err := tx.CreateBucketIfNotExists(order)
+		if err != nil {
+			return err
+		}
+		s.count = b.Stats().KeyN
+		if newest, _ := b.Cursor().Last(); newest != nil {
+			s.last = orderTime(newest)
+		}
+		return nil
+	})
+}
+
+// update is a commit.
+func (s *Store) update(f func(*bbolt.Tx) error) error {
+	return guarded(func() error { return s.db.Update(f) })
+}
+
+func (s *Store) view(f func(*bbolt.Tx) error) error {
+	err := guarded(func() error { return s.db.View(f) })
+	if errors.Is(err, bbolterrors.ErrDatabaseNotOpen) {
+		return ErrClosed
+	}
+	return err
+}
+
+// guarded makes an error of a panic: bbolt panics where a page of the file makes no sense,
+// and the processor faults where the file is shorter than it was.
+func guarded(f func() error) (err error) {
+	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
+	defer func() {
+		if p := recover(); p != nil {
+			err = fmt.Errorf("%w: %v", ErrBroken, p)
+		}
+	}()
+	return f()
+}
+
+// Close closes the file. Claims that are open are in doubt if they were recorded.
+func (s *Store) Close() error {
+	s.turn <- struct{}{}
+	defer func() { <-s.turn }()
+	return s.db.Close()
+}
+
+// A write is what one caller wants of a commit.
+type write struct {
+	puts []put
+	done chan struct{}
+	err  error
+}
+
+type put struct {
+	key    string
+	record mark.Record // with At unset
+	remove bool
+}
+
+// write commits, and returns when it is on the disk. When ctx ends before, the write may
+// still happen.
+func (s *Store) write(ctx context.Context, puts ...put) error {
+	w := &write{puts: puts, done: make(chan struct{})}
+	s.mu.Lock()
+	s.queue = append(s.queue, w)
+	s.mu.Unlock()
+	select {
+	case s.turn <- struct{}{}:
+	case <-w.done: // another caller has committed it
+		return w.err
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	defer func() { <-s.turn }()
+	s.commit()
+	return w.err
+}
+
+// commit writes what is queued, in one transaction. The caller holds turn.
+func (s *Store) commit() {
+	s.mu.Lock()
+	batch, err := s.queue, s.broken
+	s.queue = nil
+	s.mu.Unlock()
+	if len(batch) == 0 { // the last caller had it in its batch
+		return
+	}
+	if err == nil {
+		err = s.store(batch)
+	}
+	for _, w := range batch {
+		w.err = err
+		close(w.done)
+	}
+}
+
+// store is one transaction. The caller holds turn.
+func (s *Store) store(batch []*write) error {
+	count, last := s.count, s.last
+	err := s.update(func(tx *bbolt.Tx) error {
+		b := &books{marks: tx.Bucket(marks), order: tx.Bucket(order), count: count}
+		now := s.now()
+		for _, w := range batch {
+			last = max(now, last+1) // a clock that was set back does not make new marks the oldest
+			for _, p := range w.puts {
+				if err := b.apply(p, last); err != nil {
+					return err
+				}
+			}
+		}
+		if err := b.forget(now-int64(s.age), s.max, 2*len(batch)+spare); err != nil {
+			return err
+		}
+		count = b.count
+		return nil
+	})
+	switch {
+	case err == nil:
+		s.count, s.last = count, last
+		return nil
+	case errors.Is(err, bbolterrors.ErrDatabaseNotOpen):
+		return ErrClosed
+	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT), errors.Is(err, bbolterrors.ErrMaxSizeReached):
+		return fmt.Errorf("bolt: %w", err) // of a page that nothing refers to: nothing has changed
+	}
+	// A sync that failed may have lost pages that a later one does not write again.
+	err = fmt.Errorf("%w: %w", ErrBroken, err)
+	s.mu.Lock()
+	s.broken = err
+	s.mu.Unlock()
+	return err
+}
+
+// now is the wall clock of the start and the time since, so that a clock that is set
+// meanwhile forgets nothing.
+func (s *Store) now() int64 { return s.opened.Add(time.Since(s.opened)).UnixNano() }
+
+// spare is how many marks more than new ones a commit forgets, when many are too old.
+const spare = 64
+
+// books are the buckets within a transaction.
+type books struct {
+	marks, order *bbolt.Bucket
+	count        int // of marks in order
+}
+
+func (b *books) apply(p put, at int64) error {
+	key := []byte(p.key)
+	if old := b.marks.Get(key); old != nil {
+		r, err := mark.Decode(p.key, old)
+		if err == nil && r.State == mark.Done {
+			if err := b.order.Delete(orderKey(r.At, p.key)); err != nil {
+				return err
+			}
+			b.count--
+		}
+	}
+	if p.remove {
+		return b.marks.Delete(key)
+	}
+	p.record.At = at
+	if p.record.State == mark.Done {
+		if err := b.order.Put(orderKey(at, p.key), nil); err != nil {
+			return err
+		}
+		b.count++
+	}
+	return b.marks.Put(key, mark.Encode(p.key, p.record))
+}
+
+// forget removes what is older than a time, and the oldest above a number: some at a time,
+// and all that were written together.
+func (b *books) forget(before int64, most, some int) error {
+	c := b.order.Cursor()
+	var at int64 = math.MinInt64
+	for k, _ := c.First(); k != nil; k, _ = c.First() {
+		t := orderTime(k)
+		if t != at && (some <= 0 || t >= before && b.count <= most) {
+			break
+		}
+		at = t
+		r, err := mark.Decode(string(k[8:]), b.marks.Get(k[8:]))
+		if err == nil && r.At == t { // a damaged one stays for a person
+			if err := b.marks.Delete(k[8:]); err != nil {
+				return err
+			}
+		}
+		if err := c.Delete(); err != nil {
+			return err
+		}
+		b.count--
+		some--
+	}
+	return nil
+}
+
+// orderKey sorts by time. Times are after 1970.
+func orderKey(at int64, key string) []byte {
+	return append(binary.BigEndian.AppendUint64(make([]byte, 0, 8+len(key)), uint64(at)), key...)
+}
+
+func orderTime(k []byte) int64 { return int64(binary.BigEndian.Uint64(k)) }
+
+// read is the record of a key; found is false if there is none.
+func (s *Store) read(key string) (r mark.Record, found bool, damaged, err error) {
+	err = s.view(func(tx *bbolt.Tx) error {
+		b := tx.Bucket(marks).Get([]byte(key))
+		if found = b != nil; found {
+			r, damaged = mark.Decode(key, b)
+		}
+		return nil
+	})
+	return r, found, damaged, err
+}
+
+// hold takes a key within this process.
+func (s *Store) hold(ctx context.Context, key string) error {
+	start := time.Now()
+	for {
+		s.mu.Lock()
+		if s.broken != nil {
+			defer s.mu.Unlock()
+			return s.broken
+		}
+		ended, taken := s.held[key]
+		if !taken {
+			s.held[key] = make(chan struct{})
+		}
+		s.mu.Unlock()
+		if !taken {
+			return nil
+		}
+		select {
+		case <-ended:
+		case <-ctx.Done():
+			return &once.UnderwayError{Key: key, Wait: time.Since(start), Err: ctx.Err()}
+		}
+	}
+}
+
+func (s *Store) drop(key string) {
+	s.mu.Lock()
+	close(s.held[key])
+	delete(s.held, key)
+	s.mu.Unlock()
+}
+
+// Claim implements [once.Store].
+func (s *Store) Claim(ctx context.Context, key string, ask once.Ask) (_ once.Claim, _ once.Found, err error) {
+	if err := s.hold(ctx, key); err != nil {
+		return nil, once.Found{}, err
+	}
+	c := &claim{s: s, ctx: ctx, key: key}
+	defer func() {
+		if err != nil || c == nil {
+			s.drop(key)
+		}
+	}()
+	r, found, damaged, err := s.read(key)
+	switch {
+	case err != nil:
+		return nil, once.Found{}, err
+	case damaged != nil && !ask.Over:
+		return nil, once.Found{}, fmt.Errorf("%w: its mark is %w", once.ErrInDoubt, damaged)
+	case damaged != nil:
+		c.recorded = true
+		return c, once.Found{Doubt: true, Damaged: damaged}, nil
+	case found && r.State != mark.Done:
+		c.recorded = true
+		if r.State.Over() {
+			c.before = &r
+		}
+		return c, once.Found{Doubt: true, Value: r.Value, Note: r.Note}, nil
+	case found && !ask.Over:
+		c = nil
+		return nil, once.Found{Done: true, Value: r.Value}, nil
+	case found:
+		c.before = &r
+	}
+	if ask.Record {
+		begun := mark.Record{State: mark.Begun, Note: ask.Note}
+		if c.before != nil {
+			begun.State, begun.Value = mark.BegunOver, r.Value
+		}
+		if err := s.write(ctx, put{key: key, record: begun}); err != nil {
+			return nil, once.Found{}, err
+		}
+		c.recorded = true
+	}
+	return c, once.Found{Done: found, Value: r.Value}, nil
+}
+
+// claim is a key that this process has.
+type claim struct {
+	s        *Store
+	ctx      context.Context //nolint:containedctx // a claim is asked for the context that it was made with
+	key      string
+	before   *mark.Record // the mark that it is over
+	recorded bool         // the file says that it began
+}
+
+func (c *claim) Context() context.Context { return c.ctx }
+
+func (c *claim) Finish(ctx context.Context, value []byte, also ...once.Entry) error {
+	puts := make([]put, 0, 1+len(also))
+	for _, e := range also {
+		puts = append(puts, put{key: e.Key, record: mark.Record{State: mark.Done, Value: e.Value}})
+	}
+	if err := c.s.write(ctx, append(puts, put{key: c.key, record: mark.Record{State: mark.Done, Value: value}})...); err != nil {
+		return err
+	}
+	c.s.drop(c.key)
+	return nil
+}
+
+// Release has the disk forget the beginning, if it knows of it. A failure leaves it in doubt.
+func (c *claim) Release(ctx context.Context) error {
+	defer c.s.drop(c.key)
+	switch {
+	case !c.recorded:
+		return nil
+	case c.before == nil:
+		return c.s.write(ctx, put{key: c.key, remove: true})
+	default:
+		return c.s.write(ctx, put{key: c.key, record: mark.Record{State: mark.Done, Value: c.before.Value}})
+	}
+}
+
+func (c *claim) Leave(context.Context) error {
+	c.s.drop(c.key)
+	return nil
+}
+
+// Get implements [once.Store].
+func (s *Store) Get(_ context.Context, key string) (value []byte, done bool, err error) {
+	r, found, damaged, err := s.read(key)
+	switch {
+	case err != nil:
+		return nil, false, err
+	case damaged != nil:
+		return nil, false, fmt.Errorf("%w: its mark is %w", once.ErrInDoubt, damaged)
+	default:
+		return r.Value, found && (r.State == mark.Done || r.State.Over()), nil
+	}
+}
+
+// List implements [once.Store]. It is one consistent view; the store goes on meanwhile, and
+// its file grows as long as the list is open.
+func (s *Store) List(ctx context.Context, kind byte) iter.Seq2[once.Entry, error] {
+	return func(yield func(once.Entry, error) bool) {
+		err := s.view(func(tx *bbolt.Tx) error {
+			c := tx.Bucket(marks).Cursor()
+			prefix := []byte{kind}
+			for k, b := c.Seek(prefix); bytes.HasPrefix(k, prefix); k, b = c.Next() {
+				if err := ctx.Err(); err != nil {
+					return err
+				}
+				r, damaged := mark.Decode(string(k), b)
+				if !yield(once.Entry{Key: string(k), Value: r.Value, Note: r.Note, Doubt: damaged == nil && r.State != mark.Done, Damaged: damaged}, nil) {
+					return nil
+				}
+			}
+			return nil
+		})
+		if err != nil {
+			yield(once.Entry{}, err)
+		}
+	}
+}

@@ -1,0 +1,285 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package once_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"go.uber.org/goleak"
+	"pgregory.net/rapid"
+
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/once"
+	"github.com/stormguard-mq/stormguard/once/bolt"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func store(t testing.TB) *bolt.Store {
+	t.Helper()
+	s, err := bolt.Open(filepath.Join(t.TempDir(), "once.db"), bolt.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { s.Close() })
+	return s
+}
+
+func runner(t testing.TB, s once.Store) *once.Runner {
+	t.Helper()
+	r, err := once.New(s, once.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return r
+}
+
+func TestNewRefuses(t *testing.T) {
+	t.Parallel()
+	_, err := once.New(nil, once.Config{InDoubt: 7})
+	if err == nil || !strings.Contains(err.Error(), "a store is needed") || !strings.Contains(err.Error(), "Config.InDoubt: 7 is not") {
+		t.Errorf("%v: want both problems", err)
+	}
+}
+
+// refusing is a store that takes no marks while it says why.
+type refusing struct {
+	once.Store
+	why error
+}
+
+type refusedClaim struct {
+	once.Claim
+	s *refusing
+}
+
+func (s *refusing) Claim(ctx context.Context, key string, ask once.Ask) (once.Claim, once.Found, error) {
+	c, found, err := s.Store.Claim(ctx, key, ask)
+	if c != nil {
+		c = refusedClaim{c, s}
+	}
+	return c, found, err
+}
+
+func (c refusedClaim) Finish(ctx context.Context, value []byte, also ...once.Entry) error {
+	if c.s.why != nil {
+		return c.s.why
+	}
+	return c.Claim.Finish(ctx, value, also...)
+}
+
+// While the mark of an effect that has happened cannot be written, no effect begins, and
+// that one is not repeated.
+func TestUnmarked(t *testing.T) {
+	t.Parallel()
+	why := errors.New("no space")
+	s := &refusing{Store: store(t), why: why}
+	r := runner(t, s)
+	calls := make(map[string]int)
+	do := func(key string) error {
+		_, err := r.Result(t.Context(), key, func(context.Context) ([]byte, error) {
+			calls[key]++
+			return []byte("of " + key), nil
+		})
+		return err
+	}
+	if err := do("a"); !errors.Is(err, once.ErrUnmarked) || !errors.Is(err, why) {
+		t.Fatalf("%v, want ErrUnmarked", err)
+	}
+	for _, key := range []string{"b", "a"} {
+		if err := do(key); !errors.Is(err, why) || !strings.Contains(err.Error(), `the mark of "a"`) {
+			t.Fatalf("%s: %v", key, err)
+		}
+	}
+	s.why = nil
+	for _, key := range []string{"b", "a"} {
+		if err := do(key); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got, err := r.Result(t.Context(), "a", nil); string(got) != "of a" || err != nil {
+		t.Errorf("%q, %v", got, err)
+	}
+	if calls["a"] != 1 || calls["b"] != 1 {
+		t.Errorf("ran %v, want each once", calls)
+	}
+
+	// The key is another process's by now: the runner goes on without it.
+	s.why = fmt.Errorf("taken over: %w", once.ErrLost)
+	if err := do("c"); !errors.Is(err, once.ErrUnmarked) || !errors.Is(err, once.ErrLost) {
+		t.Fatal(err)
+	}
+	s.why = why
+	if err := do("d"); !errors.Is(err, once.ErrUnmarked) {
+		t.Fatal(err)
+	}
+	s.why = once.ErrLost // meanwhile
+	if err := do("e"); !errors.Is(err, once.ErrLost) || calls["e"] != 1 {
+		t.Fatalf("%v, %v: want the next effect to run", err, calls)
+	}
+	s.why = nil
+	if err := do("f"); err != nil {
+		t.Error(err)
+	}
+}
+
+// The guard takes a wait that ended for the dependency's fault, so it dead-letters no
+// message for it.
+func TestUnderwayIsTheDependencys(t *testing.T) {
+	t.Parallel()
+	err := fmt.Errorf("handler: %w", &once.UnderwayError{Key: "a", Err: context.Canceled})
+	if c := guard.Classify(err); c != guard.ClassDependency {
+		t.Errorf("class %v", c)
+	}
+}
+
+func TestMachineRefuses(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []struct {
+		name, first string
+		steps       map[string][]string
+		says        []string
+	}{
+		{"", "a\x00", nil, []string{`name ""`, `first state "a\x00"`}},
+		{"m", "a", map[string][]string{"a": {"b"}, "b": {"c", ""}, "c": {"b"}}, []string{`state ""`, "a cycle: b → c → b"}},
+		{"m", "a", map[string][]string{"a": {"a"}, "x": {"y"}}, []string{"a cycle: a → a", `state "x": it must be reachable`}},
+	} {
+		_, err := once.NewMachine(tt.name, tt.first, tt.steps)
+		for _, says := range tt.says {
+			if err == nil || !strings.Contains(err.Error(), says) {
+				t.Errorf("%v: want %q", err, says)
+			}
+		}
+	}
+	if _, err := once.NewMachine("m", "only", nil); err != nil {
+		t.Error(err)
+	}
+}
+
+// drawMachine is a random machine: steps lead from a lower number to a higher one, and
+// every state can be reached.
+func drawMachine(t *rapid.T) (m *once.Machine, steps map[string][]string, states []string) {
+	n := rapid.IntRange(2, 7).Draw(t, "states")
+	for i := range n {
+		states = append(states, fmt.Sprint("s", i))
+	}
+	steps = make(map[string][]string)
+	for to := 1; to < n; to++ {
+		for _, from := range rapid.SliceOfNDistinct(rapid.IntRange(0, to-1), 1, to, rapid.ID[int]).Draw(t, "from") {
+			steps[states[from]] = append(steps[states[from]], states[to])
+		}
+	}
+	m, err := once.NewMachine("m", states[0], steps)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m, steps, states
+}
+
+// Steps in any order, with failures and in several entities, against a model that knows of
+// each entity where it is and where it was.
+func TestEntitiesAgainstModel(t *testing.T) {
+	s := store(t)
+	run := 0
+	rapid.Check(t, func(t *rapid.T) {
+		run++ // the store is one for all, since a file for each is slow
+		m, steps, states := drawMachine(t)
+		r, err := once.New(s, once.Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx := context.Background()
+		e, _, err := once.NewEntities(ctx, r, m)
+		if err != nil {
+			t.Fatal(err)
+		}
+		type model struct {
+			at  string
+			was []string
+		}
+		entities := make(map[string]*model)
+		for range rapid.IntRange(1, 12).Draw(t, "steps") {
+			name := fmt.Sprint(run, "/", rapid.IntRange(0, 1).Draw(t, "entity"))
+			to := rapid.SampledFrom(states).Draw(t, "to")
+			fails := rapid.Bool().Draw(t, "fails")
+			x := entities[name]
+			if x == nil {
+				x = &model{at: states[0], was: states[:1]}
+				entities[name] = x
+			}
+			ran := false
+			failure := errors.New("failure")
+			err := e.Step(ctx, name, to, func(context.Context) error {
+				if ran = true; fails {
+					return failure
+				}
+				return nil
+			})
+			var impossible *once.StepError
+			switch {
+			case slices.Contains(x.was, to):
+				if ran || err != nil {
+					t.Fatalf("%s, at %s, to %s again: ran %t, %v", name, x.at, to, ran, err)
+				}
+			case !slices.Contains(steps[x.at], to):
+				if ran || !errors.As(err, &impossible) || impossible.From != x.at || impossible.To != to || impossible.Entity != name {
+					t.Fatalf("%s, impossible from %s to %s: ran %t, %v", name, x.at, to, ran, err)
+				}
+			case fails:
+				if !ran || err != failure {
+					t.Fatalf("%s, at %s, to %s in vain: ran %t, %v", name, x.at, to, ran, err)
+				}
+			default:
+				if !ran || err != nil {
+					t.Fatalf("%s, at %s, to %s: ran %t, %v", name, x.at, to, ran, err)
+				}
+				x.at, x.was = to, append(slices.Clone(x.was), to)
+			}
+			if at, err := e.State(ctx, name); at != x.at || err != nil {
+				t.Fatalf("%s is at %s, %v; want %s", name, at, err, x.at)
+			}
+		}
+	})
+}
+
+// Compare finds exactly what was taken from one of two equal tracks, except marks of older
+// steps, which may be forgotten.
+func TestCompareFindsWhatIsMissing(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		m, steps, states := drawMachine(t)
+		var path []string
+		for at := states[0]; len(steps[at]) > 0 && rapid.IntRange(0, 9).Draw(t, "goes on") > 0; {
+			at = rapid.SampledFrom(steps[at]).Draw(t, "to")
+			path = append(path, at)
+		}
+		tracks := func(kept int) (paths, marks map[string][]string) {
+			return map[string][]string{"x": path[:kept]}, map[string][]string{"x": path}
+		}
+		paths, marks := tracks(len(path))
+		if d := m.Compare(paths, marks); len(d) > 0 {
+			t.Fatalf("equal tracks differ: %v", d)
+		}
+		if len(path) == 0 {
+			return
+		}
+		kept := rapid.IntRange(0, len(path)-1).Draw(t, "kept")
+		paths, marks = tracks(kept)
+		if d := m.Compare(paths, marks); len(d) != len(path)-kept || d[0].Detail != once.MarkOnly {
+			t.Fatalf("states %v, marks %v: %v", paths, marks, d)
+		}
+		lost := rapid.IntRange(0, len(path)-1).Draw(t, "lost")
+		paths, marks = tracks(len(path))
+		marks["x"] = slices.Delete(slices.Clone(path), lost, lost+1)
+		d := m.Compare(paths, marks)
+		if want := lost == len(path)-1; want != (len(d) == 1 && d[0].Detail == once.StateOnly && d[0].Step == path[lost]) || !want && len(d) > 0 {
+			t.Fatalf("path %v without the mark of step %d: %v", path, lost, d)
+		}
+	})
+}
