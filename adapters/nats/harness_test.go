@@ -17,9 +17,11 @@ import (
 
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/adaptertest"
+	"github.com/stormguard-mq/stormguard/internal/oncetest"
 )
 
 func TestMain(m *testing.M) {
+	oncetest.Main(onceAsChild)
 	adaptertest.Main(m, adaptertest.Suite{Parallel: 6, Child: consumeAsChild})
 }
 

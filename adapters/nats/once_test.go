@@ -1,0 +1,206 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package nats
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/stormguard-mq/stormguard/internal/oncetest"
+	"github.com/stormguard-mq/stormguard/once"
+)
+
+// onceLease is short, since a test waits for it, and longer than a busy machine is silent.
+const onceLease = time.Second
+
+func newOnce(t *testing.T, b *broker, cfg OnceConfig) *Once {
+	t.Helper()
+	js, err := jetstream.New(b.connect())
+	if err != nil {
+		t.Fatal(err)
+	}
+	o, err := NewOnce(js, cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return o
+}
+
+func TestOnce(t *testing.T) {
+	t.Parallel()
+	b := newBroker(t)
+	oncetest.RunStore(t, func(*testing.T) oncetest.Place {
+		cfg := OnceConfig{Bucket: fmt.Sprintf("once-%08x", rand.Uint32()), Lease: onceLease}
+		return oncetest.Place{
+			Open: func(t *testing.T) once.Store { return newOnce(t, b, cfg) },
+			// Its connection is gone: it renews nothing, as a process that is dead.
+			Crash: func(_ *testing.T, s once.Store) { s.(*Once).js.Conn().Close() },
+		}
+	})
+}
+
+// onceAsChild is the process that TestOnceKilled kills.
+func onceAsChild(c oncetest.Child) (oncetest.ChildEffects, error) {
+	nc, err := nats.Connect(c.Args[0], nats.MaxReconnects(-1))
+	if err != nil {
+		return oncetest.ChildEffects{}, err
+	}
+	js, err := jetstream.New(nc)
+	if err != nil {
+		return oncetest.ChildEffects{}, err
+	}
+	o, err := NewOnce(js, OnceConfig{Bucket: "once", Lease: 200 * time.Millisecond})
+	if err != nil {
+		return oncetest.ChildEffects{}, err
+	}
+	var opts []once.Option
+	if c.Mode == "lookup" {
+		opts = append(opts, once.WithLookup(c.Happened))
+	}
+	r, err := once.New(o, once.Config{}, opts...)
+	return oncetest.ChildEffects{Effects: r}, err
+}
+
+func TestOnceKilled(t *testing.T) {
+	t.Parallel()
+	for mode, exact := range map[string]bool{"again": false, "lookup": true} {
+		t.Run(mode, func(t *testing.T) {
+			t.Parallel()
+			oncetest.Kills{Mode: mode, Args: []string{newBroker(t).url()}, Exact: exact}.Holds(t)
+		})
+	}
+}
+
+// A claim is kept for as long as its effect runs, and a second delivery waits for it.
+func TestOnceRenewed(t *testing.T) {
+	t.Parallel()
+	b := newBroker(t)
+	cfg := OnceConfig{Bucket: "once", Lease: 300 * time.Millisecond}
+	r, err := once.New(newOnce(t, b, cfg), once.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	other := newOnce(t, b, cfg)
+	waited, cancel := context.WithTimeout(t.Context(), 5*cfg.Lease)
+	defer cancel()
+	err = r.Do(t.Context(), "a", func(ctx context.Context) error {
+		if _, _, err := other.Claim(waited, "ka", once.Ask{}); !errors.Is(err, once.ErrUnderway) || !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("another claims it meanwhile: %v", err)
+		}
+		return context.Cause(ctx)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// A process that the server has not heard of for too long is told so before another one may
+// have its key. What it finishes afterwards changes nothing.
+func TestOnceLost(t *testing.T) {
+	t.Parallel()
+	b := newBroker(t)
+	cfg := OnceConfig{Bucket: "once", Lease: 500 * time.Millisecond}
+	o, other := newOnce(t, b, cfg), newOnce(t, b, cfg)
+	r, err := once.New(o, once.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	second, err := once.New(other, once.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	err = r.Do(t.Context(), "a", func(ctx context.Context) error {
+		o.js.Conn().Close()
+		<-ctx.Done()
+		if !errors.Is(context.Cause(ctx), once.ErrLost) {
+			t.Errorf("the effect's context ended by %v, want ErrLost", context.Cause(ctx))
+		}
+		if t.Context().Err() != nil {
+			t.Error("the delivery's own context ended")
+		}
+		return second.Do(t.Context(), "a", func(context.Context) error { return nil })
+	})
+	if !errors.Is(err, once.ErrUnmarked) {
+		t.Errorf("%v, want ErrUnmarked", err)
+	}
+	if err := second.Do(t.Context(), "a", nil); err != nil {
+		t.Error(err)
+	}
+}
+
+// While the server is away no effect begins. One that happened meanwhile is not repeated.
+func TestOnceAway(t *testing.T) {
+	t.Parallel()
+	b := newBroker(t)
+	r, err := once.New(newOnce(t, b, OnceConfig{Bucket: "once", Lease: time.Minute}), once.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	calls := 0
+	count := func(context.Context) error { calls++; return nil }
+	if err := r.Do(t.Context(), "a", func(ctx context.Context) error { b.stop(); return count(ctx) }); !errors.Is(err, once.ErrUnmarked) {
+		t.Fatalf("%v, want ErrUnmarked", err)
+	}
+	for _, key := range []string{"a", "b"} {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		if err := r.Do(ctx, key, count); err == nil {
+			t.Errorf("%s is done while the server is away", key)
+		}
+		cancel()
+	}
+	if calls != 1 {
+		t.Errorf("%d effects, want 1", calls)
+	}
+	b.start()
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	for r.Do(ctx, "b", count) != nil {
+		if ctx.Err() != nil {
+			t.Fatal("the server is back, and no effect runs")
+		}
+	}
+	if err := r.Do(ctx, "a", count); err != nil || calls != 2 {
+		t.Errorf("%v, %d effects, want 2", err, calls)
+	}
+}
+
+func TestOnceUnsuitable(t *testing.T) {
+	t.Parallel()
+	b := newBroker(t)
+	js, err := jetstream.New(b.connect())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, tt := range []struct {
+		cfg  jetstream.KeyValueConfig
+		says string
+	}{
+		{jetstream.KeyValueConfig{Bucket: "short", TTL: time.Second}, "nats stream edit KV_short --max-age=7d"},
+		{jetstream.KeyValueConfig{Bucket: "memory", Storage: jetstream.MemoryStorage}, "create it anew with file storage"},
+	} {
+		if _, err := js.CreateKeyValue(t.Context(), tt.cfg); err != nil {
+			t.Fatal(err)
+		}
+		o := newOnce(t, b, OnceConfig{Bucket: tt.cfg.Bucket})
+		if _, _, err := o.Claim(t.Context(), "ka", once.Ask{}); !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), tt.says) {
+			t.Errorf("%s: %v, want ErrUnsuitable with %q", tt.cfg.Bucket, err, tt.says)
+		}
+	}
+	if _, _, err := newOnce(t, b, OnceConfig{Bucket: "none", NoCreate: true}).Claim(t.Context(), "ka", once.Ask{}); !errors.Is(err, jetstream.ErrBucketNotFound) {
+		t.Errorf("a bucket that does not exist: %v", err)
+	}
+	if _, err := NewOnce(js, OnceConfig{Bucket: "a b", Age: 1, MaxBytes: -1, Lease: 1, Replicas: 6}); err == nil {
+		t.Error("a configuration that is all wrong is taken")
+	} else if n := strings.Count(err.Error(), "OnceConfig."); n != 5 {
+		t.Errorf("%d problems of 5 are named: %v", n, err)
+	}
+}
