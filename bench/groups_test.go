@@ -76,6 +76,7 @@ func TestBrokerGroups(t *testing.T) {
 		ratios []string
 	}{
 		{brokers.Kafka, newKafka(2000, 400, math.Inf(1)), []string{"guarded_raw", "guarded_rawcoalesced", "raw_raw", "guarded_raw_10us", "cpu_guarded_raw"}},
+		{brokers.Postgres, onceGroup, []string{"bolt", "bolt_refuse", "bolt_32", "postgres", "postgres_32", "nats", "nats_32", "bolt_ms", "postgres_ms", "nats_ms"}},
 		{brokers.RabbitMQ, newRabbitMQ(1500, math.Inf(1)), []string{"guarded_raw", "raw_raw", "guarded_raw_10us"}},
 	} {
 		t.Run(tt.group.Name, func(t *testing.T) {

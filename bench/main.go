@@ -47,6 +47,7 @@ var groups = []Group{
 	jetStream,
 	kafka,
 	rabbitMQ,
+	onceGroup,
 }
 
 // benches is the table that GROUP is looked up in.
