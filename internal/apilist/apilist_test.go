@@ -38,12 +38,12 @@ func TestListing(t *testing.T) {
 		delete(stale, p.File())
 		path := filepath.Join(api, p.File())
 		if *update {
-			if err := os.WriteFile(path, []byte(p.Text()), 0o644); err != nil { //nolint:gosec // a file of the project
+			if err := os.WriteFile(path, []byte(p.Text()), 0o644); err != nil {
 				t.Fatal(err)
 			}
 			continue
 		}
-		was, err := os.ReadFile(path) //nolint:gosec // a file of the project
+		was, err := os.ReadFile(path)
 		if err != nil {
 			t.Errorf("%s is not listed: %v", p.Dir, err)
 			continue
