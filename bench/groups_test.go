@@ -49,6 +49,7 @@ func TestGroups(t *testing.T) {
 		{noise, []string{"chain", "throughput"}},
 		{hotpath, []string{"chain", "failsafe", "loop", "func8_watermill", "func8_failsafe", "router", "router_throttled"}},
 		{newRing(1 << 10), []string{"spsc_batch64", "lanes8_batch64", "spsc_single", "gc_ms_1m_held", "gc_ms_1m_held_pointers", "gc_ms_nothing_held"}},
+		{newDurable(1 << 9), []string{"bbolt_256b_1", "bbolt_256b_256", "bbolt_1k_32", "bbolt_1k_256", "raftwal_1k_256", "pebble_256b_256", "drain_256b", "drain_1k", "drain_bbolt_256b"}},
 		{limit, []string{"xrate_seq", "xrate_par", "xrate_keyed", "xrate_alone", "xrate_deny", "grpc_times"}},
 		{newJetStream(1500, math.Inf(1)), []string{"guarded_raw", "raw_raw", "guarded_raw_10us"}},
 	} {
@@ -149,7 +150,7 @@ func TestGroupsAreListed(t *testing.T) {
 		}
 		seen[g.Name] = true
 	}
-	for _, name := range []string{"hotpath", "ring", "limiter", "jetstream", "kafka", "rabbitmq"} {
+	for _, name := range []string{"hotpath", "ring", "spill", "limiter", "jetstream", "kafka", "rabbitmq"} {
 		if !seen[name] {
 			t.Errorf("no group %q", name)
 		}

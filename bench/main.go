@@ -43,6 +43,7 @@ var groups = []Group{
 	noise,
 	hotpath,
 	ring,
+	durable,
 	limit,
 	jetStream,
 	kafka,

@@ -113,6 +113,8 @@ func (r Ratio) says() string {
 		return fmt.Sprintf("processor time of %s over %s, lower", r.Ours, r.Theirs)
 	case Millis:
 		return fmt.Sprintf("ms of %s, lower", r.Ours)
+	case PerSecond:
+		return fmt.Sprintf("operations a second of %s, higher", r.Ours)
 	default:
 		return fmt.Sprintf("time of %s over %s, lower", r.Ours, r.Theirs)
 	}

@@ -86,13 +86,18 @@ const (
 	// Millis is no ratio: our time per operation in milliseconds. It stands among
 	// the ratios because it has a limit, as they do.
 	Millis
+	// PerSecond is no ratio either: our operations per second. It has no Theirs.
+	PerSecond
 )
+
+// alone says whether a kind has no Theirs.
+func (k Kind) alone() bool { return k == Millis || k == PerSecond }
 
 // A Ratio compares two cases of a group, round by round.
 type Ratio struct {
 	Name         string
 	Kind         Kind
-	Ours, Theirs string // names of cases; Millis has no Theirs
+	Ours, Theirs string // names of cases; Millis and PerSecond have no Theirs
 }
 
 // Settings is what the command line decides.
@@ -338,7 +343,7 @@ func (g Group) validate() error {
 		}
 		ratios[r.Name] = true
 		names := []string{r.Ours, r.Theirs}
-		if r.Kind == Millis {
+		if r.Kind.alone() {
 			names = names[:1]
 		}
 		for _, name := range names {
@@ -367,7 +372,7 @@ func (g Group) report(samples [][]sample) Report {
 	for _, r := range g.Ratios {
 		ours := samples[g.index(r.Ours)]
 		theirs := ours
-		if r.Kind != Millis {
+		if !r.Kind.alone() {
 			theirs = samples[g.index(r.Theirs)]
 		}
 		perRound := make([]float64, len(ours))
@@ -390,6 +395,8 @@ func (k Kind) of(ours, theirs sample) float64 {
 		return ours.cpu / theirs.cpu
 	case Millis:
 		return ours.ns / 1e6
+	case PerSecond:
+		return 1e9 / ours.ns
 	default:
 		return ours.ns / theirs.ns
 	}

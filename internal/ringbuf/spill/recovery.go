@@ -1,0 +1,316 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package spill
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+)
+
+// Names in the directory.
+const (
+	fileName   = "spill.db"     // what is held
+	freshName  = "spill.db.new" // what will take its place; one that is found was not finished
+	damagedDir = "damaged"      // what was set aside
+	damagedLog = "damaged.jsonl"
+)
+
+// Recovery is what [Open] found.
+type Recovery struct {
+	Lanes    int    // lanes that hold messages
+	Messages int    // messages that can be read
+	Bytes    int64  // what they count for
+	Lost     uint64 // messages that cannot be read, as far as known: those of Damaged
+
+	// Damaged names all that is wrong, in the order of lanes. Copies of it, and a log that
+	// says the same, are in the directory's folder "damaged".
+	Damaged []Damage
+
+	// Rebuilt is the copy of a file whose structure was damaged: the spill goes on with a
+	// new one of the messages that could be found. Else it is "".
+	Rebuilt string
+
+	// SetAside is why a copy could not be set aside, or nil. What it is about is still in
+	// the file until the lane has been drained past it.
+	SetAside error
+}
+
+// recoverDir makes a directory ready, inspects its file and opens the store. readOnly says
+// that nothing can be written there, and why.
+func recoverDir(cfg Config) (s *bolt, img *image, rec Recovery, readOnly, err error) {
+	path := filepath.Join(cfg.Dir, fileName)
+	fresh := filepath.Join(cfg.Dir, freshName)
+	if err := os.Remove(fresh); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		if !cannotWrite(err) {
+			return nil, nil, rec, nil, err
+		}
+		readOnly = err
+	}
+	file, err := os.OpenFile(path, os.O_RDWR, 0) //nolint:gosec // the operator's path
+	if err != nil && cannotWrite(err) {
+		readOnly = err
+		file, err = os.Open(path) //nolint:gosec // the operator's path
+	}
+	if errors.Is(err, fs.ErrNotExist) {
+		if readOnly != nil {
+			return nil, nil, rec, nil, readOnly
+		}
+		if err := build(cfg.Dir, nil, noChunks); err != nil {
+			return nil, nil, rec, nil, err
+		}
+		file, err = os.OpenFile(path, os.O_RDWR, 0) //nolint:gosec // the operator's path
+	}
+	if err != nil {
+		return nil, nil, rec, nil, err
+	}
+	defer func() {
+		if file != nil {
+			err = errors.Join(err, file.Close())
+		}
+	}()
+	info, err := file.Stat()
+	if err != nil {
+		return nil, nil, rec, nil, err
+	}
+	img, err = inspect(file, info.Size(), nil)
+	if bad, ok := errors.AsType[*broken](err); ok {
+		if readOnly != nil {
+			return nil, nil, rec, nil, fmt.Errorf("the file is damaged (%w) and the directory cannot be written to: %w", bad, readOnly)
+		}
+		rec.Rebuilt, err = rebuild(cfg.Dir, file, info.Size())
+		if err != nil {
+			return nil, nil, rec, nil, fmt.Errorf("the file is damaged (%w), and no new one could be made of it: %w", bad, err)
+		}
+		rec.Damaged = append(rec.Damaged, Damage{Offset: bad.offset, Page: bad.page, Reason: bad.reason, File: rec.Rebuilt})
+		if err := file.Close(); err != nil {
+			return nil, nil, rec, nil, err
+		}
+		file, err = os.OpenFile(path, os.O_RDWR, 0) //nolint:gosec // the operator's path
+		if err != nil {
+			return nil, nil, rec, nil, err
+		}
+		if info, err = file.Stat(); err != nil {
+			return nil, nil, rec, nil, err
+		}
+		img, err = inspect(file, info.Size(), nil)
+	}
+	if err != nil {
+		return nil, nil, rec, nil, err
+	}
+	if readOnly == nil {
+		rec.SetAside = setAside(cfg.Dir, file, img)
+	}
+	rec.add(img)
+	if readOnly == nil && len(rec.Damaged) > 0 {
+		rec.SetAside = errors.Join(rec.SetAside, logDamage(cfg.Dir, rec.Damaged))
+	}
+	if readOnly == nil && len(img.damages) == 0 && rec.Messages == 0 && info.Size() > growMin {
+		// The file of an empty spill starts over, for bbolt never makes one shorter.
+		if err := build(cfg.Dir, positionsOf(img), noChunks); err == nil {
+			for _, l := range img.lanes {
+				l.bytes, l.chunk, l.head = 0, l.tail, l.tail
+			}
+		}
+	}
+	s, err = openBolt(path, readOnly != nil, fileLimit(cfg.MaxBytes))
+	return s, img, rec, readOnly, err
+}
+
+// fileLimit is how long the file may become.
+func fileLimit(maxBytes int64) int64 { return 2*maxBytes + growMax }
+
+func cannotWrite(err error) bool {
+	return errors.Is(err, fs.ErrPermission) || errors.Is(err, syscall.EROFS)
+}
+
+func noChunks() (*newChunk, error) { return nil, nil } //nolint:nilnil // nil is the end
+
+func positionsOf(m *image) []position {
+	ps := make([]position, 0, len(m.lanes))
+	for _, l := range m.lanes {
+		ps = append(ps, l.position)
+	}
+	return ps
+}
+
+func (r *Recovery) add(m *image) {
+	for _, l := range m.lanes {
+		if l.count > 0 {
+			r.Lanes++
+		}
+		r.Messages += l.count
+		r.Bytes += l.bytes
+		for _, s := range l.lost {
+			r.Lost += s.last - s.first + 1
+		}
+	}
+	r.Damaged = append(r.Damaged, m.damages...)
+}
+
+// build makes a new file and puts it in the place of the old one, if there is one. A
+// crash leaves one of the two. bbolt syncs no directory.
+func build(dir string, positions []position, next func() (*newChunk, error)) error {
+	fresh := filepath.Join(dir, freshName)
+	if err := guarded(func() error { return buildBolt(fresh, positions, next) }); err != nil {
+		return errors.Join(err, ignoreMissing(os.Remove(fresh)))
+	}
+	if err := os.Rename(fresh, filepath.Join(dir, fileName)); err != nil {
+		return err
+	}
+	return syncDir(dir)
+}
+
+func ignoreMissing(err error) error {
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
+}
+
+func syncDir(path string) error {
+	dir, err := os.Open(path) //nolint:gosec // the operator's path
+	if err != nil {
+		return err
+	}
+	return errors.Join(dir.Sync(), dir.Close())
+}
+
+// rebuild makes a new file of what can be found in one whose structure is damaged, which
+// it keeps under the name that it returns.
+func rebuild(dir string, r io.ReaderAt, size int64) (kept string, err error) {
+	positions, chunks, err := salvage(r, size)
+	if err != nil {
+		return "", err
+	}
+	if err := makeDir(filepath.Join(dir, damagedDir)); err != nil {
+		return "", err
+	}
+	for n := 1; ; n++ {
+		kept = filepath.Join(damagedDir, fmt.Sprintf("spill-%d.db", n))
+		err := os.Link(filepath.Join(dir, fileName), filepath.Join(dir, kept))
+		if err == nil {
+			break
+		}
+		if !errors.Is(err, fs.ErrExist) {
+			return "", err
+		}
+	}
+	if err := syncDir(filepath.Join(dir, damagedDir)); err != nil {
+		return "", err
+	}
+	i := 0
+	err = build(dir, positions, func() (*newChunk, error) {
+		if i == len(chunks) {
+			return noChunks()
+		}
+		c := chunks[i]
+		i++
+		data := make([]byte, c.size)
+		if _, err := r.ReadAt(data, c.off); err != nil {
+			return nil, err
+		}
+		return &newChunk{name: c.name, seq: c.first, data: data}, nil
+	})
+	if err != nil {
+		// The next try keeps it under the next name: this one would be a copy without need.
+		return "", errors.Join(err, os.Remove(filepath.Join(dir, kept)))
+	}
+	return kept, nil
+}
+
+func makeDir(path string) error {
+	err := os.Mkdir(path, 0o700)
+	if errors.Is(err, fs.ErrExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	return syncDir(filepath.Dir(path))
+}
+
+// setAside copies what is damaged to files of its own, once, and names them in the image.
+func setAside(dir string, r io.ReaderAt, m *image) (err error) {
+	for i := range m.damages {
+		d, p := &m.damages[i], m.copies[i]
+		if p.size == 0 {
+			continue
+		}
+		name := filepath.Join(damagedDir, fmt.Sprintf("%s-%d-%d.chunk", plain(d.Lane), d.First, p.off))
+		if err2 := copyOut(filepath.Join(dir, name), r, p); err2 != nil {
+			err = errors.Join(err, err2)
+			continue
+		}
+		d.File = name
+	}
+	return err
+}
+
+func copyOut(path string, r io.ReaderAt, p piece) error {
+	data := make([]byte, p.size)
+	if _, err := r.ReadAt(data, p.off); err != nil {
+		return err
+	}
+	return keep(path, data)
+}
+
+// keep writes a file in the folder of what was set aside, once.
+func keep(path string, data []byte) error {
+	if err := makeDir(filepath.Dir(path)); err != nil {
+		return err
+	}
+	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600) //nolint:gosec // the operator's path
+	if errors.Is(err, fs.ErrExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(data)
+	err = errors.Join(err, f.Sync(), f.Close())
+	if err != nil {
+		return errors.Join(err, os.Remove(path))
+	}
+	return syncDir(filepath.Dir(path))
+}
+
+// plain makes a file name of a lane's.
+func plain(lane string) string {
+	s := strings.Map(func(r rune) rune {
+		if r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || r == '.' || r == '_' {
+			return r
+		}
+		return '_'
+	}, lane)
+	return strings.TrimLeft(s[:min(len(s), 64)], ".")
+}
+
+// logDamage appends to the log of what was set aside.
+func logDamage(dir string, ds []Damage) error {
+	if err := makeDir(filepath.Join(dir, damagedDir)); err != nil {
+		return err
+	}
+	path := filepath.Join(dir, damagedDir, damagedLog)
+	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600) //nolint:gosec // the operator's path
+	if err != nil {
+		return err
+	}
+	for _, d := range ds {
+		line, err := json.Marshal(d)
+		if err == nil {
+			_, err = f.Write(append(line, '\n'))
+		}
+		if err != nil {
+			return errors.Join(err, f.Close())
+		}
+	}
+	return errors.Join(f.Sync(), f.Close())
+}
