@@ -15,8 +15,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/crdt/gossip"
-	"github.com/stormguard-mq/stormguard/fleet/process"
+	"github.com/stormguard-mq/stormguard/fleet"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
@@ -62,14 +61,14 @@ func runMember(text string, in io.Reader, out io.Writer) error {
 }
 
 // config is that of a member's process.
-func (m memberSpec) config() process.Config {
-	c := process.Config{
+func (m memberSpec) config() fleet.Config {
+	c := fleet.Config{
 		Fleet: "bench", Name: m.Name,
-		Limits: limiter.Config{Limit: m.Limit},
-		Gossip: gossip.NodeConfig{Bind: "127.0.0.1:0", Network: m.Network, Seeds: m.Seeds},
+		Limits: fleet.Limits{Limit: m.Limit},
+		Gossip: fleet.Gossip{Bind: "127.0.0.1:0", Network: m.Network, Seeds: m.Seeds},
 	}
 	for _, name := range memberNames {
-		c.Limits.Roster.Members = append(c.Limits.Roster.Members, limiter.Member{Name: name})
+		c.Limits.Roster.Members = append(c.Limits.Roster.Members, fleet.Share{Name: name})
 	}
 	return c
 }
@@ -89,26 +88,26 @@ func meet(ok func() bool) error {
 	return nil
 }
 
-// met says whether a process hears all others, is heard by them, and mints.
-func met(p *process.Process) bool {
-	n := 0
-	for _, peer := range p.Node().Peers() {
-		if peer.State == gossip.Fresh && peer.HearsUs {
+// met says whether a process hears all others, which have applied its configuration, and mints.
+func met(p *fleet.Process) bool {
+	n, s := 0, p.Status()
+	for _, m := range s.Members {
+		if m.State == "fresh" && m.Applied == s.Configuration.Number {
 			n++
 		}
 	}
-	l := p.Limits().Stats()
-	return n == len(memberNames)-1 && l.Completed > 0 && l.Completed == l.Number && !l.Fenced
+	c := s.Configuration
+	return n == len(memberNames)-1 && c.Settled && c.Complete > 0 && c.Complete == c.Number
 }
 
 // runIdle is a member that asks for nothing.
 func runIdle(spec memberSpec, in *json.Decoder, say func(any) error) error {
-	p, err := process.Start(spec.config())
+	p, err := fleet.Start(spec.config())
 	if err != nil {
 		return err
 	}
 	defer p.Close()
-	if err := say(p.Node().Addr().String()); err != nil {
+	if err := say(p.Addr().String()); err != nil {
 		return err
 	}
 	if err := meet(func() bool { return met(p) }); err != nil {

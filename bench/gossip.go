@@ -16,7 +16,7 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/crdt/gossip"
+	"github.com/stormguard-mq/stormguard/internal/gossip"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
@@ -32,10 +32,10 @@ type gossipBench struct {
 
 // gossipCases take turns.
 var gossipCases = []struct{ name, kind, network string }{
-	{"udp", "gossip", gossip.UDP},
-	{"tcp", "gossip", gossip.TCP},
-	{"memberlist_queue_5ms", "queue", gossip.UDP},
-	{"memberlist_reliable_2ms", "reliable", gossip.TCP},
+	{"udp", "gossip", "udp"},
+	{"tcp", "gossip", "tcp"},
+	{"memberlist_queue_5ms", "queue", "udp"},
+	{"memberlist_reliable_2ms", "reliable", "tcp"},
 }
 
 // A GossipRow is one case: medians over the rounds, of percentiles over all versions

@@ -8,6 +8,7 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"math/rand/v2"
 	"net"
 	"strconv"
 	"sync"
@@ -15,9 +16,9 @@ import (
 
 	"github.com/hashicorp/memberlist"
 
-	"github.com/stormguard-mq/stormguard/crdt"
-	"github.com/stormguard-mq/stormguard/crdt/gossip"
-	"github.com/stormguard-mq/stormguard/fleet/process"
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+	"github.com/stormguard-mq/stormguard/internal/escrow"
+	"github.com/stormguard-mq/stormguard/internal/gossip"
 )
 
 // A gossipCourse is what a member is told to do.
@@ -135,25 +136,54 @@ func drive(in *json.Decoder, decide func()) (cpu time.Duration, err error) {
 	return now - spent, err
 }
 
+// startGossip joins the limits and the versions of a member to those of the others.
+func startGossip(spec memberSpec, v *versions) (*escrow.Set, *gossip.Node, error) {
+	self, clock := crdt.Replica{Name: spec.Name, Incarnation: gossip.NewIncarnation(time.Now(), rand.Uint64())}, gossip.Clock()
+	cfg := escrow.Config{Limit: escrow.Limit(spec.Limit)}
+	for _, name := range memberNames {
+		cfg.Roster.Members = append(cfg.Roster.Members, escrow.Member{Name: name})
+	}
+	limits, err := escrow.New(self, cfg, escrow.WithClock(clock))
+	if err != nil {
+		return nil, nil, err
+	}
+	node, err := gossip.Start(gossip.NodeConfig{
+		Config: gossip.Config{Cluster: "bench", Self: self}, Bind: "127.0.0.1:0", Network: spec.Network, Seeds: spec.Seeds,
+	}, gossip.WithClock(clock), gossip.WithSection("limits", limits), gossip.WithSection("versions", v))
+	if err != nil {
+		limits.Close()
+	}
+	return limits, node, err
+}
+
 // runGossip is a member whose decisions are its limiter's.
 func runGossip(spec memberSpec, in *json.Decoder, say func(any) error) error {
 	v := newVersions()
-	p, err := process.Start(spec.config(), process.WithGossip(gossip.WithSection("versions", v)))
+	limits, node, err := startGossip(spec, v)
 	if err != nil {
 		return err
 	}
-	defer p.Close()
-	if err := say(p.Node().Addr().String()); err != nil {
+	defer limits.Close()
+	defer func() { _ = node.Close() }()
+	if err := say(node.Addr().String()); err != nil {
 		return err
 	}
-	limit := p.Key("key")
-	if err := meet(func() bool { return met(p) && limit.AllowN(spec.Limit.Burst/12) }); err != nil {
+	limit := limits.Key("key")
+	heard := func() (n int) {
+		for _, peer := range node.Peers() {
+			if peer.State == gossip.Fresh && peer.HearsUs {
+				n++
+			}
+		}
+		return n
+	}
+	if err := meet(func() bool { return heard() == len(memberNames)-1 && limit.AllowN(spec.Limit.Burst/12) }); err != nil {
 		return err
 	}
 	if err := say(true); err != nil {
 		return err
 	}
-	before := p.Node().Stats()
+	before := node.Stats()
 	denied := 0
 	cpu, err := drive(in, func() {
 		if !limit.Allow() {
@@ -164,7 +194,7 @@ func runGossip(spec memberSpec, in *json.Decoder, say func(any) error) error {
 	if err != nil {
 		return err
 	}
-	after := p.Node().Stats()
+	after := node.Stats()
 	r := v.result()
 	r.CPU, r.Denied, r.Packets = cpu, denied, after.PacketsOut-before.PacketsOut
 	r.Acked = after.Session.Delay

@@ -12,8 +12,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/crdt/gossip"
-	"github.com/stormguard-mq/stormguard/fleet/process"
+	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/internal/gossip"
 )
 
 // A small run over real processes: its figures mean little, but all must arrive,
@@ -102,14 +102,30 @@ func TestLiveLimit(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if v, ok := f.p.Limits().View("handle"); !ok || v.Sums.Own == 0 || v.Cap > int64(open.Burst)*1e6/3 {
-		t.Errorf("not a third of a fleet's: %+v", v)
+	self := func() fleet.Member {
+		for _, m := range f.p.Status().Members {
+			if m.State == "self" {
+				return m
+			}
+		}
+		return fleet.Member{}
 	}
-	if s := f.p.Limits().Stats(); s.Share < .33 || s.Share > .34 || s.Stranded != 0 {
-		t.Errorf("%+v", s)
+	keys := self().Keys
+	i := slices.IndexFunc(keys, func(k fleet.Key) bool { return k.Key == "handle" })
+	if i < 0 || keys[i].Admitted == 0 || keys[i].Cap > float64(open.Burst)/3 {
+		t.Errorf("not a third of a fleet's: %+v", keys)
+	}
+	if s := self().Share; s < .33 || s > .34 || f.p.Status().Stranded != 0 {
+		t.Errorf("share %v, stranded %v", s, f.p.Status().Stranded)
 	}
 	err = meet(func() bool {
-		return !slices.ContainsFunc(f.p.Node().Peers(), func(p gossip.Peer) bool { return p.State != gossip.Fresh || p.Unacked > 0 })
+		others := 0
+		for _, m := range f.p.Status().Members {
+			if m.State == "fresh" {
+				others++
+			}
+		}
+		return others == len(memberNames)-1 && self().Unacked == 0
 	})
 	if err != nil {
 		t.Error("the others have not acknowledged what was spent")
@@ -120,7 +136,7 @@ func TestLiveLimit(t *testing.T) {
 			names = append(names, m.Name)
 		}
 	}
-	if !slices.Contains(names, process.MetricTokens) || !slices.Contains(names, process.MetricPackets) {
+	if !slices.Contains(names, "stormguard.limiter.tokens") || !slices.Contains(names, "stormguard.fleet.packets") {
 		t.Errorf("metrics read: %v", names)
 	}
 	if err := one.Close(); err != nil || f.p == nil {

@@ -11,8 +11,7 @@ import (
 	"go.opentelemetry.io/otel/sdk/metric"
 	"go.opentelemetry.io/otel/sdk/metric/metricdata"
 
-	"github.com/stormguard-mq/stormguard/crdt/gossip"
-	"github.com/stormguard-mq/stormguard/fleet/process"
+	"github.com/stormguard-mq/stormguard/fleet"
 )
 
 // liveLimit is the fleet whose first member decides here. The cases share it.
@@ -24,7 +23,7 @@ var liveLimit liveFleet
 type liveFleet struct {
 	mu     sync.Mutex // around all: cases open and close one after the other
 	users  int
-	p      *process.Process
+	p      *fleet.Process
 	others []*member
 	meters *metric.MeterProvider
 	reader *metric.ManualReader
@@ -45,11 +44,11 @@ func (f *liveFleet) enter(ctx context.Context) (err error) {
 	}()
 	f.reader = metric.NewManualReader()
 	f.meters = metric.NewMeterProvider(metric.WithReader(f.reader))
-	spec := memberSpec{Name: memberNames[0], Network: gossip.UDP, Limit: open}
-	if f.p, err = process.Start(spec.config(), process.WithMeterProvider(f.meters)); err != nil {
+	spec := memberSpec{Name: memberNames[0], Network: "udp", Limit: open}
+	if f.p, err = fleet.Start(spec.config(), fleet.WithMeterProvider(f.meters)); err != nil {
 		return err
 	}
-	spec.Seeds = []string{f.p.Node().Addr().String()}
+	spec.Seeds = []string{f.p.Addr().String()}
 	for _, name := range memberNames[1:] {
 		spec.Name, spec.Kind = name, "idle"
 		m, err := startMember(ctx, spec)
@@ -112,7 +111,7 @@ func (f *liveFleet) keyed(ctx context.Context) (Runner, error) {
 	if err := f.enter(ctx); err != nil {
 		return Runner{}, err
 	}
-	keys, set := limitNames(), f.p.Limits()
+	keys, set := limitNames(), f.p
 	return f.runner(func(n int) error {
 		for i := range n {
 			if !set.Key(keys[i%limitKeys]).Allow() {

@@ -4,89 +4,53 @@
 package fleet_test
 
 import (
+	"context"
 	"fmt"
-	"log"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/breaker"
-	"github.com/stormguard-mq/stormguard/crdt"
 	"github.com/stormguard-mq/stormguard/fleet"
-	"github.com/stormguard-mq/stormguard/internal/circuit"
+	"github.com/stormguard-mq/stormguard/fleet/register"
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/limiter"
 )
 
-// Three consumers of one queue. Two of them trip, which is a quorum, and the
-// third is held before it has tried the dead dependency itself.
-func ExampleMember() {
-	now := time.Second
-	clock := func() time.Duration { return now }
-	roster := fleet.Roster{Number: 1, Names: []string{"a", "b", "c"}}
-	var votes []*fleet.Verdicts
-	var members []*fleet.Member
-	var breakers []*circuit.Breaker
-	for _, name := range roster.Names {
-		v, err := fleet.NewVerdicts(now, fleet.Config{}, crdt.Replica{Name: name, Incarnation: 1}, roster)
-		if err != nil {
-			log.Fatal(err)
-		}
-		b, err := circuit.New("orders", breaker.Config{})
-		if err != nil {
-			log.Fatal(err)
-		}
-		votes, members, breakers = append(votes, v), append(members, fleet.NewMember(clock, v, nil)), append(breakers, b)
-	}
-	// A gossip session carries what they say; here each hears everything. A guard lets
-	// time pass, and does to breakers what comes back.
-	gossip := func() {
-		now += 10 * time.Millisecond
-		for i, from := range votes {
-			for j, to := range votes {
-				if i == j {
-					continue
-				}
-				b, _ := from.Delta(now, nil, crdt.Replica{Name: roster.Names[j], Incarnation: 1}, 0, 1400)
-				c := crdt.Contact{From: crdt.Replica{Name: roster.Names[i], Incarnation: 1}, Now: now, Sent: now, Echo: now}
-				if err := to.Merge(c, b); err != nil {
-					log.Fatal(err)
-				}
-			}
-		}
-		for _, m := range members {
-			m.Step(now, nil)
+// Two processes share a limit. One needs more than its half of the burst and
+// borrows; then the limit is changed for both.
+func Example() {
+	config := func(name string, seeds ...string) fleet.Config {
+		return fleet.Config{
+			Fleet: "payments", Name: name,
+			Limits: fleet.Limits{
+				Limit:  limiter.Limit{Rate: 1000, Burst: 200},
+				Roster: fleet.Roster{Members: []fleet.Share{{Name: "a"}, {Name: "b"}}},
+			},
+			Gossip: fleet.Gossip{Bind: "127.0.0.1:0", Seeds: seeds},
 		}
 	}
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	var store register.Memory // or etcd, JetStream, Kafka, RabbitMQ, PostgreSQL, a file
+	a, err := fleet.Start(config("a"), fleet.WithRegister(&store))
+	if err != nil {
+		panic(err)
+	}
+	defer a.Close()
+	b, err := fleet.Start(config("b", a.Addr().String()), fleet.WithRegister(&store))
+	if err != nil {
+		panic(err)
+	}
+	defer b.Close()
 
-	// The processes have run for a while; then each takes the queue over.
-	for range 3 {
-		gossip()
-		now += time.Second
+	g, err := guard.New(guard.Config{Group: "payments"}, guard.WithFleet(a.Member()))
+	if err != nil {
+		panic(err)
 	}
-	for i, m := range members {
-		if err := m.Adopt(now, breakers[i], []string{"orders"}); err != nil {
-			log.Fatal(err)
-		}
-	}
+	defer g.Close(ctx)
 
-	for i := range 2 {
-		breakers[i].Trip(now, "timeout")
-	}
-	members[0].Step(now, nil)
-	members[1].Step(now, nil)
-	gossip()
-	gossip()
-	s := breakers[2].Snapshot(now)
-	fmt.Println(members[2].Scopes()[0].State, s.State, s.Cause, s.Held)
+	fmt.Println("a waits for 150 of 200:", a.Key("gateway").WaitN(ctx, 150))
+	number, err := b.Set(ctx, fleet.Change{Number: 1, Limit: &limiter.Limit{Rate: 500, Burst: 100}})
+	fmt.Println("b sets half of it: configuration", number, err)
 	// Output:
-	// open open timeout true
-}
-
-// Half of those who report a key, and at least two, make a storm of the fleet.
-func ExampleJudgeStorm() {
-	down := fleet.Report{Active: true, Failed: 1200, Outcomes: 1200, Age: 70 * time.Second, Reason: "timeout"}
-	calm := fleet.Report{Outcomes: 1200}
-	fmt.Println(fleet.JudgeStorm(0.5, []fleet.Report{down, calm, calm}).Active)
-	s := fleet.JudgeStorm(0.5, []fleet.Report{down, calm, down})
-	fmt.Printf("%v: %d of %d, %d of %d failed, %s\n", s.Active, s.Affected, s.Reporters, s.Failed, s.Outcomes, s.Reason)
-	// Output:
-	// false
-	// true: 2 of 3, 2400 of 3600 failed, timeout
+	// a waits for 150 of 200: <nil>
+	// b sets half of it: configuration 2 <nil>
 }

@@ -4,25 +4,33 @@
 package fleet
 
 import (
-	"flag"
+	"fmt"
+	"os"
 	"testing"
-	"time"
 
 	"go.uber.org/goleak"
+
+	"github.com/stormguard-mq/stormguard/internal/gossip"
 )
 
+// withGossip passes options on to the process's gossip.
+func withGossip(opts ...gossip.Option) Option {
+	return func(o *options) { o.gossip = append(o.gossip, opts...) }
+}
+
+// fleetEnv names the fleet of this run, and of the processes that it starts: another
+// run on the same host may get a port that one of this one had.
+const fleetEnv = "STORMGUARD_TEST_FLEET"
+
 func TestMain(m *testing.M) {
-	// The race detector finds nothing in one goroutine, and makes it slow. A flag
-	// on the command line still wins.
-	if raceEnabled {
-		if err := flag.Set("rapid.checks", "4"); err != nil {
+	if os.Getenv(fleetEnv) == "" {
+		if err := os.Setenv(fleetEnv, fmt.Sprint("test-", os.Getpid())); err != nil {
 			panic(err)
 		}
 	}
-	goleak.VerifyTestMain(m)
+	if status, is := asProcess(); is {
+		os.Exit(status)
+	}
+	// A probe that is under way when a node closes sends nothing, and ends within 2 s.
+	goleak.VerifyTestMain(m, goleak.IgnoreAnyFunction("github.com/hashicorp/memberlist.(*Memberlist).probeNode"))
 }
-
-const (
-	ms  = time.Millisecond
-	sec = time.Second
-)

@@ -4,287 +4,146 @@
 package fleet
 
 import (
-	"encoding/binary"
+	"encoding/json"
+	"errors"
 	"fmt"
-	"math"
-	"slices"
-	"sync"
+	"net/http"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/crdt"
-	"github.com/stormguard-mq/stormguard/crdt/wire"
 	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 )
 
-// A Quarantine is the fleet's list of rules about messages that no process is to handle:
-// a [dlq.Quarantine] that all processes share. It is a [crdt.LWWSet]: of two writes about
-// one rule the later one wins, by the stamps of hybrid logical clocks, and a write that is
-// made here about what is known here is always the later one, however wrong a clock is.
-// So a rule that is taken off during a split is off when the split has healed.
-//
-// What travels is the fleet's time, the wall clock put right by the median of the peers'
-// offsets ([Quarantine.Offset]); what a process gives out is its own wall clock's. So a
-// clock that is an hour off ends no entry an hour early or late.
-//
-// Memory is bounded: [dlq.MaxQuarantine] entries that are set by this process, and four
-// times as many with those that peers bring and those that were removed. Beyond that a
-// peer's packet is refused and counted. What was removed is remembered for as long as an
-// entry may last, so that no process can bring it back.
-//
-// It is a section of its own for the gossip session, and safe for concurrent use.
-type Quarantine struct {
-	clock *crdt.Clock
-	wall  func() time.Time
+// Quarantine is the fleet's list of rules about messages that no process is to handle,
+// for guard.WithQuarantine. What is added or removed by it is in the journal, with who
+// and why, and in force everywhere within a second; a process that is cut off has it when
+// it is heard again. That of a process that is alone is its own.
+func (p *Process) Quarantine() dlq.Quarantine { return p.rules }
 
-	mu       sync.Mutex
-	self     crdt.Replica
-	set      *crdt.LWWSet
-	shift    time.Duration // of our wall clock, to the fleet's time
-	pruneAt  time.Time
-	watchers map[*func()]struct{}
-	changed  func()
-	refused  uint64
-}
+// rules is the fleet's list, with what is written down of a change.
+type rules struct {
+	dlq.Quarantine
 
-const (
-	pruneEvery  = time.Minute
-	voidAfter   = time.Hour // an entry is dropped so long after its time, for peers whose clock is behind
-	maxElements = 4 * dlq.MaxQuarantine
-)
-
-// NewQuarantine returns the empty list of self. wall is the wall clock, [time.Now] or a
-// test's. The error is [ErrConfig].
-func NewQuarantine(self crdt.Replica, wall func() time.Time) (*Quarantine, error) {
-	set, err := crdt.NewLWWSet(self)
-	if err != nil {
-		return nil, fmt.Errorf("%w: self: %w", ErrConfig, err)
-	}
-	if wall == nil {
-		return nil, fmt.Errorf("%w: wall: nil is not a clock", ErrConfig)
-	}
-	return &Quarantine{clock: crdt.NewClock(wall), wall: wall, self: self, set: set, watchers: make(map[*func()]struct{})}, nil
-}
-
-// Offset takes how far the wall clocks of the peers are ahead of ours, of those of which
-// it is known.
-func (q *Quarantine) Offset(peers []time.Duration) {
-	all := append(slices.Clone(peers), 0)
-	slices.Sort(all)
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	was := q.shift
-	if q.shift = all[len(all)/2]; (q.shift - was).Abs() >= time.Second {
-		q.watchedLocked() // what it was told of times is wrong
-	}
-}
-
-// stampLocked is above the write that decides about an element.
-func (q *Quarantine) stampLocked(element string) crdt.Stamp {
-	at := q.clock.Now()
-	if last, _, ok := q.set.At(element); ok && at.Compare(last) <= 0 {
-		at = last
-		if at.Logical++; at.Logical == 0 {
-			at.Physical++
-		}
-	}
-	return at
+	p *Process
 }
 
 // Add is that of [dlq.Quarantine].
-func (q *Quarantine) Add(e dlq.QuarantineEntry) error {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	now := q.wall()
-	e = e.WithDefaults(now)
-	if err := e.Validate(now); err != nil {
-		return err
+func (r rules) Add(e dlq.QuarantineEntry) error {
+	err := r.Quarantine.Add(e)
+	if err == nil {
+		r.p.write(fleetstate.Entry{Kind: fleetstate.EntryQuarantined, Subject: e.Rule.String(), Text: spoken(e.By, e.Why)})
 	}
-	if q.set.Len() >= dlq.MaxQuarantine || q.fullLocked() {
-		q.pruneLocked(now)
-	}
-	e.At, e.Until = e.At.Add(q.shift), e.Until.Add(q.shift)
-	element := e.Rule.String()
-	if !q.set.Has(element) && (q.set.Len() >= dlq.MaxQuarantine || q.fullLocked()) {
-		return fmt.Errorf("%w: the list has %d entries and %d that were removed lately, the most there may be are %d: remove some, or wait",
-			dlq.ErrQuarantine, q.set.Len(), q.set.Tombstones(), dlq.MaxQuarantine)
-	}
-	return q.wroteLocked(q.set.Add(element, noteOf(e), q.stampLocked(element)))
+	return err
 }
 
 // Remove is that of [dlq.Quarantine].
-func (q *Quarantine) Remove(r dlq.Rule, _ string) error {
-	if err := r.Validate(); err != nil {
-		return err
+func (r rules) Remove(rule dlq.Rule, by string) error {
+	err := r.Quarantine.Remove(rule, by)
+	if err == nil {
+		r.p.write(fleetstate.Entry{Kind: fleetstate.EntryReleased, Subject: rule.String(), Text: spoken(by, "")})
 	}
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	element := r.String()
-	if _, _, known := q.set.At(element); !known && q.fullLocked() {
-		return fmt.Errorf("%w: %v is not known here, and there is no room to remember it", dlq.ErrQuarantine, r)
-	}
-	return q.wroteLocked(q.set.Remove(element, q.stampLocked(element)))
+	return err
 }
 
-func (q *Quarantine) fullLocked() bool { return q.set.Len()+q.set.Tombstones() >= maxElements }
-
-func (q *Quarantine) wroteLocked(wrote bool, err error) error {
-	switch {
-	case err != nil:
-		return fmt.Errorf("%w: %w", dlq.ErrQuarantine, err)
-	case !wrote:
-		return fmt.Errorf("%w: the write before is at the end of time: a clock of the fleet is broken", dlq.ErrQuarantine)
+// spoken is what the journal says of who and why; it keeps the first 128 bytes.
+func spoken(by, why string) string {
+	if by != "" {
+		by = "by " + by
 	}
-	q.tellLocked()
-	return nil
+	if by != "" && why != "" {
+		by += ": "
+	}
+	return by + why
 }
 
-// tellLocked tells the watchers, and whoever carries the section.
-func (q *Quarantine) tellLocked() {
-	q.watchedLocked()
-	if q.changed != nil {
-		q.changed()
+// joinQuarantine makes the fleet's list.
+func (p *Process) joinQuarantine() (*fleetstate.Quarantine, error) {
+	q, err := fleetstate.NewQuarantine(p.self, time.Now)
+	if err == nil {
+		p.rules, p.quarantine = rules{q, p}, q
 	}
+	return q, err
 }
 
-func (q *Quarantine) watchedLocked() {
-	for f := range q.watchers {
-		(*f)()
-	}
-}
-
-// Entries are those in force, the oldest first.
-func (q *Quarantine) Entries() []dlq.QuarantineEntry {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	return dlq.QuarantineInForce(q.wall(), func(yield func(dlq.QuarantineEntry) bool) {
-		for element, note := range q.set.All() {
-			e, ok := entryOf(element, note)
-			e.At, e.Until = e.At.Add(-q.shift), e.Until.Add(-q.shift)
-			if ok && !yield(e) {
-				return
-			}
+// keepQuarantineTime tells the list how far our clock is off those of the peers.
+func (p *Process) keepQuarantineTime() {
+	var offsets []time.Duration
+	for _, peer := range p.node.Peers() {
+		if peer.HasOffset {
+			offsets = append(offsets, peer.Offset)
 		}
+	}
+	p.quarantine.Offset(offsets)
+}
+
+// QuarantineRequest is a change of the quarantine as it is sent.
+type QuarantineRequest struct {
+	Rule   string        `json:"rule"`             // as [dlq.ParseRule] reads it
+	Remove bool          `json:"remove,omitempty"` // take it off; without it, put it on
+	For    time.Duration `json:"for_ns,omitempty"` // 0 means 24 h
+	By     string        `json:"by,omitempty"`     // who; the token's name counts, if there is one
+	Why    string        `json:"why,omitempty"`
+}
+
+// A Quarantined is a rule that is in force, as it is sent.
+type Quarantined struct {
+	Rule  string    `json:"rule"`
+	By    string    `json:"by,omitempty"`
+	Why   string    `json:"why,omitempty"`
+	At    time.Time `json:"at"`
+	Until time.Time `json:"until"`
+}
+
+func (p *Process) quarantined() []Quarantined {
+	all := []Quarantined{}
+	for _, e := range p.rules.Entries() {
+		all = append(all, Quarantined{e.Rule.String(), e.By, e.Why, e.At.UTC(), e.Until.UTC()})
+	}
+	return all
+}
+
+// serveQuarantine answers about the list; who may ask is decided before.
+func (p *Process) serveQuarantine(mux *http.ServeMux) {
+	mux.HandleFunc("GET /quarantine", func(w http.ResponseWriter, _ *http.Request) { answer(w, http.StatusOK, p.quarantined()) })
+	mux.HandleFunc("POST /quarantine", func(w http.ResponseWriter, r *http.Request) {
+		var in QuarantineRequest
+		d := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxBody))
+		d.DisallowUnknownFields()
+		err := d.Decode(&in)
+		if err == nil && d.More() {
+			err = errors.New("want one object")
+		}
+		if err != nil {
+			refuse(w, fmt.Errorf("%w: body: %w", fleetstate.ErrConfig, err))
+			return
+		}
+		who, _ := askedBy(r.Context())
+		line := []any{"who", who.remote, "token", who.token, "by", audited(in.By), "rule", audited(in.Rule), "remove", in.Remove, "why", audited(in.Why)}
+		if err := p.changeQuarantine(in, who); err != nil {
+			p.log.Warn("fleet: an operator's change of the quarantine was not made", append(line, "error", err)...)
+			refuse(w, fmt.Errorf("%w: %w", fleetstate.ErrConfig, err))
+			return
+		}
+		p.log.Info("fleet: an operator's change of the quarantine was made", line...)
+		answer(w, http.StatusOK, p.quarantined())
 	})
 }
 
-// Watch is that of [dlq.Quarantine].
-func (q *Quarantine) Watch(f func()) (stop func()) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	q.watchers[&f] = struct{}{}
-	return func() {
-		q.mu.Lock()
-		defer q.mu.Unlock()
-		delete(q.watchers, &f)
-	}
-}
-
-// OnChange has f called after each change that there is to tell, under the lock of q: it
-// must not wait or call q. The Kick of a gossip.Node is meant. nil ends it.
-func (q *Quarantine) OnChange(f func()) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	q.changed = f
-}
-
-// pruneLocked forgets entries whose time is long over, and what was removed so long ago
-// that nobody can have it in force any more.
-func (q *Quarantine) pruneLocked(now time.Time) {
-	q.pruneAt = now.Add(pruneEvery)
-	for element, note := range q.set.All() {
-		if e, ok := entryOf(element, note); !ok || now.Add(q.shift).Sub(e.Until) > voidAfter {
-			q.set.Drop(element)
-		}
-	}
-	_, _ = q.set.Prune(q.clock.Now(), dlq.MaxQuarantineFor+2*voidAfter) // the age is allowed
-}
-
-// Refused is how many packets were refused for want of room.
-func (q *Quarantine) Refused() uint64 {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	return q.refused
-}
-
-// Mark is the number of the latest change that came here.
-func (q *Quarantine) Mark(crdt.Replica) uint64 {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	return q.set.Mark()
-}
-
-// Counted is that mark; see gossip.Counter.
-func (q *Quarantine) Counted() uint64 { return q.Mark(crdt.Replica{}) }
-
-// Delta appends what a peer has not acknowledged, in at most room bytes. Without news it
-// appends nothing.
-func (q *Quarantine) Delta(_ time.Duration, b []byte, _ crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	if now := q.wall(); !now.Before(q.pruneAt) {
-		q.pruneLocked(now)
-	}
-	return q.set.Delta(b, since, room)
-}
-
-// Merge takes in what a peer's Delta appended. It is commutative and idempotent. The
-// errors are [ErrMalformed], [ErrSelf] and [ErrBusy], and then nothing was taken in.
-func (q *Quarantine) Merge(c crdt.Contact, b []byte) error {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	if c.From == q.self {
-		return ErrSelf
-	}
-	if len(b) == 0 {
-		return nil
-	}
-	if q.fullLocked() {
-		q.refused++
-		return fmt.Errorf("%w: the quarantine has %d elements", ErrBusy, maxElements)
-	}
-	mark := q.set.Mark()
-	if err := q.set.Merge(b); err != nil {
-		return fmt.Errorf("%w: %w", ErrMalformed, err)
-	}
-	if q.set.Mark() != mark {
-		q.tellLocked()
-	}
-	return nil
-}
-
-// Gone changes nothing: what a process has set stays.
-func (q *Quarantine) Gone(time.Duration, crdt.Replica) {}
-
-// Rejoin writes as the new incarnation from now on; see gossip.Rejoiner.
-func (q *Quarantine) Rejoin(_ time.Duration, self crdt.Replica) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	set, err := crdt.NewLWWSet(self)
+func (p *Process) changeQuarantine(in QuarantineRequest, who operator) error {
+	rule, err := dlq.ParseRule(in.Rule)
 	if err != nil {
-		return // a session took the name
+		return err
 	}
-	all, _ := q.set.Delta(nil, 0, math.MaxInt)
-	_ = set.Merge(all) // it is well-formed
-	q.self, q.set = self, set
-}
-
-// A note is the wall times of the entry in milliseconds, who, and why.
-func noteOf(e dlq.QuarantineEntry) string {
-	b := binary.AppendUvarint(nil, uint64(max(0, e.At.UnixMilli())))
-	b = binary.AppendUvarint(b, uint64(max(0, e.Until.UnixMilli())))
-	return string(wire.AppendText(wire.AppendText(b, e.By), e.Why))
-}
-
-// entryOf reads an element; false if it is none of this version.
-func entryOf(element, note string) (e dlq.QuarantineEntry, ok bool) {
-	rule, err := dlq.ParseRule(element)
-	if err != nil {
-		return e, false
+	by := in.By
+	if who.token != "" {
+		by = who.token
 	}
-	r := read([]byte(note))
-	const end = 1 << 52 // no time is later, in milliseconds
-	at, until := r.Uint("at", 0, end), r.Uint("until", 0, end)
-	e = dlq.QuarantineEntry{Rule: rule, At: time.UnixMilli(int64(at)), Until: time.UnixMilli(int64(until))}
-	e.By, e.Why = r.Text("by", 0, crdt.MaxNote), r.Text("why", 0, crdt.MaxNote)
-	return e, r.Fault() == nil && r.Len() == 0
+	if in.Remove {
+		return p.rules.Remove(rule, by)
+	}
+	e := dlq.QuarantineEntry{Rule: rule, By: by, Why: in.Why}
+	if in.For != 0 {
+		e.Until = time.Now().Add(in.For)
+	}
+	return p.rules.Add(e)
 }

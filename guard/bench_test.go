@@ -8,8 +8,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/crdt"
-	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 )
 
 type nopPort struct{}
@@ -27,15 +27,15 @@ func (nopPort) Flush() error               { return nil }
 func loneFleet(b *testing.B) Fleet {
 	start := time.Now()
 	self := crdt.Replica{Name: "a", Incarnation: 1}
-	v, err := fleet.NewVerdicts(0, fleet.Config{}, self, fleet.Roster{Number: 1, Names: []string{"a"}})
+	v, err := fleetstate.NewVerdicts(0, fleetstate.Config{}, self, fleetstate.Roster{Number: 1, Names: []string{"a"}})
 	if err != nil {
 		b.Fatal(err)
 	}
-	s, err := fleet.NewStorms(fleet.StormConfig{}, self)
+	s, err := fleetstate.NewStorms(fleetstate.StormConfig{}, self)
 	if err != nil {
 		b.Fatal(err)
 	}
-	return fleet.NewMember(func() time.Duration { return time.Since(start) }, v, s)
+	return fleetstate.NewMember(func() time.Duration { return time.Since(start) }, v, s)
 }
 
 func BenchmarkLoop(b *testing.B) {

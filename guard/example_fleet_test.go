@@ -12,10 +12,10 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
-	"github.com/stormguard-mq/stormguard/crdt"
-	"github.com/stormguard-mq/stormguard/fleet"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/guard/guardtest"
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 )
 
 // Two guards, each with its own part in the fleet, consume one queue. Their
@@ -23,20 +23,20 @@ import (
 func ExampleWithFleet() {
 	began := time.Now()
 	clock := func() time.Duration { return time.Since(began) } // of the session that carries the packets
-	roster := fleet.Roster{Number: 1, Names: []string{"a", "b"}}
-	var votes []*fleet.Verdicts
+	roster := fleetstate.Roster{Number: 1, Names: []string{"a", "b"}}
+	var votes []*fleetstate.Verdicts
 	var guards []*guard.Guard
 	for _, name := range roster.Names {
 		self := crdt.Replica{Name: name, Incarnation: 1}
-		v, err := fleet.NewVerdicts(clock(), fleet.Config{Successes: 4, Settle: 200 * time.Millisecond}, self, roster)
+		v, err := fleetstate.NewVerdicts(clock(), fleetstate.Config{Successes: 4, Settle: 200 * time.Millisecond}, self, roster)
 		if err != nil {
 			log.Fatal(err)
 		}
-		s, err := fleet.NewStorms(fleet.StormConfig{}, self)
+		s, err := fleetstate.NewStorms(fleetstate.StormConfig{}, self)
 		if err != nil {
 			log.Fatal(err)
 		}
-		g, err := guard.New(guard.Config{Group: "shop"}, guard.WithFleet(fleet.NewMember(clock, v, s)))
+		g, err := guard.New(guard.Config{Group: "shop"}, guard.WithFleet(fleetstate.NewMember(clock, v, s)))
 		if err != nil {
 			log.Fatal(err)
 		}

@@ -16,7 +16,7 @@ import (
 )
 
 // A Fleet is what a Guard asks of the other processes that run the same
-// consumers: fleet.Member is one. It decides over breakers, compares storms, and adds
+// consumers: the Member of a fleet.Process is one. It decides over breakers, compares storms, and adds
 // up what the processes count.
 type Fleet interface {
 	circuit.Fleet

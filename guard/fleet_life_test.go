@@ -9,9 +9,9 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/fleet"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/guard/guardtest"
+	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 )
 
 // lifeRig is three processes with a partition each; a and b handle 50 messages a
@@ -266,7 +266,7 @@ func TestFleetTotals(t *testing.T) {
 			p.open("orders", fmt.Sprint(i))
 		}
 		time.Sleep(20 * time.Second)
-		want := fleet.Total{Key: "g/orders", DeadLettered: uint64(r.dead(0) + r.dead(1) + r.dead(2)), Processes: 3}
+		want := fleetstate.Total{Key: "g/orders", DeadLettered: uint64(r.dead(0) + r.dead(1) + r.dead(2)), Processes: 3}
 		for _, c := range r.since(0) {
 			if c.ok {
 				want.Handled++

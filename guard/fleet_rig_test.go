@@ -14,10 +14,10 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
-	"github.com/stormguard-mq/stormguard/crdt"
-	"github.com/stormguard-mq/stormguard/fleet"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/guard/guardtest"
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 )
 
 var errFleetDown = errors.New("dependency down")
@@ -33,7 +33,7 @@ type fleetRig struct {
 	broker  *guardtest.Broker
 	began   time.Time
 	cfg     guard.Config
-	fcfg    fleet.Config
+	fcfg    fleetstate.Config
 	pace    guard.Limiter                     // of dead letters
 	alone   bool                              // no fleet
 	noVotes bool                              // storms only
@@ -71,10 +71,10 @@ type party struct {
 	replica crdt.Replica
 	offset  time.Duration
 	guard   *guard.Guard
-	v       *fleet.Verdicts
-	st      *fleet.Storms
-	tot     *fleet.Totals
-	m       *fleet.Member
+	v       *fleetstate.Verdicts
+	st      *fleetstate.Storms
+	tot     *fleetstate.Totals
+	m       *fleetstate.Member
 	broken  atomic.Bool // its own path
 	quit    chan struct{}
 	gone    sync.WaitGroup
@@ -133,19 +133,19 @@ func (r *fleetRig) start(name string) *party {
 	r.mu.Unlock()
 	opts := []guard.Option{guard.WithClock(func() time.Duration { return r.now() + p.offset/2 }), guard.WithDeadLetterLimiter(r.pace), guard.WithSeed(p.replica.Incarnation)}
 	if !r.alone {
-		roster := fleet.Roster{Number: 1, Names: r.names}
+		roster := fleetstate.Roster{Number: 1, Names: r.names}
 		var err error
-		if p.v, err = fleet.NewVerdicts(p.clock(), r.fcfg, p.replica, roster); err != nil {
+		if p.v, err = fleetstate.NewVerdicts(p.clock(), r.fcfg, p.replica, roster); err != nil {
 			r.t.Fatal(err)
 		}
-		if p.st, err = fleet.NewStorms(fleet.StormConfig{}, p.replica); err != nil {
+		if p.st, err = fleetstate.NewStorms(fleetstate.StormConfig{}, p.replica); err != nil {
 			r.t.Fatal(err)
 		}
-		p.m = fleet.NewMember(p.clock, p.v, p.st)
+		p.m = fleetstate.NewMember(p.clock, p.v, p.st)
 		if r.noVotes {
-			p.m = fleet.NewMember(p.clock, nil, p.st)
+			p.m = fleetstate.NewMember(p.clock, nil, p.st)
 		}
-		if p.tot, err = fleet.NewTotals(p.replica); err != nil {
+		if p.tot, err = fleetstate.NewTotals(p.replica); err != nil {
 			r.t.Fatal(err)
 		}
 		p.m.CarryTotals(p.tot)

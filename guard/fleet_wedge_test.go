@@ -15,11 +15,11 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
-	"github.com/stormguard-mq/stormguard/crdt"
 	"github.com/stormguard-mq/stormguard/dlq"
-	"github.com/stormguard-mq/stormguard/fleet"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/guard/guardtest"
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 )
 
 // A turn whose process has lost what it wanted to probe with passes on: its source
@@ -204,17 +204,17 @@ func TestFleetHoldsAFunction(t *testing.T) {
 func TestFleetHasOneDriver(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		self := crdt.Replica{Name: "a", Incarnation: 1}
-		v, err := fleet.NewVerdicts(0, fleet.Config{}, self, fleet.Roster{Number: 1, Names: []string{"a", "b"}})
+		v, err := fleetstate.NewVerdicts(0, fleetstate.Config{}, self, fleetstate.Roster{Number: 1, Names: []string{"a", "b"}})
 		if err != nil {
 			t.Fatal(err)
 		}
 		began := time.Now()
-		m := fleet.NewMember(func() time.Duration { return time.Since(began) }, v, nil)
+		m := fleetstate.NewMember(func() time.Duration { return time.Since(began) }, v, nil)
 		g, err := guard.New(guard.Config{}, guard.WithFleet(m))
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := guard.New(guard.Config{}, guard.WithFleet(m)); !errors.Is(err, fleet.ErrAttached) {
+		if _, err := guard.New(guard.Config{}, guard.WithFleet(m)); !errors.Is(err, fleetstate.ErrAttached) {
 			t.Errorf("a second driver: %v", err)
 		}
 		e, err := guardtest.NewBroker().Consume(t.Context(), "s", guardtest.ConsumerConfig{})

@@ -132,11 +132,7 @@ func (a *all) Level() Level {
 		if late(g) == 1 {
 			continue
 		}
-		m, ok := g.(Meter)
-		if !ok {
-			continue
-		}
-		l := m.Level()
+		l := g.Level()
 		next := max(tight.Next, l.Next)
 		if tight.Limit == (Limit{}) || l.Limit != (Limit{}) && l.Left < tight.Left {
 			tight = l

@@ -4,7 +4,13 @@
 // Package limiter holds one rate limit over many processes, without a server, a
 // store or an election between them.
 //
-// Start with [Local] for one process, and with [New] and [Set.Key] for a fleet.
+// Start with [Local] for one process. For a fleet, package fleet starts a process and its
+// Key returns the [Limiter] of a key. limiter/redis keeps a limit in a Redis. All of them
+// are a [Gate]. [All] puts several together, [Observe] tries one out, and [Enter] admits a
+// request with a deadline. limiter/limithttp and limiter/limitgrpc put gates in front of
+// servers and clients.
+//
+// # In a fleet
 //
 //	    own clock                             own clock
 //	        │ mints its share                     │ mints its share
@@ -37,17 +43,17 @@
 //     at most what was lent to it.
 //   - Two living processes of one name mint its share twice: its part of
 //     Burst + Rate·T more.
-//   - A limit that is cut while nodes run ([Node.Adopt]): until all who lose have
-//     applied the cut the larger limit bounds, and [Node.Applied] of each says who
-//     has not. Who is cut off does not hear of it.
+//   - A limit that is cut while processes run: until all who lose by it have applied the
+//     cut, the larger limit bounds. fleet.Status lists the processes that have not. One that
+//     is cut off does not hear of it.
 //   - A reset: at most Burst more, once.
-//   - [TakeOver]: P sides of a split admit up to (P-1)·(Burst + Rate·(T-After))
+//   - fleet.TakeOver: P sides of a split admit up to (P-1)·(Burst + Rate·(T-After))
 //     more, each time. T is the longest time for which two nodes take in nothing of
 //     each other: up to 5.1 s longer than the split, see there.
-//   - [Open]: each start of a process admits up to its share of Burst + Rate·T more,
+//   - fleet.Open: each start of a process admits up to its share of Burst + Rate·T more,
 //     where T is how long it may not mint.
-//   - A fence ([Node.Mint]) of a process that stood still, or whose machine did: at
-//     most one pool for each key.
+//   - A fence of a process that stood still, or whose machine did: at most one pool for
+//     each key.
 //   - A reservation ([Limiter.Reserve]) that stands when a limit is cut or a fence
 //     comes: at most a share of Burst for each node.
 //   - A process that is given an outdated configuration and no fence, until it hears
@@ -59,7 +65,7 @@
 // share, and what a crashed process would have minted is not minted until its name
 // is back.
 //
-// Alone ([Local], or an empty roster) the bucket is exact: never more than
+// Alone ([Local], or a fleet without a roster) the bucket is exact: never more than
 // Burst + Rate·T. What the pool of a full bucket gave is counted when the pool is
 // filled again, so a burst may be smaller by what the pool holds, at most 64
 // tokens and a quarter of it.
@@ -69,9 +75,9 @@
 // Names are stable: each name in the roster has its share, whether it is there or
 // not. A new life mints nothing until every member of the
 // roster has written to it, or 1.011 s have passed, and always for that long in a
-// fleet with a name ([Config].Fleet); nobody needs to know that it had an earlier
+// fleet whose configuration can change; nobody needs to know that it had an earlier
 // one. The session that carries the packets tells lives apart, and
-// gives the clock that the set has too.
+// gives the clock.
 //
 // # Small limits
 //
@@ -79,25 +85,6 @@
 // on one home per key, chosen by rendezvous hashing, which lends whole tokens by a
 // draw among all who need one. While that node is down or cut off the key is denied
 // elsewhere.
-//
-// # Changes
-//
-// Limits and roster are those of a [Configuration], which has a number. Of each limit a
-// node uses the smallest share that it has in any configuration from the last complete
-// one to the newest that it has adopted; a configuration is complete when all who have
-// less by it keep within it. So the shares in use are never more than the whole,
-// though no two nodes change at the same instant. Who agrees on configurations, tells the
-// nodes, and knows when one is complete is not in this package. It keeps a new life
-// behind a fence until that life has adopted the newest configuration and knows what is
-// complete.
-//
-// # What it does not know
-//
-// It opens no socket: a [Node] writes packets ([Node.Delta]) and reads them
-// ([Node.Merge]), and crdt/gossip or a test carries them. It has no state that is
-// merged by taking the larger: what remains of a limit is nobody's to know. Node is
-// a step machine without goroutine, timer or clock; [Set] puts a lock, handles and
-// one goroutine around it.
 //
 // # Sources
 //

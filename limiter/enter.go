@@ -37,6 +37,9 @@ func (e *DeniedError) Unwrap() []error {
 	return []error{ErrDenied, e.Err}
 }
 
+// minAsk is the least that anybody is told to wait.
+const minAsk = 100 * time.Microsecond
+
 // Enter admits one for somebody with a deadline. It waits for most at the longest,
 // not at all if that is 0, and never beyond ctx's deadline; and it does not begin to
 // wait for what cannot be in time as far as the gate knows. A denial is a
@@ -48,7 +51,7 @@ func Enter(ctx context.Context, g Gate, most time.Duration) error {
 	if g.Allow() {
 		return nil
 	}
-	next := max(levelOf(g).Next, minAsk)
+	next := max(g.Level().Next, minAsk)
 	if most <= 0 {
 		return &DeniedError{After: next}
 	}
@@ -62,7 +65,7 @@ func Enter(ctx context.Context, g Gate, most time.Duration) error {
 	defer cancel()
 	err := g.Wait(within)
 	if err != nil && (within.Err() != nil || errors.Is(err, context.DeadlineExceeded)) {
-		return &DeniedError{After: max(levelOf(g).Next, minAsk), Err: err}
+		return &DeniedError{After: max(g.Level().Next, minAsk), Err: err}
 	}
 	return err
 }

@@ -21,6 +21,22 @@ func mustLocal(rate float64, burst int) *limiter.Limiter {
 	return l
 }
 
+// One process, one limit.
+func ExampleLocal() {
+	l, err := limiter.Local(limiter.Limit{Rate: 100, Burst: 3})
+	if err != nil {
+		log.Fatal(err)
+	}
+	for range 3 {
+		fmt.Print(l.Allow(), " ")
+	}
+	fmt.Println(l.AllowN(3))
+	fmt.Println(l.Wait(context.Background())) // 10 ms
+	// Output:
+	// true true true false
+	// <nil>
+}
+
 // A tenant's limit and everybody's: what one of them refuses takes nothing from the
 // other.
 func ExampleAll() {

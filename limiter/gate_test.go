@@ -6,7 +6,6 @@ package limiter
 import (
 	"context"
 	"errors"
-	"fmt"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -15,181 +14,8 @@ import (
 
 	"pgregory.net/rapid"
 
-	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/internal/escrow"
 )
-
-// A token that is given back is there again, one that does not fit is lost, and
-// what was never taken is not given.
-func TestRefund(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		l := local(t, Limit{Rate: .001, Burst: 5})
-		l.Refund(3)
-		if l.AllowN(6) || !l.AllowN(5) || l.Allow() {
-			t.Fatal("not a burst of 5")
-		}
-		l.Refund(2)
-		if !l.AllowN(2) || l.Allow() {
-			t.Fatal("what was given back is not there")
-		}
-		l.Refund(100)
-		l.Refund(-1)
-		if !l.AllowN(5) || l.Allow() {
-			t.Fatal("given back: want what fits")
-		}
-	})
-}
-
-// What is lent fills the cap, and a node that has spent nothing of its own has nothing
-// to give back, however empty it is.
-func TestRefundOfANode(t *testing.T) {
-	n, err := NewNode(crdt.Replica{Name: "a"}, Config{
-		Limit: Limit{Rate: 10, Burst: 40}, Roster: Roster{Members: []Member{{Name: "a"}, {Name: "b"}}},
-	}, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if n.Take(0, "k", 1) || n.Refund(0, "k", 5) != 0 || n.Refund(0, "other", 5) != 0 {
-		t.Fatal("a new life has something")
-	}
-	now := 10 * time.Second
-	if !n.Take(now, "k", 15) {
-		t.Fatal("not its share")
-	}
-	r := n.rows["k"]
-	lend := func(amount int64) {
-		r.level -= amount
-		r.lent += amount
-		r.sum.Lent += amount
-	}
-	lend(3 * micro)
-	if back := n.Refund(now, "k", 5); back != 5*micro {
-		t.Fatalf("%d given back of 5", back)
-	}
-	now += 5 * time.Second // it is full again, but for what has been lent
-	if back := n.Refund(now, "k", 10); back != 0 || r.level+r.lent != r.cap {
-		t.Fatalf("%d given back to a full one, level %d, lent %d", back, r.level, r.lent)
-	}
-	if r.sum.Minted+r.sum.Back != r.level+r.sum.Own+r.sum.Lent {
-		t.Error("own tokens do not tie up")
-	}
-}
-
-// Who waits gets what is given back.
-func TestRefundServes(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		l := local(t, Limit{Rate: .001, Burst: 2})
-		defer l.set.Close()
-		l.AllowN(2)
-		start := time.Now()
-		done := make(chan error)
-		go func() { done <- l.WaitN(t.Context(), 2) }()
-		synctest.Wait()
-		l.Refund(1)
-		synctest.Wait()
-		select {
-		case err := <-done:
-			t.Fatal("served by half of what it wants", err)
-		default:
-		}
-		l.Refund(1)
-		if err := <-done; err != nil || time.Since(start) > 0 {
-			t.Fatal(err, time.Since(start))
-		}
-	})
-}
-
-// However tokens are taken and given back, and whatever time passes between, what
-// is used is within burst and rate and what was on its way back when the interval
-// began; without such, within burst and rate.
-func TestRefundMakesNoTokens(t *testing.T) {
-	rapid.Check(t, func(t *rapid.T) {
-		limit := Limit{
-			Rate:  rapid.SampledFrom([]float64{1, 100, 12345}).Draw(t, "rate"),
-			Burst: rapid.SampledFrom([]int{1, 2, 5, 300}).Draw(t, "burst"),
-		}
-		var now hand
-		s, err := New(crdt.Replica{Name: "a"}, Config{Limit: limit}, WithClock(now.read))
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer s.Close()
-		l := s.Key("k")
-		// all is a bucket in nano-tokens with every token that exists: those that
-		// are out included, which therefore keep nobody from filling it.
-		level, most, out := int64(limit.Burst)*1e9, int64(limit.Burst)*1e9, 0
-		for range 80 {
-			if rapid.IntRange(0, 3).Draw(t, "passes") == 0 {
-				d := time.Duration(rapid.IntRange(0, 100_000).Draw(t, "µs")) * time.Microsecond
-				now.move(d)
-				level = max(level, min(most+int64(out)*1e9, level+int64(d)*int64(limit.Rate)))
-			}
-			n := rapid.SampledFrom([]int{1, 1, 2, limit.Burst}).Draw(t, "n")
-			switch rapid.SampledFrom([]string{"use", "take", "give", "at once"}).Draw(t, "what") {
-			case "use":
-				if l.AllowN(n) {
-					level -= int64(n) * 1e9
-				}
-			case "take":
-				if l.AllowN(n) {
-					out += n
-				}
-			case "give":
-				n = min(n, out)
-				out -= n
-				l.Refund(n)
-				level = min(level, most+int64(out)*1e9)
-			case "at once":
-				before := l.Level().Left
-				if l.AllowN(n) {
-					l.Refund(n)
-				}
-				if l.Level().Left != before {
-					t.Fatal("taken and given back: the level has changed")
-				}
-			}
-			if level < 0 {
-				t.Fatal("more is used than there is")
-			}
-			v, _ := s.View("k")
-			if v.Level > v.Cap || v.Level+v.Sums.Own != v.Sums.Minted || v.Sums.Own < 0 {
-				t.Fatal("the books do not tie up")
-			}
-		}
-	})
-}
-
-// In a fleet too, where what is spent may have been lent.
-func TestRefundInAFleet(t *testing.T) {
-	rapid.Check(t, func(t *rapid.T) {
-		n := rapid.IntRange(2, 4).Draw(t, "nodes")
-		limit := rapid.SampledFrom([]Limit{{1000, 50}, {1000, 400}, {20, 5}, {100, 3}}).Draw(t, "limit")
-		f := newFleet(silent{}, n, limit, rapid.Uint64().Draw(t, "seed"))
-		f.loss = rapid.SampledFrom([]float64{0, .35}).Draw(t, "loss")
-		var err error
-		f.probe = func() {
-			if err == nil {
-				err = f.check()
-			}
-		}
-		for range rapid.IntRange(3, 20).Draw(t, "steps") {
-			s := f.nodes[rapid.IntRange(0, n-1).Draw(t, "node")]
-			tokens := rapid.IntRange(1, limit.Burst).Draw(t, "tokens")
-			now := s.clock(f.now)
-			if s.Take(now, "k", tokens) {
-				kept := s.Refund(now, "k", tokens)
-				f.spent -= int64(tokens)*micro - kept // what found no room is gone
-			}
-			hot := rapid.IntRange(0, n-1).Draw(t, "hot")
-			f.run(f.now+time.Duration(rapid.IntRange(1, 1500).Draw(t, "ms"))*ms, 1.5*limit.Rate, func(time.Duration) int { return hot })
-			if err == nil {
-				err = f.check()
-			}
-			if err != nil {
-				t.Fatal(err)
-			}
-		}
-	})
-}
 
 // tally is a gate that knows what is out.
 type tally struct {
@@ -229,29 +55,27 @@ func (c *tally) Refund(n int) {
 
 // Whatever is asked, every gate has given what was admitted and nothing else, and
 // a denial is one that some gate alone would have made.
-func TestAllOrNone(t *testing.T) {
-	rapid.Check(t, func(t *rapid.T) {
-		var now hand
+func TestAllOrNone(tb *testing.T) {
+	rapid.Check(tb, func(t *rapid.T) {
+		var at atomic.Int64 // a clock that stands until it is moved
+		clock := func() time.Duration { return time.Duration(at.Load()) }
 		var gates []Gate
 		var parts []*tally
 		var keys []*Limiter
 		for i := range rapid.IntRange(1, 4).Draw(t, "gates") {
-			s, err := New(crdt.Replica{Name: "a"}, Config{Limit: Limit{
+			l, closeIt := closable(tb, Limit{
 				Rate:  rapid.SampledFrom([]float64{1, 10, 1000}).Draw(t, "rate"),
 				Burst: rapid.SampledFrom([]int{1, 2, 5, 100}).Draw(t, "burst"),
-			}}, WithClock(now.read))
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer s.Close()
-			keys = append(keys, s.Key(fmt.Sprint(i)))
+			}, escrow.WithClock(clock))
+			defer closeIt()
+			keys = append(keys, l)
 			parts = append(parts, &tally{Gate: keys[i]})
 			gates = append(gates, parts[i])
 		}
 		a := All(gates...)
 		admitted := int64(0)
 		for range 40 {
-			now.move(time.Duration(rapid.IntRange(0, 300).Draw(t, "ms")) * ms)
+			at.Add(int64(rapid.IntRange(0, 300).Draw(t, "ms")) * int64(ms))
 			n := rapid.SampledFrom([]int{1, 1, 2, 6}).Draw(t, "n")
 			possible := true
 			for _, k := range keys {
@@ -417,16 +241,16 @@ func TestAllGivesUp(t *testing.T) {
 // Under the race detector, with real goroutines: the sum is right.
 func TestAllTogether(t *testing.T) {
 	const callers, each = 8, 200
-	shared := local(t, Limit{Rate: .001, Burst: 500})
-	defer shared.set.Close()
+	shared, closeShared := closable(t, Limit{Rate: .001, Burst: 500})
+	defer closeShared()
 	global := &tally{Gate: shared}
 	var admitted, waited atomic.Int64
 	var all sync.WaitGroup
 	ctx, cancel := context.WithTimeout(t.Context(), 200*ms)
 	defer cancel()
 	for i := range callers {
-		tenant := local(t, Limit{Rate: .001, Burst: 30 * (i + 1)})
-		defer tenant.set.Close()
+		tenant, closeTenant := closable(t, Limit{Rate: .001, Burst: 30 * (i + 1)})
+		defer closeTenant()
 		a := All(tenant, nil, global, Observe(global.Gate, nil))
 		all.Go(func() {
 			for j := range each {
@@ -490,7 +314,7 @@ func TestObserve(t *testing.T) {
 func TestLevel(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		narrow, wide := local(t, Limit{Rate: .5, Burst: 3}), local(t, Limit{Rate: 100, Burst: 50})
-		a := All(wide, narrow, Observe(local(t, Limit{Rate: 1, Burst: 1}), nil)).(Meter)
+		a := All(wide, narrow, Observe(local(t, Limit{Rate: 1, Burst: 1}), nil))
 		if l := a.Level(); l != (Level{Limit: Limit{.5, 3}, Left: 3}) {
 			t.Errorf("full: %+v", l)
 		}
@@ -517,7 +341,7 @@ func TestLevel(t *testing.T) {
 		if l := a.Level(); l.Limit != (Limit{100, 50}) || l.Next != 2*time.Second {
 			t.Errorf("both empty: %+v", l)
 		}
-		if l := All().(Meter).Level(); l != (Level{}) {
+		if l := All().Level(); l != (Level{}) {
 			t.Errorf("of nothing: %+v", l)
 		}
 	})
@@ -525,7 +349,7 @@ func TestLevel(t *testing.T) {
 
 func TestEnter(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		l := local(t, Limit{Rate: 1, Burst: 1})
+		l, closeIt := closable(t, Limit{Rate: 1, Burst: 1})
 		within := func(d time.Duration) context.Context {
 			ctx, cancel := context.WithTimeout(t.Context(), d)
 			t.Cleanup(cancel)
@@ -577,7 +401,7 @@ func TestEnter(t *testing.T) {
 		if _, _, cause := enter(ended, time.Hour); !errors.Is(cause, context.Canceled) {
 			t.Error("ended:", cause)
 		}
-		l.set.Close()
+		closeIt()
 		if err := Enter(t.Context(), l, time.Hour); !errors.Is(err, ErrClosed) || errors.Is(err, ErrDenied) {
 			t.Error("closed:", err)
 		}

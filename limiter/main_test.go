@@ -4,35 +4,34 @@
 package limiter
 
 import (
-	"flag"
-	"sync/atomic"
 	"testing"
 	"time"
 
 	"go.uber.org/goleak"
+
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+	"github.com/stormguard-mq/stormguard/internal/escrow"
 )
 
-// hand is a clock that stands until a test moves it. A set's own goroutine reads
-// it too.
-type hand struct{ at atomic.Int64 }
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-func (h *hand) read() time.Duration  { return time.Duration(h.at.Load()) }
-func (h *hand) set(to time.Duration) { h.at.Store(int64(to)) }
-func (h *hand) move(d time.Duration) { h.at.Add(int64(d)) }
+const ms = time.Millisecond
 
-func TestMain(m *testing.M) {
-	// A run of the model is seconds of a fleet's time. The nodes have no goroutines,
-	// so the race detector finds nothing there and only makes it slow. A flag on the
-	// command line still wins.
-	checks := "100"
-	switch {
-	case raceEnabled:
-		checks = "10"
-	case full:
-		checks = "2000"
+// closable is a limit of this process, with what closes it.
+func closable(t testing.TB, l Limit, opts ...escrow.Option) (*Limiter, func()) {
+	t.Helper()
+	s, err := escrow.New(crdt.Replica{Name: "a"}, escrow.Config{Limit: escrow.Limit(l)}, opts...)
+	if err != nil {
+		t.Fatal(err)
 	}
-	if err := flag.Set("rapid.checks", checks); err != nil {
-		panic(err)
+	return (*Limiter)(s.Key("k")), s.Close
+}
+
+func local(t testing.TB, l Limit) *Limiter {
+	t.Helper()
+	x, err := Local(l)
+	if err != nil {
+		t.Fatal(err)
 	}
-	goleak.VerifyTestMain(m)
+	return x
 }

@@ -59,7 +59,7 @@ func (*observed) Refund(int) {}
 
 // Level is the real one's, except that there is nothing to wait for.
 func (o *observed) Level() Level {
-	l := levelOf(o.gate)
+	l := o.gate.Level()
 	l.Next = 0
 	return l
 }

@@ -16,9 +16,9 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/stormguard-mq/stormguard/breaker"
-	"github.com/stormguard-mq/stormguard/crdt"
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/internal/circuit"
+	"github.com/stormguard-mq/stormguard/internal/crdt"
 	"github.com/stormguard-mq/stormguard/internal/scope"
 )
 

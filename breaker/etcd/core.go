@@ -6,7 +6,7 @@ package etcd
 import (
 	"time"
 
-	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/internal/crdt"
 	"github.com/stormguard-mq/stormguard/internal/scope"
 )
 

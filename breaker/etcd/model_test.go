@@ -11,7 +11,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/internal/crdt"
 	"github.com/stormguard-mq/stormguard/internal/scope"
 	"github.com/stormguard-mq/stormguard/internal/scopetest"
 )

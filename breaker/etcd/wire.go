@@ -10,8 +10,8 @@ import (
 	"math"
 	"slices"
 
-	"github.com/stormguard-mq/stormguard/crdt"
-	"github.com/stormguard-mq/stormguard/crdt/wire"
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+	"github.com/stormguard-mq/stormguard/internal/crdt/wire"
 	"github.com/stormguard-mq/stormguard/internal/scope"
 )
 

@@ -6,7 +6,6 @@ package main
 import (
 	"bytes"
 	"context"
-	"crypto/rand"
 	"crypto/tls"
 	"crypto/x509"
 	"encoding/base64"
@@ -25,8 +24,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/stormguard-mq/stormguard/crdt/gossip"
-	"github.com/stormguard-mq/stormguard/fleet/process"
+	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/limiter"
 )
 
 const fleetLong = `Show a fleet of processes that share limits and breakers, live, as one of them
@@ -34,7 +33,7 @@ sees it: who is there, in which zone, with which share of the limits; whose shar
 is stranded; who has not applied a change yet; how long changes take to arrive;
 and how much of each key is admitted.
 
---url is where a process of the fleet serves process.Handler. "stormguard fleet
+--url is where a process of the fleet serves the handler of fleet.Process. "stormguard fleet
 run" starts processes to try it with:
 
   stormguard fleet run --name a --roster a,b,c --register file:trial --bind 127.0.0.1:7001 --http 127.0.0.1:8001
@@ -88,9 +87,7 @@ that only the fleet's processes can read, the same for all of them:
   stormguard fleet run --keys fleet.key --bind :7946 ...`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			var key [gossip.KeySize]byte
-			_, _ = rand.Read(key[:]) // never fails
-			_, err := fmt.Fprintln(cmd.OutOrStdout(), base64.StdEncoding.EncodeToString(key[:]))
+			_, err := fmt.Fprintln(cmd.OutOrStdout(), base64.StdEncoding.EncodeToString(fleet.NewKey()))
 			return err
 		},
 	}
@@ -135,15 +132,15 @@ func newFleetSet(op *operator) *cobra.Command {
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			limited := cmd.Flags().Changed("rate") || cmd.Flags().Changed("burst")
 			var in change
-			switch limit := (&process.Limit{Rate: rate, Burst: burst}); {
+			switch limit := (&limiter.Limit{Rate: rate, Burst: burst}); {
 			case unset && (limited || key == ""):
 				return usageError{errors.New("--unset: needs --key, and neither --rate nor --burst")}
 			case unset:
-				in.Limits = map[string]*process.Limit{key: nil}
+				in.Limits = map[string]*limiter.Limit{key: nil}
 			case limited && !(cmd.Flags().Changed("rate") && cmd.Flags().Changed("burst")):
 				return usageError{errors.New("--rate and --burst: must be given together")}
 			case limited && key != "":
-				in.Limits = map[string]*process.Limit{key: limit}
+				in.Limits = map[string]*limiter.Limit{key: limit}
 			case limited:
 				in.Limit = limit
 			case key != "" || len(weights) == 0:
@@ -178,12 +175,12 @@ func newFleetReset(op *operator) *cobra.Command {
 }
 
 // A change is what set and reset ask for.
-type change process.ChangeRequest
+type change fleet.Change
 
 // path is where to ask for it, and what.
 func (c change) path(number uint64) (string, any) {
 	c.Number = number
-	return "change", process.ChangeRequest(c)
+	return "change", fleet.Change(c)
 }
 
 func newFleetJournal(op *operator) *cobra.Command {
@@ -192,7 +189,7 @@ func newFleetJournal(op *operator) *cobra.Command {
 		Short: "Print what happened in the fleet, oldest first",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			var lines []process.Line
+			var lines []fleet.Entry
 			raw, err := op.ask(cmd.Context(), http.MethodGet, "journal", nil, &lines)
 			if err != nil {
 				return err
@@ -216,7 +213,7 @@ func newFleetJournal(op *operator) *cobra.Command {
 // 0. It happens or not, and never later.
 func (op *operator) change(cmd *cobra.Command, number uint64, done string, path func(number uint64) (string, any)) error {
 	if number == 0 {
-		var s process.Status
+		var s fleet.Status
 		if _, err := op.ask(cmd.Context(), http.MethodGet, "status", nil, &s); err != nil {
 			return err
 		}
@@ -281,12 +278,12 @@ func isLoopback(host string) bool {
 }
 
 // readTokens reads tokens: one "NAME SECRET" a line; # begins a comment.
-func readTokens(flag, path string) ([]process.Token, error) {
+func readTokens(flag, path string) ([]fleet.Token, error) {
 	text, err := os.ReadFile(path) //nolint:gosec // the operator's own
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", flag, err)
 	}
-	var tokens []process.Token
+	var tokens []fleet.Token
 	for n, line := range strings.Split(string(text), "\n") {
 		line, _, _ = strings.Cut(line, "#")
 		switch words := strings.Fields(line); {
@@ -294,7 +291,7 @@ func readTokens(flag, path string) ([]process.Token, error) {
 		case len(words) != 2 || len(words[1]) < minToken:
 			return nil, fmt.Errorf("%s %s: line %d is not NAME SECRET, with a secret of %d bytes or more", flag, path, n+1, minToken)
 		default:
-			tokens = append(tokens, process.Token{Name: words[0], Secret: words[1]})
+			tokens = append(tokens, fleet.Token{Name: words[0], Secret: words[1]})
 		}
 	}
 	if len(tokens) == 0 {
@@ -303,7 +300,7 @@ func readTokens(flag, path string) ([]process.Token, error) {
 	return tokens, nil
 }
 
-const minToken = 16 // bytes, as process.Token says
+const minToken = 16 // bytes, as fleet.Token says
 
 // ask sends one request, and reads the answer into out too.
 func (op *operator) ask(ctx context.Context, method, path string, body, out any) ([]byte, error) {
@@ -361,10 +358,10 @@ func (op *operator) ask(ctx context.Context, method, path string, body, out any)
 
 // show prints the fleet: once, from two looks a second apart, or each second.
 func (op *operator) show(ctx context.Context, w io.Writer, watch bool) error {
-	var before process.Status
+	var before fleet.Status
 	at := time.Now()
 	for looks := 1; ; looks++ {
-		var s process.Status
+		var s fleet.Status
 		raw, err := op.ask(ctx, http.MethodGet, "status", nil, &s)
 		if err != nil {
 			return err
@@ -401,9 +398,9 @@ type keyRate struct {
 
 // rates are those between two looks, the fastest first. A process that started in
 // between, or whose standing has not come anew, counts as 0.
-func rates(before, after *process.Status, d time.Duration) []keyRate {
+func rates(before, after *fleet.Status, d time.Duration) []keyRate {
 	type at struct{ name, key string }
-	was := map[at]process.Key{}
+	was := map[at]fleet.Key{}
 	for _, m := range before.Members {
 		for _, k := range m.Keys {
 			was[at{m.Name, k.Key}] = k
@@ -440,7 +437,7 @@ func rates(before, after *process.Status, d time.Duration) []keyRate {
 	return sorted
 }
 
-func printFleet(out io.Writer, s *process.Status, keys []keyRate) error {
+func printFleet(out io.Writer, s *fleet.Status, keys []keyRate) error {
 	var b bytes.Buffer
 	c := s.Configuration
 	fmt.Fprintf(&b, "%s, as %s sees it at %s\n", s.Fleet, s.Name, time.Now().Format("15:04:05"))
@@ -517,7 +514,7 @@ func printFleet(out io.Writer, s *process.Status, keys []keyRate) error {
 	return err
 }
 
-func zone(m process.Member) string {
+func zone(m fleet.Member) string {
 	if m.Region == "" {
 		return m.Zone
 	}

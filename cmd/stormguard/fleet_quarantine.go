@@ -17,7 +17,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/stormguard-mq/stormguard/dlq"
-	"github.com/stormguard-mq/stormguard/fleet/process"
+	"github.com/stormguard-mq/stormguard/fleet"
 )
 
 // quarantineFlags say which rule is meant.
@@ -79,7 +79,7 @@ func newFleetQuarantine(op *operator) (cmd *cobra.Command, asking []*cobra.Comma
 
 func newQuarantineAdd(op *operator) *cobra.Command {
 	var flags quarantineFlags
-	var in process.QuarantineRequest
+	var in fleet.QuarantineRequest
 	cmd := &cobra.Command{
 		Use:   "add (--key K | --header NAME=VALUE | --cause ID)",
 		Short: "Put a rule on the list, in force everywhere within a second",
@@ -105,7 +105,7 @@ func newQuarantineAdd(op *operator) *cobra.Command {
 
 func newQuarantineRemove(op *operator) *cobra.Command {
 	var flags quarantineFlags
-	in := process.QuarantineRequest{Remove: true}
+	in := fleet.QuarantineRequest{Remove: true}
 	cmd := &cobra.Command{
 		Use:   "remove (--key K | --header NAME=VALUE | --cause ID)",
 		Short: "Take a rule off the list",
@@ -130,7 +130,7 @@ func newQuarantineList(op *operator) *cobra.Command {
 		Short: "Print the rules that are in force, oldest first",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			var all []process.Quarantined
+			var all []fleet.Quarantined
 			raw, err := op.ask(cmd.Context(), http.MethodGet, "quarantine", nil, &all)
 			if err != nil {
 				return err
@@ -148,8 +148,8 @@ func newQuarantineList(op *operator) *cobra.Command {
 }
 
 // quarantine asks for a change of the list.
-func (op *operator) quarantine(cmd *cobra.Command, in process.QuarantineRequest, done string) error {
-	var all []process.Quarantined
+func (op *operator) quarantine(cmd *cobra.Command, in fleet.QuarantineRequest, done string) error {
+	var all []fleet.Quarantined
 	raw, err := op.ask(cmd.Context(), http.MethodPost, "quarantine", in, &all)
 	if err != nil {
 		return err

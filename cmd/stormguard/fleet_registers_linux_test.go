@@ -20,7 +20,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/fleet/process"
+	"github.com/stormguard-mq/stormguard/fleet"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
@@ -160,7 +160,7 @@ func (p *cliProcess) get(t *testing.T, path string, out any) {
 	}
 }
 
-func (p *cliProcess) status(t *testing.T) (s process.Status) {
+func (p *cliProcess) status(t *testing.T) (s fleet.Status) {
 	t.Helper()
 	p.get(t, "status", &s)
 	return s
@@ -198,7 +198,7 @@ func (p *cliProcess) set(t *testing.T, number uint64, rate float64) (made uint64
 }
 
 // inForce says that all keep within a number, by their own words.
-func inForce(s *process.Status, number uint64) bool {
+func inForce(s *fleet.Status, number uint64) bool {
 	n := 0
 	for _, m := range s.Members {
 		if m.Roster && m.Applied >= number {
@@ -320,7 +320,7 @@ func onRegister(t *testing.T, r store) {
 	last := told[rate].number
 	soon(t, "it is in force", func() bool { s := a.status(t); return inForce(&s, last) })
 
-	var lines []process.Line
+	var lines []fleet.Entry
 	log := a.status(t).Configuration.Log
 	wrote := func(rate float64) (in []uint64) {
 		for _, w := range log {

@@ -22,8 +22,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/stormguard-mq/stormguard/crdt/gossip"
-	"github.com/stormguard-mq/stormguard/fleet/process"
+	"github.com/stormguard-mq/stormguard/fleet"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
@@ -90,7 +89,7 @@ func newFleetRun() *cobra.Command {
 	f.StringVar(&run.httpTokens, "http-tokens", "", "`file` with one NAME SECRET a line: the tokens that are let in")
 	f.StringVar(&run.httpCert, "http-cert", "", "PEM `file` of the handler's certificate, with --http-key")
 	f.StringVar(&run.httpKey, "http-key", "", "PEM `file` of its private key")
-	f.StringVar(&run.network, "network", gossip.UDP, "udp, or tcp where UDP is dropped")
+	f.StringVar(&run.network, "network", "udp", "udp, or tcp where UDP is dropped")
 	f.StringVar(&run.keys, "keys", "", "a file with one base64 key of 32 bytes a line; the first encrypts, all are read")
 	run.store.bind(&ranges, f)
 	f.Uint64Var(&run.number, "number", 0, "without --register: of --rate, --burst and --roster; raise it by one with each change")
@@ -98,7 +97,7 @@ func newFleetRun() *cobra.Command {
 	f.StringVar(&run.region, "region", "", "where that is")
 	f.Float64Var(&run.rate, "rate", 1000, "of the first limit: tokens per second, of the whole fleet")
 	f.IntVar(&run.burst, "burst", 100, "of the first limit: tokens, of the whole fleet")
-	f.StringVar(&run.strategy, "strategy", string(limiter.Escrow), "how the processes share the limit: escrow, which is strict, or pooled")
+	f.StringVar(&run.strategy, "strategy", string(fleet.Escrow), "how the processes share the limit: escrow, which is strict, or pooled")
 	f.StringVar(&run.key, "key", "trial", "the key to ask for")
 	run.demand = 100
 	ranges.number(f, &run.demand, "demand", 0, 1_000_000, "messages a second to ask for")
@@ -106,50 +105,49 @@ func newFleetRun() *cobra.Command {
 	return cmd
 }
 
-func (r *fleetRun) config() process.Config {
-	c := process.Config{
+func (r *fleetRun) config() fleet.Config {
+	c := fleet.Config{
 		Fleet: r.fleet, Name: r.name, Number: r.number, Program: programVersion(),
-		Limits: limiter.Config{
-			Limit: limiter.Limit{Rate: r.rate, Burst: r.burst}, Strategy: limiter.Strategy(r.strategy), Roster: limiter.Roster{Guests: true},
+		Limits: fleet.Limits{
+			Limit: limiter.Limit{Rate: r.rate, Burst: r.burst}, Strategy: fleet.Strategy(r.strategy), Roster: fleet.Roster{Guests: true},
 		},
-		Gossip: gossip.NodeConfig{
-			Config: gossip.Config{Zone: r.zone, Region: r.region},
-			Bind:   r.bind, Insecure: r.insecure, Network: r.network, Seeds: r.seeds,
+		Gossip: fleet.Gossip{
+			Bind: r.bind, Insecure: r.insecure, Network: r.network, Seeds: r.seeds, Zone: r.zone, Region: r.region,
 		},
 	}
 	for _, n := range r.roster {
-		c.Limits.Roster.Members = append(c.Limits.Roster.Members, limiter.Member{Name: n})
+		c.Limits.Roster.Members = append(c.Limits.Roster.Members, fleet.Share{Name: n})
 	}
 	return c
 }
 
 func (r *fleetRun) run(ctx context.Context, stdout, stderr io.Writer) error {
-	opts := []process.Option{process.WithLogger(slog.New(slog.NewTextHandler(stderr, nil)))}
+	opts := []fleet.Option{fleet.WithLogger(slog.New(slog.NewTextHandler(stderr, nil)))}
 	if r.store.url != "" {
 		store, closes, err := r.store.open(ctx, r.fleet, stderr)
 		if err != nil {
 			return err
 		}
 		defer closes()
-		opts = append(opts, process.WithRegister(store))
+		opts = append(opts, fleet.WithRegister(store))
 	}
 	if r.keys != "" {
 		ring, err := readKeys(r.keys)
 		if err != nil {
 			return err
 		}
-		opts = append(opts, process.WithGossip(gossip.WithKeyring(ring)))
+		opts = append(opts, fleet.WithKeyring(ring))
 	}
-	p, err := process.Start(r.config(), opts...)
-	if errors.Is(err, process.ErrConfig) {
+	p, err := fleet.Start(r.config(), opts...)
+	if errors.Is(err, fleet.ErrConfig) {
 		return usageError{err}
 	}
 	if err != nil {
 		return err
 	}
 	defer p.Close()
-	if node := p.Node(); node != nil {
-		fmt.Fprintf(stdout, "%s listens on %s\n", r.name, node.Addr())
+	if addr := p.Addr(); addr.IsValid() {
+		fmt.Fprintf(stdout, "%s listens on %s\n", r.name, addr)
 	}
 	if r.http != "" {
 		stop, err := r.serve(ctx, p, stdout, stderr)
@@ -177,8 +175,8 @@ func (r *fleetRun) run(ctx context.Context, stdout, stderr io.Writer) error {
 }
 
 // serve serves the handler until stop is called.
-func (r *fleetRun) serve(ctx context.Context, p *process.Process, stdout, stderr io.Writer) (stop func(), err error) {
-	var tokens []process.Token
+func (r *fleetRun) serve(ctx context.Context, p *fleet.Process, stdout, stderr io.Writer) (stop func(), err error) {
+	var tokens []fleet.Token
 	if r.httpTokens != "" {
 		if tokens, err = readTokens("--http-tokens", r.httpTokens); err != nil {
 			return nil, err
@@ -221,7 +219,7 @@ func (r *fleetRun) serve(ctx context.Context, p *process.Process, stdout, stderr
 }
 
 // join asks for a share, if the process has none by its name.
-func (r *fleetRun) join(ctx context.Context, p *process.Process) error {
+func (r *fleetRun) join(ctx context.Context, p *fleet.Process) error {
 	if len(r.roster) == 0 || r.store.url == "" || slices.Contains(r.roster, r.name) {
 		return nil
 	}
@@ -230,7 +228,7 @@ func (r *fleetRun) join(ctx context.Context, p *process.Process) error {
 
 // ask asks for messages at the demanded rate until ctx ends, and says what came of
 // it.
-func (r *fleetRun) ask(ctx context.Context, p *process.Process, w io.Writer) error {
+func (r *fleetRun) ask(ctx context.Context, p *fleet.Process, w io.Writer) error {
 	limit := p.Key(r.key)
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
@@ -250,16 +248,26 @@ func (r *fleetRun) ask(ctx context.Context, p *process.Process, w io.Writer) err
 		}
 		if now.Sub(said) >= time.Second {
 			if !r.quiet {
-				s := p.Limits().Stats()
-				fmt.Fprintf(w, "%s granted %.0f/s of %d/s, share %.1f %%, configuration %d\n", r.name, float64(granted-told)/now.Sub(said).Seconds(), r.demand, 100*s.Share, s.Number)
+				number, share := seen(p.Status())
+				fmt.Fprintf(w, "%s granted %.0f/s of %d/s, share %.1f %%, configuration %d\n", r.name, float64(granted-told)/now.Sub(said).Seconds(), r.demand, 100*share, number)
 			}
 			told, said = granted, now
 		}
 	}
 }
 
+// seen is the newest configuration, and the share of the process whose status it is.
+func seen(s fleet.Status) (number uint64, share float64) {
+	for _, m := range s.Members {
+		if m.Name == s.Name {
+			share = m.Share
+		}
+	}
+	return s.Configuration.Number, share
+}
+
 // readKeys reads a keyring: one base64 key a line; # begins a comment.
-func readKeys(path string) (*gossip.Keyring, error) {
+func readKeys(path string) (*fleet.Keyring, error) {
 	f, err := os.Open(path) //nolint:gosec // the operator's own
 	if err != nil {
 		return nil, fmt.Errorf("--keys: %w", err)
@@ -281,7 +289,7 @@ func readKeys(path string) (*gossip.Keyring, error) {
 	if err := lines.Err(); err != nil {
 		return nil, fmt.Errorf("--keys: %w", err)
 	}
-	ring, err := gossip.NewKeyring(keys...)
+	ring, err := fleet.NewKeyring(keys...)
 	if err != nil {
 		return nil, fmt.Errorf("--keys %s: %w", path, err)
 	}

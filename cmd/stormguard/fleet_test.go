@@ -18,25 +18,24 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/crdt/gossip"
-	"github.com/stormguard-mq/stormguard/fleet/process"
+	"github.com/stormguard-mq/stormguard/fleet"
 	"github.com/stormguard-mq/stormguard/fleet/register"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
 // trial starts the members a and b of a fleet, and serves a's handler.
-func trial(t *testing.T) (a, b *process.Process, url string) {
+func trial(t *testing.T) (a, b *fleet.Process, url string) {
 	t.Helper()
 	var store register.Memory
-	start := func(name string, seeds ...string) *process.Process {
-		p, err := process.Start(process.Config{
+	start := func(name string, seeds ...string) *fleet.Process {
+		p, err := fleet.Start(fleet.Config{
 			Fleet: "trial", Name: name, Program: "v9",
-			Limits: limiter.Config{
+			Limits: fleet.Limits{
 				Limit:  limiter.Limit{Rate: 1000, Burst: 100},
-				Roster: limiter.Roster{Guests: true, Members: []limiter.Member{{Name: "a"}, {Name: "b"}}},
+				Roster: fleet.Roster{Guests: true, Members: []fleet.Share{{Name: "a"}, {Name: "b"}}},
 			},
-			Gossip: gossip.NodeConfig{Config: gossip.Config{Zone: "z1", Region: "r1"}, Bind: "127.0.0.1:0", Seeds: seeds},
-		}, process.WithRegister(&store))
+			Gossip: fleet.Gossip{Zone: "z1", Region: "r1", Bind: "127.0.0.1:0", Seeds: seeds},
+		}, fleet.WithRegister(&store))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -44,7 +43,7 @@ func trial(t *testing.T) (a, b *process.Process, url string) {
 		return p
 	}
 	a = start("a")
-	b = start("b", a.Node().Addr().String())
+	b = start("b", a.Addr().String())
 	server := httptest.NewServer(a.Handler())
 	t.Cleanup(server.Close)
 	return a, b, server.URL
@@ -121,16 +120,16 @@ func TestFleetCommands(t *testing.T) {
 
 // What is printed of a fleet in trouble says so.
 func TestFleetInTrouble(t *testing.T) {
-	before := process.Status{Members: []process.Member{{Name: "a", Keys: []process.Key{{Key: "k", Admitted: 100, Denied: 10}, {Key: "l"}}}, {Name: "b", Keys: []process.Key{{Key: "k", Admitted: 900}}}}}
-	s := process.Status{
+	before := fleet.Status{Members: []fleet.Member{{Name: "a", Keys: []fleet.Key{{Key: "k", Admitted: 100, Denied: 10}, {Key: "l"}}}, {Name: "b", Keys: []fleet.Key{{Key: "k", Admitted: 900}}}}}
+	s := fleet.Status{
 		Fleet: "f", Name: "a", Stranded: 0.5,
-		Configuration: process.Configuration{Number: 7, Complete: 6, Lacking: []string{"b"}, Settled: true, Evicted: true, Away: "unplugged", Problem: "differs"},
-		Members: []process.Member{
-			{Name: "a", State: "self", Roster: true, Number: 7, Applied: 6, Keys: []process.Key{{Key: "k", Admitted: 300, Denied: 20, Level: 1, Cap: 5}, {Key: "l", Admitted: 700}}},
-			{Name: "b", State: "lost", Heard: 90 * time.Second, LoansRefused: 7, Keys: []process.Key{{Key: "k", Admitted: 3, Level: 1, Cap: 5}}},
+		Configuration: fleet.Configuration{Number: 7, Complete: 6, Lacking: []string{"b"}, Settled: true, Evicted: true, Away: "unplugged", Problem: "differs"},
+		Members: []fleet.Member{
+			{Name: "a", State: "self", Roster: true, Number: 7, Applied: 6, Keys: []fleet.Key{{Key: "k", Admitted: 300, Denied: 20, Level: 1, Cap: 5}, {Key: "l", Admitted: 700}}},
+			{Name: "b", State: "lost", Heard: 90 * time.Second, LoansRefused: 7, Keys: []fleet.Key{{Key: "k", Admitted: 3, Level: 1, Cap: 5}}},
 		},
-		Scopes: []process.Scope{{Name: "g/t/0", State: "open", Held: true, Cause: "failures"}},
-		Totals: []process.Total{{Key: "g/t", Handled: 1000, Failed: 30, DeadLettered: 2, Processes: 3}},
+		Scopes: []fleet.Scope{{Name: "g/t/0", State: "open", Held: true, Cause: "failures"}},
+		Totals: []fleet.Total{{Key: "g/t", Handled: 1000, Failed: 30, DeadLettered: 2, Processes: 3}},
 	}
 	var b bytes.Buffer
 	if err := printFleet(&b, &s, rates(&before, &s, 2*time.Second)); err != nil {
@@ -188,7 +187,7 @@ func TestFleetKeygen(t *testing.T) {
 			t.Fatalf("%d %s", code, stderr.String())
 		}
 		keys[i] = stdout.String()
-		if b, err := base64.StdEncoding.DecodeString(strings.TrimSuffix(keys[i], "\n")); err != nil || len(b) != gossip.KeySize {
+		if b, err := base64.StdEncoding.DecodeString(strings.TrimSuffix(keys[i], "\n")); err != nil || len(b) != 32 {
 			t.Fatalf("%q: %v", keys[i], err)
 		}
 	}
@@ -242,7 +241,7 @@ func TestFleetToken(t *testing.T) {
 	defer cancel()
 	r := fleetRun{
 		name: "a", fleet: "trial", roster: []string{"a"}, bind: "127.0.0.1:0", http: "0.0.0.0:0", httpTokens: right, httpCert: s.cert, httpKey: s.key,
-		network: gossip.UDP, key: "k", rate: 1000, burst: 100, quiet: true,
+		network: "udp", key: "k", rate: 1000, burst: 100, quiet: true,
 	}
 	ended.Go(func() { _ = r.run(ctx, &out, io.Discard) })
 	var port string
@@ -310,7 +309,7 @@ func TestFleetRun(t *testing.T) {
 		mine, stop := context.WithCancel(ctx)
 		r := fleetRun{
 			name: name, fleet: "trial", roster: []string{"a", "b"}, seeds: seeds, bind: "127.0.0.1:0", http: "127.0.0.1:0",
-			network: gossip.TCP, keys: file, store: registerFlags{url: store}, key: "k", rate: 1000, burst: 100, demand: 200,
+			network: "tcp", keys: file, store: registerFlags{url: store}, key: "k", rate: 1000, burst: 100, demand: 200,
 		}
 		ended.Go(func() {
 			if err := r.run(mine, out, io.Discard); !errors.Is(err, context.Canceled) {

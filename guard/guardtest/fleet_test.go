@@ -7,9 +7,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/crdt"
-	"github.com/stormguard-mq/stormguard/fleet"
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 )
 
 // Everything holds for a source whose breaker the fleet decides over: in a fleet
@@ -21,17 +21,17 @@ func TestExerciseInAFleet(t *testing.T) {
 		began := time.Now()
 		clock := func() time.Duration { return time.Since(began) }
 		self := crdt.Replica{Name: "a", Incarnation: life}
-		v, err := fleet.NewVerdicts(0, fleet.Config{
+		v, err := fleetstate.NewVerdicts(0, fleetstate.Config{
 			Base: 50 * time.Millisecond, Cap: time.Second, Successes: 3, Settle: 200 * time.Millisecond, Turn: time.Second,
-		}, self, fleet.Roster{Number: 1, Names: []string{"a"}})
+		}, self, fleetstate.Roster{Number: 1, Names: []string{"a"}})
 		if err != nil {
 			t.Fatal(err)
 		}
-		s, err := fleet.NewStorms(fleet.StormConfig{}, self)
+		s, err := fleetstate.NewStorms(fleetstate.StormConfig{}, self)
 		if err != nil {
 			t.Fatal(err)
 		}
-		return []guard.Option{guard.WithFleet(fleet.NewMember(clock, v, s))}
+		return []guard.Option{guard.WithFleet(fleetstate.NewMember(clock, v, s))}
 	}
 	for _, c := range []struct {
 		name    string

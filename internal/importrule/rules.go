@@ -3,6 +3,8 @@
 
 package importrule
 
+import "slices"
+
 // Module is the import path that every pattern of a room is relative to.
 const Module = "github.com/stormguard-mq/stormguard"
 
@@ -51,19 +53,23 @@ type Rules struct {
 // shipped are the rooms that a user's program can link, and so all that one of
 // our own programs may know.
 var shipped = []string{
-	"adapters/...", "console", "fleet/...", "guard/...", "limiter/...", "crdt/...",
-	"breaker/...", "dlq/...", "once/...",
+	"adapters/...", "console", "fleet/...", "guard/...", "limiter/...", "breaker/...",
+	"dlq/...", "once/...",
 }
-
-// linked are the rooms that end up in a user's program: those, and what they need
-// below internal.
-var linked = append([]string{"internal/circuit", "internal/mark", "internal/ringbuf/...", "internal/registers", "internal/scope"}, shipped...)
 
 // core are the rooms without brokers and without sockets.
 var core = []string{
-	"guard", "guard/guardtest", "limiter", "crdt", "breaker", "dlq", "dlq/redrive", "internal/circuit", "internal/ringbuf",
-	"internal/ringbuf/spill", "fleet", "once", "once/bolt",
+	"guard", "guard/guardtest", "limiter", "breaker", "dlq", "dlq/redrive", "internal/circuit",
+	"internal/ringbuf", "internal/ringbuf/spill", "internal/crdt", "internal/escrow", "internal/fleetstate", "internal/scope",
+	"once", "once/bolt",
 }
+
+// inside are the rooms below a user's that make a fleet.
+var inside = []string{"internal/crdt", "internal/escrow", "internal/fleetstate", "internal/gossip"}
+
+// linked are the rooms that end up in a user's program: those, and what they need
+// below internal.
+var linked = slices.Concat(shipped, inside, []string{"internal/circuit", "internal/mark", "internal/ringbuf/...", "internal/registers", "internal/scope"})
 
 // programs are the rooms with a main package.
 var programs = []string{"cmd/stormguard", "examples", "chaos"}
@@ -72,7 +78,7 @@ var programs = []string{"cmd/stormguard", "examples", "chaos"}
 var Ours = Rules{
 	Rooms: []Room{
 		{
-			Path: "cmd/stormguard", May: append([]string{"internal/brokers", "cmd/stormguard/internal/liveness"}, shipped...),
+			Path: "cmd/stormguard", May: slices.Concat([]string{"internal/brokers", "cmd/stormguard/internal/liveness"}, inside, shipped),
 			Why: "the CLI wires what is below it; it is not an example and takes no part from one",
 		},
 		{
@@ -122,14 +128,9 @@ var Ours = Rules{
 		},
 
 		{
-			Path: "fleet", May: []string{"crdt", "limiter", "breaker", "dlq", "internal/circuit", "internal/scope"},
-			MayTest: []string{"crdt/gossip", "internal/scopetest"},
-			Why:     "what processes agree on implements interfaces that its users own; guard sees only those",
-		},
-		{
-			Path: "fleet/process", May: []string{"fleet", "fleet/register", "crdt", "crdt/gossip", "limiter", "breaker", "dlq"},
+			Path: "fleet", May: slices.Concat([]string{"fleet/register", "limiter", "breaker", "dlq", "internal/circuit"}, inside),
 			MayTest: []string{"guard"},
-			Why:     "puts the parts of a fleet together with sockets and goroutines; guards get what it makes, and do not know it",
+			Why:     "the one front of a fleet: it puts the parts together with sockets and goroutines; guards get what it makes, and do not know it",
 		},
 		{
 			Path: "fleet/register", May: []string{"internal/registers"}, MayTest: []string{"internal/registertest"},
@@ -141,35 +142,29 @@ var Ours = Rules{
 		},
 		{
 			Path: "guard", May: []string{"limiter", "breaker", "dlq", "internal/circuit", "internal/ringbuf"},
-			MayTest: []string{"guard/guardtest", "fleet", "crdt"},
+			MayTest: []string{"guard/guardtest", "internal/fleetstate", "internal/crdt"},
 			Why:     "the pipeline composes the leaves; brokers, transports and stores know the guard, never the reverse",
 		},
 		{
 			Path: "guard/guardtest", May: []string{"guard", "limiter", "breaker", "dlq", "internal/circuit", "internal/ringbuf"},
-			MayTest: []string{"fleet", "crdt"},
+			MayTest: []string{"internal/fleetstate", "internal/crdt"},
 			Why:     "one suite and an in-memory broker for every adapter, so it knows none of them",
 		},
 
 		{
-			Path: "limiter", May: []string{"crdt"},
-			Why: "the limiter keeps its books in crdt; how they travel is the transport's matter",
+			Path: "limiter", May: []string{"internal/escrow"}, MayTest: []string{"internal/crdt"},
+			Why: "what a user or a guard needs of a limit, whatever keeps it; a fleet's is internal/escrow's",
 		},
 		{
 			Path: "limiter/redis", May: []string{"limiter"}, MayTest: []string{"guard", "internal/brokers"},
 			Why: "one outside library, behind the limiter's own interface",
 		},
-		{Path: "limiter/limithttp", May: []string{"limiter"}, MayTest: []string{"crdt"}, Why: "serves the limiter and nothing else"},
-		{Path: "limiter/limitgrpc", May: []string{"limiter"}, MayTest: []string{"crdt"}, Why: "one outside library, in front of the limiter"},
-		{
-			Path: "crdt/gossip", May: []string{"crdt"},
-			Why: "gossip moves opaque named sections and must not know what is in them",
-		},
-
-		{Path: "crdt", Why: "a leaf: replicated data types and nothing of ours"},
+		{Path: "limiter/limithttp", May: []string{"limiter"}, MayTest: []string{"fleet", "internal/crdt", "internal/escrow"}, Why: "serves the limiter and nothing else"},
+		{Path: "limiter/limitgrpc", May: []string{"limiter"}, MayTest: []string{"fleet", "internal/crdt", "internal/escrow"}, Why: "one outside library, in front of the limiter"},
 		{Path: "breaker", MayTest: []string{"internal/circuit"}, Why: "a leaf: settings of breakers, and what is shown of them"},
 		{Path: "internal/circuit", May: []string{"breaker"}, Why: "the breakers themselves, for a guard and a fleet"},
 		{
-			Path: "breaker/etcd", May: []string{"breaker", "dlq", "crdt", "internal/circuit", "internal/scope", "fleet/register", "internal/registers"},
+			Path: "breaker/etcd", May: []string{"breaker", "dlq", "internal/crdt", "internal/circuit", "internal/scope", "fleet/register", "internal/registers"},
 			MayTest: []string{"guard", "guard/guardtest", "internal/brokers", "internal/registertest", "internal/scopetest"},
 			Why:     "an authority for those who want one, behind the breaker's own interface; what a vote means and what is done to breakers is internal/scope's, or there were two truths",
 		},
@@ -200,7 +195,21 @@ var Ours = Rules{
 		{Path: "internal/mark", Why: "how stores of once write a mark, so it knows none of them"},
 		{Path: "internal/oncetest", May: []string{"once"}, Why: "one suite for every store of once, so it knows none of them"},
 		{Path: "internal/importrule", Why: "reads import graphs; needs nothing of ours"},
-		{Path: "internal/scope", May: []string{"breaker", "internal/circuit", "crdt"}, Why: "how a fleet decides over breakers, whatever carries it, so it knows neither gossip nor a store"},
+		{Path: "internal/crdt", Why: "a leaf: replicated data types and nothing of ours"},
+		{
+			Path: "internal/gossip", May: []string{"internal/crdt"},
+			Why: "gossip moves opaque named sections and must not know what is in them",
+		},
+		{
+			Path: "internal/escrow", May: []string{"internal/crdt"}, MayTest: []string{"internal/gossip"},
+			Why: "the limits of a fleet's process keep their state in crdt; how it travels is the gossip's matter",
+		},
+		{
+			Path: "internal/fleetstate", May: []string{"internal/crdt", "internal/escrow", "breaker", "dlq", "internal/circuit", "internal/scope"},
+			MayTest: []string{"internal/gossip", "internal/scopetest"},
+			Why:     "what processes agree on implements interfaces that its users own; guard sees only those",
+		},
+		{Path: "internal/scope", May: []string{"breaker", "internal/circuit", "internal/crdt"}, Why: "how a fleet decides over breakers, whatever carries it, so it knows neither gossip nor a store"},
 		{Path: "internal/scopetest", May: []string{"internal/scope", "breaker", "internal/circuit"}, Why: "one suite for every substrate of internal/scope, so it knows none of them"},
 		{Path: "internal/adaptertest", May: []string{"guard"}, Why: "what the tests of adapters share, so it knows none of them"},
 		{Path: "internal/registers", Why: "what the drivers of fleet/register share, so it knows none of them, nor the seam, which uses it too"},
@@ -218,7 +227,7 @@ var Ours = Rules{
 			Why: "only an adapter touches a broker; whoever imports the core must not link a client they do not use",
 		},
 		{
-			Rooms: []string{"guard", "guard/guardtest", "limiter", "crdt", "breaker", "dlq", "dlq/redrive", "internal/circuit", "internal/ringbuf", "internal/ringbuf/spill", "once", "once/bolt"},
+			Rooms: []string{"guard", "guard/guardtest", "limiter", "breaker", "dlq", "dlq/redrive", "internal/circuit", "internal/ringbuf", "internal/ringbuf/spill", "internal/crdt", "internal/escrow", "once", "once/bolt"},
 			Imports: []string{
 				"net", "net/http/...", "net/rpc/...", "os/exec",
 			},
@@ -265,7 +274,7 @@ var Ours = Rules{
 			Why: "the first store of the durable hold, and the local store of marks: each has its own file and format",
 		},
 		{Imports: "golang.org/x/term", Rooms: []string{"cmd/stormguard"}, Why: "whether an output is a terminal, and how wide"},
-		{Imports: "golang.org/x/sys", Rooms: []string{"crdt/gossip"}, Why: "a timer of the kernel's: the runtime's is late by up to half of the floor"},
+		{Imports: "golang.org/x/sys", Rooms: []string{"internal/gossip"}, Why: "a timer of the kernel's: the runtime's is late by up to half of the floor"},
 		{
 			Imports: "github.com/redis/go-redis", Rooms: append([]string{"limiter/redis"}, programs...),
 			Why: "the client of the store; programs hand theirs, with its addresses and secrets, to limiter/redis",
@@ -280,7 +289,7 @@ var Ours = Rules{
 		},
 		{Imports: "google.golang.org/genproto/googleapis/rpc", Rooms: []string{"limiter/limitgrpc"}, Why: "RetryInfo, the detail of a denial"},
 		{Imports: "google.golang.org/protobuf", Rooms: []string{"limiter/limitgrpc"}, Why: "the duration in a RetryInfo"},
-		{Imports: "github.com/hashicorp/memberlist", Rooms: []string{"crdt/gossip"}, Why: "membership and reliable push and pull"},
+		{Imports: "github.com/hashicorp/memberlist", Rooms: []string{"internal/gossip"}, Why: "membership and reliable push and pull"},
 
 		{
 			Imports: "github.com/IBM/sarama", Tests: true, Rooms: append([]string{"adapters/kafka/..."}, programs...),
@@ -301,8 +310,8 @@ var Ours = Rules{
 
 		{
 			Imports: "go.opentelemetry.io/otel", Tests: true,
-			Rooms: append([]string{"guard/...", "adapters/...", "console", "fleet/process"}, programs...),
-			Why:   "the OTel API: instruments in guard and fleet/process, trace headers in adapters; leaves report through their own hooks",
+			Rooms: append([]string{"guard/...", "adapters/...", "console", "fleet"}, programs...),
+			Why:   "the OTel API: instruments in guard and fleet, trace headers in adapters; leaves report through their own hooks",
 		},
 		{
 			Imports: "go.opentelemetry.io/otel/sdk", Tests: true, Rooms: programs,

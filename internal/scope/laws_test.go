@@ -11,7 +11,7 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/stormguard-mq/stormguard/breaker"
-	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/internal/crdt"
 )
 
 // latest is what a substrate does: of votes by one process the latest counts.

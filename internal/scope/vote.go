@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
-	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/internal/crdt"
 )
 
 // Position is how far a scope's history is: Gen counts how often the fleet has

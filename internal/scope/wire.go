@@ -10,7 +10,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
-	"github.com/stormguard-mq/stormguard/crdt/wire"
+	"github.com/stormguard-mq/stormguard/internal/crdt/wire"
 )
 
 // What travels, by packet or as a value in a store:

@@ -25,7 +25,8 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
-	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+	"github.com/stormguard-mq/stormguard/internal/escrow"
 	"github.com/stormguard-mq/stormguard/limiter"
 	"github.com/stormguard-mq/stormguard/limiter/limitgrpc"
 )
@@ -36,12 +37,12 @@ const ms = time.Millisecond
 
 func local(t testing.TB, rate float64, burst int) *limiter.Limiter {
 	t.Helper()
-	s, err := limiter.New(crdt.Replica{Name: "a"}, limiter.Config{Limit: limiter.Limit{Rate: rate, Burst: burst}})
+	s, err := escrow.New(crdt.Replica{Name: "a"}, escrow.Config{Limit: escrow.Limit{Rate: rate, Burst: burst}})
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(s.Close)
-	return s.Key("k")
+	return (*limiter.Limiter)(s.Key("k"))
 }
 
 func always(g limiter.Gate) limitgrpc.Choice {
@@ -177,12 +178,12 @@ func TestDeadlines(t *testing.T) {
 }
 
 func TestClosedGate(t *testing.T) {
-	s, err := limiter.New(crdt.Replica{Name: "a"}, limiter.Config{Limit: limiter.Limit{Rate: 1, Burst: 1}})
+	s, err := escrow.New(crdt.Replica{Name: "a"}, escrow.Config{Limit: escrow.Limit{Rate: 1, Burst: 1}})
 	if err != nil {
 		t.Fatal(err)
 	}
 	s.Close()
-	_, c := open(t, always(s.Key("k")), limitgrpc.Config{MaxWait: 20 * time.Second})
+	_, c := open(t, always((*limiter.Limiter)(s.Key("k"))), limitgrpc.Config{MaxWait: 20 * time.Second})
 	if err := call(t.Context(), c); status.Code(err) != codes.Unavailable {
 		t.Error(err)
 	}

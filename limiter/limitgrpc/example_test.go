@@ -14,14 +14,16 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
-	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/fleet"
 	"github.com/stormguard-mq/stormguard/limiter"
 	"github.com/stormguard-mq/stormguard/limiter/limitgrpc"
 )
 
 // Each tenant has a limit of its own.
 func ExampleNew() {
-	tenants, err := limiter.New(crdt.Replica{Name: "api-0"}, limiter.Config{Limit: limiter.Limit{Rate: .01, Burst: 2}})
+	tenants, err := fleet.Start(fleet.Config{Fleet: "api", Name: "api-0", Limits: fleet.Limits{ // a roster would share them
+		Limit: limiter.Limit{Rate: .01, Burst: 2},
+	}})
 	if err != nil {
 		log.Fatal(err)
 	}

@@ -21,7 +21,8 @@ import (
 
 	"go.uber.org/goleak"
 
-	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+	"github.com/stormguard-mq/stormguard/internal/escrow"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
@@ -262,11 +263,11 @@ func TestWaitsInLine(t *testing.T) {
 }
 
 func TestClosedGate(t *testing.T) {
-	s, err := limiter.New(crdt.Replica{Name: "a"}, limiter.Config{Limit: limiter.Limit{Rate: 1, Burst: 1}})
+	s, err := escrow.New(crdt.Replica{Name: "a"}, escrow.Config{Limit: escrow.Limit{Rate: 1, Burst: 1}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	h := door(t, always(s.Key("k"), ""), Config{MaxWait: 10 * time.Second}).Wrap(ok)
+	h := door(t, always((*limiter.Limiter)(s.Key("k")), ""), Config{MaxWait: 10 * time.Second}).Wrap(ok)
 	s.Close()
 	if w := get(t.Context(), h); w.Code != 503 || !strings.Contains(w.Body.String(), "temporary-reduced-capacity") {
 		t.Errorf("%d %s", w.Code, w.Body)

@@ -9,17 +9,17 @@ import (
 	"net/http"
 	"net/http/httptest"
 
-	"github.com/stormguard-mq/stormguard/crdt"
+	"github.com/stormguard-mq/stormguard/fleet"
 	"github.com/stormguard-mq/stormguard/limiter"
 	"github.com/stormguard-mq/stormguard/limiter/limithttp"
 )
 
 // Each tenant has a limit, and all together have one.
 func ExampleNew() {
-	tenants, err := limiter.New(crdt.Replica{Name: "api-0"}, limiter.Config{
+	tenants, err := fleet.Start(fleet.Config{Fleet: "api", Name: "api-0", Limits: fleet.Limits{ // a roster would share them
 		Limit:  limiter.Limit{Rate: .01, Burst: 2},
 		Limits: map[string]limiter.Limit{"acme": {Rate: 50, Burst: 100}},
-	})
+	}})
 	if err != nil {
 		log.Fatal(err)
 	}

@@ -45,11 +45,7 @@ func reset(l limiter.Level, denied *limiter.DeniedError) int64 {
 }
 
 func describe(h http.Header, name string, g limiter.Gate, denied *limiter.DeniedError, legacy bool) {
-	m, ok := g.(limiter.Meter)
-	if !ok {
-		return
-	}
-	l := m.Level()
+	l := g.Level()
 	if l.Limit.Rate <= 0 || l.Limit.Burst <= 0 {
 		return
 	}

@@ -49,10 +49,7 @@ type Handle struct {
 	next    time.Time
 }
 
-var (
-	_ limiter.Gate  = (*Handle)(nil)
-	_ limiter.Meter = (*Handle)(nil)
-)
+var _ limiter.Gate = (*Handle)(nil)
 
 // Allow is AllowN of one.
 func (h *Handle) Allow() bool { return h.AllowN(1) }

@@ -7,29 +7,29 @@ import (
 	"errors"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/crdt/gossip"
-	"github.com/stormguard-mq/stormguard/fleet"
-	"github.com/stormguard-mq/stormguard/limiter"
+	"github.com/stormguard-mq/stormguard/internal/escrow"
+	"github.com/stormguard-mq/stormguard/internal/fleetstate"
+	"github.com/stormguard-mq/stormguard/internal/gossip"
 )
 
 const leaveWithin = 9 * time.Second
 
 // A citizen is a member's part in the fleet's configuration: the section of fleet over
-// the member's own session and books, driven as fleet/process drives it.
+// the member's own session and books, driven as package fleet drives it.
 type citizen struct {
 	m       *member
-	config  *fleet.Configurator
+	config  *fleetstate.Configurator
 	leaving bool
 	left    bool // the session is leaving
 }
 
 // books are the node's, behind a clock.
 type books struct {
-	*limiter.Node
+	*escrow.Node
 	m *member
 }
 
-// Applied is that of [fleet.Books]: as of now, and not as of the node's last step.
+// Applied is that of [fleetstate.Books]: as of now, and not as of the node's last step.
 func (b books) Applied() uint64 {
 	own, _ := b.m.w.net.Clock(b.m.id)
 	b.Tick(own)
@@ -43,7 +43,7 @@ func newCitizen(m *member, now time.Duration) (*citizen, error) {
 	c := &citizen{m: m}
 	limits := m.node.Config()
 	var err error
-	c.config, err = fleet.NewConfigurator(m.node.Self(), fleet.ConfiguratorConfig{
+	c.config, err = fleetstate.NewConfigurator(m.node.Self(), fleetstate.ConfiguratorConfig{
 		Fleet: limits.Fleet, Initial: limits.Configuration(), Weight: 1, OnSilence: limits.OnSilence.Policy,
 	}, books{m.node, m}, now)
 	return c, err
@@ -83,7 +83,7 @@ func (c *citizen) ended(now time.Duration) bool {
 // leave begins to give the share up; who is no member has none.
 func (c *citizen) leave(now time.Duration) {
 	switch err := c.config.Leave(now, now+leaveWithin); {
-	case errors.Is(err, fleet.ErrMember):
+	case errors.Is(err, fleetstate.ErrMember):
 	case err != nil:
 		panic(err) // the scenario is wrong
 	}
@@ -105,7 +105,7 @@ func (w *world) ask(at time.Duration, id int, do func(c *citizen, now time.Durat
 }
 
 // set has a member's operator change the newest configuration.
-func (w *world) set(at time.Duration, id int, change fleet.Change) {
+func (w *world) set(at time.Duration, id int, change fleetstate.Change) {
 	w.ask(at, id, func(c *citizen, now time.Duration) {
 		number, _ := c.config.Number()
 		if _, err := c.config.Set(now, number, change, "simulate"); err != nil {

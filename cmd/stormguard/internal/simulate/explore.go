@@ -15,8 +15,8 @@ import (
 	"sync"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/crdt/gossip/simnet"
-	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/internal/fleetstate"
+	"github.com/stormguard-mq/stormguard/internal/gossip/simnet"
 )
 
 // An exploration begins with faults, at random instants and in any order. Then
@@ -114,7 +114,7 @@ var mishaps = []mishap{
 	func(e *explored, t, _ time.Duration) string { // two operators at once
 		for range 2 {
 			by, node := e.node(), e.node()
-			change := fleet.Change{Weights: map[string]int{e.w.names[node]: 1 + e.rng.IntN(3)}}
+			change := fleetstate.Change{Weights: map[string]int{e.w.names[node]: 1 + e.rng.IntN(3)}}
 			e.w.ask(t, by, func(c *citizen, now time.Duration) {
 				number, _ := c.config.Number()
 				_, _ = c.config.Set(now, number, change, "explore") // the other was faster, or nothing is known yet

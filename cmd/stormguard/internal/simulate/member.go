@@ -7,10 +7,10 @@ import (
 	"math/rand/v2"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/crdt"
-	"github.com/stormguard-mq/stormguard/crdt/gossip"
-	"github.com/stormguard-mq/stormguard/crdt/gossip/simnet"
-	"github.com/stormguard-mq/stormguard/limiter"
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+	"github.com/stormguard-mq/stormguard/internal/escrow"
+	"github.com/stormguard-mq/stormguard/internal/gossip"
+	"github.com/stormguard-mq/stormguard/internal/gossip/simnet"
 )
 
 // stoppedFor is how late a message may be handled; one that is later came in
@@ -28,9 +28,9 @@ type member struct {
 	self    crdt.Replica
 	session *gossip.Session // nil where nothing is shared
 	limits  gossip.Section  // node or pool
-	node    *limiter.Node
-	pool    *limiter.Set // instead, where the limit is pooled
-	handle  *limiter.Limiter
+	node    *escrow.Node
+	pool    *escrow.Set // instead, where the limit is pooled
+	handle  *escrow.Handle
 	citizen *citizen // nil unless the configuration changes
 	seeds   []int    // to be joined
 	kicked  bool     // something was asked of it
@@ -87,8 +87,8 @@ func must(err error) {
 func (m *member) begin(now time.Duration) (err error) {
 	w := m.w
 	if w.sc.pooled {
-		cfg := limiter.Config{Limit: limiter.Limit{Rate: w.sc.rate, Burst: w.sc.burstTokens}, Strategy: limiter.Pooled}
-		m.pool, err = limiter.New(m.self, cfg, limiter.WithClock(func() time.Duration {
+		cfg := escrow.Config{Limit: escrow.Limit{Rate: w.sc.rate, Burst: w.sc.burstTokens}, Strategy: escrow.Pooled}
+		m.pool, err = escrow.New(m.self, cfg, escrow.WithClock(func() time.Duration {
 			own, _ := w.net.Clock(m.id)
 			return own
 		}))
@@ -97,7 +97,7 @@ func (m *member) begin(now time.Duration) (err error) {
 		}
 		return err
 	}
-	if m.node, err = limiter.NewNode(m.self, w.config(m.id), now); err != nil {
+	if m.node, err = escrow.NewNode(m.self, w.config(m.id), now); err != nil {
 		return err
 	}
 	m.limits = m.node

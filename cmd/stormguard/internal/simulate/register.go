@@ -7,7 +7,7 @@ import (
 	"errors"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 )
 
 // A store is a register that the whole fleet reaches, whatever its own network does. One
@@ -83,9 +83,9 @@ func (c *citizen) write(now time.Duration) {
 		return
 	}
 	w.net.At(w.net.Now()+way, func() {
-		result := fleet.NotWritten
+		result := fleetstate.NotWritten
 		if w.store.number == number-1 && !w.store.lost[c.m.id] {
-			result = fleet.Written
+			result = fleetstate.Written
 			w.store.number, w.store.document = number, document
 			for _, m := range w.members {
 				if m != nil && m.citizen != nil && m.citizen != c {
@@ -95,7 +95,7 @@ func (c *citizen) write(now time.Duration) {
 		}
 		w.net.At(w.net.Now()+way, func() {
 			c.later(func(now time.Duration) { c.config.Wrote(now, number, result) })
-			if result != fleet.Written {
+			if result != fleetstate.Written {
 				c.read()
 			}
 		})

@@ -8,9 +8,9 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/crdt/gossip/simnet"
-	"github.com/stormguard-mq/stormguard/fleet"
-	"github.com/stormguard-mq/stormguard/limiter"
+	"github.com/stormguard-mq/stormguard/internal/escrow"
+	"github.com/stormguard-mq/stormguard/internal/fleetstate"
+	"github.com/stormguard-mq/stormguard/internal/gossip/simnet"
 )
 
 // A scenario is a row of the table: a fleet, its load, and what goes wrong.
@@ -32,7 +32,7 @@ type scenario struct {
 	floor  time.Duration  // of the sessions; 0 is their default
 	faults func(w *world) // schedules them
 
-	silence limiter.Silence
+	silence escrow.Silence
 	twin    bool // the last node has the name of the first
 	changes bool // the configuration changes, see citizen
 	pooled  bool // the limit is pooled and not divided, whatever the strategy
@@ -77,7 +77,7 @@ func (sc *scenario) policy(strategy Strategy) string {
 	case strategy == Static:
 		return string(Static)
 	}
-	return string(cmp.Or(sc.silence.Policy, limiter.Hold))
+	return string(cmp.Or(sc.silence.Policy, escrow.Hold))
 }
 
 // A Gate says what a row's error is judged by.
@@ -251,7 +251,7 @@ func scenarios() []scenario {
 	add(gusty(3, 500, 20*time.Millisecond, 10*time.Millisecond))
 	changes(add)
 	add(base("takeover-1s", 3, balanced(3)), split([]int{0}, []int{1, 2}), printed(100, "P-1 times the rate"), func(sc *scenario) {
-		sc.silence = limiter.Silence{Policy: limiter.TakeOver, After: time.Second}
+		sc.silence = escrow.Silence{Policy: escrow.TakeOver, After: time.Second}
 		sc.maxSilence = deafness(sc.to - sc.from)
 		sc.extra = sc.takenOver(sc.maxSilence)
 		sc.extraWhy, sc.approach = "(P-1)·(B + R·(T-After)), P = 2 sides, T the longest silence of a pair: of a cut of 12 s at most 17.1 s", true
@@ -361,7 +361,7 @@ func changes(add func(sc scenario, with ...func(*scenario))) {
 		sc.faults = func(w *world) {
 			w.net.At(begin, func() { w.net.Split([]int{0}, []int{1, 2}) })
 			w.unplug(begin, end, 0)
-			w.set(change, 1, fleet.Change{Limit: &limiter.Limit{Rate: sc.rate / 2, Burst: sc.burstTokens / 2}})
+			w.set(change, 1, fleetstate.Change{Limit: &escrow.Limit{Rate: sc.rate / 2, Burst: sc.burstTokens / 2}})
 			w.net.At(change, func() { w.ledgers[0].limit(change, sc.rate/2, float64(sc.burstTokens/2)) })
 			w.net.At(end, func() { w.net.Heal() })
 		}
@@ -372,7 +372,7 @@ func changes(add func(sc scenario, with ...func(*scenario))) {
 		sc.load, sc.from = after(3*time.Second, balanced(demand)), 4*time.Second // a burst that was spent
 		sc.extra, sc.approach, sc.extraWhy = float64(sc.burstTokens), true, "a reset fills the burst once more"
 		sc.faults = func(w *world) {
-			w.set(at, 0, fleet.Change{Reset: true})
+			w.set(at, 0, fleetstate.Change{Reset: true})
 			w.net.At(at, func() { w.ledgers[0].reset(at) })
 		}
 	})

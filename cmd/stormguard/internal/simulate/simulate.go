@@ -23,7 +23,7 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/crdt/gossip"
+	"github.com/stormguard-mq/stormguard/internal/gossip"
 )
 
 // Strategy is what divides the limit.

@@ -22,7 +22,7 @@ import (
 	"go.uber.org/goleak"
 	"pgregory.net/rapid"
 
-	"github.com/stormguard-mq/stormguard/crdt/gossip"
+	"github.com/stormguard-mq/stormguard/internal/gossip"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }

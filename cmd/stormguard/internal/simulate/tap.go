@@ -9,8 +9,8 @@ import (
 	"slices"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/crdt"
-	"github.com/stormguard-mq/stormguard/crdt/gossip"
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+	"github.com/stormguard-mq/stormguard/internal/gossip"
 )
 
 // A tap measures how long each change of a section takes to reach each peer,

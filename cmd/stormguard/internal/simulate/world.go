@@ -11,9 +11,9 @@ import (
 	"slices"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/crdt/gossip"
-	"github.com/stormguard-mq/stormguard/crdt/gossip/simnet"
-	"github.com/stormguard-mq/stormguard/limiter"
+	"github.com/stormguard-mq/stormguard/internal/escrow"
+	"github.com/stormguard-mq/stormguard/internal/gossip"
+	"github.com/stormguard-mq/stormguard/internal/gossip/simnet"
 )
 
 // A world is one run of one scenario.
@@ -115,17 +115,17 @@ func (w *world) seeds(id int) []int {
 }
 
 // config is the limiter's of a node.
-func (w *world) config(id int) limiter.Config {
+func (w *world) config(id int) escrow.Config {
 	sc := w.sc
 	if w.strategy == Static {
 		// Each has its part of the limit, and nobody hears of it.
 		n := float64(sc.nodes)
 		if w.noShare(id) {
-			return limiter.Config{Limit: limiter.Limit{Rate: 0.001, Burst: 1}}
+			return escrow.Config{Limit: escrow.Limit{Rate: 0.001, Burst: 1}}
 		}
-		return limiter.Config{Limit: limiter.Limit{Rate: sc.rate / n, Burst: max(1, int(float64(sc.burstTokens)/n))}}
+		return escrow.Config{Limit: escrow.Limit{Rate: sc.rate / n, Burst: max(1, int(float64(sc.burstTokens)/n))}}
 	}
-	c := limiter.Config{Limit: limiter.Limit{Rate: sc.rate, Burst: sc.burstTokens}}
+	c := escrow.Config{Limit: escrow.Limit{Rate: sc.rate, Burst: sc.burstTokens}}
 	if sc.changes {
 		c.Fleet, c.Provisional, c.Roster.Guests = "simulate", true, true
 	}
@@ -134,7 +134,7 @@ func (w *world) config(id int) limiter.Config {
 		if sc.twin && i == sc.nodes-1 {
 			break
 		}
-		c.Roster.Members = append(c.Roster.Members, limiter.Member{Name: name, NoShare: w.noShare(i)})
+		c.Roster.Members = append(c.Roster.Members, escrow.Member{Name: name, NoShare: w.noShare(i)})
 	}
 	return c
 }

@@ -1,0 +1,181 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"context"
+	"crypto/sha256"
+	"crypto/subtle"
+	"fmt"
+	"mime"
+	"net"
+	"net/http"
+	"net/netip"
+	"strings"
+	"sync"
+	"time"
+)
+
+// A Token admits an operator to [Process.Handler]: the request carries
+// "Authorization: Bearer SECRET".
+type Token struct {
+	// Name says whose token it is, in logs and in the journal. Up to 32 bytes count.
+	Name string
+
+	// Secret has at least 16 bytes. A shorter one admits nobody, and is logged.
+	Secret string
+}
+
+const (
+	minSecret    = 16
+	maxTokenName = 32
+	refuseEvery  = time.Second // between two log lines about requests that were refused
+)
+
+// access decides who may ask a handler. It is safe for concurrent use.
+type access struct {
+	p      *Process
+	tokens []heldToken
+	cross  *http.CrossOriginProtection
+
+	mu     sync.Mutex
+	saidAt time.Time
+	unsaid int // refused since
+}
+
+// heldToken is a token whose secret is hashed, so that all comparisons take one time.
+type heldToken struct {
+	name string
+	hash [sha256.Size]byte
+}
+
+func newAccess(p *Process, tokens []Token) *access {
+	a := &access{p: p, cross: http.NewCrossOriginProtection()}
+	for i, t := range tokens {
+		if len(t.Secret) < minSecret {
+			p.log.Error("fleet: a token of the handler is too short and admits nobody", "token", i, "name", clip(t.Name), "bytes", len(t.Secret), "least", minSecret)
+		}
+		a.tokens = append(a.tokens, heldToken{clip(t.Name), sha256.Sum256([]byte(t.Secret))})
+	}
+	return a
+}
+
+func clip(name string) string { return name[:min(len(name), maxTokenName)] }
+
+// operator is who asks: the remote address, and the name of the token if there is one.
+type operator struct{ remote, token string }
+
+func (o operator) String() string {
+	if o.token == "" {
+		return o.remote
+	}
+	return o.token + " at " + o.remote
+}
+
+type operatorKey struct{}
+
+// askedBy is the operator on whose behalf ctx runs; false if a program asks.
+func askedBy(ctx context.Context) (operator, bool) {
+	o, ok := ctx.Value(operatorKey{}).(operator)
+	return o, ok
+}
+
+// guard refuses requests that may not be made before next sees them.
+func (a *access) guard(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		who := operator{remote: r.RemoteAddr}
+		status, why := a.judge(r, &who)
+		if status == 0 {
+			next.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), operatorKey{}, who)))
+			return
+		}
+		a.say(r, who, status, why)
+		if status == http.StatusUnauthorized {
+			w.Header().Set("WWW-Authenticate", "Bearer")
+		}
+		w.Header().Set("Connection", "close") // an unread body is not worth reading
+		answer(w, status, map[string]string{"error": "process: " + why})
+	})
+}
+
+// judge returns the status that refuses r, or 0. It fills in the token's name.
+func (a *access) judge(r *http.Request, who *operator) (status int, why string) {
+	local := cameToLoopback(r)
+	switch {
+	case !local && len(a.tokens) == 0:
+		return http.StatusForbidden, "this handler is not served on loopback: pass a Token to Handler, and serve it with TLS"
+	case !local && r.TLS == nil:
+		return http.StatusForbidden, "this handler is not served on loopback: serve it with TLS"
+	case len(a.tokens) > 0:
+		var ok bool
+		if who.token, ok = a.token(r); !ok {
+			return http.StatusUnauthorized, "a token is needed: Authorization: Bearer SECRET"
+		}
+	case !localHost(r.Host):
+		// A page whose name was made to resolve to loopback (DNS rebinding), or a proxy.
+		return http.StatusForbidden, fmt.Sprintf("Host: %.64q is not a loopback address or localhost", r.Host)
+	}
+	if r.Method == http.MethodGet || r.Method == http.MethodHead {
+		return 0, ""
+	}
+	if err := a.cross.Check(r); err != nil {
+		return http.StatusForbidden, "a page of another origin may not ask: " + err.Error()
+	}
+	// What a form of a page can send needs no preflight; JSON does.
+	if kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type")); err != nil || kind != "application/json" {
+		return http.StatusUnsupportedMediaType, fmt.Sprintf("Content-Type: %.64q is not application/json", r.Header.Get("Content-Type"))
+	}
+	return 0, ""
+}
+
+// cameToLoopback tells whether the request came to a loopback address or a Unix socket of
+// this host. Without a listener's address, as from a server of another kind, it did not.
+func cameToLoopback(r *http.Request) bool {
+	switch at := r.Context().Value(http.LocalAddrContextKey).(type) {
+	case *net.TCPAddr:
+		return at.AddrPort().Addr().Unmap().IsLoopback()
+	case *net.UnixAddr:
+		return true
+	}
+	return false
+}
+
+func localHost(host string) bool {
+	if h, _, err := net.SplitHostPort(host); err == nil {
+		host = h
+	}
+	host = strings.TrimSuffix(strings.TrimPrefix(host, "["), "]")
+	if ip, err := netip.ParseAddr(host); err == nil {
+		return ip.Unmap().IsLoopback()
+	}
+	return strings.EqualFold(host, "localhost")
+}
+
+// token compares with all tokens, in a time that does not depend on which matches.
+func (a *access) token(r *http.Request) (name string, ok bool) {
+	scheme, secret, _ := strings.Cut(r.Header.Get("Authorization"), " ")
+	hash := sha256.Sum256([]byte(secret))
+	for _, t := range a.tokens {
+		if subtle.ConstantTimeCompare(hash[:], t.hash[:]) == 1 {
+			name, ok = t.name, true
+		}
+	}
+	return name, ok && strings.EqualFold(scheme, "Bearer") && len(secret) >= minSecret
+}
+
+// say logs a refused request, at most one a second: others decide how many there are.
+func (a *access) say(r *http.Request, who operator, status int, why string) {
+	a.mu.Lock()
+	now := time.Now()
+	if now.Sub(a.saidAt) < refuseEvery {
+		a.unsaid++
+		a.mu.Unlock()
+		return
+	}
+	unsaid := a.unsaid
+	a.saidAt, a.unsaid = now, 0
+	a.mu.Unlock()
+	a.p.log.Warn("fleet: a request to the handler was refused", "who", who.String(), "method", r.Method, "path", r.URL.Path,
+		"status", status, "why", why, "since_last", unsaid)
+}

@@ -1,0 +1,218 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"errors"
+	"reflect"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/internal/fleetstate"
+	"github.com/stormguard-mq/stormguard/internal/gossip"
+)
+
+const (
+	sayEvery = time.Second           // how this process stands, at most
+	sayApart = 25 * time.Millisecond // and this for each other process, since all are told
+	sayAgain = 4 * time.Minute       // what has not changed: fleetstate.Standings forgets after ten
+)
+
+// A driver is what the process's goroutine remembers.
+type driver struct {
+	roster fleetstate.Roster // by which breakers are voted on
+	scopes map[string]breaker.State
+	sayAt  time.Duration
+	told   fleetstate.Standing // what was last said
+	toldAt time.Duration
+	said   string // the problem that was last logged
+	broke  map[string]brokeSaid
+
+	evicted uint64      // the eviction that was last logged
+	writing atomic.Bool // a write is under way
+	counted uint64      // changes of the configuration's section
+}
+
+func (d *driver) init(r fleetstate.Roster) {
+	d.roster, d.scopes, d.broke = r, map[string]breaker.State{}, map[string]brokeSaid{}
+}
+
+// run is the goroutine that makes time pass for what has no clock of its own.
+func (p *Process) run() {
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		select {
+		case <-timer.C:
+		case <-p.poked:
+		case <-p.node.Done():
+			// Displaced, or closed. It hears nothing any more, so it must not mint.
+			p.limits.Mint(p.clock())
+			if err := p.node.Err(); !errors.Is(err, gossip.ErrClosed) {
+				p.log.Error("fleet: this process is out of the fleet and mints nothing; start it again", "error", err)
+			}
+			return
+		case <-p.ctx.Done():
+			return
+		}
+		now := p.clock()
+		before := p.drive.counted
+		p.config.Tick(now)
+		p.writeNext(now)
+		if p.drive.counted = p.config.Counted(); p.drive.counted != before {
+			p.node.Kick()
+		}
+		p.follow(now)
+		p.writeDown()
+		if now >= p.drive.sayAt {
+			p.drive.sayAt = now + sayEvery
+			p.lookAround(now)
+		}
+		timer.Reset(max(min(p.config.Wake(), p.drive.sayAt)-p.clock(), time.Millisecond))
+	}
+}
+
+// follow has the breakers voted on by the newest roster.
+func (p *Process) follow(now time.Duration) {
+	if number, _ := p.config.Number(); number == p.drive.roster.Number || number == 0 {
+		return
+	}
+	s := p.config.Status(now)
+	roster := rosterOf(s.Configuration)
+	if err := p.verdicts.SetRoster(now, roster); err != nil {
+		p.log.Error("fleet: the roster was refused", "number", roster.Number, "error", err)
+	}
+	p.log.Info("fleet: configuration", "number", roster.Number, "members", len(roster.Names), "member", s.Member)
+	if p.register == nil && s.Loaded < roster.Number {
+		p.log.Warn("fleet: others have loaded a newer configuration; this process uses the smaller of its shares until it is given that one",
+			"number", roster.Number, "loaded", s.Loaded)
+	}
+	if s.Evicted > p.drive.evicted {
+		p.drive.evicted = s.Evicted
+		if p.register == nil {
+			p.log.Warn("fleet: a newer configuration leaves this process out although it runs; it only borrows", "number", s.Evicted, "name", p.self.Name)
+		} else {
+			p.log.Warn("fleet: this process was evicted although it runs; it asks for its share again", "number", s.Evicted, "name", p.self.Name)
+		}
+	}
+	was := p.drive.roster.Names
+	p.drive.roster = roster
+	var moved []string
+	for _, n := range roster.Names {
+		if !slices.Contains(was, n) {
+			moved = append(moved, "+"+n)
+		}
+	}
+	for _, n := range was {
+		if !slices.Contains(roster.Names, n) {
+			moved = append(moved, "-"+n)
+		}
+	}
+	if len(moved) > 0 && p.first() {
+		p.write(fleetstate.Entry{Kind: fleetstate.EntryConfiguration, Number: roster.Number, Subject: "roster", Text: strings.Join(moved, " ")})
+	}
+}
+
+// write adds to the journal. An entry that is lost is counted there.
+func (p *Process) write(e fleetstate.Entry) { _ = p.journal.Add(e) }
+
+// first says whether this process writes down what all see: of those in the roster
+// that it hears, the first by name. In a split each side has one.
+func (p *Process) first() bool {
+	heard := map[string]bool{p.self.Name: true}
+	for _, peer := range p.node.Peers() {
+		heard[peer.Name] = peer.State == gossip.Fresh && peer.HearsUs
+	}
+	names := p.drive.roster.Names
+	i := slices.IndexFunc(names, func(n string) bool { return heard[n] })
+	return i >= 0 && names[i] == p.self.Name
+}
+
+// stormChanged writes down a storm of the fleet. A guard's goroutine calls it.
+func (p *Process) stormChanged(c fleetstate.StormChange) {
+	kind := fleetstate.EntryStormEnded
+	if c.Active {
+		kind = fleetstate.EntryStormBegan
+	}
+	p.write(fleetstate.Entry{Kind: kind, Subject: c.Key, Text: c.Reason})
+}
+
+// lookAround says how this process stands, and writes down what became of scopes.
+func (p *Process) lookAround(now time.Duration) {
+	peers := p.node.Peers()
+	for _, peer := range peers {
+		if peer.HasOffset {
+			p.journal.Sample(peer.Replica, peer.Offset, peer.RTT)
+		}
+	}
+	p.keepQuarantineTime()
+	if s := p.standing(); p.drive.says(now, &s, len(peers)) {
+		p.standings.Say(s)
+	}
+	if problem := p.configuration(now, p.config.Status(now)).Problem; problem != p.drive.said {
+		p.drive.said = problem
+		if problem == "" {
+			p.log.Info("fleet: the configuration has no problem any more")
+		} else {
+			p.log.Error("fleet: the configuration has a problem", "problem", problem)
+		}
+	}
+	p.watchLag(now)
+	p.watchBooks(now)
+	scopes := p.member.Scopes()
+	before := p.drive.scopes
+	p.drive.scopes = make(map[string]breaker.State, len(scopes))
+	for _, s := range scopes {
+		p.drive.scopes[s.Name] = s.State
+		open, was := s.State != breaker.Closed, before[s.Name] != breaker.Closed
+		if open == was || shared(s.Name) && !p.first() {
+			continue
+		}
+		kind := fleetstate.EntryClosed
+		if open {
+			kind = fleetstate.EntryOpened
+		}
+		p.write(fleetstate.Entry{Kind: kind, Subject: s.Name, Text: string(s.Cause)})
+	}
+}
+
+// says tells whether the others are to be told how this process stands: when that has
+// changed, as often as so many of them bear, and often enough not to be forgotten. What
+// they have not acknowledged, and how long that takes, is never the same, and no news.
+func (d *driver) says(now time.Duration, s *fleetstate.Standing, others int) bool {
+	was, is := d.told, *s
+	was.Unacked, was.SyncDelay, is.Unacked, is.SyncDelay = 0, 0, 0, 0
+	since := now - d.toldAt
+	if d.toldAt != 0 && (since < time.Duration(others)*sayApart || since < sayAgain && reflect.DeepEqual(was, is)) {
+		return false
+	}
+	d.told, d.toldAt = *s, now
+	return true
+}
+
+// watchBooks names members that lend what they cannot have: at once, and once a minute
+// while it goes on.
+func (p *Process) watchBooks(now time.Duration) {
+	for name, n := range p.limits.Stats().Broke {
+		if s := p.drive.broke[name]; n > s.count && (s.count == 0 || now-s.at >= brokeEvery) {
+			p.drive.broke[name] = brokeSaid{n, now}
+			p.log.Error("fleet: a member lends more than its share; the loans are refused. Look at that process",
+				"member", name, "loans", n, "then", "stormguard fleet evict "+name)
+		}
+	}
+}
+
+const brokeEvery = time.Minute
+
+type brokeSaid struct {
+	count uint64
+	at    time.Duration
+}
+
+// shared tells whether several processes may have the scope: group/topic, where
+// group/topic/partition is of one.
+func shared(scope string) bool { return strings.Count(scope, "/") < 2 }

@@ -1,0 +1,177 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"strconv"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/internal/escrow"
+	"github.com/stormguard-mq/stormguard/internal/fleetstate"
+	"github.com/stormguard-mq/stormguard/internal/gossip"
+	"github.com/stormguard-mq/stormguard/limiter"
+)
+
+// Handler serves what an operator asks of a fleet, by any one of its processes; the
+// fleet command speaks to it. Whoever may call it can change limits and evict members.
+//
+//	GET  status                  [Status] as JSON
+//	GET  journal                 [Process.Journal] as JSON, oldest first
+//	POST evict?name=N&number=K   [Process.Evict] upon configuration K; 0 or unset is the newest
+//	POST change                  [Change] as JSON: [Process.Set]
+//	GET  quarantine              the rules in force: [Quarantined] as JSON
+//	POST quarantine              [QuarantineRequest] as JSON: [Process.Quarantine]; answered as GET
+//
+// A request that came to a loopback address or a Unix socket needs no token, unless
+// there are some; without one its Host must be a loopback address or localhost. A
+// request that came to any other address needs TLS and one of the tokens: the handler
+// looks at the listener's address of each request ([http.LocalAddrContextKey]), so a
+// server that listens on all addresses by mistake serves nobody but this host. Every
+// POST must be application/json, and none may come from a page of another origin. A
+// proxy on this host reaches the handler over loopback: pass a Token then.
+//
+// Writes are logged, done or not, with who, what, before and after; the journal has
+// who as well. Requests that were refused are logged once a second.
+//
+// What was made is answered with {"number": number}. A request that is wrong is 400, 401,
+// 403 or 415, and one that cannot be met 409, with "newest" beside the error if another
+// change was faster. One that was not made in time is 504: it will not be made, unless the
+// error says that its outcome is unknown. Any that asks a process which is out of its
+// fleet is 503. These have {"error": text}. Paths are relative to where it is mounted: use http.StripPrefix.
+func (p *Process) Handler(tokens ...Token) http.Handler {
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /status", func(w http.ResponseWriter, _ *http.Request) { answer(w, http.StatusOK, p.Status()) })
+	mux.HandleFunc("GET /journal", func(w http.ResponseWriter, _ *http.Request) { answer(w, http.StatusOK, p.Journal()) })
+	mux.HandleFunc("POST /evict", func(w http.ResponseWriter, r *http.Request) {
+		name := r.URL.Query().Get("name")
+		if name == "" {
+			refuse(w, fmt.Errorf("%w: name: \"\" is not a member", fleetstate.ErrConfig))
+			return
+		}
+		number := uint64(0)
+		if text := r.URL.Query().Get("number"); text != "" {
+			var err error
+			if number, err = strconv.ParseUint(text, 10, 64); err != nil {
+				refuse(w, fmt.Errorf("%w: number: %.20q is not a number", fleetstate.ErrConfig, text))
+				return
+			}
+		}
+		p.choose(w, r, "evict "+name, p.standsOf(name), func(ctx context.Context) (uint64, error) { return p.Evict(ctx, number, name) })
+	})
+	mux.HandleFunc("POST /change", func(w http.ResponseWriter, r *http.Request) {
+		var in Change
+		d := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxBody))
+		d.DisallowUnknownFields()
+		if err := d.Decode(&in); err != nil {
+			refuse(w, fmt.Errorf("%w: body: %w", fleetstate.ErrConfig, err))
+			return
+		}
+		if d.More() || in.Limit == nil && len(in.Limits)+len(in.Weights) == 0 && !in.Reset {
+			refuse(w, fmt.Errorf("%w: body: want one object with a change", fleetstate.ErrConfig))
+			return
+		}
+		change := in.change()
+		p.choose(w, r, "set", p.before(change), func(ctx context.Context) (uint64, error) { return p.Set(ctx, in) }, "after", audited(change.String()))
+	})
+	p.serveQuarantine(mux)
+	return newAccess(p, tokens).guard(mux)
+}
+
+const (
+	maxBody   = 1 << 20
+	chooseFor = 10 * time.Second
+)
+
+// choose waits until what is asked for is made, and logs what became of it.
+func (p *Process) choose(w http.ResponseWriter, r *http.Request, what, before string, ask func(context.Context) (uint64, error), more ...any) {
+	ctx, cancel := context.WithTimeout(r.Context(), chooseFor)
+	defer cancel()
+	who, _ := askedBy(ctx)
+	number, err := ask(ctx)
+	line := append([]any{"who", who.remote, "token", who.token, "what", audited(what), "before", before}, more...)
+	if err != nil {
+		p.log.Warn("fleet: an operator's change was not made", append(line, "error", err)...)
+		refuse(w, err)
+		return
+	}
+	p.log.Info("fleet: an operator's change was made", append(line, "number", number)...)
+	answer(w, http.StatusOK, map[string]uint64{"number": number})
+}
+
+// maxAudited bounds a text in the log, in bytes: a change may name thousands of keys.
+const maxAudited = 1024
+
+func audited(s string) string {
+	if len(s) <= maxAudited {
+		return s
+	}
+	return s[:maxAudited] + "…"
+}
+
+// before is what a change replaces, in the words of [fleetstate.Change.String].
+func (p *Process) before(change fleetstate.Change) string {
+	c := p.limits.Configuration()
+	was := fleetstate.Change{Limits: map[string]*escrow.Limit{}, Weights: map[string]int{}}
+	if change.Limit != nil {
+		was.Limit = &c.Limit
+	}
+	for key := range change.Limits {
+		was.Limits[key] = nil
+		if l, ok := c.Limits[key]; ok {
+			was.Limits[key] = &l
+		}
+	}
+	for _, m := range c.Roster.Members {
+		if _, ok := change.Weights[m.Name]; ok {
+			was.Weights[m.Name] = int(m.Weighs())
+		}
+	}
+	return audited(was.String())
+}
+
+// standsOf is how a member stands in the configuration.
+func (p *Process) standsOf(name string) string {
+	for _, m := range p.limits.Configuration().Roster.Members {
+		if m.Name == name {
+			return fmt.Sprintf("%s weighs %d", audited(name), m.Weighs())
+		}
+	}
+	return "no member"
+}
+
+func refuse(w http.ResponseWriter, err error) {
+	status := http.StatusInternalServerError
+	body := map[string]any{}
+	if conflict, ok := errors.AsType[*fleetstate.ConflictError](err); ok {
+		body["newest"] = conflict.Newest
+	}
+	switch {
+	case errors.Is(err, fleetstate.ErrConfig), errors.Is(err, limiter.ErrConfig):
+		status = http.StatusBadRequest
+	case errors.Is(err, fleetstate.ErrMember), errors.Is(err, ErrAlone), errors.Is(err, fleetstate.ErrBusy), errors.Is(err, fleetstate.ErrConflict):
+		status = http.StatusConflict
+	case errors.Is(err, gossip.ErrClosed), errors.Is(err, gossip.ErrDisplaced):
+		status = http.StatusServiceUnavailable
+	case errors.Is(err, context.DeadlineExceeded):
+		status = http.StatusGatewayTimeout
+	}
+	body["error"] = err.Error()
+	answer(w, status, body)
+}
+
+func answer(w http.ResponseWriter, status int, v any) {
+	b, err := json.Marshal(v)
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusInternalServerError)
+		return
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(status)
+	_, _ = w.Write(append(b, '\n'))
+}

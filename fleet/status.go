@@ -1,0 +1,245 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/internal/escrow"
+	"github.com/stormguard-mq/stormguard/internal/fleetstate"
+	"github.com/stormguard-mq/stormguard/internal/gossip"
+	"github.com/stormguard-mq/stormguard/limiter"
+)
+
+// Status is what one process knows of its fleet. Amounts are in tokens.
+type Status struct {
+	Fleet         string        `json:"fleet"`
+	Name          string        `json:"name"` // whose view this is
+	Members       []Member      `json:"members"`
+	Configuration Configuration `json:"configuration"`
+
+	// Stranded are the shares of members that are not heard, of 1: what nobody
+	// mints. Skew is the standard deviation of level over cap: 0 is even.
+	Stranded float64 `json:"stranded_share"`
+	Skew     float64 `json:"token_skew"`
+
+	// SyncDelay is the longest lately from a change here to its acknowledgement by a
+	// peer that is heard.
+	SyncDelay time.Duration `json:"sync_delay_ns"`
+
+	Backlog    uint64        `json:"journal_backlog"` // entries that the slowest peer lacks
+	BacklogAge time.Duration `json:"journal_backlog_age_ns"`
+
+	Scopes []Scope `json:"scopes,omitempty"` // of breakers, that this process has
+	Totals []Total `json:"totals,omitempty"` // by topic or queue of a group
+
+	Quarantine []Quarantined `json:"quarantine,omitempty"` // rules in force
+}
+
+// A Total is what the fleet has counted for a topic or queue of a group, as far as
+// this process has heard: handler calls that succeeded and failed, and dead letters.
+type Total struct {
+	Key          string `json:"key"`
+	Handled      uint64 `json:"handled"`
+	Failed       uint64 `json:"failed"`
+	DeadLettered uint64 `json:"dead_lettered"`
+	Processes    int    `json:"processes"` // lives of processes that counted
+}
+
+// A Member is a process of the roster, or one that is heard, as another one sees
+// it.
+type Member struct {
+	Name   string `json:"name"`
+	Zone   string `json:"zone,omitempty"`
+	Region string `json:"region,omitempty"`
+	// Version is that of its program.
+	Version string `json:"version,omitempty"`
+	// State is self, fresh, silent or lost, or unknown if it was never heard.
+	State string        `json:"state"`
+	Heard time.Duration `json:"heard_ns"` // how long ago
+
+	Roster  bool   `json:"roster"` // it is in it
+	Weight  int    `json:"weight"` // there
+	Number  uint64 `json:"number"`
+	Applied uint64 `json:"applied"`          // it keeps within, by its own word
+	Loaded  uint64 `json:"loaded,omitempty"` // by an operator, if the configuration is static
+	Lacking bool   `json:"lacking"`          // the others wait for it to apply a configuration
+
+	Share  float64 `json:"share"`
+	Level  float64 `json:"level"`
+	Cap    float64 `json:"cap"`
+	Lent   float64 `json:"lent"`
+	Pinned float64 `json:"pinned"`
+
+	Unacked   uint64        `json:"unacked"`
+	SyncDelay time.Duration `json:"sync_delay_ns"` // as it sees it
+	RTT       time.Duration `json:"rtt_ns"`
+	Offset    time.Duration `json:"clock_offset_ns"`
+	Broke     uint64        `json:"clock_violations"`
+
+	// LoansRefused counts loans of far more than its share, which were not taken: it
+	// breaks the books.
+	LoansRefused uint64 `json:"loans_refused,omitempty"`
+
+	Keys []Key `json:"keys,omitempty"` // its busiest
+}
+
+// A Key is one limit's key at one process.
+type Key struct {
+	Key      string  `json:"key"`
+	Admitted uint64  `json:"admitted"` // since its start
+	Denied   uint64  `json:"denied"`
+	Level    float64 `json:"level"`
+	Cap      float64 `json:"cap"`
+}
+
+// A Configuration is the newest that the process knows.
+type Configuration struct {
+	Number   uint64                   `json:"number"`
+	Complete uint64                   `json:"complete"` // that everybody keeps within who had more before
+	Resets   uint64                   `json:"resets"`
+	Limit    limiter.Limit            `json:"limit"`
+	Limits   map[string]limiter.Limit `json:"limits,omitempty"`
+	Lacking  []string                 `json:"lacking,omitempty"` // have not applied it, and had more before
+	Settled  bool                     `json:"settled"`           // known to be the newest, or to have been after the start
+	Member   bool                     `json:"member"`
+	Evicted  bool                     `json:"evicted"`
+	Loaded   uint64                   `json:"loaded,omitempty"` // into this process, if the configuration is static
+	Away     string                   `json:"away,omitempty"`   // why the register cannot be reached
+	Requests int                      `json:"requests"`         // of operators, here, undecided
+	Log      []Write                  `json:"log,omitempty"`    // the latest writes, oldest first
+	// Problem is what keeps the process apart: a peer with another configuration of the same
+	// number, a configuration that its limits refuse, or a register that takes none of its
+	// writes. Empty if there is none.
+	Problem string `json:"problem,omitempty"`
+}
+
+// A Write is one write of the configuration: who wrote what.
+type Write struct {
+	Number uint64    `json:"number"`
+	At     time.Time `json:"at"`
+	Who    string    `json:"who"`
+	What   string    `json:"what"`
+}
+
+// A Scope is what the fleet makes of a breaker's scope.
+type Scope struct {
+	Name    string `json:"name"`
+	State   string `json:"state"`
+	Cause   string `json:"cause,omitempty"`
+	Held    bool   `json:"held"`
+	Probing bool   `json:"probing"`
+}
+
+func configurationOf(s fleetstate.ConfiguratorStatus) Configuration {
+	c := Configuration{
+		Number: s.Configuration.Number, Complete: s.Complete, Resets: s.Configuration.Resets, Limit: limiter.Limit(s.Configuration.Limit),
+		Limits: limitsOf[limiter.Limit](s.Configuration.Limits), Lacking: s.Lacking, Settled: s.Settled, Member: s.Member, Evicted: s.Evicted > 0 && !s.Member, Loaded: s.Loaded, Requests: s.Requests,
+	}
+	if s.Away != nil {
+		c.Away = s.Away.Error()
+	}
+	for _, r := range s.Log {
+		c.Log = append(c.Log, Write{Number: r.Number, At: time.UnixMilli(r.At).UTC(), Who: r.Who, What: r.What})
+	}
+	switch {
+	case s.Err != nil:
+		c.Problem = s.Err.Error()
+	case s.Refused != nil:
+		c.Problem = s.Refused.Error()
+	case s.Full != nil:
+		c.Problem = s.Full.Error()
+	case s.Differs != nil:
+		c.Problem = s.Differs.Error()
+	}
+	return c
+}
+
+// Status describes the fleet, for people. It costs copies of everything.
+func (p *Process) Status() Status {
+	limits := p.limits.Stats()
+	s := Status{Fleet: p.cfg.Fleet, Name: p.self.Name, Stranded: limits.Stranded}
+	s.Quarantine = p.quarantined()
+	if p.node == nil {
+		own := p.limits.Configuration()
+		s.Configuration = configurationOf(fleetstate.ConfiguratorStatus{Configuration: own, Complete: own.Number, Settled: true, Member: true})
+		s.Members = []Member{p.memberAlone(limits)}
+		return s
+	}
+	now := p.clock()
+	configuration := p.config.Status(now)
+	s.Configuration = p.configuration(now, configuration)
+	j := p.journal.Stats(now)
+	s.Backlog, s.BacklogAge = j.Backlog, j.Age
+	for _, c := range p.member.Scopes() {
+		s.Scopes = append(s.Scopes, Scope{Name: c.Name, State: c.State.String(), Cause: string(c.Cause), Held: c.Held, Probing: c.Probing})
+	}
+	for _, t := range p.totals.All(nil) {
+		s.Totals = append(s.Totals, Total(t))
+	}
+	standings := p.standings.All(now, nil)
+	s.Skew = fleetstate.Skew(standings)
+
+	byName := map[string]*Member{}
+	member := func(name string) *Member {
+		m := byName[name]
+		if m == nil {
+			m = &Member{Name: name, State: "unknown"}
+			byName[name] = m
+		}
+		return m
+	}
+	for i := range standings {
+		member(standings[i].Name).stand(&standings[i])
+	}
+	for _, c := range configuration.Members {
+		m := member(c.Name)
+		m.Roster, m.Weight, m.Applied, m.Loaded = true, c.Weight, c.Applied, c.Loaded
+	}
+	for _, name := range configuration.Lacking {
+		member(name).Lacking = true
+	}
+	for _, peer := range p.node.Peers() {
+		m := member(peer.Name)
+		m.State, m.RTT, m.Zone, m.Region, m.Heard = peer.State.String(), peer.RTT, peer.Zone, peer.Region, peer.Heard
+		m.Offset, _, m.Broke = p.journal.Clock(peer.Replica)
+		if peer.State == gossip.Fresh {
+			s.SyncDelay = max(s.SyncDelay, peer.Delay)
+		}
+	}
+	for name, n := range limits.Broke {
+		member(name).LoansRefused = n
+	}
+	own, self := p.standing(), member(p.self.Name)
+	self.stand(&own)
+	self.State = "self"
+	for _, name := range slices.Sorted(maps.Keys(byName)) {
+		s.Members = append(s.Members, *byName[name])
+	}
+	return s
+}
+
+// stand takes over what a process says of itself.
+func (m *Member) stand(s *fleetstate.Standing) {
+	m.Zone, m.Region, m.Version, m.Heard = s.Zone, s.Region, s.Version, s.Heard
+	m.Number, m.Applied, m.Share = s.Number, s.Applied, s.Share
+	m.Level, m.Cap, m.Lent, m.Pinned = s.Level, s.Cap, s.Lent, s.Pinned
+	m.Unacked, m.SyncDelay = s.Unacked, s.SyncDelay
+	for _, k := range s.Keys {
+		m.Keys = append(m.Keys, Key(k))
+	}
+}
+
+func (p *Process) memberAlone(l escrow.Stats) Member {
+	m := Member{
+		Name: p.self.Name, State: "self", Version: p.cfg.Program, Roster: true, Weight: 1, Share: 1,
+		Number: l.Number, Applied: l.Applied, Level: float64(l.Level) / micro, Cap: float64(l.Cap) / micro,
+	}
+	for _, k := range p.keys() {
+		m.Keys = append(m.Keys, Key(k))
+	}
+	return m
+}

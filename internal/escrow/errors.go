@@ -1,0 +1,38 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package escrow
+
+import "errors"
+
+var (
+	// ErrConfig means a configuration was refused. The text names every field
+	// that is wrong, its value and the allowed range.
+	ErrConfig = errors.New("limiter: config")
+
+	// ErrBurst means that more tokens were asked for at once than Limit.Burst: no
+	// wait would end.
+	ErrBurst = errors.New("limiter: more than the burst")
+
+	// ErrShare means that more was reserved than this node can mint for.
+	ErrShare = errors.New("limiter: more than this node's share")
+
+	// ErrClosed means that the [Set] is closed.
+	ErrClosed = errors.New("limiter: closed")
+
+	// errMalformed means that a packet is not what a peer of this version sends.
+	errMalformed = errors.New("limiter: malformed packet")
+
+	// errMismatch means that a peer has another Config: other limits or another
+	// roster. Nothing is lent to it and nothing taken from it, for two
+	// configurations have no common bound.
+	errMismatch = errors.New("limiter: a peer with another configuration")
+
+	// errStale means that a packet is from an earlier life, was meant for one, or
+	// was overtaken by what has been forgotten since.
+	errStale = errors.New("limiter: stale packet")
+
+	// ErrTooManyKeys means that a packet names more keys than Config.MaxKeys leaves
+	// room for.
+	ErrTooManyKeys = errors.New("limiter: too many keys")
+)

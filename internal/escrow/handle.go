@@ -1,0 +1,250 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package escrow
+
+import (
+	"context"
+	"fmt"
+	"time"
+)
+
+// A Handle is the handle of one key of a [Set]. It is safe for concurrent use,
+// and is worth keeping: [Set.Key] costs more than Allow.
+//
+// Most calls of Allow subtract from a pool of tokens that were taken ahead, at
+// most 64 and a quarter of what this node may keep, and read no clock. When the
+// pool is empty one call takes the set's lock and fills it again.
+type Handle struct {
+	pool pool
+	_    [120]byte // what is below is written by others
+
+	set    *Set
+	key    string
+	pooled *pooledHandle // with [Pooled], which then does everything
+
+	// The rest is guarded by set.mu.
+	row         *row // nil while the node does not know the key
+	first, last *waiter
+}
+
+// A waiter is a Wait that has not ended.
+type waiter struct {
+	amount     int64
+	ready      chan struct{} // closed when served, or when the set closes
+	err        error
+	done       bool
+	prev, next *waiter
+}
+
+// poolMax is the most tokens in a pool.
+const poolMax = 64
+
+// Allow admits one, or denies it at once. A denial counts as demand: the node
+// asks others for what it was short of.
+func (l *Handle) Allow() bool { return l.pool.take() || l.slow(1) }
+
+// AllowN admits n, all or none; n may be up to the burst, and anything more is
+// denied. n <= 0 is admitted. After a denial the node gathers tokens from others
+// for 200 ms, so it is worth asking again.
+func (l *Handle) AllowN(n int) bool {
+	return n <= 0 || l.pool.takeN(int64(n)) || l.slow(n)
+}
+
+func (l *Handle) slow(n int) bool {
+	if l.pooled != nil {
+		return l.pooled.AllowN(n)
+	}
+	s := l.set
+	s.lock()
+	defer s.unlock()
+	r := l.attach()
+	amount := amountOf(n)
+	if r == nil || s.closed || amount > r.burst {
+		return false
+	}
+	r.update(s.node.now, s.node.mintAt)
+	if l.first != nil { // they came before
+		r.forecast.asked += amount
+		r.sum.Denied = plus(r.sum.Denied, amount)
+		return false
+	}
+	if !s.node.take(r, amount) {
+		return false
+	}
+	l.fill(r)
+	return true
+}
+
+// attach finds the key's row; it is nil if there are too many.
+func (l *Handle) attach() *row {
+	if l.row != nil {
+		return l.row
+	}
+	r := l.set.node.row(l.key)
+	if r != nil && r.handle == nil {
+		l.row, r.handle, r.pool = r, l, &l.pool
+	}
+	return r
+}
+
+// fill takes tokens ahead. Loans stay where their lease is watched, and at a home
+// others may have drawn what is there.
+func (l *Handle) fill(r *row) {
+	if r.handle != l || r.pooled != 0 || r.held > 0 || r.home != "" || l.first != nil {
+		return
+	}
+	if n := min(poolMax, r.cap/(4*micro), r.level/micro); n > 0 {
+		r.pooled = n * micro
+		l.pool.fill(n)
+	}
+}
+
+// Wait waits until one is admitted, or ctx ends, or the set is closed
+// ([ErrClosed]). Waiters of a handle are served in the order in which they came,
+// and before any Allow that comes after them.
+func (l *Handle) Wait(ctx context.Context) error { return l.WaitN(ctx, 1) }
+
+// WaitN is Wait for n at once; more than the burst is [ErrBurst]. More than this
+// node's share of the burst has to be gathered from others: it waits for as long
+// as they use what they have, or are not there, and nodes that gather at the same
+// time get it one after the other, each after some refills of the burst.
+func (l *Handle) WaitN(ctx context.Context, n int) error {
+	if err := ctx.Err(); err != nil || n <= 0 {
+		return err
+	}
+	if l.pool.takeN(int64(n)) {
+		return nil
+	}
+	if l.pooled != nil {
+		return l.pooled.WaitN(ctx, n)
+	}
+	w := &waiter{amount: amountOf(n)}
+	if err := l.enqueue(w); err != nil || w.ready == nil {
+		return err
+	}
+	select {
+	case <-w.ready:
+		return w.err
+	case <-ctx.Done():
+	}
+	if l.cancel(w) {
+		return ctx.Err()
+	}
+	return w.err
+}
+
+// enqueue admits at once, or makes w ready to be waited on.
+func (l *Handle) enqueue(w *waiter) error {
+	s := l.set
+	s.lock()
+	defer s.unlock()
+	r := l.attach()
+	switch {
+	case s.closed:
+		return ErrClosed
+	case r == nil:
+		return ErrTooManyKeys
+	case w.amount > r.burst:
+		return tooMuch(w.amount, r.burst)
+	}
+	r.update(s.node.now, s.node.mintAt)
+	if l.first == nil && s.node.draw(r, w.amount) {
+		r.forecast.asked += w.amount
+		s.node.stir(r)
+		l.fill(r)
+		return nil
+	}
+	r.reclaim()
+	w.ready, w.prev = make(chan struct{}), l.last
+	if l.last != nil {
+		l.last.next = w
+	} else {
+		l.first = w
+	}
+	l.last = w
+	s.node.demand(r, w.amount)
+	s.waiting[l] = r
+	return nil
+}
+
+func tooMuch(amount, burst int64) error {
+	return fmt.Errorf("%w: %d of %d", ErrBurst, amount/micro, burst/micro)
+}
+
+// cancel takes a waiter out, if it was not served meanwhile.
+func (l *Handle) cancel(w *waiter) bool {
+	s := l.set
+	s.lock()
+	defer s.unlock()
+	if w.done {
+		return false
+	}
+	r := s.waiting[l]
+	wasFirst := l.first == w
+	l.remove(w)
+	r.waiting = max(0, r.waiting-w.amount)
+	if wasFirst {
+		l.serve(r) // the next may want less
+	}
+	return true
+}
+
+func (l *Handle) remove(w *waiter) {
+	w.done = true
+	if w.prev != nil {
+		w.prev.next = w.next
+	} else {
+		l.first = w.next
+	}
+	if w.next != nil {
+		w.next.prev = w.prev
+	} else {
+		l.last = w.prev
+	}
+	if l.first == nil {
+		delete(l.set.waiting, l)
+	}
+}
+
+// serve admits waiters from the first on, while there are tokens.
+func (l *Handle) serve(r *row) {
+	for l.first != nil && l.set.node.serve(r, l.first.amount) {
+		w := l.first
+		l.remove(w)
+		close(w.ready)
+	}
+}
+
+// Admit takes one admission and returns 0, or takes none and returns how long to
+// wait before it is worth asking again: it makes a Handle what a guard's source
+// takes for one. now is ignored; the set has its own clock. Whoever was told to
+// wait is expected to ask again, so asking twice is not twice the demand.
+func (l *Handle) Admit(time.Duration) time.Duration {
+	if l.pool.take() {
+		return 0
+	}
+	if l.pooled != nil {
+		return l.pooled.Admit()
+	}
+	s := l.set
+	s.lock()
+	defer s.unlock()
+	r := l.attach()
+	if r == nil || s.closed {
+		return time.Second
+	}
+	r.update(s.node.now, s.node.mintAt)
+	if l.first == nil && s.node.poll(r, micro) {
+		l.fill(r)
+		return 0
+	}
+	wait := r.until(r.waiting + micro)
+	if !s.node.alone {
+		wait = min(wait, max(r.pace, controlLoop)) // somebody may lend
+	}
+	return min(max(wait, minAsk), time.Second)
+}
+
+// minAsk is the least that Admit has anybody wait.
+const minAsk = 100 * time.Microsecond

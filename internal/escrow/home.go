@@ -1,0 +1,104 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package escrow
+
+import "time"
+
+// returnIdle is after how long an unspent token of a small limit goes home.
+const returnIdle = 300 * time.Millisecond
+
+// stepHome draws, token by token, who gets what the home of a small limit has:
+// every node by what it needs, this one among them. Were its own waiters served
+// first, it would get half of everything.
+func (n *Node) stepHome(r *row) {
+	total := n.needs(r)
+	if total == 0 {
+		r.granted, r.drawing = 0, false
+		return
+	}
+	own := min(max(0, r.owed()+r.lost-r.granted), r.burst) // as the others
+	if r.yielding {
+		own, r.granted = 0, 0
+	}
+	stuck := n.stuck(r)
+	for r.level-r.granted >= micro && total+own > 0 {
+		// Many tokens are dealt in bundles, so that a large burst is no long loop.
+		bundle := max(1, (r.level-r.granted)/(64*micro)) * micro
+		e := n.drawn(r, total, own, stuck)
+		if e == nil {
+			x := min(bundle, roundUp(own))
+			r.granted += x
+			own = max(0, own-x)
+			continue
+		}
+		x := min(bundle, roundUp(e.itsNeed))
+		e.lend(x)
+		had := e.itsNeed
+		e.itsNeed = max(0, e.itsNeed-x)
+		total -= had - e.itsNeed
+	}
+	if r.drawing = total > 0; !r.drawing {
+		r.granted = 0
+	}
+}
+
+// drawn is who gets the next token, nil for this node's own waiters: by chance, or,
+// when nobody gets enough that way, who lacks least.
+func (n *Node) drawn(r *row, total, own int64, stuck bool) *entry {
+	if stuck {
+		if e := n.nearest(r); e != nil && (own == 0 || e.itsNeed < own) {
+			return e
+		}
+		return nil
+	}
+	draw := n.rand.Int64N(total+own) - own
+	if draw < 0 {
+		return nil
+	}
+	for _, e := range r.entries {
+		if e == nil || e.itsNeed == 0 || !n.lendable(e.peer) {
+			continue
+		}
+		if draw -= e.itsNeed; draw < 0 {
+			return e
+		}
+	}
+	return nil
+}
+
+// roundUp is the amount in whole tokens.
+func roundUp(amount int64) int64 { return (amount + micro - 1) / micro * micro }
+
+// stepAway is a step at a node that is not the key's home: it lives on loans.
+func (n *Node) stepAway(r *row) {
+	owed := r.owed()
+	for _, e := range r.entries {
+		if e != nil && e.held() > 0 && owed == 0 && (n.now-e.borrowed.last >= returnIdle || len(n.terms) > 1) {
+			e.giveBack(e.held())
+		}
+	}
+	_, ahead := r.plan()
+	short := owed + r.lost + ahead/micro*micro - r.held
+	need := min(roundUp(max(0, short)), r.burst)
+	if r.yielding {
+		need = 0
+	}
+	r.stated = false
+	p := n.peers[r.home]
+	if p == nil {
+		return
+	}
+	if n.unheard(p) >= lease {
+		need = 0
+	}
+	e := r.with(p)
+	if e == nil {
+		if need == 0 {
+			return
+		}
+		e = r.entry(p)
+	}
+	n.state(e, need)
+	r.stated = e.need > 0
+}

@@ -1,0 +1,264 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package escrow
+
+import (
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+)
+
+const (
+	// drift is how far a clock may run fast or slow, in millionths.
+	drift = 500
+
+	// lease is for how long a borrower may spend what it has borrowed, by its own
+	// clock, counted from the sending of the packet that the lender last renewed it
+	// to. So it ends at the borrower before it does at the lender, whatever the
+	// delay, and only the rates of clocks matter.
+	lease = time.Second
+
+	// writeOff is when, counted from the receipt of that packet, the lender knows
+	// that no borrower spends it any more.
+	writeOff = lease + lease*2*drift/1_000_000 + 10*time.Millisecond
+
+	// freshFor is for how long a peer counts as there after what it last heard of
+	// us was sent: three keep-alives. One of them would flap.
+	freshFor = 150 * time.Millisecond
+
+	// deafAfter is how long an answer may take before nothing more is lent: with a
+	// third of all packets lost, one in a thousand takes longer.
+	deafAfter = 30 * time.Millisecond
+
+	sweepEvery = 50 * time.Millisecond
+	pruneEvery = time.Second
+)
+
+// fresh tells whether the peer has heard of us lately, and we of it.
+func (n *Node) fresh(p *peer) bool {
+	return !p.gone && !p.parted && p.echo > 0 && n.now-p.echo < freshFor
+}
+
+// unheard is for how long no packet of p has come that could have.
+func (n *Node) unheard(p *peer) time.Duration { return n.now - p.heard - p.rest }
+
+// unanswered tells whether p was told something, and no echo of that came back.
+func (p *peer) unanswered() bool { return p.echo < p.toldAt }
+
+// lendable tells whether to lend to p. After a cut a peer is still fresh for a
+// while, in which whatever is lent is gone until its lease ends; so nothing more
+// is lent to one that does not answer.
+func (n *Node) lendable(p *peer) bool {
+	return n.fresh(p) && (!p.unanswered() || n.now-p.toldAt < deafAfter)
+}
+
+// leased tells whether what was borrowed from p may be spent.
+func (n *Node) leased(p *peer) bool { return p.lease > 0 && n.now-p.lease < lease }
+
+// expire gives back what the row may not spend any more.
+func (n *Node) expire(r *row) {
+	if n.now < r.sooner {
+		return
+	}
+	r.sooner = never
+	for _, e := range r.entries {
+		switch {
+		case e == nil || e.held() == 0:
+		case n.leased(e.peer):
+			r.sooner = min(r.sooner, e.peer.lease+lease)
+		default:
+			e.giveBack(e.held())
+		}
+	}
+}
+
+// sweep looks for leases that have ended, and for what lies idle between pairs.
+func (n *Node) sweep() {
+	prune := n.now >= n.pruneAt
+	if prune {
+		n.pruneAt = n.now + pruneEvery
+	}
+	for _, p := range n.slots {
+		if p == nil {
+			continue
+		}
+		if p.held.some() && !n.leased(p) {
+			for e := range p.entries {
+				if x := e.held(); x > 0 {
+					e.giveBack(x)
+					n.stir(e.row)
+				}
+			}
+		}
+		if p.lent.some() && n.now-p.renewedAt >= writeOff {
+			n.write(p)
+		}
+		if prune {
+			n.prune(p)
+		}
+		if !p.gone && !p.parted && p.leaving < n.now && n.now-p.leaving >= writeOff {
+			n.part(p)
+		}
+	}
+	for i := 0; i < len(n.dying); i++ {
+		if p := n.dying[i]; n.now-p.renewedAt >= writeOff {
+			n.write(p)
+			n.forget(p)
+			n.dying = append(n.dying[:i], n.dying[i+1:]...)
+			i--
+		}
+	}
+	n.sweepAt = never
+	for _, p := range n.slots {
+		if p != nil && (p.lent.some() || p.held.some() || !p.parted && (p.changes.First() != nil || p.leaving != never)) {
+			n.sweepAt = n.now + sweepEvery
+			break
+		}
+	}
+}
+
+// part ends what lies between this node and a peer that left the roster. Its books
+// stay, for the same life may come back, and would be given anew what it has used; a
+// later life, or [Node.Gone], ends them.
+func (n *Node) part(p *peer) {
+	p.parted = true
+	for e := range p.entries {
+		e.giveBack(e.held())
+		e.need, e.itsNeed = 0, 0
+		n.stir(e.row)
+	}
+}
+
+// watch makes sure that there is a sweep.
+func (n *Node) watch() { n.sweepAt = min(n.sweepAt, n.now+sweepEvery) }
+
+// write writes off all loans to p, and begins a new epoch: what p still thinks it
+// has is void when it hears of it, and has been unspendable for longer.
+func (n *Node) write(p *peer) {
+	p.epoch++
+	for e := range p.entries {
+		if e.lent.series != 0 {
+			r := e.row
+			r.mint(n.now, n.mintAt)
+			x := e.lent.open()
+			e.release(x)
+			r.sum.Written = plus(r.sum.Written, x)
+			e.lent = loan{}
+			e.dirty = true
+			e.pin(false)
+			n.pin(r)
+			n.stir(r)
+		}
+	}
+}
+
+// prune closes series of loans that lie idle, and forgets entries that say
+// nothing.
+func (n *Node) prune(p *peer) {
+	for e := range p.entries {
+		if e.lent.series != 0 && e.lent.open() == 0 && n.now-e.lent.last > idle {
+			e.lent = loan{}
+			e.dirty = true
+			n.stir(e.row)
+		}
+		if e.blank() {
+			n.stir(e.row)
+			e.drop()
+		}
+	}
+}
+
+// idle is after how long what is between a pair is forgotten.
+const idle = 2 * time.Second
+
+// peer is the life's books, opened if need be; nil if the life is over.
+func (n *Node) peer(id crdt.Replica) *peer {
+	p := n.peers[id.Name]
+	if p != nil && p.id.Incarnation == id.Incarnation {
+		return p
+	}
+	if id.Name == n.self.Name || !n.admits(id.Name) || p != nil && p.id.Incarnation > id.Incarnation {
+		return nil
+	}
+	if b, ok := n.buried[id.Name]; ok && b.incarnation >= id.Incarnation {
+		return nil
+	}
+	if p != nil {
+		n.bury(p)
+	}
+	slot := 0
+	for slot < len(n.slots) && n.slots[slot] != nil {
+		slot++
+	}
+	if slot == len(n.slots) {
+		n.slots = append(n.slots, nil)
+	}
+	p = &peer{node: n, id: id, slot: slot, leaving: never, index: n.cfg.Roster.index(id.Name)}
+	p.changes.Skip()
+	p.share = n.newest().weights[id.Name]
+	n.slots[slot], n.peers[id.Name] = p, p
+	return p
+}
+
+// Gone says that a peer's life is over for good. What was borrowed from it is
+// void; what was lent to it stays out until its lease has ended.
+func (n *Node) Gone(now time.Duration, id crdt.Replica) {
+	n.advance(now)
+	if p := n.peers[id.Name]; p != nil && p.id.Incarnation <= id.Incarnation {
+		n.bury(p)
+	}
+	if b := n.buried[id.Name]; b.incarnation < id.Incarnation {
+		n.buried[id.Name] = burial{id.Incarnation, n.now}
+	}
+}
+
+// Rejoin says that this process goes on under a higher incarnation. To its peers that
+// is a restart: they have voided what they had of the lower one, and what it had of
+// them. So that is void here, and what was lent stays out until its lease has ended.
+func (n *Node) Rejoin(now time.Duration, self crdt.Replica) {
+	n.advance(now)
+	n.self = self
+	for _, name := range slices.Sorted(maps.Keys(n.peers)) {
+		before, was := n.buried[name]
+		n.bury(n.peers[name])
+		if delete(n.buried, name); was {
+			n.buried[name] = before
+		}
+	}
+	n.rosters++ // every mark is another
+}
+
+func (n *Node) bury(p *peer) {
+	for name, b := range n.buried { // a handful: lives of ten minutes
+		if n.now-b.at > 10*time.Minute {
+			delete(n.buried, name)
+		}
+	}
+	n.buried[p.id.Name] = burial{p.id.Incarnation, n.now}
+	delete(n.peers, p.id.Name)
+	p.gone = true
+	for e := range p.entries {
+		e.void()
+		e.need, e.itsNeed = 0, 0
+		n.stir(e.row)
+	}
+	if !p.lent.some() {
+		n.forget(p)
+		return
+	}
+	n.dying = append(n.dying, p)
+	n.watch()
+}
+
+// forget drops all that is left of p.
+func (n *Node) forget(p *peer) {
+	for e := range p.entries {
+		p.changes.Remove(&e.change)
+		e.row.entries[p.slot] = nil
+		n.stir(e.row)
+	}
+	n.slots[p.slot] = nil
+}

@@ -1,0 +1,293 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package escrow
+
+import "time"
+
+const (
+	// A pair's entry for a key changes at most once per pace, a tenth of the time
+	// in which the burst is refilled: lending more often moves crumbs.
+	minPace = 2 * time.Millisecond
+	maxPace = 50 * time.Millisecond
+
+	// restate is how long a need stands at least before it may change: needs that
+	// follow every fluctuation are most of the traffic of a saturated fleet.
+	restate = 20 * time.Millisecond
+
+	// controlLoop is how long a token is out, about, from being lent to being
+	// lendable again: two flushes and two delays.
+	controlLoop = 12 * time.Millisecond
+
+	// counted is the part of the fresh peers that are expected to have a surplus.
+	counted = 0.6
+
+	// spare is how many times its forecast a borrower may hold.
+	spare = 2 * 1.2
+
+	// crumb is the least that is worth a packet.
+	crumb = micro / 1000
+)
+
+// plan says how much the forecast wants kept, and how much asked for ahead, in
+// micro-tokens: a sure forecast keeps little more than it expects and asks for
+// all of it, an unsure one keeps more and asks for less. Who mints nothing asks for
+// all that it would keep, see stepSpread.
+func (r *row) plan() (keep, ahead int64) {
+	if r.yielding {
+		return 0, 0
+	}
+	window := max(minWindow, r.pace)
+	mean := r.forecast.mean * r.ahead / window.Seconds()
+	a := r.forecast.alpha()
+	return int64((2 - a) * mean), int64(a * mean)
+}
+
+// step is what a row does at its pace: it looks at its demand, returns what it
+// does not need, says what it needs, and lends what it can spare.
+func (n *Node) step(r *row) {
+	r.update(n.now, n.mintAt)
+	quiet := r.forecast.asked == 0
+	window := max(minWindow, r.pace)
+	r.forecast.observe(n.now, window, r.full*window.Seconds())
+	if n.now >= r.wantUntil {
+		r.want = 0
+	}
+	if r.over {
+		n.trim(r)
+		n.pin(r)
+	}
+	r.yielding = n.yields(r)
+	if keep, _ := r.plan(); r.pooled > keep && !n.alone {
+		r.reclaim() // what is taken ahead can neither be lent nor be forgotten
+	}
+	switch {
+	case n.alone:
+	case r.home == "":
+		n.stepSpread(r, quiet)
+	case r.here:
+		n.stepHome(r)
+	default:
+		n.stepAway(r)
+	}
+	r.lost, r.last = 0, n.now
+	for _, e := range r.entries {
+		if e != nil && e.dirty && !e.peer.gone {
+			e.touch()
+		}
+	}
+	n.rest(r)
+	n.ripen(r)
+}
+
+// ripen lists a row whose waiters may be served.
+func (n *Node) ripen(r *row) {
+	if r.waiting > 0 && !r.ripe && r.spendable() > 0 {
+		r.ripe = true
+		n.ripe = append(n.ripe, r)
+	}
+}
+
+// rest schedules the row's next step, or forgets the row.
+func (n *Node) rest(r *row) {
+	if n.alone {
+		n.schedule(r, never)
+		return
+	}
+	f := &r.forecast
+	next := n.now + r.pace
+	if f.mean == 0 && f.asked == 0 && r.waiting == 0 && r.want == 0 && r.held == 0 && r.reserved == 0 && !r.needing && !r.stated {
+		if n.idle(r) {
+			n.evict(r)
+			return
+		}
+		next = never
+		if wait := r.until(r.cap); wait > 0 && wait < never-n.now && r.lent == 0 {
+			next = n.now + wait
+		}
+		if len(r.lenders) > 0 && next == never {
+			next = n.now + max(r.fill, r.pace) // to forget the row when their allowances are full
+		}
+	} else if r.drawing {
+		next = min(next, n.now+min(r.until(r.granted+micro), r.pace))
+	}
+	n.schedule(r, next)
+}
+
+// idle tells whether a row that is made anew would be this one.
+func (n *Node) idle(r *row) bool {
+	if r.level < r.cap || r.lent > 0 || r.held > 0 || r.waiting > 0 || r.want > 0 || r.pooled > 0 || r.reserved > 0 {
+		return false
+	}
+	if n.steady > 0 && n.now < n.steady+r.fill+r.fill/1000 {
+		return false // one that is made anew has what it could mint since
+	}
+	for _, e := range r.entries {
+		if e != nil {
+			return false
+		}
+	}
+	return r.paid(n.now)
+}
+
+func (n *Node) evict(r *row) {
+	n.unqueue(r)
+	r.own()
+	delete(n.rows, r.name)
+	if r.handle != nil {
+		r.handle.row, r.handle = nil, nil
+	}
+}
+
+// evictSome makes room before a key is added, where no step does: it looks at
+// more rows than one comes, and at all of them, once a second, when there is no
+// room.
+func (n *Node) evictSome() {
+	look, rested := 2, idleRow
+	if len(n.rows) >= n.cfg.MaxKeys && n.now >= n.pruneAt {
+		n.pruneAt = n.now + pruneEvery
+		look, rested = len(n.rows), 0
+	}
+	for _, r := range n.rows {
+		if look--; look < 0 {
+			return
+		}
+		if n.now-r.mintedAt < rested {
+			continue
+		}
+		r.update(n.now, n.mintAt)
+		r.reclaim()
+		if n.idle(r) {
+			n.evict(r)
+		}
+	}
+}
+
+// idleRow is how long a row rests before it is forgotten, unless there is no room.
+const idleRow = 10 * time.Second
+
+func (n *Node) stepSpread(r *row, quiet bool) {
+	keep, ahead := r.plan()
+	if r.cap == 0 && len(n.terms) == 1 {
+		ahead = keep // nothing is minted here: what is not borrowed before it is asked for is denied
+	}
+	owed := r.owed()
+	most := int64(spare*float64(keep)) + owed
+	if len(n.terms) > 1 && (quiet || r.spendable() < micro) {
+		// Until all have what they lent, those who lose cannot say that they keep within
+		// a configuration. Less than a token serves nobody, however much is asked for.
+		most = owed
+	}
+	n.returnSpare(r, most)
+
+	short := owed + r.lost + ahead - r.held - r.level + r.pooled
+	if r.yielding {
+		short = 0
+	}
+	if short > crumb || r.stated {
+		n.need(r, min(short, r.burst))
+	}
+
+	total := n.needs(r)
+	surplus := min(r.level-r.pooled, r.level-r.pooled-keep-owed) // sums of waiters overflow
+	if total == 0 || surplus < crumb {
+		return
+	}
+	if n.stuck(r) {
+		e := n.nearest(r)
+		e.lend(min(e.itsNeed, surplus))
+		return
+	}
+	for _, e := range r.entries {
+		if e == nil || e.itsNeed == 0 || !n.lendable(e.peer) {
+			continue
+		}
+		if x := min(e.itsNeed, part(surplus, e.itsNeed, total)); x >= crumb {
+			e.lend(x)
+		}
+	}
+}
+
+// needs is the sum of what peers need to whom may be lent. One that may have heard
+// nothing of us lately is told something, whatever it is, until it has: only
+// keep-alives pass between idle nodes, and a few of them get lost.
+func (n *Node) needs(r *row) (total int64) {
+	r.needing = false
+	for _, e := range r.entries {
+		if e == nil || e.itsNeed == 0 {
+			continue
+		}
+		r.needing = r.needing || n.unheard(e.peer) < lease
+		switch {
+		case n.lendable(e.peer):
+			total += e.itsNeed
+		case !e.peer.unanswered() && n.now-e.peer.heard < freshFor:
+			e.dirty = true
+		}
+	}
+	return total
+}
+
+// returnSpare returns what is held beyond most, from each lender its part. While a
+// configuration is not complete crumbs go back too: a lender that leaves waits for them.
+func (n *Node) returnSpare(r *row, most int64) {
+	excess, held := r.held-most, r.held
+	if excess <= 0 || excess < crumb && len(n.terms) == 1 {
+		return
+	}
+	for _, e := range r.entries {
+		if e != nil && e.held() > 0 {
+			e.giveBack(part(e.held(), excess, held))
+		}
+	}
+}
+
+// need tells those who mint, each by its share, what this node is short of. Not
+// all of them will have a surplus. One that was heard of but is not fresh is told
+// as well: only keep-alives pass between idle nodes, and what it answers makes it
+// fresh.
+func (n *Node) need(r *row, short int64) {
+	shares := int64(0)
+	for _, p := range n.slots {
+		if p != nil && (n.fresh(p) || p.rest > 0 && !p.gone && !p.parted && n.unheard(p) < lease) {
+			shares += p.share
+		}
+	}
+	r.stated = false
+	for _, p := range n.slots {
+		if p == nil || p.share == 0 || p.gone {
+			continue
+		}
+		need := int64(0)
+		if short > crumb && n.unheard(p) < lease {
+			need = min(int64(float64(short)/counted*float64(p.share)/float64(max(shares, p.share))), short)
+		}
+		if need < crumb {
+			need = 0
+		}
+		e := r.with(p)
+		if e == nil {
+			if need == 0 {
+				continue
+			}
+			e = r.entry(p)
+		}
+		n.state(e, need)
+		r.stated = r.stated || e.need > 0
+	}
+}
+
+// state tells a peer a need, if it is time to: at once when there was none,
+// otherwise when it has much changed.
+func (n *Node) state(e *entry, need int64) {
+	switch {
+	case need == e.need:
+		return
+	case e.need == 0:
+	case n.now-e.needAt < restate && need < 4*e.need:
+		return
+	case e.row.home == "" && need < 2*e.need && need > e.need/4:
+		return
+	}
+	e.need, e.needAt, e.dirty = need, n.now, true
+}

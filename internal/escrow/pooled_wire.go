@@ -1,0 +1,191 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package escrow
+
+import (
+	"encoding/binary"
+	"fmt"
+	"math"
+	"strings"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+	"github.com/stormguard-mq/stormguard/internal/crdt/wire"
+)
+
+// What a packet says, of the sender's own use, integers but one as varints:
+//
+//	version  byte
+//	config   4 bytes, the fingerprint of the limits
+//	entries, to the end, each
+//	  key    length and bytes
+//	  series
+//	  used   micro-tokens, in the series
+//	  asked  micro-tokens, in the series
+//	  flags  byte: 1 is denied lately
+const (
+	pooledVersion = 1
+	pooledHeader  = 5
+	pooledDenied  = 1
+)
+
+// Mark is the number of the latest change; they concern every peer.
+func (p *pooled) Mark(crdt.Replica) uint64 {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.changes.Mark()
+}
+
+// Counted is that mark; see gossip.Counter.
+func (p *pooled) Counted() uint64 { return p.Mark(crdt.Replica{}) }
+
+// Delta appends what this process has used of keys since a mark, oldest change
+// first; see gossip.Section. With nothing new it appends a header, from which the
+// peer learns that this process is there. 1 KiB always makes progress.
+func (p *pooled) Delta(now time.Duration, b []byte, _ crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
+	p.lockAt(now)
+	defer p.mu.Unlock()
+	if room < pooledHeader {
+		return b, since
+	}
+	start := len(b)
+	b = binary.LittleEndian.AppendUint32(append(b, pooledVersion), p.config)
+	upto = since
+	for c := p.changes.After(since); c != nil; c = c.Next() {
+		whole, r := len(b), c.Of
+		b = wire.AppendText(b, r.key)
+		b = binary.AppendUvarint(b, r.series)
+		b = binary.AppendUvarint(b, uint64(r.used))
+		b = binary.AppendUvarint(b, uint64(r.asked))
+		flags := byte(0)
+		if p.now-r.deniedAt < starvingFor {
+			flags = pooledDenied
+		}
+		if b = append(b, flags); len(b)-start > room {
+			return b[:whole], upto
+		}
+		upto = c.Mark
+	}
+	return b, p.changes.Mark()
+}
+
+// Keeps tells that each peer is to be heard all the time: one that is not is assumed
+// to use its part after Silent; see gossip.Keeper.
+func (p *pooled) Keeps(crdt.Replica) bool { return true }
+
+// Merge takes in what a peer's Delta appended. It is commutative and idempotent.
+// After an error nothing was taken in.
+func (p *pooled) Merge(c crdt.Contact, b []byte) error {
+	r := reader{wire.Read(b)}
+	if v := r.Byte("version"); v != pooledVersion {
+		return fmt.Errorf("%w: version %d from %v, want %d", errMalformed, v, c.From, pooledVersion)
+	}
+	if r.Uint32("config") != p.config && !r.bad() {
+		return fmt.Errorf("%w: %v", errMismatch, c.From)
+	}
+	for look := r; look.Len() > 0 || look.bad(); {
+		if look.use(); look.bad() {
+			return fmt.Errorf("%w: an entry from %v", errMalformed, c.From)
+		}
+	}
+	p.lockAt(c.Now)
+	defer p.mu.Unlock()
+	if c.From.Name == "" || c.From.Name == p.self.Name {
+		return fmt.Errorf("%w: from %v", errMalformed, c.From)
+	}
+	peer := p.peers[c.From.Name]
+	if peer == nil || peer.life < c.From.Incarnation {
+		peer = &pooledPeer{life: c.From.Incarnation, heard: p.now, used: map[string]*pooledUse{}}
+		p.peers[strings.Clone(c.From.Name)] = peer
+		p.lookAt = 0
+	} else if peer.life > c.From.Incarnation {
+		return fmt.Errorf("%w: %v has begun a later life", errStale, c.From)
+	}
+	silent := max(0, p.now-peer.heard-pooledSilent)
+	if silent > 0 {
+		p.lookAt = 0
+	}
+	for r.Len() > 0 {
+		p.useLocked(peer, silent, r.use())
+	}
+	peer.heard = max(peer.heard, p.now)
+	p.passLocked(p.now)
+	return nil
+}
+
+// A pooledSaid is one entry of a packet.
+type pooledSaid struct {
+	key    []byte
+	series uint64
+	used   int64
+	asked  int64
+	denied bool
+}
+
+func (r *reader) use() (s pooledSaid) {
+	s.key, s.series = r.key(), uint64(r.positive("series"))
+	s.used, s.asked, s.denied = r.value("used"), r.value("asked"), r.Uint("flags", 0, pooledDenied) == pooledDenied
+	return s
+}
+
+// useLocked takes what a peer has used out of the bucket, less what it was assumed
+// to use while it was silent. Debt beyond the burst is let go, or a split would be
+// followed by as long a famine.
+func (p *pooled) useLocked(peer *pooledPeer, silent time.Duration, s pooledSaid) {
+	r := p.rowLocked(string(s.key))
+	if r == nil {
+		return // one too many: it is denied here
+	}
+	u, floor := peer.used[r.key], -float64(r.burst)
+	first := u == nil
+	if first {
+		// It may have used that long ago. If not, the bucket is as good as empty.
+		u, floor = &pooledUse{at: p.now}, min(r.level, 0)
+		peer.used[r.key] = u
+	}
+	if s.series < u.series || s.series == u.series && (s.used < u.used || s.asked < u.asked) {
+		return // overtaken
+	}
+	if s.series > u.series {
+		u.series, u.used, u.asked = s.series, 0, 0
+	}
+	more := float64(s.used - u.used)
+	if !first {
+		u.count(p.now, float64(s.asked-u.asked))
+	}
+	u.used, u.asked = s.used, s.asked
+	if s.denied {
+		u.starving = p.now + starvingFor
+	} else {
+		u.starving = 0
+	}
+	p.refillLocked(r)
+	assumed := r.rate / float64(len(p.peers)+1) * silent.Seconds()
+	r.level = max(r.level-max(0, more-assumed), floor)
+}
+
+// count follows the rate of a use: what came within rateOver, exponentially
+// weighted.
+func (u *pooledUse) count(now time.Duration, more float64) {
+	u.rate = u.lately(now) + more/rateOver.Seconds()
+	u.at = now
+}
+
+func (u *pooledUse) lately(now time.Duration) float64 {
+	return u.rate * decay(now-u.at)
+}
+
+// Gone says that a peer's life is over for good: nothing is assumed of it any
+// more.
+func (p *pooled) Gone(now time.Duration, id crdt.Replica) {
+	p.lockAt(now)
+	defer p.mu.Unlock()
+	if peer := p.peers[id.Name]; peer != nil && peer.life <= id.Incarnation {
+		delete(p.peers, id.Name)
+		p.lookAt = 0
+		p.passLocked(p.now)
+	}
+}
+
+func decay(d time.Duration) float64 { return math.Exp(-d.Seconds() / rateOver.Seconds()) }

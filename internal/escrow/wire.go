@@ -1,0 +1,391 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package escrow
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+	"github.com/stormguard-mq/stormguard/internal/crdt/wire"
+)
+
+// What a packet says of a peer's books, all integers but two as varints:
+//
+//	version  byte: 1, or 2 when the sender has another configuration than the initial one
+//	config   4 bytes, the fingerprint of the fleet and the initial configuration
+//	newest   with version 2 only: the number of the sender's configuration, and 4 bytes of its digest
+//	life     4 bytes, the low half of the incarnation that this is meant for
+//	epoch    of the sender's loans to the receiver
+//	renewed  microseconds of the receiver's clock that its lease is renewed to; 0 is none
+//	entries, to the end, each
+//	  key    length and bytes
+//	  parts  byte: what follows
+//	  1      sender's loan: series, out
+//	  2      receiver's loan: series, used, ret
+//	  4      sender's need
+//
+// A part that is missing is closed, or zero.
+const (
+	version  = 1
+	numbered = 2
+
+	hasLoan     = 1
+	hasBorrowed = 2
+	hasNeed     = 4
+
+	maxHeader = 1 + 4 + 4 + 4 + 3*binary.MaxVarintLen64
+	maxValue  = 1 << 62
+)
+
+// Mark is the number of the latest change that concerns the peer.
+func (n *Node) Mark(to crdt.Replica) uint64 {
+	if p := n.peers[to.Name]; p != nil && p.id.Incarnation == to.Incarnation {
+		if p.parted {
+			return p.acked
+		}
+		return p.changes.Mark()
+	}
+	if !n.admits(to.Name) || to.Name == n.self.Name {
+		return 0
+	}
+	return 1 // its existence, once it is met
+}
+
+// Counted rises whenever the mark for any peer does; see gossip.Counter.
+func (n *Node) Counted() uint64 { return n.changes + n.rosters }
+
+// Keeps tells whether something lies between this node and the peer: a loan, a need, or
+// what was one some seconds ago. Then the lease is to be renewed, and each is to know
+// at once when it does not hear the other; see gossip.Keeper.
+func (n *Node) Keeps(to crdt.Replica) bool {
+	p := n.peers[to.Name]
+	return p != nil && p.id.Incarnation == to.Incarnation && p.changes.First() != nil
+}
+
+// Delta appends what changed for a peer after since, oldest change first; see
+// gossip.Section. With nothing new it appends a header, some 12 bytes, from which
+// the peer learns that this node is there, and to which the lease of what it has
+// borrowed is renewed.
+func (n *Node) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
+	n.advance(now)
+	p := n.peer(to)
+	if p == nil || p.parted {
+		return b, since
+	}
+	if room < maxHeader {
+		return b, since
+	}
+	p.acked = max(p.acked, min(since, p.changes.Mark()))
+	start := len(b)
+	if t := n.newest(); t.Number == 1 && !n.cfg.Provisional {
+		b = append(b, version)
+		b = binary.LittleEndian.AppendUint32(b, n.config)
+	} else {
+		b = append(b, numbered)
+		b = binary.LittleEndian.AppendUint32(b, n.config)
+		b = binary.AppendUvarint(b, t.Number)
+		b = binary.LittleEndian.AppendUint32(b, t.code)
+	}
+	b = binary.LittleEndian.AppendUint32(b, uint32(to.Incarnation))
+	b = binary.AppendUvarint(b, p.epoch)
+	// What is as old as a write-off is not renewed, though no sweep has come to it:
+	// the process may have stood still, and the peer have forgotten.
+	if p.lent.some() && p.pinned == 0 && !n.fenced && n.now-p.renewedAt < writeOff && n.fresh(p) {
+		p.renewed, p.renewedAt = p.sent, p.heard
+	}
+	renewed := time.Duration(0)
+	if p.lent.some() {
+		renewed = p.renewed
+	}
+	b = binary.AppendUvarint(b, uint64(renewed/time.Microsecond))
+
+	c := p.changes.After(since)
+	if c == nil {
+		return b, p.changes.Mark()
+	}
+	if !p.unanswered() {
+		p.toldAt = n.now
+	}
+	upto = max(since, 1)
+	for ; c != nil; c = c.Next() {
+		whole := len(b)
+		b = c.Of.append(b)
+		if len(b)-start > room {
+			return b[:whole], upto
+		}
+		upto = c.Mark
+	}
+	return b, p.changes.Mark()
+}
+
+func (e *entry) append(b []byte) []byte {
+	b = wire.AppendText(b, e.row.name)
+	parts := len(b)
+	b = append(b, 0)
+	if l := &e.lent; l.series != 0 {
+		b[parts] |= hasLoan
+		b = binary.AppendUvarint(b, l.series)
+		b = binary.AppendUvarint(b, uint64(l.out))
+	}
+	if l := &e.borrowed; l.series != 0 {
+		b[parts] |= hasBorrowed
+		b = binary.AppendUvarint(b, l.series)
+		b = binary.AppendUvarint(b, uint64(l.used))
+		b = binary.AppendUvarint(b, uint64(l.ret))
+	}
+	if e.need > 0 {
+		b[parts] |= hasNeed
+		b = binary.AppendUvarint(b, uint64(e.need))
+	}
+	return b
+}
+
+// A reader takes a packet apart.
+type reader struct{ wire.Reader }
+
+// bad tells whether something was not as it should be, in all that was read.
+func (r *reader) bad() bool { return r.Fault() != nil }
+
+func (r *reader) value(field string) int64 { return int64(r.Uint(field, 0, maxValue-1)) }
+
+// positive is a value that is left out where it is 0.
+func (r *reader) positive(field string) int64 { return int64(r.Uint(field, 1, maxValue-1)) }
+
+func (r *reader) key() []byte { return r.Bytes("key", int(r.Uint("key", 1, MaxKey))) }
+
+// A said is one entry of a packet.
+type said struct {
+	key            []byte
+	parts          byte
+	loan           int64 // its series
+	out            int64
+	borrowed       int64 // its series
+	used, returned int64
+	need           int64
+}
+
+func (r *reader) said() (s said) {
+	s.key = r.key()
+	s.parts = byte(r.Uint("parts", 0, hasLoan|hasBorrowed|hasNeed))
+	if s.parts&hasLoan != 0 {
+		s.loan, s.out = r.positive("loan"), r.value("loan")
+	}
+	if s.parts&hasBorrowed != 0 {
+		s.borrowed, s.used, s.returned = r.positive("borrowed"), r.value("used"), r.value("returned")
+	}
+	if s.parts&hasNeed != 0 {
+		s.need = r.positive("need")
+	}
+	return s
+}
+
+// Refused counts packets that were refused, by their error.
+type Refused struct {
+	Malformed, Mismatch, Stale, TooManyKeys uint64
+
+	// Loans counts loans that their lender cannot have given, see [Stats.Broke]. They
+	// are not taken; the packet is.
+	Loans uint64
+}
+
+// Merge takes in what a peer's Delta appended; see gossip.Section. It is
+// [ErrTooManyKeys] among others, and then nothing
+// of b was taken in.
+func (n *Node) Merge(c crdt.Contact, b []byte) error {
+	err := n.mergeAll(c, b)
+	switch {
+	case err == nil:
+	case errors.Is(err, errMalformed):
+		n.refused.Malformed++
+	case errors.Is(err, errMismatch):
+		n.refused.Mismatch++
+	case errors.Is(err, errStale):
+		n.refused.Stale++
+	case errors.Is(err, ErrTooManyKeys):
+		n.refused.TooManyKeys++
+	}
+	return err
+}
+
+func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
+	n.advance(c.Now)
+	r := reader{wire.Read(b)}
+	v := r.Byte("version")
+	if v != version && v != numbered {
+		return fmt.Errorf("%w: version %d from %v, want %d or %d", errMalformed, v, c.From, version, numbered)
+	}
+	if r.Uint32("config") != n.config && !r.bad() {
+		return fmt.Errorf("%w: %v has another initial configuration", errMismatch, c.From)
+	}
+	configuration := uint64(1)
+	if v == numbered {
+		configuration = uint64(r.value("configuration"))
+		if err := n.agrees(c.From, configuration, r.Uint32("configuration")); err != nil && !r.bad() {
+			return err
+		}
+	}
+	life := r.Uint32("life")
+	epoch := uint64(r.value("epoch"))
+	renewed := time.Duration(r.value("renewed")) * time.Microsecond
+	if r.bad() || renewed > n.now || renewed < 0 || c.Echo > n.now {
+		return fmt.Errorf("%w: header from %v", errMalformed, c.From)
+	}
+	if life != uint32(n.self.Incarnation) {
+		return fmt.Errorf("%w: %v means another life", errStale, c.From)
+	}
+	if c.From.Name == "" || c.From.Name == n.self.Name {
+		return fmt.Errorf("%w: from %v", errMalformed, c.From)
+	}
+	p := n.peers[c.From.Name]
+	switch {
+	case !n.admits(c.From.Name) && (p == nil || p.leaving == never || p.parted || p.id.Incarnation < c.From.Incarnation):
+		return fmt.Errorf("%w: %v is not in the roster", errMismatch, c.From)
+	case p == nil:
+		if b, ok := n.buried[c.From.Name]; ok && b.incarnation >= c.From.Incarnation {
+			return fmt.Errorf("%w: %v is over", errStale, c.From)
+		}
+	case p.id.Incarnation > c.From.Incarnation:
+		return fmt.Errorf("%w: %v has begun a later life", errStale, c.From)
+	case p.id.Incarnation < c.From.Incarnation:
+		p = nil
+	case c.Sent <= p.floor:
+		return fmt.Errorf("%w: of %v from %v", errStale, c.Sent, c.From)
+	}
+	if err := n.check(r, p, c.From); err != nil {
+		return err
+	}
+
+	if p == nil {
+		p = n.peer(c.From)
+	}
+	n.vouched(p.index) // to write to this life it had to bury the earlier one
+	if c.Sent > p.sent {
+		p.sent, p.heard, p.rest, p.configuration = c.Sent, n.now, c.Rest, configuration
+		if n.silent[p.id.Name] {
+			n.lookSilent()
+			n.eachRow(n.reshare)
+		}
+	}
+	was := n.fresh(p)
+	p.echo = max(p.echo, c.Echo)
+	if !was && n.fresh(p) {
+		for e := range p.entries {
+			if e.itsNeed > 0 {
+				n.stir(e.row) // it rested
+			}
+		}
+	}
+	if epoch > p.itsEpoch {
+		p.itsEpoch = epoch
+		for e := range p.entries {
+			e.void()
+		}
+		p.lease = 0
+	}
+	if epoch == p.itsEpoch {
+		p.lease = max(p.lease, renewed)
+	}
+	for i := 0; r.Len() > 0; i++ {
+		s := r.said()
+		n.merge(p, n.read[i], &s, c.Sent, epoch)
+	}
+	return nil
+}
+
+// agrees tells whether a peer's configuration may be one of ours, or later.
+func (n *Node) agrees(from crdt.Replica, number uint64, code uint32) error {
+	if number < 2 && !n.cfg.Provisional {
+		return fmt.Errorf("%w: configuration %d from %v", errMalformed, number, from)
+	}
+	for _, t := range n.terms {
+		if t.Number == number && number > 0 && t.code != code {
+			return fmt.Errorf("%w: configuration %d of %v is another", errMismatch, number, from)
+		}
+	}
+	return nil
+}
+
+// check reads all entries, and refuses the packet as a whole.
+func (n *Node) check(r reader, p *peer, from crdt.Replica) error {
+	n.read = n.read[:0]
+	unknown := 0
+	for r.Len() > 0 {
+		s := r.said()
+		if r.bad() {
+			return fmt.Errorf("%w: entry %d from %v", errMalformed, len(n.read), from)
+		}
+		row := n.rows[string(s.key)]
+		n.read = append(n.read, row)
+		if row == nil {
+			if s.parts&(hasLoan|hasNeed) != 0 {
+				unknown++
+			}
+			continue
+		}
+		if p == nil {
+			continue
+		}
+		if e := row.with(p); e != nil && uint64(s.borrowed) == e.lent.series && s.borrowed != 0 && s.used+s.returned > e.lent.out {
+			return fmt.Errorf("%w: %v has used and returned %d of %d lent", errMalformed, from, s.used+s.returned, e.lent.out)
+		}
+	}
+	if r.bad() {
+		return fmt.Errorf("%w: from %v", errMalformed, from)
+	}
+	named := 0
+	if p != nil {
+		named = p.named
+	}
+	// What peers name must not fill the room for the keys that are used here.
+	if most := max(n.cfg.MaxKeys/namedBy, min(n.cfg.MaxKeys, fewKeys)); len(n.rows)+unknown > n.cfg.MaxKeys ||
+		named+unknown > most || n.named+unknown > max(n.cfg.MaxKeys/namedByAll, most) && unknown > 0 {
+		return fmt.Errorf("%w: %v names %d new ones", ErrTooManyKeys, from, unknown)
+	}
+	return nil
+}
+
+// merge takes in one entry.
+func (n *Node) merge(p *peer, r *row, s *said, sent time.Duration, epoch uint64) {
+	if r == nil {
+		if s.parts&(hasLoan|hasNeed) == 0 {
+			return
+		}
+		if r = n.row(string(s.key)); r == nil {
+			return
+		}
+		r.by = p
+		p.named++
+		n.named++
+	}
+	e := r.with(p)
+	if e == nil {
+		if s.parts&(hasLoan|hasNeed) == 0 {
+			return
+		}
+		e = r.entry(p)
+	}
+	r.mint(n.now, n.mintAt) // what the loans filled until now is lost
+	newer := sent > e.sent
+	if series := uint64(s.loan); epoch == p.itsEpoch {
+		switch {
+		case series == 0 && newer:
+			e.void()
+		case series == 0:
+		case series == e.borrowed.series, series > e.borrowed.series && newer:
+			e.received(series, s.out)
+			n.ripen(r)
+		}
+	}
+	if s.borrowed != 0 && uint64(s.borrowed) == e.lent.series {
+		e.accounted(s.used, s.returned)
+	}
+	if newer {
+		e.sent = sent
+		e.itsNeed = min(s.need, r.burst)
+	}
+	n.stir(r)
+}

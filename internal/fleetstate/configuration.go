@@ -1,0 +1,196 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package fleetstate
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"maps"
+	"math"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+	"github.com/stormguard-mq/stormguard/internal/escrow"
+)
+
+// Books are what a [Configurator] drives: the limiter of this process.
+//
+// A process uses, of every limit, the smallest share that it has in any configuration
+// from the last complete one to the newest that it adopted. So it shrinks at once
+// and grows when all who shrank have done so, and the shares in use are never more
+// than the whole.
+//
+// The methods are called under the lock of the Configurator, and must not call it.
+type Books interface {
+	// Adopt takes in a configuration: a share that is less is less at once, one that is
+	// more waits for Complete. Numbers rise, and one may be left out when the ones before it
+	// are complete. An error says that the books cannot keep it; then the process
+	// mints no more.
+	Adopt(now time.Duration, c escrow.Configuration) error
+
+	// Complete says that all whose share shrank up to number have applied it.
+	Complete(now time.Duration, number uint64)
+
+	// Applied is the highest configuration that this process keeps within: all its loans
+	// and levels are below its smaller share.
+	Applied() uint64
+
+	// Mint allows to mint until an instant of the own clock; [Unfenced] is for ever.
+	// The books mint nothing before the first call.
+	Mint(until time.Duration)
+}
+
+// Unfenced is the instant of [Books.Mint] that never comes.
+const Unfenced = time.Duration(math.MaxInt64)
+
+const (
+	// fewPending is how many configurations may wait for members to apply them before
+	// only evictions are accepted, and maxPending before nothing is.
+	fewPending = 64
+	maxPending = 96
+
+	maxRequests = 64  // of this process, undecided
+	maxOutcomes = 256 // remembered
+
+	activeTick  = 5 * time.Millisecond
+	idleTick    = 50 * time.Millisecond
+	pullTimeout = 100 * time.Millisecond
+	nearby      = time.Second // for how long one who was heard counts as there
+)
+
+const (
+	maxMembers = 1024
+	maxLimits  = 4096
+)
+
+// checkConfiguration says all that is wrong with a configuration, by the limiter's word and by
+// what can travel.
+func checkConfiguration(c escrow.Configuration) error {
+	var w checks
+	if n := len(c.Roster.Members); n < 1 || n > maxMembers {
+		w.count("Roster.Members", n, maxMembers)
+	}
+	if n := len(c.Limits); n > maxLimits {
+		w.bad("Limits", n, fmt.Sprintf("[0, %d] keys", maxLimits))
+	}
+	for _, m := range c.Roster.Members {
+		if len(m.Name) > maxName {
+			w.bad("Roster: length of a name", len(m.Name), fmt.Sprintf("[1, %d]", maxName))
+		}
+	}
+	err := escrow.Config{Limit: c.Limit, Limits: c.Limits, Roster: c.Roster}.Validate()
+	return errors.Join(append(w, err)...)
+}
+
+// normal is c as it travels: members by name, weights said.
+func normal(c escrow.Configuration) escrow.Configuration {
+	c.Roster.Members = slices.Clone(c.Roster.Members)
+	for i := range c.Roster.Members {
+		c.Roster.Members[i].Weight = int(c.Roster.Members[i].Weighs())
+	}
+	slices.SortFunc(c.Roster.Members, byName)
+	return c
+}
+
+// A Change is what an operator wants changed. What is unset stays as it is.
+type Change struct {
+	// Limit is that of each key that has no limit of its own.
+	Limit *escrow.Limit
+	// Limits are those of single keys; nil takes one away, so that Limit holds.
+	Limits map[string]*escrow.Limit
+	// Weights are those of members; 0 makes one that only borrows.
+	Weights map[string]int
+	// Reset fills all buckets up, once: up to Burst more is admitted.
+	Reset bool
+}
+
+// release is the eviction of a name.
+type release struct {
+	number uint64
+	from   time.Duration // its share is free
+}
+
+// A DiffersError says with whom this process differs about a configuration.
+type DiffersError struct {
+	Number       uint64
+	Peer         crdt.Replica
+	Ours, Theirs uint64 // digests
+}
+
+func (e *DiffersError) Error() string {
+	return fmt.Sprintf("%v: number %d of %v is %016x, ours is %016x", ErrDiffers, e.Number, e.Peer, e.Theirs, e.Ours)
+}
+
+// Unwrap makes errors.Is(err, ErrDiffers) hold.
+func (e *DiffersError) Unwrap() error { return ErrDiffers }
+
+// apply makes the change. A reset is to a number, so that made twice it is made
+// once.
+func (ch *Change) apply(to escrow.Configuration, resets uint64) (escrow.Configuration, error) {
+	var w checks
+	if ch.Limit != nil {
+		to.Limit = *ch.Limit
+	}
+	if len(ch.Limits) > 0 {
+		to.Limits = maps.Clone(to.Limits)
+		if to.Limits == nil {
+			to.Limits = map[string]escrow.Limit{}
+		}
+		for k, l := range ch.Limits {
+			if l == nil {
+				delete(to.Limits, k)
+			} else {
+				to.Limits[k] = *l
+			}
+		}
+	}
+	if len(ch.Weights) > 0 {
+		to.Roster.Members = slices.Clone(to.Roster.Members)
+		for _, name := range slices.Sorted(maps.Keys(ch.Weights)) {
+			i := seatOf(to.Roster.Members, name)
+			if i < 0 {
+				w = append(w, fmt.Errorf("%w: Weights: %q is none", ErrMember, name))
+				continue
+			}
+			m := &to.Roster.Members[i]
+			m.Weight, m.NoShare = ch.Weights[name], ch.Weights[name] == 0
+		}
+	}
+	if ch.Reset {
+		to.Resets = max(to.Resets, resets)
+	}
+	if err := checkConfiguration(to); err != nil {
+		w = append(w, fmt.Errorf("%w: %w", ErrConfig, err))
+	}
+	return to, errors.Join(w...)
+}
+
+func byName(a, b escrow.Member) int { return cmp.Compare(a.Name, b.Name) }
+
+// seatOf is the index of a name in a roster in order, -1 if it is not there.
+func seatOf(members []escrow.Member, name string) int {
+	i, ok := slices.BinarySearchFunc(members, name, func(m escrow.Member, name string) int {
+		return strings.Compare(m.Name, name)
+	})
+	if !ok {
+		return -1
+	}
+	return i
+}
+
+// drift is how far a clock may run fast or slow, in millionths.
+const drift = 500
+
+// fenced is how long after an eviction nobody mints under a lease.
+func fenced(lease time.Duration) time.Duration {
+	return lease + lease*2*drift/1_000_000 + 10*time.Millisecond
+}
+
+type eviction struct {
+	name   string
+	silent bool // not by an operator
+}

@@ -1,0 +1,192 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package fleetstate
+
+import (
+	"slices"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/internal/escrow"
+)
+
+// With [escrow.Majority] a process mints only under grants. The claim: when a document
+// that evicts X for silence is written at t, X has stopped, or knows of it, at
+// t + Lease(1+500 ppm).
+//
+// The rules. A document lists, for each name, the one incarnation that may confirm: a
+// new life has itself admitted by a write. A life confirms under document k if it knows
+// k and k lists it. X mints until s + Lease, where a majority of roster k has confirmed,
+// under k, what X sent at s or later. Who has not heard X for Silent freezes it: it
+// confirms nothing of X any more until it knows a newer document. X is evicted by a
+// document number e only if, of the roster of each stage that the document carries, a
+// majority knows e-1 and has frozen X. And a stage is complete, so that later documents do not
+// carry it, only when a majority of the roster before it knows of it.
+//
+// Let X know k < e. If a stage after k was complete at t, a majority of roster k knew
+// of a later one before t, and confirmed nothing under k from then on. Otherwise roster k is
+// one of those of which a majority had frozen X, or knew of a later document, before
+// t. In both cases any majority that confirms under k has a name in common with that one,
+// which is not X. It is the same life, since k lists one of each name, and a life that
+// starts later reads what was written before, or is not listed. So it confirmed what X
+// had sent before t. When X learns k+1, grants count anew, and what it had by the old ones
+// ends before t + Lease as well.
+//
+// Nobody uses the share before Lease·(1+2·500 ppm) + 10 ms by its own clock have
+// passed since it learned of the document. A process or machine that stands still
+// between a look at the clock and an admission is outside of this.
+//
+// Who froze X and hears it again asks for a newer document, which may change nothing.
+// Who cannot reach the register freezes nobody: while it is away, nothing changes.
+
+// mayConfirm tells whether this life confirms leases under the newest document.
+func (c *Configurator) mayConfirm() bool {
+	if c.cfg.OnSilence != escrow.Majority || c.seat < 0 || c.leaving || !c.settled {
+		return false
+	}
+	at, ok := c.doc.lifeOf(c.self.Name)
+	return ok && at == c.self.Incarnation
+}
+
+// unlisted tells whether this life wants to be admitted.
+func (c *Configurator) unlisted() bool {
+	return c.cfg.OnSilence == escrow.Majority && c.seat >= 0 && c.settled && !c.leaving && !c.mayConfirm()
+}
+
+// grantTo is the newest stamp of f that we confirm for minting, 0 if there is none.
+func (c *Configurator) grantTo(f *confPeer) time.Duration {
+	if !c.mayConfirm() || f.seat < 0 {
+		return 0
+	}
+	if c.frozen[f.id.Name] {
+		return f.frozen
+	}
+	return f.sent
+}
+
+// takeGrant notes what a row confirms.
+func (c *Configurator) takeGrant(now time.Duration, f *confPeer) {
+	if f.row.flags&confGrant == 0 || f.seat < 0 || f.row.grant > now {
+		return
+	}
+	if at, ok := c.doc.lifeOf(f.id.Name); ok && at == f.id.Incarnation {
+		f.grant = max(f.grant, f.row.grant)
+	}
+}
+
+// leaseLocked says to the books until when they may mint.
+func (c *Configurator) leaseLocked(now time.Duration) {
+	if !c.settled || c.broken != nil {
+		return
+	}
+	if c.cfg.OnSilence != escrow.Majority {
+		if c.until != Unfenced {
+			c.until = Unfenced
+			c.books.Mint(Unfenced)
+		}
+		return
+	}
+	if c.seat < 0 {
+		return
+	}
+	stamps := c.stamps[:0]
+	if c.mayConfirm() {
+		stamps = append(stamps, now)
+	}
+	for i := range c.seats {
+		if f := c.seats[i].confPeer; f != nil && f.grant > 0 {
+			stamps = append(stamps, f.grant)
+		}
+	}
+	c.stamps = stamps
+	need := len(c.seats)/2 + 1
+	if len(stamps) < need {
+		return
+	}
+	slices.Sort(stamps)
+	if until := stamps[len(stamps)-need] + c.cfg.Lease; until > c.until {
+		c.until = until
+		c.books.Mint(until)
+	}
+}
+
+// silentLocked tells whether the member of a seat is not heard.
+func (c *Configurator) silentLocked(now time.Duration, s *confSeat) bool {
+	if s.name == c.self.Name {
+		return false
+	}
+	since := max(s.since, c.start)
+	if s.confPeer != nil {
+		since = max(since, s.heard)
+	}
+	return now-since >= c.cfg.Silent
+}
+
+// freezeLocked freezes who is silent.
+func (c *Configurator) freezeLocked(now time.Duration) {
+	if !c.mayConfirm() || c.away != nil {
+		return
+	}
+	for i := range c.seats {
+		if s := &c.seats[i]; len(c.frozen) < maxFrozen && !c.frozen[s.name] && c.silentLocked(now, s) {
+			c.frozen[s.name] = true
+			if s.confPeer != nil {
+				s.confPeer.frozen = s.sent
+			}
+			c.tellAll()
+		}
+	}
+}
+
+// thawsLocked tells whether somebody is heard that we froze.
+func (c *Configurator) thawsLocked(now time.Duration) bool {
+	for name := range c.frozen {
+		if f := c.peers[name]; f != nil && f.met && now-f.heard < c.cfg.Silent/2 {
+			return true
+		}
+	}
+	return false
+}
+
+// condemnedLocked tells whether enough have frozen a name to evict it.
+func (c *Configurator) condemnedLocked(name string) bool {
+	if !c.frozen[name] || !c.mayConfirm() {
+		return false
+	}
+	seat := seatOf(c.doc.newest().Roster.Members, name)
+	for _, l := range c.chain {
+		n := 0
+		for _, m := range l.Roster.Members {
+			if m.Name == c.self.Name {
+				n++
+			} else if f := c.peers[m.Name]; f != nil && f.row.known == c.known() && slices.Contains(f.row.frozen, seat) {
+				if at, ok := c.doc.lifeOf(m.Name); ok && at == f.id.Incarnation {
+					n++
+				}
+			}
+		}
+		if n < majorityOf(l.Roster.Members) {
+			return false
+		}
+	}
+	return true
+}
+
+// spreadLocked tells whether enough of a roster know of a number: a majority, for
+// escrow.Majority. In a static fleet it is all who are heard, so that nobody grows while
+// another has something else by that number.
+func (c *Configurator) spreadLocked(now time.Duration, members []escrow.Member, number uint64) bool {
+	n := 0
+	for _, m := range members {
+		f := c.peers[m.Name]
+		switch {
+		case !c.cfg.Static:
+			if m.Name == c.self.Name && c.known() >= number || c.knew[m.Name] >= number {
+				n++
+			}
+		case f != nil && now-f.heard < nearby && f.row.known < number && c.gone[m.Name].number < number:
+			return false
+		}
+	}
+	return c.cfg.Static || n >= majorityOf(members)
+}

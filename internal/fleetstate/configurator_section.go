@@ -1,0 +1,350 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package fleetstate
+
+import (
+	"bytes"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+	"github.com/stormguard-mq/stormguard/internal/escrow"
+)
+
+// Mark is the number of the latest change that concerns a peer. Mark, Delta,
+// Merge and Gone are what a gossip session asks of a section.
+func (c *Configurator) Mark(to crdt.Replica) uint64 {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.markLocked(to)
+}
+
+func (c *Configurator) markLocked(to crdt.Replica) uint64 {
+	if f := c.peers[to.Name]; f != nil && f.id == to {
+		return max(c.shared, f.told)
+	}
+	return c.shared
+}
+
+// Counted rises whenever the mark for any peer does; see gossip.Counter.
+func (c *Configurator) Counted() uint64 {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.seq
+}
+
+// Keeps tells whether a peer must be heard all the time: while a change is under way,
+// since much of it travels with keep-alives, but not for ever if it waits for a process
+// that is gone; and where leases depend on it. See gossip.Keeper.
+func (c *Configurator) Keeps(to crdt.Replica) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	switch {
+	case c.cfg.OnSilence == escrow.Majority && c.doc != nil && seatOf(c.doc.newest().Roster.Members, to.Name) >= 0:
+		return true
+	case c.activeLocked() || !c.settled || c.leaving:
+		return c.ticked-c.toldAt < underWay
+	}
+	return c.ticked-c.doneAt < nearby // that it is complete travels with keep-alives, too
+}
+
+// underWay is for how long after the latest thing to tell a change is looked at often,
+// and its peers are kept.
+const underWay = 10 * time.Second
+
+// Delta appends this process's row, and a piece of the document that the peer wants.
+// A room of 512 bytes always makes progress; with less than the row takes it
+// appends nothing. With nothing new it appends the row, which renews grants.
+func (c *Configurator) Delta(now time.Duration, b []byte, to crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if room < maxConfRow || to == c.self {
+		return b, since
+	}
+	f := c.peers[to.Name]
+	if f != nil && f.id != to {
+		f = nil
+	}
+	mark, end := c.markLocked(to), len(b)+room
+	s := &c.row
+	*s = confRow{
+		fleet: c.fleet, life: to.Incarnation, known: c.known(), digest: c.digest,
+		complete: c.complete(), applied: c.own, loaded: min(c.loaded, c.known()), weight: c.weight, frozen: s.frozen[:0],
+	}
+	set := func(flag uint64, on bool) {
+		if on {
+			s.flags |= flag
+		}
+	}
+	set(confSettled, c.settled)
+	set(confAble, c.ableLocked())
+	set(confLeaving, c.leaving)
+	set(confUnlist, c.unlisted())
+	set(confRenew, c.thawsLocked(now))
+	set(confJoining, c.joining && c.seat < 0)
+	for i := range c.seats {
+		if c.frozen[c.seats[i].name] {
+			s.frozen = append(s.frozen, i)
+		}
+	}
+	set(confFrozen, len(s.frozen) > 0)
+	if f != nil {
+		if c.pull.from == f {
+			s.want = c.pull.want
+			set(confWant, true)
+		}
+		s.grant = c.grantTo(f)
+		set(confGrant, s.grant > 0)
+	}
+	row := len(b)
+	b = appendConfRow(b, s)
+	if f != nil && f.row.flags&confWant != 0 && f.told > since {
+		if s.piece = c.pieceLocked(f.row.want, end-len(b)-pieceFront); s.piece.data != nil {
+			set(confPiece, true)
+			b = appendPiece(appendConfRow(b[:row], s), &s.piece)
+		}
+	}
+	return b, max(since, mark)
+}
+
+// pieceLocked is what is wanted, as far as there is room.
+func (c *Configurator) pieceLocked(w want, room int) piece {
+	if c.doc == nil || w.number != c.known() || room < leastPiece {
+		return piece{}
+	}
+	digest := digestOf(c.doc.bytes)
+	if w.digest != digest {
+		w.offset = 0 // it was begun with another one's
+	}
+	if w.offset >= len(c.doc.bytes) {
+		return piece{}
+	}
+	data := c.doc.bytes[w.offset:]
+	return piece{number: w.number, digest: digest, total: len(c.doc.bytes), offset: w.offset, data: data[:min(len(data), room)]}
+}
+
+// Merge takes in what a peer's Delta appended. It is commutative and idempotent.
+// The errors are [ErrMalformed], [ErrFleet], [ErrDiffers] and [ErrSelf], and then
+// nothing was taken in; Status counts them.
+func (c *Configurator) Merge(contact crdt.Contact, b []byte) error {
+	if contact.From == c.self {
+		return ErrSelf
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	s := &c.row
+	if err := readConfRow(b, s); err != nil {
+		return err
+	}
+	if s.fleet != c.fleet {
+		c.foreign++
+		return fmt.Errorf("%w: of %v", ErrFleet, contact.From)
+	}
+	if contact.From.Name == c.self.Name || s.life != c.self.Incarnation {
+		return nil // another life of one of us, or for one
+	}
+	f := c.peerLocked(contact.From)
+	if f == nil {
+		return nil // of an earlier life
+	}
+	now := contact.Now
+	if s.known > 0 && s.known == c.known() && s.digest != c.digest {
+		f.heard = max(f.heard, now+contact.Rest)
+		if s.flags&confSettled != 0 || s.digest < c.digest {
+			c.conflict = f
+		} else if c.conflict == f {
+			c.conflict = nil
+		}
+		c.differing++
+		c.differs = &DiffersError{Number: s.known, Peer: contact.From, Ours: c.digest, Theirs: s.digest}
+		return c.differs
+	}
+	if c.conflict == f {
+		c.conflict = nil
+	}
+	f.heard = max(f.heard, now)
+	if contact.Sent > f.sent || !f.met { // else repeated or overtaken: the row that came says it all
+		f.heard = now + contact.Rest // until then nothing need come
+		c.rowInLocked(now, contact.Sent, f, s)
+	}
+	if s.flags&confPiece != 0 {
+		c.pieceInLocked(now, f, &s.piece)
+	}
+	c.settleLocked(now)
+	return nil
+}
+
+// rowInLocked takes in a row of f that is newer than what is known of it.
+func (c *Configurator) rowInLocked(now, sent time.Duration, f *confPeer, s *confRow) {
+	wanted, frozen := f.row.want, f.row.frozen
+	f.sent, f.row, f.met = sent, *s, true
+	f.row.piece = piece{}
+	f.row.frozen = append(frozen[:0], s.frozen...)
+	if s.flags&confWant != 0 && s.want != wanted {
+		c.tell(f)
+	}
+	c.knew[f.id.Name] = max(c.knew[f.id.Name], s.known)
+	if !c.cfg.Static || s.flags&confSettled != 0 {
+		if top := min(s.complete, c.known()); len(c.chain) > 0 && top > c.complete() {
+			c.completeToLocked(now, top)
+		}
+	}
+	if c.takeWord(f) {
+		c.completeLocked(now)
+	}
+	c.readLocked(now, f)
+}
+
+// takeWord notes what f says that it has applied, as far as we know the configurations, and
+// tells whether that is news. It counts for the name, whichever life said it; so what
+// a life that is over said of a configuration that we did not know then must not count: its
+// successor may have heard from us that there is none.
+func (c *Configurator) takeWord(f *confPeer) bool {
+	applied := min(f.row.applied, c.known())
+	if applied <= c.applied[f.id.Name] {
+		return false
+	}
+	c.applied[f.id.Name] = applied
+	return true
+}
+
+// peerLocked is the life's, opened if need be; nil if a later one is known.
+func (c *Configurator) peerLocked(id crdt.Replica) *confPeer {
+	f := c.peers[id.Name]
+	switch {
+	case f != nil && f.id.Incarnation == id.Incarnation:
+		return f
+	case f != nil && f.id.Incarnation > id.Incarnation:
+		return nil
+	case f != nil:
+		c.dropLocked(f)
+	}
+	f = &confPeer{id: id, seat: -1}
+	if c.doc != nil {
+		f.seat = seatOf(c.doc.newest().Roster.Members, id.Name)
+	}
+	if f.seat >= 0 && f.seat < len(c.seats) {
+		c.seats[f.seat].confPeer = f
+	}
+	c.peers[id.Name] = f
+	c.list = append(c.list, f)
+	return f
+}
+
+func (c *Configurator) dropLocked(f *confPeer) {
+	if f.seat >= 0 && f.seat < len(c.seats) && c.seats[f.seat].confPeer == f {
+		c.seats[f.seat].confPeer = nil
+	}
+	if c.pull.from == f {
+		c.pull = confPull{}
+	}
+	if c.conflict == f {
+		c.conflict = nil
+	}
+	delete(c.peers, f.id.Name)
+	c.list = slices.DeleteFunc(c.list, func(o *confPeer) bool { return o == f })
+}
+
+// readLocked does what a row of f asks for.
+func (c *Configurator) readLocked(now time.Duration, f *confPeer) {
+	switch {
+	case f.row.known > c.known() && (c.cfg.Static || c.away != nil || !c.read):
+		c.fetchLocked(now, f)
+	case f.row.known > c.known():
+		if c.behind == never {
+			c.behind = now // the register tells it, as a rule
+		}
+	case c.olderLocked(f):
+		c.fetchLocked(now, f)
+	case f.row.known == c.known() && f.met:
+		c.takeGrant(now, f)
+	}
+}
+
+// fetchLocked asks f for its document, unless a newer one is being fetched.
+func (c *Configurator) fetchLocked(now time.Duration, f *confPeer) {
+	p := &c.pull
+	if p.from != nil && p.number >= f.row.known {
+		return
+	}
+	old := p.from
+	*p = confPull{want: want{number: f.row.known}, from: f, at: now}
+	if old != f {
+		c.tell(old)
+	}
+	c.tell(f)
+}
+
+// refetchLocked turns to another one when a document does not come.
+func (c *Configurator) refetchLocked(now time.Duration) {
+	switch {
+	case c.pull.from != nil && now-c.pull.at < pullTimeout:
+		return
+	case c.pull.from == nil && (c.behind == never || now-c.behind < pullTimeout):
+		return
+	}
+	slow := c.pull.from
+	c.pull = confPull{}
+	c.tell(slow)
+	var next *confPeer
+	for k, f := range c.list {
+		if f.row.known <= c.known() && !c.olderLocked(f) || now-f.heard >= nearby || f == slow && next != nil {
+			continue
+		}
+		if next == nil || next == slow || c.rand.IntN(k+1) == 0 {
+			next = f
+		}
+	}
+	if next == nil {
+		c.behind = never // nobody is there who has it
+		return
+	}
+	c.fetchLocked(now, next)
+}
+
+// pieceInLocked takes in a piece of what is being fetched.
+func (c *Configurator) pieceInLocked(now time.Duration, f *confPeer, in *piece) {
+	p := &c.pull
+	if p.from != f || in.number != p.number || p.digest != 0 && in.digest != p.digest && in.offset != 0 {
+		return
+	}
+	if in.digest != p.digest {
+		p.buf, p.offset = p.buf[:0], 0 // it is another one by now
+	}
+	if in.offset != p.offset {
+		return
+	}
+	p.digest, p.at = in.digest, now
+	p.buf = append(p.buf, in.data...)
+	p.offset = len(p.buf)
+	if p.offset < in.total {
+		c.tell(f)
+		return
+	}
+	b, number := bytes.Clone(p.buf), p.number
+	*p = confPull{}
+	c.tell(f)
+	d, err := readDocument(b)
+	if err != nil || d.number() != number || d.fleet != c.cfg.Fleet {
+		if err != nil {
+			c.refused = err
+		}
+		return
+	}
+	if c.cfg.Static {
+		c.mergeStaticLocked(now, d, f)
+	} else {
+		c.learnLocked(now, d, f)
+	}
+}
+
+// Gone says that a peer's life is over for good. What it applied stays applied.
+func (c *Configurator) Gone(_ time.Duration, peer crdt.Replica) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if f := c.peers[peer.Name]; f != nil && f.id.Incarnation <= peer.Incarnation {
+		c.dropLocked(f)
+	}
+}

@@ -1,0 +1,916 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package fleetstate
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+	"github.com/stormguard-mq/stormguard/internal/escrow"
+)
+
+func TestConfiguratorBegins(t *testing.T) {
+	for _, policy := range []escrow.SilencePolicy{escrow.Hold, escrow.Majority} {
+		for _, nodes := range []int{1, 2, 3, 9} {
+			w := newRealm(t, 1, nodes, nodes, ConfiguratorConfig{OnSilence: policy}, ground{})
+			w.begun(nodes)
+			t.Logf("%s, %d nodes: all have their shares after %v, number %d, %d writes", policy, nodes, w.now, w.reg.number, w.reg.writes)
+		}
+	}
+}
+
+// A rate change, a join, a leave and an eviction in a whole network.
+func TestConfiguratorChanges(t *testing.T) {
+	for _, nodes := range []int{1, 2, 3, 9, 50} {
+		w := newRealm(t, 1, nodes, nodes+1, ConfiguratorConfig{}, ground{lag: 5 * ms})
+		w.begun(nodes)
+		start := w.now
+		took := func(what string, limit time.Duration) {
+			t.Helper()
+			before := w.reg.number
+			if !w.runUntil(start+limit, func() bool { return w.reg.number > before && w.rested() }) {
+				w.report()
+				t.Fatalf("%d nodes: %s: not after %v", nodes, what, limit)
+			}
+			if w.reg.number != before+1 {
+				t.Errorf("%d nodes: %s took %d numbers", nodes, what, w.reg.number-before)
+			}
+			t.Logf("%3d nodes: %s: known and complete everywhere after %v", nodes, what, w.now-start)
+			start = w.now
+		}
+		ticket, err := w.nodes[nodes/2].set(500)
+		if err != nil {
+			t.Fatal(err)
+		}
+		took("rate", sec)
+		if n, done, err := w.nodes[nodes/2].c.Outcome(ticket); n != w.reg.number || !done || err != nil {
+			t.Fatalf("outcome %d, %v, %v", n, done, err)
+		}
+		joiner := w.nodes[nodes]
+		joiner.weight = 1
+		joiner.start()
+		took("join", 2*sec)
+		if got, want := joiner.books.using(), 500/float64(nodes+1); got != want {
+			t.Fatalf("the newcomer uses %v, not %v", got, want)
+		}
+		leaver := w.nodes[0]
+		if err := leaver.c.Leave(leaver.clock(), leaver.clock()+5*sec); err != nil {
+			t.Fatal(err)
+		}
+		leaver.poke()
+		took("leave", 2*sec)
+		if !w.runUntil(w.now+100*ms, leaver.left(t)) || leaver.books.using() != 0 {
+			t.Fatalf("it has not left, or uses %v", leaver.books.using())
+		}
+		leaver.stop()
+		if nodes < 2 {
+			continue
+		}
+		w.nodes[1].stop()
+		w.run(w.now + 100*ms)
+		start = w.now
+		number, _ := joiner.c.Number()
+		if _, err := joiner.c.Evict(joiner.clock(), number, w.nodes[1].name, "ann"); err != nil {
+			t.Fatal(err)
+		}
+		joiner.poke()
+		took("evict", 2*sec) // of two, one can evict the other
+		s := joiner.c.Status(joiner.clock())
+		if r := s.Log[len(s.Log)-1]; r.Number != w.reg.number || r.Who != "ann" || r.What != "evict n001" || r.At == 0 {
+			t.Errorf("the log ends with %+v", r)
+		}
+	}
+}
+
+func (n *subject) left(t testing.TB) func() bool {
+	return func() bool {
+		done, err := n.c.Left(n.clock())
+		if err != nil {
+			t.Fatal(err)
+		}
+		return done
+	}
+}
+
+// outcome waits for what becomes of a request.
+func (w *realm) outcome(t testing.TB, n *subject, ticket uint64, within time.Duration) (uint64, error) {
+	t.Helper()
+	var number uint64
+	var err error
+	if !w.runUntil(w.now+within, func() (done bool) {
+		number, done, err = n.c.Outcome(ticket)
+		return done
+	}) {
+		w.report()
+		t.Fatalf("no outcome within %v", within)
+	}
+	return number, err
+}
+
+func (w *realm) rests(t testing.TB, within time.Duration, what string) time.Duration {
+	t.Helper()
+	from := w.now
+	if !w.runUntil(w.now+within, w.rested) {
+		w.report()
+		t.Fatalf("%s: not all have their shares after %v", what, within)
+	}
+	return w.now - from
+}
+
+// A pause of 1.2 s, and the process is evicted. It comes back by itself.
+func TestConfiguratorPausedComesBack(t *testing.T) {
+	w := newRealm(t, 1, 3, 3, ConfiguratorConfig{OnSilence: escrow.Majority}, ground{drift: 500e-6})
+	w.begun(3)
+	n := w.nodes[2]
+	n.paused = true
+	w.run(w.now + 1200*ms)
+	if s := w.nodes[0].c.Status(w.nodes[0].clock()); len(s.Members) != 2 || w.nodes[0].books.using() != 500 {
+		w.report()
+		t.Fatal("it was not evicted")
+	}
+	n.paused = false
+	n.poke()
+	back := w.now
+	if !w.runUntil(w.now+2*sec, func() bool { return w.rested() && w.members() == 3 && n.books.using() > 0 }) {
+		w.report()
+		t.Fatal("it has not come back within 2 s")
+	}
+	if s := n.c.Status(n.clock()); s.Evicted == 0 {
+		t.Error("it does not say that it was evicted")
+	}
+	t.Logf("back after %v", w.now-back)
+}
+
+// With Majority who is silent is evicted after its lease has run out, and what it had
+// is used. Nobody evicts while the register is away.
+func TestConfiguratorEvictsTheSilent(t *testing.T) {
+	w := newRealm(t, 1, 3, 3, ConfiguratorConfig{OnSilence: escrow.Majority}, ground{drift: 500e-6})
+	w.begun(3)
+	w.run(w.now + sec)
+	cut := w.now
+	w.cut = islands(0, 0, 1)
+	w.reg.away = func(i int) bool { return i == 2 }
+	var stopped, used time.Duration
+	w.runUntil(cut+3*sec, func() bool {
+		if stopped == 0 && w.nodes[2].books.using() == 0 {
+			stopped = w.now - cut
+		}
+		if used == 0 && w.nodes[0].books.using() > 400 && w.nodes[1].books.using() > 400 {
+			used = w.now - cut
+		}
+		return false
+	})
+	t.Logf("cut off, it stopped after %v; the others use its share after %v", stopped, used)
+	if stopped < 300*ms || stopped > 410*ms || used < stopped || used > 1500*ms {
+		t.Errorf("stopped after %v, used after %v", stopped, used)
+	}
+	w.cut = whole
+	w.reg.away = func(int) bool { return false }
+	t.Logf("back after %v", w.rests(t, 2*sec, "healed"))
+	w.reg.away = func(int) bool { return true }
+	w.run(w.now + 400*ms)
+	number := w.reg.number
+	w.nodes[2].stop()
+	w.run(w.now + 3*sec)
+	if w.reg.number != number || len(w.nodes[0].c.frozen) > 0 || w.nodes[0].books.using() < 333 || w.nodes[1].books.using() < 333 {
+		w.report()
+		t.Fatal("the register is away, and something changed")
+	}
+}
+
+// Two operators evict one member at once. It happens once, and everything
+// goes on.
+func TestConfiguratorTwoEvictOne(t *testing.T) {
+	for seed := range uint64(20) {
+		w := newRealm(t, seed, 5, 5, ConfiguratorConfig{}, ground{})
+		w.begun(5)
+		w.nodes[4].stop()
+		var tickets [2]uint64
+		for i := range tickets {
+			n := w.nodes[i]
+			number, _ := n.c.Number()
+			var err error
+			if tickets[i], err = n.c.Evict(n.clock(), number, "n004", "ann"); err != nil {
+				t.Fatal(err)
+			}
+			n.poke()
+		}
+		made := 0
+		for i, ticket := range tickets {
+			switch number, err := w.outcome(t, w.nodes[i], ticket, sec); {
+			case err == nil && number == 2:
+				made++
+			case !errors.Is(err, ErrConflict):
+				t.Fatal(number, err)
+			}
+		}
+		if made != 1 || w.members() != 4 {
+			t.Fatalf("made %d times, %d members", made, w.members())
+		}
+		ticket, err := w.nodes[2].set(500)
+		if err == nil {
+			_, err = w.outcome(t, w.nodes[2], ticket, sec)
+		}
+		if err != nil {
+			w.rests(t, sec, "evicted") // it did not know of the eviction yet
+			ticket, err = w.nodes[2].set(500)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := w.outcome(t, w.nodes[2], ticket, sec); err != nil {
+				t.Fatal(err)
+			}
+		}
+		w.rests(t, sec, "changed")
+	}
+}
+
+// Members that leave and start again together, or start again all at
+// once, find what was decided.
+func TestConfiguratorAllStartAgain(t *testing.T) {
+	for _, policy := range []escrow.SilencePolicy{escrow.Hold, escrow.Majority} {
+		for seed := range uint64(20) {
+			w := newRealm(t, seed, 3, 5, ConfiguratorConfig{OnSilence: policy}, ground{})
+			for _, n := range w.nodes {
+				n.weight = 1
+			}
+			w.begun(5)
+			w.rests(t, 2*sec, "five")
+			if _, err := w.nodes[0].set(300); err != nil {
+				t.Fatal(err)
+			}
+			w.rests(t, sec, "set")
+			for _, n := range w.nodes[:3] { // those of the initial roster leave
+				if err := n.c.Leave(n.clock(), n.clock()+5*sec); err != nil {
+					t.Fatal(err)
+				}
+				n.poke()
+			}
+			w.rests(t, 3*sec, "left")
+			for _, n := range w.nodes[:3] {
+				n.stop()
+			}
+			w.cut = islands(0, 0, 0, 1, 1) // and start again, and never meet the others
+			for _, n := range w.nodes[:3] {
+				n.start()
+			}
+			w.run(w.now + 2*sec)
+			w.cut = whole
+			w.rests(t, 3*sec, "started again")
+			if w.members() != 5 {
+				t.Fatalf("%d members", w.members())
+			}
+			for _, n := range w.nodes {
+				n.stop()
+			}
+			w.cfg.Initial.Limit.Rate = 5000 // a deployment with another limit
+			for _, n := range w.nodes {
+				n.start()
+			}
+			w.rests(t, 3*sec, "all at once")
+			if c := w.nodes[0].c.Status(w.nodes[0].clock()).Configuration; c.Limit.Rate != 300 {
+				t.Fatalf("the operator's limit became %v", c.Limit.Rate)
+			}
+		}
+	}
+}
+
+// A request that was given up is not made later, whatever the register does
+// with the write. One that was not given up is made once.
+func TestConfiguratorCancelled(t *testing.T) {
+	late, made := 0, 0
+	for seed := range uint64(80) { // of which six would
+		w := newRealm(t, seed, 2, 2, ConfiguratorConfig{}, ground{})
+		w.begun(2)
+		w.reg.late, w.reg.lossy = 0.5, 0.3
+		n := w.nodes[0]
+		ticket, err := n.set(300)
+		if err != nil {
+			t.Fatal(err)
+		}
+		w.run(w.now + time.Duration(w.rng.Int64N(int64(200*ms))))
+		if w.rng.IntN(2) == 0 {
+			w.reg.away = func(int) bool { return true }
+		}
+		n.c.Cancel(n.clock(), ticket)
+		n.poke()
+		w.run(w.now + time.Duration(w.rng.Int64N(int64(sec))))
+		w.reg.away = func(int) bool { return false }
+		number, err := w.outcome(t, n, ticket, 20*sec)
+		rateThen := n.c.Status(n.clock()).Configuration.Limit.Rate
+		w.run(w.now + 3*sec)
+		rate := must(readDocument(w.reg.document)).newest().Limit.Rate
+		switch {
+		case err == nil:
+			made++
+			if number != 2 || rate != 300 {
+				t.Fatalf("seed %d: made as %d, the rate is %v", seed, number, rate)
+			}
+		case !errors.Is(err, ErrEnded):
+			t.Fatal(err)
+		default:
+			if w.reg.number > 1 {
+				late++ // its number was taken
+			}
+			if rate != 1000 || rateThen != 1000 {
+				t.Fatalf("seed %d: given up, and the rate is %v", seed, rate)
+			}
+		}
+	}
+	if late == 0 || made == 0 {
+		t.Errorf("%d had their number taken, %d were made: nothing was tested", late, made)
+	}
+	t.Logf("of 200 given up, %d were made before; the number of %d had to be taken", made, late)
+}
+
+// A majority's later change is not overridden by an earlier one of somebody
+// cut off: that one's number is over.
+func TestConfiguratorCutOffOperator(t *testing.T) {
+	w := newRealm(t, 1, 3, 3, ConfiguratorConfig{}, ground{})
+	w.begun(3)
+	w.cut, w.reg.away = islands(0, 1, 1), func(i int) bool { return i == 0 }
+	lone, err := w.nodes[0].set(100)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.run(w.now + sec)
+	if _, done, _ := w.nodes[0].c.Outcome(lone); done {
+		t.Fatal("decided")
+	}
+	other, err := w.nodes[1].set(2000)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if number, err := w.outcome(t, w.nodes[1], other, sec); number != 2 || err != nil {
+		t.Fatal(number, err)
+	}
+	s := w.nodes[1].c.Status(w.nodes[1].clock())
+	if s.Complete != 2 {
+		t.Fatalf("nobody loses by more, and %d is complete", s.Complete)
+	}
+	w.cut, w.reg.away = whole, func(int) bool { return false }
+	if _, err := w.outcome(t, w.nodes[0], lone, 2*sec); !errors.Is(err, ErrConflict) {
+		t.Fatal(err)
+	}
+	var c *ConflictError
+	if _, err := w.nodes[0].c.Set(w.nodes[0].clock(), 1, Change{Reset: true}, "ann"); !errors.As(err, &c) || c.Newest != 2 || c.Number != 1 {
+		t.Fatal(err)
+	}
+	w.rests(t, 2*sec, "healed")
+	if rate := w.nodes[0].c.Status(0).Configuration.Limit.Rate; rate != 2000 {
+		t.Fatalf("rate %v", rate)
+	}
+}
+
+// A process whose incarnation is below its previous one is let in.
+func TestConfiguratorClockStepsBack(t *testing.T) {
+	w := newRealm(t, 1, 3, 3, ConfiguratorConfig{OnSilence: escrow.Majority}, ground{})
+	for _, n := range w.nodes {
+		n.life = 1 << 40
+	}
+	w.begun(3)
+	for _, n := range w.nodes {
+		n.stop()
+		n.life = uint64(10 + n.i)
+	}
+	for _, n := range w.nodes {
+		n.start()
+	}
+	w.rests(t, 2*sec, "the clock stepped back")
+}
+
+// Of three, one is dead and one starts again: it has its share at once.
+func TestConfiguratorOneDeadOneRestarts(t *testing.T) {
+	w := newRealm(t, 1, 3, 3, ConfiguratorConfig{}, ground{})
+	w.begun(3)
+	w.nodes[0].stop()
+	w.nodes[1].stop()
+	w.nodes[1].start()
+	if !w.runUntil(w.now+100*ms, func() bool { return w.nodes[1].books.using() > 333 }) {
+		w.report()
+		t.Fatal("it does not mint")
+	}
+}
+
+// The register is away: everybody keeps its share, and one that starts again mints by
+// its peers' word. All that start again at once wait for the register.
+func TestConfiguratorRegisterAway(t *testing.T) {
+	w := newRealm(t, 1, 3, 3, ConfiguratorConfig{}, ground{})
+	w.begun(3)
+	if _, err := w.nodes[0].set(600); err != nil {
+		t.Fatal(err)
+	}
+	w.rests(t, sec, "set")
+	w.reg.away = func(int) bool { return true }
+	n := w.nodes[1]
+	n.stop()
+	n.start()
+	w.run(w.now + 900*ms)
+	if s := n.c.Status(n.clock()); n.books.using() != 0 || !errors.Is(s.Away, errAway) || s.Configuration.Number != 2 {
+		w.report()
+		t.Fatal("it mints, or knows nothing")
+	}
+	if !w.runUntil(w.now+sec, func() bool { return n.books.using() == 200 }) {
+		w.report()
+		t.Fatal("it does not mint by its peers' word")
+	}
+	if number, document, ok := n.c.Write(n.clock(), time.Time{}); ok {
+		t.Fatalf("it would write %d: %x", number, document)
+	}
+	for _, n := range w.nodes {
+		n.stop()
+	}
+	for _, n := range w.nodes {
+		n.start()
+	}
+	w.run(w.now + 5*sec)
+	if _, complete := n.c.Number(); complete != 0 || n.books.using() != 0 {
+		t.Fatal("it goes by nothing")
+	}
+	w.reg.away = func(int) bool { return false }
+	w.rests(t, sec, "the register is back")
+	if n.books.using() != 200 {
+		t.Fatalf("it uses %v", n.books.using())
+	}
+}
+
+// A register that comes back with a number that is over is away until it has the newest.
+func TestConfiguratorRegisterWentBack(t *testing.T) {
+	w := newRealm(t, 1, 3, 3, ConfiguratorConfig{}, ground{})
+	w.begun(3)
+	older := w.reg.document
+	if _, err := w.nodes[0].set(600); err != nil {
+		t.Fatal(err)
+	}
+	w.rests(t, sec, "set")
+	n := w.nodes[1]
+	n.c.Away(n.clock(), errAway)
+	for number, document := range [][]byte{nil, older} {
+		if err := n.c.Read(n.clock(), uint64(number), document); err != nil {
+			t.Fatal(err)
+		}
+		if s := n.c.Status(n.clock()); !errors.Is(s.Away, errAway) || s.Configuration.Number != 2 || n.books.using() != 200 {
+			t.Fatalf("number %d, where 2 is known: away %v, %d", number, s.Away, s.Configuration.Number)
+		}
+	}
+	if err := n.c.Read(n.clock(), 2, w.reg.document); err != nil || n.c.Status(n.clock()).Away != nil {
+		t.Fatalf("the newest: %v, %v", err, n.c.Status(n.clock()).Away)
+	}
+}
+
+// A process that starts over a register that lost its newest document writes no other one by
+// that number where it hears of it.
+func TestConfiguratorRegisterLostTheNewest(t *testing.T) {
+	for seed := range uint64(80) { // of which six would
+		w := newRealm(t, seed, 3, 3, ConfiguratorConfig{OnSilence: escrow.Majority}, ground{})
+		w.begun(3)
+		number, document := w.reg.number, w.reg.document
+		if _, err := w.nodes[0].set(600); err != nil {
+			t.Fatal(err)
+		}
+		w.rests(t, sec, "set")
+		newest := w.reg.number
+		w.reg.number, w.reg.document = number, document
+		n := w.nodes[1]
+		n.stop()
+		n.start()
+		w.run(w.now + 5*sec) // which fails on two documents of one number
+		if known, _ := n.c.Number(); known != newest {
+			t.Fatalf("seed %d: it knows %d, the others %d", seed, known, newest)
+		}
+	}
+}
+
+// One that leaves while it is being made a member takes no share with it.
+func TestConfiguratorLeavesWhileItJoins(t *testing.T) {
+	for seed := range uint64(40) {
+		w := newRealm(t, seed, 3, 4, ConfiguratorConfig{}, ground{})
+		w.begun(3)
+		n := w.nodes[3]
+		n.start()
+		w.run(w.now + 1500*ms)
+		if err := n.c.Join(n.clock(), 1); err != nil {
+			t.Fatal(err)
+		}
+		w.run(w.now + 50*ms + time.Duration(seed)*ms)
+		if err := n.c.Leave(n.clock(), n.clock()+10*sec); err != nil {
+			t.Fatal(err)
+		}
+		if !w.runUntil(w.now+9*sec, n.left(t)) {
+			t.Fatalf("seed %d: it does not leave", seed)
+		}
+		n.stop()
+		w.run(w.now + 3*sec)
+		if s := w.nodes[0].c.Status(w.nodes[0].clock()); len(s.Members) != 3 {
+			t.Fatalf("seed %d: its share is stranded: %+v", seed, s.Members)
+		}
+	}
+}
+
+// What does not fit into a document is not composed again at each step.
+func TestConfiguratorFull(t *testing.T) {
+	w := newRealm(t, 1, 3, 4, ConfiguratorConfig{}, ground{})
+	w.cfg.Initial.Limits = map[string]escrow.Limit{}
+	for i := range 1705 {
+		w.cfg.Initial.Limits[fmt.Sprintf("key-%022d", i)] = escrow.Limit{Rate: 10, Burst: 10}
+	}
+	w.begun(3)
+	n := w.nodes[3]
+	n.weight = 1
+	n.start()
+	w.run(w.now + 2*sec)
+	for _, n := range w.nodes[:3] {
+		if s := n.c.Status(n.clock()); !errors.Is(s.Full, ErrBusy) || n.c.retryAt < n.clock()-activeTick {
+			t.Fatalf("full: %v; it tries again since %v", s.Full, n.clock()-n.c.retryAt)
+		}
+	}
+}
+
+// Many processes ask for a share within a second.
+func TestConfiguratorJoinStorm(t *testing.T) {
+	joiners := 50
+	o := ground{lag: 5 * ms, rarely: true}
+	if full() {
+		joiners = 500
+		o.keep = 200 * ms
+	} else {
+		t.Log("STORMGUARD_FULL=1 has 500 join")
+	}
+	w := newRealm(t, 3, 3, 3+joiners, ConfiguratorConfig{}, o)
+	w.begun(3)
+	begin := w.now
+	for _, n := range w.nodes[3:] {
+		n.weight = 1
+		w.at(begin+time.Duration(w.rng.Int64N(int64(sec))), n.start)
+	}
+	w.run(begin + sec)
+	before := w.reg.writes
+	if !w.runUntil(begin+5*sec, func() bool { return w.members() == 3+joiners && w.rested() }) {
+		w.report()
+		t.Fatal("not all have joined")
+	}
+	t.Logf("%d joined by %d writes, and %d conflicts; all mint %v after the last; %d bytes", joiners, w.reg.number-1, w.reg.writes-int(w.reg.number), w.now-begin-sec, len(w.reg.document))
+	if most := joiners/10 + 20; w.reg.writes > most {
+		t.Errorf("%d writes for %d joiners, %d in the first second", w.reg.writes, joiners, before)
+	}
+}
+
+// Behind a member that does not apply anything only so much is written, and the error
+// names it. Its eviction goes on.
+func TestConfiguratorPendingBound(t *testing.T) {
+	w := newRealm(t, 1, 3, 3, ConfiguratorConfig{}, ground{})
+	w.begun(3)
+	w.nodes[2].stop()
+	n := w.nodes[0]
+	rate, made := 900.0, 0
+	for ; ; rate-- {
+		ticket, err := n.set(rate)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = w.outcome(t, n, ticket, sec)
+		if errors.Is(err, ErrBusy) {
+			if !strings.Contains(err.Error(), `"n002"`) {
+				t.Errorf("it does not name who lacks: %v", err)
+			}
+			break
+		}
+		if made++; err != nil || made > fewPending {
+			t.Fatalf("%d made: %v", made, err)
+		}
+	}
+	if made != fewPending {
+		t.Errorf("%d were made, the bound is %d", made, fewPending)
+	}
+	number, _ := n.c.Number()
+	ticket, err := n.c.Evict(n.clock(), number, "n002", "ann")
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.poke()
+	if _, err := w.outcome(t, n, ticket, sec); err != nil {
+		t.Fatal(err)
+	}
+	w.rests(t, sec, "evicted")
+}
+
+func TestConfiguratorRefuses(t *testing.T) {
+	w := newRealm(t, 1, 3, 3, ConfiguratorConfig{}, ground{})
+	w.begun(3)
+	n := w.nodes[0]
+	number, _ := n.c.Number()
+	for name, tt := range map[string]struct {
+		err  error
+		want error
+	}{
+		"a wrong limit":    {second(n.c.Set(0, number, Change{Limit: &escrow.Limit{Rate: -1, Burst: 1}}, "")), ErrConfig},
+		"another number":   {second(n.c.Set(0, number+1, Change{Reset: true}, "")), ErrConflict},
+		"nobody's weight":  {second(n.c.Set(0, number, Change{Weights: map[string]int{"x": 1}}, "")), ErrMember},
+		"to evict oneself": {second(n.c.Evict(0, number, n.name, "")), ErrMember},
+		"to evict nobody":  {second(n.c.Evict(0, number, "x", "")), ErrMember},
+		"to join twice":    {n.c.Join(0, 1), ErrMember},
+		"a weight of 0":    {n.c.Join(0, 0), ErrConfig},
+		"to load":          {n.c.Load(0, 9, nation(3)), ErrConfig},
+		"what is cut off":  {n.c.Read(0, 2, w.reg.document[:9]), ErrMalformed},
+		"a wrong number":   {n.c.Read(0, number+1, w.reg.document), ErrMalformed},
+		"another of a number": {n.c.Read(0, number, func() []byte {
+			d := must(readDocument(w.reg.document))
+			d.log[0].ID++
+			d.encode()
+			return d.bytes
+		}()), ErrDiffers},
+		"another fleet": {n.c.Read(0, number+1, func() []byte {
+			d := must(readDocument(w.reg.document))
+			d.fleet = "other"
+			d.encode()
+			return d.bytes
+		}()), ErrFleet},
+	} {
+		if !errors.Is(tt.err, tt.want) {
+			t.Errorf("%s: %v", name, tt.err)
+		}
+	}
+	if after, _ := n.c.Number(); after != number {
+		t.Error("it was taken in")
+	}
+}
+
+func second[A, B any](_ A, b B) B { return b }
+
+// A static fleet: each process has a file, and the operator is the sequencer.
+func newStatic(t testing.TB, seed uint64, nodes int) *realm {
+	w := newRealm(t, seed, nodes, nodes, ConfiguratorConfig{Static: true}, ground{lag: 20 * ms})
+	w.file(1, 1000, nodes)
+	return w
+}
+
+// file writes a configuration for the first nodes, of weight 1.
+func (w *realm) file(number uint64, rate float64, nodes int) {
+	c := nation(nodes)
+	c.Number, c.Roster.Number, c.Limit.Rate = number, number, rate
+	w.configurations[number] = c
+	w.newest = max(w.newest, number)
+}
+
+func (w *realm) load(t testing.TB, i int, number uint64) {
+	t.Helper()
+	n := w.nodes[i]
+	n.file = number
+	if err := n.c.Load(n.clock(), number, w.configurations[number]); err != nil {
+		t.Fatal(err)
+	}
+	n.poke()
+}
+
+// uses tells whether everybody uses so much.
+func (w *realm) uses(t testing.TB, within time.Duration, what string, rates ...float64) {
+	t.Helper()
+	if !w.runUntil(w.now+within, func() bool {
+		for i, rate := range rates {
+			if n := w.nodes[i]; n.alive && math.Abs(n.books.using()-rate) > 1e-9*rate {
+				return false
+			}
+		}
+		return true
+	}) {
+		w.report()
+		t.Fatalf("%s: not %v", what, rates)
+	}
+}
+
+func TestConfiguratorStaticRollout(t *testing.T) {
+	for _, restart := range []bool{false, true} {
+		w := newStatic(t, 1, 3)
+		w.nodes[0].file, w.nodes[1].file, w.nodes[2].file = 1, 1, 1
+		w.begun(3)
+		w.uses(t, 0, "begun", 1000.0/3, 1000.0/3, 1000.0/3)
+		w.file(2, 500, 3)
+		w.file(3, 2000, 3)
+		roll := func(i int, number uint64) {
+			t.Helper()
+			if !restart {
+				w.load(t, i, number)
+				w.run(w.now + 100*ms)
+				return
+			}
+			w.nodes[i].file = number
+			w.nodes[i].stop()
+			w.nodes[i].start()
+			w.run(w.now + 200*ms)
+			if w.nodes[i].books.using() == 0 {
+				w.report()
+				t.Fatalf("%d does not mint after it has started again", i)
+			}
+		}
+		roll(0, 2)
+		w.uses(t, 0, "a cut, in the first", 500.0/3, 500.0/3, 500.0/3)
+		s := w.nodes[0].c.Status(w.nodes[0].clock())
+		if !slices.Equal(s.Lacking, []string{"n001", "n002"}) || s.Members[1].Loaded != 1 || s.Members[1].Known != 2 || s.Complete != 1 || s.Loaded != 2 {
+			t.Fatalf("%+v", s)
+		}
+		roll(1, 2)
+		roll(2, 2)
+		if s := w.nodes[0].c.Status(w.nodes[0].clock()); s.Complete != 2 {
+			t.Fatalf("%+v", s)
+		}
+		roll(2, 3)
+		w.uses(t, 0, "a rise: nobody loses by it", 2000.0/3, 2000.0/3, 2000.0/3)
+		roll(0, 3)
+		roll(1, 3)
+		w.rests(t, sec, "all have it")
+		w.uses(t, 0, "a rise", 2000.0/3, 2000.0/3, 2000.0/3)
+	}
+}
+
+// Who gains waits until who loses has loaded it, not only heard of it.
+func TestConfiguratorStaticShrinkThenGrow(t *testing.T) {
+	w := newStatic(t, 1, 3)
+	w.nodes[0].file, w.nodes[1].file, w.nodes[2].file = 1, 1, 1
+	w.begun(3)
+	c := nation(3)
+	c.Number, c.Roster.Number = 2, 2
+	c.Roster.Members[0].Weight = 8
+	w.configurations[2] = c
+	w.load(t, 0, 2)
+	w.run(w.now + sec)
+	w.uses(t, 0, "one has loaded it", 1000.0/3, 100, 100)
+	w.load(t, 1, 2)
+	w.run(w.now + sec)
+	w.uses(t, 0, "two have", 1000.0/3, 100, 100)
+	w.nodes[2].stop()
+	w.nodes[2].start() // with the file before
+	w.run(w.now + 2*sec)
+	w.uses(t, 0, "the third has started again", 1000.0/3, 100, 100)
+	w.load(t, 2, 2)
+	w.uses(t, sec, "all have", 800, 100, 100)
+	w.file(3, 1000, 2) // n002 is gone, and says nothing
+	w.nodes[2].stop()
+	w.load(t, 0, 3)
+	w.load(t, 1, 3)
+	w.uses(t, sec, "without the third", 500, 500)
+}
+
+// Two files with one number: each refuses the other's, names it, and what both have is
+// no more than before. Where there was nothing before, that with the lower rate is in
+// force, or the one by which somebody mints.
+func TestConfiguratorStaticTwoOfOneNumber(t *testing.T) {
+	w := newStatic(t, 1, 2)
+	w.nodes[0].file, w.nodes[1].file = 1, 1
+	w.begun(2)
+	w.file(2, 4000, 2)
+	w.load(t, 0, 2)
+	w.file(2, 3000, 2)
+	if n := w.nodes[1]; n.c.Load(n.clock(), 2, w.configurations[2]) != nil {
+		t.Fatal("it has not heard of the first")
+	}
+	w.nodes[1].file = 2
+	w.run(w.now + 2*sec)
+	w.uses(t, 0, "they differ", 500, 500)
+	for i, n := range w.nodes {
+		if s := n.c.Status(n.clock()); s.Differs == nil || s.Differs.Number != 2 || s.Differs.Peer.Name != w.nodes[1-i].name || s.Complete != 1 {
+			t.Errorf("%d: %+v", i, s)
+		}
+		if err := n.c.Load(n.clock(), 2, nation(1)); !errors.Is(err, ErrDiffers) {
+			t.Error(err)
+		}
+		if err := n.c.Load(n.clock(), 1, nation(2)); !errors.Is(err, ErrConfig) {
+			t.Error(err)
+		}
+	}
+	w.nodes[1].stop()
+	w.nodes[0].stop()
+	w.nodes[1].start()
+	w.file(2, 4000, 2)
+	w.nodes[0].start()
+	w.uses(t, 2*sec, "the lower rate is in force", 0, 1500)
+	w.run(w.now + 5*sec)
+	w.uses(t, 0, "and stays", 0, 1500)
+	w.nodes[0].stop()
+	w.file(2, 2000, 2)
+	w.nodes[0].start()
+	w.run(w.now + 5*sec)
+	w.uses(t, 0, "and so does what is at work", 0, 1500)
+	w.file(3, 900, 2)
+	w.load(t, 0, 3)
+	w.load(t, 1, 3)
+	w.uses(t, 2*sec, "the operator has raised it", 450, 450)
+	for _, n := range w.nodes {
+		if s := n.c.Status(n.clock()); s.Differs != nil {
+			t.Errorf("%s still says that configurations differ: %v", n.name, s.Differs)
+		}
+	}
+}
+
+// A peer that rests is heard until its rest is over; one that does not is not.
+func TestConfiguratorHearsWhoRests(t *testing.T) {
+	w := newRealm(t, 1, 3, 3, ConfiguratorConfig{}, ground{})
+	w.begun(3)
+	n := w.nodes[0]
+	w.cut = islands(0, 1, 2)
+	w.run(w.now + sec/2)
+	say := func(i int, rest time.Duration) {
+		from := w.nodes[i]
+		b, _ := from.c.Delta(from.clock(), nil, n.id(), 0, 1300)
+		if err := n.c.Merge(crdt.Contact{From: from.id(), Now: n.clock(), Sent: from.clock(), Rest: rest}, b); err != nil {
+			t.Fatal(err)
+		}
+	}
+	say(1, 5*sec)
+	say(2, 0)
+	heard := func() (names []string) {
+		for _, f := range n.c.list {
+			if n.clock()-f.heard < nearby {
+				names = append(names, f.id.Name)
+			}
+		}
+		slices.Sort(names)
+		return names
+	}
+	for _, want := range []struct {
+		after time.Duration
+		names []string
+	}{{0, []string{"n001", "n002"}}, {4 * sec, []string{"n001"}}, {3 * sec, nil}} {
+		w.run(w.now + want.after)
+		if got := heard(); !slices.Equal(got, want.names) {
+			t.Errorf("after %v more it hears %v, want %v", want.after, got, want.names)
+		}
+		if s := n.c.Status(n.clock()); s.Members[1].Heard < 0 {
+			t.Errorf("heard %v ago", s.Members[1].Heard)
+		}
+	}
+}
+
+// Peers are kept awake while something is under way, for a second after it, and no
+// longer than ten after the latest news; with Majority always.
+func TestConfiguratorKeeps(t *testing.T) {
+	w := newRealm(t, 1, 3, 3, ConfiguratorConfig{}, ground{})
+	w.begun(3)
+	n, to := w.nodes[0], w.nodes[1].id()
+	keeps := func(after time.Duration, want bool, what string) {
+		t.Helper()
+		w.run(w.now + after)
+		if got := n.c.Keeps(to); got != want {
+			t.Errorf("%s: it keeps: %v", what, got)
+		}
+	}
+	keeps(2*sec, false, "at rest")
+	if _, err := n.set(600); err != nil {
+		t.Fatal(err)
+	}
+	w.rests(t, sec, "changed")
+	keeps(0, true, "just complete")
+	keeps(2*sec, false, "at rest again")
+	w.nodes[2].stop()
+	if _, err := n.set(500); err != nil { // waits for one that is gone
+		t.Fatal(err)
+	}
+	keeps(5*sec, true, "under way")
+	keeps(6*sec, false, "it waits for one who does not come")
+
+	w = newRealm(t, 1, 3, 3, ConfiguratorConfig{OnSilence: escrow.Majority}, ground{})
+	w.begun(3)
+	n, to = w.nodes[0], w.nodes[1].id()
+	keeps(20*sec, true, "leases")
+	to.Name = "guest"
+	keeps(0, false, "a guest has no lease")
+}
+
+// Static fleets have nothing to write, and no other way to change.
+func TestConfiguratorStaticRefuses(t *testing.T) {
+	w := newStatic(t, 1, 1)
+	w.nodes[0].file = 1
+	w.begun(1)
+	n := w.nodes[0]
+	for name, err := range map[string]error{
+		"set": second(n.c.Set(0, 1, Change{Reset: true}, "")), "evict": second(n.c.Evict(0, 1, "x", "")),
+		"join": n.c.Join(0, 1), "leave": n.c.Leave(0, 1),
+	} {
+		if !errors.Is(err, ErrMember) || !strings.Contains(err.Error(), "static") {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if _, _, ok := n.c.Write(n.clock(), time.Time{}); ok {
+		t.Error("it writes")
+	}
+}
+
+func TestConfiguratorConfig(t *testing.T) {
+	err := ConfiguratorConfig{
+		Static: true, Initial: nation(1), OnSilence: escrow.Majority, Weight: -1, Lease: 1, Silent: time.Hour, Gather: time.Hour, Patience: 1,
+	}.Validate()
+	for _, field := range []string{"Fleet", "Weight", "OnSilence", "Lease", "Silent", "Gather", "Patience", "Initial"} {
+		if !errors.Is(err, ErrConfig) || !strings.Contains(err.Error(), field+":") && !strings.Contains(err.Error(), field+".") {
+			t.Errorf("%s is not named in: %v", field, err)
+		}
+	}
+	if err := (ConfiguratorConfig{Fleet: "f"}).Validate(); err != nil {
+		t.Error(err)
+	}
+}

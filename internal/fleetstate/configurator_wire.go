@@ -1,0 +1,165 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package fleetstate
+
+import (
+	"encoding/binary"
+	"fmt"
+	"math"
+	"time"
+)
+
+// What a section says to a peer is the sender's whole row, and a piece of a document
+// if the peer wants one:
+//
+//	section  = version fleet life known digest complete applied loaded flags
+//	           [weight] [frozen] [want] [grant] [piece]
+//	frozen   = count { seat }                   in the newest roster
+//	want     = number digest offset             digest 0: whichever there is
+//	piece    = number digest total offset bytes
+//
+// Numbers are unsigned varints, digests and fleet eight bytes, version one, flags two. The
+// parts in brackets are there if their flag is, in the order of the flags.
+const (
+	configuratorVersion = 1
+
+	confSettled = 1 << 0 // I may mint
+	confAble    = 1 << 1 // I reach the register
+	confLeaving = 1 << 2
+	confUnlist  = 1 << 3 // my life is not listed
+	confRenew   = 1 << 4 // I hear whom I froze
+	confJoining = 1 << 5
+	confFrozen  = 1 << 6
+	confWant    = 1 << 7
+	confGrant   = 1 << 8
+	confPiece   = 1 << 9
+	confFlags   = 1<<10 - 1
+
+	maxFrozen = 64 // in one row
+
+	maxWant = 2*binary.MaxVarintLen64 + 8
+	// leastPiece is the least room for a piece's bytes that is worth a piece.
+	leastPiece = 64
+	pieceFront = 4*binary.MaxVarintLen64 + 8
+
+	// maxConfRow is more than a row takes without a piece.
+	maxConfRow = 1 + 8 + 10 + 10 + 8 + 3*10 + 2 + 3 + 1 + 2*maxFrozen + maxWant + 10
+)
+
+// confRow is a process's row, as it travels.
+type confRow struct {
+	fleet    uint64
+	life     uint64 // the receiver's
+	known    uint64 // the newest; 0 is none
+	digest   uint64 // of it
+	complete uint64
+	applied  uint64
+	loaded   uint64 // by an operator
+	flags    uint64
+	weight   int   // joining
+	frozen   []int // seats
+	want     want
+	grant    time.Duration
+	piece    piece
+}
+
+// appendConfRow writes all but the piece, whose flag is set with it.
+func appendConfRow(b []byte, s *confRow) []byte {
+	b = append(b, configuratorVersion)
+	b = binary.BigEndian.AppendUint64(b, s.fleet)
+	b = binary.AppendUvarint(b, s.life)
+	b = binary.AppendUvarint(b, s.known)
+	b = binary.BigEndian.AppendUint64(b, s.digest)
+	b = binary.AppendUvarint(b, s.complete)
+	b = binary.AppendUvarint(b, s.applied)
+	b = binary.AppendUvarint(b, s.loaded)
+	b = binary.LittleEndian.AppendUint16(b, uint16(s.flags))
+	if s.flags&confJoining != 0 {
+		b = binary.AppendUvarint(b, uint64(s.weight))
+	}
+	if s.flags&confFrozen != 0 {
+		b = binary.AppendUvarint(b, uint64(len(s.frozen)))
+		for _, seat := range s.frozen {
+			b = binary.AppendUvarint(b, uint64(seat))
+		}
+	}
+	if s.flags&confWant != 0 {
+		b = binary.AppendUvarint(b, s.want.number)
+		b = binary.BigEndian.AppendUint64(b, s.want.digest)
+		b = binary.AppendUvarint(b, uint64(s.want.offset))
+	}
+	if s.flags&confGrant != 0 {
+		b = binary.AppendUvarint(b, uint64(s.grant))
+	}
+	return b
+}
+
+// readConfRow reads all of b into s, or says what is wrong with it.
+func readConfRow(b []byte, s *confRow) error {
+	r := read(b)
+	r.Uint("version", configuratorVersion, configuratorVersion)
+	*s = confRow{
+		fleet: r.digest("fleet"), life: r.number("receiver"),
+		known: r.Uint("number", 0, math.MaxUint64-1), digest: r.digest("digest"), frozen: s.frozen[:0],
+	}
+	s.complete = r.Uint("complete", 0, s.known)
+	s.applied = r.Uint("applied", 0, s.known)
+	s.loaded = r.Uint("loaded", 0, s.known)
+	if f := r.Bytes("flags", 2); f != nil {
+		s.flags = uint64(binary.LittleEndian.Uint16(f))
+	}
+	if s.flags&^confFlags != 0 {
+		r.Fail("flags", s.flags, "known ones")
+	}
+	if s.flags&confJoining != 0 {
+		s.weight = int(r.Uint("weight", 1, 1e6))
+	}
+	if s.flags&confFrozen != 0 {
+		last := -1
+		for n := r.Uint("frozen", 1, maxFrozen); n > 0 && r.Fault() == nil; n-- {
+			last = int(r.Uint("frozen", uint64(last+1), maxMembers-1))
+			s.frozen = append(s.frozen, last)
+		}
+	}
+	if s.flags&confWant != 0 {
+		s.want = want{r.number("want"), r.digest("want"), int(r.Uint("want", 0, maxDocument))}
+	}
+	if s.flags&confGrant != 0 {
+		s.grant = time.Duration(r.Uint("grant", 0, math.MaxInt64))
+	}
+	if s.flags&confPiece != 0 {
+		p := &s.piece
+		p.number, p.digest = r.number("piece"), r.digest("piece")
+		p.total, p.offset = int(r.Uint("piece", 0, maxDocument)), int(r.Uint("piece", 0, maxDocument))
+		p.data = r.Bytes("piece", int(r.Uint("piece", 0, maxDocument)))
+		if len(p.data) == 0 || p.offset+len(p.data) > p.total {
+			r.Fail("piece", fmt.Sprintf("%d bytes at %d of %d", len(p.data), p.offset, p.total), "a part")
+		}
+	}
+	r.End()
+	if r.Fault() != nil {
+		return fmt.Errorf("%w: %w", ErrMalformed, r.Fault())
+	}
+	return nil
+}
+
+type want struct {
+	number, digest uint64
+	offset         int
+}
+
+type piece struct {
+	number, digest uint64
+	total, offset  int
+	data           []byte // of the packet
+}
+
+func appendPiece(b []byte, p *piece) []byte {
+	b = binary.AppendUvarint(b, p.number)
+	b = binary.BigEndian.AppendUint64(b, p.digest)
+	b = binary.AppendUvarint(b, uint64(p.total))
+	b = binary.AppendUvarint(b, uint64(p.offset))
+	b = binary.AppendUvarint(b, uint64(len(p.data)))
+	return append(b, p.data...)
+}

@@ -1,0 +1,65 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package fleetstate
+
+import (
+	"time"
+
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+)
+
+// peers is who is heard. A process counts while both directions work: we heard
+// it, and it says that it heard us, each within silent, or so much later as it said
+// that it would rest. Hearing alone would let a process that nobody hears decide with
+// votes that are about to be others'.
+type peers struct {
+	silent time.Duration
+	m      map[string]*peer
+}
+
+type peer struct {
+	life  uint64
+	sent  time.Duration // the latest Sent: what is not above it is a repetition
+	heard time.Duration
+	echo  time.Duration
+	rest  time.Duration // how much later than a keep-alive its next packet may come
+	known bool          // echo holds
+	live  bool          // when last looked at
+
+	// Everything the peer wrote up to this version has reached us, so a vote of
+	// this life that is no later and not here has been forgotten for good reason.
+	floor uint64
+}
+
+// hear takes in a contact, unless it is of an earlier life, a repetition or
+// overtaken, and returns what is known of the newest life.
+func (ps *peers) hear(c crdt.Contact) *peer {
+	p := ps.m[c.From.Name]
+	if p == nil || p.life < c.From.Incarnation {
+		p = &peer{life: c.From.Incarnation, sent: c.Sent - 1}
+		ps.m[c.From.Name] = p
+	}
+	if p.life > c.From.Incarnation || c.Sent <= p.sent {
+		return p
+	}
+	p.sent = c.Sent
+	p.heard, p.rest = max(p.heard, c.Now), c.Rest
+	if hears := max(c.Echo, c.Hears); c.Echo > 0 && (!p.known || hears > p.echo) {
+		p.echo, p.known = hears, true
+	}
+	return p
+}
+
+func (ps *peers) live(now time.Duration, p *peer) bool { return p.within(now, ps.silent) }
+
+// within tells whether both directions worked in a span, and what the peer rests.
+func (p *peer) within(now, span time.Duration) bool {
+	return p != nil && p.known && now-p.heard-p.rest <= span && now-p.echo-p.rest <= span
+}
+
+func (ps *peers) gone(r crdt.Replica) {
+	if p := ps.m[r.Name]; p != nil && p.life <= r.Incarnation {
+		delete(ps.m, r.Name)
+	}
+}

@@ -1,0 +1,281 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package fleetstate
+
+import (
+	"encoding/binary"
+	"fmt"
+	"maps"
+	"math"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+	"github.com/stormguard-mq/stormguard/internal/crdt/wire"
+)
+
+// A Standing is what a process says of itself, for people and metrics. Nothing is
+// decided by it. Amounts are in tokens.
+type Standing struct {
+	crdt.Replica
+	Zone, Region string // up to 64 bytes each
+	Version      string // of the program; up to 64 bytes
+
+	Number   uint64 // the newest that it has adopted
+	Complete uint64 // the newest that it knows to be complete
+	Applied  uint64 // the newest that it keeps within
+
+	Share  float64 // of the rates, in [0, 1]
+	Level  float64 // own tokens, over all keys
+	Cap    float64 // the most that they can be
+	Lent   float64 // out
+	Pinned float64 // of these, to processes that are silent
+
+	Unacked   uint64        // changes that its peers have not acknowledged
+	SyncDelay time.Duration // the longest, from a change to its acknowledgement, lately
+
+	Keys []KeyStanding // the busiest first; what does not fit into a packet is left out
+
+	Heard time.Duration // how long ago; 0 for this process itself
+}
+
+// KeyStanding is what a process says of one limit's key.
+type KeyStanding struct {
+	Key              string  // up to 128 bytes
+	Admitted, Denied uint64  // since its start
+	Level, Cap       float64 // as of [Standing]
+}
+
+const (
+	maxStandingText = 64
+	maxStandingKey  = 128
+	maxStandingKeys = 32
+
+	// maxStanding is the most bytes that a standing takes in a packet.
+	maxStanding = 960
+	// standingKeep is for how long a process that is not heard is remembered.
+	standingKeep = 10 * time.Minute
+)
+
+// Standings is what each process of a fleet says of itself: one row each, written
+// by itself. It is a section for the gossip session, and safe for concurrent use.
+// Instants are monotonic, as for [Verdicts].
+type Standings struct {
+	self crdt.Replica
+
+	mu     sync.Mutex
+	own    Standing
+	seq    uint64
+	wire   []byte // own, as it travels
+	others map[string]*standingRow
+}
+
+type standingRow struct {
+	Standing
+	num   uint64
+	sent  time.Duration // the peer's clock
+	heard time.Duration
+}
+
+// NewStandings returns the row of self, which says nothing yet but that. The error
+// is [ErrConfig].
+func NewStandings(self crdt.Replica) (*Standings, error) {
+	if len(self.Name) < 1 || len(self.Name) > maxName {
+		return nil, fmt.Errorf("%w: self: length of the name %d is not in [1, %d]", ErrConfig, len(self.Name), maxName)
+	}
+	m := &Standings{self: self, others: make(map[string]*standingRow)}
+	m.Say(Standing{})
+	return m, nil
+}
+
+// Say replaces what this process says of itself; Replica and Heard are filled in.
+// Texts and lists that are too long are cut. Once a second is often enough.
+func (m *Standings) Say(own Standing) {
+	m.mu.Lock()
+	own.Replica, own.Heard = m.self, 0
+	m.mu.Unlock()
+	own.Zone, own.Region, own.Version = clip(own.Zone, maxStandingText), clip(own.Region, maxStandingText), clip(own.Version, maxStandingText)
+	own.Keys = slices.Clone(own.Keys[:min(len(own.Keys), maxStandingKeys)])
+	for i := range own.Keys {
+		own.Keys[i].Key = clip(own.Keys[i].Key, maxStandingKey)
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.own = own
+	m.seq++
+	m.wire, m.own.Keys = appendStanding(m.wire[:0], &own, m.seq), own.Keys
+}
+
+func clip(s string, most int) string { return s[:min(len(s), most)] }
+
+// All appends this process and all that are remembered to dst, by name. A process
+// that was not heard for ten minutes is forgotten.
+func (m *Standings) All(now time.Duration, dst []Standing) []Standing {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	dst = append(dst, m.own)
+	for _, name := range slices.Sorted(maps.Keys(m.others)) {
+		r := m.others[name]
+		if now-r.heard > standingKeep {
+			delete(m.others, name)
+			continue
+		}
+		one := r.Standing
+		one.Heard = max(now-r.heard, 0)
+		dst = append(dst, one)
+	}
+	slices.SortFunc(dst, func(a, b Standing) int { return a.Compare(b.Replica) })
+	return dst
+}
+
+// Skew is the standard deviation of level over cap, of those that have one: how
+// unevenly the tokens lie. 0 is even; 0.5 is the most.
+func Skew(all []Standing) float64 {
+	var levels []float64
+	mean := 0.
+	for _, m := range all {
+		if m.Cap > 0 {
+			levels = append(levels, m.Level/m.Cap)
+			mean += m.Level / m.Cap
+		}
+	}
+	if len(levels) == 0 {
+		return 0
+	}
+	mean /= float64(len(levels))
+	squares := 0.
+	for _, x := range levels {
+		squares += (x - mean) * (x - mean)
+	}
+	return math.Sqrt(squares / float64(len(levels)))
+}
+
+// Mark is the number of what this process last said.
+func (m *Standings) Mark(crdt.Replica) uint64 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.seq
+}
+
+// Counted is that mark; see gossip.Counter.
+func (m *Standings) Counted() uint64 { return m.Mark(crdt.Replica{}) }
+
+// The section: version, and if there is news
+//
+//	num zone region program configuration complete applied
+//	share level cap lent pinned unacked delay { key admitted denied level cap }
+//
+// with numbers as varints, share and amounts in millionths, delay in microseconds
+// and a length before each text.
+func appendStanding(b []byte, m *Standing, num uint64) []byte {
+	b = binary.AppendUvarint(append(b, wireVersion), num)
+	b = wire.AppendText(wire.AppendText(wire.AppendText(b, m.Zone), m.Region), m.Version)
+	for _, n := range []uint64{
+		m.Number, m.Complete, m.Applied, millionths(m.Share), millionths(m.Level), millionths(m.Cap),
+		millionths(m.Lent), millionths(m.Pinned), m.Unacked,
+	} {
+		b = binary.AppendUvarint(b, n)
+	}
+	b = appendSpan(b, m.SyncDelay)
+	for i, k := range m.Keys {
+		before := len(b)
+		b = wire.AppendText(b, k.Key)
+		for _, n := range []uint64{k.Admitted, k.Denied, millionths(k.Level), millionths(k.Cap)} {
+			b = binary.AppendUvarint(b, n)
+		}
+		if len(b) > maxStanding {
+			m.Keys = m.Keys[:i]
+			return b[:before]
+		}
+	}
+	return b
+}
+
+func millionths(v float64) uint64 {
+	if !(v > 0) {
+		return 0
+	}
+	return uint64(min(math.Round(v*1e6), 1<<62))
+}
+
+// Delta appends what this process says of itself, if the peer lacks it and room
+// is enough, which 960 bytes always are.
+func (m *Standings) Delta(_ time.Duration, b []byte, _ crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if since >= m.seq || room < len(m.wire) {
+		return b, since
+	}
+	return append(b, m.wire...), m.seq
+}
+
+// Merge takes in what a peer says of itself. It is commutative and idempotent. The
+// errors are [ErrMalformed] and [ErrSelf], and then nothing was taken in.
+func (m *Standings) Merge(c crdt.Contact, b []byte) error {
+	if c.From.Name == m.self.Name {
+		return ErrSelf
+	}
+	var news *standingRow
+	if len(b) > 0 {
+		var err error
+		if news, err = readStanding(b); err != nil {
+			return err
+		}
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	row := m.others[c.From.Name]
+	if row == nil || row.Incarnation < c.From.Incarnation {
+		row = &standingRow{sent: c.Sent - 1, heard: c.Now}
+		row.Replica = crdt.Replica{Name: strings.Clone(c.From.Name), Incarnation: c.From.Incarnation}
+		m.others[row.Name] = row
+	}
+	if row.Incarnation != c.From.Incarnation {
+		return nil // of an earlier life
+	}
+	if c.Sent > row.sent {
+		row.sent, row.heard = c.Sent, max(row.heard, c.Now)
+	}
+	if news != nil && news.num > row.num {
+		life := row.Replica
+		row.Standing, row.num = news.Standing, news.num
+		row.Replica = life
+	}
+	return nil
+}
+
+func readStanding(b []byte) (*standingRow, error) {
+	r := read(b)
+	r.Uint("version", wireVersion, wireVersion)
+	amount := func(what string) float64 { return float64(r.Uint(what, 0, 1<<62)) / 1e6 }
+	m := &standingRow{num: r.number("number")}
+	m.Zone, m.Region, m.Version = r.Text("zone", 0, maxStandingText), r.Text("region", 0, maxStandingText), r.Text("program", 0, maxStandingText)
+	m.Number, m.Complete, m.Applied = r.number("configuration"), r.number("complete"), r.number("applied")
+	m.Share = float64(r.Uint("share", 0, 1e6)) / 1e6
+	m.Level, m.Cap, m.Lent, m.Pinned = amount("level"), amount("cap"), amount("lent"), amount("pinned")
+	m.Unacked, m.SyncDelay = r.number("unacked"), r.span("delay")
+	for r.Len() > 0 && len(m.Keys) <= maxStandingKeys {
+		k := KeyStanding{Key: r.Text("key", 0, maxStandingKey), Admitted: r.number("admitted"), Denied: r.number("denied")}
+		k.Level, k.Cap = amount("level of a key"), amount("cap of a key")
+		m.Keys = append(m.Keys, k)
+	}
+	if len(m.Keys) > maxStandingKeys {
+		r.Fail("keys", len(m.Keys), fmt.Sprintf("at most %d", maxStandingKeys))
+	}
+	if r.Fault() != nil {
+		return nil, fmt.Errorf("%w: a member: %w", ErrMalformed, r.Fault())
+	}
+	return m, nil
+}
+
+// Gone says that a peer's life is over for good.
+func (m *Standings) Gone(_ time.Duration, peer crdt.Replica) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if r := m.others[peer.Name]; r != nil && r.Incarnation <= peer.Incarnation {
+		delete(m.others, peer.Name)
+	}
+}

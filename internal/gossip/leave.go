@@ -1,0 +1,208 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package gossip
+
+import (
+	"encoding/binary"
+	"slices"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+)
+
+const (
+	leaveEvery  = 10 * time.Millisecond // to each peer that has not acknowledged; as often as a peer answers
+	mournFor    = time.Minute           // how long others are told that somebody left
+	mournAtMost = 64
+)
+
+// obituary is a life that ended by its own word. Those who heard it pass it on
+// with their introductions, to whom the leaving process did not reach.
+type obituary struct {
+	life  crdt.Replica
+	until time.Duration
+}
+
+// leave is Step once the life is over: every peer is told, again and again,
+// until it says that it knows. Who is not heard is told too, but not waited for.
+func (s *Session) leave(now time.Duration, ev Event, actions []Action) []Action {
+	if ev.Kind == Packet {
+		s.stats.PacketsIn++
+		s.stats.BytesIn += uint64(len(ev.Packet))
+		reason, by := s.acknowledged(now, ev)
+		s.stats.Refused[reason]++
+		if s.over {
+			return append(actions, Action{Kind: Displaced, By: by})
+		}
+		if reason == Departure {
+			actions = s.tell(ev.Addr, by, actions)
+		}
+		if s.parting.same(now, s) {
+			return actions
+		}
+	}
+	budget := s.cfg.Burst
+	s.wake, s.parting = Never, parting{}
+	for _, p := range s.peers {
+		if p.knows || now-p.heardAt >= s.lostAfter(p) {
+			continue
+		}
+		if s.parting.waits == nil && !p.silent(now, s.silence()) {
+			s.parting.waits = p
+		}
+		if p.due = s.leaveDue(p); p.due <= now && budget > 0 {
+			budget--
+			start := len(s.arena)
+			p.seq++
+			h := s.begin(now, 0)
+			h.flags |= flagLeave
+			h.toInc, h.toName, h.seq = p.life.Incarnation, p.toName, p.seq
+			s.arena = h.append(s.arena, s.cfg.Self.Name)
+			p.sentAt, p.told = now, true
+			p.asks(now)
+			p.due = s.leaveDue(p)
+			actions = s.sent(start, p.addr, actions)
+		}
+		switch {
+		case p.due < s.wake:
+			s.wake, s.parting.first = p.due, 1
+		case p.due == s.wake:
+			s.parting.first++
+		}
+	}
+	if s.parting.waits != nil {
+		return actions
+	}
+	s.end()
+	return append(actions, Action{Kind: Left})
+}
+
+// A parting is what leave found when it last looked at all peers. Of many who leave
+// at once each gets a packet of all the others, and looks at all for each.
+type parting struct {
+	waits *peer // one who is waited for; nil is nobody
+	first int   // how many are due at the next wake
+}
+
+// same tells whether looking at all peers again would change nothing.
+func (d *parting) same(now time.Duration, s *Session) bool {
+	return now < s.wake && d.first > 0 && d.waits != nil && !d.waits.knows && !d.waits.silent(now, s.silence())
+}
+
+// informed notes that a peer knows that we leave.
+func (s *Session) informed(p *peer) {
+	if !p.knows && p.due == s.wake {
+		s.parting.first--
+	}
+	p.knows = true
+}
+
+func (s *Session) leaveDue(p *peer) time.Duration {
+	if p.told {
+		return p.sentAt + max(leaveEvery, s.cfg.Floor)
+	}
+	return p.sentAt + s.cfg.Floor
+}
+
+// acknowledged takes in a packet while we leave: who refuses this life knows that
+// it is over, who leaves too need not know, and who sends anything else is there.
+func (s *Session) acknowledged(now time.Duration, ev Event) (reason Reason, by crdt.Replica) {
+	h := &s.in
+	body, err := h.parse(ev.Packet)
+	switch {
+	case err == errMagic: //nolint:errorlint // parse returns the sentinels themselves
+		return Version, by
+	case err != nil:
+		return Malformed, by
+	case h.cluster != s.cluster:
+		return Cluster, by
+	case string(h.from) == s.cfg.Self.Name:
+		return Self, s.mirror(h, canonical(ev.Addr))
+	}
+	p := s.byName[string(h.from)]
+	if p == nil || h.fromInc < p.life.Incarnation {
+		return Leaving, by
+	}
+	ours := h.toInc == s.cfg.Self.Incarnation && h.toName == s.selfName
+	switch {
+	case h.flags&flagLeave != 0:
+		s.informed(p)
+		return Departure, crdt.Replica{Name: p.life.Name, Incarnation: h.fromInc}
+	case h.flags&flagRefusal == 0:
+		// What somebody sends again says nothing of who is there.
+		if ours && p.receive(h.seq) == Accepted || !ours && h.sent > p.theirs || h.fromInc > p.life.Incarnation {
+			p.heardAt, p.waits, p.theirs = now, 0, max(p.theirs, h.sent)
+		}
+		return Leaving, by
+	}
+	r := read(body)
+	inc := r.Uint64("incarnation")
+	if ours && r.Fault() == nil && r.Len() == 0 && inc >= s.cfg.Self.Incarnation {
+		s.informed(p)
+	}
+	return Refusal, by
+}
+
+// departed takes in that a life has ended by its own word. The answer tells it
+// that this is known.
+func (s *Session) departed(now time.Duration, life crdt.Replica) (reason Reason, answer crdt.Replica) {
+	p := s.byName[life.Name]
+	switch {
+	case p != nil && p.life.Incarnation > life.Incarnation, p == nil && s.retired[life.Name] >= life.Incarnation:
+		return Superseded, life
+	case p != nil:
+		s.depart(now, p, life)
+	}
+	return Departure, life // of one we never met there is nothing to remember, or anybody could fill the memory
+}
+
+// depart ends the life of p, and any up to the given one, and has others told.
+func (s *Session) depart(now time.Duration, p *peer, life crdt.Replica) {
+	s.book.forget(p)
+	s.retire(now, p)
+	s.bury(life)
+	if len(s.left) == mournAtMost {
+		s.left = slices.Delete(s.left, 0, 1)
+	}
+	s.left = append(s.left, obituary{life: life, until: now + mournFor})
+}
+
+// obituaries appends who left lately.
+func (s *Session) obituaries(now time.Duration, b []byte, room int) []byte {
+	for len(s.left) > 0 && s.left[0].until <= now {
+		s.left = slices.Delete(s.left, 0, 1)
+	}
+	if len(s.left) == 0 || room < blockHeader {
+		return b
+	}
+	start := len(b)
+	b = openBlock(b, blockLeft)
+	content := len(b)
+	for _, o := range slices.Backward(s.left) {
+		if len(b)-start+1+len(o.life.Name)+8 > room {
+			break
+		}
+		b = appendString(b, o.life.Name)
+		b = binary.LittleEndian.AppendUint64(b, o.life.Incarnation)
+	}
+	if len(b) == content {
+		return b[:start]
+	}
+	return closeBlock(b, content)
+}
+
+// mourn takes in who left, as from says. What is malformed in it is left out.
+func (s *Session) mourn(now time.Duration, from *peer, b []byte) {
+	for r := read(b); r.Len() > 0; {
+		name := r.short("name")
+		inc := r.Uint64("incarnation")
+		if r.Fault() != nil || len(name) < 1 || len(name) > maxName || inc == 0 {
+			s.stats.Refused[Introduction]++
+			return
+		}
+		if p := s.byName[string(name)]; p != nil && p != from && p.life.Incarnation <= inc {
+			s.depart(now, p, crdt.Replica{Name: p.life.Name, Incarnation: inc})
+		}
+	}
+}

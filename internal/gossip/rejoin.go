@@ -1,0 +1,76 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package gossip
+
+import (
+	"net/netip"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+)
+
+// A Rejoiner is a [Section] that can go on under a higher incarnation of its own name.
+// To peers the lower one is over then: they were told Gone, and acknowledge from 0
+// again. It forgets what peers hold of the lower one, as after a restart.
+type Rejoiner interface {
+	// Rejoin says which incarnation this process is from now on.
+	Rejoin(now time.Duration, self crdt.Replica)
+}
+
+// An incarnation has a counter in its high bits and a random id in its low ones. The
+// counter of a process that starts is taken from the wall clock, which is a guess: if
+// a peer knows a higher one of that name, the process takes the next above it.
+const (
+	idBits     = 20
+	maxCounter = 1 << (63 - idBits) // above, there is no next one
+)
+
+// NewIncarnation is that of a process which starts at that wall time. id is random.
+func NewIncarnation(wall time.Time, id uint64) uint64 {
+	return uint64(min(max(wall.UnixMilli(), 1), maxCounter-1))<<idBits | id&(1<<idBits-1)
+}
+
+// Which process may take a higher incarnation, and which ends: of two that run, the one
+// that started later stays. So one that peers have known for a while ends.
+const (
+	youngFor   = time.Second // since the first peer has answered
+	maxRejoins = 4           // in the life of a process: two that start together do not go on for ever
+)
+
+// rejoins tells whether the session may go on above another incarnation of its name.
+func (s *Session) rejoins(now time.Duration, above uint64) bool {
+	return s.canRejoin && s.rejoined < maxRejoins && above>>idBits+1 < maxCounter && (s.metAt == Never || now-s.metAt < youngFor)
+}
+
+// rejoin takes the next incarnation above another one of the same name.
+func (s *Session) rejoin(now time.Duration, above uint64) crdt.Replica {
+	s.rejoined++
+	s.cfg.Self.Incarnation = (above>>idBits+1)<<idBits | uint64(s.rand()*(1<<idBits))
+	for k := range s.sections {
+		s.sections[k].Section.(Rejoiner).Rejoin(now, s.cfg.Self) //nolint:forcetypeassert // canRejoin
+	}
+	for _, p := range s.peers {
+		s.back(p)
+		p.reset(now, p.life, len(s.sections))
+		s.look(now, p)
+	}
+	s.plan()
+	return s.cfg.Self
+}
+
+// Self is the name of this process and its incarnation now; see [Rejoined].
+func (s *Session) Self() crdt.Replica { return s.cfg.Self }
+
+// challenge asks whoever sent a packet of our own name, with a higher incarnation, to
+// say so to this one. A process that runs does; a packet that is old, or that somebody
+// made, ends nothing.
+func (s *Session) challenge(now time.Duration, addr netip.AddrPort, actions []Action) []Action {
+	if now < s.tellAt {
+		return actions
+	}
+	s.tellAt = now + tellEvery
+	start := len(s.arena)
+	s.arena = s.begin(now, 0).append(s.arena, s.cfg.Self.Name)
+	return s.sent(start, addr, actions)
+}

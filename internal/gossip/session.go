@@ -1,0 +1,933 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package gossip
+
+import (
+	"cmp"
+	"encoding/binary"
+	"net/netip"
+	"slices"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+)
+
+const (
+	silentAfter  = 20  // keep-alives until a peer is silent
+	lostAfter    = 200 // keep-alives until a peer is lost
+	lateAfter    = 3   // keep-alives until a peer is asked whether it is there
+	askedFor     = 2   // keep-alives for which one that was asked goes at the full pace
+	idlePackets  = 2   // to all peers together in a keep-alive, when there is nothing to say
+	introEvery   = time.Second
+	introAddrs   = 32 // addresses of others in one introduction
+	wallEvery    = 250 * time.Millisecond
+	tellEvery    = 10 * time.Millisecond // refusals, to all together
+	stayFor      = 10 * time.Second      // for which at most an address that is heard is held on to
+	retireAfter  = 10 * time.Minute      // a lost peer makes room for a newcomer
+	retiredLives = 1024
+)
+
+type section struct {
+	Section
+	name   string
+	id     uint32
+	count  Counter // the section, if it counts its changes
+	keep   Keeper  // the section, if it is one
+	seen   uint64  // of these, when all peers were last looked at
+	counts SectionStats
+}
+
+// Session is one process's part in the gossip, as a step machine: it owns no
+// goroutine, timer, socket or clock. Its driver hands it what happens, sends what
+// it says, and steps it with [Wake] at the instant that Wake returns and whenever
+// a section has changed. The same events give the same actions.
+//
+// It is not safe for concurrent use. Its sections are called within Step only,
+// and must not call the session.
+type Session struct {
+	cfg      Config
+	cluster  uint32
+	selfName uint32
+	sections []section
+	rand     func() float64
+
+	now     time.Duration
+	peers   []*peer // those nearby first, then by name
+	here    int     // of these, those that are not lost
+	byName  map[string]*peer
+	agendas [agendas]agenda
+	lookAt  time.Duration // when all peers are to be looked at, whether a section has changed or not
+	due     []*peer       // scratch
+	book    book
+	retired map[string]uint64 // names that made room: the highest incarnation that is over
+	oldest  []string          // names in retired, oldest first
+	left    []obituary
+	leaving bool
+	parting parting
+	over    bool
+
+	begun   float64 // see begins
+	begunAt time.Duration
+
+	canRejoin bool          // all sections can
+	rejoined  int           // how often it has
+	metAt     time.Duration // when the first peer had heard us; Never before
+	above     uint64        // of the packet being received: an incarnation to go above
+	doubt     bool          // of the packet being received: it may be of another that runs
+
+	wake    time.Duration
+	floorAt time.Duration // before this the floor keeps everybody waiting
+	tellAt  time.Duration
+	turn    int // whose address an introduction begins with
+
+	arena []byte // the packets of the latest Step
+	in    header // of the packet being received; here so that it is not allocated
+	out   header
+	stats Stats
+}
+
+// New returns a session that knows nobody: its driver says whom to ask, with
+// [Join]. The error is everything that [Config.Validate] and the options find.
+func New(cfg Config, opts ...Option) (*Session, error) {
+	if err := cfg.Validate(); err != nil {
+		return nil, err
+	}
+	o, err := buildOptions(opts)
+	if err != nil {
+		return nil, err
+	}
+	cfg = cfg.WithDefaults()
+	canRejoin := true
+	for _, sec := range o.sections {
+		_, ok := sec.Section.(Rejoiner)
+		canRejoin = canRejoin && ok
+	}
+	return &Session{
+		canRejoin: canRejoin, metAt: Never,
+		cfg:      cfg,
+		cluster:  hash32(cfg.Cluster),
+		selfName: hash32(cfg.Self.Name),
+		sections: o.sections,
+		rand:     o.rand,
+		byName:   map[string]*peer{},
+		retired:  map[string]uint64{},
+		book:     book{byAddr: map[netip.AddrPort]*address{}, limit: 4 * cfg.MaxPeers, next: Never},
+		wake:     Never,
+		floorAt:  Never,
+		agendas:  [agendas]agenda{{which: byDue}, {which: byFloor}},
+	}, nil
+}
+
+// Wake is when Step wants to be called with [Wake], on the clock that Step is
+// given; [Never] is never. Ask after every Step.
+func (s *Session) Wake() time.Duration { return s.wake }
+
+// Step takes in one event at now and appends what is to be done. now is the
+// process's own monotonic clock; one that went back counts as the latest.
+//
+// With [Packet] it answers that peer only, and others at the next wake. With [Wake] it serves all peers that
+// are due. That costs one Mark per peer and section, unless all sections are a
+// [Counter] and none has changed: then it costs what is sent. Nothing is allocated as
+// long as no peer, address or larger batch is new.
+func (s *Session) Step(now time.Duration, ev Event, actions []Action) []Action {
+	now = max(now, s.now)
+	s.now = now
+	s.arena = s.arena[:0]
+	switch {
+	case s.over:
+		return actions
+	case s.leaving:
+		return s.leave(now, ev, actions)
+	}
+	switch ev.Kind {
+	case Packet:
+		s.stats.PacketsIn++
+		s.stats.BytesIn += uint64(len(ev.Packet))
+		p, reason, answer := s.receive(now, ev)
+		s.stats.Refused[reason]++
+		switch {
+		case s.over:
+			return append(actions, Action{Kind: Displaced, By: answer})
+		case s.above != 0:
+			return append(actions, Action{Kind: Rejoined, By: s.rejoin(now, s.above)})
+		case s.doubt:
+			return s.challenge(now, ev.Addr, actions)
+		case p != nil:
+			s.look(now, p)
+			if p.due <= now {
+				actions = s.send(now, ev.Wall, p, actions)
+			}
+			s.plan()
+			if reason == Accepted && s.in.flags&flagElicits != 0 {
+				s.wake = min(s.wake, s.floorAt) // what was merged may be news for others
+			}
+		case answer.Incarnation != 0 && now >= s.tellAt:
+			s.tellAt = now + tellEvery
+			actions = s.tell(ev.Addr, answer, actions)
+		}
+		return actions
+	case Join:
+		if ev.Addr.IsValid() {
+			if a := s.book.learn(now, canonical(ev.Addr)); a != nil {
+				a.seed = true
+			}
+		}
+	case Hint:
+		if ev.Addr.IsValid() {
+			if a := s.book.learn(now, canonical(ev.Addr)); a != nil {
+				s.book.hint(now, a)
+			}
+		}
+	case Leave:
+		s.leaving = true
+		return s.leave(now, ev, actions)
+	case Wake:
+		if now < s.floorAt && now < s.wake {
+			s.wake = min(s.wake, s.floorAt) // what changed waits for the first floor
+			return actions
+		}
+	}
+	return s.flush(now, ev.Wall, actions)
+}
+
+// canonical makes one address of the forms that mean the same.
+func canonical(a netip.AddrPort) netip.AddrPort {
+	return netip.AddrPortFrom(a.Addr().Unmap().WithZone(""), a.Port())
+}
+
+// flush sends to all that are due, and plans the next wake.
+func (s *Session) flush(now time.Duration, wall int64, actions []Action) []Action {
+	due := s.lookAll(now)
+	budget := s.cfg.Burst
+	if len(due) > budget { // then those who would starve come first
+		for _, p := range due {
+			if now-p.due > s.cfg.KeepAlive && budget > 0 {
+				actions = s.send(now, wall, p, actions)
+				budget--
+			}
+		}
+	}
+	for _, p := range due {
+		if p.due <= now && budget > 0 {
+			actions = s.send(now, wall, p, actions)
+			budget--
+		}
+	}
+	if now >= s.book.next {
+		s.book.next = Never
+		for _, a := range s.book.list {
+			if a.quiet() {
+				continue
+			}
+			if a.next <= now && budget > 0 {
+				actions = s.hello(now, wall, a.addr, actions)
+				s.book.tried(now, a, s.rand)
+				budget--
+			}
+			s.book.next = min(s.book.next, a.next)
+		}
+	}
+	s.plan()
+	return actions
+}
+
+// lookAll finds out when the next packet to each leaves, and returns who is due, in
+// the order in which they are served. If no section has changed since all were looked
+// at, that is known but for those whose packet seems to be due.
+func (s *Session) lookAll(now time.Duration) (due []*peer) {
+	due = s.due[:0]
+	if s.changed() || now >= s.lookAt {
+		s.lookAt = Never
+		for _, p := range s.peers {
+			if s.look(now, p); p.due <= now {
+				due = append(due, p)
+			}
+		}
+	} else {
+		due = s.agendas[byDue].until(now, 0, due)
+		slices.SortFunc(due, nearer)
+		due = slices.DeleteFunc(due, func(p *peer) bool {
+			s.look(now, p)
+			return p.due > now
+		})
+	}
+	s.due = due
+	return due
+}
+
+// changed tells whether a mark may have risen since it was last asked.
+func (s *Session) changed() (changed bool) {
+	for k := range s.sections {
+		sec := &s.sections[k]
+		if sec.count == nil {
+			changed = true
+		} else if n := sec.count.Counted(); n != sec.seen {
+			sec.seen, changed = n, true
+		}
+	}
+	return changed
+}
+
+// look finds out when the next packet to p leaves.
+func (s *Session) look(now time.Duration, p *peer) {
+	p.due = s.dueAt(now, p)
+	floor := Never
+	if !p.lost {
+		floor = p.sentAt + s.cfg.Floor
+	}
+	s.agendas[byDue].set(p, p.due)
+	s.agendas[byFloor].set(p, floor)
+}
+
+// plan finds the next wake, and the first floor.
+func (s *Session) plan() {
+	s.wake = min(s.book.next, s.agendas[byDue].next())
+	s.floorAt = s.agendas[byFloor].next()
+}
+
+func (s *Session) silence() time.Duration { return silentAfter * s.cfg.KeepAlive }
+
+func (s *Session) lostAfter(p *peer) time.Duration { return lostAfter*s.cfg.KeepAlive + p.rest }
+
+// dueAt returns when the next packet to p leaves: at the floor if there is
+// something that it does not have and it hears us, at the keep-alive otherwise.
+func (s *Session) dueAt(now time.Duration, p *peer) time.Duration {
+	if !p.lost && now-p.heardAt >= s.lostAfter(p) {
+		p.lost = true
+		s.here--
+		if a := s.book.learn(now, p.addr); a != nil {
+			s.book.seek(a, now)
+		}
+	}
+	if p.lost {
+		return Never
+	}
+	s.lookAt = min(s.lookAt, p.heardAt+s.lostAfter(p))
+	dirty := s.dirty(now, p)
+	switch {
+	case !p.everSent:
+		return now
+	case p.owes:
+		return p.sentAt + s.cfg.Floor
+	case dirty && p.hears(now, s.silence()):
+		if !p.restful() {
+			s.lookAt = min(s.lookAt, p.hearsAt+s.silence())
+		}
+		if p.asked != 0 {
+			s.lookAt = min(s.lookAt, p.asked+s.silence())
+		}
+		return p.sentAt + s.cfg.Floor
+	}
+	soon := p.sentAt + s.cfg.KeepAlive
+	switch {
+	case p.restAt <= soon:
+		return p.restAt
+	case now < p.asksTil || s.asks(now, p):
+		return soon
+	case p.away(now, s.silence()):
+		return p.restAt
+	}
+	return min(p.restAt, max(s.late(p), soon))
+}
+
+// late is when p is asked whether it is there, and hears us.
+func (s *Session) late(p *peer) time.Duration {
+	return min(p.heardAt, p.hearsAt) + p.rest + lateAfter*s.cfg.KeepAlive
+}
+
+// asks says whether we want keep-alives of p at their full pace: it has not heard us
+// yet, owes us an answer, is late, or a section needs it.
+func (s *Session) asks(now time.Duration, p *peer) bool {
+	return (!p.met || p.asked != 0 || now >= s.late(p)) && !p.away(now, s.silence()) || s.keeps(p)
+}
+
+func (s *Session) keeps(p *peer) bool {
+	for k := range s.sections {
+		if keep := s.sections[k].keep; keep != nil && keep.Keeps(p.life) {
+			return true
+		}
+	}
+	return false
+}
+
+// restOf is for how long p gets nothing if there is nothing to say. It is random, so that
+// the packets to all spread.
+func (s *Session) restOf(now time.Duration, p *peer) time.Duration {
+	mean := s.cfg.KeepAlive * time.Duration(s.here) / idlePackets
+	if mean <= s.cfg.KeepAlive {
+		return s.cfg.KeepAlive
+	}
+	rest := max(s.cfg.KeepAlive, mean/2+time.Duration(s.rand()*float64(mean)))
+	if p.away(now, s.silence()) {
+		rest = min(rest, max(s.cfg.KeepAlive, tryWait))
+	}
+	return rest
+}
+
+// dirty says whether a section has something that p has not acknowledged. What p
+// refuses does not count, or it would be sent at every floor for ever.
+func (s *Session) dirty(now time.Duration, p *peer) bool {
+	dirty := false
+	for k := range s.sections {
+		mark := s.sections[k].Mark(p.life)
+		if mark <= p.acked[k] || p.refused[k] {
+			continue
+		}
+		dirty = true
+		if !p.delay.on {
+			p.delay = delayProbe{on: true, section: k, mark: mark, at: now}
+		}
+	}
+	return dirty
+}
+
+// begin starts a packet's header.
+func (s *Session) begin(now time.Duration, wall int64) *header {
+	h := &s.out
+	*h = header{cluster: s.cluster, fromInc: s.cfg.Self.Incarnation, sent: now}
+	if wall != 0 {
+		h.flags, h.wall = flagWall, wall
+	}
+	return h
+}
+
+func (s *Session) sent(start int, addr netip.AddrPort, actions []Action) []Action {
+	packet := s.arena[start:len(s.arena):len(s.arena)]
+	s.stats.PacketsOut++
+	s.stats.BytesOut += uint64(len(packet))
+	return append(actions, Action{Kind: Send, Addr: addr, Packet: packet})
+}
+
+// hello asks whoever is at an address who they are.
+func (s *Session) hello(now time.Duration, wall int64, addr netip.AddrPort, actions []Action) []Action {
+	start := len(s.arena)
+	s.arena = s.begin(now, wall).append(s.arena, s.cfg.Self.Name)
+	s.arena = s.intro(s.arena, nil, s.cfg.MaxPacket-(len(s.arena)-start))
+	s.stats.Hellos++
+	return s.sent(start, addr, actions)
+}
+
+// tell says to a life that it is over.
+func (s *Session) tell(addr netip.AddrPort, life crdt.Replica, actions []Action) []Action {
+	by := max(s.retired[life.Name], life.Incarnation) // of one we never met, too
+	switch p := s.byName[life.Name]; {
+	case p != nil:
+		by = p.life.Incarnation
+	case life.Name == s.cfg.Self.Name:
+		by = s.cfg.Self.Incarnation
+	}
+	start := len(s.arena)
+	h := s.begin(s.now, 0)
+	h.flags = flagRefusal
+	h.toInc, h.toName, h.seq = life.Incarnation, hash32(life.Name), 1
+	s.arena = h.append(s.arena, s.cfg.Self.Name)
+	s.arena = binary.LittleEndian.AppendUint64(s.arena, by)
+	return s.sent(start, addr, actions)
+}
+
+// send sends p its one packet: what we heard, and of every section what p has
+// not acknowledged, as far as there is room.
+func (s *Session) send(now time.Duration, wall int64, p *peer, actions []Action) []Action {
+	start := len(s.arena)
+	p.seq++
+	if now < p.wallAt {
+		wall = 0
+	} else if wall != 0 {
+		p.wallAt = now + wallEvery
+	}
+	h := s.begin(now, wall)
+	h.toInc, h.toName, h.seq = p.life.Incarnation, p.toName, p.seq
+	h.ack, h.bits = p.heard, p.bits
+	asks := s.here > idlePackets && s.asks(now, p)
+	if asks {
+		h.flags |= flagAsks
+	}
+	next := s.cfg.KeepAlive
+	if !asks && now >= p.asksTil {
+		next = s.restOf(now, p)
+		if h.rest = (next - s.cfg.KeepAlive + time.Millisecond - 1).Truncate(time.Millisecond); h.rest > 0 {
+			h.flags |= flagRests
+		}
+	}
+	if p.theirs > 0 {
+		h.echo, h.held = p.theirs, now-p.gotAt
+	}
+	for k, bits := range p.refuse {
+		if bits != 0 {
+			h.refusals[h.nrefusals] = refusal{id: s.sections[k].id, bits: bits}
+			h.nrefusals++
+		}
+	}
+	b := h.append(s.arena, s.cfg.Self.Name)
+	end := start + s.cfg.MaxPacket
+	if !p.met || now >= p.introAt {
+		p.introAt = now + introEvery*time.Duration(max(1, s.here/idlePackets))
+		b = s.intro(b, p, (end-len(b))/2)
+		b = s.obituaries(now, b, (end-len(b))/2)
+	}
+
+	n := len(s.sections)
+	slot := int(p.seq % window)
+	p.ring[slot] = p.seq
+	elicits, again := false, true
+	for i := range n {
+		k := (i + int(p.seq%uint64(n))) % n
+		upto := p.acked[k]
+		if room := end - len(b) - blockHeader; room > 0 {
+			b, upto = s.delta(now, b, p, k, room)
+		}
+		p.upto[slot*n+k] = upto
+		if upto > p.acked[k] {
+			elicits = true
+			again = again && upto <= p.sentUpto[k]
+			p.sentUpto[k] = max(p.sentUpto[k], upto)
+		}
+	}
+	if elicits {
+		b[start+1] |= flagElicits
+		if again {
+			s.stats.Resent++
+		}
+	}
+	s.arena = b
+	p.everSent, p.sentAt, p.owes = true, now, false
+	p.restAt, p.promise = now+next, h.rest
+	p.mine = max(p.mine, p.promise)
+	if p.unechoed == 0 {
+		p.unechoed = now
+	}
+	if elicits || asks {
+		p.asks(now)
+	}
+	s.look(now, p)
+	return s.sent(start, p.addr, actions)
+}
+
+// delta appends one section's block and returns the mark that it makes complete.
+func (s *Session) delta(now time.Duration, b []byte, p *peer, k, room int) ([]byte, uint64) {
+	sec := &s.sections[k]
+	front := len(b)
+	b = openBlock(b, sec.id)
+	content := len(b)
+	b, upto := sec.Delta(now, b, p.life, p.acked[k], room)
+	switch size := len(b) - content; {
+	case size > room:
+		sec.counts.Oversize++
+		return b[:front], p.acked[k]
+	case size == 0:
+		return b[:front], upto
+	}
+	return closeBlock(b, content), upto
+}
+
+// intro appends what a peer should know of us and of others: our zone and region,
+// and the addresses of those that are heard now. Whoever is not heard is not
+// passed on, or the addresses of the dead would go round for ever.
+func (s *Session) intro(b []byte, to *peer, room int) []byte {
+	fixed := blockHeader + 3 + len(s.cfg.Zone) + len(s.cfg.Region)
+	if room < fixed {
+		return b
+	}
+	room -= fixed
+	b = openBlock(b, blockIntro)
+	content := len(b)
+	b = appendString(b, s.cfg.Zone)
+	b = appendString(b, s.cfg.Region)
+	count := len(b)
+	b = append(b, 0)
+	first := s.turn
+	for i := range s.peers {
+		k := (first + i) % len(s.peers)
+		p := s.peers[k]
+		if p == to || p.silent(s.now, s.silence()) {
+			continue
+		}
+		if b[count] == introAddrs || room < 19 {
+			break
+		}
+		before := len(b)
+		b = appendAddr(b, p.addr)
+		room -= len(b) - before
+		b[count]++
+		s.turn = (k + 1) % len(s.peers)
+	}
+	return closeBlock(b, content)
+}
+
+// receive takes in a packet. It returns the peer that sent it if the peer may
+// have to be answered. Otherwise answer may be a life that is over and should be
+// told so; if the session itself is, answer is the life that took its name.
+func (s *Session) receive(now time.Duration, ev Event) (p *peer, reason Reason, answer crdt.Replica) {
+	h := &s.in
+	s.above, s.doubt = 0, false
+	body, err := h.parse(ev.Packet)
+	switch {
+	case err != nil:
+		if err == errMagic { //nolint:errorlint // parse returns the sentinels themselves
+			return nil, Version, answer
+		}
+		return nil, Malformed, answer
+	case h.cluster != s.cluster:
+		return nil, Cluster, answer
+	}
+	addr := canonical(ev.Addr)
+	ours := h.toInc == s.cfg.Self.Incarnation && h.toName == s.selfName
+	if h.flags&flagRefusal != 0 && (ours || string(h.from) != s.cfg.Self.Name) {
+		return nil, Refusal, s.displaced(now, body, ours)
+	}
+	if string(h.from) == s.cfg.Self.Name {
+		return nil, Self, s.mirror(h, addr)
+	}
+	if h.flags&flagLeave != 0 {
+		reason, answer = s.departed(now, crdt.Replica{Name: string(h.from), Incarnation: h.fromInc})
+		return nil, reason, answer
+	}
+	if ours && h.echo > now { // an older life of ours had another clock
+		return nil, Malformed, answer
+	}
+
+	p = s.byName[string(h.from)]
+	// Who hears us at one address is not moved to another by a packet that is not to
+	// this life: somebody may have passed on what was sent to others.
+	if !ours && p != nil && p.life.Incarnation == h.fromInc && p.met && now-p.hearsAt < min(s.silence(), stayFor)+p.rest {
+		addr = p.addr
+	}
+	switch {
+	case p == nil:
+		if inc, ok := s.retired[string(h.from)]; ok && h.fromInc <= inc {
+			return nil, Superseded, crdt.Replica{Name: string(h.from), Incarnation: h.fromInc}
+		}
+		if ours && !framed(body) {
+			return nil, Malformed, answer
+		}
+		if !s.begins(now) {
+			return nil, Full, answer
+		}
+		if p = s.admit(now, crdt.Replica{Name: string(h.from), Incarnation: h.fromInc}, addr); p == nil {
+			return nil, Full, answer
+		}
+	case h.fromInc < p.life.Incarnation:
+		return nil, Superseded, crdt.Replica{Name: p.life.Name, Incarnation: h.fromInc}
+	case !framed(body), ours && h.ack > p.seq && h.fromInc == p.life.Incarnation:
+		return nil, Malformed, answer
+	case h.fromInc > p.life.Incarnation && !s.begins(now):
+		return nil, Full, answer
+	case h.fromInc > p.life.Incarnation:
+		s.gone(now, p.life)
+		s.back(p)
+		p.reset(now, crdt.Replica{Name: p.life.Name, Incarnation: h.fromInc}, len(s.sections))
+	}
+
+	if ours {
+		if reason = p.receive(h.seq); reason != Accepted {
+			return p, reason, answer
+		}
+	} else if h.sent <= p.theirs && p.theirs > 0 {
+		return nil, Stale, answer // a packet with no number can be repeated by anybody
+	}
+	s.heard(now, ev.Wall, p, h, addr)
+	switch {
+	case ours:
+		s.merge(now, p, h, body)
+	case h.toInc == 0:
+		s.merge(now, p, h, body) // has an introduction at most
+		p.owes = true
+	case h.toName == s.selfName:
+		p.owes = true // so that it learns which life this is
+		reason = OtherLife
+	default:
+		p.owes = true
+		reason = OtherName
+	}
+	return p, reason, answer
+}
+
+// begins tells whether one more incarnation may begin. Sections remember for minutes
+// those that are over, so nobody may make them up faster than a fleet restarts: twice
+// MaxPeers at once, and MaxPeers in a minute.
+func (s *Session) begins(now time.Duration) bool {
+	most := 2 * float64(s.cfg.MaxPeers)
+	s.begun = max(0, s.begun-(now-s.begunAt).Minutes()*float64(s.cfg.MaxPeers))
+	s.begunAt = now
+	if s.begun+1 > most {
+		return false
+	}
+	s.begun++
+	return true
+}
+
+// framed says whether a body can be cut into blocks, so that no half of a
+// packet is ever taken in.
+func framed(body []byte) bool {
+	for len(body) > 0 {
+		var err error
+		if _, _, body, err = nextBlock(body); err != nil {
+			return false
+		}
+	}
+	return true
+}
+
+// mirror handles a packet of our own name: ourselves, at an address that we need
+// not ask, or another life. Of two lives the later one stays.
+func (s *Session) mirror(h *header, addr netip.AddrPort) (answer crdt.Replica) {
+	life := crdt.Replica{Name: s.cfg.Self.Name, Incarnation: h.fromInc}
+	switch inc := s.cfg.Self.Incarnation; {
+	case h.fromInc > inc:
+		s.doubt = true
+		return crdt.Replica{}
+	case h.fromInc == inc:
+		// Only an address that is asked. What came from any other may be a packet of ours
+		// that somebody sent back, to fill the book or to hide a peer.
+		if a := s.book.byAddr[addr]; a != nil && a.peer == nil {
+			a.own = true
+		}
+		return crdt.Replica{}
+	}
+	return life
+}
+
+// displaced ends the session if a peer says that its life is over, or has it go on
+// above the one that took its name.
+func (s *Session) displaced(now time.Duration, body []byte, ours bool) (by crdt.Replica) {
+	r := read(body)
+	inc := r.Uint64("incarnation")
+	if !ours || r.Fault() != nil || r.Len() != 0 || inc < s.cfg.Self.Incarnation {
+		return crdt.Replica{}
+	}
+	if s.rejoins(now, inc) {
+		s.above = inc
+		return crdt.Replica{}
+	}
+	s.end()
+	return crdt.Replica{Name: s.cfg.Self.Name, Incarnation: inc}
+}
+
+func (s *Session) end() {
+	s.over = true
+	s.wake = Never
+}
+
+// admit makes room for a newcomer, or returns nil.
+func (s *Session) admit(now time.Duration, life crdt.Replica, addr netip.AddrPort) *peer {
+	if len(s.peers) >= s.cfg.MaxPeers {
+		var out *peer
+		for _, p := range s.peers {
+			if p.lost && now-p.heardAt >= retireAfter && (out == nil || p.heardAt < out.heardAt) {
+				out = p
+			}
+		}
+		if out == nil {
+			return nil
+		}
+		s.retire(now, out)
+	}
+	p := &peer{addr: addr}
+	p.reset(now, life, len(s.sections))
+	s.byName[life.Name] = p
+	s.here++
+	s.insert(p)
+	return p
+}
+
+// insert notes how far p is, and puts it among the peers.
+func (s *Session) insert(p *peer) {
+	switch {
+	case p.region != s.cfg.Region:
+		p.distance = 2
+	case p.zone != s.cfg.Zone:
+		p.distance = 1
+	default:
+		p.distance = 0
+	}
+	i, _ := slices.BinarySearchFunc(s.peers, p, nearer)
+	s.peers = slices.Insert(s.peers, i, p)
+}
+
+// nearer puts those nearby first. Names make the order complete, so that it does
+// not depend on who came first.
+func nearer(a, b *peer) int {
+	return cmp.Or(cmp.Compare(a.distance, b.distance), cmp.Compare(a.life.Name, b.life.Name))
+}
+
+// retire ends a peer's life for good and remembers that it is over.
+func (s *Session) retire(now time.Duration, p *peer) {
+	s.bury(p.life)
+	s.back(p)
+	s.here--
+	delete(s.byName, p.life.Name)
+	s.peers = slices.DeleteFunc(s.peers, func(q *peer) bool { return q == p })
+	for i := range s.agendas {
+		s.agendas[i].remove(p)
+	}
+	s.turn = 0
+	for _, a := range s.book.list {
+		if a.peer == p {
+			a.peer = nil
+		}
+	}
+	s.gone(now, p.life)
+}
+
+// bury remembers that a life is over.
+func (s *Session) bury(life crdt.Replica) {
+	inc, ok := s.retired[life.Name]
+	if !ok {
+		if len(s.oldest) == retiredLives {
+			delete(s.retired, s.oldest[0])
+			s.oldest = slices.Delete(s.oldest, 0, 1)
+		}
+		s.oldest = append(s.oldest, life.Name)
+	}
+	s.retired[life.Name] = max(inc, life.Incarnation)
+}
+
+func (s *Session) gone(now time.Duration, life crdt.Replica) {
+	s.stats.Gone++
+	for k := range s.sections {
+		s.sections[k].Gone(now, life)
+	}
+}
+
+// back notes that p is not lost, and tells whether it was.
+func (s *Session) back(p *peer) (was bool) {
+	if was = p.lost; was {
+		p.lost = false
+		s.here++
+	}
+	return was
+}
+
+// heard notes that p is there, and what its header says of time.
+func (s *Session) heard(now time.Duration, wall int64, p *peer, h *header, addr netip.AddrPort) {
+	back := s.back(p)
+	p.heardAt, p.waits = now, 0
+	ours := h.toInc == s.cfg.Self.Incarnation && h.toName == s.selfName
+	if h.sent > p.theirs {
+		p.theirs, p.gotAt = h.sent, now
+		p.addr = addr
+		if ours {
+			p.rest = min(h.rest, time.Duration(s.cfg.MaxPeers)*s.cfg.KeepAlive)
+		}
+	}
+	if ours && h.flags&flagAsks != 0 {
+		p.asksTil = now + askedFor*s.cfg.KeepAlive
+	}
+	if p.home == nil || p.home.addr != addr || p.home.dropped {
+		p.home = s.book.learn(now, addr)
+	}
+	if p.home != nil {
+		p.home.peer, p.home.heardAt, p.home.own = p, now, false
+	}
+	if back {
+		s.book.hintAll(now)
+	}
+	if h.echo == 0 || !ours {
+		return
+	}
+	p.met = true
+	p.hearing(now, h.echo, s.cfg.KeepAlive)
+	s.metAt = min(s.metAt, now)
+	if rtt := now - h.echo - h.held; rtt >= 0 {
+		sample := rttSample{ok: true, rtt: rtt, hasWall: wall != 0 && h.wall != 0}
+		if sample.hasWall {
+			sample.offset = apart(h.wall, wall) + rtt/2
+		}
+		p.rtt.add(now, sample)
+	}
+}
+
+// maxOffset is the most by which a peer's wall clock counts as off.
+const maxOffset = 24 * time.Hour
+
+// apart is a - b of wall clocks, at most maxOffset either way.
+func apart(a, b int64) time.Duration {
+	half := a/2 - b/2 // the difference itself may not fit
+	if half > int64(maxOffset/2) || half < -int64(maxOffset/2) {
+		if half > 0 {
+			return maxOffset
+		}
+		return -maxOffset
+	}
+	return time.Duration(a - b)
+}
+
+// merge takes in the body of a packet, and what it acknowledges.
+func (s *Session) merge(now time.Duration, p *peer, h *header, body []byte) {
+	p.acks(h, s.sections)
+	if p.delay.on && p.acked[p.delay.section] >= p.delay.mark {
+		p.delay.on = false
+		p.last = now - p.delay.at
+		p.worst = max(p.worst, p.last)
+		s.stats.Delay.add(p.last)
+	}
+	if h.flags&flagElicits != 0 {
+		p.owes = true
+	}
+	c := crdt.Contact{From: p.life, Now: now, Sent: h.sent, Echo: h.echo, Hears: p.hearsAt, Rest: max(p.rest, p.mine)}
+	for len(body) > 0 {
+		var id uint32
+		var block []byte
+		id, block, body, _ = nextBlock(body)
+		if id == blockIntro {
+			s.meet(now, p, block)
+			continue
+		}
+		if id == blockLeft {
+			s.mourn(now, p, block)
+			continue
+		}
+		k := s.find(id)
+		if k < 0 || h.toInc == 0 {
+			s.stats.Unknown++
+			continue
+		}
+		if err := s.sections[k].Merge(c, block); err != nil {
+			s.sections[k].counts.Refused++
+			s.sections[k].counts.LastError = err
+			p.refuse[k] |= 1 << (p.heard - h.seq)
+			continue
+		}
+		s.sections[k].counts.Merged++
+	}
+}
+
+func (s *Session) find(id uint32) int {
+	for k := range s.sections {
+		if s.sections[k].id == id {
+			return k
+		}
+	}
+	return -1
+}
+
+// meet takes in an introduction. What is malformed in it is left out: it is a
+// hint, and the packet around it was not.
+func (s *Session) meet(now time.Duration, p *peer, b []byte) {
+	r := read(b)
+	zone, region := r.short("zone"), r.short("region")
+	n := int(r.Byte("addresses"))
+	if r.Fault() != nil || len(zone) > maxName || len(region) > maxName || n > introAddrs {
+		s.stats.Refused[Introduction]++
+		return
+	}
+	if string(zone) != p.zone || string(region) != p.region {
+		i, _ := slices.BinarySearchFunc(s.peers, p, nearer)
+		s.peers = slices.Delete(s.peers, i, i+1)
+		p.zone, p.region = string(zone), string(region)
+		s.insert(p)
+	}
+	for range n {
+		addr := r.addr()
+		if r.Fault() != nil {
+			s.stats.Refused[Introduction]++
+			return
+		}
+		if addr.Port() != 0 && addr.Addr().IsValid() && !addr.Addr().IsUnspecified() && !addr.Addr().IsMulticast() {
+			if a := s.book.learn(now, canonical(addr)); a != nil {
+				s.book.hint(now, a)
+			}
+		}
+	}
+}

@@ -1,8 +1,0 @@
-// SPDX-FileCopyrightText: The stormguard authors
-// SPDX-License-Identifier: Apache-2.0
-
-//go:build !race
-
-package limiter
-
-const raceEnabled = false
