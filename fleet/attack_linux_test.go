@@ -124,6 +124,9 @@ func (a *attacker) listen() (h heard, ok bool) {
 	b = b[1+12*int(b[0]):]
 	for len(b) >= 6 {
 		id, size := le.Uint32(b), int(le.Uint16(b[4:]))
+		if 6+size > len(b) {
+			return h, false // an answer of another kind
+		}
 		if id == fnv32("limits") && size > 5 {
 			copy(h.config[:], b[7:])
 			h.known = true
@@ -181,7 +184,7 @@ func (a *attacker) flood(ctx context.Context, seed uint64, recorded [][]byte) {
 		return b
 	}
 	firsts := []byte{0xC1, 0xD1, 0xD3, 0xE1, 0xA1, 0x00, 0xFF}
-	sections := []string{"limits", "configuration", "breakers", "storms", "journal", "standings"}
+	sections := []string{"limits", "configuration", "breakers", "storms", "journal", "statuses"}
 	for i := 0; ctx.Err() == nil; i++ {
 		at := a.victims[i%len(a.victims)]
 		var b []byte
@@ -195,7 +198,7 @@ func (a *attacker) flood(ctx context.Context, seed uint64, recorded [][]byte) {
 			b = a.packet(forged{name: at.node.Self().Name, inc: math.MaxUint64 - uint64(i), sent: 1})
 		case 3: // a new name, each time
 			b = a.packet(forged{name: fmt.Sprint("x", i), inc: 1, sent: 1})
-		case 4: // a new life of one
+		case 4: // a new incarnation of one
 			b = a.packet(forged{name: "lives", inc: uint64(i), sent: uint64(i)})
 		case 5: // absurd states
 			f := forged{name: "absurd", inc: 1, toInc: at.node.Self().Incarnation, toName: at.node.Self().Name, seq: uint64(i), sent: uint64(i)}

@@ -244,7 +244,7 @@ func (p *Process) until(ctx context.Context, ask func() (done bool, err error)) 
 }
 
 // Join asks for a share of the given weight, and waits until this process has one:
-// at once if it is a member already. Until then it borrows, as a guest, what others
+// at once if it is a member already. Until then it borrows, as a learner, what others
 // can spare. While the register is away it waits until ctx ends. A process that
 // Config.Limits names need not call it.
 func (p *Process) Join(ctx context.Context, weight int) error {
@@ -261,7 +261,7 @@ func (p *Process) Join(ctx context.Context, weight int) error {
 	return p.until(ctx, func() (bool, error) { return member(), nil })
 }
 
-// Leave gives the share to the others, tells everybody that this life is over, and
+// Leave gives the share to the others, tells everybody that this incarnation is over, and
 // closes the process. It takes until ctx ends at most, 10 s if ctx has no deadline;
 // a share that is not handed over by then is stranded until the name is back or is
 // evicted, and the error says so. A member that is to come back under its name, as in

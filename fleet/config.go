@@ -117,10 +117,10 @@ type Roster struct {
 	// Members are at most 1,024 names with their shares, in any order; the same everywhere.
 	Members []Share
 
-	// Guests lets names that are not in the roster take part; they mint nothing and
+	// Learners lets names that are not in the roster take part; they mint nothing and
 	// live on loans. The price: a member that starts again mints nothing for 1.011 s,
 	// for it cannot know all who may still hold what it had lent.
-	Guests bool
+	Learners bool
 
 	// Unstable says that names do not come back after a restart, as those of a
 	// Deployment's pods do not. Then a share must not wait for its name: see
@@ -299,7 +299,7 @@ func (l Limits) config() escrow.Config {
 }
 
 func (r Roster) roster() escrow.Roster {
-	out := escrow.Roster{Guests: r.Guests, Unstable: r.Unstable}
+	out := escrow.Roster{Learners: r.Learners, Unstable: r.Unstable}
 	for _, m := range r.Members {
 		out.Members = append(out.Members, escrow.Member(m))
 	}

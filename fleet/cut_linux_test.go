@@ -212,8 +212,8 @@ func (h *hub) heal() (dropped int) {
 }
 
 // One of three is cut off from the others by a packet filter, not from the register. Each
-// side goes on within its share, and all know what is changed meanwhile; after the heal all is whole
-// within 10 s without anybody's doing; and all that was granted is within the bound.
+// side goes on within its share, and all know what is changed meanwhile; after the heal all is
+// whole within 10 s without anybody's doing; and all that was granted is within the bound.
 func TestCut(t *testing.T) {
 	t.Parallel()
 	both := []string{"ip saddr " + address(1), "ip daddr " + address(1)}

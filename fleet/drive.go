@@ -19,7 +19,7 @@ import (
 const (
 	sayEvery = time.Second           // how this process stands, at most
 	sayApart = 25 * time.Millisecond // and this for each other process, since all are told
-	sayAgain = 4 * time.Minute       // what has not changed: fleetstate.Standings forgets after ten
+	sayAgain = 4 * time.Minute       // what has not changed: fleetstate.MemberStatuses forgets after ten
 )
 
 // A driver is what the process's goroutine remembers.
@@ -27,7 +27,7 @@ type driver struct {
 	roster fleetstate.Roster // by which breakers are voted on
 	scopes map[string]breaker.State
 	sayAt  time.Duration
-	told   fleetstate.Standing // what was last said
+	told   fleetstate.MemberStatus // what was last said
 	toldAt time.Duration
 	said   string // the problem that was last logged
 	broke  map[string]brokeSaid
@@ -150,8 +150,8 @@ func (p *Process) lookAround(now time.Duration) {
 		}
 	}
 	p.keepQuarantineTime()
-	if s := p.standing(); p.drive.says(now, &s, len(peers)) {
-		p.standings.Say(s)
+	if s := p.memberStatus(); p.drive.says(now, &s, len(peers)) {
+		p.statuses.Say(s)
 	}
 	if problem := p.configuration(now, p.config.Status(now)).Problem; problem != p.drive.said {
 		p.drive.said = problem
@@ -183,7 +183,7 @@ func (p *Process) lookAround(now time.Duration) {
 // says tells whether the others are to be told how this process stands: when that has
 // changed, as often as so many of them bear, and often enough not to be forgotten. What
 // they have not acknowledged, and how long that takes, is never the same, and no news.
-func (d *driver) says(now time.Duration, s *fleetstate.Standing, others int) bool {
+func (d *driver) says(now time.Duration, s *fleetstate.MemberStatus, others int) bool {
 	was, is := d.told, *s
 	was.Unacked, was.SyncDelay, is.Unacked, is.SyncDelay = 0, 0, 0, 0
 	since := now - d.toldAt

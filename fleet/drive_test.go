@@ -18,12 +18,12 @@ func TestSays(t *testing.T) {
 		for _, changes := range []bool{false, true} {
 			var d driver
 			told := 0
-			s := fleetstate.Standing{Level: 1, Keys: []fleetstate.KeyStanding{{Key: "k", Level: 1}}}
+			s := fleetstate.MemberStatus{Level: 1, Keys: []fleetstate.KeyStatus{{Key: "k", Level: 1}}}
 			const span = 10 * time.Minute
 			for now := time.Second; now <= span; now += sayEvery {
 				s.Unacked, s.SyncDelay = uint64(now), now
 				if changes {
-					s.Keys = []fleetstate.KeyStanding{{Key: "k", Level: float64(now)}}
+					s.Keys = []fleetstate.KeyStatus{{Key: "k", Level: float64(now)}}
 				}
 				if d.says(now, &s, others) {
 					told++

@@ -76,7 +76,7 @@ func TestPausedComesBack(t *testing.T) {
 	s.judge()
 }
 
-// An operator evicts a process that runs: it comes back by itself, as the same life, and
+// An operator evicts a process that runs: it comes back by itself, as the same incarnation, and
 // does not end.
 func TestEvictedComesBack(t *testing.T) {
 	s := overRegister(t, Hold)

@@ -43,7 +43,8 @@ import (
 // 403 or 415, and one that cannot be met 409, with "newest" beside the error if another
 // change was faster. One that was not made in time is 504: it will not be made, unless the
 // error says that its outcome is unknown. Any that asks a process which is out of its
-// fleet is 503. These have {"error": text}. Paths are relative to where it is mounted: use http.StripPrefix.
+// fleet is 503. These have {"error": text}. Paths are relative to where it is mounted: use
+// http.StripPrefix.
 func (p *Process) Handler(tokens ...Token) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /status", func(w http.ResponseWriter, _ *http.Request) { answer(w, http.StatusOK, p.Status()) })

@@ -34,19 +34,19 @@ type Process struct {
 
 	member *fleetstate.Member // decides nothing if alone
 
-	node      *gossip.Node // nil if alone, as what follows
-	config    *fleetstate.Configurator
-	register  register.Register // nil if the configuration is static
-	verdicts  *fleetstate.Verdicts
-	storms    *fleetstate.Storms
-	totals    *fleetstate.Totals
-	journal   *fleetstate.Journal
-	standings *fleetstate.Standings
+	node     *gossip.Node // nil if alone, as what follows
+	config   *fleetstate.Configurator
+	register register.Register // nil if the configuration is static
+	verdicts *fleetstate.Verdicts
+	storms   *fleetstate.Storms
+	totals   *fleetstate.Totals
+	journal  *fleetstate.Journal
+	statuses *fleetstate.MemberStatuses
 
 	rules      dlq.Quarantine // for the guard
 	quarantine *fleetstate.Quarantine
 
-	ctx    context.Context //nolint:containedctx // the process's life, which Close ends
+	ctx    context.Context //nolint:containedctx // the process's lifetime, which Close ends
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
 	drive  driver
@@ -65,12 +65,12 @@ const (
 	sectionStorms        = "storms"
 	sectionTotals        = "totals"
 	sectionJournal       = "journal"
-	sectionStandings     = "standings"
+	sectionStatuses      = "statuses"
 
 	sectionQuarantine = "quarantine"
 )
 
-// Start begins a life of a process. It waits for nobody: until the process has read the
+// Start begins an incarnation of a process. It waits for nobody: until the process has read the
 // register, limits are denied or not by Limits.UntilJoined, and breakers go by
 // themselves. The error is all that Validate finds, or that of listening.
 func Start(cfg Config, opts ...Option) (*Process, error) {
@@ -153,7 +153,7 @@ func (p *Process) join(o options) (err error) {
 	if p.journal, err = fleetstate.NewJournal(fleetstate.JournalConfig(p.cfg.Journal), p.self, time.Now); err != nil {
 		return err
 	}
-	if p.standings, err = fleetstate.NewStandings(p.self); err != nil {
+	if p.statuses, err = fleetstate.NewMemberStatuses(p.self); err != nil {
 		return err
 	}
 	quarantine, err := p.joinQuarantine()
@@ -167,7 +167,7 @@ func (p *Process) join(o options) (err error) {
 		gossip.WithSection(sectionStorms, p.storms),
 		gossip.WithSection(sectionTotals, p.totals),
 		gossip.WithSection(sectionJournal, p.journal),
-		gossip.WithSection(sectionStandings, p.standings),
+		gossip.WithSection(sectionStatuses, p.statuses),
 		gossip.WithSection(sectionQuarantine, quarantine))...)
 	if errors.Is(err, gossip.ErrConfig) { // what only the options show, such as a missing key
 		return fmt.Errorf("%w: Gossip: %w", ErrConfig, err)
@@ -227,7 +227,7 @@ type Part interface {
 func (p *Process) Member() Part { return p.member }
 
 // Done is closed when the process is out of its fleet: by Leave or Close, or because
-// a later life of its name is at work; Err says which. Then it mints nothing, and only a
+// a later incarnation of its name is at work; Err says which. Then it mints nothing, and only a
 // new one can join. One that was evicted and runs is not out: it says so at WARN, and
 // asks for its share again. Done is nil if the process is alone.
 func (p *Process) Done() <-chan struct{} {

@@ -42,7 +42,7 @@ import (
 func configOf(name string, seeds []string, members ...string) Config {
 	c := Config{
 		Fleet: os.Getenv(fleetEnv), Name: name, Program: "v1",
-		Limits: Limits{Limit: limiter.Limit{Rate: 1000, Burst: 100}, Roster: Roster{Guests: true}},
+		Limits: Limits{Limit: limiter.Limit{Rate: 1000, Burst: 100}, Roster: Roster{Learners: true}},
 		Gossip: Gossip{Zone: "z-" + name, Bind: "127.0.0.1:0", Seeds: seeds},
 	}
 	for _, f := range members {
@@ -154,7 +154,7 @@ func TestProcesses(t *testing.T) {
 	}
 
 	d := startProcess(t, configOf("d", seeds, "a", "b", "c"))
-	if err := d.Key("k").WaitN(ctx, 10); err != nil { // as a guest
+	if err := d.Key("k").WaitN(ctx, 10); err != nil { // as a learner
 		t.Fatal(err)
 	}
 	if err := d.Join(ctx, 1); err != nil {
@@ -187,7 +187,7 @@ func TestProcesses(t *testing.T) {
 		}
 	}
 	eventually(t, "each sees how the other stands", func() bool {
-		s := a.standings.All(a.clock(), nil)
+		s := a.statuses.All(a.clock(), nil)
 		return len(s) >= 2 && s[len(s)-1].Name == "d" && s[len(s)-1].Zone == "z-d" && s[len(s)-1].Share == 0.5
 	})
 }
@@ -232,7 +232,7 @@ func TestProcessAlone(t *testing.T) {
 	if err := p.Join(t.Context(), 1); !errors.Is(err, ErrAlone) {
 		t.Error(err)
 	}
-	if len(p.Member().Scopes()) != 0 || p.node != nil || p.Journal() != nil {
+	if len(p.Member().Scopes()) != 0 || p.node != nil || len(p.Journal()) != 0 {
 		t.Error("it has parts of a fleet")
 	}
 	g, err := guard.New(guard.Config{Group: "g"}, guard.WithFleet(p.Member()))
@@ -759,7 +759,7 @@ func TestMemberComesBack(t *testing.T) {
 func TestLastMemberComesBack(t *testing.T) {
 	all, seeds := three(t)
 	eventually(t, "they have met", func() bool { return all[0].Status().Configuration.Settled && all[2].Status().Configuration.Settled })
-	guest := startProcess(t, configOf("guest", seeds, "a", "b", "c"))
+	learner := startProcess(t, configOf("learner", seeds, "a", "b", "c"))
 	for _, p := range all[1:] {
 		if err := p.Leave(t.Context()); err != nil {
 			t.Fatal(err)
@@ -767,7 +767,7 @@ func TestLastMemberComesBack(t *testing.T) {
 	}
 	number := all[0].Status().Configuration.Number
 	all[0].Close()
-	again := startProcess(t, configOf("a", []string{guest.Addr().String()}, "a", "b", "c"))
+	again := startProcess(t, configOf("a", []string{learner.Addr().String()}, "a", "b", "c"))
 	eventually(t, "it has the whole", func() bool {
 		s := again.limits.Stats()
 		return s.Share == 1 && s.Number >= number && s.Completed == s.Number && !s.Fenced
@@ -806,7 +806,7 @@ func TestDisplaced(t *testing.T) {
 	all, seeds := three(t)
 	eventually(t, "they have met", func() bool { return all[2].Status().Configuration.Settled && !all[2].limits.Stats().Fenced })
 	startProcess(t, configOf("c", seeds, "a", "b", "c"))
-	eventually(t, "the first life is out", func() bool {
+	eventually(t, "the first incarnation is out", func() bool {
 		select {
 		case <-all[2].Done():
 			return all[2].limits.Stats().Fenced

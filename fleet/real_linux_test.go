@@ -58,10 +58,10 @@ func (s *staff) meet() {
 	})
 }
 
-// kill -9 of one of three: two go on; its name comes back as a new life, which
-// mints its share again; and whatever the three lives and the fourth were granted
+// kill -9 of one of three: two go on; its name comes back as a new incarnation, which
+// mints its share again; and whatever the three incarnations and the fourth were granted
 // stays within the bound. The burst is five seconds of the rate, minted and spent
-// before, so that a life that began with more than nothing would show.
+// before, so that an incarnation that began with more than nothing would show.
 func TestKilled(t *testing.T) {
 	const rate, burst, demand = 600, 3000, 3000
 	for _, network := range networks() {
@@ -86,7 +86,7 @@ func TestKilled(t *testing.T) {
 			born := hostClock()
 			again := s.add("c", network, []string{a.address(), b.address()})
 			again.demand(demand)
-			s.until(30*time.Second, "all see all, and the new life", func() bool {
+			s.until(30*time.Second, "all see all, and the new incarnation", func() bool {
 				return whole("a")(a.now()) && whole("b")(b.now()) && whole("c")(again.now())
 			})
 			met := hostClock()

@@ -46,7 +46,7 @@ type Total struct {
 	Handled      uint64 `json:"handled"`
 	Failed       uint64 `json:"failed"`
 	DeadLettered uint64 `json:"dead_lettered"`
-	Processes    int    `json:"processes"` // lives of processes that counted
+	Processes    int    `json:"processes"` // incarnations of processes that counted
 }
 
 // A Member is a process of the roster, or one that is heard, as another one sees
@@ -180,8 +180,8 @@ func (p *Process) Status() Status {
 	for _, t := range p.totals.All(nil) {
 		s.Totals = append(s.Totals, Total(t))
 	}
-	standings := p.standings.All(now, nil)
-	s.Skew = fleetstate.Skew(standings)
+	statuses := p.statuses.All(now, nil)
+	s.Skew = fleetstate.Skew(statuses)
 
 	byName := map[string]*Member{}
 	member := func(name string) *Member {
@@ -192,8 +192,8 @@ func (p *Process) Status() Status {
 		}
 		return m
 	}
-	for i := range standings {
-		member(standings[i].Name).stand(&standings[i])
+	for i := range statuses {
+		member(statuses[i].Name).stand(&statuses[i])
 	}
 	for _, c := range configuration.Members {
 		m := member(c.Name)
@@ -213,7 +213,7 @@ func (p *Process) Status() Status {
 	for name, n := range limits.Broke {
 		member(name).LoansRefused = n
 	}
-	own, self := p.standing(), member(p.self.Name)
+	own, self := p.memberStatus(), member(p.self.Name)
 	self.stand(&own)
 	self.State = "self"
 	for _, name := range slices.Sorted(maps.Keys(byName)) {
@@ -223,7 +223,7 @@ func (p *Process) Status() Status {
 }
 
 // stand takes over what a process says of itself.
-func (m *Member) stand(s *fleetstate.Standing) {
+func (m *Member) stand(s *fleetstate.MemberStatus) {
 	m.Zone, m.Region, m.Version, m.Heard = s.Zone, s.Region, s.Version, s.Heard
 	m.Number, m.Applied, m.Share = s.Number, s.Applied, s.Share
 	m.Level, m.Cap, m.Lent, m.Pinned = s.Level, s.Cap, s.Lent, s.Pinned

@@ -16,8 +16,8 @@ import (
 )
 
 // A Fleet is what a Guard asks of the other processes that run the same
-// consumers: the Member of a fleet.Process is one. It decides over breakers, compares storms, and adds
-// up what the processes count.
+// consumers: the Member of a fleet.Process is one. It decides over breakers, compares storms,
+// and adds up what the processes count.
 type Fleet interface {
 	circuit.Fleet
 	dlq.StormFleet

@@ -73,16 +73,16 @@
 // # What is assumed
 //
 // Names are stable: each name in the roster has its share, whether it is there or
-// not. A new life mints nothing until every member of the
+// not. A new incarnation mints nothing until every member of the
 // roster has written to it, or 1.011 s have passed, and always for that long in a
 // fleet whose configuration can change; nobody needs to know that it had an earlier
-// one. The session that carries the packets tells lives apart, and
+// one. The session that carries the packets tells incarnations apart, and
 // gives the clock.
 //
 // # Small limits
 //
 // When the smallest share of the burst is below two tokens, the whole limit lives
-// on one home per key, chosen by rendezvous hashing, which lends whole tokens by a
+// with one owner per key, chosen by rendezvous hashing, which lends whole tokens by a
 // draw among all who need one. While that node is down or cut off the key is denied
 // elsewhere.
 //

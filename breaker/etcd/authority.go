@@ -74,11 +74,11 @@ func New(client *clientv3.Client, c Config, opts ...Option) (*Authority, error) 
 		return nil, err
 	}
 	c = c.WithDefaults()
-	var life [8]byte
-	_, _ = rand.Read(life[:]) // never fails
+	var incarnation [8]byte
+	_, _ = rand.Read(incarnation[:]) // never fails
 	a := &Authority{
 		cfg: c, client: client, log: slog.New(slog.DiscardHandler), keys: newLayout(c.Prefix),
-		self:   crdt.Replica{Name: c.Name, Incarnation: binary.BigEndian.Uint64(life[:])},
+		self:   crdt.Replica{Name: c.Name, Incarnation: binary.BigEndian.Uint64(incarnation[:])},
 		origin: time.Now(), done: make(chan struct{}), err: errStarting,
 	}
 	for _, o := range opts {

@@ -28,7 +28,7 @@ type core struct {
 	events  []event       // to be reported
 	work    chan struct{} // holds one: next may have something
 	opaque  int           // values that cannot be read
-	parting bool          // Close was called
+	leaving bool          // Close was called
 	passing bool          // the step is the writer's own
 
 	// Of the session.
@@ -38,7 +38,7 @@ type core struct {
 	asked   time.Duration     // the watch was asked for a sign of life; never if it has answered
 }
 
-// link is our standing with etcd.
+// link is our state at etcd.
 type link struct {
 	up       bool          // a session is there, and what it is told is written
 	ttl      time.Duration // of our lease

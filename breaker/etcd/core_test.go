@@ -294,7 +294,7 @@ func TestVotesBeforeTheLastWord(t *testing.T) {
 	d.want(opVote)
 	d.part()
 	d.want(opTestify)
-	d.parting = false
+	d.leaving = false
 	d.Leave(d.now, "q")
 	d.put(d.l.vote("q", "a"), encodeVote(mine))
 	d.want(opTestify)

@@ -19,7 +19,7 @@
 //	one probe         while news takes less than Settle   a key with a lease; whoever ends a probe does
 //	                                                      so a second before its lease can be over
 //	a dead process    is silent: Silent                   loses its lease: Silent, and up to 0.5 s
-//	one name twice    the later life holds                the later waits for the earlier's lease
+//	one name twice    the later incarnation holds                the later waits for the earlier's lease
 //	another roster    is refused by each who hears it     is refused; the later number takes over
 //	a new process     is told within a round of gossip,   knows all after one read: what it does not
 //	                  half-open if nobody does            find is closed

@@ -43,15 +43,15 @@ type lease struct{ ends time.Duration }
 // stationed is a process and its session.
 type stationed struct {
 	scopetest.Process
-	c       *core
-	ttl     time.Duration
-	lost    time.Duration // its session was lost; never if there is one
-	life    *lease
-	keep    *lease
-	slot    *lease
-	seen    int64
-	renewed time.Duration // by its clock
-	flights []flight
+	c           *core
+	ttl         time.Duration
+	lost        time.Duration // its session was lost; never if there is one
+	incarnation *lease
+	keep        *lease
+	slot        *lease
+	seen        int64
+	renewed     time.Duration // by its clock
+	flights     []flight
 }
 
 // flight is a transaction that is under way.
@@ -72,7 +72,7 @@ func (s *store) Start(p scopetest.Process) *scope.Machine {
 		s.t.Fatal(err)
 	}
 	n := &stationed{Process: p, ttl: p.Config.Silent, lost: s.now}
-	n.c = newCore(cfg, crdt.Replica{Name: p.Name, Incarnation: p.Life}, p.Clock())
+	n.c = newCore(cfg, crdt.Replica{Name: p.Name, Incarnation: p.Incarnation}, p.Clock())
 	s.procs = append(s.procs, n)
 	return n.c.Machine
 }
@@ -133,10 +133,10 @@ func (s *store) join(n *stationed) {
 		return
 	}
 	now := n.Clock()
-	if n.life == nil || s.now >= n.life.ends {
-		n.life = new(lease)
+	if n.incarnation == nil || s.now >= n.incarnation.ends {
+		n.incarnation = new(lease)
 	}
-	n.life.ends, n.renewed = s.now+n.ttl, now
+	n.incarnation.ends, n.renewed = s.now+n.ttl, now
 	n.keep = &lease{s.now + n.Config.Keep}
 	member := n.c.keys.member(n.Name)
 	if s.keys[n.c.keys.roster()] == nil {
@@ -146,8 +146,8 @@ func (s *store) join(n *stationed) {
 	switch k := s.keys[member]; {
 	case k == nil:
 		s.rev++
-		s.put(member, encodeMember(n.Life), n.life)
-	case k.lease != n.life:
+		s.put(member, encodeMember(n.Incarnation), n.incarnation)
+	case k.lease != n.incarnation:
 		return // the name is taken, until that lease is over
 	}
 	var all []entry
@@ -164,13 +164,13 @@ func (s *store) join(n *stationed) {
 func (s *store) serve(n *stationed) {
 	now := n.Clock()
 	if now-n.renewed >= n.ttl/4 {
-		if s.now >= n.life.ends {
+		if s.now >= n.incarnation.ends {
 			n.c.down(now, true)
 			n.lost = s.now
 			return
 		}
 		n.renewed = now
-		n.life.ends = s.now + n.ttl
+		n.incarnation.ends = s.now + n.ttl
 		n.c.ask(now)
 		n.c.renewed(now, now)
 		n.c.answer(now)
@@ -220,7 +220,7 @@ func (s *store) commit(n *stationed, o *op) bool {
 		}
 	}
 	s.rev++
-	under := [...]*lease{lifeLease: n.life, keepLease: n.keep, slotLease: n.slot}
+	under := [...]*lease{memberLease: n.incarnation, keepLease: n.keep, slotLease: n.slot}
 	for _, p := range o.puts {
 		if p.value == nil {
 			s.del(p.key)

@@ -50,7 +50,7 @@ type rig struct {
 	procs  []*proc
 }
 
-// proc is one life of a process.
+// proc is one incarnation of a process.
 type proc struct {
 	r      *rig
 	name   string
@@ -79,7 +79,7 @@ type leaf struct {
 }
 
 // leases is how long those of a process and of a probe last.
-type leases struct{ life, probe time.Duration }
+type leases struct{ incarnation, probe time.Duration }
 
 var (
 	long  = leases{60 * sec, 60 * sec} // not to be lost where a machine is busy
@@ -94,7 +94,7 @@ func newRig(t *testing.T, addr string, lease leases, names ...string) *rig {
 			Prefix: "/stormguard-test/" + strings.ToLower(rand.Text()[:10]),
 			Roster: breaker.Roster{Number: 1, Names: names},
 			Fleet: breaker.FleetConfig{
-				Successes: 4, Base: 100 * ms, Cap: 500 * ms, Lease: lease.probe, Silent: lease.life,
+				Successes: 4, Base: 100 * ms, Cap: 500 * ms, Lease: lease.probe, Silent: lease.incarnation,
 				Settle: 200 * ms, Turn: 800 * ms, Keep: time.Minute,
 			},
 		},
@@ -112,7 +112,7 @@ func dial(t testing.TB, addr string) *clientv3.Client {
 	return c
 }
 
-// start begins a life, whose breakers are driven until it is stopped.
+// start begins an incarnation, whose breakers are driven until it is stopped.
 func (r *rig) start(name string, viaProxy bool) *proc {
 	r.t.Helper()
 	p := &proc{
@@ -216,7 +216,7 @@ func (w testWriter) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// stop ends a life in order; kill ends it without a word.
+// stop ends an incarnation in order; kill ends it without a word.
 func (p *proc) stop() {
 	p.once.Do(func() {
 		close(p.quit)

@@ -27,9 +27,9 @@ const (
 
 // leases are the three that a process has.
 type leases struct {
-	life  clientv3.LeaseID // its place in the fleet, and its votes; fixed during a session
-	keep  sharedLease      // what a next owner has to know
-	probe sharedLease
+	member clientv3.LeaseID // its place in the fleet, and its votes; fixed during a session
+	keep   sharedLease      // what a next owner has to know
+	probe  sharedLease
 }
 
 func newLeases() *leases {
@@ -88,7 +88,7 @@ func (a *Authority) brief(ctx context.Context) (context.Context, context.CancelF
 func (a *Authority) leave(l *leases) {
 	ctx, cancel := context.WithTimeout(context.Background(), farewell)
 	defer cancel()
-	if l.life == 0 {
+	if l.member == 0 {
 		return
 	}
 	a.core.part()
@@ -99,7 +99,7 @@ func (a *Authority) leave(l *leases) {
 		}
 	}
 	a.core.down(a.now(), true)
-	for _, id := range []clientv3.LeaseID{l.life, l.probe.lease()} {
+	for _, id := range []clientv3.LeaseID{l.member, l.probe.lease()} {
 		if id != 0 && ctx.Err() == nil {
 			if _, err := a.client.Revoke(ctx, id); err != nil {
 				a.log.Info("a lease is left to end by itself", "name", a.self.Name, "error", err)
@@ -148,7 +148,7 @@ func (a *Authority) join(ctx context.Context, l *leases) (link, error) {
 	ctx, cancel := context.WithTimeout(ctx, a.ttl())
 	defer cancel()
 	k := link{up: true, ttl: a.ttl(), renewed: a.now()}
-	if err := a.hold(ctx, &l.life, a.cfg.Fleet.Silent); err != nil {
+	if err := a.hold(ctx, &l.member, a.cfg.Fleet.Silent); err != nil {
 		return k, err
 	}
 	err := a.holdShared(ctx, l.keep, a.cfg.Fleet.Keep)
@@ -162,7 +162,7 @@ func (a *Authority) join(ctx context.Context, l *leases) (link, error) {
 	value := string(encodeMember(a.self.Incarnation))
 	resp, err := a.client.Txn(ctx).
 		If(clientv3.Compare(clientv3.CreateRevision(key), "=", 0)).
-		Then(clientv3.OpPut(key, value, clientv3.WithLease(l.life))).
+		Then(clientv3.OpPut(key, value, clientv3.WithLease(l.member))).
 		Else(clientv3.OpGet(key)).Commit()
 	if err != nil {
 		return k, fmt.Errorf("etcd: join: %w", err)
@@ -170,7 +170,7 @@ func (a *Authority) join(ctx context.Context, l *leases) (link, error) {
 	k.born = resp.Header.GetRevision()
 	if !resp.Succeeded {
 		kvs := resp.Responses[0].GetResponseRange().GetKvs()
-		if len(kvs) != 1 || string(kvs[0].GetValue()) != value || clientv3.LeaseID(kvs[0].GetLease()) != l.life {
+		if len(kvs) != 1 || string(kvs[0].GetValue()) != value || clientv3.LeaseID(kvs[0].GetLease()) != l.member {
 			return k, fmt.Errorf("%w: %q", ErrName, a.self.Name)
 		}
 		k.born = kvs[0].GetCreateRevision()
@@ -307,7 +307,7 @@ func (a *Authority) beat(ctx context.Context, cancel context.CancelCauseFunc, w 
 		err := w.RequestProgress(one) // an error shows as the answer that is missing
 		done()
 		if err == nil {
-			err = a.renew(ctx, l.life)
+			err = a.renew(ctx, l.member)
 		}
 		switch {
 		case errors.Is(err, rpctypes.ErrLeaseNotFound):
@@ -420,7 +420,7 @@ func (a *Authority) txn(l *leases, o *op) (conds []clientv3.Cmp, puts []clientv3
 			conds = append(conds, clientv3.Compare(clientv3.CreateRevision(f.key), ">", 0))
 		}
 	}
-	ids := [...]clientv3.LeaseID{lifeLease: l.life, keepLease: l.keep.lease(), slotLease: l.probe.lease()}
+	ids := [...]clientv3.LeaseID{memberLease: l.member, keepLease: l.keep.lease(), slotLease: l.probe.lease()}
 	for _, p := range o.puts {
 		if p.value == nil {
 			puts = append(puts, clientv3.OpDelete(p.key))

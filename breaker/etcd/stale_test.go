@@ -131,13 +131,13 @@ func TestStaleWritesAreVoid(t *testing.T) {
 			return err
 		}, true},
 		"a voter's lease is over": {opDecide, func(t *testing.T, _, b *still) error {
-			_, err := client.Revoke(t.Context(), b.l.life)
+			_, err := client.Revoke(t.Context(), b.l.member)
 			return err
 		}, true},
 		"our lease is over, and the name another's": {opDecide, func(t *testing.T, a, _ *still) error {
 			_, err := client.Put(t.Context(), a.keys.vote("q", "a"), "")
 			must(t, err)
-			_, err = client.Revoke(t.Context(), a.l.life)
+			_, err = client.Revoke(t.Context(), a.l.member)
 			return err
 		}, true},
 		"the roster is a later one": {opDecide, func(t *testing.T, a, _ *still) error {
@@ -154,7 +154,7 @@ func TestStaleWritesAreVoid(t *testing.T) {
 			return err
 		}, true},
 		"our place is gone, and a probe to take": {opTake, func(t *testing.T, a, _ *still) error {
-			_, err := client.Revoke(t.Context(), a.l.life)
+			_, err := client.Revoke(t.Context(), a.l.member)
 			return err
 		}, true},
 	} {

@@ -96,9 +96,9 @@ func (c *core) takeLocked(now time.Duration, l layout, e entry) {
 	case keyMember:
 		delete(c.members, who)
 		if !e.deleted {
-			var life uint64
-			if life, err = decodeMember(e.value); err == nil {
-				c.members[who] = life
+			var incarnation uint64
+			if incarnation, err = decodeMember(e.value); err == nil {
+				c.members[who] = incarnation
 			}
 		}
 	default:
@@ -185,7 +185,7 @@ func (c *core) down(now time.Duration, over bool) {
 func (c *core) part() {
 	c.Lock()
 	defer c.Unlock()
-	c.parting = true
+	c.leaving = true
 	for _, sc := range c.All() {
 		bookOf(sc).barrier, bookOf(sc).retry = 0, 0
 	}
@@ -277,10 +277,10 @@ type put struct {
 type leaseKind uint8
 
 const (
-	forGood   leaseKind = iota
-	lifeLease           // its place in the fleet, and its votes
-	keepLease           // what a next owner has to know
-	slotLease           // the probe
+	forGood     leaseKind = iota
+	memberLease           // its place in the fleet, and its votes
+	keepLease             // what a next owner has to know
+	slotLease             // the probe
 )
 
 // next is what is to be written now, and is under way until done; or nil, and for
@@ -327,7 +327,7 @@ func (b *book) plan() *op {
 		}
 		last = &op{kind: opTestify, word: b.testify, finds: []find{{key: key, rev: rev}}, puts: []put{{key, encodeLast(*b.testify), keepLease}}}
 	}
-	if b.Blind || last != nil && (b.c.parting || !b.Claimed) {
+	if b.Blind || last != nil && (b.c.leaving || !b.Claimed) {
 		return last
 	}
 	if o := b.planVote(); o != nil {
@@ -343,7 +343,7 @@ func (b *book) planVote() *op {
 	if b.probe != nil {
 		slot.rev = b.probe.rev
 	}
-	vote, free := put{key: keys.vote(b.Name, b.c.self.Name), under: lifeLease}, put{key: slot.key}
+	vote, free := put{key: keys.vote(b.Name, b.c.self.Name), under: memberLease}, put{key: slot.key}
 	if w := b.says(); w.Version != 0 {
 		vote.value = encodeVote(w)
 	}

@@ -397,7 +397,7 @@ type keyRate struct {
 }
 
 // rates are those between two looks, the fastest first. A process that started in
-// between, or whose standing has not come anew, counts as 0.
+// between, or whose status has not come anew, counts as 0.
 func rates(before, after *fleet.Status, d time.Duration) []keyRate {
 	type at struct{ name, key string }
 	was := map[at]fleet.Key{}
@@ -470,7 +470,7 @@ func printFleet(out io.Writer, s *fleet.Status, keys []keyRate) error {
 			state += " " + m.Heard.Round(time.Second).String()
 		}
 		if !m.Roster {
-			state += ", guest"
+			state += ", learner"
 		}
 		if m.LoansRefused > 0 {
 			state += fmt.Sprintf(", BREAKS THE BOOKS: %d loans refused", m.LoansRefused)

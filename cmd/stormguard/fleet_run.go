@@ -109,7 +109,7 @@ func (r *fleetRun) config() fleet.Config {
 	c := fleet.Config{
 		Fleet: r.fleet, Name: r.name, Number: r.number, Program: programVersion(),
 		Limits: fleet.Limits{
-			Limit: limiter.Limit{Rate: r.rate, Burst: r.burst}, Strategy: fleet.Strategy(r.strategy), Roster: fleet.Roster{Guests: true},
+			Limit: limiter.Limit{Rate: r.rate, Burst: r.burst}, Strategy: fleet.Strategy(r.strategy), Roster: fleet.Roster{Learners: true},
 		},
 		Gossip: fleet.Gossip{
 			Bind: r.bind, Insecure: r.insecure, Network: r.network, Seeds: r.seeds, Zone: r.zone, Region: r.region,

@@ -32,7 +32,7 @@ func trial(t *testing.T) (a, b *fleet.Process, url string) {
 			Fleet: "trial", Name: name, Program: "v9",
 			Limits: fleet.Limits{
 				Limit:  limiter.Limit{Rate: 1000, Burst: 100},
-				Roster: fleet.Roster{Guests: true, Members: []fleet.Share{{Name: "a"}, {Name: "b"}}},
+				Roster: fleet.Roster{Learners: true, Members: []fleet.Share{{Name: "a"}, {Name: "b"}}},
 			},
 			Gossip: fleet.Gossip{Zone: "z1", Region: "r1", Bind: "127.0.0.1:0", Seeds: seeds},
 		}, fleet.WithRegister(&store))
@@ -136,7 +136,7 @@ func TestFleetInTrouble(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, want := range []string{
-		"stranded share 50.0 %", "NOT APPLIED YET by b", "EVICTED", "REGISTER AWAY: unplugged", "PROBLEM: differs", "lost 1m30s, guest, BREAKS THE BOOKS: 7 loans refused", "7 (applied 6)",
+		"stranded share 50.0 %", "NOT APPLIED YET by b", "EVICTED", "REGISTER AWAY: unplugged", "PROBLEM: differs", "lost 1m30s, learner, BREAKS THE BOOKS: 7 loans refused", "7 (applied 6)",
 		"l    350/s     0/s     0      0\nk    100/s     5/s     2      10\n", "g/t/0  open   true  failures", "g/t    1000     30            2             3\n",
 	} {
 		if !strings.Contains(b.String(), want) {

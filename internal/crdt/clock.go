@@ -138,7 +138,7 @@ func (c *Clock) Violations(peer Replica) uint64 {
 }
 
 // Forget drops what is known of a peer that is gone. Whoever gossips calls it,
-// or the clock remembers every life that it ever heard.
+// or the clock remembers every incarnation that it ever heard.
 func (c *Clock) Forget(peer Replica) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -5,8 +5,8 @@ package crdt
 
 import "time"
 
-// Contact is what a packet of another replica says beside the state it carries. All times are monotonic,
-// each process's from an origin of its own.
+// Contact is what a packet of another replica says beside the state it carries. All times are
+// monotonic, each process's from an origin of its own.
 type Contact struct {
 	From Replica
 	Now  time.Duration // own clock, at receipt

@@ -12,7 +12,7 @@ import (
 // A GCounter is a count that only grows: each replica adds to its own row, and
 // the count is the sum of the rows. Rows merge by the greater count.
 //
-// A row stays for every life that ever counted, some 40 bytes and its name; see
+// A row stays for every incarnation that ever counted, some 40 bytes and its name; see
 // [GCounter.Forget]. It is not safe for concurrent use. The zero value is not
 // usable; see [NewGCounter].
 type GCounter struct {
@@ -114,7 +114,7 @@ func (c *GCounter) join(r Replica, n uint64) {
 	c.rows.put(r, n)
 }
 
-// Forget drops the row of a life that is over, and its count from Value. Peers
+// Forget drops the row of an incarnation that is over, and its count from Value. Peers
 // do not hear of it, and a packet that still has the row brings it back: call
 // it at every replica, and only for counts that nobody needs any more. A row
 // that is kept costs memory and nothing else, since only changes are sent.

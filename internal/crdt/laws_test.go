@@ -159,7 +159,7 @@ func later(w, o write) bool {
 	return o.removed
 }
 
-// Two of them are lives of one process.
+// Two of them are incarnations of one process.
 var names = []Replica{{"a", 1}, {"a", 2}, {"b", 1}, {"c", 1}}
 
 // world is some replicas and a network that loses, repeats and reorders.

@@ -138,7 +138,7 @@ func (s *LWWSet) Tombstones() int { return len(s.rows.at) - s.live }
 // [MinTombstoneAge]. It walks the whole set, so once a minute is enough.
 //
 // It assumes that nobody still brings an add from before: that whoever was cut
-// off for longer than age comes back as a new life with an empty set. Otherwise
+// off for longer than age comes back as a new incarnation with an empty set. Otherwise
 // an element it still has is in the set again, everywhere. A tombstone with a
 // stamp in the future is dropped age after that time.
 func (s *LWWSet) Prune(now Stamp, age time.Duration) (int, error) {

@@ -241,7 +241,7 @@ func (l *OpLog[T]) Held() int { return l.held }
 func (l *OpLog[T]) Stats() OpLogStats { return l.stats }
 
 // Join names a peer whose acknowledgement records wait for. It joins once; a
-// later life is another peer.
+// later incarnation is another peer.
 func (l *OpLog[T]) Join(peer Replica) {
 	if _, ok := l.known[peer]; !ok && peer != l.self {
 		l.known[peer.kept()] = 0

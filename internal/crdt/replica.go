@@ -12,12 +12,12 @@ import (
 // maxName is how many bytes the name of a [Replica] may have.
 const maxName = 255
 
-// Replica names one life of one process. What it counts it alone writes, so two
-// lives must never share a Replica: a process that starts again takes a higher
+// Replica names one incarnation of one process. What it counts it alone writes, so two
+// incarnations must never share a Replica: a process that starts again takes a higher
 // Incarnation, such as the wall time of its start in nanoseconds.
 type Replica struct {
 	Name        string // stable over restarts; 1 to maxName bytes
-	Incarnation uint64 // of this life; higher is later
+	Incarnation uint64 // of this incarnation; higher is later
 }
 
 func (r Replica) String() string { return fmt.Sprintf("%s#%x", r.Name, r.Incarnation) }

@@ -78,12 +78,12 @@ func (a *allowance) fill(now time.Duration) {
 func (n *Node) shareOf(r *row, name string) (burst int64, rate uint64) {
 	var nanos int64
 	for i, t := range n.terms {
-		home := r.home
+		owner := r.owner
 		if i < len(n.terms)-1 {
-			home = t.home(r.name)
+			owner = t.owner(r.name)
 		}
 		l := t.limit(r.name)
-		c, m := t.share(name, l, home)
+		c, m := t.share(name, l, owner)
 		if c > 0 && n.cfg.OnSilence.Policy == TakeOver {
 			m = int64(l.Rate * 1e9)
 		}

@@ -79,7 +79,7 @@ const (
 
 	// Pooled is optimistic: each process has the whole bucket, and takes from it what
 	// all of them say that they have used. The full burst is to be had anywhere at once,
-	// and a process that crashes takes no share with it. Weights, homes and loans mean
+	// and a process that crashes takes no share with it. Weights, owners and loans mean
 	// nothing to it. OnSilence must be Hold and UntilJoined Deny, and [Handle.Reserve]
 	// is [ErrShare].
 	//
@@ -124,7 +124,7 @@ const (
 	// packets answered for After mints for it: its weight over the sum of the weights
 	// of all that it hears and itself, of the whole rate, until the first packet that
 	// it hears of any of them. Caps stay, so it brings no burst, and small limits stay
-	// at their homes.
+	// at their owners.
 	//
 	// It is not strict. P sides of a split admit up to (P-1)·(Burst + Rate·(T-After))
 	// more, each time that the network flaps. T is the longest time for which two nodes
@@ -135,7 +135,7 @@ const (
 )
 
 // A Joining is what becomes of admissions before a node may mint: until whatever an
-// earlier life has lent is over, and until a fence that stood from the start is
+// earlier incarnation has lent is over, and until a fence that stood from the start is
 // lifted.
 type Joining string
 
@@ -290,7 +290,7 @@ func (c Config) fingerprint() uint32 {
 	if c.Provisional {
 		c = Config{Fleet: c.Fleet, Strategy: c.Strategy, OnSilence: c.OnSilence}
 	}
-	_, _ = fmt.Fprint(h, c.Limit, c.Roster.Number, c.Roster.Guests)
+	_, _ = fmt.Fprint(h, c.Limit, c.Roster.Number, c.Roster.Learners)
 	members := slices.Clone(c.Roster.Members)
 	slices.SortFunc(members, func(a, b Member) int { return cmp.Compare(a.Name, b.Name) })
 	for _, m := range members {

@@ -66,13 +66,13 @@ func TestFingerprint(t *testing.T) {
 		t.Error("order, a default or MaxKeys makes another configuration")
 	}
 	for name, change := range map[string]func(*Config){
-		"rate":    func(c *Config) { c.Limit.Rate++ },
-		"burst":   func(c *Config) { c.Limit.Burst++ },
-		"a key":   func(c *Config) { c.Limits["k"] = Limit{1, 2} },
-		"number":  func(c *Config) { c.Roster.Number++ },
-		"guests":  func(c *Config) { c.Roster.Guests = true },
-		"weight":  func(c *Config) { c.Roster.Members[1].Weight++ },
-		"members": func(c *Config) { c.Roster.Members = c.Roster.Members[:1] },
+		"rate":     func(c *Config) { c.Limit.Rate++ },
+		"burst":    func(c *Config) { c.Limit.Burst++ },
+		"a key":    func(c *Config) { c.Limits["k"] = Limit{1, 2} },
+		"number":   func(c *Config) { c.Roster.Number++ },
+		"learners": func(c *Config) { c.Roster.Learners = true },
+		"weight":   func(c *Config) { c.Roster.Members[1].Weight++ },
+		"members":  func(c *Config) { c.Roster.Members = c.Roster.Members[:1] },
 	} {
 		c := base()
 		if change(&c); c.fingerprint() == base().fingerprint() {
@@ -81,14 +81,14 @@ func TestFingerprint(t *testing.T) {
 	}
 }
 
-// Shares are never more than the whole, and a home is one member that mints it all.
+// Shares are never more than the whole, and an owner is one member that mints it all.
 func TestShares(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		cfg := Config{Limit: Limit{Rate: rapid.Float64Range(.001, 1e9).Draw(t, "rate"), Burst: rapid.IntRange(1, 1e9).Draw(t, "burst")}}
 		for i := range rapid.IntRange(1, 40).Draw(t, "members") {
 			cfg.Roster.Members = append(cfg.Roster.Members, Member{Name: string(rune('A' + i)), Weight: rapid.IntRange(1, 1e6).Draw(t, "weight")})
 		}
-		caps, homes := int64(0), 0
+		caps, owners := int64(0), 0
 		rate := 0.
 		for _, m := range cfg.Roster.Members {
 			n, err := NewNode(crdt.Replica{Name: m.Name}, cfg, 0)
@@ -99,10 +99,10 @@ func TestShares(t *testing.T) {
 			caps += r.cap
 			rate += float64(r.rate) / 1e9
 			if r.here {
-				homes++
+				owners++
 			}
-			if (r.home != "") != (r.here || r.cap == 0) {
-				t.Fatal("not a home, and not spread")
+			if (r.owner != "") != (r.here || r.cap == 0) {
+				t.Fatal("not an owner, and not spread")
 			}
 		}
 		if most := int64(cfg.Limit.Burst) * micro; caps > most || caps < most-int64(len(cfg.Roster.Members)) {
@@ -111,14 +111,14 @@ func TestShares(t *testing.T) {
 		if rate > cfg.Limit.Rate/(1+drift*1e-6)*(1+1e-12) || rate < cfg.Limit.Rate/(1+drift*1e-6)-1e-6 {
 			t.Fatal("the rates are not the rate")
 		}
-		if homes > 1 {
-			t.Fatal("two homes")
+		if owners > 1 {
+			t.Fatal("two owners")
 		}
 	})
 }
 
-// Keys spread over homes, and a home is where it was when others come and go.
-func TestHomes(t *testing.T) {
+// Keys spread over owners, and an owner is where it was when others come and go.
+func TestOwners(t *testing.T) {
 	r := Roster{}
 	for i := range 10 {
 		r.Members = append(r.Members, Member{Name: string(rune('a' + i))})
@@ -127,21 +127,21 @@ func TestHomes(t *testing.T) {
 	count, moved := make([]int, 10), 0
 	for i := range 10_000 {
 		key := "orders." + time.Duration(i).String()
-		h := r.home(key, 5*micro)
+		h := r.owner(key, 5*micro)
 		count[h]++
-		if h < 9 && less.home(key, 5*micro) != h {
+		if h < 9 && less.owner(key, 5*micro) != h {
 			moved++
 		}
 	}
 	for i, n := range count {
 		if n < 850 || n > 1150 {
-			t.Errorf("member %d is home of %d of 10,000 keys", i, n)
+			t.Errorf("member %d is owner of %d of 10,000 keys", i, n)
 		}
 	}
 	if moved > 0 {
 		t.Errorf("%d keys moved that need not", moved)
 	}
-	if r.home("k", 20*micro) != -1 || r.home("k", 19*micro) < 0 {
+	if r.owner("k", 20*micro) != -1 || r.owner("k", 19*micro) < 0 {
 		t.Error("the threshold is not two tokens a share")
 	}
 }

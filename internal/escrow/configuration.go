@@ -92,38 +92,38 @@ func newTerm(c Configuration) *term {
 
 func (t *term) admits(name string) bool {
 	_, ok := t.weights[name]
-	return ok || t.Roster.Guests
+	return ok || t.Roster.Learners
 }
 
-// homed tells whether keys with that limit live on one node each.
-func (t *term) homed(l Limit) bool {
-	return len(t.Roster.Members) > 1 && part(int64(l.Burst)*micro, t.least, t.sum) < minHomeless
+// owned tells whether keys with that limit live on one node each.
+func (t *term) owned(l Limit) bool {
+	return len(t.Roster.Members) > 1 && part(int64(l.Burst)*micro, t.least, t.sum) < minSpread
 }
 
-// home is where a key lives in this term; empty if it is spread.
-func (t *term) home(key string) string {
-	if !t.homed(t.limit(key)) {
+// owner is where a key lives in this term; empty if it is spread.
+func (t *term) owner(key string) string {
+	if !t.owned(t.limit(key)) {
 		return ""
 	}
 	return t.Roster.Members[t.Roster.rendezvous(key)].Name
 }
 
 // share is what a name has of a limit, in micro-tokens and nano-tokens per second,
-// if the key is spread, or if that is its home. The rate is still to be lowered by
+// if the key is spread, or if that is its owner. The rate is still to be lowered by
 // what clocks may be off.
-func (t *term) share(name string, l Limit, home string) (burst, rate int64) {
+func (t *term) share(name string, l Limit, owner string) (burst, rate int64) {
 	w, sum, present := t.weights[name], t.sum, t.present
 	switch {
-	case len(t.Roster.Members) == 0, home == name:
+	case len(t.Roster.Members) == 0, owner == name:
 		w, sum, present = 1, 1, 1
-	case home != "":
+	case owner != "":
 		w = 0
 	}
 	return part(int64(l.Burst)*micro, w, sum), part(int64(l.Rate*1e9), w, max(present, w))
 }
 
 // Losers are the names that have less of some limit in to than in from, of its
-// rate or of its burst, or from which some small limit's home moves away. Only
+// rate or of its burst, or from which some small limit's owner moves away. Only
 // these must keep within to, as [Node.Applied] says, before it is complete. In the
 // order of from's roster.
 func Losers(from, to Configuration) []string {
@@ -133,13 +133,13 @@ func Losers(from, to Configuration) []string {
 		keys = map[string]Limit{}
 	}
 	maps.Copy(keys, b.Limits)
-	homes := map[string][2]string{}
+	owners := map[string][2]string{}
 	for key := range keys {
-		homes[key] = [2]string{a.home(key), b.home(key)}
+		owners[key] = [2]string{a.owner(key), b.owner(key)}
 	}
-	less := func(name string, la, lb Limit, homeA, homeB string) bool {
-		burstA, rateA := a.share(name, la, homeA)
-		burstB, rateB := b.share(name, lb, homeB)
+	less := func(name string, la, lb Limit, ownerA, ownerB string) bool {
+		burstA, rateA := a.share(name, la, ownerA)
+		burstB, rateB := b.share(name, lb, ownerB)
 		return burstB < burstA || rateB < rateA
 	}
 	minting, newcomer := 0, false
@@ -149,30 +149,30 @@ func Losers(from, to Configuration) []string {
 			newcomer = newcomer || a.weights[name] == 0
 		}
 	}
-	homedA, homedB := a.homed(a.Limit), b.homed(b.Limit)
-	// All keys that have no limit of their own have Limit. Where they live at homes,
+	ownedA, ownedB := a.owned(a.Limit), b.owned(b.Limit)
+	// All keys that have no limit of their own have Limit. Where they live at owners,
 	// one that is the name's stands for all.
 	unnamed := func(name string) bool {
-		homeA, homeB := "", ""
+		ownerA, ownerB := "", ""
 		switch {
 		case a.weights[name] == 0:
 			return false
-		case homedA:
-			homeA = name
+		case ownedA:
+			ownerA = name
 		}
-		if homedB {
-			homeB = name
-			if b.weights[name] == 0 || homedA && newcomer || !homedA && minting > 1 {
-				return true // the home of some key is another
+		if ownedB {
+			ownerB = name
+			if b.weights[name] == 0 || ownedA && newcomer || !ownedA && minting > 1 {
+				return true // the owner of some key is another
 			}
 		}
-		return less(name, a.Limit, b.Limit, homeA, homeB)
+		return less(name, a.Limit, b.Limit, ownerA, ownerB)
 	}
 	var names []string
 	for _, m := range from.Roster.Members {
 		lost := unnamed(m.Name)
-		for key, home := range homes {
-			lost = lost || less(m.Name, a.limit(key), b.limit(key), home[0], home[1])
+		for key, owner := range owners {
+			lost = lost || less(m.Name, a.limit(key), b.limit(key), owner[0], owner[1])
 		}
 		if lost {
 			names = append(names, m.Name)
@@ -239,7 +239,7 @@ func (n *Node) Adopt(now time.Duration, c Configuration) error {
 	t.hole = c.Number > last.Number+1
 	n.terms = append(n.terms, t)
 	if !n.alone && n.now < n.born+writeOff {
-		// Who may hold loans of an earlier life is in a roster that was not asked.
+		// Who may hold loans of an earlier incarnation is in a roster that was not asked.
 		n.wait, n.unsure = n.born+writeOff, -1
 		n.remint()
 	}
@@ -266,7 +266,7 @@ func (n *Node) Complete(now time.Duration, number uint64) {
 
 // Applied is the highest configuration within which the node keeps: of every key its own
 // tokens and what it has lent are no more than the smallest share that counts, and
-// no earlier life of it has lent anything. 0 is none yet.
+// no earlier incarnation of it has lent anything. 0 is none yet.
 func (n *Node) Applied() uint64 {
 	if n.alone && n.overs > 0 { // reservations, which no step redeems here
 		n.eachRow(func(r *row) {
@@ -331,9 +331,9 @@ func (n *Node) eachRow(f func(*row)) {
 func (n *Node) reshare(r *row) {
 	r.update(n.now, n.mintAt)
 	r.reclaim()
-	home, here := r.home, r.here
+	owner, here := r.owner, r.here
 	n.measure(r)
-	if r.home != home || r.here != here {
+	if r.owner != owner || r.here != here {
 		// Others are needed now.
 		r.granted, r.drawing = 0, false
 		for _, e := range r.entries {
@@ -351,17 +351,17 @@ func (n *Node) reshare(r *row) {
 // measure gives a row its limit and its share: of each the smallest in all terms.
 func (n *Node) measure(r *row) {
 	t := n.newest()
-	r.home = t.home(r.name)
-	r.here = r.home != "" && r.home == n.self.Name
+	r.owner = t.owner(r.name)
+	r.here = r.owner != "" && r.owner == n.self.Name
 	burst, rate, most := int64(maxBurst)*micro, math.Inf(1), int64(maxBurst)*micro
 	nanos := int64(maxValue)
 	for i, t := range n.terms {
-		home := r.home
+		owner := r.owner
 		if i < len(n.terms)-1 {
-			home = t.home(r.name)
+			owner = t.owner(r.name)
 		}
 		l := t.limit(r.name)
-		c, m := t.share(n.self.Name, l, home)
+		c, m := t.share(n.self.Name, l, owner)
 		if t.hole {
 			c, m = 0, 0
 		}

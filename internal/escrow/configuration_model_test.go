@@ -20,7 +20,7 @@ type notary struct {
 	chain     []Configuration // by number, from 1
 	complete  uint64
 	allow     float64 // tokens that resets may have added
-	confirmed []bool  // by node: its life was told what is complete
+	confirmed []bool  // by node: its incarnation was told what is complete
 	count     [4]int  // configurations, completions, trims, resets
 }
 
@@ -75,7 +75,7 @@ func (a *notary) told(i int) {
 	a.f.settleNode(i)
 }
 
-// confirm gives a new life what it needs to mint.
+// confirm gives a new incarnation what it needs to mint.
 func (a *notary) confirm(i int) {
 	_ = a.tell(i, a.complete)
 	a.told(i)
@@ -101,11 +101,11 @@ func (a *notary) check() error {
 			continue
 		}
 		if !a.confirmed[i] {
-			return errors.New("a life that nobody has confirmed mints")
+			return errors.New("an incarnation that nobody has confirmed mints")
 		}
 		r := &row{name: "k"}
 		s.measure(r)
-		burst, rate := t.share(s.self.Name, t.limit("k"), t.home("k"))
+		burst, rate := t.share(s.self.Name, t.limit("k"), t.owner("k"))
 		if r.cap > burst || r.rate > uint64(part(rate, 1e6, 1e6+drift)) {
 			return errors.New("more is used than the newest complete configuration gives")
 		}
@@ -132,7 +132,7 @@ func TestNeverTooMuchWhileConfigurationsChange(t *testing.T) {
 			return r
 		}
 		cfg := Config{Fleet: "f", Limit: limits.Draw(t, "limit"), Roster: members()}
-		cfg.Roster.Guests = rapid.Bool().Draw(t, "guests")
+		cfg.Roster.Learners = rapid.Bool().Draw(t, "learners")
 		f := newFleetOf(silent{}, n, cfg, rapid.Uint64().Draw(t, "seed"))
 		for _, s := range f.nodes {
 			s.ppm = float64(rapid.IntRange(-drift, drift).Draw(t, "ppm"))
@@ -174,9 +174,9 @@ func TestNeverTooMuchWhileConfigurationsChange(t *testing.T) {
 						c.Limits = map[string]Limit{"k": limits.Draw(t, "limit")}
 					}
 				case 2:
-					guests := c.Roster.Guests
+					learners := c.Roster.Learners
 					c.Roster = members()
-					c.Roster.Guests = guests
+					c.Roster.Learners = learners
 				}
 				a.add(c)
 			case "tell":
@@ -237,9 +237,9 @@ func TestNeverTooMuchWhileConfigurationsChange(t *testing.T) {
 					f.start(node)
 					a.confirmed[node] = false
 					s.Mint(0)
-					life := s.life
+					incarnation := s.incarnation
 					f.at(f.now+time.Duration(f.rand.IntN(1500))*ms, func() {
-						if s.alive && s.life == life {
+						if s.alive && s.incarnation == incarnation {
 							a.confirm(node)
 						}
 					})

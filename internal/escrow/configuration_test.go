@@ -64,7 +64,7 @@ func TestSkippedConfigurationIsCompletedByWhoSkippedIt(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	f.pass(2 * writeOff) // no earlier life has lent anything
+	f.pass(2 * writeOff) // no earlier incarnation has lent anything
 	if a.finish(); a.complete != 2 {
 		t.Fatalf("configuration %d is complete", a.complete)
 	}
@@ -80,22 +80,22 @@ func TestSkippedConfigurationIsCompletedByWhoSkippedIt(t *testing.T) {
 	}
 }
 
-// Who left, and starts again before its first life is over for all, is refused.
-func TestNewLifeOfALeaver(t *testing.T) {
+// Who left, and starts again before its first incarnation is over for all, is refused.
+func TestNewIncarnationOfALeaver(t *testing.T) {
 	cfg := Config{Fleet: "f", Limit: Limit{Rate: 1000, Burst: 50}, Roster: rosterOf("a b")}
-	life := func(name string, incarnation uint64) *Node {
+	incarnation := func(name string, incarnation uint64) *Node {
 		n, err := NewNode(crdt.Replica{Name: name, Incarnation: incarnation}, cfg, 0)
 		if err != nil {
 			t.Fatal(err)
 		}
 		return n
 	}
-	a := life("a", 1)
+	a := incarnation("a", 1)
 	says := func(from *Node) error {
 		b, _ := from.Delta(ms, nil, a.self, 0, 1200)
 		return a.Merge(crdt.Contact{From: from.self, Now: ms, Sent: 1}, b)
 	}
-	if err := says(life("b", 1)); err != nil {
+	if err := says(incarnation("b", 1)); err != nil {
 		t.Fatal(err)
 	}
 	if err := a.Adopt(ms, changed(cfg.Configuration(), func(c *Configuration) { c.Roster = rosterOf("a") })); err != nil {
@@ -105,7 +105,7 @@ func TestNewLifeOfALeaver(t *testing.T) {
 	if p := a.peers["b"]; p == nil || p.leaving == never {
 		t.Fatalf("%+v", p)
 	}
-	if err := says(life("b", 2)); !errors.Is(err, errMismatch) {
+	if err := says(incarnation("b", 2)); !errors.Is(err, errMismatch) {
 		t.Error(err)
 	}
 }
@@ -168,7 +168,7 @@ func TestSharesOfConfigurations(t *testing.T) {
 	if n.refused.Mismatch != 1 || n.Configuration().Number != again.Number {
 		t.Errorf("%+v, configuration %d", n.refused, n.Configuration().Number)
 	}
-	// A life that knows the initial configuration only does not know what it lost since.
+	// An incarnation that knows the initial configuration only does not know what it lost since.
 	late, err := NewNode(crdt.Replica{Name: "a"}, cfg, 0)
 	if err != nil {
 		t.Fatal(err)
@@ -178,16 +178,16 @@ func TestSharesOfConfigurations(t *testing.T) {
 	}
 	r := late.row("k")
 	if r.rate != 0 || r.cap != 0 {
-		t.Errorf("a late life uses %d of %d", r.rate, r.cap)
+		t.Errorf("a late incarnation uses %d of %d", r.rate, r.cap)
 	}
 	if late.Applied() != 0 {
-		t.Error("a late life keeps within a configuration, and nobody knows what an earlier one has lent")
+		t.Error("a late incarnation keeps within a configuration, and nobody knows what an earlier one has lent")
 	}
 	if late.advance(writeOff); late.Applied() != again.Number {
 		t.Errorf("applied %d after a write-off", late.Applied())
 	}
 	if late.Complete(0, again.Number); r.cap != 100*micro {
-		t.Errorf("a late life uses %d when all is complete", r.cap)
+		t.Errorf("a late incarnation uses %d when all is complete", r.cap)
 	}
 }
 
@@ -224,8 +224,8 @@ func TestLosers(t *testing.T) {
 		var want []string
 		for _, m := range from.Roster.Members {
 			for _, key := range keys {
-				burstA, rateA := a.share(m.Name, a.limit(key), a.home(key))
-				burstB, rateB := b.share(m.Name, b.limit(key), b.home(key))
+				burstA, rateA := a.share(m.Name, a.limit(key), a.owner(key))
+				burstB, rateB := b.share(m.Name, b.limit(key), b.owner(key))
 				if burstB < burstA || rateB < rateA {
 					want = append(want, m.Name)
 					break
@@ -419,7 +419,7 @@ func TestDepartedAreForgotten(t *testing.T) {
 	if f.over > 1e-6 || f.refused == 0 {
 		t.Errorf("%v over, %d refused", f.over, f.refused)
 	}
-	// The same life comes back, and is served again.
+	// The same incarnation comes back, and is served again.
 	f.refused = 0
 	f.adopt(changed(c, func(c *Configuration) { c.Roster = cfg.Roster }))
 	f.completed(3)
@@ -673,7 +673,7 @@ func TestStats(t *testing.T) {
 	}
 }
 
-// The cases that chance seldom draws: by weights, limits and homes.
+// The cases that chance seldom draws: by weights, limits and owners.
 func TestLosersByCase(t *testing.T) {
 	same := func(*Configuration) {}
 	limit := func(rate float64, burst int) func(*Configuration) {
@@ -709,15 +709,15 @@ func TestLosersByCase(t *testing.T) {
 		{"no share", same, weigh(1, 0, 1), "[b]"},
 		{"a slower key", same, own(1), "[a b c]"},
 		{"a faster key", same, own(1001), "[]"},
-		{"homes: join", small, both(small, members("a b c d")), "[a b c]"}, // d takes some keys of each
-		{"homes: leave", small, both(small, members("b c")), "[a]"},
-		{"to homes", same, small, "[a b c]"},
-		{"from homes", small, same, "[a b c]"}, // of its own keys each had all the rate
-		{"homes: faster", small, limit(2000, 3), "[]"},
+		{"owners: join", small, both(small, members("a b c d")), "[a b c]"}, // d takes some keys of each
+		{"owners: leave", small, both(small, members("b c")), "[a]"},
+		{"to owners", same, small, "[a b c]"},
+		{"from owners", small, same, "[a b c]"}, // of its own keys each had all the rate
+		{"owners: faster", small, limit(2000, 3), "[]"},
 		{"a tiny limit: join", tiny, both(tiny, members("a b c d")), "[a b c]"},
 		{"a tiny limit: leave", tiny, both(tiny, members("a b")), "[c]"},
-		{"a tiny limit: to homes", limit(5, 30), tiny, "[a b c]"},
-		{"a tiny limit: from homes", tiny, limit(5, 30), "[a b c]"},
+		{"a tiny limit: to owners", limit(5, 30), tiny, "[a b c]"},
+		{"a tiny limit: from owners", tiny, limit(5, 30), "[a b c]"},
 	} {
 		from := Configuration{Number: 1, Limit: Limit{Rate: 1000, Burst: 1_000_000}, Roster: rosterOf("a b c")}
 		to := Configuration{Number: 1, Limit: from.Limit, Roster: rosterOf("a b c")}

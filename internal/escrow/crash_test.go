@@ -23,7 +23,7 @@ func (f *fleet) loop(i int, from, down time.Duration) {
 // A node without a share that borrows for half of the demand and dies each second
 // must not fill the others' caps with what it had.
 func TestBorrowerCrashLoop(t *testing.T) {
-	cfg := Config{Limit: Limit{Rate: 10_000, Burst: 500}, Roster: Roster{Guests: true}}
+	cfg := Config{Limit: Limit{Rate: 10_000, Burst: 500}, Roster: Roster{Learners: true}}
 	for i := range 3 {
 		cfg.Roster.Members = append(cfg.Roster.Members, Member{Name: fmt.Sprintf("n%02d", i)})
 	}
@@ -40,7 +40,7 @@ func TestBorrowerCrashLoop(t *testing.T) {
 	}
 }
 
-// A lender that dies each second must neither mint anew what its last life lent,
+// A lender that dies each second must neither mint anew what its last incarnation lent,
 // nor stop minting.
 func TestLenderCrashLoop(t *testing.T) {
 	f := newFleet(t, 3, Limit{Rate: 10_000, Burst: 500}, 1)
@@ -121,9 +121,9 @@ func TestCutFreesTheCap(t *testing.T) {
 	}
 }
 
-// What a life had borrowed stays out until its lease has ended, although its
+// What an incarnation had borrowed stays out until its lease has ended, although its
 // successor is there: it may be alive still, and spend.
-func TestALifeThatIsOverKeepsItsLoans(t *testing.T) {
+func TestAnIncarnationThatIsOverKeepsItsLoans(t *testing.T) {
 	f := newFleet(t, 2, Limit{Rate: 10_000, Burst: 500}, 1)
 	f.run(2*time.Second, 12_000, func(time.Duration) int { return 1 })
 	s := f.nodes[0]
@@ -132,11 +132,11 @@ func TestALifeThatIsOverKeepsItsLoans(t *testing.T) {
 	f.start(1)
 	f.pass(2500 * ms)
 	if len(s.dying) != 1 || lent == 0 || s.dying[0].lent.value() < lent {
-		t.Fatalf("%d lives that are over have something of %d", len(s.dying), lent)
+		t.Fatalf("%d incarnations that are over have something of %d", len(s.dying), lent)
 	}
 	f.pass(3200 * ms)
 	if len(s.dying) != 0 || f.key(s).lent != 0 {
-		t.Errorf("after the lease %d lives have something, %d lent", len(s.dying), f.key(s).lent)
+		t.Errorf("after the lease %d incarnations have something, %d lent", len(s.dying), f.key(s).lent)
 	}
 }
 

@@ -32,8 +32,8 @@
 // one to the newest that it has adopted; a configuration is complete when all who have
 // less by it keep within it. So the shares in use are never more than the whole,
 // though no two nodes change at the same instant. Who agrees on configurations, tells the
-// nodes, and knows when one is complete is not in this package. It keeps a new life
-// behind a fence until that life has adopted the newest configuration and knows what is
+// nodes, and knows when one is complete is not in this package. It keeps a new incarnation
+// behind a fence until that incarnation has adopted the newest configuration and knows what is
 // complete.
 //
 // # What it does not know

@@ -28,7 +28,7 @@ var (
 	// configurations have no common bound.
 	errMismatch = errors.New("limiter: a peer with another configuration")
 
-	// errStale means that a packet is from an earlier life, was meant for one, or
+	// errStale means that a packet is from an earlier incarnation, was meant for one, or
 	// was overtaken by what has been forgotten since.
 	errStale = errors.New("limiter: stale packet")
 

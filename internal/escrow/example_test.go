@@ -20,7 +20,7 @@ func ExampleNew() {
 		escrow.Config{
 			Limit: escrow.Limit{Rate: 1000, Burst: 100},
 			Limits: map[string]escrow.Limit{
-				"payments": {Rate: 50, Burst: 5}, // 1.7 a share: it lives on one home
+				"payments": {Rate: 50, Burst: 5}, // 1.7 a share: it has one owner
 			},
 			Roster: escrow.Roster{Number: 1, Members: []escrow.Member{
 				{Name: "orders-0"}, {Name: "orders-1"}, {Name: "orders-2"},

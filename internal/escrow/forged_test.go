@@ -81,10 +81,10 @@ func TestForgedLoans(t *testing.T) {
 	for _, c := range []struct {
 		name  string
 		share float64
-	}{{"guest", 0}, {"idle", 0}, {"b", .5}} {
+	}{{"learner", 0}, {"idle", 0}, {"b", .5}} {
 		n, err := NewNode(crdt.Replica{Name: "a", Incarnation: 1}, Config{
 			Limit:  Limit{Rate: rate, Burst: burst},
-			Roster: Roster{Guests: true, Members: []Member{{Name: "a"}, {Name: "b"}, {Name: "idle", NoShare: true}}},
+			Roster: Roster{Learners: true, Members: []Member{{Name: "a"}, {Name: "b"}, {Name: "idle", NoShare: true}}},
 		}, 0)
 		if err != nil {
 			t.Fatal(err)
@@ -118,9 +118,9 @@ func TestForgedLoans(t *testing.T) {
 	}
 }
 
-// A lender that begins a new life, a new series or a new epoch with each packet has
+// A lender that begins a new incarnation, a new series or a new epoch with each packet has
 // one allowance all the same; and so it has when its entries were forgotten meanwhile.
-func TestForgedLives(t *testing.T) {
+func TestForgedIncarnations(t *testing.T) {
 	const rate, burst = 10, 1000
 	for what, turn := range map[string]func(f *forger, i int, now time.Duration) (pause time.Duration, epoch uint64){
 		"lives": func(f *forger, i int, _ time.Duration) (time.Duration, uint64) {
@@ -132,7 +132,7 @@ func TestForgedLives(t *testing.T) {
 		"pauses": func(f *forger, i int, _ time.Duration) (time.Duration, uint64) { f.series++; return 5 * time.Second, 0 },
 	} {
 		n, err := NewNode(crdt.Replica{Name: "a", Incarnation: 1}, Config{
-			Limit: Limit{Rate: rate, Burst: burst}, Roster: Roster{Guests: true, Members: []Member{{Name: "a", Weight: 1}, {Name: "b", Weight: 9}}},
+			Limit: Limit{Rate: rate, Burst: burst}, Roster: Roster{Learners: true, Members: []Member{{Name: "a", Weight: 1}, {Name: "b", Weight: 9}}},
 		}, 0)
 		if err != nil {
 			t.Fatal(err)
@@ -167,7 +167,7 @@ func TestForgedRows(t *testing.T) {
 		burst := rapid.SampledFrom([]int{1, 100, maxBurst}).Draw(t, "burst")
 		n, err := NewNode(crdt.Replica{Name: "a", Incarnation: 1}, Config{
 			Limit:  Limit{Rate: rate, Burst: burst},
-			Roster: Roster{Guests: true, Members: []Member{{Name: "a"}, {Name: "b"}, {Name: "c", NoShare: true}}},
+			Roster: Roster{Learners: true, Members: []Member{{Name: "a"}, {Name: "b"}, {Name: "c", NoShare: true}}},
 		}, 0)
 		if err != nil {
 			t.Fatal(err)
@@ -180,7 +180,7 @@ func TestForgedRows(t *testing.T) {
 		for range rapid.IntRange(1, 60).Draw(t, "steps") {
 			now += rapid.SampledFrom([]time.Duration{0, ms, 50 * ms, time.Second, 3 * time.Second}).Draw(t, "pause")
 			f := rapid.SampledFrom(forgers).Draw(t, "from")
-			if rapid.IntRange(0, 9).Draw(t, "new life") == 0 {
+			if rapid.IntRange(0, 9).Draw(t, "new incarnation") == 0 {
 				f.self.Incarnation++
 			}
 			var entries []forgedEntry
@@ -259,7 +259,7 @@ func TestForgedAccounts(t *testing.T) {
 
 // What a peer may have known here is bounded, and leaves room for own keys.
 func TestForgedKeys(t *testing.T) {
-	cfg := Config{Limit: Limit{Rate: 1000, Burst: 100}, MaxKeys: 20_000, Roster: Roster{Guests: true, Members: []Member{{Name: "a"}, {Name: "b"}}}}
+	cfg := Config{Limit: Limit{Rate: 1000, Burst: 100}, MaxKeys: 20_000, Roster: Roster{Learners: true, Members: []Member{{Name: "a"}, {Name: "b"}}}}
 	n, err := NewNode(crdt.Replica{Name: "a", Incarnation: 1}, cfg, 0)
 	if err != nil {
 		t.Fatal(err)

@@ -88,10 +88,10 @@ func (l *Handle) attach() *row {
 	return r
 }
 
-// fill takes tokens ahead. Loans stay where their lease is watched, and at a home
+// fill takes tokens ahead. Loans stay where their lease is watched, and at an owner
 // others may have drawn what is there.
 func (l *Handle) fill(r *row) {
-	if r.handle != l || r.pooled != 0 || r.held > 0 || r.home != "" || l.first != nil {
+	if r.handle != l || r.pooled != 0 || r.held > 0 || r.owner != "" || l.first != nil {
 		return
 	}
 	if n := min(poolMax, r.cap/(4*micro), r.level/micro); n > 0 {

@@ -121,8 +121,8 @@ func (n *Node) sweep() {
 }
 
 // part ends what lies between this node and a peer that left the roster. Its books
-// stay, for the same life may come back, and would be given anew what it has used; a
-// later life, or [Node.Gone], ends them.
+// stay, for the same incarnation may come back, and would be given anew what it has used; a
+// later incarnation, or [Node.Gone], ends them.
 func (n *Node) part(p *peer) {
 	p.parted = true
 	for e := range p.entries {
@@ -174,7 +174,7 @@ func (n *Node) prune(p *peer) {
 // idle is after how long what is between a pair is forgotten.
 const idle = 2 * time.Second
 
-// peer is the life's books, opened if need be; nil if the life is over.
+// peer is the incarnation's books, opened if need be; nil if the incarnation is over.
 func (n *Node) peer(id crdt.Replica) *peer {
 	p := n.peers[id.Name]
 	if p != nil && p.id.Incarnation == id.Incarnation {
@@ -203,7 +203,7 @@ func (n *Node) peer(id crdt.Replica) *peer {
 	return p
 }
 
-// Gone says that a peer's life is over for good. What was borrowed from it is
+// Gone says that a peer's incarnation is over for good. What was borrowed from it is
 // void; what was lent to it stays out until its lease has ended.
 func (n *Node) Gone(now time.Duration, id crdt.Replica) {
 	n.advance(now)
@@ -232,7 +232,7 @@ func (n *Node) Rejoin(now time.Duration, self crdt.Replica) {
 }
 
 func (n *Node) bury(p *peer) {
-	for name, b := range n.buried { // a handful: lives of ten minutes
+	for name, b := range n.buried { // a handful: incarnations of ten minutes
 		if n.now-b.at > 10*time.Minute {
 			delete(n.buried, name)
 		}

@@ -63,10 +63,10 @@ func (n *Node) step(r *row) {
 	}
 	switch {
 	case n.alone:
-	case r.home == "":
+	case r.owner == "":
 		n.stepSpread(r, quiet)
 	case r.here:
-		n.stepHome(r)
+		n.stepOwner(r)
 	default:
 		n.stepAway(r)
 	}
@@ -286,7 +286,7 @@ func (n *Node) state(e *entry, need int64) {
 	case e.need == 0:
 	case n.now-e.needAt < restate && need < 4*e.need:
 		return
-	case e.row.home == "" && need < 2*e.need && need > e.need/4:
+	case e.row.owner == "" && need < 2*e.need && need > e.need/4:
 		return
 	}
 	e.need, e.needAt, e.dirty = need, n.now, true

@@ -61,7 +61,7 @@ func (f *fleet) check() error {
 				continue
 			}
 			lender := f.nodes[f.indexOf(e.peer.id.Name)]
-			if !lender.alive || lender.life != e.peer.id.Incarnation {
+			if !lender.alive || lender.incarnation != e.peer.id.Incarnation {
 				total += e.held() // nobody else counts it
 				continue
 			}
@@ -94,7 +94,7 @@ func (f *fleet) indexOf(name string) (i int) {
 	return i
 }
 
-// peerOf is what s keeps of another node's present life, or of any that it has
+// peerOf is what s keeps of another node's present incarnation, or of any that it has
 // not buried yet.
 func (s *simNode) peerOf(other *simNode) *peer {
 	if p := s.Node.peers[other.self.Name]; p != nil && p.id == other.self {
@@ -141,7 +141,7 @@ func TestNeverTooMuch(t *testing.T) {
 		for i := range n - rapid.IntRange(0, 1).Draw(t, "outsiders") {
 			cfg.Roster.Members = append(cfg.Roster.Members, Member{Name: fmt.Sprintf("n%02d", i), Weight: rapid.IntRange(1, 3).Draw(t, "weight")})
 		}
-		cfg.Roster.Guests = len(cfg.Roster.Members) < n || rapid.Bool().Draw(t, "guests")
+		cfg.Roster.Learners = len(cfg.Roster.Members) < n || rapid.Bool().Draw(t, "learners")
 		f := newFleetOf(silent{}, n, cfg, rapid.Uint64().Draw(t, "seed"))
 		for _, s := range f.nodes {
 			s.ppm = float64(rapid.IntRange(-drift, drift).Draw(t, "ppm"))

@@ -12,7 +12,7 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 )
 
-// A Node is the books of one life of one process: for each key its own tokens,
+// A Node is the books of one incarnation of one process: for each key its own tokens,
 // what it has lent and borrowed, and what it and others need. It has no
 // goroutine, timer or clock, and is not safe for concurrent use: a [Set] is.
 //
@@ -28,9 +28,9 @@ type Node struct {
 	now      time.Duration
 	born     time.Duration
 	mintAt   time.Duration // nothing is minted before: the later of the two that follow, never while fenced
-	wait     time.Duration // for what an earlier life has lent
+	wait     time.Duration // for what an earlier incarnation has lent
 	lifted   time.Duration // when the last fence that had passed was lifted
-	vouchers []bool        // by roster index: has voided what it had from an earlier life
+	vouchers []bool        // by roster index: has voided what it had from an earlier incarnation
 	unsure   int           // how many have not
 
 	terms     []*term // from the last complete one to the newest; never empty
@@ -54,7 +54,7 @@ type Node struct {
 	queue []*row // a heap by next
 	ripe  []*row // may have tokens for their waiters
 
-	peers  map[string]*peer // by name, the latest life
+	peers  map[string]*peer // by name, the latest incarnation
 	slots  []*peer          // nil is free
 	dying  []*peer
 	buried map[string]burial
@@ -68,23 +68,24 @@ type Node struct {
 	rand    *rand.Rand
 }
 
-// A burial is the end of a life.
+// A burial is the end of an incarnation.
 type burial struct {
 	incarnation uint64
 	at          time.Duration
 }
 
-// NewNode is the node of a life that begins now. cfg must be valid. A node that
+// NewNode is the node of an incarnation that begins now. cfg must be valid. A node that
 // is in a roster with others mints nothing until all of them have written to this
-// life, and so have voided what they had from an earlier one, or until whatever an earlier life lent has ended on its own, which
-// takes 1.011 s (always, with guests); or each restart would add its share of the burst to the fleet's.
+// incarnation, and so have voided what they had from an earlier one, or until whatever an
+// earlier incarnation lent has ended on its own, which takes 1.011 s (always, with learners);
+// or each restart would add its share of the burst to the fleet's.
 func NewNode(self crdt.Replica, cfg Config, now time.Duration) (*Node, error) {
 	err := cfg.Validate()
 	if self.Name == "" {
 		err = errors.Join(err, fmt.Errorf("%w: self: %v has no name", ErrConfig, self))
 	}
 	if len(cfg.Roster.Members) > 0 && cfg.Fleet == "" && !cfg.Roster.admits(self.Name) {
-		err = errors.Join(err, fmt.Errorf("%w: self: %q is not in the roster, which has no guests", ErrConfig, self.Name))
+		err = errors.Join(err, fmt.Errorf("%w: self: %q is not in the roster, which has no learners", ErrConfig, self.Name))
 	}
 	if err != nil {
 		return nil, err
@@ -103,7 +104,7 @@ func NewNode(self crdt.Replica, cfg Config, now time.Duration) (*Node, error) {
 		n.wait = now + writeOff
 		n.vouchers = make([]bool, len(cfg.Roster.Members))
 		n.unsure = len(n.vouchers)
-		if cfg.Fleet != "" || cfg.Roster.Guests {
+		if cfg.Fleet != "" || cfg.Roster.Learners {
 			n.unsure = -1
 		}
 		n.vouched(cfg.Roster.index(self.Name))
@@ -113,7 +114,7 @@ func NewNode(self crdt.Replica, cfg Config, now time.Duration) (*Node, error) {
 	return n, nil
 }
 
-// vouched notes that a member holds nothing of an earlier life of this node.
+// vouched notes that a member holds nothing of an earlier incarnation of this node.
 func (n *Node) vouched(index int) {
 	if index < 0 || n.unsure <= 0 || n.vouchers[index] {
 		return
@@ -146,7 +147,7 @@ func (n *Node) admits(name string) bool {
 // Config is what the node was made with, defaults filled in.
 func (n *Node) Config() Config { return n.cfg }
 
-// Self is the node's life.
+// Self is the node's incarnation.
 func (n *Node) Self() crdt.Replica { return n.self }
 
 // advance moves time forward, and never back.
@@ -319,7 +320,7 @@ func (n *Node) admitOpen(r *row, amount int64) bool {
 		return false
 	}
 	t := n.newest()
-	burst, rate := t.share(n.self.Name, t.limit(r.name), r.home)
+	burst, rate := t.share(n.self.Name, t.limit(r.name), r.owner)
 	if !r.opened {
 		r.opened, r.openAt, r.open = true, n.now, burst
 	}
@@ -398,7 +399,7 @@ type View struct {
 	Held     int64 // borrowed and not spent
 	Waiting  int64
 	Reserved int64  // taken or minted for reservations that are not due
-	Home     string // where a small limit lives; empty if it is spread
+	Owner    string // where a small limit lives; empty if it is spread
 	Sums     Sums
 }
 
@@ -410,7 +411,7 @@ func (n *Node) View(now time.Duration, key string) (v View, ok bool) {
 		return v, false
 	}
 	r.update(n.now, n.mintAt)
-	return View{Level: r.level, Cap: r.cap, Lent: r.lent, Held: r.held, Waiting: r.waiting, Reserved: r.prepaid, Home: r.home, Sums: r.sum}, true
+	return View{Level: r.level, Cap: r.cap, Lent: r.lent, Held: r.held, Waiting: r.waiting, Reserved: r.prepaid, Owner: r.owner, Sums: r.sum}, true
 }
 
 // Keys is how many keys the node knows.

@@ -9,7 +9,7 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 )
 
-// A peer is one life of another node, and what lies between it and this one over
+// A peer is one incarnation of another node, and what lies between it and this one over
 // all keys.
 type peer struct {
 	node  *Node
@@ -17,14 +17,14 @@ type peer struct {
 	slot  int   // index in the rows' entries
 	share int64 // its weight in the roster
 	index int   // in the roster, -1 if it is not there
-	gone  bool  // its life is over; only its loans are left
+	gone  bool  // its incarnation is over; only its loans are left
 
 	leaving time.Duration // since when no roster has its name; never if one has
 	parted  bool          // for so long that all loans are over: nothing is said or heard until a roster has it again
 	pinned  int           // keys of which it has loans and whose lease is not renewed
 
 	// What changed, each key once. The first change is the peer's own existence, so
-	// that two lives that meet write to each other at once: a new life mints nothing
+	// that two incarnations that meet write to each other at once: a new incarnation mints nothing
 	// before it has heard from all.
 	changes crdt.Changes[*entry]
 	acked   uint64
@@ -251,7 +251,7 @@ func (e *entry) received(series uint64, out int64) {
 	e.row.held += x
 	e.row.sum.Got = plus(e.row.sum.Got, x)
 	e.row.sooner = 0
-	if e.row.home != "" {
+	if e.row.owner != "" {
 		e.need = max(0, e.need-x)
 	}
 }

@@ -43,7 +43,7 @@ type pooled struct {
 	rows    map[string]*pooledRow
 	changes crdt.Changes[*pooledRow]
 	series  uint64
-	peers   map[string]*pooledPeer // by name, the latest life
+	peers   map[string]*pooledPeer // by name, the latest incarnation
 	present float64                // the part of the fleet that is heard, this process included
 	demands []float64              // scratch
 	lookAt  time.Duration          // when it is counted again
@@ -53,11 +53,11 @@ type pooled struct {
 	changed func()
 }
 
-// A pooledPeer is what is known of one life of another process.
+// A pooledPeer is what is known of one incarnation of another process.
 type pooledPeer struct {
-	life  uint64
-	heard time.Duration
-	used  map[string]*pooledUse
+	incarnation uint64
+	heard       time.Duration
+	used        map[string]*pooledUse
 }
 
 // A pooledUse is what a peer has used of one key.
@@ -75,7 +75,7 @@ type pooledUse struct {
 type pooledHandle struct {
 	set *pooled
 	key string
-	row *pooledRow // guarded by set.mu; of an earlier life of the key, or nil, until it is used
+	row *pooledRow // guarded by set.mu; of an earlier incarnation of the key, or nil, until it is used
 }
 
 // A pooledRow is one key's books. Amounts are micro-tokens.
@@ -116,7 +116,7 @@ const (
 	rateOver    = 100 * time.Millisecond
 )
 
-// newPooled is the pooled limits of a life that begins now. cfg was validated.
+// newPooled is the pooled limits of an incarnation that begins now. cfg was validated.
 func newPooled(self crdt.Replica, cfg Config, clock func() time.Duration) *pooled {
 	p := &pooled{
 		cfg: cfg.WithDefaults(), self: self, config: cfg.fingerprint(), clock: clock, closed: make(chan struct{}),
@@ -187,7 +187,7 @@ func (p *pooled) mint(until time.Duration) {
 	p.fence = until
 }
 
-// rejoin goes on as another life, which has used nothing yet.
+// rejoin goes on as another incarnation, which has used nothing yet.
 func (p *pooled) rejoin(self crdt.Replica) {
 	p.lockAt(p.clock())
 	defer p.mu.Unlock()

@@ -653,7 +653,7 @@ func BenchmarkPooledAllow(b *testing.B) {
 }
 
 // The strategy is chosen by name, and everything that a limit's handle can do works
-// with it: the burst anywhere, the peers' use, refunds, configurations, fences, a new life.
+// with it: the burst anywhere, the peers' use, refunds, configurations, fences, a new incarnation.
 func TestPooledByName(t *testing.T) {
 	now := sec
 	clock := WithClock(func() time.Duration { return now })
@@ -751,7 +751,7 @@ func TestPooledByName(t *testing.T) {
 		t.Error("it does not admit after a fence")
 	}
 
-	// As a new life it has used nothing: its peer takes nothing twice.
+	// As a new incarnation it has used nothing: its peer takes nothing twice.
 	tell(sets[0], sets[1])
 	now += 100 * sec
 	tell(sets[0], sets[1])

@@ -95,12 +95,12 @@ func (p *pooled) Merge(c crdt.Contact, b []byte) error {
 		return fmt.Errorf("%w: from %v", errMalformed, c.From)
 	}
 	peer := p.peers[c.From.Name]
-	if peer == nil || peer.life < c.From.Incarnation {
-		peer = &pooledPeer{life: c.From.Incarnation, heard: p.now, used: map[string]*pooledUse{}}
+	if peer == nil || peer.incarnation < c.From.Incarnation {
+		peer = &pooledPeer{incarnation: c.From.Incarnation, heard: p.now, used: map[string]*pooledUse{}}
 		p.peers[strings.Clone(c.From.Name)] = peer
 		p.lookAt = 0
-	} else if peer.life > c.From.Incarnation {
-		return fmt.Errorf("%w: %v has begun a later life", errStale, c.From)
+	} else if peer.incarnation > c.From.Incarnation {
+		return fmt.Errorf("%w: %v has begun a later incarnation", errStale, c.From)
 	}
 	silent := max(0, p.now-peer.heard-pooledSilent)
 	if silent > 0 {
@@ -176,12 +176,12 @@ func (u *pooledUse) lately(now time.Duration) float64 {
 	return u.rate * decay(now-u.at)
 }
 
-// Gone says that a peer's life is over for good: nothing is assumed of it any
+// Gone says that a peer's incarnation is over for good: nothing is assumed of it any
 // more.
 func (p *pooled) Gone(now time.Duration, id crdt.Replica) {
 	p.lockAt(now)
 	defer p.mu.Unlock()
-	if peer := p.peers[id.Name]; peer != nil && peer.life <= id.Incarnation {
+	if peer := p.peers[id.Name]; peer != nil && peer.incarnation <= id.Incarnation {
 		delete(p.peers, id.Name)
 		p.lookAt = 0
 		p.passLocked(p.now)

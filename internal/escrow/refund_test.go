@@ -44,7 +44,7 @@ func TestRefundOfANode(t *testing.T) {
 		t.Fatal(err)
 	}
 	if n.Take(0, "k", 1) || n.Refund(0, "k", 5) != 0 || n.Refund(0, "other", 5) != 0 {
-		t.Fatal("a new life has something")
+		t.Fatal("a new incarnation has something")
 	}
 	now := 10 * time.Second
 	if !n.Take(now, "k", 15) {

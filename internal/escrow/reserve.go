@@ -25,7 +25,7 @@ type booking struct {
 // Reserve admits n as soon as this node has minted them, and says when that is. It
 // never counts on loans: what is reserved, lent and not yet due is together at most
 // this node's share of the burst, and anything more is [ErrShare], as is everything
-// while the node may not mint, where others wait already, and where the key's home
+// while the node may not mint, where others wait already, and where the key's owner
 // is elsewhere, and with [Pooled]. n <= 0 is admitted at once.
 //
 // A limit that is cut or a fence that comes afterwards does not take a reservation

@@ -11,17 +11,17 @@ import (
 // A Roster says who mints, and how much of it. Shares are configured, and never
 // follow from who can be seen, or both sides of a split would mint it all.
 //
-// Who only borrows is in it too, with NoShare, or is a guest.
+// Who only borrows is in it too, with NoShare, or is a learner.
 type Roster struct {
 	// Number tells one roster from its successor. Nodes with different rosters
 	// refuse each other's packets.
 	Number  uint64
 	Members []Member // at most 1,024, in any order; the same everywhere
 
-	// Guests lets names that are not in the roster take part; they mint nothing and
+	// Learners lets names that are not in the roster take part; they mint nothing and
 	// live on loans. The price: a member that starts again mints nothing for 1.011 s,
 	// for it cannot know all who may still hold what it had lent.
-	Guests bool
+	Learners bool
 
 	// Unstable says that names do not come back after a restart, as those of a
 	// Deployment's pods do not. Then a share must not wait for its name: see
@@ -63,7 +63,7 @@ func (r Roster) index(name string) int {
 }
 
 // admits tells whether the name may take part.
-func (r Roster) admits(name string) bool { return r.Guests || r.index(name) >= 0 }
+func (r Roster) admits(name string) bool { return r.Learners || r.index(name) >= 0 }
 
 // weights is the sum of all, and the smallest that is a share at all.
 func (r Roster) weights() (sum, least int64) {
@@ -87,22 +87,22 @@ func part(v, w, sum int64) int64 {
 	return int64(q)
 }
 
-// minHomeless is the smallest share of the burst with which a limit is spread
-// over the roster; below it the whole limit lives on one home node per key.
+// minSpread is the smallest share of the burst with which a limit is spread
+// over the roster; below it the whole limit has one owner node per key.
 //
 // In a spread limit a node that has lent part of a token cannot mint a whole one
 // with a cap of one, and with less it never has one: 5/s with a burst of 5 over 10
 // nodes admits nothing. From two on all that waits is served, and what is lost is
-// up to a token that each node has not completed, once. One home has no such
+// up to a token that each node has not completed, once. One owner has no such
 // loss, at the price of a round trip for everybody else, of tokens that wait where
 // nobody asks again, and of the whole limit while it is down: with demand that
 // does not wait it admits less than a spread limit at any size above this.
-const minHomeless = 2 * micro
+const minSpread = 2 * micro
 
-// home is the index of the member on which the key lives, or -1 if it is spread.
-func (r Roster) home(key string, burst int64) int {
+// owner is the index of the member on which the key lives, or -1 if it is spread.
+func (r Roster) owner(key string, burst int64) int {
 	sum, least := r.weights()
-	if len(r.Members) <= 1 || part(burst, least, sum) >= minHomeless {
+	if len(r.Members) <= 1 || part(burst, least, sum) >= minSpread {
 		return -1
 	}
 	return r.rendezvous(key)
@@ -111,8 +111,8 @@ func (r Roster) home(key string, burst int64) int {
 // rendezvous is the index of the member that a key chooses.
 func (r Roster) rendezvous(key string) int {
 	// Rendezvous hashing (Thaler and Ravishankar, 1996): every node finds the same
-	// home without asking, and keys spread evenly over homes.
-	best, home := uint64(0), -1
+	// owner without asking, and keys spread evenly over owners.
+	best, owner := uint64(0), -1
 	for i, m := range r.Members {
 		if m.Weighs() == 0 {
 			continue
@@ -121,11 +121,11 @@ func (r Roster) rendezvous(key string) int {
 		_, _ = h.Write([]byte(m.Name))
 		_, _ = h.Write([]byte{0})
 		_, _ = h.Write([]byte(key))
-		if score := mix(h.Sum64()); home < 0 || score > best {
-			best, home = score, i
+		if score := mix(h.Sum64()); owner < 0 || score > best {
+			best, owner = score, i
 		}
 	}
-	return home
+	return owner
 }
 
 // seedOf is a number of the name's own.

@@ -25,7 +25,7 @@ const never = time.Duration(math.MaxInt64)
 type row struct {
 	name  string
 	burst int64
-	home  string // the name of the node where it lives; empty if spread
+	owner string // the name of the node where it lives; empty if spread
 	here  bool
 	cap   int64         // this node's part of the burst
 	rate  uint64        // this node's part of the rate, in nano-tokens per second
@@ -36,7 +36,7 @@ type row struct {
 
 	level    int64 // own tokens; pooled of them are in the pool
 	pooled   int64
-	granted  int64 // of level, at a home: what its own waiters drew
+	granted  int64 // of level, at an owner: what its own waiters drew
 	lent     int64 // given and not accounted for, over all borrowers
 	held     int64 // borrowed and not spent, over all lenders
 	mintedAt time.Duration
@@ -55,7 +55,7 @@ type row struct {
 	want      int64 // denied, and asked again until wantUntil
 	wantUntil time.Duration
 	needing   bool // some peer has a need
-	drawing   bool // at a home: it is drawn who gets the next token
+	drawing   bool // at an owner: it is drawn who gets the next token
 	stated    bool // some peer was told a need
 
 	spentAt   time.Duration // when any of its tokens was last spent, or began to be waited for
@@ -95,7 +95,7 @@ type Sums struct {
 	Got      int64 // taken from lenders
 	Borrowed int64 // spent of loans
 	Returned int64 // returned to lenders
-	Voided   int64 // loans that ended with their lender's life or lease
+	Voided   int64 // loans that ended with their lender's incarnation or lease
 	Written  int64 // loans that were written off
 	Denied   int64 // tokens asked for and not given
 	Missed   int64 // not minted, because tokens and loans filled the cap
@@ -171,7 +171,7 @@ func (r *row) until(level int64) time.Duration {
 	return time.Duration(d)
 }
 
-// free are the own tokens that the node may spend here and now. At a home that
+// free are the own tokens that the node may spend here and now. At an owner that
 // others need too, its own waiters have what they drew and no more.
 func (r *row) free() int64 {
 	if r.drawing {

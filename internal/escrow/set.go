@@ -84,7 +84,7 @@ func WithClock(clock func() time.Duration) Option {
 	return optionFunc(func(s *Set) { s.clock = clock })
 }
 
-// New is the set of a life that begins now; see [NewNode]. With an empty roster
+// New is the set of an incarnation that begins now; see [NewNode]. With an empty roster
 // the node is alone, self may be anything with a name, and every limit is exactly
 // its bucket.
 func New(self crdt.Replica, cfg Config, opts ...Option) (*Set, error) {

@@ -46,7 +46,7 @@ type fleet struct {
 	packets  int
 	bytes    int
 	refused  int
-	spent    int64 // by lives that are over
+	spent    int64 // by incarnations that are over
 }
 
 type bucket struct {
@@ -61,21 +61,21 @@ func (b *bucket) refill(now time.Duration) {
 
 type simNode struct {
 	*Node
-	alive   bool
-	life    uint64
-	ppm     float64
-	origin  time.Duration // true time at which its clock was at base
-	base    time.Duration
-	ticks   time.Duration // true time of the tick that is due
-	row     *row
-	counted *row // that check has seen
-	peers   []simPeer
-	queue   int // waiters
+	alive       bool
+	incarnation uint64
+	ppm         float64
+	origin      time.Duration // true time at which its clock was at base
+	base        time.Duration
+	ticks       time.Duration // true time of the tick that is due
+	row         *row
+	counted     *row // that check has seen
+	peers       []simPeer
+	queue       int // waiters
 }
 
 // A simPeer is what a session keeps of a peer.
 type simPeer struct {
-	life          uint64 // of the peer, as it is known
+	incarnation   uint64 // of the peer, as it is known
 	acked, merged uint64
 	sent, heard   time.Duration // last sent; newest stamp of the peer
 	owes          bool          // an ack
@@ -91,20 +91,20 @@ const (
 )
 
 type event struct {
-	at       time.Duration
-	seq      uint64
-	kind     eventKind
-	node     int32
-	from     int32
-	life     uint64 // the receiver's
-	fromLife uint64
-	sent     time.Duration
-	echo     time.Duration
-	ack      uint64
-	upto     uint64
-	news     bool // there was something to acknowledge
-	data     []byte
-	call     func()
+	at              time.Duration
+	seq             uint64
+	kind            eventKind
+	node            int32
+	from            int32
+	incarnation     uint64 // the receiver's
+	fromIncarnation uint64
+	sent            time.Duration
+	echo            time.Duration
+	ack             uint64
+	upto            uint64
+	news            bool // there was something to acknowledge
+	data            []byte
+	call            func()
 }
 
 type events []*event
@@ -148,25 +148,25 @@ func newFleetOf(t testing.TB, n int, cfg Config, seed uint64) *fleet {
 	return f
 }
 
-// start begins a life.
+// start begins an incarnation.
 func (f *fleet) start(i int) {
 	s := f.nodes[i]
-	s.life++
+	s.incarnation++
 	s.alive = true
 	s.origin, s.base = f.now, time.Duration(f.rand.Int64N(int64(time.Hour)))
-	self := crdt.Replica{Name: fmt.Sprintf("n%02d", i), Incarnation: s.life}
+	self := crdt.Replica{Name: fmt.Sprintf("n%02d", i), Incarnation: s.incarnation}
 	n, err := NewNode(self, f.cfg, s.clock(f.now))
 	if err != nil {
 		f.t.Fatal(err)
 	}
 	s.Node, s.row, s.ticks = n, nil, never
 	for j := range s.peers {
-		s.peers[j] = simPeer{life: 1, sent: -never / 2}
+		s.peers[j] = simPeer{incarnation: 1, sent: -never / 2}
 		if j < len(f.nodes) {
-			s.peers[j].life = max(1, f.nodes[j].life)
+			s.peers[j].incarnation = max(1, f.nodes[j].incarnation)
 		}
 	}
-	f.post(&event{at: f.now + time.Duration(f.rand.Int64N(int64(simFloor))), kind: evPoll, node: int32(i), life: s.life})
+	f.post(&event{at: f.now + time.Duration(f.rand.Int64N(int64(simFloor))), kind: evPoll, node: int32(i), incarnation: s.incarnation})
 }
 
 func (f *fleet) crash(i int) {
@@ -232,7 +232,7 @@ func (f *fleet) settleNode(i int) {
 		at := s.truly(w)
 		if s.ticks <= f.now || at < s.ticks {
 			s.ticks = at
-			f.post(&event{at: at, kind: evTick, node: int32(i), life: s.life})
+			f.post(&event{at: at, kind: evTick, node: int32(i), incarnation: s.incarnation})
 		}
 	}
 }
@@ -279,7 +279,7 @@ func (f *fleet) poll(i int) {
 			continue
 		}
 		p := &s.peers[j]
-		to := crdt.Replica{Name: f.nodes[j].self.Name, Incarnation: p.life}
+		to := crdt.Replica{Name: f.nodes[j].self.Name, Incarnation: p.incarnation}
 		if f.now-p.sent < simKeep && s.Mark(to) <= p.acked && !p.owes {
 			continue
 		}
@@ -295,7 +295,7 @@ func (f *fleet) poll(i int) {
 		f.packets++
 		f.bytes += len(data)
 		e := event{
-			kind: evPacket, node: int32(j), from: int32(i), life: p.life, fromLife: s.life,
+			kind: evPacket, node: int32(j), from: int32(i), incarnation: p.incarnation, fromIncarnation: s.incarnation,
 			sent: now, echo: p.heard, ack: p.merged, upto: upto, news: news, data: data,
 		}
 		f.send(&e, i, j)
@@ -305,7 +305,7 @@ func (f *fleet) poll(i int) {
 			f.send(&again, i, j)
 		}
 	}
-	f.post(&event{at: f.now + simFloor, kind: evPoll, node: int32(i), life: s.life})
+	f.post(&event{at: f.now + simFloor, kind: evPoll, node: int32(i), incarnation: s.incarnation})
 }
 
 func (f *fleet) send(e *event, from, to int) {
@@ -323,14 +323,14 @@ func (f *fleet) receive(e *event) {
 	i, j := int(e.node), int(e.from)
 	s := f.nodes[i]
 	p := &s.peers[j]
-	if !s.alive || e.life != s.life || e.fromLife < p.life {
-		return // a session tells lives apart
+	if !s.alive || e.incarnation != s.incarnation || e.fromIncarnation < p.incarnation {
+		return // a session tells incarnations apart
 	}
-	if e.fromLife > p.life {
-		*p = simPeer{life: e.fromLife, sent: p.sent}
+	if e.fromIncarnation > p.incarnation {
+		*p = simPeer{incarnation: e.fromIncarnation, sent: p.sent}
 	}
 	now := s.clock(f.now)
-	c := crdt.Contact{From: crdt.Replica{Name: f.nodes[j].self.Name, Incarnation: e.fromLife}, Now: now, Sent: e.sent, Echo: e.echo}
+	c := crdt.Contact{From: crdt.Replica{Name: f.nodes[j].self.Name, Incarnation: e.fromIncarnation}, Now: now, Sent: e.sent, Echo: e.echo}
 	p.heard = max(p.heard, e.sent)
 	p.acked = max(p.acked, e.ack)
 	if err := s.Merge(c, e.data); err == nil {
@@ -361,7 +361,7 @@ func (f *fleet) step(end time.Duration) bool {
 		f.receive(e)
 	default:
 		s := f.nodes[e.node]
-		if !s.alive || s.life != e.life {
+		if !s.alive || s.incarnation != e.incarnation {
 			break
 		}
 		if e.kind == evPoll {

@@ -18,7 +18,7 @@ import (
 //	version  byte: 1, or 2 when the sender has another configuration than the initial one
 //	config   4 bytes, the fingerprint of the fleet and the initial configuration
 //	newest   with version 2 only: the number of the sender's configuration, and 4 bytes of its digest
-//	life     4 bytes, the low half of the incarnation that this is meant for
+//	incarnation     4 bytes, the low half of the incarnation that this is meant for
 //	epoch    of the sender's loans to the receiver
 //	renewed  microseconds of the receiver's clock that its lease is renewed to; 0 is none
 //	entries, to the end, each
@@ -228,14 +228,14 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 			return err
 		}
 	}
-	life := r.Uint32("life")
+	incarnation := r.Uint32("incarnation")
 	epoch := uint64(r.value("epoch"))
 	renewed := time.Duration(r.value("renewed")) * time.Microsecond
 	if r.bad() || renewed > n.now || renewed < 0 || c.Echo > n.now {
 		return fmt.Errorf("%w: header from %v", errMalformed, c.From)
 	}
-	if life != uint32(n.self.Incarnation) {
-		return fmt.Errorf("%w: %v means another life", errStale, c.From)
+	if incarnation != uint32(n.self.Incarnation) {
+		return fmt.Errorf("%w: %v means another incarnation", errStale, c.From)
 	}
 	if c.From.Name == "" || c.From.Name == n.self.Name {
 		return fmt.Errorf("%w: from %v", errMalformed, c.From)
@@ -249,7 +249,7 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 			return fmt.Errorf("%w: %v is over", errStale, c.From)
 		}
 	case p.id.Incarnation > c.From.Incarnation:
-		return fmt.Errorf("%w: %v has begun a later life", errStale, c.From)
+		return fmt.Errorf("%w: %v has begun a later incarnation", errStale, c.From)
 	case p.id.Incarnation < c.From.Incarnation:
 		p = nil
 	case c.Sent <= p.floor:
@@ -262,7 +262,7 @@ func (n *Node) mergeAll(c crdt.Contact, b []byte) error {
 	if p == nil {
 		p = n.peer(c.From)
 	}
-	n.vouched(p.index) // to write to this life it had to bury the earlier one
+	n.vouched(p.index) // to write to this incarnation it had to bury the earlier one
 	if c.Sent > p.sent {
 		p.sent, p.heard, p.rest, p.configuration = c.Sent, n.now, c.Rest, configuration
 		if n.silent[p.id.Name] {

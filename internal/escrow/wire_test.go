@@ -43,7 +43,7 @@ func pairOf(t testing.TB, cfg Config) (a, b *Node) {
 	return nodes[0], nodes[1]
 }
 
-// That a peer is there is a change of its own, or two idle lives would not write to
+// That a peer is there is a change of its own, or two idle incarnations would not write to
 // each other before the first keep-alive, and mint nothing until then.
 func TestExistenceIsAChange(t *testing.T) {
 	a, b := pairOf(t, Config{})
@@ -234,7 +234,7 @@ func TestRefused(t *testing.T) {
 		{"empty", contact, nil, errMalformed},
 		{"version", contact, with(0, 2), errMalformed},
 		{"config", contact, with(1, 1), errMismatch},
-		{"another life", contact, with(5, 4), errStale},
+		{"another incarnation", contact, with(5, 4), errStale},
 		{"cut off", contact, good[:len(good)-1], errMalformed},
 		{"header cut off", contact, header[:7], errMalformed},
 		{"a byte too many", contact, append(slices.Clone(good), 0), errMalformed},
@@ -246,8 +246,8 @@ func TestRefused(t *testing.T) {
 		{"a lease from the future", contact, far, errMalformed},
 		{"a stamp from the future", other(func(c *crdt.Contact) { c.Echo = now + ms }), good, errMalformed},
 		{"ourselves", other(func(c *crdt.Contact) { c.From = b.self }), good, errMalformed},
-		{"no guest", other(func(c *crdt.Contact) { c.From.Name = "c" }), good, errMismatch},
-		{"an earlier life", other(func(c *crdt.Contact) { c.From.Incarnation = 0 }), good, errStale},
+		{"no learner", other(func(c *crdt.Contact) { c.From.Name = "c" }), good, errMismatch},
+		{"an earlier incarnation", other(func(c *crdt.Contact) { c.From.Incarnation = 0 }), good, errStale},
 		{"too many keys", contact, newKeys, ErrTooManyKeys},
 	} {
 		before := b.books()
@@ -306,7 +306,7 @@ func TestRoom(t *testing.T) {
 		t.Errorf("%d of 200 needs arrived", seen)
 	}
 	if a.Mark(crdt.Replica{Name: "c"}) != 0 || a.Mark(crdt.Replica{Name: "b", Incarnation: 9}) != 1 {
-		t.Error("there is something to tell to who is no guest, or nothing to a new life")
+		t.Error("there is something to tell to who is no learner, or nothing to a new incarnation")
 	}
 	if p, upto := a.Delta(now, nil, b.self, since, 10); len(p) != 0 || upto != since {
 		t.Errorf("%d bytes up to %d in no room", len(p), upto)

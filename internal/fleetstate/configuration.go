@@ -17,7 +17,7 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/escrow"
 )
 
-// Books are what a [Configurator] drives: the limiter of this process.
+// An Applier is what a [Configurator] drives: the limiter of this process.
 //
 // A process uses, of every limit, the smallest share that it has in any configuration
 // from the last complete one to the newest that it adopted. So it shrinks at once
@@ -25,10 +25,10 @@ import (
 // than the whole.
 //
 // The methods are called under the lock of the Configurator, and must not call it.
-type Books interface {
+type Applier interface {
 	// Adopt takes in a configuration: a share that is less is less at once, one that is
 	// more waits for Complete. Numbers rise, and one may be left out when the ones before it
-	// are complete. An error says that the books cannot keep it; then the process
+	// are complete. An error says that the applier cannot keep it; then the process
 	// mints no more.
 	Adopt(now time.Duration, c escrow.Configuration) error
 
@@ -40,11 +40,11 @@ type Books interface {
 	Applied() uint64
 
 	// Mint allows to mint until an instant of the own clock; [Unfenced] is for ever.
-	// The books mint nothing before the first call.
+	// The applier mints nothing before the first call.
 	Mint(until time.Duration)
 }
 
-// Unfenced is the instant of [Books.Mint] that never comes.
+// Unfenced is the instant of [Applier.Mint] that never comes.
 const Unfenced = time.Duration(math.MaxInt64)
 
 const (
@@ -151,7 +151,7 @@ func (ch *Change) apply(to escrow.Configuration, resets uint64) (escrow.Configur
 	if len(ch.Weights) > 0 {
 		to.Roster.Members = slices.Clone(to.Roster.Members)
 		for _, name := range slices.Sorted(maps.Keys(ch.Weights)) {
-			i := seatOf(to.Roster.Members, name)
+			i := memberIndex(to.Roster.Members, name)
 			if i < 0 {
 				w = append(w, fmt.Errorf("%w: Weights: %q is none", ErrMember, name))
 				continue
@@ -171,8 +171,8 @@ func (ch *Change) apply(to escrow.Configuration, resets uint64) (escrow.Configur
 
 func byName(a, b escrow.Member) int { return cmp.Compare(a.Name, b.Name) }
 
-// seatOf is the index of a name in a roster in order, -1 if it is not there.
-func seatOf(members []escrow.Member, name string) int {
+// memberIndex is the index of a name in a roster in order, -1 if it is not there.
+func memberIndex(members []escrow.Member, name string) int {
 	i, ok := slices.BinarySearchFunc(members, name, func(m escrow.Member, name string) int {
 		return strings.Compare(m.Name, name)
 	})

@@ -59,9 +59,9 @@ type ConfiguratorConfig struct {
 	// (Lease, 10m]; unset means 500 ms, or a quarter above Lease if that is more.
 	Silent time.Duration
 
-	// Gather is how long requests to join and leave are gathered for one write. In
+	// Batch is how long requests to join and leave are gathered for one write. In
 	// [1ms, 10s]; unset means 50 ms. An operator's request does not wait for it.
-	Gather time.Duration
+	Batch time.Duration
 
 	// Patience is how long a writer pauses after a write that failed, and how long the
 	// others leave it to the one before them. In [10ms, 1m]; unset means 250 ms.
@@ -72,7 +72,7 @@ type ConfiguratorConfig struct {
 func (c ConfiguratorConfig) WithDefaults() ConfiguratorConfig {
 	def(&c.Lease, 400*time.Millisecond)
 	def(&c.Silent, max(500*time.Millisecond, c.Lease+c.Lease/4))
-	def(&c.Gather, 50*time.Millisecond)
+	def(&c.Batch, 50*time.Millisecond)
 	def(&c.Patience, 250*time.Millisecond)
 	def(&c.OnSilence, escrow.Hold)
 	return c
@@ -100,7 +100,7 @@ func (c ConfiguratorConfig) Validate() error {
 	}
 	w.span("Lease", c.Lease, 50*time.Millisecond, time.Minute)
 	w.span("Silent", c.Silent, c.Lease+1, 10*time.Minute)
-	w.span("Gather", c.Gather, time.Millisecond, 10*time.Second)
+	w.span("Batch", c.Batch, time.Millisecond, 10*time.Second)
 	w.span("Patience", c.Patience, 10*time.Millisecond, time.Minute)
 	switch {
 	case len(c.Initial.Roster.Members) == 0:
@@ -134,47 +134,47 @@ func (c ConfiguratorConfig) Validate() error {
 //     reads after each write that did not succeed;
 //   - steps the session after each call that changed [Configurator.Counted].
 //
-// It is safe for concurrent use; the [Books] are called under its lock.
+// It is safe for concurrent use; the [Applier] are called under its lock.
 //
 // # Restarts
 //
 // A process mints once it has read the register: whatever it had applied in an earlier
-// life was written before. Where the register is away it mints by its peers' word: all
+// incarnation was written before. Where the register is away it mints by its peers' word: all
 // other members say, within a second, that they know nothing newer, and one of them has
 // its share itself. What that word misses is a newer configuration that only processes
 // outside of the roster know, which nobody hears. Until it mints, a process borrows. If
 // all start again while the register is away, nobody mints until it is back.
 type Configurator struct {
-	cfg   ConfiguratorConfig
-	self  crdt.Replica
-	books Books
-	rand  *rand.Rand
-	fleet uint64 // digest of what all must have alike
+	cfg     ConfiguratorConfig
+	self    crdt.Replica
+	applier Applier
+	rand    *rand.Rand
+	fleet   uint64 // digest of what all must have alike
 
 	mu      sync.Mutex
 	start   time.Duration
 	ticked  time.Duration
-	doc     *document  // the newest; nil if none is known
-	digest  uint64     // tells it from another of the same number
-	chain   []*chained // adopted: from the last complete one to the newest
-	seats   []confSeat // of the newest roster, by name
-	seat    int        // ours, -1 if there is none
+	doc     *document   // the newest; nil if none is known
+	digest  uint64      // tells it from another of the same number
+	chain   []*chained  // adopted: from the last complete one to the newest
+	voters  []confVoter // of the newest roster, by name
+	voter   int         // ours, -1 if there is none
 	peers   map[string]*confPeer
 	list    []*confPeer        // the same, in the order in which they were met
-	applied map[string]uint64  // by the word of each, whichever life; see takeWord
+	applied map[string]uint64  // by the word of each, whichever incarnation; see takeWord
 	knew    map[string]uint64  // the newest that each has known
 	gone    map[string]release // evicted, or left with a lease
-	own     uint64             // applied by our books
-	read    bool               // the register was read in this life
+	own     uint64             // applied by the applier
+	read    bool               // the register was read in this incarnation
 	away    error              // why it cannot be reached; nil if it can
-	settled bool               // this life may mint
+	settled bool               // this incarnation may mint
 	frozen  map[string]bool    // whose leases we confirm no more; see configurator_lease.go
 	stamps  []time.Duration
 	until   time.Duration
-	broken  error // the books refused a configuration
+	broken  error // the applier refused a configuration
 
 	loaded   uint64    // by an operator, if Static
-	draft    []stage   // before this life is settled, if Static
+	draft    []stage   // before this incarnation is settled, if Static
 	conflict *confPeer // who has another configuration of our number, which is in force, if Static
 
 	// Writing; see configurator_write.go.
@@ -194,7 +194,7 @@ type Configurator struct {
 	weight   int
 	leaving  bool
 	deadline time.Duration
-	lingers  time.Duration // until then it may still be seated, though it asked to leave
+	lingers  time.Duration // until then it may still be a voter, though it asked to leave
 	leftAt   uint64        // the number that is without us
 	evicted  uint64        // the latest number by which we were evicted
 
@@ -217,18 +217,18 @@ type chained struct {
 	unknown bool     // too few of the roster before it know of it, see spreadLocked
 }
 
-// confSeat is a member.
-type confSeat struct {
+// confVoter is a member.
+type confVoter struct {
 	*confPeer // nil if it was not met
 
 	name  string
 	since time.Duration // it is a member since, as we know
 }
 
-// confPeer is another process, by its latest life.
+// confPeer is another process, by its latest incarnation.
 type confPeer struct {
 	id     crdt.Replica
-	seat   int           // -1 if it has none
+	voter  int           // -1 if it has none
 	sent   time.Duration // its clock: of the latest row
 	heard  time.Duration // and what it rests
 	met    bool          // a row came
@@ -247,9 +247,9 @@ type confPull struct {
 	at   time.Duration // last progress
 }
 
-// NewConfigurator is the part of a life that begins now and knows nothing yet. The
+// NewConfigurator is the part of an incarnation that begins now and knows nothing yet. The
 // errors are [ErrConfig].
-func NewConfigurator(self crdt.Replica, cfg ConfiguratorConfig, books Books, now time.Duration) (*Configurator, error) {
+func NewConfigurator(self crdt.Replica, cfg ConfiguratorConfig, applier Applier, now time.Duration) (*Configurator, error) {
 	var w checks
 	if len(self.Name) < 1 || len(self.Name) > maxName {
 		w.bad("self", fmt.Sprintf("%q", self.Name), fmt.Sprintf("[1, %d] bytes", maxName))
@@ -266,7 +266,7 @@ func NewConfigurator(self crdt.Replica, cfg ConfiguratorConfig, books Books, now
 		h = hashNumber(h, 1)
 	}
 	return &Configurator{
-		cfg: cfg, self: self, books: books, start: now, ticked: now, seat: -1,
+		cfg: cfg, self: self, applier: applier, start: now, ticked: now, voter: -1,
 		rand:  rand.New(rand.NewPCG(self.Incarnation, hashEnd(hashString(hashInit, self.Name)))),
 		fleet: hashEnd(h),
 		peers: map[string]*confPeer{}, applied: map[string]uint64{}, knew: map[string]uint64{}, gone: map[string]release{},
@@ -328,7 +328,7 @@ func (c *Configurator) learnLocked(now time.Duration, d *document, from *confPee
 			c.adoptLocked(now, s, name)
 		}
 	}
-	c.seatedLocked(now, from)
+	c.votersLocked(now, from)
 }
 
 // renewLocked makes a document the newest, and ends what was about the one before.
@@ -366,32 +366,32 @@ func (c *Configurator) adoptLocked(now time.Duration, s stage, from string) {
 			// Who left by itself may die before it says that it has applied this. It mints no
 			// longer than who was evicted: see configurator_lease.go.
 			for _, m := range before.Roster.Members {
-				if seatOf(s.Roster.Members, m.Name) < 0 && c.gone[m.Name].number != s.Number {
+				if memberIndex(s.Roster.Members, m.Name) < 0 && c.gone[m.Name].number != s.Number {
 					c.gone[m.Name] = release{s.Number, now + fenced(c.cfg.Lease)}
 				}
 			}
 		}
 	}
 	c.chain = append(c.chain, l)
-	if err := c.books.Adopt(now, s.Configuration); err != nil {
+	if err := c.applier.Adopt(now, s.Configuration); err != nil {
 		c.broken = err
 	}
 	if first {
-		c.books.Complete(now, s.Number)
+		c.applier.Complete(now, s.Number)
 	}
 }
 
-// seatedLocked ends the taking in of stages: the roster is another.
-func (c *Configurator) seatedLocked(now time.Duration, from *confPeer) {
-	before, weight := c.seat >= 0, 0
+// votersLocked ends the taking in of stages: the roster is another.
+func (c *Configurator) votersLocked(now time.Duration, from *confPeer) {
+	before, weight := c.voter >= 0, 0
 	if before {
 		weight = c.weight
 	}
 	members := c.doc.newest().Roster.Members
-	c.seatLocked(now, members)
+	c.voterLocked(now, members)
 	switch {
-	case c.seat >= 0:
-		c.weight, c.leftAt = int(members[c.seat].Weighs()), 0
+	case c.voter >= 0:
+		c.weight, c.leftAt = int(members[c.voter].Weighs()), 0
 		c.joining = false
 	case !before:
 	case c.leaving:
@@ -402,9 +402,9 @@ func (c *Configurator) seatedLocked(now time.Duration, from *confPeer) {
 			c.joining, c.weight = weight > 0, weight
 		}
 	}
-	if c.broken != nil || c.cfg.OnSilence == escrow.Majority && c.seat < 0 {
+	if c.broken != nil || c.cfg.OnSilence == escrow.Majority && c.voter < 0 {
 		c.until = now
-		c.books.Mint(now)
+		c.applier.Mint(now)
 	}
 	for _, f := range c.list {
 		c.takeWord(f)
@@ -423,33 +423,33 @@ func (c *Configurator) seatedLocked(now time.Duration, from *confPeer) {
 	}
 }
 
-// seatLocked seats the members of a new roster.
-func (c *Configurator) seatLocked(now time.Duration, members []escrow.Member) {
-	since := make(map[string]time.Duration, len(c.seats))
-	for i := range c.seats {
-		since[c.seats[i].name] = c.seats[i].since
+// voterLocked voters the members of a new roster.
+func (c *Configurator) voterLocked(now time.Duration, members []escrow.Member) {
+	since := make(map[string]time.Duration, len(c.voters))
+	for i := range c.voters {
+		since[c.voters[i].name] = c.voters[i].since
 	}
 	for _, f := range c.list {
-		f.seat, f.frozen, f.grant = -1, 0, 0
+		f.voter, f.frozen, f.grant = -1, 0, 0
 	}
-	c.seats = make([]confSeat, len(members))
+	c.voters = make([]confVoter, len(members))
 	for i, m := range members {
-		s := &c.seats[i]
-		*s = confSeat{confPeer: c.peers[m.Name], name: m.Name, since: now}
+		s := &c.voters[i]
+		*s = confVoter{confPeer: c.peers[m.Name], name: m.Name, since: now}
 		if at, ok := since[m.Name]; ok {
 			s.since = at
 		}
 		if s.confPeer != nil {
-			s.seat = i
+			s.voter = i
 		}
 	}
-	c.seat = seatOf(members, c.self.Name)
+	c.voter = memberIndex(members, c.self.Name)
 }
 
 // lacksLocked tells whether a configuration waits for a name that the newest roster has no
 // more: it left, and may have died before it said that it keeps within that configuration.
 func (c *Configurator) lacksLocked(name string) bool {
-	return seatOf(c.doc.newest().Roster.Members, name) < 0 &&
+	return memberIndex(c.doc.newest().Roster.Members, name) < 0 &&
 		slices.ContainsFunc(c.chain, func(l *chained) bool { return slices.Contains(l.lacking, name) })
 }
 
@@ -485,7 +485,7 @@ func (c *Configurator) completedLocked(now time.Duration, before uint64, found b
 		return
 	}
 	c.doneAt = now
-	c.books.Complete(now, c.complete())
+	c.applier.Complete(now, c.complete())
 	for name, r := range c.gone {
 		if r.number <= c.complete() {
 			delete(c.gone, name)
@@ -493,7 +493,7 @@ func (c *Configurator) completedLocked(now time.Duration, before uint64, found b
 	}
 	for _, words := range []map[string]uint64{c.applied, c.knew} {
 		if len(words) > 4*maxMembers {
-			maps.DeleteFunc(words, func(name string, _ uint64) bool { return seatOf(c.doc.newest().Roster.Members, name) < 0 })
+			maps.DeleteFunc(words, func(name string, _ uint64) bool { return memberIndex(c.doc.newest().Roster.Members, name) < 0 })
 		}
 	}
 	if found && c.chain[0].from == "" {
@@ -511,12 +511,12 @@ func (c *Configurator) keepsLocked(now time.Duration, name string, number uint64
 	return ok && r.number >= number && now >= r.from
 }
 
-// pollLocked asks the books how far they are.
+// pollLocked asks the applier how far it is.
 func (c *Configurator) pollLocked() {
 	if len(c.chain) == 0 {
 		return
 	}
-	a := min(c.books.Applied(), c.known())
+	a := min(c.applier.Applied(), c.known())
 	if c.cfg.Static {
 		a = min(a, c.loaded) // what would not be there after a restart is no word
 	}
@@ -547,7 +547,7 @@ func (c *Configurator) tickLocked(now time.Duration) {
 	c.freezeLocked(now)
 	c.leaseLocked(now)
 	c.refetchLocked(now)
-	if c.cfg.Weight > 0 && c.settled && c.seat < 0 && !c.leaving && !c.joining {
+	if c.cfg.Weight > 0 && c.settled && c.voter < 0 && !c.leaving && !c.joining {
 		c.joining, c.weight = true, c.cfg.Weight
 		c.tellAll()
 	}
@@ -561,7 +561,7 @@ func (c *Configurator) Wake() time.Duration {
 	if c.activeLocked() && c.ticked-c.toldAt < underWay {
 		return c.ticked + activeTick
 	}
-	return c.ticked + min(idleTick, c.cfg.Lease/16, c.cfg.Gather)
+	return c.ticked + min(idleTick, c.cfg.Lease/16, c.cfg.Batch)
 }
 
 // activeLocked tells whether something is under way.
@@ -569,7 +569,7 @@ func (c *Configurator) activeLocked() bool {
 	return len(c.chain) > 1 || c.own < c.known() || c.pull.from != nil || c.wanted != never || len(c.wishes) > 0 || c.sent != nil || c.behind != never
 }
 
-// settleLocked finds out whether this life may mint.
+// settleLocked finds out whether this incarnation may mint.
 func (c *Configurator) settleLocked(now time.Duration) {
 	if c.settled {
 		return
@@ -592,9 +592,9 @@ func (c *Configurator) vouchedLocked(now time.Duration) bool {
 		return false
 	}
 	settled := false
-	for i := range c.seats {
-		f := c.seats[i].confPeer
-		if i == c.seat {
+	for i := range c.voters {
+		f := c.voters[i].confPeer
+		if i == c.voter {
 			continue
 		}
 		if f == nil || now-f.heard >= nearby || f.row.known != c.known() {
@@ -606,8 +606,8 @@ func (c *Configurator) vouchedLocked(now time.Duration) bool {
 }
 
 // Join asks for a share of the given weight, in [1, 1000000]. Somebody writes it once
-// the books of this life keep within the newest configuration; Status tells when it is a
-// member. Before its books do, which a limiter's take 1.011 s for, a share would be taken
+// the applier of this incarnation keeps within the newest configuration; Status tells when it is a
+// member. Before its applier does, which a limiter's take 1.011 s for, a share would be taken
 // from the others and minted by nobody. Asking twice is asking once, with the later
 // weight. The errors are [ErrConfig] and [ErrMember].
 func (c *Configurator) Join(now time.Duration, weight int) error {
@@ -620,7 +620,7 @@ func (c *Configurator) Join(now time.Duration, weight int) error {
 		return fmt.Errorf("%w: weight: %v is not in [1, 1000000]", ErrConfig, weight)
 	case c.leaving:
 		return fmt.Errorf("%w: %q is leaving", ErrMember, c.self.Name)
-	case c.seat >= 0:
+	case c.voter >= 0:
 		return fmt.Errorf("%w: %q is one", ErrMember, c.self.Name)
 	}
 	c.joining, c.weight = true, weight
@@ -635,17 +635,17 @@ func (c *Configurator) Join(now time.Duration, weight int) error {
 func (c *Configurator) Leave(now, deadline time.Duration) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	others := c.seat >= 0 && slices.ContainsFunc(c.doc.newest().Roster.Members, func(m escrow.Member) bool { return m.Name != c.self.Name && m.Weighs() > 0 })
+	others := c.voter >= 0 && slices.ContainsFunc(c.doc.newest().Roster.Members, func(m escrow.Member) bool { return m.Name != c.self.Name && m.Weighs() > 0 })
 	switch {
 	case c.cfg.Static:
 		return errStatic()
-	case c.seat < 0 && !c.joining:
+	case c.voter < 0 && !c.joining:
 		return fmt.Errorf("%w: %q is none", ErrMember, c.self.Name)
-	case c.seat >= 0 && !others:
+	case c.voter >= 0 && !others:
 		return fmt.Errorf("%w: %q is the last that mints", ErrMember, c.self.Name)
 	}
 	if c.joining {
-		c.lingers = now + nearby // a write that seats it may be under way
+		c.lingers = now + nearby // a write that voters it may be under way
 	}
 	c.joining, c.leaving, c.deadline = false, true, deadline
 	c.tellAll()
@@ -664,7 +664,7 @@ func (c *Configurator) Left(now time.Duration) (bool, error) {
 	switch {
 	case !c.leaving:
 		return false, nil
-	case c.seat < 0 && c.leftAt == 0:
+	case c.voter < 0 && c.leftAt == 0:
 		return now >= min(c.lingers, c.deadline), nil
 	case c.leftAt > 0 && c.complete() >= c.leftAt && c.leftLocked(now):
 		return true, nil
@@ -682,8 +682,8 @@ func (c *Configurator) Left(now time.Duration) (bool, error) {
 // heard all the others, who end, and those who stay may have missed one of them.
 func (c *Configurator) leftLocked(now time.Duration) bool {
 	known := false
-	for i := range c.seats {
-		f := c.seats[i].confPeer
+	for i := range c.voters {
+		f := c.voters[i].confPeer
 		if f == nil || !f.met || now-f.heard >= nearby {
 			continue
 		}

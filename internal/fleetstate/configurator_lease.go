@@ -15,22 +15,22 @@ import (
 // t + Lease(1+500 ppm).
 //
 // The rules. A document lists, for each name, the one incarnation that may confirm: a
-// new life has itself admitted by a write. A life confirms under document k if it knows
-// k and k lists it. X mints until s + Lease, where a majority of roster k has confirmed,
-// under k, what X sent at s or later. Who has not heard X for Silent freezes it: it
-// confirms nothing of X any more until it knows a newer document. X is evicted by a
-// document number e only if, of the roster of each stage that the document carries, a
-// majority knows e-1 and has frozen X. And a stage is complete, so that later documents do not
-// carry it, only when a majority of the roster before it knows of it.
+// new incarnation has itself admitted by a write. An incarnation confirms under document k if
+// it knows k and k lists it. X mints until s + Lease, where a majority of roster k has
+// confirmed, under k, what X sent at s or later. Who has not heard X for Silent freezes it: it
+// confirms nothing of X any more until it knows a newer document. X is evicted by a document
+// number e only if, of the roster of each stage that the document carries, a majority knows
+// e-1 and has frozen X. And a stage is complete, so that later documents do not carry it, only
+// when a majority of the roster before it knows of it.
 //
 // Let X know k < e. If a stage after k was complete at t, a majority of roster k knew
 // of a later one before t, and confirmed nothing under k from then on. Otherwise roster k is
 // one of those of which a majority had frozen X, or knew of a later document, before
 // t. In both cases any majority that confirms under k has a name in common with that one,
-// which is not X. It is the same life, since k lists one of each name, and a life that
-// starts later reads what was written before, or is not listed. So it confirmed what X
-// had sent before t. When X learns k+1, grants count anew, and what it had by the old ones
-// ends before t + Lease as well.
+// which is not X. It is the same incarnation, since k lists one of each name, and an
+// incarnation that starts later reads what was written before, or is not listed. So it
+// confirmed what X had sent before t. When X learns k+1, grants count anew, and what it had by
+// the old ones ends before t + Lease as well.
 //
 // Nobody uses the share before Lease·(1+2·500 ppm) + 10 ms by its own clock have
 // passed since it learned of the document. A process or machine that stands still
@@ -39,23 +39,23 @@ import (
 // Who froze X and hears it again asks for a newer document, which may change nothing.
 // Who cannot reach the register freezes nobody: while it is away, nothing changes.
 
-// mayConfirm tells whether this life confirms leases under the newest document.
+// mayConfirm tells whether this incarnation confirms leases under the newest document.
 func (c *Configurator) mayConfirm() bool {
-	if c.cfg.OnSilence != escrow.Majority || c.seat < 0 || c.leaving || !c.settled {
+	if c.cfg.OnSilence != escrow.Majority || c.voter < 0 || c.leaving || !c.settled {
 		return false
 	}
-	at, ok := c.doc.lifeOf(c.self.Name)
+	at, ok := c.doc.incarnationOf(c.self.Name)
 	return ok && at == c.self.Incarnation
 }
 
-// unlisted tells whether this life wants to be admitted.
+// unlisted tells whether this incarnation wants to be admitted.
 func (c *Configurator) unlisted() bool {
-	return c.cfg.OnSilence == escrow.Majority && c.seat >= 0 && c.settled && !c.leaving && !c.mayConfirm()
+	return c.cfg.OnSilence == escrow.Majority && c.voter >= 0 && c.settled && !c.leaving && !c.mayConfirm()
 }
 
 // grantTo is the newest stamp of f that we confirm for minting, 0 if there is none.
 func (c *Configurator) grantTo(f *confPeer) time.Duration {
-	if !c.mayConfirm() || f.seat < 0 {
+	if !c.mayConfirm() || f.voter < 0 {
 		return 0
 	}
 	if c.frozen[f.id.Name] {
@@ -66,15 +66,15 @@ func (c *Configurator) grantTo(f *confPeer) time.Duration {
 
 // takeGrant notes what a row confirms.
 func (c *Configurator) takeGrant(now time.Duration, f *confPeer) {
-	if f.row.flags&confGrant == 0 || f.seat < 0 || f.row.grant > now {
+	if f.row.flags&confGrant == 0 || f.voter < 0 || f.row.grant > now {
 		return
 	}
-	if at, ok := c.doc.lifeOf(f.id.Name); ok && at == f.id.Incarnation {
+	if at, ok := c.doc.incarnationOf(f.id.Name); ok && at == f.id.Incarnation {
 		f.grant = max(f.grant, f.row.grant)
 	}
 }
 
-// leaseLocked says to the books until when they may mint.
+// leaseLocked says to the applier until when it may mint.
 func (c *Configurator) leaseLocked(now time.Duration) {
 	if !c.settled || c.broken != nil {
 		return
@@ -82,36 +82,36 @@ func (c *Configurator) leaseLocked(now time.Duration) {
 	if c.cfg.OnSilence != escrow.Majority {
 		if c.until != Unfenced {
 			c.until = Unfenced
-			c.books.Mint(Unfenced)
+			c.applier.Mint(Unfenced)
 		}
 		return
 	}
-	if c.seat < 0 {
+	if c.voter < 0 {
 		return
 	}
 	stamps := c.stamps[:0]
 	if c.mayConfirm() {
 		stamps = append(stamps, now)
 	}
-	for i := range c.seats {
-		if f := c.seats[i].confPeer; f != nil && f.grant > 0 {
+	for i := range c.voters {
+		if f := c.voters[i].confPeer; f != nil && f.grant > 0 {
 			stamps = append(stamps, f.grant)
 		}
 	}
 	c.stamps = stamps
-	need := len(c.seats)/2 + 1
+	need := len(c.voters)/2 + 1
 	if len(stamps) < need {
 		return
 	}
 	slices.Sort(stamps)
 	if until := stamps[len(stamps)-need] + c.cfg.Lease; until > c.until {
 		c.until = until
-		c.books.Mint(until)
+		c.applier.Mint(until)
 	}
 }
 
-// silentLocked tells whether the member of a seat is not heard.
-func (c *Configurator) silentLocked(now time.Duration, s *confSeat) bool {
+// silentLocked tells whether the member of a voter is not heard.
+func (c *Configurator) silentLocked(now time.Duration, s *confVoter) bool {
 	if s.name == c.self.Name {
 		return false
 	}
@@ -127,8 +127,8 @@ func (c *Configurator) freezeLocked(now time.Duration) {
 	if !c.mayConfirm() || c.away != nil {
 		return
 	}
-	for i := range c.seats {
-		if s := &c.seats[i]; len(c.frozen) < maxFrozen && !c.frozen[s.name] && c.silentLocked(now, s) {
+	for i := range c.voters {
+		if s := &c.voters[i]; len(c.frozen) < maxFrozen && !c.frozen[s.name] && c.silentLocked(now, s) {
 			c.frozen[s.name] = true
 			if s.confPeer != nil {
 				s.confPeer.frozen = s.sent
@@ -153,14 +153,14 @@ func (c *Configurator) condemnedLocked(name string) bool {
 	if !c.frozen[name] || !c.mayConfirm() {
 		return false
 	}
-	seat := seatOf(c.doc.newest().Roster.Members, name)
+	voter := memberIndex(c.doc.newest().Roster.Members, name)
 	for _, l := range c.chain {
 		n := 0
 		for _, m := range l.Roster.Members {
 			if m.Name == c.self.Name {
 				n++
-			} else if f := c.peers[m.Name]; f != nil && f.row.known == c.known() && slices.Contains(f.row.frozen, seat) {
-				if at, ok := c.doc.lifeOf(m.Name); ok && at == f.id.Incarnation {
+			} else if f := c.peers[m.Name]; f != nil && f.row.known == c.known() && slices.Contains(f.row.frozen, voter) {
+				if at, ok := c.doc.incarnationOf(m.Name); ok && at == f.id.Incarnation {
 					n++
 				}
 			}

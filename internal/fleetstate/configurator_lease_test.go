@@ -52,8 +52,8 @@ func TestConfiguratorFrozenGetsNoGrants(t *testing.T) {
 		}
 		w.tickAll()
 	}
-	if !writer.c.frozen[x.name] || x.books.using() != 0 {
-		t.Fatalf("frozen %v, it uses %v", writer.c.frozen, x.books.using())
+	if !writer.c.frozen[x.name] || x.applier.using() != 0 {
+		t.Fatalf("frozen %v, it uses %v", writer.c.frozen, x.applier.using())
 	}
 	w.now += 500 * ms // and nobody else writes first
 	writer.c.Tick(writer.clock())
@@ -77,7 +77,7 @@ func TestConfiguratorFrozenGetsNoGrants(t *testing.T) {
 			w.talk(i, 0)
 		}
 		w.tickAll()
-		if x.books.using() > 0 {
+		if x.applier.using() > 0 {
 			t.Fatal("the evicted mints by the grants of those who had frozen it")
 		}
 	}
@@ -86,8 +86,8 @@ func TestConfiguratorFrozenGetsNoGrants(t *testing.T) {
 	}
 }
 
-// A life that is not listed confirms nothing, and no eviction counts its word.
-func TestConfiguratorUnlistedLife(t *testing.T) {
+// An incarnation that is not listed confirms nothing, and no eviction counts its word.
+func TestConfiguratorUnlistedIncarnation(t *testing.T) {
 	w := majorityOfFive(t)
 	for _, i := range []int{1, 2, 3} {
 		n := w.nodes[i]
@@ -114,8 +114,8 @@ func TestConfiguratorUnlistedLife(t *testing.T) {
 		w.talk(3, 4)
 		w.tickAll()
 	}
-	if x.books.using() != 0 {
-		t.Fatal("it mints by the grants of lives that are not listed")
+	if x.applier.using() != 0 {
+		t.Fatal("it mints by the grants of incarnations that are not listed")
 	}
 	if !w.nodes[0].c.frozen[x.name] || w.nodes[0].c.condemnedLocked(x.name) {
 		t.Fatalf("frozen: %v, and enough have", w.nodes[0].c.frozen)
@@ -123,9 +123,9 @@ func TestConfiguratorUnlistedLife(t *testing.T) {
 	n := w.nodes[0]
 	_, document, ok := n.c.Write(n.clock(), wallOf(w))
 	if !ok {
-		t.Fatal("nobody admits the new lives")
+		t.Fatal("nobody admits the new incarnations")
 	}
-	if d := must(readDocument(document)); len(d.lives) != 5 || d.lives[1].incarnation != w.nodes[1].life || len(d.newest().evicted) > 0 {
-		t.Fatalf("%+v", d.lives)
+	if d := must(readDocument(document)); len(d.incarnations) != 5 || d.incarnations[1].incarnation != w.nodes[1].incarnation || len(d.newest().evicted) > 0 {
+		t.Fatalf("%+v", d.incarnations)
 	}
 }

@@ -14,12 +14,12 @@ import (
 
 // acquaintance is what a session remembers of a peer.
 type acquaintance struct {
-	life   uint64
-	acked  uint64 // of ours, by it
-	upto   uint64 // of its, by us
-	sentAt time.Duration
-	sent   bool
-	owes   bool
+	incarnation uint64
+	acked       uint64 // of ours, by it
+	upto        uint64 // of its, by us
+	sentAt      time.Duration
+	sent        bool
+	owes        bool
 }
 
 func rateOf(c *escrow.Configuration, name string) float64 {
@@ -40,7 +40,7 @@ var errRefused = errors.New("refused")
 // nation is an initial configuration of n names, each of weight 1.
 func nation(n int) escrow.Configuration {
 	c := escrow.Configuration{Limit: escrow.Limit{Rate: 1000, Burst: 1_000_000}}
-	c.Roster.Guests = true
+	c.Roster.Learners = true
 	for i := range n {
 		c.Roster.Members = append(c.Roster.Members, escrow.Member{Name: fmt.Sprintf("n%03d", i)})
 	}

@@ -42,7 +42,7 @@ func (c *Configurator) Keeps(to crdt.Replica) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	switch {
-	case c.cfg.OnSilence == escrow.Majority && c.doc != nil && seatOf(c.doc.newest().Roster.Members, to.Name) >= 0:
+	case c.cfg.OnSilence == escrow.Majority && c.doc != nil && memberIndex(c.doc.newest().Roster.Members, to.Name) >= 0:
 		return true
 	case c.activeLocked() || !c.settled || c.leaving:
 		return c.ticked-c.toldAt < underWay
@@ -70,7 +70,7 @@ func (c *Configurator) Delta(now time.Duration, b []byte, to crdt.Replica, since
 	mark, end := c.markLocked(to), len(b)+room
 	s := &c.row
 	*s = confRow{
-		fleet: c.fleet, life: to.Incarnation, known: c.known(), digest: c.digest,
+		fleet: c.fleet, incarnation: to.Incarnation, known: c.known(), digest: c.digest,
 		complete: c.complete(), applied: c.own, loaded: min(c.loaded, c.known()), weight: c.weight, frozen: s.frozen[:0],
 	}
 	set := func(flag uint64, on bool) {
@@ -83,9 +83,9 @@ func (c *Configurator) Delta(now time.Duration, b []byte, to crdt.Replica, since
 	set(confLeaving, c.leaving)
 	set(confUnlist, c.unlisted())
 	set(confRenew, c.thawsLocked(now))
-	set(confJoining, c.joining && c.seat < 0)
-	for i := range c.seats {
-		if c.frozen[c.seats[i].name] {
+	set(confJoining, c.joining && c.voter < 0)
+	for i := range c.voters {
+		if c.frozen[c.voters[i].name] {
 			s.frozen = append(s.frozen, i)
 		}
 	}
@@ -142,12 +142,12 @@ func (c *Configurator) Merge(contact crdt.Contact, b []byte) error {
 		c.foreign++
 		return fmt.Errorf("%w: of %v", ErrFleet, contact.From)
 	}
-	if contact.From.Name == c.self.Name || s.life != c.self.Incarnation {
-		return nil // another life of one of us, or for one
+	if contact.From.Name == c.self.Name || s.incarnation != c.self.Incarnation {
+		return nil // another incarnation of one of us, or for one
 	}
 	f := c.peerLocked(contact.From)
 	if f == nil {
-		return nil // of an earlier life
+		return nil // of an earlier incarnation
 	}
 	now := contact.Now
 	if s.known > 0 && s.known == c.known() && s.digest != c.digest {
@@ -198,8 +198,8 @@ func (c *Configurator) rowInLocked(now, sent time.Duration, f *confPeer, s *conf
 }
 
 // takeWord notes what f says that it has applied, as far as we know the configurations, and
-// tells whether that is news. It counts for the name, whichever life said it; so what
-// a life that is over said of a configuration that we did not know then must not count: its
+// tells whether that is news. It counts for the name, whichever incarnation said it; so what
+// an incarnation that is over said of a configuration that we did not know then must not count: its
 // successor may have heard from us that there is none.
 func (c *Configurator) takeWord(f *confPeer) bool {
 	applied := min(f.row.applied, c.known())
@@ -210,7 +210,7 @@ func (c *Configurator) takeWord(f *confPeer) bool {
 	return true
 }
 
-// peerLocked is the life's, opened if need be; nil if a later one is known.
+// peerLocked is the incarnation's, opened if need be; nil if a later one is known.
 func (c *Configurator) peerLocked(id crdt.Replica) *confPeer {
 	f := c.peers[id.Name]
 	switch {
@@ -221,12 +221,12 @@ func (c *Configurator) peerLocked(id crdt.Replica) *confPeer {
 	case f != nil:
 		c.dropLocked(f)
 	}
-	f = &confPeer{id: id, seat: -1}
+	f = &confPeer{id: id, voter: -1}
 	if c.doc != nil {
-		f.seat = seatOf(c.doc.newest().Roster.Members, id.Name)
+		f.voter = memberIndex(c.doc.newest().Roster.Members, id.Name)
 	}
-	if f.seat >= 0 && f.seat < len(c.seats) {
-		c.seats[f.seat].confPeer = f
+	if f.voter >= 0 && f.voter < len(c.voters) {
+		c.voters[f.voter].confPeer = f
 	}
 	c.peers[id.Name] = f
 	c.list = append(c.list, f)
@@ -234,8 +234,8 @@ func (c *Configurator) peerLocked(id crdt.Replica) *confPeer {
 }
 
 func (c *Configurator) dropLocked(f *confPeer) {
-	if f.seat >= 0 && f.seat < len(c.seats) && c.seats[f.seat].confPeer == f {
-		c.seats[f.seat].confPeer = nil
+	if f.voter >= 0 && f.voter < len(c.voters) && c.voters[f.voter].confPeer == f {
+		c.voters[f.voter].confPeer = nil
 	}
 	if c.pull.from == f {
 		c.pull = confPull{}
@@ -340,7 +340,7 @@ func (c *Configurator) pieceInLocked(now time.Duration, f *confPeer, in *piece) 
 	}
 }
 
-// Gone says that a peer's life is over for good. What it applied stays applied.
+// Gone says that a peer's incarnation is over for good. What it applied stays applied.
 func (c *Configurator) Gone(_ time.Duration, peer crdt.Replica) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

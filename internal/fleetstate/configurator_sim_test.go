@@ -21,7 +21,7 @@ import (
 )
 
 // realm is a fleet on virtual time that changes its configuration: the real
-// Configurator, books that keep the rule of the smallest share and nothing else, clocks
+// Configurator, applier that keep the rule of the smallest share and nothing else, clocks
 // that drift, a network that loses, repeats, delays and is cut, and a register that
 // loses answers, writes late and is away. A seed replays exactly.
 type realm struct {
@@ -37,9 +37,9 @@ type realm struct {
 	loss   float64
 	reg    store
 
-	adopted        map[uint64]uint64 // digest of the configuration of a number, as any books adopted it
+	adopted        map[uint64]uint64 // digest of the configuration of a number, as any applier adopted it
 	configurations map[uint64]escrow.Configuration
-	complete       uint64 // as any books were ever told
+	complete       uint64 // as any applier were ever told
 	newest         uint64
 	packets        int
 	bytes          int
@@ -62,7 +62,7 @@ type ground struct {
 	delay     time.Duration // at least; plus as much, exponentially
 	floor     time.Duration
 	keep      time.Duration
-	lag       time.Duration // books take up to that long to shrink
+	lag       time.Duration // applier take up to that long to shrink
 	drift     float64       // of clocks, at most
 	room      int
 	rarely    bool // shares are checked each 10 ms only
@@ -76,31 +76,31 @@ const (
 
 // subject is one process.
 type subject struct {
-	w      *realm
-	i      int
-	name   string
-	life   uint64
-	epoch  int
-	alive  bool
-	c      *Configurator
-	books  *ration
-	began  time.Duration
-	origin time.Duration
-	rate   float64
-	peers  []acquaintance
-	wakeAt time.Duration
-	nextAt time.Duration // of the latest flush, plus the floor
-	busy   bool          // a write is out
-	saw    uint64        // of the register
-	told   bool          // that it is away
-	first  bool          // it has read the register
-	weight int
-	young  time.Duration // until then its books keep within nothing: an earlier life's loans
-	file   uint64        // that its operator's file has, if static
-	paused bool          // it stands still: packets to it are lost, its clock goes on
+	w           *realm
+	i           int
+	name        string
+	incarnation uint64
+	epoch       int
+	alive       bool
+	c           *Configurator
+	applier     *ration
+	began       time.Duration
+	origin      time.Duration
+	rate        float64
+	peers       []acquaintance
+	wakeAt      time.Duration
+	nextAt      time.Duration // of the latest flush, plus the floor
+	busy        bool          // a write is out
+	saw         uint64        // of the register
+	told        bool          // that it is away
+	first       bool          // it has read the register
+	weight      int
+	young       time.Duration // until then its applier keep within nothing: an earlier incarnation's loans
+	file        uint64        // that its operator's file has, if static
+	paused      bool          // it stands still: packets to it are lost, its clock goes on
 }
 
-// ration is a process's books: the smallest share between the last complete configuration and
+// ration is a process's applier: the smallest share between the last complete configuration and
 // the newest adopted, after a while.
 type ration struct {
 	n      *subject
@@ -121,7 +121,7 @@ func (b *ration) target() float64 {
 }
 
 func (b *ration) settle() {
-	if t := b.target(); b.held < t || b.n.w.now >= b.due || !b.minted { // a life that never minted has nothing
+	if t := b.target(); b.held < t || b.n.w.now >= b.due || !b.minted { // an incarnation that never minted has nothing
 		b.held = t
 	}
 }
@@ -140,7 +140,7 @@ func (b *ration) Adopt(_ time.Duration, c escrow.Configuration) error {
 		w.t.Fatalf("%s: configuration %d adopted after %d", b.n.name, c.Number, b.window[k-1].Number)
 	}
 	w.newest = max(w.newest, c.Number)
-	w.tracef("%s#%d adopts %d: rate %v, roster %v", b.n.name, b.n.life, c.Number, c.Limit.Rate, c.Roster.Members)
+	w.tracef("%s#%d adopts %d: rate %v, roster %v", b.n.name, b.n.incarnation, c.Number, c.Limit.Rate, c.Roster.Members)
 	b.settle()
 	first := len(b.window) == 0
 	b.window = append(b.window, c)
@@ -155,7 +155,7 @@ func (b *ration) Adopt(_ time.Duration, c escrow.Configuration) error {
 func (b *ration) Complete(_ time.Duration, number uint64) {
 	w := b.n.w
 	w.complete = max(w.complete, number)
-	w.tracef("%s#%d: %d is complete", b.n.name, b.n.life, number)
+	w.tracef("%s#%d: %d is complete", b.n.name, b.n.incarnation, number)
 	for len(b.window) > 1 && b.window[0].Number < number {
 		b.window = b.window[1:]
 	}
@@ -178,7 +178,7 @@ func (b *ration) Applied() uint64 {
 
 func (b *ration) Mint(until time.Duration) {
 	if !b.minted {
-		b.n.w.tracef("%s#%d mints", b.n.name, b.n.life)
+		b.n.w.tracef("%s#%d mints", b.n.name, b.n.incarnation)
 	}
 	b.until, b.minted = until, true
 }
@@ -256,7 +256,7 @@ func (w *realm) check() {
 	sum := 0.0
 	for _, n := range w.nodes {
 		if n.alive {
-			sum += n.books.using()
+			sum += n.applier.using()
 		}
 	}
 	if limit := w.configurations[w.complete].Limit.Rate; sum > limit*(1+1e-9) && !w.loose {
@@ -270,7 +270,7 @@ func (w *realm) report() {
 		if n.alive {
 			s := n.c.Status(n.clock())
 			w.t.Logf("%s#%d: uses %v, knows %d, complete %d, applied %d, loaded %d, settled %v, member %v, joining %v, leaving %v, evicted %d, requests %d, lacking %v, away %v, full %v, refused %v, differs %v, rate %v",
-				n.name, n.life, n.books.using(), s.Configuration.Number, s.Complete, s.Applied, s.Loaded, s.Settled, s.Member, s.Joining, s.Leaving, s.Evicted, s.Requests, s.Lacking, s.Away, s.Full, s.Refused, s.Differs, s.Configuration.Limit.Rate)
+				n.name, n.incarnation, n.applier.using(), s.Configuration.Number, s.Complete, s.Applied, s.Loaded, s.Settled, s.Member, s.Joining, s.Leaving, s.Evicted, s.Requests, s.Lacking, s.Away, s.Full, s.Refused, s.Differs, s.Configuration.Limit.Rate)
 		}
 	}
 	w.t.Logf("the register has %d", w.reg.number)
@@ -280,25 +280,25 @@ func (n *subject) clock() time.Duration {
 	return n.origin + time.Duration(float64(n.w.now-n.began)*n.rate)
 }
 
-func (n *subject) id() crdt.Replica { return crdt.Replica{Name: n.name, Incarnation: n.life} }
+func (n *subject) id() crdt.Replica { return crdt.Replica{Name: n.name, Incarnation: n.incarnation} }
 
 func (n *subject) start() {
 	w := n.w
 	n.epoch++
-	n.life++
+	n.incarnation++
 	n.alive, n.began, n.rate = true, w.now, 1
 	n.busy, n.saw, n.told, n.first = false, 0, false, false
 	n.origin = time.Duration(w.rng.Int64N(int64(time.Hour)))
 	if w.opt.drift > 0 {
 		n.rate = 1 + w.opt.drift*(2*w.rng.Float64()-1)
 	}
-	n.books = &ration{n: n}
+	n.applier = &ration{n: n}
 	for i := range n.peers {
 		n.peers[i] = acquaintance{}
 	}
 	cfg := w.cfg
 	cfg.Weight = n.weight
-	c, err := NewConfigurator(n.id(), cfg, n.books, n.clock())
+	c, err := NewConfigurator(n.id(), cfg, n.applier, n.clock())
 	if err != nil {
 		w.t.Fatal(err)
 	}
@@ -309,7 +309,7 @@ func (n *subject) start() {
 		}
 	}
 	n.nextAt, n.wakeAt = w.now, -1
-	w.tracef("%s#%d begins", n.name, n.life)
+	w.tracef("%s#%d begins", n.name, n.incarnation)
 	n.arm(w.now)
 	if !cfg.Static {
 		n.watch()
@@ -319,10 +319,10 @@ func (n *subject) start() {
 func (n *subject) stop() {
 	n.alive = false
 	n.epoch++
-	n.w.tracef("%s#%d ends", n.name, n.life)
+	n.w.tracef("%s#%d ends", n.name, n.incarnation)
 }
 
-// soon does something while this life lasts.
+// soon does something while this incarnation lasts.
 func (n *subject) soon(after time.Duration, do func()) {
 	epoch := n.epoch
 	n.w.at(n.w.now+after, func() {
@@ -396,7 +396,7 @@ func (n *subject) cas() {
 			w.t.Fatalf("two documents of number %d", number)
 		}
 		w.reg.number, w.reg.document, w.reg.history[number] = number, document, document
-		w.tracef("%s#%d writes %d: %v", n.name, n.life, number, must(readDocument(document)).log)
+		w.tracef("%s#%d writes %d: %v", n.name, n.incarnation, number, must(readDocument(document)).log)
 		return true
 	}
 	answer := func(after time.Duration, r WriteResult) {
@@ -497,11 +497,11 @@ func (n *subject) flush() {
 			continue
 		}
 		l := &n.peers[j]
-		if l.life != p.life {
+		if l.incarnation != p.incarnation {
 			if !p.alive {
 				continue
 			}
-			*l = acquaintance{life: p.life} // sessions tell lives apart
+			*l = acquaintance{incarnation: p.incarnation} // sessions tell incarnations apart
 		}
 		dirty := n.c.Mark(p.id()) > l.acked
 		if l.sent && !dirty && !l.owes && w.now < l.sentAt+w.opt.keep {
@@ -534,13 +534,13 @@ func (n *subject) send(p *subject, l *acquaintance) {
 	l.sent, l.sentAt, l.owes = true, w.now, false
 	w.packets++
 	w.bytes += len(b)
-	from, life, ack, sent := n.id(), p.life, l.upto, n.clock()
+	from, incarnation, ack, sent := n.id(), p.incarnation, l.upto, n.clock()
 	for k := 0; k == 0 || w.rng.Float64() < w.opt.dup; k++ {
 		if w.rng.Float64() < w.loss || w.cut(n.i, p.i) {
 			continue
 		}
 		w.at(w.now+w.opt.delay+time.Duration(float64(w.opt.delay)*w.rng.ExpFloat64()), func() {
-			if p.alive && p.life == life && !p.paused {
+			if p.alive && p.incarnation == incarnation && !p.paused {
 				p.receive(n.i, from, sent, b, upto, ack)
 			}
 		})
@@ -549,14 +549,14 @@ func (n *subject) send(p *subject, l *acquaintance) {
 
 func (n *subject) receive(i int, from crdt.Replica, sent time.Duration, b []byte, upto, ack uint64) {
 	l := &n.peers[i]
-	if from.Incarnation < l.life {
+	if from.Incarnation < l.incarnation {
 		return
 	}
-	if from.Incarnation > l.life {
-		if l.life > 0 {
-			n.c.Gone(n.clock(), crdt.Replica{Name: from.Name, Incarnation: l.life})
+	if from.Incarnation > l.incarnation {
+		if l.incarnation > 0 {
+			n.c.Gone(n.clock(), crdt.Replica{Name: from.Name, Incarnation: l.incarnation})
 		}
-		*l = acquaintance{life: from.Incarnation}
+		*l = acquaintance{incarnation: from.Incarnation}
 	}
 	if err := n.c.Merge(crdt.Contact{From: from, Now: n.clock(), Sent: sent}, b); err != nil && !errors.Is(err, ErrDiffers) {
 		n.w.t.Fatalf("%s: %v", n.name, err)
@@ -595,7 +595,7 @@ func (w *realm) rested() bool {
 			return false
 		}
 		c := s.Configuration
-		if want := rateOf(&c, n.name); s.Member && math.Abs(n.books.using()-want) > 1e-9*want {
+		if want := rateOf(&c, n.name); s.Member && math.Abs(n.applier.using()-want) > 1e-9*want {
 			return false
 		}
 		if w.cfg.OnSilence == escrow.Majority && s.Member && !n.c.confirms() {

@@ -18,7 +18,7 @@ import (
 // what it has loaded itself that it has applied it: a restart would forget the rest. So a
 // configuration is complete, and who gains by it grows, when all who lose have loaded it.
 //
-// A life that begins takes in what its peers know, so that it keeps within what is in
+// An incarnation that begins takes in what its peers know, so that it keeps within what is in
 // force, and mints when it has heard all other members, or a second later: who starts
 // cut off from all others mints its share of what it has loaded.
 //
@@ -91,14 +91,14 @@ func (c *Configurator) extendLocked(now time.Duration, stages []stage, from *con
 		c.adoptLocked(now, c.outOf(c.chain[len(c.chain)-1].stage, s), name)
 	}
 	c.publishLocked()
-	c.seatedLocked(now, from)
+	c.votersLocked(now, from)
 }
 
 // outOf is a stage with those whom it leaves out.
 func (c *Configurator) outOf(before, s stage) stage {
 	var out []eviction
 	for _, m := range before.Roster.Members {
-		if seatOf(s.Roster.Members, m.Name) < 0 {
+		if memberIndex(s.Roster.Members, m.Name) < 0 {
 			out = append(out, eviction{name: m.Name})
 		}
 	}
@@ -130,7 +130,7 @@ func loadedDigest(c escrow.Configuration) uint64 {
 	return math.Float64bits(c.Limit.Rate)>>32<<32 | newStage(c, nil).digest>>32
 }
 
-// redraftLocked publishes what a life that begins has gathered.
+// redraftLocked publishes what an incarnation that begins has gathered.
 func (c *Configurator) redraftLocked() {
 	slices.SortFunc(c.draft, func(a, b stage) int {
 		if a.Number < b.Number {
@@ -139,12 +139,12 @@ func (c *Configurator) redraftLocked() {
 		return 1
 	})
 	c.publishStagesLocked(c.draft)
-	c.seatLocked(c.ticked, c.doc.newest().Roster.Members)
+	c.voterLocked(c.ticked, c.doc.newest().Roster.Members)
 	c.tellAll()
 }
 
 // olderLocked tells whether f, with an older configuration than ours, keeps to one of which a
-// life that begins must know.
+// incarnation that begins must know.
 func (c *Configurator) olderLocked(f *confPeer) bool {
 	return c.cfg.Static && !c.settled && len(c.draft) > 0 && f.row.flags&confSettled != 0 && f.row.complete < c.draft[0].Number && f.row.complete > 0
 }
@@ -184,12 +184,12 @@ func (c *Configurator) settleStaticLocked(now time.Duration) {
 	if c.loaded == 0 || len(c.draft) == 0 || c.pull.from != nil {
 		return
 	}
-	if c.conflict != nil && now-c.conflict.heard < nearby && c.conflict.seat >= 0 && len(c.draft) == 1 {
+	if c.conflict != nil && now-c.conflict.heard < nearby && c.conflict.voter >= 0 && len(c.draft) == 1 {
 		return // two configurations of one number, and none before them: the other one is in force
 	}
 	if now-c.start < nearby {
-		for i := range c.seats {
-			if f := c.seats[i].confPeer; i != c.seat && (f == nil || !f.met) {
+		for i := range c.voters {
+			if f := c.voters[i].confPeer; i != c.voter && (f == nil || !f.met) {
 				return
 			}
 		}
@@ -208,6 +208,6 @@ func (c *Configurator) settleStaticLocked(now time.Duration) {
 		c.adoptLocked(now, s, "")
 	}
 	c.publishLocked()
-	c.seatedLocked(now, nil)
+	c.votersLocked(now, nil)
 	c.leaseLocked(now)
 }

@@ -24,14 +24,14 @@ type ConfiguratorStatus struct {
 	// a cut is unheard, they admit by the larger limit.
 	Lacking []string
 
-	// Settled says that this life knows that its configuration is the newest, or was after
+	// Settled says that this incarnation knows that its configuration is the newest, or was after
 	// its start. Before, it mints nothing.
 	Settled  bool
 	Member   bool
 	Joining  bool
 	Leaving  bool          // and gone, when not Member
-	Evicted  uint64        // the latest number by which this life was evicted; 0 is none
-	Minting  time.Duration // until when the books may mint; Unfenced is for ever
+	Evicted  uint64        // the latest number by which this incarnation was evicted; 0 is none
+	Minting  time.Duration // until when the applier may mint; Unfenced is for ever
 	Requests int           // of this process, undecided
 
 	Away      error         // why the register cannot be reached; nil if it can
@@ -40,7 +40,7 @@ type ConfiguratorStatus struct {
 	Foreign   uint64        // packets refused, of other fleets or policies
 	Differing uint64        // packets and documents refused, of another content for one number
 	Differs   *DiffersError // the latest of these, nil if there was none
-	Err       error         // of the books, which refused a configuration
+	Err       error         // of the applier, which refused a configuration
 }
 
 // ConfigMember is a member as this process sees it.
@@ -60,7 +60,7 @@ func (c *Configurator) Status(now time.Duration) ConfiguratorStatus {
 	defer c.mu.Unlock()
 	s := ConfiguratorStatus{
 		Complete: c.complete(), Applied: c.own, Loaded: c.loaded,
-		Settled: c.settled, Member: c.seat >= 0, Joining: c.joining, Leaving: c.leaving, Evicted: c.evicted, Minting: c.until, Requests: len(c.wishes),
+		Settled: c.settled, Member: c.voter >= 0, Joining: c.joining, Leaving: c.leaving, Evicted: c.evicted, Minting: c.until, Requests: len(c.wishes),
 		Away: c.away, Full: c.full, Refused: c.refused, Foreign: c.foreign, Differing: c.differing, Differs: c.differs, Err: c.broken,
 		Lacking: c.lackingLocked(now),
 	}
@@ -69,10 +69,10 @@ func (c *Configurator) Status(now time.Duration) ConfiguratorStatus {
 	}
 	s.Configuration, s.Log = c.doc.newest().Configuration, slices.Clone(c.doc.log)
 	s.Configuration.Roster.Members = slices.Clone(s.Configuration.Roster.Members)
-	for i := range c.seats {
-		m := ConfigMember{Member: s.Configuration.Roster.Members[i], Heard: -1, Applied: c.applied[c.seats[i].name]}
-		switch f := c.seats[i].confPeer; {
-		case i == c.seat:
+	for i := range c.voters {
+		m := ConfigMember{Member: s.Configuration.Roster.Members[i], Heard: -1, Applied: c.applied[c.voters[i].name]}
+		switch f := c.voters[i].confPeer; {
+		case i == c.voter:
 			m.Known, m.Applied, m.Loaded, m.Heard, m.Settled = c.known(), c.own, c.loaded, 0, c.settled
 		case f != nil && f.met:
 			m.Known, m.Loaded, m.Heard, m.Settled = f.row.known, f.row.loaded, max(0, now-f.heard), f.row.flags&confSettled != 0

@@ -57,7 +57,7 @@ func TestConfiguratorChanges(t *testing.T) {
 		joiner.weight = 1
 		joiner.start()
 		took("join", 2*sec)
-		if got, want := joiner.books.using(), 500/float64(nodes+1); got != want {
+		if got, want := joiner.applier.using(), 500/float64(nodes+1); got != want {
 			t.Fatalf("the newcomer uses %v, not %v", got, want)
 		}
 		leaver := w.nodes[0]
@@ -66,8 +66,8 @@ func TestConfiguratorChanges(t *testing.T) {
 		}
 		leaver.poke()
 		took("leave", 2*sec)
-		if !w.runUntil(w.now+100*ms, leaver.left(t)) || leaver.books.using() != 0 {
-			t.Fatalf("it has not left, or uses %v", leaver.books.using())
+		if !w.runUntil(w.now+100*ms, leaver.left(t)) || leaver.applier.using() != 0 {
+			t.Fatalf("it has not left, or uses %v", leaver.applier.using())
 		}
 		leaver.stop()
 		if nodes < 2 {
@@ -131,14 +131,14 @@ func TestConfiguratorPausedComesBack(t *testing.T) {
 	n := w.nodes[2]
 	n.paused = true
 	w.run(w.now + 1200*ms)
-	if s := w.nodes[0].c.Status(w.nodes[0].clock()); len(s.Members) != 2 || w.nodes[0].books.using() != 500 {
+	if s := w.nodes[0].c.Status(w.nodes[0].clock()); len(s.Members) != 2 || w.nodes[0].applier.using() != 500 {
 		w.report()
 		t.Fatal("it was not evicted")
 	}
 	n.paused = false
 	n.poke()
 	back := w.now
-	if !w.runUntil(w.now+2*sec, func() bool { return w.rested() && w.members() == 3 && n.books.using() > 0 }) {
+	if !w.runUntil(w.now+2*sec, func() bool { return w.rested() && w.members() == 3 && n.applier.using() > 0 }) {
 		w.report()
 		t.Fatal("it has not come back within 2 s")
 	}
@@ -159,10 +159,10 @@ func TestConfiguratorEvictsTheSilent(t *testing.T) {
 	w.reg.away = func(i int) bool { return i == 2 }
 	var stopped, used time.Duration
 	w.runUntil(cut+3*sec, func() bool {
-		if stopped == 0 && w.nodes[2].books.using() == 0 {
+		if stopped == 0 && w.nodes[2].applier.using() == 0 {
 			stopped = w.now - cut
 		}
-		if used == 0 && w.nodes[0].books.using() > 400 && w.nodes[1].books.using() > 400 {
+		if used == 0 && w.nodes[0].applier.using() > 400 && w.nodes[1].applier.using() > 400 {
 			used = w.now - cut
 		}
 		return false
@@ -179,7 +179,7 @@ func TestConfiguratorEvictsTheSilent(t *testing.T) {
 	number := w.reg.number
 	w.nodes[2].stop()
 	w.run(w.now + 3*sec)
-	if w.reg.number != number || len(w.nodes[0].c.frozen) > 0 || w.nodes[0].books.using() < 333 || w.nodes[1].books.using() < 333 {
+	if w.reg.number != number || len(w.nodes[0].c.frozen) > 0 || w.nodes[0].applier.using() < 333 || w.nodes[1].applier.using() < 333 {
 		w.report()
 		t.Fatal("the register is away, and something changed")
 	}
@@ -373,12 +373,12 @@ func TestConfiguratorCutOffOperator(t *testing.T) {
 func TestConfiguratorClockStepsBack(t *testing.T) {
 	w := newRealm(t, 1, 3, 3, ConfiguratorConfig{OnSilence: escrow.Majority}, ground{})
 	for _, n := range w.nodes {
-		n.life = 1 << 40
+		n.incarnation = 1 << 40
 	}
 	w.begun(3)
 	for _, n := range w.nodes {
 		n.stop()
-		n.life = uint64(10 + n.i)
+		n.incarnation = uint64(10 + n.i)
 	}
 	for _, n := range w.nodes {
 		n.start()
@@ -393,7 +393,7 @@ func TestConfiguratorOneDeadOneRestarts(t *testing.T) {
 	w.nodes[0].stop()
 	w.nodes[1].stop()
 	w.nodes[1].start()
-	if !w.runUntil(w.now+100*ms, func() bool { return w.nodes[1].books.using() > 333 }) {
+	if !w.runUntil(w.now+100*ms, func() bool { return w.nodes[1].applier.using() > 333 }) {
 		w.report()
 		t.Fatal("it does not mint")
 	}
@@ -413,11 +413,11 @@ func TestConfiguratorRegisterAway(t *testing.T) {
 	n.stop()
 	n.start()
 	w.run(w.now + 900*ms)
-	if s := n.c.Status(n.clock()); n.books.using() != 0 || !errors.Is(s.Away, errAway) || s.Configuration.Number != 2 {
+	if s := n.c.Status(n.clock()); n.applier.using() != 0 || !errors.Is(s.Away, errAway) || s.Configuration.Number != 2 {
 		w.report()
 		t.Fatal("it mints, or knows nothing")
 	}
-	if !w.runUntil(w.now+sec, func() bool { return n.books.using() == 200 }) {
+	if !w.runUntil(w.now+sec, func() bool { return n.applier.using() == 200 }) {
 		w.report()
 		t.Fatal("it does not mint by its peers' word")
 	}
@@ -431,13 +431,13 @@ func TestConfiguratorRegisterAway(t *testing.T) {
 		n.start()
 	}
 	w.run(w.now + 5*sec)
-	if _, complete := n.c.Number(); complete != 0 || n.books.using() != 0 {
+	if _, complete := n.c.Number(); complete != 0 || n.applier.using() != 0 {
 		t.Fatal("it goes by nothing")
 	}
 	w.reg.away = func(int) bool { return false }
 	w.rests(t, sec, "the register is back")
-	if n.books.using() != 200 {
-		t.Fatalf("it uses %v", n.books.using())
+	if n.applier.using() != 200 {
+		t.Fatalf("it uses %v", n.applier.using())
 	}
 }
 
@@ -456,7 +456,7 @@ func TestConfiguratorRegisterWentBack(t *testing.T) {
 		if err := n.c.Read(n.clock(), uint64(number), document); err != nil {
 			t.Fatal(err)
 		}
-		if s := n.c.Status(n.clock()); !errors.Is(s.Away, errAway) || s.Configuration.Number != 2 || n.books.using() != 200 {
+		if s := n.c.Status(n.clock()); !errors.Is(s.Away, errAway) || s.Configuration.Number != 2 || n.applier.using() != 200 {
 			t.Fatalf("number %d, where 2 is known: away %v, %d", number, s.Away, s.Configuration.Number)
 		}
 	}
@@ -674,7 +674,7 @@ func (w *realm) uses(t testing.TB, within time.Duration, what string, rates ...f
 	t.Helper()
 	if !w.runUntil(w.now+within, func() bool {
 		for i, rate := range rates {
-			if n := w.nodes[i]; n.alive && math.Abs(n.books.using()-rate) > 1e-9*rate {
+			if n := w.nodes[i]; n.alive && math.Abs(n.applier.using()-rate) > 1e-9*rate {
 				return false
 			}
 		}
@@ -704,7 +704,7 @@ func TestConfiguratorStaticRollout(t *testing.T) {
 			w.nodes[i].stop()
 			w.nodes[i].start()
 			w.run(w.now + 200*ms)
-			if w.nodes[i].books.using() == 0 {
+			if w.nodes[i].applier.using() == 0 {
 				w.report()
 				t.Fatalf("%d does not mint after it has started again", i)
 			}
@@ -878,8 +878,8 @@ func TestConfiguratorKeeps(t *testing.T) {
 	w.begun(3)
 	n, to = w.nodes[0], w.nodes[1].id()
 	keeps(20*sec, true, "leases")
-	to.Name = "guest"
-	keeps(0, false, "a guest has no lease")
+	to.Name = "learner"
+	keeps(0, false, "a learner has no lease")
 }
 
 // Static fleets have nothing to write, and no other way to change.
@@ -903,9 +903,9 @@ func TestConfiguratorStaticRefuses(t *testing.T) {
 
 func TestConfiguratorConfig(t *testing.T) {
 	err := ConfiguratorConfig{
-		Static: true, Initial: nation(1), OnSilence: escrow.Majority, Weight: -1, Lease: 1, Silent: time.Hour, Gather: time.Hour, Patience: 1,
+		Static: true, Initial: nation(1), OnSilence: escrow.Majority, Weight: -1, Lease: 1, Silent: time.Hour, Batch: time.Hour, Patience: 1,
 	}.Validate()
-	for _, field := range []string{"Fleet", "Weight", "OnSilence", "Lease", "Silent", "Gather", "Patience", "Initial"} {
+	for _, field := range []string{"Fleet", "Weight", "OnSilence", "Lease", "Silent", "Batch", "Patience", "Initial"} {
 		if !errors.Is(err, ErrConfig) || !strings.Contains(err.Error(), field+":") && !strings.Contains(err.Error(), field+".") {
 			t.Errorf("%s is not named in: %v", field, err)
 		}

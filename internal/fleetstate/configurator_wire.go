@@ -13,9 +13,9 @@ import (
 // What a section says to a peer is the sender's whole row, and a piece of a document
 // if the peer wants one:
 //
-//	section  = version fleet life known digest complete applied loaded flags
+//	section  = version fleet incarnation known digest complete applied loaded flags
 //	           [weight] [frozen] [want] [grant] [piece]
-//	frozen   = count { seat }                   in the newest roster
+//	frozen   = count { voter }                   in the newest roster
 //	want     = number digest offset             digest 0: whichever there is
 //	piece    = number digest total offset bytes
 //
@@ -27,7 +27,7 @@ const (
 	confSettled = 1 << 0 // I may mint
 	confAble    = 1 << 1 // I reach the register
 	confLeaving = 1 << 2
-	confUnlist  = 1 << 3 // my life is not listed
+	confUnlist  = 1 << 3 // my incarnation is not listed
 	confRenew   = 1 << 4 // I hear whom I froze
 	confJoining = 1 << 5
 	confFrozen  = 1 << 6
@@ -49,26 +49,26 @@ const (
 
 // confRow is a process's row, as it travels.
 type confRow struct {
-	fleet    uint64
-	life     uint64 // the receiver's
-	known    uint64 // the newest; 0 is none
-	digest   uint64 // of it
-	complete uint64
-	applied  uint64
-	loaded   uint64 // by an operator
-	flags    uint64
-	weight   int   // joining
-	frozen   []int // seats
-	want     want
-	grant    time.Duration
-	piece    piece
+	fleet       uint64
+	incarnation uint64 // the receiver's
+	known       uint64 // the newest; 0 is none
+	digest      uint64 // of it
+	complete    uint64
+	applied     uint64
+	loaded      uint64 // by an operator
+	flags       uint64
+	weight      int   // joining
+	frozen      []int // voters
+	want        want
+	grant       time.Duration
+	piece       piece
 }
 
 // appendConfRow writes all but the piece, whose flag is set with it.
 func appendConfRow(b []byte, s *confRow) []byte {
 	b = append(b, configuratorVersion)
 	b = binary.BigEndian.AppendUint64(b, s.fleet)
-	b = binary.AppendUvarint(b, s.life)
+	b = binary.AppendUvarint(b, s.incarnation)
 	b = binary.AppendUvarint(b, s.known)
 	b = binary.BigEndian.AppendUint64(b, s.digest)
 	b = binary.AppendUvarint(b, s.complete)
@@ -80,8 +80,8 @@ func appendConfRow(b []byte, s *confRow) []byte {
 	}
 	if s.flags&confFrozen != 0 {
 		b = binary.AppendUvarint(b, uint64(len(s.frozen)))
-		for _, seat := range s.frozen {
-			b = binary.AppendUvarint(b, uint64(seat))
+		for _, voter := range s.frozen {
+			b = binary.AppendUvarint(b, uint64(voter))
 		}
 	}
 	if s.flags&confWant != 0 {
@@ -100,7 +100,7 @@ func readConfRow(b []byte, s *confRow) error {
 	r := read(b)
 	r.Uint("version", configuratorVersion, configuratorVersion)
 	*s = confRow{
-		fleet: r.digest("fleet"), life: r.number("receiver"),
+		fleet: r.digest("fleet"), incarnation: r.number("receiver"),
 		known: r.Uint("number", 0, math.MaxUint64-1), digest: r.digest("digest"), frozen: s.frozen[:0],
 	}
 	s.complete = r.Uint("complete", 0, s.known)

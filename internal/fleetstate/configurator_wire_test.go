@@ -15,7 +15,7 @@ import (
 
 func TestConfiguratorRowBound(t *testing.T) {
 	s := confRow{
-		fleet: most, life: most, known: most - 1, digest: most, complete: most - 1, applied: most - 1, loaded: most - 1,
+		fleet: most, incarnation: most, known: most - 1, digest: most, complete: most - 1, applied: most - 1, loaded: most - 1,
 		flags: confFlags &^ confPiece, weight: 1e6, want: want{most, most, maxDocument}, grant: 1<<63 - 1,
 	}
 	for i := range maxFrozen {
@@ -35,15 +35,15 @@ func TestConfiguratorWireRoundTrip(t *testing.T) {
 		known := rapid.Uint64Range(0, most-1).Draw(t, "known")
 		upTo := func(name string) uint64 { return rapid.Uint64Range(0, known).Draw(t, name) }
 		in := confRow{
-			fleet: u("fleet"), life: u("life"), known: known, digest: u("digest"),
+			fleet: u("fleet"), incarnation: u("incarnation"), known: known, digest: u("digest"),
 			complete: upTo("complete"), applied: upTo("applied"), loaded: upTo("loaded"), flags: rapid.Uint64Range(0, confFlags).Draw(t, "flags"),
 		}
 		if in.flags&confJoining != 0 {
 			in.weight = rapid.IntRange(1, 1e6).Draw(t, "weight")
 		}
 		if in.flags&confFrozen != 0 {
-			for seat := range rapid.IntRange(1, maxFrozen).Draw(t, "frozen") {
-				in.frozen = append(in.frozen, 3*seat)
+			for voter := range rapid.IntRange(1, maxFrozen).Draw(t, "frozen") {
+				in.frozen = append(in.frozen, 3*voter)
 			}
 		}
 		if in.flags&confWant != 0 {

@@ -147,7 +147,7 @@ func (c *Configurator) Evict(now time.Duration, number uint64, name, who string)
 	if err := c.mayWishLocked(number); err != nil {
 		return 0, err
 	}
-	if name == c.self.Name || seatOf(c.doc.newest().Roster.Members, name) < 0 && !c.lacksLocked(name) {
+	if name == c.self.Name || memberIndex(c.doc.newest().Roster.Members, name) < 0 && !c.lacksLocked(name) {
 		return 0, fmt.Errorf("%w: %q is no other member", ErrMember, name)
 	}
 	return c.wishLocked(now, wish{number: number, evict: name, who: who}), nil
@@ -342,7 +342,7 @@ func (c *Configurator) rankLocked(now time.Duration) int {
 		if f.row.flags&confAble == 0 || f.row.known != c.known() || now-f.heard >= nearby {
 			continue
 		}
-		member, we := f.seat >= 0, c.seat >= 0
+		member, we := f.voter >= 0, c.voter >= 0
 		if member && !we || member == we && score(f.id.Name) < own {
 			rank++
 		}
@@ -352,23 +352,23 @@ func (c *Configurator) rankLocked(now time.Duration) int {
 
 // joins, leaves and admits tell what f asks for.
 func (c *Configurator) joins(now time.Duration, f *confPeer) bool {
-	return f.row.flags&confJoining != 0 && f.seat < 0 && now-f.heard < nearby && f.row.applied > 0 &&
+	return f.row.flags&confJoining != 0 && f.voter < 0 && now-f.heard < nearby && f.row.applied > 0 &&
 		f.row.known == c.known() && c.gone[f.id.Name].number == 0
 }
 
-func (c *Configurator) leaves(f *confPeer) bool { return f.row.flags&confLeaving != 0 && f.seat >= 0 }
+func (c *Configurator) leaves(f *confPeer) bool { return f.row.flags&confLeaving != 0 && f.voter >= 0 }
 
 func (c *Configurator) asks(now time.Duration, f *confPeer, flag uint64) bool {
-	return f.row.flags&flag != 0 && f.seat >= 0 && now-f.heard < nearby && f.row.known == c.known()
+	return f.row.flags&flag != 0 && f.voter >= 0 && now-f.heard < nearby && f.row.known == c.known()
 }
 
 func (c *Configurator) weJoin() bool {
-	return c.joining && c.seat < 0 && c.settled && c.own > 0 && c.gone[c.self.Name].number == 0
+	return c.joining && c.voter < 0 && c.settled && c.own > 0 && c.gone[c.self.Name].number == 0
 }
 
 // sharedLocked tells whether anybody asks for something that anybody may write.
 func (c *Configurator) sharedLocked(now time.Duration) bool {
-	if c.leaving && c.seat >= 0 || c.weJoin() || c.unlisted() || c.thawsLocked(now) {
+	if c.leaving && c.voter >= 0 || c.weJoin() || c.unlisted() || c.thawsLocked(now) {
 		return true
 	}
 	for _, f := range c.list {
@@ -414,7 +414,7 @@ func (c *Configurator) documentLocked(wall time.Time, to escrow.Configuration, e
 	if c.cfg.OnSilence == escrow.Majority {
 		for _, m := range to.Roster.Members {
 			if incarnation, ok := c.listedLocked(m.Name); ok {
-				d.lives = append(d.lives, life{m.Name, incarnation})
+				d.incarnations = append(d.incarnations, listed{m.Name, incarnation})
 			}
 		}
 	}
@@ -422,7 +422,7 @@ func (c *Configurator) documentLocked(wall time.Time, to escrow.Configuration, e
 	return d
 }
 
-// listedLocked is the life of a member that may confirm leases from the next document
+// listedLocked is the incarnation of a member that may confirm leases from the next document
 // on.
 func (c *Configurator) listedLocked(name string) (incarnation uint64, ok bool) {
 	f := c.peers[name]
@@ -434,7 +434,7 @@ func (c *Configurator) listedLocked(name string) (incarnation uint64, ok bool) {
 	case c.doc == nil:
 		return 0, false
 	}
-	return c.doc.lifeOf(name)
+	return c.doc.incarnationOf(name)
 }
 
 // roster changes a roster, and keeps somebody who mints in it.
@@ -454,7 +454,7 @@ func editRoster(members []escrow.Member) *rosterEdit {
 }
 
 func (e *rosterEdit) remove(name string) bool {
-	i := seatOf(e.members, name)
+	i := memberIndex(e.members, name)
 	if i < 0 || len(e.members) == 1 || e.members[i].Weighs() > 0 && e.mint == 1 {
 		return false
 	}
@@ -492,7 +492,7 @@ func (c *Configurator) draftLocked(now time.Duration, wall time.Time) (*document
 			break
 		}
 	}
-	due := c.wanted != never && now >= c.wanted+c.cfg.Gather+time.Duration(c.rank)*c.cfg.Patience
+	due := c.wanted != never && now >= c.wanted+c.cfg.Batch+time.Duration(c.rank)*c.cfg.Patience
 	if w == nil && !due {
 		return nil, 0
 	}
@@ -557,10 +557,10 @@ func (c *Configurator) composeLocked(now time.Duration, wall time.Time, w *wish,
 	}
 	slices.SortFunc(evicted, func(a, b eviction) int { return strings.Compare(a.name, b.name) })
 	if room {
-		did = c.gatherLocked(now, edit, did)
+		did = c.batchLocked(now, edit, did)
 	}
 	if c.unlisted() || slices.ContainsFunc(c.list, func(f *confPeer) bool { return c.asks(now, f, confUnlist) }) {
-		did = append(did, "a new life confirms leases")
+		did = append(did, "a new incarnation confirms leases")
 	}
 	if c.thawsLocked(now) || slices.ContainsFunc(c.list, func(f *confPeer) bool { return c.asks(now, f, confRenew) }) {
 		did = append(did, "who was silent is heard")
@@ -574,8 +574,8 @@ func (c *Configurator) composeLocked(now time.Duration, wall time.Time, w *wish,
 	return c.documentLocked(wall, to, evicted, who, what), what
 }
 
-// gatherLocked makes joins and leaves, and says so.
-func (c *Configurator) gatherLocked(now time.Duration, edit *rosterEdit, did []string) []string {
+// batchLocked makes joins and leaves, and says so.
+func (c *Configurator) batchLocked(now time.Duration, edit *rosterEdit, did []string) []string {
 	if c.leaving && edit.remove(c.self.Name) {
 		did = append(did, "leave "+c.self.Name)
 	}

@@ -125,11 +125,11 @@
 // already: a compare-and-set register keeps the newest document, and its number orders it.
 //
 //	who                  asks                              and has
-//	a guest              [Configurator.Join]               its share when complete; borrows until then
+//	a learner              [Configurator.Join]               its share when complete; borrows until then
 //	a member             [Configurator.Leave]              no share when written; may end when complete
 //	an operator          [Configurator.Evict]              the share of one that is gone, or an error
 //	                     [Configurator.Set]                limits, weights, a fill, or an error
-//	a new life           nothing                           its share, once it has read the register
+//	a new incarnation           nothing                           its share, once it has read the register
 //	an evicted one       nothing                           its share again
 //
 // What an operator asks for names the number that it changes. It is made upon that one, or

@@ -20,16 +20,16 @@ import (
 // only the newest one, so it carries what a reader needs of those before: the configurations
 // since the last one that its writer knew to be complete, and a log of the last writes.
 //
-//	document = version fleet first { next } lives log
+//	document = version fleet first { next } incarnations log
 //	first    = number body members limits evicted
 //	next     = number body members' limits' evicted      as many as "first" says
-//	body     = rate burst guests roster resets
+//	body     = rate burst learners roster resets
 //	members  = count { name weight }                     by name
 //	members' = count { name change [weight] }            by name: what differs, 0 is gone
 //	limits   = count { key rate burst }                  by key
 //	limits'  = count { key change [rate burst] }         by key: what differs, 0 is gone
 //	evicted  = count { name silent }                     by name
-//	lives    = count { name incarnation }                by name
+//	incarnations    = count { name incarnation }                by name
 //	log      = count { id at who what }                  the last is of the newest number
 //
 // Numbers are unsigned varints; rates, incarnations and ids are eight bytes; texts have
@@ -57,10 +57,10 @@ type Record struct {
 }
 
 type document struct {
-	fleet  string
-	stages []stage // from the last complete one to the newest; at least one
-	lives  []life  // by name; see configurator_lease.go
-	log    []Record
+	fleet        string
+	stages       []stage  // from the last complete one to the newest; at least one
+	incarnations []listed // by name; see configurator_lease.go
+	log          []Record
 
 	bytes []byte
 }
@@ -73,8 +73,8 @@ type stage struct {
 	digest  uint64     // of the configuration and the evicted
 }
 
-// A life is the incarnation of a name that may confirm leases.
-type life struct {
+// An incarnation is the incarnation of a name that may confirm leases.
+type listed struct {
 	name        string
 	incarnation uint64
 }
@@ -106,7 +106,7 @@ func sortedKeys[V any](m map[string]V) []string { return slices.Sorted(maps.Keys
 func appendStage(b []byte, before, s *stage) []byte {
 	b = binary.AppendUvarint(b, s.Number)
 	b = appendLimit(b, s.Limit)
-	b = appendBool(b, s.Roster.Guests)
+	b = appendBool(b, s.Roster.Learners)
 	b = binary.AppendUvarint(b, s.Roster.Number)
 	b = binary.AppendUvarint(b, s.Resets)
 	if before == nil {
@@ -191,8 +191,8 @@ func (d *document) encode() {
 		}
 		b = appendStage(b, before, &d.stages[i])
 	}
-	b = binary.AppendUvarint(b, uint64(len(d.lives)))
-	for _, l := range d.lives {
+	b = binary.AppendUvarint(b, uint64(len(d.incarnations)))
+	for _, l := range d.incarnations {
 		b = binary.BigEndian.AppendUint64(wire.AppendText(b, l.name), l.incarnation)
 	}
 	b = binary.AppendUvarint(b, uint64(len(d.log)))
@@ -212,7 +212,7 @@ func (r *reader) stage(before *stage) stage {
 		low = before.Number + 1
 	}
 	c := escrow.Configuration{Number: r.Uint("number", low, math.MaxUint64-1), Limit: r.limit("limit")}
-	c.Roster.Guests = r.Bool("guests")
+	c.Roster.Learners = r.Bool("learners")
 	c.Roster.Number = r.number("roster")
 	c.Resets = r.number("resets")
 	if before != nil {
@@ -263,7 +263,7 @@ func (r *reader) stage(before *stage) stage {
 	var evicted []eviction
 	for n := r.Uint("evicted", 0, maxMembers); n > 0 && r.Fault() == nil; n-- {
 		e := eviction{name: r.Text("evicted", 1, maxName), silent: r.Bool("evicted")}
-		if k := len(evicted); k > 0 && evicted[k-1].name >= e.name || seatOf(c.Roster.Members, e.name) >= 0 {
+		if k := len(evicted); k > 0 && evicted[k-1].name >= e.name || memberIndex(c.Roster.Members, e.name) >= 0 {
 			r.Fail("evicted", e.name, "one after the last, that is no member")
 		}
 		evicted = append(evicted, e)
@@ -295,11 +295,11 @@ func readDocument(b []byte) (*document, error) {
 		d.stages = append(d.stages, r.stage(before))
 	}
 	for n := r.Uint("lives", 0, maxMembers); n > 0 && r.Fault() == nil; n-- {
-		l := life{name: r.Text("life", 1, maxName), incarnation: r.digest("incarnation")}
-		if k := len(d.lives); k > 0 && d.lives[k-1].name >= l.name {
-			r.Fail("life", l.name, "one after "+d.lives[k-1].name)
+		l := listed{name: r.Text("incarnation", 1, maxName), incarnation: r.digest("incarnation")}
+		if k := len(d.incarnations); k > 0 && d.incarnations[k-1].name >= l.name {
+			r.Fail("incarnation", l.name, "one after "+d.incarnations[k-1].name)
 		}
-		d.lives = append(d.lives, l)
+		d.incarnations = append(d.incarnations, l)
 	}
 	most := uint64(maxLog)
 	if r.Fault() == nil {
@@ -332,13 +332,13 @@ func shorten(s string, most int) string {
 	return strings.ToValidUTF8(s[:most-len(more)], "") + more
 }
 
-// lifeOf is the incarnation of a name that may confirm leases; false if there is none.
-func (d *document) lifeOf(name string) (uint64, bool) {
-	i, ok := slices.BinarySearchFunc(d.lives, name, func(l life, name string) int { return cmp.Compare(l.name, name) })
+// incarnationOf is the incarnation of a name that may confirm leases; false if there is none.
+func (d *document) incarnationOf(name string) (uint64, bool) {
+	i, ok := slices.BinarySearchFunc(d.incarnations, name, func(l listed, name string) int { return cmp.Compare(l.name, name) })
 	if !ok {
 		return 0, false
 	}
-	return d.lives[i].incarnation, true
+	return d.incarnations[i].incarnation, true
 }
 
 func digestOf(b []byte) uint64 { return max(1, hashEnd(hashString(hashInit, string(b)))) }

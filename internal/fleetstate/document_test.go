@@ -27,7 +27,7 @@ func drawDocument(t *rapid.T) *document {
 	number := rapid.Uint64Range(1, 1<<40).Draw(t, "number")
 	for range rapid.IntRange(1, 5).Draw(t, "stages") {
 		c := escrow.Configuration{Number: number, Limit: limit.Draw(t, "limit"), Resets: rapid.Uint64().Draw(t, "resets")}
-		c.Roster.Guests, c.Roster.Number = rapid.Bool().Draw(t, "guests"), rapid.Uint64().Draw(t, "roster")
+		c.Roster.Learners, c.Roster.Number = rapid.Bool().Draw(t, "learners"), rapid.Uint64().Draw(t, "roster")
 		c.Limits = rapid.MapOfN(rapid.SampledFrom([]string{"x", "y", "z"}), limit, 0, 3).Draw(t, "limits")
 		if len(c.Limits) == 0 {
 			c.Limits = nil
@@ -44,8 +44,8 @@ func drawDocument(t *rapid.T) *document {
 		number += rapid.Uint64Range(1, 3).Draw(t, "step")
 	}
 	for _, n := range []string{"a", "c"} {
-		if rapid.Bool().Draw(t, "life") {
-			d.lives = append(d.lives, life{n, rapid.Uint64().Draw(t, "incarnation")})
+		if rapid.Bool().Draw(t, "incarnation") {
+			d.incarnations = append(d.incarnations, listed{n, rapid.Uint64().Draw(t, "incarnation")})
 		}
 	}
 	k := rapid.Uint64Range(0, min(maxLog, d.number())).Draw(t, "log")

@@ -29,7 +29,7 @@ var (
 	// that the two would count differently. Nothing of it was taken in.
 	ErrRoster = errors.New("fleet: roster differs")
 
-	// ErrSelf means that a packet came from this very life of this process.
+	// ErrSelf means that a packet came from this very incarnation of this process.
 	ErrSelf = errors.New("fleet: own packet")
 
 	// ErrFleet means that a peer is of another fleet, or has another policy or

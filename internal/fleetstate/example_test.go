@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 )
@@ -21,13 +22,13 @@ func ExampleMember() {
 	roster := fleetstate.Roster{Number: 1, Names: []string{"a", "b", "c"}}
 	var votes []*fleetstate.Verdicts
 	var members []*fleetstate.Member
-	var breakers []*breaker.Breaker
+	var breakers []*circuit.Breaker
 	for _, name := range roster.Names {
 		v, err := fleetstate.NewVerdicts(now, fleetstate.Config{}, crdt.Replica{Name: name, Incarnation: 1}, roster)
 		if err != nil {
 			log.Fatal(err)
 		}
-		b, err := breaker.New("orders", breaker.Config{})
+		b, err := circuit.New("orders", breaker.Config{})
 		if err != nil {
 			log.Fatal(err)
 		}

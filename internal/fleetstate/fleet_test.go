@@ -342,8 +342,8 @@ func TestAlone(t *testing.T) {
 // Wall time gets into a process only as the incarnation that its session brings.
 // An hour more or less changes nothing, to the last event.
 func TestWallClockJump(t *testing.T) {
-	run := func(life uint64) uint64 {
-		w := newWorld(t, 17, options{nodes: 5, rate: 20, loss: 0.2, life: life})
+	run := func(incarnation uint64) uint64 {
+		w := newWorld(t, 17, options{nodes: 5, rate: 20, loss: 0.2, incarnation: incarnation})
 		w.tracing = true
 		w.down = true
 		w.run(20 * sec)
@@ -360,9 +360,9 @@ func TestWallClockJump(t *testing.T) {
 	const hour = 3600 * 1_000_000_000
 	at := uint64(1_800_000_000_000_000_000)
 	want := run(at)
-	for _, life := range []uint64{at, at - hour, at + hour} {
-		if got := run(life); got != want {
-			t.Errorf("with incarnations from %d the trace is %x, not %x", life, got, want)
+	for _, incarnation := range []uint64{at, at - hour, at + hour} {
+		if got := run(incarnation); got != want {
+			t.Errorf("with incarnations from %d the trace is %x, not %x", incarnation, got, want)
 		}
 	}
 }

@@ -27,9 +27,9 @@ func newLab(t *testing.T, cfg Config, names ...string) *lab {
 	return &lab{t: t, cfg: cfg, r: Roster{Number: 1, Names: names}, now: 100 * sec}
 }
 
-func (l *lab) start(name string, life uint64) *Verdicts {
+func (l *lab) start(name string, incarnation uint64) *Verdicts {
 	l.t.Helper()
-	v, err := NewVerdicts(l.now, l.cfg, crdt.Replica{Name: name, Incarnation: life}, l.r)
+	v, err := NewVerdicts(l.now, l.cfg, crdt.Replica{Name: name, Incarnation: incarnation}, l.r)
 	if err != nil {
 		l.t.Fatal(err)
 	}
@@ -137,8 +137,8 @@ func TestHandover(t *testing.T) {
 }
 
 // A process that is started again takes its own partition over like anybody else's:
-// what its earlier life said does not make it an owner that is still there.
-func TestHandoverToTheNextLife(t *testing.T) {
+// what its earlier incarnation said does not make it an owner that is still there.
+func TestHandoverToTheNextIncarnation(t *testing.T) {
 	l := newLab(t, Config{}, "a", "b", "c")
 	a, b, c := l.start("a", 1), l.start("b", 1), l.start("c", 1)
 	l.meet(2*sec, a, b, c)

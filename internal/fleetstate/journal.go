@@ -55,7 +55,7 @@ type EntryKind uint8
 
 // The kinds.
 const (
-	EntryStarted       EntryKind = iota + 1 // a life of a process began
+	EntryStarted       EntryKind = iota + 1 // an incarnation of a process began
 	EntryLeft                               // and ended in order
 	EntryEvicted                            // somebody ended it; Subject is its name
 	EntryConfiguration                      // a configuration was made; Number is which
@@ -382,7 +382,7 @@ func (j *Journal) readerLocked(now time.Duration, peer crdt.Replica) *journalRea
 	return p
 }
 
-// Gone says that a peer's life is over for good: its entries stay, and nothing
+// Gone says that a peer's incarnation is over for good: its entries stay, and nothing
 // waits for it any more.
 func (j *Journal) Gone(now time.Duration, peer crdt.Replica) {
 	j.clock.Forget(peer)
@@ -394,11 +394,11 @@ func (j *Journal) Gone(now time.Duration, peer crdt.Replica) {
 	j.lookAt = now
 }
 
-// forgetGone is after how long no packet can still bring entries of a life that
+// forgetGone is after how long no packet can still bring entries of an incarnation that
 // is over.
 const forgetGone = 10 * time.Minute
 
-// expireLocked stops waiting for peers that are not heard, and forgets lives that
+// expireLocked stops waiting for peers that are not heard, and forgets incarnations that
 // are long over.
 func (j *Journal) expireLocked(now time.Duration) {
 	if now < j.lookAt {

@@ -35,10 +35,10 @@ func newScribes(t testing.TB, c JournalConfig, off ...time.Duration) *scribes {
 	return w
 }
 
-func (w *scribes) start(c JournalConfig, i int, life uint64) {
+func (w *scribes) start(c JournalConfig, i int, incarnation uint64) {
 	w.t.Helper()
 	wall := func() time.Time { return time.UnixMilli(1_000_000).Add(w.now + w.off[i]) }
-	j, err := NewJournal(c, crdt.Replica{Name: string(rune('a' + i)), Incarnation: life}, wall)
+	j, err := NewJournal(c, crdt.Replica{Name: string(rune('a' + i)), Incarnation: incarnation}, wall)
 	if err != nil {
 		w.t.Fatal(err)
 	}
@@ -251,9 +251,9 @@ func TestJournalForNewcomers(t *testing.T) {
 	}
 }
 
-// A life that is over is forgotten in time, and its entries are not told twice by
+// An incarnation that is over is forgotten in time, and its entries are not told twice by
 // a packet that comes later still.
-func TestJournalForgetsLives(t *testing.T) {
+func TestJournalForgetsIncarnations(t *testing.T) {
 	w := newScribes(t, JournalConfig{Keep: 2}, 0, 0, 0)
 	w.write(0, "last words")
 	late, _ := w.packet(0, 1, 4096)
@@ -264,7 +264,7 @@ func TestJournalForgetsLives(t *testing.T) {
 	w.now += forgetGone + sec
 	w.packet(1, 2, 4096)
 	if n := len(w.all[1].gone); n != 1 {
-		t.Fatalf("%d lives are remembered whose entries are kept", n)
+		t.Fatalf("%d incarnations are remembered whose entries are kept", n)
 	}
 	if err := w.hand(0, 1, late); err != nil {
 		t.Fatal(err)
@@ -278,7 +278,7 @@ func TestJournalForgetsLives(t *testing.T) {
 	w.now += sec
 	w.packet(1, 2, 4096)
 	if n := len(w.all[1].gone); n != 0 {
-		t.Fatalf("%d lives are remembered", n)
+		t.Fatalf("%d incarnations are remembered", n)
 	}
 }
 

@@ -16,12 +16,12 @@ import (
 // crew is a few Members that hear each other when told to. Their breakers' clock is
 // another than that of their session.
 type crew struct {
-	t     *testing.T
-	now   time.Duration
-	names []string
-	v     []*Verdicts
-	m     []*Member
-	life  uint64 // of the last one, if it is not the first
+	t           *testing.T
+	now         time.Duration
+	names       []string
+	v           []*Verdicts
+	m           []*Member
+	incarnation uint64 // of the last one, if it is not the first
 }
 
 func newCrew(t *testing.T, names ...string) *crew {
@@ -46,8 +46,8 @@ func newCrew(t *testing.T, names ...string) *crew {
 func (c *crew) fleet() time.Duration { return c.now - time.Hour }
 
 func (c *crew) self(i int) crdt.Replica {
-	if c.life > 0 && i == len(c.names)-1 {
-		return crdt.Replica{Name: c.names[i], Incarnation: c.life}
+	if c.incarnation > 0 && i == len(c.names)-1 {
+		return crdt.Replica{Name: c.names[i], Incarnation: c.incarnation}
 	}
 	return crdt.Replica{Name: c.names[i], Incarnation: 1}
 }
@@ -277,7 +277,7 @@ func TestMemberKeepsWhatAnotherScopeHolds(t *testing.T) {
 	if s := fresh.m[2].Scopes(); len(s) != 2 || !s[0].Held || !s[1].Held {
 		t.Fatalf("a new process begins with %+v", s)
 	}
-	fresh.life = 2
+	fresh.incarnation = 2
 	fresh.talk()
 	fresh.talk()
 	fresh.m[2].Step(fresh.now, nil)

@@ -19,28 +19,28 @@ type peers struct {
 }
 
 type peer struct {
-	life  uint64
-	sent  time.Duration // the latest Sent: what is not above it is a repetition
-	heard time.Duration
-	echo  time.Duration
-	rest  time.Duration // how much later than a keep-alive its next packet may come
-	known bool          // echo holds
-	live  bool          // when last looked at
+	incarnation uint64
+	sent        time.Duration // the latest Sent: what is not above it is a repetition
+	heard       time.Duration
+	echo        time.Duration
+	rest        time.Duration // how much later than a keep-alive its next packet may come
+	known       bool          // echo holds
+	live        bool          // when last looked at
 
 	// Everything the peer wrote up to this version has reached us, so a vote of
-	// this life that is no later and not here has been forgotten for good reason.
+	// this incarnation that is no later and not here has been forgotten for good reason.
 	floor uint64
 }
 
-// hear takes in a contact, unless it is of an earlier life, a repetition or
-// overtaken, and returns what is known of the newest life.
+// hear takes in a contact, unless it is of an earlier incarnation, a repetition or
+// overtaken, and returns what is known of the newest incarnation.
 func (ps *peers) hear(c crdt.Contact) *peer {
 	p := ps.m[c.From.Name]
-	if p == nil || p.life < c.From.Incarnation {
-		p = &peer{life: c.From.Incarnation, sent: c.Sent - 1}
+	if p == nil || p.incarnation < c.From.Incarnation {
+		p = &peer{incarnation: c.From.Incarnation, sent: c.Sent - 1}
 		ps.m[c.From.Name] = p
 	}
-	if p.life > c.From.Incarnation || c.Sent <= p.sent {
+	if p.incarnation > c.From.Incarnation || c.Sent <= p.sent {
 		return p
 	}
 	p.sent = c.Sent
@@ -59,7 +59,7 @@ func (p *peer) within(now, span time.Duration) bool {
 }
 
 func (ps *peers) gone(r crdt.Replica) {
-	if p := ps.m[r.Name]; p != nil && p.life <= r.Incarnation {
+	if p := ps.m[r.Name]; p != nil && p.incarnation <= r.Incarnation {
 		delete(ps.m, r.Name)
 	}
 }

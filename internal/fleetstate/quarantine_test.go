@@ -56,8 +56,8 @@ func newLists(t *testing.T, seed uint64, wrong map[int]time.Duration) *lists {
 	}
 	w := &lists{t: t, net: simnet.New(simnet.Config{Seed: seed, Link: simnet.Link{Base: 500 * time.Microsecond, Jitter: 500 * time.Microsecond, Loss: 0.05}})}
 	for i := range 9 {
-		w.net.Add(func(life int, rng *rand.Rand) simnet.Process {
-			self := crdt.Replica{Name: fmt.Sprint("n", i), Incarnation: uint64(life)}
+		w.net.Add(func(incarnation int, rng *rand.Rand) simnet.Process {
+			self := crdt.Replica{Name: fmt.Sprint("n", i), Incarnation: uint64(incarnation)}
 			q, err := NewQuarantine(self, func() time.Time {
 				_, wall := w.net.Clock(i)
 				return time.Unix(0, wall)

@@ -37,7 +37,7 @@ func (s *Storms) Rejoin(_ time.Duration, self crdt.Replica) {
 }
 
 // Rejoin says the same again, as the new incarnation.
-func (m *Standings) Rejoin(_ time.Duration, self crdt.Replica) {
+func (m *MemberStatuses) Rejoin(_ time.Duration, self crdt.Replica) {
 	m.mu.Lock()
 	m.self = self
 	own := m.own
@@ -80,7 +80,7 @@ func (j *Journal) Rejoin(_ time.Duration, self crdt.Replica) {
 }
 
 // Rejoin counts from 0 as the new incarnation. Peers keep the row of the one before, as
-// that of a life that is over; here it is folded.
+// that of an incarnation that is over; here it is folded.
 func (t *Totals) Rejoin(_ time.Duration, self crdt.Replica) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

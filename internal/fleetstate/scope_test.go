@@ -29,7 +29,7 @@ type wired struct {
 }
 
 func (w *wires) Start(p scopetest.Process) *scope.Machine {
-	v, err := NewVerdicts(p.Clock(), p.Config, crdt.Replica{Name: p.Name, Incarnation: p.Life}, Roster{Number: 1, Names: p.Roster})
+	v, err := NewVerdicts(p.Clock(), p.Config, crdt.Replica{Name: p.Name, Incarnation: p.Incarnation}, Roster{Number: 1, Names: p.Roster})
 	if err != nil {
 		w.t.Fatal(err)
 	}

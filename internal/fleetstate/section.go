@@ -105,9 +105,9 @@ func (v *Verdicts) Merge(c crdt.Contact, b []byte) error {
 	for i := range m.records {
 		v.mergeLocked(c.Now, &m.records[i])
 	}
-	// What is complete for an earlier life of ours is not for this one.
-	m.complete = m.complete && m.life == v.self.Incarnation
-	if m.complete && from != nil && from.life == c.From.Incarnation {
+	// What is complete for an earlier incarnation of ours is not for this one.
+	m.complete = m.complete && m.incarnation == v.self.Incarnation
+	if m.complete && from != nil && from.incarnation == c.From.Incarnation {
 		from.floor = max(from.floor, m.floor)
 		v.informed = v.informed || m.informed
 	}
@@ -149,7 +149,7 @@ func (v *Verdicts) mergeLocked(now time.Duration, rec *record) {
 		}
 		return
 	}
-	if p := v.peers.m[w.Node.Name]; p != nil && old == nil && p.life == w.Node.Incarnation && w.Version <= p.floor {
+	if p := v.peers.m[w.Node.Name]; p != nil && old == nil && p.incarnation == w.Node.Incarnation && w.Version <= p.floor {
 		return // it was forgotten, or taken back
 	}
 	if old == nil {
@@ -169,7 +169,7 @@ func (v *Verdicts) mergeLocked(now time.Duration, rec *record) {
 	v.m.Stir(sc)
 }
 
-// Gone says that a peer's life is over for good. Its votes no longer count, and
+// Gone says that a peer's incarnation is over for good. Its votes no longer count, and
 // wait for who takes its scopes over.
 func (v *Verdicts) Gone(now time.Duration, peer crdt.Replica) {
 	v.m.Lock()

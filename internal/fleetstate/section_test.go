@@ -87,7 +87,7 @@ func TestDeltaInPieces(t *testing.T) {
 	}
 }
 
-// What was complete for an earlier life is not for a later one: its votes are
+// What was complete for an earlier incarnation is not for a later one: its votes are
 // taken in when they come.
 func TestCompleteForWhom(t *testing.T) {
 	l := newLab(t, Config{}, "a", "b")

@@ -43,34 +43,34 @@ type world struct {
 }
 
 type options struct {
-	nodes  int
-	quorum float64
-	cfg    Config
-	brk    breaker.Config
-	rate   int     // messages a second and node; 0 is none
-	loss   float64 // of packets
-	dup    float64
-	delay  time.Duration // at least; as much again at random
-	gossip time.Duration // pacing of packets to one peer
-	local  bool          // no fleet
-	took   time.Duration // by a handler call
-	life   uint64        // added to incarnations
-	quiet  map[int]bool  // nodes without traffic
+	nodes       int
+	quorum      float64
+	cfg         Config
+	brk         breaker.Config
+	rate        int     // messages a second and node; 0 is none
+	loss        float64 // of packets
+	dup         float64
+	delay       time.Duration // at least; as much again at random
+	gossip      time.Duration // pacing of packets to one peer
+	local       bool          // no fleet
+	took        time.Duration // by a handler call
+	incarnation uint64        // added to incarnations
+	quiet       map[int]bool  // nodes without traffic
 }
 
 type node struct {
-	w      *world
-	i      int
-	name   string
-	life   uint64
-	origin time.Duration // its clock's
-	alive  bool
-	epoch  int // lives
-	v      *Verdicts
-	b      *circuit.Breaker
-	broken bool // its own path
-	frozen bool // its handler does not return
-	idle   bool // no new messages
+	w           *world
+	i           int
+	name        string
+	incarnation uint64
+	origin      time.Duration // its clock's
+	alive       bool
+	epoch       int // incarnations
+	v           *Verdicts
+	b           *circuit.Breaker
+	broken      bool // its own path
+	frozen      bool // its handler does not return
+	idle        bool // no new messages
 
 	waiting int
 	busy    bool
@@ -221,15 +221,15 @@ func (w *world) closed() bool {
 
 func (n *node) clock() time.Duration { return n.w.now + n.origin }
 
-func (n *node) replica() crdt.Replica { return crdt.Replica{Name: n.name, Incarnation: n.life} }
+func (n *node) replica() crdt.Replica { return crdt.Replica{Name: n.name, Incarnation: n.incarnation} }
 
-// start begins a life: empty memory, another origin of the clock.
+// start begins an incarnation: empty memory, another origin of the clock.
 func (n *node) start() {
 	w := n.w
 	n.epoch++
 	w.stirred = w.now
 	n.alive, n.busy, n.waiting, n.probing = true, false, 0, false
-	n.life = w.opt.life + uint64(n.epoch)
+	n.incarnation = w.opt.incarnation + uint64(n.epoch)
 	n.origin = time.Duration(w.rng.Int64N(int64(1000 * sec)))
 	n.links = make([]link, len(w.nodes))
 	n.last = State{}
@@ -260,7 +260,7 @@ func (n *node) adopt() {
 	n.drive()
 }
 
-// crash ends a life without a word.
+// crash ends an incarnation without a word.
 func (n *node) crash() {
 	n.alive = false
 	n.epoch++
@@ -269,7 +269,7 @@ func (n *node) crash() {
 	n.w.logf("%s crashes", n.name)
 }
 
-// every calls f now and then, until the life ends.
+// every calls f now and then, until the incarnation ends.
 func (n *node) every(epoch int, d time.Duration, f func()) {
 	var again func()
 	again = func() {
@@ -433,12 +433,12 @@ func (n *node) gossip() {
 		l.sentAt, l.sentTo, l.owes = now, upto, false
 		n.w.send(n, p, packet{
 			from: n.replica(), sent: now, echo: l.sent, payload: payload,
-			since: l.acked, upto: upto, ack: l.upto, ackOf: p.lifeOf(l),
+			since: l.acked, upto: upto, ack: l.upto, ackOf: p.incarnationOf(l),
 		})
 	}
 }
 
-func (n *node) lifeOf(l *link) crdt.Replica { return l.replica }
+func (n *node) incarnationOf(l *link) crdt.Replica { return l.replica }
 
 func (w *world) send(from, to *node, p packet) {
 	copies := 1
@@ -482,7 +482,7 @@ func (n *node) receive(i int, p packet) {
 	n.drive()
 }
 
-// echo is only ours to read if it is of this life.
+// echo is only ours to read if it is of this incarnation.
 func (n *node) echo(p packet) time.Duration {
 	if p.ackOf != n.replica() {
 		return 0

@@ -242,13 +242,13 @@ func TestStormWithdraw(t *testing.T) {
 	}
 }
 
-// A later life replaces an earlier one, and Gone removes it.
-func TestStormLives(t *testing.T) {
+// A later incarnation replaces an earlier one, and Gone removes it.
+func TestStormIncarnations(t *testing.T) {
 	s, _ := NewStorms(StormConfig{}, crdt.Replica{Name: "x", Incarnation: 1})
-	say := func(life uint64, r Report, num uint64) {
+	say := func(incarnation uint64, r Report, num uint64) {
 		t.Helper()
 		b := appendSnapshot([]byte{wireVersion}, &snapshot{key: "k", num: num, Report: r})
-		c := crdt.Contact{From: crdt.Replica{Name: "y", Incarnation: life}, Now: sec, Sent: sec, Echo: sec}
+		c := crdt.Contact{From: crdt.Replica{Name: "y", Incarnation: incarnation}, Now: sec, Sent: sec, Echo: sec}
 		if err := s.Merge(c, b); err != nil {
 			t.Fatal(err)
 		}
@@ -257,7 +257,7 @@ func TestStormLives(t *testing.T) {
 	say(2, calm, 1)
 	say(1, storm, 10)
 	if s.Storm(sec, "k").Active {
-		t.Error("the earlier life counts")
+		t.Error("the earlier incarnation counts")
 	}
 	say(2, storm, 2)
 	if !s.Storm(sec, "k").Active {

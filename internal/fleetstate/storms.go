@@ -352,8 +352,8 @@ func (s *Storms) Merge(c crdt.Contact, b []byte) error {
 	name := c.From.Name
 	was := s.peers.m[name]
 	p := s.peers.hear(c)
-	if p.life != c.From.Incarnation {
-		return nil // of an earlier life: nothing of it is live
+	if p.incarnation != c.From.Incarnation {
+		return nil // of an earlier incarnation: nothing of it is live
 	}
 	if was != p {
 		delete(s.others, name)
@@ -388,11 +388,11 @@ func (s *Storms) Merge(c crdt.Contact, b []byte) error {
 	return nil
 }
 
-// Gone says that a peer's life is over for good.
+// Gone says that a peer's incarnation is over for good.
 func (s *Storms) Gone(now time.Duration, peer crdt.Replica) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if p := s.peers.m[peer.Name]; p == nil || p.life > peer.Incarnation {
+	if p := s.peers.m[peer.Name]; p == nil || p.incarnation > peer.Incarnation {
 		return
 	}
 	s.peers.gone(peer)

@@ -21,19 +21,19 @@ const (
 	// totalsEvery is how often a process tells what it has counted, at most: four
 	// times a second, less what a driver's tick of 250ms may come early.
 	totalsEvery = 240 * time.Millisecond
-	// lifeFresh is how long ago a success may be, when this process hears of it, to
+	// successFresh is how long ago a success may be, when this process hears of it, to
 	// say something about the dependency now. It is guard's proofFresh.
-	lifeFresh = 5 * time.Second
+	successFresh = 5 * time.Second
 
 	maxTotals       = 1000     // keys of this process, and keys of others
 	maxTotalRows    = 1 << 14  // rows of others, over all keys: some 500 bytes each
-	maxDepartedRows = 64       // lives that are over and still have rows of their own
+	maxDepartedRows = 64       // incarnations that are over and still have rows of their own
 	longAgo         = -maxSpan // before anything that is fresh
 )
 
 // Totals are what the processes of a fleet have counted by key: handler calls that
 // succeeded, calls that failed, dead letters. Each is a [crdt.GCounter] with a row for
-// each life of each process, told by that process alone. A row is told again only when
+// each incarnation of each process, told by that process alone. A row is told again only when
 // it has changed, four times a second at most.
 //
 // A total also says something about the dependency, if it is fresh: a row travels with
@@ -44,7 +44,7 @@ const (
 // says nothing.
 //
 // Memory is bounded: 1000 keys of this process and as many of others, 16384 rows of
-// others. The latest 64 lives that are over keep their rows; those of older ones are
+// others. The latest 64 incarnations that are over keep their rows; those of older ones are
 // folded into one. What there is no room for is left out and counted.
 //
 // Instants are monotonic, as for [Verdicts]. All methods are safe for concurrent use;
@@ -90,7 +90,7 @@ const (
 type Total struct {
 	Key                           string
 	Handled, Failed, DeadLettered uint64
-	Processes                     int // lives with a row of their own, this one included
+	Processes                     int // incarnations with a row of their own, this one included
 }
 
 // NewTotals returns the part of self, which has counted nothing yet. The error is
@@ -174,13 +174,13 @@ func (t *Totals) All(dst []Total) []Total {
 	for _, key := range slices.Sorted(maps.Keys(t.keys)) {
 		k := t.keys[key]
 		one := Total{Key: key, Handled: k.sum(totalHandled), Failed: k.sum(totalFailed), DeadLettered: k.sum(totalDead)}
-		lives := make(map[crdt.Replica]bool)
+		incarnations := make(map[crdt.Replica]bool)
 		for _, c := range k.counts {
 			for r := range c.All() {
-				lives[r] = true
+				incarnations[r] = true
 			}
 		}
-		one.Processes = len(lives)
+		one.Processes = len(incarnations)
 		dst = append(dst, one)
 	}
 	return dst
@@ -195,7 +195,7 @@ func (k *total) sum(kind int) uint64 {
 	return n + k.folded[kind]
 }
 
-// has tells whether a life has a row.
+// has tells whether an incarnation has a row.
 func (k *total) has(r crdt.Replica) bool {
 	return slices.ContainsFunc(k.counts[:], func(c *crdt.GCounter) bool { return c.Of(r) > 0 })
 }
@@ -308,7 +308,7 @@ func (t *Totals) mergeLocked(c crdt.Contact, r *totalRecord) {
 	}
 	if r.counts[totalHandled] > k.counts[totalHandled].Of(c.From) && c.Echo > 0 {
 		// The packet left after the one of ours that it echoes.
-		if age := r.age + max(c.Now-c.Echo, 0); age < lifeFresh {
+		if age := r.age + max(c.Now-c.Echo, 0); age < successFresh {
 			k.alive = max(k.alive, c.Now-age)
 		}
 	}
@@ -317,8 +317,8 @@ func (t *Totals) mergeLocked(c crdt.Contact, r *totalRecord) {
 	}
 }
 
-// Gone says that a peer's life is over for good. Its rows stay, or are folded into
-// one when 64 later lives are over: totals never go down.
+// Gone says that a peer's incarnation is over for good. Its rows stay, or are folded into
+// one when 64 later incarnations are over: totals never go down.
 func (t *Totals) Gone(_ time.Duration, peer crdt.Replica) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -16,8 +16,8 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 )
 
-func newTotals(t interface{ Fatal(...any) }, name string, life uint64) *Totals {
-	n, err := NewTotals(crdt.Replica{Name: name, Incarnation: life})
+func newTotals(t interface{ Fatal(...any) }, name string, incarnation uint64) *Totals {
+	n, err := NewTotals(crdt.Replica{Name: name, Incarnation: incarnation})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -132,7 +132,7 @@ func TestTotalsLaws(t *testing.T) {
 					p := rapid.SampledFrom(y.under).Draw(t, "packet") // and again, perhaps
 					before, had := y.nodes[p.to].OthersSucceeded(y.clock(p.to), k)
 					y.deliver(p)
-					if ago, ok := y.nodes[p.to].OthersSucceeded(y.clock(p.to), k); ok && (!had || ago < before) && ago >= lifeFresh {
+					if ago, ok := y.nodes[p.to].OthersSucceeded(y.clock(p.to), k); ok && (!had || ago < before) && ago >= successFresh {
 						t.Fatalf("news of %v ago", ago)
 					}
 				}
@@ -280,27 +280,27 @@ func TestTotalsAreQuiet(t *testing.T) {
 	}
 }
 
-// Each life has a row of its own; the rows of lives that are over are folded, and the
+// Each incarnation has a row of its own; the rows of incarnations that are over are folded, and the
 // sum never falls.
-func TestTotalsOfManyLives(t *testing.T) {
+func TestTotalsOfManyIncarnations(t *testing.T) {
 	const now = 1000 * sec
 	b := newTotals(t, "b", 1)
 	want := uint64(0)
-	for life := range uint64(1000) {
-		a := newTotals(t, "a", life+1)
-		for i, n := range []uint64{0, life + 1} {
+	for incarnation := range uint64(1000) {
+		a := newTotals(t, "a", incarnation+1)
+		for i, n := range []uint64{0, incarnation + 1} {
 			if err := a.Count(now+time.Duration(i)*sec, "orders", n, 1, 0); err != nil {
 				t.Fatal(err)
 			}
 		}
-		if life > 0 {
-			b.Gone(now, crdt.Replica{Name: "a", Incarnation: life})
-			b.Gone(now, crdt.Replica{Name: "a", Incarnation: life})
+		if incarnation > 0 {
+			b.Gone(now, crdt.Replica{Name: "a", Incarnation: incarnation})
+			b.Gone(now, crdt.Replica{Name: "a", Incarnation: incarnation})
 		}
 		tell(t, now+sec, a, b, 0, now)
-		want += life + 1
-		if got := b.All(nil)[0]; got.Handled != want || got.Failed != 2*(life+1) || got.Processes > maxDepartedRows+1 {
-			t.Fatalf("after %d lives: %+v, want %d handled", life+1, got, want)
+		want += incarnation + 1
+		if got := b.All(nil)[0]; got.Handled != want || got.Failed != 2*(incarnation+1) || got.Processes > maxDepartedRows+1 {
+			t.Fatalf("after %d incarnations: %+v, want %d handled", incarnation+1, got, want)
 		}
 	}
 	if b.rows != maxDepartedRows+1 || len(b.departed) != maxDepartedRows {

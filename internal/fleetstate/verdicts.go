@@ -141,7 +141,7 @@ func (v *Verdicts) lostLocked(now time.Duration) {
 				if lost == nil {
 					lost = make(map[crdt.Replica]time.Duration)
 				}
-				lost[crdt.Replica{Name: name, Incarnation: p.life}] = p.heard
+				lost[crdt.Replica{Name: name, Incarnation: p.incarnation}] = p.heard
 			}
 		}
 	}
@@ -170,7 +170,7 @@ func (b *book) Vote(now time.Duration, name string) *scope.Vote {
 		return &b.own.Vote
 	}
 	r, p := b.rows[name], b.v.peers.m[name]
-	if r == nil || p == nil || p.life != r.Node.Incarnation || !b.v.peers.live(now, p) {
+	if r == nil || p == nil || p.incarnation != r.Node.Incarnation || !b.v.peers.live(now, p) {
 		return nil
 	}
 	return &r.Vote
@@ -327,7 +327,7 @@ func (b *book) stood(r *row) time.Duration {
 	if r.Gone || !r.Troubled(b.Known.Gen) {
 		return r.seen
 	}
-	if p := b.v.peers.m[r.Node.Name]; p != nil && p.life == r.Node.Incarnation {
+	if p := b.v.peers.m[r.Node.Name]; p != nil && p.incarnation == r.Node.Incarnation {
 		return max(r.seen, p.heard)
 	}
 	return r.seen

@@ -20,7 +20,7 @@ import (
 //	record   = 1 name state age                 a decision
 //	         | 2 vote age                       the sender's own
 //	         | 3 node incarnation silent vote age   another's
-//	         | 4 version incarnation                last: to this life of the receiver, no vote of
+//	         | 4 version incarnation                last: to this incarnation of the receiver, no vote of
 //	                                            the sender up to the version is missing
 //	vote     = scope version term its
 //
@@ -48,13 +48,13 @@ const (
 
 // message is a section, read.
 type message struct {
-	number   uint64
-	digest   uint64
-	informed bool
-	records  []record
-	complete bool
-	floor    uint64
-	life     uint64 // the receiver's, as the sender knows it
+	number      uint64
+	digest      uint64
+	informed    bool
+	records     []record
+	complete    bool
+	floor       uint64
+	incarnation uint64 // the receiver's, as the sender knows it
 }
 
 type record struct {
@@ -95,9 +95,9 @@ func appendRecord(b []byte, r *record) []byte {
 	return appendSpan(scope.AppendVote(b, v), r.age)
 }
 
-func appendComplete(b []byte, version, life uint64) []byte {
+func appendComplete(b []byte, version, incarnation uint64) []byte {
 	b = binary.AppendUvarint(append(b, recordComplete), version)
-	return binary.AppendUvarint(b, life)
+	return binary.AppendUvarint(b, incarnation)
 }
 
 // reader reads a section. Nothing of a packet is kept.
@@ -118,7 +118,7 @@ func readMessage(b []byte, from crdt.Replica) (*message, error) {
 		kind := r.Byte("kind")
 		if kind == recordComplete {
 			m.complete, m.floor = true, r.number("floor")
-			m.life = r.number("receiver")
+			m.incarnation = r.number("receiver")
 			r.End()
 			break
 		}

@@ -114,7 +114,7 @@ func drawVotes(t *rapid.T, names []string) []Vote {
 	votes := rapid.SliceOfN(rapid.Custom(func(t *rapid.T) Vote {
 		return Vote{
 			Scope:  "orders",
-			Node:   crdt.Replica{Name: rapid.SampledFrom(names).Draw(t, "node"), Incarnation: rapid.Uint64Range(1, 2).Draw(t, "life")},
+			Node:   crdt.Replica{Name: rapid.SampledFrom(names).Draw(t, "node"), Incarnation: rapid.Uint64Range(1, 2).Draw(t, "incarnation")},
 			Phase:  Phase(rapid.IntRange(0, int(phases)-1).Draw(t, "phase")),
 			At:     Position{Gen: rapid.Uint64Range(0, 2).Draw(t, "gen"), Round: rapid.Uint32Range(0, 2).Draw(t, "round")},
 			Gone:   rapid.IntRange(0, 5).Draw(t, "gone") == 0,

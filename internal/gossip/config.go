@@ -26,7 +26,7 @@ type Config struct {
 	// cluster are refused and counted. Up to 255 bytes; unset is a cluster too.
 	Cluster string
 
-	// Self is this life of this process. Name has 1 to 64 bytes and is the same
+	// Self is this incarnation of this process. Name has 1 to 64 bytes and is the same
 	// after a restart, Incarnation is higher then, and never 0.
 	Self crdt.Replica
 
@@ -58,7 +58,7 @@ type Config struct {
 
 	// MaxPeers bounds the peers that are known, dead ones included; the table of
 	// addresses has four times as many. When it is full, the one that was lost for
-	// longest makes room: that life is over then, and is told so if it comes back.
+	// longest makes room: that incarnation is over then, and is told so if it comes back.
 	// If none was lost for ten minutes the newcomer is refused and counted. In
 	// [1, 4096]; unset means 512. A peer costs about 2 KB and 1 KB per section.
 	MaxPeers int

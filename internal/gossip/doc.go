@@ -27,9 +27,9 @@
 // Those who have nothing to say to each other rest: a process sends two packets in a
 // keep-alive, to all its peers together, and each says how long the next one may take.
 // A peer that is late is asked, and one that does not answer for 20 keep-alives is
-// silent. Each is told who else is heard, so knowing one is enough; peers of the own zone are served first; addresses that fell
-// silent are tried for ever, which is what heals a split. Freshness is judged by a
-// peer's own packets only.
+// silent. Each is told who else is heard, so knowing one is enough; peers of the own zone are
+// served first; addresses that fell silent are tried for ever, which is what heals a split.
+// Freshness is judged by a peer's own packets only.
 //
 // A process that stops says so ([Leave]), and its peers need not wait for silence.
 //

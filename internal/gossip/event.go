@@ -27,7 +27,7 @@ const (
 	// Hint names an address where somebody may be. It is tried soon, and forgotten
 	// like any other.
 	Hint
-	// Leave says that this life ends now, by its own word. From then on the session
+	// Leave says that this incarnation ends now, by its own word. From then on the session
 	// tells nothing but that, until all who are heard have acknowledged it.
 	Leave
 )
@@ -46,7 +46,7 @@ type ActionKind uint8
 const (
 	// Send asks for one packet to be sent, once.
 	Send ActionKind = iota
-	// Displaced says that a later life of the session's own name is at work, or that
+	// Displaced says that a later incarnation of the session's own name is at work, or that
 	// a peer gave this one up for newcomers, see [Config.MaxPeers]. It comes once and
 	// last: the session is over.
 	Displaced
@@ -54,7 +54,7 @@ const (
 	// after a restart with a clock that is behind, and that the session goes on above it.
 	// Only where every section is a [Rejoiner], and within a second of the first answer.
 	Rejoined
-	// Left says that all who were heard lately know that this life is over. It comes
+	// Left says that all who were heard lately know that this incarnation is over. It comes
 	// once and last: the session is over.
 	Left
 )
@@ -64,5 +64,5 @@ type Action struct {
 	Kind   ActionKind
 	Addr   netip.AddrPort // Send
 	Packet []byte         // Send: valid until the next Step
-	By     crdt.Replica   // Rejoined: who the session is now. Displaced: the life that took the name, or the own one if it was given up
+	By     crdt.Replica   // Rejoined: who the session is now. Displaced: the incarnation that took the name, or the own one if it was given up
 }

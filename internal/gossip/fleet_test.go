@@ -21,7 +21,7 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/gossip/simnet"
 )
 
-// board is a section: a counter for every life, which only that life raises.
+// board is a section: a counter for every incarnation, which only that incarnation raises.
 // With forward it passes on what it hears of others, so that replicas converge
 // that do not hear each other.
 type board struct {
@@ -190,7 +190,7 @@ type fleet struct {
 	rejoins bool // sections go on under a higher incarnation
 	zone    func(node int) string
 	name    func(node int) string
-	inc     func(node, life int) uint64
+	inc     func(node, incarnation int) uint64
 	tune    func(node int, c *gossip.Config)
 	seeds   func(node int) []int
 	onBoot  func(node int, m *member)
@@ -205,7 +205,7 @@ func newFleet(t rapid.TB, seed uint64, link simnet.Link) *fleet {
 		Net:   simnet.New(simnet.Config{Seed: seed, Link: link}),
 		zone:  func(int) string { return "a" },
 		name:  func(node int) string { return fmt.Sprintf("n%02d", node) },
-		inc:   func(_, life int) uint64 { return uint64(life) },
+		inc:   func(_, incarnation int) uint64 { return uint64(incarnation) },
 		seeds: func(int) []int { return []int{0} },
 	}
 }
@@ -213,10 +213,10 @@ func newFleet(t rapid.TB, seed uint64, link simnet.Link) *fleet {
 func (f *fleet) start(n int) *fleet {
 	for range n {
 		node := f.Len()
-		f.Add(func(life int, rng *rand.Rand) simnet.Process {
+		f.Add(func(incarnation int, rng *rand.Rand) simnet.Process {
 			cfg := gossip.Config{
 				Cluster: "test",
-				Self:    crdt.Replica{Name: f.name(node), Incarnation: f.inc(node, life)},
+				Self:    crdt.Replica{Name: f.name(node), Incarnation: f.inc(node, incarnation)},
 				Zone:    f.zone(node),
 			}
 			if f.tune != nil {
@@ -257,7 +257,7 @@ func (f *fleet) member(node int) *member {
 	return m
 }
 
-// leave has a node say that its life is over.
+// leave has a node say that its incarnation is over.
 func (f *fleet) leave(node int) {
 	f.member(node).leave = true
 	f.Poke(node)

@@ -17,14 +17,14 @@ const (
 	mournAtMost = 64
 )
 
-// obituary is a life that ended by its own word. Those who heard it pass it on
+// departed is an incarnation that ended by its own word. Those who heard it pass it on
 // with their introductions, to whom the leaving process did not reach.
-type obituary struct {
-	life  crdt.Replica
-	until time.Duration
+type departed struct {
+	incarnation crdt.Replica
+	until       time.Duration
 }
 
-// leave is Step once the life is over: every peer is told, again and again,
+// leave is Step once the incarnation is over: every peer is told, again and again,
 // until it says that it knows. Who is not heard is told too, but not waited for.
 func (s *Session) leave(now time.Duration, ev Event, actions []Action) []Action {
 	if ev.Kind == Packet {
@@ -38,18 +38,18 @@ func (s *Session) leave(now time.Duration, ev Event, actions []Action) []Action 
 		if reason == Departure {
 			actions = s.tell(ev.Addr, by, actions)
 		}
-		if s.parting.same(now, s) {
+		if s.departure.same(now, s) {
 			return actions
 		}
 	}
 	budget := s.cfg.Burst
-	s.wake, s.parting = Never, parting{}
+	s.wake, s.departure = Never, departure{}
 	for _, p := range s.peers {
 		if p.knows || now-p.heardAt >= s.lostAfter(p) {
 			continue
 		}
-		if s.parting.waits == nil && !p.silent(now, s.silence()) {
-			s.parting.waits = p
+		if s.departure.waits == nil && !p.silent(now, s.silence()) {
+			s.departure.waits = p
 		}
 		if p.due = s.leaveDue(p); p.due <= now && budget > 0 {
 			budget--
@@ -57,7 +57,7 @@ func (s *Session) leave(now time.Duration, ev Event, actions []Action) []Action 
 			p.seq++
 			h := s.begin(now, 0)
 			h.flags |= flagLeave
-			h.toInc, h.toName, h.seq = p.life.Incarnation, p.toName, p.seq
+			h.toInc, h.toName, h.seq = p.incarnation.Incarnation, p.toName, p.seq
 			s.arena = h.append(s.arena, s.cfg.Self.Name)
 			p.sentAt, p.told = now, true
 			p.asks(now)
@@ -66,34 +66,34 @@ func (s *Session) leave(now time.Duration, ev Event, actions []Action) []Action 
 		}
 		switch {
 		case p.due < s.wake:
-			s.wake, s.parting.first = p.due, 1
+			s.wake, s.departure.first = p.due, 1
 		case p.due == s.wake:
-			s.parting.first++
+			s.departure.first++
 		}
 	}
-	if s.parting.waits != nil {
+	if s.departure.waits != nil {
 		return actions
 	}
 	s.end()
 	return append(actions, Action{Kind: Left})
 }
 
-// A parting is what leave found when it last looked at all peers. Of many who leave
+// A departure is what leave found when it last looked at all peers. Of many who leave
 // at once each gets a packet of all the others, and looks at all for each.
-type parting struct {
+type departure struct {
 	waits *peer // one who is waited for; nil is nobody
 	first int   // how many are due at the next wake
 }
 
 // same tells whether looking at all peers again would change nothing.
-func (d *parting) same(now time.Duration, s *Session) bool {
+func (d *departure) same(now time.Duration, s *Session) bool {
 	return now < s.wake && d.first > 0 && d.waits != nil && !d.waits.knows && !d.waits.silent(now, s.silence())
 }
 
 // informed notes that a peer knows that we leave.
 func (s *Session) informed(p *peer) {
 	if !p.knows && p.due == s.wake {
-		s.parting.first--
+		s.departure.first--
 	}
 	p.knows = true
 }
@@ -105,7 +105,7 @@ func (s *Session) leaveDue(p *peer) time.Duration {
 	return p.sentAt + s.cfg.Floor
 }
 
-// acknowledged takes in a packet while we leave: who refuses this life knows that
+// acknowledged takes in a packet while we leave: who refuses this incarnation knows that
 // it is over, who leaves too need not know, and who sends anything else is there.
 func (s *Session) acknowledged(now time.Duration, ev Event) (reason Reason, by crdt.Replica) {
 	h := &s.in
@@ -121,17 +121,17 @@ func (s *Session) acknowledged(now time.Duration, ev Event) (reason Reason, by c
 		return Self, s.mirror(h, canonical(ev.Addr))
 	}
 	p := s.byName[string(h.from)]
-	if p == nil || h.fromInc < p.life.Incarnation {
+	if p == nil || h.fromInc < p.incarnation.Incarnation {
 		return Leaving, by
 	}
 	ours := h.toInc == s.cfg.Self.Incarnation && h.toName == s.selfName
 	switch {
 	case h.flags&flagLeave != 0:
 		s.informed(p)
-		return Departure, crdt.Replica{Name: p.life.Name, Incarnation: h.fromInc}
+		return Departure, crdt.Replica{Name: p.incarnation.Name, Incarnation: h.fromInc}
 	case h.flags&flagRefusal == 0:
 		// What somebody sends again says nothing of who is there.
-		if ours && p.receive(h.seq) == Accepted || !ours && h.sent > p.theirs || h.fromInc > p.life.Incarnation {
+		if ours && p.receive(h.seq) == Accepted || !ours && h.sent > p.theirs || h.fromInc > p.incarnation.Incarnation {
 			p.heardAt, p.waits, p.theirs = now, 0, max(p.theirs, h.sent)
 		}
 		return Leaving, by
@@ -144,32 +144,32 @@ func (s *Session) acknowledged(now time.Duration, ev Event) (reason Reason, by c
 	return Refusal, by
 }
 
-// departed takes in that a life has ended by its own word. The answer tells it
+// departed takes in that an incarnation has ended by its own word. The answer tells it
 // that this is known.
-func (s *Session) departed(now time.Duration, life crdt.Replica) (reason Reason, answer crdt.Replica) {
-	p := s.byName[life.Name]
+func (s *Session) departed(now time.Duration, incarnation crdt.Replica) (reason Reason, answer crdt.Replica) {
+	p := s.byName[incarnation.Name]
 	switch {
-	case p != nil && p.life.Incarnation > life.Incarnation, p == nil && s.retired[life.Name] >= life.Incarnation:
-		return Superseded, life
+	case p != nil && p.incarnation.Incarnation > incarnation.Incarnation, p == nil && s.retired[incarnation.Name] >= incarnation.Incarnation:
+		return Superseded, incarnation
 	case p != nil:
-		s.depart(now, p, life)
+		s.depart(now, p, incarnation)
 	}
-	return Departure, life // of one we never met there is nothing to remember, or anybody could fill the memory
+	return Departure, incarnation // of one we never met there is nothing to remember, or anybody could fill the memory
 }
 
-// depart ends the life of p, and any up to the given one, and has others told.
-func (s *Session) depart(now time.Duration, p *peer, life crdt.Replica) {
+// depart ends the incarnation of p, and any up to the given one, and has others told.
+func (s *Session) depart(now time.Duration, p *peer, incarnation crdt.Replica) {
 	s.book.forget(p)
 	s.retire(now, p)
-	s.bury(life)
+	s.bury(incarnation)
 	if len(s.left) == mournAtMost {
 		s.left = slices.Delete(s.left, 0, 1)
 	}
-	s.left = append(s.left, obituary{life: life, until: now + mournFor})
+	s.left = append(s.left, departed{incarnation: incarnation, until: now + mournFor})
 }
 
-// obituaries appends who left lately.
-func (s *Session) obituaries(now time.Duration, b []byte, room int) []byte {
+// departures appends who left lately.
+func (s *Session) departures(now time.Duration, b []byte, room int) []byte {
 	for len(s.left) > 0 && s.left[0].until <= now {
 		s.left = slices.Delete(s.left, 0, 1)
 	}
@@ -180,11 +180,11 @@ func (s *Session) obituaries(now time.Duration, b []byte, room int) []byte {
 	b = openBlock(b, blockLeft)
 	content := len(b)
 	for _, o := range slices.Backward(s.left) {
-		if len(b)-start+1+len(o.life.Name)+8 > room {
+		if len(b)-start+1+len(o.incarnation.Name)+8 > room {
 			break
 		}
-		b = appendString(b, o.life.Name)
-		b = binary.LittleEndian.AppendUint64(b, o.life.Incarnation)
+		b = appendString(b, o.incarnation.Name)
+		b = binary.LittleEndian.AppendUint64(b, o.incarnation.Incarnation)
 	}
 	if len(b) == content {
 		return b[:start]
@@ -201,8 +201,8 @@ func (s *Session) mourn(now time.Duration, from *peer, b []byte) {
 			s.stats.Refused[Introduction]++
 			return
 		}
-		if p := s.byName[string(name)]; p != nil && p != from && p.life.Incarnation <= inc {
-			s.depart(now, p, crdt.Replica{Name: p.life.Name, Incarnation: inc})
+		if p := s.byName[string(name)]; p != nil && p != from && p.incarnation.Incarnation <= inc {
+			s.depart(now, p, crdt.Replica{Name: p.incarnation.Name, Incarnation: inc})
 		}
 	}
 }

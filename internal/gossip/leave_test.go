@@ -12,20 +12,20 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/gossip"
 )
 
-// saw returns how many nodes saw a life go, once each.
-func (f *fleet) saw(t *testing.T, life crdt.Replica) (n int) {
+// saw returns how many nodes saw an incarnation go, once each.
+func (f *fleet) saw(t *testing.T, incarnation crdt.Replica) (n int) {
 	t.Helper()
 	for node := range f.Len() {
 		m := f.member(node)
-		if m == nil || m.board.self == life {
+		if m == nil || m.board.self == incarnation {
 			continue
 		}
-		switch c := len(slices.DeleteFunc(slices.Clone(m.board.gone), func(r crdt.Replica) bool { return r != life })); c {
+		switch c := len(slices.DeleteFunc(slices.Clone(m.board.gone), func(r crdt.Replica) bool { return r != incarnation })); c {
 		case 0:
 		case 1:
 			n++
 		default:
-			t.Errorf("node %d was told %d times that %v is gone", node, c, life)
+			t.Errorf("node %d was told %d times that %v is gone", node, c, incarnation)
 		}
 	}
 	return n
@@ -41,25 +41,25 @@ func TestLeave(t *testing.T) {
 		f.meet(t)
 		f.leave(4)
 		m := f.member(4)
-		life := m.board.self
+		incarnation := m.board.self
 		limit := 30 * ms
 		if loss > 0 {
 			limit = 500 * ms
 		}
 		begin := f.Now()
 		if !f.RunUntil(begin+limit, func() bool { return m.over != nil }) {
-			t.Fatalf("loss %v: not over after %v, %d know", loss, limit, f.saw(t, life))
+			t.Fatalf("loss %v: not over after %v, %d know", loss, limit, f.saw(t, incarnation))
 		}
 		if m.over.Kind != gossip.Left {
 			t.Errorf("loss %v: over with %v", loss, m.over.Kind)
 		}
-		if n := f.saw(t, life); n != 8 {
+		if n := f.saw(t, incarnation); n != 8 {
 			t.Errorf("loss %v: %d of 8 know", loss, n)
 		}
 		if m.Wake() != gossip.Never {
 			t.Errorf("loss %v: it still wakes", loss)
 		}
-		f.Run(f.Now() + 20*time.Second) // nobody brings the old life back
+		f.Run(f.Now() + 20*time.Second) // nobody brings the old incarnation back
 		if f.fresh(0) != 7 {
 			t.Errorf("loss %v: node 0 hears %d", loss, f.fresh(0))
 		}
@@ -69,7 +69,7 @@ func TestLeave(t *testing.T) {
 		if f.fresh(0) != 8 || f.fresh(4) != 8 {
 			t.Errorf("loss %v: after its return node 0 hears %d, node 4 hears %d", loss, f.fresh(0), f.fresh(4))
 		}
-		if n := f.saw(t, life); n != 8 {
+		if n := f.saw(t, incarnation); n != 8 {
 			t.Errorf("loss %v: %d of 8 know at the end", loss, n)
 		}
 		f.sound(t)
@@ -86,18 +86,18 @@ func TestLeaveIsPassedOn(t *testing.T) {
 	f.Run(f.Now() + 1500*ms) // 0 is silent for 4 by now: not waited for
 	f.Cut(0, 4)
 	f.Run(f.Now() + 1500*ms)
-	life := f.member(4).board.self
+	incarnation := f.member(4).board.self
 	f.leave(4)
 	m := f.member(4)
 	if !f.RunUntil(f.Now()+50*ms, func() bool { return m.over != nil }) {
 		t.Fatal("it waits for one that it does not hear")
 	}
-	if !f.RunUntil(f.Now()+3*time.Second, func() bool { return f.saw(t, life) == 4 }) {
-		t.Errorf("%d of 4 know after 3s", f.saw(t, life))
+	if !f.RunUntil(f.Now()+3*time.Second, func() bool { return f.saw(t, incarnation) == 4 }) {
+		t.Errorf("%d of 4 know after 3s", f.saw(t, incarnation))
 	}
 	f.Run(f.Now() + 2*time.Minute) // and it ends: nobody says so for ever
-	if f.saw(t, life) != 4 {
-		t.Errorf("%d of 4 know", f.saw(t, life))
+	if f.saw(t, incarnation) != 4 {
+		t.Errorf("%d of 4 know", f.saw(t, incarnation))
 	}
 }
 

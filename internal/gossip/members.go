@@ -231,7 +231,7 @@ func (s *scribe) put(line slog.Record) {
 	}
 }
 
-// newMemberlist starts memberlist over t. Each life has a name of its own in it,
+// newMemberlist starts memberlist over t. Each incarnation has a name of its own in it,
 // so a process that comes back at another address conflicts with nobody.
 func newMemberlist(t *transport, m *members, self crdt.Replica) (*memberlist.Memberlist, error) {
 	c := memberlist.DefaultLANConfig()

@@ -55,7 +55,7 @@ type Node struct {
 
 	discoveryErr atomic.Pointer[error]
 
-	ctx    context.Context //nolint:containedctx // the node's life, which Close ends
+	ctx    context.Context //nolint:containedctx // the node's lifetime, which Close ends
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
 	owned  chan struct{} // closed when the owner has ended
@@ -86,9 +86,9 @@ var (
 	// ErrClosed says that a Node has been closed.
 	ErrClosed = errClosed
 
-	// ErrDisplaced says that a later life of the Node's name is at work, or that
+	// ErrDisplaced says that a later incarnation of the Node's name is at work, or that
 	// a peer gave this one up for newcomers, see [Config.MaxPeers].
-	ErrDisplaced = errors.New("gossip: displaced by a later life, or given up by a peer")
+	ErrDisplaced = errors.New("gossip: displaced by a later incarnation, or given up by a peer")
 
 	// ErrUnacknowledged says that not all who were heard acknowledged a departure.
 	ErrUnacknowledged = errors.New("gossip: left before all had acknowledged it")
@@ -401,7 +401,7 @@ func (n *Node) Members() []Member { return n.members.list() }
 const flushTime = time.Second
 
 // Leave ends the node in order. It waits up to a second until those who are heard
-// have acknowledged all changes; tells them that this life is over, so that their
+// have acknowledged all changes; tells them that this incarnation is over, so that their
 // sections are told Gone at once, until all of them have said that they know; and
 // closes the node. What is not done when ctx ends is left out: then the error is
 // [ErrUnacknowledged], or that the node was displaced or closed before. It always
@@ -453,7 +453,7 @@ func (n *Node) behind() (behind bool) {
 }
 
 // Close ends the node at once and returns when its goroutines have ended; nothing
-// is sent after that. To the others this life falls silent; see Leave. It may be
+// is sent after that. To the others this incarnation falls silent; see Leave. It may be
 // called more than once, but not by a section from within a call of the session.
 func (n *Node) Close() error {
 	n.closing.Do(func() {

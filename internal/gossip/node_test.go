@@ -132,12 +132,12 @@ func (l *links) Dial(to netip.AddrPort) error {
 	return nil
 }
 
-var lives sync.Map // names to incarnations
+var incarnations sync.Map // names to incarnations
 
 // begin starts a node on the loopback, which is closed with the test.
 func begin(t testing.TB, network, name string, seeds []string, tune func(*gossip.NodeConfig), opts ...gossip.Option) *live {
 	t.Helper()
-	inc, _ := lives.LoadOrStore(t.Name()+name, new(uint64))
+	inc, _ := incarnations.LoadOrStore(t.Name()+name, new(uint64))
 	*inc.(*uint64)++
 	l := &live{self: crdt.Replica{Name: name, Incarnation: *inc.(*uint64)}, links: &links{}}
 	l.section = newShared(l.self)
@@ -270,7 +270,7 @@ func TestLeaveTellsAll(t *testing.T) {
 			t.Errorf("error %v", c.Err())
 		}
 		again := begin(t, network, "c", a.seed(), nil)
-		eventually(t, 10*time.Second, "it is back as another life", func() bool { return whole(a, b, again) })
+		eventually(t, 10*time.Second, "it is back as another incarnation", func() bool { return whole(a, b, again) })
 	})
 }
 
@@ -330,7 +330,7 @@ func ring(t testing.TB, keys ...byte) *gossip.Keyring {
 }
 
 // The same name comes back at another port, before anybody has noticed that its
-// last life is over.
+// last incarnation is over.
 func TestNodeComesBackAtAnotherPort(t *testing.T) {
 	networks(t, func(t *testing.T, network string) {
 		a := begin(t, network, "a", nil, nil)
@@ -344,7 +344,7 @@ func TestNodeComesBackAtAnotherPort(t *testing.T) {
 		if again.Addr() == c.Addr() {
 			t.Fatalf("it has its old address %v", c.Addr())
 		}
-		eventually(t, 10*time.Second, "all hear the new life", func() bool { return whole(a, b, again) })
+		eventually(t, 10*time.Second, "all hear the new incarnation", func() bool { return whole(a, b, again) })
 		again.section.add()
 		eventually(t, 5*time.Second, "its change is there", func() bool {
 			return a.section.values()[again.self.String()] == 1 && b.section.values()[again.self.String()] == 1
@@ -354,7 +354,7 @@ func TestNodeComesBackAtAnotherPort(t *testing.T) {
 				t.Errorf("%s was told that %v are gone", n.self, gone)
 			}
 		}
-		eventually(t, 15*time.Second, "membership has the new life and not the old one", func() bool {
+		eventually(t, 15*time.Second, "membership has the new incarnation and not the old one", func() bool {
 			m := a.Members()
 			for _, x := range m {
 				if x.Replica == c.self {
@@ -614,7 +614,7 @@ func TestCloseDuringEverything(t *testing.T) {
 	})
 }
 
-// The later life of a name stays, the earlier one ends by itself.
+// The later incarnation of a name stays, the earlier one ends by itself.
 func TestDisplacedNodeEnds(t *testing.T) {
 	a := begin(t, gossip.UDP, "a", nil, nil)
 	first := begin(t, gossip.UDP, "x", a.seed(), nil)
@@ -623,7 +623,7 @@ func TestDisplacedNodeEnds(t *testing.T) {
 	select {
 	case <-first.Done():
 	case <-time.After(time.Minute):
-		t.Fatal("two lives of one name")
+		t.Fatal("two incarnations of one name")
 	}
 	if !errors.Is(first.Err(), gossip.ErrDisplaced) {
 		t.Errorf("%v", first.Err())

@@ -15,16 +15,16 @@ import (
 // bitmap.
 const window = 64
 
-// peer is what the session knows of one life of one name. The object stays when
-// a later life takes the name; reset empties it.
+// peer is what the session knows of one incarnation of one name. The object stays when
+// a later incarnation takes the name; reset empties it.
 type peer struct {
-	life         crdt.Replica
-	toName       uint32 // hash of life.Name
+	incarnation  crdt.Replica
+	toName       uint32 // hash of incarnation.Name
 	addr         netip.AddrPort
 	zone, region string
 	distance     int          // 0 is in our zone, 1 in our region
 	places       [agendas]int // in the session's agendas
-	home         *address     // where it was last heard
+	at           *address     // where it was last heard
 
 	// What was heard. Sequence numbers are the peer's.
 	heardAt time.Duration // own clock
@@ -70,26 +70,26 @@ type peer struct {
 	worst time.Duration
 }
 
-// reset begins with a life of the peer's name.
-func (p *peer) reset(now time.Duration, life crdt.Replica, sections int) {
+// reset begins with an incarnation of the peer's name.
+func (p *peer) reset(now time.Duration, incarnation crdt.Replica, sections int) {
 	*p = peer{
-		life:     life,
-		toName:   hash32(life.Name),
-		addr:     p.addr,
-		zone:     p.zone,
-		region:   p.region,
-		distance: p.distance,
-		places:   p.places,
-		home:     p.home,
-		heardAt:  now,
-		echo:     now, // until it has had time to hear us, it counts as if it had
-		hearsAt:  now,
-		introAt:  now,
-		refuse:   make([]uint64, sections),
-		upto:     make([]uint64, window*sections),
-		acked:    make([]uint64, sections),
-		refused:  make([]bool, sections),
-		sentUpto: make([]uint64, sections),
+		incarnation: incarnation,
+		toName:      hash32(incarnation.Name),
+		addr:        p.addr,
+		zone:        p.zone,
+		region:      p.region,
+		distance:    p.distance,
+		places:      p.places,
+		at:          p.at,
+		heardAt:     now,
+		echo:        now, // until it has had time to hear us, it counts as if it had
+		hearsAt:     now,
+		introAt:     now,
+		refuse:      make([]uint64, sections),
+		upto:        make([]uint64, window*sections),
+		acked:       make([]uint64, sections),
+		refused:     make([]bool, sections),
+		sentUpto:    make([]uint64, sections),
 	}
 }
 

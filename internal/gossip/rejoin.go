@@ -35,7 +35,7 @@ func NewIncarnation(wall time.Time, id uint64) uint64 {
 // that started later stays. So one that peers have known for a while ends.
 const (
 	youngFor   = time.Second // since the first peer has answered
-	maxRejoins = 4           // in the life of a process: two that start together do not go on for ever
+	maxRejoins = 4           // in the incarnation of a process: two that start together do not go on for ever
 )
 
 // rejoins tells whether the session may go on above another incarnation of its name.
@@ -52,7 +52,7 @@ func (s *Session) rejoin(now time.Duration, above uint64) crdt.Replica {
 	}
 	for _, p := range s.peers {
 		s.back(p)
-		p.reset(now, p.life, len(s.sections))
+		p.reset(now, p.incarnation, len(s.sections))
 		s.look(now, p)
 	}
 	s.plan()

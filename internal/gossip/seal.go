@@ -178,12 +178,12 @@ const (
 
 var errSeal = errors.New("gossip: not sealed with a key of ours")
 
-// sealer seals what one life sends and opens what it receives.
+// sealer seals what one incarnation sends and opens what it receives.
 //
 //	sealed (1) | salt (12) | sequence (8) | ciphertext | tag (16)
 //
 // It is XAES-256-GCM, whose nonce is the salt, four zeros and the sequence. The
-// salt is random and this life's own, the sequence counts: no nonce is used twice
+// salt is random and this incarnation's own, the sequence counts: no nonce is used twice
 // with a key, however many packets a fleet sends, as it could be with 96 random
 // bits. And since the salt stays, the derived key is kept and sealing costs no
 // more than AES-256-GCM does.
@@ -198,7 +198,7 @@ type sealer struct {
 	mine atomic.Pointer[sealing]
 
 	mu    sync.RWMutex
-	opens map[[saltSize]byte]sealing // of the lives that were heard
+	opens map[[saltSize]byte]sealing // of the incarnations that were heard
 	limit int
 }
 

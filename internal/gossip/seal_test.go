@@ -166,7 +166,7 @@ func TestSealAllocatesNothing(t *testing.T) {
 	}
 }
 
-func TestSealerForgetsLives(t *testing.T) {
+func TestSealerForgetsIncarnations(t *testing.T) {
 	s := newSealer(mustRing(t, testKey(1)), 4)
 	for range 100 {
 		if _, err := s.open(nil, newSealer(s.ring, 1).seal(nil, []byte{1})); err != nil {
@@ -174,6 +174,6 @@ func TestSealerForgetsLives(t *testing.T) {
 		}
 	}
 	if len(s.opens) > 4 {
-		t.Errorf("%d lives are kept", len(s.opens))
+		t.Errorf("%d incarnations are kept", len(s.opens))
 	}
 }

@@ -37,7 +37,7 @@ type Section interface {
 	// nothing of b has been taken in, and the peer is not told to stop sending it.
 	Merge(c crdt.Contact, b []byte) error
 
-	// Gone says that a peer's life is over for good: a later incarnation of its
+	// Gone says that a peer's incarnation is over for good: a later incarnation of its
 	// name was heard, it left, or it made room for a newcomer.
 	Gone(now time.Duration, peer crdt.Replica)
 }

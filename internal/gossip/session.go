@@ -14,18 +14,18 @@ import (
 )
 
 const (
-	silentAfter  = 20  // keep-alives until a peer is silent
-	lostAfter    = 200 // keep-alives until a peer is lost
-	lateAfter    = 3   // keep-alives until a peer is asked whether it is there
-	askedFor     = 2   // keep-alives for which one that was asked goes at the full pace
-	idlePackets  = 2   // to all peers together in a keep-alive, when there is nothing to say
-	introEvery   = time.Second
-	introAddrs   = 32 // addresses of others in one introduction
-	wallEvery    = 250 * time.Millisecond
-	tellEvery    = 10 * time.Millisecond // refusals, to all together
-	stayFor      = 10 * time.Second      // for which at most an address that is heard is held on to
-	retireAfter  = 10 * time.Minute      // a lost peer makes room for a newcomer
-	retiredLives = 1024
+	silentAfter         = 20  // keep-alives until a peer is silent
+	lostAfter           = 200 // keep-alives until a peer is lost
+	lateAfter           = 3   // keep-alives until a peer is asked whether it is there
+	askedFor            = 2   // keep-alives for which one that was asked goes at the full pace
+	idlePackets         = 2   // to all peers together in a keep-alive, when there is nothing to say
+	introEvery          = time.Second
+	introAddrs          = 32 // addresses of others in one introduction
+	wallEvery           = 250 * time.Millisecond
+	tellEvery           = 10 * time.Millisecond // refusals, to all together
+	stayFor             = 10 * time.Second      // for which at most an address that is heard is held on to
+	retireAfter         = 10 * time.Minute      // a lost peer makes room for a newcomer
+	retiredIncarnations = 1024
 )
 
 type section struct {
@@ -52,20 +52,20 @@ type Session struct {
 	sections []section
 	rand     func() float64
 
-	now     time.Duration
-	peers   []*peer // those nearby first, then by name
-	here    int     // of these, those that are not lost
-	byName  map[string]*peer
-	agendas [agendas]agenda
-	lookAt  time.Duration // when all peers are to be looked at, whether a section has changed or not
-	due     []*peer       // scratch
-	book    book
-	retired map[string]uint64 // names that made room: the highest incarnation that is over
-	oldest  []string          // names in retired, oldest first
-	left    []obituary
-	leaving bool
-	parting parting
-	over    bool
+	now       time.Duration
+	peers     []*peer // those nearby first, then by name
+	here      int     // of these, those that are not lost
+	byName    map[string]*peer
+	agendas   [agendas]agenda
+	lookAt    time.Duration // when all peers are to be looked at, whether a section has changed or not
+	due       []*peer       // scratch
+	book      book
+	retired   map[string]uint64 // names that made room: the highest incarnation that is over
+	oldest    []string          // names in retired, oldest first
+	left      []departed
+	leaving   bool
+	departure departure
+	over      bool
 
 	begun   float64 // see begins
 	begunAt time.Duration
@@ -126,10 +126,10 @@ func (s *Session) Wake() time.Duration { return s.wake }
 // Step takes in one event at now and appends what is to be done. now is the
 // process's own monotonic clock; one that went back counts as the latest.
 //
-// With [Packet] it answers that peer only, and others at the next wake. With [Wake] it serves all peers that
-// are due. That costs one Mark per peer and section, unless all sections are a
-// [Counter] and none has changed: then it costs what is sent. Nothing is allocated as
-// long as no peer, address or larger batch is new.
+// With [Packet] it answers that peer only, and others at the next wake. With [Wake] it serves
+// all peers that are due. That costs one Mark per peer and section, unless all sections are a
+// [Counter] and none has changed: then it costs what is sent. Nothing is allocated as long as
+// no peer, address or larger batch is new.
 func (s *Session) Step(now time.Duration, ev Event, actions []Action) []Action {
 	now = max(now, s.now)
 	s.now = now
@@ -344,7 +344,7 @@ func (s *Session) asks(now time.Duration, p *peer) bool {
 
 func (s *Session) keeps(p *peer) bool {
 	for k := range s.sections {
-		if keep := s.sections[k].keep; keep != nil && keep.Keeps(p.life) {
+		if keep := s.sections[k].keep; keep != nil && keep.Keeps(p.incarnation) {
 			return true
 		}
 	}
@@ -370,7 +370,7 @@ func (s *Session) restOf(now time.Duration, p *peer) time.Duration {
 func (s *Session) dirty(now time.Duration, p *peer) bool {
 	dirty := false
 	for k := range s.sections {
-		mark := s.sections[k].Mark(p.life)
+		mark := s.sections[k].Mark(p.incarnation)
 		if mark <= p.acked[k] || p.refused[k] {
 			continue
 		}
@@ -408,19 +408,19 @@ func (s *Session) hello(now time.Duration, wall int64, addr netip.AddrPort, acti
 	return s.sent(start, addr, actions)
 }
 
-// tell says to a life that it is over.
-func (s *Session) tell(addr netip.AddrPort, life crdt.Replica, actions []Action) []Action {
-	by := max(s.retired[life.Name], life.Incarnation) // of one we never met, too
-	switch p := s.byName[life.Name]; {
+// tell says to an incarnation that it is over.
+func (s *Session) tell(addr netip.AddrPort, incarnation crdt.Replica, actions []Action) []Action {
+	by := max(s.retired[incarnation.Name], incarnation.Incarnation) // of one we never met, too
+	switch p := s.byName[incarnation.Name]; {
 	case p != nil:
-		by = p.life.Incarnation
-	case life.Name == s.cfg.Self.Name:
+		by = p.incarnation.Incarnation
+	case incarnation.Name == s.cfg.Self.Name:
 		by = s.cfg.Self.Incarnation
 	}
 	start := len(s.arena)
 	h := s.begin(s.now, 0)
 	h.flags = flagRefusal
-	h.toInc, h.toName, h.seq = life.Incarnation, hash32(life.Name), 1
+	h.toInc, h.toName, h.seq = incarnation.Incarnation, hash32(incarnation.Name), 1
 	s.arena = h.append(s.arena, s.cfg.Self.Name)
 	s.arena = binary.LittleEndian.AppendUint64(s.arena, by)
 	return s.sent(start, addr, actions)
@@ -437,7 +437,7 @@ func (s *Session) send(now time.Duration, wall int64, p *peer, actions []Action)
 		p.wallAt = now + wallEvery
 	}
 	h := s.begin(now, wall)
-	h.toInc, h.toName, h.seq = p.life.Incarnation, p.toName, p.seq
+	h.toInc, h.toName, h.seq = p.incarnation.Incarnation, p.toName, p.seq
 	h.ack, h.bits = p.heard, p.bits
 	asks := s.here > idlePackets && s.asks(now, p)
 	if asks {
@@ -464,7 +464,7 @@ func (s *Session) send(now time.Duration, wall int64, p *peer, actions []Action)
 	if !p.met || now >= p.introAt {
 		p.introAt = now + introEvery*time.Duration(max(1, s.here/idlePackets))
 		b = s.intro(b, p, (end-len(b))/2)
-		b = s.obituaries(now, b, (end-len(b))/2)
+		b = s.departures(now, b, (end-len(b))/2)
 	}
 
 	n := len(s.sections)
@@ -510,7 +510,7 @@ func (s *Session) delta(now time.Duration, b []byte, p *peer, k, room int) ([]by
 	front := len(b)
 	b = openBlock(b, sec.id)
 	content := len(b)
-	b, upto := sec.Delta(now, b, p.life, p.acked[k], room)
+	b, upto := sec.Delta(now, b, p.incarnation, p.acked[k], room)
 	switch size := len(b) - content; {
 	case size > room:
 		sec.counts.Oversize++
@@ -556,8 +556,8 @@ func (s *Session) intro(b []byte, to *peer, room int) []byte {
 }
 
 // receive takes in a packet. It returns the peer that sent it if the peer may
-// have to be answered. Otherwise answer may be a life that is over and should be
-// told so; if the session itself is, answer is the life that took its name.
+// have to be answered. Otherwise answer may be an incarnation that is over and should be
+// told so; if the session itself is, answer is the incarnation that took its name.
 func (s *Session) receive(now time.Duration, ev Event) (p *peer, reason Reason, answer crdt.Replica) {
 	h := &s.in
 	s.above, s.doubt = 0, false
@@ -583,14 +583,14 @@ func (s *Session) receive(now time.Duration, ev Event) (p *peer, reason Reason, 
 		reason, answer = s.departed(now, crdt.Replica{Name: string(h.from), Incarnation: h.fromInc})
 		return nil, reason, answer
 	}
-	if ours && h.echo > now { // an older life of ours had another clock
+	if ours && h.echo > now { // an older incarnation of ours had another clock
 		return nil, Malformed, answer
 	}
 
 	p = s.byName[string(h.from)]
 	// Who hears us at one address is not moved to another by a packet that is not to
-	// this life: somebody may have passed on what was sent to others.
-	if !ours && p != nil && p.life.Incarnation == h.fromInc && p.met && now-p.hearsAt < min(s.silence(), stayFor)+p.rest {
+	// this incarnation: somebody may have passed on what was sent to others.
+	if !ours && p != nil && p.incarnation.Incarnation == h.fromInc && p.met && now-p.hearsAt < min(s.silence(), stayFor)+p.rest {
 		addr = p.addr
 	}
 	switch {
@@ -607,16 +607,16 @@ func (s *Session) receive(now time.Duration, ev Event) (p *peer, reason Reason, 
 		if p = s.admit(now, crdt.Replica{Name: string(h.from), Incarnation: h.fromInc}, addr); p == nil {
 			return nil, Full, answer
 		}
-	case h.fromInc < p.life.Incarnation:
-		return nil, Superseded, crdt.Replica{Name: p.life.Name, Incarnation: h.fromInc}
-	case !framed(body), ours && h.ack > p.seq && h.fromInc == p.life.Incarnation:
+	case h.fromInc < p.incarnation.Incarnation:
+		return nil, Superseded, crdt.Replica{Name: p.incarnation.Name, Incarnation: h.fromInc}
+	case !framed(body), ours && h.ack > p.seq && h.fromInc == p.incarnation.Incarnation:
 		return nil, Malformed, answer
-	case h.fromInc > p.life.Incarnation && !s.begins(now):
+	case h.fromInc > p.incarnation.Incarnation && !s.begins(now):
 		return nil, Full, answer
-	case h.fromInc > p.life.Incarnation:
-		s.gone(now, p.life)
+	case h.fromInc > p.incarnation.Incarnation:
+		s.gone(now, p.incarnation)
 		s.back(p)
-		p.reset(now, crdt.Replica{Name: p.life.Name, Incarnation: h.fromInc}, len(s.sections))
+		p.reset(now, crdt.Replica{Name: p.incarnation.Name, Incarnation: h.fromInc}, len(s.sections))
 	}
 
 	if ours {
@@ -634,8 +634,8 @@ func (s *Session) receive(now time.Duration, ev Event) (p *peer, reason Reason, 
 		s.merge(now, p, h, body) // has an introduction at most
 		p.owes = true
 	case h.toName == s.selfName:
-		p.owes = true // so that it learns which life this is
-		reason = OtherLife
+		p.owes = true // so that it learns which incarnation this is
+		reason = OtherIncarnation
 	default:
 		p.owes = true
 		reason = OtherName
@@ -670,9 +670,9 @@ func framed(body []byte) bool {
 }
 
 // mirror handles a packet of our own name: ourselves, at an address that we need
-// not ask, or another life. Of two lives the later one stays.
+// not ask, or another incarnation. Of two incarnations the later one stays.
 func (s *Session) mirror(h *header, addr netip.AddrPort) (answer crdt.Replica) {
-	life := crdt.Replica{Name: s.cfg.Self.Name, Incarnation: h.fromInc}
+	incarnation := crdt.Replica{Name: s.cfg.Self.Name, Incarnation: h.fromInc}
 	switch inc := s.cfg.Self.Incarnation; {
 	case h.fromInc > inc:
 		s.doubt = true
@@ -685,10 +685,10 @@ func (s *Session) mirror(h *header, addr netip.AddrPort) (answer crdt.Replica) {
 		}
 		return crdt.Replica{}
 	}
-	return life
+	return incarnation
 }
 
-// displaced ends the session if a peer says that its life is over, or has it go on
+// displaced ends the session if a peer says that its incarnation is over, or has it go on
 // above the one that took its name.
 func (s *Session) displaced(now time.Duration, body []byte, ours bool) (by crdt.Replica) {
 	r := read(body)
@@ -710,7 +710,7 @@ func (s *Session) end() {
 }
 
 // admit makes room for a newcomer, or returns nil.
-func (s *Session) admit(now time.Duration, life crdt.Replica, addr netip.AddrPort) *peer {
+func (s *Session) admit(now time.Duration, incarnation crdt.Replica, addr netip.AddrPort) *peer {
 	if len(s.peers) >= s.cfg.MaxPeers {
 		var out *peer
 		for _, p := range s.peers {
@@ -724,8 +724,8 @@ func (s *Session) admit(now time.Duration, life crdt.Replica, addr netip.AddrPor
 		s.retire(now, out)
 	}
 	p := &peer{addr: addr}
-	p.reset(now, life, len(s.sections))
-	s.byName[life.Name] = p
+	p.reset(now, incarnation, len(s.sections))
+	s.byName[incarnation.Name] = p
 	s.here++
 	s.insert(p)
 	return p
@@ -748,15 +748,15 @@ func (s *Session) insert(p *peer) {
 // nearer puts those nearby first. Names make the order complete, so that it does
 // not depend on who came first.
 func nearer(a, b *peer) int {
-	return cmp.Or(cmp.Compare(a.distance, b.distance), cmp.Compare(a.life.Name, b.life.Name))
+	return cmp.Or(cmp.Compare(a.distance, b.distance), cmp.Compare(a.incarnation.Name, b.incarnation.Name))
 }
 
-// retire ends a peer's life for good and remembers that it is over.
+// retire ends a peer's incarnation for good and remembers that it is over.
 func (s *Session) retire(now time.Duration, p *peer) {
-	s.bury(p.life)
+	s.bury(p.incarnation)
 	s.back(p)
 	s.here--
-	delete(s.byName, p.life.Name)
+	delete(s.byName, p.incarnation.Name)
 	s.peers = slices.DeleteFunc(s.peers, func(q *peer) bool { return q == p })
 	for i := range s.agendas {
 		s.agendas[i].remove(p)
@@ -767,26 +767,26 @@ func (s *Session) retire(now time.Duration, p *peer) {
 			a.peer = nil
 		}
 	}
-	s.gone(now, p.life)
+	s.gone(now, p.incarnation)
 }
 
-// bury remembers that a life is over.
-func (s *Session) bury(life crdt.Replica) {
-	inc, ok := s.retired[life.Name]
+// bury remembers that an incarnation is over.
+func (s *Session) bury(incarnation crdt.Replica) {
+	inc, ok := s.retired[incarnation.Name]
 	if !ok {
-		if len(s.oldest) == retiredLives {
+		if len(s.oldest) == retiredIncarnations {
 			delete(s.retired, s.oldest[0])
 			s.oldest = slices.Delete(s.oldest, 0, 1)
 		}
-		s.oldest = append(s.oldest, life.Name)
+		s.oldest = append(s.oldest, incarnation.Name)
 	}
-	s.retired[life.Name] = max(inc, life.Incarnation)
+	s.retired[incarnation.Name] = max(inc, incarnation.Incarnation)
 }
 
-func (s *Session) gone(now time.Duration, life crdt.Replica) {
+func (s *Session) gone(now time.Duration, incarnation crdt.Replica) {
 	s.stats.Gone++
 	for k := range s.sections {
-		s.sections[k].Gone(now, life)
+		s.sections[k].Gone(now, incarnation)
 	}
 }
 
@@ -814,11 +814,11 @@ func (s *Session) heard(now time.Duration, wall int64, p *peer, h *header, addr 
 	if ours && h.flags&flagAsks != 0 {
 		p.asksTil = now + askedFor*s.cfg.KeepAlive
 	}
-	if p.home == nil || p.home.addr != addr || p.home.dropped {
-		p.home = s.book.learn(now, addr)
+	if p.at == nil || p.at.addr != addr || p.at.dropped {
+		p.at = s.book.learn(now, addr)
 	}
-	if p.home != nil {
-		p.home.peer, p.home.heardAt, p.home.own = p, now, false
+	if p.at != nil {
+		p.at.peer, p.at.heardAt, p.at.own = p, now, false
 	}
 	if back {
 		s.book.hintAll(now)
@@ -865,7 +865,7 @@ func (s *Session) merge(now time.Duration, p *peer, h *header, body []byte) {
 	if h.flags&flagElicits != 0 {
 		p.owes = true
 	}
-	c := crdt.Contact{From: p.life, Now: now, Sent: h.sent, Echo: h.echo, Hears: p.hearsAt, Rest: max(p.rest, p.mine)}
+	c := crdt.Contact{From: p.incarnation, Now: now, Sent: h.sent, Echo: h.echo, Hears: p.hearsAt, Rest: max(p.rest, p.mine)}
 	for len(body) > 0 {
 		var id uint32
 		var block []byte

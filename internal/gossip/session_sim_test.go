@@ -175,7 +175,7 @@ func TestConvergesAfterFaults(t *testing.T) {
 	}
 }
 
-// A node that crashes and starts again is a new life everywhere: the old one is
+// A node that crashes and starts again is a new incarnation everywhere: the old one is
 // gone, once, and the new one gets everything, its own old rows included.
 func TestCrashAndRestart(t *testing.T) {
 	t.Parallel()
@@ -197,7 +197,7 @@ func TestCrashAndRestart(t *testing.T) {
 			t.Fatalf("loss %v: not equal a second after the last change", loss)
 		}
 		for node := range 3 {
-			// Each node's present life lived through the crashes of the nodes after it.
+			// Each node's present incarnation lived through the crashes of the nodes after it.
 			var want []crdt.Replica
 			for other := node + 1; other < 3; other++ {
 				want = append(want, crdt.Replica{Name: f.name(other), Incarnation: 1})
@@ -266,7 +266,7 @@ func TestNobodyIsForgotten(t *testing.T) {
 	}
 }
 
-// Of two processes with one name the later life stays, wherever they join.
+// Of two processes with one name the later incarnation stays, wherever they join.
 func TestOneNameTwice(t *testing.T) {
 	t.Parallel()
 	for _, apart := range []bool{false, true} {
@@ -281,10 +281,10 @@ func TestOneNameTwice(t *testing.T) {
 		}
 		f.Run(5 * time.Second)
 		if o := f.member(2).over; o == nil || o.By.Incarnation != 4 {
-			t.Errorf("apart %v: the earlier life was not displaced: %+v", apart, o)
+			t.Errorf("apart %v: the earlier incarnation was not displaced: %+v", apart, o)
 		}
 		if o := f.member(3).over; o != nil {
-			t.Errorf("apart %v: the later life was displaced: %+v", apart, o)
+			t.Errorf("apart %v: the later incarnation was displaced: %+v", apart, o)
 		}
 		if f.fresh(0) != 2 || f.fresh(1) != 2 || f.fresh(3) != 2 {
 			t.Errorf("apart %v: they hear %d, %d, %d", apart, f.fresh(0), f.fresh(1), f.fresh(3))
@@ -301,12 +301,12 @@ func TestClockSteps(t *testing.T) {
 		f.rejoins = true
 		start := time.Unix(1.8e9, 0)
 		steps := []time.Duration{0, -time.Hour, time.Hour, 0, -time.Hour}
-		f.inc = func(node, life int) uint64 {
-			wall := start.Add(time.Duration(life) * time.Second)
+		f.inc = func(node, incarnation int) uint64 {
+			wall := start.Add(time.Duration(incarnation) * time.Second)
 			if node == 3 {
-				wall = wall.Add(steps[life-1])
+				wall = wall.Add(steps[incarnation-1])
 			}
-			return gossip.NewIncarnation(wall, uint64(node)<<8+uint64(life))
+			return gossip.NewIncarnation(wall, uint64(node)<<8+uint64(incarnation))
 		}
 		f.start(4)
 		f.meet(t)

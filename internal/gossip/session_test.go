@@ -517,7 +517,7 @@ func TestRefusals(t *testing.T) {
 	}
 }
 
-func TestLaterLifeReplacesEarlier(t *testing.T) {
+func TestLaterIncarnationReplacesEarlier(t *testing.T) {
 	a, b := met(t)
 	a.led.mark = 1
 	late := one(t, a.wake(20*ms))
@@ -530,11 +530,11 @@ func TestLaterLifeReplacesEarlier(t *testing.T) {
 	}
 	again.take(2*ms, b, toAgain)
 	if !again.led.got[3] {
-		t.Error("the new life did not get all from the start")
+		t.Error("the new incarnation did not get all from the start")
 	}
 	told := one(t, b.take(31*ms, a, late))
 	if b.led.got[1] || b.refused(Superseded) != 1 {
-		t.Error("the earlier life's packet was taken in")
+		t.Error("the earlier incarnation's packet was taken in")
 	}
 	if got := b.take(32*ms, a, late); len(got) != 0 {
 		t.Error("told twice within 10ms")
@@ -548,7 +548,7 @@ func TestLaterLifeReplacesEarlier(t *testing.T) {
 		t.Error("a displaced session goes on")
 	}
 	if len(again.led.gone) != 0 || again.take(41*ms, b, told) != nil || again.over != nil {
-		t.Error("the later life took the refusal for its own")
+		t.Error("the later incarnation took the refusal for its own")
 	}
 }
 
@@ -557,16 +557,16 @@ func TestOwnNameAtWork(t *testing.T) {
 	told := one(t, two.take(5*ms, one1, one(t, one1.join(1*ms, two))))
 	one1.take(6*ms, two, told)
 	if one1.over == nil || one1.over.By.Incarnation != 2 {
-		t.Errorf("the earlier life was not told: %+v", one1.over)
+		t.Errorf("the earlier incarnation was not told: %+v", one1.over)
 	}
 	three := newEnd(t, "a", 3, 3)
 	asked := one(t, two.take(20*ms, three, one(t, three.join(1*ms, two))))
 	if two.over != nil {
-		t.Error("a packet ends the earlier life without proof")
+		t.Error("a packet ends the earlier incarnation without proof")
 	}
 	two.take(21*ms, three, one(t, three.take(2*ms, two, asked)))
 	if two.over == nil || two.over.By.Incarnation != 3 {
-		t.Errorf("the earlier life did not see it: %+v", two.over)
+		t.Errorf("the earlier incarnation did not see it: %+v", two.over)
 	}
 }
 
@@ -608,10 +608,10 @@ func TestOwnAddressIsNotAsked(t *testing.T) {
 	}
 }
 
-// A peer that was not told of a restart writes to the old life. The new one
+// A peer that was not told of a restart writes to the old incarnation. The new one
 // takes nothing in, and answers so that the peer learns of it, whatever its own
 // clock reads.
-func TestPacketToOlderLife(t *testing.T) {
+func TestPacketToOlderIncarnation(t *testing.T) {
 	a, b := newEnd(t, "a", 1, 1), newEnd(t, "b", 1, 2)
 	a.Step(time.Hour, Event{}, nil)
 	b.take(2*ms, a, one(t, a.join(time.Hour, b)))
@@ -623,7 +623,7 @@ func TestPacketToOlderLife(t *testing.T) {
 	again := newEnd(t, "a", 2, 1)
 	again.Step(1*ms, Event{}, nil)
 	answer := one(t, again.take(2*ms, b, toA))
-	if again.refused(OtherLife) != 1 || again.led.got[1] {
+	if again.refused(OtherIncarnation) != 1 || again.led.got[1] {
 		t.Error("it took in what was for its predecessor")
 	}
 	if h, _ := parse(t, answer); h.toInc != 1 || h.toName != b.selfName || h.ack != 0 {
@@ -632,7 +632,7 @@ func TestPacketToOlderLife(t *testing.T) {
 	toA = one(t, b.take(70*ms, again, answer))
 	again.take(5*ms, b, toA)
 	if !again.led.got[1] {
-		t.Error("the new life did not get the change")
+		t.Error("the new incarnation did not get the change")
 	}
 
 	elsewhere := newEnd(t, "z", 1, 1)
@@ -680,7 +680,7 @@ func TestRelayedPacketMovesNobody(t *testing.T) {
 	}
 }
 
-// A life that a peer gave up to make room ends when it is told; a later one of its name
+// An incarnation that a peer gave up to make room ends when it is told; a later one of its name
 // is let in.
 func TestGivenUp(t *testing.T) {
 	a, b := met(t)
@@ -693,12 +693,12 @@ func TestGivenUp(t *testing.T) {
 	told := one(t, b.take(22*ms, a, packet))
 	a.take(23*ms, b, told)
 	if a.over == nil || a.over.By != a.cfg.Self {
-		t.Errorf("the life goes on: %+v", a.over)
+		t.Errorf("the incarnation goes on: %+v", a.over)
 	}
 	again := newEnd(t, "a", 2, 1)
 	b.take(30*ms, again, one(t, again.join(1*ms, b)))
 	if got := b.Peers(30*ms, nil); len(got) != 1 || got[0].Incarnation != 2 {
-		t.Errorf("a later life of the name is not let in: %v", got)
+		t.Errorf("a later incarnation of the name is not let in: %v", got)
 	}
 }
 
@@ -712,7 +712,7 @@ func TestForgedRefusalIsIgnored(t *testing.T) {
 		}
 		a.take(20*ms, b, append(h.append(nil, "b"), body...))
 		if a.over != nil {
-			t.Fatalf("ended by a refusal of life %d by %d", h.toInc, inc)
+			t.Fatalf("ended by a refusal of incarnation %d by %d", h.toInc, inc)
 		}
 	}
 	if a.refused(Refusal) != 2 {
@@ -1041,17 +1041,17 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 }
 
 // Who was told of a departure passes it on, and what is malformed in that is left
-// out; one's own life and the sender's end by nobody else's word.
-func TestObituaries(t *testing.T) {
+// out; one's own incarnation and the sender's end by nobody else's word.
+func TestDepartures(t *testing.T) {
 	a, b := met(t)
 	c := newEnd(t, "c", 7, 3)
 	a.take(11*ms, c, one(t, c.join(11*ms, a)))
 	now := a.Session.now + ms
-	obituary := func(names ...string) []byte {
+	departed := func(names ...string) []byte {
 		h := b.begin(now, 0)
 		p := b.byName["a"]
 		p.seq++
-		h.toInc, h.toName, h.seq = p.life.Incarnation, p.toName, p.seq
+		h.toInc, h.toName, h.seq = p.incarnation.Incarnation, p.toName, p.seq
 		packet := h.append(nil, "b")
 		start := len(packet)
 		packet = openBlock(packet, blockLeft)
@@ -1061,23 +1061,23 @@ func TestObituaries(t *testing.T) {
 		}
 		return closeBlock(packet, start+blockHeader)
 	}
-	a.take(now, b, obituary("a", "b", "nobody"))
+	a.take(now, b, departed("a", "b", "nobody"))
 	if len(a.peers) != 2 || a.Session.over {
 		t.Fatalf("%d peers, over %v", len(a.peers), a.Session.over)
 	}
-	a.take(now, b, obituary("c"))
+	a.take(now, b, departed("c"))
 	if len(a.peers) != 1 || a.retired["c"] != 7 || len(a.left) != 1 {
 		t.Errorf("%d peers, retired %v, left %v", len(a.peers), a.retired, a.left)
 	}
-	a.take(now, b, obituary("c"))
+	a.take(now, b, departed("c"))
 	if len(a.left) != 1 {
 		t.Errorf("said %d times", len(a.left))
 	}
-	if out := a.obituaries(now+mournFor, nil, 1000); len(out) != 0 || len(a.left) != 0 {
+	if out := a.departures(now+mournFor, nil, 1000); len(out) != 0 || len(a.left) != 0 {
 		t.Errorf("%x after a minute", out)
 	}
 	before := a.refused(Introduction)
-	a.take(now, b, obituary(""))
+	a.take(now, b, departed(""))
 	if a.refused(Introduction) != before+1 {
 		t.Error("an empty name is taken")
 	}

@@ -16,26 +16,26 @@ type Reason uint8
 
 // The reasons. What a packet's sections refuse is counted with the section.
 const (
-	Accepted     Reason = iota // it was taken in
-	Malformed                  // not a packet, cut off, or says what cannot be
-	Version                    // of another version
-	Cluster                    // of another cluster
-	Self                       // of our own name
-	OtherLife                  // to an older life of ours; its sender is told of this one
-	OtherName                  // to somebody else who had our address
-	Superseded                 // from a life that is over; it is told
-	Stale                      // so much overtaken that it could not be acknowledged
-	Duplicate                  // the same packet again
-	Full                       // of a newcomer for whom there is no room
-	Refusal                    // says that a life is over; not a refusal of ours
-	Introduction               // the introduction was malformed, the rest was taken in
-	Departure                  // says that its sender's life is over; not a refusal of ours
-	Leaving                    // we are leaving, and take nothing in
+	Accepted         Reason = iota // it was taken in
+	Malformed                      // not a packet, cut off, or says what cannot be
+	Version                        // of another version
+	Cluster                        // of another cluster
+	Self                           // of our own name
+	OtherIncarnation               // to an older incarnation of ours; its sender is told of this one
+	OtherName                      // to somebody else who had our address
+	Superseded                     // from an incarnation that is over; it is told
+	Stale                          // so much overtaken that it could not be acknowledged
+	Duplicate                      // the same packet again
+	Full                           // of a newcomer for whom there is no room
+	Refusal                        // says that an incarnation is over; not a refusal of ours
+	Introduction                   // the introduction was malformed, the rest was taken in
+	Departure                      // says that its sender's incarnation is over; not a refusal of ours
+	Leaving                        // we are leaving, and take nothing in
 	reasons
 )
 
 var reasonNames = [reasons]string{
-	"accepted", "malformed", "version", "cluster", "self", "other_life", "other_name",
+	"accepted", "malformed", "version", "cluster", "self", "other_incarnation", "other_name",
 	"superseded", "stale", "duplicate", "full", "refusal", "introduction",
 	"departure", "leaving",
 }
@@ -56,7 +56,7 @@ type Stats struct {
 	Resent  uint64          // packets whose changes had all been sent before
 	Hellos  uint64          // packets to addresses where nobody is heard
 	Unknown uint64          // sections of peers that this process does not have
-	Gone    uint64          // lives of peers that are over
+	Gone    uint64          // incarnations of peers that are over
 
 	Fresh, Silent, Lost int // peers now; see [Peer.State]
 	Addresses           int // known, peers' included
@@ -181,7 +181,7 @@ func (s *Session) Peers(now time.Duration, dst []Peer) []Peer {
 	for _, p := range s.peers {
 		best := p.rtt.best()
 		dst = append(dst, Peer{
-			Replica:   p.life,
+			Replica:   p.incarnation,
 			Addr:      p.addr,
 			Zone:      p.zone,
 			Region:    p.region,
@@ -211,7 +211,7 @@ func (s *Session) state(now time.Duration, p *peer) PeerState {
 
 func (s *Session) unacked(p *peer) (n uint64) {
 	for k := range s.sections {
-		if mark := s.sections[k].Mark(p.life); mark > p.acked[k] {
+		if mark := s.sections[k].Mark(p.incarnation); mark > p.acked[k] {
 			n += mark - p.acked[k]
 		}
 	}

@@ -24,9 +24,9 @@ const (
 
 const (
 	flagElicits = 1 << iota // carries changes: the receiver owes an acknowledgement
-	flagRefusal             // the receiver's life is over; the body is the incarnation that took its name
+	flagRefusal             // the receiver's incarnation is over; the body is the incarnation that took its name
 	flagWall                // has a wall stamp
-	flagLeave               // the sender's life is over, by its own word
+	flagLeave               // the sender's incarnation is over, by its own word
 	flagAsks                // the sender wants keep-alives at their full pace
 	flagRests               // says how long the sender may be quiet now
 	flagsKnown  = 1<<iota - 1
@@ -137,8 +137,8 @@ func (h *header) parse(b []byte) ([]byte, error) {
 	h.flags = r.Byte("flags")
 	h.cluster = r.Uint32("cluster")
 	h.from = r.short("sender")
-	h.fromInc = r.Uint64("sender's life")
-	h.toInc = r.Uint64("receiver's life")
+	h.fromInc = r.Uint64("sender's incarnation")
+	h.toInc = r.Uint64("receiver's incarnation")
 	h.toName = r.Uint32("receiver")
 	h.seq = r.Uint("number", 0, math.MaxUint64)
 	h.ack = r.Uint("acknowledged", 0, math.MaxUint64)

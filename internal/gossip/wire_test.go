@@ -273,7 +273,7 @@ func TestFloodIsBounded(t *testing.T) {
 	if grown := int64(after.HeapAlloc) - int64(before.HeapAlloc); grown > 1<<20 {
 		t.Errorf("the heap grew by %d bytes", grown)
 	}
-	if len(s.peers) > 4 || len(s.book.list) > 16 || len(s.retired) > retiredLives {
+	if len(s.peers) > 4 || len(s.book.list) > 16 || len(s.retired) > retiredIncarnations {
 		t.Errorf("%d peers, %d addresses, %d retired", len(s.peers), len(s.book.list), len(s.retired))
 	}
 }

@@ -32,7 +32,7 @@ func drawVotes(t *rapid.T, names []string) []Vote {
 	votes := rapid.SliceOfN(rapid.Custom(func(t *rapid.T) Vote {
 		return Vote{
 			Scope:  "orders",
-			Node:   crdt.Replica{Name: rapid.SampledFrom(names).Draw(t, "node"), Incarnation: rapid.Uint64Range(1, 2).Draw(t, "life")},
+			Node:   crdt.Replica{Name: rapid.SampledFrom(names).Draw(t, "node"), Incarnation: rapid.Uint64Range(1, 2).Draw(t, "incarnation")},
 			Phase:  Phase(rapid.IntRange(0, int(Phases)-1).Draw(t, "phase")),
 			At:     Position{rapid.Uint64Range(0, 2).Draw(t, "gen"), rapid.Uint32Range(0, 2).Draw(t, "round")},
 			Gone:   rapid.IntRange(0, 5).Draw(t, "gone") == 0,

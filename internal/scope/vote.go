@@ -101,7 +101,7 @@ func (p Phase) String() string {
 }
 
 // Vote is what one process says about one scope. Only that process writes it;
-// of two the one of the later life, and then of the higher Version, holds.
+// of two the one of the later incarnation, and then of the higher Version, holds.
 type Vote struct {
 	Scope   string
 	Node    crdt.Replica

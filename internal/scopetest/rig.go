@@ -18,10 +18,10 @@ import (
 
 // A Fabric carries what processes say to each other.
 type Fabric interface {
-	// Start begins a life of a process, whose clock it goes by.
+	// Start begins an incarnation of a process, whose clock it goes by.
 	Start(p Process) *scope.Machine
 
-	// Stop ends a life without a word.
+	// Stop ends an incarnation without a word.
 	Stop(name string)
 
 	// Cut has the words of some processes, and none else, not reach anybody, nor those
@@ -32,13 +32,13 @@ type Fabric interface {
 	Step()
 }
 
-// Process is a life of a process.
+// Process is an incarnation of a process.
 type Process struct {
-	Name   string
-	Life   uint64 // counts from 1
-	Roster []string
-	Config breaker.FleetConfig
-	Clock  func() time.Duration
+	Name        string
+	Incarnation uint64 // counts from 1
+	Roster      []string
+	Config      breaker.FleetConfig
+	Clock       func() time.Duration
 }
 
 // Tick is how often all that happens is looked at.
@@ -68,18 +68,18 @@ type rig struct {
 	calm   time.Duration // nobody was cut off, began or ended since
 }
 
-// proc is a process, life after life.
+// proc is a process, incarnation after incarnation.
 type proc struct {
-	r      *rig
-	name   string
-	life   uint64
-	alive  bool
-	offset time.Duration // its clock's
-	m      *scope.Machine
-	leaves []*leaf
-	broken bool // its own path
-	hangs  bool // its handler does not return
-	quiet  bool // it has no messages
+	r           *rig
+	name        string
+	incarnation uint64
+	alive       bool
+	offset      time.Duration // its clock's
+	m           *scope.Machine
+	leaves      []*leaf
+	broken      bool // its own path
+	hangs       bool // its handler does not return
+	quiet       bool // it has no messages
 }
 
 // leaf is a breaker, and who works behind it.
@@ -120,9 +120,9 @@ func (r *rig) add(name string) *proc {
 func (p *proc) now() time.Duration { return p.r.now + p.offset }
 
 func (p *proc) start() {
-	p.life++
+	p.incarnation++
 	p.alive, p.leaves, p.r.calm = true, nil, p.r.now
-	p.m = p.r.f.Start(Process{Name: p.name, Life: p.life, Roster: p.r.names, Config: p.r.cfg, Clock: p.now})
+	p.m = p.r.f.Start(Process{Name: p.name, Incarnation: p.incarnation, Roster: p.r.names, Config: p.r.cfg, Clock: p.now})
 }
 
 func (p *proc) kill() {

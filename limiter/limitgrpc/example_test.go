@@ -28,13 +28,13 @@ func ExampleNew() {
 		log.Fatal(err)
 	}
 	defer tenants.Close()
-	door, err := limitgrpc.New(func(ctx context.Context, _ string) limiter.Gate {
+	interceptor, err := limitgrpc.New(func(ctx context.Context, _ string) limiter.Gate {
 		return tenants.Key(limitgrpc.Metadata(ctx, "tenant")) // without a tenant: denied
 	}, limitgrpc.Config{})
 	if err != nil {
 		log.Fatal(err)
 	}
-	addr, stop, err := serve(grpc.ChainUnaryInterceptor(door.Unary()), grpc.ChainStreamInterceptor(door.Stream()))
+	addr, stop, err := serve(grpc.ChainUnaryInterceptor(interceptor.Unary()), grpc.ChainStreamInterceptor(interceptor.Stream()))
 	if err != nil {
 		log.Fatal(err)
 	}

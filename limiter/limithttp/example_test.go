@@ -29,14 +29,14 @@ func ExampleNew() {
 		log.Fatal(err)
 	}
 
-	door, err := limithttp.New(func(r *http.Request) limithttp.Tier {
+	middleware, err := limithttp.New(func(r *http.Request) limithttp.Tier {
 		tenant := r.Header.Get("X-Tenant") // empty is denied
 		return limithttp.Tier{Name: "tenant", Gate: limiter.All(tenants.Key(tenant), everybody)}
 	}, limithttp.Config{})
 	if err != nil {
 		log.Fatal(err)
 	}
-	handler := door.Wrap(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "hello") }))
+	handler := middleware.Wrap(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "hello") }))
 
 	for range 3 {
 		r, w := httptest.NewRequest(http.MethodGet, "/", nil), httptest.NewRecorder()

@@ -33,20 +33,20 @@ type Handle struct {
 	turn    chan struct{} // has one element while the first waiter asks
 
 	// Below is guarded by mu, which nothing waits under.
-	mu      sync.Mutex
-	ahead   int       // tokens that Admit may use
-	taken   time.Time // when the last of them came
-	want    bool      // the courier is to fetch more
-	fetches bool      // the courier is about it
-	owed    int       // to be given back
-	courier bool      // runs
-	again   time.Time // not before is there anything to fetch
-	failing bool      // the last fetch found no decision
-	spent   int       // admitted by Redis and not given back
-	opened  time.Time // when something was last admitted that Redis did not decide
-	known   bool      // what follows is of the last answer
-	left    int
-	next    time.Time
+	mu         sync.Mutex
+	ahead      int       // tokens that Admit may use
+	taken      time.Time // when the last of them came
+	want       bool      // the prefetcher is to fetch more
+	fetches    bool      // the prefetcher is about it
+	owed       int       // to be given back
+	prefetcher bool      // runs
+	again      time.Time // not before is there anything to fetch
+	failing    bool      // the last fetch found no decision
+	spent      int       // admitted by Redis and not given back
+	opened     time.Time // when something was last admitted that Redis did not decide
+	known      bool      // what follows is of the last answer
+	left       int
+	next       time.Time
 }
 
 var _ limiter.Gate = (*Handle)(nil)
@@ -175,7 +175,7 @@ func (h *Handle) Admit(time.Duration) time.Duration {
 		return 0
 	case !h.valid || h.store.isClosed():
 		return time.Second
-	case h.courier:
+	case h.prefetcher:
 		return poll
 	}
 	return max(h.again.Sub(now), poll)
@@ -199,10 +199,10 @@ func (h *Handle) Refund(n int) {
 	h.send()
 }
 
-// send has a courier ask what there is to ask. The caller holds mu.
+// send has a prefetcher ask what there is to ask. The caller holds mu.
 func (h *Handle) send() {
-	if !h.courier {
-		h.courier = h.store.run(h.carry)
+	if !h.prefetcher {
+		h.prefetcher = h.store.run(h.carry)
 	}
 }
 
@@ -223,7 +223,7 @@ func (h *Handle) errand() (back, least, most int, ok bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.owed == 0 && !h.want {
-		h.courier = false
+		h.prefetcher = false
 		return 0, 0, 0, false
 	}
 	back, h.owed = h.owed, 0

@@ -41,9 +41,9 @@ type Store struct {
 	quiet  atomic.Int64
 	last   atomic.Pointer[error]
 
-	mu       sync.Mutex
-	done     chan struct{} // closed by Close
-	couriers sync.WaitGroup
+	mu          sync.Mutex
+	done        chan struct{} // closed by Close
+	prefetchers sync.WaitGroup
 }
 
 // An Option supplies a collaborator that a config file cannot express.
@@ -123,7 +123,7 @@ func (s *Store) Close() {
 		close(s.done)
 	}
 	s.mu.Unlock()
-	s.couriers.Wait()
+	s.prefetchers.Wait()
 }
 
 // run starts a goroutine, unless the store is closed.
@@ -133,7 +133,7 @@ func (s *Store) run(f func()) bool {
 	if s.isClosed() {
 		return false
 	}
-	s.couriers.Go(f)
+	s.prefetchers.Go(f)
 	return true
 }
 

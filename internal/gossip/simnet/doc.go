@@ -8,7 +8,7 @@
 //	                   │                                  │
 //	                   ▼                                  ▼
 //	┌─ events in order of true time ─┐  own clock  ┌─ Process ─┐
-//	│ packets on their way           │ ──Step────▶ │ one life  │
+//	│ packets on their way           │ ──Step────▶ │ one incarnation  │
 //	│ one wake for each node         │ ◀─packets── │ of a node │
 //	└────────────────────────────────┘  next wake  └───────────┘
 //

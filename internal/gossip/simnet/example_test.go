@@ -21,9 +21,9 @@ func Example() {
 		Link: simnet.Link{Base: 500 * time.Microsecond, Jitter: 500 * time.Microsecond, Loss: 0.05},
 	})
 	for i := range 3 {
-		net.Add(func(life int, rng *rand.Rand) simnet.Process {
+		net.Add(func(incarnation int, rng *rand.Rand) simnet.Process {
 			s, err := gossip.New(gossip.Config{
-				Self: crdt.Replica{Name: fmt.Sprint("node-", i), Incarnation: uint64(life)},
+				Self: crdt.Replica{Name: fmt.Sprint("node-", i), Incarnation: uint64(incarnation)},
 			}, gossip.WithRand(rng.Float64))
 			if err != nil {
 				panic(err)

@@ -76,7 +76,7 @@ func (n *Net) Crash(node int) {
 	n.arm(node)
 }
 
-// Restart starts the next life of a node, crashing the one that runs. Its
+// Restart starts the next incarnation of a node, crashing the one that runs. Its
 // monotonic clock begins anew; rate error and wall clock stay the machine's. A
 // stopped or paused node goes on.
 func (n *Net) Restart(node int) {
@@ -101,11 +101,11 @@ func (n *Net) drop(nd *node) {
 
 func (n *Net) start(id int) {
 	nd := n.nodes[id]
-	nd.life++
+	nd.incarnation++
 	nd.clock.restart(n.now)
-	rng := rand.New(rand.NewPCG(n.seed, uint64(id+1)<<32|uint64(nd.life)))
+	rng := rand.New(rand.NewPCG(n.seed, uint64(id+1)<<32|uint64(nd.incarnation)))
 	nd.clock.mono = time.Duration(rng.Int64N(int64(time.Hour)))
-	nd.process = nd.boot(nd.life, rng)
+	nd.process = nd.boot(nd.incarnation, rng)
 	n.arm(id)
 }
 
@@ -120,7 +120,7 @@ func (n *Net) Pause(node int, d time.Duration) { n.stop(node, d, true) }
 
 func (n *Net) stop(node int, d time.Duration, clocks bool) {
 	nd := n.nodes[node]
-	life := nd.life
+	incarnation := nd.incarnation
 	if nd.process == nil {
 		return
 	}
@@ -132,7 +132,7 @@ func (n *Net) stop(node int, d time.Duration, clocks bool) {
 	}
 	n.arm(node)
 	n.At(n.now+d, func() {
-		if nd.life != life || nd.process == nil {
+		if nd.incarnation != incarnation || nd.process == nil {
 			return // a restart let it go on
 		}
 		if halted {

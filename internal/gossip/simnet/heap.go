@@ -5,8 +5,8 @@ package simnet
 
 import "time"
 
-// flight is a packet on its way, or a scheduled call. It has no pointers: a heap of a million of them
-// is nothing to the garbage collector, and moving one is moving 32 bytes.
+// flight is a packet on its way, or a scheduled call. It has no pointers: a heap of a million
+// of them is nothing to the garbage collector, and moving one is moving 32 bytes.
 type flight struct {
 	at   time.Duration // true time of arrival
 	seq  uint64        // at one instant, what was sent first arrives first

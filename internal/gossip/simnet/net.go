@@ -37,9 +37,9 @@ type Config struct {
 
 const start2026 = 1_767_225_600_000_000_000
 
-// Boot makes the process of a node's n-th life, counted from 1. rng is that
-// life's own, seeded from the net's seed.
-type Boot func(life int, rng *rand.Rand) Process
+// Boot makes the process of a node's n-th incarnation, counted from 1. rng is that
+// incarnation's own, seeded from the net's seed.
+type Boot func(incarnation int, rng *rand.Rand) Process
 
 // Net is a network, the machines on it, and time. It runs in the goroutine that
 // calls Run and starts none; it is not safe for concurrent use.
@@ -74,12 +74,12 @@ type Net struct {
 }
 
 type node struct {
-	boot    Boot
-	process Process // nil while down
-	life    int
-	clock   clock
-	stopped int      // how many have stopped the process and not let it go on
-	inbox   []flight // what came in meanwhile
+	boot        Boot
+	process     Process // nil while down
+	incarnation int
+	clock       clock
+	stopped     int      // how many have stopped the process and not let it go on
+	inbox       []flight // what came in meanwhile
 }
 
 // Stats are counts of packets since the net began.
@@ -113,8 +113,8 @@ func check(l Link) {
 	}
 }
 
-// Add adds a machine and starts its first life. Nodes are numbered from 0. The
-// monotonic clock of a life begins anywhere within an hour, drawn from the seed.
+// Add adds a machine and starts its first incarnation. Nodes are numbered from 0. The
+// monotonic clock of an incarnation begins anywhere within an hour, drawn from the seed.
 func (n *Net) Add(boot Boot) int {
 	id := len(n.nodes)
 	if id == maxNodes {
@@ -138,7 +138,7 @@ func (n *Net) Add(boot Boot) int {
 	return id
 }
 
-// Addr is a node's address, the same in every life.
+// Addr is a node's address, the same in every incarnation.
 func Addr(node int) netip.AddrPort {
 	return netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, byte(node >> 8), byte(node)}), 7946)
 }

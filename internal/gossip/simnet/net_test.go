@@ -27,14 +27,14 @@ const (
 
 // script is a process that does what a test says.
 type script struct {
-	life  int
-	wake  time.Duration
-	every time.Duration
-	to    []int
-	size  int
-	got   []arrival
-	woken []time.Duration
-	on    func(now time.Duration, ev gossip.Event) (to []int)
+	incarnation int
+	wake        time.Duration
+	every       time.Duration
+	to          []int
+	size        int
+	got         []arrival
+	woken       []time.Duration
+	on          func(now time.Duration, ev gossip.Event) (to []int)
 }
 
 type arrival struct {
@@ -73,8 +73,8 @@ func (s *script) Wake() time.Duration { return s.wake }
 func scripts(net *Net, n int) []*script {
 	out := make([]*script, n)
 	for i := range n {
-		net.Add(func(life int, _ *rand.Rand) Process {
-			out[i] = &script{life: life, wake: gossip.Never}
+		net.Add(func(incarnation int, _ *rand.Rand) Process {
+			out[i] = &script{incarnation: incarnation, wake: gossip.Never}
 			return out[i]
 		})
 	}
@@ -94,7 +94,7 @@ func storm(seed uint64) *Net {
 		Base: 500 * us, Jitter: 500 * us, Loss: 0.2, Dup: 0.1, Burst: Burst{Good: 50 * ms, Bad: 5 * ms, Loss: 0.9},
 	}})
 	for i := range 6 {
-		net.Add(func(life int, rng *rand.Rand) Process {
+		net.Add(func(incarnation int, rng *rand.Rand) Process {
 			s := &script{size: 40, wake: gossip.Never}
 			if i == 0 {
 				s.wake = 0
@@ -355,16 +355,16 @@ func TestCrashAndRestart(t *testing.T) {
 	net.Suspend(1, ms)
 	shout(net, s[0], 0, 1)
 	net.Restart(1)
-	if s[1] == old || s[1].life != 2 {
-		t.Errorf("life %d", s[1].life)
+	if s[1] == old || s[1].incarnation != 2 {
+		t.Errorf("incarnation %d", s[1].incarnation)
 	}
 	after, _ := net.Clock(1)
 	if after == before || after-before == 40*ms {
-		t.Errorf("the clock went on from the first life: %v, %v", before, after)
+		t.Errorf("the clock went on from the first incarnation: %v, %v", before, after)
 	}
 	net.Run(60 * ms)
 	if len(s[1].got) != 1 {
-		t.Errorf("the new life got %d packets, want the one that was on its way", len(s[1].got))
+		t.Errorf("the new incarnation got %d packets, want the one that was on its way", len(s[1].got))
 	}
 }
 

@@ -11,13 +11,13 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/gossip"
 )
 
-// A Process is one life of whatever runs on a node. A [gossip.Session] is one;
+// A Process is one incarnation of whatever runs on a node. A [gossip.Session] is one;
 // a program that has more to simulate wraps a session in a Process of its own,
 // hands it the packets, adds its own wakes, and calls the session's Step with a
 // [gossip.Wake] when one of its sections has changed.
 //
 // All instants are on the node's own monotonic clock, whose origin is the
-// life's own. A Process must not depend on anything but what Step is given, or
+// incarnation's own. A Process must not depend on anything but what Step is given, or
 // the run does not repeat.
 type Process interface {
 	// Step takes in one event and appends what is to be done. The net hands over

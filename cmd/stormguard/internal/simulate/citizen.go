@@ -29,14 +29,14 @@ type books struct {
 	m *member
 }
 
-// Applied is that of [fleetstate.Books]: as of now, and not as of the node's last step.
+// Applied is that of [fleetstate.Applier]: as of now, and not as of the node's last step.
 func (b books) Applied() uint64 {
 	own, _ := b.m.w.net.Clock(b.m.id)
 	b.Tick(own)
 	return b.Node.Applied()
 }
 
-// newCitizen is the part of a life that begins now. It mints nothing until it has read
+// newCitizen is the part of an incarnation that begins now. It mints nothing until it has read
 // the register.
 func newCitizen(m *member, now time.Duration) (*citizen, error) {
 	m.node.Mint(now)
@@ -152,7 +152,7 @@ func (w *world) agreed() (completed, members int) {
 	return completed, members
 }
 
-// over ends a process whose session says that its life is over: by leaving, or
+// over ends a process whose session says that its incarnation is over: by leaving, or
 // because another has its name or it was evicted. Who did not leave is started again.
 func (m *member) over(how gossip.ActionKind) {
 	w := m.w

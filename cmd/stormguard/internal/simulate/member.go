@@ -17,7 +17,7 @@ import (
 // while its process was stopped, and so did not come in at all.
 const stoppedFor = 100 * time.Millisecond
 
-// A member is one life of a consumer process: a gossip session, its limiter's
+// A member is one incarnation of a consumer process: a gossip session, its limiter's
 // books as one of its sections, and the messages that come in.
 type member struct {
 	w    *world
@@ -41,8 +41,8 @@ type member struct {
 
 // boot makes a member of the node with this number.
 func (w *world) boot(id int) simnet.Boot {
-	return func(life int, rng *rand.Rand) simnet.Process {
-		self := crdt.Replica{Name: w.names[id], Incarnation: uint64(life)}
+	return func(incarnation int, rng *rand.Rand) simnet.Process {
+		self := crdt.Replica{Name: w.names[id], Incarnation: uint64(incarnation)}
 		if w.sc.twin && id == w.sc.nodes-1 {
 			self.Incarnation += 1000 // it was started later
 		}
@@ -83,7 +83,7 @@ func must(err error) {
 	}
 }
 
-// begin makes the limiter of a life, and its part in the fleet's configuration.
+// begin makes the limiter of an incarnation, and its part in the fleet's configuration.
 func (m *member) begin(now time.Duration) (err error) {
 	w := m.w
 	if w.sc.pooled {

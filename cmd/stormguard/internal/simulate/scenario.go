@@ -240,7 +240,7 @@ func scenarios() []scenario {
 	add(base("rotating-across-flaps", 3, rotating(rotation)), flap,
 		printed(-30, "three of the six seconds alone at the node that has a third, three at the two others"))
 	add(base("lone-loaded-node-cut-off", 3, only(0)), split([]int{0}, []int{1, 2}), printed(-66.7, "it has its third"))
-	add(base("crash-2s", 3, balanced(demand)), printed(-6.3, "a third of the rate, of which 0.13 is asked for in the 2 s, and all until a life mints, 1.011 s"), func(sc *scenario) {
+	add(base("crash-2s", 3, balanced(demand)), printed(-6.3, "a third of the rate, of which 0.13 is asked for in the 2 s, and all until an incarnation mints, 1.011 s"), func(sc *scenario) {
 		sc.faults = func(w *world) {
 			w.net.At(4*time.Second, func() { w.net.Crash(0) })
 			w.net.At(6*time.Second, func() { w.net.Restart(0) })
@@ -403,8 +403,8 @@ func changes(add func(sc scenario, with ...func(*scenario))) {
 		}
 	})
 
-	// A new life has no use for a share until all that an earlier one may have lent
-	// is over, 1.011 s; until then it borrows, as a guest.
+	// A new incarnation has no use for a share until all that an earlier one may have lent
+	// is over, 1.011 s; until then it borrows, as a learner.
 	joined := func(sc *scenario) {
 		sc.changes, sc.agreed, sc.members = true, 1, sc.nodes
 		sc.faults = func(w *world) {
@@ -433,7 +433,7 @@ func changes(add func(sc scenario, with ...func(*scenario))) {
 	//
 	// What it costs, in time of the whole rate. All nodes have single messages, each
 	// 42 ms, so a forecast is as unsure as it gets, and keeps 2 - 0.3 times what two
-	// steps bring. That much lies with guests and in what they are lent, and goes
+	// steps bring. That much lies with learners and in what they are lent, and goes
 	// with the caps when shares change; and as much is with the members afterwards. While
 	// shares change nobody mints.
 	const (
@@ -452,7 +452,7 @@ func changes(add func(sc scenario, with ...func(*scenario))) {
 		}
 	}
 	add(base("join-storm-10+500", 510, moving(10, 510)), joined, func(sc *scenario) { sc.joiners = 500 },
-		huge(joining, "twice what two steps ask for, times 1.7, 2·0.204 s: with guests, and then with members; and two keep-alives and two steps while shares change, 0.2 s"))
+		huge(joining, "twice what two steps ask for, times 1.7, 2·0.204 s: with learners, and then with members; and two keep-alives and two steps while shares change, 0.2 s"))
 	add(base("leave-storm-510-500", 510, moving(510, 10)), left(10),
 		huge(leaving, "requests are gathered, 50 ms, and two keep-alives and a step while shares change, 0.15 s: what those who leave mint is of no use to the others"))
 }

@@ -127,7 +127,7 @@ func (w *world) config(id int) escrow.Config {
 	}
 	c := escrow.Config{Limit: escrow.Limit{Rate: sc.rate, Burst: sc.burstTokens}}
 	if sc.changes {
-		c.Fleet, c.Provisional, c.Roster.Guests = "simulate", true, true
+		c.Fleet, c.Provisional, c.Roster.Learners = "simulate", true, true
 	}
 	c.OnSilence = sc.silence
 	for i, name := range w.names[:sc.initial()] {

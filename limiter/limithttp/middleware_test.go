@@ -43,7 +43,7 @@ func always(g limiter.Gate, name string) Choice {
 	return func(*http.Request) Tier { return Tier{Name: name, Gate: g} }
 }
 
-func door(t testing.TB, choose Choice, cfg Config) *Door {
+func middleware(t testing.TB, choose Choice, cfg Config) *Middleware {
 	t.Helper()
 	d, err := New(choose, cfg)
 	if err != nil {
@@ -66,7 +66,7 @@ func TestConfig(t *testing.T) {
 		t.Error(err)
 	}
 	g := local(t, 1, 1)
-	d := door(t, always(g, ""), Config{})
+	d := middleware(t, always(g, ""), Config{})
 	if err := d.Swap(nil, Config{}); !errors.Is(err, ErrConfig) {
 		t.Error(err)
 	}
@@ -102,7 +102,7 @@ func TestHeaders(t *testing.T) {
 			if !g.AllowN(c.taken - 1) {
 				t.Fatal("not so many")
 			}
-			w := get(t.Context(), door(t, always(g, "x"), Config{Legacy: true}).Wrap(ok))
+			w := get(t.Context(), middleware(t, always(g, "x"), Config{Legacy: true}).Wrap(ok))
 			if w.Code != http.StatusNoContent {
 				t.Fatal(w.Code)
 			}
@@ -123,7 +123,7 @@ func TestHeaders(t *testing.T) {
 
 func TestDenied(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		h := door(t, always(local(t, .4, 1), `a "b\`+"\n"), Config{}).Wrap(ok)
+		h := middleware(t, always(local(t, .4, 1), `a "b\`+"\n"), Config{}).Wrap(ok)
 		get(t.Context(), h)
 		time.Sleep(100 * ms)
 		w := get(t.Context(), h)
@@ -175,14 +175,14 @@ func (m *moving) Level() limiter.Level {
 // One answer does not contradict itself, whatever happens while it is written.
 func TestDeniedMeanwhile(t *testing.T) {
 	g := &moving{levels: []limiter.Level{{Next: 5 * time.Second}, {Left: 3}}}
-	w := get(t.Context(), door(t, always(g, "x"), Config{}).Wrap(ok))
+	w := get(t.Context(), middleware(t, always(g, "x"), Config{}).Wrap(ok))
 	if w.Code != 429 || w.Header().Get("Retry-After") != "5" || w.Header().Get("Ratelimit") != `"x";r=0;t=5` {
 		t.Errorf("%d, %v", w.Code, w.Header())
 	}
 }
 
 func TestNoHeaders(t *testing.T) {
-	h := door(t, always(local(t, .001, 1), ""), Config{NoHeaders: true, Legacy: true}).Wrap(ok)
+	h := middleware(t, always(local(t, .001, 1), ""), Config{NoHeaders: true, Legacy: true}).Wrap(ok)
 	get(t.Context(), h)
 	w := get(t.Context(), h)
 	if w.Code != 429 || w.Header().Get("Retry-After") != "1000" {
@@ -193,12 +193,12 @@ func TestNoHeaders(t *testing.T) {
 			t.Errorf("has %s", name)
 		}
 	}
-	w = get(t.Context(), door(t, always(nil, "x"), Config{}).Wrap(ok))
+	w = get(t.Context(), middleware(t, always(nil, "x"), Config{}).Wrap(ok))
 	if w.Code != http.StatusNoContent || len(w.Header()) != 0 {
 		t.Errorf("no gate: %d, %v", w.Code, w.Header())
 	}
 	// A tier with a name of its own, and one without.
-	if w := get(t.Context(), door(t, always(local(t, 1, 1), ""), Config{}).Wrap(ok)); !strings.HasPrefix(w.Header().Get("Ratelimit"), `"default";`) {
+	if w := get(t.Context(), middleware(t, always(local(t, 1, 1), ""), Config{}).Wrap(ok)); !strings.HasPrefix(w.Header().Get("Ratelimit"), `"default";`) {
 		t.Errorf("%v", w.Header())
 	}
 }
@@ -219,7 +219,7 @@ func TestWaits(t *testing.T) {
 		{"past the deadline", time.Minute, -1, 429, 0},
 	} {
 		synctest.Test(t, func(t *testing.T) {
-			h := door(t, always(local(t, 1, 1), ""), Config{MaxWait: c.most}).Wrap(ok)
+			h := middleware(t, always(local(t, 1, 1), ""), Config{MaxWait: c.most}).Wrap(ok)
 			get(t.Context(), h)
 			ctx, cancel := context.WithTimeout(t.Context(), c.deadline)
 			defer cancel()
@@ -238,7 +238,7 @@ func TestWaits(t *testing.T) {
 // Many wait, in their order, and those who cannot be in time do not wait for it.
 func TestWaitsInLine(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		h := door(t, always(local(t, 10, 1), ""), Config{MaxWait: 550 * ms}).Wrap(ok)
+		h := middleware(t, always(local(t, 10, 1), ""), Config{MaxWait: 550 * ms}).Wrap(ok)
 		start := time.Now()
 		var mu sync.Mutex
 		var codes []int
@@ -267,7 +267,7 @@ func TestClosedGate(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	h := door(t, always((*limiter.Limiter)(s.Key("k")), ""), Config{MaxWait: 10 * time.Second}).Wrap(ok)
+	h := middleware(t, always((*limiter.Limiter)(s.Key("k")), ""), Config{MaxWait: 10 * time.Second}).Wrap(ok)
 	s.Close()
 	if w := get(t.Context(), h); w.Code != 503 || !strings.Contains(w.Body.String(), "temporary-reduced-capacity") {
 		t.Errorf("%d %s", w.Code, w.Body)
@@ -277,7 +277,7 @@ func TestClosedGate(t *testing.T) {
 // Tiers are exchanged while a real server serves real clients: every answer is one of
 // the old or of the new.
 func TestSwapUnderLoad(t *testing.T) {
-	d := door(t, always(limiter.All(), "free"), Config{})
+	d := middleware(t, always(limiter.All(), "free"), Config{})
 	server := httptest.NewServer(d.Wrap(ok))
 	defer server.Close()
 	client := server.Client()

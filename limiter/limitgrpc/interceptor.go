@@ -55,8 +55,8 @@ func (c Config) Validate() error {
 	return nil
 }
 
-// A Door lets calls in. It is safe for concurrent use and has nothing to close.
-type Door struct{ rules atomic.Pointer[rules] }
+// An Interceptor lets calls in. It is safe for concurrent use and has nothing to close.
+type Interceptor struct{ rules atomic.Pointer[rules] }
 
 // rules are never changed, only exchanged.
 type rules struct {
@@ -64,16 +64,16 @@ type rules struct {
 	cfg    Config
 }
 
-// New is a door with a choice of gates.
-func New(choose Choice, cfg Config) (*Door, error) {
-	d := &Door{}
+// New is an interceptor with a choice of gates.
+func New(choose Choice, cfg Config) (*Interceptor, error) {
+	d := &Interceptor{}
 	return d, d.Swap(choose, cfg)
 }
 
 // Swap exchanges choice and configuration. What waits already goes on at the gate
 // that was chosen for it; the next call, and the next message of a stream that is
 // open, have the new ones. After an error the old ones stay.
-func (d *Door) Swap(choose Choice, cfg Config) error {
+func (d *Interceptor) Swap(choose Choice, cfg Config) error {
 	err := cfg.Validate()
 	if choose == nil {
 		err = errors.Join(err, fmt.Errorf("%w: choose: nil is not a function", ErrConfig))
@@ -85,7 +85,7 @@ func (d *Door) Swap(choose Choice, cfg Config) error {
 }
 
 // Unary is the interceptor for unary calls.
-func (d *Door) Unary() grpc.UnaryServerInterceptor {
+func (d *Interceptor) Unary() grpc.UnaryServerInterceptor {
 	return func(ctx context.Context, request any, info *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
 		err := d.rules.Load().enter(ctx, info.FullMethod, func(md metadata.MD) { _ = grpc.SetTrailer(ctx, md) })
 		if err != nil {
@@ -96,12 +96,12 @@ func (d *Door) Unary() grpc.UnaryServerInterceptor {
 }
 
 // Stream is the interceptor for streams.
-func (d *Door) Stream() grpc.StreamServerInterceptor {
+func (d *Interceptor) Stream() grpc.StreamServerInterceptor {
 	return func(server any, stream grpc.ServerStream, info *grpc.StreamServerInfo, next grpc.StreamHandler) error {
 		if err := d.rules.Load().enter(stream.Context(), info.FullMethod, stream.SetTrailer); err != nil {
 			return err
 		}
-		return next(server, &limited{ServerStream: stream, door: d, method: info.FullMethod})
+		return next(server, &limited{ServerStream: stream, interceptor: d, method: info.FullMethod})
 	}
 }
 
@@ -109,8 +109,8 @@ func (d *Door) Stream() grpc.StreamServerInterceptor {
 type limited struct {
 	grpc.ServerStream
 
-	door   *Door
-	method string
+	interceptor *Interceptor
+	method      string
 }
 
 // RecvMsg admits a message after it has come, so that a client that says nothing
@@ -119,7 +119,7 @@ func (l *limited) RecvMsg(m any) error {
 	if err := l.ServerStream.RecvMsg(m); err != nil {
 		return err
 	}
-	now := l.door.rules.Load()
+	now := l.interceptor.rules.Load()
 	if !now.cfg.PerMessage {
 		return nil
 	}

@@ -17,23 +17,23 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 )
 
-func newStanding(t testing.TB, name string, life uint64) *Standings {
+func newStatus(t testing.TB, name string, incarnation uint64) *MemberStatuses {
 	t.Helper()
-	m, err := NewStandings(crdt.Replica{Name: name, Incarnation: life})
+	m, err := NewMemberStatuses(crdt.Replica{Name: name, Incarnation: incarnation})
 	if err != nil {
 		t.Fatal(err)
 	}
 	return m
 }
 
-func genStanding(rt *rapid.T) Standing {
+func genStatus(rt *rapid.T) MemberStatus {
 	text := func(label string, most int) string {
 		return rapid.StringN(0, -1, most).Draw(rt, label)
 	}
 	amount := func(label string) float64 {
 		return float64(rapid.Uint32().Draw(rt, label)) / 1000
 	}
-	m := Standing{
+	m := MemberStatus{
 		Zone: text("zone", 64), Region: text("region", 64), Version: text("version", 64),
 		Number: rapid.Uint64().Draw(rt, "configuration"), Complete: rapid.Uint64().Draw(rt, "complete"), Applied: rapid.Uint64().Draw(rt, "applied"),
 		Share: float64(rapid.IntRange(0, 1000).Draw(rt, "share")) / 1000,
@@ -41,7 +41,7 @@ func genStanding(rt *rapid.T) Standing {
 		Unacked: rapid.Uint64().Draw(rt, "unacked"), SyncDelay: time.Duration(rapid.IntRange(0, 1e6).Draw(rt, "delay")) * time.Microsecond,
 	}
 	for range rapid.IntRange(0, 40).Draw(rt, "keys") {
-		m.Keys = append(m.Keys, KeyStanding{
+		m.Keys = append(m.Keys, KeyStatus{
 			Key: text("key", 128), Admitted: rapid.Uint64().Draw(rt, "admitted"), Denied: rapid.Uint64().Draw(rt, "denied"),
 			Level: amount("key's level"), Cap: amount("key's cap"),
 		})
@@ -51,13 +51,13 @@ func genStanding(rt *rapid.T) Standing {
 
 // What a process says arrives as it was said, and what does not fit is cut at
 // both alike.
-func TestStandingsSay(t *testing.T) {
+func TestMemberStatusesSay(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
-		a, b := newStanding(t, "a", 1), newStanding(t, "b", 1)
-		said := genStanding(rt)
+		a, b := newStatus(t, "a", 1), newStatus(t, "b", 1)
+		said := genStatus(rt)
 		a.Say(said)
-		p, upto := a.Delta(0, nil, b.self, 0, maxStanding)
-		if len(p) > maxStanding || upto != a.Mark(b.self) {
+		p, upto := a.Delta(0, nil, b.self, 0, maxStatus)
+		if len(p) > maxStatus || upto != a.Mark(b.self) {
 			rt.Fatalf("%d bytes, complete to %d of %d", len(p), upto, a.Mark(b.self))
 		}
 		if err := b.Merge(crdt.Contact{From: a.self, Now: sec, Sent: 1}, p); err != nil {
@@ -80,13 +80,13 @@ func TestStandingsSay(t *testing.T) {
 	})
 }
 
-// Of packets that overtake each other the latest counts, and an earlier life says
+// Of packets that overtake each other the latest counts, and an earlier incarnation says
 // nothing any more.
-func TestStandingsLatestCounts(t *testing.T) {
-	a, b := newStanding(t, "a", 1), newStanding(t, "b", 1)
+func TestMemberStatusesLatestCounts(t *testing.T) {
+	a, b := newStatus(t, "a", 1), newStatus(t, "b", 1)
 	var packets [][]byte
 	for i := range 3 {
-		a.Say(Standing{Number: uint64(i)})
+		a.Say(MemberStatus{Number: uint64(i)})
 		p, _ := a.Delta(0, nil, b.self, 0, 4096)
 		packets = append(packets, p)
 	}
@@ -107,7 +107,7 @@ func TestStandingsLatestCounts(t *testing.T) {
 	if err := b.Merge(crdt.Contact{From: a.self, Now: 2 * sec, Sent: 3}, nil); err != nil || b.All(2*sec, nil)[0].Heard != 0 {
 		t.Errorf("%v: a keep-alive was not heard", err)
 	}
-	again := newStanding(t, "a", 2)
+	again := newStatus(t, "a", 2)
 	p, _ := again.Delta(0, nil, b.self, 0, 4096)
 	_ = b.Merge(crdt.Contact{From: again.self, Now: 3 * sec, Sent: 1}, p)
 	_ = b.Merge(crdt.Contact{From: a.self, Now: 4 * sec, Sent: 9}, packets[2])
@@ -116,14 +116,14 @@ func TestStandingsLatestCounts(t *testing.T) {
 	}
 	b.Gone(0, a.self)
 	if n := len(b.All(4*sec, nil)); n != 2 {
-		t.Errorf("%d all: the end of an earlier life took the later one along", n)
+		t.Errorf("%d all: the end of an earlier incarnation took the later one along", n)
 	}
-	if n := len(b.All(3*sec+standingKeep+1, nil)); n != 1 {
+	if n := len(b.All(3*sec+statusKeep+1, nil)); n != 1 {
 		t.Errorf("%d all, one is silent for ten minutes", n)
 	}
 }
 
-func TestStandingsSkew(t *testing.T) {
+func TestMemberStatusesSkew(t *testing.T) {
 	for _, c := range []struct {
 		levels []float64
 		want   float64
@@ -133,9 +133,9 @@ func TestStandingsSkew(t *testing.T) {
 		{[]float64{0, 10}, 0.5},
 		{[]float64{10, 0, 5}, math.Sqrt(1. / 6)},
 	} {
-		all := []Standing{{Level: 7}} // without a share
+		all := []MemberStatus{{Level: 7}} // without a share
 		for _, l := range c.levels {
-			all = append(all, Standing{Level: l, Cap: 10})
+			all = append(all, MemberStatus{Level: l, Cap: 10})
 		}
 		if got := Skew(all); math.Abs(got-c.want) > 1e-9 {
 			t.Errorf("%v: %v, want %v", c.levels, got, c.want)
@@ -143,19 +143,19 @@ func TestStandingsSkew(t *testing.T) {
 	}
 }
 
-func TestStandingsRefuse(t *testing.T) {
-	if _, err := NewStandings(crdt.Replica{}); !errors.Is(err, ErrConfig) {
+func TestMemberStatusesRefuse(t *testing.T) {
+	if _, err := NewMemberStatuses(crdt.Replica{}); !errors.Is(err, ErrConfig) {
 		t.Error(err)
 	}
-	m := newStanding(t, "a", 1)
+	m := newStatus(t, "a", 1)
 	if err := m.Merge(crdt.Contact{From: crdt.Replica{Name: "a", Incarnation: 2}}, nil); !errors.Is(err, ErrSelf) {
 		t.Error(err)
 	}
-	var many Standing
-	for i := range maxStandingKeys {
-		many.Keys = append(many.Keys, KeyStanding{Key: fmt.Sprint(i)})
+	var many MemberStatus
+	for i := range maxStatusKeys {
+		many.Keys = append(many.Keys, KeyStatus{Key: fmt.Sprint(i)})
 	}
-	whole := appendStanding(nil, &many, 1)
+	whole := appendStatus(nil, &many, 1)
 	from := crdt.Contact{From: crdt.Replica{Name: "b", Incarnation: 1}}
 	for _, b := range [][]byte{{9}, {wireVersion}, whole[:len(whole)-1], append(whole, 1, 'x', 0, 0, 0, 0), []byte(strings.Repeat("\xff", 40))} {
 		if err := m.Merge(from, b); !errors.Is(err, ErrMalformed) {
@@ -167,22 +167,22 @@ func TestStandingsRefuse(t *testing.T) {
 	}
 }
 
-func FuzzStanding(f *testing.F) {
-	m := Standing{Zone: "z", Version: "1", Share: 0.5, Level: 1.5, Cap: 3, Keys: []KeyStanding{{Key: "k", Admitted: 7}}}
-	whole := appendStanding(nil, &m, 3)
+func FuzzMemberStatus(f *testing.F) {
+	m := MemberStatus{Zone: "z", Version: "1", Share: 0.5, Level: 1.5, Cap: 3, Keys: []KeyStatus{{Key: "k", Admitted: 7}}}
+	whole := appendStatus(nil, &m, 3)
 	f.Add(whole)
 	f.Add(whole[:len(whole)-1])
 	f.Add([]byte{wireVersion, 1})
 	f.Fuzz(func(t *testing.T, b []byte) {
-		r, err := readStanding(b)
+		r, err := readStatus(b)
 		if err != nil {
 			return
 		}
-		if len(r.Keys) > maxStandingKeys || r.Share > 1 || r.Level < 0 {
+		if len(r.Keys) > maxStatusKeys || r.Share > 1 || r.Level < 0 {
 			t.Fatalf("%+v", r)
 		}
-		again, err := readStanding(appendStanding(nil, &r.Standing, r.num))
-		if err != nil || len(b) <= maxStanding && len(again.Keys) != len(r.Keys) {
+		again, err := readStatus(appendStatus(nil, &r.MemberStatus, r.num))
+		if err != nil || len(b) <= maxStatus && len(again.Keys) != len(r.Keys) {
 			t.Fatalf("%v: %+v came back as %+v", err, r, again)
 		}
 	})

@@ -17,9 +17,9 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt/wire"
 )
 
-// A Standing is what a process says of itself, for people and metrics. Nothing is
+// A MemberStatus is what a process says of itself, for people and metrics. Nothing is
 // decided by it. Amounts are in tokens.
-type Standing struct {
+type MemberStatus struct {
 	crdt.Replica
 	Zone, Region string // up to 64 bytes each
 	Version      string // of the program; up to 64 bytes
@@ -37,103 +37,103 @@ type Standing struct {
 	Unacked   uint64        // changes that its peers have not acknowledged
 	SyncDelay time.Duration // the longest, from a change to its acknowledgement, lately
 
-	Keys []KeyStanding // the busiest first; what does not fit into a packet is left out
+	Keys []KeyStatus // the busiest first; what does not fit into a packet is left out
 
 	Heard time.Duration // how long ago; 0 for this process itself
 }
 
-// KeyStanding is what a process says of one limit's key.
-type KeyStanding struct {
+// KeyStatus is what a process says of one limit's key.
+type KeyStatus struct {
 	Key              string  // up to 128 bytes
 	Admitted, Denied uint64  // since its start
-	Level, Cap       float64 // as of [Standing]
+	Level, Cap       float64 // as of [MemberStatus]
 }
 
 const (
-	maxStandingText = 64
-	maxStandingKey  = 128
-	maxStandingKeys = 32
+	maxStatusText = 64
+	maxStatusKey  = 128
+	maxStatusKeys = 32
 
-	// maxStanding is the most bytes that a standing takes in a packet.
-	maxStanding = 960
-	// standingKeep is for how long a process that is not heard is remembered.
-	standingKeep = 10 * time.Minute
+	// maxStatus is the most bytes that a memberStatus takes in a packet.
+	maxStatus = 960
+	// statusKeep is for how long a process that is not heard is remembered.
+	statusKeep = 10 * time.Minute
 )
 
-// Standings is what each process of a fleet says of itself: one row each, written
+// MemberStatuses is what each process of a fleet says of itself: one row each, written
 // by itself. It is a section for the gossip session, and safe for concurrent use.
 // Instants are monotonic, as for [Verdicts].
-type Standings struct {
+type MemberStatuses struct {
 	self crdt.Replica
 
 	mu     sync.Mutex
-	own    Standing
+	own    MemberStatus
 	seq    uint64
 	wire   []byte // own, as it travels
-	others map[string]*standingRow
+	others map[string]*statusRow
 }
 
-type standingRow struct {
-	Standing
+type statusRow struct {
+	MemberStatus
 	num   uint64
 	sent  time.Duration // the peer's clock
 	heard time.Duration
 }
 
-// NewStandings returns the row of self, which says nothing yet but that. The error
+// NewMemberStatuses returns the row of self, which says nothing yet but that. The error
 // is [ErrConfig].
-func NewStandings(self crdt.Replica) (*Standings, error) {
+func NewMemberStatuses(self crdt.Replica) (*MemberStatuses, error) {
 	if len(self.Name) < 1 || len(self.Name) > maxName {
 		return nil, fmt.Errorf("%w: self: length of the name %d is not in [1, %d]", ErrConfig, len(self.Name), maxName)
 	}
-	m := &Standings{self: self, others: make(map[string]*standingRow)}
-	m.Say(Standing{})
+	m := &MemberStatuses{self: self, others: make(map[string]*statusRow)}
+	m.Say(MemberStatus{})
 	return m, nil
 }
 
 // Say replaces what this process says of itself; Replica and Heard are filled in.
 // Texts and lists that are too long are cut. Once a second is often enough.
-func (m *Standings) Say(own Standing) {
+func (m *MemberStatuses) Say(own MemberStatus) {
 	m.mu.Lock()
 	own.Replica, own.Heard = m.self, 0
 	m.mu.Unlock()
-	own.Zone, own.Region, own.Version = clip(own.Zone, maxStandingText), clip(own.Region, maxStandingText), clip(own.Version, maxStandingText)
-	own.Keys = slices.Clone(own.Keys[:min(len(own.Keys), maxStandingKeys)])
+	own.Zone, own.Region, own.Version = clip(own.Zone, maxStatusText), clip(own.Region, maxStatusText), clip(own.Version, maxStatusText)
+	own.Keys = slices.Clone(own.Keys[:min(len(own.Keys), maxStatusKeys)])
 	for i := range own.Keys {
-		own.Keys[i].Key = clip(own.Keys[i].Key, maxStandingKey)
+		own.Keys[i].Key = clip(own.Keys[i].Key, maxStatusKey)
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.own = own
 	m.seq++
-	m.wire, m.own.Keys = appendStanding(m.wire[:0], &own, m.seq), own.Keys
+	m.wire, m.own.Keys = appendStatus(m.wire[:0], &own, m.seq), own.Keys
 }
 
 func clip(s string, most int) string { return s[:min(len(s), most)] }
 
 // All appends this process and all that are remembered to dst, by name. A process
 // that was not heard for ten minutes is forgotten.
-func (m *Standings) All(now time.Duration, dst []Standing) []Standing {
+func (m *MemberStatuses) All(now time.Duration, dst []MemberStatus) []MemberStatus {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	dst = append(dst, m.own)
 	for _, name := range slices.Sorted(maps.Keys(m.others)) {
 		r := m.others[name]
-		if now-r.heard > standingKeep {
+		if now-r.heard > statusKeep {
 			delete(m.others, name)
 			continue
 		}
-		one := r.Standing
+		one := r.MemberStatus
 		one.Heard = max(now-r.heard, 0)
 		dst = append(dst, one)
 	}
-	slices.SortFunc(dst, func(a, b Standing) int { return a.Compare(b.Replica) })
+	slices.SortFunc(dst, func(a, b MemberStatus) int { return a.Compare(b.Replica) })
 	return dst
 }
 
 // Skew is the standard deviation of level over cap, of those that have one: how
 // unevenly the tokens lie. 0 is even; 0.5 is the most.
-func Skew(all []Standing) float64 {
+func Skew(all []MemberStatus) float64 {
 	var levels []float64
 	mean := 0.
 	for _, m := range all {
@@ -154,14 +154,14 @@ func Skew(all []Standing) float64 {
 }
 
 // Mark is the number of what this process last said.
-func (m *Standings) Mark(crdt.Replica) uint64 {
+func (m *MemberStatuses) Mark(crdt.Replica) uint64 {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.seq
 }
 
 // Counted is that mark; see gossip.Counter.
-func (m *Standings) Counted() uint64 { return m.Mark(crdt.Replica{}) }
+func (m *MemberStatuses) Counted() uint64 { return m.Mark(crdt.Replica{}) }
 
 // The section: version, and if there is news
 //
@@ -170,7 +170,7 @@ func (m *Standings) Counted() uint64 { return m.Mark(crdt.Replica{}) }
 //
 // with numbers as varints, share and amounts in millionths, delay in microseconds
 // and a length before each text.
-func appendStanding(b []byte, m *Standing, num uint64) []byte {
+func appendStatus(b []byte, m *MemberStatus, num uint64) []byte {
 	b = binary.AppendUvarint(append(b, wireVersion), num)
 	b = wire.AppendText(wire.AppendText(wire.AppendText(b, m.Zone), m.Region), m.Version)
 	for _, n := range []uint64{
@@ -186,7 +186,7 @@ func appendStanding(b []byte, m *Standing, num uint64) []byte {
 		for _, n := range []uint64{k.Admitted, k.Denied, millionths(k.Level), millionths(k.Cap)} {
 			b = binary.AppendUvarint(b, n)
 		}
-		if len(b) > maxStanding {
+		if len(b) > maxStatus {
 			m.Keys = m.Keys[:i]
 			return b[:before]
 		}
@@ -203,7 +203,7 @@ func millionths(v float64) uint64 {
 
 // Delta appends what this process says of itself, if the peer lacks it and room
 // is enough, which 960 bytes always are.
-func (m *Standings) Delta(_ time.Duration, b []byte, _ crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
+func (m *MemberStatuses) Delta(_ time.Duration, b []byte, _ crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if since >= m.seq || room < len(m.wire) {
@@ -214,14 +214,14 @@ func (m *Standings) Delta(_ time.Duration, b []byte, _ crdt.Replica, since uint6
 
 // Merge takes in what a peer says of itself. It is commutative and idempotent. The
 // errors are [ErrMalformed] and [ErrSelf], and then nothing was taken in.
-func (m *Standings) Merge(c crdt.Contact, b []byte) error {
+func (m *MemberStatuses) Merge(c crdt.Contact, b []byte) error {
 	if c.From.Name == m.self.Name {
 		return ErrSelf
 	}
-	var news *standingRow
+	var news *statusRow
 	if len(b) > 0 {
 		var err error
-		if news, err = readStanding(b); err != nil {
+		if news, err = readStatus(b); err != nil {
 			return err
 		}
 	}
@@ -229,41 +229,41 @@ func (m *Standings) Merge(c crdt.Contact, b []byte) error {
 	defer m.mu.Unlock()
 	row := m.others[c.From.Name]
 	if row == nil || row.Incarnation < c.From.Incarnation {
-		row = &standingRow{sent: c.Sent - 1, heard: c.Now}
+		row = &statusRow{sent: c.Sent - 1, heard: c.Now}
 		row.Replica = crdt.Replica{Name: strings.Clone(c.From.Name), Incarnation: c.From.Incarnation}
 		m.others[row.Name] = row
 	}
 	if row.Incarnation != c.From.Incarnation {
-		return nil // of an earlier life
+		return nil // of an earlier incarnation
 	}
 	if c.Sent > row.sent {
 		row.sent, row.heard = c.Sent, max(row.heard, c.Now)
 	}
 	if news != nil && news.num > row.num {
-		life := row.Replica
-		row.Standing, row.num = news.Standing, news.num
-		row.Replica = life
+		incarnation := row.Replica
+		row.MemberStatus, row.num = news.MemberStatus, news.num
+		row.Replica = incarnation
 	}
 	return nil
 }
 
-func readStanding(b []byte) (*standingRow, error) {
+func readStatus(b []byte) (*statusRow, error) {
 	r := read(b)
 	r.Uint("version", wireVersion, wireVersion)
 	amount := func(what string) float64 { return float64(r.Uint(what, 0, 1<<62)) / 1e6 }
-	m := &standingRow{num: r.number("number")}
-	m.Zone, m.Region, m.Version = r.Text("zone", 0, maxStandingText), r.Text("region", 0, maxStandingText), r.Text("program", 0, maxStandingText)
+	m := &statusRow{num: r.number("number")}
+	m.Zone, m.Region, m.Version = r.Text("zone", 0, maxStatusText), r.Text("region", 0, maxStatusText), r.Text("program", 0, maxStatusText)
 	m.Number, m.Complete, m.Applied = r.number("configuration"), r.number("complete"), r.number("applied")
 	m.Share = float64(r.Uint("share", 0, 1e6)) / 1e6
 	m.Level, m.Cap, m.Lent, m.Pinned = amount("level"), amount("cap"), amount("lent"), amount("pinned")
 	m.Unacked, m.SyncDelay = r.number("unacked"), r.span("delay")
-	for r.Len() > 0 && len(m.Keys) <= maxStandingKeys {
-		k := KeyStanding{Key: r.Text("key", 0, maxStandingKey), Admitted: r.number("admitted"), Denied: r.number("denied")}
+	for r.Len() > 0 && len(m.Keys) <= maxStatusKeys {
+		k := KeyStatus{Key: r.Text("key", 0, maxStatusKey), Admitted: r.number("admitted"), Denied: r.number("denied")}
 		k.Level, k.Cap = amount("level of a key"), amount("cap of a key")
 		m.Keys = append(m.Keys, k)
 	}
-	if len(m.Keys) > maxStandingKeys {
-		r.Fail("keys", len(m.Keys), fmt.Sprintf("at most %d", maxStandingKeys))
+	if len(m.Keys) > maxStatusKeys {
+		r.Fail("keys", len(m.Keys), fmt.Sprintf("at most %d", maxStatusKeys))
 	}
 	if r.Fault() != nil {
 		return nil, fmt.Errorf("%w: a member: %w", ErrMalformed, r.Fault())
@@ -271,8 +271,8 @@ func readStanding(b []byte) (*standingRow, error) {
 	return m, nil
 }
 
-// Gone says that a peer's life is over for good.
-func (m *Standings) Gone(_ time.Duration, peer crdt.Replica) {
+// Gone says that a peer's incarnation is over for good.
+func (m *MemberStatuses) Gone(_ time.Duration, peer crdt.Replica) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if r := m.others[peer.Name]; r != nil && r.Incarnation <= peer.Incarnation {

@@ -51,7 +51,7 @@ func (r *room) hand(actions []Action) (did []Action) {
 				did = append(did, r.hand(b.take(r.now, r.a, act.Packet))...)
 			case act.Addr == r.a.addr && string(r.sender(act.Packet)) == b.Session.cfg.Self.Name:
 				if r.looks {
-					r.a.parting = parting{}
+					r.a.departure = departure{}
 				}
 				did = append(did, r.a.take(r.now, b, act.Packet)...)
 			}
@@ -67,7 +67,7 @@ func (r *room) sender(packet []byte) []byte {
 }
 
 // The packet that the last peer is heard in ends it.
-func TestPartingEndsWithTheLastAnswer(t *testing.T) {
+func TestDepartureEndsWithTheLastAnswer(t *testing.T) {
 	r := newRoom(t, 5)
 	said := r.a.sends(r.a.Step(r.now, Event{Kind: Leave}, nil))
 	for len(said) < 5 {
@@ -83,7 +83,7 @@ func TestPartingEndsWithTheLastAnswer(t *testing.T) {
 }
 
 // A packet of somebody who has died, sent again and again, keeps nobody from leaving.
-func TestPartingDoesNotWaitForARecording(t *testing.T) {
+func TestDepartureDoesNotWaitForARecording(t *testing.T) {
 	a, b := met(t)
 	recorded := written(b.wake(b.Wake()), a)
 	a.take(70*ms, b, recorded)
@@ -100,7 +100,7 @@ func TestPartingDoesNotWaitForARecording(t *testing.T) {
 
 // Who leaves and has not looked at all peers for a packet does and plans what it
 // would have, had it looked.
-func TestPartingIsWhatALookWouldFind(t *testing.T) {
+func TestDepartureIsWhatALookWouldFind(t *testing.T) {
 	ended := 0
 	rapid.Check(t, func(rt *rapid.T) {
 		peers := rapid.IntRange(1, 5).Draw(rt, "peers")

@@ -35,42 +35,42 @@ func TestSmallLimit(t *testing.T) {
 	}
 }
 
-// homeOf is the node on which the key lives.
-func (f *fleet) homeOf() int { return f.cfg.Roster.home("k", int64(f.limit.Burst)*micro) }
+// ownerOf is the node on which the key lives.
+func (f *fleet) ownerOf() int { return f.cfg.Roster.owner("k", int64(f.limit.Burst)*micro) }
 
-// While others wait, the home has what it drew, also when a token came and the
+// While others wait, the owner has what it drew, also when a token came and the
 // draw is late.
-func TestHomeDrawsToo(t *testing.T) {
+func TestOwnerDrawsToo(t *testing.T) {
 	f := newFleet(t, 10, Limit{Rate: 5, Burst: 5}, 1)
 	f.pass(4 * time.Second)
-	home := f.homeOf()
+	owner := f.ownerOf()
 	for range 20 {
 		for i := range f.nodes {
-			if i != home {
+			if i != owner {
 				f.wait(i)
 			}
 		}
 	}
 	f.pass(f.now + time.Second)
-	s := f.nodes[home]
+	s := f.nodes[owner]
 	r := f.key(s)
 	if !r.drawing {
 		t.Fatal("nobody needs anything")
 	}
 	s.advance(s.now + 300*ms)
 	if s.take(r, micro) {
-		t.Error("the home took a token that others were to draw for")
+		t.Error("the owner took a token that others were to draw for")
 	}
 	if r.level < micro {
 		t.Error("there was no token")
 	}
 }
 
-// A token that nobody uses goes home.
-func TestIdleTokensGoHome(t *testing.T) {
+// A token that nobody uses goes owner.
+func TestIdleTokensGoToTheOwner(t *testing.T) {
 	f := newFleet(t, 10, Limit{Rate: 5, Burst: 5}, 1)
 	f.pass(4 * time.Second)
-	away := (f.homeOf() + 1) % 10
+	away := (f.ownerOf() + 1) % 10
 	s := f.nodes[away]
 	for range 3 {
 		s.advance(s.clock(f.now))

@@ -5,13 +5,13 @@ package escrow
 
 import "time"
 
-// returnIdle is after how long an unspent token of a small limit goes home.
+// returnIdle is after how long an unspent token of a small limit goes owner.
 const returnIdle = 300 * time.Millisecond
 
-// stepHome draws, token by token, who gets what the home of a small limit has:
+// stepOwner draws, token by token, who gets what the owner of a small limit has:
 // every node by what it needs, this one among them. Were its own waiters served
 // first, it would get half of everything.
-func (n *Node) stepHome(r *row) {
+func (n *Node) stepOwner(r *row) {
 	total := n.needs(r)
 	if total == 0 {
 		r.granted, r.drawing = 0, false
@@ -70,7 +70,7 @@ func (n *Node) drawn(r *row, total, own int64, stuck bool) *entry {
 // roundUp is the amount in whole tokens.
 func roundUp(amount int64) int64 { return (amount + micro - 1) / micro * micro }
 
-// stepAway is a step at a node that is not the key's home: it lives on loans.
+// stepAway is a step at a node that is not the key's owner: it lives on loans.
 func (n *Node) stepAway(r *row) {
 	owed := r.owed()
 	for _, e := range r.entries {
@@ -85,7 +85,7 @@ func (n *Node) stepAway(r *row) {
 		need = 0
 	}
 	r.stated = false
-	p := n.peers[r.home]
+	p := n.peers[r.owner]
 	if p == nil {
 		return
 	}

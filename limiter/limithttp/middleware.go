@@ -56,8 +56,8 @@ func (c Config) Validate() error {
 	return nil
 }
 
-// A Door lets requests in. It is safe for concurrent use and has nothing to close.
-type Door struct{ rules atomic.Pointer[rules] }
+// A Middleware lets requests in. It is safe for concurrent use and has nothing to close.
+type Middleware struct{ rules atomic.Pointer[rules] }
 
 // rules are never changed, only exchanged.
 type rules struct {
@@ -65,16 +65,16 @@ type rules struct {
 	cfg    Config
 }
 
-// New is a door with a choice of tiers.
-func New(choose Choice, cfg Config) (*Door, error) {
-	d := &Door{}
+// New is a middleware with a choice of tiers.
+func New(choose Choice, cfg Config) (*Middleware, error) {
+	d := &Middleware{}
 	return d, d.Swap(choose, cfg)
 }
 
 // Swap exchanges choice and configuration. Requests that wait already go on at the
 // gate that was chosen for them; all others have the new ones. After an error the
 // old ones stay.
-func (d *Door) Swap(choose Choice, cfg Config) error {
+func (d *Middleware) Swap(choose Choice, cfg Config) error {
 	err := cfg.Validate()
 	if choose == nil {
 		err = errors.Join(err, fmt.Errorf("%w: choose: nil is not a function", ErrConfig))
@@ -85,8 +85,8 @@ func (d *Door) Swap(choose Choice, cfg Config) error {
 	return err
 }
 
-// Wrap is next behind the door.
-func (d *Door) Wrap(next http.Handler) http.Handler {
+// Wrap is next behind the middleware.
+func (d *Middleware) Wrap(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		now := d.rules.Load()
 		tier := now.choose(r)

@@ -49,7 +49,7 @@ func always(g limiter.Gate) limitgrpc.Choice {
 	return func(context.Context, string) limiter.Gate { return g }
 }
 
-func open(t testing.TB, choose limitgrpc.Choice, cfg limitgrpc.Config, opts ...grpc.DialOption) (*limitgrpc.Door, *grpc.ClientConn) {
+func open(t testing.TB, choose limitgrpc.Choice, cfg limitgrpc.Config, opts ...grpc.DialOption) (*limitgrpc.Interceptor, *grpc.ClientConn) {
 	t.Helper()
 	d, err := limitgrpc.New(choose, cfg)
 	if err != nil {

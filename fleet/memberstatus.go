@@ -13,10 +13,10 @@ const (
 	sayKeys = 32
 )
 
-// standing is what there is to say of this process.
-func (p *Process) standing() fleetstate.Standing {
+// memberStatus is what there is to say of this process.
+func (p *Process) memberStatus() fleetstate.MemberStatus {
 	l := p.limits.Stats()
-	s := fleetstate.Standing{
+	s := fleetstate.MemberStatus{
 		Zone: p.cfg.Gossip.Zone, Region: p.cfg.Gossip.Region, Version: p.cfg.Program,
 		Number: l.Number, Complete: l.Completed, Applied: l.Applied, Share: l.Share,
 		Level: float64(l.Level) / micro, Cap: float64(l.Cap) / micro, Lent: float64(l.Lent) / micro, Pinned: float64(l.Pinned) / micro,
@@ -32,9 +32,9 @@ func (p *Process) standing() fleetstate.Standing {
 }
 
 // keys are the busiest here.
-func (p *Process) keys() (keys []fleetstate.KeyStanding) {
+func (p *Process) keys() (keys []fleetstate.KeyStatus) {
 	for _, v := range p.limits.Busiest(sayKeys) {
-		keys = append(keys, fleetstate.KeyStanding{
+		keys = append(keys, fleetstate.KeyStatus{
 			Key: v.Key, Admitted: uint64(v.Admitted() / micro), Denied: uint64(v.Sums.Denied / micro),
 			Level: float64(v.Level) / micro, Cap: float64(v.Cap) / micro,
 		})
