@@ -48,7 +48,29 @@ type refusal struct {
 	bits uint64
 }
 
-// header is what every packet begins with; docs/design.md has the layout.
+// header is what every packet begins with. A packet has at most 1,400 bytes. Integers are
+// little-endian; v is an unsigned varint, as short as it can be; times are nanoseconds.
+//
+//	1    magic and version
+//	1    flags
+//	4    cluster: FNV-1a of its name
+//	1+n  from: name, 1 to 64 bytes
+//	8    from: incarnation
+//	8    to: incarnation; 0 is whoever is there (a hello: no sequence number, an introduction only)
+//	4    to: FNV-1a of its name
+//	v    sequence number, from 1, for each pair of incarnations
+//	v    ack: highest number taken in; 0 is none
+//	v    with an ack: bitmap, inverted; bit i stands for packet ack-i
+//	v    sent: own monotonic clock
+//	v    echo: the peer's latest sent that was heard; 0 is none
+//	v    with an echo: how long it was held
+//	8    with its flag, four times a second: wall clock
+//	v    with its flag: rest, in milliseconds
+//	1    number of refusals, each 4 bytes section and 8 bytes bitmap
+//
+// Blocks follow: 4 bytes section (FNV-1a of its name), 2 bytes length, content. An introduction
+// is zone and region (1+n each), a count, and addresses of others that are heard (family 4 or 6,
+// IP, port). A packet with flagRefusal has the incarnation that took the name as its body.
 type header struct {
 	flags   byte
 	cluster uint32

@@ -83,7 +83,7 @@ func TestHeaderRoundTrip(t *testing.T) {
 	})
 }
 
-// What is drawn on docs/design.md.
+// The layout that stands at header.
 func TestLayout(t *testing.T) {
 	t.Parallel()
 	h := header{
