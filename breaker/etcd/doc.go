@@ -5,7 +5,7 @@
 // etcd, for those who run one anyway and want an authority instead of gossip.
 //
 // Start with [New], and hand the [Authority] to guard.WithFleet. What it decides,
-// who probes and how a scope is taken over is as the comment of package fleet says, with
+// who probes and how a scope is taken over is as docs/fleet.md says, with
 // the same [breaker.FleetConfig]: one machine decides for both. This page says what
 // differs.
 //

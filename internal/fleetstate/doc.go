@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package fleet is what the processes of a fleet agree on: whether a breaker's scope
+// Package fleetstate is what the processes of a fleet agree on: whether a breaker's scope
 // is open for all of them, which one of them probes it, whether they are in a storm
 // together, and who mints how much of the rate limit.
 //

@@ -3,12 +3,12 @@
 
 // Package scope is the machine that decides, with other processes, whether a
 // breaker's scope is open for all of them, who probes it, and how a process begins
-// that takes a scope over. The comment of package fleet has the rules; they are the
+// that takes a scope over. The comment of internal/fleetstate has the rules; they are the
 // same whatever carries them.
 //
 // A [Machine] is the rules. What carries votes and decisions is a [Substrate]:
 //
-//	            gossip (package fleet)          a store (package breaker/etcd)
+//	            gossip (fleetstate)             a store (package breaker/etcd)
 //	a vote      a row that travels              a key under the lease of its process
 //	a decision  a fact, made by who hears       a transaction that compares the state
 //	            a quorum; the later one holds   and each vote that it counts
