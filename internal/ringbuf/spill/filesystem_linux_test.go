@@ -59,7 +59,7 @@ func TestDiskFull(t *testing.T) {
 	for _, kind := range []string{"ext4", "tmpfs"} {
 		t.Run(kind, func(t *testing.T) {
 			dir := mountOwn(t, kind, 8)
-			s := open(t, Config{Dir: filepath.Join(dir, "spill"), MaxBytes: 1 << 30})
+			s := open(t, Config{Dir: filepath.Join(dir, "spill"), MaxBytes: 256 << 20})
 			l := s.Lane("a")
 			seq := 0
 			fill := func() {
@@ -118,7 +118,7 @@ func TestDiskFull(t *testing.T) {
 			if err := s.Close(); err != nil {
 				t.Fatal(err)
 			}
-			s = open(t, Config{Dir: filepath.Join(dir, "spill"), MaxBytes: 1 << 30})
+			s = open(t, Config{Dir: filepath.Join(dir, "spill"), MaxBytes: 256 << 20})
 			if got := drain(t, s.Lane("a")); !slices.Equal(got, numbered(first, seq, 900)) {
 				t.Errorf("%d messages, want %d to %d", len(got), first, seq)
 			}
