@@ -84,13 +84,13 @@ func TestOnceKilled(t *testing.T) {
 func TestOnceRenewed(t *testing.T) {
 	t.Parallel()
 	b := newBroker(t)
-	cfg := OnceConfig{Bucket: "once", Lease: 300 * time.Millisecond}
+	cfg := OnceConfig{Bucket: "once", Lease: 3 * time.Second}
 	r, err := once.New(newOnce(t, b, cfg), once.Config{})
 	if err != nil {
 		t.Fatal(err)
 	}
 	other := newOnce(t, b, cfg)
-	waited, cancel := context.WithTimeout(t.Context(), 5*cfg.Lease)
+	waited, cancel := context.WithTimeout(t.Context(), 2*cfg.Lease)
 	defer cancel()
 	err = r.Do(t.Context(), "a", func(ctx context.Context) error {
 		if _, _, err := other.Claim(waited, "ka", once.Ask{}); !errors.Is(err, once.ErrUnderway) || !errors.Is(err, context.DeadlineExceeded) {
