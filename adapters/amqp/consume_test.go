@@ -176,6 +176,8 @@ func TestHoldLongerThanTheConsumerTimeout(t *testing.T) {
 		up := time.Now()
 		adaptertest.Eventually(t, "drained", func() bool { return rec.distinct() == n })
 		took := time.Since(up)
+		wide := func(n int) bool { return n != witnesses }
+		adaptertest.Eventually(t, "the prefetch is wide again", func() bool { return slices.ContainsFunc(l.books().prefetch[1:], wide) })
 		if err := errors.Join(c.Stop(t), l.check()); err != nil {
 			t.Fatal(err)
 		}
@@ -183,7 +185,7 @@ func TestHoldLongerThanTheConsumerTimeout(t *testing.T) {
 			t.Errorf("%v, or %d twice", err, rec.twice())
 		}
 		b := l.books()
-		if i := slices.IndexFunc(b.prefetch[1:], func(n int) bool { return n != witnesses }); i < 0 || b.prefetch[0] != prefetch || b.prefetch[i+1] <= witnesses { // as the messages come
+		if i := slices.IndexFunc(b.prefetch[1:], wide); i < 0 || b.prefetch[0] != prefetch || b.prefetch[i+1] <= witnesses { // as the messages come
 			t.Errorf("prefetches %d", b.prefetch)
 		}
 		// The ramp allows Start·Double/ln 2·(2^(t/Double) - 1) messages in its first t. A
