@@ -31,7 +31,7 @@ user needs the tag "monitoring".
 
 Exit status: 0 nothing found, 1 findings, 2 usage, 3 could not look. "stormguard
 doctor --help" has the details.`,
-		Example: `  stormguard doctor rabbitmq --url http://learner:learner@localhost:15672 --queue orders --dlq orders.dlq
+		Example: `  stormguard doctor rabbitmq --url http://guest:guest@localhost:15672 --queue orders --dlq orders.dlq
   stormguard doctor rabbitmq --url https://rabbit:15671 --ca ca.pem --user doctor --password-file password --queue orders`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -55,7 +55,7 @@ doctor --help" has the details.`,
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&e.url, "url", "http://learner:learner@localhost:15672", "`address` of the management plugin: "+access.HTTPForm)
+	f.StringVar(&e.url, "url", "http://guest:guest@localhost:15672", "`address` of the management plugin: "+access.HTTPForm)
 	f.StringVar(&target.VHost, "vhost", "/", "virtual host")
 	f.StringVar(&target.Queue, "queue", "", "the queue that is consumed")
 	f.StringVar(&target.DLQ, "dlq", "", "queue of the dead letters, if the guard writes them (amqp.WithDeadLetters)")

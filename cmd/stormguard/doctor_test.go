@@ -289,7 +289,7 @@ func testDoctorRabbitMQ(t *testing.T, kind brokers.Kind) {
 			t.Errorf("%v: %d %q %q", c.args, code, stdout, stderr)
 		}
 	}
-	if code, stdout, stderr := command("doctor", "rabbitmq", "--queue", "orders", "--url", strings.Replace(info["management"], "learner:learner", "learner:s3cret", 1)); code != exitUnseen ||
+	if code, stdout, stderr := command("doctor", "rabbitmq", "--queue", "orders", "--url", strings.Replace(info["management"], "guest:guest", "guest:s3cret", 1)); code != exitUnseen ||
 		stdout != "" || !strings.Contains(stderr, "401") || strings.Contains(stderr, "s3cret") {
 		t.Errorf("%d %q %q", code, stdout, stderr)
 	}
