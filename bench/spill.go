@@ -296,9 +296,9 @@ func (quiet) Infof(string, ...any)           {}
 func (quiet) Errorf(string, ...any)          {}
 func (quiet) Fatalf(format string, a ...any) { panic(fmt.Sprintf(format, a...)) }
 
-func (l *pebbleLog) append(vs [][]byte) error {
+func (l *pebbleLog) append(vs [][]byte) (err error) {
 	b := l.db.NewBatch()
-	defer b.Close()
+	defer func() { err = errors.Join(err, b.Close()) }()
 	for _, v := range vs {
 		l.next++
 		if err := b.Set(binary.BigEndian.AppendUint64(nil, l.next), v, nil); err != nil {
