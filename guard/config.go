@@ -114,7 +114,8 @@ type Policy struct {
 	// WindowBytes bounds the same messages by [Port.Size]; unset means 64 MiB.
 	// One larger message is let in when nothing else is there. What is kept of a
 	// message's failures counts, too: some 2 KB, and 20 KB where errors have long texts
-	// or stacks. It only stops intake: what is here already may fail again.
+	// or stacks. It only stops intake, and only while more than 64 messages are here: what
+	// is here already may fail again, and what comes may prove life.
 	WindowBytes int64
 
 	// Timeout is how long a handler may run before its context ends; unset

@@ -16,7 +16,7 @@ import (
 func recount[M any](c *machine[M], now time.Duration) error {
 	arrivals, calls, lucks := 0, 0, 0
 	oldest, latest, fresh := now, 0, c.queued > 0
-	bytes := int64(0)
+	bytes, noted := int64(0), int64(0)
 	able, proof := false, false
 	entered := func(e entry[M]) {
 		arrivals++
@@ -25,10 +25,12 @@ func recount[M any](c *machine[M], now time.Duration) error {
 	}
 	for _, it := range c.going {
 		bytes += int64(it.size) + historyBytes(it)
+		noted += historyBytes(it)
 	}
 	c.items(func(it *item[M]) {
 		entered(it.entry)
 		bytes += historyBytes(it)
+		noted += historyBytes(it)
 		calls++
 		latest = max(latest, it.tries)
 		fresh = fresh || it.tries == 0
@@ -73,8 +75,8 @@ func recount[M any](c *machine[M], now time.Duration) error {
 			return fmt.Errorf("%s: %d counted, %d there", count.what, count.got, count.want)
 		}
 	}
-	if c.bytes != bytes {
-		return fmt.Errorf("%d bytes counted, %d there", c.bytes, bytes)
+	if c.bytes != bytes || c.noted != noted {
+		return fmt.Errorf("%d bytes counted, %d of failures; %d and %d there", c.bytes, c.noted, bytes, noted)
 	}
 	if got, want := c.reading(now), (dlq.Reading{Attempts: latest, Age: now - oldest}); got != want {
 		return fmt.Errorf("reading %+v, should be %+v", got, want)

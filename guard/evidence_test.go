@@ -48,6 +48,31 @@ func TestAdjacentPoison(t *testing.T) {
 	}
 }
 
+// The histories of a few poison messages fill no window: the message that proves life
+// still comes in.
+func TestAdjacentPoisonInSmallWindowBytes(t *testing.T) {
+	for _, order := range []Order{OrderSource, OrderKey, OrderNone} {
+		const first, n = 200, 20
+		s := newSim(t, Policy{Order: order, WindowBytes: 1024})
+		passed, start := time.Duration(0), time.Duration(0)
+		s.runKeyed(s.now+2*time.Minute, 100, func(m int) (time.Duration, error) {
+			switch {
+			case m >= first && m < first+n:
+				if start == 0 {
+					start = s.now
+				}
+				return 2 * time.Millisecond, errBad
+			case m == first+n && passed == 0:
+				passed = s.now - start
+			}
+			return 2 * time.Millisecond, nil
+		}, counter(1000, 10*time.Millisecond))
+		if limit := 2*time.Second + n*500*time.Millisecond; passed == 0 || passed > limit || len(s.dead) != n || len(s.handled) != 1000-n {
+			t.Errorf("order %v: passed in %v, limit %v, handled %d, dead %v", order, passed, limit, len(s.handled), s.dead)
+		}
+	}
+}
+
 // Poison that is the last of an idle source goes when one message comes and succeeds,
 // though some of it was never tried, and though the head of its key has just been probed.
 // With odd seeds it comes in the middle of a probe's look.

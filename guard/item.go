@@ -129,12 +129,18 @@ func (c *machine[M]) note(now time.Duration, it *item[M], r result) {
 		it.failures = append(it.failures[:1], it.failures[2:]...)
 	}
 	it.failures = append(it.failures, attempt{it.tries, now, r.words, r.err, r.stack})
-	c.bytes -= int64(it.noted)
+	was := it.noted
 	it.noted = 0
 	for _, a := range it.failures {
 		it.noted += attemptBytes + len(a.words.Type) + len(a.words.Message) + len(a.stack)
 	}
-	c.bytes += int64(it.noted)
+	c.keeps(it.noted - was)
+}
+
+// keeps counts bytes of histories.
+func (c *machine[M]) keeps(n int) {
+	c.bytes += int64(n)
+	c.noted += int64(n)
 }
 
 // lane is what must be handled in sequence: the source, or one key.

@@ -103,9 +103,10 @@ type machine[M any] struct {
 	spentLife  uint64             // life that has proved what it can; see doubt
 	took       time.Duration      // of the latest call that failed
 	slowAfter  time.Duration      // a call is reported as slow then
-	bytes      int64
-	ahead      int    // Marker.Ahead, when an ack was looked at last …
-	aheadTurn  uint64 // … and which look that was
+	bytes      int64              // of messages and of what is kept of their failures …
+	noted      int64              // … and of the latter alone
+	ahead      int                // Marker.Ahead, when an ack was looked at last …
+	aheadTurn  uint64             // … and which look that was
 	ended      bool
 	emptied    bool // by drain
 	stopped    bool // the loop is to end
@@ -186,13 +187,14 @@ func (c *machine[M]) unsettled() int {
 
 // room is how many more messages may come in. What is settled behind one that is not
 // takes its place in the window, too: the broker has not heard of it. To settle such
-// a message moves its place and no more, so only intake makes less room.
+// a message moves its place and no more, so only intake makes less room. The histories of
+// as many messages as a look asks fill no window: what comes may prove life.
 func (c *machine[M]) room() int {
 	n := c.unsettled()
 	switch {
 	case n == 0:
 		return c.limit()
-	case c.bytes >= c.policy.WindowBytes:
+	case c.bytes >= c.policy.WindowBytes && (n > maxLook || c.bytes-c.noted >= c.policy.WindowBytes):
 		return 0
 	case n+c.ahead < c.limit():
 		return c.limit() - n - c.ahead

@@ -299,7 +299,8 @@ func (r Retry) delay(n int, random func(int64) int64) time.Duration {
 // says [ErrTakenBack] itself, nothing around it.
 func (c *machine[M]) settled(it *item[M], err error) {
 	c.move(it, idle)
-	c.bytes -= int64(it.size) + int64(it.noted)
+	c.bytes -= int64(it.size)
+	c.keeps(-it.noted)
 	switch {
 	case it.ignored && err == ErrTakenBack: //nolint:errorlint // the sentinel itself
 		c.tally.Returned++
