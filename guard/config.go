@@ -102,13 +102,16 @@ type Policy struct {
 
 	// Window is how many messages of a source may be unsettled in this process,
 	// held ones included, from 1 to 1 Mi; unset means 1024, or the broker's
-	// [Limits.MaxUnacked] if that is less. At its end intake stops. Where an
-	// adapter reads on a goroutine of its own, half of it is for what is on the
-	// way from there, or less where the workers need more, but 2 messages at least:
-	// one of 1 or 2 is one of 3 there, and of as many workers as it two rest. Where
-	// the broker keeps a low watermark only (a [Marker]), what is settled behind an
-	// unsettled message counts, too: with [OrderKey] or [OrderNone] so many pass one
-	// that waits for a retry.
+	// [Limits.MaxUnacked] if that is less. A full window stops intake.
+	//
+	// Where an adapter reads on a goroutine of its own, half of the window is for
+	// messages on their way from there: less if the workers need more, but at least
+	// 2. There, a window of 1 or 2 counts as 3. If Workers equals Window, two
+	// workers stay idle.
+	//
+	// Where the broker keeps only a low watermark (a [Marker]), messages that were
+	// settled behind an unsettled one count, too. So with [OrderKey] or [OrderNone]
+	// at most that many pass a message that waits for a retry.
 	Window int
 
 	// WindowBytes bounds the same messages by [Port.Size]; unset means 64 MiB.

@@ -111,8 +111,8 @@ type machine[M any] struct {
 	emptied    bool // by drain
 	stopped    bool // the loop is to end
 	paused     bool
-	asked      time.Duration // a handler asked to be left alone until then …
-	askedFor   error         // … with this
+	asked      time.Duration // until when guard.Backoff holds the source
+	askedFor   error         // the error that a handler gave to Backoff
 	limited    time.Duration // the limiter refused until then …
 	refusedAt  time.Duration // … when it was asked last
 	held       bool          // something was refused admission and is not yet drained

@@ -523,7 +523,7 @@ func (s *Source[M]) State() State {
 	return st
 }
 
-// why is the error that a hold's detail ends with.
+// why is an error that is shown with a Hold.
 type why struct {
 	hold int // index in State.Holds
 	err  error
