@@ -177,7 +177,13 @@ func TestHoldLongerThanTheConsumerTimeout(t *testing.T) {
 		adaptertest.Eventually(t, "drained", func() bool { return rec.distinct() == n })
 		took := time.Since(up)
 		wide := func(n int) bool { return n != witnesses }
-		adaptertest.Eventually(t, "the prefetch is wide again", func() bool { return slices.ContainsFunc(l.books().prefetch[1:], wide) })
+		// A consumer is replaced while all of its prefetch is out, and not at an idle queue.
+		all := n
+		for !slices.ContainsFunc(l.books().prefetch[1:], wide) && all < 100*n {
+			r.publish(all, all+n)
+			all += n
+			adaptertest.Eventually(t, "more is handled", func() bool { return rec.distinct() == all })
+		}
 		if err := errors.Join(c.Stop(t), l.check()); err != nil {
 			t.Fatal(err)
 		}

@@ -106,6 +106,9 @@ func (r *Register) read(ctx context.Context, q querier) (number uint64, document
 	}
 	var n int64
 	err = q.QueryRow(ctx, read, r.name).Scan(&n, &document)
+	for conflicts(err) && ctx.Err() == nil { // strict isolation may refuse a read, too
+		err = q.QueryRow(ctx, read, r.name).Scan(&n, &document)
+	}
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 		return 0, nil, nil
