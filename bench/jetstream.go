@@ -14,7 +14,7 @@ import (
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
-	sgnats "github.com/stormguard-mq/stormguard/adapters/nats"
+	"github.com/stormguard-mq/stormguard/adapters/nats"
 )
 
 var jetStream = newJetStream(25_000, 0.05)
@@ -81,7 +81,7 @@ func (r *rig) consumeGuarded(ctx context.Context, c jetstream.Consumer, work fun
 	ctx, cancel := context.WithCancel(ctx)
 	ended := make(chan error, 1)
 	go func() {
-		ended <- sgnats.Consume(ctx, r.guard.Guard, c, func(_ context.Context, m jetstream.Msg) error { work(m); return nil })
+		ended <- guardnats.Consume(ctx, r.guard.Guard, c, func(_ context.Context, m jetstream.Msg) error { work(m); return nil })
 	}()
 	return func() error { cancel(); return <-ended }, nil
 }

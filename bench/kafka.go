@@ -14,7 +14,7 @@ import (
 
 	"github.com/IBM/sarama"
 
-	sgkafka "github.com/stormguard-mq/stormguard/adapters/kafka"
+	"github.com/stormguard-mq/stormguard/adapters/kafka"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
@@ -70,7 +70,7 @@ type kafkaSide func(*course) sarama.ConsumerGroupHandler
 func (*kafkaRig) raw(c *course) sarama.ConsumerGroupHandler       { return rawKafka{c, 1} }
 func (*kafkaRig) coalesced(c *course) sarama.ConsumerGroupHandler { return rawKafka{c, 64} }
 func (r *kafkaRig) guarded(c *course) sarama.ConsumerGroupHandler {
-	return sgkafka.Wrap(r.guard.Guard, func(_ context.Context, m *sarama.ConsumerMessage) error {
+	return guardkafka.Wrap(r.guard.Guard, func(_ context.Context, m *sarama.ConsumerMessage) error {
 		c.handle(int(m.Partition))
 		return nil
 	})

@@ -21,7 +21,7 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 	"go.etcd.io/bbolt"
 
-	sgnats "github.com/stormguard-mq/stormguard/adapters/nats"
+	"github.com/stormguard-mq/stormguard/adapters/nats"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 	"github.com/stormguard-mq/stormguard/once"
 	"github.com/stormguard-mq/stormguard/once/bolt"
@@ -235,7 +235,7 @@ func openBucket(callers int, marked bool) func(context.Context) (Runner, error) 
 				return err
 			}), Close: end}, err
 		}
-		marks, err := sgnats.NewOnce(js, sgnats.OnceConfig{Bucket: "once"})
+		marks, err := guardnats.NewOnce(js, guardnats.OnceConfig{Bucket: "once"})
 		if err != nil {
 			return Runner{}, err
 		}

@@ -14,7 +14,7 @@ import (
 
 	"github.com/rabbitmq/amqp091-go"
 
-	sgamqp "github.com/stormguard-mq/stormguard/adapters/amqp"
+	"github.com/stormguard-mq/stormguard/adapters/amqp"
 	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
@@ -93,8 +93,8 @@ func (r *rabbitRig) raw(ctx context.Context, queue string, c *course) (err error
 }
 
 func (r *rabbitRig) guarded(ctx context.Context, queue string, c *course) error {
-	return sgamqp.Consume(ctx, r.guard.Guard, sgamqp.Dialer{URLs: []string{r.addr}}, queue,
-		func(context.Context, amqp091.Delivery) error { c.handle(0); return nil }, sgamqp.WithPrefetch(prefetch))
+	return guardamqp.Consume(ctx, r.guard.Guard, guardamqp.Dialer{URLs: []string{r.addr}}, queue,
+		func(context.Context, amqp091.Delivery) error { c.handle(0); return nil }, guardamqp.WithPrefetch(prefetch))
 }
 
 // rabbitRig is what the cases share, from the first to open to the last to close.

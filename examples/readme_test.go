@@ -17,7 +17,7 @@ var goBlock = regexp.MustCompile("(?s)```go\n(.*?)```")
 
 // imports are the packages that the README's code names, by their names there.
 var imports = map[string]string{
-	"amqp": module + "/adapters/amqp", "guard": module + "/guard", "kafka": module + "/adapters/kafka", "nats": module + "/adapters/nats",
+	"guardamqp": module + "/adapters/amqp", "guard": module + "/guard", "guardkafka": module + "/adapters/kafka", "guardnats": module + "/adapters/nats",
 	"amqp091": "github.com/rabbitmq/amqp091-go", "jetstream": "github.com/nats-io/nats.go/jetstream", "sarama": "github.com/IBM/sarama",
 	"context": "context", "slog": "log/slog", "time": "time",
 }
@@ -38,7 +38,7 @@ func TestReadmeCompiles(t *testing.T) {
 	write(t, filepath.Join(dir, "go.mod"), goMod(t, "kafka", root))
 	for i, block := range blocks[1:] {
 		handler := blocks[0][1]
-		for name, message := range map[string]string{"amqp": "amqp091.Delivery", "nats": "jetstream.Msg"} {
+		for name, message := range map[string]string{"guardamqp": "amqp091.Delivery", "guardnats": "jetstream.Msg"} {
 			if strings.Contains(block[1], "return "+name+".Consume(") {
 				handler = fmt.Sprintf("func handle(context.Context, %s) error { return nil }\n", message)
 			}
@@ -51,7 +51,7 @@ func TestReadmeCompiles(t *testing.T) {
 	}
 	build := exec.CommandContext(t.Context(), "go", "build", "./...")
 	build.Dir = dir
-	build.Env = append(os.Environ(), "GOFLAGS=-mod=mod", "GOPROXY=off", "GOSUMDB=off", "GOWORK=off")
+	build.Env = append(os.Environ(), "GOFLAGS=-mod=mod", "GOSUMDB=off", "GOWORK=off")
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Errorf("go build: %v\n%s", err, out)
 	}

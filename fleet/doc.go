@@ -6,7 +6,7 @@
 //
 //	p, err := fleet.Start(fleet.Config{Fleet: "payments", Name: hostname, Limits: …, Gossip: …}, fleet.WithRegister(r))
 //	g, err := guard.New(guard.Config{Group: "payments"}, guard.WithFleet(p.Member()))
-//	…  nats.WithLimiter(p.Key("gateway")), and likewise in the other adapters
+//	…  guardnats.WithLimiter(p.Key("gateway")), and likewise in the other adapters
 //	defer p.Close()    // for good: p.Leave(ctx)
 //
 //	            ┌───────────────── Process ─────────────────┐

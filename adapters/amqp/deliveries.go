@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package amqp
+package guardamqp
 
 import (
 	"context"
@@ -20,7 +20,7 @@ import (
 // program consumes from and the program's own loop.
 //
 //	in, err := ch.Consume(...)
-//	in, err = amqp.Deliveries(ctx, g, ch, in) // the line that is new
+//	in, err = guardamqp.Deliveries(ctx, g, ch, in) // the line that is new
 //	for d := range in { ... }
 //
 // What the program does to a delivery is the outcome: Ack is success, [Fail] is

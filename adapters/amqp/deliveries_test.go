@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package amqp
+package guardamqp
 
 import (
 	"bytes"
@@ -540,7 +540,7 @@ func TestDeliveriesKeepTheOrder(t *testing.T) {
 		if !slices.IsSorted(got) {
 			t.Errorf("out of order: %d", got)
 		}
-		if lines := log.with("level=WARN", "the program nacks without an error", "amqp.Fail"); len(lines) != 1 {
+		if lines := log.with("level=WARN", "the program nacks without an error", "guardamqp.Fail"); len(lines) != 1 {
 			t.Errorf("told %d times: %s", len(lines), lines) // once, whatever fails
 		}
 	})

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package amqp guards consumers of RabbitMQ queues, over AMQP 0-9-1.
+// Package guardamqp guards consumers of RabbitMQ queues, over AMQP 0-9-1.
 //
 // [Consume] is the shape to choose: it owns connection and channel, hands each
 // delivery to a plain function, and acks, retries, holds or dead-letters it as
@@ -28,4 +28,4 @@
 // own; they wait, and the source's state says why. The consumer timeout comes
 // near: see [Consume]. The process is killed: what was not acked comes back, at
 // most what was being handled and the acks on their way twice.
-package amqp
+package guardamqp

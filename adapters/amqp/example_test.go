@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package amqp_test
+package guardamqp_test
 
 import (
 	"context"
@@ -22,7 +22,7 @@ func ExampleReadDeadLetter() {
 			"queue": "orders", "reason": "delivery_limit", "count": int64(1), "exchange": "", "routing-keys": []any{"orders"},
 		}}},
 	}
-	letter, err := amqp.ReadDeadLetter(d)
+	letter, err := guardamqp.ReadDeadLetter(d)
 	if err != nil {
 		fmt.Println(err)
 		return
@@ -33,7 +33,7 @@ func ExampleReadDeadLetter() {
 
 // What is wrong is said all at once, and without the password.
 func ExampleDialer_Validate() {
-	d := amqp.Dialer{URLs: []string{"rabbit1:5672"}, Config: amqp091.Config{Recovery: &amqp091.Recovery{}}}
+	d := guardamqp.Dialer{URLs: []string{"rabbit1:5672"}, Config: amqp091.Config{Recovery: &amqp091.Recovery{}}}
 	fmt.Println(d.Validate())
 	// Output:
 	// amqp: Dialer.URLs[0]: not of the form amqp://user:password@host:port/vhost
@@ -42,9 +42,9 @@ func ExampleDialer_Validate() {
 
 // The configuration of a fleet in a stream.
 func ExampleNewRegister() { //nolint:testableexamples // it needs a RabbitMQ
-	r, err := amqp.NewRegister(
-		amqp.Dial("amqp://payments@rabbit-1/", "amqp://payments@rabbit-2/", "amqp://payments@rabbit-3/"),
-		amqp.RegisterConfig{Stream: "payments.configuration"},
+	r, err := guardamqp.NewRegister(
+		guardamqp.Dial("amqp://payments@rabbit-1/", "amqp://payments@rabbit-2/", "amqp://payments@rabbit-3/"),
+		guardamqp.RegisterConfig{Stream: "payments.configuration"},
 	)
 	if err != nil {
 		log.Fatal(err)

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package amqp
+package guardamqp
 
 import (
 	"context"
@@ -271,11 +271,11 @@ func (x *inspector) source(ctx context.Context, q *queueInfo) error {
 	x.overflow(q)
 	if n, ok := q.number("consumer-timeout"); ok && time.Duration(n)*time.Millisecond < x.in.ConsumerTimeout {
 		x.add(guard.Danger, q, fmt.Sprintf("its consumer timeout is %s, and the guard counts on %s: the broker closes the channel under a hold", ms(n), x.in.ConsumerTimeout),
-			fmt.Sprintf("amqp.WithConsumerTimeout(%d * time.Millisecond), or %s", n, x.policy(q, fmt.Sprintf("\"consumer-timeout\":%d", x.in.ConsumerTimeout.Milliseconds()))))
+			fmt.Sprintf("guardamqp.WithConsumerTimeout(%d * time.Millisecond), or %s", n, x.policy(q, fmt.Sprintf("\"consumer-timeout\":%d", x.in.ConsumerTimeout.Milliseconds()))))
 	}
 	if whole := time.Duration(x.in.Prefetch) * x.in.HandlerTime; x.in.HandlerTime > 0 && whole > x.in.ConsumerTimeout/2 {
 		x.add(guard.Warning, q, fmt.Sprintf("the last of %d prefetched messages waits %s, more than half of the consumer timeout of %s", x.in.Prefetch, whole, x.in.ConsumerTimeout),
-			fmt.Sprintf("amqp.WithPrefetch(%d)", max(1, int(x.in.ConsumerTimeout/4/x.in.HandlerTime))))
+			fmt.Sprintf("guardamqp.WithPrefetch(%d)", max(1, int(x.in.ConsumerTimeout/4/x.in.HandlerTime))))
 	}
 	return nil
 }
@@ -309,12 +309,12 @@ func (x *inspector) limits(ctx context.Context, q *queueInfo) error {
 		x.strategy(q, quorum, toDLX)
 	case x.in.DLQ == "":
 		x.add(guard.Warning, q, "it has no dead-letter exchange, and no queue of dead letters is named: a message that keeps failing has nowhere to go and stops the queue",
-			"amqp.NewDLQ and amqp.WithDeadLetters in the program, and its queue here: Target.DLQ, or --dlq")
+			"guardamqp.NewDLQ and guardamqp.WithDeadLetters in the program, and its queue here: Target.DLQ, or --dlq")
 	default:
 	}
 	if limited && x.in.Prefetch >= manyPrefetched {
 		x.add(guard.Warning, q, fmt.Sprintf("a consumer that crashes %d times brings all %d prefetched messages to its delivery limit, although no handler saw them", limit+1, x.in.Prefetch),
-			fmt.Sprintf("a smaller prefetch, such as amqp.WithPrefetch(%d), or a higher limit: %s", manyPrefetched/5, x.policy(q, "\"delivery-limit\":1000")))
+			fmt.Sprintf("a smaller prefetch, such as guardamqp.WithPrefetch(%d), or a higher limit: %s", manyPrefetched/5, x.policy(q, "\"delivery-limit\":1000")))
 	}
 	return nil
 }
@@ -344,7 +344,7 @@ func (x *inspector) exchange(ctx context.Context, q *queueInfo, name string) err
 func (x *inspector) strategy(q *queueInfo, quorum bool, toDLX string) {
 	switch {
 	case !quorum:
-		x.add(guard.Warning, q, "the broker's dead-lettering from a classic queue is at most once: a letter can be lost on its way", "a quorum queue, or amqp.WithDeadLetters instead")
+		x.add(guard.Warning, q, "the broker's dead-lettering from a classic queue is at most once: a letter can be lost on its way", "a quorum queue, or guardamqp.WithDeadLetters instead")
 	case q.text("dead-letter-strategy") != "at-least-once":
 		x.add(guard.Warning, q, "the broker's dead-lettering is at most once: a letter can be lost on its way", x.policy(q, toDLX))
 	case q.text("overflow") != "reject-publish":

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package amqp
+package guardamqp
 
 import (
 	"errors"
@@ -128,7 +128,7 @@ func (a *attempt) Reject(tag uint64, requeue bool) error {
 func (d *desk) hidden() {
 	d.said.Do(func() {
 		d.o.log.Warn("the program nacks without an error: an outage is noticed late, and may dead-letter healthy messages of a quiet source",
-			"source", d.o.name, "help", "call amqp.Fail(delivery, err) in place of Nack and Reject")
+			"source", d.o.name, "help", "call guardamqp.Fail(delivery, err) in place of Nack and Reject")
 	})
 }
 

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package kafka guards sarama consumer groups.
+// Package guardkafka guards sarama consumer groups.
 //
 // [Wrap] is the shape to choose: a plain function becomes a consumer group's
 // handler, and each message is handled, retried, held or dead-lettered as package
@@ -54,4 +54,4 @@
 // the message is then handled again in its place. A loop that goes on after an
 // abort loses what it aborted, since the next mark passes it, with or without
 // [WrapHandler] and MarkMessage; tell it by [Fail].
-package kafka
+package guardkafka

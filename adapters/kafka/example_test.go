@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package kafka_test
+package guardkafka_test
 
 import (
 	"context"
@@ -74,7 +74,7 @@ func ExampleWrap() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	dead, err := kafka.NewDLQ(addrs, config, kafka.DLQConfig{Sources: []string{topic}})
+	dead, err := guardkafka.NewDLQ(addrs, config, guardkafka.DLQConfig{Sources: []string{topic}})
 	if err != nil {
 		log.Fatal(err)
 	}
@@ -88,7 +88,7 @@ func ExampleWrap() {
 		}
 		return nil
 	}
-	h := kafka.Wrap(g, handle, kafka.WithDeadLetters(dead))
+	h := guardkafka.Wrap(g, handle, guardkafka.WithDeadLetters(dead))
 	for ctx.Err() == nil {
 		if err := group.Consume(ctx, []string{topic}, h); err != nil {
 			log.Fatal(err)
@@ -127,12 +127,12 @@ func (b biller) ConsumeClaim(session sarama.ConsumerGroupSession, claim sarama.C
 func ExampleWithRetryTopics() {
 	addrs, config, topic, group, stop := demo()
 	defer stop()
-	letters, err := kafka.NewDLQ(addrs, config, kafka.DLQConfig{Sources: []string{topic}})
+	letters, err := guardkafka.NewDLQ(addrs, config, guardkafka.DLQConfig{Sources: []string{topic}})
 	if err != nil {
 		log.Fatal(err)
 	}
 	defer letters.Close()
-	retries, err := kafka.NewRetryTopics(addrs, config, kafka.RetryConfig{
+	retries, err := guardkafka.NewRetryTopics(addrs, config, guardkafka.RetryConfig{
 		Sources: []string{topic}, Group: "billing-" + topic, Delays: []time.Duration{300 * time.Millisecond, time.Hour},
 	})
 	if err != nil {
@@ -162,7 +162,7 @@ func ExampleWithRetryTopics() {
 		}
 		return nil
 	}
-	err = group.Consume(ctx, []string{topic}, kafka.Wrap(g, handle, kafka.WithDeadLetters(letters), kafka.WithRetryTopics(retries)))
+	err = group.Consume(ctx, []string{topic}, guardkafka.Wrap(g, handle, guardkafka.WithDeadLetters(letters), guardkafka.WithRetryTopics(retries)))
 	if err != nil {
 		log.Fatal(err)
 	}
@@ -186,7 +186,7 @@ func ExampleWrapHandler() {
 		log.Fatal(err)
 	}
 
-	err = group.Consume(ctx, []string{topic}, kafka.WrapHandler(g, biller{cancel}))
+	err = group.Consume(ctx, []string{topic}, guardkafka.WrapHandler(g, biller{cancel}))
 	if err != nil {
 		log.Fatal(err)
 	}
@@ -208,9 +208,9 @@ func ExampleCheck() {
 	defer func() { _, _ = g.Close(context.Background()) }()
 	config := sarama.NewConfig()
 	config.Consumer.Offsets.Initial = sarama.OffsetOldest
-	fmt.Println(kafka.Check(g, config))
+	fmt.Println(guardkafka.Check(g, config))
 	config.Consumer.Group.Rebalance.Timeout = 3 * time.Minute
-	fmt.Println(kafka.Check(g, config))
+	fmt.Println(guardkafka.Check(g, config))
 	// Output:
 	// kafka: unsuitable configuration: Policy.Timeout: 2m0s is more than the 55s that Consumer.Group.Rebalance.Timeout of 1m0s leaves; a handler that heeds nothing else would outlive the claim: lower it, or set the rebalance timeout to 2m5s
 	// <nil>
@@ -218,7 +218,7 @@ func ExampleCheck() {
 
 // A dead letter is read whoever wrote it.
 func ExampleReadDeadLetter() {
-	letter, err := kafka.ReadDeadLetter(&sarama.ConsumerMessage{
+	letter, err := guardkafka.ReadDeadLetter(&sarama.ConsumerMessage{
 		Topic: "orders.dlq", Value: []byte("bad"),
 		Headers: []*sarama.RecordHeader{
 			{Key: []byte("__connect.errors.topic"), Value: []byte("orders")},
@@ -245,20 +245,20 @@ func ExampleInspect() {
 		log.Fatal(err)
 	}
 	defer client.Close()
-	findings, err := kafka.Inspect(client, kafka.Target{DLQ: kafka.DLQConfig{Sources: []string{topic}}})
+	findings, err := guardkafka.Inspect(client, guardkafka.Target{DLQ: guardkafka.DLQConfig{Sources: []string{topic}}})
 	if err != nil {
 		log.Fatal(err)
 	}
 	fmt.Println(findings[0].Where, "→", findings[0].Fix)
 	// Output:
-	// client → Consumer.Return.Errors = true, and go kafka.WatchErrors(ctx, group, log)
+	// client → Consumer.Return.Errors = true, and go guardkafka.WatchErrors(ctx, group, log)
 }
 
 // The configuration of a fleet in a topic of one partition.
 func ExampleNewRegister() {
 	addrs, config, topic, _, stop := demo()
 	defer stop()
-	r, err := kafka.NewRegister(addrs, config, kafka.RegisterConfig{Topic: topic + ".configuration"})
+	r, err := guardkafka.NewRegister(addrs, config, guardkafka.RegisterConfig{Topic: topic + ".configuration"})
 	if err != nil {
 		log.Fatal(err)
 	}

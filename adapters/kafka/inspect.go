@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package kafka
+package guardkafka
 
 import (
 	"errors"
@@ -92,7 +92,7 @@ func (i *inspection) settings() {
 		i.findings.Add(guard.Warning, "client", "Consumer.Offsets.Retry.Max = 3", "Consumer.Offsets.Retry.Max is 0: the last commit of a session is tried once")
 	}
 	if !c.Consumer.Return.Errors {
-		i.findings.Add(guard.Warning, "client", "Consumer.Return.Errors = true, and go kafka.WatchErrors(ctx, group, log)",
+		i.findings.Add(guard.Warning, "client", "Consumer.Return.Errors = true, and go guardkafka.WatchErrors(ctx, group, log)",
 			"Consumer.Return.Errors is off: a commit that fails is told to sarama.Logger alone")
 	}
 	if m := c.Consumer.MaxProcessingTime; cooperative(c) && 2*m+yieldSlack > maxYield {

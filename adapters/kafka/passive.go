@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package kafka
+package guardkafka
 
 import (
 	"context"
@@ -18,7 +18,7 @@ import (
 // WrapHandler is the passive shape: a consumer group's handler that exists
 // already and marks by itself, with the guard between it and the group.
 //
-//	handler = kafka.WrapHandler(g, handler) // once, in front of the loop
+//	handler = guardkafka.WrapHandler(g, handler) // once, in front of the loop
 //	for ctx.Err() == nil {
 //		err := group.Consume(ctx, topics, handler)
 //	}

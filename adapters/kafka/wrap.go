@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package kafka
+package guardkafka
 
 import (
 	"context"
@@ -18,7 +18,7 @@ import (
 // retries, and later dead-letters; [guard.Permanent], [guard.Backoff] and
 // [guard.Ignore] say more.
 //
-//	h := kafka.Wrap(g, handle)
+//	h := guardkafka.Wrap(g, handle)
 //	for ctx.Err() == nil {
 //		err := group.Consume(ctx, []string{"orders"}, h)
 //	}

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package nats guards JetStream consumers.
+// Package guardnats guards JetStream consumers.
 //
 // [Consume] is the shape to choose: it owns the reader, so everything it took
 // from the server is kept alive, handed to a plain function, and acked, retried,
@@ -32,4 +32,4 @@
 // nothing that should go there is acked; it waits. The process is killed: what
 // was not acked comes back after the AckWait, at most what was being handled and
 // the acks in the client's buffer twice.
-package nats
+package guardnats

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package nats_test
+package guardnats_test
 
 import (
 	"context"
@@ -74,11 +74,11 @@ func ExampleConsume() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	dead, err := nats.NewDLQ(ctx, js, nats.DLQConfig{Stream: "DEAD"})
+	dead, err := guardnats.NewDLQ(ctx, js, guardnats.DLQConfig{Stream: "DEAD"})
 	if err != nil {
 		log.Fatal(err)
 	}
-	err = nats.Consume(ctx, g, consumer, func(_ context.Context, m jetstream.Msg) error {
+	err = guardnats.Consume(ctx, g, consumer, func(_ context.Context, m jetstream.Msg) error {
 		if string(m.Data()) == "bad" {
 			return guard.Permanent(errors.New("not an order"))
 		}
@@ -87,7 +87,7 @@ func ExampleConsume() {
 			cancel() // a program waits for a signal instead
 		}
 		return nil
-	}, nats.WithDeadLetters(dead))
+	}, guardnats.WithDeadLetters(dead))
 	if err != nil {
 		log.Fatal(err)
 	}
@@ -108,7 +108,7 @@ func ExampleWrapConsumer() {
 		log.Fatal(err)
 	}
 
-	consumer, err = nats.WrapConsumer(g, consumer)
+	consumer, err = guardnats.WrapConsumer(g, consumer)
 	if err != nil {
 		log.Fatal(err)
 	}
@@ -142,18 +142,18 @@ func ExampleReadDeadLetter() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	dead, err := nats.NewDLQ(ctx, js, nats.DLQConfig{Stream: "DEAD"})
+	dead, err := guardnats.NewDLQ(ctx, js, guardnats.DLQConfig{Stream: "DEAD"})
 	if err != nil {
 		log.Fatal(err)
 	}
 	done := make(chan error)
 	go func() {
-		done <- nats.Consume(ctx, g, consumer, func(_ context.Context, m jetstream.Msg) error {
+		done <- guardnats.Consume(ctx, g, consumer, func(_ context.Context, m jetstream.Msg) error {
 			if string(m.Data()) == "bad" {
 				return guard.Permanent(errors.New("not an order"))
 			}
 			return nil
-		}, nats.WithDeadLetters(dead))
+		}, guardnats.WithDeadLetters(dead))
 	}()
 
 	letters, err := js.CreateConsumer(ctx, "DEAD", jetstream.ConsumerConfig{Durable: "reader"})
@@ -164,7 +164,7 @@ func ExampleReadDeadLetter() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	r, err := nats.ReadDeadLetter(m)
+	r, err := guardnats.ReadDeadLetter(m)
 	if err != nil {
 		log.Fatal(err)
 	}
@@ -191,11 +191,11 @@ func ExampleThrottle() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	rate, err := nats.NewRate(50, 10)
+	rate, err := guardnats.NewRate(50, 10)
 	if err != nil {
 		log.Fatal(err)
 	}
-	err = nats.Throttle(ctx, g, letters, rate, func(_ context.Context, m jetstream.Msg) error {
+	err = guardnats.Throttle(ctx, g, letters, rate, func(_ context.Context, m jetstream.Msg) error {
 		fmt.Println("again", string(m.Data()))
 		if string(m.Data()) == "three" {
 			cancel()
@@ -219,11 +219,11 @@ func ExampleNewMover() {
 	js, _, stop := demo()
 	defer stop()
 	ctx := context.Background()
-	dead, err := nats.NewDLQ(ctx, js, nats.DLQConfig{Stream: "DEAD"})
+	dead, err := guardnats.NewDLQ(ctx, js, guardnats.DLQConfig{Stream: "DEAD"})
 	if err != nil {
 		log.Fatal(err)
 	}
-	mover, err := nats.NewMover(ctx, js, nats.MoverConfig{Stream: "ORDERS", Consumer: "billing", DLQ: dead})
+	mover, err := guardnats.NewMover(ctx, js, guardnats.MoverConfig{Stream: "ORDERS", Consumer: "billing", DLQ: dead})
 	if err != nil {
 		log.Fatal(err)
 	}
@@ -241,9 +241,9 @@ func ExampleNewMover() {
 func ExampleNewDLQ() {
 	js, _, stop := demo()
 	defer stop()
-	_, err := nats.NewDLQ(context.Background(), js, nats.DLQConfig{Stream: "DEAD", NoCreate: true})
-	fmt.Println(errors.Is(err, nats.ErrUnsuitable))
-	fmt.Println(strings.TrimPrefix(err.Error(), nats.ErrUnsuitable.Error()+": "))
+	_, err := guardnats.NewDLQ(context.Background(), js, guardnats.DLQConfig{Stream: "DEAD", NoCreate: true})
+	fmt.Println(errors.Is(err, guardnats.ErrUnsuitable))
+	fmt.Println(strings.TrimPrefix(err.Error(), guardnats.ErrUnsuitable.Error()+": "))
 	// Output:
 	// true
 	// stream DEAD does not exist: nats stream add DEAD --subjects 'dlq.DEAD.*.*' --storage file --retention limits --replicas 1 --dupe-window 10m0s --defaults
@@ -261,7 +261,7 @@ func ExampleNewRegister() { //nolint:testableexamples // it needs a server
 		log.Print(err)
 		return
 	}
-	r, err := nats.NewRegister(js, nats.RegisterConfig{Bucket: "payments", Replicas: 3})
+	r, err := guardnats.NewRegister(js, guardnats.RegisterConfig{Bucket: "payments", Replicas: 3})
 	if err != nil {
 		log.Print(err)
 		return

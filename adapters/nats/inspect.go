@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package nats
+package guardnats
 
 import (
 	"cmp"
@@ -80,7 +80,7 @@ func Inspect(ctx context.Context, js jetstream.JetStream, t Target) ([]guard.Fin
 		advisory := fmt.Sprintf(maxDeliveriesSubject, t.Stream, t.Consumer)
 		switch _, err := js.StreamNameBySubject(ctx, advisory); {
 		case errors.Is(err, jetstream.ErrStreamNotFound):
-			i.add(guard.Danger, i.consumerName(), "run nats.NewMover, or set MaxDeliver to -1: the guard counts attempts itself",
+			i.add(guard.Danger, i.consumerName(), "run guardnats.NewMover, or set MaxDeliver to -1: the guard counts attempts itself",
 				"MaxDeliver is %d, and no stream keeps the advisories: a message that crashes its handler %d times stays in the stream, and nobody is told", d, d)
 		case err != nil:
 			return nil, fmt.Errorf("nats: inspect who keeps %s: %w", advisory, err)

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package nats
+package guardnats
 
 import (
 	"context"
@@ -182,7 +182,7 @@ func (m *wrappedMsg) NakWithDelay(time.Duration) error { return m.Nak() }
 func (w *wrapped) hidden() {
 	w.said.Do(func() {
 		w.log.Warn("the program naks without an error: an outage is noticed late, and may dead-letter healthy messages of a quiet source",
-			"source", w.name, "help", "call nats.Fail(msg, err) in place of Nak")
+			"source", w.name, "help", "call guardnats.Fail(msg, err) in place of Nak")
 	})
 }
 

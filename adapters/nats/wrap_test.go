@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package nats
+package guardnats
 
 import (
 	"context"
@@ -173,7 +173,7 @@ func TestWrappedWays(t *testing.T) {
 			if i := r.info(t); i.Delivered.Consumer != n {
 				t.Errorf("%d deliveries", i.Delivered.Consumer)
 			}
-			if told := log.lines("level=WARN", "the program naks without an error", "nats.Fail"); told != 1 { // once, whatever fails
+			if told := log.lines("level=WARN", "the program naks without an error", "guardnats.Fail"); told != 1 { // once, whatever fails
 				t.Errorf("told %d times", told)
 			}
 			if a := w.src.Account(); a.Acked != n || a.Check() != nil {

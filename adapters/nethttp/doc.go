@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Package nethttp guards what an HTTP service does with a dependency that may
+// Package guardhttp guards what an HTTP service does with a dependency that may
 // fail: net/http middleware in front of the handlers that use it.
 //
 // [New] makes an [Intake] for one dependency. While its breaker is closed a
@@ -12,7 +12,7 @@
 // ramp, when the dependency is back. Requests that come during the drain queue up
 // behind it, unless it would not end so.
 //
-//	intake, err := nethttp.New(g, nethttp.Config{Name: "payments"}, nethttp.WithDeadLetters(letters))
+//	intake, err := guardhttp.New(g, guardhttp.Config{Name: "payments"}, guardhttp.WithDeadLetters(letters))
 //	mux.Handle("GET /orders/{id}", intake.Wrap(show))
 //	mux.Handle("POST /orders", intake.Defer(create))
 //
@@ -26,4 +26,4 @@
 // answer than 202.
 //
 // docs/http.md has the rest: settings, deadlines, probes, what a replay is.
-package nethttp
+package guardhttp

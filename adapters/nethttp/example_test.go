@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package nethttp_test
+package guardhttp_test
 
 import (
 	"context"
@@ -29,7 +29,7 @@ func Example() {
 		fmt.Println("dead letter:", r.Origin.Subject, r.Error.Message)
 		return nil
 	})
-	payments, err := nethttp.New(g, nethttp.Config{Name: "payments"}, nethttp.WithDeadLetters(letters))
+	payments, err := guardhttp.New(g, guardhttp.Config{Name: "payments"}, guardhttp.WithDeadLetters(letters))
 	if err != nil {
 		panic(err)
 	}
@@ -37,12 +37,12 @@ func Example() {
 	mux.Handle("GET /balance", payments.Wrap(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		fmt.Fprint(w, "42")
 	})))
-	mux.Handle("POST /orders", payments.Defer(nethttp.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) error {
+	mux.Handle("POST /orders", payments.Defer(guardhttp.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) error {
 		body, err := io.ReadAll(r.Body)
 		if err != nil {
 			return err
 		}
-		held, _ := nethttp.Replayed(r.Context())
+		held, _ := guardhttp.Replayed(r.Context())
 		fmt.Printf("order %s, replay %d\n", body, held.Attempt)
 		return nil
 	})))
@@ -50,7 +50,7 @@ func Example() {
 		w := httptest.NewRecorder()
 		mux.ServeHTTP(w, httptest.NewRequestWithContext(ctx, method, path, strings.NewReader(body)))
 		h := w.Header()
-		fmt.Printf("%s %s: %d, Retry-After %q, hold %q\n", method, path, w.Code, h.Get("Retry-After"), h.Get(nethttp.HeaderHold))
+		fmt.Printf("%s %s: %d, Retry-After %q, hold %q\n", method, path, w.Code, h.Get("Retry-After"), h.Get(guardhttp.HeaderHold))
 	}
 
 	ask("GET", "/balance", "")

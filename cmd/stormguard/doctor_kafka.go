@@ -19,8 +19,8 @@ import (
 
 func newDoctorKafka() *cobra.Command {
 	var e examination
-	var target kafka.Target
-	var retry kafka.RetryConfig
+	var target guardkafka.Target
+	var retry guardkafka.RetryConfig
 	cmd := &cobra.Command{
 		Use:   "kafka",
 		Short: "Look at topics, their dead-letter topics and retry topics",
@@ -81,7 +81,7 @@ doctor --help" has the details.`,
 
 // inspectKafka looks as a client that is set as a group's should be, so that only
 // the broker is judged.
-func inspectKafka(a *access.Access, url string, target kafka.Target) ([]guard.Finding, error) {
+func inspectKafka(a *access.Access, url string, target guardkafka.Target) ([]guard.Finding, error) {
 	config := sarama.NewConfig()
 	config.ClientID = "stormguard-doctor"
 	config.Version = sarama.V3_6_0_0
@@ -95,5 +95,5 @@ func inspectKafka(a *access.Access, url string, target kafka.Target) ([]guard.Fi
 		return nil, connectError(url, access.KafkaError(err))
 	}
 	defer func() { _ = client.Close() }()
-	return kafka.Inspect(client, target)
+	return guardkafka.Inspect(client, target)
 }

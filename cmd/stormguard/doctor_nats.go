@@ -12,7 +12,7 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 	"github.com/spf13/cobra"
 
-	sgnats "github.com/stormguard-mq/stormguard/adapters/nats"
+	"github.com/stormguard-mq/stormguard/adapters/nats"
 	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/access"
 	"github.com/stormguard-mq/stormguard/guard"
 )
@@ -20,7 +20,7 @@ import (
 func newDoctorNATS() *cobra.Command {
 	var e examination
 	var creds string
-	var target sgnats.Target
+	var target guardnats.Target
 	cmd := &cobra.Command{
 		Use:   "nats",
 		Short: "Look at a JetStream consumer, its stream and its stream of dead letters",
@@ -59,7 +59,7 @@ doctor --help" has the details.`,
 	return cmd
 }
 
-func inspectNATS(ctx context.Context, url string, opts []nats.Option, target sgnats.Target) ([]guard.Finding, error) {
+func inspectNATS(ctx context.Context, url string, opts []nats.Option, target guardnats.Target) ([]guard.Finding, error) {
 	nc, err := nats.Connect(url, opts...)
 	if err != nil {
 		return nil, connectError(url, err)
@@ -69,7 +69,7 @@ func inspectNATS(ctx context.Context, url string, opts []nats.Option, target sgn
 	if err != nil {
 		return nil, err
 	}
-	found, err := sgnats.Inspect(ctx, js, target)
+	found, err := guardnats.Inspect(ctx, js, target)
 	switch {
 	case errors.Is(err, jetstream.ErrStreamNotFound):
 		return []guard.Finding{{

@@ -19,7 +19,7 @@ import (
 
 func newDoctorRabbitMQ() *cobra.Command {
 	var e examination
-	target := amqp.Target{Prefetch: 256, ConsumerTimeout: 30 * time.Minute}
+	target := guardamqp.Target{Prefetch: 256, ConsumerTimeout: 30 * time.Minute}
 	cmd := &cobra.Command{
 		Use:   "rabbitmq",
 		Short: "Look at a queue and its dead-letter queue",
@@ -58,8 +58,8 @@ doctor --help" has the details.`,
 	f.StringVar(&e.url, "url", "http://guest:guest@localhost:15672", "`address` of the management plugin: "+access.HTTPForm)
 	f.StringVar(&target.VHost, "vhost", "/", "virtual host")
 	f.StringVar(&target.Queue, "queue", "", "the queue that is consumed")
-	f.StringVar(&target.DLQ, "dlq", "", "queue of the dead letters, if the guard writes them (amqp.WithDeadLetters)")
-	f.BoolVar(&target.Native, "native", false, "the broker moves dead letters by the queue's dead-letter exchange (amqp.WithDeadLetterExchange)")
+	f.StringVar(&target.DLQ, "dlq", "", "queue of the dead letters, if the guard writes them (guardamqp.WithDeadLetters)")
+	f.BoolVar(&target.Native, "native", false, "the broker moves dead letters by the queue's dead-letter exchange (guardamqp.WithDeadLetterExchange)")
 	e.number(f, &target.Prefetch, "prefetch", 1, 65535, "the consumer's prefetch")
 	e.duration(f, &target.ConsumerTimeout, "consumer-timeout", time.Second, 8760*time.Hour, "the broker's consumer_timeout")
 	e.duration(f, &target.HandlerTime, "handler-time", time.Microsecond, 24*time.Hour,
@@ -69,10 +69,10 @@ doctor --help" has the details.`,
 	return cmd
 }
 
-// inspectRabbitMQ looks as [amqp.Inspect] does; a queue that is not there is a finding.
-func inspectRabbitMQ(ctx context.Context, target amqp.Target) ([]guard.Finding, error) {
-	found, err := amqp.Inspect(ctx, target)
-	if errors.Is(err, amqp.ErrQueueGone) {
+// inspectRabbitMQ looks as [guardamqp.Inspect] does; a queue that is not there is a finding.
+func inspectRabbitMQ(ctx context.Context, target guardamqp.Target) ([]guard.Finding, error) {
+	found, err := guardamqp.Inspect(ctx, target)
+	if errors.Is(err, guardamqp.ErrQueueGone) {
 		return []guard.Finding{{
 			Severity: guard.Danger, Where: queueName(target.VHost, target.Queue),
 			What: "it does not exist: what is published to it is dropped, unless the publisher asks for mandatory",

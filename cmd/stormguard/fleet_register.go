@@ -20,7 +20,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/adapters/amqp"
 	"github.com/stormguard-mq/stormguard/adapters/kafka"
-	sgnats "github.com/stormguard-mq/stormguard/adapters/nats"
+	"github.com/stormguard-mq/stormguard/adapters/nats"
 	"github.com/stormguard-mq/stormguard/breaker/etcd"
 	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/access"
 	"github.com/stormguard-mq/stormguard/fleet/register"
@@ -110,17 +110,17 @@ func (f *registerFlags) open(ctx context.Context, fleet string, stderr io.Writer
 		config := sarama.NewConfig()
 		config.ClientID, config.Version = "stormguard-fleet", sarama.V3_6_0_0
 		a.Kafka(config)
-		var k *kafka.Register
-		if k, err = kafka.NewRegister(endpoints, config, kafka.RegisterConfig{Topic: name}); err == nil {
+		var k *guardkafka.Register
+		if k, err = guardkafka.NewRegister(endpoints, config, guardkafka.RegisterConfig{Topic: name}); err == nil {
 			r, closes = k, func() { _ = k.Close() }
 		}
 	case "amqp":
 		var address string
 		if address, err = a.URL(f.url); err == nil {
-			dialer := amqp.Dial(address)
+			dialer := guardamqp.Dial(address)
 			dialer.Config.TLSClientConfig = a.TLS()
-			var q *amqp.Register
-			if q, err = amqp.NewRegister(dialer, amqp.RegisterConfig{Stream: name}); err == nil {
+			var q *guardamqp.Register
+			if q, err = guardamqp.NewRegister(dialer, guardamqp.RegisterConfig{Stream: name}); err == nil {
 				r, closes = q, func() { _ = q.Close() }
 			}
 		}
@@ -151,7 +151,7 @@ func (f *registerFlags) nats(a *access.Access, bucket string) (r register.Regist
 	if err != nil {
 		return nil, closes, err
 	}
-	r, err = sgnats.NewRegister(js, sgnats.RegisterConfig{Bucket: bucket})
+	r, err = guardnats.NewRegister(js, guardnats.RegisterConfig{Bucket: bucket})
 	return r, closes, err
 }
 

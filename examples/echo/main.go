@@ -60,7 +60,7 @@ func run(out io.Writer) (err error) {
 
 	e := echo.New()
 	e.Use(middleware.Recover())
-	payments, err := nethttp.New(g, nethttp.Config{Name: "payments"}, nethttp.WithDeadLetters(letters), nethttp.WithReplay(e))
+	payments, err := guardhttp.New(g, guardhttp.Config{Name: "payments"}, guardhttp.WithDeadLetters(letters), guardhttp.WithReplay(e))
 	if err != nil {
 		return err
 	}

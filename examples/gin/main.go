@@ -46,7 +46,7 @@ func run(out io.Writer) (err error) {
 	})
 
 	// One route: gin.WrapH takes the wrapped handler, and replays need no gin.
-	payments, err := nethttp.New(g, nethttp.Config{Name: "payments"}, nethttp.WithDeadLetters(letters))
+	payments, err := guardhttp.New(g, guardhttp.Config{Name: "payments"}, guardhttp.WithDeadLetters(letters))
 	if err != nil {
 		return err
 	}
@@ -54,7 +54,7 @@ func run(out io.Writer) (err error) {
 	pay := new(dependency)
 	engine := gin.New()
 	engine.Use(gin.Recovery())
-	engine.POST("/payments", gin.WrapH(payments.Defer(nethttp.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) error {
+	engine.POST("/payments", gin.WrapH(payments.Defer(guardhttp.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) error {
 		body, err := io.ReadAll(r.Body)
 		if err != nil {
 			return err
@@ -64,8 +64,8 @@ func run(out io.Writer) (err error) {
 
 	// gin's own handlers: the engine is wrapped, and its answers of 500 and above
 	// are the outcomes. A replay goes through the engine like any request.
-	stock, err := nethttp.New(g, nethttp.Config{Name: "stock"}, nethttp.WithDeadLetters(letters),
-		nethttp.WithDeferrable(func(r *http.Request) bool {
+	stock, err := guardhttp.New(g, guardhttp.Config{Name: "stock"}, guardhttp.WithDeadLetters(letters),
+		guardhttp.WithDeferrable(func(r *http.Request) bool {
 			return r.Method == http.MethodPut && strings.HasPrefix(r.URL.Path, "/stock/")
 		}))
 	if err != nil {

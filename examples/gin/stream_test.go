@@ -32,8 +32,8 @@ func TestStream(t *testing.T) {
 		t.Errorf("dead letter: %+v", r.Error)
 		return nil
 	})
-	in, err := nethttp.New(g, nethttp.Config{Name: "ticks"}, nethttp.WithDeadLetters(letters),
-		nethttp.WithDeferrable(func(r *http.Request) bool { return r.Method == http.MethodPost }))
+	in, err := guardhttp.New(g, guardhttp.Config{Name: "ticks"}, guardhttp.WithDeadLetters(letters),
+		guardhttp.WithDeferrable(func(r *http.Request) bool { return r.Method == http.MethodPost }))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -12,7 +12,7 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 	"go.uber.org/goleak"
 
-	sgnats "github.com/stormguard-mq/stormguard/adapters/nats"
+	"github.com/stormguard-mq/stormguard/adapters/nats"
 	"github.com/stormguard-mq/stormguard/examples/internal/embedded"
 	"github.com/stormguard-mq/stormguard/examples/internal/payments"
 )
@@ -76,11 +76,11 @@ func TestRun(t *testing.T) {
 	if info := consumer.CachedInfo(); info.NumAckPending > 0 || info.NumPending > 0 {
 		t.Errorf("left at the server: %+v", info)
 	}
-	letter, err := sgnats.ReadDeadLetter(dead)
+	letter, err := guardnats.ReadDeadLetter(dead)
 	if err != nil || letter.Origin.Sequence != payments.Poison || string(letter.Body) != "thirteen" || letter.Attempts < 1 {
 		t.Errorf("%+v, %v", letter, err)
 	}
-	if letter.Error.Message == sgnats.ErrNak.Error() {
+	if letter.Error.Message == guardnats.ErrNak.Error() {
 		t.Error("the letter does not say why the order was not charged")
 	}
 }

@@ -21,7 +21,7 @@ import (
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
-	sgnats "github.com/stormguard-mq/stormguard/adapters/nats"
+	"github.com/stormguard-mq/stormguard/adapters/nats"
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
@@ -61,7 +61,7 @@ func run(ctx context.Context, url string, charge func(order int) error) (err err
 	if err != nil {
 		return err
 	}
-	letters, err := sgnats.NewDLQ(ctx, js, sgnats.DLQConfig{Stream: "ORDERS_DLQ"})
+	letters, err := guardnats.NewDLQ(ctx, js, guardnats.DLQConfig{Stream: "ORDERS_DLQ"})
 	if err != nil {
 		return err
 	}
@@ -75,7 +75,7 @@ func run(ctx context.Context, url string, charge func(order int) error) (err err
 		_, closeErr := g.Close(ctx)
 		err = errors.Join(err, closeErr)
 	}()
-	consumer, err = sgnats.WrapConsumer(g, consumer, sgnats.WithDeadLetters(letters)) // the new line
+	consumer, err = guardnats.WrapConsumer(g, consumer, guardnats.WithDeadLetters(letters)) // the new line
 	if err != nil {
 		return err
 	}
@@ -87,7 +87,7 @@ func run(ctx context.Context, url string, charge func(order int) error) (err err
 			err = charge(order)
 		}
 		if err != nil {
-			_ = sgnats.Fail(m, err) // a failure: the guard retries or holds, and the server hears nothing
+			_ = guardnats.Fail(m, err) // a failure: the guard retries or holds, and the server hears nothing
 			return
 		}
 		_ = m.Ack()

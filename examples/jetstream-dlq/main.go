@@ -22,7 +22,7 @@ import (
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
-	sgnats "github.com/stormguard-mq/stormguard/adapters/nats"
+	"github.com/stormguard-mq/stormguard/adapters/nats"
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
@@ -62,12 +62,12 @@ func run(ctx context.Context, url string, repair func(body []byte) error) (err e
 	if _, err := stream.CreateConsumer(ctx, jetstream.ConsumerConfig{Durable: "shipping", MaxDeliver: 2}); err != nil {
 		return err
 	}
-	letters, err := sgnats.NewDLQ(ctx, js, sgnats.DLQConfig{Stream: "ORDERS_DLQ"})
+	letters, err := guardnats.NewDLQ(ctx, js, guardnats.DLQConfig{Stream: "ORDERS_DLQ"})
 	if err != nil {
 		return err
 	}
-	mover, err := sgnats.NewMover(ctx, js, sgnats.MoverConfig{Stream: "ORDERS", Consumer: "shipping", DLQ: letters},
-		sgnats.WithLogger(slog.Default()))
+	mover, err := guardnats.NewMover(ctx, js, guardnats.MoverConfig{Stream: "ORDERS", Consumer: "shipping", DLQ: letters},
+		guardnats.WithLogger(slog.Default()))
 	if err != nil {
 		return err
 	}
@@ -85,11 +85,11 @@ func workOff(ctx context.Context, js jetstream.JetStream, repair func(body []byt
 	if err != nil {
 		return err
 	}
-	unrepaired, err := sgnats.NewDLQ(ctx, js, sgnats.DLQConfig{Stream: "UNREPAIRED", Subject: "unrepaired.{stream}"})
+	unrepaired, err := guardnats.NewDLQ(ctx, js, guardnats.DLQConfig{Stream: "UNREPAIRED", Subject: "unrepaired.{stream}"})
 	if err != nil {
 		return err
 	}
-	rate, err := sgnats.NewRate(50, 5)
+	rate, err := guardnats.NewRate(50, 5)
 	if err != nil {
 		return err
 	}
@@ -103,11 +103,11 @@ func workOff(ctx context.Context, js jetstream.JetStream, repair func(body []byt
 		_, closeErr := g.Close(ctx)
 		err = errors.Join(err, closeErr)
 	}()
-	return sgnats.Throttle(ctx, g, consumer, rate, func(_ context.Context, m jetstream.Msg) error {
-		letter, err := sgnats.ReadDeadLetter(m)
+	return guardnats.Throttle(ctx, g, consumer, rate, func(_ context.Context, m jetstream.Msg) error {
+		letter, err := guardnats.ReadDeadLetter(m)
 		if err != nil {
 			return guard.Permanent(err)
 		}
 		return repair(letter.Body)
-	}, sgnats.WithDeadLetters(unrepaired), sgnats.WithLogger(slog.Default()))
+	}, guardnats.WithDeadLetters(unrepaired), guardnats.WithLogger(slog.Default()))
 }

@@ -22,7 +22,7 @@ import (
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
-	sgnats "github.com/stormguard-mq/stormguard/adapters/nats"
+	"github.com/stormguard-mq/stormguard/adapters/nats"
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
@@ -62,7 +62,7 @@ func run(ctx context.Context, url string, charge func(order int) error) (err err
 	if err != nil {
 		return err
 	}
-	letters, err := sgnats.NewDLQ(ctx, js, sgnats.DLQConfig{Stream: "ORDERS_DLQ"})
+	letters, err := guardnats.NewDLQ(ctx, js, guardnats.DLQConfig{Stream: "ORDERS_DLQ"})
 	if err != nil {
 		return err
 	}
@@ -86,5 +86,5 @@ func run(ctx context.Context, url string, charge func(order int) error) (err err
 		}
 		return charge(order)
 	}
-	return sgnats.Consume(ctx, g, consumer, handle, sgnats.WithDeadLetters(letters), sgnats.WithLogger(slog.Default()))
+	return guardnats.Consume(ctx, g, consumer, handle, guardnats.WithDeadLetters(letters), guardnats.WithLogger(slog.Default()))
 }

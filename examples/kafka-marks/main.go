@@ -75,7 +75,7 @@ func run(ctx context.Context, brokers []string, topic string, charge func(order 
 	config.Consumer.Offsets.Initial = sarama.OffsetOldest // never jump over what is left
 	config.Consumer.Return.Errors = true                  // for WatchErrors
 
-	letters, err := kafka.NewDLQ(brokers, config, kafka.DLQConfig{Sources: []string{topic}}) // topic.dlq
+	letters, err := guardkafka.NewDLQ(brokers, config, guardkafka.DLQConfig{Sources: []string{topic}}) // topic.dlq
 	if err != nil {
 		return err
 	}
@@ -95,9 +95,9 @@ func run(ctx context.Context, brokers []string, topic string, charge func(order 
 	if err != nil {
 		return err
 	}
-	go kafka.WatchErrors(ctx, group, slog.Default())
+	go guardkafka.WatchErrors(ctx, group, slog.Default())
 
 	// This line was: h := &biller{charge}
-	h := kafka.WrapHandler(g, &biller{charge}, kafka.WithDeadLetters(letters))
-	return kafka.Consume(ctx, group, []string{topic}, h) // it closes the group
+	h := guardkafka.WrapHandler(g, &biller{charge}, guardkafka.WithDeadLetters(letters))
+	return guardkafka.Consume(ctx, group, []string{topic}, h) // it closes the group
 }

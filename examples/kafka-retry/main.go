@@ -54,12 +54,12 @@ func run(ctx context.Context, brokers []string, topic string, delays []time.Dura
 
 	// The topics of dead letters, topic.dlq, and of each delay, topic.billing.retry.1 and
 	// so on, are created if they are not there.
-	letters, err := kafka.NewDLQ(brokers, config, kafka.DLQConfig{Sources: []string{topic}})
+	letters, err := guardkafka.NewDLQ(brokers, config, guardkafka.DLQConfig{Sources: []string{topic}})
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, letters.Close()) }()
-	retries, err := kafka.NewRetryTopics(brokers, config, kafka.RetryConfig{Sources: []string{topic}, Group: group, Delays: delays})
+	retries, err := guardkafka.NewRetryTopics(brokers, config, guardkafka.RetryConfig{Sources: []string{topic}, Group: group, Delays: delays})
 	if err != nil {
 		return err
 	}
@@ -82,7 +82,7 @@ func run(ctx context.Context, brokers []string, topic string, delays []time.Dura
 	if err != nil {
 		return err
 	}
-	go kafka.WatchErrors(ctx, consumers, slog.Default())
+	go guardkafka.WatchErrors(ctx, consumers, slog.Default())
 
 	// A parked message comes back as it was: with its topic, offset, time and headers.
 	// Permanent is dead-lettered at once.
@@ -93,6 +93,6 @@ func run(ctx context.Context, brokers []string, topic string, delays []time.Dura
 		}
 		return charge(string(m.Key), order)
 	}
-	h := kafka.Wrap(g, handle, kafka.WithDeadLetters(letters), kafka.WithRetryTopics(retries))
-	return kafka.Consume(ctx, consumers, []string{topic}, h) // it closes the group
+	h := guardkafka.Wrap(g, handle, guardkafka.WithDeadLetters(letters), guardkafka.WithRetryTopics(retries))
+	return guardkafka.Consume(ctx, consumers, []string{topic}, h) // it closes the group
 }

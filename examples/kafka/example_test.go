@@ -65,7 +65,7 @@ func TestRun(t *testing.T) {
 	if err != nil || len(dead) != 1 {
 		t.Fatalf("%d dead letters, %v", len(dead), err)
 	}
-	letter, err := kafka.ReadDeadLetter(dead[0])
+	letter, err := guardkafka.ReadDeadLetter(dead[0])
 	if err != nil || letter.Origin.Offset != payments.Poison-1 || string(letter.Body) != "thirteen" || letter.Attempts != 1 {
 		t.Errorf("%+v, %v", letter, err)
 	}

@@ -50,7 +50,7 @@ func run(ctx context.Context, brokers []string, topic string, charge func(order 
 	config.Consumer.Return.Errors = true                  // for WatchErrors
 
 	// The topic of dead letters, topic.dlq, is created if it is not there.
-	letters, err := kafka.NewDLQ(brokers, config, kafka.DLQConfig{Sources: []string{topic}})
+	letters, err := guardkafka.NewDLQ(brokers, config, guardkafka.DLQConfig{Sources: []string{topic}})
 	if err != nil {
 		return err
 	}
@@ -69,7 +69,7 @@ func run(ctx context.Context, brokers []string, topic string, charge func(order 
 	if err != nil {
 		return err
 	}
-	go kafka.WatchErrors(ctx, group, slog.Default())
+	go guardkafka.WatchErrors(ctx, group, slog.Default())
 
 	// A handler marks nothing: nil marks, an error retries, Permanent is for what no
 	// retry can mend.
@@ -80,6 +80,6 @@ func run(ctx context.Context, brokers []string, topic string, charge func(order 
 		}
 		return charge(order)
 	}
-	h := kafka.Wrap(g, handle, kafka.WithDeadLetters(letters))
-	return kafka.Consume(ctx, group, []string{topic}, h) // it closes the group
+	h := guardkafka.Wrap(g, handle, guardkafka.WithDeadLetters(letters))
+	return guardkafka.Consume(ctx, group, []string{topic}, h) // it closes the group
 }

@@ -217,8 +217,8 @@ func ask(ctx context.Context, addr string, client *http.Client, seq int) (answer
 	}
 	_, err = io.Copy(io.Discard, res.Body)
 	_ = res.Body.Close()
-	a.took, a.status, a.hold = time.Since(a.sent), res.StatusCode, res.Header.Get(nethttp.HeaderHold)
-	if id := res.Header.Get(nethttp.HeaderHoldID); id != "" {
+	a.took, a.status, a.hold = time.Since(a.sent), res.StatusCode, res.Header.Get(guardhttp.HeaderHold)
+	if id := res.Header.Get(guardhttp.HeaderHoldID); id != "" {
 		_, n, _ := strings.Cut(id, "-")
 		a.id, err = strconv.Atoi(n)
 	}
@@ -340,7 +340,7 @@ func (f *figures) count(answers []answer, done []int, open, back time.Time) {
 		case http.StatusAccepted:
 			f.Accepted++
 			place[a.seq] = a.id
-			if a.hold != nethttp.HoldMemory || a.id == 0 {
+			if a.hold != guardhttp.HoldMemory || a.id == 0 {
 				f.NoHeader++
 			}
 		case http.StatusServiceUnavailable:

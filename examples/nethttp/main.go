@@ -68,7 +68,7 @@ func command(ctx context.Context, out io.Writer, args []string) error {
 // shop is the service: what you would write.
 type shop struct {
 	g        *guard.Guard
-	payments *nethttp.Intake
+	payments *guardhttp.Intake
 	server   *http.Server
 	client   *http.Client
 	gateway  string // the dependency's address
@@ -85,14 +85,14 @@ func openShop(ctx context.Context, gateway string, window int) (*shop, error) {
 		fmt.Fprintln(os.Stderr, "dead letter:", r.Origin.Subject, r.Origin.MessageID, r.Error.Message)
 		return nil
 	})
-	payments, err := nethttp.New(g, nethttp.Config{Name: "payments"}, nethttp.WithDeadLetters(letters))
+	payments, err := guardhttp.New(g, guardhttp.Config{Name: "payments"}, guardhttp.WithDeadLetters(letters))
 	if err != nil {
 		return nil, err
 	}
 	s := &shop{g: g, payments: payments, gateway: gateway, client: newClient()}
 	mux := http.NewServeMux()
-	mux.Handle("GET /balance", payments.Wrap(nethttp.HandlerFunc(s.charge)))  // somebody waits for it
-	mux.Handle("POST /orders", payments.Defer(nethttp.HandlerFunc(s.charge))) // nobody does
+	mux.Handle("GET /balance", payments.Wrap(guardhttp.HandlerFunc(s.charge)))  // somebody waits for it
+	mux.Handle("POST /orders", payments.Defer(guardhttp.HandlerFunc(s.charge))) // nobody does
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) {
 		if err := g.Ready(); err != nil {
 			http.Error(w, err.Error(), http.StatusServiceUnavailable)

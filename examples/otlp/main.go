@@ -27,7 +27,7 @@ import (
 	"go.opentelemetry.io/otel/sdk/metric"
 	sdktrace "go.opentelemetry.io/otel/sdk/trace"
 
-	sgnats "github.com/stormguard-mq/stormguard/adapters/nats"
+	"github.com/stormguard-mq/stormguard/adapters/nats"
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
@@ -94,9 +94,9 @@ func run(ctx context.Context, url, collector string, handle func(context.Context
 	if err != nil {
 		return err
 	}
-	letters, err := sgnats.NewDLQ(ctx, js, sgnats.DLQConfig{Stream: "ORDERS_DLQ"})
+	letters, err := guardnats.NewDLQ(ctx, js, guardnats.DLQConfig{Stream: "ORDERS_DLQ"})
 	if err != nil {
 		return err
 	}
-	return sgnats.Consume(ctx, g, consumer, handle, sgnats.WithDeadLetters(letters), sgnats.WithLogger(slog.Default()))
+	return guardnats.Consume(ctx, g, consumer, handle, guardnats.WithDeadLetters(letters), guardnats.WithLogger(slog.Default()))
 }

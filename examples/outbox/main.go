@@ -27,7 +27,7 @@ import (
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
-	sgnats "github.com/stormguard-mq/stormguard/adapters/nats"
+	"github.com/stormguard-mq/stormguard/adapters/nats"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/once/postgres"
 )
@@ -99,7 +99,7 @@ func run(ctx context.Context, url, db string, send sender) (err error) {
 	if err != nil {
 		return err
 	}
-	letters, err := sgnats.NewDLQ(ctx, js, sgnats.DLQConfig{Stream: "ORDERS_DLQ"})
+	letters, err := guardnats.NewDLQ(ctx, js, guardnats.DLQConfig{Stream: "ORDERS_DLQ"})
 	if err != nil {
 		return err
 	}
@@ -136,7 +136,7 @@ func run(ctx context.Context, url, db string, send sender) (err error) {
 			return err
 		})
 	}
-	return sgnats.Consume(ctx, g, consumer, handle, sgnats.WithDeadLetters(letters), sgnats.WithLogger(slog.Default()))
+	return guardnats.Consume(ctx, g, consumer, handle, guardnats.WithDeadLetters(letters), guardnats.WithLogger(slog.Default()))
 }
 
 // relay sends the outbox, row by row. Several processes may do so.

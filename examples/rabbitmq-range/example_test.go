@@ -73,11 +73,11 @@ func outage(t *testing.T) {
 	if err != nil || len(all) != 1 {
 		t.Fatalf("%d dead letters, %v", len(all), err)
 	}
-	letter, err := amqp.ReadDeadLetter(all[0])
+	letter, err := guardamqp.ReadDeadLetter(all[0])
 	if err != nil || string(letter.Body) != strconv.Itoa(payments.Poison) || letter.Attempts < 1 {
 		t.Errorf("%+v, %v", letter, err)
 	}
-	if letter.Error.Message == amqp.ErrReject.Error() {
+	if letter.Error.Message == guardamqp.ErrReject.Error() {
 		t.Error("the letter does not say why the order was not charged")
 	}
 }

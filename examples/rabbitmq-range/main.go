@@ -47,7 +47,7 @@ func run(ctx context.Context, url, queue string, charge func(order int) error) (
 	if err != nil {
 		return err
 	}
-	letters, err := amqp.NewDLQ(ctx, amqp.Dial(url), amqp.DLQConfig{Queue: queue + ".dlq", Logger: slog.Default()})
+	letters, err := guardamqp.NewDLQ(ctx, guardamqp.Dial(url), guardamqp.DLQConfig{Queue: queue + ".dlq", Logger: slog.Default()})
 	if err != nil {
 		return err
 	}
@@ -60,10 +60,10 @@ func run(ctx context.Context, url, queue string, charge func(order int) error) (
 	return consume(ctx, g, letters, url, queue, charge)
 }
 
-// consume is the program as it was, but for two lines: the one with amqp.Deliveries, and
-// amqp.Fail in place of d.Reject(false). Without the guard an outage empties the queue
+// consume is the program as it was, but for two lines: the one with guardamqp.Deliveries, and
+// guardamqp.Fail in place of d.Reject(false). Without the guard an outage empties the queue
 // into its dead-letter exchange.
-func consume(ctx context.Context, g *guard.Guard, letters *amqp.DLQ, url, queue string, charge func(order int) error) error {
+func consume(ctx context.Context, g *guard.Guard, letters *guardamqp.DLQ, url, queue string, charge func(order int) error) error {
 	conn, err := amqp091.Dial(url)
 	if err != nil {
 		return err
@@ -83,7 +83,7 @@ func consume(ctx context.Context, g *guard.Guard, letters *amqp.DLQ, url, queue 
 	if err != nil {
 		return err
 	}
-	deliveries, err = amqp.Deliveries(ctx, g, ch, deliveries, amqp.WithDeadLetters(letters)) // the new line
+	deliveries, err = guardamqp.Deliveries(ctx, g, ch, deliveries, guardamqp.WithDeadLetters(letters)) // the new line
 	if err != nil {
 		return err
 	}
@@ -93,7 +93,7 @@ func consume(ctx context.Context, g *guard.Guard, letters *amqp.DLQ, url, queue 
 			err = charge(order)
 		}
 		if err != nil {
-			_ = amqp.Fail(d, err) // a failure: the guard decides what follows
+			_ = guardamqp.Fail(d, err) // a failure: the guard decides what follows
 			continue
 		}
 		_ = d.Ack(false)

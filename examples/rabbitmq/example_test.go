@@ -71,7 +71,7 @@ func outage(t *testing.T) {
 	if err != nil || len(all) != 1 {
 		t.Fatalf("%d dead letters, %v", len(all), err)
 	}
-	letter, err := amqp.ReadDeadLetter(all[0])
+	letter, err := guardamqp.ReadDeadLetter(all[0])
 	if err != nil || string(letter.Body) != "thirteen" || letter.Attempts < 1 {
 		t.Errorf("%+v, %v", letter, err)
 	}

@@ -51,8 +51,8 @@ func run(ctx context.Context, url, queue string, charge func(order int) error) (
 	if err != nil {
 		return err
 	}
-	dialer := amqp.Dial(url) // or all nodes of a cluster
-	letters, err := amqp.NewDLQ(ctx, dialer, amqp.DLQConfig{Queue: queue + ".dlq", Logger: slog.Default()})
+	dialer := guardamqp.Dial(url) // or all nodes of a cluster
+	letters, err := guardamqp.NewDLQ(ctx, dialer, guardamqp.DLQConfig{Queue: queue + ".dlq", Logger: slog.Default()})
 	if err != nil {
 		return err
 	}
@@ -72,7 +72,7 @@ func run(ctx context.Context, url, queue string, charge func(order int) error) (
 		}
 		return charge(order)
 	}
-	return amqp.Consume(ctx, g, dialer, queue, handle, amqp.WithDeadLetters(letters), amqp.WithLogger(slog.Default()))
+	return guardamqp.Consume(ctx, g, dialer, queue, handle, guardamqp.WithDeadLetters(letters), guardamqp.WithLogger(slog.Default()))
 }
 
 // declare makes the queue, if it is not there.

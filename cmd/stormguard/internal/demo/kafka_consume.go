@@ -100,12 +100,12 @@ func (h *insistent) try(ctx context.Context, m *sarama.ConsumerMessage) (err err
 }
 
 func (p *kafkaRun) guarded(ctx context.Context, g *guard.Guard, handle handler) (err error) {
-	letters, err := kafka.NewDLQ(p.addrs, p.config(), kafka.DLQConfig{Topic: p.dlq, Sources: []string{p.topic}})
+	letters, err := guardkafka.NewDLQ(p.addrs, p.config(), guardkafka.DLQConfig{Topic: p.dlq, Sources: []string{p.topic}})
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, letters.Close()) }()
-	wrapped := kafka.Wrap(g, func(ctx context.Context, m *sarama.ConsumerMessage) error { return handle(ctx, m.Value) },
-		kafka.WithDeadLetters(letters), kafka.WithStopTimeout(stopTimeout))
+	wrapped := guardkafka.Wrap(g, func(ctx context.Context, m *sarama.ConsumerMessage) error { return handle(ctx, m.Value) },
+		guardkafka.WithDeadLetters(letters), guardkafka.WithStopTimeout(stopTimeout))
 	return p.consume(ctx, wrapped)
 }

@@ -51,10 +51,10 @@ func (p *natsRun) unguarded(ctx context.Context, handle handler) error {
 }
 
 func (p *natsRun) guarded(ctx context.Context, g *guard.Guard, handle handler) error {
-	letters, err := nats.NewDLQ(ctx, p.consumerJS, nats.DLQConfig{Stream: p.dlqStream, Subject: p.dlqSubject})
+	letters, err := guardnats.NewDLQ(ctx, p.consumerJS, guardnats.DLQConfig{Stream: p.dlqStream, Subject: p.dlqSubject})
 	if err != nil {
 		return err
 	}
-	return nats.Consume(ctx, g, p.consumer, func(ctx context.Context, m jetstream.Msg) error { return handle(ctx, m.Data()) },
-		nats.WithDeadLetters(letters), nats.WithStopTimeout(stopTimeout))
+	return guardnats.Consume(ctx, g, p.consumer, func(ctx context.Context, m jetstream.Msg) error { return handle(ctx, m.Data()) },
+		guardnats.WithDeadLetters(letters), guardnats.WithStopTimeout(stopTimeout))
 }

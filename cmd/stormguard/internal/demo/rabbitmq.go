@@ -25,7 +25,7 @@ const deliveryLimit = 20
 var onRabbitMQ = platform{
 	title: "RabbitMQ", store: "queue",
 	unguarded: "Nack and requeue on error, at the fifth failure the DLQ",
-	guarded:   "amqp.Consume(ctx, g, dialer, queue, handle)",
+	guarded:   "guardamqp.Consume(ctx, g, dialer, queue, handle)",
 	address:   "amqp://user:password@host:port/ (or amqps)",
 	check: func(address string) bool {
 		_, err := amqp091.ParseURI(address)
@@ -33,7 +33,7 @@ var onRabbitMQ = platform{
 	},
 	open: func(_ context.Context, _ Config, address string, a *access.Access) (broker, error) {
 		address, err := a.URL(address)
-		dialer := amqp.Dial(address)
+		dialer := guardamqp.Dial(address)
 		dialer.Config.TLSClientConfig = a.TLS()
 		return rabbitServer{dialer}, err
 	},
@@ -41,7 +41,7 @@ var onRabbitMQ = platform{
 }
 
 // rabbitServer is a RabbitMQ that runs.
-type rabbitServer struct{ dialer amqp.Dialer }
+type rabbitServer struct{ dialer guardamqp.Dialer }
 
 func (rabbitServer) close() {}
 

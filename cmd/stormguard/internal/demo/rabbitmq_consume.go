@@ -109,16 +109,16 @@ func deliveries(d amqp091.Delivery) int64 {
 }
 
 func (p *rabbitRun) guarded(ctx context.Context, g *guard.Guard, handle handler) (err error) {
-	letters, err := amqp.NewDLQ(ctx, p.dialer, amqp.DLQConfig{Queue: p.dlq})
+	letters, err := guardamqp.NewDLQ(ctx, p.dialer, guardamqp.DLQConfig{Queue: p.dlq})
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, closeLetters(ctx, letters)) }()
-	return amqp.Consume(ctx, g, p.dialer, p.queue, func(ctx context.Context, d amqp091.Delivery) error { return handle(ctx, d.Body) },
-		amqp.WithDeadLetters(letters), amqp.WithPrefetch(inFlight), amqp.WithDeliveryLimit(deliveryLimit), amqp.WithStopTimeout(stopTimeout))
+	return guardamqp.Consume(ctx, g, p.dialer, p.queue, func(ctx context.Context, d amqp091.Delivery) error { return handle(ctx, d.Body) },
+		guardamqp.WithDeadLetters(letters), guardamqp.WithPrefetch(inFlight), guardamqp.WithDeliveryLimit(deliveryLimit), guardamqp.WithStopTimeout(stopTimeout))
 }
 
-func closeLetters(ctx context.Context, letters *amqp.DLQ) error {
+func closeLetters(ctx context.Context, letters *guardamqp.DLQ) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), stopTimeout)
 	defer cancel()
 	return letters.Close(ctx)
