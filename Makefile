@@ -21,9 +21,8 @@ full: ## As test, with long soaks and 30 s of fuzzing per target
 	scripts/test --full
 
 .PHONY: lint
-lint: ## golangci-lint on the library and on bench/
-	$(TOOL) golangci-lint run ./...
-	cd bench && go tool -modfile=../tools/go.mod golangci-lint run ./...
+lint: ## gofmt, licence lines, and golangci-lint on each module
+	scripts/lint
 
 .PHONY: fmt
 fmt: ## gofmt, in place
