@@ -20,7 +20,7 @@ import (
 var onKafka = platform{
 	title: "Kafka", store: "topic",
 	unguarded: "five tries in place, then the DLQ, and the mark",
-	guarded:   "group.Consume(ctx, topics, guardkafka.Wrap(g, handle))",
+	guarded:   "guardkafka.Wrap(g, handle)",
 	address:   access.KafkaForm,
 	check:     access.KafkaAddress,
 	open: func(_ context.Context, _ Config, address string, a *access.Access) (broker, error) {

@@ -23,7 +23,7 @@ const ackWait = 30 * time.Second
 var onNATS = platform{
 	title: "NATS JetStream", store: "stream",
 	unguarded: "Nak on error, MaxDeliver 5, then the DLQ",
-	guarded:   "guardnats.Consume(ctx, g, consumer, handle)",
+	guarded:   "guardnats.Consume(ctx, g, c, handle)",
 	address:   access.NATSForm,
 	check:     access.NATSAddress,
 	open:      openNATS,

@@ -25,7 +25,7 @@ const deliveryLimit = 20
 var onRabbitMQ = platform{
 	title: "RabbitMQ", store: "queue",
 	unguarded: "Nack and requeue on error, at the fifth failure the DLQ",
-	guarded:   "guardamqp.Consume(ctx, g, dialer, queue, handle)",
+	guarded:   "guardamqp.Consume(ctx, g, dial, q, handle)",
 	address:   "amqp://user:password@host:port/ (or amqps)",
 	check: func(address string) bool {
 		_, err := amqp091.ParseURI(address)

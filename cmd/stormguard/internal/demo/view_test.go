@@ -48,7 +48,7 @@ unguarded   2.0s  outage    handled   1,000 (0/s)  failed   5,000 (5,000/s)  dea
 unguarded   3.0s  recovery  handled   1,000 (0/s)  failed  10,000 (5,000/s)  dead letters  2,000 (1,000/s)  backlog      0
 unguarded   4.0s  recovery  handled   1,000 (0/s)  failed  15,000 (5,000/s)  dead letters  3,000 (1,000/s)  backlog      0
 unguarded   5.0s  recovery  handled   1,000 (0/s)  failed  20,000 (5,000/s)  dead letters  4,000 (1,000/s)  backlog      0
-guarded: nats.Consume(ctx, g, consumer, handle)
+guarded: guardnats.Consume(ctx, g, c, handle)
 guarded     1.0s  outage    handled   1,000 (1,000/s)  failed       0 (0/s)  dead letters      0 (0/s)  backlog      0  breaker closed  hold 0/250
 guarded     2.0s  outage    handled   1,000 (0/s)  failed      10 (10/s)  dead letters      0 (0/s)  backlog  1,000  breaker open  hold 250/250
 guarded     3.0s  recovery  handled   1,000 (0/s)  failed      20 (10/s)  dead letters      0 (0/s)  backlog  2,000  breaker open  hold 250/250  storm
@@ -66,7 +66,7 @@ func TestPicture(t *testing.T) {
 	for _, l := range picture(Config{WarmUp: time.Second, Outage: 2 * time.Second, After: time.Second}, newGuarded(onNATS, false), 2, all, 79) {
 		b.WriteString(l.render(79, style{}) + "\n")
 	}
-	const want = ` stormguard demo  run 2 of 2  guarded  nats.Consume(ctx, g, consumer, handle)
+	const want = ` stormguard demo  run 2 of 2  guarded  guardnats.Consume(ctx, g, c, handle)
 
  ━━━━━━━━━━━━━●───────────────────────────────────────────────────────────────
   2.5 s   dependency ✖ DOWN for 1.5 s, back in 0.5 s
