@@ -50,11 +50,11 @@ type Config struct {
 	// NoRun turns the rule of Run off. It cannot be combined with Run.
 	NoRun bool
 
-	// Base and Cap are the ladder of open periods: the n-th rung lasts
+	// Base and Cap are the backoff of open periods: the n-th level lasts
 	// min(Cap, Base·2^(n-1)). Base in [1ms, 1h], unset means 100 ms; Cap in
 	// [Base, 24h], unset means 30 s, or Base if that is more. A period lasts no
 	// longer than a tenth of the time since the trip, or since the breaker last
-	// carried eight calls at once, half-open; but Base at least. The rung climbs
+	// carried eight calls at once, half-open; but Base at least. The level climbs
 	// once the period may be as long as it.
 	Base, Cap time.Duration
 
@@ -62,7 +62,7 @@ type Config struct {
 	// Cap·(1+Jitter). In [0, 0.5]; 0, the default, is exact.
 	Jitter float64
 
-	// Memory is how long a close is remembered. Each close steps one rung down; a
+	// Memory is how long a close is remembered. Each close steps one level down; a
 	// trip within Memory of it goes on from there, and needs a longer row of
 	// successes to close ([Config.Successes]). It opens for Base all the same. In
 	// [1ms, 24h]; unset means 60 s.

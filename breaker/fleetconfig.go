@@ -30,8 +30,8 @@ type FleetConfig struct {
 	// 10, as for a breaker by itself.
 	Successes int
 
-	// Base and Cap are the ladder of open periods, as of a breaker: the one at
-	// rung n lasts min(Cap, Base·2^(n-1)). Base in [1ms, 1h], unset means
+	// Base and Cap are the backoff of open periods, as of a breaker: the one at
+	// level n lasts min(Cap, Base·2^(n-1)). Base in [1ms, 1h], unset means
 	// 100 ms; Cap in [Base, 24h], unset means 30 s, or Base if that is more. Cap
 	// also bounds a period that another process names.
 	Base, Cap time.Duration

@@ -61,16 +61,16 @@ const (
 
 // Snapshot is what a breaker looks like at one instant.
 type Snapshot struct {
-	Name   string
-	State  State
-	Cause  Cause         // empty when closed
-	Forced bool          // open by force
-	Barred bool          // a force lasts, be it behind a longer open period of the breaker's own: a fleet cannot hold it
-	Held   bool          // held by a fleet: open, or half-open for one probe
-	Trial  Trial         // of the last permit, while held and open
-	Since  time.Duration // when the state began
-	Until  time.Duration // when a call may next be admitted; 0 when closed or when there is room for a probe
-	Rung   int           // ladder position: the rung of the last open period, less the closes since
+	Name         string
+	State        State
+	Cause        Cause         // empty when closed
+	Forced       bool          // open by force
+	Barred       bool          // a force lasts, be it behind a longer open period of the breaker's own: a fleet cannot hold it
+	Held         bool          // held by a fleet: open, or half-open for one probe
+	Trial        Trial         // of the last permit, while held and open
+	Since        time.Duration // when the state began
+	Until        time.Duration // when a call may next be admitted; 0 when closed or when there is room for a probe
+	BackoffLevel int           // level of the last open period, less the closes since
 
 	Successes uint64  // in the window, all attempts
 	Failures  uint64  // in the window, first attempts

@@ -446,7 +446,7 @@ func (c *machine[M]) depth(now time.Duration, l *lane[M], it *item[M]) int {
 		return 0 // the look before it opened has just told
 	}
 	period := c.policy.Breaker.PeriodAfter(mostAttempts, open)
-	if held { // the fleet has a ladder of its own, and grants in turns: other heads tell, too
+	if held { // the fleet has a backoff of its own, and grants in turns: other heads tell, too
 		period = (now - max(c.grantedAt, c.shutAt)) / time.Duration(max(c.fleetStorm.Reporters, 1))
 		c.grantedAt = now
 		if c.fleetStorm.Reporters != 1 {

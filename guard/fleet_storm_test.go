@@ -94,7 +94,7 @@ func TestFleetStormOfTheSilent(t *testing.T) {
 	})
 }
 
-// A storm of the fleet opens a breaker that is closed, once, by the ladder.
+// A storm of the fleet opens a breaker that is closed, once, by the backoff.
 func TestFleetStormOpensTheBreaker(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r, _, ss := stormRig(t, guard.Policy{}, true)

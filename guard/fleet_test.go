@@ -27,10 +27,10 @@ func TestFleetHandsAPartitionOver(t *testing.T) {
 		a := ps[0].open("orders", "0")
 		time.Sleep(time.Second)
 		r.down.Store(true)
-		// Three periods or more: the ladder stands high enough to be waited for.
+		// Three periods or more: the backoff stands high enough to be waited for.
 		r.until(time.Minute, "a long open period", func() bool {
 			s := a.State().Breaker
-			return s.State == breaker.Open && s.Rung >= 6 && s.Until-r.now()-ps[0].offset/2 > 2*time.Second
+			return s.State == breaker.Open && s.BackoffLevel >= 6 && s.Until-r.now()-ps[0].offset/2 > 2*time.Second
 		})
 		left := a.State().Breaker.Until - r.now() - ps[0].offset/2
 		time.Sleep(200 * time.Millisecond)

@@ -282,8 +282,8 @@ func TestOutage(t *testing.T) {
 }
 
 // Where every message has failed, a long retry delay does not keep the breaker
-// open: a head that failed a probe is up again within the ladder's period.
-func TestRecoveryWithinTheLadder(t *testing.T) {
+// open: a head that failed a probe is up again within the backoff's period.
+func TestRecoveryWithinTheBackoff(t *testing.T) {
 	s := newSim(t, Policy{Order: OrderKey, Retry: Retry{Base: 10 * time.Minute}})
 	from, closed := s.now, time.Duration(0)
 	const outage = 6 * time.Second

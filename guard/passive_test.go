@@ -139,7 +139,7 @@ func TestPassiveProbeThatNobodyTakes(t *testing.T) {
 		before := sources[0].State().Breaker
 		time.Sleep(10 * time.Minute) // nobody reads Ready
 		b := sources[0].State().Breaker
-		if b.State != breaker.HalfOpen || b.Generation != before.Generation || b.Rung != before.Rung || b.ProbesOut != 1 {
+		if b.State != breaker.HalfOpen || b.Generation != before.Generation || b.BackoffLevel != before.BackoffLevel || b.ProbesOut != 1 {
 			t.Errorf("%+v, before %+v", b, before)
 		}
 		for _, s := range sources {

@@ -331,7 +331,7 @@ func TestTricklePastPoison(t *testing.T) {
 			})
 			r.port.keys = 1000
 			r.send(0, 3)
-			time.Sleep(5 * time.Minute) // long enough for the ladder's top
+			time.Sleep(5 * time.Minute) // long enough for the backoff's top
 			for m := 3; m < 30; m++ {
 				r.send(m, m+1)
 				time.Sleep(40 * time.Second)

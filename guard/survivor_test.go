@@ -68,18 +68,18 @@ func (l *refusing) Admit(time.Duration) time.Duration {
 }
 
 // A limiter that refuses a probe says nothing about the dependency: the breaker stays
-// half-open, and the ladder where it is.
+// half-open, and the backoff where it is.
 func TestRefusedProbeIsNoFailure(t *testing.T) {
 	check := func(t *testing.T, limit *refusing, state func() breaker.Snapshot, ask func()) {
 		t.Helper()
-		rung := state().Rung
+		level := state().BackoffLevel
 		limit.refuse.Store(true)
 		for range 600 {
 			ask()
 			elapse(100 * time.Millisecond)
 		}
-		if st := state(); st.State != breaker.HalfOpen || st.Rung > rung || st.ProbesOut > 0 {
-			t.Errorf("after a minute of refusals: %v, rung %d, it was %d; %d probes out", st.State, st.Rung, rung, st.ProbesOut)
+		if st := state(); st.State != breaker.HalfOpen || st.BackoffLevel > level || st.ProbesOut > 0 {
+			t.Errorf("after a minute of refusals: %v, level %d, it was %d; %d probes out", st.State, st.BackoffLevel, level, st.ProbesOut)
 		}
 		limit.refuse.Store(false)
 		for range 100 {

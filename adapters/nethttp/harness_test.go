@@ -122,7 +122,7 @@ type rig struct {
 	defers  http.Handler
 }
 
-// quick is a policy for tests: the ladder is 100 ms, 200 ms and so on, and three
+// quick is a policy for tests: the backoff is 100 ms, 200 ms and so on, and three
 // probes close.
 var quick = guard.Policy{Breaker: breaker.Config{Successes: 3, Cap: 2 * time.Second}, Retry: guard.Retry{Attempts: 3}}
 

@@ -226,7 +226,7 @@ func (b *book) Write(_, _ time.Duration, _ bool) {
 func (b *book) bequeath() {
 	b.testify = &scope.Vote{
 		Scope: b.Name, Node: b.c.self, Version: 1, Phase: b.Own.Phase, At: scope.Position{Gen: b.Known.Gen},
-		Rung: b.Own.Rung, OpenFor: b.Own.OpenFor, Cause: b.Own.Cause,
+		BackoffLevel: b.Own.BackoffLevel, OpenFor: b.Own.OpenFor, Cause: b.Own.Cause,
 	}
 }
 

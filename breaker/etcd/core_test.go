@@ -80,7 +80,7 @@ func (d *desk) pass(span time.Duration) {
 // open has the fleet open q.
 func (d *desk) open() {
 	d.put(d.l.state("q"), encodeState(scope.State{
-		Position: scope.Position{Round: 1}, Rung: 1, OpenFor: 100 * time.Millisecond, Cause: "timeout",
+		Position: scope.Position{Round: 1}, BackoffLevel: 1, OpenFor: 100 * time.Millisecond, Cause: "timeout",
 	}))
 }
 
@@ -154,18 +154,18 @@ func (d *desk) probe() {
 }
 
 // A next owner waits for what is left of a breaker's own period, which may be shorter
-// than that of its rung.
+// than that of its level.
 func TestVoteHasTheBreakersPeriod(t *testing.T) {
 	for _, c := range []struct{ left, want time.Duration }{
 		{150 * time.Millisecond, 150 * time.Millisecond}, {time.Hour, 12800 * time.Millisecond}, {0, 12800 * time.Millisecond},
 	} {
 		d := newDesk(t, "a", "b")
-		s := breaker.Snapshot{State: breaker.Open, Cause: "run", Generation: 2, Rung: 8, Since: d.now}
+		s := breaker.Snapshot{State: breaker.Open, Cause: "run", Generation: 2, BackoffLevel: 8, Since: d.now}
 		if c.left > 0 {
 			s.Until = d.now + c.left
 		}
 		d.Observe(d.now, "q", s)
-		if v := d.book().Own; v.Rung != 8 || v.OpenFor != c.want {
+		if v := d.book().Own; v.BackoffLevel != 8 || v.OpenFor != c.want {
 			t.Errorf("%v left: %+v", c.left, v)
 		}
 	}
@@ -240,7 +240,7 @@ func TestHeldOnlyWhileSomebodyMayProbe(t *testing.T) {
 			if ks := d.kinds(); len(ks) != 0 {
 				t.Errorf("a new session: %v", ks)
 			}
-			d.put(d.l.state("q"), encodeState(scope.State{Position: scope.Position{Round: 2}, Rung: 2, OpenFor: time.Second}))
+			d.put(d.l.state("q"), encodeState(scope.State{Position: scope.Position{Round: 2}, BackoffLevel: 2, OpenFor: time.Second}))
 			if ks := d.kinds(); len(ks) != 1 || ks[0] != scope.Hold {
 				t.Errorf("the next round: %v", ks)
 			}
@@ -261,7 +261,7 @@ func TestHeldOnlyWhileSomebodyMayProbe(t *testing.T) {
 func TestUnreadableLastWord(t *testing.T) {
 	d := newDesk(t, "a", "b")
 	d.Leave(d.now, "q")
-	word := encodeLast(scope.Vote{Node: crdt.Replica{Name: "b"}, Phase: scope.PhaseOpen, Rung: 9, OpenFor: time.Minute})
+	word := encodeLast(scope.Vote{Node: crdt.Replica{Name: "b"}, Phase: scope.PhaseOpen, BackoffLevel: 9, OpenFor: time.Minute})
 	d.put(d.l.last("q"), append(word, 0))
 	if a, err := d.Adopt(d.now, "q"); err != nil || a.Kind != 0 {
 		t.Errorf("begins with %+v, %v", a, err)
@@ -277,7 +277,7 @@ func TestUnreadableLastWord(t *testing.T) {
 // for the decision.
 func TestVotesBeforeTheLastWord(t *testing.T) {
 	d := newDesk(t, "a", "b")
-	d.Observe(d.now, "q", breaker.Snapshot{State: breaker.Open, Generation: 2, Rung: 1, Cause: "timeout"})
+	d.Observe(d.now, "q", breaker.Snapshot{State: breaker.Open, Generation: 2, BackoffLevel: 1, Cause: "timeout"})
 	mine := d.voted(d.want(opVote))
 	theirs := mine
 	theirs.Node = crdt.Replica{Name: "b", Incarnation: 7}
@@ -290,7 +290,7 @@ func TestVotesBeforeTheLastWord(t *testing.T) {
 	// At the end it is what must be written, and the rest goes with the leases.
 	d.put(d.l.state("q"), encodeState(scope.State{Position: scope.Position{Gen: 1}}))
 	d.kinds()
-	d.Observe(d.now, "q", breaker.Snapshot{State: breaker.Open, Generation: 4, Rung: 1, Cause: "timeout"})
+	d.Observe(d.now, "q", breaker.Snapshot{State: breaker.Open, Generation: 4, BackoffLevel: 1, Cause: "timeout"})
 	d.want(opVote)
 	d.part()
 	d.want(opTestify)

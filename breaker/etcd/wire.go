@@ -19,8 +19,8 @@ import (
 //
 //	roster = number quorum successes names    quorum in millionths; names is a hash, eight bytes
 //	member = incarnation
-//	state  = gen round rung openFor cause
-//	vote   = incarnation flags gen round passes failed rung openFor cause
+//	state  = gen round level openFor cause
+//	vote   = incarnation flags gen round passes failed level openFor cause
 //	probe  = name incarnation gen round
 //	last   = name vote
 //

@@ -19,14 +19,14 @@ func samples() map[keyKind][]byte {
 	at := scope.Position{Gen: 3, Round: 300}
 	vote := scope.Vote{
 		Scope: "g/orders", Node: someone, Version: 1, Phase: scope.PhasePassed, At: at, Wants: true,
-		Passes: 2, Failed: 7, Rung: 4, OpenFor: 800 * time.Millisecond, Cause: "timeout",
+		Passes: 2, Failed: 7, BackoffLevel: 4, OpenFor: 800 * time.Millisecond, Cause: "timeout",
 	}
 	last := vote
 	last.Wants, last.At.Round, last.Passes, last.Failed = false, 0, 0, 0
 	return map[keyKind][]byte{
 		keyRoster: settings{7, 5e5, 10, 1 << 60}.encode(),
 		keyMember: encodeMember(someone.Incarnation),
-		keyState:  encodeState(scope.State{Position: at, Rung: 9, OpenFor: 25600 * time.Millisecond, Cause: "storm"}),
+		keyState:  encodeState(scope.State{Position: at, BackoffLevel: 9, OpenFor: 25600 * time.Millisecond, Cause: "storm"}),
 		keyVote:   encodeVote(vote),
 		keyProbe:  probe{someone, at}.encode(),
 		keyLast:   encodeLast(last),

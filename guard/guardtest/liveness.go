@@ -308,12 +308,12 @@ const callsOfLook = 10
 // mostCalls bounds the calls in an outage of d in which n messages come: those out when
 // it begins, those that trip the breaker, and its probes of so many calls each.
 func (x *run) mostCalls(n int, d time.Duration, each int) int {
-	ladder := x.policy.Breaker.WithDefaults()
+	backoff := x.policy.Breaker.WithDefaults()
 	probes := 0
 	for open := time.Duration(0); open < d; probes++ {
-		open += ladder.PeriodAfter(probes+1, open)
+		open += backoff.PeriodAfter(probes+1, open)
 	}
-	if x.f.Options != nil { // a fleet has a ladder of its own
+	if x.f.Options != nil { // a fleet has a backoff of its own
 		probes = max(probes, 40+int(d/time.Second))
 	}
 	most := 60 + 4*max(x.policy.Workers, 1) + each*probes

@@ -31,9 +31,9 @@ func runLength(least int, n uint64, window time.Duration) int {
 	return least + max(0, int(math.Ceil(math.Log(hourly/falseRuns)/-math.Log(falseRate)))-defaultRun)
 }
 
-// topRung is the first rung whose period is limit. The ladder ends there: a
+// topLevel is the first level whose period is limit. The backoff ends there: a
 // long outage must not take as many closes to forget as it had failed probes.
-func topRung(base, limit time.Duration) int {
+func topLevel(base, limit time.Duration) int {
 	n := 1
 	for (breaker.Config{Base: base, Cap: limit}).Period(n) < limit {
 		n++

@@ -26,8 +26,8 @@ type Change struct {
 	Cause breaker.Cause
 	// OpenFor is how long the scope opens for; 0 unless To is Open, and the
 	// largest Duration for a force without end. A parent has none.
-	OpenFor time.Duration
-	Rung    int // ladder position after the change
+	OpenFor      time.Duration
+	BackoffLevel int // backoff position after the change
 }
 
 // maxChanges bounds the mailbox of one breaker; the oldest are dropped.
@@ -65,8 +65,8 @@ type Breaker struct {
 	fresh  bool   // a success was seen since the last failure
 	run    run
 
-	rung     int
-	remember time.Duration // a trip until then goes on from rung; -1: none
+	level    int
+	remember time.Duration // a trip until then goes on from level; -1: none
 	down     time.Duration // since when nothing succeeds: the trip, or the last probe that passed at half pace
 	flaps    int           // trips in a row, each within Memory of a close
 
@@ -99,7 +99,7 @@ type epoch struct {
 	// the smallest Duration otherwise.
 	until atomic.Int64
 	// stir is when a probe was last given or settled; the end of the open period,
-	// by the ladder here, of a hold since.
+	// by the backoff here, of a hold since.
 	stir atomic.Int64
 	// passing is whether probes succeed, half-open: the scope carries a part of its
 	// load, and does not vote for its parent.
@@ -170,7 +170,7 @@ func newBreaker(name string, cfg *breaker.Config, o options, notify func(time.Du
 		name:     name,
 		cfg:      cfg,
 		promised: math.MinInt64,
-		top:      topRung(cfg.Base, cfg.Cap),
+		top:      topLevel(cfg.Base, cfg.Cap),
 		rand:     o.rand,
 		notify:   notify,
 		remember: -1,
@@ -433,7 +433,7 @@ func (b *Breaker) Hasten(now time.Duration) {
 // moment Force returns, nothing is admitted before that deadline, and no
 // outcome of anything admitted earlier can change it; after it, probes decide.
 // An open period that ends later already stands as it is, a hold does not. The
-// ladder does not move.
+// backoff does not move.
 func (b *Breaker) Force(now, d time.Duration, cause breaker.Cause) {
 	b.mu.Lock()
 	defer b.unlock(now)
@@ -452,11 +452,11 @@ func (b *Breaker) Force(now, d time.Duration, cause breaker.Cause) {
 }
 
 // ForceClosed is the operator's way back: closed from any state, with an empty
-// window and the ladder at its start.
+// window and the backoff at its start.
 func (b *Breaker) ForceClosed(now time.Duration, cause breaker.Cause) {
 	b.mu.Lock()
 	defer b.unlock(now)
-	b.rung, b.flaps = 0, 0
+	b.level, b.flaps = 0, 0
 	b.promised = math.MinInt64
 	b.gb = b.newGobreaker()
 	b.closeLocked(now, cause)
@@ -477,7 +477,7 @@ func (b *Breaker) Release(now time.Duration) {
 	}
 }
 
-// Trip opens the breaker as if it had judged so itself: the ladder applies.
+// Trip opens the breaker as if it had judged so itself: the backoff applies.
 // Half-open it ends the phase, whatever its pace, as a failed first probe does; open
 // it does nothing.
 func (b *Breaker) Trip(now time.Duration, cause breaker.Cause) {
@@ -532,16 +532,16 @@ func (b *Breaker) Snapshot(now time.Duration) breaker.Snapshot {
 	defer b.mu.Unlock()
 	e := b.epoch.Load()
 	s := breaker.Snapshot{
-		Name:       b.name,
-		State:      e.state,
-		Cause:      e.cause,
-		Forced:     e.forced,
-		Barred:     now < b.promised,
-		Held:       e.held,
-		Trial:      e.trial,
-		Since:      e.since,
-		Rung:       b.rungLocked(now),
-		Generation: e.gen,
+		Name:         b.name,
+		State:        e.state,
+		Cause:        e.cause,
+		Forced:       e.forced,
+		Barred:       now < b.promised,
+		Held:         e.held,
+		Trial:        e.trial,
+		Since:        e.since,
+		BackoffLevel: b.levelLocked(now),
+		Generation:   e.gen,
 	}
 	if e.state != breaker.Closed {
 		s.Until = max(e.deadline(), 0)
@@ -612,32 +612,32 @@ func (b *Breaker) tripLocked(now time.Duration, cause breaker.Cause) {
 	} else {
 		b.flaps = min(b.flaps+1, maxFlaps)
 	}
-	b.rung = max(b.rungLocked(now), 1)
+	b.level = max(b.levelLocked(now), 1)
 	b.down = now
 	b.tripGobreaker(b.gb)
 	b.openLocked(now, cause, b.periodLocked(now), false)
 }
 
-// climbLocked goes one rung up, if the next period may last longer than that of the
-// rung it leaves.
+// climbLocked goes one level up, if the next period may last longer than that of the
+// level it leaves.
 func (b *Breaker) climbLocked(now time.Duration) {
-	if d := b.cfg.Period(b.rung); b.cfg.PeriodAfter(b.rung+1, now-b.down) >= d {
-		b.rung = min(b.rung+1, b.top)
+	if d := b.cfg.Period(b.level); b.cfg.PeriodAfter(b.level+1, now-b.down) >= d {
+		b.level = min(b.level+1, b.top)
 	}
 }
 
-// rungLocked is the rung as of now: forgotten once Memory has passed since the
+// levelLocked is the level as of now: forgotten once Memory has passed since the
 // close.
-func (b *Breaker) rungLocked(now time.Duration) int {
+func (b *Breaker) levelLocked(now time.Duration) int {
 	if b.Closed() && now > b.remember {
 		return 0
 	}
-	return b.rung
+	return b.level
 }
 
 // periodLocked is the open period that begins now.
 func (b *Breaker) periodLocked(now time.Duration) time.Duration {
-	d := b.cfg.PeriodAfter(b.rung, now-b.down)
+	d := b.cfg.PeriodAfter(b.level, now-b.down)
 	if b.cfg.Jitter > 0 {
 		d = jittered(d, b.cfg.Jitter, b.rand())
 	}
@@ -663,7 +663,7 @@ func (b *Breaker) halfOpenLocked(now time.Duration, permit bool) *epoch {
 }
 
 func (b *Breaker) closeLocked(now time.Duration, cause breaker.Cause) {
-	b.rung = max(b.rung-1, 0)
+	b.level = max(b.level-1, 0)
 	b.remember = later(now, b.cfg.Memory)
 	for _, f := range b.feeds {
 		b.takeLocked(f)
@@ -695,7 +695,7 @@ func (b *Breaker) moveLocked(now time.Duration, e *epoch, cause breaker.Cause, o
 	}
 	b.changes = append(b.changes, Change{
 		Scope: b.name, Seq: b.seq, At: now, From: prev.state, To: e.state,
-		Cause: cause, OpenFor: openFor, Rung: b.rung,
+		Cause: cause, OpenFor: openFor, BackoffLevel: b.level,
 	})
 	b.pending.Store(int32(len(b.changes)))
 }
@@ -860,5 +860,5 @@ func (b *Breaker) spent(now time.Duration) bool {
 	}
 	w := b.win
 	w.roll(now)
-	return w.bad == 0 && b.rungLocked(now) == 0
+	return w.bad == 0 && b.levelLocked(now) == 0
 }

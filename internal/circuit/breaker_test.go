@@ -24,39 +24,39 @@ func bothClocks(t *testing.T, f func(t *testing.T)) {
 
 // An open period ends after a tenth of the time open, and after Base at least, to the
 // nanosecond, for as long as somebody asks at its end.
-func TestLadderIsExact(t *testing.T) {
+func TestBackoffIsExact(t *testing.T) {
 	bothClocks(t, func(t *testing.T) {
 		b := must(t, breaker.Config{})
 		began := 5 * sec
 		now := began
 		trip(t, b, now)
-		rungs := map[int]time.Duration{} // the longest period seen at each
+		levels := map[int]time.Duration{} // the longest period seen at each
 		for n := 1; now-began < 10*time.Minute; n++ {
 			d := min(max((now-began)/10, 100*ms), 30*sec)
 			if r := refused(t, b, now+d-1); r.Until != now+d || r.State != breaker.Open || r.Scope != "scope" {
 				t.Fatalf("period %d, %v open: refusal %+v, want until %v", n, now-began, r, now+d)
 			}
 			s := b.Snapshot(now)
-			rungs[s.Rung] = max(rungs[s.Rung], d)
+			levels[s.BackoffLevel] = max(levels[s.BackoffLevel], d)
 			now += d
 			b.Failure(now, admit(t, b, now), true)
-			if s := b.Snapshot(now); s.Rung > 2 && b.cfg.Period(s.Rung-1) > max((now-began)/10, 100*ms) {
-				t.Fatalf("rung %d after %v: ahead of its period", s.Rung, now-began)
+			if s := b.Snapshot(now); s.BackoffLevel > 2 && b.cfg.Period(s.BackoffLevel-1) > max((now-began)/10, 100*ms) {
+				t.Fatalf("level %d after %v: ahead of its period", s.BackoffLevel, now-began)
 			}
 		}
-		if got := b.Snapshot(now).Rung; got != 10 {
-			t.Errorf("rung %d after a long outage, want 10: the first at the cap", got)
+		if got := b.Snapshot(now).BackoffLevel; got != 10 {
+			t.Errorf("level %d after a long outage, want 10: the first at the cap", got)
 		}
-		for rung, longest := range rungs {
-			if longest > b.cfg.Period(rung) {
-				t.Errorf("rung %d had a period of %v", rung, longest)
+		for level, longest := range levels {
+			if longest > b.cfg.Period(level) {
+				t.Errorf("level %d had a period of %v", level, longest)
 			}
 		}
 	})
 }
 
-// Where nothing asks for long, the rung is what bounds a period.
-func TestLadderOfLateProbes(t *testing.T) {
+// Where nothing asks for long, the level is what bounds a period.
+func TestBackoffOfLateProbes(t *testing.T) {
 	bothClocks(t, func(t *testing.T) {
 		b := must(t, breaker.Config{})
 		now := 5 * sec
@@ -68,8 +68,8 @@ func TestLadderOfLateProbes(t *testing.T) {
 			if r := refused(t, b, now+d-1); r.Until != now+d {
 				t.Fatalf("period %d: until %v, want %v", n+1, r.Until, now+d)
 			}
-			if got, want := b.Snapshot(now).Rung, min(n+1, 10); got != want {
-				t.Fatalf("period %d: rung %d, want %d", n+1, got, want)
+			if got, want := b.Snapshot(now).BackoffLevel, min(n+1, 10); got != want {
+				t.Fatalf("period %d: level %d, want %d", n+1, got, want)
 			}
 			now += d + time.Hour
 			b.Failure(now, admit(t, b, now), true)
@@ -77,12 +77,12 @@ func TestLadderOfLateProbes(t *testing.T) {
 	})
 }
 
-// The rung climbs when its own period is one that the next may have.
+// The level climbs when its own period is one that the next may have.
 func TestRungClimbsWithThePeriod(t *testing.T) {
 	for _, c := range []struct {
-		open time.Duration // of a breaker at rung 2, when its probe fails
-		rung int
-		want time.Duration
+		open  time.Duration // of a breaker at level 2, when its probe fails
+		level int
+		want  time.Duration
 	}{
 		{200 * ms, 2, 100 * ms},
 		{sec, 2, 100 * ms},
@@ -94,10 +94,10 @@ func TestRungClimbsWithThePeriod(t *testing.T) {
 	} {
 		b := must(t, breaker.Config{})
 		trip(t, b, 0)
-		b.Failure(100*ms, admit(t, b, 100*ms), true) // to rung 2, since 100 ms is its period too
+		b.Failure(100*ms, admit(t, b, 100*ms), true) // to level 2, since 100 ms is its period too
 		b.Failure(c.open, admit(t, b, c.open), true)
-		if s := b.Snapshot(c.open); s.Rung != c.rung || s.Until-c.open != c.want {
-			t.Errorf("open for %v: rung %d, period %v; want %d, %v", c.open, s.Rung, s.Until-c.open, c.rung, c.want)
+		if s := b.Snapshot(c.open); s.BackoffLevel != c.level || s.Until-c.open != c.want {
+			t.Errorf("open for %v: level %d, period %v; want %d, %v", c.open, s.BackoffLevel, s.Until-c.open, c.level, c.want)
 		}
 	}
 }
@@ -145,13 +145,13 @@ func TestPeriod(t *testing.T) {
 	}
 }
 
-func TestLadderSurvivesAClose(t *testing.T) {
+func TestBackoffSurvivesAClose(t *testing.T) {
 	bothClocks(t, func(t *testing.T) {
 		b := must(t, breaker.Config{Memory: 10 * sec, Successes: 1})
 		now := sec
 		trip(t, b, now)
-		// fails opens for the rung after one more failed probe, asked for an hour late,
-		// so that the rung is what bounds it.
+		// fails opens for the level after one more failed probe, asked for an hour late,
+		// so that the level is what bounds it.
 		fails := func() time.Duration {
 			now = refused(t, b, now).Until + time.Hour
 			b.Failure(now, admit(t, b, now), true)
@@ -167,28 +167,28 @@ func TestLadderSurvivesAClose(t *testing.T) {
 			fails()
 		}
 		if d := fails(); d != 1600*ms {
-			t.Fatalf("%v at rung 5", d)
+			t.Fatalf("%v at level 5", d)
 		}
 		closes()
-		if got := b.Snapshot(now).Rung; got != 4 {
-			t.Fatalf("rung %d after the close, want 4: one step down", got)
+		if got := b.Snapshot(now).BackoffLevel; got != 4 {
+			t.Fatalf("level %d after the close, want 4: one step down", got)
 		}
 		now += 10 * sec
 		trip(t, b, now)
-		if s := b.Snapshot(now); s.Until-now != 100*ms || s.Rung != 4 {
-			t.Fatalf("a trip within Memory opens for %v at rung %d, want 100ms at 4", s.Until-now, s.Rung)
+		if s := b.Snapshot(now); s.Until-now != 100*ms || s.BackoffLevel != 4 {
+			t.Fatalf("a trip within Memory opens for %v at level %d, want 100ms at 4", s.Until-now, s.BackoffLevel)
 		}
 		if d := fails(); d != 1600*ms {
-			t.Fatalf("the next rung is of %v, want 1.6s: the ladder was forgotten", d)
+			t.Fatalf("the next level is of %v, want 1.6s: the backoff was forgotten", d)
 		}
 		closes()
 		now += 10*sec + 1
-		if got := b.Snapshot(now).Rung; got != 0 {
-			t.Fatalf("rung %d after Memory, want 0", got)
+		if got := b.Snapshot(now).BackoffLevel; got != 0 {
+			t.Fatalf("level %d after Memory, want 0", got)
 		}
 		trip(t, b, now)
 		if d := fails(); d != 200*ms {
-			t.Fatalf("the second rung after Memory is of %v, want 200ms", d)
+			t.Fatalf("the second level after Memory is of %v, want 200ms", d)
 		}
 	})
 }
@@ -218,7 +218,7 @@ func TestLateResults(t *testing.T) {
 			b.Slow(0, old, true)
 			b.Exclude(0, old)
 		}
-		if s := b.Snapshot(0); s.State != breaker.Open || s.Until != 100*ms || s.Rung != 1 {
+		if s := b.Snapshot(0); s.State != breaker.Open || s.Until != 100*ms || s.BackoffLevel != 1 {
 			t.Fatalf("late results moved it: %+v", s)
 		}
 		p, q := admit(t, b, 100*ms), admit(t, b, 100*ms)
@@ -228,7 +228,7 @@ func TestLateResults(t *testing.T) {
 		b.Failure(100*ms, p, true)
 		b.Success(100*ms, q)
 		b.Failure(100*ms, q, true)
-		if s := b.Snapshot(100 * ms); s.State != breaker.Open || s.Rung != 2 || s.Until != 200*ms {
+		if s := b.Snapshot(100 * ms); s.State != breaker.Open || s.BackoffLevel != 2 || s.Until != 200*ms {
 			t.Fatalf("a probe of the last phase moved it: %+v", s)
 		}
 		admit(t, b, 300*ms)
@@ -556,7 +556,7 @@ func TestExcludedProbesDoNotWedge(t *testing.T) {
 		for range 1000 {
 			b.Exclude(sec, admit(t, b, sec))
 		}
-		if s := b.Snapshot(sec); s.State != breaker.HalfOpen || s.Rung != 1 || s.ProbesPassed != 0 {
+		if s := b.Snapshot(sec); s.State != breaker.HalfOpen || s.BackoffLevel != 1 || s.ProbesPassed != 0 {
 			t.Fatalf("%+v", s)
 		}
 		reclose(t, b, sec)
@@ -590,7 +590,7 @@ func TestLostProbe(t *testing.T) {
 			how(b, 6*sec-1)
 			state(t, b, 6*sec-1, breaker.HalfOpen)
 			how(b, 6*sec)
-			if s := b.Snapshot(6 * sec); s.State != breaker.Open || s.Cause != breaker.CauseLost || s.Rung != 2 {
+			if s := b.Snapshot(6 * sec); s.State != breaker.Open || s.Cause != breaker.CauseLost || s.BackoffLevel != 2 {
 				t.Fatalf("%s: a lost probe holds its slot: %+v", name, s)
 			}
 			b.Success(6*sec, p)
@@ -762,14 +762,14 @@ func TestHasten(t *testing.T) {
 		state(t, b, 0, breaker.Closed)
 		trip(t, b, 0)
 		b.Hasten(ms)
-		if s := b.Snapshot(ms); s.State != breaker.HalfOpen || s.Cause != breaker.CauseRun || s.Rung != 1 {
+		if s := b.Snapshot(ms); s.State != breaker.HalfOpen || s.Cause != breaker.CauseRun || s.BackoffLevel != 1 {
 			t.Fatalf("%+v", s)
 		}
 		p := admit(t, b, ms)
 		b.Hasten(ms) // there is nothing to end
 		refused(t, b, ms)
 		b.Failure(ms, p, true)
-		if s := b.Snapshot(ms); s.State != breaker.Open || s.Rung != 2 {
+		if s := b.Snapshot(ms); s.State != breaker.Open || s.BackoffLevel != 2 {
 			t.Fatalf("%+v", s)
 		}
 		b.Hasten(2 * ms)
@@ -962,12 +962,12 @@ func TestForceClosed(t *testing.T) {
 		trip(t, b, 0)
 		b.Failure(sec, admit(t, b, sec), true)
 		b.ForceClosed(sec, "operator")
-		if s := b.Snapshot(sec); s.State != breaker.Closed || s.Rung != 0 || s.Cause != "" {
+		if s := b.Snapshot(sec); s.State != breaker.Closed || s.BackoffLevel != 0 || s.Cause != "" {
 			t.Fatalf("%+v", s)
 		}
 		trip(t, b, sec)
 		if got := refused(t, b, sec).Until; got != sec+100*ms {
-			t.Fatalf("the ladder went on to %v", got)
+			t.Fatalf("the backoff went on to %v", got)
 		}
 		b.Force(sec, 0, "storm")
 		b.ForceClosed(2*sec, "operator")
@@ -1213,7 +1213,7 @@ func TestSlow(t *testing.T) {
 		p := admit(t, b, sec)
 		b.Slow(11*sec, p, false)
 		b.Success(12*sec, p)
-		if s := b.Snapshot(12 * sec); s.State != breaker.Open || s.Cause != breaker.CauseSlow || s.Rung != 2 {
+		if s := b.Snapshot(12 * sec); s.State != breaker.Open || s.Cause != breaker.CauseSlow || s.BackoffLevel != 2 {
 			t.Fatalf("%+v", s)
 		}
 	})

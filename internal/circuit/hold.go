@@ -16,28 +16,28 @@ import (
 // hold, and is not closed by the end of one.
 
 // Hold opens the breaker until [Breaker.Unhold] or [Breaker.CloseHeld], and
-// raises the ladder to rung if it is lower. It voids what is out, as Force
+// raises the backoff to level if it is lower. It voids what is out, as Force
 // does, a permitted probe included; on a breaker that is held already only the
-// ladder moves, and its vote in a tree lasts from now (see [Scopes]). It does
+// backoff moves, and its vote in a tree lasts from now (see [Scopes]). It does
 // nothing while a force lasts, be it behind a longer open period of the breaker's
 // own, which Snapshot.Barred tells.
-func (b *Breaker) Hold(now time.Duration, rung int, cause breaker.Cause) {
+func (b *Breaker) Hold(now time.Duration, level int, cause breaker.Cause) {
 	b.mu.Lock()
 	defer b.unlock(now)
 	if now < b.promised {
 		return
 	}
 	e := b.epoch.Load()
-	b.rung = max(b.rungLocked(now), min(rung, b.top))
+	b.level = max(b.levelLocked(now), min(level, b.top))
 	if !e.held || e.state != breaker.Open || e.trial != breaker.NoTrial {
 		b.gb = b.trippedGobreaker()
 		b.holdLocked(now, cause, breaker.NoTrial)
 	}
-	b.epoch.Load().stir.Store(int64(later(now, b.cfg.Period(max(b.rung, 1)))))
+	b.epoch.Load().stir.Store(int64(later(now, b.cfg.Period(max(b.level, 1)))))
 }
 
 // Permit lets one probe through a held breaker: the next to ask Admit gets it.
-// Whatever becomes of it the breaker stays shut and the ladder where it is;
+// Whatever becomes of it the breaker stays shut and the backoff where it is;
 // Snapshot.Trial tells the outcome. An excluded probe gives the permit back.
 // It does nothing if the breaker is not held.
 func (b *Breaker) Permit(now time.Duration) {
@@ -63,7 +63,7 @@ func (b *Breaker) Unhold(now time.Duration) {
 }
 
 // CloseHeld closes a held breaker as if its own probes had: the window is
-// empty, and the ladder, one rung lower, outlives the close by Memory. It does
+// empty, and the backoff, one level lower, outlives the close by Memory. It does
 // nothing if the breaker is not held.
 func (b *Breaker) CloseHeld(now time.Duration, cause breaker.Cause) {
 	b.mu.Lock()

@@ -32,15 +32,15 @@ func TestPermit(t *testing.T) {
 			refused(t, b, sec)
 			c.settle(b, k)
 			s := b.Snapshot(2 * sec)
-			if s.State != breaker.Open || !s.Held || s.Trial != c.trial || s.Cause != c.cause || s.Rung != 3 {
+			if s.State != breaker.Open || !s.Held || s.Trial != c.trial || s.Cause != c.cause || s.BackoffLevel != 3 {
 				t.Fatalf("after the probe: %+v", s)
 			}
 			refused(t, b, 1000*sec)
 			b.CloseHeld(1000*sec, "fleet")
 			state(t, b, 1000*sec, breaker.Closed)
 			trip(t, b, 1001*sec)
-			if s := b.Snapshot(1001 * sec); s.Rung != 2 {
-				t.Errorf("the ladder is at %d after a close at 3, want 2", s.Rung)
+			if s := b.Snapshot(1001 * sec); s.BackoffLevel != 2 {
+				t.Errorf("the backoff is at %d after a close at 3, want 2", s.BackoffLevel)
 			}
 		})
 	}
@@ -79,7 +79,7 @@ func TestHoldVoidsPermit(t *testing.T) {
 	k := admit(t, b, 0)
 	b.Hold(0, 2, "fleet")
 	b.Success(0, k)
-	if s := b.Snapshot(0); s.Trial != breaker.NoTrial || s.State != breaker.Open || s.Rung != 2 {
+	if s := b.Snapshot(0); s.Trial != breaker.NoTrial || s.State != breaker.Open || s.BackoffLevel != 2 {
 		t.Fatalf("%+v", s)
 	}
 	b.Unhold(0)

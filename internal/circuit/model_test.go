@@ -27,10 +27,10 @@ type model struct {
 	forced  bool
 	held    bool // by Hold; half-open by Permit
 	trial   breaker.Trial
-	rung    int
+	level   int
 	left    time.Duration // when the breaker was last closed, or half-open at half its pace
 	flaps   int           // trips in a row, each soon after a close
-	retrip  time.Duration // the ladder is remembered until then
+	retrip  time.Duration // the backoff is remembered until then
 	began   time.Duration // of the window
 	events  []event
 	run     []event
@@ -73,14 +73,14 @@ func (m *model) open(now, d time.Duration, forced bool) {
 	}
 }
 
-func (m *model) nominal(rung int) time.Duration {
-	return time.Duration(min(float64(m.cfg.Cap), float64(m.cfg.Base)*math.Pow(2, float64(rung-1))))
+func (m *model) nominal(level int) time.Duration {
+	return time.Duration(min(float64(m.cfg.Cap), float64(m.cfg.Base)*math.Pow(2, float64(level-1))))
 }
 
-// period is that of a rung, unless a tenth of the time open is less, and Base at
+// period is that of a level, unless a tenth of the time open is less, and Base at
 // least.
-func (m *model) period(now time.Duration, rung int) time.Duration {
-	d := m.nominal(rung)
+func (m *model) period(now time.Duration, level int) time.Duration {
+	d := m.nominal(level)
 	if tenth := (now - m.left) / 10; m.state != breaker.Closed && tenth < d {
 		d = tenth
 	} else if m.state == breaker.Closed {
@@ -124,27 +124,27 @@ func (m *model) climb(now time.Duration) {
 		m.hold(now, breaker.TrialFailed)
 		return
 	}
-	// A rung is left once the next period may be as long as it, at least.
-	if m.rung == 0 || m.nominal(m.rung) < m.cfg.Cap && m.period(now, m.rung+1) >= m.nominal(m.rung) {
-		m.rung++
+	// A level is left once the next period may be as long as it, at least.
+	if m.level == 0 || m.nominal(m.level) < m.cfg.Cap && m.period(now, m.level+1) >= m.nominal(m.level) {
+		m.level++
 	}
-	m.open(now, m.period(now, m.rung), false)
+	m.open(now, m.period(now, m.level), false)
 }
 
 func (m *model) trip(now time.Duration) {
 	if now > m.retrip {
-		m.rung, m.flaps = 0, 0
+		m.level, m.flaps = 0, 0
 	} else if m.flaps < 6 {
 		m.flaps++
 	}
-	m.rung = max(m.rung, 1)
-	m.open(now, m.period(now, m.rung), false)
+	m.level = max(m.level, 1)
+	m.open(now, m.period(now, m.level), false)
 }
 
 func (m *model) close(now time.Duration) {
 	m.phase(breaker.Closed)
 	m.began, m.events, m.run, m.down = now, nil, nil, false
-	m.rung = max(m.rung-1, 0)
+	m.level = max(m.level-1, 0)
 	m.retrip = now + m.cfg.Memory
 }
 
@@ -379,7 +379,7 @@ func (h *harness) hasten() {
 
 func (h *harness) forceClosed() {
 	h.b.ForceClosed(h.now, "operator")
-	h.m.rung = 0
+	h.m.level = 0
 	h.m.close(h.now)
 	h.m.flaps, h.m.retrip, h.m.promise = 0, -1, 0
 }
@@ -392,16 +392,16 @@ func (h *harness) release() {
 	}
 }
 
-func (h *harness) hold(rung int) {
-	h.b.Hold(h.now, rung, "fleet")
+func (h *harness) hold(level int) {
+	h.b.Hold(h.now, level, "fleet")
 	m := h.m
 	if h.now < m.promise {
 		return
 	}
 	if m.state == breaker.Closed && h.now > m.retrip {
-		m.rung = 0
+		m.level = 0
 	}
-	m.rung = max(m.rung, min(rung, topRung(m.cfg.Base, m.cfg.Cap)))
+	m.level = max(m.level, min(level, topLevel(m.cfg.Base, m.cfg.Cap)))
 	if m.state != breaker.Open || !m.held || m.trial != breaker.NoTrial {
 		m.hold(h.now, breaker.NoTrial)
 	}
@@ -451,18 +451,18 @@ func (h *harness) check() string {
 	if m.state == breaker.Closed {
 		ok, bad = m.counts(h.now)
 	}
-	rung := m.rung
+	level := m.level
 	if m.state == breaker.Closed && h.now > m.retrip {
-		rung = 0
+		level = 0
 	}
 	switch {
-	case s.State != m.state, s.Rung != rung, s.Forced != (m.forced && m.state == breaker.Open), s.Barred != (h.now < m.promise), s.Held != m.held, s.Trial != m.trial,
+	case s.State != m.state, s.BackoffLevel != level, s.Forced != (m.forced && m.state == breaker.Open), s.Barred != (h.now < m.promise), s.Held != m.held, s.Trial != m.trial,
 		m.state == breaker.Open && s.Until != m.until,
 		m.state == breaker.Closed && (int(s.Successes) != ok || int(s.Failures) != bad || s.Run != len(m.run)),
 		m.state == breaker.HalfOpen && (s.ProbesOut != len(m.out) || s.ProbesPassed != m.passed),
 		h.b.Passing() != (m.pace > 0), h.b.Life() != m.life:
-		return fmt.Sprintf("at %v: breaker %+v passing %v life %d, model %v until %v rung %d forced %v ok %d bad %d run %d out %d passed %d pace %d flaps %d life %d",
-			h.now, s, h.b.Passing(), h.b.Life(), m.state, m.until, rung, m.forced, ok, bad, len(m.run), len(m.out), m.passed, m.pace, m.flaps, m.life)
+		return fmt.Sprintf("at %v: breaker %+v passing %v life %d, model %v until %v level %d forced %v ok %d bad %d run %d out %d passed %d pace %d flaps %d life %d",
+			h.now, s, h.b.Passing(), h.b.Life(), m.state, m.until, level, m.forced, ok, bad, len(m.run), len(m.out), m.passed, m.pace, m.flaps, m.life)
 	}
 	if _, ok := h.b.Enter(); ok != (m.state == breaker.Closed) {
 		return fmt.Sprintf("Enter %v while %v", ok, m.state)
@@ -592,7 +592,7 @@ func checkModel(t *rapid.T, tb testing.TB) {
 		"forceClosed": func(*rapid.T) { h.forceClosed() },
 		"release":     func(*rapid.T) { h.release() },
 		"trip":        func(*rapid.T) { h.trip() },
-		"hold":        func(t *rapid.T) { h.hold(rapid.IntRange(0, 12).Draw(t, "rung")) },
+		"hold":        func(t *rapid.T) { h.hold(rapid.IntRange(0, 12).Draw(t, "level")) },
 		"endHold":     func(t *rapid.T) { h.endHold(rapid.IntRange(0, 2).Draw(t, "how")) },
 		"permit": func(t *rapid.T) { // a permit and its probe
 			h.endHold(0)

@@ -82,7 +82,7 @@ func (p path) String() string {
 // A leaf that is not closed but has had nothing to probe with, for Cap after
 // its deadline or its last probe, has no vote: an idle partition cannot keep
 // its topic shut for ever. It has one again as soon as it probes. A leaf that is
-// held has no deadline: the end of the period at its rung, from the latest Hold,
+// held has no deadline: the end of the period at its level, from the latest Hold,
 // counts as one. One that was given back by Unhold has a vote once a probe failed. A
 // half-open leaf whose probes succeed has none: it carries a part of its load.
 //
@@ -222,7 +222,7 @@ func (s *Scopes) Release(l *Leaf) {
 }
 
 // Evict drops the scopes nobody has claimed for idle or longer that hold
-// nothing worth keeping: closed, with no failure in the window and the ladder
+// nothing worth keeping: closed, with no failure in the window and the backoff
 // forgotten; or not closed but past their deadline by Memory, when what they
 // know is out of date. A force without end is kept. It returns how many it
 // dropped.
@@ -465,7 +465,7 @@ func (l *Leaf) Enter() (Token, bool) {
 // refused while a parent is open; one that is not probes, for that is what lets the
 // parent close. While these probes fail, the leaves of a parent take turns at its pace:
 // a dependency that many partitions share is asked once and not by each. After one that
-// succeeds each goes by its own ladder.
+// succeeds each goes by its own backoff.
 func (l *Leaf) Admit(now time.Duration, head uint64) (Token, Refusal) {
 	if r, waits := l.awaitTurn(now); waits {
 		return Token{}, r
@@ -502,7 +502,7 @@ func (l *Leaf) awaitTurn(now time.Duration) (Refusal, bool) {
 		mine = later(mine, l.cfg.Base)
 	}
 	if now >= mine {
-		next := later(now, l.cfg.PeriodAfter(topRung(l.cfg.Base, l.cfg.Cap), now-time.Duration(p.shut.Load())))
+		next := later(now, l.cfg.PeriodAfter(topLevel(l.cfg.Base, l.cfg.Cap), now-time.Duration(p.shut.Load())))
 		if p.turn.CompareAndSwap(turn, int64(next)) {
 			l.node.turned.Store(p.turns.Add(1))
 			return Refusal{}, false

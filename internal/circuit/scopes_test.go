@@ -60,7 +60,7 @@ func TestParentOpensByQuorum(t *testing.T) {
 		t.Fatal("one topic of two opened the group")
 	}
 
-	// A child that is not closed goes by its own ladder, and its closing
+	// A child that is not closed goes by its own backoff, and its closing
 	// closes the topic.
 	if _, r = parts[0].Admit(sec, 1); r.Scope != "group/orders/0" {
 		t.Fatalf("%+v", r)

@@ -66,7 +66,7 @@ func (l load) run(b *Breaker, seed uint64, d time.Duration) (opens int, carried 
 
 // A dependency that fails a part of its calls must not be made an outage, nor be let
 // to flap the breaker a thousand times: it is throttled at most. The limits are about
-// the worst of 51 seeds. A ladder that is reset at each close opens 783 to 1099 times at
+// the worst of 51 seeds. A backoff that is reset at each close opens 783 to 1099 times at
 // 10 and 20 %, and one that stops a partial outage carries 1 %.
 func TestFlaps(t *testing.T) {
 	for _, c := range []struct {

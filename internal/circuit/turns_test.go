@@ -42,9 +42,9 @@ func TestLeavesTakeTurns(t *testing.T) {
 	const n, step, outage = 50, 10 * time.Millisecond, 10 * time.Minute
 	s, leaves := shutLeaves(t, n)
 	probes, alone := make([]int, n), 0
-	ladder := s.Config().Breaker
+	backoff := s.Config().Breaker
 	for open := time.Duration(0); open < outage; alone++ {
-		open += ladder.PeriodAfter(alone+1, open)
+		open += backoff.PeriodAfter(alone+1, open)
 	}
 	last, longest := time.Duration(0), time.Duration(0)
 	now := time.Duration(0)
@@ -68,7 +68,7 @@ func TestLeavesTakeTurns(t *testing.T) {
 			t.Fatalf("the parent closed after %s", now)
 		}
 	}
-	most := alone + 10 + n*int(outage/(turnCaps*ladder.Cap)) // none waits longer
+	most := alone + 10 + n*int(outage/(turnCaps*backoff.Cap)) // none waits longer
 	if total > most || longest > time.Second {
 		t.Errorf("%d probes, one breaker makes %d; %s more than a tenth between two", total, alone, longest)
 	}

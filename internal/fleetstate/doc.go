@@ -24,8 +24,8 @@
 //
 //	fleet         when                                              becomes
 //	closed g      Need of the roster vote that they have tripped    open g.1
-//	open g.r      a permitted probe fails, is too slow or is lost,  open g.r+1, one rung up; if others
-//	              by its own process's word                         passed in this round, one rung down
+//	open g.r      a permitted probe fails, is too slow or is lost,  open g.r+1, one level up; if others
+//	              by its own process's word                         passed in this round, one level down
 //	open g.r      Need passed or seconded in round r, with          closed g+1
 //	              Successes probes between them
 //
@@ -35,7 +35,7 @@
 //	              open, period not over                             holds its breaker
 //	              open, period over, its turn                       lets one probe through, and holds on
 //	              open, all who can have probed, it cannot          seconds their success
-//	              just closed                                       closes its breaker, and keeps its ladder
+//	              just closed                                       closes its breaker, and keeps its backoff
 //	heard again   open, its own breaker has closed meanwhile        holds it, and counts as passed
 //	cut off       closed                                            its breaker decides by itself
 //	              open, period not over                             holds its breaker

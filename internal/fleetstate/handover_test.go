@@ -77,8 +77,8 @@ func (l *lab) adopt(v *Verdicts, name string) Action {
 }
 
 // trip is what a breaker that has opened by itself looks like.
-func trip(gen uint64, rung int) breaker.Snapshot {
-	return breaker.Snapshot{Generation: gen, State: breaker.Open, Cause: breaker.CauseRun, Rung: rung}
+func trip(gen uint64, level int) breaker.Snapshot {
+	return breaker.Snapshot{Generation: gen, State: breaker.Open, Cause: breaker.CauseRun, BackoffLevel: level}
 }
 
 func kinds(acts []Action) string {
@@ -110,13 +110,13 @@ func TestHandover(t *testing.T) {
 	}
 	l.tell(b, d)
 	got := d.Actions(nil)
-	if len(got) != 1 || got[0].Kind != Hold || got[0].Rung != 8 || got[0].Cause != breaker.CauseRun {
+	if len(got) != 1 || got[0].Kind != Hold || got[0].BackoffLevel != 8 || got[0].Cause != breaker.CauseRun {
 		t.Fatalf("when told: %+v", got)
 	}
 	if want := opened + 12800*ms; l.now+got[0].For < want-100*ms || l.now+got[0].For > want+100*ms {
 		t.Errorf("held until %v, the period ends at %v", l.now+got[0].For, want)
 	}
-	if act := l.adopt(b, "p"); act.Kind != Hold || act.Rung != 8 {
+	if act := l.adopt(b, "p"); act.Kind != Hold || act.BackoffLevel != 8 {
 		t.Errorf("one that was there: %+v", act)
 	}
 	l.meet(6*sec, b, d)
@@ -148,12 +148,12 @@ func TestHandoverToTheNextIncarnation(t *testing.T) {
 	l.now += sec
 	again := l.start("a", 2)
 	l.tell(b, again)
-	if act := l.adopt(again, "p"); act.Kind != Hold || act.Rung != 8 || act.For < 11*sec {
+	if act := l.adopt(again, "p"); act.Kind != Hold || act.BackoffLevel != 8 || act.For < 11*sec {
 		t.Errorf("%+v", act)
 	}
 }
 
-// What is left of a breaker's own period may be less than that of its rung.
+// What is left of a breaker's own period may be less than that of its level.
 func TestHandoverOfAShortPeriod(t *testing.T) {
 	l := newLab(t, Config{}, "a", "b")
 	a, b := l.start("a", 1), l.start("b", 1)
@@ -164,7 +164,7 @@ func TestHandoverOfAShortPeriod(t *testing.T) {
 	a.Observe(l.now, "p", s)
 	a.Leave(l.now, "p")
 	l.tell(a, b)
-	if act := l.adopt(b, "p"); act.Kind != Hold || act.Rung != 8 || act.For > 150*ms || act.For < 100*ms {
+	if act := l.adopt(b, "p"); act.Kind != Hold || act.BackoffLevel != 8 || act.For > 150*ms || act.For < 100*ms {
 		t.Errorf("%+v", act)
 	}
 }
@@ -179,13 +179,13 @@ func TestHandoverLate(t *testing.T) {
 	a.Leave(l.now, "p")
 	l.tell(a, b)
 	l.now += 20 * sec
-	if act := l.adopt(b, "p"); act.Kind != HalfOpen || act.Rung != 5 {
+	if act := l.adopt(b, "p"); act.Kind != HalfOpen || act.BackoffLevel != 5 {
 		t.Errorf("late: %+v", act)
 	}
 	// Given back at once, the first owner knows it too.
 	b.Leave(l.now, "p")
 	l.tell(b, a)
-	if act := l.adopt(a, "p"); act.Kind != HalfOpen || act.Rung != 5 {
+	if act := l.adopt(a, "p"); act.Kind != HalfOpen || act.BackoffLevel != 5 {
 		t.Errorf("back: %+v", act)
 	}
 }
@@ -282,7 +282,7 @@ func TestAdoptHeld(t *testing.T) {
 	}
 	l.meet(3*sec, a, b, c)
 	act := l.adopt(c, "t")
-	if left := opened + 12800*ms - l.now; act.Kind != Hold || act.Rung != 8 || act.For > left+50*ms || act.For < left-50*ms {
+	if left := opened + 12800*ms - l.now; act.Kind != Hold || act.BackoffLevel != 8 || act.For > left+50*ms || act.For < left-50*ms {
 		t.Errorf("%+v, %v left", act, left)
 	}
 	// One that has just started is told how much of it is over.
@@ -348,7 +348,7 @@ func TestNoVote(t *testing.T) {
 	}
 
 	sc := bookOf(b.m.Obtain(l.now, "t"))
-	sc.join(l.now, State{Position: Position{Round: 3}, Rung: 1, OpenFor: 100 * ms, Cause: "run"}, 0)
+	sc.join(l.now, State{Position: Position{Round: 3}, BackoffLevel: 1, OpenFor: 100 * ms, Cause: "run"}, 0)
 	l.tell(b, a)
 	l.now += 20 * sec // alone
 	a.Tick(l.now)
@@ -532,7 +532,7 @@ func TestNoResurrection(t *testing.T) {
 	l.now = 110 * sec
 	old := newLab(t, Config{}, "a", "b", "c", "d")
 	z := old.start("d", 1)
-	row := &row{Vote: Vote{Scope: "p", Node: a.self, Version: 1, Phase: PhaseOpen, Rung: 9}, opened: l.now, at: l.now, seen: l.now, relay: true}
+	row := &row{Vote: Vote{Scope: "p", Node: a.self, Version: 1, Phase: PhaseOpen, BackoffLevel: 9}, opened: l.now, at: l.now, seen: l.now, relay: true}
 	bookOf(z.m.Obtain(l.now, "p")).rows["a"] = row
 	z.log.vote(row, true)
 	l.now = end
@@ -569,7 +569,7 @@ func TestLastWords(t *testing.T) {
 	if err := c.Merge(crdt.Contact{From: b.self, Now: l.now, Sent: l.now, Echo: l.now}, p); err != nil {
 		t.Fatal(err)
 	}
-	if s := c.Status(l.now, "p"); len(s.Votes) != 1 || s.Votes[0].Rung != 9 {
+	if s := c.Status(l.now, "p"); len(s.Votes) != 1 || s.Votes[0].BackoffLevel != 9 {
 		t.Errorf("c knows %+v", s.Votes)
 	}
 }

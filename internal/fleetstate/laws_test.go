@@ -49,7 +49,7 @@ func writers(t *rapid.T) (packets []bottle, names []string) {
 		i := rapid.IntRange(0, 2).Draw(t, "who")
 		s := rapid.SampledFrom([]string{"s", "t"}).Draw(t, "scope")
 		gen += 2
-		snap := breaker.Snapshot{Generation: gen, State: breaker.Open, Cause: "run", Rung: rapid.IntRange(1, 9).Draw(t, "rung")}
+		snap := breaker.Snapshot{Generation: gen, State: breaker.Open, Cause: "run", BackoffLevel: rapid.IntRange(1, 9).Draw(t, "level")}
 		switch rapid.IntRange(0, 7).Draw(t, "step") {
 		case 0, 1:
 			vs[i].Observe(now, s, snap)

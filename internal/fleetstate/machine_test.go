@@ -27,15 +27,15 @@ const (
 	Probe        = scope.Probe
 	CauseUnknown = scope.CauseUnknown
 
-	PhaseClosed    = scope.PhaseClosed
-	PhaseOpen      = scope.PhaseOpen
-	PhaseInherited = scope.PhaseInherited
-	PhaseWaiting   = scope.PhaseWaiting
-	PhasePassed    = scope.PhasePassed
-	PhaseSeconded  = scope.PhaseSeconded
-	phases         = scope.Phases
-	maxRung        = scope.MaxRung
-	maxCause       = scope.MaxCause
+	PhaseClosed     = scope.PhaseClosed
+	PhaseOpen       = scope.PhaseOpen
+	PhaseInherited  = scope.PhaseInherited
+	PhaseWaiting    = scope.PhaseWaiting
+	PhasePassed     = scope.PhasePassed
+	PhaseSeconded   = scope.PhaseSeconded
+	phases          = scope.Phases
+	maxBackoffLevel = scope.MaxBackoffLevel
+	maxCause        = scope.MaxCause
 )
 
 func (v *Verdicts) Adopt(now time.Duration, name string) (Action, error) { return v.m.Adopt(now, name) }

@@ -306,7 +306,7 @@ func TestMemberHoldSparesAnothersPermit(t *testing.T) {
 		t.Fatalf("no probe: %+v", c.m[0].Scopes())
 	}
 	c.v[0].m.Lock()
-	c.v[0].book("g/orders/0").join(c.fleet(), State{Position: Position{Round: 1}, Rung: 1, OpenFor: 100 * ms, Cause: "run"}, 0)
+	c.v[0].book("g/orders/0").join(c.fleet(), State{Position: Position{Round: 1}, BackoffLevel: 1, OpenFor: 100 * ms, Cause: "run"}, 0)
 	c.v[0].m.Unlock()
 	c.m[0].Step(c.now, nil)
 	a0.Success(c.now, tok)
@@ -476,15 +476,15 @@ func TestLeftScopeVoidsActions(t *testing.T) {
 	}
 }
 
-// Whoever takes over a scope at the end of the ladder waits for the rest of the
+// Whoever takes over a scope at the end of the backoff waits for the rest of the
 // period that is running, not of the first of that length.
-func TestTopRungIsToldAnew(t *testing.T) {
+func TestTopLevelIsToldAnew(t *testing.T) {
 	c := newCrew(t, "a", "b")
 	const scope = "g/orders/0"
 	if _, err := c.v[0].Adopt(c.fleet(), scope); err != nil {
 		t.Fatal(err)
 	}
-	snap := breaker.Snapshot{State: breaker.Open, Rung: 10, Cause: "probe", Generation: 100}
+	snap := breaker.Snapshot{State: breaker.Open, BackoffLevel: 10, Cause: "probe", Generation: 100}
 	c.v[0].Observe(c.fleet(), scope, snap)
 	for range 8 {
 		c.now += 4 * sec

@@ -35,7 +35,7 @@ func TestSectionsSayWhenTheyHaveChanged(t *testing.T) {
 			if _, err := v.Adopt(10*time.Second, name); err != nil {
 				t.Error(err)
 			}
-			v.Observe(10*time.Second, name, breaker.Snapshot{State: breaker.Open, Generation: 1, Rung: 1})
+			v.Observe(10*time.Second, name, breaker.Snapshot{State: breaker.Open, Generation: 1, BackoffLevel: 1})
 		}},
 		{"storms", s.OnChange, s.Mark, func(n int) {
 			if err := s.Report(time.Duration(n)*time.Minute, "k", Report{Active: n%2 == 0, Failed: uint64(n)}); err != nil {

@@ -173,18 +173,18 @@ func TestMalformed(t *testing.T) {
 		t.Fatal(err)
 	}
 	for what, b := range map[string][]byte{
-		"empty":                {},
-		"another version":      append([]byte{wireVersion + 1}, good[1:]...),
-		"a short header":       good[:len(good)-1],
-		"informed twice":       append(slices.Clip(good[:len(good)-1]), 2),
-		"an unknown kind":      append(slices.Clip(good), 9),
-		"something after":      append(slices.Clip(whole), recordComplete, 1, 1),
-		"a closed with a rung": appendRecord(slices.Clip(good), &record{kind: recordState, name: "s", state: State{Rung: 1}}),
-		"no scope":             appendRecord(slices.Clip(good), &record{kind: recordState, state: State{Position: Position{Gen: 1}}}),
-		"an unknown phase":     appendRecord(slices.Clip(good), &record{kind: recordOwn, vote: Vote{Scope: "s", Version: 1, Phase: phases}}),
-		"a vote never written": appendRecord(slices.Clip(good), &record{kind: recordOwn, vote: Vote{Scope: "s"}}),
-		"a rung out of reach":  appendRecord(slices.Clip(good), &record{kind: recordOwn, vote: Vote{Scope: "s", Version: 1, Rung: maxRung + 1}}),
-		"a vote of nobody":     appendRecord(slices.Clip(good), &record{kind: recordOther, vote: Vote{Scope: "s", Version: 1}}),
+		"empty":                 {},
+		"another version":       append([]byte{wireVersion + 1}, good[1:]...),
+		"a short header":        good[:len(good)-1],
+		"informed twice":        append(slices.Clip(good[:len(good)-1]), 2),
+		"an unknown kind":       append(slices.Clip(good), 9),
+		"something after":       append(slices.Clip(whole), recordComplete, 1, 1),
+		"a closed with a level": appendRecord(slices.Clip(good), &record{kind: recordState, name: "s", state: State{BackoffLevel: 1}}),
+		"no scope":              appendRecord(slices.Clip(good), &record{kind: recordState, state: State{Position: Position{Gen: 1}}}),
+		"an unknown phase":      appendRecord(slices.Clip(good), &record{kind: recordOwn, vote: Vote{Scope: "s", Version: 1, Phase: phases}}),
+		"a vote never written":  appendRecord(slices.Clip(good), &record{kind: recordOwn, vote: Vote{Scope: "s"}}),
+		"a level out of reach":  appendRecord(slices.Clip(good), &record{kind: recordOwn, vote: Vote{Scope: "s", Version: 1, BackoffLevel: maxBackoffLevel + 1}}),
+		"a vote of nobody":      appendRecord(slices.Clip(good), &record{kind: recordOther, vote: Vote{Scope: "s", Version: 1}}),
 	} {
 		if _, err := readMessage(b, from); !errors.Is(err, ErrMalformed) {
 			t.Errorf("%s: %v", what, err)

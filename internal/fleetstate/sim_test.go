@@ -295,7 +295,7 @@ func (n *node) apply(a Action) {
 	if a.Kind == 0 {
 		return
 	}
-	n.w.logf("%s %v for %v rung %d cause %s at %v", n.name, a.Kind, a.For, a.Rung, a.Cause, a.At)
+	n.w.logf("%s %v for %v level %d cause %s at %v", n.name, a.Kind, a.For, a.BackoffLevel, a.Cause, a.At)
 	a.Apply(n.clock(), n.b)
 	if a.Kind != Probe && n.probing {
 		n.probing = false // its token is void

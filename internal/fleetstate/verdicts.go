@@ -189,7 +189,7 @@ func (b *book) Write(now, opened time.Duration, anew bool) {
 	}
 	b.v.version++
 	w.Version = b.v.version
-	if anew || w.Phase != old.Phase || w.At != old.At || w.Passes != old.Passes || w.Rung != old.Rung || w.OpenFor != old.OpenFor {
+	if anew || w.Phase != old.Phase || w.At != old.At || w.Passes != old.Passes || w.BackoffLevel != old.BackoffLevel || w.OpenFor != old.OpenFor {
 		b.own.opened = opened
 	}
 	if w.Wants && !(old.Wants && old.At.Gen == w.At.Gen) {
@@ -254,7 +254,7 @@ func (b *book) Heir(now time.Duration) (h scope.Heir, told scope.Told) {
 	}
 	depth := func(r *row) int {
 		if r.Troubled(b.Known.Gen) {
-			return 1 + r.Rung
+			return 1 + r.BackoffLevel
 		}
 		return 0
 	}

@@ -48,10 +48,10 @@ func fullest() []record {
 	v := Vote{
 		Scope: long, Node: crdt.Replica{Name: strings.Repeat("n", maxName), Incarnation: 1<<64 - 1}, Version: 1<<64 - 1, Term: 1<<64 - 2,
 		Phase: PhaseSeconded, At: Position{Gen: 1<<64 - 1, Round: 1<<32 - 1}, Wants: true, Gone: true,
-		Passes: 1<<32 - 1, Failed: 1<<32 - 1, Rung: maxRung, OpenFor: maxSpan, Cause: breaker.Cause(strings.Repeat("c", maxCause)),
+		Passes: 1<<32 - 1, Failed: 1<<32 - 1, BackoffLevel: maxBackoffLevel, OpenFor: maxSpan, Cause: breaker.Cause(strings.Repeat("c", maxCause)),
 	}
 	return []record{
-		{kind: recordState, name: long, state: State{Position: v.At, Rung: maxRung, OpenFor: maxSpan, Cause: v.Cause}, age: maxSpan},
+		{kind: recordState, name: long, state: State{Position: v.At, BackoffLevel: maxBackoffLevel, OpenFor: maxSpan, Cause: v.Cause}, age: maxSpan},
 		{kind: recordOther, vote: v, age: maxSpan, silent: maxSpan},
 		{kind: recordOwn, vote: v, age: maxSpan},
 	}
@@ -73,12 +73,12 @@ func TestRecordBound(t *testing.T) {
 }
 
 func TestSeeds(t *testing.T) {
-	small := Vote{Scope: "orders", Node: crdt.Replica{Name: "a", Incarnation: 1}, Version: 1, Phase: PhaseOpen, Rung: 3, OpenFor: 400 * ms, Cause: "run"}
+	small := Vote{Scope: "orders", Node: crdt.Replica{Name: "a", Incarnation: 1}, Version: 1, Phase: PhaseOpen, BackoffLevel: 3, OpenFor: 400 * ms, Cause: "run"}
 	message := appendHeader(nil, 1, 42, true)
 	seed(t, "FuzzMerge", "keepalive", message)
 	own := record{kind: recordOwn, vote: small, age: sec}
 	other := record{kind: recordOther, vote: small, age: sec, silent: 2 * sec}
-	decided := record{kind: recordState, name: "orders", state: State{Position: Position{Gen: 3, Round: 2}, Rung: 2, OpenFor: 200 * ms, Cause: "probe"}, age: ms}
+	decided := record{kind: recordState, name: "orders", state: State{Position: Position{Gen: 3, Round: 2}, BackoffLevel: 2, OpenFor: 200 * ms, Cause: "probe"}, age: ms}
 	all := slices.Clone(message)
 	for _, r := range []record{decided, own, other} {
 		all = appendRecord(all, &r)
@@ -113,14 +113,14 @@ func TestSeeds(t *testing.T) {
 func drawVotes(t *rapid.T, names []string) []Vote {
 	votes := rapid.SliceOfN(rapid.Custom(func(t *rapid.T) Vote {
 		return Vote{
-			Scope:  "orders",
-			Node:   crdt.Replica{Name: rapid.SampledFrom(names).Draw(t, "node"), Incarnation: rapid.Uint64Range(1, 2).Draw(t, "incarnation")},
-			Phase:  Phase(rapid.IntRange(0, int(phases)-1).Draw(t, "phase")),
-			At:     Position{Gen: rapid.Uint64Range(0, 2).Draw(t, "gen"), Round: rapid.Uint32Range(0, 2).Draw(t, "round")},
-			Gone:   rapid.IntRange(0, 5).Draw(t, "gone") == 0,
-			Passes: rapid.Uint32Range(0, 3).Draw(t, "passes"),
-			Rung:   rapid.IntRange(0, 4).Draw(t, "rung"),
-			Cause:  rapid.SampledFrom([]breaker.Cause{"", "rate", "run"}).Draw(t, "cause"),
+			Scope:        "orders",
+			Node:         crdt.Replica{Name: rapid.SampledFrom(names).Draw(t, "node"), Incarnation: rapid.Uint64Range(1, 2).Draw(t, "incarnation")},
+			Phase:        Phase(rapid.IntRange(0, int(phases)-1).Draw(t, "phase")),
+			At:           Position{Gen: rapid.Uint64Range(0, 2).Draw(t, "gen"), Round: rapid.Uint32Range(0, 2).Draw(t, "round")},
+			Gone:         rapid.IntRange(0, 5).Draw(t, "gone") == 0,
+			Passes:       rapid.Uint32Range(0, 3).Draw(t, "passes"),
+			BackoffLevel: rapid.IntRange(0, 4).Draw(t, "level"),
+			Cause:        rapid.SampledFrom([]breaker.Cause{"", "rate", "run"}).Draw(t, "cause"),
 		}
 	}), 0, 12).Draw(t, "votes")
 	for i := range votes {

@@ -45,12 +45,12 @@ const (
 
 // Action is what a driver does to the breaker of a scope.
 type Action struct {
-	Scope string
-	Kind  Kind
-	For   time.Duration // Hold
-	Rung  int           // the least the ladder stands at
-	Cause breaker.Cause
-	At    Position // of the fleet
+	Scope        string
+	Kind         Kind
+	For          time.Duration // Hold
+	BackoffLevel int           // the least the backoff stands at
+	Cause        breaker.Cause
+	At           Position // of the fleet
 }
 
 // Apply does to b what a asks for. No action undoes a force, such as an
@@ -58,9 +58,9 @@ type Action struct {
 func (a Action) Apply(now time.Duration, b *circuit.Breaker) {
 	switch a.Kind {
 	case Hold:
-		b.Hold(now, a.Rung, a.Cause)
+		b.Hold(now, a.BackoffLevel, a.Cause)
 	case HalfOpen:
-		b.Hold(now, a.Rung, a.Cause)
+		b.Hold(now, a.BackoffLevel, a.Cause)
 		b.Unhold(now)
 	case Probe:
 		b.Permit(now)

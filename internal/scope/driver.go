@@ -56,7 +56,7 @@ type claim struct {
 	// Of a topic, which has no breaker of its own.
 	gen     uint64
 	tripped bool
-	rung    int
+	level   int
 	cause   breaker.Cause
 }
 
@@ -72,7 +72,7 @@ type leaf struct {
 	waits   bool   // a message waits at it
 	freed   bool   // held, but closed by an operator
 	tripped bool   // by its own verdict, and not closed since
-	rung    int
+	level   int
 	cause   breaker.Cause
 }
 
@@ -247,7 +247,7 @@ func (d *Driver) lookLocked(now time.Duration, l *leaf) {
 	case closed:
 		l.tripped = false
 	case s.State == breaker.Open && !s.Forced && !s.Held:
-		l.tripped, l.rung, l.cause = true, s.Rung, s.Cause
+		l.tripped, l.level, l.cause = true, s.BackoffLevel, s.Cause
 	}
 	l.waits = l.waits && !closed && !s.Barred
 	if len(l.claims) > 0 && !l.claims[0].topic {
@@ -264,14 +264,14 @@ func (d *Driver) lookAboveLocked(now time.Duration, c *claim) {
 		return
 	}
 	open, waits, rest := 0, false, true
-	rung, cause := 0, breaker.Cause("")
+	level, cause := 0, breaker.Cause("")
 	for _, l := range c.leaves {
 		rest = rest && l.told
 		waits = waits || l.waits
 		if l.tripped {
 			open++
-			if l.rung > rung {
-				rung, cause = l.rung, l.cause
+			if l.level > level {
+				level, cause = l.level, l.cause
 			}
 		}
 	}
@@ -288,11 +288,11 @@ func (d *Driver) lookAboveLocked(now time.Duration, c *claim) {
 			}
 		}
 	case open > 0 && float64(open) >= d.v.Config().Quorum*float64(len(c.leaves)) && !d.v.Alone():
-		if !c.tripped || rung != c.rung {
+		if !c.tripped || level != c.level {
 			c.gen++
 		}
-		c.tripped, c.rung, c.cause = true, rung, cause
-		s.State, s.Rung, s.Cause = breaker.Open, rung, cause
+		c.tripped, c.level, c.cause = true, level, cause
+		s.State, s.BackoffLevel, s.Cause = breaker.Open, level, cause
 	default:
 		c.tripped = false
 	}
@@ -345,7 +345,7 @@ func (d *Driver) applyLocked(now time.Duration, c *claim, a Action) {
 				continue
 			}
 			l.half = nil
-			if l.b.Hold(now, a.Rung, a.Cause); l.held() {
+			if l.b.Hold(now, a.BackoffLevel, a.Cause); l.held() {
 				l.half = c
 			} else {
 				l.b.Unhold(now)
@@ -391,7 +391,7 @@ func (l *leaf) hold(now time.Duration, c *claim) {
 	if l.half == c {
 		l.half = nil
 	}
-	l.b.Hold(now, c.last.Rung, c.last.Cause)
+	l.b.Hold(now, c.last.BackoffLevel, c.last.Cause)
 	l.told = false
 }
 

@@ -117,7 +117,7 @@ func (m *Machine) takeOver(now time.Duration, sc *Scope) {
 func (m *Machine) inherit(now time.Duration, sc *Scope, heir Heir) {
 	sc.Own = Vote{
 		Phase: PhaseInherited, At: Position{Gen: sc.Known.Gen},
-		Rung: min(heir.Rung, top(m.cfg)), OpenFor: min(heir.OpenFor, m.cfg.Cap), Cause: heir.Cause,
+		BackoffLevel: min(heir.BackoffLevel, top(m.cfg)), OpenFor: min(heir.OpenFor, m.cfg.Cap), Cause: heir.Cause,
 	}
 	m.stir(sc)
 	sc.Book.Write(now, heir.Opened, true)

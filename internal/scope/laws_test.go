@@ -31,14 +31,14 @@ func latest(votes []Vote) func(name string) *Vote {
 func drawVotes(t *rapid.T, names []string) []Vote {
 	votes := rapid.SliceOfN(rapid.Custom(func(t *rapid.T) Vote {
 		return Vote{
-			Scope:  "orders",
-			Node:   crdt.Replica{Name: rapid.SampledFrom(names).Draw(t, "node"), Incarnation: rapid.Uint64Range(1, 2).Draw(t, "incarnation")},
-			Phase:  Phase(rapid.IntRange(0, int(Phases)-1).Draw(t, "phase")),
-			At:     Position{rapid.Uint64Range(0, 2).Draw(t, "gen"), rapid.Uint32Range(0, 2).Draw(t, "round")},
-			Gone:   rapid.IntRange(0, 5).Draw(t, "gone") == 0,
-			Passes: rapid.Uint32Range(0, 3).Draw(t, "passes"),
-			Rung:   rapid.IntRange(0, 4).Draw(t, "rung"),
-			Cause:  rapid.SampledFrom([]breaker.Cause{"", "rate", "run"}).Draw(t, "cause"),
+			Scope:        "orders",
+			Node:         crdt.Replica{Name: rapid.SampledFrom(names).Draw(t, "node"), Incarnation: rapid.Uint64Range(1, 2).Draw(t, "incarnation")},
+			Phase:        Phase(rapid.IntRange(0, int(Phases)-1).Draw(t, "phase")),
+			At:           Position{rapid.Uint64Range(0, 2).Draw(t, "gen"), rapid.Uint32Range(0, 2).Draw(t, "round")},
+			Gone:         rapid.IntRange(0, 5).Draw(t, "gone") == 0,
+			Passes:       rapid.Uint32Range(0, 3).Draw(t, "passes"),
+			BackoffLevel: rapid.IntRange(0, 4).Draw(t, "level"),
+			Cause:        rapid.SampledFrom([]breaker.Cause{"", "rate", "run"}).Draw(t, "cause"),
 		}
 	}), 0, 12).Draw(t, "votes")
 	for i := range votes {
@@ -50,8 +50,8 @@ func drawVotes(t *rapid.T, names []string) []Vote {
 func drawState(t *rapid.T, name string) State {
 	s := State{Position: Position{rapid.Uint64Range(0, 3).Draw(t, name+" gen"), rapid.Uint32Range(0, 2).Draw(t, name+" round")}}
 	if s.Open() {
-		s.Rung = rapid.IntRange(1, 4).Draw(t, name+" rung")
-		s.OpenFor = Period(breaker.FleetConfig{}.WithDefaults(), s.Rung)
+		s.BackoffLevel = rapid.IntRange(1, 4).Draw(t, name+" level")
+		s.OpenFor = Period(breaker.FleetConfig{}.WithDefaults(), s.BackoffLevel)
 		s.Cause = rapid.SampledFrom([]breaker.Cause{"", "rate"}).Draw(t, name+" cause")
 	}
 	return s
@@ -125,12 +125,12 @@ func TestNeed(t *testing.T) {
 	}
 }
 
-// The rung of a first period is the Need-th highest: one process with a long
+// The level of a first period is the Need-th highest: one process with a long
 // trouble of its own does not decide how long all wait.
-func TestDecideRung(t *testing.T) {
+func TestDecideLevel(t *testing.T) {
 	var votes []Vote
-	for i, rung := range []int{9, 2, 3, 1} {
-		votes = append(votes, Vote{Scope: "s", Node: crdt.Replica{Name: fmt.Sprint(i)}, Version: 1, Phase: PhaseOpen, Rung: rung, Cause: "run"})
+	for i, level := range []int{9, 2, 3, 1} {
+		votes = append(votes, Vote{Scope: "s", Node: crdt.Replica{Name: fmt.Sprint(i)}, Version: 1, Phase: PhaseOpen, BackoffLevel: level, Cause: "run"})
 	}
 	c, roster := breaker.FleetConfig{}.WithDefaults(), []string{"0", "1", "2", "3", "4", "5"}
 	got := Decide(c, roster, State{}, latest(votes))
@@ -143,8 +143,8 @@ func TestDecideRung(t *testing.T) {
 	}
 }
 
-// A round that fails climbs the ladder; one in which others passed steps down.
-func TestLadder(t *testing.T) {
+// A round that fails raises the backoff level; one in which others passed steps down.
+func TestBackoff(t *testing.T) {
 	c := breaker.FleetConfig{}.WithDefaults()
 	s := State{Position{2, 4}, 5, Period(c, 5), "run"}
 	if got, want := After(c, s, false, "probe"), (State{Position{2, 5}, 6, 3200 * time.Millisecond, "probe"}); got != want {
@@ -153,8 +153,8 @@ func TestLadder(t *testing.T) {
 	if got, want := After(c, s, true, "probe"), (State{Position{2, 5}, 4, 800 * time.Millisecond, "probe"}); got != want {
 		t.Errorf("mixed: %+v, want %+v", got, want)
 	}
-	s.Rung = top(c)
-	if got := After(c, s, false, ""); got.Rung != top(c) || got.OpenFor != c.Cap {
+	s.BackoffLevel = top(c)
+	if got := After(c, s, false, ""); got.BackoffLevel != top(c) || got.OpenFor != c.Cap {
 		t.Errorf("at the top: %+v", got)
 	}
 }

@@ -182,12 +182,12 @@ func (m *Machine) Observe(now time.Duration, name string, s breaker.Snapshot) {
 		}
 	case s.State == breaker.Open && !s.Forced && !s.Held && s.Generation > sc.cast:
 		sc.cast = s.Generation
-		rung := min(max(s.Rung, 1), top(m.cfg))
-		// At the end of the ladder each period reads as the one before: whoever takes
+		level := min(max(s.BackoffLevel, 1), top(m.cfg))
+		// At the end of the backoff each period reads as the one before: whoever takes
 		// the scope over has to know that another began.
 		sc.Own = Vote{
 			Phase: PhaseOpen, At: Position{Gen: sc.Known.Gen}, Wants: sc.wants,
-			Rung: rung, OpenFor: m.periodOf(s, rung).Truncate(time.Microsecond), Cause: Cut(s.Cause),
+			BackoffLevel: level, OpenFor: m.periodOf(s, level).Truncate(time.Microsecond), Cause: Cut(s.Cause),
 		}
 		m.stir(sc)
 		sc.Book.Write(now, now, true)
@@ -197,12 +197,12 @@ func (m *Machine) Observe(now time.Duration, name string, s breaker.Snapshot) {
 }
 
 // periodOf is how long a breaker opens by its own verdict; that of a topic, which is
-// made up from its partitions', has the period of its rung.
-func (m *Machine) periodOf(s breaker.Snapshot, rung int) time.Duration {
+// made up from its partitions', has the period of its level.
+func (m *Machine) periodOf(s breaker.Snapshot, level int) time.Duration {
 	if s.Until > s.Since {
-		return min(s.Until-s.Since, Period(m.cfg, rung))
+		return min(s.Until-s.Since, Period(m.cfg, level))
 	}
-	return Period(m.cfg, rung)
+	return Period(m.cfg, level)
 }
 
 // Want says whether a message waits at the shut breaker of a scope, so that
@@ -437,13 +437,13 @@ func (m *Machine) hold(now time.Duration, sc *Scope) {
 
 func (m *Machine) rehold(now time.Duration, sc *Scope) {
 	m.stir(sc)
-	a := Action{Kind: Hold, Rung: sc.Known.Rung, Cause: sc.Known.Cause, For: m.left(now, sc)}
+	a := Action{Kind: Hold, BackoffLevel: sc.Known.BackoffLevel, Cause: sc.Known.Cause, For: m.left(now, sc)}
 	switch {
 	case sc.Known.Open():
 	case sc.asking:
 		a.Cause = CauseUnknown
 	default:
-		a.Rung, a.Cause = sc.Own.Rung, sc.Own.Cause
+		a.BackoffLevel, a.Cause = sc.Own.BackoffLevel, sc.Own.Cause
 	}
 	m.act(sc, a)
 }
@@ -481,9 +481,9 @@ const soloSpread = 0.2
 // letGo gives a scope that is held back to its breaker, half-open.
 func (m *Machine) letGo(sc *Scope) {
 	sc.mode, sc.release, sc.asking = free, Never, false
-	a := Action{Kind: HalfOpen, Rung: sc.Known.Rung, Cause: sc.Known.Cause}
+	a := Action{Kind: HalfOpen, BackoffLevel: sc.Known.BackoffLevel, Cause: sc.Known.Cause}
 	if sc.Own.Phase == PhaseInherited && !sc.Known.Open() {
-		a.Rung, a.Cause = sc.Own.Rung, sc.Own.Cause
+		a.BackoffLevel, a.Cause = sc.Own.BackoffLevel, sc.Own.Cause
 	}
 	if a.Cause == "" {
 		a.Cause = CauseUnknown

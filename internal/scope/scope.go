@@ -32,8 +32,8 @@ const (
 	MaxName = 255
 	// MaxCause is that of a cause. A longer one is cut.
 	MaxCause = 64
-	// MaxRung bounds a ladder: a period doubles from a millisecond to a day in less.
-	MaxRung = 64
+	// MaxBackoffLevel bounds a backoff: a period doubles from a millisecond to a day in less.
+	MaxBackoffLevel = 64
 )
 
 // Never is an instant that does not come.

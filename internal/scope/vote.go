@@ -43,15 +43,15 @@ type State struct {
 	Position
 
 	// Of an open period; zero if closed.
-	Rung    int
-	OpenFor time.Duration // from when a process hears of it
-	Cause   breaker.Cause
+	BackoffLevel int
+	OpenFor      time.Duration // from when a process hears of it
+	Cause        breaker.Cause
 }
 
 // compare orders states. Two processes may decide the same step at once, each
 // from what it has heard: the longer period holds.
 func (s State) compare(t State) int {
-	return cmp.Or(s.Position.Compare(t.Position), cmp.Compare(s.Rung, t.Rung),
+	return cmp.Or(s.Position.Compare(t.Position), cmp.Compare(s.BackoffLevel, t.BackoffLevel),
 		cmp.Compare(s.OpenFor, t.OpenFor), cmp.Compare(s.Cause, t.Cause))
 }
 
@@ -120,9 +120,9 @@ type Vote struct {
 	Failed uint32 // in At.Gen: the last round that a probe of its ended; 0 is none
 
 	// Of the process's own breaker, in PhaseOpen and PhaseInherited.
-	Rung    int
-	OpenFor time.Duration
-	Cause   breaker.Cause
+	BackoffLevel int
+	OpenFor      time.Duration
+	Cause        breaker.Cause
 }
 
 // Later reports whether v is a later word of the same process than w.
@@ -140,7 +140,7 @@ func (v *Vote) Troubled(gen uint64) bool { return v.Phase != PhaseClosed && v.At
 // quorum for ever. It is a pure function, and the order of names does not matter.
 //
 //   - Closed at a generation, the scope opens when [Need] of the roster vote
-//     so. The rung is the Need-th highest among theirs: a few processes with
+//     so. The level is the Need-th highest among theirs: a few processes with
 //     a long trouble of their own do not make the fleet's first period long.
 //   - Open in a round, the scope closes when Need of the roster passed or
 //     seconded, with Successes probes between them.
@@ -166,35 +166,35 @@ func Decide(c breaker.FleetConfig, names []string, known State, vote func(name s
 	switch {
 	case len(open) >= need:
 		slices.SortFunc(open, func(v, w *Vote) int {
-			return cmp.Or(cmp.Compare(w.Rung, v.Rung), cmp.Compare(v.Cause, w.Cause), cmp.Compare(v.Node.Name, w.Node.Name))
+			return cmp.Or(cmp.Compare(w.BackoffLevel, v.BackoffLevel), cmp.Compare(v.Cause, w.Cause), cmp.Compare(v.Node.Name, w.Node.Name))
 		})
 		v := open[need-1]
-		rung := max(v.Rung, 1)
-		return State{Position{known.Gen, 1}, rung, Period(c, rung), v.Cause}
+		level := max(v.BackoffLevel, 1)
+		return State{Position{known.Gen, 1}, level, Period(c, level), v.Cause}
 	case voices >= need && passes >= c.Successes:
 		return State{Position: Position{Gen: known.Gen + 1}}
 	}
 	return known
 }
 
-// After is the state that a failed probe makes of s. The ladder climbs. Only
+// After is the state that a failed probe makes of s. The backoff level rises. Only
 // where others had passed in the same round does it step down: then a part of
 // the fleet is broken and not the dependency, and the next round comes soon to
 // find who else.
 func After(c breaker.FleetConfig, s State, mixed bool, cause breaker.Cause) State {
-	rung := min(s.Rung+1, top(c))
+	level := min(s.BackoffLevel+1, top(c))
 	if mixed {
-		rung = max(s.Rung-1, 1)
+		level = max(s.BackoffLevel-1, 1)
 	}
-	return State{Position{s.Gen, s.Round + 1}, rung, Period(c, rung), cause}
+	return State{Position{s.Gen, s.Round + 1}, level, Period(c, level), cause}
 }
 
-// Period is how long an open period at rung lasts, from 1.
-func Period(c breaker.FleetConfig, rung int) time.Duration {
-	return breaker.Config{Base: c.Base, Cap: c.Cap}.Period(rung)
+// Period is how long an open period at level lasts, from 1.
+func Period(c breaker.FleetConfig, level int) time.Duration {
+	return breaker.Config{Base: c.Base, Cap: c.Cap}.Period(level)
 }
 
-// top is the first rung whose period is Cap.
+// top is the first level whose period is Cap.
 func top(c breaker.FleetConfig) int {
 	n := 1
 	for Period(c, n) < c.Cap {

@@ -15,8 +15,8 @@ import (
 
 // What travels, by packet or as a value in a store:
 //
-//	state = gen round rung openFor cause
-//	vote  = flags gen round passes failed rung openFor cause
+//	state = gen round level openFor cause
+//	vote  = flags gen round passes failed level openFor cause
 //
 // Numbers are unsigned varints, flags is a byte: the phase, wants and gone. A cause has
 // its length before it. Times are durations in microseconds; no instant travels.
@@ -33,8 +33,8 @@ func AppendSpan(b []byte, d time.Duration) []byte {
 	return binary.AppendUvarint(b, uint64(min(max(d, 0), MaxSpan)/time.Microsecond))
 }
 
-func appendPeriod(b []byte, rung int, openFor time.Duration, cause breaker.Cause) []byte {
-	return wire.AppendText(AppendSpan(binary.AppendUvarint(b, uint64(rung)), openFor), cause)
+func appendPeriod(b []byte, level int, openFor time.Duration, cause breaker.Cause) []byte {
+	return wire.AppendText(AppendSpan(binary.AppendUvarint(b, uint64(level)), openFor), cause)
 }
 
 // AppendPosition appends what [Reader.Position] reads.
@@ -44,7 +44,7 @@ func AppendPosition(b []byte, p Position) []byte {
 
 // AppendState appends what [Reader.State] reads.
 func AppendState(b []byte, s State) []byte {
-	return appendPeriod(AppendPosition(b, s.Position), s.Rung, s.OpenFor, s.Cause)
+	return appendPeriod(AppendPosition(b, s.Position), s.BackoffLevel, s.OpenFor, s.Cause)
 }
 
 // AppendVote appends what [Reader.Vote] reads.
@@ -58,7 +58,7 @@ func AppendVote(b []byte, v *Vote) []byte {
 	}
 	b = AppendPosition(append(b, flags), v.At)
 	b = binary.AppendUvarint(binary.AppendUvarint(b, uint64(v.Passes)), uint64(v.Failed))
-	return appendPeriod(b, v.Rung, v.OpenFor, v.Cause)
+	return appendPeriod(b, v.BackoffLevel, v.OpenFor, v.Cause)
 }
 
 // A Reader reads what travels. Nothing of the message is kept.
@@ -90,16 +90,16 @@ func (r *Reader) Position() Position {
 	return Position{Gen: r.Number("gen"), Round: r.small("round")}
 }
 
-func (r *Reader) period() (rung int, openFor time.Duration, cause breaker.Cause) {
-	rung = int(r.Uint("rung", 0, MaxRung))
+func (r *Reader) period() (level int, openFor time.Duration, cause breaker.Cause) {
+	level = int(r.Uint("level", 0, MaxBackoffLevel))
 	openFor = r.Span("open period")
-	return rung, openFor, breaker.Cause(r.Text("cause", 0, MaxCause))
+	return level, openFor, breaker.Cause(r.Text("cause", 0, MaxCause))
 }
 
 // State is what was decided.
 func (r *Reader) State() (s State) {
 	s.Position = r.Position()
-	if s.Rung, s.OpenFor, s.Cause = r.period(); !s.Open() && s != (State{Position: s.Position}) {
+	if s.BackoffLevel, s.OpenFor, s.Cause = r.period(); !s.Open() && s != (State{Position: s.Position}) {
 		r.Fail("a closed state", s, "no open period")
 	}
 	return s
@@ -113,5 +113,5 @@ func (r *Reader) Vote(v *Vote) {
 		r.Fail("phase", v.Phase, fmt.Sprintf("0 to %d", Phases-1))
 	}
 	v.At, v.Passes, v.Failed = r.Position(), r.small("passes"), r.small("failed")
-	v.Rung, v.OpenFor, v.Cause = r.period()
+	v.BackoffLevel, v.OpenFor, v.Cause = r.period()
 }

@@ -293,7 +293,9 @@ func takeOver(t *testing.T, mk func() Fabric) {
 			l.b.Trip(a.now(), "timeout")
 			r.run(50 * time.Millisecond)
 			a.broken = true
-			r.until(60*sec, "climbs", func() bool { return l.b.Snapshot(a.now()).Rung >= 6 && l.b.Snapshot(a.now()).State == breaker.Open })
+			r.until(60*sec, "climbs", func() bool {
+				return l.b.Snapshot(a.now()).BackoffLevel >= 6 && l.b.Snapshot(a.now()).State == breaker.Open
+			})
 			r.run(50 * time.Millisecond)
 			if c.leave {
 				a.leave(l)
@@ -329,7 +331,9 @@ func sharing(t *testing.T, mk func() Fabric) {
 	r.run(sec)
 	a.broken = true
 	l.b.Trip(a.now(), "timeout")
-	r.until(20*sec, "climbs", func() bool { return l.b.Snapshot(a.now()).Rung >= 5 && l.b.Snapshot(a.now()).State == breaker.Open })
+	r.until(20*sec, "climbs", func() bool {
+		return l.b.Snapshot(a.now()).BackoffLevel >= 5 && l.b.Snapshot(a.now()).State == breaker.Open
+	})
 	r.run(50 * time.Millisecond)
 	m := b.adopt("t")
 	if m.b.Held() || m.b.Snapshot(b.now()).State == breaker.Closed {

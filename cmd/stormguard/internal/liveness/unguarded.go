@@ -143,10 +143,10 @@ func fewestCalls(l load, c class, length time.Duration) float64 {
 	} else {
 		n += l.retried()
 	}
-	ladder := breaker.Config{}.WithDefaults()
+	backoff := breaker.Config{}.WithDefaults()
 	probes := 0
 	for open := time.Duration(0); open < length; probes++ {
-		open += ladder.PeriodAfter(probes+1, open)
+		open += backoff.PeriodAfter(probes+1, open)
 		if c == hang {
 			open += callLimit
 			n++
