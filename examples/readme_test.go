@@ -15,11 +15,12 @@ import (
 
 var goBlock = regexp.MustCompile("(?s)```go\n(.*?)```")
 
-// imports are the packages that the README's code names, by their names there.
+// imports are the packages that the code of README and docs names, by their names there.
 var imports = map[string]string{
 	"guardamqp": module + "/adapters/amqp", "guard": module + "/guard", "guardkafka": module + "/adapters/kafka", "guardnats": module + "/adapters/nats",
 	"amqp091": "github.com/rabbitmq/amqp091-go", "jetstream": "github.com/nats-io/nats.go/jetstream", "sarama": "github.com/IBM/sarama",
-	"context": "context", "slog": "log/slog", "time": "time",
+	"context": "context", "errors": "errors", "fmt": "fmt", "log": "log", "nats": "github.com/nats-io/nats.go", "os": "os",
+	"signal": "os/signal", "slog": "log/slog", "syscall": "syscall", "time": "time",
 }
 
 // The README's quick starts compile as they stand, each with the handler of its broker.
