@@ -465,7 +465,7 @@ func TestPassiveUntakenWitnessIsNoFailure(t *testing.T) {
 		it := <-s.Ready()
 		s.Done(it.Token, errDown)
 		synctest.Wait() // message 1 is on offer as the witness
-		s.Pause()
+		s.Pause(0)
 		synctest.Wait()
 		if f := s.State().Tally.Failures; f != 1 {
 			t.Errorf("%d failures of 1 attempt", f)
@@ -981,7 +981,7 @@ func TestSecondEndBoundsPortCalls(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		s.Pause()
+		s.Pause(0)
 		in := make(chan int)
 		ended := make(chan error, 1)
 		go func() { ended <- s.Run(context.Background(), in) }()

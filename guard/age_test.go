@@ -51,7 +51,7 @@ func TestAgeCountsFromTheCall(t *testing.T) {
 
 		r.send(3, 4)
 		time.Sleep(20 * time.Second)
-		r.s.Pause() // it is not called again
+		r.s.Pause(0) // it is not called again
 		time.Sleep(25 * time.Second)
 		age("failed", 0, 45*time.Second)
 		r.cancel()
@@ -68,7 +68,7 @@ func TestAgeCountsFromTheCall(t *testing.T) {
 		time.Sleep(time.Hour)
 		r.send(1, 2)
 		synctest.Wait()
-		r.s.Pause()
+		r.s.Pause(0)
 		time.Sleep(time.Second)
 		if st := r.s.State(); st.Account.Unsettled() != 1 || st.OldestAge != time.Second {
 			t.Errorf("age %v, want 1s; %+v", st.OldestAge, st.Account)

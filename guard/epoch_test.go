@@ -32,7 +32,7 @@ func TestPauseOutlivesALongAbsence(t *testing.T) {
 		other := open("other") // keeps the sweeper at work
 		go func() { _ = other.Run(t.Context(), in) }()
 		s := open("orders")
-		s.Pause()
+		s.Pause(0)
 		s.End(t.Context(), ReasonRebalance)
 		for range 4 * 60 {
 			in <- 1

@@ -263,7 +263,7 @@ func (s *Source[M]) setFleetStorm(now time.Duration, f dlq.FleetStorm) {
 
 // waits counts a call that was refused lately as one that will come again.
 func (f *Func[M]) waits(now time.Duration) *circuit.Breaker {
-	if f.gate == nil || f.gate.Breaker.Closed() || f.closed.Load() || f.paused.Load() {
+	if f.gate == nil || f.gate.Breaker.Closed() || f.closed.Load() || f.pausedUntil(now) != 0 {
 		return nil
 	}
 	if at := time.Duration(f.refused.Load()); at == 0 || now-at > callFresh {

@@ -30,13 +30,13 @@ func TestFleetPermitWithNothingWaiting(t *testing.T) {
 		for i := range 40 { // somewhere in here it is the one whose turn it is
 			s := ss[i%2]
 			time.Sleep(700 * time.Millisecond)
-			s.Pause()
+			s.Pause(0)
 			time.Sleep(700 * time.Millisecond)
 			s.Resume()
 			r.check()
 		}
-		ss[0].Pause()
-		ss[1].Pause()
+		ss[0].Pause(0)
+		ss[1].Pause(0)
 		r.down.Store(false)
 		r.until(90*time.Second, "the third closes it for all", func() bool { return ss[2].State().Breaker.State == breaker.Closed })
 		r.until(10*time.Second, "every breaker is closed", r.closed)
@@ -53,7 +53,7 @@ func TestFleetNothingWaitsAnywhere(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r, _, ss := heldFleet(t, 60)
 		for _, s := range ss {
-			s.Pause()
+			s.Pause(0)
 		}
 		time.Sleep(5 * time.Minute)
 		at := r.now()
@@ -314,7 +314,7 @@ func TestFleetComesBack(t *testing.T) {
 						}
 						r.split(islands)
 					case 6:
-						ss[i].Pause()
+						ss[i].Pause(0)
 						time.Sleep(time.Duration(pick(3000)) * time.Millisecond)
 						ss[i].Resume()
 					case 7:

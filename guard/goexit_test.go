@@ -81,7 +81,7 @@ func TestErrorThatExits(t *testing.T) {
 				return nil
 			})
 			if name == "machine" {
-				r.s.Pause()
+				r.s.Pause(0)
 			}
 			r.send(0, 1)
 			r.s.Resume()

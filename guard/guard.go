@@ -107,10 +107,11 @@ type Control interface { //nolint:interfacebloat // it is all that an operator c
 	Name() string
 	Account() Account
 	State() State
-	Pause()
+	Pause(d time.Duration)
 	Resume()
 	ForceOpen(d time.Duration) error
 	ForceClosed() error
+	Release() error
 	GrantCredits(n float64)
 	DeadLetterWaiting(n int) int
 	Update(p Policy) error

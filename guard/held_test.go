@@ -110,7 +110,7 @@ func TestHeldErrorThroughAFunction(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		inner.Pause()
+		inner.Pause(0)
 		for range 100 {
 			if err := outer.Do(t.Context(), 1); !errors.Is(err, ErrHeld) {
 				t.Error(err)

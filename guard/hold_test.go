@@ -135,7 +135,7 @@ func TestHoldEndsWithItsMessages(t *testing.T) {
 					}
 				}
 			}
-			s.Pause()
+			s.Pause(0)
 			offer(0, 20)
 			time.Sleep(time.Second)
 			s.Resume()

@@ -138,7 +138,7 @@ func TestOfferBesideCalls(t *testing.T) {
 		if a := r.check(); a.Held != 100 || len(r.calls) != 0 {
 			t.Errorf("%+v, %d calls", a, len(r.calls))
 		}
-		r.s.Pause()
+		r.s.Pause(0)
 		time.Sleep(time.Second)
 		down = false
 		probed := make(chan error, 1)
@@ -177,7 +177,7 @@ func TestOfferedIsReturned(t *testing.T) {
 				t.Fatal(err)
 			}
 			synctest.Wait()
-			r.s.Pause()
+			r.s.Pause(0)
 			for m := 1; m < 1024; m++ {
 				if err := r.s.Offer(m); err != nil {
 					t.Fatal(m, err)

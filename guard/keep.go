@@ -12,7 +12,7 @@ import (
 // keepFor is how long a Guard remembers the budget and the guesses of a source
 // that ended. By then the free credits of a default budget have made up for a
 // balance of Exhausted that was spent, and the longest time that can be asked for
-// is over. A pause it remembers until it is resumed.
+// is over. A pause it remembers until it is resumed or over.
 const keepFor = 2 * time.Hour
 
 // kept is what outlives an epoch: a channel or a claim that comes and goes must
@@ -25,6 +25,7 @@ type kept struct {
 	guessedAt time.Duration
 	suspects  map[string]suspect
 	paused    bool
+	pauseEnds time.Duration // see machine
 	asked     time.Duration // see machine
 	askedFor  error
 	succeeded int64 // see elsewhere
@@ -55,8 +56,8 @@ func (g *Guard) forget(now time.Duration) {
 	for name, k := range g.kept {
 		switch {
 		case now-k.at < keepFor:
-		case k.paused:
-			g.kept[name] = kept{paused: true, at: k.at}
+		case k.paused && now < k.pauseEnds:
+			g.kept[name] = kept{paused: true, pauseEnds: k.pauseEnds, at: k.at}
 		default:
 			delete(g.kept, name)
 		}
@@ -68,7 +69,7 @@ func (g *Guard) forget(now time.Duration) {
 func (s *Source[M]) keepLocked(now time.Duration) kept {
 	s.c.earn()
 	k := kept{
-		budget: s.c.budget.Continue(), cfg: s.c.policy.Budget, paused: s.c.paused,
+		budget: s.c.budget.Continue(), cfg: s.c.policy.Budget, paused: s.c.paused, pauseEnds: s.c.pauseEnds,
 		suspects: freshSuspects(now, s.c.suspects), succeeded: s.c.elsewhere.own.Load(), at: now,
 	}
 	if s.c.life() == s.c.guessLuck {
@@ -94,7 +95,8 @@ func besides(from parent) func() uint64 {
 // resumeLocked takes up what an earlier epoch left; a budget of other settings
 // begins anew.
 func (s *Source[M]) resumeLocked(k kept) {
-	s.c.paused, s.c.guesses, s.c.guessedAt = k.paused, k.guesses, k.guessedAt
+	s.c.paused, s.c.pauseEnds = k.paused, k.pauseEnds // the sweeper ends one whose time is over
+	s.c.guesses, s.c.guessedAt = k.guesses, k.guessedAt
 	s.c.asked, s.c.askedFor = k.asked, k.askedFor
 	s.c.suspects = k.suspects
 	s.c.elsewhere.own.Store(k.succeeded)

@@ -70,7 +70,7 @@ func TestWhatOutlivesAnEpoch(t *testing.T) {
 		if letters := letters.Load(); letters != 3 {
 			t.Errorf("%d dead letters of a balance of 3", letters)
 		}
-		epoch(func(s *guard.Source[int]) { s.GrantCredits(2); s.Pause() })
+		epoch(func(s *guard.Source[int]) { s.GrantCredits(2); s.Pause(0) })
 		in <- 5
 		epoch(func(s *guard.Source[int]) {
 			if st := s.State(); letters.Load() != 3 || len(st.Holds) == 0 || st.Holds[0].Reason != guard.ReasonOperator {

@@ -471,7 +471,7 @@ func TestForcedBreakerLines(t *testing.T) {
 		if n := len(r.log.of("breaker opened")); n != 2 {
 			t.Errorf("%d lines", n)
 		}
-		s.Pause()
+		s.Pause(0)
 		s.Resume()
 		r.log.one(t, "source paused", slog.LevelInfo)
 		r.log.one(t, "source resumed", slog.LevelInfo)
@@ -873,7 +873,7 @@ func TestDefaultLogger(t *testing.T) {
 			}
 			r := &logRig{t: t, log: heard, letters: &testWriter{}, g: Must(New(Config{}, opts...))}
 			s, in := r.open("orders/0", "orders", "0", r.letters)
-			s.Pause() // INFO
+			s.Pause(0) // INFO
 			s.Resume()
 			r.g.Logger().Info("an adapter's")
 			r.g.Logger().With("a", 1).WithGroup("b").Info("another")

@@ -195,7 +195,7 @@ func TestSweeperIsAwakeAfterANudge(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			s.Pause()
+			s.Pause(0)
 			s.Resume()
 			go func() { ended <- s.Run(t.Context(), in) }()
 			time.Sleep(time.Second)
@@ -212,7 +212,7 @@ func TestSweeperIsAwakeAfterANudge(t *testing.T) {
 func TestSweeperIsAwakeWhileAMessageIsHeld(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
 		r := newRig(t, Policy{}, Limits{}, ok)
-		r.s.Pause()
+		r.s.Pause(0)
 		time.Sleep(time.Second)
 		if !r.g.sweeper.parked.Load() {
 			t.Error("the sweeper has not parked")

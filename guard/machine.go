@@ -111,6 +111,7 @@ type machine[M any] struct {
 	emptied    bool // by drain
 	stopped    bool // the loop is to end
 	paused     bool
+	pauseEnds  time.Duration // when a pause ends by itself; never if it does not
 	asked      time.Duration // until when guard.Backoff holds the source
 	askedFor   error         // the error that a handler gave to Backoff
 	limited    time.Duration // the limiter refused until then …

@@ -363,7 +363,7 @@ func TestGaugesDoNotVanish(t *testing.T) {
 			t.Errorf("ratio %v (%d) at rest", v, n)
 		}
 		s := g.Source("orders/0")
-		s.Pause()
+		s.Pause(0)
 		if err := s.ForceOpen(time.Minute); err != nil {
 			t.Fatal(err)
 		}

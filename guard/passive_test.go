@@ -192,7 +192,7 @@ func TestPassiveProbeIsOver(t *testing.T) {
 		if a := s.Account(); a.Processing != 1 {
 			t.Errorf("no probe: %+v", a)
 		}
-		s.Pause()
+		s.Pause(0)
 		time.Sleep(time.Second)
 		if a := s.Account(); a.Processing != 0 || s.State().Breaker.ProbesOut != 0 {
 			t.Errorf("paused: %+v", a)
@@ -231,7 +231,7 @@ func TestPassiveDrainKeepsItsTokens(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		s.Pause()
+		s.Pause(0)
 		if err := s.Offer(0); err != nil {
 			t.Fatal(err)
 		}

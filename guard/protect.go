@@ -33,8 +33,8 @@ type Func[M any] struct {
 
 	// cells spread the counters of concurrent callers over cache lines.
 	cells   [cellCount]cell
-	closed  atomic.Bool // no further call
-	paused  atomic.Bool
+	closed  atomic.Bool  // no further call
+	paused  atomic.Int64 // when a pause ends by itself; 0 is none
 	refused atomic.Int64 // when a call was last refused that could have been a probe
 	limit   Limiter
 	seen    uint64 // successes, when the sweeper last looked
@@ -159,7 +159,7 @@ func (f *Func[M]) do(ctx context.Context, m M, how how) error {
 		c.returned.Add(1)
 		return ErrClosed
 	}
-	if f.paused.Load() || f.limit != nil {
+	if f.paused.Load() != 0 || f.limit != nil {
 		return f.slow(ctx, c, m, how)
 	}
 	token, ok := f.enter()
@@ -205,11 +205,11 @@ func (f *Func[M]) slow(ctx context.Context, c *cell, m M, how how) error {
 }
 
 func (f *Func[M]) admit(c *cell, how how) (circuit.Token, error) {
-	if f.paused.Load() {
-		c.diverted.Add(1)
-		return circuit.Token{}, &HeldError{Source: f.cfg.Name, Reason: ReasonOperator}
-	}
 	now := f.g.now()
+	if ends := f.pausedUntil(now); ends != 0 {
+		c.diverted.Add(1)
+		return circuit.Token{}, &HeldError{Source: f.cfg.Name, Reason: ReasonOperator, Until: pauseHold(now, ends).Until}
+	}
 	token, ok := f.enter()
 	if !ok && how&noProbe != 0 {
 		c.diverted.Add(1)
@@ -462,8 +462,8 @@ func (f *Func[M]) State() State {
 		st.Tally.Probes += c.probes.Load()
 		st.Tally.Diverted += c.diverted.Load()
 	}
-	if f.paused.Load() {
-		st.Holds = append(st.Holds, Hold{Reason: ReasonOperator, Detail: "paused", ClearedBy: "operator: Resume"})
+	if ends := f.pausedUntil(now); ends != 0 {
+		st.Holds = append(st.Holds, pauseHold(now, ends))
 	}
 	if f.gate != nil {
 		st.Breaker, st.Fleet = f.gate.Breaker.Snapshot(now), f.g.fleetScope(f.gate)
@@ -474,11 +474,21 @@ func (f *Func[M]) State() State {
 	return st
 }
 
-// Pause refuses calls until Resume.
-func (f *Func[M]) Pause() { f.paused.Store(true) }
+// Pause refuses calls for d, or until Resume if d is not above 0.
+func (f *Func[M]) Pause(d time.Duration) { f.paused.Store(int64(pauseEnd(f.g.now(), d))) }
 
 // Resume ends Pause.
-func (f *Func[M]) Resume() { f.paused.Store(false) }
+func (f *Func[M]) Resume() { f.paused.Store(0) }
+
+// pausedUntil is when the pause ends by itself, 0 if there is none any more.
+func (f *Func[M]) pausedUntil(now time.Duration) time.Duration {
+	ends := f.paused.Load()
+	if ends == 0 || int64(now) < ends {
+		return time.Duration(ends)
+	}
+	f.paused.CompareAndSwap(ends, 0)
+	return 0
+}
 
 // ForceOpen opens the breaker, as [Source.ForceOpen].
 func (f *Func[M]) ForceOpen(d time.Duration) error {
@@ -486,6 +496,16 @@ func (f *Func[M]) ForceOpen(d time.Duration) error {
 		return ErrNoBreaker
 	}
 	f.gate.Force(f.g.now(), d, CauseOperator)
+	f.g.sweeper.kick()
+	return nil
+}
+
+// Release ends a ForceOpen, as [Source.Release].
+func (f *Func[M]) Release() error {
+	if f.gate == nil {
+		return ErrNoBreaker
+	}
+	f.gate.Release(f.g.now())
 	f.g.sweeper.kick()
 	return nil
 }

@@ -20,7 +20,7 @@ func TestProtectCountsWhatItRefuses(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
 		g, f := newFunc(t, Policy{}, func(context.Context, int) error { return nil })
 		_ = f.Do(t.Context(), 1)
-		f.Pause()
+		f.Pause(0)
 		if err := f.Do(t.Context(), 2); !errors.Is(err, ErrHeld) {
 			t.Error(err)
 		}

@@ -248,7 +248,7 @@ func TestIntakeResumesBesideStuckMessages(t *testing.T) {
 		ended := make(chan error)
 		feed := s.Feed()
 		go func() { ended <- s.RunFeed(t.Context()) }()
-		s.Pause()
+		s.Pause(0)
 		for m := range 6 { // what the feed leaves of the window
 			if _, err := feed.Put(t.Context(), m); err != nil {
 				t.Fatal(err)

@@ -234,7 +234,7 @@ func TestPause(t *testing.T) {
 		r := newRig(t, Policy{}, Limits{}, ok)
 		r.send(0, 5)
 		synctest.Wait()
-		r.s.Pause()
+		r.s.Pause(0)
 		r.send(5, 10)
 		time.Sleep(time.Hour)
 		if a := r.check(); a.Acked != 5 || a.Held != 5 {
@@ -356,7 +356,7 @@ func TestCloseInEveryState(t *testing.T) {
 		"idle":      {handler: ok},
 		"handling":  {handler: func(*rig, context.Context, int) error { time.Sleep(time.Second); return nil }, grace: time.Minute},
 		"held":      {handler: ok, before: func(r *rig) { _ = r.s.ForceOpen(0) }},
-		"paused":    {handler: ok, before: func(r *rig) { r.s.Pause() }},
+		"paused":    {handler: ok, before: func(r *rig) { r.s.Pause(0) }},
 		"retrying":  {handler: func(*rig, context.Context, int) error { return errDown }},
 		"permanent": {handler: func(*rig, context.Context, int) error { return Permanent(errDown) }},
 		"writer down": {

@@ -412,26 +412,47 @@ func (s *Source[M]) Update(p Policy) error {
 	return err
 }
 
-// Pause holds the source until Resume: an operator's hold, which nothing else
-// clears. What a handler is doing it finishes.
-func (s *Source[M]) Pause() { s.setPaused(true) }
+// Pause holds the source for d, or until Resume if d is not above 0: an operator's
+// hold, which nothing else clears. What a handler is doing it finishes. A later Pause
+// sets another end. The end is noticed within 250 ms.
+func (s *Source[M]) Pause(d time.Duration) {
+	now := s.g.now()
+	s.mu.Lock()
+	s.c.paused, s.c.pauseEnds = true, pauseEnd(now, d)
+	s.unlock(now)
+	args := []any{"source", s.cfg.Name, "reason", CauseOperator}
+	if d > 0 {
+		args = append(args, "for", d)
+	}
+	s.g.journal.say(now, line{slog.LevelInfo, linePaused, s.topic(), false, args})
+	s.g.sweeper.kick()
+	s.nudge()
+}
+
+// pauseEnd is when a pause of d ends by itself: never if d is not above 0.
+func pauseEnd(now, d time.Duration) time.Duration {
+	if d > 0 {
+		return now + min(d, never-now)
+	}
+	return never
+}
 
 // Resume ends Pause. What was held drains at the ramp.
-func (s *Source[M]) Resume() { s.setPaused(false) }
-
-func (s *Source[M]) setPaused(paused bool) {
+func (s *Source[M]) Resume() {
+	now := s.g.now()
 	s.mu.Lock()
-	changed := s.c.paused != paused
-	s.c.paused = paused
-	s.unlock(s.g.now())
-	if changed {
-		text := lineResumed
-		if paused {
-			text = linePaused
-		}
-		s.g.journal.say(s.g.now(), line{slog.LevelInfo, text, s.topic(), false, []any{"source", s.cfg.Name, "reason", CauseOperator}})
-		s.nudge()
+	was := s.c.paused
+	s.c.paused = false
+	s.unlock(now)
+	if was {
+		s.resumed(now, CauseOperator)
 	}
+}
+
+// resumed tells the loop and the log that a pause is over.
+func (s *Source[M]) resumed(now time.Duration, reason string) {
+	s.g.journal.say(now, line{slog.LevelInfo, lineResumed, s.topic(), false, []any{"source", s.cfg.Name, "reason", reason}})
+	s.nudge()
 }
 
 // CauseOperator is the breaker's cause when a person forced it.
@@ -455,6 +476,17 @@ func (s *Source[M]) ForceClosed() error {
 		return ErrNoBreaker
 	}
 	s.c.gate.ForceClosed(s.g.now(), CauseOperator)
+	s.gateChanged()
+	return nil
+}
+
+// Release ends a ForceOpen before its time: the breaker is half-open and probes. It
+// does nothing to a breaker that is not forced open.
+func (s *Source[M]) Release() error {
+	if s.c.gate == nil {
+		return ErrNoBreaker
+	}
+	s.c.gate.Release(s.g.now())
 	s.gateChanged()
 	return nil
 }
@@ -554,7 +586,7 @@ func (s *Source[M]) state(now time.Duration, fleet breaker.FleetScope) (st State
 		hold(s.ending.reason, 0, "ended", "a new source")
 	}
 	if c.paused {
-		hold(ReasonOperator, 0, "paused", "operator: Resume")
+		st.Holds = append(st.Holds, pauseHold(now, c.pauseEnds))
 	}
 	if st.Storm.Active {
 		hold(ReasonStorm, 0, st.Storm.String(), "the storm detector, when rate and age are back")
@@ -605,6 +637,13 @@ func (s *Source[M]) state(now time.Duration, fleet breaker.FleetScope) (st State
 		hold(ReasonBackpressure, 0, "window full", "the messages in it")
 	}
 	return st, whys
+}
+
+func pauseHold(now, ends time.Duration) Hold {
+	if ends == never {
+		return Hold{ReasonOperator, "paused", 0, "operator: Resume"}
+	}
+	return Hold{ReasonOperator, "paused", max(1, ends-now), "operator: Resume; time"}
 }
 
 func breakerHold(b breaker.Snapshot, f breaker.FleetScope, base, now time.Duration) Hold {

@@ -292,7 +292,7 @@ func TestEndWaitsForPortCalls(t *testing.T) {
 					t.Fatal(err)
 				}
 				if c.paused {
-					s.Pause()
+					s.Pause(0)
 				}
 				in, ended := make(chan int, 1), make(chan error, 1)
 				if c.handler == nil {

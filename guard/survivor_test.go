@@ -173,7 +173,7 @@ func TestWindowBytesIsABound(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				s.Pause()
+				s.Pause(0)
 				in := make(chan int)
 				go func() { _ = s.Run(t.Context(), in) }()
 				taken := 0

@@ -141,13 +141,20 @@ func (s *Source[M]) sweep(now time.Duration) (moving bool) {
 	}
 	s.seen.storm = now + stormEvery
 	s.mu.Lock()
+	resumed := s.c.paused && now >= s.c.pauseEnds
+	if resumed {
+		s.c.paused = false
+	}
 	late, changed := s.c.sweep(now, nil)
 	storm := s.c.storm.Storm()
-	moving = moving || s.c.unsettled() > 0 || storm.Active || !s.c.closed()
+	moving = moving || s.c.unsettled() > 0 || storm.Active || !s.c.closed() || s.c.paused && s.c.pauseEnds != never
 	s.unlock(now)
 	s.seen.detected = storm
 	for _, ctx := range late {
 		ctx.end(context.DeadlineExceeded, ErrTimeout)
+	}
+	if resumed {
+		s.resumed(now, "time")
 	}
 	if changed {
 		s.g.journal.storm(now, s.cfg, s.stormKey, false, storm.Active, storm.String())

@@ -147,7 +147,7 @@ func TestUpdateOfTheWindow(t *testing.T) {
 				}
 			})
 			for _, window := range []int{1024, 512, 64, 2048, 16, 1024} {
-				s.Pause()
+				s.Pause(0)
 				time.Sleep(time.Second)
 				before := s.Account()
 				policy.Window = window
@@ -204,7 +204,7 @@ func TestHeldFeedFillsTheWindow(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			s.Pause()
+			s.Pause(0)
 			feed, ended := s.Feed(), make(chan error)
 			go func() { ended <- s.RunFeed(t.Context()) }()
 			var reader sync.WaitGroup

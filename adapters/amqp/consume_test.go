@@ -368,7 +368,7 @@ func TestAPauseOutlivesTheChannel(t *testing.T) {
 	var l lines
 	var rec record
 	c := r.consumeBy(l.dialer(r.url()), g, rec.handle, WithConsumerTimeout(2*time.Second))
-	adaptertest.Source(t, g, r.queue).Pause()
+	adaptertest.Source(t, g, r.queue).Pause(0)
 	r.publish(0, 20)
 	adaptertest.Eventually(t, "delivered", func() bool { return l.unacked() == 20 })
 	adaptertest.Eventually(t, "closed", func() bool { return l.unacked() == 0 })

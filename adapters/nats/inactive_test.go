@@ -74,7 +74,7 @@ func TestHoldKeepsTheConsumer(t *testing.T) {
 			}
 			src := adaptertest.Source(t, g, "S/C")
 			if c.empty {
-				src.Pause()
+				src.Pause(0)
 			} else if err := src.ForceOpen(0); err != nil {
 				t.Fatal(err)
 			}

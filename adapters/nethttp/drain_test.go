@@ -212,7 +212,7 @@ func TestNextHoldIsNotOvertaken(t *testing.T) {
 		tr.replayed()
 		_ = r.g.Source("http").ForceOpen(time.Hour)
 		r.want(r.post("first"), http.StatusAccepted)
-		r.g.Source("http/held").Pause()
+		r.g.Source("http/held").Pause(0)
 		_ = r.g.Source("http").ForceClosed()
 		r.want(r.post("second"), http.StatusAccepted)
 		r.g.Source("http/held").Resume()
@@ -268,7 +268,7 @@ func TestWaitingHoldIsNotOvertaken(t *testing.T) {
 		r := newRig(t, quick, Config{})
 		_ = r.g.Source("http").ForceOpen(time.Second)
 		r.want(r.post("0"), http.StatusAccepted)
-		r.g.Source("http/held").Pause()
+		r.g.Source("http/held").Pause(0)
 		_ = r.g.Source("http").ForceClosed()
 		for i := range 60 {
 			time.Sleep(time.Second)

@@ -174,7 +174,7 @@ func TestLiveProbesWhenHeldDoNot(t *testing.T) {
 		r.breakIt()
 		r.want(r.post("held"), 202)
 		synctest.Wait()
-		r.g.Source("http/held").Pause()
+		r.g.Source("http/held").Pause(0)
 		r.s.setDown(false)
 		start := time.Now()
 		for r.state().Breaker.State != breaker.Closed {

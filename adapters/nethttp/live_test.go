@@ -54,7 +54,7 @@ func TestRefused(t *testing.T) {
 			t.Errorf("forced open without end: Retry-After %s", got)
 		}
 		_ = r.g.Source("pay").ForceClosed()
-		r.g.Source("pay").Pause()
+		r.g.Source("pay").Pause(0)
 		if res := r.want(r.get(), 503); res.Header.Get("Retry-After") != "10" || res.Header.Get(HeaderReason) != "operator" {
 			t.Errorf("paused: %s", res.Header)
 		}
@@ -336,7 +336,7 @@ func TestOwnAnswers(t *testing.T) {
 			r.want(r.get(), 500) // no failure, says the user
 		}
 		r.s.setDown(false)
-		r.g.Source("http").Pause()
+		r.g.Source("http").Pause(0)
 		if res := r.want(r.get(), 599); res.Header.Get("Retry-After") != "" || res.Header.Get("Content-Type") != "" {
 			t.Error(res.Header) // or the plain answer follows it
 		}
@@ -356,7 +356,7 @@ func TestOwnRefusalThatSaysNothing(t *testing.T) {
 		r := newRig(t, quick, Config{}, WithRefusal(func(w http.ResponseWriter, _ *http.Request, _ Refusal) {
 			w.Header().Set("Retry-After", "7")
 		}))
-		r.g.Source("http").Pause()
+		r.g.Source("http").Pause(0)
 		if res := r.want(r.get(), 503); res.Header.Get("Retry-After") != "7" || res.Header.Get(HeaderReason) != "operator" {
 			t.Error(res.Header)
 		}

@@ -163,7 +163,7 @@ func (l *life) do(o op) {
 	case "take acks":
 		l.b.RefuseAcks(queueName, nil)
 	case "pause":
-		each(guard.Control.Pause)
+		each(func(c guard.Control) { c.Pause(0) })
 	case "resume":
 		each(guard.Control.Resume)
 	case "force open":

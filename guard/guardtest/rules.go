@@ -176,7 +176,7 @@ var basics = []rule{
 			x.start()
 			x.handled(20)
 			s := x.source()
-			s.Pause()
+			s.Pause(0)
 			x.quietly(30, s.Resume)
 		},
 	},
@@ -188,7 +188,7 @@ var basics = []rule{
 			x.start()
 			x.handled(20)
 			s := x.source()
-			s.Pause()
+			s.Pause(0)
 			unsettled := func() int {
 				a := s.Account()
 				return a.Waiting + a.Processing + a.Settling + a.Held + a.RetryWait
@@ -290,7 +290,7 @@ var basics = []rule{
 			x.start()
 			x.handled(20)
 			s := x.source()
-			s.Pause()
+			s.Pause(0)
 			x.publish(20)
 			time.Sleep(3 * wait)
 			s.Resume()
@@ -460,7 +460,7 @@ var basics = []rule{
 		x.publish(20)
 		x.start()
 		x.handled(20)
-		x.source().Pause()
+		x.source().Pause(0)
 		x.publish(20)
 		x.pass(time.Second, 500*time.Millisecond)
 		x.ends(func() {})
@@ -600,7 +600,7 @@ func ended(x *run) {
 	x.publish(20)
 	x.start()
 	x.handled(20)
-	x.source().Pause()
+	x.source().Pause(0)
 	x.publish(10 * x.policy.Window)
 	x.pass(10*time.Second, time.Second)
 	x.returned = true
