@@ -13,6 +13,7 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/escrow"
 	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 	"github.com/stormguard-mq/stormguard/internal/gossip"
+	"github.com/stormguard-mq/stormguard/internal/operator"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
@@ -121,7 +122,7 @@ func (p *Process) Evict(ctx context.Context, number uint64, name string) (uint64
 
 // asker is who asks, for the log of the configuration.
 func (p *Process) asker(ctx context.Context) string {
-	if who, ok := askedBy(ctx); ok {
+	if who, ok := operator.From(ctx); ok {
 		return who.String() + " at " + p.self.Name
 	}
 	return p.self.Name
@@ -210,7 +211,7 @@ const maxText = 128
 
 // signed ends a text of the journal with the operator who asked, if one did.
 func signed(ctx context.Context, text string) string {
-	who, ok := askedBy(ctx)
+	who, ok := operator.From(ctx)
 	if !ok {
 		return text
 	}

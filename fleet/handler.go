@@ -15,8 +15,19 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/escrow"
 	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 	"github.com/stormguard-mq/stormguard/internal/gossip"
+	"github.com/stormguard-mq/stormguard/internal/operator"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
+
+// A Token admits an operator to [Process.Handler]: the request carries
+// "Authorization: Bearer SECRET".
+type Token struct {
+	// Name says whose token it is, in logs and in the journal. Up to 32 bytes count.
+	Name string
+
+	// Secret has at least 16 bytes. A shorter one admits nobody, and is logged.
+	Secret string
+}
 
 // Handler serves what an operator asks of a fleet, by any one of its processes; the
 // fleet command speaks to it. Whoever may call it can change limits and evict members.
@@ -47,8 +58,8 @@ import (
 // http.StripPrefix.
 func (p *Process) Handler(tokens ...Token) http.Handler {
 	mux := http.NewServeMux()
-	mux.HandleFunc("GET /status", func(w http.ResponseWriter, _ *http.Request) { answer(w, http.StatusOK, p.Status()) })
-	mux.HandleFunc("GET /journal", func(w http.ResponseWriter, _ *http.Request) { answer(w, http.StatusOK, p.Journal()) })
+	mux.HandleFunc("GET /status", func(w http.ResponseWriter, _ *http.Request) { operator.Answer(w, http.StatusOK, p.Status()) })
+	mux.HandleFunc("GET /journal", func(w http.ResponseWriter, _ *http.Request) { operator.Answer(w, http.StatusOK, p.Journal()) })
 	mux.HandleFunc("POST /evict", func(w http.ResponseWriter, r *http.Request) {
 		name := r.URL.Query().Get("name")
 		if name == "" {
@@ -81,7 +92,11 @@ func (p *Process) Handler(tokens ...Token) http.Handler {
 		p.choose(w, r, "set", p.before(change), func(ctx context.Context) (uint64, error) { return p.Set(ctx, in) }, "after", audited(change.String()))
 	})
 	p.serveQuarantine(mux)
-	return newAccess(p, tokens).guard(mux)
+	held := make([]operator.Token, len(tokens))
+	for i, t := range tokens {
+		held[i] = operator.Token(t)
+	}
+	return operator.New("fleet", p.log, held).Guard(mux)
 }
 
 const (
@@ -93,16 +108,16 @@ const (
 func (p *Process) choose(w http.ResponseWriter, r *http.Request, what, before string, ask func(context.Context) (uint64, error), more ...any) {
 	ctx, cancel := context.WithTimeout(r.Context(), chooseFor)
 	defer cancel()
-	who, _ := askedBy(ctx)
+	who, _ := operator.From(ctx)
 	number, err := ask(ctx)
-	line := append([]any{"who", who.remote, "token", who.token, "what", audited(what), "before", before}, more...)
+	line := append([]any{"who", who.Remote, "token", who.Token, "what", audited(what), "before", before}, more...)
 	if err != nil {
 		p.log.Warn("fleet: an operator's change was not made", append(line, "error", err)...)
 		refuse(w, err)
 		return
 	}
 	p.log.Info("fleet: an operator's change was made", append(line, "number", number)...)
-	answer(w, http.StatusOK, map[string]uint64{"number": number})
+	operator.Answer(w, http.StatusOK, map[string]uint64{"number": number})
 }
 
 // maxAudited bounds a text in the log, in bytes: a change may name thousands of keys.
@@ -163,16 +178,5 @@ func refuse(w http.ResponseWriter, err error) {
 		status = http.StatusGatewayTimeout
 	}
 	body["error"] = err.Error()
-	answer(w, status, body)
-}
-
-func answer(w http.ResponseWriter, status int, v any) {
-	b, err := json.Marshal(v)
-	if err != nil {
-		http.Error(w, err.Error(), http.StatusInternalServerError)
-		return
-	}
-	w.Header().Set("Content-Type", "application/json")
-	w.WriteHeader(status)
-	_, _ = w.Write(append(b, '\n'))
+	operator.Answer(w, status, body)
 }

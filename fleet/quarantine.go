@@ -12,6 +12,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/internal/fleetstate"
+	"github.com/stormguard-mq/stormguard/internal/operator"
 )
 
 // Quarantine is the fleet's list of rules about messages that no process is to handle,
@@ -104,7 +105,7 @@ func (p *Process) quarantined() []Quarantined {
 
 // serveQuarantine answers about the list; who may ask is decided before.
 func (p *Process) serveQuarantine(mux *http.ServeMux) {
-	mux.HandleFunc("GET /quarantine", func(w http.ResponseWriter, _ *http.Request) { answer(w, http.StatusOK, p.quarantined()) })
+	mux.HandleFunc("GET /quarantine", func(w http.ResponseWriter, _ *http.Request) { operator.Answer(w, http.StatusOK, p.quarantined()) })
 	mux.HandleFunc("POST /quarantine", func(w http.ResponseWriter, r *http.Request) {
 		var in QuarantineRequest
 		d := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxBody))
@@ -117,26 +118,26 @@ func (p *Process) serveQuarantine(mux *http.ServeMux) {
 			refuse(w, fmt.Errorf("%w: body: %w", fleetstate.ErrConfig, err))
 			return
 		}
-		who, _ := askedBy(r.Context())
-		line := []any{"who", who.remote, "token", who.token, "by", audited(in.By), "rule", audited(in.Rule), "remove", in.Remove, "why", audited(in.Why)}
+		who, _ := operator.From(r.Context())
+		line := []any{"who", who.Remote, "token", who.Token, "by", audited(in.By), "rule", audited(in.Rule), "remove", in.Remove, "why", audited(in.Why)}
 		if err := p.changeQuarantine(in, who); err != nil {
 			p.log.Warn("fleet: an operator's change of the quarantine was not made", append(line, "error", err)...)
 			refuse(w, fmt.Errorf("%w: %w", fleetstate.ErrConfig, err))
 			return
 		}
 		p.log.Info("fleet: an operator's change of the quarantine was made", line...)
-		answer(w, http.StatusOK, p.quarantined())
+		operator.Answer(w, http.StatusOK, p.quarantined())
 	})
 }
 
-func (p *Process) changeQuarantine(in QuarantineRequest, who operator) error {
+func (p *Process) changeQuarantine(in QuarantineRequest, who operator.Who) error {
 	rule, err := dlq.ParseRule(in.Rule)
 	if err != nil {
 		return err
 	}
 	by := in.By
-	if who.token != "" {
-		by = who.token
+	if who.Token != "" {
+		by = who.Token
 	}
 	if in.Remove {
 		return p.rules.Remove(rule, by)

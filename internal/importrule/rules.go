@@ -69,7 +69,7 @@ var inside = []string{"internal/crdt", "internal/escrow", "internal/fleetstate",
 
 // linked are the rooms that end up in a user's program: those, and what they need
 // below internal.
-var linked = slices.Concat(shipped, inside, []string{"internal/circuit", "internal/mark", "internal/ringbuf/...", "internal/registers", "internal/scope"})
+var linked = slices.Concat(shipped, inside, []string{"internal/circuit", "internal/mark", "internal/ringbuf/...", "internal/operator", "internal/registers", "internal/scope"})
 
 // programs are the rooms with a main package.
 var programs = []string{"cmd/stormguard", "examples", "chaos"}
@@ -85,8 +85,9 @@ var Ours = Rules{
 			Path: "cmd/stormguard/internal/liveness", May: []string{"guard", "breaker", "dlq"},
 			Why: "runs the guard that ships on virtual time, which Go has in testing/synctest only; the broker and the dependency are its own",
 		},
+		{Path: "internal/operator", Why: "who may ask a handler that operators use; fleet and console have one each"},
 		{
-			Path: "console", May: []string{"guard", "dlq", "dlq/redrive"}, MayTest: []string{"guard/guardtest"},
+			Path: "console", May: []string{"guard", "dlq", "dlq/redrive", "internal/operator"}, MayTest: []string{"guard/guardtest"},
 			Why: "the console shows what guard and dlq decided and starts redrives; it decides nothing and knows no broker",
 		},
 		{
@@ -128,7 +129,7 @@ var Ours = Rules{
 		},
 
 		{
-			Path: "fleet", May: slices.Concat([]string{"fleet/register", "limiter", "breaker", "dlq", "internal/circuit"}, inside),
+			Path: "fleet", May: slices.Concat([]string{"fleet/register", "limiter", "breaker", "dlq", "internal/circuit", "internal/operator"}, inside),
 			MayTest: []string{"guard"},
 			Why:     "the one front of a fleet: it puts the parts together with sockets and goroutines; guards get what it makes, and do not know it",
 		},

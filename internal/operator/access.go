@@ -1,13 +1,16 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package fleet
+// Package operator decides who may ask a handler that operators use, and says who does.
+package operator
 
 import (
 	"context"
 	"crypto/sha256"
 	"crypto/subtle"
+	"encoding/json"
 	"fmt"
+	"log/slog"
 	"mime"
 	"net"
 	"net/http"
@@ -17,7 +20,7 @@ import (
 	"time"
 )
 
-// A Token admits an operator to [Process.Handler]: the request carries
+// A Token admits an operator to a handler: the request carries
 // "Authorization: Bearer SECRET".
 type Token struct {
 	// Name says whose token it is, in logs and in the journal. Up to 32 bytes count.
@@ -33,9 +36,10 @@ const (
 	refuseEvery  = time.Second // between two log lines about requests that were refused
 )
 
-// access decides who may ask a handler. It is safe for concurrent use.
-type access struct {
-	p      *Process
+// Access decides who may ask a handler. It is safe for concurrent use.
+type Access struct {
+	log    *slog.Logger
+	room   string // the package whose handler it is, in errors and log lines
 	tokens []heldToken
 	cross  *http.CrossOriginProtection
 
@@ -50,11 +54,17 @@ type heldToken struct {
 	hash [sha256.Size]byte
 }
 
-func newAccess(p *Process, tokens []Token) *access {
-	a := &access{p: p, cross: http.NewCrossOriginProtection()}
+// New returns the rules for the handler of a package:
+//
+// A request that came to a loopback address or a Unix socket needs no token, unless there
+// are some; without one its Host must be a loopback address or localhost. Any other
+// request needs TLS and one of the tokens. A request that may change something must be
+// application/json, and not from a page of another origin.
+func New(room string, log *slog.Logger, tokens []Token) *Access {
+	a := &Access{room: room, log: log, cross: http.NewCrossOriginProtection()}
 	for i, t := range tokens {
 		if len(t.Secret) < minSecret {
-			p.log.Error("fleet: a token of the handler is too short and admits nobody", "token", i, "name", clip(t.Name), "bytes", len(t.Secret), "least", minSecret)
+			log.Error(room+": a token of the handler is too short and admits nobody", "token", i, "name", clip(t.Name), "bytes", len(t.Secret), "least", minSecret)
 		}
 		a.tokens = append(a.tokens, heldToken{clip(t.Name), sha256.Sum256([]byte(t.Secret))})
 	}
@@ -63,31 +73,31 @@ func newAccess(p *Process, tokens []Token) *access {
 
 func clip(name string) string { return name[:min(len(name), maxTokenName)] }
 
-// operator is who asks: the remote address, and the name of the token if there is one.
-type operator struct{ remote, token string }
+// Who asks: the remote address, and the name of the token if there is one.
+type Who struct{ Remote, Token string }
 
-func (o operator) String() string {
-	if o.token == "" {
-		return o.remote
+func (w Who) String() string {
+	if w.Token == "" {
+		return w.Remote
 	}
-	return o.token + " at " + o.remote
+	return w.Token + " at " + w.Remote
 }
 
-type operatorKey struct{}
+type whoKey struct{}
 
-// askedBy is the operator on whose behalf ctx runs; false if a program asks.
-func askedBy(ctx context.Context) (operator, bool) {
-	o, ok := ctx.Value(operatorKey{}).(operator)
-	return o, ok
+// From is the operator on whose behalf ctx runs; false if a program asks.
+func From(ctx context.Context) (Who, bool) {
+	w, ok := ctx.Value(whoKey{}).(Who)
+	return w, ok
 }
 
-// guard refuses requests that may not be made before next sees them.
-func (a *access) guard(next http.Handler) http.Handler {
+// Guard refuses requests that may not be made before next sees them.
+func (a *Access) Guard(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		who := operator{remote: r.RemoteAddr}
+		who := Who{Remote: r.RemoteAddr}
 		status, why := a.judge(r, &who)
 		if status == 0 {
-			next.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), operatorKey{}, who)))
+			next.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), whoKey{}, who)))
 			return
 		}
 		a.say(r, who, status, why)
@@ -95,12 +105,12 @@ func (a *access) guard(next http.Handler) http.Handler {
 			w.Header().Set("WWW-Authenticate", "Bearer")
 		}
 		w.Header().Set("Connection", "close") // an unread body is not worth reading
-		answer(w, status, map[string]string{"error": "process: " + why})
+		Answer(w, status, map[string]string{"error": a.room + ": " + why})
 	})
 }
 
 // judge returns the status that refuses r, or 0. It fills in the token's name.
-func (a *access) judge(r *http.Request, who *operator) (status int, why string) {
+func (a *Access) judge(r *http.Request, who *Who) (status int, why string) {
 	local := cameToLoopback(r)
 	switch {
 	case !local && len(a.tokens) == 0:
@@ -109,7 +119,7 @@ func (a *access) judge(r *http.Request, who *operator) (status int, why string) 
 		return http.StatusForbidden, "this handler is not served on loopback: serve it with TLS"
 	case len(a.tokens) > 0:
 		var ok bool
-		if who.token, ok = a.token(r); !ok {
+		if who.Token, ok = a.token(r); !ok {
 			return http.StatusUnauthorized, "a token is needed: Authorization: Bearer SECRET"
 		}
 	case !localHost(r.Host):
@@ -153,7 +163,7 @@ func localHost(host string) bool {
 }
 
 // token compares with all tokens, in a time that does not depend on which matches.
-func (a *access) token(r *http.Request) (name string, ok bool) {
+func (a *Access) token(r *http.Request) (name string, ok bool) {
 	scheme, secret, _ := strings.Cut(r.Header.Get("Authorization"), " ")
 	hash := sha256.Sum256([]byte(secret))
 	for _, t := range a.tokens {
@@ -165,7 +175,7 @@ func (a *access) token(r *http.Request) (name string, ok bool) {
 }
 
 // say logs a refused request, at most one a second: others decide how many there are.
-func (a *access) say(r *http.Request, who operator, status int, why string) {
+func (a *Access) say(r *http.Request, who Who, status int, why string) {
 	a.mu.Lock()
 	now := time.Now()
 	if now.Sub(a.saidAt) < refuseEvery {
@@ -176,6 +186,18 @@ func (a *access) say(r *http.Request, who operator, status int, why string) {
 	unsaid := a.unsaid
 	a.saidAt, a.unsaid = now, 0
 	a.mu.Unlock()
-	a.p.log.Warn("fleet: a request to the handler was refused", "who", who.String(), "method", r.Method, "path", r.URL.Path,
+	a.log.Warn(a.room+": a request to the handler was refused", "who", who.String(), "method", r.Method, "path", r.URL.Path,
 		"status", status, "why", why, "since_last", unsaid)
+}
+
+// Answer writes v as JSON.
+func Answer(w http.ResponseWriter, status int, v any) {
+	b, err := json.Marshal(v)
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusInternalServerError)
+		return
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(status)
+	_, _ = w.Write(append(b, '\n'))
 }
