@@ -62,7 +62,10 @@ type Hold struct {
 
 // State is a source seen from outside, at one instant.
 type State struct {
-	Source  string
+	Source string
+	// Now is the guard's clock at that instant: Breaker.Since, Breaker.Until and
+	// Storm.Since are of it.
+	Now     time.Duration
 	Ended   bool
 	Holds   []Hold // empty while it simply runs; the first names the strongest
 	Account Account

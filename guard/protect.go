@@ -453,7 +453,7 @@ func (f *Func[M]) Account() Account {
 // State is the function seen from outside.
 func (f *Func[M]) State() State {
 	now := f.g.now()
-	st := State{Source: f.cfg.Name, Ended: f.closed.Load(), Account: f.Account(), Settings: f.policy, Storm: dlq.Storm{}}
+	st := State{Source: f.cfg.Name, Now: now, Ended: f.closed.Load(), Account: f.Account(), Settings: f.policy, Storm: dlq.Storm{}}
 	st.Tally.Received, st.Tally.Acked, st.Tally.Returned = st.Account.Received, st.Account.Acked, st.Account.Returned
 	for i := range f.cells {
 		c := &f.cells[i]

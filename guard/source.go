@@ -566,7 +566,7 @@ func (s *Source[M]) state(now time.Duration, fleet breaker.FleetScope) (st State
 	defer s.mu.Unlock()
 	c := &s.c
 	st = State{
-		Source: s.cfg.Name, Ended: c.ended, Account: s.accountLocked(now), Tally: c.tally,
+		Source: s.cfg.Name, Now: now, Ended: c.ended, Account: s.accountLocked(now), Tally: c.tally,
 		Storm: c.storm.Storm(), Budget: c.budget.Balance(dlq.Exhausted),
 		Window: c.limit(), Room: c.room(), Settings: c.policy, Fleet: fleet, FleetStorm: c.fleetStorm,
 	}

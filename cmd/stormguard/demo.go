@@ -113,6 +113,7 @@ func newDemo() *cobra.Command {
   stormguard demo --url nats://localhost:4222
   stormguard demo --broker rabbitmq --url amqp://localhost:5672/
   stormguard demo --errors unknown
+  stormguard demo --outage 2m --console 127.0.0.1:8790
   stormguard demo --broker kafka --url kafka:9093 --ca ca.pem --sasl scram-sha-512 \
     --user demo --password-file password`,
 		Args: cobra.NoArgs,
@@ -135,6 +136,7 @@ func newDemo() *cobra.Command {
 	choice(&rs, f, &cfg.Errors, "errors", demo.Failures(), "what the handler returns during the outage")
 	accessFlags(&rs, f, &cfg.Access, "speak TLS to Kafka or NATS; --ca and --cert turn it on too (RabbitMQ: amqps:// in --url)", true)
 	f.BoolVar(&cfg.Literal, "literal", false, "keep the guard's own storm thresholds")
+	f.StringVar(&cfg.Console, "console", "", "loopback `address`, such as 127.0.0.1:8790, that serves the console of the guarded run to \"stormguard status\" and the like")
 	f.BoolVar(&cfg.JSON, "json", false, "print one JSON object instead of the table")
 	f.BoolVar(&cfg.NoColor, "no-color", false, "no colours (NO_COLOR and TERM=dumb are respected too)")
 	return cmd

@@ -45,14 +45,31 @@ A handler that listens beyond loopback needs https and --token-file.`
 
 const defaultFleetURL = "http://127.0.0.1:8790"
 
-// operator is what the fleet's commands share: where to ask.
+// operator is what the commands share that ask a process: where to ask.
 type operator struct {
 	url, ca, tokenFile string
 	json               bool
+	server             string // what answers there, in errors
 }
 
+// bind adds the flags that say where to ask.
+func (op *operator) bind(cmd *cobra.Command, url, usage string) {
+	f := cmd.Flags()
+	f.StringVar(&op.url, "url", url, usage)
+	f.StringVar(&op.tokenFile, "token-file", "", "`file` whose first line is NAME SECRET: the token to send")
+	f.StringVar(&op.ca, "ca", "", "PEM `file` of the certificates to trust (default: the system's)")
+}
+
+// refusedError is what a process answered instead of doing what it was asked.
+type refusedError struct {
+	status int
+	text   string
+}
+
+func (e refusedError) Error() string { return e.text }
+
 func newFleet() *cobra.Command {
-	var op operator
+	op := operator{server: "fleet"}
 	var watch bool
 	cmd := &cobra.Command{
 		Use:   "fleet",
@@ -67,9 +84,7 @@ func newFleet() *cobra.Command {
 	asking := []*cobra.Command{newFleetEvict(&op), newFleetSet(&op), newFleetReset(&op), newFleetJournal(&op)}
 	quarantine, rules := newFleetQuarantine(&op)
 	for _, c := range slices.Concat(asking, rules, []*cobra.Command{cmd}) {
-		c.Flags().StringVar(&op.url, "url", defaultFleetURL, "where a process of the fleet serves its handler")
-		c.Flags().StringVar(&op.tokenFile, "token-file", "", "`file` whose first line is NAME SECRET: the token to send")
-		c.Flags().StringVar(&op.ca, "ca", "", "PEM `file` of the certificates to trust (default: the system's)")
+		op.bind(c, defaultFleetURL, "where a process of the fleet serves its handler")
 		c.Flags().BoolVar(&op.json, "json", false, "print what the process answers")
 	}
 	cmd.AddCommand(append(asking, quarantine, newFleetRun(), newFleetKeygen())...)
@@ -334,7 +349,7 @@ func (op *operator) ask(ctx context.Context, method, path string, body, out any)
 	}
 	a, err := client.Do(r)
 	if err != nil {
-		return nil, fmt.Errorf("nobody answers for a fleet at %s: %w", op.url, errors.Unwrap(err))
+		return nil, fmt.Errorf("nobody answers for a %s at %s: %w", op.server, op.url, errors.Unwrap(err))
 	}
 	defer func() { _ = a.Body.Close() }()
 	raw, err := io.ReadAll(io.LimitReader(a.Body, 64<<20))
@@ -346,12 +361,12 @@ func (op *operator) ask(ctx context.Context, method, path string, body, out any)
 			Error string `json:"error"`
 		}
 		if json.Unmarshal(raw, &refused) != nil || refused.Error == "" {
-			return nil, fmt.Errorf("%s answers %s, which no fleet does", op.url, a.Status)
+			return nil, fmt.Errorf("%s answers %s, which no %s does", op.url, a.Status, op.server)
 		}
-		return nil, errors.New(refused.Error)
+		return nil, refusedError{a.StatusCode, refused.Error}
 	}
 	if err := json.Unmarshal(raw, out); err != nil {
-		return nil, fmt.Errorf("%s answers what no fleet does: %w", op.url, err)
+		return nil, fmt.Errorf("%s answers what no %s does: %w", op.url, op.server, err)
 	}
 	return raw, nil
 }

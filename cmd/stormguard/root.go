@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net/http"
 	"os/signal"
 	"syscall"
 
@@ -21,7 +22,9 @@ const (
 	exitOK          = 0
 	exitError       = 1 // an error; the doctor: findings
 	exitUsage       = 2
-	exitUnseen      = 3 // the doctor could not look
+	exitUnseen      = 3 // the doctor could not look; no such source or breaker
+	exitDenied      = 4 // no token, or a wrong one
+	exitPartial     = 6 // an order was carried out for some sources, and not for all
 	exitInterrupted = 130
 )
 
@@ -56,8 +59,14 @@ func run(args []string, stdout, stderr io.Writer) int {
 		fmt.Fprintf(stderr, "See %q.\n", cmd.CommandPath()+" --help")
 		return exitUsage
 	}
-	if errors.As(err, new(lookError)) {
+	refused, _ := errors.AsType[refusedError](err)
+	switch {
+	case errors.As(err, new(lookError)), refused.status == http.StatusNotFound:
 		return exitUnseen
+	case refused.status == http.StatusUnauthorized, refused.status == http.StatusForbidden:
+		return exitDenied
+	case errors.As(err, new(partialError)):
+		return exitPartial
 	}
 	return exitError
 }
@@ -74,5 +83,6 @@ failing dependency from becoming a dead-letter storm. "stormguard demo" shows it
 		PersistentPreRun: func(*cobra.Command, []string) { *begun = true },
 	}
 	root.AddCommand(newDemo(), newDoctor(), newFleet(), newSimulate(), newVersion())
+	root.AddCommand(newOperate()...)
 	return root
 }

@@ -43,6 +43,11 @@ type Access struct {
 	tokens []heldToken
 	cross  *http.CrossOriginProtection
 
+	// OnRefused, if set before the first request, is told of refused requests, one a
+	// second at most: who, what was asked, why it was refused, and how many others were
+	// since the last call.
+	OnRefused func(who Who, asked, why string, others int)
+
 	mu     sync.Mutex
 	saidAt time.Time
 	unsaid int // refused since
@@ -188,6 +193,9 @@ func (a *Access) say(r *http.Request, who Who, status int, why string) {
 	a.mu.Unlock()
 	a.log.Warn(a.room+": a request to the handler was refused", "who", who.String(), "method", r.Method, "path", r.URL.Path,
 		"status", status, "why", why, "since_last", unsaid)
+	if a.OnRefused != nil {
+		a.OnRefused(who, r.Method+" "+r.URL.Path, why, unsaid)
+	}
 }
 
 // Answer writes v as JSON.

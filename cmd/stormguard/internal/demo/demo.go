@@ -33,6 +33,8 @@ type Config struct {
 	Literal               bool // the guard's own storm thresholds
 	Errors                Failure
 
+	Console string // address that serves the guarded run's console; empty: none
+
 	JSON    bool
 	NoColor bool
 }
@@ -115,7 +117,7 @@ func play(ctx context.Context, cfg Config, b broker, v view) (o outcome, err err
 	if o.unguarded, err = stage(ctx, cfg, b, unguarded{on}, v); err != nil {
 		return o, fmt.Errorf("unguarded run: %w", err)
 	}
-	if o.guarded, err = stage(ctx, cfg, b, newGuarded(on, cfg.Literal), v); err != nil {
+	if o.guarded, err = stage(ctx, cfg, b, newGuarded(on, cfg.Literal, cfg.Console), v); err != nil {
 		return o, fmt.Errorf("guarded run: %w", err)
 	}
 	return o, nil

@@ -142,7 +142,7 @@ func exercise(ctx context.Context, t *testing.T, p plumbing, way string) {
 	}
 	var s side = unguarded{}
 	if way == "guarded" {
-		s = newGuarded(platform{}, false)
+		s = newGuarded(platform{}, false, "")
 	}
 	start := time.Now()
 	consuming, stop := context.WithCancel(ctx)

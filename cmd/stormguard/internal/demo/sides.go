@@ -6,11 +6,15 @@ package demo
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
+	"net"
+	"net/http"
 	"sync/atomic"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/console"
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
 )
@@ -51,11 +55,12 @@ func (unguarded) consume(ctx context.Context, p plumbing, handle handler) error 
 type guarded struct {
 	on      platform
 	literal bool
+	console string                       // the address that serves it, if any
 	running *atomic.Pointer[guard.Guard] // while consume runs
 }
 
-func newGuarded(on platform, literal bool) guarded {
-	return guarded{on: on, literal: literal, running: new(atomic.Pointer[guard.Guard])}
+func newGuarded(on platform, literal bool, console string) guarded {
+	return guarded{on: on, literal: literal, console: console, running: new(atomic.Pointer[guard.Guard])}
 }
 
 func (guarded) name() string  { return "guarded" }
@@ -83,7 +88,31 @@ func (s guarded) consume(ctx context.Context, p plumbing, handle handler) (err e
 		_, closeErr := g.Close(end)
 		err = errors.Join(err, closeErr)
 	}()
+	stop, err := s.serve(g)
+	if err != nil {
+		return err
+	}
+	defer stop()
 	return p.guarded(ctx, g, handle)
+}
+
+// serve serves the console of the guard until stop is called.
+func (s guarded) serve(g *guard.Guard) (stop func(), err error) {
+	if s.console == "" {
+		return func() {}, nil
+	}
+	c, err := console.New(console.Config{Process: "demo"}, g)
+	if err != nil {
+		return nil, err
+	}
+	l, err := net.Listen("tcp", s.console) //nolint:noctx // it opens at once or not
+	if err != nil {
+		return nil, fmt.Errorf("--console %q: %w", s.console, err)
+	}
+	server := &http.Server{Handler: c, ReadHeaderTimeout: time.Second}
+	served := make(chan struct{})
+	go func() { defer close(served); _ = server.Serve(l) }()
+	return func() { _ = server.Close(); <-served }, nil
 }
 
 func (s guarded) look() look {

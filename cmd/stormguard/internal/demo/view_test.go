@@ -35,7 +35,7 @@ func frames(guarded bool) (out []sample) {
 func TestLines(t *testing.T) {
 	var b bytes.Buffer
 	v := newView(&b, Config{})
-	for _, s := range []side{unguarded{onNATS}, newGuarded(onNATS, false)} {
+	for _, s := range []side{unguarded{onNATS}, newGuarded(onNATS, false, "")} {
 		v.begin(s)
 		for _, x := range frames(s.name() == "guarded") {
 			v.show(x)
@@ -63,7 +63,7 @@ guarded     5.0s  recovery  handled   1,000 (0/s)  failed      20 (0/s)  dead le
 func TestPicture(t *testing.T) {
 	all := frames(true)[:25]
 	var b strings.Builder
-	for _, l := range picture(Config{WarmUp: time.Second, Outage: 2 * time.Second, After: time.Second}, newGuarded(onNATS, false), 2, all, 79) {
+	for _, l := range picture(Config{WarmUp: time.Second, Outage: 2 * time.Second, After: time.Second}, newGuarded(onNATS, false, ""), 2, all, 79) {
 		b.WriteString(l.render(79, style{}) + "\n")
 	}
 	const want = ` stormguard demo  run 2 of 2  guarded  guardnats.Consume(ctx, g, c, handle)

@@ -1,0 +1,447 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"bufio"
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"net/http"
+	"net/url"
+	"os"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+	"golang.org/x/term"
+
+	"github.com/stormguard-mq/stormguard/console"
+)
+
+const defaultConsoleURL = "http://127.0.0.1:8790"
+
+// consoleURL names the process in the environment, for all commands of a shell.
+const consoleURL = "STORMGUARD_URL"
+
+const operateLong = `
+
+--url, or $STORMGUARD_URL, is where the process serves its console: package
+console, or "stormguard demo --console". An address beyond loopback needs https
+and --token-file. The exit status is 0 when all was done, 1 on an error, 2 for a
+mistake on the command line, 3 when no such source or breaker is there, 4 without
+the right token, 6 when it was done for some sources only.`
+
+// looks are the forms in which a command prints what it was told.
+type looks string
+
+func allLooks() []looks { return []looks{"table", "json", "jsonl"} }
+
+// operate is what the commands share that speak to a console.
+type operate struct {
+	operator
+
+	output looks
+	rs     ranges
+
+	// Of the commands that change something.
+	order console.Order
+	lasts time.Duration
+	why   string
+	yes   bool
+	dry   bool
+}
+
+// partialError is an order that was carried out for some sources only.
+type partialError struct{ error }
+
+// newOperate is all commands that speak to a console.
+func newOperate() []*cobra.Command {
+	source := &cobra.Command{
+		Use: "source", Short: "See and change the sources of a process: partitions, queues, consumers",
+		Args: cobra.NoArgs, RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	}
+	source.AddCommand(
+		newSourceList(), newSourceShow(),
+		newOrder(console.Pause, "pause NAME...", "Hold sources; by themselves they go on after --for"),
+		newOrder(console.Resume, "resume NAME...", "End a pause"),
+		newOrder(console.DeadLetter, "deadletter NAME...", "Dead-letter messages that failed and wait, without a credit"),
+	)
+	brk := &cobra.Command{
+		Use: "breaker", Short: "See and force the breakers of a process",
+		Args: cobra.NoArgs, RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	}
+	brk.AddCommand(
+		newBreakerList(),
+		newOrder(console.Open, "open NAME...", "Force breakers open; after --for they probe"),
+		newOrder(console.Close, "close NAME...", "Close breakers now; they judge anew from there"),
+		newOrder(console.Release, "auto NAME...", "End a force: the breakers probe"),
+	)
+	return []*cobra.Command{
+		newStatus(), source, brk,
+		newOrder(console.Credits, "credits NAME...", "Grant sources DLQ credits: leave to dead-letter so many messages more"),
+		newAudit(),
+	}
+}
+
+// command finishes a command that asks a console.
+func (o *operate) command(cmd *cobra.Command, run func(cmd *cobra.Command, args []string) error) *cobra.Command {
+	o.server, o.output = "console", "table"
+	o.bind(cmd, cmp.Or(os.Getenv(consoleURL), defaultConsoleURL), "where the process serves its console")
+	var output pflag.FlagSet
+	choice(&o.rs, &output, &o.output, "output", allLooks(), "how to print")
+	output.VisitAll(func(f *pflag.Flag) {
+		f.Shorthand = "o"
+		cmd.Flags().AddFlag(f)
+	})
+	cmd.Long = cmp.Or(cmd.Long, cmd.Short+".") + operateLong
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		if err := o.rs.check(); err != nil {
+			return usageError{err}
+		}
+		return run(cmd, args)
+	}
+	return cmd
+}
+
+func newStatus() *cobra.Command {
+	var o operate
+	return o.command(&cobra.Command{
+		Use: "status", Short: "What is held, why, and who may clear it", Args: cobra.NoArgs,
+	}, func(cmd *cobra.Command, _ []string) error {
+		var st console.Status
+		raw, err := o.ask(cmd.Context(), http.MethodGet, "status", nil, &st)
+		if err != nil {
+			return err
+		}
+		return show(&o, cmd, raw, []console.Status{st}, func(w io.Writer) error {
+			fmt.Fprintf(w, "%s: %s, %d held, %d in a storm, %d paused; %s not closed; %s in hand, %s\n", st.Process,
+				count(st.Sources, "source"), st.Held, st.Storms, st.Paused, count(st.Breakers, "breaker"), count(st.Unsettled, "message"),
+				count(int(min(st.DeadLettered, math.MaxInt32)), "dead letter"))
+			if len(st.Attention) == 0 {
+				return nil
+			}
+			fmt.Fprintln(w)
+			return table(w, "SOURCE\tWHY\tDETAIL\tFOR AT LEAST\tCLEARED BY", func(row func(...any)) {
+				for _, a := range st.Attention {
+					row(a.Source, a.Reason, a.Detail, seconds(a.Until), a.ClearedBy)
+				}
+			})
+		})
+	})
+}
+
+func newSourceList() *cobra.Command {
+	var o operate
+	return o.command(&cobra.Command{
+		Use: "list [NAME]", Short: "List sources; NAME may end with * for all that begin so", Args: cobra.MaximumNArgs(1),
+	}, func(cmd *cobra.Command, args []string) error {
+		all, raw, err := lookup[console.Source](cmd.Context(), &o, "sources", args)
+		if err != nil {
+			return err
+		}
+		return show(&o, cmd, raw, all, func(w io.Writer) error {
+			return table(w, "SOURCE\tGROUP\tSTATE\tBREAKER\tIN HAND\tHELD\tRETRY\tACKED\tDEAD LETTERS\tCREDITS\tOLDEST", func(row func(...any)) {
+				for _, s := range all {
+					row(s.Name, s.Group, s.State, s.Breaker.State, inHand(s), s.Holding, s.RetryWait, s.Acked, s.DeadLettered,
+						fmt.Sprintf("%.1f", s.Credits), seconds(s.OldestAge))
+				}
+			})
+		})
+	})
+}
+
+func inHand(s console.Source) int {
+	return s.Waiting + s.Processing + s.Settling + s.Holding + s.RetryWait
+}
+
+func newSourceShow() *cobra.Command {
+	var o operate
+	return o.command(&cobra.Command{
+		Use: "show NAME", Short: "Show one source: its holds, messages by state, breaker and storm readings", Args: cobra.ExactArgs(1),
+	}, func(cmd *cobra.Command, args []string) error {
+		all, raw, err := lookup[console.Source](cmd.Context(), &o, "sources", args)
+		if err != nil {
+			return err
+		}
+		return show(&o, cmd, raw, all, func(w io.Writer) error {
+			for _, s := range all {
+				if err := showSource(w, s); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+	})
+}
+
+func showSource(w io.Writer, s console.Source) error {
+	fmt.Fprintf(w, "%s, group %s: %s\n", s.Name, s.Group, s.State)
+	for _, h := range s.Holds {
+		fmt.Fprintf(w, "  held by %s: %s", h.Reason, h.Detail)
+		if h.Until > 0 {
+			fmt.Fprintf(w, "; for at least %s", seconds(h.Until))
+		}
+		fmt.Fprintf(w, "; cleared by %s\n", h.ClearedBy)
+	}
+	return table(w, "", func(row func(...any)) {
+		row("  messages", fmt.Sprintf("%d waiting, %d processing, %d settling, %d held, %d waiting to be tried again; room for %d of %d",
+			s.Waiting, s.Processing, s.Settling, s.Holding, s.RetryWait, s.Room, s.Window))
+		row("  since it began", fmt.Sprintf("%d received, %d acked, %d calls failed, %d dead-lettered, %d in quarantine, %d returned",
+			s.Received, s.Acked, s.Failures, s.DeadLettered, s.Quarantined, s.Returned))
+		row("  oldest message", seconds(s.OldestAge))
+		row("  DLQ credits", fmt.Sprintf("%.1f", s.Credits))
+		row("  breaker", breakerText(s.Breaker))
+		row("  storm", fmt.Sprintf("%s: error rate %.1f %%, %d attempts, age %s", map[bool]string{true: "yes", false: "no"}[s.Storm.Active],
+			100*s.Storm.ErrorRate, s.Storm.Attempts, seconds(s.Storm.Age)))
+	})
+}
+
+func breakerText(b console.Breaker) string {
+	if b.Name == "" {
+		return "none"
+	}
+	text := fmt.Sprintf("%s: %s for %s, failures %.1f %%", b.Name, b.State, seconds(b.Since), 100*b.Ratio)
+	if b.Cause != "" {
+		text += ", cause " + b.Cause
+	}
+	if b.Forced {
+		text += ", by force"
+	}
+	return text
+}
+
+func newBreakerList() *cobra.Command {
+	var o operate
+	return o.command(&cobra.Command{
+		Use: "list [NAME]", Short: "List breakers; NAME may end with * for all that begin so", Args: cobra.MaximumNArgs(1),
+	}, func(cmd *cobra.Command, args []string) error {
+		all, raw, err := lookup[console.Breaker](cmd.Context(), &o, "breakers", args)
+		if err != nil {
+			return err
+		}
+		return show(&o, cmd, raw, all, func(w io.Writer) error {
+			return table(w, "BREAKER\tGROUP\tSTATE\tSINCE\tCAUSE\tFORCED\tFAILURES\tSOURCES", func(row func(...any)) {
+				for _, b := range all {
+					row(b.Name, b.Group, b.State, seconds(b.Since), cmp.Or(b.Cause, "-"), b.Forced, fmt.Sprintf("%.1f %%", 100*b.Ratio), len(b.Sources))
+				}
+			})
+		})
+	})
+}
+
+func newAudit() *cobra.Command {
+	var o operate
+	return o.command(&cobra.Command{
+		Use: "audit", Short: "Print the last orders and refused requests of a process, oldest first", Args: cobra.NoArgs,
+	}, func(cmd *cobra.Command, _ []string) error {
+		all, raw, err := lookup[console.Entry](cmd.Context(), &o, "audit", nil)
+		if err != nil {
+			return err
+		}
+		return show(&o, cmd, raw, all, func(w io.Writer) error {
+			return table(w, "AT\tWHO\tORDER\tWHY\tOUTCOME", func(row func(...any)) {
+				for _, e := range all {
+					outcome := cmp.Or(e.Error, count(len(e.Results), "source"))
+					row(e.At.Format(time.RFC3339), e.Who, e.Order, cmp.Or(e.Why, "-"), outcome)
+				}
+			})
+		})
+	})
+}
+
+// newOrder is a command that gives an order about sources, or about the sources of
+// breakers.
+func newOrder(action, use, short string) *cobra.Command {
+	o := operate{order: console.Order{Action: action}, lasts: 30 * time.Minute}
+	o.order.Count = 1
+	cmd := &cobra.Command{Use: use, Short: short, Args: cobra.MinimumNArgs(1)}
+	f := cmd.Flags()
+	lasts, counts := action == console.Pause || action == console.Open, action == console.Credits || action == console.DeadLetter
+	if lasts {
+		o.rs.duration(f, &o.lasts, "for", time.Second, 24*time.Hour, "how long it lasts")
+	}
+	if counts {
+		o.rs.number(f, &o.order.Count, "count", 1, 100000, "how many, for each source")
+	}
+	f.StringVar(&o.why, "why", "", "for the audit, such as a ticket; 256 bytes at most")
+	f.BoolVar(&o.yes, "yes", false, "do not ask")
+	f.BoolVar(&o.dry, "dry-run", false, "change nothing; print which sources it would be")
+	cmd.Long = short + `.
+
+NAME may end with * for all that begin so. Before anything is changed the command
+asks; --yes answers. The process itself ends a pause or a force after --for, whatever
+becomes of this command.`
+	if !lasts {
+		cmd.Long = short + ".\n\nNAME may end with * for all that begin so. Before anything is changed the command\nasks; --yes answers."
+	}
+	return o.command(cmd, func(cmd *cobra.Command, args []string) error {
+		order := o.order
+		order.Why = o.why
+		if lasts {
+			order.For = console.Duration(o.lasts)
+		}
+		if !counts {
+			order.Count = 0
+		}
+		var err error
+		order.Sources = args
+		if action == console.Open || action == console.Close || action == console.Release {
+			if order.Sources, err = o.sourcesOf(cmd.Context(), args); err != nil {
+				return err
+			}
+		}
+		return o.give(cmd, order)
+	})
+}
+
+// sourcesOf are the sources of breakers: a breaker is forced through them.
+func (o *operate) sourcesOf(ctx context.Context, breakers []string) (sources []string, err error) {
+	for _, name := range breakers {
+		found, _, err := lookup[console.Breaker](ctx, o, "breakers", []string{name})
+		if err != nil {
+			return nil, err
+		}
+		for _, b := range found {
+			sources = append(sources, b.Sources...)
+		}
+	}
+	return sources, nil
+}
+
+// give asks for leave, gives the order and prints what it did.
+func (o *operate) give(cmd *cobra.Command, order console.Order) error {
+	order.DryRun = true
+	var out console.Outcome
+	raw, err := o.ask(cmd.Context(), http.MethodPost, "order", order, &out)
+	if err != nil {
+		return err
+	}
+	if !o.dry {
+		if !o.yes {
+			if err := o.leave(cmd, order, out); err != nil {
+				return err
+			}
+		}
+		order.DryRun = false
+		if raw, err = o.ask(cmd.Context(), http.MethodPost, "order", order, &out); err != nil {
+			return err
+		}
+	}
+	err = show(o, cmd, raw, out.Results, func(w io.Writer) error {
+		return table(w, "SOURCE\tBEFORE\tAFTER\tOUTCOME", func(row func(...any)) {
+			for _, r := range out.Results {
+				outcome := "done"
+				switch {
+				case r.Error != "":
+					outcome = r.Error
+				case o.dry:
+					outcome = "not done: --dry-run"
+				case order.Action == console.DeadLetter:
+					outcome = count(r.Count, "dead letter")
+				}
+				row(r.Source, r.Before, r.After, outcome)
+			}
+		})
+	})
+	failed := 0
+	for _, r := range out.Results {
+		if r.Error != "" {
+			failed++
+		}
+	}
+	if err == nil && failed > 0 {
+		err = partialError{fmt.Errorf("not done for %d of %s", failed, count(len(out.Results), "source"))}
+	}
+	return err
+}
+
+// leave asks the person at the terminal.
+func (o *operate) leave(cmd *cobra.Command, order console.Order, out console.Outcome) error {
+	in, ok := cmd.InOrStdin().(*os.File)
+	if !ok || !term.IsTerminal(int(in.Fd())) {
+		return usageError{errors.New("--yes: must be given where nobody can be asked")}
+	}
+	fmt.Fprintf(cmd.ErrOrStderr(), "%s: %s, now %s. Go on? [y/N] ", out.Process, order, out.Results[0].Before)
+	answer, err := bufio.NewReader(in).ReadString('\n')
+	if err != nil || !strings.EqualFold(strings.TrimSpace(answer), "y") {
+		return errors.New("nothing was changed")
+	}
+	return nil
+}
+
+// lookup asks for the things of a kind that args[0] names, or for all. None of a name is
+// an error.
+func lookup[T any](ctx context.Context, o *operate, what string, args []string) (all []T, raw []byte, err error) {
+	path := what
+	if len(args) > 0 {
+		path += "?name=" + url.QueryEscape(args[0])
+	}
+	raw, err = o.ask(ctx, http.MethodGet, path, nil, &all)
+	if err == nil && len(args) > 0 && len(all) == 0 {
+		err = refusedError{http.StatusNotFound, fmt.Sprintf("%s: %q is none of this process; \"stormguard %s list\" shows them", what, args[0], strings.TrimSuffix(what, "s"))}
+	}
+	return all, raw, err
+}
+
+// show prints an answer in the form that --output asks for.
+func show[T any](o *operate, cmd *cobra.Command, raw []byte, all []T, text func(io.Writer) error) error {
+	out := cmd.OutOrStdout()
+	switch o.output {
+	case "json":
+		_, err := out.Write(raw)
+		return err
+	case "jsonl":
+		e := json.NewEncoder(out)
+		for _, one := range all {
+			if err := e.Encode(one); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	return text(out)
+}
+
+func table(out io.Writer, head string, rows func(row func(...any))) error {
+	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
+	if head != "" {
+		fmt.Fprintln(w, head)
+	}
+	rows(func(cells ...any) {
+		for i, c := range cells {
+			if i > 0 {
+				fmt.Fprint(w, "\t")
+			}
+			fmt.Fprint(w, c)
+		}
+		fmt.Fprintln(w)
+	})
+	return w.Flush()
+}
+
+// seconds is a time for people.
+func seconds(s float64) string {
+	if s <= 0 {
+		return "-"
+	}
+	d := time.Duration(s * float64(time.Second))
+	if d >= 10*time.Second {
+		return d.Round(time.Second).String()
+	}
+	return d.Round(10 * time.Millisecond).String()
+}
+
+func count(n int, what string) string {
+	if n == 1 {
+		return "1 " + what
+	}
+	return fmt.Sprintf("%d %ss", n, what)
+}

@@ -1,0 +1,157 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"log/slog"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/console"
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/guard/guardtest"
+)
+
+// guarded is a program with two queues and a console that wants a token.
+type guarded struct {
+	broker  *guardtest.Broker
+	handler *guardtest.Handler
+	url     string
+	token   string // a file
+}
+
+func newGuarded(t *testing.T) guarded {
+	t.Helper()
+	const secret = "0123456789abcdef"
+	p := guarded{broker: guardtest.NewBroker(), handler: new(guardtest.Handler), token: filepath.Join(t.TempDir(), "token")}
+	if err := os.WriteFile(p.token, []byte("ann "+secret+"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	g, err := guard.New(guard.Config{Group: "billing"}, guard.WithLogger(slog.New(slog.DiscardHandler)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, stop := context.WithCancel(context.Background())
+	done := make(chan error, 2)
+	for _, queue := range []string{"orders", "refunds"} {
+		p.broker.Publish(queue, guardtest.Message{Body: []byte("{}")})
+		go func() { done <- p.broker.Run(ctx, g, queue, guardtest.Guarded{}, p.handler.HandleMessage) }()
+	}
+	c, err := console.New(console.Config{Process: "billing-1", Tokens: []console.Token{{Name: "ann", Secret: secret}}}, g)
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := httptest.NewServer(c)
+	p.url = server.URL
+	t.Cleanup(func() {
+		server.Close()
+		stop()
+		for range 2 {
+			if err := <-done; err != nil {
+				t.Error(err)
+			}
+		}
+		if _, err := g.Close(context.Background()); err != nil {
+			t.Error(err)
+		}
+	})
+	soon(t, "both queues have a source", func() bool { return len(g.Sources()) == 2 })
+	return p
+}
+
+// stormguard runs a command against the program.
+func (p guarded) stormguard(args ...string) (stdout, stderr string, code int) {
+	var out, errs bytes.Buffer
+	code = run(append(args, "--url", p.url, "--token-file", p.token), &out, &errs)
+	return out.String(), errs.String(), code
+}
+
+// An operator sees what is held, holds a queue, forces a breaker, and undoes both; the
+// audit has who and why.
+func TestOperate(t *testing.T) {
+	p := newGuarded(t)
+	must := func(want string, args ...string) string {
+		t.Helper()
+		out, errs, code := p.stormguard(args...)
+		if code != exitOK || !strings.Contains(out, want) {
+			t.Errorf("%v: %d\n%s%s\nwant %q", args, code, out, errs, want)
+		}
+		return out
+	}
+	must("billing-1: 2 sources, 0 held", "status")
+	list := must("orders", "source", "list")
+	if !strings.Contains(list, "refunds") || !strings.Contains(list, "running") {
+		t.Error(list)
+	}
+	must("not done: --dry-run", "source", "pause", "ord*", "--dry-run")
+	if out := must("orders", "source", "list"); strings.Contains(out, "paused") {
+		t.Error("a dry run paused:", out)
+	}
+	must("paused", "source", "pause", "ord*", "--for", "1h", "--why", "ticket 7", "--yes")
+	p.broker.Publish("orders", guardtest.Message{Body: []byte("{}")})
+	must("1 paused", "status")
+	must("cleared by operator: Resume; time", "source", "show", "orders")
+	must("done", "source", "resume", "orders", "--yes")
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	if err := p.broker.Drained(ctx, "orders"); err != nil {
+		t.Error("not drained after resume:", err)
+	}
+	var breakers []console.Breaker
+	if err := json.Unmarshal([]byte(must("[", "breaker", "list", "-o", "json")), &breakers); err != nil || len(breakers) != 2 {
+		t.Fatalf("%v: %+v", err, breakers)
+	}
+	name := breakers[0].Name
+	must("breaker open by force", "breaker", "open", name, "--for", "10m", "--yes")
+	must("true", "breaker", "list", name)
+	must("done", "breaker", "auto", name, "--yes")
+	must("breaker closed", "breaker", "close", name, "--yes")
+	must("done", "credits", "*", "--count", "5", "--yes")
+	must("0 dead letters", "source", "deadletter", "orders", "--count", "3", "--yes")
+	lines := strings.Split(strings.TrimSpace(must("{", "audit", "-o", "jsonl")), "\n")
+	var first console.Entry
+	if err := json.Unmarshal([]byte(lines[0]), &first); err != nil || len(lines) != 7 || first.Why != "ticket 7" || !strings.HasPrefix(first.Who, "ann at ") {
+		t.Errorf("%v: %d lines, %+v", err, len(lines), first)
+	}
+}
+
+// What cannot be done has an exit status of its own and says what helps.
+func TestOperateRefuses(t *testing.T) {
+	p := newGuarded(t)
+	for _, c := range []struct {
+		args string
+		code int
+		says string
+	}{
+		{"source pause orders", exitUsage, "--yes: must be given where nobody can be asked"},
+		{"source pause orders --for 25h --yes", exitUsage, `--for "25h": must be a duration from 1s to 24h0m0s`},
+		{"source pause --yes", exitUsage, "requires at least 1 arg"},
+		{"source pause typo --yes", exitUnseen, `"typo"; this process has orders, refunds`},
+		{"source show typo", exitUnseen, `"stormguard source list" shows them`},
+		{"breaker open typo --yes", exitUnseen, `"stormguard breaker list" shows them`},
+		{"credits orders --count 0 --yes", exitUsage, "--count"},
+		{"status --output xml", exitUsage, "must be table, json or jsonl"},
+	} {
+		out, errs, code := p.stormguard(strings.Fields(c.args)...)
+		if code != c.code || !strings.Contains(errs, c.says) || out != "" {
+			t.Errorf("%s: %d, want %d; %q %q", c.args, code, c.code, out, errs)
+		}
+	}
+	var out, errs bytes.Buffer
+	if code := run([]string{"status", "--url", p.url}, &out, &errs); code != exitDenied || !strings.Contains(errs.String(), "a token is needed") {
+		t.Errorf("without a token: %d %s", code, errs.String())
+	}
+	t.Setenv(consoleURL, "http://127.0.0.1:1")
+	errs.Reset()
+	if code := run([]string{"status"}, &out, &errs); code != exitError || !strings.Contains(errs.String(), "nobody answers for a console at http://127.0.0.1:1") {
+		t.Errorf("nobody there: %d %s", code, errs.String())
+	}
+}

@@ -1,0 +1,192 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package console
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"os"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/operator"
+)
+
+// Config is what a Console may be told. The zero value serves loopback only.
+type Config struct {
+	// Process is the name that answers have. The host's name if empty.
+	Process string
+
+	// Tokens admit operators. Without one only requests over loopback are served.
+	Tokens []Token
+
+	// Logger gets a line for each order, done at INFO and refused at WARN. The guards'
+	// if nil.
+	Logger *slog.Logger
+}
+
+// A Token admits an operator: the request carries "Authorization: Bearer SECRET".
+type Token struct {
+	// Name says whose token it is, in logs and in the audit. Up to 32 bytes count.
+	Name string
+
+	// Secret has at least 16 bytes.
+	Secret string
+}
+
+// A Console answers operators about the guards of one process. It is an http.Handler,
+// safe for concurrent use, and owns no goroutine.
+type Console struct {
+	process string
+	guards  []*guard.Guard
+	log     *slog.Logger
+	audit   audit
+	handler http.Handler
+}
+
+const (
+	leastSecret = 16
+	maxBody     = 1 << 20
+)
+
+// New makes the console of one or more guards. The error joins everything that is wrong.
+func New(cfg Config, guards ...*guard.Guard) (*Console, error) {
+	var all []error
+	if len(guards) == 0 {
+		all = append(all, errors.New("console: guards: 0 are not in [1, …)"))
+	}
+	for i, g := range guards {
+		if g == nil {
+			all = append(all, fmt.Errorf("console: guards: number %d is nil", i))
+		}
+	}
+	tokens := make([]operator.Token, len(cfg.Tokens))
+	for i, t := range cfg.Tokens {
+		if len(t.Secret) < leastSecret {
+			all = append(all, fmt.Errorf("console: Config.Tokens: the secret of %q has %d bytes, the least is %d", t.Name, len(t.Secret), leastSecret))
+		}
+		tokens[i] = operator.Token(t)
+	}
+	if err := errors.Join(all...); err != nil {
+		return nil, err
+	}
+	c := &Console{process: cfg.Process, guards: guards, log: cfg.Logger}
+	if c.process == "" {
+		c.process, _ = os.Hostname()
+	}
+	if c.log == nil {
+		c.log = guards[0].Logger()
+	}
+	access := operator.New("console", c.log, tokens)
+	access.OnRefused = func(who operator.Who, asked, why string, others int) {
+		if others > 0 {
+			why += fmt.Sprintf("; %d others were refused since the entry before", others)
+		}
+		c.audit.refuse(Entry{At: time.Now().UTC(), Who: who.String(), Order: clip(asked), Error: clip(why)})
+	}
+	c.handler = access.Guard(c.routes())
+	return c, nil
+}
+
+// ServeHTTP answers one request.
+func (c *Console) ServeHTTP(w http.ResponseWriter, r *http.Request) { c.handler.ServeHTTP(w, r) }
+
+func (c *Console) routes() *http.ServeMux {
+	mux := http.NewServeMux()
+	get := func(path string, look func(pattern string) any) {
+		mux.HandleFunc("GET /"+path, func(w http.ResponseWriter, r *http.Request) {
+			pattern := r.URL.Query().Get("name")
+			if pattern == "" {
+				pattern = "*"
+			}
+			w.Header().Set("Cache-Control", "no-store")
+			operator.Answer(w, http.StatusOK, look(pattern))
+		})
+	}
+	get("status", func(string) any { return c.status(time.Now()) })
+	get("sources", func(pattern string) any { return c.sources(pattern) })
+	get("breakers", func(pattern string) any { return c.breakers(pattern) })
+	get("audit", func(string) any { return c.audit.entries() })
+	get("quarantine", func(string) any { return c.rules() })
+	mux.HandleFunc("POST /order", c.order)
+	return mux
+}
+
+// order carries one order out, and writes down what became of it.
+func (c *Console) order(w http.ResponseWriter, r *http.Request) {
+	who, _ := operator.From(r.Context())
+	o, err := readOrder(json.NewDecoder(http.MaxBytesReader(w, r.Body, maxBody)))
+	out := Outcome{}
+	if err == nil {
+		out, err = c.do(o)
+	}
+	line := []any{"who", who.String(), "order", clip(o.String()), "why", clip(o.Why)}
+	e := Entry{At: time.Now().UTC(), Who: who.String(), Order: clip(o.String()), Why: clip(o.Why)}
+	if err != nil {
+		c.log.Warn("console: an operator's order was not carried out", append(line, "error", err)...)
+		e.Error = clip(err.Error())
+		c.audit.order(e)
+		status := http.StatusBadRequest
+		if errors.Is(err, ErrNoSource) {
+			status = http.StatusNotFound
+		}
+		operator.Answer(w, status, map[string]string{"error": err.Error()})
+		return
+	}
+	if !o.DryRun {
+		failed := 0
+		for _, r := range out.Results {
+			if r.Error != "" {
+				failed++
+			}
+		}
+		first := out.Results[0]
+		c.log.Info("console: an operator's order was carried out", append(line, "sources", len(out.Results), "failed", failed,
+			"first", first.Source, "before", first.Before, "after", first.After)...)
+		e.Results = out.Results
+		c.audit.order(e)
+	}
+	operator.Answer(w, http.StatusOK, out)
+}
+
+// clip bounds a text in the log and the audit: an order may name a thousand sources.
+func clip(s string) string {
+	const most = 1024
+	if len(s) <= most {
+		return s
+	}
+	return s[:most] + "…"
+}
+
+// A Rule of the quarantine is in force until its time.
+type Rule struct {
+	Rule  string    `json:"rule"`
+	By    string    `json:"by,omitempty"`
+	Why   string    `json:"why,omitempty"`
+	At    time.Time `json:"at"`
+	Until time.Time `json:"until"`
+}
+
+// rules are those of the guards' lists, each once: guards of one process share a list.
+func (c *Console) rules() []Rule {
+	all := []Rule{}
+	seen := make(map[Rule]bool)
+	for _, g := range c.guards {
+		q := g.Quarantine()
+		if q == nil {
+			continue
+		}
+		for _, e := range q.Entries() {
+			r := Rule{e.Rule.String(), e.By, e.Why, e.At.UTC(), e.Until.UTC()}
+			if !seen[r] {
+				seen[r] = true
+				all = append(all, r)
+			}
+		}
+	}
+	return all
+}

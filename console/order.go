@@ -1,0 +1,252 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package console
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// What an operator can do.
+const (
+	Pause      = "pause"      // hold the source for Order.For
+	Resume     = "resume"     // end a pause
+	Open       = "open"       // force the breaker open for Order.For
+	Close      = "close"      // close the breaker; it judges anew from now on
+	Release    = "release"    // end a force: the breaker probes
+	Credits    = "credits"    // grant Order.Count DLQ credits
+	DeadLetter = "deadletter" // dead-letter up to Order.Count messages that failed and wait
+)
+
+var actions = []string{Pause, Resume, Open, Close, Release, Credits, DeadLetter}
+
+// An Order is what an operator wants done to sources of this process.
+type Order struct {
+	// Action is one of the constants above.
+	Action string `json:"action"`
+
+	// Sources are names of sources. One that ends with * stands for all that begin so.
+	Sources []string `json:"sources"`
+
+	// For is how long a pause or a forced breaker lasts: 1s to 24h, 30m if unset. A
+	// string as time.ParseDuration reads it.
+	For Duration `json:"for,omitempty"`
+
+	// Count is how many credits or dead letters, for each source: 1 to 100000.
+	Count int `json:"count,omitempty"`
+
+	// Why is for the audit, at most 256 bytes.
+	Why string `json:"why,omitempty"`
+
+	// DryRun changes nothing and answers which sources it would be.
+	DryRun bool `json:"dry_run,omitempty"`
+}
+
+// An Outcome says what an order did.
+type Outcome struct {
+	Process string   `json:"process"`
+	Results []Result `json:"results"`
+}
+
+// A Result is what an order did to one source.
+type Result struct {
+	Source string `json:"source"`
+	Before string `json:"before"`          // its state, as in [Source]
+	After  string `json:"after"`           // and afterwards
+	Count  int    `json:"count,omitempty"` // dead letters
+	Error  string `json:"error,omitempty"`
+}
+
+// Duration is a time.Duration that is a string in JSON, such as "30m".
+type Duration time.Duration
+
+// MarshalText is that of time.Duration.String.
+func (d Duration) MarshalText() ([]byte, error) { return []byte(time.Duration(d).String()), nil }
+
+// UnmarshalText reads what time.ParseDuration reads.
+func (d *Duration) UnmarshalText(b []byte) error {
+	v, err := time.ParseDuration(string(b))
+	if err != nil {
+		return fmt.Errorf("%.32q is not a duration, such as 30m", b)
+	}
+	*d = Duration(v)
+	return nil
+}
+
+const (
+	defaultFor = 30 * time.Minute
+	leastFor   = time.Second
+	mostFor    = 24 * time.Hour
+	mostCount  = 100_000
+	mostWhy    = 256
+	mostNames  = 1000
+)
+
+// ErrOrder is what all orders that cannot be carried out are.
+var ErrOrder = errors.New("console: order")
+
+// ErrNoSource is an order about a source that this process does not have.
+var ErrNoSource = fmt.Errorf("%w: no such source", ErrOrder)
+
+// WithDefaults is the order with what is unset filled in.
+func (o Order) WithDefaults() Order {
+	if o.For == 0 && (o.Action == Pause || o.Action == Open) {
+		o.For = Duration(defaultFor)
+	}
+	return o
+}
+
+// Validate reports everything that is wrong with an order at once. Each error is an
+// [ErrOrder].
+func (o Order) Validate() error {
+	var all []error
+	bad := func(format string, args ...any) {
+		all = append(all, fmt.Errorf("%w: "+format, append([]any{ErrOrder}, args...)...))
+	}
+	if !slices.Contains(actions, o.Action) {
+		bad("action: %.32q is not one of %s", o.Action, strings.Join(actions, ", "))
+	}
+	if len(o.Sources) == 0 || len(o.Sources) > mostNames {
+		bad("sources: %d names are not in [1, %d]", len(o.Sources), mostNames)
+	}
+	if slices.Contains(o.Sources, "") {
+		bad("sources: an empty name; \"*\" stands for all")
+	}
+	lasts := o.Action == Pause || o.Action == Open
+	switch d := time.Duration(o.For); {
+	case lasts && (d < leastFor || d > mostFor):
+		bad("for: %v is not in [%v, %v]", d, leastFor, mostFor)
+	case !lasts && d != 0:
+		bad("for: only %s and %s last for a time", Pause, Open)
+	}
+	counts := o.Action == Credits || o.Action == DeadLetter
+	switch {
+	case counts && (o.Count < 1 || o.Count > mostCount):
+		bad("count: %d is not in [1, %d]", o.Count, mostCount)
+	case !counts && o.Count != 0:
+		bad("count: only %s and %s have one", Credits, DeadLetter)
+	}
+	if len(o.Why) > mostWhy {
+		bad("why: %d bytes are more than %d", len(o.Why), mostWhy)
+	}
+	return errors.Join(all...)
+}
+
+// String is the order in the words of the audit.
+func (o Order) String() string {
+	text := o.Action + " " + strings.Join(o.Sources, ",")
+	if o.For > 0 {
+		text += " for " + time.Duration(o.For).String()
+	}
+	if o.Count > 0 {
+		text += fmt.Sprintf(" count %d", o.Count)
+	}
+	return text
+}
+
+func matches(pattern, name string) bool {
+	if prefix, ok := strings.CutSuffix(pattern, "*"); ok {
+		return strings.HasPrefix(name, prefix)
+	}
+	return pattern == name
+}
+
+// do carries an order out. A name that no source has makes it fail before anything is
+// done.
+func (c *Console) do(o Order) (Outcome, error) {
+	out := Outcome{Process: c.process, Results: []Result{}}
+	var chosen []control
+	seen := make(map[string]bool)
+	for _, pattern := range o.Sources {
+		found := c.controls(pattern)
+		if len(found) == 0 {
+			return out, fmt.Errorf("%w: %.64q; this process has %s", ErrNoSource, pattern, c.names())
+		}
+		for _, s := range found {
+			if key := s.group + " " + s.Name(); !seen[key] {
+				seen[key] = true
+				chosen = append(chosen, s)
+			}
+		}
+	}
+	for _, s := range chosen {
+		r := Result{Source: s.Name(), Before: stateText(s)}
+		if !o.DryRun {
+			var err error
+			if r.Count, err = act(s, o); err != nil {
+				r.Error = err.Error()
+			}
+		}
+		r.After = stateText(s)
+		out.Results = append(out.Results, r)
+	}
+	return out, nil
+}
+
+func act(s guard.Control, o Order) (count int, err error) {
+	switch o.Action {
+	case Pause:
+		s.Pause(time.Duration(o.For))
+	case Resume:
+		s.Resume()
+	case Open:
+		err = s.ForceOpen(time.Duration(o.For))
+	case Close:
+		err = s.ForceClosed()
+	case Release:
+		err = s.Release()
+	case Credits:
+		s.GrantCredits(float64(o.Count))
+	case DeadLetter:
+		count = s.DeadLetterWaiting(o.Count)
+	}
+	return count, err
+}
+
+// stateText is a source's state in a few words: that of [Source], and the breaker's.
+func stateText(s control) string {
+	v := view(s.group, s.State())
+	text := v.State
+	if v.Breaker.Name != "" {
+		text += ", breaker " + v.Breaker.State
+		if v.Breaker.Forced {
+			text += " by force"
+		}
+	}
+	return text
+}
+
+// names are the first sources of the process, for an error.
+func (c *Console) names() string {
+	const most = 10
+	var names []string
+	for _, s := range c.controls("*") {
+		names = append(names, s.Name())
+	}
+	switch {
+	case len(names) == 0:
+		return "none"
+	case len(names) > most:
+		return strings.Join(names[:most], ", ") + fmt.Sprintf(" and %d more", len(names)-most)
+	}
+	return strings.Join(names, ", ")
+}
+
+func readOrder(d *json.Decoder) (o Order, err error) {
+	d.DisallowUnknownFields()
+	if err := d.Decode(&o); err != nil {
+		return o, fmt.Errorf("%w: body: %w", ErrOrder, err)
+	}
+	if d.More() {
+		return o, fmt.Errorf("%w: body: want one object", ErrOrder)
+	}
+	o = o.WithDefaults()
+	return o, o.Validate()
+}
