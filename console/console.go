@@ -24,6 +24,10 @@ type Config struct {
 	// Tokens admit operators. Without one only requests over loopback are served.
 	Tokens []Token
 
+	// Fleet carries orders to the consoles of other processes: fleet.Process.Orders. nil
+	// means that there are none.
+	Fleet operator.Carrier
+
 	// Logger gets a line for each order, done at INFO and refused at WARN. The guards'
 	// if nil.
 	Logger *slog.Logger
@@ -39,13 +43,14 @@ type Token struct {
 }
 
 // A Console answers operators about the guards of one process. It is an http.Handler,
-// safe for concurrent use, and owns no goroutine.
+// safe for concurrent use. With a fleet it owns one goroutine, which Close ends.
 type Console struct {
 	process string
 	guards  []*guard.Guard
 	log     *slog.Logger
 	audit   audit
 	handler http.Handler
+	fleet   *follower // nil without one
 }
 
 const (
@@ -57,7 +62,7 @@ const (
 func New(cfg Config, guards ...*guard.Guard) (*Console, error) {
 	var all []error
 	if len(guards) == 0 {
-		all = append(all, errors.New("console: guards: 0 are not in [1, …)"))
+		all = append(all, errors.New("console: guards: none is given"))
 	}
 	for i, g := range guards {
 		if g == nil {
@@ -89,7 +94,18 @@ func New(cfg Config, guards ...*guard.Guard) (*Console, error) {
 		c.audit.refuse(Entry{At: time.Now().UTC(), Who: who.String(), Order: clip(asked), Error: clip(why)})
 	}
 	c.handler = access.Guard(c.routes())
+	if cfg.Fleet != nil {
+		c.fleet = follow(c, cfg.Fleet)
+	}
 	return c, nil
+}
+
+// Close ends what follows the fleet's orders: call it before the guards are closed. What
+// was ordered stays until its time.
+func (c *Console) Close() {
+	if c.fleet != nil {
+		c.fleet.close()
+	}
 }
 
 // ServeHTTP answers one request.
@@ -121,8 +137,14 @@ func (c *Console) order(w http.ResponseWriter, r *http.Request) {
 	who, _ := operator.From(r.Context())
 	o, err := readOrder(json.NewDecoder(http.MaxBytesReader(w, r.Body, maxBody)))
 	out := Outcome{}
-	if err == nil {
+	switch {
+	case err != nil:
+	case o.In == "" || o.In == inProcess:
 		out, err = c.do(o)
+	case c.fleet == nil:
+		err = fmt.Errorf("%w: in: %q: this process has no fleet", ErrOrder, o.In)
+	default:
+		out, err = c.fleet.give(r.Context(), o, who.String())
 	}
 	line := []any{"who", who.String(), "order", clip(o.String()), "why", clip(o.Why)}
 	e := Entry{At: time.Now().UTC(), Who: who.String(), Order: clip(o.String()), Why: clip(o.Why)}
@@ -144,9 +166,15 @@ func (c *Console) order(w http.ResponseWriter, r *http.Request) {
 				failed++
 			}
 		}
-		first := out.Results[0]
-		c.log.Info("console: an operator's order was carried out", append(line, "sources", len(out.Results), "failed", failed,
-			"first", first.Source, "before", first.Before, "after", first.After)...)
+		line = append(line, "sources", len(out.Results), "failed", failed)
+		if len(out.Results) > 0 {
+			first := out.Results[0]
+			line = append(line, "first", first.Source, "before", first.Before, "after", first.After)
+		}
+		if len(out.Processes)+len(out.Silent) > 0 {
+			line = append(line, "processes", len(out.Processes), "silent", out.Silent)
+		}
+		c.log.Info("console: an operator's order was carried out", line...)
 		e.Results = out.Results
 		c.audit.order(e)
 	}

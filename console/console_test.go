@@ -294,8 +294,8 @@ func TestWrongOrders(t *testing.T) {
 	defer r.close()
 	for body, want := range map[string]string{
 		`{"action":"stop","sources":["*"]}`:                      `action: "stop" is not one of pause, resume, open, close, release, credits, deadletter`,
-		`{"action":"pause"}`:                                     "sources: 0 names are not in [1, 1000]",
-		`{"action":"pause","sources":[""]}`:                      "sources: an empty name",
+		`{"action":"pause"}`:                                     "sources and breakers: 0 names are not in [1, 1000]",
+		`{"action":"pause","sources":[""]}`:                      "sources and breakers: an empty name",
 		`{"action":"pause","sources":["*"],"for":"25h"}`:         "for: 25h0m0s is not in [1s, 24h0m0s]",
 		`{"action":"pause","sources":["*"],"for":"-1m"}`:         "for: -1m0s is not in [1s, 24h0m0s]",
 		`{"action":"pause","sources":["*"],"for":"soon"}`:        `"soon" is not a duration`,
@@ -305,14 +305,14 @@ func TestWrongOrders(t *testing.T) {
 		`{"action":"pause","sources":["*"],"count":1}`:           "count: only credits and deadletter",
 		`{"action":"pause","sources":["*"],"until":"x"}`:         "until",
 		`{"action":"pause","sources":["*"]} {}`:                  "want one object",
-		`{"action":"pause","sources":["orders/0","typo"]}`:       `no such source: "typo"; this process has orders/0`,
+		`{"action":"pause","sources":["orders/0","typo"]}`:       `source "typo"; this process has orders/0`,
 		`[]`: "body",
 		`{"action":"pause","sources":["*"],"why":"` + strings.Repeat("y", 257) + `"}`: "why: 257 bytes are more than 256",
 	} {
 		var refused struct{ Error string }
 		status := r.ask(http.MethodPost, "/order", body, &refused)
 		wantStatus := http.StatusBadRequest
-		if strings.Contains(want, "no such source") {
+		if strings.Contains(want, "typo") {
 			wantStatus = http.StatusNotFound
 		}
 		if status != wantStatus || !strings.Contains(refused.Error, want) {

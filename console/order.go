@@ -27,13 +27,19 @@ const (
 
 var actions = []string{Pause, Resume, Open, Close, Release, Credits, DeadLetter}
 
-// An Order is what an operator wants done to sources of this process.
+// An Order is what an operator wants done.
 type Order struct {
 	// Action is one of the constants above.
 	Action string `json:"action"`
 
-	// Sources are names of sources. One that ends with * stands for all that begin so.
-	Sources []string `json:"sources"`
+	// Sources are names of sources, or Breakers names of breakers, which stand for the
+	// sources that share them. A name that ends with * stands for all that begin so.
+	Sources  []string `json:"sources,omitempty"`
+	Breakers []string `json:"breakers,omitempty"`
+
+	// In is where: "process", which unset means, "fleet", or "zone:NAME". It needs
+	// Config.Fleet.
+	In string `json:"in,omitempty"`
 
 	// For is how long a pause or a forced breaker lasts: 1s to 24h, 30m if unset. A
 	// string as time.ParseDuration reads it.
@@ -51,8 +57,22 @@ type Order struct {
 
 // An Outcome says what an order did.
 type Outcome struct {
-	Process string   `json:"process"`
-	Results []Result `json:"results"`
+	Process string   `json:"process"` // which was asked
+	Results []Result `json:"results"` // in that process
+
+	// Processes are those of the fleet that did it, and Silent those that have not
+	// answered within five seconds. A silent one follows when it is heard again, unless the
+	// order's time is over by then.
+	Processes []Answer `json:"processes,omitempty"`
+	Silent    []string `json:"silent,omitempty"`
+}
+
+// An Answer is what one process of a fleet made of an order.
+type Answer struct {
+	Process string `json:"process"`
+	Sources int    `json:"sources"` // that it was about
+	Count   int    `json:"count,omitempty"`
+	Error   string `json:"error,omitempty"`
 }
 
 // A Result is what an order did to one source.
@@ -81,6 +101,10 @@ func (d *Duration) UnmarshalText(b []byte) error {
 }
 
 const (
+	inProcess = "process"
+	inFleet   = "fleet"
+	inZone    = "zone:"
+
 	defaultFor = 30 * time.Minute
 	leastFor   = time.Second
 	mostFor    = 24 * time.Hour
@@ -92,8 +116,8 @@ const (
 // ErrOrder is what all orders that cannot be carried out are.
 var ErrOrder = errors.New("console: order")
 
-// ErrNoSource is an order about a source that this process does not have.
-var ErrNoSource = fmt.Errorf("%w: no such source", ErrOrder)
+// ErrNoSource is an order about a source or breaker that this process does not have.
+var ErrNoSource = fmt.Errorf("%w: there is none of that name", ErrOrder)
 
 // WithDefaults is the order with what is unset filled in.
 func (o Order) WithDefaults() Order {
@@ -113,11 +137,14 @@ func (o Order) Validate() error {
 	if !slices.Contains(actions, o.Action) {
 		bad("action: %.32q is not one of %s", o.Action, strings.Join(actions, ", "))
 	}
-	if len(o.Sources) == 0 || len(o.Sources) > mostNames {
-		bad("sources: %d names are not in [1, %d]", len(o.Sources), mostNames)
+	switch n := len(o.Sources) + len(o.Breakers); {
+	case n == 0 || n > mostNames:
+		bad("sources and breakers: %d names are not in [1, %d]", n, mostNames)
+	case slices.Contains(o.Sources, "") || slices.Contains(o.Breakers, ""):
+		bad("sources and breakers: an empty name; \"*\" stands for all")
 	}
-	if slices.Contains(o.Sources, "") {
-		bad("sources: an empty name; \"*\" stands for all")
+	if zone, ok := strings.CutPrefix(o.In, inZone); o.In != "" && o.In != inProcess && o.In != inFleet && (!ok || zone == "") {
+		bad("in: %.32q is not %s, %s or %sNAME", o.In, inProcess, inFleet, inZone)
 	}
 	lasts := o.Action == Pause || o.Action == Open
 	switch d := time.Duration(o.For); {
@@ -142,6 +169,12 @@ func (o Order) Validate() error {
 // String is the order in the words of the audit.
 func (o Order) String() string {
 	text := o.Action + " " + strings.Join(o.Sources, ",")
+	if len(o.Breakers) > 0 {
+		text = o.Action + " breakers " + strings.Join(o.Breakers, ",")
+	}
+	if o.In != "" && o.In != inProcess {
+		text += " in " + o.In
+	}
 	if o.For > 0 {
 		text += " for " + time.Duration(o.For).String()
 	}
@@ -158,36 +191,54 @@ func matches(pattern, name string) bool {
 	return pattern == name
 }
 
-// do carries an order out. A name that no source has makes it fail before anything is
-// done.
+// about tells whether an order is about a source.
+func (o Order) about(s control) bool {
+	for _, pattern := range o.Sources {
+		if matches(pattern, s.Name()) {
+			return true
+		}
+	}
+	if len(o.Breakers) == 0 {
+		return false
+	}
+	breaker := s.State().Breaker.Name
+	return breaker != "" && slices.ContainsFunc(o.Breakers, func(pattern string) bool { return matches(pattern, breaker) })
+}
+
+// do carries an order out in this process. A name that nothing has makes it fail before
+// anything is done.
 func (c *Console) do(o Order) (Outcome, error) {
 	out := Outcome{Process: c.process, Results: []Result{}}
-	var chosen []control
-	seen := make(map[string]bool)
-	for _, pattern := range o.Sources {
-		found := c.controls(pattern)
-		if len(found) == 0 {
-			return out, fmt.Errorf("%w: %.64q; this process has %s", ErrNoSource, pattern, c.names())
+	all := c.controls("*")
+	chosen := slices.DeleteFunc(slices.Clone(all), func(s control) bool { return !o.about(s) })
+	for _, name := range o.Sources {
+		if one := (Order{Sources: []string{name}}); !slices.ContainsFunc(all, one.about) {
+			return out, fmt.Errorf("%w: source %.64q; this process has %s", ErrNoSource, name, names(all, control.Name))
 		}
-		for _, s := range found {
-			if key := s.group + " " + s.Name(); !seen[key] {
-				seen[key] = true
-				chosen = append(chosen, s)
-			}
+	}
+	for _, name := range o.Breakers {
+		if one := (Order{Breakers: []string{name}}); !slices.ContainsFunc(all, one.about) {
+			return out, fmt.Errorf("%w: breaker %.64q; this process has %s", ErrNoSource, name,
+				names(all, func(s control) string { return s.State().Breaker.Name }))
 		}
 	}
 	for _, s := range chosen {
-		r := Result{Source: s.Name(), Before: stateText(s)}
-		if !o.DryRun {
-			var err error
-			if r.Count, err = act(s, o); err != nil {
-				r.Error = err.Error()
-			}
-		}
-		r.After = stateText(s)
-		out.Results = append(out.Results, r)
+		out.Results = append(out.Results, carryOut(s, o))
 	}
 	return out, nil
+}
+
+// carryOut does to one source what an order says.
+func carryOut(s control, o Order) Result {
+	r := Result{Source: s.Name(), Before: stateText(s)}
+	if !o.DryRun {
+		var err error
+		if r.Count, err = act(s, o); err != nil {
+			r.Error = err.Error()
+		}
+	}
+	r.After = stateText(s)
+	return r
 }
 
 func act(s guard.Control, o Order) (count int, err error) {
@@ -223,12 +274,14 @@ func stateText(s control) string {
 	return text
 }
 
-// names are the first sources of the process, for an error.
-func (c *Console) names() string {
+// names are the first of what sources have, for an error.
+func names(all []control, of func(control) string) string {
 	const most = 10
 	var names []string
-	for _, s := range c.controls("*") {
-		names = append(names, s.Name())
+	for _, s := range all {
+		if name := of(s); name != "" && !slices.Contains(names, name) {
+			names = append(names, name)
+		}
 	}
 	switch {
 	case len(names) == 0:

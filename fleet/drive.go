@@ -149,7 +149,7 @@ func (p *Process) lookAround(now time.Duration) {
 			p.journal.Sample(peer.Replica, peer.Offset, peer.RTT)
 		}
 	}
-	p.keepQuarantineTime()
+	p.keepFleetTime()
 	if s := p.memberStatus(); p.drive.says(now, &s, len(peers)) {
 		p.statuses.Say(s)
 	}

@@ -45,6 +45,7 @@ type Process struct {
 
 	rules      dlq.Quarantine // for the guard
 	quarantine *fleetstate.Quarantine
+	orders     *fleetstate.Orders
 
 	ctx    context.Context //nolint:containedctx // the process's lifetime, which Close ends
 	cancel context.CancelFunc
@@ -68,6 +69,7 @@ const (
 	sectionStatuses      = "statuses"
 
 	sectionQuarantine = "quarantine"
+	sectionOrders     = "orders"
 )
 
 // Start begins an incarnation of a process. It waits for nobody: until the process has read the
@@ -160,6 +162,9 @@ func (p *Process) join(o options) (err error) {
 	if err != nil {
 		return err
 	}
+	if p.orders, err = fleetstate.NewOrders(p.self, time.Now); err != nil {
+		return err
+	}
 	p.node, err = gossip.Start(p.cfg.gossip, append(slices.Clone(o.gossip), gossip.WithClock(p.clock), gossip.WithLogger(p.log),
 		gossip.WithSection(sectionLimits, p.limits),
 		gossip.WithSection(sectionConfiguration, p.config),
@@ -168,7 +173,8 @@ func (p *Process) join(o options) (err error) {
 		gossip.WithSection(sectionTotals, p.totals),
 		gossip.WithSection(sectionJournal, p.journal),
 		gossip.WithSection(sectionStatuses, p.statuses),
-		gossip.WithSection(sectionQuarantine, quarantine))...)
+		gossip.WithSection(sectionQuarantine, quarantine),
+		gossip.WithSection(sectionOrders, p.orders))...)
 	if errors.Is(err, gossip.ErrConfig) { // what only the options show, such as a missing key
 		return fmt.Errorf("%w: Gossip: %w", ErrConfig, err)
 	}

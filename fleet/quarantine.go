@@ -66,15 +66,15 @@ func (p *Process) joinQuarantine() (*fleetstate.Quarantine, error) {
 	return q, err
 }
 
-// keepQuarantineTime tells the list how far our clock is off those of the peers.
-func (p *Process) keepQuarantineTime() {
+// keepFleetTime tells the list and the orders how far our clock is off those of the peers.
+func (p *Process) keepFleetTime() {
 	var offsets []time.Duration
 	for _, peer := range p.node.Peers() {
 		if peer.HasOffset {
 			offsets = append(offsets, peer.Offset)
 		}
 	}
-	p.quarantine.Offset(offsets)
+	p.orders.Offset(p.quarantine.Offset(offsets))
 }
 
 // QuarantineRequest is a change of the quarantine as it is sent.

@@ -57,6 +57,7 @@ func (h half) Dial(to netip.AddrPort) error {
 type tenantWorker struct {
 	*Process
 
+	guard  *guard.Guard
 	source *guard.Source[string]
 	in     chan string
 	good   atomic.Int64 // of ok
@@ -96,8 +97,21 @@ func (w *tenantWorker) run(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	w.guard = g
+	t.Cleanup(func() {
+		if _, err := g.Close(context.Background()); err != nil {
+			t.Error(err)
+		}
+	})
+	w.open(t, "s")
+}
+
+// open opens a source of the worker's guard, and runs it until the guard is closed.
+func (w *tenantWorker) open(t *testing.T, name string) {
+	t.Helper()
 	w.in = make(chan string)
-	w.source, err = guard.Open(g, guard.SourceConfig{Name: "s", Destination: "orders", DeadLetters: w}, guard.Limits{}, guard.Port[string](tenantPort{}), func(_ context.Context, s string) error {
+	var err error
+	w.source, err = guard.Open(w.guard, guard.SourceConfig{Name: name, Destination: "orders", DeadLetters: w}, guard.Limits{}, guard.Port[string](tenantPort{}), func(_ context.Context, s string) error {
 		if s == "acme" {
 			w.bad.Add(1)
 		} else {
@@ -109,14 +123,13 @@ func (w *tenantWorker) run(t *testing.T) {
 		t.Fatal(err)
 	}
 	done := make(chan struct{})
+	source := w.source
 	go func() {
 		defer close(done)
-		_ = w.source.Run(context.Background(), w.in)
+		_ = source.Run(context.Background(), w.in)
 	}()
 	t.Cleanup(func() {
-		if _, err := g.Close(context.Background()); err != nil {
-			t.Error(err)
-		}
+		source.End(context.Background(), guard.ReasonShutdown)
 		<-done
 	})
 }

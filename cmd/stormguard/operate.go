@@ -55,6 +55,7 @@ type operate struct {
 	order console.Order
 	lasts time.Duration
 	why   string
+	in    string
 	yes   bool
 	dry   bool
 }
@@ -272,6 +273,7 @@ func newOrder(action, use, short string) *cobra.Command {
 		o.rs.number(f, &o.order.Count, "count", 1, 100000, "how many, for each source")
 	}
 	f.StringVar(&o.why, "why", "", "for the audit, such as a ticket; 256 bytes at most")
+	f.StringVar(&o.in, "in", "process", "where: process, fleet, or zone:NAME; processes that do not answer are named, and follow when they are heard again")
 	f.BoolVar(&o.yes, "yes", false, "do not ask")
 	f.BoolVar(&o.dry, "dry-run", false, "change nothing; print which sources it would be")
 	cmd.Long = short + `.
@@ -291,29 +293,14 @@ becomes of this command.`
 		if !counts {
 			order.Count = 0
 		}
-		var err error
-		order.Sources = args
 		if action == console.Open || action == console.Close || action == console.Release {
-			if order.Sources, err = o.sourcesOf(cmd.Context(), args); err != nil {
-				return err
-			}
+			order.Breakers = args
+		} else {
+			order.Sources = args
 		}
+		order.In = o.in
 		return o.give(cmd, order)
 	})
-}
-
-// sourcesOf are the sources of breakers: a breaker is forced through them.
-func (o *operate) sourcesOf(ctx context.Context, breakers []string) (sources []string, err error) {
-	for _, name := range breakers {
-		found, _, err := lookup[console.Breaker](ctx, o, "breakers", []string{name})
-		if err != nil {
-			return nil, err
-		}
-		for _, b := range found {
-			sources = append(sources, b.Sources...)
-		}
-	}
-	return sources, nil
 }
 
 // give asks for leave, gives the order and prints what it did.
@@ -335,32 +322,62 @@ func (o *operate) give(cmd *cobra.Command, order console.Order) error {
 			return err
 		}
 	}
-	err = show(o, cmd, raw, out.Results, func(w io.Writer) error {
+	err = show(o, cmd, raw, []console.Outcome{out}, func(w io.Writer) error { return o.showOutcome(w, order, out) })
+	if err != nil {
+		return err
+	}
+	return partly(out)
+}
+
+func (o *operate) showOutcome(w io.Writer, order console.Order, out console.Outcome) error {
+	outcome := func(done int, err string) string {
+		switch {
+		case err != "":
+			return err
+		case o.dry:
+			return "not done: --dry-run"
+		case order.Action == console.DeadLetter:
+			return count(done, "dead letter")
+		}
+		return "done"
+	}
+	if len(out.Processes)+len(out.Silent) == 0 {
 		return table(w, "SOURCE\tBEFORE\tAFTER\tOUTCOME", func(row func(...any)) {
 			for _, r := range out.Results {
-				outcome := "done"
-				switch {
-				case r.Error != "":
-					outcome = r.Error
-				case o.dry:
-					outcome = "not done: --dry-run"
-				case order.Action == console.DeadLetter:
-					outcome = count(r.Count, "dead letter")
-				}
-				row(r.Source, r.Before, r.After, outcome)
+				row(r.Source, r.Before, r.After, outcome(r.Count, r.Error))
 			}
 		})
+	}
+	return table(w, "PROCESS\tSOURCES\tOUTCOME", func(row func(...any)) {
+		for _, a := range out.Processes {
+			row(a.Process, a.Sources, outcome(a.Count, a.Error))
+		}
+		for _, name := range out.Silent {
+			row(name, "-", "no answer: it follows when it is heard again, in the order's time")
+		}
 	})
-	failed := 0
+}
+
+// partly is the error of an order that was not carried out everywhere.
+func partly(out console.Outcome) error {
+	failed, all := 0, len(out.Results)+len(out.Processes)
 	for _, r := range out.Results {
 		if r.Error != "" {
 			failed++
 		}
 	}
-	if err == nil && failed > 0 {
-		err = partialError{fmt.Errorf("not done for %d of %s", failed, count(len(out.Results), "source"))}
+	for _, a := range out.Processes {
+		if a.Error != "" {
+			failed++
+		}
 	}
-	return err
+	switch {
+	case len(out.Silent) > 0:
+		return partialError{fmt.Errorf("no answer from %s", strings.Join(out.Silent, ", "))}
+	case failed > 0:
+		return partialError{fmt.Errorf("not done by %d of %d", failed, all)}
+	}
+	return nil
 }
 
 // leave asks the person at the terminal.
@@ -369,7 +386,11 @@ func (o *operate) leave(cmd *cobra.Command, order console.Order, out console.Out
 	if !ok || !term.IsTerminal(int(in.Fd())) {
 		return usageError{errors.New("--yes: must be given where nobody can be asked")}
 	}
-	fmt.Fprintf(cmd.ErrOrStderr(), "%s: %s, now %s. Go on? [y/N] ", out.Process, order, out.Results[0].Before)
+	about := count(len(out.Results), "source")
+	if len(out.Processes) > 0 {
+		about = fmt.Sprintf("%d processes", len(out.Processes))
+	}
+	fmt.Fprintf(cmd.ErrOrStderr(), "%s: %s (%s). Go on? [y/N] ", out.Process, order, about)
 	answer, err := bufio.NewReader(in).ReadString('\n')
 	if err != nil || !strings.EqualFold(strings.TrimSpace(answer), "y") {
 		return errors.New("nothing was changed")

@@ -136,7 +136,9 @@ func TestOperateRefuses(t *testing.T) {
 		{"source pause --yes", exitUsage, "requires at least 1 arg"},
 		{"source pause typo --yes", exitUnseen, `"typo"; this process has orders, refunds`},
 		{"source show typo", exitUnseen, `"stormguard source list" shows them`},
-		{"breaker open typo --yes", exitUnseen, `"stormguard breaker list" shows them`},
+		{"breaker open typo --yes", exitUnseen, `breaker "typo"; this process has billing/`},
+		{"source pause orders --in fleet --yes", exitError, `in: "fleet": this process has no fleet`},
+		{"source pause orders --in zone: --yes", exitError, `in: "zone:" is not process, fleet or zone:NAME`},
 		{"credits orders --count 0 --yes", exitUsage, "--count"},
 		{"status --output xml", exitUsage, "must be table, json or jsonl"},
 	} {

@@ -67,13 +67,14 @@ const (
 	EntryStormEnded
 	EntryQuarantined // a rule was put on the quarantine list; Subject is which
 	EntryReleased    // and taken off
+	EntryOrdered     // an operator's order to the processes of the fleet; Subject is what
 	entryKinds
 )
 
 var entryKindNames = [entryKinds]string{
 	EntryStarted: "started", EntryLeft: "left", EntryEvicted: "evicted", EntryConfiguration: "configuration", EntryReset: "RESET",
 	EntryOpened: "opened", EntryClosed: "closed", EntryForced: "forced", EntryStormBegan: "storm began", EntryStormEnded: "storm ended",
-	EntryQuarantined: "quarantined", EntryReleased: "released",
+	EntryQuarantined: "quarantined", EntryReleased: "released", EntryOrdered: "ordered",
 }
 
 func (k EntryKind) String() string {

@@ -66,8 +66,8 @@ func NewQuarantine(self crdt.Replica, wall func() time.Time) (*Quarantine, error
 }
 
 // Offset takes how far the wall clocks of the peers are ahead of ours, of those of which
-// it is known.
-func (q *Quarantine) Offset(peers []time.Duration) {
+// it is known. It returns how far the fleet's time is.
+func (q *Quarantine) Offset(peers []time.Duration) time.Duration {
 	all := append(slices.Clone(peers), 0)
 	slices.Sort(all)
 	q.mu.Lock()
@@ -76,6 +76,7 @@ func (q *Quarantine) Offset(peers []time.Duration) {
 	if q.shift = all[len(all)/2]; (q.shift - was).Abs() >= time.Second {
 		q.watchedLocked() // what it was told of times is wrong
 	}
+	return q.shift
 }
 
 // stampLocked is above the write that decides about an element.

@@ -130,7 +130,7 @@ var Ours = Rules{
 
 		{
 			Path: "fleet", May: slices.Concat([]string{"fleet/register", "limiter", "breaker", "dlq", "internal/circuit", "internal/operator"}, inside),
-			MayTest: []string{"guard"},
+			MayTest: []string{"guard", "console"},
 			Why:     "the one front of a fleet: it puts the parts together with sockets and goroutines; guards get what it makes, and do not know it",
 		},
 		{

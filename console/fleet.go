@@ -1,0 +1,316 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package console
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/operator"
+)
+
+// follower carries the fleet's orders out in this process. Its goroutine looks whenever
+// the carrier has news, and while orders are in force each followEvery, for sources that
+// begin meanwhile: a partition that comes here in a rebalance is paused as the order says.
+type follower struct {
+	c       *Console
+	carrier operator.Carrier
+	wake    chan struct{}
+	cancel  context.CancelFunc
+	done    sync.WaitGroup
+
+	// Of the goroutine alone.
+	applied  map[guard.Control]*[kinds]string // the order that decided last, by kind
+	answered map[string]bool                  // orders by id
+}
+
+const (
+	followEvery = 250 * time.Millisecond
+	answerFor   = 5 * time.Second // how long an operator waits for the answers of processes that are heard
+
+	// onceFor is how long an order counts that does not last.
+	onceFor = time.Minute
+)
+
+// Of the orders of one kind the last one decides. Others are carried out each, once.
+const (
+	kindPause = iota
+	kindForce
+	kinds
+	kindOnce = kinds
+)
+
+func kindOf(action string) int {
+	switch action {
+	case Pause, Resume:
+		return kindPause
+	case Open, Close, Release:
+		return kindForce
+	}
+	return kindOnce
+}
+
+func follow(c *Console, carrier operator.Carrier) *follower {
+	ctx, cancel := context.WithCancel(context.Background())
+	f := &follower{
+		c: c, carrier: carrier, wake: make(chan struct{}, 1), cancel: cancel,
+		applied: make(map[guard.Control]*[kinds]string), answered: make(map[string]bool),
+	}
+	f.done.Go(func() { f.run(ctx) })
+	return f
+}
+
+func (f *follower) close() {
+	f.cancel()
+	f.done.Wait()
+}
+
+func (f *follower) run(ctx context.Context) {
+	defer f.carrier.Watch(func() { wake(f.wake) })()
+	tick := time.NewTicker(followEvery)
+	defer tick.Stop()
+	for {
+		f.look()
+		select {
+		case <-f.wake:
+		case <-tick.C:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+func wake(c chan struct{}) {
+	select {
+	case c <- struct{}{}:
+	default:
+	}
+}
+
+// standing is an order in force that is for this process.
+type standing struct {
+	Order
+
+	id    string
+	until time.Time
+}
+
+// look carries out what is in force and has not been.
+func (f *follower) look() {
+	orders, bad := f.inForce()
+	answers := make(map[string]*Answer)
+	for id, err := range bad {
+		answers[id] = &Answer{Error: err.Error()}
+	}
+	var due []standing // carried out once
+	for _, o := range orders {
+		if f.answered[o.id] {
+			continue
+		}
+		if o.Action == Credits || o.Action == DeadLetter {
+			if _, before := f.carrier.Answers(o.id)[f.name()]; before { // by an earlier run of this process
+				f.answered[o.id] = true
+				continue
+			}
+			due = append(due, o)
+		}
+		answers[o.id] = new(Answer)
+	}
+	present := make(map[guard.Control]bool)
+	if len(orders) > 0 {
+		for _, s := range f.c.controls("*") {
+			present[s.Control] = true
+			f.settle(s, orders, answers)
+			for _, o := range due {
+				if o.about(s) {
+					answers[o.id].add(carryOut(s, o.Order))
+				}
+			}
+		}
+	}
+	maps.DeleteFunc(f.applied, func(s guard.Control, _ *[kinds]string) bool { return !present[s] })
+	for id, a := range answers {
+		f.answered[id] = true
+		a.Process = f.name()
+		text, _ := json.Marshal(a) // of plain fields
+		if err := f.carrier.Answer(id, string(text)); err != nil {
+			f.c.log.Warn("console: an order's answer does not reach the fleet", "order", id, "error", err)
+		}
+	}
+	if len(orders)+len(bad) == 0 {
+		clear(f.answered)
+	}
+}
+
+func (f *follower) name() string {
+	name, _ := f.carrier.Place()
+	return name
+}
+
+// inForce are the orders for this process, in their sequence, and what is wrong with those
+// that it cannot read.
+func (f *follower) inForce() (orders []standing, bad map[string]error) {
+	bad = make(map[string]error)
+	for _, c := range f.carrier.InForce() {
+		o, err := readOrder(json.NewDecoder(strings.NewReader(c.Order)))
+		if err != nil { // of another version
+			if !f.answered[c.ID] {
+				bad[c.ID] = err
+			}
+			continue
+		}
+		if f.here(o.In) {
+			orders = append(orders, standing{o, c.ID, c.Until})
+		}
+	}
+	return orders, bad
+}
+
+func (f *follower) here(in string) bool {
+	_, zone := f.carrier.Place()
+	return within(in, zone)
+}
+
+func within(in, zone string) bool {
+	name, ok := strings.CutPrefix(in, inZone)
+	return !ok || name == zone
+}
+
+// settle brings one source to what the last orders about it say.
+func (f *follower) settle(s control, orders []standing, answers map[string]*Answer) {
+	var last [kinds]*standing
+	for i, o := range orders {
+		if kind := kindOf(o.Action); kind < kinds && o.about(s) {
+			last[kind] = &orders[i]
+			if a := answers[o.id]; a != nil {
+				a.Sources++
+			}
+		}
+	}
+	applied := f.applied[s.Control]
+	if applied == nil {
+		applied = new([kinds]string)
+		f.applied[s.Control] = applied
+	}
+	for kind, o := range last {
+		if o == nil || applied[kind] == o.id {
+			continue
+		}
+		applied[kind] = o.id
+		if f.answered[o.id] && kind == kindForce && o.Action != Open && !s.State().Breaker.Forced {
+			continue // the source is younger than the order, and there is nothing to undo
+		}
+		if o.Action == Pause || o.Action == Open {
+			o.For = Duration(max(time.Until(o.until), 1))
+		}
+		if r := carryOut(s, o.Order); r.Error != "" {
+			if a := answers[o.id]; a != nil {
+				a.Error = r.Source + ": " + r.Error
+			}
+		}
+	}
+}
+
+func (a *Answer) add(r Result) {
+	a.Sources++
+	a.Count += r.Count
+	if r.Error != "" {
+		a.Error = r.Source + ": " + r.Error
+	}
+}
+
+// until is how long an order counts. One that undoes others counts as long as the last
+// of them: who hears both late must not carry out the first alone.
+func (f *follower) until(o Order) time.Time {
+	now := time.Now()
+	if o.For > 0 {
+		return now.Add(time.Duration(o.For))
+	}
+	last := now.Add(onceFor)
+	if kindOf(o.Action) == kindOnce {
+		return last
+	}
+	for _, c := range f.carrier.InForce() {
+		if c.Until.After(last) {
+			last = c.Until
+		}
+	}
+	return last
+}
+
+// give puts an order up for the processes that it is for, and waits for their answers,
+// five seconds at most.
+func (f *follower) give(ctx context.Context, o Order, who string) (Outcome, error) {
+	out := Outcome{Process: f.c.process, Results: []Result{}}
+	waits := make(map[string]bool) // the processes, and whether they are heard
+	for _, m := range f.carrier.Members() {
+		if within(o.In, m.Zone) {
+			waits[m.Name] = m.Heard
+		}
+	}
+	if len(waits) == 0 {
+		return out, fmt.Errorf("%w: in: no process of the fleet is in %q", ErrNoSource, o.In)
+	}
+	if o.DryRun {
+		for _, name := range slices.Sorted(maps.Keys(waits)) {
+			out.Processes = append(out.Processes, Answer{Process: name})
+		}
+		return out, nil
+	}
+	carried := o
+	carried.Why = "" // that is the journal's
+	text, err := json.Marshal(carried)
+	if err != nil {
+		return out, err
+	}
+	id := rand.Text()[:16]
+	news := make(chan struct{}, 1)
+	defer f.carrier.Watch(func() { wake(news) })()
+	if err := f.carrier.Give(operator.Carried{ID: id, Order: string(text), Until: f.until(o)}, o.String(), who, o.Why); err != nil {
+		return out, fmt.Errorf("%w: %w", ErrOrder, err)
+	}
+	over := time.NewTimer(answerFor)
+	defer over.Stop()
+	for waiting := true; waiting; {
+		said := f.carrier.Answers(id)
+		waiting = false
+		for name, heard := range waits {
+			if _, ok := said[name]; heard && !ok {
+				waiting = true
+			}
+		}
+		if !waiting {
+			break
+		}
+		select {
+		case <-news:
+		case <-over.C:
+			waiting = false
+		case <-ctx.Done():
+			waiting = false
+		}
+	}
+	said := f.carrier.Answers(id)
+	for _, name := range slices.Sorted(maps.Keys(waits)) {
+		text, ok := said[name]
+		if !ok {
+			out.Silent = append(out.Silent, name)
+			continue
+		}
+		a := Answer{Process: name}
+		if err := json.Unmarshal([]byte(text), &a); err != nil {
+			a.Error = "an answer of another version"
+		}
+		out.Processes = append(out.Processes, a)
+	}
+	return out, nil
+}

@@ -1,0 +1,185 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package console_test
+
+import (
+	"net/http"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/console"
+	"github.com/stormguard-mq/stormguard/internal/operator"
+)
+
+// carrier is that of one process, which the test plays the fleet for.
+type carrier struct {
+	mu       sync.Mutex
+	orders   []operator.Carried
+	answers  map[string]map[string]string
+	watchers []func()
+	others   []operator.Member
+}
+
+func (*carrier) Place() (name, zone string) { return "billing-1", "z1" }
+
+func (c *carrier) Members() []operator.Member {
+	return append([]operator.Member{{Name: "billing-1", Zone: "z1", Heard: true}}, c.others...)
+}
+
+func (c *carrier) Give(o operator.Carried, _, _, _ string) error {
+	c.put(o)
+	return nil
+}
+
+func (c *carrier) put(orders ...operator.Carried) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.orders = append(c.orders, orders...)
+	for _, f := range c.watchers {
+		f()
+	}
+}
+
+func (c *carrier) Answer(id, text string) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.answers == nil {
+		c.answers = make(map[string]map[string]string)
+	}
+	if c.answers[id] == nil {
+		c.answers[id] = make(map[string]string)
+	}
+	c.answers[id]["billing-1"] = text
+	for _, f := range c.watchers {
+		f()
+	}
+	return nil
+}
+
+func (c *carrier) Answers(id string) map[string]string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.answers[id]
+}
+
+func (c *carrier) InForce() []operator.Carried {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return slices.DeleteFunc(slices.Clone(c.orders), func(o operator.Carried) bool { return !time.Now().Before(o.Until) })
+}
+
+func (c *carrier) Watch(f func()) (stop func()) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.watchers = append(c.watchers, f)
+	return func() {}
+}
+
+func carried(id, order string, d time.Duration) operator.Carried {
+	return operator.Carried{ID: id, Order: order, Until: time.Now().Add(d)}
+}
+
+// Of two orders that come late and together the last one decides, and one that is heard
+// after a later one of its kind does nothing any more.
+func TestLateOrders(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := new(carrier)
+		r := newRig(t, console.Config{Fleet: c}, "orders", "refunds")
+		defer r.close()
+		defer r.c.Close()
+		state := func() string { synctest.Wait(); return r.source("orders").State + " " + r.source("refunds").State }
+		c.put(carried("1", `{"action":"pause","sources":["*"],"for":"30m","in":"fleet"}`, 10*time.Minute),
+			carried("2", `{"action":"resume","sources":["refunds"],"in":"fleet"}`, 10*time.Minute))
+		if got := state(); got != "paused running" {
+			t.Error(got)
+		}
+		c.mu.Lock() // heard late, and in front of the others by its stamp
+		c.orders = append([]operator.Carried{carried("0", `{"action":"pause","sources":["refunds"],"for":"30m","in":"fleet"}`, 10*time.Minute)}, c.orders...)
+		c.mu.Unlock()
+		time.Sleep(time.Second)
+		if got := state(); got != "paused running" {
+			t.Error("after an order that is older:", got)
+		}
+		c.put(carried("3", `{"action":"pause","sources":["refunds"],"for":"30m","in":"zone:z2"}`, 10*time.Minute),
+			carried("4", `{"action":"dance","sources":["*"],"in":"fleet"}`, 10*time.Minute))
+		if got := state(); got != "paused running" {
+			t.Error("after an order to another zone:", got)
+		}
+		for id, want := range map[string]string{"0": `"sources":1`, "1": `"sources":2`, "2": `"sources":1`, "4": `"dance\" is not one of`} {
+			if got := c.Answers(id)["billing-1"]; !strings.Contains(got, want) {
+				t.Errorf("order %s: %s", id, got)
+			}
+		}
+		if got := c.Answers("3"); len(got) != 0 {
+			t.Errorf("an order to another zone is answered: %v", got)
+		}
+		time.Sleep(9 * time.Minute)
+		if got := state(); got != "paused running" {
+			t.Error("before the end:", got)
+		}
+		time.Sleep(time.Minute)
+		if got := state(); got != "running running" {
+			t.Error("after the end:", got)
+		}
+	})
+}
+
+// An order that is carried out once is not carried out again by the next run of the
+// process, but a pause that still counts is.
+func TestOrdersOverARestart(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := new(carrier)
+		credits := func(n float64) {
+			t.Helper()
+			r := newRig(t, console.Config{Fleet: c}, "orders")
+			time.Sleep(time.Second)
+			s := r.source("orders")
+			r.c.Close()
+			r.close()
+			if s.Credits < n || s.Credits > n+1 || s.State != "paused" {
+				t.Errorf("%v credits, want %v, and %s", s.Credits, n, s.State)
+			}
+		}
+		c.put(carried("1", `{"action":"credits","sources":["*"],"count":7,"in":"fleet"}`, time.Minute),
+			carried("2", `{"action":"pause","sources":["*"],"for":"30m","in":"fleet"}`, time.Minute))
+		credits(27)
+		credits(20)
+	})
+}
+
+// Who does not answer is named at once if it is silent, and after five seconds if it is
+// heard; a dry run asks nobody.
+func TestSilentProcesses(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := &carrier{others: []operator.Member{{Name: "away", Zone: "z2"}}}
+		r := newRig(t, console.Config{Fleet: c}, "orders")
+		defer r.close()
+		defer r.c.Close()
+		o := console.Order{Action: console.Pause, Sources: []string{"*"}, In: "fleet", DryRun: true}
+		if out := r.order(o); len(out.Processes) != 2 || len(c.InForce()) != 0 {
+			t.Errorf("%+v %v", out, c.InForce())
+		}
+		o.DryRun = false
+		took := func(want time.Duration, silent ...string) {
+			t.Helper()
+			began := time.Now()
+			out := r.order(o)
+			if len(out.Processes) != 1 || out.Processes[0].Sources != 1 || !slices.Equal(out.Silent, silent) || time.Since(began) != want {
+				t.Errorf("%+v after %v", out, time.Since(began))
+			}
+		}
+		took(0, "away")
+		c.others[0].Heard = true
+		took(5*time.Second, "away")
+		o.In = "zone:z1"
+		took(0)
+		if status := r.ask(http.MethodPost, "/order", `{"action":"pause","sources":["*"],"in":"zone:z9"}`, nil); status != http.StatusNotFound {
+			t.Error("a zone without processes:", status)
+		}
+	})
+}

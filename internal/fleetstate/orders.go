@@ -1,0 +1,274 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package fleetstate
+
+import (
+	"cmp"
+	"encoding/binary"
+	"fmt"
+	"math"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+)
+
+// Orders carries what operators order from the process that was asked to all others, and
+// their answers back. Both are elements of one [crdt.LWWSet], which are added and never
+// removed: an order counts until its time, and an hour later it is forgotten with its
+// answers. What the orders say is the console's.
+//
+// Orders have one sequence in all processes, that of their stamps: whoever hears two late
+// carries them out as everybody else did.
+//
+// Memory is bounded: 256 orders in force, and 4096 elements. Times travel as the fleet's,
+// as those of a [Quarantine] do. It is a section of its own for the gossip session, and
+// safe for concurrent use.
+type Orders struct {
+	clock *crdt.Clock
+	wall  func() time.Time
+
+	mu       sync.Mutex
+	self     crdt.Replica
+	set      *crdt.LWWSet
+	shift    time.Duration // of our wall clock, to the fleet's time
+	pruneAt  time.Time
+	watchers map[*func()]struct{}
+	changed  func()
+}
+
+const (
+	maxOrders        = 256
+	maxOrderElements = 4096
+	maxOrderID       = 32
+	// MaxOrder is how many bytes an order may have, and MaxAnswer an answer.
+	MaxOrder  = crdt.MaxElement - maxOrderID - 2
+	MaxAnswer = crdt.MaxNote - 8
+
+	orderMark, answerMark = 'o', 'a' // what an element is
+)
+
+// NewOrders returns the empty board of self. The error is [ErrConfig].
+func NewOrders(self crdt.Replica, wall func() time.Time) (*Orders, error) {
+	set, err := crdt.NewLWWSet(self)
+	if err != nil {
+		return nil, fmt.Errorf("%w: self: %w", ErrConfig, err)
+	}
+	return &Orders{clock: crdt.NewClock(wall), wall: wall, self: self, set: set, watchers: make(map[*func()]struct{})}, nil
+}
+
+// Offset takes how far the fleet's time is ahead of our wall clock.
+func (o *Orders) Offset(shift time.Duration) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.shift = shift
+}
+
+// Give puts an order up until its time. The error says what is wrong with it, or is
+// [ErrBusy].
+func (o *Orders) Give(id, text string, until time.Time) error {
+	if len(id) < 1 || len(id) > maxOrderID || strings.ContainsRune(id, '|') {
+		return fmt.Errorf("%w: order: id: %.40q is not 1 to %d bytes without a bar", ErrConfig, id, maxOrderID)
+	}
+	if len(text) > MaxOrder {
+		return fmt.Errorf("%w: order: %d bytes are more than the %d that a fleet carries", ErrConfig, len(text), MaxOrder)
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.pruneLocked(o.wall())
+	all := o.inForceLocked(o.wall())
+	if len(all) >= maxOrders {
+		return fmt.Errorf("%w: %d orders are in force", ErrBusy, len(all))
+	}
+	at := o.clock.Now()
+	if len(all) > 0 { // whoever gives an order knows of these, so it comes after them, whatever the clocks say
+		if last := all[len(all)-1].stamp; at.Compare(last) <= 0 {
+			at = last
+			if at.Logical++; at.Logical == 0 {
+				at.Physical++
+			}
+		}
+	}
+	return o.addLocked(orderMark, id+"|"+text, "", until.Add(o.shift), at)
+}
+
+// Answer says what became of an order in this process.
+func (o *Orders) Answer(id, text string) error {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.addLocked(answerMark, id+"|"+o.self.Name, text[:min(len(text), MaxAnswer)], o.wall().Add(o.shift), o.clock.Now())
+}
+
+// addLocked writes an element; its time is in front of the note.
+func (o *Orders) addLocked(mark byte, element, note string, at time.Time, stamp crdt.Stamp) error {
+	element = string(mark) + element
+	if !o.set.Has(element) && o.set.Len() >= maxOrderElements {
+		return fmt.Errorf("%w: %d orders and answers", ErrBusy, o.set.Len())
+	}
+	b := binary.BigEndian.AppendUint64(nil, uint64(max(0, at.UnixMilli())))
+	if _, err := o.set.Add(element, string(b)+note, stamp); err != nil {
+		return fmt.Errorf("%w: order: %w", ErrConfig, err)
+	}
+	o.tellLocked()
+	return nil
+}
+
+func (o *Orders) tellLocked() {
+	for f := range o.watchers {
+		(*f)()
+	}
+	if o.changed != nil {
+		o.changed()
+	}
+}
+
+// each visits the elements of a kind: what is behind the bar, the note, and the time.
+func (o *Orders) each(mark byte, visit func(id, rest, note string, at time.Time, stamp crdt.Stamp)) {
+	for element, note := range o.set.All() {
+		if len(element) == 0 || element[0] != mark || len(note) < 8 {
+			continue
+		}
+		if id, rest, ok := strings.Cut(element[1:], "|"); ok {
+			ms := binary.BigEndian.Uint64([]byte(note[:8]))
+			stamp, _, _ := o.set.At(element)
+			visit(id, rest, note[8:], time.UnixMilli(int64(min(ms, math.MaxInt64>>10))), stamp)
+		}
+	}
+}
+
+// An Order has a name of its own, and is void after Until.
+type Order struct {
+	ID, Text string
+	Until    time.Time
+
+	stamp crdt.Stamp
+}
+
+func (o *Orders) inForceLocked(now time.Time) (all []Order) {
+	o.each(orderMark, func(id, text, _ string, until time.Time, stamp crdt.Stamp) {
+		if until = until.Add(-o.shift); now.Before(until) {
+			all = append(all, Order{id, text, until, stamp})
+		}
+	})
+	slices.SortFunc(all, func(a, b Order) int { return cmp.Or(a.stamp.Compare(b.stamp), cmp.Compare(a.ID, b.ID)) })
+	return all
+}
+
+// InForce are the orders whose time is not over, in their sequence.
+func (o *Orders) InForce() []Order {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.inForceLocked(o.wall())
+}
+
+// Answers are those to one order, by process.
+func (o *Orders) Answers(id string) map[string]string {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	all := make(map[string]string)
+	o.each(answerMark, func(of, process, text string, _ time.Time, _ crdt.Stamp) {
+		if of == id {
+			all[process] = text
+		}
+	})
+	return all
+}
+
+// Watch has f called after each change until stop is called. f must not wait, nor call o.
+func (o *Orders) Watch(f func()) (stop func()) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.watchers[&f] = struct{}{}
+	return func() {
+		o.mu.Lock()
+		defer o.mu.Unlock()
+		delete(o.watchers, &f)
+	}
+}
+
+// OnChange is that of a [Quarantine].
+func (o *Orders) OnChange(f func()) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.changed = f
+}
+
+// pruneLocked forgets orders whose time is long over, and answers to what is not there.
+func (o *Orders) pruneLocked(now time.Time) {
+	o.pruneAt = now.Add(pruneEvery)
+	known := make(map[string]bool)
+	o.each(orderMark, func(id, text, _ string, until time.Time, _ crdt.Stamp) {
+		if now.Add(o.shift).Sub(until) > voidAfter {
+			o.set.Drop(string(orderMark) + id + "|" + text)
+			return
+		}
+		known[id] = true
+	})
+	o.each(answerMark, func(id, process, _ string, at time.Time, _ crdt.Stamp) {
+		if !known[id] && now.Add(o.shift).Sub(at) > voidAfter {
+			o.set.Drop(string(answerMark) + id + "|" + process)
+		}
+	})
+}
+
+// Mark is the number of the latest change that came here.
+func (o *Orders) Mark(crdt.Replica) uint64 {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.set.Mark()
+}
+
+// Counted is that mark; see gossip.Counter.
+func (o *Orders) Counted() uint64 { return o.Mark(crdt.Replica{}) }
+
+// Delta appends what a peer has not acknowledged, in at most room bytes.
+func (o *Orders) Delta(_ time.Duration, b []byte, _ crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if now := o.wall(); !now.Before(o.pruneAt) {
+		o.pruneLocked(now)
+	}
+	return o.set.Delta(b, since, room)
+}
+
+// Merge takes in what a peer's Delta appended. It is commutative and idempotent. The
+// errors are [ErrMalformed], [ErrSelf] and [ErrBusy], and then nothing was taken in.
+func (o *Orders) Merge(c crdt.Contact, b []byte) error {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	switch {
+	case c.From == o.self:
+		return ErrSelf
+	case len(b) == 0:
+		return nil
+	case o.set.Len() >= maxOrderElements:
+		return fmt.Errorf("%w: %d orders and answers", ErrBusy, o.set.Len())
+	}
+	mark := o.set.Mark()
+	if err := o.set.Merge(b); err != nil {
+		return fmt.Errorf("%w: %w", ErrMalformed, err)
+	}
+	if o.set.Mark() != mark {
+		o.tellLocked()
+	}
+	return nil
+}
+
+// Gone changes nothing: an order stays one.
+func (o *Orders) Gone(time.Duration, crdt.Replica) {}
+
+// Rejoin writes as the new incarnation from now on; see gossip.Rejoiner.
+func (o *Orders) Rejoin(_ time.Duration, self crdt.Replica) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	set, err := crdt.NewLWWSet(self)
+	if err != nil {
+		return // a session took the name
+	}
+	all, _ := o.set.Delta(nil, 0, math.MaxInt)
+	_ = set.Merge(all) // it is well-formed
+	o.self, o.set = self, set
+}

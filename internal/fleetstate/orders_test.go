@@ -1,0 +1,168 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package fleetstate
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"pgregory.net/rapid"
+
+	"github.com/stormguard-mq/stormguard/internal/crdt"
+)
+
+// orderer is a process with a clock of its own.
+type orderer struct {
+	*Orders
+
+	self crdt.Replica
+	wall time.Time
+}
+
+func newOrderer(t interface{ Fatal(...any) }, name string, wall time.Time) *orderer {
+	o := &orderer{self: crdt.Replica{Name: name, Incarnation: 1}, wall: wall}
+	var err error
+	if o.Orders, err = NewOrders(o.self, func() time.Time { return o.wall }); err != nil {
+		t.Fatal(err)
+	}
+	return o
+}
+
+func (o *orderer) hear(t interface{ Fatal(...any) }, from *orderer) {
+	b, _ := from.Delta(0, nil, o.self, 0, math.MaxInt)
+	if err := o.Merge(crdt.Contact{From: from.self}, b); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func (o *orderer) texts() (all []string) {
+	for _, in := range o.InForce() {
+		all = append(all, in.ID+" "+in.Text)
+	}
+	return all
+}
+
+// An order that is given in the knowledge of another comes after it in all processes,
+// however wrong the clocks are; its time is the fleet's.
+func TestOrdersKeepTheirSequence(t *testing.T) {
+	start := time.Unix(1_800_000_000, 0)
+	ahead, behind := newOrderer(t, "ahead", start.Add(time.Hour)), newOrderer(t, "behind", start)
+	ahead.Offset(-time.Hour)
+	if err := ahead.Give("1", "pause", ahead.wall.Add(10*time.Minute)); err != nil {
+		t.Fatal(err)
+	}
+	behind.hear(t, ahead)
+	if err := behind.Give("2", "resume", behind.wall.Add(time.Minute)); err != nil {
+		t.Fatal(err)
+	}
+	ahead.hear(t, behind)
+	for _, o := range []*orderer{ahead, behind} {
+		if got := o.texts(); !slices.Equal(got, []string{"1 pause", "2 resume"}) {
+			t.Errorf("%s: %q", o.self.Name, got)
+		}
+	}
+	if until := behind.InForce()[0].Until; !until.Equal(start.Add(10 * time.Minute)) {
+		t.Errorf("the order ends at %v by the other clock, want 10m from %v", until, start)
+	}
+	behind.wall = behind.wall.Add(9 * time.Minute)
+	if got := behind.texts(); !slices.Equal(got, []string{"1 pause"}) {
+		t.Errorf("after nine minutes: %q", got)
+	}
+	if err := behind.Answer("1", strings.Repeat("x", 2*MaxAnswer)); err != nil {
+		t.Fatal(err)
+	}
+	ahead.hear(t, behind)
+	if a := ahead.Answers("1"); len(a) != 1 || len(a["behind"]) != MaxAnswer {
+		t.Errorf("%v", a)
+	}
+	behind.wall = behind.wall.Add(2 * time.Hour)
+	if err := behind.Give("3", "pause", behind.wall.Add(time.Minute)); err != nil { // which forgets
+		t.Fatal(err)
+	}
+	if got, a := behind.texts(), behind.Answers("1"); !slices.Equal(got, []string{"3 pause"}) || len(a) != 0 {
+		t.Errorf("two hours later: %q %v", got, a)
+	}
+}
+
+// Whatever the sequence in which processes hear each other, all have the same orders in
+// the same sequence in the end.
+func TestOrdersConverge(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		start := time.Unix(1_800_000_000, 0)
+		var all []*orderer
+		for i := range 4 {
+			all = append(all, newOrderer(t, fmt.Sprint("n", i), start.Add(time.Duration(rapid.IntRange(-3600, 3600).Draw(t, "skew"))*time.Second)))
+		}
+		for i := range rapid.IntRange(1, 30).Draw(t, "steps") {
+			a, b := all[rapid.IntRange(0, 3).Draw(t, "a")], all[rapid.IntRange(0, 3).Draw(t, "b")]
+			switch {
+			case rapid.Bool().Draw(t, "give"):
+				if err := a.Give(fmt.Sprint(i), "order", start.Add(24*time.Hour)); err != nil {
+					t.Fatal(err)
+				}
+				if got := a.texts(); got[len(got)-1] != fmt.Sprint(i, " order") {
+					t.Fatalf("the last order is not the last of %q", got)
+				}
+			case a != b:
+				a.hear(t, b)
+			}
+		}
+		for range 2 {
+			for _, a := range all {
+				for _, b := range all {
+					if a != b {
+						a.hear(t, b)
+					}
+				}
+			}
+		}
+		for _, o := range all[1:] {
+			if got, want := o.texts(), all[0].texts(); !slices.Equal(got, want) {
+				t.Fatalf("%s has %q, n0 has %q", o.self.Name, got, want)
+			}
+		}
+	})
+}
+
+// What may be put up is bounded, and what a peer sends is too.
+func TestOrdersAreBounded(t *testing.T) {
+	o := newOrderer(t, "a", time.Unix(1_800_000_000, 0))
+	until := o.wall.Add(time.Minute)
+	for id, text := range map[string]string{"": "x", "a|b": "x", strings.Repeat("i", 33): "x", "long": strings.Repeat("x", MaxOrder+1)} {
+		if err := o.Give(id, text, until); !errors.Is(err, ErrConfig) {
+			t.Errorf("%q of %d bytes: %v", id, len(text), err)
+		}
+	}
+	for i := range maxOrders {
+		if err := o.Give(fmt.Sprint(i), strings.Repeat("x", MaxOrder), until); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := o.Give("more", "x", until); !errors.Is(err, ErrBusy) {
+		t.Error("one more:", err)
+	}
+	full := newOrderer(t, "b", o.wall)
+	for i := 0; i < maxOrderElements; i++ {
+		if err := full.Answer(fmt.Sprint(i), ""); err != nil {
+			t.Fatal(err)
+		}
+	}
+	b, _ := o.Delta(0, nil, full.self, 0, math.MaxInt)
+	if err := full.Merge(crdt.Contact{From: o.self}, b); !errors.Is(err, ErrBusy) {
+		t.Error("a peer's orders beside a full board:", err)
+	}
+	if err := o.Merge(crdt.Contact{From: full.self}, []byte{1, 2, 3}); !errors.Is(err, ErrMalformed) {
+		t.Error("garbage:", err)
+	}
+	full.wall = full.wall.Add(2 * time.Hour)
+	_, _ = full.Delta(0, nil, o.self, 0, math.MaxInt) // which forgets
+	if err := full.Merge(crdt.Contact{From: o.self}, b); err != nil {
+		t.Error("two hours later:", err)
+	}
+}
