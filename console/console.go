@@ -129,6 +129,7 @@ func (c *Console) routes() *http.ServeMux {
 	get("audit", func(string) any { return c.audit.entries() })
 	get("quarantine", func(string) any { return c.rules() })
 	mux.HandleFunc("POST /order", c.order)
+	mux.HandleFunc("POST /quarantine", c.changeRules)
 	return mux
 }
 
@@ -188,33 +189,4 @@ func clip(s string) string {
 		return s
 	}
 	return s[:most] + "…"
-}
-
-// A Rule of the quarantine is in force until its time.
-type Rule struct {
-	Rule  string    `json:"rule"`
-	By    string    `json:"by,omitempty"`
-	Why   string    `json:"why,omitempty"`
-	At    time.Time `json:"at"`
-	Until time.Time `json:"until"`
-}
-
-// rules are those of the guards' lists, each once: guards of one process share a list.
-func (c *Console) rules() []Rule {
-	all := []Rule{}
-	seen := make(map[Rule]bool)
-	for _, g := range c.guards {
-		q := g.Quarantine()
-		if q == nil {
-			continue
-		}
-		for _, e := range q.Entries() {
-			r := Rule{e.Rule.String(), e.By, e.Why, e.At.UTC(), e.Until.UTC()}
-			if !seen[r] {
-				seen[r] = true
-				all = append(all, r)
-			}
-		}
-	}
-	return all
 }

@@ -328,6 +328,28 @@ func TestWrongOrders(t *testing.T) {
 	}
 }
 
+// The audit is bounded, the oldest entries go first; a change of the quarantine is in it,
+// made or not.
+func TestAudit(t *testing.T) {
+	r := newRig(t, console.Config{}, "orders")
+	defer r.close()
+	for i := range 1000 {
+		r.ask(http.MethodPost, "/order", fmt.Sprintf(`{"action":"pause","sources":["no-%d"]}`, i), nil)
+	}
+	var rules []console.Rule
+	if status := r.ask(http.MethodPost, "/quarantine", `{"rule":"key=table 4","by":"ann","why":"broken"}`, &rules); status != http.StatusOK || len(rules) != 1 || rules[0].By != "ann" {
+		t.Errorf("%d %+v", status, rules)
+	}
+	if status := r.ask(http.MethodPost, "/quarantine", `{"rule":"table 4"}`, nil); status != http.StatusBadRequest {
+		t.Error("a rule that is none:", status)
+	}
+	var audit []console.Entry
+	r.ask(http.MethodGet, "/audit", "", &audit)
+	if len(audit) != 1000 || audit[0].Order != "pause no-2 for 30m0s" || audit[998].Order != "quarantine add key=table 4" || audit[998].Error != "" || audit[999].Error == "" {
+		t.Errorf("%d entries, from %+v to %+v", len(audit), audit[0], audit[len(audit)-1])
+	}
+}
+
 // What may not be asked is refused over a real socket, and stands in the audit.
 func TestAccess(t *testing.T) {
 	const secret = "0123456789abcdef"

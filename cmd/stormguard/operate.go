@@ -88,8 +88,19 @@ func newOperate() []*cobra.Command {
 	return []*cobra.Command{
 		newStatus(), source, brk,
 		newOrder(console.Credits, "credits NAME...", "Grant sources DLQ credits: leave to dead-letter so many messages more"),
-		newAudit(),
+		newQuarantine(), newAudit(),
 	}
+}
+
+// newQuarantine is the fleet's command, asked of a console.
+func newQuarantine() *cobra.Command {
+	op := operator{server: "console"}
+	cmd, asking := newFleetQuarantine(&op)
+	for _, c := range asking {
+		op.bind(c, cmp.Or(os.Getenv(consoleURL), defaultConsoleURL), "where the process serves its console")
+		c.Flags().BoolVar(&op.json, "json", false, "print what the process answers")
+	}
+	return cmd
 }
 
 // command finishes a command that asks a console.

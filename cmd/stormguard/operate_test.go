@@ -116,9 +116,15 @@ func TestOperate(t *testing.T) {
 	must("breaker closed", "breaker", "close", name, "--yes")
 	must("done", "credits", "*", "--count", "5", "--yes")
 	must("0 dead letters", "source", "deadletter", "orders", "--count", "3", "--yes")
+	must("key=table 4", "quarantine", "add", "--key", "table 4", "--why", "broken", "--for", "1h")
+	must("ann", "quarantine", "list")
+	must("no longer in quarantine", "quarantine", "remove", "--key", "table 4")
+	if out := must("RULE", "quarantine", "list"); strings.Contains(out, "ann") {
+		t.Error("after its removal:", out)
+	}
 	lines := strings.Split(strings.TrimSpace(must("{", "audit", "-o", "jsonl")), "\n")
 	var first console.Entry
-	if err := json.Unmarshal([]byte(lines[0]), &first); err != nil || len(lines) != 7 || first.Why != "ticket 7" || !strings.HasPrefix(first.Who, "ann at ") {
+	if err := json.Unmarshal([]byte(lines[0]), &first); err != nil || len(lines) != 9 || first.Why != "ticket 7" || !strings.HasPrefix(first.Who, "ann at ") {
 		t.Errorf("%v: %d lines, %+v", err, len(lines), first)
 	}
 }

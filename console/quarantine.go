@@ -1,0 +1,121 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package console
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/operator"
+)
+
+// A Rule of the quarantine is in force until its time.
+type Rule struct {
+	Rule  string    `json:"rule"`
+	By    string    `json:"by,omitempty"`
+	Why   string    `json:"why,omitempty"`
+	At    time.Time `json:"at"`
+	Until time.Time `json:"until"`
+}
+
+// rules are those of the guards' lists, each once: guards of one process share a list.
+func (c *Console) rules() []Rule {
+	all := []Rule{}
+	seen := make(map[Rule]bool)
+	for _, q := range c.lists() {
+		for _, e := range q.Entries() {
+			r := Rule{e.Rule.String(), e.By, e.Why, e.At.UTC(), e.Until.UTC()}
+			if !seen[r] {
+				seen[r] = true
+				all = append(all, r)
+			}
+		}
+	}
+	return all
+}
+
+// lists are the guards' lists. Guards may share one: what is done twice is as done once.
+func (c *Console) lists() (all []dlq.Quarantine) {
+	for _, g := range c.guards {
+		if q := g.Quarantine(); q != nil {
+			all = append(all, q)
+		}
+	}
+	return all
+}
+
+// A RuleChange puts a rule on the quarantine list, or takes it off. With a fleet's list it
+// reaches all processes.
+type RuleChange struct {
+	Rule   string        `json:"rule"`             // as dlq.ParseRule reads it
+	Remove bool          `json:"remove,omitempty"` // take it off; without it, put it on
+	For    time.Duration `json:"for_ns,omitempty"` // 0 means 24 h
+	By     string        `json:"by,omitempty"`     // who; the token's name counts, if there is one
+	Why    string        `json:"why,omitempty"`
+}
+
+func (r RuleChange) String() string {
+	if r.Remove {
+		return "quarantine remove " + r.Rule
+	}
+	return "quarantine add " + r.Rule
+}
+
+// changeRules changes the lists, and writes down what became of it.
+func (c *Console) changeRules(w http.ResponseWriter, r *http.Request) {
+	var in RuleChange
+	d := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxBody))
+	d.DisallowUnknownFields()
+	err := d.Decode(&in)
+	if err == nil && d.More() {
+		err = errors.New("want one object")
+	}
+	who, _ := operator.From(r.Context())
+	if err == nil {
+		if in.By == "" || who.Token != "" {
+			in.By = who.Token
+		}
+		err = c.changeRule(in)
+	}
+	e := Entry{At: time.Now().UTC(), Who: who.String(), Order: clip(in.String()), Why: clip(in.Why)}
+	line := []any{"who", e.Who, "order", e.Order, "why", e.Why}
+	if err != nil {
+		err = fmt.Errorf("%w: %w", ErrOrder, err)
+		e.Error = clip(err.Error())
+		c.audit.order(e)
+		c.log.Warn("console: an operator's change of the quarantine was not made", append(line, "error", err)...)
+		operator.Answer(w, http.StatusBadRequest, map[string]string{"error": err.Error()})
+		return
+	}
+	c.audit.order(e)
+	c.log.Info("console: an operator's change of the quarantine was made", line...)
+	operator.Answer(w, http.StatusOK, c.rules())
+}
+
+func (c *Console) changeRule(in RuleChange) error {
+	rule, err := dlq.ParseRule(in.Rule)
+	if err != nil {
+		return err
+	}
+	lists := c.lists()
+	if len(lists) == 0 {
+		return errors.New("quarantine: the guards of this process have no list")
+	}
+	for _, q := range lists {
+		if in.Remove {
+			err = errors.Join(err, q.Remove(rule, in.By))
+			continue
+		}
+		entry := dlq.QuarantineEntry{Rule: rule, By: in.By, Why: in.Why}
+		if in.For != 0 {
+			entry.Until = time.Now().Add(in.For)
+		}
+		err = errors.Join(err, q.Add(entry))
+	}
+	return err
+}
