@@ -82,7 +82,7 @@ failing dependency from becoming a dead-letter storm. "stormguard demo" shows it
 		SilenceUsage:     true,
 		PersistentPreRun: func(*cobra.Command, []string) { *begun = true },
 	}
-	root.AddCommand(newDemo(), newDoctor(), newFleet(), newSimulate(), newVersion())
+	root.AddCommand(newChaos(), newDemo(), newDoctor(), newFleet(), newSimulate(), newVersion())
 	root.AddCommand(newOperate()...)
 	return root
 }

@@ -1,0 +1,163 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package chaos
+
+import (
+	"encoding/json"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	"pgregory.net/rapid"
+)
+
+// flawless draws a history of a consumer that did everything right, over kills, with a
+// message of each ten poison.
+func flawless(t *rapid.T) History {
+	h := History{Schedule: Crash(rapid.Uint64().Draw(t, "seed"), rapid.IntRange(1, 20).Draw(t, "kills"), 10)}
+	h.Ordered = rapid.SampledFrom([]Redelivery{KeepsOrder, Redelivers}).Draw(t, "ordered")
+	now := Instant(0)
+	process := 1
+	h.Starts = []Start{{1, 0}}
+	keys := rapid.IntRange(1, 3).Draw(t, "keys")
+	for id := range rapid.IntRange(30, 100).Draw(t, "messages") {
+		now += time.Millisecond
+		m := Message{ID: id, Key: id % keys, Poison: id%10 == 7, At: now}
+		h.Published = append(h.Published, m)
+		if rapid.IntRange(0, 9).Draw(t, "restart") == 0 {
+			process++
+			h.Starts = append(h.Starts, Start{process, now - 1})
+		}
+		e := Effect{id, process, now + time.Millisecond}
+		if m.Poison {
+			h.Letters = append(h.Letters, id)
+			continue
+		}
+		h.Effects, h.Handled = append(h.Effects, e), append(h.Handled, e)
+	}
+	for i := range h.Schedule.Faults {
+		h.Fired = append(h.Fired, Fired{i, now})
+	}
+	drained := now + time.Second
+	h.Healed, h.Drained = now, &drained
+	return h
+}
+
+// flaws are what can go wrong, each with the only figure that must show it.
+var flaws = map[string]func(h *History){
+	"Lost":                func(h *History) { h.Effects = append(h.Effects[:3], h.Effects[4:]...) },
+	"DuplicateDeliveries": func(h *History) { h.Handled = append(h.Handled, h.Handled[2]) },
+	"DuplicateEffects":    func(h *History) { h.Effects = append(h.Effects, h.Effects[2]) },
+	"HealthyDeadLetters":  func(h *History) { h.Letters = append(h.Letters, 3) },
+	"PoisonEffects":       func(h *History) { h.Effects = append(h.Effects, Effect{7, 1, h.Healed}) },
+	"Unknown":             func(h *History) { h.Letters = append(h.Letters, 100_000) },
+	"Fired":               func(h *History) { h.Fired = h.Fired[1:] },
+	"Drained":             func(h *History) { h.Drained = nil },
+	"OutOfOrder": func(h *History) { // the last two of one key and one process
+		e := h.Effects
+		a, b := -1, -1
+		for i := len(e) - 1; i >= 0 && a < 0; i-- {
+			for k := i - 1; k >= 0; k-- {
+				if e[k].ID%6 == e[i].ID%6 && e[k].Process == e[i].Process {
+					a, b = k, i
+					break
+				}
+			}
+		}
+		if a >= 0 {
+			e[a], e[b] = e[b], e[a]
+		}
+	},
+}
+
+// What is right is found right, and each flaw by its oracle and no other.
+func TestJudge(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		h := flawless(t)
+		good := Judge(h)
+		if !good.OK() || good.DuplicateDeliveries != 0 || good.P99 != 1 || good.DrainSeconds != 1 {
+			t.Fatalf("a flawless history: %+v", good)
+		}
+		undead := h
+		undead.Letters = h.Letters[1:]
+		if r := Judge(undead); r.Lost != 1 || r.OK() {
+			t.Fatalf("poison without a dead letter: %+v", r)
+		}
+		name := rapid.SampledFrom([]string{"Lost", "DuplicateDeliveries", "DuplicateEffects", "HealthyDeadLetters", "PoisonEffects", "Unknown", "Fired", "Drained", "OutOfOrder"}).Draw(t, "flaw")
+		if name == "Fired" && len(h.Fired) == 0 {
+			return
+		}
+		flaws[name](&h)
+		bad := Judge(h)
+		if bad.OK() && name != "DuplicateDeliveries" && name != "OutOfOrder" { // two of one key and process may not be there
+			t.Fatalf("%s passes: %+v", name, bad)
+		}
+		was, is := reflect.ValueOf(good), reflect.ValueOf(bad)
+		for i := range was.NumField() {
+			switch field := was.Type().Field(i).Name; field {
+			case "First", "P99", "DrainSeconds", name:
+			default:
+				if !reflect.DeepEqual(was.Field(i).Interface(), is.Field(i).Interface()) {
+					t.Fatalf("%s shows in %s: %+v", name, field, bad)
+				}
+			}
+		}
+	})
+}
+
+// Two effects of one key in the wrong sequence are found, unless the broker hands messages
+// over again and one of them is older than the process.
+func TestJudgeOrder(t *testing.T) {
+	h := History{
+		Published: []Message{{ID: 1, At: 1}, {ID: 2, At: 2}, {ID: 3, Key: 1, At: 3}, {ID: 4, At: 11}, {ID: 5, At: 12}},
+		Starts:    []Start{{1, 0}, {2, 10}},
+		Ordered:   Redelivers,
+		Effects:   []Effect{{2, 1, 3}, {3, 1, 4}, {4, 2, 13}, {1, 2, 14}, {5, 2, 15}},
+	}
+	if r := Judge(h); r.OutOfOrder != 0 {
+		t.Errorf("what was delivered again: %+v", r)
+	}
+	h.Ordered = KeepsOrder
+	if r := Judge(h); r.OutOfOrder != 1 || r.First[len(r.First)-1] != "out of order: 1" {
+		t.Errorf("what a broker that keeps the order delivered late: %+v", r)
+	}
+	h.Ordered = Redelivers
+	h.Effects = []Effect{{2, 1, 3}, {1, 1, 4}, {3, 1, 5}, {5, 2, 13}, {4, 2, 14}}
+	if r := Judge(h); r.OutOfOrder != 2 {
+		t.Errorf("two swapped pairs: %+v", r)
+	}
+}
+
+// A seed draws the same schedule each time, of as many kills as asked; it survives JSON.
+func TestSchedule(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		seed, kills := rapid.Uint64().Draw(t, "seed"), rapid.IntRange(1, 300).Draw(t, "kills")
+		s := Crash(seed, kills, 50)
+		if err := s.Validate(); err != nil {
+			t.Fatal(err)
+		}
+		if s.Count(Kill) != kills || !reflect.DeepEqual(s, Crash(seed, kills, 50)) {
+			t.Fatalf("%d kills, want %d, or not the same twice", s.Count(Kill), kills)
+		}
+		text, err := json.Marshal(s)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var back Schedule
+		if err := json.Unmarshal(text, &back); err != nil || !reflect.DeepEqual(s, back) {
+			t.Fatalf("%v: %s", err, text)
+		}
+	})
+	bad := Schedule{Faults: []Fault{{Kind: "melt"}, {Kind: Kill, For: 1}, {Kind: Outage}, {Kind: Freeze, For: 600_001}, {Kind: Kill, After: -1}}}
+	err := bad.Validate()
+	for _, want := range []string{`fault 0: kind: "melt" is not one of`, "fault 1: for_ms: 1 is not in [0, 0] of a kill", "fault 2: for_ms: 0 is not in [1, 600000]", "fault 3: for_ms: 600001", "fault 4: after: -1 is not in [0, 100000]"} {
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%v\nhas no %q", err, want)
+		}
+	}
+	if err := (Schedule{}).Validate(); err == nil {
+		t.Error("a schedule without faults is valid")
+	}
+}

@@ -1,0 +1,223 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package chaos
+
+import (
+	"fmt"
+	"slices"
+	"time"
+)
+
+// A History is what a run recorded. Instants are since its start.
+type History struct {
+	Schedule  Schedule   `json:"schedule"`
+	Published []Message  `json:"published"` // what the broker confirmed, in its order
+	Starts    []Start    `json:"starts"`    // of the consumer's processes
+	Effects   []Effect   `json:"effects"`   // in the order in which the dependency had them
+	Handled   []Effect   `json:"handled"`   // handlers that returned nil, in their order
+	Letters   []int      `json:"letters"`   // ids of the messages in the DLQ
+	Fired     []Fired    `json:"fired"`     // faults that happened, in their order
+	Healed    Instant    `json:"healed"`    // the end of the last fault and of publishing
+	Drained   *Instant   `json:"drained"`   // when nothing was left at the broker; nil if never
+	Ordered   Redelivery `json:"ordered"`   // what the broker keeps of the order after a kill
+}
+
+// An Instant is a time since the start of the run.
+type Instant = time.Duration
+
+// Redelivery is what a broker keeps of the order of messages that a killed process had.
+type Redelivery string
+
+const (
+	// KeepsOrder is a broker that hands messages over again in their order: Kafka.
+	KeepsOrder Redelivery = "keeps"
+	// Redelivers is one that hands them over again when their time is over, behind newer
+	// ones: RabbitMQ, JetStream. Then only messages that were published after a process
+	// began are judged by what it made of them.
+	Redelivers Redelivery = "redelivers"
+)
+
+// A Message was published; ids rise in that order. Poison is one that no handler can handle.
+type Message struct {
+	ID     int     `json:"id"`
+	Key    int     `json:"key"`
+	Poison bool    `json:"poison,omitempty"`
+	At     Instant `json:"at"`
+}
+
+// A Start of a process, by its number.
+type Start struct {
+	Process int     `json:"process"`
+	At      Instant `json:"at"`
+}
+
+// An Effect of a message, made by a process.
+type Effect struct {
+	ID      int     `json:"id"`
+	Process int     `json:"process"`
+	At      Instant `json:"at"`
+}
+
+// A Fired fault, by its place in the schedule.
+type Fired struct {
+	Fault int     `json:"fault"`
+	At    Instant `json:"at"`
+}
+
+// A Report is the verdict on a history.
+type Report struct {
+	Seed      uint64 `json:"seed"`
+	Published int    `json:"published"`
+	Kills     int    `json:"kills"`
+	Fired     bool   `json:"fired"` // every planned fault happened, in its order
+
+	Lost                int     `json:"lost"`                 // healthy messages without an effect, poison without a dead letter
+	DuplicateDeliveries int     `json:"duplicate_deliveries"` // handlers that returned nil for a message a second time
+	DuplicateEffects    int     `json:"duplicate_effects"`
+	OutOfOrder          int     `json:"out_of_order"`         // effects after that of a later message of their key
+	HealthyDeadLetters  int     `json:"healthy_dead_letters"` // dead letters that are no poison
+	PoisonEffects       int     `json:"poison_effects"`       // effects of poison
+	Unknown             int     `json:"unknown"`              // effects and letters of messages that nobody published
+	Drained             bool    `json:"drained"`
+	DrainSeconds        float64 `json:"drain_seconds"` // from the last fault, or the end of publishing
+	P99                 float64 `json:"p99_ms"`        // from the confirm to the effect
+
+	// First names the first message of each finding, for whoever looks into it.
+	First []string `json:"first,omitempty"`
+}
+
+// OK tells whether no oracle found anything. Duplicate deliveries are none: a broker
+// delivers at least once.
+func (r Report) OK() bool {
+	return r.Fired && r.Drained && r.Lost == 0 && r.DuplicateEffects == 0 && r.OutOfOrder == 0 && r.HealthyDeadLetters == 0 &&
+		r.PoisonEffects == 0 && r.Unknown == 0
+}
+
+// Judge judges a history. It needs time and memory in proportion to it.
+func Judge(h History) Report {
+	r := Report{Seed: h.Schedule.Seed, Published: len(h.Published), Kills: h.Schedule.Count(Kill)}
+	r.Fired = len(h.Fired) == len(h.Schedule.Faults)
+	for i, f := range h.Fired {
+		r.Fired = r.Fired && f.Fault == i
+	}
+	if h.Drained != nil {
+		r.Drained, r.DrainSeconds = true, max(0, *h.Drained-h.Healed).Seconds()
+	}
+	messages := make(map[int]Message, len(h.Published))
+	for _, m := range h.Published {
+		messages[m.ID] = m
+	}
+	j := judgement{report: &r, messages: messages}
+	effects := make(map[int]int, len(h.Effects))
+	var waits []time.Duration
+	for _, e := range h.Effects {
+		m, known := messages[e.ID]
+		effects[e.ID]++
+		switch {
+		case !known:
+			j.found(&r.Unknown, "an effect of a message that nobody published", e.ID)
+		case m.Poison:
+			j.found(&r.PoisonEffects, "an effect of poison", e.ID)
+		case effects[e.ID] > 1:
+			j.found(&r.DuplicateEffects, "a second effect", e.ID)
+		default:
+			waits = append(waits, e.At-m.At)
+		}
+	}
+	handled := make(map[int]int, len(h.Handled))
+	for _, e := range h.Handled {
+		if handled[e.ID]++; handled[e.ID] > 1 {
+			r.DuplicateDeliveries++
+		}
+	}
+	letters := make(map[int]bool, len(h.Letters))
+	for _, id := range h.Letters {
+		m, known := messages[id]
+		switch {
+		case !known:
+			j.found(&r.Unknown, "a dead letter of a message that nobody published", id)
+		case !m.Poison && !letters[id]:
+			j.found(&r.HealthyDeadLetters, "a healthy dead letter", id)
+		}
+		letters[id] = true
+	}
+	for _, m := range h.Published {
+		if m.Poison && !letters[m.ID] || !m.Poison && effects[m.ID] == 0 && !letters[m.ID] {
+			j.found(&r.Lost, "lost", m.ID)
+		}
+	}
+	j.order(h)
+	if len(waits) > 0 {
+		slices.Sort(waits)
+		r.P99 = float64(waits[len(waits)*99/100].Microseconds()) / 1000
+	}
+	return r
+}
+
+type judgement struct {
+	report   *Report
+	messages map[int]Message
+}
+
+// found counts a finding, and names the first of its kind.
+func (j judgement) found(n *int, what string, id int) {
+	if *n++; *n == 1 {
+		j.report.First = append(j.report.First, fmt.Sprintf("%s: %d", what, id))
+	}
+}
+
+// order counts effects that came after that of a later message of their key.
+func (j judgement) order(h History) {
+	began := make(map[int]Instant, len(h.Starts))
+	for _, s := range h.Starts {
+		began[s.Process] = s.At
+	}
+	type scope struct{ key, process int }
+	last, seen := make(map[scope]int), make(map[int]bool)
+	for _, e := range h.Effects {
+		m, known := j.messages[e.ID]
+		if !known || m.Poison || seen[e.ID] {
+			continue
+		}
+		seen[e.ID] = true
+		at := scope{key: m.Key}
+		if h.Ordered != KeepsOrder {
+			if at.process = e.Process; m.At <= began[e.Process] {
+				continue
+			}
+		}
+		if e.ID < last[at] {
+			j.found(&j.report.OutOfOrder, "out of order", e.ID)
+		}
+		last[at] = max(last[at], e.ID)
+	}
+}
+
+// Text is the report for people, in Markdown.
+func (r Report) Text() string {
+	verdict := "nothing was lost"
+	if !r.OK() {
+		verdict = "an oracle found something"
+	}
+	text := fmt.Sprintf("# %d kills, seed %d: %s\n\n| figure | value | limit |\n|---|---|---|\n", r.Kills, r.Seed, verdict)
+	row := func(name string, value any, limit string) {
+		text += fmt.Sprintf("| %s | %v | %s |\n", name, value, limit)
+	}
+	row("published", r.Published, "")
+	row("every fault happened", r.Fired, "true")
+	row("lost", r.Lost, "0")
+	row("duplicate deliveries", r.DuplicateDeliveries, "")
+	row("duplicate effects", r.DuplicateEffects, "0")
+	row("out of order", r.OutOfOrder, "0")
+	row("healthy dead letters", r.HealthyDeadLetters, "0")
+	row("effects of poison", r.PoisonEffects, "0")
+	row("unknown messages", r.Unknown, "0")
+	row("drained", r.Drained, "true")
+	row("drain, seconds", fmt.Sprintf("%.1f", r.DrainSeconds), "")
+	row("p99, milliseconds", fmt.Sprintf("%.1f", r.P99), "")
+	for _, f := range r.First {
+		text += "\nFirst: " + f + "\n"
+	}
+	return text
+}

@@ -1,0 +1,77 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package chaosrun
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+
+	"github.com/stormguard-mq/stormguard/chaos"
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/brokers"
+)
+
+// A broker is where a run publishes and consumes, on queues of its own.
+type broker interface {
+	// lay makes the run's queues; remove deletes them.
+	lay(ctx context.Context) error
+	remove(ctx context.Context)
+	// publish returns when the broker has the messages.
+	publish(ctx context.Context, bodies [][]byte) error
+	// left is how many messages are not settled, as far as the broker tells.
+	left(ctx context.Context) (int, error)
+	// letters are the bodies in the DLQ.
+	letters(ctx context.Context) ([][]byte, error)
+	// consume guards a consumer until ctx ends; a process of its own calls it.
+	consume(ctx context.Context, g *guard.Guard, handle func(ctx context.Context, body []byte) error) error
+}
+
+// A kind of broker.
+type kind struct {
+	open    func(url, id string) broker
+	found   brokers.Kind // what to look for without an address
+	ordered chaos.Redelivery
+}
+
+var kinds = map[string]kind{
+	"nats":     {func(url, id string) broker { return newNATS(url, id) }, "", chaos.Redelivers},
+	"kafka":    {func(url, id string) broker { return newKafka(url, id) }, brokers.Kafka, chaos.KeepsOrder},
+	"rabbitmq": {func(url, id string) broker { return newRabbitMQ(url, id) }, brokers.RabbitMQ, chaos.Redelivers},
+}
+
+// Brokers are the names of the brokers that a run knows.
+func Brokers() []string { return slices.Sorted(maps.Keys(kinds)) }
+
+// address is where the broker is, and how to end it if it was started for this run.
+func address(ctx context.Context, name, url string, stderr io.Writer) (string, func(), error) {
+	none := func() {}
+	if url != "" {
+		return url, none, nil
+	}
+	if found := kinds[name].found; found != "" {
+		fmt.Fprintf(stderr, "looking for %s, or starting it; the very first start installs it and takes minutes\n", name)
+		url, err := brokers.Find(ctx, found)
+		return url, none, err
+	}
+	return startNATS(ctx)
+}
+
+// A message's body.
+type body struct {
+	ID     int    `json:"id"`
+	Key    int    `json:"key"`
+	Poison bool   `json:"poison,omitempty"`
+	Pad    string `json:"pad"`
+}
+
+func read(b []byte) (m body, err error) {
+	if err = json.Unmarshal(b, &m); err != nil {
+		err = fmt.Errorf("chaos: body: %w", err)
+	}
+	return m, err
+}

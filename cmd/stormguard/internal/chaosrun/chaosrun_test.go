@@ -1,0 +1,97 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package chaosrun
+
+import (
+	"context"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/chaos"
+	"github.com/stormguard-mq/stormguard/internal/brokers"
+)
+
+// kills is how often a test's consumer is killed: n, or 200 in the long form.
+func kills(n int) int {
+	if os.Getenv("STORMGUARD_FULL") != "" {
+		return 200
+	}
+	return n
+}
+
+func build(t *testing.T) string {
+	t.Helper()
+	exe := filepath.Join(t.TempDir(), "stormguard")
+	if out, err := exec.CommandContext(t.Context(), "go", "build", "-o", exe, "../..").CombinedOutput(); err != nil {
+		t.Fatalf("go build: %v\n%s", err, out)
+	}
+	return exe
+}
+
+func crash(t *testing.T, cfg Config) chaos.Report {
+	t.Helper()
+	cfg.Seed = 1
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Minute)
+	defer cancel()
+	h, err := Run(ctx, cfg, t.Output())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return chaos.Judge(h)
+}
+
+// A guarded consumer that is killed loses nothing, on each broker.
+func TestCrash(t *testing.T) {
+	exe := build(t)
+	for _, name := range Brokers() {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			cfg := Config{Broker: name, Kills: kills(10), Messages: 500, Drain: 5 * time.Minute, Exe: exe}
+			if found := kinds[name].found; found != "" {
+				cfg.URL = brokers.ForTest(t, found)
+			}
+			r := crash(t, cfg)
+			t.Logf("%d published, %d kills, %d duplicate deliveries, drained after %.1f s", r.Published, r.Kills, r.DuplicateDeliveries, r.DrainSeconds)
+			if !r.OK() {
+				t.Error(r.Text())
+			}
+		})
+	}
+}
+
+// Each mutant is found, by the oracle that is for it.
+func TestMutants(t *testing.T) {
+	exe := build(t)
+	for mutant, found := range map[Mutant]func(chaos.Report) bool{
+		AckFirst:   func(r chaos.Report) bool { return r.Lost > 0 },
+		NoOnce:     func(r chaos.Report) bool { return r.DuplicateEffects > 0 },
+		BuryAll:    func(r chaos.Report) bool { return r.HealthyDeadLetters > 0 },
+		Unordered:  func(r chaos.Report) bool { return r.OutOfOrder > 0 },
+		StopsShort: func(r chaos.Report) bool { return !r.Drained && r.Lost > 0 },
+	} {
+		t.Run(string(mutant), func(t *testing.T) {
+			t.Parallel()
+			cfg := Config{Broker: "nats", Kills: 8, Messages: 500, Drain: 5 * time.Second, Mutant: mutant, Exe: exe}
+			if mutant == Unordered { // what a killed process had is judged, too
+				cfg.Broker, cfg.URL = "kafka", brokers.ForTest(t, brokers.Kafka)
+			}
+			r := crash(t, cfg)
+			if !found(r) || r.OK() {
+				t.Errorf("not found:\n%s", r.Text())
+			}
+		})
+	}
+}
+
+// A broker that nobody knows, and a job that is none, are errors that say so.
+func TestBadJob(t *testing.T) {
+	for _, job := range []string{"{", `{"Broker":"typo"}`} {
+		if err := Work(t.Context(), job, os.Stdin, t.Output()); err == nil {
+			t.Errorf("%s: no error", job)
+		}
+	}
+}

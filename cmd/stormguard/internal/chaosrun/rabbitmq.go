@@ -1,0 +1,99 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package chaosrun
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/rabbitmq/amqp091-go"
+
+	"github.com/stormguard-mq/stormguard/adapters/amqp"
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// onRabbitMQ is a quorum queue, and that of the dead letters.
+type onRabbitMQ struct {
+	url, queue, dead string
+
+	conn *amqp091.Connection
+	ch   *amqp091.Channel
+}
+
+func newRabbitMQ(url, id string) *onRabbitMQ {
+	return &onRabbitMQ{url: url, queue: "chaos." + id, dead: "chaos." + id + ".dlq"}
+}
+
+func (b *onRabbitMQ) lay(context.Context) (err error) {
+	if b.conn, err = amqp091.Dial(b.url); err != nil {
+		return err
+	}
+	if b.ch, err = b.conn.Channel(); err != nil {
+		return err
+	}
+	for _, name := range []string{b.queue, b.dead} {
+		// Kills count as deliveries, so a limit would drop what was in flight often.
+		args := amqp091.Table{amqp091.QueueTypeArg: amqp091.QueueTypeQuorum, "x-delivery-limit": 1_000_000}
+		if _, err := b.ch.QueueDeclare(name, true, false, false, false, args); err != nil {
+			return fmt.Errorf("declare queue %s: %w", name, err)
+		}
+	}
+	return b.ch.Confirm(false)
+}
+
+func (b *onRabbitMQ) remove(context.Context) {
+	if b.ch != nil {
+		_, _ = b.ch.QueueDelete(b.queue, false, false, false)
+		_, _ = b.ch.QueueDelete(b.dead, false, false, false)
+	}
+	if b.conn != nil {
+		_ = b.conn.CloseDeadline(time.Now().Add(5 * time.Second))
+	}
+}
+
+func (b *onRabbitMQ) publish(ctx context.Context, bodies [][]byte) error {
+	var waits []*amqp091.DeferredConfirmation
+	for _, body := range bodies {
+		c, err := b.ch.PublishWithDeferredConfirmWithContext(ctx, "", b.queue, true, false, amqp091.Publishing{DeliveryMode: amqp091.Persistent, Body: body})
+		if err != nil {
+			return err
+		}
+		waits = append(waits, c)
+	}
+	for _, c := range waits {
+		if ok, err := c.WaitContext(ctx); err != nil || !ok {
+			return errors.Join(err, fmt.Errorf("confirmed: %t", ok))
+		}
+	}
+	return nil
+}
+
+// left sees what is ready only: what a consumer has is ready again after its end, and the
+// run's own record tells when nothing is.
+func (b *onRabbitMQ) left(context.Context) (int, error) {
+	q, err := b.ch.QueueDeclarePassive(b.queue, true, false, false, false, nil)
+	return q.Messages, err
+}
+
+func (b *onRabbitMQ) letters(context.Context) (all [][]byte, err error) {
+	for {
+		d, ok, err := b.ch.Get(b.dead, true)
+		if err != nil || !ok {
+			return all, err
+		}
+		all = append(all, d.Body)
+	}
+}
+
+func (b *onRabbitMQ) consume(ctx context.Context, g *guard.Guard, handle func(context.Context, []byte) error) error {
+	dial := guardamqp.Dial(b.url)
+	letters, err := guardamqp.NewDLQ(ctx, dial, guardamqp.DLQConfig{Queue: b.dead})
+	if err != nil {
+		return err
+	}
+	return guardamqp.Consume(ctx, g, dial, b.queue, func(ctx context.Context, d amqp091.Delivery) error { return handle(ctx, d.Body) },
+		guardamqp.WithDeadLetters(letters), guardamqp.WithDeliveryLimit(1_000_000))
+}

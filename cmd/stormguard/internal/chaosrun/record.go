@@ -1,0 +1,199 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package chaosrun
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/chaos"
+)
+
+// record is what the run saw. The processes tell it over two servers: the dependency, which
+// an outage closes, has the effects; the recorder, which nothing closes, the rest.
+type record struct {
+	began time.Time
+
+	mu       sync.Mutex
+	effects  []chaos.Effect
+	happened map[int]bool
+	handled  []chaos.Effect
+	healthy  int // published, that are to have an effect
+	messages []chaos.Message
+}
+
+func newRecord() *record { return &record{began: time.Now(), happened: make(map[int]bool)} }
+
+func (r *record) now() chaos.Instant { return time.Since(r.began) }
+
+// made is how many healthy messages had their effect.
+func (r *record) made() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return len(r.happened)
+}
+
+// published adds messages that the broker has; sent is when they were handed to it.
+func (r *record) published(ms []body, sent chaos.Instant) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, m := range ms {
+		r.messages = append(r.messages, chaos.Message{ID: m.ID, Key: m.Key, Poison: m.Poison, At: sent})
+		if !m.Poison {
+			r.healthy++
+		}
+	}
+}
+
+// backlog is how many healthy messages have no effect yet.
+func (r *record) backlog() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.healthy - len(r.happened)
+}
+
+// answer does what a process asks, in a line: the command, its number, the message.
+func (r *record) answer(line string) (string, error) {
+	words := strings.Fields(line)
+	if len(words) != 3 {
+		return "", fmt.Errorf("chaos: %.40q is not COMMAND PROCESS ID", line)
+	}
+	process, err := strconv.Atoi(words[1])
+	id, err2 := strconv.Atoi(words[2])
+	if err := errors.Join(err, err2); err != nil {
+		return "", err
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	e := chaos.Effect{ID: id, Process: process, At: r.now()}
+	switch words[0] {
+	case "charge":
+		r.effects = append(r.effects, e)
+		r.happened[id] = true
+	case "did":
+		if !r.happened[id] {
+			return "no", nil
+		}
+		return "yes", nil
+	case "handled":
+		r.handled = append(r.handled, e)
+	default:
+		return "", fmt.Errorf("chaos: %.40q is no command", line)
+	}
+	return "ok", nil
+}
+
+// listener answers lines until it is closed. Goroutines: one accepts, one serves each
+// connection; down ends them.
+type listener struct {
+	answer func(line string) (string, error)
+	addr   string
+
+	mu    sync.Mutex
+	l     net.Listener // nil while down
+	conns map[net.Conn]bool
+	wg    sync.WaitGroup
+}
+
+func serve(answer func(string) (string, error)) (*listener, error) {
+	s := &listener{answer: answer, addr: "127.0.0.1:0", conns: make(map[net.Conn]bool)}
+	return s, s.up()
+}
+
+// up listens, after down on the same port.
+func (s *listener) up() error {
+	l, err := net.Listen("tcp", s.addr) //nolint:noctx // loopback
+	if err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.l, s.addr = l, l.Addr().String()
+	s.wg.Go(func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			s.mu.Lock()
+			if s.l != l {
+				_ = c.Close()
+			} else {
+				s.conns[c] = true
+				s.wg.Go(func() { s.serve(c) })
+			}
+			s.mu.Unlock()
+		}
+	})
+	return nil
+}
+
+func (s *listener) serve(c net.Conn) {
+	defer func() {
+		_ = c.Close()
+		s.mu.Lock()
+		delete(s.conns, c)
+		s.mu.Unlock()
+	}()
+	for lines := bufio.NewScanner(c); lines.Scan(); {
+		a, err := s.answer(lines.Text())
+		if err != nil {
+			a = "error " + err.Error()
+		}
+		if _, err := fmt.Fprintln(c, a); err != nil {
+			return
+		}
+	}
+}
+
+// down closes the server and all connections.
+func (s *listener) down() {
+	s.mu.Lock()
+	if s.l != nil {
+		_ = s.l.Close()
+		s.l = nil
+	}
+	for c := range s.conns {
+		_ = c.Close()
+	}
+	s.mu.Unlock()
+	s.wg.Wait()
+}
+
+// A client asks a server, over one connection at a time. It is for one goroutine.
+type client struct {
+	addr string
+	c    net.Conn
+	r    *bufio.Reader
+}
+
+// errSent is an error after the line was sent: whether it arrived is not known.
+var errSent = errors.New("chaos: no answer")
+
+func (c *client) ask(ctx context.Context, format string, args ...any) (string, error) {
+	if c.c == nil {
+		conn, err := new(net.Dialer).DialContext(ctx, "tcp", c.addr)
+		if err != nil {
+			return "", err
+		}
+		c.c, c.r = conn, bufio.NewReader(conn)
+	}
+	_, err := fmt.Fprintf(c.c, format+"\n", args...)
+	if err == nil {
+		var line string
+		if line, err = c.r.ReadString('\n'); err == nil {
+			return strings.TrimSpace(line), nil
+		}
+	}
+	_ = c.c.Close()
+	c.c = nil
+	return "", fmt.Errorf("%w: %w", errSent, err)
+}

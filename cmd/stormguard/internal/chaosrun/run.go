@@ -1,0 +1,394 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Package chaosrun runs a schedule of faults against guarded consumers on real brokers.
+//
+// The run is one process: it publishes, is the dependency, keeps the record, and starts the
+// consumer as a process of its own, which it kills and starts again. Nothing that a killed
+// process knew is needed to judge it.
+package chaosrun
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/chaos"
+)
+
+// Config is a run.
+type Config struct {
+	Broker   string // of Brokers
+	URL      string // empty: an embedded NATS, or a broker that is found or started
+	Kills    int
+	Messages int // at least; publishing goes on until the last fault
+	Seed     uint64
+	Drain    time.Duration // how long after the last fault everything may take
+	Mutant   Mutant
+	Exe      string // the program that has "chaos worker"; empty: this one
+}
+
+const (
+	inFlight    = 400 // published and without an effect, at most
+	batch       = 50
+	keys        = 3
+	poisonEvery = 97
+	killWithin  = 60 // effects between two faults, at most
+	pad         = 200
+	stuckAfter  = time.Minute     // without an effect: the run gives up
+	idleAfter   = 2 * time.Second // without an effect: one batch more is published
+)
+
+// Run runs a schedule, and returns what happened. The error is about the run, not about
+// what it found.
+func Run(ctx context.Context, cfg Config, stderr io.Writer) (h chaos.History, err error) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	r, err := newRun(ctx, cfg, stderr)
+	if err != nil {
+		return h, err
+	}
+	defer func() { err = errors.Join(err, r.close(ctx)) }()
+	var publishing sync.WaitGroup
+	defer publishing.Wait()
+	faultsOver := make(chan struct{})
+	publishing.Go(func() {
+		if err := r.publish(ctx, faultsOver); err != nil {
+			cancel(fmt.Errorf("publish: %w", err))
+		}
+	})
+	err = r.faults(ctx)
+	close(faultsOver)
+	publishing.Wait()
+	healed := r.now()
+	if err == nil && ctx.Err() == nil {
+		fmt.Fprintf(stderr, "chaos: %d faults happened in %v; draining\n", len(r.fired), healed.Round(time.Second))
+		err = r.drain(ctx)
+	}
+	if cause := context.Cause(ctx); cause != nil {
+		return h, cause
+	}
+	if err != nil && !errors.Is(err, errStuck) {
+		return h, err
+	}
+	letters, err := r.deadLetters(ctx)
+	if err != nil {
+		return h, err
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return chaos.History{
+		Schedule: r.schedule, Published: r.messages, Starts: r.starts, Effects: r.effects, Handled: r.handled,
+		Letters: letters, Fired: r.fired, Healed: healed, Drained: r.drained, Ordered: kinds[cfg.Broker].ordered,
+	}, nil
+}
+
+// run is a run in course. Its goroutine alone has what is not the record's.
+type run struct {
+	*record
+
+	cfg        Config
+	stderr     io.Writer
+	schedule   chaos.Schedule
+	broker     broker
+	job        Job
+	dependency *listener
+	recorder   *listener
+	dir        string
+	stop       func()
+
+	process *process
+	starts  []chaos.Start
+	fired   []chaos.Fired
+	drained *chaos.Instant
+}
+
+// process is a consumer.
+type process struct {
+	cmd   *exec.Cmd
+	stdin io.Closer
+}
+
+func newRun(ctx context.Context, cfg Config, stderr io.Writer) (r *run, err error) {
+	r = &run{record: newRecord(), cfg: cfg, stderr: stderr, schedule: chaos.Crash(cfg.Seed, cfg.Kills, killWithin), stop: func() {}}
+	if err := r.schedule.Validate(); err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, r.close(ctx))
+		}
+	}()
+	if r.cfg.Exe == "" {
+		if r.cfg.Exe, err = os.Executable(); err != nil {
+			return r, err
+		}
+	}
+	if r.dir, err = os.MkdirTemp("", "stormguard-chaos-"); err != nil {
+		return r, err
+	}
+	url, stop, err := address(ctx, cfg.Broker, cfg.URL, stderr)
+	if err != nil {
+		return r, err
+	}
+	r.stop = stop
+	if r.dependency, err = serve(r.answer); err != nil {
+		return r, err
+	}
+	if r.recorder, err = serve(r.answer); err != nil {
+		return r, err
+	}
+	id := strings.ToUpper(rand.Text()[:8])
+	r.broker = kinds[cfg.Broker].open(url, id)
+	if err := r.broker.lay(ctx); err != nil {
+		return r, err
+	}
+	r.job = Job{
+		Broker: cfg.Broker, URL: url, ID: id, Dependency: r.dependency.addr, Recorder: r.recorder.addr,
+		Marks: filepath.Join(r.dir, "once.db"), Mutant: cfg.Mutant,
+	}
+	r.began = time.Now()
+	return r, r.start()
+}
+
+func (r *run) close(ctx context.Context) error {
+	if r.process != nil {
+		r.kill()
+	}
+	for _, s := range []*listener{r.dependency, r.recorder} {
+		if s != nil {
+			s.down()
+		}
+	}
+	if r.broker != nil {
+		clean, cancel := context.WithTimeout(context.WithoutCancel(ctx), 10*time.Second)
+		defer cancel()
+		r.broker.remove(clean)
+	}
+	r.stop()
+	return os.RemoveAll(r.dir)
+}
+
+// start starts the next consumer.
+func (r *run) start() error {
+	r.job.Process++
+	job, err := json.Marshal(r.job)
+	if err != nil {
+		return err
+	}
+	cmd := exec.Command(r.cfg.Exe, "chaos", "worker", string(job)) //nolint:noctx // it is killed by the schedule
+	cmd.Stderr = r.stderr
+	stdin, err := cmd.StdinPipe() // it ends with us
+	if err != nil {
+		return err
+	}
+	r.starts = append(r.starts, chaos.Start{Process: r.job.Process, At: r.now()})
+	if err := cmd.Start(); err != nil {
+		return err
+	}
+	r.process = &process{cmd, stdin}
+	return nil
+}
+
+func (r *run) kill() {
+	_ = r.process.cmd.Process.Kill()
+	_ = r.process.cmd.Wait() // it says that it was killed
+	r.process = nil
+}
+
+// publish publishes until the faults are over and there are enough messages. What has no
+// effect yet bounds it, so that there is always something to break and never too much.
+func (r *run) publish(ctx context.Context, faultsOver <-chan struct{}) error {
+	padding := strings.Repeat("x", pad)
+	last, published := 0, time.Now() // effects, and when there was one or a batch
+	for id := 1; ; {
+		select {
+		case <-ctx.Done():
+			return nil //nolint:nilerr // the run says why
+		case <-faultsOver:
+			if id > r.cfg.Messages {
+				return nil
+			}
+		default:
+		}
+		// What was lost counts as in flight for ever: it must not end the run.
+		if r.backlog() > inFlight && time.Since(published) < idleAfter {
+			if made := r.made(); made != last {
+				last, published = made, time.Now()
+			}
+			select {
+			case <-time.After(2 * time.Millisecond):
+			case <-ctx.Done():
+			}
+			continue
+		}
+		var ms []body
+		var bodies [][]byte
+		for range batch {
+			m := body{ID: id, Key: id % keys, Poison: id%poisonEvery == 0, Pad: padding}
+			text, err := json.Marshal(m)
+			if err != nil {
+				return err
+			}
+			ms, bodies = append(ms, m), append(bodies, text)
+			id++
+		}
+		published = time.Now()
+		sent := r.now()
+		if err := r.broker.publish(ctx, bodies); err != nil {
+			if ctx.Err() != nil {
+				return nil //nolint:nilerr // the run says why
+			}
+			return err
+		}
+		r.published(ms, sent)
+	}
+}
+
+// errStuck is a run in which nothing happens any more: the report says so.
+var errStuck = errors.New("chaos: no effect for a minute")
+
+// faults carries the schedule out.
+func (r *run) faults(ctx context.Context) error {
+	var lasts sync.WaitGroup
+	defer lasts.Wait()
+	var middle <-chan time.Time // of the outage or freeze in course
+	for i, f := range r.schedule.Faults {
+		if err := r.awaitEffects(ctx, f.After, middle); err != nil {
+			return err
+		}
+		middle = nil
+		r.fired = append(r.fired, chaos.Fired{Fault: i, At: r.now()})
+		switch f.Kind {
+		case chaos.Kill:
+			r.kill()
+			lasts.Wait() // an outage outlives the kill, and the next process begins in it or after it
+			if err := r.start(); err != nil {
+				return err
+			}
+			if n := r.schedule.Count(chaos.Kill); r.job.Process%50 == 0 {
+				fmt.Fprintf(r.stderr, "chaos: %d of %d kills, %d effects\n", r.job.Process-1, n, r.made())
+			}
+		case chaos.Outage:
+			r.dependency.down()
+			middle = time.After(f.Lasts() / 2)
+			lasts.Go(func() {
+				time.Sleep(f.Lasts())
+				for r.dependency.up() != nil { // somebody took the port for a moment
+					time.Sleep(10 * time.Millisecond)
+				}
+			})
+		case chaos.Freeze:
+			p := r.process.cmd.Process
+			if err := p.Signal(syscall.SIGSTOP); err != nil {
+				return err
+			}
+			middle = time.After(f.Lasts() / 2)
+			lasts.Go(func() {
+				time.Sleep(f.Lasts())
+				_ = p.Signal(syscall.SIGCONT) // it may be dead
+			})
+		}
+	}
+	return nil
+}
+
+// awaitEffects waits for n effects more, or for the middle of what lasts.
+func (r *run) awaitEffects(ctx context.Context, n int, middle <-chan time.Time) error {
+	look := time.NewTicker(time.Millisecond)
+	defer look.Stop()
+	from := r.made()
+	last, at := from, time.Now()
+	for {
+		made := r.made()
+		if made != last {
+			last, at = made, time.Now()
+		}
+		if made-from >= n && middle == nil {
+			return nil
+		}
+		if time.Since(at) > stuckAfter {
+			return errStuck
+		}
+		select {
+		case <-middle:
+			return nil
+		case <-look.C:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// drain waits until all has its effect and nothing is left at the broker, stops the
+// consumer, and looks again: what a consumer has, some brokers do not count.
+func (r *run) drain(ctx context.Context) error {
+	over := time.Now().Add(r.cfg.Drain)
+	for time.Now().Before(over) {
+		left, err := r.broker.left(ctx)
+		if err != nil {
+			return err
+		}
+		if left > 0 || r.backlog() > 0 {
+			select {
+			case <-time.After(50 * time.Millisecond):
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+			continue
+		}
+		at := r.now()
+		if err := r.end(); err != nil {
+			return err
+		}
+		if left, err = r.broker.left(ctx); err != nil {
+			return err
+		}
+		if left == 0 {
+			r.drained = &at
+			return nil
+		}
+		if err := r.start(); err != nil { // it had messages that nobody counted
+			return err
+		}
+	}
+	return nil
+}
+
+// end ends the consumer in order.
+func (r *run) end() error {
+	p := r.process
+	r.process = nil
+	_ = p.stdin.Close()
+	timer := time.AfterFunc(time.Minute, func() { _ = p.cmd.Process.Kill() })
+	defer timer.Stop()
+	if err := p.cmd.Wait(); err != nil {
+		return fmt.Errorf("the consumer ended with: %w", err)
+	}
+	return nil
+}
+
+func (r *run) deadLetters(ctx context.Context) (ids []int, err error) {
+	all, err := r.broker.letters(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("read the DLQ: %w", err)
+	}
+	for _, b := range all {
+		m, err := read(b)
+		if err != nil {
+			return nil, err
+		}
+		ids = append(ids, m.ID)
+	}
+	return ids, nil
+}

@@ -1,0 +1,158 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package chaosrun
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/once"
+	"github.com/stormguard-mq/stormguard/once/bolt"
+)
+
+// A Job is what the process of a consumer is told.
+type Job struct {
+	Broker, URL, ID      string
+	Process              int
+	Dependency, Recorder string // addresses
+	Marks                string // the file of once
+	Mutant               Mutant
+}
+
+// A Mutant is a consumer that is wrong on purpose, so that an oracle is seen to find it.
+type Mutant string
+
+// The mutants, and the figure of the report that shows each.
+const (
+	AckFirst   Mutant = "ack-first"   // it acks before the effect: lost
+	NoOnce     Mutant = "no-once"     // it has no marks: duplicate_effects
+	BuryAll    Mutant = "bury-all"    // an outage is a permanent error: healthy_dead_letters
+	Unordered  Mutant = "unordered"   // four workers, and every second message takes longer: out_of_order
+	StopsShort Mutant = "stops-short" // it handles nothing after a hundred messages: drained
+)
+
+// Mutants are all of them.
+func Mutants() []Mutant { return []Mutant{AckFirst, NoOnce, BuryAll, Unordered, StopsShort} }
+
+// Work consumes until stdin ends, as the process that a run kills.
+func Work(ctx context.Context, job string, stdin io.Reader, stderr io.Writer) (err error) {
+	var j Job
+	if err := json.Unmarshal([]byte(job), &j); err != nil {
+		return fmt.Errorf("chaos: job: %w", err)
+	}
+	k, ok := kinds[j.Broker]
+	if !ok {
+		return fmt.Errorf("chaos: job: broker: %q is not one of %q", j.Broker, Brokers())
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	go func() { // ends with the process at the latest
+		_, _ = io.Copy(io.Discard, stdin)
+		cancel()
+	}()
+	var cfg guard.Config
+	cfg.Group = "chaos"
+	if j.Mutant == Unordered {
+		cfg.Policy = guard.Policy{Order: guard.OrderNone, Workers: 4}
+	}
+	g, err := guard.New(cfg, guard.WithLogger(slog.New(slog.NewTextHandler(stderr, &slog.HandlerOptions{Level: slog.LevelError}))))
+	if err != nil {
+		return err
+	}
+	w := &worker{job: j, recorder: client{addr: j.Recorder}, dependency: client{addr: j.Dependency}}
+	marks, err := bolt.Open(j.Marks, bolt.Config{})
+	if err != nil {
+		return err
+	}
+	if w.once, err = once.New(marks, once.Config{}, once.WithLookup(w.happened)); err != nil {
+		return err
+	}
+	err = k.open(j.URL, j.ID).consume(ctx, g, w.handle)
+	_, closeErr := g.Close(context.WithoutCancel(ctx))
+	return errors.Join(err, closeErr, marks.Close())
+}
+
+// worker handles one message after the other.
+type worker struct {
+	job  Job
+	once *once.Runner
+
+	mu         sync.Mutex // of the clients and the count
+	dependency client
+	recorder   client
+	count      int
+}
+
+var errPoison = errors.New("the amount has no currency")
+
+func (w *worker) handle(ctx context.Context, b []byte) error {
+	m, err := read(b)
+	if err != nil {
+		return guard.Permanent(err)
+	}
+	if m.Poison {
+		return guard.Permanent(errPoison)
+	}
+	effect := func(ctx context.Context) error { return w.charge(ctx, m.ID) }
+	switch w.job.Mutant {
+	case AckFirst:
+		go func() { _ = effect(context.WithoutCancel(ctx)) }()
+		return nil
+	case NoOnce:
+		err = effect(ctx)
+	case Unordered:
+		if m.ID%2 == 0 {
+			time.Sleep(3 * time.Millisecond)
+		}
+		err = w.once.Do(ctx, fmt.Sprint("charge/", m.ID), effect)
+	case StopsShort:
+		if w.count++; w.count > 100 {
+			<-ctx.Done()
+			return ctx.Err()
+		}
+		fallthrough
+	default:
+		err = w.once.Do(ctx, fmt.Sprint("charge/", m.ID), effect)
+	}
+	if err != nil {
+		if w.job.Mutant == BuryAll {
+			return guard.Permanent(err)
+		}
+		return err
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	_, err = w.recorder.ask(ctx, "handled %d %d", w.job.Process, m.ID)
+	return err
+}
+
+// charge has the dependency make the effect. Without an answer it is in doubt.
+func (w *worker) charge(ctx context.Context, id int) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	_, err := w.dependency.ask(ctx, "charge %d %d", w.job.Process, id)
+	if errors.Is(err, errSent) {
+		return fmt.Errorf("%w: %w", once.ErrInDoubt, err)
+	}
+	return err
+}
+
+// happened asks the dependency whether an effect did.
+func (w *worker) happened(ctx context.Context, key string) (bool, error) {
+	var id int
+	if _, err := fmt.Sscanf(key, "charge/%d", &id); err != nil {
+		return false, err
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	said, err := w.dependency.ask(ctx, "did %d %d", w.job.Process, id)
+	return said == "yes", err
+}
