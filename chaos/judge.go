@@ -6,6 +6,7 @@ package chaos
 import (
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 )
 
@@ -200,9 +201,10 @@ func (r Report) Text() string {
 	if !r.OK() {
 		verdict = "an oracle found something"
 	}
-	text := fmt.Sprintf("# %d kills, seed %d: %s\n\n| figure | value | limit |\n|---|---|---|\n", r.Kills, r.Seed, verdict)
+	var text strings.Builder
+	fmt.Fprintf(&text, "# %d kills, seed %d: %s\n\n| figure | value | limit |\n|---|---|---|\n", r.Kills, r.Seed, verdict)
 	row := func(name string, value any, limit string) {
-		text += fmt.Sprintf("| %s | %v | %s |\n", name, value, limit)
+		fmt.Fprintf(&text, "| %s | %v | %s |\n", name, value, limit)
 	}
 	row("published", r.Published, "")
 	row("every fault happened", r.Fired, "true")
@@ -217,7 +219,7 @@ func (r Report) Text() string {
 	row("drain, seconds", fmt.Sprintf("%.1f", r.DrainSeconds), "")
 	row("p99, milliseconds", fmt.Sprintf("%.1f", r.P99), "")
 	for _, f := range r.First {
-		text += "\nFirst: " + f + "\n"
+		text.WriteString("\nFirst: " + f + "\n")
 	}
-	return text
+	return text.String()
 }

@@ -50,7 +50,7 @@ func Example() {
 	_ = server.Close()
 	c.Close()
 	stop()
-	<-done
+	_ = <-done
 	_, _ = g.Close(context.Background())
 	// Output:
 	// operator: paused, cleared by operator: Resume; time

@@ -45,9 +45,11 @@ const (
 const (
 	kindPause = iota
 	kindForce
-	kinds
-	kindOnce = kinds
+	kindOnce
 )
+
+// kinds are those of which the last one decides.
+const kinds = kindOnce
 
 func kindOf(action string) int {
 	switch action {
@@ -75,7 +77,8 @@ func (f *follower) close() {
 }
 
 func (f *follower) run(ctx context.Context) {
-	defer f.carrier.Watch(func() { wake(f.wake) })()
+	stop := f.carrier.Watch(func() { wake(f.wake) })
+	defer stop()
 	tick := time.NewTicker(followEvery)
 	defer tick.Stop()
 	for {
@@ -141,8 +144,11 @@ func (f *follower) look() {
 	for id, a := range answers {
 		f.answered[id] = true
 		a.Process = f.name()
-		text, _ := json.Marshal(a) // of plain fields
-		if err := f.carrier.Answer(id, string(text)); err != nil {
+		text, err := json.Marshal(a)
+		if err == nil {
+			err = f.carrier.Answer(id, string(text))
+		}
+		if err != nil {
 			f.c.log.Warn("console: an order's answer does not reach the fleet", "order", id, "error", err)
 		}
 	}
@@ -274,7 +280,8 @@ func (f *follower) give(ctx context.Context, o Order, who string) (Outcome, erro
 	}
 	id := rand.Text()[:16]
 	news := make(chan struct{}, 1)
-	defer f.carrier.Watch(func() { wake(news) })()
+	stop := f.carrier.Watch(func() { wake(news) })
+	defer stop()
 	if err := f.carrier.Give(operator.Carried{ID: id, Order: string(text), Until: f.until(o)}, o.String(), who, o.Why); err != nil {
 		return out, fmt.Errorf("%w: %w", ErrOrder, err)
 	}

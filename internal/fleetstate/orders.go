@@ -44,8 +44,9 @@ const (
 	maxOrders        = 256
 	maxOrderElements = 4096
 	maxOrderID       = 32
-	// MaxOrder is how many bytes an order may have, and MaxAnswer an answer.
-	MaxOrder  = crdt.MaxElement - maxOrderID - 2
+	// MaxOrder is how many bytes an order may have.
+	MaxOrder = crdt.MaxElement - maxOrderID - 2
+	// MaxAnswer is how many bytes of an answer are kept.
 	MaxAnswer = crdt.MaxNote - 8
 
 	orderMark, answerMark = 'o', 'a' // what an element is

@@ -148,7 +148,7 @@ func TestOrdersAreBounded(t *testing.T) {
 		t.Error("one more:", err)
 	}
 	full := newOrderer(t, "b", o.wall)
-	for i := 0; i < maxOrderElements; i++ {
+	for i := range maxOrderElements {
 		if err := full.Answer(fmt.Sprint(i), ""); err != nil {
 			t.Fatal(err)
 		}

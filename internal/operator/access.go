@@ -69,7 +69,7 @@ func New(room string, log *slog.Logger, tokens []Token) *Access {
 	a := &Access{room: room, log: log, cross: http.NewCrossOriginProtection()}
 	for i, t := range tokens {
 		if len(t.Secret) < minSecret {
-			log.Error(room+": a token of the handler is too short and admits nobody", "token", i, "name", clip(t.Name), "bytes", len(t.Secret), "least", minSecret)
+			log.Error("a token is too short and admits nobody", "handler", room, "token", i, "name", clip(t.Name), "bytes", len(t.Secret), "least", minSecret)
 		}
 		a.tokens = append(a.tokens, heldToken{clip(t.Name), sha256.Sum256([]byte(t.Secret))})
 	}
@@ -191,7 +191,7 @@ func (a *Access) say(r *http.Request, who Who, status int, why string) {
 	unsaid := a.unsaid
 	a.saidAt, a.unsaid = now, 0
 	a.mu.Unlock()
-	a.log.Warn(a.room+": a request to the handler was refused", "who", who.String(), "method", r.Method, "path", r.URL.Path,
+	a.log.Warn("an operator's request was refused", "handler", a.room, "who", who.String(), "method", r.Method, "path", r.URL.Path,
 		"status", status, "why", why, "since_last", unsaid)
 	if a.OnRefused != nil {
 		a.OnRefused(who, r.Method+" "+r.URL.Path, why, unsaid)

@@ -46,6 +46,7 @@ func crash(t *testing.T, cfg Config) chaos.Report {
 
 // A guarded consumer that is killed loses nothing, on each broker.
 func TestCrash(t *testing.T) {
+	t.Parallel()
 	exe := build(t)
 	for _, name := range Brokers() {
 		t.Run(name, func(t *testing.T) {
@@ -65,6 +66,7 @@ func TestCrash(t *testing.T) {
 
 // Each mutant is found, by the oracle that is for it.
 func TestMutants(t *testing.T) {
+	t.Parallel()
 	exe := build(t)
 	for mutant, found := range map[Mutant]func(chaos.Report) bool{
 		AckFirst:   func(r chaos.Report) bool { return r.Lost > 0 },
@@ -89,7 +91,7 @@ func TestMutants(t *testing.T) {
 
 // A broker that nobody knows, and a job that is none, are errors that say so.
 func TestBadJob(t *testing.T) {
-	for _, job := range []string{"{", `{"Broker":"typo"}`} {
+	for _, job := range []string{"{", `{"broker":"typo"}`} {
 		if err := Work(t.Context(), job, os.Stdin, t.Output()); err == nil {
 			t.Errorf("%s: no error", job)
 		}

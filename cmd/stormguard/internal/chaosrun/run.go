@@ -186,7 +186,7 @@ func (r *run) start() error {
 	if err != nil {
 		return err
 	}
-	cmd := exec.Command(r.cfg.Exe, "chaos", "worker", string(job)) //nolint:noctx // it is killed by the schedule
+	cmd := exec.Command(r.cfg.Exe, "chaos", "worker", string(job)) //nolint:noctx,gosec // it is killed by the schedule; the program is the caller's
 	cmd.Stderr = r.stderr
 	stdin, err := cmd.StdinPipe() // it ends with us
 	if err != nil {
@@ -214,7 +214,7 @@ func (r *run) publish(ctx context.Context, faultsOver <-chan struct{}) error {
 	for id := 1; ; {
 		select {
 		case <-ctx.Done():
-			return nil //nolint:nilerr // the run says why
+			return nil // the run says why
 		case <-faultsOver:
 			if id > r.cfg.Messages {
 				return nil

@@ -20,11 +20,14 @@ import (
 
 // A Job is what the process of a consumer is told.
 type Job struct {
-	Broker, URL, ID      string
-	Process              int
-	Dependency, Recorder string // addresses
-	Marks                string // the file of once
-	Mutant               Mutant
+	Broker     string `json:"broker"`
+	URL        string `json:"url"`
+	ID         string `json:"id"`
+	Process    int    `json:"process"`
+	Dependency string `json:"dependency"` // its address
+	Recorder   string `json:"recorder"`   // and that of the recorder
+	Marks      string `json:"marks"`      // the file of once
+	Mutant     Mutant `json:"mutant"`
 }
 
 // A Mutant is a consumer that is wrong on purpose, so that an oracle is seen to find it.

@@ -104,20 +104,21 @@ func TestRunbook(t *testing.T) {
 // commands are those of the page, by the number of their step.
 func commands(t *testing.T) map[string][]string {
 	t.Helper()
-	text, err := os.ReadFile("../../../../docs/runbook.md")
+	page, err := os.ReadFile("../../../../docs/runbook.md")
 	if err != nil {
 		t.Fatal(err)
 	}
+	text := string(page)
 	all := make(map[string][]string)
-	at := heading.FindAllStringSubmatchIndex(string(text), -1)
+	at := heading.FindAllStringSubmatchIndex(text, -1)
 	for n, m := range at {
 		end := len(text)
 		if n+1 < len(at) {
 			end = at[n+1][0]
 		}
-		for _, block := range shBlock.FindAllStringSubmatch(string(text[m[0]:end]), -1) {
+		for _, block := range shBlock.FindAllStringSubmatch(text[m[0]:end], -1) {
 			for line := range strings.Lines(block[1]) {
-				all[string(text[m[2]:m[3]])] = append(all[string(text[m[2]:m[3]])], strings.TrimSpace(line))
+				all[text[m[2]:m[3]]] = append(all[text[m[2]:m[3]]], strings.TrimSpace(line))
 			}
 		}
 	}
