@@ -49,6 +49,8 @@ type Console struct {
 	guards  []*guard.Guard
 	log     *slog.Logger
 	audit   audit
+	events  events
+	unwatch []func()
 	handler http.Handler
 	fleet   *follower // nil without one
 }
@@ -94,15 +96,22 @@ func New(cfg Config, guards ...*guard.Guard) (*Console, error) {
 		c.audit.refuse(Entry{At: time.Now().UTC(), Who: who.String(), Order: clip(asked), Error: clip(why)})
 	}
 	c.handler = access.Guard(c.routes())
+	c.events.now = time.Now
+	for _, g := range guards {
+		c.unwatch = append(c.unwatch, g.Watch(c.events.watcher()))
+	}
 	if cfg.Fleet != nil {
 		c.fleet = follow(c, cfg.Fleet)
 	}
 	return c, nil
 }
 
-// Close ends what follows the fleet's orders: call it before the guards are closed. What
-// was ordered stays until its time.
+// Close ends what watches the guards and follows the fleet's orders: call it before the
+// guards are closed. What was ordered stays until its time.
 func (c *Console) Close() {
+	for _, stop := range c.unwatch {
+		stop()
+	}
 	if c.fleet != nil {
 		c.fleet.close()
 	}
@@ -128,6 +137,18 @@ func (c *Console) routes() *http.ServeMux {
 	get("breakers", func(pattern string) any { return c.breakers(pattern) })
 	get("audit", func(string) any { return c.audit.entries() })
 	get("quarantine", func(string) any { return c.rules() })
+	mux.HandleFunc("GET /events", func(w http.ResponseWriter, r *http.Request) {
+		since := time.Hour
+		if text := r.URL.Query().Get("since"); text != "" {
+			var err error
+			if since, err = time.ParseDuration(text); err != nil || since <= 0 {
+				err = fmt.Errorf("%w: since: %.32q is not a duration above 0, such as 1h", ErrOrder, text)
+				operator.Answer(w, http.StatusBadRequest, map[string]string{"error": err.Error()})
+				return
+			}
+		}
+		operator.Answer(w, http.StatusOK, c.since(time.Now().Add(-since)))
+	})
 	mux.HandleFunc("POST /order", c.order)
 	mux.HandleFunc("POST /quarantine", c.changeRules)
 	return mux
@@ -135,6 +156,7 @@ func (c *Console) routes() *http.ServeMux {
 
 // order carries one order out, and writes down what became of it.
 func (c *Console) order(w http.ResponseWriter, r *http.Request) {
+	at := time.Now().UTC() // what it does comes after it in the timeline
 	who, _ := operator.From(r.Context())
 	o, err := readOrder(json.NewDecoder(http.MaxBytesReader(w, r.Body, maxBody)))
 	out := Outcome{}
@@ -148,7 +170,7 @@ func (c *Console) order(w http.ResponseWriter, r *http.Request) {
 		out, err = c.fleet.give(r.Context(), o, who.String())
 	}
 	line := []any{"who", who.String(), "order", clip(o.String()), "why", clip(o.Why)}
-	e := Entry{At: time.Now().UTC(), Who: who.String(), Order: clip(o.String()), Why: clip(o.Why)}
+	e := Entry{At: at, Who: who.String(), Order: clip(o.String()), Why: clip(o.Why)}
 	if err != nil {
 		c.log.Warn("console: an operator's order was not carried out", append(line, "error", err)...)
 		e.Error = clip(err.Error())

@@ -16,6 +16,7 @@
 //	GET  sources     all sources: [Source], by name; ?name=NAME, or a prefix and *, are those
 //	GET  breakers    all breakers: [Breaker], by name
 //	GET  quarantine  the rules in force: [Rule]
+//	GET  events      what happened, ?since=1h or another time ago: [Event], oldest first
 //	GET  audit       the last 1000 orders and refused orders, oldest first: [Entry]
 //	POST order       [Order]: answered with [Outcome]
 //

@@ -50,7 +50,9 @@ func Example() {
 	_ = server.Close()
 	c.Close()
 	stop()
-	_ = <-done
+	if err := <-done; err != nil {
+		panic(err)
+	}
 	_, _ = g.Close(context.Background())
 	// Output:
 	// operator: paused, cleared by operator: Resume; time

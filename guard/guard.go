@@ -38,6 +38,7 @@ type Guard struct {
 	journal    *journal
 	onLetter   func(DeadLetter)
 	onState    func(StateChange)
+	watchers   []*Watcher // copied before it is changed
 	meters     metric.MeterProvider
 	traces     trace.TracerProvider
 	propagator propagation.TextMapPropagator

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"log/slog"
 	"math"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -96,6 +97,33 @@ type DeadLetter struct {
 // not call [Guard.Close] or [Source.End]. A panic or a [runtime.Goexit] in f is logged and
 // has no other effect. Of several OnDeadLetter the last counts; nil means none.
 func OnDeadLetter(f func(DeadLetter)) Option { return func(g *Guard) { g.onLetter = f } }
+
+// A Watcher is told what the functions of OnStateChange and OnDeadLetter are told, under
+// the same rules. Either may be nil.
+type Watcher struct {
+	StateChange func(StateChange)
+	DeadLetter  func(DeadLetter)
+}
+
+// Watch tells w what happens from now on, until stop is called. A call that is under way
+// then may end later.
+func (g *Guard) Watch(w Watcher) (stop func()) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.watchers = append(slices.Clone(g.watchers), &w)
+	return func() {
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		g.watchers = slices.DeleteFunc(slices.Clone(g.watchers), func(o *Watcher) bool { return o == &w })
+	}
+}
+
+// watching are the watchers of this moment. The slice is never changed.
+func (g *Guard) watching() []*Watcher {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.watchers
+}
 
 // A StateChange is a breaker that opened or closed, or a storm that began or ended.
 type StateChange struct {
@@ -396,6 +424,11 @@ func (j *journal) changed(c StateChange) {
 	if f := j.g.onState; f != nil {
 		j.call("OnStateChange", func() { f(c) })
 	}
+	for _, w := range j.g.watching() {
+		if f := w.StateChange; f != nil {
+			j.call("Watcher.StateChange", func() { f(c) })
+		}
+	}
 }
 
 // within tells whether a breaker's scope is, or is under, another.
@@ -631,10 +664,14 @@ func (j *journal) letter(from letterFrom, r *dlq.Record) {
 	} else {
 		j.write(l)
 	}
+	letter := DeadLetter{from.cfg.Name, from.cfg.Destination, from.cfg.Partition, from.class, r}
 	if f := j.g.onLetter; f != nil {
-		j.call("OnDeadLetter", func() {
-			f(DeadLetter{from.cfg.Name, from.cfg.Destination, from.cfg.Partition, from.class, r})
-		})
+		j.call("OnDeadLetter", func() { f(letter) })
+	}
+	for _, w := range j.g.watching() {
+		if f := w.DeadLetter; f != nil {
+			j.call("Watcher.DeadLetter", func() { f(letter) })
+		}
 	}
 }
 

@@ -88,7 +88,7 @@ func newOperate() []*cobra.Command {
 	return []*cobra.Command{
 		newStatus(), source, brk,
 		newOrder(console.Credits, "credits NAME...", "Grant sources DLQ credits: leave to dead-letter so many messages more"),
-		newQuarantine(), newAudit(),
+		newQuarantine(), newAudit(), newReport(),
 	}
 }
 
@@ -267,6 +267,75 @@ func newAudit() *cobra.Command {
 			})
 		})
 	})
+}
+
+func newReport() *cobra.Command {
+	var o operate
+	since := time.Hour
+	cmd := &cobra.Command{
+		Use: "report", Short: "Print the incident's timeline in Markdown: what tripped, what died, who did what", Args: cobra.NoArgs,
+	}
+	o.rs.duration(cmd.Flags(), &since, "since", time.Minute, 7*24*time.Hour, "how far back")
+	return o.command(cmd, func(cmd *cobra.Command, _ []string) error {
+		var st console.Status
+		if _, err := o.ask(cmd.Context(), http.MethodGet, "status", nil, &st); err != nil {
+			return err
+		}
+		var all []console.Event
+		raw, err := o.ask(cmd.Context(), http.MethodGet, "events?since="+since.String(), nil, &all)
+		if err != nil {
+			return err
+		}
+		return show(&o, cmd, raw, all, func(w io.Writer) error { return report(w, since, st, all) })
+	})
+}
+
+// report is the timeline of an incident, in Markdown.
+func report(w io.Writer, since time.Duration, st console.Status, all []console.Event) error {
+	dead := make(map[string]int)
+	var causes []string
+	held := 0.0
+	for _, e := range all {
+		switch e.Kind {
+		case console.EventDead:
+			if dead[e.Cause] == 0 {
+				causes = append(causes, e.Cause)
+			}
+			dead[e.Cause] += e.Count
+		case console.EventClosed:
+			held += e.Lasted
+		}
+	}
+	var b strings.Builder
+	fmt.Fprintf(&b, "# %s: the %v before %s\n\n", st.Process, since, st.At.Format(time.RFC3339))
+	fmt.Fprintf(&b, "Now: %d of %s held, %d in a storm, %d paused, %s in hand.\n", st.Held, count(st.Sources, "source"), st.Storms, st.Paused, count(st.Unsettled, "message"))
+	fmt.Fprintf(&b, "Breakers that closed were open for %s in all.\n\n", cmp.Or(strings.TrimPrefix(seconds(held), "-"), "no time"))
+	if len(causes) > 0 {
+		b.WriteString("| dead letters | cause |\n|---|---|\n")
+		for _, cause := range causes {
+			fmt.Fprintf(&b, "| %d | `%s` |\n", dead[cause], cause)
+		}
+		b.WriteString("\n")
+	}
+	b.WriteString("| time | what | where, who | detail |\n|---|---|---|---|\n")
+	for _, e := range all {
+		what, detail := e.Kind, e.Detail
+		switch {
+		case e.Count > 0:
+			what = count(e.Count, "dead letter")
+			detail = fmt.Sprintf("%s (cause `%s`", detail, e.Cause)
+			if e.Until.After(e.At) {
+				detail += ", until " + e.Until.Format(time.TimeOnly)
+			}
+			detail += ")"
+		case e.Lasted > 0:
+			what += " after " + seconds(e.Lasted)
+		}
+		cell := strings.NewReplacer("|", "\\|", "\n", " ")
+		fmt.Fprintf(&b, "| %s | %s | %s | %s |\n", e.At.Format(time.TimeOnly), what, cell.Replace(e.Subject), cell.Replace(detail))
+	}
+	_, err := io.WriteString(w, b.String())
+	return err
 }
 
 // newOrder is a command that gives an order about sources, or about the sources of

@@ -122,6 +122,7 @@ func TestOperate(t *testing.T) {
 	if out := must("RULE", "quarantine", "list"); strings.Contains(out, "ann") {
 		t.Error("after its removal:", out)
 	}
+	must("| order | ann at ", "report", "--since", "1h")
 	lines := strings.Split(strings.TrimSpace(must("{", "audit", "-o", "jsonl")), "\n")
 	var first console.Entry
 	if err := json.Unmarshal([]byte(lines[0]), &first); err != nil || len(lines) != 9 || first.Why != "ticket 7" || !strings.HasPrefix(first.Who, "ann at ") {

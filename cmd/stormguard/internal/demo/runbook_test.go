@@ -362,6 +362,7 @@ func (i *incident) settled() bool {
 }
 
 func (i *incident) learn() {
+	i.step("6", "report", "breaker opened | "+i.scope)
 	i.step("6", "audit", `"why":"ticket 7"`)
 	out := i.run("stormguard audit")
 	for _, want := range []string{"pause", "open", "resume", "release", "quarantine add", "deadletter"} {
