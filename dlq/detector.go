@@ -211,14 +211,14 @@ func (s Storm) ErrorRate() float64 {
 
 // String gives the verdict and each reading beside its threshold, for people:
 //
-//	storm since 1m1s: error rate 100% (20 of 20, trip) > 5%, attempts 9 > 3, age 1m1s > 1m0s, 5980 diverted in 1m0s
+//	storm: error rate 100% (20 of 20, trip) > 5%, attempts 9 > 3, age 1m1s > 1m0s, 5980 diverted in 1m0s
 func (s Storm) String() string {
 	var b strings.Builder
 	switch {
 	case s.Config.Off:
 		b.WriteString("detector off: ")
 	case s.Active:
-		fmt.Fprintf(&b, "storm since %v: ", s.Since)
+		b.WriteString("storm: ")
 	default:
 		b.WriteString("no storm: ")
 	}
@@ -229,7 +229,7 @@ func (s Storm) String() string {
 			sign(s.ErrorRate() > s.Config.ErrorRate), percent(s.Config.ErrorRate))
 	}
 	fmt.Fprintf(&b, ", attempts %d %s %d, age %v %s %v", s.Attempts, sign(s.Attempts > s.Config.Attempts), s.Config.Attempts,
-		s.Age, sign(s.Age > s.Config.Age), s.Config.Age)
+		s.Age.Round(10*time.Millisecond), sign(s.Age > s.Config.Age), s.Config.Age)
 	if s.Diverted > 0 {
 		fmt.Fprintf(&b, ", %d diverted in %v", s.Diverted, s.Config.Window)
 	}

@@ -659,7 +659,7 @@ func TestStormString(t *testing.T) {
 		s    fmt.Stringer
 		want string
 	}{
-		{storm, "storm since 1m1s: error rate 100% (20 of 20, trip) > 5%, attempts 9 > 3, age 1m1s > 1m0s, 5980 diverted in 1m0s"},
+		{storm, "storm: error rate 100% (20 of 20, trip) > 5%, attempts 9 > 3, age 1m1s > 1m0s, 5980 diverted in 1m0s"},
 		{newDetector(t, StormConfig{ErrorRate: 0.07, MinSample: 7}).Storm(), "no storm: error rate unknown (under 7 outcomes), attempts 0 <= 3, age 0s <= 1m0s"},
 		{Storm{Failed: 1, Outcomes: 3, Basis: basisKept, Config: StormConfig{}.withDefaults()}, "no storm: error rate 33.333% (1 of 3, kept) > 5%, attempts 0 <= 3, age 0s <= 1m0s"},
 		{basisNone, "none"},

@@ -40,7 +40,7 @@ func ExampleDetector() {
 		}
 	}
 	// Output:
-	// 1m2s storm since 1m2s: error rate 100% (20 of 20, trip) > 5%, attempts 5 > 3, age 1m1s > 1m0s, 61000 diverted in 1m0s
+	// 1m2s storm: error rate 100% (20 of 20, trip) > 5%, attempts 5 > 3, age 1m1s > 1m0s, 61000 diverted in 1m0s
 	// 2m10s no storm: error rate 0% (0 of 11, probes) <= 5%, attempts 0 <= 3, age 0s <= 1m0s, 50000 diverted in 1m0s
 }
 
