@@ -20,6 +20,7 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/escrow"
 	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 	"github.com/stormguard-mq/stormguard/internal/gossip"
+	"github.com/stormguard-mq/stormguard/internal/storm"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
@@ -223,7 +224,7 @@ func (p *Process) Key(key string) *limiter.Limiter { return (*limiter.Limiter)(p
 // storms and totals. A program only hands it on.
 type Part interface {
 	circuit.Fleet
-	dlq.StormFleet
+	storm.Fleet
 	Count(key string, handled, failed, deadLettered uint64) error
 	OthersSucceeded(key string) (ago time.Duration, ok bool)
 }

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/credit"
 )
 
 // A passive source with a message on Ready that nobody takes: End waits for its whole context (for ever with Background).
@@ -418,9 +419,9 @@ func TestPermanentIsNotCalledAgain(t *testing.T) {
 	p := Policy{NoBreaker: true}
 	p.Retry.Attempts = 1
 	s := newSim(t, p)
-	for s.budget.Spend(s.now, dlq.Permanent) {
+	for s.budget.Spend(s.now, credit.Permanent) {
 	}
-	for s.budget.Spend(s.now, dlq.Exhausted) {
+	for s.budget.Spend(s.now, credit.Exhausted) {
 	}
 	calls, perm := 0, 0
 	s.run(s.now+10*time.Second, func(m int) (time.Duration, error) {

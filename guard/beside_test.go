@@ -7,7 +7,7 @@ import (
 	"context"
 	"testing"
 
-	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/credit"
 )
 
 // What succeeded in a parent before an epoch of its parked messages earns that epoch
@@ -36,7 +36,7 @@ func TestSuccessesOfAParentBeginWithTheEpoch(t *testing.T) {
 		s.mu.Lock()
 		s.c.earn()
 		for range 20 {
-			if !s.c.budget.Spend(0, dlq.Exhausted) {
+			if !s.c.budget.Spend(0, credit.Exhausted) {
 				t.Error("no credit")
 			}
 		}
@@ -52,15 +52,15 @@ func TestSuccessesOfAParentBeginWithTheEpoch(t *testing.T) {
 			beside.Add(c.more)
 			s.mu.Lock()
 			s.c.earn()
-			if got, may := s.c.budget.Balance(dlq.Exhausted), s.c.guesses == 0 || s.c.life() > s.c.guessLuck; got != c.balance || may != c.may {
+			if got, may := s.c.budget.Balance(credit.Exhausted), s.c.guesses == 0 || s.c.life() > s.c.guessLuck; got != c.balance || may != c.may {
 				t.Errorf("after %d more: balance %v, may guess %v", c.more, got, may)
 			}
 			s.mu.Unlock()
 		}
 		beside.Store(0) // it must not fall; if it does, nothing is earned
 		s.mu.Lock()
-		if s.c.earn(); s.c.budget.Balance(dlq.Exhausted) != 1 {
-			t.Errorf("a counter that fell: %v", s.c.budget.Balance(dlq.Exhausted))
+		if s.c.earn(); s.c.budget.Balance(credit.Exhausted) != 1 {
+			t.Errorf("a counter that fell: %v", s.c.budget.Balance(credit.Exhausted))
 		}
 		s.mu.Unlock()
 		if _, err := g.Close(t.Context()); err != nil {

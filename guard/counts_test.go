@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/storm"
 )
 
 // recount looks at all messages, and tells where a count of the machine differs.
@@ -78,7 +78,7 @@ func recount[M any](c *machine[M], now time.Duration) error {
 	if c.bytes != bytes || c.noted != noted {
 		return fmt.Errorf("%d bytes counted, %d of failures; %d and %d there", c.bytes, c.noted, bytes, noted)
 	}
-	if got, want := c.reading(now), (dlq.Reading{Attempts: latest, Age: now - oldest}); got != want {
+	if got, want := c.reading(now), (storm.Reading{Attempts: latest, Age: now - oldest}); got != want {
 		return fmt.Errorf("reading %+v, should be %+v", got, want)
 	}
 	if c.fresh() != fresh {

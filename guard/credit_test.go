@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/credit"
 )
 
 // What was condemned while the writer was down, and never handed to it, costs the
@@ -61,7 +62,7 @@ func TestCreditsOutliveAWriterThatIsDown(t *testing.T) {
 			if n := len(tried); n == 0 || n > sent/2 {
 				t.Errorf("%d were tried", n)
 			}
-			if got, want := s.c.budget.Balance(dlq.Permanent), float64(2+granted-len(tried)); got != want {
+			if got, want := s.c.budget.Balance(credit.Permanent), float64(2+granted-len(tried)); got != want {
 				t.Errorf("credits left: %v, want %v", got, want)
 			}
 			w.mu.Unlock()

@@ -7,19 +7,20 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/credit"
 )
 
 // condemn dead-letters an item if the budget allows, else parks it until the
 // next credit may have come. A guess pays from the smaller part of the budget, and so
 // does everything in a storm of the fleet but what its own error condemns.
 func (c *machine[M]) condemn(now time.Duration, it *item[M]) {
-	class, reason := dlq.Exhausted, poisonReason(it)
+	class, reason := credit.Exhausted, poisonReason(it)
 	if c.guilty(now, it) && (it.class == ClassMessage || !c.fleetStorm.Active) {
-		class = dlq.Permanent
+		class = credit.Permanent
 	}
 	switch {
 	case it.permanent:
-		class, reason = dlq.Permanent, dlq.ReasonPermanent
+		class, reason = credit.Permanent, dlq.ReasonPermanent
 	case it.lastDelivery && it.attempts < c.policy.Retry.Attempts:
 		reason = dlq.ReasonLastDelivery
 	case it.guessed:
@@ -66,7 +67,7 @@ func (c *machine[M]) sentence(now time.Duration, it *item[M], why dlq.Reason) {
 // not at its own cost.
 func (c *machine[M]) refund(it *item[M]) {
 	c.budget.Refund(it.credit)
-	it.credit, it.paid = dlq.Paid{}, false
+	it.credit, it.paid = credit.Paid{}, false
 }
 
 // earn brings the budget up to date with the successes.

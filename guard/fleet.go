@@ -13,6 +13,7 @@ import (
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/internal/circuit"
+	"github.com/stormguard-mq/stormguard/internal/storm"
 )
 
 // A Fleet is what a Guard asks of the other processes that run the same
@@ -20,7 +21,7 @@ import (
 // and adds up what the processes count.
 type Fleet interface {
 	circuit.Fleet
-	dlq.StormFleet
+	storm.Fleet
 
 	// Count adds to what this process has counted for a key since the last call:
 	// handler calls that succeeded, calls that failed, dead letters. The keys are
@@ -188,7 +189,7 @@ func (m *stormSum) add(s dlq.Storm) {
 	m.sum.Age = max(m.sum.Age, s.Age)
 	m.sum.Since = max(m.sum.Since, s.Since)
 	m.sum.Config = s.Config
-	if s.Basis.Known() {
+	if s.Basis != "" {
 		m.sum.Basis = s.Basis
 	}
 }

@@ -10,6 +10,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/internal/circuit"
+	"github.com/stormguard-mq/stormguard/internal/credit"
 	"github.com/stormguard-mq/stormguard/internal/ringbuf"
 )
 
@@ -66,7 +67,7 @@ type item[M any] struct {
 	passed      bool          // let others go first since its last attempt
 	permanent   bool          // its verdict waits for a credit only
 	paid        bool          // it has its credit, and waits for the limit of dead letters only
-	credit      dlq.Paid      // what its dead letter costs
+	credit      credit.Paid   // what its dead letter costs
 	begun       bool          // … and was handed to the writer, maybe in vain
 	failures    []attempt     // the first and the latest ones …
 	noted       int           // … and how many of the machine's bytes they are

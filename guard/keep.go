@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/credit"
 )
 
 // keepFor is how long a Guard remembers the budget and the guesses of a source
@@ -19,7 +20,7 @@ const keepFor = 2 * time.Hour
 // neither refill the DLQ budget, nor start the guesses of an outage anew, nor undo
 // an operator's pause, nor call before its time a dependency that asked for time.
 type kept struct {
-	budget    *dlq.Budget // nil if nothing is remembered but the pause
+	budget    *credit.Budget // nil if nothing is remembered but the pause
 	cfg       dlq.BudgetConfig
 	guesses   int // see machine
 	guessedAt time.Duration

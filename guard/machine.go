@@ -11,7 +11,9 @@ import (
 
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/internal/circuit"
+	"github.com/stormguard-mq/stormguard/internal/credit"
 	"github.com/stormguard-mq/stormguard/internal/ringbuf"
+	"github.com/stormguard-mq/stormguard/internal/storm"
 )
 
 // machine is the state machine of one source: each method is a step over one
@@ -33,8 +35,8 @@ type machine[M any] struct {
 	policy     Policy
 	limits     Limits
 	gate       *circuit.Leaf // nil with NoBreaker
-	storm      *dlq.Detector
-	budget     *dlq.Budget
+	storm      *storm.Detector
+	budget     *credit.Budget
 	limiter    Limiter
 	letters    bool    // there is a dead-letter writer
 	inPlace    bool    // a message keeps its lane waiting until it is parked or dead-lettered

@@ -19,7 +19,9 @@ import (
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/internal/circuit"
+	"github.com/stormguard-mq/stormguard/internal/credit"
 	"github.com/stormguard-mq/stormguard/internal/ringbuf"
+	"github.com/stormguard-mq/stormguard/internal/storm"
 )
 
 // sim drives a machine on a simulated clock: no goroutine, no timer.
@@ -87,17 +89,17 @@ func newSim(tb interface{ Fatalf(string, ...any) }, p Policy) *sim {
 	if err != nil {
 		tb.Fatalf("%v", err)
 	}
-	storm, err := dlq.NewDetector(p.Storm)
+	detector, err := storm.NewDetector(p.Storm)
 	if err != nil {
 		tb.Fatalf("%v", err)
 	}
-	budget, err := dlq.NewBudget(p.Budget, p.stormRate())
+	budget, err := credit.New(p.Budget, p.stormRate())
 	if err != nil {
 		tb.Fatalf("%v", err)
 	}
 	s := &sim{scopes: scopes, acked: map[int]bool{}, now: time.Second}
 	s.machine = &machine[int]{
-		origin: time.Now(), policy: p, storm: storm, budget: budget, letters: true, rand: rand.New(rand.NewPCG(1, 2)),
+		origin: time.Now(), policy: p, storm: detector, budget: budget, letters: true, rand: rand.New(rand.NewPCG(1, 2)),
 		ring: ring, lanes: map[uint64]*lane[int]{}, writing: map[*item[int]]struct{}{},
 		fast: func() uint64 { return 0 }, wasClosed: true, slowAfter: p.Breaker.Slow,
 	}

@@ -13,7 +13,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/credit"
 )
 
 // faultyPort cannot describe message 0 while it is broken.
@@ -81,7 +81,7 @@ func TestMetaThatDoesNotReturn(t *testing.T) {
 					t.Errorf("mended %v: %+v", mended, rep)
 				}
 				s.mu.Lock()
-				if left := s.c.budget.Balance(dlq.Permanent); left != float64(500-want) {
+				if left := s.c.budget.Balance(credit.Permanent); left != float64(500-want) {
 					t.Errorf("%d letters written, credits left: %v", want, left)
 				}
 				s.mu.Unlock()

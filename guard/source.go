@@ -16,7 +16,9 @@ import (
 
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/credit"
 	"github.com/stormguard-mq/stormguard/internal/ringbuf"
+	"github.com/stormguard-mq/stormguard/internal/storm"
 )
 
 // Source is one epoch of one guarded source. An adapter opens it, feeds it by
@@ -158,11 +160,11 @@ func openSource[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], 
 	if err != nil {
 		return nil, fmt.Errorf("guard: open %q: %w", cfg.Name, err)
 	}
-	detector, err := dlq.NewDetector(full.Storm)
+	detector, err := storm.NewDetector(full.Storm)
 	if err != nil {
 		return nil, fmt.Errorf("guard: open %q: %w", cfg.Name, err)
 	}
-	budget, err := dlq.NewBudget(full.Budget, full.stormRate())
+	budget, err := credit.New(full.Budget, full.stormRate())
 	if err != nil {
 		return nil, fmt.Errorf("guard: open %q: %w", cfg.Name, err)
 	}
@@ -567,7 +569,7 @@ func (s *Source[M]) state(now time.Duration, fleet breaker.FleetScope) (st State
 	c := &s.c
 	st = State{
 		Source: s.cfg.Name, Now: now, Ended: c.ended, Account: s.accountLocked(now), Tally: c.tally,
-		Storm: c.storm.Storm(), Budget: c.budget.Balance(dlq.Exhausted),
+		Storm: c.storm.Storm(), Budget: c.budget.Balance(credit.Exhausted),
 		Window: c.limit(), Room: c.room(), Settings: c.policy, Fleet: fleet, FleetStorm: c.fleetStorm,
 	}
 	st.Tally.Received, st.Tally.Acked = st.Account.Received, st.Account.Acked

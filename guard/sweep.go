@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
-	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/storm"
 )
 
 // stormEvery is how often the detector looks at its three readings.
@@ -54,7 +54,7 @@ func (c *machine[M]) sweep(now time.Duration, late []*callContext) ([]*callConte
 
 // reading is the highest number of attempts and the age of the oldest among
 // the unsettled messages, held ones included.
-func (c *machine[M]) reading(now time.Duration) (r dlq.Reading) {
+func (c *machine[M]) reading(now time.Duration) (r storm.Reading) {
 	if !c.calls.empty() {
 		r.Attempts = int(c.calls.most())
 	}

@@ -15,6 +15,7 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 
 	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/credit"
 )
 
 // MoverConfig describes a [Mover]. Stream, Consumer and DLQ must be set.
@@ -36,7 +37,7 @@ type MoverConfig struct {
 	// Unset means "stormguard-parked-<Stream>-<Consumer>".
 	Parking string
 
-	// Budget is what releasing costs; see [dlq.Budget]. What the server gave up
+	// Budget is what releasing costs; see [dlq.BudgetConfig]. What the server gave up
 	// on is class Exhausted, what a consumer terminated is Permanent. Each start
 	// begins with full balances.
 	Budget dlq.BudgetConfig
@@ -98,7 +99,7 @@ const (
 //
 // It listens to the server's advisories through a stream, so it misses none
 // while it is down. The body of each is copied at once to a parking stream, and
-// released from there to the DLQ under a [dlq.Budget], which the growth of the
+// released from there to the DLQ under a [dlq.BudgetConfig], which the growth of the
 // source consumer's ack floor earns: an outage in front of a consumer with a
 // MaxDeliver cannot drain it into the DLQ. A body that is gone by then (the
 // stream's limits, or a work queue's message that was terminated) is looked for
@@ -124,7 +125,7 @@ type Mover struct {
 
 	// mu guards the rest.
 	mu      sync.Mutex
-	budget  *dlq.Budget
+	budget  *credit.Budget
 	start   time.Time
 	base    uint64 // the ack floor when Run began
 	read    bool   // base is known
@@ -155,7 +156,7 @@ func NewMover(ctx context.Context, js jetstream.JetStream, cfg MoverConfig, opts
 	}
 	cfg = cfg.withDefaults()
 	m := &Mover{js: js, cfg: cfg, log: o.log, start: time.Now()}
-	if m.budget, err = dlq.NewBudget(cfg.Budget, 0); err != nil {
+	if m.budget, err = credit.New(cfg.Budget, 0); err != nil {
 		return nil, fmt.Errorf("nats: mover: %w", err)
 	}
 	if _, err = js.Consumer(ctx, cfg.Stream, cfg.Consumer); err != nil {
@@ -205,7 +206,7 @@ func NewMover(ctx context.Context, js jetstream.JetStream, cfg MoverConfig, opts
 	if m.advisories, err = durable(adv, moverDurable+"-"+cfg.Stream+"-"+cfg.Consumer, subjects...); err != nil {
 		return nil, err
 	}
-	for _, class := range []dlq.Class{dlq.Exhausted, dlq.Permanent} {
+	for _, class := range []credit.Class{credit.Exhausted, credit.Permanent} {
 		if m.parked[class], err = durable(park, moverDurable+"-"+class.String(), parking+"."+class.String()); err != nil {
 			return nil, err
 		}
@@ -242,7 +243,7 @@ func (m *Mover) Run(ctx context.Context) error {
 		})
 	}
 	run(m.advisories, m.parkOne)
-	for _, class := range []dlq.Class{dlq.Exhausted, dlq.Permanent} {
+	for _, class := range []credit.Class{credit.Exhausted, credit.Permanent} {
 		run(m.parked[class], func(ctx context.Context, msg jetstream.Msg) { m.release(ctx, msg, class) })
 	}
 	m.watchFloor(ctx)
@@ -314,9 +315,9 @@ func (m *Mover) parkOne(ctx context.Context, msg jetstream.Msg) {
 			return err
 		}
 		park := *m.park
-		class := dlq.Exhausted
+		class := credit.Exhausted
 		if r.Permanent {
-			class = dlq.Permanent
+			class = credit.Permanent
 		}
 		park.cfg.Subject = "stormguard.parked." + m.cfg.Stream + "." + m.cfg.Consumer + "." + class.String()
 		err = park.Write(ctx, r)
@@ -433,7 +434,7 @@ func (m *Mover) wait(ctx context.Context, msg jetstream.Msg, d time.Duration) er
 }
 
 // release writes a parked letter to the DLQ once there is a credit for it.
-func (m *Mover) release(ctx context.Context, msg jetstream.Msg, class dlq.Class) {
+func (m *Mover) release(ctx context.Context, msg jetstream.Msg, class credit.Class) {
 	paid, ok := m.spend(class)
 	for ; !ok; paid, ok = m.spend(class) {
 		if m.wait(ctx, msg, moverPoll) != nil {
@@ -494,7 +495,7 @@ func (m *Mover) clear(ctx context.Context, seq uint64) error {
 }
 
 // spend takes a credit if there is one.
-func (m *Mover) spend(class dlq.Class) (dlq.Paid, bool) {
+func (m *Mover) spend(class credit.Class) (credit.Paid, bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.read && m.floor > m.base+m.dead {

@@ -20,6 +20,7 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/adaptertest"
+	"github.com/stormguard-mq/stormguard/internal/credit"
 )
 
 func TestRate(t *testing.T) {
@@ -353,7 +354,7 @@ func TestMoverLooksAgain(t *testing.T) {
 		t.Fatal(err)
 	}
 	park := *r.mover.park
-	park.cfg.Subject = "stormguard.parked.S.C." + dlq.Exhausted.String()
+	park.cfg.Subject = "stormguard.parked.S.C." + credit.Exhausted.String()
 	for seq := range uint64(2) {
 		if err := park.Write(ctx, &dlq.Record{
 			Origin: dlq.Origin{System: system, Source: "S", Group: "C", Sequence: seq + 1},

@@ -20,6 +20,7 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/circuit"
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 	"github.com/stormguard-mq/stormguard/internal/scope"
+	"github.com/stormguard-mq/stormguard/internal/storm"
 )
 
 // driver is what drives breakers for gossip as well; the alias keeps the embedded
@@ -51,8 +52,8 @@ type Authority struct {
 }
 
 var (
-	_ circuit.Fleet  = (*Authority)(nil)
-	_ dlq.StormFleet = (*Authority)(nil)
+	_ circuit.Fleet = (*Authority)(nil)
+	_ storm.Fleet   = (*Authority)(nil)
 )
 
 // Why etcd is not reached, where no call failed.
@@ -126,13 +127,13 @@ func (a *Authority) Close() {
 	<-a.done
 }
 
-// Report is [dlq.StormFleet]'s, and does nothing.
+// Report is [storm.Fleet]'s, and does nothing.
 func (a *Authority) Report(string, dlq.Storm) error { return nil }
 
-// Withdraw is [dlq.StormFleet]'s, and does nothing.
+// Withdraw is [storm.Fleet]'s, and does nothing.
 func (a *Authority) Withdraw(string) {}
 
-// Storm is [dlq.StormFleet]'s: there is none.
+// Storm is [storm.Fleet]'s: there is none.
 func (a *Authority) Storm(string) dlq.FleetStorm { return dlq.FleetStorm{} }
 
 // Count is guard.Fleet's, and does nothing.

@@ -9,6 +9,7 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/internal/circuit"
 	"github.com/stormguard-mq/stormguard/internal/scope"
+	"github.com/stormguard-mq/stormguard/internal/storm"
 )
 
 // driver drives breakers; the alias keeps the embedded field to ourselves.
@@ -17,7 +18,7 @@ type driver = scope.Driver
 // Member is one process's part in a fleet as a guard drives it: it carries what
 // happens between its breakers and [Verdicts], between its detectors and [Storms],
 // and between its counts and [Totals]. It is what guard.WithFleet takes: a
-// [breaker.Fleet] and a [dlq.StormFleet]. All methods are safe for concurrent use.
+// [breaker.Fleet] and a [storm.Fleet]. All methods are safe for concurrent use.
 //
 // # Which scopes
 //
@@ -42,8 +43,8 @@ type Member struct {
 }
 
 var (
-	_ circuit.Fleet  = (*Member)(nil)
-	_ dlq.StormFleet = (*Member)(nil)
+	_ circuit.Fleet = (*Member)(nil)
+	_ storm.Fleet   = (*Member)(nil)
 )
 
 // ErrAttached means that a [Member] is driven already.
@@ -82,7 +83,7 @@ func (m *Member) Step(now time.Duration, waiting map[*circuit.Breaker]bool) (bus
 	return m.driver.Step(now, waiting)
 }
 
-// Report is [dlq.StormFleet]'s. The errors are those of [Storms.Report].
+// Report is [storm.Fleet]'s. The errors are those of [Storms.Report].
 func (m *Member) Report(key string, s dlq.Storm) error {
 	if m.s == nil {
 		return nil
@@ -90,14 +91,14 @@ func (m *Member) Report(key string, s dlq.Storm) error {
 	return m.s.Report(m.clock(), key, ReportOf(s, s.String()))
 }
 
-// Withdraw is [dlq.StormFleet]'s.
+// Withdraw is [storm.Fleet]'s.
 func (m *Member) Withdraw(key string) {
 	if m.s != nil {
 		m.s.Withdraw(m.clock(), key)
 	}
 }
 
-// Storm is [dlq.StormFleet]'s.
+// Storm is [storm.Fleet]'s.
 func (m *Member) Storm(key string) dlq.FleetStorm {
 	if m.s == nil {
 		return dlq.FleetStorm{}

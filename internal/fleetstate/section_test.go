@@ -136,7 +136,7 @@ func TestStormOvertaken(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for i, r := range []*snapshot{{key: "k", num: 2, Report: calm}, {key: "k", num: 1, Report: storm}} {
+	for i, r := range []*snapshot{{key: "k", num: 2, Report: calm}, {key: "k", num: 1, Report: inStorm}} {
 		at := time.Duration(i+1) * sec
 		if err := s.Merge(crdt.Contact{From: crdt.Replica{Name: "y"}, Now: at, Sent: at, Echo: at}, appendSnapshot([]byte{wireVersion}, r)); err != nil {
 			t.Fatal(err)
@@ -153,7 +153,7 @@ func TestStormOneWay(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	b := appendSnapshot([]byte{wireVersion}, &snapshot{key: "k", num: 1, Report: storm})
+	b := appendSnapshot([]byte{wireVersion}, &snapshot{key: "k", num: 1, Report: inStorm})
 	for i, heard := range []int{0, 1} {
 		at := time.Duration(i+1) * sec
 		if err := s.Merge(crdt.Contact{From: crdt.Replica{Name: "y"}, Now: at, Sent: at, Echo: time.Duration(heard) * at}, b); err != nil {

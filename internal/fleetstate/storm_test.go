@@ -14,6 +14,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/internal/crdt"
+	"github.com/stormguard-mq/stormguard/internal/storm"
 )
 
 // weather is a few processes' Storms on one clock, and a network that a test
@@ -80,8 +81,8 @@ func (w *weather) active() (n int) {
 }
 
 var (
-	calm  = Report{Outcomes: 1200, Age: sec, Attempts: 1}
-	storm = Report{Active: true, Crossed: crossedAll, Failed: 1200, Outcomes: 1200, Attempts: 9, Age: 70 * sec, Reason: "down"}
+	calm    = Report{Outcomes: 1200, Age: sec, Attempts: 1}
+	inStorm = Report{Active: true, Crossed: crossedAll, Failed: 1200, Outcomes: 1200, Attempts: 9, Age: 70 * sec, Reason: "down"}
 )
 
 func TestStormQuorum(t *testing.T) {
@@ -89,7 +90,7 @@ func TestStormQuorum(t *testing.T) {
 	stormy := 0
 	report := func(i int) Report {
 		if i < stormy {
-			return storm
+			return inStorm
 		}
 		return calm
 	}
@@ -126,12 +127,12 @@ func TestStormHeal(t *testing.T) {
 		}
 	}
 	until(5*sec, calm)
-	until(5*sec, storm)
+	until(5*sec, inStorm)
 	if w.active() != 4 {
 		t.Fatal("no storm to begin with")
 	}
 	w.cut = islands(0, 0, 1, 1)
-	until(10*time.Minute, storm)
+	until(10*time.Minute, inStorm)
 	until(10*sec, calm)
 	for _, s := range w.nodes {
 		s.Changes(nil)
@@ -162,7 +163,7 @@ func TestStormSilence(t *testing.T) {
 	w := newWeather(t, 3)
 	report := func(i int) Report {
 		if i > 0 {
-			return storm
+			return inStorm
 		}
 		return calm
 	}
@@ -194,7 +195,7 @@ func TestStormSilence(t *testing.T) {
 
 	// An old packet, on its way since before the silence, brings nothing back.
 	s, _ := NewStorms(StormConfig{}, crdt.Replica{Name: "x", Incarnation: 1})
-	old := appendSnapshot([]byte{wireVersion}, &snapshot{key: "orders", num: 3, Report: storm})
+	old := appendSnapshot([]byte{wireVersion}, &snapshot{key: "orders", num: 3, Report: inStorm})
 	c := crdt.Contact{From: crdt.Replica{Name: "y", Incarnation: 1}, Now: sec, Sent: sec, Echo: sec}
 	if err := s.Merge(c, old); err != nil {
 		t.Fatal(err)
@@ -220,7 +221,7 @@ func TestStormWithdraw(t *testing.T) {
 	w := newWeather(t, 2)
 	none := func(int) Report { return Report{Age: -1} }
 	for range 4 {
-		w.step(func(int) Report { return storm })
+		w.step(func(int) Report { return inStorm })
 	}
 	w.nodes[0].Withdraw(w.now, "orders")
 	w.step(none)
@@ -253,13 +254,13 @@ func TestStormIncarnations(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	say(1, storm, 9)
+	say(1, inStorm, 9)
 	say(2, calm, 1)
-	say(1, storm, 10)
+	say(1, inStorm, 10)
 	if s.Storm(sec, "k").Active {
 		t.Error("the earlier incarnation counts")
 	}
-	say(2, storm, 2)
+	say(2, inStorm, 2)
 	if !s.Storm(sec, "k").Active {
 		t.Error("the later does not")
 	}
@@ -353,7 +354,7 @@ func TestJudgeStormLaws(t *testing.T) {
 
 // A report says what the detector says.
 func TestReportOf(t *testing.T) {
-	d, err := dlq.NewDetector(dlq.StormConfig{})
+	d, err := storm.NewDetector(dlq.StormConfig{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -361,13 +362,13 @@ func TestReportOf(t *testing.T) {
 		d.Failure(time.Duration(i) * 100 * ms)
 	}
 	d.Freeze(10 * sec)
-	d.Step(70*sec, dlq.Reading{Attempts: 4, Age: 70 * sec})
+	d.Step(70*sec, storm.Reading{Attempts: 4, Age: 70 * sec})
 	r := ReportOf(d.Storm(), "timeout")
 	if want := (Report{true, crossedAll, 100, 100, 4, 70 * sec, 0, "timeout"}); r != want {
 		t.Errorf("%+v, want %+v", r, want)
 	}
 	d.Probe(71*sec, true)
-	d.Step(71*sec, dlq.Reading{Attempts: 4, Age: 71 * sec})
+	d.Step(71*sec, storm.Reading{Attempts: 4, Age: 71 * sec})
 	if r := ReportOf(d.Storm(), ""); !r.Active || r.Crossed != CrossedAttempts|CrossedAge {
 		t.Errorf("in its hysteresis: %+v", r)
 	}

@@ -96,7 +96,7 @@ func TestSeeds(t *testing.T) {
 
 	calmly := appendSnapshot([]byte{wireVersion}, &snapshot{key: "orders", num: 1, Report: calm})
 	seed(t, "FuzzStorm", "keepalive", []byte{wireVersion})
-	seed(t, "FuzzStorm", "two", appendSnapshot(calmly, &snapshot{key: "k", num: 2, Report: storm}))
+	seed(t, "FuzzStorm", "two", appendSnapshot(calmly, &snapshot{key: "k", num: 2, Report: inStorm}))
 	seed(t, "FuzzStorm", "withdrawn", appendSnapshot([]byte{wireVersion}, &snapshot{key: "k", num: 1<<64 - 1, gone: true}))
 	seed(t, "FuzzStorm", "cut", calmly[:len(calmly)-1])
 

@@ -1,129 +1,13 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package dlq
+package storm
 
 import (
-	"errors"
-	"fmt"
-	"math"
-	"strconv"
-	"strings"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/dlq"
 )
-
-// Defaults of a [StormConfig] field left at zero.
-const (
-	defaultErrorRate = 0.05
-	defaultAttempts  = 3
-	defaultAge       = 60 * time.Second
-	defaultWindow    = 60 * time.Second
-	defaultMinSample = 20
-	defaultClearFor  = 10 * time.Second
-)
-
-// StormConfig says when a [Detector] calls a storm, and when it calls it over.
-// The zero value is valid and means the documented defaults.
-//
-// The three thresholds are joined by and: each by itself is ordinary. Errors
-// without age are a burst, age without errors is a slow handler or a pause,
-// attempts without either are one poison message.
-type StormConfig struct {
-	// ErrorRate is the share of outcomes within Window that must be exceeded.
-	// In (0, 1); default 0.05. A rate of exactly ErrorRate is no storm.
-	//
-	// A [BudgetConfig] must earn more than this share costs; its Validate
-	// takes this value. The default budget carries thresholds up to 0.0909.
-	ErrorRate float64
-
-	// Attempts must be exceeded by the highest number of attempts among the
-	// source's unsettled deliveries. In [1, 1000000]; default 3.
-	Attempts int
-
-	// Age must be exceeded by the oldest unsettled delivery, one in the hold
-	// included. In [1ms, 24h]; default 60s. No storm can be seen before this
-	// much time has passed since the first failure: until then the [Budget]
-	// is what bounds dead-lettering.
-	Age time.Duration
-
-	// Window is the length of the sliding window of the error rate. In
-	// [60ms, 1h]; default 60s. It moves in sixtieths of itself: an outcome
-	// counts for Window at least and one sixtieth longer at most.
-	Window time.Duration
-
-	// MinSample is the number of outcomes that must be in Window before they
-	// make a rate. In [1, 1000000]; default 20.
-	//
-	// A source that sees fewer than this in every Window never has a rate
-	// while its breaker is closed, so no storm either. Its dead letters are
-	// bounded by the [Budget] alone, and an outage is seen by the breaker's
-	// rule on a run of failures; once that has tripped, the outcomes of
-	// probes are a rate and a storm can follow.
-	MinSample int
-
-	// ClearRate ends a storm: while the error rate is at or below it, the
-	// storm is calm. In (0, ErrorRate]; default half of ErrorRate.
-	ClearRate float64
-
-	// ClearFor is how long a storm must have been calm, and Age not exceeded,
-	// before it is over. In [1ms, 1h]; default 10s.
-	//
-	// While Age stays exceeded, a calm that lasts a whole Window (or ClearFor
-	// if that is longer) ends the storm too. Else a single poison message,
-	// waiting for the storm to end before it may be dead-lettered, would be
-	// the old delivery that keeps the storm up.
-	ClearFor time.Duration
-
-	// Off makes a detector that never calls a storm. The other fields are
-	// still checked.
-	Off bool
-}
-
-// Validate reports every field out of its range, not the first one alone.
-func (c StormConfig) Validate() error {
-	d := c.withDefaults()
-	var errs []error
-	check := func(ok bool, field string, value any, want string) {
-		if !ok {
-			errs = append(errs, fmt.Errorf("dlq: storm config: %s is %v: must be %s", field, value, want))
-		}
-	}
-	rateOK := d.ErrorRate > 0 && d.ErrorRate < 1
-	check(rateOK, "ErrorRate", c.ErrorRate, "in (0, 1)")
-	check(1 <= d.Attempts && d.Attempts <= 1e6, "Attempts", c.Attempts, "in [1, 1000000]")
-	check(time.Millisecond <= d.Age && d.Age <= 24*time.Hour, "Age", c.Age, "in [1ms, 24h]")
-	check(windowBuckets*time.Millisecond <= d.Window && d.Window <= time.Hour, "Window", c.Window, "in [60ms, 1h]")
-	check(1 <= d.MinSample && d.MinSample <= 1e6, "MinSample", c.MinSample, "in [1, 1000000]")
-	check(!rateOK || d.ClearRate > 0 && d.ClearRate <= d.ErrorRate, "ClearRate", c.ClearRate,
-		fmt.Sprintf("in (0, %v], the upper end being ErrorRate", d.ErrorRate))
-	check(time.Millisecond <= d.ClearFor && d.ClearFor <= time.Hour, "ClearFor", c.ClearFor, "in [1ms, 1h]")
-	return errors.Join(errs...)
-}
-
-func (c StormConfig) withDefaults() StormConfig {
-	if c.ErrorRate == 0 {
-		c.ErrorRate = defaultErrorRate
-	}
-	if c.Attempts == 0 {
-		c.Attempts = defaultAttempts
-	}
-	if c.Age == 0 {
-		c.Age = defaultAge
-	}
-	if c.Window == 0 {
-		c.Window = defaultWindow
-	}
-	if c.MinSample == 0 {
-		c.MinSample = defaultMinSample
-	}
-	if c.ClearRate == 0 {
-		c.ClearRate = c.ErrorRate / 2
-	}
-	if c.ClearFor == 0 {
-		c.ClearFor = defaultClearFor
-	}
-	return c
-}
 
 // Reading is what a source knows about its unsettled deliveries at a step: all
 // that it received and has not acked, dead-lettered or returned, wherever they
@@ -138,114 +22,14 @@ type Reading struct {
 	Age time.Duration
 }
 
-// Basis says which outcomes an error rate was taken from.
-type Basis uint8
-
+// What a rate was taken from, as dlq.Storm.Basis says it.
 const (
-	// basisNone means that no rate is known: fewer than MinSample outcomes,
-	// and none from before that still stands.
-	basisNone Basis = iota
-	// basisWindow is the live window.
-	basisWindow
-	// basisKept is the last rate of a live window that has since run under
-	// MinSample. [Detector] says how long it stands.
-	basisKept
-	// basisTrip is the rate seen when the breaker tripped.
-	basisTrip
-	// basisProbes is the rate of the probes since the trip.
-	basisProbes
+	basisNone   = ""
+	basisWindow = "window"
+	basisKept   = "kept"
+	basisTrip   = "trip"
+	basisProbes = "probes"
 )
-
-// Known tells whether there is a rate at all.
-func (b Basis) Known() bool { return b != basisNone }
-
-// String returns one of "none", "window", "kept", "trip" and "probes".
-func (b Basis) String() string {
-	switch b {
-	case basisNone:
-		return "none"
-	case basisWindow:
-		return "window"
-	case basisKept:
-		return "kept"
-	case basisTrip:
-		return "trip"
-	case basisProbes:
-		return "probes"
-	}
-	return "Basis(" + strconv.Itoa(int(b)) + ")"
-}
-
-// Storm is a detector's verdict with what it rests on, as of the detector's
-// last call.
-type Storm struct {
-	Active bool
-
-	// Since is the instant at which Active last changed; zero if it never did.
-	Since time.Duration
-
-	// Failed of Outcomes are what the rate was taken from, and Basis says
-	// where they come from. All zero if no rate is known.
-	Failed, Outcomes uint64
-	Basis            Basis
-
-	// Attempts and Age are those of the last Step.
-	Attempts int
-	Age      time.Duration
-
-	// Diverted is the number of deliveries put to the hold within Window.
-	// It has no part in the verdict.
-	Diverted uint64
-
-	// Config holds the thresholds in force, defaults filled in.
-	Config StormConfig
-}
-
-// ErrorRate is Failed / Outcomes, and 0 if no rate is known.
-func (s Storm) ErrorRate() float64 {
-	if s.Outcomes == 0 {
-		return 0
-	}
-	return float64(s.Failed) / float64(s.Outcomes)
-}
-
-// String gives the verdict and each reading beside its threshold, for people:
-//
-//	storm: error rate 100% (20 of 20, trip) > 5%, attempts 9 > 3, age 1m1s > 1m0s, 5980 diverted in 1m0s
-func (s Storm) String() string {
-	var b strings.Builder
-	switch {
-	case s.Config.Off:
-		b.WriteString("detector off: ")
-	case s.Active:
-		b.WriteString("storm: ")
-	default:
-		b.WriteString("no storm: ")
-	}
-	if s.Basis == basisNone {
-		fmt.Fprintf(&b, "error rate unknown (under %d outcomes)", s.Config.MinSample)
-	} else {
-		fmt.Fprintf(&b, "error rate %s (%d of %d, %v) %s %s", percent(s.ErrorRate()), s.Failed, s.Outcomes, s.Basis,
-			sign(s.ErrorRate() > s.Config.ErrorRate), percent(s.Config.ErrorRate))
-	}
-	fmt.Fprintf(&b, ", attempts %d %s %d, age %v %s %v", s.Attempts, sign(s.Attempts > s.Config.Attempts), s.Config.Attempts,
-		s.Age.Round(10*time.Millisecond), sign(s.Age > s.Config.Age), s.Config.Age)
-	if s.Diverted > 0 {
-		fmt.Fprintf(&b, ", %d diverted in %v", s.Diverted, s.Config.Window)
-	}
-	return b.String()
-}
-
-func sign(over bool) string {
-	if over {
-		return ">"
-	}
-	return "<="
-}
-
-func percent(r float64) string {
-	return strconv.FormatFloat(math.Round(r*1e5)/1e3, 'f', -1, 64) + "%"
-}
 
 // Detector tells a storm from ordinary failures, for one source. It calls a
 // storm when the error rate, the attempts and the age are all over their
@@ -283,8 +67,8 @@ func percent(r float64) string {
 // it has seen a probe, and starts no goroutine. Its methods must not be called
 // concurrently: the source calls them under its own lock.
 type Detector struct {
-	cfg    StormConfig // defaults filled in
-	read   Reading     // of the last Step
+	cfg    dlq.StormConfig // defaults filled in
+	read   Reading         // of the last Step
 	oldest time.Duration
 	active bool
 	frozen bool
@@ -309,12 +93,12 @@ type Detector struct {
 const never = time.Duration(-1 << 63)
 
 // NewDetector returns a detector with no outcomes and no storm. The error is
-// that of [StormConfig.Validate].
-func NewDetector(c StormConfig) (*Detector, error) {
+// that of [dlq.StormConfig.Validate].
+func NewDetector(c dlq.StormConfig) (*Detector, error) {
 	if err := c.Validate(); err != nil {
 		return nil, err
 	}
-	c = c.withDefaults()
+	c = c.WithDefaults()
 	return &Detector{cfg: c, calm: never, settled: never, live: newWindow(c.Window)}, nil
 }
 
@@ -355,7 +139,7 @@ func (d *Detector) Successes(now time.Duration, total uint64) {
 }
 
 // Diverted counts n deliveries put to the hold instead of being handled. They
-// are for [Storm.Diverted] only: a refusal by the guard is not an outcome.
+// are for [dlq.Storm.Diverted] only: a refusal by the guard is not an outcome.
 func (d *Detector) Diverted(now time.Duration, n int) {
 	if d.cfg.Off || n <= 0 {
 		return
@@ -462,9 +246,9 @@ func (d *Detector) clear(now time.Duration) bool {
 
 // Storm returns the verdict of the last Step, and what is known as of the last
 // call of any method.
-func (d *Detector) Storm() Storm {
+func (d *Detector) Storm() dlq.Storm {
 	t, basis := d.rate()
-	return Storm{
+	return dlq.Storm{
 		Active:   d.active,
 		Since:    d.since,
 		Failed:   t.failed,
@@ -504,7 +288,7 @@ func (d *Detector) slide(now time.Duration) {
 }
 
 // rate returns the outcomes that count now, none if no rate is known.
-func (d *Detector) rate() (tally, Basis) {
+func (d *Detector) rate() (tally, string) {
 	basis := basisKept
 	switch {
 	case d.frozen && d.lastProbe:

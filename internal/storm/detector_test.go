@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package dlq
+package storm
 
 import (
 	"fmt"
@@ -13,9 +13,11 @@ import (
 	"time"
 
 	"pgregory.net/rapid"
+
+	"github.com/stormguard-mq/stormguard/dlq"
 )
 
-func newDetector(t testing.TB, c StormConfig) *Detector {
+func newDetector(t testing.TB, c dlq.StormConfig) *Detector {
 	t.Helper()
 	d, err := NewDetector(c)
 	if err != nil {
@@ -96,7 +98,7 @@ func TestStormNeedsAllThree(t *testing.T) {
 		for _, r := range rates {
 			for _, a := range attempts {
 				for _, g := range ages {
-					d := newDetector(t, StormConfig{})
+					d := newDetector(t, dlq.StormConfig{})
 					b.trip(d, r.failed, r.ok)
 					rateOver := r.over || !b.sample && r.failed == 19
 					want := rateOver && a.over && g.over
@@ -120,7 +122,7 @@ func TestStormNeedsAllThree(t *testing.T) {
 func TestNoStormOnAnyTwo(t *testing.T) {
 	rounds(t, func(t *rapid.T) {
 		kept := rapid.SampledFrom([]string{"rate", "attempts", "age"}).Draw(t, "kept under")
-		d, _ := NewDetector(StormConfig{})
+		d, _ := NewDetector(dlq.StormConfig{})
 		var now time.Duration
 		var total uint64
 		for range rapid.IntRange(1, 80).Draw(t, "events") {
@@ -164,7 +166,7 @@ func TestNoStormOnAnyTwo(t *testing.T) {
 func TestStormSeenWhileHeld(t *testing.T) {
 	for _, first := range []bool{true, false} {
 		t.Run(fmt.Sprintf("probes=%v", first), func(t *testing.T) {
-			d := newDetector(t, StormConfig{})
+			d := newDetector(t, dlq.StormConfig{})
 			fail(d, time.Second, 20)
 			d.Freeze(time.Second)
 			var fired time.Duration
@@ -201,7 +203,7 @@ func TestStormSeenWhileHeld(t *testing.T) {
 func TestStormSeenWithoutBreaker(t *testing.T) {
 	for _, tick := range []time.Duration{10 * time.Millisecond, 700 * time.Millisecond, 2 * time.Second, 65 * time.Second} {
 		t.Run(tick.String(), func(t *testing.T) {
-			d := newDetector(t, StormConfig{})
+			d := newDetector(t, dlq.StormConfig{})
 			d.Successes(500*time.Millisecond, 5000)
 			d.Step(500*time.Millisecond, Reading{Attempts: 1, Age: time.Millisecond})
 			const outage = 100 * time.Second
@@ -240,7 +242,7 @@ func TestKeptRateStands(t *testing.T) {
 		{"a first attempt failed", func(d *Detector) { d.Failure(later) }, later, true},
 	}
 	for _, tt := range tests {
-		d := newDetector(t, StormConfig{})
+		d := newDetector(t, dlq.StormConfig{})
 		fail(d, 0, 30)
 		d.Successes(later, 0)
 		tt.do(d)
@@ -256,7 +258,7 @@ func TestFreeze(t *testing.T) {
 	tests := []struct {
 		name  string
 		do    func(*Detector)
-		basis Basis
+		basis string
 		rate  float64
 		fires bool
 	}{
@@ -323,7 +325,7 @@ func TestFreeze(t *testing.T) {
 		}, basisTrip, 1, true},
 	}
 	for _, tt := range tests {
-		d := newDetector(t, StormConfig{})
+		d := newDetector(t, dlq.StormConfig{})
 		tt.do(d)
 		const now = 20 * time.Minute
 		s := d.Storm()
@@ -347,7 +349,7 @@ func TestFreeze(t *testing.T) {
 
 // storming returns a detector whose storm began at 100s, on a rate of 40 %.
 func storming(t testing.TB) *Detector {
-	d := newDetector(t, StormConfig{})
+	d := newDetector(t, dlq.StormConfig{})
 	const now = 100 * time.Second
 	fail(d, now, 40)
 	d.Successes(now, 60)
@@ -451,7 +453,7 @@ func TestStormClearsWithoutTraffic(t *testing.T) {
 // for as long as the storm lasts. That must not be for ever.
 func TestPoisonCannotKeepStormUp(t *testing.T) {
 	for _, perMinute := range []int{0, 5, 6000} {
-		d := newDetector(t, StormConfig{})
+		d := newDetector(t, dlq.StormConfig{})
 		fail(d, 0, 20)
 		d.Freeze(0)
 		d.Probe(2*time.Second, false)
@@ -480,7 +482,7 @@ func TestPoisonCannotKeepStormUp(t *testing.T) {
 
 func TestRateCountsFirstAttempts(t *testing.T) {
 	// 1 % poison, each tried five times: a delivery is reported once.
-	d := newDetector(t, StormConfig{})
+	d := newDetector(t, dlq.StormConfig{})
 	var ok uint64
 	for i := range 6000 {
 		now := time.Duration(i) * 10 * time.Millisecond
@@ -506,7 +508,7 @@ func TestRateCountsFirstAttempts(t *testing.T) {
 // A source under MinSample has no rate without a breaker, and gets one from
 // the first probe when the breaker's own rule trips.
 func TestSlowSource(t *testing.T) {
-	d := newDetector(t, StormConfig{})
+	d := newDetector(t, dlq.StormConfig{})
 	now := time.Duration(0)
 	for range 200 {
 		now += 3500 * time.Millisecond // 18 in the longest window
@@ -526,7 +528,7 @@ func TestSlowSource(t *testing.T) {
 }
 
 func TestDivertedIsNoOutcome(t *testing.T) {
-	d := newDetector(t, StormConfig{})
+	d := newDetector(t, dlq.StormConfig{})
 	d.Diverted(0, 100000)
 	d.Diverted(0, -1)
 	if s := d.Storm(); s.Basis != basisNone || s.Diverted != 100000 {
@@ -548,7 +550,7 @@ func TestDivertedIsNoOutcome(t *testing.T) {
 }
 
 func TestSuccessesIgnoresSmallerTotals(t *testing.T) {
-	d := newDetector(t, StormConfig{})
+	d := newDetector(t, dlq.StormConfig{})
 	for _, total := range []uint64{100, 98, 0, 100, 105} {
 		d.Successes(0, total)
 	}
@@ -567,7 +569,7 @@ func TestSuccessesIgnoresSmallerTotals(t *testing.T) {
 }
 
 func TestTimeGoingBackwards(t *testing.T) {
-	d := newDetector(t, StormConfig{})
+	d := newDetector(t, dlq.StormConfig{})
 	d.Failure(time.Hour)
 	fail(d, -time.Hour, 19)
 	if s := d.Storm(); s.Failed != 20 {
@@ -580,7 +582,7 @@ func TestTimeGoingBackwards(t *testing.T) {
 }
 
 func TestDetectorOff(t *testing.T) {
-	d := newDetector(t, StormConfig{Off: true})
+	d := newDetector(t, dlq.StormConfig{Off: true})
 	fail(d, 0, 100)
 	d.Successes(0, 1)
 	d.Diverted(0, 1)
@@ -599,78 +601,14 @@ func TestDetectorOff(t *testing.T) {
 	}
 }
 
-func TestStormConfigValidate(t *testing.T) {
-	bad := StormConfig{
-		ErrorRate: 1, Attempts: -1, Age: -time.Second, Window: time.Millisecond,
-		MinSample: -20, ClearRate: -1, ClearFor: 2 * time.Hour,
+// A detector says its settings, defaults filled in, and refuses those that
+// dlq.StormConfig refuses.
+func TestNewDetector(t *testing.T) {
+	if s := newDetector(t, dlq.StormConfig{MinSample: 7}).Storm(); s.Config != (dlq.StormConfig{MinSample: 7}).WithDefaults() || s.Basis != "" {
+		t.Errorf("%+v", s)
 	}
-	tests := []struct {
-		name string
-		c    StormConfig
-		want []string
-	}{
-		{"zero", StormConfig{}, nil},
-		{"defaults spelled out", StormConfig{ErrorRate: 0.05, Attempts: 3, Age: time.Minute, Window: time.Minute, MinSample: 20, ClearRate: 0.025, ClearFor: 10 * time.Second}, nil},
-		{"no hysteresis in the rate", StormConfig{ErrorRate: 0.3, ClearRate: 0.3}, nil},
-		{"off is still checked", StormConfig{Off: true, Attempts: -1}, []string{"Attempts is -1: must be in [1, 1000000]"}},
-		{"clear rate above", StormConfig{ClearRate: 0.06}, []string{"ClearRate is 0.06: must be in (0, 0.05], the upper end being ErrorRate"}},
-		{"clear rate NaN", StormConfig{ClearRate: math.NaN()}, []string{"ClearRate is NaN"}},
-		{"error rate NaN", StormConfig{ErrorRate: math.NaN()}, []string{"ErrorRate is NaN: must be in (0, 1)"}},
-		{"error rate negative", StormConfig{ErrorRate: -0.1}, []string{"ErrorRate is -0.1: must be in (0, 1)"}},
-		{"all at once", bad, []string{
-			"ErrorRate is 1", "Attempts is -1", "Age is -1s: must be in [1ms, 24h]", "Window is 1ms: must be in [60ms, 1h]",
-			"MinSample is -20", "ClearFor is 2h0m0s: must be in [1ms, 1h]",
-		}},
-	}
-	for _, tt := range tests {
-		checkProblems(t, tt.name, tt.c.Validate(), tt.want)
-		if d, err := NewDetector(tt.c); (err == nil) != (tt.want == nil) || (d == nil) != (err != nil) {
-			t.Errorf("%s: NewDetector: %v, %v", tt.name, d, err)
-		}
-	}
-}
-
-// checkProblems wants one line for each of want, in order, and no other.
-func checkProblems(t *testing.T, name string, err error, want []string) {
-	t.Helper()
-	var lines []string
-	if err != nil {
-		lines = strings.Split(err.Error(), "\n")
-	}
-	if len(lines) != len(want) {
-		t.Errorf("%s: got %d problems, want %d: %v", name, len(lines), len(want), err)
-		return
-	}
-	for i, l := range lines {
-		if !strings.HasPrefix(l, "dlq: ") || !strings.Contains(l, want[i]) {
-			t.Errorf("%s: got %q, want %q", name, l, want[i])
-		}
-	}
-}
-
-func TestStormString(t *testing.T) {
-	d := newDetector(t, StormConfig{})
-	fail(d, 0, 20)
-	d.Freeze(0)
-	d.Diverted(61*time.Second, 5980)
-	d.Step(61*time.Second, Reading{Attempts: 9, Age: 61 * time.Second})
-	storm := d.Storm()
-	tests := []struct {
-		s    fmt.Stringer
-		want string
-	}{
-		{storm, "storm: error rate 100% (20 of 20, trip) > 5%, attempts 9 > 3, age 1m1s > 1m0s, 5980 diverted in 1m0s"},
-		{newDetector(t, StormConfig{ErrorRate: 0.07, MinSample: 7}).Storm(), "no storm: error rate unknown (under 7 outcomes), attempts 0 <= 3, age 0s <= 1m0s"},
-		{Storm{Failed: 1, Outcomes: 3, Basis: basisKept, Config: StormConfig{}.withDefaults()}, "no storm: error rate 33.333% (1 of 3, kept) > 5%, attempts 0 <= 3, age 0s <= 1m0s"},
-		{basisNone, "none"},
-		{basisWindow, "window"},
-		{basisProbes, "probes"},
-		{Basis(9), "Basis(9)"},
-	}
-	for _, tt := range tests {
-		if got := tt.s.String(); got != tt.want {
-			t.Errorf("got  %s\nwant %s", got, tt.want)
-		}
+	if d, err := NewDetector(dlq.StormConfig{Attempts: -1}); err == nil || d != nil {
+		t.Errorf("%v, %v", d, err)
 	}
 }
 
@@ -678,7 +616,7 @@ func TestStormString(t *testing.T) {
 // list of all calls, from which each answer is worked out anew. It shares with
 // the detector the rule that time is counted in sixtieths of a window.
 type model struct {
-	c     StormConfig
+	c     dlq.StormConfig
 	calls []call
 }
 
@@ -719,7 +657,7 @@ func (m *model) frozen(i int) int {
 
 type evidence struct {
 	failed, n uint64
-	basis     Basis
+	basis     string
 	seen      time.Duration
 	since     int // index of the first call after it was seen
 }
@@ -854,7 +792,7 @@ func (m *model) step(now time.Duration, r Reading) (changed bool) {
 
 func TestDetectorAgainstModel(t *testing.T) {
 	rounds(t, func(t *rapid.T) {
-		c := StormConfig{
+		c := dlq.StormConfig{
 			ErrorRate: rapid.SampledFrom([]float64{0.05, 0.3, 0.5}).Draw(t, "error rate"),
 			Attempts:  3,
 			Age:       rapid.SampledFrom([]time.Duration{time.Second, 6 * time.Second, 20 * time.Second}).Draw(t, "age"),
@@ -866,7 +804,7 @@ func TestDetectorAgainstModel(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		m := &model{c: c.withDefaults()}
+		m := &model{c: c.WithDefaults()}
 		var now, oldest time.Duration
 		var total uint64
 		add := func(kind string, n uint64) {
@@ -965,7 +903,7 @@ func TestDetectorAgainstModel(t *testing.T) {
 }
 
 func TestDetectorAllocs(t *testing.T) {
-	d := newDetector(t, StormConfig{})
+	d := newDetector(t, dlq.StormConfig{})
 	d.Freeze(0)
 	d.Probe(0, true) // the one allocation
 	d.Thaw(0)
@@ -989,7 +927,7 @@ func TestDetectorAllocs(t *testing.T) {
 
 // The tick of a source with little unsettled.
 func BenchmarkDetectorStepQuiet(b *testing.B) {
-	d := newDetector(b, StormConfig{})
+	d := newDetector(b, dlq.StormConfig{})
 	b.ReportAllocs()
 	for i := range b.N {
 		d.Step(time.Duration(i), Reading{Attempts: 1, Age: time.Millisecond})
@@ -998,7 +936,7 @@ func BenchmarkDetectorStepQuiet(b *testing.B) {
 
 // The same with its success counter, a tick of 10 ms and a window that slides.
 func BenchmarkDetectorTick(b *testing.B) {
-	d := newDetector(b, StormConfig{})
+	d := newDetector(b, dlq.StormConfig{})
 	b.ReportAllocs()
 	for i := range b.N {
 		now := time.Duration(i) * 10 * time.Millisecond
@@ -1009,7 +947,7 @@ func BenchmarkDetectorTick(b *testing.B) {
 
 // Attempts and age are over, so the rate has to be looked at.
 func BenchmarkDetectorStepRate(b *testing.B) {
-	d := newDetector(b, StormConfig{})
+	d := newDetector(b, dlq.StormConfig{})
 	d.Successes(0, 1e6)
 	b.ReportAllocs()
 	for i := range b.N {
@@ -1018,7 +956,7 @@ func BenchmarkDetectorStepRate(b *testing.B) {
 }
 
 func BenchmarkDetectorDiverted(b *testing.B) {
-	d := newDetector(b, StormConfig{})
+	d := newDetector(b, dlq.StormConfig{})
 	b.ReportAllocs()
 	for i := range b.N {
 		d.Diverted(time.Duration(i)*time.Microsecond, 1)

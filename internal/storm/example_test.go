@@ -1,20 +1,21 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package dlq_test
+package storm_test
 
 import (
 	"fmt"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/storm"
 )
 
 // A dependency dies a second after the start. The breaker trips after twenty
 // failures, so nothing fails any more; the storm is seen none the less, once
 // the oldest delivery is a minute old.
 func ExampleDetector() {
-	d, err := dlq.NewDetector(dlq.StormConfig{})
+	d, err := storm.NewDetector(dlq.StormConfig{})
 	if err != nil {
 		fmt.Println(err)
 		return
@@ -27,9 +28,9 @@ func ExampleDetector() {
 
 	for now := down; now < 3*time.Minute; now += time.Second {
 		back := now >= 2*time.Minute
-		reading := dlq.Reading{Attempts: 5, Age: now - down} // the hold's head was probed
+		reading := storm.Reading{Attempts: 5, Age: now - down} // the hold's head was probed
 		if back {
-			reading = dlq.Reading{}
+			reading = storm.Reading{}
 			d.Probe(now, true)
 		} else {
 			d.Diverted(now, 1000)
@@ -47,19 +48,11 @@ func ExampleDetector() {
 // Two of the three thresholds are crossed by one poison message that is tried
 // again and again. That is no storm.
 func ExampleDetector_Step() {
-	d, _ := dlq.NewDetector(dlq.StormConfig{})
+	d, _ := storm.NewDetector(dlq.StormConfig{})
 	d.Failure(0)
 	d.Successes(0, 999)
-	d.Step(0, dlq.Reading{Attempts: 12, Age: 5 * time.Minute})
+	d.Step(0, storm.Reading{Attempts: 12, Age: 5 * time.Minute})
 	fmt.Println(d.Storm())
 	// Output:
 	// no storm: error rate 0.1% (1 of 1000, window) <= 5%, attempts 12 > 3, age 5m0s > 1m0s
-}
-
-// Every problem is reported at once.
-func ExampleStormConfig_Validate() {
-	fmt.Println(dlq.StormConfig{ErrorRate: 5, Attempts: -3}.Validate())
-	// Output:
-	// dlq: storm config: ErrorRate is 5: must be in (0, 1)
-	// dlq: storm config: Attempts is -3: must be in [1, 1000000]
 }

@@ -1,20 +1,23 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package dlq
+package credit
 
 import (
 	"math"
 	"math/rand/v2"
+	"strconv"
 	"testing"
 	"time"
 
 	"pgregory.net/rapid"
+
+	"github.com/stormguard-mq/stormguard/dlq"
 )
 
-func newBudget(t testing.TB, c BudgetConfig) *Budget {
+func newBudget(t testing.TB, c dlq.BudgetConfig) *Budget {
 	t.Helper()
-	b, err := NewBudget(c, 0)
+	b, err := New(c, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -45,7 +48,7 @@ func TestOutageSpends(t *testing.T) {
 		{Permanent, time.Hour, 512},
 	}
 	for _, tt := range tests {
-		b := newBudget(t, BudgetConfig{})
+		b := newBudget(t, dlq.BudgetConfig{})
 		b.Successes(1 << 40) // years of good traffic save up no more than the balance
 		asked := uint64(0)
 		ask := func(now time.Duration) { b.Spend(now, tt.class); asked++ }
@@ -68,7 +71,7 @@ func TestOutageSpends(t *testing.T) {
 
 func TestFreeCredit(t *testing.T) {
 	const every = 5 * time.Minute
-	b := newBudget(t, BudgetConfig{})
+	b := newBudget(t, dlq.BudgetConfig{})
 	if at, wait := b.Next(time.Hour, Exhausted); wait || at != time.Hour {
 		t.Errorf("full: next at %v, wait %v", at, wait)
 	}
@@ -106,7 +109,7 @@ func TestFreeCredit(t *testing.T) {
 }
 
 func TestTenSuccessesEarnOne(t *testing.T) {
-	b := newBudget(t, BudgetConfig{})
+	b := newBudget(t, dlq.BudgetConfig{})
 	drain(b, 0, Exhausted)
 	drain(b, 0, Permanent)
 	for total := range uint64(1000) {
@@ -122,12 +125,12 @@ func TestTenSuccessesEarnOne(t *testing.T) {
 
 func TestSuccessesEarnUpToBalance(t *testing.T) {
 	for _, n := range []uint64{1, 199, 200, 201, 1 << 32, math.MaxUint64 - 1000, math.MaxUint64} {
-		b := newBudget(t, BudgetConfig{Earn: 0.3, Balance: 20.5, PermanentBalance: 7})
+		b := newBudget(t, dlq.BudgetConfig{Earn: 0.3, Balance: 20.5, PermanentBalance: 7})
 		b.Successes(n)
 		if e, p := b.Balance(Exhausted), b.Balance(Permanent); e != 20.5 || p != 7 {
 			t.Errorf("%d successes on full: %v, %v", n, e, p)
 		}
-		b = newBudget(t, BudgetConfig{Earn: 0.3, Balance: 20.5, PermanentBalance: 7})
+		b = newBudget(t, dlq.BudgetConfig{Earn: 0.3, Balance: 20.5, PermanentBalance: 7})
 		drain(b, 0, Exhausted)
 		drain(b, 0, Permanent)
 		b.Successes(n)
@@ -141,7 +144,7 @@ func TestSuccessesEarnUpToBalance(t *testing.T) {
 
 // The product of these successes and 0.1 credits wraps around to nearly none.
 func TestEarningDoesNotWrap(t *testing.T) {
-	b := newBudget(t, BudgetConfig{})
+	b := newBudget(t, dlq.BudgetConfig{})
 	drain(b, 0, Exhausted)
 	b.Successes(math.MaxUint64/100_000 + 1)
 	if got := b.Balance(Exhausted); got != 20 {
@@ -158,7 +161,7 @@ func TestCreditsAreExact(t *testing.T) {
 }
 
 func TestBudgetIgnoresSmallerTotals(t *testing.T) {
-	b := newBudget(t, BudgetConfig{})
+	b := newBudget(t, dlq.BudgetConfig{})
 	drain(b, 0, Exhausted)
 	for i, tt := range []struct {
 		total, ignored uint64
@@ -179,7 +182,7 @@ func TestBudgetIgnoresSmallerTotals(t *testing.T) {
 }
 
 func TestGrant(t *testing.T) {
-	b := newBudget(t, BudgetConfig{})
+	b := newBudget(t, dlq.BudgetConfig{})
 	for _, n := range []float64{0, -5, math.NaN(), math.Inf(-1)} {
 		b.Grant(n)
 	}
@@ -200,7 +203,7 @@ func TestGrant(t *testing.T) {
 	}
 
 	// A class made spent by the other one waits a full turn as well.
-	b = newBudget(t, BudgetConfig{Balance: 1, PermanentBalance: 1})
+	b = newBudget(t, dlq.BudgetConfig{Balance: 1, PermanentBalance: 1})
 	b.Spend(0, Exhausted)
 	b.Grant(1)
 	const now = time.Hour
@@ -216,7 +219,7 @@ func TestGrant(t *testing.T) {
 	}
 
 	// Parts of a credit add up to one.
-	b = newBudget(t, BudgetConfig{})
+	b = newBudget(t, dlq.BudgetConfig{})
 	drain(b, 0, Exhausted)
 	b.Successes(7)
 	b.Grant(0.3)
@@ -232,7 +235,7 @@ func TestGrant(t *testing.T) {
 }
 
 func TestBudgetOff(t *testing.T) {
-	b := newBudget(t, BudgetConfig{Off: true})
+	b := newBudget(t, dlq.BudgetConfig{Off: true})
 	for range 1000 {
 		if !b.Spend(0, Exhausted) {
 			t.Fatal("refused")
@@ -248,7 +251,7 @@ func TestBudgetOff(t *testing.T) {
 // any moments up to a hundred deliveries apart.
 func TestSteadyPoisonIsNeverRefused(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		b, _ := NewBudget(BudgetConfig{}, 0)
+		b, _ := New(dlq.BudgetConfig{}, 0)
 		shapes := rapid.SliceOfN(rapid.SliceOfN(rapid.IntRange(0, 99), 4, 4), 1, 8).Draw(t, "places of the poison")
 		reads := rapid.SliceOfN(rapid.IntRange(1, 100), 1, 8).Draw(t, "deliveries between reads")
 		rng := rand.New(rand.NewPCG(rapid.Uint64().Draw(t, "seed"), 0))
@@ -286,7 +289,7 @@ func TestSteadyPoisonIsNeverRefused(t *testing.T) {
 func TestRandomPoisonIsNotRefused(t *testing.T) {
 	for seed := range uint64(5) {
 		rng := rand.New(rand.NewPCG(seed, 4))
-		b := newBudget(t, BudgetConfig{})
+		b := newBudget(t, dlq.BudgetConfig{})
 		var total uint64
 		for i := range 1_000_000 {
 			if rng.Float64() >= 0.04 {
@@ -301,36 +304,13 @@ func TestRandomPoisonIsNotRefused(t *testing.T) {
 	}
 }
 
-func TestBudgetConfigValidate(t *testing.T) {
-	tests := []struct {
-		name  string
-		c     BudgetConfig
-		storm float64
-		want  []string
-	}{
-		{"zero", BudgetConfig{}, 0, nil},
-		{"zero at the default storm rate", BudgetConfig{}, defaultErrorRate, nil},
-		{"highest storm rate of the defaults", BudgetConfig{}, 0.0909, nil},
-		{"off is still checked", BudgetConfig{Off: true, FreeEvery: -1}, 0, []string{"FreeEvery is -1ns: must be in [1s, 8760h]"}},
-		{"defaults under a storm rate too high", BudgetConfig{}, 0.1, []string{
-			"Earn is 0.1: with 0.1 of the deliveries failing, the storm threshold, successes earn 0.09 credits a delivery and dead letters cost 0.1: must be above 0.111111",
-		}},
-		{"both classes", BudgetConfig{}, 0.4, []string{"Earn is 0.1", "PermanentEarn is 0.5: with 0.4 of the deliveries failing, the storm threshold, successes earn 0.3 credits"}},
-		{"earning exactly the cost", BudgetConfig{Earn: 1, PermanentEarn: 1}, 0.5, []string{"Earn is 1", "PermanentEarn is 1"}},
-		{"earning more", BudgetConfig{Earn: 1, PermanentEarn: 1}, 0.49, nil},
-		{"a storm rate that is none", BudgetConfig{}, 1, []string{"storm rate is 1: must be in (0, 1)"}},
-		{"a storm rate that is no number", BudgetConfig{}, math.NaN(), []string{"storm rate is NaN"}},
-		{"all at once", BudgetConfig{Earn: 1.5, Balance: 0.5, FreeEvery: time.Millisecond, PermanentEarn: -1, PermanentBalance: math.Inf(1)}, 0, []string{
-			"Earn is 1.5: must be in [0.000001, 1]", "Balance is 0.5: must be in [1, 1000000]", "FreeEvery is 1ms",
-			"PermanentEarn is -1", "PermanentBalance is +Inf",
-		}},
-		{"no number", BudgetConfig{Earn: math.NaN(), Balance: math.NaN()}, 0, []string{"Earn is NaN", "Balance is NaN"}},
+// A budget refuses the settings that dlq.BudgetConfig refuses.
+func TestNew(t *testing.T) {
+	if b, err := New(dlq.BudgetConfig{FreeEvery: -1}, 0); err == nil || b != nil {
+		t.Errorf("%v, %v", b, err)
 	}
-	for _, tt := range tests {
-		checkProblems(t, tt.name, tt.c.Validate(tt.storm), tt.want)
-		if b, err := NewBudget(tt.c, tt.storm); (err == nil) != (tt.want == nil) || (b == nil) != (err != nil) {
-			t.Errorf("%s: NewBudget: %v, %v", tt.name, b, err)
-		}
+	if b, err := New(dlq.BudgetConfig{}, 0.1); err == nil || b != nil {
+		t.Errorf("a storm rate that the defaults cannot carry: %v, %v", b, err)
 	}
 }
 
@@ -341,7 +321,7 @@ func TestLawTellsWhoStalls(t *testing.T) {
 		earn, storm float64
 		legal       bool
 	}{{0.1, 0.05, true}, {0.06, 0.05, true}, {0.05, 0.05, false}, {0.1, 0.2, false}, {0.5, 0.2, true}} {
-		c := BudgetConfig{Earn: tt.earn, PermanentEarn: 1}
+		c := dlq.BudgetConfig{Earn: tt.earn, PermanentEarn: 1}
 		if err := c.Validate(tt.storm); (err == nil) != tt.legal {
 			t.Errorf("%+v: %v", tt, err)
 			continue
@@ -365,8 +345,8 @@ func TestLawTellsWhoStalls(t *testing.T) {
 }
 
 // newBudgetUnchecked gives the budget that the law would refuse.
-func newBudgetUnchecked(c BudgetConfig) *Budget {
-	b, _ := NewBudget(BudgetConfig{PermanentEarn: 1}, 0)
+func newBudgetUnchecked(c dlq.BudgetConfig) *Budget {
+	b, _ := New(dlq.BudgetConfig{PermanentEarn: 1}, 0)
 	b.pools[Exhausted].earn = toCredits(c.Earn)
 	return b
 }
@@ -382,7 +362,7 @@ func TestClassString(t *testing.T) {
 // book is the budget as a list of entries, in millionths of a credit, from
 // which every balance is worked out anew.
 type book struct {
-	c       BudgetConfig
+	c       dlq.BudgetConfig
 	entries []entry
 }
 
@@ -430,16 +410,29 @@ func (k *book) replay() (has [classes]int64, gift int64, free [classes]time.Dura
 	return has, gift, free
 }
 
+// rounds checks a property twenty times as often as rapid's default: a fault may need a
+// rare sequence.
+func rounds(t *testing.T, property func(*rapid.T)) {
+	t.Helper()
+	n := 20
+	if testing.Short() {
+		n = 1
+	}
+	for i := range n {
+		t.Run(strconv.Itoa(i), rapid.MakeCheck(property))
+	}
+}
+
 func TestBudgetAgainstBook(t *testing.T) {
 	rounds(t, func(t *rapid.T) {
-		c := BudgetConfig{
+		c := dlq.BudgetConfig{
 			Earn:             rapid.SampledFrom([]float64{0.1, 0.3, 1, 0.070001}).Draw(t, "earn"),
 			Balance:          float64(rapid.IntRange(2, 8).Draw(t, "half balance")) / 2,
 			FreeEvery:        10 * time.Second,
 			PermanentEarn:    0.5,
 			PermanentBalance: 3,
 		}
-		b, err := NewBudget(c, 0)
+		b, err := New(c, 0)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -516,7 +509,7 @@ func TestBudgetAgainstBook(t *testing.T) {
 }
 
 func TestBudgetAllocs(t *testing.T) {
-	b := newBudget(t, BudgetConfig{})
+	b := newBudget(t, dlq.BudgetConfig{})
 	var now time.Duration
 	if n := testing.AllocsPerRun(1000, func() {
 		now += time.Second
@@ -531,7 +524,7 @@ func TestBudgetAllocs(t *testing.T) {
 }
 
 func BenchmarkBudgetSuccesses(b *testing.B) {
-	d := newBudget(b, BudgetConfig{})
+	d := newBudget(b, dlq.BudgetConfig{})
 	b.ReportAllocs()
 	for i := range b.N {
 		d.Successes(uint64(i))
@@ -539,7 +532,7 @@ func BenchmarkBudgetSuccesses(b *testing.B) {
 }
 
 func BenchmarkBudgetSpend(b *testing.B) {
-	d := newBudget(b, BudgetConfig{})
+	d := newBudget(b, dlq.BudgetConfig{})
 	b.ReportAllocs()
 	for i := range b.N {
 		d.Successes(uint64(i) * 10)
@@ -548,7 +541,7 @@ func BenchmarkBudgetSpend(b *testing.B) {
 }
 
 func BenchmarkBudgetRefuse(b *testing.B) {
-	d := newBudget(b, BudgetConfig{})
+	d := newBudget(b, dlq.BudgetConfig{})
 	drain(d, 0, Exhausted)
 	b.ReportAllocs()
 	for b.Loop() {
@@ -558,7 +551,7 @@ func BenchmarkBudgetRefuse(b *testing.B) {
 
 // A refund gives back what was spent, and never more than the balance holds.
 func TestRefundMintsNothing(t *testing.T) {
-	b, err := NewBudget(BudgetConfig{}, 0)
+	b, err := New(dlq.BudgetConfig{}, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -569,7 +562,7 @@ func TestRefundMintsNothing(t *testing.T) {
 		}
 		b.Refund(paid)
 	}
-	if got := b.Balance(Exhausted); got != defaultBalance || b.Spent() != 0 {
+	if got := b.Balance(Exhausted); got != 20 || b.Spent() != 0 {
 		t.Errorf("balance %v, spent %d", got, b.Spent())
 	}
 	for range 25 {
@@ -577,7 +570,7 @@ func TestRefundMintsNothing(t *testing.T) {
 		b.Successes(1000)
 		b.Refund(paid)
 	}
-	if got := b.Balance(Exhausted); got > defaultBalance {
+	if got := b.Balance(Exhausted); got > 20 {
 		t.Errorf("balance %v", got)
 	}
 }
@@ -585,7 +578,7 @@ func TestRefundMintsNothing(t *testing.T) {
 // What was granted is granted again, whole or in part, and nothing else is: not what
 // was earned, free or never taken.
 func TestRefundOfAGrant(t *testing.T) {
-	b := newBudget(t, BudgetConfig{})
+	b := newBudget(t, dlq.BudgetConfig{})
 	drain(b, 0, Exhausted)
 	b.Successes(4)
 	b.Grant(100)
@@ -616,7 +609,7 @@ func TestRefundOfAGrant(t *testing.T) {
 		t.Errorf("balance %v, spent %d", got, b.Spent())
 	}
 
-	b = newBudget(t, BudgetConfig{Balance: 1})
+	b = newBudget(t, dlq.BudgetConfig{Balance: 1})
 	b.Spend(0, Exhausted)
 	p, ok := b.Pay(time.Hour, Exhausted) // free
 	b.Successes(10)

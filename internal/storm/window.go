@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
-package dlq
+package storm
 
 import (
 	"math"
@@ -9,7 +9,8 @@ import (
 )
 
 // windowBuckets is the resolution of a sliding window: its length is cut into
-// this many buckets, and one more is being filled.
+// this many buckets, and one more is being filled. dlq.StormConfig.Window has a lower
+// bound of one millisecond each.
 const windowBuckets = 60
 
 // window counts outcomes over a sliding stretch of time. An outcome counts
