@@ -28,10 +28,10 @@ const (
 	causeVersion = "v2:"
 
 	// causeInput bounds the work: no more of a message is looked at. It is the
-	// default of Limits.Message, so that a record read back gives the same
+	// cap of ErrorInfo.Message, so that a record read back gives the same
 	// cause as the error did. causeText is below it, since what was variable
 	// at the end of a cut message shows at the end of the normalised one.
-	causeInput = 1024
+	causeInput = maxMessage
 	causeText  = 256
 	causeStack = 64 << 10
 	maxTitle   = 200
@@ -107,22 +107,20 @@ func plainType(kind string) bool {
 	return false
 }
 
-// DescribeError puts err into words, capped by the default [Limits]. Type is
-// that of the first error in the chain that is more than a wrapper: fmt.Errorf
+// DescribeError puts err into words: a type of 256 bytes at most, a text of 1 KiB and a
+// stack of 8 KiB. What is cut ends in "…", and what is not valid UTF-8 is replaced by
+// U+FFFD. Type is that of the first error in the chain that is more than a wrapper: fmt.Errorf
 // with %w, errors.Join, github.com/pkg/errors and this module's own markers
 // are looked through. Of several joined errors the first with a type of its
 // own counts. The text is err.Error(); an Error method that panics costs its
 // text and nothing else. A nil err leaves Type and Message empty.
 func DescribeError(err error, stack []byte) ErrorInfo {
-	return Limits{}.DescribeError(err, stack)
-}
-
-// DescribeError is the function [DescribeError] with these limits.
-func (l Limits) DescribeError(err error, stack []byte) ErrorInfo {
-	l = l.withDefaults()
 	e := describe(err)
-	e.Stack = string(stack[:min(len(stack), l.Stack+utf8.UTFMax)])
-	return l.capError(e)
+	return ErrorInfo{
+		Type:    capText(e.Type, maxType),
+		Message: capText(e.Message, maxMessage),
+		Stack:   capText(string(stack[:min(len(stack), maxStack+utf8.UTFMax)]), maxStack),
+	}
 }
 
 func describe(err error) (e ErrorInfo) {

@@ -12,7 +12,10 @@ import (
 
 // Dialect is one of the ways in which headers tell why a message is dead. The
 // empty Dialect means the default, [Stormguard], to [Encode], and that no
-// dialect was recognised from [Decode]. The set is fixed.
+// dialect was recognised from [Decode]. The set is fixed. Besides those that can be
+// written, Decode knows "share-group" and "streams" of Kafka, "smallrye", "karafka",
+// "watermill", "masstransit", "nservicebus", "wolverine", "knative", "cronsumer",
+// "x-original-topic", "spring-amqp" and "rabbitmq".
 type Dialect string
 
 // The dialects that can be written.
@@ -36,18 +39,18 @@ const (
 // The dialects that are only read.
 const (
 	shareGroup    Dialect = "share-group"      // Kafka share groups, __dlq.errors.*
-	Streams       Dialect = "streams"          // Kafka Streams, __streams.errors.*
+	streams       Dialect = "streams"          // Kafka Streams, __streams.errors.*
 	smallRye      Dialect = "smallrye"         // SmallRye (Quarkus), dead-letter-*
 	karafka       Dialect = "karafka"          // Karafka, source_*
-	Watermill     Dialect = "watermill"        // watermill, *_poisoned
+	watermill     Dialect = "watermill"        // watermill, *_poisoned
 	massTransit   Dialect = "masstransit"      // MassTransit, MT-Fault-*
 	nServiceBus   Dialect = "nservicebus"      // NServiceBus.ExceptionInfo.*
-	Wolverine     Dialect = "wolverine"        // Wolverine, exception-type and others
+	wolverine     Dialect = "wolverine"        // Wolverine, exception-type and others
 	knative       Dialect = "knative"          // Knative's CloudEvents attributes
 	cronsumer     Dialect = "cronsumer"        // kafka-cronsumer, x-retry-count
 	originalTopic Dialect = "x-original-topic" // Spring Cloud Stream, and many by hand
 	springAMQP    Dialect = "spring-amqp"      // Spring AMQP, x-exception-*
-	RabbitMQ      Dialect = "rabbitmq"         // the broker's own x-death
+	rabbitMQ      Dialect = "rabbitmq"         // the broker's own x-death
 )
 
 // grammar is a dialect as a table.
@@ -103,16 +106,6 @@ func init() { //nolint:gochecknoinits // the table and its grammars' functions r
 }
 
 var writable = []Dialect{Stormguard, Spring, Connect}
-
-// Dialects returns every dialect that [Decode] knows, in the order in which it
-// tries them.
-func Dialects() []Dialect {
-	list := make([]Dialect, len(grammars))
-	for i, g := range grammars {
-		list[i] = g.dialect
-	}
-	return list
-}
 
 // Writable reports whether [Encode] can write d.
 func (d Dialect) Writable() bool { return d == "" || slices.Contains(writable, d) }
@@ -185,28 +178,14 @@ var transport = grammar{
 	},
 }
 
-// IsTransport reports whether a header of this name must not be sent again
-// with a copy of the message: x-death, x-opt-deaths, x-first-death-*,
-// x-last-death-*, x-delivery-count, x-acquired-count, x-stream-offset and
-// Nats-*, in any case. A broker would obey them (Nats-Expected-*), or count
-// from them, or ignore them; none is the sender's own.
+// isTransport reports whether a header of this name must not be sent again
+// with a copy of the message. A broker would obey it (Nats-Expected-*), or count
+// from it, or ignore it; none is the sender's own.
 //
 // For a system of "rabbitmq" CC and BCC are among them too: published again,
 // they would send copies to queues that have had theirs.
-func IsTransport(system, name string) bool {
+func isTransport(system, name string) bool {
 	return transport.mine(name) || system == "rabbitmq" && (name == "CC" || name == "BCC")
-}
-
-// Strip returns the headers that may be sent again: those for which
-// [IsTransport] is false. The result is a new slice that shares the values.
-func Strip(system string, headers []Header) []Header {
-	kept := make([]Header, 0, len(headers))
-	for _, h := range headers {
-		if !IsTransport(system, h.Name) {
-			kept = append(kept, h)
-		}
-	}
-	return kept
 }
 
 // Encode returns the headers of the dead letter of r in dialect d: the
@@ -216,7 +195,9 @@ func Strip(system string, headers []Header) []Header {
 // written as Stormguard, so that nothing is lost; refuse it earlier, with
 // [Dialect.Validate].
 //
-// Left out of the original headers are what [IsTransport] lists, and what an
+// Left out of the original headers are those of one passage of the message: x-death,
+// x-opt-deaths, x-first-death-*, x-last-death-*, x-delivery-count, x-acquired-count,
+// x-stream-offset and Nats-*, in any case, and CC and BCC from RabbitMQ. So is what an
 // earlier death or redrive left there in the same dialect or in stormguard-*
 // (except stormguard-original-traceparent): headers grow with each death
 // otherwise. Those of other dialects are kept as they are.
@@ -229,7 +210,7 @@ func Encode(r *Record, d Dialect) []Header {
 	g := grammarOf(d)
 	out := make([]Header, 0, len(r.Headers)+len(stormguardGrammar.fields)+2)
 	for _, h := range r.Headers {
-		if !IsTransport(r.Origin.System, h.Name) && !g.mine(h.Name) && !stormguardGrammar.mine(h.Name) {
+		if !isTransport(r.Origin.System, h.Name) && !g.mine(h.Name) && !stormguardGrammar.mine(h.Name) {
 			out = append(out, h)
 		}
 	}
@@ -265,20 +246,20 @@ func Encode(r *Record, d Dialect) []Header {
 	return out
 }
 
-// HeaderError is a dead-letter header whose value cannot be read.
-type HeaderError struct {
-	Name  string
-	Value any
-	Want  string // what was expected
+// headerError is a dead-letter header whose value cannot be read.
+type headerError struct {
+	name  string
+	value any
+	want  string // what was expected
 }
 
-func (e *HeaderError) Error() string {
-	return fmt.Sprintf("dlq: header %s: %s: want %s", cut(e.Name, 96), show(e.Value), e.Want)
+func (e *headerError) Error() string {
+	return fmt.Sprintf("dlq: header %s: %s: want %s", cut(e.name, 96), show(e.value), e.want)
 }
 
 // Decode reads the headers of a dead letter, whoever wrote it: it recognises
 // the dialect, puts what it tells into the record's fields, and leaves in
-// Headers the message's original ones, without those that [IsTransport] lists.
+// Headers the message's original ones, without those of one passage; see [Encode].
 // Where nothing is recognised, dialect is empty and Headers are all the
 // others. The caller adds Key, Body, and Timestamp if it is still zero.
 //
@@ -286,15 +267,14 @@ func (e *HeaderError) Error() string {
 // with one name the last counts. Names are compared exactly, but without
 // regard to case for the dialects that travel over NATS or HTTP (stormguard,
 // watermill, Wolverine, Knative). A record that stormguard wrote is read by its
-// own headers and those of the dialect it names; of others the first dialect
-// in the order of [Dialects] counts, and RabbitMQ's x-death fills in what
+// own headers and those of the dialect it names; of others the most telling dialect
+// counts, and RabbitMQ's x-death fills in what
 // SpringAMQP, MassTransit, NServiceBus, Wolverine and Watermill do not tell.
 //
-// err joins a [*HeaderError] for each value that cannot be read; everything
-// else is decoded all the same, and the header is put into Other. -1 stands
+// err joins an error for each value that cannot be read; everything else is decoded all
+// the same, and the header is put into Other. -1 stands
 // for unknown in Kafka's partitions, offsets and timestamps, and is no error.
-// Decode never panics, takes time linear in the headers and caps nothing;
-// [Limits.Apply] does.
+// Decode never panics, takes time linear in the headers and caps nothing.
 func Decode(headers []Header) (r Record, dialect Dialect, err error) {
 	d := decoder{r: &r, headers: headers, state: make([]state, len(headers))}
 	for _, g := range grammars {

@@ -43,7 +43,7 @@ var shareGroupGrammar = grammar{
 }
 
 var streamsGrammar = grammar{
-	dialect:   Streams,
+	dialect:   streams,
 	system:    "kafka",
 	signature: [][]string{{"__streams.errors.*"}},
 	fields: []field{

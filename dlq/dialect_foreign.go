@@ -40,7 +40,7 @@ var karafkaGrammar = grammar{
 
 // watermillGrammar takes the handler as the group: it is who failed.
 var watermillGrammar = grammar{
-	dialect:   Watermill,
+	dialect:   watermill,
 	fold:      true,
 	signature: [][]string{{"reason_poisoned"}},
 	fields: []field{
@@ -91,7 +91,7 @@ var nServiceBusGrammar = grammar{
 }
 
 var wolverineGrammar = grammar{
-	dialect:   Wolverine,
+	dialect:   wolverine,
 	fold:      true,
 	signature: [][]string{{"exception-type"}, {"failed-at", "original-destination"}},
 	fields: []field{
@@ -153,10 +153,16 @@ var springAMQPGrammar = grammar{
 	broker: true,
 }
 
+// The reasons of x-death that decide which of its entries counts.
+const (
+	reasonRejected Reason = "rejected"
+	reasonExpired  Reason = "expired"
+)
+
 // rabbitMQGrammar reads the single headers first: x-death, where it is there,
 // knows better.
 var rabbitMQGrammar = grammar{
-	dialect:   RabbitMQ,
+	dialect:   rabbitMQ,
 	system:    "rabbitmq",
 	signature: [][]string{{"x-death", "x-first-death-reason"}},
 	fields: []field{
@@ -185,7 +191,7 @@ func (d *decoder) fillFromBroker() {
 	if whole.FirstFailed.IsZero() {
 		whole.FirstFailed = b.FirstFailed
 	}
-	if d.leftBy != ReasonExpired {
+	if d.leftBy != reasonExpired {
 		orElse(&whole.Origin.Source, b.Origin.Source)
 	}
 	if whole.Origin.Exchange == "" && whole.Origin.Subject == "" {
@@ -232,7 +238,7 @@ func readDeaths(d *decoder, g *grammar) {
 	if len(deaths) == 0 {
 		return
 	}
-	at := max(0, slices.IndexFunc(deaths, func(x death) bool { return x.reason != ReasonExpired }))
+	at := max(0, slices.IndexFunc(deaths, func(x death) bool { return x.reason != reasonExpired }))
 	source := deaths[at]
 	o := &d.r.Origin
 	o.Source, o.Exchange, o.Subject = source.queue, source.exchange, source.key
@@ -240,7 +246,7 @@ func readDeaths(d *decoder, g *grammar) {
 	d.r.Reason = deaths[0].reason
 	var rejected int64
 	for _, x := range deaths {
-		if x.reason == ReasonRejected {
+		if x.reason == reasonRejected {
 			rejected = min(rejected+x.count, slotTable[slotAttempts].max)
 		}
 		if !x.time.IsZero() && (d.r.FirstFailed.IsZero() || x.time.Before(d.r.FirstFailed)) {

@@ -434,7 +434,7 @@ func (d *decoder) last(g *grammar, name string) int {
 
 func (d *decoder) bad(i int, want string) {
 	d.state[i] = stateBad
-	d.errs = append(d.errs, &HeaderError{Name: d.headers[i].Name, Value: d.headers[i].Value, Want: want})
+	d.errs = append(d.errs, &headerError{d.headers[i].Name, d.headers[i].Value, want})
 }
 
 func (d *decoder) read(g *grammar) {
@@ -481,7 +481,7 @@ func (d *decoder) rest() {
 		case d.state[i] == stateRead:
 		case d.state[i] == stateBad:
 			d.r.Other = append(d.r.Other, h)
-		case IsTransport(d.r.Origin.System, h.Name):
+		case isTransport(d.r.Origin.System, h.Name):
 		case mine:
 			d.r.Other = append(d.r.Other, h)
 		default:

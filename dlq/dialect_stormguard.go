@@ -10,18 +10,18 @@ import (
 	"unicode/utf8"
 )
 
-// Names that other packages need; all begin with stormguard-, none with x-,
+// Names that the code needs; all begin with stormguard-, none with x-,
 // which RabbitMQ and others keep for themselves.
 const (
-	// HeaderRedriveID and HeaderRedrives go with a message that is sent back
-	// to its source; see [RedriveOf].
-	HeaderRedriveID = "stormguard-redrive-id"
-	HeaderRedrives  = "stormguard-redrives"
+	// redriveIDHeader and redrivesHeader go with a message that is sent back
+	// to its source.
+	redriveIDHeader = "stormguard-redrive-id"
+	redrivesHeader  = "stormguard-redrives"
 
-	// HeaderOriginalTraceParent keeps the trace of the first death through a
+	// originalTraceHeader keeps the trace of the first death through a
 	// redrive, which starts a trace of its own. It counts as one of the
 	// message's own headers.
-	HeaderOriginalTraceParent = "stormguard-original-traceparent"
+	originalTraceHeader = "stormguard-original-traceparent"
 
 	versionHeader = "stormguard-version"
 	dialectHeader = "stormguard-dialect"
@@ -34,7 +34,7 @@ var stormguardGrammar = grammar{
 	fold:      true,
 	signature: [][]string{{versionHeader}},
 	owns:      []string{"stormguard-*"},
-	except:    HeaderOriginalTraceParent,
+	except:    originalTraceHeader,
 	fields: []field{
 		{"stormguard-reason", slotReason, escaped},
 		{"stormguard-permanent", slotPermanent, truth},
@@ -59,8 +59,8 @@ var stormguardGrammar = grammar{
 		{"stormguard-origin-sequence", slotSequence, unsigned},
 		{"stormguard-origin-message-id", slotMessageID, escaped},
 		{"stormguard-origin-timestamp", slotTimestamp, isoTime},
-		{HeaderRedriveID, slotRedriveID, escaped},
-		{HeaderRedrives, slotRedrives, decimal},
+		{redriveIDHeader, slotRedriveID, escaped},
+		{redrivesHeader, slotRedrives, decimal},
 	},
 }
 
@@ -127,19 +127,6 @@ func (d *decoder) written() *grammar {
 		return g
 	}
 	return grammarOf(Dialect(s))
-}
-
-// RedriveOf returns what the headers of a message say about redrives it has
-// been through: the id of the last and their number. Unreadable values count
-// as none.
-func RedriveOf(headers []Header) (id string, n int) {
-	id, _ = LookupText(headers, HeaderRedriveID)
-	if v, ok := Lookup(headers, HeaderRedrives); ok {
-		if c, ok := decimal.decode(v); ok && c.n > 0 && c.n <= slotTable[slotRedrives].max {
-			n = int(c.n)
-		}
-	}
-	return unescape(id), n
 }
 
 const hexDigits = "0123456789abcdef"

@@ -4,7 +4,6 @@
 package dlq_test
 
 import (
-	"errors"
 	"fmt"
 
 	"github.com/stormguard-mq/stormguard/dlq"
@@ -59,24 +58,8 @@ func ExampleDecode_malformed() {
 		{Name: "__connect.errors.offset", Value: "many"},
 	})
 	fmt.Println(dialect, r.Origin.Source, r.Origin.HasOffset)
-	if bad, ok := errors.AsType[*dlq.HeaderError](err); ok {
-		fmt.Println(bad.Name, bad.Value)
-	}
 	fmt.Println(err)
 	// Output:
 	// connect orders false
-	// __connect.errors.offset many
 	// dlq: header __connect.errors.offset: "many": want a decimal integer from 0 to 9223372036854775807, or -1 for unknown
-}
-
-// Headers that belong to one passage of a message are not sent again.
-func ExampleStrip() {
-	for _, h := range dlq.Strip("nats", []dlq.Header{
-		{Name: "Nats-Expected-Last-Sequence", Value: "7"},
-		{Name: "tenant", Value: "a"},
-	}) {
-		fmt.Println(h.Name)
-	}
-	// Output:
-	// tenant
 }

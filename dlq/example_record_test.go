@@ -53,22 +53,6 @@ func ExampleDescribeError() {
 	// charge: dial tcp: refused
 }
 
-// A history keeps the first attempt and the latest ones.
-func ExampleLimits_AppendAttempt() {
-	limits := dlq.Limits{History: 3}
-	var history []dlq.Attempt
-	for n := 1; n <= 6; n++ {
-		history = limits.AppendAttempt(history, dlq.Attempt{N: n, Message: "refused"})
-	}
-	for _, a := range history {
-		fmt.Println(a.N, a.Message)
-	}
-	// Output:
-	// 1 refused
-	// 5 refused
-	// 6 refused
-}
-
 // A broker with a maximum size: the writer says by how much the record is too
 // large, the caller trims and tries once more.
 func ExampleTrimFor() {

@@ -4,13 +4,9 @@
 package dlq
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
-	"maps"
-	"slices"
 	"strings"
-	"sync"
 	"time"
 )
 
@@ -39,8 +35,6 @@ const (
 const (
 	// maxRule is how many bytes Header and Value of a [Rule] may have together.
 	maxRule = 256
-	// MaxQuarantine is how many entries a list may have.
-	MaxQuarantine = 10_000
 	// MaxQuarantineFor is how long an entry may last. It can be set again.
 	MaxQuarantineFor = 7 * 24 * time.Hour
 
@@ -137,8 +131,8 @@ func (e QuarantineEntry) Validate(now time.Time) error {
 
 // A Quarantine is a list of rules. A guard dead-letters, unhandled, the messages that
 // match one, and handles all others. All methods are safe for concurrent use and do no
-// I/O. [NewQuarantine] is one of this process alone; a fleet has one that all its
-// processes share.
+// I/O. A guard has one of its own; a fleet has one that all its processes
+// share. A list has 10,000 entries at most.
 type Quarantine interface {
 	// Add sets a rule, or replaces what was said of it. The error is [ErrQuarantine]:
 	// what is wrong with the entry, or that the list is full.
@@ -154,86 +148,4 @@ type Quarantine interface {
 	// Watch has f called after each change until stop is called. f must not wait, nor
 	// call the list. That an entry's time is over is no change.
 	Watch(f func()) (stop func())
-}
-
-// NewQuarantine is an empty list of this process alone, in memory. wall is asked for the
-// wall time, by which entries end: [time.Now] in a program.
-func NewQuarantine(wall func() time.Time) Quarantine {
-	return &quarantine{wall: wall, entries: make(map[Rule]QuarantineEntry), watchers: make(map[*func()]struct{})}
-}
-
-type quarantine struct {
-	wall func() time.Time
-
-	mu       sync.Mutex
-	entries  map[Rule]QuarantineEntry
-	watchers map[*func()]struct{}
-}
-
-func (q *quarantine) Add(e QuarantineEntry) error {
-	now := q.wall()
-	e = e.WithDefaults(now)
-	if err := e.Validate(now); err != nil {
-		return err
-	}
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	if _, ok := q.entries[e.Rule]; !ok && len(q.entries) >= MaxQuarantine {
-		maps.DeleteFunc(q.entries, func(_ Rule, e QuarantineEntry) bool { return !e.Until.After(now) })
-		if len(q.entries) >= MaxQuarantine {
-			return fmt.Errorf("%w: the list has %d entries, the most there may be: remove some", ErrQuarantine, len(q.entries))
-		}
-	}
-	q.entries[e.Rule] = e
-	q.tellLocked()
-	return nil
-}
-
-func (q *quarantine) Remove(r Rule, _ string) error {
-	if err := r.Validate(); err != nil {
-		return err
-	}
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	delete(q.entries, r)
-	q.tellLocked()
-	return nil
-}
-
-func (q *quarantine) Entries() []QuarantineEntry {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	return QuarantineInForce(q.wall(), maps.Values(q.entries))
-}
-
-// QuarantineInForce are the entries whose time is not over, the oldest first, for whoever
-// makes a [Quarantine].
-func QuarantineInForce(now time.Time, all func(yield func(QuarantineEntry) bool)) []QuarantineEntry {
-	var in []QuarantineEntry
-	for e := range all {
-		if e.Until.After(now) {
-			in = append(in, e)
-		}
-	}
-	slices.SortFunc(in, func(a, b QuarantineEntry) int {
-		return cmp.Or(a.At.Compare(b.At), strings.Compare(a.Rule.String(), b.Rule.String()))
-	})
-	return in
-}
-
-func (q *quarantine) Watch(f func()) (stop func()) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	q.watchers[&f] = struct{}{}
-	return func() {
-		q.mu.Lock()
-		defer q.mu.Unlock()
-		delete(q.watchers, &f)
-	}
-}
-
-func (q *quarantine) tellLocked() {
-	for f := range q.watchers {
-		(*f)()
-	}
 }

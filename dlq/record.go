@@ -7,7 +7,6 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"strconv"
 	"strings"
@@ -55,8 +54,7 @@ type Record struct {
 	// Error is the last error.
 	Error ErrorInfo
 
-	// History is the first attempt and the last few, oldest first; see
-	// [AppendAttempt].
+	// History is the first attempt and the last few, oldest first.
 	History []Attempt
 
 	// Cause is the group this record belongs to.
@@ -73,7 +71,7 @@ type Record struct {
 	TraceParent, TraceState string
 
 	// RedriveID names the redrive that last brought the message back, and
-	// Redrives counts them; see [RedriveOf].
+	// Redrives counts them.
 	RedriveID string
 	Redrives  int
 
@@ -142,30 +140,24 @@ type Attempt struct {
 	N       int       // 1 is the first
 	At      time.Time // wall time of its end
 	Type    string    // as ErrorInfo.Type
-	Message string    // as ErrorInfo.Message, cut to [Limits.AttemptMessage]
+	Message string    // as ErrorInfo.Message, cut short
 }
 
-// Reason is what made a message a dead letter. Values not listed come from
-// other versions, or from a broker that has a word of its own.
+// Reason is what made a message a dead letter. Values not listed come from other
+// versions, or from a broker that has a word of its own: RabbitMQ's x-death says
+// "rejected", "expired", "maxlen" or "delivery_limit", and JetStream's advisories become
+// "max-deliver", no delivery left, or "terminated" by a consumer.
 type Reason string
 
-// The reasons a guard gives, and below them those that RabbitMQ gives in
-// x-death.
+// The reasons a guard gives.
 const (
 	ReasonAttempts     Reason = "attempts"      // attempts used up
 	ReasonPermanent    Reason = "permanent"     // the handler said so
 	ReasonPoisonHead   Reason = "poison-head"   // it blocked the head of a source whose breaker could not close
 	ReasonGuess        Reason = "guess"         // nothing proved it to be at fault: it failed alone, and nothing came for long
 	ReasonLastDelivery Reason = "last-delivery" // the broker would have dropped it after this delivery
-	ReasonMaxDeliver   Reason = "max-deliver"   // JetStream's advisory: no delivery left
-	ReasonTerminated   Reason = "terminated"    // JetStream's advisory: a consumer terminated it
 	ReasonOperator     Reason = "operator"      // by hand
 	ReasonQuarantine   Reason = "quarantine"    // it matches a rule of the [Quarantine]
-
-	ReasonRejected      Reason = "rejected"
-	ReasonExpired       Reason = "expired"
-	ReasonMaxLen        Reason = "maxlen"
-	ReasonDeliveryLimit Reason = "delivery_limit"
 )
 
 // maxID keeps an ID inside an AMQP short string (255 bytes) with room to
@@ -241,110 +233,13 @@ func escapePart(s string) string {
 	return b.String()
 }
 
-// Limits caps the text a record carries beside the message itself. The zero
-// value means the defaults. Sizes are bytes of UTF-8; text is cut between
-// characters, ends in "…" where it was cut, and what is not valid UTF-8 is
-// replaced by U+FFFD first.
-type Limits struct {
-	// Message caps the error text. Unset means 1024; at least 64.
-	Message int
-
-	// Stack caps the stack. Unset means 8192; at least 256.
-	Stack int
-
-	// History is how many attempts are kept: the first and the latest others.
-	// Unset means 8; at least 2.
-	History int
-
-	// AttemptMessage caps the error text of each attempt kept. Unset means
-	// 160; at least 32.
-	AttemptMessage int
-}
-
-// maxType caps type names, which generic types can make long.
-const maxType = 256
-
-var limitFields = []struct {
-	name       string
-	get        func(*Limits) *int
-	unset, min int
-}{
-	{"Message", func(l *Limits) *int { return &l.Message }, 1024, 64},
-	{"Stack", func(l *Limits) *int { return &l.Stack }, 8192, 256},
-	{"History", func(l *Limits) *int { return &l.History }, 8, 2},
-	{"AttemptMessage", func(l *Limits) *int { return &l.AttemptMessage }, 160, 32},
-}
-
-// Validate reports every limit that is set below its least value, joined.
-func (l Limits) Validate() error {
-	var errs []error
-	for _, f := range limitFields {
-		if n := *f.get(&l); n != 0 && n < f.min {
-			errs = append(errs, fmt.Errorf("dlq: Limits.%s: %d: want at least %d, or 0 for %d", f.name, n, f.min, f.unset))
-		}
-	}
-	return errors.Join(errs...)
-}
-
-// withDefaults also lifts what Validate would have refused to the least value.
-func (l Limits) withDefaults() Limits {
-	for _, f := range limitFields {
-		switch n := f.get(&l); {
-		case *n == 0:
-			*n = f.unset
-		case *n < f.min:
-			*n = f.min
-		}
-	}
-	return l
-}
-
-// Apply caps the error and the history of r in place; a second call changes
-// nothing. The message, its headers and Other are never touched. The history
-// slice is not modified but replaced.
-func (l Limits) Apply(r *Record) {
-	l = l.withDefaults()
-	r.Error = l.capError(r.Error)
-	r.Cause.Title = capText(r.Cause.Title, maxTitle)
-	if len(r.History) == 0 {
-		return
-	}
-	var kept []Attempt
-	for _, a := range r.History {
-		kept = l.AppendAttempt(kept, a)
-	}
-	r.History = kept
-}
-
-func (l Limits) capError(e ErrorInfo) ErrorInfo {
-	return ErrorInfo{
-		Type:    capText(e.Type, maxType),
-		Wrapper: capText(e.Wrapper, maxType),
-		Message: capText(e.Message, l.Message),
-		Stack:   capText(e.Stack, l.Stack),
-	}
-}
-
-// AppendAttempt adds a to a history of at most [Limits.History] attempts and
-// returns it. When there is no room the second oldest goes, so that the first
-// stays: it happened before anything else had gone wrong. It writes into the
-// slice's array, so a record that shares the slice must not be in use.
-func (l Limits) AppendAttempt(history []Attempt, a Attempt) []Attempt {
-	l = l.withDefaults()
-	a.Type = capText(a.Type, maxType)
-	a.Message = capText(a.Message, l.AttemptMessage)
-	if len(history) < l.History {
-		return append(history, a)
-	}
-	latest := l.History - 2 // of the old ones
-	copy(history[1:], history[len(history)-latest:])
-	return append(history[:1+latest], a)
-}
-
-// AppendAttempt is [Limits.AppendAttempt] with the default limits.
-func AppendAttempt(history []Attempt, a Attempt) []Attempt {
-	return Limits{}.AppendAttempt(history, a)
-}
+// What a record carries of an error, in bytes of UTF-8; type names can be long where
+// types are generic.
+const (
+	maxType    = 256
+	maxMessage = 1024
+	maxStack   = 8192
+)
 
 const (
 	// headerOverhead and recordOverhead are what framing costs on the wire;

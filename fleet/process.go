@@ -20,6 +20,7 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/escrow"
 	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 	"github.com/stormguard-mq/stormguard/internal/gossip"
+	"github.com/stormguard-mq/stormguard/internal/quarantine"
 	"github.com/stormguard-mq/stormguard/internal/storm"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
@@ -113,7 +114,7 @@ func (p *Process) start(o options) (err error) {
 	}
 	if p.cfg.alone() {
 		p.member = fleetstate.NewMember(p.clock, nil, nil)
-		p.rules = dlq.NewQuarantine(time.Now)
+		p.rules = quarantine.New(time.Now)
 	} else if err := p.join(o); err != nil {
 		return err
 	}

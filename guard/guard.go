@@ -23,6 +23,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/internal/circuit"
+	"github.com/stormguard-mq/stormguard/internal/quarantine"
 )
 
 // Guard is what the sources of one process share: the scopes of the breakers,
@@ -173,7 +174,7 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 		}
 	}
 	if g.quarantine == nil {
-		g.quarantine = dlq.NewQuarantine(time.Now)
+		g.quarantine = quarantine.New(time.Now)
 	}
 	g.unwatch = g.quarantine.Watch(func() {
 		g.listed.Store(true)

@@ -282,7 +282,7 @@ func brokerTime(d *amqp091.Delivery) time.Time {
 
 // ReadDeadLetter reads a dead letter, in whatever dialect it was written, the
 // broker's own x-death included. The record shares the delivery's body. err
-// joins a [*dlq.HeaderError] for each header that cannot be read; the rest is
+// joins an error for each header that cannot be read; the rest is
 // decoded all the same.
 func ReadDeadLetter(d amqp091.Delivery) (dlq.Record, error) {
 	r, dialect, err := dlq.Decode(fromTable(d.Headers))
@@ -294,7 +294,7 @@ func ReadDeadLetter(d amqp091.Delivery) (dlq.Record, error) {
 	if dialect == "" {
 		r.Origin = dlq.Origin{System: system, Subject: d.RoutingKey, Exchange: d.Exchange}
 	}
-	if r.Origin.MessageID == "" && (dialect == "" || dialect == dlq.RabbitMQ) {
+	if r.Origin.MessageID == "" && (dialect == "" || dialect == "rabbitmq") {
 		r.Origin.MessageID = d.MessageId
 	}
 	return r, err

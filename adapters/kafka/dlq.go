@@ -20,7 +20,7 @@ import (
 // a [dlq.Writer], safe for concurrent use. A dead letter keeps key, body,
 // headers and, where the DLQ has as many partitions, its partition; the headers
 // of the dialect say where it was and why it is dead. An original header that has a name
-// of theirs, or one that [dlq.IsTransport] lists, is kept as "kept-" and its name. The
+// of theirs, or one that [dlq.Encode] leaves out, is kept as "kept-" and its name. The
 // letter's [dlq.Record.ID] recognises a twin, which a crash between write and mark
 // leaves. The record's time is that of the message; a topic that this package creates
 // keeps the time of death instead (LogAppendTime), so that retention counts from there,
@@ -191,7 +191,7 @@ func headerBytes(v any) []byte {
 // ReadDeadLetter reads a dead letter, in whatever dialect it was written, from a
 // message of a DLQ. Where no dialect is recognised, the origin is that of the
 // message itself. The record shares the message's key and body. err joins a
-// [*dlq.HeaderError] for each header that cannot be read; the rest is decoded
+// an error for each header that cannot be read; the rest is decoded
 // all the same.
 func ReadDeadLetter(m *sarama.ConsumerMessage) (dlq.Record, error) {
 	r, dialect, err := dlq.Decode(cluster.Headers(m.Headers))

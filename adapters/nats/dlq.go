@@ -414,7 +414,7 @@ func wireSize(m *nats.Msg) int {
 // ReadDeadLetter reads a dead letter, in whatever dialect it was written, from
 // a message of a DLQ. Where no dialect is recognised, the origin is that of the
 // message itself. The record shares the message's body. err joins a
-// [*dlq.HeaderError] for each header that cannot be read; the rest is decoded
+// an error for each header that cannot be read; the rest is decoded
 // all the same.
 func ReadDeadLetter(m jetstream.Msg) (dlq.Record, error) {
 	r, dialect, err := dlq.Decode(fromHeader(m.Headers()))

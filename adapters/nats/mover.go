@@ -297,6 +297,12 @@ const (
 	adviseTerminated = "io.nats.jetstream.advisory.v1.terminated"
 )
 
+// What the dead letters of these advisories say; dlq.Reason lists both.
+const (
+	reasonMaxDeliver dlq.Reason = "max-deliver"
+	reasonTerminated dlq.Reason = "terminated"
+)
+
 // parkOne copies the message of an advisory to the parking stream.
 func (m *Mover) parkOne(ctx context.Context, msg jetstream.Msg) {
 	var a advisory
@@ -343,11 +349,11 @@ func (m *Mover) fetch(ctx context.Context, a *advisory) (r *dlq.Record, gone boo
 	r = &dlq.Record{
 		Origin:     dlq.Origin{System: system, Source: a.Stream, Group: a.Consumer, Sequence: a.StreamSeq},
 		Deliveries: int(a.Deliveries), LastFailed: a.Time.UTC(),
-		Reason: dlq.ReasonMaxDeliver,
+		Reason: reasonMaxDeliver,
 		Error:  dlq.ErrorInfo{Type: a.Type, Message: fmt.Sprintf("not acked in %d deliveries", a.Deliveries)},
 	}
 	if a.Type == adviseTerminated {
-		r.Reason, r.Permanent, r.Error.Message = dlq.ReasonTerminated, true, "terminated by its consumer"
+		r.Reason, r.Permanent, r.Error.Message = reasonTerminated, true, "terminated by its consumer"
 		if a.Reason != "" {
 			r.Error.Message = a.Reason
 		}

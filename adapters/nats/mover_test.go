@@ -215,13 +215,13 @@ func TestMoverMovesWhatTheServerGaveUpOn(t *testing.T) {
 		byBody[string(rec.Body)] = rec
 	}
 	for _, body := range []string{"0", "1"} {
-		if rec := byBody[body]; rec.Reason != dlq.ReasonMaxDeliver || rec.Deliveries != 2 || rec.Permanent || rec.Origin.Subject != "s.x" || rec.Timestamp.IsZero() {
+		if rec := byBody[body]; rec.Reason != reasonMaxDeliver || rec.Deliveries != 2 || rec.Permanent || rec.Origin.Subject != "s.x" || rec.Timestamp.IsZero() {
 			t.Errorf("%+v", rec)
 		}
 	}
 	// A work queue forgets what is terminated at once.
 	gone := byBody[""]
-	if gone.Reason != dlq.ReasonTerminated || !gone.Permanent || !strings.Contains(gone.Error.Message, "a bad day; the body is gone") || gone.Origin.Sequence != 3 {
+	if gone.Reason != reasonTerminated || !gone.Permanent || !strings.Contains(gone.Error.Message, "a bad day; the body is gone") || gone.Origin.Sequence != 3 {
 		t.Errorf("%+v", gone)
 	}
 	i, err := r.stream.Info(adaptertest.Context(t))
@@ -358,7 +358,7 @@ func TestMoverLooksAgain(t *testing.T) {
 	for seq := range uint64(2) {
 		if err := park.Write(ctx, &dlq.Record{
 			Origin: dlq.Origin{System: system, Source: "S", Group: "C", Sequence: seq + 1},
-			Reason: dlq.ReasonMaxDeliver, Error: dlq.ErrorInfo{Message: "not acked"},
+			Reason: reasonMaxDeliver, Error: dlq.ErrorInfo{Message: "not acked"},
 		}); err != nil {
 			t.Fatal(err)
 		}

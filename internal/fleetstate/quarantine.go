@@ -14,6 +14,7 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 	"github.com/stormguard-mq/stormguard/internal/crdt/wire"
+	"github.com/stormguard-mq/stormguard/internal/quarantine"
 )
 
 // A Quarantine is the fleet's list of rules about messages that no process is to handle:
@@ -26,7 +27,7 @@ import (
 // offsets ([Quarantine.Offset]); what a process gives out is its own wall clock's. So a
 // clock that is an hour off ends no entry an hour early or late.
 //
-// Memory is bounded: [dlq.MaxQuarantine] entries that are set by this process, and four
+// Memory is bounded: [quarantine.Max] entries that are set by this process, and four
 // times as many with those that peers bring and those that were removed. Beyond that a
 // peer's packet is refused and counted. What was removed is remembered for as long as an
 // entry may last, so that no process can bring it back.
@@ -49,7 +50,7 @@ type Quarantine struct {
 const (
 	pruneEvery  = time.Minute
 	voidAfter   = time.Hour // an entry is dropped so long after its time, for peers whose clock is behind
-	maxElements = 4 * dlq.MaxQuarantine
+	maxElements = 4 * quarantine.Max
 )
 
 // NewQuarantine returns the empty list of self. wall is the wall clock, [time.Now] or a
@@ -100,14 +101,14 @@ func (q *Quarantine) Add(e dlq.QuarantineEntry) error {
 	if err := e.Validate(now); err != nil {
 		return err
 	}
-	if q.set.Len() >= dlq.MaxQuarantine || q.fullLocked() {
+	if q.set.Len() >= quarantine.Max || q.fullLocked() {
 		q.pruneLocked(now)
 	}
 	e.At, e.Until = e.At.Add(q.shift), e.Until.Add(q.shift)
 	element := e.Rule.String()
-	if !q.set.Has(element) && (q.set.Len() >= dlq.MaxQuarantine || q.fullLocked()) {
+	if !q.set.Has(element) && (q.set.Len() >= quarantine.Max || q.fullLocked()) {
 		return fmt.Errorf("%w: the list has %d entries and %d that were removed lately, the most there may be are %d: remove some, or wait",
-			dlq.ErrQuarantine, q.set.Len(), q.set.Tombstones(), dlq.MaxQuarantine)
+			dlq.ErrQuarantine, q.set.Len(), q.set.Tombstones(), quarantine.Max)
 	}
 	return q.wroteLocked(q.set.Add(element, noteOf(e), q.stampLocked(element)))
 }
@@ -157,7 +158,7 @@ func (q *Quarantine) watchedLocked() {
 func (q *Quarantine) Entries() []dlq.QuarantineEntry {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	return dlq.QuarantineInForce(q.wall(), func(yield func(dlq.QuarantineEntry) bool) {
+	return quarantine.InForce(q.wall(), func(yield func(dlq.QuarantineEntry) bool) {
 		for element, note := range q.set.All() {
 			e, ok := entryOf(element, note)
 			e.At, e.Until = e.At.Add(-q.shift), e.Until.Add(-q.shift)

@@ -20,6 +20,7 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 	"github.com/stormguard-mq/stormguard/internal/gossip"
 	"github.com/stormguard-mq/stormguard/internal/gossip/simnet"
+	"github.com/stormguard-mq/stormguard/internal/quarantine"
 )
 
 func tenant(name string) dlq.Rule {
@@ -264,7 +265,7 @@ func TestQuarantineBounds(t *testing.T) {
 	q.OnChange(func() { told++ })
 	watched := 0
 	stop := q.Watch(func() { watched++ })
-	for i := range dlq.MaxQuarantine {
+	for i := range quarantine.Max {
 		mustNot(t, q.Add(dlq.QuarantineEntry{Rule: tenant(fmt.Sprint(i))}))
 	}
 	stop()
@@ -274,7 +275,7 @@ func TestQuarantineBounds(t *testing.T) {
 	mustNot(t, q.Add(dlq.QuarantineEntry{Rule: tenant("7"), Why: "again"})) // it is there
 	mustNot(t, q.Remove(tenant("8"), ""))
 	mustNot(t, q.Add(dlq.QuarantineEntry{Rule: tenant("more")}))
-	if told != dlq.MaxQuarantine+3 || watched != dlq.MaxQuarantine {
+	if told != quarantine.Max+3 || watched != quarantine.Max {
 		t.Errorf("told %d, watched %d", told, watched)
 	}
 
@@ -288,7 +289,7 @@ func TestQuarantineBounds(t *testing.T) {
 	still, _ := stale.Delta(0, nil, crdt.Replica{}, 0, math.MaxInt)
 	mustNot(t, q.Merge(crdt.Contact{From: stale.self}, still))
 	now = now.Add(18*time.Hour - time.Second)
-	if n := len(q.Entries()); n != dlq.MaxQuarantine-1 {
+	if n := len(q.Entries()); n != quarantine.Max-1 {
 		t.Errorf("%d entries a second before they end", n)
 	}
 	now = now.Add(time.Second)

@@ -60,7 +60,7 @@ var shipped = []string{
 // core are the rooms without brokers and without sockets.
 var core = []string{
 	"guard", "guard/guardtest", "limiter", "breaker", "dlq", "dlq/redrive", "internal/circuit", "internal/storm", "internal/credit",
-	"internal/ringbuf", "internal/ringbuf/spill", "internal/crdt", "internal/escrow", "internal/fleetstate", "internal/scope",
+	"internal/quarantine", "internal/ringbuf", "internal/ringbuf/spill", "internal/crdt", "internal/escrow", "internal/fleetstate", "internal/scope",
 	"once", "once/bolt",
 }
 
@@ -69,7 +69,7 @@ var inside = []string{"internal/crdt", "internal/escrow", "internal/fleetstate",
 
 // linked are the rooms that end up in a user's program: those, and what they need
 // below internal.
-var linked = slices.Concat(shipped, inside, []string{"internal/circuit", "internal/storm", "internal/credit", "internal/mark", "internal/ringbuf/...", "internal/operator", "internal/registers", "internal/scope"})
+var linked = slices.Concat(shipped, inside, []string{"internal/circuit", "internal/storm", "internal/credit", "internal/quarantine", "internal/mark", "internal/ringbuf/...", "internal/operator", "internal/registers", "internal/scope"})
 
 // programs are the rooms with a main package.
 var programs = []string{"cmd/stormguard", "examples"}
@@ -126,7 +126,7 @@ var Ours = Rules{
 		},
 
 		{
-			Path: "fleet", May: slices.Concat([]string{"fleet/register", "limiter", "breaker", "dlq", "internal/circuit", "internal/storm", "internal/operator"}, inside),
+			Path: "fleet", May: slices.Concat([]string{"fleet/register", "limiter", "breaker", "dlq", "internal/circuit", "internal/storm", "internal/quarantine", "internal/operator"}, inside),
 			MayTest: []string{"guard", "console"},
 			Why:     "the one front of a fleet: it puts the parts together with sockets and goroutines; guards get what it makes, and do not know it",
 		},
@@ -139,7 +139,7 @@ var Ours = Rules{
 			Why: "one outside library, behind the register's own interface",
 		},
 		{
-			Path: "guard", May: []string{"limiter", "breaker", "dlq", "internal/circuit", "internal/storm", "internal/credit", "internal/ringbuf"},
+			Path: "guard", May: []string{"limiter", "breaker", "dlq", "internal/circuit", "internal/storm", "internal/credit", "internal/quarantine", "internal/ringbuf"},
 			MayTest: []string{"guard/guardtest", "internal/fleetstate", "internal/crdt"},
 			Why:     "the pipeline composes the leaves; brokers, transports and stores know the guard, never the reverse",
 		},
@@ -168,6 +168,7 @@ var Ours = Rules{
 		},
 		{Path: "dlq", Why: "a leaf: dead letters, how they are written, and the settings that say when"},
 		{Path: "internal/storm", May: []string{"dlq"}, Why: "the storm detector, for a guard and a fleet"},
+		{Path: "internal/quarantine", May: []string{"dlq"}, Why: "the list of rules of one process, and what a fleet's has in common with it"},
 		{Path: "internal/credit", May: []string{"dlq"}, Why: "the budget of dead letters, for a guard and for whoever else moves messages to a DLQ"},
 		{Path: "dlq/archive", May: []string{"dlq"}, Why: "what archives share; the interface is in dlq"},
 		{
@@ -205,7 +206,7 @@ var Ours = Rules{
 			Why: "the limits of a fleet's process keep their state in crdt; how it travels is the gossip's matter",
 		},
 		{
-			Path: "internal/fleetstate", May: []string{"internal/crdt", "internal/escrow", "breaker", "dlq", "internal/circuit", "internal/storm", "internal/scope"},
+			Path: "internal/fleetstate", May: []string{"internal/crdt", "internal/escrow", "breaker", "dlq", "internal/circuit", "internal/storm", "internal/quarantine", "internal/scope"},
 			MayTest: []string{"internal/gossip", "internal/scopetest"},
 			Why:     "what processes agree on implements interfaces that its users own; guard sees only those",
 		},
@@ -227,7 +228,7 @@ var Ours = Rules{
 			Why: "only an adapter touches a broker; whoever imports the core must not link a client they do not use",
 		},
 		{
-			Rooms: []string{"guard", "guard/guardtest", "limiter", "breaker", "dlq", "dlq/redrive", "internal/circuit", "internal/storm", "internal/credit", "internal/ringbuf", "internal/ringbuf/spill", "internal/crdt", "internal/escrow", "once", "once/bolt"},
+			Rooms: []string{"guard", "guard/guardtest", "limiter", "breaker", "dlq", "dlq/redrive", "internal/circuit", "internal/storm", "internal/credit", "internal/quarantine", "internal/ringbuf", "internal/ringbuf/spill", "internal/crdt", "internal/escrow", "once", "once/bolt"},
 			Imports: []string{
 				"net", "net/http/...", "net/rpc/...", "os/exec",
 			},

@@ -1,0 +1,103 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Package quarantine has the list of rules of one process alone, and what every list of
+// rules has in common. Rules and entries are package dlq's.
+package quarantine
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/dlq"
+)
+
+// Max is how many entries a list may have.
+const Max = 10_000
+
+// New is an empty list of this process alone, in memory. wall is asked for the
+// wall time, by which entries end: [time.Now] in a program.
+func New(wall func() time.Time) dlq.Quarantine {
+	return &list{wall: wall, entries: make(map[dlq.Rule]dlq.QuarantineEntry), watchers: make(map[*func()]struct{})}
+}
+
+type list struct {
+	wall func() time.Time
+
+	mu       sync.Mutex
+	entries  map[dlq.Rule]dlq.QuarantineEntry
+	watchers map[*func()]struct{}
+}
+
+func (q *list) Add(e dlq.QuarantineEntry) error {
+	now := q.wall()
+	e = e.WithDefaults(now)
+	if err := e.Validate(now); err != nil {
+		return err
+	}
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if _, ok := q.entries[e.Rule]; !ok && len(q.entries) >= Max {
+		maps.DeleteFunc(q.entries, func(_ dlq.Rule, e dlq.QuarantineEntry) bool { return !e.Until.After(now) })
+		if len(q.entries) >= Max {
+			return fmt.Errorf("%w: the list has %d entries, the most there may be: remove some", dlq.ErrQuarantine, len(q.entries))
+		}
+	}
+	q.entries[e.Rule] = e
+	q.tellLocked()
+	return nil
+}
+
+func (q *list) Remove(r dlq.Rule, _ string) error {
+	if err := r.Validate(); err != nil {
+		return err
+	}
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	delete(q.entries, r)
+	q.tellLocked()
+	return nil
+}
+
+func (q *list) Entries() []dlq.QuarantineEntry {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return InForce(q.wall(), maps.Values(q.entries))
+}
+
+// InForce are the entries whose time is not over, the oldest first, for whoever
+// makes a [dlq.Quarantine].
+func InForce(now time.Time, all func(yield func(dlq.QuarantineEntry) bool)) []dlq.QuarantineEntry {
+	var in []dlq.QuarantineEntry
+	for e := range all {
+		if e.Until.After(now) {
+			in = append(in, e)
+		}
+	}
+	slices.SortFunc(in, func(a, b dlq.QuarantineEntry) int {
+		return cmp.Or(a.At.Compare(b.At), strings.Compare(a.Rule.String(), b.Rule.String()))
+	})
+	return in
+}
+
+func (q *list) Watch(f func()) (stop func()) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.watchers[&f] = struct{}{}
+	return func() {
+		q.mu.Lock()
+		defer q.mu.Unlock()
+		delete(q.watchers, &f)
+	}
+}
+
+func (q *list) tellLocked() {
+	for f := range q.watchers {
+		(*f)()
+	}
+}
