@@ -258,8 +258,8 @@ func TestFleetToken(t *testing.T) {
 		want string
 	}{
 		{[]string{"--token-file", right, "--ca", s.ca}, exitOK, `"fleet":"trial"`},
-		{[]string{"--token-file", wrong, "--ca", s.ca}, exitError, "a token is needed"},
-		{[]string{"--ca", s.ca}, exitError, "a token is needed"},
+		{[]string{"--token-file", wrong, "--ca", s.ca}, exitDenied, "a token is needed"},
+		{[]string{"--ca", s.ca}, exitDenied, "a token is needed"},
 		{[]string{"--token-file", right, "--ca", s.strangers}, exitError, "certificate"},
 	} {
 		var stdout, stderr bytes.Buffer
