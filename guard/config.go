@@ -92,7 +92,8 @@ type Policy struct {
 	// behind it tells poison from an outage within seconds, and costs at most that one
 	// message is handled before those in front of it when a dependency comes back.
 	// With StrictOrder only the class of an error, other lanes, a health check and
-	// guesses are left to tell.
+	// guesses are left to tell. Each poison message of unknown class then holds its lane
+	// for 11 to 14 min.
 	StrictOrder bool
 
 	// Workers is how many handlers of one source may run at once, from 1 to

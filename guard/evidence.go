@@ -555,18 +555,22 @@ func (l *lane[M]) behind() int { return max(0, len(l.front)-1) + l.queue.Len() }
 // not. What comes together and alone fails while other processes of a fleet succeed
 // waits no longer than one message would. Until something succeeds each guess waits twice as long as the last.
 func (c *machine[M]) guessAt(now time.Duration, it *item[M]) time.Duration {
+	// With StrictOrder nothing behind a head may be tried, so its silence must not hold the
+	// head for ever: once all heads have failed, they wait the longest that a guess can.
+	fresh := c.fresh()
+	blind := fresh && c.policy.StrictOrder && c.order() != OrderNone && c.untried == 0
 	if !c.letters || !it.exhausted || it.class == ClassDependency || it.alive || c.fleetStorm.Active || c.stormy() && c.policy.Budget.Off ||
-		c.fresh() {
+		fresh && !blind {
 		return never
 	}
-	if c.vouched(now) {
+	if !blind && c.vouched(now) {
 		return c.vouchedAt()
 	}
 	doubt := min(c.unsettled()-1, maxDoubt)
 	if c.inPlace { // what stands behind a head was never tried, and says nothing
 		doubt = min(max(c.exhausted-1, 0), maxDoubt)
 	}
-	if c.room() == 0 || doubt > 0 && c.storm.Storm().Active { // full: more is behind it that cannot be tried
+	if blind || c.room() == 0 || doubt > 0 && c.storm.Storm().Active { // full: more is behind it that cannot be tried
 		doubt = maxDoubt
 	}
 	patience := c.policy.Retry.Patience
