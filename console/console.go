@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"net/http"
 	"os"
+	"strings"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/guard"
@@ -205,10 +206,11 @@ func (c *Console) order(w http.ResponseWriter, r *http.Request) {
 }
 
 // clip bounds a text in the log and the audit: an order may name a thousand sources.
-func clip(s string) string {
-	const most = 1024
+func clip(s string) string { return clipTo(s, 1024) }
+
+func clipTo(s string, most int) string {
 	if len(s) <= most {
 		return s
 	}
-	return s[:most] + "…"
+	return strings.ToValidUTF8(s[:most], "") + "…"
 }

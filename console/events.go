@@ -90,17 +90,17 @@ func (e *events) stateChange(c guard.StateChange) {
 func (e *events) deadLetter(d guard.DeadLetter) {
 	now := e.now().UTC()
 	cause := d.Record.Cause.ID
-	detail := string(d.Record.Reason) + ": " + d.Record.Cause.Title
+	detail := clip(string(d.Record.Reason) + ": " + d.Record.Cause.Title)
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	for i := len(e.all) - 1; i >= 0 && now.Sub(e.all[i].At) < joinFor; i-- {
-		if ev := e.all[i]; ev.Kind == EventDead && ev.Subject == d.Source && ev.Cause == cause && now.Sub(ev.Until) <= joinDead {
+		if ev := e.all[i]; ev.Kind == EventDead && ev.Subject == d.Source && ev.Cause == cause && ev.Detail == detail && now.Sub(ev.Until) <= joinDead {
 			ev.Count++
 			ev.Until = now
 			return
 		}
 	}
-	e.add(&Event{At: now, Kind: EventDead, Subject: d.Source, Detail: clip(detail), Count: 1, Until: now, Cause: cause})
+	e.add(&Event{At: now, Kind: EventDead, Subject: d.Source, Detail: detail, Count: 1, Until: now, Cause: cause})
 }
 
 // since are the events from then on, and the orders of the audit, oldest first; an order

@@ -28,6 +28,8 @@ type follower struct {
 	cancel  context.CancelFunc
 	done    sync.WaitGroup
 
+	given sync.Map // ids of the orders that were given here: their audit has who
+
 	// Of the goroutine alone.
 	applied  map[guard.Control]*[kinds]string // the order that decided last, by kind
 	answered map[string]bool                  // orders by id
@@ -36,6 +38,10 @@ type follower struct {
 const (
 	followEvery = 250 * time.Millisecond
 	answerFor   = 5 * time.Second // how long an operator waits for the answers of processes that are heard
+
+	// mostAnswer is how many bytes of an error an answer has: a fleet carries some 250 of
+	// an answer, and not the rest.
+	mostAnswer = 96
 
 	// onceFor is how long an order counts that does not last.
 	onceFor = time.Minute
@@ -129,21 +135,29 @@ func (f *follower) look() {
 		answers[o.id] = new(Answer)
 	}
 	present := make(map[guard.Control]bool)
+	results := make(map[string][]Result)
 	if len(orders) > 0 {
 		for _, s := range f.c.controls("*") {
 			present[s.Control] = true
-			f.settle(s, orders, answers)
+			f.settle(s, orders, answers, results)
 			for _, o := range due {
 				if o.about(s) {
-					answers[o.id].add(carryOut(s, o.Order))
+					r := carryOut(s, o.Order)
+					answers[o.id].add(r)
+					results[o.id] = append(results[o.id], r)
 				}
 			}
+		}
+	}
+	for _, o := range orders {
+		if _, here := f.given.Load(o.id); !here && !f.answered[o.id] {
+			f.heard(o.Order, results[o.id])
 		}
 	}
 	maps.DeleteFunc(f.applied, func(s guard.Control, _ *[kinds]string) bool { return !present[s] })
 	for id, a := range answers {
 		f.answered[id] = true
-		a.Process = f.name()
+		a.Error = clipTo(a.Error, mostAnswer)
 		text, err := json.Marshal(a)
 		if err == nil {
 			err = f.carrier.Answer(id, string(text))
@@ -154,8 +168,19 @@ func (f *follower) look() {
 	}
 	if len(orders)+len(bad) == 0 {
 		clear(f.answered)
+		f.given.Clear()
 	}
 }
+
+// heard writes down an order that came from another process.
+func (f *follower) heard(o Order, results []Result) {
+	f.c.log.Info("console: an order of the fleet was carried out", "order", clip(o.String()), "sources", len(results))
+	f.c.audit.order(Entry{At: time.Now().UTC(), Who: byFleet, Order: clip(o.String()), Results: results})
+}
+
+// byFleet is who gave an order that came from another process; the fleet's journal has the
+// person.
+const byFleet = "the fleet"
 
 func (f *follower) name() string {
 	name, _ := f.carrier.Place()
@@ -192,7 +217,7 @@ func within(in, zone string) bool {
 }
 
 // settle brings one source to what the last orders about it say.
-func (f *follower) settle(s control, orders []standing, answers map[string]*Answer) {
+func (f *follower) settle(s control, orders []standing, answers map[string]*Answer, results map[string][]Result) {
 	var last [kinds]*standing
 	for i, o := range orders {
 		if kind := kindOf(o.Action); kind < kinds && o.about(s) {
@@ -215,13 +240,14 @@ func (f *follower) settle(s control, orders []standing, answers map[string]*Answ
 		if f.answered[o.id] && kind == kindForce && o.Action != Open && !s.State().Breaker.Forced {
 			continue // the source is younger than the order, and there is nothing to undo
 		}
-		if o.Action == Pause || o.Action == Open {
-			o.For = Duration(max(time.Until(o.until), 1))
+		rest := o.Order
+		if o.For > 0 {
+			rest.For = Duration(max(time.Until(o.until), 1))
 		}
-		if r := carryOut(s, o.Order); r.Error != "" {
-			if a := answers[o.id]; a != nil {
-				a.Error = r.Source + ": " + r.Error
-			}
+		r := carryOut(s, rest)
+		results[o.id] = append(results[o.id], r)
+		if a := answers[o.id]; a != nil {
+			a.fails(r)
 		}
 	}
 }
@@ -229,6 +255,10 @@ func (f *follower) settle(s control, orders []standing, answers map[string]*Answ
 func (a *Answer) add(r Result) {
 	a.Sources++
 	a.Count += r.Count
+	a.fails(r)
+}
+
+func (a *Answer) fails(r Result) {
 	if r.Error != "" {
 		a.Error = r.Source + ": " + r.Error
 	}
@@ -282,6 +312,7 @@ func (f *follower) give(ctx context.Context, o Order, who string) (Outcome, erro
 	news := make(chan struct{}, 1)
 	stop := f.carrier.Watch(func() { wake(news) })
 	defer stop()
+	f.given.Store(id, true)
 	if err := f.carrier.Give(operator.Carried{ID: id, Order: string(text), Until: f.until(o)}, o.String(), who, o.Why); err != nil {
 		return out, fmt.Errorf("%w: %w", ErrOrder, err)
 	}
@@ -313,10 +344,11 @@ func (f *follower) give(ctx context.Context, o Order, who string) (Outcome, erro
 			out.Silent = append(out.Silent, name)
 			continue
 		}
-		a := Answer{Process: name}
+		var a Answer
 		if err := json.Unmarshal([]byte(text), &a); err != nil {
 			a.Error = "an answer of another version"
 		}
+		a.Process = name
 		out.Processes = append(out.Processes, a)
 	}
 	return out, nil

@@ -4,6 +4,8 @@
 package console_test
 
 import (
+	"encoding/json"
+	"fmt"
 	"net/http"
 	"slices"
 	"strings"
@@ -54,7 +56,7 @@ func (c *carrier) Answer(id, text string) error {
 	if c.answers[id] == nil {
 		c.answers[id] = make(map[string]string)
 	}
-	c.answers[id]["billing-1"] = text
+	c.answers[id]["billing-1"] = text[:min(len(text), 248)] // as a fleet does
 	for _, f := range c.watchers {
 		f()
 	}
@@ -106,7 +108,8 @@ func TestLateOrders(t *testing.T) {
 			t.Error("after an order that is older:", got)
 		}
 		c.put(carried("3", `{"action":"pause","sources":["refunds"],"for":"30m","in":"zone:z2"}`, 10*time.Minute),
-			carried("4", `{"action":"dance","sources":["*"],"in":"fleet"}`, 10*time.Minute))
+			carried("4", `{"action":"dance","sources":["*"],"in":"fleet"}`, 10*time.Minute),
+			carried("5", `{"action":"pause","sources":["*"],"`+strings.Repeat("x", 300)+`":1}`, 10*time.Minute))
 		if got := state(); got != "paused running" {
 			t.Error("after an order to another zone:", got)
 		}
@@ -114,6 +117,23 @@ func TestLateOrders(t *testing.T) {
 			if got := c.Answers(id)["billing-1"]; !strings.Contains(got, want) {
 				t.Errorf("order %s: %s", id, got)
 			}
+		}
+		var long console.Answer
+		if err := json.Unmarshal([]byte(c.Answers("5")["billing-1"]), &long); err != nil || !strings.Contains(long.Error, "unknown field") {
+			t.Errorf("an answer with a long error: %v %q", err, c.Answers("5"))
+		}
+		var audit []console.Entry
+		r.ask(http.MethodGet, "/audit", "", &audit)
+		var done []string
+		for _, e := range audit {
+			if e.Who != "the fleet" {
+				t.Errorf("%+v", e)
+			}
+			done = append(done, fmt.Sprint(e.Order, ": ", len(e.Results)))
+		}
+		// What the last orders decide is done; the others are written down too.
+		if want := []string{"pause * in fleet for 30m0s: 1", "resume refunds in fleet: 1", "pause refunds in fleet for 30m0s: 0"}; !slices.Equal(done, want) {
+			t.Errorf("the audit has %q, want %q", done, want)
 		}
 		if got := c.Answers("3"); len(got) != 0 {
 			t.Errorf("an order to another zone is answered: %v", got)

@@ -69,7 +69,7 @@ type Outcome struct {
 
 // An Answer is what one process of a fleet made of an order.
 type Answer struct {
-	Process string `json:"process"`
+	Process string `json:"process,omitempty"`
 	Sources int    `json:"sources"` // that it was about
 	Count   int    `json:"count,omitempty"`
 	Error   string `json:"error,omitempty"`

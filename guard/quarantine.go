@@ -25,7 +25,7 @@ import (
 // cause is compared when a message fails.
 
 // WithQuarantine has the Guard heed a list that it shares with others, such as that of
-// a fleet. The default is one of its own: [quarantine.New].
+// a fleet, or of another Guard of this process. The default is one of its own.
 func WithQuarantine(q dlq.Quarantine) Option { return func(g *Guard) { g.quarantine = q } }
 
 // Quarantine is the list of rules that the Guard heeds: an operator adds to it and

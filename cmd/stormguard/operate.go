@@ -398,6 +398,7 @@ func (o *operate) give(cmd *cobra.Command, order console.Order) error {
 			}
 		}
 		order.DryRun = false
+		out = console.Outcome{}
 		if raw, err = o.ask(cmd.Context(), http.MethodPost, "order", order, &out); err != nil {
 			return err
 		}

@@ -130,6 +130,41 @@ func TestOperate(t *testing.T) {
 	}
 }
 
+// An order to the fleet is carried out by the processes that are there; the status says
+// that one is not.
+func TestOperateAFleet(t *testing.T) {
+	a, b, _ := trial(t)
+	soon(t, "both hear each other", func() bool { return len(a.Status().Members) == 2 && a.Status().Members[1].State == "fresh" })
+	g := guard.Must(guard.New(guard.Config{}, guard.WithLogger(slog.New(slog.DiscardHandler))))
+	c, err := console.New(console.Config{Process: "a", Fleet: a.Orders()}, g)
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := httptest.NewServer(c)
+	defer server.Close()
+	defer func() {
+		c.Close()
+		if _, err := g.Close(context.Background()); err != nil {
+			t.Error(err)
+		}
+	}()
+	if err := b.Leave(t.Context()); err != nil { // it stays in the roster
+		t.Fatal(err)
+	}
+	soon(t, "b is silent", func() bool { return a.Status().Members[1].State != "fresh" })
+	var out, errs bytes.Buffer
+	code := run([]string{"source", "pause", "*", "--in", "fleet", "--yes", "--url", server.URL}, &out, &errs)
+	if code != exitPartial || !strings.Contains(out.String(), "a        0        done") || !strings.Contains(errs.String(), "no answer from b") {
+		t.Errorf("%d\n%s%s", code, out.String(), errs.String())
+	}
+	out.Reset()
+	errs.Reset()
+	code = run([]string{"source", "pause", "*", "--in", "zone:z9", "--yes", "--url", server.URL}, &out, &errs)
+	if code != exitUnseen || !strings.Contains(errs.String(), `no process of the fleet is in "zone:z9"`) {
+		t.Errorf("%d\n%s%s", code, out.String(), errs.String())
+	}
+}
+
 // What cannot be done has an exit status of its own and says what helps.
 func TestOperateRefuses(t *testing.T) {
 	p := newGuarded(t)

@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"net"
 	"strconv"
 	"strings"
@@ -103,9 +104,17 @@ type listener struct {
 	wg    sync.WaitGroup
 }
 
-func serve(answer func(string) (string, error)) (*listener, error) {
-	s := &listener{answer: answer, addr: "127.0.0.1:0", conns: make(map[net.Conn]bool)}
-	return s, s.up()
+// serve takes a port below the range that systems give to outgoing connections: while it
+// is down, none of those must be able to get it.
+func serve(answer func(string) (string, error)) (s *listener, err error) {
+	s = &listener{answer: answer, conns: make(map[net.Conn]bool)}
+	for range 100 {
+		s.addr = fmt.Sprintf("127.0.0.1:%d", 20000+rand.IntN(12000))
+		if err = s.up(); err == nil {
+			return s, nil
+		}
+	}
+	return nil, fmt.Errorf("no free port on the loopback: %w", err)
 }
 
 // up listens, after down on the same port.
@@ -175,6 +184,9 @@ type client struct {
 	r    *bufio.Reader
 }
 
+// askFor is how long an answer may take.
+const askFor = 10 * time.Second
+
 // errSent is an error after the line was sent: whether it arrived is not known.
 var errSent = errors.New("chaos: no answer")
 
@@ -186,6 +198,7 @@ func (c *client) ask(ctx context.Context, format string, args ...any) (string, e
 		}
 		c.c, c.r = conn, bufio.NewReader(conn)
 	}
+	_ = c.c.SetDeadline(time.Now().Add(askFor))
 	_, err := fmt.Fprintf(c.c, format+"\n", args...)
 	if err == nil {
 		var line string

@@ -163,7 +163,7 @@ func newRun(ctx context.Context, cfg Config, stderr io.Writer) (r *run, err erro
 
 func (r *run) close(ctx context.Context) error {
 	if r.process != nil {
-		r.kill()
+		_ = r.kill() // it may have ended
 	}
 	for _, s := range []*listener{r.dependency, r.recorder} {
 		if s != nil {
@@ -200,10 +200,17 @@ func (r *run) start() error {
 	return nil
 }
 
-func (r *run) kill() {
-	_ = r.process.cmd.Process.Kill()
-	_ = r.process.cmd.Wait() // it says that it was killed
+// kill kills the consumer. One that had ended by itself was not killed, and is an error:
+// the fault did not happen.
+func (r *run) kill() error {
+	cmd := r.process.cmd
 	r.process = nil
+	_ = cmd.Process.Kill()
+	err := cmd.Wait()
+	if status, ok := cmd.ProcessState.Sys().(syscall.WaitStatus); !ok || status.Signal() != syscall.SIGKILL {
+		return fmt.Errorf("the consumer ended by itself: %w", errors.Join(err, errors.New(cmd.ProcessState.String())))
+	}
+	return nil
 }
 
 // publish publishes until the faults are over and there are enough messages. What has no
@@ -270,9 +277,10 @@ func (r *run) faults(ctx context.Context) error {
 		middle = nil
 		r.fired = append(r.fired, chaos.Fired{Fault: i, At: r.now()})
 		switch f.Kind {
-		case chaos.Kill:
-			r.kill()
-			lasts.Wait() // an outage outlives the kill, and the next process begins in it or after it
+		case chaos.Kill: // what lasts goes on: the next process begins in it
+			if err := r.kill(); err != nil {
+				return err
+			}
 			if err := r.start(); err != nil {
 				return err
 			}
@@ -280,27 +288,36 @@ func (r *run) faults(ctx context.Context) error {
 				fmt.Fprintf(r.stderr, "chaos: %d of %d kills, %d effects\n", r.job.Process-1, n, r.made())
 			}
 		case chaos.Outage:
+			lasts.Wait() // one at a time
 			r.dependency.down()
 			middle = time.After(f.Lasts() / 2)
 			lasts.Go(func() {
-				time.Sleep(f.Lasts())
-				for r.dependency.up() != nil { // somebody took the port for a moment
-					time.Sleep(10 * time.Millisecond)
+				wait(ctx, f.Lasts())
+				for ctx.Err() == nil && r.dependency.up() != nil { // somebody took the port for a moment
+					wait(ctx, 10*time.Millisecond)
 				}
 			})
 		case chaos.Freeze:
+			lasts.Wait()
 			p := r.process.cmd.Process
 			if err := p.Signal(syscall.SIGSTOP); err != nil {
 				return err
 			}
 			middle = time.After(f.Lasts() / 2)
 			lasts.Go(func() {
-				time.Sleep(f.Lasts())
+				wait(ctx, f.Lasts())
 				_ = p.Signal(syscall.SIGCONT) // it may be dead
 			})
 		}
 	}
 	return nil
+}
+
+func wait(ctx context.Context, d time.Duration) {
+	select {
+	case <-time.After(d):
+	case <-ctx.Done():
+	}
 }
 
 // awaitEffects waits for n effects more, or for the middle of what lasts.
