@@ -36,8 +36,8 @@ func strictRig(t *testing.T, order Order, bad func(m int) bool) (s *Source[int],
 	}
 	in = make(chan int)
 	ctx, cancel := context.WithCancel(t.Context())
-	done := make(chan error, 1)
-	go func() { done <- s.Run(ctx, in) }()
+	done := make(chan struct{})
+	go func() { defer close(done); _ = s.Run(ctx, in) }() // the context's error
 	return s, in, handled, func() {
 		cancel()
 		<-done

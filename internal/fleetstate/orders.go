@@ -10,7 +10,6 @@ import (
 	"math"
 	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/internal/crdt"
@@ -31,13 +30,10 @@ type Orders struct {
 	clock *crdt.Clock
 	wall  func() time.Time
 
-	mu       sync.Mutex
-	self     crdt.Replica
-	set      *crdt.LWWSet
-	shift    time.Duration // of our wall clock, to the fleet's time
-	pruneAt  time.Time
-	watchers map[*func()]struct{}
-	changed  func()
+	*board
+
+	shift   time.Duration // of our wall clock, to the fleet's time
+	pruneAt time.Time
 }
 
 const (
@@ -54,11 +50,11 @@ const (
 
 // NewOrders returns the empty board of self. The error is [ErrConfig].
 func NewOrders(self crdt.Replica, wall func() time.Time) (*Orders, error) {
-	set, err := crdt.NewLWWSet(self)
+	b, err := newBoard(self)
 	if err != nil {
-		return nil, fmt.Errorf("%w: self: %w", ErrConfig, err)
+		return nil, err
 	}
-	return &Orders{clock: crdt.NewClock(wall), wall: wall, self: self, set: set, watchers: make(map[*func()]struct{})}, nil
+	return &Orders{clock: crdt.NewClock(wall), wall: wall, board: b}, nil
 }
 
 // Offset takes how far the fleet's time is ahead of our wall clock.
@@ -117,15 +113,6 @@ func (o *Orders) addLocked(mark byte, element, note string, at time.Time, stamp 
 	return nil
 }
 
-func (o *Orders) tellLocked() {
-	for f := range o.watchers {
-		(*f)()
-	}
-	if o.changed != nil {
-		o.changed()
-	}
-}
-
 // each visits the elements of a kind: what is behind the bar, the note, and the time.
 func (o *Orders) each(mark byte, visit func(id, rest, note string, at time.Time, stamp crdt.Stamp)) {
 	for element, note := range o.set.All() {
@@ -178,25 +165,6 @@ func (o *Orders) Answers(id string) map[string]string {
 	return all
 }
 
-// Watch has f called after each change until stop is called. f must not wait, nor call o.
-func (o *Orders) Watch(f func()) (stop func()) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	o.watchers[&f] = struct{}{}
-	return func() {
-		o.mu.Lock()
-		defer o.mu.Unlock()
-		delete(o.watchers, &f)
-	}
-}
-
-// OnChange is that of a [Quarantine].
-func (o *Orders) OnChange(f func()) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	o.changed = f
-}
-
 // pruneLocked forgets orders whose time is long over, and answers to what is not there.
 func (o *Orders) pruneLocked(now time.Time) {
 	o.pruneAt = now.Add(pruneEvery)
@@ -214,16 +182,6 @@ func (o *Orders) pruneLocked(now time.Time) {
 		}
 	})
 }
-
-// Mark is the number of the latest change that came here.
-func (o *Orders) Mark(crdt.Replica) uint64 {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	return o.set.Mark()
-}
-
-// Counted is that mark; see gossip.Counter.
-func (o *Orders) Counted() uint64 { return o.Mark(crdt.Replica{}) }
 
 // Delta appends what a peer has not acknowledged, in at most room bytes.
 func (o *Orders) Delta(_ time.Duration, b []byte, _ crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
@@ -248,28 +206,5 @@ func (o *Orders) Merge(c crdt.Contact, b []byte) error {
 	case o.set.Len() >= maxOrderElements:
 		return fmt.Errorf("%w: %d orders and answers", ErrBusy, o.set.Len())
 	}
-	mark := o.set.Mark()
-	if err := o.set.Merge(b); err != nil {
-		return fmt.Errorf("%w: %w", ErrMalformed, err)
-	}
-	if o.set.Mark() != mark {
-		o.tellLocked()
-	}
-	return nil
-}
-
-// Gone changes nothing: an order stays one.
-func (o *Orders) Gone(time.Duration, crdt.Replica) {}
-
-// Rejoin writes as the new incarnation from now on; see gossip.Rejoiner.
-func (o *Orders) Rejoin(_ time.Duration, self crdt.Replica) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	set, err := crdt.NewLWWSet(self)
-	if err != nil {
-		return // a session took the name
-	}
-	all, _ := o.set.Delta(nil, 0, math.MaxInt)
-	_ = set.Merge(all) // it is well-formed
-	o.self, o.set = self, set
+	return o.mergeLocked(b)
 }

@@ -6,9 +6,7 @@ package fleetstate
 import (
 	"encoding/binary"
 	"fmt"
-	"math"
 	"slices"
-	"sync"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/dlq"
@@ -37,14 +35,11 @@ type Quarantine struct {
 	clock *crdt.Clock
 	wall  func() time.Time
 
-	mu       sync.Mutex
-	self     crdt.Replica
-	set      *crdt.LWWSet
-	shift    time.Duration // of our wall clock, to the fleet's time
-	pruneAt  time.Time
-	watchers map[*func()]struct{}
-	changed  func()
-	refused  uint64
+	*board
+
+	shift   time.Duration // of our wall clock, to the fleet's time
+	pruneAt time.Time
+	refused uint64
 }
 
 const (
@@ -56,14 +51,14 @@ const (
 // NewQuarantine returns the empty list of self. wall is the wall clock, [time.Now] or a
 // test's. The error is [ErrConfig].
 func NewQuarantine(self crdt.Replica, wall func() time.Time) (*Quarantine, error) {
-	set, err := crdt.NewLWWSet(self)
-	if err != nil {
-		return nil, fmt.Errorf("%w: self: %w", ErrConfig, err)
-	}
 	if wall == nil {
 		return nil, fmt.Errorf("%w: wall: nil is not a clock", ErrConfig)
 	}
-	return &Quarantine{clock: crdt.NewClock(wall), wall: wall, self: self, set: set, watchers: make(map[*func()]struct{})}, nil
+	b, err := newBoard(self)
+	if err != nil {
+		return nil, err
+	}
+	return &Quarantine{clock: crdt.NewClock(wall), wall: wall, board: b}, nil
 }
 
 // Offset takes how far the wall clocks of the peers are ahead of ours, of those of which
@@ -140,20 +135,6 @@ func (q *Quarantine) wroteLocked(wrote bool, err error) error {
 	return nil
 }
 
-// tellLocked tells the watchers, and whoever carries the section.
-func (q *Quarantine) tellLocked() {
-	q.watchedLocked()
-	if q.changed != nil {
-		q.changed()
-	}
-}
-
-func (q *Quarantine) watchedLocked() {
-	for f := range q.watchers {
-		(*f)()
-	}
-}
-
 // Entries are those in force, the oldest first.
 func (q *Quarantine) Entries() []dlq.QuarantineEntry {
 	q.mu.Lock()
@@ -167,26 +148,6 @@ func (q *Quarantine) Entries() []dlq.QuarantineEntry {
 			}
 		}
 	})
-}
-
-// Watch is that of [dlq.Quarantine].
-func (q *Quarantine) Watch(f func()) (stop func()) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	q.watchers[&f] = struct{}{}
-	return func() {
-		q.mu.Lock()
-		defer q.mu.Unlock()
-		delete(q.watchers, &f)
-	}
-}
-
-// OnChange has f called after each change that there is to tell, under the lock of q: it
-// must not wait or call q. The Kick of a gossip.Node is meant. nil ends it.
-func (q *Quarantine) OnChange(f func()) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	q.changed = f
 }
 
 // pruneLocked forgets entries whose time is long over, and what was removed so long ago
@@ -207,16 +168,6 @@ func (q *Quarantine) Refused() uint64 {
 	defer q.mu.Unlock()
 	return q.refused
 }
-
-// Mark is the number of the latest change that came here.
-func (q *Quarantine) Mark(crdt.Replica) uint64 {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	return q.set.Mark()
-}
-
-// Counted is that mark; see gossip.Counter.
-func (q *Quarantine) Counted() uint64 { return q.Mark(crdt.Replica{}) }
 
 // Delta appends what a peer has not acknowledged, in at most room bytes. Without news it
 // appends nothing.
@@ -244,30 +195,7 @@ func (q *Quarantine) Merge(c crdt.Contact, b []byte) error {
 		q.refused++
 		return fmt.Errorf("%w: the quarantine has %d elements", ErrBusy, maxElements)
 	}
-	mark := q.set.Mark()
-	if err := q.set.Merge(b); err != nil {
-		return fmt.Errorf("%w: %w", ErrMalformed, err)
-	}
-	if q.set.Mark() != mark {
-		q.tellLocked()
-	}
-	return nil
-}
-
-// Gone changes nothing: what a process has set stays.
-func (q *Quarantine) Gone(time.Duration, crdt.Replica) {}
-
-// Rejoin writes as the new incarnation from now on; see gossip.Rejoiner.
-func (q *Quarantine) Rejoin(_ time.Duration, self crdt.Replica) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	set, err := crdt.NewLWWSet(self)
-	if err != nil {
-		return // a session took the name
-	}
-	all, _ := q.set.Delta(nil, 0, math.MaxInt)
-	_ = set.Merge(all) // it is well-formed
-	q.self, q.set = self, set
+	return q.mergeLocked(b)
 }
 
 // A note is the wall times of the entry in milliseconds, who, and why.
