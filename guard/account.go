@@ -21,7 +21,7 @@ type Account struct {
 	Waiting    int // in front of the handler
 	Processing int // their handler runs
 	Settling   int // being acked, or their dead letter written
-	Held       int // in front of a source that is not admitting, or draining
+	Held       int // in front of a source that is not admitting, or draining; those in the spill, too
 	RetryWait  int // failed; waiting for a delay, a credit or a witness
 
 	Acked        uint64
@@ -84,6 +84,9 @@ type State struct {
 	// Window is how many messages the source may have besides its feed (which has
 	// up to half of [Policy.Window] where there is one), and Room how many more.
 	Window, Room int
+	// Spilled is how many unsettled messages are in the spill, see [Policy.Spill]: the
+	// broker has their acks. Some of them are in the window, too.
+	Spilled int
 	// Settings is the policy in force, defaults filled in.
 	Settings Policy
 }
@@ -101,6 +104,7 @@ type Report struct {
 	Reason   Reason
 	Account  Account
 	Returned int    // given back by End
+	Spilled  int    // left in the spill, for the next source of that name
 	Left     []Left // still with a handler or a dead-letter writer, or not acked
 	Err      error  // what the port answered to the last Return and Flush, or that a call of it hangs
 }

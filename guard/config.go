@@ -29,6 +29,12 @@ type Config struct {
 	// Policy is how sources behave that don't bring one of their own.
 	Policy Policy
 
+	// SpillDir is the directory for [Policy.Spill]: this Guard's alone, on a local disk.
+	// Unset means that nothing is ever written to a disk. SpillBytes bounds what is in it,
+	// 64 KiB to 1 TiB; unset means 1 GiB. The file may become twice as large.
+	SpillDir   string
+	SpillBytes int64
+
 	// Scope is what one breaker counts over: a partition (default), a topic or
 	// queue with all its partitions, or everything this Guard has open. A breaker
 	// holds all that it counts over.
@@ -121,6 +127,13 @@ type Policy struct {
 	// or stacks. It only stops intake, and only while more than 64 messages are here: what
 	// is here already may fail again, and what comes may prove life.
 	WindowBytes int64
+
+	// Spill lets a source on hold write its messages to [Config.SpillDir] and ack them, so
+	// that the broker need not keep them until the hold is over: once its window is full,
+	// or the oldest message has waited for 10s. They are handled first, in their order,
+	// also after a restart. From its ack on a message is on this host's disk alone, and
+	// what another process gets meanwhile passes it. It needs a port that is a [Spiller].
+	Spill bool
 
 	// Timeout is how long a handler may run before its context ends; unset
 	// means 30s. It ends to within 10ms. NoTimeout lets handlers run for ever:
@@ -325,6 +338,12 @@ func (c Config) Validate() error {
 	var p problems
 	if int(c.Scope) >= len(scopeNames) {
 		p.addf("Config.Scope: %d is none of partition, topic, group", uint8(c.Scope))
+	}
+	if c.Policy.Spill && c.SpillDir == "" {
+		p.addf("Config.SpillDir: must be set with Policy.Spill")
+	}
+	if c.SpillBytes != 0 && (c.SpillBytes < 64<<10 || c.SpillBytes > 1<<40) {
+		p.addf("Config.SpillBytes: %d is not within 65536 (64 KiB) and 1099511627776 (1 TiB)", c.SpillBytes)
 	}
 	if math.IsNaN(c.Quorum) || c.Quorum < 0 || c.Quorum > 1 {
 		p.addf("Config.Quorum: %v is not within (0, 1]", c.Quorum)

@@ -62,7 +62,9 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 	}
 	e.within(s.stopPump)
 	e.within(s.settleLate)
+	e.within(s.endSpill)
 	rest := s.fence(e)
+	s.closeSpill()
 	var err error
 	if e.within(func() {
 		if len(rest) > 0 {
@@ -82,6 +84,9 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 	s.release()
 	close(e.done)
 	args := []any{"source", s.cfg.Name, "reason", why.String(), "returned", e.report.Returned}
+	if e.report.Spilled > 0 {
+		args = append(args, "spilled", e.report.Spilled)
+	}
 	if e.report.Clean() {
 		s.g.log.Debug(lineEnded, args...)
 	} else {
@@ -210,7 +215,9 @@ func (s *Source[M]) fence(e *ending) []M {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	defer s.nudge()
-	rest := s.c.drain(now)
+	rest, kept := s.c.drain(now)
+	more, left := s.leaveSpillLocked()
+	rest = append(rest, more...)
 	w := s.word.Load()
 	if n := s.batchLeftLocked(w >> phaseBits); n > 0 {
 		rest = append(rest, s.batch[len(s.batch)-n:]...)
@@ -241,7 +248,7 @@ func (s *Source[M]) fence(e *ending) []M {
 		e.report.Left = append(e.report.Left, Left{"settling", now - s.wordSince(now, w), "it is not acked"})
 	default:
 	}
-	e.report.Source, e.report.Reason, e.report.Returned = s.cfg.Name, e.reason, len(rest)
+	e.report.Source, e.report.Reason, e.report.Returned, e.report.Spilled = s.cfg.Name, e.reason, len(rest), kept+left
 	e.report.Account = s.accountLocked(now)
 	return rest
 }

@@ -60,6 +60,10 @@ type Guard struct {
 	books      uint64                   // rule books made
 	classify   func(error) Class        // nil means Classify
 
+	spill      *spillDir // nil without Config.SpillDir
+	spillState atomic.Pointer[spillState]
+	spillNews  atomic.Bool // it has changed since it was logged
+
 	fleet       Fleet // nil without one
 	detachFleet func()
 	waiting     map[*circuit.Breaker]bool // the sweeper's, as storms
@@ -167,10 +171,16 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 	if g.metrics, err = newMetrics(g); err != nil {
 		return nil, fmt.Errorf("guard: metrics: %w", err)
 	}
+	if cfg.SpillDir != "" {
+		if err = g.openSpill(); err != nil {
+			g.metrics.close()
+			return nil, err
+		}
+	}
 	if g.fleet != nil {
 		if g.detachFleet, err = g.fleet.Attach(g.sweeper.stir); err != nil {
 			g.metrics.close()
-			return nil, fmt.Errorf("guard: WithFleet: %w", err)
+			return nil, errors.Join(fmt.Errorf("guard: WithFleet: %w", err), g.closeSpill())
 		}
 	}
 	if g.quarantine == nil {
@@ -359,6 +369,7 @@ func (g *Guard) Close(ctx context.Context) ([]Report, error) {
 	errs := []error{g.awaitGoroutines(ctx)}
 	g.unwatch()
 	g.metrics.close()
+	errs = append(errs, g.closeSpill())
 	g.journal.flush(g.now(), true)
 	for _, r := range reports {
 		if !r.Clean() {
@@ -418,6 +429,7 @@ const maxUnwritten = 1000
 // scopes look at their children. It tells whether log lines wait for their time.
 func (g *Guard) noteChanges(now time.Duration) (pending bool) {
 	g.readQuarantine()
+	g.saySpill()
 	if now >= g.look {
 		g.look = now + stormEvery
 		g.scopes.Tick(now)

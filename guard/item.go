@@ -34,6 +34,7 @@ type entry[M any] struct {
 	m       M
 	size    int
 	at      time.Duration // when this process was handed it
+	copy    *spilled      // on the disk; nil where the source does not spill
 	arrival int32         // its place in the machine's arrivals
 }
 

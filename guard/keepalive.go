@@ -52,6 +52,7 @@ func (s *Source[M]) extend() {
 	if s.feed != nil {
 		ms = s.feed.peek(ms)
 	}
+	ms = s.unackedLocked(ms)
 	busy := s.c.count[processing] > 0
 	fenced := s.fenced.Load()
 	if !fenced {

@@ -109,6 +109,8 @@ type machine[M any] struct {
 	noted      int64              // … and of the latter alone
 	ahead      int                // Marker.Ahead, when an ack was looked at last …
 	aheadTurn  uint64             // … and which look that was
+	spills     bool               // Policy.Spill
+	behind     int                // messages in the spill, or on their way there, that are not here
 	ended      bool
 	emptied    bool // by drain
 	stopped    bool // the loop is to end
@@ -159,6 +161,7 @@ type Tally struct {
 	Refused        uint64 // dead letters put off for want of a credit
 	Paced          uint64 // dead letters put off by their limit
 	Quarantined    uint64 // messages that matched a rule of the quarantine
+	Spilled        uint64 // acked because they are in the spill, and not handled yet
 	Overtaken      uint64 // messages that succeeded before one in front of them, to prove life
 	Stale          uint64 // late or repeated Done calls, without effect
 	Timeouts       uint64
@@ -222,7 +225,7 @@ func (c *machine[M]) limit() int { return max(1, c.policy.Window-c.reserve) }
 // quiet tells that the closed path may run: nothing is here that has to go
 // first, and nothing but the breaker, which the path asks itself, can refuse.
 func (c *machine[M]) quiet(now time.Duration) bool {
-	if c.unsettled() > 0 || c.paused || c.ended || c.stopped || c.asked > now {
+	if c.unsettled()+c.behind > 0 || c.paused || c.ended || c.stopped || c.asked > now {
 		return false
 	}
 	c.held, c.draining = false, false
@@ -322,7 +325,7 @@ func (c *machine[M]) listed(p phase) *[]*item[M] {
 }
 
 // put takes one message in. The caller saw to the room.
-func (c *machine[M]) put(now time.Duration, m M, key uint64, size int) {
+func (c *machine[M]) put(now time.Duration, m M, key uint64, size int, onDisk *spilled) {
 	c.tally.Received++
 	c.arrived(now)
 	c.bytes += int64(size)
@@ -330,9 +333,14 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int) {
 		if !c.draining {
 			c.hold(now) // or the first refusal would count this one too
 		}
-		c.divert(now, 1)
+		if onDisk == nil { // else it was counted when it came
+			c.divert(now, 1)
+		}
 	}
-	e := entry[M]{m: m, size: size, at: now, arrival: c.arrivals.add(int64(now))}
+	if onDisk == nil && c.spills {
+		onDisk = new(spilled)
+	}
+	e := entry[M]{m: m, size: size, at: now, copy: onDisk, arrival: c.arrivals.add(int64(now))}
 	if c.order() == OrderNone {
 		c.enqueue(c.bulk, e)
 		return
@@ -368,7 +376,11 @@ func (c *machine[M]) put(now time.Duration, m M, key uint64, size int) {
 func (c *machine[M]) adopt(began time.Duration, m M, key uint64, size int) *item[M] {
 	c.arrived(max(c.came, began))
 	c.bytes += int64(size)
-	it := c.item(entry[M]{m: m, size: size, at: began, arrival: c.arrivals.add(int64(began))})
+	e := entry[M]{m: m, size: size, at: began, arrival: c.arrivals.add(int64(began))}
+	if c.spills {
+		e.copy = new(spilled)
+	}
+	it := c.item(e)
 	if c.order() != OrderNone {
 		l := c.lane(key)
 		l.front = append(l.front, it)

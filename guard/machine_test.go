@@ -44,7 +44,7 @@ type sim struct {
 
 // put is the machine's, and what a log's port learns from it.
 func (s *sim) put(now time.Duration, m int, key uint64, size int) {
-	s.machine.put(now, m, key, size)
+	s.machine.put(now, m, key, size, nil)
 	if s.log {
 		s.unmarked = append(s.unmarked, m)
 	}
@@ -700,7 +700,7 @@ func TestAccountingIdentity(t *testing.T) {
 		}
 		// The end: everything is given back or is with a handler, writer or ack.
 		s.ended = true
-		rest := s.drain(s.now)
+		rest, _ := s.drain(s.now)
 		a := s.account()
 		if err := a.Check(); err != nil {
 			t.Fatal(err)

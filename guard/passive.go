@@ -103,14 +103,17 @@ func (s *Source[M]) offerLocked(m M, key uint64, size int) error {
 	switch {
 	case s.c.ended:
 		return ErrClosed
-	case s.c.room() == 0:
+	case s.inputRoomLocked() == 0:
 		return ErrFull
+	case s.over != nil && s.over.diverts:
+		s.spillLocked(s.g.now(), m)
+		return nil
 	}
 	if s.handler == nil && s.pump == nil {
 		s.pump = &pump[M]{s: s, quit: make(chan struct{}), gone: make(chan struct{}), stopKeepAlive: s.keepAlive()}
 		go s.pump.run()
 	}
-	s.c.put(s.g.now(), m, key, size)
+	s.c.put(s.g.now(), m, key, size, nil)
 	return nil
 }
 

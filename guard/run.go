@@ -82,6 +82,7 @@ func (s *Source[M]) run(ctx context.Context, in <-chan M, feed *Feed[M]) error {
 	ended := s.c.ended
 	s.mu.Unlock()
 	s.cond.Broadcast()
+	s.closeSpill()
 	switch {
 	case ended:
 		return ErrClosed
@@ -354,7 +355,7 @@ func (s *Source[M]) put(m M, batched bool) (room int) {
 		s.mu.Unlock()
 		return 0
 	}
-	s.c.put(now, m, key, size)
+	s.c.put(now, m, key, size, nil)
 	if batched {
 		s.diverted++
 	}
@@ -414,7 +415,7 @@ func (l *loop[M]) finishedLocked() bool {
 	case l.ctx.Err() != nil:
 		return true
 	default:
-		return l.closed && (s.limits.EndsWithInput || s.c.unsettled() == 0 && s.pos == len(s.batch))
+		return l.closed && (s.limits.EndsWithInput || s.c.unsettled()+s.c.behind == 0 && s.pos == len(s.batch))
 	}
 }
 
@@ -422,23 +423,29 @@ func (l *loop[M]) finishedLocked() bool {
 // and whether there may be more: then nobody will say so again.
 func (l *loop[M]) intake() (room int, more bool) {
 	s := l.s
+	if s.over != nil {
+		more = l.spillTurn(s.g.now())
+	}
 	s.mu.Lock()
-	room, ended := s.c.room(), s.c.ended
+	room, ended, diverts := s.inputRoomLocked(), s.c.ended, s.over != nil && s.over.diverts
 	s.mu.Unlock()
-	if ended {
+	switch {
+	case ended:
 		return 0, false
+	case diverts:
+		return room, more
 	}
 	for range intakeAtOnce {
 		if room <= 0 {
-			return room, false
+			return room, more
 		}
 		m, batched, ok := l.poll()
 		if !ok {
-			return room, false
+			return room, more
 		}
 		room = s.put(m, batched)
 	}
-	return room, room > 0
+	return room, more || room > 0
 }
 
 // poll reads a message if there is one.
@@ -499,7 +506,7 @@ func (l *loop[M]) block(at, now time.Duration, read bool) bool {
 		switch {
 		case !ok:
 		case s.slow.Load():
-			s.put(m, false)
+			s.take(m)
 		case l.batched():
 			l.refillFrom([]M{m})
 		default:

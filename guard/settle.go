@@ -136,7 +136,7 @@ func (s *Source[M]) countFlush(err error) {
 // is room now: if not, whoever makes some wakes the loop when it is to be told.
 func (s *Source[M]) tellDemand() (room bool) {
 	s.mu.Lock()
-	n := s.c.room()
+	n := s.inputRoomLocked()
 	tell := s.demandDueLocked()
 	if tell {
 		s.demanded = n
@@ -157,7 +157,7 @@ func (s *Source[M]) tellDemand() (room bool) {
 }
 
 func (s *Source[M]) demandDueLocked() bool {
-	room := s.c.room()
+	room := s.inputRoomLocked()
 	if s.demanded == 0 {
 		stuck := s.c.count[processing] == 0 && !s.c.draining
 		return room > 0 && (stuck || 2*room >= s.c.limit())
@@ -238,16 +238,14 @@ func (s *Source[M]) settleOne(it *item[M], acks *int) (due bool) {
 		s.mu.Unlock()
 		return false
 	}
-	err := s.port.Ack(it.m)
+	var err error
+	if s.ackHere(it) {
+		err = s.port.Ack(it.m)
+	}
 	if errors.Is(err, ErrTakenBack) {
 		err = ErrTakenBack
 	}
-	var turn uint64
-	var ahead int
-	if s.marker != nil {
-		turn = s.looks.Add(1)
-		ahead = s.marker.Ahead()
-	}
+	turn, ahead := s.lookAhead()
 	now := s.g.now()
 	s.mu.Lock()
 	s.c.settled(it, err)
@@ -260,6 +258,15 @@ func (s *Source[M]) settleOne(it *item[M], acks *int) (due bool) {
 		s.metrics.recovered(now - it.firstFailed)
 	}
 	return due
+}
+
+// lookAhead asks a [Marker].
+func (s *Source[M]) lookAhead() (turn uint64, ahead int) {
+	if s.marker == nil {
+		return 0, 0
+	}
+	turn = s.looks.Add(1)
+	return turn, s.marker.Ahead()
 }
 
 // begin announces a port call, so that End waits for it; false if the source is

@@ -88,8 +88,9 @@ type Source[M any] struct {
 
 	stormKey string // what its detector is compared over
 
-	parker Parker[M] // the port, if it parks
-	from   parent    // whose parked messages these are; nil for none
+	over   *overflow[M] // nil without Policy.Spill
+	parker Parker[M]    // the port, if it parks
+	from   parent       // whose parked messages these are; nil for none
 
 	ctx    context.Context //nolint:containedctx // parent of every handler call
 	cancel context.CancelCauseFunc
@@ -192,6 +193,12 @@ func openSource[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], 
 		}
 		s.c.gate = leaf
 		s.detach = leaf.Attach(s.successes)
+	}
+	if full.Spill {
+		if s.over, err = s.newOverflow(); err != nil {
+			s.release()
+			return nil, fmt.Errorf("guard: open %q: %w", cfg.Name, err)
+		}
 	}
 	if cfg.DeadLetters != nil {
 		s.writer = g.letterbox(cfg.DeadLetters, parks)
@@ -301,7 +308,7 @@ func (s *Source[M]) unlock(now time.Duration) {
 	condemned, freed := s.c.condemned, s.c.freed
 	s.c.condemned, s.c.freed = nil, false
 	quiet := s.c.quiet(now) // it ends a hold that is empty, whoever asks
-	s.slow.Store(!quiet || s.alwaysSlow() || s.c.book != nil && s.c.book.meta)
+	s.slow.Store(!quiet || s.alwaysSlow() || s.c.book != nil && s.c.book.meta || s.over.busy())
 	if s.offering > 0 && s.c.room() > 0 {
 		token(s.space)
 	}
@@ -354,11 +361,12 @@ func (s *Source[M]) accountLocked(now time.Duration) Account {
 	if s.feed != nil {
 		left += s.feed.Len()
 	}
-	a.Received += uint64(left)
+	a.Received += uint64(left + c.behind)
+	a.Held = c.behind
 	if c.admitting(now) {
 		a.Waiting = front + left
 	} else {
-		a.Held = front + left
+		a.Held += front + left
 	}
 	return a
 }
@@ -393,6 +401,7 @@ func (s *Source[M]) Update(p Policy) error {
 		"Workers":   next.Workers == old.Workers,
 		"Breaker":   next.Breaker == old.Breaker,
 		"NoBreaker": next.NoBreaker == old.NoBreaker,
+		"Spill":     next.Spill == old.Spill,
 		"Storm":     next.Storm == old.Storm,
 		"Budget":    next.Budget == old.Budget,
 	} {
@@ -570,7 +579,7 @@ func (s *Source[M]) state(now time.Duration, fleet breaker.FleetScope) (st State
 	st = State{
 		Source: s.cfg.Name, Now: now, Ended: c.ended, Account: s.accountLocked(now), Tally: c.tally,
 		Storm: c.storm.Storm(), Budget: c.budget.Balance(credit.Exhausted),
-		Window: c.limit(), Room: c.room(), Settings: c.policy, Fleet: fleet, FleetStorm: c.fleetStorm,
+		Window: c.limit(), Room: c.room(), Spilled: s.spilledLocked(), Settings: c.policy, Fleet: fleet, FleetStorm: c.fleetStorm,
 	}
 	st.Tally.Received, st.Tally.Acked = st.Account.Received, st.Account.Acked
 	st.OldestAge = now - s.callBegan(now)
@@ -631,8 +640,11 @@ func (s *Source[M]) state(now time.Duration, fleet breaker.FleetScope) (st State
 	if c.draining {
 		hold(ReasonBackpressure, c.drainFrom+c.policy.Ramp.For, "draining at the ramp", "time")
 	}
+	if detail, by := s.spillHoldLocked(); detail != "" {
+		hold(ReasonBackpressure, 0, detail, by)
+	}
 	switch {
-	case st.Room > 0:
+	case st.Room > 0 || s.over != nil && s.over.diverts:
 	case c.ahead > 0:
 		hold(ReasonBackpressure, 0, fmt.Sprintf("window full: %d messages are settled behind one that waits", c.ahead), "the oldest message in it")
 	default:

@@ -90,27 +90,60 @@ func (c *machine[M]) items(visit func(*item[M])) {
 // messages appends every unsettled message, oldest of each lane first; those
 // whose dead letter is being written are with the driver.
 func (c *machine[M]) messages(dst []M) []M {
-	c.items(func(it *item[M]) { dst = append(dst, it.m) })
+	c.items(func(it *item[M]) {
+		if !it.copy.kept() {
+			dst = append(dst, it.m)
+		}
+	})
 	for l := range c.ring.Lanes() {
 		held, err := l.Snapshot(nil)
 		if err != nil {
 			continue
 		}
 		for _, e := range held {
-			dst = append(dst, e.m)
+			if !e.copy.kept() {
+				dst = append(dst, e.m)
+			}
 		}
 	}
 	return dst
 }
 
+// unspilled visits what has no copy in the spill, oldest of each lane first, but for what
+// is being settled.
+func (c *machine[M]) unspilled(visit func(M, *spilled)) {
+	look := func(m M, s *spilled) {
+		if s != nil && !s.placed && !s.acked {
+			visit(m, s)
+		}
+	}
+	c.items(func(it *item[M]) { look(it.m, it.copy) })
+	for l := range c.ring.Lanes() {
+		held, err := l.Snapshot(nil)
+		if err != nil {
+			continue
+		}
+		for _, e := range held {
+			look(e.m, e.copy)
+		}
+	}
+}
+
 // drain ends the source: it takes everything out that no handler or writer has,
-// and counts it as returned. What was condemned and the writer never had keeps no
-// credit.
-func (c *machine[M]) drain(now time.Duration) []M {
-	var rest []M
+// and counts it as returned; rest is what the broker has no ack of, and kept how many
+// messages are in the spill instead. What was condemned and the writer never had keeps
+// no credit.
+func (c *machine[M]) drain(now time.Duration) (rest []M, kept int) {
+	back := func(m M, copy *spilled) {
+		if copy.kept() {
+			kept++
+		} else {
+			rest = append(rest, m)
+		}
+	}
 	give := func(it *item[M]) {
 		if it.phase == waiting || it.phase == retryWait {
-			rest = append(rest, it.m)
+			back(it.m, it.copy)
 			c.remember(now, it)
 			c.refund(it)
 			c.move(it, idle)
@@ -131,7 +164,7 @@ func (c *machine[M]) drain(now time.Duration) []M {
 			continue
 		}
 		for _, e := range held {
-			rest = append(rest, e.m)
+			back(e.m, e.copy)
 			c.arrivals.drop(e.arrival)
 			c.queued--
 		}
@@ -141,10 +174,10 @@ func (c *machine[M]) drain(now time.Duration) []M {
 			c.refund(it)
 		}
 	}
-	c.tally.Returned += uint64(len(rest))
+	c.tally.Returned += uint64(len(rest) + kept)
 	c.emptied = true
 	c.ready, c.again = fifo[*lane[M]]{}, fifo[*item[M]]{}
-	return rest
+	return rest, kept
 }
 
 // abandon ends an item whose handler or writer came back too late.

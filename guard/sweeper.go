@@ -147,7 +147,8 @@ func (s *Source[M]) sweep(now time.Duration) (moving bool) {
 	}
 	late, changed := s.c.sweep(now, nil)
 	storm := s.c.storm.Storm()
-	moving = moving || s.c.unsettled() > 0 || storm.Active || !s.c.closed() || s.c.paused && s.c.pauseEnds != never
+	spill := s.spillWaitsLocked(now)
+	moving = moving || s.c.unsettled() > 0 || s.over.busy() || storm.Active || !s.c.closed() || s.c.paused && s.c.pauseEnds != never
 	s.unlock(now)
 	s.seen.detected = storm
 	for _, ctx := range late {
@@ -155,6 +156,9 @@ func (s *Source[M]) sweep(now time.Duration) (moving bool) {
 	}
 	if resumed {
 		s.resumed(now, "time")
+	}
+	if spill {
+		s.nudge()
 	}
 	if changed {
 		s.g.journal.storm(now, s.cfg, s.stormKey, false, storm.Active, storm.String())

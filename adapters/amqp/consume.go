@@ -181,6 +181,9 @@ func (c *consumer) settings() error {
 	var err error
 	c.full, err = c.o.window(&c.policy)
 	c.prefetch = c.full
+	if c.policy.Spill && c.o.native != "" {
+		err = errors.Join(err, errors.New("amqp: Policy.Spill: not with WithDeadLetterExchange: a message that was acked cannot be rejected; use WithDeadLetters"))
+	}
 	return err
 }
 

@@ -63,15 +63,19 @@ func (p *meta) lane(d *amqp091.Delivery) uint64 {
 // size leaves the headers out: to weigh them would cost more than they do.
 func size(d *amqp091.Delivery) int { return len(d.Body) + len(d.RoutingKey) + 512 }
 
-func (p *meta) describe(d *amqp091.Delivery) guard.Meta {
-	id := d.MessageId
-	if id == "" {
-		id = p.mark + strconv.FormatUint(d.DeliveryTag, 10)
+// id is the message's own, or one that is made for its time in this process.
+func (p *meta) id(d *amqp091.Delivery) string {
+	if d.MessageId != "" {
+		return d.MessageId
 	}
+	return p.mark + strconv.FormatUint(d.DeliveryTag, 10)
+}
+
+func (p *meta) describe(d *amqp091.Delivery) guard.Meta {
 	return guard.Meta{
 		Body: d.Body, Headers: fromTable(d.Headers), Properties: fromProperties(d), Timestamp: brokerTime(d),
 		Origin: dlq.Origin{
-			System: system, Source: p.queue, Subject: d.RoutingKey, Exchange: d.Exchange, MessageID: id,
+			System: system, Source: p.queue, Subject: d.RoutingKey, Exchange: d.Exchange, MessageID: p.id(d),
 		},
 		Deliveries: deliveries(d.Headers), Lag: -1,
 	}

@@ -139,7 +139,7 @@ var Ours = Rules{
 			Why: "one outside library, behind the register's own interface",
 		},
 		{
-			Path: "guard", May: []string{"limiter", "breaker", "dlq", "internal/circuit", "internal/storm", "internal/credit", "internal/quarantine", "internal/ringbuf"},
+			Path: "guard", May: []string{"limiter", "breaker", "dlq", "internal/circuit", "internal/storm", "internal/credit", "internal/quarantine", "internal/ringbuf", "internal/ringbuf/spill"},
 			MayTest: []string{"guard/guardtest", "internal/fleetstate", "internal/crdt"},
 			Why:     "the pipeline composes the leaves; brokers, transports and stores know the guard, never the reverse",
 		},

@@ -107,7 +107,7 @@ func (l *Lane[T]) decode(s *Lease[T], recs []record, dst []T) error {
 		}
 		if s.n = i; i == 0 {
 			s.n = 1
-			err = &DecodeError{Lane: l.l.name, Seq: rec.seq, Data: bytes.Clone(rec.data), Err: err}
+			err = decodeError(l.l.name, rec, err)
 		} else {
 			err = nil
 		}
@@ -116,6 +116,10 @@ func (l *Lane[T]) decode(s *Lease[T], recs []record, dst []T) error {
 	}
 	done = true
 	return nil
+}
+
+func decodeError(lane string, rec record, err error) error {
+	return &DecodeError{Lane: lane, Seq: rec.seq, Data: bytes.Clone(rec.data), Err: err}
 }
 
 // Commit ends the lease, gives its first n messages up and leaves the others at the front
@@ -150,15 +154,21 @@ func (l *lane) commit(id uint64, n int) error {
 	case !l.leased || l.lease != id || l.ends == nil:
 		return ringbuf.ErrLeaseOver
 	}
-	if n > 0 {
-		c.advanceLocked(l, l.ends[n-1], n)
-		if l.reader.trim(l.head); len(l.reader.chunks) > 0 && l.reader.chunks[0].err == nil {
-			l.oldest = time.Unix(0, l.reader.chunks[0].c.when)
-		}
-	}
+	l.giveUpLocked(n)
 	l.leased, l.ends = false, nil
 	l.tellLocked()
 	return nil
+}
+
+// giveUpLocked moves the lane's head behind the first n messages that are leased.
+func (l *lane) giveUpLocked(n int) {
+	if n == 0 {
+		return
+	}
+	l.c.advanceLocked(l, l.ends[n-1], n)
+	if l.reader.trim(l.head); len(l.reader.chunks) > 0 && l.reader.chunks[0].err == nil {
+		l.oldest = time.Unix(0, l.reader.chunks[0].c.when)
+	}
 }
 
 // advanceLocked moves a lane's head behind n messages that were committed.
@@ -214,6 +224,22 @@ func (l *lane) take(n int) (recs []record, id uint64, changed <-chan struct{}, e
 	head, tail := l.head, l.tail
 	c.mu.Unlock()
 
+	l.reader.trim(head)
+	recs, err = l.read(head, tail, n)
+
+	c.mu.Lock()
+	if l.ends == nil {
+		l.leased = false
+		l.tellLocked()
+	}
+	c.mu.Unlock()
+	return recs, id, nil, err
+}
+
+// read reads up to n messages from head on, for whoever has set leased, and notes their
+// ends behind those that are there.
+func (l *lane) read(head, tail uint64, n int) (recs []record, err error) {
+	c := l.c
 	recs, pos, lost, err := l.reader.take(c.store, l.name, head, tail, n)
 	for i := range lost {
 		c.setAside(&lost[i])
@@ -234,20 +260,16 @@ func (l *lane) take(n int) (recs []record, id uint64, changed <-chan struct{}, e
 		err = &FailedError{Op: "read", Err: err}
 	case l.err != nil:
 		recs, err = nil, l.err
-	case len(recs) == 0:
-		c.advanceLocked(l, pos, 0)
 	default:
-		l.ends = make([]uint64, len(recs))
-		for i, r := range recs {
-			l.ends[i] = r.seq + 1
+		for _, r := range recs {
+			l.ends = append(l.ends, r.seq+1)
 		}
-		if len(recs) < n {
-			l.ends[len(recs)-1] = pos
+		switch {
+		case len(l.ends) == 0:
+			c.advanceLocked(l, pos, 0)
+		case len(recs) < n: // what is damaged goes with the one in front of it
+			l.ends[len(l.ends)-1] = max(l.ends[len(l.ends)-1], pos)
 		}
-	}
-	if l.ends == nil {
-		l.leased = false
-		l.tellLocked()
 	}
 	c.mu.Unlock()
 	if tell != nil {
@@ -258,7 +280,7 @@ func (l *lane) take(n int) (recs []record, id uint64, changed <-chan struct{}, e
 			c.onDamage(d.Damage)
 		}
 	}
-	return recs, id, nil, err
+	return recs, err
 }
 
 // loss is damage that was found while reading, and what there is of it.
@@ -295,7 +317,6 @@ func (r *reader) trim(head uint64) {
 // take reads up to n messages from head on, passes over what is damaged, and returns
 // where it is then. What of the damage was not known is in lost.
 func (r *reader) take(s store, lane string, head, tail uint64, n int) (recs []record, pos uint64, lost []loss, err error) {
-	r.trim(head)
 	p := pass{r: r, store: s, lane: lane, pos: head, tail: tail, more: true}
 	for i := 0; len(p.recs) < n && p.pos < tail; {
 		last := i+1 >= len(r.chunks)

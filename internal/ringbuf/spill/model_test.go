@@ -27,6 +27,9 @@ type modelLane struct {
 	lane   *Lane[string]
 	lease  Lease[string]
 	leased bool
+
+	reader *Reader[string] // nil, or what has the lane leased
+	read   int             // of what is held, by it
 }
 
 func (l *modelLane) held() []string { return l.all[l.head:] }
@@ -133,6 +136,9 @@ func checkModel(t *rapid.T, dir string) {
 		},
 		"Commit": func(t *rapid.T) {
 			l := draw(t)
+			if l.reader != nil {
+				return
+			}
 			n := rapid.IntRange(-1, l.lease.Len()+1).Draw(t, "n")
 			err := l.lease.Commit(n)
 			switch {
@@ -149,6 +155,62 @@ func checkModel(t *rapid.T, dir string) {
 			default:
 				l.head, l.leased = l.head+n, false
 			}
+		},
+		"Reader": func(t *rapid.T) {
+			l := draw(t)
+			r, err := l.lane.Reader()
+			switch {
+			case l.leased:
+				if !errors.Is(err, ringbuf.ErrLeased) {
+					t.Fatal(err)
+				}
+			case err != nil:
+				t.Fatal(err)
+			default:
+				l.reader, l.read, l.leased, l.lease = r, 0, true, Lease[string]{}
+			}
+		},
+		"Read": func(t *rapid.T) {
+			l := draw(t)
+			if l.reader == nil {
+				return
+			}
+			dst := make([]string, rapid.SampledFrom([]int{1, 2, 30}).Draw(t, "len"))
+			n, err := l.reader.Read(dst)
+			want := l.held()[l.read:]
+			want = want[:min(len(dst), len(want))]
+			if err != nil || !slices.Equal(dst[:n], want) {
+				t.Fatalf("%q, %v; want %q", dst[:n], err, want)
+			}
+			l.read += n
+		},
+		"GiveUp": func(t *rapid.T) {
+			l := draw(t)
+			if l.reader == nil {
+				return
+			}
+			n := rapid.IntRange(-1, l.read+1).Draw(t, "n")
+			switch err := l.reader.Commit(n); {
+			case n < 0 || n > l.read:
+				if err == nil || errors.Is(err, ringbuf.ErrLeaseOver) {
+					t.Fatal(err)
+				}
+			case err != nil:
+				t.Fatal(err)
+			default:
+				l.head, l.read = l.head+n, l.read-n
+			}
+		},
+		"CloseReader": func(t *rapid.T) {
+			l := draw(t)
+			if l.reader == nil {
+				return
+			}
+			l.reader.Close()
+			if err := l.reader.Commit(0); !errors.Is(err, ringbuf.ErrLeaseOver) {
+				t.Fatalf("a reader that is closed: %v", err)
+			}
+			l.reader, l.leased = nil, false
 		},
 		"Flush": func(t *rapid.T) {
 			if err := s.Flush(context.Background()); err != nil {

@@ -1,0 +1,219 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guardamqp
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math"
+	"time"
+
+	"github.com/rabbitmq/amqp091-go"
+
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+var _ guard.Spiller[amqp091.Delivery] = (*port)(nil)
+
+// spillHead is what the spill keeps of a delivery beside its body: all but the tags of its
+// channel. Headers are typed, since JSON alone would lose their types.
+type spillHead struct {
+	Headers         *typed    `json:"headers,omitempty"`
+	ContentType     string    `json:"content_type,omitempty"`
+	ContentEncoding string    `json:"content_encoding,omitempty"`
+	DeliveryMode    uint8     `json:"delivery_mode,omitempty"`
+	Priority        uint8     `json:"priority,omitempty"`
+	CorrelationID   string    `json:"correlation_id,omitempty"`
+	ReplyTo         string    `json:"reply_to,omitempty"`
+	Expiration      string    `json:"expiration,omitempty"`
+	MessageID       string    `json:"message_id,omitempty"`
+	Timestamp       time.Time `json:"timestamp,omitzero"`
+	Type            string    `json:"type,omitempty"`
+	UserID          string    `json:"user_id,omitempty"`
+	AppID           string    `json:"app_id,omitempty"`
+	Redelivered     bool      `json:"redelivered,omitempty"`
+	Exchange        string    `json:"exchange"`
+	RoutingKey      string    `json:"routing_key"`
+}
+
+// Spill is [guard.Spiller]'s. A message without an id gets the one that its dead letter
+// would have.
+func (p *port) Spill(d amqp091.Delivery) (head, body []byte, err error) {
+	h := spillHead{
+		ContentType: d.ContentType, ContentEncoding: d.ContentEncoding, DeliveryMode: d.DeliveryMode, Priority: d.Priority,
+		CorrelationID: d.CorrelationId, ReplyTo: d.ReplyTo, Expiration: d.Expiration, MessageID: p.id(&d),
+		Timestamp: d.Timestamp, Type: d.Type, UserID: d.UserId, AppID: d.AppId,
+		Redelivered: d.Redelivered, Exchange: d.Exchange, RoutingKey: d.RoutingKey,
+	}
+	if d.Headers != nil {
+		if h.Headers, err = newTyped(d.Headers); err != nil {
+			return nil, nil, err
+		}
+	}
+	head, err = json.Marshal(h)
+	return head, d.Body, err
+}
+
+// Unspill is [guard.Spiller]'s.
+func (p *port) Unspill(head, body []byte) (d amqp091.Delivery, err error) {
+	var h spillHead
+	if err := json.Unmarshal(head, &h); err != nil {
+		return d, fmt.Errorf("amqp: a message in the spill: %w", err)
+	}
+	d = amqp091.Delivery{
+		ContentType: h.ContentType, ContentEncoding: h.ContentEncoding, DeliveryMode: h.DeliveryMode, Priority: h.Priority,
+		CorrelationId: h.CorrelationID, ReplyTo: h.ReplyTo, Expiration: h.Expiration, MessageId: h.MessageID,
+		Timestamp: h.Timestamp, Type: h.Type, UserId: h.UserID, AppId: h.AppID,
+		Redelivered: h.Redelivered, Exchange: h.Exchange, RoutingKey: h.RoutingKey,
+		Body: body,
+	}
+	if h.Headers != nil {
+		v, err := h.Headers.value()
+		if err != nil {
+			return d, err
+		}
+		table, ok := v.(amqp091.Table)
+		if !ok {
+			return d, fmt.Errorf("amqp: a message in the spill: its headers are of type %q", h.Headers.Type)
+		}
+		d.Headers = table
+	}
+	return d, nil
+}
+
+// typed is a value of a table, with the letter of its type in AMQP 0-9-1 as RabbitMQ
+// speaks it.
+type typed struct {
+	Type  string          `json:"t"`
+	Value json.RawMessage `json:"v,omitempty"`
+}
+
+func newTyped(v any) (*typed, error) {
+	letter := ""
+	switch x := v.(type) {
+	case nil:
+		return &typed{Type: "V"}, nil
+	case bool:
+		letter = "t"
+	case int8:
+		letter = "b"
+	case uint8:
+		letter = "B"
+	case int16:
+		letter = "s"
+	case uint16:
+		letter = "u"
+	case int32:
+		letter = "I"
+	case uint32:
+		letter = "i"
+	case int64:
+		letter = "l"
+	case float32:
+		letter, v = "f", math.Float32bits(x) // JSON has no NaN
+	case float64:
+		letter, v = "d", math.Float64bits(x)
+	case amqp091.Decimal:
+		letter = "D"
+	case string:
+		letter, v = "S", []byte(x) // it need not be UTF-8
+	case []byte:
+		letter = "x"
+	case time.Time:
+		letter, v = "T", x.Unix()
+	case []any:
+		all := make([]*typed, len(x))
+		for i, e := range x {
+			f, err := newTyped(e)
+			if err != nil {
+				return nil, err
+			}
+			all[i] = f
+		}
+		letter, v = "A", all
+	case amqp091.Table:
+		all := make(map[string]*typed, len(x))
+		for name, e := range x {
+			f, err := newTyped(e)
+			if err != nil {
+				return nil, fmt.Errorf("header %q: %w", name, err)
+			}
+			all[name] = f
+		}
+		letter, v = "F", all
+	default:
+		return nil, fmt.Errorf("amqp: a value of type %T is none of a table", v)
+	}
+	b, err := json.Marshal(v)
+	return &typed{letter, b}, err
+}
+
+func (f *typed) value() (any, error) {
+	if f == nil {
+		return nil, errors.New("amqp: a header in the spill is missing")
+	}
+	switch f.Type {
+	case "V":
+		return nil, nil //nolint:nilnil // void is a value
+	case "t":
+		return read[bool](f)
+	case "b":
+		return read[int8](f)
+	case "B":
+		return read[uint8](f)
+	case "s":
+		return read[int16](f)
+	case "u":
+		return read[uint16](f)
+	case "I":
+		return read[int32](f)
+	case "i":
+		return read[uint32](f)
+	case "l":
+		return read[int64](f)
+	case "f":
+		bits, err := read[uint32](f)
+		return math.Float32frombits(bits), err
+	case "d":
+		bits, err := read[uint64](f)
+		return math.Float64frombits(bits), err
+	case "D":
+		return read[amqp091.Decimal](f)
+	case "S":
+		b, err := read[[]byte](f)
+		return string(b), err
+	case "x":
+		return read[[]byte](f)
+	case "T":
+		at, err := read[int64](f)
+		return time.Unix(at, 0), err
+	case "A":
+		all, err := read[[]*typed](f)
+		out := make([]any, len(all))
+		for i, e := range all {
+			if err == nil {
+				out[i], err = e.value()
+			}
+		}
+		return out, err
+	case "F":
+		all, err := read[map[string]*typed](f)
+		out := make(amqp091.Table, len(all))
+		for name, e := range all {
+			if err == nil {
+				out[name], err = e.value()
+			}
+		}
+		return out, err
+	}
+	return nil, fmt.Errorf("amqp: a header in the spill is of type %q", f.Type)
+}
+
+func read[T any](f *typed) (v T, err error) {
+	if err := json.Unmarshal(f.Value, &v); err != nil {
+		return v, fmt.Errorf("amqp: a header in the spill: %w", err)
+	}
+	return v, nil
+}

@@ -1,0 +1,703 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"slices"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/internal/ringbuf"
+)
+
+// A Spiller is a [Port] whose messages can be kept outside the broker; see [Policy.Spill].
+// Spill and Unspill touch no broker. They are called by the source's loop.
+type Spiller[M any] interface {
+	Port[M]
+
+	// Spill describes a message so that Unspill can make it again, maybe in another
+	// process. body may be the message's own; the guard copies both.
+	Spill(M) (head, body []byte, err error)
+
+	// Unspill makes a message of what Spill said. Lane and Meta of it are those that it
+	// had. The guard asks nothing else about it: its broker has its ack. It may keep head
+	// and body.
+	Unspill(head, body []byte) (M, error)
+}
+
+const (
+	// spillAfter is for how long messages of a source on hold stay in memory alone: a
+	// shorter outage costs no disk.
+	spillAfter = 10 * time.Second
+	// spillAtOnce and spillBytes bound what is read from the input, and written, at a time.
+	spillAtOnce = 512
+	spillBytes  = 512 << 10
+)
+
+// spilled is a message's copy in the spill. Guarded by Source.mu.
+type spilled struct {
+	number uint64 // tells it from others on the disk
+	placed bool   // its write has begun, or is over
+	synced bool   // it survives a crash
+	acked  bool   // the broker has its ack, or is being told
+	done   bool   // nobody needs the copy any more
+}
+
+// kept tells whether the broker need not be told of the message any more.
+func (c *spilled) kept() bool { return c != nil && c.acked && c.synced }
+
+// overflow is the disk behind the hold of one source. The loop alone calls its methods;
+// what End and Account look at is guarded by Source.mu.
+//
+// While it diverts, a message takes this way, and whatever comes later follows it, so that
+// the order holds:
+//
+//	input ─▶ next ─▶ written, synced ─▶ acked at the broker
+//	                        └─▶ read, when the machine has room ─▶ machine ─▶ given up
+//
+// What the machine had before keeps its place there. Its copies are written first, and
+// are passed over when they are read.
+type overflow[M any] struct {
+	port Spiller[M]
+	lane *spillLane
+	name string // of the lane
+
+	reader *spillReader // nil while nothing is on the disk
+	buf    [][]byte
+	number uint64
+	most   int  // messages of a write: fewer while the spill is nearly full
+	told   bool // that the spill takes nothing
+
+	// Guarded by Source.mu.
+	diverts bool           // the input goes to the disk
+	next    []spilling[M]  // to be written, in order
+	going   []spilling[M]  // being written
+	synced  []spilling[M]  // written: to be acked
+	copies  fifo[*spilled] // of what the machine had, on the disk and not read yet
+	read    fifo[*spilled] // on the disk and read, in the order of the lane
+	left    bool           // the lane was given back
+	askAt   time.Duration  // the sweeper nudges the loop again then
+	stuck   error          // why what is on the disk cannot be handed over
+}
+
+// spilling is a message on its way to the disk.
+type spilling[M any] struct {
+	m    M
+	copy *spilled
+	ours bool // the machine has the message
+}
+
+// busy tells whether anything is on the disk or on its way there.
+func (o *overflow[M]) busy() bool {
+	return o != nil && (o.diverts || len(o.next)+len(o.going)+len(o.synced)+o.copies.len()+o.read.len() > 0)
+}
+
+// newOverflow finds what an earlier epoch has left.
+func (s *Source[M]) newOverflow() (*overflow[M], error) {
+	port, ok := any(s.port).(Spiller[M])
+	switch {
+	case s.g.spill == nil:
+		return nil, errors.New("Policy.Spill: needs Config.SpillDir, a directory on a local disk")
+	case !ok || s.handler == nil:
+		return nil, errors.New("Policy.Spill: not with this adapter or shape: it cannot make a message again from the disk")
+	case s.parker != nil || s.from != nil:
+		return nil, errors.New("Policy.Spill: not with retry topics: a message would wait in two places")
+	case len(s.cfg.Name) > maxLaneName:
+		return nil, fmt.Errorf("Policy.Spill: the source's name has %d bytes, at most %d", len(s.cfg.Name), maxLaneName)
+	}
+	o := &overflow[M]{port: port, most: spillAtOnce, name: s.cfg.Name, lane: s.g.spill.Lane(s.cfg.Name)}
+	o.number = rand.Uint64()
+	s.c.spills = true
+	s.c.behind = o.lane.Len()
+	o.diverts = s.c.behind > 0
+	return o, nil
+}
+
+// divertsLocked tells whether the input goes to the disk, and begins that when a source on
+// hold is full, or has been for spillAfter.
+func (s *Source[M]) divertsLocked(now time.Duration) bool {
+	o := s.over
+	switch {
+	case o == nil:
+		return false
+	case o.diverts:
+		return true
+	case !s.spillDueLocked(now):
+		return false
+	}
+	o.diverts = true
+	s.c.unspilled(func(m M, c *spilled) {
+		c.placed = true
+		o.next = append(o.next, spilling[M]{m, c, true})
+	})
+	return true
+}
+
+// spillDueLocked tells whether the hold is to go to the disk.
+func (s *Source[M]) spillDueLocked(now time.Duration) bool {
+	o, c := s.over, &s.c
+	if o == nil || o.diverts || c.ended || c.draining || c.admitting(now) || c.unsettled() == 0 || !s.g.spillTakes() {
+		return false
+	}
+	return c.room() == 0 || c.reading(now).Age >= spillAfter
+}
+
+// inputRoomLocked is how many messages the source takes from its input.
+func (s *Source[M]) inputRoomLocked() int {
+	switch o := s.over; {
+	case o == nil || !o.diverts:
+		return s.c.room()
+	case len(o.next) > 0 || s.c.ended:
+		return 0
+	default:
+		return s.c.limit()
+	}
+}
+
+// spillTurn moves what is on its way to the disk and back, as far as it can without
+// waiting. more tells that there is more to do.
+func (l *loop[M]) spillTurn(now time.Duration) (more bool) {
+	s, o := l.s, l.s.over
+	s.mu.Lock()
+	diverts := s.divertsLocked(now)
+	busy := o.busy() && !s.fenced.Load()
+	s.mu.Unlock()
+	if !busy {
+		return false
+	}
+	s.ackSpilled()
+	more = diverts && l.divert()
+	s.writeSpilled()
+	more = s.readSpilled() || more
+	s.giveUpSpilled()
+	s.mu.Lock()
+	if s.c.behind == 0 && len(o.next)+len(o.going) == 0 && (s.c.admitting(now) || s.c.draining) {
+		o.diverts = false // all is in the machine: what comes follows it there
+	}
+	s.mu.Unlock()
+	return more
+}
+
+// divert reads the input.
+func (l *loop[M]) divert() (more bool) {
+	s, o := l.s, l.s.over
+	s.mu.Lock()
+	take := len(o.next) == 0 && !s.c.ended
+	s.mu.Unlock()
+	if !take {
+		return false
+	}
+	size := 0
+	for n := 0; n < spillAtOnce && size < spillBytes; n++ {
+		m, batched, ok := l.poll()
+		if !ok {
+			return false
+		}
+		if s.begin() {
+			size += s.port.Size(m)
+			s.end()
+		}
+		s.mu.Lock()
+		if batched {
+			s.diverted++
+		}
+		s.spillLocked(s.g.now(), m)
+		s.mu.Unlock()
+	}
+	return true
+}
+
+// take is put for a message that came while the loop was waiting.
+func (s *Source[M]) take(m M) {
+	s.mu.Lock()
+	diverts := s.over != nil && s.over.diverts && !s.fenced.Load()
+	if diverts {
+		s.calls++
+	}
+	s.mu.Unlock()
+	if !diverts {
+		s.put(m, false)
+		return
+	}
+	s.port.Size(m)
+	s.mu.Lock()
+	s.endLocked()
+	s.spillLocked(s.g.now(), m)
+	s.mu.Unlock()
+}
+
+// spillLocked puts a message behind what is to be written.
+func (s *Source[M]) spillLocked(now time.Duration, m M) {
+	s.c.behind++
+	s.c.divert(now, 1)
+	s.over.next = append(s.over.next, spilling[M]{m, &spilled{placed: true}, false})
+}
+
+// writeSpilled begins to write what is next, unless a write is under way: after one that
+// failed all is written again in order.
+func (s *Source[M]) writeSpilled() {
+	o := s.over
+	s.mu.Lock()
+	if len(o.next) == 0 || len(o.going) > 0 || s.c.ended {
+		s.mu.Unlock()
+		return
+	}
+	o.next = slices.DeleteFunc(o.next, func(w spilling[M]) bool { return w.ours && w.copy.done })
+	some := o.next[:min(len(o.next), o.most)]
+	s.mu.Unlock()
+
+	var data [][]byte
+	size := 0
+	var err error
+	for i, w := range some {
+		var b []byte
+		if b, err = o.encode(w); err != nil {
+			break
+		}
+		if size += len(b); i > 0 && size > spillBytes {
+			break
+		}
+		data = append(data, b)
+	}
+	some = some[:len(data)]
+	if len(data) > 0 {
+		s.mu.Lock()
+		o.going, o.next = some, o.next[len(some):]
+		s.mu.Unlock()
+		o.lane = s.g.spill.Lane(o.name) // an empty one may have been dropped
+		if err = o.lane.Append(s.wroteSpilled, data...); err == nil {
+			o.told, o.most = false, spillAtOnce
+			return
+		}
+		s.mu.Lock()
+		o.next, o.going = append(some, o.next...), nil
+		s.mu.Unlock()
+	}
+	s.notSpilled(err)
+}
+
+// encode writes a message and a number that tells its copy from others. All numbers of an
+// epoch begin at one that was drawn.
+func (o *overflow[M]) encode(w spilling[M]) ([]byte, error) {
+	head, body, err := o.port.Spill(w.m)
+	if err != nil {
+		return nil, err
+	}
+	o.number++
+	w.copy.number = o.number
+	b := make([]byte, 0, 8+binary.MaxVarintLen32+len(head)+len(body))
+	b = binary.LittleEndian.AppendUint64(b, w.copy.number)
+	b = binary.AppendUvarint(b, uint64(len(head)))
+	return append(append(b, head...), body...), nil
+}
+
+func decodeSpilled(b []byte) (number uint64, head, body []byte, err error) {
+	if len(b) < 8 {
+		return 0, nil, nil, errSpilled
+	}
+	number = binary.LittleEndian.Uint64(b)
+	n, k := binary.Uvarint(b[8:])
+	if k <= 0 || n > uint64(len(b)-8-k) {
+		return number, nil, nil, errSpilled
+	}
+	rest := b[8+k:]
+	return number, rest[:n:n], rest[n:], nil
+}
+
+var errSpilled = errors.New("guard: a message in the spill is not in its form")
+
+// wroteSpilled takes the news of a write, from the spill's goroutine.
+func (s *Source[M]) wroteSpilled(err error) {
+	o := s.over
+	s.mu.Lock()
+	if err != nil {
+		o.next = append(o.going, o.next...)
+	} else {
+		for _, w := range o.going {
+			w.copy.synced = true
+			if w.ours {
+				o.copies.push(w.copy)
+			}
+		}
+		o.synced = append(o.synced, o.going...)
+	}
+	o.going = nil
+	s.mu.Unlock()
+	s.nudge()
+}
+
+// notSpilled is what happens to what the disk does not take. What the machine has stays
+// there, and needs the broker's ack after all. The rest waits, unless nothing of the lane
+// is on the disk: then it takes its place in the machine, as far as there is room.
+func (s *Source[M]) notSpilled(err error) {
+	o := s.over
+	if errors.Is(err, ringbuf.ErrFull) {
+		o.most = max(1, o.most/2)
+		return // the sweeper asks again
+	}
+	if err == nil { // all that was next is done meanwhile
+		return
+	}
+	if !o.told {
+		o.told = true
+		s.g.log.Warn("the spill does not take a message: it stays in memory, and at the broker", "source", s.cfg.Name, "error", err)
+	}
+	for {
+		s.mu.Lock()
+		if len(o.next) == 0 {
+			s.mu.Unlock()
+			return
+		}
+		w := o.next[0]
+		if w.ours {
+			w.copy.placed = false
+			o.next = o.next[1:]
+			s.mu.Unlock()
+			continue
+		}
+		direct := s.c.behind == len(o.next) && s.c.room() > 0
+		if direct {
+			o.next = o.next[1:]
+			s.c.behind--
+		}
+		s.mu.Unlock()
+		if !direct {
+			return
+		}
+		s.put(w.m, false)
+	}
+}
+
+// ackSpilled acks at the broker what has been synced.
+func (s *Source[M]) ackSpilled() {
+	o := s.over
+	for {
+		s.mu.Lock()
+		var some []M
+		for len(o.synced) > 0 && len(some) < flushEvery {
+			w := o.synced[0]
+			o.synced = o.synced[1:]
+			if !w.copy.acked {
+				w.copy.acked = true
+				some = append(some, w.m)
+			}
+		}
+		s.mu.Unlock()
+		if len(some) == 0 {
+			return
+		}
+		if !s.begin() {
+			return
+		}
+		failed := uint64(0)
+		for _, m := range some {
+			if err := s.port.Ack(m); err != nil && !errors.Is(err, ErrTakenBack) {
+				failed++
+			}
+		}
+		s.countFlush(s.port.Flush())
+		turn, ahead := s.lookAhead()
+		s.mu.Lock()
+		s.c.lookedAhead(turn, ahead)
+		s.c.tally.Spilled += uint64(len(some))
+		s.c.tally.AckFailures += failed
+		s.endLocked()
+		s.mu.Unlock()
+	}
+}
+
+// readSpilled hands the machine what it has room for, oldest first.
+func (s *Source[M]) readSpilled() (more bool) {
+	o := s.over
+	s.mu.Lock()
+	room := s.c.room()
+	want := 0
+	switch {
+	case s.c.ended || o.stuck != nil:
+	case o.copies.len() > 0:
+		want = min(o.copies.len(), spillAtOnce)
+	case s.c.behind > len(o.next)+len(o.going) && (2*room >= s.c.limit() || s.c.unsettled() == 0):
+		want = min(room, spillAtOnce)
+	}
+	s.mu.Unlock()
+	if want == 0 || !o.open() {
+		return false
+	}
+	if len(o.buf) < want {
+		o.buf = make([][]byte, want)
+	}
+	n, err := o.reader.Read(o.buf[:want])
+	if err != nil {
+		s.g.log.Warn("the spill cannot be read: what is in it waits there", "source", s.cfg.Name, "error", err)
+		s.mu.Lock()
+		o.stuck = err
+		s.mu.Unlock()
+		return false
+	}
+	for _, b := range o.buf[:n] {
+		if !s.unspill(b) {
+			return false
+		}
+	}
+	clear(o.buf[:n])
+	if n == 0 {
+		s.mu.Lock()
+		if o.copies.len() == 0 && len(o.going) == 0 && len(o.synced) == 0 {
+			s.c.behind = len(o.next) // the others are damaged, as the log says
+		}
+		s.mu.Unlock()
+	}
+	return n > 0
+}
+
+// open opens the reader.
+func (o *overflow[M]) open() bool {
+	if o.reader != nil {
+		return true
+	}
+	r, err := o.lane.Reader()
+	if err != nil {
+		return false // an epoch before still has it: the sweeper asks again
+	}
+	o.reader = r
+	return true
+}
+
+// unspill hands a copy over, unless the machine has its message.
+func (s *Source[M]) unspill(b []byte) bool {
+	o := s.over
+	number, head, body, err := decodeSpilled(b)
+	s.mu.Lock()
+	for err == nil && o.copies.len() > 0 {
+		c := o.copies.pop()
+		if c.number == number {
+			o.read.push(c)
+			s.mu.Unlock()
+			return true
+		}
+		// Its copy is damaged. The machine still has it.
+	}
+	s.mu.Unlock()
+	var m M
+	if err == nil {
+		m, err = o.port.Unspill(head, body)
+	}
+	if err != nil {
+		s.g.log.Warn("a message in the spill cannot be made again: it and those behind it wait there", "source", s.cfg.Name, "error", err,
+			"help", "start the version that wrote it, or move the directory away")
+		s.mu.Lock()
+		o.stuck = err
+		s.mu.Unlock()
+		return false
+	}
+	c := &spilled{number: number, placed: true, synced: true, acked: true}
+	var key uint64
+	if s.c.policy.Order == OrderKey && s.begin() {
+		key = s.port.Lane(m)
+		s.end()
+	}
+	now := s.g.now()
+	s.mu.Lock()
+	o.read.push(c)
+	if s.fenced.Load() {
+		s.mu.Unlock()
+		return true
+	}
+	s.c.behind = max(0, s.c.behind-1)
+	s.c.put(now, m, key, len(b), c)
+	s.unlock(now)
+	s.g.sweeper.kick()
+	s.cond.Signal()
+	return true
+}
+
+// giveUpSpilled lets go of what is done on the disk, from its front.
+func (s *Source[M]) giveUpSpilled() {
+	o := s.over
+	s.mu.Lock()
+	n := 0
+	for o.read.len() > 0 && o.read.peek().done {
+		o.read.pop()
+		n++
+	}
+	over := o.reader != nil && s.c.behind+o.copies.len()+o.read.len() == 0 && len(o.going)+len(o.synced) == 0
+	s.mu.Unlock()
+	if n > 0 {
+		if err := o.reader.Commit(n); err != nil {
+			s.g.log.Warn("the spill does not give up what was handled: it may be handled again", "source", s.cfg.Name, "error", err)
+		}
+	}
+	if over {
+		o.reader.Close()
+		o.reader = nil
+	}
+}
+
+// ackHere tells whether the broker is to be told that a message is done; its copy on the
+// disk, if it has one, is done in any case.
+func (s *Source[M]) ackHere(it *item[M]) bool {
+	c := it.copy
+	if c == nil {
+		return true
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	c.done = true
+	was := c.acked
+	c.acked = true
+	return !was
+}
+
+// endSpill waits for the write that is under way and acks it: so the broker does not
+// deliver again what is on the disk.
+func (s *Source[M]) endSpill() {
+	o := s.over
+	if o == nil {
+		return
+	}
+	s.mu.Lock()
+	for len(o.going) > 0 && !s.hung {
+		s.cond.Wait()
+	}
+	s.mu.Unlock()
+	s.ackSpilled()
+}
+
+// leaveSpillLocked takes out what is not on the disk, and counts what is.
+func (s *Source[M]) leaveSpillLocked() (rest []M, left int) {
+	o := s.over
+	if o == nil {
+		return nil, 0
+	}
+	for _, w := range append(o.next, o.going...) {
+		if !w.ours {
+			rest = append(rest, w.m)
+		}
+	}
+	s.giveBackLocked(s.c.behind)
+	left = s.c.behind - len(rest)
+	s.c.behind = 0
+	o.next, o.diverts = nil, false
+	return rest, left
+}
+
+// closeSpill gives the lane back once nobody reads it.
+func (s *Source[M]) closeSpill() {
+	s.mu.Lock()
+	o := s.over
+	free := o != nil && s.fenced.Load() && s.loops == 0 && !o.left
+	if free {
+		o.left = true
+	}
+	s.mu.Unlock()
+	if free && o.reader != nil {
+		s.giveUpSpilled()
+		if o.reader != nil {
+			o.reader.Close()
+		}
+	}
+}
+
+// unackedLocked appends what is to be written.
+func (s *Source[M]) unackedLocked(dst []M) []M {
+	if s.over == nil {
+		return dst
+	}
+	for _, w := range s.over.next {
+		if !w.ours {
+			dst = append(dst, w.m)
+		}
+	}
+	return dst
+}
+
+// spilledLocked is how many unsettled messages are on the disk.
+func (s *Source[M]) spilledLocked() int {
+	o := s.over
+	if o == nil {
+		return 0
+	}
+	n := s.c.behind
+	for _, w := range o.next {
+		if !w.ours {
+			n--
+		}
+	}
+	for _, w := range o.going {
+		if !w.ours {
+			n--
+		}
+	}
+	return n + o.copies.len() + o.read.len()
+}
+
+// spillWaitsLocked tells whether the loop should look: a hold has become long, or
+// something waits for the disk that nobody else says.
+func (s *Source[M]) spillWaitsLocked(now time.Duration) bool {
+	o := s.over
+	if o == nil || now < o.askAt {
+		return false
+	}
+	waits := len(o.next) > 0 && len(o.going) == 0 || s.c.behind > 0 && o.stuck == nil
+	if !waits && !s.spillDueLocked(now) {
+		return false
+	}
+	o.askAt = now + stormEvery
+	return true
+}
+
+// spillHoldLocked says why the disk takes nothing or gives nothing.
+func (s *Source[M]) spillHoldLocked() (detail, by string) {
+	o := s.over
+	switch {
+	case o == nil:
+		return "", ""
+	case o.stuck != nil:
+		return fmt.Sprintf("%d messages in the spill cannot be read", s.c.behind), "operator: see the log"
+	case len(o.next) > 0 && len(o.going) == 0:
+		return "the spill takes no message", "room on the disk, or in SpillBytes"
+	}
+	return "", ""
+}
+
+// closeSpill closes the directory.
+func (g *Guard) closeSpill() error {
+	if g.spill == nil {
+		return nil
+	}
+	if err := g.spill.Close(); err != nil {
+		return fmt.Errorf("guard: Config.SpillDir: %w", err)
+	}
+	return nil
+}
+
+// spillState is what the Guard's directory has said of itself last.
+type spillState struct {
+	takes bool
+	name  string
+	err   error
+}
+
+// spillTakes tells whether the directory may take a message.
+func (g *Guard) spillTakes() bool {
+	st := g.spillState.Load()
+	return st == nil || st.takes
+}
+
+// saySpill logs what the directory has said since. The sweeper calls it.
+func (g *Guard) saySpill() {
+	if !g.spillNews.CompareAndSwap(true, false) {
+		return
+	}
+	st := g.spillState.Load()
+	level := slog.LevelWarn
+	if st.err == nil {
+		level = slog.LevelInfo
+	}
+	g.log.Log(g.ctx, level, "the spill is "+st.name, "dir", g.cfg.SpillDir, "error", st.err)
+}

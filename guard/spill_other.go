@@ -1,0 +1,32 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build !unix
+
+package guard
+
+import "errors"
+
+// Without the locks of Unix a directory has no single owner, so there is no spill.
+type (
+	spillDir    struct{}
+	spillLane   struct{}
+	spillReader struct{}
+)
+
+const maxLaneName = 255
+
+func (*spillDir) Lane(string) *spillLane { return nil }
+func (*spillDir) Close() error           { return nil }
+
+func (*spillLane) Len() int                            { return 0 }
+func (*spillLane) Append(func(error), ...[]byte) error { return errNoSpill }
+func (*spillLane) Reader() (*spillReader, error)       { return nil, errNoSpill }
+
+func (*spillReader) Read([][]byte) (int, error) { return 0, errNoSpill }
+func (*spillReader) Commit(int) error           { return errNoSpill }
+func (*spillReader) Close()                     {}
+
+var errNoSpill = errors.New("guard: Config.SpillDir: a spill needs Unix")
+
+func (*Guard) openSpill() error { return errNoSpill }

@@ -1,0 +1,586 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build unix
+
+package guard
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"pgregory.net/rapid"
+)
+
+// spillPort is a testPort of messages that can be kept on the disk.
+type spillPort struct{ testPort }
+
+func (p *spillPort) Spill(m int) (head, body []byte, err error) {
+	return fmt.Append(nil, m), make([]byte, 100), nil
+}
+
+func (p *spillPort) Unspill(head, body []byte) (int, error) {
+	if len(body) != 100 {
+		return 0, fmt.Errorf("%d bytes", len(body))
+	}
+	return strconv.Atoi(string(head))
+}
+
+// queue is a broker's queue, one consumer of it, and what its handler has done. What is
+// delivered and not acked comes again, in its place, to the next consumer.
+type queue struct {
+	tb  interface{ Errorf(string, ...any) }
+	dir string
+	cfg Config
+
+	mu      sync.Mutex
+	sent    int
+	ready   []int // not delivered, in order
+	out     map[int]bool
+	sending int // the source may not have taken it
+	acked   int
+	down    bool
+	calls   int
+	handled []int
+
+	g       *Guard
+	s       *Source[int]
+	port    *spillPort
+	letters *testWriter
+	ended   chan struct{}
+	stop    context.CancelFunc
+}
+
+func (q *queue) poison(m int) bool { return m%41 == 13 }
+
+func (q *queue) handle(_ context.Context, m int) error {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.calls++
+	switch {
+	case q.down:
+		return Unavailable(errDown)
+	case q.poison(m):
+		return Permanent(errors.New("poison"))
+	}
+	q.handled = append(q.handled, m)
+	return nil
+}
+
+// open makes a Guard over the directory, if there is none, and a source.
+func (q *queue) open() error {
+	var err error
+	if q.g == nil {
+		q.cfg.SpillDir = q.dir
+		if q.g, err = New(q.cfg, WithLogger(slog.New(slog.NewTextHandler(io.Discard, nil)))); err != nil {
+			return err
+		}
+	}
+	q.port = &spillPort{testPort{keys: 8}}
+	q.s, err = Open(q.g, SourceConfig{Name: "s", DeadLetters: q.letters}, Limits{}, Port[int](q.port), q.handle)
+	if err != nil {
+		return err
+	}
+	ctx, stop := context.WithCancel(context.Background())
+	q.stop, q.ended = stop, make(chan struct{})
+	in := make(chan int)
+	var both sync.WaitGroup
+	both.Go(func() { _ = q.s.Run(ctx, in) })
+	both.Go(func() {
+		for {
+			q.mu.Lock()
+			if len(q.ready) == 0 {
+				q.mu.Unlock()
+				select {
+				case <-time.After(time.Millisecond):
+					continue
+				case <-q.s.Ended():
+					return
+				}
+			}
+			m := q.ready[0]
+			q.ready, q.out[m], q.sending = q.ready[1:], true, m
+			q.mu.Unlock()
+			select {
+			case in <- m:
+				q.mu.Lock()
+				q.sending = -1
+				q.mu.Unlock()
+			case <-q.s.Ended():
+				return
+			}
+		}
+	})
+	go func() { both.Wait(); close(q.ended) }()
+	return nil
+}
+
+// settle takes the acks, and puts back what was not acked once the consumer is gone.
+func (q *queue) settle(gone bool) {
+	q.port.mu.Lock()
+	acked := q.port.acked
+	q.port.acked = nil
+	q.port.mu.Unlock()
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	for _, m := range acked {
+		if !q.out[m] {
+			q.tb.Errorf("message %d is acked twice", m)
+		}
+		delete(q.out, m)
+		q.acked++
+	}
+	if gone {
+		for m := range q.out {
+			q.ready = append(q.ready, m)
+		}
+		slices.Sort(q.ready)
+		clear(q.out)
+	}
+}
+
+// close ends the source, and with all the Guard.
+func (q *queue) close(why Reason, all bool) Report {
+	r := q.s.End(context.Background(), why)
+	if !r.Clean() {
+		q.tb.Errorf("the end left %+v", r)
+	}
+	if err := r.Account.Check(); err != nil {
+		q.tb.Errorf("%v", err)
+	}
+	q.stop()
+	<-q.ended
+	q.settle(false)
+	q.mu.Lock()
+	back := make(map[int]bool)
+	for _, m := range q.port.returned {
+		if back[m] = true; !q.out[m] {
+			q.tb.Errorf("message %d is given back, and was acked", m)
+		}
+	}
+	for m := range q.out {
+		if !back[m] && m != q.sending {
+			q.tb.Errorf("message %d is not acked, and was not given back", m)
+		}
+	}
+	q.mu.Unlock()
+	q.settle(true)
+	if all {
+		if _, err := q.g.Close(context.Background()); err != nil {
+			q.tb.Errorf("%v", err)
+		}
+		q.g = nil
+	}
+	return r
+}
+
+func (q *queue) send(n int) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	for range n {
+		q.ready = append(q.ready, q.sent)
+		q.sent++
+	}
+}
+
+func (q *queue) setDown(down bool) {
+	q.mu.Lock()
+	q.down = down
+	q.mu.Unlock()
+}
+
+// finished tells whether every message was handled or dead-lettered, and acked.
+func (q *queue) finished() bool {
+	q.settle(false)
+	q.letters.mu.Lock()
+	letters := len(q.letters.recs)
+	q.letters.mu.Unlock()
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.acked >= q.sent && len(q.handled)+letters >= q.sent && q.s.Account().Unsettled() == 0
+}
+
+// drain waits for that, for a time that is stated.
+func (q *queue) drain(within time.Duration) {
+	for waited := time.Duration(0); !q.finished(); waited += 100 * time.Millisecond {
+		if waited > within {
+			q.tb.Errorf("after %s: %d sent, %d acked, %d handled, %d ready, %+v", waited, q.sent, q.acked, len(q.handled), len(q.ready), q.s.State())
+			return
+		}
+		time.Sleep(100 * time.Millisecond)
+	}
+}
+
+// counts checks that everything was handled, or dead-lettered where it is poison, at most
+// so often.
+func (q *queue) counts(most int) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	done := make(map[int]int)
+	for _, m := range q.handled {
+		done[m]++
+	}
+	for _, r := range q.letters.recs {
+		m, _ := strconv.Atoi(string(r.Body))
+		if done[m]++; !q.poison(m) {
+			q.tb.Errorf("message %d is healthy and dead-lettered", m)
+		}
+	}
+	for m := range q.sent {
+		if n := done[m]; n < 1 || n > most {
+			q.tb.Errorf("message %d was handled %d times, want 1 to %d", m, n, most)
+		}
+	}
+}
+
+func newQueue(tb interface{ Errorf(string, ...any) }, dir string, cfg Config) *queue {
+	return &queue{tb: tb, dir: dir, cfg: cfg, out: make(map[int]bool), letters: &testWriter{}}
+}
+
+// spillRoot is a directory in memory where there is one: what is tested is not the disk.
+func spillRoot(tb testing.TB) string {
+	dir, err := os.MkdirTemp("/dev/shm", "spill")
+	if err != nil {
+		return tb.TempDir()
+	}
+	tb.Cleanup(func() { _ = os.RemoveAll(dir) })
+	return dir
+}
+
+// In an outage that is longer than its window a source acks what it spills, holds it, and
+// handles all of it in order when the dependency is back.
+func TestSpillHoldsAnOutage(t *testing.T) {
+	for _, order := range []Order{OrderSource, OrderKey, OrderNone} {
+		bubble(t, order.String(), func(t *testing.T) {
+			p := Policy{Spill: true, Window: 64, Order: order}
+			if order != OrderSource {
+				p.Workers = 4
+			}
+			q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: p})
+			if err := q.open(); err != nil {
+				t.Fatal(err)
+			}
+			q.setDown(true)
+			q.send(3000)
+			time.Sleep(20 * time.Second)
+			q.settle(false)
+			a, st := q.s.Account(), q.s.State()
+			if q.acked < 2990 || a.Unsettled() != 3000 || st.Spilled < 2990 || a.Acked > 0 {
+				t.Errorf("in the outage %d are acked at the broker, %d spilled: %+v", q.acked, st.Spilled, a)
+			}
+			if err := a.Check(); err != nil {
+				t.Error(err)
+			}
+			q.mu.Lock()
+			if q.calls > 200 {
+				t.Errorf("%d calls in the outage", q.calls)
+			}
+			q.mu.Unlock()
+			q.setDown(false)
+			q.drain(30 * time.Second)
+			q.counts(1)
+			if order == OrderSource && !slices.IsSorted(q.handled) {
+				t.Errorf("not in order: %v", q.handled)
+			}
+			// What comes later does not touch the disk.
+			q.send(100)
+			q.drain(time.Second)
+			if n := q.s.State().Tally.Spilled; n > 3000 {
+				t.Errorf("%d messages spilled of 3000", n)
+			}
+			if n := q.g.spill.Stats().Count; n != 0 {
+				t.Errorf("%d messages are left on the disk", n)
+			}
+			q.close(ReasonShutdown, true)
+		})
+	}
+}
+
+// What a source has spilled when it ends is handled first, in order, by the next one of
+// its name.
+func TestSpillOverAnEnd(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: Policy{Spill: true, Window: 64}})
+		if err := q.open(); err != nil {
+			t.Fatal(err)
+		}
+		q.setDown(true)
+		q.send(500)
+		time.Sleep(20 * time.Second)
+		if r := q.close(ReasonShutdown, true); r.Spilled < 490 || r.Spilled+r.Returned != 500 {
+			t.Errorf("%d are left in the spill and %d given back, of 500", r.Spilled, r.Returned)
+		}
+		q.setDown(false)
+		q.send(100)
+		if err := q.open(); err != nil {
+			t.Fatal(err)
+		}
+		q.drain(30 * time.Second)
+		q.counts(1)
+		if !slices.IsSorted(q.handled) {
+			t.Errorf("not in order: %v", q.handled)
+		}
+		q.close(ReasonShutdown, true)
+	})
+}
+
+// End waits for a write that is under way, and tells the broker of it; a write that failed
+// is made again, in its order.
+func TestSpillWriteUnderWay(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: Policy{Spill: true, Window: 2}})
+		if err := q.open(); err != nil {
+			t.Fatal(err)
+		}
+		q.setDown(true)
+		q.send(4)
+		time.Sleep(20 * time.Second)
+		q.settle(false)
+		begin := func(from, to int) {
+			q.mu.Lock()
+			defer q.mu.Unlock()
+			q.s.mu.Lock()
+			defer q.s.mu.Unlock()
+			for m := from; m < to; m++ {
+				q.out[m] = true
+				q.s.c.behind++
+				q.s.over.going = append(q.s.over.going, spilling[int]{m, &spilled{placed: true}, false})
+			}
+		}
+		begin(4, 6)
+		q.mu.Lock()
+		q.s.mu.Lock()
+		q.s.spillLocked(0, 6)
+		q.s.mu.Unlock()
+		q.out[6] = true
+		q.mu.Unlock()
+		q.s.wroteSpilled(errDown)
+		synctest.Wait()
+		if q.settle(false); q.acked != 7 {
+			t.Errorf("%d messages are acked, want 7: those whose write failed are written again", q.acked)
+		}
+		begin(7, 8)
+		done := make(chan Report)
+		go func() { done <- q.s.End(t.Context(), ReasonShutdown) }()
+		synctest.Wait()
+		select {
+		case <-done:
+			t.Error("End did not wait for the write")
+		default:
+		}
+		q.s.wroteSpilled(nil)
+		if r := <-done; r.Spilled != 8 {
+			t.Errorf("%d messages are left in the spill, want 8", r.Spilled)
+		}
+		q.sent = 8
+		q.sending = -1
+		q.close(ReasonShutdown, true)
+		q.setDown(false)
+		if err := q.open(); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(10 * time.Second)
+		q.sent = 7
+		q.close(ReasonShutdown, true)
+		if want := []int{0, 1, 2, 3, 4, 5, 6}; !slices.Equal(q.handled, want) { // the last was not really written
+			t.Errorf("handled %v, want %v", q.handled, want)
+		}
+	})
+}
+
+// A few messages of a source without traffic are spilled after 10 s of a hold.
+func TestSpillAfterAWhile(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: Policy{Spill: true}})
+		if err := q.open(); err != nil {
+			t.Fatal(err)
+		}
+		q.setDown(true)
+		q.send(3)
+		time.Sleep(spillAfter - time.Second)
+		if q.settle(false); q.acked > 0 {
+			t.Errorf("%d acked at once", q.acked)
+		}
+		time.Sleep(2 * time.Second)
+		if q.settle(false); q.acked != 3 {
+			t.Errorf("%d acked, want 3", q.acked)
+		}
+		q.send(2)
+		time.Sleep(2 * time.Second)
+		if q.settle(false); q.acked != 5 {
+			t.Errorf("%d acked, want 5", q.acked)
+		}
+		q.setDown(false)
+		q.drain(30 * time.Second)
+		q.counts(1)
+		q.close(ReasonShutdown, true)
+	})
+}
+
+// A full spill stops the intake, loses nothing and goes on.
+func TestSpillFull(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{SpillBytes: 64 << 10, Policy: Policy{Spill: true, Window: 16}})
+		if err := q.open(); err != nil {
+			t.Fatal(err)
+		}
+		q.setDown(true)
+		q.send(3000)
+		time.Sleep(30 * time.Second)
+		q.settle(false)
+		if q.acked < 100 || q.acked > 700 || len(q.ready) < 2000 {
+			t.Errorf("%d acked and %d left at the broker, with room for 64 KiB", q.acked, len(q.ready))
+		}
+		if !slices.ContainsFunc(q.s.State().Holds, func(h Hold) bool { return strings.Contains(h.Detail, "spill") }) {
+			t.Errorf("no hold says so: %+v", q.s.State().Holds)
+		}
+		q.setDown(false)
+		q.drain(60 * time.Second)
+		q.counts(1)
+		if !slices.IsSorted(q.handled) {
+			t.Errorf("not in order")
+		}
+		q.close(ReasonShutdown, true)
+	})
+}
+
+// Whatever happens, nothing is lost, and without a crash nothing is handled twice or out
+// of order; after the last outage all drains in a stated time.
+func TestSpillModel(t *testing.T) {
+	root := spillRoot(t)
+	runs := 0
+	rapid.Check(t, func(rt *rapid.T) {
+		runs++
+		dir := filepath.Join(root, strconv.Itoa(runs))
+		synctest.Test(t, func(*testing.T) { checkSpillModel(rt, dir) })
+	})
+}
+
+func checkSpillModel(t *rapid.T, dir string) {
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	defer os.RemoveAll(dir)
+	p := Policy{
+		Spill: true, Window: rapid.SampledFrom([]int{1, 5, 40, 1024}).Draw(t, "window"),
+		Order: rapid.SampledFrom([]Order{OrderSource, OrderKey, OrderNone}).Draw(t, "order"),
+	}
+	if p.Order != OrderSource && p.Window > 4 {
+		p.Workers = rapid.SampledFrom([]int{1, 3}).Draw(t, "workers")
+	}
+	bytes := rapid.SampledFrom([]int64{0, 64 << 10}).Draw(t, "bytes")
+	q := newQueue(t, filepath.Join(dir, "0"), Config{SpillBytes: bytes, Policy: p})
+	if err := q.open(); err != nil {
+		t.Fatal(err)
+	}
+	crashes := 0
+	for range rapid.IntRange(1, 12).Draw(t, "steps") {
+		switch rapid.SampledFrom([]string{"send", "send", "down", "up", "sleep", "end", "restart", "crash"}).Draw(t, "op") {
+		case "send":
+			q.send(rapid.SampledFrom([]int{1, 10, 300, 800}).Draw(t, "n"))
+		case "down":
+			q.setDown(true)
+		case "up":
+			q.setDown(false)
+		case "sleep":
+			time.Sleep(rapid.SampledFrom([]time.Duration{time.Millisecond, 100 * time.Millisecond, 3 * time.Second, time.Minute}).Draw(t, "d"))
+		case "end":
+			q.close(rapid.SampledFrom([]Reason{ReasonShutdown, ReasonRebalance}).Draw(t, "why"), false)
+			if err := q.open(); err != nil {
+				t.Fatal(err)
+			}
+		case "restart":
+			q.close(ReasonShutdown, true)
+			if err := q.open(); err != nil {
+				t.Fatal(err)
+			}
+		case "crash": // what the disk and the broker have at one instant is all that is left
+			synctest.Wait()
+			crashes++
+			q.settle(false)
+			data, err := os.ReadFile(filepath.Join(q.dir, "spill.db"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			acked := q.acked
+			before := make(map[int]bool)
+			for m := range q.out {
+				before[m] = true
+			}
+			q.close(ReasonRebalance, true)
+			for m := range before { // acked after the instant
+				if !slices.Contains(q.ready, m) {
+					q.ready = append(q.ready, m)
+				}
+			}
+			slices.Sort(q.ready)
+			q.acked = acked
+			q.dir = filepath.Join(dir, strconv.Itoa(crashes))
+			if err := errors.Join(os.Mkdir(q.dir, 0o700), os.WriteFile(filepath.Join(q.dir, "spill.db"), data, 0o600)); err != nil {
+				t.Fatal(err)
+			}
+			if err := q.open(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := q.s.Account().Check(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	q.setDown(false)
+	q.drain(2 * time.Minute)
+	q.counts(1 + crashes)
+	if p.Order == OrderSource && crashes == 0 && !slices.IsSorted(q.handled) {
+		t.Fatalf("not in order")
+	}
+	q.close(ReasonShutdown, true)
+}
+
+// Settings that cannot work are refused, by name.
+func TestSpillRefused(t *testing.T) {
+	dir := spillRoot(t)
+	for _, c := range []struct {
+		cfg  Config
+		want string
+	}{
+		{Config{Policy: Policy{Spill: true}}, "Config.SpillDir: must be set"},
+		{Config{SpillDir: filepath.Join(dir, "d"), SpillBytes: 100}, "Config.SpillBytes: 100 is not within 65536"},
+		{Config{SpillDir: filepath.Join(dir, "no", "such")}, "Config.SpillDir: "},
+	} {
+		if g, err := New(c.cfg); err == nil || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%+v: %v, want %q", c.cfg, err, c.want)
+			if g != nil {
+				_, _ = g.Close(t.Context())
+			}
+		}
+	}
+	g, err := New(Config{SpillDir: filepath.Join(dir, "d")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := New(Config{SpillDir: filepath.Join(dir, "d")}); err == nil || !strings.Contains(err.Error(), "locked") {
+		t.Errorf("a second Guard over the directory: %v", err)
+	}
+	handle := func(context.Context, int) error { return nil }
+	if _, err := Open(g, SourceConfig{Name: "s", Policy: &Policy{Spill: true}}, Limits{}, Port[int](&testPort{}), handle); err == nil || !strings.Contains(err.Error(), "Policy.Spill: not with this adapter") {
+		t.Errorf("a port that cannot: %v", err)
+	}
+	if _, err := Open(g, SourceConfig{Name: "s", Policy: &Policy{Spill: true}}, Limits{}, Port[int](&spillPort{}), nil); err == nil || !strings.Contains(err.Error(), "Policy.Spill: not with this adapter or shape") {
+		t.Errorf("the passive shape: %v", err)
+	}
+	if _, err := g.Close(t.Context()); err != nil {
+		t.Error(err)
+	}
+}

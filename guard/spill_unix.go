@@ -1,0 +1,55 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build unix
+
+package guard
+
+import (
+	"fmt"
+
+	"github.com/stormguard-mq/stormguard/internal/ringbuf/spill"
+)
+
+type (
+	spillDir    = spill.Spill[[]byte]
+	spillLane   = spill.Lane[[]byte]
+	spillReader = spill.Reader[[]byte]
+)
+
+const maxLaneName = spill.MaxName
+
+// blobs is the codec of the spill: a source encodes its messages itself.
+type blobs struct{}
+
+func (blobs) Append(dst, v []byte) []byte       { return append(dst, v...) }
+func (blobs) Decode(src []byte) ([]byte, error) { return src, nil }
+
+// openSpill opens the Guard's directory, and logs what it finds.
+func (g *Guard) openSpill() error {
+	s, found, err := spill.Open(spill.Config{Dir: g.cfg.SpillDir, MaxBytes: g.cfg.SpillBytes}, blobs{},
+		spill.WithState(func(st spill.State, err error) {
+			g.spillState.Store(&spillState{st != spill.Failed && st != spill.Closed, st.String(), err})
+			if st != spill.Closed {
+				g.spillNews.Store(true)
+				g.sweeper.stir()
+			}
+		}),
+		spill.WithDamage(func(d spill.Damage) {
+			g.log.Warn("the spill is damaged: messages are passed over", "dir", g.cfg.SpillDir, "damage", d.String())
+		}),
+	)
+	if err != nil {
+		return fmt.Errorf("guard: Config.SpillDir: %w", err)
+	}
+	g.spill = s
+	for _, d := range found.Damaged {
+		g.log.Warn("the spill is damaged: messages are passed over", "dir", g.cfg.SpillDir, "damage", d.String())
+	}
+	if found.Messages > 0 {
+		for l := range s.Lanes() {
+			g.log.Info("the spill has messages: they are handled first when their source is opened", "source", l.Name(), "messages", l.Len())
+		}
+	}
+	return nil
+}
