@@ -32,7 +32,7 @@ func TestMetricsAreDocumented(t *testing.T) {
 	exported := []string{
 		metricConsumed, metricHandled, metricReturned, metricMessages, metricRetries, metricRefused, metricQuarantined,
 		metricAckFailures, metricHoldAge, metricHold, metricBreaker, metricBudget, metricLag,
-		metricParked, metricParkedTotal, metricFollowed,
+		metricParked, metricParkedTotal, metricFollowed, metricSpilled,
 		metricProcess, metricFailures, metricDeadLetters, metricDLQRatio, metricOvertaken, metricRecovery, metricTransitions,
 		metricFleetScope, metricFleetHeard, metricFleetQuorum, metricFleetStorm,
 	}

@@ -42,6 +42,7 @@ const (
 	metricParked      = "stormguard.parked"
 	metricParkedTotal = "stormguard.parked.total"
 	metricFollowed    = "stormguard.followed"
+	metricSpilled     = "stormguard.spilled"
 
 	metricProcess     = "stormguard.process.duration.sampled"
 	metricFailures    = "stormguard.failures"
@@ -145,8 +146,8 @@ func newMetrics(g *Guard) (*metrics, error) {
 type observed struct {
 	consumed, handled, returned, retries, refused, quarantined, ackFailures, parkedTotal, followed metric.Int64ObservableCounter
 
-	messages, age, hold, state, budget, lag, parked, ratio metric.Float64ObservableGauge
-	fleetScope, heard, quorum, fleetStorm                  metric.Float64ObservableGauge
+	messages, age, hold, state, budget, lag, parked, spilled, ratio metric.Float64ObservableGauge
+	fleetScope, heard, quorum, fleetStorm                           metric.Float64ObservableGauge
 
 	all []metric.Observable
 }
@@ -180,6 +181,7 @@ func newObserved(meter metric.Meter) (*observed, error) {
 	o.budget = gauge(metricBudget, "{credit}", "DLQ credits left.")
 	o.lag = gauge(metricLag, "{message}", "Messages behind at the broker.")
 	o.parked = gauge(metricParked, "{message}", "Messages parked now.")
+	o.spilled = gauge(metricSpilled, "{message}", "Unsettled messages that are in the spill on this host's disk.")
 	o.ratio = gauge(metricDLQRatio, "1", "Dead letters over messages that failed.")
 	o.fleetScope = gauge(metricFleetScope, "", "1 for what the fleet makes of a breaker's scope, else 0.")
 	o.heard = gauge(metricFleetHeard, "{process}", "Processes of the roster that are heard, this one included.")
@@ -287,6 +289,9 @@ func (o *observed) source(to metric.Observer, c controls, st State, own *sourceM
 	to.ObserveFloat64(o.budget, st.Budget, own.base)
 	if n := c.lag(); n >= 0 {
 		to.ObserveFloat64(o.lag, float64(n), own.base)
+	}
+	if st.Settings.Spill {
+		to.ObserveFloat64(o.spilled, float64(st.Spilled), own.base)
 	}
 	if now, after, ok := c.parked(); ok {
 		to.ObserveFloat64(o.parked, float64(now), own.base)

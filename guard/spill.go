@@ -665,6 +665,22 @@ func (s *Source[M]) spillHoldLocked() (detail, by string) {
 	return "", ""
 }
 
+// Spilled tells how many messages are in the spill of sources that are not open, by name:
+// of a partition that another process has now, or of an earlier run. An adapter may open
+// such a source without an input, to have them handled.
+func (g *Guard) Spilled() map[string]int {
+	all := make(map[string]int)
+	if g.spill == nil {
+		return all
+	}
+	for l := range g.spill.Lanes() {
+		if n := l.Len(); n > 0 && g.Source(l.Name()) == nil {
+			all[l.Name()] = n
+		}
+	}
+	return all
+}
+
 // closeSpill closes the directory.
 func (g *Guard) closeSpill() error {
 	if g.spill == nil {

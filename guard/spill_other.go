@@ -5,7 +5,10 @@
 
 package guard
 
-import "errors"
+import (
+	"errors"
+	"iter"
+)
 
 // Without the locks of Unix a directory has no single owner, so there is no spill.
 type (
@@ -18,7 +21,11 @@ const maxLaneName = 255
 
 func (*spillDir) Lane(string) *spillLane { return nil }
 func (*spillDir) Close() error           { return nil }
+func (*spillDir) Lanes() iter.Seq[*spillLane] {
+	return func(func(*spillLane) bool) {}
+}
 
+func (*spillLane) Name() string                        { return "" }
 func (*spillLane) Len() int                            { return 0 }
 func (*spillLane) Append(func(error), ...[]byte) error { return errNoSpill }
 func (*spillLane) Reader() (*spillReader, error)       { return nil, errNoSpill }

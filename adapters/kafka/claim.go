@@ -17,6 +17,7 @@ import (
 
 // consume is the function shape.
 func (ss *session) consume(c *claim, revoked <-chan struct{}) error {
+	ss.leave(c.name)
 	src, err := openClaim(ss, c.name, revoked, func() (*guard.Source[*sarama.ConsumerMessage], error) {
 		return guard.Open(ss.h.g, ss.sourceConfig(c), limits(ss.set.config), guard.Port[*sarama.ConsumerMessage](c), ss.guarded)
 	})
@@ -36,6 +37,9 @@ func (ss *session) consume(c *claim, revoked <-chan struct{}) error {
 	report := ss.endSource(c.topic, src.End)
 	if len(report.Left) == 0 {
 		<-ran
+	}
+	if report.Spilled > 0 && ss.native.Context().Err() == nil { // a cooperative revoke
+		ss.drainLeft(c.name, c.topic, c.partition)
 	}
 	return leftError(c.name, report)
 }

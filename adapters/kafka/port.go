@@ -9,6 +9,7 @@ import (
 	"hash/maphash"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/IBM/sarama"
 
@@ -39,6 +40,8 @@ type claim struct {
 	marks     *offsets.Tracker
 	asked     *askedPauses
 	end       atomic.Int64 // of the log, when last looked; -1 unknown
+	spilledAt atomic.Int64 // when a message was spilled last, Unix nanoseconds
+	soon      func()       // has what is marked committed soon
 	refused   atomic.Bool  // the last look has found commits behind, and Flush has not said so yet
 
 	marking sync.Mutex // held while the session is told of a mark or a reset: one after the other
@@ -57,7 +60,7 @@ func newClaim(s *session, c sarama.ConsumerGroupClaim) *claim {
 	p := &claim{
 		topic: c.Topic(), partition: c.Partition(), group: s.set.group,
 		name: sourceName(s.h.opts.name, c.Topic(), c.Partition()), initial: c.InitialOffset(),
-		key: s.h.opts.key, seed: seed, native: c, session: s.native, marks: offsets.New(), asked: askedPausesOf(c),
+		key: s.h.opts.key, seed: seed, native: c, session: s.native, soon: s.commitSoon, marks: offsets.New(), asked: askedPausesOf(c),
 	}
 	p.end.Store(-1)
 	return p
@@ -86,11 +89,15 @@ func (c *claim) Size(m *sarama.ConsumerMessage) int {
 	return cluster.Size(m)
 }
 
-func (c *claim) Meta(m *sarama.ConsumerMessage) guard.Meta {
-	meta := guard.Meta{
+func (c *claim) describe(m *sarama.ConsumerMessage) guard.Meta {
+	return guard.Meta{
 		Key: m.Key, Body: m.Value, Headers: cluster.Headers(m.Headers), Timestamp: m.Timestamp,
 		Origin: cluster.Origin(m, c.group), Lag: -1,
 	}
+}
+
+func (c *claim) Meta(m *sarama.ConsumerMessage) guard.Meta {
+	meta := c.describe(m)
 	if end := max(c.end.Load(), c.native.HighWaterMarkOffset()); end > m.Offset {
 		meta.Lag = end - m.Offset - 1
 	}
@@ -142,12 +149,18 @@ func (c *claim) Flush() error {
 
 var errNotCommitted = errors.New("kafka: what is marked is not committed")
 
-// mark marks up to the low watermark; sarama commits it.
+// mark marks up to the low watermark. sarama commits it, each second by default; after
+// messages were spilled that is asked for at once, for what is read again after a crash
+// would be spilled again.
 func (c *claim) mark() {
 	c.marking.Lock()
-	defer c.marking.Unlock()
-	if offset, meta, due := c.marks.Take(); due {
+	offset, meta, due := c.marks.Take()
+	if due {
 		c.session.MarkOffset(c.topic, c.partition, offset, meta)
+	}
+	c.marking.Unlock()
+	if at := c.spilledAt.Load(); due && at > 0 && time.Since(time.Unix(0, at)) < spillCommits {
+		c.soon()
 	}
 }
 

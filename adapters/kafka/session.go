@@ -20,7 +20,7 @@ import (
 // session itself.
 //
 // Goroutines: the watch, from Setup to Cleanup; it ends with the request it is
-// making. Lock order: session.mu, then a claim's.
+// making. Two for each [left]. One while commitSoon commits. Lock order: session.mu, then a claim's.
 type session struct {
 	h      *handler
 	native sarama.ConsumerGroupSession
@@ -32,12 +32,15 @@ type session struct {
 	begun       time.Time
 	timeout     time.Duration // of a handler
 	yieldUntil  atomic.Int64  // nanoseconds since begun; 0: no claim is being let go
+	commits     atomic.Int64  // asked for by commitSoon and not made
 	late        sync.Once     // said that revokes will be seen late
 
 	mu     sync.Mutex
 	claims map[place]*claim        // open ones, for the watch
 	wraps  map[place]*wrappedClaim // passive shape: the latest of each partition, until Cleanup
 	ends   map[ended]*tally        // claims that have ended, until Cleanup
+	left   map[string]*left        // sources of partitions that others have, by name
+	over   bool                    // Cleanup was called
 }
 
 // ended are the claims of a topic that ended for one reason.
@@ -85,7 +88,7 @@ func newSession(h *handler, native sarama.ConsumerGroupSession, set settings) *s
 	return &session{
 		h: h, native: native, set: set, cancel: func() {}, cooperative: cooperative(set.config),
 		begun: time.Now(), timeout: h.opts.timeout(h.g),
-		claims: make(map[place]*claim), wraps: make(map[place]*wrappedClaim), ends: make(map[ended]*tally),
+		claims: make(map[place]*claim), wraps: make(map[place]*wrappedClaim), ends: make(map[ended]*tally), left: make(map[string]*left),
 	}
 }
 

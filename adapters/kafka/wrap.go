@@ -85,6 +85,9 @@ func (h *handler) Setup(s sarama.ConsumerGroupSession) error {
 			return err // Cleanup follows all the same
 		}
 	}
+	for topic := range s.Claims() {
+		ss.drainSpilled(topic)
+	}
 	ss.watch()
 	return nil
 }
@@ -103,6 +106,7 @@ func (h *handler) Cleanup(s sarama.ConsumerGroupSession) error {
 	if h.opts.cleanup != nil {
 		err = h.opts.cleanup(s)
 	}
+	ss.leaveAll()
 	ss.flush()
 	ss.stop()
 	ss.logEnds()

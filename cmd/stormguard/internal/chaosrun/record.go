@@ -28,6 +28,7 @@ type record struct {
 	happened map[int]bool
 	handled  []chaos.Effect
 	healthy  int // published, that are to have an effect
+	found    int // by the processes, in the spill of the one before
 	messages []chaos.Message
 }
 
@@ -84,6 +85,8 @@ func (r *record) answer(line string) (string, error) {
 			return "no", nil
 		}
 		return "yes", nil
+	case "spilled":
+		r.found += id
 	case "handled":
 		r.handled = append(r.handled, e)
 	default:

@@ -24,6 +24,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/chaos"
+	"github.com/stormguard-mq/stormguard/guard"
 )
 
 // Config is a run.
@@ -35,6 +36,7 @@ type Config struct {
 	Seed     uint64
 	Drain    time.Duration // how long after the last fault everything may take
 	Mutant   Mutant
+	Spill    bool   // the consumer spills to disk
 	Exe      string // the program that has "chaos worker"; empty: this one
 }
 
@@ -80,6 +82,9 @@ func Run(ctx context.Context, cfg Config, stderr io.Writer) (h chaos.History, er
 	}
 	if err != nil && !errors.Is(err, errStuck) {
 		return h, err
+	}
+	if cfg.Spill {
+		fmt.Fprintf(stderr, "chaos: the processes found %d messages in the spill of the one before\n", r.found)
 	}
 	letters, err := r.deadLetters(ctx)
 	if err != nil {
@@ -156,6 +161,9 @@ func newRun(ctx context.Context, cfg Config, stderr io.Writer) (r *run, err erro
 	r.job = Job{
 		Broker: cfg.Broker, URL: url, ID: id, Dependency: r.dependency.addr, Recorder: r.recorder.addr,
 		Marks: filepath.Join(r.dir, "once.db"), Mutant: cfg.Mutant,
+	}
+	if cfg.Spill {
+		r.job.Spill = filepath.Join(r.dir, "spill")
 	}
 	r.began = time.Now()
 	return r, r.start()
@@ -371,6 +379,11 @@ func (r *run) drain(ctx context.Context) error {
 		if left, err = r.broker.left(ctx); err != nil {
 			return err
 		}
+		if left == 0 && r.cfg.Spill {
+			if left, err = leftInSpill(r.job.Spill); err != nil {
+				return err
+			}
+		}
 		if left == 0 {
 			r.drained = &at
 			return nil
@@ -380,6 +393,19 @@ func (r *run) drain(ctx context.Context) error {
 		}
 	}
 	return nil
+}
+
+// leftInSpill is how many messages are on the disk.
+func leftInSpill(dir string) (left int, err error) {
+	g, err := guard.New(guard.Config{SpillDir: dir})
+	if err != nil {
+		return 0, err
+	}
+	for _, n := range g.Spilled() {
+		left += n
+	}
+	_, err = g.Close(context.Background())
+	return left, err
 }
 
 // end ends the consumer in order.

@@ -27,6 +27,7 @@ type Job struct {
 	Dependency string `json:"dependency"` // its address
 	Recorder   string `json:"recorder"`   // and that of the recorder
 	Marks      string `json:"marks"`      // the file of once
+	Spill      string `json:"spill"`      // the directory of the guard; empty for none
 	Mutant     Mutant `json:"mutant"`
 }
 
@@ -66,6 +67,9 @@ func Work(ctx context.Context, job string, stdin io.Reader, stderr io.Writer) (e
 	if j.Mutant == Unordered {
 		cfg.Policy = guard.Policy{Order: guard.OrderNone, Workers: 4}
 	}
+	if j.Spill != "" {
+		cfg.SpillDir, cfg.Policy.Spill, cfg.Policy.Window = j.Spill, true, spillWindow
+	}
 	g, err := guard.New(cfg, guard.WithLogger(slog.New(slog.NewTextHandler(stderr, &slog.HandlerOptions{Level: slog.LevelError}))))
 	if err != nil {
 		return err
@@ -78,10 +82,18 @@ func Work(ctx context.Context, job string, stdin io.Reader, stderr io.Writer) (e
 	if w.once, err = once.New(marks, once.Config{}, once.WithLookup(w.happened)); err != nil {
 		return err
 	}
+	for _, n := range g.Spilled() {
+		if _, err := w.recorder.ask(ctx, "spilled %d %d", j.Process, n); err != nil {
+			return err
+		}
+	}
 	err = k.open(j.URL, j.ID).consume(ctx, g, w.handle)
 	_, closeErr := g.Close(context.WithoutCancel(ctx))
 	return errors.Join(err, closeErr, marks.Close())
 }
+
+// spillWindow is small, so that the shortest outage goes to the disk.
+const spillWindow = 20
 
 // worker handles one message after the other.
 type worker struct {

@@ -1,0 +1,194 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guardkafka
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/IBM/sarama"
+
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+var (
+	_ guard.Spiller[*sarama.ConsumerMessage] = (*claim)(nil)
+	_ guard.Spiller[*sarama.ConsumerMessage] = leftPort{}
+)
+
+// spillHead is what the spill keeps of a message beside its value.
+type spillHead struct {
+	Topic     string                 `json:"topic"`
+	Partition int32                  `json:"partition"`
+	Offset    int64                  `json:"offset"`
+	Timestamp time.Time              `json:"timestamp,omitzero"`
+	BlockTime time.Time              `json:"block_timestamp,omitzero"`
+	Key       []byte                 `json:"key"`
+	Headers   []*sarama.RecordHeader `json:"headers,omitempty"`
+	Tombstone bool                   `json:"tombstone,omitempty"` // Value is nil, and not empty
+}
+
+// Spill is [guard.Spiller]'s.
+func (c *claim) Spill(m *sarama.ConsumerMessage) (head, body []byte, err error) {
+	c.spilledAt.Store(time.Now().UnixNano())
+	head, err = json.Marshal(spillHead{
+		m.Topic, m.Partition, m.Offset, m.Timestamp, m.BlockTimestamp, m.Key, m.Headers, m.Value == nil,
+	})
+	return head, m.Value, err
+}
+
+// Unspill is [guard.Spiller]'s.
+func (c *claim) Unspill(head, body []byte) (*sarama.ConsumerMessage, error) {
+	var h spillHead
+	if err := json.Unmarshal(head, &h); err != nil {
+		return nil, fmt.Errorf("kafka: a message in the spill: %w", err)
+	}
+	if h.Tombstone {
+		body = nil
+	}
+	return &sarama.ConsumerMessage{
+		Topic: h.Topic, Partition: h.Partition, Offset: h.Offset, Timestamp: h.Timestamp, BlockTimestamp: h.BlockTime,
+		Key: h.Key, Headers: h.Headers, Value: body,
+	}, nil
+}
+
+// spillCommits is for how long after a message was spilled marks are committed at once.
+const spillCommits = 5 * time.Second
+
+// commitSoon commits what is marked, beside the caller: one request at a time, and one more
+// for what is marked meanwhile. A program that commits by itself is left alone.
+func (ss *session) commitSoon() {
+	if !ss.set.config.Consumer.Offsets.AutoCommit.Enable || ss.commits.Add(1) > 1 {
+		return
+	}
+	go func() { // ends with sarama's last request
+		for {
+			asked := ss.commits.Load()
+			ss.native.Commit()
+			if ss.commits.CompareAndSwap(asked, 0) {
+				return
+			}
+		}
+	}()
+}
+
+// left is a source of a partition that this process does not have any more, or not yet: it
+// handles what is in the spill of it.
+type left struct {
+	end  context.CancelFunc
+	done chan struct{} // closed when it has ended
+}
+
+// leftPort is its port: all it is asked about is in the spill, and acked.
+type leftPort struct{ *claim }
+
+func (leftPort) Size(*sarama.ConsumerMessage) int                     { return 0 }
+func (leftPort) Ack(*sarama.ConsumerMessage) error                    { return nil }
+func (leftPort) Return([]*sarama.ConsumerMessage, guard.Reason) error { return nil }
+func (leftPort) Demand(int)                                           {}
+func (leftPort) Flush() error                                         { return nil }
+func (leftPort) Lag() int64                                           { return 0 }
+func (leftPort) Ahead() int                                           { return 0 }
+func (p leftPort) Meta(m *sarama.ConsumerMessage) guard.Meta          { return p.describe(m) }
+
+// drainSpilled opens a source for each partition of a topic that has messages in the spill
+// and is not claimed: they are committed, so nobody else would handle them.
+func (ss *session) drainSpilled(topic string) {
+	claimed := ss.native.Claims()[topic]
+	prefix := strings.TrimSuffix(sourceName(ss.h.opts.name, topic, 0), "0")
+	for name := range ss.h.g.Spilled() {
+		number, ok := strings.CutPrefix(name, prefix)
+		partition, err := strconv.ParseInt(number, 10, 32)
+		if ok && err == nil && !slices.Contains(claimed, int32(partition)) {
+			ss.drainLeft(name, topic, int32(partition))
+		}
+	}
+}
+
+// drainLeft opens such a source. It ends when it has handled all, when a claim of the
+// partition comes, and with the session. It owns two goroutines until then.
+func (ss *session) drainLeft(name, topic string, partition int32) {
+	if ss.h.passive() {
+		return
+	}
+	ctx, cancel := context.WithCancel(ss.native.Context())
+	l := &left{cancel, make(chan struct{})}
+	ss.mu.Lock()
+	if ss.over || ss.left[name] != nil {
+		ss.mu.Unlock()
+		cancel()
+		return
+	}
+	ss.left[name] = l
+	ss.mu.Unlock()
+	go func() {
+		defer close(l.done)
+		defer ss.forget(name, l)
+		defer cancel()
+		c := &claim{topic: topic, partition: partition, group: ss.set.group, name: name, key: ss.h.opts.key, seed: seed}
+		src, err := guard.Open(ss.h.g, ss.sourceConfig(c), guard.Limits{RevokeGrace: limits(ss.set.config).RevokeGrace}, guard.Port[*sarama.ConsumerMessage](leftPort{c}), ss.guarded)
+		if err != nil {
+			ss.h.opts.log.Warn("what is in the spill of a partition waits there", "source", name, "error", err)
+			return
+		}
+		ss.h.opts.log.Info("handling what is in the spill of a partition that this process does not have", "source", name, "messages", src.Account().Held)
+		ran := make(chan struct{})
+		go func() {
+			defer close(ran)
+			_ = src.Run(context.WithoutCancel(ctx), nil)
+		}()
+		look := time.NewTicker(markEvery)
+		defer look.Stop()
+		for ctx.Err() == nil && src.Account().Unsettled() > 0 {
+			select {
+			case <-look.C:
+			case <-src.Ended():
+				cancel()
+			case <-ctx.Done():
+			}
+		}
+		if report := ss.endSource(topic, src.End); len(report.Left) == 0 {
+			<-ran
+		}
+	}()
+}
+
+func (ss *session) forget(name string, l *left) {
+	ss.mu.Lock()
+	defer ss.mu.Unlock()
+	if ss.left[name] == l {
+		delete(ss.left, name)
+	}
+}
+
+// leave ends the source of what was left of a partition, since a claim of it comes.
+func (ss *session) leave(name string) {
+	ss.mu.Lock()
+	l := ss.left[name]
+	delete(ss.left, name)
+	ss.mu.Unlock()
+	if l != nil {
+		l.end()
+		<-l.done
+	}
+}
+
+// leaveAll ends all of them: the session is over.
+func (ss *session) leaveAll() {
+	ss.mu.Lock()
+	all := ss.left
+	ss.over, ss.left = true, nil
+	ss.mu.Unlock()
+	for _, l := range all {
+		l.end()
+	}
+	for _, l := range all {
+		<-l.done
+	}
+}
