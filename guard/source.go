@@ -309,7 +309,7 @@ func (s *Source[M]) unlock(now time.Duration) {
 	s.c.condemned, s.c.freed = nil, false
 	quiet := s.c.quiet(now) // it ends a hold that is empty, whoever asks
 	s.slow.Store(!quiet || s.alwaysSlow() || s.c.book != nil && s.c.book.meta || s.over.busy())
-	if s.offering > 0 && s.c.room() > 0 {
+	if s.offering > 0 && s.inputRoomLocked() > 0 {
 		token(s.space)
 	}
 	s.mu.Unlock()

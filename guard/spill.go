@@ -54,14 +54,14 @@ func (c *spilled) kept() bool { return c != nil && c.acked && c.synced }
 // overflow is the disk behind the hold of one source. The loop alone calls its methods;
 // what End and Account look at is guarded by Source.mu.
 //
-// While it diverts, a message takes this way, and whatever comes later follows it, so that
-// the order holds:
+// While it diverts, a message takes this way, so that the order holds:
 //
 //	input ─▶ next ─▶ written, synced ─▶ acked at the broker
 //	                        └─▶ read, when the machine has room ─▶ machine ─▶ given up
 //
 // What the machine had before keeps its place there. Its copies are written first, and
-// are passed over when they are read.
+// are passed over when they are read. Once the hold is over nothing is taken from the input
+// until the disk is empty: a backlog is the broker's.
 type overflow[M any] struct {
 	port Spiller[M]
 	lane *spillLane
@@ -71,6 +71,7 @@ type overflow[M any] struct {
 	buf    [][]byte
 	number uint64
 	most   int  // messages of a write: fewer while the spill is nearly full
+	size   int  // of the copy that was read last
 	told   bool // that the spill takes nothing
 
 	// Guarded by Source.mu.
@@ -152,12 +153,15 @@ func (s *Source[M]) inputRoomLocked() int {
 	switch o := s.over; {
 	case o == nil || !o.diverts:
 		return s.c.room()
-	case len(o.next) > 0 || s.c.ended:
+	case len(o.next) > 0 || s.c.ended || s.holdOverLocked(s.g.now()):
 		return 0
 	default:
 		return s.c.limit()
 	}
 }
+
+// holdOverLocked tells whether messages are handled again, if slowly at first.
+func (s *Source[M]) holdOverLocked(now time.Duration) bool { return s.c.admitting(now) || s.c.draining }
 
 // spillTurn moves what is on its way to the disk and back, as far as it can without
 // waiting. more tells that there is more to do.
@@ -176,7 +180,7 @@ func (l *loop[M]) spillTurn(now time.Duration) (more bool) {
 	more = s.readSpilled() || more
 	s.giveUpSpilled()
 	s.mu.Lock()
-	if s.c.behind == 0 && len(o.next)+len(o.going) == 0 && (s.c.admitting(now) || s.c.draining) {
+	if s.c.behind == 0 && len(o.next)+len(o.going) == 0 && s.holdOverLocked(now) {
 		o.diverts = false // all is in the machine: what comes follows it there
 	}
 	s.mu.Unlock()
@@ -185,9 +189,9 @@ func (l *loop[M]) spillTurn(now time.Duration) (more bool) {
 
 // divert reads the input.
 func (l *loop[M]) divert() (more bool) {
-	s, o := l.s, l.s.over
+	s := l.s
 	s.mu.Lock()
-	take := len(o.next) == 0 && !s.c.ended
+	take := s.inputRoomLocked() > 0
 	s.mu.Unlock()
 	if !take {
 		return false
@@ -418,11 +422,15 @@ func (s *Source[M]) readSpilled() (more bool) {
 	room := s.c.room()
 	want := 0
 	switch {
-	case s.c.ended || o.stuck != nil:
+	case o.stuck != nil:
 	case o.copies.len() > 0:
 		want = min(o.copies.len(), spillAtOnce)
+	case s.c.ended:
 	case s.c.behind > len(o.next)+len(o.going) && (2*room >= s.c.limit() || s.c.unsettled() == 0):
-		want = min(room, spillAtOnce)
+		want = min(room, spillAtOnce, int(max(0, s.c.policy.WindowBytes-s.c.bytes)/int64(max(1, o.size))))
+		if want = max(1, want); o.size == 0 {
+			want = 1 // how large they are is not known yet
+		}
 	}
 	s.mu.Unlock()
 	if want == 0 || !o.open() {
@@ -472,6 +480,7 @@ func (o *overflow[M]) open() bool {
 func (s *Source[M]) unspill(b []byte) bool {
 	o := s.over
 	number, head, body, err := decodeSpilled(b)
+	o.size = len(b)
 	s.mu.Lock()
 	for err == nil && o.copies.len() > 0 {
 		c := o.copies.pop()
@@ -564,8 +573,11 @@ func (s *Source[M]) endSpill() {
 	for len(o.going) > 0 && !s.hung {
 		s.cond.Wait()
 	}
+	gone := s.loops == 0
 	s.mu.Unlock()
 	s.ackSpilled()
+	for gone && s.readSpilled() { // else what is done of the copies would come again
+	}
 }
 
 // leaveSpillLocked takes out what is not on the disk, and counts what is.

@@ -25,14 +25,18 @@ import (
 )
 
 // spillPort is a testPort of messages that can be kept on the disk.
-type spillPort struct{ testPort }
+type spillPort struct {
+	testPort
+
+	body int // bytes of each
+}
 
 func (p *spillPort) Spill(m int) (head, body []byte, err error) {
-	return fmt.Append(nil, m), make([]byte, 100), nil
+	return fmt.Append(nil, m), make([]byte, p.body), nil
 }
 
 func (p *spillPort) Unspill(head, body []byte) (int, error) {
-	if len(body) != 100 {
+	if len(body) != p.body {
 		return 0, fmt.Errorf("%d bytes", len(body))
 	}
 	return strconv.Atoi(string(head))
@@ -44,6 +48,9 @@ type queue struct {
 	tb  interface{ Errorf(string, ...any) }
 	dir string
 	cfg Config
+
+	body  int           // bytes of a message
+	takes time.Duration // to handle one
 
 	mu      sync.Mutex
 	sent    int
@@ -66,6 +73,7 @@ type queue struct {
 func (q *queue) poison(m int) bool { return m%41 == 13 }
 
 func (q *queue) handle(_ context.Context, m int) error {
+	time.Sleep(q.takes)
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.calls++
@@ -88,7 +96,7 @@ func (q *queue) open() error {
 			return err
 		}
 	}
-	q.port = &spillPort{testPort{keys: 8}}
+	q.port = &spillPort{testPort{keys: 8}, q.body}
 	q.s, err = Open(q.g, SourceConfig{Name: "s", DeadLetters: q.letters}, Limits{}, Port[int](q.port), q.handle)
 	if err != nil {
 		return err
@@ -246,7 +254,7 @@ func (q *queue) counts(most int) {
 }
 
 func newQueue(tb interface{ Errorf(string, ...any) }, dir string, cfg Config) *queue {
-	return &queue{tb: tb, dir: dir, cfg: cfg, out: make(map[int]bool), letters: &testWriter{}}
+	return &queue{tb: tb, dir: dir, cfg: cfg, body: 100, out: make(map[int]bool), letters: &testWriter{}}
 }
 
 // spillRoot is a directory in memory where there is one: what is tested is not the disk.
@@ -396,6 +404,104 @@ func TestSpillWriteUnderWay(t *testing.T) {
 		q.close(ReasonShutdown, true)
 		if want := []int{0, 1, 2, 3, 4, 5, 6}; !slices.Equal(q.handled, want) { // the last was not really written
 			t.Errorf("handled %v, want %v", q.handled, want)
+		}
+	})
+}
+
+// A backlog stays at the broker: once messages are handled again, nothing more is spilled.
+func TestSpillLeavesTheBacklog(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: Policy{Spill: true, Window: 64}})
+		q.takes = 100 * time.Millisecond
+		if err := q.open(); err != nil {
+			t.Fatal(err)
+		}
+		q.setDown(true)
+		q.send(500)
+		time.Sleep(20 * time.Second)
+		q.setDown(false)
+		time.Sleep(15 * time.Second) // the ramp is over, the disk is not empty
+		spilled := q.s.State().Tally.Spilled
+		q.send(2000)
+		for q.s.State().Spilled > 0 {
+			time.Sleep(time.Second)
+		}
+		if n := q.s.State().Tally.Spilled - spilled; n > 0 {
+			t.Errorf("%d messages of the backlog were spilled", n)
+		}
+		q.drain(5 * time.Minute)
+		q.counts(1)
+		if !slices.IsSorted(q.handled) {
+			t.Errorf("not in order")
+		}
+		q.close(ReasonShutdown, true)
+	})
+}
+
+// What is read from the disk heeds WindowBytes.
+func TestSpillReadsWhatFits(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: Policy{Spill: true, Window: 400, WindowBytes: 100 << 10}})
+		q.body = 10 << 10
+		q.takes = 50 * time.Millisecond
+		if err := q.open(); err != nil {
+			t.Fatal(err)
+		}
+		q.setDown(true)
+		q.send(1000)
+		time.Sleep(20 * time.Second)
+		q.close(ReasonShutdown, false)
+		q.setDown(false)
+		if err := q.open(); err != nil {
+			t.Fatal(err)
+		}
+		for range 100 {
+			time.Sleep(100 * time.Millisecond)
+			q.s.mu.Lock()
+			if n := q.s.c.bytes; n > 120<<10 {
+				t.Errorf("%d bytes in the window of 100 KiB", n)
+			}
+			q.s.mu.Unlock()
+		}
+		q.drain(2 * time.Minute)
+		q.counts(1)
+		q.close(ReasonShutdown, true)
+	})
+}
+
+// A message that is done while its copy is being written does not come again after a stop.
+func TestSpillDoneMeanwhile(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: Policy{Spill: true, Window: 8}})
+		if err := q.open(); err != nil {
+			t.Fatal(err)
+		}
+		copy := &spilled{placed: true, acked: true, done: true} // of a message that was handled meanwhile
+		w := spilling[int]{0, copy, true}
+		data, err := q.s.over.encode(w)
+		if err != nil {
+			t.Fatal(err)
+		}
+		q.s.mu.Lock()
+		q.s.over.going = []spilling[int]{w}
+		q.s.mu.Unlock()
+		written := make(chan error, 1)
+		if err := q.s.over.lane.Append(func(err error) { written <- err }, data); err != nil {
+			t.Fatal(err)
+		}
+		done := make(chan Report)
+		go func() { done <- q.s.End(t.Context(), ReasonShutdown) }()
+		synctest.Wait() // the loop has gone
+		q.s.wroteSpilled(<-written)
+		<-done
+		q.close(ReasonShutdown, true)
+		if err := q.open(); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(20 * time.Second)
+		q.close(ReasonShutdown, true)
+		if len(q.handled) > 0 {
+			t.Errorf("handled %v again", q.handled)
 		}
 	})
 }
