@@ -106,7 +106,7 @@ func (s *Source[M]) offerLocked(m M, key uint64, size int) error {
 	case s.inputRoomLocked() == 0:
 		return ErrFull
 	case s.over != nil && s.over.diverts:
-		s.spillLocked(s.g.now(), m)
+		s.spillLocked(s.g.now(), m, size)
 		return nil
 	}
 	if s.handler == nil && s.pump == nil {

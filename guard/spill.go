@@ -76,7 +76,8 @@ type overflow[M any] struct {
 
 	// Guarded by Source.mu.
 	diverts bool           // the input goes to the disk
-	next    []spilling[M]  // to be written, in order
+	next    []spilling[M]  // to be written, in order …
+	bytes   int            // … and by Port.Size how many bytes, but for what the machine has
 	going   []spilling[M]  // being written
 	synced  []spilling[M]  // written: to be acked
 	copies  fifo[*spilled] // of what the machine had, on the disk and not read yet
@@ -90,7 +91,16 @@ type overflow[M any] struct {
 type spilling[M any] struct {
 	m    M
 	copy *spilled
+	size int
 	ours bool // the machine has the message
+}
+
+// weight is what messages add to overflow.bytes.
+func weight[M any](ws []spilling[M]) (n int) {
+	for _, w := range ws {
+		n += w.size
+	}
+	return n
 }
 
 // busy tells whether anything is on the disk or on its way there.
@@ -134,7 +144,7 @@ func (s *Source[M]) divertsLocked(now time.Duration) bool {
 	o.diverts = true
 	s.c.unspilled(func(m M, c *spilled) {
 		c.placed = true
-		o.next = append(o.next, spilling[M]{m, c, true})
+		o.next = append(o.next, spilling[M]{m, c, 0, true})
 	})
 	return true
 }
@@ -153,7 +163,7 @@ func (s *Source[M]) inputRoomLocked() int {
 	switch o := s.over; {
 	case o == nil || !o.diverts:
 		return s.c.room()
-	case len(o.next) > 0 || s.c.ended || s.holdOverLocked(s.g.now()):
+	case len(o.next) >= spillAtOnce || o.bytes >= spillBytes || s.c.ended || s.holdOverLocked(s.g.now()):
 		return 0
 	default:
 		return s.c.limit()
@@ -196,21 +206,22 @@ func (l *loop[M]) divert() (more bool) {
 	if !take {
 		return false
 	}
-	size := 0
-	for n := 0; n < spillAtOnce && size < spillBytes; n++ {
+	for take {
 		m, batched, ok := l.poll()
 		if !ok {
 			return false
 		}
+		size := 0
 		if s.begin() {
-			size += s.port.Size(m)
+			size = s.port.Size(m)
 			s.end()
 		}
 		s.mu.Lock()
 		if batched {
 			s.diverted++
 		}
-		s.spillLocked(s.g.now(), m)
+		s.spillLocked(s.g.now(), m, size)
+		take = s.inputRoomLocked() > 0
 		s.mu.Unlock()
 	}
 	return true
@@ -228,18 +239,19 @@ func (s *Source[M]) take(m M) {
 		s.put(m, false)
 		return
 	}
-	s.port.Size(m)
+	size := s.port.Size(m)
 	s.mu.Lock()
 	s.endLocked()
-	s.spillLocked(s.g.now(), m)
+	s.spillLocked(s.g.now(), m, size)
 	s.mu.Unlock()
 }
 
 // spillLocked puts a message behind what is to be written.
-func (s *Source[M]) spillLocked(now time.Duration, m M) {
+func (s *Source[M]) spillLocked(now time.Duration, m M, size int) {
 	s.c.behind++
 	s.c.divert(now, 1)
-	s.over.next = append(s.over.next, spilling[M]{m, &spilled{placed: true}, false})
+	s.over.bytes += size
+	s.over.next = append(s.over.next, spilling[M]{m, &spilled{placed: true}, size, false})
 }
 
 // writeSpilled begins to write what is next, unless a write is under way: after one that
@@ -272,6 +284,7 @@ func (s *Source[M]) writeSpilled() {
 	if len(data) > 0 {
 		s.mu.Lock()
 		o.going, o.next = some, o.next[len(some):]
+		o.bytes -= weight(some)
 		s.mu.Unlock()
 		o.lane = s.g.spill.Lane(o.name) // an empty one may have been dropped
 		if err = o.lane.Append(s.wroteSpilled, data...); err == nil {
@@ -280,6 +293,7 @@ func (s *Source[M]) writeSpilled() {
 		}
 		s.mu.Lock()
 		o.next, o.going = append(some, o.next...), nil
+		o.bytes += weight(some)
 		s.mu.Unlock()
 	}
 	s.notSpilled(err)
@@ -321,6 +335,7 @@ func (s *Source[M]) wroteSpilled(err error) {
 	s.mu.Lock()
 	if err != nil {
 		o.next = append(o.going, o.next...)
+		o.bytes += weight(o.going)
 	} else {
 		for _, w := range o.going {
 			w.copy.synced = true
@@ -367,6 +382,7 @@ func (s *Source[M]) notSpilled(err error) {
 		direct := s.c.behind == len(o.next) && s.c.room() > 0
 		if direct {
 			o.next = o.next[1:]
+			o.bytes -= w.size
 			s.c.behind--
 		}
 		s.mu.Unlock()
@@ -594,7 +610,7 @@ func (s *Source[M]) leaveSpillLocked() (rest []M, left int) {
 	s.giveBackLocked(s.c.behind)
 	left = s.c.behind - len(rest)
 	s.c.behind = 0
-	o.next, o.diverts = nil, false
+	o.next, o.bytes, o.diverts = nil, 0, false
 	return rest, left
 }
 

@@ -592,3 +592,24 @@ func TestTable(t *testing.T) {
 		}
 	}
 }
+
+// A draw may be far from what a row states, as long as another is near, and nothing else
+// of it is wrong.
+func TestOneSeedApproaches(t *testing.T) {
+	far := Result{Seed: 1, Why: []string{"error -0.67 %, said to be up to +2.43 %" + unapproached}}
+	near := Result{Seed: 2, Passed: true, Used: 0.9}
+	wrong := Result{Seed: 3, Why: []string{far.Why[0], "over"}}
+	for _, c := range []struct {
+		runs   []Result
+		failed []uint64
+	}{
+		{[]Result{far}, []uint64{1}},
+		{[]Result{far, far}, []uint64{1, 1}},
+		{[]Result{far, near}, nil},
+		{[]Result{near, wrong, far}, []uint64{3}},
+	} {
+		if r := rowOf(slices.Clone(c.runs)); r.Passed != (c.failed == nil) || !slices.Equal(r.Failed, c.failed) {
+			t.Errorf("%+v: passed %v, failed %v", c.runs, r.Passed, r.Failed)
+		}
+	}
+}
