@@ -22,7 +22,7 @@ func ExampleGuard_Spilled() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	defer os.RemoveAll(dir)
+	defer func() { _ = os.RemoveAll(dir) }()
 
 	g, err := guard.New(guard.Config{
 		Group:    "orders",

@@ -592,7 +592,8 @@ func (s *Source[M]) endSpill() {
 	gone := s.loops == 0
 	s.mu.Unlock()
 	s.ackSpilled()
-	for gone && s.readSpilled() { // else what is done of the copies would come again
+	for more := gone; more; { // else what is done of the copies would come again
+		more = s.readSpilled()
 	}
 }
 
@@ -743,5 +744,5 @@ func (g *Guard) saySpill() {
 	if st.err == nil {
 		level = slog.LevelInfo
 	}
-	g.log.Log(g.ctx, level, "the spill is "+st.name, "dir", g.cfg.SpillDir, "error", st.err)
+	g.log.Log(g.ctx, level, "the state of the spill has changed", "state", st.name, "dir", g.cfg.SpillDir, "error", st.err)
 }

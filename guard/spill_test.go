@@ -9,7 +9,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -94,7 +93,7 @@ func (q *queue) open() error {
 	var err error
 	if q.g == nil {
 		q.cfg.SpillDir = q.dir
-		if q.g, err = New(q.cfg, WithLogger(slog.New(slog.NewTextHandler(io.Discard, nil)))); err != nil {
+		if q.g, err = New(q.cfg, WithLogger(slog.New(slog.DiscardHandler))); err != nil {
 			return err
 		}
 	}
@@ -262,7 +261,7 @@ func newQueue(tb interface{ Errorf(string, ...any) }, dir string, cfg Config) *q
 
 // spillRoot is a directory in memory where there is one: what is tested is not the disk.
 func spillRoot(tb testing.TB) string {
-	dir, err := os.MkdirTemp("/dev/shm", "spill")
+	dir, err := os.MkdirTemp("/dev/shm", "spill") //nolint:usetesting // not where that is
 	if err != nil {
 		return tb.TempDir()
 	}
@@ -581,7 +580,7 @@ func checkSpillModel(t *rapid.T, dir string) {
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	defer os.RemoveAll(dir)
+	defer func() { _ = os.RemoveAll(dir) }()
 	p := Policy{
 		Spill: true, Window: rapid.SampledFrom([]int{1, 5, 40, 1024}).Draw(t, "window"),
 		Order: rapid.SampledFrom([]Order{OrderSource, OrderKey, OrderNone}).Draw(t, "order"),

@@ -134,8 +134,8 @@ func (c *machine[M]) unspilled(visit func(M, *spilled)) {
 // messages are in the spill instead. What was condemned and the writer never had keeps
 // no credit.
 func (c *machine[M]) drain(now time.Duration) (rest []M, kept int) {
-	back := func(m M, copy *spilled) {
-		if copy.kept() {
+	back := func(m M, c *spilled) {
+		if c.kept() {
 			kept++
 		} else {
 			rest = append(rest, m)

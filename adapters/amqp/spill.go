@@ -91,7 +91,7 @@ type typed struct {
 }
 
 func newTyped(v any) (*typed, error) {
-	letter := ""
+	var letter string
 	switch x := v.(type) {
 	case nil:
 		return &typed{Type: "V"}, nil

@@ -22,6 +22,7 @@ import (
 // In an outage the broker has the acks of more messages than the prefetch, and after a
 // restart they are handled in order.
 func TestSpill(t *testing.T) {
+	t.Parallel()
 	kinds(t, func(t *testing.T, s *server) {
 		const n = 300
 		r := newRig(t, s, Quorum, nil)

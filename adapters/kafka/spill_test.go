@@ -102,6 +102,7 @@ func TestSpill(t *testing.T) {
 // What was spilled of a partition that another process has taken over is handled by the one
 // that has it on its disk.
 func TestSpillOfAPartitionThatMoved(t *testing.T) {
+	t.Parallel()
 	for name, config := range map[string]func() *sarama.Config{"eager": testConfig, "cooperative": cooperativeConfig} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
