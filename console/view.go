@@ -53,6 +53,7 @@ type Source struct {
 	Processing int `json:"processing"`
 	Settling   int `json:"settling"`
 	Holding    int `json:"held"`
+	Spilled    int `json:"spilled"` // of all these, on the disk of the process
 	RetryWait  int `json:"retry_wait"`
 	Window     int `json:"window"` // messages that the source may have
 	Room       int `json:"room"`   // how many more
@@ -187,7 +188,7 @@ func view(group string, s guard.State) Source {
 			Attempts: s.Storm.Attempts, Age: s.Storm.Age.Seconds(),
 		},
 		Waiting: s.Account.Waiting, Processing: s.Account.Processing, Settling: s.Account.Settling,
-		Holding: s.Account.Held, RetryWait: s.Account.RetryWait, Window: s.Window, Room: s.Room,
+		Holding: s.Account.Held, Spilled: s.Spilled, RetryWait: s.Account.RetryWait, Window: s.Window, Room: s.Room,
 		Received: s.Account.Received, Acked: s.Account.Acked, Failures: s.Tally.Failures,
 		DeadLettered: s.Account.DeadLettered, Returned: s.Account.Returned, Quarantined: s.Tally.Quarantined,
 		Credits: s.Budget, OldestAge: s.OldestAge.Seconds(),

@@ -638,7 +638,7 @@ const farWitnesses = 64
 // what has failed, its success may be a part of the credit that another waits for, or
 // it may be the probe that what is being dead-lettered cannot be.
 func (c *machine[M]) oneMore(n int) bool {
-	if c.ahead == 0 || !c.letters || n >= c.limit() || n+c.ahead >= c.limit()+farWitnesses || c.fresh() {
+	if c.settledAhead() == 0 || !c.letters || n >= c.limit() || n+c.settledAhead() >= c.limit()+farWitnesses || c.fresh() {
 		return false
 	}
 	if c.parked[ReasonDLQ] > 0 {

@@ -63,6 +63,7 @@ type Guard struct {
 	spill      *spillDir // nil without Config.SpillDir
 	spillState atomic.Pointer[spillState]
 	spillNews  atomic.Bool // it has changed since it was logged
+	spillSaid  string      // the sweeper's: the state that was logged last
 
 	fleet       Fleet // nil without one
 	detachFleet func()
@@ -369,7 +370,7 @@ func (g *Guard) Close(ctx context.Context) ([]Report, error) {
 	errs := []error{g.awaitGoroutines(ctx)}
 	g.unwatch()
 	g.metrics.close()
-	errs = append(errs, g.closeSpill())
+	errs = append(errs, g.closeSpillWithin(ctx))
 	g.journal.flush(g.now(), true)
 	for _, r := range reports {
 		if !r.Clean() {

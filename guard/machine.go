@@ -107,6 +107,7 @@ type machine[M any] struct {
 	slowAfter  time.Duration      // a call is reported as slow then
 	bytes      int64              // of messages and of what is kept of their failures …
 	noted      int64              // … and of the latter alone
+	doneBehind int                // messages in the spill that are done, and not given up there
 	ahead      int                // Marker.Ahead, when an ack was looked at last …
 	aheadTurn  uint64             // … and which look that was
 	spills     bool               // Policy.Spill
@@ -202,13 +203,17 @@ func (c *machine[M]) room() int {
 		return c.limit()
 	case c.bytes >= c.policy.WindowBytes && (n > maxLook || c.bytes-c.noted >= c.policy.WindowBytes):
 		return 0
-	case n+c.ahead < c.limit():
-		return c.limit() - n - c.ahead
+	case n+c.settledAhead() < c.limit():
+		return c.limit() - n - c.settledAhead()
 	case c.oneMore(n):
 		return 1
 	}
 	return 0
 }
+
+// settledAhead is how many messages are settled behind one that is not: the broker, or the
+// disk, would bring them again.
+func (c *machine[M]) settledAhead() int { return c.ahead + c.doneBehind }
 
 // lookedAhead takes what the port said of the messages that are settled ahead. Of two
 // looks that of the later turn has seen all acks before it.

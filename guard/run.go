@@ -82,7 +82,6 @@ func (s *Source[M]) run(ctx context.Context, in <-chan M, feed *Feed[M]) error {
 	ended := s.c.ended
 	s.mu.Unlock()
 	s.cond.Broadcast()
-	s.closeSpill()
 	switch {
 	case ended:
 		return ErrClosed

@@ -208,6 +208,7 @@ func openSource[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], 
 	s.mu.Lock() // from here on an operator may see it
 	if err = g.register(cfg.Name, s); err == nil {
 		s.resumeLocked(g.recall(cfg.Name))
+		s.over.foundLocked(&s.c)
 		s.c.heedRules(g.now(), g.rules.Load())
 	}
 	s.unlock(g.now())
@@ -645,8 +646,8 @@ func (s *Source[M]) state(now time.Duration, fleet breaker.FleetScope) (st State
 	}
 	switch {
 	case st.Room > 0 || s.over != nil && s.over.diverts:
-	case c.ahead > 0:
-		hold(ReasonBackpressure, 0, fmt.Sprintf("window full: %d messages are settled behind one that waits", c.ahead), "the oldest message in it")
+	case c.settledAhead() > 0:
+		hold(ReasonBackpressure, 0, fmt.Sprintf("window full: %d messages are settled behind one that waits", c.settledAhead()), "the oldest message in it")
 	default:
 		hold(ReasonBackpressure, 0, "window full", "the messages in it")
 	}

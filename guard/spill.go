@@ -4,6 +4,7 @@
 package guard
 
 import (
+	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -45,6 +46,7 @@ type spilled struct {
 	placed bool   // its write has begun, or is over
 	synced bool   // it survives a crash
 	acked  bool   // the broker has its ack, or is being told
+	read   bool   // it is in overflow.read
 	done   bool   // nobody needs the copy any more
 }
 
@@ -69,10 +71,11 @@ type overflow[M any] struct {
 
 	reader *spillReader // nil while nothing is on the disk
 	buf    [][]byte
-	number uint64
-	most   int  // messages of a write: fewer while the spill is nearly full
-	size   int  // of the copy that was read last
-	told   bool // that the spill takes nothing
+	first  uint64 // numbers of copies begin behind it; drawn
+	number uint64 // the latest
+	most   int    // messages of a write: fewer while the spill is nearly full
+	size   int    // of the copy that was read last
+	told   bool   // that the spill takes nothing
 
 	// Guarded by Source.mu.
 	diverts bool           // the input goes to the disk
@@ -82,6 +85,7 @@ type overflow[M any] struct {
 	synced  []spilling[M]  // written: to be acked
 	copies  fifo[*spilled] // of what the machine had, on the disk and not read yet
 	read    fifo[*spilled] // on the disk and read, in the order of the lane
+	turning bool           // the loop, or End in its place, is at the reader
 	left    bool           // the lane was given back
 	askAt   time.Duration  // the sweeper nudges the loop again then
 	stuck   error          // why what is on the disk cannot be handed over
@@ -122,11 +126,20 @@ func (s *Source[M]) newOverflow() (*overflow[M], error) {
 		return nil, fmt.Errorf("Policy.Spill: the source's name has %d bytes, at most %d", len(s.cfg.Name), maxLaneName)
 	}
 	o := &overflow[M]{port: port, most: spillAtOnce, name: s.cfg.Name, lane: s.g.spill.Lane(s.cfg.Name)}
-	o.number = rand.Uint64()
+	o.first = rand.Uint64()
+	o.number = o.first
 	s.c.spills = true
-	s.c.behind = o.lane.Len()
-	o.diverts = s.c.behind > 0
 	return o, nil
+}
+
+// foundLocked takes over what earlier epochs have left in the lane, or are about to: a write
+// may outlive its source. The source has the name by now, so there is no other writer.
+func (o *overflow[M]) foundLocked(c *machine[M]) {
+	if o != nil {
+		count, pending := laneHolds(o.lane)
+		c.behind = count + pending
+		o.diverts = c.behind > 0
+	}
 }
 
 // divertsLocked tells whether the input goes to the disk, and begins that when a source on
@@ -180,10 +193,12 @@ func (l *loop[M]) spillTurn(now time.Duration) (more bool) {
 	s.mu.Lock()
 	diverts := s.divertsLocked(now)
 	busy := o.busy() && !s.fenced.Load()
+	o.turning = busy
 	s.mu.Unlock()
 	if !busy {
 		return false
 	}
+	defer s.turned()
 	s.ackSpilled()
 	more = diverts && l.divert()
 	s.writeSpilled()
@@ -195,6 +210,16 @@ func (l *loop[M]) spillTurn(now time.Duration) (more bool) {
 	}
 	s.mu.Unlock()
 	return more
+}
+
+// turned ends what nobody else may do with the reader at the same time.
+func (s *Source[M]) turned() {
+	s.mu.Lock()
+	s.over.turning = false
+	s.mu.Unlock()
+	if s.fenced.Load() { // End did not wait
+		s.closeSpill()
+	}
 }
 
 // divert reads the input.
@@ -350,19 +375,27 @@ func (s *Source[M]) wroteSpilled(err error) {
 	s.nudge()
 }
 
-// notSpilled is what happens to what the disk does not take. What the machine has stays
-// there, and needs the broker's ack after all. The rest waits, unless nothing of the lane
-// is on the disk: then it takes its place in the machine, as far as there is room.
+// notSpilled is what happens to what the disk does not take. A full one is asked again by
+// the sweeper, as long as the hold is on. Otherwise what the machine has stays there, and
+// needs the broker's ack after all. The rest waits, unless nothing of the lane is on the
+// disk: then it takes its place in the machine, as far as there is room.
 func (s *Source[M]) notSpilled(err error) {
 	o := s.over
-	if errors.Is(err, ringbuf.ErrFull) {
-		o.most = max(1, o.most/2)
-		return // the sweeper asks again
-	}
 	if err == nil { // all that was next is done meanwhile
 		return
 	}
-	if !o.told {
+	full := errors.Is(err, ringbuf.ErrFull)
+	if full {
+		o.most = max(1, o.most/2)
+		now := s.g.now()
+		s.mu.Lock()
+		on := !s.holdOverLocked(now)
+		s.mu.Unlock()
+		if on {
+			return
+		}
+	}
+	if !full && !o.told {
 		o.told = true
 		s.g.log.Warn("the spill does not take a message: it stays in memory, and at the broker", "source", s.cfg.Name, "error", err)
 	}
@@ -377,7 +410,11 @@ func (s *Source[M]) notSpilled(err error) {
 			w.copy.placed = false
 			o.next = o.next[1:]
 			s.mu.Unlock()
-			continue
+			if full || !s.g.spillTakes() {
+				continue
+			}
+			s.nudge() // it is that message alone: the others are written
+			return
 		}
 		direct := s.c.behind == len(o.next) && s.c.room() > 0
 		if direct {
@@ -442,7 +479,10 @@ func (s *Source[M]) readSpilled() (more bool) {
 	case o.copies.len() > 0:
 		want = min(o.copies.len(), spillAtOnce)
 	case s.c.ended:
-	case s.c.behind > len(o.next)+len(o.going) && (2*room >= s.c.limit() || s.c.unsettled() == 0):
+	case s.c.behind > len(o.next)+len(o.going) && (2*room >= s.c.limit() || s.c.count[processing] == 0 && !s.c.draining || s.c.unsettled() == 0):
+		if room == 0 {
+			break
+		}
 		want = min(room, spillAtOnce, int(max(0, s.c.policy.WindowBytes-s.c.bytes)/int64(max(1, o.size))))
 		if want = max(1, want); o.size == 0 {
 			want = 1 // how large they are is not known yet
@@ -470,8 +510,9 @@ func (s *Source[M]) readSpilled() (more bool) {
 	}
 	clear(o.buf[:n])
 	if n == 0 {
+		_, pending := laneHolds(o.lane)
 		s.mu.Lock()
-		if o.copies.len() == 0 && len(o.going) == 0 && len(o.synced) == 0 {
+		if o.copies.len() == 0 && len(o.going) == 0 && len(o.synced) == 0 && pending == 0 {
 			s.c.behind = len(o.next) // the others are damaged, as the log says
 		}
 		s.mu.Unlock()
@@ -499,13 +540,16 @@ func (s *Source[M]) unspill(b []byte) bool {
 	o.size = len(b)
 	s.mu.Lock()
 	for err == nil && o.copies.len() > 0 {
-		c := o.copies.pop()
-		if c.number == number {
-			o.read.push(c)
+		// One of an earlier epoch, whose write came late, is in front of ours. Where one of
+		// ours is missing it is damaged, and the machine still has the message.
+		if at := number - o.first; at > o.number-o.first || at < o.copies.peek().number-o.first {
+			break
+		}
+		if c := o.copies.pop(); c.number == number {
+			s.pushReadLocked(c)
 			s.mu.Unlock()
 			return true
 		}
-		// Its copy is damaged. The machine still has it.
 	}
 	s.mu.Unlock()
 	var m M
@@ -528,7 +572,7 @@ func (s *Source[M]) unspill(b []byte) bool {
 	}
 	now := s.g.now()
 	s.mu.Lock()
-	o.read.push(c)
+	s.pushReadLocked(c)
 	if s.fenced.Load() {
 		s.mu.Unlock()
 		return true
@@ -541,6 +585,15 @@ func (s *Source[M]) unspill(b []byte) bool {
 	return true
 }
 
+// pushReadLocked takes note of a copy that was read. What is done behind one that waits
+// takes a place in the window, as where the broker is a log: it comes again after a stop.
+func (s *Source[M]) pushReadLocked(c *spilled) {
+	if c.read = true; c.done {
+		s.c.doneBehind++
+	}
+	s.over.read.push(c)
+}
+
 // giveUpSpilled lets go of what is done on the disk, from its front.
 func (s *Source[M]) giveUpSpilled() {
 	o := s.over
@@ -548,6 +601,7 @@ func (s *Source[M]) giveUpSpilled() {
 	n := 0
 	for o.read.len() > 0 && o.read.peek().done {
 		o.read.pop()
+		s.c.doneBehind--
 		n++
 	}
 	over := o.reader != nil && s.c.behind+o.copies.len()+o.read.len() == 0 && len(o.going)+len(o.synced) == 0
@@ -572,7 +626,9 @@ func (s *Source[M]) ackHere(it *item[M]) bool {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	c.done = true
+	if c.done = true; c.read {
+		s.c.doneBehind++
+	}
 	was := c.acked
 	c.acked = true
 	return !was
@@ -589,10 +645,15 @@ func (s *Source[M]) endSpill() {
 	for len(o.going) > 0 && !s.hung {
 		s.cond.Wait()
 	}
-	gone := s.loops == 0
+	gone := s.loops == 0 && !s.fenced.Load()
+	o.turning = o.turning || gone
 	s.mu.Unlock()
 	s.ackSpilled()
-	for more := gone; more; { // else what is done of the copies would come again
+	if !gone {
+		return
+	}
+	defer s.turned()
+	for more := true; more; { // else what is done of the copies would come again
 		more = s.readSpilled()
 	}
 }
@@ -619,7 +680,7 @@ func (s *Source[M]) leaveSpillLocked() (rest []M, left int) {
 func (s *Source[M]) closeSpill() {
 	s.mu.Lock()
 	o := s.over
-	free := o != nil && s.fenced.Load() && s.loops == 0 && !o.left
+	free := o != nil && s.fenced.Load() && !o.turning && !o.left
 	if free {
 		o.left = true
 	}
@@ -632,14 +693,17 @@ func (s *Source[M]) closeSpill() {
 	}
 }
 
-// unackedLocked appends what is to be written.
+// unackedLocked appends what is on its way to the disk.
 func (s *Source[M]) unackedLocked(dst []M) []M {
 	if s.over == nil {
 		return dst
 	}
-	for _, w := range s.over.next {
-		if !w.ours {
-			dst = append(dst, w.m)
+	o := s.over
+	for _, ws := range [][]spilling[M]{o.synced, o.going, o.next} {
+		for _, w := range ws {
+			if !w.ours && !w.copy.acked {
+				dst = append(dst, w.m)
+			}
 		}
 	}
 	return dst
@@ -721,11 +785,35 @@ func (g *Guard) closeSpill() error {
 	return nil
 }
 
+// closeSpillWithin waits for a disk that stalls no longer than for anything else.
+func (g *Guard) closeSpillWithin(ctx context.Context) error {
+	closed := make(chan error, 1)
+	go func() { closed <- g.closeSpill() }()
+	late := time.NewTimer(time.Hour)
+	defer late.Stop()
+	done := ctx.Done()
+	for {
+		select {
+		case err := <-closed:
+			return err
+		case <-done:
+			done = nil
+			late.Reset(lastCall)
+		case <-late.C:
+			return fmt.Errorf("guard: Config.SpillDir: the disk does not answer: %w", context.Cause(ctx))
+		}
+	}
+}
+
+// spillSays is how long a state lasts before it is logged.
+const spillSays = 3 * time.Second
+
 // spillState is what the Guard's directory has said of itself last.
 type spillState struct {
 	takes bool
 	name  string
 	err   error
+	at    time.Duration
 }
 
 // spillTakes tells whether the directory may take a message.
@@ -740,6 +828,14 @@ func (g *Guard) saySpill() {
 		return
 	}
 	st := g.spillState.Load()
+	if st.takes && g.now()-st.at < spillSays { // a full disk is tried each second
+		g.spillNews.Store(true)
+		return
+	}
+	if st.name == g.spillSaid {
+		return
+	}
+	g.spillSaid = st.name
 	level := slog.LevelWarn
 	if st.err == nil {
 		level = slog.LevelInfo

@@ -25,11 +25,17 @@ type blobs struct{}
 func (blobs) Append(dst, v []byte) []byte       { return append(dst, v...) }
 func (blobs) Decode(src []byte) ([]byte, error) { return src, nil }
 
+// laneHolds tells how many messages a lane has, and how many are being written.
+func laneHolds(l *spillLane) (count, pending int) {
+	st := l.Stats()
+	return st.Count, st.Pending
+}
+
 // openSpill opens the Guard's directory, and logs what it finds.
 func (g *Guard) openSpill() error {
 	s, found, err := spill.Open(spill.Config{Dir: g.cfg.SpillDir, MaxBytes: g.cfg.SpillBytes}, blobs{},
 		spill.WithState(func(st spill.State, err error) {
-			g.spillState.Store(&spillState{st != spill.Failed && st != spill.Closed, st.String(), err})
+			g.spillState.Store(&spillState{st != spill.Failed && st != spill.Closed, st.String(), err, g.now()})
 			if st != spill.Closed {
 				g.spillNews.Store(true)
 				g.sweeper.stir()
@@ -43,6 +49,10 @@ func (g *Guard) openSpill() error {
 		return fmt.Errorf("guard: Config.SpillDir: %w", err)
 	}
 	g.spill = s
+	if st := s.Stats(); st.State != spill.Ready {
+		g.spillState.Store(&spillState{st.State != spill.Failed, st.State.String(), st.Err, g.now()})
+		g.spillNews.Store(true)
+	}
 	for _, d := range found.Damaged {
 		g.log.Warn("the spill is damaged: messages are passed over", "dir", g.cfg.SpillDir, "damage", d.String())
 	}

@@ -7,7 +7,9 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"math"
+	"slices"
 	"time"
 
 	"github.com/rabbitmq/amqp091-go"
@@ -18,34 +20,39 @@ import (
 var _ guard.Spiller[amqp091.Delivery] = (*port)(nil)
 
 // spillHead is what the spill keeps of a delivery beside its body: all but the tags of its
-// channel. Headers are typed, since JSON alone would lose their types.
+// channel. Headers are typed, since JSON alone would lose their types, and texts are bytes,
+// since they need not be UTF-8.
 type spillHead struct {
-	Headers         *typed    `json:"headers,omitempty"`
-	ContentType     string    `json:"content_type,omitempty"`
-	ContentEncoding string    `json:"content_encoding,omitempty"`
-	DeliveryMode    uint8     `json:"delivery_mode,omitempty"`
-	Priority        uint8     `json:"priority,omitempty"`
-	CorrelationID   string    `json:"correlation_id,omitempty"`
-	ReplyTo         string    `json:"reply_to,omitempty"`
-	Expiration      string    `json:"expiration,omitempty"`
-	MessageID       string    `json:"message_id,omitempty"`
-	Timestamp       time.Time `json:"timestamp,omitzero"`
-	Type            string    `json:"type,omitempty"`
-	UserID          string    `json:"user_id,omitempty"`
-	AppID           string    `json:"app_id,omitempty"`
-	Redelivered     bool      `json:"redelivered,omitempty"`
-	Exchange        string    `json:"exchange"`
-	RoutingKey      string    `json:"routing_key"`
+	Headers         *typed `json:"headers,omitempty"`
+	ContentType     []byte `json:"content_type,omitempty"`
+	ContentEncoding []byte `json:"content_encoding,omitempty"`
+	DeliveryMode    uint8  `json:"delivery_mode,omitempty"`
+	Priority        uint8  `json:"priority,omitempty"`
+	CorrelationID   []byte `json:"correlation_id,omitempty"`
+	ReplyTo         []byte `json:"reply_to,omitempty"`
+	Expiration      []byte `json:"expiration,omitempty"`
+	MessageID       []byte `json:"message_id,omitempty"`
+	Timestamp       *int64 `json:"timestamp,omitempty"` // Unix seconds: JSON has no time beyond the year 9999
+	Type            []byte `json:"type,omitempty"`
+	UserID          []byte `json:"user_id,omitempty"`
+	AppID           []byte `json:"app_id,omitempty"`
+	Redelivered     bool   `json:"redelivered,omitempty"`
+	Exchange        []byte `json:"exchange"`
+	RoutingKey      []byte `json:"routing_key"`
 }
 
 // Spill is [guard.Spiller]'s. A message without an id gets the one that its dead letter
 // would have.
 func (p *port) Spill(d amqp091.Delivery) (head, body []byte, err error) {
 	h := spillHead{
-		ContentType: d.ContentType, ContentEncoding: d.ContentEncoding, DeliveryMode: d.DeliveryMode, Priority: d.Priority,
-		CorrelationID: d.CorrelationId, ReplyTo: d.ReplyTo, Expiration: d.Expiration, MessageID: p.id(&d),
-		Timestamp: d.Timestamp, Type: d.Type, UserID: d.UserId, AppID: d.AppId,
-		Redelivered: d.Redelivered, Exchange: d.Exchange, RoutingKey: d.RoutingKey,
+		ContentType: []byte(d.ContentType), ContentEncoding: []byte(d.ContentEncoding), DeliveryMode: d.DeliveryMode, Priority: d.Priority,
+		CorrelationID: []byte(d.CorrelationId), ReplyTo: []byte(d.ReplyTo), Expiration: []byte(d.Expiration), MessageID: []byte(p.id(&d)),
+		Type: []byte(d.Type), UserID: []byte(d.UserId), AppID: []byte(d.AppId),
+		Redelivered: d.Redelivered, Exchange: []byte(d.Exchange), RoutingKey: []byte(d.RoutingKey),
+	}
+	if !d.Timestamp.IsZero() {
+		at := d.Timestamp.Unix()
+		h.Timestamp = &at
 	}
 	if d.Headers != nil {
 		if h.Headers, err = newTyped(d.Headers); err != nil {
@@ -63,11 +70,14 @@ func (p *port) Unspill(head, body []byte) (d amqp091.Delivery, err error) {
 		return d, fmt.Errorf("amqp: a message in the spill: %w", err)
 	}
 	d = amqp091.Delivery{
-		ContentType: h.ContentType, ContentEncoding: h.ContentEncoding, DeliveryMode: h.DeliveryMode, Priority: h.Priority,
-		CorrelationId: h.CorrelationID, ReplyTo: h.ReplyTo, Expiration: h.Expiration, MessageId: h.MessageID,
-		Timestamp: h.Timestamp, Type: h.Type, UserId: h.UserID, AppId: h.AppID,
-		Redelivered: h.Redelivered, Exchange: h.Exchange, RoutingKey: h.RoutingKey,
+		ContentType: string(h.ContentType), ContentEncoding: string(h.ContentEncoding), DeliveryMode: h.DeliveryMode, Priority: h.Priority,
+		CorrelationId: string(h.CorrelationID), ReplyTo: string(h.ReplyTo), Expiration: string(h.Expiration), MessageId: string(h.MessageID),
+		Type: string(h.Type), UserId: string(h.UserID), AppId: string(h.AppID),
+		Redelivered: h.Redelivered, Exchange: string(h.Exchange), RoutingKey: string(h.RoutingKey),
 		Body: body,
+	}
+	if h.Timestamp != nil {
+		d.Timestamp = time.Unix(*h.Timestamp, 0)
 	}
 	if h.Headers != nil {
 		v, err := h.Headers.value()
@@ -88,6 +98,12 @@ func (p *port) Unspill(head, body []byte) (d amqp091.Delivery, err error) {
 type typed struct {
 	Type  string          `json:"t"`
 	Value json.RawMessage `json:"v,omitempty"`
+}
+
+// named is a field of a table.
+type named struct {
+	Name  []byte `json:"n"`
+	Value *typed `json:"v"`
 }
 
 func newTyped(v any) (*typed, error) {
@@ -134,13 +150,13 @@ func newTyped(v any) (*typed, error) {
 		}
 		letter, v = "A", all
 	case amqp091.Table:
-		all := make(map[string]*typed, len(x))
-		for name, e := range x {
-			f, err := newTyped(e)
+		all := make([]named, 0, len(x))
+		for _, name := range slices.Sorted(maps.Keys(x)) {
+			f, err := newTyped(x[name])
 			if err != nil {
 				return nil, fmt.Errorf("header %q: %w", name, err)
 			}
-			all[name] = f
+			all = append(all, named{[]byte(name), f})
 		}
 		letter, v = "F", all
 	default:
@@ -199,11 +215,11 @@ func (f *typed) value() (any, error) {
 		}
 		return out, err
 	case "F":
-		all, err := read[map[string]*typed](f)
+		all, err := read[[]named](f)
 		out := make(amqp091.Table, len(all))
-		for name, e := range all {
+		for _, e := range all {
 			if err == nil {
-				out[name], err = e.value()
+				out[string(e.Name)], err = e.Value.value()
 			}
 		}
 		return out, err

@@ -65,11 +65,11 @@ func TestSpilledDelivery(t *testing.T) {
 		Headers: amqp091.Table{
 			"nil": nil, "true": true, "i8": int8(-8), "u8": uint8(8), "i16": int16(-16), "u16": uint16(16), "i32": int32(-32), "u32": uint32(32),
 			"i64": int64(math.MinInt64), "f32": float32(1.5), "f64": math.Inf(-1), "dec": amqp091.Decimal{Scale: 2, Value: -7},
-			"s": "\xff text", "bytes": []byte{0, 255}, "time": time.Unix(1_700_000_000, 0),
+			"s": "\xff text", "\xfe name": true, "bytes": []byte{0, 255}, "time": time.Unix(1_700_000_000, 0),
 			"list": []any{int32(1), "two", amqp091.Table{"in": int64(3)}}, "table": amqp091.Table{"x-death": []any{amqp091.Table{"count": int64(2)}}},
 		},
-		ContentType: "text/plain", ContentEncoding: "gzip", DeliveryMode: 2, Priority: 9, CorrelationId: "c", ReplyTo: "r", Expiration: "1000",
-		MessageId: "m", Timestamp: time.Unix(1_700_000_001, 0), Type: "t", UserId: "u", AppId: "a", Redelivered: true, Exchange: "e", RoutingKey: "k",
+		ContentType: "text/plain", ContentEncoding: "gzip", DeliveryMode: 2, Priority: 9, CorrelationId: "\xff\xfe", ReplyTo: "r", Expiration: "1000",
+		MessageId: "m", Timestamp: time.Unix(1_700_000_000_123, 0), Type: "t", UserId: "u", AppId: "a", Redelivered: true, Exchange: "e", RoutingKey: "k",
 		Body: []byte("body"),
 	}
 	p := newPort("q", &options{})

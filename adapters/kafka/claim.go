@@ -123,6 +123,7 @@ func openClaim[M any](ss *session, name string, revoked <-chan struct{}, open fu
 		if errors.Is(err, guard.ErrClosed) || !taken && waited {
 			return nil, ss.h.refuse(fmt.Errorf("kafka: claim %s: %w", name, err))
 		}
+		ss.leaveOther(name)
 		if taken && !said {
 			said = true
 			o.log.Warn("claim waits for a source of its name to end", "source", name, "error", err)

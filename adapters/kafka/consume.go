@@ -48,7 +48,7 @@ const (
 // are repeated. If they have not ended in time, Consume leaves them and says so by its
 // error. The process may end then: what is not committed is delivered again.
 func Consume(ctx context.Context, group sarama.ConsumerGroup, topics []string, h sarama.ConsumerGroupHandler) error {
-	c := &consuming{log: slog.Default()}
+	c := &consuming{log: slog.Default(), topics: topics}
 	switch own, ok := h.(*handler); {
 	case len(topics) == 0:
 		return errors.Join(errors.New("kafka: Consume: at least one topic is needed"), group.Close())
@@ -84,6 +84,8 @@ func Consume(ctx context.Context, group sarama.ConsumerGroup, topics []string, h
 
 // consuming is one call of Consume.
 type consuming struct {
+	topics []string
+
 	mu    sync.Mutex
 	log   *slog.Logger
 	own   []*handler // that this call runs
@@ -94,6 +96,7 @@ type consuming struct {
 
 // join takes a handler that this call runs; its Setup calls it each time.
 func (c *consuming) join(h *handler) {
+	h.seen(c.topics)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if slices.Contains(c.own, h) {

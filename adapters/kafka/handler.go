@@ -26,6 +26,7 @@ type handler struct {
 	refused  error               // what the guard has refused a claim for, until somebody takes it
 	claimErr error               // what a claim has ended with; Consume takes it
 	failing  map[string]*failing // by topic; passive shape
+	topics   []string            // seen so far
 }
 
 func newHandler(g *guard.Guard, opts []Option) *handler {

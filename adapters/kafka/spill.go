@@ -7,9 +7,11 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/IBM/sarama"
@@ -27,8 +29,8 @@ type spillHead struct {
 	Topic     string                 `json:"topic"`
 	Partition int32                  `json:"partition"`
 	Offset    int64                  `json:"offset"`
-	Timestamp time.Time              `json:"timestamp,omitzero"`
-	BlockTime time.Time              `json:"block_timestamp,omitzero"`
+	Timestamp *int64                 `json:"timestamp,omitempty"` // Unix milliseconds: JSON has no time beyond the year 9999
+	BlockTime *int64                 `json:"block_timestamp,omitempty"`
 	Key       []byte                 `json:"key"`
 	Headers   []*sarama.RecordHeader `json:"headers,omitempty"`
 	Tombstone bool                   `json:"tombstone,omitempty"` // Value is nil, and not empty
@@ -38,9 +40,24 @@ type spillHead struct {
 func (c *claim) Spill(m *sarama.ConsumerMessage) (head, body []byte, err error) {
 	c.spilledAt.Store(time.Now().UnixNano())
 	head, err = json.Marshal(spillHead{
-		m.Topic, m.Partition, m.Offset, m.Timestamp, m.BlockTimestamp, m.Key, m.Headers, m.Value == nil,
+		m.Topic, m.Partition, m.Offset, toMillis(m.Timestamp), toMillis(m.BlockTimestamp), m.Key, m.Headers, m.Value == nil,
 	})
 	return head, m.Value, err
+}
+
+func toMillis(t time.Time) *int64 {
+	if t.IsZero() {
+		return nil
+	}
+	ms := t.UnixMilli()
+	return &ms
+}
+
+func fromMillis(ms *int64) time.Time {
+	if ms == nil {
+		return time.Time{}
+	}
+	return time.UnixMilli(*ms)
 }
 
 // Unspill is [guard.Spiller]'s.
@@ -53,7 +70,7 @@ func (c *claim) Unspill(head, body []byte) (*sarama.ConsumerMessage, error) {
 		body = nil
 	}
 	return &sarama.ConsumerMessage{
-		Topic: h.Topic, Partition: h.Partition, Offset: h.Offset, Timestamp: h.Timestamp, BlockTimestamp: h.BlockTime,
+		Topic: h.Topic, Partition: h.Partition, Offset: h.Offset, Timestamp: fromMillis(h.Timestamp), BlockTimestamp: fromMillis(h.BlockTime),
 		Key: h.Key, Headers: h.Headers, Value: body,
 	}, nil
 }
@@ -85,6 +102,10 @@ type left struct {
 	done chan struct{} // closed when it has ended
 }
 
+// lefts are the sources of all sessions' lefts, as guard.Control: a claim of another member
+// in this process ends one, too.
+var lefts sync.Map
+
 // leftPort is its port: all it is asked about is in the spill, and acked.
 type leftPort struct{ *claim }
 
@@ -96,6 +117,26 @@ func (leftPort) Flush() error                                         { return n
 func (leftPort) Lag() int64                                           { return 0 }
 func (leftPort) Ahead() int                                           { return 0 }
 func (p leftPort) Meta(m *sarama.ConsumerMessage) guard.Meta          { return p.describe(m) }
+
+// drainAllSpilled is drainSpilled for each topic that the handler has seen a claim of, or
+// that [Consume] runs it for.
+func (ss *session) drainAllSpilled() {
+	for _, topic := range ss.h.seen(slices.Collect(maps.Keys(ss.native.Claims()))) {
+		ss.drainSpilled(topic)
+	}
+}
+
+// seen adds topics to those that the handler knows, and returns them all.
+func (h *handler) seen(topics []string) []string {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, topic := range topics {
+		if !slices.Contains(h.topics, topic) {
+			h.topics = append(h.topics, topic)
+		}
+	}
+	return slices.Clone(h.topics)
+}
 
 // drainSpilled opens a source for each partition of a topic that has messages in the spill
 // and is not claimed: they are committed, so nobody else would handle them.
@@ -138,6 +179,8 @@ func (ss *session) drainLeft(name, topic string, partition int32) {
 			return
 		}
 		ss.h.opts.log.Info("handling what is in the spill of a partition that this process does not have", "source", name, "messages", src.Account().Held)
+		lefts.Store(guard.Control(src), nil)
+		defer lefts.Delete(guard.Control(src))
 		ran := make(chan struct{})
 		go func() {
 			defer close(ran)
@@ -176,6 +219,17 @@ func (ss *session) leave(name string) {
 	if l != nil {
 		l.end()
 		<-l.done
+	}
+	ss.leaveOther(name)
+}
+
+// leaveOther ends that of another member.
+func (ss *session) leaveOther(name string) {
+	src := ss.h.g.Source(name)
+	if _, ok := lefts.Load(src); ok {
+		ctx, cancel := context.WithTimeout(context.Background(), grace(ss.set.config))
+		defer cancel()
+		src.End(ctx, guard.ReasonRebalance)
 	}
 }
 

@@ -142,7 +142,7 @@ func TestSpillOfAPartitionThatMoved(t *testing.T) {
 func TestSpilledMessage(t *testing.T) {
 	t.Parallel()
 	c := &claim{}
-	at := time.UnixMilli(1_700_000_000_123).UTC()
+	at := time.UnixMilli(1_700_000_000_123_000) // microseconds, taken for milliseconds
 	for _, m := range []*sarama.ConsumerMessage{
 		{
 			Topic: "t", Partition: 3, Offset: 1 << 40, Timestamp: at, BlockTimestamp: at.Add(time.Second), Key: []byte{0, 255}, Value: []byte("v"),
@@ -159,6 +159,10 @@ func TestSpilledMessage(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
+		if !got.Timestamp.Equal(m.Timestamp) || !got.BlockTimestamp.Equal(m.BlockTimestamp) {
+			t.Errorf("got %v and %v, want %v and %v", got.Timestamp, got.BlockTimestamp, m.Timestamp, m.BlockTimestamp)
+		}
+		got.Timestamp, got.BlockTimestamp = m.Timestamp, m.BlockTimestamp
 		if !reflect.DeepEqual(got, m) {
 			t.Errorf("got  %+v\nwant %+v", got, m)
 		}

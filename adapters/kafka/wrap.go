@@ -85,9 +85,7 @@ func (h *handler) Setup(s sarama.ConsumerGroupSession) error {
 			return err // Cleanup follows all the same
 		}
 	}
-	for topic := range s.Claims() {
-		ss.drainSpilled(topic)
-	}
+	ss.drainAllSpilled()
 	ss.watch()
 	return nil
 }

@@ -17,16 +17,29 @@ import (
 
 var _ guard.Spiller[jetstream.Msg] = (*consumePort)(nil)
 
-// spillHead is what the spill keeps of a message beside its data.
+// spillHead is what the spill keeps of a message beside its data. Texts are bytes, since
+// they need not be UTF-8.
 type spillHead struct {
-	Subject  string                 `json:"subject"`
-	Header   nats.Header            `json:"header,omitempty"`
+	Subject  []byte                 `json:"subject"`
+	Header   []spillHeader          `json:"header,omitempty"`
 	Metadata *jetstream.MsgMetadata `json:"metadata,omitempty"`
+}
+
+type spillHeader struct {
+	Name   []byte   `json:"name"`
+	Values [][]byte `json:"values"`
 }
 
 // Spill is [guard.Spiller]'s.
 func (p *consumePort) Spill(m jetstream.Msg) (head, body []byte, err error) {
-	h := spillHead{Subject: m.Subject(), Header: m.Headers()}
+	h := spillHead{Subject: []byte(m.Subject())}
+	for name, values := range m.Headers() {
+		kept := spillHeader{Name: []byte(name)}
+		for _, v := range values {
+			kept.Values = append(kept.Values, []byte(v))
+		}
+		h.Header = append(h.Header, kept)
+	}
 	if md, err := p.copies.of(m).Metadata(); err == nil {
 		h.Metadata = md
 	}
@@ -36,9 +49,18 @@ func (p *consumePort) Spill(m jetstream.Msg) (head, body []byte, err error) {
 
 // Unspill is [guard.Spiller]'s.
 func (p *consumePort) Unspill(head, body []byte) (jetstream.Msg, error) {
-	m := &spilledMsg{data: body}
-	if err := json.Unmarshal(head, &m.head); err != nil {
+	var h spillHead
+	if err := json.Unmarshal(head, &h); err != nil {
 		return nil, fmt.Errorf("nats: a message in the spill: %w", err)
+	}
+	m := &spilledMsg{subject: string(h.Subject), metadata: h.Metadata, data: body}
+	if len(h.Header) > 0 {
+		m.header = make(nats.Header, len(h.Header))
+	}
+	for _, kept := range h.Header {
+		for _, v := range kept.Values {
+			m.header[string(kept.Name)] = append(m.header[string(kept.Name)], string(v))
+		}
 	}
 	return m, nil
 }
@@ -46,20 +68,22 @@ func (p *consumePort) Unspill(head, body []byte) (jetstream.Msg, error) {
 // spilledMsg is a message from the spill. The server has its ack, so the handler can tell
 // it nothing.
 type spilledMsg struct {
-	head spillHead
-	data []byte
+	subject  string
+	header   nats.Header
+	metadata *jetstream.MsgMetadata
+	data     []byte
 }
 
 func (m *spilledMsg) Data() []byte         { return m.data }
-func (m *spilledMsg) Headers() nats.Header { return m.head.Header }
-func (m *spilledMsg) Subject() string      { return m.head.Subject }
+func (m *spilledMsg) Headers() nats.Header { return m.header }
+func (m *spilledMsg) Subject() string      { return m.subject }
 func (m *spilledMsg) Reply() string        { return "" }
 
 func (m *spilledMsg) Metadata() (*jetstream.MsgMetadata, error) {
-	if m.head.Metadata == nil {
+	if m.metadata == nil {
 		return nil, jetstream.ErrNotJSMessage
 	}
-	return m.head.Metadata, nil
+	return m.metadata, nil
 }
 
 func (m *spilledMsg) Ack() error                       { return jetstream.ErrMsgAlreadyAckd }

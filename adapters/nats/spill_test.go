@@ -43,7 +43,7 @@ func TestSpill(t *testing.T) {
 		if md, err := m.Metadata(); err != nil || md.Sequence.Stream != uint64(i+1) || md.Stream != "S" || md.NumDelivered != 1 || md.Timestamp.IsZero() {
 			t.Errorf("message %d: %+v, %v", i, md, err)
 		}
-		if m.Subject() != "s.x" || m.Headers().Get("Nats-Msg-Id") != strconv.Itoa(i) {
+		if m.Subject() != "s.x" || m.Headers().Get("Nats-Msg-Id") != strconv.Itoa(i) || !slices.Equal(m.Headers()["X-Raw"], []string{"\xff", "two"}) {
 			t.Errorf("message %d: subject %q, headers %v", i, m.Subject(), m.Headers())
 		}
 		mu.Lock()
@@ -57,6 +57,7 @@ func TestSpill(t *testing.T) {
 		msg := nats.NewMsg("s.x")
 		msg.Data = strconv.AppendInt(nil, int64(i), 10)
 		msg.Header.Set("Nats-Msg-Id", strconv.Itoa(i))
+		msg.Header["X-Raw"] = []string{"\xff", "two"}
 		if _, err := r.js.PublishMsg(adaptertest.Context(t), msg); err != nil {
 			t.Fatal(err)
 		}

@@ -206,6 +206,9 @@ func showSource(w io.Writer, s console.Source) error {
 	return table(w, "", func(row func(...any)) {
 		row("  messages", fmt.Sprintf("%d waiting, %d processing, %d settling, %d held, %d waiting to be tried again; room for %d of %d",
 			s.Waiting, s.Processing, s.Settling, s.Holding, s.RetryWait, s.Room, s.Window))
+		if s.Spilled > 0 {
+			row("  on disk", fmt.Sprintf("%d of them", s.Spilled))
+		}
 		row("  since it began", fmt.Sprintf("%d received, %d acked, %d calls failed, %d dead-lettered, %d in quarantine, %d returned",
 			s.Received, s.Acked, s.Failures, s.DeadLettered, s.Quarantined, s.Returned))
 		row("  oldest message", seconds(s.OldestAge))
