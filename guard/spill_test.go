@@ -683,7 +683,9 @@ func TestSpillLateWrite(t *testing.T) {
 		if err := q.s.over.lane.Append(func(err error) { written <- err }, late); err != nil { // nobody has counted it
 			t.Fatal(err)
 		}
-		<-written
+		if err := <-written; err != nil {
+			t.Fatal(err)
+		}
 		q.s.over.first += 1 << 40 // the number is of another epoch
 		q.s.over.number = q.s.over.first
 		q.send(40)
