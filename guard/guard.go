@@ -30,7 +30,7 @@ import (
 // the dead-letter writers, the sweeper, metrics. Make one for a process, or one
 // for each group of sources whose scopes differ.
 //
-// Lock order: Source.mu; then one of Feed.mu, a breaker's, a ring's, letterbox.mu;
+// Lock order: Source.mu; then one of Feed.mu, a breaker's, a ring's, the spill's, letterbox.mu;
 // Guard.mu, the last of all. No port, handler, writer or logger is called under any.
 type Guard struct {
 	cfg        Config

@@ -112,7 +112,7 @@ func (o *overflow[M]) busy() bool {
 	return o != nil && (o.diverts || len(o.next)+len(o.going)+len(o.synced)+o.copies.len()+o.read.len() > 0)
 }
 
-// newOverflow finds what an earlier epoch has left.
+// newOverflow refuses what cannot spill.
 func (s *Source[M]) newOverflow() (*overflow[M], error) {
 	port, ok := any(s.port).(Spiller[M])
 	switch {
@@ -236,39 +236,39 @@ func (l *loop[M]) divert() (more bool) {
 		if !ok {
 			return false
 		}
-		size := 0
-		if s.begin() {
-			size = s.port.Size(m)
-			s.end()
-		}
-		s.mu.Lock()
-		if batched {
-			s.diverted++
-		}
-		s.spillLocked(s.g.now(), m, size)
-		take = s.inputRoomLocked() > 0
-		s.mu.Unlock()
+		take = s.spillInput(m, batched)
 	}
 	return true
+}
+
+// spillInput takes a message of the input to the disk, and tells whether there is room for
+// another. The port learns of it in its order, as of any that is not acked at once.
+func (s *Source[M]) spillInput(m M, batched bool) (room bool) {
+	if !s.begin() {
+		s.put(m, batched) // which counts it as End's
+		return false
+	}
+	size := s.port.Size(m)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.endLocked()
+	if batched {
+		s.diverted++
+	}
+	s.spillLocked(s.g.now(), m, size)
+	return s.inputRoomLocked() > 0
 }
 
 // take is put for a message that came while the loop was waiting.
 func (s *Source[M]) take(m M) {
 	s.mu.Lock()
-	diverts := s.over != nil && s.over.diverts && !s.fenced.Load()
+	diverts := s.over != nil && s.over.diverts
+	s.mu.Unlock()
 	if diverts {
-		s.calls++
-	}
-	s.mu.Unlock()
-	if !diverts {
+		s.spillInput(m, false)
+	} else {
 		s.put(m, false)
-		return
 	}
-	size := s.port.Size(m)
-	s.mu.Lock()
-	s.endLocked()
-	s.spillLocked(s.g.now(), m, size)
-	s.mu.Unlock()
 }
 
 // spillLocked puts a message behind what is to be written.
@@ -512,8 +512,9 @@ func (s *Source[M]) readSpilled() (more bool) {
 	if n == 0 {
 		_, pending := laneHolds(o.lane)
 		s.mu.Lock()
-		if o.copies.len() == 0 && len(o.going) == 0 && len(o.synced) == 0 && pending == 0 {
-			s.c.behind = len(o.next) // the others are damaged, as the log says
+		if len(o.going) == 0 && len(o.synced) == 0 && pending == 0 {
+			// What is not there any more is damaged, as the log says.
+			s.c.behind, o.copies = len(o.next)-o.oursLocked(), fifo[*spilled]{}
 		}
 		s.mu.Unlock()
 	}
@@ -664,7 +665,7 @@ func (s *Source[M]) leaveSpillLocked() (rest []M, left int) {
 	if o == nil {
 		return nil, 0
 	}
-	for _, w := range append(o.next, o.going...) {
+	for _, w := range slices.Concat(o.going, o.next) {
 		if !w.ours {
 			rest = append(rest, w.m)
 		}
@@ -715,18 +716,20 @@ func (s *Source[M]) spilledLocked() int {
 	if o == nil {
 		return 0
 	}
-	n := s.c.behind
-	for _, w := range o.next {
-		if !w.ours {
-			n--
+	waits := len(o.next) + len(o.going) - o.oursLocked()
+	return s.c.behind - waits + o.copies.len() + o.read.len()
+}
+
+// oursLocked is how many of the messages that are not on the disk yet the machine has.
+func (o *overflow[M]) oursLocked() (n int) {
+	for _, ws := range [][]spilling[M]{o.going, o.next} {
+		for _, w := range ws {
+			if w.ours {
+				n++
+			}
 		}
 	}
-	for _, w := range o.going {
-		if !w.ours {
-			n--
-		}
-	}
-	return n + o.copies.len() + o.read.len()
+	return n
 }
 
 // spillWaitsLocked tells whether the loop should look: a hold has become long, or

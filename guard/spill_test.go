@@ -46,10 +46,16 @@ func (p *spillPort) Unspill(head, body []byte) (int, error) {
 	return strconv.Atoi(string(head))
 }
 
+// failer is a testing.T or a rapid.T.
+type failer interface {
+	Errorf(format string, args ...any)
+	Fatal(args ...any)
+}
+
 // queue is a broker's queue, one consumer of it, and what its handler has done. What is
 // delivered and not acked comes again, in its place, to the next consumer.
 type queue struct {
-	tb  interface{ Errorf(string, ...any) }
+	tb  failer
 	dir string
 	cfg Config
 
@@ -101,18 +107,18 @@ func (q *queue) handle(_ context.Context, m int) error {
 }
 
 // open makes a Guard over the directory, if there is none, and a source.
-func (q *queue) open() error {
+func (q *queue) open() {
 	var err error
 	if q.g == nil {
 		q.cfg.SpillDir = q.dir
 		if q.g, err = New(q.cfg, WithLogger(slog.New(slog.DiscardHandler))); err != nil {
-			return err
+			q.tb.Fatal(err)
 		}
 	}
 	q.port = &spillPort{testPort{keys: 8}, q.body, q.bad}
 	q.s, err = Open(q.g, SourceConfig{Name: q.name, DeadLetters: q.letters}, Limits{}, Port[int](q.port), q.handle)
 	if err != nil {
-		return err
+		q.tb.Fatal(err)
 	}
 	ctx, stop := context.WithCancel(context.Background())
 	q.stop, q.ended, q.more = stop, make(chan struct{}), make(chan struct{}, 1)
@@ -147,7 +153,6 @@ func (q *queue) open() error {
 	})
 	ended := q.ended
 	go func() { both.Wait(); close(ended) }()
-	return nil
 }
 
 // settle takes the acks, and puts back what was not acked once the consumer is gone.
@@ -269,7 +274,7 @@ func (q *queue) counts(most int) {
 	}
 }
 
-func newQueue(tb interface{ Errorf(string, ...any) }, dir string, cfg Config) *queue {
+func newQueue(tb failer, dir string, cfg Config) *queue {
 	return &queue{tb: tb, dir: dir, cfg: cfg, name: "s", body: 100, out: make(map[int]bool), letters: &testWriter{}}
 }
 
@@ -293,9 +298,7 @@ func TestSpillHoldsAnOutage(t *testing.T) {
 				p.Workers = 4
 			}
 			q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: p})
-			if err := q.open(); err != nil {
-				t.Fatal(err)
-			}
+			q.open()
 			q.setDown(true)
 			q.send(3000)
 			time.Sleep(20 * time.Second)
@@ -337,9 +340,7 @@ func TestSpillHoldsAnOutage(t *testing.T) {
 func TestSpillOverAnEnd(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
 		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: Policy{Spill: true, Window: 64}})
-		if err := q.open(); err != nil {
-			t.Fatal(err)
-		}
+		q.open()
 		q.setDown(true)
 		q.send(500)
 		time.Sleep(20 * time.Second)
@@ -348,9 +349,7 @@ func TestSpillOverAnEnd(t *testing.T) {
 		}
 		q.setDown(false)
 		q.send(100)
-		if err := q.open(); err != nil {
-			t.Fatal(err)
-		}
+		q.open()
 		q.drain(30 * time.Second)
 		q.counts(1)
 		if !slices.IsSorted(q.handled) {
@@ -365,9 +364,7 @@ func TestSpillOverAnEnd(t *testing.T) {
 func TestSpillWriteUnderWay(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
 		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: Policy{Spill: true, Window: 2}})
-		if err := q.open(); err != nil {
-			t.Fatal(err)
-		}
+		q.open()
 		q.setDown(true)
 		q.send(4)
 		time.Sleep(20 * time.Second)
@@ -412,9 +409,7 @@ func TestSpillWriteUnderWay(t *testing.T) {
 		q.sending = -1
 		q.close(ReasonShutdown, true)
 		q.setDown(false)
-		if err := q.open(); err != nil {
-			t.Fatal(err)
-		}
+		q.open()
 		time.Sleep(10 * time.Second)
 		q.sent = 7
 		q.close(ReasonShutdown, true)
@@ -429,9 +424,7 @@ func TestSpillLeavesTheBacklog(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
 		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: Policy{Spill: true, Window: 64}})
 		q.takes = 100 * time.Millisecond
-		if err := q.open(); err != nil {
-			t.Fatal(err)
-		}
+		q.open()
 		q.setDown(true)
 		q.send(500)
 		time.Sleep(20 * time.Second)
@@ -460,17 +453,13 @@ func TestSpillReadsWhatFits(t *testing.T) {
 		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: Policy{Spill: true, Window: 400, WindowBytes: 100 << 10}})
 		q.body = 10 << 10
 		q.takes = 50 * time.Millisecond
-		if err := q.open(); err != nil {
-			t.Fatal(err)
-		}
+		q.open()
 		q.setDown(true)
 		q.send(1000)
 		time.Sleep(20 * time.Second)
 		q.close(ReasonShutdown, false)
 		q.setDown(false)
-		if err := q.open(); err != nil {
-			t.Fatal(err)
-		}
+		q.open()
 		for range 100 {
 			time.Sleep(100 * time.Millisecond)
 			q.s.mu.Lock()
@@ -489,9 +478,7 @@ func TestSpillReadsWhatFits(t *testing.T) {
 func TestSpillDoneMeanwhile(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
 		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: Policy{Spill: true, Window: 8}})
-		if err := q.open(); err != nil {
-			t.Fatal(err)
-		}
+		q.open()
 		copy := &spilled{placed: true, acked: true, done: true} // of a message that was handled meanwhile
 		w := spilling[int]{0, copy, 0, true}
 		data, err := q.s.over.encode(w)
@@ -511,9 +498,7 @@ func TestSpillDoneMeanwhile(t *testing.T) {
 		q.s.wroteSpilled(<-written)
 		<-done
 		q.close(ReasonShutdown, true)
-		if err := q.open(); err != nil {
-			t.Fatal(err)
-		}
+		q.open()
 		time.Sleep(20 * time.Second)
 		q.close(ReasonShutdown, true)
 		if len(q.handled) > 0 {
@@ -526,17 +511,13 @@ func TestSpillDoneMeanwhile(t *testing.T) {
 func TestSpillFullOfAnother(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
 		a := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{SpillBytes: 64 << 10, Policy: Policy{Spill: true, Window: 16}})
-		if err := a.open(); err != nil {
-			t.Fatal(err)
-		}
+		a.open()
 		a.setDown(true)
 		a.send(3000)
 		time.Sleep(20 * time.Second)
 		b := newQueue(t, a.dir, a.cfg)
 		b.g, b.name = a.g, "other"
-		if err := b.open(); err != nil {
-			t.Fatal(err)
-		}
+		b.open()
 		b.setDown(true)
 		b.send(2000)
 		time.Sleep(20 * time.Second)
@@ -557,9 +538,7 @@ func TestSpillFullOfAnother(t *testing.T) {
 func TestSpillBehindAHungHandler(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
 		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: Policy{Spill: true, Window: 16}})
-		if err := q.open(); err != nil {
-			t.Fatal(err)
-		}
+		q.open()
 		q.setDown(true)
 		q.send(100)
 		time.Sleep(20 * time.Second)
@@ -567,9 +546,7 @@ func TestSpillBehindAHungHandler(t *testing.T) {
 		q.setDown(false)
 		hang := make(chan struct{})
 		q.hang = hang
-		if err := q.open(); err != nil {
-			t.Fatal(err)
-		}
+		q.open()
 		time.Sleep(10 * time.Second) // a probe
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
@@ -582,9 +559,7 @@ func TestSpillBehindAHungHandler(t *testing.T) {
 		q.mu.Lock()
 		q.hang = nil
 		q.mu.Unlock()
-		if err := q.open(); err != nil {
-			t.Fatal(err)
-		}
+		q.open()
 		q.drain(30 * time.Second)
 		close(hang)
 		<-ended
@@ -604,18 +579,14 @@ func TestSpillBehindOneThatWaits(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
 		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: Policy{Spill: true, Window: 20, Order: OrderKey}})
 		q.letters.err = errDown // so the first poison waits for its letter
-		if err := q.open(); err != nil {
-			t.Fatal(err)
-		}
+		q.open()
 		q.setDown(true)
 		q.send(13)
 		q.send(1000)
 		time.Sleep(20 * time.Second)
 		q.close(ReasonShutdown, false)
 		q.setDown(false)
-		if err := q.open(); err != nil {
-			t.Fatal(err)
-		}
+		q.open()
 		time.Sleep(2 * time.Minute)
 		q.s.mu.Lock()
 		if n := q.s.over.read.len(); n > 20+farWitnesses {
@@ -636,9 +607,7 @@ func TestSpillWithoutOne(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
 		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: Policy{Spill: true, Window: 16}})
 		q.bad = func(m int) bool { return m == 3 }
-		if err := q.open(); err != nil {
-			t.Fatal(err)
-		}
+		q.open()
 		q.setDown(true)
 		q.send(300)
 		time.Sleep(20 * time.Second)
@@ -667,13 +636,31 @@ func TestSpillExtendsWhatIsWritten(t *testing.T) {
 	}
 }
 
+// A copy that is damaged is waited for by nobody: the machine has the message.
+func TestSpillWithoutACopy(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: Policy{Spill: true}})
+		q.open()
+		q.s.mu.Lock()
+		q.s.over.copies.push(&spilled{number: q.s.over.first + 1})
+		q.s.unlock(0)
+		q.s.nudge()
+		q.send(10)
+		q.drain(time.Second)
+		q.s.mu.Lock()
+		if q.s.over.busy() {
+			t.Error("the source still waits for what is not on the disk")
+		}
+		q.s.mu.Unlock()
+		q.close(ReasonShutdown, true)
+	})
+}
+
 // A write of an earlier epoch that lands late is read in its turn.
 func TestSpillLateWrite(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
 		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: Policy{Spill: true, Window: 16}})
-		if err := q.open(); err != nil {
-			t.Fatal(err)
-		}
+		q.open()
 		late, err := q.s.over.encode(spilling[int]{0, new(spilled), 1, false})
 		if err != nil {
 			t.Fatal(err)
@@ -708,9 +695,7 @@ func TestSpillLateWrite(t *testing.T) {
 func TestSpillAfterAWhile(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
 		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: Policy{Spill: true}})
-		if err := q.open(); err != nil {
-			t.Fatal(err)
-		}
+		q.open()
 		q.setDown(true)
 		q.send(3)
 		time.Sleep(spillAfter - time.Second)
@@ -737,9 +722,7 @@ func TestSpillAfterAWhile(t *testing.T) {
 func TestSpillFull(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
 		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{SpillBytes: 64 << 10, Policy: Policy{Spill: true, Window: 16}})
-		if err := q.open(); err != nil {
-			t.Fatal(err)
-		}
+		q.open()
 		q.setDown(true)
 		q.send(3000)
 		time.Sleep(30 * time.Second)
@@ -786,9 +769,7 @@ func checkSpillModel(t *rapid.T, dir string) {
 	}
 	bytes := rapid.SampledFrom([]int64{0, 64 << 10}).Draw(t, "bytes")
 	q := newQueue(t, filepath.Join(dir, "0"), Config{SpillBytes: bytes, Policy: p})
-	if err := q.open(); err != nil {
-		t.Fatal(err)
-	}
+	q.open()
 	crashes := 0
 	for range rapid.IntRange(1, 12).Draw(t, "steps") {
 		switch rapid.SampledFrom([]string{"send", "send", "down", "up", "sleep", "end", "restart", "crash"}).Draw(t, "op") {
@@ -802,14 +783,10 @@ func checkSpillModel(t *rapid.T, dir string) {
 			time.Sleep(rapid.SampledFrom([]time.Duration{time.Millisecond, 100 * time.Millisecond, 3 * time.Second, time.Minute}).Draw(t, "d"))
 		case "end":
 			q.close(rapid.SampledFrom([]Reason{ReasonShutdown, ReasonRebalance}).Draw(t, "why"), false)
-			if err := q.open(); err != nil {
-				t.Fatal(err)
-			}
+			q.open()
 		case "restart":
 			q.close(ReasonShutdown, true)
-			if err := q.open(); err != nil {
-				t.Fatal(err)
-			}
+			q.open()
 		case "crash": // what the disk and the broker have at one instant is all that is left
 			synctest.Wait()
 			crashes++
@@ -835,9 +812,7 @@ func checkSpillModel(t *rapid.T, dir string) {
 			if err := errors.Join(os.Mkdir(q.dir, 0o700), os.WriteFile(filepath.Join(q.dir, "spill.db"), data, 0o600)); err != nil {
 				t.Fatal(err)
 			}
-			if err := q.open(); err != nil {
-				t.Fatal(err)
-			}
+			q.open()
 		}
 		if err := q.s.Account().Check(); err != nil {
 			t.Fatal(err)
@@ -902,9 +877,7 @@ func TestSpillLongOutage(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
 		q := newQueue(t, filepath.Join(dir, "d"), Config{SpillBytes: 2 << 30, Policy: Policy{Spill: true}})
 		q.body = 256
-		if err := q.open(); err != nil {
-			t.Fatal(err)
-		}
+		q.open()
 		q.setDown(true)
 		heap := func() uint64 {
 			var m runtime.MemStats

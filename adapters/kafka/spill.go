@@ -227,7 +227,7 @@ func (ss *session) leave(name string) {
 func (ss *session) leaveOther(name string) {
 	src := ss.h.g.Source(name)
 	if _, ok := lefts.Load(src); ok {
-		ctx, cancel := context.WithTimeout(context.Background(), grace(ss.set.config))
+		ctx, cancel := context.WithTimeout(ss.native.Context(), grace(ss.set.config))
 		defer cancel()
 		src.End(ctx, guard.ReasonRebalance)
 	}

@@ -138,6 +138,82 @@ func TestSpillOfAPartitionThatMoved(t *testing.T) {
 	}
 }
 
+// What was spilled of a topic of which this process has no claim any more is handled by it.
+func TestSpillWithoutAClaim(t *testing.T) {
+	t.Parallel()
+	const n = 200
+	r := newRig(t, 1)
+	sticky := testConfig()
+	sticky.Consumer.Group.Rebalance.GroupStrategies = []sarama.BalanceStrategy{sarama.NewBalanceStrategySticky()}
+	cfg := spillConfig(t)
+	h := newSpillHandler()
+	h.down.Store(true)
+	g := adaptertest.Guard(t, cfg)
+	m := r.join(sticky, Wrap(g, h.handle))
+	r.publish(0, n, func(int) int32 { return 0 }, strconv.Itoa)
+	adaptertest.Eventually(t, "all spilled", func() bool { return allSpilled(g) == n })
+	m.stop()
+	if _, err := g.Close(adaptertest.Context(t)); err != nil {
+		t.Error(err)
+	}
+	other := adaptertest.Guard(t, spillConfig(t))
+	r.join(sticky, Wrap(other, newSpillHandler().handle))
+	adaptertest.Eventually(t, "another process has the partition", func() bool { return len(other.Sources()) == 1 })
+
+	h.down.Store(false)
+	g = adaptertest.Guard(t, cfg)
+	group, err := sarama.NewConsumerGroup(r.addrs, r.group, sticky)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() { ended <- Consume(ctx, group, []string{r.topic}, Wrap(g, h.handle)) }()
+	adaptertest.Eventually(t, "all handled", func() bool { return h.count() == n })
+	adaptertest.Eventually(t, "the other has the partition", func() bool { return len(other.Sources()) == 1 })
+	cancel()
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+	if got := h.got[0]; !slices.IsSorted(got) || len(got) != n {
+		t.Errorf("handled %v", got)
+	}
+}
+
+// Two members of one process do not wait for each other: what one handles of a partition
+// that it does not have gives way to the claim of the other, also in an outage.
+func TestSpillOfTwoMembers(t *testing.T) {
+	t.Parallel()
+	const n, more = 200, 100
+	r := newRig(t, 2)
+	cfg := spillConfig(t)
+	h := newSpillHandler()
+	h.down.Store(true)
+	g := adaptertest.Guard(t, cfg)
+	m := r.join(testConfig(), Wrap(g, h.handle))
+	part := func(i int) int32 { return int32(i % 2) }
+	r.publish(0, n, part, strconv.Itoa)
+	adaptertest.Eventually(t, "all spilled", func() bool { return allSpilled(g) == n })
+	m.stop()
+	if _, err := g.Close(adaptertest.Context(t)); err != nil {
+		t.Error(err)
+	}
+	g = adaptertest.Guard(t, cfg)
+	r.join(testConfig(), Wrap(g, h.handle))
+	r.join(testConfig(), Wrap(g, h.handle))
+	r.publish(n, n+more, part, strconv.Itoa)
+	adaptertest.Eventually(t, "both read on in the outage", func() bool { return allSpilled(g) == n+more })
+	h.down.Store(false)
+	adaptertest.Eventually(t, "all handled", func() bool { return h.count() >= n+more })
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for p, got := range h.got {
+		if len(got) != (n+more)/2 || !slices.IsSorted(got) {
+			t.Errorf("partition %d: %v", p, got)
+		}
+	}
+}
+
 // A message is the same after it was in the spill.
 func TestSpilledMessage(t *testing.T) {
 	t.Parallel()
