@@ -5,7 +5,6 @@ package examples
 
 import (
 	"bufio"
-	"bytes"
 	"context"
 	"fmt"
 	"os"
@@ -15,6 +14,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -147,9 +147,11 @@ func (w wrapped) test(t *testing.T) {
 	}
 	compile(t, before)
 	program := exec.CommandContext(t.Context(), compile(t, after), url, name)
-	var log bytes.Buffer
-	program.Stderr = &log
 	out, err := program.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	logged, err := program.StderrPipe()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -159,6 +161,19 @@ func (w wrapped) test(t *testing.T) {
 	// A program that hangs is killed, which ends its output too.
 	hung := time.AfterFunc(2*time.Minute, func() { _ = program.Process.Kill() })
 	defer hung.Stop()
+
+	var log strings.Builder // of the goroutine below until its end
+	told, ended := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(ended)
+		tell := sync.OnceFunc(func() { close(told) })
+		for lines := bufio.NewScanner(logged); lines.Scan(); {
+			fmt.Fprintln(&log, lines.Text())
+			if strings.Contains(lines.Text(), "WARN") && strings.Contains(lines.Text(), cause) {
+				tell()
+			}
+		}
+	}()
 
 	var charged, want []string
 	for i := 1; i <= messages; i++ {
@@ -180,14 +195,23 @@ func (w wrapped) test(t *testing.T) {
 	if len(records) != 1 || string(records[0].Body) != strconv.Itoa(poison) || records[0].Error.Message != cause {
 		t.Errorf("dead letters %+v, %v", records, err)
 	}
+	// The broker shows a letter before the program has its confirmation and says so.
+	select {
+	case <-told:
+	case <-ended:
+	case <-time.After(time.Minute):
+	}
 	if err := program.Process.Signal(syscall.SIGTERM); err != nil {
 		t.Error(err)
 	}
+	<-ended
 	if err := program.Wait(); err != nil {
 		t.Error("the program ended with", err)
 	}
-	if said := log.String(); !strings.Contains(said, "WARN") || !strings.Contains(said, cause) {
-		t.Errorf("its log does not say what failed:\n%s", said)
+	select {
+	case <-told:
+	default:
+		t.Error("its log does not say what failed")
 	}
 	if t.Failed() {
 		t.Logf("its log:\n%s", log.String())
