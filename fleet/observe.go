@@ -34,11 +34,15 @@ const (
 	metricBacklogAge    = "stormguard.fleet.journal.backlog.age"
 	metricClockOffset   = "stormguard.fleet.clock.offset"
 	metricClockBroken   = "stormguard.fleet.clock.violations"
+	metricSilence       = "stormguard.fleet.silence"
+	metricRegisterAway  = "stormguard.fleet.register.away"
 	metricTokenSkew     = "stormguard.limiter.skew"
 	metricTokens        = "stormguard.limiter.tokens"
 	metricShare         = "stormguard.limiter.share"
 	metricShareStranded = "stormguard.limiter.share.stranded"
 	metricKeys          = "stormguard.limiter.keys"
+	metricAdmitted      = "stormguard.limiter.admitted"
+	metricDenied        = "stormguard.limiter.denied"
 )
 
 // seen is what of the process is seen from outside.
@@ -85,12 +89,16 @@ func (p *Process) look(o options) (*seen, error) {
 	share := gauge(metricShare, "1", "This process's share of the rates.")
 	stranded := gauge(metricShareStranded, "1", "Shares of members that are not heard: what nobody mints.")
 	keys := gauge(metricKeys, "{key}", "Keys of limits that are known.")
+	admitted := counter(metricAdmitted, "{token}", "Tokens admitted here, by key.")
+	denied := counter(metricDenied, "{token}", "Tokens asked for here and not given, by key.")
 	merges := counter(metricMerges, "{delta}", "Deltas of peers taken in, by section.")
 	refused := counter(metricRefused, "{delta}", "Packets and deltas refused, by section and reason.")
 	packets := counter(metricPackets, "{packet}", "Packets, by direction.")
 	members := gauge(metricMembers, "{process}", "Other processes, by state: fresh, silent, lost.")
 	configuration := gauge(metricConfiguration, "", "Number of the configuration: newest, complete, applied.")
 	lacking := gauge(metricLacking, "{process}", "Members that have not applied a configuration though their share shrank.")
+	away := gauge(metricRegisterAway, "", "1 while the register of the configuration cannot be reached, else 0.")
+	silence := gauge(metricSilence, "s", "For how long a peer has not been heard.")
 	delay := gauge(metricSyncDelay, "s", "The longest lately from a change to its acknowledgement by a peer that is heard.")
 	unacked := gauge(metricUnacked, "{change}", "Changes that peers have not acknowledged.")
 	backlog := gauge(metricBacklog, "{entry}", "Journal entries that the slowest peer lacks.")
@@ -111,6 +119,14 @@ func (p *Process) look(o options) (*seen, error) {
 		o.ObserveFloat64(share, l.Share)
 		o.ObserveFloat64(stranded, l.Stranded)
 		o.ObserveFloat64(keys, float64(l.Keys))
+		named := p.limits.Configuration().Limits
+		for _, k := range p.keys() {
+			if _, ok := named[k.Key]; !ok && l.Keys > sayKeys {
+				continue // there may be a key for each user
+			}
+			o.ObserveInt64(admitted, int64(k.Admitted), by(attribute.String("key", k.Key)))
+			o.ObserveInt64(denied, int64(k.Denied), by(attribute.String("key", k.Key)))
+		}
 		if p.node == nil {
 			return nil
 		}
@@ -142,6 +158,11 @@ func (p *Process) look(o options) (*seen, error) {
 		}
 		status := p.Status()
 		o.ObserveFloat64(lacking, float64(len(status.Configuration.Lacking)))
+		if status.Configuration.Away == "" {
+			o.ObserveFloat64(away, 0)
+		} else {
+			o.ObserveFloat64(away, 1)
+		}
 		o.ObserveFloat64(delay, status.SyncDelay.Seconds())
 		o.ObserveFloat64(unacked, float64(st.Session.Unacked))
 		o.ObserveFloat64(backlog, float64(status.Backlog))
@@ -149,6 +170,7 @@ func (p *Process) look(o options) (*seen, error) {
 		o.ObserveFloat64(skew, status.Skew)
 		for _, m := range status.Members {
 			if m.State != "self" && m.State != "unknown" {
+				o.ObserveFloat64(silence, m.Heard.Seconds(), by(attribute.String("peer", m.Name)))
 				o.ObserveFloat64(offset, m.Offset.Seconds(), by(attribute.String("peer", m.Name)))
 				o.ObserveInt64(broken, int64(m.Broke), by(attribute.String("peer", m.Name)))
 			}

@@ -18,6 +18,7 @@ import (
 	"os"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -871,8 +872,57 @@ func TestMetrics(t *testing.T) {
 	if t.Failed() {
 		t.Logf("listed %v\nexported %v", listed, values)
 	}
-	if values[metricConfiguration] != 3 || values[metricShareStranded] != 0 {
+	if values[metricConfiguration] != 3 || values[metricShareStranded] != 0 || values[metricRegisterAway] != 0 || values[metricSilence] > 10 {
 		t.Errorf("%v", values)
+	}
+}
+
+// Each key's tokens are shown while there are few keys, and then those of keys that the
+// configuration names: a key for each user would be a series for each user.
+func TestTokensByKey(t *testing.T) {
+	reader := sdkmetric.NewManualReader()
+	c := Config{Fleet: os.Getenv(fleetEnv), Name: "a", Limits: Limits{
+		Limit:  limiter.Limit{Rate: 1, Burst: 10},
+		Limits: map[string]limiter.Limit{"named": {Rate: 1, Burst: 10}},
+	}}
+	p, err := Start(c, WithMeterProvider(sdkmetric.NewMeterProvider(sdkmetric.WithReader(reader))))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(p.Close)
+	shown := func(name string) map[string]int64 {
+		var all metricdata.ResourceMetrics
+		if err := reader.Collect(t.Context(), &all); err != nil {
+			t.Fatal(err)
+		}
+		by := map[string]int64{}
+		for _, s := range all.ScopeMetrics {
+			for _, m := range s.Metrics {
+				if m.Name != name {
+					continue
+				}
+				for _, point := range m.Data.(metricdata.Sum[int64]).DataPoints {
+					key, _ := point.Attributes.Value("key")
+					by[key.AsString()] = point.Value
+				}
+			}
+		}
+		return by
+	}
+	p.Key("named").AllowN(3)
+	p.Key("named").AllowN(9) // more than are left
+	p.Key("user-0").AllowN(2)
+	if got := shown(metricAdmitted); !maps.Equal(got, map[string]int64{"named": 3, "user-0": 2}) {
+		t.Errorf("admitted %v", got)
+	}
+	if got := shown(metricDenied); got["named"] != 9 {
+		t.Errorf("denied %v", got)
+	}
+	for i := range 40 {
+		p.Key("user-" + strconv.Itoa(i)).Allow()
+	}
+	if got := shown(metricAdmitted); !maps.Equal(got, map[string]int64{"named": 3}) {
+		t.Errorf("admitted, of 41 keys: %v", got)
 	}
 }
 

@@ -60,6 +60,8 @@ type postable interface {
 	confirmed(parked bool)
 	// from says whose it is.
 	from() letterFrom
+	// wrote is told of each call of the writer.
+	wrote(took time.Duration, err error)
 }
 
 // letterFrom is whose dead letter it is.
@@ -220,9 +222,9 @@ func (b *letterbox) write(ctx context.Context, l postable, r *dlq.Record) error 
 	ctx, end := b.g.trace(ctx, r)
 	parked, err := l.park(ctx, r)
 	if !parked {
-		err = b.attempt(ctx, r)
+		err = b.attempt(ctx, l, r)
 		if err != nil && dlq.TrimFor(r, err) {
-			err = b.attempt(ctx, r)
+			err = b.attempt(ctx, l, r)
 		}
 	}
 	end(err)
@@ -236,8 +238,11 @@ func (b *letterbox) write(ctx context.Context, l postable, r *dlq.Record) error 
 }
 
 // attempt is one call of the writer.
-func (b *letterbox) attempt(ctx context.Context, r *dlq.Record) error {
-	return apart("dead-letter writer", func() error { return b.writer.Write(ctx, r) })
+func (b *letterbox) attempt(ctx context.Context, l postable, r *dlq.Record) error {
+	start := b.g.now()
+	err := apart("dead-letter writer", func() error { return b.writer.Write(ctx, r) })
+	l.wrote(b.g.now()-start, err)
+	return err
 }
 
 // apart calls f on a goroutine of its own, which a panic or a Goexit costs: it is a
@@ -322,6 +327,8 @@ func (l letter[M]) record() (*dlq.Record, error) {
 }
 
 func (l letter[M]) from() letterFrom { return letterFrom{l.s.cfg, l.s.topic(), l.it.class} }
+
+func (l letter[M]) wrote(took time.Duration, err error) { l.s.metrics.wrote(took, err) }
 
 func (l letter[M]) confirmed(parked bool) {
 	s := l.s

@@ -30,10 +30,10 @@ func TestMetricsAreDocumented(t *testing.T) {
 		listed = append(listed, string(m[1]))
 	}
 	exported := []string{
-		metricConsumed, metricHandled, metricReturned, metricMessages, metricRetries, metricRefused, metricQuarantined,
+		metricConsumed, metricHandled, metricReturned, metricMessages, metricLimit, metricRetries, metricRefused, metricQuarantined,
 		metricAckFailures, metricHoldAge, metricHold, metricBreaker, metricBudget, metricLag,
 		metricParked, metricParkedTotal, metricFollowed, metricSpilled,
-		metricProcess, metricFailures, metricDeadLetters, metricDLQRatio, metricOvertaken, metricRecovery, metricTransitions,
+		metricProcess, metricFailures, metricDeadLetters, metricDLQRatio, metricOvertaken, metricRecovery, metricTransitions, metricStorms, metricWrite,
 		metricFleetScope, metricFleetHeard, metricFleetQuorum, metricFleetStorm,
 	}
 	slices.Sort(listed)
@@ -100,6 +100,9 @@ func TestMetricsTellWhatHappened(t *testing.T) {
 		close(in)
 		if err := <-ended; err != nil {
 			t.Error(err)
+		}
+		if n := got[metricWrite]; n != 4 {
+			t.Errorf("%v writes of 4 dead letters", n)
 		}
 		named := map[string]int{}
 		for _, sp := range spans.Ended() {

@@ -22,6 +22,7 @@ import (
 	"go.opentelemetry.io/otel/sdk/metric/metricdata"
 
 	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/dlq"
 )
 
 // point is one data point as an operator's tools see it.
@@ -126,11 +127,11 @@ func closeGuard(t *testing.T, g *Guard) {
 }
 
 // A partition costs at most 30 time series whatever happens to it, and so does a topic
-// of 4 for each of them, histograms and all. The account of messages can be read off
+// of 8 for each of them, histograms and all. The account of messages can be read off
 // the metrics.
 func TestSeriesOfAPartition(t *testing.T) {
 	const most = 30
-	for _, n := range []int{1, 4} {
+	for _, n := range []int{1, 8} {
 		bubble(t, strconv.Itoa(n), func(t *testing.T) {
 			g, reader := meteredGuard(t, Config{})
 			var down atomic.Bool
@@ -183,6 +184,7 @@ func TestSeriesOfAPartition(t *testing.T) {
 			}
 			for name, want := range map[string]float64{
 				metricConsumed: 200, metricHandled: 198, metricReturned: 0, metricDeadLetters: 2, metricMessages: 0, metricLag: 0,
+				metricLimit: 1024, metricWrite: 2,
 			} {
 				if v, _ := sum(points, name); v != want*float64(n) {
 					t.Errorf("%s = %v, want %v", name, v, want*float64(n))
@@ -204,6 +206,74 @@ func TestSeriesOfAPartition(t *testing.T) {
 			closeGuard(t, g)
 		})
 	}
+}
+
+// What counts what is rare is 0 before it happens: a scraper that never saw the 0 would
+// take a first dead letter, or a first storm, for none.
+func TestRareCountersAreZeroAtRest(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, reader := meteredGuard(t, Config{})
+		ins := partitions(t, g, 1, func(_, m int) error {
+			if m == 0 {
+				return nil
+			}
+			return Unavailable(errDown)
+		})
+		ins[0] <- 0
+		time.Sleep(time.Second)
+		points := collect(t, reader)
+		for name, want := range map[string]int{metricFailures: 5, metricDeadLetters: 7, metricStorms: 1, metricOvertaken: 1} {
+			if v, n := sum(points, name, "messaging.destination.name", "orders"); v != 0 || n != want {
+				t.Errorf("%s: %d series that add up to %v, want %d of 0", name, n, v, want)
+			}
+		}
+		if _, n := sum(points, metricFailures, "scope", "default/orders/*"); n != 5 {
+			t.Errorf("%d series of failures have the breaker's scope", n)
+		}
+		for m := range 50 { // an outage long enough for a storm
+			ins[0] <- m + 1
+		}
+		time.Sleep(3 * time.Minute)
+		points = collect(t, reader)
+		if v, _ := sum(points, metricStorms); v != 1 {
+			t.Errorf("%v storms", v)
+		}
+		if v, _ := sum(points, metricBreaker, "scope", "default/orders/*", "state", "closed"); v != 0 {
+			t.Error("the breaker says closed")
+		}
+		closeGuard(t, g)
+	})
+}
+
+// Each call of a dead-letter writer is timed, by what came of it.
+func TestWritesHaveAnOutcome(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, reader := meteredGuard(t, Config{})
+		w := &scriptedWriter{answers: []error{errDown, errDown, dlq.ErrPutOff, nil}}
+		s := Must(Open(g, SourceConfig{Name: "s", Destination: "orders", DeadLetters: w}, Limits{}, &testPort{}, func(context.Context, int) error {
+			return Permanent(errBad)
+		}))
+		in := make(chan int, 1)
+		go func() { _ = s.Run(context.Background(), in) }()
+		in <- 1
+		time.Sleep(time.Minute)
+		for outcome, want := range map[string]float64{"failed": 2, "put_off": 1, "confirmed": 1} {
+			if v, n := sum(collect(t, reader), metricWrite, "outcome", outcome, "messaging.destination.name", "orders"); v != want || n != 1 {
+				t.Errorf("%v writes %s in %d series, want %v", v, outcome, n, want)
+			}
+		}
+		closeGuard(t, g)
+	})
+}
+
+// scriptedWriter answers what it is told to, each time after a second.
+type scriptedWriter struct{ answers []error }
+
+func (w *scriptedWriter) Write(context.Context, *dlq.Record) error {
+	time.Sleep(time.Second)
+	err := w.answers[0]
+	w.answers = w.answers[1:]
+	return err
 }
 
 // Every failed call is counted, with one of five words for its error, on the closed

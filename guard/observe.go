@@ -30,6 +30,7 @@ const (
 	metricHandled     = "stormguard.handled"
 	metricReturned    = "stormguard.returned"
 	metricMessages    = "stormguard.messages"
+	metricLimit       = "stormguard.messages.limit"
 	metricRetries     = "stormguard.retries"
 	metricRefused     = "stormguard.refused"
 	metricQuarantined = "stormguard.quarantined"
@@ -51,6 +52,8 @@ const (
 	metricOvertaken   = "stormguard.overtaken"
 	metricRecovery    = "stormguard.recovery.duration"
 	metricTransitions = "stormguard.breaker.transitions"
+	metricStorms      = "stormguard.storms"
+	metricWrite       = "stormguard.dlq.write.duration"
 
 	metricFleetScope  = "stormguard.fleet.scope"
 	metricFleetHeard  = "stormguard.fleet.heard"
@@ -66,7 +69,8 @@ const sampleOneIn = 64
 // program's SDK may set others.
 var (
 	buckets         = []float64{.003, .01, .03, .1, .3, 1, 10}
-	recoveryBuckets = []float64{.1, .3, 1, 3, 10, 60, 600} // as far as an outage
+	recoveryBuckets = []float64{.3, 1, 10, 60, 600} // as far as an outage
+	writeBuckets    = []float64{1, 10}              // as far as the timeout of a write
 )
 
 // The reasons that are shown while they do not hold, too. A source that was taken away or
@@ -75,6 +79,10 @@ var (
 	holdReasons     = []Reason{ReasonBreaker, ReasonBackpressure, ReasonStorm, ReasonDLQ, ReasonOperator, ReasonLimiter}
 	functionReasons = []Reason{ReasonBreaker, ReasonOperator}
 )
+
+var deadReasons = []dlq.Reason{
+	dlq.ReasonAttempts, dlq.ReasonPoisonHead, dlq.ReasonGuess, dlq.ReasonLastDelivery, dlq.ReasonPermanent, dlq.ReasonQuarantine, dlq.ReasonOperator,
+}
 
 // A Lagger is a [Port] that knows how many messages are behind at the broker.
 // Lag is called when metrics are read: it must answer from memory; -1 = unknown.
@@ -100,6 +108,8 @@ type metrics struct {
 	dead        metric.Int64Counter
 	overtaken   metric.Int64Counter
 	transitions metric.Int64Counter
+	storms      metric.Int64Counter
+	write       metric.Float64Histogram
 	observer    metric.Registration
 }
 
@@ -128,6 +138,11 @@ func newMetrics(g *Guard) (*metrics, error) {
 	keep(err)
 	m.transitions, err = meter.Int64Counter(metricTransitions, metric.WithUnit("{transition}"), metric.WithDescription("Breakers opened and closed."))
 	keep(err)
+	m.storms, err = meter.Int64Counter(metricStorms, metric.WithUnit("{storm}"), metric.WithDescription("Storms that began in a source."))
+	keep(err)
+	m.write, err = meter.Float64Histogram(metricWrite, metric.WithUnit("s"), metric.WithExplicitBucketBoundaries(writeBuckets...),
+		metric.WithDescription("Duration of a dead letter's write, by outcome."))
+	keep(err)
 	m.overtaken, err = meter.Int64Counter(metricOvertaken, metric.WithUnit("{message}"), metric.WithDescription("Messages that succeeded before one in front of them, to prove life."))
 	keep(err)
 	o, err := newObserved(meter)
@@ -146,8 +161,8 @@ func newMetrics(g *Guard) (*metrics, error) {
 type observed struct {
 	consumed, handled, returned, retries, refused, quarantined, ackFailures, parkedTotal, followed metric.Int64ObservableCounter
 
-	messages, age, hold, state, budget, lag, parked, spilled, ratio metric.Float64ObservableGauge
-	fleetScope, heard, quorum, fleetStorm                           metric.Float64ObservableGauge
+	messages, limit, age, hold, state, budget, lag, parked, spilled, ratio metric.Float64ObservableGauge
+	fleetScope, heard, quorum, fleetStorm                                  metric.Float64ObservableGauge
 
 	all []metric.Observable
 }
@@ -175,6 +190,7 @@ func newObserved(meter metric.Meter) (*observed, error) {
 	o.parkedTotal = counter(metricParkedTotal, "{message}", "Messages parked for another try.")
 	o.followed = counter(metricFollowed, "{message}", "Messages sent after a parked one, unhandled, to keep their order.")
 	o.messages = gauge(metricMessages, "{message}", "Unsettled messages, by state.")
+	o.limit = gauge(metricLimit, "{message}", "Messages that the source may have unsettled.")
 	o.age = gauge(metricHoldAge, "s", "Age of the oldest unsettled message in this process.")
 	o.hold = gauge(metricHold, "", "1 for each reason why the source is not simply running, else 0.")
 	o.state = gauge(metricBreaker, "", "1 for the state of the breaker, or of the wider scope that holds it, else 0.")
@@ -276,7 +292,7 @@ func (o *observed) source(to metric.Observer, c controls, st State, own *sourceM
 			state = breaker.Open // a wider scope's is
 		}
 		for _, s := range []breaker.State{breaker.Closed, breaker.Open, breaker.HalfOpen} {
-			to.ObserveFloat64(o.state, number(state == s), with(attribute.String("state", s.String())))
+			to.ObserveFloat64(o.state, number(state == s), with(attribute.String("scope", own.scopes), attribute.String("state", s.String())))
 		}
 	}
 	if own.function {
@@ -285,6 +301,7 @@ func (o *observed) source(to metric.Observer, c controls, st State, own *sourceM
 	}
 	to.ObserveInt64(o.quarantined, int64(t.Quarantined), own.base)
 	to.ObserveInt64(o.ackFailures, int64(t.AckFailures), own.base)
+	to.ObserveFloat64(o.limit, float64(st.Window), own.base)
 	to.ObserveFloat64(o.age, st.OldestAge.Seconds(), own.base)
 	to.ObserveFloat64(o.budget, st.Budget, own.base)
 	if n := c.lag(); n >= 0 {
@@ -342,8 +359,8 @@ type sourceMetrics struct {
 	topicSet attribute.Set
 	topic    metric.MeasurementOption // without what tells the sources of a topic or queue apart
 	name     string                   // of the span
-	scope    string                   // of the breaker, if it is a partition's …
-	scopes   string                   // … and what stands for all partitions of the topic
+	scope    string                   // of the breaker
+	scopes   string                   // the same, or what stands for all partitions of a topic
 	reasons  []Reason                 // that can hold it
 	function bool                     // of [Protect]: there is no broker and no dead letter
 }
@@ -372,8 +389,10 @@ func (m *metrics) source(cfg SourceConfig) sourceMetrics {
 	if cfg.Limiter == nil {
 		sm.reasons = holdReasons[:len(holdReasons)-1]
 	}
-	if path := m.g.path(cfg); len(path) == 3 {
-		sm.scope = strings.Join(path, "/")
+	path := m.g.path(cfg)
+	sm.scope = strings.Join(path, "/")
+	sm.scopes = sm.scope
+	if len(path) == 3 {
 		sm.scopes = strings.Join(append(path[:2:2], "*"), "/")
 	}
 	return sm
@@ -403,25 +422,65 @@ func (m *sourceMetrics) recovered(d time.Duration) {
 	m.recovery.Record(context.Background(), d.Seconds(), m.topic)
 }
 
-func (m *sourceMetrics) deadLettered(why dlq.Reason) {
-	m.dead.Add(context.Background(), 1, m.topic, metric.WithAttributes(attribute.String("reason", string(why))))
+func (m *sourceMetrics) deadLettered(why dlq.Reason) { m.addDead(1, why) }
+
+func (m *sourceMetrics) addDead(n int64, why dlq.Reason) {
+	m.dead.Add(context.Background(), n, m.topic, metric.WithAttributes(attribute.String("reason", string(why))))
 }
+
+// atRest shows counters at 0 before anything has happened: a scraper that never saw the 0
+// takes a series that begins at 1 for one that has not changed.
+func (m *sourceMetrics) atRest() {
+	for _, kind := range []string{ClassDependency.String(), ClassMessage.String(), ClassUnknown.String(), kindTimeout, kindPanic} {
+		m.addFailed(0, kind)
+	}
+	if m.function {
+		return
+	}
+	for _, why := range deadReasons {
+		m.addDead(0, why)
+	}
+	m.storms.Add(context.Background(), 0, m.topic)
+	m.overtaken.Add(context.Background(), 0, m.topic)
+}
+
+// wrote records a call of the dead-letter writer.
+func (m *sourceMetrics) wrote(d time.Duration, err error) {
+	outcome := "confirmed"
+	switch {
+	case errors.Is(err, dlq.ErrPutOff):
+		outcome = "put_off"
+	case err != nil:
+		outcome = "failed"
+	}
+	m.write.Record(context.Background(), d.Seconds(), m.topic, metric.WithAttributes(attribute.String("outcome", outcome)))
+}
+
+func (m *sourceMetrics) stormed() { m.storms.Add(context.Background(), 1, m.topic) }
 
 func (m *sourceMetrics) overtook() { m.overtaken.Add(context.Background(), 1, m.topic) }
 
 // failed counts a failed call.
-func (m *sourceMetrics) failed(kind string) {
-	m.failures.Add(context.Background(), 1, m.topic, metric.WithAttributes(attribute.String("error.type", kind)))
+func (m *sourceMetrics) failed(kind string) { m.addFailed(1, kind) }
+
+func (m *sourceMetrics) addFailed(n int64, kind string) {
+	m.failures.Add(context.Background(), n, m.topic,
+		metric.WithAttributes(attribute.String("scope", m.scopes), attribute.String("error.type", kind)))
 }
+
+const (
+	kindPanic   = "panic"
+	kindTimeout = "timeout"
+)
 
 // kind is the error.type of a failed call, one of five words: an error's own type or
 // text would make a time series of each.
 func (r result) kind() string {
 	switch {
 	case r.panicked:
-		return "panic"
+		return kindPanic
 	case r.timedOut:
-		return "timeout"
+		return kindTimeout
 	default:
 		return r.class.String()
 	}

@@ -100,6 +100,7 @@ func Protect[M any](g *Guard, cfg SourceConfig, f func(context.Context, M) error
 	}
 	fn.metrics = g.metrics.source(cfg)
 	fn.metrics.function, fn.metrics.reasons = true, functionReasons
+	fn.metrics.atRest()
 	if err := g.register(cfg.Name, fn); err != nil {
 		fn.release()
 		return nil, err

@@ -204,6 +204,7 @@ func openSource[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], 
 		s.writer = g.letterbox(cfg.DeadLetters, parks)
 	}
 	s.metrics = g.metrics.source(cfg)
+	s.metrics.atRest()
 	s.c.born = s.c.life()
 	s.mu.Lock() // from here on an operator may see it
 	if err = g.register(cfg.Name, s); err == nil {

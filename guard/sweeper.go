@@ -161,6 +161,9 @@ func (s *Source[M]) sweep(now time.Duration) (moving bool) {
 		s.nudge()
 	}
 	if changed {
+		if storm.Active {
+			s.metrics.stormed()
+		}
 		s.g.journal.storm(now, s.cfg, s.stormKey, false, storm.Active, storm.String())
 		s.nudge()
 	}

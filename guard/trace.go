@@ -25,14 +25,31 @@ func (s *Source[M]) span(ctx context.Context, m M) (context.Context, trace.Span)
 		trace.WithAttributes(s.metrics.attrs...),
 		trace.WithAttributes(attribute.String("messaging.operation.type", "process")),
 	}
-	if s.g.propagator != nil && s.begin() {
+	if s.begin() {
 		meta, err := s.meta(m)
 		s.end()
 		if err == nil {
-			ctx, opts = s.g.relate(ctx, s.g.extract(&meta.Headers), opts)
+			opts = append(opts, trace.WithAttributes(placeOf(meta.Origin)...))
+			if s.g.propagator != nil {
+				ctx, opts = s.g.relate(ctx, s.g.extract(&meta.Headers), opts)
+			}
 		}
 	}
 	return s.metrics.tracer.Start(ctx, s.metrics.name, opts...) //nolint:spancheck // the caller ends it
+}
+
+// placeOf says which message of its source it is.
+func placeOf(o dlq.Origin) (attrs []attribute.KeyValue) {
+	if o.MessageID != "" {
+		attrs = append(attrs, attribute.String("messaging.message.id", o.MessageID))
+	}
+	if o.HasOffset && o.System == "kafka" {
+		attrs = append(attrs, attribute.Int64("messaging.kafka.offset", o.Offset))
+	}
+	if o.Sequence > 0 {
+		attrs = append(attrs, attribute.Int64("messaging.nats.stream.sequence", int64(o.Sequence)))
+	}
+	return attrs
 }
 
 // extract is the trace context in the headers of a message.
@@ -66,7 +83,9 @@ func (g *Guard) trace(ctx context.Context, r *dlq.Record) (_ context.Context, en
 		var opts []trace.SpanStartOption
 		ctx, opts = g.relate(ctx, far, []trace.SpanStartOption{
 			trace.WithSpanKind(trace.SpanKindProducer),
-			trace.WithAttributes(attribute.String("messaging.system", r.Origin.System), attribute.String("stormguard.reason", string(r.Reason)),
+			trace.WithAttributes(attribute.String("messaging.system", r.Origin.System),
+				attribute.String("messaging.operation.name", "dead_letter"), attribute.String("messaging.operation.type", "send"),
+				attribute.String("stormguard.origin", r.Origin.Source), attribute.String("stormguard.reason", string(r.Reason)),
 				attribute.Int("stormguard.attempts", r.Attempts)),
 		})
 		var span trace.Span
