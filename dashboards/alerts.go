@@ -1,0 +1,297 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"bytes"
+	"fmt"
+	"strings"
+
+	"go.yaml.in/yaml/v3"
+)
+
+// pages is where an alert's link leads.
+const pages = "https://github.com/stormguard-mq/stormguard/blob/main/docs/"
+
+// A severity says who is called, and when.
+type severity string
+
+const (
+	page   severity = "page"   // now
+	ticket severity = "ticket" // in office hours
+)
+
+// An alert is one rule, its entry in the docs, and its test.
+type alert struct {
+	name     string
+	severity severity
+	expr     string
+	lasts    string // how long it must be so; "" is at once
+	summary  string // Prometheus's template
+	means    string // for docs: one or two sentences
+	do       string // for docs
+
+	tests []sample
+}
+
+// A sample is what a series has once a minute in an alert's test, while something is wrong
+// and while all is well: a value, or value+step. good "" is the last value of bad, as a
+// counter has.
+type sample struct{ series, bad, good string }
+
+// byTopic are the labels that an alert about messages has.
+const byTopic = `messaging_consumer_group_name, messaging_destination_name`
+
+const where = "{{ $labels.messaging_consumer_group_name }} on {{ $labels.messaging_destination_name }}"
+
+// labelled is a series of a metric that a source exports, for a test.
+func labelled(metric, more string) string {
+	if more != "" {
+		more = ", " + more
+	}
+	return metric + `{instance="a", stormguard_source="orders/0", messaging_consumer_group_name="billing", messaging_destination_name="orders"` + more + `}`
+}
+
+var alerts = []alert{
+	{
+		name: "StormguardStorm", severity: page,
+		expr: `max by (` + byTopic + `) (stormguard_hold_active{reason="storm"}) == 1
+or sum by (` + byTopic + `) (increase(stormguard_storms_total[5m])) > 0`,
+		summary: "Storm: " + where,
+		means:   "Error rate, attempts and age of messages are over their thresholds together. The source holds its messages, and nothing dies but what its own error condemns.",
+		do:      "It is an outage. Follow the runbook from its first step.",
+		tests:   []sample{{labelled("stormguard_hold_active", `reason="storm"`), "1", "0"}},
+	},
+	{
+		name: "StormguardBreakerOpen", severity: page, lasts: "5m",
+		expr:    `max by (messaging_consumer_group_name, scope) (stormguard_breaker_state{state!="closed"}) == 1`,
+		summary: "Breaker not closed for 5 min: {{ $labels.scope }}",
+		means:   "Calls of the scope fail, and its messages wait. Its probes close the breaker when the dependency is back.",
+		do:      "Mend the dependency. `stormguard breaker list` has the cause; the log line `breaker opened` has the error.",
+		tests: []sample{
+			{labelled("stormguard_breaker_state", `scope="billing/orders/*", state="open"`), "1", "0"},
+			{labelled("stormguard_breaker_state", `scope="billing/orders/*", state="half-open"`), "0", "0"},
+		},
+	},
+	{
+		name: "StormguardMessagesWaitForPerson", severity: page, lasts: "2m",
+		expr:    `max by (` + byTopic + `) (stormguard_hold_active{reason="dlq"}) == 1`,
+		summary: "Messages wait for a DLQ credit or the dead-letter writer: " + where,
+		means:   "Messages failed, and cannot be dead-lettered: the budget is spent, or the DLQ cannot be written.",
+		do:      "`stormguard source show` says which. Mend the DLQ; or look at the errors, then quarantine or grant credits.",
+		tests:   []sample{{labelled("stormguard_hold_active", `reason="dlq"`), "1", "0"}},
+	},
+	{
+		name: "StormguardBudgetSpent", severity: ticket, lasts: "5m",
+		expr:    `min by (` + byTopic + `) (stormguard_budget_balance) < 1`,
+		summary: "No DLQ credit left: " + where,
+		means:   "The next message without a proof waits. Successes and time bring credits.",
+		do:      "Find what the dead letters share, and quarantine it.",
+		tests:   []sample{{labelled("stormguard_budget_balance", ""), "0.2", "20"}},
+	},
+	{
+		name: "StormguardDeadLetterWriterDown", severity: page, lasts: "2m",
+		expr: `sum by (` + byTopic + `) (increase(stormguard_dlq_write_duration_seconds_count{outcome="failed"}[5m])) > 0
+unless sum by (` + byTopic + `) (increase(stormguard_dlq_write_duration_seconds_count{outcome="confirmed"}[5m])) > 0`,
+		summary: "Dead letters cannot be written: " + where,
+		means:   "Each write of a dead letter fails. Nothing is lost: the messages wait, and block their order.",
+		do:      "Mend the DLQ. The log line `dead-letter writer fails` has the error.",
+		tests: []sample{
+			{labelled("stormguard_dlq_write_duration_seconds_count", `outcome="failed"`), "0+6", ""},
+			{labelled("stormguard_dlq_write_duration_seconds_count", `outcome="confirmed"`), "3", "3+1"},
+		},
+	},
+	{
+		name: "StormguardDeadLetters", severity: ticket,
+		expr:    `sum by (` + byTopic + `) (increase(stormguard_dead_letters_total{reason!="quarantine"}[10m])) > 20`,
+		summary: "Over 20 dead letters in 10 min: " + where,
+		means:   "A producer sends poison, or a handler has a mistake. The rest flows.",
+		do:      "Look at the `cause` of the log lines `dead letter`. Quarantine what they share.",
+		tests:   []sample{{labelled("stormguard_dead_letters_total", `reason="attempts"`), "0+5", ""}},
+	},
+	{
+		name: "StormguardHoldNearlyFull", severity: ticket, lasts: "5m",
+		expr:    `max by (` + byTopic + `) (sum without (state) (stormguard_messages) / stormguard_messages_limit) > 0.9`,
+		summary: "The window is nearly full: " + where,
+		means:   "So many messages are unsettled that intake stops. In an outage that is as it should be: the rest waits at the broker.",
+		do:      "If nothing is held, a handler is slow or hangs: look at the duration of calls. In an outage, see that the broker keeps what waits: its retention must be longer than the outage, or turn on the spill.",
+		tests: []sample{
+			{labelled("stormguard_messages", `state="held"`), "1000", "10"},
+			{labelled("stormguard_messages", `state="processing"`), "1", "1"},
+			{labelled("stormguard_messages_limit", ""), "1024", "1024"},
+		},
+	},
+	{
+		name: "StormguardOldMessage", severity: page, lasts: "5m",
+		expr:    `max by (` + byTopic + `) (stormguard_hold_age_seconds) > 900`,
+		summary: "A message has waited for 15 min: " + where,
+		means:   "Something blocks its order: an outage, a poison message that nothing proves, or a handler that never returns.",
+		do:      "`stormguard source show` says why. The log has a WARN line with `help`.",
+		tests:   []sample{{labelled("stormguard_hold_age_seconds", ""), "1200", "2"}},
+	},
+	{
+		name: "StormguardLagRisesWhileHeld", severity: ticket, lasts: "15m",
+		expr: `sum by (` + byTopic + `) (deriv(stormguard_lag[15m])) > 0
+and max by (` + byTopic + `) (stormguard_hold_active{reason=~"breaker|storm|dlq|operator"}) == 1`,
+		summary: "The group falls behind while it is held: " + where,
+		means:   "The outage lasts, and what waits at the broker grows.",
+		do:      "Compare the lag with the broker's retention. What the broker deletes meanwhile is lost: raise the retention.",
+		tests: []sample{
+			{labelled("stormguard_lag", ""), "0+600", "0"},
+			{labelled("stormguard_hold_active", `reason="breaker"`), "1", "0"},
+		},
+	},
+	{
+		name: "StormguardAckFailures", severity: ticket,
+		expr:    `sum by (` + byTopic + `) (increase(stormguard_ack_failures_total[10m])) > 0`,
+		summary: "Acks fail: " + where,
+		means:   "Handled messages will be handled again. On Kafka: commits are behind.",
+		do:      "Look at the broker and at the connection. An effect that may not happen twice needs `once`.",
+		tests:   []sample{{labelled("stormguard_ack_failures_total", ""), "0+1", ""}},
+	},
+	{
+		name: "StormguardFleetBelowQuorum", severity: page, lasts: "1m",
+		expr:    `stormguard_fleet_heard < stormguard_fleet_quorum`,
+		summary: "{{ $labels.instance }} hears {{ $value }} processes, fewer than a quorum",
+		means:   "The process cannot take part in a decision of the fleet. Its own breaker and its own share of the limits work on.",
+		do:      "Look at the network between the processes. `stormguard fleet` shows who is heard; `stormguard fleet evict` takes out those that will not come back.",
+		tests: []sample{
+			{`stormguard_fleet_heard{instance="a"}`, "1", "3"},
+			{`stormguard_fleet_quorum{instance="a"}`, "2", "2"},
+		},
+	},
+	{
+		name: "StormguardRegisterAway", severity: ticket, lasts: "10m",
+		expr:    `stormguard_fleet_register_away == 1`,
+		summary: "{{ $labels.instance }} cannot reach the register",
+		means:   "The configuration cannot be changed. The processes go on with the one that they have.",
+		do:      "Mend the register: etcd, the broker, or PostgreSQL.",
+		tests:   []sample{{`stormguard_fleet_register_away{instance="a"}`, "1", "0"}},
+	},
+	{
+		name: "StormguardLimitStranded", severity: ticket, lasts: "10m",
+		expr:    `max(stormguard_limiter_share_stranded_ratio) > 0`,
+		summary: "{{ $value | humanizePercentage }} of the limits is minted by nobody",
+		means:   "A process of the roster is away, and its share with it. The fleet admits less than its limit.",
+		do:      "Start it again, or `stormguard fleet evict` it.",
+		tests:   []sample{{`stormguard_limiter_share_stranded_ratio{instance="a"}`, "0.33", "0"}},
+	},
+	{
+		name: "StormguardLimitSkewed", severity: ticket, lasts: "15m",
+		expr:    `max(stormguard_limiter_skew_ratio) > 0.3`,
+		summary: "Tokens lie unevenly: {{ $value }}",
+		means:   "Some processes have tokens to spare, and others have none. Loans usually even that out within a second.",
+		do:      "Look at the delay of changes and at refused packets: the processes hear each other badly.",
+		tests:   []sample{{`stormguard_limiter_skew_ratio{instance="a"}`, "0.45", "0.1"}},
+	},
+	{
+		name: "StormguardCutNotApplied", severity: ticket, lasts: "5m",
+		expr:    `max(stormguard_fleet_configuration_lacking) > 0`,
+		summary: "{{ $value }} members have not applied a smaller limit",
+		means:   "A change is not complete: a member whose share shrank has not confirmed, so nobody may gain yet.",
+		do:      "`stormguard fleet` names it. Start it again, or evict it.",
+		tests:   []sample{{`stormguard_fleet_configuration_lacking{instance="a"}`, "1", "0"}},
+	},
+	{
+		name: "StormguardForeignPackets", severity: ticket,
+		expr:    `sum by (instance) (increase(stormguard_fleet_refused_total{reason="unauthenticated"}[10m])) > 0`,
+		summary: "{{ $labels.instance }} refuses packets without the fleet's key",
+		means:   "Somebody sends packets that the fleet's key did not seal: a process with an old key, or a stranger.",
+		do:      "Compare the keys of the processes. If all are right, find the sender.",
+		tests:   []sample{{`stormguard_fleet_refused_total{instance="a", section="", reason="unauthenticated"}`, "0+5", ""}},
+	},
+	{
+		name: "StormguardClockWrong", severity: ticket,
+		expr:    `sum by (peer) (increase(stormguard_fleet_clock_violations_total[10m])) > 0`,
+		summary: "The clock of {{ $labels.peer }} is wrong",
+		means:   "Its stamps are more than 50 ms ahead. They order what it wrote, and move no other clock.",
+		do:      "Mend the time synchronisation of that host.",
+		tests:   []sample{{`stormguard_fleet_clock_violations_total{instance="a", peer="b"}`, "0+5", ""}},
+	},
+}
+
+// ruleFile is the file that Prometheus reads.
+type ruleFile struct {
+	Groups []ruleGroup `yaml:"groups"`
+}
+
+type ruleGroup struct {
+	Name  string `yaml:"name"`
+	Rules []rule `yaml:"rules"`
+}
+
+type rule struct {
+	Alert       string            `yaml:"alert"`
+	Expr        string            `yaml:"expr"`
+	For         string            `yaml:"for,omitempty"`
+	Labels      map[string]string `yaml:"labels"`
+	Annotations map[string]string `yaml:"annotations"`
+}
+
+// annotations are what is told beside the alert's labels.
+func (a alert) annotations() map[string]string {
+	return map[string]string{
+		"summary": a.summary, "description": a.means, "action": strings.ReplaceAll(a.do, "`", "'"),
+		"runbook_url": pages + "alerts.md#" + strings.ToLower(a.name),
+	}
+}
+
+func rulesFile() ([]byte, error) {
+	g := ruleGroup{Name: "stormguard"}
+	for _, a := range alerts {
+		g.Rules = append(g.Rules, rule{a.name, a.expr, a.lasts, map[string]string{"severity": string(a.severity)}, a.annotations()})
+	}
+	var b bytes.Buffer
+	b.WriteString("# Written by `go run .` in dashboards. docs/alerts.md explains each alert.\n")
+	e := yaml.NewEncoder(&b)
+	e.SetIndent(2)
+	err := e.Encode(ruleFile{[]ruleGroup{g}})
+	return b.Bytes(), err
+}
+
+// alertsPage is the page of docs that the alerts link to.
+func alertsPage() []byte {
+	var b bytes.Buffer
+	b.WriteString(`# Alerts
+
+This page says what each alert means, and what to do. The rules are in
+[stormguard.rules.yml](../dashboards/prometheus/stormguard.rules.yml); [the runbook](runbook.md)
+leads through an incident.
+
+| alert | severity | when it has been so for |
+|---|---|---|
+`)
+	for _, a := range alerts {
+		lasts := a.lasts
+		if lasts == "" {
+			lasts = "at once"
+		}
+		fmt.Fprintf(&b, "| [%s](#%s) | %s | %s |\n", a.name, strings.ToLower(a.name), a.severity, lasts)
+	}
+	b.WriteString("\n`page` means now; `ticket` can wait for office hours. `go run .` in `dashboards` writes this page.\n")
+	for _, a := range alerts {
+		fmt.Fprintf(&b, "\n## %s\n\n```\n%s\n```\n\n%s\n\n%s\n", a.name, a.expr, wrap(a.means), wrap("**Do:** "+a.do))
+	}
+	return b.Bytes()
+}
+
+// wrap breaks a text into lines of at most 100.
+func wrap(text string) string {
+	var b strings.Builder
+	n := 0
+	for word := range strings.FieldsSeq(text) {
+		switch {
+		case n == 0:
+		case n+1+len(word) > 100:
+			b.WriteByte('\n')
+			n = 0
+		default:
+			b.WriteByte(' ')
+			n++
+		}
+		b.WriteString(word)
+		n += len(word)
+	}
+	return b.String()
+}

@@ -1,0 +1,80 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import "strings"
+
+// A path of the graph is the flow of messages or failures from one kind of node to another.
+// expr has exactly the two labels that name the nodes.
+type path struct{ expr, from, fromKind, to, toKind string }
+
+var paths = []path{
+	{
+		`sum by (messaging_destination_name, messaging_consumer_group_name) (rate(messaging_client_consumed_messages_total{` + of + `}[5m]))`,
+		"messaging_destination_name", "topic", "messaging_consumer_group_name", "group",
+	},
+	{
+		`sum by (messaging_consumer_group_name, scope) (rate(stormguard_failures_total{` + of + `}[5m]))`,
+		"messaging_consumer_group_name", "group", "scope", "breaker",
+	},
+}
+
+// named copies a label into another, behind a word that tells kinds of nodes apart.
+func named(expr, to, kind, from string) string {
+	return `label_replace(` + expr + `, "` + to + `", "` + kind + `$1", "` + from + `", "(.*)")`
+}
+
+// edges are the paths in one table.
+func edges() string {
+	var all []string
+	for _, p := range paths {
+		e := named(p.expr, "source", p.fromKind+":", p.from)
+		e = named(e, "target", p.toKind+":", p.to)
+		e = `label_join(` + e + `, "id", " ", "source", "target")`
+		all = append(all, `sum by (id, source, target) (`+e+`)`)
+	}
+	return strings.Join(all, "\nor ")
+}
+
+// nodes are all that a path begins or ends at, with what goes through.
+func nodes() string {
+	var all []string
+	seen := map[string]bool{}
+	add := func(expr, label, kind string) {
+		if seen[kind] {
+			return
+		}
+		seen[kind] = true
+		e := named(`sum by (`+label+`) (`+expr+`)`, "id", kind+":", label)
+		e = named(e, "title", "", label)
+		e = `label_replace(` + e + `, "subtitle", "` + kind + `", "", "")`
+		all = append(all, `sum by (id, title, subtitle) (`+e+`)`)
+	}
+	for _, p := range paths {
+		add(p.expr, p.from, p.fromKind)
+		add(p.expr, p.to, p.toKind)
+	}
+	return strings.Join(all, "\nor ")
+}
+
+var topology = dashboard{
+	uid: "stormguard-topology", title: "stormguard: topology",
+	about: "Topics and queues, the groups that read them, and the breakers that stand for what the groups call. Producers are in traces: a metric does not know them.",
+	by:    []variable{groupVariable, topicVariable},
+	rows: []row{
+		{"Who reads what, and what it fails at", 18, []panel{
+			{title: "Topology", about: "Beside a topic and a group: messages a second. Beside a breaker: failed calls a second.", width: 24, kind: graph, unit: "cps",
+				queries: []query{{nodes(), ""}, {edges(), ""}},
+				renamed: map[string]string{"Value #A": "mainstat", "Value #B": "mainstat"}},
+		}},
+		{"The same as tables", 9, []panel{
+			{title: "Topic and group", width: 12, kind: table, unit: "cps",
+				queries: []query{{paths[0].expr, ""}},
+				renamed: map[string]string{"messaging_destination_name": "topic", "messaging_consumer_group_name": "group", "Value": "consumed"}},
+			{title: "Group and breaker", width: 12, kind: table, unit: "cps",
+				queries: []query{{paths[1].expr, ""}},
+				renamed: map[string]string{"messaging_consumer_group_name": "group", "Value": "failed calls"}},
+		}},
+	},
+}
