@@ -4,6 +4,7 @@
 package console
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -11,6 +12,8 @@ import (
 	"net/http"
 	"os"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/guard"
@@ -44,7 +47,7 @@ type Token struct {
 }
 
 // A Console answers operators about the guards of one process. It is an http.Handler,
-// safe for concurrent use. With a fleet it owns one goroutine, which Close ends.
+// safe for concurrent use. It owns a goroutine, with a fleet two, which Close ends.
 type Console struct {
 	process string
 	guards  []*guard.Guard
@@ -54,6 +57,12 @@ type Console struct {
 	unwatch []func()
 	handler http.Handler
 	fleet   *follower // nil without one
+
+	history  history
+	watchers atomic.Int64
+	closed   <-chan struct{} // by end
+	end      context.CancelFunc
+	done     sync.WaitGroup
 }
 
 const (
@@ -96,11 +105,15 @@ func New(cfg Config, guards ...*guard.Guard) (*Console, error) {
 		}
 		c.audit.refuse(Entry{At: time.Now().UTC(), Who: who.String(), Order: clip(asked), Error: clip(why)})
 	}
+	access.Open = isPage
 	c.handler = access.Guard(c.routes())
 	c.events.now = time.Now
 	for _, g := range guards {
 		c.unwatch = append(c.unwatch, g.Watch(c.events.watcher()))
 	}
+	ctx, end := context.WithCancel(context.Background())
+	c.closed, c.end = ctx.Done(), end
+	c.done.Go(func() { c.history.run(ctx, c.states) })
 	if cfg.Fleet != nil {
 		c.fleet = follow(c, cfg.Fleet)
 	}
@@ -108,8 +121,10 @@ func New(cfg Config, guards ...*guard.Guard) (*Console, error) {
 }
 
 // Close ends what watches the guards and follows the fleet's orders: call it before the
-// guards are closed. What was ordered stays until its time.
+// guards are closed. What was ordered stays until its time. Requests to watch end with it.
 func (c *Console) Close() {
+	c.end()
+	c.done.Wait()
 	for _, stop := range c.unwatch {
 		stop()
 	}
@@ -123,6 +138,9 @@ func (c *Console) ServeHTTP(w http.ResponseWriter, r *http.Request) { c.handler.
 
 func (c *Console) routes() *http.ServeMux {
 	mux := http.NewServeMux()
+	for _, path := range pagePaths {
+		mux.Handle("GET "+path, servePage())
+	}
 	get := func(path string, look func(pattern string) any) {
 		mux.HandleFunc("GET /"+path, func(w http.ResponseWriter, r *http.Request) {
 			pattern := r.URL.Query().Get("name")
@@ -137,6 +155,9 @@ func (c *Console) routes() *http.ServeMux {
 	get("sources", func(pattern string) any { return c.sources(pattern) })
 	get("breakers", func(pattern string) any { return c.breakers(pattern) })
 	get("audit", func(string) any { return c.audit.entries() })
+	get("history", func(string) any { return c.history.view(time.Now()) })
+	get("members", func(string) any { return c.members() })
+	mux.HandleFunc("GET /watch", c.watch)
 	get("quarantine", func(string) any { return c.rules() })
 	mux.HandleFunc("GET /events", func(w http.ResponseWriter, r *http.Request) {
 		since := time.Hour

@@ -53,6 +53,7 @@ type rig struct {
 	letters atomic.Int64
 	fails   atomic.Bool
 	in      map[string]chan int
+	ends    map[string]func()
 	loops   sync.WaitGroup
 }
 
@@ -75,7 +76,7 @@ func (l *lockedBuffer) String() string {
 
 func newRig(t *testing.T, cfg console.Config, sources ...string) *rig {
 	t.Helper()
-	r := &rig{t: t, in: make(map[string]chan int)}
+	r := &rig{t: t, in: make(map[string]chan int), ends: make(map[string]func())}
 	logger := slog.New(slog.NewTextHandler(&r.log, nil))
 	var err error
 	if r.g, err = guard.New(guard.Config{Group: "billing"}, guard.WithLogger(logger)); err != nil {
@@ -106,10 +107,15 @@ func (r *rig) open(name string) {
 	if err != nil {
 		r.t.Fatal(err)
 	}
+	r.ends[name] = func() { src.End(context.Background(), guard.ReasonRebalance) }
 	r.loops.Go(func() { _ = src.Run(context.Background(), in) })
 }
 
+// end takes a source away, as a rebalance does.
+func (r *rig) end(name string) { r.ends[name]() }
+
 func (r *rig) close() {
+	r.c.Close()
 	if _, err := r.g.Close(context.Background()); err != nil {
 		r.t.Error(err)
 	}

@@ -12,15 +12,21 @@
 //
 // # Requests
 //
+//	GET  /           the page, for a browser
 //	GET  status      [Status]
 //	GET  sources     all sources: [Source], by name; ?name=NAME, or a prefix and *, are those
 //	GET  breakers    all breakers: [Breaker], by name
 //	GET  quarantine  the rules in force: [Rule]
 //	GET  events      what happened, ?since=1h or another time ago: [Event], oldest first
+//	GET  history     what held the sources in the last six hours: [History]
+//	GET  watch       server-sent events, one a second: [Change]
+//	GET  members     the fleet's processes, none without one: [Member]
 //	GET  audit       the last 1000 orders and refused orders, oldest first: [Entry]
 //	POST order       [Order]: answered with [Outcome]
 //
-// Paths are relative to where the handler is mounted: use http.StripPrefix.
+// Paths are relative to where the handler is mounted: use http.StripPrefix, and a path that
+// ends with a slash. The page itself needs no token, only what it asks does: it has none of
+// the process's data.
 //
 // An order that is wrong is answered 400, one about a source that is not there 404, one
 // that may not be given 401, 403 or 415. These have {"error": text}.

@@ -152,6 +152,14 @@ func (c *Console) sources(pattern string) []Source {
 	return all
 }
 
+// states are those of all sources.
+func (c *Console) states() (all []guard.State) {
+	for _, s := range c.controls("*") {
+		all = append(all, s.State())
+	}
+	return all
+}
+
 // A control is a source and the group of its guard.
 type control struct {
 	guard.Control

@@ -48,6 +48,10 @@ type Access struct {
 	// since the last call.
 	OnRefused func(who Who, asked, why string, others int)
 
+	// Open, if set before the first request, tells which paths may be read without a
+	// token, though not without TLS.
+	Open func(path string) bool
+
 	mu     sync.Mutex
 	saidAt time.Time
 	unsaid int // refused since
@@ -117,6 +121,7 @@ func (a *Access) Guard(next http.Handler) http.Handler {
 // judge returns the status that refuses r, or 0. It fills in the token's name.
 func (a *Access) judge(r *http.Request, who *Who) (status int, why string) {
 	local := cameToLoopback(r)
+	reads := r.Method == http.MethodGet || r.Method == http.MethodHead
 	switch {
 	case !local && len(a.tokens) == 0:
 		return http.StatusForbidden, "this handler is not served on loopback: pass a Token to Handler, and serve it with TLS"
@@ -124,14 +129,14 @@ func (a *Access) judge(r *http.Request, who *Who) (status int, why string) {
 		return http.StatusForbidden, "this handler is not served on loopback: serve it with TLS"
 	case len(a.tokens) > 0:
 		var ok bool
-		if who.Token, ok = a.token(r); !ok {
+		if who.Token, ok = a.token(r); !ok && (!reads || a.Open == nil || !a.Open(r.URL.Path)) {
 			return http.StatusUnauthorized, "a token is needed: Authorization: Bearer SECRET"
 		}
 	case !localHost(r.Host):
 		// A page whose name was made to resolve to loopback (DNS rebinding), or a proxy.
 		return http.StatusForbidden, fmt.Sprintf("Host: %.64q is not a loopback address or localhost", r.Host)
 	}
-	if r.Method == http.MethodGet || r.Method == http.MethodHead {
+	if reads {
 		return 0, ""
 	}
 	if err := a.cross.Check(r); err != nil {

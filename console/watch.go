@@ -1,0 +1,99 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package console
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"slices"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/internal/operator"
+)
+
+// A Change is an event of GET watch: the status, and the sources that are not as they were
+// in the event before. The first has all. A source of which nothing has changed but the time
+// it lasts is left out.
+type Change struct {
+	Status  Status   `json:"status"`
+	Sources []Source `json:"sources"`
+	Gone    []string `json:"gone,omitempty"` // sources that are no more
+}
+
+const (
+	watchEvery   = time.Second
+	mostWatchers = 32               // at one time; each costs a look at all sources a second
+	stuckFor     = 10 * time.Second // a client that reads nothing for so long is left
+)
+
+// watch sends changes as server-sent events until the client goes or the Console is closed.
+func (c *Console) watch(w http.ResponseWriter, r *http.Request) {
+	if c.watchers.Add(1) > mostWatchers {
+		c.watchers.Add(-1)
+		operator.Answer(w, http.StatusServiceUnavailable, map[string]string{"error": fmt.Sprintf("console: watch: %d are watching, the most is %d", mostWatchers, mostWatchers)})
+		return
+	}
+	defer c.watchers.Add(-1)
+	w.Header().Set("Content-Type", "text/event-stream")
+	w.Header().Set("Cache-Control", "no-store")
+	w.Header().Set("X-Accel-Buffering", "no") // nginx would keep events to itself
+	out := http.NewResponseController(w)
+	tick := time.NewTicker(watchEvery)
+	defer tick.Stop()
+	known := make(map[string][]byte)
+	for {
+		text, err := json.Marshal(c.change(known))
+		if err != nil {
+			return
+		}
+		_ = out.SetWriteDeadline(time.Now().Add(stuckFor)) // a server of another kind has none
+		if _, err := fmt.Fprintf(w, "data: %s\n\n", text); err != nil {
+			return
+		}
+		if out.Flush() != nil {
+			return
+		}
+		select {
+		case <-tick.C:
+		case <-r.Context().Done():
+			return
+		case <-c.closed:
+			return
+		}
+	}
+}
+
+// change is what is new to who knows what known has, and brings that up to date.
+func (c *Console) change(known map[string][]byte) Change {
+	ch := Change{Status: c.status(time.Now()), Sources: []Source{}}
+	here := make(map[string]bool)
+	for _, s := range c.sources("*") {
+		here[s.Name] = true
+		text, err := json.Marshal(timeless(s))
+		if err != nil || bytes.Equal(text, known[s.Name]) {
+			continue
+		}
+		known[s.Name] = text
+		ch.Sources = append(ch.Sources, s)
+	}
+	for name := range known {
+		if !here[name] {
+			delete(known, name)
+			ch.Gone = append(ch.Gone, name)
+		}
+	}
+	return ch
+}
+
+// timeless is a source without what changes by time alone.
+func timeless(s Source) Source {
+	s.Breaker.Since, s.Breaker.Until = 0, 0
+	s.Holds = slices.Clone(s.Holds)
+	for i := range s.Holds {
+		s.Holds[i].Until = 0
+	}
+	return s
+}

@@ -1,0 +1,448 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+import { useEffect, useState } from "preact/hooks";
+import { type Entry, type Event, type Member, type Order, type Rule, type Seen, type Source, type Status, get, post } from "./api";
+import { OrderDialog } from "./order";
+import { type Words, span, state, todo } from "./words";
+
+export const link = (name: string) => "#/sources/" + encodeURIComponent(name);
+
+export function State({ w, s }: { w: Words; s: string }) {
+  return <span class={"state " + s}>{state(w, s)}</span>;
+}
+
+export function Now({ w, status }: { w: Words; status: Status }) {
+  const cards: [string, number, boolean][] = [
+    [w.sources, status.sources, false],
+    [w.held, status.held, true],
+    [w.storms, status.storms, true],
+    [w.breakersOpen, status.breakers, true],
+    [w.unsettled, status.unsettled, false],
+    [w.dead, status.dead_lettered, false],
+  ];
+  return (
+    <>
+      <h1>{w.now}</h1>
+      <dl class="cards">
+        {cards.map(([name, n, bad]) => (
+          <div key={name} class={bad && n > 0 ? "bad" : ""}>
+            <dt>{name}</dt>
+            <dd>{n.toLocaleString("en")}</dd>
+          </div>
+        ))}
+      </dl>
+      {status.attention.length === 0 ? (
+        <p class="calm">{w.nothingHeld}</p>
+      ) : (
+        <section>
+          <h2>{w.attention}</h2>
+          <div class="wide">
+            <table>
+              <thead>
+                <tr>
+                  <th>{w.source}</th>
+                  <th>{w.state}</th>
+                  <th>{w.why}</th>
+                  <th>{w.todo}</th>
+                  <th>{w.clearedBy}</th>
+                </tr>
+              </thead>
+              <tbody>
+                {status.attention.map((a) => (
+                  <tr key={a.source}>
+                    <td>
+                      <a href={link(a.source)}>{a.source}</a>
+                    </td>
+                    <td>
+                      <State w={w} s={a.reason} />
+                    </td>
+                    <td>{a.detail}</td>
+                    <td>{todo(w, a.reason)}</td>
+                    <td>{a.cleared_by}</td>
+                  </tr>
+                ))}
+              </tbody>
+            </table>
+          </div>
+        </section>
+      )}
+    </>
+  );
+}
+
+const mostShown = 200;
+
+export const unsettled = (s: Source) => s.waiting + s.processing + s.settling + s.held + s.retry_wait;
+
+export function Sources({ w, all }: { w: Words; all: Source[] }) {
+  const [filter, setFilter] = useState("");
+  const found = all.filter((s) => s.name.includes(filter) || s.state === filter);
+  const shown = found.slice(0, mostShown);
+  return (
+    <>
+      <h1>{w.sources}</h1>
+      <label>
+        {w.filter}
+        <input type="search" value={filter} onInput={(e) => setFilter(e.currentTarget.value)} />
+      </label>
+      <p>{w.shown(shown.length, all.length)}</p>
+      <div class="wide">
+        <table>
+          <thead>
+            <tr>
+              <th>{w.source}</th>
+              <th>{w.group}</th>
+              <th>{w.state}</th>
+              <th>{w.breaker}</th>
+              <th class="number">{w.unsettled}</th>
+              <th class="number">{w.oldest}</th>
+              <th class="number">{w.dead}</th>
+            </tr>
+          </thead>
+          <tbody>
+            {shown.map((s) => (
+              <tr key={s.name}>
+                <td>
+                  <a href={link(s.name)}>{s.name}</a>
+                </td>
+                <td>{s.group}</td>
+                <td>
+                  <State w={w} s={s.state} />
+                </td>
+                <td>{s.breaker.name && state(w, s.breaker.state)}</td>
+                <td class="number">{unsettled(s)}</td>
+                <td class="number">{span(s.oldest_age_seconds)}</td>
+                <td class="number">{s.dead_lettered}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </>
+  );
+}
+
+export function SourcePage({ w, s, name }: { w: Words; s?: Seen; name: string }) {
+  const [asked, setAsked] = useState<{ title: string; order: Order }>();
+  if (!s) {
+    return (
+      <>
+        <h1 class="name">{name}</h1>
+        <p>{w.gone}</p>
+      </>
+    );
+  }
+  const passed = (Date.now() - s.at) / 1000;
+  const sources = [s.name];
+  const breakers = [s.breaker.name];
+  const actions: [string, Order, boolean][] = [
+    [w.pause, { action: "pause", sources }, s.state !== "paused"],
+    [w.resume, { action: "resume", sources }, s.holds.some((h) => h.reason === "operator")],
+    [w.open, { action: "open", breakers }, s.breaker.name !== ""],
+    [w.close, { action: "close", breakers }, s.breaker.name !== "" && s.breaker.state !== "closed"],
+    [w.release, { action: "release", breakers }, s.breaker.forced],
+    [w.grant, { action: "credits", sources }, true],
+    [w.deadletter, { action: "deadletter", sources }, s.retry_wait > 0],
+  ];
+  return (
+    <>
+      <h1 class="name">{s.name}</h1>
+      <p>
+        <State w={w} s={s.state} /> {w.group}: {s.group}
+      </p>
+      {s.holds.map((h) => (
+        <p key={h.reason} class="hold">
+          <State w={w} s={h.reason} /> {h.detail}. {todo(w, h.reason)} {w.until}:{" "}
+          {h.until_seconds > 0 ? span(Math.max(0, h.until_seconds - passed)) : w.untilCleared}. {w.clearedBy}: {h.cleared_by}.
+        </p>
+      ))}
+      <div class="columns">
+        <Facts
+          title={w.messages}
+          of={[
+            [w.waiting, s.waiting],
+            [w.processing, s.processing],
+            [w.settling, s.settling],
+            [w.holding, s.held],
+            [w.retryWait, s.retry_wait],
+            [w.spilled, s.spilled],
+            [w.window, s.window],
+            [w.oldest, span(s.oldest_age_seconds)],
+          ]}
+        />
+        <Facts
+          title={w.since}
+          of={[
+            [w.received, s.received],
+            [w.acked, s.acked],
+            [w.failures, s.failures],
+            [w.dead, s.dead_lettered],
+            [w.returned, s.returned],
+            [w.quarantined, s.quarantined],
+            [w.credits, s.credits.toFixed(1)],
+          ]}
+        />
+        <Facts
+          title={w.breaker}
+          of={[
+            [w.breaker, s.breaker.name || w.none],
+            [w.state, state(w, s.breaker.state) + (s.breaker.forced ? " " + w.forced : "") + (s.breaker.fleet ? " " + w.byFleet : "")],
+            [w.why, s.breaker.cause ?? w.none],
+            [w.stateFor, span(s.breaker.since_seconds + passed)],
+          ]}
+        />
+        <Facts
+          title={w.detector}
+          of={[
+            [w.errorRate, (100 * s.storm.error_rate).toFixed(1) + " %"],
+            [w.attempts, s.storm.attempts],
+            [w.age, span(s.storm.age_seconds)],
+          ]}
+        />
+      </div>
+      <h2>{w.actions}</h2>
+      <p class="buttons">
+        {actions.map(([title, order, can]) => (
+          <button key={order.action} type="button" disabled={!can} onClick={() => setAsked({ title, order })}>
+            {title}
+          </button>
+        ))}
+      </p>
+      {asked && <OrderDialog w={w} title={asked.title} order={asked.order} close={() => setAsked(undefined)} />}
+    </>
+  );
+}
+
+function Facts({ title, of }: { title: string; of: [string, string | number][] }) {
+  return (
+    <section>
+      <h2>{title}</h2>
+      <dl class="facts">
+        {of.map(([name, value]) => (
+          <div key={name}>
+            <dt>{name}</dt>
+            <dd>{typeof value === "number" ? value.toLocaleString("en") : value}</dd>
+          </div>
+        ))}
+      </dl>
+    </section>
+  );
+}
+
+// useAsked asks for a path at once and every few seconds. again asks now.
+export function useAsked<T>(path: string, every: number): [T | undefined, () => void] {
+  const [value, setValue] = useState<T>();
+  const [asked, again] = useState(0);
+  useEffect(() => {
+    let gone = false;
+    const ask = () =>
+      get<T>(path).then(
+        (v) => gone || setValue(v),
+        () => {}, // the shell says that the console is away
+      );
+    void ask();
+    const tick = setInterval(ask, every);
+    return () => {
+      gone = true;
+      clearInterval(tick);
+    };
+  }, [path, every, asked]);
+  return [value, () => again(asked + 1)];
+}
+
+const when = (at: string) => new Date(at).toLocaleString("sv");
+
+export function Fleet({ w }: { w: Words }) {
+  const [members] = useAsked<Member[]>("members", 1000);
+  return (
+    <>
+      <h1>{w.fleet}</h1>
+      {members?.length === 0 && <p>{w.alone}</p>}
+      {members && members.length > 0 && (
+        <table>
+          <thead>
+            <tr>
+              <th>{w.process}</th>
+              <th>{w.zone("")}</th>
+              <th>{w.heard}</th>
+            </tr>
+          </thead>
+          <tbody>
+            {members.map((m) => (
+              <tr key={m.process}>
+                <td>{m.process}</td>
+                <td>{m.zone}</td>
+                <td>
+                  <span class={"state " + (m.heard ? "running" : "storm")}>{m.heard ? w.yes : w.no}</span>
+                </td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      )}
+    </>
+  );
+}
+
+export function Quarantine({ w }: { w: Words }) {
+  const [rules, again] = useAsked<Rule[]>("quarantine", 2000);
+  const [failed, setFailed] = useState("");
+  const change = async (body: object) => {
+    setFailed("");
+    try {
+      await post("quarantine", body);
+    } catch (e) {
+      setFailed((e as Error).message);
+    }
+    again();
+  };
+  const add = async (e: SubmitEvent) => {
+    e.preventDefault();
+    const form = e.target as HTMLFormElement;
+    const text = (name: string) => String(new FormData(form).get(name));
+    const rule = text("kind") === "header" ? "header:" + text("value") : text("kind") + "=" + text("value");
+    await change({ rule, why: text("why") });
+    form.reset();
+  };
+  return (
+    <>
+      <h1>{w.quarantine}</h1>
+      <p>{w.quarantineAbout}</p>
+      {rules?.length === 0 && <p class="calm">{w.noRules}</p>}
+      {rules && rules.length > 0 && (
+        <div class="wide">
+          <table>
+            <thead>
+              <tr>
+                <th>{w.rule}</th>
+                <th>{w.by}</th>
+                <th>{w.why}</th>
+                <th>{w.ends}</th>
+                <th>{w.actions}</th>
+              </tr>
+            </thead>
+            <tbody>
+              {rules.map((r) => (
+                <tr key={r.rule}>
+                  <td class="name">{r.rule}</td>
+                  <td>{r.by}</td>
+                  <td>{r.why}</td>
+                  <td>{when(r.until)}</td>
+                  <td>
+                    <button type="button" onClick={() => void change({ rule: r.rule, remove: true })}>
+                      {w.remove}
+                    </button>
+                  </td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
+      )}
+      <h2>{w.add}</h2>
+      <form onSubmit={(e) => void add(e)}>
+        <label>
+          {w.kind}
+          <select name="kind">
+            <option value="key">{w.key}</option>
+            <option value="header">{w.header}</option>
+            <option value="cause">{w.cause}</option>
+          </select>
+        </label>
+        <label>
+          {w.value}
+          <input name="value" required placeholder={w.valueHint} />
+        </label>
+        <label>
+          {w.reason}
+          <input name="why" maxLength={200} />
+        </label>
+        {failed && <p role="alert">{failed}</p>}
+        <button type="submit">{w.add}</button>
+      </form>
+    </>
+  );
+}
+
+export function Events({ w }: { w: Words }) {
+  const [events] = useAsked<Event[]>("events?since=6h", 2000);
+  return (
+    <>
+      <h1>{w.events}</h1>
+      {events?.length === 0 && <p class="calm">{w.noEvents}</p>}
+      {events && events.length > 0 && (
+        <div class="wide">
+          <table>
+            <thead>
+              <tr>
+                <th>{w.time}</th>
+                <th>{w.what}</th>
+                <th>{w.source}</th>
+                <th>{w.why}</th>
+              </tr>
+            </thead>
+            <tbody>
+              {events
+                .slice(-mostShown)
+                .reverse()
+                .map((e, i) => (
+                  <tr key={i}>
+                    <td>{when(e.at)}</td>
+                    <td>
+                      {e.kind}
+                      {e.count ? ` ×${e.count}` : ""}
+                    </td>
+                    <td class="name">{e.subject}</td>
+                    <td>
+                      {e.detail}
+                      {e.lasted_seconds ? ` (${span(e.lasted_seconds)})` : ""}
+                    </td>
+                  </tr>
+                ))}
+            </tbody>
+          </table>
+        </div>
+      )}
+    </>
+  );
+}
+
+export function Audit({ w }: { w: Words }) {
+  const [entries] = useAsked<Entry[]>("audit", 2000);
+  return (
+    <>
+      <h1>{w.audit}</h1>
+      {entries?.length === 0 && <p class="calm">{w.noAudit}</p>}
+      {entries && entries.length > 0 && (
+        <div class="wide">
+          <table>
+            <thead>
+              <tr>
+                <th>{w.time}</th>
+                <th>{w.who}</th>
+                <th>{w.order}</th>
+                <th>{w.why}</th>
+                <th>{w.result}</th>
+              </tr>
+            </thead>
+            <tbody>
+              {entries
+                .slice(-mostShown)
+                .reverse()
+                .map((e, i) => (
+                  <tr key={i}>
+                    <td>{when(e.at)}</td>
+                    <td>{e.who}</td>
+                    <td class="name">{e.order}</td>
+                    <td>{e.why}</td>
+                    <td>{e.error ?? e.results?.map((r) => `${r.source}: ${r.error ?? r.after}`).join("; ")}</td>
+                  </tr>
+                ))}
+            </tbody>
+          </table>
+        </div>
+      )}
+    </>
+  );
+}
