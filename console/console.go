@@ -105,7 +105,7 @@ func New(cfg Config, guards ...*guard.Guard) (*Console, error) {
 		}
 		c.audit.refuse(Entry{At: time.Now().UTC(), Who: who.String(), Order: clip(asked), Error: clip(why)})
 	}
-	access.Open = isPage
+	access.Page = true
 	c.handler = access.Guard(c.routes())
 	c.events.now = time.Now
 	for _, g := range guards {
@@ -138,8 +138,12 @@ func (c *Console) ServeHTTP(w http.ResponseWriter, r *http.Request) { c.handler.
 
 func (c *Console) routes() *http.ServeMux {
 	mux := http.NewServeMux()
-	for _, path := range pagePaths {
-		mux.Handle("GET "+path, servePage())
+	files := servePage()
+	for _, path := range operator.Page {
+		if path == "/" {
+			path = "/{$}"
+		}
+		mux.Handle("GET "+path, files)
 	}
 	get := func(path string, look func(pattern string) any) {
 		mux.HandleFunc("GET /"+path, func(w http.ResponseWriter, r *http.Request) {

@@ -7,19 +7,12 @@ import (
 	"embed"
 	"io/fs"
 	"net/http"
-	"slices"
 )
 
 // page is the web page, as console/web builds it.
 //
 //go:embed dist
 var page embed.FS
-
-var pagePaths = []string{"/{$}", "/app.js", "/app.css"}
-
-// isPage tells what is the page's. It has nothing of the process in it, so it needs no token:
-// the person types that in, and the page sends it with what it asks.
-func isPage(path string) bool { return path == "/" || slices.Contains(pagePaths, path) }
 
 // policy lets the page run what it came with, and ask this console.
 const policy = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; " +

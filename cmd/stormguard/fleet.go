@@ -317,6 +317,18 @@ func readTokens(flag, path string) ([]fleet.Token, error) {
 
 const minToken = 16 // bytes, as fleet.Token says
 
+// base is the address to ask, without a slash at its end.
+func (op *operator) base() (string, error) {
+	base := strings.TrimSuffix(op.url, "/")
+	if base == "" {
+		return "", usageError{errors.New("--url: must be given")}
+	}
+	if !strings.Contains(base, "://") {
+		base = "http://" + base
+	}
+	return base, nil
+}
+
 // ask sends one request, and reads the answer into out too.
 func (op *operator) ask(ctx context.Context, method, path string, body, out any) ([]byte, error) {
 	ctx, cancel := context.WithTimeout(ctx, 15*time.Second)
@@ -329,12 +341,9 @@ func (op *operator) ask(ctx context.Context, method, path string, body, out any)
 		}
 		sent = bytes.NewReader(b)
 	}
-	base := strings.TrimSuffix(op.url, "/")
-	if base == "" {
-		return nil, usageError{errors.New("--url: must be given")}
-	}
-	if !strings.Contains(base, "://") {
-		base = "http://" + base
+	base, err := op.base()
+	if err != nil {
+		return nil, err
 	}
 	r, err := http.NewRequestWithContext(ctx, method, base+"/"+path, sent)
 	if err != nil {

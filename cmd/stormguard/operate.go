@@ -88,7 +88,7 @@ func newOperate() []*cobra.Command {
 	return []*cobra.Command{
 		newStatus(), source, brk,
 		newOrder(console.Credits, "credits NAME...", "Grant sources DLQ credits: leave to dead-letter so many messages more"),
-		newQuarantine(), newAudit(), newReport(),
+		newQuarantine(), newAudit(), newReport(), newConsole(),
 	}
 }
 

@@ -4,10 +4,13 @@
 package main
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"encoding/json"
+	"io"
 	"log/slog"
+	"net/http"
 	"net/http/httptest"
 	"os"
 	"path/filepath"
@@ -52,6 +55,7 @@ func newGuarded(t *testing.T) guarded {
 	server := httptest.NewServer(c)
 	p.url = server.URL
 	t.Cleanup(func() {
+		c.Close()
 		server.Close()
 		stop()
 		for range 2 {
@@ -197,5 +201,73 @@ func TestOperateRefuses(t *testing.T) {
 	errs.Reset()
 	if code := run([]string{"status"}, &out, &errs); code != exitError || !strings.Contains(errs.String(), "nobody answers for a console at http://127.0.0.1:1") {
 		t.Errorf("nobody there: %d %s", code, errs.String())
+	}
+}
+
+// The page on this host has what the process answers, for who has the token that the command
+// prints, and nothing for anybody else. The process's own token never reaches the browser.
+func TestConsoleInABrowser(t *testing.T) {
+	p := newGuarded(t)
+	ctx, stop := context.WithCancel(t.Context())
+	defer stop()
+	out, in := io.Pipe()
+	cmd := newConsole()
+	cmd.SetOut(in)
+	cmd.SetArgs([]string{"--url", p.url, "--token-file", p.token, "--listen", "127.0.0.1:0"})
+	done := make(chan error, 1)
+	go func() { done <- cmd.ExecuteContext(ctx) }()
+	said, err := bufio.NewReader(out).ReadString('\n')
+	if err != nil {
+		t.Fatal(err)
+	}
+	words := strings.Fields(said)
+	address, secret := words[0], words[len(words)-1]
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
+	ask := func(method, path, token, body string) (int, string) {
+		t.Helper()
+		r, err := http.NewRequestWithContext(t.Context(), method, address+path, strings.NewReader(body))
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.Header.Set("Content-Type", "application/json")
+		if token != "" {
+			r.Header.Set("Authorization", "Bearer "+token)
+		}
+		a, err := client.Do(r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer func() { _ = a.Body.Close() }()
+		text, err := io.ReadAll(a.Body)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return a.StatusCode, string(text)
+	}
+	if status, text := ask(http.MethodGet, "", "", ""); status != http.StatusOK || !strings.Contains(text, "app.js") {
+		t.Errorf("the page: %d %s", status, text)
+	}
+	for _, token := range []string{"", "0123456789abcdef"} { // the process's own is not the browser's
+		if status, _ := ask(http.MethodGet, "status", token, ""); status != http.StatusUnauthorized {
+			t.Errorf("with token %q: %d", token, status)
+		}
+	}
+	if status, text := ask(http.MethodGet, "status", secret, ""); status != http.StatusOK || !strings.Contains(text, "billing-1") {
+		t.Errorf("%d %s", status, text)
+	}
+	if status, text := ask(http.MethodPost, "order", secret, `{"action":"pause","sources":["orders"]}`); status != http.StatusOK || !strings.Contains(text, "paused") {
+		t.Errorf("%d %s", status, text)
+	}
+	if audit, _, _ := p.stormguard("audit"); !strings.Contains(audit, "pause orders") || !strings.Contains(audit, "ann at ") {
+		t.Error(audit)
+	}
+	stop()
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+	for _, listen := range []string{"0.0.0.0:8791", "somewhere"} {
+		if _, errs, code := p.stormguard("console", "--listen", listen); code != exitUsage || !strings.Contains(errs, "--listen") {
+			t.Errorf("--listen %s: %d %s", listen, code, errs)
+		}
 	}
 }

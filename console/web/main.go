@@ -46,7 +46,11 @@ func build() (map[string][]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	files := map[string][]byte{"index.html": page}
+	licence, err := os.ReadFile(filepath.Join("node_modules", "preact", "LICENSE"))
+	if err != nil {
+		return nil, err
+	}
+	files := map[string][]byte{"index.html": page, "preact.LICENSE": licence}
 	result := api.Build(api.BuildOptions{
 		EntryPoints: []string{"src/app.tsx", "src/app.css"}, Outdir: dist, Bundle: true, LogLevel: api.LogLevelSilent,
 		MinifyWhitespace: true, MinifyIdentifiers: true, MinifySyntax: true, Charset: api.CharsetUTF8,

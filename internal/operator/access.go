@@ -15,6 +15,7 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -29,6 +30,10 @@ type Token struct {
 	// Secret has at least 16 bytes. A shorter one admits nobody, and is logged.
 	Secret string
 }
+
+// Page are the paths of a console's page. It has nothing of the process in it, so it needs no
+// token: the person types that in, and the page sends it with what it asks.
+var Page = []string{"/", "/app.js", "/app.css"}
 
 const (
 	minSecret    = 16
@@ -48,9 +53,9 @@ type Access struct {
 	// since the last call.
 	OnRefused func(who Who, asked, why string, others int)
 
-	// Open, if set before the first request, tells which paths may be read without a
-	// token, though not without TLS.
-	Open func(path string) bool
+	// Page, if set before the first request, lets everybody read [Page] without a token,
+	// though not without TLS.
+	Page bool
 
 	mu     sync.Mutex
 	saidAt time.Time
@@ -129,7 +134,7 @@ func (a *Access) judge(r *http.Request, who *Who) (status int, why string) {
 		return http.StatusForbidden, "this handler is not served on loopback: serve it with TLS"
 	case len(a.tokens) > 0:
 		var ok bool
-		if who.Token, ok = a.token(r); !ok && (!reads || a.Open == nil || !a.Open(r.URL.Path)) {
+		if who.Token, ok = a.token(r); !ok && !(reads && a.Page && slices.Contains(Page, r.URL.Path)) {
 			return http.StatusUnauthorized, "a token is needed: Authorization: Bearer SECRET"
 		}
 	case !localHost(r.Host):

@@ -153,6 +153,7 @@ func (i *incident) begin(ctx context.Context, cfg Config) {
 	ended := make(chan error, 1)
 	go func() { ended <- i.p.guarded(consuming, i.g, i.handle) }()
 	t.Cleanup(func() {
+		c.Close()
 		server.Close()
 		stop()
 		if err := <-ended; err != nil {

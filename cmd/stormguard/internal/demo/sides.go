@@ -107,12 +107,13 @@ func (s guarded) serve(g *guard.Guard) (stop func(), err error) {
 	}
 	l, err := net.Listen("tcp", s.console) //nolint:noctx // it opens at once or not
 	if err != nil {
+		c.Close()
 		return nil, fmt.Errorf("--console %q: %w", s.console, err)
 	}
 	server := &http.Server{Handler: c, ReadHeaderTimeout: time.Second}
 	served := make(chan struct{})
 	go func() { defer close(served); _ = server.Serve(l) }()
-	return func() { _ = server.Close(); <-served }, nil
+	return func() { c.Close(); _ = server.Close(); <-served }, nil
 }
 
 func (s guarded) look() look {
