@@ -79,7 +79,7 @@ func (o *operate) serveConsole(cmd *cobra.Command, listen string) error {
 	secret := rand.Text()
 	door := access.New("console", slog.New(slog.DiscardHandler), []access.Token{{Name: "browser", Secret: secret}})
 	door.Page = true
-	l, err := net.Listen("tcp", listen)
+	l, err := (&net.ListenConfig{}).Listen(cmd.Context(), "tcp", listen)
 	if err != nil {
 		return err
 	}
