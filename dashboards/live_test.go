@@ -253,7 +253,9 @@ func meters(t *testing.T) (*sdkmetric.MeterProvider, string) {
 }
 
 // charge is the handler of the orders.
-func (sys *system) charge(_ context.Context, m *sarama.ConsumerMessage) error {
+func (sys *system) charge(ctx context.Context, m *sarama.ConsumerMessage) (err error) {
+	done := guard.Calls(ctx, "gateway")
+	defer func() { done(err) }()
 	var n int
 	if err := json.Unmarshal(m.Value, &n); err != nil {
 		return err // it blames the message

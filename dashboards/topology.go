@@ -18,6 +18,10 @@ var paths = []path{
 		`sum by (messaging_consumer_group_name, scope) (rate(stormguard_failures_total{` + of + `}[5m]))`,
 		"messaging_consumer_group_name", "group", "scope", "breaker",
 	},
+	{
+		`sum by (messaging_consumer_group_name, stormguard_dependency) (rate(stormguard_dependency_calls_total{` + of + `}[5m]))`,
+		"messaging_consumer_group_name", "group", "stormguard_dependency", "dependency",
+	},
 }
 
 // named copies a label into another, behind a word that tells kinds of nodes apart.
@@ -60,21 +64,24 @@ func nodes() string {
 
 var topology = dashboard{
 	uid: "stormguard-topology", title: "stormguard: topology",
-	about: "Topics and queues, the groups that read them, and the breakers that stand for what the groups call. Producers are in traces: a metric does not know them.",
+	about: "Topics and queues, the groups that read them, their breakers, and the dependencies that their handlers name by guard.Calls. Producers are in traces: a metric does not know them.",
 	by:    []variable{groupVariable, topicVariable},
 	rows: []row{
-		{"Who reads what, and what it fails at", 18, []panel{
-			{title: "Topology", about: "Beside a topic and a group: messages a second. Beside a breaker: failed calls a second.", width: 24, kind: graph, unit: "cps",
+		{"Who reads what, what it calls, and what fails", 18, []panel{
+			{title: "Topology", about: "Beside a topic and a group: messages a second. Beside a breaker: failed handler calls a second. Beside a dependency: its calls a second.", width: 24, kind: graph, unit: "cps",
 				queries: []query{{nodes(), ""}, {edges(), ""}},
 				renamed: map[string]string{"Value #A": "mainstat", "Value #B": "mainstat"}},
 		}},
 		{"The same as tables", 9, []panel{
-			{title: "Topic and group", width: 12, kind: table, unit: "cps",
+			{title: "Topic and group", width: 8, kind: table, unit: "cps",
 				queries: []query{{paths[0].expr, ""}},
 				renamed: map[string]string{"messaging_destination_name": "topic", "messaging_consumer_group_name": "group", "Value": "consumed"}},
-			{title: "Group and breaker", width: 12, kind: table, unit: "cps",
+			{title: "Group and breaker", width: 8, kind: table, unit: "cps",
 				queries: []query{{paths[1].expr, ""}},
 				renamed: map[string]string{"messaging_consumer_group_name": "group", "Value": "failed calls"}},
+			{title: "Group and dependency", width: 8, kind: table, unit: "cps",
+				queries: []query{{paths[2].expr, ""}},
+				renamed: map[string]string{"messaging_consumer_group_name": "group", "stormguard_dependency": "dependency", "Value": "calls"}},
 		}},
 	},
 }

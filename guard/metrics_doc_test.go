@@ -33,7 +33,7 @@ func TestMetricsAreDocumented(t *testing.T) {
 		metricConsumed, metricHandled, metricReturned, metricMessages, metricLimit, metricRetries, metricRefused, metricQuarantined,
 		metricAckFailures, metricHoldAge, metricHold, metricBreaker, metricBudget, metricLag,
 		metricParked, metricParkedTotal, metricFollowed, metricSpilled,
-		metricProcess, metricFailures, metricDeadLetters, metricDLQRatio, metricOvertaken, metricRecovery, metricTransitions, metricStorms, metricWrite,
+		metricProcess, metricFailures, metricDeadLetters, metricDLQRatio, metricOvertaken, metricRecovery, metricTransitions, metricStorms, metricWrite, metricDependency,
 		metricFleetScope, metricFleetHeard, metricFleetQuorum, metricFleetStorm,
 	}
 	slices.Sort(listed)

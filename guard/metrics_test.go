@@ -537,3 +537,70 @@ func TestMetricsCostTheClosedPathNothing(t *testing.T) {
 		t.Errorf("%.3f allocations a message", n)
 	}
 }
+
+// Calls of a dependency are counted for the topic whose handler makes them, by the class of
+// their error, and a program that names too many makes no further series.
+func TestCallsOfDependencies(t *testing.T) {
+	bubble(t, "source", func(t *testing.T) {
+		g, reader := meteredGuard(t, Config{})
+		s := Must(Open(g, SourceConfig{Name: "s", Destination: "orders", DeadLetters: &testWriter{}}, Limits{}, &testPort{}, func(ctx context.Context, m int) error {
+			done := Calls(context.WithoutCancel(ctx), "db")
+			defer func() { done(nil) }() // too late
+			if m == 1 {
+				done(Unavailable(errDown))
+			}
+			done(nil)
+			for i := range 40 {
+				Calls(ctx, "s"+strconv.Itoa(i))(nil)
+			}
+			Calls(ctx, strings.Repeat("x", 65))(nil)
+			return nil
+		}))
+		in := make(chan int, 3)
+		go func() { _ = s.Run(context.Background(), in) }()
+		for m := range 3 {
+			in <- m
+		}
+		time.Sleep(time.Second)
+		points := collect(t, reader)
+		for _, c := range []struct {
+			labels []string
+			want   float64
+		}{
+			{[]string{"stormguard.dependency", "db"}, 3},
+			{[]string{"stormguard.dependency", "db", "error.type", "dependency"}, 1},
+			{[]string{"stormguard.dependency", "s30", "messaging.destination.name", "orders"}, 3},
+			{[]string{"stormguard.dependency", "s31"}, 0},
+			{[]string{"stormguard.dependency", "other"}, 3 * (9 + 1)},
+		} {
+			if v, _ := sum(points, metricDependency, c.labels...); v != c.want {
+				t.Errorf("%v: %v calls, want %v", c.labels, v, c.want)
+			}
+		}
+		if _, n := sum(points, metricDependency); n != 32+1+1 {
+			t.Errorf("%d series", n)
+		}
+		Calls(t.Context(), "db")(nil) // of nobody
+		if v, _ := sum(collect(t, reader), metricDependency, "stormguard.dependency", "db"); v != 3 {
+			t.Errorf("%v calls", v)
+		}
+		closeGuard(t, g)
+	})
+	bubble(t, "function", func(t *testing.T) {
+		g, reader := meteredGuard(t, Config{})
+		f := Must(Protect(g, SourceConfig{Name: "f"}, func(ctx context.Context, _ int) error {
+			if n := Attempt(ctx); n != 1 {
+				t.Errorf("attempt %d", n)
+			}
+			Calls(ctx, "db")(nil)
+			return nil
+		}))
+		if err := f.Do(t.Context(), 1); err != nil {
+			t.Error(err)
+		}
+		if v, _ := sum(collect(t, reader), metricDependency, "stormguard.dependency", "db", "stormguard.source", "f"); v != 1 {
+			t.Errorf("%v calls", v)
+		}
+		closeGuard(t, g)
+	})
+}

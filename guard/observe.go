@@ -54,6 +54,7 @@ const (
 	metricTransitions = "stormguard.breaker.transitions"
 	metricStorms      = "stormguard.storms"
 	metricWrite       = "stormguard.dlq.write.duration"
+	metricDependency  = "stormguard.dependency.calls"
 
 	metricFleetScope  = "stormguard.fleet.scope"
 	metricFleetHeard  = "stormguard.fleet.heard"
@@ -111,6 +112,9 @@ type metrics struct {
 	storms      metric.Int64Counter
 	write       metric.Float64Histogram
 	observer    metric.Registration
+
+	dependencyCalls metric.Int64Counter
+	dependencies    dependencies
 }
 
 func newMetrics(g *Guard) (*metrics, error) {
@@ -142,6 +146,8 @@ func newMetrics(g *Guard) (*metrics, error) {
 	keep(err)
 	m.write, err = meter.Float64Histogram(metricWrite, metric.WithUnit("s"), metric.WithExplicitBucketBoundaries(writeBuckets...),
 		metric.WithDescription("Duration of a dead letter's write, by outcome."))
+	keep(err)
+	m.dependencyCalls, err = meter.Int64Counter(metricDependency, metric.WithUnit("{call}"), metric.WithDescription("Calls of dependencies that handlers name, by error.type."))
 	keep(err)
 	m.overtaken, err = meter.Int64Counter(metricOvertaken, metric.WithUnit("{message}"), metric.WithDescription("Messages that succeeded before one in front of them, to prove life."))
 	keep(err)

@@ -384,7 +384,7 @@ func (f *Func[M]) pause(ctx context.Context, c *cell, d time.Duration) error {
 // first time that the function waits on it: one that never looks cannot tell. before
 // counts the attempts before this one.
 func (f *Func[M]) call(ctx context.Context, m M, token circuit.Token, how how, before int) (err error) {
-	cc := &callContext{parent: ctx, timeout: f.policy.Timeout, selfTimed: true, before: before}
+	cc := &protectContext{callContext{parent: ctx, timeout: f.policy.Timeout, selfTimed: true, before: before}, &f.metrics}
 	returned := false
 	defer func() {
 		if returned {

@@ -46,7 +46,7 @@ func (s *Source[M]) run(ctx context.Context, in <-chan M, feed *Feed[M]) error {
 	}
 	s.ran = true
 	s.loops++
-	s.ctx, s.cancel = context.WithCancelCause(ctx)
+	s.ctx, s.cancel = context.WithCancelCause(context.WithValue(ctx, callsKey{}, &s.metrics))
 	workers := s.c.policy.Workers
 	s.divideLocked()
 	s.mu.Unlock()
