@@ -22,7 +22,7 @@ type History struct {
 	Rows []HistoryRow `json:"rows"` // by name
 }
 
-// A HistoryRow is one source. A cell is the strongest reason that held it in that minute:
+// A HistoryRow is one source, or those of one name. A cell is the strongest reason that held it in that minute:
 // r running, p backpressure, l limiter, o operator, b breaker, s storm, d dlq; a space if the
 // source was not open.
 type HistoryRow struct {

@@ -20,7 +20,7 @@ import (
 type Change struct {
 	Status  Status   `json:"status"`
 	Sources []Source `json:"sources"`
-	Gone    []string `json:"gone,omitempty"` // sources that are no more
+	Gone    []string `json:"gone,omitempty"` // sources that are no more: group, a space, name
 }
 
 const (
@@ -71,18 +71,19 @@ func (c *Console) change(known map[string][]byte) Change {
 	ch := Change{Status: c.status(time.Now()), Sources: []Source{}}
 	here := make(map[string]bool)
 	for _, s := range c.sources("*") {
-		here[s.Name] = true
+		key := s.Group + " " + s.Name // guards of one process may read one topic
+		here[key] = true
 		text, err := json.Marshal(timeless(s))
-		if err != nil || bytes.Equal(text, known[s.Name]) {
+		if err != nil || bytes.Equal(text, known[key]) {
 			continue
 		}
-		known[s.Name] = text
+		known[key] = text
 		ch.Sources = append(ch.Sources, s)
 	}
-	for name := range known {
-		if !here[name] {
-			delete(known, name)
-			ch.Gone = append(ch.Gone, name)
+	for key := range known {
+		if !here[key] {
+			delete(known, key)
+			ch.Gone = append(ch.Gone, key)
 		}
 	}
 	return ch

@@ -60,7 +60,7 @@ func TestWatch(t *testing.T) {
 	for changed = next(); len(changed.Gone) == 0; changed = next() {
 
 	}
-	if len(changed.Gone) != 1 || changed.Gone[0] != "orders/0" {
+	if len(changed.Gone) != 1 || changed.Gone[0] != "billing orders/0" {
 		t.Errorf("%+v", changed)
 	}
 	if changed = next(); len(changed.Gone)+len(changed.Sources) != 0 || changed.Status.Sources != 1 {

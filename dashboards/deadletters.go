@@ -30,7 +30,7 @@ var deadLetters = dashboard{
 			{title: "Storms that began", width: 8, kind: series, unit: "none",
 				queries: []query{{`sum by (messaging_destination_name) (increase(stormguard_storms_total{` + of + `}[$__rate_interval]))`, "{{messaging_destination_name}}"}}},
 			{title: "Breakers that opened, by cause", width: 8, kind: series, unit: "none",
-				queries: []query{{`sum by (scope, cause) (increase(stormguard_breaker_transitions_total{to="open", scope=~"($group)/.*"}[$__rate_interval]))`, "{{scope}} {{cause}}"}}},
+				queries: []query{{`sum by (scope, cause) (increase(stormguard_breaker_transitions_total{to="open", scope=~"($group)(/.*)?"}[$__rate_interval]))`, "{{scope}} {{cause}}"}}},
 		}},
 		{"Retry topics", 7, []panel{
 			{title: "Parked now", about: "Only with Kafka's retry topics.", width: 12, kind: series, unit: "none",

@@ -20,10 +20,10 @@ function useLive(): [Live, () => void] {
     const sources = new Map<string, Seen>();
     watch(stop.signal, (c) => {
       for (const s of c.sources) {
-        sources.set(s.name, { ...s, at: Date.now() });
+        sources.set(s.group + " " + s.name, { ...s, at: Date.now() });
       }
-      for (const name of c.gone ?? []) {
-        sources.delete(name);
+      for (const key of c.gone ?? []) {
+        sources.delete(key);
       }
       setLive({ status: c.status, sources });
     }).catch((e: unknown) => {
@@ -45,7 +45,13 @@ function useLive(): [Live, () => void] {
 }
 
 function useRoute(): string[] {
-  const parse = () => location.hash.replace(/^#\//, "").split("/").map(decodeURIComponent);
+  const parse = () => {
+    try {
+      return location.hash.replace(/^#\//, "").split("/").map(decodeURIComponent);
+    } catch {
+      return []; // typed in, and not encoded
+    }
+  };
   const [route, setRoute] = useState(parse);
   useEffect(() => {
     const change = () => {
@@ -129,7 +135,16 @@ function Page(p: { w: Words; theme: string; live: Live; status: Status; page: st
   switch (p.page) {
     case "sources":
       if (p.name) {
-        return <SourcePage key={p.name} w={w} s={live.sources.get(p.name)} name={p.name} />;
+        const all = [...live.sources.values()].filter((s) => s.name === p.name);
+        return all.length === 0 ? (
+          <SourcePage w={w} name={p.name} />
+        ) : (
+          <>
+            {all.map((s) => (
+              <SourcePage key={s.group} w={w} s={s} name={s.name} />
+            ))}
+          </>
+        );
       }
       return <Sources w={w} all={[...live.sources.values()].sort((a, b) => (a.name < b.name ? -1 : 1))} />;
     case "heat":

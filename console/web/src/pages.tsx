@@ -102,7 +102,7 @@ export function Sources({ w, all }: { w: Words; all: Source[] }) {
           </thead>
           <tbody>
             {shown.map((s) => (
-              <tr key={s.name}>
+              <tr key={s.group + " " + s.name}>
                 <td>
                   <a href={link(s.name)}>{s.name}</a>
                 </td>
