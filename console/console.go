@@ -155,7 +155,7 @@ func (c *Console) routes() *http.ServeMux {
 			operator.Answer(w, http.StatusOK, look(pattern))
 		})
 	}
-	get("status", func(string) any { return c.status(time.Now()) })
+	get("status", func(string) any { return c.status(time.Now(), c.sources("*")) })
 	get("sources", func(pattern string) any { return c.sources(pattern) })
 	get("breakers", func(pattern string) any { return c.breakers(pattern) })
 	get("audit", func(string) any { return c.audit.entries() })

@@ -101,10 +101,10 @@ type Storm struct {
 
 const mostAttention = 20
 
-func (c *Console) status(now time.Time) Status {
+func (c *Console) status(now time.Time, all []Source) Status {
 	st := Status{Process: c.process, At: now.UTC(), Attention: []Attention{}}
 	open := make(map[string]bool)
-	for _, s := range c.sources("*") {
+	for _, s := range all {
 		st.Sources++
 		st.Unsettled += s.Waiting + s.Processing + s.Settling + s.Holding + s.RetryWait
 		st.DeadLettered += s.DeadLettered

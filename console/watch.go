@@ -7,6 +7,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"math"
 	"net/http"
 	"slices"
 	"time"
@@ -15,8 +16,8 @@ import (
 )
 
 // A Change is an event of GET watch: the status, and the sources that are not as they were
-// in the event before. The first has all. A source of which nothing has changed but the time
-// it lasts is left out.
+// in the event before. The first has all. A source at rest, of which nothing has changed
+// but how long it has been so, is left out.
 type Change struct {
 	Status  Status   `json:"status"`
 	Sources []Source `json:"sources"`
@@ -25,7 +26,7 @@ type Change struct {
 
 const (
 	watchEvery   = time.Second
-	mostWatchers = 32               // at one time; each costs a look at all sources a second
+	mostWatchers = 32               // at one time; each looks at all sources once a second
 	stuckFor     = 10 * time.Second // a client that reads nothing for so long is left
 )
 
@@ -68,12 +69,13 @@ func (c *Console) watch(w http.ResponseWriter, r *http.Request) {
 
 // change is what is new to who knows what known has, and brings that up to date.
 func (c *Console) change(known map[string][]byte) Change {
-	ch := Change{Status: c.status(time.Now()), Sources: []Source{}}
+	all, now := c.sources("*"), time.Now()
+	ch := Change{Status: c.status(now, all), Sources: []Source{}}
 	here := make(map[string]bool)
-	for _, s := range c.sources("*") {
+	for _, s := range all {
 		key := s.Group + " " + s.Name // guards of one process may read one topic
 		here[key] = true
-		text, err := json.Marshal(timeless(s))
+		text, err := json.Marshal(timeless(s, now))
 		if err != nil || bytes.Equal(text, known[key]) {
 			continue
 		}
@@ -89,12 +91,19 @@ func (c *Console) change(known map[string][]byte) Change {
 	return ch
 }
 
-// timeless is a source without what changes by time alone.
-func timeless(s Source) Source {
-	s.Breaker.Since, s.Breaker.Until = 0, 0
+// timeless is a source with the instants at which something ends in place of the time that is
+// left, and without the time for which its breaker has been so.
+func timeless(s Source, now time.Time) Source {
+	ends := func(left *float64) {
+		if *left > 0 {
+			*left = math.Round((float64(now.Unix()) + *left) / 10) // to 10 s: the two clocks differ a little
+		}
+	}
+	s.Breaker.Since = 0
+	ends(&s.Breaker.Until)
 	s.Holds = slices.Clone(s.Holds)
 	for i := range s.Holds {
-		s.Holds[i].Until = 0
+		ends(&s.Holds[i].Until)
 	}
 	return s
 }

@@ -56,6 +56,12 @@ func TestWatch(t *testing.T) {
 	if len(changed.Sources) != 1 || changed.Sources[0].Name != "orders/1" || changed.Sources[0].State != "paused" || changed.Status.Paused != 1 {
 		t.Errorf("%+v", changed)
 	}
+	r.order(console.Order{Action: console.Pause, Sources: []string{"orders/1"}, For: console.Duration(2 * time.Hour)})
+	for changed = next(); len(changed.Sources) == 0; changed = next() {
+	}
+	if changed.Sources[0].Holds[0].Until < 3600 {
+		t.Errorf("a longer pause is not told: %+v", changed)
+	}
 	r.end("orders/0")
 	for changed = next(); len(changed.Gone) == 0; changed = next() {
 

@@ -115,7 +115,7 @@ func (d dashboard) json() ([]byte, error) {
 		}},
 		"annotations": object{"list": []object{{
 			"name": "breakers open", "enable": true, "iconColor": "red", "datasource": datasource,
-			"expr":        `sum by (scope, cause) (increase(stormguard_breaker_transitions_total{to="open"}[$__interval])) > 0`,
+			"expr":        `sum by (scope, cause) (increase(stormguard_breaker_transitions_total{to="open"}[1m])) > 0`,
 			"titleFormat": "{{scope}} opened: {{cause}}",
 		}}},
 	}, "", "  ")

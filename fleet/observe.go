@@ -141,7 +141,7 @@ func (p *Process) look(o options) (*seen, error) {
 			}
 		}
 		for d, n := range st.Refused {
-			if n > 0 {
+			if n > 0 || gossip.Drop(d) == gossip.DropUnauthenticated { // an alert needs the 0
 				o.ObserveInt64(refused, int64(n), by(attribute.String("section", ""), attribute.String("reason", gossip.Drop(d).String())))
 			}
 		}

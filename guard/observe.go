@@ -81,6 +81,11 @@ var (
 	functionReasons = []Reason{ReasonBreaker, ReasonOperator}
 )
 
+// openCauses are why a closed breaker opens.
+var openCauses = []string{
+	string(breaker.CauseRun), string(breaker.CauseRate), string(breaker.CauseSlow), string(breaker.CauseQuorum), string(CauseOutage), string(CauseStorm), CauseOperator,
+}
+
 var deadReasons = []dlq.Reason{
 	dlq.ReasonAttempts, dlq.ReasonPoisonHead, dlq.ReasonGuess, dlq.ReasonLastDelivery, dlq.ReasonPermanent, dlq.ReasonQuarantine, dlq.ReasonOperator,
 }
@@ -353,8 +358,12 @@ func (m *metrics) transition(c circuit.Change) {
 			break
 		}
 	}
-	m.transitions.Add(context.Background(), 1, metric.WithAttributes(
-		attribute.String("scope", scope), attribute.String("to", c.To.String()), attribute.String("cause", cause)))
+	m.addTransition(1, scope, c.To, cause)
+}
+
+func (m *metrics) addTransition(n int64, scope string, to breaker.State, cause string) {
+	m.transitions.Add(context.Background(), n, metric.WithAttributes(
+		attribute.String("scope", scope), attribute.String("to", to.String()), attribute.String("cause", cause)))
 }
 
 // sourceMetrics is the part of one source, with its attributes made ready.
@@ -445,6 +454,9 @@ func (m *sourceMetrics) atRest() {
 	}
 	for _, why := range deadReasons {
 		m.addDead(0, why)
+	}
+	for _, cause := range openCauses {
+		m.addTransition(0, m.scopes, breaker.Open, cause)
 	}
 	m.storms.Add(context.Background(), 0, m.topic)
 	m.overtaken.Add(context.Background(), 0, m.topic)

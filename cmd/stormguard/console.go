@@ -19,6 +19,8 @@ import (
 	access "github.com/stormguard-mq/stormguard/internal/operator"
 )
 
+var errTokenRefused = errors.New("the process refuses this command's token: give the right one by --token-file")
+
 func newConsole() *cobra.Command {
 	var o operate
 	var listen string
@@ -60,6 +62,7 @@ func (o *operate) serveConsole(cmd *cobra.Command, listen string) error {
 		Rewrite: func(r *httputil.ProxyRequest) {
 			r.SetURL(far)
 			r.Out.Header.Del("Authorization")
+			r.Out.Header.Del("Cookie") // of other programs on this host: a browser does not tell ports apart
 			r.Out.Header.Del("Origin") // it was judged here
 			r.Out.Header.Del("Sec-Fetch-Site")
 			if auth != "" {
@@ -67,11 +70,15 @@ func (o *operate) serveConsole(cmd *cobra.Command, listen string) error {
 			}
 		},
 		ErrorHandler: func(w http.ResponseWriter, _ *http.Request, err error) {
-			access.Answer(w, http.StatusBadGateway, map[string]string{"error": fmt.Sprintf("nobody answers at %s: %v", o.url, err)})
+			if !errors.Is(err, errTokenRefused) {
+				err = fmt.Errorf("nobody answers at %s: %w", o.url, err)
+			}
+			access.Answer(w, http.StatusBadGateway, map[string]string{"error": err.Error()})
 		},
 		ModifyResponse: func(a *http.Response) error {
-			if a.StatusCode == http.StatusUnauthorized { // the page would ask for a token, and get the wrong one
-				return fmt.Errorf("it refuses the token of --token-file: %s", a.Status)
+			a.Header.Del("Set-Cookie")
+			if a.StatusCode == http.StatusUnauthorized { // passed on, the page would ask for its own token again
+				return errTokenRefused
 			}
 			return nil
 		},

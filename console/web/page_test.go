@@ -93,7 +93,8 @@ func TestPageInAStorm(t *testing.T) {
 	b.click("button", b.word("Pause", "暂停"))
 	b.until(`document.querySelector("dialog[open] select[name=for]")`)
 	b.look("a dialog")
-	b.eval(`document.querySelector("dialog [name=why]").value = "ticket 7"`)
+	b.eval(`document.querySelector("dialog [name=why]").value = "ticket 7"; document.querySelector("dialog [name=for]").value = "2h"`)
+	b.eval(`new Promise(r => setTimeout(r, 2500))`) // in which the page hears from the console, and must leave what is typed
 	b.click("dialog button", b.word("Do it", "执行"))
 	b.until(`document.querySelector("dialog tbody tr")?.innerText.includes("paused")`)
 	b.click("dialog button", b.word("Done", "完成"))
@@ -102,7 +103,7 @@ func TestPageInAStorm(t *testing.T) {
 		t.Errorf("%+v", s)
 	}
 	b.open("#/audit")
-	b.until(`document.querySelector("tbody tr")?.innerText.includes("pause orders for 30m0s") && document.querySelector("tbody tr").innerText.includes("ticket 7")`)
+	b.until(`document.querySelector("tbody tr")?.innerText.includes("pause orders for 2h0m0s") && document.querySelector("tbody tr").innerText.includes("ticket 7")`)
 	b.look("audit")
 	b.open("#/quarantine")
 	b.until(`document.querySelector("main form")`)

@@ -102,13 +102,18 @@ export class Refused extends Error {
 
 // The token stays in this tab and goes with it.
 const tokenKey = "stormguard-token";
-export const setToken = (token: string) => sessionStorage.setItem(tokenKey, token);
+export const setToken = (token: string) => sessionStorage.setItem(tokenKey, token.trim());
+export const hasToken = () => Boolean(sessionStorage.getItem(tokenKey));
 
 async function request(path: string, init: RequestInit): Promise<Response> {
   const headers = new Headers(init.headers);
   const token = sessionStorage.getItem(tokenKey);
   if (token) {
-    headers.set("Authorization", "Bearer " + token);
+    try {
+      headers.set("Authorization", "Bearer " + token);
+    } catch {
+      throw new Refused(401, "no header can carry that token");
+    }
   }
   let answer: Response;
   try {
@@ -138,16 +143,20 @@ export async function post<T>(path: string, body: unknown): Promise<T> {
   return (await request(path, init)).json() as Promise<T>;
 }
 
-// watch calls back with each change until stop aborts it, and with an error when the
-// console is gone. EventSource cannot send a token, so this reads the stream itself.
+const silence = 5000; // the console sends each second
+
+// watch calls back with each change until stop aborts it, and throws when the console is
+// gone or says nothing. EventSource cannot send a token, so this reads the stream itself.
 export async function watch(stop: AbortSignal, changed: (c: Change) => void): Promise<void> {
   const answer = await request("watch", { signal: stop });
   const stream = answer.body!.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   for (;;) {
+    const timer = setTimeout(() => void stream.cancel(), silence);
     const { done, value } = await stream.read();
+    clearTimeout(timer);
     if (done) {
-      throw new Refused(0, "the stream has ended");
+      throw new Refused(0, "nothing comes from it");
     }
     text += value;
     for (let end = text.indexOf("\n\n"); end >= 0; end = text.indexOf("\n\n")) {

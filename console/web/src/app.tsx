@@ -3,7 +3,7 @@
 
 import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import { Refused, type Seen, type Status, setToken, watch } from "./api";
+import { Refused, type Seen, type Status, hasToken, setToken, watch } from "./api";
 import { Heat } from "./heat";
 import { Audit, Events, Fleet, Now, Quarantine, SourcePage, Sources } from "./pages";
 import { type Language, type Words, languages } from "./words";
@@ -172,6 +172,7 @@ function TokenForm({ w, entered }: { w: Words; entered: () => void }) {
       }}
     >
       <h1>{w.tokenNeeded}</h1>
+      {hasToken() && <p role="alert">{w.tokenWrong}</p>}
       <label>
         {w.token}
         <input name="token" type="password" autocomplete="off" required />

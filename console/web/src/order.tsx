@@ -61,9 +61,11 @@ export function OrderDialog(p: { w: Words; title: string; order: Order; close: (
           {lasting.includes(order.action) && (
             <label>
               {w.for}
-              <select name="for" value="30m">
+              <select name="for">
                 <option value="5m">5 min</option>
-                <option value="30m">30 min</option>
+                <option value="30m" selected>
+                  30 min
+                </option>
                 <option value="2h">2 h</option>
                 <option value="12h">12 h</option>
               </select>
@@ -72,7 +74,7 @@ export function OrderDialog(p: { w: Words; title: string; order: Order; close: (
           {counted.includes(order.action) && (
             <label>
               {w.count}
-              <input name="count" type="number" min="1" max="100000" required value="10" />
+              <input name="count" type="number" min="1" max="100000" required defaultValue="10" />
             </label>
           )}
           {members.length > 0 && (
@@ -121,8 +123,8 @@ function OutcomeTable({ w, outcome }: { w: Words; outcome: Outcome }) {
             </tr>
           </thead>
           <tbody>
-            {outcome.results.map((r) => (
-              <tr key={r.source}>
+            {outcome.results.map((r, i) => (
+              <tr key={i}>
                 <td class="name">{r.source}</td>
                 <td>{r.before}</td>
                 <td>{r.error ?? (r.count ? `${r.after} (${r.count})` : r.after)}</td>

@@ -49,8 +49,8 @@ export function Now({ w, status }: { w: Words; status: Status }) {
                 </tr>
               </thead>
               <tbody>
-                {status.attention.map((a) => (
-                  <tr key={a.source}>
+                {status.attention.map((a, i) => (
+                  <tr key={i}>
                     <td>
                       <a href={link(a.source)}>{a.source}</a>
                     </td>
@@ -264,7 +264,7 @@ export function Fleet({ w }: { w: Words }) {
           <thead>
             <tr>
               <th>{w.process}</th>
-              <th>{w.zone("")}</th>
+              <th>{w.zoneName}</th>
               <th>{w.heard}</th>
             </tr>
           </thead>
@@ -288,22 +288,26 @@ export function Fleet({ w }: { w: Words }) {
 export function Quarantine({ w }: { w: Words }) {
   const [rules, again] = useAsked<Rule[]>("quarantine", 2000);
   const [failed, setFailed] = useState("");
-  const change = async (body: object) => {
+  const change = async (body: object): Promise<boolean> => {
     setFailed("");
+    again();
     try {
       await post("quarantine", body);
+      again();
+      return true;
     } catch (e) {
       setFailed((e as Error).message);
+      return false;
     }
-    again();
   };
   const add = async (e: SubmitEvent) => {
     e.preventDefault();
     const form = e.target as HTMLFormElement;
     const text = (name: string) => String(new FormData(form).get(name));
     const rule = text("kind") === "header" ? "header:" + text("value") : text("kind") + "=" + text("value");
-    await change({ rule, why: text("why") });
-    form.reset();
+    if (await change({ rule, why: text("why") })) {
+      form.reset();
+    }
   };
   return (
     <>
@@ -330,7 +334,7 @@ export function Quarantine({ w }: { w: Words }) {
                   <td>{r.why}</td>
                   <td>{when(r.until)}</td>
                   <td>
-                    <button type="button" onClick={() => void change({ rule: r.rule, remove: true })}>
+                    <button type="button" onClick={() => confirm(w.removeSure(r.rule)) && void change({ rule: r.rule, remove: true })}>
                       {w.remove}
                     </button>
                   </td>
