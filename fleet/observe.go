@@ -158,11 +158,7 @@ func (p *Process) look(o options) (*seen, error) {
 		}
 		status := p.Status()
 		o.ObserveFloat64(lacking, float64(len(status.Configuration.Lacking)))
-		if status.Configuration.Away == "" {
-			o.ObserveFloat64(away, 0)
-		} else {
-			o.ObserveFloat64(away, 1)
-		}
+		o.ObserveFloat64(away, float64(min(1, len(status.Configuration.Away)))) // why, or nothing
 		o.ObserveFloat64(delay, status.SyncDelay.Seconds())
 		o.ObserveFloat64(unacked, float64(st.Session.Unacked))
 		o.ObserveFloat64(backlog, float64(status.Backlog))
