@@ -44,6 +44,21 @@ func (ss *session) consume(c *claim, revoked <-chan struct{}) error {
 	return leftError(c.name, report)
 }
 
+// guarded is the user's handler. To make way for a revoke is no attempt: where it
+// took much of the handler's timeout, the message has its call after it.
+func (ss *session) guarded(ctx context.Context, m *sarama.ConsumerMessage) error {
+	if ss.yieldUntil.Load() != 0 { // a look at the context would make it cost
+		begun := time.Now()
+		ss.yield(ctx.Done())
+		if 2*time.Since(begun) > ss.timeout {
+			return guard.Backoff(errMakesWay, begun)
+		}
+	}
+	return ss.h.handle(ctx, m)
+}
+
+var errMakesWay = errors.New("kafka: another claim is being left")
+
 // await waits for the end of a claim: over, its session's, its revoke, or its
 // source's, which somebody else may end while a handler hangs. Meanwhile it marks what
 // is settled: the loop itself does so before it blocks and after 64 messages, which

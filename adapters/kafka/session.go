@@ -5,7 +5,6 @@ package guardkafka
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"sync"
 	"sync/atomic"
@@ -166,21 +165,6 @@ func (ss *session) yield(stop <-chan struct{}) {
 	}
 	ss.yieldUntil.CompareAndSwap(until, 0)
 }
-
-// guarded is the user's handler. To make way for a revoke is no attempt: where it
-// took much of the handler's timeout, the message has its call after it.
-func (ss *session) guarded(ctx context.Context, m *sarama.ConsumerMessage) error {
-	if ss.yieldUntil.Load() != 0 { // a look at the context would make it cost
-		begun := time.Now()
-		ss.yield(ctx.Done())
-		if 2*time.Since(begun) > ss.timeout {
-			return guard.Backoff(errMakesWay, begun)
-		}
-	}
-	return ss.h.handle(ctx, m)
-}
-
-var errMakesWay = errors.New("kafka: another claim is being left")
 
 // watch looks at the log's end and at what is committed, if there is a client to
 // ask. Setup starts it, Cleanup stops it.
