@@ -133,6 +133,7 @@ type Policy struct {
 	// or the oldest message has waited for 10s. They are handled first, in their order,
 	// also after a restart. From its ack on a message is on this host's disk alone, and
 	// what another process gets meanwhile passes it. It needs a port that is a [Spiller].
+	// Where no broker is behind the port, a [Keeper], each message goes to the disk first.
 	Spill bool
 
 	// Timeout is how long a handler may run before its context ends; unset

@@ -31,6 +31,21 @@ type Spiller[M any] interface {
 	Unspill(head, body []byte) (M, error)
 }
 
+// A Keeper is a [Spiller] with no broker behind it, such as an HTTP server: a message is
+// safe only once it is on the disk. So each message that is offered goes there first,
+// whatever the state of the source, and what the disk does not take is refused. Kept and
+// Lost are called by the source's loop, Ack when the message is done, as of any port.
+type Keeper[M any] interface {
+	Spiller[M]
+
+	// Kept says that a message survives a crash from now on, or, with an error, that the
+	// source has not got it: [ErrFull] for want of room, else what the disk said.
+	Kept(M, error)
+
+	// Lost says that so many messages in the spill are damaged: they come no more.
+	Lost(n int)
+}
+
 const (
 	// spillAfter is for how long messages of a source on hold stay in memory alone: a
 	// shorter outage costs no disk.
@@ -66,6 +81,7 @@ func (c *spilled) kept() bool { return c != nil && c.acked && c.synced }
 // until the disk is empty: a backlog is the broker's.
 type overflow[M any] struct {
 	port Spiller[M]
+	keep Keeper[M] // the same; nil where a broker has what is not on the disk
 	lane *spillLane
 	name string // of the lane
 
@@ -125,7 +141,8 @@ func (s *Source[M]) newOverflow() (*overflow[M], error) {
 	case len(s.cfg.Name) > maxLaneName:
 		return nil, fmt.Errorf("Policy.Spill: the source's name has %d bytes, at most %d", len(s.cfg.Name), maxLaneName)
 	}
-	o := &overflow[M]{port: port, most: spillAtOnce, name: s.cfg.Name, lane: s.g.spill.Lane(s.cfg.Name)}
+	keeper, _ := any(s.port).(Keeper[M])
+	o := &overflow[M]{port: port, keep: keeper, most: spillAtOnce, name: s.cfg.Name, lane: s.g.spill.Lane(s.cfg.Name)}
 	o.first = rand.Uint64()
 	o.number = o.first
 	s.c.spills = true
@@ -138,7 +155,7 @@ func (o *overflow[M]) foundLocked(c *machine[M]) {
 	if o != nil {
 		count, pending := laneHolds(o.lane)
 		c.behind = count + pending
-		o.diverts = c.behind > 0
+		o.diverts = c.behind > 0 || o.keep != nil
 	}
 }
 
@@ -176,6 +193,11 @@ func (s *Source[M]) inputRoomLocked() int {
 	switch o := s.over; {
 	case o == nil || !o.diverts:
 		return s.c.room()
+	case o.keep != nil:
+		if s.c.ended || int64(o.bytes) >= s.c.policy.WindowBytes {
+			return 0
+		}
+		return max(0, s.c.limit()-len(o.next)-len(o.going))
 	case len(o.next) >= spillAtOnce || o.bytes >= spillBytes || s.c.ended || s.holdOverLocked(s.g.now()):
 		return 0
 	default:
@@ -205,7 +227,7 @@ func (l *loop[M]) spillTurn(now time.Duration) (more bool) {
 	more = s.readSpilled() || more
 	s.giveUpSpilled()
 	s.mu.Lock()
-	if s.c.behind == 0 && len(o.next)+len(o.going) == 0 && s.holdOverLocked(now) {
+	if s.c.behind == 0 && len(o.next)+len(o.going) == 0 && s.holdOverLocked(now) && o.keep == nil {
 		o.diverts = false // all is in the machine: what comes follows it there
 	}
 	s.mu.Unlock()
@@ -385,6 +407,10 @@ func (s *Source[M]) notSpilled(err error) {
 		return
 	}
 	full := errors.Is(err, ringbuf.ErrFull)
+	if o.keep != nil {
+		s.refuseSpilled(err, full)
+		return
+	}
 	if full {
 		o.most = max(1, o.most/2)
 		now := s.g.now()
@@ -430,6 +456,32 @@ func (s *Source[M]) notSpilled(err error) {
 	}
 }
 
+// refuseSpilled gives the oldest message back that the disk does not take, or, while that
+// may be its neighbours' fault, lets fewer be written at a time.
+func (s *Source[M]) refuseSpilled(err error, full bool) {
+	o := s.over
+	if full {
+		if err = ErrFull; o.most > 1 {
+			o.most /= 2
+			s.nudge()
+			return
+		}
+		o.most = spillAtOnce
+	}
+	s.mu.Lock()
+	w := o.next[0]
+	o.next = o.next[1:]
+	o.bytes -= w.size
+	s.c.behind--
+	s.giveBackLocked(1)
+	s.mu.Unlock()
+	if s.begin() {
+		o.keep.Kept(w.m, err)
+		s.end()
+	}
+	s.nudge()
+}
+
 // ackSpilled acks at the broker what has been synced.
 func (s *Source[M]) ackSpilled() {
 	o := s.over
@@ -453,7 +505,9 @@ func (s *Source[M]) ackSpilled() {
 		}
 		failed := uint64(0)
 		for _, m := range some {
-			if err := s.port.Ack(m); err != nil && !errors.Is(err, ErrTakenBack) {
+			if o.keep != nil {
+				o.keep.Kept(m, nil)
+			} else if err := s.port.Ack(m); err != nil && !errors.Is(err, ErrTakenBack) {
 				failed++
 			}
 		}
@@ -510,13 +564,19 @@ func (s *Source[M]) readSpilled() (more bool) {
 	}
 	clear(o.buf[:n])
 	if n == 0 {
+		lost := 0
 		_, pending := laneHolds(o.lane)
 		s.mu.Lock()
 		if len(o.going) == 0 && len(o.synced) == 0 && pending == 0 {
 			// What is not there any more is damaged, as the log says.
-			s.c.behind, o.copies = len(o.next)-o.oursLocked(), fifo[*spilled]{}
+			lost = s.c.behind - len(o.next) + o.oursLocked()
+			s.c.behind, o.copies = s.c.behind-lost, fifo[*spilled]{}
 		}
 		s.mu.Unlock()
+		if lost > 0 && o.keep != nil && s.begin() {
+			o.keep.Lost(lost)
+			s.end()
+		}
 	}
 	return n > 0
 }
@@ -618,8 +678,9 @@ func (s *Source[M]) giveUpSpilled() {
 	}
 }
 
-// ackHere tells whether the broker is to be told that a message is done; its copy on the
-// disk, if it has one, is done in any case.
+// ackHere tells whether the port is to be told that a message is done: where a broker has
+// its ack since it was written it is not. Its copy on the disk, if it has one, is done in
+// any case.
 func (s *Source[M]) ackHere(it *item[M]) bool {
 	c := it.copy
 	if c == nil {
@@ -632,7 +693,7 @@ func (s *Source[M]) ackHere(it *item[M]) bool {
 	}
 	was := c.acked
 	c.acked = true
-	return !was
+	return !was || s.over.keep != nil
 }
 
 // endSpill waits for the write that is under way and acks it: so the broker does not

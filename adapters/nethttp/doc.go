@@ -8,8 +8,8 @@
 // request runs in its own goroutine as it would without the guard, and handler
 // errors, panics and 5xx answers are its outcomes. While it is not closed,
 // [Intake.Wrap] answers 503 with Retry-After at once, and [Intake.Defer]
-// answers 202 and holds the request in memory, to be replayed in order, at the
-// ramp, when the dependency is back. Requests that come during the drain queue up
+// answers 202 and holds the request, in memory or on the disk, to be replayed in order,
+// at the ramp, when the dependency is back. Requests that come during the drain queue up
 // behind it, unless it would not end so.
 //
 //	intake, err := guardhttp.New(g, guardhttp.Config{Name: "payments"}, guardhttp.WithDeadLetters(letters))
@@ -19,11 +19,12 @@
 // # What a 202 promises
 //
 // That the handler will be called with the request until it succeeds, or that
-// the request ends with the dead-letter writer, as long as this process lives
-// and ends by [Intake.Close]. A crash loses what is held: the header [HeaderHold]
-// of the answer says "memory". A client that cannot bear that should send the
-// request again, with an idempotency key of its own, until it gets another
-// answer than 202.
+// the request ends with the dead-letter writer. The header [HeaderHold] of the answer says
+// how far that goes. With "memory" it holds as long as this process lives and ends by
+// [Intake.Close]: a crash loses what is held, and a client that cannot bear that should
+// send the request again, with an idempotency key of its own, until it gets another answer
+// than 202. With "disk", which guard.Policy.Spill asks for, the request is synced before
+// the answer, and the next process handles it.
 //
 // docs/http.md has the rest: settings, deadlines, probes, what a replay is.
 package guardhttp

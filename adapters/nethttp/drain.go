@@ -63,7 +63,7 @@ func (in *Intake) giveUp(now time.Time) bool {
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	switch {
-	case in.oldest == nil:
+	case in.waiting.Load() <= 0:
 	case waits:
 		in.drain.at, in.drain.held = now, in.waiting.Load()
 		return false
@@ -116,6 +116,6 @@ func (in *Intake) yields(full bool) bool {
 	if time.Now().Before(in.drain.paced) {
 		return false
 	}
-	in.drain.over = in.drain.over || full && in.oldest != nil
+	in.drain.over = in.drain.over || full && in.waiting.Load() > 0
 	return true
 }

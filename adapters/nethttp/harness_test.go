@@ -10,6 +10,7 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"runtime"
 	"strings"
 	"sync"
@@ -24,7 +25,13 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) {
+	if dir := os.Getenv("STORMGUARD_HTTP_SPILL_CHILD"); dir != "" {
+		fmt.Fprintln(os.Stderr, serveAsChild(dir))
+		os.Exit(3)
+	}
+	goleak.VerifyTestMain(m)
+}
 
 // bubble runs f in virtual time.
 func bubble(t *testing.T, name string, f func(t *testing.T)) {

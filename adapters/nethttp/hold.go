@@ -43,7 +43,10 @@ type held struct {
 	body []byte
 	next http.Handler
 
+	kept chan error // is told once whether it is on the disk; nil without a spill
+
 	// Guarded by Intake.mu.
+	listed       bool // in oldest … newest
 	older, newer *held
 	attempt      int
 	running      bool // a replay is in hand
@@ -60,7 +63,14 @@ func (in *Intake) lane(r *http.Request) uint64 {
 	if in.order != guard.OrderKey {
 		return 0
 	}
-	return maphash.String(laneSeed, in.o.key(r))
+	return in.laneOf(in.o.key(r))
+}
+
+func (in *Intake) laneOf(key string) uint64 {
+	if in.order != guard.OrderKey {
+		return 0
+	}
+	return maphash.String(laneSeed, key)
 }
 
 // behind tells whether a request has to wait its turn: others are held that it
@@ -76,7 +86,7 @@ func (in *Intake) behind(lane uint64) bool {
 	default:
 		in.mu.Lock()
 		defer in.mu.Unlock()
-		return in.lanes[lane] > 0
+		return in.lanes[lane] > 0 || in.unread > 0
 	}
 }
 
@@ -128,6 +138,9 @@ func (in *Intake) hold(w http.ResponseWriter, c *call, lane uint64) {
 	if in.o.replay != nil {
 		h.next = in.o.replay
 	}
+	if in.disk {
+		h.kept = make(chan error, 1)
+	}
 	reserved = false
 	if err := in.enqueue(h, need); err != nil {
 		why := guard.ReasonBackpressure
@@ -137,8 +150,20 @@ func (in *Intake) hold(w http.ResponseWriter, c *call, lane uint64) {
 		in.refuse(w, r, why, err)
 		return
 	}
+	where := HoldMemory
+	if in.disk {
+		where = HoldDisk
+		if err := in.awaitDisk(h); err != nil {
+			why := guard.ReasonBackpressure
+			if errors.Is(err, guard.ErrClosed) {
+				why = guard.ReasonShutdown
+			}
+			in.refuse(w, r, why, nil)
+			return
+		}
+	}
 	in.accepted.Add(1)
-	w.Header().Set(HeaderHold, HoldMemory)
+	w.Header().Set(HeaderHold, where)
 	w.Header().Set(HeaderHoldID, h.id)
 	in.o.accepted(w, r, Held{ID: h.id, Since: h.since})
 }
@@ -148,7 +173,11 @@ func accept(w http.ResponseWriter, _ *http.Request, _ Held) {
 	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
 	w.Header().Set("X-Content-Type-Options", "nosniff")
 	w.WriteHeader(http.StatusAccepted)
-	_, _ = io.WriteString(w, "accepted: held in memory until it can be handled; lost if this process crashes\n") // or the client is gone
+	text := "accepted: held in memory until it can be handled; lost if this process crashes\n"
+	if w.Header().Get(HeaderHold) == HoldDisk {
+		text = "accepted: held on disk until it can be handled\n"
+	}
+	_, _ = io.WriteString(w, text) // or the client is gone
 }
 
 // pick chooses the headers to keep, and weighs them with the URL.
@@ -187,7 +216,7 @@ func named(connection []string, name string) bool {
 func (in *Intake) reserve(bytes int64) bool {
 	in.mu.Lock()
 	defer in.mu.Unlock()
-	n := int(in.waiting.Load()) + in.reading
+	n := in.listed + in.reading
 	if in.closing || n >= in.window || n > 0 && in.bytes+bytes > in.room {
 		return false
 	}
@@ -281,6 +310,8 @@ func (in *Intake) enqueue(h *held, reserved int64) error {
 	in.bytes += int64(h.size)
 	in.lanes[h.lane]++
 	in.waiting.Add(1)
+	in.listed++
+	h.listed = true
 	if h.older = in.newest; h.older != nil {
 		h.older.newer = h
 	} else {
@@ -290,12 +321,38 @@ func (in *Intake) enqueue(h *held, reserved int64) error {
 	return nil
 }
 
-// forget ends a held request: it was handled or dead-lettered.
+// forget ends a held request: it was handled or dead-lettered, or is not held after all.
 func (in *Intake) forget(h *held) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
-	if h.older == nil && in.oldest != h {
+	if h.kept == nil && !h.listed {
 		return // twice
+	}
+	in.unlistLocked(h)
+	if in.lanes[h.lane]--; in.lanes[h.lane] <= 0 {
+		delete(in.lanes, h.lane)
+	}
+	in.lessLocked(1)
+}
+
+// lessLocked takes note that so many requests are held no more.
+func (in *Intake) lessLocked(n int64) {
+	if in.waiting.Add(-n) > 0 {
+		return
+	}
+	clear(in.lanes) // damage on the disk has no lane
+	in.unread = 0
+	in.drain = drain{}
+	if in.idle != nil {
+		close(in.idle)
+		in.idle = nil
+	}
+}
+
+// unlistLocked takes a request off those that are in memory.
+func (in *Intake) unlistLocked(h *held) {
+	if !h.listed {
+		return
 	}
 	if h.older != nil {
 		h.older.newer = h.newer
@@ -307,18 +364,7 @@ func (in *Intake) forget(h *held) {
 	} else {
 		in.newest = h.older
 	}
-	h.older, h.newer = nil, nil
+	h.older, h.newer, h.listed = nil, nil, false
+	in.listed--
 	in.bytes -= int64(h.size)
-	if in.lanes[h.lane]--; in.lanes[h.lane] == 0 {
-		delete(in.lanes, h.lane)
-	}
-	in.waiting.Add(-1)
-	if in.oldest != nil {
-		return
-	}
-	in.drain = drain{}
-	if in.idle != nil {
-		close(in.idle)
-		in.idle = nil
-	}
 }

@@ -22,8 +22,9 @@ import (
 // the requests whose clients wait, and a source for those that are held, with
 // one breaker. All methods are safe for concurrent use.
 //
-// Goroutines: [New] starts the loop of the source, which alone replays requests
-// (with Policy.Workers, they do); it ends with [Intake.Close] or the Guard's.
+// Goroutines: [Intake.Start], which [New] calls unless an earlier process has left something,
+// starts the loop of the source, which alone replays requests (with Policy.Workers, they
+// do); it ends with [Intake.Close] or the Guard's.
 //
 // Lock order: Intake.mu, then the guard's own. No handler, writer or option of
 // the user's runs under it.
@@ -38,6 +39,7 @@ type Intake struct {
 	window int   // requests that may be held, those being read included
 	room   int64 // bytes that may be held, the same
 	ids    string
+	disk   bool          // what is held is on the disk
 	ran    chan struct{} // closed when the loop has ended
 
 	normal  normal                   // how long live requests take
@@ -54,11 +56,15 @@ type Intake struct {
 	reading int   // requests whose body is being read
 	bytes   int64 // of what is held or being read
 	lanes   map[uint64]int
-	oldest  *held // held requests, in order
+	oldest  *held // held requests, in order; with a spill those that are not on the disk yet
 	newest  *held
+	listed  int // these
+	unread  int // on the disk since an earlier process, of lanes that are not known
 	drain   drain
 	idle    chan struct{} // closed when nothing is held any more; nil if nobody waits
 	closing bool
+
+	started sync.Once
 
 	once   sync.Once
 	closed chan struct{} // Close is done
@@ -98,7 +104,7 @@ func New(g *guard.Guard, cfg Config, opts ...Option) (*Intake, error) {
 		return nil, fmt.Errorf("nethttp: %w", err)
 	}
 	if o.letters == nil {
-		close(in.ran)
+		in.started.Do(func() { close(in.ran) })
 		return in, nil
 	}
 	source.Name += "/held"
@@ -107,13 +113,30 @@ func New(g *guard.Guard, cfg Config, opts ...Option) (*Intake, error) {
 		in.live.End(context.Background(), guard.ReasonShutdown)
 		return nil, fmt.Errorf("nethttp: %w", err)
 	}
-	policy := in.src.State().Settings
-	in.order, in.window, in.room = policy.Order, policy.Window, policy.WindowBytes
-	go func() {
-		defer close(in.ran)
-		_ = in.src.Run(context.Background(), nil) // until the source has ended
-	}()
+	st := in.src.State()
+	policy := st.Settings
+	in.order, in.window, in.room, in.disk = policy.Order, policy.Window, policy.WindowBytes, policy.Spill
+	if err := in.takeOver(st.Spilled); err != nil {
+		in.src.End(context.Background(), guard.ReasonShutdown)
+		in.live.End(context.Background(), guard.ReasonShutdown)
+		return nil, err
+	}
+	if st.Spilled == 0 {
+		in.Start()
+	}
 	return in, nil
+}
+
+// Start begins to replay what an earlier process has left on the disk. Call it when the
+// handler of [WithReplay] has all its routes: a replay before that would find none. The
+// first request starts an intake, too, and one that found nothing has started by itself.
+func (in *Intake) Start() {
+	in.started.Do(func() {
+		go func() {
+			defer close(in.ran)
+			_ = in.src.Run(context.Background(), nil) // until the source has ended
+		}()
+	})
 }
 
 // Wrap guards a handler. While the breaker is not closed its requests are
@@ -162,7 +185,7 @@ func (in *Intake) Stats() Stats {
 func (in *Intake) Drained(ctx context.Context) error {
 	for {
 		in.mu.Lock()
-		if in.oldest == nil {
+		if in.waiting.Load() <= 0 {
 			in.mu.Unlock()
 			return nil
 		}
@@ -235,9 +258,14 @@ func (in *Intake) close(ctx context.Context) (rep Report) {
 	if in.src == nil {
 		return rep
 	}
+	in.started.Do(func() { close(in.ran) })
 	rep.Held = in.src.End(ctx, guard.ReasonShutdown)
 	if rep.Held.Clean() {
 		<-in.ran
+	}
+	if in.disk {
+		in.refuseAll(in.heldNow()) // the rest is on the disk, for the next process
+		return rep
 	}
 	write, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	defer cancel()
@@ -250,7 +278,7 @@ func (in *Intake) close(ctx context.Context) (rep Report) {
 // lastLetters is how long Close goes on writing once its context is over.
 const lastLetters = time.Second
 
-// heldNow lists what is held, oldest first.
+// heldNow lists what is held in memory, oldest first.
 func (in *Intake) heldNow() (all []*held) {
 	in.mu.Lock()
 	defer in.mu.Unlock()

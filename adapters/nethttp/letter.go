@@ -34,8 +34,8 @@ const (
 
 var pseudo = []string{letterMethod, letterTarget, letterHost, letterRemote}
 
-// port is the adapter's side of the source. Nothing stands behind it: a request
-// is gone when it is acked.
+// port is the adapter's side of the source. Nothing stands behind it but, with a spill,
+// the disk: a request is gone when it is acked.
 type port struct{ in *Intake }
 
 func newPort(in *Intake) port { return port{in} }
@@ -89,6 +89,10 @@ func (port) Flush() error { return nil }
 // Return writes what is left as dead letters, unless Close is about to.
 func (p port) Return(hs []*held, _ guard.Reason) error {
 	in := p.in
+	if in.disk { // these never got there
+		in.refuseAll(hs)
+		return nil
+	}
 	in.mu.Lock()
 	closing := in.closing
 	in.mu.Unlock()

@@ -75,7 +75,8 @@ func WithOutcome(f func(r *http.Request, status int, replay bool) error) Option 
 // request, as under echo.WrapMiddleware: give it the whole router, which leads
 // the replay through the intake once more, and the intake lets it pass. The
 // replay has the URL that the intake saw: a router in which http.StripPrefix
-// comes before the intake would not find it.
+// comes before the intake would not find it. With guard.Policy.Spill it is needed, and gets
+// what an earlier process has left, too: see [Intake.Start].
 func WithReplay(h http.Handler) Option { return func(o *options) { o.replay = h } }
 
 // WithValues carries the values of these keys over from the context of a

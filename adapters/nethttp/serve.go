@@ -65,6 +65,7 @@ func (c *call) Excuses() bool {
 // ServeHTTP handles, holds or refuses a request.
 func (h *handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	in := h.in
+	in.Start()
 	if r.Context().Value(insideKey{in}) != nil {
 		h.next.ServeHTTP(w, r)
 		return
@@ -189,7 +190,7 @@ const (
 	HeaderReason = "Stormguard-Reason"
 
 	// HeaderHold says in a 202 where the request is held, and so what the 202
-	// promises: [HoldMemory].
+	// promises: [HoldMemory] or [HoldDisk].
 	HeaderHold = "Stormguard-Hold"
 
 	// HeaderHoldID is the request's identity, in logs and dead letters.
@@ -197,6 +198,9 @@ const (
 
 	// HoldMemory means that a crash of the process loses the request.
 	HoldMemory = "memory"
+
+	// HoldDisk means that the request survives a crash: see guard.Policy.Spill.
+	HoldDisk = "disk"
 )
 
 // A Refusal says why a request is neither handled nor held.

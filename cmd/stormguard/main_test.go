@@ -26,6 +26,8 @@ func TestMain(m *testing.M) {
 		// the process.
 		goleak.IgnoreTopFunction("github.com/rcrowley/go-metrics.(*meterArbiter).tick"),
 		goleak.IgnoreAnyFunction("github.com/nats-io/nats-server/v2/server/ats.init.0.func1"),
+		// A probe that is under way when a node closes sends nothing, and ends within 2 s.
+		goleak.IgnoreAnyFunction("github.com/hashicorp/memberlist.(*Memberlist).probeNode"),
 		goleak.IgnoreTopFunction("os/signal.signal_recv"),
 		goleak.IgnoreTopFunction("os/signal.loop"))
 }

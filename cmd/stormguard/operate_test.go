@@ -138,7 +138,10 @@ func TestOperate(t *testing.T) {
 // that one is not.
 func TestOperateAFleet(t *testing.T) {
 	a, b, _ := trial(t)
-	soon(t, "both hear each other", func() bool { return len(a.Status().Members) == 2 && a.Status().Members[1].State == "fresh" })
+	soon(t, "both hear each other, and the roster has both", func() bool {
+		s := a.Status()
+		return len(s.Members) == 2 && s.Members[1].State == "fresh" && s.Members[1].Roster && s.Configuration.Settled
+	})
 	g := guard.Must(guard.New(guard.Config{}, guard.WithLogger(slog.New(slog.DiscardHandler))))
 	c, err := console.New(console.Config{Process: "a", Fleet: a.Orders()}, g)
 	if err != nil {
@@ -152,9 +155,7 @@ func TestOperateAFleet(t *testing.T) {
 			t.Error(err)
 		}
 	}()
-	if err := b.Leave(t.Context()); err != nil { // it stays in the roster
-		t.Fatal(err)
-	}
+	b.Close() // it stays in the roster
 	soon(t, "b is silent", func() bool { return a.Status().Members[1].State != "fresh" })
 	var out, errs bytes.Buffer
 	code := run([]string{"source", "pause", "*", "--in", "fleet", "--yes", "--url", server.URL}, &out, &errs)

@@ -288,30 +288,26 @@ func (l *life) inOrder() error {
 	return nil
 }
 
-// deserved checks that a healthy message was dead-lettered by the rules: it had
-// all its attempts in the epoch that gave it up, and after one of them others
-// succeeded, and it failed twice more. Where that is not so it was taken for poison
-// without proof. last is its last call.
+// deserved checks that a healthy message was dead-lettered by the rules: it had all its
+// attempts, over epochs, and after one of them others succeeded, and it failed twice more.
+// Where that is not so it was taken for poison without proof. last is its last call.
 func (l *life) deserved(n uint64, lastFailed time.Time) (last Call, proven bool, err error) {
 	var failed []Call
 	for _, c := range l.h.CallsOf(n) {
 		if c.End.After(lastFailed) {
 			break // a later epoch's, if the ack was lost with its own
 		}
-		if len(failed) > 0 && c.Epoch != failed[0].Epoch {
-			failed = nil
-		}
 		if c.Outcome != Succeeded {
 			failed = append(failed, c)
 		}
 	}
 	if len(failed) < lifeAttempts {
-		return last, false, fmt.Errorf("%d failed calls in the epoch that gave it up, allowed are %d", len(failed), lifeAttempts)
+		return last, false, fmt.Errorf("%d failed calls, allowed are %d", len(failed), lifeAttempts)
 	}
 	last = failed[len(failed)-1]
 	from, to := failed[0].End, failed[len(failed)-2].End
-	for _, c := range l.successes(last.Epoch) {
-		if !c.End.Before(from) && !c.End.After(to) {
+	for _, c := range l.h.Calls() {
+		if c.Outcome == Succeeded && !c.End.Before(from) && !c.End.After(to) {
 			return last, true, nil
 		}
 	}

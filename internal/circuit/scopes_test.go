@@ -452,6 +452,10 @@ func TestScopesModel(t *testing.T) {
 				_, l := any(rt)
 				tok, r := l.Admit(now, 0)
 				if !r.OK() {
+					if r.Cause == breaker.CauseQuorum && l.Snapshot(now).State == breaker.Open { // it waits for its turn, and has something to probe with
+						stir[l.Breaker] = now
+						s.Tick(now)
+					}
 					return
 				}
 				stir[l.Breaker] = now
@@ -469,11 +473,9 @@ func TestScopesModel(t *testing.T) {
 			"time": func(rt *rapid.T) {
 				now += rapid.SampledFrom([]time.Duration{ms, sec, 31 * sec, 61 * sec}).Draw(rt, "d")
 				s.Tick(now)
-				for _, ls := range claims {
-					for _, l := range ls {
-						if n := l.Snapshot(now).ProbesOut; n < out[l.Breaker] { // lost
-							stir[l.Breaker] = now
-						}
+				for b, was := range out { // of unclaimed leaves, too: they come back
+					if n := b.Snapshot(now).ProbesOut; n < was { // lost
+						stir[b], out[b] = now, n
 					}
 				}
 			},
