@@ -137,7 +137,6 @@ func (in *Intake) handle(ctx context.Context, c *call) (err error) {
 	c.started = true
 	start, returned := time.Now(), false
 	r := c.req.WithContext(ctx)
-	c.rec.ctx = ctx //nolint:fatcontext // kept for CloseNotify, derived from nothing of its own
 	defer func() {
 		// What routers and the server look for in their own request.
 		c.req.Pattern = r.Pattern
@@ -241,7 +240,7 @@ func (in *Intake) refuse(w http.ResponseWriter, r *http.Request, why guard.Reaso
 	h.Set("Retry-After", strconv.FormatInt(int64(until/time.Second), 10))
 	h.Set(HeaderReason, why.String())
 	if in.o.refused != nil {
-		rec := &recorder{w: w, ctx: r.Context()}
+		rec := &recorder{w: w}
 		if in.o.refused(rec.writer(), r, ref); !rec.silent() {
 			return
 		}

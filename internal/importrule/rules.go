@@ -274,6 +274,7 @@ var Ours = Rules{
 			Imports: "go.etcd.io/bbolt", Rooms: []string{"internal/ringbuf/spill", "once/bolt"},
 			Why: "the first store of the durable hold, and the local store of marks: each has its own file and format",
 		},
+		{Imports: "github.com/felixge/httpsnoop", Rooms: []string{"adapters/nethttp"}, Why: "an http.ResponseWriter that is seen, with the optional methods of the one it wraps"},
 		{Imports: "golang.org/x/term", Rooms: []string{"cmd/stormguard"}, Why: "whether an output is a terminal, and how wide"},
 		{Imports: "golang.org/x/sys", Rooms: []string{"internal/gossip"}, Why: "a timer of the kernel's: the runtime's is late by up to half of the floor"},
 		{
