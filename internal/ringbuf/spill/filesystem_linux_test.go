@@ -12,6 +12,7 @@ import (
 	"slices"
 	"syscall"
 	"testing"
+	"time"
 )
 
 // mountOwn mounts a small file system of its own, of so many MiB.
@@ -46,7 +47,14 @@ func mountOwn(t *testing.T, kind string, size int) string {
 		run("mount", "-o", "loop", image, at)
 	}
 	t.Cleanup(func() {
-		if err := syscall.Unmount(at, 0); err != nil {
+		var err error
+		for begun := time.Now(); time.Since(begun) < time.Minute; time.Sleep(10 * time.Millisecond) {
+			// A child that another test starts has every open file until its exec.
+			if err = syscall.Unmount(at, 0); !errors.Is(err, syscall.EBUSY) {
+				break
+			}
+		}
+		if err != nil {
 			t.Error(err)
 		}
 	})
