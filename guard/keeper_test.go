@@ -12,6 +12,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -60,6 +61,7 @@ type intake struct {
 
 	mu      sync.Mutex
 	down    bool
+	hang    chan struct{} // not nil: calls wait for it
 	handled []int
 }
 
@@ -84,6 +86,11 @@ func newIntake(t *testing.T, cfg Config, body int, bad func(int) bool) *intake {
 
 func (in *intake) handle(_ context.Context, m int) error {
 	in.mu.Lock()
+	if hang := in.hang; hang != nil {
+		in.mu.Unlock()
+		<-hang
+		in.mu.Lock()
+	}
 	defer in.mu.Unlock()
 	if in.down {
 		return Unavailable(errDown)
@@ -223,5 +230,86 @@ func TestKeeperRefusesOne(t *testing.T) {
 		in.mend()
 		in.drain(30 * time.Second)
 		in.close()
+	})
+}
+
+// A handler that hangs keeps nobody from the disk: what comes meanwhile is kept at once.
+func TestKeeperBesideAHandler(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		in := newIntake(t, Config{SpillDir: filepath.Join(spillRoot(t), "d")}, 10, nil)
+		hang := make(chan struct{})
+		in.mu.Lock()
+		in.down, in.hang = false, hang
+		in.mu.Unlock()
+		for m := range 50 {
+			if err := in.s.Offer(m); err != nil {
+				t.Fatal(err)
+			}
+			synctest.Wait()
+		}
+		if kept, _, acked := in.port.told(); len(kept) != 50 || len(acked) != 0 {
+			t.Errorf("%d kept and %d done while a handler hangs, want 50 and 0", len(kept), len(acked))
+		}
+		if n := in.s.Account().Processing; n != 1 {
+			t.Errorf("%d calls at once, want 1", n)
+		}
+		in.mu.Lock()
+		in.hang = nil
+		in.mu.Unlock()
+		close(hang)
+		in.drain(10 * time.Second)
+		in.close()
+		if len(in.handled) != 50 || !slices.IsSorted(in.handled) {
+			t.Errorf("handled %v", in.handled)
+		}
+	})
+}
+
+// Nothing ticks for an intake that has nothing.
+func TestKeeperRests(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		in := newIntake(t, Config{SpillDir: filepath.Join(spillRoot(t), "d")}, 10, nil)
+		in.mend()
+		if err := in.s.Offer(1); err != nil {
+			t.Fatal(err)
+		}
+		in.drain(10 * time.Second)
+		time.Sleep(time.Minute)
+		in.s.mu.Lock()
+		busy := in.s.spillBusyLocked()
+		in.s.mu.Unlock()
+		if busy {
+			t.Error("the source is busy with nothing")
+		}
+		in.close()
+	})
+}
+
+// A source that does not spill any more says that its messages wait.
+func TestKeeperTurnedOff(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		dir := filepath.Join(spillRoot(t), "d")
+		in := newIntake(t, Config{SpillDir: dir}, 10, nil)
+		if err := in.s.Offer(1); err != nil {
+			t.Fatal(err)
+		}
+		synctest.Wait()
+		in.close()
+		var heard strings.Builder
+		g, err := New(Config{SpillDir: dir}, WithLogger(slog.New(slog.NewTextHandler(&heard, nil))))
+		if err != nil {
+			t.Fatal(err)
+		}
+		s, err := Open(g, SourceConfig{Name: "s", DeadLetters: &testWriter{}}, Limits{}, Port[int](&keepPort{}), in.handle)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if n := g.Spilled()["s"]; n != 1 || !strings.Contains(heard.String(), "does not spill any more") {
+			t.Errorf("%d in the spill; %s", n, heard.String())
+		}
+		s.End(context.Background(), ReasonShutdown)
+		if _, err := g.Close(context.Background()); err != nil {
+			t.Error(err)
+		}
 	})
 }

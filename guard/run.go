@@ -55,7 +55,7 @@ func (s *Source[M]) run(ctx context.Context, in <-chan M, feed *Feed[M]) error {
 	stopKeepAlive := s.keepAlive()
 	defer stopKeepAlive()
 
-	l := &loop[M]{s: s, ctx: ctx, in: in, feed: feed, timer: stoppedTimer(), workers: workers > 1}
+	l := &loop[M]{s: s, ctx: ctx, in: in, feed: feed, timer: stoppedTimer(), workers: s.works()}
 	defer l.timer.Stop()
 	retired := make(chan struct{}, workers)
 	if l.workers {

@@ -199,6 +199,9 @@ func openSource[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], 
 			s.release()
 			return nil, fmt.Errorf("guard: open %q: %w", cfg.Name, err)
 		}
+	} else if n := g.spilledOf(cfg.Name); n > 0 {
+		g.log.Warn("the spill has messages of a source that does not spill any more: they wait there",
+			"source", cfg.Name, "messages", n, "help", "open it with Policy.Spill")
 	}
 	if cfg.DeadLetters != nil {
 		s.writer = g.letterbox(cfg.DeadLetters, parks)
@@ -227,7 +230,13 @@ func openSource[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], 
 const noWriterHelp = "open it with SourceConfig.DeadLetters set (an adapter's WithDeadLetters)"
 
 // shared tells whether several goroutines ack.
-func (s *Source[M]) shared() bool { return s.handler == nil || s.c.policy.Workers > 1 }
+func (s *Source[M]) shared() bool { return s.handler == nil || s.works() }
+
+// works tells whether workers call the handler, and not the loop: of a [Keeper] the loop must
+// take messages to the disk meanwhile.
+func (s *Source[M]) works() bool {
+	return s.c.policy.Workers > 1 || s.over != nil && s.over.keep != nil
+}
 
 // alwaysSlow tells whether the machine sees every message.
 func (s *Source[M]) alwaysSlow() bool {
@@ -310,7 +319,7 @@ func (s *Source[M]) unlock(now time.Duration) {
 	condemned, freed := s.c.condemned, s.c.freed
 	s.c.condemned, s.c.freed = nil, false
 	quiet := s.c.quiet(now) // it ends a hold that is empty, whoever asks
-	s.slow.Store(!quiet || s.alwaysSlow() || s.c.book != nil && s.c.book.meta || s.over.busy())
+	s.slow.Store(!quiet || s.alwaysSlow() || s.c.book != nil && s.c.book.meta || s.spillBusyLocked())
 	if s.offering > 0 && s.inputRoomLocked() > 0 {
 		token(s.space)
 	}

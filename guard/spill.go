@@ -53,6 +53,9 @@ const (
 	// spillAtOnce and spillBytes bound what is read from the input, and written, at a time.
 	spillAtOnce = 512
 	spillBytes  = 512 << 10
+	// spillPatience is for how long a disk must have no room before a Keeper's message is
+	// refused: one that is busy has none, either.
+	spillPatience = 100 * time.Millisecond
 )
 
 // spilled is a message's copy in the spill. Guarded by Source.mu.
@@ -87,11 +90,12 @@ type overflow[M any] struct {
 
 	reader *spillReader // nil while nothing is on the disk
 	buf    [][]byte
-	first  uint64 // numbers of copies begin behind it; drawn
-	number uint64 // the latest
-	most   int    // messages of a write: fewer while the spill is nearly full
-	size   int    // of the copy that was read last
-	told   bool   // that the spill takes nothing
+	first  uint64        // numbers of copies begin behind it; drawn
+	number uint64        // the latest
+	most   int           // messages of a write: fewer while the spill is nearly full
+	size   int           // of the copy that was read last
+	told   bool          // that the spill takes nothing
+	fullAt time.Duration // since when it has no room for a Keeper's message; 0 while it has
 
 	// Guarded by Source.mu.
 	diverts bool           // the input goes to the disk
@@ -123,9 +127,10 @@ func weight[M any](ws []spilling[M]) (n int) {
 	return n
 }
 
-// busy tells whether anything is on the disk or on its way there.
-func (o *overflow[M]) busy() bool {
-	return o != nil && (o.diverts || len(o.next)+len(o.going)+len(o.synced)+o.copies.len()+o.read.len() > 0)
+// spillBusyLocked tells whether anything is on the disk or on its way there.
+func (s *Source[M]) spillBusyLocked() bool {
+	o := s.over
+	return o != nil && (o.diverts && o.keep == nil || s.c.behind > 0 || len(o.next)+len(o.going)+len(o.synced)+o.copies.len()+o.read.len() > 0)
 }
 
 // newOverflow refuses what cannot spill.
@@ -194,7 +199,7 @@ func (s *Source[M]) inputRoomLocked() int {
 	case o == nil || !o.diverts:
 		return s.c.room()
 	case o.keep != nil:
-		if s.c.ended || int64(o.bytes) >= s.c.policy.WindowBytes {
+		if s.c.ended || o.stuck != nil || int64(o.bytes) >= s.c.policy.WindowBytes {
 			return 0
 		}
 		return max(0, s.c.limit()-len(o.next)-len(o.going))
@@ -214,7 +219,7 @@ func (l *loop[M]) spillTurn(now time.Duration) (more bool) {
 	s, o := l.s, l.s.over
 	s.mu.Lock()
 	diverts := s.divertsLocked(now)
-	busy := o.busy() && !s.fenced.Load()
+	busy := s.spillBusyLocked() && !s.fenced.Load()
 	o.turning = busy
 	s.mu.Unlock()
 	if !busy {
@@ -335,7 +340,7 @@ func (s *Source[M]) writeSpilled() {
 		s.mu.Unlock()
 		o.lane = s.g.spill.Lane(o.name) // an empty one may have been dropped
 		if err = o.lane.Append(s.wroteSpilled, data...); err == nil {
-			o.told, o.most = false, spillAtOnce
+			o.told, o.most, o.fullAt = false, spillAtOnce, 0
 			return
 		}
 		s.mu.Lock()
@@ -460,15 +465,28 @@ func (s *Source[M]) notSpilled(err error) {
 // may be its neighbours' fault, lets fewer be written at a time.
 func (s *Source[M]) refuseSpilled(err error, full bool) {
 	o := s.over
+	now := s.g.now()
 	if full {
 		if err = ErrFull; o.most > 1 {
 			o.most /= 2
 			s.nudge()
 			return
 		}
-		o.most = spillAtOnce
+		if o.fullAt == 0 {
+			o.fullAt = now
+		}
+		if now-o.fullAt < spillPatience { // it may only be busy with other sources
+			s.mu.Lock()
+			o.askAt = now // the sweeper's next tick
+			s.mu.Unlock()
+			return
+		}
 	}
 	s.mu.Lock()
+	if len(o.next) == 0 || s.fenced.Load() { // End has them
+		s.mu.Unlock()
+		return
+	}
 	w := o.next[0]
 	o.next = o.next[1:]
 	o.bytes -= w.size
@@ -487,6 +505,11 @@ func (s *Source[M]) ackSpilled() {
 	o := s.over
 	for {
 		s.mu.Lock()
+		if len(o.synced) == 0 || s.fenced.Load() {
+			s.mu.Unlock()
+			return
+		}
+		s.calls++ // as begin
 		var some []M
 		for len(o.synced) > 0 && len(some) < flushEvery {
 			w := o.synced[0]
@@ -497,12 +520,6 @@ func (s *Source[M]) ackSpilled() {
 			}
 		}
 		s.mu.Unlock()
-		if len(some) == 0 {
-			return
-		}
-		if !s.begin() {
-			return
-		}
 		failed := uint64(0)
 		for _, m := range some {
 			if o.keep != nil {
@@ -511,7 +528,9 @@ func (s *Source[M]) ackSpilled() {
 				failed++
 			}
 		}
-		s.countFlush(s.port.Flush())
+		if len(some) > 0 {
+			s.countFlush(s.port.Flush())
+		}
 		turn, ahead := s.lookAhead()
 		s.mu.Lock()
 		s.c.lookedAhead(turn, ahead)
@@ -571,6 +590,7 @@ func (s *Source[M]) readSpilled() (more bool) {
 			// What is not there any more is damaged, as the log says.
 			lost = s.c.behind - len(o.next) + o.oursLocked()
 			s.c.behind, o.copies = s.c.behind-lost, fifo[*spilled]{}
+			s.giveBackLocked(lost)
 		}
 		s.mu.Unlock()
 		if lost > 0 && o.keep != nil && s.begin() {
@@ -822,8 +842,8 @@ func (s *Source[M]) spillHoldLocked() (detail, by string) {
 	return "", ""
 }
 
-// Spilled tells how many messages are in the spill of sources that are not open, by name:
-// of a partition that another process has now, or of an earlier run. An adapter may open
+// Spilled tells how many messages are in the spill of sources that are not open, or do not
+// spill, by name: of a partition that another process has now, or of an earlier run. An adapter may open
 // such a source without an input, to have them handled.
 func (g *Guard) Spilled() map[string]int {
 	all := make(map[string]int)
@@ -831,11 +851,25 @@ func (g *Guard) Spilled() map[string]int {
 		return all
 	}
 	for l := range g.spill.Lanes() {
-		if n := l.Len(); n > 0 && g.Source(l.Name()) == nil {
+		n, open := l.Len(), g.Source(l.Name())
+		if n > 0 && (open == nil || !open.State().Settings.Spill) {
 			all[l.Name()] = n
 		}
 	}
 	return all
+}
+
+// spilledOf is how many messages the spill has of a name.
+func (g *Guard) spilledOf(name string) (n int) {
+	if g.spill == nil {
+		return 0
+	}
+	for l := range g.spill.Lanes() {
+		if l.Name() == name {
+			n = l.Len()
+		}
+	}
+	return n
 }
 
 // closeSpill closes the directory.

@@ -648,7 +648,7 @@ func TestSpillWithoutACopy(t *testing.T) {
 		q.send(10)
 		q.drain(time.Second)
 		q.s.mu.Lock()
-		if q.s.over.busy() {
+		if q.s.spillBusyLocked() {
 			t.Error("the source still waits for what is not on the disk")
 		}
 		q.s.mu.Unlock()

@@ -148,7 +148,7 @@ func (s *Source[M]) sweep(now time.Duration) (moving bool) {
 	late, changed := s.c.sweep(now, nil)
 	storm := s.c.storm.Storm()
 	spill := s.spillWaitsLocked(now)
-	moving = moving || s.c.unsettled() > 0 || s.over.busy() || storm.Active || !s.c.closed() || s.c.paused && s.c.pauseEnds != never
+	moving = moving || s.c.unsettled() > 0 || s.spillBusyLocked() || storm.Active || !s.c.closed() || s.c.paused && s.c.pauseEnds != never
 	s.unlock(now)
 	s.seen.detected = storm
 	for _, ctx := range late {

@@ -142,25 +142,23 @@ func (in *Intake) hold(w http.ResponseWriter, c *call, lane uint64) {
 		h.kept = make(chan error, 1)
 	}
 	reserved = false
-	if err := in.enqueue(h, need); err != nil {
+	where := HoldMemory
+	err = in.enqueue(h, need)
+	if in.disk {
+		if where = HoldDisk; err == nil {
+			err = in.awaitDisk(h)
+		}
+		if errors.Is(err, guard.ErrFull) {
+			in.yields(true) // others need not queue up behind a full hold
+		}
+	}
+	if err != nil {
 		why := guard.ReasonBackpressure
 		if errors.Is(err, guard.ErrClosed) {
 			why = guard.ReasonShutdown
 		}
 		in.refuse(w, r, why, err)
 		return
-	}
-	where := HoldMemory
-	if in.disk {
-		where = HoldDisk
-		if err := in.awaitDisk(h); err != nil {
-			why := guard.ReasonBackpressure
-			if errors.Is(err, guard.ErrClosed) {
-				why = guard.ReasonShutdown
-			}
-			in.refuse(w, r, why, nil)
-			return
-		}
 	}
 	in.accepted.Add(1)
 	w.Header().Set(HeaderHold, where)
@@ -325,7 +323,7 @@ func (in *Intake) enqueue(h *held, reserved int64) error {
 func (in *Intake) forget(h *held) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
-	if h.kept == nil && !h.listed {
+	if h.kept != wasKept && !h.listed {
 		return // twice
 	}
 	in.unlistLocked(h)

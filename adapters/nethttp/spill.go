@@ -4,6 +4,7 @@
 package guardhttp
 
 import (
+	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -28,6 +29,7 @@ type kept struct {
 	Asked  []byte              `json:"asked"` // RequestURI
 	Host   []byte              `json:"host"`
 	Remote string              `json:"remote"`
+	TLS    bool                `json:"tls,omitempty"`
 	Header map[string][][]byte `json:"header"`
 }
 
@@ -53,7 +55,7 @@ func (port) Spill(h *held) (head, body []byte, err error) {
 	}
 	u := r.URL
 	at := keptURL{u.Scheme, []byte(u.Opaque), []byte(u.Host), []byte(u.Path), []byte(u.RawPath), []byte(u.RawQuery), u.ForceQuery}
-	head, err = json.Marshal(kept{h.id, h.since, []byte(h.key), r.Method, at, []byte(r.RequestURI), []byte(r.Host), r.RemoteAddr, header})
+	head, err = json.Marshal(kept{h.id, h.since, []byte(h.key), r.Method, at, []byte(r.RequestURI), []byte(r.Host), r.RemoteAddr, r.TLS != nil, header})
 	return head, h.body, err
 }
 
@@ -82,6 +84,9 @@ func (p port) Unspill(head, body []byte) (*held, error) {
 			Method: k.Method, URL: at, RequestURI: string(k.Asked), Host: string(k.Host), RemoteAddr: k.Remote, Header: header,
 			Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1,
 		},
+	}
+	if k.TLS { // a router that redirects plain requests lets it pass
+		h.req.TLS = &tls.ConnectionState{HandshakeComplete: true, ServerName: h.req.Host}
 	}
 	h.lane = in.laneOf(h.key)
 	if !strings.HasPrefix(k.ID, in.ids) { // of an earlier process

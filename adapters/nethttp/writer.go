@@ -56,6 +56,12 @@ func (r *recorder) writer() http.ResponseWriter {
 				next()
 			}
 		},
+		FlushError: func(next httpsnoop.FlushErrorFunc) httpsnoop.FlushErrorFunc {
+			return func() error {
+				r.begun()
+				return next()
+			}
+		},
 		Hijack: func(next httpsnoop.HijackFunc) httpsnoop.HijackFunc {
 			return func() (net.Conn, *bufio.ReadWriter, error) {
 				c, rw, err := next()
