@@ -136,7 +136,10 @@ func TestGuardTakesOver(t *testing.T) {
 	}
 	end()
 
+	// One that does not hear etcd yet begins held, and half-open if that lasts.
 	c := r.guard("c", broker)
+	r.until("reached", func() bool { return c.a.Err() == nil })
+	r.settle(c.a)
 	before := time.Now()
 	s, end = c.open(ctx, "orders", "7")
 	if st := s.State(); st.Breaker.State == breaker.Closed || !st.Breaker.Held {
