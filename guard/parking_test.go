@@ -155,6 +155,7 @@ func TestParkedMessagesWaitForTheBreaker(t *testing.T) {
 			}
 			if c.own {
 				r.send(0, 1)
+				synctest.Wait() // it is held before the other comes
 			}
 			in <- 5
 			time.Sleep(10 * time.Second)
