@@ -34,7 +34,8 @@ type Spiller[M any] interface {
 // A Keeper is a [Spiller] with no broker behind it, such as an HTTP server: a message is
 // safe only once it is on the disk. So each message that is offered goes there first,
 // whatever the state of the source, and what the disk does not take is refused. Kept and
-// Lost are called by the source's loop, Ack when the message is done, as of any port.
+// Lost are called by the source's loop, or by End in its place. Ack follows when the message
+// is done. Return gets what was not on the disk when the source ended.
 type Keeper[M any] interface {
 	Spiller[M]
 
@@ -843,8 +844,8 @@ func (s *Source[M]) spillHoldLocked() (detail, by string) {
 }
 
 // Spilled tells how many messages are in the spill of sources that are not open, or do not
-// spill, by name: of a partition that another process has now, or of an earlier run. An adapter may open
-// such a source without an input, to have them handled.
+// spill, by name: of a partition that another process has now, or of an earlier run. An
+// adapter may open such a source without an input, to have them handled.
 func (g *Guard) Spilled() map[string]int {
 	all := make(map[string]int)
 	if g.spill == nil {

@@ -26,8 +26,7 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	if dir := os.Getenv("STORMGUARD_HTTP_SPILL_CHILD"); dir != "" {
-		fmt.Fprintln(os.Stderr, serveAsChild(dir))
+	if asChild() {
 		os.Exit(3)
 	}
 	goleak.VerifyTestMain(m)

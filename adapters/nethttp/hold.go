@@ -43,7 +43,8 @@ type held struct {
 	body []byte
 	next http.Handler
 
-	kept chan error // is told once whether it is on the disk; nil without a spill
+	kept     chan error // is told once whether it is on the disk; nil without a spill
+	fromDisk bool       // was read from there: nobody waits for it, and it is in no list
 
 	// Guarded by Intake.mu.
 	listed       bool // in oldest … newest
@@ -323,7 +324,7 @@ func (in *Intake) enqueue(h *held, reserved int64) error {
 func (in *Intake) forget(h *held) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
-	if h.kept != wasKept && !h.listed {
+	if !h.fromDisk && !h.listed {
 		return // twice
 	}
 	in.unlistLocked(h)

@@ -23,8 +23,8 @@ import (
 // one breaker. All methods are safe for concurrent use.
 //
 // Goroutines: [Intake.Start], which [New] calls unless an earlier process has left something,
-// starts the loop of the source, which alone replays requests (with Policy.Workers, they
-// do); it ends with [Intake.Close] or the Guard's.
+// starts the loop of the source, which replays requests; with Policy.Workers, and with a
+// spill, workers of the source do. They end with [Intake.Close] or the Guard's.
 //
 // Lock order: Intake.mu, then the guard's own. No handler, writer or option of
 // the user's runs under it.

@@ -79,7 +79,7 @@ func (p port) Unspill(head, body []byte) (*held, error) {
 		}
 	}
 	h := &held{
-		id: k.ID, key: string(k.Key), since: k.Since, size: len(head) + len(body) + overhead, body: body, next: in.o.replay, kept: wasKept,
+		id: k.ID, key: string(k.Key), since: k.Since, size: len(head) + len(body) + overhead, body: body, next: in.o.replay, fromDisk: true,
 		req: &http.Request{
 			Method: k.Method, URL: at, RequestURI: string(k.Asked), Host: string(k.Host), RemoteAddr: k.Remote, Header: header,
 			Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1,
@@ -97,9 +97,6 @@ func (p port) Unspill(head, body []byte) (*held, error) {
 	}
 	return h, nil
 }
-
-// wasKept is for what was read from the disk: nobody waits for it.
-var wasKept = make(chan error, 1)
 
 // Kept is [guard.Keeper]'s: it ends the wait of the request's client.
 func (p port) Kept(h *held, err error) {
@@ -155,7 +152,8 @@ func (in *Intake) takeOver(found int) error {
 
 // awaitDisk waits until a request is on the disk, or is not held after all. A disk that
 // stalls for longer than BodyTimeout is as a full one to the client: the request may be
-// handled all the same.
+// handled all the same. It does not end with the request's context: that would make a 503 of
+// what is on the disk in a moment.
 func (in *Intake) awaitDisk(h *held) error {
 	late := time.NewTimer(in.cfg.BodyTimeout)
 	defer late.Stop()

@@ -36,6 +36,15 @@ import (
 // spillChild is set for a process that serves, and has its directory.
 const spillChild = "STORMGUARD_HTTP_SPILL_CHILD"
 
+// asChild serves in a process that a test has started, and tells whether this is one.
+func asChild() bool {
+	dir := os.Getenv(spillChild)
+	if dir != "" {
+		fmt.Fprintln(os.Stderr, serveAsChild(dir))
+	}
+	return dir != ""
+}
+
 // serveAsChild serves until it is killed. The file "up" beside its spill says that the
 // dependency is there, and the file "done" has what was handled.
 func serveAsChild(dir string) error {
@@ -140,6 +149,9 @@ func TestKilledServerKeepsIts202(t *testing.T) {
 					close(enough)
 				}
 			}
+		}
+		if len(accepted) < want {
+			t.Fatalf("%d accepted before the server was gone, want %d", len(accepted), want)
 		}
 		killing.Wait()
 	}
