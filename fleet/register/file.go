@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"time"
 
+	"github.com/stormguard-mq/stormguard/internal/diskfile"
 	"github.com/stormguard-mq/stormguard/internal/registers"
 )
 
@@ -93,26 +94,36 @@ func (f *File) CompareAndSet(ctx context.Context, number uint64, document []byte
 // write is called with the lock held. ctx is not asked any more: it takes as long as
 // the disk takes.
 func (f *File) write(b []byte) error {
-	next := f.path + ".next"
-	if err := writeSynced(next, b); err != nil {
-		return fmt.Errorf("register: file: %w", err)
-	}
-	if err := os.Rename(next, f.path); err != nil {
-		return fmt.Errorf("register: file: %w", err)
-	}
-	if err := syncFolder(filepath.Dir(f.path)); err != nil {
+	placed, err := diskfile.Replace(f.path, b)
+	switch {
+	case placed && err != nil:
 		return fmt.Errorf("%w: file: %w", ErrUnknown, err)
+	case err != nil:
+		return fmt.Errorf("register: file: %w", err)
 	}
 	return nil
 }
 
-func writeSynced(path string, b []byte) error {
-	file, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600) //nolint:gosec // the caller's path
+// lock waits for the lock that the kernel drops when this process dies. The file of the
+// lock stays, or two could lock two files of one name.
+func (f *File) lock(ctx context.Context) (unlock func(), err error) {
+	file, err := os.OpenFile(f.path+".lock", os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	_, err = file.Write(b)
-	return errors.Join(err, file.Sync(), file.Close())
+	for {
+		if err = ctx.Err(); err != nil {
+			break
+		}
+		if err = diskfile.TryLock(file); err == nil {
+			return func() { _ = file.Close() }, nil // which unlocks
+		}
+		if !errors.Is(err, diskfile.ErrLocked) {
+			break
+		}
+		registers.Sleep(ctx, lockEvery)
+	}
+	return nil, errors.Join(err, file.Close())
 }
 
 // Watch reads the file ten times a second. Its time would not do: two writes within the

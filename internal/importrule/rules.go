@@ -60,7 +60,7 @@ var shipped = []string{
 // core are the rooms without brokers and without sockets.
 var core = []string{
 	"guard", "guard/guardtest", "limiter", "breaker", "dlq", "dlq/redrive", "internal/circuit", "internal/storm", "internal/credit",
-	"internal/quarantine", "internal/ringbuf", "internal/ringbuf/spill", "internal/crdt", "internal/escrow", "internal/fleetstate", "internal/scope",
+	"internal/quarantine", "internal/ringbuf", "internal/ringbuf/spill", "internal/statefile", "internal/diskfile", "internal/crdt", "internal/escrow", "internal/fleetstate", "internal/scope",
 	"once", "once/bolt",
 }
 
@@ -69,7 +69,7 @@ var inside = []string{"internal/crdt", "internal/escrow", "internal/fleetstate",
 
 // linked are the rooms that end up in a user's program: those, and what they need
 // below internal.
-var linked = slices.Concat(shipped, inside, []string{"internal/circuit", "internal/storm", "internal/credit", "internal/quarantine", "internal/mark", "internal/ringbuf/...", "internal/operator", "internal/registers", "internal/scope"})
+var linked = slices.Concat(shipped, inside, []string{"internal/circuit", "internal/storm", "internal/credit", "internal/quarantine", "internal/mark", "internal/ringbuf/...", "internal/statefile", "internal/diskfile", "internal/operator", "internal/registers", "internal/scope"})
 
 // programs are the rooms with a main package.
 var programs = []string{"cmd/stormguard", "examples"}
@@ -131,7 +131,7 @@ var Ours = Rules{
 			Why:     "the one front of a fleet: it puts the parts together with sockets and goroutines; guards get what it makes, and do not know it",
 		},
 		{
-			Path: "fleet/register", May: []string{"internal/registers"}, MayTest: []string{"internal/registertest"},
+			Path: "fleet/register", May: []string{"internal/registers", "internal/diskfile"}, MayTest: []string{"internal/registertest"},
 			Why: "a leaf that adapters import: the seam and its errors, and the two drivers without a library",
 		},
 		{
@@ -139,7 +139,7 @@ var Ours = Rules{
 			Why: "one outside library, behind the register's own interface",
 		},
 		{
-			Path: "guard", May: []string{"limiter", "breaker", "dlq", "internal/circuit", "internal/storm", "internal/credit", "internal/quarantine", "internal/ringbuf", "internal/ringbuf/spill"},
+			Path: "guard", May: []string{"limiter", "breaker", "dlq", "internal/circuit", "internal/storm", "internal/credit", "internal/quarantine", "internal/ringbuf", "internal/ringbuf/spill", "internal/statefile"},
 			MayTest: []string{"guard/guardtest", "internal/fleetstate", "internal/crdt"},
 			Why:     "the pipeline composes the leaves; brokers, transports and stores know the guard, never the reverse",
 		},
@@ -181,7 +181,9 @@ var Ours = Rules{
 		},
 		{Path: "dlq/redrive", May: []string{"dlq"}, Why: "plans and lanes over an Archive, whichever it is and whoever sends"},
 		{Path: "internal/ringbuf", Why: "a leaf: lanes and batches of anything"},
-		{Path: "internal/ringbuf/spill", May: []string{"internal/ringbuf"}, Why: "the same lane API on disk"},
+		{Path: "internal/ringbuf/spill", May: []string{"internal/ringbuf", "internal/diskfile"}, Why: "the same lane API on disk"},
+		{Path: "internal/statefile", May: []string{"internal/diskfile"}, Why: "one document over restarts, whatever is in it"},
+		{Path: "internal/diskfile", Why: "how files survive a crash; needs nothing of ours"},
 		{Path: "once", MayTest: []string{"once/bolt", "guard"}, Why: "a leaf: a handler uses it without a guard, and a guard does not know it"},
 		{
 			Path: "once/bolt", May: []string{"once", "internal/mark"}, MayTest: []string{"internal/oncetest"},
@@ -276,7 +278,7 @@ var Ours = Rules{
 		},
 		{Imports: "github.com/felixge/httpsnoop", Rooms: []string{"adapters/nethttp"}, Why: "an http.ResponseWriter that is seen, with the optional methods of the one it wraps"},
 		{Imports: "golang.org/x/term", Rooms: []string{"cmd/stormguard"}, Why: "whether an output is a terminal, and how wide"},
-		{Imports: "golang.org/x/sys", Rooms: []string{"internal/gossip"}, Why: "a timer of the kernel's: the runtime's is late by up to half of the floor"},
+		{Imports: "golang.org/x/sys", Rooms: []string{"internal/gossip", "internal/statefile"}, Why: "a timer of the kernel's: the runtime's is late by up to half of the floor; and the time since the host booted"},
 		{
 			Imports: "github.com/redis/go-redis", Rooms: append([]string{"limiter/redis"}, programs...),
 			Why: "the client of the store; programs hand theirs, with its addresses and secrets, to limiter/redis",

@@ -13,6 +13,8 @@ import (
 	"path/filepath"
 	"strings"
 	"syscall"
+
+	"github.com/stormguard-mq/stormguard/internal/diskfile"
 )
 
 // Names in the directory.
@@ -165,7 +167,7 @@ func build(dir string, positions []position, next func() (*newChunk, error)) err
 	if err := os.Rename(fresh, filepath.Join(dir, fileName)); err != nil {
 		return err
 	}
-	return syncDir(dir)
+	return diskfile.SyncDir(dir)
 }
 
 func ignoreMissing(err error) error {
@@ -175,14 +177,6 @@ func ignoreMissing(err error) error {
 	return err
 }
 
-func syncDir(path string) error {
-	dir, err := os.Open(path) //nolint:gosec // the operator's path
-	if err != nil {
-		return err
-	}
-	return errors.Join(dir.Sync(), dir.Close())
-}
-
 // rebuild makes a new file of what can be found in one whose structure is damaged, which
 // it keeps under the name that it returns.
 func rebuild(dir string, r io.ReaderAt, size int64) (kept string, err error) {
@@ -190,7 +184,7 @@ func rebuild(dir string, r io.ReaderAt, size int64) (kept string, err error) {
 	if err != nil {
 		return "", err
 	}
-	if err := makeDir(filepath.Join(dir, damagedDir)); err != nil {
+	if err := diskfile.MakeDir(filepath.Join(dir, damagedDir)); err != nil {
 		return "", err
 	}
 	for n := 1; ; n++ {
@@ -203,7 +197,7 @@ func rebuild(dir string, r io.ReaderAt, size int64) (kept string, err error) {
 			return "", err
 		}
 	}
-	if err := syncDir(filepath.Join(dir, damagedDir)); err != nil {
+	if err := diskfile.SyncDir(filepath.Join(dir, damagedDir)); err != nil {
 		return "", err
 	}
 	i := 0
@@ -224,17 +218,6 @@ func rebuild(dir string, r io.ReaderAt, size int64) (kept string, err error) {
 		return "", errors.Join(err, os.Remove(filepath.Join(dir, kept)))
 	}
 	return kept, nil
-}
-
-func makeDir(path string) error {
-	err := os.Mkdir(path, 0o700)
-	if errors.Is(err, fs.ErrExist) {
-		return nil
-	}
-	if err != nil {
-		return err
-	}
-	return syncDir(filepath.Dir(path))
 }
 
 // setAside copies what is damaged to files of its own, once, and names them in the image.
@@ -264,7 +247,7 @@ func copyOut(path string, r io.ReaderAt, p piece) error {
 
 // keep writes a file in the folder of what was set aside, once.
 func keep(path string, data []byte) error {
-	if err := makeDir(filepath.Dir(path)); err != nil {
+	if err := diskfile.MakeDir(filepath.Dir(path)); err != nil {
 		return err
 	}
 	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600) //nolint:gosec // the operator's path
@@ -279,7 +262,7 @@ func keep(path string, data []byte) error {
 	if err != nil {
 		return errors.Join(err, os.Remove(path))
 	}
-	return syncDir(filepath.Dir(path))
+	return diskfile.SyncDir(filepath.Dir(path))
 }
 
 // plain makes a file name of a lane's.
@@ -295,7 +278,7 @@ func plain(lane string) string {
 
 // logDamage appends to the log of what was set aside.
 func logDamage(dir string, ds []Damage) error {
-	if err := makeDir(filepath.Join(dir, damagedDir)); err != nil {
+	if err := diskfile.MakeDir(filepath.Join(dir, damagedDir)); err != nil {
 		return err
 	}
 	path := filepath.Join(dir, damagedDir, damagedLog)

@@ -9,11 +9,10 @@ import (
 	"fmt"
 	"iter"
 	"math"
-	"os"
-	"path/filepath"
 	"sync"
 	"time"
 
+	"github.com/stormguard-mq/stormguard/internal/diskfile"
 	"github.com/stormguard-mq/stormguard/internal/ringbuf"
 )
 
@@ -63,12 +62,13 @@ func openCore(cfg Config, opts []Option) (_ *core, rec Recovery, err error) {
 		return nil, rec, err
 	}
 	cfg = cfg.withDefaults()
-	if err := os.Mkdir(cfg.Dir, 0o700); err == nil {
-		if err := syncDir(filepath.Dir(cfg.Dir)); err != nil {
-			return nil, rec, fmt.Errorf("spill: open %s: %w", cfg.Dir, err)
-		}
+	if err := diskfile.MakeDir(cfg.Dir); err != nil {
+		return nil, rec, fmt.Errorf("spill: open %s: %w", cfg.Dir, err)
 	}
-	dir, err := lockDir(cfg.Dir)
+	dir, err := diskfile.LockDir(cfg.Dir)
+	if errors.Is(err, diskfile.ErrLocked) {
+		err = ErrLocked
+	}
 	if err != nil {
 		return nil, rec, fmt.Errorf("spill: open %s: %w", cfg.Dir, err)
 	}
