@@ -65,13 +65,15 @@ func (c ScopesConfig) Validate() error {
 
 type path [maxDepth]string
 
-func (p path) String() string {
+func (p path) elements() []string {
 	n := maxDepth
 	for n > 1 && p[n-1] == "" {
 		n--
 	}
-	return strings.Join(p[:n], "/")
+	return p[:n]
 }
+
+func (p path) String() string { return strings.Join(p.elements(), "/") }
 
 // Scopes is a tree: breakers at the leaves, gates above them. A leaf counts
 // and probes; a parent only looks at its live children, those some [Leaf]
