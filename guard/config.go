@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"math"
+	"path/filepath"
 	"time"
 
 	"go.opentelemetry.io/otel/metric"
@@ -29,8 +30,14 @@ type Config struct {
 	// Policy is how sources behave that don't bring one of their own.
 	Policy Policy
 
-	// SpillDir is the directory for [Policy.Spill]: this Guard's alone, on a local disk.
-	// Unset means that nothing is ever written to a disk. SpillBytes bounds what is in it,
+	// StateDir is the directory for what must outlive the process: the DLQ budgets, the
+	// breakers, operators' pauses, and what unsettled messages have failed. It is this
+	// Guard's alone, on a local disk; the directory that it is in must exist. Unset means
+	// that a restart begins anew.
+	StateDir string
+
+	// SpillDir is the directory for [Policy.Spill], as StateDir, and another one. Unset
+	// means that no message is ever written to a disk. SpillBytes bounds what is in it,
 	// 64 KiB to 1 TiB; unset means 1 GiB. The file may become twice as large.
 	SpillDir   string
 	SpillBytes int64
@@ -339,6 +346,9 @@ func (c Config) Validate() error {
 	var p problems
 	if int(c.Scope) >= len(scopeNames) {
 		p.addf("Config.Scope: %d is none of partition, topic, group", uint8(c.Scope))
+	}
+	if c.StateDir != "" && c.SpillDir != "" && filepath.Clean(c.StateDir) == filepath.Clean(c.SpillDir) {
+		p.addf("Config.StateDir: %q is Config.SpillDir, too; each needs one of its own", c.StateDir)
 	}
 	if c.Policy.Spill && c.SpillDir == "" {
 		p.addf("Config.SpillDir: must be set with Policy.Spill")

@@ -80,8 +80,12 @@ func (g *Guard) path(cfg SourceConfig) []string {
 func (g *Guard) leaf(cfg SourceConfig) (*circuit.Leaf, error) {
 	path := g.path(cfg)
 	leaf, err := g.scopes.Leaf(path...)
-	if err != nil || g.fleet == nil {
-		return leaf, err
+	if err != nil {
+		return nil, err
+	}
+	g.restore(g.now(), leaf, path)
+	if g.fleet == nil {
+		return leaf, nil
 	}
 	if err := g.fleet.Adopt(g.now(), leaf.Breaker, path); err != nil {
 		g.log.Warn("the fleet has no part in a breaker, which goes by itself", "scope", leaf.Name(), "source", cfg.Name, "error", err)

@@ -24,6 +24,7 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/internal/circuit"
 	"github.com/stormguard-mq/stormguard/internal/quarantine"
+	"github.com/stormguard-mq/stormguard/internal/statefile"
 )
 
 // Guard is what the sources of one process share: the scopes of the breakers,
@@ -65,6 +66,10 @@ type Guard struct {
 	spillNews  atomic.Bool // it has changed since it was logged
 	spillSaid  string      // the sweeper's: the state that was logged last
 
+	saver      *saver // nil without Config.StateDir
+	host       func() statefile.Now
+	restoredAt time.Duration // when the process before wrote what is in restored
+
 	fleet       Fleet // nil without one
 	detachFleet func()
 	waiting     map[*circuit.Breaker]bool // the sweeper's, as storms
@@ -79,8 +84,9 @@ type Guard struct {
 
 	mu        sync.Mutex
 	sources   map[string]controls
-	kept      map[string]kept // of sources that ended, by name
-	parted    []controls      // ended since the fleet was told the totals
+	kept      map[string]kept               // of sources that ended, by name
+	restored  map[string]circuit.SavedScope // of the process before, by scopeKey, until they are claimed
+	parted    []controls                    // ended since the fleet was told the totals
 	boxes     []*letterbox
 	unwritten map[string]bool // topics or queues without a dead-letter writer, warned of
 	closed    bool
@@ -107,6 +113,7 @@ type controls interface { //nolint:interfacebloat // all that the Guard does wit
 	measured() *sourceMetrics
 	lag() int64
 	parked() (now int, followed uint64, ok bool)
+	saved(now time.Duration, failures int) (savedSource, bool)
 }
 
 // A Control is a source of any message type, as operators see it.
@@ -138,6 +145,7 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 		ends:      slog.Default(),
 		sources:   make(map[string]controls),
 		kept:      make(map[string]kept),
+		restored:  make(map[string]circuit.SavedScope),
 		unwritten: make(map[string]bool),
 		sweeper:   sweeper{wake: make(chan struct{}, 1)},
 		waiting:   make(map[*circuit.Breaker]bool),
@@ -162,26 +170,29 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 	if now := g.now(); now < 0 {
 		return nil, fmt.Errorf("guard: WithClock: the clock says %v; it must not be below 0", now)
 	}
+	if err := g.openState(); err != nil {
+		return nil, err
+	}
 	g.dice = newDice(g.seed)
 	g.origin = time.Now().Add(-g.now())
 	g.sorted.Store(new([]controls))
 	var err error
 	if g.scopes, err = circuit.NewScopes(circuit.ScopesConfig{Quorum: cfg.Quorum, Breaker: cfg.Policy.Breaker}, circuit.WithRand(g.dice.Float64)); err != nil {
-		return nil, fmt.Errorf("guard: %w", err)
+		return nil, errors.Join(fmt.Errorf("guard: %w", err), g.dropState())
 	}
 	if g.metrics, err = newMetrics(g); err != nil {
-		return nil, fmt.Errorf("guard: metrics: %w", err)
+		return nil, errors.Join(fmt.Errorf("guard: metrics: %w", err), g.dropState())
 	}
 	if cfg.SpillDir != "" {
 		if err = g.openSpill(); err != nil {
 			g.metrics.close()
-			return nil, err
+			return nil, errors.Join(err, g.dropState())
 		}
 	}
 	if g.fleet != nil {
 		if g.detachFleet, err = g.fleet.Attach(g.sweeper.stir); err != nil {
 			g.metrics.close()
-			return nil, errors.Join(fmt.Errorf("guard: WithFleet: %w", err), g.closeSpill())
+			return nil, errors.Join(fmt.Errorf("guard: WithFleet: %w", err), g.dropState(), g.closeSpill())
 		}
 	}
 	if g.quarantine == nil {
@@ -197,10 +208,33 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 		g.sweep(g.ctx)
 		g.leaveFleet()
 	})
+	if g.saver != nil {
+		g.running.Go(func() { g.saver.run(g.ctx) })
+	}
 	if g.health != nil {
 		g.running.Go(func() { g.health.run(g.ctx, g) })
 	}
 	return g, nil
+}
+
+// closeWithin waits for a disk that stalls no longer than for anything else.
+func closeWithin(ctx context.Context, field string, f func() error) error {
+	closed := make(chan error, 1)
+	go func() { closed <- f() }()
+	late := time.NewTimer(time.Hour)
+	defer late.Stop()
+	done := ctx.Done()
+	for {
+		select {
+		case err := <-closed:
+			return err
+		case <-done:
+			done = nil
+			late.Reset(lastCall)
+		case <-late.C:
+			return fmt.Errorf("guard: %s: the disk does not answer: %w", field, context.Cause(ctx))
+		}
+	}
 }
 
 // Config is what the Guard was made with, its Group never empty: an adapter
@@ -370,7 +404,7 @@ func (g *Guard) Close(ctx context.Context) ([]Report, error) {
 	errs := []error{g.awaitGoroutines(ctx)}
 	g.unwatch()
 	g.metrics.close()
-	errs = append(errs, g.closeSpillWithin(ctx))
+	errs = append(errs, closeWithin(ctx, "Config.StateDir", g.closeState), closeWithin(ctx, "Config.SpillDir", g.closeSpill))
 	g.journal.flush(g.now(), true)
 	for _, r := range reports {
 		if !r.Clean() {
@@ -444,6 +478,7 @@ func (g *Guard) noteChanges(now time.Duration) (pending bool) {
 	}
 	g.changes = g.scopes.Changes(g.changes[:0])
 	if len(g.changes) > 0 {
+		g.saver.hurry()
 		for _, s := range g.all() {
 			s.nudge() // it may share the scope
 		}

@@ -8,6 +8,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/internal/credit"
+	"github.com/stormguard-mq/stormguard/internal/storm"
 )
 
 // keepFor is how long a Guard remembers the budget and the guesses of a source
@@ -29,15 +30,18 @@ type kept struct {
 	pauseEnds time.Duration // see machine
 	asked     time.Duration // see machine
 	askedFor  error
-	succeeded int64 // see elsewhere
+	succeeded int64        // see elsewhere
+	storm     *storm.Saved // of a source whose breaker is not closed
 	at        time.Duration
+	restart   bool // by the process before
 }
 
 // keep remembers a source that has ended.
 func (g *Guard) keep(name string, k kept) {
 	g.mu.Lock()
-	defer g.mu.Unlock()
 	g.kept[name] = k
+	g.mu.Unlock()
+	g.saver.hurry()
 }
 
 // recall gives what is remembered of a name to the source that takes it up.
@@ -66,7 +70,7 @@ func (g *Guard) forget(now time.Duration) {
 }
 
 // keepLocked is what outlives the source. Its own budget is left to whoever
-// still looks at it.
+// still looks at it, and its suspects are those of the machine.
 func (s *Source[M]) keepLocked(now time.Duration) kept {
 	s.c.earn()
 	k := kept{
@@ -78,6 +82,11 @@ func (s *Source[M]) keepLocked(now time.Duration) kept {
 	}
 	if s.c.asked-now > s.c.policy.Retry.Base { // else it may be a Backoff of no time, by which adapters say that no attempt was made
 		k.asked, k.askedFor = s.c.asked, s.c.askedFor
+	}
+	if !s.c.closed() {
+		if saved, ok := s.c.storm.Save(); ok {
+			k.storm = &saved
+		}
 	}
 	return k
 }
@@ -95,7 +104,7 @@ func besides(from parent) func() uint64 {
 
 // resumeLocked takes up what an earlier epoch left; a budget of other settings
 // begins anew.
-func (s *Source[M]) resumeLocked(k kept) {
+func (s *Source[M]) resumeLocked(now time.Duration, k kept) {
 	s.c.paused, s.c.pauseEnds = k.paused, k.pauseEnds // the sweeper ends one whose time is over
 	s.c.guesses, s.c.guessedAt = k.guesses, k.guessedAt
 	s.c.asked, s.c.askedFor = k.asked, k.askedFor
@@ -104,5 +113,8 @@ func (s *Source[M]) resumeLocked(k kept) {
 	s.c.guessLuck = s.c.born
 	if k.budget != nil && k.cfg == s.c.policy.Budget {
 		s.c.budget = k.budget
+	}
+	if k.storm != nil && !s.c.closed() {
+		s.c.storm.Restore(now, *k.storm)
 	}
 }

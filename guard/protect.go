@@ -105,6 +105,10 @@ func Protect[M any](g *Guard, cfg SourceConfig, f func(context.Context, M) error
 		fn.release()
 		return nil, err
 	}
+	if k := g.recall(cfg.Name); k.paused {
+		fn.paused.Store(int64(k.pauseEnds))
+		g.sayPaused(cfg.Name, k)
+	}
 	return fn, nil
 }
 
@@ -475,11 +479,17 @@ func (f *Func[M]) State() State {
 	return st
 }
 
-// Pause refuses calls for d, or until Resume if d is not above 0.
-func (f *Func[M]) Pause(d time.Duration) { f.paused.Store(int64(pauseEnd(f.g.now(), d))) }
+// Pause refuses calls for d, or until Resume if d is not above 0. It outlives End.
+func (f *Func[M]) Pause(d time.Duration) {
+	f.paused.Store(int64(pauseEnd(f.g.now(), d)))
+	f.g.saver.hurry()
+}
 
 // Resume ends Pause.
-func (f *Func[M]) Resume() { f.paused.Store(0) }
+func (f *Func[M]) Resume() {
+	f.paused.Store(0)
+	f.g.saver.hurry()
+}
 
 // pausedUntil is when the pause ends by itself, 0 if there is none any more.
 func (f *Func[M]) pausedUntil(now time.Duration) time.Duration {
@@ -565,6 +575,10 @@ wait:
 		rep.Left = append(rep.Left, Left{State: "processing", Why: "the call has not returned"})
 	}
 	f.ending = rep
+	now := f.g.now()
+	if ends := f.pausedUntil(now); ends != 0 {
+		f.g.keep(f.cfg.Name, kept{paused: true, pauseEnds: ends, at: now})
+	}
 	f.g.unregister(f.cfg.Name, f)
 	f.release()
 	close(f.done)

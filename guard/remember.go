@@ -83,12 +83,16 @@ func (c *machine[M]) recall(it *item[M], r result) {
 	it.firstFailed, it.failures = before.firstFailed, before.failures
 }
 
+// suspect is what is to be remembered of an item, false if it has not failed.
+func (it *item[M]) suspect(now time.Duration) (suspect, bool) {
+	return suspect{it.tries, it.attempts, it.after, it.lastWord, it.wordAt, it.afterAt, it.luck, it.firstFailed, it.failures, now, false}, it.name != "" && it.tries > 0
+}
+
 // remember keeps what an item has failed, as it goes back to the broker.
 func (c *machine[M]) remember(now time.Duration, it *item[M]) {
-	if it.name == "" || it.tries == 0 {
-		return
+	if s, ok := it.suspect(now); ok {
+		c.suspect(it.name, s)
 	}
-	c.suspect(it.name, suspect{it.tries, it.attempts, it.after, it.lastWord, it.wordAt, it.afterAt, it.luck, it.firstFailed, it.failures, now, false})
 }
 
 // rememberParked keeps the life at which an item failed that was parked. It comes back

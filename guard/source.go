@@ -209,9 +209,11 @@ func openSource[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], 
 	s.metrics = g.metrics.source(cfg)
 	s.metrics.atRest()
 	s.c.born = s.c.life()
+	var before kept
 	s.mu.Lock() // from here on an operator may see it
 	if err = g.register(cfg.Name, s); err == nil {
-		s.resumeLocked(g.recall(cfg.Name))
+		before = g.recall(cfg.Name)
+		s.resumeLocked(g.now(), before)
 		s.over.foundLocked(&s.c)
 		s.c.heedRules(g.now(), g.rules.Load())
 	}
@@ -223,6 +225,7 @@ func openSource[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], 
 	if cfg.DeadLetters == nil {
 		g.warnNoWriter(cfg)
 	}
+	g.sayPaused(cfg.Name, before)
 	return s, nil
 }
 
@@ -326,6 +329,9 @@ func (s *Source[M]) unlock(now time.Duration) {
 	s.mu.Unlock()
 	for _, it := range condemned {
 		s.writer.post(letter[M]{s, it})
+	}
+	if len(condemned) > 0 {
+		s.g.saver.hurry()
 	}
 	if freed {
 		s.g.wakeOthers(s)
@@ -447,6 +453,7 @@ func (s *Source[M]) Pause(d time.Duration) {
 		args = append(args, "for", d)
 	}
 	s.g.journal.say(now, line{slog.LevelInfo, linePaused, s.topic(), false, args})
+	s.g.saver.hurry()
 	s.g.sweeper.kick()
 	s.nudge()
 }
@@ -474,6 +481,7 @@ func (s *Source[M]) Resume() {
 // resumed tells the loop and the log that a pause is over.
 func (s *Source[M]) resumed(now time.Duration, reason string) {
 	s.g.journal.say(now, line{slog.LevelInfo, lineResumed, s.topic(), false, []any{"source", s.cfg.Name, "reason", reason}})
+	s.g.saver.hurry()
 	s.nudge()
 }
 
@@ -531,6 +539,7 @@ func (s *Source[M]) GrantCredits(n float64) {
 	s.mu.Lock()
 	s.c.budget.Grant(n)
 	s.unlock(s.g.now())
+	s.g.saver.hurry()
 	s.nudge()
 }
 

@@ -4,7 +4,6 @@
 package guard
 
 import (
-	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -882,26 +881,6 @@ func (g *Guard) closeSpill() error {
 		return fmt.Errorf("guard: Config.SpillDir: %w", err)
 	}
 	return nil
-}
-
-// closeSpillWithin waits for a disk that stalls no longer than for anything else.
-func (g *Guard) closeSpillWithin(ctx context.Context) error {
-	closed := make(chan error, 1)
-	go func() { closed <- g.closeSpill() }()
-	late := time.NewTimer(time.Hour)
-	defer late.Stop()
-	done := ctx.Done()
-	for {
-		select {
-		case err := <-closed:
-			return err
-		case <-done:
-			done = nil
-			late.Reset(lastCall)
-		case <-late.C:
-			return fmt.Errorf("guard: Config.SpillDir: the disk does not answer: %w", context.Cause(ctx))
-		}
-	}
 }
 
 // spillSays is how long a state lasts before it is logged.

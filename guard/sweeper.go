@@ -101,6 +101,9 @@ func (g *Guard) sweepAll() (moving bool) {
 			moving = true
 		}
 	}
+	if moving {
+		g.saver.note()
+	}
 	if g.stepFleet(now) {
 		moving = true
 	}
@@ -114,6 +117,7 @@ type seen struct {
 	since   atomic.Int64  // when it changed; callBegan reads it too
 	mark    atomic.Uint64 // what since is of: both counts together, and the phase
 	storm   time.Duration // the machine is swept again then
+	awake   bool          // time alone may change something until then
 
 	detected dlq.Storm // when it last was
 	counted  totals    // what the fleet was told
@@ -137,7 +141,7 @@ func (s *Source[M]) sweep(now time.Duration) (moving bool) {
 	}
 	slow := s.slow.Load()
 	if !slow && now < s.seen.storm {
-		return moving
+		return moving || s.seen.awake
 	}
 	s.seen.storm = now + stormEvery
 	s.mu.Lock()
@@ -148,7 +152,8 @@ func (s *Source[M]) sweep(now time.Duration) (moving bool) {
 	late, changed := s.c.sweep(now, nil)
 	storm := s.c.storm.Storm()
 	spill := s.spillWaitsLocked(now)
-	moving = moving || s.c.unsettled() > 0 || s.spillBusyLocked() || storm.Active || !s.c.closed() || s.c.paused && s.c.pauseEnds != never
+	s.seen.awake = s.c.unsettled() > 0 || s.spillBusyLocked() || storm.Active || !s.c.closed() || s.c.paused && s.c.pauseEnds != never
+	moving = moving || s.seen.awake
 	s.unlock(now)
 	s.seen.detected = storm
 	for _, ctx := range late {

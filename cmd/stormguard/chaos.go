@@ -120,7 +120,7 @@ func newChaosCrash() *cobra.Command {
 	rs.number(f, &cfg.Messages, "messages", 1, 10_000_000, "published at least")
 	f.Uint64Var(&cfg.Seed, "seed", 0, "of the schedule (default drawn anew, and printed)")
 	rs.duration(f, &cfg.Drain, "drain", time.Second, time.Hour, "how long everything may take after the last fault")
-	f.BoolVar(&cfg.Spill, "spill", false, "the consumer holds what comes in an outage on its disk, with a window of 20")
+	f.BoolVar(&cfg.Spill, "spill", false, "the consumer holds what comes in an outage on its disk, with a window of 20, and keeps its state there")
 	choice(&rs, f, &cfg.Mutant, "mutant", append(chaosrun.Mutants(), ""), "a consumer that is wrong on purpose")
 	f.StringVar(&history, "history", "", "`file` to write the history to, as JSON that chaos.Judge reads")
 	f.BoolVar(&asJSON, "json", false, "print one JSON object")

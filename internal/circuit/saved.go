@@ -9,8 +9,8 @@ import (
 	"github.com/stormguard-mq/stormguard/breaker"
 )
 
-// Saved is what a breaker leaves to the next process. Its instants are those of the clock
-// of the process that has it: whoever carries it over moves them, by Move.
+// Saved is what a breaker leaves to the next process, whose clock goes on where this one's
+// would be.
 type Saved struct {
 	State  breaker.State `json:"state"`
 	Cause  breaker.Cause `json:"cause,omitempty"`
@@ -23,16 +23,6 @@ type Saved struct {
 	Down  time.Duration `json:"down,omitempty"`
 	Level int           `json:"level,omitempty"`
 	Flaps int           `json:"flaps,omitempty"`
-}
-
-// Move moves the instants by d.
-func (s *Saved) Move(d time.Duration) {
-	if s.Until != never {
-		s.Until += d
-	}
-	if s.State != breaker.Closed {
-		s.Down += d
-	}
 }
 
 // Save is what the next process has to know, and false if that is nothing: a closed
@@ -58,8 +48,7 @@ func (b *Breaker) Save(now time.Duration) (Saved, bool) {
 	return s, true
 }
 
-// Restore takes up what an earlier process saved, its instants moved to this one's clock.
-// A force lasts until its end. An open period does, too, but no longer than Cap; one that
+// Restore takes up what an earlier process saved. A force lasts until its end. An open period does, too, but no longer than Cap; one that
 // is over, or is stale, leaves the breaker half-open. Restore reports false and does
 // nothing if the breaker has changed since it was made.
 func (b *Breaker) Restore(now time.Duration, s Saved, stale bool) bool {

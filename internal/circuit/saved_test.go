@@ -13,9 +13,8 @@ import (
 	"github.com/stormguard-mq/stormguard/breaker"
 )
 
-// handOver saves b at now, and restores it in a process whose clock shows later when age
-// has passed, by way of the text that is written.
-func handOver(t *testing.T, b *Breaker, now, age, later time.Duration, stale bool) *Breaker {
+// handOver saves b at now, and restores it later, by way of the text that is written.
+func handOver(t *testing.T, b *Breaker, now, later time.Duration, stale bool) *Breaker {
 	t.Helper()
 	s, ok := b.Save(now)
 	next := must(t, b.Config())
@@ -30,7 +29,6 @@ func handOver(t *testing.T, b *Breaker, now, age, later time.Duration, stale boo
 	if err := json.Unmarshal(text, &read); err != nil || read != s {
 		t.Fatalf("%+v came back as %+v, %v", s, read, err)
 	}
-	read.Move(later - now - age)
 	if !next.Restore(later, read, stale) {
 		t.Fatal("a new breaker was not restored")
 	}
@@ -38,7 +36,7 @@ func handOver(t *testing.T, b *Breaker, now, age, later time.Duration, stale boo
 }
 
 func TestRestore(t *testing.T) {
-	const now, later = 100 * sec, 7 * sec
+	const now = 100 * sec
 	for _, c := range []struct {
 		name  string
 		leave func(*Breaker)
@@ -48,31 +46,32 @@ func TestRestore(t *testing.T) {
 		cause breaker.Cause
 		level int
 	}{
-		{name: "open", leave: func(b *Breaker) { b.Hold(0, 9, "x"); b.Unhold(now); b.Trip(now, "rate") }, age: sec, until: later + 9*sec, cause: "rate", level: 9},
+		{name: "open", leave: func(b *Breaker) { b.Hold(0, 9, "x"); b.Unhold(now); b.Trip(now, "rate") }, age: sec, until: now + 10*sec, cause: "rate", level: 9},
 		{name: "open, over", leave: func(b *Breaker) { trip(t, b, now) }, age: sec, cause: breaker.CauseRun, level: 1},
 		{name: "open, stale", leave: func(b *Breaker) { b.Hold(0, 9, "x"); b.Unhold(now); b.Trip(now, "rate") }, stale: true, cause: "rate", level: 9},
 		{name: "half-open", leave: func(b *Breaker) { trip(t, b, now-sec); admit(t, b, now) }, cause: breaker.CauseRun, level: 1},
 		{name: "held", leave: func(b *Breaker) { b.Hold(now, 3, "fleet") }, cause: "fleet", level: 3},
-		{name: "forced", leave: func(b *Breaker) { b.Force(now, 1000*sec, "operator") }, age: 900 * sec, stale: true, until: later + 100*sec, cause: "operator", level: 1},
+		{name: "forced", leave: func(b *Breaker) { b.Force(now, 1000*sec, "operator") }, age: 900 * sec, stale: true, until: now + 1000*sec, cause: "operator", level: 1},
 		{name: "forced, behind a longer period", leave: func(b *Breaker) {
 			b.Hold(0, 9, "x")
 			b.Unhold(now)
 			b.Trip(now, "rate")
 			b.Force(now, 5*sec, "operator")
-		}, age: sec, stale: true, until: later + 9*sec, cause: "rate", level: 9},
+		}, age: sec, stale: true, until: now + 10*sec, cause: "rate", level: 9},
 		{name: "longer than a period may be", leave: func(b *Breaker) {
 			b.Hold(0, 9, "x")
 			b.Unhold(now)
 			b.Trip(now, "rate")
 			b.epoch.Load().until.Store(int64(5000 * sec))
-		}, until: later + 30*sec, cause: "rate", level: 9},
+		}, until: now + 30*sec, cause: "rate", level: 9},
 		{name: "forced, over", leave: func(b *Breaker) { b.Force(now, 1000*sec, "operator") }, age: 1001 * sec, cause: "operator", level: 1},
 		{name: "forced without end", leave: func(b *Breaker) { b.Force(now, 0, "operator") }, age: 1001 * sec, stale: true, until: never, cause: "operator", level: 1},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			b := must(t, breaker.Config{})
 			c.leave(b)
-			next := handOver(t, b, now, c.age, later, c.stale)
+			later := now + c.age
+			next := handOver(t, b, now, later, c.stale)
 			s := next.Snapshot(later)
 			if s.Cause != c.cause || s.BackoffLevel != c.level {
 				t.Errorf("it begins as %+v; want cause %q, level %d", s, c.cause, c.level)
@@ -110,10 +109,10 @@ func TestRestoreOfClosed(t *testing.T) {
 	b.CloseHeld(0, "x")
 	memory := b.Config().Memory
 	for age, level := range map[time.Duration]int{memory - sec: 4, memory + sec: 1} {
-		next := handOver(t, b, 0, age, 50*sec, true)
-		state(t, next, 50*sec, breaker.Closed)
-		trip(t, next, 50*sec)
-		if s := next.Snapshot(50 * sec); s.BackoffLevel != level {
+		next := handOver(t, b, 0, age, true)
+		state(t, next, age, breaker.Closed)
+		trip(t, next, age)
+		if s := next.Snapshot(age); s.BackoffLevel != level {
 			t.Errorf("after %v it trips at level %d, want %d", age, s.BackoffLevel, level)
 		}
 	}
@@ -225,15 +224,14 @@ func TestRestoreProperties(t *testing.T) {
 		}
 		age := time.Duration(rapid.IntRange(0, 60_000).Draw(r, "age")) * time.Millisecond
 		stale := rapid.Bool().Draw(r, "stale")
-		s.Move(-now - age)
 		next, err := New("b", breaker.Config{})
 		if err != nil {
 			r.Fatal(err)
 		}
 		if ok {
-			next.Restore(0, s, stale)
+			next.Restore(now+age, s, stale)
 		}
-		is := next.Snapshot(0)
+		is := next.Snapshot(now + age)
 		if (was.State == breaker.Closed) != (is.State == breaker.Closed) {
 			r.Fatalf("%+v became %+v", was, is)
 		}
@@ -247,7 +245,7 @@ func TestRestoreProperties(t *testing.T) {
 		if was.Until == never {
 			left = never
 		}
-		k, refusal := next.Admit(0, 0)
+		k, refusal := next.Admit(now+age, 0)
 		admitted := refusal == (Refusal{})
 		if left > 0 && was.State == breaker.Open && (was.Forced || was.Barred || !stale) && admitted {
 			r.Fatalf("%+v, %v later, admitted; now %+v", was, age, is)

@@ -191,15 +191,17 @@ func (b *Budget) Next(now time.Duration, class Class) (at time.Duration, wait bo
 	return p.free, true
 }
 
+// mostGift bounds what is granted and not spent.
+const mostGift = 1e12
+
 // Grant adds n credits, an operator's gift, to be spent by whichever class runs
 // out first. They lie beside the balances, so they are not cut at the maximum
 // and do not expire: a grant of 1000 lets exactly 1000 more through. A grant
 // that is not a number above zero does nothing, and the gift as a whole is cut
 // at 1e12 credits.
 func (b *Budget) Grant(n float64) {
-	const most = 1e12
 	if n > 0 {
-		b.gift = min(b.gift+toCredits(min(n, most)), toCredits(most))
+		b.gift = min(b.gift+toCredits(min(n, mostGift)), toCredits(mostGift))
 	}
 }
 

@@ -36,7 +36,7 @@ type Config struct {
 	Seed     uint64
 	Drain    time.Duration // how long after the last fault everything may take
 	Mutant   Mutant
-	Spill    bool   // the consumer spills to disk
+	Spill    bool   // the consumer spills to disk, and keeps its state there
 	Exe      string // the program that has "chaos worker"; empty: this one
 }
 
@@ -163,7 +163,7 @@ func newRun(ctx context.Context, cfg Config, stderr io.Writer) (r *run, err erro
 		Marks: filepath.Join(r.dir, "once.db"), Mutant: cfg.Mutant,
 	}
 	if cfg.Spill {
-		r.job.Spill = filepath.Join(r.dir, "spill")
+		r.job.Spill, r.job.State = filepath.Join(r.dir, "spill"), filepath.Join(r.dir, "state")
 	}
 	r.began = time.Now()
 	return r, r.start()

@@ -27,7 +27,8 @@ type Job struct {
 	Dependency string `json:"dependency"` // its address
 	Recorder   string `json:"recorder"`   // and that of the recorder
 	Marks      string `json:"marks"`      // the file of once
-	Spill      string `json:"spill"`      // the directory of the guard; empty for none
+	Spill      string `json:"spill"`      // the guard's directory for messages; empty for none
+	State      string `json:"state"`      // and that for its state; empty for none
 	Mutant     Mutant `json:"mutant"`
 }
 
@@ -63,7 +64,7 @@ func Work(ctx context.Context, job string, stdin io.Reader, stderr io.Writer) (e
 		cancel()
 	}()
 	var cfg guard.Config
-	cfg.Group = "chaos"
+	cfg.Group, cfg.StateDir = "chaos", j.State
 	if j.Mutant == Unordered {
 		cfg.Policy = guard.Policy{Order: guard.OrderNone, Workers: 4}
 	}

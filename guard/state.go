@@ -1,0 +1,466 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
+	"github.com/stormguard-mq/stormguard/internal/credit"
+	"github.com/stormguard-mq/stormguard/internal/statefile"
+	"github.com/stormguard-mq/stormguard/internal/storm"
+)
+
+// What a source inherits from its previous epoch, and the breakers, a Guard with a
+// Config.StateDir writes down, so that a process that is killed and started again goes on
+// where it was. A second process of that directory is refused.
+
+const (
+	// saveSoon is the shortest time between two writes, saveEvery the longest time after
+	// a change. A credit that is spent asks for the shorter one: what a process does after
+	// its last write is forgotten.
+	saveSoon  = 100 * time.Millisecond
+	saveEvery = time.Second
+	// saveAnew is how old the file gets while messages move. After a reboot its times
+	// count from there.
+	saveAnew = time.Minute
+
+	// stateFresh is how old an open period may be to be gone on with.
+	stateFresh = 30 * time.Second
+
+	// maxSavedFailures bounds the messages that are remembered in the file, and
+	// maxSavedText each text of theirs, in bytes.
+	maxSavedFailures = 16384
+	maxSavedText     = 256
+)
+
+// savedState is the document. The clock of the Guard that takes it up goes on where that of
+// the one that wrote it would be, so instants are the same to both.
+type savedState struct {
+	Clock time.Duration   `json:"clock"`
+	State json.RawMessage `json:"state"` // savedParts
+}
+
+type savedParts struct {
+	Group   string                 `json:"group"`
+	Scopes  []circuit.SavedScope   `json:"scopes,omitempty"`
+	Sources map[string]savedSource `json:"sources,omitempty"`
+}
+
+// savedSource is kept, as it is written.
+type savedSource struct {
+	At        time.Duration           `json:"at,omitempty"` // when it ended; 0 for one that was open
+	Budget    *credit.Saved           `json:"budget,omitempty"`
+	BudgetOf  savedBudgetConfig       `json:"budget_of,omitzero"`
+	Guesses   int                     `json:"guesses,omitempty"`
+	GuessedAt time.Duration           `json:"guessed_at,omitempty"`
+	Paused    bool                    `json:"paused,omitempty"`
+	PauseEnds time.Duration           `json:"pause_ends,omitempty"`
+	Asked     time.Duration           `json:"asked,omitempty"`
+	AskedFor  string                  `json:"asked_for,omitempty"`
+	Storm     *storm.Saved            `json:"storm,omitempty"`
+	Failed    map[string]savedFailure `json:"failed,omitempty"`
+}
+
+// savedBudgetConfig is a dlq.BudgetConfig, with the names that it is written by.
+type savedBudgetConfig struct {
+	Earn             float64       `json:"earn,omitempty"`
+	Balance          float64       `json:"balance,omitempty"`
+	FreeEvery        time.Duration `json:"free_every,omitempty"`
+	PermanentEarn    float64       `json:"permanent_earn,omitempty"`
+	PermanentBalance float64       `json:"permanent_balance,omitempty"`
+	Off              bool          `json:"off,omitempty"`
+}
+
+// savedFailure is a suspect, as it is written, with the first and the latest of its
+// attempts. Which life it has seen is not: all life of the next process came later.
+type savedFailure struct {
+	Tries       int            `json:"tries"`
+	Attempts    int            `json:"attempts"`
+	After       int            `json:"after,omitempty"`
+	AfterAt     time.Duration  `json:"after_at,omitempty"`
+	LastWord    bool           `json:"last_word,omitempty"`
+	WordAt      time.Duration  `json:"word_at,omitempty"`
+	FirstFailed time.Duration  `json:"first_failed"`
+	At          time.Duration  `json:"at"`
+	Parked      bool           `json:"parked,omitempty"`
+	Failures    []savedAttempt `json:"failures,omitempty"`
+}
+
+type savedAttempt struct {
+	N       int           `json:"n"`
+	At      time.Duration `json:"at"`
+	Type    string        `json:"type,omitempty"`
+	Message string        `json:"message,omitempty"`
+}
+
+// saver writes the state of a Guard. Its goroutine ends with the Guard; Close writes once
+// more.
+type saver struct {
+	g     *Guard
+	dir   string
+	moved chan struct{} // something may have changed
+	spent chan struct{} // something has that must not be forgotten
+
+	mu      sync.Mutex // of the file and what is below; Guard.mu and Source.mu are taken under it
+	file    *statefile.File
+	last    []byte // savedState.State, as it was written last
+	written time.Duration
+	failing bool
+}
+
+// openState reads what the process before left, and takes it up. The clock is set by it,
+// so nothing else has looked at it before.
+func (g *Guard) openState() error {
+	if g.cfg.StateDir == "" {
+		return nil
+	}
+	file, found, err := statefile.Open(g.cfg.StateDir, g.host)
+	if err != nil {
+		return fmt.Errorf("guard: Config.StateDir: %w", err)
+	}
+	g.saver = &saver{g: g, dir: g.cfg.StateDir, moved: make(chan struct{}, 1), spent: make(chan struct{}, 1), file: file}
+	switch {
+	case found.Damage != nil:
+		g.log.Warn("the state of the process before is damaged: this one begins without", "dir", g.cfg.StateDir, "damage", found.Damage, "set_aside", found.Aside)
+	case found.Body != nil:
+		if err := g.takeUp(found); err != nil {
+			g.log.Warn("the state of the process before is not taken up: this one begins without", "dir", g.cfg.StateDir, "error", err)
+		}
+	}
+	return nil
+}
+
+// takeUp makes of a document what sources and breakers will find when they are opened.
+func (g *Guard) takeUp(found statefile.Document) error {
+	var doc savedState
+	var parts savedParts
+	if err := json.Unmarshal(found.Body, &doc); err != nil {
+		return err
+	}
+	if err := json.Unmarshal(doc.State, &parts); err != nil {
+		return err
+	}
+	if parts.Group != g.cfg.Group {
+		return fmt.Errorf("it is of group %q, this is %q", parts.Group, g.cfg.Group)
+	}
+	if doc.Clock < 0 || doc.Clock > never/2 {
+		return fmt.Errorf("its clock shows %v", doc.Clock)
+	}
+	now, clock := doc.Clock+found.Age, g.now
+	start := clock()
+	g.now = func() time.Duration { return now + clock() - start }
+	g.restoredAt = doc.Clock
+	for _, sc := range parts.Scopes {
+		if !found.Sure && !sc.Forced && sc.State == breaker.Open {
+			sc.State = breaker.HalfOpen
+		}
+		g.restored[scopeKey(sc.Path)] = sc
+	}
+	for name, s := range parts.Sources {
+		s.At = cmp.Or(s.At, doc.Clock)
+		if k := s.kept(now); now-k.at < keepFor || k.paused {
+			g.kept[name] = k
+		}
+	}
+	g.log.Info("the state of the process before is taken up", "dir", g.cfg.StateDir,
+		"sources", len(g.kept), "scopes", len(g.restored), "age", found.Age, "age_known", found.Sure, "written", found.Wall)
+	return nil
+}
+
+func scopeKey(path []string) string { return strings.Join(path, "\x00") }
+
+// restore gives a breaker that was just made what the process before knew of it.
+func (g *Guard) restore(now time.Duration, leaf *circuit.Leaf, path []string) {
+	g.mu.Lock()
+	sc, ok := g.restored[scopeKey(path)]
+	delete(g.restored, scopeKey(path))
+	g.mu.Unlock()
+	if ok && leaf.Restore(now, sc.Saved, now-g.restoredAt > stateFresh) && !leaf.Closed() {
+		g.log.Info("a breaker begins as the process before left it", "scope", leaf.Name(), "state", leaf.Snapshot(now).State.String(), "cause", string(sc.Cause))
+	}
+}
+
+// sayPaused says why a source stands that nobody of this process has paused.
+func (g *Guard) sayPaused(name string, k kept) {
+	if !k.restart || !k.paused {
+		return
+	}
+	args := []any{"source", name, "reason", CauseOperator, "help", "resume it"}
+	if k.pauseEnds != never {
+		args = append(args, "for", max(0, k.pauseEnds-g.now()).Round(time.Second))
+	}
+	g.log.Warn("a source is paused since before the restart", args...)
+}
+
+// unopened is what the Guard keeps of scopes and sources that are not open, with at most
+// that many messages that have failed.
+func (g *Guard) unopened(most int) (scopes []circuit.SavedScope, sources map[string]savedSource, failures int) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for _, sc := range g.restored {
+		scopes = append(scopes, sc)
+	}
+	sources = make(map[string]savedSource, len(g.kept))
+	for name, k := range g.kept {
+		s, ok := k.saved()
+		if !ok {
+			continue
+		}
+		s.At = k.at
+		if failures += len(s.Failed); failures > most {
+			failures -= len(s.Failed)
+			s.Failed = nil
+		}
+		sources[name] = s
+	}
+	return scopes, sources, failures
+}
+
+// note says that something may have changed. The sweeper calls it while messages move.
+func (w *saver) note() {
+	if w != nil {
+		token(w.moved)
+	}
+}
+
+// hurry says that something has changed that must not be forgotten.
+func (w *saver) hurry() {
+	if w != nil {
+		token(w.spent)
+	}
+}
+
+func (w *saver) run(ctx context.Context) {
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	wait := func(d time.Duration, unless <-chan struct{}) {
+		timer.Reset(d)
+		select {
+		case <-timer.C:
+		case <-unless:
+			token(w.moved)
+		case <-ctx.Done():
+		}
+	}
+	for {
+		select {
+		case <-w.moved:
+		case <-w.spent:
+		case <-ctx.Done():
+			return
+		}
+		w.save()
+		wait(saveSoon, nil)
+		wait(saveEvery-saveSoon, w.spent)
+	}
+}
+
+// save writes the state if it has changed. An error is logged once, until a write
+// succeeds.
+func (w *saver) save() {
+	w.mu.Lock()
+	err, was := w.saveLocked(w.g.now()), w.failing
+	w.failing = err != nil
+	w.mu.Unlock()
+	switch {
+	case err != nil && !was:
+		w.g.log.Warn("the state cannot be written: a restart would begin with an older one", "dir", w.dir, "error", err, "help", "it is tried again each second while messages move")
+	case err == nil && was:
+		w.g.ends.Info("the state is written again", "dir", w.dir)
+	}
+}
+
+func (w *saver) saveLocked(now time.Duration) error {
+	parts := savedParts{Group: w.g.cfg.Group}
+	var failures int
+	parts.Scopes, parts.Sources, failures = w.g.unopened(maxSavedFailures)
+	parts.Scopes = w.g.scopes.Save(now, parts.Scopes)
+	slices.SortFunc(parts.Scopes, func(a, b circuit.SavedScope) int { return slices.Compare(a.Path, b.Path) })
+	for _, s := range w.g.all() {
+		if saved, ok := s.saved(now, maxSavedFailures-failures); ok {
+			failures += len(saved.Failed)
+			parts.Sources[s.Name()] = saved
+		}
+	}
+	state, err := json.Marshal(parts)
+	if err != nil {
+		return err
+	}
+	if bytes.Equal(state, w.last) && now-w.written < saveAnew {
+		return nil
+	}
+	body, err := json.Marshal(savedState{now, state})
+	if err != nil {
+		return err
+	}
+	if err := w.file.Write(body); err != nil {
+		return err
+	}
+	w.last, w.written = state, now
+	return nil
+}
+
+// dropState gives the directory back as it was found.
+func (g *Guard) dropState() error {
+	if g.saver == nil {
+		return nil
+	}
+	return g.saver.file.Close()
+}
+
+// closeState writes once more, and gives the directory back.
+func (g *Guard) closeState() error {
+	if g.saver == nil {
+		return nil
+	}
+	g.saver.save()
+	g.saver.mu.Lock()
+	defer g.saver.mu.Unlock()
+	var err error
+	if g.saver.failing {
+		err = errors.New("the last state is not written")
+	}
+	if err = errors.Join(err, g.saver.file.Close()); err != nil {
+		return fmt.Errorf("guard: Config.StateDir: %w", err)
+	}
+	return nil
+}
+
+// saved is what a restart has to know of an open source, with the messages that have
+// failed and are here, up to most; false if that is nothing.
+func (s *Source[M]) saved(now time.Duration, most int) (savedSource, bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	k := s.keepLocked(now)
+	k.suspects = nil
+	saved, ok := k.saved()
+	saved.Failed = s.c.failedMessages(now, most)
+	return saved, ok || len(saved.Failed) > 0
+}
+
+// failedMessages is what is remembered of messages that have failed, here or in an earlier
+// epoch, and are not settled.
+func (c *machine[M]) failedMessages(now time.Duration, most int) map[string]savedFailure {
+	most = min(most, maxSuspects)
+	var all map[string]savedFailure
+	add := func(name string, s suspect) {
+		if all == nil {
+			all = make(map[string]savedFailure)
+		}
+		if _, ok := all[name]; ok || len(all) < most {
+			all[name] = s.saved()
+		}
+	}
+	look := func(it *item[M]) {
+		if s, ok := it.suspect(now); ok {
+			add(it.name, s)
+		}
+	}
+	c.items(look)
+	for it := range c.writing {
+		look(it)
+	}
+	for name, s := range c.suspects {
+		add(name, s)
+	}
+	return all
+}
+
+// saved is what a function leaves: its pause.
+func (f *Func[M]) saved(now time.Duration, _ int) (savedSource, bool) {
+	ends := f.pausedUntil(now)
+	return savedSource{Paused: true, PauseEnds: ends}, ends != 0
+}
+
+// saved is k as it is written, but for when it ended; false if there is nothing to know.
+func (k kept) saved() (savedSource, bool) {
+	s := savedSource{Guesses: k.guesses, Paused: k.paused, Storm: k.storm}
+	if k.budget != nil {
+		if b, ok := k.budget.Save(); ok {
+			s.Budget, s.BudgetOf = &b, savedBudgetConfig(k.cfg)
+		}
+	}
+	if k.guesses > 0 {
+		s.GuessedAt = k.guessedAt
+	}
+	if k.paused {
+		s.PauseEnds = k.pauseEnds
+	}
+	if k.asked > 0 {
+		s.Asked = k.asked
+		if k.askedFor != nil {
+			s.AskedFor = cutText(k.askedFor.Error())
+		}
+	}
+	for name, f := range k.suspects {
+		if s.Failed == nil {
+			s.Failed = make(map[string]savedFailure)
+		}
+		s.Failed[name] = f.saved()
+	}
+	return s, s.Budget != nil || k.guesses > 0 || k.paused || k.asked > 0 || k.storm != nil || len(s.Failed) > 0
+}
+
+// kept is s in the Guard that reads it at now. A budget that cannot be is left out.
+func (s savedSource) kept(now time.Duration) kept {
+	k := kept{
+		guesses: s.Guesses, guessedAt: s.GuessedAt, paused: s.Paused, pauseEnds: s.PauseEnds, asked: s.Asked,
+		storm: s.Storm, at: s.At, restart: true,
+	}
+	if s.Budget != nil {
+		cfg := dlq.BudgetConfig(s.BudgetOf)
+		if b, err := credit.New(cfg, 0); err == nil {
+			b.Restore(now, *s.Budget)
+			k.budget, k.cfg = b, cfg
+		}
+	}
+	if s.AskedFor != "" {
+		k.askedFor = errors.New(s.AskedFor)
+	}
+	for name, f := range s.Failed {
+		if k.suspects == nil {
+			k.suspects = make(map[string]suspect)
+		}
+		k.suspects[name] = f.suspect()
+	}
+	return k
+}
+
+func (s suspect) saved() savedFailure {
+	f := savedFailure{
+		Tries: s.tries, Attempts: s.attempts, After: s.after, AfterAt: s.afterAt, LastWord: s.lastWord, WordAt: s.wordAt,
+		FirstFailed: s.firstFailed, At: s.at, Parked: s.parked,
+	}
+	for i, a := range s.failures {
+		if i == 0 || i == len(s.failures)-1 {
+			f.Failures = append(f.Failures, savedAttempt{a.n, a.at, cutText(a.words.Type), cutText(a.words.Message)})
+		}
+	}
+	return f
+}
+
+func (f savedFailure) suspect() suspect {
+	s := suspect{
+		tries: f.Tries, attempts: f.Attempts, after: f.After, afterAt: f.AfterAt, lastWord: f.LastWord, wordAt: f.WordAt,
+		firstFailed: f.FirstFailed, at: f.At, parked: f.Parked,
+	}
+	for _, a := range f.Failures {
+		s.failures = append(s.failures, attempt{n: a.N, at: a.At, words: dlq.ErrorInfo{Type: a.Type, Message: a.Message}})
+	}
+	return s
+}
+
+func cutText(s string) string { return strings.ToValidUTF8(s[:min(len(s), maxSavedText)], "") }
