@@ -16,7 +16,7 @@ import (
 // flawless draws a history of a consumer that did everything right, over kills, with a
 // message of each ten poison.
 func flawless(t *rapid.T) History {
-	h := History{Schedule: Crash(rapid.Uint64().Draw(t, "seed"), rapid.IntRange(1, 20).Draw(t, "kills"), 10)}
+	h := History{Schedule: Crash(rapid.Uint64().Draw(t, "seed"), 1, rapid.IntRange(1, 20).Draw(t, "kills"), 10)}
 	h.Ordered = rapid.SampledFrom([]Redelivery{KeepsOrder, Redelivers}).Draw(t, "ordered")
 	now := Instant(0)
 	process := 1
@@ -134,11 +134,12 @@ func TestJudgeOrder(t *testing.T) {
 func TestSchedule(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		seed, kills := rapid.Uint64().Draw(t, "seed"), rapid.IntRange(1, 300).Draw(t, "kills")
-		s := Crash(seed, kills, 50)
+		consumers := rapid.IntRange(1, 64).Draw(t, "consumers")
+		s := Crash(seed, consumers, kills, 50)
 		if err := s.Validate(); err != nil {
 			t.Fatal(err)
 		}
-		if s.Count(Kill) != kills || !reflect.DeepEqual(s, Crash(seed, kills, 50)) {
+		if s.Count(Kill) != kills || !reflect.DeepEqual(s, Crash(seed, consumers, kills, 50)) {
 			t.Fatalf("%d kills, want %d, or not the same twice", s.Count(Kill), kills)
 		}
 		text, err := json.Marshal(s)
@@ -150,9 +151,24 @@ func TestSchedule(t *testing.T) {
 			t.Fatalf("%v: %s", err, text)
 		}
 	})
-	bad := Schedule{Faults: []Fault{{Kind: "melt"}, {Kind: Kill, For: 1}, {Kind: Outage}, {Kind: Freeze, For: 600_001}, {Kind: Kill, After: -1}}}
+	rolling := Rolling(7, 3, 4, 50)
+	if err := rolling.Validate(); err != nil {
+		t.Error(err)
+	}
+	times := make(map[int]int)
+	for i, f := range rolling.Faults {
+		if f.Kind == Restart {
+			times[f.Consumer]++
+		} else if rolling.Faults[i+1].Kind != Restart {
+			t.Errorf("fault %d is %+v, and no restart comes in it", i, f)
+		}
+	}
+	if !reflect.DeepEqual(times, map[int]int{0: 4, 1: 4, 2: 4}) {
+		t.Errorf("restarts by consumer: %v", times)
+	}
+	bad := Schedule{Consumers: 65, Faults: []Fault{{Kind: "melt"}, {Kind: Kill, For: 1}, {Kind: Outage}, {Kind: Freeze, For: 600_001}, {Kind: Kill, After: -1}, {Kind: Restart, Consumer: 65}, {Kind: Outage, For: 1, Consumer: 1}}}
 	err := bad.Validate()
-	for _, want := range []string{`fault 0: kind: "melt" is not one of`, "fault 1: for_ms: 1 is not in [0, 0] of a kill", "fault 2: for_ms: 0 is not in [1, 600000]", "fault 3: for_ms: 600001", "fault 4: after: -1 is not in [0, 100000]"} {
+	for _, want := range []string{`fault 0: kind: "melt" is not one of`, "fault 1: for_ms: 1 is not in [0, 0] of a kill", "fault 2: for_ms: 0 is not in [1, 600000]", "fault 3: for_ms: 600001", "fault 4: after: -1 is not in [0, 100000]", "consumers: 65 are not in [1, 64]", "fault 5: consumer: 65 is not in [0, 64]", "fault 6: consumer: 1 is not in [0, 0] of a outage"} {
 		if err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%v\nhas no %q", err, want)
 		}

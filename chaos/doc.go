@@ -13,5 +13,5 @@
 // fault everything drains. A run in which a planned fault did not happen proves nothing,
 // and fails.
 //
-// "stormguard chaos run crash" is such a run, on real brokers.
+// "stormguard chaos run" has such runs, on real brokers.
 package chaos

@@ -37,6 +37,9 @@ const (
 	// ones: RabbitMQ, JetStream. Then only messages that were published after a process
 	// began are judged by what it made of them.
 	Redelivers Redelivery = "redelivers"
+	// Competes is a broker that gives messages of one key to several consumers at once, as
+	// RabbitMQ and JetStream do: their order is not judged.
+	Competes Redelivery = "competes"
 )
 
 // A Message was published; ids rise in that order. Poison is one that no handler can handle.
@@ -71,7 +74,8 @@ type Report struct {
 	Seed      uint64 `json:"seed"`
 	Published int    `json:"published"`
 	Kills     int    `json:"kills"`
-	Fired     bool   `json:"fired"` // every planned fault happened, in its order
+	Restarts  int    `json:"restarts"` // of consumers that were stopped in order
+	Fired     bool   `json:"fired"`    // every planned fault happened, in its order
 
 	Lost                int     `json:"lost"`                 // healthy messages without an effect, poison without a dead letter
 	DuplicateDeliveries int     `json:"duplicate_deliveries"` // handlers that returned nil for a message a second time
@@ -97,7 +101,7 @@ func (r Report) OK() bool {
 
 // Judge judges a history. It needs time and memory in proportion to it.
 func Judge(h History) Report {
-	r := Report{Seed: h.Schedule.Seed, Published: len(h.Published), Kills: h.Schedule.Count(Kill)}
+	r := Report{Seed: h.Schedule.Seed, Published: len(h.Published), Kills: h.Schedule.Count(Kill), Restarts: h.Schedule.Count(Restart)}
 	r.Fired = len(h.Fired) == len(h.Schedule.Faults)
 	for i, f := range h.Fired {
 		r.Fired = r.Fired && f.Fault == i
@@ -170,6 +174,9 @@ func (j judgement) found(n *int, what string, id int) {
 
 // order counts effects that came after that of a later message of their key.
 func (j judgement) order(h History) {
+	if h.Ordered == Competes {
+		return
+	}
 	began := make(map[int]Instant, len(h.Starts))
 	for _, s := range h.Starts {
 		began[s.Process] = s.At
@@ -202,7 +209,7 @@ func (r Report) Text() string {
 		verdict = "an oracle found something"
 	}
 	var text strings.Builder
-	fmt.Fprintf(&text, "# %d kills, seed %d: %s\n\n| figure | value | limit |\n|---|---|---|\n", r.Kills, r.Seed, verdict)
+	fmt.Fprintf(&text, "# %d kills, %d restarts, seed %d: %s\n\n| figure | value | limit |\n|---|---|---|\n", r.Kills, r.Restarts, r.Seed, verdict)
 	row := func(name string, value any, limit string) {
 		fmt.Fprintf(&text, "| %s | %v | %s |\n", name, value, limit)
 	}

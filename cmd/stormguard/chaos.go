@@ -17,18 +17,12 @@ import (
 	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/chaosrun"
 )
 
-const chaosLong = `Kill a guarded consumer again and again, and prove that nothing is lost.
+const figuresLong = `
 
-The run publishes messages, one in 97 of them poison, and starts a consumer as a process
-of its own: a guard with its defaults, and once.Do around the effect. The schedule is
-drawn from --seed. SIGKILL comes at any instant, one in four times in the middle of an
-outage of the dependency, one in sixteen while the process is frozen; then the next
-process starts. Publishing goes on until the last fault.
-
-The dependency is this process, so what a killed process knew is not needed to judge it:
+The dependency is this process, so what another process knew is not needed to judge it:
 
   published             messages that the broker confirmed
-  kills                 of the schedule
+  kills, restarts       of the schedule
   fired                 every planned fault happened
   lost                  healthy messages without an effect, poison without a dead letter
   duplicate_deliveries  handlers that returned nil for a message a second time
@@ -36,7 +30,8 @@ The dependency is this process, so what a killed process knew is not needed to j
   out_of_order          effects after that of a later message of their key. RabbitMQ and
                         JetStream hand over again what a killed process had, behind newer
                         messages: there only messages that were sent after a process
-                        began count, in what that process made of them
+                        began count, in what that process made of them. With several
+                        consumers they give a key to all of them: then nothing counts
   healthy_dead_letters  dead letters that are no poison
   drained               nothing was left at the broker in the end
   drain_seconds         from the last fault until then
@@ -45,6 +40,25 @@ The dependency is this process, so what a killed process knew is not needed to j
 The status is 0 if everything was fired and drained and no other figure but
 duplicate_deliveries and the times is above 0, else 1. --mutant makes a consumer that is
 wrong, to see it found.`
+
+const crashLong = `Kill a guarded consumer again and again, and prove that nothing is lost.
+
+The run publishes messages, one in 97 of them poison, and starts a consumer as a process
+of its own: a guard with its defaults, and once.Do around the effect. The schedule is
+drawn from --seed. SIGKILL comes at any instant, one in four times in the middle of an
+outage of the dependency, one in sixteen while the process is frozen; then the next
+process starts. Publishing goes on until the last fault. Several consumers share the marks
+of their effects.` + figuresLong
+
+const rollingLong = `Restart guarded consumers one after the other, as a deploy does, and prove that nothing is
+lost.
+
+The run publishes messages, one in 97 of them poison, and starts the consumers as
+processes of their own: guards with their defaults, and once.Do around the effect, with
+marks that all of them share. In each round each consumer is stopped in order and started
+again, one in three times in the middle of an outage of the dependency. Kafka's topic has a
+partition for each consumer, so each restart is two rebalances. Publishing goes on until
+the last restart.` + figuresLong
 
 // errJudged is a run in which an oracle found something.
 var errJudged = errors.New("an oracle found something; --history FILE keeps what happened")
@@ -58,7 +72,7 @@ func newChaos() *cobra.Command {
 		Use: "run", Short: "Run a schedule of faults", Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	run.AddCommand(newChaosCrash())
+	run.AddCommand(newChaosCrash(), newChaosRolling())
 	cmd.AddCommand(run, &cobra.Command{
 		Use: "worker JOB", Hidden: true, Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -69,62 +83,103 @@ func newChaos() *cobra.Command {
 }
 
 func newChaosCrash() *cobra.Command {
-	cfg := chaosrun.Config{Broker: "nats", Kills: 200, Messages: 1000, Drain: 2 * time.Minute}
-	var rs ranges
-	var asJSON bool
-	var history string
+	kills, consumers := 200, 1
+	r := newChaosRun(func(seed uint64) chaos.Schedule { return chaos.Crash(seed, consumers, kills, faultWithin) })
 	cmd := &cobra.Command{
 		Use:   "crash",
 		Short: "Kill a consumer a few hundred times, during outages and poison",
-		Long:  chaosLong,
+		Long:  crashLong,
 		Example: `  stormguard chaos run crash
   stormguard chaos run crash --broker kafka --kills 50 --seed 7 --json
   stormguard chaos run crash --broker rabbitmq --spill
+  stormguard chaos run crash --consumers 3
   stormguard chaos run crash --mutant no-once --kills 40`,
-		Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			if err := rs.check(); err != nil {
-				return usageError{err}
-			}
-			if !cmd.Flags().Changed("seed") {
-				cfg.Seed = rand.Uint64()
-			}
-			h, err := chaosrun.Run(cmd.Context(), cfg, cmd.ErrOrStderr())
-			if err != nil {
-				return err
-			}
-			if history != "" {
-				if err := writeHistory(history, h); err != nil {
-					return err
-				}
-			}
-			report := chaos.Judge(h)
-			if asJSON {
-				err = json.NewEncoder(cmd.OutOrStdout()).Encode(struct {
-					Broker string `json:"broker"`
-					chaos.Report
-				}{cfg.Broker, report})
-			} else {
-				_, err = fmt.Fprint(cmd.OutOrStdout(), report.Text())
-			}
-			if err == nil && !report.OK() {
-				err = errJudged
-			}
-			return err
-		},
+		Args: cobra.NoArgs, RunE: r.run,
 	}
-	f := cmd.Flags()
-	choice(&rs, f, &cfg.Broker, "broker", chaosrun.Brokers(), "what to run on")
-	f.StringVar(&cfg.URL, "url", "", "`address` of a broker of yours (default an embedded NATS, or a broker that scripts/brokers finds or starts)")
-	rs.number(f, &cfg.Kills, "kills", 1, 10000, "how often the consumer is killed")
-	rs.number(f, &cfg.Messages, "messages", 1, 10_000_000, "published at least")
-	f.Uint64Var(&cfg.Seed, "seed", 0, "of the schedule (default drawn anew, and printed)")
-	rs.duration(f, &cfg.Drain, "drain", time.Second, time.Hour, "how long everything may take after the last fault")
-	f.BoolVar(&cfg.Spill, "spill", false, "the consumer holds what comes in an outage on its disk, with a window of 20, and keeps its state there")
-	choice(&rs, f, &cfg.Mutant, "mutant", append(chaosrun.Mutants(), ""), "a consumer that is wrong on purpose")
-	f.StringVar(&history, "history", "", "`file` to write the history to, as JSON that chaos.Judge reads")
-	f.BoolVar(&asJSON, "json", false, "print one JSON object")
+	r.ranges.number(cmd.Flags(), &kills, "kills", 1, 10000, "how often a consumer is killed")
+	r.ranges.number(cmd.Flags(), &consumers, "consumers", 1, 64, "how many run side by side")
+	r.flags(cmd)
 	return cmd
+}
+
+func newChaosRolling() *cobra.Command {
+	consumers, rounds := 3, 3
+	r := newChaosRun(func(seed uint64) chaos.Schedule { return chaos.Rolling(seed, consumers, rounds, faultWithin) })
+	cmd := &cobra.Command{
+		Use:   "rolling",
+		Short: "Restart consumers one after the other, as a deploy does",
+		Long:  rollingLong,
+		Example: `  stormguard chaos run rolling
+  stormguard chaos run rolling --broker kafka --consumers 5 --rounds 10 --json
+  stormguard chaos run rolling --broker rabbitmq --spill`,
+		Args: cobra.NoArgs, RunE: r.run,
+	}
+	r.ranges.number(cmd.Flags(), &consumers, "consumers", 1, 64, "how many run side by side")
+	r.ranges.number(cmd.Flags(), &rounds, "rounds", 1, 1000, "how often each of them is restarted")
+	r.flags(cmd)
+	return cmd
+}
+
+// faultWithin is how many effects there are between two faults, at most.
+const faultWithin = 60
+
+// chaosRun is a command that runs a schedule, and judges what happened.
+type chaosRun struct {
+	schedule func(seed uint64) chaos.Schedule
+	cfg      chaosrun.Config
+	ranges   ranges
+	seed     uint64
+	asJSON   bool
+	history  string
+}
+
+func newChaosRun(schedule func(seed uint64) chaos.Schedule) *chaosRun {
+	return &chaosRun{schedule: schedule, cfg: chaosrun.Config{Broker: "nats", Messages: 1000, Drain: 2 * time.Minute}}
+}
+
+func (r *chaosRun) flags(cmd *cobra.Command) {
+	f := cmd.Flags()
+	choice(&r.ranges, f, &r.cfg.Broker, "broker", chaosrun.Brokers(), "what to run on")
+	f.StringVar(&r.cfg.URL, "url", "", "`address` of a broker of yours (default an embedded NATS, or a broker that scripts/brokers finds or starts)")
+	r.ranges.number(f, &r.cfg.Messages, "messages", 1, 10_000_000, "published at least")
+	f.Uint64Var(&r.seed, "seed", 0, "of the schedule (default drawn anew, and printed)")
+	r.ranges.duration(f, &r.cfg.Drain, "drain", time.Second, time.Hour, "how long everything may take after the last fault")
+	f.BoolVar(&r.cfg.Spill, "spill", false, "a consumer holds what comes in an outage on its disk, with a window of 20, and keeps its state there")
+	choice(&r.ranges, f, &r.cfg.Mutant, "mutant", append(chaosrun.Mutants(), ""), "a consumer that is wrong on purpose")
+	f.StringVar(&r.history, "history", "", "`file` to write the history to, as JSON that chaos.Judge reads")
+	f.BoolVar(&r.asJSON, "json", false, "print one JSON object")
+}
+
+func (r *chaosRun) run(cmd *cobra.Command, _ []string) error {
+	if err := r.ranges.check(); err != nil {
+		return usageError{err}
+	}
+	if !cmd.Flags().Changed("seed") {
+		r.seed = rand.Uint64()
+	}
+	r.cfg.Schedule = r.schedule(r.seed)
+	h, err := chaosrun.Run(cmd.Context(), r.cfg, cmd.ErrOrStderr())
+	if err != nil {
+		return err
+	}
+	if r.history != "" {
+		if err := writeHistory(r.history, h); err != nil {
+			return err
+		}
+	}
+	report := chaos.Judge(h)
+	if r.asJSON {
+		err = json.NewEncoder(cmd.OutOrStdout()).Encode(struct {
+			Broker string `json:"broker"`
+			chaos.Report
+		}{r.cfg.Broker, report})
+	} else {
+		_, err = fmt.Fprint(cmd.OutOrStdout(), report.Text())
+	}
+	if err == nil && !report.OK() {
+		err = errJudged
+	}
+	return err
 }
 
 func writeHistory(name string, h chaos.History) error {

@@ -22,26 +22,41 @@ type broker interface {
 	lay(ctx context.Context) error
 	remove(ctx context.Context)
 	// publish returns when the broker has the messages.
-	publish(ctx context.Context, bodies [][]byte) error
+	publish(ctx context.Context, ms []message) error
 	// left is how many messages are not settled, as far as the broker tells.
 	left(ctx context.Context) (int, error)
 	// letters are the bodies in the DLQ.
 	letters(ctx context.Context) ([][]byte, error)
-	// consume guards a consumer until ctx ends; a process of its own calls it.
+	// consume guards a consumer until ctx ends; a process of its own calls it, one of
+	// several that may run.
 	consume(ctx context.Context, g *guard.Guard, handle func(ctx context.Context, body []byte) error) error
+}
+
+// A message to publish. Those of one key keep their order.
+type message struct {
+	key  string
+	body []byte
 }
 
 // A kind of broker.
 type kind struct {
-	open    func(url, id string) broker
+	open    func(Job) broker
 	found   brokers.Kind // what to look for without an address
 	ordered chaos.Redelivery
 }
 
 var kinds = map[string]kind{
-	"nats":     {func(url, id string) broker { return newNATS(url, id) }, "", chaos.Redelivers},
-	"kafka":    {func(url, id string) broker { return newKafka(url, id) }, brokers.Kafka, chaos.KeepsOrder},
-	"rabbitmq": {func(url, id string) broker { return newRabbitMQ(url, id) }, brokers.RabbitMQ, chaos.Redelivers},
+	"nats":     {func(j Job) broker { return newNATS(j.URL, j.ID) }, "", chaos.Redelivers},
+	"kafka":    {func(j Job) broker { return newKafka(j) }, brokers.Kafka, chaos.KeepsOrder},
+	"rabbitmq": {func(j Job) broker { return newRabbitMQ(j.URL, j.ID) }, brokers.RabbitMQ, chaos.Redelivers},
+}
+
+// order is what a broker keeps of the order with that many consumers.
+func (k kind) order(consumers int) chaos.Redelivery {
+	if consumers > 1 && k.ordered != chaos.KeepsOrder {
+		return chaos.Competes
+	}
+	return k.ordered
 }
 
 // Brokers are the names of the brokers that a run knows.

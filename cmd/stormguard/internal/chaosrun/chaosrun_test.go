@@ -35,7 +35,6 @@ func build(t *testing.T) string {
 
 func crash(t *testing.T, cfg Config) chaos.Report {
 	t.Helper()
-	cfg.Seed = 1
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Minute)
 	defer cancel()
 	h, err := Run(ctx, cfg, t.Output())
@@ -56,13 +55,38 @@ func TestCrash(t *testing.T) {
 			if spill && name == "kafka" && os.Getenv("STORMGUARD_FULL") == "" {
 				t.Skip("the disk under one more broker: STORMGUARD_FULL=1, or scripts/test --full")
 			}
-			cfg := Config{Broker: name, Kills: kills(10), Messages: 500, Drain: 5 * time.Minute, Spill: spill, Exe: exe}
+			cfg := Config{Broker: name, Schedule: chaos.Crash(1, 1, kills(10), 60), Messages: 500, Drain: 5 * time.Minute, Spill: spill, Exe: exe}
 			if found := kinds[name].found; found != "" {
 				cfg.URL = brokers.ForTest(t, found)
 			}
 			r := crash(t, cfg)
 			t.Logf("%d published, %d kills, %d duplicate deliveries, drained after %.1f s", r.Published, r.Kills, r.DuplicateDeliveries, r.DrainSeconds)
 			if !r.OK() {
+				t.Error(r.Text())
+			}
+		})
+	}
+}
+
+// A rolling restart of three consumers loses nothing, and no effect happens twice, on each
+// broker.
+func TestRolling(t *testing.T) {
+	t.Parallel()
+	exe := build(t)
+	rounds := 1
+	if os.Getenv("STORMGUARD_FULL") != "" {
+		rounds = 3
+	}
+	for _, name := range Brokers() {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			cfg := Config{Broker: name, Schedule: chaos.Rolling(1, 3, rounds, 60), Messages: 500, Drain: 5 * time.Minute, Exe: exe}
+			if found := kinds[name].found; found != "" {
+				cfg.URL = brokers.ForTest(t, found)
+			}
+			r := crash(t, cfg)
+			t.Logf("%d published, %d restarts, %d duplicate deliveries, drained after %.1f s", r.Published, r.Restarts, r.DuplicateDeliveries, r.DrainSeconds)
+			if !r.OK() || r.Restarts != 3*rounds {
 				t.Error(r.Text())
 			}
 		})
@@ -78,11 +102,15 @@ func TestMutants(t *testing.T) {
 		NoOnce:     func(r chaos.Report) bool { return r.DuplicateEffects > 0 },
 		BuryAll:    func(r chaos.Report) bool { return r.HealthyDeadLetters > 0 },
 		Unordered:  func(r chaos.Report) bool { return r.OutOfOrder > 0 },
+		OwnMarks:   func(r chaos.Report) bool { return r.DuplicateEffects > 0 },
 		StopsShort: func(r chaos.Report) bool { return !r.Drained && r.Lost > 0 },
 	} {
 		t.Run(string(mutant), func(t *testing.T) {
 			t.Parallel()
-			cfg := Config{Broker: "nats", Kills: 8, Messages: 500, Drain: 5 * time.Second, Mutant: mutant, Exe: exe}
+			cfg := Config{Broker: "nats", Schedule: chaos.Crash(1, 1, 8, 60), Messages: 500, Drain: 5 * time.Second, Mutant: mutant, Exe: exe}
+			if mutant == OwnMarks {
+				cfg.Schedule = chaos.Crash(1, 3, 20, 60)
+			}
 			if mutant == Unordered { // what a killed process had is judged, too
 				cfg.Broker, cfg.URL = "kafka", brokers.ForTest(t, brokers.Kafka)
 			}

@@ -16,21 +16,28 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-// onKafka is a topic of one partition, its group, and the topic of the dead letters.
+// onKafka is a topic of a partition for each consumer, its group, and the topic of the
+// dead letters.
 type onKafka struct {
 	addrs              []string
 	topic, dead, group string
+	consumers          int
+	member             string // empty: a new one for each process
 
 	client   sarama.Client
 	admin    sarama.ClusterAdmin
 	producer sarama.SyncProducer
 }
 
-func newKafka(url, id string) *onKafka {
-	return &onKafka{addrs: strings.Split(url, ","), topic: "chaos." + id, dead: "chaos." + id + ".dlq", group: "chaos." + id}
+func newKafka(j Job) *onKafka {
+	b := &onKafka{consumers: j.Consumers, addrs: strings.Split(j.URL, ","), topic: "chaos." + j.ID, dead: "chaos." + j.ID + ".dlq", group: "chaos." + j.ID}
+	if j.Static {
+		b.member = fmt.Sprint("consumer-", j.Consumer)
+	}
+	return b
 }
 
-func (*onKafka) config() *sarama.Config {
+func (b *onKafka) config() *sarama.Config {
 	c := sarama.NewConfig()
 	c.ClientID = "stormguard-chaos"
 	c.Version = sarama.V2_8_0_0
@@ -38,8 +45,8 @@ func (*onKafka) config() *sarama.Config {
 	c.Producer.Idempotent, c.Producer.RequiredAcks, c.Net.MaxOpenRequests = true, sarama.WaitForAll, 1
 	c.Producer.Return.Successes = true
 	c.Metadata.AllowAutoTopicCreation = false
-	// A static member: the next process of this name takes over from the killed one at once.
-	c.Consumer.Group.InstanceId = "consumer"
+	// A static member: the next process of this name takes over from a killed one at once.
+	c.Consumer.Group.InstanceId = b.member
 	return c
 }
 
@@ -50,8 +57,8 @@ func (b *onKafka) lay(context.Context) (err error) {
 	if b.admin, err = sarama.NewClusterAdminFromClient(b.client); err != nil {
 		return err
 	}
-	for _, name := range []string{b.topic, b.dead} {
-		if err := b.admin.CreateTopic(name, &sarama.TopicDetail{NumPartitions: 1, ReplicationFactor: -1}, false); err != nil {
+	for name, partitions := range map[string]int{b.topic: b.consumers, b.dead: 1} {
+		if err := b.admin.CreateTopic(name, &sarama.TopicDetail{NumPartitions: int32(partitions), ReplicationFactor: -1}, false); err != nil {
 			return fmt.Errorf("create topic %s: %w", name, err)
 		}
 	}
@@ -73,31 +80,38 @@ func (b *onKafka) remove(context.Context) {
 	}
 }
 
-func (b *onKafka) publish(_ context.Context, bodies [][]byte) error {
-	all := make([]*sarama.ProducerMessage, len(bodies))
-	for i, body := range bodies {
-		all[i] = &sarama.ProducerMessage{Topic: b.topic, Value: sarama.ByteEncoder(body)}
+func (b *onKafka) publish(_ context.Context, ms []message) error {
+	all := make([]*sarama.ProducerMessage, len(ms))
+	for i, m := range ms {
+		all[i] = &sarama.ProducerMessage{Topic: b.topic, Key: sarama.StringEncoder(m.key), Value: sarama.ByteEncoder(m.body)}
 	}
 	return b.producer.SendMessages(all)
 }
 
-func (b *onKafka) left(context.Context) (int, error) {
-	end, err := b.client.GetOffset(b.topic, 0, sarama.OffsetNewest)
+func (b *onKafka) left(context.Context) (left int, err error) {
+	partitions := make([]int32, b.consumers)
+	for i := range partitions {
+		partitions[i] = int32(i)
+	}
+	offsets, err := b.admin.ListConsumerGroupOffsets(b.group, map[string][]int32{b.topic: partitions})
 	if err != nil {
 		return 0, err
 	}
-	offsets, err := b.admin.ListConsumerGroupOffsets(b.group, map[string][]int32{b.topic: {0}})
-	if err != nil {
-		return 0, err
+	for _, p := range partitions {
+		end, err := b.client.GetOffset(b.topic, p, sarama.OffsetNewest)
+		if err != nil {
+			return 0, err
+		}
+		block := offsets.GetBlock(b.topic, p)
+		if block == nil {
+			return 0, errors.New("the group's offsets do not name the topic")
+		}
+		if block.Err != sarama.ErrNoError {
+			return 0, block.Err
+		}
+		left += int(end - max(block.Offset, 0))
 	}
-	block := offsets.GetBlock(b.topic, 0)
-	if block == nil {
-		return 0, errors.New("the group's offsets do not name the topic")
-	}
-	if block.Err != sarama.ErrNoError {
-		return 0, block.Err
-	}
-	return int(end - max(block.Offset, 0)), nil
+	return left, nil
 }
 
 func (b *onKafka) letters(ctx context.Context) (all [][]byte, err error) {

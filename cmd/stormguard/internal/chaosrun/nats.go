@@ -16,7 +16,26 @@ import (
 
 	"github.com/stormguard-mq/stormguard/adapters/nats"
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/once"
 )
+
+// natsMarks are marks that several consumers share.
+func natsMarks(url, bucket string) (once.Store, func() error, error) {
+	nc, err := natsgo.Connect(url, natsgo.MaxReconnects(-1))
+	if err != nil {
+		return nil, nil, err
+	}
+	end := func() error { nc.Close(); return nil }
+	js, err := jetstream.New(nc)
+	if err != nil {
+		return nil, nil, errors.Join(err, end())
+	}
+	marks, err := guardnats.NewOnce(js, guardnats.OnceConfig{Bucket: bucket, Lease: natsAckWait})
+	if err != nil {
+		return nil, nil, errors.Join(err, end())
+	}
+	return marks, end, nil
+}
 
 // startNATS starts a server in this process, which nobody kills.
 func startNATS(ctx context.Context) (url string, stop func(), err error) {
@@ -97,10 +116,10 @@ func (b *onNATS) remove(ctx context.Context) {
 	}
 }
 
-func (b *onNATS) publish(ctx context.Context, bodies [][]byte) error {
+func (b *onNATS) publish(ctx context.Context, ms []message) error {
 	var futures []jetstream.PubAckFuture
-	for _, body := range bodies {
-		f, err := b.js.PublishAsync(b.subject, body)
+	for _, m := range ms {
+		f, err := b.js.PublishAsync(b.subject, m.body)
 		if err != nil {
 			return err
 		}

@@ -54,10 +54,10 @@ func (b *onRabbitMQ) remove(context.Context) {
 	}
 }
 
-func (b *onRabbitMQ) publish(ctx context.Context, bodies [][]byte) error {
+func (b *onRabbitMQ) publish(ctx context.Context, ms []message) error {
 	var waits []*amqp091.DeferredConfirmation
-	for _, body := range bodies {
-		c, err := b.ch.PublishWithDeferredConfirmWithContext(ctx, "", b.queue, true, false, amqp091.Publishing{DeliveryMode: amqp091.Persistent, Body: body})
+	for _, m := range ms {
+		c, err := b.ch.PublishWithDeferredConfirmWithContext(ctx, "", b.queue, true, false, amqp091.Publishing{DeliveryMode: amqp091.Persistent, Body: m.body})
 		if err != nil {
 			return err
 		}

@@ -3,9 +3,9 @@
 
 // Package chaosrun runs a schedule of faults against guarded consumers on real brokers.
 //
-// The run is one process: it publishes, is the dependency, keeps the record, and starts the
-// consumer as a process of its own, which it kills and starts again. Nothing that a killed
-// process knew is needed to judge it.
+// The run is one process: it publishes, is the dependency, keeps the record, and starts
+// consumers as processes of their own, which it kills or stops and starts again. Nothing that
+// a killed process knew is needed to judge it.
 package chaosrun
 
 import (
@@ -18,6 +18,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -31,21 +32,19 @@ import (
 type Config struct {
 	Broker   string // of Brokers
 	URL      string // empty: an embedded NATS, or a broker that is found or started
-	Kills    int
-	Messages int // at least; publishing goes on until the last fault
-	Seed     uint64
+	Schedule chaos.Schedule
+	Messages int           // at least; publishing goes on until the last fault
 	Drain    time.Duration // how long after the last fault everything may take
 	Mutant   Mutant
-	Spill    bool   // the consumer spills to disk, and keeps its state there
+	Spill    bool   // each consumer spills to disk, and keeps its state there
 	Exe      string // the program that has "chaos worker"; empty: this one
 }
 
 const (
 	inFlight    = 400 // published and without an effect, at most
 	batch       = 50
-	keys        = 3
-	poisonEvery = 97
-	killWithin  = 60 // effects between two faults, at most
+	keys        = 3  // for each consumer
+	poisonEvery = 97 // no multiple of a number of keys
 	pad         = 200
 	stuckAfter  = time.Minute     // without an effect: the run gives up
 	idleAfter   = 2 * time.Second // without an effect: one batch more is published
@@ -94,7 +93,7 @@ func Run(ctx context.Context, cfg Config, stderr io.Writer) (h chaos.History, er
 	defer r.mu.Unlock()
 	return chaos.History{
 		Schedule: r.schedule, Published: r.messages, Starts: r.starts, Effects: r.effects, Handled: r.handled,
-		Letters: letters, Fired: r.fired, Healed: healed, Drained: r.drained, Ordered: kinds[cfg.Broker].ordered,
+		Letters: letters, Fired: r.fired, Healed: healed, Drained: r.drained, Ordered: kinds[cfg.Broker].order(r.job.Consumers),
 	}, nil
 }
 
@@ -106,16 +105,16 @@ type run struct {
 	stderr     io.Writer
 	schedule   chaos.Schedule
 	broker     broker
-	job        Job
+	job        Job // of the next process, but for what is a consumer's
 	dependency *listener
 	recorder   *listener
 	dir        string
 	stop       func()
 
-	process *process
-	starts  []chaos.Start
-	fired   []chaos.Fired
-	drained *chaos.Instant
+	consumers []*process // nil for one that does not run
+	starts    []chaos.Start
+	fired     []chaos.Fired
+	drained   *chaos.Instant
 }
 
 // process is a consumer.
@@ -125,10 +124,11 @@ type process struct {
 }
 
 func newRun(ctx context.Context, cfg Config, stderr io.Writer) (r *run, err error) {
-	r = &run{record: newRecord(), cfg: cfg, stderr: stderr, schedule: chaos.Crash(cfg.Seed, cfg.Kills, killWithin), stop: func() {}}
-	if err := r.schedule.Validate(); err != nil {
+	if err := cfg.Schedule.Validate(); err != nil {
 		return nil, err
 	}
+	n := max(cfg.Schedule.Consumers, 1)
+	r = &run{record: newRecord(), cfg: cfg, stderr: stderr, schedule: cfg.Schedule, stop: func() {}, consumers: make([]*process, n)}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, r.close(ctx))
@@ -154,24 +154,37 @@ func newRun(ctx context.Context, cfg Config, stderr io.Writer) (r *run, err erro
 		return r, err
 	}
 	id := strings.ToUpper(rand.Text()[:8])
-	r.broker = kinds[cfg.Broker].open(url, id)
+	r.job = Job{
+		Broker: cfg.Broker, URL: url, ID: id, Dependency: r.dependency.addr, Recorder: r.recorder.addr,
+		Marks: filepath.Join(r.dir, "once.db"), Own: filepath.Join(r.dir, "once.db-"), Mutant: cfg.Mutant,
+		Consumers: n, Static: cfg.Schedule.Count(chaos.Restart) == 0,
+	}
+	r.broker = kinds[cfg.Broker].open(r.job)
 	if err := r.broker.lay(ctx); err != nil {
 		return r, err
 	}
-	r.job = Job{
-		Broker: cfg.Broker, URL: url, ID: id, Dependency: r.dependency.addr, Recorder: r.recorder.addr,
-		Marks: filepath.Join(r.dir, "once.db"), Mutant: cfg.Mutant,
-	}
-	if cfg.Spill {
-		r.job.Spill, r.job.State = filepath.Join(r.dir, "spill"), filepath.Join(r.dir, "state")
+	if n > 1 {
+		marks, stopMarks, err := startNATS(ctx)
+		if err != nil {
+			return r, err
+		}
+		r.job.Marks = marks
+		r.stop = func() { stopMarks(); stop() }
 	}
 	r.began = time.Now()
-	return r, r.start()
+	for c := range n {
+		if err := r.start(c); err != nil {
+			return r, err
+		}
+	}
+	return r, nil
 }
 
 func (r *run) close(ctx context.Context) error {
-	if r.process != nil {
-		_ = r.kill() // it may have ended
+	for c, p := range r.consumers {
+		if p != nil {
+			_ = r.kill(c) // it may have ended
+		}
 	}
 	for _, s := range []*listener{r.dependency, r.recorder} {
 		if s != nil {
@@ -187,9 +200,18 @@ func (r *run) close(ctx context.Context) error {
 	return os.RemoveAll(r.dir)
 }
 
-// start starts the next consumer.
-func (r *run) start() error {
+// disk is where a consumer has what outlives it.
+func (r *run) disk(consumer int, what string) string {
+	return filepath.Join(r.dir, fmt.Sprint(what, "-", consumer))
+}
+
+// start starts the next process of a consumer.
+func (r *run) start(consumer int) error {
 	r.job.Process++
+	r.job.Consumer = consumer
+	if r.cfg.Spill {
+		r.job.Spill, r.job.State = r.disk(consumer, "spill"), r.disk(consumer, "state")
+	}
 	job, err := json.Marshal(r.job)
 	if err != nil {
 		return err
@@ -204,15 +226,15 @@ func (r *run) start() error {
 	if err := cmd.Start(); err != nil {
 		return err
 	}
-	r.process = &process{cmd, stdin}
+	r.consumers[consumer] = &process{cmd, stdin}
 	return nil
 }
 
-// kill kills the consumer. One that had ended by itself was not killed, and is an error:
+// kill kills a consumer. One that had ended by itself was not killed, and is an error:
 // the fault did not happen.
-func (r *run) kill() error {
-	cmd := r.process.cmd
-	r.process = nil
+func (r *run) kill(consumer int) error {
+	cmd := r.consumers[consumer].cmd
+	r.consumers[consumer] = nil
 	_ = cmd.Process.Kill()
 	err := cmd.Wait()
 	if status, ok := cmd.ProcessState.Sys().(syscall.WaitStatus); !ok || status.Signal() != syscall.SIGKILL {
@@ -248,19 +270,19 @@ func (r *run) publish(ctx context.Context, faultsOver <-chan struct{}) error {
 			continue
 		}
 		var ms []body
-		var bodies [][]byte
+		var texts []message
 		for range batch {
-			m := body{ID: id, Key: id % keys, Poison: id%poisonEvery == 0, Pad: padding}
+			m := body{ID: id, Key: id % (keys * r.job.Consumers), Poison: id%poisonEvery == 0, Pad: padding}
 			text, err := json.Marshal(m)
 			if err != nil {
 				return err
 			}
-			ms, bodies = append(ms, m), append(bodies, text)
+			ms, texts = append(ms, m), append(texts, message{strconv.Itoa(m.Key), text})
 			id++
 		}
 		published = time.Now()
 		sent := r.now()
-		if err := r.broker.publish(ctx, bodies); err != nil {
+		if err := r.broker.publish(ctx, texts); err != nil {
 			if ctx.Err() != nil {
 				return nil //nolint:nilerr // the run says why
 			}
@@ -286,14 +308,21 @@ func (r *run) faults(ctx context.Context) error {
 		r.fired = append(r.fired, chaos.Fired{Fault: i, At: r.now()})
 		switch f.Kind {
 		case chaos.Kill: // what lasts goes on: the next process begins in it
-			if err := r.kill(); err != nil {
+			if err := r.kill(f.Consumer); err != nil {
 				return err
 			}
-			if err := r.start(); err != nil {
+			if err := r.start(f.Consumer); err != nil {
 				return err
 			}
 			if n := r.schedule.Count(chaos.Kill); r.job.Process%50 == 0 {
 				fmt.Fprintf(r.stderr, "chaos: %d of %d kills, %d effects\n", r.job.Process-1, n, r.made())
+			}
+		case chaos.Restart:
+			if err := r.end(f.Consumer); err != nil {
+				return err
+			}
+			if err := r.start(f.Consumer); err != nil {
+				return err
 			}
 		case chaos.Outage:
 			lasts.Wait() // one at a time
@@ -307,7 +336,7 @@ func (r *run) faults(ctx context.Context) error {
 			})
 		case chaos.Freeze:
 			lasts.Wait()
-			p := r.process.cmd.Process
+			p := r.consumers[f.Consumer].cmd.Process
 			if err := p.Signal(syscall.SIGSTOP); err != nil {
 				return err
 			}
@@ -356,7 +385,7 @@ func (r *run) awaitEffects(ctx context.Context, n int, middle <-chan time.Time) 
 }
 
 // drain waits until all has its effect and nothing is left at the broker, stops the
-// consumer, and looks again: what a consumer has, some brokers do not count.
+// consumers, and looks again: what a consumer has, some brokers do not count.
 func (r *run) drain(ctx context.Context) error {
 	over := time.Now().Add(r.cfg.Drain)
 	for time.Now().Before(over) {
@@ -373,23 +402,29 @@ func (r *run) drain(ctx context.Context) error {
 			continue
 		}
 		at := r.now()
-		if err := r.end(); err != nil {
-			return err
+		for c := range r.consumers {
+			if err := r.end(c); err != nil {
+				return err
+			}
 		}
 		if left, err = r.broker.left(ctx); err != nil {
 			return err
 		}
-		if left == 0 && r.cfg.Spill {
-			if left, err = leftInSpill(r.job.Spill); err != nil {
-				return err
+		for c := range r.consumers {
+			if left == 0 && r.cfg.Spill {
+				if left, err = leftInSpill(r.disk(c, "spill")); err != nil {
+					return err
+				}
 			}
 		}
 		if left == 0 {
 			r.drained = &at
 			return nil
 		}
-		if err := r.start(); err != nil { // it had messages that nobody counted
-			return err
+		for c := range r.consumers { // they had messages that nobody counted
+			if err := r.start(c); err != nil {
+				return err
+			}
 		}
 	}
 	return nil
@@ -408,10 +443,10 @@ func leftInSpill(dir string) (left int, err error) {
 	return left, err
 }
 
-// end ends the consumer in order.
-func (r *run) end() error {
-	p := r.process
-	r.process = nil
+// end ends a consumer in order.
+func (r *run) end(consumer int) error {
+	p := r.consumers[consumer]
+	r.consumers[consumer] = nil
 	_ = p.stdin.Close()
 	timer := time.AfterFunc(time.Minute, func() { _ = p.cmd.Process.Kill() })
 	defer timer.Stop()

@@ -26,7 +26,11 @@ type Job struct {
 	Process    int    `json:"process"`
 	Dependency string `json:"dependency"` // its address
 	Recorder   string `json:"recorder"`   // and that of the recorder
-	Marks      string `json:"marks"`      // the file of once
+	Consumers  int    `json:"consumers"`  // that run side by side
+	Consumer   int    `json:"consumer"`   // which of them this is, from 0
+	Static     bool   `json:"static"`     // it comes back under its name, so its partitions wait for it
+	Marks      string `json:"marks"`      // the file of once; with several consumers, their NATS
+	Own        string `json:"own"`        // the file of once that a mutant has for itself
 	Spill      string `json:"spill"`      // the guard's directory for messages; empty for none
 	State      string `json:"state"`      // and that for its state; empty for none
 	Mutant     Mutant `json:"mutant"`
@@ -41,11 +45,12 @@ const (
 	NoOnce     Mutant = "no-once"     // it has no marks: duplicate_effects
 	BuryAll    Mutant = "bury-all"    // an outage is a permanent error: healthy_dead_letters
 	Unordered  Mutant = "unordered"   // four workers, and every second message takes longer: out_of_order
+	OwnMarks   Mutant = "own-marks"   // each of several consumers has marks of its own: duplicate_effects
 	StopsShort Mutant = "stops-short" // it handles nothing after a hundred messages: drained
 )
 
 // Mutants are all of them.
-func Mutants() []Mutant { return []Mutant{AckFirst, NoOnce, BuryAll, Unordered, StopsShort} }
+func Mutants() []Mutant { return []Mutant{AckFirst, NoOnce, BuryAll, Unordered, OwnMarks, StopsShort} }
 
 // Work consumes until stdin ends, as the process that a run kills.
 func Work(ctx context.Context, job string, stdin io.Reader, stderr io.Writer) (err error) {
@@ -76,7 +81,7 @@ func Work(ctx context.Context, job string, stdin io.Reader, stderr io.Writer) (e
 		return err
 	}
 	w := &worker{job: j, recorder: client{addr: j.Recorder}, dependency: client{addr: j.Dependency}}
-	marks, err := bolt.Open(j.Marks, bolt.Config{})
+	marks, closeMarks, err := openMarks(j)
 	if err != nil {
 		return err
 	}
@@ -88,9 +93,24 @@ func Work(ctx context.Context, job string, stdin io.Reader, stderr io.Writer) (e
 			return err
 		}
 	}
-	err = k.open(j.URL, j.ID).consume(ctx, g, w.handle)
+	err = k.open(j).consume(ctx, g, w.handle)
 	_, closeErr := g.Close(context.WithoutCancel(ctx))
-	return errors.Join(err, closeErr, marks.Close())
+	return errors.Join(err, closeErr, closeMarks())
+}
+
+// openMarks opens the store of once: one that all consumers share if there are several.
+func openMarks(j Job) (once.Store, func() error, error) {
+	if j.Mutant == OwnMarks {
+		j.Marks, j.Consumers = fmt.Sprint(j.Own, j.Consumer), 1
+	}
+	if j.Consumers == 1 {
+		marks, err := bolt.Open(j.Marks, bolt.Config{})
+		if err != nil {
+			return nil, nil, err
+		}
+		return marks, marks.Close, nil
+	}
+	return natsMarks(j.Marks, "CHAOS_"+j.ID)
 }
 
 // spillWindow is small, so that the shortest outage goes to the disk.
