@@ -6,6 +6,7 @@ package etcd_test
 import (
 	"context"
 	"errors"
+	"path/filepath"
 	"sync"
 	"testing"
 	"time"
@@ -26,6 +27,7 @@ type guarded struct {
 	g      *guard.Guard
 	a      *etcd.Authority
 	epochs []*guardtest.Epoch
+	close  func()
 
 	mu    sync.Mutex
 	calls []time.Time
@@ -33,18 +35,24 @@ type guarded struct {
 
 func (r *rig) guard(name string, broker *guardtest.Broker) *guarded {
 	r.t.Helper()
+	return r.guardAt(name, broker, r.addr, "")
+}
+
+// guardAt is a process that looks for etcd at an address, and has a state directory.
+func (r *rig) guardAt(name string, broker *guardtest.Broker, addr, state string) *guarded {
+	r.t.Helper()
 	p := &guarded{r: r, broker: broker}
-	client := dial(r.t, r.addr)
+	client := dial(r.t, addr)
 	cfg := r.cfg
 	cfg.Name = name
 	var err error
 	if p.a, err = etcd.New(client, cfg); err != nil {
 		r.t.Fatal(err)
 	}
-	if p.g, err = guard.New(guard.Config{Group: "g"}, guard.WithFleet(p.a)); err != nil {
+	if p.g, err = guard.New(guard.Config{Group: "g", StateDir: state}, guard.WithFleet(p.a)); err != nil {
 		r.t.Fatal(err)
 	}
-	r.t.Cleanup(func() {
+	p.close = sync.OnceFunc(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), 10*sec)
 		defer cancel()
 		if _, err := p.g.Close(ctx); err != nil {
@@ -56,6 +64,7 @@ func (r *rig) guard(name string, broker *guardtest.Broker) *guarded {
 		}
 		_ = client.Close()
 	})
+	r.t.Cleanup(p.close)
 	return p
 }
 
@@ -155,4 +164,48 @@ func TestGuardTakesOver(t *testing.T) {
 		t.Errorf("not closed after %d", c.count())
 	}
 	end()
+}
+
+// A process that starts again in an outage never begins closed: etcd says so, and while
+// etcd is away what it had written down itself. It goes on when the dependency is back.
+func TestGuardStartsAgain(t *testing.T) {
+	for _, away := range []bool{false, true} {
+		t.Run(map[bool]string{false: "etcd is there", true: "etcd is away"}[away], func(t *testing.T) {
+			r := newRig(t, brokers.ForTest(t, brokers.Etcd), long, "a", "b", "c")
+			r.down.Store(true)
+			broker, state := guardtest.NewBroker(), filepath.Join(t.TempDir(), "state")
+			for i := range 400 {
+				broker.Publish("orders/7", guardtest.Message{Body: guardtest.Body(uint64(i+1), 0)})
+			}
+			a := r.guardAt("a", broker, r.addr, state)
+			r.until("reached", func() bool { return a.a.Err() == nil })
+			s, end := a.open(t.Context(), "orders", "7")
+			r.until("trips", func() bool { return s.State().Breaker.State != breaker.Closed })
+			end()
+			a.close()
+
+			addr := r.addr
+			if away {
+				proxy := newProxy(t, r.addr)
+				defer proxy.close()
+				proxy.freeze()
+				addr = proxy.addr()
+			}
+			a = r.guardAt("a", broker, addr, state)
+			if !away {
+				r.until("reached", func() bool { return a.a.Err() == nil })
+			}
+			s, end = a.open(t.Context(), "orders", "7")
+			defer end()
+			if st := s.State().Breaker; st.State == breaker.Closed {
+				t.Errorf("it begins %v", st.State)
+			}
+			r.until("probes", func() bool { return a.count() > 0 })
+			if st := s.State().Breaker; st.State == breaker.Closed {
+				t.Errorf("it is %v after a probe that failed", st.State)
+			}
+			r.down.Store(false)
+			r.until("drains", func() bool { return a.count() > 300 })
+		})
+	}
 }

@@ -16,9 +16,7 @@ import (
 	"fmt"
 	"iter"
 	"math"
-	"os"
 	"path/filepath"
-	"runtime"
 	"runtime/debug"
 	"sync"
 	"syscall"
@@ -27,6 +25,7 @@ import (
 	"go.etcd.io/bbolt"
 	bbolterrors "go.etcd.io/bbolt/errors"
 
+	"github.com/stormguard-mq/stormguard/internal/diskfile"
 	"github.com/stormguard-mq/stormguard/internal/mark"
 	"github.com/stormguard-mq/stormguard/once"
 )
@@ -132,7 +131,7 @@ func Open(path string, cfg Config) (*Store, error) {
 		return nil, fmt.Errorf("bolt: %s: %w", path, err)
 	}
 	s.db = db
-	if err := errors.Join(s.prepare(), syncDir(filepath.Dir(path))); err != nil {
+	if err := errors.Join(s.prepare(), diskfile.SyncDir(filepath.Dir(path))); err != nil {
 		return nil, errors.Join(fmt.Errorf("bolt: %s: %w", path, err), db.Close())
 	}
 	return s, nil
@@ -140,18 +139,6 @@ func Open(path string, cfg Config) (*Store, error) {
 
 // lockWait is how long Open waits for the process that was there before.
 const lockWait = 2 * time.Second
-
-// syncDir has the file's name on the disk, which bbolt leaves to chance.
-func syncDir(dir string) error {
-	if runtime.GOOS == "windows" {
-		return nil // it cannot, and does so by itself
-	}
-	d, err := os.Open(dir) //nolint:gosec // where the caller wants its file
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
-}
 
 func (s *Store) prepare() error {
 	return s.update(func(tx *bbolt.Tx) error {
