@@ -46,9 +46,9 @@ type kind struct {
 }
 
 var kinds = map[string]kind{
-	"nats":     {func(j Job) broker { return newNATS(j.URL, j.ID) }, "", chaos.Redelivers},
+	"nats":     {func(j Job) broker { return newNATS(j) }, "", chaos.Redelivers},
 	"kafka":    {func(j Job) broker { return newKafka(j) }, brokers.Kafka, chaos.KeepsOrder},
-	"rabbitmq": {func(j Job) broker { return newRabbitMQ(j.URL, j.ID) }, brokers.RabbitMQ, chaos.Redelivers},
+	"rabbitmq": {func(j Job) broker { return newRabbitMQ(j) }, brokers.RabbitMQ, chaos.Redelivers},
 }
 
 // order is what a broker keeps of the order with that many consumers.

@@ -98,18 +98,31 @@ func TestMutants(t *testing.T) {
 	t.Parallel()
 	exe := build(t)
 	for mutant, found := range map[Mutant]func(chaos.Report) bool{
-		AckFirst:   func(r chaos.Report) bool { return r.Lost > 0 },
-		NoOnce:     func(r chaos.Report) bool { return r.DuplicateEffects > 0 },
-		BuryAll:    func(r chaos.Report) bool { return r.HealthyDeadLetters > 0 },
-		Unordered:  func(r chaos.Report) bool { return r.OutOfOrder > 0 },
-		OwnMarks:   func(r chaos.Report) bool { return r.DuplicateEffects > 0 },
-		StopsShort: func(r chaos.Report) bool { return !r.Drained && r.Lost > 0 },
+		AckFirst:     func(r chaos.Report) bool { return r.Lost > 0 },
+		Swallow:      func(r chaos.Report) bool { return r.Lost > 0 },
+		EarlyLetter:  func(r chaos.Report) bool { return r.Lost > 0 },
+		DropPoison:   func(r chaos.Report) bool { return r.Lost > 0 },
+		LoseSpill:    func(r chaos.Report) bool { return r.Lost > 0 },
+		NoOnce:       func(r chaos.Report) bool { return r.DuplicateEffects > 0 },
+		LostSync:     func(r chaos.Report) bool { return r.DuplicateEffects > 0 },
+		OwnMarks:     func(r chaos.Report) bool { return r.DuplicateEffects > 0 },
+		BuryAll:      func(r chaos.Report) bool { return r.HealthyDeadLetters > 0 },
+		ChargePoison: func(r chaos.Report) bool { return r.PoisonEffects > 0 },
+		Unordered:    func(r chaos.Report) bool { return r.OutOfOrder > 0 },
+		StopsShort:   func(r chaos.Report) bool { return !r.Drained && r.Lost > 0 },
 	} {
 		t.Run(string(mutant), func(t *testing.T) {
 			t.Parallel()
 			cfg := Config{Broker: "nats", Schedule: chaos.Crash(1, 1, 8, 60), Messages: 500, Drain: 5 * time.Second, Mutant: mutant, Exe: exe}
-			if mutant == OwnMarks {
+			switch mutant {
+			case OwnMarks:
 				cfg.Schedule = chaos.Crash(1, 3, 20, 60)
+			case LoseSpill: // what is in flight is on the disk when the kill comes
+				cfg.Spill, cfg.Schedule = true, chaos.Schedule{}
+				for range 3 {
+					cfg.Schedule.Faults = append(cfg.Schedule.Faults, chaos.Fault{Kind: chaos.Outage, After: 30, For: 3000}, chaos.Fault{Kind: chaos.Kill})
+				}
+			default:
 			}
 			if mutant == Unordered { // what a killed process had is judged, too
 				cfg.Broker, cfg.URL = "kafka", brokers.ForTest(t, brokers.Kafka)

@@ -22,6 +22,7 @@ type onKafka struct {
 	addrs              []string
 	topic, dead, group string
 	consumers          int
+	mutant             Mutant
 	member             string // empty: a new one for each process
 
 	client   sarama.Client
@@ -30,7 +31,7 @@ type onKafka struct {
 }
 
 func newKafka(j Job) *onKafka {
-	b := &onKafka{consumers: j.Consumers, addrs: strings.Split(j.URL, ","), topic: "chaos." + j.ID, dead: "chaos." + j.ID + ".dlq", group: "chaos." + j.ID}
+	b := &onKafka{mutant: j.Mutant, consumers: j.Consumers, addrs: strings.Split(j.URL, ","), topic: "chaos." + j.ID, dead: "chaos." + j.ID + ".dlq", group: "chaos." + j.ID}
 	if j.Static {
 		b.member = fmt.Sprint("consumer-", j.Consumer)
 	}
@@ -153,5 +154,5 @@ func (b *onKafka) consume(ctx context.Context, g *guard.Guard, handle func(conte
 	}
 	return guardkafka.Consume(ctx, group, []string{b.topic}, guardkafka.Wrap(g, func(ctx context.Context, m *sarama.ConsumerMessage) error {
 		return handle(ctx, m.Value)
-	}, guardkafka.WithDeadLetters(letters)))
+	}, guardkafka.WithDeadLetters(b.mutant.writer(letters))))
 }

@@ -67,6 +67,7 @@ func startNATS(ctx context.Context) (url string, stop func(), err error) {
 
 // onNATS is a stream, its durable consumer, and the stream of the dead letters.
 type onNATS struct {
+	mutant                     Mutant
 	url, stream, subject, dead string
 
 	nc *natsgo.Conn
@@ -76,8 +77,8 @@ type onNATS struct {
 // natsAckWait is short, so that what a killed process had comes again soon.
 const natsAckWait = time.Second
 
-func newNATS(url, id string) *onNATS {
-	return &onNATS{url: url, stream: "CHAOS_" + id, subject: "chaos." + id, dead: "CHAOS_" + id + "_DLQ"}
+func newNATS(j Job) *onNATS {
+	return &onNATS{mutant: j.Mutant, url: j.URL, stream: "CHAOS_" + j.ID, subject: "chaos." + j.ID, dead: "CHAOS_" + j.ID + "_DLQ"}
 }
 
 func (b *onNATS) connect() (err error) {
@@ -182,5 +183,5 @@ func (b *onNATS) consume(ctx context.Context, g *guard.Guard, handle func(contex
 		return err
 	}
 	return guardnats.Consume(ctx, g, c, func(ctx context.Context, m jetstream.Msg) error { return handle(ctx, m.Data()) },
-		guardnats.WithDeadLetters(letters))
+		guardnats.WithDeadLetters(b.mutant.writer(letters)))
 }

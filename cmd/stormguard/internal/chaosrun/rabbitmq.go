@@ -17,14 +17,15 @@ import (
 
 // onRabbitMQ is a quorum queue, and that of the dead letters.
 type onRabbitMQ struct {
+	mutant           Mutant
 	url, queue, dead string
 
 	conn *amqp091.Connection
 	ch   *amqp091.Channel
 }
 
-func newRabbitMQ(url, id string) *onRabbitMQ {
-	return &onRabbitMQ{url: url, queue: "chaos." + id, dead: "chaos." + id + ".dlq"}
+func newRabbitMQ(j Job) *onRabbitMQ {
+	return &onRabbitMQ{mutant: j.Mutant, url: j.URL, queue: "chaos." + j.ID, dead: "chaos." + j.ID + ".dlq"}
 }
 
 func (b *onRabbitMQ) lay(context.Context) (err error) {
@@ -95,5 +96,5 @@ func (b *onRabbitMQ) consume(ctx context.Context, g *guard.Guard, handle func(co
 		return err
 	}
 	return guardamqp.Consume(ctx, g, dial, b.queue, func(ctx context.Context, d amqp091.Delivery) error { return handle(ctx, d.Body) },
-		guardamqp.WithDeadLetters(letters), guardamqp.WithDeliveryLimit(1_000_000))
+		guardamqp.WithDeadLetters(b.mutant.writer(letters)), guardamqp.WithDeliveryLimit(1_000_000))
 }

@@ -30,27 +30,11 @@ type Job struct {
 	Consumer   int    `json:"consumer"`   // which of them this is, from 0
 	Static     bool   `json:"static"`     // it comes back under its name, so its partitions wait for it
 	Marks      string `json:"marks"`      // the file of once; with several consumers, their NATS
-	Own        string `json:"own"`        // the file of once that a mutant has for itself
+	Own        string `json:"own"`        // the files of once that mutants have for themselves begin so
 	Spill      string `json:"spill"`      // the guard's directory for messages; empty for none
 	State      string `json:"state"`      // and that for its state; empty for none
 	Mutant     Mutant `json:"mutant"`
 }
-
-// A Mutant is a consumer that is wrong on purpose, so that an oracle is seen to find it.
-type Mutant string
-
-// The mutants, and the figure of the report that shows each.
-const (
-	AckFirst   Mutant = "ack-first"   // it acks before the effect: lost
-	NoOnce     Mutant = "no-once"     // it has no marks: duplicate_effects
-	BuryAll    Mutant = "bury-all"    // an outage is a permanent error: healthy_dead_letters
-	Unordered  Mutant = "unordered"   // four workers, and every second message takes longer: out_of_order
-	OwnMarks   Mutant = "own-marks"   // each of several consumers has marks of its own: duplicate_effects
-	StopsShort Mutant = "stops-short" // it handles nothing after a hundred messages: drained
-)
-
-// Mutants are all of them.
-func Mutants() []Mutant { return []Mutant{AckFirst, NoOnce, BuryAll, Unordered, OwnMarks, StopsShort} }
 
 // Work consumes until stdin ends, as the process that a run kills.
 func Work(ctx context.Context, job string, stdin io.Reader, stderr io.Writer) (err error) {
@@ -70,11 +54,12 @@ func Work(ctx context.Context, job string, stdin io.Reader, stderr io.Writer) (e
 	}()
 	var cfg guard.Config
 	cfg.Group, cfg.StateDir = "chaos", j.State
-	if j.Mutant == Unordered {
-		cfg.Policy = guard.Policy{Order: guard.OrderNone, Workers: 4}
-	}
 	if j.Spill != "" {
 		cfg.SpillDir, cfg.Policy.Spill, cfg.Policy.Window = j.Spill, true, spillWindow
+	}
+	broker := k.open(j)
+	if err := j.Mutant.prepare(&j, &cfg); err != nil {
+		return err
 	}
 	g, err := guard.New(cfg, guard.WithLogger(slog.New(slog.NewTextHandler(stderr, &slog.HandlerOptions{Level: slog.LevelError}))))
 	if err != nil {
@@ -93,16 +78,13 @@ func Work(ctx context.Context, job string, stdin io.Reader, stderr io.Writer) (e
 			return err
 		}
 	}
-	err = k.open(j).consume(ctx, g, w.handle)
+	err = broker.consume(ctx, g, w.handle)
 	_, closeErr := g.Close(context.WithoutCancel(ctx))
 	return errors.Join(err, closeErr, closeMarks())
 }
 
 // openMarks opens the store of once: one that all consumers share if there are several.
 func openMarks(j Job) (once.Store, func() error, error) {
-	if j.Mutant == OwnMarks {
-		j.Marks, j.Consumers = fmt.Sprint(j.Own, j.Consumer), 1
-	}
 	if j.Consumers == 1 {
 		marks, err := bolt.Open(j.Marks, bolt.Config{})
 		if err != nil {
@@ -134,7 +116,10 @@ func (w *worker) handle(ctx context.Context, b []byte) error {
 	if err != nil {
 		return guard.Permanent(err)
 	}
-	if m.Poison {
+	if m.Poison && w.job.Mutant != ChargePoison {
+		if w.job.Mutant == DropPoison {
+			return nil
+		}
 		return guard.Permanent(errPoison)
 	}
 	effect := func(ctx context.Context) error { return w.charge(ctx, m.ID) }
@@ -158,10 +143,11 @@ func (w *worker) handle(ctx context.Context, b []byte) error {
 	default:
 		err = w.once.Do(ctx, fmt.Sprint("charge/", m.ID), effect)
 	}
-	if err != nil {
-		if w.job.Mutant == BuryAll {
-			return guard.Permanent(err)
-		}
+	switch {
+	case err == nil:
+	case w.job.Mutant == BuryAll:
+		return guard.Permanent(err)
+	case w.job.Mutant != Swallow:
 		return err
 	}
 	w.mu.Lock()
