@@ -78,6 +78,7 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 	}
 	s.mu.Lock()
 	kept := s.keepLocked(s.g.now())
+	s.c.suspects, s.left = nil, true // they are the next epoch's now
 	s.mu.Unlock()
 	s.g.keep(s.cfg.Name, kept)
 	s.g.unregister(s.cfg.Name, s)

@@ -21,7 +21,7 @@ func ExampleConfig_restart() {
 	if err != nil {
 		panic(err)
 	}
-	defer os.RemoveAll(dir)
+	defer func() { _ = os.RemoveAll(dir) }()
 	process := func(work func(*guard.Source[int])) {
 		g, err := guard.New(guard.Config{Group: "orders", StateDir: filepath.Join(dir, "state")})
 		if err != nil {

@@ -66,9 +66,8 @@ type Guard struct {
 	spillNews  atomic.Bool // it has changed since it was logged
 	spillSaid  string      // the sweeper's: the state that was logged last
 
-	saver      *saver // nil without Config.StateDir
-	host       func() statefile.Now
-	restoredAt time.Duration // when the process before wrote what is in restored
+	saver *saver // nil without Config.StateDir
+	host  func() statefile.Now
 
 	fleet       Fleet // nil without one
 	detachFleet func()
@@ -209,7 +208,7 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 		g.leaveFleet()
 	})
 	if g.saver != nil {
-		g.running.Go(func() { g.saver.run(g.ctx) })
+		go g.saver.run(g.ctx) // Close waits for it, as for the disk
 	}
 	if g.health != nil {
 		g.running.Go(func() { g.health.run(g.ctx, g) })

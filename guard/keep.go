@@ -62,9 +62,14 @@ func (g *Guard) forget(now time.Duration) {
 		switch {
 		case now-k.at < keepFor:
 		case k.paused && now < k.pauseEnds:
-			g.kept[name] = kept{paused: true, pauseEnds: k.pauseEnds, at: k.at}
+			g.kept[name] = kept{paused: true, pauseEnds: k.pauseEnds, at: k.at, restart: k.restart}
 		default:
 			delete(g.kept, name)
+		}
+	}
+	for key, sc := range g.restored {
+		if goneScope(now, sc) {
+			delete(g.restored, key)
 		}
 	}
 }
@@ -116,5 +121,6 @@ func (s *Source[M]) resumeLocked(now time.Duration, k kept) {
 	}
 	if k.storm != nil && !s.c.closed() {
 		s.c.storm.Restore(now, *k.storm)
+		s.c.wasClosed, s.c.shutAt = false, now // notice is to see it close
 	}
 }

@@ -6,6 +6,7 @@ package guard
 import (
 	"fmt"
 	"hash/fnv"
+	"slices"
 	"time"
 )
 
@@ -91,6 +92,7 @@ func (it *item[M]) suspect(now time.Duration) (suspect, bool) {
 // remember keeps what an item has failed, as it goes back to the broker.
 func (c *machine[M]) remember(now time.Duration, it *item[M]) {
 	if s, ok := it.suspect(now); ok {
+		s.failures = slices.Clone(s.failures) // a handler may still come back
 		c.suspect(it.name, s)
 	}
 }

@@ -88,6 +88,7 @@ type Source[M any] struct {
 
 	stormKey string // what its detector is compared over
 
+	left   bool         // what it leaves is with the Guard
 	over   *overflow[M] // nil without Policy.Spill
 	parker Parker[M]    // the port, if it parks
 	from   parent       // whose parked messages these are; nil for none

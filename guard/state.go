@@ -10,6 +10,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -33,11 +35,11 @@ const (
 	// its last write is forgotten.
 	saveSoon  = 100 * time.Millisecond
 	saveEvery = time.Second
-	// saveAnew is how old the file gets while messages move. After a reboot its times
-	// count from there.
-	saveAnew = time.Minute
+	// saveAnew is how old the file gets while there is something in it and messages move
+	// or wait: its age is the age of what is in it.
+	saveAnew = 10 * time.Second
 
-	// stateFresh is how old an open period may be to be gone on with.
+	// stateFresh is how old the file may be for an open period in it to go on.
 	stateFresh = 30 * time.Second
 
 	// maxSavedFailures bounds the messages that are remembered in the file, and
@@ -94,7 +96,7 @@ type savedFailure struct {
 	LastWord    bool           `json:"last_word,omitempty"`
 	WordAt      time.Duration  `json:"word_at,omitempty"`
 	FirstFailed time.Duration  `json:"first_failed"`
-	At          time.Duration  `json:"at"`
+	At          time.Duration  `json:"at,omitempty"` // when it went back; 0 for one that was here
 	Parked      bool           `json:"parked,omitempty"`
 	Failures    []savedAttempt `json:"failures,omitempty"`
 }
@@ -113,10 +115,11 @@ type saver struct {
 	dir   string
 	moved chan struct{} // something may have changed
 	spent chan struct{} // something has that must not be forgotten
+	done  chan struct{} // its goroutine has ended
 
-	mu      sync.Mutex // of the file and what is below; Guard.mu and Source.mu are taken under it
-	file    *statefile.File
-	last    []byte // savedState.State, as it was written last
+	mu      sync.Mutex      // of the file and what is below; Guard.mu and Source.mu are taken under it
+	file    *statefile.File // nil once it is closed: another process may have it
+	last    []byte          // savedState.State, as it was written last
 	written time.Duration
 	failing bool
 }
@@ -131,7 +134,7 @@ func (g *Guard) openState() error {
 	if err != nil {
 		return fmt.Errorf("guard: Config.StateDir: %w", err)
 	}
-	g.saver = &saver{g: g, dir: g.cfg.StateDir, moved: make(chan struct{}, 1), spent: make(chan struct{}, 1), file: file}
+	g.saver = &saver{g: g, dir: g.cfg.StateDir, moved: make(chan struct{}, 1), spent: make(chan struct{}, 1), done: make(chan struct{}), file: file}
 	switch {
 	case found.Damage != nil:
 		g.log.Warn("the state of the process before is damaged: this one begins without", "dir", g.cfg.StateDir, "damage", found.Damage, "set_aside", found.Aside)
@@ -162,16 +165,22 @@ func (g *Guard) takeUp(found statefile.Document) error {
 	now, clock := doc.Clock+found.Age, g.now
 	start := clock()
 	g.now = func() time.Duration { return now + clock() - start }
-	g.restoredAt = doc.Clock
 	for _, sc := range parts.Scopes {
 		if !found.Sure && !sc.Forced && sc.State == breaker.Open {
 			sc.State = breaker.HalfOpen
 		}
-		g.restored[scopeKey(sc.Path)] = sc
+		sc.At = cmp.Or(sc.At, doc.Clock)
+		if !goneScope(now, sc) {
+			g.restored[scopeKey(sc.Path)] = sc
+		}
 	}
 	for name, s := range parts.Sources {
 		s.At = cmp.Or(s.At, doc.Clock)
-		if k := s.kept(now); now-k.at < keepFor || k.paused {
+		for id, f := range s.Failed {
+			f.At = cmp.Or(f.At, doc.Clock)
+			s.Failed[id] = f
+		}
+		if k := s.kept(now); now-k.at < keepFor || k.paused && now < k.pauseEnds {
 			g.kept[name] = k
 		}
 	}
@@ -182,51 +191,83 @@ func (g *Guard) takeUp(found statefile.Document) error {
 
 func scopeKey(path []string) string { return strings.Join(path, "\x00") }
 
+// goneScope tells whether a breaker that nobody has asked for is to be forgotten: not while
+// an operator's force lasts.
+func goneScope(now time.Duration, sc circuit.SavedScope) bool {
+	return now-sc.At >= keepFor && !(sc.Forced && now < sc.Until)
+}
+
 // restore gives a breaker that was just made what the process before knew of it.
 func (g *Guard) restore(now time.Duration, leaf *circuit.Leaf, path []string) {
 	g.mu.Lock()
 	sc, ok := g.restored[scopeKey(path)]
 	delete(g.restored, scopeKey(path))
 	g.mu.Unlock()
-	if ok && leaf.Restore(now, sc.Saved, now-g.restoredAt > stateFresh) && !leaf.Closed() {
-		g.log.Info("a breaker begins as the process before left it", "scope", leaf.Name(), "state", leaf.Snapshot(now).State.String(), "cause", string(sc.Cause))
+	if ok && leaf.Restore(now, sc.Saved, now-sc.At > stateFresh) && !leaf.Closed() {
+		b := leaf.Snapshot(now)
+		args := []any{"scope", leaf.Name(), "state", b.State.String(), "cause", string(b.Cause)}
+		level := slog.LevelInfo
+		if b.Forced {
+			level = slog.LevelWarn
+			if b.Until != never {
+				args = append(args, "for", (b.Until - now).Round(time.Second))
+			}
+			args = append(args, "help", "release it")
+		}
+		g.log.Log(context.Background(), level, "a breaker begins as the process before left it", args...)
 	}
 }
 
 // sayPaused says why a source stands that nobody of this process has paused.
 func (g *Guard) sayPaused(name string, k kept) {
-	if !k.restart || !k.paused {
+	now := g.now()
+	if !k.restart || !k.paused || now >= k.pauseEnds {
 		return
 	}
 	args := []any{"source", name, "reason", CauseOperator, "help", "resume it"}
 	if k.pauseEnds != never {
-		args = append(args, "for", max(0, k.pauseEnds-g.now()).Round(time.Second))
+		args = append(args, "for", (k.pauseEnds - now).Round(time.Second))
 	}
 	g.log.Warn("a source is paused since before the restart", args...)
 }
 
-// unopened is what the Guard keeps of scopes and sources that are not open, with at most
-// that many messages that have failed.
-func (g *Guard) unopened(most int) (scopes []circuit.SavedScope, sources map[string]savedSource, failures int) {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	for _, sc := range g.restored {
-		scopes = append(scopes, sc)
-	}
-	sources = make(map[string]savedSource, len(g.kept))
-	for name, k := range g.kept {
-		s, ok := k.saved()
-		if !ok {
-			continue
+// collect is what is to be written. A source that ends or opens meanwhile could be in
+// neither half, so it looks again then.
+func (w *saver) collect(now time.Duration) savedParts {
+	g := w.g
+	for {
+		open := g.sorted.Load()
+		parts := savedParts{Group: g.cfg.Group, Scopes: g.scopes.Save(now, nil), Sources: make(map[string]savedSource)}
+		failures := maxSavedFailures
+		for _, s := range *open {
+			if saved, ok := s.saved(now, failures); ok {
+				failures -= len(saved.Failed)
+				parts.Sources[s.Name()] = saved
+			}
 		}
-		s.At = k.at
-		if failures += len(s.Failed); failures > most {
-			failures -= len(s.Failed)
-			s.Failed = nil
+		g.mu.Lock()
+		for _, sc := range g.restored {
+			parts.Scopes = append(parts.Scopes, sc)
 		}
-		sources[name] = s
+		for _, name := range slices.Sorted(maps.Keys(g.kept)) {
+			k := g.kept[name]
+			saved, ok := k.saved()
+			if !ok {
+				continue
+			}
+			saved.At = k.at
+			if len(saved.Failed) > failures {
+				saved.Failed = nil
+			}
+			failures -= len(saved.Failed)
+			parts.Sources[name] = saved
+		}
+		g.mu.Unlock()
+		if g.sorted.Load() == open {
+			slices.SortFunc(parts.Scopes, func(a, b circuit.SavedScope) int { return slices.Compare(a.Path, b.Path) })
+			return parts
+		}
 	}
-	return scopes, sources, failures
 }
 
 // note says that something may have changed. The sweeper calls it while messages move.
@@ -244,6 +285,7 @@ func (w *saver) hurry() {
 }
 
 func (w *saver) run(ctx context.Context) {
+	defer close(w.done)
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	wait := func(d time.Duration, unless <-chan struct{}) {
@@ -284,22 +326,16 @@ func (w *saver) save() {
 }
 
 func (w *saver) saveLocked(now time.Duration) error {
-	parts := savedParts{Group: w.g.cfg.Group}
-	var failures int
-	parts.Scopes, parts.Sources, failures = w.g.unopened(maxSavedFailures)
-	parts.Scopes = w.g.scopes.Save(now, parts.Scopes)
-	slices.SortFunc(parts.Scopes, func(a, b circuit.SavedScope) int { return slices.Compare(a.Path, b.Path) })
-	for _, s := range w.g.all() {
-		if saved, ok := s.saved(now, maxSavedFailures-failures); ok {
-			failures += len(saved.Failed)
-			parts.Sources[s.Name()] = saved
-		}
+	if w.file == nil {
+		return nil
 	}
+	parts := w.collect(now)
 	state, err := json.Marshal(parts)
 	if err != nil {
 		return err
 	}
-	if bytes.Equal(state, w.last) && now-w.written < saveAnew {
+	rests := len(parts.Scopes)+len(parts.Sources) == 0
+	if bytes.Equal(state, w.last) && (rests || now-w.written < saveAnew) {
 		return nil
 	}
 	body, err := json.Marshal(savedState{now, state})
@@ -326,14 +362,20 @@ func (g *Guard) closeState() error {
 	if g.saver == nil {
 		return nil
 	}
+	<-g.saver.done
 	g.saver.save()
 	g.saver.mu.Lock()
 	defer g.saver.mu.Unlock()
+	if g.saver.file == nil {
+		return nil
+	}
 	var err error
 	if g.saver.failing {
 		err = errors.New("the last state is not written")
 	}
-	if err = errors.Join(err, g.saver.file.Close()); err != nil {
+	err = errors.Join(err, g.saver.file.Close())
+	g.saver.file = nil
+	if err != nil {
 		return fmt.Errorf("guard: Config.StateDir: %w", err)
 	}
 	return nil
@@ -344,16 +386,19 @@ func (g *Guard) closeState() error {
 func (s *Source[M]) saved(now time.Duration, most int) (savedSource, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if s.left {
+		return savedSource{}, false
+	}
 	k := s.keepLocked(now)
 	k.suspects = nil
 	saved, ok := k.saved()
-	saved.Failed = s.c.failedMessages(now, most)
+	saved.Failed = s.c.failedMessages(most)
 	return saved, ok || len(saved.Failed) > 0
 }
 
 // failedMessages is what is remembered of messages that have failed, here or in an earlier
-// epoch, and are not settled.
-func (c *machine[M]) failedMessages(now time.Duration, most int) map[string]savedFailure {
+// epoch, and are not settled. Of those that are here it does not say when: now.
+func (c *machine[M]) failedMessages(most int) map[string]savedFailure {
 	most = min(most, maxSuspects)
 	var all map[string]savedFailure
 	add := func(name string, s suspect) {
@@ -364,17 +409,17 @@ func (c *machine[M]) failedMessages(now time.Duration, most int) map[string]save
 			all[name] = s.saved()
 		}
 	}
+	for _, name := range slices.Sorted(maps.Keys(c.suspects)) {
+		add(name, c.suspects[name])
+	}
 	look := func(it *item[M]) {
-		if s, ok := it.suspect(now); ok {
+		if s, ok := it.suspect(0); ok {
 			add(it.name, s)
 		}
 	}
 	c.items(look)
 	for it := range c.writing {
 		look(it)
-	}
-	for name, s := range c.suspects {
-		add(name, s)
 	}
 	return all
 }

@@ -521,6 +521,25 @@ func TestStateDirIsOneGuards(t *testing.T) {
 	if _, err := g.Close(t.Context()); err != nil {
 		t.Error(err)
 	}
+	next, err := New(Config{StateDir: dir})
+	if err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(dir, "stormguard.state")
+	was, err := os.Stat(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	g.saver.last = nil // it would write again
+	if _, err := g.Close(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if is, err := os.Stat(path); err != nil || !os.SameFile(was, is) {
+		t.Errorf("a second Close wrote where the next process is: %v", err)
+	}
+	if _, err := next.Close(t.Context()); err != nil {
+		t.Error(err)
+	}
 	if _, err := New(Config{StateDir: dir, SpillDir: dir + "/"}); err == nil || !strings.Contains(err.Error(), "Config.SpillDir") {
 		t.Errorf("one for both: %v", err)
 	}

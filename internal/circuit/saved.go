@@ -4,7 +4,10 @@
 package circuit
 
 import (
+	"math"
 	"time"
+
+	"github.com/sony/gobreaker/v2"
 
 	"github.com/stormguard-mq/stormguard/breaker"
 )
@@ -49,7 +52,8 @@ func (b *Breaker) Save(now time.Duration) (Saved, bool) {
 }
 
 // Restore takes up what an earlier process saved. A force lasts until its end. An open period does, too, but no longer than Cap; one that
-// is over, or is stale, leaves the breaker half-open. Restore reports false and does
+// is over, or is stale, leaves the breaker half-open, without a vote in a tree until a probe
+// has failed. Restore reports false and does
 // nothing if the breaker has changed since it was made.
 func (b *Breaker) Restore(now time.Duration, s Saved, stale bool) bool {
 	b.mu.Lock()
@@ -76,17 +80,24 @@ func (b *Breaker) Restore(now time.Duration, s Saved, stale bool) bool {
 	default:
 		s.Forced, left = false, 0
 	}
-	b.openLocked(now, s.Cause, left, s.Forced)
-	b.down = min(s.Down, now)
-	if left == 0 {
-		b.halfOpenLocked(now, false)
+	if left > 0 {
+		b.openLocked(now, s.Cause, left, s.Forced)
+	} else {
+		// As by Unhold: there is nothing yet that it could vote by.
+		b.byHand, b.judged = b.flaps > 0, gobreaker.StateHalfOpen
+		e := &epoch{state: breaker.HalfOpen, cause: s.Cause, freed: true}
+		e.until.Store(math.MinInt64)
+		b.moveLocked(now, e, s.Cause, 0)
 	}
+	b.down = min(s.Down, now)
 	return true
 }
 
 // SavedScope is a leaf's breaker, and its path.
 type SavedScope struct {
 	Path []string `json:"path"`
+	// At is when it was saved; 0 is as of now.
+	At time.Duration `json:"at,omitempty"`
 	Saved
 }
 
@@ -94,7 +105,7 @@ type SavedScope struct {
 func (s *Scopes) Save(now time.Duration, dst []SavedScope) []SavedScope {
 	for _, n := range s.nodes(now) {
 		if saved, ok := n.b.Save(now); ok {
-			dst = append(dst, SavedScope{n.path.elements(), saved})
+			dst = append(dst, SavedScope{Path: n.path.elements(), Saved: saved})
 		}
 	}
 	return dst

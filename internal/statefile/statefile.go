@@ -53,7 +53,7 @@ type Document struct {
 	Sure bool
 	Wall time.Time // when it was written, by the wall clock then
 	// Damage is what is wrong with a file that cannot be read; nil for none. Aside is
-	// where it was put.
+	// where it was put; empty if it could not be moved, and the next Write replaces it.
 	Damage error
 	Aside  string
 }
@@ -80,35 +80,33 @@ func Open(dir string, now func() Now) (*File, Document, error) {
 		return nil, Document{}, fmt.Errorf("%s: %w", dir, err)
 	}
 	f := &File{dir: lock, path: filepath.Join(dir, fileName), now: now}
-	found, err := f.read()
-	if err != nil {
-		return nil, Document{}, errors.Join(err, lock.Close())
-	}
-	return f, found, nil
+	return f, f.read(), nil
 }
 
-func (f *File) read() (d Document, err error) {
+func (f *File) read() (d Document) {
 	b, err := os.ReadFile(f.path)
 	if errors.Is(err, fs.ErrNotExist) {
-		return Document{}, nil
-	}
-	if err != nil {
-		return Document{}, err
+		return Document{}
 	}
 	now := f.now()
-	body, at, err := decode(b)
+	var body []byte
+	var at Now
+	if err == nil {
+		body, at, err = decode(b)
+	}
 	if err != nil {
-		d.Damage, d.Aside = err, filepath.Join(filepath.Dir(f.path), damagedName)
-		if err := os.Rename(f.path, d.Aside); err != nil {
-			return Document{}, fmt.Errorf("set a damaged file aside (%w): %w", d.Damage, err)
+		d.Damage = err
+		aside := filepath.Join(filepath.Dir(f.path), damagedName)
+		if err := os.Rename(f.path, aside); err == nil {
+			d.Aside = aside
 		}
-		return d, nil
+		return d
 	}
 	d = Document{Body: body, Wall: at.Wall}
 	if now.Boot != "" && now.Boot == at.Boot && now.Up >= at.Up {
 		d.Age, d.Sure = now.Up-at.Up, true
 	}
-	return d, nil
+	return d
 }
 
 // Write puts a document in the place of the one before. After a crash there is one of the
