@@ -77,10 +77,9 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 		e.report.Err = s.hangs()
 	}
 	s.mu.Lock()
-	kept := s.keepLocked(s.g.now())
+	s.g.keep(s.cfg.Name, s.keepLocked(s.g.now()))
 	s.c.suspects, s.left = nil, true // they are the next epoch's now
 	s.mu.Unlock()
-	s.g.keep(s.cfg.Name, kept)
 	s.g.unregister(s.cfg.Name, s)
 	s.release()
 	close(e.done)

@@ -46,6 +46,9 @@ const (
 	// maxSavedText each text of theirs, in bytes.
 	maxSavedFailures = 16384
 	maxSavedText     = 256
+
+	// maxLooks is how often the sources are looked at again for one write.
+	maxLooks = 10
 )
 
 // savedState is the document. The clock of the Guard that takes it up goes on where that of
@@ -201,9 +204,15 @@ func goneScope(now time.Duration, sc circuit.SavedScope) bool {
 func (g *Guard) restore(now time.Duration, leaf *circuit.Leaf, path []string) {
 	g.mu.Lock()
 	sc, ok := g.restored[scopeKey(path)]
-	delete(g.restored, scopeKey(path))
 	g.mu.Unlock()
-	if ok && leaf.Restore(now, sc.Saved, now-sc.At > stateFresh) && !leaf.Closed() {
+	if !ok {
+		return
+	}
+	taken := leaf.Restore(now, sc.Saved, now-sc.At > stateFresh)
+	g.mu.Lock()
+	delete(g.restored, scopeKey(path)) // the breaker has it now
+	g.mu.Unlock()
+	if taken && !leaf.Closed() {
 		b := leaf.Snapshot(now)
 		args := []any{"scope", leaf.Name(), "state", b.State.String(), "cause", string(b.Cause)}
 		level := slog.LevelInfo
@@ -231,11 +240,11 @@ func (g *Guard) sayPaused(name string, k kept) {
 	g.log.Warn("a source is paused since before the restart", args...)
 }
 
-// collect is what is to be written. A source that ends or opens meanwhile could be in
-// neither half, so it looks again then.
+// collect is what is to be written. A source that is opened meanwhile could be in neither
+// half, so it looks again then, a few times.
 func (w *saver) collect(now time.Duration) savedParts {
 	g := w.g
-	for {
+	for try := 0; ; try++ {
 		open := g.sorted.Load()
 		parts := savedParts{Group: g.cfg.Group, Scopes: g.scopes.Save(now, nil), Sources: make(map[string]savedSource)}
 		failures := maxSavedFailures
@@ -263,7 +272,7 @@ func (w *saver) collect(now time.Duration) savedParts {
 			parts.Sources[name] = saved
 		}
 		g.mu.Unlock()
-		if g.sorted.Load() == open {
+		if g.sorted.Load() == open || try == maxLooks {
 			slices.SortFunc(parts.Scopes, func(a, b circuit.SavedScope) int { return slices.Compare(a.Path, b.Path) })
 			return parts
 		}
@@ -314,6 +323,10 @@ func (w *saver) run(ctx context.Context) {
 // succeeds.
 func (w *saver) save() {
 	w.mu.Lock()
+	if w.file == nil {
+		w.mu.Unlock()
+		return
+	}
 	err, was := w.saveLocked(w.g.now()), w.failing
 	w.failing = err != nil
 	w.mu.Unlock()
@@ -326,9 +339,6 @@ func (w *saver) save() {
 }
 
 func (w *saver) saveLocked(now time.Duration) error {
-	if w.file == nil {
-		return nil
-	}
 	parts := w.collect(now)
 	state, err := json.Marshal(parts)
 	if err != nil {

@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -114,7 +115,7 @@ func TestRestoredStormEnds(t *testing.T) {
 func TestIdlePartitionsHoldNothingAfterARestart(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
 		h := newStateHost(t, Policy{})
-		calls := 0
+		var calls atomic.Int64
 		start := func() (g *Guard, in [4]chan<- int) {
 			g = h.guard(Config{})
 			for i := range in {
@@ -122,7 +123,7 @@ func TestIdlePartitionsHoldNothingAfterARestart(t *testing.T) {
 					if i < 2 {
 						return down(m)
 					}
-					calls++
+					calls.Add(1)
 					return nil
 				})
 			}
@@ -138,14 +139,14 @@ func TestIdlePartitionsHoldNothingAfterARestart(t *testing.T) {
 			h.kill(g)
 			time.Sleep(time.Minute)
 			g, in = start()
-			calls = 0
+			calls.Store(0)
 			for m := range 10 {
 				in[2] <- m
 				in[3] <- m
 			}
 			time.Sleep(time.Second)
-			if calls != 20 {
-				t.Fatalf("life %d: %d of 20 messages of the healthy partitions are handled in 1s", life, calls)
+			if n := calls.Load(); n != 20 {
+				t.Fatalf("life %d: %d of 20 messages of the healthy partitions are handled in 1s", life, n)
 			}
 		}
 		h.kill(g)
