@@ -194,6 +194,7 @@ func TestPoisonAmongThousandKeys(t *testing.T) {
 	src := adaptertest.Source(t, g, "S/C")
 	start := time.Now()
 	var opened atomic.Bool
+	byRate := false
 	bySubject := func(i int) string { return "s." + strconv.Itoa(i%keys) }
 	published := 0
 	sent := map[int]time.Time{}
@@ -208,6 +209,7 @@ func TestPoisonAmongThousandKeys(t *testing.T) {
 		st := src.State()
 		if st.Breaker.State != breaker.Closed {
 			opened.Store(true)
+			byRate = byRate || st.Breaker.Cause == breaker.CauseRate
 		}
 		return published >= n && (opened.Load() || st.Tally.DeadLettered >= uint64(published/100))
 	})
@@ -232,8 +234,10 @@ func TestPoisonAmongThousandKeys(t *testing.T) {
 	if len(letters) != bad || len(seen) != bad {
 		t.Errorf("%d letters of %d messages, want %d", len(letters), len(seen), bad)
 	}
-	if opened.Load() {
-		t.Error("the breaker opened")
+	// While a busy machine does not publish, the retries of two poison messages are alone.
+	// Five of them in a row open the breaker, as they should.
+	if byRate {
+		t.Error("the breaker opened by the rate of failures")
 	}
 	var waits []time.Duration // of keys without poison
 	for i, at := range done {
