@@ -166,8 +166,9 @@ func TestGuardTakesOver(t *testing.T) {
 	end()
 }
 
-// A process that starts again in an outage never begins closed: etcd says so, and while
-// etcd is away what it had written down itself. It goes on when the dependency is back.
+// A process that starts again in an outage never begins closed. etcd tells it so; while etcd
+// is away it waits for word, and its backoff is at the level that it had written down. It goes
+// on when the dependency is back.
 func TestGuardStartsAgain(t *testing.T) {
 	for _, away := range []bool{false, true} {
 		t.Run(map[bool]string{false: "etcd is there", true: "etcd is away"}[away], func(t *testing.T) {
@@ -197,8 +198,8 @@ func TestGuardStartsAgain(t *testing.T) {
 			}
 			s, end = a.open(t.Context(), "orders", "7")
 			defer end()
-			if st := s.State().Breaker; st.State == breaker.Closed {
-				t.Errorf("it begins %v", st.State)
+			if st := s.State().Breaker; st.State == breaker.Closed || st.BackoffLevel < 1 {
+				t.Errorf("it begins %v, level %d", st.State, st.BackoffLevel)
 			}
 			r.until("probes", func() bool { return a.count() > 0 })
 			if st := s.State().Breaker; st.State == breaker.Closed {
