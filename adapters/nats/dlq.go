@@ -322,10 +322,14 @@ func (c *cuts) warn(from *dlq.Origin, size, cut int, raise string) {
 // publish writes a dead letter.
 func (d *DLQ) publish(ctx context.Context, m *nats.Msg, id string) error {
 	opts := []jetstream.PublishOpt{jetstream.WithExpectStream(d.cfg.Stream)}
-	if id != "" {
+	publish := func(ctx context.Context) (*jetstream.PubAck, error) { return d.js.PublishMsg(ctx, m, opts...) }
+	var err error
+	if id == "" {
+		_, err = publish(ctx)
+	} else { // a broken connection loses it, or the answer, without a word; the server knows a second one by its id
 		opts = append(opts, jetstream.WithMsgID(id))
+		_, err = ask(ctx, publish)
 	}
-	_, err := d.js.PublishMsg(ctx, m, opts...)
 	if err == nil {
 		return nil
 	}

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -123,6 +124,37 @@ func TestDLQRefusesWhatWouldLose(t *testing.T) {
 		if !strings.Contains(bad.Validate().Error(), "DLQConfig."+want) {
 			t.Errorf("%s is not reported: %v", want, bad.Validate())
 		}
+	}
+}
+
+// A dead letter that a broken connection lost is sent again long before its time is over.
+func TestDLQLostOnItsWay(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{})
+	var sent atomic.Int64
+	p := r.lossy(t, func(f frame) bool { return f.subject == "dead" && sent.Add(1) == 1 })
+	nc, err := nats.Connect("nats://" + p.l.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(nc.Close)
+	js, err := jetstream.New(nc)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d, err := NewDLQ(adaptertest.Context(t), js, DLQConfig{Stream: "D", Subject: "dead"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second) // a guard's
+	defer cancel()
+	for range 2 { // the second is known by its id
+		if err := d.Write(ctx, record()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n, all := sent.Load(), r.letters(t, "D"); n < 3 || len(all) != 1 {
+		t.Errorf("sent %d times, %d dead letters", n, len(all))
 	}
 }
 

@@ -180,8 +180,8 @@ func (r *Register) entry(e jetstream.KeyValueEntry) (number uint64, document []b
 	return number, document, nil
 }
 
-// A stream without a leader answers nothing, and a request is not kept until it has
-// one. So each is asked again.
+// ask asks again what gets no answer: a stream without a leader gives none, and a broken
+// connection loses requests. What it asks must be the same when it is done twice.
 func ask[T any](ctx context.Context, do func(context.Context) (T, error)) (T, error) {
 	for wait := 250 * time.Millisecond; ; wait *= 2 {
 		try, cancel := context.WithTimeout(ctx, wait)
