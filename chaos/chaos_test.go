@@ -5,6 +5,7 @@ package chaos
 
 import (
 	"encoding/json"
+	"math"
 	"reflect"
 	"strings"
 	"testing"
@@ -38,7 +39,7 @@ func flawless(t *rapid.T) History {
 		h.Effects, h.Handled = append(h.Effects, e), append(h.Handled, e)
 	}
 	for i := range h.Schedule.Faults {
-		h.Fired = append(h.Fired, Fired{i, now})
+		h.Fired = append(h.Fired, Fired{Fault: i, At: now})
 	}
 	drained := now + time.Second
 	h.Healed, h.Drained = now, &drained
@@ -55,6 +56,7 @@ var flaws = map[string]func(h *History){
 	"Unknown":             func(h *History) { h.Letters = append(h.Letters, 100_000) },
 	"Fired":               func(h *History) { h.Fired = h.Fired[1:] },
 	"Drained":             func(h *History) { h.Drained = nil },
+	"Errors":              func(h *History) { h.Failed = append(h.Failed, h.Handled[2]) },
 	"OutOfOrder": func(h *History) { // the last two of one key and one process
 		e := h.Effects
 		a, b := -1, -1
@@ -85,13 +87,13 @@ func TestJudge(t *testing.T) {
 		if r := Judge(undead); r.Lost != 1 || r.OK() {
 			t.Fatalf("poison without a dead letter: %+v", r)
 		}
-		name := rapid.SampledFrom([]string{"Lost", "DuplicateDeliveries", "DuplicateEffects", "HealthyDeadLetters", "PoisonEffects", "Unknown", "Fired", "Drained", "OutOfOrder"}).Draw(t, "flaw")
+		name := rapid.SampledFrom([]string{"Lost", "DuplicateDeliveries", "DuplicateEffects", "HealthyDeadLetters", "PoisonEffects", "Unknown", "Fired", "Drained", "OutOfOrder", "Errors"}).Draw(t, "flaw")
 		if name == "Fired" && len(h.Fired) == 0 {
 			return
 		}
 		flaws[name](&h)
 		bad := Judge(h)
-		if bad.OK() && name != "DuplicateDeliveries" && name != "OutOfOrder" { // two of one key and process may not be there
+		if bad.OK() && name != "DuplicateDeliveries" && name != "Errors" && name != "OutOfOrder" { // two of one key and process may not be there
 			t.Fatalf("%s passes: %+v", name, bad)
 		}
 		was, is := reflect.ValueOf(good), reflect.ValueOf(bad)
@@ -127,6 +129,95 @@ func TestJudgeOrder(t *testing.T) {
 	h.Effects = []Effect{{2, 1, 3}, {1, 1, 4}, {3, 1, 5}, {5, 2, 13}, {4, 2, 14}}
 	if r := Judge(h); r.OutOfOrder != 2 {
 		t.Errorf("two swapped pairs: %+v", r)
+	}
+}
+
+// stages is a history of three stages of ten seconds, with a message each 10 ms that waits for
+// one, and no fault found.
+func stages() History {
+	h := History{Schedule: Stages(1, 2, 100, 10*time.Second, 10*time.Second, 10*time.Second)}
+	for id := range 4000 {
+		at := Instant(id) * 10 * time.Millisecond
+		h.Published = append(h.Published, Message{ID: id, At: at})
+		h.Effects = append(h.Effects, Effect{ID: id, At: at + time.Millisecond})
+		h.Handled = append(h.Handled, Effect{ID: id, At: at + time.Millisecond})
+	}
+	h.Fired = []Fired{{Fault: 0, At: time.Second, Count: 7}, {Fault: 1, At: 12 * time.Second}, {Fault: 2, At: 23 * time.Second, Count: 1}}
+	h.Drained = new(Instant)
+	return h
+}
+
+// Each gate is missed by what it is for, in its stage, and by nothing outside of it.
+func TestGates(t *testing.T) {
+	late := func(from time.Duration, n int, by time.Duration) func(*History) {
+		return func(h *History) {
+			for i := range n {
+				h.Effects[int(from/(10*time.Millisecond))+i].At += by
+			}
+		}
+	}
+	fails := func(at time.Duration) func(*History) {
+		return func(h *History) { h.Failed = append(h.Failed, Effect{ID: 1, At: at}) }
+	}
+	for name, tt := range map[string]struct {
+		change func(*History)
+		missed string
+	}{
+		"nothing":                 {func(*History) {}, ""},
+		"a percent late in loss":  {late(2*time.Second, 11, 350*time.Millisecond), "p99_ms of the loss: 351, must be below 350"},
+		"less than a percent":     {late(2*time.Second, 9, time.Minute), ""},
+		"at the gate":             {late(2*time.Second, 11, 348*time.Millisecond), ""},
+		"late in the burn":        {late(24*time.Second, 11, time.Second), "p99_ms of the burn: 1001, must be below 350"},
+		"late outside":            {late(33500*time.Millisecond, 200, time.Minute), ""},
+		"late while one is down":  {late(13*time.Second, 900, 19*time.Second), ""},
+		"one waits for too long":  {late(13*time.Second, 1, 20*time.Second), "longest_ms of the down: 20001, must be below 20000"},
+		"an error in the loss":    {fails(2 * time.Second), "error_percent of the loss: 0.0999001, must be below 0.02"},
+		"an error while down":     {fails(13 * time.Second), "error_percent of the down: 0.0999001, must be below 0.02"},
+		"an error outside":        {fails(35 * time.Second), ""},
+		"nothing is sent in one":  {func(h *History) { h.Fired[2].At = time.Hour }, "the burn: no message was sent in it"},
+		"no schedule of any gate": {func(h *History) { h.Schedule.Gates = nil; fails(2 * time.Second)(h) }, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			h := stages()
+			tt.change(&h)
+			r := Judge(h)
+			if got := strings.Join(r.Missed, "; "); got != tt.missed || r.OK() != (tt.missed == "") {
+				t.Errorf("missed %q, want %q; OK: %v", got, tt.missed, r.OK())
+			}
+			if text := r.Text(); tt.missed != "" && !strings.Contains(text, "Missed: "+tt.missed) {
+				t.Errorf("the text does not say so:\n%s", text)
+			}
+		})
+	}
+}
+
+// A fault of the network or of the processors that nothing shows did not happen.
+func TestShown(t *testing.T) {
+	for i, shown := range []bool{true, false, true} {
+		h := stages()
+		h.Fired[i].Count = 0
+		if r := Judge(h); r.Fired == shown {
+			t.Errorf("fault %d without a count: fired %v", i, r.Fired)
+		}
+	}
+}
+
+// The report says whether the kernel's timer decided the p99.
+func TestTimers(t *testing.T) {
+	const says = "the kernel's retransmission timer, 200 ms at least, fired 10 times"
+	for _, tt := range []struct {
+		timers int
+		by     time.Duration
+		says   bool
+	}{{10, 250 * time.Millisecond, true}, {9, 250 * time.Millisecond, false}, {10, 150 * time.Millisecond, false}} {
+		h := stages()
+		h.Fired[0].Timers = tt.timers
+		for i := range 11 {
+			h.Effects[200+i].At += tt.by
+		}
+		if text := Judge(h).Text(); strings.Contains(text, says) != tt.says {
+			t.Errorf("%+v:\n%s", tt, text)
+		}
 	}
 }
 
@@ -166,9 +257,26 @@ func TestSchedule(t *testing.T) {
 	if !reflect.DeepEqual(times, map[int]int{0: 4, 1: 4, 2: 4}) {
 		t.Errorf("restarts by consumer: %v", times)
 	}
-	bad := Schedule{Consumers: 65, Faults: []Fault{{Kind: "melt"}, {Kind: Kill, For: 1}, {Kind: Outage}, {Kind: Freeze, For: 600_001}, {Kind: Kill, After: -1}, {Kind: Restart, Consumer: 65}, {Kind: Outage, For: 1, Consumer: 1}}}
+	network := Network(7, 3, 100, 50)
+	if err := network.Validate(); err != nil {
+		t.Error(err)
+	}
+	for _, k := range []Kind{Loss, Delay, Blackhole, Reset} {
+		if n := network.Count(k); n != 25 || !k.Network() {
+			t.Errorf("%d of the kind %s, want 25; a fault of the network: %v", n, k, k.Network())
+		}
+	}
+	if n := network.Count(Kill); n == 0 || Kill.Network() || Burn.Network() {
+		t.Errorf("%d kills; or one is a fault of the network", n)
+	}
+	if s := Stages(1, 3, 300, time.Minute, 45*time.Second, time.Minute); s.Validate() != nil {
+		t.Error(s.Validate())
+	}
+	bad := Schedule{Gates: &Gates{P99: 1, Errors: math.NaN()}, Consumers: 65, Faults: []Fault{{Kind: "melt"}, {Kind: Kill, For: 1}, {Kind: Outage}, {Kind: Freeze, For: 600_001}, {Kind: Kill, After: -1}, {Kind: Restart, Consumer: 65}, {Kind: Outage, For: 1, Consumer: 1}, {Kind: Loss, For: 1}, {Kind: Loss, For: 1, Percent: 100}, {Kind: Burn, For: 1, Percent: 1}, {Kind: Reset, For: 1}}}
 	err := bad.Validate()
-	for _, want := range []string{`fault 0: kind: "melt" is not one of`, "fault 1: for_ms: 1 is not in [0, 0] of a kill", "fault 2: for_ms: 0 is not in [1, 600000]", "fault 3: for_ms: 600001", "fault 4: after: -1 is not in [0, 100000]", "consumers: 65 are not in [1, 64]", "fault 5: consumer: 65 is not in [0, 64]", "fault 6: consumer: 1 is not in [0, 0] of a outage"} {
+	for _, want := range []string{`fault 0: kind: "melt" is not one of`, "fault 1: for_ms: 1 is not in [0, 0] of a kill", "fault 2: for_ms: 0 is not in [1, 600000]", "fault 3: for_ms: 600001", "fault 4: after: -1 is not in [0, 100000]", "consumers: 65 are not in [1, 64]", "fault 5: consumer: 65 is not in [0, 64]", "fault 6: consumer: 1 is not in [0, 0] of a outage",
+		"fault 7: percent: 0 is not in [1, 99] of a loss", "fault 8: percent: 100 is", "fault 9: percent: 1 is not in [0, 0] of a burn", "fault 10: for_ms: 1 is not in [0, 0] of a reset",
+		"gates: longest_ms: 0 is not above 0", "gates: error_percent: NaN is not above 0"} {
 		if err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%v\nhas no %q", err, want)
 		}

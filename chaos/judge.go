@@ -4,6 +4,7 @@
 package chaos
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"strings"
@@ -17,6 +18,7 @@ type History struct {
 	Starts    []Start    `json:"starts"`    // of the consumer's processes
 	Effects   []Effect   `json:"effects"`   // in the order in which the dependency had them
 	Handled   []Effect   `json:"handled"`   // handlers that returned nil, in their order
+	Failed    []Effect   `json:"failed"`    // handlers of healthy messages that returned an error, in their order
 	Letters   []int      `json:"letters"`   // ids of the messages in the DLQ
 	Fired     []Fired    `json:"fired"`     // faults that happened, in their order
 	Healed    Instant    `json:"healed"`    // the end of the last fault and of publishing
@@ -67,6 +69,26 @@ type Effect struct {
 type Fired struct {
 	Fault int     `json:"fault"`
 	At    Instant `json:"at"`
+
+	// Count shows that it happened: packets that were lost, reads that came late, connections
+	// that broke, milliseconds of processor time that were burnt. 0 for the other kinds.
+	Count int `json:"count,omitempty"`
+
+	// Timers are how often the kernel of a consumer sent again because no answer came in
+	// time, 200 ms at least, in a Loss.
+	Timers int `json:"timers,omitempty"`
+}
+
+// A Window is what became of the healthy messages that were sent while a fault lasted.
+type Window struct {
+	Kind     Kind    `json:"kind"`
+	Seconds  float64 `json:"seconds"`
+	Messages int     `json:"messages"`
+	P99      float64 `json:"p99_ms"`     // from sending to the effect
+	Longest  float64 `json:"longest_ms"` // of those with an effect
+	Errors   float64 `json:"error_percent"`
+	Count    int     `json:"count"`            // as of Fired
+	Timers   int     `json:"timers,omitempty"` // as of Fired
 }
 
 // A Report is the verdict on a history.
@@ -86,7 +108,11 @@ type Report struct {
 	Unknown             int     `json:"unknown"`              // effects and letters of messages that nobody published
 	Drained             bool    `json:"drained"`
 	DrainSeconds        float64 `json:"drain_seconds"` // from the last fault, or the end of publishing
-	P99                 float64 `json:"p99_ms"`        // from the confirm to the effect
+	P99                 float64 `json:"p99_ms"`        // from sending to the effect
+	Errors              float64 `json:"error_percent"` // handlers of healthy messages that returned an error, of all that returned
+
+	Windows []Window `json:"windows,omitempty"` // of the faults that last, if the schedule has gates
+	Missed  []string `json:"missed,omitempty"`  // gates, with the figure that missed each
 
 	// First names the first message of each finding, for whoever looks into it.
 	First []string `json:"first,omitempty"`
@@ -96,15 +122,15 @@ type Report struct {
 // delivers at least once.
 func (r Report) OK() bool {
 	return r.Fired && r.Drained && r.Lost == 0 && r.DuplicateEffects == 0 && r.OutOfOrder == 0 && r.HealthyDeadLetters == 0 &&
-		r.PoisonEffects == 0 && r.Unknown == 0
+		r.PoisonEffects == 0 && r.Unknown == 0 && len(r.Missed) == 0
 }
 
 // Judge judges a history. It needs time and memory in proportion to it.
 func Judge(h History) Report {
-	r := Report{Seed: h.Schedule.Seed, Published: len(h.Published), Kills: h.Schedule.Count(Kill), Restarts: h.Schedule.Count(Restart)}
+	r := Report{Seed: h.Schedule.Seed, Published: len(h.Published), Kills: h.Schedule.Count(Kill) + h.Schedule.Count(Down), Restarts: h.Schedule.Count(Restart)}
 	r.Fired = len(h.Fired) == len(h.Schedule.Faults)
 	for i, f := range h.Fired {
-		r.Fired = r.Fired && f.Fault == i
+		r.Fired = r.Fired && f.Fault == i && (f.Count > 0 || !kinds[h.Schedule.Faults[i].Kind].counted)
 	}
 	if h.Drained != nil {
 		r.Drained, r.DrainSeconds = true, max(0, *h.Drained-h.Healed).Seconds()
@@ -115,7 +141,7 @@ func Judge(h History) Report {
 	}
 	j := judgement{report: &r, messages: messages}
 	effects := make(map[int]int, len(h.Effects))
-	var waits []time.Duration
+	var waits []wait
 	for _, e := range h.Effects {
 		m, known := messages[e.ID]
 		effects[e.ID]++
@@ -127,7 +153,7 @@ func Judge(h History) Report {
 		case effects[e.ID] > 1:
 			j.found(&r.DuplicateEffects, "a second effect", e.ID)
 		default:
-			waits = append(waits, e.At-m.At)
+			waits = append(waits, wait{m.At, e.At - m.At})
 		}
 	}
 	handled := make(map[int]int, len(h.Handled))
@@ -153,12 +179,28 @@ func Judge(h History) Report {
 		}
 	}
 	j.order(h)
-	if len(waits) > 0 {
-		slices.Sort(waits)
-		r.P99 = float64(waits[len(waits)*99/100].Microseconds()) / 1000
+	r.P99, _ = percentiles(waits)
+	r.Errors = percent(len(h.Failed), len(h.Failed)+len(h.Handled))
+	if h.Schedule.Gates != nil {
+		j.windows(h, waits)
 	}
 	return r
 }
+
+// A wait is when a message was sent, and how long after that it had its effect.
+type wait struct{ from, long time.Duration }
+
+// percentiles are the 99th, and the longest, in milliseconds. It sorts the waits.
+func percentiles(waits []wait) (p99, longest float64) {
+	if len(waits) == 0 {
+		return 0, 0
+	}
+	slices.SortFunc(waits, func(a, b wait) int { return cmp.Compare(a.long, b.long) })
+	ms := func(w wait) float64 { return float64(w.long.Microseconds()) / 1000 }
+	return ms(waits[len(waits)*99/100]), ms(waits[len(waits)-1])
+}
+
+func percent(part, all int) float64 { return 100 * float64(part) / float64(max(all, 1)) }
 
 type judgement struct {
 	report   *Report
@@ -169,6 +211,52 @@ type judgement struct {
 func (j judgement) found(n *int, what string, id int) {
 	if *n++; *n == 1 {
 		j.report.First = append(j.report.First, fmt.Sprintf("%s: %d", what, id))
+	}
+}
+
+// windows holds each fault that lasted against the gates.
+func (j judgement) windows(h History, waits []wait) {
+	r, gates := j.report, h.Schedule.Gates
+	for i, f := range h.Fired[:min(len(h.Fired), len(h.Schedule.Faults))] {
+		fault := h.Schedule.Faults[i]
+		if fault.For == 0 {
+			continue
+		}
+		in := func(at Instant) bool { return at >= f.At && at < f.At+fault.Lasts() }
+		count := func(all []Effect) (n int) {
+			for _, e := range all {
+				if in(e.At) {
+					n++
+				}
+			}
+			return n
+		}
+		var its []wait
+		for _, w := range waits {
+			if in(w.from) {
+				its = append(its, w)
+			}
+		}
+		failed := count(h.Failed)
+		w := Window{Kind: fault.Kind, Seconds: fault.Lasts().Seconds(), Messages: len(its), Errors: percent(failed, failed+count(h.Handled)), Count: f.Count, Timers: f.Timers}
+		w.P99, w.Longest = percentiles(its)
+		r.Windows = append(r.Windows, w)
+		miss := func(name string, is, limit float64) {
+			if is >= limit {
+				r.Missed = append(r.Missed, fmt.Sprintf("%s of the %s: %.6g, must be below %g", name, w.Kind, is, limit))
+			}
+		}
+		miss("error_percent", w.Errors, gates.Errors)
+		switch w.Kind {
+		case Loss, Burn:
+			miss("p99_ms", w.P99, gates.P99)
+		case Down:
+			miss("longest_ms", w.Longest, gates.Longest)
+		default:
+		}
+		if w.Messages == 0 {
+			r.Missed = append(r.Missed, fmt.Sprintf("the %s: no message was sent in it", w.Kind))
+		}
 	}
 }
 
@@ -202,6 +290,9 @@ func (j judgement) order(h History) {
 	}
 }
 
+// minRTO is how long Linux waits at least before it sends a packet again, in milliseconds.
+const minRTO = 200
+
 // Text is the report for people, in Markdown.
 func (r Report) Text() string {
 	verdict := "nothing was lost"
@@ -225,6 +316,21 @@ func (r Report) Text() string {
 	row("drained", r.Drained, "true")
 	row("drain, seconds", fmt.Sprintf("%.1f", r.DrainSeconds), "")
 	row("p99, milliseconds", fmt.Sprintf("%.1f", r.P99), "")
+	row("errors, percent of the calls", fmt.Sprintf("%.3f", r.Errors), "")
+	if len(r.Windows) > 0 {
+		text.WriteString("\n| while | seconds | messages | p99, ms | longest, ms | errors, % | shown by |\n|---|---|---|---|---|---|---|\n")
+	}
+	for _, w := range r.Windows {
+		fmt.Fprintf(&text, "| %s | %g | %d | %.1f | %.1f | %.3f | %d |\n", w.Kind, w.Seconds, w.Messages, w.P99, w.Longest, w.Errors, w.Count)
+	}
+	for _, w := range r.Windows {
+		if w.Timers*100 >= w.Messages && w.P99 >= minRTO {
+			fmt.Fprintf(&text, "\nThe %s: the kernel's retransmission timer, %d ms at least, fired %d times. It decides the p99, and not the consumer.\n", w.Kind, minRTO, w.Timers)
+		}
+	}
+	for _, m := range r.Missed {
+		text.WriteString("\nMissed: " + m + "\n")
+	}
 	for _, f := range r.First {
 		text.WriteString("\nFirst: " + f + "\n")
 	}

@@ -6,6 +6,7 @@ package chaos
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"slices"
 	"time"
@@ -14,16 +15,39 @@ import (
 // A Kind of fault.
 type Kind string
 
-// The kinds.
+// The kinds. The faults of the network are between the consumers and the broker, and hit all
+// consumers.
 const (
-	Kill    Kind = "kill"    // the consumer's process gets SIGKILL, and another is started
-	Restart Kind = "restart" // it is stopped in order, and another is started
-	Freeze  Kind = "freeze"  // it gets SIGSTOP, and SIGCONT after For
-	Outage  Kind = "outage"  // the dependency refuses connections for For
+	Kill      Kind = "kill"      // the consumer's process gets SIGKILL, and another is started
+	Restart   Kind = "restart"   // it is stopped in order, and another is started
+	Down      Kind = "down"      // it gets SIGKILL, and another is started after For
+	Freeze    Kind = "freeze"    // it gets SIGSTOP, and SIGCONT after For
+	Outage    Kind = "outage"    // the dependency refuses connections for For
+	Burn      Kind = "burn"      // for For as many processes compute as there are processors
+	Loss      Kind = "loss"      // for For the network loses Percent of the packets, each way
+	Delay     Kind = "delay"     // for For what it carries comes 100 ms late
+	Blackhole Kind = "blackhole" // for For it carries nothing, and no connection breaks
+	Reset     Kind = "reset"     // all its connections break
 )
 
+// kinds are how long a fault of each kind may last, at least and at most, whether it happens
+// to one consumer, and whether a count must show that it happened.
+var kinds = map[Kind]struct {
+	least, most  int // milliseconds
+	one, counted bool
+}{
+	Kill: {one: true}, Restart: {one: true}, Down: {1, maxFor, true, false}, Freeze: {1, maxFor, true, false},
+	Outage: {1, maxFor, false, false}, Burn: {1, maxFor, false, true},
+	Loss: {1, maxFor, false, true}, Delay: {1, maxFor, false, true}, Blackhole: {1, maxFor, false, true}, Reset: {counted: true},
+}
+
 // Kinds are all of them.
-func Kinds() []Kind { return []Kind{Kill, Restart, Freeze, Outage} }
+func Kinds() []Kind { return slices.Sorted(maps.Keys(kinds)) }
+
+// Network tells whether it is a fault of the network.
+func (k Kind) Network() bool {
+	return k == Loss || k == Delay || k == Blackhole || k == Reset
+}
 
 // A Fault happens once the consumers have made After effects since the last one, so that
 // there is work to break whatever the machine's speed.
@@ -31,10 +55,15 @@ type Fault struct {
 	Kind  Kind `json:"kind"`
 	After int  `json:"after"` // effects; 0 to 100000
 
-	// For is how long it lasts, in milliseconds; 1 to 600000, 0 for a Kill or a Restart.
+	// For is how long it lasts, in milliseconds; 1 to 600000, 0 for a Kill, a Restart or a
+	// Reset.
 	For int `json:"for_ms,omitempty"`
 
-	// Consumer is which of the schedule's consumers it happens to, from 0; 0 for an Outage.
+	// Percent of the packets are lost; 1 to 99, 0 for other kinds than Loss.
+	Percent int `json:"percent,omitempty"`
+
+	// Consumer is which of the schedule's consumers it happens to, from 0; 0 for what happens
+	// to all.
 	Consumer int `json:"consumer,omitempty"`
 }
 
@@ -48,6 +77,17 @@ type Schedule struct {
 
 	// Consumers are how many run side by side, 1 to 64; unset means 1.
 	Consumers int `json:"consumers,omitempty"`
+
+	// Gates are limits that Judge holds the run against; nil for none.
+	Gates *Gates `json:"gates,omitempty"`
+}
+
+// Gates are limits of what messages wait that were sent while a fault lasted, and of the
+// calls that failed meanwhile.
+type Gates struct {
+	P99     float64 `json:"p99_ms"`        // in a Loss and a Burn: 99 % of the messages wait less, in milliseconds
+	Longest float64 `json:"longest_ms"`    // in a Down: every message waits less, in milliseconds
+	Errors  float64 `json:"error_percent"` // in each of them: fewer calls fail, in percent
 }
 
 const (
@@ -67,24 +107,35 @@ func (s Schedule) Validate() error {
 		all = append(all, fmt.Errorf("chaos: schedule: consumers: %d are not in [1, %d]", s.Consumers, maxConsumers))
 	}
 	for i, f := range s.Faults {
-		least, last := 1, max(s.Consumers, 1)-1
-		switch f.Kind {
-		case Kill, Restart:
-			least = 0
-		case Outage:
-			last = 0
-		case Freeze:
+		k, known := kinds[f.Kind]
+		last, most := 0, 0
+		if k.one {
+			last = max(s.Consumers, 1) - 1
 		}
-		most := maxFor * least
+		if f.Kind == Loss {
+			most = 99
+		}
 		switch {
-		case !slices.Contains(Kinds(), f.Kind):
+		case !known:
 			all = append(all, fmt.Errorf("chaos: schedule: fault %d: kind: %.32q is not one of %q", i, f.Kind, Kinds()))
 		case f.After < 0 || f.After > maxAfter:
 			all = append(all, fmt.Errorf("chaos: schedule: fault %d: after: %d is not in [0, %d]", i, f.After, maxAfter))
-		case f.For < least || f.For > most:
-			all = append(all, fmt.Errorf("chaos: schedule: fault %d: for_ms: %d is not in [%d, %d] of a %s", i, f.For, least, most, f.Kind))
+		case f.For < k.least || f.For > k.most:
+			all = append(all, fmt.Errorf("chaos: schedule: fault %d: for_ms: %d is not in [%d, %d] of a %s", i, f.For, k.least, k.most, f.Kind))
+		case f.Percent < min(most, 1) || f.Percent > most:
+			all = append(all, fmt.Errorf("chaos: schedule: fault %d: percent: %d is not in [%d, %d] of a %s", i, f.Percent, min(most, 1), most, f.Kind))
 		case f.Consumer < 0 || f.Consumer > last:
 			all = append(all, fmt.Errorf("chaos: schedule: fault %d: consumer: %d is not in [0, %d] of a %s", i, f.Consumer, last, f.Kind))
+		}
+	}
+	if g := s.Gates; g != nil {
+		for _, limit := range []struct {
+			name  string
+			value float64
+		}{{"p99_ms", g.P99}, {"longest_ms", g.Longest}, {"error_percent", g.Errors}} {
+			if !(limit.value > 0) {
+				all = append(all, fmt.Errorf("chaos: schedule: gates: %s: %v is not above 0", limit.name, limit.value))
+			}
 		}
 	}
 	return errors.Join(all...)
@@ -124,6 +175,42 @@ func Rolling(seed uint64, consumers, rounds, most int) Schedule {
 		}
 	}
 	return s
+}
+
+// Network draws a schedule of so many faults of the network: a loss of 5 to 35 %, a delay, a
+// blackhole, each of one to two seconds, or a reset. Each comes after 1 to most effects. A
+// kill of one of the consumers follows one in four, and then comes in its middle.
+func Network(seed uint64, consumers, faults, most int) Schedule {
+	random := rand.New(rand.NewPCG(seed, 3))
+	s := Schedule{Seed: seed, Consumers: consumers}
+	for i := range faults {
+		f := Fault{Kind: []Kind{Loss, Delay, Blackhole, Reset}[i%4], After: 1 + random.IntN(most)}
+		if f.Kind != Reset {
+			f.For = 1000 + random.IntN(1000)
+		}
+		if f.Kind == Loss {
+			f.Percent = 5 + random.IntN(31)
+		}
+		s.Faults = append(s.Faults, f)
+		if random.IntN(4) == 0 {
+			s.Faults = append(s.Faults, Fault{Kind: Kill, After: random.IntN(most + 1), Consumer: random.IntN(consumers)})
+		}
+	}
+	return s
+}
+
+// Stages is a schedule of three stages, with quiet effects before each: the network loses
+// 5 % of the packets, then the first consumer is down, then the processors burn. Its gates are
+// 350 ms, 20 s for what the consumer that is down had, and 0.02 % of errors.
+func Stages(seed uint64, consumers, quiet int, loss, down, burn time.Duration) Schedule {
+	return Schedule{
+		Seed: seed, Consumers: consumers, Gates: &Gates{P99: 350, Longest: 20_000, Errors: 0.02},
+		Faults: []Fault{
+			{Kind: Loss, After: quiet, For: int(loss.Milliseconds()), Percent: 5},
+			{Kind: Down, After: quiet, For: int(down.Milliseconds())},
+			{Kind: Burn, After: quiet, For: int(burn.Milliseconds())},
+		},
+	}
 }
 
 // Count is how many faults of a kind are planned.

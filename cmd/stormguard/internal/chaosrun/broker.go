@@ -10,6 +10,7 @@ import (
 	"io"
 	"maps"
 	"slices"
+	"time"
 
 	"github.com/stormguard-mq/stormguard/chaos"
 	"github.com/stormguard-mq/stormguard/guard"
@@ -74,6 +75,17 @@ func address(ctx context.Context, name, url string, stderr io.Writer) (string, f
 		return url, none, err
 	}
 	return startNATS(ctx)
+}
+
+// patiently tries for half a minute, as whoever starts processes would: a process may begin
+// while the network is broken.
+func patiently[T any](ctx context.Context, try func() (T, error)) (T, error) {
+	for over := time.Now().Add(30 * time.Second); ; wait(ctx, 100*time.Millisecond) {
+		made, err := try()
+		if err == nil || ctx.Err() != nil || time.Now().After(over) {
+			return made, err
+		}
+	}
 }
 
 // A message's body.

@@ -9,6 +9,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -90,6 +92,95 @@ func TestRolling(t *testing.T) {
 				t.Error(r.Text())
 			}
 		})
+	}
+}
+
+// Faults of the network, with kills between, lose nothing, on each broker.
+func TestNetwork(t *testing.T) {
+	t.Parallel()
+	needNamespaces(t)
+	exe := build(t)
+	faults := 8
+	if os.Getenv("STORMGUARD_FULL") != "" {
+		faults = 100
+	}
+	for _, name := range Brokers() {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			cfg := Config{Broker: name, Schedule: chaos.Network(1, 2, faults, 60), Messages: 500, Drain: 5 * time.Minute, Exe: exe}
+			if found := kinds[name].found; found != "" {
+				cfg.URL = brokers.ForTest(t, found)
+			}
+			r := crash(t, cfg)
+			t.Logf("%d published, %d kills, %d duplicate deliveries, drained after %.1f s", r.Published, r.Kills, r.DuplicateDeliveries, r.DrainSeconds)
+			if !r.OK() {
+				t.Error(r.Text())
+			}
+		})
+	}
+}
+
+// Three stages pass their gates, or nearly: how long a message waits is judged where the
+// machine has nothing else to do, by scripts/test. A build that is worse misses its gate
+// on any machine.
+func TestStages(t *testing.T) {
+	t.Parallel()
+	needNamespaces(t)
+	exe := build(t)
+	for mutant, misses := range map[Mutant][]string{
+		"":    nil,
+		Slow:  {"p99_ms of the loss", "p99_ms of the burn"},
+		Flaky: {"error_percent of the loss", "error_percent of the down", "error_percent of the burn"},
+	} {
+		t.Run("mutant="+string(mutant), func(t *testing.T) {
+			t.Parallel()
+			s := chaos.Stages(1, 2, 20, 4*time.Second, 4*time.Second, 2*time.Second)
+			if mutant == "" {
+				s.Gates.P99 = 60_000
+			}
+			r := crash(t, Config{Broker: "nats", Schedule: s, Messages: 1, Rate: 60, Drain: 5 * time.Minute, Exe: exe, Mutant: mutant})
+			if len(r.Windows) != 3 || !r.Fired || r.Lost > 0 || r.DuplicateEffects > 0 {
+				t.Error(r.Text())
+			}
+			for _, m := range misses {
+				if !slices.ContainsFunc(r.Missed, func(is string) bool { return strings.HasPrefix(is, m) }) {
+					t.Errorf("%s is not missed:\n%s", m, r.Text())
+				}
+			}
+			if r.OK() != (mutant == "") {
+				t.Error(r.Text())
+			}
+		})
+	}
+}
+
+// needNamespaces skips where this machine has no namespaces; CI's must.
+func needNamespaces(t *testing.T) {
+	t.Helper()
+	if err := tryNamespaces(); err != nil {
+		text := fmt.Sprintf("LEFT OUT: no faults of the network: %v", err)
+		if os.Getenv("CI") == "true" {
+			t.Fatal(text)
+		}
+		t.Skip(text)
+	}
+}
+
+// What is not on the loopback has no faults of the network, and an address that is none is an
+// error.
+func TestLoopback(t *testing.T) {
+	for _, tt := range []struct{ broker, address, want string }{
+		{"kafka", "127.0.0.1:9092,localhost:9093", "127.0.0.1:9092,localhost:9093"},
+		{"nats", "nats://127.0.0.1:4222", "127.0.0.1:4222"},
+		{"rabbitmq", "amqp://guest:guest@[::1]:5672/", "[::1]:5672"},
+		{"kafka", "10.1.1.1:9092", `host "10.1.1.1" is not on the loopback`},
+		{"nats", "nats://example.org:4222", `host "example.org" is not on the loopback`},
+		{"kafka", "localhost", "missing port"},
+	} {
+		got, err := loopback(tt.broker, tt.address)
+		if text := strings.Join(got, ","); text != tt.want && (err == nil || !strings.Contains(err.Error(), tt.want)) {
+			t.Errorf("%s: %q, %v, want %q", tt.address, text, err, tt.want)
+		}
 	}
 }
 

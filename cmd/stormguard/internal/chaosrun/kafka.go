@@ -144,11 +144,15 @@ func (b *onKafka) letters(ctx context.Context) (all [][]byte, err error) {
 }
 
 func (b *onKafka) consume(ctx context.Context, g *guard.Guard, handle func(context.Context, []byte) error) error {
-	letters, err := guardkafka.NewDLQ(b.addrs, b.config(), guardkafka.DLQConfig{Topic: b.dead, Sources: []string{b.topic}})
+	letters, err := patiently(ctx, func() (*guardkafka.DLQ, error) {
+		return guardkafka.NewDLQ(b.addrs, b.config(), guardkafka.DLQConfig{Topic: b.dead, Sources: []string{b.topic}})
+	})
 	if err != nil {
 		return err
 	}
-	group, err := sarama.NewConsumerGroup(b.addrs, b.group, b.config())
+	group, err := patiently(ctx, func() (sarama.ConsumerGroup, error) {
+		return sarama.NewConsumerGroup(b.addrs, b.group, b.config())
+	})
 	if err != nil {
 		return err
 	}

@@ -31,11 +31,13 @@ const (
 	ChargePoison Mutant = "charge-poison" // has the effect of poison, too: poison_effects
 	Unordered    Mutant = "unordered"     // four workers, and every second message takes longer: out_of_order
 	StopsShort   Mutant = "stops-short"   // handles nothing after a hundred messages: drained
+	Slow         Mutant = "slow"          // takes 400 ms for one message in twenty: p99_ms of a schedule with gates
+	Flaky        Mutant = "flaky"         // fails once with one message in fifty: error_percent of one
 )
 
 // Mutants are all of them.
 func Mutants() []Mutant {
-	return []Mutant{AckFirst, Swallow, EarlyLetter, DropPoison, LoseSpill, NoOnce, LostSync, OwnMarks, BuryAll, ChargePoison, Unordered, StopsShort}
+	return []Mutant{AckFirst, Swallow, EarlyLetter, DropPoison, LoseSpill, NoOnce, LostSync, OwnMarks, BuryAll, ChargePoison, Unordered, StopsShort, Slow, Flaky}
 }
 
 // early is how long before its write a letter is called confirmed.

@@ -20,8 +20,8 @@ import (
 )
 
 // natsMarks are marks that several consumers share.
-func natsMarks(url, bucket string) (once.Store, func() error, error) {
-	nc, err := natsgo.Connect(url, natsgo.MaxReconnects(-1))
+func natsMarks(url, bucket string, d dialer) (once.Store, func() error, error) {
+	nc, err := natsgo.Connect(url, natsgo.MaxReconnects(-1), natsgo.SetCustomDialer(d))
 	if err != nil {
 		return nil, nil, err
 	}
@@ -85,7 +85,7 @@ func (b *onNATS) connect() (err error) {
 	if b.nc != nil {
 		return nil
 	}
-	b.nc, err = natsgo.Connect(b.url, natsgo.MaxReconnects(-1), natsgo.PingInterval(10*time.Second), natsgo.FlusherTimeout(5*time.Second))
+	b.nc, err = natsgo.Connect(b.url, natsgo.MaxReconnects(-1), natsgo.ReconnectWait(100*time.Millisecond), natsgo.PingInterval(10*time.Second), natsgo.FlusherTimeout(5*time.Second))
 	if err == nil {
 		b.js, err = jetstream.New(b.nc, jetstream.WithPublishAsyncMaxPending(1<<14))
 	}
@@ -171,14 +171,16 @@ func (b *onNATS) letters(ctx context.Context) (all [][]byte, err error) {
 }
 
 func (b *onNATS) consume(ctx context.Context, g *guard.Guard, handle func(context.Context, []byte) error) error {
-	if err := b.connect(); err != nil {
+	if _, err := patiently(ctx, func() (any, error) { return nil, b.connect() }); err != nil {
 		return err
 	}
-	c, err := b.js.Consumer(ctx, b.stream, "orders")
+	c, err := patiently(ctx, func() (jetstream.Consumer, error) { return b.js.Consumer(ctx, b.stream, "orders") })
 	if err != nil {
 		return err
 	}
-	letters, err := guardnats.NewDLQ(ctx, b.js, guardnats.DLQConfig{Stream: b.dead, Subject: b.subject + ".dead"})
+	letters, err := patiently(ctx, func() (*guardnats.DLQ, error) {
+		return guardnats.NewDLQ(ctx, b.js, guardnats.DLQConfig{Stream: b.dead, Subject: b.subject + ".dead"})
+	})
 	if err != nil {
 		return err
 	}

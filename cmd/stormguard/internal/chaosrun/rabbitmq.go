@@ -91,7 +91,7 @@ func (b *onRabbitMQ) letters(context.Context) (all [][]byte, err error) {
 
 func (b *onRabbitMQ) consume(ctx context.Context, g *guard.Guard, handle func(context.Context, []byte) error) error {
 	dial := guardamqp.Dial(b.url)
-	letters, err := guardamqp.NewDLQ(ctx, dial, guardamqp.DLQConfig{Queue: b.dead})
+	letters, err := patiently(ctx, func() (*guardamqp.DLQ, error) { return guardamqp.NewDLQ(ctx, dial, guardamqp.DLQConfig{Queue: b.dead}) })
 	if err != nil {
 		return err
 	}

@@ -27,6 +27,7 @@ type record struct {
 	effects  []chaos.Effect
 	happened map[int]bool
 	handled  []chaos.Effect
+	failed   []chaos.Effect
 	healthy  int // published, that are to have an effect
 	found    int // by the processes, in the spill of the one before
 	messages []chaos.Message
@@ -43,12 +44,12 @@ func (r *record) made() int {
 	return len(r.happened)
 }
 
-// published adds messages that the broker has; sent is when they were handed to it.
-func (r *record) published(ms []body, sent chaos.Instant) {
+// published adds messages that the broker has; sent is when each was handed to it, or was to be.
+func (r *record) published(ms []body, sent []chaos.Instant) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for _, m := range ms {
-		r.messages = append(r.messages, chaos.Message{ID: m.ID, Key: m.Key, Poison: m.Poison, At: sent})
+	for i, m := range ms {
+		r.messages = append(r.messages, chaos.Message{ID: m.ID, Key: m.Key, Poison: m.Poison, At: sent[i]})
 		if !m.Poison {
 			r.healthy++
 		}
@@ -89,6 +90,8 @@ func (r *record) answer(line string) (string, error) {
 		r.found += id
 	case "handled":
 		r.handled = append(r.handled, e)
+	case "failed":
+		r.failed = append(r.failed, e)
 	default:
 		return "", fmt.Errorf("chaos: %.40q is no command", line)
 	}
@@ -183,6 +186,7 @@ func (s *listener) down() {
 // A client asks a server, over one connection at a time. It is for one goroutine.
 type client struct {
 	addr string
+	dial dialer
 	c    net.Conn
 	r    *bufio.Reader
 }
@@ -195,7 +199,7 @@ var errSent = errors.New("chaos: no answer")
 
 func (c *client) ask(ctx context.Context, format string, args ...any) (string, error) {
 	if c.c == nil {
-		conn, err := new(net.Dialer).DialContext(ctx, "tcp", c.addr)
+		conn, err := c.dial.DialContext(ctx, c.addr)
 		if err != nil {
 			return "", err
 		}

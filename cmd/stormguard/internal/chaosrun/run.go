@@ -18,6 +18,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -34,6 +35,7 @@ type Config struct {
 	URL      string // empty: an embedded NATS, or a broker that is found or started
 	Schedule chaos.Schedule
 	Messages int           // at least; publishing goes on until the last fault
+	Rate     int           // published a second, whatever becomes of them; 0: as fast as the consumers
 	Drain    time.Duration // how long after the last fault everything may take
 	Mutant   Mutant
 	Spill    bool   // each consumer spills to disk, and keeps its state there
@@ -59,6 +61,7 @@ func Run(ctx context.Context, cfg Config, stderr io.Writer) (h chaos.History, er
 	if err != nil {
 		return h, err
 	}
+	r.cancel = cancel
 	defer func() { err = errors.Join(err, r.close(ctx)) }()
 	var publishing sync.WaitGroup
 	defer publishing.Wait()
@@ -92,7 +95,7 @@ func Run(ctx context.Context, cfg Config, stderr io.Writer) (h chaos.History, er
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return chaos.History{
-		Schedule: r.schedule, Published: r.messages, Starts: r.starts, Effects: r.effects, Handled: r.handled,
+		Schedule: r.schedule, Published: r.messages, Starts: r.starts, Effects: r.effects, Handled: r.handled, Failed: r.failed,
 		Letters: letters, Fired: r.fired, Healed: healed, Drained: r.drained, Ordered: kinds[cfg.Broker].order(r.job.Consumers),
 	}, nil
 }
@@ -108,7 +111,10 @@ type run struct {
 	job        Job // of the next process, but for what is a consumer's
 	dependency *listener
 	recorder   *listener
+	network    *network // nil without faults of it
+	losses     losses
 	dir        string
+	cancel     context.CancelCauseFunc // of the run
 	stop       func()
 
 	consumers []*process // nil for one that does not run
@@ -128,7 +134,7 @@ func newRun(ctx context.Context, cfg Config, stderr io.Writer) (r *run, err erro
 		return nil, err
 	}
 	n := max(cfg.Schedule.Consumers, 1)
-	r = &run{record: newRecord(), cfg: cfg, stderr: stderr, schedule: cfg.Schedule, stop: func() {}, consumers: make([]*process, n)}
+	r = &run{record: newRecord(), cfg: cfg, stderr: stderr, schedule: cfg.Schedule, stop: func() {}, consumers: make([]*process, n), losses: losses{timers: make(map[int]int)}}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, r.close(ctx))
@@ -153,11 +159,22 @@ func newRun(ctx context.Context, cfg Config, stderr io.Writer) (r *run, err erro
 	if r.recorder, err = serve(r.answer); err != nil {
 		return r, err
 	}
+	if slices.ContainsFunc(r.schedule.Faults, func(f chaos.Fault) bool { return f.Kind.Network() }) {
+		if err := tryNamespaces(); err != nil {
+			return r, err
+		}
+		if r.network, err = newNetwork(r.dir, cfg.Broker, url); err != nil {
+			return r, err
+		}
+	}
 	id := strings.ToUpper(rand.Text()[:8])
 	r.job = Job{
 		Broker: cfg.Broker, URL: url, ID: id, Dependency: r.dependency.addr, Recorder: r.recorder.addr,
 		Marks: filepath.Join(r.dir, "once.db"), Own: filepath.Join(r.dir, "once.db-"), Mutant: cfg.Mutant,
 		Consumers: n, Static: cfg.Schedule.Count(chaos.Restart) == 0,
+	}
+	if r.network != nil {
+		r.job.Network.Path, r.job.As = r.network.path, r.network.broker
 	}
 	r.broker = kinds[cfg.Broker].open(r.job)
 	if err := r.broker.lay(ctx); err != nil {
@@ -185,6 +202,9 @@ func (r *run) close(ctx context.Context) error {
 		if p != nil {
 			_ = r.kill(c) // it may have ended
 		}
+	}
+	if r.network != nil {
+		r.network.close()
 	}
 	for _, s := range []*listener{r.dependency, r.recorder} {
 		if s != nil {
@@ -218,6 +238,9 @@ func (r *run) start(consumer int) error {
 	}
 	cmd := exec.Command(r.cfg.Exe, "chaos", "worker", string(job)) //nolint:noctx,gosec // it is killed by the schedule; the program is the caller's
 	cmd.Stderr = r.stderr
+	if r.network != nil {
+		cmd.SysProcAttr = ownNetwork()
+	}
 	stdin, err := cmd.StdinPipe() // it ends with us
 	if err != nil {
 		return err
@@ -227,7 +250,7 @@ func (r *run) start(consumer int) error {
 		return err
 	}
 	r.consumers[consumer] = &process{cmd, stdin}
-	return nil
+	return r.losses.started(cmd.Process.Pid)
 }
 
 // kill kills a consumer. One that had ended by itself was not killed, and is an error:
@@ -235,19 +258,22 @@ func (r *run) start(consumer int) error {
 func (r *run) kill(consumer int) error {
 	cmd := r.consumers[consumer].cmd
 	r.consumers[consumer] = nil
+	lossErr := r.losses.ends(cmd.Process.Pid)
 	_ = cmd.Process.Kill()
-	err := cmd.Wait()
+	err := errors.Join(cmd.Wait(), lossErr)
 	if status, ok := cmd.ProcessState.Sys().(syscall.WaitStatus); !ok || status.Signal() != syscall.SIGKILL {
 		return fmt.Errorf("the consumer ended by itself: %w", errors.Join(err, errors.New(cmd.ProcessState.String())))
 	}
 	return nil
 }
 
-// publish publishes until the faults are over and there are enough messages. What has no
-// effect yet bounds it, so that there is always something to break and never too much.
+// publish publishes until the faults are over and there are enough messages.
 func (r *run) publish(ctx context.Context, faultsOver <-chan struct{}) error {
 	padding := strings.Repeat("x", pad)
-	last, published := 0, time.Now() // effects, and when there was one or a batch
+	next := r.bounded
+	if r.cfg.Rate > 0 {
+		next = r.paced()
+	}
 	for id := 1; ; {
 		select {
 		case <-ctx.Done():
@@ -258,20 +284,10 @@ func (r *run) publish(ctx context.Context, faultsOver <-chan struct{}) error {
 			}
 		default:
 		}
-		// What was lost counts as in flight for ever: it must not end the run.
-		if r.backlog() > inFlight && time.Since(published) < idleAfter {
-			if made := r.made(); made != last {
-				last, published = made, time.Now()
-			}
-			select {
-			case <-time.After(2 * time.Millisecond):
-			case <-ctx.Done():
-			}
-			continue
-		}
+		sent := next(ctx)
 		var ms []body
 		var texts []message
-		for range batch {
+		for range sent {
 			m := body{ID: id, Key: id % (keys * r.job.Consumers), Poison: id%poisonEvery == 0, Pad: padding}
 			text, err := json.Marshal(m)
 			if err != nil {
@@ -280,8 +296,6 @@ func (r *run) publish(ctx context.Context, faultsOver <-chan struct{}) error {
 			ms, texts = append(ms, m), append(texts, message{strconv.Itoa(m.Key), text})
 			id++
 		}
-		published = time.Now()
-		sent := r.now()
 		if err := r.broker.publish(ctx, texts); err != nil {
 			if ctx.Err() != nil {
 				return nil //nolint:nilerr // the run says why
@@ -292,62 +306,136 @@ func (r *run) publish(ctx context.Context, faultsOver <-chan struct{}) error {
 	}
 }
 
+// bounded waits until a batch may be published, and is when each of its messages is sent. What
+// has no effect yet bounds it, so that there is always something to break and never too much.
+func (r *run) bounded(ctx context.Context) []chaos.Instant {
+	last, since := r.made(), time.Now() // effects, and when there was one
+	// What was lost counts as in flight for ever: it must not end the run.
+	for r.backlog() > inFlight && time.Since(since) < idleAfter && ctx.Err() == nil {
+		if made := r.made(); made != last {
+			last, since = made, time.Now()
+		}
+		wait(ctx, 2*time.Millisecond)
+	}
+	return slices.Repeat([]chaos.Instant{r.now()}, batch)
+}
+
+// paced is the same at a rate: one that is late says when the messages were to be sent, so
+// that the wait for it is theirs.
+func (r *run) paced() func(ctx context.Context) []chaos.Instant {
+	each := time.Second / time.Duration(r.cfg.Rate)
+	due := r.now()
+	return func(ctx context.Context) (sent []chaos.Instant) {
+		wait(ctx, due-r.now())
+		for ; due <= r.now() && len(sent) < batch; due += each {
+			sent = append(sent, due)
+		}
+		return sent
+	}
+}
+
 // errStuck is a run in which nothing happens any more: the report says so.
 var errStuck = errors.New("chaos: no effect for a minute")
 
-// faults carries the schedule out.
+// faults carries the schedule out. A kill or a restart comes in the middle of what lasts, any
+// other fault after its end.
 func (r *run) faults(ctx context.Context) error {
 	var lasts sync.WaitGroup
-	defer lasts.Wait()
-	var middle <-chan time.Time // of the outage or freeze in course
+	shown := make([]chaos.Fired, len(r.schedule.Faults)) // of each that lasts, by its goroutine
+	defer func() {
+		lasts.Wait()
+		for i := range r.fired {
+			r.fired[i].Count, r.fired[i].Timers = shown[i].Count, shown[i].Timers
+		}
+	}()
+	var middle <-chan time.Time // of what lasts
 	for i, f := range r.schedule.Faults {
+		if f.Kind != chaos.Kill && f.Kind != chaos.Restart {
+			lasts.Wait()
+			middle = nil
+		}
 		if err := r.awaitEffects(ctx, f.After, middle); err != nil {
 			return err
 		}
 		middle = nil
 		r.fired = append(r.fired, chaos.Fired{Fault: i, At: r.now()})
-		switch f.Kind {
-		case chaos.Kill: // what lasts goes on: the next process begins in it
-			if err := r.kill(f.Consumer); err != nil {
-				return err
-			}
-			if err := r.start(f.Consumer); err != nil {
-				return err
-			}
-			if n := r.schedule.Count(chaos.Kill); r.job.Process%50 == 0 {
-				fmt.Fprintf(r.stderr, "chaos: %d of %d kills, %d effects\n", r.job.Process-1, n, r.made())
-			}
-		case chaos.Restart:
-			if err := r.end(f.Consumer); err != nil {
-				return err
-			}
-			if err := r.start(f.Consumer); err != nil {
-				return err
-			}
-		case chaos.Outage:
-			lasts.Wait() // one at a time
-			r.dependency.down()
+		end, err := r.begin(ctx, f, &shown[i])
+		if err != nil {
+			return fmt.Errorf("fault %d, a %s: %w", i, f.Kind, err)
+		}
+		if end != nil {
 			middle = time.After(f.Lasts() / 2)
 			lasts.Go(func() {
 				wait(ctx, f.Lasts())
-				for ctx.Err() == nil && r.dependency.up() != nil { // somebody took the port for a moment
-					wait(ctx, 10*time.Millisecond)
+				if err := end(); err != nil {
+					r.cancel(fmt.Errorf("the end of fault %d, a %s: %w", i, f.Kind, err))
 				}
-			})
-		case chaos.Freeze:
-			lasts.Wait()
-			p := r.consumers[f.Consumer].cmd.Process
-			if err := p.Signal(syscall.SIGSTOP); err != nil {
-				return err
-			}
-			middle = time.After(f.Lasts() / 2)
-			lasts.Go(func() {
-				wait(ctx, f.Lasts())
-				_ = p.Signal(syscall.SIGCONT) // it may be dead
 			})
 		}
 	}
 	return nil
+}
+
+// begin lets a fault happen, and returns how one that lasts ends. What shows that it happened
+// is in shown after that.
+func (r *run) begin(ctx context.Context, f chaos.Fault, shown *chaos.Fired) (end func() error, err error) {
+	switch f.Kind {
+	case chaos.Kill: // what lasts goes on: the next process begins in it
+		if err := r.kill(f.Consumer); err != nil {
+			return nil, err
+		}
+		if n := r.schedule.Count(chaos.Kill); r.job.Process%50 == 0 {
+			fmt.Fprintf(r.stderr, "chaos: %d of %d kills, %d effects\n", r.job.Process-1, n, r.made())
+		}
+		return nil, r.start(f.Consumer)
+	case chaos.Restart:
+		if err := r.end(f.Consumer); err != nil {
+			return nil, err
+		}
+		return nil, r.start(f.Consumer)
+	case chaos.Down: // nothing else happens meanwhile
+		if err := r.kill(f.Consumer); err != nil {
+			return nil, err
+		}
+		wait(ctx, f.Lasts())
+		return nil, r.start(f.Consumer)
+	case chaos.Outage:
+		r.dependency.down()
+		return func() error {
+			for ctx.Err() == nil && r.dependency.up() != nil { // somebody took the port for a moment
+				wait(ctx, 10*time.Millisecond)
+			}
+			return nil
+		}, nil
+	case chaos.Freeze:
+		p := r.consumers[f.Consumer].cmd.Process
+		return func() error {
+			_ = p.Signal(syscall.SIGCONT) // it may be dead
+			return nil
+		}, p.Signal(syscall.SIGSTOP)
+	case chaos.Burn:
+		burnt, err := burn(r.cfg.Exe)
+		return func() (err error) {
+			shown.Count, err = burnt()
+			return err
+		}, err
+	case chaos.Loss:
+		return func() (err error) {
+			shown.Count, shown.Timers, err = r.losses.end()
+			return err
+		}, r.losses.begin(f.Percent)
+	case chaos.Delay:
+		r.network.set(true, false)
+	case chaos.Blackhole:
+		r.network.set(false, true)
+	case chaos.Reset:
+		shown.Count = r.network.reset()
+		return nil, nil //nolint:nilnil // it does not last
+	}
+	return func() error { // of a delay and a blackhole
+		shown.Count = r.network.set(false, false)
+		return nil
+	}, nil
 }
 
 func wait(ctx context.Context, d time.Duration) {
@@ -447,6 +535,9 @@ func leftInSpill(dir string) (left int, err error) {
 func (r *run) end(consumer int) error {
 	p := r.consumers[consumer]
 	r.consumers[consumer] = nil
+	if err := r.losses.ends(p.cmd.Process.Pid); err != nil {
+		return err
+	}
 	_ = p.stdin.Close()
 	timer := time.AfterFunc(time.Minute, func() { _ = p.cmd.Process.Kill() })
 	defer timer.Stop()

@@ -34,6 +34,9 @@ type Job struct {
 	Spill      string `json:"spill"`      // the guard's directory for messages; empty for none
 	State      string `json:"state"`      // and that for its state; empty for none
 	Mutant     Mutant `json:"mutant"`
+
+	Network dialer   `json:"network"` // of a process in a network namespace of its own; its path is empty for none
+	As      []string `json:"as"`      // the broker's addresses, which it reaches through Network
 }
 
 // Work consumes until stdin ends, as the process that a run kills.
@@ -52,6 +55,11 @@ func Work(ctx context.Context, job string, stdin io.Reader, stderr io.Writer) (e
 		_, _ = io.Copy(io.Discard, stdin)
 		cancel()
 	}()
+	if j.Network.Path != "" {
+		if err := errors.Join(wake(), j.Network.listenAs(j.As)); err != nil {
+			return err
+		}
+	}
 	var cfg guard.Config
 	cfg.Group, cfg.StateDir = "chaos", j.State
 	if j.Spill != "" {
@@ -65,7 +73,7 @@ func Work(ctx context.Context, job string, stdin io.Reader, stderr io.Writer) (e
 	if err != nil {
 		return err
 	}
-	w := &worker{job: j, recorder: client{addr: j.Recorder}, dependency: client{addr: j.Dependency}}
+	w := &worker{job: j, recorder: client{addr: j.Recorder, dial: j.Network}, dependency: client{addr: j.Dependency, dial: j.Network}, seen: make(map[int]bool)}
 	marks, closeMarks, err := openMarks(j)
 	if err != nil {
 		return err
@@ -92,7 +100,7 @@ func openMarks(j Job) (once.Store, func() error, error) {
 		}
 		return marks, marks.Close, nil
 	}
-	return natsMarks(j.Marks, "CHAOS_"+j.ID)
+	return natsMarks(j.Marks, "CHAOS_"+j.ID, j.Network)
 }
 
 // spillWindow is small, so that the shortest outage goes to the disk.
@@ -103,10 +111,10 @@ type worker struct {
 	job  Job
 	once *once.Runner
 
-	mu         sync.Mutex // of the clients and the count
+	mu         sync.Mutex // of the clients, and of seen
 	dependency client
 	recorder   client
-	count      int
+	seen       map[int]bool // by mutants that count
 }
 
 var errPoison = errors.New("the amount has no currency")
@@ -122,38 +130,68 @@ func (w *worker) handle(ctx context.Context, b []byte) error {
 		}
 		return guard.Permanent(errPoison)
 	}
+	if err := w.work(ctx, m); err != nil {
+		_ = w.tell(ctx, "failed", m.ID) // the figure is of errors that the run hears of
+		return err
+	}
+	return w.tell(ctx, "handled", m.ID)
+}
+
+// tell has the recorder know what became of a message.
+func (w *worker) tell(ctx context.Context, what string, id int) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	_, err := w.recorder.ask(ctx, "%s %d %d", what, w.job.Process, id)
+	return err
+}
+
+// asked tells whether it was asked of a message before.
+func (w *worker) asked(id int) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	was := w.seen[id]
+	w.seen[id] = true
+	return was
+}
+
+// work has the effect of a message once, or, as a mutant, does it wrong.
+func (w *worker) work(ctx context.Context, m body) error {
 	effect := func(ctx context.Context) error { return w.charge(ctx, m.ID) }
+	do := func() error { return w.once.Do(ctx, fmt.Sprint("charge/", m.ID), effect) }
 	switch w.job.Mutant {
 	case AckFirst:
 		go func() { _ = effect(context.WithoutCancel(ctx)) }()
 		return nil
 	case NoOnce:
-		err = effect(ctx)
+		return effect(ctx)
+	case Swallow:
+		_ = do()
+		return nil
+	case BuryAll:
+		if err := do(); err != nil {
+			return guard.Permanent(err)
+		}
+		return nil
 	case Unordered:
 		if m.ID%2 == 0 {
 			time.Sleep(3 * time.Millisecond)
 		}
-		err = w.once.Do(ctx, fmt.Sprint("charge/", m.ID), effect)
+	case Slow:
+		if m.ID%20 == 0 {
+			time.Sleep(400 * time.Millisecond)
+		}
+	case Flaky:
+		if m.ID%50 == 0 && !w.asked(m.ID) {
+			return errors.New("a bug that comes and goes")
+		}
 	case StopsShort:
-		if w.count++; w.count > 100 {
+		if _ = w.asked(m.ID); len(w.seen) > 100 { // one source, one worker
 			<-ctx.Done()
 			return ctx.Err()
 		}
-		fallthrough
 	default:
-		err = w.once.Do(ctx, fmt.Sprint("charge/", m.ID), effect)
 	}
-	switch {
-	case err == nil:
-	case w.job.Mutant == BuryAll:
-		return guard.Permanent(err)
-	case w.job.Mutant != Swallow:
-		return err
-	}
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	_, err = w.recorder.ask(ctx, "handled %d %d", w.job.Process, m.ID)
-	return err
+	return do()
 }
 
 // charge has the dependency make the effect. Without an answer it is in doubt.

@@ -1,0 +1,50 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package chaosrun
+
+import (
+	"errors"
+	"io"
+	"os/exec"
+	"runtime"
+	"sync/atomic"
+)
+
+// burn has as many processes compute as there are processors. What it returns ends them, and
+// says how many milliseconds of processor time they had.
+func burn(exe string) (end func() (ms int, err error), err error) {
+	var all []*process
+	end = func() (ms int, err error) {
+		for _, p := range all {
+			_ = p.stdin.Close()
+			err = errors.Join(err, p.cmd.Wait())
+			ms += int(p.cmd.ProcessState.UserTime().Milliseconds())
+		}
+		return ms, err
+	}
+	for range runtime.NumCPU() {
+		cmd := exec.Command(exe, "chaos", "burn") //nolint:noctx // it ends with stdin
+		stdin, err := cmd.StdinPipe()
+		if err == nil {
+			err = cmd.Start()
+		}
+		if err != nil {
+			_, ended := end()
+			return nil, errors.Join(err, ended)
+		}
+		all = append(all, &process{cmd, stdin})
+	}
+	return end, nil
+}
+
+// Burn computes until stdin ends.
+func Burn(stdin io.Reader) {
+	var over atomic.Bool
+	go func() {
+		_, _ = io.Copy(io.Discard, stdin)
+		over.Store(true)
+	}()
+	for !over.Load() { //nolint:revive // that is the point
+	}
+}

@@ -1,0 +1,82 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package chaosrun
+
+import "sync"
+
+// losses are the packets that the consumers lose while a loss lasts. The schedule's goroutine
+// starts and ends processes; that of the loss ends it.
+type losses struct {
+	mu      sync.Mutex
+	percent int         // 0 while none lasts
+	timers  map[int]int // by the process: what its timers were when it began to lose; all that run
+	packets int         // of this loss
+	fired   int         // timers of this loss
+}
+
+// begin begins a loss of so many percent for all that run.
+func (l *losses) begin(percent int) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.percent, l.packets, l.fired = percent, 0, 0
+	for pid := range l.timers {
+		if err := l.lose(pid); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (l *losses) lose(pid int) (err error) {
+	if l.timers[pid], err = timers(pid); err != nil {
+		return err
+	}
+	return lose(pid, l.percent)
+}
+
+// started adds a process.
+func (l *losses) started(pid int) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.timers[pid] = 0
+	if l.percent == 0 {
+		return nil
+	}
+	return l.lose(pid)
+}
+
+// ends removes one that is about to end.
+func (l *losses) ends(pid int) (err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.percent > 0 {
+		err = l.count(pid)
+	}
+	delete(l.timers, pid)
+	return err
+}
+
+func (l *losses) count(pid int) error {
+	n, err := timers(pid)
+	if err != nil {
+		return err
+	}
+	l.fired += n - l.timers[pid]
+	dropped, err := lost(pid)
+	l.packets += dropped
+	return err
+}
+
+// end ends the loss, and is what it did.
+func (l *losses) end() (packets, fired int, err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for pid := range l.timers {
+		if err := l.count(pid); err != nil {
+			return 0, 0, err
+		}
+	}
+	l.percent = 0
+	return l.packets, l.fired, nil
+}

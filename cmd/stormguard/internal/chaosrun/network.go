@@ -1,0 +1,279 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package chaosrun
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/url"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+)
+
+// A consumer whose network is to fail has a network namespace of its own, from which it
+// reaches nothing but itself:
+//
+//	namespace of a consumer                           the run
+//	client ── TCP, loses packets ── its carrier ── unix socket ── network ── TCP ── broker
+//	       ─────────────────────────────────────── unix socket ── network ── TCP ── dependency, recorder, marks
+//
+// The carrier listens on the broker's own address, so no client needs to know of it.
+
+const (
+	chunk  = 64 << 10
+	lately = 100 * time.Millisecond // how late a delay is
+)
+
+// network carries the connections of the consumers, and those to the broker as its faults
+// let it. Goroutines: one accepts, two carry a connection; close ends them.
+type network struct {
+	path   string   // of the unix socket
+	broker []string // its addresses
+	l      net.Listener
+
+	mu    sync.Mutex
+	held  chan struct{} // not nil in a blackhole; closed at its end
+	late  bool
+	count int               // reads that were held or came late
+	conns map[net.Conn]bool // both ends of each; true for the broker's
+	over  bool
+	wg    sync.WaitGroup
+}
+
+func newNetwork(dir, broker, address string) (*network, error) {
+	addrs, err := loopback(broker, address)
+	if err != nil {
+		return nil, err
+	}
+	n := &network{path: filepath.Join(dir, "network"), broker: addrs, conns: make(map[net.Conn]bool)}
+	if n.l, err = net.Listen("unix", n.path); err != nil { //nolint:noctx // a file
+		return nil, err
+	}
+	n.wg.Go(func() {
+		for {
+			c, err := n.l.Accept()
+			if err != nil {
+				return
+			}
+			n.wg.Go(func() { n.connect(c) })
+		}
+	})
+	return n, nil
+}
+
+// loopback are the addresses of a broker.
+func loopback(broker, address string) (all []string, err error) {
+	for a := range strings.SplitSeq(address, ",") {
+		if broker != "kafka" {
+			u, err := url.Parse(a)
+			if err != nil {
+				return nil, err
+			}
+			a = u.Host
+		}
+		host, _, err := net.SplitHostPort(a)
+		if err != nil {
+			return nil, err
+		}
+		if ip := net.ParseIP(host); host != "localhost" && !ip.IsLoopback() {
+			return nil, fmt.Errorf("chaos: url: host %q is not on the loopback, where faults of the network are", host)
+		}
+		all = append(all, a)
+	}
+	return all, nil
+}
+
+// connect joins a consumer's connection to where its first line says.
+func (n *network) connect(c net.Conn) {
+	to, err := bufio.NewReaderSize(c, 1).ReadString('\n') // it must read no more than the line
+	if err != nil {
+		_ = c.Close()
+		return
+	}
+	to = strings.TrimSpace(to)
+	d, err := net.Dial("tcp", to) //nolint:noctx // the loopback: refused at once
+	if err != nil {
+		_ = c.Close()
+		return
+	}
+	faulty := slices.Contains(n.broker, to)
+	n.mu.Lock()
+	if n.over {
+		n.mu.Unlock()
+		_, _ = c.Close(), d.Close()
+		return
+	}
+	n.conns[c], n.conns[d] = faulty, faulty
+	n.mu.Unlock()
+	pass := func() {}
+	if faulty {
+		pass = n.pass
+	}
+	carry(c, d, pass)
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	delete(n.conns, c)
+	delete(n.conns, d)
+}
+
+// carry copies both ways. It calls pass in front of each write. The end of one way ends that
+// way; an error breaks both connections.
+func carry(a, b net.Conn, pass func()) {
+	var both sync.WaitGroup
+	for _, way := range [][2]net.Conn{{a, b}, {b, a}} {
+		both.Go(func() {
+			if err := carryOne(way[0], way[1], pass); err != nil {
+				reset(a)
+				reset(b)
+			}
+		})
+	}
+	both.Wait()
+	_, _ = a.Close(), b.Close()
+}
+
+func carryOne(from, to net.Conn, pass func()) error {
+	for buf := make([]byte, chunk); ; {
+		k, err := from.Read(buf)
+		if k > 0 {
+			pass()
+			if _, err := to.Write(buf[:k]); err != nil {
+				return err
+			}
+		}
+		switch w, ok := to.(interface{ CloseWrite() error }); {
+		case err == nil:
+		case errors.Is(err, io.EOF) && ok:
+			return w.CloseWrite()
+		default:
+			return err
+		}
+	}
+}
+
+// reset closes a connection, and a TCP connection so that the other end sees it broken.
+func reset(c net.Conn) {
+	if t, ok := c.(*net.TCPConn); ok {
+		_ = t.SetLinger(0)
+	}
+	_ = c.Close()
+}
+
+// pass returns when a read may go on.
+func (n *network) pass() {
+	n.mu.Lock()
+	held, late := n.held, n.late
+	if held != nil || late {
+		n.count++
+	}
+	n.mu.Unlock()
+	if held != nil {
+		<-held
+	}
+	if late {
+		time.Sleep(lately)
+	}
+}
+
+// set begins a delay or a blackhole, or, with neither, ends it and says how many reads that
+// held or made late.
+func (n *network) set(late, held bool) (count int) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.late = late
+	switch {
+	case held:
+		n.held = make(chan struct{})
+	case n.held != nil:
+		close(n.held)
+		n.held = nil
+	}
+	count, n.count = n.count, 0
+	return count
+}
+
+// reset breaks all connections to the broker, and says how many.
+func (n *network) reset() (broken int) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for c, faulty := range n.conns {
+		if faulty {
+			reset(c)
+			broken++
+		}
+	}
+	return broken / 2
+}
+
+// close breaks everything.
+func (n *network) close() {
+	_ = n.l.Close()
+	n.set(false, false)
+	n.mu.Lock()
+	n.over = true
+	for c := range n.conns {
+		_ = c.Close()
+	}
+	n.mu.Unlock()
+	n.wg.Wait()
+}
+
+// A dialer connects through a network, or, if that has no path, by itself. It is the
+// nats.CustomDialer of the marks.
+type dialer struct {
+	Path string `json:"path"`
+}
+
+func (d dialer) DialContext(ctx context.Context, addr string) (net.Conn, error) {
+	if d.Path == "" {
+		return new(net.Dialer).DialContext(ctx, "tcp", addr)
+	}
+	c, err := new(net.Dialer).DialContext(ctx, "unix", d.Path)
+	if err != nil {
+		return nil, err
+	}
+	if _, err := fmt.Fprintln(c, addr); err != nil {
+		return nil, errors.Join(err, c.Close())
+	}
+	return c, nil
+}
+
+func (d dialer) Dial(_, addr string) (net.Conn, error) {
+	return d.DialContext(context.Background(), addr)
+}
+
+// listenAs carries what comes to the broker's addresses, in a consumer's namespace, until the
+// process ends.
+func (d dialer) listenAs(addrs []string) error {
+	for _, addr := range addrs {
+		l, err := net.Listen("tcp", addr) //nolint:noctx // the loopback
+		if err != nil {
+			return err
+		}
+		go func() {
+			for {
+				c, err := l.Accept()
+				if err != nil {
+					return
+				}
+				go func() {
+					out, err := d.DialContext(context.Background(), addr)
+					if err != nil {
+						reset(c)
+						return
+					}
+					carry(c, out, func() {})
+				}()
+			}
+		}()
+	}
+	return nil
+}
