@@ -220,7 +220,8 @@ var errDLQClosed = errors.New("amqp: the dead-letter queue is closed")
 // frame, is a [*dlq.TooLargeError]; a queue that is gone an [ErrNoQueue]; while
 // the broker takes nothing in, an [ErrBlocked]. When ctx ends first the letter
 // may be there; written again within the same connection it is not published a
-// second time.
+// second time. Without a confirmation within 10 s the connection is made anew, and the
+// letter may be there, too.
 func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 	m, err := d.message(r)
 	if err != nil {
@@ -299,3 +300,8 @@ func headerSize(m *amqp091.Publishing) int {
 
 // blockedPatience is how long Write waits for a blocked broker before it says so.
 const blockedPatience = time.Second
+
+// confirmPatience is how long Write waits for the confirmation of a broker that is not
+// blocked. A quorum queue that has just come back may lose a publishing, and then the broker
+// confirms it never.
+const confirmPatience = 10 * time.Second

@@ -22,11 +22,15 @@ import (
 type mute struct {
 	method uint32
 	silent atomic.Bool
+	healed atomic.Bool // it answers on new connections
 }
 
 func (m *mute) dialer(url string) Dialer {
 	return Dialer{URLs: []string{url}, Config: amqp091.Config{Heartbeat: time.Minute, Dial: func(network, addr string) (net.Conn, error) {
 		c, err := net.Dial(network, addr)
+		if m.healed.Load() {
+			return c, err
+		}
 		return &muted{Conn: c, m: m}, err
 	}}}
 }
@@ -98,3 +102,31 @@ func TestMuteBroker(t *testing.T) {
 		}
 	})
 }
+
+// A dead letter that the broker neither confirms nor refuses is written again, over a
+// connection of its own, long before its guard gives it up.
+func TestUnconfirmed(t *testing.T) {
+	t.Parallel()
+	const basicPublish = 60<<16 | 40
+	r := newRig(t, shared(t, brokers.RabbitMQ), Quorum, nil)
+	m := &mute{method: basicPublish}
+	d, err := NewDLQ(adaptertest.Context(t), m.dialer(r.url()), DLQConfig{Queue: r.queue + ".dlq"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), writeTimeout)
+	defer cancel()
+	if err := d.Write(ctx, letter()); err == nil || ctx.Err() != nil {
+		t.Fatalf("%v, and the context: %v", err, ctx.Err())
+	}
+	m.healed.Store(true)
+	if err := d.Write(ctx, letter()); err != nil {
+		t.Error(err)
+	}
+	if err := d.Close(ctx); err != nil {
+		t.Error(err)
+	}
+}
+
+// writeTimeout is a guard's.
+const writeTimeout = 30 * time.Second

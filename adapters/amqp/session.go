@@ -169,6 +169,8 @@ func (s *session) write(ctx context.Context, queue string, key letterKey, m *amq
 	}
 	patience := time.NewTimer(blockedPatience)
 	defer patience.Stop()
+	lost := time.NewTimer(confirmPatience)
+	defer lost.Stop()
 	late, returns := false, s.returns
 	var back *amqp091.Return
 	for {
@@ -195,6 +197,11 @@ func (s *session) write(ctx context.Context, queue string, key letterKey, m *amq
 		case <-ctx.Done():
 			keep()
 			return fmt.Errorf("not confirmed: %w", ctx.Err())
+		case <-lost.C:
+			if why == "" { // the next write begins anew
+				s.link.sock.close()
+				return fmt.Errorf("not confirmed within %s", confirmPatience)
+			}
 		case <-patience.C:
 			late = true
 		case <-change:
