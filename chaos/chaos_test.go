@@ -262,12 +262,16 @@ func TestSchedule(t *testing.T) {
 		t.Error(err)
 	}
 	for _, k := range []Kind{Loss, Delay, Blackhole, Reset} {
-		if n := network.Count(k); n != 25 || !k.Network() {
-			t.Errorf("%d of the kind %s, want 25; a fault of the network: %v", n, k, k.Network())
+		if n := network.Count(k); n != 25 {
+			t.Errorf("%d of the kind %s, want 25", n, k)
 		}
 	}
-	if n := network.Count(Kill); n == 0 || Kill.Network() || Burn.Network() {
-		t.Errorf("%d kills; or one is a fault of the network", n)
+	broker := Broker(7, 3, 40, 50)
+	if err := broker.Validate(); err != nil {
+		t.Error(err)
+	}
+	if broker.Count(BrokerKill) != 20 || broker.Count(BrokerFreeze) != 20 || broker.Count(Kill) == 0 || network.Count(Kill) == 0 {
+		t.Errorf("%+v", broker)
 	}
 	if s := Stages(1, 3, 300, time.Minute, 45*time.Second, time.Minute); s.Validate() != nil {
 		t.Error(s.Validate())

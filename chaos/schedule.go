@@ -28,6 +28,9 @@ const (
 	Delay     Kind = "delay"     // for For what it carries comes 100 ms late
 	Blackhole Kind = "blackhole" // for For it carries nothing, and no connection breaks
 	Reset     Kind = "reset"     // all its connections break
+
+	BrokerKill   Kind = "broker-kill"   // the broker gets SIGKILL, and is started again after For
+	BrokerFreeze Kind = "broker-freeze" // it gets SIGSTOP, and SIGCONT after For
 )
 
 // kinds are how long a fault of each kind may last, at least and at most, whether it happens
@@ -39,15 +42,11 @@ var kinds = map[Kind]struct {
 	Kill: {one: true}, Restart: {one: true}, Down: {1, maxFor, true, false}, Freeze: {1, maxFor, true, false},
 	Outage: {1, maxFor, false, false}, Burn: {1, maxFor, false, true},
 	Loss: {1, maxFor, false, true}, Delay: {1, maxFor, false, true}, Blackhole: {1, maxFor, false, true}, Reset: {counted: true},
+	BrokerKill: {1, maxFor, false, false}, BrokerFreeze: {1, maxFor, false, false},
 }
 
 // Kinds are all of them.
 func Kinds() []Kind { return slices.Sorted(maps.Keys(kinds)) }
-
-// Network tells whether it is a fault of the network.
-func (k Kind) Network() bool {
-	return k == Loss || k == Delay || k == Blackhole || k == Reset
-}
 
 // A Fault happens once the consumers have made After effects since the last one, so that
 // there is work to break whatever the machine's speed.
@@ -194,6 +193,25 @@ func Network(seed uint64, consumers, faults, most int) Schedule {
 		s.Faults = append(s.Faults, f)
 		if random.IntN(4) == 0 {
 			s.Faults = append(s.Faults, Fault{Kind: Kill, After: random.IntN(most + 1), Consumer: random.IntN(consumers)})
+		}
+	}
+	return s
+}
+
+// Broker draws a schedule of so many faults of the broker, by turns a kill, after which it is
+// away for up to three seconds, and a freeze of up to fifteen. Each comes after 1 to most
+// effects. A kill of one of the consumers follows one in four, and then comes in its middle.
+func Broker(seed uint64, consumers, faults, most int) Schedule {
+	random := rand.New(rand.NewPCG(seed, 4))
+	s := Schedule{Seed: seed, Consumers: consumers}
+	for i := range faults {
+		f := Fault{Kind: BrokerKill, After: 1 + random.IntN(most), For: 1 + random.IntN(3000)}
+		if i%2 == 1 {
+			f.Kind, f.For = BrokerFreeze, 500+random.IntN(14_500)
+		}
+		s.Faults = append(s.Faults, f)
+		if random.IntN(4) == 0 {
+			s.Faults = append(s.Faults, Fault{Kind: Kill, Consumer: random.IntN(consumers)})
 		}
 	}
 	return s

@@ -71,6 +71,12 @@ that breaks, each for one to two seconds, and breaks all connections. In the mid
 in four a consumer is killed. The dependency and the marks of effects are reached without
 faults.` + figuresLong
 
+const brokerLong = `Kill and freeze the broker under guarded consumers, and prove that nothing is lost.
+
+The run starts a broker of its own. By turns it is killed with SIGKILL and started again,
+up to three seconds later, and frozen for up to fifteen. In the middle of one in four a
+consumer is killed. What the broker did not confirm is published again.` + figuresLong
+
 const seedLong = `Put guarded consumers through three stages, and hold them to gates.
 
 For --loss the network between consumers and broker loses 5 % of the packets each way; for
@@ -99,7 +105,7 @@ func newChaos() *cobra.Command {
 		Use: "run", Short: "Run a schedule of faults", Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	run.AddCommand(newChaosCrash(), newChaosRolling(), newChaosNetwork(), newChaosSeed())
+	run.AddCommand(newChaosCrash(), newChaosRolling(), newChaosNetwork(), newChaosBroker(), newChaosSeed())
 	cmd.AddCommand(run, &cobra.Command{
 		Use: "burn", Hidden: true, Args: cobra.NoArgs,
 		Run: func(*cobra.Command, []string) { chaosrun.Burn(os.Stdin) },
@@ -167,6 +173,23 @@ func newChaosNetwork() *cobra.Command {
 	return cmd
 }
 
+func newChaosBroker() *cobra.Command {
+	consumers, faults := 3, 10
+	r := newChaosRun(func(seed uint64) chaos.Schedule { return chaos.Broker(seed, consumers, faults, faultWithin) })
+	cmd := &cobra.Command{
+		Use:   "broker",
+		Short: "Kill and freeze the broker under guarded consumers",
+		Long:  brokerLong,
+		Example: `  stormguard chaos run broker
+  stormguard chaos run broker --broker kafka --faults 40 --json`,
+		Args: cobra.NoArgs, RunE: r.run,
+	}
+	r.ranges.number(cmd.Flags(), &consumers, "consumers", 1, 64, "how many run side by side")
+	r.ranges.number(cmd.Flags(), &faults, "faults", 1, 10000, "how many faults of the broker there are")
+	r.flags(cmd)
+	return cmd
+}
+
 func newChaosSeed() *cobra.Command {
 	consumers := 3
 	loss, down, burn := time.Minute, 45*time.Second, time.Minute
@@ -187,7 +210,6 @@ func newChaosSeed() *cobra.Command {
 	}
 	f := cmd.Flags()
 	r.ranges.number(f, &consumers, "consumers", 2, 64, "how many run side by side")
-	r.ranges.number(f, &r.cfg.Rate, "rate", 1, 10000, "messages a second, whatever becomes of them")
 	r.ranges.duration(f, &loss, "loss", time.Second, 10*time.Minute, "how long packets are lost")
 	r.ranges.duration(f, &down, "down", time.Second, 10*time.Minute, "how long a consumer is down")
 	r.ranges.duration(f, &burn, "burn", time.Second, 10*time.Minute, "how long the processors burn")
@@ -217,6 +239,7 @@ func (r *chaosRun) flags(cmd *cobra.Command) {
 	choice(&r.ranges, f, &r.cfg.Broker, "broker", chaosrun.Brokers(), "what to run on")
 	f.StringVar(&r.cfg.URL, "url", "", "`address` of a broker of yours (default an embedded NATS, or a broker that scripts/brokers finds or starts)")
 	r.ranges.number(f, &r.cfg.Messages, "messages", 1, 10_000_000, "published at least")
+	r.ranges.number(f, &r.cfg.Rate, "rate", min(r.cfg.Rate, 1), 10000, "messages a second, whatever becomes of them; 0: as fast as the consumers")
 	f.Uint64Var(&r.seed, "seed", 0, "of the schedule (default drawn anew, and printed)")
 	r.ranges.duration(f, &r.cfg.Drain, "drain", time.Second, time.Hour, "how long everything may take after the last fault")
 	f.BoolVar(&r.cfg.Spill, "spill", false, "a consumer holds what comes in an outage on its disk, with a window of 20, and keeps its state there")

@@ -7,7 +7,6 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"io"
 	"maps"
 	"slices"
 	"time"
@@ -22,7 +21,7 @@ type broker interface {
 	// lay makes the run's queues; remove deletes them.
 	lay(ctx context.Context) error
 	remove(ctx context.Context)
-	// publish returns when the broker has the messages.
+	// publish returns when the broker has the messages. After an error it may have some.
 	publish(ctx context.Context, ms []message) error
 	// left is how many messages are not settled, as far as the broker tells.
 	left(ctx context.Context) (int, error)
@@ -33,8 +32,10 @@ type broker interface {
 	consume(ctx context.Context, g *guard.Guard, handle func(ctx context.Context, body []byte) error) error
 }
 
-// A message to publish. Those of one key keep their order.
+// A message to publish. Those of one key keep their order. A broker that knows ids takes one
+// that comes twice once.
 type message struct {
+	id   string
 	key  string
 	body []byte
 }
@@ -42,14 +43,15 @@ type message struct {
 // A kind of broker.
 type kind struct {
 	open    func(Job) broker
-	found   brokers.Kind // what to look for without an address
+	own     brokers.Kind // what to start for a run that breaks it
+	found   brokers.Kind // what to look for without an address; empty: one is embedded
 	ordered chaos.Redelivery
 }
 
 var kinds = map[string]kind{
-	"nats":     {func(j Job) broker { return newNATS(j) }, "", chaos.Redelivers},
-	"kafka":    {func(j Job) broker { return newKafka(j) }, brokers.Kafka, chaos.KeepsOrder},
-	"rabbitmq": {func(j Job) broker { return newRabbitMQ(j) }, brokers.RabbitMQ, chaos.Redelivers},
+	"nats":     {func(j Job) broker { return newNATS(j) }, brokers.NATS, "", chaos.Redelivers},
+	"kafka":    {func(j Job) broker { return newKafka(j) }, brokers.Kafka, brokers.Kafka, chaos.KeepsOrder},
+	"rabbitmq": {func(j Job) broker { return newRabbitMQ(j) }, brokers.RabbitMQ, brokers.RabbitMQ, chaos.Redelivers},
 }
 
 // order is what a broker keeps of the order with that many consumers.
@@ -62,20 +64,6 @@ func (k kind) order(consumers int) chaos.Redelivery {
 
 // Brokers are the names of the brokers that a run knows.
 func Brokers() []string { return slices.Sorted(maps.Keys(kinds)) }
-
-// address is where the broker is, and how to end it if it was started for this run.
-func address(ctx context.Context, name, url string, stderr io.Writer) (string, func(), error) {
-	none := func() {}
-	if url != "" {
-		return url, none, nil
-	}
-	if found := kinds[name].found; found != "" {
-		fmt.Fprintf(stderr, "looking for %s, or starting it; the very first start installs it and takes minutes\n", name)
-		url, err := brokers.Find(ctx, found)
-		return url, none, err
-	}
-	return startNATS(ctx)
-}
 
 // patiently tries for half a minute, as whoever starts processes would: a process may begin
 // while the network is broken.

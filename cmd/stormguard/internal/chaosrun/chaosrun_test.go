@@ -120,6 +120,35 @@ func TestNetwork(t *testing.T) {
 	}
 }
 
+// A broker that is killed and frozen loses nothing, on each broker.
+func TestBroker(t *testing.T) {
+	t.Parallel()
+	exe := build(t)
+	faults := 2
+	if os.Getenv("STORMGUARD_FULL") != "" {
+		faults = 10
+	}
+	for _, name := range Brokers() {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			if name != "nats" && os.Getenv("STORMGUARD_FULL") == "" {
+				t.Skip("a broker of one's own to kill: STORMGUARD_FULL=1, or scripts/test --full")
+			}
+			r := crash(t, Config{Broker: name, Schedule: chaos.Broker(1, 2, faults, 60), Messages: 500, Rate: 100, Drain: 5 * time.Minute, Exe: exe})
+			t.Logf("%d published, %d kills of consumers, %d duplicate deliveries, drained after %.1f s", r.Published, r.Kills, r.DuplicateDeliveries, r.DrainSeconds)
+			if !r.OK() {
+				t.Error(r.Text())
+			}
+		})
+	}
+	t.Run("a broker of somebody's", func(t *testing.T) {
+		_, err := Run(t.Context(), Config{Broker: "nats", URL: "nats://127.0.0.1:1", Schedule: chaos.Broker(1, 1, 1, 1), Exe: exe}, t.Output())
+		if err == nil || !strings.Contains(err.Error(), "url: a broker that is to be killed is the run's own") {
+			t.Errorf("%v", err)
+		}
+	})
+}
+
 // Three stages pass their gates, or nearly: how long a message waits is judged where the
 // machine has nothing else to do, by scripts/test. A build that is worse misses its gate
 // on any machine.

@@ -24,6 +24,7 @@ type onKafka struct {
 	consumers          int
 	mutant             Mutant
 	member             string // empty: a new one for each process
+	oneByOne           bool   // of several messages sarama may write a later one and give an earlier one up
 
 	client   sarama.Client
 	admin    sarama.ClusterAdmin
@@ -31,7 +32,7 @@ type onKafka struct {
 }
 
 func newKafka(j Job) *onKafka {
-	b := &onKafka{mutant: j.Mutant, consumers: j.Consumers, addrs: strings.Split(j.URL, ","), topic: "chaos." + j.ID, dead: "chaos." + j.ID + ".dlq", group: "chaos." + j.ID}
+	b := &onKafka{mutant: j.Mutant, consumers: j.Consumers, oneByOne: j.OneByOne, addrs: strings.Split(j.URL, ","), topic: "chaos." + j.ID, dead: "chaos." + j.ID + ".dlq", group: "chaos." + j.ID}
 	if j.Static {
 		b.member = fmt.Sprint("consumer-", j.Consumer)
 	}
@@ -86,7 +87,15 @@ func (b *onKafka) publish(_ context.Context, ms []message) error {
 	for i, m := range ms {
 		all[i] = &sarama.ProducerMessage{Topic: b.topic, Key: sarama.StringEncoder(m.key), Value: sarama.ByteEncoder(m.body)}
 	}
-	return b.producer.SendMessages(all)
+	if !b.oneByOne {
+		return b.producer.SendMessages(all)
+	}
+	for _, m := range all {
+		if _, _, err := b.producer.SendMessage(m); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func (b *onKafka) left(context.Context) (left int, err error) {

@@ -120,17 +120,20 @@ func (b *onNATS) remove(ctx context.Context) {
 func (b *onNATS) publish(ctx context.Context, ms []message) error {
 	var futures []jetstream.PubAckFuture
 	for _, m := range ms {
-		f, err := b.js.PublishAsync(b.subject, m.body)
+		f, err := b.js.PublishAsync(b.subject, m.body, jetstream.WithMsgID(m.id))
 		if err != nil {
 			return err
 		}
 		futures = append(futures, f)
 	}
+	late := time.After(5 * time.Second) // a broken connection loses an answer without a word
 	for _, f := range futures {
 		select {
 		case <-f.Ok():
 		case err := <-f.Err():
 			return err
+		case <-late:
+			return errors.New("no answer")
 		case <-ctx.Done():
 			return ctx.Err()
 		}

@@ -22,17 +22,32 @@ type onRabbitMQ struct {
 
 	conn *amqp091.Connection
 	ch   *amqp091.Channel
+	got  [][]byte // dead letters
 }
 
 func newRabbitMQ(j Job) *onRabbitMQ {
 	return &onRabbitMQ{mutant: j.Mutant, url: j.URL, queue: "chaos." + j.ID, dead: "chaos." + j.ID + ".dlq"}
 }
 
-func (b *onRabbitMQ) lay(context.Context) (err error) {
+// connect makes the connection anew when it is broken.
+func (b *onRabbitMQ) connect() (err error) {
+	if b.ch != nil && !b.ch.IsClosed() {
+		return nil
+	}
+	if b.conn != nil {
+		_ = b.conn.CloseDeadline(time.Now().Add(time.Second))
+	}
 	if b.conn, err = amqp091.Dial(b.url); err != nil {
 		return err
 	}
 	if b.ch, err = b.conn.Channel(); err != nil {
+		return err
+	}
+	return b.ch.Confirm(false)
+}
+
+func (b *onRabbitMQ) lay(context.Context) error {
+	if err := b.connect(); err != nil {
 		return err
 	}
 	for _, name := range []string{b.queue, b.dead} {
@@ -42,7 +57,7 @@ func (b *onRabbitMQ) lay(context.Context) (err error) {
 			return fmt.Errorf("declare queue %s: %w", name, err)
 		}
 	}
-	return b.ch.Confirm(false)
+	return nil
 }
 
 func (b *onRabbitMQ) remove(context.Context) {
@@ -56,6 +71,9 @@ func (b *onRabbitMQ) remove(context.Context) {
 }
 
 func (b *onRabbitMQ) publish(ctx context.Context, ms []message) error {
+	if err := b.connect(); err != nil {
+		return err
+	}
 	var waits []*amqp091.DeferredConfirmation
 	for _, m := range ms {
 		c, err := b.ch.PublishWithDeferredConfirmWithContext(ctx, "", b.queue, true, false, amqp091.Publishing{DeliveryMode: amqp091.Persistent, Body: m.body})
@@ -75,17 +93,23 @@ func (b *onRabbitMQ) publish(ctx context.Context, ms []message) error {
 // left sees what is ready only: what a consumer has is ready again after its end, and the
 // run's own record tells when nothing is.
 func (b *onRabbitMQ) left(context.Context) (int, error) {
+	if err := b.connect(); err != nil {
+		return 0, err
+	}
 	q, err := b.ch.QueueDeclarePassive(b.queue, true, false, false, false, nil)
 	return q.Messages, err
 }
 
-func (b *onRabbitMQ) letters(context.Context) (all [][]byte, err error) {
+func (b *onRabbitMQ) letters(context.Context) ([][]byte, error) {
+	if err := b.connect(); err != nil {
+		return nil, err
+	}
 	for {
 		d, ok, err := b.ch.Get(b.dead, true)
 		if err != nil || !ok {
-			return all, err
+			return b.got, err
 		}
-		all = append(all, d.Body)
+		b.got = append(b.got, d.Body) // it is gone there, so it counts for the next try, too
 	}
 }
 

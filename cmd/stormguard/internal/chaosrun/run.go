@@ -27,6 +27,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/chaos"
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/brokers"
 )
 
 // Config is a run.
@@ -50,6 +51,10 @@ const (
 	pad         = 200
 	stuckAfter  = time.Minute     // without an effect: the run gives up
 	idleAfter   = 2 * time.Second // without an effect: one batch more is published
+
+	// settled is how long a new queue is left alone before its broker is killed: RabbitMQ may
+	// not find the leader of a younger one again.
+	settled = 6 * time.Second
 )
 
 // Run runs a schedule, and returns what happened. The error is about the run, not about
@@ -111,7 +116,8 @@ type run struct {
 	job        Job // of the next process, but for what is a consumer's
 	dependency *listener
 	recorder   *listener
-	network    *network // nil without faults of it
+	own        *brokers.Broker // nil without faults of the broker
+	network    *network        // nil without faults of it
 	losses     losses
 	dir        string
 	cancel     context.CancelCauseFunc // of the run
@@ -148,7 +154,7 @@ func newRun(ctx context.Context, cfg Config, stderr io.Writer) (r *run, err erro
 	if r.dir, err = os.MkdirTemp("", "stormguard-chaos-"); err != nil {
 		return r, err
 	}
-	url, stop, err := address(ctx, cfg.Broker, cfg.URL, stderr)
+	url, stop, err := r.address(ctx)
 	if err != nil {
 		return r, err
 	}
@@ -159,7 +165,7 @@ func newRun(ctx context.Context, cfg Config, stderr io.Writer) (r *run, err erro
 	if r.recorder, err = serve(r.answer); err != nil {
 		return r, err
 	}
-	if slices.ContainsFunc(r.schedule.Faults, func(f chaos.Fault) bool { return f.Kind.Network() }) {
+	if r.has(chaos.Loss, chaos.Delay, chaos.Blackhole, chaos.Reset) {
 		if err := tryNamespaces(); err != nil {
 			return r, err
 		}
@@ -171,7 +177,7 @@ func newRun(ctx context.Context, cfg Config, stderr io.Writer) (r *run, err erro
 	r.job = Job{
 		Broker: cfg.Broker, URL: url, ID: id, Dependency: r.dependency.addr, Recorder: r.recorder.addr,
 		Marks: filepath.Join(r.dir, "once.db"), Own: filepath.Join(r.dir, "once.db-"), Mutant: cfg.Mutant,
-		Consumers: n, Static: cfg.Schedule.Count(chaos.Restart) == 0,
+		Consumers: n, Static: cfg.Schedule.Count(chaos.Restart) == 0, OneByOne: r.own != nil,
 	}
 	if r.network != nil {
 		r.job.Network.Path, r.job.As = r.network.path, r.network.broker
@@ -179,6 +185,9 @@ func newRun(ctx context.Context, cfg Config, stderr io.Writer) (r *run, err erro
 	r.broker = kinds[cfg.Broker].open(r.job)
 	if err := r.broker.lay(ctx); err != nil {
 		return r, err
+	}
+	if r.own != nil {
+		wait(ctx, settled)
 	}
 	if n > 1 {
 		marks, stopMarks, err := startNATS(ctx)
@@ -195,6 +204,34 @@ func newRun(ctx context.Context, cfg Config, stderr io.Writer) (r *run, err erro
 		}
 	}
 	return r, nil
+}
+
+// has tells whether the schedule has a fault of one of the kinds.
+func (r *run) has(kinds ...chaos.Kind) bool {
+	return slices.ContainsFunc(r.schedule.Faults, func(f chaos.Fault) bool { return slices.Contains(kinds, f.Kind) })
+}
+
+// address is where the broker is, and how to end it if it was started for this run.
+func (r *run) address(ctx context.Context) (url string, stop func(), err error) {
+	k, none := kinds[r.cfg.Broker], func() {}
+	switch {
+	case r.has(chaos.BrokerKill, chaos.BrokerFreeze):
+		if r.cfg.URL != "" {
+			return "", none, errors.New("chaos: url: a broker that is to be killed is the run's own")
+		}
+		fmt.Fprintf(r.stderr, "chaos: starting a %s; the very first start installs it and takes minutes\n", r.cfg.Broker)
+		if r.own, err = brokers.Start(ctx, k.own, brokers.Options{}); err != nil {
+			return "", none, err
+		}
+		return r.own.Addr(), func() { _ = r.own.Stop(context.WithoutCancel(ctx)) }, nil
+	case r.cfg.URL != "":
+		return r.cfg.URL, none, nil
+	case k.found != "":
+		fmt.Fprintf(r.stderr, "looking for %s, or starting it; the very first start installs it and takes minutes\n", r.cfg.Broker)
+		url, err := brokers.Find(ctx, k.found)
+		return url, none, err
+	}
+	return startNATS(ctx)
 }
 
 func (r *run) close(ctx context.Context) error {
@@ -293,14 +330,17 @@ func (r *run) publish(ctx context.Context, faultsOver <-chan struct{}) error {
 			if err != nil {
 				return err
 			}
-			ms, texts = append(ms, m), append(texts, message{strconv.Itoa(m.Key), text})
+			ms, texts = append(ms, m), append(texts, message{strconv.Itoa(id), strconv.Itoa(m.Key), text})
 			id++
 		}
-		if err := r.broker.publish(ctx, texts); err != nil {
+		for err := r.broker.publish(ctx, texts); err != nil; err = r.broker.publish(ctx, texts) {
 			if ctx.Err() != nil {
 				return nil //nolint:nilerr // the run says why
 			}
-			return err
+			if r.own == nil { // nobody breaks it
+				return err
+			}
+			wait(ctx, 100*time.Millisecond)
 		}
 		r.published(ms, sent)
 	}
@@ -424,6 +464,18 @@ func (r *run) begin(ctx context.Context, f chaos.Fault, shown *chaos.Fired) (end
 			shown.Count, shown.Timers, err = r.losses.end()
 			return err
 		}, r.losses.begin(f.Percent)
+	case chaos.BrokerKill:
+		return func() error { return r.own.Restart(ctx) }, r.own.Kill(ctx, 0)
+	case chaos.BrokerFreeze:
+		info, err := r.own.Info(ctx)
+		if err != nil {
+			return nil, err
+		}
+		pid, err := strconv.Atoi(info["pid1"])
+		if err != nil {
+			return nil, err
+		}
+		return func() error { return syscall.Kill(pid, syscall.SIGCONT) }, syscall.Kill(pid, syscall.SIGSTOP)
 	case chaos.Delay:
 		r.network.set(true, false)
 	case chaos.Blackhole:
@@ -478,15 +530,11 @@ func (r *run) drain(ctx context.Context) error {
 	over := time.Now().Add(r.cfg.Drain)
 	for time.Now().Before(over) {
 		left, err := r.broker.left(ctx)
-		if err != nil {
-			return err
+		if err != nil && r.own == nil || ctx.Err() != nil {
+			return errors.Join(err, ctx.Err())
 		}
-		if left > 0 || r.backlog() > 0 {
-			select {
-			case <-time.After(50 * time.Millisecond):
-			case <-ctx.Done():
-				return ctx.Err()
-			}
+		if err != nil || left > 0 || r.backlog() > 0 { // a broker that came back may have its connections broken yet
+			wait(ctx, 50*time.Millisecond)
 			continue
 		}
 		at := r.now()
@@ -548,7 +596,7 @@ func (r *run) end(consumer int) error {
 }
 
 func (r *run) deadLetters(ctx context.Context) (ids []int, err error) {
-	all, err := r.broker.letters(ctx)
+	all, err := patiently(ctx, func() ([][]byte, error) { return r.broker.letters(ctx) })
 	if err != nil {
 		return nil, fmt.Errorf("read the DLQ: %w", err)
 	}

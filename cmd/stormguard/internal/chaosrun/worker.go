@@ -35,6 +35,8 @@ type Job struct {
 	State      string `json:"state"`      // and that for its state; empty for none
 	Mutant     Mutant `json:"mutant"`
 
+	OneByOne bool `json:"-"` // the run sends a message when the one before is confirmed
+
 	Network dialer   `json:"network"` // of a process in a network namespace of its own; its path is empty for none
 	As      []string `json:"as"`      // the broker's addresses, which it reaches through Network
 }
