@@ -29,7 +29,7 @@ type RuleKind string
 const (
 	RuleKey    RuleKind = "key"    // the message's key
 	RuleHeader RuleKind = "header" // one of its headers, such as a tenant's name
-	RuleCause  RuleKind = "cause"  // the cause of its latest failure
+	RuleCause  RuleKind = "cause"  // the cause of its latest failure, if that was no error of the dependency
 )
 
 const (

@@ -134,9 +134,10 @@ func headerText(v any) (string, bool) {
 	return "", false
 }
 
-// ofCause is the rule about the cause of a failure, nil if there is none.
-func (b *ruleBook) ofCause(err error, stack []byte) *dlq.Rule {
-	if b == nil || !b.causes || err == nil {
+// ofCause is the rule about the cause of a failure, nil if there is none. An error of the
+// dependency matches none: in an outage such a rule would dead-letter everything.
+func (b *ruleBook) ofCause(class Class, err error, stack []byte) *dlq.Rule {
+	if b == nil || !b.causes || err == nil || class == ClassDependency {
 		return nil
 	}
 	if r := (dlq.Rule{Kind: dlq.RuleCause, Value: dlq.Fingerprint(err, stack).ID}); b.has(r) {
@@ -304,7 +305,7 @@ func (s *Source[M]) next(now time.Duration) step[M] {
 // lock, and has announced a port call.
 func (s *Source[M]) compare(it *item[M], book *ruleBook) *dlq.Rule {
 	if n := len(it.failures); n > 0 {
-		if r := book.ofCause(it.failures[n-1].err, it.failures[n-1].stack); r != nil {
+		if r := book.ofCause(it.class, it.failures[n-1].err, it.failures[n-1].stack); r != nil {
 			return r
 		}
 	}

@@ -248,6 +248,35 @@ func TestQuarantineCause(t *testing.T) {
 	}
 }
 
+// A rule about the cause of an outage, which somebody set in haste, dead-letters nothing:
+// neither messages that have failed before nor those that fail now.
+func TestQuarantineCauseOfAnOutage(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		down := true
+		r, _ := tenants(t, SourceConfig{DeadLetters: &testWriter{}}, Policy{Order: OrderNone}, func(int) error {
+			if down {
+				return Unavailable(errTenant)
+			}
+			return nil
+		})
+		r.send(0, 9)
+		time.Sleep(time.Second)
+		r.quarantine(dlq.Rule{Kind: dlq.RuleCause, Value: dlq.Fingerprint(Unavailable(errTenant), nil).ID})
+		r.quarantine(dlq.Rule{Kind: dlq.RuleCause, Value: dlq.Fingerprint(errTenant, nil).ID})
+		r.send(9, 40)
+		time.Sleep(20 * time.Second)
+		if a := r.check(); a.DeadLettered != 0 || r.s.State().Tally.Failures < 5 {
+			t.Errorf("%d dead letters in the outage, after %d failures", a.DeadLettered, r.s.State().Tally.Failures)
+		}
+		down = false
+		time.Sleep(20 * time.Second)
+		if a := r.check(); len(r.done()) != 40 || a.DeadLettered != 0 {
+			t.Errorf("%d of 40 handled, %d dead letters", len(r.done()), a.DeadLettered)
+		}
+		r.close()
+	})
+}
+
 // Without a writer what matches waits, and the state says for whom; it is handled when
 // the rule is off, or its time is over. What is next to it in its order waits for it.
 func TestQuarantineWithoutWriter(t *testing.T) {

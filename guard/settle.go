@@ -53,7 +53,7 @@ func (s *Source[M]) outcome(ctx *callContext, err error, stack []byte) result {
 	r := s.g.resultOf(s.explain(ctx, err), stack)
 	if r.word == failure {
 		s.failed.Store(failedAt(s.g.now(), r))
-		r.rule = s.g.rules.Load().ofCause(r.err, r.stack)
+		r.rule = s.g.rules.Load().ofCause(r.class, r.err, r.stack)
 	}
 	if r.word == backoff {
 		// The wall may have moved on while the guard's clock stood still, as in a
