@@ -163,18 +163,23 @@ func (c *Console) routes() *http.ServeMux {
 	get("members", func(string) any { return c.members() })
 	mux.HandleFunc("GET /watch", c.watch)
 	get("quarantine", func(string) any { return c.rules() })
-	mux.HandleFunc("GET /events", func(w http.ResponseWriter, r *http.Request) {
-		since := time.Hour
-		if text := r.URL.Query().Get("since"); text != "" {
-			var err error
-			if since, err = time.ParseDuration(text); err != nil || since <= 0 {
-				err = fmt.Errorf("%w: since: %.32q is not a duration above 0, such as 1h", ErrOrder, text)
-				operator.Answer(w, http.StatusBadRequest, map[string]string{"error": err.Error()})
-				return
+	recent := func(path string, look func(then time.Time) any) {
+		mux.HandleFunc("GET /"+path, func(w http.ResponseWriter, r *http.Request) {
+			since := time.Hour
+			if text := r.URL.Query().Get("since"); text != "" {
+				var err error
+				if since, err = time.ParseDuration(text); err != nil || since <= 0 {
+					err = fmt.Errorf("%w: since: %.32q is not a duration above 0, such as 1h", ErrOrder, text)
+					operator.Answer(w, http.StatusBadRequest, map[string]string{"error": err.Error()})
+					return
+				}
 			}
-		}
-		operator.Answer(w, http.StatusOK, c.since(time.Now().Add(-since)))
-	})
+			w.Header().Set("Cache-Control", "no-store")
+			operator.Answer(w, http.StatusOK, look(time.Now().Add(-since)))
+		})
+	}
+	recent("events", func(then time.Time) any { return c.since(then) })
+	recent("causes", func(then time.Time) any { return c.events.causes(then) })
 	mux.HandleFunc("POST /order", c.order)
 	mux.HandleFunc("POST /quarantine", c.changeRules)
 	return mux

@@ -26,6 +26,9 @@ type Event struct {
 	Count int       `json:"count,omitempty"`
 	Until time.Time `json:"until,omitzero"`
 	Cause string    `json:"cause,omitempty"`
+
+	reason, title string // what Detail joins
+	class         string // of the last error
 }
 
 // The kinds of events.
@@ -90,7 +93,8 @@ func (e *events) stateChange(c guard.StateChange) {
 func (e *events) deadLetter(d guard.DeadLetter) {
 	now := e.now().UTC()
 	cause := d.Record.Cause.ID
-	detail := clip(string(d.Record.Reason) + ": " + d.Record.Cause.Title)
+	reason, title := string(d.Record.Reason), clip(d.Record.Cause.Title)
+	detail := reason + ": " + title
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	for i := len(e.all) - 1; i >= 0 && now.Sub(e.all[i].At) < joinFor; i-- {
@@ -100,7 +104,7 @@ func (e *events) deadLetter(d guard.DeadLetter) {
 			return
 		}
 	}
-	e.add(&Event{At: now, Kind: EventDead, Subject: d.Source, Detail: detail, Count: 1, Until: now, Cause: cause})
+	e.add(&Event{At: now, Kind: EventDead, Subject: d.Source, Detail: detail, Count: 1, Until: now, Cause: cause, reason: reason, title: title, class: d.Class.String()})
 }
 
 // since are the events from then on, and the orders of the audit, oldest first; an order

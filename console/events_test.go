@@ -5,6 +5,7 @@ package console_test
 
 import (
 	"net/http"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -65,6 +66,20 @@ func TestEvents(t *testing.T) {
 					t.Errorf("%+v", e)
 				}
 			}
+		}
+		var causes []console.Cause
+		if r.ask(http.MethodGet, "/causes?since=1h", "", &causes); len(causes) != 1 {
+			t.Fatalf("causes: %+v", causes)
+		}
+		if c := causes[0]; c.Count != int(r.letters.Load()) || c.Title != "it does not answer" || c.Class != "unknown" || !strings.HasPrefix(c.Cause, "v2:") ||
+			!slices.Equal(c.Sources, []string{"orders"}) || !slices.Equal(c.Reasons, []string{"operator"}) || c.First.After(c.Last) {
+			t.Errorf("%+v", c)
+		}
+		if r.ask(http.MethodGet, "/causes?since=30s", "", &causes); len(causes) != 0 {
+			t.Errorf("of the last 30 s: %+v", causes)
+		}
+		if status := r.ask(http.MethodGet, "/causes?since=-1s", "", nil); status != http.StatusBadRequest {
+			t.Error("a time that is none:", status)
 		}
 		if late := events("30s"); len(late) != 1 || late[0].Kind != console.EventRefused {
 			t.Errorf("of the last 30 s: %+v", late)

@@ -88,7 +88,7 @@ func newOperate() []*cobra.Command {
 	return []*cobra.Command{
 		newStatus(), source, brk,
 		newOrder(console.Credits, "credits NAME...", "Grant sources DLQ credits: leave to dead-letter so many messages more"),
-		newQuarantine(), newAudit(), newReport(), newConsole(),
+		newQuarantine(), newCauses(), newAudit(), newReport(), newConsole(),
 	}
 }
 
@@ -272,6 +272,41 @@ func newAudit() *cobra.Command {
 	})
 }
 
+func newCauses() *cobra.Command {
+	var o operate
+	since := 6 * time.Hour
+	cmd := &cobra.Command{
+		Use: "causes", Short: "Group the dead letters of a process by their error, the most frequent first", Args: cobra.NoArgs,
+		Example: `  stormguard causes --since 1h
+  stormguard quarantine add cause=v2:a87967c232515c32`,
+	}
+	o.rs.duration(cmd.Flags(), &since, "since", time.Minute, 7*24*time.Hour, "how far back")
+	return o.command(cmd, func(cmd *cobra.Command, _ []string) error {
+		all, raw, err := lookup[console.Cause](cmd.Context(), &o, "causes?since="+since.String(), nil)
+		if err != nil {
+			return err
+		}
+		return show(&o, cmd, raw, all, func(w io.Writer) error {
+			return table(w, "DEAD LETTERS\tCAUSE\tERROR\tREASONS\tSOURCES\tFIRST\tLAST", func(row func(...any)) {
+				for _, c := range all {
+					row(c.Count, cmp.Or(c.Cause, "-"), oneLine(c.Title), strings.Join(c.Reasons, ", "), strings.Join(c.Sources, ", "),
+						c.First.Format(time.TimeOnly), c.Last.Format(time.TimeOnly))
+				}
+			})
+		})
+	})
+}
+
+// oneLine is the beginning of an error for a table.
+func oneLine(text string) string {
+	const most = 80
+	text = strings.Join(strings.Fields(text), " ")
+	if r := []rune(text); len(r) > most {
+		return string(r[:most]) + "…"
+	}
+	return text
+}
+
 func newReport() *cobra.Command {
 	var o operate
 	since := time.Hour
@@ -289,34 +324,31 @@ func newReport() *cobra.Command {
 		if err != nil {
 			return err
 		}
-		return show(&o, cmd, raw, all, func(w io.Writer) error { return report(w, since, st, all) })
+		var causes []console.Cause
+		if _, err := o.ask(cmd.Context(), http.MethodGet, "causes?since="+since.String(), nil, &causes); err != nil {
+			return err
+		}
+		return show(&o, cmd, raw, all, func(w io.Writer) error { return report(w, since, st, all, causes) })
 	})
 }
 
 // report is the timeline of an incident, in Markdown.
-func report(w io.Writer, since time.Duration, st console.Status, all []console.Event) error {
-	dead := make(map[string]int)
-	var causes []string
+func report(w io.Writer, since time.Duration, st console.Status, all []console.Event, causes []console.Cause) error {
 	held := 0.0
 	for _, e := range all {
-		switch e.Kind {
-		case console.EventDead:
-			if dead[e.Cause] == 0 {
-				causes = append(causes, e.Cause)
-			}
-			dead[e.Cause] += e.Count
-		case console.EventClosed:
+		if e.Kind == console.EventClosed {
 			held += e.Lasted
 		}
 	}
+	cell := strings.NewReplacer("|", "\\|", "\n", " ")
 	var b strings.Builder
 	fmt.Fprintf(&b, "# %s: the %v before %s\n\n", st.Process, since, st.At.Format(time.RFC3339))
 	fmt.Fprintf(&b, "Now: %d of %s held, %d in a storm, %d paused, %s in hand.\n", st.Held, count(st.Sources, "source"), st.Storms, st.Paused, count(st.Unsettled, "message"))
 	fmt.Fprintf(&b, "Breakers that closed were open for %s in all.\n\n", cmp.Or(strings.TrimPrefix(seconds(held), "-"), "no time"))
 	if len(causes) > 0 {
-		b.WriteString("| dead letters | cause |\n|---|---|\n")
-		for _, cause := range causes {
-			fmt.Fprintf(&b, "| %d | `%s` |\n", dead[cause], cause)
+		b.WriteString("| dead letters | cause | error | sources |\n|---|---|---|---|\n")
+		for _, c := range causes {
+			fmt.Fprintf(&b, "| %d | `%s` | %s | %s |\n", c.Count, c.Cause, cell.Replace(oneLine(c.Title)), cell.Replace(strings.Join(c.Sources, ", ")))
 		}
 		b.WriteString("\n")
 	}
@@ -334,7 +366,6 @@ func report(w io.Writer, since time.Duration, st console.Status, all []console.E
 		case e.Lasted > 0:
 			what += " after " + seconds(e.Lasted)
 		}
-		cell := strings.NewReplacer("|", "\\|", "\n", " ")
 		fmt.Fprintf(&b, "| %s | %s | %s | %s |\n", e.At.Format(time.TimeOnly), what, cell.Replace(e.Subject), cell.Replace(detail))
 	}
 	_, err := io.WriteString(w, b.String())

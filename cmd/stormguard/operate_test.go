@@ -126,6 +126,7 @@ func TestOperate(t *testing.T) {
 	if out := must("RULE", "quarantine", "list"); strings.Contains(out, "ann") {
 		t.Error("after its removal:", out)
 	}
+	must("DEAD LETTERS", "causes", "--since", "1h")
 	must("| order | ann at ", "report", "--since", "1h")
 	lines := strings.Split(strings.TrimSpace(must("{", "audit", "-o", "jsonl")), "\n")
 	var first console.Entry

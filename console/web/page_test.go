@@ -15,6 +15,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -89,6 +90,18 @@ func TestPageInAStorm(t *testing.T) {
 	b.until(`document.querySelector(".hold .state.breaker")`)
 	b.look("a source")
 
+	// A dead letter shows under its cause. That of an outage cannot be put in quarantine.
+	b.eval(`fetch("order", {method: "POST", headers: {"Content-Type": "application/json"}, body: '{"action":"deadletter","sources":["orders"],"count":1}'})`)
+	b.open("#/causes")
+	b.until(`document.querySelector("tbody tr")?.cells[0].innerText === "1"`)
+	var causes []console.Cause
+	sys.get(t, "causes", &causes)
+	b.until(`document.querySelector("tbody tr").cells[1].innerText === ` + quote(causes[0].Title))
+	b.look("causes")
+	b.until(`document.querySelector("tbody tr").cells[4].innerText === ` + quote(b.word("mend the dependency", "请修复依赖")))
+	b.open("#/sources/orders")
+	b.until(`document.querySelector(".hold .state.breaker")`)
+
 	// The order goes through the dialog, and its result is shown.
 	b.click("button", b.word("Pause", "暂停"))
 	b.until(`document.querySelector("dialog[open] select[name=for]")`)
@@ -109,7 +122,7 @@ func TestPageInAStorm(t *testing.T) {
 	b.until(`document.querySelector("main form")`)
 	b.eval(`document.querySelector("[name=value]").value = "42"`)
 	b.eval(`document.querySelector("main form").requestSubmit()`)
-	b.until(`document.querySelector("tbody tr td")?.innerText === "key=42"`)
+	b.until(`[...document.querySelectorAll("tbody tr")].some(r => r.cells[0].innerText === "key=42")`)
 	b.look("quarantine")
 	b.open("#/events")
 	b.until(`document.querySelector("main").innerText.includes("breaker opened")`)
@@ -131,8 +144,28 @@ func TestPageInAStorm(t *testing.T) {
 	b.until(`document.querySelector("h1 + p .state.running")`)
 	b.open("#/now")
 	b.until(`document.querySelector("main p.calm")`)
+
+	// That of a message can.
+	sys.publish(1)
+	sys.orders <- poison
+	b.open("#/causes")
+	b.until(`document.querySelectorAll("tbody tr").length === 2`)
+	b.eval(`window.confirm = () => true`)
+	b.click("tbody button", b.word("Quarantine", "隔离"))
+	b.until(`[...document.querySelectorAll("tbody tr")].some(r => r.cells[4].innerText === ` + quote(b.word("in quarantine", "已隔离")) + `)`)
+	var rules []console.Rule
+	sys.get(t, "quarantine", &rules)
+	sys.get(t, "causes", &causes)
+	if !slices.ContainsFunc(rules, func(r console.Rule) bool {
+		return r.Rule == "cause="+causes[1].Cause || r.Rule == "cause="+causes[0].Cause
+	}) {
+		t.Errorf("rules %+v, causes %+v", rules, causes)
+	}
 	b.judge()
 }
+
+// poison is a message that no handler can handle.
+const poison = -1
 
 // A console with tokens shows nothing before it has one, and a wrong one opens nothing.
 func TestPageAsksForToken(t *testing.T) {
@@ -207,7 +240,10 @@ func newSystem(t *testing.T, cfg console.Config) *system {
 	var loops sync.WaitGroup
 	for name, in := range map[string]chan int{"orders": sys.orders, "refunds": make(chan int)} {
 		letters := dlq.WriterFunc(func(context.Context, *dlq.Record) error { return nil })
-		src, err := guard.Open(g, guard.SourceConfig{Name: name, DeadLetters: letters}, guard.Limits{}, numbers{}, func(context.Context, int) error {
+		src, err := guard.Open(g, guard.SourceConfig{Name: name, DeadLetters: letters}, guard.Limits{}, numbers{}, func(_ context.Context, m int) error {
+			if m == poison {
+				return guard.Permanent(errors.New("the order has no items"))
+			}
 			if sys.down.Load() {
 				return guard.Unavailable(errors.New("the gateway is down"))
 			}

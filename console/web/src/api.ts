@@ -63,6 +63,16 @@ export type Member = { process: string; zone: string; heard: boolean };
 export type Rule = { rule: string; by?: string; why?: string; at: string; until: string };
 export type Result = { source: string; before: string; after: string; count?: number; error?: string };
 export type Entry = { at: string; who: string; order: string; why?: string; results?: Result[]; error?: string };
+export type Cause = {
+  cause: string;
+  title: string;
+  class: string;
+  count: number;
+  reasons: string[];
+  sources: string[];
+  first: string;
+  last: string;
+};
 export type Event = {
   at: string;
   kind: string;

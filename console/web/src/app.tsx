@@ -5,7 +5,7 @@ import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { Refused, type Seen, type Status, hasToken, setToken, watch } from "./api";
 import { Heat } from "./heat";
-import { Audit, Events, Fleet, Now, Quarantine, SourcePage, Sources } from "./pages";
+import { Audit, Causes, Events, Fleet, Now, Quarantine, SourcePage, Sources } from "./pages";
 import { type Language, type Words, languages } from "./words";
 
 type Live = { status?: Status; sources: Map<string, Seen>; error?: Refused };
@@ -76,7 +76,7 @@ function useKept<T extends string>(key: string, first: T): [T, (v: T) => void] {
   ];
 }
 
-const pages = ["now", "sources", "heat", "fleet", "quarantine", "events", "audit"] as const;
+const pages = ["now", "sources", "heat", "fleet", "causes", "quarantine", "events", "audit"] as const;
 
 function App() {
   const [language, setLanguage] = useKept<Language>("stormguard-language", navigator.language.startsWith("zh") ? "zh" : "en");
@@ -151,6 +151,8 @@ function Page(p: { w: Words; theme: string; live: Live; status: Status; page: st
       return <Heat w={w} theme={p.theme} />;
     case "fleet":
       return <Fleet w={w} />;
+    case "causes":
+      return <Causes w={w} />;
     case "quarantine":
       return <Quarantine w={w} />;
     case "events":

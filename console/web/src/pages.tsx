@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 import { useEffect, useState } from "preact/hooks";
-import { type Entry, type Event, type Member, type Order, type Rule, type Seen, type Source, type Status, get, post } from "./api";
+import { type Cause, type Entry, type Event, type Member, type Order, type Rule, type Seen, type Source, type Status, get, post } from "./api";
 import { OrderDialog } from "./order";
 import { type Words, span, state, todo } from "./words";
 
@@ -365,6 +365,67 @@ export function Quarantine({ w }: { w: Words }) {
         {failed && <p role="alert">{failed}</p>}
         <button type="submit">{w.add}</button>
       </form>
+    </>
+  );
+}
+
+export function Causes({ w }: { w: Words }) {
+  const [causes] = useAsked<Cause[]>("causes?since=6h", 2000);
+  const [rules, again] = useAsked<Rule[]>("quarantine", 2000);
+  const [failed, setFailed] = useState("");
+  const add = (c: Cause) => {
+    setFailed("");
+    post("quarantine", { rule: "cause=" + c.cause, why: c.title.slice(0, 200) }).then(again, (e: unknown) => setFailed((e as Error).message));
+  };
+  const inForce = (c: Cause) => rules?.some((r) => r.rule === "cause=" + c.cause);
+  return (
+    <>
+      <h1>{w.causes}</h1>
+      <p>{w.causesAbout}</p>
+      {failed && <p role="alert">{failed}</p>}
+      {causes?.length === 0 && <p class="calm">{w.noCauses}</p>}
+      {causes && causes.length > 0 && (
+        <div class="wide">
+          <table>
+            <thead>
+              <tr>
+                <th class="number">{w.dead}</th>
+                <th>{w.error}</th>
+                <th>{w.sources}</th>
+                <th>{w.last}</th>
+                <th>{w.actions}</th>
+              </tr>
+            </thead>
+            <tbody>
+              {causes.slice(0, mostShown).map((c) => (
+                <tr key={c.cause}>
+                  <td class="number">{c.count}</td>
+                  <td>{c.title}</td>
+                  <td>
+                    {c.sources.map((name) => (
+                      <a key={name} class="name" href={link(name)}>
+                        {name}{" "}
+                      </a>
+                    ))}
+                  </td>
+                  <td>{when(c.last)}</td>
+                  <td>
+                    {c.class === "dependency" ? (
+                      w.ofDependency
+                    ) : inForce(c) ? (
+                      w.inQuarantine
+                    ) : (
+                      <button type="button" disabled={!c.cause} onClick={() => confirm(w.quarantineSure(c.title)) && add(c)}>
+                        {w.quarantineIt}
+                      </button>
+                    )}
+                  </td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
+      )}
     </>
   );
 }

@@ -349,6 +349,7 @@ func (i *incident) keepApart() {
 	i.publish(i.t.Context(), 20, 1)
 	i.wait("the poison is dead and the rest is handled", func() bool { return i.settled() && aCause.MatchString(i.log.String()) })
 	i.cause = aCause.FindStringSubmatch(i.log.String())[1]
+	i.step("2", "causes", i.cause)
 	i.step("3", "quarantine add", "in quarantine: cause="+i.cause)
 	i.publish(i.t.Context(), 20, 3)
 	i.wait("the rest is handled", i.settled)
