@@ -124,6 +124,8 @@ type DLQ struct {
 	failed sparse   // of the line that says why there is none
 	closed bool
 	plain  bool // no decimals: RabbitMQ's streams cannot take them in
+
+	patience time.Duration // for a confirmation; see leastPatience
 }
 
 var _ dlq.Writer = (*DLQ)(nil)
@@ -220,8 +222,8 @@ var errDLQClosed = errors.New("amqp: the dead-letter queue is closed")
 // frame, is a [*dlq.TooLargeError]; a queue that is gone an [ErrNoQueue]; while
 // the broker takes nothing in, an [ErrBlocked]. When ctx ends first the letter
 // may be there; written again within the same connection it is not published a
-// second time. Without a confirmation within 10 s the connection is made anew, and the
-// letter may be there, too.
+// second time. Without a confirmation within 10 s, which double each time, the connection
+// is made anew; then the letter may be there, too.
 func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 	m, err := d.message(r)
 	if err != nil {
@@ -258,9 +260,14 @@ func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 			return &dlq.TooLargeError{Size: n, Max: most}
 		}
 	}
-	err = d.s.write(ctx, d.cfg.Queue, letterKeyOf(m.MessageId, r), m)
+	patience := max(d.patience, leastPatience)
+	err = d.s.write(ctx, d.cfg.Queue, letterKeyOf(m.MessageId, r), m, patience)
 	if err == nil {
+		d.patience = leastPatience
 		return nil
+	}
+	if errors.Is(err, errUnconfirmed) {
+		d.patience = min(2*patience, mostPatience)
 	}
 	if isCode(err, amqp091.InternalError) && decimals {
 		d.plain = true // an existing stream
@@ -301,7 +308,10 @@ func headerSize(m *amqp091.Publishing) int {
 // blockedPatience is how long Write waits for a blocked broker before it says so.
 const blockedPatience = time.Second
 
-// confirmPatience is how long Write waits for the confirmation of a broker that is not
-// blocked. A quorum queue that has just come back may lose a publishing, and then the broker
-// confirms it never.
-const confirmPatience = 10 * time.Second
+// A broker that is not blocked may confirm a dead letter within this time, which doubles with
+// each letter that it does not. A quorum queue that has just come back may lose a publishing,
+// and then the broker never confirms it. One that is only slow must not get a copy each time.
+const (
+	leastPatience = 10 * time.Second
+	mostPatience  = 5 * time.Minute
+)

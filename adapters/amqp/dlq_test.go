@@ -453,8 +453,8 @@ func TestReturnsAfterTheirWrites(t *testing.T) {
 		}
 	}
 	f.frozen.Store(false)
-	for _, confirm := range d.s.pending { // none may come to be confirmed without its return
-		if ok, err := confirm.WaitContext(adaptertest.Context(t)); err != nil || !ok {
+	for _, p := range d.s.pending { // none may come to be confirmed without its return
+		if ok, err := p.confirm.WaitContext(adaptertest.Context(t)); err != nil || !ok {
 			t.Errorf("%t, %v", ok, err)
 		}
 	}

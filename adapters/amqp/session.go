@@ -33,8 +33,14 @@ type session struct {
 	// pending are publishings whose confirmation nobody waits for, so that a
 	// letter that is written again is not published again; unread is how many were
 	// not judged, and may have a return that nobody has read. The turn guards both.
-	pending map[letterKey]*amqp091.DeferredConfirmation
+	pending map[letterKey]published
 	unread  int
+}
+
+// published is a publishing that the broker has not confirmed, and when it was sent.
+type published struct {
+	confirm *amqp091.DeferredConfirmation
+	at      time.Time
 }
 
 // letterKey recognises a letter that is written again. The ID alone would not
@@ -68,7 +74,7 @@ func (d *DLQ) connect(ctx context.Context) (*session, error) {
 	defer stop()
 	s := &session{
 		link: l, returns: make(chan amqp091.Return, maxPending+1), closed: make(chan struct{}),
-		change: make(chan struct{}), pending: make(map[letterKey]*amqp091.DeferredConfirmation),
+		change: make(chan struct{}), pending: make(map[letterKey]published),
 	}
 	if s.ch, err = l.Channel(); err == nil {
 		err = s.ch.Confirm(false)
@@ -145,31 +151,34 @@ func (s *session) forget(id string) {
 	}
 }
 
-// write publishes, unless this letter already is, and waits for the broker.
-func (s *session) write(ctx context.Context, queue string, key letterKey, m *amqp091.Publishing) error {
-	confirm := s.pending[key]
-	if confirm == nil {
+// write publishes, unless this letter already is, and waits for the broker. A letter that is
+// not confirmed within patience of its publishing costs the session.
+func (s *session) write(ctx context.Context, queue string, key letterKey, m *amqp091.Publishing, patience time.Duration) error {
+	sent, before := s.pending[key]
+	if !before {
 		if why, _ := s.blockage(); why != "" {
 			return fmt.Errorf("%w: %s", ErrBlocked, why)
 		}
-		var err error
-		if confirm, err = s.publish(ctx, queue, m); err != nil {
+		confirm, err := s.publish(ctx, queue, m)
+		if err != nil {
 			return err
 		}
+		sent = published{confirm, time.Now()}
 		s.unread++
 	}
+	confirm := sent.confirm
 	delete(s.pending, key)
 	keep := func() {
 		if key != (letterKey{}) {
-			s.pending[key] = confirm
+			s.pending[key] = sent
 		}
 		if s.unread >= maxPending {
 			s.link.sock.close()
 		}
 	}
-	patience := time.NewTimer(blockedPatience)
-	defer patience.Stop()
-	lost := time.NewTimer(confirmPatience)
+	blocked := time.NewTimer(blockedPatience)
+	defer blocked.Stop()
+	lost := time.NewTimer(time.Until(sent.at.Add(patience)))
 	defer lost.Stop()
 	late, returns := false, s.returns
 	var back *amqp091.Return
@@ -198,16 +207,23 @@ func (s *session) write(ctx context.Context, queue string, key letterKey, m *amq
 			keep()
 			return fmt.Errorf("not confirmed: %w", ctx.Err())
 		case <-lost.C:
-			if why == "" { // the next write begins anew
-				s.link.sock.close()
-				return fmt.Errorf("not confirmed within %s", confirmPatience)
+			select {
+			case <-confirm.Done(): // this process stood still meanwhile
+				continue
+			default:
 			}
-		case <-patience.C:
+			if why == "" {
+				s.link.sock.close()
+				return fmt.Errorf("%w within %s", errUnconfirmed, patience)
+			}
+		case <-blocked.C:
 			late = true
 		case <-change:
 		}
 	}
 }
+
+var errUnconfirmed = errors.New("not confirmed")
 
 // publish hands the message to the client, which may wait for the socket
 // without limit: when ctx ends first the connection is cut.

@@ -326,9 +326,24 @@ func (d *DLQ) publish(ctx context.Context, m *nats.Msg, id string) error {
 	var err error
 	if id == "" {
 		_, err = publish(ctx)
-	} else { // a broken connection loses it, or the answer, without a word; the server knows a second one by its id
+	} else {
+		// A broken connection loses the letter or the answer without a word, so it is sent
+		// again. The server recognises it by its id.
 		opts = append(opts, jetstream.WithMsgID(id))
-		_, err = ask(ctx, publish)
+		asked := false
+		_, err = ask(ctx, func(ctx context.Context) (*jetstream.PubAck, error) {
+			if asked && !d.js.Conn().IsConnected() { // it is in the client's buffer
+				<-ctx.Done()
+				return nil, ctx.Err()
+			}
+			asked = true
+			ack, err := publish(ctx)
+			if code, ok := errors.AsType[*jetstream.APIError](err); ok && code.ErrorCode == inProcess {
+				<-ctx.Done() // the first one's answer is not there yet, and the next try gets it
+				return nil, ctx.Err()
+			}
+			return ack, err
+		})
 	}
 	if err == nil {
 		return nil
@@ -353,6 +368,7 @@ const (
 	streamMismatch  jetstream.ErrorCode = 10060
 	subjectsOverlap jetstream.ErrorCode = 10065
 	streamSealed    jetstream.ErrorCode = 10109
+	inProcess       jetstream.ErrorCode = 10158 // a message of this id is being written
 )
 
 // streamMax is the stream's limit of a message's size, 0 if it cannot be asked.
