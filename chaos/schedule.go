@@ -25,7 +25,7 @@ const (
 	Outage    Kind = "outage"    // the dependency refuses connections for For
 	Burn      Kind = "burn"      // for For as many processes compute as there are processors
 	Loss      Kind = "loss"      // for For the network loses Percent of the packets, each way
-	Delay     Kind = "delay"     // for For what it carries comes 100 ms late
+	Delay     Kind = "delay"     // for For each read comes 100 ms late
 	Blackhole Kind = "blackhole" // for For it carries nothing, and no connection breaks
 	Reset     Kind = "reset"     // all its connections break
 
@@ -81,12 +81,12 @@ type Schedule struct {
 	Gates *Gates `json:"gates,omitempty"`
 }
 
-// Gates are limits of what messages wait that were sent while a fault lasted, and of the
-// calls that failed meanwhile.
+// Gates are limits for the messages that are sent during a Loss, a Burn or a Down. A wait is
+// from sending to the effect.
 type Gates struct {
-	P99     float64 `json:"p99_ms"`        // in a Loss and a Burn: 99 % of the messages wait less, in milliseconds
-	Longest float64 `json:"longest_ms"`    // in a Down: every message waits less, in milliseconds
-	Errors  float64 `json:"error_percent"` // in each of them: fewer calls fail, in percent
+	P99          float64 `json:"p99_ms"`        // of a Loss and of a Burn: 99 % of the waits are shorter, in milliseconds
+	Longest      float64 `json:"longest_ms"`    // of a Down: every wait is shorter, in milliseconds
+	ErrorPercent float64 `json:"error_percent"` // of each of the three: the share of failed calls is smaller
 }
 
 const (
@@ -131,7 +131,7 @@ func (s Schedule) Validate() error {
 		for _, limit := range []struct {
 			name  string
 			value float64
-		}{{"p99_ms", g.P99}, {"longest_ms", g.Longest}, {"error_percent", g.Errors}} {
+		}{{"p99_ms", g.P99}, {"longest_ms", g.Longest}, {"error_percent", g.ErrorPercent}} {
 			if !(limit.value > 0) {
 				all = append(all, fmt.Errorf("chaos: schedule: gates: %s: %v is not above 0", limit.name, limit.value))
 			}
@@ -218,11 +218,11 @@ func Broker(seed uint64, consumers, faults, most int) Schedule {
 }
 
 // Stages is a schedule of three stages, with quiet effects before each: the network loses
-// 5 % of the packets, then the first consumer is down, then the processors burn. Its gates are
-// 350 ms, 20 s for what the consumer that is down had, and 0.02 % of errors.
+// 5 % of the packets, then the first consumer is down, then the processors burn. The gates: a
+// p99 of 350 ms; a longest wait of 20 s, or of half of down if that is less; 0.02 % of errors.
 func Stages(seed uint64, consumers, quiet int, loss, down, burn time.Duration) Schedule {
 	return Schedule{
-		Seed: seed, Consumers: consumers, Gates: &Gates{P99: 350, Longest: 20_000, Errors: 0.02},
+		Seed: seed, Consumers: consumers, Gates: &Gates{P99: 350, Longest: min(20_000, float64(down.Milliseconds())/2), ErrorPercent: 0.02},
 		Faults: []Fault{
 			{Kind: Loss, After: quiet, For: int(loss.Milliseconds()), Percent: 5},
 			{Kind: Down, After: quiet, For: int(down.Milliseconds())},

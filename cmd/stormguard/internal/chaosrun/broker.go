@@ -54,21 +54,13 @@ var kinds = map[string]kind{
 	"rabbitmq": {func(j Job) broker { return newRabbitMQ(j) }, brokers.RabbitMQ, brokers.RabbitMQ, chaos.Redelivers},
 }
 
-// order is what a broker keeps of the order with that many consumers.
-func (k kind) order(consumers int) chaos.Redelivery {
-	if consumers > 1 && k.ordered != chaos.KeepsOrder {
-		return chaos.Competes
-	}
-	return k.ordered
-}
-
 // Brokers are the names of the brokers that a run knows.
 func Brokers() []string { return slices.Sorted(maps.Keys(kinds)) }
 
-// patiently tries for half a minute, as whoever starts processes would: a process may begin
-// while the network is broken.
+// patiently tries for three minutes, as whoever starts processes would: a process may begin
+// while the network or the broker is broken.
 func patiently[T any](ctx context.Context, try func() (T, error)) (T, error) {
-	for over := time.Now().Add(30 * time.Second); ; wait(ctx, 100*time.Millisecond) {
+	for over := time.Now().Add(3 * time.Minute); ; wait(ctx, 100*time.Millisecond) {
 		made, err := try()
 		if err == nil || ctx.Err() != nil || time.Now().After(over) {
 			return made, err

@@ -160,6 +160,7 @@ func TestStages(t *testing.T) {
 		"":    nil,
 		Slow:  {"p99_ms of the loss", "p99_ms of the burn"},
 		Flaky: {"error_percent of the loss", "error_percent of the down", "error_percent of the burn"},
+		Idle:  {"longest_ms of the down"},
 	} {
 		t.Run("mutant="+string(mutant), func(t *testing.T) {
 			t.Parallel()
@@ -204,10 +205,12 @@ func TestLoopback(t *testing.T) {
 		{"rabbitmq", "amqp://guest:guest@[::1]:5672/", "[::1]:5672"},
 		{"kafka", "10.1.1.1:9092", `host "10.1.1.1" is not on the loopback`},
 		{"nats", "nats://example.org:4222", `host "example.org" is not on the loopback`},
-		{"kafka", "localhost", "missing port"},
+		{"kafka", "localhost", "localhost:9092"},
+		{"nats", "127.0.0.1:4222", "127.0.0.1:4222"},
+		{"rabbitmq", "amqp://guest:secret@127.0.0.1:x", "chaos: url: of rabbitmq: not an address"},
 	} {
 		got, err := loopback(tt.broker, tt.address)
-		if text := strings.Join(got, ","); text != tt.want && (err == nil || !strings.Contains(err.Error(), tt.want)) {
+		if text := strings.Join(got, ","); text != tt.want && (err == nil || !strings.Contains(err.Error(), tt.want)) || err != nil && strings.Contains(err.Error(), "secret") {
 			t.Errorf("%s: %q, %v, want %q", tt.address, text, err, tt.want)
 		}
 	}

@@ -3,14 +3,17 @@
 
 package chaosrun
 
-import "sync"
+import (
+	"fmt"
+	"sync"
+)
 
 // losses are the packets that the consumers lose while a loss lasts. The schedule's goroutine
 // starts and ends processes; that of the loss ends it.
 type losses struct {
 	mu      sync.Mutex
 	percent int         // 0 while none lasts
-	timers  map[int]int // by the process: what its timers were when it began to lose; all that run
+	timers  map[int]int // of each process that runs: its timers at the begin of the loss
 	packets int         // of this loss
 	fired   int         // timers of this loss
 }
@@ -60,7 +63,7 @@ func (l *losses) ends(pid int) (err error) {
 func (l *losses) count(pid int) error {
 	n, err := timers(pid)
 	if err != nil {
-		return err
+		return fmt.Errorf("the consumer with pid %d: %w", pid, err)
 	}
 	l.fired += n - l.timers[pid]
 	dropped, err := lost(pid)

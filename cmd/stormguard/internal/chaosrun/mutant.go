@@ -33,11 +33,12 @@ const (
 	StopsShort   Mutant = "stops-short"   // handles nothing after a hundred messages: drained
 	Slow         Mutant = "slow"          // takes 400 ms for one message in twenty: p99_ms of a schedule with gates
 	Flaky        Mutant = "flaky"         // fails once with one message in fifty: error_percent of one
+	Idle         Mutant = "idle"          // does nothing if it is not the first consumer: longest_ms of one
 )
 
 // Mutants are all of them.
 func Mutants() []Mutant {
-	return []Mutant{AckFirst, Swallow, EarlyLetter, DropPoison, LoseSpill, NoOnce, LostSync, OwnMarks, BuryAll, ChargePoison, Unordered, StopsShort, Slow, Flaky}
+	return []Mutant{AckFirst, Swallow, EarlyLetter, DropPoison, LoseSpill, NoOnce, LostSync, OwnMarks, BuryAll, ChargePoison, Unordered, StopsShort, Slow, Flaky, Idle}
 }
 
 // early is how long before its write a letter is called confirmed.

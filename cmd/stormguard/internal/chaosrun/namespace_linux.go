@@ -29,7 +29,7 @@ func ownNetwork() *syscall.SysProcAttr {
 
 // tryNamespaces says what this machine lacks for faults of the network.
 func tryNamespaces() error {
-	for _, args := range [][]string{{"ip", "link", "set", "lo", "up"}, {"nft", lossRules(5)}} {
+	for _, args := range [][]string{{"ip", "link", "set", "lo", "up"}, {"nft", lossRules(5)}, {"nsenter", "--version"}} {
 		cmd, err := tool(args...)
 		if err == nil {
 			cmd.SysProcAttr = ownNetwork()

@@ -5,6 +5,7 @@ package chaosrun
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -69,20 +70,21 @@ func newNetwork(dir, broker, address string) (*network, error) {
 	return n, nil
 }
 
-// loopback are the addresses of a broker.
+// ports are those of addresses without one.
+var ports = map[string]string{"nats": "4222", "kafka": "9092", "rabbitmq": "5672"}
+
+// loopback are the addresses of a broker. All that it tells its clients must be among them.
 func loopback(broker, address string) (all []string, err error) {
 	for a := range strings.SplitSeq(address, ",") {
-		if broker != "kafka" {
-			u, err := url.Parse(a)
-			if err != nil {
-				return nil, err
-			}
-			a = u.Host
+		if !strings.Contains(a, "://") {
+			a = "tcp://" + a
 		}
-		host, _, err := net.SplitHostPort(a)
+		u, err := url.Parse(a)
 		if err != nil {
-			return nil, err
+			return nil, fmt.Errorf("chaos: url: of %s: not an address", broker) // it may have a password
 		}
+		host := u.Hostname()
+		a = net.JoinHostPort(host, cmp.Or(u.Port(), ports[broker]))
 		if ip := net.ParseIP(host); host != "localhost" && !ip.IsLoopback() {
 			return nil, fmt.Errorf("chaos: url: host %q is not on the loopback, where faults of the network are", host)
 		}
@@ -143,8 +145,8 @@ func carry(a, b net.Conn, pass func()) {
 func carryOne(from, to net.Conn, pass func()) error {
 	for buf := make([]byte, chunk); ; {
 		k, err := from.Read(buf)
+		pass() // an end, too
 		if k > 0 {
-			pass()
 			if _, err := to.Write(buf[:k]); err != nil {
 				return err
 			}

@@ -23,6 +23,8 @@ type onRabbitMQ struct {
 	conn *amqp091.Connection
 	ch   *amqp091.Channel
 	got  [][]byte // dead letters
+
+	returned chan amqp091.Return // messages that no queue took
 }
 
 func newRabbitMQ(j Job) *onRabbitMQ {
@@ -43,6 +45,7 @@ func (b *onRabbitMQ) connect() (err error) {
 	if b.ch, err = b.conn.Channel(); err != nil {
 		return err
 	}
+	b.returned = b.ch.NotifyReturn(make(chan amqp091.Return, batch))
 	return b.ch.Confirm(false)
 }
 
@@ -82,13 +85,27 @@ func (b *onRabbitMQ) publish(ctx context.Context, ms []message) error {
 		}
 		waits = append(waits, c)
 	}
+	limited, cancel := context.WithTimeout(ctx, confirmWithin)
+	defer cancel()
 	for _, c := range waits {
-		if ok, err := c.WaitContext(ctx); err != nil || !ok {
+		if ok, err := c.WaitContext(limited); err != nil || !ok {
+			_ = b.ch.Close() // connect begins anew
 			return errors.Join(err, fmt.Errorf("confirmed: %t", ok))
 		}
 	}
+	select {
+	case r, open := <-b.returned:
+		if open {
+			return fmt.Errorf("returned: %s", r.ReplyText)
+		}
+	default:
+	}
 	return nil
 }
+
+// confirmWithin is how long the broker may take to confirm a batch. A quorum queue that has just
+// come back may lose a message, and then it is never confirmed.
+const confirmWithin = 10 * time.Second
 
 // left sees what is ready only: what a consumer has is ready again after its end, and the
 // run's own record tells when nothing is.

@@ -71,12 +71,16 @@ func Run(ctx context.Context, cfg Config, stderr io.Writer) (h chaos.History, er
 	var publishing sync.WaitGroup
 	defer publishing.Wait()
 	faultsOver := make(chan struct{})
+	publishCtx, stopPublishing := context.WithCancel(ctx)
+	defer stopPublishing()
 	publishing.Go(func() {
-		if err := r.publish(ctx, faultsOver); err != nil {
+		if err := r.publish(publishCtx, faultsOver); err != nil {
 			cancel(fmt.Errorf("publish: %w", err))
 		}
 	})
-	err = r.faults(ctx)
+	if err = r.faults(ctx); err != nil {
+		stopPublishing() // a broker that takes nothing must not keep the report
+	}
 	close(faultsOver)
 	publishing.Wait()
 	healed := r.now()
@@ -101,7 +105,7 @@ func Run(ctx context.Context, cfg Config, stderr io.Writer) (h chaos.History, er
 	defer r.mu.Unlock()
 	return chaos.History{
 		Schedule: r.schedule, Published: r.messages, Starts: r.starts, Effects: r.effects, Handled: r.handled, Failed: r.failed,
-		Letters: letters, Fired: r.fired, Healed: healed, Drained: r.drained, Ordered: kinds[cfg.Broker].order(r.job.Consumers),
+		Letters: letters, Fired: r.fired, Healed: healed, Drained: r.drained, Ordered: r.order(),
 	}, nil
 }
 
@@ -211,6 +215,16 @@ func (r *run) has(kinds ...chaos.Kind) bool {
 	return slices.ContainsFunc(r.schedule.Faults, func(f chaos.Fault) bool { return slices.Contains(kinds, f.Kind) })
 }
 
+// order is what the broker keeps of the order in this run. One that redelivers also does so
+// after a broken connection, in the middle of a process.
+func (r *run) order() chaos.Redelivery {
+	ordered := kinds[r.cfg.Broker].ordered
+	if ordered != chaos.KeepsOrder && (r.job.Consumers > 1 || r.network != nil || r.own != nil) {
+		return chaos.Competes
+	}
+	return ordered
+}
+
 // address is where the broker is, and how to end it if it was started for this run.
 func (r *run) address(ctx context.Context) (url string, stop func(), err error) {
 	k, none := kinds[r.cfg.Broker], func() {}
@@ -221,7 +235,7 @@ func (r *run) address(ctx context.Context) (url string, stop func(), err error) 
 		}
 		fmt.Fprintf(r.stderr, "chaos: starting a %s; the very first start installs it and takes minutes\n", r.cfg.Broker)
 		if r.own, err = brokers.Start(ctx, k.own, brokers.Options{}); err != nil {
-			return "", none, err
+			return "", none, fmt.Errorf("chaos: a broker to kill, which scripts/brokers of the source tree starts: %w", err)
 		}
 		return r.own.Addr(), func() { _ = r.own.Stop(context.WithoutCancel(ctx)) }, nil
 	case r.cfg.URL != "":
@@ -333,12 +347,19 @@ func (r *run) publish(ctx context.Context, faultsOver <-chan struct{}) error {
 			ms, texts = append(ms, m), append(texts, message{strconv.Itoa(id), strconv.Itoa(m.Key), text})
 			id++
 		}
-		for err := r.broker.publish(ctx, texts); err != nil; err = r.broker.publish(ctx, texts) {
+		for again := false; ; again = true {
+			err := r.broker.publish(ctx, texts)
+			if err == nil {
+				break
+			}
 			if ctx.Err() != nil {
 				return nil //nolint:nilerr // the run says why
 			}
 			if r.own == nil { // nobody breaks it
 				return err
+			}
+			if !again {
+				fmt.Fprintln(r.stderr, "chaos: messages are published again:", err)
 			}
 			wait(ctx, 100*time.Millisecond)
 		}
@@ -346,8 +367,9 @@ func (r *run) publish(ctx context.Context, faultsOver <-chan struct{}) error {
 	}
 }
 
-// bounded waits until a batch may be published, and is when each of its messages is sent. What
-// has no effect yet bounds it, so that there is always something to break and never too much.
+// bounded waits until a batch may be published, and returns when each of its messages is sent.
+// The messages without an effect are bounded: there is always something to break, and never too
+// much.
 func (r *run) bounded(ctx context.Context) []chaos.Instant {
 	last, since := r.made(), time.Now() // effects, and when there was one
 	// What was lost counts as in flight for ever: it must not end the run.
@@ -360,8 +382,8 @@ func (r *run) bounded(ctx context.Context) []chaos.Instant {
 	return slices.Repeat([]chaos.Instant{r.now()}, batch)
 }
 
-// paced is the same at a rate: one that is late says when the messages were to be sent, so
-// that the wait for it is theirs.
+// paced does the same at a fixed rate. Late messages have the time at which they were due, so
+// that a wait for the publisher counts, too.
 func (r *run) paced() func(ctx context.Context) []chaos.Instant {
 	each := time.Second / time.Duration(r.cfg.Rate)
 	due := r.now()
@@ -583,16 +605,14 @@ func leftInSpill(dir string) (left int, err error) {
 func (r *run) end(consumer int) error {
 	p := r.consumers[consumer]
 	r.consumers[consumer] = nil
-	if err := r.losses.ends(p.cmd.Process.Pid); err != nil {
-		return err
-	}
+	lossErr := r.losses.ends(p.cmd.Process.Pid)
 	_ = p.stdin.Close()
 	timer := time.AfterFunc(time.Minute, func() { _ = p.cmd.Process.Kill() })
 	defer timer.Stop()
 	if err := p.cmd.Wait(); err != nil {
-		return fmt.Errorf("the consumer ended with: %w", err)
+		return fmt.Errorf("the consumer ended with: %w", errors.Join(err, lossErr))
 	}
-	return nil
+	return lossErr
 }
 
 func (r *run) deadLetters(ctx context.Context) (ids []int, err error) {

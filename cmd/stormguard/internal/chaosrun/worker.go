@@ -88,7 +88,11 @@ func Work(ctx context.Context, job string, stdin io.Reader, stderr io.Writer) (e
 			return err
 		}
 	}
-	err = broker.consume(ctx, g, w.handle)
+	if j.Mutant == Idle && j.Consumer > 0 {
+		<-ctx.Done()
+	} else {
+		err = broker.consume(ctx, g, w.handle)
+	}
 	_, closeErr := g.Close(context.WithoutCancel(ctx))
 	return errors.Join(err, closeErr, closeMarks())
 }
