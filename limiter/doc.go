@@ -46,7 +46,8 @@
 //   - A limit that is cut while processes run: until all who lose by it have applied the
 //     cut, the larger limit bounds. fleet.Status lists the processes that have not. One that
 //     is cut off does not hear of it.
-//   - A reset: at most Burst more, once.
+//   - A reset: at most Burst more, once. Burst is the largest until every process has heard
+//     of the reset: one that hears of it together with a higher limit fills up to that.
 //   - fleet.TakeOver: P sides of a split admit up to (P-1)·(Burst + Rate·(T-After))
 //     more, each time. T is the longest time for which two nodes take in nothing of
 //     each other: up to 5.1 s longer than the split, see there.

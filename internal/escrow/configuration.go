@@ -210,7 +210,8 @@ func (n *Node) Completed() uint64 { return n.told }
 //
 // Configurations may be skipped. Of those the node does not know what it lost, so it uses
 // nothing until the one that it adopted is complete. A configuration with more Resets
-// fills every key that the node knows, once, up to the cap that it then has.
+// fills every key that the node knows, once, up to the cap that it then has. If the reset was
+// skipped, a later limit decides that cap.
 //
 // The error is [ErrConfig], or another one if another configuration has that number;
 // then nothing has changed. It costs a few microseconds for each key that is known.

@@ -19,13 +19,14 @@ type notary struct {
 	f         *fleet
 	chain     []Configuration // by number, from 1
 	complete  uint64
-	allow     float64 // tokens that resets may have added
-	confirmed []bool  // by node: its incarnation was told what is complete
-	count     [4]int  // configurations, completions, trims, resets
+	allow     float64            // tokens that resets may have added
+	fills     map[uint64]float64 // by Resets: of these, what this one may have
+	confirmed []bool             // by node: its incarnation was told what is complete
+	count     [4]int             // configurations, completions, trims, resets
 }
 
 func newNotary(f *fleet) *notary {
-	a := &notary{f: f, chain: []Configuration{{}, f.cfg.Configuration()}, complete: 1, confirmed: make([]bool, len(f.nodes))}
+	a := &notary{f: f, chain: []Configuration{{}, f.cfg.Configuration()}, complete: 1, confirmed: make([]bool, len(f.nodes)), fills: make(map[uint64]float64)}
 	for i := range a.confirmed {
 		a.confirmed[i] = true // the first members
 	}
@@ -40,8 +41,20 @@ func (a *notary) add(c Configuration) {
 	a.count[0]++
 }
 
+// fill takes note of a reset by which buckets are filled up to the burst of a configuration.
+// That is the configuration of the reset, or, for who skips it, a later one, whose burst may
+// be larger.
+func (a *notary) fill(c Configuration) {
+	burst := float64(c.limit("k").Burst)
+	a.allow += max(0, burst-a.fills[c.Resets])
+	a.fills[c.Resets] = max(burst, a.fills[c.Resets])
+}
+
 func (a *notary) tell(i int, number uint64) error {
 	s := a.f.nodes[i]
+	if c := a.chain[number]; c.Resets > s.newest().Resets {
+		a.fill(c)
+	}
 	err := s.Adopt(s.clock(a.f.now), a.chain[number])
 	a.f.settleNode(i)
 	return err
@@ -222,7 +235,7 @@ func TestNeverTooMuchWhileConfigurationsChange(t *testing.T) {
 				}
 				c.Resets++
 				a.add(c)
-				a.allow += float64(c.limit("k").Burst)
+				a.fill(c)
 				a.count[3]++
 			case "net", "cut", "heal":
 				network(t, what, node)
