@@ -214,7 +214,7 @@ func newChaosSeed() *cobra.Command {
 		Long:  seedLong,
 		Example: `  stormguard chaos run seed
   stormguard chaos run seed --broker kafka --json
-  stormguard chaos run seed --loss 10s --down 5s --burn 10s
+  stormguard chaos run seed --loss 30s --down 5s --burn 10s
   stormguard chaos run seed --mutant slow`,
 		Args: cobra.NoArgs, RunE: r.run,
 	}

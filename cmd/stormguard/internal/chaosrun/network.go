@@ -4,7 +4,6 @@
 package chaosrun
 
 import (
-	"bufio"
 	"cmp"
 	"context"
 	"errors"
@@ -95,12 +94,11 @@ func loopback(broker, address string) (all []string, err error) {
 
 // connect joins a consumer's connection to where its first line says.
 func (n *network) connect(c net.Conn) {
-	to, err := bufio.NewReaderSize(c, 1).ReadString('\n') // it must read no more than the line
+	to, err := firstLine(c)
 	if err != nil {
 		_ = c.Close()
 		return
 	}
-	to = strings.TrimSpace(to)
 	d, err := net.Dial("tcp", to) //nolint:noctx // the loopback: refused at once
 	if err != nil {
 		_ = c.Close()
@@ -124,6 +122,20 @@ func (n *network) connect(c net.Conn) {
 	defer n.mu.Unlock()
 	delete(n.conns, c)
 	delete(n.conns, d)
+}
+
+// firstLine reads no byte more than the line.
+func firstLine(c net.Conn) (line string, err error) {
+	_ = c.SetReadDeadline(time.Now().Add(askFor))
+	defer func() { _ = c.SetReadDeadline(time.Time{}) }()
+	for one := make([]byte, 1); ; line += string(one) {
+		if _, err := io.ReadFull(c, one); err != nil {
+			return "", err
+		}
+		if one[0] == '\n' {
+			return line, nil
+		}
+	}
 }
 
 // carry copies both ways. It calls pass in front of each write. The end of one way ends that
