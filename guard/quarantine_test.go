@@ -252,9 +252,10 @@ func TestQuarantineCause(t *testing.T) {
 // neither messages that have failed before nor those that fail now.
 func TestQuarantineCauseOfAnOutage(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
-		down := true
+		var down atomic.Bool
+		down.Store(true)
 		r, _ := tenants(t, SourceConfig{DeadLetters: &testWriter{}}, Policy{Order: OrderNone}, func(int) error {
-			if down {
+			if down.Load() {
 				return Unavailable(errTenant)
 			}
 			return nil
@@ -268,7 +269,7 @@ func TestQuarantineCauseOfAnOutage(t *testing.T) {
 		if a := r.check(); a.DeadLettered != 0 || r.s.State().Tally.Failures < 5 {
 			t.Errorf("%d dead letters in the outage, after %d failures", a.DeadLettered, r.s.State().Tally.Failures)
 		}
-		down = false
+		down.Store(false)
 		time.Sleep(20 * time.Second)
 		if a := r.check(); len(r.done()) != 40 || a.DeadLettered != 0 {
 			t.Errorf("%d of 40 handled, %d dead letters", len(r.done()), a.DeadLettered)

@@ -192,6 +192,12 @@ func TestSaveBesideEpochs(t *testing.T) {
 		})
 	}
 	wg.Wait()
+	s, in := partition(t, g, "orders", 0, func(int) error { return errHopeless })
+	in <- 99 // it has never failed before, and is no dead letter yet
+	for s.State().Tally.Failures == 0 {
+		time.Sleep(100 * time.Microsecond)
+	}
+	s.End(t.Context(), ReasonRebalance)
 	close(stop)
 	<-saved
 	if len(g.kept["orders/0"].suspects) == 0 {
