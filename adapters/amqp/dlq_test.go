@@ -327,10 +327,11 @@ func TestWriteReturnsWithItsContext(t *testing.T) {
 		_, err := ch.QueueDeclare(r.queue+".dlq", true, false, false, false, nil)
 		return err
 	})
-	d, err := NewDLQ(adaptertest.Context(t), Dialer{URLs: []string{"amqp://guest:guest@" + f.addr + "/"}, Timeout: time.Second}, DLQConfig{Queue: r.queue + ".dlq", NoCreate: true})
-	if err != nil {
-		t.Fatal(err)
-	}
+	var d *DLQ
+	adaptertest.Eventually(t, "it connects within its second", func() bool {
+		d, err = NewDLQ(adaptertest.Context(t), Dialer{URLs: []string{"amqp://guest:guest@" + f.addr + "/"}, Timeout: time.Second}, DLQConfig{Queue: r.queue + ".dlq", NoCreate: true})
+		return err == nil
+	})
 	rec := letter()
 	rec.Origin.MessageID = "" // the digest of 64 MB for an ID can take longer than the context
 	if err := d.Write(adaptertest.Context(t), rec); err != nil {
