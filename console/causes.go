@@ -36,7 +36,9 @@ func (e *events) causes(then time.Time) []Cause {
 			all[ev.Cause] = c
 		}
 		c.Count += ev.Count
-		c.Last = ev.Until
+		if ev.Until.After(c.Last) { // one event may go on while the next begins
+			c.Last = ev.Until
+		}
 		c.Reasons, c.Sources = append(c.Reasons, ev.reason), append(c.Sources, ev.Subject)
 	}
 	e.mu.Unlock()

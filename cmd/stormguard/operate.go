@@ -278,7 +278,7 @@ func newCauses() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "causes", Short: "Group the dead letters of a process by their error, the most frequent first", Args: cobra.NoArgs,
 		Example: `  stormguard causes --since 1h
-  stormguard quarantine add cause=v2:a87967c232515c32`,
+  stormguard quarantine add --cause v2:a87967c232515c32`,
 	}
 	o.rs.duration(cmd.Flags(), &since, "since", time.Minute, 7*24*time.Hour, "how far back")
 	return o.command(cmd, func(cmd *cobra.Command, _ []string) error {
