@@ -28,8 +28,8 @@ type Config struct {
 	// Tokens admit operators. Without one only requests over loopback are served.
 	Tokens []Token
 
-	// Fleet carries orders to the consoles of other processes: fleet.Process.Orders. nil
-	// means that there are none.
+	// Fleet carries orders to the consoles of other processes, and answers below fleet/ as
+	// fleet.Process.Handler does: fleet.Process.Orders. nil means that there is no fleet.
 	Fleet operator.Carrier
 
 	// Logger gets a line for each order, done at INFO and refused at WARN. The guards'
@@ -106,7 +106,7 @@ func New(cfg Config, guards ...*guard.Guard) (*Console, error) {
 		c.audit.refuse(Entry{At: time.Now().UTC(), Who: who.String(), Order: clip(asked), Error: clip(why)})
 	}
 	access.Page = true
-	c.handler = access.Guard(c.routes())
+	c.handler = access.Guard(c.routes(cfg.Fleet))
 	c.events.now = time.Now
 	for _, g := range guards {
 		c.unwatch = append(c.unwatch, g.Watch(c.events.watcher()))
@@ -136,7 +136,7 @@ func (c *Console) Close() {
 // ServeHTTP answers one request.
 func (c *Console) ServeHTTP(w http.ResponseWriter, r *http.Request) { c.handler.ServeHTTP(w, r) }
 
-func (c *Console) routes() *http.ServeMux {
+func (c *Console) routes(fleet operator.Carrier) *http.ServeMux {
 	mux := http.NewServeMux()
 	files := servePage()
 	for _, path := range operator.Page {
@@ -151,7 +151,6 @@ func (c *Console) routes() *http.ServeMux {
 			if pattern == "" {
 				pattern = "*"
 			}
-			w.Header().Set("Cache-Control", "no-store")
 			operator.Answer(w, http.StatusOK, look(pattern))
 		})
 	}
@@ -160,7 +159,7 @@ func (c *Console) routes() *http.ServeMux {
 	get("breakers", func(pattern string) any { return c.breakers(pattern) })
 	get("audit", func(string) any { return c.audit.entries() })
 	get("history", func(string) any { return c.history.view(time.Now()) })
-	get("members", func(string) any { return c.members() })
+	get("topology", func(string) any { return c.topology() })
 	mux.HandleFunc("GET /watch", c.watch)
 	get("quarantine", func(string) any { return c.rules() })
 	recent := func(path string, look func(then time.Time) any) {
@@ -174,7 +173,6 @@ func (c *Console) routes() *http.ServeMux {
 					return
 				}
 			}
-			w.Header().Set("Cache-Control", "no-store")
 			operator.Answer(w, http.StatusOK, look(time.Now().Add(-since)))
 		})
 	}
@@ -182,6 +180,9 @@ func (c *Console) routes() *http.ServeMux {
 	recent("causes", func(then time.Time) any { return c.events.causes(then) })
 	mux.HandleFunc("POST /order", c.order)
 	mux.HandleFunc("POST /quarantine", c.changeRules)
+	if fleet != nil {
+		mux.Handle("/fleet/", http.StripPrefix("/fleet", fleet.Routes()))
+	}
 	return mux
 }
 

@@ -122,13 +122,18 @@ func (r *rig) close() {
 	r.loops.Wait()
 }
 
+// toLoopback is a request as if it had come to loopback.
+func toLoopback(method, path, body string) *http.Request {
+	at := &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1), Port: 80}
+	q := httptest.NewRequest(method, path, strings.NewReader(body))
+	q.Host = "127.0.0.1:80"
+	return q.WithContext(context.WithValue(q.Context(), http.LocalAddrContextKey, at))
+}
+
 // ask sends a request as if it had come to loopback, and reads the answer into out.
 func (r *rig) ask(method, path, body string, out any) (status int) {
 	r.t.Helper()
-	at := &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1), Port: 80}
-	q := httptest.NewRequest(method, path, strings.NewReader(body))
-	q = q.WithContext(context.WithValue(q.Context(), http.LocalAddrContextKey, at))
-	q.Host = "127.0.0.1:80"
+	q := toLoopback(method, path, body)
 	if method == http.MethodPost {
 		q.Header.Set("Content-Type", "application/json")
 	}

@@ -5,7 +5,8 @@
 // why, and the actions that contain a storm.
 //
 // A [Console] is an http.Handler over the guards of one process. The stormguard command
-// speaks to it: stormguard status, source, breaker, credits, audit.
+// speaks to it: stormguard status, source, breaker, credits, audit; with a
+// fleet, stormguard fleet --url …/fleet, too.
 //
 //	c, err := console.New(console.Config{Process: "billing-1"}, g)
 //	go http.ListenAndServe("127.0.0.1:8790", c)
@@ -18,9 +19,11 @@
 //	GET  breakers    all breakers: [Breaker], by name
 //	GET  quarantine  the rules in force: [Rule]
 //	GET  events      what happened, ?since=1h or another time ago: [Event], oldest first
+//	GET  causes      dead letters by their error, ?since likewise: [Cause], the most frequent first
 //	GET  history     what held the sources in the last six hours: [History]
 //	GET  watch       server-sent events, one a second: [Change]
-//	GET  members     the fleet's processes, none without one: [Member]
+//	GET  topology    who produces, who reads, and what handlers call: [Flow]
+//	     fleet/…     with a fleet, what fleet.Process.Handler answers
 //	GET  audit       the last 1000 orders and refused orders, oldest first: [Entry]
 //	POST order       [Order]: answered with [Outcome]
 //

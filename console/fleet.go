@@ -182,25 +182,6 @@ func (f *follower) heard(o Order, results []Result) {
 // person.
 const byFleet = "the fleet"
 
-// A Member is a process of the fleet, as this one knows it.
-type Member struct {
-	Process string `json:"process"`
-	Zone    string `json:"zone"`
-	Heard   bool   `json:"heard"` // false: silent or gone
-}
-
-// members are the processes that an order can reach, by name.
-func (c *Console) members() []Member {
-	all := []Member{}
-	if c.fleet != nil {
-		for _, m := range c.fleet.carrier.Members() {
-			all = append(all, Member{m.Name, m.Zone, m.Heard})
-		}
-	}
-	slices.SortFunc(all, func(a, b Member) int { return strings.Compare(a.Process, b.Process) })
-	return all
-}
-
 func (f *follower) name() string {
 	name, _ := f.carrier.Place()
 	return name

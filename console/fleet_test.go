@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
+	"net/http/httptest"
 	"slices"
 	"strings"
 	"sync"
@@ -80,6 +81,45 @@ func (c *carrier) Watch(f func()) (stop func()) {
 	defer c.mu.Unlock()
 	c.watchers = append(c.watchers, f)
 	return func() {}
+}
+
+func (*carrier) Routes() http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		who, _ := operator.From(r.Context())
+		operator.Answer(w, http.StatusOK, r.Method+" "+r.URL.Path+" by "+who.Token)
+	})
+}
+
+// The console answers what is asked of the fleet, by the console's rules of who may ask.
+func TestFleetBelowTheConsole(t *testing.T) {
+	const secret = "0123456789abcdef"
+	r := newRig(t, console.Config{Fleet: new(carrier), Tokens: []console.Token{{Name: "ann", Secret: secret}}}, "orders")
+	defer r.close()
+	defer r.c.Close()
+	for _, c := range []struct{ method, token, kind, want string }{
+		{http.MethodGet, secret, "", "200 \"GET /status by ann\""},
+		{http.MethodPost, secret, "application/json", "200 \"POST /status by ann\""},
+		{http.MethodGet, "", "", "401 "},
+		{http.MethodGet, "another one of 16", "", "401 "},
+		{http.MethodPost, secret, "text/plain", "415 "},
+	} {
+		req := toLoopback(c.method, "/fleet/status", "")
+		req.Header.Set("Content-Type", c.kind)
+		if c.token != "" {
+			req.Header.Set("Authorization", "Bearer "+c.token)
+		}
+		w := httptest.NewRecorder()
+		r.c.ServeHTTP(w, req)
+		if got := fmt.Sprintf("%d %s", w.Code, w.Body); !strings.HasPrefix(got, c.want) {
+			t.Errorf("%+v: %s", c, got)
+		}
+	}
+	alone := newRig(t, console.Config{}, "orders")
+	defer alone.close()
+	defer alone.c.Close()
+	if status := alone.ask(http.MethodGet, "/fleet/status", "", nil); status != http.StatusNotFound {
+		t.Errorf("without a fleet: %d", status)
+	}
 }
 
 func carried(id, order string, d time.Duration) operator.Carried {

@@ -16,6 +16,7 @@ import (
 type Status struct {
 	Process string    `json:"process"`
 	At      time.Time `json:"at"`
+	Fleet   bool      `json:"fleet"` // it is in one, which answers below fleet/
 
 	Sources  int `json:"sources"`
 	Held     int `json:"held"`     // sources that are not simply running
@@ -102,7 +103,7 @@ type Storm struct {
 const mostAttention = 20
 
 func (c *Console) status(now time.Time, all []Source) Status {
-	st := Status{Process: c.process, At: now.UTC(), Attention: []Attention{}}
+	st := Status{Process: c.process, At: now.UTC(), Fleet: c.fleet != nil, Attention: []Attention{}}
 	open := make(map[string]bool)
 	for _, s := range all {
 		st.Sources++

@@ -56,7 +56,18 @@ type Token struct {
 // error says that its outcome is unknown. Any that asks a process which is out of its
 // fleet is 503. These have {"error": text}. Paths are relative to where it is mounted: use
 // http.StripPrefix.
+//
+// A program that has a console need not serve it: the console answers all this below fleet/.
 func (p *Process) Handler(tokens ...Token) http.Handler {
+	held := make([]operator.Token, len(tokens))
+	for i, t := range tokens {
+		held[i] = operator.Token(t)
+	}
+	return operator.New("fleet", p.log, held).Guard(p.routes())
+}
+
+// routes answer whoever asks: who may is decided before.
+func (p *Process) routes() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /status", func(w http.ResponseWriter, _ *http.Request) { operator.Answer(w, http.StatusOK, p.Status()) })
 	mux.HandleFunc("GET /journal", func(w http.ResponseWriter, _ *http.Request) { operator.Answer(w, http.StatusOK, p.Journal()) })
@@ -92,11 +103,7 @@ func (p *Process) Handler(tokens ...Token) http.Handler {
 		p.choose(w, r, "set", p.before(change), func(ctx context.Context) (uint64, error) { return p.Set(ctx, in) }, "after", audited(change.String()))
 	})
 	p.serveQuarantine(mux)
-	held := make([]operator.Token, len(tokens))
-	for i, t := range tokens {
-		held[i] = operator.Token(t)
-	}
-	return operator.New("fleet", p.log, held).Guard(mux)
+	return mux
 }
 
 const (

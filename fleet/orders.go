@@ -4,6 +4,8 @@
 package fleet
 
 import (
+	"net/http"
+
 	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 	"github.com/stormguard-mq/stormguard/internal/operator"
 )
@@ -16,6 +18,8 @@ func (p *Process) Orders() operator.Carrier { return carrier{p} }
 type carrier struct{ p *Process }
 
 func (c carrier) Place() (name, zone string) { return c.p.self.Name, c.p.cfg.Gossip.Zone }
+
+func (c carrier) Routes() http.Handler { return c.p.routes() }
 
 func (c carrier) Members() []operator.Member {
 	var all []operator.Member

@@ -39,41 +39,17 @@ func Calls(ctx context.Context, dependency string) (done func(error)) {
 // callsKey is the key by which Calls finds the metrics behind a handler's context.
 type callsKey struct{}
 
-const (
-	mostDependencies  = 32
-	longestDependency = 64
-	otherDependency   = "other"
-)
-
-// dependencies are the names that a Guard has counted.
-type dependencies struct {
-	mu    sync.Mutex
-	known map[string]bool
-}
-
-// name is the label for a dependency.
-func (d *dependencies) name(dependency string) string {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	switch {
-	case d.known[dependency]:
-		return dependency
-	case dependency == "", len(dependency) > longestDependency, len(d.known) >= mostDependencies:
-		return otherDependency
-	case d.known == nil:
-		d.known = make(map[string]bool)
-	}
-	d.known[dependency] = true
-	return dependency
-}
-
 // depended counts a call of a dependency. error.type is the class of its error, and is left
 // out after a success.
 func (m *sourceMetrics) depended(dependency string, err error) {
-	attrs := []attribute.KeyValue{attribute.String("stormguard.dependency", m.dependencies.name(dependency))}
+	dependency = m.flows.dependencies.name(dependency)
+	attrs := []attribute.KeyValue{attribute.String("stormguard.dependency", dependency)}
+	failed := uint64(0)
 	if err != nil {
+		failed = 1
 		attrs = append(attrs, attribute.String("error.type", m.g.resultOf(sound(err), nil).kind()))
 	}
+	m.flows.count(m.g.node(), Node{nodeDependency, dependency}, 1, failed)
 	m.dependencyCalls.Add(context.Background(), 1, m.topic, metric.WithAttributes(attrs...))
 }
 

@@ -81,6 +81,7 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 	s.c.suspects, s.left = nil, true // they are the next epoch's now
 	s.mu.Unlock()
 	s.g.unregister(s.cfg.Name, s)
+	s.flowed()
 	s.release()
 	close(e.done)
 	args := []any{"source", s.cfg.Name, "reason", why.String(), "returned", e.report.Returned}

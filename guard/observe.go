@@ -4,6 +4,7 @@
 package guard
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"slices"
@@ -119,7 +120,7 @@ type metrics struct {
 	observer    metric.Registration
 
 	dependencyCalls metric.Int64Counter
-	dependencies    dependencies
+	flows           flows
 }
 
 func newMetrics(g *Guard) (*metrics, error) {
@@ -129,6 +130,7 @@ func newMetrics(g *Guard) (*metrics, error) {
 	}
 	meter := provider.Meter(scopeName)
 	m := &metrics{g: g}
+	m.flows.producers.longest, m.flows.dependencies.longest = longestProducer, longestDependency
 	if g.traces != nil {
 		m.tracer = g.traces.Tracer(scopeName)
 	}
@@ -373,6 +375,7 @@ type sourceMetrics struct {
 	base     metric.MeasurementOption
 	topicSet attribute.Set
 	topic    metric.MeasurementOption // without what tells the sources of a topic or queue apart
+	node     Node                     // of the topic or queue, or of the source if it has none
 	name     string                   // of the span
 	scope    string                   // of the breaker
 	scopes   string                   // the same, or what stands for all partitions of a topic
@@ -401,6 +404,7 @@ func (m *metrics) source(cfg SourceConfig) sourceMetrics {
 		metrics: m, attrs: own, base: metric.WithAttributes(own...), name: "process " + cfg.Destination,
 		topicSet: attribute.NewSet(topic...), topic: metric.WithAttributes(topic...), reasons: holdReasons,
 	}
+	sm.node = Node{nodeTopic, cmp.Or(cfg.Destination, cfg.Name)}
 	if cfg.Limiter == nil {
 		sm.reasons = holdReasons[:len(holdReasons)-1]
 	}
@@ -519,6 +523,9 @@ func (s *Source[M]) observe(ctx *callContext, m M, n uint64) (stack []byte, err 
 	}
 	if !s.metrics.sampled(n) {
 		return s.call(ctx, m)
+	}
+	if n%producerOneIn == 1 && ctx.before == 0 {
+		s.lookUpProducer(m)
 	}
 	start := s.g.now()
 	stack, err = s.call(ctx, m)

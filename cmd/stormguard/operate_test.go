@@ -156,6 +156,10 @@ func TestOperateAFleet(t *testing.T) {
 			t.Error(err)
 		}
 	}()
+	var fleet, wrong bytes.Buffer
+	if code := run([]string{"fleet", "--url", server.URL + "/fleet"}, &fleet, &wrong); code != exitOK || !strings.Contains(fleet.String(), "trial, as a sees it") {
+		t.Errorf("the fleet by the console: %d\n%s%s", code, fleet.String(), wrong.String())
+	}
 	b.Close() // it stays in the roster
 	soon(t, "b is silent", func() bool { return a.Status().Members[1].State != "fresh" })
 	var out, errs bytes.Buffer

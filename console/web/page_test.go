@@ -16,6 +16,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -29,7 +30,10 @@ import (
 
 	"github.com/stormguard-mq/stormguard/console"
 	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/fleet/register"
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/limiter"
 )
 
 const patience = time.Minute
@@ -130,6 +134,13 @@ func TestPageInAStorm(t *testing.T) {
 	b.open("#/fleet")
 	b.until(`document.querySelector("main p")`)
 	b.look("fleet")
+	b.open("#/topology")
+	b.until(`[...document.querySelectorAll("svg .node text")].map(e => e.textContent).sort().join() === "billing,gateway,orders,refunds,shop"`)
+	b.until(`document.querySelectorAll("svg .way.bad").length === 1`) // orders is held, refunds is not
+	var flows []console.Flow
+	sys.get(t, "topology", &flows)
+	b.until(`[...document.querySelectorAll("tbody tr")].map(r => r.cells[3].innerText).join() === ` + quote(counts(flows)))
+	b.look("topology")
 	b.open("#/heat")
 	b.until(`document.querySelector("canvas")?.dataset.drawn`)
 	b.look("heat map")
@@ -166,6 +177,60 @@ func TestPageInAStorm(t *testing.T) {
 
 // poison is a message that no handler can handle.
 const poison = -1
+
+func counts(flows []console.Flow) string {
+	var all []string
+	for _, f := range flows {
+		all = append(all, strconv.FormatUint(f.Count, 10))
+	}
+	return strings.Join(all, ",")
+}
+
+// The page of a process that is in a fleet shows its members, its limits and its journal, and
+// follows a change.
+func TestPageOfAFleet(t *testing.T) {
+	var store register.Memory
+	start := func(name string, seeds ...string) *fleet.Process {
+		p, err := fleet.Start(fleet.Config{
+			Fleet: "trial", Name: name,
+			Limits: fleet.Limits{Limit: limiter.Limit{Rate: 1000, Burst: 100}, Roster: fleet.Roster{Members: []fleet.Share{{Name: "a"}, {Name: "b"}}}},
+			Gossip: fleet.Gossip{Zone: "z1", Bind: "127.0.0.1:0", Seeds: seeds},
+		}, fleet.WithRegister(&store))
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(p.Close)
+		return p
+	}
+	first := start("a")
+	second := start("b", first.Addr().String())
+	for end := time.Now().Add(patience); !second.Key("gateway").AllowN(3); time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatal("the fleet admits nothing")
+		}
+	}
+	sys := newSystem(t, console.Config{Process: "a", Fleet: first.Orders()})
+	b := newBrowser(t, sys.url)
+	b.open("#/fleet")
+	heard := func(a, b string) string {
+		return `[...document.querySelectorAll("section:first-of-type tbody tr")].map(r => r.cells[0].innerText + " " + r.cells[2].innerText.split(" ")[0]).join() === ` + quote("a "+a+",b "+b)
+	}
+	b.until(heard("yes", "yes"))
+	b.until(`document.querySelector("main").innerText.includes("1,000 a second, burst 100")`)
+	b.until(`[...document.querySelectorAll("tbody tr")].some(r => r.cells[0].innerText === "gateway" && r.cells[2].innerText === "3")`)
+	if _, err := first.Set(t.Context(), fleet.Change{Limit: &limiter.Limit{Rate: 500, Burst: 50}}); err != nil {
+		t.Fatal(err)
+	}
+	b.until(`document.querySelector("main").innerText.includes("500 a second, burst 50")`)
+	var journal []fleet.Entry
+	sys.get(t, "fleet/journal", &journal)
+	b.until(fmt.Sprintf(`document.querySelectorAll("section:last-of-type tbody tr").length >= %d`, len(journal)))
+	b.look("a fleet")
+	b.choose(0, "language", "en")
+	second.Close()
+	b.until(heard("yes", "no"))
+	b.judge()
+}
 
 // A console with tokens shows nothing before it has one, and a wrong one opens nothing.
 func TestPageAsksForToken(t *testing.T) {
@@ -240,7 +305,9 @@ func newSystem(t *testing.T, cfg console.Config) *system {
 	var loops sync.WaitGroup
 	for name, in := range map[string]chan int{"orders": sys.orders, "refunds": make(chan int)} {
 		letters := dlq.WriterFunc(func(context.Context, *dlq.Record) error { return nil })
-		src, err := guard.Open(g, guard.SourceConfig{Name: name, DeadLetters: letters}, guard.Limits{}, numbers{}, func(_ context.Context, m int) error {
+		src, err := guard.Open(g, guard.SourceConfig{Name: name, DeadLetters: letters}, guard.Limits{}, numbers{}, func(ctx context.Context, m int) (err error) {
+			done := guard.Calls(ctx, "gateway")
+			defer func() { done(err) }()
 			if m == poison {
 				return guard.Permanent(errors.New("the order has no items"))
 			}
@@ -321,9 +388,11 @@ func (sys *system) settled(t *testing.T) {
 // numbers is a port whose messages are numbers.
 type numbers struct{}
 
-func (numbers) Lane(int) uint64                  { return 0 }
-func (numbers) Size(int) int                     { return 1 }
-func (numbers) Meta(m int) guard.Meta            { return guard.Meta{Body: fmt.Append(nil, m), Lag: -1} }
+func (numbers) Lane(int) uint64 { return 0 }
+func (numbers) Size(int) int    { return 1 }
+func (numbers) Meta(m int) guard.Meta {
+	return guard.Meta{Body: fmt.Append(nil, m), Headers: []dlq.Header{{Name: "ce_source", Value: "shop"}}, Lag: -1}
+}
 func (numbers) Ack(int) error                    { return nil }
 func (numbers) Extend([]int)                     {}
 func (numbers) Return([]int, guard.Reason) error { return nil }

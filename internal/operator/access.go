@@ -208,7 +208,7 @@ func (a *Access) say(r *http.Request, who Who, status int, why string) {
 	}
 }
 
-// Answer writes v as JSON.
+// Answer writes v as JSON, which is of this moment only.
 func Answer(w http.ResponseWriter, status int, v any) {
 	b, err := json.Marshal(v)
 	if err != nil {
@@ -216,6 +216,7 @@ func Answer(w http.ResponseWriter, status int, v any) {
 		return
 	}
 	w.Header().Set("Content-Type", "application/json")
+	w.Header().Set("Cache-Control", "no-store")
 	w.WriteHeader(status)
 	_, _ = w.Write(append(b, '\n'))
 }

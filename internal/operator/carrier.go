@@ -3,7 +3,10 @@
 
 package operator
 
-import "time"
+import (
+	"net/http"
+	"time"
+)
 
 // A Carrier carries orders between the consoles of a fleet's processes. All methods are
 // safe for concurrent use, and none waits.
@@ -29,6 +32,10 @@ type Carrier interface {
 	// Watch has f called after each change until stop is called. f must not wait, nor
 	// call the Carrier.
 	Watch(f func()) (stop func())
+
+	// Routes answer what is asked of the fleet. They do not look at who asks: [Access]
+	// does, before.
+	Routes() http.Handler
 }
 
 // A Carried order has a name of its own, and is void after Until.

@@ -47,6 +47,7 @@ export type Seen = Source & { at: number };
 export type Status = {
   process: string;
   at: string;
+  fleet: boolean;
   sources: number;
   held: number;
   storms: number;
@@ -59,7 +60,9 @@ export type Status = {
 
 export type Change = { status: Status; sources: Source[]; gone?: string[] };
 export type History = { every_seconds: number; now: string; rows: { source: string; cells: string }[] };
-export type Member = { process: string; zone: string; heard: boolean };
+export type NodeKind = "producer" | "topic" | "group" | "dependency";
+export type Node = { kind: NodeKind; name: string };
+export type Flow = { from: Node; to: Node; count: number; failed: number; sources: number; held: number };
 export type Rule = { rule: string; by?: string; why?: string; at: string; until: string };
 export type Result = { source: string; before: string; after: string; count?: number; error?: string };
 export type Entry = { at: string; who: string; order: string; why?: string; results?: Result[]; error?: string };
@@ -99,6 +102,29 @@ export type Outcome = {
   processes?: { process: string; sources: number; count?: number; error?: string }[];
   silent?: string[];
 };
+
+// What package fleet answers below fleet/, as far as it is shown.
+
+export type Limit = { rate: number; burst: number };
+export type Member = {
+  name: string;
+  zone?: string;
+  state: string;
+  heard_ns: number;
+  weight: number;
+  applied: number;
+  share: number;
+  level: number;
+  cap: number;
+  sync_delay_ns: number;
+  keys?: { key: string; admitted: number; denied: number }[];
+};
+export type FleetStatus = {
+  members: Member[];
+  configuration: { number: number; limit: Limit; limits?: Record<string, Limit>; settled: boolean; away?: string; problem?: string };
+  scopes?: { name: string; state: string; cause?: string; held: boolean }[];
+};
+export type JournalEntry = { at: string; by: string; kind: string; number?: number; subject?: string; text?: string };
 
 // Refused is an answer that is no success. status 0 is no answer.
 export class Refused extends Error {

@@ -5,7 +5,9 @@ import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { Refused, type Seen, type Status, hasToken, setToken, watch } from "./api";
 import { Heat } from "./heat";
-import { Audit, Causes, Events, Fleet, Now, Quarantine, SourcePage, Sources } from "./pages";
+import { Fleet } from "./fleet";
+import { Audit, Causes, Events, Now, Quarantine, SourcePage, Sources } from "./pages";
+import { Topology } from "./topology";
 import { type Language, type Words, languages } from "./words";
 
 type Live = { status?: Status; sources: Map<string, Seen>; error?: Refused };
@@ -76,7 +78,7 @@ function useKept<T extends string>(key: string, first: T): [T, (v: T) => void] {
   ];
 }
 
-const pages = ["now", "sources", "heat", "fleet", "causes", "quarantine", "events", "audit"] as const;
+const pages = ["now", "sources", "heat", "topology", "fleet", "causes", "quarantine", "events", "audit"] as const;
 
 function App() {
   const [language, setLanguage] = useKept<Language>("stormguard-language", navigator.language.startsWith("zh") ? "zh" : "en");
@@ -150,7 +152,9 @@ function Page(p: { w: Words; theme: string; live: Live; status: Status; page: st
     case "heat":
       return <Heat w={w} theme={p.theme} />;
     case "fleet":
-      return <Fleet w={w} />;
+      return <Fleet w={w} joined={p.status.fleet} />;
+    case "topology":
+      return <Topology w={w} />;
     case "causes":
       return <Causes w={w} />;
     case "quarantine":

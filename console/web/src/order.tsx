@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 import { useEffect, useRef, useState } from "preact/hooks";
-import { type Member, type Order, type Outcome, get, post } from "./api";
+import { type FleetStatus, type Member, type Order, type Outcome, get, post } from "./api";
 import type { Words } from "./words";
 
 const lasting = ["pause", "open"];
@@ -18,7 +18,10 @@ export function OrderDialog(p: { w: Words; title: string; order: Order; close: (
   const [busy, setBusy] = useState(false);
   useEffect(() => {
     dialog.current!.showModal();
-    get<Member[]>("members").then(setMembers, () => {});
+    get<FleetStatus>("fleet/status").then(
+      (fleet) => setMembers(fleet.members),
+      () => {}, // there is none
+    );
   }, []);
   const give = async (e: SubmitEvent) => {
     e.preventDefault();
@@ -43,7 +46,7 @@ export function OrderDialog(p: { w: Words; title: string; order: Order; close: (
     }
     setBusy(false);
   };
-  const zones = [...new Set(members.map((m) => m.zone).filter(Boolean))];
+  const zones = [...new Set(members.flatMap((m) => m.zone || []))];
   return (
     <dialog ref={dialog} onClose={p.close} aria-labelledby="order-title">
       <h2 id="order-title">{p.title}</h2>

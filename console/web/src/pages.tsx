@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 import { useEffect, useState } from "preact/hooks";
-import { type Cause, type Entry, type Event, type Member, type Order, type Rule, type Seen, type Source, type Status, get, post } from "./api";
+import { type Cause, type Entry, type Event, type Order, type Rule, type Seen, type Source, type Status, get, post } from "./api";
 import { OrderDialog } from "./order";
 import { type Words, span, state, todo } from "./words";
 
@@ -251,39 +251,7 @@ export function useAsked<T>(path: string, every: number): [T | undefined, () => 
   return [value, () => again(asked + 1)];
 }
 
-const when = (at: string) => new Date(at).toLocaleString("sv");
-
-export function Fleet({ w }: { w: Words }) {
-  const [members] = useAsked<Member[]>("members", 1000);
-  return (
-    <>
-      <h1>{w.fleet}</h1>
-      {members?.length === 0 && <p>{w.alone}</p>}
-      {members && members.length > 0 && (
-        <table>
-          <thead>
-            <tr>
-              <th>{w.process}</th>
-              <th>{w.zoneName}</th>
-              <th>{w.heard}</th>
-            </tr>
-          </thead>
-          <tbody>
-            {members.map((m) => (
-              <tr key={m.process}>
-                <td>{m.process}</td>
-                <td>{m.zone}</td>
-                <td>
-                  <span class={"state " + (m.heard ? "running" : "storm")}>{m.heard ? w.yes : w.no}</span>
-                </td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      )}
-    </>
-  );
-}
+export const when = (at: string) => new Date(at).toLocaleString("sv");
 
 export function Quarantine({ w }: { w: Words }) {
   const [rules, again] = useAsked<Rule[]>("quarantine", 2000);

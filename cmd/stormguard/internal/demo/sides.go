@@ -93,7 +93,12 @@ func (s guarded) consume(ctx context.Context, p plumbing, handle handler) (err e
 		return err
 	}
 	defer stop()
-	return p.guarded(ctx, g, handle)
+	return p.guarded(ctx, g, func(ctx context.Context, body []byte) error {
+		done := guard.Calls(ctx, "dependency") // for the console's topology
+		err := handle(ctx, body)
+		done(err)
+		return err
+	})
 }
 
 // serve serves the console of the guard until stop is called.
