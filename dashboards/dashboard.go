@@ -6,6 +6,7 @@ package main
 import (
 	"encoding/json"
 	"fmt"
+	"strings"
 )
 
 // A dashboard is one of Grafana's, as far as these need it.
@@ -136,6 +137,9 @@ func (p panel) object() (object, error) {
 		}
 		if p.kind == table || p.kind == graph {
 			t["format"] = "table"
+		}
+		if strings.Contains(q.expr, "_bucket{") {
+			t["exemplar"] = true // traces beside the line
 		}
 		targets = append(targets, t)
 	}

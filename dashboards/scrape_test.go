@@ -6,15 +6,18 @@ package main
 import (
 	"bytes"
 	"context"
+	"errors"
 	"io"
 	"net/http"
 	"strconv"
+	"strings"
 	"testing"
 
 	prom "github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"go.opentelemetry.io/otel/exporters/prometheus"
 	sdkmetric "go.opentelemetry.io/otel/sdk/metric"
+	sdktrace "go.opentelemetry.io/otel/sdk/trace"
 
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
@@ -77,6 +80,44 @@ func BenchmarkScrape1000(b *testing.B) {
 	b.ReportMetric(float64(series), "series")
 	b.ReportMetric(float64(w.Len()), "bytes")
 	b.ReportMetric(float64(b.Elapsed().Milliseconds())/float64(b.N), "ms/scrape")
+}
+
+// A failure that is scraped leads to the trace of its call.
+func TestScrapeHasExemplars(t *testing.T) {
+	registry := prom.NewRegistry()
+	exporter, err := prometheus.New(prometheus.WithRegisterer(registry))
+	if err != nil {
+		t.Fatal(err)
+	}
+	g, err := guard.New(guard.Config{}, guard.WithMeterProvider(sdkmetric.NewMeterProvider(sdkmetric.WithReader(exporter))))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if _, err := g.Close(context.Background()); err != nil {
+			t.Error(err)
+		}
+	}()
+	f, err := guard.Protect(g, guard.SourceConfig{Name: "gateway"}, func(context.Context, int) error {
+		return guard.Permanent(errors.New("it is no order"))
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, span := sdktrace.NewTracerProvider().Tracer("test").Start(t.Context(), "call")
+	if err := f.Do(ctx, 1); err == nil {
+		t.Fatal("the call succeeded")
+	}
+	span.End()
+	w := &answer{header: http.Header{}}
+	promhttp.HandlerFor(registry, promhttp.HandlerOpts{EnableOpenMetrics: true}).
+		ServeHTTP(w, &http.Request{Method: http.MethodGet, Header: http.Header{"Accept": {"application/openmetrics-text"}}, Body: io.NopCloser(nil)})
+	for line := range strings.Lines(w.String()) {
+		if strings.HasPrefix(line, "stormguard_failures_total{") && strings.Contains(line, `trace_id="`+span.SpanContext().TraceID().String()) {
+			return
+		}
+	}
+	t.Errorf("no failure has an exemplar:\n%s", w)
 }
 
 // answer keeps what a handler writes.

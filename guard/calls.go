@@ -33,7 +33,7 @@ func Calls(ctx context.Context, dependency string) (done func(error)) {
 		return func(error) {}
 	}
 	var once sync.Once
-	return func(err error) { once.Do(func() { m.depended(dependency, err) }) }
+	return func(err error) { once.Do(func() { m.depended(ctx, dependency, err) }) }
 }
 
 // callsKey is the key by which Calls finds the metrics behind a handler's context.
@@ -41,7 +41,7 @@ type callsKey struct{}
 
 // depended counts a call of a dependency. error.type is the class of its error, and is left
 // out after a success.
-func (m *sourceMetrics) depended(dependency string, err error) {
+func (m *sourceMetrics) depended(ctx context.Context, dependency string, err error) {
 	dependency = m.flows.dependencies.name(dependency)
 	attrs := []attribute.KeyValue{attribute.String("stormguard.dependency", dependency)}
 	failed := uint64(0)
@@ -50,7 +50,7 @@ func (m *sourceMetrics) depended(dependency string, err error) {
 		attrs = append(attrs, attribute.String("error.type", m.g.resultOf(sound(err), nil).kind()))
 	}
 	m.flows.count(m.g.node(), Node{nodeDependency, dependency}, 1, failed)
-	m.dependencyCalls.Add(context.Background(), 1, m.topic, metric.WithAttributes(attrs...))
+	m.dependencyCalls.Add(ctx, 1, m.topic, metric.WithAttributes(attrs...))
 }
 
 // protectContext is the context of a protected function's call.

@@ -5,6 +5,7 @@ package guard
 
 import (
 	"container/heap"
+	"context"
 	"slices"
 	"time"
 
@@ -79,7 +80,7 @@ type item[M any] struct {
 
 	token   circuit.Token
 	probe   bool
-	ctx     *callContext // while processing in the function shape
+	ctx     *callContext // of its latest call, in the function shape
 	started time.Duration
 	slow    bool // reported to the breaker as slow already
 	offered bool // on Ready, not yet taken: nobody has it
@@ -95,6 +96,14 @@ type item[M any] struct {
 	ignored      bool       // its handler said Ignore
 	guessed      bool       // it was taken for poison without proof
 	cameBack     bool       // it failed before it was parked, when life was luck
+}
+
+// context is that of its latest call, with the call's span if there is one.
+func (it *item[M]) context() context.Context {
+	if it.ctx == nil {
+		return context.Background()
+	}
+	return it.ctx
 }
 
 // decided tells whether no handler will be called for it again.

@@ -57,11 +57,11 @@ type postable interface {
 	// park writes it away for another try; parked is false if it is to be dead-lettered.
 	park(ctx context.Context, r *dlq.Record) (parked bool, err error)
 	// confirmed tells the source that it is written, as a dead letter or parked.
-	confirmed(parked bool)
+	confirmed(ctx context.Context, parked bool)
 	// from says whose it is.
 	from() letterFrom
 	// wrote is told of each call of the writer.
-	wrote(took time.Duration, err error)
+	wrote(ctx context.Context, took time.Duration, err error)
 }
 
 // letterFrom is whose dead letter it is.
@@ -232,7 +232,7 @@ func (b *letterbox) write(ctx context.Context, l postable, r *dlq.Record) error 
 		if !parked {
 			b.g.journal.letter(l.from(), r)
 		}
-		l.confirmed(parked)
+		l.confirmed(ctx, parked)
 	}
 	return err
 }
@@ -241,7 +241,7 @@ func (b *letterbox) write(ctx context.Context, l postable, r *dlq.Record) error 
 func (b *letterbox) attempt(ctx context.Context, l postable, r *dlq.Record) error {
 	start := b.g.now()
 	err := apart("dead-letter writer", func() error { return b.writer.Write(ctx, r) })
-	l.wrote(b.g.now()-start, err)
+	l.wrote(ctx, b.g.now()-start, err)
 	return err
 }
 
@@ -328,9 +328,11 @@ func (l letter[M]) record() (*dlq.Record, error) {
 
 func (l letter[M]) from() letterFrom { return letterFrom{l.s.cfg, l.s.topic(), l.it.class} }
 
-func (l letter[M]) wrote(took time.Duration, err error) { l.s.metrics.wrote(took, err) }
+func (l letter[M]) wrote(ctx context.Context, took time.Duration, err error) {
+	l.s.metrics.wrote(ctx, took, err)
+}
 
-func (l letter[M]) confirmed(parked bool) {
+func (l letter[M]) confirmed(ctx context.Context, parked bool) {
 	s := l.s
 	now := s.g.now()
 	s.mu.Lock()
@@ -342,7 +344,7 @@ func (l letter[M]) confirmed(parked bool) {
 	s.c.confirmed(now, l.it, parked)
 	s.unlock(now)
 	if !parked {
-		s.metrics.deadLettered(l.it.verdict)
+		s.metrics.deadLettered(ctx, l.it.verdict)
 	}
 	s.nudge()
 }

@@ -437,27 +437,27 @@ func (s *Source[M]) parked() (now int, followed uint64, ok bool) {
 // sampled picks the first message of each sampleOneIn, from 1.
 func (m *sourceMetrics) sampled(n uint64) bool { return n%sampleOneIn == 1 }
 
-func (m *sourceMetrics) recovered(d time.Duration) {
-	m.recovery.Record(context.Background(), d.Seconds(), m.topic)
+func (m *sourceMetrics) recovered(ctx context.Context, d time.Duration) {
+	m.recovery.Record(ctx, d.Seconds(), m.topic)
 }
 
-func (m *sourceMetrics) deadLettered(why dlq.Reason) { m.addDead(1, why) }
+func (m *sourceMetrics) deadLettered(ctx context.Context, why dlq.Reason) { m.addDead(ctx, 1, why) }
 
-func (m *sourceMetrics) addDead(n int64, why dlq.Reason) {
-	m.dead.Add(context.Background(), n, m.topic, metric.WithAttributes(attribute.String("reason", string(why))))
+func (m *sourceMetrics) addDead(ctx context.Context, n int64, why dlq.Reason) {
+	m.dead.Add(ctx, n, m.topic, metric.WithAttributes(attribute.String("reason", string(why))))
 }
 
 // atRest shows counters at 0 before anything has happened: a scraper that never saw the 0
 // takes a series that begins at 1 for one that has not changed.
 func (m *sourceMetrics) atRest() {
 	for _, kind := range []string{ClassDependency.String(), ClassMessage.String(), ClassUnknown.String(), kindTimeout, kindPanic} {
-		m.addFailed(0, kind)
+		m.addFailed(context.Background(), 0, kind)
 	}
 	if m.function {
 		return
 	}
 	for _, why := range deadReasons {
-		m.addDead(0, why)
+		m.addDead(context.Background(), 0, why)
 	}
 	for _, cause := range openCauses {
 		m.addTransition(0, m.scopes, breaker.Open, cause)
@@ -467,7 +467,7 @@ func (m *sourceMetrics) atRest() {
 }
 
 // wrote records a call of the dead-letter writer.
-func (m *sourceMetrics) wrote(d time.Duration, err error) {
+func (m *sourceMetrics) wrote(ctx context.Context, d time.Duration, err error) {
 	outcome := "confirmed"
 	switch {
 	case errors.Is(err, dlq.ErrPutOff):
@@ -475,7 +475,7 @@ func (m *sourceMetrics) wrote(d time.Duration, err error) {
 	case err != nil:
 		outcome = "failed"
 	}
-	m.write.Record(context.Background(), d.Seconds(), m.topic, metric.WithAttributes(attribute.String("outcome", outcome)))
+	m.write.Record(ctx, d.Seconds(), m.topic, metric.WithAttributes(attribute.String("outcome", outcome)))
 }
 
 func (m *sourceMetrics) stormed() { m.storms.Add(context.Background(), 1, m.topic) }
@@ -483,10 +483,10 @@ func (m *sourceMetrics) stormed() { m.storms.Add(context.Background(), 1, m.topi
 func (m *sourceMetrics) overtook() { m.overtaken.Add(context.Background(), 1, m.topic) }
 
 // failed counts a failed call.
-func (m *sourceMetrics) failed(kind string) { m.addFailed(1, kind) }
+func (m *sourceMetrics) failed(ctx context.Context, kind string) { m.addFailed(ctx, 1, kind) }
 
-func (m *sourceMetrics) addFailed(n int64, kind string) {
-	m.failures.Add(context.Background(), n, m.topic,
+func (m *sourceMetrics) addFailed(ctx context.Context, n int64, kind string) {
+	m.failures.Add(ctx, n, m.topic,
 		metric.WithAttributes(attribute.String("scope", m.scopes), attribute.String("error.type", kind)))
 }
 

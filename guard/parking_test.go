@@ -104,7 +104,7 @@ func TestWhichLettersAreParked(t *testing.T) {
 // unconfirmed is a letter whose source does not have it.
 type unconfirmed struct{ letter[int] }
 
-func (unconfirmed) confirmed(bool) {}
+func (unconfirmed) confirmed(context.Context, bool) {}
 
 // A port that parks needs dead letters.
 func TestParkerNeedsDeadLetters(t *testing.T) {

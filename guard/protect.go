@@ -329,7 +329,7 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token circuit.Token,
 		case failure, permanent:
 			c.failures.Add(1)
 			if f.metrics.failures.Enabled(ctx) {
-				f.metrics.failed(f.g.resultOf(err, nil).kind())
+				f.metrics.failed(ctx, f.g.resultOf(err, nil).kind())
 			}
 		default:
 		}
@@ -349,7 +349,7 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token circuit.Token,
 		c.retries.Add(1)
 		if err = f.call(ctx, m, token, how, tries); err == nil {
 			f.succeeded(c, token)
-			f.metrics.recovered(f.g.now() - first)
+			f.metrics.recovered(ctx, f.g.now()-first)
 			return nil
 		}
 		tries++
@@ -413,7 +413,7 @@ func (f *Func[M]) call(ctx context.Context, m M, token circuit.Token, how how, b
 		}
 		c := &f.cells[0]
 		c.failures.Add(1)
-		f.metrics.failed(result{panicked: true}.kind())
+		f.metrics.failed(ctx, result{panicked: true}.kind())
 		c.returned.Add(1)
 	}()
 	err = f.f(cc, m)

@@ -191,12 +191,13 @@ func (s *Source[M]) handle(h *hand[M], it *item[M]) {
 // doneUnlock takes a call's outcome to the machine and ends the critical section. What
 // the machine counted for it goes to the metrics.
 func (s *Source[M]) doneUnlock(now time.Duration, it *item[M], r result) step[M] {
+	ctx := it.context() // the next attempt has another
 	failures, overtaken := s.c.tally.Failures, s.c.tally.Overtaken
 	st := s.c.done(now, it, r)
 	failed, overtook := s.c.tally.Failures != failures, s.c.tally.Overtaken != overtaken
 	s.unlock(now)
 	if failed {
-		s.metrics.failed(r.kind())
+		s.metrics.failed(ctx, r.kind())
 	}
 	if overtook {
 		s.metrics.overtook()
@@ -246,7 +247,7 @@ func (s *Source[M]) settleOne(it *item[M], acks *int) (due bool) {
 		err = ErrTakenBack
 	}
 	turn, ahead := s.lookAhead()
-	now := s.g.now()
+	ctx, now := it.context(), s.g.now()
 	s.mu.Lock()
 	s.c.settled(it, err)
 	s.c.lookedAhead(turn, ahead)
@@ -255,7 +256,7 @@ func (s *Source[M]) settleOne(it *item[M], acks *int) (due bool) {
 	s.endLocked()
 	s.unlock(now)
 	if err == nil && len(it.failures) > 0 && !it.dead && !it.ignored {
-		s.metrics.recovered(now - it.firstFailed)
+		s.metrics.recovered(ctx, now-it.firstFailed)
 	}
 	return due
 }

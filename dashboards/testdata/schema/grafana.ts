@@ -28,6 +28,7 @@ type Target = {
   legendFormat: string;
   range: boolean;
   instant: boolean;
+  exemplar?: boolean;
   format?: "table" | "time_series" | "heatmap";
 };
 
