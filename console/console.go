@@ -181,7 +181,7 @@ func (c *Console) routes(fleet operator.Carrier) *http.ServeMux {
 	mux.HandleFunc("POST /order", c.order)
 	mux.HandleFunc("POST /quarantine", c.changeRules)
 	if fleet != nil {
-		mux.Handle("/fleet/", http.StripPrefix("/fleet", fleet.Routes()))
+		mux.Handle("/fleet/", fleet.Routes())
 	}
 	return mux
 }

@@ -5,8 +5,8 @@
 // why, and the actions that contain a storm.
 //
 // A [Console] is an http.Handler over the guards of one process. The stormguard command
-// speaks to it: stormguard status, source, breaker, credits, audit; with a
-// fleet, stormguard fleet --url …/fleet, too.
+// speaks to it: stormguard status, source, breaker, credits, audit, and with a fleet
+// stormguard fleet.
 //
 //	c, err := console.New(console.Config{Process: "billing-1"}, g)
 //	go http.ListenAndServe("127.0.0.1:8790", c)
@@ -23,7 +23,7 @@
 //	GET  history     what held the sources in the last six hours: [History]
 //	GET  watch       server-sent events, one a second: [Change]
 //	GET  topology    who produces, who reads, and what handlers call: [Flow]
-//	     fleet/…     with a fleet, what fleet.Process.Handler answers
+//	     fleet/…     with a fleet, as fleet.Process.Handler answers
 //	GET  audit       the last 1000 orders and refused orders, oldest first: [Entry]
 //	POST order       [Order]: answered with [Outcome]
 //

@@ -97,8 +97,8 @@ func TestFleetBelowTheConsole(t *testing.T) {
 	defer r.close()
 	defer r.c.Close()
 	for _, c := range []struct{ method, token, kind, want string }{
-		{http.MethodGet, secret, "", "200 \"GET /status by ann\""},
-		{http.MethodPost, secret, "application/json", "200 \"POST /status by ann\""},
+		{http.MethodGet, secret, "", "200 \"GET /fleet/status by ann\""},
+		{http.MethodPost, secret, "application/json", "200 \"POST /fleet/status by ann\""},
 		{http.MethodGet, "", "", "401 "},
 		{http.MethodGet, "another one of 16", "", "401 "},
 		{http.MethodPost, secret, "text/plain", "415 "},

@@ -99,7 +99,7 @@ func TestHandlerAccess(t *testing.T) {
 		{"a token and another origin", keyed, world, true, "h", with("Authorization", "Bearer "+secret, "Origin", "http://evil.example"), 403},
 	} {
 		number := p.Status().Configuration.Number
-		r := httptest.NewRequest(http.MethodPost, "/change", strings.NewReader(`{"reset":true}`))
+		r := httptest.NewRequest(http.MethodPost, "/fleet/change", strings.NewReader(`{"reset":true}`))
 		r.Header, r.Host = c.header, c.host
 		if c.tls {
 			r.TLS = &tls.ConnectionState{}
@@ -144,10 +144,10 @@ func TestHandlerAudits(t *testing.T) {
 		return a.StatusCode
 	}
 	log.take()
-	if got := post("/change", `{"limit":{"rate":500,"burst":50},"limits":{"x":{"rate":5,"burst":5}},"weights":{"a":3}}`); got != 200 {
+	if got := post("/fleet/change", `{"limit":{"rate":500,"burst":50},"limits":{"x":{"rate":5,"burst":5}},"weights":{"a":3}}`); got != 200 {
 		t.Fatal(got)
 	}
-	if got := post("/evict?name=nobody", ""); got != 409 {
+	if got := post("/fleet/evict?name=nobody", ""); got != 409 {
 		t.Fatal(got)
 	}
 	got := log.take()

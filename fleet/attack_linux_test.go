@@ -255,7 +255,7 @@ func (a *attacker) streams(ctx context.Context) {
 func (a *attacker) posts(ctx context.Context, url string) (taken int) {
 	for i := 0; ctx.Err() == nil; i++ {
 		body := `{"limit":{"rate":1e9,"burst":1000000}}`
-		path := []string{"/change", "/evict?name=b"}[i%2]
+		path := []string{"/fleet/change", "/fleet/evict?name=b"}[i%2]
 		r, err := http.NewRequestWithContext(ctx, http.MethodPost, url+path, strings.NewReader(body))
 		if err != nil {
 			return taken

@@ -32,12 +32,12 @@ type Token struct {
 // Handler serves what an operator asks of a fleet, by any one of its processes; the
 // fleet command speaks to it. Whoever may call it can change limits and evict members.
 //
-//	GET  status                  [Status] as JSON
-//	GET  journal                 [Process.Journal] as JSON, oldest first
-//	POST evict?name=N&number=K   [Process.Evict] upon configuration K; 0 or unset is the newest
-//	POST change                  [Change] as JSON: [Process.Set]
-//	GET  quarantine              the rules in force: [Quarantined] as JSON
-//	POST quarantine              [QuarantineRequest] as JSON: [Process.Quarantine]; answered as GET
+//	GET  fleet/status                  [Status] as JSON
+//	GET  fleet/journal                 [Process.Journal] as JSON, oldest first
+//	POST fleet/evict?name=N&number=K   [Process.Evict] upon configuration K; 0 or unset is the newest
+//	POST fleet/change                  [Change] as JSON: [Process.Set]
+//	GET  fleet/quarantine              the rules in force: [Quarantined] as JSON
+//	POST fleet/quarantine              [QuarantineRequest] as JSON: [Process.Quarantine]; answered as GET
 //
 // A request that came to a loopback address or a Unix socket needs no token, unless
 // there are some; without one its Host must be a loopback address or localhost. A
@@ -57,7 +57,7 @@ type Token struct {
 // fleet is 503. These have {"error": text}. Paths are relative to where it is mounted: use
 // http.StripPrefix.
 //
-// A program that has a console need not serve it: the console answers all this below fleet/.
+// A program that has a console need not serve it: the console answers all this.
 func (p *Process) Handler(tokens ...Token) http.Handler {
 	held := make([]operator.Token, len(tokens))
 	for i, t := range tokens {
@@ -69,9 +69,9 @@ func (p *Process) Handler(tokens ...Token) http.Handler {
 // routes answer whoever asks: who may is decided before.
 func (p *Process) routes() http.Handler {
 	mux := http.NewServeMux()
-	mux.HandleFunc("GET /status", func(w http.ResponseWriter, _ *http.Request) { operator.Answer(w, http.StatusOK, p.Status()) })
-	mux.HandleFunc("GET /journal", func(w http.ResponseWriter, _ *http.Request) { operator.Answer(w, http.StatusOK, p.Journal()) })
-	mux.HandleFunc("POST /evict", func(w http.ResponseWriter, r *http.Request) {
+	mux.HandleFunc("GET /fleet/status", func(w http.ResponseWriter, _ *http.Request) { operator.Answer(w, http.StatusOK, p.Status()) })
+	mux.HandleFunc("GET /fleet/journal", func(w http.ResponseWriter, _ *http.Request) { operator.Answer(w, http.StatusOK, p.Journal()) })
+	mux.HandleFunc("POST /fleet/evict", func(w http.ResponseWriter, r *http.Request) {
 		name := r.URL.Query().Get("name")
 		if name == "" {
 			refuse(w, fmt.Errorf("%w: name: \"\" is not a member", fleetstate.ErrConfig))
@@ -87,7 +87,7 @@ func (p *Process) routes() http.Handler {
 		}
 		p.choose(w, r, "evict "+name, p.standsOf(name), func(ctx context.Context) (uint64, error) { return p.Evict(ctx, number, name) })
 	})
-	mux.HandleFunc("POST /change", func(w http.ResponseWriter, r *http.Request) {
+	mux.HandleFunc("POST /fleet/change", func(w http.ResponseWriter, r *http.Request) {
 		var in Change
 		d := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxBody))
 		d.DisallowUnknownFields()

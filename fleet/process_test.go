@@ -314,11 +314,11 @@ func TestProcessEnds(t *testing.T) {
 // is wrong is answered with what would be right.
 func TestHandler(t *testing.T) {
 	all, _ := three(t)
-	server := httptest.NewServer(http.StripPrefix("/fleet", all[1].Handler()))
+	server := httptest.NewServer(http.StripPrefix("/ops", all[1].Handler()))
 	t.Cleanup(server.Close)
 	ask := func(method, path, body string) (int, string) {
 		t.Helper()
-		r, err := http.NewRequestWithContext(t.Context(), method, server.URL+"/fleet/"+path, strings.NewReader(body))
+		r, err := http.NewRequestWithContext(t.Context(), method, server.URL+"/ops/fleet/"+path, strings.NewReader(body))
 		if err != nil {
 			t.Fatal(err)
 		}

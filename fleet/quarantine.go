@@ -105,8 +105,8 @@ func (p *Process) quarantined() []Quarantined {
 
 // serveQuarantine answers about the list; who may ask is decided before.
 func (p *Process) serveQuarantine(mux *http.ServeMux) {
-	mux.HandleFunc("GET /quarantine", func(w http.ResponseWriter, _ *http.Request) { operator.Answer(w, http.StatusOK, p.quarantined()) })
-	mux.HandleFunc("POST /quarantine", func(w http.ResponseWriter, r *http.Request) {
+	mux.HandleFunc("GET /fleet/quarantine", func(w http.ResponseWriter, _ *http.Request) { operator.Answer(w, http.StatusOK, p.quarantined()) })
+	mux.HandleFunc("POST /fleet/quarantine", func(w http.ResponseWriter, r *http.Request) {
 		var in QuarantineRequest
 		d := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxBody))
 		d.DisallowUnknownFields()

@@ -198,7 +198,7 @@ func TestQuarantineOfNineProcesses(t *testing.T) {
 	defer server.Close()
 	post := func(body string) (int, string) {
 		t.Helper()
-		r, err := http.Post(server.URL+"/quarantine", "application/json", strings.NewReader(body))
+		r, err := http.Post(server.URL+"/fleet/quarantine", "application/json", strings.NewReader(body))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -280,7 +280,7 @@ func TestQuarantineOfNineProcesses(t *testing.T) {
 	if code, text := post(`{"rule":"header:tenant=else","remove":true}`); code != http.StatusOK || text != "[]\n" {
 		t.Errorf("%d %s", code, text)
 	}
-	r, err := http.Get(server.URL + "/status")
+	r, err := http.Get(server.URL + "/fleet/status")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -289,7 +289,7 @@ func TestQuarantineOfNineProcesses(t *testing.T) {
 	if err := json.NewDecoder(r.Body).Decode(&s); err != nil || len(s.Quarantine) != 0 {
 		t.Errorf("%v %+v", err, s.Quarantine)
 	}
-	if r, err := http.Post(server.URL+"/quarantine", "text/plain", strings.NewReader(`{"rule":"key=k"}`)); err != nil || r.StatusCode != http.StatusUnsupportedMediaType {
+	if r, err := http.Post(server.URL+"/fleet/quarantine", "text/plain", strings.NewReader(`{"rule":"key=k"}`)); err != nil || r.StatusCode != http.StatusUnsupportedMediaType {
 		t.Errorf("%v %v", r, err)
 	} else {
 		_ = r.Body.Close()

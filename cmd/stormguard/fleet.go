@@ -5,6 +5,7 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/tls"
 	"crypto/x509"
@@ -33,8 +34,8 @@ sees it: who is there, in which zone, with which share of the limits; whose shar
 is stranded; who has not applied a change yet; how long changes take to arrive;
 and how much of each key is admitted.
 
---url is where a process of the fleet serves the handler of fleet.Process. "stormguard fleet
-run" starts processes to try it with:
+--url, or $STORMGUARD_URL, is where a process of the fleet serves its console, or the handler of
+fleet.Process. "stormguard fleet run" starts processes to try it with:
 
   stormguard fleet run --name a --roster a,b,c --register file:trial --bind 127.0.0.1:7001 --http 127.0.0.1:8001
   stormguard fleet run --name b --roster a,b,c --register file:trial --bind 127.0.0.1:7002 --seed 127.0.0.1:7001
@@ -43,19 +44,24 @@ run" starts processes to try it with:
 
 A handler that listens beyond loopback needs https and --token-file.`
 
-const defaultFleetURL = "http://127.0.0.1:8790"
+// processURL names the process in the environment, for all commands of a shell that ask one.
+const (
+	processURL = "STORMGUARD_URL"
+	defaultURL = "http://127.0.0.1:8790"
+)
 
 // operator is what the commands share that ask a process: where to ask.
 type operator struct {
 	url, ca, tokenFile string
 	json               bool
 	server             string // what answers there, in errors
+	rules              string // the path of its quarantine
 }
 
 // bind adds the flags that say where to ask.
-func (op *operator) bind(cmd *cobra.Command, url, usage string) {
+func (op *operator) bind(cmd *cobra.Command, usage string) {
 	f := cmd.Flags()
-	f.StringVar(&op.url, "url", url, usage)
+	f.StringVar(&op.url, "url", cmp.Or(os.Getenv(processURL), defaultURL), usage)
 	f.StringVar(&op.tokenFile, "token-file", "", "`file` whose first line is NAME SECRET: the token to send")
 	f.StringVar(&op.ca, "ca", "", "PEM `file` of the certificates to trust (default: the system's)")
 }
@@ -69,7 +75,7 @@ type refusedError struct {
 func (e refusedError) Error() string { return e.text }
 
 func newFleet() *cobra.Command {
-	op := operator{server: "fleet"}
+	op := operator{server: "fleet", rules: "fleet/quarantine"}
 	var watch bool
 	cmd := &cobra.Command{
 		Use:   "fleet",
@@ -84,7 +90,7 @@ func newFleet() *cobra.Command {
 	asking := []*cobra.Command{newFleetEvict(&op), newFleetSet(&op), newFleetReset(&op), newFleetJournal(&op)}
 	quarantine, rules := newFleetQuarantine(&op)
 	for _, c := range slices.Concat(asking, rules, []*cobra.Command{cmd}) {
-		op.bind(c, defaultFleetURL, "where a process of the fleet serves its handler")
+		op.bind(c, "where a process of the fleet serves its console, or the handler of fleet.Process")
 		c.Flags().BoolVar(&op.json, "json", false, "print what the process answers")
 	}
 	cmd.AddCommand(append(asking, quarantine, newFleetRun(), newFleetKeygen())...)
@@ -120,7 +126,7 @@ admitting by its share until it hears of it. Then it asks for its share again.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return op.change(cmd, number, "evicted "+args[0], func(number uint64) (string, any) {
-				return fmt.Sprintf("evict?name=%s&number=%d", url.QueryEscape(args[0]), number), nil
+				return fmt.Sprintf("fleet/evict?name=%s&number=%d", url.QueryEscape(args[0]), number), nil
 			})
 		},
 	}
@@ -195,7 +201,7 @@ type change fleet.Change
 // path is where to ask for it, and what.
 func (c change) path(number uint64) (string, any) {
 	c.Number = number
-	return "change", fleet.Change(c)
+	return "fleet/change", fleet.Change(c)
 }
 
 func newFleetJournal(op *operator) *cobra.Command {
@@ -205,7 +211,7 @@ func newFleetJournal(op *operator) *cobra.Command {
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var lines []fleet.Entry
-			raw, err := op.ask(cmd.Context(), http.MethodGet, "journal", nil, &lines)
+			raw, err := op.ask(cmd.Context(), http.MethodGet, "fleet/journal", nil, &lines)
 			if err != nil {
 				return err
 			}
@@ -229,7 +235,7 @@ func newFleetJournal(op *operator) *cobra.Command {
 func (op *operator) change(cmd *cobra.Command, number uint64, done string, path func(number uint64) (string, any)) error {
 	if number == 0 {
 		var s fleet.Status
-		if _, err := op.ask(cmd.Context(), http.MethodGet, "status", nil, &s); err != nil {
+		if _, err := op.ask(cmd.Context(), http.MethodGet, "fleet/status", nil, &s); err != nil {
 			return err
 		}
 		if number = s.Configuration.Number; number == 0 {
@@ -386,7 +392,7 @@ func (op *operator) show(ctx context.Context, w io.Writer, watch bool) error {
 	at := time.Now()
 	for looks := 1; ; looks++ {
 		var s fleet.Status
-		raw, err := op.ask(ctx, http.MethodGet, "status", nil, &s)
+		raw, err := op.ask(ctx, http.MethodGet, "fleet/status", nil, &s)
 		if err != nil {
 			return err
 		}

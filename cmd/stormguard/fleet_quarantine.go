@@ -131,7 +131,7 @@ func newQuarantineList(op *operator) *cobra.Command {
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var all []fleet.Quarantined
-			raw, err := op.ask(cmd.Context(), http.MethodGet, "quarantine", nil, &all)
+			raw, err := op.ask(cmd.Context(), http.MethodGet, op.rules, nil, &all)
 			if err != nil {
 				return err
 			}
@@ -150,7 +150,7 @@ func newQuarantineList(op *operator) *cobra.Command {
 // quarantine asks for a change of the list.
 func (op *operator) quarantine(cmd *cobra.Command, in fleet.QuarantineRequest, done string) error {
 	var all []fleet.Quarantined
-	raw, err := op.ask(cmd.Context(), http.MethodPost, "quarantine", in, &all)
+	raw, err := op.ask(cmd.Context(), http.MethodPost, op.rules, in, &all)
 	if err != nil {
 		return err
 	}

@@ -63,9 +63,13 @@ func TestFleetCommands(t *testing.T) {
 	a, b, url := trial(t)
 	soon(t, "both have told of themselves", func() bool {
 		s := a.Status()
-		return len(s.Members) == 2 && s.Members[1].Version == "v9" && s.Configuration.Settled
+		return len(s.Members) == 2 && s.Members[1].Version == "v9" && s.Members[0].Share == 0.5 && s.Members[1].Share == 0.5 && s.Configuration.Settled
 	})
-	b.Key("orders").AllowN(30)
+	soon(t, "b admits", func() bool { return b.Key("orders").AllowN(30) })
+	soon(t, "a has heard of it", func() bool {
+		m := a.Status().Members[1]
+		return m.State == "fresh" && len(m.Keys) == 1 && m.Keys[0].Admitted == 30
+	})
 	for _, c := range []struct {
 		args           string
 		code           int

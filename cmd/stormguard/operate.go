@@ -26,11 +26,6 @@ import (
 	"github.com/stormguard-mq/stormguard/console"
 )
 
-const defaultConsoleURL = "http://127.0.0.1:8790"
-
-// consoleURL names the process in the environment, for all commands of a shell.
-const consoleURL = "STORMGUARD_URL"
-
 const operateLong = `
 
 --url, or $STORMGUARD_URL, is where the process serves its console: package
@@ -94,10 +89,10 @@ func newOperate() []*cobra.Command {
 
 // newQuarantine is the fleet's command, asked of a console.
 func newQuarantine() *cobra.Command {
-	op := operator{server: "console"}
+	op := operator{server: "console", rules: "quarantine"}
 	cmd, asking := newFleetQuarantine(&op)
 	for _, c := range asking {
-		op.bind(c, cmp.Or(os.Getenv(consoleURL), defaultConsoleURL), "where the process serves its console")
+		op.bind(c, "where the process serves its console")
 		c.Flags().BoolVar(&op.json, "json", false, "print what the process answers")
 	}
 	return cmd
@@ -106,7 +101,7 @@ func newQuarantine() *cobra.Command {
 // command finishes a command that asks a console.
 func (o *operate) command(cmd *cobra.Command, run func(cmd *cobra.Command, args []string) error) *cobra.Command {
 	o.server, o.output = "console", "table"
-	o.bind(cmd, cmp.Or(os.Getenv(consoleURL), defaultConsoleURL), "where the process serves its console")
+	o.bind(cmd, "where the process serves its console")
 	var output pflag.FlagSet
 	choice(&o.rs, &output, &o.output, "output", allLooks(), "how to print")
 	output.VisitAll(func(f *pflag.Flag) {

@@ -157,7 +157,7 @@ func TestOperateAFleet(t *testing.T) {
 		}
 	}()
 	var fleet, wrong bytes.Buffer
-	if code := run([]string{"fleet", "--url", server.URL + "/fleet"}, &fleet, &wrong); code != exitOK || !strings.Contains(fleet.String(), "trial, as a sees it") {
+	if code := run([]string{"fleet", "--url", server.URL}, &fleet, &wrong); code != exitOK || !strings.Contains(fleet.String(), "trial, as a sees it") {
 		t.Errorf("the fleet by the console: %d\n%s%s", code, fleet.String(), wrong.String())
 	}
 	b.Close() // it stays in the roster
@@ -203,7 +203,7 @@ func TestOperateRefuses(t *testing.T) {
 	if code := run([]string{"status", "--url", p.url}, &out, &errs); code != exitDenied || !strings.Contains(errs.String(), "a token is needed") {
 		t.Errorf("without a token: %d %s", code, errs.String())
 	}
-	t.Setenv(consoleURL, "http://127.0.0.1:1")
+	t.Setenv(processURL, "http://127.0.0.1:1")
 	errs.Reset()
 	if code := run([]string{"status"}, &out, &errs); code != exitError || !strings.Contains(errs.String(), "nobody answers for a console at http://127.0.0.1:1") {
 		t.Errorf("nobody there: %d %s", code, errs.String())
