@@ -5,7 +5,6 @@ package main
 
 import (
 	"bytes"
-	"cmp"
 	"context"
 	"crypto/tls"
 	"crypto/x509"
@@ -44,11 +43,7 @@ fleet.Process. "stormguard fleet run" starts processes to try it with:
 
 A handler that listens beyond loopback needs https and --token-file.`
 
-// processURL names the process in the environment, for all commands of a shell that ask one.
-const (
-	processURL = "STORMGUARD_URL"
-	defaultURL = "http://127.0.0.1:8790"
-)
+const defaultURL = "http://127.0.0.1:8790"
 
 // operator is what the commands share that ask a process: where to ask.
 type operator struct {
@@ -61,9 +56,10 @@ type operator struct {
 // bind adds the flags that say where to ask.
 func (op *operator) bind(cmd *cobra.Command, usage string) {
 	f := cmd.Flags()
-	f.StringVar(&op.url, "url", cmp.Or(os.Getenv(processURL), defaultURL), usage)
+	f.StringVar(&op.url, "url", defaultURL, usage)
 	f.StringVar(&op.tokenFile, "token-file", "", "`file` whose first line is NAME SECRET: the token to send")
 	f.StringVar(&op.ca, "ca", "", "PEM `file` of the certificates to trust (default: the system's)")
+	settings(cmd)
 }
 
 // refusedError is what a process answered instead of doing what it was asked.

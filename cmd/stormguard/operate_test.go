@@ -203,7 +203,7 @@ func TestOperateRefuses(t *testing.T) {
 	if code := run([]string{"status", "--url", p.url}, &out, &errs); code != exitDenied || !strings.Contains(errs.String(), "a token is needed") {
 		t.Errorf("without a token: %d %s", code, errs.String())
 	}
-	t.Setenv(processURL, "http://127.0.0.1:1")
+	t.Setenv("STORMGUARD_URL", "http://127.0.0.1:1")
 	errs.Reset()
 	if code := run([]string{"status"}, &out, &errs); code != exitError || !strings.Contains(errs.String(), "nobody answers for a console at http://127.0.0.1:1") {
 		t.Errorf("nobody there: %d %s", code, errs.String())

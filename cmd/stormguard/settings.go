@@ -1,0 +1,124 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"slices"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+	"go.yaml.in/yaml/v3"
+)
+
+// Each flag of a command that asks a process has one name in three places: --token-file on the
+// command line, STORMGUARD_TOKEN_FILE in the environment, and token-file in the file that
+// --config names. The command line counts first, and the file last.
+
+const (
+	settingsFlag   = "config"
+	settingsPrefix = "STORMGUARD_"
+)
+
+// settings gives a command the flag --config, and fills in its flags before it runs.
+func settings(cmd *cobra.Command) {
+	cmd.Flags().String(settingsFlag, "", "YAML `file` with flags, such as \"url: https://billing-1:8790\"; the environment counts before it")
+	cmd.PreRunE = func(cmd *cobra.Command, _ []string) error {
+		if err := fillIn(cmd); err != nil {
+			return usageError{err}
+		}
+		return nil
+	}
+}
+
+// variable is where the environment has a flag.
+func variable(flag string) string {
+	return settingsPrefix + strings.ToUpper(strings.ReplaceAll(flag, "-", "_"))
+}
+
+// fillIn sets the flags that the command line has not.
+func fillIn(cmd *cobra.Command) error {
+	flags := cmd.Flags()
+	path, err := flags.GetString(settingsFlag)
+	if err != nil {
+		return err
+	}
+	if path == "" {
+		path = os.Getenv(variable(settingsFlag))
+	}
+	file, err := readSettings(path, cmd.Root())
+	if err != nil {
+		return err
+	}
+	var all []error
+	flags.VisitAll(func(f *pflag.Flag) {
+		if f.Changed || f.Name == settingsFlag || f.Name == "help" {
+			return
+		}
+		if text := os.Getenv(variable(f.Name)); text != "" {
+			all = append(all, fill(flags, f, variable(f.Name), text))
+		} else if text, ok := file[f.Name]; ok {
+			all = append(all, fill(flags, f, path+": "+f.Name, text))
+		}
+	})
+	return errors.Join(all...)
+}
+
+// fill sets a flag to what a place says.
+func fill(flags *pflag.FlagSet, f *pflag.Flag, place, text string) error {
+	if err := flags.Set(f.Name, text); err != nil {
+		return fmt.Errorf("%s %q: want a %s", place, text, f.Value.Type())
+	}
+	if r, ok := f.Value.(*ranged); ok && r.bad {
+		r.bad = false // it is said here
+		return fmt.Errorf("%s %q: must be %s", place, text, r.must)
+	}
+	return nil
+}
+
+// readSettings reads the file; without a path there is nothing in it. A name that no command
+// has is an error. One that another command has is not: one file is for all.
+func readSettings(path string, root *cobra.Command) (map[string]string, error) {
+	file := make(map[string]string)
+	if path == "" {
+		return file, nil
+	}
+	text, err := os.ReadFile(path) //nolint:gosec // the operator's own
+	if err != nil {
+		return nil, fmt.Errorf("--%s: %w", settingsFlag, err)
+	}
+	var read map[string]yaml.Node
+	if err := yaml.Unmarshal(text, &read); err != nil {
+		return nil, fmt.Errorf("--%s %s: %w", settingsFlag, path, err)
+	}
+	known := settable(root)
+	for _, name := range slices.Sorted(maps.Keys(read)) {
+		node := read[name]
+		switch {
+		case !known[name]:
+			err = errors.Join(err, fmt.Errorf("--%s %s: %q is no flag of a command that asks a process", settingsFlag, path, name))
+		case node.Kind != yaml.ScalarNode:
+			err = errors.Join(err, fmt.Errorf("--%s %s: %s: want one value", settingsFlag, path, name))
+		default:
+			file[name] = node.Value
+		}
+	}
+	return file, err
+}
+
+// settable are the flags that a file may have.
+func settable(cmd *cobra.Command) map[string]bool {
+	names := make(map[string]bool)
+	if cmd.Flags().Lookup(settingsFlag) != nil {
+		cmd.Flags().VisitAll(func(f *pflag.Flag) { names[f.Name] = f.Name != settingsFlag && f.Name != "help" })
+	}
+	for _, c := range cmd.Commands() {
+		maps.Copy(names, settable(c))
+	}
+	return names
+}

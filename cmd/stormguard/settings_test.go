@@ -1,0 +1,84 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+func settingsFile(t *testing.T, text string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "stormguard.yaml")
+	if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+// The command line counts before the environment, and that before the file; each sets what
+// the others do not.
+func TestSettings(t *testing.T) {
+	p := newGuarded(t)
+	file := settingsFile(t, "url: "+p.url+"\ntoken-file: "+p.token+"\noutput: json # for all\ncount: 3\nwhy: 2024-01-01\n")
+	ask := func(args ...string) (string, string, int) {
+		var out, errs strings.Builder
+		code := run(args, &out, &errs)
+		return out.String(), errs.String(), code
+	}
+	if out, errs, code := ask("status", "--config", file); code != exitOK || !strings.HasPrefix(out, "{") {
+		t.Errorf("by the file: %d %s%s", code, out, errs)
+	}
+	t.Setenv("STORMGUARD_CONFIG", file)
+	t.Setenv("STORMGUARD_OUTPUT", "jsonl")
+	if out, errs, code := ask("source", "list"); code != exitOK || strings.HasPrefix(out, "[") || !strings.HasPrefix(out, "{") {
+		t.Errorf("the environment counts before the file: %d %s%s", code, out, errs)
+	}
+	if out, errs, code := ask("source", "list", "--output", "table"); code != exitOK || !strings.HasPrefix(out, "SOURCE") {
+		t.Errorf("the command line counts first: %d %s%s", code, out, errs)
+	}
+	t.Setenv("STORMGUARD_YES", "true")
+	if out, errs, code := ask("credits", "orders", "-o", "table"); code != exitOK || !strings.Contains(out, "done") {
+		t.Errorf("%d %s%s", code, out, errs)
+	}
+	if out, _, _ := ask("audit", "-o", "table"); !strings.Contains(out, "credits orders count 3  2024-01-01") {
+		t.Errorf("neither count nor why of the file:\n%s", out)
+	}
+	if _, errs, code := ask("doctor", "kafka", "--topic", "t"); strings.Contains(errs, p.url) {
+		t.Errorf("another command has heard of the process: %d %s", code, errs)
+	}
+}
+
+// What is wrong is said with its place, and nothing is done.
+func TestWrongSettings(t *testing.T) {
+	for _, c := range []struct{ file, env, args, says string }{
+		{file: "ulr: x\n", says: `"ulr" is no flag of a command that asks a process`},
+		{file: "topic: x\n", says: `"topic" is no flag`}, // the doctor's
+		{file: "url: [a, b]\n", says: `url: want one value`},
+		{file: "output: xml\n", says: `output "xml": must be table, json or jsonl`},
+		{file: "url:\n\t- x", says: "yaml: "},
+		{env: "STORMGUARD_FOR=25h", args: "source pause x --yes", says: `STORMGUARD_FOR "25h": must be a duration from 1s to 24h0m0s`},
+		{env: "STORMGUARD_DRY_RUN=perhaps", args: "source pause x --yes", says: `STORMGUARD_DRY_RUN "perhaps": want a bool`},
+		{env: "STORMGUARD_CONFIG=/nowhere/x.yaml", says: "/nowhere/x.yaml: no such file"},
+	} {
+		t.Run(c.says, func(t *testing.T) {
+			if name, value, ok := strings.Cut(c.env, "="); ok {
+				t.Setenv(name, value)
+			}
+			args := strings.Fields(c.args)
+			if c.args == "" {
+				args = []string{"status"}
+			}
+			if c.file != "" {
+				args = append(args, "--config", settingsFile(t, c.file))
+			}
+			var out, errs strings.Builder
+			if code := run(args, &out, &errs); code != exitUsage || !strings.Contains(errs.String(), c.says) || out.Len() > 0 {
+				t.Errorf("%d %s%s", code, out.String(), errs.String())
+			}
+		})
+	}
+}
