@@ -19,11 +19,11 @@ import (
 	"os"
 	"slices"
 	"strings"
-	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
 
+	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/words"
 	"github.com/stormguard-mq/stormguard/fleet"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
@@ -121,9 +121,9 @@ It is your word that the process does not run: one that does, behind a cut, goes
 admitting by its share until it hears of it. Then it asks for its share again.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return op.change(cmd, number, "evicted "+args[0], func(number uint64) (string, any) {
+			return op.change(cmd, number, "evicted %s", func(number uint64) (string, any) {
 				return fmt.Sprintf("fleet/evict?name=%s&number=%d", url.QueryEscape(args[0]), number), nil
-			})
+			}, args[0])
 		},
 	}
 	numberFlag(cmd, &number)
@@ -206,21 +206,21 @@ func newFleetJournal(op *operator) *cobra.Command {
 		Short: "Print what happened in the fleet, oldest first",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			var lines []fleet.Entry
-			raw, err := op.ask(cmd.Context(), http.MethodGet, "fleet/journal", nil, &lines)
+			var all []fleet.Entry
+			raw, err := op.ask(cmd.Context(), http.MethodGet, "fleet/journal", nil, &all)
 			if err != nil {
 				return err
 			}
-			return op.print(cmd, raw, func(out io.Writer) error {
-				w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
-				for _, l := range lines {
-					number := ""
-					if l.Number > 0 {
-						number = fmt.Sprint(l.Number)
+			return op.print(cmd, raw, func(w io.Writer, l words.Language) error {
+				return table(w, l, "", func(row func(...any)) {
+					for _, e := range all {
+						number := ""
+						if e.Number > 0 {
+							number = fmt.Sprint(e.Number)
+						}
+						row(e.At.Format("2006-01-02 15:04:05.000"), e.By, e.Kind, number, e.Subject, e.Text)
 					}
-					fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n", l.At.Format("2006-01-02 15:04:05.000"), l.By, l.Kind, number, l.Subject, l.Text)
-				}
-				return w.Flush()
+				})
 			})
 		},
 	}
@@ -228,7 +228,7 @@ func newFleetJournal(op *operator) *cobra.Command {
 
 // change asks for a change of the configuration of a number, or of the newest if that is
 // 0. It happens or not, and never later.
-func (op *operator) change(cmd *cobra.Command, number uint64, done string, path func(number uint64) (string, any)) error {
+func (op *operator) change(cmd *cobra.Command, number uint64, done string, path func(number uint64) (string, any), values ...any) error {
 	if number == 0 {
 		var s fleet.Status
 		if _, err := op.ask(cmd.Context(), http.MethodGet, "fleet/status", nil, &s); err != nil {
@@ -246,19 +246,19 @@ func (op *operator) change(cmd *cobra.Command, number uint64, done string, path 
 	if err != nil {
 		return err
 	}
-	return op.print(cmd, raw, func(w io.Writer) error {
-		_, err := fmt.Fprintf(w, "%s: configuration %d, after %d\n", done, out.Number, number)
+	return op.print(cmd, raw, func(w io.Writer, l words.Language) error {
+		_, err := io.WriteString(w, l.Sayf("%s: configuration %d, after %d\n", l.Sayf(done, values...), out.Number, number))
 		return err
 	})
 }
 
 // print prints an answer: as it is with --json, else as text says.
-func (op *operator) print(cmd *cobra.Command, raw []byte, text func(io.Writer) error) error {
+func (op *operator) print(cmd *cobra.Command, raw []byte, text func(io.Writer, words.Language) error) error {
 	if op.json {
 		_, err := cmd.OutOrStdout().Write(raw)
 		return err
 	}
-	return text(cmd.OutOrStdout())
+	return text(cmd.OutOrStdout(), words.From(cmd.Context()))
 }
 
 // client is what sends r, after it was given the token.
@@ -399,7 +399,7 @@ func (op *operator) show(ctx context.Context, w io.Writer, watch bool) error {
 				return err
 			}
 		case looks > 1:
-			if err := printFleet(w, &s, rates(&before, &s, now.Sub(at))); err != nil {
+			if err := printFleet(w, words.From(ctx), &s, rates(&before, &s, now.Sub(at))); err != nil {
 				return err
 			}
 		}
@@ -463,81 +463,87 @@ func rates(before, after *fleet.Status, d time.Duration) []keyRate {
 	return sorted
 }
 
-func printFleet(out io.Writer, s *fleet.Status, keys []keyRate) error {
-	var b bytes.Buffer
+func printFleet(out io.Writer, l words.Language, s *fleet.Status, keys []keyRate) error {
+	var b strings.Builder
+	say := func(format string, values ...any) { b.WriteString(l.Sayf(format, values...)) }
 	c := s.Configuration
-	fmt.Fprintf(&b, "%s, as %s sees it at %s\n", s.Fleet, s.Name, time.Now().Format("15:04:05"))
-	fmt.Fprintf(&b, "configuration %d, complete to %d: %g/s, burst %d", c.Number, c.Complete, c.Limit.Rate, c.Limit.Burst)
+	say("%s, as %s sees it at %s\n", s.Fleet, s.Name, time.Now().Format("15:04:05"))
+	say("configuration %d, complete to %d: %g/s, burst %d", c.Number, c.Complete, c.Limit.Rate, c.Limit.Burst)
 	if n := len(c.Limits); n > 0 {
-		fmt.Fprintf(&b, ", %d keys with limits of their own", n)
+		say(", %d keys with limits of their own", n)
 	}
-	fmt.Fprintf(&b, "\nstranded share %.1f %%, token skew %.2f, sync delay %v, journal backlog %d\n", 100*s.Stranded, s.Skew, s.SyncDelay.Round(100*time.Microsecond), s.Backlog)
+	say("\nstranded share %.1f %%, token skew %.2f, sync delay %v, journal backlog %d\n", 100*s.Stranded, s.Skew, s.SyncDelay.Round(100*time.Microsecond), s.Backlog)
 	if len(c.Lacking) > 0 {
-		fmt.Fprintf(&b, "NOT APPLIED YET by %s: until then they admit by what they had before\n", strings.Join(c.Lacking, ", "))
+		say("NOT APPLIED YET by %s: until then they admit by what they had before\n", strings.Join(c.Lacking, ", "))
 	}
 	if c.Away != "" {
-		fmt.Fprintf(&b, "REGISTER AWAY: %s; this configuration stays in force, and nothing can be changed\n", c.Away)
+		say("REGISTER AWAY: %s; this configuration stays in force, and nothing can be changed\n", c.Away)
 	}
 	switch {
 	case !c.Settled:
-		b.WriteString("NOT JOINED: this process does not know yet that its configuration is the newest; it mints nothing\n")
+		say("NOT JOINED: this process does not know yet that its configuration is the newest; it mints nothing\n")
 	case c.Evicted:
-		b.WriteString("EVICTED: this process is no member, and asks for its share again\n")
+		say("EVICTED: this process is no member, and asks for its share again\n")
 	}
 	if c.Problem != "" {
-		fmt.Fprintf(&b, "PROBLEM: %s\n", c.Problem)
+		say("PROBLEM: %s\n", c.Problem)
 	}
-	b.WriteByte('\n')
-	w := tabwriter.NewWriter(&b, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(w, "MEMBER\tZONE\tSTATE\tSHARE\tLEVEL\tOF\tLENT\tPINNED\tNUMBER\tSYNC\tRTT\tCLOCK\tVERSION")
-	for _, m := range s.Members {
-		state := m.State
-		if m.State == "silent" || m.State == "lost" {
-			state += " " + m.Heard.Round(time.Second).String()
-		}
-		if !m.Roster {
-			state += ", learner"
-		}
-		if m.LoansRefused > 0 {
-			state += fmt.Sprintf(", BREAKS THE BOOKS: %d loans refused", m.LoansRefused)
-		}
-		number := fmt.Sprint(m.Number)
-		if m.Applied != m.Number {
-			number += fmt.Sprintf(" (applied %d)", m.Applied)
-		}
-		fmt.Fprintf(w, "%s\t%s\t%s\t%.1f %%\t%.0f\t%.0f\t%.0f\t%.0f\t%s\t%v\t%v\t%v\t%s\n", m.Name, zone(m), state, 100*m.Share, m.Level, m.Cap, m.Lent, m.Pinned,
-			number, m.SyncDelay.Round(100*time.Microsecond), m.RTT.Round(10*time.Microsecond), m.Offset.Round(100*time.Microsecond), m.Version)
-	}
-	if len(keys) > 0 {
-		fmt.Fprintln(w, "\nKEY\tADMITTED\tDENIED\tLEVEL\tOF")
-		for _, k := range keys[:min(len(keys), 20)] {
-			fmt.Fprintf(w, "%s\t%.0f/s\t%.0f/s\t%.0f\t%.0f\n", k.key, k.admitted, k.denied, k.level, k.full)
+	section := func(n int, head string, rows func(row func(...any))) {
+		if n > 0 {
+			b.WriteByte('\n')
+			_ = table(&b, l, head, rows) // a Builder takes all
 		}
 	}
-	if len(s.Quarantine) > 0 {
-		fmt.Fprintln(w, "\nQUARANTINE\tBY\tUNTIL\tWHY")
-		for _, q := range s.Quarantine[:min(len(s.Quarantine), 20)] {
-			fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", q.Rule, q.By, q.Until.Format(time.RFC3339), q.Why)
+	section(len(s.Members), "MEMBER\tZONE\tSTATE\tSHARE\tLEVEL\tOF\tLENT\tPINNED\tNUMBER\tSYNC\tRTT\tCLOCK\tVERSION", func(row func(...any)) {
+		for _, m := range s.Members {
+			number := fmt.Sprint(m.Number)
+			if m.Applied != m.Number {
+				number += l.Sayf(" (applied %d)", m.Applied)
+			}
+			row(m.Name, zone(m), memberState(l, m), fmt.Sprintf("%.1f %%", 100*m.Share), whole(m.Level), whole(m.Cap), whole(m.Lent), whole(m.Pinned),
+				number, m.SyncDelay.Round(100*time.Microsecond), m.RTT.Round(10*time.Microsecond), m.Offset.Round(100*time.Microsecond), m.Version)
 		}
-	}
-	if len(s.Scopes) > 0 {
-		fmt.Fprintln(w, "\nSCOPE\tSTATE\tHELD\tCAUSE")
+	})
+	const most = 20
+	section(len(keys), "KEY\tADMITTED\tDENIED\tLEVEL\tOF", func(row func(...any)) {
+		for _, k := range keys[:min(len(keys), most)] {
+			row(k.key, whole(k.admitted)+"/s", whole(k.denied)+"/s", whole(k.level), whole(k.full))
+		}
+	})
+	section(len(s.Quarantine), "QUARANTINE\tBY\tUNTIL\tWHY", func(row func(...any)) {
+		for _, q := range s.Quarantine[:min(len(s.Quarantine), most)] {
+			row(q.Rule, q.By, q.Until.Format(time.RFC3339), q.Why)
+		}
+	})
+	section(len(s.Scopes), "SCOPE\tSTATE\tHELD\tCAUSE", func(row func(...any)) {
 		for _, sc := range s.Scopes {
-			fmt.Fprintf(w, "%s\t%s\t%v\t%s\n", sc.Name, sc.State, sc.Held, sc.Cause)
+			row(sc.Name, l.Say(sc.State), sc.Held, sc.Cause)
 		}
-	}
-	if len(s.Totals) > 0 {
-		fmt.Fprintln(w, "\nTOTAL\tHANDLED\tFAILED CALLS\tDEAD LETTERS\tPROCESSES")
+	})
+	section(len(s.Totals), "TOTAL\tHANDLED\tFAILED CALLS\tDEAD LETTERS\tPROCESSES", func(row func(...any)) {
 		for _, t := range s.Totals {
-			fmt.Fprintf(w, "%s\t%d\t%d\t%d\t%d\n", t.Key, t.Handled, t.Failed, t.DeadLettered, t.Processes)
+			row(t.Key, t.Handled, t.Failed, t.DeadLettered, t.Processes)
 		}
-	}
-	if err := w.Flush(); err != nil {
-		return err
-	}
+	})
 	b.WriteByte('\n')
-	_, err := out.Write(b.Bytes())
+	_, err := io.WriteString(out, b.String())
 	return err
+}
+
+func whole(v float64) string { return fmt.Sprintf("%.0f", v) }
+
+func memberState(l words.Language, m fleet.Member) string {
+	state := m.State
+	if m.State == "silent" || m.State == "lost" {
+		state += " " + m.Heard.Round(time.Second).String()
+	}
+	if !m.Roster {
+		state += l.Say(", learner")
+	}
+	if m.LoansRefused > 0 {
+		state += l.Sayf(", BREAKS THE BOOKS: %d loans refused", m.LoansRefused)
+	}
+	return state
 }
 
 func zone(m fleet.Member) string {

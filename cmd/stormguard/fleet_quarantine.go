@@ -11,11 +11,11 @@ import (
 	"net/http"
 	"os"
 	"strings"
-	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
 
+	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/words"
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/fleet"
 )
@@ -93,7 +93,7 @@ func newQuarantineAdd(op *operator) *cobra.Command {
 				return usageError{fmt.Errorf("--for %v: is not in (0, %v]", in.For, dlq.MaxQuarantineFor)}
 			}
 			in.Rule = rule.String()
-			return op.quarantine(cmd, in, "in quarantine: "+in.Rule)
+			return op.quarantine(cmd, in, "in quarantine: %s")
 		},
 	}
 	flags.bind(cmd)
@@ -116,7 +116,7 @@ func newQuarantineRemove(op *operator) *cobra.Command {
 				return err
 			}
 			in.Rule = rule.String()
-			return op.quarantine(cmd, in, "no longer in quarantine: "+in.Rule)
+			return op.quarantine(cmd, in, "no longer in quarantine: %s")
 		},
 	}
 	flags.bind(cmd)
@@ -135,13 +135,12 @@ func newQuarantineList(op *operator) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return op.print(cmd, raw, func(out io.Writer) error {
-				w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
-				fmt.Fprintln(w, "RULE\tBY\tSINCE\tUNTIL\tWHY")
-				for _, q := range all {
-					fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", q.Rule, q.By, q.At.Format(time.RFC3339), q.Until.Format(time.RFC3339), q.Why)
-				}
-				return w.Flush()
+			return op.print(cmd, raw, func(w io.Writer, l words.Language) error {
+				return table(w, l, "RULE\tBY\tSINCE\tUNTIL\tWHY", func(row func(...any)) {
+					for _, q := range all {
+						row(q.Rule, q.By, q.At.Format(time.RFC3339), q.Until.Format(time.RFC3339), q.Why)
+					}
+				})
 			})
 		},
 	}
@@ -154,8 +153,8 @@ func (op *operator) quarantine(cmd *cobra.Command, in fleet.QuarantineRequest, d
 	if err != nil {
 		return err
 	}
-	return op.print(cmd, raw, func(w io.Writer) error {
-		_, err := fmt.Fprintf(w, "%s; %d rules\n", done, len(all))
+	return op.print(cmd, raw, func(w io.Writer, l words.Language) error {
+		_, err := io.WriteString(w, l.Sayf("%s; %s\n", l.Sayf(done, in.Rule), l.Count(len(all), "rule")))
 		return err
 	})
 }

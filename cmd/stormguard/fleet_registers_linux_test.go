@@ -170,7 +170,7 @@ func (p *cliProcess) status(t *testing.T) (s fleet.Status) {
 func (p *cliProcess) set(t *testing.T, number uint64, rate float64) (made uint64, err error) {
 	t.Helper()
 	body := fmt.Sprintf(`{"number":%d,"limit":{"rate":%g,"burst":900}}`, number, rate)
-	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.url+"/change", strings.NewReader(body))
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.url+"/fleet/change", strings.NewReader(body))
 	if err != nil {
 		t.Fatal(err)
 	}

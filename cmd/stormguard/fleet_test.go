@@ -18,6 +18,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/words"
 	"github.com/stormguard-mq/stormguard/fleet"
 	"github.com/stormguard-mq/stormguard/fleet/register"
 	"github.com/stormguard-mq/stormguard/limiter"
@@ -89,13 +90,13 @@ func TestFleetCommands(t *testing.T) {
 		{"evict", exitUsage, `^$`, `accepts 1 arg`},
 		{"evict nobody", exitError, `^$`, `"nobody" is no other member`},
 		{"--json", exitOK, `^\{"fleet":"trial","name":"a".*"weight":3`, `^$`},
-		{"quarantine add --header tenant=acme --why ticket_4711 --by ann", exitOK, `^in quarantine: header:tenant=acme; 1 rules\n$`, `^$`},
+		{"quarantine add --header tenant=acme --why ticket_4711 --by ann", exitOK, `^in quarantine: header:tenant=acme; 1 rule\n$`, `^$`},
 		{"quarantine add --cause v2:32c3a1eebe9e4b6b --for 1h", exitOK, `^in quarantine: cause=v2:32c3a1eebe9e4b6b; 2 rules\n$`, `^$`},
 		// Rules of one millisecond are listed by their text.
 		{"quarantine list", exitOK, `(?s)^RULE +BY +SINCE +UNTIL +WHY\n(cause=v2[^\n]*\n)?header:tenant=acme +ann +20\S+Z +20\S+Z +ticket_4711\n`, `^$`},
 		{"quarantine list --json", exitOK, `^\[.*\{"rule":"header:tenant=acme","by":"ann","why":"ticket_4711","at":"20`, `^$`},
 		{"", exitOK, `(?s)QUARANTINE +BY +UNTIL +WHY\n(cause=v2[^\n]*\n)?header:tenant=acme +ann`, `^$`},
-		{"quarantine remove --header tenant=acme --by bob", exitOK, `^no longer in quarantine: header:tenant=acme; 1 rules\n$`, `^$`},
+		{"quarantine remove --header tenant=acme --by bob", exitOK, `^no longer in quarantine: header:tenant=acme; 1 rule\n$`, `^$`},
 		{"quarantine remove --cause v2:32c3a1eebe9e4b6b --json", exitOK, `^\[\]\n$`, `^$`},
 		{"quarantine add", exitUsage, `^$`, `--key, --header, --cause: give one of them`},
 		{"quarantine add --key k --cause c", exitUsage, `^$`, `give one of them`},
@@ -137,7 +138,7 @@ func TestFleetInTrouble(t *testing.T) {
 		Totals: []fleet.Total{{Key: "g/t", Handled: 1000, Failed: 30, DeadLettered: 2, Processes: 3}},
 	}
 	var b bytes.Buffer
-	if err := printFleet(&b, &s, rates(&before, &s, 2*time.Second)); err != nil {
+	if err := printFleet(&b, words.English, &s, rates(&before, &s, 2*time.Second)); err != nil {
 		t.Fatal(err)
 	}
 	for _, want := range []string{
@@ -150,7 +151,7 @@ func TestFleetInTrouble(t *testing.T) {
 	}
 	s.Configuration.Settled = false
 	b.Reset()
-	if err := printFleet(&b, &s, nil); err != nil || !strings.Contains(b.String(), "NOT JOINED") {
+	if err := printFleet(&b, words.English, &s, nil); err != nil || !strings.Contains(b.String(), "NOT JOINED") {
 		t.Errorf("%v %s", err, b.String())
 	}
 }

@@ -21,6 +21,9 @@ func TestMain(m *testing.M) {
 	if os.Getenv(asCLI) != "" {
 		os.Exit(run(os.Args[1:], os.Stdout, os.Stderr))
 	}
+	if err := os.Setenv("STORMGUARD_LANG", "en"); err != nil { // whatever the person's is
+		panic(err)
+	}
 	goleak.VerifyTestMain(m,
 		// nats-server, sarama's metrics and os/signal each keep one goroutine for
 		// the process.

@@ -16,13 +16,13 @@ import (
 	"net/url"
 	"os"
 	"strings"
-	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	"golang.org/x/term"
 
+	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/words"
 	"github.com/stormguard-mq/stormguard/console"
 )
 
@@ -128,17 +128,17 @@ func newStatus() *cobra.Command {
 		if err != nil {
 			return err
 		}
-		return show(&o, cmd, raw, []console.Status{st}, func(w io.Writer) error {
-			fmt.Fprintf(w, "%s: %s, %d held, %d in a storm, %d paused; %s not closed; %s in hand, %s\n", st.Process,
-				count(st.Sources, "source"), st.Held, st.Storms, st.Paused, count(st.Breakers, "breaker"), count(st.Unsettled, "message"),
-				count(int(min(st.DeadLettered, math.MaxInt32)), "dead letter"))
+		return show(&o, cmd, raw, []console.Status{st}, func(w io.Writer, l words.Language) error {
+			fmt.Fprint(w, l.Sayf("%s: %s, %d held, %d in a storm, %d paused; %s not closed; %s in hand, %s\n", st.Process,
+				l.Count(st.Sources, "source"), st.Held, st.Storms, st.Paused, l.Count(st.Breakers, "breaker"), l.Count(st.Unsettled, "message"),
+				l.Count(int(min(st.DeadLettered, math.MaxInt32)), "dead letter")))
 			if len(st.Attention) == 0 {
 				return nil
 			}
 			fmt.Fprintln(w)
-			return table(w, "SOURCE\tWHY\tDETAIL\tFOR AT LEAST\tCLEARED BY", func(row func(...any)) {
+			return table(w, l, "SOURCE\tWHY\tDETAIL\tFOR AT LEAST\tCLEARED BY", func(row func(...any)) {
 				for _, a := range st.Attention {
-					row(a.Source, a.Reason, a.Detail, seconds(a.Until), a.ClearedBy)
+					row(a.Source, l.Say(a.Reason), a.Detail, seconds(a.Until), a.ClearedBy)
 				}
 			})
 		})
@@ -154,10 +154,10 @@ func newSourceList() *cobra.Command {
 		if err != nil {
 			return err
 		}
-		return show(&o, cmd, raw, all, func(w io.Writer) error {
-			return table(w, "SOURCE\tGROUP\tSTATE\tBREAKER\tIN HAND\tHELD\tRETRY\tACKED\tDEAD LETTERS\tCREDITS\tOLDEST", func(row func(...any)) {
+		return show(&o, cmd, raw, all, func(w io.Writer, l words.Language) error {
+			return table(w, l, "SOURCE\tGROUP\tSTATE\tBREAKER\tIN HAND\tHELD\tRETRY\tACKED\tDEAD LETTERS\tCREDITS\tOLDEST", func(row func(...any)) {
 				for _, s := range all {
-					row(s.Name, s.Group, s.State, s.Breaker.State, inHand(s), s.Holding, s.RetryWait, s.Acked, s.DeadLettered,
+					row(s.Name, s.Group, l.Say(s.State), l.Say(s.Breaker.State), inHand(s), s.Holding, s.RetryWait, s.Acked, s.DeadLettered,
 						fmt.Sprintf("%.1f", s.Credits), seconds(s.OldestAge))
 				}
 			})
@@ -178,9 +178,9 @@ func newSourceShow() *cobra.Command {
 		if err != nil {
 			return err
 		}
-		return show(&o, cmd, raw, all, func(w io.Writer) error {
+		return show(&o, cmd, raw, all, func(w io.Writer, l words.Language) error {
 			for _, s := range all {
-				if err := showSource(w, s); err != nil {
+				if err := showSource(w, l, s); err != nil {
 					return err
 				}
 			}
@@ -189,41 +189,41 @@ func newSourceShow() *cobra.Command {
 	})
 }
 
-func showSource(w io.Writer, s console.Source) error {
-	fmt.Fprintf(w, "%s, group %s: %s\n", s.Name, s.Group, s.State)
+func showSource(w io.Writer, l words.Language, s console.Source) error {
+	fmt.Fprint(w, l.Sayf("%s, group %s: %s\n", s.Name, s.Group, l.Say(s.State)))
 	for _, h := range s.Holds {
-		fmt.Fprintf(w, "  held by %s: %s", h.Reason, h.Detail)
+		fmt.Fprint(w, l.Sayf("  held by %s: %s", l.Say(h.Reason), h.Detail))
 		if h.Until > 0 {
-			fmt.Fprintf(w, "; for at least %s", seconds(h.Until))
+			fmt.Fprint(w, l.Sayf("; for at least %s", seconds(h.Until)))
 		}
-		fmt.Fprintf(w, "; cleared by %s\n", h.ClearedBy)
+		fmt.Fprint(w, l.Sayf("; cleared by %s\n", h.ClearedBy))
 	}
-	return table(w, "", func(row func(...any)) {
-		row("  messages", fmt.Sprintf("%d waiting, %d processing, %d settling, %d held, %d waiting to be tried again; room for %d of %d",
+	return table(w, l, "", func(row func(...any)) {
+		row(l.Say("  messages"), l.Sayf("%d waiting, %d processing, %d settling, %d held, %d waiting to be tried again; room for %d of %d",
 			s.Waiting, s.Processing, s.Settling, s.Holding, s.RetryWait, s.Room, s.Window))
 		if s.Spilled > 0 {
-			row("  on disk", fmt.Sprintf("%d of them", s.Spilled))
+			row(l.Say("  on disk"), l.Sayf("%d of them", s.Spilled))
 		}
-		row("  since it began", fmt.Sprintf("%d received, %d acked, %d calls failed, %d dead-lettered, %d in quarantine, %d returned",
+		row(l.Say("  since it began"), l.Sayf("%d received, %d acked, %d calls failed, %d dead-lettered, %d in quarantine, %d returned",
 			s.Received, s.Acked, s.Failures, s.DeadLettered, s.Quarantined, s.Returned))
-		row("  oldest message", seconds(s.OldestAge))
-		row("  DLQ credits", fmt.Sprintf("%.1f", s.Credits))
-		row("  breaker", breakerText(s.Breaker))
-		row("  storm", fmt.Sprintf("%s: error rate %.1f %%, %d attempts, age %s", map[bool]string{true: "yes", false: "no"}[s.Storm.Active],
+		row(l.Say("  oldest message"), seconds(s.OldestAge))
+		row(l.Say("  DLQ credits"), fmt.Sprintf("%.1f", s.Credits))
+		row(l.Say("  breaker"), breakerText(l, s.Breaker))
+		row(l.Say("  storm"), l.Sayf("%s: error rate %.1f %%, %d attempts, age %s", l.Say(map[bool]string{true: "yes", false: "no"}[s.Storm.Active]),
 			100*s.Storm.ErrorRate, s.Storm.Attempts, seconds(s.Storm.Age)))
 	})
 }
 
-func breakerText(b console.Breaker) string {
+func breakerText(l words.Language, b console.Breaker) string {
 	if b.Name == "" {
-		return "none"
+		return l.Say("none")
 	}
-	text := fmt.Sprintf("%s: %s for %s, failures %.1f %%", b.Name, b.State, seconds(b.Since), 100*b.Ratio)
+	text := l.Sayf("%s: %s for %s, failures %.1f %%", b.Name, l.Say(b.State), seconds(b.Since), 100*b.Ratio)
 	if b.Cause != "" {
-		text += ", cause " + b.Cause
+		text += l.Sayf(", cause %s", b.Cause)
 	}
 	if b.Forced {
-		text += ", by force"
+		text += l.Say(", by force")
 	}
 	return text
 }
@@ -237,10 +237,10 @@ func newBreakerList() *cobra.Command {
 		if err != nil {
 			return err
 		}
-		return show(&o, cmd, raw, all, func(w io.Writer) error {
-			return table(w, "BREAKER\tGROUP\tSTATE\tSINCE\tCAUSE\tFORCED\tFAILURES\tSOURCES", func(row func(...any)) {
+		return show(&o, cmd, raw, all, func(w io.Writer, l words.Language) error {
+			return table(w, l, "BREAKER\tGROUP\tSTATE\tSINCE\tCAUSE\tFORCED\tFAILURES\tSOURCES", func(row func(...any)) {
 				for _, b := range all {
-					row(b.Name, b.Group, b.State, seconds(b.Since), cmp.Or(b.Cause, "-"), b.Forced, fmt.Sprintf("%.1f %%", 100*b.Ratio), len(b.Sources))
+					row(b.Name, b.Group, l.Say(b.State), seconds(b.Since), cmp.Or(b.Cause, "-"), b.Forced, fmt.Sprintf("%.1f %%", 100*b.Ratio), len(b.Sources))
 				}
 			})
 		})
@@ -256,10 +256,10 @@ func newAudit() *cobra.Command {
 		if err != nil {
 			return err
 		}
-		return show(&o, cmd, raw, all, func(w io.Writer) error {
-			return table(w, "AT\tWHO\tORDER\tWHY\tOUTCOME", func(row func(...any)) {
+		return show(&o, cmd, raw, all, func(w io.Writer, l words.Language) error {
+			return table(w, l, "AT\tWHO\tORDER\tWHY\tOUTCOME", func(row func(...any)) {
 				for _, e := range all {
-					outcome := cmp.Or(e.Error, count(len(e.Results), "source"))
+					outcome := cmp.Or(e.Error, l.Count(len(e.Results), "source"))
 					row(e.At.Format(time.RFC3339), e.Who, e.Order, cmp.Or(e.Why, "-"), outcome)
 				}
 			})
@@ -281,8 +281,8 @@ func newCauses() *cobra.Command {
 		if err != nil {
 			return err
 		}
-		return show(&o, cmd, raw, all, func(w io.Writer) error {
-			return table(w, "DEAD LETTERS\tCAUSE\tERROR\tREASONS\tSOURCES\tFIRST\tLAST", func(row func(...any)) {
+		return show(&o, cmd, raw, all, func(w io.Writer, l words.Language) error {
+			return table(w, l, "DEAD LETTERS\tCAUSE\tERROR\tREASONS\tSOURCES\tFIRST\tLAST", func(row func(...any)) {
 				for _, c := range all {
 					row(c.Count, cmp.Or(c.Cause, "-"), oneLine(c.Title), strings.Join(c.Reasons, ", "), strings.Join(c.Sources, ", "),
 						c.First.Format(time.TimeOnly), c.Last.Format(time.TimeOnly))
@@ -323,12 +323,12 @@ func newReport() *cobra.Command {
 		if _, err := o.ask(cmd.Context(), http.MethodGet, "causes?since="+since.String(), nil, &causes); err != nil {
 			return err
 		}
-		return show(&o, cmd, raw, all, func(w io.Writer) error { return report(w, since, st, all, causes) })
+		return show(&o, cmd, raw, all, func(w io.Writer, l words.Language) error { return report(w, l, since, st, all, causes) })
 	})
 }
 
 // report is the timeline of an incident, in Markdown.
-func report(w io.Writer, since time.Duration, st console.Status, all []console.Event, causes []console.Cause) error {
+func report(w io.Writer, l words.Language, since time.Duration, st console.Status, all []console.Event, causes []console.Cause) error {
 	held := 0.0
 	for _, e := range all {
 		if e.Kind == console.EventClosed {
@@ -337,29 +337,29 @@ func report(w io.Writer, since time.Duration, st console.Status, all []console.E
 	}
 	cell := strings.NewReplacer("|", "\\|", "\n", " ")
 	var b strings.Builder
-	fmt.Fprintf(&b, "# %s: the %v before %s\n\n", st.Process, since, st.At.Format(time.RFC3339))
-	fmt.Fprintf(&b, "Now: %d of %s held, %d in a storm, %d paused, %s in hand.\n", st.Held, count(st.Sources, "source"), st.Storms, st.Paused, count(st.Unsettled, "message"))
-	fmt.Fprintf(&b, "Breakers that closed were open for %s in all.\n\n", cmp.Or(strings.TrimPrefix(seconds(held), "-"), "no time"))
+	b.WriteString(l.Sayf("# %s: the %v before %s\n\n", st.Process, since, st.At.Format(time.RFC3339)))
+	b.WriteString(l.Sayf("Now: %d of %s held, %d in a storm, %d paused, %s in hand.\n", st.Held, l.Count(st.Sources, "source"), st.Storms, st.Paused, l.Count(st.Unsettled, "message")))
+	b.WriteString(l.Sayf("Breakers that closed were open for %s in all.\n\n", cmp.Or(strings.TrimPrefix(seconds(held), "-"), l.Say("no time"))))
 	if len(causes) > 0 {
-		b.WriteString("| dead letters | cause | error | sources |\n|---|---|---|---|\n")
+		b.WriteString(l.Say("| dead letters | cause | error | sources |\n") + "|---|---|---|---|\n")
 		for _, c := range causes {
 			fmt.Fprintf(&b, "| %d | `%s` | %s | %s |\n", c.Count, c.Cause, cell.Replace(oneLine(c.Title)), cell.Replace(strings.Join(c.Sources, ", ")))
 		}
 		b.WriteString("\n")
 	}
-	b.WriteString("| time | what | where, who | detail |\n|---|---|---|---|\n")
+	b.WriteString(l.Say("| time | what | where, who | detail |\n") + "|---|---|---|---|\n")
 	for _, e := range all {
 		what, detail := e.Kind, e.Detail
 		switch {
 		case e.Count > 0:
-			what = count(e.Count, "dead letter")
-			detail = fmt.Sprintf("%s (cause `%s`", detail, e.Cause)
+			what = l.Count(e.Count, "dead letter")
+			detail = l.Sayf("%s (cause `%s`", detail, e.Cause)
 			if e.Until.After(e.At) {
-				detail += ", until " + e.Until.Format(time.TimeOnly)
+				detail += l.Sayf(", until %s", e.Until.Format(time.TimeOnly))
 			}
-			detail += ")"
+			detail += l.Say(")")
 		case e.Lasted > 0:
-			what += " after " + seconds(e.Lasted)
+			what = l.Sayf("%s after %s", what, seconds(e.Lasted))
 		}
 		fmt.Fprintf(&b, "| %s | %s | %s | %s |\n", e.At.Format(time.TimeOnly), what, cell.Replace(e.Subject), cell.Replace(detail))
 	}
@@ -432,38 +432,38 @@ func (o *operate) give(cmd *cobra.Command, order console.Order) error {
 			return err
 		}
 	}
-	err = show(o, cmd, raw, []console.Outcome{out}, func(w io.Writer) error { return o.showOutcome(w, order, out) })
+	err = show(o, cmd, raw, []console.Outcome{out}, func(w io.Writer, l words.Language) error { return o.showOutcome(w, l, order, out) })
 	if err != nil {
 		return err
 	}
 	return partly(out)
 }
 
-func (o *operate) showOutcome(w io.Writer, order console.Order, out console.Outcome) error {
+func (o *operate) showOutcome(w io.Writer, l words.Language, order console.Order, out console.Outcome) error {
 	outcome := func(done int, err string) string {
 		switch {
 		case err != "":
 			return err
 		case o.dry:
-			return "not done: --dry-run"
+			return l.Say("not done: --dry-run")
 		case order.Action == console.DeadLetter:
-			return count(done, "dead letter")
+			return l.Count(done, "dead letter")
 		}
-		return "done"
+		return l.Say("done")
 	}
 	if len(out.Processes)+len(out.Silent) == 0 {
-		return table(w, "SOURCE\tBEFORE\tAFTER\tOUTCOME", func(row func(...any)) {
+		return table(w, l, "SOURCE\tBEFORE\tAFTER\tOUTCOME", func(row func(...any)) {
 			for _, r := range out.Results {
 				row(r.Source, r.Before, r.After, outcome(r.Count, r.Error))
 			}
 		})
 	}
-	return table(w, "PROCESS\tSOURCES\tOUTCOME", func(row func(...any)) {
+	return table(w, l, "PROCESS\tSOURCES\tOUTCOME", func(row func(...any)) {
 		for _, a := range out.Processes {
 			row(a.Process, a.Sources, outcome(a.Count, a.Error))
 		}
 		for _, name := range out.Silent {
-			row(name, "-", "no answer: it follows when it is heard again, in the order's time")
+			row(name, "-", l.Say("no answer: it follows when it is heard again, in the order's time"))
 		}
 	})
 }
@@ -496,11 +496,12 @@ func (o *operate) leave(cmd *cobra.Command, order console.Order, out console.Out
 	if !ok || !term.IsTerminal(int(in.Fd())) {
 		return usageError{errors.New("--yes: must be given where nobody can be asked")}
 	}
-	about := count(len(out.Results), "source")
-	if len(out.Processes) > 0 {
-		about = fmt.Sprintf("%d processes", len(out.Processes))
+	l := words.From(cmd.Context())
+	about := l.Count(len(out.Results), "source")
+	if n := len(out.Processes); n > 0 {
+		about = l.Count(n, "process")
 	}
-	fmt.Fprintf(cmd.ErrOrStderr(), "%s: %s (%s). Go on? [y/N] ", out.Process, order, about)
+	fmt.Fprint(cmd.ErrOrStderr(), l.Sayf("%s: %s (%s). Go on? [y/N] ", out.Process, order, about))
 	answer, err := bufio.NewReader(in).ReadString('\n')
 	if err != nil || !strings.EqualFold(strings.TrimSpace(answer), "y") {
 		return errors.New("nothing was changed")
@@ -523,7 +524,7 @@ func lookup[T any](ctx context.Context, o *operate, what string, args []string) 
 }
 
 // show prints an answer in the form that --output asks for.
-func show[T any](o *operate, cmd *cobra.Command, raw []byte, all []T, text func(io.Writer) error) error {
+func show[T any](o *operate, cmd *cobra.Command, raw []byte, all []T, text func(io.Writer, words.Language) error) error {
 	out := cmd.OutOrStdout()
 	switch o.output {
 	case "json":
@@ -538,24 +539,7 @@ func show[T any](o *operate, cmd *cobra.Command, raw []byte, all []T, text func(
 		}
 		return nil
 	}
-	return text(out)
-}
-
-func table(out io.Writer, head string, rows func(row func(...any))) error {
-	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
-	if head != "" {
-		fmt.Fprintln(w, head)
-	}
-	rows(func(cells ...any) {
-		for i, c := range cells {
-			if i > 0 {
-				fmt.Fprint(w, "\t")
-			}
-			fmt.Fprint(w, c)
-		}
-		fmt.Fprintln(w)
-	})
-	return w.Flush()
+	return text(out, words.From(cmd.Context()))
 }
 
 // seconds is a time for people.
@@ -568,11 +552,4 @@ func seconds(s float64) string {
 		return d.Round(time.Second).String()
 	}
 	return d.Round(10 * time.Millisecond).String()
-}
-
-func count(n int, what string) string {
-	if n == 1 {
-		return "1 " + what
-	}
-	return fmt.Sprintf("%d %ss", n, what)
 }

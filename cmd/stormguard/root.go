@@ -9,12 +9,14 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"os"
 	"os/signal"
 	"syscall"
 
 	"github.com/spf13/cobra"
 
 	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/access"
+	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/words"
 )
 
 // Exit codes. Scripts rely on them: docs/cli.md.
@@ -40,7 +42,14 @@ func run(args []string, stdout, stderr io.Writer) int {
 	context.AfterFunc(ctx, stop) // a second signal ends the process at once
 
 	begun := false
+	l, err := words.Asked(args, os.Getenv)
+	if err != nil {
+		fmt.Fprintln(stderr, "stormguard:", err)
+		return exitUsage
+	}
 	root := newRoot(&begun)
+	translate(root, l)
+	ctx = words.With(ctx, l)
 	root.SetArgs(args)
 	root.SetOut(stdout)
 	root.SetErr(stderr)
@@ -82,6 +91,7 @@ failing dependency from becoming a dead-letter storm. "stormguard demo" shows it
 		SilenceUsage:     true,
 		PersistentPreRun: func(*cobra.Command, []string) { *begun = true },
 	}
+	root.PersistentFlags().String(words.Flag, "", "the `language` of what the command prints: en or zh (default: that of $LANG)")
 	root.AddCommand(newChaos(), newDemo(), newDoctor(), newFleet(), newSimulate(), newVersion())
 	root.AddCommand(newOperate()...)
 	return root

@@ -14,6 +14,8 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	"go.yaml.in/yaml/v3"
+
+	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/words"
 )
 
 // Each flag of a command that asks a process has one name in three places: --token-file on the
@@ -55,9 +57,16 @@ func fillIn(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
+	if text, ok := file[words.Flag]; ok && !flags.Changed(words.Flag) && os.Getenv(variable(words.Flag)) == "" {
+		l, err := words.Asked([]string{"--" + words.Flag, text}, os.Getenv)
+		if err != nil {
+			return fmt.Errorf("%s: %w", path, err)
+		}
+		cmd.SetContext(words.With(cmd.Context(), l))
+	}
 	var all []error
 	flags.VisitAll(func(f *pflag.Flag) {
-		if f.Changed || f.Name == settingsFlag || f.Name == "help" {
+		if f.Changed || !fillable(f) {
 			return
 		}
 		if text := os.Getenv(variable(f.Name)); text != "" {
@@ -111,11 +120,16 @@ func readSettings(path string, root *cobra.Command) (map[string]string, error) {
 	return file, err
 }
 
+// fillable tells whether a flag is set here. The language was, before anything was read.
+func fillable(f *pflag.Flag) bool {
+	return f.Name != settingsFlag && f.Name != "help" && f.Name != words.Flag
+}
+
 // settable are the flags that a file may have.
 func settable(cmd *cobra.Command) map[string]bool {
-	names := make(map[string]bool)
+	names := map[string]bool{words.Flag: true}
 	if cmd.Flags().Lookup(settingsFlag) != nil {
-		cmd.Flags().VisitAll(func(f *pflag.Flag) { names[f.Name] = f.Name != settingsFlag && f.Name != "help" })
+		cmd.Flags().VisitAll(func(f *pflag.Flag) { names[f.Name] = names[f.Name] || fillable(f) })
 	}
 	for _, c := range cmd.Commands() {
 		maps.Copy(names, settable(c))

@@ -59,6 +59,7 @@ func TestWrongSettings(t *testing.T) {
 		{file: "topic: x\n", says: `"topic" is no flag`}, // the doctor's
 		{file: "url: [a, b]\n", says: `url: want one value`},
 		{file: "output: xml\n", says: `output "xml": must be table, json or jsonl`},
+		{file: "lang: fr\n", env: "STORMGUARD_LANG=", says: `--lang "fr": must be en or zh`},
 		{file: "url:\n\t- x", says: "yaml: "},
 		{env: "STORMGUARD_FOR=25h", args: "source pause x --yes", says: `STORMGUARD_FOR "25h": must be a duration from 1s to 24h0m0s`},
 		{env: "STORMGUARD_DRY_RUN=perhaps", args: "source pause x --yes", says: `STORMGUARD_DRY_RUN "perhaps": want a bool`},

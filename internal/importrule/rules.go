@@ -328,6 +328,7 @@ var Ours = Rules{
 
 		{Imports: "github.com/spf13/cobra", Rooms: []string{"cmd/stormguard"}, Why: "the CLI's commands and flags"},
 		{Imports: "github.com/spf13/pflag", Rooms: []string{"cmd/stormguard"}, Why: "the flag types that cobra takes"},
+		{Imports: "golang.org/x/text", Rooms: []string{"cmd/stormguard"}, Why: "how wide a Chinese character is in a terminal"},
 		{Imports: "go.yaml.in/yaml/v3", Rooms: []string{"cmd/stormguard"}, Why: "the file with settings of the CLI"},
 
 		{Imports: "github.com/twmb/franz-go", Tests: true, Why: "kfake, a broker with faults on command, beside the real one in tests"},

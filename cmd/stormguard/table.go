@@ -1,0 +1,56 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"fmt"
+	"io"
+	"strings"
+
+	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/words"
+)
+
+// table prints rows in columns, below the words of head, which tabs separate; an empty head is
+// none. Unlike text/tabwriter it knows that a Chinese character takes two columns.
+func table(out io.Writer, l words.Language, head string, rows func(row func(...any))) error {
+	var lines [][]string
+	var widths []int
+	add := func(cells []string) {
+		for i, cell := range cells {
+			if i == len(widths) {
+				widths = append(widths, 0)
+			}
+			if i < len(cells)-1 { // nothing stands behind the last one
+				widths[i] = max(widths[i], words.Width(cell))
+			}
+		}
+		lines = append(lines, cells)
+	}
+	if head != "" {
+		cells := strings.Split(head, "\t")
+		for i := range cells {
+			cells[i] = l.Say(cells[i])
+		}
+		add(cells)
+	}
+	rows(func(values ...any) {
+		cells := make([]string, len(values))
+		for i, v := range values {
+			cells[i] = fmt.Sprint(v)
+		}
+		add(cells)
+	})
+	var b strings.Builder
+	for _, cells := range lines {
+		for i, cell := range cells {
+			b.WriteString(cell)
+			if i < len(cells)-1 {
+				b.WriteString(strings.Repeat(" ", widths[i]-words.Width(cell)+2))
+			}
+		}
+		b.WriteByte('\n')
+	}
+	_, err := io.WriteString(out, b.String())
+	return err
+}

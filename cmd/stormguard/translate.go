@@ -1,0 +1,53 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"strings"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/words"
+)
+
+// headings are those of cobra's help.
+var headings = []string{
+	"Usage:", "Aliases:", "Examples:", "Available Commands:", "Additional Commands:", "Global Flags:", "Flags:", "Additional help topics:",
+	`Use "{{.CommandPath}} [command] --help" for more information about a command.`,
+}
+
+// translate gives the help of all commands in a language.
+func translate(root *cobra.Command, l words.Language) {
+	if l == words.English {
+		return
+	}
+	root.InitDefaultHelpCmd()
+	root.InitDefaultCompletionCmd()
+	var said []string
+	for _, heading := range headings {
+		said = append(said, heading, l.Say(heading))
+	}
+	root.SetUsageTemplate(strings.NewReplacer(said...).Replace(root.UsageTemplate()))
+	translateCommand(root, l)
+}
+
+// translateCommand translates a command and those below it. The short text stands for a long
+// one, but for what all commands say that ask a console.
+func translateCommand(cmd *cobra.Command, l words.Language) {
+	cmd.Short = l.Say(cmd.Short)
+	if strings.HasSuffix(cmd.Long, operateLong) {
+		cmd.Long = cmd.Short + l.Say(operateLong)
+	} else {
+		cmd.Long = ""
+	}
+	cmd.InitDefaultHelpFlag()
+	say := func(f *pflag.Flag) { f.Usage = l.Say(f.Usage) }
+	cmd.Flags().VisitAll(say)
+	cmd.PersistentFlags().VisitAll(say)
+	cmd.Flags().Lookup("help").Usage = l.Say("this help")
+	for _, c := range cmd.Commands() {
+		translateCommand(c, l)
+	}
+}
