@@ -27,7 +27,7 @@ func (q *quarantineFlags) bind(cmd *cobra.Command) {
 	f := cmd.Flags()
 	f.StringVar(&q.key, "key", "", "messages of this `key`")
 	f.StringVar(&q.header, "header", "", "messages with this header, `NAME=VALUE`, such as tenant=acme")
-	f.StringVar(&q.cause, "cause", "", "messages that fail with this cause, its `ID` as in logs and dead letters")
+	f.StringVar(&q.cause, "cause", "", "messages that fail with this cause, its `ID` as in logs and dead letters; an error of the dependency never matches")
 }
 
 // rule is the one that the flags name.
