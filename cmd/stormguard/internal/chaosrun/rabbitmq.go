@@ -20,6 +20,10 @@ type onRabbitMQ struct {
 	mutant           Mutant
 	url, queue, dead string
 
+	// confirmWithin is how long the broker may take to confirm a batch. A quorum queue whose
+	// broker was killed may lose a message, and then it is never confirmed.
+	confirmWithin time.Duration
+
 	conn *amqp091.Connection
 	ch   *amqp091.Channel
 	got  [][]byte // dead letters
@@ -28,7 +32,11 @@ type onRabbitMQ struct {
 }
 
 func newRabbitMQ(j Job) *onRabbitMQ {
-	return &onRabbitMQ{mutant: j.Mutant, url: j.URL, queue: "chaos." + j.ID, dead: "chaos." + j.ID + ".dlq"}
+	b := &onRabbitMQ{mutant: j.Mutant, url: j.URL, queue: "chaos." + j.ID, dead: "chaos." + j.ID + ".dlq", confirmWithin: stuckAfter}
+	if j.OneByOne { // its broker is the run's own, which breaks it
+		b.confirmWithin = 10 * time.Second
+	}
+	return b
 }
 
 // connect makes the connection anew when it is broken.
@@ -85,7 +93,7 @@ func (b *onRabbitMQ) publish(ctx context.Context, ms []message) error {
 		}
 		waits = append(waits, c)
 	}
-	limited, cancel := context.WithTimeout(ctx, confirmWithin)
+	limited, cancel := context.WithTimeout(ctx, b.confirmWithin)
 	defer cancel()
 	for _, c := range waits {
 		if ok, err := c.WaitContext(limited); err != nil || !ok {
@@ -102,10 +110,6 @@ func (b *onRabbitMQ) publish(ctx context.Context, ms []message) error {
 	}
 	return nil
 }
-
-// confirmWithin is how long the broker may take to confirm a batch. A quorum queue that has just
-// come back may lose a message, and then it is never confirmed.
-const confirmWithin = 10 * time.Second
 
 // left sees what is ready only: what a consumer has is ready again after its end, and the
 // run's own record tells when nothing is.
