@@ -69,6 +69,7 @@ func startNATS(ctx context.Context) (url string, stop func(), err error) {
 type onNATS struct {
 	mutant                     Mutant
 	url, stream, subject, dead string
+	confirmWithin              time.Duration // a batch
 
 	nc *natsgo.Conn
 	js jetstream.JetStream
@@ -78,7 +79,10 @@ type onNATS struct {
 const natsAckWait = time.Second
 
 func newNATS(j Job) *onNATS {
-	return &onNATS{mutant: j.Mutant, url: j.URL, stream: "CHAOS_" + j.ID, subject: "chaos." + j.ID, dead: "CHAOS_" + j.ID + "_DLQ"}
+	return &onNATS{
+		mutant: j.Mutant, url: j.URL, stream: "CHAOS_" + j.ID, subject: "chaos." + j.ID, dead: "CHAOS_" + j.ID + "_DLQ",
+		confirmWithin: j.confirmsWithin(5 * time.Second), // a broken connection loses an answer without a word
+	}
 }
 
 func (b *onNATS) connect() (err error) {
@@ -126,7 +130,7 @@ func (b *onNATS) publish(ctx context.Context, ms []message) error {
 		}
 		futures = append(futures, f)
 	}
-	late := time.After(5 * time.Second) // a broken connection loses an answer without a word
+	late := time.After(b.confirmWithin)
 	for _, f := range futures {
 		select {
 		case <-f.Ok():

@@ -20,9 +20,7 @@ type onRabbitMQ struct {
 	mutant           Mutant
 	url, queue, dead string
 
-	// confirmWithin is how long the broker may take to confirm a batch. A quorum queue whose
-	// broker was killed may lose a message, and then it is never confirmed.
-	confirmWithin time.Duration
+	confirmWithin time.Duration // a batch
 
 	conn *amqp091.Connection
 	ch   *amqp091.Channel
@@ -32,11 +30,10 @@ type onRabbitMQ struct {
 }
 
 func newRabbitMQ(j Job) *onRabbitMQ {
-	b := &onRabbitMQ{mutant: j.Mutant, url: j.URL, queue: "chaos." + j.ID, dead: "chaos." + j.ID + ".dlq", confirmWithin: stuckAfter}
-	if j.OneByOne { // its broker is the run's own, which breaks it
-		b.confirmWithin = 10 * time.Second
+	return &onRabbitMQ{
+		mutant: j.Mutant, url: j.URL, queue: "chaos." + j.ID, dead: "chaos." + j.ID + ".dlq",
+		confirmWithin: j.confirmsWithin(10 * time.Second), // a quorum queue that has just come back may lose a message
 	}
-	return b
 }
 
 // connect makes the connection anew when it is broken.

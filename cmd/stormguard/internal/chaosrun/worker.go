@@ -41,6 +41,16 @@ type Job struct {
 	As      []string `json:"as"`      // the broker's addresses, which it reaches through Network
 }
 
+// confirmsWithin is how long the broker may take to confirm what the run publishes. Where the
+// run breaks the broker, an answer may be lost for ever: it waits for broken then, and publishes
+// again.
+func (j Job) confirmsWithin(broken time.Duration) time.Duration {
+	if j.OneByOne {
+		return broken
+	}
+	return stuckAfter
+}
+
 // Work consumes until stdin ends, as the process that a run kills.
 func Work(ctx context.Context, job string, stdin io.Reader, stderr io.Writer) (err error) {
 	var j Job
