@@ -83,6 +83,7 @@ func TestLanguageIsChosen(t *testing.T) {
 		{args: "--lang en status", own: "zh", want: words.English},
 		{args: "status --lang=zh", own: "en", want: words.Chinese},
 		{args: "status -- --lang=zh", want: words.English},
+		{args: "__complete status --lang z", want: words.English},
 	} {
 		env := map[string]string{"STORMGUARD_LANG": c.own, "LC_ALL": c.all, "LANG": c.lang}
 		if got, err := words.Asked(strings.Fields(c.args), func(name string) string { return env[name] }); err != nil || got != c.want {

@@ -34,6 +34,9 @@ const Flag = "lang"
 // or that of messages as POSIX says; English if it is none of All. It is needed before the
 // command line is parsed, since help is in it, too.
 func Asked(args []string, getenv func(string) string) (Language, error) {
+	if len(args) > 0 && strings.HasPrefix(args[0], "__complete") { // of an unfinished command line
+		return environment(getenv), nil
+	}
 	for i, arg := range args {
 		text, ok := strings.CutPrefix(arg, "--"+Flag+"=")
 		switch {
