@@ -57,6 +57,10 @@ var producerHeaders = []string{"ce_source", "ce-source", "cloudEvents:source", "
 // producerProperty is that of AMQP.
 const producerProperty = "app-id"
 
+// mostFlows is how many ways a Guard remembers; more come of names that a broker makes up. Those
+// of open sources are told beyond it.
+const mostFlows = 1024
+
 // flows are what a Guard has seen of each way.
 type flows struct {
 	producers, dependencies names
@@ -74,6 +78,9 @@ func (f *flows) count(from, to Node, n, failed uint64) {
 	if flow == nil {
 		if f.known == nil {
 			f.known = make(map[[2]Node]*Flow)
+		}
+		if len(f.known) >= mostFlows {
+			return
 		}
 		flow = &Flow{From: from, To: to}
 		f.known[ends] = flow

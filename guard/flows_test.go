@@ -117,6 +117,36 @@ func TestProducersAreSampled(t *testing.T) {
 	}
 }
 
+// A message that fails gives its number back on the closed path: who made it counts once.
+func TestPoisonIsLookedUpOnce(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g := Must(New(Config{}, WithLogger(slog.New(slog.DiscardHandler))))
+		s := Must(Open(g, SourceConfig{Name: "orders", DeadLetters: &testWriter{}}, Limits{}, &shopPort{}, func(context.Context, int) error { return Permanent(errBad) }))
+		in := make(chan int)
+		go func() { _ = s.Run(context.Background(), in) }()
+		for m := range 10 {
+			in <- m
+			time.Sleep(time.Second)
+		}
+		i := slices.IndexFunc(g.Flows(), func(f Flow) bool { return f.From.Kind == nodeProducer })
+		if i < 0 || g.Flows()[i].Count != 1 {
+			t.Errorf("%+v", g.Flows())
+		}
+		closeGuard(t, g)
+	})
+}
+
+// Names that a broker makes up are not remembered for ever.
+func TestFlowsAreBounded(t *testing.T) {
+	var f flows
+	for i := range 2 * mostFlows {
+		f.count(Node{nodeTopic, fmt.Sprint(i)}, Node{nodeGroup, "g"}, 1, 0)
+	}
+	if len(f.known) != mostFlows {
+		t.Errorf("%d ways are remembered", len(f.known))
+	}
+}
+
 // shopPort's messages are all of one producer.
 type shopPort struct{ testPort }
 

@@ -524,7 +524,7 @@ func (s *Source[M]) observe(ctx *callContext, m M, n uint64) (stack []byte, err 
 	if !s.metrics.sampled(n) {
 		return s.call(ctx, m)
 	}
-	if n%producerOneIn == 1 && ctx.before == 0 {
+	if n%producerOneIn == 1 && ctx.before == 0 && s.lookedAt.Swap(n) != n { // a number comes again after a failure
 		s.lookUpProducer(m)
 	}
 	start := s.g.now()

@@ -53,6 +53,7 @@ type Source[M any] struct {
 	timeout   atomic.Int64  // Policy.Timeout
 	batchMax  atomic.Int64  // how many messages Run takes from its input at once
 	started   uint64        // the loop's copy of the number
+	lookedAt  atomic.Uint64 // the number of the message whose producer was looked up last
 	acks      int           // since the last Flush; the loop's, with workers under mu
 	kicked    bool          // the sweeper was, since the loop last rested: it is not parked
 	looks     atomic.Uint64 // turns of Marker.Ahead

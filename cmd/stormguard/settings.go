@@ -18,9 +18,15 @@ import (
 	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/words"
 )
 
-// Each flag of a command that asks a process has one name in three places: --token-file on the
-// command line, STORMGUARD_TOKEN_FILE in the environment, and token-file in the file that
-// --config names. The command line counts first, and the file last.
+// What says whom a command asks, and how it prints, has one name in three places: --token-file
+// on the command line, STORMGUARD_TOKEN_FILE in the environment, and token-file in the file that
+// --config names. The command line counts first, and the file last. What a command changes is
+// said on the command line only.
+
+// fillable are the flags that the other places may set. The language was set before.
+var fillable = map[string]bool{
+	"url": true, "token-file": true, "ca": true, "output": true, "json": true, "watch": true, "listen": true, "since": true, "by": true,
+}
 
 const (
 	settingsFlag   = "config"
@@ -65,16 +71,24 @@ func fillIn(cmd *cobra.Command) error {
 		cmd.SetContext(words.With(cmd.Context(), l))
 	}
 	var all []error
+	places := map[string]string{} // of flags that are set
 	flags.VisitAll(func(f *pflag.Flag) {
-		if f.Changed || !fillable(f) {
-			return
-		}
-		if text := os.Getenv(variable(f.Name)); text != "" {
+		switch text := os.Getenv(variable(f.Name)); {
+		case f.Changed:
+			places[f.Name] = "the command line"
+		case !fillable[f.Name]:
+		case text != "":
+			places[f.Name] = "the environment"
 			all = append(all, fill(flags, f, variable(f.Name), text))
-		} else if text, ok := file[f.Name]; ok {
-			all = append(all, fill(flags, f, path+": "+f.Name, text))
+		case file[f.Name] != "":
+			places[f.Name] = path
+			all = append(all, fill(flags, f, path+": "+f.Name, file[f.Name]))
 		}
 	})
+	// A token is for the process that was named with it, and nobody else may get it.
+	if from := places["token-file"]; from != "" && from != "the command line" && places["url"] != from {
+		all = append(all, fmt.Errorf("--token-file: that of %s is not for this --url, which is not from there: give both in one place", from))
+	}
 	return errors.Join(all...)
 }
 
@@ -102,7 +116,9 @@ func readSettings(path string, root *cobra.Command) (map[string]string, error) {
 		return nil, fmt.Errorf("--%s: %w", settingsFlag, err)
 	}
 	var read map[string]yaml.Node
-	if err := yaml.Unmarshal(text, &read); err != nil {
+	if err := yaml.Unmarshal(text, &read); errors.As(err, new(*yaml.TypeError)) { // its text has what is in the file
+		return nil, fmt.Errorf("--%s %s: want lines such as \"url: https://billing-1:8790\"", settingsFlag, path)
+	} else if err != nil {
 		return nil, fmt.Errorf("--%s %s: %w", settingsFlag, path, err)
 	}
 	known := settable(root)
@@ -110,7 +126,7 @@ func readSettings(path string, root *cobra.Command) (map[string]string, error) {
 		node := read[name]
 		switch {
 		case !known[name]:
-			err = errors.Join(err, fmt.Errorf("--%s %s: %q is no flag of a command that asks a process", settingsFlag, path, name))
+			err = errors.Join(err, fmt.Errorf("--%s %s: %q cannot be set here", settingsFlag, path, name))
 		case node.Kind != yaml.ScalarNode:
 			err = errors.Join(err, fmt.Errorf("--%s %s: %s: want one value", settingsFlag, path, name))
 		default:
@@ -120,16 +136,11 @@ func readSettings(path string, root *cobra.Command) (map[string]string, error) {
 	return file, err
 }
 
-// fillable tells whether a flag is set here. The language was, before anything was read.
-func fillable(f *pflag.Flag) bool {
-	return f.Name != settingsFlag && f.Name != "help" && f.Name != words.Flag
-}
-
 // settable are the flags that a file may have.
 func settable(cmd *cobra.Command) map[string]bool {
 	names := map[string]bool{words.Flag: true}
 	if cmd.Flags().Lookup(settingsFlag) != nil {
-		cmd.Flags().VisitAll(func(f *pflag.Flag) { names[f.Name] = names[f.Name] || fillable(f) })
+		cmd.Flags().VisitAll(func(f *pflag.Flag) { names[f.Name] = names[f.Name] || fillable[f.Name] })
 	}
 	for _, c := range cmd.Commands() {
 		maps.Copy(names, settable(c))

@@ -23,7 +23,7 @@ func settingsFile(t *testing.T, text string) string {
 // the others do not.
 func TestSettings(t *testing.T) {
 	p := newGuarded(t)
-	file := settingsFile(t, "url: "+p.url+"\ntoken-file: "+p.token+"\noutput: json # for all\ncount: 3\nwhy: 2024-01-01\n")
+	file := settingsFile(t, "url: "+p.url+"\ntoken-file: "+p.token+"\noutput: json # for all\nsince: 2h\n")
 	ask := func(args ...string) (string, string, int) {
 		var out, errs strings.Builder
 		code := run(args, &out, &errs)
@@ -40,12 +40,20 @@ func TestSettings(t *testing.T) {
 	if out, errs, code := ask("source", "list", "--output", "table"); code != exitOK || !strings.HasPrefix(out, "SOURCE") {
 		t.Errorf("the command line counts first: %d %s%s", code, out, errs)
 	}
-	t.Setenv("STORMGUARD_YES", "true")
-	if out, errs, code := ask("credits", "orders", "-o", "table"); code != exitOK || !strings.Contains(out, "done") {
+	if out, errs, code := ask("report", "-o", "table"); code != exitOK || !strings.Contains(out, "the 2h0m0s before") {
+		t.Errorf("since is not that of the file: %d %s%s", code, out, errs)
+	}
+	// What is changed is said on the command line only, and a token goes where it belongs.
+	t.Setenv("STORMGUARD_COUNT", "9")
+	t.Setenv("STORMGUARD_DRY_RUN", "true")
+	if out, errs, code := ask("credits", "orders", "-o", "table", "--yes"); code != exitOK || !strings.Contains(out, "done") {
 		t.Errorf("%d %s%s", code, out, errs)
 	}
-	if out, _, _ := ask("audit", "-o", "table"); !strings.Contains(out, "credits orders count 3  2024-01-01") {
-		t.Errorf("neither count nor why of the file:\n%s", out)
+	if out, _, _ := ask("audit", "-o", "table"); !strings.Contains(out, "credits orders count 1 ") {
+		t.Errorf("the environment has changed an order:\n%s", out)
+	}
+	if _, errs, code := ask("status", "--url", "http://127.0.0.1:1"); code != exitUsage || !strings.Contains(errs, "--token-file: that of "+file+" is not for this --url") {
+		t.Errorf("%d %s", code, errs)
 	}
 	if _, errs, code := ask("doctor", "kafka", "--topic", "t"); strings.Contains(errs, p.url) {
 		t.Errorf("another command has heard of the process: %d %s", code, errs)
@@ -55,14 +63,16 @@ func TestSettings(t *testing.T) {
 // What is wrong is said with its place, and nothing is done.
 func TestWrongSettings(t *testing.T) {
 	for _, c := range []struct{ file, env, args, says string }{
-		{file: "ulr: x\n", says: `"ulr" is no flag of a command that asks a process`},
-		{file: "topic: x\n", says: `"topic" is no flag`}, // the doctor's
+		{file: "ulr: x\n", says: `"ulr" cannot be set here`},
+		{file: "topic: x\n", says: `"topic" cannot be set here`}, // the doctor's
 		{file: "url: [a, b]\n", says: `url: want one value`},
 		{file: "output: xml\n", says: `output "xml": must be table, json or jsonl`},
 		{file: "lang: fr\n", env: "STORMGUARD_LANG=", says: `--lang "fr": must be en or zh`},
 		{file: "url:\n\t- x", says: "yaml: "},
-		{env: "STORMGUARD_FOR=25h", args: "source pause x --yes", says: `STORMGUARD_FOR "25h": must be a duration from 1s to 24h0m0s`},
-		{env: "STORMGUARD_DRY_RUN=perhaps", args: "source pause x --yes", says: `STORMGUARD_DRY_RUN "perhaps": want a bool`},
+		{file: "yes: true\n", says: `"yes" cannot be set here`},
+		{file: "ann 0123456789abcdef\n", says: "want lines such as"},
+		{env: "STORMGUARD_SINCE=1s", args: "report", says: `STORMGUARD_SINCE "1s": must be a duration from 1m0s to 168h0m0s`},
+		{env: "STORMGUARD_JSON=perhaps", args: "fleet", says: `STORMGUARD_JSON "perhaps": want a bool`},
 		{env: "STORMGUARD_CONFIG=/nowhere/x.yaml", says: "/nowhere/x.yaml: no such file"},
 	} {
 		t.Run(c.says, func(t *testing.T) {

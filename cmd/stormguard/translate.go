@@ -33,14 +33,12 @@ func translate(root *cobra.Command, l words.Language) {
 	translateCommand(root, l)
 }
 
-// translateCommand translates a command and those below it. The short text stands for a long
-// one, but for what all commands say that ask a console.
+// translateCommand translates a command and those below it. Of a long text that is what all
+// commands say that ask a console; the rest is English.
 func translateCommand(cmd *cobra.Command, l words.Language) {
 	cmd.Short = l.Say(cmd.Short)
-	if strings.HasSuffix(cmd.Long, operateLong) {
-		cmd.Long = cmd.Short + l.Say(operateLong)
-	} else {
-		cmd.Long = ""
+	if long, ok := strings.CutSuffix(cmd.Long, operateLong); ok {
+		cmd.Long = long + l.Say(operateLong)
 	}
 	cmd.InitDefaultHelpFlag()
 	say := func(f *pflag.Flag) { f.Usage = l.Say(f.Usage) }

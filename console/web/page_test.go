@@ -222,6 +222,12 @@ func TestPageOfAFleet(t *testing.T) {
 		t.Fatal(err)
 	}
 	b.until(`document.querySelector("main").innerText.includes("500 a second, burst 50")`)
+	if _, err := first.Set(t.Context(), fleet.Change{Limits: map[string]*limiter.Limit{"x": {Rate: 7, Burst: 9}}}); err != nil {
+		t.Fatal(err)
+	}
+	b.until(`[...document.querySelectorAll("tbody tr")].some(r => r.cells[0].innerText === "x" && r.cells[1].innerText === "7 a second, burst 9")`)
+	first.Key("constructor").Allow()
+	b.until(`[...document.querySelectorAll("tbody tr")].some(r => r.cells[0].innerText === "constructor" && r.cells[1].innerText === "500 a second, burst 50")`)
 	var journal []fleet.Entry
 	sys.get(t, "fleet/journal", &journal)
 	b.until(fmt.Sprintf(`document.querySelectorAll("section:last-of-type tbody tr").length >= %d`, len(journal)))

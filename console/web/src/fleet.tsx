@@ -11,9 +11,10 @@ const number = (n: number) => (Number.isInteger(n) ? n.toLocaleString("en") : n.
 const limit = (w: Words, l: Limit) => w.limitOf(number(l.rate), number(l.burst));
 const here = (m: Member) => m.state === "self" || m.state === "fresh";
 
-// byKey is how many of a key all members together admitted and denied.
-function byKey(members: Member[]): [string, { admitted: number; denied: number }][] {
-  const sums = new Map<string, { admitted: number; denied: number }>();
+// byKey is how many of a key all members together admitted and denied, and each key that has a
+// limit of its own.
+function byKey(members: Member[], limits: Map<string, Limit>): [string, { admitted: number; denied: number }][] {
+  const sums = new Map([...limits.keys()].map((key) => [key, { admitted: 0, denied: 0 }]));
   for (const k of members.flatMap((m) => m.keys ?? [])) {
     const sum = sums.get(k.key) ?? { admitted: 0, denied: 0 };
     sums.set(k.key, { admitted: sum.admitted + k.admitted, denied: sum.denied + k.denied });
@@ -37,6 +38,7 @@ function Joined({ w }: { w: Words }) {
     return null;
   }
   const c = fleet.configuration;
+  const limits = new Map(Object.entries(c.limits ?? {})); // a key may be called constructor
   return (
     <>
       {(c.problem || c.away) && (
@@ -66,7 +68,7 @@ function Joined({ w }: { w: Words }) {
                   <td class="name">{m.name}</td>
                   <td>{m.zone}</td>
                   <td>
-                    <span class={"state " + (here(m) ? "running" : "storm")}>{here(m) ? w.yes : `${w.no} (${span(m.heard_ns / 1e9)})`}</span>
+                    <span class={"state " + (here(m) ? "running" : "storm")}>{here(m) ? w.yes : m.heard_ns > 0 ? `${w.no} (${span(m.heard_ns / 1e9)})` : w.no}</span>
                   </td>
                   <td class="number">{m.weight}</td>
                   <td class="number">{(100 * m.share).toFixed(1)} %</td>
@@ -95,10 +97,10 @@ function Joined({ w }: { w: Words }) {
               </tr>
             </thead>
             <tbody>
-              {byKey(fleet.members).map(([key, n]) => (
+              {byKey(fleet.members, limits).map(([key, n]) => (
                 <tr key={key}>
                   <td class="name">{key}</td>
-                  <td>{limit(w, c.limits?.[key] ?? c.limit)}</td>
+                  <td>{limit(w, limits.get(key) ?? c.limit)}</td>
                   <td class="number">{number(n.admitted)}</td>
                   <td class="number">{number(n.denied)}</td>
                 </tr>

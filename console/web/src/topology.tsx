@@ -14,8 +14,12 @@ const height = 34;
 const acrossStep = 300;
 const downStep = 54;
 
-const keyOf = (n: Node) => n.kind + " " + n.name;
-const wayOf = (f: Flow) => keyOf(f.from) + " " + keyOf(f.to);
+const keyOf = (n: Node) => JSON.stringify([n.kind, n.name]);
+const wayOf = (f: Flow) => keyOf(f.from) + keyOf(f.to);
+
+// Beyond so many nodes or ways there is no picture, and the table ends.
+const mostNodes = 100;
+const mostWays = 300;
 
 type Rate = { calls: number; failed: number };
 
@@ -34,8 +38,8 @@ function useRates(flows?: Flow[]): Map<string, Rate> {
       setRates(
         new Map(
           flows.map((f) => {
-            const old = was.flows.get(wayOf(f));
-            return [wayOf(f), { calls: of(f.count, old?.count ?? 0), failed: of(f.failed, old?.failed ?? 0) }];
+            const old = was.flows.get(wayOf(f)) ?? f; // of a new way nothing is known yet
+            return [wayOf(f), { calls: of(f.count, old.count), failed: of(f.failed, old.failed) }];
           }),
         ),
       );
@@ -73,15 +77,20 @@ const rate = (n: number) => (n >= 10 ? n.toFixed(0) : n.toFixed(1)) + "/s";
 export function Topology({ w }: { w: Words }) {
   const [flows] = useAsked<Flow[]>("topology", 2000);
   const rates = useRates(flows);
-  const all = flows ?? [];
+  const all = (flows ?? []).slice(0, mostWays);
   const nodes = all.length > 0 ? place(all) : new Map<string, Node & { x: number; y: number }>();
+  const looked = new Map<string, number>(); // messages whose producer was looked up, by topic
+  for (const f of all) {
+    if (f.from.kind === "producer") {
+      looked.set(keyOf(f.to), (looked.get(keyOf(f.to)) ?? 0) + f.count);
+    }
+  }
   const xs = [...nodes.values()];
   const bad = (f: Flow) => f.held > 0 || (rates.get(wayOf(f))?.failed ?? 0) > 0;
   const says = (f: Flow): string => {
     const r = rates.get(wayOf(f));
     if (f.from.kind === "producer") {
-      const looked = all.filter((o) => o.from.kind === "producer" && keyOf(o.to) === keyOf(f.to)).reduce((n, o) => n + o.count, 0);
-      return ((100 * f.count) / looked).toFixed(0) + " %";
+      return ((100 * f.count) / (looked.get(keyOf(f.to)) ?? 1)).toFixed(0) + " %";
     }
     return r ? rate(r.calls) + (r.failed > 0 ? " · " + w.failing(rate(r.failed)) : "") : "";
   };
@@ -92,39 +101,41 @@ export function Topology({ w }: { w: Words }) {
       {flows && all.length === 0 && <p>{w.noHistory}</p>}
       {all.length > 0 && (
         <>
-          <div class="wide" tabIndex={0} role="region" aria-label={w.topology}>
-            <svg
-              class="graph"
-              role="img"
-              aria-label={w.topologySummary(xs.length, all.length)}
-              width={Math.max(...xs.map((n) => n.x)) + width + 2}
-              height={Math.max(...xs.map((n) => n.y)) + height + 2}
-            >
-              {all.map((f) => {
-                const a = nodes.get(keyOf(f.from))!;
-                const b = nodes.get(keyOf(f.to))!;
-                const [x1, y1, x2, y2] = [a.x + width, a.y + height / 2, b.x, b.y + height / 2];
-                const bend = (x2 - x1) / 2;
-                return (
-                  <g key={wayOf(f)} class={bad(f) ? "way bad" : "way"}>
-                    <path d={`M${x1},${y1} C${x1 + bend},${y1} ${x2 - bend},${y2} ${x2},${y2}`} />
-                    <text x={(x1 + x2) / 2} y={(y1 + y2) / 2 - 5}>
-                      {says(f)}
+          {xs.length <= mostNodes && (
+            <div class="wide" tabIndex={0} role="region" aria-label={w.topology}>
+              <svg
+                class="graph"
+                role="img"
+                aria-label={w.topologySummary(xs.length, all.length)}
+                width={Math.max(...xs.map((n) => n.x)) + width + 2}
+                height={Math.max(...xs.map((n) => n.y)) + height + 2}
+              >
+                {all.map((f) => {
+                  const a = nodes.get(keyOf(f.from))!;
+                  const b = nodes.get(keyOf(f.to))!;
+                  const [x1, y1, x2, y2] = [a.x + width, a.y + height / 2, b.x, b.y + height / 2];
+                  const bend = (x2 - x1) / 2;
+                  return (
+                    <g key={wayOf(f)} class={bad(f) ? "way bad" : "way"}>
+                      <path d={`M${x1},${y1} C${x1 + bend},${y1} ${x2 - bend},${y2} ${x2},${y2}`} />
+                      <text x={(x1 + x2) / 2} y={(y1 + y2) / 2 - 5}>
+                        {says(f)}
+                      </text>
+                    </g>
+                  );
+                })}
+                {xs.map((n) => (
+                  <g key={keyOf(n)} class={"node " + n.kind}>
+                    <title>{n.name}</title>
+                    <rect x={n.x + 1} y={n.y + 1} width={width} height={height} rx={n.kind === "topic" ? 0 : 8} />
+                    <text x={n.x + width / 2} y={n.y + height / 2 + 5}>
+                      {short(n.name)}
                     </text>
                   </g>
-                );
-              })}
-              {xs.map((n) => (
-                <g key={keyOf(n)} class={"node " + n.kind}>
-                  <title>{n.name}</title>
-                  <rect x={n.x + 1} y={n.y + 1} width={width} height={height} rx={n.kind === "topic" ? 0 : 8} />
-                  <text x={n.x + width / 2} y={n.y + height / 2 + 5}>
-                    {short(n.name)}
-                  </text>
-                </g>
-              ))}
-            </svg>
-          </div>
+                ))}
+              </svg>
+            </div>
+          )}
           <div class="wide">
             <table>
               <thead>

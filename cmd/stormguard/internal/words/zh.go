@@ -215,7 +215,7 @@ var zh = map[string]string{ //nolint:gosec // no credentials are in it
 	", learner":                            "，观察者",
 	", BREAKS THE BOOKS: %d loans refused": "，账目不符：拒绝了 %d 笔借出",
 	" (applied %d)":                        "（已落实 %d）",
-	"\n\n--url, or $STORMGUARD_URL, is where the process serves its console: package\nconsole, or \"stormguard demo --console\". An address beyond loopback needs https\nand --token-file. The exit status is 0 when all was done, 1 on an error, 2 for a\nmistake on the command line, 3 when no such source or breaker is there, 4 without\nthe right token, 6 when it was done for some sources only.": "。\n\n--url 或 $STORMGUARD_URL 是进程控制台的地址：console 包，或 \"stormguard demo --console\"。\n非本机地址需要 https 和 --token-file。退出码：0 全部完成，1 出错，2 命令行有误，\n3 没有这样的消息源或熔断器，4 没有正确的令牌，6 只对部分消息源完成。",
+	"\n\n--url, or $STORMGUARD_URL, is where the process serves its console: package\nconsole, or \"stormguard demo --console\". An address beyond loopback needs https\nand --token-file. The exit status is 0 when all was done, 1 on an error, 2 for a\nmistake on the command line, 3 when no such source or breaker is there, 4 without\nthe right token, 6 when it was done for some sources only.": "\n\n--url 或 $STORMGUARD_URL 是进程控制台的地址：console 包，或 \"stormguard demo --console\"。\n非本机地址需要 https 和 --token-file。退出码：0 全部完成，1 出错，2 命令行有误，\n3 没有这样的消息源或熔断器，4 没有正确的令牌，6 只对部分消息源完成。",
 	"this help":              "显示此帮助",
 	"Help about any command": "查看任意命令的帮助",
 	"Generate the autocompletion script for the specified shell": "生成指定 shell 的补全脚本",
