@@ -162,7 +162,7 @@ func (p *cliProcess) get(t *testing.T, path string, out any) {
 
 func (p *cliProcess) status(t *testing.T) (s fleet.Status) {
 	t.Helper()
-	p.get(t, "status", &s)
+	p.get(t, "fleet/status", &s)
 	return s
 }
 
@@ -341,7 +341,7 @@ func onRegister(t *testing.T, r store) {
 		return n
 	}
 	soon(t, "the journal has the last one, which another process wrote", func() bool {
-		a.get(t, "journal", &lines)
+		a.get(t, "fleet/journal", &lines)
 		return noted(rate) == 1
 	})
 	oldest := uint64(0)
