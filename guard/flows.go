@@ -57,11 +57,11 @@ var producerHeaders = []string{"ce_source", "ce-source", "cloudEvents:source", "
 // producerProperty is that of AMQP.
 const producerProperty = "app-id"
 
-// mostFlows is how many ways a Guard remembers; more come of names that a broker makes up. Those
-// of open sources are told beyond it.
+// mostFlows is how many ways from and to topics a Guard remembers: a broker may make up names
+// of queues without end. Ways of open sources, and those to dependencies, are told beyond it.
 const mostFlows = 1024
 
-// flows are what a Guard has seen of each way.
+// flows are what a Guard has seen of each way. No lock is taken under mu, and mu under none.
 type flows struct {
 	producers, dependencies names
 
@@ -79,7 +79,7 @@ func (f *flows) count(from, to Node, n, failed uint64) {
 		if f.known == nil {
 			f.known = make(map[[2]Node]*Flow)
 		}
-		if len(f.known) >= mostFlows {
+		if len(f.known) >= mostFlows && to.Kind != nodeDependency { // those are few
 			return
 		}
 		flow = &Flow{From: from, To: to}

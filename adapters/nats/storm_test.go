@@ -219,6 +219,11 @@ func TestPoisonAmongThousandKeys(t *testing.T) {
 		return nil
 	}, WithDeadLetters(d))
 	src := adaptertest.Source(t, g, "S/C")
+	defer func() {
+		if t.Failed() { // where it stands still
+			t.Logf("source: %+v\nconsumer: %+v", src.State(), r.info(t))
+		}
+	}()
 	start := time.Now()
 	var opened atomic.Bool
 	byRate := false

@@ -33,8 +33,8 @@ func translate(root *cobra.Command, l words.Language) {
 	translateCommand(root, l)
 }
 
-// translateCommand translates a command and those below it. Of a long text that is what all
-// commands say that ask a console; the rest is English.
+// translateCommand translates a command and those below it: its short text, its flags, and of
+// its long text the end that all commands share which ask a console. The rest stays English.
 func translateCommand(cmd *cobra.Command, l words.Language) {
 	cmd.Short = l.Say(cmd.Short)
 	if long, ok := strings.CutSuffix(cmd.Long, operateLong); ok {

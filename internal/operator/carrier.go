@@ -33,8 +33,8 @@ type Carrier interface {
 	// call the Carrier.
 	Watch(f func()) (stop func())
 
-	// Routes answer what is asked of the fleet, below /fleet/. They do not look at who asks: [Access]
-	// does, before.
+	// Routes answer what is asked of the fleet, below /fleet/. They do not look at who asks:
+	// [Access] does, before.
 	Routes() http.Handler
 }
 

@@ -3,6 +3,7 @@
 
 import type { FleetStatus, JournalEntry, Limit, Member } from "./api";
 import { State, useAsked, when } from "./pages";
+import { Table } from "./table";
 import { type Words, span, state } from "./words";
 
 const mostEntries = 200;
@@ -20,6 +21,11 @@ function byKey(members: Member[], limits: Map<string, Limit>): [string, { admitt
     sums.set(k.key, { admitted: sum.admitted + k.admitted, denied: sum.denied + k.denied });
   }
   return [...sums].sort((a, b) => b[1].admitted - a[1].admitted);
+}
+
+function Heard({ w, m }: { w: Words; m: Member }) {
+  const ago = m.heard_ns > 0 ? ` (${span(m.heard_ns / 1e9)})` : "";
+  return here(m) ? <span class="state running">{w.yes}</span> : <span class="state storm">{w.no + ago}</span>;
 }
 
 export function Fleet({ w, joined }: { w: Words; joined: boolean }) {
@@ -48,124 +54,67 @@ function Joined({ w }: { w: Words }) {
       )}
       <section>
         <h2>{w.members}</h2>
-        <div class="wide">
-          <table>
-            <thead>
-              <tr>
-                <th>{w.process}</th>
-                <th>{w.zoneName}</th>
-                <th>{w.heard}</th>
-                <th class="number">{w.weight}</th>
-                <th class="number">{w.shareOf}</th>
-                <th class="number">{w.tokens}</th>
-                <th class="number">{w.configuration}</th>
-                <th class="number">{w.delay}</th>
-              </tr>
-            </thead>
-            <tbody>
-              {fleet.members.map((m) => (
-                <tr key={m.name}>
-                  <td class="name">{m.name}</td>
-                  <td>{m.zone}</td>
-                  <td>
-                    <span class={"state " + (here(m) ? "running" : "storm")}>{here(m) ? w.yes : m.heard_ns > 0 ? `${w.no} (${span(m.heard_ns / 1e9)})` : w.no}</span>
-                  </td>
-                  <td class="number">{m.weight}</td>
-                  <td class="number">{(100 * m.share).toFixed(1)} %</td>
-                  <td class="number">
-                    {number(m.level)} / {number(m.cap)}
-                  </td>
-                  <td class="number">{m.applied}</td>
-                  <td class="number">{(m.sync_delay_ns / 1e6).toFixed(1)} ms</td>
-                </tr>
-              ))}
-            </tbody>
-          </table>
-        </div>
+        <Table
+          columns={[
+            [w.process, "name"],
+            w.zoneName,
+            w.heard,
+            [w.weight, "number"],
+            [w.shareOf, "number"],
+            [w.tokens, "number"],
+            [w.configuration, "number"],
+            [w.delay, "number"],
+          ]}
+          rows={fleet.members.map((m) => [
+            m.name,
+            m.name,
+            m.zone,
+            <Heard w={w} m={m} />,
+            m.weight,
+            (100 * m.share).toFixed(1) + " %",
+            number(m.level) + " / " + number(m.cap),
+            m.applied,
+            (m.sync_delay_ns / 1e6).toFixed(1) + " ms",
+          ])}
+        />
       </section>
       <section>
         <h2>{w.limits}</h2>
         <p>{w.limitsAre(c.number, c.settled, limit(w, c.limit))}</p>
-        <div class="wide">
-          <table>
-            <thead>
-              <tr>
-                <th>{w.key}</th>
-                <th>{w.limits}</th>
-                <th class="number">{w.admitted}</th>
-                <th class="number">{w.denied}</th>
-              </tr>
-            </thead>
-            <tbody>
-              {byKey(fleet.members, limits).map(([key, n]) => (
-                <tr key={key}>
-                  <td class="name">{key}</td>
-                  <td>{limit(w, limits.get(key) ?? c.limit)}</td>
-                  <td class="number">{number(n.admitted)}</td>
-                  <td class="number">{number(n.denied)}</td>
-                </tr>
-              ))}
-            </tbody>
-          </table>
-        </div>
+        <Table
+          columns={[
+            [w.key, "name"],
+            w.limits,
+            [w.admitted, "number"],
+            [w.denied, "number"],
+          ]}
+          rows={byKey(fleet.members, limits).map(([key, n]) => [
+            key,
+            key,
+            limit(w, limits.get(key) ?? c.limit),
+            number(n.admitted),
+            number(n.denied),
+          ])}
+        />
       </section>
       {fleet.scopes && fleet.scopes.length > 0 && (
         <section>
           <h2>{w.fleetBreakers}</h2>
-          <div class="wide">
-            <table>
-              <thead>
-                <tr>
-                  <th>{w.breaker}</th>
-                  <th>{w.state}</th>
-                  <th>{w.why}</th>
-                </tr>
-              </thead>
-              <tbody>
-                {fleet.scopes.map((s) => (
-                  <tr key={s.name}>
-                    <td class="name">{s.name}</td>
-                    <td>{s.held ? <State w={w} s="breaker" /> : state(w, s.state)}</td>
-                    <td>{s.cause}</td>
-                  </tr>
-                ))}
-              </tbody>
-            </table>
-          </div>
+          <Table
+            columns={[[w.breaker, "name"], w.state, w.why]}
+            rows={fleet.scopes.map((s) => [s.name, s.name, s.held ? <State w={w} s="breaker" /> : state(w, s.state), s.cause])}
+          />
         </section>
       )}
       <section>
         <h2>{w.journal}</h2>
-        <div class="wide">
-          <table>
-            <thead>
-              <tr>
-                <th>{w.time}</th>
-                <th>{w.process}</th>
-                <th>{w.what}</th>
-                <th>{w.subject}</th>
-                <th>{w.why}</th>
-              </tr>
-            </thead>
-            <tbody>
-              {(journal ?? [])
-                .slice(-mostEntries)
-                .reverse()
-                .map((e, i) => (
-                  <tr key={i}>
-                    <td>{when(e.at)}</td>
-                    <td class="name">{e.by}</td>
-                    <td>
-                      {e.kind}
-                      {e.number ? ` ${e.number}` : ""}
-                    </td>
-                    <td class="name">{e.subject}</td>
-                    <td>{e.text}</td>
-                  </tr>
-                ))}
-            </tbody>
-          </table>
-        </div>
+        <Table
+          columns={[w.time, [w.process, "name"], w.what, [w.subject, "name"], w.why]}
+          rows={(journal ?? [])
+            .slice(-mostEntries)
+            .reverse()
+            .map((e, i) => [i, when(e.at), e.by, e.number ? `${e.kind} ${e.number}` : e.kind, e.subject, e.text])}
+        />
       </section>
     </>
   );

@@ -3,6 +3,7 @@
 
 import { useEffect, useRef, useState } from "preact/hooks";
 import { type FleetStatus, type Member, type Order, type Outcome, get, post } from "./api";
+import { Table } from "./table";
 import type { Words } from "./words";
 
 const lasting = ["pause", "open"];
@@ -117,24 +118,10 @@ function OutcomeTable({ w, outcome }: { w: Words; outcome: Outcome }) {
   return (
     <>
       {outcome.results.length > 0 && (
-        <table>
-          <thead>
-            <tr>
-              <th>{w.source}</th>
-              <th>{w.before}</th>
-              <th>{w.after}</th>
-            </tr>
-          </thead>
-          <tbody>
-            {outcome.results.map((r, i) => (
-              <tr key={i}>
-                <td class="name">{r.source}</td>
-                <td>{r.before}</td>
-                <td>{r.error ?? (r.count ? `${r.after} (${r.count})` : r.after)}</td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
+        <Table
+          columns={[[w.source, "name"], w.before, w.after]}
+          rows={outcome.results.map((r, i) => [i, r.source, r.before, r.error ?? (r.count ? `${r.after} (${r.count})` : r.after)])}
+        />
       )}
       {outcome.processes && (
         <ul>

@@ -4,6 +4,7 @@
 import { useEffect, useState } from "preact/hooks";
 import { type Cause, type Entry, type Event, type Order, type Rule, type Seen, type Source, type Status, get, post } from "./api";
 import { OrderDialog } from "./order";
+import { Table } from "./table";
 import { type Words, span, state, todo } from "./words";
 
 export const link = (name: string) => "#/sources/" + encodeURIComponent(name);
@@ -37,34 +38,17 @@ export function Now({ w, status }: { w: Words; status: Status }) {
       ) : (
         <section>
           <h2>{w.attention}</h2>
-          <div class="wide">
-            <table>
-              <thead>
-                <tr>
-                  <th>{w.source}</th>
-                  <th>{w.state}</th>
-                  <th>{w.why}</th>
-                  <th>{w.todo}</th>
-                  <th>{w.clearedBy}</th>
-                </tr>
-              </thead>
-              <tbody>
-                {status.attention.map((a, i) => (
-                  <tr key={i}>
-                    <td>
-                      <a href={link(a.source)}>{a.source}</a>
-                    </td>
-                    <td>
-                      <State w={w} s={a.reason} />
-                    </td>
-                    <td>{a.detail}</td>
-                    <td>{todo(w, a.reason)}</td>
-                    <td>{a.cleared_by}</td>
-                  </tr>
-                ))}
-              </tbody>
-            </table>
-          </div>
+          <Table
+            columns={[w.source, w.state, w.why, w.todo, w.clearedBy]}
+            rows={status.attention.map((a, i) => [
+              i,
+              <a href={link(a.source)}>{a.source}</a>,
+              <State w={w} s={a.reason} />,
+              a.detail,
+              todo(w, a.reason),
+              a.cleared_by,
+            ])}
+          />
         </section>
       )}
     </>
@@ -87,38 +71,19 @@ export function Sources({ w, all }: { w: Words; all: Source[] }) {
         <input type="search" value={filter} onInput={(e) => setFilter(e.currentTarget.value)} />
       </label>
       <p>{w.shown(shown.length, all.length)}</p>
-      <div class="wide">
-        <table>
-          <thead>
-            <tr>
-              <th>{w.source}</th>
-              <th>{w.group}</th>
-              <th>{w.state}</th>
-              <th>{w.breaker}</th>
-              <th class="number">{w.unsettled}</th>
-              <th class="number">{w.oldest}</th>
-              <th class="number">{w.dead}</th>
-            </tr>
-          </thead>
-          <tbody>
-            {shown.map((s) => (
-              <tr key={s.group + " " + s.name}>
-                <td>
-                  <a href={link(s.name)}>{s.name}</a>
-                </td>
-                <td>{s.group}</td>
-                <td>
-                  <State w={w} s={s.state} />
-                </td>
-                <td>{s.breaker.name && state(w, s.breaker.state)}</td>
-                <td class="number">{unsettled(s)}</td>
-                <td class="number">{span(s.oldest_age_seconds)}</td>
-                <td class="number">{s.dead_lettered}</td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      </div>
+      <Table
+        columns={[w.source, w.group, w.state, w.breaker, [w.unsettled, "number"], [w.oldest, "number"], [w.dead, "number"]]}
+        rows={shown.map((s) => [
+          s.group + " " + s.name,
+          <a href={link(s.name)}>{s.name}</a>,
+          s.group,
+          <State w={w} s={s.state} />,
+          s.breaker.name && state(w, s.breaker.state),
+          unsettled(s),
+          span(s.oldest_age_seconds),
+          s.dead_lettered,
+        ])}
+      />
     </>
   );
 }
@@ -283,34 +248,19 @@ export function Quarantine({ w }: { w: Words }) {
       <p>{w.quarantineAbout}</p>
       {rules?.length === 0 && <p class="calm">{w.noRules}</p>}
       {rules && rules.length > 0 && (
-        <div class="wide">
-          <table>
-            <thead>
-              <tr>
-                <th>{w.rule}</th>
-                <th>{w.by}</th>
-                <th>{w.why}</th>
-                <th>{w.ends}</th>
-                <th>{w.actions}</th>
-              </tr>
-            </thead>
-            <tbody>
-              {rules.map((r) => (
-                <tr key={r.rule}>
-                  <td class="name">{r.rule}</td>
-                  <td>{r.by}</td>
-                  <td>{r.why}</td>
-                  <td>{when(r.until)}</td>
-                  <td>
-                    <button type="button" onClick={() => confirm(w.removeSure(r.rule)) && void change({ rule: r.rule, remove: true })}>
-                      {w.remove}
-                    </button>
-                  </td>
-                </tr>
-              ))}
-            </tbody>
-          </table>
-        </div>
+        <Table
+          columns={[[w.rule, "name"], w.by, w.why, w.ends, w.actions]}
+          rows={rules.map((r) => [
+            r.rule,
+            r.rule,
+            r.by,
+            r.why,
+            when(r.until),
+            <button type="button" onClick={() => confirm(w.removeSure(r.rule)) && void change({ rule: r.rule, remove: true })}>
+              {w.remove}
+            </button>,
+          ])}
+        />
       )}
       <h2>{w.add}</h2>
       <form onSubmit={(e) => void add(e)}>
@@ -353,46 +303,29 @@ export function Causes({ w }: { w: Words }) {
       {failed && <p role="alert">{failed}</p>}
       {causes?.length === 0 && <p class="calm">{w.noCauses}</p>}
       {causes && causes.length > 0 && (
-        <div class="wide">
-          <table>
-            <thead>
-              <tr>
-                <th class="number">{w.dead}</th>
-                <th>{w.error}</th>
-                <th>{w.sources}</th>
-                <th>{w.last}</th>
-                <th>{w.actions}</th>
-              </tr>
-            </thead>
-            <tbody>
-              {causes.slice(0, mostShown).map((c) => (
-                <tr key={c.cause}>
-                  <td class="number">{c.count}</td>
-                  <td>{c.title}</td>
-                  <td>
-                    {c.sources.map((name) => (
-                      <a key={name} class="name" href={link(name)}>
-                        {name}{" "}
-                      </a>
-                    ))}
-                  </td>
-                  <td>{when(c.last)}</td>
-                  <td>
-                    {c.class === "dependency" ? (
-                      w.ofDependency
-                    ) : inForce(c) ? (
-                      w.inQuarantine
-                    ) : (
-                      <button type="button" disabled={!c.cause} onClick={() => confirm(w.quarantineSure(c.title)) && add(c)}>
-                        {w.quarantineIt}
-                      </button>
-                    )}
-                  </td>
-                </tr>
-              ))}
-            </tbody>
-          </table>
-        </div>
+        <Table
+          columns={[[w.dead, "number"], w.error, w.sources, w.last, w.actions]}
+          rows={causes.slice(0, mostShown).map((c) => [
+            c.cause,
+            c.count,
+            c.title,
+            c.sources.map((name) => (
+              <a key={name} class="name" href={link(name)}>
+                {name}{" "}
+              </a>
+            )),
+            when(c.last),
+            c.class === "dependency" ? (
+              w.ofDependency
+            ) : inForce(c) ? (
+              w.inQuarantine
+            ) : (
+              <button type="button" disabled={!c.cause} onClick={() => confirm(w.quarantineSure(c.title)) && add(c)}>
+                {w.quarantineIt}
+              </button>
+            ),
+          ])}
+        />
       )}
     </>
   );
@@ -405,37 +338,19 @@ export function Events({ w }: { w: Words }) {
       <h1>{w.events}</h1>
       {events?.length === 0 && <p class="calm">{w.noEvents}</p>}
       {events && events.length > 0 && (
-        <div class="wide">
-          <table>
-            <thead>
-              <tr>
-                <th>{w.time}</th>
-                <th>{w.what}</th>
-                <th>{w.source}</th>
-                <th>{w.why}</th>
-              </tr>
-            </thead>
-            <tbody>
-              {events
-                .slice(-mostShown)
-                .reverse()
-                .map((e, i) => (
-                  <tr key={i}>
-                    <td>{when(e.at)}</td>
-                    <td>
-                      {e.kind}
-                      {e.count ? ` ×${e.count}` : ""}
-                    </td>
-                    <td class="name">{e.subject}</td>
-                    <td>
-                      {e.detail}
-                      {e.lasted_seconds ? ` (${span(e.lasted_seconds)})` : ""}
-                    </td>
-                  </tr>
-                ))}
-            </tbody>
-          </table>
-        </div>
+        <Table
+          columns={[w.time, w.what, [w.source, "name"], w.why]}
+          rows={events
+            .slice(-mostShown)
+            .reverse()
+            .map((e, i) => [
+              i,
+              when(e.at),
+              e.kind + (e.count ? ` ×${e.count}` : ""),
+              e.subject,
+              (e.detail ?? "") + (e.lasted_seconds ? ` (${span(e.lasted_seconds)})` : ""),
+            ])}
+        />
       )}
     </>
   );
@@ -448,33 +363,20 @@ export function Audit({ w }: { w: Words }) {
       <h1>{w.audit}</h1>
       {entries?.length === 0 && <p class="calm">{w.noAudit}</p>}
       {entries && entries.length > 0 && (
-        <div class="wide">
-          <table>
-            <thead>
-              <tr>
-                <th>{w.time}</th>
-                <th>{w.who}</th>
-                <th>{w.order}</th>
-                <th>{w.why}</th>
-                <th>{w.result}</th>
-              </tr>
-            </thead>
-            <tbody>
-              {entries
-                .slice(-mostShown)
-                .reverse()
-                .map((e, i) => (
-                  <tr key={i}>
-                    <td>{when(e.at)}</td>
-                    <td>{e.who}</td>
-                    <td class="name">{e.order}</td>
-                    <td>{e.why}</td>
-                    <td>{e.error ?? e.results?.map((r) => `${r.source}: ${r.error ?? r.after}`).join("; ")}</td>
-                  </tr>
-                ))}
-            </tbody>
-          </table>
-        </div>
+        <Table
+          columns={[w.time, w.who, [w.order, "name"], w.why, w.result]}
+          rows={entries
+            .slice(-mostShown)
+            .reverse()
+            .map((e, i) => [
+              i,
+              when(e.at),
+              e.who,
+              e.order,
+              e.why,
+              e.error ?? e.results?.map((r) => `${r.source}: ${r.error ?? r.after}`).join("; "),
+            ])}
+        />
       )}
     </>
   );

@@ -4,6 +4,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import type { Flow, Node } from "./api";
 import { useAsked } from "./pages";
+import { Table } from "./table";
 import type { Words } from "./words";
 
 const kinds = ["producer", "topic", "group", "dependency"] as const;
@@ -136,36 +137,25 @@ export function Topology({ w }: { w: Words }) {
               </svg>
             </div>
           )}
-          <div class="wide">
-            <table>
-              <thead>
-                <tr>
-                  <th>{w.from}</th>
-                  <th>{w.to}</th>
-                  <th class="number">{w.rate}</th>
-                  <th class="number">{w.total}</th>
-                  <th class="number">{w.failures}</th>
-                  <th class="number">{w.held}</th>
-                </tr>
-              </thead>
-              <tbody>
-                {all.map((f) => (
-                  <tr key={wayOf(f)}>
-                    <td class="name">
-                      {w.kinds[f.from.kind]} {f.from.name}
-                    </td>
-                    <td class="name">
-                      {w.kinds[f.to.kind]} {f.to.name}
-                    </td>
-                    <td class="number">{says(f)}</td>
-                    <td class="number">{f.count.toLocaleString("en")}</td>
-                    <td class="number">{f.failed.toLocaleString("en")}</td>
-                    <td class="number">{f.sources > 0 ? `${f.held} / ${f.sources}` : ""}</td>
-                  </tr>
-                ))}
-              </tbody>
-            </table>
-          </div>
+          <Table
+            columns={[
+              [w.from, "name"],
+              [w.to, "name"],
+              [w.rate, "number"],
+              [w.total, "number"],
+              [w.failures, "number"],
+              [w.held, "number"],
+            ]}
+            rows={all.map((f) => [
+              wayOf(f),
+              `${w.kinds[f.from.kind]} ${f.from.name}`,
+              `${w.kinds[f.to.kind]} ${f.to.name}`,
+              says(f),
+              f.count.toLocaleString("en"),
+              f.failed.toLocaleString("en"),
+              f.sources > 0 ? `${f.held} / ${f.sources}` : "",
+            ])}
+          />
         </>
       )}
     </>
