@@ -690,6 +690,10 @@ func TestConsumeRefuses(t *testing.T) {
 		if err := Consume(ctx, g, Dial(wrong), r.queue, handle); !errors.Is(err, amqp091.ErrCredentials) || strings.Contains(err.Error(), "wrong") {
 			t.Errorf("%v", err)
 		}
+		nowhere := strings.TrimSuffix(r.url(), "/") + "/no-such"
+		if err := Consume(ctx, g, Dial(nowhere), r.queue, handle); err == nil || !strings.Contains(err.Error(), "no-such") {
+			t.Errorf("%v", err)
+		}
 		if err := Consume(ctx, g, Dial(r.url()), "no-such-"+r.queue, handle); !errors.Is(err, ErrQueueGone) {
 			t.Errorf("%v", err)
 		}

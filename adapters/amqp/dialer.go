@@ -191,6 +191,9 @@ func (d Dialer) dial(ctx context.Context, url string) (*link, error) {
 	}
 	if l.Connection, err = amqp091.DialConfig(url, cfg); err != nil {
 		l.sock.close()
+		if deadline, _ := ctx.Deadline(); !time.Now().Before(deadline) { // the client may take it for a refusal
+			err = fmt.Errorf("not done in Dialer.Timeout: %w", context.DeadlineExceeded)
+		}
 		return nil, fmt.Errorf("amqp: connect %s: %w", l.endpoint, err)
 	}
 	if text, ok := l.Properties["version"].(string); ok {
@@ -208,10 +211,29 @@ func version(text string) (v [2]int) {
 	return v
 }
 
-// hopeless tells whether an error of the first connection is the
-// configuration's fault.
-func hopeless(err error) bool {
-	return errors.Is(err, amqp091.ErrCredentials) || errors.Is(err, amqp091.ErrVhost) || errors.Is(err, amqp091.ErrSASL)
+// refusals tells when the first connection fails by the configuration's fault.
+type refusals struct {
+	silent int // attempts in a row that ended as those with a wrong password do
+}
+
+// silentTries is how many attempts in a row must end so: a broker hangs up
+// without a word on a wrong password, and so does a network that breaks in the
+// handshake, which the client reports as the same error.
+const silentTries = 3
+
+// last tells whether no further try can mend err.
+func (r *refusals) last(err error) bool {
+	switch {
+	case errors.Is(err, amqp091.ErrCredentials), errors.Is(err, amqp091.ErrVhost):
+		r.silent++
+		return r.silent >= silentTries
+	case errors.Is(err, amqp091.ErrSASL):
+		return true
+	}
+	r.silent = 0
+	said, ok := errors.AsType[*amqp091.Error](err)
+	return ok && said.Server && (said.Code == amqp091.AccessRefused ||
+		said.Code == amqp091.NotAllowed && !strings.Contains(said.Reason, "limit")) // of connections: room comes
 }
 
 // pauses are the pauses between rounds.
@@ -250,17 +272,18 @@ func (s *sparse) due(now time.Time) bool {
 }
 
 // connect makes a connection, however long it takes. It fails when ctx ends,
-// or at once, if first, for what no further try can mend.
+// or, if first, when the broker refuses user, password or vhost.
 func (d Dialer) connect(ctx context.Context, first bool, name string, log *slog.Logger) (*link, error) {
 	p := pauses{longest: d.withDefaults().MaxPause}
 	var failed sparse
+	var refused refusals
 	for {
 		l, err := d.once(ctx)
 		if err == nil {
 			log.Info("connected", "source", name, "endpoint", l.endpoint)
 			return l, nil
 		}
-		if ctx.Err() != nil || first && hopeless(err) {
+		if ctx.Err() != nil || first && refused.last(err) {
 			return nil, err
 		}
 		if failed.due(time.Now()) {

@@ -368,6 +368,74 @@ func TestDialsShareNothing(t *testing.T) {
 	}
 }
 
+// A network that breaks in the handshake is no wrong password, which a broker
+// answers by hanging up, too.
+func TestBrokenHandshakeIsNoRefusal(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		r := newRig(t, s, Quorum, nil)
+		d := Dial(r.url())
+		// The client writes its version, who it is, what it agrees to, and the vhost.
+		breaks := []int{2, 2, 1, 2, 4} // at these writes
+		dials := 0
+		d.Config.Dial = func(network, addr string) (net.Conn, error) {
+			c, err := net.Dial(network, addr)
+			if dials++; err == nil && dials <= len(breaks) {
+				c = &breaking{Conn: c, left: breaks[dials-1]}
+			}
+			return c, err
+		}
+		l, err := d.connect(t.Context(), true, "q", adaptertest.Log())
+		if err != nil {
+			t.Fatalf("%d dials: %v", dials, err)
+		}
+		l.close()
+		if dials <= len(breaks) {
+			t.Errorf("%d dials: nothing broke", dials)
+		}
+	})
+}
+
+// breaking is a connection that breaks at one of its writes.
+type breaking struct {
+	net.Conn
+	left int
+}
+
+func (b *breaking) Write(p []byte) (int, error) {
+	if b.left--; b.left == 0 {
+		_ = b.Close()
+	}
+	return b.Conn.Write(p)
+}
+
+// Only what the broker says ends the first connection at once.
+func TestFirstConnectionRefused(t *testing.T) {
+	t.Parallel()
+	said := func(code int, reason string) error { return &amqp091.Error{Code: code, Reason: reason, Server: true} }
+	for _, c := range []struct {
+		errs []error
+		last bool
+	}{
+		{errs: []error{said(amqp091.NotAllowed, "NOT_ALLOWED - vhost x not found")}, last: true},
+		{errs: []error{said(amqp091.AccessRefused, "ACCESS_REFUSED - Login was refused")}, last: true},
+		{errs: []error{amqp091.ErrSASL}, last: true},
+		{errs: []error{said(amqp091.NotAllowed, "NOT_ALLOWED - access to vhost 'x' refused for user 'y': connection limit (1) is reached")}},
+		{errs: []error{said(amqp091.InternalError, "INTERNAL_ERROR - vhost 'x' is down")}},
+		{errs: []error{io.EOF, io.EOF, io.EOF, io.EOF}},
+		{errs: []error{amqp091.ErrCredentials, amqp091.ErrVhost}},
+		{errs: []error{amqp091.ErrCredentials, amqp091.ErrCredentials, io.EOF, amqp091.ErrCredentials}},
+		{errs: []error{amqp091.ErrCredentials, amqp091.ErrCredentials, amqp091.ErrCredentials}, last: true},
+	} {
+		var r refusals
+		for i, err := range c.errs {
+			if got, want := r.last(errors.Join(io.EOF, err)), c.last && i == len(c.errs)-1; got != want {
+				t.Errorf("%v: %t after %d", c.errs, got, i+1)
+			}
+		}
+	}
+}
+
 // handshakes is the address of a broker behind TLS that hangs up when it has
 // been told who calls.
 func handshakes(t *testing.T, asked func(name string)) string {
