@@ -1,0 +1,373 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guardnats
+
+import (
+	"context"
+	"errors"
+	"strconv"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
+)
+
+// A hold that is shorter than the wait of a call is waited out, although the pull
+// has ended with what it brought.
+func TestWrappedNextWaitsOutAHold(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 20 * time.Second})
+	retry := guard.Retry{Base: time.Minute, Max: time.Minute}
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Order: guard.OrderNone, Workers: 12, Breaker: breaker.Config{Base: 300 * time.Millisecond}, Retry: retry}})
+	w := wrap(t, g, r.consumer)
+	r.publish(t, subject, 0, 12)
+	for i := range 12 {
+		start := time.Now()
+		m, err := w.Next(jetstream.FetchMaxWait(20 * time.Second))
+		if err != nil {
+			t.Fatalf("message %d after %s: %v", i, time.Since(start), err)
+		}
+		settle := m.Ack
+		if i < 5 { // a run opens the breaker
+			settle = m.Nak
+		}
+		if err := settle(); err != nil {
+			t.Fatal(err)
+		}
+		if b := w.src.State().Breaker; i == 4 && b.State != breaker.Open {
+			t.Fatalf("%+v", b)
+		}
+	}
+}
+
+// A call whose pull brought all that there was room for is over once that is handed
+// out, also when that is less than it was asked for.
+func TestWrappedFetchWithLessRoom(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 20 * time.Second, MaxAckPending: 10})
+	retry := guard.Retry{Base: time.Hour, Max: time.Hour}
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Order: guard.OrderNone, Workers: 10, Retry: retry}})
+	w := wrap(t, g, r.consumer)
+	r.publish(t, subject, 0, 100)
+	const wait = 20 * time.Second
+	for call, most := range []int{10, 9, 9} {
+		start := time.Now()
+		b, err := w.Fetch(10, jetstream.FetchMaxWait(wait))
+		if err != nil {
+			t.Fatal(err)
+		}
+		n := 0
+		for m := range b.Messages() {
+			settle := m.Ack
+			if call == 0 && n == 0 {
+				settle = m.Nak // takes a place until its retry
+			}
+			n++
+			if err := settle(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		// Fewer, where the server sees the pull before the last acks: it queues those.
+		if took := time.Since(start); n < most/2 || n > most || took > wait/2 || b.Error() != nil {
+			t.Fatalf("call %d: %d messages in %s: %v", call, n, took, b.Error())
+		}
+	}
+}
+
+// A call whose pull brings more bytes than the source has room for hands out what
+// there is, whether the program acks as it goes or when it has all.
+func TestWrappedFetchOfMoreBytesThanFit(t *testing.T) {
+	t.Parallel()
+	const n, fit = 40, 5
+	for name, atOnce := range map[string]bool{"acked one by one": true, "acked at the end of a batch": false} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t, jetstream.ConsumerConfig{AckWait: 20 * time.Second})
+			body := make([]byte, 1000)
+			g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Order: guard.OrderNone, Workers: n, WindowBytes: int64(fit * len(body))}})
+			w := wrap(t, g, r.consumer)
+			for range n {
+				if _, err := r.js.Publish(adaptertest.Context(t), "s.x", body); err != nil {
+					t.Fatal(err)
+				}
+			}
+			late := time.After(30 * time.Second)
+			for acked := 0; acked < n; {
+				b, err := w.Fetch(n, jetstream.FetchMaxWait(5*time.Second))
+				if err != nil {
+					t.Fatal(err)
+				}
+				var got []jetstream.Msg
+				for open := true; open; {
+					select {
+					case m, more := <-b.Messages():
+						if open = more; more {
+							got = append(got, m)
+						}
+					case <-late:
+						t.Fatalf("a fetch does not end: %d acked, %d in hand, %+v", acked, len(got), w.src.Account())
+					}
+					for ; len(got) > 0 && (atOnce || !open); got = got[1:] {
+						if err := got[0].Ack(); err != nil {
+							t.Fatal(err)
+						}
+						acked++
+					}
+				}
+				if err := b.Error(); err != nil {
+					t.Fatal(err)
+				}
+			}
+			adaptertest.Eventually(t, "all acked", func() bool { return r.info(t).AckFloor.Stream == n })
+			if i := r.info(t); i.Delivered.Consumer != n {
+				t.Errorf("%d deliveries", i.Delivered.Consumer)
+			}
+		})
+	}
+}
+
+// A batch of none is the client's error, also while an earlier pull is open.
+func TestWrappedFetchOfNone(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{})
+	w := wrap(t, adaptertest.Guard(t, guard.Config{}), r.consumer)
+	for range 2 {
+		for _, most := range []int{0, -1} {
+			if _, err := w.Fetch(most); !errors.Is(err, nats.ErrInvalidArg) {
+				t.Errorf("Fetch(%d): %v", most, err)
+			}
+			if _, err := w.FetchNoWait(most); !errors.Is(err, nats.ErrInvalidArg) {
+				t.Errorf("FetchNoWait(%d): %v", most, err)
+			}
+		}
+		if _, err := w.Fetch(5, jetstream.FetchMaxWait(time.Second)); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// What waits behind a retry of its lane keeps no call open: neither beyond its wait,
+// nor when all else that it pulled is handed out.
+func TestWrappedFetchBehindARetry(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 20 * time.Second, MaxAckPending: 4})
+	retry := guard.Retry{Base: time.Hour, Max: time.Hour}
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Order: guard.OrderKey, Retry: retry}})
+	w := wrap(t, g, r.consumer)
+	r.publish(t, func(i int) string { return "s." + strconv.Itoa(i/3) }, 0, 4)
+	for i, call := range []struct {
+		most, want int
+		wait       time.Duration
+	}{{1, 1, 20 * time.Second}, {10, 1, 20 * time.Second}, {10, 0, time.Second}} {
+		start := time.Now()
+		b, err := w.Fetch(call.most, jetstream.FetchMaxWait(call.wait))
+		if err != nil {
+			t.Fatal(err)
+		}
+		n := 0
+		late := time.After(10 * time.Second)
+		for open := true; open; {
+			select {
+			case m, more := <-b.Messages():
+				if open = more; more {
+					n++
+					if err := m.Nak(); err != nil {
+						t.Fatal(err)
+					}
+				}
+			case <-late:
+				t.Fatalf("call %d is open after %s, %+v", i, time.Since(start), w.src.Account())
+			}
+		}
+		if n != call.want || b.Error() != nil || n == 0 && time.Since(start) < call.wait {
+			t.Fatalf("call %d: %d messages in %s, %v, %+v", i, n, time.Since(start), b.Error(), w.src.Account())
+		}
+	}
+}
+
+// A batch goes on while the rest of it is held, here for slow probes one by one.
+func TestWrappedFetchOfProbes(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 20 * time.Second})
+	g := adaptertest.Guard(t, guard.Config{})
+	w := wrap(t, g, r.consumer)
+	r.publish(t, subject, 0, 5)
+	if err := w.src.ForceOpen(200 * time.Millisecond); err != nil {
+		t.Fatal(err)
+	}
+	b, err := w.Fetch(5, jetstream.FetchMaxWait(20*time.Second))
+	if err != nil {
+		t.Fatal(err)
+	}
+	n := 0
+	for m := range b.Messages() {
+		n++
+		time.Sleep(5 * settleDown)
+		if err := m.Ack(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n != 5 || b.Error() != nil {
+		t.Errorf("%d messages, %v, %+v", n, b.Error(), w.src.Account())
+	}
+}
+
+// A source that ends while the program consumes from it stops the pull at once,
+// though a handler is still running, and costs no message more than the delivery
+// that it had.
+func TestWrappedSourceEndsDuringAPull(t *testing.T) {
+	t.Parallel()
+	const before, after = 1, 200
+	// Each hands one message over, and goes on until it is told that the source has
+	// ended.
+	ways := map[string]func(t *testing.T, c jetstream.Consumer, handle func(jetstream.Msg)){
+		"consume": func(t *testing.T, c jetstream.Consumer, handle func(jetstream.Msg)) {
+			cc, err := c.Consume(handle, jetstream.PullExpiry(5*time.Minute))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			<-cc.Closed()
+		},
+		"messages": func(t *testing.T, c jetstream.Consumer, handle func(jetstream.Msg)) {
+			it, err := c.Messages(jetstream.PullExpiry(5 * time.Minute))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			defer it.Stop()
+			m, err := it.Next()
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			var handling sync.WaitGroup
+			defer handling.Wait()
+			handling.Go(func() { handle(m) })
+			for err == nil {
+				_, err = it.Next()
+			}
+			if !errors.Is(err, guard.ErrClosed) {
+				t.Error(err)
+			}
+		},
+		"fetch": func(t *testing.T, c jetstream.Consumer, handle func(jetstream.Msg)) {
+			b, err := c.Fetch(before+after, jetstream.FetchMaxWait(20*time.Second))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			var handling sync.WaitGroup
+			defer handling.Wait()
+			m := <-b.Messages()
+			handling.Go(func() { handle(m) })
+			for range b.Messages() {
+			}
+			if err := b.Error(); !errors.Is(err, guard.ErrClosed) {
+				t.Error(err)
+			}
+		},
+	}
+	for name, way := range ways {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t, jetstream.ConsumerConfig{})
+			g := adaptertest.Guard(t, guard.Config{})
+			w := wrap(t, g, r.consumer)
+			r.publish(t, subject, 0, before)
+			handling, release := make(chan struct{}), make(chan struct{})
+			var running sync.WaitGroup
+			defer running.Wait()
+			defer close(release)
+			var once sync.Once
+			running.Go(func() {
+				way(t, w, func(m jetstream.Msg) {
+					once.Do(func() { close(handling) })
+					<-release
+					_ = m.Ack()
+				})
+			})
+			<-handling
+			running.Go(func() { _, _ = g.Close(context.Background()) })
+			adaptertest.Eventually(t, "the source has ended", func() bool { return w.src.State().Ended })
+			r.publish(t, subject, before, before+after)
+			adaptertest.Eventually(t, "no pull is open", func() bool { return r.info(t).NumWaiting == 0 })
+			if i := r.info(t); i.NumRedelivered != 0 || i.Delivered.Consumer > before+after {
+				t.Errorf("%d redelivered, %d deliveries", i.NumRedelivered, i.Delivered.Consumer)
+			}
+		})
+	}
+}
+
+// A call that waits for a message ends as soon as the source does, and not when the
+// program has settled the messages that it has.
+func TestWrappedWaitsEndWithTheSource(t *testing.T) {
+	t.Parallel()
+	for name, wait := range map[string]func(c jetstream.Consumer) error{
+		"fetch": func(c jetstream.Consumer) error {
+			b, err := c.Fetch(1, jetstream.FetchMaxWait(time.Minute))
+			if err != nil {
+				return err
+			}
+			for range b.Messages() {
+			}
+			return b.Error()
+		},
+		"messages": func(c jetstream.Consumer) error {
+			it, err := c.Messages()
+			if err != nil {
+				return err
+			}
+			defer it.Stop()
+			_, err = it.Next()
+			return err
+		},
+		"consume": func(c jetstream.Consumer) error {
+			cc, err := c.Consume(func(jetstream.Msg) {})
+			if err != nil {
+				return err
+			}
+			<-cc.Closed()
+			return guard.ErrClosed
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t, jetstream.ConsumerConfig{})
+			g := adaptertest.Guard(t, guard.Config{})
+			w := wrap(t, g, r.consumer)
+			r.publish(t, subject, 0, 1)
+			m, err := w.Next()
+			if err != nil {
+				t.Fatal(err)
+			}
+			ended := make(chan error, 1)
+			go func() { ended <- wait(w) }()
+			adaptertest.Eventually(t, "the call waits", func() bool { return r.info(t).NumWaiting > 0 })
+			closed := make(chan struct{})
+			go func() {
+				defer close(closed)
+				_, _ = g.Close(context.Background())
+			}()
+			if err := <-ended; !errors.Is(err, guard.ErrClosed) {
+				t.Error(err)
+			}
+			select {
+			case <-closed:
+				t.Error("the source has not waited for the message")
+			default:
+			}
+			if err := m.Ack(); err != nil {
+				t.Error(err)
+			}
+			<-closed
+		})
+	}
+}
