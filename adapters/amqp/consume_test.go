@@ -249,6 +249,69 @@ func TestHoldMuchLongerThanTheConsumerTimeout(t *testing.T) {
 	})
 }
 
+// An outage that outlasts the broker's delivery limit loses nothing: what the broker would
+// drop is dead-lettered, also at a stop, whether its handler ran, asked for time or hung. The
+// rest is handled.
+func TestHoldBeyondTheDeliveryLimit(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		for _, limit := range []int{1, 4} {
+			t.Run(strconv.Itoa(limit), func(t *testing.T) {
+				t.Parallel()
+				r := newRig(t, s, Quorum, amqp091.Table{"x-delivery-limit": int64(limit)})
+				letters := r.deadLetters(Classic)
+				g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{
+					Timeout: 500 * time.Millisecond, Ramp: guard.Ramp{Off: true}, Breaker: breaker.Config{Base: 200 * time.Millisecond, Cap: time.Second},
+				}})
+				var rec record
+				rec.down.Store(true)
+				const n = 6
+				r.publish(0, n)
+				handle := func(ctx context.Context, d amqp091.Delivery) error {
+					err := rec.handle(ctx, d)
+					switch {
+					case err == nil:
+						return nil
+					case string(d.Body) == "1":
+						return guard.Backoff(err, time.Now().Add(300*time.Millisecond))
+					case string(d.Body) == "2":
+						<-ctx.Done()
+					}
+					return guard.Unavailable(err)
+				}
+				opts := []Option{WithPrefetch(100), WithConsumerTimeout(2 * time.Second), WithDeliveryLimit(limit), WithDeadLetters(letters)}
+				c := r.consume(g, handle, opts...)
+				died := func() int {
+					ds, err := r.get(letters.cfg.Queue)
+					if err != nil {
+						t.Error(err)
+					}
+					for _, d := range ds {
+						if rec, err := ReadDeadLetter(d); err != nil || rec.Reason != dlq.ReasonLastDelivery {
+							t.Errorf("%v: %+v", err, rec)
+						}
+					}
+					return len(ds)
+				}
+				adaptertest.Eventually(t, "three have died", func() bool { return died() >= 3 })
+				if err := c.Stop(t); err != nil { // a deploy in the outage
+					t.Fatal(err)
+				}
+				c = r.consume(g, handle, opts...)
+				rec.down.Store(false)
+				adaptertest.Eventually(t, "nothing is left", func() bool { return rec.distinct()+died() >= n })
+				if err := c.Stop(t); err != nil {
+					t.Fatal(err)
+				}
+				if rec.distinct()+died() != n || rec.twice() > 0 {
+					t.Errorf("%d handled, %d dead letters of %d; %d twice", rec.distinct(), died(), n, rec.twice())
+				}
+				t.Logf("%d of %d died", died(), n)
+			})
+		}
+	})
+}
+
 // What holds a source without its breaker is sat out all the same: what the broker
 // counts is a delivery of the prefetch for each half of the consumer timeout.
 func TestHoldsWithoutTheBreaker(t *testing.T) {

@@ -34,7 +34,8 @@ type Dialer struct {
 	Config amqp091.Config
 
 	// Timeout bounds one attempt, handshake included. At least 10ms; unset
-	// means 10s.
+	// means 10s. RabbitMQ lets a wrong password wait for 3s: below that it is tried
+	// for ever.
 	Timeout time.Duration
 
 	// MaxPause is the longest pause between two rounds. At least 100ms; unset
@@ -141,21 +142,27 @@ func (s *socket) close() {
 	}
 }
 
-// once tries every endpoint, in a fresh order, until one answers.
+// once is a round whose errors are one.
 func (d Dialer) once(ctx context.Context) (*link, error) {
+	l, errs := d.round(ctx)
+	return l, errors.Join(errs...)
+}
+
+// round tries every endpoint, in a fresh order, until one answers. errs are theirs, or
+// that of ctx alone.
+func (d Dialer) round(ctx context.Context) (l *link, errs []error) {
 	d = d.withDefaults()
-	var errs []error
 	for _, i := range rand.Perm(len(d.URLs)) {
 		l, err := d.dial(ctx, d.URLs[i])
 		if err == nil {
 			return l, nil
 		}
 		if ctx.Err() != nil {
-			return nil, ctx.Err()
+			return nil, []error{ctx.Err()}
 		}
 		errs = append(errs, err)
 	}
-	return nil, errors.Join(errs...)
+	return nil, errs
 }
 
 func (d Dialer) dial(ctx context.Context, url string) (*link, error) {
@@ -213,27 +220,42 @@ func version(text string) (v [2]int) {
 
 // refusals tells when the first connection fails by the configuration's fault.
 type refusals struct {
-	silent int // attempts in a row that ended as those with a wrong password do
+	silent int // rounds in a row in which all endpoints ended as with a wrong password
 }
 
-// silentTries is how many attempts in a row must end so: a broker hangs up
-// without a word on a wrong password, and so does a network that breaks in the
-// handshake, which the client reports as the same error.
+// silentTries is how many rounds in a row must end so: a broker hangs up without a word
+// on a wrong password, and so does a network that breaks in the handshake, which the
+// client reports as the same error.
 const silentTries = 3
 
-// last tells whether no further try can mend err.
-func (r *refusals) last(err error) bool {
-	switch {
-	case errors.Is(err, amqp091.ErrCredentials), errors.Is(err, amqp091.ErrVhost):
-		r.silent++
-		return r.silent >= silentTries
-	case errors.Is(err, amqp091.ErrSASL):
-		return true
+// backendFailed is what a broker says that could not ask who may do what.
+const backendFailed = "returned an error"
+
+// last tells whether no further round can mend the errors of all endpoints.
+func (r *refusals) last(round []error) bool {
+	said := 0
+	for _, err := range round {
+		switch {
+		case saidNo(err):
+			said++
+		case !errors.Is(err, amqp091.ErrCredentials) && !errors.Is(err, amqp091.ErrVhost):
+			r.silent = 0
+			return false
+		}
 	}
-	r.silent = 0
+	r.silent++
+	return said == len(round) || r.silent >= silentTries
+}
+
+// saidNo tells whether the broker itself refuses user or vhost, or knows no common way
+// to authenticate.
+func saidNo(err error) bool {
 	said, ok := errors.AsType[*amqp091.Error](err)
-	return ok && said.Server && (said.Code == amqp091.AccessRefused ||
-		said.Code == amqp091.NotAllowed && !strings.Contains(said.Reason, "limit")) // of connections: room comes
+	if !ok || !said.Server {
+		return errors.Is(err, amqp091.ErrSASL)
+	}
+	return said.Code == amqp091.AccessRefused && !strings.Contains(said.Reason, backendFailed) ||
+		said.Code == amqp091.NotAllowed && !strings.Contains(said.Reason, backendFailed) && !strings.Contains(said.Reason, "limit (") // of connections
 }
 
 // pauses are the pauses between rounds.
@@ -278,12 +300,13 @@ func (d Dialer) connect(ctx context.Context, first bool, name string, log *slog.
 	var failed sparse
 	var refused refusals
 	for {
-		l, err := d.once(ctx)
-		if err == nil {
+		l, errs := d.round(ctx)
+		if l != nil {
 			log.Info("connected", "source", name, "endpoint", l.endpoint)
 			return l, nil
 		}
-		if ctx.Err() != nil || first && refused.last(err) {
+		err := errors.Join(errs...)
+		if ctx.Err() != nil || first && refused.last(errs) {
 			return nil, err
 		}
 		if failed.due(time.Now()) {

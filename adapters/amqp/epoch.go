@@ -121,7 +121,7 @@ func (e *epoch) run(ctx context.Context) (outcome, error) {
 	}
 	link := e.c.connected(ctx)
 	switch {
-	case link == nil:
+	case link == nil, ctx.Err() != nil: // a channel now would cost its messages a delivery
 		return epochStopped, nil
 	case e.c.o.limits(e.c.full, link.version) == e.limits:
 	case e.narrow: // the broker was upgraded meanwhile, or this is another node
@@ -194,7 +194,7 @@ func (e *epoch) consume(l *link) error {
 	}
 	n := e.c.prefetch
 	switch {
-	case e.narrow && e.c.tired:
+	case e.narrow && (e.c.tired || e.limits.MaxDeliver == 2): // by the next close all have had their deliveries
 		n = 1
 	case e.narrow:
 		n = min(n, witnesses)
@@ -222,18 +222,14 @@ func (e *epoch) subscribe(prefetch int) error {
 	e.c.missing, e.c.consumed, e.c.refused = 0, true, sparse{}
 	e.done = progress{}
 	e.read = make(chan struct{})
-	few := 0
-	if e.narrow {
-		few = e.limits.MaxDeliver / 2
-	}
-	go e.forward(out, e.read, few)
+	go e.forward(out, e.read, e.limits.MaxDeliver/2)
 	return nil
 }
 
 // forward hands deliveries to the source. It is the reader's, which ends with
 // the consumer or the channel, or when a tag came twice. There is always room,
 // so that what the client buffers is counted from its arrival. few, where it is
-// not 0, is how many deliveries of a message are too many for a channel that probes.
+// not 0, is beyond how many deliveries of a message a channel that probes has one message.
 func (e *epoch) forward(out <-chan amqp091.Delivery, done chan<- struct{}, few int) {
 	defer close(done)
 	for d := range out {
@@ -282,6 +278,7 @@ func (e *epoch) notConsuming(ctx context.Context, err error) (outcome, error) {
 	case errors.Is(err, ErrUnsuitable):
 		return epochStopped, err
 	case isCode(err, amqp091.AccessRefused) && strings.Contains(err.Error(), "exclusive"): // somebody else's
+	case strings.Contains(err.Error(), backendFailed):
 	case isCode(err, amqp091.AccessRefused), isCode(err, amqp091.PreconditionFailed), isCode(err, amqp091.NotAllowed), isCode(err, amqp091.NotImplemented):
 		return epochStopped, fmt.Errorf("amqp: consume %s: %w", c.o.queue, err)
 	}

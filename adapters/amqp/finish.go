@@ -12,6 +12,7 @@ import (
 
 	"github.com/rabbitmq/amqp091-go"
 
+	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
@@ -31,6 +32,9 @@ func (e *epoch) finish(ctx context.Context, how outcome, cause error) (outcome, 
 	report := e.end(ctx, why, lost)
 	if len(report.Left) == 0 {
 		<-e.ran
+	}
+	if !e.life.ended() {
+		e.rescue(ctx)
 	}
 	orderly := how != epochStopped && !e.life.ended()
 	before := 0
@@ -68,6 +72,71 @@ func (e *epoch) finish(ctx context.Context, how outcome, cause error) (outcome, 
 		errs = append(errs, guard.ErrClosed)
 	}
 	return how, errors.Join(errs...)
+}
+
+// rescue dead-letters what the broker would drop: to it the close of the channel is the end
+// of a delivery, and nobody is given a message beyond its limit. What has come back more
+// often than the limit that is known of shows that this is not the queue's, and stays.
+func (e *epoch) rescue(ctx context.Context) {
+	c := e.c
+	near := c.tired || e.worn.Load() // one may be on its way
+	if c.o.letters == nil || c.rejects != nil || e.limits.MaxDeliver == 0 || e.last() == nil && !near {
+		return
+	}
+	limit := c.o.timeout / 4
+	if ctx.Err() != nil {
+		limit = min(limit, answerTimeout) // within stopGrace
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), limit)
+	defer cancel()
+	// Otherwise each ack brings another message, which may be at its last delivery, too.
+	err := c.link.within(ctx, 0, func() error { return e.ch.Cancel(e.tag, false) })
+	if err == nil {
+		<-e.read
+	}
+	saved, lost := 0, 0
+	for _, d := range e.last() {
+		m := e.port.describe(&d)
+		wrong := c.o.letters.Write(ctx, &dlq.Record{
+			Body: m.Body, Headers: m.Headers, Properties: m.Properties, Timestamp: m.Timestamp, Origin: m.Origin,
+			Attempts: m.Attempts, Deliveries: m.Deliveries, Reason: dlq.ReasonLastDelivery,
+		})
+		if wrong == nil {
+			wrong = e.port.Ack(d)
+		}
+		if wrong != nil {
+			lost, err = lost+1, wrong
+			continue
+		}
+		saved++
+	}
+	if wrong := e.port.flush(); wrong != nil {
+		lost, err = lost+saved, wrong
+	}
+	switch {
+	case lost > 0:
+		c.o.log.Error("the broker may drop messages: they are at their last delivery, and could not be dead-lettered", "source", c.o.name, "messages", lost, "error", err)
+	case saved > 0:
+		c.o.log.Warn("messages at their last delivery were dead-lettered: the broker would drop them", "source", c.o.name, "messages", saved, "deliveries", e.limits.MaxDeliver)
+	}
+}
+
+// last are the unsettled deliveries that are the last of their messages.
+func (e *epoch) last() (ds []amqp091.Delivery) {
+	for waits := true; waits; { // what the source had not taken yet
+		select {
+		case d := <-e.in:
+			e.port.given = append(e.port.given, d)
+		default:
+			waits = false
+		}
+	}
+	for _, d := range e.port.given {
+		if n, _ := integer(d.Headers[deliveryCount]); n+1 == e.limits.MaxDeliver && e.port.tags.isOpen(d.DeliveryTag) {
+			ds = append(ds, d)
+		}
+	}
+	return ds
 }
 
 // end ends the source. With a channel that is gone it waits for handlers only,

@@ -314,7 +314,7 @@ func (x *inspector) limits(ctx context.Context, q *queueInfo) error {
 	}
 	if limited && x.in.Prefetch >= manyPrefetched {
 		x.add(guard.Warning, q, fmt.Sprintf("a consumer that crashes %d times brings all %d prefetched messages to its delivery limit, although no handler saw them", limit+1, x.in.Prefetch),
-			fmt.Sprintf("a smaller prefetch, such as guardamqp.WithPrefetch(%d), or a higher limit: %s", manyPrefetched/5, x.policy(q, "\"delivery-limit\":1000")))
+			fmt.Sprintf("a smaller prefetch, such as guardamqp.WithPrefetch(%d), or a higher limit: %s", manyPrefetched/5, x.policy(q, "\"delivery-limit\":1000")+", and guardamqp.WithDeliveryLimit(1000)"))
 	}
 	return nil
 }

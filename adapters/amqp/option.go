@@ -69,12 +69,13 @@ func WithPrefetch(n int) Option { return func(o *options) { o.prefetch = n } }
 // 30m.
 func WithConsumerTimeout(d time.Duration) Option { return func(o *options) { o.timeout = d } }
 
-// WithDeliveryLimit is the queue's delivery limit: the broker gives a message
-// that many deliveries and one more. A failure at the last is dead-lettered at
-// once, since the broker would drop or dead-letter the message itself. The
-// default is 20 if the broker is RabbitMQ 4.0 or later, and none before; it has
-// no effect on classic queues, which don't count. [Inspect] tells what the queue
-// has. At least 1.
+// WithDeliveryLimit is the queue's delivery limit: the broker gives a message that many
+// deliveries and one more. After a failure at the last one the message's attempts count
+// as used up, and when the channel closes then, [Consume] dead-letters it: the broker
+// would drop it, or dead-letter it itself. Say here what the queue has, or messages die
+// too early; of a queue without a limit, a number that is never reached. The default is
+// 20 if the broker is RabbitMQ 4.0 or later, and none before; it has no effect on classic
+// queues, which don't count. [Inspect] tells what the queue has. At least 1.
 func WithDeliveryLimit(n int) Option { return func(o *options) { o.limit = n } }
 
 // WithDeadLetters is where dead letters go, usually a [*DLQ]. Without it and

@@ -86,7 +86,8 @@ func (p *meta) describe(d *amqp091.Delivery) guard.Meta {
 type port struct {
 	meta
 	acker
-	rejects *rejects // nil unless dead letters are rejected
+	rejects *rejects           // nil unless dead letters are rejected
+	given   []amqp091.Delivery // back by the source at its end
 }
 
 func newPort(queue string, o *options) *port {
@@ -130,8 +131,12 @@ func (p *port) Flush() error { return p.flush() }
 func (p *port) Extend([]amqp091.Delivery) {}
 
 // Return leaves it to the channel's end, which puts everything back in its
-// order. A requeue would put it at the tail of a quorum queue without a limit.
-func (p *port) Return([]amqp091.Delivery, guard.Reason) error { return nil }
+// order, but for what [epoch.rescue] takes out. A requeue would put it at the tail of a
+// quorum queue without a limit.
+func (p *port) Return(ds []amqp091.Delivery, _ guard.Reason) error {
+	p.given = ds
+	return nil
+}
 
 // Demand has nothing to do: the prefetch is the window.
 func (p *port) Demand(int) {}

@@ -4,6 +4,7 @@
 package guardamqp
 
 import (
+	"cmp"
 	"slices"
 	"sync"
 )
@@ -102,23 +103,8 @@ func (t *tags) unsure() int {
 func (t *tags) settle(n uint64, to tagState) (ok bool, due, rest int) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	i := t.head
-	if i >= len(t.out) || t.out[i].n != n {
-		i, ok = slices.BinarySearchFunc(t.out[t.head:], n, func(e tag, n uint64) int {
-			switch {
-			case e.n < n:
-				return -1
-			case e.n > n:
-				return 1
-			}
-			return 0
-		})
-		i += t.head
-		if !ok {
-			return false, 0, 0
-		}
-	}
-	if t.out[i].is != tagOpen {
+	i, ok := t.find(n)
+	if !ok || t.out[i].is != tagOpen {
 		return false, 0, 0
 	}
 	t.out[i].is = to
@@ -127,6 +113,23 @@ func (t *tags) settle(n uint64, to tagState) (ok bool, due, rest int) {
 		t.rejs++
 	}
 	return true, t.due, len(t.out) - t.head - t.acked - t.due
+}
+
+// isOpen tells whether a tag is delivered and not settled.
+func (t *tags) isOpen(n uint64) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	i, ok := t.find(n)
+	return ok && t.out[i].is == tagOpen
+}
+
+// find is where a tag is in out. mu is held.
+func (t *tags) find(n uint64) (i int, ok bool) {
+	if t.head < len(t.out) && t.out[t.head].n == n {
+		return t.head, true
+	}
+	i, ok = slices.BinarySearchFunc(t.out[t.head:], n, func(e tag, n uint64) int { return cmp.Compare(e.n, n) })
+	return i + t.head, ok
 }
 
 // take appends the frames for everything that is settled: rejects first, so that no

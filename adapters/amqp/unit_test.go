@@ -421,6 +421,8 @@ func TestFirstConnectionRefused(t *testing.T) {
 		{errs: []error{said(amqp091.AccessRefused, "ACCESS_REFUSED - Login was refused")}, last: true},
 		{errs: []error{amqp091.ErrSASL}, last: true},
 		{errs: []error{said(amqp091.NotAllowed, "NOT_ALLOWED - access to vhost 'x' refused for user 'y': connection limit (1) is reached")}},
+		{errs: []error{said(amqp091.NotAllowed, "NOT_ALLOWED - vhost rate-limit not found")}, last: true},
+		{errs: []error{said(amqp091.NotAllowed, "NOT_ALLOWED - access to vhost 'x' refused for user 'y', backend rabbit_auth_backend_http returned an error: timeout")}},
 		{errs: []error{said(amqp091.InternalError, "INTERNAL_ERROR - vhost 'x' is down")}},
 		{errs: []error{io.EOF, io.EOF, io.EOF, io.EOF}},
 		{errs: []error{amqp091.ErrCredentials, amqp091.ErrVhost}},
@@ -429,8 +431,11 @@ func TestFirstConnectionRefused(t *testing.T) {
 	} {
 		var r refusals
 		for i, err := range c.errs {
-			if got, want := r.last(errors.Join(io.EOF, err)), c.last && i == len(c.errs)-1; got != want {
+			if got, want := r.last([]error{fmt.Errorf("connect: %w", err)}), c.last && i == len(c.errs)-1; got != want {
 				t.Errorf("%v: %t after %d", c.errs, got, i+1)
+			}
+			if new(refusals).last([]error{err, io.EOF}) {
+				t.Errorf("%v: the other endpoint may be well", err)
 			}
 		}
 	}
