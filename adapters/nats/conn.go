@@ -54,6 +54,9 @@ func lackingOptions(o *nats.Options) []string {
 	if !o.AllowReconnect || o.MaxReconnect >= 0 {
 		lacks = append(lacks, "nats.MaxReconnects(-1)")
 	}
+	if !o.IgnoreAuthErrorAbort { // a server that starts may not know its users yet, and two refusals close the connection
+		lacks = append(lacks, "nats.IgnoreAuthErrorAbort()")
+	}
 	if d := silence(o); d <= 0 || d > maxSilence {
 		lacks = append(lacks, "nats.PingInterval(10*time.Second)")
 	}

@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"sync"
 	"time"
 
@@ -255,6 +256,7 @@ const (
 
 // await describes the consumer, and waits for a server that is away until ctx ends.
 func await(ctx context.Context, consumer jetstream.Consumer, o *options) (source, error) {
+	said := ""
 	for pause := time.Duration(0); ; pause = min(max(2*pause, awaitBase), awaitMax) {
 		wait := time.NewTimer(pause)
 		select {
@@ -272,7 +274,8 @@ func await(ctx context.Context, consumer jetstream.Consumer, o *options) (source
 			return s, nil
 		case err == nil || !away(err):
 			return s, err
-		case pause == 0:
+		case err.Error() != said:
+			said = err.Error()
 			o.log.Warn("the server is away: waiting for it", "source", nameOf(consumer, o), "error", err)
 		}
 	}
@@ -288,8 +291,13 @@ func away(err error) bool {
 			return true
 		}
 	}
+	if _, ok := errors.AsType[net.Error](err); ok { // from the socket
+		return true
+	}
+	// 503: a cluster without a leader, a server that starts; 500: the consumer's own
+	// servers are away, or older.
 	api, ok := errors.AsType[*jetstream.APIError](err)
-	return ok && api.Code == 503 // a cluster without a leader, a server that starts
+	return ok && api.Code >= 500
 }
 
 // nameOf is a source's name before the server has told of it.

@@ -18,10 +18,10 @@
 // instances: one that holds takes one and a half windows out of it, so with
 // several instances set [WithWindow] to a part of it. A MaxDeliver is best left
 // out (-1): the guard's own attempts end a message, and every nak, crash and
-// missed keep-alive counts as a delivery. A failure at the last delivery is
-// dead-lettered at once. The connection needs nats.MaxReconnects(-1), a
-// nats.PingInterval of 10s and a nats.FlusherTimeout of 5s; a line at WARN names those
-// that are missing.
+// missed keep-alive counts as a delivery. After a failure at the last delivery the
+// message's attempts count as used up. The connection needs nats.MaxReconnects(-1),
+// nats.IgnoreAuthErrorAbort(), a nats.PingInterval of 10s and a nats.FlusherTimeout of 5s;
+// a line at WARN names those that are missing.
 //
 // # What happens when
 //

@@ -15,7 +15,7 @@ var (
 	ErrConsumerGone = errors.New("nats: consumer gone")
 
 	// ErrConnectionClosed means that the connection has ended for good. Connect
-	// with MaxReconnects(-1), so that only Close does that.
+	// with MaxReconnects(-1) and IgnoreAuthErrorAbort, so that only Close does that.
 	ErrConnectionClosed = errors.New("nats: connection closed")
 
 	// ErrUnsuitable means that a stream or consumer is configured in a way that

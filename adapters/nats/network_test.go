@@ -6,10 +6,13 @@ package guardnats
 import (
 	"bytes"
 	"context"
+	"fmt"
 	"log/slog"
+	"net"
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -184,10 +187,10 @@ func TestConnectionsOptions(t *testing.T) {
 		opts []nats.Option
 		want []string
 	}{
-		"none": {nil, []string{"nats.MaxReconnects(-1)", "nats.PingInterval(10*time.Second)", "nats.FlusherTimeout(5*time.Second)"}},
-		"all":  {[]nats.Option{nats.MaxReconnects(-1), nats.PingInterval(10 * time.Second), nats.FlusherTimeout(5 * time.Second)}, nil},
-		"some": {[]nats.Option{nats.MaxReconnects(-1), nats.FlusherTimeout(time.Second)}, []string{"nats.PingInterval(10*time.Second)"}},
-		"no reconnect": {[]nats.Option{nats.MaxReconnects(-1), nats.PingInterval(time.Second), nats.FlusherTimeout(time.Second), nats.NoReconnect()},
+		"none": {nil, []string{"nats.MaxReconnects(-1)", "nats.IgnoreAuthErrorAbort()", "nats.PingInterval(10*time.Second)", "nats.FlusherTimeout(5*time.Second)"}},
+		"all":  {[]nats.Option{nats.MaxReconnects(-1), nats.IgnoreAuthErrorAbort(), nats.PingInterval(10 * time.Second), nats.FlusherTimeout(5 * time.Second)}, nil},
+		"some": {[]nats.Option{nats.MaxReconnects(-1), nats.IgnoreAuthErrorAbort(), nats.FlusherTimeout(time.Second)}, []string{"nats.PingInterval(10*time.Second)"}},
+		"no reconnect": {[]nats.Option{nats.MaxReconnects(-1), nats.PingInterval(time.Second), nats.FlusherTimeout(time.Second), nats.IgnoreAuthErrorAbort(), nats.NoReconnect()},
 			[]string{"nats.MaxReconnects(-1)"}},
 	} {
 		for _, passive := range []bool{false, true} {
@@ -221,12 +224,29 @@ func TestConnectionsOptions(t *testing.T) {
 			if n := log.lines("level=WARN", "the connection is not set up for outages"); n != lines {
 				t.Errorf("%s: %d lines\n%s", name, n, log)
 			}
-			for _, option := range []string{"nats.MaxReconnects", "nats.PingInterval", "nats.FlusherTimeout"} {
+			for _, option := range []string{"nats.MaxReconnects", "nats.IgnoreAuthErrorAbort", "nats.PingInterval", "nats.FlusherTimeout"} {
 				wanted := strings.Contains(strings.Join(c.want, " "), option)
 				if (log.lines(option) == 1) != wanted {
 					t.Errorf("%s: %s named: %v\n%s", name, option, !wanted, log)
 				}
 			}
+		}
+	}
+}
+
+// What passes by itself is waited out, and nothing else is.
+func TestAway(t *testing.T) {
+	t.Parallel()
+	for err, want := range map[error]bool{
+		&jetstream.APIError{Code: 503, ErrorCode: jetstream.JSErrCodeJetStreamNotEnabled}: true,
+		&jetstream.APIError{Code: 500, ErrorCode: 10119}:                                  true, // the consumer's servers are offline
+		fmt.Errorf("nats: %w", &net.OpError{Op: "write", Err: syscall.EPIPE}):             true,
+		nats.ErrTimeout: true,
+		&jetstream.APIError{Code: 404, ErrorCode: jetstream.JSErrCodeConsumerNotFound}: false,
+		nats.ErrConnectionClosed: false,
+	} {
+		if away(err) != want {
+			t.Errorf("%v: %t", err, !want)
 		}
 	}
 }

@@ -142,7 +142,7 @@ func redacted(err error) error { return errors.New(access.Redact(err.Error())) }
 
 func (f *registerFlags) nats(a *access.Access, bucket string) (r register.Register, closes func(), err error) {
 	closes = func() {}
-	nc, err := nats.Connect(f.url, append(a.NATS(), nats.Name("stormguard fleet"), nats.RetryOnFailedConnect(true), nats.MaxReconnects(-1), nats.ReconnectWait(time.Second))...)
+	nc, err := nats.Connect(f.url, append(a.NATS(), nats.Name("stormguard fleet"), nats.RetryOnFailedConnect(true), nats.MaxReconnects(-1), nats.IgnoreAuthErrorAbort(), nats.ReconnectWait(time.Second))...)
 	if err != nil {
 		return nil, closes, err
 	}

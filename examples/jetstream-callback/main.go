@@ -43,7 +43,7 @@ func charge(order int) error {
 }
 
 func run(ctx context.Context, url string, charge func(order int) error) (err error) {
-	nc, err := nats.Connect(url, nats.MaxReconnects(-1),
+	nc, err := nats.Connect(url, nats.MaxReconnects(-1), nats.IgnoreAuthErrorAbort(),
 		nats.PingInterval(10*time.Second), nats.FlusherTimeout(5*time.Second)) // by default it gives up after two minutes
 	if err != nil {
 		return err

@@ -45,7 +45,7 @@ func repair(body []byte) error {
 }
 
 func run(ctx context.Context, url string, repair func(body []byte) error) (err error) {
-	nc, err := nats.Connect(url, nats.MaxReconnects(-1),
+	nc, err := nats.Connect(url, nats.MaxReconnects(-1), nats.IgnoreAuthErrorAbort(),
 		nats.PingInterval(10*time.Second), nats.FlusherTimeout(5*time.Second)) // by default it gives up after two minutes
 	if err != nil {
 		return err

@@ -76,7 +76,7 @@ func run(ctx context.Context, url, collector string, handle func(context.Context
 		err = errors.Join(err, flushErr, closeErr, traces.Shutdown(ctx), meters.Shutdown(ctx))
 	}()
 
-	nc, err := nats.Connect(url, nats.MaxReconnects(-1),
+	nc, err := nats.Connect(url, nats.MaxReconnects(-1), nats.IgnoreAuthErrorAbort(),
 		nats.PingInterval(10*time.Second), nats.FlusherTimeout(5*time.Second)) // by default it gives up after two minutes
 	if err != nil {
 		return err

@@ -78,7 +78,7 @@ func run(ctx context.Context, url, db string, send sender) (err error) {
 	if _, err := pool.Exec(ctx, schema); err != nil {
 		return err
 	}
-	nc, err := nats.Connect(url, nats.MaxReconnects(-1),
+	nc, err := nats.Connect(url, nats.MaxReconnects(-1), nats.IgnoreAuthErrorAbort(),
 		nats.PingInterval(10*time.Second), nats.FlusherTimeout(5*time.Second)) // by default it gives up after two minutes
 	if err != nil {
 		return err

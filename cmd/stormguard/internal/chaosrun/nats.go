@@ -89,7 +89,7 @@ func (b *onNATS) connect() (err error) {
 	if b.nc != nil {
 		return nil
 	}
-	b.nc, err = natsgo.Connect(b.url, natsgo.MaxReconnects(-1), natsgo.ReconnectWait(100*time.Millisecond), natsgo.PingInterval(10*time.Second), natsgo.FlusherTimeout(5*time.Second))
+	b.nc, err = natsgo.Connect(b.url, natsgo.MaxReconnects(-1), natsgo.IgnoreAuthErrorAbort(), natsgo.ReconnectWait(100*time.Millisecond), natsgo.PingInterval(10*time.Second), natsgo.FlusherTimeout(5*time.Second))
 	if err == nil {
 		b.js, err = jetstream.New(b.nc, jetstream.WithPublishAsyncMaxPending(1<<14))
 	}

@@ -81,7 +81,7 @@ func (b *natsServer) close() {
 }
 
 func (b *natsServer) connect(name string) (*nats.Conn, jetstream.JetStream, error) {
-	opts := append([]nats.Option{nats.Name("stormguard demo: " + name), nats.MaxReconnects(-1)}, b.opts...)
+	opts := append([]nats.Option{nats.Name("stormguard demo: " + name), nats.MaxReconnects(-1), nats.IgnoreAuthErrorAbort()}, b.opts...)
 	nc, err := nats.Connect(b.url, opts...)
 	if err != nil {
 		return nil, nil, fmt.Errorf("connect to %s: %w", access.Redact(b.url), err)
