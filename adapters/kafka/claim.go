@@ -129,15 +129,17 @@ const nameWait = 20 * time.Millisecond
 // another reason it would refuse again.
 func openClaim[M any](ss *session, name string, revoked <-chan struct{}, open func() (*guard.Source[M], error)) (*guard.Source[M], error) {
 	o := &ss.h.opts
-	for waited, said := false, false; ; waited = true {
+	said := false
+	for free := false; ; { // as the look before saw it: the other may have ended after it was refused
 		src, err := open()
 		if err == nil {
 			return src, nil
 		}
 		taken := ss.h.g.Source(name) != nil
-		if errors.Is(err, guard.ErrClosed) || !taken && waited {
+		if errors.Is(err, guard.ErrClosed) || !taken && free {
 			return nil, ss.h.refuse(fmt.Errorf("kafka: claim %s: %w", name, err))
 		}
+		free = !taken
 		ss.leaveOther(name)
 		if taken && !said {
 			said = true

@@ -30,10 +30,16 @@ func (t *Topics) Fits(group string, claims map[string][]int32) error {
 		for level := range t.cfg.Delays {
 			name := t.cfg.Name(topic, level+1)
 			have, err := t.out.Client.Partitions(name)
+			most := slices.Max(append(partitions, -1))
+			if err == nil && int(most) >= len(have) { // what the client knows may be ten minutes old
+				if err = t.out.Client.RefreshMetadata(name); err == nil {
+					have, err = t.out.Client.Partitions(name)
+				}
+			}
 			if err != nil {
 				errs = append(errs, fmt.Errorf("kafka: retry topic %s: %w", name, err))
-			} else if most := slices.Max(append(partitions, -1)); int(most) >= len(have) {
-				errs = append(errs, cluster.Unsuitable("topic %s: it has %d partitions, and partition %d of %s has none to be parked in: kafka-topics.sh --alter --topic %s --partitions N, and make RetryTopics anew",
+			} else if int(most) >= len(have) {
+				errs = append(errs, cluster.Unsuitable("topic %s: it has %d partitions, and partition %d of %s has none to be parked in: kafka-topics.sh --alter --topic %s --partitions N",
 					name, len(have), most, topic, name))
 			}
 		}
