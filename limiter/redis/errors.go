@@ -5,6 +5,7 @@ package redis
 
 import (
 	"errors"
+	"strings"
 
 	goredis "github.com/redis/go-redis/v9"
 )
@@ -36,9 +37,15 @@ func refused(err error) bool {
 		return false
 	}
 	for _, p := range passing {
-		if goredis.HasErrorPrefix(err, p) {
+		if goredis.HasErrorPrefix(err, p) || inScript(err.Error(), p) {
 			return false
 		}
 	}
 	return true
+}
+
+// inScript tells whether a Redis before 7 says that a command of the script was answered
+// so: "Error running script (call to f_…): @user_script:37: @user_script: 37: -READONLY …".
+func inScript(text, answer string) bool {
+	return strings.Contains(text, "Error running script") && strings.Contains(text, ": -"+answer+" ")
 }

@@ -26,6 +26,9 @@ var decide string
 // pause is for how long nothing is asked after a question that was not answered.
 const pause = 100 * time.Millisecond
 
+// sayEvery is how often a refusal is logged.
+const sayEvery = time.Minute
+
 // A Store is limits at one Redis. It is safe for concurrent use. It has no goroutine
 // of its own; those that handles start end by themselves, and Close waits for them.
 type Store struct {
@@ -40,6 +43,7 @@ type Store struct {
 	silent atomic.Bool
 	quiet  atomic.Int64
 	last   atomic.Pointer[error]
+	says   atomic.Int64 // when a refusal may be logged again, since start
 
 	mu          sync.Mutex
 	done        chan struct{} // closed by Close
@@ -204,6 +208,10 @@ func (s *Store) failed(err error) error {
 		s.heard()
 		err = fmt.Errorf("%w: %w: %w", ErrSilent, ErrRefused, err)
 		s.last.Store(&err)
+		now := time.Since(s.start)
+		if at := s.says.Load(); now >= time.Duration(at) && s.says.CompareAndSwap(at, int64(now+sayEvery)) {
+			s.log.Warn("limit store refuses", slog.Any("error", err), slog.String("until_then", s.cfg.Silence.String()))
+		}
 		return err
 	}
 	err = fmt.Errorf("%w: %w", ErrSilent, err)

@@ -313,6 +313,41 @@ func TestScriptIsForgotten(t *testing.T) {
 	}
 }
 
+// An answer that time mends is no refusal, also where a Redis before 7 hides it in the
+// script's.
+func TestPassingAnswers(t *testing.T) {
+	t.Parallel()
+	for text, want := range map[string]bool{
+		"READONLY You can't write against a read only replica.":                                                                              false,
+		"ERR Error running script (call to f_1c): @user_script:37: @user_script: 37: -READONLY You can't write against a read only replica.": false,
+		"ERR Error running script (call to f_1c): @user_script:37: WRONGTYPE Operation against a key holding the wrong kind of value":        true,
+		"NOPERM this user has no permissions to run the 'evalsha' command":                                                                   true,
+	} {
+		if got := refused(told(text)); got != want {
+			t.Errorf("%s: %t", text, got)
+		}
+	}
+}
+
+// A refusal is logged, and not each one.
+func TestRefusalIsLogged(t *testing.T) {
+	t.Parallel()
+	var logged lockedBuffer
+	s := &Store{log: slog.New(slog.NewTextHandler(&logged, nil)), start: time.Now()}
+	for range 3 {
+		is(t, s.failed(told("NOPERM this user has no permissions")), ErrRefused)
+	}
+	if said := logged.String(); strings.Count(said, "limit store refuses") != 1 || !strings.Contains(said, "NOPERM") {
+		t.Errorf("logged:\n%s", said)
+	}
+}
+
+// told is an error that a server answered with.
+type told string
+
+func (e told) Error() string { return string(e) }
+func (told) RedisError()     {}
+
 // A key that is something else is refused, not overwritten, and keeps nobody from
 // other keys.
 func TestWrongType(t *testing.T) {
