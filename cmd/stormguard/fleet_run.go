@@ -22,14 +22,18 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/stormguard-mq/stormguard/console"
 	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
 const fleetRunLong = `Run one process of a fleet: it shares a limit with the others, asks for --demand
-messages a second of --key, prints what it was granted each second, and serves the
-handler that the other fleet commands ask. To try a network, a set of keys or a
-roster out before a consumer depends on it.
+messages a second of --key, and prints what it was granted each second. At --http it
+serves the console: its page shows the fleet, the other fleet commands ask it, and
+orders "--in fleet" go to all processes from there. To try a network, a set of keys or
+a roster out before a consumer depends on it. With --demand 0 it is an operator's seat:
+it takes no share.
 
 --bind beyond loopback needs --keys ("stormguard fleet keygen" makes one).
 
@@ -39,8 +43,8 @@ else. The key, bucket, topic or stream is stormguard-FLEET, and the row of
 PostgreSQL FLEET. Without --register they are a static configuration of --number:
 start all processes again with the next number to change it.
 
-With --register a name that is not in --roster joins, with a share of the others' weight. An
-interrupt makes it leave: it gives its share to the others.`
+With --register a name that is not in --roster joins, with a share of the others' weight,
+if it demands anything. An interrupt makes it leave: it gives its share to the others.`
 
 // fleetRun is what the flags of fleet run set.
 type fleetRun struct {
@@ -85,9 +89,9 @@ func newFleetRun() *cobra.Command {
 	f.StringSliceVar(&run.seeds, "seed", nil, "host:port of processes to ask")
 	f.StringVar(&run.bind, "bind", "127.0.0.1:0", "host:port to listen on, UDP and TCP")
 	f.BoolVar(&run.insecure, "insecure", false, "allow --bind beyond loopback without --keys: whoever reaches the port can change the fleet")
-	f.StringVar(&run.http, "http", "", "host:port to serve the handler on; none if empty. Beyond loopback it needs the next three")
+	f.StringVar(&run.http, "http", "", "host:port to serve the console on; none if empty. Beyond loopback it needs the next three")
 	f.StringVar(&run.httpTokens, "http-tokens", "", "`file` with one NAME SECRET a line: the tokens that are let in")
-	f.StringVar(&run.httpCert, "http-cert", "", "PEM `file` of the handler's certificate, with --http-key")
+	f.StringVar(&run.httpCert, "http-cert", "", "PEM `file` of the console's certificate, with --http-key")
 	f.StringVar(&run.httpKey, "http-key", "", "PEM `file` of its private key")
 	f.StringVar(&run.network, "network", "udp", "udp, or tcp where UDP is dropped")
 	f.StringVar(&run.keys, "keys", "", "a file with one base64 key of 32 bytes a line; the first encrypts, all are read")
@@ -122,7 +126,8 @@ func (r *fleetRun) config() fleet.Config {
 }
 
 func (r *fleetRun) run(ctx context.Context, stdout, stderr io.Writer) error {
-	opts := []fleet.Option{fleet.WithLogger(slog.New(slog.NewTextHandler(stderr, nil)))}
+	log := slog.New(slog.NewTextHandler(stderr, nil))
+	opts := []fleet.Option{fleet.WithLogger(log)}
 	if r.store.url != "" {
 		store, closes, err := r.store.open(ctx, r.fleet, stderr)
 		if err != nil {
@@ -150,7 +155,7 @@ func (r *fleetRun) run(ctx context.Context, stdout, stderr io.Writer) error {
 		fmt.Fprintf(stdout, "%s listens on %s\n", r.name, addr)
 	}
 	if r.http != "" {
-		stop, err := r.serve(ctx, p, stdout, stderr)
+		stop, err := r.serve(ctx, p, log, stdout, stderr)
 		if err != nil {
 			return err
 		}
@@ -174,34 +179,50 @@ func (r *fleetRun) run(ctx context.Context, stdout, stderr io.Writer) error {
 	return err
 }
 
-// serve serves the handler until stop is called.
-func (r *fleetRun) serve(ctx context.Context, p *fleet.Process, stdout, stderr io.Writer) (stop func(), err error) {
-	var tokens []fleet.Token
+// serve serves the console until stop is called. Its guard has no source.
+func (r *fleetRun) serve(ctx context.Context, p *fleet.Process, log *slog.Logger, stdout, stderr io.Writer) (stop func(), err error) {
+	seat := console.Config{Process: r.name, Fleet: p.Orders()}
 	if r.httpTokens != "" {
-		if tokens, err = readTokens("--http-tokens", r.httpTokens); err != nil {
+		tokens, err := readTokens("--http-tokens", r.httpTokens)
+		if err != nil {
 			return nil, err
 		}
+		for _, t := range tokens {
+			seat.Tokens = append(seat.Tokens, console.Token(t))
+		}
 	}
+	tlsConfig := &tls.Config{MinVersion: tls.VersionTLS12}
 	secure := r.httpCert != "" || r.httpKey != ""
-	server := &http.Server{
-		Handler: p.Handler(tokens...), ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 15 * time.Second,
-		IdleTimeout: time.Minute, MaxHeaderBytes: 16 << 10, TLSConfig: &tls.Config{MinVersion: tls.VersionTLS12},
-	}
 	if secure {
 		cert, err := tls.LoadX509KeyPair(r.httpCert, r.httpKey)
 		if err != nil {
 			return nil, fmt.Errorf("--http-cert, --http-key: %w", err)
 		}
-		server.TLSConfig.Certificates = []tls.Certificate{cert}
+		tlsConfig.Certificates = []tls.Certificate{cert}
 	}
 	ln, err := new(net.ListenConfig).Listen(ctx, "tcp", r.http)
 	if err != nil {
 		return nil, fmt.Errorf("--http: %w", err)
 	}
 	at, _ := netip.ParseAddrPort(ln.Addr().String())
-	if !at.Addr().Unmap().IsLoopback() && (!secure || tokens == nil) {
+	if !at.Addr().Unmap().IsLoopback() && (!secure || seat.Tokens == nil) {
 		_ = ln.Close()
 		return nil, usageError{fmt.Errorf("--http %q: is not a loopback address: give --http-tokens, --http-cert and --http-key", r.http)}
+	}
+	g, err := guard.New(guard.Config{Group: r.fleet}, guard.WithLogger(log))
+	if err != nil {
+		_ = ln.Close()
+		return nil, usageError{fmt.Errorf("--fleet: %w", err)}
+	}
+	page, err := console.New(seat, g)
+	if err != nil {
+		_ = ln.Close()
+		_, _ = g.Close(ctx)
+		return nil, usageError{fmt.Errorf("--http-tokens: %w", err)}
+	}
+	server := &http.Server{
+		Handler: page, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 15 * time.Second,
+		IdleTimeout: time.Minute, MaxHeaderBytes: 16 << 10, TLSConfig: tlsConfig,
 	}
 	served := make(chan error, 1)
 	scheme, serve := "http", server.Serve
@@ -215,12 +236,14 @@ func (r *fleetRun) serve(ctx context.Context, p *fleet.Process, stdout, stderr i
 		if err := <-served; !errors.Is(err, http.ErrServerClosed) {
 			fmt.Fprintf(stderr, "stormguard: --http: %v\n", err)
 		}
+		page.Close()
+		_, _ = g.Close(context.WithoutCancel(ctx)) // it has no source to wait for
 	}, nil
 }
 
 // join asks for a share, if the process has none by its name.
 func (r *fleetRun) join(ctx context.Context, p *fleet.Process) error {
-	if len(r.roster) == 0 || r.store.url == "" || slices.Contains(r.roster, r.name) {
+	if r.demand == 0 || len(r.roster) == 0 || r.store.url == "" || slices.Contains(r.roster, r.name) {
 		return nil
 	}
 	return p.Join(ctx, 1)

@@ -8,19 +8,25 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"io"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/console"
+	"github.com/stormguard-mq/stormguard/fleet"
+	"github.com/stormguard-mq/stormguard/fleet/register"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/guard/guardtest"
+	"github.com/stormguard-mq/stormguard/limiter"
 )
 
 // guarded is a program with two queues and a console that wants a token.
@@ -156,9 +162,9 @@ func TestOperateAFleet(t *testing.T) {
 			t.Error(err)
 		}
 	}()
-	var fleet, wrong bytes.Buffer
-	if code := run([]string{"fleet", "--url", server.URL}, &fleet, &wrong); code != exitOK || !strings.Contains(fleet.String(), "trial, as a sees it") {
-		t.Errorf("the fleet by the console: %d\n%s%s", code, fleet.String(), wrong.String())
+	var members, wrong bytes.Buffer
+	if code := run([]string{"fleet", "--url", server.URL}, &members, &wrong); code != exitOK || !strings.Contains(members.String(), "trial, as a sees it") {
+		t.Errorf("the fleet by the console: %d\n%s%s", code, members.String(), wrong.String())
 	}
 	b.Close() // it stays in the roster
 	soon(t, "b is silent", func() bool { return a.Status().Members[1].State != "fresh" })
@@ -172,6 +178,88 @@ func TestOperateAFleet(t *testing.T) {
 	code = run([]string{"source", "pause", "*", "--in", "zone:z9", "--yes", "--url", server.URL}, &out, &errs)
 	if code != exitUnseen || !strings.Contains(errs.String(), `no process of the fleet is in "zone:z9"`) {
 		t.Errorf("%d\n%s%s", code, out.String(), errs.String())
+	}
+}
+
+// A process without consumers is an operator's seat: it shows the fleet, and an order that is
+// given there is carried out where the consumers are.
+func TestOperateFromASeat(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "register")
+	store, err := register.NewFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	a, err := fleet.Start(fleet.Config{
+		Fleet: "trial", Name: "a",
+		Limits: fleet.Limits{Limit: limiter.Limit{Rate: 1000, Burst: 100}, Roster: fleet.Roster{Learners: true, Members: []fleet.Share{{Name: "a"}}}},
+		Gossip: fleet.Gossip{Bind: "127.0.0.1:0"},
+	}, fleet.WithRegister(store))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer a.Close()
+	g := guard.Must(guard.New(guard.Config{Group: "billing"}, guard.WithLogger(slog.New(slog.DiscardHandler))))
+	ctx, stop := context.WithCancel(t.Context())
+	broker, handler, ends := guardtest.NewBroker(), new(guardtest.Handler), make(chan error, 2)
+	go func() { ends <- broker.Run(ctx, g, "orders", guardtest.Guarded{}, handler.HandleMessage) }()
+	c, err := console.New(console.Config{Process: "a", Fleet: a.Orders()}, g)
+	if err != nil {
+		t.Fatal(err)
+	}
+	out, in := io.Pipe()
+	cmd := newFleetRun()
+	cmd.SetOut(in)
+	cmd.SetErr(io.Discard)
+	cmd.SetArgs([]string{"--name", "seat", "--fleet", "trial", "--roster", "a", "--register", "file:" + path, "--seed", a.Addr().String(), "--http", "127.0.0.1:0", "--demand", "0", "--quiet"})
+	go func() {
+		err := cmd.ExecuteContext(ctx)
+		_ = in.Close()
+		if errors.Is(err, context.Canceled) {
+			err = nil
+		}
+		ends <- err
+	}()
+	defer func() {
+		stop()
+		for range cap(ends) {
+			if err := <-ends; err != nil {
+				t.Error(err)
+			}
+		}
+		c.Close()
+		if _, err := g.Close(context.Background()); err != nil {
+			t.Error(err)
+		}
+	}()
+	url := ""
+	lines := bufio.NewScanner(out)
+	for url == "" && lines.Scan() {
+		_, url, _ = strings.Cut(lines.Text(), "seat answers at ")
+	}
+	go func() { _, _ = io.Copy(io.Discard, out) }()
+	ask := func(args ...string) (string, int) {
+		var out, errs bytes.Buffer
+		code := run(append(args, "--url", url), &out, &errs)
+		return out.String() + errs.String(), code
+	}
+	soon(t, "the seat and the consumer hear each other", func() bool {
+		said, _ := ask("fleet", "--json")
+		var s fleet.Status
+		_ = json.Unmarshal([]byte(said), &s)
+		heard := 0
+		for _, m := range slices.Concat(s.Members, a.Status().Members) {
+			if m.State == "self" || m.State == "fresh" {
+				heard++
+			}
+		}
+		return heard == 4 && len(g.Sources()) == 1
+	})
+	said, code := ask("source", "pause", "orders", "--in", "fleet", "--yes")
+	if code != exitOK || !regexp.MustCompile(`(?m)^a +1 +done`).MatchString(said) || !regexp.MustCompile(`(?m)^seat +0 +done`).MatchString(said) {
+		t.Errorf("%d\n%s", code, said)
+	}
+	if holds := g.Sources()[0].State().Holds; len(holds) != 1 || holds[0].Reason != guard.ReasonOperator {
+		t.Errorf("held by %+v", holds)
 	}
 }
 

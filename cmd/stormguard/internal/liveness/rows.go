@@ -25,7 +25,8 @@ const (
 	passBase, passEach    = 2 * time.Second, 500 * time.Millisecond // adjacent poison
 	messageBase           = time.Second                             // … whose errors say so
 	recoveryBase          = time.Second                             // idle after an outage …
-	recoveryShare         = 10                                      // … and its part of the outage
+	recoveryShare         = 10                                      // … and its part of the outage …
+	recoveryMost          = 30 * time.Second                        // … up to this
 	headEach              = time.Second                             // a poison message at the head
 	flakyLetters          = 20                                      // healthy ones, unknown errors
 	mostCalls             = 1                                       // percent, but no less than fewestCalls
@@ -455,7 +456,7 @@ func (t *trial) outage(l load, length time.Duration, c class, burst int) error {
 // recoveryLimit is how long a source may stand idle after an outage. A call that
 // hangs when it ends hangs on.
 func recoveryLimit(length time.Duration, c class) time.Duration {
-	limit := recoveryBase + length/recoveryShare
+	limit := recoveryBase + min(length/recoveryShare, recoveryMost)
 	if c == hang {
 		limit += callLimit
 	}
