@@ -364,7 +364,7 @@ func TestFleetComesBack(t *testing.T) {
 						number := guardtest.Number(d.Body)
 						dead[number] = true
 						if why := r.condemned(queue, &d, n); why != "" {
-							t.Errorf("%s: message %d is a dead letter: %s", queue, number, why)
+							t.Errorf("%s: message %d is a dead letter: %s\n%s", queue, number, why, r.before(&d))
 						}
 					}
 					for _, c := range r.since(0) {
@@ -433,6 +433,18 @@ func (r *fleetRig) condemned(queue string, d *dlq.Record, fed uint64) (why strin
 		return fmt.Sprintf("no two failures after a proof of life: %d", max(0, after-1))
 	}
 	return ""
+}
+
+// before are the calls of all processes that came before a dead letter, the latest 100.
+func (r *fleetRig) before(d *dlq.Record) string {
+	calls := r.since(0)
+	end := 0
+	for i, c := range calls {
+		if c.queue == d.Origin.Source && c.number == guardtest.Number(d.Body) {
+			end = i + 1
+		}
+	}
+	return fmt.Sprintf("%+v", calls[max(0, end-100):end])
 }
 
 // vouchedFor tells whether another process succeeded after a message had failed for the
