@@ -33,14 +33,14 @@ func (e *epoch) finish(ctx context.Context, how outcome, cause error) (outcome, 
 	if len(report.Left) == 0 {
 		<-e.ran
 	}
+	before := 0
+	if how != epochStopped && !e.life.ended() {
+		before, _ = c.consumers(ctx)
+	}
 	if !e.life.ended() {
 		e.rescue(ctx)
 	}
 	orderly := how != epochStopped && !e.life.ended()
-	before := 0
-	if orderly {
-		before, _ = c.consumers(ctx)
-	}
 	closeErr := e.hangUp()
 	if orderly {
 		c.awaitReturn(ctx, before)
@@ -83,21 +83,22 @@ func (e *epoch) rescue(ctx context.Context) {
 	if c.o.letters == nil || c.rejects != nil || e.limits.MaxDeliver == 0 || e.last() == nil && !near {
 		return
 	}
-	limit := c.o.timeout / 4
-	if ctx.Err() != nil {
-		limit = min(limit, answerTimeout) // within stopGrace
-	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), limit)
+	limit := c.o.timeout / 8 // the broker waits for a half, and the end of the source took a quarter
+	grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), limit)
 	defer cancel()
+	unhook := context.AfterFunc(ctx, func() { time.AfterFunc(answerTimeout, cancel) }) // a stop: within stopGrace
+	defer unhook()
 	// Otherwise each ack brings another message, which may be at its last delivery, too.
-	err := c.link.within(ctx, 0, func() error { return e.ch.Cancel(e.tag, false) })
+	asked, enough := context.WithTimeout(grace, min(limit, answerTimeout)/2)
+	err := c.link.within(asked, 0, func() error { return e.ch.Cancel(e.tag, false) })
+	enough()
 	if err == nil {
 		<-e.read
 	}
 	saved, lost := 0, 0
 	for _, d := range e.last() {
 		m := e.port.describe(&d)
-		wrong := c.o.letters.Write(ctx, &dlq.Record{
+		wrong := writeSafely(grace, c.o.letters, &dlq.Record{
 			Body: m.Body, Headers: m.Headers, Properties: m.Properties, Timestamp: m.Timestamp, Origin: m.Origin,
 			Attempts: m.Attempts, Deliveries: m.Deliveries, Reason: dlq.ReasonLastDelivery,
 		})
@@ -121,8 +122,20 @@ func (e *epoch) rescue(ctx context.Context) {
 	}
 }
 
+// writeSafely takes a writer's panic for its error.
+func writeSafely(ctx context.Context, w dlq.Writer, r *dlq.Record) (err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			err = fmt.Errorf("amqp: the dead-letter writer panicked: %v", p)
+		}
+	}()
+	return w.Write(ctx, r)
+}
+
 // last are the unsettled deliveries that are the last of their messages.
 func (e *epoch) last() (ds []amqp091.Delivery) {
+	e.port.back.Lock() // a call of Return may have been given up
+	defer e.port.back.Unlock()
 	for waits := true; waits; { // what the source had not taken yet
 		select {
 		case d := <-e.in:

@@ -299,7 +299,7 @@ func (x *inspector) limits(ctx context.Context, q *queueInfo) error {
 	case !has && limited:
 		fix := x.policy(q, toDLX)
 		if x.major >= 4 {
-			fix += ", or \"delivery-limit\":-1"
+			fix += ", or \"delivery-limit\":-1 and guardamqp.WithDeliveryLimit(1000000)"
 		}
 		x.add(guard.Danger, q, fmt.Sprintf("its delivery limit is %d and it has no dead-letter exchange: after %d deliveries, broken connections among them, the broker drops a message", limit, limit+1), fix)
 	case has:

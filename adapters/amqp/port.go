@@ -8,6 +8,7 @@ import (
 	"hash/maphash"
 	"math/rand/v2"
 	"strconv"
+	"sync"
 	"sync/atomic"
 
 	"github.com/rabbitmq/amqp091-go"
@@ -86,8 +87,10 @@ func (p *meta) describe(d *amqp091.Delivery) guard.Meta {
 type port struct {
 	meta
 	acker
-	rejects *rejects           // nil unless dead letters are rejected
-	given   []amqp091.Delivery // back by the source at its end
+	rejects *rejects // nil unless dead letters are rejected
+
+	back  sync.Mutex         // the last lock
+	given []amqp091.Delivery // back by the source at its end
 }
 
 func newPort(queue string, o *options) *port {
@@ -134,6 +137,8 @@ func (p *port) Extend([]amqp091.Delivery) {}
 // order, but for what [epoch.rescue] takes out. A requeue would put it at the tail of a
 // quorum queue without a limit.
 func (p *port) Return(ds []amqp091.Delivery, _ guard.Reason) error {
+	p.back.Lock()
+	defer p.back.Unlock()
 	p.given = ds
 	return nil
 }
