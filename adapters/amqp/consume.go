@@ -27,9 +27,9 @@ import (
 // does not exist, [guard.ErrClosed] when the Guard or the source has ended, before
 // the first connection what is wrong with user, password or vhost, and before it
 // has ever consumed what the broker refuses, such as a permission. Everything else
-// it waits out and logs: a broker that restarts, and what is refused later. A
-// broker hangs up on a wrong password, as a broken network does: after the third
-// time in a row it is one.
+// it waits out and logs: a broker that restarts, and what is refused later. On a
+// wrong password a broker hangs up, and so does a network that breaks: three times in
+// a row count as a wrong password.
 //
 // Each channel is an epoch: a delivery is never settled on another channel than
 // its own. When the channel breaks, handlers are cancelled, and what was not

@@ -15,10 +15,10 @@
 // # What the queue should be
 //
 // A quorum queue with a dead-letter exchange, or one without a delivery limit, which
-// [WithDeliveryLimit] must say: a channel that breaks counts as a delivery of everything it had prefetched, and
-// at its limit the broker drops a message unless it has somewhere to put it. For
-// order over several consumers, x-single-active-consumer. Streams are not
-// queues of work: they are refused.
+// [WithDeliveryLimit] must say: a channel that breaks counts as a delivery of
+// everything it had prefetched, and at its limit the broker drops a message unless it
+// has somewhere to put it. For order over several consumers, x-single-active-consumer.
+// Streams are not queues of work: they are refused.
 //
 // # What happens when
 //

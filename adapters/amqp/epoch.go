@@ -228,8 +228,8 @@ func (e *epoch) subscribe(prefetch int) error {
 
 // forward hands deliveries to the source. It is the reader's, which ends with
 // the consumer or the channel, or when a tag came twice. There is always room,
-// so that what the client buffers is counted from its arrival. few, where it is
-// not 0, is beyond how many deliveries of a message a channel that probes has one message.
+// so that what the client buffers is counted from its arrival. Once a message had more
+// deliveries than few, where that is not 0, channels that probe take one message.
 func (e *epoch) forward(out <-chan amqp091.Delivery, done chan<- struct{}, few int) {
 	defer close(done)
 	for d := range out {

@@ -116,20 +116,33 @@ func (e *epoch) rescue(ctx context.Context) {
 	}
 	switch {
 	case lost > 0:
-		c.o.log.Error("the broker may drop messages: they are at their last delivery, and could not be dead-lettered", "source", c.o.name, "messages", lost, "error", err)
+		c.o.log.Error("the broker may drop messages: they are at their last delivery, and could not be dead-lettered and acked", "source", c.o.name, "messages", lost, "error", err)
 	case saved > 0:
 		c.o.log.Warn("messages at their last delivery were dead-lettered: the broker would drop them", "source", c.o.name, "messages", saved, "deliveries", e.limits.MaxDeliver)
 	}
 }
 
-// writeSafely takes a writer's panic for its error.
-func writeSafely(ctx context.Context, w dlq.Writer, r *dlq.Record) (err error) {
-	defer func() {
-		if p := recover(); p != nil {
-			err = fmt.Errorf("amqp: the dead-letter writer panicked: %v", p)
-		}
+// writeSafely takes a writer's panic for its error, and does not wait for one that ignores
+// its context: that keeps its goroutine.
+func writeSafely(ctx context.Context, w dlq.Writer, r *dlq.Record) error {
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	done := make(chan error, 1)
+	go func() {
+		defer func() {
+			if p := recover(); p != nil {
+				done <- fmt.Errorf("amqp: the dead-letter writer panicked: %v", p)
+			}
+		}()
+		done <- w.Write(ctx, r)
 	}()
-	return w.Write(ctx, r)
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+		return ctx.Err()
+	}
 }
 
 // last are the unsettled deliveries that are the last of their messages.

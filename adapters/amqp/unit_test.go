@@ -13,6 +13,7 @@ import (
 	"net"
 	"net/http/httptest"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -20,6 +21,7 @@ import (
 	"github.com/rabbitmq/amqp091-go"
 	"pgregory.net/rapid"
 
+	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
@@ -394,6 +396,27 @@ func TestBrokenHandshakeIsNoRefusal(t *testing.T) {
 			t.Errorf("%d dials: nothing broke", dials)
 		}
 	})
+}
+
+// A writer that panics or ignores its context does not hold up the end of a channel.
+func TestWriteSafely(t *testing.T) {
+	t.Parallel()
+	if err := writeSafely(t.Context(), dlq.WriterFunc(func(context.Context, *dlq.Record) error { panic("full") }), nil); err == nil || !strings.Contains(err.Error(), "full") {
+		t.Errorf("%v", err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	release := make(chan struct{})
+	defer close(release)
+	deaf := dlq.WriterFunc(func(context.Context, *dlq.Record) error {
+		cancel()
+		<-release
+		return nil
+	})
+	for range 2 {
+		if err := writeSafely(ctx, deaf, nil); !errors.Is(err, context.Canceled) {
+			t.Errorf("%v", err)
+		}
+	}
 }
 
 // breaking is a connection that breaks at one of its writes.
