@@ -34,7 +34,8 @@ import (
 // more [guard.Policy.Workers]. With those a retry comes after messages that were
 // behind it. A program that settles a whole batch at its end needs as many Workers
 // as the batch has messages: otherwise a fetch ends 400ms after the first message,
-// and one line at WARN says so.
+// and one line at WARN says so. With an order, fetches pull one after the other, also those
+// of several goroutines.
 //
 // What it cannot do: it sees only these outcomes. There is no handler timeout,
 // and a panic is the program's.
@@ -79,7 +80,14 @@ func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (
 		o.log.Warn("MaxAckPending is above the window: what waits in the client's buffer is not kept alive",
 			"source", s.config.Name, "max_ack_pending", most, "window", window)
 	}
-	return &wrapped{Consumer: consumer, src: src, port: p, lease: s.limits.AckWait, window: window, name: s.config.Name, log: o.log}, nil
+	pulls := 1
+	if src.State().Settings.Order == guard.OrderNone { // an update cannot change it
+		pulls = window
+	}
+	return &wrapped{
+		Consumer: consumer, src: src, port: p, lease: s.limits.AckWait, window: window,
+		turn: make(chan struct{}, pulls), name: s.config.Name, log: o.log,
+	}, nil
 }
 
 // override changes the window of a source that was just opened.
@@ -281,6 +289,9 @@ type wrapped struct {
 	log    *slog.Logger
 	said   sync.Once // that the program's failures have no error
 
+	// turn has a place for each pull of a fetch that may be open at once. With an order it
+	// is one: the server deals messages out to all that are open, and each has a goroutine.
+	turn chan struct{}
 	// asked is how many messages pulls may still bring whose call has returned.
 	asked atomic.Int64
 	short sync.Once // it was said that a batch ended early
@@ -419,37 +430,63 @@ func (w *wrapped) take(pull jetstream.MessageBatch, want int64) (short bool, err
 	}
 }
 
+// opened is a pull that a fetch has opened.
+type opened struct {
+	ended chan struct{} // closed when the pull has ended; then the two below are set
+	short bool          // it has brought less than it was asked for
+	err   error
+}
+
+// open pulls up to most messages, if the source has room for what is pulled. It is nil with
+// a nil error if it has not. The caller has a place in turn; open or the pull's goroutine
+// gives it back.
+func (w *wrapped) open(most int, pull func(int) (jetstream.MessageBatch, error)) (*opened, error) {
+	want := int64(min(most, w.src.State().Room)) - w.asked.Load()
+	if want < 1 || w.port.full() {
+		<-w.turn
+		return nil, nil //nolint:nilnil // no pull is no error
+	}
+	inner, err := pull(int(want))
+	if err != nil {
+		<-w.turn
+		return nil, err
+	}
+	w.asked.Add(want)
+	o := &opened{ended: make(chan struct{})}
+	go func() {
+		defer close(o.ended)
+		defer func() { <-w.turn }()
+		o.short, o.err = w.take(inner, want)
+	}()
+	return o, nil
+}
+
 // fetch pulls what the source has room for and hands out what it lets through.
 // It starts two goroutines. One hands out, and ends when what the pull brought is handed
 // out, and after wait, or shortly after it, at the latest. The other is [wrapped.take]: when
 // messages that were held have filled the batch, or the source has no room for what is
 // pulled, the pull goes on until it ends, and what it brings is a later call's: that pulls
-// less.
+// less. If messages are in order, a later call pulls once the pull has ended, and hands out
+// what it brings meanwhile.
 func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.MessageBatch, error)) (jetstream.MessageBatch, error) {
-	st := w.src.State()
-	if st.Ended {
+	if w.src.State().Ended {
 		return nil, guard.ErrClosed
 	}
-	var pulling chan struct{} // closed when the pull has ended; nil if none is open
-	var short bool
-	var pullErr error
-	want := int64(min(most, st.Room)) - w.asked.Load()
-	if w.port.full() {
-		want = 0
+	if most < 1 {
+		return pull(0) // the client says what is wrong; of fewer it panics
 	}
-	if want > 0 || most < 1 { // the client says what is wrong with fewer than 1
-		inner, err := pull(int(max(0, want)))
-		if err != nil {
+	var own *opened
+	turn := w.turn // nil if no turn is waited for
+	select {
+	case turn <- struct{}{}:
+		var err error
+		if own, err = w.open(most, pull); err != nil {
 			return nil, err
 		}
-		w.asked.Add(want)
-		pulling = make(chan struct{})
-		go func() {
-			defer close(pulling)
-			short, pullErr = w.take(inner, want)
-		}()
+		turn = nil
+	default:
 	}
-	b := &batch{out: make(chan jetstream.Msg, max(0, min(most, w.window)))}
+	b := &batch{out: make(chan jetstream.Msg, min(most, w.window))}
 	fail := func(err error) {
 		b.mu.Lock()
 		defer b.mu.Unlock()
@@ -461,15 +498,26 @@ func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.
 		defer deadline.Stop()
 		look := time.NewTicker(settleDown)
 		defer look.Stop()
+		pulling := own.end()
+		late := turn != nil // the pull was opened late, and may end after wait
 		ended, over, given := false, false, 0
 		for idle := 0; given < cap(b.out) && idle < stuck && !ended; {
 			select {
+			case turn <- struct{}{}:
+				turn = nil
+				var err error
+				own, err = w.open(cap(b.out)-given, pull)
+				pulling = own.end()
+				if err != nil {
+					fail(err)
+					over = true
+				}
 			case <-pulling:
 				pulling = nil
-				fail(pullErr)
+				fail(own.err)
 				// A pull that brought all leaves the rest of the wait to the source, if
 				// it holds, which may be for less than that.
-				over = over || short || pullErr != nil
+				over = over || own.short || own.err != nil
 			case <-w.src.Ended():
 				ended = true
 				fail(guard.ErrClosed)
@@ -481,11 +529,14 @@ func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.
 				given++
 				b.out <- w.hand(it)
 			case <-deadline.C:
-				over = true
+				over, turn = true, nil
+				if late {
+					pulling = nil
+				}
 			case <-look.C:
 				a := w.src.Account()
 				switch {
-				case pulling != nil && !w.port.full() || !over && (given == 0 || a.Held > 0):
+				case (pulling != nil || turn != nil) && !w.port.full() || !over && (given == 0 || a.Held > 0):
 				case a.Waiting == 0:
 					idle += stuck / 2
 				default:
@@ -496,6 +547,14 @@ func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.
 		w.sayShort(given, cap(b.out))
 	}()
 	return b, nil
+}
+
+// end is closed when the pull has ended; nil if there is none.
+func (o *opened) end() <-chan struct{} {
+	if o == nil {
+		return nil
+	}
+	return o.ended
 }
 
 // sayShort says once that a batch ended since as many messages are out as may be.

@@ -192,6 +192,72 @@ func TestWrappedFetchBehindARetry(t *testing.T) {
 	}
 }
 
+// With an order one pull is open at a time, for the server deals messages out to all that
+// are. A call that comes while another's is open hands out what that brings, and pulls the
+// rest as soon as it has ended.
+func TestWrappedFetchesPullInTurn(t *testing.T) {
+	t.Parallel()
+	for _, order := range []guard.Order{guard.OrderSource, guard.OrderKey} {
+		t.Run(order.String(), func(t *testing.T) {
+			t.Parallel()
+			const held, more, wait = 10, 30, 20 * time.Second
+			r := newRig(t, jetstream.ConsumerConfig{AckWait: time.Minute})
+			w := wrap(t, adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Order: order, Ramp: guard.Ramp{Off: true}}}), r.consumer)
+			next := 0
+			fetch := func(most int, wait time.Duration) jetstream.MessageBatch {
+				b, err := w.Fetch(most, jetstream.FetchMaxWait(wait))
+				if err != nil {
+					t.Fatal(err)
+				}
+				return b
+			}
+			inOrder := func(b jetstream.MessageBatch) (n int) {
+				for m := range b.Messages() {
+					if is, _ := strconv.Atoi(string(m.Data())); is != next {
+						t.Fatalf("message %d came in place of %d", is, next)
+					}
+					next, n = next+1, n+1
+					if err := m.Ack(); err != nil {
+						t.Fatal(err)
+					}
+				}
+				if err := b.Error(); err != nil {
+					t.Error(err)
+				}
+				return n
+			}
+			if err := w.src.ForceOpen(time.Hour); err != nil {
+				t.Fatal(err)
+			}
+			r.publish(t, subject, 0, held)
+			if n := inOrder(fetch(held, time.Second)); n != 0 {
+				t.Fatalf("%d came through", n)
+			}
+			if err := w.src.ForceClosed(); err != nil {
+				t.Fatal(err)
+			}
+			if n := inOrder(fetch(held, wait)); n != held { // and its pull stays open
+				t.Fatalf("%d messages, %+v", n, w.src.Account())
+			}
+			start := time.Now()
+			b := fetch(more, wait)
+			for time.Since(start) < 100*time.Millisecond { // a pull of its own would be there soon
+				if i := r.info(t); i.NumWaiting > 1 {
+					t.Errorf("%d pulls are open", i.NumWaiting)
+					break
+				}
+			}
+			r.publish(t, subject, held, held+more)
+			if n := inOrder(b); n != more || time.Since(start) > wait/2 {
+				t.Errorf("%d messages after %s", n, time.Since(start))
+			}
+			if i := r.info(t); i.NumRedelivered != 0 {
+				t.Errorf("%+v", i)
+			}
+		})
+	}
+}
+
 // A batch goes on while the rest of it is held, here for slow probes one by one.
 func TestWrappedFetchOfProbes(t *testing.T) {
 	t.Parallel()
