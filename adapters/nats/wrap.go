@@ -35,7 +35,8 @@ import (
 // behind it. A program that settles a whole batch at its end needs as many Workers
 // as the batch has messages: otherwise a fetch ends 400ms after the first message,
 // and one line at WARN says so. With an order, fetches pull one after the other, also those
-// of several goroutines.
+// of several goroutines. But then have one Consume or one Messages at a time, and no fetch
+// beside it: the server deals messages out to all pulls, and a line at WARN says so.
 //
 // What it cannot do: it sees only these outcomes. There is no handler timeout,
 // and a panic is the program's.
@@ -80,13 +81,9 @@ func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (
 		o.log.Warn("MaxAckPending is above the window: what waits in the client's buffer is not kept alive",
 			"source", s.config.Name, "max_ack_pending", most, "window", window)
 	}
-	pulls := 1
-	if src.State().Settings.Order == guard.OrderNone { // an update cannot change it
-		pulls = window
-	}
 	return &wrapped{
 		Consumer: consumer, src: src, port: p, lease: s.limits.AckWait, window: window,
-		turn: make(chan struct{}, pulls), name: s.config.Name, log: o.log,
+		pulls: newPulls(src.State().Settings.Order, window), name: s.config.Name, log: o.log,
 	}, nil
 }
 
@@ -289,12 +286,10 @@ type wrapped struct {
 	log    *slog.Logger
 	said   sync.Once // that the program's failures have no error
 
-	// turn has a place for each pull of a fetch that may be open at once. With an order it
-	// is one: the server deals messages out to all that are open, and each has a goroutine.
-	turn chan struct{}
-	// asked is how many messages pulls may still bring whose call has returned.
-	asked atomic.Int64
-	short sync.Once // it was said that a batch ended early
+	pulls   pulls     // of fetches
+	short   sync.Once // it was said that a batch ended early
+	readers atomic.Int32
+	several sync.Once // it was said that there are several readers
 }
 
 // offer gives a message that was pulled to the source, unless it is a copy of one that
@@ -324,17 +319,6 @@ func (w *wrapped) offer(ctx context.Context, m jetstream.Msg) error {
 	return nil
 }
 
-const (
-	// settleDown is how long a call waits for the source to hand out what it
-	// has just been offered. No event says that nothing more will come, only counts do,
-	// so a call whose pull is over looks at those, and ends with its wait or after stuck
-	// looks; one that drains, as soon as nothing waits.
-	settleDown = 20 * time.Millisecond
-	// stuck is after how many of those a fetch takes what waits to be behind a retry
-	// of its lane.
-	stuck = 20
-)
-
 // hand makes an item the program's.
 func (w *wrapped) hand(it guard.Item[*taken]) jetstream.Msg {
 	m := &wrappedMsg{Msg: it.Msg.Msg, w: w, of: it.Msg, token: it.Token}
@@ -345,227 +329,22 @@ func (w *wrapped) hand(it guard.Item[*taken]) jetstream.Msg {
 // drained tells whether nothing is about to be handed out.
 func (w *wrapped) drained() bool { return w.src.Account().Waiting == 0 }
 
-// Fetch is up to batch messages that may be handled now.
-func (w *wrapped) Fetch(batch int, opts ...jetstream.FetchOpt) (jetstream.MessageBatch, error) {
-	return w.fetch(batch, waitOf(opts), func(n int) (jetstream.MessageBatch, error) { return w.Consumer.Fetch(n, opts...) })
+// reads notes a Consume or an iterator until the returned function is called. With an order it
+// says once that it is not the only pull.
+func (w *wrapped) reads() (done func()) {
+	if w.readers.Add(1) > 1 || len(w.pulls.turn) > 0 {
+		w.saySeveral()
+	}
+	return sync.OnceFunc(func() { w.readers.Add(-1) })
 }
 
-// FetchNoWait is up to batch messages that are there.
-func (w *wrapped) FetchNoWait(batch int) (jetstream.MessageBatch, error) {
-	return w.fetch(batch, 0, w.Consumer.FetchNoWait)
-}
-
-// FetchBytes is messages up to maxBytes, if the source has room; messages that
-// were held come first and do not count.
-func (w *wrapped) FetchBytes(maxBytes int, opts ...jetstream.FetchOpt) (jetstream.MessageBatch, error) {
-	return w.fetch(w.window, waitOf(opts), func(int) (jetstream.MessageBatch, error) { return w.Consumer.FetchBytes(maxBytes, opts...) })
-}
-
-// Next is one message that may be handled now, or [nats.ErrTimeout].
-func (w *wrapped) Next(opts ...jetstream.FetchOpt) (jetstream.Msg, error) {
-	b, err := w.Fetch(1, opts...)
-	if err != nil {
-		return nil, err
-	}
-	if m, ok := <-b.Messages(); ok {
-		return m, nil
-	}
-	if err := b.Error(); err != nil {
-		return nil, err
-	}
-	return nil, nats.ErrTimeout
-}
-
-// waitOf is how long a fetch may wait. The options are functions over a type
-// that nats.go does not export, so one of it is made and asked.
-func waitOf(opts []jetstream.FetchOpt) time.Duration {
-	req := reflect.New(reflect.TypeFor[jetstream.FetchOpt]().In(0).Elem())
-	for _, opt := range opts {
-		reflect.ValueOf(opt).Call([]reflect.Value{req}) // an error comes again from the client
-	}
-	if f := req.Elem().FieldByName("Expires"); f.IsValid() && f.CanInt() && f.Int() > 0 {
-		return time.Duration(f.Int())
-	}
-	return jetstream.DefaultExpires
-}
-
-// batch is the result of a fetch.
-type batch struct {
-	out chan jetstream.Msg
-	mu  sync.Mutex
-	err error
-}
-
-func (b *batch) Messages() <-chan jetstream.Msg { return b.out }
-
-func (b *batch) Error() error {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.err
-}
-
-// take gives the source what a fetch's pull brings, of which want counts in asked. It
-// ends with the pull, or with the source ([guard.ErrClosed]). A message that waits for room
-// does not keep those that the source has from being handed out, since only their acks
-// make room: the source's bytes may be used up before its messages are. short says that
-// the pull has brought less than want.
-func (w *wrapped) take(pull jetstream.MessageBatch, want int64) (short bool, err error) {
-	for in := pull.Messages(); ; {
-		select {
-		case m, ok := <-in:
-			if !ok {
-				w.asked.Add(-want)
-				return want > 0, pull.Error()
-			}
-			if want > 0 { // FetchBytes may bring more
-				want--
-				w.asked.Add(-1)
-			}
-			if err := w.offer(context.Background(), m); err != nil {
-				return false, err
-			}
-		case <-w.src.Ended():
-			return false, guard.ErrClosed
-		}
-	}
-}
-
-// opened is a pull that a fetch has opened.
-type opened struct {
-	ended chan struct{} // closed when the pull has ended; then the two below are set
-	short bool          // it has brought less than it was asked for
-	err   error
-}
-
-// open pulls up to most messages, if the source has room for what is pulled. It is nil with
-// a nil error if it has not. The caller has a place in turn; open or the pull's goroutine
-// gives it back.
-func (w *wrapped) open(most int, pull func(int) (jetstream.MessageBatch, error)) (*opened, error) {
-	want := int64(min(most, w.src.State().Room)) - w.asked.Load()
-	if want < 1 || w.port.full() {
-		<-w.turn
-		return nil, nil //nolint:nilnil // no pull is no error
-	}
-	inner, err := pull(int(want))
-	if err != nil {
-		<-w.turn
-		return nil, err
-	}
-	w.asked.Add(want)
-	o := &opened{ended: make(chan struct{})}
-	go func() {
-		defer close(o.ended)
-		defer func() { <-w.turn }()
-		o.short, o.err = w.take(inner, want)
-	}()
-	return o, nil
-}
-
-// fetch pulls what the source has room for and hands out what it lets through.
-// It starts two goroutines. One hands out, and ends when what the pull brought is handed
-// out, and after wait, or shortly after it, at the latest. The other is [wrapped.take]: when
-// messages that were held have filled the batch, or the source has no room for what is
-// pulled, the pull goes on until it ends, and what it brings is a later call's: that pulls
-// less. If messages are in order, a later call pulls once the pull has ended, and hands out
-// what it brings meanwhile.
-func (w *wrapped) fetch(most int, wait time.Duration, pull func(int) (jetstream.MessageBatch, error)) (jetstream.MessageBatch, error) {
-	if w.src.State().Ended {
-		return nil, guard.ErrClosed
-	}
-	if most < 1 {
-		return pull(0) // the client says what is wrong; of fewer it panics
-	}
-	var own *opened
-	turn := w.turn // nil if no turn is waited for
-	select {
-	case turn <- struct{}{}:
-		var err error
-		if own, err = w.open(most, pull); err != nil {
-			return nil, err
-		}
-		turn = nil
-	default:
-	}
-	b := &batch{out: make(chan jetstream.Msg, min(most, w.window))}
-	fail := func(err error) {
-		b.mu.Lock()
-		defer b.mu.Unlock()
-		b.err = err
-	}
-	go func() {
-		defer close(b.out)
-		deadline := time.NewTimer(wait)
-		defer deadline.Stop()
-		look := time.NewTicker(settleDown)
-		defer look.Stop()
-		pulling := own.end()
-		late := turn != nil // the pull was opened late, and may end after wait
-		ended, over, given := false, false, 0
-		for idle := 0; given < cap(b.out) && idle < stuck && !ended; {
-			select {
-			case turn <- struct{}{}:
-				turn = nil
-				var err error
-				own, err = w.open(cap(b.out)-given, pull)
-				pulling = own.end()
-				if err != nil {
-					fail(err)
-					over = true
-				}
-			case <-pulling:
-				pulling = nil
-				fail(own.err)
-				// A pull that brought all leaves the rest of the wait to the source, if
-				// it holds, which may be for less than that.
-				over = over || own.short || own.err != nil
-			case <-w.src.Ended():
-				ended = true
-				fail(guard.ErrClosed)
-			case it, ok := <-w.src.Ready():
-				if !ok {
-					continue // it has ended
-				}
-				idle = 0
-				given++
-				b.out <- w.hand(it)
-			case <-deadline.C:
-				over, turn = true, nil
-				if late {
-					pulling = nil
-				}
-			case <-look.C:
-				a := w.src.Account()
-				switch {
-				case (pulling != nil || turn != nil) && !w.port.full() || !over && (given == 0 || a.Held > 0):
-				case a.Waiting == 0:
-					idle += stuck / 2
-				default:
-					idle++
-				}
-			}
-		}
-		w.sayShort(given, cap(b.out))
-	}()
-	return b, nil
-}
-
-// end is closed when the pull has ended; nil if there is none.
-func (o *opened) end() <-chan struct{} {
-	if o == nil {
-		return nil
-	}
-	return o.ended
-}
-
-// sayShort says once that a batch ended since as many messages are out as may be.
-func (w *wrapped) sayShort(given, most int) {
-	workers := w.src.State().Settings.Workers
-	if a := w.src.Account(); given == 0 || given == most || a.Waiting == 0 || a.Processing < workers {
+func (w *wrapped) saySeveral() {
+	if !w.pulls.ordered() {
 		return
 	}
-	w.short.Do(func() {
-		w.log.Warn("a fetched batch ended early: the next message comes when one is settled; a program that settles whole batches needs Policy.Workers",
-			"source", w.src.Name(), "messages", given, "asked", most, "workers", workers)
+	w.several.Do(func() {
+		w.log.Warn("several pulls of a wrapped consumer are open at once: messages may come out of order", "source", w.name,
+			"help", "have one Consume or Messages at a time and no fetch beside it, or use guard.OrderNone")
 	})
 }
 
@@ -576,6 +355,7 @@ func (w *wrapped) Consume(handler jetstream.MessageHandler, opts ...jetstream.Pu
 	}
 	ctx, stop := context.WithCancel(context.Background())
 	c := &wrappedConsume{stop: stop, closed: make(chan struct{})}
+	read := w.reads()
 	var inner jetstream.ConsumeContext
 	opened := make(chan struct{})
 	inner, err := w.Consumer.Consume(func(m jetstream.Msg) {
@@ -586,12 +366,14 @@ func (w *wrapped) Consume(handler jetstream.MessageHandler, opts ...jetstream.Pu
 	}, opts...)
 	if err != nil {
 		stop()
+		read()
 		return nil, err
 	}
 	c.ConsumeContext = inner
 	close(opened)
 	go func() { // ends with Stop, Drain, the source or the pull
 		defer close(c.closed)
+		defer read()
 		w.pump(ctx.Done(), inner.Closed(), func(m jetstream.Msg) { handler(m) })
 		inner.Stop()
 	}()
@@ -653,7 +435,7 @@ func (w *wrapped) Messages(opts ...jetstream.PullMessagesOpt) (jetstream.Message
 		return nil, err
 	}
 	ctx, stop := context.WithCancel(context.Background())
-	return &iterator{w: w, inner: inner, ctx: ctx, stop: stop}, nil
+	return &iterator{w: w, inner: inner, ctx: ctx, stop: stop, read: w.reads()}, nil
 }
 
 // iterator is a wrapped MessagesContext. One goroutine at most asks the client
@@ -664,6 +446,7 @@ type iterator struct {
 	inner jetstream.MessagesContext
 	ctx   context.Context //nolint:containedctx // until Stop
 	stop  context.CancelFunc
+	read  func()
 
 	next   sync.Mutex // held through Next
 	asking chan error // its answer; nil if nobody asks
@@ -724,6 +507,7 @@ func (it *iterator) Next(opts ...jetstream.NextOpt) (jetstream.Msg, error) {
 			case err == nil:
 			case errors.Is(err, jetstream.ErrMsgIteratorClosed):
 				it.over = true
+				it.read()
 			default:
 				return nil, err
 			}
@@ -765,6 +549,7 @@ func nextOptions(opts []jetstream.NextOpt) (timeout time.Duration, ctx context.C
 func (it *iterator) Stop() {
 	it.stop()
 	it.inner.Stop()
+	it.read()
 }
 
 func (it *iterator) Drain() { it.inner.Drain() }

@@ -258,6 +258,210 @@ func TestWrappedFetchesPullInTurn(t *testing.T) {
 	}
 }
 
+// A call that found no room, or whose pull brought a message that another call got, pulls
+// again as soon as there is room: it does not wait for the end of its time.
+func TestWrappedNextPullsAgain(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: time.Minute, MaxAckPending: 1})
+	w := wrap(t, adaptertest.Guard(t, guard.Config{}), r.consumer)
+	const n, wait = 4, 30 * time.Second
+	r.publish(t, subject, 0, n)
+	start := time.Now()
+	for i := range n {
+		m, err := w.Next(jetstream.FetchMaxWait(wait))
+		if err != nil {
+			t.Fatalf("message %d after %s: %v", i, time.Since(start), err)
+		}
+		time.AfterFunc(100*time.Millisecond, func() { // while the next call finds no room
+			if err := m.Ack(); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	if took := time.Since(start); took > wait/2 {
+		t.Errorf("%s", took)
+	}
+}
+
+// Many calls that wait on an idle stream all get a message when so many come, with and
+// without an order.
+func TestWrappedNextOfManyGoroutines(t *testing.T) {
+	t.Parallel()
+	for name, policy := range map[string]guard.Policy{
+		"none": {Order: guard.OrderNone, Workers: 8},
+		"key":  {Order: guard.OrderKey, Workers: 8},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			const n, wait = 8, 30 * time.Second
+			r := newRig(t, jetstream.ConsumerConfig{AckWait: time.Minute})
+			w := wrap(t, adaptertest.Guard(t, guard.Config{Policy: policy}), r.consumer)
+			release := make(chan struct{})
+			got := make(chan error, n)
+			for range n {
+				go func() {
+					m, err := w.Next(jetstream.FetchMaxWait(wait))
+					if err == nil {
+						<-release // all are out at once
+						err = m.Ack()
+					}
+					got <- err
+				}()
+			}
+			open := 1
+			if policy.Order == guard.OrderNone { // nobody waits for another's
+				open = n
+			}
+			adaptertest.Eventually(t, "the pulls are open", func() bool { return r.info(t).NumWaiting == open })
+			start := time.Now()
+			r.publish(t, func(i int) string { return "s." + strconv.Itoa(i) }, 0, n)
+			adaptertest.Eventually(t, "all are out", func() bool { return w.src.Account().Processing == n })
+			close(release)
+			for range n {
+				if err := <-got; err != nil {
+					t.Error(err)
+				}
+			}
+			if took := time.Since(start); took > wait/2 {
+				t.Errorf("%s", took)
+			}
+		})
+	}
+}
+
+// A call that waits for its turn ends with its context and its time, and so does the pull
+// that it opened late: what comes afterwards is free for other processes.
+func TestWrappedFetchInTurnEnds(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: time.Minute})
+	w := wrap(t, adaptertest.Guard(t, guard.Config{}), r.consumer)
+	first, err := w.Fetch(10, jetstream.FetchMaxWait(4*time.Second))
+	if err != nil {
+		t.Fatal(err)
+	}
+	start := time.Now()
+	late, err := w.Fetch(10, jetstream.FetchMaxWait(6*time.Second))
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	time.AfterFunc(100*time.Millisecond, cancel)
+	if _, err := w.Next(jetstream.FetchContext(ctx)); !errors.Is(err, context.Canceled) {
+		t.Errorf("%v", err)
+	}
+	over, cancel := context.WithTimeout(t.Context(), time.Nanosecond)
+	defer cancel()
+	<-over.Done()
+	if _, err := w.Next(jetstream.FetchContext(over)); !errors.Is(err, jetstream.ErrInvalidOption) {
+		t.Errorf("%v", err)
+	}
+	if _, err := w.Next(jetstream.FetchMaxWait(-1)); !errors.Is(err, jetstream.ErrInvalidOption) {
+		t.Errorf("%v", err)
+	}
+	if b, err := w.FetchNoWait(10); err != nil || len(b.Messages()) != 0 || b.Error() != nil {
+		t.Errorf("%v", err)
+	} else {
+		for range b.Messages() {
+			t.Error("a message")
+		}
+	}
+	if took := time.Since(start); took > 3*time.Second {
+		t.Errorf("these took %s", took)
+	}
+	for _, b := range []jetstream.MessageBatch{first, late} {
+		for range b.Messages() {
+			t.Error("a message")
+		}
+		if err := b.Error(); err != nil {
+			t.Error(err)
+		}
+	}
+	if took := time.Since(start); took < 5*time.Second {
+		t.Errorf("it ended after %s", took)
+	}
+	adaptertest.Eventually(t, "no pull is open", func() bool { return r.info(t).NumWaiting == 0 })
+	if took := time.Since(start); took > 9*time.Second { // its pull alone would take until 10s
+		t.Errorf("a pull was open for %s", took)
+	}
+}
+
+// A fetch of bytes that hands out what another call's pull brings ends when it has its bytes.
+func TestWrappedFetchOfBytesInTurn(t *testing.T) {
+	t.Parallel()
+	const size, wait = 1000, 20 * time.Second
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: time.Minute})
+	w := wrap(t, adaptertest.Guard(t, guard.Config{}), r.consumer)
+	go func() { // a pull of many, which nobody waits for
+		if b, err := w.Fetch(50, jetstream.FetchMaxWait(wait)); err == nil {
+			for m := range b.Messages() {
+				_ = m.Ack()
+			}
+		}
+	}()
+	adaptertest.Eventually(t, "its pull is open", func() bool { return r.info(t).NumWaiting == 1 })
+	start := time.Now()
+	b, err := w.FetchBytes(3*size, jetstream.FetchMaxWait(wait))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 60 {
+		if _, err := r.js.Publish(adaptertest.Context(t), "s.x", make([]byte, size)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	n := 0
+	for m := range b.Messages() {
+		n++
+		if err := m.Ack(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if took := time.Since(start); n < 1 || n > 3 || took > wait/2 || b.Error() != nil {
+		t.Errorf("%d messages after %s, %v", n, took, b.Error())
+	}
+}
+
+// With an order, a second reader beside the first is told of once.
+func TestWrappedReadersAreTold(t *testing.T) {
+	t.Parallel()
+	for order, want := range map[guard.Order]int{guard.OrderSource: 1, guard.OrderKey: 1, guard.OrderNone: 0} {
+		r := newRig(t, jetstream.ConsumerConfig{})
+		g, log := logging(t, guard.Config{Policy: guard.Policy{Order: order}})
+		w := wrap(t, g, r.consumer)
+		said := func() int { return log.lines("level=WARN", "several pulls of a wrapped consumer") }
+		for range 2 { // one after the other are none too many
+			cc, err := w.Consume(func(jetstream.Msg) {})
+			if err != nil {
+				t.Fatal(err)
+			}
+			cc.Stop()
+			<-cc.Closed()
+			it, err := w.Messages()
+			if err != nil {
+				t.Fatal(err)
+			}
+			it.Stop()
+		}
+		if n := said(); n != 0 {
+			t.Errorf("%v: told %d times of one reader", order, n)
+		}
+		cc, err := w.Consume(func(jetstream.Msg) {})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for range 2 {
+			if _, err := w.FetchNoWait(1); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if n := said(); n != want {
+			t.Errorf("%v: told %d times", order, n)
+		}
+		cc.Stop()
+		<-cc.Closed()
+	}
+}
+
 // A batch goes on while the rest of it is held, here for slow probes one by one.
 func TestWrappedFetchOfProbes(t *testing.T) {
 	t.Parallel()

@@ -1,0 +1,420 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guardnats
+
+import (
+	"context"
+	"reflect"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+const (
+	// settleDown is how long a call waits for the source to hand out what it
+	// has just been offered. No event says that nothing more will come, only counts do,
+	// so a call whose pull is over looks at those, and ends with its wait or after stuck
+	// looks; one that drains, as soon as nothing waits.
+	settleDown = 20 * time.Millisecond
+	// stuck is after how many of those a fetch takes what waits to be behind a retry
+	// of its lane.
+	stuck = 20
+)
+
+// Fetch is up to batch messages that may be handled now.
+func (w *wrapped) Fetch(batch int, opts ...jetstream.FetchOpt) (jetstream.MessageBatch, error) {
+	return w.fetch(asking{most: batch, opts: opts, pull: func(n, _ int, opts ...jetstream.FetchOpt) (jetstream.MessageBatch, error) {
+		return w.Consumer.Fetch(n, opts...)
+	}})
+}
+
+// FetchNoWait is up to batch messages that are there.
+func (w *wrapped) FetchNoWait(batch int) (jetstream.MessageBatch, error) {
+	return w.fetch(asking{most: batch, noWait: true, pull: func(n, _ int, _ ...jetstream.FetchOpt) (jetstream.MessageBatch, error) {
+		return w.Consumer.FetchNoWait(n)
+	}})
+}
+
+// FetchBytes is messages until they have maxBytes, if the source has room. Those that were
+// held come first.
+func (w *wrapped) FetchBytes(maxBytes int, opts ...jetstream.FetchOpt) (jetstream.MessageBatch, error) {
+	return w.fetch(asking{most: w.window, bytes: maxBytes, opts: opts, pull: func(_, n int, opts ...jetstream.FetchOpt) (jetstream.MessageBatch, error) {
+		return w.Consumer.FetchBytes(n, opts...)
+	}})
+}
+
+// Next is one message that may be handled now, or [nats.ErrTimeout].
+func (w *wrapped) Next(opts ...jetstream.FetchOpt) (jetstream.Msg, error) {
+	b, err := w.Fetch(1, opts...)
+	if err != nil {
+		return nil, err
+	}
+	if m, ok := <-b.Messages(); ok {
+		return m, nil
+	}
+	if err := b.Error(); err != nil {
+		return nil, err
+	}
+	return nil, nats.ErrTimeout
+}
+
+// asking is what a fetch was called with.
+type asking struct {
+	most, bytes int // bytes: 0 for no limit
+	noWait      bool
+	opts        []jetstream.FetchOpt
+	// pull opens one, for some messages or some bytes.
+	pull func(messages, bytes int, opts ...jetstream.FetchOpt) (jetstream.MessageBatch, error)
+}
+
+// limits is how long the options let a fetch wait, and the context that they have, or nil.
+// They are functions over a type that nats.go does not export, so one of it is made and read.
+func (a *asking) limits() (wait time.Duration, ctx context.Context, err error) {
+	if a.noWait {
+		return 0, nil, nil
+	}
+	req := reflect.New(reflect.TypeFor[jetstream.FetchOpt]().In(0).Elem())
+	if f := req.Elem().FieldByName("allowMaxBytes"); f.IsValid() && f.Kind() == reflect.Bool {
+		*(*bool)(f.Addr().UnsafePointer()) = true // where it is not, the client says so
+	}
+	for _, opt := range a.opts {
+		if err, _ := reflect.TypeAssert[error](reflect.ValueOf(opt).Call([]reflect.Value{req})[0]); err != nil {
+			return 0, nil, err
+		}
+	}
+	if f := req.Elem().FieldByName("ctx"); f.IsValid() && f.Type() == reflect.TypeFor[context.Context]() && !f.IsNil() {
+		ctx = *(*context.Context)(f.Addr().UnsafePointer())
+	}
+	if f := req.Elem().FieldByName("Expires"); f.IsValid() && f.CanInt() && f.Int() > 0 {
+		return time.Duration(f.Int()), ctx, nil
+	}
+	return jetstream.DefaultExpires, ctx, nil
+}
+
+// within is the option that a pull ends after left at the latest.
+func within(left time.Duration) jetstream.FetchOpt {
+	kind := reflect.TypeFor[jetstream.FetchOpt]()
+	opt, _ := reflect.TypeAssert[jetstream.FetchOpt](reflect.MakeFunc(kind, func(args []reflect.Value) []reflect.Value {
+		req := args[0].Elem()
+		lower := func(field string, most time.Duration) {
+			if f := req.FieldByName(field); f.IsValid() && f.CanInt() && f.CanSet() && f.Int() > int64(most) {
+				f.SetInt(int64(most))
+			}
+		}
+		lower("Expires", left)
+		lower("Heartbeat", left/2) // one that is unset is below 0
+		return []reflect.Value{reflect.Zero(kind.Out(0))}
+	}))
+	return opt
+}
+
+// batch is the result of a fetch.
+type batch struct {
+	out chan jetstream.Msg
+	mu  sync.Mutex
+	err error
+}
+
+func (b *batch) Messages() <-chan jetstream.Msg { return b.out }
+
+func (b *batch) Error() error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.err
+}
+
+func (b *batch) fail(err error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.err = err
+}
+
+// pulls are those of a wrapped consumer's fetches.
+type pulls struct {
+	// turn has a place for each that may be open at once. With an order it is one: the
+	// server deals messages out to all that are open, and each has a goroutine.
+	turn chan struct{}
+
+	mu    sync.Mutex
+	asked int // how many messages they may still bring
+	left  int // and of these, those whose call has returned
+}
+
+func (p *pulls) ordered() bool { return cap(p.turn) == 1 }
+
+func newPulls(order guard.Order, window int) pulls {
+	n := 1
+	if order == guard.OrderNone { // an update cannot change it
+		n = max(2, window)
+	}
+	return pulls{turn: make(chan struct{}, n)}
+}
+
+// opened is a pull that a fetch has opened.
+type opened struct {
+	ended chan struct{} // closed when the pull has ended; then the two below are set
+	short bool          // it has brought less than it was asked for
+	err   error
+
+	// Under pulls.mu.
+	rest int  // how many messages it may still bring
+	gone bool // its call has returned
+}
+
+// end is closed when the pull has ended; nil if there is none.
+func (o *opened) end() <-chan struct{} {
+	if o == nil {
+		return nil
+	}
+	return o.ended
+}
+
+// count notes how many messages a pull may still bring.
+func (p *pulls) count(o *opened, rest int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.asked += rest - o.rest
+	if o.gone {
+		p.left += rest - o.rest
+	}
+	o.rest = rest
+}
+
+// leave notes that the call of a pull has returned.
+func (p *pulls) leave(o *opened) {
+	if o == nil {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	o.gone = true
+	p.left += o.rest
+}
+
+// want is how many messages a call that wants most may pull: those of calls that have
+// returned come to it, too.
+func (p *pulls) want(most, room int) int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return min(most-p.left, room-p.asked)
+}
+
+// open pulls up to most messages, if the source has room for what is pulled. It is nil with
+// a nil error if it has not. The caller has a place in turn; open or the pull's goroutine
+// gives it back.
+func (w *wrapped) open(a *asking, most, bytes int, opts ...jetstream.FetchOpt) (o *opened, err error) {
+	defer func() {
+		if o == nil { // also if an option panics
+			<-w.pulls.turn
+		}
+	}()
+	st := w.src.State()
+	if st.Ended {
+		return nil, guard.ErrClosed // a pull would cost deliveries
+	}
+	want := w.pulls.want(most, st.Room)
+	if want < 1 || w.port.full() {
+		return nil, nil //nolint:nilnil // no pull is no error
+	}
+	if w.readers.Load() > 0 {
+		w.saySeveral()
+	}
+	inner, err := a.pull(want, bytes, append(slices.Clip(a.opts), opts...)...)
+	if err != nil {
+		return nil, err
+	}
+	o = &opened{ended: make(chan struct{})}
+	w.pulls.count(o, want)
+	go func() { // ends with the pull
+		defer close(o.ended)
+		defer func() { <-w.pulls.turn }()
+		o.err = w.take(inner, o)
+	}()
+	return o, nil
+}
+
+// take gives the source what a pull brings. It ends with the pull, or with the source
+// ([guard.ErrClosed]). A message that waits for room does not keep those that the source has
+// from being handed out, since only their acks make room: the source's bytes may be used up
+// before its messages are.
+func (w *wrapped) take(pull jetstream.MessageBatch, o *opened) error {
+	rest := o.rest
+	defer w.pulls.count(o, 0)
+	for in := pull.Messages(); ; {
+		select {
+		case m, ok := <-in:
+			if !ok {
+				o.short = rest > 0
+				return pull.Error()
+			}
+			rest = max(0, rest-1) // FetchBytes may bring more
+			if err := w.offer(context.Background(), m); err != nil {
+				return err
+			}
+			w.pulls.count(o, rest)
+		case <-w.src.Ended():
+			return guard.ErrClosed
+		}
+	}
+}
+
+// fetching is a fetch under way. Its goroutine alone has it.
+type fetching struct {
+	w     *wrapped
+	a     *asking
+	batch *batch
+	until time.Time // its wait ends
+
+	own     *opened         // its latest pull, or nil
+	pulling <-chan struct{} // that is open; nil if it is not
+	turn    chan struct{}   // a place for a pull is waited for; nil if not
+	ended   bool            // nothing more is handed out
+	over    bool            // nothing more is pulled
+	given   int             // messages
+	size    int             // and their bytes
+	idle    int             // looks at which nothing was about to be handed out
+}
+
+// fetch pulls what the source has room for and hands out what it lets through.
+// It starts two goroutines. One hands out, and ends when what the pull brought is handed
+// out, and after the wait, or shortly after it, at the latest. The other is [wrapped.take]:
+// when messages that were held have filled the batch, the pull goes on until it ends, and
+// what it brings is a later call's: that pulls less.
+//
+// A call whose turn it is not hands out what the open pull brings, and pulls in its turn. So
+// does a call that has nothing when its pull is over, for as long as it waits: somebody else
+// had what that brought, or the source had no room.
+func (w *wrapped) fetch(a asking) (jetstream.MessageBatch, error) {
+	if w.src.State().Ended {
+		return nil, guard.ErrClosed
+	}
+	if a.most < 1 {
+		return a.pull(0, 0) // the client says what is wrong; of fewer it panics
+	}
+	wait, ctx, err := a.limits()
+	if err != nil {
+		return nil, err
+	}
+	f := &fetching{
+		w: w, a: &a, batch: &batch{out: make(chan jetstream.Msg, min(a.most, w.window))},
+		until: time.Now().Add(wait), turn: w.pulls.turn,
+	}
+	select {
+	case f.turn <- struct{}{}:
+		if f.own, err = w.open(&a, a.most, a.bytes); err != nil {
+			return nil, err
+		}
+		f.turn, f.pulling = nil, f.own.end()
+	default:
+	}
+	go f.handOut(ctx)
+	return f.batch, nil
+}
+
+// handOut ends as fetch says, and with ctx, if there is one.
+func (f *fetching) handOut(ctx context.Context) {
+	defer close(f.batch.out)
+	defer func() { f.w.pulls.leave(f.own) }()
+	deadline := time.NewTimer(time.Until(f.until))
+	defer deadline.Stop()
+	look := time.NewTicker(settleDown)
+	defer look.Stop()
+	var cancelled <-chan struct{}
+	if ctx != nil {
+		cancelled = ctx.Done()
+	}
+	for !f.full() && f.idle < stuck && !f.ended {
+		select {
+		case f.turn <- struct{}{}:
+			f.pull()
+		case <-f.pulling:
+			f.pulling = nil
+			f.batch.fail(f.own.err)
+			// A pull that brought all leaves the rest of the wait to the source, if
+			// it holds, which may be for less than that.
+			f.over = f.over || f.own.short || f.own.err != nil
+		case <-f.w.src.Ended():
+			f.end(guard.ErrClosed)
+		case <-cancelled:
+			f.end(ctx.Err())
+		case it, ok := <-f.w.src.Ready():
+			if !ok {
+				continue // it has ended
+			}
+			f.idle = 0
+			f.given++
+			f.size += f.w.port.Size(it.Msg)
+			f.batch.out <- f.w.hand(it)
+		case <-deadline.C:
+			f.over = true
+			if !f.a.noWait {
+				f.turn = nil
+			}
+		case <-look.C:
+			f.look()
+		}
+	}
+	if !f.ended {
+		f.w.sayShort(f.given, cap(f.batch.out))
+	}
+}
+
+// full tells whether the call has what it asked for.
+func (f *fetching) full() bool {
+	return f.given == cap(f.batch.out) || f.a.bytes > 0 && f.size >= f.a.bytes
+}
+
+func (f *fetching) end(err error) {
+	f.ended = true
+	f.batch.fail(err)
+}
+
+// pull opens a pull in the call's turn, for what is left of its wait.
+func (f *fetching) pull() {
+	f.turn = nil
+	var late []jetstream.FetchOpt
+	if !f.a.noWait {
+		late = append(late, within(max(time.Until(f.until), time.Millisecond)))
+	}
+	var err error
+	if f.own, err = f.w.open(f.a, cap(f.batch.out)-f.given, max(0, f.a.bytes-f.size), late...); err != nil {
+		f.batch.fail(err)
+		f.over = true
+	}
+	f.pulling = f.own.end()
+}
+
+// look sees from counts whether anything more will come.
+func (f *fetching) look() {
+	acc := f.w.src.Account()
+	inTurn := f.turn != nil && !f.over && (f.given == 0 || acc.Waiting == 0)
+	switch {
+	case (f.pulling != nil || inTurn) && !f.w.port.full():
+	case !f.over && (f.given == 0 || acc.Held > 0):
+		if f.given == 0 && acc.Held == 0 && f.pulling == nil {
+			f.turn = f.w.pulls.turn
+		}
+	case acc.Waiting == 0:
+		f.idle += stuck / 2
+	default:
+		f.idle++
+	}
+}
+
+// sayShort says once that a batch ended since as many messages are out as may be.
+func (w *wrapped) sayShort(given, most int) {
+	workers := w.src.State().Settings.Workers
+	if a := w.src.Account(); given == 0 || given == most || a.Waiting == 0 || a.Processing < workers {
+		return
+	}
+	w.short.Do(func() {
+		w.log.Warn("a fetched batch ended early: the next message comes when one is settled; a program that settles whole batches needs Policy.Workers",
+			"source", w.src.Name(), "messages", given, "asked", most, "workers", workers)
+	})
+}
