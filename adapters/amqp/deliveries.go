@@ -65,7 +65,8 @@ import (
 // One delivery is out at a time, in the order of the queue. A program that collects
 // several before it settles them, or settles by multiple acks, asks for more by
 // [WithPolicy]: Workers is how many, with [guard.OrderKey] or [guard.OrderNone]. A
-// retry then comes after messages that were behind it. Without, such a program
+// retry then comes after messages that were behind it, and multiple means all that were
+// handed out until then. Without, such a program
 // stands still, which the guard logs 20 s after Policy.Timeout at the latest.
 //
 // The prefetch is the program's, so the guard cannot bound the bytes of the
@@ -249,8 +250,10 @@ func (d *desk) check(m *amqp091.Delivery) error {
 
 // handOut gives the program what may be handled.
 func (d *desk) handOut() {
+	turn := uint64(0)
 	for it := range d.src.Ready() {
-		a := &attempt{desk: d, of: it.Msg, token: it.Token}
+		turn++
+		a := &attempt{desk: d, of: it.Msg, token: it.Token, turn: turn}
 		m := it.Msg.Delivery
 		m.Acknowledger = a
 		d.mu.Lock()

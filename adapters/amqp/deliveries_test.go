@@ -295,6 +295,85 @@ func TestOutcomesOfALoop(t *testing.T) {
 	})
 }
 
+// A retry comes again with its old tag, between others. Multiple means what was handed out
+// until then: not the retry that came later, and all that came before it.
+func TestMultipleGoesByTheOrderOfHandingOut(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, shared(t, brokers.RabbitMQ4), Quorum, nil)
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{
+		Workers: 8, Order: guard.OrderNone, Retry: guard.Retry{Base: time.Millisecond, Max: time.Millisecond},
+	}})
+	_, ch, in := r.opened(amqp091.Config{}, 20)
+	out, err := Deliveries(t.Context(), g, ch, in)
+	if err != nil {
+		t.Fatal(err)
+	}
+	src := adaptertest.Source(t, g, r.queue)
+	acked := func(want uint64) {
+		t.Helper()
+		adaptertest.Eventually(t, "they are acked", func() bool { return src.Account().Acked >= want })
+		if a := src.Account(); a.Acked != want {
+			t.Fatalf("%d are acked, want %d: %+v", a.Acked, want, a)
+		}
+	}
+	// again fails the delivery n of a batch, and takes its retry.
+	again := func(batch []amqp091.Delivery, n int) amqp091.Delivery {
+		t.Helper()
+		if err := Fail(batch[n], errDown); err != nil {
+			t.Fatal(err)
+		}
+		d := take(t, out)
+		if d.DeliveryTag != batch[n].DeliveryTag {
+			t.Fatalf("%s came in place of a retry", d.Body)
+		}
+		return d
+	}
+	batch := func(from, n int) (all []amqp091.Delivery) {
+		t.Helper()
+		r.publish(from, from+n)
+		for range n {
+			all = append(all, take(t, out))
+		}
+		return all
+	}
+
+	first := batch(0, 7)
+	retry := again(first, 3)
+	if err := first[6].Ack(true); err != nil {
+		t.Fatal(err)
+	}
+	acked(6)
+	if err := retry.Ack(false); err != nil {
+		t.Errorf("the retry was settled by a call before it: %v", err)
+	}
+	acked(7)
+
+	second := batch(7, 4)
+	retry = again(second, 0)
+	if err := second[1].Acknowledger.Ack(retry.DeliveryTag, true); err != nil { // as Channel.Ack is called
+		t.Fatal(err)
+	}
+	acked(11)
+
+	third := batch(11, 4)
+	retry = again(third, 1)
+	if err := retry.Nack(true, true); err != nil { // all four fail
+		t.Fatal(err)
+	}
+	seen := map[uint64]bool{}
+	for range 4 {
+		d := take(t, out)
+		seen[d.DeliveryTag] = true
+		if err := d.Ack(false); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if len(seen) != 4 {
+		t.Errorf("%d came again", len(seen))
+	}
+	acked(15)
+}
+
 // A cancelled consumer's loop gets everything that was delivered, held messages
 // too, and then ends; the channel is still the program's.
 func TestCancelDrains(t *testing.T) {

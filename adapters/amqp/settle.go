@@ -4,7 +4,9 @@
 package guardamqp
 
 import (
+	"cmp"
 	"errors"
+	"math"
 	"slices"
 	"sync/atomic"
 
@@ -44,6 +46,7 @@ type attempt struct {
 	desk  *desk
 	of    *taken
 	token guard.Token
+	turn  uint64 // in the order of handing out, from 1
 	done  atomic.Bool
 	given bool // the program has taken it; guarded by desk.mu
 }
@@ -70,8 +73,10 @@ func (a *attempt) settle(err error) error {
 	return nil
 }
 
-// these are the attempts that a call means: this one, or with multiple all that
-// the program has been handed up to the tag.
+// these are the attempts that a call means: this one, or with multiple all that the program
+// was handed until this one. A retry keeps its tag and comes between others, so it is the
+// order of handing out that counts: by tags, a call would settle a retry that the program
+// got later and has not handled.
 func (a *attempt) these(tag uint64, multiple bool) []*attempt {
 	if !multiple && tag == a.of.DeliveryTag {
 		return []*attempt{a}
@@ -79,16 +84,23 @@ func (a *attempt) these(tag uint64, multiple bool) []*attempt {
 	d := a.desk
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	last := a.turn
+	switch other := d.handed[tag]; {
+	case tag == 0: // AMQP's word for all
+		last = math.MaxUint64
+	case tag == a.of.DeliveryTag:
+	case other != nil && other.given:
+		last = other.turn
+	default:
+		return nil
+	}
 	var all []*attempt
 	for n, other := range d.handed {
-		if other != a && !other.given {
-			continue
-		}
-		if n == tag || multiple && (n < tag || tag == 0) {
+		if (multiple && other.turn <= last || !multiple && n == tag) && (other == a || other.given) {
 			all = append(all, other)
 		}
 	}
-	slices.SortFunc(all, func(x, y *attempt) int { return int(int64(x.of.DeliveryTag) - int64(y.of.DeliveryTag)) })
+	slices.SortFunc(all, func(x, y *attempt) int { return cmp.Compare(x.turn, y.turn) })
 	return all
 }
 
