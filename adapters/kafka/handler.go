@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"sync"
+	"time"
 
 	"github.com/IBM/sarama"
 
@@ -27,6 +28,8 @@ type handler struct {
 	claimErr error               // what a claim has ended with; Consume takes it
 	failing  map[string]*failing // by topic; passive shape
 	topics   []string            // seen so far
+
+	saidUnopened time.Time // that a claim did not open, where no Consume says it
 }
 
 func newHandler(g *guard.Guard, opts []Option) *handler {

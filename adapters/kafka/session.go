@@ -5,7 +5,10 @@ package guardkafka
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -27,6 +30,7 @@ type session struct {
 
 	cancel context.CancelFunc // of the watch
 
+	joined      bool // a call of Consume runs it, and says what it ends with
 	cooperative bool
 	begun       time.Time
 	timeout     time.Duration // of a handler
@@ -37,6 +41,7 @@ type session struct {
 	mu     sync.Mutex
 	claims map[place]*claim        // open ones, for the watch
 	wraps  map[place]*wrappedClaim // passive shape: the latest of each partition, until Cleanup
+	opened map[place]bool          // claims that sarama has handed out, until Cleanup
 	ends   map[ended]*tally        // claims that have ended, until Cleanup
 	left   map[string]*left        // sources of partitions that others have, by name
 	over   bool                    // Cleanup was called
@@ -87,7 +92,7 @@ func newSession(h *handler, native sarama.ConsumerGroupSession, set settings) *s
 	return &session{
 		h: h, native: native, set: set, cancel: func() {}, cooperative: cooperative(set.config),
 		begun: time.Now(), timeout: h.opts.timeout(h.g),
-		claims: make(map[place]*claim), wraps: make(map[place]*wrappedClaim), ends: make(map[ended]*tally), left: make(map[string]*left),
+		claims: make(map[place]*claim), wraps: make(map[place]*wrappedClaim), opened: make(map[place]bool), ends: make(map[ended]*tally), left: make(map[string]*left),
 	}
 }
 
@@ -102,6 +107,43 @@ func (ss *session) remove(c *claim) {
 	defer ss.mu.Unlock()
 	delete(ss.claims, place{c.topic, c.partition})
 }
+
+// hands notes that sarama hands out a claim.
+func (ss *session) hands(native sarama.ConsumerGroupClaim) {
+	ss.mu.Lock()
+	defer ss.mu.Unlock()
+	ss.opened[place{native.Topic(), native.Partition()}] = true
+}
+
+// unopened is why the session has ended, if it did since sarama could not open a claim: it
+// hands that one out to nobody, and group.Consume returns nil.
+func (ss *session) unopened() error {
+	if !errors.Is(context.Cause(ss.native.Context()), sarama.ErrSessionConsumeClaimExited) {
+		return nil
+	}
+	var names []string
+	ss.mu.Lock()
+	for topic, partitions := range ss.native.Claims() {
+		for _, p := range partitions {
+			if !ss.opened[place{topic, p}] {
+				names = append(names, fmt.Sprintf("%s/%d", topic, p))
+			}
+		}
+	}
+	ss.mu.Unlock()
+	if len(names) == 0 {
+		return nil
+	}
+	slices.Sort(names)
+	more := ""
+	if n := len(names) - maxUnopened; n > 0 {
+		names, more = names[:maxUnopened], fmt.Sprintf(" and %d more", n)
+	}
+	return fmt.Errorf("kafka: a partition cannot be read, so the session has ended; not open were %s%s; sarama says why to the group's Errors alone, see WatchErrors",
+		strings.Join(names, ", "), more)
+}
+
+const maxUnopened = 5 // that an error names
 
 func (ss *session) open() []*claim {
 	ss.mu.Lock()

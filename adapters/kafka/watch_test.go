@@ -122,6 +122,70 @@ func TestCommitsThatFailAreNoticed(t *testing.T) {
 	running.Wait()
 }
 
+// A partition that cannot be read ends the session of all partitions, and sarama says so to
+// the group's errors alone. The log names it, whoever runs the group, and when it can be read
+// everything goes on.
+func TestPartitionThatCannotBeReadIsNamed(t *testing.T) {
+	t.Parallel()
+	for name, run := range map[string]func(ctx context.Context, group sarama.ConsumerGroup, h sarama.ConsumerGroupHandler){
+		"Consume": func(ctx context.Context, group sarama.ConsumerGroup, h sarama.ConsumerGroupHandler) {
+			if err := Consume(ctx, group, []string{"t"}, h); err != nil {
+				t.Error(err)
+			}
+		},
+		"a loop of its own": func(ctx context.Context, group sarama.ConsumerGroup, h sarama.ConsumerGroupHandler) {
+			for ctx.Err() == nil {
+				_ = group.Consume(ctx, []string{"t"}, h)
+			}
+			_ = group.Close()
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			fake, err := kfake.NewCluster(kfake.NumBrokers(1), kfake.SeedTopics(2, "t"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer fake.Close()
+			cfg := testConfig()
+			cfg.Producer.Return.Successes = true
+			cfg.Producer.Partitioner = sarama.NewManualPartitioner
+			producer, err := sarama.NewSyncProducer(fake.ListenAddrs(), cfg)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer producer.Close()
+			for p := range int32(2) {
+				if _, _, err := producer.SendMessage(&sarama.ProducerMessage{Topic: "t", Partition: p, Value: sarama.StringEncoder("x")}); err != nil {
+					t.Fatal(err)
+				}
+			}
+			fault := fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.ListOffsets}, Partitions: []int32{1}, Err: kerr.TopicAuthorizationFailed, Count: -1})
+			group, err := sarama.NewConsumerGroup(fake.ListenAddrs(), "g", testConfig())
+			if err != nil {
+				t.Fatal(err)
+			}
+			var own logged
+			var calls atomic.Int64
+			h := Wrap(adaptertest.Guard(t, guard.Config{}), func(context.Context, *sarama.ConsumerMessage) error { calls.Add(1); return nil },
+				WithLogger(slog.New(slog.NewTextHandler(&own, nil))))
+			ctx, cancel := context.WithCancel(context.Background())
+			var running sync.WaitGroup
+			running.Go(func() { run(ctx, group, h) })
+			t.Cleanup(func() {
+				if t.Failed() {
+					t.Log(own.buf.String())
+				}
+			})
+			adaptertest.Eventually(t, "the log names it", func() bool { return own.has("a partition cannot be read") && own.has("t/1") })
+			fault.Remove()
+			adaptertest.Eventually(t, "all is handled", func() bool { return calls.Load() >= 2 })
+			cancel()
+			running.Wait()
+		})
+	}
+}
+
 // A mark that is not committed yet, since its time has not come or the program has
 // not asked for it, is no commit that fails.
 func TestCommitsThatAreNotDueAreNoNews(t *testing.T) {

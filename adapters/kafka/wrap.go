@@ -4,9 +4,11 @@
 package guardkafka
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/IBM/sarama"
 
@@ -47,7 +49,8 @@ func Wrap(g *guard.Guard, handle func(context.Context, *sarama.ConsumerMessage) 
 
 // Setup refuses what cannot be run safely, and begins to watch the session.
 func (h *handler) Setup(s sarama.ConsumerGroupSession) error {
-	if join, ok := s.Context().Value(joinKey{}).(func(*handler)); ok {
+	join, joined := s.Context().Value(joinKey{}).(func(*handler))
+	if joined {
 		join(h)
 	}
 	if h.g == nil {
@@ -72,6 +75,7 @@ func (h *handler) Setup(s sarama.ConsumerGroupSession) error {
 		return fmt.Errorf("kafka: %w", guard.ErrClosed)
 	}
 	ss := newSession(h, s, set)
+	ss.joined = joined
 	h.mu.Lock()
 	h.sessions[s] = ss
 	h.mu.Unlock()
@@ -108,8 +112,15 @@ func (h *handler) Cleanup(s sarama.ConsumerGroupSession) error {
 	ss.flush()
 	ss.stop()
 	ss.logEnds()
+	unopened := ss.unopened()
 	h.mu.Lock()
 	delete(h.sessions, s)
+	if ss.joined {
+		h.claimErr = cmp.Or(h.claimErr, unopened)
+	} else if unopened != nil && time.Since(h.saidUnopened) >= sayAgain {
+		h.saidUnopened = time.Now()
+		h.opts.log.Warn("the consumer group begins again", "error", unopened)
+	}
 	h.mu.Unlock()
 	return err
 }
@@ -127,6 +138,7 @@ func (h *handler) ConsumeClaim(s sarama.ConsumerGroupSession, native sarama.Cons
 	if ss == nil {
 		return errors.New("kafka: ConsumeClaim without Setup")
 	}
+	ss.hands(native)
 	c := newClaim(ss, native)
 	revoked := ss.revoked(native)
 	consume := ss.consume
