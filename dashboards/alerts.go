@@ -59,16 +59,16 @@ var alerts = []alert{
 		expr: `max by (` + byTopic + `) (stormguard_hold_active{reason="storm"}) == 1
 or sum by (` + byTopic + `) (increase(stormguard_storms_total[5m])) > 0`,
 		summary: "Storm: " + where,
-		means:   "Error rate, attempts and age of messages are over their thresholds together. The source holds its messages, and nothing dies but what its own error condemns.",
-		do:      "It is an outage. Follow the runbook from its first step.",
+		means:   "Error rate, attempts and age of messages are over their thresholds together. It is an outage: the source holds its messages, and dead-letters only what its own error condemns.",
+		do:      "Follow the runbook from its first step.",
 		tests:   []sample{{labelled("stormguard_hold_active", `reason="storm"`), "1", "0"}},
 	},
 	{
 		name: "StormguardBreakerOpen", severity: page, lasts: "5m",
 		expr:    `max by (messaging_consumer_group_name, scope) (stormguard_breaker_state{state!="closed"}) == 1`,
 		summary: "Breaker not closed for 5 min: {{ $labels.scope }}",
-		means:   "Calls of the scope fail, and its messages wait. Its probes close the breaker when the dependency is back.",
-		do:      "Mend the dependency. `stormguard breaker list` has the cause; the log line `breaker opened` has the error.",
+		means:   "Calls of the scope fail, or a person forced its breaker open, and its messages wait. Probes close the breaker when the dependency is back.",
+		do:      "The log line `breaker opened` has the error; `stormguard breaker list` has the cause, and whether it was forced. Mend the dependency. If it works and the breaker stays open, go to the runbook's step 4.",
 		tests: []sample{
 			{labelled("stormguard_breaker_state", `scope="billing/orders/*", state="open"`), "1", "0"},
 			{labelled("stormguard_breaker_state", `scope="billing/orders/*", state="half-open"`), "0", "0"},
@@ -86,8 +86,8 @@ or sum by (` + byTopic + `) (increase(stormguard_storms_total[5m])) > 0`,
 		name: "StormguardBudgetSpent", severity: ticket, lasts: "5m",
 		expr:    `min by (` + byTopic + `) (stormguard_budget_balance) < 1`,
 		summary: "No DLQ credit left: " + where,
-		means:   "The next message without a proof waits. Successes and time bring credits.",
-		do:      "Find what the dead letters share, and quarantine it.",
+		means:   "A message that would be dead-lettered waits, and StormguardMessagesWaitForPerson follows. Successes and time bring credits.",
+		do:      "Find what the dead letters share (`stormguard causes`), and quarantine it.",
 		tests:   []sample{{labelled("stormguard_budget_balance", ""), "0.2", "20"}},
 	},
 	{
@@ -95,7 +95,7 @@ or sum by (` + byTopic + `) (increase(stormguard_storms_total[5m])) > 0`,
 		expr: `sum by (` + byTopic + `) (increase(stormguard_dlq_write_duration_seconds_count{outcome="failed"}[5m])) > 0
 unless sum by (` + byTopic + `) (increase(stormguard_dlq_write_duration_seconds_count{outcome="confirmed"}[5m])) > 0`,
 		summary: "Dead letters cannot be written: " + where,
-		means:   "Each write of a dead letter fails. Nothing is lost: the messages wait, and block their order.",
+		means:   "Each write of a dead letter fails. Nothing is lost: the messages wait.",
 		do:      "Mend the DLQ. The log line `dead-letter writer fails` has the error.",
 		tests: []sample{
 			{labelled("stormguard_dlq_write_duration_seconds_count", `outcome="failed"`), "0+6", ""},
@@ -107,15 +107,15 @@ unless sum by (` + byTopic + `) (increase(stormguard_dlq_write_duration_seconds_
 		expr:    `sum by (` + byTopic + `) (increase(stormguard_dead_letters_total{reason!="quarantine"}[10m])) > 20`,
 		summary: "Over 20 dead letters in 10 min: " + where,
 		means:   "A producer sends poison, or a handler has a mistake. The rest flows.",
-		do:      "Look at the `cause` of the log lines `dead letter`. Quarantine what they share.",
+		do:      "`stormguard causes` groups them by their error. Quarantine what they share.",
 		tests:   []sample{{labelled("stormguard_dead_letters_total", `reason="attempts"`), "0+5", ""}},
 	},
 	{
 		name: "StormguardHoldNearlyFull", severity: ticket, lasts: "5m",
 		expr:    `max by (` + byTopic + `) (sum without (state) (stormguard_messages) / stormguard_messages_limit) > 0.9`,
 		summary: "The window is nearly full: " + where,
-		means:   "So many messages are unsettled that intake stops. In an outage that is as it should be: the rest waits at the broker.",
-		do:      "If nothing is held, a handler is slow or hangs: look at the duration of calls. In an outage, see that the broker keeps what waits: its retention must be longer than the outage, or turn on the spill.",
+		means:   "Almost as many messages are unsettled as may be; at the limit intake stops. In an outage that is as it should be: the rest waits at the broker.",
+		do:      "In an outage, see that the broker keeps what waits: its retention must be longer than the outage. If nothing is held, a handler is slow or hangs: look at the duration of calls on the dashboard of the group.",
 		tests: []sample{
 			{labelled("stormguard_messages", `state="held"`), "1000", "10"},
 			{labelled("stormguard_messages", `state="processing"`), "1", "1"},
@@ -126,7 +126,7 @@ unless sum by (` + byTopic + `) (increase(stormguard_dlq_write_duration_seconds_
 		name: "StormguardOldMessage", severity: page, lasts: "5m",
 		expr:    `max by (` + byTopic + `) (stormguard_hold_age_seconds) > 900`,
 		summary: "A message has waited for 15 min: " + where,
-		means:   "Something blocks its order: an outage, a poison message that nothing proves, or a handler that never returns.",
+		means:   "Something blocks its order: an outage, a message that fails alone, or a handler that never returns.",
 		do:      "`stormguard source show` says why. The log has a WARN line with `help`.",
 		tests:   []sample{{labelled("stormguard_hold_age_seconds", ""), "1200", "2"}},
 	},
@@ -136,7 +136,7 @@ unless sum by (` + byTopic + `) (increase(stormguard_dlq_write_duration_seconds_
 and max by (` + byTopic + `) (stormguard_hold_active{reason=~"breaker|storm|dlq|operator"}) == 1`,
 		summary: "The group falls behind while it is held: " + where,
 		means:   "The outage lasts, and what waits at the broker grows.",
-		do:      "Compare the lag with the broker's retention. What the broker deletes meanwhile is lost: raise the retention.",
+		do:      "Compare the age of the oldest message (`stormguard source show`) with the broker's retention. What the broker deletes meanwhile is lost: raise the retention.",
 		tests: []sample{
 			{labelled("stormguard_lag", ""), "0+600", "0"},
 			{labelled("stormguard_hold_active", `reason="breaker"`), "1", "0"},
@@ -189,7 +189,7 @@ and max by (` + byTopic + `) (stormguard_hold_active{reason=~"breaker|storm|dlq|
 		name: "StormguardCutNotApplied", severity: ticket, lasts: "5m",
 		expr:    `max(stormguard_fleet_configuration_lacking) > 0`,
 		summary: "{{ $value }} members have not applied a smaller limit",
-		means:   "A change is not complete: a member whose share shrank has not confirmed, so nobody may gain yet.",
+		means:   "A change is not complete: a member whose share shrank has not confirmed, so the others do not get theirs yet.",
 		do:      "`stormguard fleet` names it. Start it again, or evict it.",
 		tests:   []sample{{`stormguard_fleet_configuration_lacking{instance="a"}`, "1", "0"}},
 	},
@@ -205,7 +205,7 @@ and max by (` + byTopic + `) (stormguard_hold_active{reason=~"breaker|storm|dlq|
 		name: "StormguardClockWrong", severity: ticket,
 		expr:    `sum by (peer) (increase(stormguard_fleet_clock_violations_total[10m])) > 0`,
 		summary: "The clock of {{ $labels.peer }} is wrong",
-		means:   "Its stamps are more than 50 ms ahead. They order what it wrote, and move no other clock.",
+		means:   "The stamps of that process are more than 50 ms ahead of the others.",
 		do:      "Mend the time synchronisation of that host.",
 		tests:   []sample{{`stormguard_fleet_clock_violations_total{instance="a", peer="b"}`, "0+5", ""}},
 	},
@@ -271,7 +271,7 @@ leads through an incident.
 	}
 	b.WriteString("\n`page` means now; `ticket` can wait for office hours. `go run .` in `dashboards` writes this page.\n")
 	for _, a := range alerts {
-		fmt.Fprintf(&b, "\n## %s\n\n```\n%s\n```\n\n%s\n\n%s\n", a.name, a.expr, wrap(a.means), wrap("**Do:** "+a.do))
+		fmt.Fprintf(&b, "\n## %s\n\n%s\n\n%s\n\n```\n%s\n```\n", a.name, wrap(a.means), wrap("**Do:** "+a.do), a.expr)
 	}
 	return b.Bytes()
 }
