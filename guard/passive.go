@@ -35,7 +35,8 @@ type Token struct{ epoch, id, serial uint64 }
 // Offer puts a message in. It does not wait: without room it is [ErrFull], and
 // the message stays the caller's, who offers it again when [Port.Demand] has named
 // room: half of the window, or any where nothing moves. [Source.OfferWait] waits for
-// the first.
+// the first. Messages of one caller keep their order; those of callers at the same time
+// have none, so an adapter with an order offers from one goroutine.
 //
 // It also feeds a source with a handler whose input is whoever calls Offer: run
 // that by Run(ctx, nil).
@@ -60,8 +61,7 @@ func (s *Source[M]) Offer(m M) error {
 
 // OfferWait is Offer that waits while there is no room: for any room, whatever
 // [Port.Demand] was told. It returns ctx's error if that ends first, and the message
-// stays the caller's. Several calls may wait; messages offered by one caller after
-// another keep their order.
+// stays the caller's. Several calls may wait; their messages have no order.
 func (s *Source[M]) OfferWait(ctx context.Context, m M) error {
 	if !s.begin() {
 		return ErrClosed
