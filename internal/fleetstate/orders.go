@@ -17,13 +17,15 @@ import (
 
 // Orders carries what operators order from the process that was asked to all others, and
 // their answers back. Both are elements of one [crdt.LWWSet], which are added and never
-// removed: an order counts until its time, and an hour later it is forgotten with its
-// answers. What the orders say is the console's.
+// removed: an order counts until its time, and an hour later it is forgotten. Each process
+// answers each order, but nobody asks for an answer after some seconds: answers are forgotten
+// after two minutes, and the oldest of them before that where there is no room for an order.
+// What the orders say is the console's.
 //
 // Orders have one sequence in all processes, that of their stamps: whoever hears two late
 // carries them out as everybody else did.
 //
-// Memory is bounded: 256 orders in force, and 4096 elements. Times travel as the fleet's,
+// Memory is bounded: 256 orders in force, and 8192 elements. Times travel as the fleet's,
 // as those of a [Quarantine] do. It is a section of its own for the gossip session, and
 // safe for concurrent use.
 type Orders struct {
@@ -38,7 +40,8 @@ type Orders struct {
 
 const (
 	maxOrders        = 256
-	maxOrderElements = 4096
+	maxOrderElements = 8192
+	answersFor       = 2 * time.Minute
 	maxOrderID       = 32
 	// MaxOrder is how many bytes an order may have.
 	MaxOrder = crdt.MaxElement - maxOrderID - 2
@@ -80,6 +83,11 @@ func (o *Orders) Give(id, text string, until time.Time) error {
 	if len(all) >= maxOrders {
 		return fmt.Errorf("%w: %d orders are in force", ErrBusy, len(all))
 	}
+	known := 0
+	o.each(orderMark, func(string, string, string, time.Time, crdt.Stamp) { known++ })
+	if known >= maxOrderElements/2 {
+		return fmt.Errorf("%w: %d orders of the last hour", ErrBusy, known)
+	}
 	at := o.clock.Now()
 	if len(all) > 0 { // whoever gives an order knows of these, so it comes after them, whatever the clocks say
 		if last := all[len(all)-1].stamp; at.Compare(last) <= 0 {
@@ -102,14 +110,39 @@ func (o *Orders) Answer(id, text string) error {
 // addLocked writes an element; its time is in front of the note.
 func (o *Orders) addLocked(mark byte, element, note string, at time.Time, stamp crdt.Stamp) error {
 	element = string(mark) + element
-	if !o.set.Has(element) && o.set.Len() >= maxOrderElements {
-		return fmt.Errorf("%w: %d orders and answers", ErrBusy, o.set.Len())
+	if !o.set.Has(element) {
+		if err := o.roomLocked(); err != nil {
+			return err
+		}
 	}
 	b := binary.BigEndian.AppendUint64(nil, uint64(max(0, at.UnixMilli())))
 	if _, err := o.set.Add(element, string(b)+note, stamp); err != nil {
 		return fmt.Errorf("%w: order: %w", ErrConfig, err)
 	}
 	o.tellLocked()
+	return nil
+}
+
+// roomLocked makes room for an element, by forgetting the oldest answers.
+func (o *Orders) roomLocked() error {
+	if o.set.Len() < maxOrderElements {
+		return nil
+	}
+	type answer struct {
+		element string
+		at      time.Time
+	}
+	var all []answer
+	o.each(answerMark, func(id, process, _ string, at time.Time, _ crdt.Stamp) {
+		all = append(all, answer{string(answerMark) + id + "|" + process, at})
+	})
+	slices.SortFunc(all, func(a, b answer) int { return a.at.Compare(b.at) })
+	for _, a := range all[:min(len(all), maxOrderElements/4)] {
+		o.set.Drop(a.element)
+	}
+	if o.set.Len() >= maxOrderElements {
+		return fmt.Errorf("%w: %d orders", ErrBusy, o.set.Len())
+	}
 	return nil
 }
 
@@ -165,19 +198,16 @@ func (o *Orders) Answers(id string) map[string]string {
 	return all
 }
 
-// pruneLocked forgets orders whose time is long over, and answers to what is not there.
+// pruneLocked forgets orders whose time is long over, and answers that nobody asks for.
 func (o *Orders) pruneLocked(now time.Time) {
 	o.pruneAt = now.Add(pruneEvery)
-	known := make(map[string]bool)
 	o.each(orderMark, func(id, text, _ string, until time.Time, _ crdt.Stamp) {
 		if now.Add(o.shift).Sub(until) > voidAfter {
 			o.set.Drop(string(orderMark) + id + "|" + text)
-			return
 		}
-		known[id] = true
 	})
 	o.each(answerMark, func(id, process, _ string, at time.Time, _ crdt.Stamp) {
-		if !known[id] && now.Add(o.shift).Sub(at) > voidAfter {
+		if now.Add(o.shift).Sub(at) > answersFor {
 			o.set.Drop(string(answerMark) + id + "|" + process)
 		}
 	})
@@ -203,8 +233,9 @@ func (o *Orders) Merge(c crdt.Contact, b []byte) error {
 		return ErrSelf
 	case len(b) == 0:
 		return nil
-	case o.set.Len() >= maxOrderElements:
-		return fmt.Errorf("%w: %d orders and answers", ErrBusy, o.set.Len())
+	}
+	if err := o.roomLocked(); err != nil {
+		return err
 	}
 	return o.mergeLocked(b)
 }

@@ -148,15 +148,38 @@ func TestOrdersAreBounded(t *testing.T) {
 		t.Error("one more:", err)
 	}
 	full := newOrderer(t, "b", o.wall)
-	for i := range maxOrderElements {
+	for i := range 2 * maxOrderElements { // answers make way for each other, and for orders
 		if err := full.Answer(fmt.Sprint(i), ""); err != nil {
 			t.Fatal(err)
 		}
+		if n := full.set.Len(); n > maxOrderElements {
+			t.Fatalf("%d elements", n)
+		}
+	}
+	if full.Answers(fmt.Sprint(2*maxOrderElements-1)) == nil {
+		t.Error("the latest answer is forgotten")
+	}
+	full.hear(t, o)
+	if n := len(full.InForce()); n != maxOrders {
+		t.Errorf("%d orders of a peer were heard beside a board full of answers", n)
+	}
+	var err error
+	for i := range 2 * maxOrderElements / maxOrders { // orders do not
+		peer := newOrderer(t, fmt.Sprint("peer", i), o.wall)
+		for n := range maxOrders {
+			if err := peer.Give(fmt.Sprint(i, "-", n), "x", until); err != nil {
+				t.Fatal(err)
+			}
+		}
+		b, _ := peer.Delta(0, nil, full.self, 0, math.MaxInt)
+		if err = full.Merge(crdt.Contact{From: peer.self}, b); err != nil {
+			break
+		}
+	}
+	if n := full.set.Len(); !errors.Is(err, ErrBusy) || n >= maxOrderElements+maxOrders {
+		t.Errorf("%d elements, %v", n, err)
 	}
 	b, _ := o.Delta(0, nil, full.self, 0, math.MaxInt)
-	if err := full.Merge(crdt.Contact{From: o.self}, b); !errors.Is(err, ErrBusy) {
-		t.Error("a peer's orders beside a full board:", err)
-	}
 	if err := o.Merge(crdt.Contact{From: full.self}, []byte{1, 2, 3}); !errors.Is(err, ErrMalformed) {
 		t.Error("garbage:", err)
 	}
@@ -164,5 +187,50 @@ func TestOrdersAreBounded(t *testing.T) {
 	_, _ = full.Delta(0, nil, o.self, 0, math.MaxInt) // which forgets
 	if err := full.Merge(crdt.Contact{From: o.self}, b); err != nil {
 		t.Error("two hours later:", err)
+	}
+}
+
+// In a large fleet every order is answered by all, one order after the other: the answers do
+// not shut out later orders, and each order has all of its own.
+func TestOrdersOfALargeFleet(t *testing.T) {
+	start := time.Unix(1_800_000_000, 0)
+	const processes, orders = 100, 100
+	giver := newOrderer(t, "giver", start)
+	var others []*orderer
+	for i := range processes {
+		others = append(others, newOrderer(t, fmt.Sprint("n", i), start))
+	}
+	heard := make(map[[2]string]uint64) // by whom, of whom: as the gossip has it
+	news := func(o, from *orderer) {
+		pair := [2]string{o.self.Name, from.self.Name}
+		b, upto := from.Delta(0, nil, o.self, heard[pair], math.MaxInt)
+		heard[pair] = upto
+		if err := o.Merge(crdt.Contact{From: from.self}, b); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for i := range orders {
+		id := fmt.Sprint(i)
+		if err := giver.Give(id, "pause", giver.wall.Add(30*time.Minute)); err != nil {
+			t.Fatalf("order %d: %v", i, err)
+		}
+		for _, o := range others {
+			news(o, giver)
+			if err := o.Answer(id, "done"); err != nil {
+				t.Fatalf("order %d: %v", i, err)
+			}
+			news(giver, o)
+		}
+		if n := len(giver.Answers(id)); n != processes {
+			t.Fatalf("order %d: %d answers", i, n)
+		}
+		for _, o := range append(others, giver) {
+			o.wall = o.wall.Add(time.Second)
+		}
+	}
+	for _, o := range append(others, giver) {
+		if n := len(o.InForce()); n != orders {
+			t.Errorf("%s: %d orders in force", o.self.Name, n)
+		}
 	}
 }
