@@ -155,6 +155,12 @@ func (r *Runner) Result(ctx context.Context, key string, effect func(ctx context
 	if claim == nil {
 		return result(key, found.Value)
 	}
+	if found.Done { // and a Settle over the mark did not end
+		if err := r.release(ctx, claim); err != nil {
+			return nil, named(err, key)
+		}
+		return result(key, found.Value)
+	}
 	if found.Doubt {
 		happened, err := r.decide(ctx, key)
 		if err != nil {
@@ -351,19 +357,20 @@ func (r *Runner) writeUnmarked(ctx context.Context) error {
 
 // Settle ends the doubt about an effect, after a person has looked whether it happened. If
 // not, it runs at the next Do. A key that is not in doubt is settled as well: with happened,
-// its effect will not run. It waits for a process that runs the effect, as Do does.
+// its effect will not run. An effect that has its mark keeps it, and its result. Settle waits
+// for a process that runs the effect, as Do does.
 func (r *Runner) Settle(ctx context.Context, key string, happened bool) error {
 	if err := CheckKey(key); err != nil {
 		return err
 	}
-	claim, _, err := r.store.Claim(ctx, string(kindEffect)+key, Ask{Over: true, Record: true})
+	claim, found, err := r.store.Claim(ctx, string(kindEffect)+key, Ask{Over: true, Record: true})
 	if err != nil {
 		return named(err, key)
 	}
-	if happened {
+	if happened && !found.Done {
 		return r.finish(ctx, unmarked{key: key, claim: claim})
 	}
-	return r.release(ctx, claim)
+	return r.release(ctx, claim) // which keeps the result of one that has happened
 }
 
 // Doubtful lists the keys whose effects are in doubt, and those under way. It reads all

@@ -41,7 +41,7 @@ type Ask struct {
 
 // Found is what a store knew of a key when it was claimed.
 type Found struct {
-	Done  bool
+	Done  bool   // there is a mark, also if a claim over it is in doubt
 	Value []byte // that the mark was written with
 	// Doubt means that an effect began and nobody knows whether it happened.
 	Doubt bool

@@ -257,7 +257,7 @@ func (o *Once) Claim(ctx context.Context, key string, ask once.Ask) (once.Claim,
 			// An owner that is ours wrote a claim whose answer was lost.
 			found.Doubt, found.Note, next.Note = r.Owner != c.owner, r.Note, r.Note
 			if r.State.Over() {
-				next.State = mark.BegunOver
+				found.Done, next.State = true, mark.BegunOver
 			}
 		}
 		c.began = time.Now()

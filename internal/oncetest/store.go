@@ -41,6 +41,7 @@ func RunStore(t *testing.T, place func(t *testing.T) Place) {
 		{"DoubtRefused", doubtRefused},
 		{"DoubtLookedUp", doubtLookedUp},
 		{"DoubtOfTheEffect", doubtOfTheEffect},
+		{"SettledThoughDone", settledThoughDone},
 		{"Steps", steps},
 		{"StepsTogether", stepsTogether},
 		{"StepInDoubt", stepInDoubt},
@@ -155,6 +156,40 @@ func doubtRefused(ctx context.Context, t *testing.T, p Place) {
 	want(t, &c, 2)
 	if listed, err := r.Doubtful(ctx); len(listed) > 0 || err != nil {
 		t.Errorf("in doubt: %q, %v", listed, err)
+	}
+}
+
+// An effect that has its mark is not run again, and keeps its result, whatever Settle says of
+// it, also if that ends in the middle.
+func settledThoughDone(ctx context.Context, t *testing.T, p Place) {
+	s := p.Open(t)
+	r := runner(t, s, once.Config{})
+	runs := 0
+	result := func() {
+		t.Helper()
+		got, err := r.Result(ctx, "a", func(context.Context) ([]byte, error) { runs++; return []byte("booking 17"), nil })
+		if err != nil || string(got) != "booking 17" || runs != 1 {
+			t.Fatalf("%q, %v, ran %d times", got, err, runs)
+		}
+	}
+	result()
+	for _, happened := range []bool{true, false} {
+		if err := r.Settle(ctx, "a", happened); err != nil {
+			t.Fatal(err)
+		}
+		result()
+	}
+	for _, refuse := range []once.Config{{}, {InDoubt: once.Refuse}} {
+		claim, found, err := s.Claim(ctx, "ka", once.Ask{Over: true, Record: true}) // as Settle does
+		if err != nil || !found.Done {
+			t.Fatalf("%+v, %v", found, err)
+		}
+		p.Crash(t, s)
+		t.Cleanup(func() { _ = claim.Leave(context.Background()) }) // of a process that is gone
+		s = p.Open(t)
+		r = runner(t, s, refuse)
+		result()
+		result()
 	}
 }
 

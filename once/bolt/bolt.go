@@ -415,7 +415,7 @@ func (s *Store) Claim(ctx context.Context, key string, ask once.Ask) (_ once.Cla
 		if r.State.Over() {
 			c.before = &r
 		}
-		return c, once.Found{Doubt: true, Value: r.Value, Note: r.Note}, nil
+		return c, once.Found{Doubt: true, Done: r.State.Over(), Value: r.Value, Note: r.Note}, nil
 	case found && !ask.Over:
 		c = nil
 		return nil, once.Found{Done: true, Value: r.Value}, nil
