@@ -30,15 +30,18 @@ func LockDir(path string) (*os.File, error) {
 }
 
 // MakeDir makes a folder, for this user alone, in one that is there. One that exists is
-// left as it is.
+// left as it is. Its name is on the disk afterwards: whoever made it may have ended before
+// that. Where the folder above cannot be read, that is for who made it to see to.
 func MakeDir(path string) error {
-	if err := os.Mkdir(path, 0o700); err != nil {
-		if errors.Is(err, fs.ErrExist) {
-			return nil
-		}
+	err := os.Mkdir(path, 0o700)
+	if err != nil && !errors.Is(err, fs.ErrExist) {
 		return err
 	}
-	return SyncDir(filepath.Dir(path))
+	exists := err != nil
+	if err = SyncDir(filepath.Dir(path)); exists && errors.Is(err, fs.ErrPermission) {
+		return nil
+	}
+	return err
 }
 
 // Replace writes a file under another name, syncs it, and puts it in the place of path. A

@@ -64,9 +64,10 @@ type bolt struct {
 	gate sync.RWMutex
 
 	// The rest is the writer's.
-	ready int64 // bytes of the file that are allocated, from its beginning
-	used  int64 // bytes that bbolt has used, likewise
-	free  int64 // pages that it can use again
+	ready    int64 // bytes of the file that are allocated, from its beginning: used or more
+	used     int64 // bytes that bbolt has used, likewise
+	free     int64 // pages that it can use again
+	panicked bool  // bbolt has, in a transaction
 }
 
 func boltOptions(page int, readOnly bool, file **os.File) *bbolt.Options {
@@ -98,18 +99,28 @@ func openBolt(path string, readOnly bool, limit int64) (_ *bolt, err error) {
 		return nil, err
 	}
 	b.page = int64(b.db.Info().PageSize)
-	err = guarded(func() error {
-		return b.db.View(func(tx *bbolt.Tx) error { b.used = tx.Size(); return nil })
-	})
+	ready, err := allocated(b.file)
 	if err == nil {
-		b.ready, err = allocated(b.file)
+		b.ready = ready / b.page * b.page
+		err = b.measure()
 	}
 	if err != nil {
 		return nil, errors.Join(err, b.close())
 	}
-	b.ready = b.ready / b.page * b.page
 	b.free = int64(b.db.Stats().FreePageN)
 	return b, nil
+}
+
+// measure learns how much bbolt has used. It takes pages within its Commit, also beyond what
+// is ready; and a hole in what it has used is no free place.
+func (b *bolt) measure() error {
+	return guarded(func() error {
+		return b.db.View(func(tx *bbolt.Tx) error {
+			b.used = tx.Size()
+			b.ready = max(b.ready, b.used)
+			return nil
+		})
+	})
 }
 
 // guarded turns a fault of memory that is mapped to the file, as when the disk cannot
@@ -137,7 +148,14 @@ func (b *bolt) lanes() int {
 	return int(min(max(pages-8, reservePages-8)/lanePages, lanesMost))
 }
 
-func (b *bolt) close() error { return b.db.Close() }
+// close frees the file. A transaction that panicked is never over, and bbolt's Close would
+// wait for it; to end it, bbolt would read all pages, and a page may be what it fell over.
+func (b *bolt) close() error {
+	if b.panicked {
+		return b.file.Close()
+	}
+	return b.db.Close()
+}
 
 func (b *bolt) read(dst []stored, lane string, seq uint64, limit int) ([]stored, error) {
 	b.gate.RLock()
@@ -165,27 +183,15 @@ func (b *bolt) write(t *transaction) error {
 			return err
 		}
 	}
-	var tx *bbolt.Tx
-	defer func() {
-		if tx != nil { // it panicked
-			_ = guarded(tx.Rollback)
-		}
-	}()
+	b.panicked = true // until it is seen to have returned
 	err := guarded(func() error {
-		var err error
-		b.gate.Lock()
-		tx, err = b.db.Begin(true)
-		b.gate.Unlock()
-		if err != nil {
-			return err
-		}
-		if err = b.apply(tx, t); err != nil {
-			return errors.Join(err, tx.Rollback())
-		}
-		b.used = tx.Size()
-		return tx.Commit()
+		err := b.transact(t)
+		b.panicked = false
+		return err
 	})
-	tx = nil
+	if err == nil {
+		err = b.measure()
+	}
 	s := b.db.Stats()
 	b.free = int64(s.FreePageN + s.PendingPageN)
 	if err == nil {
@@ -198,6 +204,23 @@ func (b *bolt) write(t *transaction) error {
 		return fmt.Errorf("%w: %w", errNoRoom, err)
 	}
 	return err
+}
+
+func (b *bolt) transact(t *transaction) error {
+	tx, err := b.begin()
+	if err != nil {
+		return err
+	}
+	if err := b.apply(tx, t); err != nil {
+		return errors.Join(err, tx.Rollback())
+	}
+	return tx.Commit()
+}
+
+func (b *bolt) begin() (*bbolt.Tx, error) {
+	b.gate.Lock()
+	defer b.gate.Unlock()
+	return b.db.Begin(true)
 }
 
 func (b *bolt) apply(tx *bbolt.Tx, t *transaction) error {
@@ -277,7 +300,8 @@ func (b *bolt) makeRoom(t *transaction) error {
 	return nil
 }
 
-// extend makes the file longer by at least so many bytes.
+// extend makes the file longer by at least so many bytes. What bbolt has used is never
+// written: it ends before ready does.
 func (b *bolt) extend(need int64) error {
 	to := b.ready + max(need, min(max(b.ready/2, growMin), growMax))
 	to = min(to, max(b.limit, b.ready)) / b.page * b.page

@@ -122,12 +122,19 @@ func recoverDir(cfg Config) (s *bolt, img *image, rec Recovery, readOnly, err er
 			}
 		}
 	}
+	if readOnly == nil {
+		// Whoever made the file may have ended before its name was on the disk.
+		if err := diskfile.SyncDir(cfg.Dir); err != nil {
+			return nil, nil, rec, nil, err
+		}
+	}
 	s, err = openBolt(path, readOnly != nil, fileLimit(cfg.MaxBytes))
 	return s, img, rec, readOnly, err
 }
 
-// fileLimit is how long the file may become.
-func fileLimit(maxBytes int64) int64 { return 2*maxBytes + growMax }
+// fileLimit is how long the file may become. The largest message and its neighbours are
+// copied into pages in a row.
+func fileLimit(maxBytes int64) int64 { return 2*maxBytes + growMax + 6*min(maxBytes, MaxMessage) }
 
 func cannotWrite(err error) bool {
 	return errors.Is(err, fs.ErrPermission) || errors.Is(err, syscall.EROFS)
