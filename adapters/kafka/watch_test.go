@@ -186,6 +186,30 @@ func TestPartitionThatCannotBeReadIsNamed(t *testing.T) {
 	}
 }
 
+// A program's producer may wait for batches; its dead letters do not.
+func TestLettersWaitForNoBatch(t *testing.T) {
+	t.Parallel()
+	fake, err := kfake.NewCluster(kfake.NumBrokers(1), kfake.SeedTopics(1, "t"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer fake.Close()
+	cfg := testConfig()
+	cfg.Producer.Flush.Messages, cfg.Producer.Flush.Bytes = 100, 64<<10
+	d, err := NewDLQ(fake.ListenAddrs(), cfg, DLQConfig{Sources: []string{"t"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute) // which would pass
+	defer cancel()
+	if err := d.Write(ctx, letterOf("t", 1)); err != nil {
+		t.Error(err)
+	}
+	if err := d.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
 // A mark that is not committed yet, since its time has not come or the program has
 // not asked for it, is no commit that fails.
 func TestCommitsThatAreNotDueAreNoNews(t *testing.T) {

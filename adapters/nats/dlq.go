@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -71,7 +72,7 @@ func (c DLQConfig) withDefaults() DLQConfig {
 func (c DLQConfig) newStream() jetstream.StreamConfig {
 	return jetstream.StreamConfig{
 		Name: c.Stream, Subjects: []string{wildcard(c.Subject)},
-		Replicas: c.Replicas, Duplicates: c.Duplicates, Description: "dead letters of stormguard",
+		Replicas: c.Replicas, Duplicates: c.Duplicates, Discard: jetstream.DiscardNew, Description: "dead letters of stormguard",
 	}
 }
 
@@ -114,9 +115,10 @@ func wildcard(subject string) string { return placeholders.Replace(subject) }
 // default an acknowledged write survives a kill, but not a loss of power.
 //
 // A dead letter has the message's body and headers (without Nats-*, which
-// JetStream would obey), those of the dialect, and its [dlq.Record.ID] as
-// Nats-Msg-Id. A source stream that is deleted and made anew within the
-// duplicate window repeats IDs: then purge the DLQ first, or wait.
+// JetStream would obey), and those of the dialect. A header whose name nats.go does not send
+// is "kept-" and the name, with %XX for each byte of it that is not allowed. Its Nats-Msg-Id
+// is the [dlq.Record.ID] and the time of the message in its stream: a stream that was made
+// anew counts from 1 again, and so does one of the same name in another domain.
 //
 // It logs to the logger of the first source or [Mover] that has one, else to
 // [slog.Default]: at WARN, once for each source, that a body was cut; see [HeaderTrimmed].
@@ -179,6 +181,13 @@ func ensureStream(ctx context.Context, js jetstream.JetStream, want jetstream.St
 	if c.NoAck {
 		errs = append(errs, unsuitable("stream %s: does not acknowledge, so nothing is confirmed: nats stream edit %s --ack", c.Name, c.Name))
 	}
+	if c.Discard == jetstream.DiscardOld && (c.MaxMsgs > 0 || c.MaxBytes > 0) {
+		errs = append(errs, unsuitable("stream %s: at its limit it drops the oldest, though it was confirmed: nats stream edit %s --discard new", c.Name, c.Name))
+	}
+	if c.MaxMsgsPerSubject > 0 && !(c.Discard == jetstream.DiscardNew && c.DiscardNewPerSubject) {
+		errs = append(errs, unsuitable("stream %s: it keeps %d messages of a subject, and drops older ones though they were confirmed: nats stream edit %s --max-msgs-per-subject=-1",
+			c.Name, c.MaxMsgsPerSubject, c.Name))
+	}
 	if c.Retention == jetstream.InterestPolicy {
 		errs = append(errs, unsuitable("stream %s: its interest retention drops what nobody reads yet; make another: %s", c.Name, addCommand(&want)))
 	}
@@ -205,7 +214,7 @@ func addCommand(c *jetstream.StreamConfig) string {
 	if c.Retention == jetstream.WorkQueuePolicy {
 		retention = "work"
 	}
-	return fmt.Sprintf("nats stream add %s --subjects '%s' --storage file --retention %s --replicas %d --dupe-window %s --defaults",
+	return fmt.Sprintf("nats stream add %s --subjects '%s' --storage file --retention %s --replicas %d --dupe-window %s --discard new --defaults",
 		c.Name, strings.Join(c.Subjects, ","), retention, max(1, c.Replicas), c.Duplicates)
 }
 
@@ -246,15 +255,25 @@ func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 	if err != nil {
 		return err
 	}
-	err = d.publish(ctx, m, r.ID())
+	err = d.publish(ctx, m, letterID(r))
 	if large, ok := errors.AsType[*dlq.TooLargeError](err); ok {
 		if size := cutBody(m, r, large); size > 0 {
-			if err = d.publish(ctx, m, r.ID()); err == nil {
+			if err = d.publish(ctx, m, letterID(r)); err == nil {
 				d.cuts.warn(&r.Origin, size, size-len(m.Data), d.raise(large))
 			}
 		}
 	}
 	return err
+}
+
+// letterID tells a letter from all others. A guard and a [Mover] have the same time of a
+// message.
+func letterID(r *dlq.Record) string {
+	id := r.ID()
+	if id == "" || r.Origin.Sequence == 0 || r.Timestamp.IsZero() {
+		return id
+	}
+	return id + "@" + strconv.FormatInt(r.Timestamp.UnixNano(), 10)
 }
 
 // raise is what makes room for a whole dead letter.
@@ -277,7 +296,8 @@ func cutBody(m *nats.Msg, r *dlq.Record, large *dlq.TooLargeError) (size int) {
 	}
 	before := &nats.Msg{Data: r.Body, Header: nats.Header{}}
 	for _, h := range r.Headers {
-		before.Header[h.Name] = append(before.Header[h.Name], headerText(h.Value))
+		name := headerName(h.Name)
+		before.Header[name] = append(before.Header[name], headerText(h.Value))
 	}
 	size = len(r.Body)
 	if was := before.Header.Get(HeaderTrimmed); was != "" { // by the Mover, on its way here
@@ -387,9 +407,29 @@ func (d *DLQ) message(r *dlq.Record) (*nats.Msg, error) {
 	}
 	m := &nats.Msg{Subject: d.subject(r), Data: r.Body, Header: nats.Header{}}
 	for _, h := range dlq.Encode(r, d.cfg.Dialect) {
-		m.Header[h.Name] = append(m.Header[h.Name], headerText(h.Value))
+		name := headerName(h.Name)
+		m.Header[name] = append(m.Header[name], headerText(h.Value))
 	}
 	return m, nil
+}
+
+// headerName is a name that nats.go sends: it reads any, and refuses to write some, and with
+// one of those no letter would ever be written.
+func headerName(name string) string {
+	bad := func(c byte) bool { return c <= ' ' || c >= 0x7f || strings.IndexByte("\"(),/:;<=>?@[\\]{}", c) >= 0 }
+	if name != "" && !strings.ContainsFunc(name, func(r rune) bool { return r >= 0x7f || bad(byte(r)) }) {
+		return name
+	}
+	var b strings.Builder
+	b.WriteString("kept-")
+	for _, c := range []byte(name) {
+		if bad(c) {
+			fmt.Fprintf(&b, "%%%02X", c)
+		} else {
+			b.WriteByte(c)
+		}
+	}
+	return b.String()
 }
 
 // subject fills the template; a part that is unknown is "-".

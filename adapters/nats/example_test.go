@@ -246,7 +246,7 @@ func ExampleNewDLQ() {
 	fmt.Println(strings.TrimPrefix(err.Error(), guardnats.ErrUnsuitable.Error()+": "))
 	// Output:
 	// true
-	// stream DEAD does not exist: nats stream add DEAD --subjects 'dlq.DEAD.*.*' --storage file --retention limits --replicas 1 --dupe-window 10m0s --defaults
+	// stream DEAD does not exist: nats stream add DEAD --subjects 'dlq.DEAD.*.*' --storage file --retention limits --replicas 1 --dupe-window 10m0s --discard new --defaults
 }
 
 // The configuration of a fleet in a bucket of JetStream.

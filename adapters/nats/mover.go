@@ -89,6 +89,7 @@ const (
 	moverAckWait = 30 * time.Second
 	moverPoll    = time.Second // of the source's ack floor, and for a credit
 	moverCall    = 10 * time.Second
+	moverSkew    = 10 * time.Second // between the clocks of two servers
 	moverDurable = "stormguard-mover"
 )
 
@@ -207,7 +208,8 @@ func NewMover(ctx context.Context, js jetstream.JetStream, cfg MoverConfig, opts
 		return nil, err
 	}
 	for _, class := range []credit.Class{credit.Exhausted, credit.Permanent} {
-		if m.parked[class], err = durable(park, moverDurable+"-"+class.String(), parking+"."+class.String()); err != nil {
+		// Another consumer's letters may be parked in the same stream.
+		if m.parked[class], err = durable(park, moverDurable+"-"+cfg.Stream+"-"+cfg.Consumer+"-"+class.String(), parking+"."+class.String()); err != nil {
 			return nil, err
 		}
 	}
@@ -384,6 +386,8 @@ func (m *Mover) complete(ctx context.Context, r *dlq.Record) error {
 		raw, err = s.GetMsg(ctx, r.Origin.Sequence)
 	}
 	switch {
+	case err == nil && !r.LastFailed.IsZero() && raw.Time.After(r.LastFailed.Add(moverSkew)):
+		// The stream was made anew, and counts from 1 again.
 	case err == nil:
 		r.Body, r.Headers, r.Timestamp, r.Origin.Subject = raw.Data, fromHeader(raw.Header), raw.Time, raw.Subject
 		r.TraceParent, _ = dlq.LookupText(r.Headers, "traceparent")
@@ -468,7 +472,7 @@ func (m *Mover) release(ctx context.Context, msg jetstream.Msg, class credit.Cla
 		if err != nil || !hasBody(&r) {
 			return err // a message that no letter has a copy of is not deleted
 		}
-		return m.clear(ctx, r.Origin.Sequence)
+		return m.clear(ctx, &r)
 	}); err != nil {
 		m.mu.Lock()
 		m.budget.Refund(paid)
@@ -480,8 +484,10 @@ func (m *Mover) release(ctx context.Context, msg jetstream.Msg, class credit.Cla
 	m.mu.Unlock()
 }
 
-// clear deletes a message of a work queue, where it would stay for ever.
-func (m *Mover) clear(ctx context.Context, seq uint64) error {
+// clear deletes the message of a letter from a work queue, where it would stay for ever. In a
+// stream that was made anew its number is another message's.
+func (m *Mover) clear(ctx context.Context, r *dlq.Record) error {
+	seq := r.Origin.Sequence
 	s, err := m.stream(ctx)
 	if errors.Is(err, jetstream.ErrStreamNotFound) {
 		return nil
@@ -490,6 +496,14 @@ func (m *Mover) clear(ctx context.Context, seq uint64) error {
 		return err
 	}
 	if s.CachedInfo().Config.Retention != jetstream.WorkQueuePolicy {
+		return nil
+	}
+	switch is, err := s.GetMsg(ctx, seq); {
+	case errors.Is(err, jetstream.ErrMsgNotFound):
+		return nil
+	case err != nil:
+		return err
+	case !is.Time.Equal(r.Timestamp):
 		return nil
 	}
 	if err = s.DeleteMsg(ctx, seq); err != nil {

@@ -287,9 +287,21 @@ func TestMoverAndGuardMakeOneLetter(t *testing.T) {
 	t.Parallel()
 	r := newMoverRig(t, jetstream.StreamConfig{}, dlq.BudgetConfig{})
 	r.publish(t, subject, 0, 1)
+	reader, err := r.stream.OrderedConsumer(adaptertest.Context(t), jetstream.OrderedConsumerConfig{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	m, err := reader.Next()
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := newMsgPort("C", r.nc, &options{})
+	p.copies = newCopies(1)
+	meta := p.Meta(m) // of the guard
+	meta.Origin.Group = "C"
 	r.die(t, 1)
 	if err := r.dlq.Write(adaptertest.Context(t), &dlq.Record{
-		Body: []byte("0"), Origin: dlq.Origin{System: system, Source: "S", Group: "C", Subject: "s.x", Sequence: 1}, Reason: dlq.ReasonLastDelivery,
+		Body: meta.Body, Origin: meta.Origin, Timestamp: meta.Timestamp, Reason: dlq.ReasonLastDelivery,
 	}); err != nil {
 		t.Fatal(err)
 	}
@@ -458,5 +470,84 @@ func TestMoverTellsOfACutBody(t *testing.T) {
 	}
 	if l.lines("WARN", "body was cut", "source=S/C", fmt.Sprintf("bytes=%d", r.payload)) != 1 {
 		t.Errorf("%s", l)
+	}
+}
+
+// A stream that was made anew counts from 1 again: what was parked before has nothing to do
+// with the message that has its number now.
+func TestMoverSparesANewStream(t *testing.T) {
+	t.Parallel()
+	for name, known := range map[string]bool{"parked with its body": true, "an advisory": false} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := newMoverRig(t, jetstream.StreamConfig{Retention: jetstream.WorkQueuePolicy}, dlq.BudgetConfig{})
+			ctx := adaptertest.Context(t)
+			rec := record()
+			rec.Origin.Sequence, rec.LastFailed = 1, time.Now().Add(-time.Hour).UTC()
+			rec.Timestamp = rec.LastFailed.Add(-time.Minute)
+			if !known {
+				rec.Body, rec.Origin.Subject, rec.Timestamp = nil, "", time.Time{}
+			}
+			if _, err := r.js.Publish(ctx, "s.x", []byte("new")); err != nil {
+				t.Fatal(err)
+			}
+			park := *r.mover.park
+			park.cfg.Subject = "stormguard.parked.S.C.exhausted"
+			if err := park.Write(ctx, rec); err != nil {
+				t.Fatal(err)
+			}
+			r.run(t, r.mover)
+			adaptertest.Eventually(t, "it is released", func() bool { return r.mover.Counts().Released == 1 })
+			m, err := r.stream.GetMsg(ctx, 1)
+			if err != nil || string(m.Data) != "new" {
+				t.Errorf("the new message: %+v, %v", m, err)
+			}
+			letter, err := ReadDeadLetter(r.letters(t, "D")[0])
+			if err != nil || string(letter.Body) == "new" {
+				t.Errorf("%+v, %v", letter, err)
+			}
+		})
+	}
+}
+
+// Two movers may have one parking stream: each releases its own letters.
+func TestTwoMoversOneParking(t *testing.T) {
+	t.Parallel()
+	r := newMoverRig(t, jetstream.StreamConfig{}, dlq.BudgetConfig{})
+	ctx := adaptertest.Context(t)
+	other, err := r.js.CreateStream(ctx, jetstream.StreamConfig{Name: "T", Subjects: []string{"t.>"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := other.CreateConsumer(ctx, jetstream.ConsumerConfig{Durable: "C", AckPolicy: jetstream.AckExplicitPolicy}); err != nil {
+		t.Fatal(err)
+	}
+	parking := r.mover.cfg.Parking
+	both, err := r.js.Stream(ctx, parking)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cfg := both.CachedInfo().Config
+	cfg.Subjects = append(cfg.Subjects, "stormguard.parked.T.C.*")
+	if _, err := r.js.UpdateStream(ctx, cfg); err != nil {
+		t.Fatal(err)
+	}
+	second, err := NewMover(ctx, r.js, MoverConfig{Stream: "T", Consumer: "C", DLQ: r.dlq, Parking: parking, Advisories: "ADV2"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for stream, m := range map[string]*Mover{"S": r.mover, "T": second} {
+		rec := record()
+		rec.Origin.Source, rec.LastFailed = stream, time.Now().UTC()
+		park := *m.park
+		park.cfg.Subject = "stormguard.parked." + stream + ".C.exhausted"
+		if err := park.Write(ctx, rec); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r.run(t, r.mover)
+	r.run(t, second)
+	for _, m := range []*Mover{r.mover, second} {
+		adaptertest.Eventually(t, "each releases one", func() bool { return m.Counts().Released == 1 })
 	}
 }

@@ -76,7 +76,8 @@ func TestCloseAfterAFaultInAWrite(t *testing.T) {
 	ended := make(chan error, 1)
 	go func() { ended <- s.Close() }()
 	select {
-	case <-ended:
+	case err := <-ended:
+		t.Log(err)
 	case <-time.After(30 * time.Second):
 		t.Fatal("Close does not end")
 	}

@@ -59,8 +59,9 @@ func NewSender(client sarama.Client, largest map[string]int) (*Sender, error) {
 	}
 	if squeezes {
 		p.MaxMessageBytes = max(p.MaxMessageBytes, mostUncompressed)
-		p.Flush.Bytes, p.Flush.Messages, p.Flush.Frequency, p.Flush.MaxMessages = 0, 0, 0, 1
 	}
+	// A letter waits for no others: fewer may be on their way than a batch of the program's.
+	p.Flush.Bytes, p.Flush.Messages, p.Flush.Frequency, p.Flush.MaxMessages = 0, 0, 0, 1
 	producer, err := sarama.NewSyncProducerFromClient(client)
 	if err != nil {
 		return nil, err
@@ -122,6 +123,7 @@ func (s *Sender) Send(ctx context.Context, m *sarama.ProducerMessage) (int64, er
 	sent := make(chan answer, 1)
 	go func() {
 		defer s.writes.Done()
+		m.Offset = -1 // stays where the broker does not say it
 		_, at, err := s.producer.SendMessage(m)
 		sent <- answer{at, err}
 		<-s.slots
