@@ -91,7 +91,11 @@ func (n *Node) ripen(r *row) {
 // rest schedules the row's next step, or forgets the row.
 func (n *Node) rest(r *row) {
 	if n.alone {
-		n.schedule(r, never)
+		next := never
+		if r.waiting > 0 && r.spendable() == 0 { // what was minted has gone to reservations
+			next = after(n.now, max(r.until(min(r.head, r.cap)), r.pace, time.Millisecond))
+		}
+		n.schedule(r, next)
 		return
 	}
 	f := &r.forecast

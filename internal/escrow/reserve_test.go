@@ -227,3 +227,30 @@ func TestWaitBeyondTheClock(t *testing.T) {
 		t.Errorf("due in %v: %v", r.Delay(), err)
 	}
 }
+
+// A reservation that is still to be minted delays a wait, and does not end it: the wait has its
+// token after it, and so has everybody else.
+func TestWaitBehindAReservation(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := local(t, Limit{Rate: 1, Burst: 10})
+		if !l.AllowN(10) {
+			t.Fatal("the burst is denied")
+		}
+		if _, err := l.Reserve(5); err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		begun := time.Now()
+		if err := l.Wait(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if took := time.Since(begun); took < 6*time.Second || took > 7*time.Second {
+			t.Errorf("it took %s", took)
+		}
+		time.Sleep(1100 * time.Millisecond)
+		if !l.Allow() {
+			t.Error("denied afterwards")
+		}
+	})
+}
