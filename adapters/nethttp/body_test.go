@@ -4,10 +4,12 @@
 package guardhttp
 
 import (
+	"fmt"
 	"io"
 	"net/http"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stormguard-mq/stormguard/guard"
 )
@@ -66,6 +68,99 @@ func TestBodyOfMiddleware(t *testing.T) {
 			t.Errorf("body %q, form %q", last, form)
 		}
 		r.s.mu.Unlock()
+		r.close()
+	})
+}
+
+// A key may come from a form, in any order of requests: what is held has the key and the form.
+func TestKeyOfAForm(t *testing.T) {
+	for _, order := range []guard.Order{guard.OrderSource, guard.OrderKey, guard.OrderNone} {
+		bubble(t, order.String(), func(t *testing.T) {
+			p := quick
+			p.Order = order
+			var forms []string
+			s := http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+				forms = append(forms, req.FormValue("account")+" "+req.FormValue("amount"))
+			})
+			r := newRig(t, p, Config{}, WithKey(func(req *http.Request) string { return req.FormValue("account") }))
+			r.breakIt()
+			r.want(send(r.in.Defer(s), "POST", "/orders", "account=7&amount=5", func(req *http.Request) {
+				req.Header.Set("Content-Type", "application/x-www-form-urlencoded")
+			}), http.StatusAccepted)
+			r.in.mu.Lock()
+			key := r.in.oldest.key
+			r.in.mu.Unlock()
+			r.s.setDown(false)
+			r.drained()
+			if key != "7" || len(forms) != 1 || forms[0] != "7 5" {
+				t.Errorf("key %q, forms %q", key, forms)
+			}
+			r.close()
+		})
+	}
+}
+
+// A form of many short values takes a multiple of its body, and is weighed.
+func TestParsedFormsAreWeighed(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		p := quick
+		p.WindowBytes = 1 << 20
+		r := newRig(t, p, Config{})
+		var body strings.Builder
+		for i := range 5_000 {
+			fmt.Fprintf(&body, "%d=&", i)
+		}
+		parsed := http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+			if err := req.ParseForm(); err != nil {
+				t.Error(err)
+			}
+			r.defers.ServeHTTP(w, req)
+		})
+		r.breakIt()
+		held := 0
+		for range 20 { // 25 KB each
+			if send(parsed, "POST", "/orders", body.String(), func(req *http.Request) {
+				req.Header.Set("Content-Type", "application/x-www-form-urlencoded")
+			}).StatusCode == http.StatusAccepted {
+				held++
+			}
+		}
+		if held != 1 { // the first is let in when nothing else is there
+			t.Errorf("%d are held", held)
+		}
+		r.s.setDown(false)
+		r.drained()
+		r.close()
+	})
+}
+
+// Requests that cannot be held probe, if nothing is: or the breaker would stay open for ever.
+func TestBreakerClosesThoughNothingCanBeHeld(t *testing.T) {
+	bubble(t, "too large", func(t *testing.T) {
+		r := newRig(t, quick, Config{MaxBody: 10})
+		r.breakIt()
+		r.want(r.post("too large to be held"), http.StatusServiceUnavailable)
+		r.s.setDown(false)
+		begun := time.Now()
+		for r.post("too large to be held").StatusCode != http.StatusOK {
+			if time.Sleep(100 * time.Millisecond); time.Since(begun) > time.Minute {
+				t.Fatalf("%+v", r.state())
+			}
+		}
+		r.close()
+	})
+	bubble(t, "shorter than its length", func(t *testing.T) { // decompressed by a middleware, say
+		r := newRig(t, quick, Config{})
+		r.breakIt()
+		r.want(send(r.defers, "POST", "/orders", "a longer body", func(r *http.Request) {
+			r.Header.Set("Content-Encoding", "gzip")
+			r.Body = io.NopCloser(strings.NewReader("short"))
+		}), http.StatusAccepted)
+		r.s.setDown(false)
+		r.drained()
+		if got := r.s.handled(); got != "short" {
+			t.Errorf("%q", got)
+		}
 		r.close()
 	})
 }

@@ -90,8 +90,8 @@ func (in *Intake) callClosed(c *call) error {
 }
 
 // noRoom answers a request that the hold cannot take: live, if its order is all that
-// speaks against it, else by a refusal. Once the hold was full, others need not queue up
-// behind it either.
+// speaks against it, or as a probe if nothing is held, else by a refusal. Once the hold was
+// full, others need not queue up behind it either.
 func (in *Intake) noRoom(w http.ResponseWriter, c *call, full bool) {
 	why := guard.ReasonBackpressure
 	if in.order == guard.OrderSource && in.yields(full) {
@@ -102,8 +102,16 @@ func (in *Intake) noRoom(w http.ResponseWriter, c *call, full bool) {
 		if errors.Is(err, guard.ErrClosed) {
 			why = guard.ReasonShutdown
 		}
+	} else if in.probes(c) {
+		return
 	}
 	in.refuse(w, c.req, why, nil)
+}
+
+// probes handles a request that cannot be held, if it is the breaker's turn to probe. With
+// nothing in the hold no other would, and the breaker would never close.
+func (in *Intake) probes(c *call) bool {
+	return in.waiting.Load() == 0 && !in.holdAll && c.answered(in.live.Call(c, c))
 }
 
 // yields tells whether a request that cannot be held may be handled.

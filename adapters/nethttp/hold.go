@@ -100,6 +100,8 @@ func (in *Intake) hold(w http.ResponseWriter, c *call, lane uint64) {
 		in.noRoom(w, c, false) // it can be handled, but not held
 		return
 	}
+	key := in.o.key(r) // before the body is read: it may be in a form
+	size += weight(r.Form) + weight(r.PostForm)
 	need := int64(size + overhead)
 	if r.ContentLength < 0 {
 		need += in.cfg.MaxBody
@@ -111,7 +113,7 @@ func (in *Intake) hold(w http.ResponseWriter, c *call, lane uint64) {
 		return
 	}
 	reserved := true
-	defer func() { // a body or a key may panic
+	defer func() { // a body may panic
 		if reserved {
 			in.unreserve(need)
 		}
@@ -133,7 +135,7 @@ func (in *Intake) hold(w http.ResponseWriter, c *call, lane uint64) {
 	default:
 	}
 	h := &held{
-		lane: lane, key: in.o.key(r), since: time.Now(), size: size + overhead + len(body),
+		lane: lane, key: key, since: time.Now(), size: size + overhead + len(body),
 		req: in.copy(r, header), body: body, next: c.next,
 	}
 	if in.o.replay != nil {
@@ -151,6 +153,12 @@ func (in *Intake) hold(w http.ResponseWriter, c *call, lane uint64) {
 		}
 		if errors.Is(err, guard.ErrFull) {
 			in.yields(true) // others need not queue up behind a full hold
+		}
+		if err != nil && !errors.Is(err, errStalls) { // which may have taken it
+			r.Body = io.NopCloser(bytes.NewReader(body))
+			if in.probes(c) {
+				return
+			}
 		}
 	}
 	if err != nil {
@@ -197,6 +205,17 @@ func (in *Intake) pick(r *http.Request) (http.Header, int) {
 		propagation.TraceContext{}.Inject(r.Context(), propagation.HeaderCarrier(header))
 	}
 	return header, size
+}
+
+// weight is what a parsed form takes, about: where its values are short, a multiple of the body.
+func weight(form url.Values) (n int) {
+	for name, values := range form {
+		n += len(name) + 100
+		for _, v := range values {
+			n += len(v) + 16
+		}
+	}
+	return n
 }
 
 // named tells whether Connection says that a header is of this hop only.
@@ -248,7 +267,7 @@ func (in *Intake) read(w http.ResponseWriter, r *http.Request) ([]byte, error) {
 		return nil, err
 	case body.Len() == 0 && len(r.PostForm) > 0:
 		return []byte(r.PostForm.Encode()), nil
-	case int64(body.Len()) < r.ContentLength:
+	case int64(body.Len()) < r.ContentLength && r.Header.Get("Content-Encoding") == "": // the length is of what was decompressed
 		return nil, io.ErrUnexpectedEOF
 	default:
 		return body.Bytes(), nil
