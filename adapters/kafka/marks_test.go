@@ -93,3 +93,48 @@ func (s *resettable) MarkOffset(string, int32, int64, string) {
 }
 
 func (s *resettable) ResetOffset(string, int32, int64, string) { close(s.reset) }
+
+// What is committed beyond the log's end, as when the topic was made anew, does not stay: when
+// the log has grown past it, nothing is skipped.
+func TestOffsetBeyondTheLogIsLowered(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	const before, beyond = 10, 50
+	r.publish(0, before, nil, nil)
+	offsets, err := sarama.NewOffsetManagerFromClient(r.group, r.client)
+	if err != nil {
+		t.Fatal(err)
+	}
+	pom, err := offsets.ManagePartition(r.topic, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	pom.MarkOffset(beyond, "")
+	if err := errors.Join(pom.Close(), offsets.Close()); err != nil {
+		t.Fatal(err)
+	}
+	adaptertest.Eventually(t, "it is committed", func() bool { return r.committed(0) == beyond })
+	seen := make(map[int64]bool)
+	var mu sync.Mutex
+	handle := func(_ context.Context, m *sarama.ConsumerMessage) error {
+		mu.Lock()
+		defer mu.Unlock()
+		seen[m.Offset] = true
+		return nil
+	}
+	all := func(n int) func() bool {
+		return func() bool {
+			mu.Lock()
+			defer mu.Unlock()
+			return len(seen) == n
+		}
+	}
+	m := r.join(testConfig(), Wrap(adaptertest.Guard(t, guard.Config{}), handle))
+	adaptertest.Eventually(t, "all are handled", all(before))
+	adaptertest.Eventually(t, "that is committed", func() bool { return r.committed(0) == before })
+	m.stop()
+	r.publish(before, beyond+before, nil, nil)
+	m = r.join(testConfig(), Wrap(adaptertest.Guard(t, guard.Config{}), handle))
+	adaptertest.Eventually(t, "none is skipped", all(beyond+before))
+	m.stop()
+}

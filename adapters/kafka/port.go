@@ -32,7 +32,7 @@ type claim struct {
 	partition int32
 	group     string
 	name      string // the source's
-	initial   int64  // below 0 if nothing was committed
+	initial   int64  // below 0 if nothing was committed, or what the log does not have
 	key       func(*sarama.ConsumerMessage) []byte
 	seed      maphash.Seed
 	native    sarama.ConsumerGroupClaim
@@ -45,6 +45,7 @@ type claim struct {
 	refused   atomic.Bool  // the last look has found commits behind, and Flush has not said so yet
 
 	marking sync.Mutex // held while the session is told of a mark or a reset: one after the other
+	marked  bool       // it was told of a mark; under marking
 }
 
 var (
@@ -156,6 +157,12 @@ func (c *claim) mark() {
 	c.marking.Lock()
 	offset, meta, due := c.marks.Take()
 	if due {
+		if c.initial < 0 && !c.marked {
+			// A mark only raises what is committed. Beyond the log's end, as after the topic was
+			// made anew, that would stay until the log is as long, and then skip messages.
+			c.session.ResetOffset(c.topic, c.partition, offset, meta)
+		}
+		c.marked = true
 		c.session.MarkOffset(c.topic, c.partition, offset, meta)
 	}
 	c.marking.Unlock()
