@@ -9,6 +9,8 @@ import (
 
 	"go.opentelemetry.io/otel/attribute"
 	"go.opentelemetry.io/otel/metric"
+
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
 // Calls says that a handler calls a dependency now, such as a database or a service, and
@@ -58,12 +60,23 @@ type protectContext struct {
 	callContext
 
 	metrics *sourceMetrics
+	gate    *circuit.Leaf
 }
 
-// Value is the parent's, but for the keys of Calls and Attempt.
+// Value is the parent's, but for the keys of Calls and Attempt, and of the breaker that let
+// the call through.
 func (c *protectContext) Value(key any) any {
-	if key == (callsKey{}) {
+	switch k := key.(type) {
+	case callsKey:
 		return c.metrics
+	case gateKey:
+		if c.gate != nil && c.gate.Breaker == k.breaker {
+			return c.gate
+		}
 	}
 	return c.callContext.Value(key)
 }
+
+// gateKey is the key by which a function finds that its own breaker has let its caller
+// through.
+type gateKey struct{ breaker *circuit.Breaker }

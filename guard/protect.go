@@ -197,7 +197,7 @@ func (f *Func[M]) enter() (circuit.Token, bool) {
 
 // slow asks everything that may refuse a call.
 func (f *Func[M]) slow(ctx context.Context, c *cell, m M, how how) error {
-	token, err := f.admit(c, how)
+	token, err := f.admit(ctx, c, how)
 	if err != nil {
 		c.returned.Add(1)
 		return err
@@ -209,13 +209,16 @@ func (f *Func[M]) slow(ctx context.Context, c *cell, m M, how how) error {
 	return f.failed(ctx, c, m, token, err, how)
 }
 
-func (f *Func[M]) admit(c *cell, how how) (circuit.Token, error) {
+func (f *Func[M]) admit(ctx context.Context, c *cell, how how) (circuit.Token, error) {
 	now := f.g.now()
 	if ends := f.pausedUntil(now); ends != 0 {
 		c.diverted.Add(1)
 		return circuit.Token{}, &HeldError{Source: f.cfg.Name, Reason: ReasonOperator, Until: pauseHold(now, ends).Until}
 	}
 	token, ok := f.enter()
+	if !ok && f.within(ctx) {
+		token, ok = circuit.Token{}, true
+	}
 	if !ok && how&noProbe != 0 {
 		c.diverted.Add(1)
 		return token, &HeldError{Source: f.cfg.Name, Reason: ReasonBreaker, Until: f.untilProbe(now)}
@@ -243,6 +246,16 @@ func (f *Func[M]) admit(c *cell, how how) (circuit.Token, error) {
 		c.probes.Add(1)
 	}
 	return token, nil
+}
+
+// within tells whether a handler makes the call that the same breaker has let through: that
+// is the probe then, and what becomes of it is told the breaker. There may be no other.
+func (f *Func[M]) within(ctx context.Context) bool {
+	if f.gate == nil || ctx.Value(gateKey{f.gate.Breaker}) == nil {
+		return false
+	}
+	c, ok := ctx.Value(attemptKey{}).(*callContext)
+	return ok && c.use.Load() != finished
 }
 
 // pace asks the limiter. One that panics or exits takes the caller along, but neither
@@ -342,7 +355,7 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token circuit.Token,
 			return errors.Join(stop, err)
 		}
 		var refused error
-		if token, refused = f.admit(c, how); refused != nil {
+		if token, refused = f.admit(ctx, c, how); refused != nil {
 			c.returned.Add(1)
 			return errors.Join(refused, err)
 		}
@@ -388,7 +401,7 @@ func (f *Func[M]) pause(ctx context.Context, c *cell, d time.Duration) error {
 // first time that the function waits on it: one that never looks cannot tell. before
 // counts the attempts before this one.
 func (f *Func[M]) call(ctx context.Context, m M, token circuit.Token, how how, before int) (err error) {
-	cc := &protectContext{callContext{parent: ctx, timeout: f.policy.Timeout, selfTimed: true, before: before}, &f.metrics}
+	cc := &protectContext{callContext{parent: ctx, timeout: f.policy.Timeout, selfTimed: true, before: before}, &f.metrics, f.gate}
 	returned := false
 	defer func() {
 		if returned {
