@@ -509,7 +509,8 @@ func (c *machine[M]) next(now time.Duration) step[M] {
 		return c.examine(now, it)
 	}
 	if until, why := c.admit(now, it); why != ReasonNone {
-		if !c.draining && why != ReasonLimiter { // a pace only delays a look
+		delays := why == ReasonLimiter || c.asked > now && !c.round.on // a look, and no more
+		if !c.draining && !delays {
 			c.endLook(now, it.lane)
 		}
 		return step[M]{at: c.wakeAt(until)}

@@ -73,3 +73,52 @@ func TestFunctionInItsCallersScope(t *testing.T) {
 		}
 	})
 }
+
+// A poison message whose handler calls a function goes to the dead letters, and those behind
+// it are handled: while the function is held no message tells anything, and then the next one
+// behind the head is asked, not the head again.
+func TestPoisonThatFailsInAFunction(t *testing.T) {
+	for name, call := range map[string]func(*guard.Func[uint64], context.Context, uint64) error{
+		"Do": (*guard.Func[uint64]).Do, "Call": (*guard.Func[uint64]).Call,
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				g, err := guard.New(guard.Config{Group: "g"})
+				if err != nil {
+					t.Fatal(err)
+				}
+				f, err := guard.Protect(g, guard.SourceConfig{Name: "charge"}, func(_ context.Context, n uint64) error {
+					if n == 1 {
+						return errors.New("boom")
+					}
+					return nil
+				})
+				if err != nil {
+					t.Fatal(err)
+				}
+				b := guardtest.NewBroker()
+				for n := range uint64(20) {
+					b.Publish("s", guardtest.Message{Body: guardtest.Body(n+1, 0)})
+				}
+				ctx, stop := context.WithCancel(t.Context())
+				ended := make(chan error, 1)
+				go func() {
+					ended <- b.Run(ctx, g, "s", guardtest.Guarded{}, func(ctx context.Context, m *guardtest.Message) error {
+						return call(f, ctx, guardtest.Number(m.Body))
+					})
+				}()
+				time.Sleep(10 * time.Minute)
+				if a, d := b.Stats("s").Acked, b.DeadLetters("s").Len(); a != 20 || d != 1 {
+					t.Errorf("%d are settled, %d dead letters: %+v", a, d, g.Source("s").State().Holds)
+				}
+				stop()
+				if err := <-ended; err != nil && !errors.Is(err, context.Canceled) {
+					t.Error(err)
+				}
+				if _, err := g.Close(t.Context()); err != nil {
+					t.Error(err)
+				}
+			})
+		})
+	}
+}

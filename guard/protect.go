@@ -128,9 +128,9 @@ func (f *Func[M]) successes() (n uint64) {
 
 // Do calls the function for m on the caller's goroutine, and again after a
 // delay when it fails, up to Policy.Retry.Attempts. It returns nil once a call
-// succeeded; the last error after that, [Permanent], [Ignore] (as nil) and
-// [Backoff] errors at once; a [*HeldError] if the guard refused the call; and
-// ctx's error if it ended during a delay. A panic is a [*PanicError].
+// succeeded; the last error after that, or if the guard refused a further call; [Permanent],
+// [Ignore] (as nil) and [Backoff] errors at once; a [*HeldError] if the guard refused the
+// first call; and ctx's error if it ended during a delay. A panic is a [*PanicError].
 func (f *Func[M]) Do(ctx context.Context, m M) error { return f.do(ctx, m, 0) }
 
 // Call is [Func.Do] without retries, for a function that cannot be called twice
@@ -357,7 +357,7 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token circuit.Token,
 		var refused error
 		if token, refused = f.admit(ctx, c, how); refused != nil {
 			c.returned.Add(1)
-			return errors.Join(refused, err)
+			return fmt.Errorf("%w (no further try: %v)", err, refused) //nolint:errorlint // it was called: that is the outcome, and not the refusal
 		}
 		c.retries.Add(1)
 		if err = f.call(ctx, m, token, how, tries); err == nil {

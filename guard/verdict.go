@@ -193,7 +193,9 @@ func (c *machine[M]) back(now time.Duration, it *item[M]) {
 		c.again.push(it)
 		return
 	}
-	if it.witness() {
+	// A witness that only asked for time is asked again after it. The head would take the
+	// turn of what it waits for, such as the probe of a function that both call, each time.
+	if it.witness() && (c.round.on || now >= c.asked) {
 		c.endLook(now, it.lane)
 	}
 	it.lane.parked = false
