@@ -16,6 +16,7 @@ type Entry struct {
 	Order   string    `json:"order"` // of a refused request, its method and path
 	Why     string    `json:"why,omitempty"`
 	Results []Result  `json:"results,omitempty"` // the first 100
+	Fleet   string    `json:"fleet,omitempty"`   // of an order to other processes: what became of it
 	Error   string    `json:"error,omitempty"`   // why nothing was done
 }
 

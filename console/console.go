@@ -195,7 +195,9 @@ func (c *Console) order(w http.ResponseWriter, r *http.Request) {
 	switch {
 	case err != nil:
 	case o.In == "" || o.In == inProcess:
-		out, err = c.do(o)
+		if out, err = c.do(o); err == nil && !o.DryRun && c.fleet != nil {
+			c.fleet.gave(o)
+		}
 	case c.fleet == nil:
 		err = fmt.Errorf("%w: in: %q: this process has no fleet", ErrOrder, o.In)
 	default:
@@ -230,7 +232,7 @@ func (c *Console) order(w http.ResponseWriter, r *http.Request) {
 			line = append(line, "processes", len(out.Processes), "silent", out.Silent)
 		}
 		c.log.Info("console: an operator's order was carried out", line...)
-		e.Results = out.Results
+		e.Results, e.Fleet = out.Results, clip(out.fleet())
 		c.audit.order(e)
 	}
 	operator.Answer(w, http.StatusOK, out)

@@ -30,6 +30,9 @@ type follower struct {
 
 	given sync.Map // ids of the orders that were given here: their audit has who
 
+	mu     sync.Mutex
+	locals []local // the latest last
+
 	// Of the goroutine alone.
 	applied  map[guard.Control]*[kinds]string // the order that decided last, by kind
 	answered map[string]bool                  // orders by id
@@ -105,12 +108,64 @@ func wake(c chan struct{}) {
 	}
 }
 
-// standing is an order in force that is for this process.
+// standing is an order in force that is for this process. A pause or a forced breaker is over
+// at until; it may be known for longer.
 type standing struct {
 	Order
 
 	id    string
 	until time.Time
+}
+
+// carriedOrder is an order as the fleet carries it. It is carried for as long as the last one
+// that it overrules: Over longer than it lasts. Otherwise that one would come back.
+type carriedOrder struct {
+	Order
+
+	Over Duration `json:"over,omitempty"`
+}
+
+// local is an order of this process alone. The fleet's orders that were in force before it do
+// not come back with a source that begins anew.
+type local struct {
+	Order
+
+	overrules map[string]bool // by id
+}
+
+// gave notes an order that was carried out in this process alone.
+func (f *follower) gave(o Order) {
+	if kindOf(o.Action) == kindOnce {
+		return
+	}
+	l := local{Order: o, overrules: make(map[string]bool)}
+	for _, c := range f.carrier.InForce() {
+		l.overrules[c.ID] = true
+	}
+	if len(l.overrules) > 0 {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		f.locals = append(f.locals, l)
+	}
+}
+
+// overruled tells whether an order of this process about a source came after one of the
+// fleet's.
+func (f *follower) overruled(s control, kind int, id string) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return slices.ContainsFunc(f.locals, func(l local) bool {
+		return l.overrules[id] && kindOf(l.Action) == kind && l.about(s)
+	})
+}
+
+// forget drops what overrules nothing any more.
+func (f *follower) forget(inForce []operator.Carried) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.locals = slices.DeleteFunc(f.locals, func(l local) bool {
+		return !slices.ContainsFunc(inForce, func(c operator.Carried) bool { return l.overrules[c.ID] })
+	})
 }
 
 // look carries out what is in force and has not been.
@@ -191,8 +246,10 @@ func (f *follower) name() string {
 // that it cannot read.
 func (f *follower) inForce() (orders []standing, bad map[string]error) {
 	bad = make(map[string]error)
-	for _, c := range f.carrier.InForce() {
-		o, err := readOrder(json.NewDecoder(strings.NewReader(c.Order)))
+	all := f.carrier.InForce()
+	f.forget(all)
+	for _, c := range all {
+		o, err := readCarried(c.Order)
 		if err != nil { // of another version
 			if !f.answered[c.ID] {
 				bad[c.ID] = err
@@ -200,7 +257,7 @@ func (f *follower) inForce() (orders []standing, bad map[string]error) {
 			continue
 		}
 		if f.here(o.In) {
-			orders = append(orders, standing{o, c.ID, c.Until})
+			orders = append(orders, standing{o.Order, c.ID, c.Until.Add(-time.Duration(o.Over))})
 		}
 	}
 	return orders, bad
@@ -237,6 +294,9 @@ func (f *follower) settle(s control, orders []standing, answers map[string]*Answ
 			continue
 		}
 		applied[kind] = o.id
+		if o.For > 0 && !time.Now().Before(o.until) || f.overruled(s, kind, o.id) {
+			continue
+		}
 		if f.answered[o.id] && kind == kindForce && o.Action != Open && !s.State().Breaker.Forced {
 			continue // the source is younger than the order, and there is nothing to undo
 		}
@@ -264,23 +324,27 @@ func (a *Answer) fails(r Result) {
 	}
 }
 
-// until is how long an order counts. One that undoes others counts as long as the last
-// of them: who hears both late must not carry out the first alone.
-func (f *follower) until(o Order) time.Time {
-	now := time.Now()
+// until is how long an order is known, and how much longer that is than it lasts. One that
+// overrules others is known as long as the last of them: who hears both late must not carry
+// out the first alone, and it must not come back.
+func (f *follower) until(o Order) (last time.Time, over time.Duration) {
+	ends := time.Now().Add(onceFor)
 	if o.For > 0 {
-		return now.Add(time.Duration(o.For))
+		ends = time.Now().Add(time.Duration(o.For))
 	}
-	last := now.Add(onceFor)
 	if kindOf(o.Action) == kindOnce {
-		return last
+		return ends, 0
 	}
+	last = ends
 	for _, c := range f.carrier.InForce() {
 		if c.Until.After(last) {
 			last = c.Until
 		}
 	}
-	return last
+	if o.For > 0 {
+		over = last.Sub(ends)
+	}
+	return last, over
 }
 
 // give puts an order up for the processes that it is for, and waits for their answers,
@@ -302,7 +366,8 @@ func (f *follower) give(ctx context.Context, o Order, who string) (Outcome, erro
 		}
 		return out, nil
 	}
-	carried := o
+	until, over := f.until(o)
+	carried := carriedOrder{o, Duration(over)}
 	carried.Why = "" // that is the journal's
 	text, err := json.Marshal(carried)
 	if err != nil {
@@ -313,11 +378,11 @@ func (f *follower) give(ctx context.Context, o Order, who string) (Outcome, erro
 	stop := f.carrier.Watch(func() { wake(news) })
 	defer stop()
 	f.given.Store(id, true)
-	if err := f.carrier.Give(operator.Carried{ID: id, Order: string(text), Until: f.until(o)}, o.String(), who, o.Why); err != nil {
+	if err := f.carrier.Give(operator.Carried{ID: id, Order: string(text), Until: until}, o.String(), who, o.Why); err != nil {
 		return out, fmt.Errorf("%w: %w", ErrOrder, err)
 	}
-	over := time.NewTimer(answerFor)
-	defer over.Stop()
+	patience := time.NewTimer(answerFor)
+	defer patience.Stop()
 	for waiting := true; waiting; {
 		said := f.carrier.Answers(id)
 		waiting = false
@@ -331,7 +396,7 @@ func (f *follower) give(ctx context.Context, o Order, who string) (Outcome, erro
 		}
 		select {
 		case <-news:
-		case <-over.C:
+		case <-patience.C:
 			waiting = false
 		case <-ctx.Done():
 			waiting = false

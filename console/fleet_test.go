@@ -243,3 +243,78 @@ func TestSilentProcesses(t *testing.T) {
 		}
 	})
 }
+
+// Of two pauses, or two forced breakers, the later decides also where it is the shorter one:
+// the earlier does not come back when it is over.
+func TestLaterShorterOrders(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := new(carrier)
+		r := newRig(t, console.Config{Fleet: c}, "orders")
+		defer r.close()
+		defer r.c.Close()
+		for _, d := range []time.Duration{2 * time.Hour, time.Minute} {
+			r.order(console.Order{Action: console.Pause, Sources: []string{"*"}, In: "fleet", For: console.Duration(d)})
+		}
+		if got := r.source("orders").State; got != "paused" {
+			t.Error("in the second order's time:", got)
+		}
+		time.Sleep(61 * time.Second)
+		if got := r.source("orders").State; got != "running" {
+			t.Error("after it:", got)
+		}
+		time.Sleep(time.Hour)
+		if got := r.source("orders").State; got != "running" {
+			t.Error("an hour later:", got)
+		}
+		for _, d := range []time.Duration{2 * time.Hour, time.Minute} {
+			r.order(console.Order{Action: console.Open, Sources: []string{"*"}, In: "fleet", For: console.Duration(d)})
+		}
+		if b := r.source("orders").Breaker; !b.Forced || b.Until > 60 {
+			t.Errorf("%+v", b)
+		}
+		time.Sleep(61 * time.Second)
+		if b := r.source("orders").Breaker; b.Until > 0 { // a probe ends it
+			t.Errorf("after the second order: %+v", b)
+		}
+	})
+}
+
+// An order of one process stands, also over a rebalance, against the fleet's orders before it,
+// and not against those after it.
+func TestLocalOrderAfterTheFleets(t *testing.T) {
+	for name, c := range map[string]struct {
+		before, local string
+		want          string
+	}{
+		"a pause after a resume": {`{"action":"resume","sources":["*"],"in":"fleet"}`, console.Pause, "paused"},
+		"a resume after a pause": {`{"action":"pause","sources":["*"],"for":"2h","in":"fleet"}`, console.Resume, "running"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				f := new(carrier)
+				r := newRig(t, console.Config{Fleet: f}, "orders")
+				defer r.close()
+				defer r.c.Close()
+				f.put(carried("1", c.before, 2*time.Hour))
+				time.Sleep(time.Second)
+				o := console.Order{Action: c.local, Sources: []string{"orders"}}
+				if c.local == console.Pause {
+					o.For = console.Duration(time.Hour)
+				}
+				r.order(o)
+				r.end("orders")
+				r.open("orders")
+				time.Sleep(time.Second)
+				if got := r.source("orders").State; got != c.want {
+					t.Errorf("after a rebalance: %s, want %s", got, c.want)
+				}
+				f.put(carried("2", `{"action":"pause","sources":["*"],"for":"30m","in":"fleet"}`, 30*time.Minute),
+					carried("3", `{"action":"resume","sources":["*"],"in":"fleet"}`, 30*time.Minute))
+				time.Sleep(time.Second)
+				if got := r.source("orders").State; got != "running" {
+					t.Errorf("after later orders of the fleet: %s", got)
+				}
+			})
+		})
+	}
+}

@@ -67,6 +67,25 @@ type Outcome struct {
 	Silent    []string `json:"silent,omitempty"`
 }
 
+// fleet is in a few words what other processes made of an order; empty if it was for this one.
+func (o *Outcome) fleet() string {
+	if len(o.Processes)+len(o.Silent) == 0 {
+		return ""
+	}
+	sources, wrong := 0, ""
+	for _, a := range o.Processes {
+		sources += a.Sources
+		if a.Error != "" {
+			wrong += "; " + a.Process + ": " + a.Error
+		}
+	}
+	text := fmt.Sprintf("%d sources in %d processes", sources, len(o.Processes))
+	if len(o.Silent) > 0 {
+		text += "; no answer from " + strings.Join(o.Silent, ", ")
+	}
+	return text + wrong
+}
+
 // An Answer is what one process of a fleet made of an order.
 type Answer struct {
 	Process string `json:"process,omitempty"`
@@ -293,13 +312,28 @@ func names(all []control, of func(control) string) string {
 }
 
 func readOrder(d *json.Decoder) (o Order, err error) {
-	d.DisallowUnknownFields()
-	if err := d.Decode(&o); err != nil {
-		return o, fmt.Errorf("%w: body: %w", ErrOrder, err)
-	}
-	if d.More() {
-		return o, fmt.Errorf("%w: body: want one object", ErrOrder)
+	if err := readObject(d, &o); err != nil {
+		return o, err
 	}
 	o = o.WithDefaults()
 	return o, o.Validate()
+}
+
+func readCarried(text string) (o carriedOrder, err error) {
+	if err := readObject(json.NewDecoder(strings.NewReader(text)), &o); err != nil {
+		return o, err
+	}
+	o.Order = o.WithDefaults()
+	return o, o.Validate()
+}
+
+func readObject(d *json.Decoder, o any) error {
+	d.DisallowUnknownFields()
+	if err := d.Decode(o); err != nil {
+		return fmt.Errorf("%w: body: %w", ErrOrder, err)
+	}
+	if d.More() {
+		return fmt.Errorf("%w: body: want one object", ErrOrder)
+	}
+	return nil
 }

@@ -36,10 +36,10 @@ func TestFunctionInItsCallersScope(t *testing.T) {
 		b := guardtest.NewBroker()
 		ctx, stop := context.WithCancel(t.Context())
 		ended := make(chan error, 1)
-		var kept context.Context //nolint:containedctx // of a handler that has returned
+		var kept context.Context
 		go func() {
 			ended <- b.Run(ctx, g, "s", guardtest.Guarded{}, func(ctx context.Context, _ *guardtest.Message) error {
-				kept = ctx
+				kept = ctx //nolint:fatcontext // it is used once the handler has returned
 				return outer.Do(ctx, 1)
 			})
 		}()

@@ -519,7 +519,7 @@ func (f *Func[M]) ForceOpen(d time.Duration) error {
 	if f.gate == nil {
 		return ErrNoBreaker
 	}
-	f.gate.Force(f.g.now(), d, CauseOperator)
+	forceOpen(f.gate, f.g.now(), d)
 	f.g.sweeper.kick()
 	return nil
 }

@@ -16,6 +16,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 	"github.com/stormguard-mq/stormguard/internal/credit"
 	"github.com/stormguard-mq/stormguard/internal/ringbuf"
 	"github.com/stormguard-mq/stormguard/internal/storm"
@@ -492,14 +493,24 @@ const CauseOperator = "operator"
 
 // ForceOpen opens the source's breaker for d, or until ForceClosed if d is not
 // above 0. A success that comes late does not undo it; after d the breaker is
-// half-open and probes. It fails with [ErrNoBreaker] under NoBreaker.
+// half-open and probes. A later ForceOpen sets another end. It fails with [ErrNoBreaker]
+// under NoBreaker.
 func (s *Source[M]) ForceOpen(d time.Duration) error {
 	if s.c.gate == nil {
 		return ErrNoBreaker
 	}
-	s.c.gate.Force(s.g.now(), d, CauseOperator)
+	forceOpen(s.c.gate, s.g.now(), d)
 	s.gateChanged()
 	return nil
+}
+
+// forceOpen is the operator's: a force that ends later, which a breaker would keep, is the
+// operator's, too, and gives way.
+func forceOpen(gate *circuit.Leaf, now, d time.Duration) {
+	if b := gate.Snapshot(now); b.Forced && d > 0 && b.Until > now+d {
+		gate.Release(now)
+	}
+	gate.Force(now, d, CauseOperator)
 }
 
 // ForceClosed closes the source's breaker now, whatever its window says.

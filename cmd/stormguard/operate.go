@@ -15,6 +15,7 @@ import (
 	"net/http"
 	"net/url"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
@@ -192,7 +193,7 @@ func newSourceShow() *cobra.Command {
 func showSource(w io.Writer, l words.Language, s console.Source) error {
 	fmt.Fprint(w, l.Sayf("%s, group %s: %s\n", s.Name, s.Group, l.Say(s.State)))
 	for _, h := range s.Holds {
-		fmt.Fprint(w, l.Sayf("  held by %s: %s", l.Say(h.Reason), h.Detail))
+		fmt.Fprint(w, l.Sayf("  held by %s: %s", l.Say(h.Reason), printable(h.Detail, "")))
 		if h.Until > 0 {
 			fmt.Fprint(w, l.Sayf("; for at least %s", seconds(h.Until)))
 		}
@@ -259,7 +260,7 @@ func newAudit() *cobra.Command {
 		return show(&o, cmd, raw, all, func(w io.Writer, l words.Language) error {
 			return table(w, l, "AT\tWHO\tORDER\tWHY\tOUTCOME", func(row func(...any)) {
 				for _, e := range all {
-					outcome := cmp.Or(e.Error, l.Count(len(e.Results), "source"))
+					outcome := cmp.Or(e.Error, e.Fleet, l.Count(len(e.Results), "source"))
 					row(e.At.Format(time.RFC3339), e.Who, e.Order, cmp.Or(e.Why, "-"), outcome)
 				}
 			})
@@ -436,6 +437,9 @@ func (o *operate) give(cmd *cobra.Command, order console.Order) error {
 	if err != nil {
 		return err
 	}
+	if met := slices.ContainsFunc(out.Processes, func(a console.Answer) bool { return a.Sources > 0 || a.Error != "" }); !o.dry && !met && len(out.Processes) > 0 && len(out.Silent) == 0 {
+		return refusedError{http.StatusNotFound, "no process has a source or breaker of that name; one that begins in the order's time will follow"}
+	}
 	return partly(out)
 }
 
@@ -460,7 +464,11 @@ func (o *operate) showOutcome(w io.Writer, l words.Language, order console.Order
 	}
 	return table(w, l, "PROCESS\tSOURCES\tOUTCOME", func(row func(...any)) {
 		for _, a := range out.Processes {
-			row(a.Process, a.Sources, outcome(a.Count, a.Error))
+			sources := any(a.Sources)
+			if o.dry { // nobody was asked
+				sources = "-"
+			}
+			row(a.Process, sources, outcome(a.Count, a.Error))
 		}
 		for _, name := range out.Silent {
 			row(name, "-", l.Say("no answer: it follows when it is heard again, in the order's time"))
@@ -539,7 +547,7 @@ func show[T any](o *operate, cmd *cobra.Command, raw []byte, all []T, text func(
 		}
 		return nil
 	}
-	return text(out, words.From(cmd.Context()))
+	return text(toTerminal{out}, words.From(cmd.Context()))
 }
 
 // seconds is a time for people.

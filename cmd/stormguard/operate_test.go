@@ -261,6 +261,34 @@ func TestOperateFromASeat(t *testing.T) {
 	if holds := g.Sources()[0].State().Holds; len(holds) != 1 || holds[0].Reason != guard.ReasonOperator {
 		t.Errorf("held by %+v", holds)
 	}
+	if said, code := ask("audit"); code != exitOK || !strings.Contains(said, "1 sources in 2 processes") {
+		t.Errorf("%d\n%s", code, said)
+	}
+	// The order stands, for a source that may begin; but nothing was done.
+	said, code = ask("source", "pause", "ordres", "--in", "fleet", "--yes")
+	if code != exitUnseen || !strings.Contains(said, "no process has a source") {
+		t.Errorf("%d\n%s", code, said)
+	}
+}
+
+// What a stranger sends to the console, and is told in the audit, does not steer the operator's
+// terminal, and looks like no line of ours.
+func TestAuditDoesNotSteerTheTerminal(t *testing.T) {
+	p := newGuarded(t)
+	resp, err := http.Get(p.url + "/%1b]52;c;BASE64%07%0a2026-05-01T10:00:00Z%20%20ann")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = resp.Body.Close()
+	for _, command := range []string{"audit", "report"} {
+		out, errs, code := p.stormguard(command)
+		if code != exitOK || strings.ContainsAny(out+errs, "\x1b\x07") || strings.Contains(out, "\n2026-05-01") {
+			t.Errorf("%d %q %q", code, out, errs)
+		}
+	}
+	if got := printable("a\x1b[2J\nb é 中 \u202e", ""); got != `a\x1b[2J\nb é 中 \u202e` {
+		t.Errorf("%q", got)
+	}
 }
 
 // What cannot be done has an exit status of its own and says what helps.

@@ -61,7 +61,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 		fmt.Fprintln(stderr, "stormguard: interrupted")
 		return exitInterrupted
 	}
-	fmt.Fprintln(stderr, "stormguard:", err)
+	fmt.Fprintln(stderr, "stormguard:", printable(err.Error(), "\n\t"))
 	// What fails before a command begins is a flag, an argument or a command
 	// that cobra does not know.
 	if !begun || errors.As(err, new(usageError)) || errors.As(err, new(access.FlagError)) {

@@ -6,7 +6,9 @@ package main
 import (
 	"fmt"
 	"io"
+	"strconv"
 	"strings"
+	"unicode"
 
 	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/words"
 )
@@ -37,7 +39,7 @@ func table(out io.Writer, l words.Language, head string, rows func(row func(...a
 	rows(func(values ...any) {
 		cells := make([]string, len(values))
 		for i, v := range values {
-			cells[i] = fmt.Sprint(v)
+			cells[i] = printable(fmt.Sprint(v), "")
 		}
 		add(cells)
 	})
@@ -53,4 +55,34 @@ func table(out io.Writer, l words.Language, head string, rows func(row func(...a
 	}
 	_, err := io.WriteString(out, b.String())
 	return err
+}
+
+// printable is a text for a terminal: what a process says may come from messages, or from whoever
+// sent it a request, and must not steer the terminal or look like a line of ours. The characters
+// in keep are left.
+func printable(text, keep string) string {
+	fine := func(r rune) bool { return unicode.IsPrint(r) || strings.ContainsRune(keep, r) }
+	if strings.IndexFunc(text, func(r rune) bool { return !fine(r) }) < 0 {
+		return text
+	}
+	var b strings.Builder
+	for _, r := range text {
+		if fine(r) {
+			b.WriteRune(r)
+			continue
+		}
+		q := strconv.QuoteRuneToASCII(r)
+		b.WriteString(q[1 : len(q)-1])
+	}
+	return b.String()
+}
+
+// toTerminal has all that is written printable, but for the ends of lines.
+type toTerminal struct{ io.Writer }
+
+func (t toTerminal) Write(b []byte) (int, error) {
+	if _, err := io.WriteString(t.Writer, printable(string(b), "\n")); err != nil {
+		return 0, err
+	}
+	return len(b), nil
 }

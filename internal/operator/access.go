@@ -204,7 +204,7 @@ func (a *Access) say(r *http.Request, who Who, status int, why string) {
 	a.log.Warn("an operator's request was refused", "handler", a.room, "who", who.String(), "method", r.Method, "path", r.URL.Path,
 		"status", status, "why", why, "since_last", unsaid)
 	if a.OnRefused != nil {
-		a.OnRefused(who, r.Method+" "+r.URL.Path, why, unsaid)
+		a.OnRefused(who, r.Method+" "+r.URL.EscapedPath(), why, unsaid)
 	}
 }
 

@@ -65,7 +65,7 @@ export type Node = { kind: NodeKind; name: string };
 export type Flow = { from: Node; to: Node; count: number; failed: number; sources: number; held: number };
 export type Rule = { rule: string; by?: string; why?: string; at: string; until: string };
 export type Result = { source: string; before: string; after: string; count?: number; error?: string };
-export type Entry = { at: string; who: string; order: string; why?: string; results?: Result[]; error?: string };
+export type Entry = { at: string; who: string; order: string; why?: string; results?: Result[]; fleet?: string; error?: string };
 export type Cause = {
   cause: string;
   title: string;
@@ -85,6 +85,17 @@ export type Event = {
   count?: number;
   until?: string;
 };
+
+// clipped is a text of at most so many bytes.
+export function clipped(text: string, bytes: number): string {
+  let t = text;
+  while (new TextEncoder().encode(t).length > bytes) t = t.slice(0, -1);
+  return t;
+}
+
+// mostWhy is how many bytes the reason of an order may have, and mostRuleWhy that of a rule.
+export const mostWhy = 256;
+export const mostRuleWhy = 128;
 
 export type Order = {
   action: "pause" | "resume" | "open" | "close" | "release" | "credits" | "deadletter";

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 import { useEffect, useRef, useState } from "preact/hooks";
-import { type FleetStatus, type Member, type Order, type Outcome, get, post } from "./api";
+import { type FleetStatus, type Member, type Order, type Outcome, clipped, get, mostWhy, post } from "./api";
 import { Table } from "./table";
 import type { Words } from "./words";
 
@@ -31,7 +31,7 @@ export function OrderDialog(p: { w: Words; title: string; order: Order; close: (
     setBusy(true);
     setFailed("");
     try {
-      const full: Order = { ...order, why: text("why") };
+      const full: Order = { ...order, why: clipped(text("why"), mostWhy) };
       if (lasting.includes(order.action)) {
         full.for = text("for");
       }

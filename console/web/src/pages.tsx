@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 import { useEffect, useState } from "preact/hooks";
-import { type Cause, type Entry, type Event, type Order, type Rule, type Seen, type Source, type Status, get, post } from "./api";
+import { type Cause, type Entry, type Event, type Order, type Rule, type Seen, type Source, type Status, clipped, get, mostRuleWhy, post } from "./api";
 import { OrderDialog } from "./order";
 import { Table } from "./table";
 import { type Words, span, state, todo } from "./words";
@@ -238,7 +238,7 @@ export function Quarantine({ w }: { w: Words }) {
     const form = e.target as HTMLFormElement;
     const text = (name: string) => String(new FormData(form).get(name));
     const rule = text("kind") === "header" ? "header:" + text("value") : text("kind") + "=" + text("value");
-    if (await change({ rule, why: text("why") })) {
+    if (await change({ rule, why: clipped(text("why"), mostRuleWhy) })) {
       form.reset();
     }
   };
@@ -293,7 +293,7 @@ export function Causes({ w }: { w: Words }) {
   const [failed, setFailed] = useState("");
   const add = (c: Cause) => {
     setFailed("");
-    post("quarantine", { rule: "cause=" + c.cause, why: c.title.slice(0, 200) }).then(again, (e: unknown) => setFailed((e as Error).message));
+    post("quarantine", { rule: "cause=" + c.cause, why: clipped(c.title, mostRuleWhy) }).then(again, (e: unknown) => setFailed((e as Error).message));
   };
   const inForce = (c: Cause) => rules?.some((r) => r.rule === "cause=" + c.cause);
   return (
@@ -374,7 +374,7 @@ export function Audit({ w }: { w: Words }) {
               e.who,
               e.order,
               e.why,
-              e.error ?? e.results?.map((r) => `${r.source}: ${r.error ?? r.after}`).join("; "),
+              e.error ?? e.fleet ?? e.results?.map((r) => `${r.source}: ${r.error ?? r.after}`).join("; "),
             ])}
         />
       )}
