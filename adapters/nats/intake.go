@@ -247,6 +247,9 @@ func (in *intake) once(ctx context.Context) error {
 		return nil
 	}
 	in.mu.Unlock()
+	if err := in.connected(ctx); err != nil || ctx.Err() != nil {
+		return err
+	}
 	size := jetstream.PullConsumeOpt(jetstream.PullMaxMessages(in.batch))
 	if n := in.bytes(); n > 0 {
 		size = jetstream.PullMaxMessagesWithBytesLimit(in.batch, n)
@@ -254,10 +257,13 @@ func (in *intake) once(ctx context.Context) error {
 	cc, err := in.consumer.Consume(in.take, size, jetstream.PullExpiry(in.expiry),
 		jetstream.PullHeartbeat(min(pullHeartbeat, in.expiry/2)),
 		jetstream.ConsumeErrHandler(func(_ jetstream.ConsumeContext, err error) { in.report(err) }))
-	if err != nil {
-		if errors.Is(err, jetstream.ErrInvalidOption) {
-			return fmt.Errorf("nats: consume %s: %w", in.name, err)
-		}
+	switch {
+	case err == nil:
+	case errors.Is(err, jetstream.ErrInvalidOption):
+		return fmt.Errorf("nats: consume %s: %w", in.name, err)
+	case connectionEnded(err):
+		return fmt.Errorf("%w: consumer %s: %w", ErrConnectionClosed, in.name, err)
+	default:
 		return in.pause(ctx, err)
 	}
 	closed := cc.Closed()
@@ -273,7 +279,8 @@ func (in *intake) once(ctx context.Context) error {
 			in.finish(cc, closed)
 			return nil
 		case err := <-in.trouble:
-			if gone := in.examine(ctx, err); gone != nil {
+			gone := in.examine(ctx, err)
+			if gone != nil || in.conn != nil && !in.conn.IsConnected() { // or nats.go asks on and on, into its buffer
 				in.mu.Lock()
 				in.drainLocked()
 				in.mu.Unlock()
@@ -292,6 +299,34 @@ func (in *intake) once(ctx context.Context) error {
 			return in.pause(ctx, why)
 		}
 	}
+}
+
+// connected waits while there is no connection. A pull that is opened then asks each few
+// seconds, and the server answers all of it at once when it is back.
+func (in *intake) connected(ctx context.Context) error {
+	if in.conn == nil {
+		return nil
+	}
+	look := time.NewTicker(connectedPoll)
+	defer look.Stop()
+	for !in.conn.IsConnected() {
+		if in.conn.IsClosed() || in.conn.IsDraining() {
+			return fmt.Errorf("%w: consumer %s", ErrConnectionClosed, in.name)
+		}
+		select {
+		case <-look.C:
+		case <-ctx.Done():
+			return nil
+		}
+	}
+	return nil
+}
+
+const connectedPoll = 50 * time.Millisecond
+
+// connectionEnded tells whether an error says that the connection is over for good.
+func connectionEnded(err error) bool {
+	return errors.Is(err, jetstream.ErrConnectionClosed) || errors.Is(err, nats.ErrConnectionClosed) || errors.Is(err, nats.ErrConnectionDraining)
 }
 
 // bytes is what a pull request may bring, 0 for no limit. A message above it would
@@ -378,7 +413,7 @@ func (in *intake) report(err error) {
 // a deletion by itself only where a pull is open.
 func (in *intake) examine(ctx context.Context, err error) error {
 	switch {
-	case errors.Is(err, jetstream.ErrConnectionClosed), errors.Is(err, nats.ErrConnectionClosed):
+	case connectionEnded(err):
 		return fmt.Errorf("%w: consumer %s: %w", ErrConnectionClosed, in.name, err)
 	case errors.Is(err, jetstream.ErrBadRequest):
 		return fmt.Errorf("nats: pull from %s: %w", in.name, err)
@@ -389,7 +424,7 @@ func (in *intake) examine(ctx context.Context, err error) error {
 		_, infoErr := in.consumer.Info(info)
 		cancel()
 		switch {
-		case errors.Is(infoErr, nats.ErrConnectionClosed):
+		case connectionEnded(infoErr):
 			return fmt.Errorf("%w: consumer %s", ErrConnectionClosed, in.name)
 		case errors.Is(infoErr, context.DeadlineExceeded) && revive(ctx, in.conn):
 			in.log.Warn("the connection was dead: no answer to a ping; it reconnects", "source", in.name, "after", probeTimeout)

@@ -443,6 +443,68 @@ func TestClosedConnectionAndClosedGuardEndConsume(t *testing.T) {
 	}
 }
 
+// A connection that ends for good while no pull is open, or drains, ends Consume, too.
+func TestConnectionClosedDuringAHold(t *testing.T) {
+	t.Parallel()
+	for name, end := range map[string]func(nc *nats.Conn){
+		"closed":  func(nc *nats.Conn) { nc.Close() },
+		"drained": func(nc *nats.Conn) { _ = nc.Drain() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t, jetstream.ConsumerConfig{AckWait: 600 * time.Millisecond, MaxAckPending: 10})
+			nc := r.connect()
+			js, err := jetstream.New(nc)
+			if err != nil {
+				t.Fatal(err)
+			}
+			own, err := js.Consumer(adaptertest.Context(t), "S", "C")
+			if err != nil {
+				t.Fatal(err)
+			}
+			g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
+			c := consume(t, g, own, func(context.Context, jetstream.Msg) error { return nil })
+			src := adaptertest.Source(t, g, "S/C")
+			if err := src.ForceOpen(0); err != nil {
+				t.Fatal(err)
+			}
+			r.publish(t, subject, 0, 20)
+			adaptertest.Eventually(t, "the pull is closed", func() bool { return src.State().Room == 0 && r.info(t).NumWaiting == 0 })
+			end(nc)
+			if err := src.ForceClosed(); err != nil {
+				t.Fatal(err)
+			}
+			if err := c.Wait(t); !errors.Is(err, ErrConnectionClosed) {
+				t.Fatal(err)
+			}
+		})
+	}
+}
+
+// While the server is away no requests pile up that it would answer all at once.
+func TestNoPullsPileUpInAnOutage(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: time.Minute})
+	var handled atomic.Int64
+	c := consume(t, adaptertest.Guard(t, guard.Config{}), r.consumer, func(context.Context, jetstream.Msg) error {
+		time.Sleep(200 * time.Millisecond)
+		handled.Add(1)
+		return nil
+	}, WithWindow(10))
+	r.publish(t, subject, 0, 20)
+	adaptertest.Eventually(t, "some are handled", func() bool { return handled.Load() >= 3 })
+	r.stop()
+	time.Sleep(20 * time.Second) // the window runs empty, and there is room
+	r.start()
+	adaptertest.Eventually(t, "all are handled", func() bool { return handled.Load() >= 20 })
+	if n := r.info(t).NumWaiting; n > 2 {
+		t.Errorf("%d requests are open", n)
+	}
+	if err := c.Stop(t); err != nil {
+		t.Error(err)
+	}
+}
+
 // While the stream of dead letters is gone nothing is acked in vain, and the
 // letters follow when it is back.
 func TestDLQUnavailable(t *testing.T) {
