@@ -198,7 +198,7 @@ type result struct {
 	known bool      // … which is that message for certain
 	last  bool      // the broker will not deliver it again
 	err   error
-	words dlq.ErrorInfo // of err, if it is a failure
+	words dlq.ErrorInfo // of err, if it is a failure or asks for time
 	stack []byte        // of a panic or a Goexit
 
 	rule *dlq.Rule // of the quarantine, about the failure's cause; nil for none
@@ -214,7 +214,7 @@ func resultOf(err error, stack []byte) result {
 		return r
 	}
 	r.word, r.until = classify(err)
-	if r.word == failure || r.word == permanent {
+	if r.word == failure || r.word == permanent || r.word == backoff {
 		r.words = dlq.DescribeError(err, nil)
 	}
 	switch {

@@ -30,6 +30,7 @@ type kept struct {
 	pauseEnds time.Duration // see machine
 	asked     time.Duration // see machine
 	askedFor  error
+	askedText string
 	succeeded int64        // see elsewhere
 	storm     *storm.Saved // of a source whose breaker is not closed
 	at        time.Duration
@@ -86,7 +87,7 @@ func (s *Source[M]) keepLocked(now time.Duration) kept {
 		k.guesses, k.guessedAt = s.c.guesses, s.c.guessedAt
 	}
 	if s.c.asked-now > s.c.policy.Retry.Base { // else it may be a Backoff of no time, by which adapters say that no attempt was made
-		k.asked, k.askedFor = s.c.asked, s.c.askedFor
+		k.asked, k.askedFor, k.askedText = s.c.asked, s.c.askedFor, s.c.askedText
 	}
 	if !s.c.closed() {
 		if saved, ok := s.c.storm.Save(); ok {
@@ -112,7 +113,7 @@ func besides(from parent) func() uint64 {
 func (s *Source[M]) resumeLocked(now time.Duration, k kept) {
 	s.c.paused, s.c.pauseEnds = k.paused, k.pauseEnds // the sweeper ends one whose time is over
 	s.c.guesses, s.c.guessedAt = k.guesses, k.guessedAt
-	s.c.asked, s.c.askedFor = k.asked, k.askedFor
+	s.c.asked, s.c.askedFor, s.c.askedText = k.asked, k.askedFor, k.askedText
 	s.c.suspects = k.suspects
 	s.c.elsewhere.own.Store(k.succeeded)
 	s.c.guessLuck = s.c.born

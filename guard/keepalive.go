@@ -38,7 +38,7 @@ func (s *Source[M]) keepAlive() (stop func()) {
 func (s *Source[M]) extend() {
 	s.mu.Lock()
 	ms := s.c.messages(nil)
-	for it := range s.c.writing {
+	for _, it := range s.c.going { // with the writer, or waiting for the loop to ack it
 		ms = append(ms, it.m)
 	}
 	if len(s.batch) > 0 {

@@ -119,6 +119,7 @@ type machine[M any] struct {
 	pauseEnds  time.Duration // when a pause ends by itself; never if it does not
 	asked      time.Duration // until when guard.Backoff holds the source
 	askedFor   error         // the error that a handler gave to Backoff
+	askedText  string        // and its text, for whoever has a lock
 	limited    time.Duration // the limiter refused until then …
 	refusedAt  time.Duration // … when it was asked last
 	held       bool          // something was refused admission and is not yet drained

@@ -273,6 +273,34 @@ func TestBackoffSaysWhy(t *testing.T) {
 	})
 }
 
+// Nor is it looked into under a lock to be remembered over a restart.
+func TestBackoffIsSavedUnlocked(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		busy := &lookingError{text: "429 too many requests"}
+		g, err := New(Config{StateDir: t.TempDir()})
+		if err != nil {
+			t.Fatal(err)
+		}
+		s, err := Open(g, SourceConfig{Name: "s"}, Limits{}, &testPort{}, func(context.Context, int) error {
+			return Backoff(busy, time.Now().Add(time.Hour))
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		busy.at = []*sync.Mutex{&s.mu, &g.mu}
+		in := make(chan int, 1)
+		go func() { _ = s.Run(t.Context(), in) }()
+		in <- 1
+		time.Sleep(5 * time.Second)
+		s.End(t.Context(), ReasonRebalance)
+		time.Sleep(5 * time.Second)
+		closeAll(t, g)
+		if where := busy.locked.Load(); where != nil {
+			t.Errorf("the error's method is called under a lock:\n%s", *where)
+		}
+	})
+}
+
 // What a handler, a port and a dead-letter writer return is never looked into under a
 // lock: what its methods do is its author's affair.
 func TestErrorsAreReadUnlocked(t *testing.T) {

@@ -455,10 +455,7 @@ func (k kept) saved() (savedSource, bool) {
 		s.PauseEnds = k.pauseEnds
 	}
 	if k.asked > 0 {
-		s.Asked = k.asked
-		if k.askedFor != nil {
-			s.AskedFor = cutText(k.askedFor.Error())
-		}
+		s.Asked, s.AskedFor = k.asked, cutText(k.askedText)
 	}
 	for name, f := range k.suspects {
 		if s.Failed == nil {
@@ -483,7 +480,7 @@ func (s savedSource) kept(now time.Duration) kept {
 		}
 	}
 	if s.AskedFor != "" {
-		k.askedFor = errors.New(s.AskedFor)
+		k.askedFor, k.askedText = errors.New(s.AskedFor), s.AskedFor
 	}
 	for name, f := range s.Failed {
 		if k.suspects == nil {

@@ -257,6 +257,43 @@ func TestLetterInTheMakingIsExtended(t *testing.T) {
 	}
 }
 
+// A letter that is confirmed waits for the loop, which may be with a slow handler: it is
+// extended until it is acked.
+func TestConfirmedLetterIsExtended(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, err := New(Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		port := &extendPort{last: map[int]time.Time{}}
+		letters := dlq.WriterFunc(func(context.Context, *dlq.Record) error { time.Sleep(time.Second); return nil })
+		const wait = 3 * time.Second
+		s, err := Open(g, SourceConfig{Name: "s", DeadLetters: letters}, Limits{AckWait: wait}, port, func(_ context.Context, m int) error {
+			if m == 0 {
+				return Permanent(errDown)
+			}
+			time.Sleep(20 * time.Second)
+			return nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		in := make(chan int)
+		go func() { _ = s.Run(t.Context(), in) }()
+		in <- 0
+		in <- 1
+		elapse(15 * time.Second)
+		if a := s.Account(); a.Settling != 1 || a.Processing != 1 {
+			t.Errorf("%+v", a)
+		}
+		if ago := time.Since(port.last[0]); ago > wait/2 {
+			t.Errorf("it was extended %s ago", ago)
+		}
+		elapse(time.Minute)
+		closeAll(t, g)
+	})
+}
+
 // The failed probe of a message that is known to be poison, since others have succeeded
 // meanwhile, does not reopen the breaker: it says nothing about the dependency. Also where
 // it is the first probe, since the others come a moment later.

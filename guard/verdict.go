@@ -55,7 +55,7 @@ func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 			wait = c.policy.Retry.Base
 		}
 		if until := soon(now, wait); until > c.asked {
-			c.asked, c.askedFor = until, r.err
+			c.asked, c.askedFor, c.askedText = until, r.err, r.words.Message
 		}
 		c.back(now, it)
 	case cancelled:
