@@ -387,19 +387,38 @@ func (c *onceClaim) reread(ctx context.Context, kv jetstream.KeyValue) error {
 }
 
 // settle ends the keeper, and writes what becomes of the claim. It may be called again after
-// a failure. A write whose answer was lost is found.
-func (c *onceClaim) settle(ctx context.Context, write func(kv jetstream.KeyValue) error) error {
+// a failure. While the connection is lost it tries again until ctx ends: a claim that nobody
+// keeps is another process's when its lease ends.
+func (c *onceClaim) settle(ctx context.Context, write func(ctx context.Context, kv jetstream.KeyValue) error) error {
 	c.kept.Do(func() {
 		close(c.stop)
 		<-c.ended
 	})
 	defer c.end(nil)
+	for wait := onceFirst; ; wait = min(2*wait, onceLast) {
+		try, cancel := context.WithTimeout(ctx, c.o.cfg.Lease/3)
+		err := c.write(try, write)
+		cancel()
+		passes := errors.Is(err, context.DeadlineExceeded) || errors.Is(err, nats.ErrDisconnected) || errors.Is(err, nats.ErrNoResponders)
+		if err == nil || !passes || c.o.js.Conn().IsClosed() {
+			return err
+		}
+		select {
+		case <-time.After(wait):
+		case <-ctx.Done():
+			return err
+		}
+	}
+}
+
+// write is one try of settle. A write whose answer was lost is found.
+func (c *onceClaim) write(ctx context.Context, write func(ctx context.Context, kv jetstream.KeyValue) error) error {
 	kv, err := c.o.open(ctx)
 	if err != nil {
 		return err
 	}
 	for !c.closed {
-		if err = write(kv); err == nil {
+		if err = write(ctx, kv); err == nil {
 			c.closed = true
 			break
 		}
@@ -416,7 +435,7 @@ func (c *onceClaim) settle(ctx context.Context, write func(kv jetstream.KeyValue
 // Finish writes the others first: a state or mark without its claim's end is found at the
 // next step.
 func (c *onceClaim) Finish(ctx context.Context, value []byte, also ...once.Entry) error {
-	return c.settle(ctx, func(kv jetstream.KeyValue) error {
+	return c.settle(ctx, func(ctx context.Context, kv jetstream.KeyValue) error {
 		for _, e := range also {
 			r := mark.Record{State: mark.Done, At: time.Now().UnixNano(), Value: e.Value}
 			if _, err := kv.Put(ctx, onceName(e.Key), mark.Encode(e.Key, r)); err != nil {
@@ -429,7 +448,7 @@ func (c *onceClaim) Finish(ctx context.Context, value []byte, also ...once.Entry
 }
 
 func (c *onceClaim) Release(ctx context.Context) error {
-	return c.settle(ctx, func(kv jetstream.KeyValue) error {
+	return c.settle(ctx, func(ctx context.Context, kv jetstream.KeyValue) error {
 		if c.over {
 			_, err := c.o.put(ctx, kv, c.key, mark.Record{State: mark.Done, Owner: c.owner, Value: c.record.Value}, c.rev)
 			return err
@@ -442,7 +461,7 @@ func (c *onceClaim) Release(ctx context.Context) error {
 }
 
 func (c *onceClaim) Leave(ctx context.Context) error {
-	return c.settle(ctx, func(kv jetstream.KeyValue) error {
+	return c.settle(ctx, func(ctx context.Context, kv jetstream.KeyValue) error {
 		r := c.record
 		if r.State = mark.Doubt; c.over {
 			r.State = mark.DoubtOver

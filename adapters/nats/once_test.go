@@ -15,6 +15,7 @@ import (
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
+	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 	"github.com/stormguard-mq/stormguard/internal/oncetest"
 	"github.com/stormguard-mq/stormguard/once"
 )
@@ -202,5 +203,37 @@ func TestOnceUnsuitable(t *testing.T) {
 		t.Error("a configuration that is all wrong is taken")
 	} else if n := strings.Count(err.Error(), "OnceConfig."); n != 5 {
 		t.Errorf("%d problems of 5 are named: %v", n, err)
+	}
+}
+
+// A connection that is lost when the effect ends, and back before the lease is over, leaves
+// nothing in doubt: neither an effect that has happened, nor one that has failed.
+func TestOnceOverAShortDisconnect(t *testing.T) {
+	t.Parallel()
+	b := newBroker(t)
+	cfg := OnceConfig{Bucket: "once", Lease: 5 * time.Second}
+	doubt := once.Config{InDoubt: once.Refuse}
+	r, err := once.New(newOnce(t, b, cfg), doubt)
+	if err != nil {
+		t.Fatal(err)
+	}
+	other, err := once.New(newOnce(t, b, cfg), doubt)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx := adaptertest.Context(t)
+	for key, result := range map[string]error{"happened": nil, "failed": errDown} {
+		err := r.Do(ctx, key, func(context.Context) error {
+			b.stop()
+			time.AfterFunc(300*time.Millisecond, b.start)
+			return result
+		})
+		if !errors.Is(err, result) {
+			t.Errorf("%s: %v", key, err)
+		}
+		runs := 0
+		if err := other.Do(ctx, key, func(context.Context) error { runs++; return nil }); err != nil || (runs == 0) != (result == nil) {
+			t.Errorf("%s: another process ran it %d times, %v", key, runs, err)
+		}
 	}
 }
