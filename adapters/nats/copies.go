@@ -23,7 +23,9 @@ import (
 //
 // The message's time in the stream is compared as well, for a stream that was deleted
 // and made anew counts from 1 again. A first delivery of an acked message is handled:
-// somebody has made the consumer anew to read the stream again.
+// somebody has made the consumer anew, or has reset it, to read the stream again. Another
+// process may have had the first delivery of those: a consumer counts its deliveries, and when
+// it has begun to count anew, no ack is remembered.
 //
 // It is asked twice for each message, so it is a table, where an acked message is
 // remembered until another takes its place, with a map beside it for what finds its
@@ -33,6 +35,7 @@ type copies struct {
 	newer  atomic.Int64           // len(latest), so that an ack need not ask
 
 	mu     sync.Mutex
+	top    uint64  // the latest delivery of the consumer, as it counts them
 	table  []known // a power of two
 	shift  int     // of a hash, to its length
 	beside map[uint64]*known
@@ -86,6 +89,10 @@ func (c *copies) take(m jetstream.Msg) bool {
 		return true
 	}
 	c.mu.Lock()
+	if d.number < c.top {
+		c.forgetLocked()
+	}
+	c.top = d.number
 	k := c.findLocked(d.seq)
 	switch {
 	case k == nil:
@@ -108,6 +115,15 @@ func (c *copies) take(m jetstream.Msg) bool {
 	*k = known{d.seq, d.time, unsettled}
 	c.mu.Unlock()
 	return true
+}
+
+// forgetLocked forgets all acks.
+func (c *copies) forgetLocked() {
+	for i := range c.table {
+		if c.table[i].state == acked {
+			c.table[i].state = unknown
+		}
+	}
 }
 
 // of is the latest copy of a message that the source has: usually itself.
@@ -189,9 +205,10 @@ func (c *copies) read(reply string) (delivery, bool) {
 
 // delivery is what an ack subject says.
 type delivery struct {
-	seq   uint64 // in the stream
-	time  uint64 // in the stream, Unix nanoseconds
-	first bool   // no redelivery
+	seq    uint64 // in the stream
+	number uint64 // of the delivery, as the consumer counts them
+	time   uint64 // in the stream, Unix nanoseconds
+	first  bool   // no redelivery
 }
 
 // ackPrefix is an ack subject up to the count of deliveries. They are read as
@@ -221,9 +238,9 @@ func ackPrefix(reply string) (prefix string, ok bool) {
 func deliveryIn(rest string) (d delivery, ok bool) {
 	deliveries, rest, ok1 := cutNumber(rest)
 	seq, rest, ok2 := cutNumber(rest)
-	_, rest, ok3 := cutNumber(rest)
+	number, rest, ok3 := cutNumber(rest)
 	at, _, ok4 := cutNumber(rest)
-	return delivery{seq, at, deliveries == 1}, ok1 && ok2 && ok3 && ok4
+	return delivery{seq, number, at, deliveries == 1}, ok1 && ok2 && ok3 && ok4
 }
 
 // cutNumber reads the digits before the next dot.

@@ -167,6 +167,33 @@ func TestCopies(t *testing.T) {
 	}
 }
 
+// A consumer that was reset counts its deliveries anew, and what this process had acked before is
+// handled again, though another process had its first delivery.
+func TestCopiesOfAResetConsumer(t *testing.T) {
+	at := func(deliveries, seq, number int) *message {
+		return &message{reply: fmt.Sprintf("$JS.ACK.S.C.%d.%d.%d.100.0", deliveries, seq, number)}
+	}
+	c := newCopies(1)
+	for seq := range 5 {
+		c.take(at(1, seq+1, 900+seq))
+		c.settled(at(1, seq+1, 900+seq), true)
+	}
+	held := at(1, 6, 905)
+	c.take(held)
+	if late := at(2, 3, 906); c.take(late) || late.acks != 1 {
+		t.Error("a copy of an acked one is handled")
+	}
+	if again := at(2, 4, 12); !c.take(again) || again.acks != 0 {
+		t.Error("the replay of an acked one is not handled")
+	}
+	if !c.take(at(2, 5, 13)) {
+		t.Error("nor the next")
+	}
+	if again := at(2, 6, 14); c.take(again) || c.of(held) != again {
+		t.Error("one that the source has is handled twice")
+	}
+}
+
 // More messages than the table has places for are known as long as they are unsettled,
 // and as many as it has are known to be acked.
 func TestCopiesBeyondTheTable(t *testing.T) {
@@ -207,17 +234,17 @@ func TestCopiesBeyondTheTable(t *testing.T) {
 
 func TestAckSubjects(t *testing.T) {
 	for reply, want := range map[string]delivery{
-		"$JS.ACK.S.C.1.22.333.4444.5":            {22, 4444, true},
-		"$JS.ACK.S.C.11.22.333.4444.5":           {22, 4444, false},
-		"$JS.ACK.D.A.S.C.2.22.333.4444.5":        {22, 4444, false},
-		"$JS.ACK._.A.S.C.1.22.333.4444.5.random": {22, 4444, true},
+		"$JS.ACK.S.C.1.22.333.4444.5":            {22, 333, 4444, true},
+		"$JS.ACK.S.C.11.22.333.4444.5":           {22, 333, 4444, false},
+		"$JS.ACK.D.A.S.C.2.22.333.4444.5":        {22, 333, 4444, false},
+		"$JS.ACK._.A.S.C.1.22.333.4444.5.random": {22, 333, 4444, true},
 	} {
 		m := nats.Msg{Reply: reply, Sub: &nats.Subscription{}}
 		if d, ok := new(copies).read(reply); !ok || d != want {
 			t.Errorf("%s: %+v", reply, d)
 		}
 		md, err := m.Metadata()
-		if err != nil || md.Sequence.Stream != want.seq || uint64(md.Timestamp.UnixNano()) != want.time {
+		if err != nil || md.Sequence.Stream != want.seq || md.Sequence.Consumer != want.number || uint64(md.Timestamp.UnixNano()) != want.time {
 			t.Errorf("the client reads %s as %+v, %v", reply, md, err)
 		}
 	}
@@ -225,7 +252,7 @@ func TestAckSubjects(t *testing.T) {
 	if _, ok := c.read("$JS.ACK.S.C.1.22.333.4444.5"); !ok {
 		t.Fatal("not read")
 	}
-	if d, ok := c.read("$JS.ACK.S.LONGER.2.23.334.4445.5"); !ok || d != (delivery{23, 4445, false}) {
+	if d, ok := c.read("$JS.ACK.S.LONGER.2.23.334.4445.5"); !ok || d != (delivery{23, 334, 4445, false}) {
 		t.Errorf("%+v", d)
 	}
 	for _, reply := range []string{"", "s.x", "$JS.ACK.S.C.1.22.333.4444", "$JS.ACK.A.S.C.1.22.333.4444.5", "$JS.ACK.S.C.1.x.333.4444.5", "$JS.ACK.S.C.1.1.333.x.5"} {
