@@ -45,6 +45,7 @@ type session struct {
 	ends   map[ended]*tally        // claims that have ended, until Cleanup
 	left   map[string]*left        // sources of partitions that others have, by name
 	over   bool                    // Cleanup was called
+	itself bool                    // a claim has ended by itself, and so has the session
 }
 
 // ended are the claims of a topic that ended for one reason.
@@ -115,6 +116,21 @@ func (ss *session) hands(native sarama.ConsumerGroupClaim) {
 	ss.opened[place{native.Topic(), native.Partition()}] = true
 }
 
+// returned notes that a claim has ended.
+func (ss *session) returned(native sarama.ConsumerGroupClaim, revoked <-chan struct{}) {
+	if ss.native.Context().Err() != nil {
+		return
+	}
+	ss.mu.Lock()
+	defer ss.mu.Unlock()
+	select {
+	case <-revoked: // of a cooperative group: it may be assigned again
+		delete(ss.opened, place{native.Topic(), native.Partition()})
+	default:
+		ss.itself = true
+	}
+}
+
 // unopened is why the session has ended, if it did since sarama could not open a claim: it
 // hands that one out to nobody, and group.Consume returns nil.
 func (ss *session) unopened() error {
@@ -125,7 +141,7 @@ func (ss *session) unopened() error {
 	ss.mu.Lock()
 	for topic, partitions := range ss.native.Claims() {
 		for _, p := range partitions {
-			if !ss.opened[place{topic, p}] {
+			if !ss.itself && !ss.opened[place{topic, p}] {
 				names = append(names, fmt.Sprintf("%s/%d", topic, p))
 			}
 		}

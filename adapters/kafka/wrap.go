@@ -149,6 +149,7 @@ func (h *handler) ConsumeClaim(s sarama.ConsumerGroupSession, native sarama.Cons
 		consume = ss.consumeParking
 	}
 	err := consume(c, revoked)
+	ss.returned(native, revoked)
 	if err != nil {
 		h.mu.Lock()
 		h.claimErr = err
