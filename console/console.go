@@ -195,9 +195,11 @@ func (c *Console) order(w http.ResponseWriter, r *http.Request) {
 	switch {
 	case err != nil:
 	case o.In == "" || o.In == inProcess:
-		if out, err = c.do(o); err == nil && !o.DryRun && c.fleet != nil {
-			c.fleet.gave(o)
+		carryOut := c.do
+		if c.fleet != nil {
+			carryOut = c.fleet.alone
 		}
+		out, err = carryOut(o)
 	case c.fleet == nil:
 		err = fmt.Errorf("%w: in: %q: this process has no fleet", ErrOrder, o.In)
 	default:

@@ -30,8 +30,8 @@ type follower struct {
 
 	given sync.Map // ids of the orders that were given here: their audit has who
 
-	mu     sync.Mutex
-	locals []local // the latest last
+	mu     sync.Mutex // held while orders are carried out, the fleet's or one of this process
+	locals []local    // the latest last
 
 	// Of the goroutine alone.
 	applied  map[guard.Control]*[kinds]string // the order that decided last, by kind
@@ -59,6 +59,9 @@ const (
 
 // kinds are those of which the last one decides.
 const kinds = kindOnce
+
+// undoes is what ends an order of a kind.
+var undoes = [kinds]string{kindPause: Resume, kindForce: Release}
 
 func kindOf(action string) int {
 	switch action {
@@ -126,43 +129,53 @@ type carriedOrder struct {
 }
 
 // local is an order of this process alone. The fleet's orders that were in force before it do
-// not come back with a source that begins anew.
+// not come back with a source that it was about, when that begins anew.
 type local struct {
-	Order
-
-	overrules map[string]bool // by id
+	kind      int
+	overrules map[string]bool // orders by id
+	sources   map[string]bool // by name
+	breakers  map[string]bool // likewise, of an order about those
 }
 
-// gave notes an order that was carried out in this process alone.
-func (f *follower) gave(o Order) {
-	if kindOf(o.Action) == kindOnce {
-		return
-	}
-	l := local{Order: o, overrules: make(map[string]bool)}
+// mostLocals bounds what is known of them; the oldest are forgotten first.
+const mostLocals = 256
+
+// alone carries out an order in this process alone.
+func (f *follower) alone(o Order) (Outcome, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	l := local{kind: kindOf(o.Action), overrules: make(map[string]bool), sources: make(map[string]bool), breakers: make(map[string]bool)}
 	for _, c := range f.carrier.InForce() {
 		l.overrules[c.ID] = true
 	}
-	if len(l.overrules) > 0 {
-		f.mu.Lock()
-		defer f.mu.Unlock()
-		f.locals = append(f.locals, l)
+	out, err := f.c.do(o)
+	if err != nil || o.DryRun || l.kind == kindOnce || len(l.overrules) == 0 {
+		return out, err
 	}
+	for _, r := range out.Results {
+		l.sources[r.Source] = true
+	}
+	if l.kind == kindForce {
+		for _, s := range f.c.controls("*") {
+			if l.sources[s.Name()] {
+				l.breakers[s.State().Breaker.Name] = true
+			}
+		}
+	}
+	f.locals = append(f.locals[max(0, len(f.locals)+1-mostLocals):], l)
+	return out, nil
 }
 
-// overruled tells whether an order of this process about a source came after one of the
+// overruledLocked tells whether an order of this process about a source came after one of the
 // fleet's.
-func (f *follower) overruled(s control, kind int, id string) bool {
-	f.mu.Lock()
-	defer f.mu.Unlock()
+func (f *follower) overruledLocked(s control, kind int, id string) bool {
 	return slices.ContainsFunc(f.locals, func(l local) bool {
-		return l.overrules[id] && kindOf(l.Action) == kind && l.about(s)
+		return l.kind == kind && l.overrules[id] && (l.sources[s.Name()] || l.breakers[s.State().Breaker.Name])
 	})
 }
 
-// forget drops what overrules nothing any more.
-func (f *follower) forget(inForce []operator.Carried) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
+// forgetLocked drops what overrules nothing any more.
+func (f *follower) forgetLocked(inForce []operator.Carried) {
 	f.locals = slices.DeleteFunc(f.locals, func(l local) bool {
 		return !slices.ContainsFunc(inForce, func(c operator.Carried) bool { return l.overrules[c.ID] })
 	})
@@ -170,7 +183,9 @@ func (f *follower) forget(inForce []operator.Carried) {
 
 // look carries out what is in force and has not been.
 func (f *follower) look() {
-	orders, bad := f.inForce()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	orders, bad := f.inForceLocked()
 	answers := make(map[string]*Answer)
 	for id, err := range bad {
 		answers[id] = &Answer{Error: err.Error()}
@@ -194,7 +209,7 @@ func (f *follower) look() {
 	if len(orders) > 0 {
 		for _, s := range f.c.controls("*") {
 			present[s.Control] = true
-			f.settle(s, orders, answers, results)
+			f.settleLocked(s, orders, answers, results)
 			for _, o := range due {
 				if o.about(s) {
 					r := carryOut(s, o.Order)
@@ -242,12 +257,12 @@ func (f *follower) name() string {
 	return name
 }
 
-// inForce are the orders for this process, in their sequence, and what is wrong with those
+// inForceLocked are the orders for this process, in their sequence, and what is wrong with those
 // that it cannot read.
-func (f *follower) inForce() (orders []standing, bad map[string]error) {
+func (f *follower) inForceLocked() (orders []standing, bad map[string]error) {
 	bad = make(map[string]error)
 	all := f.carrier.InForce()
-	f.forget(all)
+	f.forgetLocked(all)
 	for _, c := range all {
 		o, err := readCarried(c.Order)
 		if err != nil { // of another version
@@ -273,8 +288,8 @@ func within(in, zone string) bool {
 	return !ok || name == zone
 }
 
-// settle brings one source to what the last orders about it say.
-func (f *follower) settle(s control, orders []standing, answers map[string]*Answer, results map[string][]Result) {
+// settleLocked brings one source to what the last orders about it say.
+func (f *follower) settleLocked(s control, orders []standing, answers map[string]*Answer, results map[string][]Result) {
 	var last [kinds]*standing
 	for i, o := range orders {
 		if kind := kindOf(o.Action); kind < kinds && o.about(s) {
@@ -294,14 +309,17 @@ func (f *follower) settle(s control, orders []standing, answers map[string]*Answ
 			continue
 		}
 		applied[kind] = o.id
-		if o.For > 0 && !time.Now().Before(o.until) || f.overruled(s, kind, o.id) {
+		if f.overruledLocked(s, kind, o.id) {
 			continue
 		}
-		if f.answered[o.id] && kind == kindForce && o.Action != Open && !s.State().Breaker.Forced {
+		rest := o.Order
+		if o.For > 0 && !time.Now().Before(o.until) { // what it has overruled may be in force here
+			rest.For, rest.Action = 0, undoes[kind]
+		}
+		if f.answered[o.id] && kind == kindForce && rest.Action != Open && !s.State().Breaker.Forced {
 			continue // the source is younger than the order, and there is nothing to undo
 		}
-		rest := o.Order
-		if o.For > 0 {
+		if rest.For > 0 {
 			rest.For = Duration(max(time.Until(o.until), 1))
 		}
 		r := carryOut(s, rest)
@@ -337,12 +355,13 @@ func (f *follower) until(o Order) (last time.Time, over time.Duration) {
 	}
 	last = ends
 	for _, c := range f.carrier.InForce() {
-		if c.Until.After(last) {
+		if of, err := readCarried(c.Order); err == nil && kindOf(of.Action) == kindOf(o.Action) && c.Until.After(last) {
 			last = c.Until
 		}
 	}
 	if o.For > 0 {
-		over = last.Sub(ends)
+		over = (last.Sub(ends) + time.Second - 1).Truncate(time.Second)
+		last = ends.Add(over)
 	}
 	return last, over
 }

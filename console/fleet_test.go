@@ -262,9 +262,21 @@ func TestLaterShorterOrders(t *testing.T) {
 		if got := r.source("orders").State; got != "running" {
 			t.Error("after it:", got)
 		}
+		r.end("orders") // and takes with it what the guard remembers of the first
+		r.open("orders")
 		time.Sleep(time.Hour)
 		if got := r.source("orders").State; got != "running" {
 			t.Error("an hour later:", got)
+		}
+		c.put(carried("a", `{"action":"pause","sources":["*"],"for":"2h","in":"fleet"}`, 2*time.Hour))
+		time.Sleep(time.Second)
+		r.end("orders")
+		c.put(carried("b", `{"action":"pause","sources":["*"],"for":"1m","in":"fleet","over":"1h58m"}`, 119*time.Minute))
+		time.Sleep(2 * time.Minute)
+		r.open("orders") // elsewhere while the second order lasted
+		time.Sleep(time.Second)
+		if got := r.source("orders").State; got != "running" {
+			t.Error("of a source that comes back after the second order:", got)
 		}
 		for _, d := range []time.Duration{2 * time.Hour, time.Minute} {
 			r.order(console.Order{Action: console.Open, Sources: []string{"*"}, In: "fleet", For: console.Duration(d)})
@@ -297,7 +309,7 @@ func TestLocalOrderAfterTheFleets(t *testing.T) {
 				defer r.c.Close()
 				f.put(carried("1", c.before, 2*time.Hour))
 				time.Sleep(time.Second)
-				o := console.Order{Action: c.local, Sources: []string{"orders"}}
+				o := console.Order{Action: c.local, Sources: []string{"*"}}
 				if c.local == console.Pause {
 					o.For = console.Duration(time.Hour)
 				}
@@ -307,6 +319,12 @@ func TestLocalOrderAfterTheFleets(t *testing.T) {
 				time.Sleep(time.Second)
 				if got := r.source("orders").State; got != c.want {
 					t.Errorf("after a rebalance: %s, want %s", got, c.want)
+				}
+				if r.open("refunds"); c.local == console.Resume { // which the order was not about
+					time.Sleep(time.Second)
+					if got := r.source("refunds").State; got != "paused" {
+						t.Errorf("another source: %s", got)
+					}
 				}
 				f.put(carried("2", `{"action":"pause","sources":["*"],"for":"30m","in":"fleet"}`, 30*time.Minute),
 					carried("3", `{"action":"resume","sources":["*"],"in":"fleet"}`, 30*time.Minute))

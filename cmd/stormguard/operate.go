@@ -438,7 +438,7 @@ func (o *operate) give(cmd *cobra.Command, order console.Order) error {
 		return err
 	}
 	if met := slices.ContainsFunc(out.Processes, func(a console.Answer) bool { return a.Sources > 0 || a.Error != "" }); !o.dry && !met && len(out.Processes) > 0 && len(out.Silent) == 0 {
-		return refusedError{http.StatusNotFound, "no process has a source or breaker of that name; one that begins in the order's time will follow"}
+		return refusedError{http.StatusNotFound, "no process has a source or breaker of that name"}
 	}
 	return partly(out)
 }
@@ -505,6 +505,7 @@ func (o *operate) leave(cmd *cobra.Command, order console.Order, out console.Out
 		return usageError{errors.New("--yes: must be given where nobody can be asked")}
 	}
 	l := words.From(cmd.Context())
+	out.Process = printable(out.Process, "")
 	about := l.Count(len(out.Results), "source")
 	if n := len(out.Processes); n > 0 {
 		about = l.Count(n, "process")

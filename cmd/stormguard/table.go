@@ -61,6 +61,7 @@ func table(out io.Writer, l words.Language, head string, rows func(row func(...a
 // sent it a request, and must not steer the terminal or look like a line of ours. The characters
 // in keep are left.
 func printable(text, keep string) string {
+	text = strings.ToValidUTF8(text, "\uFFFD")
 	fine := func(r rune) bool { return unicode.IsPrint(r) || strings.ContainsRune(keep, r) }
 	if strings.IndexFunc(text, func(r rune) bool { return !fine(r) }) < 0 {
 		return text

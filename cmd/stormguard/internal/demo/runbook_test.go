@@ -230,7 +230,7 @@ func (i *incident) run(command string) string {
 	i.t.Helper()
 	command, _, _ = strings.Cut(command, " >")
 	command = strings.NewReplacer("stormguard ", i.cli+" ", "'orders/*'", "'"+i.source+"'", "orders/3", i.source,
-		"billing/orders", i.scope, "--header tenant=acme", "--cause "+i.cause).Replace(command)
+		"'billing/orders*'", "'"+i.scope+"'", "--header tenant=acme", "--cause "+i.cause).Replace(command)
 	shell := exec.CommandContext(i.t.Context(), "script", "-qfec", command, os.DevNull)
 	shell.Env = append(os.Environ(), "STORMGUARD_URL="+i.url, "SHELL=/bin/sh", "TERM=xterm")
 	var out lockedLog
