@@ -342,7 +342,9 @@ func (r *Runner) writeUnmarked(ctx context.Context) error {
 		}
 		u := r.unmarked[0]
 		r.mu.Unlock()
-		err := u.claim.Finish(ctx, u.value, u.also...)
+		try, cancel := context.WithTimeout(ctx, markTime)
+		err := u.claim.Finish(try, u.value, u.also...)
+		cancel()
 		if err != nil && !errors.Is(err, ErrLost) {
 			return fmt.Errorf("once: the mark of %.80q is not written yet: %w", u.key, err)
 		}

@@ -89,14 +89,14 @@ func (a *attempt) these(tag uint64, multiple bool) []*attempt {
 	case tag == 0: // AMQP's word for all
 		last = math.MaxUint64
 	case tag == a.of.DeliveryTag:
-	case other != nil && other.given:
+	case other != nil: // who names it has it
 		last = other.turn
 	default:
 		return nil
 	}
 	var all []*attempt
 	for n, other := range d.handed {
-		if (multiple && other.turn <= last || !multiple && n == tag) && (other == a || other.given) {
+		if (multiple && other.turn <= last || !multiple && n == tag) && (other == a || other.given || n == tag) {
 			all = append(all, other)
 		}
 	}

@@ -36,6 +36,7 @@ type copies struct {
 
 	mu     sync.Mutex
 	top    uint64  // the latest delivery of the consumer, as it counts them
+	slack  uint64  // by how much one may come behind a later one: several pulls are open
 	table  []known // a power of two
 	shift  int     // of a hash, to its length
 	beside map[uint64]*known
@@ -89,10 +90,11 @@ func (c *copies) take(m jetstream.Msg) bool {
 		return true
 	}
 	c.mu.Lock()
-	if d.number < c.top {
+	if d.number+c.slack < c.top {
 		c.forgetLocked()
+		c.top = 0
 	}
-	c.top = d.number
+	c.top = max(c.top, d.number)
 	k := c.findLocked(d.seq)
 	switch {
 	case k == nil:

@@ -181,10 +181,11 @@ func ensureStream(ctx context.Context, js jetstream.JetStream, want jetstream.St
 	if c.NoAck {
 		errs = append(errs, unsuitable("stream %s: does not acknowledge, so nothing is confirmed: nats stream edit %s --ack", c.Name, c.Name))
 	}
-	if c.Discard == jetstream.DiscardOld && (c.MaxMsgs > 0 || c.MaxBytes > 0) {
+	keeps := want.Discard == jetstream.DiscardNew // what is confirmed there; nobody confirms an advisory
+	if keeps && c.Discard == jetstream.DiscardOld && (c.MaxMsgs > 0 || c.MaxBytes > 0) {
 		errs = append(errs, unsuitable("stream %s: at its limit it drops the oldest, though it was confirmed: nats stream edit %s --discard new", c.Name, c.Name))
 	}
-	if c.MaxMsgsPerSubject > 0 && !(c.Discard == jetstream.DiscardNew && c.DiscardNewPerSubject) {
+	if keeps && c.MaxMsgsPerSubject > 0 && !(c.Discard == jetstream.DiscardNew && c.DiscardNewPerSubject) {
 		errs = append(errs, unsuitable("stream %s: it keeps %d messages of a subject, and drops older ones though they were confirmed: nats stream edit %s --max-msgs-per-subject=-1",
 			c.Name, c.MaxMsgsPerSubject, c.Name))
 	}

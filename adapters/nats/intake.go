@@ -280,13 +280,19 @@ func (in *intake) once(ctx context.Context) error {
 			return nil
 		case err := <-in.trouble:
 			gone := in.examine(ctx, err)
-			if gone != nil || in.conn != nil && !in.conn.IsConnected() { // or nats.go asks on and on, into its buffer
-				in.mu.Lock()
-				in.drainLocked()
-				in.mu.Unlock()
-				in.finish(cc, closed)
-				return gone
+			lost := in.conn != nil && !in.conn.IsConnected()
+			if gone == nil && !lost {
+				continue
 			}
+			in.mu.Lock()
+			in.drainLocked()
+			in.mu.Unlock()
+			if lost {
+				in.abandon(cc, closed)
+			} else {
+				in.finish(cc, closed)
+			}
+			return gone
 		case <-closed:
 			var why error
 			select {
@@ -377,6 +383,26 @@ func (in *intake) finish(cc jetstream.ConsumeContext, closed <-chan struct{}) {
 	case <-closed:
 	case <-timer.C:
 		cc.Stop()
+	}
+}
+
+// abandon ends a pull whose connection is lost: nats.go would ask on and on, into its buffer.
+// What it has taken in already comes to take. It does not drain: a subscription that drains is
+// there again after a reconnect, and what the server gives it then is given to nobody.
+func (in *intake) abandon(cc jetstream.ConsumeContext, closed <-chan struct{}) {
+	in.open()
+	timer := time.NewTimer(min(settleTime, in.patience))
+	defer timer.Stop()
+	select {
+	case <-closed:
+		return
+	case <-timer.C:
+	}
+	cc.Stop()
+	timer.Reset(drainTimeout)
+	select {
+	case <-closed:
+	case <-timer.C:
 	}
 }
 

@@ -183,7 +183,7 @@ func NewMover(ctx context.Context, js jetstream.JetStream, cfg MoverConfig, opts
 	parking := "stormguard.parked." + where
 	park, err := ensureStream(ctx, js, jetstream.StreamConfig{
 		Name: cfg.Parking, Subjects: []string{parking + ".*"}, Retention: jetstream.WorkQueuePolicy, Replicas: cfg.Replicas,
-		Duplicates: defaultDuplicates, Description: "messages JetStream gave up on, until stormguard's mover releases them",
+		Duplicates: defaultDuplicates, Discard: jetstream.DiscardNew, Description: "messages JetStream gave up on, until stormguard's mover releases them",
 	}, cfg.NoCreate)
 	if err != nil {
 		return nil, err
@@ -463,6 +463,7 @@ func (m *Mover) release(ctx context.Context, msg jetstream.Msg, class credit.Cla
 		}
 		letter := r
 		if !hasBody(&r) {
+			letter.Timestamp = time.Time{} // it would be that of the parked letter
 			letter.Error.Message += fmt.Sprintf("; the body is gone: message %d is no longer in stream %s", r.Origin.Sequence, m.cfg.Stream)
 		}
 		err := m.cfg.DLQ.Write(ctx, &letter)

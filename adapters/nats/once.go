@@ -311,6 +311,7 @@ type onceClaim struct {
 	ended  chan struct{}
 	kept   sync.Once
 	closed bool // the record is as it should be
+	undone bool // Release has asked for its end
 }
 
 func (c *onceClaim) Context() context.Context { return c.ctx }
@@ -378,6 +379,9 @@ func (c *onceClaim) reread(ctx context.Context, kv jetstream.KeyValue) error {
 	switch {
 	case err != nil:
 		return err
+	case rev == 0 && c.undone:
+		c.closed = true
+		return nil
 	case damaged != nil || rev == 0 || r.Owner != c.owner:
 		return once.ErrLost
 	}
@@ -453,6 +457,7 @@ func (c *onceClaim) Release(ctx context.Context) error {
 			_, err := c.o.put(ctx, kv, c.key, mark.Record{State: mark.Done, Owner: c.owner, Value: c.record.Value}, c.rev)
 			return err
 		}
+		c.undone = true
 		if err := kv.Delete(ctx, onceName(c.key), jetstream.LastRevision(c.rev)); err != nil {
 			return fmt.Errorf("nats: once: %w", err)
 		}

@@ -481,6 +481,38 @@ func TestConnectionClosedDuringAHold(t *testing.T) {
 	}
 }
 
+// After an outage everything goes on at once, however long it was: nothing is given to a pull
+// that is gone.
+func TestOutagesOfAllLengths(t *testing.T) {
+	t.Parallel()
+	for _, outage := range []time.Duration{time.Second, 4 * time.Second, 8 * time.Second, 12 * time.Second} {
+		t.Run(outage.String(), func(t *testing.T) {
+			t.Parallel()
+			const n = 400
+			r := newRig(t, jetstream.ConsumerConfig{AckWait: time.Minute})
+			var handled atomic.Int64
+			c := consume(t, adaptertest.Guard(t, guard.Config{}), r.consumer, func(context.Context, jetstream.Msg) error {
+				time.Sleep(10 * time.Millisecond)
+				handled.Add(1)
+				return nil
+			}, WithWindow(50))
+			r.publish(t, subject, 0, n)
+			adaptertest.Eventually(t, "some are handled", func() bool { return handled.Load() >= 20 })
+			r.stop()
+			time.Sleep(outage)
+			r.start()
+			back := time.Now()
+			adaptertest.Eventually(t, "all are handled", func() bool { return handled.Load() >= n })
+			if took := time.Since(back); took > 40*time.Second { // none waits for its AckWait
+				t.Errorf("%s", took)
+			}
+			if err := c.Stop(t); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
 // While the server is away no requests pile up that it would answer all at once.
 func TestNoPullsPileUpInAnOutage(t *testing.T) {
 	t.Parallel()

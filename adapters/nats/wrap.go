@@ -77,6 +77,9 @@ func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (
 	}
 	window := src.State().Window
 	p.copies = newCopies(window)
+	if src.State().Settings.Order == guard.OrderNone {
+		p.copies.slack = uint64(window)
+	}
 	if most := s.info.Config.MaxAckPending; most < 1 || most > window {
 		o.log.Warn("MaxAckPending is above the window: what waits in the client's buffer is not kept alive",
 			"source", s.config.Name, "max_ack_pending", most, "window", window)

@@ -102,13 +102,13 @@ func within(left time.Duration) jetstream.FetchOpt {
 	kind := reflect.TypeFor[jetstream.FetchOpt]()
 	opt, _ := reflect.TypeAssert[jetstream.FetchOpt](reflect.MakeFunc(kind, func(args []reflect.Value) []reflect.Value {
 		req := args[0].Elem()
-		lower := func(field string, most time.Duration) {
+		lower := func(field string, most, to time.Duration) {
 			if f := req.FieldByName(field); f.IsValid() && f.CanInt() && f.CanSet() && f.Int() > int64(most) {
-				f.SetInt(int64(most))
+				f.SetInt(int64(to))
 			}
 		}
-		lower("Expires", left)
-		lower("Heartbeat", left/2) // one that is unset is below 0
+		lower("Expires", left, left)
+		lower("Heartbeat", left/2, 0) // one that is unset is below 0
 		return []reflect.Value{reflect.Zero(kind.Out(0))}
 	}))
 	return opt
@@ -397,7 +397,7 @@ func (f *fetching) look() {
 	switch {
 	case (f.pulling != nil || inTurn) && !f.w.port.full():
 	case !f.over && (f.given == 0 || acc.Held > 0):
-		if f.given == 0 && acc.Held == 0 && f.pulling == nil {
+		if f.given == 0 && acc.Held == 0 && acc.Waiting == 0 && f.pulling == nil {
 			f.turn = f.w.pulls.turn
 		}
 	case acc.Waiting == 0:

@@ -283,6 +283,27 @@ func TestWrappedNextPullsAgain(t *testing.T) {
 	}
 }
 
+// A call that waits takes no more of a shared consumer than it can hand out.
+func TestWrappedNextTakesOne(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: time.Minute, MaxAckPending: 100})
+	w := wrap(t, adaptertest.Guard(t, guard.Config{}), r.consumer)
+	r.publish(t, subject, 0, 100)
+	m, err := w.Next()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := w.Next(jetstream.FetchMaxWait(2 * time.Second)); !errors.Is(err, nats.ErrTimeout) {
+		t.Errorf("a second one is out: %v", err)
+	}
+	if n := r.info(t).NumAckPending; n > 2 {
+		t.Errorf("%d are taken", n)
+	}
+	if err := m.Ack(); err != nil {
+		t.Error(err)
+	}
+}
+
 // Many calls that wait on an idle stream all get a message when so many come, with and
 // without an order.
 func TestWrappedNextOfManyGoroutines(t *testing.T) {
