@@ -9,8 +9,6 @@ import (
 
 	"go.opentelemetry.io/otel/attribute"
 	"go.opentelemetry.io/otel/metric"
-
-	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
 // Calls says that a handler calls a dependency now, such as a database or a service, and
@@ -60,23 +58,12 @@ type protectContext struct {
 	callContext
 
 	metrics *sourceMetrics
-	gate    *circuit.Leaf
 }
 
-// Value is the parent's, but for the keys of Calls and Attempt, and of the breaker that let
-// the call through.
+// Value is the parent's, but for the keys of Calls and of callContext.
 func (c *protectContext) Value(key any) any {
-	switch k := key.(type) {
-	case callsKey:
+	if key == (callsKey{}) {
 		return c.metrics
-	case gateKey:
-		if c.gate != nil && c.gate.Breaker == k.breaker {
-			return c.gate
-		}
 	}
 	return c.callContext.Value(key)
 }
-
-// gateKey is the key by which a function finds that its own breaker has let its caller
-// through.
-type gateKey struct{ breaker *circuit.Breaker }

@@ -8,6 +8,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
 // callContext is the context of one handler call. It costs nothing until the
@@ -22,6 +24,7 @@ type callContext struct {
 	use       atomic.Uint32   // unused, touched or finished
 	selfTimed bool            // no sweeper sees to the timeout: a timer does, once somebody waits
 	before    int             // attempts before this one
+	probe     *probeCall      // nil unless the call is a probe
 	rare      atomic.Pointer[callState]
 }
 
@@ -120,12 +123,27 @@ func (c *callContext) Err() error {
 // attemptKey is the key by which Attempt finds the callContext behind what wraps it.
 type attemptKey struct{}
 
-// Value is the parent's, but for attemptKey.
+// Value is the parent's, but for attemptKey, and for the key of the breaker that the call
+// probes.
 func (c *callContext) Value(key any) any {
-	if key == (attemptKey{}) {
+	switch k := key.(type) {
+	case attemptKey:
 		return c
+	case gateKey:
+		if c.probe != nil && c.probe.gate.Breaker == k.breaker && c.use.Load() != finished {
+			return c.probe
+		}
 	}
 	return c.parent.Value(key)
+}
+
+// gateKey is the key by which a function finds that its caller is a probe of its own breaker.
+type gateKey struct{ breaker *circuit.Breaker }
+
+// probeCall is what a call probes.
+type probeCall struct {
+	gate  *circuit.Leaf
+	token circuit.Token
 }
 
 // Attempt is which attempt of its message the handler call of ctx is: 1 for the first, 0

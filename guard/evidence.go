@@ -356,7 +356,7 @@ func (c *machine[M]) lookBehind(now time.Duration, l *lane[M], it *item[M], witn
 	}
 	place += skip
 	l.step++
-	l.turn = place
+	l.turn, l.waited = place, false
 	if asks {
 		l.beyond = max(l.beyond, l.from+l.step)
 		c.handOn(it)
@@ -410,7 +410,7 @@ func (c *machine[M]) endLook(now time.Duration, l *lane[M]) {
 		c.round = round{}
 	}
 	if l != nil {
-		l.turn, l.step = 0, 0
+		l.turn, l.step, l.waited = 0, 0, false
 	}
 }
 

@@ -160,6 +160,7 @@ type lane[M any] struct {
 	queue  *ringbuf.Lane[entry[M]]
 	front  []*item[M] // taken from the queue, in order
 	turn   int        // which of front is up: the head, or in a look a witness behind it
+	waited bool       // that witness has asked for time
 	looks  int        // witnesses that failed behind this head, while the breaker was closed
 	groups int        // … in so many groups
 	rounds int        // looks of probes that this head failed

@@ -64,6 +64,19 @@ func TestFunctionInItsCallersScope(t *testing.T) {
 				t.Errorf("%v", err)
 			}
 		}
+		// Nor do those of a call that was let through while the breaker was closed: it is no probe.
+		if err := src.ForceClosed(); err != nil {
+			t.Fatal(err)
+		}
+		late := protect("late", func(ctx context.Context, n int) error {
+			if err := src.ForceOpen(time.Minute); err != nil {
+				t.Error(err)
+			}
+			return inner.Call(ctx, n)
+		})
+		if err := late.Call(t.Context(), 1); !errors.As(err, new(*guard.HeldError)) {
+			t.Errorf("%v", err)
+		}
 		stop()
 		if err := <-ended; err != nil && !errors.Is(err, context.Canceled) {
 			t.Error(err)

@@ -56,6 +56,7 @@ const cellCount = 16 // a power of 2
 // written before the others of the same call, and read after them.
 type cell struct {
 	acked    atomic.Uint64 // successes
+	inner    atomic.Uint64 // those of calls of a probe, whose own success is the proof
 	ignored  atomic.Uint64
 	returned atomic.Uint64
 	waiting  atomic.Int64 // in a retry's delay
@@ -152,6 +153,8 @@ type how uint8
 const (
 	once    how = 1 << iota // one call, whose panic goes on
 	noProbe                 // refused unless the breaker is closed
+	again                   // a retry
+	inside                  // a call of a probe of the same breaker
 )
 
 func (f *Func[M]) do(ctx context.Context, m M, how how) error {
@@ -197,26 +200,33 @@ func (f *Func[M]) enter() (circuit.Token, bool) {
 
 // slow asks everything that may refuse a call.
 func (f *Func[M]) slow(ctx context.Context, c *cell, m M, how how) error {
-	token, err := f.admit(ctx, c, how)
+	if how&noProbe == 0 && f.insideProbe(ctx) {
+		how |= inside
+	}
+	token, err := f.admit(c, how)
 	if err != nil {
 		c.returned.Add(1)
 		return err
 	}
-	if err = f.call(ctx, m, token, how, 0); err == nil {
+	if err = f.call(ctx, m, token, how, 0); err == nil && how&inside != 0 {
+		c.inner.Add(1)
+		return nil
+	}
+	if err == nil {
 		f.succeeded(c, token)
 		return nil
 	}
 	return f.failed(ctx, c, m, token, err, how)
 }
 
-func (f *Func[M]) admit(ctx context.Context, c *cell, how how) (circuit.Token, error) {
+func (f *Func[M]) admit(c *cell, how how) (circuit.Token, error) {
 	now := f.g.now()
 	if ends := f.pausedUntil(now); ends != 0 {
 		c.diverted.Add(1)
 		return circuit.Token{}, &HeldError{Source: f.cfg.Name, Reason: ReasonOperator, Until: pauseHold(now, ends).Until}
 	}
 	token, ok := f.enter()
-	if !ok && f.within(ctx) {
+	if !ok && how&(inside|again) == inside {
 		token, ok = circuit.Token{}, true
 	}
 	if !ok && how&noProbe != 0 {
@@ -248,14 +258,15 @@ func (f *Func[M]) admit(ctx context.Context, c *cell, how how) (circuit.Token, e
 	return token, nil
 }
 
-// within tells whether a handler makes the call that the same breaker has let through: that
-// is the probe then, and what becomes of it is told the breaker. There may be no other.
-func (f *Func[M]) within(ctx context.Context) bool {
-	if f.gate == nil || ctx.Value(gateKey{f.gate.Breaker}) == nil {
+// insideProbe tells whether the call is made by a probe of the function's own breaker. There
+// may be no other, so the call goes through, once. What becomes of the probe is told the
+// breaker, and of the call it is not.
+func (f *Func[M]) insideProbe(ctx context.Context) bool {
+	if f.gate == nil {
 		return false
 	}
-	c, ok := ctx.Value(attemptKey{}).(*callContext)
-	return ok && c.use.Load() != finished
+	p, ok := ctx.Value(gateKey{f.gate.Breaker}).(*probeCall)
+	return ok && f.gate.Probing(p.token)
 }
 
 // pace asks the limiter. One that panics or exits takes the caller along, but neither
@@ -355,7 +366,7 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token circuit.Token,
 			return errors.Join(stop, err)
 		}
 		var refused error
-		if token, refused = f.admit(ctx, c, how); refused != nil {
+		if token, refused = f.admit(c, how|again); refused != nil {
 			c.returned.Add(1)
 			return fmt.Errorf("%w (no further try: %v)", err, refused) //nolint:errorlint // it was called: that is the outcome, and not the refusal
 		}
@@ -401,7 +412,10 @@ func (f *Func[M]) pause(ctx context.Context, c *cell, d time.Duration) error {
 // first time that the function waits on it: one that never looks cannot tell. before
 // counts the attempts before this one.
 func (f *Func[M]) call(ctx context.Context, m M, token circuit.Token, how how, before int) (err error) {
-	cc := &protectContext{callContext{parent: ctx, timeout: f.policy.Timeout, selfTimed: true, before: before}, &f.metrics, f.gate}
+	cc := &protectContext{callContext{parent: ctx, timeout: f.policy.Timeout, selfTimed: true, before: before}, &f.metrics}
+	if token.Probe() {
+		cc.probe = &probeCall{f.gate, token}
+	}
 	returned := false
 	defer func() {
 		if returned {
@@ -453,7 +467,7 @@ func (f *Func[M]) Account() Account {
 	var waits int64
 	for i := range f.cells {
 		c := &f.cells[i]
-		a.Acked += c.acked.Load() + c.ignored.Load()
+		a.Acked += c.acked.Load() + c.inner.Load() + c.ignored.Load()
 		a.Returned += c.returned.Load()
 		waits += max(0, c.waiting.Load())
 	}

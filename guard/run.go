@@ -46,9 +46,6 @@ func (s *Source[M]) run(ctx context.Context, in <-chan M, feed *Feed[M]) error {
 	}
 	s.ran = true
 	s.loops++
-	if s.c.gate != nil {
-		ctx = context.WithValue(ctx, gateKey{s.c.gate.Breaker}, s.c.gate)
-	}
 	s.ctx, s.cancel = context.WithCancelCause(context.WithValue(ctx, callsKey{}, &s.metrics))
 	workers := s.c.policy.Workers
 	s.divideLocked()

@@ -169,6 +169,9 @@ func (s *Source[M]) demandDueLocked() bool {
 func (s *Source[M]) prepareLocked(st step[M]) {
 	if st.kind == stepHandle && s.handler != nil {
 		st.it.ctx = &callContext{parent: s.ctx, timeout: s.c.policy.Timeout, before: st.it.tries}
+		if st.it.probe {
+			st.it.ctx.probe = &probeCall{s.c.gate, st.it.token}
+		}
 	}
 }
 

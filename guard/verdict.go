@@ -193,10 +193,14 @@ func (c *machine[M]) back(now time.Duration, it *item[M]) {
 		c.again.push(it)
 		return
 	}
-	// A witness that only asked for time is asked again after it. The head would take the
+	// A witness that only asked for time is asked again after it, once. The head would take the
 	// turn of what it waits for, such as the probe of a function that both call, each time.
-	if it.witness() && (c.round.on || now >= c.asked) {
+	switch {
+	case !it.witness():
+	case c.round.on || now >= c.asked || it.lane.waited:
 		c.endLook(now, it.lane)
+	default:
+		it.lane.waited = true
 	}
 	it.lane.parked = false
 	c.stand(it.lane)

@@ -4,8 +4,10 @@
 package guardhttp
 
 import (
+	"bytes"
 	"fmt"
 	"io"
+	"mime/multipart"
 	"net/http"
 	"strings"
 	"testing"
@@ -95,6 +97,30 @@ func TestKeyOfAForm(t *testing.T) {
 			if key != "7" || len(forms) != 1 || forms[0] != "7 5" {
 				t.Errorf("key %q, forms %q", key, forms)
 			}
+			r.close()
+		})
+	}
+}
+
+// A form with files, which a key parses, can be handled and not held: the files would be lost.
+func TestKeyOfAFormWithFiles(t *testing.T) {
+	for _, order := range []guard.Order{guard.OrderSource, guard.OrderKey, guard.OrderNone} {
+		bubble(t, order.String(), func(t *testing.T) {
+			p := quick
+			p.Order = order
+			r := newRig(t, p, Config{}, WithKey(func(req *http.Request) string { return req.FormValue("account") }))
+			r.breakIt()
+			var form bytes.Buffer
+			parts := multipart.NewWriter(&form)
+			_ = parts.WriteField("account", "7")
+			if f, err := parts.CreateFormFile("f", "f.txt"); err == nil {
+				_, _ = f.Write([]byte("its content"))
+			}
+			_ = parts.Close()
+			r.want(send(r.defers, "POST", "/orders", form.String(), func(req *http.Request) {
+				req.Header.Set("Content-Type", parts.FormDataContentType())
+			}), http.StatusServiceUnavailable)
+			r.s.setDown(false)
 			r.close()
 		})
 	}

@@ -96,11 +96,15 @@ func (in *Intake) behind(lane uint64) bool {
 func (in *Intake) hold(w http.ResponseWriter, c *call, lane uint64) {
 	r := c.req
 	header, size := in.pick(r)
-	if r.ContentLength > in.cfg.MaxBody || size > in.cfg.MaxHeader || r.MultipartForm != nil {
+	key := ""
+	fits := r.ContentLength <= in.cfg.MaxBody && size <= in.cfg.MaxHeader
+	if fits {
+		key = in.o.key(r) // before the body is read: it may be in a form
+	}
+	if !fits || r.MultipartForm != nil {
 		in.noRoom(w, c, false) // it can be handled, but not held
 		return
 	}
-	key := in.o.key(r) // before the body is read: it may be in a form
 	size += weight(r.Form) + weight(r.PostForm)
 	need := int64(size + overhead)
 	if r.ContentLength < 0 {

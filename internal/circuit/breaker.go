@@ -343,6 +343,16 @@ func (b *Breaker) Exclude(now time.Duration, t Token) {
 	}
 }
 
+// Probing tells whether a token is a probe that is still out.
+func (b *Breaker) Probing(t Token) bool {
+	if t.probe == nil {
+		return false
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return !t.probe.settled && t.probe.gen == b.epoch.Load().gen
+}
+
 // Renew begins the lease of a probe anew: its caller goes on with another delivery
 // under the same token. It reports whether the token is still one.
 func (b *Breaker) Renew(now time.Duration, t Token) bool {

@@ -10,6 +10,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"syscall"
 )
 
 // ErrLocked means that another process, or another open file of this one, has the lock.
@@ -38,7 +39,8 @@ func MakeDir(path string) error {
 		return err
 	}
 	exists := err != nil
-	if err = SyncDir(filepath.Dir(path)); exists && errors.Is(err, fs.ErrPermission) {
+	err = SyncDir(filepath.Dir(path))
+	if exists && (errors.Is(err, fs.ErrPermission) || errors.Is(err, errors.ErrUnsupported) || errors.Is(err, syscall.EINVAL)) {
 		return nil
 	}
 	return err

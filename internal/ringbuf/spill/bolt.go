@@ -68,6 +68,7 @@ type bolt struct {
 	used     int64 // bytes that bbolt has used, likewise
 	free     int64 // pages that it can use again
 	panicked bool  // bbolt has, in a transaction
+	unsure   error // why used is not known
 }
 
 func boltOptions(page int, readOnly bool, file **os.File) *bbolt.Options {
@@ -178,6 +179,9 @@ func (b *bolt) read(dst []stored, lane string, seq uint64, limit int) ([]stored,
 }
 
 func (b *bolt) write(t *transaction) error {
+	if b.unsure != nil {
+		return b.unsure
+	}
 	if len(t.chunks) > 0 {
 		if err := b.makeRoom(t); err != nil {
 			return err
@@ -190,7 +194,7 @@ func (b *bolt) write(t *transaction) error {
 		return err
 	})
 	if err == nil {
-		err = b.measure()
+		b.unsure = b.measure() // the next write has it: this one is on the disk
 	}
 	s := b.db.Stats()
 	b.free = int64(s.FreePageN + s.PendingPageN)
