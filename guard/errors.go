@@ -53,7 +53,8 @@ func Must[T any](v T, err error) T {
 
 // HeldError tells why a call was refused. It is an [ErrHeld]. A handler of a source
 // that returns one, as from a [Func] that it calls, has not failed: the source waits
-// for Until as after [Backoff], or where that is 0 for 1s at most.
+// for Until as after [Backoff], or where that is 0 for 1s at most. A function that was called
+// and refused a further try returns the error of its call instead.
 type HeldError struct {
 	Source string
 	Reason Reason
