@@ -526,7 +526,7 @@ func printFleet(out io.Writer, l words.Language, s *fleet.Status, keys []keyRate
 		}
 	})
 	b.WriteByte('\n')
-	_, err := io.WriteString(out, b.String())
+	_, err := io.WriteString(toTerminal{out}, b.String())
 	return err
 }
 

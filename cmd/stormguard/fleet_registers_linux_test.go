@@ -358,9 +358,11 @@ func onRegister(t *testing.T, r store) {
 		}
 	}
 	for _, p := range all {
-		if n := p.said("the register cannot be reached"); n != 1 {
-			t.Errorf("%s said %d times that the register is away", p.name, n)
-		}
+		// Said once for each time that it was away: a busy machine may time out one more read.
+		soon(t, p.name+" said once that the register is away, and once that it is back", func() bool {
+			n := p.said("the register cannot be reached")
+			return n > 0 && n == p.said("the register can be reached again")
+		})
 		if n := p.said("level=ERROR"); n > 0 {
 			t.Errorf("%s has %d errors", p.name, n)
 		}

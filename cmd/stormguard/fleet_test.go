@@ -150,9 +150,10 @@ func TestFleetInTrouble(t *testing.T) {
 		}
 	}
 	s.Configuration.Settled = false
+	s.Configuration.Problem = "differs\x1b[2J" // a peer's words must not steer the terminal
 	b.Reset()
-	if err := printFleet(&b, words.English, &s, nil); err != nil || !strings.Contains(b.String(), "NOT JOINED") {
-		t.Errorf("%v %s", err, b.String())
+	if err := printFleet(&b, words.English, &s, nil); err != nil || !strings.Contains(b.String(), "NOT JOINED") || !strings.Contains(b.String(), `PROBLEM: differs\x1b[2J`) {
+		t.Errorf("%v %q", err, b.String())
 	}
 }
 
