@@ -212,6 +212,13 @@ func (p *extendPort) Extend(ms []int) {
 	}
 }
 
+// ago is how long ago a message was extended.
+func (p *extendPort) ago(m int) time.Duration {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return time.Since(p.last[m])
+}
+
 // A message whose dead letter is being written, or waits for the writer, is extended like
 // any other.
 func TestLetterInTheMakingIsExtended(t *testing.T) {
@@ -246,7 +253,7 @@ func TestLetterInTheMakingIsExtended(t *testing.T) {
 				t.Errorf("%+v", a)
 			}
 			for m := range 5 {
-				if ago := time.Since(port.last[m]); ago > wait/2 {
+				if ago := port.ago(m); ago > wait/2 {
 					t.Errorf("message %d was extended %s ago", m, ago)
 				}
 			}
@@ -286,7 +293,7 @@ func TestConfirmedLetterIsExtended(t *testing.T) {
 		if a := s.Account(); a.Settling != 1 || a.Processing != 1 {
 			t.Errorf("%+v", a)
 		}
-		if ago := time.Since(port.last[0]); ago > wait/2 {
+		if ago := port.ago(0); ago > wait/2 {
 			t.Errorf("it was extended %s ago", ago)
 		}
 		elapse(time.Minute)

@@ -20,5 +20,5 @@ func Example() {
 	// order 1: charged by call 2
 	// order -2: no such order, after 1 call
 	// orders 3 to 30: charged, 6 calls failed in the outage
-	// one caller saw failures: true, others were held: true
+	// some callers saw failures: true, others were held: true
 }

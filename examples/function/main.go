@@ -75,12 +75,12 @@ func run(out io.Writer) (err error) {
 			case <-ctx.Done():
 				return ctx.Err()
 			}
-		default: // its attempts are used up
+		default: // its attempts are used up, or the breaker refused the next one
 			failed++
 		}
 	}
 	fmt.Fprintf(out, "orders 3 to 30: charged, %d calls failed in the outage\n", pay.calls-len(pay.charged)+1)
-	fmt.Fprintf(out, "one caller saw failures: %t, others were held: %t\n", failed == 1, refused > 0)
+	fmt.Fprintf(out, "some callers saw failures: %t, others were held: %t\n", failed > 0, refused > 0)
 
 	for i, order := range pay.charged {
 		want := i + 2
@@ -91,7 +91,7 @@ func run(out io.Writer) (err error) {
 			return fmt.Errorf("charged %v", pay.charged)
 		}
 	}
-	if len(pay.charged) != 29 || failed != 1 || refused == 0 {
+	if len(pay.charged) != 29 || failed == 0 || refused == 0 {
 		return errors.New("that is not what should have happened")
 	}
 	return nil
