@@ -259,8 +259,8 @@ func (f *Func[M]) admit(c *cell, how how) (circuit.Token, error) {
 }
 
 // insideProbe tells whether the call is made by a probe of the function's own breaker. There
-// may be no other, so the call goes through, once. What becomes of the probe is told the
-// breaker, and of the call it is not.
+// may be no other, so the call goes through, once. The breaker hears how the probe ended, and
+// nothing of this call.
 func (f *Func[M]) insideProbe(ctx context.Context) bool {
 	if f.gate == nil {
 		return false

@@ -89,7 +89,7 @@ type port struct {
 	acker
 	rejects *rejects // nil unless dead letters are rejected
 
-	back  sync.Mutex         // the last lock
+	back  sync.Mutex         // guards given. Lock order: back, then tags.mu
 	given []amqp091.Delivery // back by the source at its end
 }
 
