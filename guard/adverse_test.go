@@ -356,6 +356,54 @@ func TestCloseWakesSiblings(t *testing.T) {
 	})
 }
 
+// A source ends while its handler hangs in a probe: the sibling probes at once, and not when the probe's lease is over.
+func TestEndOfAProbeWakesSiblings(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var down, hang atomic.Bool
+		var handled atomic.Int64
+		release := make(chan struct{})
+		g, src, in := twoSources(t, Policy{Window: 20}, func(name string, _ int) error {
+			switch {
+			case name == "a" && hang.Load():
+				<-release
+			case down.Load():
+				return errDown
+			case name == "b":
+				handled.Add(1)
+			}
+			return nil
+		})
+		down.Store(true)
+		for m := range 10 {
+			in[0] <- m
+			in[1] <- m
+		}
+		time.Sleep(2 * time.Second)
+		src[1].Pause(0)
+		hang.Store(true)
+		for src[0].Account().Processing == 0 {
+			time.Sleep(time.Millisecond)
+		}
+		down.Store(false)
+		src[1].Resume()
+		time.Sleep(time.Second)
+		if n := handled.Load(); n > 0 {
+			t.Fatalf("%d handled beside a probe", n)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+		defer cancel()
+		if rep := src[0].End(ctx, ReasonShutdown); len(rep.Left) != 1 {
+			t.Errorf("%+v", rep)
+		}
+		time.Sleep(time.Second)
+		if handled.Load() == 0 {
+			t.Errorf("nothing handled 1s later: %+v", src[1].State().Holds)
+		}
+		close(release)
+		_, _ = g.Close(t.Context())
+	})
+}
+
 // slowAckPort acks after a while, as a DoubleAck over a network does.
 type slowAckPort struct {
 	testPort

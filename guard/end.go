@@ -214,7 +214,7 @@ func (s *Source[M]) fence(e *ending) []M {
 	}
 	now := s.g.now()
 	s.mu.Lock()
-	defer s.mu.Unlock()
+	defer s.unlock(now) // it tells others of the scope of a probe that is free
 	defer s.nudge()
 	rest, kept := s.c.drain(now)
 	more, left := s.leaveSpillLocked()
