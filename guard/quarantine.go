@@ -213,7 +213,8 @@ func (c *machine[M]) examine(now time.Duration, it *item[M]) step[M] {
 	return step[M]{kind: stepLook, it: it}
 }
 
-// looked puts an item back that was taken aside by examine, or impounds it.
+// looked puts an item back that was taken aside by examine, or impounds it. book is what
+// it was compared with, nil if that does not count.
 func (c *machine[M]) looked(now time.Duration, it *item[M], book *ruleBook, rule *dlq.Rule) {
 	if book != nil {
 		it.seen = book.version
@@ -223,6 +224,9 @@ func (c *machine[M]) looked(now time.Duration, it *item[M], book *ruleBook, rule
 		c.impound(now, it, rule)
 	case it.wasParked:
 		c.park(it, it.due, it.reason)
+		if c.unseen(it) {
+			c.unlooked = append(c.unlooked, it)
+		}
 	default:
 		c.move(it, waiting)
 		if it.lane == nil {
@@ -296,6 +300,9 @@ func (s *Source[M]) next(now time.Duration) step[M] {
 		if s.c.emptied {
 			s.c.abandon(st.it) // End waited for no longer
 			continue
+		}
+		if s.c.book != book { // the list has changed meanwhile: it is compared again
+			rule, book = nil, nil
 		}
 		s.c.looked(now, st.it, book, rule)
 	}

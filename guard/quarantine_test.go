@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -45,10 +46,14 @@ type tenantPort struct {
 	testPort
 
 	looks atomic.Int64
+	gate  atomic.Pointer[chan struct{}] // Meta waits for it; nil for none
 }
 
 func (p *tenantPort) Meta(m int) Meta {
 	p.looks.Add(1)
+	if gate := p.gate.Load(); gate != nil {
+		<-*gate
+	}
 	meta := p.testPort.Meta(m)
 	meta.Key = fmt.Append(nil, "k", m)
 	meta.Headers = []dlq.Header{{Name: "Tenant", Value: []byte("old")}, {Name: "Tenant", Value: fmt.Append(nil, m%7)}, {Name: "shard", Value: int64(m % 7)}}
@@ -108,6 +113,42 @@ func upTo(n int, keep func(int) bool) (all []int) {
 		}
 	}
 	return all
+}
+
+// A rule that is removed while a message is compared with it is not heeded, and one that
+// comes meanwhile is.
+func TestQuarantineChangesWhileComparing(t *testing.T) {
+	for name, letters := range map[string]dlq.Writer{"": &testWriter{}, "without a writer": nil} {
+		bubble(t, name, func(t *testing.T) {
+			r, port := tenants(t, SourceConfig{DeadLetters: letters}, Policy{}, func(int) error { return nil })
+			r.send(0, 1) // whose producer is looked up
+			r.quarantine(tenantRule(3))
+			compare := func(m int, change func(), calls int) {
+				t.Helper()
+				gate := make(chan struct{})
+				port.gate.Store(&gate)
+				r.in <- m
+				time.Sleep(time.Second)
+				port.gate.Store(nil)
+				change()
+				close(gate)
+				time.Sleep(time.Second)
+				if a := r.check(); len(r.done()) != calls {
+					t.Errorf("%v handled, %+v", r.done(), a)
+				}
+			}
+			compare(3, func() { r.release(tenantRule(3)) }, 2)
+			r.quarantine(tenantRule(5))
+			compare(4, func() { r.quarantine(tenantRule(4)) }, 2)
+			r.release(tenantRule(4))
+			time.Sleep(time.Second)
+			a := r.check()
+			if want := map[bool]uint64{true: 2, false: 3}[letters != nil]; a.Acked != want || a.Acked+a.DeadLettered != 3 {
+				t.Errorf("%+v, want %d acked", a, want)
+			}
+			r.close()
+		})
+	}
 }
 
 // What matches is dead-lettered unhandled and at no cost, in its place; all else is
@@ -196,6 +237,79 @@ func TestQuarantineWhileOpen(t *testing.T) {
 			r.close()
 		})
 	}
+}
+
+// A message that waits for its retry is compared at once with a rule that comes while it is
+// compared with another.
+func TestQuarantineOfWhatWaitsChangesWhileComparing(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r, port := tenants(t, SourceConfig{DeadLetters: &testWriter{}}, Policy{Retry: Retry{Attempts: 900, Base: time.Hour, Max: 2 * time.Hour}}, func(m int) error {
+			if m == 3 {
+				return errTenant
+			}
+			return nil
+		})
+		r.send(0, 4)
+		time.Sleep(time.Second)
+		if a := r.check(); a.RetryWait != 1 {
+			t.Fatalf("%+v", a)
+		}
+		gate := make(chan struct{})
+		port.gate.Store(&gate)
+		r.quarantine(tenantRule(6))
+		port.gate.Store(nil)
+		r.quarantine(tenantRule(3))
+		close(gate)
+		time.Sleep(time.Second)
+		if got := r.letters.bodies(); !slices.Equal(got, []string{"3"}) {
+			t.Errorf("dead-lettered %v, %+v", got, r.check())
+		}
+		r.close()
+	})
+}
+
+// namedError calls f when it is looked at for its cause.
+type namedError struct{ f func() }
+
+func (e namedError) Error() string {
+	pcs := make([]uintptr, 32)
+	frames := runtime.CallersFrames(pcs[:runtime.Callers(1, pcs)])
+	for {
+		frame, more := frames.Next()
+		if strings.HasSuffix(frame.Function, "dlq.Fingerprint") {
+			e.f()
+		}
+		if !more {
+			return "it has no account"
+		}
+	}
+}
+
+// A rule about a cause that is removed while a failure is looked at is not heeded.
+func TestQuarantineCauseRemovedMeanwhile(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		rule := dlq.Rule{Kind: dlq.RuleCause, Value: dlq.Fingerprint(namedError{func() {}}, nil).ID}
+		var r *rig
+		removed := false
+		r, _ = tenants(t, SourceConfig{DeadLetters: &testWriter{}}, Policy{}, func(int) error {
+			if removed {
+				return nil
+			}
+			return namedError{func() {
+				if !removed {
+					removed = true
+					r.release(rule)
+				}
+			}}
+		})
+		r.quarantine(rule)
+		r.send(0, 1)
+		time.Sleep(time.Minute)
+		if a := r.check(); !removed || a.Acked != 1 || a.DeadLettered != 0 {
+			t.Errorf("removed %v, %+v", removed, a)
+		}
+		r.close()
+	})
 }
 
 var errTenant = errors.New("tenant 3 has no account")

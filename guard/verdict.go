@@ -63,7 +63,7 @@ func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 		c.counted(it, -1)
 		c.back(now, it)
 	default:
-		if r.rule == nil || it.witness() {
+		if r.rule == nil || it.witness() || !c.book.has(*r.rule) {
 			c.failed(now, it, r)
 			break
 		}
