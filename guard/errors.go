@@ -53,8 +53,8 @@ func Must[T any](v T, err error) T {
 
 // HeldError tells why a call was refused. It is an [ErrHeld]. A handler of a source
 // that returns one, as from a [Func] that it calls, has not failed: the source waits
-// for Until as after [Backoff], or where that is 0 for 1s at most. A function that was called
-// and refused a further try returns the error of its call instead.
+// for Until as after [Backoff], 30s at most, or 1s where a person has to clear the reason.
+// A function that was called and refused a further try returns the error of its call instead.
 type HeldError struct {
 	Source string
 	Reason Reason
@@ -70,17 +70,26 @@ func (e *HeldError) Error() string {
 // Unwrap makes errors.Is(err, ErrHeld) hold.
 func (*HeldError) Unwrap() error { return ErrHeld }
 
-// heldPoll is how long a handler is left alone whose call was refused for a reason
-// that somebody has to clear.
-const heldPoll = time.Second
+// heldPoll is how long a handler is left alone at most whose call was refused for a
+// reason that somebody has to clear, and heldMost for any other: somebody may clear that,
+// too, before its time.
+const (
+	heldPoll = time.Second
+	heldMost = 30 * time.Second
+)
 
-// worthAsking is Until, or where that is unknown a time to look again. A breaker that
-// may be probed now says 0 too: Retry.Base is enough then.
+// worthAsking is Until within those bounds. A breaker that may be probed now says 0:
+// Retry.Base is enough then.
 func (e *HeldError) worthAsking() time.Duration {
-	if e.Until <= 0 && e.Reason != ReasonBreaker {
+	switch {
+	case e.Reason == ReasonBreaker:
+		return min(e.Until, heldMost)
+	case e.Until <= 0:
 		return heldPoll
+	case e.Reason == ReasonOperator:
+		return min(e.Until, heldPoll)
 	}
-	return e.Until
+	return min(e.Until, heldMost)
 }
 
 // PanicError is the failure of a handler that panicked.

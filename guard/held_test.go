@@ -54,8 +54,40 @@ func TestHeldErrorHolds(t *testing.T) {
 	}
 }
 
-// A refusal that somebody has to clear is asked about once a second; one that a probe
-// may clear now after Retry.Base; a mark around it counts more, and so does a panic.
+// A source whose handler calls a function goes on soon after a person has let that go.
+func TestHeldErrorIsCleared(t *testing.T) {
+	for name, c := range map[string]struct {
+		stop, clear func(f *Func[int])
+		within      time.Duration
+	}{
+		"forced":      {func(f *Func[int]) { _ = f.ForceOpen(0) }, func(f *Func[int]) { _ = f.ForceClosed() }, 30 * time.Second},
+		"forced, 2 h": {func(f *Func[int]) { _ = f.ForceOpen(2 * time.Hour) }, func(f *Func[int]) { _ = f.Release() }, 30 * time.Second},
+		"paused":      {func(f *Func[int]) { f.Pause(0) }, func(f *Func[int]) { f.Resume() }, time.Second},
+		"paused, 2 h": {func(f *Func[int]) { f.Pause(2 * time.Hour) }, func(f *Func[int]) { f.Resume() }, time.Second},
+	} {
+		bubble(t, name, func(t *testing.T) {
+			g, fn := newFunc(t, Policy{}, func(context.Context, int) error { return nil })
+			c.stop(fn)
+			r := newRig(t, Policy{Ramp: Ramp{Off: true}}, Limits{}, func(_ *rig, ctx context.Context, m int) error { return fn.Do(ctx, m) })
+			r.send(0, 100)
+			elapse(time.Hour + time.Minute/7)
+			if a := r.check(); a.Acked > 0 {
+				t.Errorf("%+v", a)
+			}
+			c.clear(fn)
+			elapse(c.within + 100*time.Millisecond)
+			if a := r.check(); a.Acked != 100 {
+				t.Errorf("%v later: %+v", c.within, a)
+			}
+			r.close()
+			closeAll(t, g)
+		})
+	}
+}
+
+// A refusal that somebody has to clear is asked about once a second, any other each 30 s at
+// least; one that a probe may clear now after Retry.Base; a mark around it counts more, and
+// so does a panic.
 func TestHeldErrorUntil(t *testing.T) {
 	for name, c := range map[string]struct {
 		err   error
@@ -64,8 +96,10 @@ func TestHeldErrorUntil(t *testing.T) {
 		"limiter":  {&HeldError{Reason: ReasonLimiter, Until: 7 * time.Second}, 7 * time.Second},
 		"operator": {&HeldError{Reason: ReasonOperator}, time.Second},
 		"probe":    {&HeldError{Reason: ReasonBreaker}, 50 * time.Millisecond},
-		"joined":   {errors.Join(&HeldError{Reason: ReasonBreaker, Until: time.Minute}, errDown), time.Minute},
-		"year":     {&HeldError{Reason: ReasonLimiter, Until: 24 * 365 * time.Hour}, time.Hour},
+		"paused":   {&HeldError{Reason: ReasonOperator, Until: time.Hour}, time.Second},
+		"joined":   {errors.Join(&HeldError{Reason: ReasonBreaker, Until: 20 * time.Second}, errDown), 20 * time.Second},
+		"forced":   {&HeldError{Reason: ReasonBreaker, Until: time.Hour}, 30 * time.Second},
+		"year":     {&HeldError{Reason: ReasonLimiter, Until: 24 * 365 * time.Hour}, 30 * time.Second},
 	} {
 		bubble(t, name, func(t *testing.T) {
 			var at []time.Time
