@@ -52,7 +52,8 @@ import (
 // While the source holds, Messages has nothing to give. It is closed when the
 // claim is revoked, at once: what sarama has buffered is not handed out any more.
 // Commit marks what is settled and commits; with AutoCommit off nothing else
-// does. ResetOffset goes through, and stops marks until the loop marks again.
+// does. ResetOffset goes through, and stops marks until the loop marks again. In Setup
+// both seek, as without the guard.
 // Messages and session are not to be used after Cleanup.
 func WrapHandler(g *guard.Guard, existing sarama.ConsumerGroupHandler, opts ...Option) sarama.ConsumerGroupHandler {
 	h := newHandler(g, opts)

@@ -37,6 +37,7 @@ type session struct {
 	yieldUntil  atomic.Int64  // nanoseconds since begun; 0: no claim is being let go
 	commits     atomic.Int64  // asked for by commitSoon and not made
 	late        sync.Once     // said that revokes will be seen late
+	seeking     atomic.Bool   // a wrapped handler's Setup runs
 
 	mu     sync.Mutex
 	claims map[place]*claim        // open ones, for the watch
@@ -368,10 +369,13 @@ func (ss *session) MarkMessage(m *sarama.ConsumerMessage, metadata string) {
 }
 
 // MarkOffset is the success of every message below offset that was handed out
-// and is neither marked nor failed.
+// and is neither marked nor failed. In Setup it goes to the group as it is: nothing is
+// handed out yet, and it seeks forward.
 func (ss *session) MarkOffset(topic string, partition int32, offset int64, metadata string) {
 	if w := ss.wrapped(topic, partition); w != nil {
 		w.markBelow(offset, metadata)
+	} else if ss.seeking.Load() {
+		ss.native.MarkOffset(topic, partition, offset, metadata)
 	}
 }
 

@@ -80,7 +80,10 @@ func (h *handler) Setup(s sarama.ConsumerGroupSession) error {
 	h.sessions[s] = ss
 	h.mu.Unlock()
 	if h.existing != nil {
-		if err := h.existing.Setup(ss); err != nil {
+		ss.seeking.Store(true)
+		err := h.existing.Setup(ss)
+		ss.seeking.Store(false)
+		if err != nil {
 			return err // Cleanup follows all the same
 		}
 	}
