@@ -155,6 +155,80 @@ func TestCloseWithHangingReplay(t *testing.T) {
 	})
 }
 
+// A replay that gives up without a word when the intake ends is handed over as well: it was
+// no success.
+func TestCloseDuringAReplayThatGivesUp(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r := newRig(t, quick, Config{})
+		r.s.handle = func(_ http.ResponseWriter, req *http.Request) bool {
+			if _, ok := Replayed(req.Context()); ok {
+				<-req.Context().Done()
+				return true
+			}
+			return false
+		}
+		_ = r.g.Source("http").ForceOpen(time.Second)
+		for i := range 3 {
+			r.want(r.post(strconv.Itoa(i)), 202)
+		}
+		time.Sleep(2 * time.Second)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		rep, err := r.in.Close(ctx)
+		if got := r.letters.list(); err != nil || rep.Written != 3 || bodies(got) != "0 1 2" {
+			t.Errorf("%v, %+v, %s", err, rep, bodies(got))
+		}
+		_, _ = r.g.Close(t.Context())
+	})
+}
+
+// A dead-letter writer that is deaf to its context, or panics, neither keeps Close nor loses
+// what is held.
+func TestCloseWithABadWriter(t *testing.T) {
+	for name, panics := range map[string]bool{"deaf": false, "panics once": true} {
+		bubble(t, name, func(t *testing.T) {
+			g, err := guard.New(guard.Config{Policy: quick})
+			if err != nil {
+				t.Fatal(err)
+			}
+			release, calls := make(chan struct{}), 0
+			in, err := New(g, Config{}, WithDeadLetters(dlq.WriterFunc(func(context.Context, *dlq.Record) error {
+				if calls++; panics && calls == 1 {
+					panic("boom")
+				} else if !panics {
+					<-release
+				}
+				return nil
+			})))
+			if err != nil {
+				t.Fatal(err)
+			}
+			_ = g.Source("http").ForceOpen(time.Hour)
+			h := in.Defer(http.NotFoundHandler())
+			for range 5 {
+				send(h, "POST", "/", "x")
+			}
+			ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
+			defer cancel()
+			start := time.Now()
+			rep, err := in.Close(ctx)
+			want := 5
+			if panics {
+				want = 1
+			}
+			if took := time.Since(start); took > 2*time.Second+lastLetters+deafAfter || len(rep.Left) != want || rep.Written != 5-want || err == nil {
+				t.Errorf("%s, %v, %d written, %d left", took, err, rep.Written, len(rep.Left))
+			}
+			if again, _ := in.Close(t.Context()); len(again.Left) != want {
+				t.Errorf("a second Close: %+v", again)
+			}
+			close(release)
+			synctest.Wait()
+			_, _ = g.Close(t.Context())
+		})
+	}
+}
+
 // A live request that is being handled when the intake closes is finished.
 func TestCloseWaitsForLive(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {

@@ -230,8 +230,8 @@ type Left struct {
 // Later calls wait for the first and return its report.
 func (in *Intake) Close(ctx context.Context) (Report, error) {
 	in.once.Do(func() {
+		defer close(in.closed)
 		in.report = in.close(ctx)
-		close(in.closed)
 	})
 	<-in.closed
 	rep := in.report
@@ -260,8 +260,8 @@ func (in *Intake) close(ctx context.Context) (rep Report) {
 	}
 	in.started.Do(func() { close(in.ran) })
 	rep.Held = in.src.End(ctx, guard.ReasonShutdown)
-	if rep.Held.Clean() {
-		<-in.ran
+	if rep.Held.Clean() && !in.loopEnds(ctx) {
+		rep.Held.Err = fmt.Errorf("nethttp: close %s: the loop has not returned: the disk of Config.SpillDir does not answer", in.cfg.Name)
 	}
 	if in.disk {
 		in.refuseAll(in.heldNow()) // the rest is on the disk, for the next process
@@ -275,8 +275,25 @@ func (in *Intake) close(ctx context.Context) (rep Report) {
 	return rep
 }
 
-// lastLetters is how long Close goes on writing once its context is over.
+// lastLetters is how long Close goes on once its context is over.
 const lastLetters = time.Second
+
+// loopEnds waits for the source's loop, and tells whether it has ended.
+func (in *Intake) loopEnds(ctx context.Context) bool {
+	select {
+	case <-in.ran:
+		return true
+	case <-ctx.Done():
+	}
+	late := time.NewTimer(lastLetters)
+	defer late.Stop()
+	select {
+	case <-in.ran:
+		return true
+	case <-late.C:
+		return false
+	}
+}
 
 // heldNow lists what is held in memory, oldest first.
 func (in *Intake) heldNow() (all []*held) {

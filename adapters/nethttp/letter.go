@@ -114,6 +114,7 @@ const returnTimeout = 30 * time.Second
 // surrender writes held requests as dead letters, oldest first. One that
 // another end is writing is left to it.
 func (in *Intake) surrender(ctx context.Context, hs []*held) (written int, left []Left) {
+	deaf := false
 	for _, h := range hs {
 		in.mu.Lock()
 		given, running, attempts := h.given, h.running, h.attempt
@@ -134,9 +135,14 @@ func (in *Intake) surrender(ctx context.Context, hs []*held) (written int, left 
 			left = append(left, Left{r, errors.New("nethttp: still being written as a dead letter")})
 			continue
 		}
-		err := in.o.letters.Write(ctx, r)
-		if err != nil && dlq.TrimFor(r, err) {
-			err = in.o.letters.Write(ctx, r)
+		err := errDeaf
+		if !deaf {
+			err = in.write(ctx, r)
+			deaf = errors.Is(err, errDeaf)
+			if deaf { // it may write the letter yet
+				left = append(left, Left{r, err})
+				continue
+			}
 		}
 		if err != nil {
 			left = append(left, Left{r, err})
@@ -149,6 +155,43 @@ func (in *Intake) surrender(ctx context.Context, hs []*held) (written int, left 
 		in.forget(h)
 	}
 	return written, left
+}
+
+// errDeaf is of a writer that is left behind.
+var errDeaf = errors.New("nethttp: the dead-letter writer does not heed its context")
+
+// deafAfter is how long a writer may take once its context is over.
+const deafAfter = 250 * time.Millisecond
+
+// write calls the dead-letter writer on a goroutine of its own, which ends with the call: a
+// writer may panic, or be deaf to its context.
+func (in *Intake) write(ctx context.Context, r *dlq.Record) error {
+	done := make(chan error, 1)
+	go func() {
+		err := errors.New("nethttp: the dead-letter writer called Goexit")
+		defer func() {
+			if v := recover(); v != nil {
+				err = fmt.Errorf("nethttp: the dead-letter writer panicked: %v", v)
+			}
+			done <- err
+		}()
+		if err = in.o.letters.Write(ctx, r); err != nil && dlq.TrimFor(r, err) {
+			err = in.o.letters.Write(ctx, r)
+		}
+	}()
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+	}
+	late := time.NewTimer(deafAfter)
+	defer late.Stop()
+	select {
+	case err := <-done:
+		return err
+	case <-late.C:
+		return errDeaf
+	}
 }
 
 // FromRecord makes a request of a dead letter, to be sent or served again. Its

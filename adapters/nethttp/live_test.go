@@ -129,6 +129,7 @@ func TestLiveOutcomes(t *testing.T) {
 			}
 			w.WriteHeader(504)
 		}, want{504, 5}},
+		"silent at its timeout": {func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }, want{504, 5}},
 	} {
 		bubble(t, name, func(t *testing.T) {
 			r := newRig(t, quick, Config{})

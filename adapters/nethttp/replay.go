@@ -64,23 +64,23 @@ func (in *Intake) replay(ctx context.Context, h *held) error {
 	h.running = true
 	info := Held{ID: h.id, Since: h.since, Attempt: h.attempt}
 	in.mu.Unlock()
-	defer func() {
-		in.mu.Lock()
-		h.running = false
-		in.mu.Unlock()
-	}()
 	p := &replay{Context: ctx, in: in, kept: h.req.Context(), info: info}
 	p.answers.header = make(http.Header)
 	p.rec.w = &p.answers
 	r := h.req.Clone(p)
+	defer func() { // also if the handler panics
+		if r.MultipartForm != nil {
+			_ = r.MultipartForm.RemoveAll() // as a server does
+		}
+		in.mu.Lock()
+		h.running = false
+		in.mu.Unlock()
+	}()
 	r.Body, r.ContentLength = http.NoBody, int64(len(h.body))
 	if len(h.body) > 0 {
 		r.Body = io.NopCloser(bytes.NewReader(h.body))
 	}
 	h.next.ServeHTTP(p.rec.writer(), r)
-	if r.MultipartForm != nil {
-		_ = r.MultipartForm.RemoveAll() // as a server does
-	}
 	return p.result(r)
 }
 
@@ -95,6 +95,9 @@ func (p *replay) result(r *http.Request) error {
 		return guard.Backoff(errRefused, now.Add(refused.Until))
 	}
 	status := p.status()
+	if ended := p.Context.Err(); ended != nil && (p.rec.silent() || status >= 400 && status < 500) {
+		return ended // the handler gave up, as at its timeout or when the intake ends: that is no answer
+	}
 	err = p.in.o.judge(r, status, true)
 	e, ok := errors.AsType[*StatusError](err)
 	if !ok || p.in.o.judged {

@@ -142,8 +142,10 @@ func TestReplayOutcomes(t *testing.T) {
 			w.Header().Set("Retry-After", time.Now().Add(time.Minute).UTC().Format(http.TimeFormat))
 			w.WriteHeader(429)
 		}, 3, "", 119 * time.Second},
-		"panic": {func(http.ResponseWriter, *http.Request) { panic("boom") }, 3, "", 0},
-		"abort": {func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }, 3, "", 0},
+		"silent at its timeout": {func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }, 3, "", time.Minute},
+		"499 at its timeout":    {func(w http.ResponseWriter, r *http.Request) { <-r.Context().Done(); w.WriteHeader(499) }, 3, "", time.Minute},
+		"panic":                 {func(http.ResponseWriter, *http.Request) { panic("boom") }, 3, "", 0},
+		"abort":                 {func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }, 3, "", 0},
 	} {
 		bubble(t, name, func(t *testing.T) {
 			r := newRig(t, quick, Config{})
@@ -234,7 +236,7 @@ func TestPoison(t *testing.T) {
 // The files of a form that a replay read go with it.
 func TestReplayedForm(t *testing.T) {
 	r := newRig(t, quick, Config{MaxBody: 16 << 20})
-	names := make(chan string, 1)
+	names, calls := make(chan string, 2), 0
 	h := r.in.Defer(HandlerFunc(func(_ http.ResponseWriter, req *http.Request) error {
 		if err := req.ParseMultipartForm(1); err != nil {
 			return guard.Permanent(err)
@@ -244,7 +246,11 @@ func TestReplayedForm(t *testing.T) {
 			return guard.Permanent(err)
 		}
 		names <- f.(*os.File).Name()
-		return f.Close()
+		err = f.Close()
+		if calls++; calls == 1 {
+			panic("boom")
+		}
+		return err
 	}))
 	var form bytes.Buffer
 	parts := multipart.NewWriter(&form)
@@ -255,8 +261,10 @@ func TestReplayedForm(t *testing.T) {
 	r.want(send(h, "POST", "/", form.String(), func(req *http.Request) { req.Header.Set("Content-Type", parts.FormDataContentType()) }), 202)
 	_ = r.g.Source("http").ForceClosed()
 	r.drained()
-	if _, err := os.Stat(<-names); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("the form's file is still there: %v", err)
+	for range 2 {
+		if _, err := os.Stat(<-names); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("the form's file is still there: %v", err)
+		}
 	}
 	r.close()
 }

@@ -164,6 +164,9 @@ func (in *Intake) result(c *call, r *http.Request) error {
 		return err
 	case c.rec.silent() && c.Context.Err() != nil:
 		return errGone
+	case c.rec.silent() && r.Context().Err() != nil: // the handler gave up at its timeout; silence would be a 200
+		http.Error(c.rec.writer(), http.StatusText(http.StatusGatewayTimeout), http.StatusGatewayTimeout)
+		return r.Context().Err()
 	default:
 		return in.o.judge(r, c.status(), false)
 	}
@@ -192,7 +195,7 @@ const (
 	// promises: [HoldMemory] or [HoldDisk].
 	HeaderHold = "Stormguard-Hold"
 
-	// HeaderHoldID is the request's identity, in logs and dead letters.
+	// HeaderHoldID is the request's identity, in its dead letter and its spans.
 	HeaderHoldID = "Stormguard-Hold-Id"
 
 	// HoldMemory means that a crash of the process loses the request.
