@@ -94,7 +94,8 @@ func (s *Source[M]) probesAlone() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	b := s.c.gate.Breaker.Snapshot(now)
-	return b.Forced || b.Barred || b.Held || s.accountLocked(now).Unsettled() > 0
+	a := s.accountLocked(now)
+	return b.Forced || b.Barred || b.Held || a.Unsettled()-a.Settling > 0 // what is settling is called no more
 }
 
 // park parks the message of a letter. parked is false if it is to be dead-lettered.

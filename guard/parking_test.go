@@ -123,17 +123,23 @@ func TestParkerNeedsDeadLetters(t *testing.T) {
 func TestParkedMessagesWaitForTheBreaker(t *testing.T) {
 	for name, c := range map[string]struct {
 		force, own bool // its breaker is forced open; it has a message of its own
+		letter     bool // it has a dead letter that is put off
 		waits      bool
 	}{
 		"closed":                {},
 		"open by force":         {force: true, waits: true},
 		"nothing to probe with": {},
 		"a message is held":     {own: true, waits: true},
+		"a letter is put off":   {letter: true},
 	} {
 		bubble(t, name, func(t *testing.T) {
 			r := newRig(t, Policy{Breaker: breaker.Config{Base: time.Minute, Cap: time.Minute}}, Limits{}, func(*rig, context.Context, int) error {
+				if c.letter {
+					return Permanent(errors.New("no such order"))
+				}
 				return errors.New("down")
 			})
+			r.letters.err = dlq.ErrPutOff
 			var handled []int
 			again, err := OpenParked(r.s, "s/retry", Port[int](&testPort{}), func(_ context.Context, m int) error {
 				handled = append(handled, m)
@@ -144,6 +150,13 @@ func TestParkedMessagesWaitForTheBreaker(t *testing.T) {
 			}
 			in, done := make(chan int), make(chan error)
 			go func() { done <- again.Run(t.Context(), in) }()
+			if c.letter {
+				r.send(0, 1)
+				time.Sleep(time.Second)
+				if a := r.check(); a.Settling != 1 {
+					t.Fatalf("%+v", a)
+				}
+			}
 			switch {
 			case c.force:
 				err = r.s.ForceOpen(0)
@@ -166,7 +179,7 @@ func TestParkedMessagesWaitForTheBreaker(t *testing.T) {
 			if a := again.State().Tally; a.Failures > 0 || a.Retries > 0 && !c.waits {
 				t.Errorf("%+v", a)
 			}
-			if c.waits {
+			if c.waits || t.Failed() {
 				if err := r.s.ForceClosed(); err != nil {
 					t.Fatal(err)
 				}
@@ -181,6 +194,9 @@ func TestParkedMessagesWaitForTheBreaker(t *testing.T) {
 				t.Error(err)
 			}
 			again.End(t.Context(), ReasonShutdown)
+			r.letters.mu.Lock()
+			r.letters.err = nil
+			r.letters.mu.Unlock()
 			r.s.End(t.Context(), ReasonShutdown)
 			close(r.in)
 			if err := <-r.ended; err != nil && !errors.Is(err, ErrClosed) {
