@@ -95,7 +95,7 @@ func (h *health) run(ctx context.Context, g *Guard) {
 func (h *health) tell(g *Guard, err error) {
 	if err != nil {
 		if !h.failing.Swap(true) {
-			g.log.Warn("health check fails", "error", err)
+			g.log.Warn(lineCheck, "error", err)
 		}
 		return
 	}
@@ -103,7 +103,7 @@ func (h *health) tell(g *Guard, err error) {
 	if !h.failing.Swap(false) {
 		return
 	}
-	g.log.Info("health check passes")
+	g.ends.Info(lineCheckWell)
 	g.scopes.Hasten(g.now())
 	for _, s := range g.all() {
 		s.hasten(g.now())

@@ -47,6 +47,9 @@ const (
 	lineEnded      = "source ended"
 	lineLeft       = "source ended and left messages"
 	lineHook       = "a hook did not return"
+	lineCheck      = "health check fails"
+	lineCheckWell  = "health check passes"
+	lineSpill      = "the state of the spill has changed"
 )
 
 const (

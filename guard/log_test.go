@@ -582,6 +582,7 @@ func TestLogLinesAreDocumented(t *testing.T) {
 	lines := []string{
 		lineOpened, lineStillOpen, lineClosed, lineState, lineStorm, lineStormOver, lineFleetStorm, lineFleetOver, lineLetter, lineLetters, lineByHand,
 		lineWriter, lineWriterWell, lineCredit, lineNoWriter, lineBlocked, lineUnproven, lineStands, lineGoesOn, linePaused, lineResumed, lineEnds, lineEnded, lineLeft, lineHook,
+		lineCheck, lineCheckWell, lineSpill,
 	}
 	for _, text := range lines {
 		if !strings.Contains(section, "| `"+text+"` |") {

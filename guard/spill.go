@@ -913,10 +913,13 @@ func (g *Guard) saySpill() {
 	if st.name == g.spillSaid {
 		return
 	}
-	g.spillSaid = st.name
-	level := slog.LevelWarn
+	level, log := slog.LevelWarn, g.log
 	if st.err == nil {
 		level = slog.LevelInfo
+		if g.spillSaid != "" {
+			log = g.ends
+		}
 	}
-	g.log.Log(g.ctx, level, "the state of the spill has changed", "state", st.name, "dir", g.cfg.SpillDir, "error", st.err)
+	g.spillSaid = st.name
+	log.Log(g.ctx, level, lineSpill, "state", st.name, "dir", g.cfg.SpillDir, "error", st.err)
 }
