@@ -35,7 +35,8 @@ func limits(c *sarama.Config) guard.Limits {
 
 // Check reports everything that Setup of [Wrap] would refuse about a
 // configuration, all at once, so that a program knows before it joins a group.
-// nil means that Setup takes it. Use [CheckHandler] for [WrapHandler].
+// nil means that Setup takes it, unless retry topics do not fit the group's topics, which
+// only the session tells. Use [CheckHandler] for [WrapHandler].
 func Check(g *guard.Guard, config *sarama.Config, opts ...Option) error {
 	return check(g, config, false, opts)
 }
@@ -94,6 +95,14 @@ func (o *options) refused(g *guard.Guard, c *sarama.Config, passive bool) error 
 	}
 	if passive && (o.setup != nil || o.cleanup != nil) {
 		add("WithSetup, WithCleanup: WrapHandler calls its handler's own Setup and Cleanup: use these")
+	}
+	if policy.Spill {
+		if g.Config().SpillDir == "" {
+			add("Policy.Spill: needs guard.Config.SpillDir, a directory on a local disk")
+		}
+		if passive || o.retries != nil {
+			add("Policy.Spill: not with WrapHandler or WithRetryTopics: unset it")
+		}
 	}
 	if o.retries != nil {
 		if passive {

@@ -43,6 +43,8 @@ func TestCheckRefusesWhatCannotBeKept(t *testing.T) {
 		{"the handler commits", func(c *sarama.Config) { c.Consumer.Offsets.AutoCommit.Enable = false }, guard.Policy{}, nil, true, nil},
 		{"no headers", func(c *sarama.Config) { c.Version = sarama.V0_10_2_0 }, guard.Policy{}, nil, false, []string{"Version: 0.10.2.0"}},
 		{"ordered workers", func(*sarama.Config) {}, guard.Policy{Workers: 4}, nil, false, []string{"Policy.Workers: 4 workers cannot keep the order"}},
+		{"a spill without a disk", func(*sarama.Config) {}, guard.Policy{Spill: true}, nil, false, []string{"Policy.Spill: needs guard.Config.SpillDir"}},
+		{"a spill of a wrapped handler", func(*sarama.Config) {}, guard.Policy{Spill: true}, nil, true, []string{"Policy.Spill: not with WrapHandler"}},
 		{"all at once", func(c *sarama.Config) {
 			*c = *sarama.NewConfig()
 			c.Consumer.Offsets.AutoCommit.Enable = false

@@ -67,6 +67,9 @@ func TestRetryTopicsAreRefused(t *testing.T) {
 		{"no letters", func() error {
 			return Check(g, testConfig(), WithRetryTopics(topics), WithPolicy(guard.Policy{Order: guard.OrderKey}))
 		}, "needs WithDeadLetters"},
+		{"a spill", func() error {
+			return Check(g, testConfig(), WithRetryTopics(topics), letters, WithPolicy(guard.Policy{Order: guard.OrderKey, Spill: true}))
+		}, "Policy.Spill: not with WrapHandler or WithRetryTopics"},
 		{"passive", func() error { return CheckHandler(g, testConfig(), WithRetryTopics(topics), letters) }, "use Wrap"},
 	} {
 		if err := c.check(); !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), c.want) {
