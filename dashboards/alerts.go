@@ -154,7 +154,7 @@ and max by (` + byTopic + `) (stormguard_hold_active{reason=~"breaker|storm|dlq|
 		name: "StormguardFleetBelowQuorum", severity: page, lasts: "1m",
 		expr:    `stormguard_fleet_heard < stormguard_fleet_quorum`,
 		summary: "{{ $labels.instance }} hears {{ $value }} processes, fewer than a quorum",
-		means:   "The process cannot take part in a decision of the fleet. Its own breaker and its own share of the limits work on.",
+		means:   "The process cannot take part in a decision of the fleet. Its own breaker works on, and so does its own share of the limits, unless OnSilence is majority.",
 		do:      "Look at the network between the processes. `stormguard fleet` shows who is heard; `stormguard fleet evict` takes out those that will not come back.",
 		tests: []sample{
 			{`stormguard_fleet_heard{instance="a"}`, "1", "3"},
@@ -173,7 +173,7 @@ and max by (` + byTopic + `) (stormguard_hold_active{reason=~"breaker|storm|dlq|
 		name: "StormguardLimitStranded", severity: ticket, lasts: "10m",
 		expr:    `max(stormguard_limiter_share_stranded_ratio) > 0`,
 		summary: "{{ $value | humanizePercentage }} of the limits is minted by nobody",
-		means:   "A process of the roster is away, and its share with it. The fleet admits less than its limit.",
+		means:   "A process of the roster is away, and its share with it. The fleet admits less than its limit, unless OnSilence is takeover.",
 		do:      "Start it again, or `stormguard fleet evict` it.",
 		tests:   []sample{{`stormguard_limiter_share_stranded_ratio{instance="a"}`, "0.33", "0"}},
 	},
