@@ -24,8 +24,11 @@ const (
 	// maxBehind is how long after its own time a message waits in its retry topic for
 	// another one, which may be due much later than this topic keeps its records.
 	maxBehind = retryMargin / 2
-	// lookAgain is how soon a message that waits for another one looks again.
-	lookAgain = 20 * time.Millisecond
+	// lookAgain and lookAtLast are how soon a message that waits for another one looks
+	// again: when that is due, but at last while its topic may have been read on so far
+	// that it is in the way.
+	lookAgain  = 20 * time.Millisecond
+	lookAtLast = 30 * time.Second
 	// largeAgain is how soon a message that is too large to follow looks again.
 	largeAgain = 5 * time.Second
 	// parkTimeout bounds one write of a message that follows.
@@ -75,7 +78,8 @@ func (pt *Partition) first(ctx context.Context, p *Message) (handle bool, err er
 			if patient = f.due <= p.notBefore+maxBehind.Milliseconds() && pt.t.Now().UnixMilli() <= p.notBefore+maxBehind.Milliseconds(); !patient {
 				continue
 			}
-			p.back = max(f.due, pt.t.Now().Add(lookAgain).UnixMilli())
+			now := pt.t.Now()
+			p.back = min(max(f.due, now.Add(lookAgain).UnixMilli()), now.Add(lookAtLast).UnixMilli())
 			return false, guard.Ignore(errFollows)
 		case fateAwait:
 			notify(pt.kick)

@@ -237,7 +237,8 @@ func (t *table) park(p *Message, next int, due int64) (level int, gone bool) {
 	switch {
 	case t.elsewhere(p, e):
 		return 0, true
-	case e != nil && e.next > 0:
+	case e != nil && e.next > 0: // a try before failed; this one is due later
+		e.due = due
 		return e.next, false
 	case t.reserve(p, next, due) == nil:
 		return 0, false

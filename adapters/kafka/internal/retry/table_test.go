@@ -270,6 +270,26 @@ func TestTableKnowsWhatIsNoCopy(t *testing.T) {
 	}
 }
 
+// A message whose write was tried again is due as its latest try says: what waits for it
+// does not look before.
+func TestTableKnowsTheLatestDue(t *testing.T) {
+	t.Parallel()
+	table := newTable(10)
+	first := &Message{origin: origin{offset: 5, stamp: 1, key: 7}, keyed: true, level: 1, at: 0, moves: 1}
+	second := &Message{origin: origin{offset: 6, stamp: 1, key: 7}, keyed: true, level: 1, at: 1, moves: 1}
+	table.load(first)
+	table.load(second)
+	for _, due := range []int64{100, 900} {
+		if level, gone := table.park(first, 2, due); level != 2 || gone {
+			t.Fatalf("level %d, %t", level, gone)
+		}
+	}
+	table.landed(first, 2, 0)
+	if f := table.up(second, true); f.kind != fateWait || f.due != 901 {
+		t.Errorf("%+v", f)
+	}
+}
+
 func TestRecentlyDoneIsBounded(t *testing.T) {
 	t.Parallel()
 	table := newTable(10)

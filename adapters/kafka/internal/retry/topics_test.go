@@ -16,6 +16,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/cluster"
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/offsets"
 )
 
 func TestMain(m *testing.M) {
@@ -71,6 +72,31 @@ func TestOffsetsOfACoordinatorThatMoved(t *testing.T) {
 	})
 	if _, err := topics.committed(0, []string{"orders.billing.retry.1"}); !errors.Is(err, sarama.ErrNotCoordinatorForConsumer) || asked.Hits() == 0 {
 		t.Errorf("%v, asked %d times where it is", err, asked.Hits())
+	}
+}
+
+// What waits for one of its key looks at times whether it is in the way of the messages
+// behind it, and then follows.
+func TestWaitsNoLongerThanItIsInTheWay(t *testing.T) {
+	t.Parallel()
+	topics, client, _ := newFake(t, time.Minute, 20*time.Minute)
+	now := time.Now().UnixMilli()
+	first := &Message{msg: &sarama.ConsumerMessage{Topic: "orders"}, origin: origin{key: 1}, keyed: true, level: 2, at: 0, moves: 2, notBefore: now + (20 * time.Minute).Milliseconds()}
+	second := &Message{msg: &sarama.ConsumerMessage{Topic: "orders", Offset: 1}, origin: origin{offset: 1, key: 1}, keyed: true, level: 1, at: 0, moves: 1, notBefore: now}
+	pt := newPartition(topics, Claim{Topic: "orders", Timeout: time.Minute, Log: slog.New(slog.DiscardHandler)})
+	pt.table.load(first)
+	pt.table.load(second)
+	if handle, _ := pt.first(t.Context(), second); handle || second.back <= now || second.back > time.Now().Add(lookAtLast).UnixMilli() {
+		t.Errorf("handle %t, waits until %d, now is %d", handle, second.back, now)
+	}
+	pt.mu.Lock()
+	pt.levels[0].read = offsets.MaxAhead / 2
+	pt.mu.Unlock()
+	second.back = 0
+	handle, _ := pt.first(t.Context(), second)
+	n, err := client.GetOffset(pt.levels[1].name, 0, sarama.OffsetNewest)
+	if handle || second.back > 0 || n != 1 || err != nil {
+		t.Errorf("handle %t, waits until %d, %d records at the next level, %v", handle, second.back, n, err)
 	}
 }
 
