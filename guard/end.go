@@ -197,7 +197,7 @@ func (s *Source[M]) pendingLocked() bool {
 	if s.giveUp {
 		return false
 	}
-	return s.c.count[processing] > 0 || s.c.count[settling] > s.c.acks.len()
+	return s.c.count[processing] > 0 || s.c.count[settling] > s.c.acks.len()+len(s.c.undone)
 }
 
 // fence stops all port calls but End's own, and takes out what is left.

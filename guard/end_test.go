@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/internal/credit"
 )
 
 // A passive source with a message on Ready that nobody takes: End waits for its whole context (for ever with Background).
@@ -488,4 +489,59 @@ func TestSecondEndBoundsPortCalls(t *testing.T) {
 			t.Error(err)
 		}
 	})
+}
+
+// A letter that is put off does not keep End waiting: its message goes back to the broker,
+// and the credit to the budget, unless a write of it failed before.
+func TestEndGivesBackWhatIsPutOff(t *testing.T) {
+	for _, passive := range []bool{false, true} {
+		for _, fails := range []int{0, 1} {
+			synctest.Test(t, func(t *testing.T) {
+				g := Must(New(Config{}))
+				w := &testWriter{fail: fails, says: func(*dlq.Record) error { return dlq.ErrPutOff }}
+				port := &testPort{}
+				handler := func(context.Context, int) error { return Permanent(errDown) }
+				if passive {
+					handler = nil
+				}
+				s := Must(Open(g, SourceConfig{Name: "s", DeadLetters: w}, Limits{}, port, handler))
+				balance := func() float64 {
+					s.mu.Lock()
+					defer s.mu.Unlock()
+					return s.c.budget.Balance(credit.Permanent)
+				}
+				full := balance()
+				in := make(chan int, 3)
+				for m := range 3 {
+					if passive {
+						_ = s.Offer(m)
+						s.Done((<-s.Ready()).Token, Permanent(errDown))
+					} else {
+						in <- m
+					}
+				}
+				if !passive {
+					go func() { _ = s.Run(t.Context(), in) }()
+				}
+				time.Sleep(time.Minute)
+				if a := s.Account(); a.Settling != 3 || balance() != full-3 {
+					t.Fatalf("%+v, %v of %v credits", a, balance(), full)
+				}
+				ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+				defer cancel()
+				start := time.Now()
+				rep := s.End(ctx, ReasonRebalance)
+				if took := time.Since(start); took > 2*putOffMax || !rep.Clean() || rep.Returned != 3 || rep.Account.Unsettled() != 0 {
+					t.Errorf("End took %v: %+v", took, rep)
+				}
+				if got := balance(); got != full-float64(fails) {
+					t.Errorf("%v of %v credits, %d writes failed", got, full, fails)
+				}
+				if err := s.Account().Check(); err != nil {
+					t.Error(err)
+				}
+				_, _ = g.Close(t.Context())
+			})
+		}
+	}
 }

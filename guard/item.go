@@ -71,6 +71,7 @@ type item[M any] struct {
 	paid        bool          // it has its credit, and waits for the limit of dead letters only
 	credit      credit.Paid   // what its dead letter costs
 	begun       bool          // … and was handed to the writer, maybe in vain
+	tried       bool          // … which failed, and did not put it off
 	failures    []attempt     // the first and the latest ones …
 	noted       int           // … and how many of the machine's bytes they are
 	reason      Reason        // why it is parked

@@ -62,6 +62,8 @@ type postable interface {
 	from() letterFrom
 	// wrote is told of each call of the writer.
 	wrote(ctx context.Context, took time.Duration, err error)
+	// undone hears that it is not written. It tells whether its source ends and has it back.
+	undone(err error) bool
 }
 
 // letterFrom is whose dead letter it is.
@@ -167,6 +169,10 @@ func (b *letterbox) run(ctx context.Context) {
 			b.forget(l)
 			continue
 		default: // as a failed write
+		}
+		if err != nil && l.undone(err) {
+			b.forget(l)
+			continue
 		}
 		if b.noted(l, err) {
 			b.tell(l.from())
@@ -330,6 +336,24 @@ func (l letter[M]) from() letterFrom { return letterFrom{l.s.cfg, l.s.topic(), l
 
 func (l letter[M]) wrote(ctx context.Context, took time.Duration, err error) {
 	l.s.metrics.wrote(ctx, took, err)
+}
+
+// undone gives a letter that was put off back to its source if that ends: what the letter
+// waits for may not come before.
+func (l letter[M]) undone(err error) (given bool) {
+	s := l.s
+	putOff := errors.Is(err, dlq.ErrPutOff)
+	s.mu.Lock()
+	l.it.tried = l.it.tried || !putOff
+	if given = putOff && s.c.ended && !s.fenced.Load(); given {
+		delete(s.c.writing, l.it)
+		s.c.undone = append(s.c.undone, l.it)
+	}
+	s.unlock(s.g.now())
+	if given {
+		s.nudge()
+	}
+	return given
 }
 
 func (l letter[M]) confirmed(ctx context.Context, parked bool) {

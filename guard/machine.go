@@ -130,6 +130,7 @@ type machine[M any] struct {
 	wasClosed   bool
 	freed       bool                  // a probe was settled: another source of the scope may have one
 	writing     map[*item[M]]struct{} // condemned, not yet confirmed
+	undone      []*item[M]            // of these, put off until the source ended
 	firsts      uint64                // successful first attempts, probes left out; see firstTime
 	firstProbes uint64                // those that were probes
 	lookAt      time.Duration         // the storm is judged again then

@@ -153,6 +153,15 @@ func (c *machine[M]) drain(now time.Duration) (rest []M, kept int) {
 	for _, l := range c.lanes {
 		c.endLook(now, l)
 	}
+	for _, it := range c.undone {
+		back(it.m, it.copy)
+		c.remember(now, it)
+		if !it.tried {
+			c.refund(it)
+		}
+		c.move(it, idle)
+	}
+	c.undone = nil
 	var all []*item[M]
 	c.items(func(it *item[M]) { all = append(all, it) })
 	for _, it := range all {
