@@ -321,11 +321,18 @@ func (ss *session) committed(parts map[string][]int32) (func(place) int64, error
 		return nil, err
 	}
 	resp, err := coordinator.FetchOffset(sarama.NewOffsetFetchRequest(ss.set.config.Version, ss.set.group, parts))
-	if err != nil {
-		return nil, err
+	if err == nil && resp.Err != sarama.ErrNoError {
+		err = resp.Err
 	}
-	if resp.Err != sarama.ErrNoError {
-		return nil, resp.Err
+	if err == nil {
+		for topic, partitions := range parts {
+			if b := resp.GetBlock(topic, partitions[0]); b != nil && b.Err == sarama.ErrNotCoordinatorForConsumer {
+				err = b.Err
+			}
+		}
+	}
+	if err != nil { // a client of the program's own is told by nobody else where it is now
+		return nil, errors.Join(err, ss.set.client.RefreshCoordinator(ss.set.group))
 	}
 	return func(at place) int64 {
 		if b := resp.GetBlock(at.topic, at.partition); b != nil && b.Err == sarama.ErrNoError {

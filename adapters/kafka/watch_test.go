@@ -299,3 +299,36 @@ func TestTraceReachesTheDeadLetter(t *testing.T) {
 		}
 	}
 }
+
+// A coordinator that has moved is looked for again, also for a client that the program gave.
+func TestCommittedOfACoordinatorThatMoved(t *testing.T) {
+	t.Parallel()
+	fake, err := kfake.NewCluster(kfake.NumBrokers(1), kfake.SeedTopics(1, "t"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer fake.Close()
+	cfg := testConfig()
+	client, err := sarama.NewClient(fake.ListenAddrs(), cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	asked := fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.FindCoordinator}, Observe: true, Count: -1})
+	ss := newSession(Wrap(adaptertest.Guard(t, guard.Config{}), nothing).(*handler), foreignSession{}, settings{client: client, config: cfg, group: "g"})
+	if _, err := client.Coordinator("g"); err != nil { // it is cached
+		t.Fatal(err)
+	}
+	before := asked.Hits()
+	fake.ControlKey(int16(kmsg.OffsetFetch), func(req kmsg.Request) (kmsg.Response, error, bool) {
+		resp := req.ResponseKind().(*kmsg.OffsetFetchResponse)
+		group := kmsg.NewOffsetFetchResponseGroup() // as version 8 has it
+		group.Group, group.ErrorCode = "g", kerr.NotCoordinator.Code
+		resp.Groups = append(resp.Groups, group)
+		resp.ErrorCode = kerr.NotCoordinator.Code
+		return resp, nil, true
+	})
+	if _, err := ss.committed(map[string][]int32{"t": {0}}); !errors.Is(err, sarama.ErrNotCoordinatorForConsumer) || asked.Hits() == before {
+		t.Errorf("%v, asked %d times where it is, and %d before", err, asked.Hits(), before)
+	}
+}

@@ -143,11 +143,14 @@ func (pt *Partition) load(ctx context.Context, l *levelTopic) error {
 // open begins to read a level; another claim of this process may be on its way out
 // of it, which sarama tells nobody: it is asked again until that is gone, or ctx ends.
 func (pt *Partition) open(ctx context.Context, l *levelTopic, from int64) (sarama.PartitionConsumer, error) {
+	const waits = "its retry topic is still read by a claim that ends: the claim waits"
 	for {
 		part, err := pt.t.reader.ConsumePartition(l.name, pt.c.Partition, from)
 		if !errors.As(err, new(sarama.ConfigurationError)) {
+			pt.said.say(waits, l.name, nil)
 			return part, err
 		}
+		pt.said.say(waits, l.name, err)
 		if pause(ctx, lookAgain); ctx.Err() != nil {
 			return nil, ctx.Err()
 		}
