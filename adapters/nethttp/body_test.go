@@ -160,6 +160,55 @@ func TestParsedFormsAreWeighed(t *testing.T) {
 	})
 }
 
+// Replays that always get a 4xx, as where the authentication is inside, are no outcome to the
+// breaker: then a live request probes, or it would never close.
+func TestBreakerClosesThoughReplaysAreRefused(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r := newRig(t, quick, Config{})
+		r.breakIt()
+		r.s.handle = func(w http.ResponseWriter, req *http.Request) bool {
+			if _, ok := Replayed(req.Context()); ok {
+				w.WriteHeader(http.StatusUnauthorized)
+				return true
+			}
+			return false
+		}
+		r.want(r.post("x"), http.StatusAccepted)
+		r.s.setDown(false)
+		begun := time.Now()
+		for r.post("y").StatusCode != http.StatusOK {
+			if time.Sleep(time.Second); time.Since(begun) > time.Minute {
+				t.Fatalf("%+v", r.state())
+			}
+		}
+		r.close()
+	})
+}
+
+// A full hold that is not replayed, as where its head waits for a credit, leaves the probes
+// to requests that it cannot take.
+func TestBreakerClosesThoughTheHoldStands(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		p := quick
+		p.Window = 3
+		r := newRig(t, p, Config{})
+		r.breakIt()
+		r.g.Source("http/held").Pause(0)
+		for range 3 {
+			r.want(r.post("x"), http.StatusAccepted)
+		}
+		r.s.setDown(false)
+		begun := time.Now()
+		for r.post("y").StatusCode != http.StatusOK {
+			if time.Sleep(time.Second); time.Since(begun) > 2*time.Minute {
+				t.Fatalf("%+v", r.state())
+			}
+		}
+		r.g.Source("http/held").Resume()
+		r.close()
+	})
+}
+
 // Requests that cannot be held probe, if nothing is: or the breaker would stay open for ever.
 func TestBreakerClosesThoughNothingCanBeHeld(t *testing.T) {
 	bubble(t, "too large", func(t *testing.T) {

@@ -76,6 +76,16 @@ func (in *Intake) giveUp(now time.Time) bool {
 // free tells whether live requests are let through, but for a limiter.
 func (in *Intake) free() bool { return len(in.live.State().Holds) == 0 && !in.holdAll }
 
+// callDeferrable calls the handler for a request that can be deferred. It leaves the probes
+// to the held ones, unless nothing is held and the latest replay got a 4xx: to the breaker
+// that is no outcome, so as long as replays get no other it would never close.
+func (in *Intake) callDeferrable(c *call) error {
+	if in.vain.Load() && in.waiting.Load() == 0 {
+		return in.live.Call(c, c)
+	}
+	return in.callClosed(c)
+}
+
 // callClosed calls the handler for a request that can be deferred: it is no probe.
 func (in *Intake) callClosed(c *call) error {
 	err := in.live.CallClosed(c, c)
@@ -92,7 +102,7 @@ func (in *Intake) callClosed(c *call) error {
 // noRoom answers a request that the hold cannot take: live, if its order is all that
 // speaks against it, or as a probe if nothing is held, else by a refusal. Once the hold was
 // full, others need not queue up behind it either.
-func (in *Intake) noRoom(w http.ResponseWriter, c *call, full bool) {
+func (in *Intake) noRoom(w http.ResponseWriter, c *call, lane uint64, full bool) {
 	why := guard.ReasonBackpressure
 	if in.order == guard.OrderSource && in.yields(full) {
 		err := in.callClosed(c)
@@ -102,16 +112,20 @@ func (in *Intake) noRoom(w http.ResponseWriter, c *call, full bool) {
 		if errors.Is(err, guard.ErrClosed) {
 			why = guard.ReasonShutdown
 		}
-	} else if in.probes(c) {
+	} else if in.probes(c, lane) {
 		return
 	}
 	in.refuse(w, c.req, why, nil)
 }
 
-// probes handles a request that cannot be held, if it is the breaker's turn to probe. With
-// nothing in the hold no other would, and the breaker would never close.
-func (in *Intake) probes(c *call) bool {
-	return in.waiting.Load() == 0 && !in.holdAll && c.answered(in.live.Call(c, c))
+// probes handles a request that cannot be held, if it is the breaker's turn to probe and no
+// held one of its key waits. Where nothing is held, or what is held is not replayed, no
+// other would, and the breaker would never close.
+func (in *Intake) probes(c *call, lane uint64) bool {
+	if in.holdAll || in.waiting.Load() > 0 && in.free() || in.order == guard.OrderKey && in.behind(lane) {
+		return false
+	}
+	return c.answered(in.admit(c))
 }
 
 // yields tells whether a request that cannot be held may be handled.

@@ -102,7 +102,7 @@ func (in *Intake) hold(w http.ResponseWriter, c *call, lane uint64) {
 		key = in.o.key(r) // before the body is read: it may be in a form
 	}
 	if !fits || r.MultipartForm != nil {
-		in.noRoom(w, c, false) // it can be handled, but not held
+		in.noRoom(w, c, lane, false) // it can be handled, but not held
 		return
 	}
 	size += weight(r.Form) + weight(r.PostForm)
@@ -113,7 +113,7 @@ func (in *Intake) hold(w http.ResponseWriter, c *call, lane uint64) {
 		need += r.ContentLength
 	}
 	if !in.reserve(need) {
-		in.noRoom(w, c, true)
+		in.noRoom(w, c, lane, true)
 		return
 	}
 	reserved := true
@@ -160,7 +160,7 @@ func (in *Intake) hold(w http.ResponseWriter, c *call, lane uint64) {
 		}
 		if err != nil && !errors.Is(err, errStalls) { // which may have taken it
 			r.Body = io.NopCloser(bytes.NewReader(body))
-			if in.probes(c) {
+			if in.probes(c, lane) {
 				return
 			}
 		}

@@ -45,6 +45,7 @@ type Intake struct {
 	normal  normal                   // how long live requests take
 	due     atomic.Pointer[dueProbe] // nil if none is
 	replays atomic.Uint64            // begun
+	vain    atomic.Bool              // the latest replay got a 4xx
 	waiting atomic.Int64             // held requests
 
 	refused, full, accepted atomic.Uint64

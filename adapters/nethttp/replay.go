@@ -99,6 +99,7 @@ func (p *replay) result(r *http.Request) error {
 		return ended // the handler gave up, as at its timeout or when the intake ends: that is no answer
 	}
 	err = p.in.o.judge(r, status, true)
+	p.in.vain.Store(status >= 400 && status < 500)
 	e, ok := errors.AsType[*StatusError](err)
 	if !ok || p.in.o.judged {
 		return err

@@ -76,7 +76,7 @@ func (h *handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		lane := in.lane(r)
 		var err error
 		if !in.behind(lane) {
-			if err = in.callClosed(c); c.answered(err) {
+			if err = in.callDeferrable(c); c.answered(err) {
 				return
 			}
 		}
