@@ -40,12 +40,12 @@ func TestCopiedOut(t *testing.T) {
 				}
 			}
 			write(t, filepath.Join(dir, "go.mod"), goMod(t, from, root))
-			build := exec.CommandContext(t.Context(), "go", "build", "-ldflags=-w", "-o", filepath.Join(dir, "program"), ".")
-			build.Dir = dir
-			build.Env = append(os.Environ(), "GOFLAGS=-mod=mod", "GOSUMDB=off", "GOWORK=off")
-			out, err := build.CombinedOutput()
+			vet := exec.CommandContext(t.Context(), "go", "vet", ".") // it compiles, and does not link
+			vet.Dir = dir
+			vet.Env = append(os.Environ(), "GOFLAGS=-mod=mod", "GOSUMDB=off", "GOWORK=off")
+			out, err := vet.CombinedOutput()
 			if err != nil {
-				t.Errorf("go build: %v\n%s", err, out)
+				t.Errorf("go vet: %v\n%s", err, out)
 			}
 		})
 	}

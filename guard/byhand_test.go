@@ -225,7 +225,7 @@ func TestWhatIsBehindLettersByHandIsTriedAtOnce(t *testing.T) {
 // So many messages took over ten seconds when each of them cost a look at all others.
 // Heads that wait for their delay are not in the ready list, those that are up again are.
 func TestByHandIsNotQuadratic(t *testing.T) {
-	const n, limit = 64_000, 3 * time.Second
+	const n, limit = 128_000, 10 * time.Second // a quadratic one takes 45 s
 	for _, order := range []Order{OrderKey, OrderNone} {
 		for _, up := range []bool{false, true} {
 			took := time.Hour

@@ -107,6 +107,7 @@ func TestProberDies(t *testing.T) {
 // etcd is killed and comes back with its data, while a scope is open. Each process
 // goes by itself meanwhile, and is in line again afterwards.
 func TestEtcdIsKilled(t *testing.T) {
+	t.Parallel()
 	b := brokers.StartForTest(t, brokers.Etcd, brokers.Options{})
 	r, ps, ls := tripped(t, b.Addr(), short)
 	if err := b.Kill(t.Context(), 1); err != nil {
@@ -139,6 +140,7 @@ func TestEtcdIsKilled(t *testing.T) {
 // Dependency and etcd recover in the other order: what closed by itself while cut
 // off counts as passed, and nobody stays behind.
 func TestRecoversWhileCutOff(t *testing.T) {
+	t.Parallel()
 	b := brokers.StartForTest(t, brokers.Etcd, brokers.Options{})
 	r, ps, ls := tripped(t, b.Addr(), short)
 	signalEtcd(t, b, syscall.SIGSTOP)
@@ -153,6 +155,7 @@ func TestRecoversWhileCutOff(t *testing.T) {
 
 // etcd stands still again and again, shorter and longer than a lease.
 func TestEtcdStandsStill(t *testing.T) {
+	t.Parallel()
 	b := brokers.StartForTest(t, brokers.Etcd, brokers.Options{})
 	r, ps, ls := tripped(t, b.Addr(), short)
 	for _, d := range []time.Duration{300 * ms, 900 * ms, 2500 * ms, 200 * ms, 4 * sec} {
@@ -416,6 +419,7 @@ func TestStartsWithoutEtcd(t *testing.T) {
 
 // Close returns, whatever is under way, and leaves nothing.
 func TestCloseDuringEverything(t *testing.T) {
+	t.Parallel()
 	b := brokers.StartForTest(t, brokers.Etcd, brokers.Options{})
 	for round := range 12 {
 		r := newRig(t, b.Addr(), long, "a", "b", "c")

@@ -114,6 +114,7 @@ func (p *guarded) count() int {
 // owner's first handler call is a probe, after the rest of the open period, whether
 // that process has run for a while or has only just started.
 func TestGuardTakesOver(t *testing.T) {
+	t.Parallel()
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	r := newRig(t, brokers.ForTest(t, brokers.Etcd), long, "a", "b", "c")
@@ -170,6 +171,7 @@ func TestGuardTakesOver(t *testing.T) {
 // is away it waits for word, and its backoff is at the level that it had written down. It goes
 // on when the dependency is back.
 func TestGuardStartsAgain(t *testing.T) {
+	t.Parallel()
 	for _, away := range []bool{false, true} {
 		t.Run(map[bool]string{false: "etcd is there", true: "etcd is away"}[away], func(t *testing.T) {
 			r := newRig(t, brokers.ForTest(t, brokers.Etcd), long, "a", "b", "c")

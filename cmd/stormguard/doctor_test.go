@@ -224,6 +224,7 @@ func TestDoctorKafka(t *testing.T) {
 }
 
 func TestDoctorRabbitMQ(t *testing.T) {
+	t.Parallel()
 	for _, kind := range []brokers.Kind{brokers.RabbitMQ, brokers.RabbitMQ4} {
 		t.Run(string(kind), func(t *testing.T) { testDoctorRabbitMQ(t, kind) })
 	}

@@ -81,6 +81,7 @@ func fileStore(t *testing.T) store {
 // told, and the log and the journal have those that did. While the register is away all
 // goes on by the newest configuration, and each process says so once.
 func TestFleetOnRegisters(t *testing.T) {
+	t.Parallel()
 	for _, r := range []struct {
 		name string
 		make func(t *testing.T) store

@@ -127,6 +127,7 @@ func tryDemo(t *testing.T, args ...string) {
 }
 
 func TestSecureKafka(t *testing.T) {
+	t.Parallel()
 	if testing.Short() {
 		t.Skip("starts a broker with TLS; run without -short")
 	}
@@ -190,6 +191,7 @@ func TestSecureKafka(t *testing.T) {
 }
 
 func TestSecureRabbitMQ(t *testing.T) {
+	t.Parallel()
 	if testing.Short() {
 		t.Skip("starts a broker with TLS; run without -short")
 	}
@@ -233,6 +235,7 @@ func TestSecureRabbitMQ(t *testing.T) {
 }
 
 func TestSecureNATS(t *testing.T) {
+	t.Parallel()
 	if testing.Short() {
 		t.Skip("starts a server with TLS; run without -short")
 	}

@@ -5,12 +5,16 @@ package chaosrun
 
 import (
 	"context"
+	"flag"
 	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
+	"strconv"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -26,11 +30,40 @@ func kills(n int) int {
 	return n
 }
 
+// The runs wait for processes of their own most of the time, so more of them run at once
+// than there are processors.
+func TestMain(m *testing.M) {
+	flag.Parse()
+	if err := flag.Set("test.parallel", strconv.Itoa(2*runtime.GOMAXPROCS(0))); err != nil {
+		panic(err)
+	}
+	dir, err := os.MkdirTemp("", "chaosrun")
+	if err != nil {
+		panic(err)
+	}
+	exeDir = dir
+	code := m.Run()
+	_ = os.RemoveAll(dir)
+	os.Exit(code)
+}
+
+// exeDir has the program that all runs share, see build.
+var exeDir string
+
+var buildOnce = sync.OnceValues(func() (string, error) {
+	exe := filepath.Join(exeDir, "stormguard")
+	if out, err := exec.Command("go", "build", "-o", exe, "../..").CombinedOutput(); err != nil {
+		return "", fmt.Errorf("go build: %w\n%s", err, out)
+	}
+	return exe, nil
+})
+
+// build is the command's program.
 func build(t *testing.T) string {
 	t.Helper()
-	exe := filepath.Join(t.TempDir(), "stormguard")
-	if out, err := exec.CommandContext(t.Context(), "go", "build", "-o", exe, "../..").CombinedOutput(); err != nil {
-		t.Fatalf("go build: %v\n%s", err, out)
+	exe, err := buildOnce()
+	if err != nil {
+		t.Fatal(err)
 	}
 	return exe
 }

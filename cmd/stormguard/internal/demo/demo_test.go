@@ -69,6 +69,7 @@ func TestHandlersErrors(t *testing.T) {
 
 // With errors that tell nothing, only the bounds for those hold.
 func TestDemoUnknownErrors(t *testing.T) {
+	t.Parallel()
 	if testing.Short() {
 		t.Skip("needs seconds; run without -short")
 	}

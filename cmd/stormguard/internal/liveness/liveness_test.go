@@ -39,7 +39,7 @@ func TestTable(t *testing.T) {
 		t.Fatal(err)
 	}
 	if !full {
-		most := 20
+		most := 8
 		if raceEnabled {
 			most = 4
 		}
