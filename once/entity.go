@@ -105,7 +105,7 @@ func (e *Entities) step(ctx context.Context, entity, to string, effect func(ctx 
 		return false, also(named(err, key), e.undo(ctx, claim, found))
 	}
 	if !happened && found.Doubt {
-		if happened, err = e.r.decide(ctx, StepKey(e.m.name, entity, doing)); err != nil {
+		if happened, err = e.r.decide(ctx, StepKey(e.m.name, entity, doing), claim); err != nil {
 			return false, also(err, e.r.leave(ctx, claim))
 		}
 	}
@@ -116,7 +116,7 @@ func (e *Entities) step(ctx context.Context, entity, to string, effect func(ctx 
 	case doing != to:
 		return true, e.r.release(ctx, claim)
 	}
-	return false, e.r.perform(ctx, key, claim, func(ctx context.Context) ([]byte, []Entry, error) {
+	return false, e.r.perform(ctx, key, claim, found.Doubt && e.r.records(), func(ctx context.Context) ([]byte, []Entry, error) {
 		return reached, []Entry{{Key: mark}}, effect(ctx)
 	})
 }
@@ -157,6 +157,9 @@ func (e *Entities) State(ctx context.Context, entity string) (string, error) {
 // effect happened. A step that is not in doubt is refused.
 func (e *Entities) Settle(ctx context.Context, entity, to string, happened bool) error {
 	if err := checkName("entity", entity, maxEntity); err != nil {
+		return err
+	}
+	if err := e.r.writeUnmarked(ctx); err != nil {
 		return err
 	}
 	claim, found, err := e.r.store.Claim(ctx, e.name(entity), Ask{Over: true, Record: true, Note: to})

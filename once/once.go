@@ -162,7 +162,7 @@ func (r *Runner) Result(ctx context.Context, key string, effect func(ctx context
 		return result(key, found.Value)
 	}
 	if found.Doubt {
-		happened, err := r.decide(ctx, key)
+		happened, err := r.decide(ctx, key, claim)
 		if err != nil {
 			return nil, also(err, r.leave(ctx, claim))
 		}
@@ -171,7 +171,7 @@ func (r *Runner) Result(ctx context.Context, key string, effect func(ctx context
 		}
 	}
 	var value []byte
-	err = r.perform(ctx, key, claim, func(ctx context.Context) ([]byte, []Entry, error) {
+	err = r.perform(ctx, key, claim, found.Doubt && r.records(), func(ctx context.Context) ([]byte, []Entry, error) {
 		out, err := effect(ctx)
 		if err != nil {
 			return nil, nil, err
@@ -240,11 +240,20 @@ func named(err error, key string) error {
 	return fmt.Errorf("once: %.80q: %w", key, err)
 }
 
-// decide says of an effect in doubt whether it has happened.
-func (r *Runner) decide(ctx context.Context, key string) (happened bool, err error) {
+// decide says of an effect in doubt whether it has happened. A lookup that panics or calls
+// Goexit leaves the doubt, and not the claim.
+func (r *Runner) decide(ctx context.Context, key string, claim Claim) (happened bool, err error) {
 	switch {
 	case r.lookup != nil:
-		if happened, err = r.lookup(ctx, key); err != nil {
+		returned := false
+		defer func() {
+			if !returned {
+				_ = r.leave(ctx, claim) // the panic is what the caller hears of
+			}
+		}()
+		happened, err = r.lookup(claim.Context(), key)
+		returned = true
+		if err != nil {
 			return false, fmt.Errorf("%w: %.80q: lookup: %w", ErrInDoubt, key, err)
 		}
 		r.log.LogAttrs(ctx, slog.LevelInfo, "once: effect was in doubt, looked up", slog.String("key", key), slog.Bool("happened", happened))
@@ -259,7 +268,15 @@ func (r *Runner) decide(ctx context.Context, key string) (happened bool, err err
 }
 
 // perform runs an effect and ends its claim, also if the effect panics or calls Goexit.
-func (r *Runner) perform(ctx context.Context, key string, claim Claim, effect func(context.Context) ([]byte, []Entry, error)) error {
+// doubt says that it was in doubt: if it does not begin it stays so.
+func (r *Runner) perform(ctx context.Context, key string, claim Claim, doubt bool, effect func(context.Context) ([]byte, []Entry, error)) error {
+	if claim.Context().Err() != nil { // the claim was lost, or the delivery has ended: the effect does not begin
+		err := context.Cause(claim.Context())
+		if doubt {
+			return also(err, r.leave(ctx, claim))
+		}
+		return also(err, r.release(ctx, claim))
+	}
 	returned := false
 	defer func() {
 		if !returned {
@@ -363,6 +380,9 @@ func (r *Runner) writeUnmarked(ctx context.Context) error {
 // for a process that runs the effect, as Do does.
 func (r *Runner) Settle(ctx context.Context, key string, happened bool) error {
 	if err := CheckKey(key); err != nil {
+		return err
+	}
+	if err := r.writeUnmarked(ctx); err != nil { // the key may be one of these, and its claim ours
 		return err
 	}
 	claim, found, err := r.store.Claim(ctx, string(kindEffect)+key, Ask{Over: true, Record: true})

@@ -8,9 +8,11 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"go.uber.org/goleak"
 	"pgregory.net/rapid"
@@ -282,4 +284,111 @@ func TestCompareFindsWhatIsMissing(t *testing.T) {
 			t.Fatalf("path %v without the mark of step %d: %v", path, lost, d)
 		}
 	})
+}
+
+// A lookup that panics, or ends its goroutine, leaves the doubt and not the claim: the next
+// delivery asks again.
+func TestLookupThatPanics(t *testing.T) {
+	t.Parallel()
+	for name, bad := range map[string]func(){"panic": func() { panic("no answer") }, "Goexit": runtime.Goexit} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			ask := bad
+			r, err := once.New(store(t), once.Config{}, once.WithLookup(func(context.Context, string) (bool, error) {
+				ask()
+				return false, nil
+			}))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := r.Do(t.Context(), "a", func(context.Context) error { return once.ErrInDoubt }); !errors.Is(err, once.ErrInDoubt) {
+				t.Fatal(err)
+			}
+			done := make(chan struct{})
+			go func() {
+				defer close(done)
+				defer func() { _ = recover() }()
+				_ = r.Do(t.Context(), "a", func(context.Context) error { t.Error("it ran"); return nil })
+			}()
+			<-done
+			ask = func() {}
+			ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+			defer cancel()
+			ran := false
+			if err := r.Do(ctx, "a", func(context.Context) error { ran = true; return nil }); err != nil || !ran {
+				t.Errorf("%v, ran %t", err, ran)
+			}
+		})
+	}
+}
+
+// losing is a store whose claims are lost when lose is called.
+type losing struct {
+	once.Store
+	lose func()
+}
+
+type lostClaim struct {
+	once.Claim
+	ctx context.Context
+}
+
+func (c lostClaim) Context() context.Context { return c.ctx }
+
+func (s *losing) Claim(ctx context.Context, key string, ask once.Ask) (once.Claim, once.Found, error) {
+	c, found, err := s.Store.Claim(ctx, key, ask)
+	if c == nil {
+		return c, found, err
+	}
+	ctx, cancel := context.WithCancelCause(c.Context())
+	s.lose = func() { cancel(once.ErrLost) }
+	return lostClaim{c, ctx}, found, err
+}
+
+// A claim that is lost while the lookup is asked runs no effect, and the lookup hears of it.
+func TestLostDuringTheLookup(t *testing.T) {
+	t.Parallel()
+	s := &losing{Store: store(t)}
+	loses := true
+	r, err := once.New(s, once.Config{}, once.WithLookup(func(ctx context.Context, _ string) (bool, error) {
+		if loses {
+			s.lose()
+			<-ctx.Done()
+		}
+		return false, nil
+	}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Do(t.Context(), "a", func(context.Context) error { return once.ErrInDoubt }); !errors.Is(err, once.ErrInDoubt) {
+		t.Fatal(err)
+	}
+	if err := r.Do(t.Context(), "a", func(context.Context) error { t.Error("it ran"); return nil }); !errors.Is(err, once.ErrLost) {
+		t.Errorf("%v, want ErrLost", err)
+	}
+	loses = false
+	ran := false
+	if err := r.Do(t.Context(), "a", func(context.Context) error { ran = true; return nil }); err != nil || !ran {
+		t.Errorf("%v, ran %t", err, ran)
+	}
+}
+
+// Settle writes what could not be written before: it would wait for its own claim.
+func TestSettleAfterUnmarked(t *testing.T) {
+	t.Parallel()
+	why := errors.New("no space")
+	s := &refusing{Store: store(t), why: why}
+	r := runner(t, s)
+	if err := r.Settle(t.Context(), "a", true); !errors.Is(err, once.ErrUnmarked) {
+		t.Fatalf("%v, want ErrUnmarked", err)
+	}
+	s.why = nil
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	defer cancel()
+	if err := r.Settle(ctx, "a", true); err != nil {
+		t.Error(err)
+	}
+	if err := r.Do(ctx, "a", func(context.Context) error { t.Error("it ran"); return nil }); err != nil {
+		t.Error(err)
+	}
 }

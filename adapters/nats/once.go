@@ -4,6 +4,7 @@
 package guardnats
 
 import (
+	"cmp"
 	"context"
 	"encoding/base64"
 	"errors"
@@ -403,7 +404,8 @@ func (c *onceClaim) settle(ctx context.Context, write func(ctx context.Context, 
 		try, cancel := context.WithTimeout(ctx, c.o.cfg.Lease/3)
 		err := c.write(try, write)
 		cancel()
-		passes := errors.Is(err, context.DeadlineExceeded) || errors.Is(err, nats.ErrDisconnected) || errors.Is(err, nats.ErrNoResponders)
+		passes := errors.Is(err, context.DeadlineExceeded) || errors.Is(err, nats.ErrDisconnected) ||
+			errors.Is(err, nats.ErrNoResponders) || errors.Is(err, jetstream.ErrNoStreamResponse) // while it has no leader
 		if err == nil || !passes || c.o.js.Conn().IsClosed() {
 			return err
 		}
@@ -511,10 +513,15 @@ func (o *Once) List(ctx context.Context, kind byte) iter.Seq2[once.Entry, error]
 		defer watch.Stop() //nolint:errcheck // the context ends it as well
 		for {
 			var e jetstream.KeyValueEntry
+			var ok bool
 			select {
-			case e = <-watch.Updates():
+			case e, ok = <-watch.Updates():
 			case <-ctx.Done():
 				yield(once.Entry{}, ctx.Err())
+				return
+			}
+			if !ok {
+				yield(once.Entry{}, fmt.Errorf("nats: once: the list broke off: %w", cmp.Or(ctx.Err(), nats.ErrBadSubscription)))
 				return
 			}
 			if e == nil { // the end of what was there

@@ -237,3 +237,31 @@ func TestOnceOverAShortDisconnect(t *testing.T) {
 		}
 	}
 }
+
+// A list that breaks off is an error, and no shorter list.
+func TestOnceListBreaksOff(t *testing.T) {
+	t.Parallel()
+	b := newBroker(t)
+	o := newOnce(t, b, OnceConfig{Bucket: "once"})
+	r, err := once.New(o, once.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	const keys = 600 // more than the client buffers
+	for i := range keys {
+		if err := r.Do(adaptertest.Context(t), fmt.Sprint("k", i), func(context.Context) error { return nil }); err != nil {
+			t.Fatal(err)
+		}
+	}
+	n := 0
+	for e, err := range o.List(adaptertest.Context(t), 'k') {
+		if err != nil {
+			return
+		}
+		if n++; n == 1 {
+			o.js.Conn().Close()
+		}
+		_ = e
+	}
+	t.Errorf("%d of %d keys, and no error", n, keys)
+}
