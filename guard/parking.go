@@ -46,6 +46,7 @@ type Parker[M any] interface {
 type parent interface {
 	successes() uint64
 	shut() bool
+	waitsToProbe() bool
 }
 
 // OpenParked opens the source that handles again what from has parked, under a name of
@@ -54,7 +55,8 @@ type parent interface {
 // What succeeds in from proves as much about messages that fail here, and earns them
 // credits. Messages that were parked together fail together: that is no evidence against
 // the dependency, so the source has no part in the breaker. It waits for that of from,
-// unless from has no message of its own to probe with.
+// unless from has no message of its own to probe with, and so nothing but them could show
+// that the dependency is back.
 func OpenParked[M, P any](from *Source[M], name string, port Port[P], handler func(context.Context, P) error) (*Source[P], error) {
 	g, cfg := from.g, from.cfg
 	policy := g.cfg.Policy
@@ -64,7 +66,7 @@ func OpenParked[M, P any](from *Source[M], name string, port Port[P], handler fu
 	policy.NoBreaker = true
 	cfg.Name, cfg.Policy = name, &policy
 	return openSource(g, cfg, from.limits, port, func(ctx context.Context, m P) error {
-		if from.probesAlone() {
+		if from.waitsToProbe() {
 			return Backoff(errProbesAlone, g.origin.Add(g.now()+parkedAgain))
 		}
 		return handler(ctx, m)
@@ -82,11 +84,9 @@ var (
 // shut tells whether the source's breaker is not closed.
 func (s *Source[M]) shut() bool { return s.c.gate != nil && !s.c.gate.Closed() }
 
-// probesAlone tells whether parked messages wait for the source's breaker. They do while
-// it is not closed and the source has messages of its own to probe with, or while it is
-// open by force or by the fleet. Otherwise nothing but them could show that the
-// dependency is back.
-func (s *Source[M]) probesAlone() bool {
+// waitsToProbe tells whether the source's breaker is not closed, and a probe may come: the
+// source has a message to call, or no probe is allowed.
+func (s *Source[M]) waitsToProbe() bool {
 	if !s.shut() {
 		return false
 	}
@@ -94,8 +94,14 @@ func (s *Source[M]) probesAlone() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	b := s.c.gate.Breaker.Snapshot(now)
-	a := s.accountLocked(now)
-	return b.Forced || b.Barred || b.Held || a.Unsettled()-a.Settling > 0 // what is settling is called no more
+	return b.Forced || b.Barred || b.Held || s.c.callable()
+}
+
+// callable tells whether there is a message that a handler has, or may get before a letter is
+// written or a credit comes.
+func (c *machine[M]) callable() bool {
+	return c.count[processing]+c.ready.len()+c.again.len()+c.parked[ReasonNone]+c.parked[ReasonStorm] > 0 ||
+		c.order() == OrderNone && c.queued > 0
 }
 
 // park parks the message of a letter. parked is false if it is to be dead-lettered.
@@ -105,9 +111,9 @@ func (l letter[M]) park(ctx context.Context, r *dlq.Record) (parked bool, err er
 	switch {
 	case s.parker == nil || r.Permanent || !s.parker.Parks(l.it.m):
 		return false, nil
-	case r.Reason == dlq.ReasonAttempts && of.shut():
-		return true, errShut
-	case r.Reason == dlq.ReasonAttempts:
+	case r.Reason == dlq.ReasonAttempts && of.waitsToProbe():
+		return true, errShut // it may fail for what the breaker is open for
+	case r.Reason == dlq.ReasonAttempts: // with nothing else to probe with, the message behind it must come
 	case r.Reason != dlq.ReasonPoisonHead && r.Reason != dlq.ReasonGuess || of.shut():
 		return false, nil
 	}

@@ -6,6 +6,7 @@ package guard
 import (
 	"context"
 	"errors"
+	"strconv"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -271,6 +272,39 @@ func TestParkersWriteBesideEachOther(t *testing.T) {
 		}
 		if n := len(g.boxes); n != 2 {
 			t.Errorf("%d boxes", n)
+		}
+		closeAll(t, g)
+	})
+}
+
+// A message whose error blames it uses its attempts up in the probes of an open breaker. Where
+// nothing but the message behind it could probe next, it is parked all the same.
+func TestTheLastProbeIsParked(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g := Must(New(Config{Policy: Policy{Order: OrderKey}}))
+		port, letters := &parkPort{}, &testWriter{}
+		s := Must(Open(g, SourceConfig{Name: "s", DeadLetters: letters}, Limits{}, Port[int](port), func(_ context.Context, m int) error {
+			if m == 0 {
+				return &strconv.NumError{Func: "ParseInt", Num: "x", Err: strconv.ErrSyntax}
+			}
+			return nil
+		}))
+		s.c.gate.Trip(g.now(), CauseOutage)
+		in, done := make(chan int, 2), make(chan error, 1)
+		in <- 0 // of one key, since the port has no keys
+		in <- 1
+		go func() { done <- s.Run(t.Context(), in) }()
+		elapse(10 * time.Minute)
+		port.mu.Lock()
+		parked := port.parked
+		port.mu.Unlock()
+		if a := s.Account(); parked != 1 || a.Acked != 2 || a.Unsettled() != 0 || s.State().Tally.Parked != 1 {
+			t.Errorf("%d parked, %+v, %+v", parked, a, s.State().Holds)
+		}
+		close(in)
+		s.End(t.Context(), ReasonShutdown)
+		if err := <-done; err != nil && !errors.Is(err, ErrClosed) {
+			t.Error(err)
 		}
 		closeAll(t, g)
 	})
