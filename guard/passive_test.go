@@ -395,3 +395,31 @@ func TestPassiveUpdate(t *testing.T) {
 		}
 	})
 }
+
+// A program that has several messages in hand may keep them for its batch: that is no slow
+// call, and opens no breaker.
+func TestPassiveBatchIsNotSlow(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := Must(New(Config{}))
+		s := Must(Open[int](g, SourceConfig{Name: "s", DeadLetters: &testWriter{}, Policy: &Policy{Workers: 10, Order: OrderNone}}, Limits{}, &testPort{}, nil))
+		var have []Item[int]
+		for m := range 6 {
+			_ = s.Offer(m)
+			have = append(have, <-s.Ready())
+		}
+		time.Sleep(2 * time.Minute)
+		if st := s.State(); st.Breaker.State != breaker.Closed {
+			t.Errorf("%+v", st.Breaker)
+		}
+		for _, it := range have {
+			s.Done(it.Token, nil)
+		}
+		_ = s.Offer(6)
+		s.Done((<-s.Ready()).Token, nil)
+		time.Sleep(time.Second)
+		if a := s.Account(); a.Acked != 7 {
+			t.Errorf("%+v", a)
+		}
+		closeAll(t, g)
+	})
+}

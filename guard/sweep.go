@@ -25,8 +25,10 @@ func (c *machine[M]) sweep(now time.Duration, late []*callContext) ([]*callConte
 			late = append(late, it.ctx)
 		}
 		// A probe with a timeout is not reported: it ends by itself, and then goes on
-		// with another message.
-		if c.gate != nil && !it.slow && !it.offered && ran >= c.slowAfter && !(it.probe && it.ctx != nil && c.policy.Timeout > 0) {
+		// with another message. A program that has several in hand may keep them for its
+		// batch: that is no call.
+		collects := c.offers && c.policy.Workers > 1
+		if c.gate != nil && !it.slow && !it.offered && !collects && ran >= c.slowAfter && !(it.probe && it.ctx != nil && c.policy.Timeout > 0) {
 			it.slow = true
 			c.gate.Slow(now, it.token, it.tries == 0)
 		}

@@ -103,7 +103,8 @@ func WithSkipToNewest() Option { return func(o *options) { o.newest = true } }
 // messages and marks only the last: as many may be out as the window has, up to 1024,
 // unless Policy.Workers says how many. A mark then settles every message that was
 // handed out before it, too, a retry among them whatever its offset. Batches must
-// be marked in the order in which they were handed out. Without it a mark settles
+// be marked in the order in which they were handed out, and within Policy.Timeout: a
+// timer of the loop marks a batch that does not fill. Without it a mark settles
 // its message alone, so that workers which mark out of order lose nothing.
 func WithBatchMarks() Option { return func(o *options) { o.batchMarks = true } }
 

@@ -102,7 +102,11 @@ func (c *copies) take(m jetstream.Msg) bool {
 			k = new(known)
 			c.beside[d.seq] = k
 		}
-	case k.time != d.time || k.state == acked && d.first:
+	case k.state == acked && d.first && k.time == d.time: // the consumer counts anew
+		c.forgetLocked()
+		c.top = d.number
+		c.unsetLocked(d.seq)
+	case k.time != d.time:
 		c.unsetLocked(d.seq)
 	case k.state == acked:
 		c.mu.Unlock()

@@ -261,3 +261,25 @@ func TestAckSubjects(t *testing.T) {
 		}
 	}
 }
+
+// With slack, as without an order, a first delivery of what was acked tells that the consumer
+// counts anew: what comes again after it is a replay, too.
+func TestCopiesOfAReplayWithSlack(t *testing.T) {
+	at := func(deliveries, seq, number int) *message {
+		return &message{reply: fmt.Sprintf("$JS.ACK.S.C.%d.%d.%d.100.0", deliveries, seq, number)}
+	}
+	c := newCopies(1000)
+	c.slack = 1000
+	for seq := 1; seq <= 500; seq++ {
+		c.take(at(1, seq, seq))
+		c.settled(at(1, seq, seq), true)
+	}
+	for seq := 1; seq <= 10; seq++ {
+		if !c.take(at(1, seq, seq)) {
+			t.Errorf("the replay of %d is not handled", seq)
+		}
+	}
+	if again := at(2, 50, 11); !c.take(again) || again.acks != 0 {
+		t.Error("nor one that was lost on its way before")
+	}
+}

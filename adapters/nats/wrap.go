@@ -357,12 +357,13 @@ func (w *wrapped) Consume(handler jetstream.MessageHandler, opts ...jetstream.Pu
 		return nil, jetstream.ErrHandlerRequired
 	}
 	ctx, stop := context.WithCancel(context.Background())
-	c := &wrappedConsume{stop: stop, closed: make(chan struct{})}
+	offering, unoffer := context.WithCancel(ctx)
+	c := &wrappedConsume{stop: stop, unoffer: unoffer, closed: make(chan struct{})}
 	read := w.reads()
 	var inner jetstream.ConsumeContext
 	opened := make(chan struct{})
 	inner, err := w.Consumer.Consume(func(m jetstream.Msg) {
-		if w.offer(ctx, m) != nil {
+		if w.offer(offering, m) != nil {
 			<-opened
 			inner.Stop() // here, for the program's handler may not return for long
 		}
@@ -420,8 +421,15 @@ func (w *wrapped) pump(stop, closed <-chan struct{}, f func(jetstream.Msg)) {
 // wrappedConsume is the context of a wrapped Consume.
 type wrappedConsume struct {
 	jetstream.ConsumeContext
-	stop   context.CancelFunc
-	closed chan struct{}
+	stop    context.CancelFunc
+	unoffer context.CancelFunc // nothing waits for room any more
+	closed  chan struct{}
+}
+
+// Drain gives back what the window has no room for: it may be full until an outage ends.
+func (c *wrappedConsume) Drain() {
+	c.unoffer()
+	c.ConsumeContext.Drain()
 }
 
 func (c *wrappedConsume) Stop() {
@@ -438,7 +446,8 @@ func (w *wrapped) Messages(opts ...jetstream.PullMessagesOpt) (jetstream.Message
 		return nil, err
 	}
 	ctx, stop := context.WithCancel(context.Background())
-	return &iterator{w: w, inner: inner, ctx: ctx, stop: stop, read: w.reads()}, nil
+	offering, unoffer := context.WithCancel(ctx)
+	return &iterator{w: w, inner: inner, ctx: ctx, stop: stop, offering: offering, unoffer: unoffer, read: w.reads()}, nil
 }
 
 // iterator is a wrapped MessagesContext. One goroutine at most asks the client
@@ -450,6 +459,9 @@ type iterator struct {
 	ctx   context.Context //nolint:containedctx // until Stop
 	stop  context.CancelFunc
 	read  func()
+
+	offering context.Context    //nolint:containedctx // until Stop or Drain
+	unoffer  context.CancelFunc // nothing waits for room any more
 
 	next   sync.Mutex // held through Next
 	asking chan error // its answer; nil if nobody asks
@@ -485,7 +497,7 @@ func (it *iterator) Next(opts ...jetstream.NextOpt) (jetstream.Msg, error) {
 			go func() {
 				m, err := it.inner.Next()
 				if err == nil {
-					if err = it.w.offer(it.ctx, m); err != nil {
+					if err = it.w.offer(it.offering, m); err != nil {
 						it.inner.Stop()
 					}
 				}
@@ -555,4 +567,7 @@ func (it *iterator) Stop() {
 	it.read()
 }
 
-func (it *iterator) Drain() { it.inner.Drain() }
+func (it *iterator) Drain() {
+	it.unoffer()
+	it.inner.Drain()
+}

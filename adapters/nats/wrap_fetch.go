@@ -277,6 +277,7 @@ type fetching struct {
 	ended   bool            // nothing more is handed out
 	over    bool            // nothing more is pulled
 	given   int             // messages
+	last    time.Time       // when the latest was handed out
 	size    int             // and their bytes
 	idle    int             // looks at which nothing was about to be handed out
 }
@@ -349,6 +350,7 @@ func (f *fetching) handOut(ctx context.Context) {
 			}
 			f.idle = 0
 			f.given++
+			f.last = time.Now()
 			f.size += f.w.port.Size(it.Msg)
 			f.batch.out <- f.w.hand(it)
 		case <-deadline.C:
@@ -396,7 +398,7 @@ func (f *fetching) look() {
 	inTurn := f.turn != nil && !f.over && (f.given == 0 || acc.Waiting == 0)
 	switch {
 	case (f.pulling != nil || inTurn) && !f.w.port.full():
-	case !f.over && (f.given == 0 || acc.Held > 0):
+	case !f.over && (f.given == 0 || acc.Held > 0 && time.Since(f.last) < f.w.lease/3): // a batch must be in time for its leases
 		if f.given == 0 && acc.Held == 0 && acc.Waiting == 0 && f.pulling == nil {
 			f.turn = f.w.pulls.turn
 		}

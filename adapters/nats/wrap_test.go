@@ -491,3 +491,51 @@ func TestCloseGivesBackWhatIsHeld(t *testing.T) {
 		t.Errorf("%d of %d come again", came, n)
 	}
 }
+
+// Drain ends in a hold whose window is full: what has no room goes back.
+func TestWrappedDrainInAHold(t *testing.T) {
+	t.Parallel()
+	for name, way := range map[string]func(t *testing.T, w *wrapped) (drain func(), closed <-chan struct{}){
+		"consume": func(t *testing.T, w *wrapped) (func(), <-chan struct{}) {
+			cc, err := w.Consume(func(jetstream.Msg) {})
+			if err != nil {
+				t.Fatal(err)
+			}
+			return cc.Drain, cc.Closed()
+		},
+		"messages": func(t *testing.T, w *wrapped) (func(), <-chan struct{}) {
+			it, err := w.Messages()
+			if err != nil {
+				t.Fatal(err)
+			}
+			closed := make(chan struct{})
+			go func() {
+				defer close(closed)
+				for {
+					if _, err := it.Next(); err != nil {
+						return
+					}
+				}
+			}()
+			return it.Drain, closed
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t, jetstream.ConsumerConfig{MaxAckPending: 100})
+			w := wrap(t, adaptertest.Guard(t, guard.Config{}), r.consumer, WithWindow(4))
+			if err := w.src.ForceOpen(0); err != nil {
+				t.Fatal(err)
+			}
+			r.publish(t, subject, 0, 10)
+			drain, closed := way(t, w)
+			adaptertest.Eventually(t, "the window is full, and one waits", w.port.full)
+			drain()
+			select {
+			case <-closed:
+			case <-time.After(20 * time.Second):
+				t.Fatalf("it does not end: %+v", w.src.Account())
+			}
+		})
+	}
+}
