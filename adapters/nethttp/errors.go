@@ -40,6 +40,16 @@ type StatusError struct {
 	Text string
 }
 
+// rejects tells whether a replay's answer is about the request, and so no outcome of the
+// dependency.
+func (e *StatusError) rejects() bool {
+	switch e.Status {
+	case http.StatusRequestTimeout, http.StatusTooEarly, http.StatusTooManyRequests:
+		return false
+	}
+	return e.Status >= 400 && e.Status < 500
+}
+
 func (e *StatusError) Error() string {
 	text := fmt.Sprintf("nethttp: the handler answered %d %s", e.Status, http.StatusText(e.Status))
 	if e.Text != "" {

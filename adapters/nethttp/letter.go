@@ -13,6 +13,7 @@ import (
 	"net/url"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/dlq"
@@ -137,7 +138,7 @@ func (in *Intake) surrender(ctx context.Context, hs []*held) (written int, left 
 		}
 		err := errDeaf
 		if !deaf {
-			err = in.write(ctx, r)
+			err = in.write(ctx, h, r)
 			deaf = errors.Is(err, errDeaf)
 			if deaf { // it may write the letter yet
 				left = append(left, Left{r, err})
@@ -164,19 +165,30 @@ var errDeaf = errors.New("nethttp: the dead-letter writer does not heed its cont
 const deafAfter = 250 * time.Millisecond
 
 // write calls the dead-letter writer on a goroutine of its own, which ends with the call: a
-// writer may panic, or be deaf to its context.
-func (in *Intake) write(ctx context.Context, r *dlq.Record) error {
-	done := make(chan error, 1)
+// writer may panic, or be deaf to its context. What that one says later counts, too.
+func (in *Intake) write(ctx context.Context, h *held, r *dlq.Record) error {
+	mine := *r // the caller's is its own when the writer is left behind
+	mine.Headers = slices.Clone(r.Headers)
+	done, over := make(chan error, 1), new(atomic.Bool) // answered, or left behind
 	go func() {
 		err := errors.New("nethttp: the dead-letter writer called Goexit")
 		defer func() {
 			if v := recover(); v != nil {
 				err = fmt.Errorf("nethttp: the dead-letter writer panicked: %v", v)
 			}
-			done <- err
+			switch {
+			case over.CompareAndSwap(false, true):
+				done <- err
+			case err == nil:
+				in.forget(h)
+			default:
+				in.mu.Lock()
+				h.given = false
+				in.mu.Unlock()
+			}
 		}()
-		if err = in.o.letters.Write(ctx, r); err != nil && dlq.TrimFor(r, err) {
-			err = in.o.letters.Write(ctx, r)
+		if err = in.o.letters.Write(ctx, &mine); err != nil && ctx.Err() == nil && dlq.TrimFor(&mine, err) {
+			err = in.o.letters.Write(ctx, &mine)
 		}
 	}()
 	select {
@@ -190,7 +202,10 @@ func (in *Intake) write(ctx context.Context, r *dlq.Record) error {
 	case err := <-done:
 		return err
 	case <-late.C:
-		return errDeaf
+		if over.CompareAndSwap(false, true) {
+			return errDeaf
+		}
+		return <-done
 	}
 }
 

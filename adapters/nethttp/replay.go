@@ -10,6 +10,7 @@ import (
 	"io"
 	"net/http"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/guard"
@@ -25,6 +26,19 @@ type replay struct {
 	kept    context.Context //nolint:containedctx // values that were carried over
 	info    Held
 	answers sink
+	looked  atomic.Bool // the handler, or what it called, has asked whether the context has ended
+}
+
+// Done is the guard's context's.
+func (p *replay) Done() <-chan struct{} {
+	p.looked.Store(true)
+	return p.Context.Done()
+}
+
+// Err is the guard's context's.
+func (p *replay) Err() error {
+	p.looked.Store(true)
+	return p.Context.Err()
 }
 
 type replayKey struct{}
@@ -81,7 +95,10 @@ func (in *Intake) replay(ctx context.Context, h *held) error {
 		r.Body = io.NopCloser(bytes.NewReader(h.body))
 	}
 	h.next.ServeHTTP(p.rec.writer(), r)
-	return p.result(r)
+	err := p.result(r)
+	e, ok := errors.AsType[*StatusError](err)
+	in.vain.Store(ok && e.rejects())
+	return err
 }
 
 // result is what a replay came to.
@@ -95,11 +112,10 @@ func (p *replay) result(r *http.Request) error {
 		return guard.Backoff(errRefused, now.Add(refused.Until))
 	}
 	status := p.status()
-	if ended := p.Context.Err(); ended != nil && (p.rec.silent() || status >= 400 && status < 500) {
+	if ended := p.Context.Err(); ended != nil && p.looked.Load() && (p.rec.silent() || status >= 400 && status < 500) {
 		return ended // the handler gave up, as at its timeout or when the intake ends: that is no answer
 	}
 	err = p.in.o.judge(r, status, true)
-	p.in.vain.Store(status >= 400 && status < 500)
 	e, ok := errors.AsType[*StatusError](err)
 	if !ok || p.in.o.judged {
 		return err

@@ -142,10 +142,11 @@ func TestReplayOutcomes(t *testing.T) {
 			w.Header().Set("Retry-After", time.Now().Add(time.Minute).UTC().Format(http.TimeFormat))
 			w.WriteHeader(429)
 		}, 3, "", 119 * time.Second},
-		"silent at its timeout": {func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }, 3, "", time.Minute},
-		"499 at its timeout":    {func(w http.ResponseWriter, r *http.Request) { <-r.Context().Done(); w.WriteHeader(499) }, 3, "", time.Minute},
-		"panic":                 {func(http.ResponseWriter, *http.Request) { panic("boom") }, 3, "", 0},
-		"abort":                 {func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }, 3, "", 0},
+		"silent at its timeout":   {func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }, 3, "", time.Minute},
+		"silent, and never looks": {func(http.ResponseWriter, *http.Request) { time.Sleep(31 * time.Second) }, 1, "", 31 * time.Second},
+		"499 at its timeout":      {func(w http.ResponseWriter, r *http.Request) { <-r.Context().Done(); w.WriteHeader(499) }, 3, "", time.Minute},
+		"panic":                   {func(http.ResponseWriter, *http.Request) { panic("boom") }, 3, "", 0},
+		"abort":                   {func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }, 3, "", 0},
 	} {
 		bubble(t, name, func(t *testing.T) {
 			r := newRig(t, quick, Config{})
