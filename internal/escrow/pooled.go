@@ -114,6 +114,7 @@ const (
 	fairSlack   = 0.98                  // of its part a process keeps to, while less than half of the bucket is there
 	fairBurst   = 20 * time.Millisecond // of a part may be used at once
 	rateOver    = 100 * time.Millisecond
+	fenceAsk    = 20 * time.Millisecond
 )
 
 // newPooled is the pooled limits of an incarnation that begins now. cfg was validated.
@@ -209,7 +210,7 @@ func (l *pooledHandle) rowLocked() *pooledRow {
 func (p *pooled) forgetLocked() {
 	for key, r := range p.rows {
 		p.refillLocked(r)
-		if r.waiting == 0 && r.level >= float64(r.burst) && p.now-max(r.usedAt, r.deniedAt) > pooledIdle {
+		if r.waiting == 0 && r.level >= float64(r.burst-r.credit) && p.now-max(r.usedAt, r.deniedAt) > pooledIdle {
 			p.changes.Remove(&r.change)
 			r.dead = true
 			delete(p.rows, key)
@@ -312,23 +313,23 @@ func (p *pooled) takeLocked(r *pooledRow, amount int64) bool {
 		p.denyLocked(r)
 		return false
 	}
-	if r.credit >= amount {
-		r.credit -= amount
-		r.out += amount
-		r.usedAt = p.now
-		return true
-	}
-	if r.level < float64(amount) || r.bounded() && r.fairLeft <= 0 {
+	again := min(r.credit, amount) // peers know of it already
+	fresh := amount - again
+	if fresh > 0 && (r.level < float64(fresh) || r.bounded() && r.fairLeft <= 0) {
 		p.denyLocked(r)
 		return false
 	}
-	r.level -= float64(amount)
-	if r.bounded() {
-		r.fairLeft -= float64(amount)
-	}
-	r.used += amount
+	r.credit -= again
 	r.out += amount
 	r.usedAt = p.now
+	if fresh == 0 {
+		return true
+	}
+	r.level -= float64(fresh)
+	if r.bounded() {
+		r.fairLeft -= float64(fresh)
+	}
+	r.used += fresh
 	p.changes.Touch(&r.change)
 	return true
 }
@@ -344,7 +345,10 @@ func (p *pooled) denyLocked(r *pooledRow) {
 // untilLocked is how long it takes until so many are there, if nobody else uses
 // any.
 func (p *pooled) untilLocked(r *pooledRow, amount int64) time.Duration {
-	missing := float64(amount) - r.level
+	if p.now >= p.fence { // nothing tells when that ends
+		return fenceAsk
+	}
+	missing := float64(amount-min(r.credit, amount)) - r.level
 	wait := time.Duration(max(missing, 0) / max(r.rate*p.present, 1) * 1e9)
 	if r.bounded() && r.fairLeft <= 0 {
 		wait = max(wait, time.Duration((micro-r.fairLeft)/r.fair*1e9))

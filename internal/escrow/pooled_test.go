@@ -781,3 +781,37 @@ func TestPooledByName(t *testing.T) {
 		t.Error("closed, and it admits")
 	}
 }
+
+// What was given back and what is there are one amount: a request may take all of it, and a
+// waiter for the whole burst is served.
+func TestPooledRefundAndTheRest(t *testing.T) {
+	now := sec
+	p, err := testPool(crdt.Replica{Name: "a"}, Config{Limit: Limit{Rate: 10, Burst: 100}, MaxKeys: 1}, func() time.Duration { return now })
+	if err != nil {
+		t.Fatal(err)
+	}
+	a, b := p.Key("a"), p.Key("b")
+	if !a.AllowN(100) {
+		t.Fatal("a full bucket is denied")
+	}
+	a.Refund(3)
+	now += 100 * sec
+	if _, left, _ := a.Level(); left != 100 {
+		t.Errorf("%d left", left)
+	}
+	if !a.AllowN(100) || a.Allow() {
+		t.Error("not all that is left, or more")
+	}
+	if u := p.rows["a"].used; u != 197*micro {
+		t.Errorf("%d used", u/micro)
+	}
+	a.Refund(1) // and its client does not come back
+	now += pooledIdle + 20*sec
+	if !b.Allow() {
+		t.Error("an idle key with a refund makes no room")
+	}
+	p.mint(now)
+	if wait := b.Admit(); wait < 10*time.Millisecond {
+		t.Errorf("asks again after %v while nothing may be admitted", wait)
+	}
+}

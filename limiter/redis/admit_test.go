@@ -230,3 +230,61 @@ func TestAdmitPaces(t *testing.T) {
 		t.Errorf("%v in %.3f s, want up to %v", got, took, bound)
 	}
 }
+
+// A fetch that failed long ago opens nothing: Redis has answered others since.
+func TestAdmitAfterAnOldFailure(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newScripted()
+		s := at(t, c, Config{Limit: limiter.Limit{Rate: 100, Burst: 100}, Batch: 10, Timeout: time.Second, Silence: FailOpen})
+		a, b := s.Key("a"), s.Key("b")
+		a.Admit(0)
+		<-c.asked
+		time.Sleep(2 * time.Second) // past the timeout
+		synctest.Wait()
+		time.Sleep(time.Hour)
+		answered := make(chan bool)
+		go func() { answered <- b.Allow() }()
+		<-c.asked
+		c.answer <- took(1, 0)
+		if !<-answered {
+			t.Fatal("denied")
+		}
+		if wait := a.Admit(0); wait == 0 {
+			t.Error("admitted by a failure of an hour ago")
+		}
+		<-c.asked
+		c.answer <- took(10, 0)
+		synctest.Wait()
+		if a.Admit(0) != 0 {
+			t.Error("not ahead")
+		}
+	})
+}
+
+// What Admit wants ahead leaves its turn to those who Wait.
+func TestAdmitYieldsToWaiters(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newScripted()
+		s := at(t, c, Config{Limit: limiter.Limit{Rate: 10, Burst: 100}, Batch: 10, Timeout: time.Second})
+		h := s.Key("k")
+		served := make(chan error, 1)
+		go func() { served <- h.WaitN(t.Context(), 20) }()
+		args := <-c.asked
+		for range 100 {
+			h.Admit(0)
+		}
+		c.answer <- took(0, 500*ms)
+		synctest.Wait()
+		for range 100 {
+			h.Admit(0)
+		}
+		if len(c.asked) > 0 {
+			t.Errorf("asked for %v beside a waiter's %v", <-c.asked, args)
+		}
+		<-c.asked
+		c.answer <- took(20, 0)
+		if err := <-served; err != nil {
+			t.Error(err)
+		}
+	})
+}

@@ -161,7 +161,7 @@ func (h *Handle) Admit(time.Duration) time.Duration {
 	if h.ahead > 0 && now.Sub(h.taken) > fresh {
 		h.ahead = 0
 	}
-	if h.ahead <= h.batch/2 && !h.fetches && h.valid && !now.Before(h.again) {
+	if h.ahead <= h.batch/2 && !h.fetches && h.valid && !now.Before(h.again) && h.waiting.Load() == 0 { // who waits goes first
 		h.want = true
 		h.send()
 	}
@@ -170,7 +170,7 @@ func (h *Handle) Admit(time.Duration) time.Duration {
 		h.ahead--
 		h.spent++
 		return 0
-	case (h.failing || h.store.silent.Load()) && h.store.cfg.Silence == FailOpen && h.valid && !h.store.isClosed():
+	case (h.failing && now.Sub(h.again) <= h.store.cfg.Timeout || h.store.silent.Load()) && h.store.cfg.Silence == FailOpen && h.valid && !h.store.isClosed():
 		h.opened = now
 		return 0
 	case !h.valid || h.store.isClosed():
