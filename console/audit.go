@@ -37,7 +37,7 @@ type audit struct {
 func (a *audit) order(e Entry) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	e.Results = e.Results[:min(len(e.Results), mostResults)]
+	e.Results = slices.Clone(e.Results[:min(len(e.Results), mostResults)]) // and no more of a long one
 	a.orders = push(a.orders, e, mostEntries)
 }
 

@@ -185,7 +185,7 @@ func (f *follower) forgetLocked(inForce []operator.Carried) {
 func (f *follower) look() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	orders, bad := f.inForceLocked()
+	orders, bad, none := f.inForceLocked()
 	answers := make(map[string]*Answer)
 	for id, err := range bad {
 		answers[id] = &Answer{Error: err.Error()}
@@ -236,7 +236,7 @@ func (f *follower) look() {
 			f.c.log.Warn("console: an order's answer does not reach the fleet", "order", id, "error", err)
 		}
 	}
-	if len(orders)+len(bad) == 0 {
+	if none {
 		clear(f.answered)
 		f.given.Clear()
 	}
@@ -258,8 +258,8 @@ func (f *follower) name() string {
 }
 
 // inForceLocked are the orders for this process, in their sequence, and what is wrong with those
-// that it cannot read.
-func (f *follower) inForceLocked() (orders []standing, bad map[string]error) {
+// that it cannot read. none says that none is in force for anybody.
+func (f *follower) inForceLocked() (orders []standing, bad map[string]error, none bool) {
 	bad = make(map[string]error)
 	all := f.carrier.InForce()
 	f.forgetLocked(all)
@@ -275,7 +275,7 @@ func (f *follower) inForceLocked() (orders []standing, bad map[string]error) {
 			orders = append(orders, standing{o.Order, c.ID, c.Until.Add(-time.Duration(o.Over))})
 		}
 	}
-	return orders, bad
+	return orders, bad, len(all) == 0
 }
 
 func (f *follower) here(in string) bool {
@@ -371,12 +371,14 @@ func (f *follower) until(o Order) (last time.Time, over time.Duration) {
 func (f *follower) give(ctx context.Context, o Order, who string) (Outcome, error) {
 	out := Outcome{Process: f.c.process, Results: []Result{}}
 	waits := make(map[string]bool) // the processes, and whether they are heard
+	known := false
 	for _, m := range f.carrier.Members() {
-		if within(o.In, m.Zone) {
+		in := within(o.In, m.Zone)
+		if known = known || in; in || m.Zone == "" && !m.Heard { // that one may be in the zone
 			waits[m.Name] = m.Heard
 		}
 	}
-	if len(waits) == 0 {
+	if !known {
 		return out, fmt.Errorf("%w: in: no process of the fleet is in %q", ErrNoSource, o.In)
 	}
 	if o.DryRun {

@@ -26,6 +26,7 @@ type carrier struct {
 	answers  map[string]map[string]string
 	watchers []func()
 	others   []operator.Member
+	told     int // how often it was answered
 }
 
 func (*carrier) Place() (name, zone string) { return "billing-1", "z1" }
@@ -51,6 +52,7 @@ func (c *carrier) put(orders ...operator.Carried) {
 func (c *carrier) Answer(id, text string) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.told++
 	if c.answers == nil {
 		c.answers = make(map[string]map[string]string)
 	}
@@ -238,8 +240,27 @@ func TestSilentProcesses(t *testing.T) {
 		took(5*time.Second, "away")
 		o.In = "zone:z1"
 		took(0)
+		c.others = append(c.others, operator.Member{Name: "new"}) // nobody has heard its zone
+		took(0, "new")
 		if status := r.ask(http.MethodPost, "/order", `{"action":"pause","sources":["*"],"in":"zone:z9"}`, nil); status != http.StatusNotFound {
 			t.Error("a zone without processes:", status)
+		}
+	})
+}
+
+// An order that a process cannot read, as one of a later version, is answered once.
+func TestUnreadableOrderIsAnsweredOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := new(carrier)
+		r := newRig(t, console.Config{Fleet: c}, "orders")
+		defer r.close()
+		defer r.c.Close()
+		c.put(operator.Carried{ID: "1", Order: `{"action":"pause","sources":["*"],"in":"fleet","later":true}`, Until: time.Now().Add(time.Hour)})
+		time.Sleep(10 * time.Second)
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		if c.told != 1 {
+			t.Errorf("answered %d times: %v", c.told, c.answers)
 		}
 	})
 }

@@ -20,7 +20,9 @@ import (
 // console's end ends it.
 func TestWatch(t *testing.T) {
 	r := newRig(t, console.Config{}, "orders/0", "orders/1")
-	server := httptest.NewServer(r.c)
+	server := httptest.NewUnstartedServer(r.c)
+	server.Config.ReadTimeout = time.Second // which the stream outlives
+	server.Start()
 	defer server.Close()
 	q, err := http.NewRequestWithContext(t.Context(), http.MethodGet, server.URL+"/watch", nil)
 	if err != nil {
