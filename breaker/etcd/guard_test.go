@@ -174,6 +174,7 @@ func TestGuardStartsAgain(t *testing.T) {
 	t.Parallel()
 	for _, away := range []bool{false, true} {
 		t.Run(map[bool]string{false: "etcd is there", true: "etcd is away"}[away], func(t *testing.T) {
+			t.Parallel()
 			r := newRig(t, brokers.ForTest(t, brokers.Etcd), long, "a", "b", "c")
 			r.down.Store(true)
 			broker, state := guardtest.NewBroker(), filepath.Join(t.TempDir(), "state")

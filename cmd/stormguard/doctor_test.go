@@ -223,7 +223,7 @@ func TestDoctorKafka(t *testing.T) {
 	}
 }
 
-func TestDoctorRabbitMQ(t *testing.T) {
+func TestDoctorRabbitMQ(t *testing.T) { //nolint:tparallel // one broker after another
 	t.Parallel()
 	for _, kind := range []brokers.Kind{brokers.RabbitMQ, brokers.RabbitMQ4} {
 		t.Run(string(kind), func(t *testing.T) { testDoctorRabbitMQ(t, kind) })

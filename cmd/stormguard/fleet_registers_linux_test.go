@@ -80,7 +80,7 @@ func fileStore(t *testing.T) store {
 // middle of changes, and is back. Each change happened or did not, as the operator was
 // told, and the log and the journal have those that did. While the register is away all
 // goes on by the newest configuration, and each process says so once.
-func TestFleetOnRegisters(t *testing.T) {
+func TestFleetOnRegisters(t *testing.T) { //nolint:tparallel // nine processes at a time
 	t.Parallel()
 	for _, r := range []struct {
 		name string

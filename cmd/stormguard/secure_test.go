@@ -126,7 +126,7 @@ func tryDemo(t *testing.T, args ...string) {
 	}
 }
 
-func TestSecureKafka(t *testing.T) {
+func TestSecureKafka(t *testing.T) { //nolint:tparallel // they share a broker
 	t.Parallel()
 	if testing.Short() {
 		t.Skip("starts a broker with TLS; run without -short")
@@ -190,7 +190,7 @@ func TestSecureKafka(t *testing.T) {
 	tryDemo(t, with(bob, []string{"scram-sha-512", "--ca", s.ca, "--broker", "kafka", "--url", both})...)
 }
 
-func TestSecureRabbitMQ(t *testing.T) {
+func TestSecureRabbitMQ(t *testing.T) { //nolint:tparallel // they share a broker
 	t.Parallel()
 	if testing.Short() {
 		t.Skip("starts a broker with TLS; run without -short")
@@ -234,7 +234,7 @@ func TestSecureRabbitMQ(t *testing.T) {
 	tryDemo(t, append(slices.Clone(bob), "--ca", s.ca, "--broker", "rabbitmq", "--url", "amqps://127.0.0.1:"+info["port_tls"]+"/")...)
 }
 
-func TestSecureNATS(t *testing.T) {
+func TestSecureNATS(t *testing.T) { //nolint:tparallel // they share a broker
 	t.Parallel()
 	if testing.Short() {
 		t.Skip("starts a server with TLS; run without -short")

@@ -197,8 +197,9 @@ func TestStages(t *testing.T) {
 	} {
 		t.Run("mutant="+string(mutant), func(t *testing.T) {
 			t.Parallel()
-			// The gate of the longest wait is half of the down: a busy machine is not so slow.
-			s := chaos.Stages(1, 2, 20, 4*time.Second, 20*time.Second, 2*time.Second)
+			// The gate of the longest wait is half of the down, and so above an AckWait: what
+			// the killed consumer had comes again then.
+			s := chaos.Stages(1, 2, 20, 4*time.Second, 26*time.Second, 2*time.Second)
 			if mutant == "" {
 				s.Gates.P99 = 60_000
 			}

@@ -77,7 +77,7 @@ func layAgain(ctx context.Context, t *testing.T, b broker, id string) plumbing {
 }
 
 // Every method of each broker's plumbing, with each of its ways to consume.
-func TestPlumbing(t *testing.T) {
+func TestPlumbing(t *testing.T) { //nolint:tparallel // one broker after another
 	t.Parallel()
 	on(t, func(t *testing.T, cfg Config) {
 		for _, way := range []string{"unguarded", "guarded"} {
@@ -198,7 +198,7 @@ func publishOne(ctx context.Context, t *testing.T, p plumbing, id int) {
 }
 
 // What was handled and not settled comes to light when the consumer ends.
-func TestHandledButNeverSettled(t *testing.T) {
+func TestHandledButNeverSettled(t *testing.T) { //nolint:tparallel // one broker after another
 	t.Parallel()
 	on(t, func(t *testing.T, cfg Config) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)

@@ -76,7 +76,7 @@ var (
 
 // The runbook's commands do what the page says, typed at a terminal, on each broker: an
 // outage is held and drains, poison is kept apart, nothing dies that should not.
-func TestRunbook(t *testing.T) {
+func TestRunbook(t *testing.T) { //nolint:tparallel // one broker after another
 	t.Parallel()
 	if _, err := exec.LookPath("script"); err != nil {
 		t.Skip("needs the command script, which makes a terminal (Debian: bsdutils)")
