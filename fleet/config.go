@@ -157,10 +157,10 @@ const (
 	// It is not strict. With N processes, rate R, burst B, and d from a use to its
 	// arrival at a peer, the fleet admits more than B + R·T by up to
 	//
-	//	(N-1)·R·d            while it is busy
-	//	(N-1)·(B + R·d)      when all begin at the same instant after a rest
-	//	(P-1)·(B + R·150ms)  at each split into P sides; afterwards a peer that is not
-	//	                     heard is assumed to use R/N, so the sides share the rate
+	//	(N-1)·R·d                while it is busy
+	//	(N-1)·(B + R·d)          when all begin at the same instant after a rest
+	//	(P-1)·(B + R·(160ms+d))  at each split into P sides; afterwards a peer that is
+	//	                         not heard is assumed to use R/N, so the sides share the rate
 	//
 	// A process that starts in a split knows of nobody on the other side: it may admit
 	// B + R·T by itself. What a peer was assumed to use is not given back when it is

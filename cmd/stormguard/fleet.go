@@ -14,16 +14,19 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"net/http/httptrace"
 	"net/netip"
 	"net/url"
 	"os"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/spf13/cobra"
 
 	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/words"
+	"github.com/stormguard-mq/stormguard/console"
 	"github.com/stormguard-mq/stormguard/fleet"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
@@ -358,26 +361,38 @@ func (op *operator) ask(ctx context.Context, method, path string, body, out any)
 	if err != nil {
 		return nil, err
 	}
+	var written atomic.Bool // of a request that may change something
+	if o, dry := body.(console.Order); method != http.MethodGet && !(dry && o.DryRun) {
+		r = r.WithContext(httptrace.WithClientTrace(r.Context(), &httptrace.ClientTrace{
+			WroteRequest: func(i httptrace.WroteRequestInfo) { written.Store(i.Err == nil) },
+		}))
+	}
+	unanswered := func(err error) error {
+		if written.Load() {
+			return fmt.Errorf("the outcome is unknown: %w; look before you repeat it", err)
+		}
+		return err
+	}
 	a, err := client.Do(r)
 	if err != nil {
-		return nil, fmt.Errorf("nobody answers for a %s at %s: %w", op.server, op.url, errors.Unwrap(err))
+		return nil, unanswered(fmt.Errorf("nobody answers for a %s at %s: %w", op.server, op.url, errors.Unwrap(err)))
 	}
 	defer func() { _ = a.Body.Close() }()
 	raw, err := io.ReadAll(io.LimitReader(a.Body, 64<<20))
 	if err != nil {
-		return nil, err
+		return nil, unanswered(err)
 	}
 	if a.StatusCode != http.StatusOK {
 		var refused struct {
 			Error string `json:"error"`
 		}
 		if json.Unmarshal(raw, &refused) != nil || refused.Error == "" {
-			return nil, fmt.Errorf("%s answers %s, which no %s does", op.url, a.Status, op.server)
+			return nil, unanswered(fmt.Errorf("%s answers %s, which no %s does", op.url, a.Status, op.server))
 		}
 		return nil, refusedError{a.StatusCode, refused.Error}
 	}
 	if err := json.Unmarshal(raw, out); err != nil {
-		return nil, fmt.Errorf("%s answers what no %s does: %w", op.url, op.server, err)
+		return nil, unanswered(fmt.Errorf("%s answers what no %s does: %w", op.url, op.server, err))
 	}
 	return raw, nil
 }

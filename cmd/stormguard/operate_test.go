@@ -326,6 +326,39 @@ func TestOperateRefuses(t *testing.T) {
 	}
 }
 
+// An order whose answer did not come may have been carried out: the error says so. One that
+// was never written, or only asked for, was not.
+func TestOutcomeIsUnknown(t *testing.T) {
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		body, _ := io.ReadAll(r.Body)
+		if r.Method == http.MethodGet || strings.Contains(string(body), `"dry_run":true`) {
+			_, _ = io.WriteString(w, `{}`)
+			return
+		}
+		conn, _, err := http.NewResponseController(w).Hijack()
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		_ = conn.Close()
+	}))
+	defer server.Close()
+	for _, c := range []struct {
+		args    string
+		unknown bool
+	}{
+		{"source deadletter orders --count 1 --yes --url " + server.URL, true},
+		{"fleet reset --number 1 --url " + server.URL, true},
+		{"fleet reset --number 1 --url http://127.0.0.1:1", false},
+		{"source deadletter orders --count 1 --yes --url http://127.0.0.1:1", false},
+	} {
+		var out, errs bytes.Buffer
+		if code := run(strings.Fields(c.args), &out, &errs); code != exitError || strings.Contains(errs.String(), "the outcome is unknown") != c.unknown {
+			t.Errorf("%s: %d %s", c.args, code, errs.String())
+		}
+	}
+}
+
 // The page on this host has what the process answers, for who has the token that the command
 // prints, and nothing for anybody else. The process's own token never reaches the browser.
 func TestConsoleInABrowser(t *testing.T) {
