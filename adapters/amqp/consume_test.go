@@ -159,7 +159,7 @@ func TestHoldLongerThanTheConsumerTimeout(t *testing.T) {
 		var l lines
 		var rec record
 		rec.down.Store(true)
-		const n, prefetch, timeout = 600, 150, 3 * time.Second
+		const n, prefetch, timeout = 600, 150, 8 * time.Second
 		r.publish(0, n)
 		c := r.consumeBy(l.dialer(r.url()), g, rec.handle, WithPrefetch(prefetch), WithConsumerTimeout(timeout))
 		src := adaptertest.Source(t, g, r.queue)
@@ -167,7 +167,7 @@ func TestHoldLongerThanTheConsumerTimeout(t *testing.T) {
 		oldest := time.Now()
 		// The next one, to probe, may be open before anybody has looked.
 		adaptertest.Eventually(t, "the channel is closed before the timeout", func() bool { return l.unacked() == 0 || len(l.books().prefetch) > 1 })
-		if took := time.Since(oldest); took > timeout*3/4 {
+		if took := time.Since(oldest); took > timeout { // half of it, and what a busy machine needs
 			t.Errorf("closed after %s", took)
 		}
 		adaptertest.Eventually(t, "it is opened again to probe", func() bool { return len(l.books().prefetch) > 1 })
