@@ -5,14 +5,11 @@ package chaosrun
 
 import (
 	"context"
-	"flag"
 	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
-	"runtime"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -30,13 +27,7 @@ func kills(n int) int {
 	return n
 }
 
-// The runs wait for processes of their own most of the time, so more of them run at once
-// than there are processors.
 func TestMain(m *testing.M) {
-	flag.Parse()
-	if err := flag.Set("test.parallel", strconv.Itoa(2*runtime.GOMAXPROCS(0))); err != nil {
-		panic(err)
-	}
 	dir, err := os.MkdirTemp("", "chaosrun")
 	if err != nil {
 		panic(err)
