@@ -64,10 +64,10 @@ import (
 //
 // One delivery is out at a time, in the order of the queue. A program that collects
 // several before it settles them, or settles by multiple acks, asks for more by
-// [WithPolicy]: Workers is how many, with [guard.OrderKey] or [guard.OrderNone]. A
-// retry then comes after messages that were behind it, and multiple means all that were
-// handed out until then. Without, such a program
-// stands still, which the guard logs 20 s after Policy.Timeout at the latest.
+// [WithPolicy]: Workers is how many, with [guard.OrderNone]. A retry then comes after
+// messages that were behind it, and multiple means all that were handed out until then.
+// Without, such a program stands still, which the guard logs 20 s after Policy.Timeout
+// at the latest.
 //
 // The prefetch is the program's, so the guard cannot bound the bytes of the
 // deliveries: it logs when they take more than twice Policy.WindowBytes.
