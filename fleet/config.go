@@ -99,7 +99,8 @@ type Limits struct {
 	// MaxKeys bounds the keys that are known at a time; a key that lies idle is
 	// forgotten. In [1, 10000000]; unset means 100,000. Above it new keys are
 	// refused: nothing is admitted for them. Keys that only peers use are a quarter of
-	// it at most, and an eighth for one peer, or 1,024 if that is more.
+	// it at most, and an eighth for one peer, or 1,024 if that is more. For a key beyond
+	// that a peer borrows nothing here, until there is room.
 	MaxKeys int
 
 	// OnSilence says what becomes of the share of a member that is not heard. Unset

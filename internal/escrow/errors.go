@@ -32,7 +32,6 @@ var (
 	// was overtaken by what has been forgotten since.
 	errStale = errors.New("limiter: stale packet")
 
-	// ErrTooManyKeys means that a packet names more keys than Config.MaxKeys leaves
-	// room for.
+	// ErrTooManyKeys means that Config.MaxKeys leaves no room for a key.
 	ErrTooManyKeys = errors.New("limiter: too many keys")
 )

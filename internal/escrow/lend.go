@@ -15,6 +15,10 @@ const (
 	// follow every fluctuation are most of the traffic of a saturated fleet.
 	restate = 20 * time.Millisecond
 
+	// retell is after how long a need to which no loan came is told again: the peer had
+	// no room for the key, perhaps.
+	retell = time.Second
+
 	// controlLoop is how long a token is out, about, from being lent to being
 	// lendable again: two flushes and two delays.
 	controlLoop = 12 * time.Millisecond
@@ -285,6 +289,7 @@ func (n *Node) need(r *row, short int64) {
 // otherwise when it has much changed.
 func (n *Node) state(e *entry, need int64) {
 	switch {
+	case need > 0 && e.borrowed.series == 0 && n.now-e.needAt >= retell:
 	case need == e.need:
 		return
 	case e.need == 0:

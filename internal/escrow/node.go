@@ -176,13 +176,18 @@ func (n *Node) row(key string) *row {
 		r.own()
 		return r
 	}
-	if !validKey(key) {
-		return nil
-	}
 	if n.alone {
 		n.evictSome()
 	}
 	if len(n.rows) >= n.cfg.MaxKeys {
+		return nil
+	}
+	return n.addRow(key)
+}
+
+// addRow opens a key's books; nil if the key is none.
+func (n *Node) addRow(key string) *row {
+	if !validKey(key) {
 		return nil
 	}
 	r := newRow(n, key)

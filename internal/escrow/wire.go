@@ -190,11 +190,14 @@ type Refused struct {
 	// Loans counts loans that their lender cannot have given, see [Stats.Broke]. They
 	// are not taken; the packet is.
 	Loans uint64
+
+	// Needs counts needs of keys for which there is no room here. They are not taken;
+	// the packet is.
+	Needs uint64
 }
 
-// Merge takes in what a peer's Delta appended; see gossip.Section. It is
-// [ErrTooManyKeys] among others, and then nothing
-// of b was taken in.
+// Merge takes in what a peer's Delta appended; see gossip.Section. After an error
+// nothing of b was taken in.
 func (n *Node) Merge(c crdt.Contact, b []byte) error {
 	err := n.mergeAll(c, b)
 	switch {
@@ -312,7 +315,7 @@ func (n *Node) agrees(from crdt.Replica, number uint64, code uint32) error {
 // check reads all entries, and refuses the packet as a whole.
 func (n *Node) check(r reader, p *peer, from crdt.Replica) error {
 	n.read = n.read[:0]
-	unknown := 0
+	loans := 0 // of unknown keys
 	for r.Len() > 0 {
 		s := r.said()
 		if r.bad() {
@@ -321,8 +324,8 @@ func (n *Node) check(r reader, p *peer, from crdt.Replica) error {
 		row := n.rows[string(s.key)]
 		n.read = append(n.read, row)
 		if row == nil {
-			if s.parts&(hasLoan|hasNeed) != 0 {
-				unknown++
+			if s.parts&hasLoan != 0 {
+				loans++
 			}
 			continue
 		}
@@ -336,16 +339,39 @@ func (n *Node) check(r reader, p *peer, from crdt.Replica) error {
 	if r.bad() {
 		return fmt.Errorf("%w: from %v", errMalformed, from)
 	}
-	named := 0
-	if p != nil {
-		named = p.named
-	}
-	// What peers name must not fill the room for the keys that are used here.
-	if most := max(n.cfg.MaxKeys/namedBy, min(n.cfg.MaxKeys, fewKeys)); len(n.rows)+unknown > n.cfg.MaxKeys ||
-		named+unknown > most || n.named+unknown > max(n.cfg.MaxKeys/namedByAll, most) && unknown > 0 {
-		return fmt.Errorf("%w: %v names %d new ones", ErrTooManyKeys, from, unknown)
+	if loans > 0 && len(n.rows)+loans > n.cfg.MaxKeys+n.mostNamed() {
+		return fmt.Errorf("%w: %v lends for %d new ones", ErrTooManyKeys, from, loans)
 	}
 	return nil
+}
+
+// mostNamed is how many keys one peer may have known here that nobody uses here: what
+// peers name must not fill the room for the keys that are used.
+func (n *Node) mostNamed() int {
+	return max(n.cfg.MaxKeys/namedBy, min(n.cfg.MaxKeys, fewKeys))
+}
+
+// namedRow is the row of a key that only a peer has named, or nil if there is no room for
+// a need. A loan answers a need of this node, and fills its lender's cap until it
+// comes back, so it gets a row beyond that room; check has seen that they are few.
+func (n *Node) namedRow(p *peer, s *said) *row {
+	most := n.mostNamed()
+	full := len(n.rows) >= n.cfg.MaxKeys || p.named >= most || n.named >= max(n.cfg.MaxKeys/namedByAll, most)
+	if full && s.parts&hasLoan == 0 {
+		n.refused.Needs++
+		return nil
+	}
+	r := n.rows[string(s.key)] // the packet may name it twice
+	if r == nil {
+		r = n.addRow(string(s.key))
+	}
+	if r != nil {
+		r.own()
+		r.by = p
+		p.named++
+		n.named++
+	}
+	return r
 }
 
 // merge takes in one entry.
@@ -354,12 +380,9 @@ func (n *Node) merge(p *peer, r *row, s *said, sent time.Duration, epoch uint64)
 		if s.parts&(hasLoan|hasNeed) == 0 {
 			return
 		}
-		if r = n.row(string(s.key)); r == nil {
+		if r = n.namedRow(p, s); r == nil {
 			return
 		}
-		r.by = p
-		p.named++
-		n.named++
 	}
 	e := r.with(p)
 	if e == nil {

@@ -219,8 +219,8 @@ func TestRefused(t *testing.T) {
 		return c
 	}
 	newKeys := slices.Clone(header)
-	for _, k := range "xyz" {
-		newKeys = append(newKeys, 1, byte(k), hasNeed, 9)
+	for _, k := range "vwxyz" {
+		newKeys = append(newKeys, 1, byte(k), hasLoan, 9, 9)
 	}
 	far := binary.AppendUvarint(slices.Clone(header[:10]), uint64(time.Hour/time.Microsecond))
 	contact := crdt.Contact{From: a.self, Now: now, Sent: now, Echo: now - ms}
@@ -268,6 +268,82 @@ func TestRefused(t *testing.T) {
 	}
 	if err := b.Merge(contact, entry(hasBorrowed, e.lent.series, uint64(e.lent.out), 1)); !errors.Is(err, errMalformed) {
 		t.Errorf("more used than lent: %v", err)
+	}
+}
+
+// A key for which a peer has no room is no hindrance to those that it knows: their
+// leases are renewed and their tokens lent. When there is room, the key gets its part
+// within a second and a bit, though nothing has changed about it since it was told.
+func TestNoRoomForAKey(t *testing.T) {
+	a, b := pairOf(t, Config{MaxKeys: 3})
+	b.cfg.MaxKeys = 100
+	nodes, upto := []*Node{a, b}, map[*Node]uint64{}
+	now := 2 * time.Second
+	got := map[string]int{} // by b
+	run := func(d time.Duration, use func()) {
+		t.Helper()
+		for end := now + d; now < end; now += 10 * ms {
+			use()
+			for i, n := range nodes {
+				other := nodes[1-i]
+				packet, mark := n.Delta(now, nil, other.self, upto[n], 1200)
+				if err := other.Merge(crdt.Contact{From: n.self, Now: now, Sent: now, Echo: now - 10*ms}, packet); err != nil {
+					t.Fatalf("at %v: %v", now, err)
+				}
+				upto[n] = mark
+			}
+			for _, n := range nodes {
+				n.Tick(now)
+			}
+		}
+	}
+	use := func(n *Node, keys ...string) {
+		for _, key := range keys {
+			for range 20 { // of 10/tick
+				if n.Take(now, key, 1) && n == b {
+					got[key]++
+				}
+			}
+		}
+	}
+	run(time.Second, func() { use(b, "k") })
+	// Until now b had all that either minted; the owner of the room keeps it for 3 s.
+	clear(got)
+	run(3*time.Second, func() { use(a, "x", "y"); use(b, "k", "z", "z1", "z2", "z3", "z4", "z5") })
+	if got["k"] < 2900 {
+		t.Errorf("%d of 3000 tokens of k, beside a key that is not known", got["k"])
+	}
+	if a.refused.Needs == 0 || a.rows["z"] != nil {
+		t.Fatalf("z is known: %d needs refused", a.refused.Needs)
+	}
+	if got["z"] > 1600 {
+		t.Errorf("%d tokens of z without a loan", got["z"])
+	}
+	run(2*time.Second, func() { use(b, "k", "z") })
+	clear(got)
+	run(time.Second, func() { use(b, "k", "z") })
+	if got["z"] < 900 {
+		t.Errorf("%d of 1000 tokens of z, when there was room", got["z"])
+	}
+}
+
+// A loan comes back also of a key for which the borrower has no room any more: it filled
+// its lender's cap for ever.
+func TestNoRoomForALoan(t *testing.T) {
+	a, b := pairOf(t, Config{MaxKeys: 1})
+	f := forger{self: b.self, sent: 2 * time.Second}
+	now := 2 * time.Second
+	a.Take(now, "x", 1)
+	if err := f.lend(a, now, "k", 5); err != nil {
+		t.Fatal(err)
+	}
+	for range 20 {
+		now += 10 * ms
+		a.Take(now, "x", 1)
+		a.Tick(now)
+	}
+	if r := a.rows["k"]; r == nil || r.held != 0 || r.sum.Returned != 5*micro {
+		t.Errorf("the loan did not come back: %+v", r)
 	}
 }
 
