@@ -31,9 +31,9 @@ type Config struct {
 	Policy Policy
 
 	// StateDir is the directory for what must outlive the process: the DLQ budgets, the
-	// breakers, operators' pauses, and what unsettled messages have failed. It is this
-	// Guard's alone, on a local disk; the directory that it is in must exist. Unset means
-	// that a restart begins anew.
+	// breakers, operators' pauses, a quarantine of its own, and what unsettled messages
+	// have failed. It is this Guard's alone, on a local disk; the directory that it is in
+	// must exist. Unset means that a restart begins anew.
 	StateDir string
 
 	// SpillDir is the directory for [Policy.Spill], as StateDir, and another one. Unset

@@ -55,6 +55,7 @@ type Guard struct {
 	letterPace Limiter // of dead letters
 	health     *health // nil without a health check
 	quarantine dlq.Quarantine
+	ownRules   dlq.Quarantine // the same one if nobody shares it; nil otherwise
 	unwatch    func()
 	rules      atomic.Pointer[ruleBook] // what the quarantine said last
 	listed     atomic.Bool              // it has changed since
@@ -169,6 +170,10 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 	if now := g.now(); now < 0 {
 		return nil, fmt.Errorf("guard: WithClock: the clock says %v; it must not be below 0", now)
 	}
+	if g.quarantine == nil {
+		g.ownRules = quarantine.New(time.Now)
+		g.quarantine = g.ownRules
+	}
 	if err := g.openState(); err != nil {
 		return nil, err
 	}
@@ -194,11 +199,9 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 			return nil, errors.Join(fmt.Errorf("guard: WithFleet: %w", err), g.dropState(), g.closeSpill())
 		}
 	}
-	if g.quarantine == nil {
-		g.quarantine = quarantine.New(time.Now)
-	}
 	g.unwatch = g.quarantine.Watch(func() {
 		g.listed.Store(true)
+		g.saver.hurry()
 		g.sweeper.stir()
 	})
 	g.rules.Store(g.newRuleBook(g.quarantine.Entries()))

@@ -62,6 +62,17 @@ type savedParts struct {
 	Group   string                 `json:"group"`
 	Scopes  []circuit.SavedScope   `json:"scopes,omitempty"`
 	Sources map[string]savedSource `json:"sources,omitempty"`
+	Rules   []savedRule            `json:"rules,omitempty"` // of a quarantine that nobody shares
+}
+
+// savedRule is a dlq.QuarantineEntry, as it is written. Rule is its text: bytes, for a key
+// need not be UTF-8.
+type savedRule struct {
+	Rule  []byte    `json:"rule"`
+	By    string    `json:"by,omitempty"`
+	Why   string    `json:"why,omitempty"`
+	At    time.Time `json:"at"`
+	Until time.Time `json:"until"`
 }
 
 // savedSource is kept, as it is written.
@@ -187,9 +198,52 @@ func (g *Guard) takeUp(found statefile.Document) error {
 			g.kept[name] = k
 		}
 	}
+	rules := g.takeUpRules(parts.Rules)
 	g.log.Info("the state of the process before is taken up", "dir", g.cfg.StateDir,
-		"sources", len(g.kept), "scopes", len(g.restored), "age", found.Age, "age_known", found.Sure, "written", found.Wall)
+		"sources", len(g.kept), "scopes", len(g.restored), "rules", rules, "age", found.Age, "age_known", found.Sure, "written", found.Wall)
 	return nil
+}
+
+// takeUpRules puts those whose time is not over on the quarantine, and returns how many
+// they are. A list that is shared is not changed: others may have taken a rule off it.
+func (g *Guard) takeUpRules(all []savedRule) (taken int) {
+	if g.ownRules == nil {
+		return 0
+	}
+	now := time.Now()
+	for _, s := range all {
+		if !s.Until.After(now) {
+			continue
+		}
+		rule, err := dlq.ParseRule(string(s.Rule))
+		if err == nil {
+			until := s.Until
+			if most := now.Add(dlq.MaxQuarantineFor); until.After(most) {
+				until = most // the wall clock was put back
+			}
+			err = g.ownRules.Add(dlq.QuarantineEntry{Rule: rule, By: s.By, Why: s.Why, At: s.At, Until: until})
+		}
+		if err != nil {
+			g.log.Warn("a rule of the quarantine is not taken up", "rule", string(s.Rule), "error", err, "help", "add it again")
+			continue
+		}
+		taken++
+	}
+	if taken > 0 {
+		g.log.Warn("messages are in quarantine since before the restart", "rules", taken, "help", "look at the list, and take off what is over")
+	}
+	return taken
+}
+
+// savedRules are the rules in force of a list that nobody shares.
+func (g *Guard) savedRules() (all []savedRule) {
+	if g.ownRules == nil {
+		return nil
+	}
+	for _, e := range g.ownRules.Entries() {
+		all = append(all, savedRule{[]byte(e.Rule.String()), e.By, e.Why, e.At, e.Until})
+	}
+	return all
 }
 
 func scopeKey(path []string) string { return strings.Join(path, "\x00") }
@@ -340,11 +394,12 @@ func (w *saver) save() {
 
 func (w *saver) saveLocked(now time.Duration) error {
 	parts := w.collect(now)
+	parts.Rules = w.g.savedRules()
 	state, err := json.Marshal(parts)
 	if err != nil {
 		return err
 	}
-	rests := len(parts.Scopes)+len(parts.Sources) == 0
+	rests := len(parts.Scopes)+len(parts.Sources)+len(parts.Rules) == 0
 	if bytes.Equal(state, w.last) && (rests || now-w.written < saveAnew) {
 		return nil
 	}

@@ -21,10 +21,10 @@ import (
 )
 
 // guard is a process without sources.
-func (h *stateHost) guard(cfg Config) *Guard {
+func (h *stateHost) guard(cfg Config, opts ...Option) *Guard {
 	h.t.Helper()
 	cfg.StateDir = h.dir
-	g, err := New(cfg, WithLogger(slog.New(slog.NewTextHandler(h, nil))), func(g *Guard) { g.host = h.now })
+	g, err := New(cfg, append(opts, WithLogger(slog.New(slog.NewTextHandler(h, nil))), func(g *Guard) { g.host = h.now })...)
 	if err != nil {
 		h.t.Fatal(err)
 	}

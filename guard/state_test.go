@@ -507,6 +507,95 @@ func TestStateThatIsNotTakenUp(t *testing.T) {
 	}
 }
 
+// A rule of the quarantine outlives the process, to the instant at which it ends, and one
+// that was taken off does not come back: a message that kills its process is not handled by
+// the next. A list that is shared is left to those that share it.
+func TestQuarantineOverKills(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		h := newStateHost(t, Policy{})
+		open := func(g *Guard) (in chan int, calls func() []int, letters *testWriter) {
+			var mu sync.Mutex
+			var called []int
+			letters, in = &testWriter{}, make(chan int, 10)
+			s, err := Open(g, SourceConfig{Name: "orders/0", Destination: "orders", DeadLetters: letters}, Limits{EndsWithInput: true}, Port[int](&tenantPort{}), func(_ context.Context, m int) error {
+				mu.Lock()
+				defer mu.Unlock()
+				called = append(called, m)
+				return nil
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			go func() { _ = s.Run(t.Context(), in) }()
+			return in, func() []int {
+				mu.Lock()
+				defer mu.Unlock()
+				return slices.Clone(called)
+			}, letters
+		}
+		binary := dlq.Rule{Kind: dlq.RuleKey, Value: "\xff\x00k"}
+		g := h.guard(Config{})
+		for _, e := range []dlq.QuarantineEntry{
+			{Rule: tenantRule(1), By: "ann", Why: "ticket 7", Until: time.Now().Add(time.Hour)},
+			{Rule: tenantRule(2)},
+			{Rule: binary, Until: time.Now().Add(dlq.MaxQuarantineFor)},
+		} {
+			if err := g.Quarantine().Add(e); err != nil {
+				t.Fatal(err)
+			}
+		}
+		time.Sleep(saveEvery + 10*time.Millisecond) // no source, no message
+		if err := g.Quarantine().Remove(tenantRule(2), "ann"); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(saveEvery + 10*time.Millisecond)
+		want := g.Quarantine().Entries()
+		h.kill(g)
+		h.said()
+
+		g = h.guard(Config{})
+		if said := h.said(); !strings.Contains(said, "level=WARN msg=\"messages are in quarantine since before the restart\" rules=2") {
+			t.Errorf("the log says %s", said)
+		}
+		got := g.Quarantine().Entries()
+		if !slices.EqualFunc(got, want, func(a, b dlq.QuarantineEntry) bool {
+			return a.Rule == b.Rule && a.By == b.By && a.Why == b.Why && a.At.Equal(b.At) && a.Until.Equal(b.Until)
+		}) {
+			t.Errorf("%v, want %v", got, want)
+		}
+		in, calls, letters := open(g)
+		in <- 8 // tenant 1
+		in <- 9 // tenant 2
+		time.Sleep(time.Second)
+		if called, dead := calls(), letters.bodies(); !slices.Equal(called, []int{9}) || len(dead) != 1 {
+			t.Errorf("%v handled, %q dead-lettered, want 9 and 8", called, dead)
+		}
+		h.kill(g)
+		time.Sleep(time.Hour)
+		h.said()
+
+		g = h.guard(Config{})
+		if said, entries := h.said(), g.Quarantine().Entries(); len(entries) != 1 || entries[0].Rule != binary || !strings.Contains(said, "rules=1") || strings.Count(said, "level=WARN") != 1 {
+			t.Errorf("%v when the time of one is over; the log says %s", entries, said)
+		}
+		h.kill(g)
+		h.said()
+
+		shared, err := New(Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		g = h.guard(Config{}, WithQuarantine(shared.Quarantine()))
+		if said, entries := h.said(), g.Quarantine().Entries(); len(entries) != 0 || strings.Contains(said, "level=WARN") {
+			t.Errorf("%v in a list that others share; the log says %s", entries, said)
+		}
+		h.kill(g)
+		if _, err := shared.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
 // A second process is refused, and so is one directory for two things; a Guard without one
 // writes nothing.
 func TestStateDirIsOneGuards(t *testing.T) {
