@@ -7,6 +7,7 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -25,6 +26,7 @@ type follower struct {
 	c       *Console
 	carrier operator.Carrier
 	wake    chan struct{}
+	began   time.Time // an order to be carried out once is not for a process that began later
 	cancel  context.CancelFunc
 	done    sync.WaitGroup
 
@@ -76,7 +78,7 @@ func kindOf(action string) int {
 func follow(c *Console, carrier operator.Carrier) *follower {
 	ctx, cancel := context.WithCancel(context.Background())
 	f := &follower{
-		c: c, carrier: carrier, wake: make(chan struct{}, 1), cancel: cancel,
+		c: c, carrier: carrier, wake: make(chan struct{}, 1), began: time.Now(), cancel: cancel,
 		applied: make(map[guard.Control]*[kinds]string), answered: make(map[string]bool),
 	}
 	f.done.Go(func() { f.run(ctx) })
@@ -200,6 +202,10 @@ func (f *follower) look() {
 				f.answered[o.id] = true
 				continue
 			}
+			if o.until.Add(-onceFor).Before(f.began) { // an earlier run may have, and its answer be on the way
+				answers[o.id], f.answered[o.id] = &Answer{Error: errBeganLater.Error()}, true
+				continue
+			}
 			due = append(due, o)
 		}
 		answers[o.id] = new(Answer)
@@ -241,6 +247,10 @@ func (f *follower) look() {
 		f.given.Clear()
 	}
 }
+
+// errBeganLater is the answer to an order that is carried out once, and was given before
+// this process began.
+var errBeganLater = errors.New("the process began after the order, and leaves it: give it again")
 
 // heard writes down an order that came from another process.
 func (f *follower) heard(o Order, results []Result) {

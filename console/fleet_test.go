@@ -211,6 +211,14 @@ func TestOrdersOverARestart(t *testing.T) {
 			carried("2", `{"action":"pause","sources":["*"],"for":"30m","in":"fleet"}`, time.Minute))
 		credits(27)
 		credits(20)
+
+		// The answer of the run before comes later than the order.
+		c.put(carried("3", `{"action":"credits","sources":["*"],"count":7,"in":"fleet"}`, time.Minute))
+		time.Sleep(time.Millisecond)
+		credits(20)
+		if got := c.Answers("3")["billing-1"]; !strings.Contains(got, "began after the order") {
+			t.Errorf("the order that is left is answered by %q", got)
+		}
 	})
 }
 
