@@ -24,6 +24,9 @@ import (
 // shared with others may call it. Of the passive shape there is no handler, and nothing is
 // counted.
 //
+// Where all calls go through one place, such as an http.RoundTripper, a gRPC interceptor or
+// a tracer of a database driver, that is the place to call it: see the example.
+//
 // dependency is a name of few: it is a label. A Guard takes 32 names of at most 64 bytes; a
 // further one counts as "other". done may be called by any goroutine; only its first call
 // counts. Without one the call is not counted.
