@@ -265,3 +265,28 @@ func TestOnceListBreaksOff(t *testing.T) {
 	}
 	t.Errorf("%d of %d keys, and no error", n, keys)
 }
+
+// While a stream has no leader its writes are answered by nobody: what becomes of a claim is
+// written when there is one again.
+func TestOnceWithoutALeader(t *testing.T) {
+	t.Parallel()
+	b := newBroker(t)
+	o := newOnce(t, b, OnceConfig{Bucket: "once"})
+	ctx := adaptertest.Context(t)
+	for i, away := range []error{jetstream.ErrNoStreamResponse, nats.ErrNoResponders, nats.ErrDisconnected, errDown} {
+		claim, _, err := o.Claim(ctx, fmt.Sprint("k", i), once.Ask{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		writes := 0
+		err = claim.(*onceClaim).settle(ctx, func(context.Context, jetstream.KeyValue) error {
+			if writes++; writes < 3 {
+				return fmt.Errorf("nats: once: %w", away)
+			}
+			return nil
+		})
+		if passes := !errors.Is(away, errDown); passes && (err != nil || writes != 3) || !passes && (err == nil || writes != 1) {
+			t.Errorf("%v: %v after %d writes", away, err, writes)
+		}
+	}
+}

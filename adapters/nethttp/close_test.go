@@ -290,3 +290,27 @@ type readerFunc func([]byte) (int, error)
 
 func (f readerFunc) Read(p []byte) (int, error) { return f(p) }
 func (readerFunc) Close() error                 { return nil }
+
+// Close waits for a loop that the disk holds up until its context is over and a second more,
+// and says so.
+func TestCloseWithALoopThatHangs(t *testing.T) {
+	for _, c := range []struct {
+		ends, want time.Duration
+		says       bool
+	}{
+		{500 * time.Millisecond, 500 * time.Millisecond, true},
+		{1500 * time.Millisecond, 1500 * time.Millisecond, true},
+		{time.Hour, time.Second + lastLetters, false},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			in := &Intake{ran: make(chan struct{})}
+			time.AfterFunc(c.ends, func() { close(in.ran) })
+			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+			defer cancel()
+			began := time.Now()
+			if ended := in.loopEnds(ctx); ended != c.says || time.Since(began) != c.want {
+				t.Errorf("a loop that ends after %v: %v after %v", c.ends, ended, time.Since(began))
+			}
+		})
+	}
+}
