@@ -114,7 +114,7 @@ const (
 	fairSlack   = 0.98                  // of its part a process keeps to, while less than half of the bucket is there
 	fairBurst   = 20 * time.Millisecond // of a part may be used at once
 	rateOver    = 100 * time.Millisecond
-	fenceAsk    = 20 * time.Millisecond
+	fenceAsk    = 20 * time.Millisecond // behind a fence waiters ask again after
 )
 
 // newPooled is the pooled limits of an incarnation that begins now. cfg was validated.
