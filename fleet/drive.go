@@ -72,7 +72,7 @@ func (p *Process) run() {
 			p.drive.sayAt = now + sayEvery
 			p.lookAround(now)
 		}
-		timer.Reset(max(min(p.config.Wake(), p.drive.sayAt)-p.clock(), time.Millisecond))
+		timer.Reset(max(min(p.config.Wake(), p.drive.sayAt, now+p.member.Pass())-p.clock(), time.Millisecond))
 	}
 }
 

@@ -213,6 +213,9 @@ func (p *party) gossip() {
 	for {
 		select {
 		case <-tick.C:
+			if p.m != nil {
+				p.m.Pass() // as a fleet.Process does
+			}
 			for _, to := range p.r.names {
 				p.send(to)
 			}

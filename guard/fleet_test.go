@@ -530,6 +530,27 @@ func TestFleetRevokeWhileHeld(t *testing.T) {
 	})
 }
 
+// A member of the roster that no guard drives lends its voice all the same: without it the
+// last one that has the scope passed its probes, and was held for ever.
+func TestFleetMemberWithoutAGuard(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r, ps, ss := heldFleet(t, 200)
+		ss[2].end(t)
+		if _, err := ps[2].guard.Close(t.Context()); err != nil { // its process goes on
+			t.Fatal(err)
+		}
+		ps[1].crash()
+		ss[1].end(t)
+		r.down.Store(false)
+		took := r.until(2*time.Minute, "the last one recovers", func() bool { return ss[0].State().Breaker.State == breaker.Closed })
+		if took > 45*time.Second {
+			t.Errorf("it took %v", took)
+		}
+		r.until(time.Minute, "all is handled", func() bool { return r.broker.Stats("orders").Acked == 200 })
+		r.handled("orders", 200, false)
+	})
+}
+
 // Everybody but one vanishes while the fleet holds a scope, also the one that
 // probes: who is left is not held for ever.
 func TestFleetPeersVanish(t *testing.T) {

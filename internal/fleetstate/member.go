@@ -83,6 +83,22 @@ func (m *Member) Step(now time.Duration, waiting map[*circuit.Breaker]bool) (bus
 	return m.driver.Step(now, waiting)
 }
 
+// Pass makes time pass for a member that no guard drives: a process without one is in the
+// roster like any other, and where its voice is missing a scope that others hold may never
+// find the quorum to close. It does nothing while a guard drives the member. Call it again
+// after the time that it returns.
+func (m *Member) Pass() time.Duration {
+	if !m.Driven() && m.Step(0, nil) { // no instant of a breaker: it has none
+		return passSoon
+	}
+	return passRest
+}
+
+const (
+	passSoon = 100 * time.Millisecond // while something may happen by itself
+	passRest = 500 * time.Millisecond
+)
+
 // Report is [storm.Fleet]'s. The errors are those of [Storms.Report].
 func (m *Member) Report(key string, s dlq.Storm) error {
 	if m.s == nil {

@@ -108,6 +108,13 @@ func (d *Driver) Attach(wake func()) (detach func(), err error) {
 	}), nil
 }
 
+// Driven tells whether a guard drives it.
+func (d *Driver) Driven() bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.attached
+}
+
 // Adopt is [breaker.Fleet]'s. The errors are those of [Machine.Adopt].
 func (d *Driver) Adopt(now time.Duration, b *circuit.Breaker, path []string) error {
 	if d.v == nil {
