@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/dlq"
 )
 
@@ -387,6 +388,29 @@ func TestQuarantineCauseOfAnOutage(t *testing.T) {
 		time.Sleep(20 * time.Second)
 		if a := r.check(); len(r.done()) != 40 || a.DeadLettered != 0 {
 			t.Errorf("%d of 40 handled, %d dead letters", len(r.done()), a.DeadLettered)
+		}
+		r.close()
+	})
+}
+
+// An error that says nothing is the dependency's while the health check fails, so no rule
+// about its cause holds then: the breaker opens, and nothing is dead-lettered.
+func TestQuarantineCauseWhileHealthFails(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		var down atomic.Bool
+		r, _ := healthRig(t, &down, Policy{})
+		r.quarantine(dlq.Rule{Kind: dlq.RuleCause, Value: dlq.Fingerprint(errBad, nil).ID})
+		down.Store(true)
+		time.Sleep(5 * time.Second) // the check says so
+		r.send(0, 40)
+		time.Sleep(20 * time.Second)
+		if a := r.s.Account(); a.DeadLettered != 0 || r.s.State().Breaker.State == breaker.Closed {
+			t.Errorf("%d dead letters in the outage, breaker %v", a.DeadLettered, r.s.State().Breaker.State)
+		}
+		down.Store(false)
+		time.Sleep(time.Minute)
+		if a := r.check(); a.Acked != 40 {
+			t.Errorf("%d of 40 handled, %d dead letters", a.Acked, a.DeadLettered)
 		}
 		r.close()
 	})

@@ -208,6 +208,9 @@ func (g *Guard) takeUp(found statefile.Document) error {
 // they are. A list that is shared is not changed: others may have taken a rule off it.
 func (g *Guard) takeUpRules(all []savedRule) (taken int) {
 	if g.ownRules == nil {
+		if len(all) > 0 {
+			g.log.Warn("rules of a quarantine of this process alone are dropped: it shares a list now", "rules", len(all), "help", "add to that list what is still needed")
+		}
 		return 0
 	}
 	now := time.Now()

@@ -28,7 +28,7 @@ func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 		}
 	}
 	if r.class == ClassUnknown && c.health != nil && c.health.failing.Load() {
-		r.class = ClassDependency
+		r.class, r.rule = ClassDependency, nil // which no rule about a cause is about
 	}
 	c.counted(it, 1)
 	if c.ended && word == failure {

@@ -37,6 +37,7 @@ type list struct {
 func (q *list) Add(e dlq.QuarantineEntry) error {
 	now := q.wall()
 	e = e.WithDefaults(now)
+	e.At, e.Until = e.At.Round(0), e.Until.Round(0) // wall time, which goes on in a suspend
 	if err := e.Validate(now); err != nil {
 		return err
 	}

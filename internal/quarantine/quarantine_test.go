@@ -63,3 +63,18 @@ func TestQuarantine(t *testing.T) {
 		}
 	})
 }
+
+// An entry ends by the wall clock, also where that goes on and the monotonic one does not, as
+// in a suspend.
+func TestEntriesEndByTheWallClock(t *testing.T) {
+	q := New(time.Now)
+	now := time.Now()
+	if err := q.Add(dlq.QuarantineEntry{Rule: dlq.Rule{Kind: dlq.RuleKey, Value: "k"}, At: now, Until: now.Add(time.Hour)}); err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range q.Entries() {
+		if e.At != e.At.Round(0) || e.Until != e.Until.Round(0) { //nolint:revive // the monotonic reading counts here
+			t.Errorf("%v to %v have a monotonic reading", e.At, e.Until)
+		}
+	}
+}
