@@ -138,3 +138,85 @@ func TestOffsetBeyondTheLogIsLowered(t *testing.T) {
 	adaptertest.Eventually(t, "none is skipped", all(beyond+before))
 	m.stop()
 }
+
+// A claim that begins at the log's end commits that beginning: what it held, or had in a
+// handler, when it was stopped is handed over again. Before its first mark nothing was
+// committed, and the next owner began at the log's end once more.
+func TestNewestKeepsWhatIsHeld(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	r.publish(0, 5, nil, nil) // before the group
+	cfg := testConfig()
+	cfg.Consumer.Offsets.Initial, cfg.Consumer.Group.ResetInvalidOffsets = sarama.OffsetNewest, false
+	called := make(chan struct{}, 100)
+	m := r.join(cfg, Wrap(adaptertest.Guard(t, guard.Config{}), func(context.Context, *sarama.ConsumerMessage) error {
+		called <- struct{}{}
+		return guard.Unavailable(errors.New("down"))
+	}))
+	adaptertest.Eventually(t, "the beginning is committed", func() bool { return r.committed(0) == 5 })
+	r.publish(5, 10, nil, nil)
+	<-called
+	m.stop()
+	seen := make(chan int64, 100)
+	m = r.join(cfg, Wrap(adaptertest.Guard(t, guard.Config{}), func(_ context.Context, m *sarama.ConsumerMessage) error {
+		seen <- m.Offset
+		return nil
+	}))
+	for want := int64(5); want < 10; want++ {
+		if got := <-seen; got != want {
+			t.Errorf("offset %d, want %d", got, want)
+		}
+	}
+	adaptertest.Eventually(t, "all is committed", func() bool { return r.committed(0) == 10 })
+	m.stop()
+}
+
+// Messages may come before the end of the log is looked at: the beginning is the first of
+// them then.
+func TestBeginningIsTheFirstMessage(t *testing.T) {
+	t.Parallel()
+	c := &claim{topic: "t", initial: sarama.OffsetNewest, start: 7, begun: -1, marks: offsets.New(), session: &markSession{}}
+	s := c.session.(*markSession)
+	for _, step := range []struct {
+		do   func()
+		want int64
+	}{
+		{func() {}, 7},
+		{func() { c.marks.Deliver(6); c.marks.Deliver(7) }, 6},
+		{func() { c.marks.Settle(7, "") }, 6},
+		{func() { c.marks.Settle(6, "") }, 8},
+		{func() { c.marks.Deliver(8) }, 8},
+		{func() { c.rewind(3, "") }, 3},
+		{func() {}, 3},
+	} {
+		step.do()
+		c.mark()
+		if s.offset != step.want {
+			t.Errorf("committed is %d, want %d", s.offset, step.want)
+		}
+	}
+	c = &claim{topic: "t", initial: 7, start: -1, begun: -1, marks: offsets.New(), session: &markSession{offset: 7}}
+	s = c.session.(*markSession)
+	c.marks.Deliver(7)
+	if c.mark(); s.calls != 0 {
+		t.Error("a claim that goes on where its group was is marked before anything is settled")
+	}
+}
+
+// markSession keeps what is committed, as sarama does.
+type markSession struct {
+	sarama.ConsumerGroupSession
+
+	offset int64
+	calls  int
+}
+
+func (s *markSession) MarkOffset(_ string, _ int32, offset int64, _ string) {
+	s.calls++
+	s.offset = max(s.offset, offset)
+}
+
+func (s *markSession) ResetOffset(_ string, _ int32, offset int64, _ string) {
+	s.calls++
+	s.offset = min(s.offset, offset)
+}

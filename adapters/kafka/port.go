@@ -33,6 +33,7 @@ type claim struct {
 	group     string
 	name      string // the source's
 	initial   int64  // below 0 if nothing was committed, or what the log does not have
+	start     int64  // where it begins then, if that is the log's end; -1 otherwise
 	key       func(*sarama.ConsumerMessage) []byte
 	seed      maphash.Seed
 	native    sarama.ConsumerGroupClaim
@@ -45,7 +46,8 @@ type claim struct {
 	refused   atomic.Bool  // the last look has found commits behind, and Flush has not said so yet
 
 	marking sync.Mutex // held while the session is told of a mark or a reset: one after the other
-	marked  bool       // it was told of a mark; under marking
+	marked  bool       // it was told of what is settled, or its user has reset it; under marking
+	begun   int64      // it was told that this is the beginning; -1 for nothing; under marking
 }
 
 var (
@@ -64,6 +66,9 @@ func newClaim(s *session, c sarama.ConsumerGroupClaim) *claim {
 		key: s.h.opts.key, seed: seed, native: c, session: s.native, soon: s.commitSoon, marks: offsets.New(), asked: askedPausesOf(c),
 	}
 	p.end.Store(-1)
+	if p.start, p.begun = -1, -1; p.initial == sarama.OffsetNewest {
+		p.start = c.HighWaterMarkOffset()
+	}
 	return p
 }
 
@@ -155,14 +160,18 @@ var errNotCommitted = errors.New("kafka: what is marked is not committed")
 // would be spilled again.
 func (c *claim) mark() {
 	c.marking.Lock()
-	offset, meta, due := c.marks.Take()
+	offset, meta, settled := c.marks.Take()
+	due := settled
+	if !due && !c.marked {
+		offset, due = c.beginningLocked()
+	}
 	if due {
 		if c.initial < 0 && !c.marked {
 			// A mark only raises what is committed. Beyond the log's end, as after the topic was
 			// made anew, that would stay until the log is as long, and then skip messages.
 			c.session.ResetOffset(c.topic, c.partition, offset, meta)
 		}
-		c.marked = true
+		c.marked = settled
 		c.session.MarkOffset(c.topic, c.partition, offset, meta)
 	}
 	c.marking.Unlock()
@@ -171,12 +180,26 @@ func (c *claim) mark() {
 	}
 }
 
+// beginningLocked is where a claim of the log's end began, if the session was not told. While
+// nothing is committed, whoever gets the partition next begins at the log's end once more,
+// behind what is held here.
+func (c *claim) beginningLocked() (offset int64, due bool) {
+	offset = c.start
+	if first, _ := c.marks.Position(); first >= 0 {
+		offset = min(offset, first) // start may be a fetch later
+	}
+	due = offset != c.begun
+	c.begun = offset
+	return offset, due
+}
+
 // rewind resets the offset of the session, as its user asked; no mark under way undoes
 // that.
 func (c *claim) rewind(offset int64, metadata string) {
 	c.marking.Lock()
 	defer c.marking.Unlock()
 	c.marks.Rewound()
+	c.marked = true
 	c.session.ResetOffset(c.topic, c.partition, offset, metadata)
 }
 
