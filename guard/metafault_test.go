@@ -6,8 +6,11 @@ package guard
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"runtime"
+	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -93,5 +96,73 @@ func TestMetaThatDoesNotReturn(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// keylessPort cannot find the key of each third message.
+type keylessPort struct{ testPort }
+
+func (p *keylessPort) Lane(m int) uint64 {
+	if m%3 == 0 {
+		panic("no header")
+	}
+	return uint64(m)
+}
+
+// A message for which the function that chooses the key panics is handled as others are, in a
+// hold too, and one line says so.
+func TestLaneThatPanics(t *testing.T) {
+	for _, workers := range []int{1, 2} {
+		bubble(t, "", func(t *testing.T) {
+			var text strings.Builder
+			g, err := New(Config{Policy: Policy{Order: OrderKey, Workers: workers}}, WithLogger(slog.New(slog.NewTextHandler(&text, nil))))
+			if err != nil {
+				t.Fatal(err)
+			}
+			var down atomic.Bool
+			var mu sync.Mutex
+			var handled []int
+			s, err := Open(g, SourceConfig{Name: "s"}, Limits{}, Port[int](&keylessPort{}), func(_ context.Context, m int) error {
+				if down.Load() {
+					return Unavailable(errDown)
+				}
+				mu.Lock()
+				defer mu.Unlock()
+				handled = append(handled, m)
+				return nil
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			in := make(chan int)
+			go func() { _ = s.Run(t.Context(), in) }()
+			for m := range 10 {
+				in <- m
+			}
+			down.Store(true)
+			for m := range 10 {
+				in <- 10 + m
+			}
+			time.Sleep(5 * time.Second)
+			down.Store(false)
+			time.Sleep(time.Minute)
+			mu.Lock()
+			defer mu.Unlock()
+			var lane []int
+			for _, m := range handled {
+				if m%3 == 0 {
+					lane = append(lane, m)
+				}
+			}
+			if len(handled) != 20 || !slices.Equal(lane, []int{0, 3, 6, 9, 12, 15, 18}) {
+				t.Errorf("handled %v", handled)
+			}
+			if _, err := g.Close(t.Context()); err != nil {
+				t.Error(err)
+			}
+			if said := text.String(); strings.Count(said, "the key of a message cannot be found") != 1 {
+				t.Errorf("the log says %s", said)
+			}
+		})
 	}
 }

@@ -20,7 +20,7 @@ import (
 // after [Source.End] returned.
 type Port[M any] interface {
 	// Lane is the hash of the message's key: messages of one lane keep their
-	// order. It is asked only when the order is [OrderKey].
+	// order. It is asked only when the order is [OrderKey]. A panic is lane 0.
 	Lane(M) uint64
 
 	// Size is the message's weight in bytes in the budget of the hold. Run and

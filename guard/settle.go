@@ -83,12 +83,30 @@ func (s *Source[M]) meta(m M) (meta Meta, err error) {
 	return meta, err
 }
 
-// weigh asks the port for lane and size, outside any lock.
+// weigh asks the port for size and lane, outside any lock. Size comes first, since it
+// announces the message.
 func (s *Source[M]) weigh(m M) (key uint64, size int) {
+	size = s.port.Size(m)
 	if s.c.policy.Order == OrderKey {
-		key = s.port.Lane(m)
+		key = s.laneOf(m)
 	}
-	return key, s.port.Size(m)
+	return key, size
+}
+
+// laneOf is the message's lane. A user's function may choose the key, and a message for
+// which that panics would end one process after the other: all such messages are in lane
+// 0, and the first of them is a line in the log.
+func (s *Source[M]) laneOf(m M) (key uint64) {
+	defer func() {
+		if v := recover(); v != nil {
+			key = 0
+			if s.laneLost.CompareAndSwap(false, true) {
+				s.g.log.Warn("the key of a message cannot be found: it and others like it keep their order among each other only",
+					"source", s.cfg.Name, "panic", fmt.Sprint(v), "help", "mend the function that chooses the key")
+			}
+		}
+	}()
+	return s.port.Lane(m)
 }
 
 // flush sends coalesced acks, unless there are none.

@@ -60,6 +60,7 @@ type Source[M any] struct {
 	looks     atomic.Uint64 // turns of Marker.Ahead
 	seen      seen          // the sweeper's
 	metaLost  atomic.Bool   // a Port.Meta that did not return was logged
+	laneLost  atomic.Bool   // and a Port.Lane that panicked
 	failed    atomic.Pointer[failedCall]
 	slowAfter time.Duration // Breaker.Slow
 

@@ -243,8 +243,10 @@ func stopping(ctx context.Context) bool {
 	if given := parentOf(ctx); given != nil && given.Err() != nil {
 		return true
 	}
+	// The causes themselves: the timeout of a dial, by which sarama may end a session too, is a
+	// DeadlineExceeded to errors.Is.
 	cause := context.Cause(ctx)
-	return errors.Is(cause, context.Canceled) || errors.Is(cause, context.DeadlineExceeded)
+	return cause == context.Canceled || cause == context.DeadlineExceeded //nolint:errorlint // see above
 }
 
 // parentOf is the context that a context of package context was derived from; nil if

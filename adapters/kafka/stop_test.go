@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"fmt"
 	"net"
 	"os"
 	"os/signal"
@@ -480,5 +481,11 @@ func TestStopping(t *testing.T) {
 	cancelClosed(nil)
 	if !stopping(closed) {
 		t.Error("ConsumerGroup.Close is a stop")
+	}
+	lost, cancelLost := context.WithCancelCause(context.Background())
+	_, err := (&net.Dialer{Deadline: time.Now().Add(-time.Second)}).Dial("tcp", "127.0.0.1:1")
+	cancelLost(fmt.Errorf("heartbeat: %w", err))
+	if !errors.Is(err, context.DeadlineExceeded) || stopping(lost) {
+		t.Errorf("a coordinator that cannot be dialled (%v) is no stop", err)
 	}
 }

@@ -126,12 +126,23 @@ func (pt *Partition) identified(p *Message) *Message {
 	}
 	key := p.msg.Key
 	if pt.c.Key != nil {
-		key = pt.c.Key(p.msg)
+		key = pt.keyOf(p.msg)
 	}
 	if p.keyed = key != nil; p.keyed {
 		p.origin.key = maphash.Bytes(seed, key)
 	}
 	return p
+}
+
+// keyOf is the key that the user's function chooses. If that panics the message has none,
+// and no order: the guard has said so.
+func (pt *Partition) keyOf(m *sarama.ConsumerMessage) (key []byte) {
+	defer func() {
+		if recover() != nil {
+			key = nil
+		}
+	}()
+	return pt.c.Key(m)
 }
 
 // seed is one for the process, so that a key is in the same lane in each epoch.
