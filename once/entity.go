@@ -22,6 +22,7 @@ type Entities struct {
 // NewEntities compares the states and the marks that the store has of a machine, and returns
 // the differences. None stops a step; each is logged as well. It reads all marks.
 func NewEntities(ctx context.Context, r *Runner, m *Machine) (*Entities, []Difference, error) {
+	e := &Entities{r: r, m: m}
 	paths, marks := make(map[string][]string), make(map[string][]string)
 	var doubts []Difference
 	for entry, err := range r.store.List(ctx, kindEntity) {
@@ -36,7 +37,7 @@ func NewEntities(ctx context.Context, r *Runner, m *Machine) (*Entities, []Diffe
 		switch {
 		case entry.Damaged != nil:
 			doubts = append(doubts, Difference{Entity: entity, Detail: entry.Damaged.Error()})
-		case entry.Doubt:
+		case e.doubted(paths[entity], Found{Doubt: entry.Doubt, Note: entry.Note}):
 			doubts = append(doubts, Difference{Entity: entity, State: m.state(paths[entity]), Step: entry.Note, Detail: StepInDoubt})
 		}
 	}
@@ -57,7 +58,7 @@ func NewEntities(ctx context.Context, r *Runner, m *Machine) (*Entities, []Diffe
 	for _, d := range differences {
 		r.log.LogAttrs(ctx, slog.LevelWarn, "once: states and marks differ", slog.String("machine", m.name), slog.String("difference", d.String()))
 	}
-	return &Entities{r: r, m: m}, differences, nil
+	return e, differences, nil
 }
 
 // Step runs effect and takes the entity to a state, unless it has been there: then it returns
@@ -88,6 +89,7 @@ func (e *Entities) step(ctx context.Context, entity, to string, effect func(ctx 
 		return false, also(fmt.Errorf("%w: %.80q: its state: %w", ErrInDoubt, key, found.Damaged), e.r.leave(ctx, claim))
 	}
 	path := states(found.Value)
+	found.Doubt = e.doubted(path, found)
 	doing := to // the step that the claim is about
 	if found.Doubt {
 		doing = found.Note
@@ -119,6 +121,16 @@ func (e *Entities) step(ctx context.Context, entity, to string, effect func(ctx 
 	return false, e.r.perform(ctx, key, claim, found.Doubt && e.r.records(), func(ctx context.Context) ([]byte, []Entry, error) {
 		return reached, []Entry{{Key: mark}}, effect(ctx)
 	})
+}
+
+// doubted tells whether a step may have been taken that the path does not have. One that came
+// again is claimed before it is known that the path has it, and its effect is not begun.
+func (e *Entities) doubted(path []string, found Found) bool {
+	if !found.Doubt {
+		return false
+	}
+	done, _ := e.m.Check("", path, found.Note)
+	return !done
 }
 
 func (e *Entities) name(entity string) string {
@@ -168,7 +180,7 @@ func (e *Entities) Settle(ctx context.Context, entity, to string, happened bool)
 		return named(err, entity)
 	case !found.Doubt || found.Note != to:
 		return also(fmt.Errorf("%w: %.80q: step %.80q is not in doubt: that is %.80q", ErrKey, entity, to, found.Note), e.undo(ctx, claim, found))
-	case !happened:
+	case !happened, !e.doubted(states(found.Value), found):
 		return e.r.release(ctx, claim)
 	}
 	return e.r.finish(ctx, unmarked{StepKey(e.m.name, entity, to), claim, reach(states(found.Value), to), []Entry{{Key: e.mark(entity, to)}}})

@@ -6,8 +6,8 @@ package guardkafka
 import (
 	"context"
 	"errors"
-	"log/slog"
 	"fmt"
+	"log/slog"
 	"net"
 	"os"
 	"os/signal"

@@ -45,6 +45,7 @@ func RunStore(t *testing.T, place func(t *testing.T) Place) {
 		{"Steps", steps},
 		{"StepsTogether", stepsTogether},
 		{"StepInDoubt", stepInDoubt},
+		{"StepAgainInDoubt", stepAgainInDoubt},
 		{"Differences", differences},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -346,6 +347,49 @@ func stepsTogether(ctx context.Context, t *testing.T, p Place) {
 		want(t, &c, 2)
 		if c.most.Load() > 1 {
 			t.Error("two steps of one entity at the same time")
+		}
+	}
+}
+
+// A step that came again, whose process ended before it saw that the path has it, is in doubt
+// in the store only: the entity does not go back to it.
+func stepAgainInDoubt(ctx context.Context, t *testing.T, p Place) {
+	for i, cfg := range []once.Config{{}, {InDoubt: once.Refuse}} {
+		for _, settle := range []bool{false, true} {
+			name := fmt.Sprint(i, settle)
+			var c counter
+			s := p.Open(t)
+			e, _ := entities(ctx, t, runner(t, s, cfg), 0)
+			for _, to := range []string{"allocated", "packed"} {
+				if err := e.Step(ctx, name, to, c.effect); err != nil {
+					t.Fatal(err)
+				}
+			}
+			claim, _, err := s.Claim(ctx, "eorder\x00"+name, once.Ask{Over: true, Record: true, Note: "allocated"}) // as Step does
+			if err != nil {
+				t.Fatal(err)
+			}
+			p.Crash(t, s)
+			t.Cleanup(func() { _ = claim.Leave(context.Background()) }) // of a process that is gone
+
+			e, _ = entities(ctx, t, runner(t, p.Open(t), cfg), 0)
+			if settle {
+				if err := e.Settle(ctx, name, "allocated", true); err != nil {
+					t.Errorf("settled: %v", err)
+				}
+			}
+			if err := e.Step(ctx, name, "cancelled", c.effect); !errors.Is(err, once.ErrImpossible) {
+				t.Errorf("%+v, settled %v: cancelled after packed: %v", cfg, settle, err)
+			}
+			for _, to := range []string{"allocated", "packed", "shipped"} {
+				if err := e.Step(ctx, name, to, c.effect); err != nil {
+					t.Errorf("%+v, settled %v, to %s: %v", cfg, settle, to, err)
+				}
+			}
+			if at, err := e.State(ctx, name); at != "shipped" || err != nil {
+				t.Errorf("%+v, settled %v: state %q, %v", cfg, settle, at, err)
+			}
+			want(t, &c, 3)
 		}
 	}
 }
