@@ -82,7 +82,7 @@ type State struct {
 	// hundredth of a second. What a feed holds in front of the closed path has none.
 	OldestAge time.Duration
 	// Window is how many messages the source may have besides its feed (which has
-	// up to half of [Policy.Window] where there is one), and Room how many more.
+	// up to half of [Policy.Window] where there is one), and Room how many more it takes now.
 	Window, Room int
 	// Spilled is how many unsettled messages are in the spill, see [Policy.Spill]: the
 	// broker has their acks. Some of them are in the window, too.

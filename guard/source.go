@@ -613,7 +613,7 @@ func (s *Source[M]) state(now time.Duration, fleet breaker.FleetScope) (st State
 	st = State{
 		Source: s.cfg.Name, Now: now, Ended: c.ended, Account: s.accountLocked(now), Tally: c.tally,
 		Storm: c.storm.Storm(), Budget: c.budget.Balance(credit.Exhausted),
-		Window: c.limit(), Room: c.room(), Spilled: s.spilledLocked(), Settings: c.policy, Fleet: fleet, FleetStorm: c.fleetStorm,
+		Window: c.limit(), Room: s.inputRoomLocked(), Spilled: s.spilledLocked(), Settings: c.policy, Fleet: fleet, FleetStorm: c.fleetStorm,
 	}
 	st.Tally.Received, st.Tally.Acked = st.Account.Received, st.Account.Acked
 	st.OldestAge = now - s.callBegan(now)

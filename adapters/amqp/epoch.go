@@ -116,7 +116,7 @@ func (e *epoch) run(ctx context.Context) (outcome, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	go e.watchSource(ctx, cancel)
-	if e.narrow && !e.awaitAdmission(ctx) {
+	if e.narrow && !e.awaitAdmission(ctx) || !e.awaitDisk(ctx) {
 		return epochStopped, nil
 	}
 	link := e.c.connected(ctx)

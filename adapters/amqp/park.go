@@ -25,6 +25,10 @@ import (
 // prefetch, or its rate limit too low: then the next has half of it.
 func (e *epoch) park() (outcome, error) {
 	c, st := e.c, e.src.State()
+	if drains(st) {
+		c.o.log.Warn("closing the channel: the spill drains first", "source", c.o.name, "spilled", st.Spilled, "consumer_timeout", c.o.timeout)
+		return epochLost, nil
+	}
 	held := e.narrow // nothing got through, so nothing is known of its speed
 	for _, h := range st.Holds {
 		switch h.Reason {
@@ -60,6 +64,25 @@ func (e *epoch) awaitAdmission(ctx context.Context) bool {
 	}
 	return true
 }
+
+// awaitDisk waits while the source drains its spill, or the disk is full: it takes nothing
+// from its input, and what a consumer has would be unsettled until the channel had to be
+// closed, again and again, each time a delivery more. false when ctx ends first.
+func (e *epoch) awaitDisk(ctx context.Context) bool {
+	look := time.NewTicker(lookEvery)
+	defer look.Stop()
+	for drains(e.src.State()) {
+		select {
+		case <-look.C:
+		case <-ctx.Done():
+			return false
+		}
+	}
+	return true
+}
+
+// drains tells whether a source takes nothing but what is in its spill.
+func drains(st guard.State) bool { return st.Spilled > 0 && st.Room == 0 }
 
 // admits tells whether a source without messages would try one.
 func admits(st guard.State) bool {

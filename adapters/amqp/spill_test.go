@@ -15,6 +15,7 @@ import (
 
 	"github.com/rabbitmq/amqp091-go"
 
+	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
@@ -54,6 +55,52 @@ func TestSpill(t *testing.T) {
 		}
 		if err := h.order(); err != nil || h.twice() > 0 {
 			t.Errorf("%v; %d twice", err, h.twice())
+		}
+	})
+}
+
+// A drain that takes longer than the broker waits costs what came meanwhile one delivery, and
+// not its order: no consumer is there until the disk is empty.
+func TestSpillThatDrainsForLong(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		const spilled, n = 150, 170
+		r := newRig(t, s, Quorum, amqp091.Table{"x-delivery-limit": int64(3)})
+		letters := r.deadLetters(Classic)
+		g := adaptertest.Guard(t, guard.Config{
+			SpillDir: filepath.Join(t.TempDir(), "spill"),
+			Policy:   guard.Policy{Spill: true, Window: 20, Timeout: 500 * time.Millisecond, Breaker: breaker.Config{Cap: time.Second}},
+		})
+		var l lines
+		var h record
+		h.down.Store(true)
+		c := r.consumeBy(l.dialer(r.url()), g, func(ctx context.Context, d amqp091.Delivery) error {
+			if !h.down.Load() {
+				time.Sleep(100 * time.Millisecond)
+			}
+			return guard.Unavailable(h.handle(ctx, d))
+		}, WithConsumerTimeout(8*time.Second), WithDeliveryLimit(3), WithDeadLetters(letters))
+		r.publish(0, spilled)
+		adaptertest.Eventually(t, "all spilled", func() bool {
+			all := g.Sources()
+			return len(all) == 1 && all[0].State().Spilled == spilled
+		})
+		before := len(l.books().prefetch)
+		h.down.Store(false)
+		adaptertest.Eventually(t, "it drains", func() bool { return h.distinct() > 10 })
+		r.publish(spilled, n)
+		adaptertest.Eventually(t, "all handled", func() bool { return h.distinct() == n })
+		if err := c.Stop(t); err != nil {
+			t.Error(err)
+		}
+		if err := h.order(); err != nil || h.twice() > 0 {
+			t.Errorf("%v; %d twice", err, h.twice())
+		}
+		if dead, err := r.get(letters.cfg.Queue); err != nil || len(dead) > 0 {
+			t.Errorf("%d dead letters, %v", len(dead), err)
+		}
+		if opened := len(l.books().prefetch) - before; opened > 1 {
+			t.Errorf("%d consumers were opened in the drain", opened)
 		}
 	})
 }
