@@ -72,6 +72,12 @@ type Meta struct {
 	// count. It is evidence of a crashing handler only, never our attempts.
 	Deliveries int
 
+	// Content names a message for which the broker has no name: a hash of what each
+	// delivery of it has. Origin.MessageID is of this delivery alone then. The same may
+	// be said of two messages, so it counts from the second delivery on: Redelivered.
+	Content     string
+	Redelivered bool
+
 	// Attempts and FirstFailed are of a message's handler calls before it was parked: see
 	// [Parker]. They are a part of those of its dead letter.
 	Attempts    int

@@ -5,11 +5,34 @@ package guard
 
 import (
 	"context"
+	"fmt"
 	"slices"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/dlq"
 )
+
+func TestIdentity(t *testing.T) {
+	at := func(m Meta) string { name, sure := identity(m); return fmt.Sprint(name, " ", sure) }
+	for want, m := range map[string]Meta{
+		"q/3/17 true": {Origin: dlq.Origin{Source: "q", Partition: 3, Offset: 17, HasOffset: true}},
+		"q/5 true":    {Origin: dlq.Origin{Source: "q", Sequence: 5}},
+		"q/m7 true":   {Origin: dlq.Origin{Source: "q", MessageID: "m7"}},
+		"q#abc false": {Origin: dlq.Origin{Source: "q", MessageID: "made-1"}, Content: "abc"},
+		"q#abc true":  {Origin: dlq.Origin{Source: "q", MessageID: "made-2"}, Content: "abc", Redelivered: true},
+	} {
+		if got := at(m); got != want {
+			t.Errorf("%s, want %s", got, want)
+		}
+	}
+	first, second := Meta{Body: []byte("b"), Deliveries: 1}, Meta{Body: []byte("b"), Deliveries: 2}
+	if a, b := at(first), at(second); strings.TrimSuffix(a, " false") != strings.TrimSuffix(b, " true") {
+		t.Errorf("%s and %s", a, b)
+	}
+}
 
 // Poison that hangs until its timeout is dead-lettered although its source is taken away
 // every minute or five: its attempts are counted over the epochs of one process.

@@ -169,3 +169,69 @@ func TestRebalances(t *testing.T) {
 		}
 	})
 }
+
+// Attempts of a message without an id count on over channels: it is the same by what all its
+// deliveries have. Its channel is lost after each call.
+func TestAttemptsOfANamelessMessage(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		for _, kind := range []Kind{Classic, Quorum} {
+			r := newRig(t, s, kind, nil)
+			letters := r.deadLetters(Classic)
+			g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Retry: guard.Retry{Attempts: 4, Base: 50 * time.Millisecond}}})
+			var l lines
+			calls := make(chan string, 100)
+			c := r.consumeBy(l.dialer(r.url()), g, func(_ context.Context, d amqp091.Delivery) error {
+				if string(d.Body) != "poison" {
+					return nil
+				}
+				calls <- string(d.Body)
+				time.AfterFunc(20*time.Millisecond, l.cut)
+				return errors.New("no such order")
+			}, WithDeadLetters(letters))
+			if err := r.send(adaptertest.Context(t), amqp091.Publishing{Body: []byte("poison"), Headers: amqp091.Table{"tenant": "a"}}, amqp091.Publishing{Body: []byte("fine")}); err != nil {
+				t.Fatal(err)
+			}
+			adaptertest.Eventually(t, "it is dead-lettered", func() bool {
+				dead, err := r.get(letters.cfg.Queue)
+				return err == nil && len(dead) == 1
+			})
+			if err := c.Stop(t); err != nil {
+				t.Error(err)
+			}
+			if n := len(calls); n < 4 || n > 8 {
+				t.Errorf("%s: %d calls of 4", kind, n)
+			}
+		}
+	})
+}
+
+// What names a message without an id is the same for each delivery of it, and another for
+// another message.
+func TestContentNames(t *testing.T) {
+	t.Parallel()
+	d := amqp091.Delivery{RoutingKey: "k", Body: []byte("b"), Headers: amqp091.Table{"tenant": "a"}, CorrelationId: "c"}
+	name := func(d amqp091.Delivery) string { return newPort("q", &options{}).Meta(d).Content }
+	again := d
+	again.DeliveryTag, again.Redelivered, again.Headers = 9, true, amqp091.Table{"tenant": "a", deliveryCount: int64(3), acquiredCount: int64(4)}
+	if name(d) == "" || name(again) != name(d) {
+		t.Errorf("%q, and when it came again %q", name(d), name(again))
+	}
+	for i, change := range []func(*amqp091.Delivery){
+		func(d *amqp091.Delivery) { d.Body = []byte("c") },
+		func(d *amqp091.Delivery) { d.RoutingKey = "l" },
+		func(d *amqp091.Delivery) { d.Exchange = "e" },
+		func(d *amqp091.Delivery) { d.CorrelationId = "d" },
+		func(d *amqp091.Delivery) { d.Headers = amqp091.Table{"tenant": "b"} },
+		func(d *amqp091.Delivery) { d.Timestamp = time.Unix(1_700_000_000, 0) },
+	} {
+		other := d
+		change(&other)
+		if name(other) == name(d) {
+			t.Errorf("change %d is not seen", i)
+		}
+	}
+	if named := (amqp091.Delivery{MessageId: "m"}); name(named) != "" {
+		t.Error("a message with an id is named by its content")
+	}
+}

@@ -4,7 +4,9 @@
 package guardamqp
 
 import (
+	"encoding/hex"
 	"fmt"
+	"hash/fnv"
 	"hash/maphash"
 	"math/rand/v2"
 	"strconv"
@@ -73,13 +75,32 @@ func (p *meta) id(d *amqp091.Delivery) string {
 }
 
 func (p *meta) describe(d *amqp091.Delivery) guard.Meta {
-	return guard.Meta{
+	m := guard.Meta{
 		Body: d.Body, Headers: fromTable(d.Headers), Properties: fromProperties(d), Timestamp: brokerTime(d),
 		Origin: dlq.Origin{
 			System: system, Source: p.queue, Subject: d.RoutingKey, Exchange: d.Exchange, MessageID: p.id(d),
 		},
-		Deliveries: deliveries(d.Headers), Lag: -1,
+		Deliveries: deliveries(d.Headers), Redelivered: d.Redelivered, Lag: -1,
 	}
+	if d.MessageId == "" {
+		m.Content = content(d, &m)
+	}
+	return m
+}
+
+// content is a hash of what each delivery of a message has, so without the broker's counts.
+func content(d *amqp091.Delivery, m *guard.Meta) string {
+	h := fnv.New128a()
+	fmt.Fprintf(h, "%q %q %d ", d.Exchange, d.RoutingKey, d.Timestamp.Unix())
+	for _, all := range [][]dlq.Header{m.Properties, m.Headers} {
+		for _, header := range all {
+			if header.Name != deliveryCount && header.Name != acquiredCount {
+				fmt.Fprintf(h, "%q=%q ", header.Name, header.Value)
+			}
+		}
+	}
+	_, _ = h.Write(d.Body)
+	return hex.EncodeToString(h.Sum(nil))
 }
 
 // port is the function shape's port: one channel with one consumer at a time,
