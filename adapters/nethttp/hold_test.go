@@ -433,6 +433,9 @@ func TestWhatIsDeferrable(t *testing.T) {
 		r.want(send(r.wrapped, "POST", "/x", ""), 503)
 		r.want(send(r.wrapped, "GET", "/jobs/1", ""), 202)
 		r.want(send(r.wrapped, "GET", "/jobs/1", "", func(r *http.Request) { r.Header.Set("Upgrade", "websocket") }), 503)
+		for offer, status := range map[string]int{"h2c": 202, "H2C": 202, "TLS/1.2, h2c": 202, "tcp": 503, "h2c, websocket": 503} {
+			r.want(send(r.defers, "POST", "/x", "", func(r *http.Request) { r.Header.Set("Upgrade", offer) }), status)
+		}
 		_ = r.g.Source("http").ForceClosed()
 		r.drained()
 		r.close()

@@ -9,6 +9,7 @@ import (
 	"math"
 	"net/http"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/guard"
@@ -101,9 +102,21 @@ func (h *handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 // answered tells whether a call of the function guard got to the handler.
 func (c *call) answered(err error) bool { return c.started || err == nil }
 
-// upgrades tells whether a request is the beginning of another protocol.
+// upgrades tells whether a request is the beginning of another protocol. Offers of HTTP/2 and
+// TLS are none: some clients add them to each request, and Go's server goes on without.
 func upgrades(r *http.Request) bool {
-	return r.Method == http.MethodConnect || r.Header.Get("Upgrade") != ""
+	if r.Method == http.MethodConnect {
+		return true
+	}
+	for _, line := range r.Header.Values("Upgrade") {
+		for offer := range strings.SplitSeq(line, ",") {
+			name, _, _ := strings.Cut(strings.ToLower(strings.TrimSpace(offer)), "/")
+			if name != "" && name != "h2c" && name != "tls" {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 // admit calls the handler, as a probe too unless held requests are to probe.
