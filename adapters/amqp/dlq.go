@@ -5,6 +5,7 @@ package guardamqp
 
 import (
 	"context"
+	"encoding/base64"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -278,6 +279,9 @@ func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 // message is the dead letter as AMQP carries it.
 func (d *DLQ) message(r *dlq.Record) (*amqp091.Publishing, error) {
 	headers := dlq.Encode(r, d.cfg.Dialect)
+	if r.Key != nil {
+		headers = append(headers, dlq.Header{Name: keyHeader, Value: base64.StdEncoding.EncodeToString(r.Key)})
+	}
 	for _, h := range headers {
 		if err := h.Validate(); err != nil {
 			return nil, fmt.Errorf("amqp: dead letter %s: %w: %w", r.ID(), dlq.ErrRefused, err)
@@ -285,9 +289,6 @@ func (d *DLQ) message(r *dlq.Record) (*amqp091.Publishing, error) {
 	}
 	m := &amqp091.Publishing{
 		Headers: toTable(headers), Body: r.Body, DeliveryMode: amqp091.Persistent, MessageId: r.ID(), Timestamp: r.Timestamp,
-	}
-	if r.Key != nil {
-		return nil, fmt.Errorf("amqp: dead letter %s: %w: it has a key, which AMQP has no place for", r.ID(), dlq.ErrRefused)
 	}
 	toProperties(m, r.Properties)
 	if name, ok := longName(m.Headers); ok {

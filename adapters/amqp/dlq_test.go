@@ -46,13 +46,15 @@ func TestDLQRoundTrip(t *testing.T) {
 	t.Parallel()
 	kinds(t, func(t *testing.T, s *server) {
 		for _, kind := range []Kind{Quorum, Classic, Stream} {
-			for _, dialect := range []dlq.Dialect{"", dlq.Connect, dlq.Spring} {
+			for i, dialect := range []dlq.Dialect{"", dlq.Connect, dlq.Spring} {
+				key := [][]byte{[]byte("\xff\x00k"), {}, nil}[i] // of a message from elsewhere
 				r := newRig(t, s, Classic, nil)
 				d, err := NewDLQ(adaptertest.Context(t), Dial(r.url()), DLQConfig{Queue: r.queue + ".dlq", Kind: kind, Dialect: dialect})
 				if err != nil {
 					t.Fatal(err)
 				}
 				want := letter()
+				want.Key = key
 				if err := d.Write(adaptertest.Context(t), want); err != nil {
 					t.Fatal(err)
 				}
@@ -70,6 +72,9 @@ func TestDLQRoundTrip(t *testing.T) {
 				rec, err := ReadDeadLetter(got[0])
 				if err != nil {
 					t.Fatal(err)
+				}
+				if (rec.Key == nil) != (key == nil) || !bytes.Equal(rec.Key, key) {
+					t.Errorf("%s %s: key %q, want %q", kind, dialect, rec.Key, key)
 				}
 				if rec.ID() != want.ID() || !bytes.Equal(rec.Body, want.Body) || !rec.Timestamp.Equal(want.Timestamp) || rec.Attempts != 3 ||
 					rec.Deliveries != 2 || rec.Reason != want.Reason || rec.TraceParent != "00-1" || rec.Origin != want.Origin ||

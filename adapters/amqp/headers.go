@@ -4,6 +4,7 @@
 package guardamqp
 
 import (
+	"encoding/base64"
 	"maps"
 	"math"
 	"slices"
@@ -280,13 +281,34 @@ func brokerTime(d *amqp091.Delivery) time.Time {
 	return d.Timestamp
 }
 
+// keyHeader has the key of a dead letter from elsewhere, such as of a held HTTP request, in
+// base64: AMQP has no place for a key.
+const keyHeader = "x-stormguard-message-key"
+
+// takeKey takes it out of the headers; nil if there is none that can be read.
+func takeKey(headers *[]dlq.Header) []byte {
+	i := slices.IndexFunc(*headers, func(h dlq.Header) bool { return h.Name == keyHeader })
+	if i < 0 {
+		return nil
+	}
+	text, _ := (*headers)[i].Value.(string)
+	key, err := base64.StdEncoding.DecodeString(text)
+	if err != nil {
+		return nil
+	}
+	*headers = slices.Delete(*headers, i, i+1)
+	return key
+}
+
 // ReadDeadLetter reads a dead letter, in whatever dialect it was written, the
 // broker's own x-death included. The record shares the delivery's body. err
 // joins an error for each header that cannot be read; the rest is
 // decoded all the same.
 func ReadDeadLetter(d amqp091.Delivery) (dlq.Record, error) {
-	r, dialect, err := dlq.Decode(fromTable(d.Headers))
-	r.Body = d.Body
+	headers := fromTable(d.Headers)
+	key := takeKey(&headers)
+	r, dialect, err := dlq.Decode(headers)
+	r.Key, r.Body = key, d.Body
 	r.Properties = fromProperties(&d)
 	if r.Timestamp.IsZero() {
 		r.Timestamp = d.Timestamp

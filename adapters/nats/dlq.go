@@ -5,9 +5,11 @@ package guardnats
 
 import (
 	"context"
+	"encoding/base64"
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"strconv"
 	"strings"
 	"sync"
@@ -403,10 +405,10 @@ func (d *DLQ) streamMax(ctx context.Context) int {
 
 // message is the dead letter as NATS carries it.
 func (d *DLQ) message(r *dlq.Record) (*nats.Msg, error) {
-	if r.Key != nil {
-		return nil, fmt.Errorf("nats: dead letter %s: %w: it has a key, which NATS has no place for", r.ID(), dlq.ErrRefused)
-	}
 	m := &nats.Msg{Subject: d.subject(r), Data: r.Body, Header: nats.Header{}}
+	if r.Key != nil {
+		m.Header[keyHeader] = []string{base64.StdEncoding.EncodeToString(r.Key)}
+	}
 	for _, h := range dlq.Encode(r, d.cfg.Dialect) {
 		name := headerName(h.Name)
 		m.Header[name] = append(m.Header[name], headerText(h.Value))
@@ -444,6 +446,10 @@ func (d *DLQ) subject(r *dlq.Record) string {
 	return strings.NewReplacer("{stream}", token(r.Origin.Source), "{consumer}", token(r.Origin.Group)).Replace(d.cfg.Subject)
 }
 
+// keyHeader has the key of a dead letter from elsewhere, such as of a held HTTP request, in
+// base64: NATS has no place for a key.
+const keyHeader = "X-Stormguard-Message-Key"
+
 func headerText(v any) string {
 	switch v := v.(type) {
 	case nil:
@@ -478,8 +484,16 @@ func wireSize(m *nats.Msg) int {
 // an error for each header that cannot be read; the rest is decoded
 // all the same.
 func ReadDeadLetter(m jetstream.Msg) (dlq.Record, error) {
-	r, dialect, err := dlq.Decode(fromHeader(m.Headers()))
-	r.Body = m.Data()
+	header := maps.Clone(m.Headers())
+	var key []byte
+	if values := header[keyHeader]; len(values) == 1 {
+		if decoded, err := base64.StdEncoding.DecodeString(values[0]); err == nil {
+			key = decoded
+			delete(header, keyHeader)
+		}
+	}
+	r, dialect, err := dlq.Decode(fromHeader(header))
+	r.Key, r.Body = key, m.Data()
 	md, mdErr := m.Metadata()
 	if mdErr != nil {
 		return r, errors.Join(err, fmt.Errorf("nats: dead letter on %s: %w", m.Subject(), mdErr))

@@ -59,13 +59,15 @@ func (r *rig) letters(t testing.TB, stream string) []jetstream.Msg {
 func TestDLQRoundTrip(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{})
-	for _, dialect := range []dlq.Dialect{"", dlq.Connect} {
+	for i, dialect := range []dlq.Dialect{"", dlq.Connect} {
+		key := [][]byte{[]byte("\xff\x00k"), {}}[i] // of a message from elsewhere
 		stream := "DLQ" + string(dialect)
 		d, err := NewDLQ(adaptertest.Context(t), r.js, DLQConfig{Stream: stream, Subject: stream + ".{stream}.{consumer}", Dialect: dialect})
 		if err != nil {
 			t.Fatal(err)
 		}
 		want := record()
+		want.Key = key
 		for range 2 { // the second is the twin that a crash makes
 			if err := d.Write(adaptertest.Context(t), want); err != nil {
 				t.Fatal(err)
@@ -78,6 +80,9 @@ func TestDLQRoundTrip(t *testing.T) {
 		rec, err := ReadDeadLetter(got[0])
 		if err != nil {
 			t.Fatal(err)
+		}
+		if (rec.Key == nil) != (key == nil) || !bytes.Equal(rec.Key, key) {
+			t.Errorf("%s: key %q, want %q", dialect, rec.Key, key)
 		}
 		if rec.ID() != want.ID() || !bytes.Equal(rec.Body, want.Body) || !rec.Timestamp.Equal(want.Timestamp) ||
 			rec.Attempts != 3 || rec.Deliveries != 2 || rec.Reason != want.Reason || rec.TraceParent != "00-1" || rec.Origin.Subject != "s.x" {
