@@ -177,7 +177,9 @@ func (s *Source[M]) divertsLocked(now time.Duration) bool {
 		return false
 	}
 	o.diverts = true
-	s.c.unspilled(func(m M, c *spilled) {
+	// A log commits nothing behind a message that is not settled, so one whose letter waits
+	// for the writer is acked here too.
+	s.c.unspilled(s.marker != nil, func(m M, c *spilled) {
 		c.placed = true
 		o.next = append(o.next, spilling[M]{m, c, 0, true})
 	})

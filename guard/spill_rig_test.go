@@ -38,6 +38,11 @@ func (p *spillPort) Unspill(head, body []byte) (int, error) {
 	return strconv.Atoi(string(head))
 }
 
+// spillLog is the port of a log.
+type spillLog struct{ *spillPort }
+
+func (spillLog) Ahead() int { return 0 }
+
 // failer is a testing.T or a rapid.T.
 type failer interface {
 	Errorf(format string, args ...any)
@@ -52,6 +57,7 @@ type queue struct {
 	cfg Config
 
 	name  string
+	log   bool          // the broker is one: it has a low watermark
 	hang  chan struct{} // not nil: message 0 waits for it, whatever its context says
 	bad   func(int) bool
 	body  int           // bytes of a message
@@ -108,7 +114,11 @@ func (q *queue) open() {
 		}
 	}
 	q.port = &spillPort{testPort{keys: 8}, q.body, q.bad}
-	q.s, err = Open(q.g, SourceConfig{Name: q.name, DeadLetters: q.letters}, Limits{}, Port[int](q.port), q.handle)
+	port := Port[int](q.port)
+	if q.log {
+		port = spillLog{q.port}
+	}
+	q.s, err = Open(q.g, SourceConfig{Name: q.name, DeadLetters: q.letters}, Limits{}, port, q.handle)
 	if err != nil {
 		q.tb.Fatal(err)
 	}

@@ -7,6 +7,7 @@ package guard
 
 import (
 	"context"
+	"maps"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -327,6 +328,47 @@ func TestSpillBehindOneThatWaits(t *testing.T) {
 		q.counts(1)
 		q.close(ReasonShutdown, true)
 	})
+}
+
+// A message whose dead letter cannot be written goes to the disk with the others where the
+// broker is a log: it would commit nothing of what is behind it.
+func TestSpillTakesWhatWaitsForItsLetter(t *testing.T) {
+	for _, again := range []bool{false, true} {
+		bubble(t, "", func(t *testing.T) {
+			q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: Policy{Spill: true, Window: 20}})
+			q.log, q.letters.err = true, errDown
+			q.open()
+			q.send(14) // the last is poison
+			time.Sleep(time.Second)
+			q.setDown(true)
+			q.send(500)
+			time.Sleep(20 * time.Second)
+			q.settle(false)
+			q.mu.Lock()
+			if len(q.out)+len(q.ready) > 0 {
+				t.Errorf("the broker waits for %v and has %d more", slices.Sorted(maps.Keys(q.out)), len(q.ready))
+			}
+			q.mu.Unlock()
+			if again { // the letter still waits
+				ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+				defer cancel()
+				q.s.End(ctx, ReasonShutdown)
+				q.stop()
+				<-q.ended
+				q.settle(true)
+				q.setDown(false)
+				q.open()
+			}
+			q.setDown(false)
+			time.Sleep(time.Minute)
+			q.letters.mu.Lock()
+			q.letters.err = nil
+			q.letters.mu.Unlock()
+			q.drain(5 * time.Minute)
+			q.counts(1)
+			q.close(ReasonShutdown, true)
+		})
+	}
 }
 
 // A message that cannot be described stays in memory and at the broker, alone.

@@ -4,6 +4,9 @@
 package guard
 
 import (
+	"cmp"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
@@ -112,11 +115,16 @@ func (c *machine[M]) messages(dst []M) []M {
 }
 
 // unspilled visits what has no copy in the spill, oldest of each lane first, but for what
-// is being settled.
-func (c *machine[M]) unspilled(visit func(M, *spilled)) {
+// is being settled. letters says to visit what waits for its dead letter too, first.
+func (c *machine[M]) unspilled(letters bool, visit func(M, *spilled)) {
 	look := func(m M, s *spilled) {
 		if s != nil && !s.placed && !s.acked {
 			visit(m, s)
+		}
+	}
+	if letters {
+		for _, it := range slices.SortedFunc(maps.Keys(c.writing), func(a, b *item[M]) int { return cmp.Compare(a.id, b.id) }) {
+			look(it.m, it.copy)
 		}
 	}
 	c.items(func(it *item[M]) { look(it.m, it.copy) })
