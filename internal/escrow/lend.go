@@ -236,11 +236,12 @@ func (n *Node) needs(r *row) (total int64) {
 	return total
 }
 
-// returnSpare returns what is held beyond most, from each lender its part. While a
-// configuration is not complete crumbs go back too: a lender that leaves waits for them.
+// returnSpare returns what is held beyond most, from each lender its part. Crumbs go back
+// too when nothing is to be kept, or the key would never be forgotten, and while a
+// configuration is not complete: a lender that leaves waits for them.
 func (n *Node) returnSpare(r *row, most int64) {
 	excess, held := r.held-most, r.held
-	if excess <= 0 || excess < crumb && len(n.terms) == 1 {
+	if excess <= 0 || excess < crumb && most > 0 && len(n.terms) == 1 {
 		return
 	}
 	for _, e := range r.entries {

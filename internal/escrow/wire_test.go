@@ -347,6 +347,41 @@ func TestNoRoomForALoan(t *testing.T) {
 	}
 }
 
+// What is left of a loan when a whole token was spent goes back, however little: else the key
+// is never idle, and both nodes step it and renew its lease for ever.
+func TestCrumbsOfAnIdleKeyGoBack(t *testing.T) {
+	a, b := pairOf(t, Config{})
+	now := time.Duration(0)
+	run := func(until time.Duration) {
+		t.Helper()
+		for ; now < until; now += 10 * ms {
+			_, err1 := say(now, a, b)
+			_, err2 := say(now, b, a)
+			if err := errors.Join(err1, err2); err != nil && now > 0 {
+				t.Fatal(err)
+			}
+			a.Tick(now)
+			b.Tick(now)
+		}
+	}
+	run(2 * time.Second)
+	r := b.row("k")
+	r.update(now, b.mintAt)
+	e := r.entry(b.peer(a.self))
+	e.lend(micro + crumb/2)
+	e.touch()
+	if _, err := say(now, b, a); err != nil {
+		t.Fatal(err)
+	}
+	if !a.Take(now, "k", 1) || a.rows["k"].held != crumb/2 {
+		t.Fatalf("held: %+v", a.rows["k"])
+	}
+	run(30 * time.Second)
+	if held, lent := a.rows["k"].held, b.rows["k"].lent; held+lent > 0 {
+		t.Errorf("%d are held, %d lent after 28 s", held, lent)
+	}
+}
+
 // A packet never exceeds its room, and what does not fit follows.
 func TestRoom(t *testing.T) {
 	a, b := pairOf(t, Config{})
