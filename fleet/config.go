@@ -151,7 +151,8 @@ const (
 
 	// Pooled is optimistic: each process has the whole bucket, and takes from it what
 	// all of them say that they have used. The full burst is to be had anywhere at once,
-	// and a process that crashes takes no share with it. Weights, owners and loans mean
+	// and the others use the part of one that leaves. One that crashes is assumed to use
+	// its part, Rate/N, until its name is back or evicted. Weights, owners and loans mean
 	// nothing to it. OnSilence must be Hold and UntilJoined Deny, and Reserve of a
 	// [limiter.Limiter] is [limiter.ErrShare].
 	//

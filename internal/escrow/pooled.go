@@ -179,6 +179,15 @@ func (p *pooled) adopt(c Configuration) {
 		}
 	}
 	p.resets = max(p.resets, c.Resets)
+	// Nothing is assumed any more of a silent one that this configuration has taken out.
+	for name, peer := range p.peers {
+		if p.now-peer.heard > pooledSilent && p.cfg.Roster.index(name) >= 0 && c.Roster.index(name) < 0 {
+			delete(p.peers, name)
+		}
+	}
+	p.cfg.Roster = c.Roster
+	p.lookAt = 0
+	p.passLocked(p.now)
 }
 
 // mint is [Node.Mint]: nothing is admitted from then on.

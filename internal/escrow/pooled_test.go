@@ -654,6 +654,54 @@ func BenchmarkPooledAllow(b *testing.B) {
 
 // The strategy is chosen by name, and everything that a limit's handle can do works
 // with it: the burst anywhere, the peers' use, refunds, configurations, fences, a new incarnation.
+// A silent process is assumed to use its part until a configuration takes its name out.
+func TestPooledEvicts(t *testing.T) {
+	now := sec
+	cfg := Config{
+		Limit: Limit{Rate: 300, Burst: 30}, Strategy: Pooled, Fleet: "f",
+		Roster: Roster{Members: []Member{{Name: "a"}, {Name: "b"}, {Name: "c"}}},
+	}
+	s, err := New(crdt.Replica{Name: "a", Incarnation: 1}, cfg, WithClock(func() time.Duration { return now }))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	others := make(map[string]*pooled)
+	for _, name := range []string{"b", "c"} {
+		others[name] = newPooled(crdt.Replica{Name: name, Incarnation: 1}, cfg, func() time.Duration { return now })
+	}
+	hear := func(name string) {
+		t.Helper()
+		d, _ := others[name].Delta(now, nil, s.pool.self, 0, 1400)
+		if err := s.Merge(crdt.Contact{From: others[name].self, Now: now}, d); err != nil {
+			t.Fatal(err)
+		}
+	}
+	k := s.Key("k")
+	admitted := func() (n int) { // in ten seconds
+		for end := now + 10*sec; now < end; now += 10 * ms {
+			hear("b")
+			for k.Allow() {
+				n++
+			}
+		}
+		return n
+	}
+	hear("c")
+	admitted()
+	if n := admitted(); n < 1950 || n > 2050 {
+		t.Errorf("%d of 2000 while one of three is silent", n)
+	}
+	c := cfg.Configuration()
+	c.Number, c.Roster = 2, Roster{Number: 2, Members: []Member{{Name: "a"}, {Name: "b"}}}
+	if err := s.Adopt(now, c); err != nil {
+		t.Fatal(err)
+	}
+	if n := admitted(); n < 2950 || n > 3050 {
+		t.Errorf("%d of 3000 when it is out", n)
+	}
+}
+
 func TestPooledByName(t *testing.T) {
 	now := sec
 	clock := WithClock(func() time.Duration { return now })
