@@ -108,7 +108,7 @@ export function SourcePage({ w, s, name }: { w: Words; s?: Seen; name: string })
     [w.close, { action: "close", breakers }, s.breaker.name !== "" && s.breaker.state !== "closed"],
     [w.release, { action: "release", breakers }, s.breaker.forced],
     [w.grant, { action: "credits", sources }, true],
-    [w.deadletter, { action: "deadletter", sources }, s.retry_wait > 0],
+    [w.deadletter, { action: "deadletter", sources }, s.waiting + s.held + s.retry_wait > 0],
   ];
   return (
     <>
