@@ -153,6 +153,8 @@ func newFleetSet(op *operator) *cobra.Command {
 			limited := cmd.Flags().Changed("rate") || cmd.Flags().Changed("burst")
 			var in change
 			switch limit := (&limiter.Limit{Rate: rate, Burst: burst}); {
+			case cmd.Flags().Changed("key") && key == "":
+				return usageError{errors.New(`--key "": must not be empty; without --key it is the limit of all others`)}
 			case unset && (limited || key == ""):
 				return usageError{errors.New("--unset: needs --key, and neither --rate nor --burst")}
 			case unset:
@@ -369,7 +371,7 @@ func (op *operator) ask(ctx context.Context, method, path string, body, out any)
 	}
 	unanswered := func(err error) error {
 		if written.Load() {
-			return fmt.Errorf("the outcome is unknown: %w; look before you repeat it", err)
+			return unknownError{fmt.Errorf("the outcome is unknown: %w; look before you repeat it", err)}
 		}
 		return err
 	}

@@ -86,6 +86,7 @@ func TestFleetCommands(t *testing.T) {
 		{"set --rate 0 --burst 1", exitError, `^$`, `Limit.Rate: 0 is not in \[0.001, 1e\+09\]`},
 		{"set --rate 5", exitUsage, `^$`, `--rate and --burst: must be given together`},
 		{"set", exitUsage, `^$`, `nothing to change`},
+		{"set --key= --rate 5 --burst 5", exitUsage, `^$`, `--key "": must not be empty`},
 		{"set --unset", exitUsage, `^$`, `--unset: needs --key`},
 		{"evict", exitUsage, `^$`, `accepts 1 arg`},
 		{"evict nobody", exitError, `^$`, `"nobody" is no other member`},

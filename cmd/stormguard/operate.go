@@ -59,6 +59,12 @@ type operate struct {
 // partialError is an order that was carried out for some sources only.
 type partialError struct{ error }
 
+// unknownError is of a request that may change something, and whose answer did not come.
+type unknownError struct{ error }
+
+// Unwrap is what the answer failed with.
+func (e unknownError) Unwrap() error { return e.error }
+
 // newOperate is all commands that speak to a console.
 func newOperate() []*cobra.Command {
 	source := &cobra.Command{

@@ -359,6 +359,31 @@ func TestOutcomeIsUnknown(t *testing.T) {
 	}
 }
 
+// So may one that the operator has stopped to wait for.
+func TestOutcomeOfAnInterruptedOrder(t *testing.T) {
+	self, err := os.FindProcess(os.Getpid())
+	if err != nil {
+		t.Fatal(err)
+	}
+	over := make(chan struct{})
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if body, _ := io.ReadAll(r.Body); r.Method == http.MethodGet || strings.Contains(string(body), `"dry_run":true`) {
+			_, _ = io.WriteString(w, `{}`)
+			return
+		}
+		time.Sleep(50 * time.Millisecond) // the client knows that it has written
+		_ = self.Signal(os.Interrupt)
+		<-over
+	}))
+	defer server.Close()
+	defer close(over)
+	var out, errs bytes.Buffer
+	code := run([]string{"source", "deadletter", "orders", "--count", "1", "--yes", "--url", server.URL}, &out, &errs)
+	if said := errs.String(); code != exitInterrupted || !strings.Contains(said, "the outcome is unknown") || !strings.HasSuffix(said, "stormguard: interrupted\n") {
+		t.Errorf("%d %s", code, said)
+	}
+}
+
 // The page on this host has what the process answers, for who has the token that the command
 // prints, and nothing for anybody else. The process's own token never reaches the browser.
 func TestConsoleInABrowser(t *testing.T) {

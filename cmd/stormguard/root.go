@@ -58,6 +58,9 @@ func run(args []string, stdout, stderr io.Writer) int {
 		return exitOK
 	}
 	if ctx.Err() != nil && errors.Is(err, context.Canceled) {
+		if unknown, ok := errors.AsType[unknownError](err); ok {
+			fmt.Fprintln(stderr, "stormguard:", printable(unknown.Error(), "\n\t"))
+		}
 		fmt.Fprintln(stderr, "stormguard: interrupted")
 		return exitInterrupted
 	}
