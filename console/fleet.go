@@ -202,7 +202,9 @@ func (f *follower) look() {
 				f.answered[o.id] = true
 				continue
 			}
-			if o.until.Add(-onceFor).Before(f.began) { // an earlier run may have, and its answer be on the way
+			// An earlier run may have, and its answer be on the way. Ages are compared, for the
+			// wall clock may have been set since.
+			if onceFor-time.Until(o.until) > time.Since(f.began) {
 				answers[o.id], f.answered[o.id] = &Answer{Error: errBeganLater.Error()}, true
 				continue
 			}
