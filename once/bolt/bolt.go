@@ -18,6 +18,7 @@ import (
 	"math"
 	"path/filepath"
 	"runtime/debug"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -99,7 +100,10 @@ type Store struct {
 	count int           // of marks in order; guarded by turn
 	last  int64         // the newest time in order; guarded by turn
 
+	undoing sync.WaitGroup // see undoLater
+
 	mu     sync.Mutex
+	closed bool
 	held   map[string]chan struct{} // claimed keys; closed when the claim ends
 	queue  []*write                 // for the next commit
 	broken error
@@ -184,6 +188,10 @@ func guarded(f func() error) (err error) {
 
 // Close closes the file. Claims that are open are in doubt if they were recorded.
 func (s *Store) Close() error {
+	s.mu.Lock()
+	s.closed = true
+	s.mu.Unlock()
+	s.undoing.Wait()
 	s.turn <- struct{}{}
 	defer func() { <-s.turn }()
 	return s.db.Close()
@@ -205,10 +213,29 @@ type put struct {
 // write commits, and returns when it is on the disk. When ctx ends before, the write may
 // still happen.
 func (s *Store) write(ctx context.Context, puts ...put) error {
+	return s.await(ctx, s.enqueue(puts...))
+}
+
+func (s *Store) enqueue(puts ...put) *write {
 	w := &write{puts: puts, done: make(chan struct{})}
 	s.mu.Lock()
+	defer s.mu.Unlock()
 	s.queue = append(s.queue, w)
-	s.mu.Unlock()
+	return w
+}
+
+// withdraw takes a write out of the queue, unless a commit has it.
+func (s *Store) withdraw(w *write) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	i := slices.Index(s.queue, w)
+	if i >= 0 {
+		s.queue = slices.Delete(s.queue, i, i+1)
+	}
+	return i >= 0
+}
+
+func (s *Store) await(ctx context.Context, w *write) error {
 	select {
 	case s.turn <- struct{}{}:
 	case <-w.done: // another caller has committed it
@@ -396,8 +423,9 @@ func (s *Store) Claim(ctx context.Context, key string, ask once.Ask) (_ once.Cla
 		return nil, once.Found{}, err
 	}
 	c := &claim{s: s, ctx: ctx, key: key}
+	later := false // the key is dropped by somebody else
 	defer func() {
-		if err != nil || c == nil {
+		if (err != nil || c == nil) && !later {
 			s.drop(key)
 		}
 	}()
@@ -427,12 +455,33 @@ func (s *Store) Claim(ctx context.Context, key string, ask once.Ask) (_ once.Cla
 		if c.before != nil {
 			begun.State, begun.Value = mark.BegunOver, r.Value
 		}
-		if err := s.write(ctx, put{key: key, record: begun}); err != nil {
+		w := s.enqueue(put{key: key, record: begun})
+		if err := s.await(ctx, w); err != nil {
+			if ctx.Err() != nil && !s.withdraw(w) {
+				later = s.undoLater(c, w)
+			}
 			return nil, once.Found{}, err
 		}
 		c.recorded = true
 	}
 	return c, once.Found{Done: found, Value: r.Value}, nil
+}
+
+// undoLater ends a claim whose beginning a commit had taken up when its context ended: no
+// effect begins, so it must not be in doubt. The goroutine ends with that commit and one of
+// its own; Close waits for it. false after Close.
+func (s *Store) undoLater(c *claim, w *write) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return false
+	}
+	s.undoing.Go(func() {
+		<-w.done
+		c.recorded = w.err == nil
+		_ = c.Release(context.Background()) // a failure leaves it in doubt
+	})
+	return true
 }
 
 // claim is a key that this process has.

@@ -23,3 +23,19 @@ func (s *Store) Commits() (n int) {
 	_ = s.view(func(tx *bbolt.Tx) error { n = tx.ID(); return nil })
 	return n
 }
+
+// Begin has a commit take up what is queued, and end when the function that it returns is
+// called. Nobody else commits: call Stall before.
+func (s *Store) Begin() (end func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	batch := s.queue
+	s.queue = nil
+	return func() {
+		err := s.store(batch)
+		for _, w := range batch {
+			w.err = err
+			close(w.done)
+		}
+	}
+}

@@ -203,6 +203,38 @@ func TestGroupCommit(t *testing.T) {
 	}
 }
 
+// A delivery whose context ends while its beginning is written has begun nothing: its key is
+// not in doubt, whether a commit has the beginning by then or not.
+func TestCancelledBeginning(t *testing.T) {
+	t.Parallel()
+	for _, taken := range []bool{false, true} {
+		s := open(t, filepath.Join(t.TempDir(), "once.db"), bolt.Config{})
+		r := runner(t, s, once.Config{InDoubt: once.Refuse})
+		proceed := s.Stall()
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan error, 1)
+		go func() { ended <- r.Do(ctx, "a", func(context.Context) error { t.Error("it began"); return nil }) }()
+		for s.Queued() < 1 {
+			runtime.Gosched()
+		}
+		end := func() {}
+		if taken {
+			end = s.Begin()
+		}
+		cancel()
+		if err := <-ended; !errors.Is(err, context.Canceled) {
+			t.Errorf("taken %v: %v", taken, err)
+		}
+		end()
+		proceed()
+		ran(t, r, "b")
+		ran(t, r, "a")
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
 // edit changes the file without the store.
 func edit(t *testing.T, path string, f func(marks *bbolt.Bucket) error) {
 	t.Helper()
