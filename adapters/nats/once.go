@@ -268,10 +268,34 @@ func (o *Once) Claim(ctx context.Context, key string, ask once.Ask) (once.Claim,
 			c.keep(ctx)
 			return c, found, nil
 		case !onceTaken(err):
+			c.unbegin(ctx, kv, r, rev)
 			return nil, once.Found{}, underway(err, key, start, seen)
 		}
 	}
 }
+
+// unbegin puts back what was there before, if the beginning was written although its answer
+// did not come, as when ctx has ended: no effect begins, so the key must not be in doubt.
+// It takes onceUnbegin at most. A failure leaves it in doubt.
+func (c *onceClaim) unbegin(ctx context.Context, kv jetstream.KeyValue, before mark.Record, rev uint64) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), onceUnbegin)
+	defer cancel()
+	for wait := onceFirst; wait < onceLast; wait *= 2 {
+		switch r, at, damaged, err := c.o.read(ctx, kv, c.key); {
+		case err == nil && at == rev: // a read may overtake the write
+			time.Sleep(wait)
+			continue
+		case err != nil, damaged != nil, r.Owner != c.owner:
+		case rev == 0:
+			_ = kv.Delete(ctx, onceName(c.key), jetstream.LastRevision(at))
+		default:
+			_, _ = c.o.put(ctx, kv, c.key, before, at)
+		}
+		return
+	}
+}
+
+const onceUnbegin = time.Second
 
 // put writes a record over a revision; 0 is none.
 func (o *Once) put(ctx context.Context, kv jetstream.KeyValue, key string, r mark.Record, rev uint64) (uint64, error) {

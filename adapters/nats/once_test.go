@@ -16,6 +16,7 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 
 	"github.com/stormguard-mq/stormguard/internal/adaptertest"
+	"github.com/stormguard-mq/stormguard/internal/mark"
 	"github.com/stormguard-mq/stormguard/internal/oncetest"
 	"github.com/stormguard-mq/stormguard/once"
 )
@@ -287,6 +288,60 @@ func TestOnceWithoutALeader(t *testing.T) {
 		})
 		if passes := !errors.Is(away, errDown); passes && (err != nil || writes != 3) || !passes && (err == nil || writes != 1) {
 			t.Errorf("%v: %v after %d writes", away, err, writes)
+		}
+	}
+}
+
+// A delivery whose context ends while its beginning is written has begun nothing: its key is
+// not in doubt.
+func TestOnceCancelledBeginning(t *testing.T) {
+	t.Parallel()
+	b := newBroker(t)
+	o := newOnce(t, b, OnceConfig{Bucket: "once"})
+	r, err := once.New(o, once.Config{InDoubt: once.Refuse})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx := adaptertest.Context(t)
+	if err := r.Do(ctx, "b", func(context.Context) error { return nil }); err != nil {
+		t.Fatal(err)
+	}
+	kv, err := o.open(ctx)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, key := range []string{"ka", "kb"} { // a key that is new, and one that was done
+		before, rev, _, err := o.read(ctx, kv, key)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c := &onceClaim{o: o, key: key, owner: 7}
+		if _, err := o.put(ctx, kv, key, mark.Record{State: mark.Begun, Owner: c.owner}, rev); err != nil {
+			t.Fatal(err)
+		}
+		ended, cancel := context.WithCancel(ctx)
+		cancel()
+		c.unbegin(ended, kv, before, rev)
+		if after, _, _, err := o.read(ctx, kv, key); err != nil || after.State != before.State || after.Owner != before.Owner {
+			t.Errorf("%s: %+v, %v, was %+v", key, after, err, before)
+		}
+	}
+	runs := 0
+	for _, key := range []string{"a", "b"} {
+		if err := r.Do(ctx, key, func(context.Context) error { runs++; return nil }); err != nil {
+			t.Errorf("%s: %v", key, err)
+		}
+	}
+	if runs != 1 {
+		t.Errorf("%d effects, want that of a", runs)
+	}
+	for i := range 200 { // by the way that a delivery takes
+		key := fmt.Sprint("c", i)
+		short, cancel := context.WithTimeout(ctx, time.Duration(i)*10*time.Microsecond)
+		done := r.Do(short, key, func(context.Context) error { return nil })
+		cancel()
+		if err := r.Do(ctx, key, func(context.Context) error { return nil }); err != nil && !errors.Is(done, once.ErrUnmarked) {
+			t.Errorf("%s: %v, after %v", key, err, done)
 		}
 	}
 }
