@@ -330,6 +330,9 @@ func (s *Source[M]) unlock(now time.Duration) {
 	if s.offering > 0 && s.inputRoomLocked() > 0 {
 		token(s.space)
 	}
+	if freed {
+		s.cond.Broadcast() // the other workers of this source
+	}
 	s.mu.Unlock()
 	for _, it := range condemned {
 		s.writer.post(letter[M]{s, it})

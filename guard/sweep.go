@@ -34,6 +34,7 @@ func (c *machine[M]) sweep(now time.Duration, late []*callContext) ([]*callConte
 		if c.gate != nil && !it.slow && !it.offered && !collects && ran >= c.slowAfter && !(it.probe && it.ctx != nil && c.policy.Timeout > 0) {
 			it.slow = true
 			c.gate.Slow(now, it.token, it.tries == 0)
+			c.freed = c.freed || it.probe
 		}
 	}
 	c.notice(now)
