@@ -202,3 +202,32 @@ func TestFollowerThatIsTooLarge(t *testing.T) {
 		t.Errorf("handled %v", handled)
 	}
 }
+
+// The limit of a topic may be raised while the process runs, as the log line about a letter
+// that is too large says: the letter is written then.
+func TestRaisedLimit(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	d, err := NewDLQ(r.addrs, testConfig(), DLQConfig{Sources: []string{r.topic}, Topic: r.topic + ".dlq", Replicas: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := d.Close(); err != nil {
+			t.Error(err)
+		}
+		_ = r.admin.DeleteTopic(r.topic + ".dlq")
+	})
+	rec := &dlq.Record{Body: noise(5 << 20), Timestamp: time.Now(), Origin: dlq.Origin{System: "kafka", Source: r.topic, HasOffset: true, Offset: 1}, Reason: dlq.ReasonPermanent}
+	if err := d.Write(adaptertest.Context(t), rec); !errors.Is(err, dlq.ErrTooLarge) {
+		t.Fatalf("%v, want ErrTooLarge", err)
+	}
+	most := "8388608"
+	if err := r.admin.AlterConfig(sarama.TopicResource, r.topic+".dlq", map[string]*string{"max.message.bytes": &most}, false); err != nil {
+		t.Fatal(err)
+	}
+	adaptertest.Eventually(t, "it is written", func() bool {
+		err = d.Write(adaptertest.Context(t), rec)
+		return err == nil
+	})
+}

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"sync"
 	"time"
 
@@ -22,8 +23,12 @@ type Sender struct {
 	Client   sarama.Client
 	producer sarama.SyncProducer
 	slots    chan struct{} // writes under way, given up ones among them
-	largest  map[string]int
-	Squeezes bool // it compresses
+	Squeezes bool          // it compresses
+	limit    int           // of a record whose topic's is not known
+
+	sizes   sync.Mutex
+	largest map[string]int       // of a record, by topic
+	looked  map[string]time.Time // when the topic's was asked for again
 
 	mu     sync.Mutex
 	closed bool
@@ -54,19 +59,49 @@ var mostUncompressed = int(sarama.MaxRequestSize) - 64<<10
 func NewSender(client sarama.Client, largest map[string]int) (*Sender, error) {
 	p := &client.Config().Producer
 	squeezes := p.Compression != sarama.CompressionNone
+	limit := p.MaxMessageBytes
 	for _, most := range largest {
-		p.MaxMessageBytes = max(p.MaxMessageBytes, most)
+		limit = max(limit, most)
 	}
-	if squeezes {
-		p.MaxMessageBytes = max(p.MaxMessageBytes, mostUncompressed)
-	}
+	p.MaxMessageBytes = max(limit, mostUncompressed) // Fits decides, for a topic's limit may be raised
 	// A letter waits for no others: fewer may be on their way than a batch of the program's.
 	p.Flush.Bytes, p.Flush.Messages, p.Flush.Frequency, p.Flush.MaxMessages = 0, 0, 0, 1
 	producer, err := sarama.NewSyncProducerFromClient(client)
 	if err != nil {
 		return nil, err
 	}
-	return &Sender{Client: client, producer: producer, slots: make(chan struct{}, maxWrites), largest: largest, Squeezes: squeezes}, nil
+	return &Sender{Client: client, producer: producer, slots: make(chan struct{}, maxWrites), limit: limit, largest: maps.Clone(largest), looked: make(map[string]time.Time), Squeezes: squeezes}, nil
+}
+
+// lookAgain is how often a topic's limit is asked for, while a record is above it.
+const lookAgain = 5 * time.Second
+
+// most is how large a record of a topic may be; 0 if that is not known. One of n bytes that
+// is too large may have had its limit raised since: then the broker is asked.
+func (s *Sender) most(topic string, n int) int {
+	s.sizes.Lock()
+	most, looked := s.largest[topic], s.looked[topic]
+	ask := most > 0 && n > most && time.Since(looked) >= lookAgain
+	if ask {
+		s.looked[topic] = time.Now()
+	}
+	s.sizes.Unlock()
+	if !ask {
+		return most
+	}
+	in, err := NewAdmin(s.Client)
+	if err != nil {
+		return most
+	}
+	info, err := in.Topic(topic)
+	if err != nil || info == nil {
+		return most
+	}
+	most = int(info.Number("max.message.bytes", int64(most)))
+	s.sizes.Lock()
+	s.largest[topic] = most
+	s.sizes.Unlock()
+	return most
 }
 
 var errNotCompressed = errors.New("kafka: it is not compressed, and its topic's limit is of what is: set Producer.Compression, or raise max.message.bytes")
@@ -74,14 +109,14 @@ var errNotCompressed = errors.New("kafka: it is not compressed, and its topic's 
 // Fits refuses a message that its topic cannot take.
 func (s *Sender) Fits(m *sarama.ProducerMessage) error {
 	n := m.ByteSize(2) + batchOverhead
-	limit := s.Client.Config().Producer.MaxMessageBytes
 	if s.Squeezes {
-		if n > limit {
+		if limit := s.Client.Config().Producer.MaxMessageBytes; n > limit {
 			return &dlq.TooLargeError{Size: n, Max: limit}
 		}
 		return nil
 	}
-	if most := s.largest[m.Topic]; most > 0 {
+	limit := s.limit
+	if most := s.most(m.Topic, n); most > 0 {
 		limit = most
 	}
 	if n > limit {
@@ -100,7 +135,7 @@ func (s *Sender) Refused(m *sarama.ProducerMessage, err error) error {
 	if s.Squeezes { // how much less would do nobody knows
 		return &dlq.TooLargeError{Err: fmt.Errorf("kafka: %d bytes, compressed: %w", n, err)}
 	}
-	return &dlq.TooLargeError{Size: n, Max: s.largest[m.Topic], Err: err}
+	return &dlq.TooLargeError{Size: n, Max: s.most(m.Topic, 0), Err: err}
 }
 
 // Send gives a message to the producer, and returns its offset, -1 if the broker
