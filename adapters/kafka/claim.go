@@ -77,12 +77,29 @@ func (ss *session) await(c *claim, ended, over, revoked <-chan struct{}) {
 			return
 		case <-revoked:
 			ss.makeWay()
+			if !ss.cooperative {
+				ss.awaitEnd()
+			}
 			return
 		case <-ss.native.Context().Done():
 			return
 		}
 	}
 }
+
+// awaitEnd gives an eager session, one of whose claims is taken away, time to end: it says
+// whether the program stops. ConsumerGroup.Close ends claims and session in no order. A claim
+// alone ends where the log does not have its offset.
+func (ss *session) awaitEnd() {
+	late := time.NewTimer(endsTogether)
+	defer late.Stop()
+	select {
+	case <-ss.native.Context().Done():
+	case <-late.C:
+	}
+}
+
+const endsTogether = 100 * time.Millisecond
 
 // markEvery is how soon what is settled is marked at the latest.
 const markEvery = 100 * time.Millisecond

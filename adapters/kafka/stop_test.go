@@ -465,6 +465,39 @@ func TestStopBySignalIsNoRebalance(t *testing.T) {
 }
 
 // The cause of a program's own counts as a stop only if its context is over.
+// ConsumerGroup.Close may end a claim before the session: it is a stop all the same, and its
+// handler may finish.
+func TestClosedClaimBeforeItsSession(t *testing.T) {
+	t.Parallel()
+	g := adaptertest.Guard(t, guard.Config{})
+	running, finish := make(chan struct{}), make(chan struct{})
+	var cut atomic.Bool
+	h := Wrap(g, func(ctx context.Context, _ *sarama.ConsumerMessage) error {
+		close(running)
+		select {
+		case <-ctx.Done():
+			cut.Store(true)
+		case <-finish:
+		}
+		return nil
+	}, WithConfig(testConfig()))
+	s, end := setup(t, h)
+	c := newFakeClaim()
+	var consuming sync.WaitGroup
+	consuming.Go(func() { _ = h.ConsumeClaim(s, c) })
+	c.publish(0, 1)
+	<-running
+	close(c.partition().dying)
+	time.Sleep(5 * time.Millisecond)
+	end(nil)
+	time.Sleep(2 * endsTogether)
+	close(finish)
+	consuming.Wait()
+	if cut.Load() {
+		t.Error("the handler was cut off")
+	}
+}
+
 func TestStopping(t *testing.T) {
 	t.Parallel()
 	given, end := context.WithCancelCause(context.Background())
