@@ -146,9 +146,7 @@ func (p *Process) look(o options) (*seen, error) {
 			}
 		}
 		for reason, n := range map[string]uint64{"loans": l.Refused.Loans, "keys": l.Refused.Needs} {
-			if n > 0 {
-				o.ObserveInt64(refused, int64(n), by(attribute.String("section", sectionLimits), attribute.String("reason", reason)))
-			}
+			o.ObserveInt64(refused, int64(n), by(attribute.String("section", sectionLimits), attribute.String("reason", reason)))
 		}
 		o.ObserveInt64(packets, int64(st.PacketsIn), by(attribute.String("direction", "in")))
 		o.ObserveInt64(packets, int64(st.PacketsOut), by(attribute.String("direction", "out")))

@@ -254,11 +254,8 @@ const HeaderTrimmed = "Dead-Letter-Trimmed"
 // be written. Only the message's own stream has the whole body then, as long as it
 // keeps the message; after the ack a work-queue or interest stream does not.
 func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
-	m, err := d.message(r)
-	if err != nil {
-		return err
-	}
-	err = d.publish(ctx, m, letterID(r))
+	m := d.message(r)
+	err := d.publish(ctx, m, letterID(r))
 	if large, ok := errors.AsType[*dlq.TooLargeError](err); ok {
 		if size := cutBody(m, r, large); size > 0 {
 			if err = d.publish(ctx, m, letterID(r)); err == nil {
@@ -404,7 +401,7 @@ func (d *DLQ) streamMax(ctx context.Context) int {
 }
 
 // message is the dead letter as NATS carries it.
-func (d *DLQ) message(r *dlq.Record) (*nats.Msg, error) {
+func (d *DLQ) message(r *dlq.Record) *nats.Msg {
 	m := &nats.Msg{Subject: d.subject(r), Data: r.Body, Header: nats.Header{}}
 	if r.Key != nil {
 		m.Header[keyHeader] = []string{base64.StdEncoding.EncodeToString(r.Key)}
@@ -413,7 +410,7 @@ func (d *DLQ) message(r *dlq.Record) (*nats.Msg, error) {
 		name := headerName(h.Name)
 		m.Header[name] = append(m.Header[name], headerText(h.Value))
 	}
-	return m, nil
+	return m
 }
 
 // headerName is a name that nats.go sends: it reads any, and refuses to write some, and with

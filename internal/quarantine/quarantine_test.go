@@ -73,7 +73,7 @@ func TestEntriesEndByTheWallClock(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, e := range q.Entries() {
-		if e.At != e.At.Round(0) || e.Until != e.Until.Round(0) { //nolint:revive // the monotonic reading counts here
+		if e.At != e.At.Round(0) || e.Until != e.Until.Round(0) {
 			t.Errorf("%v to %v have a monotonic reading", e.At, e.Until)
 		}
 	}
