@@ -74,8 +74,9 @@ type Meta struct {
 
 	// Content names a message for which the broker has no name: a hash of what each
 	// delivery of it has. Origin.MessageID is of this delivery alone then. The same may
-	// be said of two messages, so it counts from the second delivery on: Redelivered.
-	Content     string
+	// be said of two messages, so it counts from the second delivery on: Redelivered. It
+	// is called when the message fails.
+	Content     func() string
 	Redelivered bool
 
 	// Attempts and FirstFailed are of a message's handler calls before it was parked: see

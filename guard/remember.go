@@ -35,8 +35,8 @@ type suspect struct {
 // delivered before.
 func identity(m Meta) (name string, certain bool) {
 	switch o := m.Origin; {
-	case m.Content != "":
-		return o.Source + "#" + m.Content, m.Redelivered
+	case m.Content != nil:
+		return o.Source + "#" + m.Content(), m.Redelivered
 	case o.HasOffset:
 		return fmt.Sprintf("%s/%d/%d", o.Source, o.Partition, o.Offset), true
 	case o.Sequence > 0:

@@ -16,13 +16,14 @@ import (
 )
 
 func TestIdentity(t *testing.T) {
+	abc := func() string { return "abc" }
 	at := func(m Meta) string { name, sure := identity(m); return fmt.Sprint(name, " ", sure) }
 	for want, m := range map[string]Meta{
 		"q/3/17 true": {Origin: dlq.Origin{Source: "q", Partition: 3, Offset: 17, HasOffset: true}},
 		"q/5 true":    {Origin: dlq.Origin{Source: "q", Sequence: 5}},
 		"q/m7 true":   {Origin: dlq.Origin{Source: "q", MessageID: "m7"}},
-		"q#abc false": {Origin: dlq.Origin{Source: "q", MessageID: "made-1"}, Content: "abc"},
-		"q#abc true":  {Origin: dlq.Origin{Source: "q", MessageID: "made-2"}, Content: "abc", Redelivered: true},
+		"q#abc false": {Origin: dlq.Origin{Source: "q", MessageID: "made-1"}, Content: abc},
+		"q#abc true":  {Origin: dlq.Origin{Source: "q", MessageID: "made-2"}, Content: abc, Redelivered: true},
 	} {
 		if got := at(m); got != want {
 			t.Errorf("%s, want %s", got, want)

@@ -650,7 +650,7 @@ func (s *Source[M]) unspill(b []byte) bool {
 	c := &spilled{number: number, placed: true, synced: true, acked: true}
 	var key uint64
 	if s.c.policy.Order == OrderKey && s.begin() {
-		key = s.port.Lane(m)
+		key = s.laneOf(m)
 		s.end()
 	}
 	now := s.g.now()

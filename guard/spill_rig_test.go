@@ -20,8 +20,16 @@ import (
 type spillPort struct {
 	testPort
 
-	body int            // bytes of each
-	bad  func(int) bool // has no description
+	body    int            // bytes of each
+	bad     func(int) bool // has no description
+	keyless bool           // a key cannot be found for each fifth
+}
+
+func (p *spillPort) Lane(m int) uint64 {
+	if p.keyless && m%5 == 0 {
+		panic("no header")
+	}
+	return p.testPort.Lane(m)
 }
 
 func (p *spillPort) Spill(m int) (head, body []byte, err error) {
@@ -56,12 +64,13 @@ type queue struct {
 	dir string
 	cfg Config
 
-	name  string
-	log   bool          // the broker is one: it has a low watermark
-	hang  chan struct{} // not nil: message 0 waits for it, whatever its context says
-	bad   func(int) bool
-	body  int           // bytes of a message
-	takes time.Duration // to handle one
+	name    string
+	log     bool          // the broker is one: it has a low watermark
+	keyless bool          // see spillPort
+	hang    chan struct{} // not nil: message 0 waits for it, whatever its context says
+	bad     func(int) bool
+	body    int           // bytes of a message
+	takes   time.Duration // to handle one
 
 	mu      sync.Mutex
 	sent    int
@@ -113,7 +122,7 @@ func (q *queue) open() {
 			q.tb.Fatal(err)
 		}
 	}
-	q.port = &spillPort{testPort{keys: 8}, q.body, q.bad}
+	q.port = &spillPort{testPort{keys: 8}, q.body, q.bad, q.keyless}
 	port := Port[int](q.port)
 	if q.log {
 		port = spillLog{q.port}

@@ -371,6 +371,22 @@ func TestSpillTakesWhatWaitsForItsLetter(t *testing.T) {
 	}
 }
 
+// A message whose key cannot be found comes back from the disk as any other.
+func TestSpillOfKeylessMessages(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: Policy{Spill: true, Window: 16, Order: OrderKey}})
+		q.keyless = true
+		q.open()
+		q.setDown(true)
+		q.send(200)
+		time.Sleep(20 * time.Second)
+		q.setDown(false)
+		q.drain(5 * time.Minute)
+		q.counts(1)
+		q.close(ReasonShutdown, true)
+	})
+}
+
 // A message that cannot be described stays in memory and at the broker, alone.
 func TestSpillWithoutOne(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {

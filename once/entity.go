@@ -78,7 +78,7 @@ func (e *Entities) Step(ctx context.Context, entity, to string, effect func(ctx 
 	}
 }
 
-// step is Step; again means that it has ended the doubt about another step.
+// step is Step; again means that it has ended the doubt about a step.
 func (e *Entities) step(ctx context.Context, entity, to string, effect func(ctx context.Context) error) (again bool, err error) {
 	key, name := StepKey(e.m.name, entity, to), e.name(entity)
 	claim, found, err := e.r.begin(ctx, name, key, Ask{Over: true, Note: to})
@@ -89,7 +89,9 @@ func (e *Entities) step(ctx context.Context, entity, to string, effect func(ctx 
 		return false, also(fmt.Errorf("%w: %.80q: its state: %w", ErrInDoubt, key, found.Damaged), e.r.leave(ctx, claim))
 	}
 	path := states(found.Value)
-	found.Doubt = e.doubted(path, found)
+	if found.Doubt && !e.doubted(path, found) {
+		return true, e.r.release(ctx, claim) // and claim it for this step, by its name
+	}
 	doing := to // the step that the claim is about
 	if found.Doubt {
 		doing = found.Note

@@ -25,10 +25,6 @@ import (
 // prefetch, or its rate limit too low: then the next has half of it.
 func (e *epoch) park() (outcome, error) {
 	c, st := e.c, e.src.State()
-	if drains(st) {
-		c.o.log.Warn("closing the channel: the spill drains first", "source", c.o.name, "spilled", st.Spilled, "consumer_timeout", c.o.timeout)
-		return epochLost, nil
-	}
 	held := e.narrow // nothing got through, so nothing is known of its speed
 	for _, h := range st.Holds {
 		switch h.Reason {
@@ -43,11 +39,13 @@ func (e *epoch) park() (outcome, error) {
 	c.o.log.Warn("closing the channel: a delivery was unsettled for half of the consumer timeout",
 		"source", c.o.name, "held", held, "consumer_timeout", c.o.timeout, "prefetch", c.prefetch)
 	c.tired = c.tired || e.worn.Load()
-	if !held {
+	switch {
+	case held:
+		return epochParked, nil
+	case !drains(st): // else what it has waits for the disk, not for slow handlers
 		c.prefetch = max(e.size/2, c.policy.Workers, 1)
-		return epochLost, nil
 	}
-	return epochParked, nil
+	return epochLost, nil
 }
 
 // awaitAdmission waits until the source would admit a message: nothing holds it,

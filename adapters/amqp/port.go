@@ -83,16 +83,17 @@ func (p *meta) describe(d *amqp091.Delivery) guard.Meta {
 		Deliveries: deliveries(d.Headers), Redelivered: d.Redelivered, Lag: -1,
 	}
 	if d.MessageId == "" {
-		m.Content = content(d, &m)
+		headers, properties := m.Headers, m.Properties
+		m.Content = func() string { return content(d, properties, headers) }
 	}
 	return m
 }
 
 // content is a hash of what each delivery of a message has, so without the broker's counts.
-func content(d *amqp091.Delivery, m *guard.Meta) string {
+func content(d *amqp091.Delivery, properties, headers []dlq.Header) string {
 	h := fnv.New128a()
 	fmt.Fprintf(h, "%q %q %d ", d.Exchange, d.RoutingKey, d.Timestamp.Unix())
-	for _, all := range [][]dlq.Header{m.Properties, m.Headers} {
+	for _, all := range [][]dlq.Header{properties, headers} {
 		for _, header := range all {
 			if header.Name != deliveryCount && header.Name != acquiredCount {
 				fmt.Fprintf(h, "%q=%q ", header.Name, header.Value)

@@ -185,8 +185,11 @@ func (c *claim) mark() {
 // behind what is held here.
 func (c *claim) beginningLocked() (offset int64, due bool) {
 	offset = c.start
-	if first, _ := c.marks.Position(); first >= 0 {
+	switch first, _ := c.marks.Position(); {
+	case first >= 0:
 		offset = min(offset, first) // start may be a fetch later
+	case c.native != nil && len(c.native.Messages()) > 0:
+		return 0, false // the first of them is soon known
 	}
 	due = offset != c.begun
 	c.begun = offset

@@ -268,7 +268,9 @@ func (o *Once) Claim(ctx context.Context, key string, ask once.Ask) (once.Claim,
 			c.keep(ctx)
 			return c, found, nil
 		case !onceTaken(err):
-			c.unbegin(ctx, kv, r, rev)
+			if !errors.As(err, new(*jetstream.APIError)) { // which says that nothing was written
+				c.unbegin(ctx, kv, r, rev)
+			}
 			return nil, once.Found{}, underway(err, key, start, seen)
 		}
 	}

@@ -293,6 +293,27 @@ func TestForgedKeys(t *testing.T) {
 	}
 }
 
+// So are the keys that they bring by loans that nobody asked for.
+func TestForgedLoansOfManyKeys(t *testing.T) {
+	cfg := Config{Limit: Limit{Rate: 1000, Burst: 100}, MaxKeys: 20_000, Roster: Roster{Learners: true, Members: []Member{{Name: "a"}, {Name: "b"}}}}
+	n, err := NewNode(crdt.Replica{Name: "a", Incarnation: 1}, cfg, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for peer := range 10 {
+		f := forger{self: crdt.Replica{Name: fmt.Sprint("x", peer), Incarnation: 1}}
+		for i := range 8000 {
+			_ = f.lend(n, time.Second, fmt.Sprint(peer, " ", i), 1)
+		}
+		if got := n.Keys(); got > min((peer+1)*2*cfg.MaxKeys/namedBy, 2*cfg.MaxKeys/namedByAll) {
+			t.Fatalf("%d keys after %d peers", got, peer+1)
+		}
+	}
+	if n.Keys() == 0 || n.Stats(time.Second).Refused.TooManyKeys == 0 {
+		t.Errorf("%d keys, none refused", n.Keys())
+	}
+}
+
 func TestTotals(t *testing.T) {
 	var sum total
 	for range 4 {

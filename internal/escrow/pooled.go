@@ -57,6 +57,7 @@ type pooled struct {
 type pooledPeer struct {
 	incarnation uint64
 	heard       time.Duration
+	out         bool // the roster has its name no more: nothing is assumed of it when it is silent
 	used        map[string]*pooledUse
 }
 
@@ -179,10 +180,12 @@ func (p *pooled) adopt(c Configuration) {
 		}
 	}
 	p.resets = max(p.resets, c.Resets)
-	// Nothing is assumed any more of a silent one that this configuration has taken out.
 	for name, peer := range p.peers {
-		if p.now-peer.heard > pooledSilent && p.cfg.Roster.index(name) >= 0 && c.Roster.index(name) < 0 {
-			delete(p.peers, name)
+		switch in := c.Roster.index(name) >= 0; {
+		case in:
+			peer.out = false
+		case p.cfg.Roster.index(name) >= 0:
+			peer.out = true
 		}
 	}
 	p.cfg.Roster = c.Roster
@@ -243,9 +246,12 @@ func (p *pooled) passLocked(now time.Duration) {
 	}
 	p.lookAt = p.now + lookEvery
 	heard := 1
-	for _, peer := range p.peers {
-		if p.now-peer.heard <= pooledSilent {
+	for name, peer := range p.peers {
+		switch {
+		case p.now-peer.heard <= pooledSilent:
 			heard++
+		case peer.out:
+			delete(p.peers, name)
 		}
 	}
 	if present := float64(heard) / float64(len(p.peers)+1); present != p.present {

@@ -656,6 +656,13 @@ func BenchmarkPooledAllow(b *testing.B) {
 // with it: the burst anywhere, the peers' use, refunds, configurations, fences, a new incarnation.
 // A silent process is assumed to use its part until a configuration takes its name out.
 func TestPooledEvicts(t *testing.T) {
+	t.Run("silent", func(t *testing.T) { pooledEvicts(t, false) })
+	t.Run("heard", func(t *testing.T) { pooledEvicts(t, true) })
+}
+
+// heard says that c writes until after it is out.
+func pooledEvicts(t *testing.T, heard bool) {
+	t.Helper()
 	now := sec
 	cfg := Config{
 		Limit: Limit{Rate: 300, Burst: 30}, Strategy: Pooled, Fleet: "f",
@@ -692,10 +699,17 @@ func TestPooledEvicts(t *testing.T) {
 	if n := admitted(); n < 1950 || n > 2050 {
 		t.Errorf("%d of 2000 while one of three is silent", n)
 	}
+	if heard {
+		hear("c")
+	}
 	c := cfg.Configuration()
 	c.Number, c.Roster = 2, Roster{Number: 2, Members: []Member{{Name: "a"}, {Name: "b"}}}
 	if err := s.Adopt(now, c); err != nil {
 		t.Fatal(err)
+	}
+	if heard {
+		hear("c")
+		admitted()
 	}
 	if n := admitted(); n < 2950 || n > 3050 {
 		t.Errorf("%d of 3000 when it is out", n)

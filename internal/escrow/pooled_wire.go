@@ -96,7 +96,7 @@ func (p *pooled) Merge(c crdt.Contact, b []byte) error {
 	}
 	peer := p.peers[c.From.Name]
 	if peer == nil || peer.incarnation < c.From.Incarnation {
-		peer = &pooledPeer{incarnation: c.From.Incarnation, heard: p.now, used: map[string]*pooledUse{}}
+		peer = &pooledPeer{incarnation: c.From.Incarnation, heard: p.now, out: len(p.cfg.Roster.Members) > 0 && !p.cfg.Roster.admits(c.From.Name), used: map[string]*pooledUse{}}
 		p.peers[strings.Clone(c.From.Name)] = peer
 		p.lookAt = 0
 	} else if peer.incarnation > c.From.Incarnation {

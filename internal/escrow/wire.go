@@ -339,7 +339,12 @@ func (n *Node) check(r reader, p *peer, from crdt.Replica) error {
 	if r.bad() {
 		return fmt.Errorf("%w: from %v", errMalformed, from)
 	}
-	if loans > 0 && len(n.rows)+loans > n.cfg.MaxKeys+n.mostNamed() {
+	named := 0
+	if p != nil {
+		named = p.named
+	}
+	most := n.mostNamed()
+	if all := max(n.cfg.MaxKeys/namedByAll, most); loans > 0 && (len(n.rows)+loans > n.cfg.MaxKeys+most || named+loans > 2*most || n.named+loans > 2*all) {
 		return fmt.Errorf("%w: %v lends for %d new ones", ErrTooManyKeys, from, loans)
 	}
 	return nil
@@ -353,7 +358,7 @@ func (n *Node) mostNamed() int {
 
 // namedRow is the row of a key that only a peer has named, or nil if there is no room for
 // a need. A loan answers a need of this node, and fills its lender's cap until it
-// comes back, so it gets a row beyond that room; check has seen that they are few.
+// comes back, so it gets a row beyond that room, up to twice of it; see check.
 func (n *Node) namedRow(p *peer, s *said) *row {
 	most := n.mostNamed()
 	full := len(n.rows) >= n.cfg.MaxKeys || p.named >= most || n.named >= max(n.cfg.MaxKeys/namedByAll, most)

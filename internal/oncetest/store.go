@@ -46,6 +46,7 @@ func RunStore(t *testing.T, place func(t *testing.T) Place) {
 		{"StepsTogether", stepsTogether},
 		{"StepInDoubt", stepInDoubt},
 		{"StepAgainInDoubt", stepAgainInDoubt},
+		{"StepAfterAgainInDoubt", stepAfterAgainInDoubt},
 		{"Differences", differences},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -391,6 +392,44 @@ func stepAgainInDoubt(ctx context.Context, t *testing.T, p Place) {
 			}
 			want(t, &c, 3)
 		}
+	}
+}
+
+// The step after one that came again is in doubt by its own name.
+func stepAfterAgainInDoubt(ctx context.Context, t *testing.T, p Place) {
+	cfg := once.Config{InDoubt: once.Refuse}
+	var c counter
+	s := p.Open(t)
+	e, _ := entities(ctx, t, runner(t, s, cfg), 0)
+	for _, to := range []string{"allocated", "packed"} {
+		if err := e.Step(ctx, "a", to, c.effect); err != nil {
+			t.Fatal(err)
+		}
+	}
+	claim, _, err := s.Claim(ctx, "eorder\x00a", once.Ask{Over: true, Record: true, Note: "allocated"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.Crash(t, s)
+	t.Cleanup(func() { _ = claim.Leave(context.Background()) })
+
+	s = p.Open(t)
+	e, _ = entities(ctx, t, runner(t, s, cfg), 0)
+	b := block(ctx, t, stepper{e, "a"}, "shipped")
+	p.Crash(t, s)
+	defer func() {
+		b.proceed <- errEffect
+		b.join()
+	}()
+	e, _ = entities(ctx, t, runner(t, p.Open(t), cfg), 1)
+	for _, to := range []string{"shipped", "cancelled"} {
+		if err := e.Step(ctx, "a", to, c.effect); to == "shipped" && !errors.Is(err, once.ErrInDoubt) || err == nil {
+			t.Errorf("to %s: %v, want ErrInDoubt about shipped", to, err)
+		}
+	}
+	want(t, &c, 2)
+	if err := e.Settle(ctx, "a", "shipped", true); err != nil {
+		t.Error(err)
 	}
 }
 
