@@ -219,7 +219,6 @@ func TestTooLargeDeadLetters(t *testing.T) {
 		}
 		for name, bad := range map[string]*dlq.Record{
 			"a long name": {Headers: []dlq.Header{{Name: strings.Repeat("n", 256), Value: "v"}}},
-			"a key":       {Key: []byte("k")},
 			"a type":      {Headers: []dlq.Header{{Name: "n", Value: struct{}{}}}},
 		} {
 			if err := d.Write(adaptertest.Context(t), bad); !errors.Is(err, dlq.ErrRefused) {

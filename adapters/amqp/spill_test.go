@@ -99,7 +99,8 @@ func TestSpillThatDrainsForLong(t *testing.T) {
 		if dead, err := r.get(letters.cfg.Queue); err != nil || len(dead) > 0 {
 			t.Errorf("%d dead letters, %v", len(dead), err)
 		}
-		if opened := len(l.books().prefetch) - before; opened > 1 {
+		// One that probes, if the drain was at its ramp when the channel closed, and one after it.
+		if opened := len(l.books().prefetch) - before; opened > 2 {
 			t.Errorf("%d consumers were opened in the drain", opened)
 		}
 	})
