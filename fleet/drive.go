@@ -132,7 +132,8 @@ func (p *Process) first() bool {
 	return i >= 0 && names[i] == p.self.Name
 }
 
-// stormChanged writes down a storm of the fleet. A guard's goroutine calls it.
+// stormChanged writes down a storm of the fleet. Whoever steps the member calls it: a guard's
+// goroutine, or the process's own.
 func (p *Process) stormChanged(c fleetstate.StormChange) {
 	kind := fleetstate.EntryStormEnded
 	if c.Active {

@@ -95,7 +95,7 @@ func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 	for _, h := range d.headers(r) {
 		m.Headers = append(m.Headers, sarama.RecordHeader{Key: []byte(h.Name), Value: headerBytes(h.Value)})
 	}
-	if err := d.out.Fits(m); err != nil {
+	if err := d.out.Fits(ctx, m); err != nil {
 		return err
 	}
 	partitions, err := d.client.Partitions(topic)

@@ -469,6 +469,10 @@ func TestStopBySignalIsNoRebalance(t *testing.T) {
 // handler may finish.
 func TestClosedClaimBeforeItsSession(t *testing.T) {
 	t.Parallel()
+	synctest.Test(t, closedClaimBeforeItsSession)
+}
+
+func closedClaimBeforeItsSession(t *testing.T) {
 	g := adaptertest.Guard(t, guard.Config{})
 	running, finish := make(chan struct{}), make(chan struct{})
 	var cut atomic.Bool

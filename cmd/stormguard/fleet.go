@@ -366,7 +366,7 @@ func (op *operator) ask(ctx context.Context, method, path string, body, out any)
 	var written atomic.Bool // of a request that may change something
 	if o, dry := body.(console.Order); method != http.MethodGet && !(dry && o.DryRun) {
 		r = r.WithContext(httptrace.WithClientTrace(r.Context(), &httptrace.ClientTrace{
-			WroteRequest: func(i httptrace.WroteRequestInfo) { written.Store(i.Err == nil) },
+			WroteHeaders: func() { written.Store(true) }, // before the server can have it
 		}))
 	}
 	unanswered := func(err error) error {

@@ -371,7 +371,6 @@ func TestOutcomeOfAnInterruptedOrder(t *testing.T) {
 			_, _ = io.WriteString(w, `{}`)
 			return
 		}
-		time.Sleep(50 * time.Millisecond) // the client knows that it has written
 		_ = self.Signal(os.Interrupt)
 		<-over
 	}))

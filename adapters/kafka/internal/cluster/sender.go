@@ -4,6 +4,7 @@
 package cluster
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -76,38 +77,52 @@ func NewSender(client sarama.Client, largest map[string]int) (*Sender, error) {
 // lookAgain is how often a topic's limit is asked for, while a record is above it.
 const lookAgain = 5 * time.Second
 
-// most is how large a record of a topic may be; 0 if that is not known. One of n bytes that
-// is too large may have had its limit raised since: then the broker is asked.
-func (s *Sender) most(topic string, n int) int {
+// most is how large a record of a topic may be; 0 if that is not known.
+func (s *Sender) most(topic string) int {
 	s.sizes.Lock()
-	most, looked := s.largest[topic], s.looked[topic]
-	ask := most > 0 && n > most && time.Since(looked) >= lookAgain
-	if ask {
+	defer s.sizes.Unlock()
+	return s.largest[topic]
+}
+
+// askAgain asks the broker for a topic's limit, which may have been raised, unless that was
+// done lately. It returns when the broker has answered, or ctx ends; the goroutine that asks
+// is one of those that Close waits for.
+func (s *Sender) askAgain(ctx context.Context, topic string) {
+	s.sizes.Lock()
+	due := s.largest[topic] > 0 && time.Since(s.looked[topic]) >= lookAgain
+	if due {
 		s.looked[topic] = time.Now()
 	}
 	s.sizes.Unlock()
-	if !ask {
-		return most
+	if !due || !s.begin() {
+		return
 	}
-	in, err := NewAdmin(s.Client)
-	if err != nil {
-		return most
+	answered := make(chan struct{})
+	go func() {
+		defer s.writes.Done()
+		defer close(answered)
+		in, err := NewAdmin(s.Client)
+		if err != nil {
+			return
+		}
+		info, err := in.Topic(topic)
+		if err != nil || info == nil {
+			return
+		}
+		s.sizes.Lock()
+		defer s.sizes.Unlock()
+		s.largest[topic] = int(info.Number("max.message.bytes", int64(s.largest[topic])))
+	}()
+	select {
+	case <-answered:
+	case <-ctx.Done():
 	}
-	info, err := in.Topic(topic)
-	if err != nil || info == nil {
-		return most
-	}
-	most = int(info.Number("max.message.bytes", int64(most)))
-	s.sizes.Lock()
-	s.largest[topic] = most
-	s.sizes.Unlock()
-	return most
 }
 
 var errNotCompressed = errors.New("kafka: it is not compressed, and its topic's limit is of what is: set Producer.Compression, or raise max.message.bytes")
 
 // Fits refuses a message that its topic cannot take.
-func (s *Sender) Fits(m *sarama.ProducerMessage) error {
+func (s *Sender) Fits(ctx context.Context, m *sarama.ProducerMessage) error {
 	n := m.ByteSize(2) + batchOverhead
 	if s.Squeezes {
 		if limit := s.Client.Config().Producer.MaxMessageBytes; n > limit {
@@ -115,10 +130,10 @@ func (s *Sender) Fits(m *sarama.ProducerMessage) error {
 		}
 		return nil
 	}
-	limit := s.limit
-	if most := s.most(m.Topic, n); most > 0 {
-		limit = most
+	if most := s.most(m.Topic); most > 0 && n > most {
+		s.askAgain(ctx, m.Topic)
 	}
+	limit := cmp.Or(s.most(m.Topic), s.limit)
 	if n > limit {
 		return &dlq.TooLargeError{Size: n, Max: limit, Err: errNotCompressed}
 	}
@@ -135,7 +150,7 @@ func (s *Sender) Refused(m *sarama.ProducerMessage, err error) error {
 	if s.Squeezes { // how much less would do nobody knows
 		return &dlq.TooLargeError{Err: fmt.Errorf("kafka: %d bytes, compressed: %w", n, err)}
 	}
-	return &dlq.TooLargeError{Size: n, Max: s.most(m.Topic, 0), Err: err}
+	return &dlq.TooLargeError{Size: n, Max: s.most(m.Topic), Err: err}
 }
 
 // Send gives a message to the producer, and returns its offset, -1 if the broker

@@ -201,7 +201,7 @@ func topicFaults(in *cluster.Admin, from, to *cluster.Topic, delay, margin time.
 func (t *Topics) write(ctx context.Context, p *Message, topic string) (int64, error) {
 	m := p.producerMessage(topic)
 	m.Headers = append(m.Headers, sarama.RecordHeader{Key: []byte(retryGroup), Value: []byte(t.cfg.Group)})
-	err := t.out.Fits(m)
+	err := t.out.Fits(ctx, m)
 	at := int64(-1)
 	if err == nil {
 		at, err = t.out.Send(ctx, m)
