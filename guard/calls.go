@@ -25,7 +25,8 @@ import (
 // counted.
 //
 // Where all calls go through one place, such as an http.RoundTripper, a gRPC interceptor or
-// a tracer of a database driver, that is the place to call it: see the example.
+// a tracer of a database driver, that is the place to call it: see the example, and
+// examples/calls_test.go for gRPC and pgx.
 //
 // dependency is a name of few: it is a label. A Guard takes 32 names of at most 64 bytes; a
 // further one counts as "other". done may be called by any goroutine; only its first call
