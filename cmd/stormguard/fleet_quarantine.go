@@ -10,6 +10,7 @@ import (
 	"io"
 	"net/http"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
@@ -116,6 +117,13 @@ func newQuarantineRemove(op *operator) *cobra.Command {
 				return err
 			}
 			in.Rule = rule.String()
+			var all []fleet.Quarantined
+			if _, err := op.ask(cmd.Context(), http.MethodGet, op.rules, nil, &all); err != nil {
+				return err
+			}
+			if !slices.ContainsFunc(all, func(q fleet.Quarantined) bool { return q.Rule == in.Rule }) {
+				return fmt.Errorf("%s is not in quarantine: quarantine list prints what is", in.Rule)
+			}
 			return op.quarantine(cmd, in, "no longer in quarantine: %s")
 		},
 	}

@@ -99,6 +99,7 @@ func TestFleetCommands(t *testing.T) {
 		{"", exitOK, `(?s)QUARANTINE +BY +UNTIL +WHY\n(cause=v2[^\n]*\n)?header:tenant=acme +ann`, `^$`},
 		{"quarantine remove --header tenant=acme --by bob", exitOK, `^no longer in quarantine: header:tenant=acme; 1 rule\n$`, `^$`},
 		{"quarantine remove --cause v2:32c3a1eebe9e4b6b --json", exitOK, `^\[\]\n$`, `^$`},
+		{"quarantine remove --key acmee", exitError, `^$`, `key=acmee is not in quarantine`},
 		{"quarantine add", exitUsage, `^$`, `--key, --header, --cause: give one of them`},
 		{"quarantine add --key k --cause c", exitUsage, `^$`, `give one of them`},
 		{"quarantine add --header tenant", exitUsage, `^$`, `--header "tenant": is not NAME=VALUE`},
