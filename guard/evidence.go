@@ -237,7 +237,7 @@ func (c *machine[M]) weigh(now time.Duration, it *item[M], r result) {
 // report tells the breaker and the detector of a failed call, and goes on with a
 // look if it can. It tells whether a look goes on: then there is nothing to decide yet.
 func (c *machine[M]) report(now time.Duration, it, head *item[M]) (goesOn bool) {
-	first := it.tries == 1 && !c.inPlace // what was parked has failed before
+	first := it.tries == 1 && c.beside == nil // what was parked has failed before
 	witness := it.witness()
 	if witness { // whatever follows, the head is up again
 		c.move(it, waiting)
@@ -261,7 +261,7 @@ func (c *machine[M]) report(now time.Duration, it, head *item[M]) (goesOn bool) 
 		c.gate.Unavailable(now, it.token, first)
 	case it.probe:
 		c.gate.FailureOf(now, it.token, first, it.id)
-	case witness, it.slow, c.inPlace, it.after > 0, it.doubted, !first && it.lane != nil && it.lane.behind() > 0:
+	case witness, it.slow, it.after > 0, it.doubted, !first && it.lane != nil && it.lane.behind() > 0:
 		// A look will tell, or has told.
 	default:
 		c.gate.FailureOf(now, it.token, first, it.id)
@@ -293,7 +293,7 @@ func (c *machine[M]) inVain(now time.Duration, head *item[M]) bool {
 	case head.class == ClassDependency:
 		return c.lifeless(now, proofFresh)
 	case !c.looks():
-		return head.class == ClassUnknown && !c.inPlace && l.behind() > 0 && !c.others(l) &&
+		return head.class == ClassUnknown && l.behind() > 0 && !c.others(l) &&
 			head.relapses == 0 && now-max(c.provedAt, c.movedAt) >= lookDelay
 	default:
 		all := c.looksAll >= maxLook && c.looksLife == c.lastLife

@@ -112,3 +112,70 @@ func TestPoisonWithoutALook(t *testing.T) {
 		a.close()
 	})
 }
+
+// A source that parks has a breaker and a detector like any other: an outage opens it, also
+// one of a part of the calls, or one whose errors say nothing, and a long one is a storm.
+func TestOutageOfASourceThatParks(t *testing.T) {
+	for name, c := range map[string]struct {
+		err   error
+		every int // one call of so many fails
+		cause breaker.Cause
+	}{
+		"errors of unknown class": {errBad, 1, breaker.CauseRun},
+		"a third of the calls":    {Unavailable(errBad), 3, breaker.CauseRate},
+	} {
+		bubble(t, name, func(t *testing.T) {
+			var opened, stormed, calls atomic.Int64
+			g, err := New(Config{Policy: Policy{Order: OrderKey, Workers: 4, Window: 200}}, OnStateChange(func(s StateChange) {
+				switch {
+				case s.Reason == ReasonStorm && s.Active:
+					stormed.Add(1)
+				case s.Active && s.Detail == string(c.cause):
+					opened.Add(1)
+				}
+			}))
+			if err != nil {
+				t.Fatal(err)
+			}
+			port := &parkPort{testPort: testPort{keys: 8}}
+			r := &rig{t: t, g: g, in: make(chan int), ended: make(chan error, 1)}
+			r.s, err = Open(g, SourceConfig{Name: "t/0", Destination: "t", DeadLetters: &testWriter{}}, Limits{}, Port[int](port), func(context.Context, int) error {
+				time.Sleep(time.Millisecond)
+				if int(calls.Add(1))%c.every == 0 {
+					return c.err
+				}
+				return nil
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			ctx, cancel := context.WithCancel(t.Context())
+			r.cancel = cancel
+			go func() { r.ended <- r.s.Run(ctx, r.in) }()
+			go func() { // ends with ctx
+				for m := 0; ctx.Err() == nil; m++ {
+					select {
+					case r.in <- m:
+					case <-ctx.Done():
+					}
+					select {
+					case <-time.After(5 * time.Millisecond):
+					case <-ctx.Done():
+					}
+				}
+			}()
+			time.Sleep(10 * time.Second)
+			if opened.Load() == 0 {
+				t.Errorf("the breaker did not open by %s: %+v", c.cause, r.s.State().Breaker)
+			}
+			time.Sleep(2 * time.Minute)
+			if c.every == 1 && (stormed.Load() == 0 || calls.Load() > 1000) {
+				t.Errorf("%d storms, %d calls in 130 s", stormed.Load(), calls.Load())
+			}
+			if port.parked > 0 && c.every == 1 {
+				t.Errorf("%d were parked in an outage", port.parked)
+			}
+			r.close()
+		})
+	}
+}
