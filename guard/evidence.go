@@ -250,7 +250,7 @@ func (c *machine[M]) report(now time.Duration, it, head *item[M]) (goesOn bool) 
 		}
 		c.storm.Probe(now, false)
 		c.roundOver()
-	} else if first && !it.probe {
+	} else if first && !it.probe && !(witness && it.mute) {
 		c.storm.Failure(now)
 	}
 	switch {
@@ -261,7 +261,7 @@ func (c *machine[M]) report(now time.Duration, it, head *item[M]) (goesOn bool) 
 		c.gate.Unavailable(now, it.token, first)
 	case it.probe:
 		c.gate.FailureOf(now, it.token, first, it.id)
-	case witness, it.slow, it.after > 0, it.doubted, !first && it.lane != nil && it.lane.behind() > 0:
+	case witness, it.slow, it.after > 0, it.doubted, !first && it.lane != nil && it.lane.witnesses() > 0:
 		// A look will tell, or has told.
 	default:
 		c.gate.FailureOf(now, it.token, first, it.id)
@@ -297,7 +297,7 @@ func (c *machine[M]) inVain(now time.Duration, head *item[M]) bool {
 			head.relapses == 0 && now-max(c.provedAt, c.movedAt) >= lookDelay
 	default:
 		all := c.looksAll >= maxLook && c.looksLife == c.lastLife
-		return l.looks > 0 && (all || l.looks >= min(l.behind()-l.doubted(), maxLook))
+		return l.looks > 0 && (all || l.looks >= min(l.witnesses()-l.doubted(), maxLook))
 	}
 }
 
@@ -331,7 +331,10 @@ func (c *machine[M]) look(now time.Duration, it, head *item[M], witness, asks bo
 // with the head's delays between them, and goes on from group to group. A probe that
 // asks for life begins anew.
 func (c *machine[M]) lookBehind(now time.Duration, l *lane[M], it *item[M], witness, asks bool) bool {
-	if witness && !asks {
+	switch {
+	case witness && it.mute:
+		l.from-- // it is not counted
+	case witness && !asks:
 		l.looks++
 		if c.lastLife != c.looksLife {
 			c.looksLife, c.looksAll = c.lastLife, 0
@@ -351,12 +354,11 @@ func (c *machine[M]) lookBehind(now time.Duration, l *lane[M], it *item[M], witn
 	if asks {
 		place = l.place(l.from + l.step + 1)
 	}
-	if l.step >= l.depth || skip+place > l.behind() || place > maxLook || c.round.on { // or another probe looks
+	if l.step >= l.depth || skip+place > l.witnesses() || place > maxLook || c.round.on { // or another probe looks
 		return false
 	}
-	place += skip
 	l.step++
-	l.turn, l.waited = place, false
+	l.turn, l.waited = l.stands(skip+place), false
 	if asks {
 		l.beyond = max(l.beyond, l.from+l.step)
 		c.handOn(it)
@@ -419,7 +421,7 @@ func (c *machine[M]) endLook(now time.Duration, l *lane[M]) {
 // heads fail each is probed seldom, and need not have had its attempts.
 func (c *machine[M]) mayLook(l *lane[M], head *item[M], asks bool) bool {
 	return c.looks() && (head.exhausted || head.doubted || asks && (l.deep || c.order() == OrderKey)) && head.class == ClassUnknown &&
-		!head.alive && l.behind() > 0 && !c.others(l)
+		!head.alive && l.witnesses() > 0 && !c.others(l)
 }
 
 // depth is how many messages the look of a failed probe may try: the longer the time
@@ -442,7 +444,7 @@ func (c *machine[M]) depth(now time.Duration, l *lane[M], it *item[M]) int {
 		deepest, most = maxLook, lookShare/10
 	}
 	held := c.gate.Held()
-	if !held && open < lookAfter && l.behind() > maxLook {
+	if !held && open < lookAfter && l.witnesses() > maxLook {
 		return 0 // the look before it opened has just told
 	}
 	period := c.policy.Breaker.PeriodAfter(mostAttempts, open)
@@ -459,26 +461,26 @@ func (c *machine[M]) depth(now time.Duration, l *lane[M], it *item[M]) int {
 	depth := int(max(1, min(share, period*lookRate/time.Second, deepest)))
 	l.from = 0
 	if far := l.rounds%4 == 0 || held && l.rounds%3 != 0; far && depth < maxLook {
-		if l.from = l.beyond; l.from >= min(l.behind()-l.doubted(), maxLook) {
+		if l.from = l.beyond; l.from >= min(l.witnesses()-l.doubted(), maxLook) {
 			l.from, l.beyond = 0, 0
 		}
 	}
 	return depth
 }
 
-// place is where the n-th message of a probe's look stands: the n-th behind the head,
+// place is which witness the n-th message of a probe's look is: the n-th behind the head,
 // but in a short lane one that was never tried goes first.
 func (l *lane[M]) place(n int) int {
-	if l.behind() > maxLook || l.doubted() > 0 {
+	if l.witnesses() > maxLook || l.doubted() > 0 {
 		return n
 	}
 	for i := 1; i < len(l.front); i++ {
 		if l.front[i].tries == 0 {
-			return i
+			return i - l.mutes(i)
 		}
 	}
 	if l.queue.Len() > 0 {
-		return len(l.front)
+		return len(l.front) - l.mutes(len(l.front))
 	}
 	return n
 }
@@ -533,8 +535,10 @@ func (c *machine[M]) doubt(condemned *item[M]) {
 // doubted is how many messages next to the head had the last word before: they tell
 // nothing.
 func (l *lane[M]) doubted() (n int) {
-	for n+1 < len(l.front) && l.front[n+1].doubted {
-		n++
+	for i := 1; i < len(l.front) && (l.front[i].doubted || l.front[i].mute); i++ {
+		if !l.front[i].mute {
+			n++
+		}
 	}
 	return n
 }
@@ -550,6 +554,29 @@ func (c *machine[M]) others(l *lane[M]) bool {
 
 // behind is how many messages stand behind the head.
 func (l *lane[M]) behind() int { return max(0, len(l.front)-1) + l.queue.Len() }
+
+// witnesses is how many of them can tell something.
+func (l *lane[M]) witnesses() int { return l.behind() - l.mutes(len(l.front)) }
+
+// mutes is how many messages between the head and a place of the lane cannot.
+func (l *lane[M]) mutes(place int) (n int) {
+	for i := 1; i < place; i++ {
+		if l.front[i].mute {
+			n++
+		}
+	}
+	return n
+}
+
+// stands is the place of the n-th witness.
+func (l *lane[M]) stands(n int) int {
+	place := 0
+	for ; n > 0; n-- {
+		for place++; place < len(l.front) && l.front[place].mute; place++ {
+		}
+	}
+	return place
+}
 
 // guessAt is when a message may be taken for poison without proof; never if it may
 // not. What comes together and alone fails while other processes of a fleet succeed

@@ -4,6 +4,7 @@
 package guard
 
 import (
+	"encoding/json"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -107,6 +108,43 @@ func TestAdjacentPoisonIdle(t *testing.T) {
 		slices.Sort(s.dead)
 		if len(s.dead) != n || s.dead[0] != first || s.dead[n-1] != first+n-1 || len(s.handled) != first+1 || passed > limit {
 			t.Errorf("order %v, seed %d: handled %d after %v, limit %v, dead %v", order, seed, len(s.handled), passed, limit, s.dead)
+		}
+	}
+}
+
+// A message that is ignored, permanent or at fault itself says nothing about the dependency:
+// a look goes on behind it, and it makes no outage. Poison in front of 200 such messages goes
+// once one behind them succeeds, also at the end of an outage.
+func TestLookPassesWhatSaysNothing(t *testing.T) {
+	const poison, mute, all = 5, 200, 300
+	for name, said := range map[string]error{
+		"ignored": Ignore(errDown), "permanent": Permanent(errDown), "message": &json.SyntaxError{},
+	} {
+		for _, outage := range []time.Duration{0, 30 * time.Second} {
+			s := newSim(t, Policy{})
+			var passed time.Duration
+			up := s.now + outage
+			s.run(s.now+15*time.Minute, func(m int) (time.Duration, error) {
+				switch {
+				case s.now < up:
+					return 2 * time.Millisecond, errRefused
+				case m == poison:
+					return 2 * time.Millisecond, errBad
+				case m > poison && m <= poison+mute:
+					return 2 * time.Millisecond, said
+				case m > poison && passed == 0:
+					passed = s.now - up
+				}
+				return 2 * time.Millisecond, nil
+			}, counter(all, 5*time.Millisecond))
+			dead := 1
+			if name != "ignored" {
+				dead += mute
+			}
+			if passed == 0 || passed > 2*time.Minute || len(s.dead) != dead || s.account().Acked+s.account().DeadLettered != all {
+				t.Errorf("%s, outage of %v: passed in %v, dead %d, %+v", name, outage, passed, len(s.dead), s.account())
+			}
+			t.Logf("%s, outage of %v: passed in %v, %d calls", name, outage, passed, s.calls)
 		}
 	}
 }

@@ -22,12 +22,14 @@ func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 	if it.witness() && word != success && word != cancelled && word != backoff {
 		// It was asked out of turn whether anything can succeed; what else it has to
 		// say it says again in its turn. One that asks for time ends the look.
+		it.mute = word != failure || r.class == ClassMessage
 		word = failure
 		if r.class == ClassMessage {
 			r.class = ClassUnknown
 		}
 	}
-	if r.class == ClassUnknown && c.health != nil && c.health.failing.Load() {
+	mute := it.witness() && it.mute
+	if r.class == ClassUnknown && !mute && c.health != nil && c.health.failing.Load() {
 		r.class, r.rule = ClassDependency, nil // which no rule about a cause is about
 	}
 	c.counted(it, 1)
@@ -171,13 +173,14 @@ func (c *machine[M]) part(it *item[M]) {
 		return
 	}
 	place := slices.Index(l.front, it)
+	rank := place - l.mutes(place)
 	it.lane = nil
 	l.front = slices.Delete(l.front, place, place+1)
 	l.parked, l.turn, l.looks, l.groups, l.rounds, l.step, l.deep = false, 0, 0, 0, 0, 0, false
 	l.beyond = max(0, l.beyond-1)
 	c.heads(l)
 	if place > 0 { // a witness: the head has the word
-		l.beyond = max(0, place-1-l.doubted()) // those have failed
+		l.beyond = max(0, rank-1-l.doubted()) // those have failed
 		l.queued = true
 		c.ready.pushFront(l)
 	}
@@ -283,7 +286,7 @@ func (c *machine[M]) suspectDelay(it *item[M]) time.Duration {
 		return c.delay(min(it.after, c.policy.Retry.Attempts))
 	case it.alive:
 		return c.delay(min(it.attempts, c.policy.Retry.Attempts))
-	case it.lane != nil && it.lane.groups > 0 && it.lane.looks < maxLook:
+	case it.lane != nil && it.lane.groups > 0 && it.lane.looks < maxLook && it.lane.witnesses() > 0:
 		top := min(c.policy.Retry.Base<<min(it.lane.groups, 10), lookDelay)
 		return top/2 + time.Duration(c.rand.Int64N(int64(top/2)+1))
 	}
