@@ -75,11 +75,11 @@ func (g *Guard) path(cfg SourceConfig) []string {
 	return path
 }
 
-// leaf claims the breaker of a source. When it returns, the breaker is as the
-// fleet wants it.
-func (g *Guard) leaf(cfg SourceConfig) (*circuit.Leaf, error) {
+// leaf claims the breaker of a source by [circuit.Scopes.Leaf], or of a function by
+// [circuit.Scopes.Aside]. When it returns, the breaker is as the fleet wants it.
+func (g *Guard) leaf(cfg SourceConfig, claim func(*circuit.Scopes, ...string) (*circuit.Leaf, error)) (*circuit.Leaf, error) {
 	path := g.path(cfg)
-	leaf, err := g.scopes.Leaf(path...)
+	leaf, err := claim(g.scopes, path...)
 	if err != nil {
 		return nil, err
 	}

@@ -135,3 +135,87 @@ func TestPoisonThatFailsInAFunction(t *testing.T) {
 		})
 	}
 }
+
+// An outage of what one queue's handler calls by a function holds no other queue, and is over
+// as soon as it would be without the function.
+func TestFunctionWidensNoOutage(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g, err := guard.New(guard.Config{Group: "g"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		const outage = 10 * time.Minute
+		began := time.Now()
+		charge, err := guard.Protect(g, guard.SourceConfig{Name: "charge"}, func(context.Context, int) error {
+			if time.Since(began) < outage {
+				return guard.Unavailable(errors.New("connection refused"))
+			}
+			return nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		b := guardtest.NewBroker()
+		ctx, stop := context.WithCancel(t.Context())
+		ended := make(chan error, 2)
+		for name, handler := range map[string]func(context.Context, *guardtest.Message) error{
+			"orders": func(ctx context.Context, _ *guardtest.Message) error { return charge.Do(ctx, 1) },
+			"mails":  func(context.Context, *guardtest.Message) error { return nil },
+		} {
+			go func() { ended <- b.Run(ctx, g, name, guardtest.Guarded{}, handler) }()
+		}
+		for n := range uint64(600) {
+			b.Publish("orders", guardtest.Message{Body: guardtest.Body(n, 0)})
+			b.Publish("mails", guardtest.Message{Body: guardtest.Body(n, 0)})
+			time.Sleep(time.Second)
+		}
+		if acked := b.Stats("mails").Acked; acked < 595 {
+			t.Errorf("%d mails of 600 were handled: %+v", acked, g.Source("mails").State().Holds)
+		}
+		time.Sleep(32 * time.Second)
+		if acked := b.Stats("orders").Acked; acked == 0 {
+			t.Errorf("no order was handled in 32 s after the outage: %+v", g.Source("orders").State().Holds)
+		}
+		stop()
+		<-ended
+		<-ended
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// Functions hold each other no more than queues: two that failed and are not called again do
+// not keep a third shut.
+func TestFunctionsHoldNoOther(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g, err := guard.New(guard.Config{Group: "g"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		protect := func(name string, err error) *guard.Func[int] {
+			p, no := guard.Protect(g, guard.SourceConfig{Name: name}, func(context.Context, int) error { return err })
+			if no != nil {
+				t.Fatal(no)
+			}
+			return p
+		}
+		refused := guard.Unavailable(errors.New("connection refused"))
+		a, b, c := protect("a", refused), protect("b", refused), protect("c", nil)
+		for range 10 {
+			if err := errors.Join(a.Do(t.Context(), 1), b.Do(t.Context(), 1)); err == nil {
+				t.Fatal("no error")
+			}
+			time.Sleep(time.Second)
+		}
+		if a.State().Breaker.State == breaker.Closed || b.State().Breaker.State == breaker.Closed {
+			t.Fatal("a breaker is closed")
+		}
+		if err := c.Do(t.Context(), 1); err != nil {
+			t.Error(err)
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}

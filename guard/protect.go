@@ -71,7 +71,8 @@ type cell struct {
 // Protect guards a function. cfg.DeadLetters is not used: what cannot be handled
 // goes back to the caller. Policy fields that need a broker (Order, Workers,
 // Window, Ramp, Storm, Budget) are checked and otherwise without effect, and so is
-// Breaker.Slow: a call is seen when it returns. As in [Open], a Policy.Breaker that
+// Breaker.Slow: a call is seen when it returns. No wider scope is opened by its breaker or
+// holds it: the source that calls it counts already. As in [Open], a Policy.Breaker that
 // differs from the Guard's is refused. cfg.Limiter is called by all callers at the
 // same time, under no lock.
 func Protect[M any](g *Guard, cfg SourceConfig, f func(context.Context, M) error) (*Func[M], error) {
@@ -93,7 +94,7 @@ func Protect[M any](g *Guard, cfg SourceConfig, f func(context.Context, M) error
 	fn.policy.Breaker = fn.policy.Breaker.WithDefaults()
 	fn.deliverID.Store(g.epochs.Add(1) << idBits)
 	if !policy.NoBreaker {
-		leaf, err := g.leaf(cfg)
+		leaf, err := g.leaf(cfg, (*circuit.Scopes).Aside)
 		if err != nil {
 			return nil, fmt.Errorf("guard: protect %q: %w", cfg.Name, err)
 		}

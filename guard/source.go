@@ -191,7 +191,7 @@ func openSource[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], 
 		s.passive = make(map[uint64]*item[M])
 	}
 	if !full.NoBreaker {
-		leaf, err := g.leaf(cfg)
+		leaf, err := g.leaf(cfg, (*circuit.Scopes).Leaf)
 		if err != nil {
 			return nil, fmt.Errorf("guard: open %q: %w", cfg.Name, err)
 		}

@@ -110,13 +110,14 @@ type Scopes struct {
 const maxTreeChanges = 1024
 
 // node is a leaf scope. Its b, path and up never change; the rest is guarded
-// by Scopes.mu.
+// by Scopes.mu. parts and turned are read without it.
 type node struct {
 	path path
 	b    *Breaker
 	up   *parent
 
 	refs     int
+	parts    atomic.Int64 // of these, claims with a part in the parents
 	released time.Duration
 	votes    bool
 	dirty    bool
@@ -166,7 +167,13 @@ func (s *Scopes) Config() ScopesConfig { return s.cfg }
 // learned before it was released is still there if Evict has not dropped it.
 //
 // The errors are [ErrPath] and [ErrTooManyScopes].
-func (s *Scopes) Leaf(elements ...string) (*Leaf, error) {
+func (s *Scopes) Leaf(elements ...string) (*Leaf, error) { return s.claim(true, elements) }
+
+// Aside claims a leaf as Leaf does, without a part in its parents: it is no child of theirs,
+// and they do not hold it. Where others claim the same leaf with a part, so does this one.
+func (s *Scopes) Aside(elements ...string) (*Leaf, error) { return s.claim(false, elements) }
+
+func (s *Scopes) claim(part bool, elements []string) (*Leaf, error) {
 	if len(elements) < 1 || len(elements) > maxDepth {
 		return nil, fmt.Errorf("%w: %q has %d elements, not in [1, %d]", ErrPath, elements, len(elements), maxDepth)
 	}
@@ -192,10 +199,12 @@ func (s *Scopes) Leaf(elements ...string) (*Leaf, error) {
 		s.stale = true
 	}
 	n.refs++
-	if n.refs == 1 {
-		s.lookLocked(n, +1, s.now)
+	if part {
+		if n.parts.Add(1) == 1 {
+			s.lookLocked(n, +1, s.now)
+		}
 	}
-	l := &Leaf{Breaker: n.b, node: n, near: n.up}
+	l := &Leaf{Breaker: n.b, node: n, near: n.up, part: part}
 	if n.up != nil {
 		l.far = n.up.up
 	}
@@ -213,11 +222,12 @@ func (s *Scopes) Release(l *Leaf) {
 	}
 	l.gone = true
 	n := l.node
-	n.refs--
-	if n.refs > 0 {
+	if n.refs--; n.refs == 0 {
+		n.released = s.now
+	}
+	if !l.part || n.parts.Add(-1) > 0 {
 		return
 	}
-	n.released = s.now
 	s.countLocked(n.up, step(n.votes, false), -1, s.now, breaker.CauseReleased)
 	n.votes = false
 	delete(s.shut, n)
@@ -368,7 +378,7 @@ func (s *Scopes) changed(n *node, now time.Duration) {
 // claimed.
 func (s *Scopes) lookLocked(n *node, live int, now time.Duration) {
 	s.now = max(s.now, now)
-	if n.refs == 0 {
+	if n.parts.Load() == 0 {
 		return
 	}
 	if n.b.Closed() {
@@ -435,13 +445,17 @@ type Leaf struct {
 
 	node      *node
 	near, far *parent // nil where the path is shorter
-	gone      bool    // guarded by Scopes.mu
+	part      bool
+	gone      bool // guarded by Scopes.mu
 }
+
+// apart tells whether the leaf has no part in its parents.
+func (l *Leaf) apart() bool { return !l.part && l.node.parts.Load() == 0 }
 
 // gate returns the nearest parent that is open, or nil.
 func (l *Leaf) gate() *parent {
 	switch {
-	case l.near == nil:
+	case l.near == nil, l.apart():
 		return nil
 	case l.near.open.Load():
 		return l.near
@@ -452,7 +466,7 @@ func (l *Leaf) gate() *parent {
 }
 
 // Closed reports whether the leaf and all its parents are closed: at most
-// three atomic loads.
+// three atomic loads, and one for a claim aside.
 func (l *Leaf) Closed() bool { return l.gate() == nil && l.Breaker.Closed() }
 
 // Enter is [Breaker.Enter] behind the parents: at most three atomic loads.
@@ -518,7 +532,7 @@ func (l *Leaf) awaitTurn(now time.Duration) (Refusal, bool) {
 // probed tells the parents what became of a leaf's probe: after a success the other
 // leaves probe at their own pace, until one fails.
 func (l *Leaf) probed(t Token, passed bool) {
-	if !t.Probe() {
+	if !t.Probe() || l.apart() {
 		return
 	}
 	for _, p := range []*parent{l.near, l.far} {

@@ -320,6 +320,42 @@ func TestReleaseClosesByItsOwnCause(t *testing.T) {
 	}
 }
 
+// A claim aside neither votes nor is held; a claim with a part in the same leaf gives it both.
+func TestAside(t *testing.T) {
+	s := mustScopes(t, ScopesConfig{})
+	aside := func(name string) *Leaf {
+		t.Helper()
+		l, err := s.Aside("t", name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return l
+	}
+	a, b, f := leaf(t, s, "t", "a"), leaf(t, s, "t", "b"), aside("f")
+	a.Trip(0, "test")
+	f.Trip(0, "test")
+	if p := s.Parents()[0]; !b.Closed() || p.Live != 2 || p.Votes != 1 {
+		t.Fatalf("a claim aside votes: %+v", p)
+	}
+	b.Trip(0, "test")
+	f.ForceClosed(0, "test")
+	if !f.Closed() {
+		t.Fatal("a claim aside is held by its parent")
+	}
+	part := leaf(t, s, "t", "f")
+	if p := s.Parents()[0]; f.Closed() || part.Closed() || p.Live != 3 {
+		t.Fatalf("a claim with a part is not held: %+v", p)
+	}
+	s.Release(part)
+	if p := s.Parents()[0]; !f.Closed() || p.Live != 2 {
+		t.Fatalf("%+v", p)
+	}
+	s.Release(f)
+	if n := s.Evict(time.Hour, 0); n != 1 || s.Len() != 2 {
+		t.Fatalf("%d evicted, %d left", n, s.Len())
+	}
+}
+
 func TestReleaseAndClaim(t *testing.T) {
 	s := mustScopes(t, ScopesConfig{})
 	a, b, c := leaf(t, s, "t", "a"), leaf(t, s, "t", "b"), leaf(t, s, "t", "c")
