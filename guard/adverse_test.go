@@ -15,6 +15,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/internal/credit"
 )
 
@@ -469,6 +470,37 @@ func TestHealthySlowHandlers(t *testing.T) {
 		time.Sleep(10 * time.Minute)
 		if n.Load() < 200 {
 			t.Errorf("%d messages of 400 possible handled in 10 minutes, none failed: %+v", n.Load(), r.s.State().Breaker)
+		}
+		r.close()
+	})
+}
+
+// Healthy jobs that take longer than a probe's lease close their breaker all the same.
+func TestLongJobsCloseTheirBreaker(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := Policy{Order: OrderNone, Workers: 8, Timeout: 5 * time.Minute, Breaker: breaker.Config{Window: 30 * time.Minute}}
+		r := newRig(t, p, Limits{}, func(*rig, context.Context, int) error {
+			time.Sleep(90 * time.Second)
+			return nil
+		})
+		call, err := Protect(r.g, SourceConfig{Name: "f"}, func(context.Context, int) error {
+			time.Sleep(90 * time.Second)
+			return nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := errors.Join(r.s.ForceOpen(time.Second), call.ForceOpen(time.Second)); err != nil {
+			t.Fatal(err)
+		}
+		r.send(0, 200)
+		for range 20 {
+			time.Sleep(time.Second)
+			_ = call.Do(t.Context(), 1)
+		}
+		time.Sleep(time.Hour)
+		if b, f := r.s.State().Breaker, call.State().Breaker; b.State != breaker.Closed || f.State != breaker.Closed {
+			t.Errorf("%+v, %+v", b, f)
 		}
 		r.close()
 	})

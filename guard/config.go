@@ -415,6 +415,10 @@ func (c Policy) stormRate() float64 {
 	return c.Storm.ErrorRate
 }
 
+// lease is how long the call of a probe may be out: longer than its timeout, or than it takes
+// to be slow, or a healthy handler of long jobs would never close its breaker.
+func (c Policy) lease() time.Duration { return max(c.Timeout, c.Breaker.Slow) + 10*time.Second }
+
 // withDefaults fills what is unset, within what the broker allows.
 func (c Policy) withDefaults(l Limits) Policy {
 	def(&c.Workers, 1)

@@ -702,7 +702,7 @@ func (c *machine[M]) admit(now time.Duration, it *item[M]) (until time.Duration,
 			}
 		}
 		var refusal circuit.Refusal
-		token, refusal = c.gate.Admit(now, it.id)
+		token, refusal = c.gate.AdmitFor(now, it.id, c.policy.lease())
 		if !refusal.OK() {
 			if c.open() {
 				c.hold(now)

@@ -236,7 +236,7 @@ func (f *Func[M]) admit(c *cell, how how) (circuit.Token, error) {
 	}
 	if !ok {
 		var refusal circuit.Refusal
-		if token, refusal = f.gate.Admit(now, 0); !refusal.OK() {
+		if token, refusal = f.gate.AdmitFor(now, 0, f.policy.lease()); !refusal.OK() {
 			c.diverted.Add(1)
 			f.refused.Store(int64(now))
 			until := max(0, refusal.Until-now)

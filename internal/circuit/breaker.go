@@ -210,6 +210,11 @@ func (b *Breaker) Enter() (Token, bool) {
 // a delivery that fails again is no further evidence. A refusal takes no lock and
 // allocates nothing.
 func (b *Breaker) Admit(now time.Duration, head uint64) (Token, Refusal) {
+	return b.admit(now, head, 0)
+}
+
+// admit is Admit for a call that may take so long that its lease must be longer.
+func (b *Breaker) admit(now time.Duration, head uint64, lease time.Duration) (Token, Refusal) {
 	e := b.epoch.Load()
 	if e.state == breaker.Closed {
 		return Token{gen: e.gen}, Refusal{}
@@ -217,10 +222,10 @@ func (b *Breaker) Admit(now time.Duration, head uint64) (Token, Refusal) {
 	if until := e.deadline(); now < until {
 		return Token{}, b.refusal(e, until)
 	}
-	return b.admitSlow(now, head)
+	return b.admitSlow(now, head, max(lease, b.cfg.Lease))
 }
 
-func (b *Breaker) admitSlow(now time.Duration, head uint64) (Token, Refusal) {
+func (b *Breaker) admitSlow(now time.Duration, head uint64, lease time.Duration) (Token, Refusal) {
 	b.mu.Lock()
 	defer b.unlock(now)
 	b.expireLocked(now)
@@ -234,7 +239,7 @@ func (b *Breaker) admitSlow(now time.Duration, head uint64) (Token, Refusal) {
 	if e.state == breaker.Open {
 		e = b.halfOpenLocked(now, false)
 	}
-	p := &probe{gen: e.gen, head: head, deadline: later(now, b.cfg.Lease)}
+	p := &probe{gen: e.gen, head: head, lease: lease, deadline: later(now, lease)}
 	if !b.byHand {
 		// gobreaker gives out no more than Successes. Its own open period of 1 ns is long over,
 		// unless the clock it reads has not moved since (a frozen or a coarse
@@ -366,7 +371,7 @@ func (b *Breaker) Renew(now time.Duration, t Token) bool {
 	if t.probe.settled || t.probe.gen != e.gen {
 		return false
 	}
-	t.probe.deadline = later(now, b.cfg.Lease)
+	t.probe.deadline = later(now, t.probe.lease)
 	b.roomLocked(e, now)
 	return true
 }

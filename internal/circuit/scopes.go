@@ -483,10 +483,16 @@ func (l *Leaf) Enter() (Token, bool) {
 // a dependency that many partitions share is asked once and not by each. After one that
 // succeeds each goes by its own backoff.
 func (l *Leaf) Admit(now time.Duration, head uint64) (Token, Refusal) {
+	return l.AdmitFor(now, head, 0)
+}
+
+// AdmitFor is Admit for a call that may take longer than Config.Lease: its lease is at least
+// the given one.
+func (l *Leaf) AdmitFor(now time.Duration, head uint64, lease time.Duration) (Token, Refusal) {
 	if r, waits := l.awaitTurn(now); waits {
 		return Token{}, r
 	}
-	t, r := l.Breaker.Admit(now, head)
+	t, r := l.Breaker.admit(now, head, lease)
 	if r.OK() && !t.Probe() {
 		if p := l.gate(); p != nil {
 			return Token{}, Refusal{State: breaker.Open, Cause: breaker.CauseQuorum, Scope: p.name, Until: later(now, l.cfg.Base)}

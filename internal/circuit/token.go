@@ -31,6 +31,7 @@ func (t Token) Probe() bool { return t.probe != nil }
 type probe struct {
 	gen      uint64
 	head     uint64
+	lease    time.Duration
 	deadline time.Duration
 	done     func(error) // of gobreaker; nil when the phase is judged by hand
 	settled  bool
