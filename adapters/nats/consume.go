@@ -4,6 +4,7 @@
 package guardnats
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -58,6 +59,9 @@ func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, h
 	conn := connOf(consumer)
 	warnOfConn(conn, &o, s.config.Name)
 	p := &consumePort{msgPort: newMsgPort(s.info.Name, conn, &o)}
+	if policy := cmp.Or(s.config.Policy, new(g.Config().Policy)); policy.Spill {
+		handle = workedOn(handle)
+	}
 	src, err := guard.Open(g, s.config, s.limits, p, handle)
 	if err != nil {
 		return fmt.Errorf("nats: consume %s: %w", s.config.Name, err)

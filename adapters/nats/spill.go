@@ -6,6 +6,7 @@ package guardnats
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"time"
 
@@ -63,6 +64,21 @@ func (p *consumePort) Unspill(head, body []byte) (jetstream.Msg, error) {
 		}
 	}
 	return m, nil
+}
+
+// workedOn gives handle messages whose InProgress may come after their ack: of what is on the
+// disk the server waits for nothing.
+func workedOn(handle func(context.Context, jetstream.Msg) error) func(context.Context, jetstream.Msg) error {
+	return func(ctx context.Context, m jetstream.Msg) error { return handle(ctx, workedMsg{m}) }
+}
+
+type workedMsg struct{ jetstream.Msg }
+
+func (m workedMsg) InProgress() error {
+	if err := m.Msg.InProgress(); !errors.Is(err, jetstream.ErrMsgAlreadyAckd) {
+		return err
+	}
+	return nil
 }
 
 // spilledMsg is a message from the spill. The server has its ack, so the handler can tell

@@ -91,3 +91,30 @@ func TestSpill(t *testing.T) {
 		t.Errorf("%+v", i)
 	}
 }
+
+// A handler of long work says InProgress, of a message that is on the disk as of any other.
+func TestInProgressOfASpilledMessage(t *testing.T) {
+	t.Parallel()
+	const n = 100
+	r := newRig(t, jetstream.ConsumerConfig{MaxAckPending: 50})
+	g := adaptertest.Guard(t, guard.Config{SpillDir: filepath.Join(t.TempDir(), "spill"), Policy: guard.Policy{Spill: true}})
+	var down atomic.Bool
+	down.Store(true)
+	c := consume(t, g, r.consumer, func(_ context.Context, m jetstream.Msg) error {
+		if down.Load() {
+			return guard.Unavailable(errors.New("down"))
+		}
+		return m.InProgress()
+	})
+	r.publish(t, subject, 0, n)
+	adaptertest.Eventually(t, "all acked in the outage", func() bool { return r.info(t).AckFloor.Stream == n })
+	down.Store(false)
+	src := adaptertest.Source(t, g, "S/C")
+	adaptertest.Eventually(t, "all handled", func() bool { return src.Account().Acked == n })
+	if tally := src.State().Tally; tally.DeadLettered > 0 {
+		t.Errorf("%+v", tally)
+	}
+	if err := c.Stop(t); err != nil {
+		t.Error(err)
+	}
+}

@@ -8,7 +8,9 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"reflect"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -46,8 +48,10 @@ import (
 // they pulled comes with a later call. [Consume] has none of these limits.
 //
 // The source ends with the Guard: call [guard.Guard.Close] after the program has stopped
-// consuming, and what is held is given back. Without that it comes again after its AckWait. A pull that is still open is stopped,
-// and what it brings by then comes again after its AckWait. Ordered consumers and those
+// consuming, and what is held is given back. A pull that is still open is stopped, and what it
+// brings by then comes again after its AckWait. If the program reads nothing for a minute, or
+// for an AckWait if that is longer, what is held comes again, here or in another process, and a
+// line at WARN says so. Ordered consumers and those
 // without explicit acks are an [ErrUnsuitable]. Each call of Consume or
 // Messages starts one or two goroutines, which end when it is stopped.
 func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (jetstream.Consumer, error) {
@@ -65,6 +69,7 @@ func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (
 	warnOfConn(conn, &o, s.config.Name)
 	p := &passivePort{
 		msgPort: newMsgPort(s.info.Name, conn, &o), maxDeliver: s.limits.MaxDeliver,
+		name: s.config.Name, log: o.log, unreadFor: max(time.Minute, s.limits.AckWait), born: time.Now(),
 		parked: make(map[*taken]struct{}),
 	}
 	src, err := guard.Open(g, s.config, s.limits, p, nil)
@@ -132,6 +137,8 @@ type taken struct {
 	jetstream.Msg
 	confirm context.Context //nolint:containedctx // of DoubleAck; nil for a plain ack
 	acked   error           // what the ack said; written and read by the goroutine that settles
+	lapsed  atomic.Bool     // nobody read, and it is not kept alive: the server delivers it again
+	back    bool            // it is the server's again; as acked
 }
 
 // wrappedMsg is one attempt of a message, as the program sees it.
@@ -213,9 +220,33 @@ func (m *wrappedMsg) InProgress() error {
 type passivePort struct {
 	msgPort
 	maxDeliver int
+	name       string // the source's
+	log        *slog.Logger
+
+	unreadFor time.Duration // after which what is held is left to the server
+	born      time.Time
+	reading   atomic.Int32 // calls that hand out, and did not end
+	read      atomic.Int64 // when the last of them ended, since born
+	lapse     atomic.Bool  // nobody has read since it was said
 
 	mu     sync.Mutex
 	parked map[*taken]struct{} // taken from the server, not in the source yet
+}
+
+// begin notes that the program reads, until the returned function is called.
+func (p *passivePort) begin() (end func()) {
+	p.reading.Add(1)
+	p.lapse.Store(false)
+	return sync.OnceFunc(func() {
+		p.read.Store(int64(time.Since(p.born)))
+		p.reading.Add(-1)
+	})
+}
+
+// unread tells whether the program reads no more: it would keep what is held from all other
+// processes.
+func (p *passivePort) unread() bool {
+	return p.reading.Load() == 0 && time.Since(p.born)-time.Duration(p.read.Load()) >= p.unreadFor
 }
 
 func (p *passivePort) Lane(m *taken) uint64     { return p.msgPort.Lane(m.Msg) }
@@ -224,6 +255,9 @@ func (p *passivePort) Meta(m *taken) guard.Meta { return p.msgPort.Meta(m.Msg) }
 
 func (p *passivePort) Ack(m *taken) error {
 	switch {
+	case m.back:
+		p.copies.settled(m.Msg, false)
+		m.acked = guard.ErrTakenBack
 	case p.copies.stale(m.Msg):
 		m.acked = errEarlierStream
 	case m.confirm != nil:
@@ -234,17 +268,25 @@ func (p *passivePort) Ack(m *taken) error {
 	return m.acked
 }
 
-// Extend also keeps alive what is parked.
+// Extend also keeps alive what is parked. What nobody reads is left to the server.
 func (p *passivePort) Extend(ms []*taken) {
+	p.mu.Lock()
+	ms = slices.AppendSeq(slices.Clip(ms), maps.Keys(p.parked))
+	p.mu.Unlock()
+	if p.unread() {
+		for _, m := range ms {
+			m.lapsed.Store(true)
+		}
+		if len(ms) > 0 && !p.lapse.Swap(true) {
+			p.log.Warn("nobody reads a wrapped consumer: what it holds comes again after its AckWait, here or elsewhere",
+				"source", p.name, "messages", len(ms), "help", "end the source when you stop consuming: Guard.Source(name).End, or Guard.Close")
+		}
+		return
+	}
 	all := make([]jetstream.Msg, 0, len(ms))
 	for _, m := range ms {
 		all = append(all, m.Msg)
 	}
-	p.mu.Lock()
-	for m := range p.parked {
-		all = append(all, m.Msg)
-	}
-	p.mu.Unlock()
 	p.msgPort.Extend(all)
 }
 
@@ -322,12 +364,19 @@ func (w *wrapped) offer(ctx context.Context, m jetstream.Msg) error {
 	return nil
 }
 
-// hand makes an item the program's.
+// hand makes an item the program's. It is nil for one that has lapsed, which goes back.
 func (w *wrapped) hand(it guard.Item[*taken]) jetstream.Msg {
+	if it.Msg.lapsed.Load() {
+		it.Msg.back = true
+		w.src.Done(it.Token, guard.Ignore(errLapsed))
+		return nil
+	}
 	m := &wrappedMsg{Msg: it.Msg.Msg, w: w, of: it.Msg, token: it.Token}
 	m.lease = time.AfterFunc(w.lease, m.expire)
 	return m
 }
+
+var errLapsed = errors.New("nats: it was not kept alive")
 
 // drained tells whether nothing is about to be handed out.
 func (w *wrapped) drained() bool { return w.src.Account().Waiting == 0 }
@@ -338,7 +387,11 @@ func (w *wrapped) reads() (done func()) {
 	if w.readers.Add(1) > 1 || len(w.pulls.turn) > 0 {
 		w.saySeveral()
 	}
-	return sync.OnceFunc(func() { w.readers.Add(-1) })
+	end := w.port.begin()
+	return sync.OnceFunc(func() {
+		end()
+		w.readers.Add(-1)
+	})
 }
 
 func (w *wrapped) saySeveral() {
@@ -405,7 +458,9 @@ func (w *wrapped) pump(stop, closed <-chan struct{}, f func(jetstream.Msg)) {
 				return
 			}
 			idle = 0
-			f(w.hand(it))
+			if m := w.hand(it); m != nil {
+				f(m)
+			}
 		case <-closed:
 			closed, over = nil, true
 		case <-look:
@@ -515,7 +570,9 @@ func (it *iterator) Next(opts ...jetstream.NextOpt) (jetstream.Msg, error) {
 			if !ok {
 				return nil, guard.ErrClosed
 			}
-			return it.w.hand(item), nil
+			if m := it.w.hand(item); m != nil {
+				return m, nil
+			}
 		case err := <-it.asking:
 			it.asking = nil
 			switch {

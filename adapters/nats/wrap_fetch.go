@@ -322,6 +322,7 @@ func (w *wrapped) fetch(a asking) (jetstream.MessageBatch, error) {
 func (f *fetching) handOut(ctx context.Context) {
 	defer close(f.batch.out)
 	defer func() { f.w.pulls.leave(f.own) }()
+	defer f.w.port.begin()()
 	deadline := time.NewTimer(time.Until(f.until))
 	defer deadline.Stop()
 	look := time.NewTicker(settleDown)
@@ -349,10 +350,14 @@ func (f *fetching) handOut(ctx context.Context) {
 				continue // it has ended
 			}
 			f.idle = 0
+			m := f.w.hand(it)
+			if m == nil {
+				continue
+			}
 			f.given++
 			f.last = time.Now()
 			f.size += f.w.port.Size(it.Msg)
-			f.batch.out <- f.w.hand(it)
+			f.batch.out <- m
 		case <-deadline.C:
 			f.over = true
 			if !f.a.noWait {

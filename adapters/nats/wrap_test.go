@@ -492,6 +492,65 @@ func TestCloseGivesBackWhatIsHeld(t *testing.T) {
 	}
 }
 
+// What a process holds that reads no more goes to others, and does not come out again when it
+// reads on.
+func TestWhatNobodyReadsGoesToOthers(t *testing.T) {
+	t.Parallel()
+	const n, window = 60, 20
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: time.Second, MaxAckPending: window})
+	r.publish(t, subject, 0, n)
+	g := adaptertest.Guard(t, guard.Config{})
+	w := wrap(t, g, r.consumer)
+	w.port.unreadFor = time.Second
+	src := adaptertest.Source(t, g, "S/C")
+	out := make(chan jetstream.Msg, n)
+	consuming, err := w.Consume(func(m jetstream.Msg) { out <- m })
+	if err != nil {
+		t.Fatal(err)
+	}
+	<-out // and is never settled
+	adaptertest.Eventually(t, "the window is full", func() bool { return src.Account().Unsettled() == window })
+	consuming.Stop()
+	<-consuming.Closed()
+	handled := make(map[string]int)
+	for len(handled) < window {
+		batch, err := r.consumer.Fetch(window-len(handled), jetstream.FetchMaxWait(20*time.Second))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for m := range batch.Messages() {
+			handled[string(m.Data())]++
+			if err := m.DoubleAck(adaptertest.Context(t)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if len(handled) == 0 {
+			t.Fatalf("another process gets nothing: %+v", src.Account())
+		}
+	}
+	for len(out) > 0 {
+		<-out // the next one was on its way to the handler, maybe
+	}
+	consuming, err = w.Consume(func(m jetstream.Msg) {
+		out <- m
+		if err := m.Ack(); err != nil {
+			t.Error(err)
+		}
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for len(handled) < n {
+		handled[string((<-out).Data())]++
+	}
+	consuming.Stop()
+	for m, times := range handled {
+		if times != 1 {
+			t.Errorf("%s was handled %d times", m, times)
+		}
+	}
+}
+
 // Drain ends in a hold whose window is full: what has no room goes back.
 func TestWrappedDrainInAHold(t *testing.T) {
 	t.Parallel()
