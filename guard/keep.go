@@ -25,6 +25,7 @@ type kept struct {
 	cfg       dlq.BudgetConfig
 	guesses   int // see machine
 	guessedAt time.Duration
+	stillAt   time.Duration // see machine
 	suspects  map[string]suspect
 	paused    bool
 	pauseEnds time.Duration // see machine
@@ -81,7 +82,7 @@ func (s *Source[M]) keepLocked(now time.Duration) kept {
 	s.c.earn()
 	k := kept{
 		budget: s.c.budget.Continue(), cfg: s.c.policy.Budget, paused: s.c.paused, pauseEnds: s.c.pauseEnds,
-		suspects: freshSuspects(now, s.c.suspects), succeeded: s.c.elsewhere.own.Load(), at: now,
+		suspects: freshSuspects(now, s.c.suspects), stillAt: s.c.stillAt, succeeded: s.c.elsewhere.own.Load(), at: now,
 	}
 	if s.c.life() == s.c.guessLuck {
 		k.guesses, k.guessedAt = s.c.guesses, s.c.guessedAt
@@ -112,7 +113,7 @@ func besides(from parent) func() uint64 {
 // begins anew.
 func (s *Source[M]) resumeLocked(now time.Duration, k kept) {
 	s.c.paused, s.c.pauseEnds = k.paused, k.pauseEnds // the sweeper ends one whose time is over
-	s.c.guesses, s.c.guessedAt = k.guesses, k.guessedAt
+	s.c.guesses, s.c.guessedAt, s.c.stillAt = k.guesses, k.guessedAt, k.stillAt
 	s.c.asked, s.c.askedFor, s.c.askedText = k.asked, k.askedFor, k.askedText
 	s.c.suspects = k.suspects
 	s.c.elsewhere.own.Store(k.succeeded)

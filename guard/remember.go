@@ -39,6 +39,8 @@ func identity(m Meta) (name string, certain bool) {
 		return o.Source + "#" + m.Content(), m.Redelivered
 	case o.HasOffset:
 		return fmt.Sprintf("%s/%d/%d", o.Source, o.Partition, o.Offset), true
+	case o.Sequence > 0 && !m.Timestamp.IsZero(): // a stream that is made anew counts from 1 again
+		return fmt.Sprintf("%s/%d@%d", o.Source, o.Sequence, m.Timestamp.UnixNano()), true
 	case o.Sequence > 0:
 		return fmt.Sprintf("%s/%d", o.Source, o.Sequence), true
 	case o.MessageID != "":
@@ -108,23 +110,26 @@ func (c *machine[M]) rememberParked(now time.Duration, it *item[M]) {
 	}
 }
 
-// suspect remembers a message. Where there are too many it takes the place of one that
-// was parked: that may have succeeded since, which is not looked up.
+// suspect remembers a message. Where there are too many it takes the place of one that was
+// parked, or of the oldest: that may have succeeded since, which is not looked up.
 func (c *machine[M]) suspect(name string, s suspect) {
 	if c.suspects == nil {
 		c.suspects = make(map[string]suspect)
 	}
 	if _, known := c.suspects[name]; !known && len(c.suspects) >= maxSuspects {
+		oldest, at := "", never
 		for other, o := range c.suspects {
 			if o.parked {
-				delete(c.suspects, other)
+				oldest = other
 				break
 			}
+			if o.at < at || o.at == at && other < oldest {
+				oldest, at = other, o.at
+			}
 		}
+		delete(c.suspects, oldest)
 	}
-	if len(c.suspects) < maxSuspects {
-		c.suspects[name] = s
-	}
+	c.suspects[name] = s
 }
 
 // freshSuspects drops what is remembered for too long.

@@ -5,6 +5,7 @@ package guard
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"slices"
 	"strings"
@@ -19,11 +20,12 @@ func TestIdentity(t *testing.T) {
 	abc := func() string { return "abc" }
 	at := func(m Meta) string { name, sure := identity(m); return fmt.Sprint(name, " ", sure) }
 	for want, m := range map[string]Meta{
-		"q/3/17 true": {Origin: dlq.Origin{Source: "q", Partition: 3, Offset: 17, HasOffset: true}},
-		"q/5 true":    {Origin: dlq.Origin{Source: "q", Sequence: 5}},
-		"q/m7 true":   {Origin: dlq.Origin{Source: "q", MessageID: "m7"}},
-		"q#abc false": {Origin: dlq.Origin{Source: "q", MessageID: "made-1"}, Content: abc},
-		"q#abc true":  {Origin: dlq.Origin{Source: "q", MessageID: "made-2"}, Content: abc, Redelivered: true},
+		"q/3/17 true":         {Origin: dlq.Origin{Source: "q", Partition: 3, Offset: 17, HasOffset: true}},
+		"q/5 true":            {Origin: dlq.Origin{Source: "q", Sequence: 5}},
+		"q/5@1000000000 true": {Origin: dlq.Origin{Source: "q", Sequence: 5}, Timestamp: time.Unix(1, 0)},
+		"q/m7 true":           {Origin: dlq.Origin{Source: "q", MessageID: "m7"}},
+		"q#abc false":         {Origin: dlq.Origin{Source: "q", MessageID: "made-1"}, Content: abc},
+		"q#abc true":          {Origin: dlq.Origin{Source: "q", MessageID: "made-2"}, Content: abc, Redelivered: true},
 	} {
 		if got := at(m); got != want {
 			t.Errorf("%s, want %s", got, want)
@@ -84,5 +86,81 @@ func TestAttemptsOverEpochs(t *testing.T) {
 				t.Error(err)
 			}
 		})
+	}
+}
+
+// A message whose letter was not confirmed when its source ended keeps its attempts.
+func TestAttemptsOfALetterThatWasNotWritten(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, err := New(Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		letters := &testWriter{err: errDown}
+		calls := 0
+		open := func() (s *Source[int], ran chan struct{}) {
+			s, err := Open(g, SourceConfig{Name: "orders/0", DeadLetters: letters}, Limits{}, &testPort{}, func(context.Context, int) error {
+				calls++
+				return &json.SyntaxError{}
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			in := make(chan int, 1)
+			in <- 3
+			ran = make(chan struct{})
+			go func() { defer close(ran); _ = s.Run(t.Context(), in) }()
+			return s, ran
+		}
+		s, ran := open()
+		for s.Account().Settling == 0 {
+			time.Sleep(10 * time.Millisecond)
+		}
+		s.mu.Lock()
+		s.c.stillAt = time.Millisecond // an outage ended then
+		s.mu.Unlock()
+		over, cancel := context.WithCancel(t.Context())
+		cancel()
+		s.End(over, ReasonRebalance)
+		<-ran
+		first := calls
+		letters.mu.Lock()
+		letters.err = nil
+		letters.mu.Unlock()
+		s, ran = open()
+		if s.c.stillAt != time.Millisecond {
+			t.Error("an outage of the epoch before is forgotten")
+		}
+		time.Sleep(time.Minute)
+		if got := letters.bodies(); len(got) != 1 || calls != first+1 || letters.recs[0].Attempts != first+1 {
+			t.Errorf("letters %v, %d calls, then %d", got, first, calls-first)
+		}
+		s.End(t.Context(), ReasonShutdown)
+		<-ran
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// What failed last is remembered, in the place of what failed long ago.
+func TestOldSuspectsMakeRoom(t *testing.T) {
+	s := newSim(t, Policy{})
+	s.now = time.Hour
+	s.suspects = make(map[string]suspect)
+	for n := range maxSuspects {
+		s.suspects[fmt.Sprint("old", n)] = suspect{tries: 1, at: s.now - time.Duration(n)}
+	}
+	s.put(s.now, 7, 0, 1)
+	r := failureOf(errBad)
+	r.name, r.known = "7", true
+	s.done(s.now, s.next(s.now).it, r)
+	if _, ok := s.failedMessages(maxSuspects)["7"]; !ok {
+		t.Error("not in the file")
+	}
+	s.drain(s.now)
+	_, oldest := s.suspects[fmt.Sprint("old", maxSuspects-1)]
+	if _, ok := s.suspects["7"]; !ok || oldest || len(s.suspects) != maxSuspects {
+		t.Errorf("remembered: %v, the oldest: %v, %d in all", ok, oldest, len(s.suspects))
 	}
 }

@@ -477,9 +477,6 @@ func (c *machine[M]) failedMessages(most int) map[string]savedFailure {
 			all[name] = s.saved()
 		}
 	}
-	for _, name := range slices.Sorted(maps.Keys(c.suspects)) {
-		add(name, c.suspects[name])
-	}
 	look := func(it *item[M]) {
 		if s, ok := it.suspect(0); ok {
 			add(it.name, s)
@@ -488,6 +485,9 @@ func (c *machine[M]) failedMessages(most int) map[string]savedFailure {
 	c.items(look)
 	for it := range c.writing {
 		look(it)
+	}
+	for _, name := range slices.Sorted(maps.Keys(c.suspects)) {
+		add(name, c.suspects[name])
 	}
 	return all
 }

@@ -189,9 +189,13 @@ func (c *machine[M]) drain(now time.Duration) (rest []M, kept int) {
 			c.queued--
 		}
 	}
-	for it := range c.writing {
+	for it := range c.writing { // if its letter is not confirmed in time, it comes again
+		c.remember(now, it)
 		if !it.begun {
 			c.refund(it)
+		}
+		if it.guessed {
+			c.guesses = max(0, c.guesses-1)
 		}
 	}
 	c.tally.Returned += uint64(len(rest) + kept)

@@ -446,9 +446,14 @@ func (m *Mover) wait(ctx context.Context, msg jetstream.Msg, d time.Duration) er
 // release writes a parked letter to the DLQ once there is a credit for it.
 func (m *Mover) release(ctx context.Context, msg jetstream.Msg, class credit.Class) {
 	paid, ok := m.spend(class)
-	for ; !ok; paid, ok = m.spend(class) {
+	for since, said := time.Now(), false; !ok; paid, ok = m.spend(class) {
 		if m.wait(ctx, msg, moverPoll) != nil {
 			return
+		}
+		if !said && time.Since(since) > time.Minute {
+			said = true
+			m.log.Warn("mover: parked letters wait for a credit", "stream", m.cfg.Stream, "consumer", m.cfg.Consumer,
+				"help", "acks of the consumer earn credits, time brings one in 5 min; or Mover.Grant")
 		}
 	}
 	r, err := ReadDeadLetter(msg)
@@ -543,8 +548,11 @@ func (m *Mover) watchFloor(ctx context.Context) {
 			idle, idleErr := m.idle(ctx)
 			m.mu.Lock()
 			switch {
-			case !m.read || floor < m.base: // the first look, or a new consumer of that name
-				m.read, m.base, m.floor, m.dead = true, floor, floor, 0
+			case !m.read:
+				m.read, m.base, m.floor = true, floor, floor
+			case known && floor < before: // a new consumer of that name, which counts anew
+				m.base, m.floor, m.dead = floor, floor, 0
+				m.budget = m.budget.Continue()
 			case known && idle && idleErr == nil:
 				m.floor = max(m.floor, before)
 			}

@@ -282,6 +282,52 @@ func TestMoverKeepsToItsBudget(t *testing.T) {
 	}
 }
 
+// A consumer that is made anew counts its acks from 0 again, and they earn credits from the
+// first one on.
+func TestMoverOfAConsumerMadeAnew(t *testing.T) {
+	t.Parallel()
+	r := newMoverRig(t, jetstream.StreamConfig{}, dlq.BudgetConfig{Balance: 2, Earn: 1})
+	r.run(t, r.mover)
+	ack := func(n int) {
+		t.Helper()
+		for range n {
+			m, err := r.consumer.Next(jetstream.FetchMaxWait(5 * time.Second))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := m.DoubleAck(adaptertest.Context(t)); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	floor := func(n uint64) {
+		t.Helper()
+		adaptertest.Eventually(t, "the mover sees the floor", func() bool {
+			r.mover.mu.Lock()
+			defer r.mover.mu.Unlock()
+			return r.mover.floor-r.mover.base == n
+		})
+	}
+	r.publish(t, subject, 0, 20)
+	ack(20)
+	floor(20)
+	if err := r.stream.DeleteConsumer(adaptertest.Context(t), "C"); err != nil {
+		t.Fatal(err)
+	}
+	r.consumer = r.durable(t, jetstream.ConsumerConfig{
+		AckWait: 300 * time.Millisecond, MaxDeliver: 2, AckPolicy: jetstream.AckExplicitPolicy, DeliverPolicy: jetstream.DeliverNewPolicy,
+	})
+	floor(0)
+	r.publish(t, subject, 20, 26)
+	r.die(t, 6)
+	adaptertest.Eventually(t, "the third is refused", func() bool { return r.mover.Counts().Released == 2 && r.mover.Counts().Refused > 0 })
+	for round := range 2 { // each fills the balance
+		r.publish(t, subject, 26+4*round, 30+4*round)
+		ack(4)
+		adaptertest.Eventually(t, "successes release two", func() bool { return r.mover.Counts().Released == uint64(4+2*round) })
+	}
+}
+
 // What the guard has dead-lettered already makes no second letter.
 func TestMoverAndGuardMakeOneLetter(t *testing.T) {
 	t.Parallel()

@@ -49,7 +49,13 @@ func (p *msgPort) Lane(m jetstream.Msg) uint64 {
 }
 
 func (p *msgPort) Size(m jetstream.Msg) int {
-	return len(m.Data()) + len(m.Subject()) + len(m.Reply())
+	n := len(m.Data()) + len(m.Subject()) + len(m.Reply())
+	for name, values := range m.Headers() {
+		for _, v := range values {
+			n += len(name) + len(v)
+		}
+	}
+	return n
 }
 
 func (p *msgPort) Meta(m jetstream.Msg) guard.Meta {

@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -89,6 +90,15 @@ func TestSpill(t *testing.T) {
 	}
 	if i := r.info(t); i.NumRedelivered != 0 || i.NumAckPending != 0 {
 		t.Errorf("%+v", i)
+	}
+}
+
+// Headers take room in the window, as data does.
+func TestHeadersHaveASize(t *testing.T) {
+	t.Parallel()
+	m := &spilledMsg{subject: "s", header: nats.Header{"Trace": {strings.Repeat("x", 1000), "y"}}}
+	if n := new(msgPort).Size(m); n < 1000+2*len("Trace") {
+		t.Errorf("%d bytes", n)
 	}
 }
 
