@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -193,5 +194,57 @@ func TestBudgetSpentWaitsForGrant(t *testing.T) {
 			t.Errorf("%d handler calls for 5 permanent failures", n)
 		}
 		r.close()
+	})
+}
+
+// Letters that one topic's DLQ refuses keep no other waiting, and the writer is in trouble
+// until they are gone.
+func TestRefusedLettersKeepNoOtherWaiting(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		var mended atomic.Bool
+		w := &testWriter{says: func(r *dlq.Record) error {
+			if len(r.Body) < 4 && !mended.Load() {
+				return fmt.Errorf("topic a.dlq: %w", dlq.ErrRefused)
+			}
+			return nil
+		}}
+		g, err := New(Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		open := func(name string) chan<- int {
+			s, err := Open(g, SourceConfig{Name: name, Destination: name, DeadLetters: w}, Limits{}, &testPort{}, func(context.Context, int) error {
+				return Permanent(errBad)
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			in := make(chan int)
+			go func() { _ = s.Run(t.Context(), in) }() // ends with the Guard
+			return in
+		}
+		a, b := open("a"), open("b")
+		for m := range 100 {
+			a <- m
+		}
+		time.Sleep(5 * time.Minute)
+		for m := range 20 {
+			b <- 1000 + m
+			time.Sleep(writeMax)
+			if got := len(w.bodies()); got != m+1 {
+				t.Fatalf("%d letters of b are written %s after the last of %d", got, writeMax, m+1)
+			}
+			if g.Ready() == nil {
+				t.Fatal("ready, while letters are refused")
+			}
+		}
+		mended.Store(true)
+		time.Sleep(writeMax)
+		if got := len(w.bodies()); got != 120 || g.Ready() != nil {
+			t.Errorf("%d letters of 120, %v", got, g.Ready())
+		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
 	})
 }

@@ -107,6 +107,8 @@ func (b *letterbox) noted(l postable, err error) (turned bool) {
 	}
 	was := b.err
 	switch {
+	case err == nil && b.failed != nil && b.failed != l && itsOwn(b.err): // that letter is still refused
+		b.waits = nil
 	case !putOff:
 		b.err, b.failed = err, l
 		if err == nil {
@@ -151,6 +153,7 @@ func (b *letterbox) left() int {
 
 func (b *letterbox) run(ctx context.Context) {
 	failures, putOff, rounds := 0, 0, 0 // in a row
+	refused, refusals := 0, 0           // since the last pause for them, and such pauses
 	for {
 		b.mu.Lock()
 		if b.queue.len() == 0 || ctx.Err() != nil {
@@ -189,6 +192,13 @@ func (b *letterbox) run(ctx context.Context) {
 			top = min(putOffMax, writeBase<<min(rounds, 10))
 			putOff = 0
 			rounds++
+		case itsOwn(err):
+			if refused++; refused < b.left() {
+				continue
+			}
+			top = min(writeMax, writeBase<<min(refusals, 10))
+			refused = 0
+			refusals++
 		default:
 			top = min(writeMax, writeBase<<min(failures, 10))
 			putOff = 0
@@ -202,6 +212,9 @@ func (b *letterbox) run(ctx context.Context) {
 		}
 	}
 }
+
+// itsOwn tells whether the writer refuses one letter, and may take others.
+func itsOwn(err error) bool { return errors.Is(err, dlq.ErrRefused) || errors.Is(err, dlq.ErrTooLarge) }
 
 // tell logs that the writer fails, or works again. Its sources hold their dead letters
 // meanwhile, and their order what stands behind these.
