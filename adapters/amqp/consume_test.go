@@ -312,6 +312,51 @@ func TestHoldBeyondTheDeliveryLimit(t *testing.T) {
 	})
 }
 
+// A message at its last delivery whose letter the source could not write is rescued by the
+// stop; if that cannot write it either, nobody is told that it comes again.
+func TestStopAtTheLastDelivery(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		for _, up := range []bool{true, false} {
+			r := newRig(t, s, Quorum, amqp091.Table{"x-delivery-limit": int64(1)})
+			var log logbook
+			var calls, letters atomic.Int32
+			w := dlq.WriterFunc(func(_ context.Context, rec *dlq.Record) error {
+				if rec.Reason != dlq.ReasonLastDelivery || !up {
+					return errDown
+				}
+				letters.Add(1)
+				return nil
+			})
+			consume := func() error {
+				g := adaptertest.Guard(t, guard.Config{}, guard.WithLogger(log.logger()))
+				before := calls.Load()
+				c := r.consume(g, func(context.Context, amqp091.Delivery) error {
+					calls.Add(1)
+					return guard.Permanent(errDown)
+				}, WithDeliveryLimit(1), WithDeadLetters(w), WithStopTimeout(time.Second))
+				adaptertest.Eventually(t, "it is delivered, and has failed", func() bool {
+					all := g.Sources()
+					return calls.Load() > before && len(all) == 1 && all[0].Account().Settling == 1
+				})
+				return c.Stop(t)
+			}
+			r.publish(0, 1)
+			if err := consume(); err == nil || !strings.Contains(err.Error(), "delivered again") {
+				t.Errorf("the first delivery: %v", err)
+			}
+			err := consume()
+			warned, failed := log.with("level=WARN", "messages at their last delivery were dead-lettered"), log.with("level=ERROR", "the broker may drop messages")
+			if up && (letters.Load() != 1 || len(warned) != 1 || len(failed) != 0) {
+				t.Errorf("%d letters, %v, %v, %v", letters.Load(), warned, failed, err)
+			}
+			if !up && (len(failed) != 1 || err == nil || !strings.Contains(err.Error(), "1 messages are not delivered again")) {
+				t.Errorf("%v, %v", failed, err)
+			}
+		}
+	})
+}
+
 // What holds a source without its breaker is sat out all the same: what the broker
 // counts is a delivery of the prefetch for each half of the consumer timeout.
 func TestHoldsWithoutTheBreaker(t *testing.T) {

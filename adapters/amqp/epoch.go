@@ -248,6 +248,9 @@ func (e *epoch) forward(out <-chan amqp091.Delivery, done chan<- struct{}, few i
 		if few > 0 && deliveries(d.Headers) > few {
 			e.worn.Store(true)
 		}
+		if e.lastOf(&d) {
+			e.port.keep(d)
+		}
 		select {
 		case e.in <- d:
 		case <-e.quit:

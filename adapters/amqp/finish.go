@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"time"
 
 	"github.com/rabbitmq/amqp091-go"
@@ -37,8 +38,9 @@ func (e *epoch) finish(ctx context.Context, how outcome, cause error) (outcome, 
 	if how != epochStopped && !e.life.ended() {
 		before, _ = c.consumers(ctx)
 	}
+	dropped := 0
 	if !e.life.ended() {
-		e.rescue(ctx)
+		dropped = e.rescue(ctx, slices.ContainsFunc(report.Left, func(l guard.Left) bool { return l.State == "processing" }))
 	}
 	orderly := how != epochStopped && !e.life.ended()
 	closeErr := e.hangUp()
@@ -68,6 +70,9 @@ func (e *epoch) finish(ctx context.Context, how outcome, cause error) (outcome, 
 		errs = append(errs, fmt.Errorf("amqp: stop %s: %d messages left after %s (WithStopTimeout), the oldest %s: %s; they are delivered again",
 			c.o.name, n, c.o.stopTimeout, report.Left[0].State, report.Left[0].Why))
 	}
+	if dropped > 0 {
+		errs = append(errs, fmt.Errorf("amqp: stop %s: %d messages are not delivered again: they were at their last delivery, and could not be dead-lettered", c.o.name, dropped))
+	}
 	if !stopped {
 		errs = append(errs, guard.ErrClosed)
 	}
@@ -76,12 +81,14 @@ func (e *epoch) finish(ctx context.Context, how outcome, cause error) (outcome, 
 
 // rescue dead-letters what the broker would drop: to it the close of the channel is the end
 // of a delivery, and nobody is given a message beyond its limit. What has come back more
-// often than the limit that is known of shows that this is not the queue's, and stays.
-func (e *epoch) rescue(ctx context.Context) {
+// often than the limit that is known of shows that this is not the queue's, and stays. Those
+// whose letters the source did not get written are rescued too, unless a handler still has
+// messages: they may be its own, and succeed. It returns how many the broker may drop.
+func (e *epoch) rescue(ctx context.Context, handled bool) (lost int) {
 	c := e.c
 	near := c.tired || e.worn.Load() // one may be on its way
-	if c.o.letters == nil || c.rejects != nil || e.limits.MaxDeliver == 0 || e.last() == nil && !near {
-		return
+	if c.o.letters == nil || c.rejects != nil || e.limits.MaxDeliver == 0 || e.last(handled) == nil && !near {
+		return 0
 	}
 	limit := c.o.timeout / 8 // the broker waits for a half, and the end of the source took a quarter
 	grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), limit)
@@ -95,8 +102,8 @@ func (e *epoch) rescue(ctx context.Context) {
 	if err == nil {
 		<-e.read
 	}
-	saved, lost := 0, 0
-	for _, d := range e.last() {
+	saved := 0
+	for _, d := range e.last(handled) {
 		m := e.port.describe(&d)
 		wrong := writeSafely(grace, c.o.letters, &dlq.Record{
 			Body: m.Body, Headers: m.Headers, Properties: m.Properties, Timestamp: m.Timestamp, Origin: m.Origin,
@@ -120,6 +127,7 @@ func (e *epoch) rescue(ctx context.Context) {
 	case saved > 0:
 		c.o.log.Warn("messages at their last delivery were dead-lettered: the broker would drop them", "source", c.o.name, "messages", saved, "deliveries", e.limits.MaxDeliver)
 	}
+	return lost
 }
 
 // writeSafely takes a writer's panic for its error, and does not wait for one that ignores
@@ -145,8 +153,15 @@ func writeSafely(ctx context.Context, w dlq.Writer, r *dlq.Record) error {
 	}
 }
 
-// last are the unsettled deliveries that are the last of their messages.
-func (e *epoch) last() (ds []amqp091.Delivery) {
+// lastOf tells whether a delivery is the last of its message.
+func (e *epoch) lastOf(d *amqp091.Delivery) bool {
+	n, _ := integer(d.Headers[deliveryCount])
+	return n+1 == e.limits.MaxDeliver
+}
+
+// last are the unsettled deliveries that are the last of their messages: all, or without
+// those that a handler may have.
+func (e *epoch) last(handled bool) (ds []amqp091.Delivery) {
 	e.port.back.Lock() // a call of Return may have been given up
 	defer e.port.back.Unlock()
 	for waits := true; waits; { // what the source had not taken yet
@@ -157,8 +172,12 @@ func (e *epoch) last() (ds []amqp091.Delivery) {
 			waits = false
 		}
 	}
-	for _, d := range e.port.given {
-		if n, _ := integer(d.Headers[deliveryCount]); n+1 == e.limits.MaxDeliver && e.port.tags.isOpen(d.DeliveryTag) {
+	from := e.port.lasts
+	if handled {
+		from = e.port.given
+	}
+	for _, d := range from {
+		if e.lastOf(&d) && e.port.tags.isOpen(d.DeliveryTag) {
 			ds = append(ds, d)
 		}
 	}

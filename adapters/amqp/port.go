@@ -9,6 +9,7 @@ import (
 	"hash/fnv"
 	"hash/maphash"
 	"math/rand/v2"
+	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -111,8 +112,19 @@ type port struct {
 	acker
 	rejects *rejects // nil unless dead letters are rejected
 
-	back  sync.Mutex         // guards given. Lock order: back, then tags.mu
+	back  sync.Mutex         // guards what follows. Lock order: back, then tags.mu
 	given []amqp091.Delivery // back by the source at its end
+	lasts []amqp091.Delivery // came for the last time; some are settled
+}
+
+// keep remembers a delivery that is its message's last.
+func (p *port) keep(d amqp091.Delivery) {
+	p.back.Lock()
+	defer p.back.Unlock()
+	if len(p.lasts) == cap(p.lasts) {
+		p.lasts = slices.DeleteFunc(p.lasts, func(d amqp091.Delivery) bool { return !p.tags.isOpen(d.DeliveryTag) })
+	}
+	p.lasts = append(p.lasts, d)
 }
 
 func newPort(queue string, o *options) *port {
