@@ -93,6 +93,7 @@ func TestPageInAStorm(t *testing.T) {
 	b.open("#/sources/orders")
 	b.until(`document.querySelector(".hold .state.breaker")`)
 	b.look("a source")
+	b.until(`/` + b.word("(open|half-open): .*its own probes", "(断开|半开)：.*自身的探测") + `/.test(document.querySelector(".hold").innerText)`)
 
 	// A dead letter shows under its cause. That of an outage cannot be put in quarantine.
 	b.eval(`fetch("order", {method: "POST", headers: {"Content-Type": "application/json"}, body: '{"action":"deadletter","sources":["orders"],"count":1}'})`)
@@ -133,7 +134,7 @@ func TestPageInAStorm(t *testing.T) {
 	b.until(`[...document.querySelectorAll("tbody tr")].some(r => r.cells[0].innerText === "key=42")`)
 	b.look("quarantine")
 	b.open("#/events")
-	b.until(`document.querySelector("main").innerText.includes("breaker opened")`)
+	b.until(`document.querySelector("main").innerText.includes(` + quote(b.word("breaker opened", "熔断器断开")) + `)`)
 	b.look("events")
 	b.open("#/fleet")
 	b.until(`document.querySelector("main p")`)

@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
+import { answer } from "./answers";
 import type { FleetStatus, JournalEntry, Limit, Member } from "./api";
 import { State, useAsked, when } from "./pages";
 import { Table } from "./table";
@@ -102,7 +103,7 @@ function Joined({ w }: { w: Words }) {
           <h2>{w.fleetBreakers}</h2>
           <Table
             columns={[[w.breaker, "name"], w.state, w.why]}
-            rows={fleet.scopes.map((s) => [s.name, s.name, s.held ? <State w={w} s="breaker" /> : state(w, s.state), s.cause])}
+            rows={fleet.scopes.map((s) => [s.name, s.name, s.held ? <State w={w} s="breaker" /> : state(w, s.state), answer(w, s.cause ?? "")])}
           />
         </section>
       )}

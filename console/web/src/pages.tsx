@@ -3,6 +3,7 @@
 
 import { useEffect, useState } from "preact/hooks";
 import { type Cause, type Entry, type Event, type Order, type Rule, type Seen, type Source, type Status, clipped, get, mostRuleWhy, post } from "./api";
+import { answer } from "./answers";
 import { OrderDialog } from "./order";
 import { Table } from "./table";
 import { type Words, span, state, todo } from "./words";
@@ -44,9 +45,9 @@ export function Now({ w, status }: { w: Words; status: Status }) {
               i,
               <a href={link(a.source)}>{a.source}</a>,
               <State w={w} s={a.reason} />,
-              a.detail,
+              answer(w, a.detail),
               todo(w, a.reason),
-              a.cleared_by,
+              answer(w, a.cleared_by),
             ])}
           />
         </section>
@@ -118,8 +119,8 @@ export function SourcePage({ w, s, name }: { w: Words; s?: Seen; name: string })
       </p>
       {s.holds.map((h) => (
         <p key={h.reason} class="hold">
-          <State w={w} s={h.reason} /> {h.detail}. {todo(w, h.reason)} {w.until}:{" "}
-          {h.until_seconds > 0 ? span(Math.max(0, h.until_seconds - passed)) : w.untilCleared}. {w.clearedBy}: {h.cleared_by}.
+          <State w={w} s={h.reason} /> {answer(w, h.detail)}. {todo(w, h.reason)} {w.until}:{" "}
+          {h.until_seconds > 0 ? span(Math.max(0, h.until_seconds - passed)) : w.untilCleared}. {w.clearedBy}: {answer(w, h.cleared_by)}.
         </p>
       ))}
       <div class="columns">
@@ -153,7 +154,7 @@ export function SourcePage({ w, s, name }: { w: Words; s?: Seen; name: string })
           of={[
             [w.breaker, s.breaker.name || w.none],
             [w.state, state(w, s.breaker.state) + (s.breaker.forced ? " " + w.forced : "") + (s.breaker.fleet ? " " + w.byFleet : "")],
-            [w.why, s.breaker.cause ?? w.none],
+            [w.why, s.breaker.cause ? answer(w, s.breaker.cause) : w.none],
             [w.stateFor, span(s.breaker.since_seconds + passed)],
           ]}
         />
@@ -346,9 +347,9 @@ export function Events({ w }: { w: Words }) {
             .map((e, i) => [
               i,
               when(e.at),
-              e.kind + (e.count ? ` ×${e.count}` : ""),
+              answer(w, e.kind) + (e.count ? ` ×${e.count}` : ""),
               e.subject,
-              (e.detail ?? "") + (e.lasted_seconds ? ` (${span(e.lasted_seconds)})` : ""),
+              answer(w, e.detail ?? "") + (e.lasted_seconds ? ` (${span(e.lasted_seconds)})` : ""),
             ])}
         />
       )}
