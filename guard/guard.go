@@ -439,7 +439,7 @@ func (g *Guard) awaitGoroutines(ctx context.Context) error {
 	case <-gone:
 		return nil
 	case <-late.C:
-		return fmt.Errorf("guard: a dead-letter writer does not heed its context: %w", context.Cause(ctx))
+		return fmt.Errorf("guard: a dead-letter writer or a health check does not heed its context: %w", context.Cause(ctx))
 	}
 }
 
