@@ -82,7 +82,8 @@ type Config struct {
 	// Lease is how long a probe may stay out. A probe that is not settled by
 	// then is lost (a panic, a Goexit, a hang) and counts as failed. In
 	// [1ms, 24h]; unset means 60 s. A guard gives a probe its Policy.Timeout, or
-	// Slow, and 10 s more, if that is longer.
+	// Slow, and 10 s more, if that is longer. While a fleet holds the breaker,
+	// FleetConfig.Lease counts.
 	Lease time.Duration
 
 	// Slow is the age at which the caller reports a call that still runs,

@@ -332,9 +332,11 @@ func (c *machine[M]) look(now time.Duration, it, head *item[M], witness, asks bo
 // asks for life begins anew.
 func (c *machine[M]) lookBehind(now time.Duration, l *lane[M], it *item[M], witness, asks bool) bool {
 	switch {
-	case witness && it.mute:
+	case !witness:
+	case it.mute && asks:
 		l.from-- // it is not counted
-	case witness && !asks:
+	case it.mute:
+	case !asks:
 		l.looks++
 		if c.lastLife != c.looksLife {
 			c.looksLife, c.looksAll = c.lastLife, 0
@@ -432,7 +434,7 @@ func (c *machine[M]) mayLook(l *lane[M], head *item[M], asks bool) bool {
 func (c *machine[M]) depth(now time.Duration, l *lane[M], it *item[M]) int {
 	open := now - c.shutAt
 	if l.deep {
-		l.deep = false
+		l.deep, l.from = false, 0
 		return maxLook
 	}
 	l.rounds++

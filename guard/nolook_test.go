@@ -179,3 +179,36 @@ func TestOutageOfASourceThatParks(t *testing.T) {
 		})
 	}
 }
+
+// What a guess takes for poison is parked, whatever its source's breaker: in an outage of a
+// source with little traffic it is healthy.
+func TestGuessesAreParkedInAnOutage(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, err := New(Config{Policy: Policy{Order: OrderKey, Workers: 4}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		port, letters := &parkPort{testPort: testPort{keys: 8}}, &testWriter{}
+		r := &rig{t: t, g: g, in: make(chan int), ended: make(chan error, 1)}
+		r.s, err = Open(g, SourceConfig{Name: "t/0", Destination: "t", DeadLetters: letters}, Limits{}, Port[int](port), func(context.Context, int) error {
+			return errBad
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		r.cancel = cancel
+		go func() { r.ended <- r.s.Run(ctx, r.in) }()
+		for m := range 10 {
+			r.send(m, m+1)
+			time.Sleep(30 * time.Second)
+		}
+		if got := letters.bodies(); len(got) > 0 || port.parked == 0 {
+			t.Errorf("letters %v, %d parked", got, port.parked)
+		}
+		if r.s.State().Breaker.State == breaker.Closed {
+			t.Error("the breaker is closed")
+		}
+		r.close()
+	})
+}

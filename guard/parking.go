@@ -114,7 +114,7 @@ func (l letter[M]) park(ctx context.Context, r *dlq.Record) (parked bool, err er
 	case r.Reason == dlq.ReasonAttempts && of.waitsToProbe():
 		return true, errShut // it may fail for what the breaker is open for
 	case r.Reason == dlq.ReasonAttempts: // with nothing else to probe with, the message behind it must come
-	case r.Reason != dlq.ReasonPoisonHead && r.Reason != dlq.ReasonGuess || of.shut():
+	case r.Reason != dlq.ReasonPoisonHead && r.Reason != dlq.ReasonGuess:
 		return false, nil
 	}
 	err = apart("port's Park", func() error { return s.parker.Park(ctx, l.it.m, r) })

@@ -38,8 +38,8 @@ func (p *parkPort) Park(context.Context, int, *dlq.Record) error {
 func (p *parkPort) Parked() (int, uint64) { return 0, 0 }
 
 // Poison whose attempts are used up is parked, unless the port may not park it again or
-// cannot. While the breaker is not closed nothing is parked for its attempts, and a
-// poison head or a guess is a dead letter.
+// cannot. While the breaker is not closed nothing is parked for its attempts; a poison head
+// and a guess are, which may be healthy.
 func TestWhichLettersAreParked(t *testing.T) {
 	const open, full = true, true
 	for _, c := range []struct {
@@ -57,8 +57,8 @@ func TestWhichLettersAreParked(t *testing.T) {
 		{reason: dlq.ReasonOperator, written: 1},
 		{reason: dlq.ReasonLastDelivery, written: 1},
 		{reason: dlq.ReasonAttempts, open: open, putOff: true},
-		{reason: dlq.ReasonPoisonHead, open: open, written: 1},
-		{reason: dlq.ReasonGuess, open: open, written: 1},
+		{reason: dlq.ReasonPoisonHead, open: open, parked: 1},
+		{reason: dlq.ReasonGuess, open: open, parked: 1},
 		{reason: dlq.ReasonAttempts, full: full, written: 1},
 		{reason: dlq.ReasonAttempts, full: full, open: open, written: 1},
 		{reason: dlq.ReasonAttempts, err: &dlq.TooLargeError{}, written: 1},

@@ -170,6 +170,7 @@ func (c *machine[M]) drain(now time.Duration) (rest []M, kept int) {
 		if !it.tried {
 			c.refund(it)
 		}
+		c.unguess(it)
 		c.move(it, idle)
 	}
 	c.undone = nil
@@ -194,14 +195,19 @@ func (c *machine[M]) drain(now time.Duration) (rest []M, kept int) {
 		if !it.begun {
 			c.refund(it)
 		}
-		if it.guessed {
-			c.guesses = max(0, c.guesses-1)
-		}
+		c.unguess(it)
 	}
 	c.tally.Returned += uint64(len(rest) + kept)
 	c.emptied = true
 	c.ready, c.again = fifo[*lane[M]]{}, fifo[*item[M]]{}
 	return rest, kept
+}
+
+// unguess takes back a guess whose letter is not written: it is made again.
+func (c *machine[M]) unguess(it *item[M]) {
+	if it.guessed {
+		c.guesses = max(0, c.guesses-1)
+	}
 }
 
 // abandon ends an item whose handler or writer came back too late.

@@ -347,7 +347,7 @@ func TestStopAtTheLastDelivery(t *testing.T) {
 			}
 			err := consume()
 			warned, failed := log.with("level=WARN", "messages at their last delivery were dead-lettered"), log.with("level=ERROR", "the broker may drop messages")
-			if up && (letters.Load() != 1 || len(warned) != 1 || len(failed) != 0) {
+			if up && (letters.Load() != 1 || len(warned) != 1 || len(failed) != 0 || err != nil) {
 				t.Errorf("%d letters, %v, %v, %v", letters.Load(), warned, failed, err)
 			}
 			if !up && (len(failed) != 1 || err == nil || !strings.Contains(err.Error(), "1 messages are not delivered again")) {

@@ -38,9 +38,11 @@ func (e *epoch) finish(ctx context.Context, how outcome, cause error) (outcome, 
 	if how != epochStopped && !e.life.ended() {
 		before, _ = c.consumers(ctx)
 	}
-	dropped := 0
+	left, dropped := len(report.Left), 0
 	if !e.life.ended() {
-		dropped = e.rescue(ctx, slices.ContainsFunc(report.Left, func(l guard.Left) bool { return l.State == "processing" }))
+		var told int
+		told, dropped = e.rescue(ctx, slices.ContainsFunc(report.Left, func(l guard.Left) bool { return l.State == "processing" }))
+		left -= told
 	}
 	orderly := how != epochStopped && !e.life.ended()
 	closeErr := e.hangUp()
@@ -66,9 +68,9 @@ func (e *epoch) finish(ctx context.Context, how outcome, cause error) (outcome, 
 	if closeErr != nil {
 		errs = append(errs, fmt.Errorf("amqp: stop %s: close: %w", c.o.name, closeErr))
 	}
-	if n := len(report.Left); n > 0 {
+	if left > 0 {
 		errs = append(errs, fmt.Errorf("amqp: stop %s: %d messages left after %s (WithStopTimeout), the oldest %s: %s; they are delivered again",
-			c.o.name, n, c.o.stopTimeout, report.Left[0].State, report.Left[0].Why))
+			c.o.name, left, c.o.stopTimeout, report.Left[0].State, report.Left[0].Why))
 	}
 	if dropped > 0 {
 		errs = append(errs, fmt.Errorf("amqp: stop %s: %d messages are not delivered again: they were at their last delivery, and could not be dead-lettered", c.o.name, dropped))
@@ -83,12 +85,13 @@ func (e *epoch) finish(ctx context.Context, how outcome, cause error) (outcome, 
 // of a delivery, and nobody is given a message beyond its limit. What has come back more
 // often than the limit that is known of shows that this is not the queue's, and stays. Those
 // whose letters the source did not get written are rescued too, unless a handler still has
-// messages: they may be its own, and succeed. It returns how many the broker may drop.
-func (e *epoch) rescue(ctx context.Context, handled bool) (lost int) {
+// messages: they may be its own, and succeed. It returns how many the broker may drop, and
+// how many of the source's Left it has told of.
+func (e *epoch) rescue(ctx context.Context, handled bool) (told, lost int) {
 	c := e.c
 	near := c.tired || e.worn.Load() // one may be on its way
-	if c.o.letters == nil || c.rejects != nil || e.limits.MaxDeliver == 0 || e.last(handled) == nil && !near {
-		return 0
+	if c.o.letters == nil || c.rejects != nil || e.limits.MaxDeliver == 0 || e.last(false) == nil && !near {
+		return 0, 0
 	}
 	limit := c.o.timeout / 8 // the broker waits for a half, and the end of the source took a quarter
 	grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), limit)
@@ -102,8 +105,16 @@ func (e *epoch) rescue(ctx context.Context, handled bool) (lost int) {
 	if err == nil {
 		<-e.read
 	}
-	saved := 0
-	for _, d := range e.last(handled) {
+	saved, mine := 0, e.last(true)
+	told = len(e.last(false)) - len(mine)
+	if handled {
+		if lost = told; lost > 0 {
+			err = errHandled
+		}
+	} else {
+		mine = e.last(false)
+	}
+	for _, d := range mine {
 		m := e.port.describe(&d)
 		wrong := writeSafely(grace, c.o.letters, &dlq.Record{
 			Body: m.Body, Headers: m.Headers, Properties: m.Properties, Timestamp: m.Timestamp, Origin: m.Origin,
@@ -127,8 +138,10 @@ func (e *epoch) rescue(ctx context.Context, handled bool) (lost int) {
 	case saved > 0:
 		c.o.log.Warn("messages at their last delivery were dead-lettered: the broker would drop them", "source", c.o.name, "messages", saved, "deliveries", e.limits.MaxDeliver)
 	}
-	return lost
+	return told, lost
 }
+
+var errHandled = errors.New("amqp: a handler has not returned")
 
 // writeSafely takes a writer's panic for its error, and does not wait for one that ignores
 // its context: that keeps its goroutine.
@@ -159,9 +172,9 @@ func (e *epoch) lastOf(d *amqp091.Delivery) bool {
 	return n+1 == e.limits.MaxDeliver
 }
 
-// last are the unsettled deliveries that are the last of their messages: all, or without
-// those that a handler may have.
-func (e *epoch) last(handled bool) (ds []amqp091.Delivery) {
+// last are the unsettled deliveries that are the last of their messages: all, or those that
+// the source gave back.
+func (e *epoch) last(given bool) (ds []amqp091.Delivery) {
 	e.port.back.Lock() // a call of Return may have been given up
 	defer e.port.back.Unlock()
 	for waits := true; waits; { // what the source had not taken yet
@@ -173,7 +186,7 @@ func (e *epoch) last(handled bool) (ds []amqp091.Delivery) {
 		}
 	}
 	from := e.port.lasts
-	if handled {
+	if given {
 		from = e.port.given
 	}
 	for _, d := range from {

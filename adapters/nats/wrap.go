@@ -135,10 +135,10 @@ func Fail(m jetstream.Msg, err error) error {
 // taken is a message that the source has.
 type taken struct {
 	jetstream.Msg
-	confirm context.Context //nolint:containedctx // of DoubleAck; nil for a plain ack
-	acked   error           // what the ack said; written and read by the goroutine that settles
-	lapsed  atomic.Bool     // nobody read, and it is not kept alive: the server delivers it again
-	back    bool            // it is the server's again; as acked
+	confirm context.Context               //nolint:containedctx // of DoubleAck; nil for a plain ack
+	acked   error                         // what the ack said; written and read by the goroutine that settles
+	lapsed  atomic.Pointer[jetstream.Msg] // nobody read, and it is not kept alive: its latest copy then
+	back    bool                          // it is the server's again; as acked
 }
 
 // wrappedMsg is one attempt of a message, as the program sees it.
@@ -148,6 +148,7 @@ type wrappedMsg struct {
 	of    *taken
 	token guard.Token
 	lease *time.Timer
+	end   func() // of the program's reading
 	done  atomic.Bool
 }
 
@@ -157,6 +158,7 @@ func (m *wrappedMsg) settle(confirm context.Context, err error) error {
 		return jetstream.ErrMsgAlreadyAckd
 	}
 	m.lease.Stop()
+	m.end()
 	return m.tell(confirm, err)
 }
 
@@ -164,6 +166,7 @@ func (m *wrappedMsg) settle(confirm context.Context, err error) error {
 // kept the timer, and so leaves that alone.
 func (m *wrappedMsg) expire() {
 	if m.done.CompareAndSwap(false, true) {
+		m.end()
 		_ = m.tell(nil, ErrNotSettled) //nolint:staticcheck // nil: no confirmation is waited for
 	}
 }
@@ -225,7 +228,7 @@ type passivePort struct {
 
 	unreadFor time.Duration // after which what is held is left to the server
 	born      time.Time
-	reading   atomic.Int32 // calls that hand out, and did not end
+	reading   atomic.Int32 // calls that hand out, and messages in the program's hand
 	read      atomic.Int64 // when the last of them ended, since born
 	lapse     atomic.Bool  // nobody has read since it was said
 
@@ -233,7 +236,8 @@ type passivePort struct {
 	parked map[*taken]struct{} // taken from the server, not in the source yet
 }
 
-// begin notes that the program reads, until the returned function is called.
+// begin notes that the program reads, or works on what it has read, until the returned
+// function is called.
 func (p *passivePort) begin() (end func()) {
 	p.reading.Add(1)
 	p.lapse.Store(false)
@@ -268,6 +272,12 @@ func (p *passivePort) Ack(m *taken) error {
 	return m.acked
 }
 
+// gone tells whether a message has lapsed, and did not come again to this process.
+func (p *passivePort) gone(m *taken) bool {
+	then := m.lapsed.Load()
+	return then != nil && p.copies.of(m.Msg) == *then
+}
+
 // Extend also keeps alive what is parked. What nobody reads is left to the server.
 func (p *passivePort) Extend(ms []*taken) {
 	p.mu.Lock()
@@ -275,7 +285,8 @@ func (p *passivePort) Extend(ms []*taken) {
 	p.mu.Unlock()
 	if p.unread() {
 		for _, m := range ms {
-			m.lapsed.Store(true)
+			latest := p.copies.of(m.Msg)
+			m.lapsed.CompareAndSwap(nil, &latest)
 		}
 		if len(ms) > 0 && !p.lapse.Swap(true) {
 			p.log.Warn("nobody reads a wrapped consumer: what it holds comes again after its AckWait, here or elsewhere",
@@ -285,15 +296,19 @@ func (p *passivePort) Extend(ms []*taken) {
 	}
 	all := make([]jetstream.Msg, 0, len(ms))
 	for _, m := range ms {
-		all = append(all, m.Msg)
+		if !p.gone(m) {
+			all = append(all, m.Msg)
+		}
 	}
 	p.msgPort.Extend(all)
 }
 
 func (p *passivePort) Return(ms []*taken, _ guard.Reason) error {
-	back := make([]jetstream.Msg, len(ms))
-	for i, m := range ms {
-		back[i] = m.Msg
+	back := make([]jetstream.Msg, 0, len(ms))
+	for _, m := range ms {
+		if !p.gone(m) { // another process may have it, and would lose it by a nak
+			back = append(back, m.Msg)
+		}
 	}
 	return p.nakAll(back, p.maxDeliver)
 }
@@ -364,14 +379,16 @@ func (w *wrapped) offer(ctx context.Context, m jetstream.Msg) error {
 	return nil
 }
 
-// hand makes an item the program's. It is nil for one that has lapsed, which goes back.
+// hand makes an item the program's. It is nil for one that has lapsed, which goes back, unless
+// the server gave it to this process again.
 func (w *wrapped) hand(it guard.Item[*taken]) jetstream.Msg {
-	if it.Msg.lapsed.Load() {
+	if w.port.gone(it.Msg) {
 		it.Msg.back = true
 		w.src.Done(it.Token, guard.Ignore(errLapsed))
 		return nil
 	}
-	m := &wrappedMsg{Msg: it.Msg.Msg, w: w, of: it.Msg, token: it.Token}
+	it.Msg.lapsed.Store(nil)
+	m := &wrappedMsg{Msg: it.Msg.Msg, w: w, of: it.Msg, token: it.Token, end: w.port.begin()}
 	m.lease = time.AfterFunc(w.lease, m.expire)
 	return m
 }

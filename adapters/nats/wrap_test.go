@@ -5,6 +5,7 @@ package guardnats
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"strconv"
@@ -549,6 +550,88 @@ func TestWhatNobodyReadsGoesToOthers(t *testing.T) {
 			t.Errorf("%s was handled %d times", m, times)
 		}
 	}
+}
+
+// A program that works on a message for long, and says so, reads: the message keeps its attempts.
+func TestLongWorkIsReading(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: time.Second})
+	r.publish(t, subject, 0, 1)
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Retry: guard.Retry{Attempts: 2, Base: time.Millisecond, Max: 2 * time.Millisecond}}})
+	type letter struct{ attempts, deliveries int }
+	letters := make(chan letter, 1)
+	w := wrap(t, g, r.consumer, WithDeadLetters(dlq.WriterFunc(func(_ context.Context, rec *dlq.Record) error {
+		letters <- letter{rec.Attempts, rec.Deliveries}
+		return nil
+	})))
+	w.port.unreadFor = time.Second
+	for range 2 {
+		m, err := w.Next(jetstream.FetchMaxWait(time.Minute))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for range 8 {
+			time.Sleep(300 * time.Millisecond)
+			if err := m.InProgress(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := Fail(m, &json.SyntaxError{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	select {
+	case l := <-letters:
+		if l != (letter{2, 1}) {
+			t.Errorf("%+v", l)
+		}
+	case <-time.After(time.Minute):
+		t.Error("it was not dead-lettered after two attempts")
+	}
+}
+
+// What came again to the process that had it is handled there, at that delivery, also the last.
+func TestWhatLapsedComesAgainHere(t *testing.T) {
+	t.Parallel()
+	const n = 20
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: time.Second, MaxDeliver: 2})
+	r.publish(t, subject, 0, n)
+	g := adaptertest.Guard(t, guard.Config{})
+	w := wrap(t, g, r.consumer)
+	w.port.unreadFor = time.Second
+	src := adaptertest.Source(t, g, "S/C")
+	if err := src.ForceOpen(time.Hour); err != nil {
+		t.Fatal(err)
+	}
+	handled := make(chan string, 2*n)
+	handle := func(m jetstream.Msg) {
+		handled <- string(m.Data())
+		if err := m.Ack(); err != nil {
+			t.Error(err)
+		}
+	}
+	consuming, err := w.Consume(handle)
+	if err != nil {
+		t.Fatal(err)
+	}
+	adaptertest.Eventually(t, "all are held", func() bool { return src.Account().Unsettled() == n })
+	consuming.Stop()
+	<-consuming.Closed()
+	adaptertest.Eventually(t, "nothing is kept alive", func() bool { return w.port.lapse.Load() })
+	time.Sleep(2 * time.Second) // an AckWait: they are the server's again
+	if consuming, err = w.Consume(handle); err != nil {
+		t.Fatal(err)
+	}
+	adaptertest.Eventually(t, "they came again", func() bool { return r.info(t).NumRedelivered == n })
+	if err := src.ForceClosed(); err != nil {
+		t.Fatal(err)
+	}
+	seen := make(map[string]bool)
+	for len(seen) < n {
+		seen[<-handled] = true
+	}
+	consuming.Stop()
+	<-consuming.Closed()
 }
 
 // Drain ends in a hold whose window is full: what has no room goes back.
