@@ -137,6 +137,20 @@ func TestPartlyBack(t *testing.T) {
 	t.Logf("closed %v and %d rounds after the dependency was back for most", took, last-round)
 }
 
+// A process whose own path stays broken does not keep the few others held.
+func TestOneBrokenAmongFew(t *testing.T) {
+	for _, nodes := range []int{3, 5} {
+		w := newWorld(t, 3, options{nodes: nodes, rate: 20})
+		w.down = true
+		w.run(30 * sec)
+		w.nodes[0].broken, w.down = true, false
+		took := w.until(3*time.Minute, "the others closed", func() bool {
+			return !slices.ContainsFunc(w.nodes, func(n *node) bool { return !n.broken && !n.b.Closed() })
+		})
+		t.Logf("%d nodes: %v", nodes, took)
+	}
+}
+
 // Three sides of one: nobody decides for the fleet, and each recovers by itself.
 func TestSplitInThree(t *testing.T) {
 	for _, before := range []bool{false, true} {
@@ -236,7 +250,7 @@ func (w *world) status(i int) Status {
 // The process whose probe is out dies. Its slot passes on after the lease, and
 // a dead prober is not a failed probe.
 func TestProberDies(t *testing.T) {
-	w := newWorld(t, 9, options{nodes: 5, rate: 20, cfg: Config{Lease: 4 * sec}})
+	w := newWorld(t, 9, options{nodes: 5, rate: 20, took: 30 * ms, cfg: Config{Lease: 4 * sec}})
 	w.down = true
 	w.run(20 * sec)
 	w.down = false

@@ -20,18 +20,19 @@ type candidate struct {
 	rank           uint64
 }
 
-// before orders a round: who has probed less in it, then who has not lately
-// ended one, then by rendezvous. A process whose own path is broken ends one
-// round, and is last from then on.
+// before orders a round: who has not lately ended one, then who has probed less in it, then
+// by rendezvous. A process whose own path is broken ends one round, and is last from then on:
+// it must not end each before enough probes of others have passed.
 func (c candidate) before(d candidate) bool {
-	return cmp.Or(cmp.Compare(c.passes, d.passes), cmp.Compare(c.failed, d.failed), cmp.Compare(c.rank, d.rank)) < 0
+	return cmp.Or(cmp.Compare(c.failed, d.failed), cmp.Compare(c.passes, d.passes), cmp.Compare(c.rank, d.rank)) < 0
 }
 
 // Next is whose turn it is to probe, "" for nobody's, and how many probes of the
 // round have passed. Once these are as many as make a success nobody probes a second
 // time. vote is the vote of a name that counts, or nil. It costs a look at each vote.
 func (r Round) Next(successes int, vote func(name string) *Vote) (next string, passed int) {
-	var best candidate
+	var best, best0 candidate
+	next0 := "" // of those who have not probed in it
 	for _, n := range r.Names {
 		w := vote(n)
 		if w == nil || w.Gone || w.At.Gen != r.At.Gen {
@@ -49,9 +50,12 @@ func (r Round) Next(successes int, vote func(name string) *Vote) (next string, p
 		if next == "" || c.before(best) {
 			next, best = n, c
 		}
+		if c.passes == 0 && (next0 == "" || c.before(best0)) {
+			next0, best0 = n, c
+		}
 	}
-	if best.passes > 0 && passed >= successes {
-		next = ""
+	if passed >= successes {
+		next = next0
 	}
 	return next, passed
 }
