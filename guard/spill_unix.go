@@ -56,6 +56,9 @@ func (g *Guard) openSpill() error {
 	for _, d := range found.Damaged {
 		g.log.Warn("the spill is damaged: messages are passed over", "dir", g.cfg.SpillDir, "damage", d.String())
 	}
+	if found.SetAside != nil {
+		g.log.Warn("what is damaged in the spill could not be set aside: copy the directory before it drains", "dir", g.cfg.SpillDir, "error", found.SetAside)
+	}
 	if found.Messages > 0 {
 		for l := range s.Lanes() {
 			g.log.Info("the spill has messages: they are handled first when their source is opened", "source", l.Name(), "messages", l.Len())

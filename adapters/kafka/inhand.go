@@ -178,6 +178,7 @@ func (w *wrappedClaim) done(os []*out, meta string) {
 			// A mark from Cleanup, or from a worker that outlived its loop: the
 			// source has given the message up, but the group still takes it.
 			w.claim.marks.Settle(o.m.Offset, meta)
+			w.src.Done(o.token, guard.Backoff(context.Canceled, time.Time{})) // it may have left the hand just before
 			continue
 		}
 		w.src.Done(o.token, nil)

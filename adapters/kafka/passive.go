@@ -33,6 +33,11 @@ import (
 // one failure costs the group no rebalance. A message that is neither marked nor
 // failed within the policy's Timeout has failed with [ErrNotMarked].
 //
+// So a loop that takes batches must not return the error of one message: with a
+// class of [guard.ClassMessage] it condemns all. It should Fail that message. And a
+// goroutine that reads Messages for the loop must end before ConsumeClaim returns an
+// error, or it takes messages from the next call.
+//
 // One message is out at a time, so the order of the partition is kept, retries
 // included. A loop that takes several messages before it marks the first, for
 // workers of its own or for a batch, has to ask for more: by Policy.Workers, which

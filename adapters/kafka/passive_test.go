@@ -323,6 +323,41 @@ func TestMarksInCleanup(t *testing.T) {
 	}
 }
 
+// A mark that crosses the return of the loop keeps nobody waiting.
+func TestMarkCrossesTheReturn(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	crossed := make(chan struct{})
+	m := r.join(testConfig(), WrapHandler(adaptertest.Guard(t, guard.Config{}), rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
+		msg, ok := <-c.Messages()
+		if !ok {
+			return nil
+		}
+		w := s.(*session).wrapped(msg.Topic, msg.Partition)
+		o := w.take(msg)
+		go func() { // a worker's MarkMessage, which goes on when the loop has returned
+			defer close(crossed)
+			for over := false; !over; time.Sleep(time.Millisecond) {
+				w.mu.Lock()
+				over = w.over
+				w.mu.Unlock()
+			}
+			w.done([]*out{o}, "")
+		}()
+		return nil
+	}}))
+	r.publish(0, 1, nil, nil)
+	<-crossed
+	begun := time.Now()
+	m.stop()
+	if took := time.Since(begun); took > 10*time.Second {
+		t.Errorf("the stop took %s", took)
+	}
+	if n := r.committed(0); n != 1 {
+		t.Errorf("committed %d", n)
+	}
+}
+
 type lateMarks struct {
 	mu  sync.Mutex
 	got []*sarama.ConsumerMessage

@@ -211,19 +211,31 @@ func TestBreakerClosesThoughTheHoldStands(t *testing.T) {
 
 // Requests that cannot be held probe, if nothing is: or the breaker would stay open for ever.
 func TestBreakerClosesThoughNothingCanBeHeld(t *testing.T) {
-	bubble(t, "too large", func(t *testing.T) {
-		r := newRig(t, quick, Config{MaxBody: 10})
-		r.breakIt()
-		r.want(r.post("too large to be held"), http.StatusServiceUnavailable)
-		r.s.setDown(false)
-		begun := time.Now()
-		for r.post("too large to be held").StatusCode != http.StatusOK {
-			if time.Sleep(100 * time.Millisecond); time.Since(begun) > time.Minute {
-				t.Fatalf("%+v", r.state())
+	for _, chunked := range []bool{false, true} { // then nobody says how long it is
+		bubble(t, fmt.Sprint("too large, chunked ", chunked), func(t *testing.T) {
+			r := newRig(t, quick, Config{MaxBody: 10})
+			post := func() answer {
+				return send(r.defers, "POST", "/orders", "too large to be held", func(r *http.Request) {
+					if chunked {
+						r.ContentLength = -1
+					}
+				})
 			}
-		}
-		r.close()
-	})
+			r.breakIt()
+			r.want(post(), http.StatusServiceUnavailable)
+			r.s.setDown(false)
+			begun := time.Now()
+			for post().StatusCode != http.StatusOK {
+				if time.Sleep(100 * time.Millisecond); time.Since(begun) > time.Minute {
+					t.Fatalf("%+v", r.state())
+				}
+			}
+			if got := r.s.handled(); !strings.HasSuffix(got, "too large to be held") {
+				t.Errorf("%q", got)
+			}
+			r.close()
+		})
+	}
 	bubble(t, "shorter than its length", func(t *testing.T) { // decompressed by a middleware, say
 		r := newRig(t, quick, Config{})
 		r.breakIt()

@@ -124,8 +124,11 @@ func (in *Intake) hold(w http.ResponseWriter, c *call, lane uint64) {
 	}()
 	body, err := in.read(w, r)
 	switch {
-	case err == nil && int64(len(body)) > in.cfg.MaxBody:
-		in.refuse(w, r, guard.ReasonBackpressure, nil)
+	case err == nil && int64(len(body)) > in.cfg.MaxBody: // its length did not say so
+		reserved = false
+		in.unreserve(need)
+		putBack(w, r, body)
+		in.noRoom(w, c, lane, false)
 		return
 	case err != nil:
 		status := bodyStatus(err)
@@ -276,6 +279,21 @@ func (in *Intake) read(w http.ResponseWriter, r *http.Request) ([]byte, error) {
 	default:
 		return body.Bytes(), nil
 	}
+}
+
+// putBack puts the beginning of a body back in front of its rest, which has the server's time.
+func putBack(w http.ResponseWriter, r *http.Request, body []byte) {
+	var until time.Time
+	if s, ok := r.Context().Value(http.ServerContextKey).(*http.Server); ok && s.ReadTimeout > 0 {
+		until = time.Now().Add(s.ReadTimeout)
+	}
+	_ = http.NewResponseController(w).SetReadDeadline(until)
+	r.Body = rejoined{io.MultiReader(bytes.NewReader(body), r.Body), r.Body}
+}
+
+type rejoined struct {
+	io.Reader
+	io.Closer
 }
 
 // bodyStatus is the answer to a request whose body could not be read.
