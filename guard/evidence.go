@@ -574,7 +574,9 @@ func (l *lane[M]) mutes(place int) (n int) {
 func (l *lane[M]) stands(n int) int {
 	place := 0
 	for ; n > 0; n-- {
-		for place++; place < len(l.front) && l.front[place].mute; place++ {
+		place++
+		for place < len(l.front) && l.front[place].mute {
+			place++
 		}
 	}
 	return place

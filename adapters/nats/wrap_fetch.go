@@ -322,7 +322,8 @@ func (w *wrapped) fetch(a asking) (jetstream.MessageBatch, error) {
 func (f *fetching) handOut(ctx context.Context) {
 	defer close(f.batch.out)
 	defer func() { f.w.pulls.leave(f.own) }()
-	defer f.w.port.begin()()
+	end := f.w.port.begin()
+	defer end()
 	deadline := time.NewTimer(time.Until(f.until))
 	defer deadline.Stop()
 	look := time.NewTicker(settleDown)
