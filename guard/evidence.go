@@ -334,7 +334,7 @@ func (c *machine[M]) lookBehind(now time.Duration, l *lane[M], it *item[M], witn
 	switch {
 	case !witness:
 	case it.mute && asks:
-		l.from-- // it is not counted
+		l.from-- // it is no witness any more, so the next one has its number
 	case it.mute:
 	case !asks:
 		l.looks++
@@ -557,10 +557,10 @@ func (c *machine[M]) others(l *lane[M]) bool {
 // behind is how many messages stand behind the head.
 func (l *lane[M]) behind() int { return max(0, len(l.front)-1) + l.queue.Len() }
 
-// witnesses is how many of them can tell something.
+// witnesses is how many messages behind the head can tell something: all but the mute ones.
 func (l *lane[M]) witnesses() int { return l.behind() - l.mutes(len(l.front)) }
 
-// mutes is how many messages between the head and a place of the lane cannot.
+// mutes is how many mute messages stand between the head and a place of the lane.
 func (l *lane[M]) mutes(place int) (n int) {
 	for i := 1; i < place; i++ {
 		if l.front[i].mute {

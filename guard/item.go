@@ -66,7 +66,7 @@ type item[M any] struct {
 	wordAt      time.Duration // when it got the last word
 	lastWord    bool          // a message behind it has succeeded: it has the rest of its attempts
 	doubted     bool          // it had the last word, and lost it to another
-	mute        bool          // asked as a witness, it was ignored, permanent or at fault itself: no sign of anything
+	mute        bool          // as a witness it was ignored, permanent or at fault itself, which says nothing about the dependency
 	passed      bool          // let others go first since its last attempt
 	permanent   bool          // its verdict waits for a credit only
 	paid        bool          // it has its credit, and waits for the limit of dead letters only

@@ -113,6 +113,28 @@ func TestPoisonWithoutALook(t *testing.T) {
 	})
 }
 
+// newParkRig is a source that parks, with order key, whose handler is given.
+func newParkRig(t *testing.T, port *parkPort, w dlq.Writer, handler func(int) error, opts ...Option) *rig {
+	t.Helper()
+	g, err := New(Config{Policy: Policy{Order: OrderKey, Workers: 4, Window: 200}}, opts...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	port.keys = 8
+	r := &rig{t: t, g: g, in: make(chan int), ended: make(chan error, 1)}
+	r.s, err = Open(g, SourceConfig{Name: "t/0", Destination: "t", DeadLetters: w}, Limits{}, Port[int](port), func(_ context.Context, m int) error {
+		time.Sleep(time.Millisecond)
+		return handler(m)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	r.cancel = cancel
+	go func() { r.ended <- r.s.Run(ctx, r.in) }()
+	return r
+}
+
 // A source that parks has a breaker and a detector like any other: an outage opens it, also
 // one of a part of the calls, or one whose errors say nothing, and a long one is a storm.
 func TestOutageOfASourceThatParks(t *testing.T) {
@@ -126,7 +148,13 @@ func TestOutageOfASourceThatParks(t *testing.T) {
 	} {
 		bubble(t, name, func(t *testing.T) {
 			var opened, stormed, calls atomic.Int64
-			g, err := New(Config{Policy: Policy{Order: OrderKey, Workers: 4, Window: 200}}, OnStateChange(func(s StateChange) {
+			port := new(parkPort)
+			r := newParkRig(t, port, &testWriter{}, func(int) error {
+				if int(calls.Add(1))%c.every == 0 {
+					return c.err
+				}
+				return nil
+			}, OnStateChange(func(s StateChange) {
 				switch {
 				case s.Reason == ReasonStorm && s.Active:
 					stormed.Add(1)
@@ -134,33 +162,15 @@ func TestOutageOfASourceThatParks(t *testing.T) {
 					opened.Add(1)
 				}
 			}))
-			if err != nil {
-				t.Fatal(err)
-			}
-			port := &parkPort{testPort: testPort{keys: 8}}
-			r := &rig{t: t, g: g, in: make(chan int), ended: make(chan error, 1)}
-			r.s, err = Open(g, SourceConfig{Name: "t/0", Destination: "t", DeadLetters: &testWriter{}}, Limits{}, Port[int](port), func(context.Context, int) error {
-				time.Sleep(time.Millisecond)
-				if int(calls.Add(1))%c.every == 0 {
-					return c.err
-				}
-				return nil
-			})
-			if err != nil {
-				t.Fatal(err)
-			}
-			ctx, cancel := context.WithCancel(t.Context())
-			r.cancel = cancel
-			go func() { r.ended <- r.s.Run(ctx, r.in) }()
-			go func() { // ends with ctx
-				for m := 0; ctx.Err() == nil; m++ {
+			stop, stopped := make(chan struct{}), make(chan struct{})
+			go func() { // ends with stop
+				defer close(stopped)
+				for m := 0; ; m++ {
 					select {
 					case r.in <- m:
-					case <-ctx.Done():
-					}
-					select {
-					case <-time.After(5 * time.Millisecond):
-					case <-ctx.Done():
+						time.Sleep(5 * time.Millisecond)
+					case <-stop:
+						return
 					}
 				}
 			}()
@@ -175,6 +185,8 @@ func TestOutageOfASourceThatParks(t *testing.T) {
 			if port.parked > 0 && c.every == 1 {
 				t.Errorf("%d were parked in an outage", port.parked)
 			}
+			close(stop)
+			<-stopped
 			r.close()
 		})
 	}
@@ -184,21 +196,8 @@ func TestOutageOfASourceThatParks(t *testing.T) {
 // source with little traffic it is healthy.
 func TestGuessesAreParkedInAnOutage(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
-		g, err := New(Config{Policy: Policy{Order: OrderKey, Workers: 4}})
-		if err != nil {
-			t.Fatal(err)
-		}
-		port, letters := &parkPort{testPort: testPort{keys: 8}}, &testWriter{}
-		r := &rig{t: t, g: g, in: make(chan int), ended: make(chan error, 1)}
-		r.s, err = Open(g, SourceConfig{Name: "t/0", Destination: "t", DeadLetters: letters}, Limits{}, Port[int](port), func(context.Context, int) error {
-			return errBad
-		})
-		if err != nil {
-			t.Fatal(err)
-		}
-		ctx, cancel := context.WithCancel(t.Context())
-		r.cancel = cancel
-		go func() { r.ended <- r.s.Run(ctx, r.in) }()
+		port, letters := new(parkPort), &testWriter{}
+		r := newParkRig(t, port, letters, func(int) error { return errBad })
 		for m := range 10 {
 			r.send(m, m+1)
 			time.Sleep(30 * time.Second)

@@ -6,8 +6,12 @@
 package guard
 
 import (
+	"bytes"
 	"context"
+	"errors"
+	"log/slog"
 	"maps"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -438,6 +442,47 @@ func TestSpillWithoutACopy(t *testing.T) {
 		}
 		q.s.mu.Unlock()
 		q.close(ReasonShutdown, true)
+	})
+}
+
+// Damage of which no copy could be made is told at the start: when the spill has drained past
+// it, it is gone.
+func TestSpillDamageWithoutACopy(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: Policy{Spill: true, Window: 16}})
+		q.open()
+		q.setDown(true)
+		q.send(40)
+		time.Sleep(20 * time.Second)
+		q.close(ReasonShutdown, true)
+		file := filepath.Join(q.dir, "spill.db")
+		data, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		chunks := 0
+		for at := range data {
+			if bytes.HasPrefix(data[at:], []byte("SGc1")) { // each chunk that was ever written
+				data[at+200] ^= 1
+				chunks++
+			}
+		}
+		if chunks == 0 {
+			t.Fatal("nothing is on the disk")
+		}
+		if err := errors.Join(os.WriteFile(file, data, 0o600), os.RemoveAll(filepath.Join(q.dir, "damaged")),
+			os.WriteFile(filepath.Join(q.dir, "damaged"), nil, 0o600)); err != nil {
+			t.Fatal(err)
+		}
+		var log bytes.Buffer
+		g, err := New(q.cfg, WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
+		if err != nil {
+			t.Fatal(err)
+		}
+		closeAll(t, g)
+		if text := log.String(); !strings.Contains(text, "the spill is damaged") || !strings.Contains(text, "could not be set aside") {
+			t.Error(text)
+		}
 	})
 }
 

@@ -85,8 +85,8 @@ func (e *epoch) finish(ctx context.Context, how outcome, cause error) (outcome, 
 // of a delivery, and nobody is given a message beyond its limit. What has come back more
 // often than the limit that is known of shows that this is not the queue's, and stays. Those
 // whose letters the source did not get written are rescued too, unless a handler still has
-// messages: they may be its own, and succeed. It returns how many the broker may drop, and
-// how many of the source's Left it has told of.
+// messages: they may be its own, and succeed. It returns how many of the source's Left it has
+// rescued or counts as lost, and how many messages in all the broker may drop.
 func (e *epoch) rescue(ctx context.Context, handled bool) (told, lost int) {
 	c := e.c
 	near := c.tired || e.worn.Load() // one may be on its way

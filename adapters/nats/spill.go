@@ -66,8 +66,8 @@ func (p *consumePort) Unspill(head, body []byte) (jetstream.Msg, error) {
 	return m, nil
 }
 
-// workedOn gives handle messages whose InProgress may come after their ack: of what is on the
-// disk the server waits for nothing.
+// workedOn gives handle messages whose InProgress succeeds although they are acked. A message
+// that went to the disk is acked at the server, and needs no more time there.
 func workedOn(handle func(context.Context, jetstream.Msg) error) func(context.Context, jetstream.Msg) error {
 	return func(ctx context.Context, m jetstream.Msg) error { return handle(ctx, workedMsg{m}) }
 }

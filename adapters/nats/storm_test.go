@@ -81,9 +81,9 @@ func (r *rig) sync(t testing.TB) {
 // While a breaker is forced open over a full window nothing goes over the wire
 // but keep-alives, and no message's delivery count moves.
 func TestForcedOpenCostsTheBrokerNothing(t *testing.T) {
-	ackWait, period := 900*time.Millisecond, 4*time.Second
+	ackWait, period := 3*time.Second, 4*time.Second // a busy machine extends late, and still in time
 	if adaptertest.Full() {
-		ackWait, period = 3*time.Second, 60*time.Second
+		period = 60 * time.Second
 	}
 	const window, n = 200, 400
 	r := newRig(t, jetstream.ConsumerConfig{AckWait: ackWait, MaxAckPending: window})

@@ -498,7 +498,7 @@ func TestCloseGivesBackWhatIsHeld(t *testing.T) {
 func TestWhatNobodyReadsGoesToOthers(t *testing.T) {
 	t.Parallel()
 	const n, window = 60, 20
-	r := newRig(t, jetstream.ConsumerConfig{AckWait: time.Second, MaxAckPending: window})
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 5 * time.Second, MaxAckPending: window})
 	r.publish(t, subject, 0, n)
 	g := adaptertest.Guard(t, guard.Config{})
 	w := wrap(t, g, r.consumer)
@@ -515,7 +515,7 @@ func TestWhatNobodyReadsGoesToOthers(t *testing.T) {
 	<-consuming.Closed()
 	handled := make(map[string]int)
 	for len(handled) < window {
-		batch, err := r.consumer.Fetch(window-len(handled), jetstream.FetchMaxWait(20*time.Second))
+		batch, err := r.consumer.Fetch(window-len(handled), jetstream.FetchMaxWait(time.Minute))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -555,7 +555,7 @@ func TestWhatNobodyReadsGoesToOthers(t *testing.T) {
 // A program that works on a message for long, and says so, reads: the message keeps its attempts.
 func TestLongWorkIsReading(t *testing.T) {
 	t.Parallel()
-	r := newRig(t, jetstream.ConsumerConfig{AckWait: time.Second})
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 5 * time.Second})
 	r.publish(t, subject, 0, 1)
 	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Retry: guard.Retry{Attempts: 2, Base: time.Millisecond, Max: 2 * time.Millisecond}}})
 	type letter struct{ attempts, deliveries int }
@@ -570,8 +570,8 @@ func TestLongWorkIsReading(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		for range 8 {
-			time.Sleep(300 * time.Millisecond)
+		for range 8 { // longer than unreadFor and the time between two extensions
+			time.Sleep(400 * time.Millisecond)
 			if err := m.InProgress(); err != nil {
 				t.Fatal(err)
 			}
@@ -594,7 +594,7 @@ func TestLongWorkIsReading(t *testing.T) {
 func TestWhatLapsedComesAgainHere(t *testing.T) {
 	t.Parallel()
 	const n = 20
-	r := newRig(t, jetstream.ConsumerConfig{AckWait: time.Second, MaxDeliver: 2})
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 5 * time.Second, MaxDeliver: 2})
 	r.publish(t, subject, 0, n)
 	g := adaptertest.Guard(t, guard.Config{})
 	w := wrap(t, g, r.consumer)
@@ -618,7 +618,6 @@ func TestWhatLapsedComesAgainHere(t *testing.T) {
 	consuming.Stop()
 	<-consuming.Closed()
 	adaptertest.Eventually(t, "nothing is kept alive", func() bool { return w.port.lapse.Load() })
-	time.Sleep(2 * time.Second) // an AckWait: they are the server's again
 	if consuming, err = w.Consume(handle); err != nil {
 		t.Fatal(err)
 	}

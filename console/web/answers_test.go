@@ -39,7 +39,7 @@ func TestAnswersAreTranslated(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		for _, name := range strings.Fields(names) {
+		for name := range strings.FieldsSeq(names) {
 			found := literals(tree, name)
 			if len(found) == 0 {
 				t.Errorf("%s has no %s with a text", file, name)

@@ -199,10 +199,8 @@ func (s *Scopes) claim(part bool, elements []string) (*Leaf, error) {
 		s.stale = true
 	}
 	n.refs++
-	if part {
-		if n.parts.Add(1) == 1 {
-			s.lookLocked(n, +1, s.now)
-		}
+	if part && n.parts.Add(1) == 1 {
+		s.lookLocked(n, +1, s.now)
 	}
 	l := &Leaf{Breaker: n.b, node: n, near: n.up, part: part}
 	if n.up != nil {

@@ -96,7 +96,7 @@ func TestPlumbing(t *testing.T) { //nolint:tparallel // one broker after another
 				remove()
 				// What was left behind would be found by the next of the same name.
 				p = layAgain(ctx, t, b, id)
-				if err := acked(ctx, p, time.Second); err != nil {
+				if err := acked(ctx, p, 20*time.Second); err != nil {
 					t.Error("remove left messages behind:", err)
 				}
 				if buried, err := p.buried(ctx); buried != 0 || err != nil {
