@@ -224,11 +224,13 @@ func TestOnceOverAShortDisconnect(t *testing.T) {
 	}
 	ctx := adaptertest.Context(t)
 	for key, result := range map[string]error{"happened": nil, "failed": errDown} {
+		back := make(chan struct{})
 		err := r.Do(ctx, key, func(context.Context) error {
 			b.stop()
-			time.AfterFunc(300*time.Millisecond, b.start)
+			time.AfterFunc(300*time.Millisecond, func() { b.start(); close(back) })
 			return result
 		})
+		<-back
 		if !errors.Is(err, result) {
 			t.Errorf("%s: %v", key, err)
 		}

@@ -198,6 +198,7 @@ func twisted(fault string, e *Epoch) <-chan *Message {
 				select {
 				case out <- m:
 				case <-time.After(time.Second):
+				case <-e.stop:
 				}
 			case fault == "twice" && n%50 == 0:
 				over = !send(m)

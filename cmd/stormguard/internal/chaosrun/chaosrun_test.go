@@ -5,6 +5,7 @@ package chaosrun
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -91,6 +92,48 @@ func TestCrash(t *testing.T) {
 				t.Error(r.Text())
 			}
 		})
+	}
+}
+
+// broken loses what its broker answers to each third batch, as a machine that stood still does.
+type broken struct {
+	broker
+	batches int
+}
+
+func (b *broken) publish(ctx context.Context, ms []message) error {
+	err := b.broker.publish(ctx, ms)
+	if b.batches++; b.batches%3 == 0 {
+		err = errors.Join(err, errors.New("no answer"))
+	}
+	return err
+}
+
+// A batch that a broker may not have is published again.
+func TestPublishesAgain(t *testing.T) {
+	t.Parallel()
+	cfg := Config{Broker: "nats", Schedule: chaos.Crash(1, 1, 1, 60), Messages: 500, Drain: time.Minute, Exe: build(t)}
+	r, err := newRun(t.Context(), cfg, t.Output())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := r.close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	}()
+	b := &broken{broker: r.broker}
+	r.broker = b
+	over := make(chan struct{})
+	close(over)
+	if err := r.publish(t.Context(), over); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.drain(t.Context()); err != nil || r.drained == nil {
+		t.Errorf("drained at %v: %v", r.drained, err)
+	}
+	if len(r.messages) != cfg.Messages || b.batches <= cfg.Messages/batch {
+		t.Errorf("%d messages are known after %d batches", len(r.messages), b.batches)
 	}
 }
 

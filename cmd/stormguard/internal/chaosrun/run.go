@@ -347,23 +347,22 @@ func (r *run) publish(ctx context.Context, faultsOver <-chan struct{}) error {
 			ms, texts = append(ms, m), append(texts, message{strconv.Itoa(id), strconv.Itoa(m.Key), text})
 			id++
 		}
-		for again := false; ; again = true {
-			err := r.broker.publish(ctx, texts)
-			if err == nil {
-				break
-			}
-			if ctx.Err() != nil {
-				return nil //nolint:nilerr // the run says why
-			}
-			if r.own == nil { // nobody breaks it
-				return err
-			}
-			if !again {
+		again := false
+		_, err := patiently(ctx, func() (none struct{}, err error) {
+			if err = r.broker.publish(ctx, texts); err != nil && ctx.Err() == nil && !again {
+				again = true
 				fmt.Fprintln(r.stderr, "chaos: messages are published again:", err)
 			}
-			wait(ctx, 100*time.Millisecond)
+			return none, err
+		})
+		switch {
+		case err == nil:
+			r.published(ms, sent)
+		case ctx.Err() != nil:
+			return nil //nolint:nilerr // the run says why
+		default:
+			return err
 		}
-		r.published(ms, sent)
 	}
 }
 
@@ -552,10 +551,10 @@ func (r *run) drain(ctx context.Context) error {
 	over := time.Now().Add(r.cfg.Drain)
 	for time.Now().Before(over) {
 		left, err := r.broker.left(ctx)
-		if err != nil && r.own == nil || ctx.Err() != nil {
-			return errors.Join(err, ctx.Err())
+		if ctx.Err() != nil {
+			return ctx.Err()
 		}
-		if err != nil || left > 0 || r.backlog() > 0 { // a broker that came back may have its connections broken yet
+		if err != nil || left > 0 || r.backlog() > 0 { // of a broker that came back, connections may be broken yet
 			wait(ctx, 50*time.Millisecond)
 			continue
 		}

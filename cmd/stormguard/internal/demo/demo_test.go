@@ -86,8 +86,9 @@ func TestDemoUnknownErrors(t *testing.T) {
 		t.Errorf("%s", stdout.String())
 	}
 	for _, b := range r.Bounds {
-		// 1 % is for the demo's own outage; of a short one each call weighs more.
-		if !b.Kept && (b.Name != "calls_percent" || b.Value > 5) {
+		// 1 % is for the demo's own outage and rate: of a short one, and where the
+		// unguarded consumer is slow, each call weighs more.
+		if !b.Kept && (b.Name != "calls_percent" || r.Guarded.CallsDuringOutage > 100) {
 			t.Errorf("%+v", b)
 		}
 	}
