@@ -40,8 +40,9 @@ type FleetConfig struct {
 	// that is not settled by then has failed; and when nothing is heard of the
 	// process, the slot passes on. In [10ms, 1h]; unset means 45 s. It must be more
 	// than a call of a healthy handler takes, or no probe of that handler ever
-	// passes: more than the breaker's Slow. A guard's Slow is by default the
-	// handler's Timeout, but at most 40 s.
+	// passes. A breaker whose Slow is more has no part in the fleet and goes by itself,
+	// with a warning. A guard's Slow is by default the handler's Timeout, but at most
+	// 40 s.
 	Lease time.Duration
 
 	// Turn is how long the others wait for the process whose turn it is to

@@ -4,11 +4,14 @@
 package guard_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
 	"os"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -160,7 +163,18 @@ func TestFleetPoisonHead(t *testing.T) {
 // A function under the fleet's hold is refused, with an honest time to come back,
 // and its next call probes when it is its turn.
 func TestFleetHoldsAFunction(t *testing.T) {
+	for _, c := range []struct{ every, closes time.Duration }{
+		{50 * time.Millisecond, time.Minute},
+		{5 * time.Second, 4 * time.Minute},
+		{2 * time.Minute, 40 * time.Minute}, // a job that runs now and then
+	} {
+		t.Run(c.every.String(), func(t *testing.T) { heldFunction(t, c.every, c.closes) })
+	}
+}
+
+func heldFunction(t *testing.T, seldom, closes time.Duration) {
 	synctest.Test(t, func(t *testing.T) {
+		every := 50 * time.Millisecond
 		r := newFleetRig(t, "a", "b", "c")
 		ps := r.startAll()
 		var fs []*guard.Func[int]
@@ -182,7 +196,7 @@ func TestFleetHoldsAFunction(t *testing.T) {
 					errors.As(err, &held)
 				}
 			}
-			time.Sleep(50 * time.Millisecond)
+			time.Sleep(every)
 			return held
 		}
 		r.down.Store(true)
@@ -193,11 +207,61 @@ func TestFleetHoldsAFunction(t *testing.T) {
 			}
 		}
 		r.down.Store(false)
-		r.until(time.Minute, "every breaker is closed", func() bool { _ = call(); return r.closed() })
+		every = seldom
+		r.until(closes, "every breaker is closed", func() bool { _ = call(); return r.closed() })
 		if h := call(); h != nil {
 			t.Errorf("refused with %+v", h)
 		}
 	})
+}
+
+// Where calls may take longer than the lease of a fleet's probe, no probe could pass: the breaker
+// goes by itself, loudly.
+func TestFleetHasNoPartInLongCalls(t *testing.T) {
+	var log bytes.Buffer
+	before := slog.Default()
+	slog.SetDefault(slog.New(slog.NewTextHandler(&log, nil)))
+	defer slog.SetDefault(before)
+	synctest.Test(t, func(t *testing.T) {
+		r := newFleetRig(t, "a", "b", "c")
+		r.cfg.Policy.Retry.Attempts = 1
+		r.cfg.Policy.Breaker.Window, r.cfg.Policy.Breaker.Slow = 10*time.Minute, 2*time.Minute
+		var fs []*guard.Func[int]
+		for _, p := range r.startAll() {
+			f, err := guard.Protect(p.guard, guard.SourceConfig{Name: "report"}, func(context.Context, int) error {
+				time.Sleep(time.Minute)
+				if r.down.Load() {
+					return errFleetDown
+				}
+				return nil
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			fs = append(fs, f)
+		}
+		call := func() (failed int) {
+			errs := make(chan error, len(fs))
+			for _, f := range fs {
+				go func() { errs <- f.Do(t.Context(), 0) }()
+			}
+			for range fs {
+				if <-errs != nil {
+					failed++
+				}
+			}
+			return failed
+		}
+		r.down.Store(true)
+		for range 60 {
+			_ = call()
+		}
+		r.down.Store(false)
+		r.until(20*time.Minute, "every call succeeds", func() bool { return call() == 0 })
+	})
+	if want := "FleetConfig.Lease: 45s is not in [2m0s, 1h]"; !strings.Contains(log.String(), want) {
+		t.Errorf("no %q in\n%s", want, &log)
+	}
 }
 
 // A fleet has one driver. What it asks for after that one is gone harms nobody.

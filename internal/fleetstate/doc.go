@@ -35,6 +35,8 @@
 //	              open, period not over                             holds its breaker
 //	              open, period over, its turn                       lets one probe through, and holds on
 //	              open, all who can have probed, it cannot          seconds their success
+//	              open, and the round does not move for twice       its breaker decides by itself, until the
+//	              Lease and two Turns, though it has calls          fleet's next decision
 //	              just closed                                       closes its breaker, and keeps its backoff
 //	heard again   open, its own breaker has closed meanwhile        holds it, and counts as passed
 //	cut off       closed                                            its breaker decides by itself

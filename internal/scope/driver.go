@@ -5,6 +5,7 @@ package scope
 
 import (
 	"errors"
+	"fmt"
 	"maps"
 	"slices"
 	"strings"
@@ -115,7 +116,8 @@ func (d *Driver) Driven() bool {
 	return d.attached
 }
 
-// Adopt is [breaker.Fleet]'s. The errors are those of [Machine.Adopt].
+// Adopt is [breaker.Fleet]'s. The errors are those of [Machine.Adopt], and one for a breaker whose
+// calls may outlast a probe of the fleet.
 func (d *Driver) Adopt(now time.Duration, b *circuit.Breaker, path []string) error {
 	if d.v == nil {
 		return nil
@@ -129,6 +131,10 @@ func (d *Driver) Adopt(now time.Duration, b *circuit.Breaker, path []string) err
 	l := &leaf{b: b, refs: 1}
 	d.leaves[b] = l
 	d.list = append(d.list, l)
+	if lease, slow := d.v.Config().Lease, b.Config().Slow; slow > lease {
+		l.err = fmt.Errorf("fleet: FleetConfig.Lease: %v is not in [%v, 1h]: a call may take %v, the breaker's Slow, and no probe that does would pass", lease, slow, slow)
+		return l.err
+	}
 	l.err = d.claimLocked(now, l, strings.Join(path, "/"), false)
 	if len(path) == partitionDepth {
 		l.err = errors.Join(l.err, d.claimLocked(now, l, strings.Join(path[:partitionDepth-1], "/"), true))

@@ -26,11 +26,17 @@ func (m *Machine) elect(now time.Duration, sc *Scope) {
 		m.drift(now, sc, out)
 		return
 	}
+	next, total := m.round(sc).Next(m.cfg.Successes, func(name string) *Vote { return sc.Book.Vote(now, name) })
+	if total != sc.passed {
+		sc.passed, sc.probed = total, now
+	}
+	if sc.wants {
+		m.letDrift(now, sc)
+	}
 	if out {
 		sc.turn, sc.idleAt = "", Never
 		return
 	}
-	next, total := m.round(sc).Next(m.cfg.Successes, func(name string) *Vote { return sc.Book.Vote(now, name) })
 	if next == "" {
 		m.idle(now, sc, total)
 		return
@@ -62,25 +68,35 @@ func (m *Machine) round(sc *Scope) Round {
 // held.
 func (m *Machine) Share(sc *Scope) float64 { return m.round(sc).Share(m.self) }
 
-// drift lets a scope go, as when we are cut off, that we may not probe and that nobody
-// else does: those who might are gone, or have nothing to probe with.
+// drift lets a scope go that we may not probe and that nobody else does: those who
+// might are gone, or have nothing to probe with.
 func (m *Machine) drift(now time.Duration, sc *Scope, out bool) {
 	if out {
 		sc.probed = now
 	}
+	m.letDrift(now, sc)
+}
+
+// letDrift lets a scope go that is adrift, as when we are cut off.
+func (m *Machine) letDrift(now time.Duration, sc *Scope) {
 	switch {
 	case sc.mode != held:
-	case out || !m.adrift(now, sc):
+	case !m.adrift(now, sc):
 		sc.release = Never
 	case sc.release == Never:
 		sc.release = m.Solo(now, sc)
 	}
 }
 
-// adrift reports whether nobody has probed for as long as a probe and two turns may
-// take, and it is not for us to do so.
+// adrift reports whether the round has not moved for as long as a probe and two turns may
+// take. Those who may probe wait for twice that, since they are in touch: a prober may have
+// died. Of them, it is one with so few calls that none comes in its turn.
 func (m *Machine) adrift(now time.Duration, sc *Scope) bool {
-	return !m.sub.MayDecide() && !sc.Book.Out(now) && now >= max(m.Due(sc), sc.probed)+m.cfg.Lease+2*m.cfg.Turn
+	patience, from := m.cfg.Lease+2*m.cfg.Turn, max(m.Due(sc), sc.probed)
+	if m.sub.MayDecide() {
+		patience, from = 2*patience, max(from, m.since)
+	}
+	return now >= from+patience
 }
 
 // idle is a round in which everybody with something to probe with has done so. Those

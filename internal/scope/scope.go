@@ -153,7 +153,8 @@ type Scope struct {
 	turn    string              // whose turn it is
 	turnAt  time.Duration       // since when
 	idleAt  time.Duration       // since when nobody is left to probe; Never if somebody is
-	probed  time.Duration       // a probe was out, as far as we saw who may not probe
+	probed  time.Duration       // the round moved, as far as we saw: see adrift
+	passed  int                 // probes of the round, when last counted
 	skipped map[string]struct{} // let their turn go by
 }
 

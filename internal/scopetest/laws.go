@@ -33,6 +33,7 @@ func Run(t *testing.T, mk func() Fabric) {
 		{"a probe that hangs has failed", probeHangs},
 		{"those without a message second", seconds},
 		{"who may not probe is let go when nobody does", outsider},
+		{"who is called seldom is let go when no call comes in a turn", seldom},
 		{"a scope goes on where its last owner was", takeOver},
 		{"an owner that is there makes the next careful", sharing},
 		{"anything", anything},
@@ -240,6 +241,21 @@ func seconds(t *testing.T, mk func() Fabric) {
 	}
 	r.procs[3].quiet = false
 	r.until(15*sec, "closes", r.every(closed))
+}
+
+// seldom is a scope whose processes call so rarely that no call comes in a turn.
+func seldom(t *testing.T, mk func() Fabric) {
+	for _, every := range []time.Duration{4 * sec, 20 * sec, 300 * sec} {
+		r := start(t, mk, breaker.FleetConfig{}, "a", "b", "c")
+		r.down = true
+		r.until(10*sec, "opens", r.every(open))
+		for _, p := range r.procs {
+			p.rare = every
+		}
+		r.run(every)
+		r.down = false
+		r.until(2*r.cfg.Lease+4*r.cfg.Turn+time.Duration(r.cfg.Successes+3)*every, "closes", r.every(closed))
+	}
 }
 
 func outsider(t *testing.T, mk func() Fabric) {

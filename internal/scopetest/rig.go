@@ -77,9 +77,11 @@ type proc struct {
 	offset      time.Duration // its clock's
 	m           *scope.Machine
 	leaves      []*leaf
-	broken      bool // its own path
-	hangs       bool // its handler does not return
-	quiet       bool // it has no messages
+	broken      bool          // its own path
+	hangs       bool          // its handler does not return
+	quiet       bool          // it has no messages
+	rare        time.Duration // it is called that seldom; 0 means all the time
+	called      time.Duration // when it was last
 }
 
 // leaf is a breaker, and who works behind it.
@@ -202,10 +204,11 @@ func (p *proc) step() {
 				l.b.Success(now, l.tok)
 			}
 		}
-		if !l.flying && !p.quiet {
+		if !l.flying && !p.quiet && now-p.called >= p.rare {
+			p.called = now
 			p.call(l)
 		}
-		p.m.Want(now, l.scope, !p.quiet && !l.b.Closed())
+		p.m.Want(now, l.scope, !p.quiet && (p.rare == 0 || now-p.called < sec) && !l.b.Closed())
 		p.m.Tick(now)
 		p.drive(l)
 	}
