@@ -93,7 +93,6 @@ type overflow[M any] struct {
 	first  uint64        // numbers of copies begin behind it; drawn
 	number uint64        // the latest
 	most   int           // messages of a write: fewer while the spill is nearly full
-	size   int           // of the copy that was read last
 	told   bool          // that the spill takes nothing
 	fullAt time.Duration // since when it has no room for a Keeper's message; 0 while it has
 
@@ -548,7 +547,7 @@ func (s *Source[M]) readSpilled() (more bool) {
 	o := s.over
 	s.mu.Lock()
 	room := s.c.room()
-	want := 0
+	want, limit := 0, int64(spillBytes)
 	switch {
 	case o.stuck != nil:
 	case o.copies.len() > 0:
@@ -558,10 +557,7 @@ func (s *Source[M]) readSpilled() (more bool) {
 		if room == 0 {
 			break
 		}
-		want = min(room, spillAtOnce, int(max(0, s.c.policy.WindowBytes-s.c.bytes)/int64(max(1, o.size))))
-		if want = max(1, want); o.size == 0 {
-			want = 1 // how large they are is not known yet
-		}
+		want, limit = min(room, spillAtOnce), max(1, s.c.policy.WindowBytes-s.c.bytes)
 	}
 	s.mu.Unlock()
 	if want == 0 || !o.open() {
@@ -570,7 +566,7 @@ func (s *Source[M]) readSpilled() (more bool) {
 	if len(o.buf) < want {
 		o.buf = make([][]byte, want)
 	}
-	n, err := o.reader.Read(o.buf[:want])
+	n, err := o.reader.Read(o.buf[:want], limit)
 	if err != nil {
 		s.g.log.Warn("the spill cannot be read: what is in it waits there", "source", s.cfg.Name, "error", err)
 		s.mu.Lock()
@@ -620,7 +616,6 @@ func (o *overflow[M]) open() bool {
 func (s *Source[M]) unspill(b []byte) bool {
 	o := s.over
 	number, head, body, err := decodeSpilled(b)
-	o.size = len(b)
 	s.mu.Lock()
 	for err == nil && o.copies.len() > 0 {
 		// One of an earlier epoch, whose write came late, is in front of ours. Where one of

@@ -20,7 +20,8 @@ import (
 type spillPort struct {
 	testPort
 
-	body    int            // bytes of each
+	body    int            // bytes of each …
+	empty   int            // … but for the first so many, which have none
 	bad     func(int) bool // has no description
 	keyless bool           // a key cannot be found for each fifth
 }
@@ -36,14 +37,22 @@ func (p *spillPort) Spill(m int) (head, body []byte, err error) {
 	if p.bad != nil && p.bad(m) {
 		return nil, nil, errors.New("a header of no type")
 	}
-	return fmt.Append(nil, m), make([]byte, p.body), nil
+	return fmt.Append(nil, m), make([]byte, p.weighs(m)), nil
+}
+
+func (p *spillPort) weighs(m int) int {
+	if m < p.empty {
+		return 0
+	}
+	return p.body
 }
 
 func (p *spillPort) Unspill(head, body []byte) (int, error) {
-	if len(body) != p.body {
-		return 0, fmt.Errorf("%d bytes", len(body))
+	m, err := strconv.Atoi(string(head))
+	if err == nil && len(body) != p.weighs(m) {
+		err = fmt.Errorf("%d bytes", len(body))
 	}
-	return strconv.Atoi(string(head))
+	return m, err
 }
 
 // spillLog is the port of a log.
@@ -69,7 +78,8 @@ type queue struct {
 	keyless bool          // see spillPort
 	hang    chan struct{} // not nil: message 0 waits for it, whatever its context says
 	bad     func(int) bool
-	body    int           // bytes of a message
+	body    int           // bytes of a message …
+	empty   int           // … but for the first so many
 	takes   time.Duration // to handle one
 
 	mu      sync.Mutex
@@ -122,7 +132,7 @@ func (q *queue) open() {
 			q.tb.Fatal(err)
 		}
 	}
-	q.port = &spillPort{testPort{keys: 8}, q.body, q.bad, q.keyless}
+	q.port = &spillPort{testPort{keys: 8}, q.body, q.empty, q.bad, q.keyless}
 	port := Port[int](q.port)
 	if q.log {
 		port = spillLog{q.port}

@@ -9,6 +9,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"maps"
 	"os"
@@ -179,11 +180,17 @@ func TestSpillLeavesTheBacklog(t *testing.T) {
 	})
 }
 
-// What is read from the disk heeds WindowBytes.
+// What is read from the disk heeds WindowBytes, whatever it was like before.
 func TestSpillReadsWhatFits(t *testing.T) {
-	bubble(t, "", func(t *testing.T) {
+	for _, empty := range []int{0, 300} {
+		readsWhatFits(t, empty)
+	}
+}
+
+func readsWhatFits(t *testing.T, empty int) {
+	bubble(t, fmt.Sprint(empty, " empty"), func(t *testing.T) {
 		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: Policy{Spill: true, Window: 400, WindowBytes: 100 << 10}})
-		q.body = 10 << 10
+		q.body, q.empty = 10<<10, empty
 		q.takes = 50 * time.Millisecond
 		q.open()
 		q.setDown(true)

@@ -7,6 +7,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"math"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -114,7 +115,7 @@ func deliver(data []byte) (got map[string]map[uint64]string, damages []Damage, e
 		got[name] = map[uint64]string{}
 		rd := reader{seq: l.chunk, lost: l.lost}
 		for head := l.head; head < l.tail; {
-			recs, pos, lost, err := rd.take(chunks, name, head, l.tail, 16)
+			recs, pos, lost, err := rd.take(chunks, name, head, l.tail, 16, math.MaxInt64)
 			if err != nil {
 				return nil, nil, err
 			}

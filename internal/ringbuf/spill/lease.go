@@ -7,6 +7,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"math"
 	"path/filepath"
 	"time"
 
@@ -225,7 +226,7 @@ func (l *lane) take(n int) (recs []record, id uint64, changed <-chan struct{}, e
 	c.mu.Unlock()
 
 	l.reader.trim(head)
-	recs, err = l.read(head, tail, n)
+	recs, err = l.read(head, tail, n, math.MaxInt64)
 
 	c.mu.Lock()
 	if l.ends == nil {
@@ -236,11 +237,11 @@ func (l *lane) take(n int) (recs []record, id uint64, changed <-chan struct{}, e
 	return recs, id, nil, err
 }
 
-// read reads up to n messages from head on, for whoever has set leased, and notes their
-// ends behind those that are there.
-func (l *lane) read(head, tail uint64, n int) (recs []record, err error) {
+// read reads up to n messages from head on, and none behind limit bytes, for whoever has set
+// leased, and notes their ends behind those that are there.
+func (l *lane) read(head, tail uint64, n int, limit int64) (recs []record, err error) {
 	c := l.c
-	recs, pos, lost, err := l.reader.take(c.store, l.name, head, tail, n)
+	recs, pos, lost, err := l.reader.take(c.store, l.name, head, tail, n, limit)
 	for i := range lost {
 		c.setAside(&lost[i])
 	}
@@ -258,6 +259,7 @@ func (l *lane) read(head, tail uint64, n int) (recs []record, err error) {
 	case err != nil && l.err == nil:
 		tell = c.setStateLocked(Failed, &FailedError{Op: "read", Err: err})
 		err = &FailedError{Op: "read", Err: err}
+		c.signal() // what was put and is not written yet is refused
 	case l.err != nil:
 		recs, err = nil, l.err
 	default:
@@ -315,10 +317,11 @@ func (r *reader) trim(head uint64) {
 }
 
 // take reads up to n messages from head on, passes over what is damaged, and returns
-// where it is then. What of the damage was not known is in lost.
-func (r *reader) take(s store, lane string, head, tail uint64, n int) (recs []record, pos uint64, lost []loss, err error) {
-	p := pass{r: r, store: s, lane: lane, pos: head, tail: tail, more: true}
-	for i := 0; len(p.recs) < n && p.pos < tail; {
+// where it is then. What of the damage was not known is in lost. Once it has limit bytes it
+// reads no further message.
+func (r *reader) take(s store, lane string, head, tail uint64, n int, limit int64) (recs []record, pos uint64, lost []loss, err error) {
+	p := pass{r: r, store: s, lane: lane, pos: head, tail: tail, n: n, limit: limit, more: true}
+	for i := 0; !p.full() && p.pos < tail; {
 		last := i+1 >= len(r.chunks)
 		if i == len(r.chunks) || r.chunks[i].err != nil && last {
 			if p.more && len(p.recs) > 0 && i < len(r.chunks) {
@@ -335,7 +338,7 @@ func (r *reader) take(s store, lane string, head, tail uint64, n int) (recs []re
 			p.lose(tail-1, nil, "missing")
 			break
 		}
-		if p.read(i, n) {
+		if p.read(i) {
 			i++
 		}
 	}
@@ -349,6 +352,9 @@ type pass struct {
 	lane  string
 	tail  uint64
 	more  bool // there may be chunks behind those of r
+
+	n     int   // messages to read at most
+	limit int64 // bytes that are still to be read
 
 	pos  uint64 // the next message
 	recs []record
@@ -396,8 +402,10 @@ func (p *pass) lose(last uint64, data []byte, reason string) {
 	p.lost = append(p.lost, loss{Damage{Lane: p.lane, First: first, Last: last, Offset: -1, Page: -1, Reason: reason}, data})
 }
 
-// read reads on in chunk i, until there are n messages, and says whether it is at its end.
-func (p *pass) read(i, n int) bool {
+func (p *pass) full() bool { return len(p.recs) == p.n || p.limit <= 0 }
+
+// read reads on in chunk i, until there is enough, and says whether it is at its end.
+func (p *pass) read(i int) bool {
 	k := &p.r.chunks[i]
 	if k.seq > p.pos {
 		p.lose(k.seq-1, nil, "missing")
@@ -413,7 +421,7 @@ func (p *pass) read(i, n int) bool {
 		return true
 	}
 	for ; p.pos < k.c.end(); p.pos++ {
-		if len(p.recs) == n || p.pos >= p.tail {
+		if p.full() || p.pos >= p.tail {
 			return false
 		}
 		at := int(p.pos - k.c.first)
@@ -424,6 +432,7 @@ func (p *pass) read(i, n int) bool {
 			continue
 		}
 		p.recs = append(p.recs, record{p.pos, rec})
+		p.limit -= int64(len(rec))
 	}
 	return true
 }

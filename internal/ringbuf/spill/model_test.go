@@ -6,6 +6,7 @@ package spill
 import (
 	"context"
 	"errors"
+	"math"
 	"os"
 	"path/filepath"
 	"slices"
@@ -176,9 +177,16 @@ func checkModel(t *rapid.T, dir string) {
 				return
 			}
 			dst := make([]string, rapid.SampledFrom([]int{1, 2, 30}).Draw(t, "len"))
-			n, err := l.reader.Read(dst)
+			limit := rapid.SampledFrom([]int64{1, 20, 1000, math.MaxInt64}).Draw(t, "limit")
+			n, err := l.reader.Read(dst, limit)
 			want := l.held()[l.read:]
 			want = want[:min(len(dst), len(want))]
+			for i, m := range want {
+				if limit -= int64(len(m)); limit <= 0 {
+					want = want[:i+1]
+					break
+				}
+			}
 			if err != nil || !slices.Equal(dst[:n], want) {
 				t.Fatalf("%q, %v; want %q", dst[:n], err, want)
 			}

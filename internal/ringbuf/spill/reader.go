@@ -35,10 +35,11 @@ func (l *Lane[T]) Reader() (*Reader[T], error) {
 }
 
 // Read copies the messages behind those that it has read into dst, and does not wait: 0
-// without an error means that no other is confirmed yet. Damage is passed over as by
+// without an error means that no other is confirmed yet. Once it has limit bytes, as they are
+// on the disk, it reads no further message. Damage is passed over as by
 // [Lane.Lease], which has the errors. A [*DecodeError] is about the next message, which
 // counts as read.
-func (r *Reader[T]) Read(dst []T) (n int, err error) {
+func (r *Reader[T]) Read(dst []T, limit int64) (n int, err error) {
 	l := r.lane.l
 	l.c.mu.Lock()
 	if err := r.overLocked(); err != nil {
@@ -50,10 +51,10 @@ func (r *Reader[T]) Read(dst []T) (n int, err error) {
 		head = l.ends[len(l.ends)-1]
 	}
 	l.c.mu.Unlock()
-	if len(dst) == 0 || head == tail {
+	if len(dst) == 0 || limit <= 0 || head == tail {
 		return 0, nil
 	}
-	recs, err := l.read(head, tail, len(dst))
+	recs, err := l.read(head, tail, len(dst), limit)
 	for i, rec := range recs {
 		v, err := r.lane.codec.Decode(rec.data)
 		if err != nil {

@@ -25,6 +25,15 @@ type faulty struct {
 
 	fail  atomic.Pointer[func(*transaction) error]
 	after atomic.Pointer[func()]
+
+	unreadable atomic.Bool
+}
+
+func (f *faulty) read(dst []stored, lane string, seq uint64, limit int) ([]stored, error) {
+	if f.unreadable.Load() {
+		return nil, syscall.EIO
+	}
+	return f.store.read(dst, lane, seq, limit)
 }
 
 func (f *faulty) write(t *transaction) error {
@@ -112,6 +121,67 @@ func TestNoSpace(t *testing.T) {
 		}
 		s.Close()
 	})
+}
+
+// A read that fails refuses what is put and not written yet, whether the writer waits or writes.
+func TestReadFails(t *testing.T) {
+	t.Run("waits", func(t *testing.T) {
+		s, f := openFaulty(t, Config{Dir: t.TempDir(), BatchDelay: time.Minute})
+		l := s.Lane("a")
+		if err := l.Append(func(error) {}, "1"); err != nil {
+			t.Fatal(err)
+		}
+		flushed(t, s)
+		refused := make(chan error, 1)
+		if err := l.Append(func(err error) { refused <- err }, "2"); err != nil {
+			t.Fatal(err)
+		}
+		readFails(t, s, f, refused)
+	})
+	t.Run("writes", func(t *testing.T) {
+		s, f := openFaulty(t, Config{Dir: t.TempDir()})
+		l := s.Lane("a")
+		put(t, l, "1")
+		flushed(t, s)
+		writing, goOn := make(chan struct{}), make(chan error)
+		f.set(func(*transaction) error { writing <- struct{}{}; return <-goOn })
+		written, refused := make(chan error, 1), make(chan error, 1)
+		if err := l.Append(func(err error) { written <- err }, "2"); err != nil {
+			t.Fatal(err)
+		}
+		<-writing
+		f.set(nil)
+		if err := l.Append(func(err error) { refused <- err }, "3"); err != nil {
+			t.Fatal(err)
+		}
+		go func() { time.Sleep(10 * time.Millisecond); goOn <- nil }() // before or after the read
+		readFails(t, s, f, refused)
+		if err := <-written; err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+func readFails(t *testing.T, s *Spill[string], f *faulty, refused <-chan error) {
+	t.Helper()
+	f.unreadable.Store(true)
+	r, err := s.Lane("a").Reader()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.Read(make([]string, 1), 1); !errors.Is(err, ErrFailed) || !errors.Is(err, syscall.EIO) {
+		t.Error(err)
+	}
+	if err := <-refused; !errors.Is(err, ErrFailed) {
+		t.Error(err)
+	}
+	if st := s.Stats(); st.State != Failed || st.Pending != 0 {
+		t.Errorf("%+v", st)
+	}
+	r.Close()
+	if err := s.Close(); err != nil {
+		t.Error(err)
+	}
 }
 
 // A write that fails: intake stops for good, what was confirmed can be drained, what was not is

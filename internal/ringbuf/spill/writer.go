@@ -70,7 +70,8 @@ type job struct {
 	counts  []int // messages committed since the last checkpoint, for each of lanes
 	flushes []*flush
 	forget  []*lane
-	state   func() // to tell
+	state   func()   // to tell
+	refused []*batch // are written by nobody
 }
 
 // nextLocked returns what is to be done now, or after how long to ask again; below 0
@@ -86,6 +87,9 @@ func (c *core) nextLocked(now time.Time) (*job, time.Duration) {
 	}
 	if c.state == Failed {
 		c.failFlushesLocked()
+		if c.open != nil { // put before a read failed
+			return &job{refused: c.takeBackLocked(nil)}, 0
+		}
 		if c.closing {
 			return nil, -1
 		}
@@ -196,10 +200,12 @@ func (c *core) do(j *job) {
 	if j.batch == nil && len(j.lanes) == 0 {
 		c.mu.Lock()
 		c.busy = false
+		err := c.err
 		c.mu.Unlock()
 		if j.state != nil {
 			j.state()
 		}
+		end(j.refused, err)
 		return
 	}
 	c.commit++
@@ -284,7 +290,12 @@ func (c *core) finish(j *job, t *transaction, tails []uint64, err error) {
 	if err == nil && j.batch != nil {
 		failed = []*batch{j.batch}
 	}
-	for _, b := range failed {
+	end(failed, err)
+}
+
+// end tells the callers of batches what became of them.
+func end(bs []*batch, err error) {
+	for _, b := range bs {
 		b.err = err
 		close(b.done)
 		for _, call := range b.calls {
