@@ -35,6 +35,7 @@ type callState struct {
 	err      error         // set once, by end
 	cause    error
 	deadline time.Time // fixed by the first Deadline
+	since    time.Time // the first look of a selfTimed call
 	unhook   func() bool
 	timer    *time.Timer
 	after    map[*afterCall]struct{}
@@ -70,7 +71,9 @@ func (c *callContext) Deadline() (time.Time, bool) {
 	st.mu.Lock()
 	defer st.mu.Unlock()
 	if st.deadline.IsZero() {
-		st.deadline = time.Now().Add(c.timeout)
+		now := time.Now()
+		st.deadline = now.Add(c.timeout)
+		c.lookedLocked(st, now)
 	}
 	if ok && at.Before(st.deadline) {
 		return at, true
@@ -99,9 +102,33 @@ func (c *callContext) hookLocked(st *callState) {
 	if st.unhook == nil && c.parent.Done() != nil {
 		st.unhook = context.AfterFunc(c.parent, func() { c.end(c.parent.Err(), context.Cause(c.parent)) })
 	}
+	if c.selfTimed {
+		c.lookedLocked(st, time.Now())
+	}
 	if st.timer == nil && c.selfTimed && c.timeout > 0 {
 		st.timer = time.AfterFunc(c.timeout, func() { c.end(context.DeadlineExceeded, ErrTimeout) })
 	}
+}
+
+func (c *callContext) lookedLocked(st *callState, now time.Time) {
+	if st.since.IsZero() {
+		st.since = now
+	}
+}
+
+// waited is how long ago the call of a function looked at its context first; 0 if it did
+// not.
+func (c *callContext) waited() time.Duration {
+	st := c.rare.Load()
+	if st == nil {
+		return 0
+	}
+	st.mu.Lock()
+	defer st.mu.Unlock()
+	if st.since.IsZero() {
+		return 0
+	}
+	return time.Since(st.since)
 }
 
 // Err is nil until the context ends.

@@ -139,8 +139,9 @@ func (f *Func[M]) Do(ctx context.Context, m M) error { return f.do(ctx, m, 0) }
 // or whose panics are somebody else's to report, such as an HTTP handler: a
 // panic is counted as a failure and goes on, with the stack it has.
 //
-// A failure of a call whose ctx has ended is nobody's. If ctx itself has a method
-// Excuses() bool, that is asked then: false makes it a failure like any other.
+// A failure of a call whose ctx has ended is nobody's, unless ctx has a deadline that let the
+// function wait for 1 s or more. If ctx itself has a method Excuses() bool, that is asked then:
+// false makes it a failure like any other.
 func (f *Func[M]) Call(ctx context.Context, m M) error { return f.do(ctx, m, once) }
 
 // CallClosed is [Func.Call] that never is a probe: unless the breaker is closed
@@ -175,12 +176,12 @@ func (f *Func[M]) do(ctx context.Context, m M, how how) error {
 	if !ok {
 		return f.slow(ctx, c, m, how)
 	}
-	err := f.call(ctx, m, token, how, 0)
+	excused, err := f.call(ctx, m, token, how, 0)
 	if err == nil {
 		f.count(c)
 		return nil
 	}
-	return f.failed(ctx, c, m, token, err, how)
+	return f.failed(ctx, c, m, token, excused, err, how)
 }
 
 // count counts a success. The first after a rest wakes the sweeper, which sees to it
@@ -209,7 +210,8 @@ func (f *Func[M]) slow(ctx context.Context, c *cell, m M, how how) error {
 		c.returned.Add(1)
 		return err
 	}
-	if err = f.call(ctx, m, token, how, 0); err == nil && how&inside != 0 {
+	excused, err := f.call(ctx, m, token, how, 0)
+	if err == nil && how&inside != 0 {
 		c.inner.Add(1)
 		return nil
 	}
@@ -217,7 +219,7 @@ func (f *Func[M]) slow(ctx context.Context, c *cell, m M, how how) error {
 		f.succeeded(c, token)
 		return nil
 	}
-	return f.failed(ctx, c, m, token, err, how)
+	return f.failed(ctx, c, m, token, excused, err, how)
 }
 
 func (f *Func[M]) admit(c *cell, how how) (circuit.Token, error) {
@@ -320,7 +322,7 @@ func (f *Func[M]) settled(token circuit.Token) {
 }
 
 // failed retries until the attempts are used up or the guard refuses.
-func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token circuit.Token, err error, how how) error {
+func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token circuit.Token, excused bool, err error, how how) error {
 	first := f.g.now()
 	id := f.deliverID.Add(1)
 	attempts := f.policy.Retry.Attempts
@@ -330,7 +332,7 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token circuit.Token,
 	for tries := 1; ; {
 		now := f.g.now()
 		word, _ := classify(err)
-		if word == failure && excused(ctx) {
+		if word == failure && excused {
 			word = cancelled
 		}
 		if word == failure {
@@ -372,7 +374,7 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token circuit.Token,
 			return fmt.Errorf("%w (no further try: %v)", err, refused) //nolint:errorlint // it was called: that is the outcome, and not the refusal
 		}
 		c.retries.Add(1)
-		if err = f.call(ctx, m, token, how, tries); err == nil {
+		if excused, err = f.call(ctx, m, token, how, tries); err == nil {
 			f.succeeded(c, token)
 			f.metrics.recovered(ctx, f.g.now()-first)
 			return nil
@@ -382,13 +384,20 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token circuit.Token,
 }
 
 // excused tells whether a failure is nobody's, since the caller's context has ended.
-func excused(ctx context.Context) bool {
-	if ctx.Err() == nil {
+func (c *protectContext) excused() bool {
+	ended := c.parent.Err()
+	if ended == nil {
 		return false
 	}
-	e, ok := ctx.(interface{ Excuses() bool })
-	return !ok || e.Excuses()
+	if e, ok := c.parent.(interface{ Excuses() bool }); ok {
+		return e.Excuses()
+	}
+	return !errors.Is(ended, context.DeadlineExceeded) || c.waited() < fairWait
 }
+
+// fairWait is after what time in a call the caller's deadline is no excuse: a dependency that
+// hangs must not hide behind callers that do not wait for Policy.Timeout.
+const fairWait = time.Second
 
 // pause waits a retry's delay.
 func (f *Func[M]) pause(ctx context.Context, c *cell, d time.Duration) error {
@@ -411,8 +420,8 @@ func (f *Func[M]) pause(ctx context.Context, c *cell, d time.Duration) error {
 
 // call runs the function. Its context ends at the timeout, counted from the
 // first time that the function waits on it: one that never looks cannot tell. before
-// counts the attempts before this one.
-func (f *Func[M]) call(ctx context.Context, m M, token circuit.Token, how how, before int) (err error) {
+// counts the attempts before this one. An error may be excused by the caller's end.
+func (f *Func[M]) call(ctx context.Context, m M, token circuit.Token, how how, before int) (excused bool, err error) {
 	cc := &protectContext{callContext{parent: ctx, timeout: f.policy.Timeout, selfTimed: true, before: before}, &f.metrics}
 	if token.Probe() {
 		cc.probe = &probeCall{f.gate, token}
@@ -427,12 +436,12 @@ func (f *Func[M]) call(ctx context.Context, m M, token circuit.Token, how how, b
 		cc.finish()
 		if how&once == 0 {
 			if v := recover(); v != nil {
-				err = &PanicError{Value: v, Stack: debug.Stack()}
+				excused, err = cc.excused(), &PanicError{Value: v, Stack: debug.Stack()}
 				return
 			}
 		}
 		if f.gate != nil {
-			if excused(ctx) {
+			if cc.excused() {
 				f.gate.Exclude(f.g.now(), token)
 			} else {
 				f.gate.FailureOf(f.g.now(), token, true, f.deliverID.Add(1))
@@ -450,10 +459,13 @@ func (f *Func[M]) call(ctx context.Context, m M, token circuit.Token, how how, b
 		err = sound(err) // a method of it may call Goexit
 	}
 	returned = true
-	if err != nil && cc.why() == ErrTimeout { //nolint:errorlint // the sentinel itself
+	if err == nil {
+		return false, nil
+	}
+	if cc.why() == ErrTimeout { //nolint:errorlint // the sentinel itself
 		err = fmt.Errorf("%w: %w", ErrTimeout, err)
 	}
-	return err
+	return cc.excused(), err
 }
 
 // Name is the source's name.

@@ -7,6 +7,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"os"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -264,6 +265,55 @@ func TestExcuses(t *testing.T) {
 			call(exacting{ended, &failures})
 			if st := fn.State().Breaker; st.State != breaker.Open {
 				t.Errorf("two failures that are not excused: %+v", st)
+			}
+			if _, err := g.Close(t.Context()); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// A dependency that hangs is seen by callers that wait for less than the timeout; those that
+// leave, and those that wait for less than a second, say nothing.
+func TestDeadlineOfACaller(t *testing.T) {
+	hang := func(ctx context.Context, _ int) error { <-ctx.Done(); return ctx.Err() }
+	for _, c := range []struct {
+		name string
+		ctx  func(context.Context) (context.Context, context.CancelFunc)
+		f    func(context.Context, int) error
+		open bool
+	}{
+		{"2 s", func(ctx context.Context) (context.Context, context.CancelFunc) {
+			return context.WithTimeout(ctx, 2*time.Second)
+		}, hang, true},
+		{"its deadline is read", func(ctx context.Context) (context.Context, context.CancelFunc) {
+			return context.WithTimeout(ctx, 2*time.Second)
+		}, func(ctx context.Context, _ int) error {
+			at, _ := ctx.Deadline()
+			time.Sleep(time.Until(at))
+			return os.ErrDeadlineExceeded
+		}, true},
+		{"0.5 s", func(ctx context.Context) (context.Context, context.CancelFunc) {
+			return context.WithTimeout(ctx, 500*time.Millisecond)
+		}, hang, false},
+		{"leaves", func(ctx context.Context) (context.Context, context.CancelFunc) {
+			ctx, cancel := context.WithCancel(ctx)
+			time.AfterFunc(2*time.Second, cancel)
+			return ctx, cancel
+		}, hang, false},
+	} {
+		bubble(t, c.name, func(t *testing.T) {
+			g, fn := newFunc(t, Policy{}, c.f)
+			for range 30 {
+				ctx, cancel := c.ctx(t.Context())
+				if err := fn.Do(ctx, 1); err == nil {
+					t.Error("no error")
+				}
+				cancel()
+				synctest.Wait()
+			}
+			if st := fn.State().Breaker; (st.State == breaker.Open) != c.open {
+				t.Errorf("%+v", st)
 			}
 			if _, err := g.Close(t.Context()); err != nil {
 				t.Error(err)
