@@ -27,7 +27,7 @@ type out struct {
 // handOut gives the handler what may be handled.
 func (w *wrappedClaim) handOut(leave <-chan struct{}) {
 	defer close(w.gone)
-	defer close(w.feed)
+	defer func() { close(w.feed) }()
 	var leases <-chan time.Time
 	if w.lease > 0 {
 		look := time.NewTicker(max(w.lease/4, time.Millisecond))
@@ -49,6 +49,8 @@ func (w *wrappedClaim) handOut(leave <-chan struct{}) {
 					o.at, w.sending = time.Now(), nil
 					w.mu.Unlock()
 				case w.exact <- struct{}{}:
+				case <-w.anew:
+					w.renew()
 				case <-leases:
 					w.expire()
 				case <-leave:
@@ -56,12 +58,23 @@ func (w *wrappedClaim) handOut(leave <-chan struct{}) {
 				}
 			}
 		case w.exact <- struct{}{}:
+		case <-w.anew:
+			w.renew()
 		case <-leases:
 			w.expire()
 		case <-leave:
 			return
 		}
 	}
+}
+
+// renew closes what the call before reads: a goroutine that it has left behind must not take
+// messages from the next one.
+func (w *wrappedClaim) renew() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	close(w.feed)
+	w.feed = make(chan *sarama.ConsumerMessage)
 }
 
 // hand registers an attempt. It is registered before it is handed over, since
@@ -79,6 +92,13 @@ func (w *wrappedClaim) hand(it guard.Item[*taken]) *out {
 	o.turn = w.handed
 	w.out[o.m.Offset], w.sending = o, o
 	return o
+}
+
+// handedOut is how many attempts were handed out.
+func (w *wrappedClaim) handedOut() uint64 {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.handed
 }
 
 // settleDown waits until it is known whether the message that was being handed

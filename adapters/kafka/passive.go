@@ -34,9 +34,7 @@ import (
 // failed within the policy's Timeout has failed with [ErrNotMarked].
 //
 // So a loop that takes batches must not return the error of one message: with a
-// class of [guard.ClassMessage] it condemns all. It should Fail that message. And a
-// goroutine that reads Messages for the loop must end before ConsumeClaim returns an
-// error, or it takes messages from the next call.
+// class of [guard.ClassMessage] it condemns all. It should Fail that message.
 //
 // One message is out at a time, so the order of the partition is kept, retries
 // included. A loop that takes several messages before it marks the first, for
@@ -129,14 +127,15 @@ type wrappedClaim struct {
 	alone bool          // one message is out at a time
 
 	exact chan struct{} // a token taken from it says that no hand-over is half noted
+	anew  chan struct{} // asks for a feed of its own for the next call
 	gone  chan struct{} // the hand-out has ended
 
 	mu      sync.Mutex
-	out     map[int64]*out // handed out, by offset
-	sending *out           // of these, the one that waits to be taken
-	handed  uint64         // how many attempts were handed out
-	feed    chan *sarama.ConsumerMessage
-	over    bool // the source has ended: marks go to the group directly
+	out     map[int64]*out               // handed out, by offset
+	sending *out                         // of these, the one that waits to be taken
+	handed  uint64                       // how many attempts were handed out
+	feed    chan *sarama.ConsumerMessage // of this call; the hand-out alone changes it
+	over    bool                         // the source has ended: marks go to the group directly
 }
 
 // Messages are those that may be handled now.
@@ -161,7 +160,7 @@ func (ss *session) consumePassive(c *claim, revoked <-chan struct{}) error {
 	w := &wrappedClaim{
 		ConsumerGroupClaim: c.native, claim: c, ss: ss, src: src,
 		lease: src.State().Settings.Timeout, alone: src.State().Settings.Workers == 1, out: make(map[int64]*out),
-		feed: make(chan *sarama.ConsumerMessage), exact: make(chan struct{}), gone: make(chan struct{}),
+		feed: make(chan *sarama.ConsumerMessage), exact: make(chan struct{}), anew: make(chan struct{}), gone: make(chan struct{}),
 	}
 	ss.mu.Lock()
 	ss.wraps[place{c.topic, c.partition}] = w
@@ -200,6 +199,7 @@ func (ss *session) consumePassive(c *claim, revoked <-chan struct{}) error {
 // ends.
 func (w *wrappedClaim) loop(leave <-chan struct{}) error {
 	for failures := 0; ; failures++ {
+		before := w.handedOut()
 		err := w.ss.h.existing.ConsumeClaim(w.ss, w)
 		select {
 		case <-leave:
@@ -210,6 +210,13 @@ func (w *wrappedClaim) loop(leave <-chan struct{}) error {
 			return err // it wants to leave, or saw the session's end before leave did
 		}
 		w.ss.h.sayFailed(w.claim, err, time.Now())
+		if w.handedOut() > before {
+			failures = 0
+		}
+		select {
+		case w.anew <- struct{}{}:
+		case <-w.gone:
+		}
 		if w.failAll(err) == 0 {
 			// Nothing was in hand, so no retry delay holds it back.
 			pause := time.NewTimer(min(time.Second, 10*time.Millisecond<<min(failures, 10)))
@@ -219,9 +226,7 @@ func (w *wrappedClaim) loop(leave <-chan struct{}) error {
 				pause.Stop()
 				return err
 			}
-			continue
 		}
-		failures = 0
 	}
 }
 

@@ -79,6 +79,40 @@ func TestWrappedLoopThatReturnsItsErrors(t *testing.T) {
 	}
 }
 
+// A goroutine that reads for a loop and outlives its error takes nothing from the next call.
+func TestReaderThatOutlivesItsLoop(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, 1)
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Retry: guard.Retry{Base: time.Millisecond, Max: time.Millisecond}}})
+	var readers sync.WaitGroup
+	calls := 0
+	m := r.join(testConfig(), WrapHandler(g, rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
+		calls++
+		read := make(chan *sarama.ConsumerMessage)
+		readers.Go(func() {
+			defer close(read)
+			for m := range c.Messages() {
+				read <- m
+			}
+		})
+		for m := range read {
+			if string(m.Value) == "3" && calls < 5 {
+				return errDown
+			}
+			s.MarkMessage(m, "")
+		}
+		return nil
+	}}, WithLogger(adaptertest.Log())))
+	const n = 10
+	r.publish(0, n, nil, nil)
+	adaptertest.Eventually(t, "all committed", func() bool { return r.committed(0) == n })
+	if n := adaptertest.Source(t, g, r.topic+"/0").State().Tally.Failures; n != 4 { // one that nobody had would have failed with ErrNotMarked
+		t.Errorf("%d failures of 4", n)
+	}
+	m.stop()
+	readers.Wait()
+}
+
 // manyOut lets many messages be out at a time.
 var manyOut = WithPolicy(guard.Policy{Order: guard.OrderNone, Workers: 100})
 
