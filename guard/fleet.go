@@ -77,7 +77,7 @@ func (g *Guard) path(cfg SourceConfig) []string {
 
 // leaf claims the breaker of a source by [circuit.Scopes.Leaf], or of a function by
 // [circuit.Scopes.Aside]. When it returns, the breaker is as the fleet wants it.
-func (g *Guard) leaf(cfg SourceConfig, claim func(*circuit.Scopes, ...string) (*circuit.Leaf, error)) (*circuit.Leaf, error) {
+func (g *Guard) leaf(cfg SourceConfig, slow time.Duration, claim func(*circuit.Scopes, ...string) (*circuit.Leaf, error)) (*circuit.Leaf, error) {
 	path := g.path(cfg)
 	leaf, err := claim(g.scopes, path...)
 	if err != nil {
@@ -87,7 +87,7 @@ func (g *Guard) leaf(cfg SourceConfig, claim func(*circuit.Scopes, ...string) (*
 	if g.fleet == nil {
 		return leaf, nil
 	}
-	if err := g.fleet.Adopt(g.now(), leaf.Breaker, path); err != nil {
+	if err := g.fleet.Adopt(g.now(), leaf.Breaker, path, slow); err != nil {
 		g.log.Warn("the fleet has no part in a breaker, which goes by itself", "scope", leaf.Name(), "source", cfg.Name, "error", err)
 	}
 	g.sweeper.stir() // what the fleet wants may change by itself

@@ -225,7 +225,7 @@ func TestFleetHasNoPartInLongCalls(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newFleetRig(t, "a", "b", "c")
 		r.cfg.Policy.Retry.Attempts = 1
-		r.cfg.Policy.Breaker.Window, r.cfg.Policy.Breaker.Slow = 10*time.Minute, 2*time.Minute
+		r.cfg.Policy.Breaker.Window, r.cfg.Policy.Timeout = 10*time.Minute, 2*time.Minute
 		var fs []*guard.Func[int]
 		for _, p := range r.startAll() {
 			f, err := guard.Protect(p.guard, guard.SourceConfig{Name: "report"}, func(context.Context, int) error {

@@ -91,10 +91,10 @@ func Protect[M any](g *Guard, cfg SourceConfig, f func(context.Context, M) error
 		g: g, cfg: cfg, policy: policy.withDefaults(Limits{}), f: f, limit: cfg.Limiter,
 		over: make(chan struct{}), done: make(chan struct{}),
 	}
-	fn.policy.Breaker = fn.policy.Breaker.WithDefaults()
+	fn.policy.Breaker = fn.policy.slow()
 	fn.deliverID.Store(g.epochs.Add(1) << idBits)
 	if !policy.NoBreaker {
-		leaf, err := g.leaf(cfg, (*circuit.Scopes).Aside)
+		leaf, err := g.leaf(cfg, fn.policy.Breaker.Slow, (*circuit.Scopes).Aside)
 		if err != nil {
 			return nil, fmt.Errorf("guard: protect %q: %w", cfg.Name, err)
 		}
@@ -140,7 +140,7 @@ func (f *Func[M]) Do(ctx context.Context, m M) error { return f.do(ctx, m, 0) }
 // panic is counted as a failure and goes on, with the stack it has.
 //
 // A failure of a call whose ctx has ended is nobody's, unless ctx has a deadline that let the
-// function wait for 1 s or more. If ctx itself has a method Excuses() bool, that is asked then:
+// function wait for about 1 s or more. If ctx itself has a method Excuses() bool, that is asked then:
 // false makes it a failure like any other.
 func (f *Func[M]) Call(ctx context.Context, m M) error { return f.do(ctx, m, once) }
 
@@ -396,8 +396,9 @@ func (c *protectContext) excused() bool {
 }
 
 // fairWait is after what time in a call the caller's deadline is no excuse: a dependency that
-// hangs must not hide behind callers that do not wait for Policy.Timeout.
-const fairWait = time.Second
+// hangs must not hide behind callers that do not wait for Policy.Timeout. A deadline of 1 s is
+// clearly above it.
+const fairWait = 900 * time.Millisecond
 
 // pause waits a retry's delay.
 func (f *Func[M]) pause(ctx context.Context, c *cell, d time.Duration) error {
@@ -464,6 +465,9 @@ func (f *Func[M]) call(ctx context.Context, m M, token circuit.Token, how how, b
 	}
 	if cc.why() == ErrTimeout { //nolint:errorlint // the sentinel itself
 		err = fmt.Errorf("%w: %w", ErrTimeout, err)
+	}
+	if word, _ := classify(err); word != failure {
+		return false, err
 	}
 	return cc.excused(), err
 }

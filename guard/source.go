@@ -141,11 +141,7 @@ func openSource[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], 
 	if err := errors.Join(append(errs, full.fits(limits))...); err != nil {
 		return nil, fmt.Errorf("guard: open %q: %w", cfg.Name, err)
 	}
-	unset := full.Breaker.Slow == 0
-	full.Breaker = full.Breaker.WithDefaults()
-	if unset && full.Timeout > 0 {
-		full.Breaker.Slow = min(full.Timeout, full.Breaker.Window/3*2)
-	}
+	full.Breaker = full.slow()
 
 	s := &Source[M]{
 		g: g, cfg: cfg, limits: limits, port: port, handler: handler,
@@ -191,7 +187,7 @@ func openSource[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], 
 		s.passive = make(map[uint64]*item[M])
 	}
 	if !full.NoBreaker {
-		leaf, err := g.leaf(cfg, (*circuit.Scopes).Leaf)
+		leaf, err := g.leaf(cfg, full.Breaker.Slow, (*circuit.Scopes).Leaf)
 		if err != nil {
 			return nil, fmt.Errorf("guard: open %q: %w", cfg.Name, err)
 		}
@@ -248,6 +244,15 @@ func (s *Source[M]) works() bool {
 // alwaysSlow tells whether the machine sees every message.
 func (s *Source[M]) alwaysSlow() bool {
 	return s.shared() || s.c.limiter != nil
+}
+
+// slow is Policy.Breaker with its defaults; that of Slow is the Timeout's.
+func (c Policy) slow() breaker.Config {
+	b := c.Breaker.WithDefaults()
+	if c.Breaker.Slow == 0 && c.Timeout > 0 {
+		b.Slow = min(c.Timeout, b.Window/3*2)
+	}
+	return b
 }
 
 // release gives the breaker's scope and the letterbox back.

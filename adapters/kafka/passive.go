@@ -138,11 +138,19 @@ type wrappedClaim struct {
 	over    bool                         // the source has ended: marks go to the group directly
 }
 
-// Messages are those that may be handled now.
-func (w *wrappedClaim) Messages() <-chan *sarama.ConsumerMessage {
+// callClaim is the claim of one call of ConsumeClaim.
+type callClaim struct {
+	*wrappedClaim
+	messages <-chan *sarama.ConsumerMessage
+}
+
+// Messages are those that may be handled now, until the call has failed.
+func (c callClaim) Messages() <-chan *sarama.ConsumerMessage { return c.messages }
+
+func (w *wrappedClaim) call() sarama.ConsumerGroupClaim {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.feed
+	return callClaim{w, w.feed}
 }
 
 // consumePassive is the passive shape.
@@ -200,7 +208,7 @@ func (ss *session) consumePassive(c *claim, revoked <-chan struct{}) error {
 func (w *wrappedClaim) loop(leave <-chan struct{}) error {
 	for failures := 0; ; failures++ {
 		before := w.handedOut()
-		err := w.ss.h.existing.ConsumeClaim(w.ss, w)
+		err := w.ss.h.existing.ConsumeClaim(w.ss, w.call())
 		select {
 		case <-leave:
 			return err

@@ -91,7 +91,11 @@ func TestReaderThatOutlivesItsLoop(t *testing.T) {
 		read := make(chan *sarama.ConsumerMessage)
 		readers.Go(func() {
 			defer close(read)
-			for m := range c.Messages() {
+			for {
+				m, ok := <-c.Messages()
+				if !ok {
+					return
+				}
 				read <- m
 			}
 		})

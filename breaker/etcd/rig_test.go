@@ -252,7 +252,7 @@ func (p *proc) adopt(path ...string) *leaf {
 		p.r.t.Fatal(err)
 	}
 	l := &leaf{b: b, path: path}
-	if err := p.a.Adopt(p.now(), b, path); err != nil {
+	if err := p.a.Adopt(p.now(), b, path, 0); err != nil {
 		p.r.t.Fatal(err)
 	}
 	p.mu.Lock()

@@ -19,11 +19,12 @@ type Fleet interface {
 	// Adopt takes over the breaker of the scope at path, as given to
 	// [Scopes.Leaf]. When it returns the breaker is as the fleet wants it: call it
 	// before the first delivery of the scope is handled. A breaker may be adopted
-	// several times, once for each who uses it, and is left as many times.
+	// several times, once for each who uses it, and is left as many times. A call
+	// of it that takes slow is reported as slow.
 	//
 	// After an error the fleet has no part in the breaker, which goes by itself;
 	// it is to be left all the same.
-	Adopt(now time.Duration, b *Breaker, path []string) error
+	Adopt(now time.Duration, b *Breaker, path []string, slow time.Duration) error
 
 	// Leave gives a breaker up, after the last delivery of its scope. One that the
 	// fleet holds is half-open then.

@@ -61,7 +61,7 @@ func ExampleMember() {
 		now += time.Second
 	}
 	for i, m := range members {
-		if err := m.Adopt(now, breakers[i], []string{"orders"}); err != nil {
+		if err := m.Adopt(now, breakers[i], []string{"orders"}, 10*time.Second); err != nil {
 			log.Fatal(err)
 		}
 	}

@@ -91,7 +91,7 @@ func (c *crew) adopt(i int, path ...string) *circuit.Breaker {
 	if err != nil {
 		c.t.Fatal(err)
 	}
-	if err := c.m[i].Adopt(c.now, b, path); err != nil {
+	if err := c.m[i].Adopt(c.now, b, path, 0); err != nil {
 		c.t.Fatal(err)
 	}
 	return b
@@ -118,7 +118,7 @@ func TestMemberHoldsAfterAForceBehindAnOpenPeriod(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := c.m[i].Adopt(c.now, b, []string{"g", "orders"}); err != nil {
+		if err := c.m[i].Adopt(c.now, b, []string{"g", "orders"}, 0); err != nil {
 			t.Fatal(err)
 		}
 		bs = append(bs, b)

@@ -118,7 +118,7 @@ func (d *Driver) Driven() bool {
 
 // Adopt is [breaker.Fleet]'s. The errors are those of [Machine.Adopt], and one for a breaker whose
 // calls may outlast a probe of the fleet.
-func (d *Driver) Adopt(now time.Duration, b *circuit.Breaker, path []string) error {
+func (d *Driver) Adopt(now time.Duration, b *circuit.Breaker, path []string, slow time.Duration) error {
 	if d.v == nil {
 		return nil
 	}
@@ -131,8 +131,8 @@ func (d *Driver) Adopt(now time.Duration, b *circuit.Breaker, path []string) err
 	l := &leaf{b: b, refs: 1}
 	d.leaves[b] = l
 	d.list = append(d.list, l)
-	if lease, slow := d.v.Config().Lease, b.Config().Slow; slow > lease {
-		l.err = fmt.Errorf("fleet: FleetConfig.Lease: %v is not in [%v, 1h]: a call may take %v, the breaker's Slow, and no probe that does would pass", lease, slow, slow)
+	if lease := d.v.Config().Lease; slow > lease {
+		l.err = fmt.Errorf("fleet: FleetConfig.Lease: %v is not in [%v, 1h]: a call may take %v before it is slow, and no probe that does would pass", lease, slow, slow)
 		return l.err
 	}
 	l.err = d.claimLocked(now, l, strings.Join(path, "/"), false)

@@ -30,7 +30,7 @@ func (m *Machine) elect(now time.Duration, sc *Scope) {
 	if total != sc.passed {
 		sc.passed, sc.probed = total, now
 	}
-	if sc.wants {
+	if sc.wants || sc.release != Never {
 		m.letDrift(now, sc)
 	}
 	if out {
@@ -204,6 +204,8 @@ func (m *Machine) withdraw(now time.Duration, sc *Scope) {
 		w.Phase = PhasePassed
 	}
 	m.write(now, sc, w)
+	release := sc.release
 	m.hold(now, sc)
+	sc.release = max(sc.release, release) // a turn without a call moves nothing; Never is the least
 	sc.skip(m.self)
 }

@@ -295,7 +295,7 @@ func (m *Machine) Step(now time.Duration) {
 	for _, sc := range m.active { // none becomes active by this
 		sc.Book.Decide(now)
 		m.answer(now, sc)
-		if sc.release != Never && now >= sc.release {
+		if sc.mode == held && sc.release != Never && now >= sc.release {
 			m.letGo(sc)
 		}
 		m.elect(now, sc)
@@ -340,7 +340,7 @@ func (m *Machine) LookAround(now time.Duration) {
 func (m *Machine) rejoin(now time.Duration, sc *Scope) {
 	if sc.mode == free {
 		m.credit(now, sc)
-		if m.adrift(now, sc) {
+		if !sc.Book.Out(now) && m.adrift(now, sc) {
 			return
 		}
 	}

@@ -246,15 +246,15 @@ func seconds(t *testing.T, mk func() Fabric) {
 // seldom is a scope whose processes call so rarely that no call comes in a turn.
 func seldom(t *testing.T, mk func() Fabric) {
 	for _, every := range []time.Duration{4 * sec, 20 * sec, 300 * sec} {
-		r := start(t, mk, breaker.FleetConfig{}, "a", "b", "c")
+		r := start(t, mk, breaker.FleetConfig{Base: 30 * sec, Cap: 30 * sec}, "a", "b", "c")
 		r.down = true
 		r.until(10*sec, "opens", r.every(open))
-		for _, p := range r.procs {
-			p.rare = every
+		for i, p := range r.procs {
+			p.rare, p.called = every, p.now()-time.Duration(i)*every/3
 		}
 		r.run(every)
 		r.down = false
-		r.until(2*r.cfg.Lease+4*r.cfg.Turn+time.Duration(r.cfg.Successes+3)*every, "closes", r.every(closed))
+		r.until(2*r.cfg.Cap+2*r.cfg.Lease+4*r.cfg.Turn+time.Duration(r.cfg.Successes+3)*every, "closes", r.every(closed))
 	}
 }
 

@@ -6,6 +6,7 @@
 package scopetest
 
 import (
+	"cmp"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -100,7 +101,8 @@ type leaf struct {
 // start is a rig of that roster, with the scope q in each of its processes.
 func start(t TB, mk func() Fabric, cfg breaker.FleetConfig, names ...string) *rig {
 	t.Helper()
-	cfg.Base, cfg.Cap, cfg.Lease, cfg.Silent = 100*time.Millisecond, 2*time.Second, 5*time.Second, 2*time.Second
+	cfg.Base, cfg.Cap = cmp.Or(cfg.Base, 100*time.Millisecond), cmp.Or(cfg.Cap, 2*time.Second)
+	cfg.Lease, cfg.Silent = 5*time.Second, 2*time.Second
 	r := &rig{t: t, rng: rand.New(rand.NewPCG(1, 1)), cfg: cfg.WithDefaults(), names: names, f: mk(), took: 30 * time.Millisecond}
 	for _, n := range names {
 		r.add(n).start()

@@ -549,8 +549,10 @@ func (r *run) awaitEffects(ctx context.Context, n int, middle <-chan time.Time) 
 // consumers, and looks again: what a consumer has, some brokers do not count.
 func (r *run) drain(ctx context.Context) error {
 	over := time.Now().Add(r.cfg.Drain)
+	var left int
+	var err error
 	for time.Now().Before(over) {
-		left, err := r.broker.left(ctx)
+		left, err = r.broker.left(ctx)
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
@@ -584,7 +586,7 @@ func (r *run) drain(ctx context.Context) error {
 			}
 		}
 	}
-	return nil
+	return err
 }
 
 // leftInSpill is how many messages are on the disk.
