@@ -163,6 +163,9 @@ func (e *exercised) Start(c guardtest.Consumer) error {
 		err := handle(ctx, m)
 		close(handled)
 		alive.Wait()
+		if ctx.Err() != nil && errors.Is(err, context.Canceled) {
+			err = guard.Backoff(err, time.Time{}) // the program stops: nobody's fault
+		}
 		settle := func() error { return Fail(m, err) }
 		if err == nil {
 			settle = m.Ack
