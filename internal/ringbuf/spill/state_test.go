@@ -136,7 +136,7 @@ func TestReadFails(t *testing.T) {
 		if err := l.Append(func(err error) { refused <- err }, "2"); err != nil {
 			t.Fatal(err)
 		}
-		readFails(t, s, f, refused)
+		readFails(t, s, f, refused, func() {})
 	})
 	t.Run("writes", func(t *testing.T) {
 		s, f := openFaulty(t, Config{Dir: t.TempDir()})
@@ -154,15 +154,14 @@ func TestReadFails(t *testing.T) {
 		if err := l.Append(func(err error) { refused <- err }, "3"); err != nil {
 			t.Fatal(err)
 		}
-		go func() { time.Sleep(10 * time.Millisecond); goOn <- nil }() // before or after the read
-		readFails(t, s, f, refused)
+		readFails(t, s, f, refused, func() { goOn <- nil })
 		if err := <-written; err != nil {
 			t.Error(err)
 		}
 	})
 }
 
-func readFails(t *testing.T, s *Spill[string], f *faulty, refused <-chan error) {
+func readFails(t *testing.T, s *Spill[string], f *faulty, refused <-chan error, then func()) {
 	t.Helper()
 	f.unreadable.Store(true)
 	r, err := s.Lane("a").Reader()
@@ -172,6 +171,7 @@ func readFails(t *testing.T, s *Spill[string], f *faulty, refused <-chan error) 
 	if _, err := r.Read(make([]string, 1), 1); !errors.Is(err, ErrFailed) || !errors.Is(err, syscall.EIO) {
 		t.Error(err)
 	}
+	then()
 	if err := <-refused; !errors.Is(err, ErrFailed) {
 		t.Error(err)
 	}
