@@ -18,7 +18,7 @@ import (
 type Account struct {
 	Received uint64 // handed over by the adapter
 
-	Waiting    int // in front of the handler
+	Waiting    int // in front of the handler; one on Ready, until it is taken
 	Processing int // their handler runs
 	Settling   int // being acked, or their dead letter written
 	Held       int // in front of a source that is not admitting, or draining; those in the spill, too

@@ -183,14 +183,19 @@ func (p *pump[M]) run() {
 		case up == nil:
 			st.at = again
 		}
+		if st.kind == stepHandle {
+			up = st.it
+		}
+		if up != nil { // with the machine's step: nobody sees it as processing before it is taken
+			s.passive[up.id], up.offered, s.onOffer = up, true, up
+			if s.offeredAt == 0 {
+				s.offeredAt = max(now, 1)
+			}
+		}
 		s.unlock(now)
-		switch st.kind {
-		case stepAck:
+		if st.kind == stepAck {
 			s.settle(st.it)
 			continue
-		case stepHandle:
-			up = st.it
-		default:
 		}
 		var ready chan<- Item[M]
 		var out Item[M]
@@ -200,12 +205,6 @@ func (p *pump[M]) run() {
 			}
 			ready = s.ready
 			out = Item[M]{Msg: up.m, Token: Token{s.epoch, up.id, up.serial}, Attempt: up.tries + 1}
-			s.mu.Lock()
-			s.passive[up.id], up.offered = up, true
-			if s.offeredAt == 0 {
-				s.offeredAt = max(now, 1)
-			}
-			s.mu.Unlock()
 			select {
 			case ready <- out:
 				s.taken(up, out.Token)
@@ -236,11 +235,6 @@ func (p *pump[M]) run() {
 		if tick != nil {
 			timer.Stop()
 		}
-		if up != nil {
-			s.mu.Lock()
-			delete(s.passive, up.id)
-			s.mu.Unlock()
-		}
 	}
 }
 
@@ -248,7 +242,7 @@ func (p *pump[M]) run() {
 func (s *Source[M]) taken(it *item[M], t Token) {
 	now := s.g.now()
 	s.mu.Lock()
-	s.offeredAt = 0
+	s.offeredAt, s.onOffer = 0, nil
 	if it.serial == t.serial && it.phase == processing {
 		it.started, it.offered = now, false
 	}
@@ -261,7 +255,6 @@ var errNotTaken = errors.New("not taken")
 func (s *Source[M]) takeBack(it *item[M]) {
 	now := s.g.now()
 	s.mu.Lock()
-	delete(s.passive, it.id)
 	if it.phase == processing {
 		s.takeBackLocked(now, it)
 	}
@@ -269,6 +262,8 @@ func (s *Source[M]) takeBack(it *item[M]) {
 }
 
 func (s *Source[M]) takeBackLocked(now time.Duration, it *item[M]) {
+	delete(s.passive, it.id)
+	s.onOffer = nil
 	if it.probe && (it.witness() || it.lane != nil && it.lane.step > 0 || s.c.round.step > 0) {
 		s.c.gate.Failure(now, it.token, false) // the probe that failed before it is no less failed
 	}

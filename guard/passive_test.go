@@ -91,6 +91,7 @@ func TestPassiveStaleAttempt(t *testing.T) {
 		s.Done(first.Token, errDown)
 		second := <-s.Ready()
 		s.Done(first.Token, nil)
+		synctest.Wait() // it is noted that the second is out
 		if a := s.Account(); a.Acked != 0 || a.Processing != 1 {
 			t.Errorf("%+v", a)
 		}
@@ -104,6 +105,54 @@ func TestPassiveStaleAttempt(t *testing.T) {
 		if a := s.Account(); a.Acked != 1 || s.State().Tally.Stale != 1 {
 			t.Errorf("%+v", a)
 		}
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// A message waits until the program has taken it.
+func TestPassiveOfferedIsWaiting(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, err := New(Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		s, err := Open(g, SourceConfig{Name: "s"}, Limits{}, &testPort{}, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		at := func(what string, waiting, processing int, acked uint64) {
+			t.Helper()
+			synctest.Wait()
+			a := s.Account()
+			if a.Waiting != waiting || a.Processing != processing || a.Acked != acked || a.Check() != nil {
+				t.Errorf("%s: %+v", what, a)
+			}
+		}
+		for i := range 2 {
+			if err := s.Offer(i); err != nil {
+				t.Fatal(err)
+			}
+			if a := s.Account(); a.Waiting != i+1 || a.Processing != 0 {
+				t.Errorf("offered: %+v", a)
+			}
+		}
+		at("nobody has taken", 2, 0, 0)
+		first := <-s.Ready()
+		at("one is out", 1, 1, 0)
+		s.Done(first.Token, nil)
+		at("one is done", 1, 0, 1)
+		s.Pause(time.Minute)
+		synctest.Wait()
+		if a := s.Account(); a.Held != 1 || a.Processing != 0 {
+			t.Errorf("paused: %+v", a)
+		}
+		s.Resume()
+		second := <-s.Ready()
+		at("the second is out", 0, 1, 1)
+		s.Done(second.Token, nil)
+		at("all are done", 0, 0, 2)
 		if _, err := g.Close(t.Context()); err != nil {
 			t.Error(err)
 		}
@@ -189,8 +238,8 @@ func TestPassiveProbeIsOver(t *testing.T) {
 			t.Fatal(err)
 		}
 		time.Sleep(2 * time.Second)
-		if a := s.Account(); a.Processing != 1 {
-			t.Errorf("no probe: %+v", a)
+		if n := s.State().Breaker.ProbesOut; n != 1 {
+			t.Errorf("%d probes: %+v", n, s.Account())
 		}
 		s.Pause(0)
 		time.Sleep(time.Second)
@@ -284,7 +333,7 @@ func TestPassiveFlushesBeforeItWaits(t *testing.T) {
 				t.Errorf("%d acked, %d flushes more", len(port.acked), port.flushes-before)
 			}
 			port.mu.Unlock()
-			if a := s.Account(); a.Processing != 1 { // on Ready
+			if a := s.Account(); a.Waiting != 4-acked || a.Processing != 0 {
 				t.Errorf("%+v", a)
 			}
 		}

@@ -102,6 +102,7 @@ type Source[M any] struct {
 
 	ready     chan Item[M] // passive shape
 	passive   map[uint64]*item[M]
+	onOffer   *item[M]      // the message on Ready, until it is noted as taken; nil for none
 	offeredAt time.Duration // since when a message is on offer and none was taken
 	pump      *pump[M]
 	metrics   sourceMetrics
@@ -386,6 +387,10 @@ func (s *Source[M]) accountLocked(now time.Duration) Account {
 	default:
 	}
 	front := c.queued + c.count[waiting]
+	if it := s.onOffer; it != nil && it.phase == processing {
+		a.Processing--
+		front++
+	}
 	left := s.batchLeftLocked(started)
 	if s.feed != nil {
 		left += s.feed.Len()
