@@ -39,8 +39,9 @@ type FleetConfig struct {
 	// Lease is how long a probe may stay out, by its own process's clock. One
 	// that is not settled by then has failed; and when nothing is heard of the
 	// process, the slot passes on. In [10ms, 1h]; unset means 45 s. It must be more
-	// than a call of a healthy handler takes, or no probe of that handler ever
-	// passes. A breaker whose Slow is more has no part in the fleet and goes by itself,
+	// than a call of a healthy handler takes. Else no probe of that handler passes, and
+	// each breaker goes by itself once rounds have ended so for twice a lease and four
+	// turns. A breaker whose Slow is more has no part in the fleet and goes by itself,
 	// with a warning. A guard's Slow is by default the handler's Timeout, but at most
 	// 40 s.
 	Lease time.Duration

@@ -71,7 +71,7 @@ func (m *Machine) Share(sc *Scope) float64 { return m.round(sc).Share(m.self) }
 // drift lets a scope go that we may not probe and that nobody else does: those who
 // might are gone, or have nothing to probe with.
 func (m *Machine) drift(now time.Duration, sc *Scope, out bool) {
-	if out {
+	if out && !sc.lost() {
 		sc.probed = now
 	}
 	m.letDrift(now, sc)
@@ -90,11 +90,19 @@ func (m *Machine) letDrift(now time.Duration, sc *Scope) {
 
 // adrift reports whether the round has not moved for as long as a probe and two turns may
 // take. Those who may probe wait for twice that, since they are in touch: a prober may have
-// died. Of them, it is one with so few calls that none comes in its turn.
+// died. Of them, it is one with so few calls that none comes in its turn. A round that ends
+// with a lost probe has not moved either: calls that take longer than a lease are lost in each.
 func (m *Machine) adrift(now time.Duration, sc *Scope) bool {
-	patience, from := m.cfg.Lease+2*m.cfg.Turn, max(m.Due(sc), sc.probed)
+	patience, from := m.cfg.Lease+2*m.cfg.Turn, m.Due(sc)
+	if sc.lost() {
+		from = sc.firm
+	}
+	from = max(from, sc.probed)
 	if m.sub.MayDecide() {
-		patience, from = 2*patience, max(from, m.since)
+		from = max(from, m.since)
+	}
+	if sc.lost() || m.sub.MayDecide() {
+		patience *= 2
 	}
 	return now >= from+patience
 }

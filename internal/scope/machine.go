@@ -388,7 +388,7 @@ func (m *Machine) Enter(now time.Duration, sc *Scope, s State, since time.Durati
 	if s == sc.Known {
 		return
 	}
-	moved := s.Position != sc.Known.Position
+	moved, alone := s.Position != sc.Known.Position, sc.mode == free && sc.Known.Open()
 	sc.Known = s
 	m.stir(sc)
 	if !moved {
@@ -398,12 +398,19 @@ func (m *Machine) Enter(now time.Duration, sc *Scope, s State, since time.Durati
 		return
 	}
 	sc.Since = since
+	if !sc.lost() || sc.firm == 0 {
+		sc.firm = m.Due(sc)
+	}
 	sc.trial, sc.turn, sc.turnAt, sc.idleAt, sc.Mine = trial{}, "", 0, Never, false
 	clear(sc.skipped)
 	if !sc.Claimed {
 		return
 	}
 	if s.Open() {
+		if alone && sc.lost() && m.connected {
+			m.credit(now, sc) // what was let go since rounds are lost is not held by the next
+			return
+		}
 		m.hold(now, sc)
 		return
 	}

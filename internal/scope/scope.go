@@ -155,6 +155,7 @@ type Scope struct {
 	idleAt  time.Duration       // since when nobody is left to probe; Never if somebody is
 	probed  time.Duration       // the round moved, as far as we saw: see adrift
 	passed  int                 // probes of the round, when last counted
+	firm    time.Duration       // the open period was over of the latest round that no lost probe began
 	skipped map[string]struct{} // let their turn go by
 }
 
@@ -174,6 +175,9 @@ type trial struct {
 	gen   uint64        // of the breaker, before
 	taken bool
 }
+
+// lost reports whether a probe that outlived its lease began the round.
+func (sc *Scope) lost() bool { return sc.Known.Open() && sc.Known.Cause == breaker.CauseLost }
 
 // Held reports whether the fleet, or a handover, holds the scope, and no probe of
 // ours is out.

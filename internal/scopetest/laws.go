@@ -31,6 +31,7 @@ func Run(t *testing.T, mk func() Fabric) {
 		{"a prober that dies does not end the round", proberDies},
 		{"a prober that is cut off counts for nothing", proberCut},
 		{"a probe that hangs has failed", probeHangs},
+		{"calls that outlast a probe's lease close it too", outlasts},
 		{"those without a message second", seconds},
 		{"who may not probe is let go when nobody does", outsider},
 		{"who is called seldom is let go when no call comes in a turn", seldom},
@@ -101,6 +102,15 @@ func slowProbes(t *testing.T, mk func() Fabric) {
 	r.until(10*sec, "opens", r.every(open))
 	r.down, r.took = false, 4*sec
 	r.until(30*sec, "closes", r.every(closed)) // one after the other, see rig
+}
+
+// outlasts is a dependency that is well, and whose calls each take longer than a probe may.
+func outlasts(t *testing.T, mk func() Fabric) {
+	r := start(t, mk, breaker.FleetConfig{}, "a", "b", "c")
+	r.down = true
+	r.until(10*sec, "opens", r.every(open))
+	r.down, r.took = false, r.cfg.Lease+2*sec
+	r.until(2*r.cfg.Cap+3*r.cfg.Lease+4*r.cfg.Turn+time.Duration(r.cfg.Successes+1)*r.took, "closes", r.every(closed))
 }
 
 func alone(t *testing.T, mk func() Fabric) {
