@@ -388,17 +388,17 @@ func (m *Machine) Enter(now time.Duration, sc *Scope, s State, since time.Durati
 	if s == sc.Known {
 		return
 	}
-	moved, alone := s.Position != sc.Known.Position, sc.mode == free && sc.Known.Open()
+	before := sc.Known
 	sc.Known = s
 	m.stir(sc)
-	if !moved {
+	if s.Position == before.Position {
 		if sc.mode == held {
 			m.hold(now, sc)
 		}
 		return
 	}
 	sc.Since = since
-	if !sc.lost() || sc.firm == 0 {
+	if !sc.lost() || !before.Open() {
 		sc.firm = m.Due(sc)
 	}
 	sc.trial, sc.turn, sc.turnAt, sc.idleAt, sc.Mine = trial{}, "", 0, Never, false
@@ -407,7 +407,7 @@ func (m *Machine) Enter(now time.Duration, sc *Scope, s State, since time.Durati
 		return
 	}
 	if s.Open() {
-		if alone && sc.lost() && m.connected {
+		if sc.mode == free && before.Open() && sc.lost() && m.connected {
 			m.credit(now, sc) // what was let go since rounds are lost is not held by the next
 			return
 		}
