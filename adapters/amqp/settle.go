@@ -31,6 +31,8 @@ var (
 // Fail reports the failure of a delivery from [Deliveries], as a handler would
 // return it: guard.Permanent, guard.Backoff and guard.Ignore mean what they mean
 // there. A nil err acks.
+// An error of the program's own stop is a failure, too: then settle nothing, and the
+// delivery is given back when the source ends.
 func Fail(d amqp091.Delivery, err error) error {
 	a, ok := d.Acknowledger.(*attempt)
 	if !ok {

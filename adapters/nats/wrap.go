@@ -124,6 +124,8 @@ var (
 // Fail reports the failure of a message of a wrapped consumer, as a handler
 // would return it: guard.Permanent, guard.Backoff and guard.Ignore mean what
 // they mean there. A nil err acks.
+// An error of the program's own stop is a failure, too: then settle nothing, and the
+// message is given back when the source ends.
 func Fail(m jetstream.Msg, err error) error {
 	w, ok := m.(*wrappedMsg)
 	if !ok {
