@@ -74,7 +74,10 @@ func (p *Process) keepFleetTime() {
 			offsets = append(offsets, peer.Offset)
 		}
 	}
-	p.orders.Offset(p.quarantine.Offset(offsets))
+	shift := p.quarantine.Offset(offsets)
+	if len(offsets) > 0 {
+		p.orders.Offset(shift)
+	}
 }
 
 // QuarantineRequest is a change of the quarantine as it is sent.

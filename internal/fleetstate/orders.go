@@ -22,12 +22,15 @@ import (
 // after two minutes, and the oldest of them before that where there is no room for an order.
 // What the orders say is the console's.
 //
+// Times travel as the fleet's, as those of a [Quarantine] do. A process that has just started
+// does not know that time yet: by a clock that is behind, an order that is over would be in
+// force. So it has no orders before [Orders.Offset] was called, or it has given one.
+//
 // Orders have one sequence in all processes, that of their stamps: whoever hears two late
 // carries them out as everybody else did.
 //
-// Memory is bounded: 256 orders in force, and 8192 elements. Times travel as the fleet's,
-// as those of a [Quarantine] do. It is a section of its own for the gossip session, and
-// safe for concurrent use.
+// Memory is bounded: 256 orders in force, and 8192 elements. It is a section of its own for
+// the gossip session, and safe for concurrent use.
 type Orders struct {
 	clock *crdt.Clock
 	wall  func() time.Time
@@ -35,6 +38,7 @@ type Orders struct {
 	*board
 
 	shift   time.Duration // of our wall clock, to the fleet's time
+	timed   bool          // that is known
 	pruneAt time.Time
 }
 
@@ -60,11 +64,16 @@ func NewOrders(self crdt.Replica, wall func() time.Time) (*Orders, error) {
 	return &Orders{clock: crdt.NewClock(wall), wall: wall, board: b}, nil
 }
 
-// Offset takes how far the fleet's time is ahead of our wall clock.
+// Offset takes how far the fleet's time is ahead of our wall clock, once that of a peer is
+// known.
 func (o *Orders) Offset(shift time.Duration) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.shift = shift
+	if !o.timed {
+		o.timed = true
+		o.watchedLocked() // there may be orders
+	}
 }
 
 // Give puts an order up until its time. The error says what is wrong with it, or is
@@ -79,6 +88,7 @@ func (o *Orders) Give(id, text string, until time.Time) error {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.pruneLocked(o.wall())
+	o.timed = true // at the latest: it is by our clock
 	all := o.inForceLocked(o.wall())
 	if len(all) >= maxOrders {
 		return fmt.Errorf("%w: %d orders are in force", ErrBusy, len(all))
@@ -169,6 +179,9 @@ type Order struct {
 }
 
 func (o *Orders) inForceLocked(now time.Time) (all []Order) {
+	if !o.timed {
+		return nil
+	}
 	o.each(orderMark, func(id, text, _ string, until time.Time, stamp crdt.Stamp) {
 		if until = until.Add(-o.shift); now.Before(until) {
 			all = append(all, Order{id, text, until, stamp})
@@ -217,7 +230,7 @@ func (o *Orders) pruneLocked(now time.Time) {
 func (o *Orders) Delta(_ time.Duration, b []byte, _ crdt.Replica, since uint64, room int) (_ []byte, upto uint64) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	if now := o.wall(); !now.Before(o.pruneAt) {
+	if now := o.wall(); o.timed && !now.Before(o.pruneAt) {
 		o.pruneLocked(now)
 	}
 	return o.set.Delta(b, since, room)

@@ -31,6 +31,7 @@ func newOrderer(t interface{ Fatal(...any) }, name string, wall time.Time) *orde
 	if o.Orders, err = NewOrders(o.self, func() time.Time { return o.wall }); err != nil {
 		t.Fatal(err)
 	}
+	o.timed = true
 	return o
 }
 
@@ -46,6 +47,40 @@ func (o *orderer) texts() (all []string) {
 		all = append(all, in.ID+" "+in.Text)
 	}
 	return all
+}
+
+// A process that starts with a clock that is behind carries out nothing that is over, and
+// what is in force once it knows the fleet's time.
+func TestOrdersBeforeTheFleetsTime(t *testing.T) {
+	start := time.Unix(1_800_000_000, 0)
+	a := newOrderer(t, "a", start)
+	for id, lasts := range map[string]time.Duration{"1": 30 * time.Second, "2": time.Hour} {
+		if err := a.Give(id, "deadletter", start.Add(lasts)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	a.wall = a.wall.Add(10 * time.Minute)
+	b := newOrderer(t, "b", a.wall.Add(-30*time.Minute))
+	b.timed = false
+	told := 0
+	defer b.Watch(func() { told++ })()
+	b.hear(t, a)
+	if got := b.texts(); len(got) != 0 {
+		t.Errorf("before it knows a clock: %q", got)
+	}
+	before := told
+	b.Offset(30 * time.Minute)
+	if got := b.texts(); !slices.Equal(got, []string{"2 deadletter"}) || told != before+1 {
+		t.Errorf("then: %q, told %d times", got, told-before)
+	}
+	c := newOrderer(t, "c", a.wall)
+	c.timed = false
+	if err := c.Give("3", "pause", c.wall.Add(time.Minute)); err != nil {
+		t.Fatal(err)
+	}
+	if got := c.texts(); !slices.Equal(got, []string{"3 pause"}) {
+		t.Errorf("its own: %q", got)
+	}
 }
 
 // An order that is given in the knowledge of another comes after it in all processes,
