@@ -70,7 +70,7 @@ func TestHeldErrorIsCleared(t *testing.T) {
 			c.stop(fn)
 			r := newRig(t, Policy{Ramp: Ramp{Off: true}}, Limits{}, func(_ *rig, ctx context.Context, m int) error { return fn.Do(ctx, m) })
 			r.send(0, 100)
-			elapse(time.Hour + time.Minute/7)
+			elapse(10*time.Minute + time.Minute/7)
 			if a := r.check(); a.Acked > 0 {
 				t.Errorf("%+v", a)
 			}

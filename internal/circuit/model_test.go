@@ -623,6 +623,9 @@ func TestModel(t *testing.T) {
 
 // Every sequence of seven steps over a small alphabet, from closed.
 func TestModelExhaustive(t *testing.T) {
+	if raceEnabled {
+		t.Skip("it has one goroutine: the run without the race detector has it")
+	}
 	depth := 7
 	if testing.Short() {
 		depth = 5

@@ -69,6 +69,9 @@ func (l load) run(b *Breaker, seed uint64, d time.Duration) (opens int, carried 
 // the worst of 51 seeds. A backoff that is reset at each close opens 783 to 1099 times at
 // 10 and 20 %, and one that stops a partial outage carries 1 %.
 func TestFlaps(t *testing.T) {
+	if raceEnabled {
+		t.Skip("it has one goroutine: the run without the race detector has it")
+	}
 	for _, c := range []struct {
 		load
 		opens   int
@@ -85,7 +88,7 @@ func TestFlaps(t *testing.T) {
 		{load{10, 50 * ms, 0.50}, 20, 0.95},
 	} {
 		seeds := uint64(15)
-		if testing.Short() || raceEnabled {
+		if testing.Short() {
 			seeds = 1
 		}
 		most, least := 0, 1.0

@@ -39,6 +39,9 @@ func shutLeaves(t *testing.T, n int) (*Scopes, []*Leaf) {
 // breaker, and each when it has waited for long, each as often as another, and keep the parent open. The first success lets
 // all of them probe at once.
 func TestLeavesTakeTurns(t *testing.T) {
+	if raceEnabled {
+		t.Skip("it has one goroutine: the run without the race detector has it")
+	}
 	const n, step, outage = 50, 10 * time.Millisecond, 10 * time.Minute
 	s, leaves := shutLeaves(t, n)
 	probes, alone := make([]int, n), 0
@@ -133,6 +136,9 @@ func TestTurnsThatSayNothing(t *testing.T) {
 // One of many leaves that are down is back by itself. It is asked within four Caps of its
 // own deadline, however many others wait for their turns.
 func TestALeafDoesNotWaitForAll(t *testing.T) {
+	if raceEnabled {
+		t.Skip("it has one goroutine: the run without the race detector has it")
+	}
 	for _, n := range []int{4, 20, 100} {
 		s, leaves := shutLeaves(t, n)
 		const outage = 20 * time.Minute // periods are as long as they become

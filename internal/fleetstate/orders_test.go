@@ -228,6 +228,9 @@ func TestOrdersAreBounded(t *testing.T) {
 // In a large fleet every order is answered by all, one order after the other: the answers do
 // not shut out later orders, and each order has all of its own.
 func TestOrdersOfALargeFleet(t *testing.T) {
+	if raceEnabled {
+		t.Skip("it has one goroutine: the run without the race detector has it")
+	}
 	start := time.Unix(1_800_000_000, 0)
 	const processes, orders = 100, 100
 	giver := newOrderer(t, "giver", start)
