@@ -374,7 +374,8 @@ func TestFailuresHaveATypeOfFew(t *testing.T) {
 func TestStateOfAPartitionThatItsTopicHolds(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
 		g, reader := meteredGuard(t, Config{})
-		partitions(t, g, 3, func(int, int) error { return nil })
+		handled := 0
+		ins := partitions(t, g, 3, func(int, int) error { handled++; return nil })
 		state := func(source string) (on []string) {
 			for _, p := range collect(t, reader) {
 				if p.name == metricBreaker && p.get("stormguard.source") == source && p.value == 1 {
@@ -383,10 +384,23 @@ func TestStateOfAPartitionThatItsTopicHolds(t *testing.T) {
 			}
 			return on
 		}
-		for i := range 2 {
+		for i := range 2 { // a person speaks of these two, and not of the third
 			if err := g.Source("orders/" + strconv.Itoa(i)).ForceOpen(time.Minute); err != nil {
 				t.Fatal(err)
 			}
+		}
+		time.Sleep(time.Second)
+		ins[2] <- 1
+		time.Sleep(time.Second)
+		if on := state("orders/2"); handled != 1 || !slices.Equal(on, []string{"closed"}) {
+			t.Errorf("beside two that are forced: %d handled, %v", handled, on)
+		}
+		for i := range 2 {
+			s, _ := g.Source("orders/" + strconv.Itoa(i)).(*Source[int])
+			if err := s.ForceClosed(); err != nil {
+				t.Fatal(err)
+			}
+			s.c.gate.Trip(g.now(), CauseOutage)
 		}
 		time.Sleep(time.Second)
 		if st := g.Source("orders/2").State(); st.Breaker.State != breaker.Closed || len(st.Holds) == 0 {

@@ -851,10 +851,11 @@ func (b *Breaker) tellLocked(p *probe, err error) {
 // votes reports whether the breaker counts as not closed for a parent: it is
 // not, and something was there to probe with in the last Cap. A hold has no end to
 // count from, but the open period that it began with. What a hold was given back
-// from is not known to fail until a probe of its own has, and then it is open.
+// from is not known to fail until a probe of its own has, and then it is open. A force is
+// somebody's decision about this breaker, and says nothing about its siblings.
 func (b *Breaker) votes(now time.Duration) bool {
 	e := b.epoch.Load()
-	if e.state == breaker.Closed || e.freed || e.passing.Load() {
+	if e.state == breaker.Closed || e.forced || e.freed || e.passing.Load() {
 		return false
 	}
 	last := e.stir.Load()
