@@ -246,9 +246,7 @@ func (n *Node) Adopt(now time.Duration, c Configuration) error {
 	}
 	n.settleTerms()
 	n.reshareAll()
-	if c.Resets > last.Resets {
-		n.fillUp()
-	}
+	n.begin(c.Resets > last.Resets && n.fillUp())
 	return nil
 }
 
@@ -262,6 +260,7 @@ func (n *Node) Complete(now time.Duration, number uint64) {
 	n.told = number
 	if n.settleTerms() {
 		n.reshareAll()
+		n.begin(false)
 	}
 }
 
@@ -294,9 +293,57 @@ func (n *Node) settleTerms() (grown bool) {
 		}
 	}
 	if grown {
-		n.grownAt, n.steady = n.now, n.now
+		n.steady = n.now
 	}
 	return grown
+}
+
+// An era is a time in which the same configurations counted. A key that nobody has used is
+// full, and has no row; when it is used its level is what it was at the end of each era.
+type era struct {
+	from   time.Duration
+	terms  []*term // as they were, and nobody silent
+	filled bool    // it began with a reset
+}
+
+// mostEras bounds how many are remembered. Before the first of them a key had nothing.
+const mostEras = 16
+
+// begin is the beginning of an era.
+func (n *Node) begin(filled bool) {
+	e := era{from: n.now, filled: filled}
+	for _, t := range n.terms {
+		was := *t
+		was.present = was.sum
+		e.terms = append(e.terms, &was)
+	}
+	n.eras = append(slices.Delete(n.eras, 0, max(0, len(n.eras)+1-mostEras)), e)
+}
+
+// recall gives a new row what it would have, had it been there in all eras, without being used.
+// It costs a look at each era while the latest one is too short to fill the bucket.
+func (n *Node) recall(r *row) {
+	if from := n.eras[len(n.eras)-1].from; n.now-from >= r.until(r.cap) {
+		r.mintedAt = from // it is full, whatever was before
+		return
+	}
+	for i := range n.eras {
+		e := &n.eras[i]
+		if i > 0 {
+			r.mint(e.from, n.mintAt)
+		}
+		if i == len(n.eras)-1 {
+			n.measure(r)
+		} else {
+			r.share(n, e.terms)
+		}
+		r.mintedAt = max(r.mintedAt, e.from)
+		n.trim(r)
+		if more := r.cap - r.level; e.filled && more > 0 {
+			r.level += more
+			r.sum.Refilled = plus(r.sum.Refilled, more)
+		}
+	}
 }
 
 // reshareAll does what a change of terms does to all rows and peers. In order, so
@@ -349,16 +396,19 @@ func (n *Node) reshare(r *row) {
 	n.stir(r)
 }
 
-// measure gives a row its limit and its share: of each the smallest in all terms.
-func (n *Node) measure(r *row) {
-	t := n.newest()
+// measure gives a row its limit and its share of now.
+func (n *Node) measure(r *row) { r.share(n, n.terms) }
+
+// share gives a row its limit and its share: of each the smallest in all terms.
+func (r *row) share(n *Node, terms []*term) {
+	t := terms[len(terms)-1]
 	r.owner = t.owner(r.name)
 	r.here = r.owner != "" && r.owner == n.self.Name
 	burst, rate, most := int64(maxBurst)*micro, math.Inf(1), int64(maxBurst)*micro
 	nanos := int64(maxValue)
-	for i, t := range n.terms {
+	for i, t := range terms {
 		owner := r.owner
-		if i < len(n.terms)-1 {
+		if i < len(terms)-1 {
 			owner = t.owner(r.name)
 		}
 		l := t.limit(r.name)
@@ -417,10 +467,10 @@ func (n *Node) pin(r *row) {
 	}
 }
 
-// fillUp fills all rows up to their caps.
-func (n *Node) fillUp() {
+// fillUp fills all rows up to their caps, and tells whether it may.
+func (n *Node) fillUp() bool {
 	if n.fenced || n.now < n.mintAt {
-		return
+		return false
 	}
 	n.steady = n.now
 	n.eachRow(func(r *row) {
@@ -430,6 +480,7 @@ func (n *Node) fillUp() {
 			n.ripen(r)
 		}
 	})
+	return true
 }
 
 // Mint is a fence: until then, on the node's own clock, it mints and spends as

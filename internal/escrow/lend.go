@@ -116,10 +116,22 @@ func (n *Node) rest(r *row) {
 		if len(r.lenders) > 0 && next == never {
 			next = n.now + max(r.fill, r.pace) // to forget the row when their allowances are full
 		}
+		if again := n.settled(r); next == never && n.now < again {
+			next = again
+		}
 	} else if r.drawing {
 		next = min(next, n.now+min(r.until(r.granted+micro), r.pace))
 	}
 	n.schedule(r, next)
+}
+
+// settled is from when on a row that is made anew is full: what it could mint since the last
+// change is a whole burst.
+func (n *Node) settled(r *row) time.Duration {
+	if n.steady == 0 {
+		return 0
+	}
+	return n.steady + r.fill + r.fill/1000
 }
 
 // idle tells whether a row that is made anew would be this one.
@@ -127,8 +139,8 @@ func (n *Node) idle(r *row) bool {
 	if r.level < r.cap || r.lent > 0 || r.held > 0 || r.waiting > 0 || r.want > 0 || r.pooled > 0 || r.reserved > 0 {
 		return false
 	}
-	if n.steady > 0 && n.now < n.steady+r.fill+r.fill/1000 {
-		return false // one that is made anew has what it could mint since
+	if n.now < n.settled(r) {
+		return false
 	}
 	for _, e := range r.entries {
 		if e != nil {

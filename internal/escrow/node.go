@@ -37,7 +37,7 @@ type Node struct {
 	told      uint64  // complete
 	applied   uint64
 	overs     int           // rows with more out than their cap
-	grownAt   time.Duration // when a share may last have grown
+	eras      []era         // the latest last; never empty
 	steady    time.Duration // since when a row differs from one that is made anew by what it minted only
 	fence     time.Duration
 	fenced    bool            // the fence has passed
@@ -111,6 +111,7 @@ func NewNode(self crdt.Replica, cfg Config, now time.Duration) (*Node, error) {
 	}
 	n.remint()
 	n.lookSilent()
+	n.begin(false)
 	return n, nil
 }
 
@@ -162,6 +163,9 @@ func (n *Node) advance(now time.Duration) {
 func (n *Node) enclose() {
 	n.joined()
 	n.fenced = true
+	for i := range n.eras {
+		n.eras[i].filled = false
+	}
 	n.eachRow(func(r *row) {
 		r.update(n.now, n.mintAt)
 		r.reclaim()

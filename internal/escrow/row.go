@@ -111,8 +111,7 @@ func newRow(n *Node, name string) *row {
 	r.forecast.since = n.now
 	switch {
 	case !n.alone:
-		// As if it had been there since the last change, without a token.
-		r.mintedAt = n.grownAt
+		n.recall(r)
 	case !n.fenced:
 		r.level, r.sum.Minted, r.mintedAt = r.cap, r.cap, n.now
 	}
