@@ -35,7 +35,7 @@ type ConfiguratorConfig struct {
 
 	// Weight is the share that this process asks for whenever it is not in the roster,
 	// unless it has left. In [0, 1000000]; 0 means that it asks by [Configurator.Join]
-	// only. A process that was evicted asks for what it had in any case.
+	// only. A process that was evicted asks for what it had in any case, also for no share.
 	Weight int
 
 	// OnSilence says what becomes of the share of a silent member; unset is
@@ -399,7 +399,7 @@ func (c *Configurator) votersLocked(now time.Duration, from *confPeer) {
 	default:
 		c.evicted = c.known()
 		if !c.cfg.Static { // it runs, so it asks for its share again
-			c.joining, c.weight = weight > 0, weight
+			c.joining, c.weight = true, weight
 		}
 	}
 	if c.broken != nil || c.cfg.OnSilence == escrow.Majority && c.voter < 0 {

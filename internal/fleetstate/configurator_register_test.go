@@ -188,3 +188,48 @@ func TestConfiguratorPendingBound(t *testing.T) {
 	}
 	w.rests(t, sec, "evicted")
 }
+
+// A member that an operator left no share, and that is evicted while it runs, comes back
+// without one.
+func TestConfiguratorEvictedWithoutAShare(t *testing.T) {
+	w := newRealm(t, 1, 3, 3, ConfiguratorConfig{Weight: 1}, ground{})
+	w.begun(3)
+	n := w.nodes[0]
+	done := func(ticket uint64, err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+		n.poke()
+		if _, err := w.outcome(t, n, ticket, sec); err != nil {
+			t.Fatal(err)
+		}
+	}
+	weight := func() int64 {
+		d, err := readDocument(w.reg.document)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, m := range d.newest().Roster.Members {
+			if m.Name == "n001" {
+				return m.Weighs()
+			}
+		}
+		return -1
+	}
+	number, _ := n.c.Number()
+	done(n.c.Set(n.clock(), number, Change{Weights: map[string]int{"n001": 0}}, "ann"))
+	w.rests(t, sec, "set")
+	if weight() != 0 {
+		t.Fatalf("its weight is %d", weight())
+	}
+	number, _ = n.c.Number()
+	done(n.c.Evict(n.clock(), number, "n001", "ann"))
+	if !w.runUntil(w.now+5*sec, func() bool { return weight() >= 0 && w.rested() }) || weight() != 0 {
+		w.report()
+		t.Errorf("its weight is %d", weight())
+	}
+	if using := w.nodes[1].applier.using(); using != 0 {
+		t.Errorf("it uses %v", using)
+	}
+}

@@ -113,7 +113,7 @@ func readConfRow(b []byte, s *confRow) error {
 		r.Fail("flags", s.flags, "known ones")
 	}
 	if s.flags&confJoining != 0 {
-		s.weight = int(r.Uint("weight", 1, 1e6))
+		s.weight = int(r.Uint("weight", 0, 1e6))
 	}
 	if s.flags&confFrozen != 0 {
 		last := -1

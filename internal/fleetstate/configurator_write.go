@@ -466,12 +466,14 @@ func (e *rosterEdit) remove(name string) bool {
 }
 
 func (e *rosterEdit) add(name string, weight int) bool {
-	m := escrow.Member{Name: name, Weight: weight}
+	m := escrow.Member{Name: name, Weight: weight, NoShare: weight == 0}
 	i, ok := slices.BinarySearchFunc(e.members, m, byName)
-	if ok || len(e.members) >= maxMembers || weight < 1 {
+	if ok || len(e.members) >= maxMembers {
 		return false
 	}
-	e.mint++
+	if weight > 0 {
+		e.mint++
+	}
 	e.members = slices.Insert(e.members, i, m)
 	return true
 }
