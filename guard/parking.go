@@ -55,8 +55,8 @@ type parent interface {
 // What succeeds in from proves as much about messages that fail here, and earns them
 // credits. Messages that were parked together fail together: that is no evidence against
 // the dependency, so the source has no part in the breaker. It waits for that of from,
-// unless from has no message of its own to probe with, and so nothing but them could show
-// that the dependency is back.
+// unless from has no message of its own to probe with, or those say nothing, and so nothing
+// but them could show that the dependency is back.
 func OpenParked[M, P any](from *Source[M], name string, port Port[P], handler func(context.Context, P) error) (*Source[P], error) {
 	g, cfg := from.g, from.cfg
 	policy := g.cfg.Policy
@@ -84,8 +84,9 @@ var (
 // shut tells whether the source's breaker is not closed.
 func (s *Source[M]) shut() bool { return s.c.gate != nil && !s.c.gate.Closed() }
 
-// waitsToProbe tells whether the source's breaker is not closed, and a probe may come: the
-// source has a message to call, or no probe is allowed.
+// waitsToProbe tells whether the source's breaker is not closed, and a probe may come that says
+// something: the source has a message to call, or no probe is allowed. Probes that all follow
+// a parked message, or find no room behind it, say nothing.
 func (s *Source[M]) waitsToProbe() bool {
 	if !s.shut() {
 		return false
@@ -94,7 +95,7 @@ func (s *Source[M]) waitsToProbe() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	b := s.c.gate.Breaker.Snapshot(now)
-	return b.Forced || b.Barred || b.Held || s.c.callable()
+	return b.Forced || b.Barred || b.Held || s.c.callable() && !s.c.saysNothing
 }
 
 // callable tells whether there is a message that a handler has, or may get before a letter is

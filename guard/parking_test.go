@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"strconv"
+	"sync/atomic"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -305,6 +306,45 @@ func TestTheLastProbeIsParked(t *testing.T) {
 		s.End(t.Context(), ReasonShutdown)
 		if err := <-done; err != nil && !errors.Is(err, ErrClosed) {
 			t.Error(err)
+		}
+		closeAll(t, g)
+	})
+}
+
+// What comes behind a parked message follows it, or waits for room: such a probe says nothing
+// of the dependency. The parked message is handled then, though the breaker is not closed, and
+// with it what waits.
+func TestProbesThatSayNothingLetParkedGoOn(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g := Must(New(Config{Policy: Policy{Order: OrderKey}}))
+		var handled atomic.Bool // the parked one
+		s := Must(Open(g, SourceConfig{Name: "s", DeadLetters: &testWriter{}}, Limits{}, Port[int](&parkPort{}), func(context.Context, int) error {
+			if !handled.Load() {
+				return Backoff(errors.New("no room behind the parked one"), time.Now().Add(500*time.Millisecond))
+			}
+			return nil
+		}))
+		again := Must(OpenParked(s, "s/retry", Port[int](&testPort{}), func(context.Context, int) error {
+			handled.Store(true)
+			return nil
+		}))
+		s.c.gate.Trip(g.now(), CauseOutage)
+		in, parked, done := make(chan int, 1), make(chan int, 1), make(chan error, 2)
+		in <- 1
+		parked <- 0
+		go func() { done <- s.Run(t.Context(), in) }()
+		elapse(time.Second) // it has a message to probe with
+		go func() { done <- again.Run(t.Context(), parked) }()
+		elapse(20 * time.Second)
+		if a, b := again.Account(), s.Account(); a.Acked != 1 || b.Acked != 1 {
+			t.Errorf("parked %+v, behind it %+v", a, b)
+		}
+		again.End(t.Context(), ReasonShutdown)
+		s.End(t.Context(), ReasonShutdown)
+		for range 2 {
+			if err := <-done; err != nil && !errors.Is(err, ErrClosed) {
+				t.Error(err)
+			}
 		}
 		closeAll(t, g)
 	})

@@ -36,6 +36,9 @@ func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 	if c.ended && word == failure {
 		word = cancelled
 	}
+	if it.probe && word != cancelled {
+		c.saysNothing = word == ignore || word == backoff
+	}
 	switch word {
 	case success:
 		return c.succeeded(now, it)
@@ -97,6 +100,7 @@ func (c *machine[M]) notice(now time.Duration) {
 	if closed := c.closed(); closed != c.wasClosed {
 		c.wasClosed = closed
 		if closed {
+			c.saysNothing = false
 			c.storm.Thaw(now)
 		} else {
 			c.shutAt = now
