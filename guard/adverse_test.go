@@ -611,3 +611,31 @@ func TestFuncIgnoreIsNoSuccess(t *testing.T) {
 		_, _ = g.Close(t.Context())
 	})
 }
+
+// everyOther refuses every other letter for a moment.
+type everyOther struct{ refuse bool }
+
+func (e *everyOther) Admit(time.Duration) time.Duration {
+	if e.refuse = !e.refuse; e.refuse {
+		return 100 * time.Millisecond
+	}
+	return 0
+}
+
+// A guess whose letter waits for the limit of dead letters is a guess: the next one waits
+// longer.
+func TestGuessesThatWaitForTheLimit(t *testing.T) {
+	for _, limited := range []bool{false, true} {
+		s := newSim(t, Policy{Order: OrderNone})
+		if limited {
+			s.letterPace = &everyOther{}
+		}
+		for m := range 12 {
+			s.put(s.now, m, 0, 1)
+		}
+		s.run(s.now+20*time.Minute, func(int) (time.Duration, error) { return time.Millisecond, errDown }, nil)
+		if n := len(s.dead); n < 1 || n > 6 {
+			t.Errorf("limited %v: %d of 12 healthy messages are dead after 20 min of an outage, %d guesses", limited, n, s.guesses)
+		}
+	}
+}

@@ -66,6 +66,7 @@ func (c *machine[M]) sentence(now time.Duration, it *item[M], why dlq.Reason) {
 // refund gives back the credit of an item that is not dead-lettered after all, or
 // not at its own cost.
 func (c *machine[M]) refund(it *item[M]) {
+	c.unguess(it)
 	c.budget.Refund(it.credit)
 	it.credit, it.paid = credit.Paid{}, false
 }
@@ -173,9 +174,7 @@ func (c *machine[M]) confirmed(now time.Duration, it *item[M], parked bool) {
 	if parked {
 		c.tally.Parked++
 		c.rememberParked(now, it)
-		if it.guessed { // it is not dead: the next guess is no later for it
-			c.guesses = max(0, c.guesses-1)
-		}
+		c.unguess(it) // it is not dead: the next guess is no later for it
 	}
 	delete(c.writing, it)
 	c.part(it) // no-op if its lane went on

@@ -635,7 +635,7 @@ func (c *machine[M]) guess(now time.Duration, it *item[M]) {
 	before := len(c.condemned)
 	it.guessed = true
 	c.condemn(now, it)
-	if it.guessed = len(c.condemned) > before; it.guessed {
+	if it.guessed = it.paid || len(c.condemned) > before; it.guessed { // paid: the letter waits for its limit
 		c.guesses++
 		c.guessedAt, c.guessLuck = now, c.life()
 	}

@@ -206,7 +206,7 @@ func (c *machine[M]) drain(now time.Duration) (rest []M, kept int) {
 // unguess takes back a guess whose letter is not written: it is made again.
 func (c *machine[M]) unguess(it *item[M]) {
 	if it.guessed {
-		c.guesses = max(0, c.guesses-1)
+		it.guessed, c.guesses = false, max(0, c.guesses-1)
 	}
 }
 
