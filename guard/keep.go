@@ -27,6 +27,7 @@ type kept struct {
 	guessedAt time.Duration
 	stillAt   time.Duration // see machine
 	suspects  map[string]suspect
+	flaky     flakiness // by which the attempts of the suspects are judged
 	paused    bool
 	pauseEnds time.Duration // see machine
 	asked     time.Duration // see machine
@@ -82,8 +83,9 @@ func (s *Source[M]) keepLocked(now time.Duration) kept {
 	s.c.earn()
 	k := kept{
 		budget: s.c.budget.Continue(), cfg: s.c.policy.Budget, paused: s.c.paused, pauseEnds: s.c.pauseEnds,
-		suspects: freshSuspects(now, s.c.suspects), stillAt: s.c.stillAt, succeeded: s.c.elsewhere.own.Load(), at: now,
+		suspects: freshSuspects(now, s.c.suspects), flaky: s.c.flaky, stillAt: s.c.stillAt, succeeded: s.c.elsewhere.own.Load(), at: now,
 	}
+	k.flaky.seen = 0 // the next epoch counts anew
 	if s.c.life() == s.c.guessLuck {
 		k.guesses, k.guessedAt = s.c.guesses, s.c.guessedAt
 	}
@@ -115,7 +117,7 @@ func (s *Source[M]) resumeLocked(now time.Duration, k kept) {
 	s.c.paused, s.c.pauseEnds = k.paused, k.pauseEnds // the sweeper ends one whose time is over
 	s.c.guesses, s.c.guessedAt, s.c.stillAt = k.guesses, k.guessedAt, k.stillAt
 	s.c.asked, s.c.askedFor, s.c.askedText = k.asked, k.askedFor, k.askedText
-	s.c.suspects = k.suspects
+	s.c.suspects, s.c.flaky = k.suspects, k.flaky
 	s.c.elsewhere.own.Store(k.succeeded)
 	s.c.guessLuck = s.c.born
 	if k.budget != nil && k.cfg == s.c.policy.Budget {

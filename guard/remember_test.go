@@ -5,6 +5,7 @@ package guard
 
 import (
 	"context"
+	"errors"
 	"encoding/json"
 	"fmt"
 	"slices"
@@ -87,6 +88,55 @@ func TestAttemptsOverEpochs(t *testing.T) {
 			}
 		})
 	}
+}
+
+// Where the dependency is flaky a message has as many attempts in the next epoch, too: what
+// would be chance in one is in the other.
+func TestFlakinessOverEpochs(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g := Must(New(Config{}))
+		letters := &testWriter{}
+		policy := Policy{Order: OrderNone, NoBreaker: true, Retry: Retry{Base: 10 * time.Millisecond, Max: 10 * time.Millisecond}}
+		calls := map[int]int{}
+		open := func() (s *Source[int], in chan int, ran chan struct{}) {
+			s = Must(Open(g, SourceConfig{Name: "orders/0", DeadLetters: letters, Policy: &policy}, Limits{}, &testPort{}, func(_ context.Context, m int) error {
+				calls[m]++
+				if m == 0 && calls[0] <= 14 || m%2 == 1 && calls[m] == 1 {
+					return errors.New("it may be this or that")
+				}
+				return nil
+			}))
+			in, ran = make(chan int), make(chan struct{})
+			go func() { defer close(ran); _ = s.Run(t.Context(), in) }()
+			return s, in, ran
+		}
+		s, in, ran := open()
+		m := 1
+		for ; m < 100; m++ { // it is known to be flaky
+			in <- m
+			time.Sleep(10 * time.Millisecond)
+		}
+		in <- 0
+		for ; calls[0] < 8; m++ {
+			in <- m
+			time.Sleep(10 * time.Millisecond)
+		}
+		s.End(t.Context(), ReasonRebalance)
+		<-ran
+		s, in, ran = open()
+		in <- 0
+		for end := m + 100; m < end; m++ {
+			in <- m
+			time.Sleep(10 * time.Millisecond)
+		}
+		time.Sleep(time.Second)
+		if n := len(letters.bodies()); n > 0 || calls[0] != 15 {
+			t.Errorf("%d letters, and %d calls of the unlucky message", n, calls[0])
+		}
+		s.End(t.Context(), ReasonShutdown)
+		<-ran
+		closeAll(t, g)
+	})
 }
 
 // A message whose letter was not confirmed when its source ended keeps its attempts.

@@ -88,6 +88,15 @@ type savedSource struct {
 	AskedFor  string                  `json:"asked_for,omitempty"`
 	Storm     *storm.Saved            `json:"storm,omitempty"`
 	Failed    map[string]savedFailure `json:"failed,omitempty"`
+	Flaky     savedFlakiness          `json:"flaky,omitzero"` // by which those are judged
+}
+
+// savedFlakiness is a flakiness, as it is written.
+type savedFlakiness struct {
+	Recovered float64       `json:"recovered"`
+	All       float64       `json:"all"`
+	Relapses  float64       `json:"relapses"`
+	At        time.Duration `json:"at"`
 }
 
 // savedBudgetConfig is a dlq.BudgetConfig, with the names that it is written by.
@@ -521,6 +530,9 @@ func (k kept) saved() (savedSource, bool) {
 		}
 		s.Failed[name] = f.saved()
 	}
+	if f := k.flaky; f.recovered > 0 {
+		s.Flaky = savedFlakiness{f.recovered, f.all, f.relapses, f.at}
+	}
 	return s, s.Budget != nil || k.guesses > 0 || k.paused || k.asked > 0 || k.storm != nil || len(s.Failed) > 0
 }
 
@@ -529,6 +541,7 @@ func (s savedSource) kept(now time.Duration) kept {
 	k := kept{
 		guesses: s.Guesses, guessedAt: s.GuessedAt, paused: s.Paused, pauseEnds: s.PauseEnds, asked: s.Asked,
 		storm: s.Storm, at: s.At, restart: true,
+		flaky: flakiness{recovered: max(0, s.Flaky.Recovered), all: max(0, s.Flaky.All), relapses: max(0, s.Flaky.Relapses), at: s.Flaky.At},
 	}
 	if s.Budget != nil {
 		cfg := dlq.BudgetConfig(s.BudgetOf)

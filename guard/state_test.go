@@ -301,6 +301,39 @@ func TestAttemptsOverKills(t *testing.T) {
 	})
 }
 
+// Where the dependency is flaky a message has as many attempts after a restart, too.
+func TestFlakinessOverKills(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		h := newStateHost(t, Policy{Order: OrderNone, NoBreaker: true, Retry: Retry{Base: 400 * time.Millisecond, Max: 400 * time.Millisecond}})
+		calls := map[int]int{}
+		m := 1
+		life := func(until func() bool, unlucky ...int) {
+			t.Helper()
+			p := h.start(func(m int) error {
+				calls[m]++
+				if m == 0 && calls[0] <= 14 || m%2 == 1 && calls[m] == 1 {
+					return errHopeless
+				}
+				return nil
+			})
+			p.send(unlucky...)
+			for ; !until(); m++ {
+				p.send(m)
+				time.Sleep(10 * time.Millisecond)
+			}
+			if n := len(p.letters.bodies()); n > 0 {
+				t.Errorf("%d letters after %d calls of the unlucky message", n, calls[0])
+			}
+			p.kill()
+		}
+		life(func() bool { return calls[0] >= 8 || calls[0] == 0 && m > 10_000 }, 0)
+		life(func() bool { return calls[0] >= 15 || m > 10_000 }, 0)
+		if calls[0] != 15 {
+			t.Errorf("%d calls of the unlucky message", calls[0])
+		}
+	})
+}
+
 // Guesses go on at the pace of the outage: a crash loop does not make one in each life.
 func TestGuessesOverKills(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
