@@ -71,7 +71,8 @@ type Config struct {
 	// Successes is how many probes must succeed in a row to close. A breaker that
 	// trips within Memory of a close needs twice as many as the last time, up to
 	// 64 times: a dependency that fails some calls is half-open then, which
-	// carries what it can. In [1, 1000]; unset means 10.
+	// carries what it can. A Memory of probes of which no more than Ratio fail
+	// halves that again. In [1, 1000]; unset means 10.
 	Successes int
 
 	// Probes is how many probes may be out at once when probing begins. Each

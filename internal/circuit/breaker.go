@@ -75,7 +75,8 @@ type Breaker struct {
 	judged  gobreaker.State // what gobreaker last changed to
 	byHand  bool            // this phase is judged without gobreaker; see admitSlow
 	out     []*probe
-	passed  int    // probes that succeeded in this phase, since one failed
+	passed  int // probes that succeeded in this phase, since one failed
+	stretch stretch
 	pace    int    // of this phase: see probePassed
 	head    uint64 // whose probe failed last
 	life    uint64 // successes of attached counters, as far as they were read
@@ -695,7 +696,7 @@ func (b *Breaker) moveLocked(now time.Duration, e *epoch, cause breaker.Cause, o
 	e.gen, e.since = prev.gen+1, now
 	e.stir.Store(int64(now))
 	clear(b.out)
-	b.out, b.passed, b.pace, b.head = b.out[:0], 0, 0, 0
+	b.out, b.passed, b.pace, b.head, b.stretch = b.out[:0], 0, 0, 0, stretch{}
 	if prev.state == breaker.Closed && e.state == breaker.Open {
 		b.down = now
 	}
@@ -791,6 +792,7 @@ func (b *Breaker) settleLocked(now time.Duration, p *probe, o outcome) {
 		return
 	case o == passed:
 		b.passed++
+		b.stretchLocked(now, false)
 		b.pace = min(b.pace+probePassed, maxPace)
 		if b.pace >= maxPace/2 {
 			b.down = now
@@ -808,6 +810,7 @@ func (b *Breaker) settleLocked(now time.Duration, p *probe, o outcome) {
 		return
 	case b.pace > 0:
 		b.pace-- // others succeed: slower, and not stopped
+		b.stretchLocked(now, true)
 		b.head, b.passed, b.byHand = p.head, 0, true
 	default:
 		b.tellLocked(p, errFailed)
@@ -823,6 +826,32 @@ func (b *Breaker) settleLocked(now time.Duration, p *probe, o outcome) {
 		b.changed = true // so is its vote
 	}
 	b.roomLocked(e, now)
+}
+
+// stretch is a part of a half-open phase, Memory long from its first probe on.
+type stretch struct {
+	from     time.Duration
+	bad, all int // probes
+}
+
+// stretchLocked counts a probe. A stretch in which no more of them failed than a closed breaker
+// bears forgets a flap: else a row of 640 would be asked for long after the flapping is over,
+// which a dependency that fails one call in fifty never has.
+func (b *Breaker) stretchLocked(now time.Duration, bad bool) {
+	s := &b.stretch
+	if s.all == 0 {
+		s.from = now
+	}
+	if s.all++; bad {
+		s.bad++
+	}
+	if now-s.from < b.cfg.Memory {
+		return
+	}
+	if s.all >= b.cfg.Successes && float64(s.bad) <= b.cfg.Ratio*float64(s.all) {
+		b.flaps = max(0, b.flaps-1)
+	}
+	*s = stretch{}
 }
 
 // The pace of a half-open breaker is how many probes may be out: 2^(pace/probePassed),

@@ -38,6 +38,7 @@ type model struct {
 	out     []*modelToken
 	passed  int // in a row
 	pace    int
+	stretch []event       // probes that were evidence, over a Memory
 	head    uint64        // that failed while others passed
 	promise time.Duration // nothing may be admitted before, by a force
 	life    uint64
@@ -59,7 +60,7 @@ type modelToken struct {
 
 func (m *model) phase(s breaker.State) {
 	m.state, m.gen, m.forced, m.held, m.trial = s, m.gen+1, false, false, breaker.NoTrial
-	m.out, m.passed, m.pace, m.head = nil, 0, 0, 0
+	m.out, m.passed, m.pace, m.head, m.stretch = nil, 0, 0, 0, nil
 }
 
 func (m *model) open(now, d time.Duration, forced bool) {
@@ -100,6 +101,25 @@ func (m *model) fail(now time.Duration, head uint64) {
 	}
 	m.pace--
 	m.passed, m.head = 0, head
+	m.probed(now, true)
+}
+
+// probed counts a probe. One flap is forgotten for a Memory in which few failed.
+func (m *model) probed(now time.Duration, bad bool) {
+	m.stretch = append(m.stretch, event{at: now, bad: bad})
+	if now < m.stretch[0].at+m.cfg.Memory {
+		return
+	}
+	failed := 0
+	for _, e := range m.stretch {
+		if e.bad {
+			failed++
+		}
+	}
+	if m.flaps > 0 && len(m.stretch) >= m.cfg.Successes && float64(failed)/float64(len(m.stretch)) <= m.cfg.Ratio {
+		m.flaps--
+	}
+	m.stretch = nil
 }
 
 // slots is how many probes may be out.
@@ -229,6 +249,7 @@ func (m *model) settle(now time.Duration, t *modelToken, o outcome, first bool) 
 			m.hold(now, breaker.TrialPassed)
 		case o == passed:
 			m.passed++
+			m.probed(now, false)
 			m.pace = min(m.pace+2, 12)
 			if m.pace >= 6 { // eight at once: it was back
 				m.left = now
@@ -237,7 +258,7 @@ func (m *model) settle(now time.Duration, t *modelToken, o outcome, first bool) 
 			for range m.flaps {
 				need *= 2
 			}
-			if m.passed == need {
+			if m.passed >= need {
 				m.close(now)
 			}
 		case o == failed && m.pace > 0 && t.head != 0 && t.head == m.head:

@@ -269,6 +269,43 @@ func TestFlapsDoubleTheRow(t *testing.T) {
 	})
 }
 
+// Once a dependency that has flapped fails no more than a closed breaker bears, the breaker
+// closes; one that fails more keeps it half-open.
+func TestFlapsAreForgotten(t *testing.T) {
+	for _, c := range []struct {
+		every  int // a call in so many fails
+		closes bool
+	}{{50, true}, {10, false}} {
+		b := must(t, breaker.Config{})
+		now := sec
+		for range 8 {
+			trip(t, b, now)
+			for now = max(now, b.Snapshot(now).Until); !b.Closed(); {
+				b.Success(now, admit(t, b, now))
+			}
+			now += sec
+		}
+		trip(t, b, now)
+		now = max(now, b.Snapshot(now).Until)
+		began := now
+		for n := 1; !b.Closed() && now < began+10*time.Minute; n++ {
+			now += 5 * ms
+			tok, r := b.Admit(now, uint64(n))
+			if !r.OK() {
+				t.Fatalf("call %d is refused: %+v", n, r)
+			}
+			if n%c.every == 0 {
+				b.Failure(now, tok, true)
+			} else {
+				b.Success(now, tok)
+			}
+		}
+		if b.Closed() != c.closes {
+			t.Errorf("one call in %d fails: closed %v after %v", c.every, b.Closed(), now-began)
+		}
+	}
+}
+
 // All probes that are out may be lost at once.
 func TestManyLostProbes(t *testing.T) {
 	b := must(t, breaker.Config{Lease: 5 * sec, Successes: 100})
