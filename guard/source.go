@@ -62,7 +62,8 @@ type Source[M any] struct {
 	metaLost  atomic.Bool   // a Port.Meta that did not return was logged
 	laneLost  atomic.Bool   // and a Port.Lane that panicked
 	failed    atomic.Pointer[failedCall]
-	slowAfter time.Duration // Breaker.Slow
+	slowAfter atomic.Int64 // Breaker.Slow
+	slowIs    bool         // Policy.Breaker says that, and not the Timeout
 
 	mu       sync.Mutex
 	c        machine[M] // its policy and gate may be read by the loop without mu, see Update
@@ -142,19 +143,21 @@ func openSource[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], 
 	if err := errors.Join(append(errs, full.fits(limits))...); err != nil {
 		return nil, fmt.Errorf("guard: open %q: %w", cfg.Name, err)
 	}
+	slowIs := full.Breaker.Slow > 0
 	full.Breaker = full.slow()
 
 	s := &Source[M]{
 		g: g, cfg: cfg, limits: limits, port: port, handler: handler,
-		wake:      make(chan struct{}, 1),
-		space:     make(chan struct{}, 1),
-		ended:     make(chan struct{}),
-		demanded:  -1,
-		epoch:     g.epochs.Add(1),
-		slowAfter: full.Breaker.Slow,
-		stormKey:  g.stormKey(cfg),
-		parker:    parker, from: from,
+		wake:     make(chan struct{}, 1),
+		space:    make(chan struct{}, 1),
+		ended:    make(chan struct{}),
+		demanded: -1,
+		epoch:    g.epochs.Add(1),
+		slowIs:   slowIs,
+		stormKey: g.stormKey(cfg),
+		parker:   parker, from: from,
 	}
+	s.slowAfter.Store(int64(full.Breaker.Slow))
 	s.marker, _ = any(port).(Marker)
 	s.cond = sync.NewCond(&s.mu)
 	s.ctx, s.cancel = context.Background(), func(error) {}
@@ -448,6 +451,12 @@ func (s *Source[M]) Update(p Policy) error {
 		p.Timeout, p.NoTimeout, p.Retry, p.Ramp = next.Timeout, next.NoTimeout, next.Retry, next.Ramp
 		p.Window, p.WindowBytes = next.Window, next.WindowBytes
 		s.timeout.Store(int64(next.Timeout))
+		if !s.slowIs {
+			next.Breaker.Slow = 0
+			p.Breaker.Slow = next.slow().Slow
+			s.c.slowAfter = p.Breaker.Slow
+			s.slowAfter.Store(int64(p.Breaker.Slow))
+		}
 		s.divideLocked()
 	}
 	s.unlock(s.g.now())

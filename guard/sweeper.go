@@ -202,7 +202,7 @@ func (s *Source[M]) sweepCall(now time.Duration, call uint64) {
 			ctx.end(context.DeadlineExceeded, ErrTimeout)
 		}
 	}
-	if s.c.gate == nil || ran < s.slowAfter || s.slowAt.Load() == call+1 {
+	if s.c.gate == nil || int64(ran) < s.slowAfter.Load() || s.slowAt.Load() == call+1 {
 		return
 	}
 	s.slowAt.Store(call + 1)

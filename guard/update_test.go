@@ -15,6 +15,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/stormguard-mq/stormguard/breaker"
 )
 
 func TestUpdate(t *testing.T) {
@@ -45,6 +47,38 @@ func TestUpdate(t *testing.T) {
 		}
 		r.close()
 	})
+}
+
+// With the Timeout goes the age from which on a call is slow, unless Policy.Breaker has one.
+func TestUpdateOfTheTimeout(t *testing.T) {
+	for _, c := range []struct {
+		slow  time.Duration // set
+		opens bool
+	}{{0, false}, {30 * time.Second, true}} {
+		bubble(t, c.slow.String(), func(t *testing.T) {
+			p := Policy{Order: OrderNone, Workers: 8, Breaker: breaker.Config{Window: 30 * time.Minute, Slow: c.slow}}
+			r := newRig(t, p, Limits{}, func(_ *rig, ctx context.Context, _ int) error {
+				select {
+				case <-time.After(45 * time.Second):
+					return nil
+				case <-ctx.Done():
+					return ctx.Err()
+				}
+			})
+			settings := r.s.State().Settings
+			settings.Timeout = 2 * time.Minute
+			if err := r.s.Update(settings); err != nil {
+				t.Fatal(err)
+			}
+			before := r.s.State().Breaker.Generation
+			r.send(0, 100)
+			elapse(5 * time.Minute)
+			if opened := r.s.State().Breaker.Generation != before; opened != c.opens {
+				t.Errorf("opened: %v, %+v", opened, r.s.State().Breaker)
+			}
+			r.close()
+		})
+	}
 }
 
 // A feed that has become smaller keeps what it has and takes no more; one that has
