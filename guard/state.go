@@ -536,6 +536,10 @@ func (k kept) saved() (savedSource, bool) {
 	return s, s.Budget != nil || k.guesses > 0 || k.paused || k.asked > 0 || k.storm != nil || len(s.Failed) > 0
 }
 
+// anyRate is a rate of a storm that any budget is for. By that of its own source a budget was
+// checked when it began, and is again by who takes it up.
+const anyRate = 1e-9
+
 // kept is s in the Guard that reads it at now. A budget that cannot be is left out.
 func (s savedSource) kept(now time.Duration) kept {
 	k := kept{
@@ -545,7 +549,7 @@ func (s savedSource) kept(now time.Duration) kept {
 	}
 	if s.Budget != nil {
 		cfg := dlq.BudgetConfig(s.BudgetOf)
-		if b, err := credit.New(cfg, 0); err == nil {
+		if b, err := credit.New(cfg, anyRate); err == nil {
 			b.Restore(now, *s.Budget)
 			k.budget, k.cfg = b, cfg
 		}

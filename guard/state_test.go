@@ -147,8 +147,18 @@ func poison(int) error { return Permanent(errHopeless) }
 
 // A process that is killed again and again spends its budget once.
 func TestBudgetOverKills(t *testing.T) {
-	bubble(t, "", func(t *testing.T) {
-		h := newStateHost(t, Policy{Budget: dlq.BudgetConfig{PermanentBalance: 5, FreeEvery: time.Hour}})
+	for name, p := range map[string]Policy{
+		"default":   {Budget: dlq.BudgetConfig{PermanentBalance: 5, FreeEvery: time.Hour}},
+		"low rates": {Storm: dlq.StormConfig{ErrorRate: 0.01}, Budget: dlq.BudgetConfig{Earn: 0.02, PermanentEarn: 0.02, PermanentBalance: 5, FreeEvery: time.Hour}},
+	} {
+		budgetOverKills(t, name, p)
+	}
+}
+
+func budgetOverKills(t *testing.T, name string, policy Policy) {
+	t.Helper()
+	bubble(t, name, func(t *testing.T) {
+		h := newStateHost(t, policy)
 		letters := 0
 		for life := range 10 {
 			p := h.start(poison)
