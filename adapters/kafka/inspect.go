@@ -153,11 +153,11 @@ func (i *inspection) topics(source string, cfg DLQConfig) error {
 	if to == nil {
 		want := demands{from.Partitions, from.Number("max.message.bytes", 0)}
 		i.findings.Add(guard.Warning, "topic "+name, i.in.CreateCommand(cfg.newTopic(name, want)), "it does not exist: dead letters of %s wait", source)
-		return nil
+		return from.Refused
 	}
 	i.findings = append(i.findings, i.in.Durable(to)...)
 	i.deadLetters(from, to)
-	return nil
+	return errors.Join(from.Refused, to.Refused)
 }
 
 func (i *inspection) deadLetters(from, to *cluster.Topic) {
@@ -166,7 +166,7 @@ func (i *inspection) deadLetters(from, to *cluster.Topic) {
 		i.findings.Add(guard.Danger, where, i.in.Alter(to.Name, "cleanup.policy=delete"), "cleanup.policy is %s: of each key only the last dead letter stays", to.Settings["cleanup.policy"])
 	}
 	keeps, longer := to.Retention(), from.Retention()
-	if keeps > 0 && (longer == 0 || keeps < longer) {
+	if from.Refused == nil && keeps > 0 && (longer == 0 || keeps < longer) {
 		i.findings.Add(guard.Warning, where, i.in.Alter(to.Name, "retention.ms=-1"), "it keeps dead letters for %s, %s keeps messages %s: they are gone before those they came from",
 			keeps, from.Name, retentionText(longer))
 	}
@@ -181,7 +181,7 @@ func (i *inspection) deadLetters(from, to *cluster.Topic) {
 		i.findings.Add(guard.Notice, where, i.in.AddPartitions(to.Name, from.Partitions),
 			"it has %d partitions, %s has %d: dead letters do not keep their partition", to.Partitions, from.Name, from.Partitions)
 	}
-	if have, want := to.Number("max.message.bytes", 0), from.Number("max.message.bytes", 0); have > 0 && have < want+cluster.HeaderRoom {
+	if have, want := to.Number("max.message.bytes", 0), from.Number("max.message.bytes", 0); from.Refused == nil && have > 0 && have < want+cluster.HeaderRoom {
 		i.findings.Add(guard.Warning, where, i.in.Alter(to.Name, fmt.Sprintf("max.message.bytes=%d", want+cluster.HeaderRoom)),
 			"max.message.bytes is %d, of %s %d: the dead letter of a large message can never be written, and waits", have, from.Name, want)
 	}

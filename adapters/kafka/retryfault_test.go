@@ -24,10 +24,11 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
 
-// newFakeRig is a cluster that can be told to fail, with a topic of one partition.
-func newFakeRig(t *testing.T) (*rig, *kfake.Cluster) {
+// newFakeRig is a cluster that can be told to fail, with a topic of one partition and, unless
+// opts say otherwise, one broker.
+func newFakeRig(t *testing.T, opts ...kfake.Opt) (*rig, *kfake.Cluster) {
 	t.Helper()
-	fake, err := kfake.NewCluster(kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+	fake, err := kfake.NewCluster(append([]kfake.Opt{kfake.NumBrokers(1), kfake.SeedTopics(1, "orders")}, opts...)...)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -25,7 +25,11 @@ type Topic struct {
 	Partitions int32
 	Replicas   int
 	Settings   map[string]string // its configuration, defaults included; empty if it may not be read
+	Refused    error             // that Settings may not be read, an [ErrRefused]; else nil
 }
+
+// ErrRefused means that settings may not be read.
+var ErrRefused = errors.New("they may not be read")
 
 // An Admin asks a cluster about topics.
 type Admin struct {
@@ -67,7 +71,13 @@ func (in *Admin) Topic(name string) (*Topic, error) {
 			info.Replicas = len(t.Partitions[0].Replicas)
 		}
 		if info.Settings, err = in.Settings(sarama.TopicResource, name); err != nil {
-			return nil, fmt.Errorf("kafka: settings of topic %s: %w", name, err)
+			err = fmt.Errorf("kafka: settings of topic %s: %w", name, err)
+		}
+		if errors.Is(err, ErrRefused) {
+			info.Refused, err = err, nil
+		}
+		if err != nil {
+			return nil, err
 		}
 		return info, nil
 	}
@@ -83,8 +93,8 @@ func (in *Admin) Source(name string) (*Topic, error) {
 	}
 }
 
-// Settings are those of a topic or broker, defaults included; none if they may
-// not be read.
+// Settings are those of a topic or broker, defaults included. If they may not be read the
+// error is an [ErrRefused] that names the missing right.
 func (in *Admin) Settings(kind sarama.ConfigResourceType, name string) (map[string]string, error) {
 	found, err := in.ClusterAdmin.DescribeConfigs([]*sarama.ConfigResource{{Type: kind, Name: name}}, sarama.DescribeConfigsOptions{})
 	out := make(map[string]string)
@@ -96,8 +106,11 @@ func (in *Admin) Settings(kind sarama.ConfigResourceType, name string) (map[stri
 			err = errors.Join(err, r.ErrorCode)
 		}
 	}
-	if errors.Is(err, sarama.ErrTopicAuthorizationFailed) || errors.Is(err, sarama.ErrClusterAuthorizationFailed) {
-		err = nil
+	switch {
+	case errors.Is(err, sarama.ErrTopicAuthorizationFailed):
+		err = fmt.Errorf("%w: allow DescribeConfigs on the topic: %w", ErrRefused, err)
+	case errors.Is(err, sarama.ErrClusterAuthorizationFailed):
+		err = fmt.Errorf("%w: allow DescribeConfigs on the cluster: %w", ErrRefused, err)
 	}
 	return out, err
 }
@@ -216,7 +229,7 @@ func (in *Admin) Durable(t *Topic) (found Findings) {
 	if t.Replicas == 1 {
 		found.Add(guard.Warning, where, "more replicas: kafka-reassign-partitions.sh", "it has one replica: the disk of one broker is all there is")
 	}
-	if t.Replicas > 2 && t.Number("min.insync.replicas", 1) == 1 {
+	if t.Replicas > 2 && t.Number("min.insync.replicas", 0) == 1 {
 		found.Add(guard.Danger, where, in.Alter(t.Name, "min.insync.replicas=2"), "min.insync.replicas is 1: a write is confirmed although one broker alone has it")
 	}
 	if t.Settings["unclean.leader.election.enable"] == "true" {

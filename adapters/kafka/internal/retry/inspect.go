@@ -54,22 +54,24 @@ func (i *inspection) topics(source string, cfg Config) error {
 	if err != nil || from == nil {
 		return err // its absence is found with the DLQ's sources
 	}
+	var errs []error // not of from, which is also looked at with the DLQ's sources
 	for level, delay := range cfg.Delays {
 		want := cfg.newTopic(from, level+1)
 		to, err := i.Topic(want.Name)
 		if err != nil {
-			return err
+			return errors.Join(append(errs, err)...)
 		}
 		if to == nil {
 			i.Add(guard.Warning, "topic "+want.Name, i.CreateCommand(want), "it does not exist: nothing of %s can be parked for %s", source, delay)
 			continue
 		}
+		errs = append(errs, to.Refused)
 		i.Findings = append(i.Findings, i.Durable(to)...)
 		for _, f := range topicFaults(i.Admin, from, to, delay, max(retryMargin, i.hold)) {
 			i.Add(guard.Danger, "topic "+want.Name, f.fix, "%s", f.what)
 		}
 	}
-	return nil
+	return errors.Join(errs...)
 }
 
 // left looks for what is parked and not read, also under the names that the

@@ -141,14 +141,16 @@ func (t *Topics) takesMetadata(client sarama.Client, in *cluster.Admin) error {
 		return fmt.Errorf("kafka: coordinator of group %s: %w", t.cfg.Group, err)
 	}
 	f, err := metadataFault(in, coordinator.ID())
+	if errors.Is(err, cluster.ErrRefused) {
+		return nil
+	}
 	if err == nil && f != nil {
 		err = cluster.Unsuitable("broker %d: %s: %s", coordinator.ID(), f.what, f.fix)
 	}
 	return err
 }
 
-// metadataFault is what is wrong with a broker that commits offsets; nil if nothing
-// is, or its settings may not be read.
+// metadataFault is what is wrong with a broker that commits offsets; nil if nothing is.
 func metadataFault(in *cluster.Admin, broker int32) (*fault, error) {
 	s, err := in.Settings(sarama.BrokerResource, fmt.Sprint(broker))
 	if err != nil {

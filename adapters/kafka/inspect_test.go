@@ -1,0 +1,116 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+package guardkafka
+
+import (
+	"fmt"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/IBM/sarama"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/stormguard-mq/stormguard/guard"
+)
+
+// refuseSettings has a cluster refuse the settings of the resources that which names.
+func refuseSettings(fake *kfake.Cluster, which func(kmsg.ConfigResourceType, string) bool) {
+	fake.ControlKey(int16(kmsg.DescribeConfigs), func(req kmsg.Request) (kmsg.Response, error, bool) {
+		fake.KeepControl()
+		ask, ok := req.(*kmsg.DescribeConfigsRequest)
+		if !ok || len(ask.Resources) != 1 || !which(ask.Resources[0].ResourceType, ask.Resources[0].ResourceName) {
+			return nil, nil, false //nolint:nilnil // the cluster answers
+		}
+		resp, r := ask.ResponseKind().(*kmsg.DescribeConfigsResponse), kmsg.NewDescribeConfigsResponseResource()
+		r.ResourceType, r.ResourceName, r.ErrorCode = ask.Resources[0].ResourceType, ask.Resources[0].ResourceName, kerr.TopicAuthorizationFailed.Code
+		if r.ResourceType == kmsg.ConfigResourceTypeBroker {
+			r.ErrorCode = kerr.ClusterAuthorizationFailed.Code
+		}
+		resp.Resources = append(resp.Resources, r)
+		return resp, nil, true
+	})
+}
+
+// Settings that may not be read are no settings without a fault: the error says so, and the
+// findings have nothing that only they could tell. Who creates topics does without them.
+func TestInspectWithoutTheRightToReadSettings(t *testing.T) {
+	t.Parallel()
+	r, fake := newFakeRig(t, kfake.NumBrokers(3))
+	letters := DLQConfig{Sources: []string{r.topic}, Retention: time.Hour}
+	parked := RetryConfig{Sources: letters.Sources, Group: r.group, Delays: []time.Duration{time.Minute}}
+	client, err := sarama.NewClient(r.addrs, func() *sarama.Config {
+		c := testConfig()
+		c.Consumer.Return.Errors = true
+		return c
+	}())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	inspect := func() ([]guard.Finding, string) {
+		found, err := Inspect(client, Target{DLQ: letters, Retry: &parked})
+		if err == nil {
+			t.Fatal("nothing is said of what was refused")
+		}
+		return found, err.Error()
+	}
+	const topic, broker = "settings of topic %s: they may not be read: allow DescribeConfigs on the topic", "settings of broker %d: they may not be read: allow DescribeConfigs on the cluster"
+
+	var all atomic.Bool
+	all.Store(true)
+	refuseSettings(fake, func(_ kmsg.ConfigResourceType, name string) bool { return all.Load() || name == r.topic })
+	d, err := NewDLQ(r.addrs, testConfig(), letters)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Close()
+	topics, err := NewRetryTopics(r.addrs, testConfig(), parked)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer topics.Close()
+	register, err := NewRegister(r.addrs, testConfig(), RegisterConfig{Topic: "register"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer register.Close()
+	if _, _, err := register.Read(t.Context()); err != nil {
+		t.Error(err)
+	}
+	found, said := inspect()
+	controller, err := client.Controller()
+	if err != nil {
+		t.Fatal(err)
+	}
+	coordinator, err := client.Coordinator(r.group)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{
+		fmt.Sprintf(topic, r.topic), fmt.Sprintf(topic, "orders.dlq"), fmt.Sprintf(topic, "orders.billing.retry.1"),
+		fmt.Sprintf(broker, controller.ID()), fmt.Sprintf(broker, coordinator.ID()),
+	} {
+		if !strings.Contains(said, want) {
+			t.Errorf("%q is not in: %s", want, said)
+		}
+	}
+	for _, f := range found {
+		t.Errorf("found, although no settings were read: %s", f)
+	}
+
+	all.Store(false)
+	found, said = inspect()
+	if strings.Count(said, "DescribeConfigs") != 1 || !strings.Contains(said, fmt.Sprintf(topic, r.topic)) {
+		t.Errorf("the source alone is refused: %s", said)
+	}
+	for _, f := range found { // what is found at the others is of their own settings alone
+		if f.Where == "topic "+r.topic || strings.Contains(f.What, r.topic+" keeps") || strings.Contains(f.What, "of "+r.topic+" 0") {
+			t.Errorf("found, although the source's settings were not read: %s", f)
+		}
+	}
+}
