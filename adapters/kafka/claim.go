@@ -107,7 +107,7 @@ const markEvery = 100 * time.Millisecond
 // endSource ends a claim's source for the reason that the session shows.
 func (ss *session) endSource(topic string, end func(context.Context, guard.Reason) guard.Report) guard.Report {
 	why, limit := guard.ReasonRebalance, grace(ss.set.config)
-	if ctx := ss.native.Context(); ctx.Err() != nil && stopping(ctx) {
+	if ss.stopped() {
 		why, limit = guard.ReasonShutdown, min(limit, ss.h.opts.stopTimeout)
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
@@ -115,6 +115,18 @@ func (ss *session) endSource(topic string, end func(context.Context, guard.Reaso
 	report := end(ctx, why)
 	ss.noteEnd(topic, why, report)
 	return report
+}
+
+// stopped tells whether claims end because the program stops. ConsumerGroup.Close ends them
+// itself, and the session of a cooperative group later.
+func (ss *session) stopped() bool {
+	select {
+	case <-ss.closed:
+		return true
+	default:
+	}
+	ctx := ss.native.Context()
+	return ctx.Err() != nil && stopping(ctx)
 }
 
 func leftError(source string, r guard.Report) error {

@@ -236,9 +236,9 @@ func (o *options) settingsOf(g *guard.Guard, s sarama.ConsumerGroupSession) (set
 // stops if that one is over, whatever its cause: signal.NotifyContext names the signal
 // there, and a program may name a cause of its own. ConsumerGroup.Close ends the
 // session's context alone and without a cause. A cooperative member that fails to join
-// again does the same, and sarama shows nothing by which to tell the two apart. Its
-// handlers then have [WithStopTimeout], and may run beside the partitions' next owners
-// for that long, never longer than a revoke may take.
+// again does the same, and the context does not tell the two apart. Its handlers then have
+// [WithStopTimeout], and may run beside the partitions' next owners for that long, never
+// longer than a revoke may take.
 func stopping(ctx context.Context) bool {
 	if given := parentOf(ctx); given != nil && given.Err() != nil {
 		return true

@@ -23,7 +23,11 @@ import (
 type fakeSession struct {
 	ctx    context.Context
 	marked atomic.Int64
+	parent *fakeGroup // nil: not to be found
 }
+
+// fakeGroup is a consumer group as its session knows it.
+type fakeGroup struct{ closed chan struct{} }
 
 func (*fakeSession) Claims() map[string][]int32                             { return nil }
 func (*fakeSession) MemberID() string                                       { return "member" }

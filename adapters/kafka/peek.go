@@ -20,6 +20,12 @@ func dyingOf(native sarama.ConsumerGroupClaim) <-chan struct{} {
 	return signalOf(fieldOf(native, "PartitionConsumer", "dying"))
 }
 
+// closedOf is the channel that closes in ConsumerGroup.Close, before its claims are closed;
+// nil if it is not found.
+func closedOf(native sarama.ConsumerGroupSession) <-chan struct{} {
+	return signalOf(fieldOf(native, "parent", "closed"))
+}
+
 // signalOf is a field that is a channel of empty structs; nil if it is none.
 func signalOf(f reflect.Value) <-chan struct{} {
 	if !f.IsValid() || f.Kind() != reflect.Chan || f.Type().ChanDir() != reflect.BothDir ||

@@ -28,6 +28,7 @@ type session struct {
 	native sarama.ConsumerGroupSession
 	set    settings
 
+	closed <-chan struct{}    // by ConsumerGroup.Close; nil if sarama does not show it
 	cancel context.CancelFunc // of the watch
 
 	joined      bool // a call of Consume runs it, and says what it ends with
@@ -92,7 +93,7 @@ type place struct {
 
 func newSession(h *handler, native sarama.ConsumerGroupSession, set settings) *session {
 	return &session{
-		h: h, native: native, set: set, cancel: func() {}, cooperative: cooperative(set.config),
+		h: h, native: native, set: set, closed: closedOf(native), cancel: func() {}, cooperative: cooperative(set.config),
 		begun: time.Now(), timeout: h.opts.timeout(h.g),
 		claims: make(map[place]*claim), wraps: make(map[place]*wrappedClaim), opened: make(map[place]bool), ends: make(map[ended]*tally), left: make(map[string]*left),
 	}

@@ -502,6 +502,99 @@ func closedClaimBeforeItsSession(t *testing.T) {
 	}
 }
 
+// The session of a cooperative group outlives a revoked claim and, for a moment, those that
+// ConsumerGroup.Close ends. Close is a stop: handlers have [WithStopTimeout]. Those of a
+// revoked claim are cancelled at once.
+func TestClosedClaimOfACooperativeGroup(t *testing.T) {
+	t.Parallel()
+	const work = 300 * time.Millisecond
+	for name, c := range map[string]struct {
+		close, deaf bool
+		cut         time.Duration // when the handler is cancelled, after the claim's end; -1: never
+		left        time.Duration // when the claim is left, at the latest
+	}{
+		"closed":          {close: true, cut: -1, left: work},
+		"closed and deaf": {close: true, deaf: true, cut: time.Second, left: 2 * time.Second},
+		"revoked":         {cut: 0, left: 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			synctest.Test(t, func(t *testing.T) {
+				g := adaptertest.Guard(t, guard.Config{})
+				running, release := make(chan struct{}), make(chan struct{})
+				var begun time.Time
+				cut := time.Duration(-1)
+				h := Wrap(g, func(ctx context.Context, _ *sarama.ConsumerMessage) error {
+					close(running)
+					var done <-chan time.Time
+					if !c.deaf {
+						done = time.After(work)
+					}
+					select {
+					case <-done:
+					case <-ctx.Done():
+						cut = time.Since(begun)
+					}
+					if c.deaf {
+						<-release
+					}
+					return ctx.Err()
+				}, WithConfig(cooperativeConfig()), WithStopTimeout(time.Second))
+				s := &fakeSession{ctx: t.Context(), parent: &fakeGroup{make(chan struct{})}}
+				if err := h.Setup(s); err != nil {
+					t.Fatal(err)
+				}
+				native := newFakeClaim()
+				left := make(chan time.Duration, 1)
+				go func() {
+					_ = h.ConsumeClaim(s, native)
+					left <- time.Since(begun)
+				}()
+				native.publish(0, 1)
+				<-running
+				begun = time.Now()
+				if c.close {
+					close(s.parent.closed)
+				}
+				close(native.partition().dying)
+				if took := <-left; took > c.left {
+					t.Errorf("left after %s, want %s at most", took, c.left)
+				}
+				close(release)
+				synctest.Wait()
+				if cut != c.cut {
+					t.Errorf("the handler was cancelled after %s, want %s", cut, c.cut)
+				}
+			})
+		})
+	}
+}
+
+// sarama's own sessions show that ConsumerGroup.Close was called.
+func TestCloseIsSeen(t *testing.T) {
+	t.Parallel()
+	r, _ := newFakeRig(t)
+	seen := make(chan (<-chan struct{}), 1)
+	m := r.join(cooperativeConfig(), Wrap(adaptertest.Guard(t, guard.Config{}), nothing, WithSetup(func(s sarama.ConsumerGroupSession) error {
+		select {
+		case seen <- closedOf(s):
+		default:
+		}
+		return nil
+	})))
+	closed := <-seen
+	if closed == nil {
+		t.Fatal("sarama's sessions do not show what ConsumerGroup.Close closes")
+	}
+	select {
+	case <-closed:
+		t.Error("it is closed before Close")
+	default:
+	}
+	m.stop()
+	within(t, 10*time.Second, "Close", closed)
+}
+
 func TestStopping(t *testing.T) {
 	t.Parallel()
 	given, end := context.WithCancelCause(context.Background())
