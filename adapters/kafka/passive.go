@@ -81,7 +81,7 @@ func Fail(s sarama.ConsumerGroupSession, m *sarama.ConsumerMessage, err error) e
 		ss.MarkMessage(m, "")
 		return nil
 	}
-	if ss.Context().Err() != nil && errors.Is(err, context.Canceled) {
+	if ss.cut(err) {
 		err = guard.Backoff(err, time.Time{}) // nobody's fault
 	}
 	if w := ss.wrapped(m.Topic, m.Partition); w != nil {

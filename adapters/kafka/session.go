@@ -133,6 +133,11 @@ func (ss *session) returned(native sarama.ConsumerGroupClaim, revoked <-chan str
 	}
 }
 
+// cut tells whether an error is the session's end, and not a failure.
+func (ss *session) cut(err error) bool {
+	return ss.native.Context().Err() != nil && errors.Is(err, context.Canceled)
+}
+
 // unopened is why the session has ended, if it did since sarama could not open a claim: it
 // hands that one out to nobody, and group.Consume returns nil.
 func (ss *session) unopened() error {

@@ -410,6 +410,61 @@ func TestConsumeLogsWhatItTriesAgain(t *testing.T) {
 	})
 }
 
+// A loop that leaves a rebalance with the session's own error has not failed: the group joins
+// again at once. Another error has it wait.
+func TestRebalanceIsNoFailureOfTheGroup(t *testing.T) {
+	for name, c := range map[string]struct {
+		leaves func(context.Context) error
+		wait   time.Duration // before the second session
+		lines  int
+	}{
+		"the session's":          {leaves: context.Context.Err},
+		"the session's, wrapped": {leaves: func(ctx context.Context) error { return fmt.Errorf("query: %w", ctx.Err()) }},
+		"another":                {leaves: func(context.Context) error { return errDown }, wait: againFirst, lines: 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				var own logged
+				g := adaptertest.Guard(t, guard.Config{})
+				h := WrapHandler(g, rawHandler{func(s sarama.ConsumerGroupSession, _ sarama.ConsumerGroupClaim) error {
+					<-s.Context().Done()
+					return c.leaves(s.Context())
+				}}, WithConfig(testConfig()), WithLogger(slog.New(slog.NewTextHandler(&own, nil))))
+				ctx, stop := context.WithCancel(t.Context())
+				var ended time.Time
+				group := &scriptedGroup{session: func(n int) error {
+					if n == 2 {
+						if waited := time.Since(ended); waited != c.wait {
+							t.Errorf("the group waited for %s, want %s", waited, c.wait)
+						}
+						stop()
+						return nil
+					}
+					session, end := context.WithCancelCause(ctx)
+					defer end(nil)
+					s := &fakeSession{ctx: session}
+					if err := h.Setup(s); err != nil {
+						return err
+					}
+					var claim sync.WaitGroup
+					claim.Go(func() { _ = h.ConsumeClaim(s, newFakeClaim()) })
+					synctest.Wait()
+					end(sarama.ErrRebalanceInProgress)
+					claim.Wait()
+					ended = time.Now()
+					return h.Cleanup(s)
+				}}
+				if err := Consume(ctx, group, []string{"orders"}, h); err != nil {
+					t.Error(err)
+				}
+				if n := own.count("has failed and begins again"); n != c.lines {
+					t.Errorf("%d lines, want %d: %s", n, c.lines, own.buf.String())
+				}
+			})
+		})
+	}
+}
+
 // Go's signal.NotifyContext names the signal as the cause of its end: that is a stop, and
 // no rebalance, so the handler in flight may finish.
 func TestStopBySignalIsNoRebalance(t *testing.T) {

@@ -153,7 +153,7 @@ func (h *handler) ConsumeClaim(s sarama.ConsumerGroupSession, native sarama.Cons
 	}
 	err := consume(c, revoked)
 	ss.returned(native, revoked)
-	if err != nil {
+	if err != nil && !ss.cut(err) {
 		h.mu.Lock()
 		h.claimErr = err
 		h.mu.Unlock()
