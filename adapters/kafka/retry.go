@@ -6,6 +6,7 @@ package guardkafka
 import (
 	"context"
 	"errors"
+	"fmt"
 	"sync"
 	"time"
 
@@ -123,14 +124,17 @@ func (ss *session) consumeParking(c *claim, revoked <-chan struct{}) error {
 		case <-ctx.Done():
 		}
 	}()
-	parked := ss.h.opts.retries.topics.Open(ctx, retry.Claim{
+	parked, err := ss.h.opts.retries.topics.Open(ctx, retry.Claim{
 		Topic: c.topic, Partition: c.partition, Source: c.name, Initial: c.initial,
 		Session: ss.native, Config: ss.set.config, Timeout: ss.timeout, Log: ss.h.opts.log,
 		ByKey: ss.h.opts.order(ss.h.g) == guard.OrderKey, Key: c.key,
 		Settled: func() int64 { at, _ := c.marks.Position(); return at },
 	})
-	if parked == nil {
-		return nil // the claim is over before it began
+	switch {
+	case errors.Is(err, ErrUnsuitable):
+		return ss.h.refuse(fmt.Errorf("kafka: claim %s: %w", c.name, err))
+	case err != nil:
+		return nil //nolint:nilerr // the claim is over before it began
 	}
 	src, err := openClaim(ss, c.name, revoked, func() (*guard.Source[*sarama.ConsumerMessage], error) {
 		return guard.Open(ss.h.g, ss.sourceConfig(c), limits(ss.set.config), guard.Port[*sarama.ConsumerMessage](parkingPort{c, parked}), parked.Handler(ss.guarded))

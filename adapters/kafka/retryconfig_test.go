@@ -5,6 +5,7 @@ package guardkafka
 
 import (
 	"errors"
+	"log/slog"
 	"slices"
 	"strings"
 	"testing"
@@ -166,6 +167,49 @@ func TestRetryTopicsFit(t *testing.T) {
 	open()
 	cfg.Sources = []string{"missing-" + r.topic}
 	open("does not exist")
+}
+
+// otherClaim is a claim of another topic or partition.
+type otherClaim struct {
+	*fakeClaim
+	topic     string
+	partition int32
+}
+
+func (c otherClaim) Topic() string    { return c.topic }
+func (c otherClaim) Partition() int32 { return c.partition }
+
+// The session of a cooperative group gets claims after its Setup, which has seen none of
+// them: what does not fit the retry topics is refused then.
+func TestClaimThatDoesNotFitIsRefused(t *testing.T) {
+	t.Parallel()
+	r, _ := newFakeRig(t)
+	opts := []Option{
+		WithConfig(cooperativeConfig()), WithGroup(r.group), WithDeadLetters(r.dlq(DLQConfig{Sources: []string{r.topic}})),
+		WithRetryTopics(r.retriesOf(RetryConfig{Delays: []time.Duration{time.Hour}})),
+	}
+	for _, c := range []struct {
+		topic     string
+		partition int32
+		want      string
+	}{
+		{"refunds", 0, `RetryConfig.Sources: topic "refunds"`},
+		{r.topic, 1, "partition 1 of orders has none to be parked in: kafka-topics.sh --alter"},
+	} {
+		var own logged
+		h := Wrap(adaptertest.Guard(t, guard.Config{Policy: parking(2)}), nothing, append(opts, WithLogger(slog.New(slog.NewTextHandler(&own, nil))))...)
+		s, end := setup(t, h)
+		ended := make(chan error, 1)
+		go func() { ended <- h.ConsumeClaim(s, otherClaim{newFakeClaim(), c.topic, c.partition}) }()
+		adaptertest.Eventually(t, "the claim ends, or waits", func() bool { return len(ended) == 1 || own.has("the claim waits") })
+		end(nil)
+		if err := <-ended; !errors.Is(err, ErrUnsuitable) || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%q is not in: %v", c.want, err)
+		}
+		if err := h.(*handler).takeRefused(); !errors.Is(err, ErrUnsuitable) {
+			t.Errorf("Consume would begin again: %v", err)
+		}
+	}
 }
 
 // Without an order, and without a key, each message is parked by itself; it comes

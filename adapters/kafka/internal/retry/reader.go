@@ -23,10 +23,10 @@ const (
 	readAheadBytes = 8 << 20
 )
 
-// boot learns what is parked; false if ctx ended before. What is committed is asked
-// first and the end of the topics after it: what an earlier owner has settled is
-// then further on, or done.
-func (pt *Partition) boot(ctx context.Context) bool {
+// boot learns what is parked, and tries until ctx ends or the claim does not fit. What is
+// committed is asked first and the end of the topics after it: what an earlier owner has
+// settled is then further on, or done.
+func (pt *Partition) boot(ctx context.Context) error {
 	for ctx.Err() == nil {
 		var err error
 		looked := make(chan struct{})
@@ -37,18 +37,25 @@ func (pt *Partition) boot(ctx context.Context) bool {
 		select {
 		case <-looked:
 		case <-ctx.Done():
-			return false
+			return ctx.Err()
+		}
+		if errors.Is(err, cluster.ErrUnsuitable) {
+			return err
 		}
 		pt.said.say("what is parked cannot be read: the claim waits", pt.c.Source, err)
 		if err == nil {
-			return true
+			return nil
 		}
 		pause(ctx, askAgain)
 	}
-	return false
+	return ctx.Err()
 }
 
 func (pt *Partition) look(ctx context.Context) error {
+	// Setup asks too, but a cooperative group has claims that come after it.
+	if err := pt.t.Fits(pt.t.cfg.Group, map[string][]int32{pt.c.Topic: {pt.c.Partition}}); err != nil {
+		return err
+	}
 	names := make([]string, len(pt.levels))
 	for i, l := range pt.levels {
 		names[i] = l.name

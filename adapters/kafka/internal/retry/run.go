@@ -47,13 +47,11 @@ func (t *Topics) Fits(group string, claims map[string][]int32) error {
 	return errors.Join(errs...)
 }
 
-// Open reads what of a claim is parked; nil if ctx ended before.
-func (t *Topics) Open(ctx context.Context, c Claim) *Partition {
+// Open reads what of a claim is parked. A claim that does not fit is a
+// [cluster.ErrUnsuitable]; any other error is ctx's.
+func (t *Topics) Open(ctx context.Context, c Claim) (*Partition, error) {
 	pt := newPartition(t, c)
-	if !pt.boot(ctx) {
-		return nil
-	}
-	return pt
+	return pt, pt.boot(ctx)
 }
 
 // Start reads on until ctx ends, hands what is due to the feed of the source that was
