@@ -241,6 +241,96 @@ func TestMemberHoldsAllOfATopic(t *testing.T) {
 	t.Fatalf("not closed after %d probes: %+v", probes, c.m[0].Scopes())
 }
 
+// A topic that processes let go while they were cut off has not recovered before a call
+// has returned there. A partition that an operator has closed shows nothing about it.
+func TestMemberTellsNoRecoveryWithoutACall(t *testing.T) {
+	c := newCrew(t, "a", "b", "c", "d")
+	var bs, freed []*circuit.Breaker
+	for i := range c.names {
+		bs = append(bs, c.adopt(i, "g", "orders", fmt.Sprint(i)))
+	}
+	for i := range 2 {
+		freed = append(freed, c.adopt(2+i, "g", "orders", fmt.Sprint(4+i)))
+	}
+	bs[0].Trip(c.now, "run")
+	bs[1].Trip(c.now, "run")
+	for range 3 {
+		c.pass(20 * ms)
+		c.talk()
+	}
+	for i, b := range bs {
+		if !b.Held() {
+			t.Fatalf("%s is not held: %+v", c.names[i], c.m[i].Scopes())
+		}
+	}
+	for _, b := range freed {
+		b.ForceClosed(c.now, "operator")
+	}
+	cutOff(c)
+	for i, b := range bs {
+		if s := b.Snapshot(c.now); s.State != breaker.HalfOpen || s.Held {
+			t.Fatalf("%s is not let go: %+v", c.names[i], s)
+		}
+	}
+	for range 10 {
+		c.talk()
+		c.pass(20 * ms)
+	}
+	for i := range c.names {
+		if s := c.v[i].Status(c.fleet(), "g/orders"); !s.Open() {
+			t.Errorf("%s: the topic is %v, and nobody has called", c.names[i], s.Position)
+		}
+	}
+}
+
+// A process whose topic has recovered in one partition while it was cut off counts as
+// passed, whether or not it has another partition to which no message came.
+func TestMemberTellsARecoveryOfOnePartition(t *testing.T) {
+	c := newCrew(t, "a", "b", "c", "d")
+	var bs []*circuit.Breaker
+	for i := range c.names {
+		bs = append(bs, c.adopt(i, "g", "orders", fmt.Sprint(i)))
+	}
+	idle := c.adopt(3, "g", "orders", "4")
+	bs[0].Trip(c.now, "run")
+	bs[1].Trip(c.now, "run")
+	for range 3 {
+		c.pass(20 * ms)
+		c.talk()
+	}
+	cutOff(c)
+	for _, b := range bs[2:] {
+		for !b.Closed() {
+			tok, r := b.Admit(c.now, 1)
+			if !r.OK() {
+				t.Fatalf("%s: %+v", b.Name(), r)
+			}
+			b.Success(c.now, tok)
+		}
+	}
+	if s := idle.Snapshot(c.now); s.State != breaker.HalfOpen {
+		t.Fatalf("not let go, or closed without a call: %+v", s)
+	}
+	for range 10 {
+		c.pass(20 * ms)
+		c.talk()
+	}
+	for i := range c.names {
+		if s := c.v[i].Status(c.fleet(), "g/orders"); s.Open() || s.Gen != 1 {
+			t.Errorf("%s: the topic is %v", c.names[i], s.Position)
+		}
+		if p := c.phase(i, "g/orders"); i >= 2 && p != PhasePassed {
+			t.Errorf("%s says %v, and its probes have passed", c.names[i], p)
+		}
+	}
+}
+
+// cutOff keeps all from hearing each other until each has let go of its scopes.
+func cutOff(c *crew) {
+	cfg := c.v[0].m.Config()
+	c.pass(cfg.Silent + 2*cfg.Cap)
+}
+
 // A topic that closes lets go of a partition only if nothing else holds it.
 func TestMemberKeepsWhatAnotherScopeHolds(t *testing.T) {
 	c := newCrew(t, "a", "b", "c")

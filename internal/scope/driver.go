@@ -56,6 +56,7 @@ type claim struct {
 
 	// Of a topic, which has no breaker of its own.
 	gen     uint64
+	letGo   bool // half-open: no partition has closed since by its own probes
 	tripped bool
 	level   int
 	cause   breaker.Cause
@@ -70,6 +71,7 @@ type leaf struct {
 
 	half    *claim // gave it back half-open while another held it: it is not closed with that one
 	told    bool   // it is closed, and that was told
+	letGo   bool   // half-open by the last HalfOpen: it closes by its own probes
 	waits   bool   // a message waits at it
 	freed   bool   // held, but closed by an operator
 	tripped bool   // by its own verdict, and not closed since
@@ -270,17 +272,19 @@ func (d *Driver) lookLocked(now time.Duration, l *leaf) {
 }
 
 // lookAboveLocked is the same for a topic, whose breaker is made up from those of
-// its partitions: open while enough of them are by their own verdict, and while it
-// is held what the one is like that probes.
+// its partitions. It is open while enough of them are by their own verdict. While it is
+// held, it is like the partition that probes. From when it is let go it is half-open,
+// until a partition has closed by its own probes.
 func (d *Driver) lookAboveLocked(now time.Duration, c *claim) {
 	if !c.topic {
 		return
 	}
-	open, waits, rest := 0, false, true
+	open, waits, rest, proved := 0, false, true, false
 	level, cause := 0, breaker.Cause("")
 	for _, l := range c.leaves {
 		rest = rest && l.told
 		waits = waits || l.waits
+		proved = proved || l.letGo && l.told
 		if l.tripped {
 			open++
 			if l.level > level {
@@ -288,7 +292,7 @@ func (d *Driver) lookAboveLocked(now time.Duration, c *claim) {
 			}
 		}
 	}
-	if rest && !c.held && !c.tripped {
+	if rest && !c.held && !c.tripped && !c.letGo {
 		return
 	}
 	s := breaker.Snapshot{Name: c.name}
@@ -308,6 +312,9 @@ func (d *Driver) lookAboveLocked(now time.Duration, c *claim) {
 		s.State, s.BackoffLevel, s.Cause = breaker.Open, level, cause
 	default:
 		c.tripped = false
+		if c.letGo = c.letGo && !proved && !rest; c.letGo {
+			s.State = breaker.HalfOpen
+		}
 	}
 	s.Generation = c.gen
 	d.v.Observe(d.clock(), c.name, s)
@@ -347,14 +354,14 @@ func (d *Driver) applyLocked(now time.Duration, c *claim, a Action) {
 	c.prober = nil
 	switch a.Kind {
 	case Hold:
-		c.held, c.last, c.tripped = true, a, false
+		c.held, c.last, c.letGo, c.tripped = true, a, false, false
 		for _, l := range c.leaves {
 			l.hold(now, c)
 		}
 	case HalfOpen:
-		c.held = false
+		c.held, c.letGo = false, true
 		for _, l := range c.leaves {
-			if l.freed && l.b.Closed() {
+			if l.letGo = !l.freed || !l.b.Closed(); !l.letGo {
 				continue
 			}
 			l.half = nil
@@ -372,7 +379,7 @@ func (d *Driver) applyLocked(now time.Duration, c *claim, a Action) {
 			c.prober = l
 		}
 	case Close:
-		c.held = false
+		c.held, c.letGo = false, false
 		for _, l := range c.leaves {
 			if l.half == c {
 				l.half = nil
