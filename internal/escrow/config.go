@@ -80,7 +80,8 @@ const (
 	// Pooled is optimistic: each process has the whole bucket, and takes from it what
 	// all of them say that they have used. The full burst is to be had anywhere at once,
 	// and the others use the part of one that leaves. One that crashes is assumed to use
-	// its part, Rate/N, until its name is back or evicted. Weights, owners and loans mean
+	// its part, Rate/N, until its name is back or evicted. A learner cannot be evicted: its
+	// part is free again after 10 min of silence. Weights, owners and loans mean
 	// nothing to it. OnSilence must be Hold and UntilJoined Deny, and [Handle.Reserve]
 	// is [ErrShare].
 	//
@@ -91,6 +92,7 @@ const (
 	//	(N-1)·(B + R·d)      when all begin at the same instant after a rest
 	//	(P-1)·(B + R·150ms)  at each split into P sides; afterwards a peer that is not
 	//	                     heard is assumed to use R/N, so the sides share the rate
+	//	(P-1)·R·(T-10min)    at a split that lasts for a longer T, if there are learners
 	//
 	// A process that starts in a split knows of nobody on the other side: it may admit
 	// B + R·T by itself. What a peer was assumed to use is not given back when it is

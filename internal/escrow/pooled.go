@@ -18,6 +18,10 @@ import (
 // three keep-alives.
 const pooledSilent = 150 * time.Millisecond
 
+// pooledLearner is after which silence that ends for a learner, which nobody can evict. The
+// value is that of breaker.FleetConfig.Keep: a cut that lasts longer is rare.
+const pooledLearner = 10 * time.Minute
+
 // pooled is the limits of one process in the optimistic strategy: every process has
 // the whole bucket, and takes from it what all of them say that they have used. What
 // each has used is a grow-only counter with one writer (Shapiro et al., Conflict-free
@@ -250,7 +254,7 @@ func (p *pooled) passLocked(now time.Duration) {
 		switch {
 		case p.now-peer.heard <= pooledSilent:
 			heard++
-		case peer.out:
+		case peer.out, p.cfg.Roster.Learners && p.now-peer.heard > pooledLearner && p.cfg.Roster.index(name) < 0:
 			delete(p.peers, name)
 		}
 	}

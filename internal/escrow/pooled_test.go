@@ -716,6 +716,60 @@ func pooledEvicts(t *testing.T, heard bool) {
 	}
 }
 
+// A learner that fell silent is assumed to use its part for a while, for it may be behind a
+// cut. Nobody can evict it, so that ends by itself. A member's part waits for its name.
+func TestPooledForgetsALearner(t *testing.T) {
+	now := sec
+	cfg := Config{
+		Limit: Limit{Rate: 300, Burst: 30}, Strategy: Pooled, Fleet: "f",
+		Roster: Roster{Members: []Member{{Name: "a"}, {Name: "b"}, {Name: "c"}}, Learners: true},
+	}
+	clock := func() time.Duration { return now }
+	s, err := New(crdt.Replica{Name: "a", Incarnation: 1}, cfg, WithClock(clock))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	others := make(map[string]*pooled)
+	hear := func(name string) {
+		t.Helper()
+		o := others[name]
+		if o == nil {
+			o = newPooled(crdt.Replica{Name: name, Incarnation: 1}, cfg, clock)
+			others[name] = o
+		}
+		d, _ := o.Delta(now, nil, s.pool.self, 0, 1400)
+		if err := s.Merge(crdt.Contact{From: o.self, Now: now}, d); err != nil {
+			t.Fatal(err)
+		}
+	}
+	k := s.Key("k")
+	admitted := func() (n int) { // in ten seconds
+		for end := now + 10*sec; now < end; now += 10 * ms {
+			hear("b")
+			for k.Allow() {
+				n++
+			}
+		}
+		return n
+	}
+	hear("c")
+	hear("x")
+	fell := now
+	admitted()
+	if n := admitted(); n < 1450 || n > 1550 {
+		t.Errorf("%d of 1500 while two of four are silent", n)
+	}
+	now = fell + pooledLearner - 10*sec
+	if n := admitted(); n < 1450 || n > 1550 {
+		t.Errorf("%d of 1500 until the learner has been silent for %v", n, pooledLearner)
+	}
+	admitted()
+	if n := admitted(); n < 1950 || n > 2050 {
+		t.Errorf("%d of 2000 from then on, while the member is silent", n)
+	}
+}
+
 func TestPooledByName(t *testing.T) {
 	now := sec
 	clock := WithClock(func() time.Duration { return now })
