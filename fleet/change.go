@@ -196,8 +196,9 @@ func (p *Process) writeDown() {
 // Load takes in the operator's limits and roster of a number, in a static configuration,
 // while the process runs: Limit, Limits and Roster count, the rest stays. Raise the number
 // by one with each change: of a number that leaves others out a process uses nothing until
-// it is complete. The same again changes nothing. The errors are [ErrConfig], and
-// [ErrDiffers] if another configuration is known by that number; then nothing was taken in.
+// it is complete. The same again changes nothing. The errors are [ErrConfig], also for limits
+// and a roster of more than 65,536 bytes, and [ErrDiffers] if another configuration is known
+// by that number; then nothing was taken in.
 func (p *Process) Load(number uint64, limits Limits) error {
 	if p.config == nil {
 		return ErrAlone

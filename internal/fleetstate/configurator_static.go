@@ -54,6 +54,9 @@ func (c *Configurator) Load(now time.Duration, number uint64, configuration escr
 		return fmt.Errorf("%w: configuration: %w", ErrConfig, err)
 	}
 	s := newStage(normal(configuration), nil)
+	if w.count("configuration: Limits and Roster: bytes", len(c.documentOf(s).bytes), maxDocument); len(w) > 0 {
+		return w[0] // no peer could fetch it
+	}
 	for _, known := range c.stagesLocked() {
 		if known.Number == number && newStage(known.Configuration, nil).digest != s.digest {
 			return fmt.Errorf("%w: number %d was loaded with another content: raise the number", ErrDiffers, number)
@@ -118,10 +121,17 @@ func (c *Configurator) publishStagesLocked(stages []stage) {
 	d := &document{fleet: c.cfg.Fleet, stages: slices.Clone(stages)}
 	// The newest one by itself says whether two processes have loaded the same.
 	if d.encode(); len(d.bytes) > maxDocument {
-		d.stages = d.stages[len(d.stages)-1:]
-		d.encode()
+		d = c.documentOf(*d.newest())
 	}
 	c.renewLocked(d, loadedDigest(d.newest().Configuration))
+}
+
+// documentOf is the document of one stage, without those whom it leaves out: a reader finds
+// them by what it knows.
+func (c *Configurator) documentOf(s stage) *document {
+	d := &document{fleet: c.cfg.Fleet, stages: []stage{newStage(s.Configuration, nil)}}
+	d.encode()
+	return d
 }
 
 // loadedDigest tells two configurations of one number apart, and which of them has the lower

@@ -5,6 +5,7 @@ package fleetstate
 
 import (
 	"errors"
+	"fmt"
 	"math"
 	"slices"
 	"strings"
@@ -270,4 +271,52 @@ func TestConfiguratorStaticRefuses(t *testing.T) {
 	if _, _, ok := n.c.Write(n.clock(), time.Time{}); ok {
 		t.Error("it writes")
 	}
+}
+
+// customers is a configuration of two members with so many limits, of 22 bytes each.
+func customers(limits int) escrow.Configuration {
+	c := nation(2)
+	c.Number, c.Roster.Number = 2, 2
+	c.Limits = map[string]escrow.Limit{}
+	for i := range limits {
+		c.Limits[fmt.Sprintf("customer%04d", i)] = escrow.Limit{Rate: 1, Burst: 1}
+	}
+	return c
+}
+
+// A configuration that no peer could fetch is refused where it is loaded.
+func TestConfiguratorStaticRefusesALargeOne(t *testing.T) {
+	w := newStatic(t, 1, 2)
+	w.nodes[0].file, w.nodes[1].file = 1, 1
+	w.begun(2)
+	n := w.nodes[0]
+	err := n.c.Load(n.clock(), 2, customers(3000))
+	if !errors.Is(err, ErrConfig) || !strings.Contains(err.Error(), "Limits and Roster: bytes: 66") {
+		t.Errorf("3,000 limits: %v", err)
+	}
+	if s := n.c.Status(n.clock()); s.Configuration.Number != 1 {
+		t.Errorf("number %d was taken in", s.Configuration.Number)
+	}
+}
+
+// A configuration that just fits reaches the others, whomever it leaves out.
+func TestConfiguratorStaticJustFits(t *testing.T) {
+	w := newStatic(t, 1, 2)
+	c := nation(2)
+	c.Number, c.Roster.Number = 1, 1
+	for i := range 400 {
+		c.Roster.Members = append(c.Roster.Members, escrow.Member{Name: fmt.Sprintf("z%03d%s", i, strings.Repeat("z", 60))})
+	}
+	w.configurations[1] = c
+	w.nodes[0].file, w.nodes[1].file = 1, 1
+	w.begun(2)
+	w.configurations[2] = customers(2800)
+	w.newest = 2
+	w.load(t, 0, 2)
+	if !w.runUntil(w.now+5*sec, func() bool { return w.nodes[1].c.Status(w.nodes[1].clock()).Configuration.Number == 2 }) {
+		w.report()
+		t.Fatal("the other one has not heard of it")
+	}
+	w.load(t, 1, 2)
+	w.rests(t, 5*sec, "both have it")
 }
