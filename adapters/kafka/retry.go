@@ -134,7 +134,7 @@ func (ss *session) consumeParking(c *claim, revoked <-chan struct{}) error {
 	case errors.Is(err, ErrUnsuitable):
 		return ss.h.refuse(fmt.Errorf("kafka: claim %s: %w", c.name, err))
 	case err != nil:
-		return nil //nolint:nilerr // the claim is over before it began
+		return nil // the claim is over before it began
 	}
 	src, err := openClaim(ss, c.name, revoked, func() (*guard.Source[*sarama.ConsumerMessage], error) {
 		return guard.Open(ss.h.g, ss.sourceConfig(c), limits(ss.set.config), guard.Port[*sarama.ConsumerMessage](parkingPort{c, parked}), parked.Handler(ss.guarded))

@@ -63,7 +63,8 @@ func TestOrdersBeforeTheFleetsTime(t *testing.T) {
 	b := newOrderer(t, "b", a.wall.Add(-30*time.Minute))
 	b.timed = false
 	told := 0
-	defer b.Watch(func() { told++ })()
+	stop := b.Watch(func() { told++ })
+	defer stop()
 	b.hear(t, a)
 	if got := b.texts(); len(got) != 0 {
 		t.Errorf("before it knows a clock: %q", got)
