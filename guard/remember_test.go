@@ -214,3 +214,38 @@ func TestOldSuspectsMakeRoom(t *testing.T) {
 		t.Errorf("remembered: %v, the oldest: %v, %d in all", ok, oldest, len(s.suspects))
 	}
 }
+
+// A message that its adapter takes back keeps its attempts, and the handler that did not
+// have it is no attempt.
+func TestAttemptsOfAMessageTakenBack(t *testing.T) {
+	s := newSim(t, Policy{Retry: Retry{Attempts: 2, Base: time.Millisecond, Max: time.Millisecond}})
+	up := func() *item[int] {
+		s.now += time.Second
+		return s.next(s.now).it
+	}
+	fail := func(it *item[int]) {
+		r := failureOf(&json.SyntaxError{})
+		r.name, r.known = "7", true
+		s.done(s.now, it, r)
+		s.post()
+	}
+	takeBack := func(it *item[int]) {
+		s.settled(s.done(s.now, it, failureOf(Ignore(ErrTakenBack))).it, ErrTakenBack)
+		s.put(s.now, 7, 0, 1)
+	}
+	s.put(s.now, 7, 0, 1)
+	takeBack(up())
+	fail(up())
+	takeBack(up())
+	takeBack(up())
+	fail(up())
+	if len(s.letters) != 1 {
+		t.Fatalf("%d letters: %+v", len(s.letters), s.account())
+	}
+	if it := s.letters[0]; it.tries != 2 || len(it.failures) != 2 || it.failures[0].at == it.failures[1].at {
+		t.Errorf("%d tries, %+v", it.tries, it.failures)
+	}
+	if a := s.account(); a.Returned != 3 || a.Check() != nil || s.tally.FailedMessages != 1 {
+		t.Errorf("%+v, %d have failed", a, s.tally.FailedMessages)
+	}
+}

@@ -270,7 +270,7 @@ func (s *Source[M]) settleOne(it *item[M], acks *int) (due bool) {
 	turn, ahead := s.lookAhead()
 	ctx, now := it.context(), s.g.now()
 	s.mu.Lock()
-	s.c.settled(it, err)
+	s.c.settled(now, it, err)
 	s.c.lookedAhead(turn, ahead)
 	*acks++
 	due = *acks >= flushEvery

@@ -45,7 +45,7 @@ func (s *sim) put(now time.Duration, m int, key uint64, size int) {
 }
 
 func (s *sim) settled(it *item[int], err error) {
-	s.machine.settled(it, err)
+	s.machine.settled(s.now, it, err)
 	if !s.log {
 		return
 	}

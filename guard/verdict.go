@@ -309,14 +309,17 @@ func (r Retry) delay(n int, random func(int64) int64) time.Duration {
 }
 
 // settled ends an item: its ack went out, or could not. The adapter that keeps it
-// says [ErrTakenBack] itself, nothing around it.
-func (c *machine[M]) settled(it *item[M], err error) {
+// says [ErrTakenBack] itself, nothing around it: the item comes again, and goes on where
+// it was.
+func (c *machine[M]) settled(now time.Duration, it *item[M], err error) {
 	c.move(it, idle)
 	c.bytes -= int64(it.size)
 	c.keeps(-it.noted)
 	switch {
 	case it.ignored && err == ErrTakenBack: //nolint:errorlint // the sentinel itself
 		c.tally.Returned++
+		it.tries-- // no handler had it this time
+		c.remember(now, it)
 		return
 	case err != nil:
 		c.tally.AckFailures++

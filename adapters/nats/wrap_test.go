@@ -633,6 +633,40 @@ func TestWhatLapsedComesAgainHere(t *testing.T) {
 	<-consuming.Closed()
 }
 
+// A message keeps its attempts when it lapses, also for a program that takes one at a time.
+func TestLapsedMessageKeepsItsAttempts(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 5 * time.Second})
+	r.publish(t, subject, 0, 1)
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Retry: guard.Retry{Attempts: 2, Base: time.Millisecond, Max: 2 * time.Millisecond}}})
+	letters := make(chan int, 1)
+	w := wrap(t, g, r.consumer, WithDeadLetters(dlq.WriterFunc(func(_ context.Context, rec *dlq.Record) error {
+		letters <- rec.Attempts
+		return nil
+	})))
+	w.port.unreadFor = time.Second
+	for i := range 2 {
+		m, err := w.Next(jetstream.FetchMaxWait(time.Minute))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := Fail(m, &json.SyntaxError{}); err != nil {
+			t.Fatal(err)
+		}
+		if i == 0 {
+			adaptertest.Eventually(t, "it is not kept alive", w.port.lapse.Load)
+		}
+	}
+	select {
+	case n := <-letters:
+		if n != 2 {
+			t.Errorf("the letter tells of %d attempts", n)
+		}
+	case <-time.After(20 * time.Second):
+		t.Errorf("it was not dead-lettered after two attempts: %+v", w.src.State().Tally)
+	}
+}
+
 // Drain ends in a hold whose window is full: what has no room goes back.
 func TestWrappedDrainInAHold(t *testing.T) {
 	t.Parallel()
