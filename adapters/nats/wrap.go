@@ -286,9 +286,9 @@ func (p *passivePort) Extend(ms []*taken) {
 	ms = slices.AppendSeq(slices.Clip(ms), maps.Keys(p.parked))
 	p.mu.Unlock()
 	if p.unread() {
-		for _, m := range ms {
+		for _, m := range ms { // the program has none of them in hand
 			latest := p.copies.of(m.Msg)
-			m.lapsed.CompareAndSwap(nil, &latest)
+			m.lapsed.Store(&latest)
 		}
 		if len(ms) > 0 && !p.lapse.Swap(true) {
 			p.log.Warn("nobody reads a wrapped consumer: what it holds comes again after its AckWait, here or elsewhere",

@@ -633,6 +633,56 @@ func TestWhatLapsedComesAgainHere(t *testing.T) {
 	<-consuming.Closed()
 }
 
+// What lapsed twice, and was handled by another process then, does not come out here.
+func TestWhatLapsedTwiceGoesToOthers(t *testing.T) {
+	t.Parallel()
+	const n = 20
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 5 * time.Second})
+	r.publish(t, subject, 0, n)
+	w := wrap(t, adaptertest.Guard(t, guard.Config{}), r.consumer)
+	w.port.unreadFor = time.Second
+	if err := w.src.ForceOpen(time.Hour); err != nil {
+		t.Fatal(err)
+	}
+	var handled atomic.Int64
+	read := func(until string, ok func() bool) {
+		t.Helper()
+		consuming, err := w.Consume(func(m jetstream.Msg) {
+			handled.Add(1)
+			_ = m.Ack()
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		adaptertest.Eventually(t, until, ok)
+		consuming.Stop()
+		<-consuming.Closed()
+	}
+	read("all are held", func() bool { return w.src.Account().Unsettled() == n })
+	adaptertest.Eventually(t, "nothing is kept alive", w.port.lapse.Load)
+	read("they came again", func() bool { return w.port.copies.newer.Load() == n })
+	adaptertest.Eventually(t, "nothing is kept alive again", w.port.lapse.Load)
+	for others := 0; others < n; {
+		batch, err := r.consumer.Fetch(n-others, jetstream.FetchMaxWait(time.Minute))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for m := range batch.Messages() {
+			others++
+			if err := m.DoubleAck(adaptertest.Context(t)); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	if err := w.src.ForceClosed(); err != nil {
+		t.Fatal(err)
+	}
+	read("nothing is left", func() bool { return w.src.Account().Unsettled() == 0 })
+	if n := handled.Load(); n > 0 {
+		t.Errorf("%d were handled here, too", n)
+	}
+}
+
 // A message keeps its attempts when it lapses, also for a program that takes one at a time.
 func TestLapsedMessageKeepsItsAttempts(t *testing.T) {
 	t.Parallel()
