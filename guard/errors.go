@@ -32,7 +32,9 @@ var (
 
 	// ErrTakenBack is what [Port.Ack] returns for a message that its handler ignored
 	// and that the adapter keeps, to hand it over again later: it is counted as
-	// returned, and neither as ignored nor as an ack that failed.
+	// returned, and neither as ignored nor as an ack that failed. It keeps its attempts.
+	// An adapter that gives [Ignore] of it to [Source.Done] also says that the program
+	// did not have the message, which so tells nothing.
 	ErrTakenBack = errors.New("guard: taken back by the adapter")
 
 	// ErrRevoked is the [context.Cause] of a handler's context whose source was
@@ -213,8 +215,9 @@ type result struct {
 
 	rule *dlq.Rule // of the quarantine, about the failure's cause; nil for none
 
-	panicked bool // or called Goexit
-	timedOut bool
+	panicked  bool // or called Goexit
+	timedOut  bool
+	takenBack bool // its adapter ignores the message, and no handler had it
 }
 
 // resultOf looks into err, nil for a success.
@@ -232,6 +235,8 @@ func resultOf(err error, stack []byte) result {
 		r.panicked = true
 	case errors.Is(err, ErrTimeout):
 		r.timedOut = true
+	case r.word == ignore && errors.Is(err, ErrTakenBack):
+		r.takenBack = true
 	}
 	return r
 }

@@ -264,10 +264,16 @@ func (s *Source[M]) takeBack(it *item[M]) {
 func (s *Source[M]) takeBackLocked(now time.Duration, it *item[M]) {
 	delete(s.passive, it.id)
 	s.onOffer = nil
-	if it.probe && (it.witness() || it.lane != nil && it.lane.step > 0 || s.c.round.step > 0) {
-		s.c.gate.Failure(now, it.token, false) // the probe that failed before it is no less failed
-	}
+	s.c.unasked(now, it)
 	s.c.done(now, it, result{word: cancelled, err: errNotTaken})
+}
+
+// unasked ends the probe of an item that no handler had: the one that failed before it in
+// its look is no less failed.
+func (c *machine[M]) unasked(now time.Duration, it *item[M]) {
+	if it.probe && (it.witness() || it.lane != nil && it.lane.step > 0 || c.round.step > 0) {
+		c.gate.Failure(now, it.token, false)
+	}
 }
 
 // mayOffer tells whether an item that nobody has taken may stay on Ready. A probe may

@@ -249,3 +249,39 @@ func TestAttemptsOfAMessageTakenBack(t *testing.T) {
 		t.Errorf("%+v, %d have failed", a, s.tally.FailedMessages)
 	}
 }
+
+// A witness that its adapter takes back has not failed, and leaves the source at once. The
+// head waits its delay, and is no attempt closer to its end.
+func TestWitnessTakenBack(t *testing.T) {
+	s := newSim(t, Policy{Retry: Retry{Attempts: 2, Base: time.Millisecond, Max: time.Millisecond}})
+	s.offers = true
+	up := func(want int) *item[int] {
+		t.Helper()
+		s.now += time.Second
+		it := s.next(s.now).it
+		if it == nil || it.m != want {
+			t.Fatalf("%+v is up, want %d", it, want)
+		}
+		return it
+	}
+	s.put(s.now, 7, 0, 1)
+	s.put(s.now, 8, 0, 1)
+	s.done(s.now, up(7), failureOf(errBad))
+	for range 3 {
+		s.done(s.now, up(7), failureOf(errBad))
+		want := s.tally
+		want.Returned++
+		st := s.done(s.now, up(8), failureOf(Ignore(ErrTakenBack)))
+		if st.kind != stepAck || st.it.m != 8 {
+			t.Fatalf("%+v", st)
+		}
+		s.settled(st.it, ErrTakenBack)
+		if a := s.account(); a.RetryWait != 1 || a.Unsettled() != 1 || a.Check() != nil || s.tally != want {
+			t.Fatalf("%+v, %+v, want %+v", a, s.tally, want)
+		}
+		s.put(s.now, 8, 0, 1)
+	}
+	if s.post(); len(s.letters) > 0 {
+		t.Error("a dead letter without proof")
+	}
+}

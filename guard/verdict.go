@@ -16,10 +16,10 @@ import (
 // whether another message is tried first), decide (dead letter, or wait).
 func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 	word := r.word
-	if c.offers && r.err != errNotTaken { //nolint:errorlint // the sentinel itself
+	if c.offers && r.err != errNotTaken && !r.takenBack { //nolint:errorlint // the sentinel itself
 		c.called(it)
 	}
-	if it.witness() && word != success && word != cancelled && word != backoff {
+	if it.witness() && word != success && word != cancelled && word != backoff && !r.takenBack {
 		// It was asked out of turn whether anything can succeed; what else it has to
 		// say it says again in its turn. One that asks for time ends the look.
 		it.mute = word != failure || r.class == ClassMessage
@@ -43,9 +43,19 @@ func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 	case success:
 		return c.succeeded(now, it)
 	case ignore:
+		if r.takenBack {
+			c.unasked(now, it)
+		}
 		c.exclude(now, it)
 		it.ignored = true
-		return c.ack(it)
+		if !it.witness() {
+			return c.ack(it)
+		}
+		head := it.lane.head() // it waits as after a look that found nothing
+		st := c.ack(it)
+		c.unstand(head)
+		c.decide(now, head)
+		return st
 	case permanent:
 		c.exclude(now, it)
 		c.weigh(now, it, r)

@@ -395,7 +395,7 @@ func (w *wrapped) hand(it guard.Item[*taken]) jetstream.Msg {
 	return m
 }
 
-var errLapsed = errors.New("nats: it was not kept alive")
+var errLapsed = fmt.Errorf("nats: it was not kept alive: %w", guard.ErrTakenBack)
 
 // drained tells whether nothing is about to be handed out.
 func (w *wrapped) drained() bool { return w.src.Account().Waiting == 0 }

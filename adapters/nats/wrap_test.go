@@ -717,6 +717,64 @@ func TestLapsedMessageKeepsItsAttempts(t *testing.T) {
 	}
 }
 
+// A message that lapsed while it was asked out of turn has not failed. It comes again, and its
+// ack goes out.
+func TestLapsedWitnessComesAgain(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 5 * time.Second})
+	r.publish(t, subject, 0, 2)
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{
+		Ramp: guard.Ramp{Off: true}, Retry: guard.Retry{Attempts: 2, Base: time.Millisecond, Max: 2 * time.Millisecond},
+	}})
+	w := wrap(t, g, r.consumer, WithDeadLetters(dlq.WriterFunc(func(context.Context, *dlq.Record) error { return errDown })))
+	w.port.unreadFor = time.Second
+	failed := 0
+	for size := 2; failed < 2; size = 1 { // a batch may end before the retry
+		batch, err := w.Fetch(size, jetstream.FetchMaxWait(time.Minute))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for m := range batch.Messages() {
+			if failed++; string(m.Data()) != "0" {
+				t.Fatalf("%s came out", m.Data())
+			}
+			if err := Fail(m, errDown); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	adaptertest.Eventually(t, "nothing is kept alive", w.port.lapse.Load)
+	if it := <-w.src.Ready(); string(it.Msg.Data()) != "1" || w.hand(it) != nil {
+		t.Fatalf("%s came out", it.Msg.Data())
+	}
+	if err := w.src.ForceOpen(time.Hour); err != nil {
+		t.Fatal(err)
+	}
+	type ack struct {
+		of  string
+		err error
+	}
+	acks := make(chan ack, 4)
+	consuming, err := w.Consume(func(m jetstream.Msg) { acks <- ack{string(m.Data()), m.Ack()} })
+	if err != nil {
+		t.Fatal(err)
+	}
+	adaptertest.Eventually(t, "both came again", func() bool { return w.port.copies.newer.Load() > 0 && w.src.Account().Unsettled() == 2 })
+	if err := w.src.ForceClosed(); err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []ack{{"0", nil}, {"1", nil}} {
+		if got := <-acks; got != want {
+			t.Errorf("%+v, want %+v", got, want)
+		}
+	}
+	consuming.Stop()
+	<-consuming.Closed()
+	if n := w.src.State().Tally.Failures; n != 2 {
+		t.Errorf("%d failures", n)
+	}
+}
+
 // Drain ends in a hold whose window is full: what has no room goes back.
 func TestWrappedDrainInAHold(t *testing.T) {
 	t.Parallel()
