@@ -66,6 +66,9 @@ func WithDoubleAck() Option { return func(o *options) { o.doubleAck = true } }
 // WithStopTimeout is how long a stop waits for handlers in flight and for dead
 // letters being written. At least 1ms; the default is 30s. Giving back the rest takes
 // 5s more at most, whatever the network does.
+//
+// A Drain of a wrapped consumer ends three quarters of it after its pull has, also if messages
+// wait: their head may wait for a dead-letter writer, or for a credit. A line at WARN says so.
 func WithStopTimeout(d time.Duration) Option { return func(o *options) { o.stopTimeout = d } }
 
 // WithLogger logs changes of state, never messages. The default is the Guard's

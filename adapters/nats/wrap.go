@@ -91,7 +91,7 @@ func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (
 	}
 	return &wrapped{
 		Consumer: consumer, src: src, port: p, lease: s.limits.AckWait, window: window,
-		pulls: newPulls(src.State().Settings.Order, window), name: s.config.Name, log: o.log,
+		pulls: newPulls(src.State().Settings.Order, window), drainFor: o.stopTimeout * 3 / 4, name: s.config.Name, log: o.log,
 	}, nil
 }
 
@@ -344,9 +344,11 @@ type wrapped struct {
 	port   *passivePort
 	lease  time.Duration
 	window int
-	name   string // the source's
-	log    *slog.Logger
-	said   sync.Once // that the program's failures have no error
+	// drainFor is how long a drain waits for what its order puts behind a head that waits.
+	drainFor time.Duration
+	name     string // the source's
+	log      *slog.Logger
+	said     sync.Once // that the program's failures have no error
 
 	pulls   pulls     // of fetches
 	short   sync.Once // it was said that a batch ended early
@@ -399,6 +401,18 @@ var errLapsed = fmt.Errorf("nats: it was not kept alive: %w", guard.ErrTakenBack
 
 // drained tells whether nothing is about to be handed out.
 func (w *wrapped) drained() bool { return w.src.Account().Waiting == 0 }
+
+// overdue tells whether a drain whose pull ended at closed is to end although messages wait,
+// and says so.
+func (w *wrapped) overdue(closed time.Time) bool {
+	if time.Since(closed) < w.drainFor {
+		return false
+	}
+	a := w.src.Account()
+	w.log.Warn("a drain ends with messages that wait behind others", "source", w.name, "waiting", a.Waiting, "unsettled", a.Unsettled(),
+		"help", "read on, or give them back: Guard.Close, or Guard.Source(name).End")
+	return true
+}
 
 // reads notes a Consume or an iterator until the returned function is called. With an order it
 // says once that it is not the only pull.
@@ -457,16 +471,17 @@ func (w *wrapped) Consume(handler jetstream.MessageHandler, opts ...jetstream.Pu
 }
 
 // pump hands messages to f until stop, until the source ends, or until the pull is closed
-// and nothing is left that may be handled.
+// and nothing is left that may be handled, or the drain is overdue.
 func (w *wrapped) pump(stop, closed <-chan struct{}, f func(jetstream.Msg)) {
-	for idle, over := 0, false; idle < 2; {
+	var over time.Time // when the pull was closed
+	for idle := 0; idle < 2; {
 		select {
 		case <-stop:
 			return
 		default:
 		}
 		var look <-chan time.Time
-		if over {
+		if !over.IsZero() {
 			look = time.After(settleDown)
 		}
 		select {
@@ -481,10 +496,13 @@ func (w *wrapped) pump(stop, closed <-chan struct{}, f func(jetstream.Msg)) {
 				f(m)
 			}
 		case <-closed:
-			closed, over = nil, true
+			closed, over = nil, time.Now()
 		case <-look:
-			if w.drained() {
+			switch {
+			case w.drained():
 				idle++
+			case w.overdue(over):
+				return
 			}
 		case <-stop:
 			return
@@ -539,7 +557,7 @@ type iterator struct {
 
 	next   sync.Mutex // held through Next
 	asking chan error // its answer; nil if nobody asks
-	over   bool       // the pull has ended
+	over   time.Time  // when the pull ended; zero while it has not
 }
 
 func (it *iterator) Next(opts ...jetstream.NextOpt) (jetstream.Msg, error) {
@@ -565,7 +583,7 @@ func (it *iterator) Next(opts ...jetstream.NextOpt) (jetstream.Msg, error) {
 			return nil, jetstream.ErrMsgIteratorClosed
 		default:
 		}
-		if it.asking == nil && !it.over {
+		if it.asking == nil && it.over.IsZero() {
 			answer := make(chan error, 1)
 			it.asking = answer
 			go func() {
@@ -579,7 +597,7 @@ func (it *iterator) Next(opts ...jetstream.NextOpt) (jetstream.Msg, error) {
 			}()
 		}
 		var look <-chan time.Time
-		if it.over {
+		if !it.over.IsZero() {
 			look = time.After(settleDown)
 		}
 		select {
@@ -597,14 +615,18 @@ func (it *iterator) Next(opts ...jetstream.NextOpt) (jetstream.Msg, error) {
 			switch {
 			case err == nil:
 			case errors.Is(err, jetstream.ErrMsgIteratorClosed):
-				it.over = true
+				it.over = time.Now()
 				it.read()
 			default:
 				return nil, err
 			}
 		case <-look:
-			if it.w.drained() {
+			switch {
+			case it.w.drained():
 				idle++
+			case it.w.overdue(it.over):
+				it.stop()
+				return nil, jetstream.ErrMsgIteratorClosed
 			}
 		case <-limit:
 			return nil, nats.ErrTimeout

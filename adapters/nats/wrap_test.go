@@ -775,34 +775,46 @@ func TestLapsedWitnessComesAgain(t *testing.T) {
 	}
 }
 
+// drainWays are the ways to read all messages and then drain. handle settles a message, or
+// leaves it.
+var drainWays = map[string]func(t *testing.T, w *wrapped, handle func(jetstream.Msg)) (drain func(), closed <-chan struct{}){
+	"consume": func(t *testing.T, w *wrapped, handle func(jetstream.Msg)) (func(), <-chan struct{}) {
+		t.Helper()
+		cc, err := w.Consume(handle)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return cc.Drain, cc.Closed()
+	},
+	"messages": func(t *testing.T, w *wrapped, handle func(jetstream.Msg)) (func(), <-chan struct{}) {
+		t.Helper()
+		it, err := w.Messages()
+		if err != nil {
+			t.Fatal(err)
+		}
+		closed := make(chan struct{})
+		go func() {
+			defer close(closed)
+			for {
+				m, err := it.Next()
+				if err != nil {
+					return
+				}
+				handle(m)
+			}
+		}()
+		t.Cleanup(func() { // of a test that failed
+			it.Stop()
+			<-closed
+		})
+		return it.Drain, closed
+	},
+}
+
 // Drain ends in a hold whose window is full: what has no room goes back.
 func TestWrappedDrainInAHold(t *testing.T) {
 	t.Parallel()
-	for name, way := range map[string]func(t *testing.T, w *wrapped) (drain func(), closed <-chan struct{}){
-		"consume": func(t *testing.T, w *wrapped) (func(), <-chan struct{}) {
-			cc, err := w.Consume(func(jetstream.Msg) {})
-			if err != nil {
-				t.Fatal(err)
-			}
-			return cc.Drain, cc.Closed()
-		},
-		"messages": func(t *testing.T, w *wrapped) (func(), <-chan struct{}) {
-			it, err := w.Messages()
-			if err != nil {
-				t.Fatal(err)
-			}
-			closed := make(chan struct{})
-			go func() {
-				defer close(closed)
-				for {
-					if _, err := it.Next(); err != nil {
-						return
-					}
-				}
-			}()
-			return it.Drain, closed
-		},
-	} {
+	for name, way := range drainWays {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			r := newRig(t, jetstream.ConsumerConfig{MaxAckPending: 100})
@@ -811,13 +823,46 @@ func TestWrappedDrainInAHold(t *testing.T) {
 				t.Fatal(err)
 			}
 			r.publish(t, subject, 0, 10)
-			drain, closed := way(t, w)
+			drain, closed := way(t, w, func(jetstream.Msg) {})
 			adaptertest.Eventually(t, "the window is full, and one waits", w.port.full)
 			drain()
 			select {
 			case <-closed:
 			case <-time.After(20 * time.Second):
 				t.Fatalf("it does not end: %+v", w.src.Account())
+			}
+		})
+	}
+}
+
+// Drain ends within the stop timeout although the head waits, and all behind it, while the
+// breaker is closed.
+func TestWrappedDrainBehindAHeadThatWaits(t *testing.T) {
+	t.Parallel()
+	for name, way := range drainWays {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t, jetstream.ConsumerConfig{MaxAckPending: 100})
+			g, log := logging(t, guard.Config{})
+			w := wrap(t, g, r.consumer, WithWindow(4), WithStopTimeout(time.Second)) // and no dead letters
+			r.publish(t, subject, 0, 10)
+			drain, closed := way(t, w, func(m jetstream.Msg) {
+				if err := m.Term(); err != nil {
+					t.Error(err)
+				}
+			})
+			adaptertest.Eventually(t, "the window is full, and one waits", w.port.full)
+			drain()
+			select {
+			case <-closed:
+			case <-time.After(20 * time.Second):
+				t.Fatalf("it does not end: %+v", w.src.Account())
+			}
+			if a := w.src.Account(); a.RetryWait != 1 || a.Waiting != 3 {
+				t.Errorf("%+v", a)
+			}
+			if n := log.lines("level=WARN", "drain", "source=S/C", "waiting=3"); n != 1 {
+				t.Errorf("%d lines:\n%s", n, log)
 			}
 		})
 	}
