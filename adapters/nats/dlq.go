@@ -113,8 +113,9 @@ func wildcard(subject string) string { return placeholders.Replace(subject) }
 
 // DLQ writes dead letters to a stream. It is a [dlq.Writer], and safe for
 // concurrent use. Each write costs a round trip; it returns nil once the stream
-// has acknowledged. How durable that is, is the server's sync_interval to say: by
-// default an acknowledged write survives a kill, but not a loss of power.
+// has acknowledged. While the connection is down it waits for it. How durable a write
+// is, is the server's sync_interval to say: by default an acknowledged write survives
+// a kill, but not a loss of power.
 //
 // A dead letter has the message's body and headers (without Nats-*, which
 // JetStream would obey), and those of the dialect. A header whose name nats.go does not send
@@ -350,13 +351,11 @@ func (d *DLQ) publish(ctx context.Context, m *nats.Msg, id string) error {
 		// A broken connection loses the letter or the answer without a word, so it is sent
 		// again. The server recognises it by its id.
 		opts = append(opts, jetstream.WithMsgID(id))
-		asked := false
 		_, err = ask(ctx, func(ctx context.Context) (*jetstream.PubAck, error) {
-			if asked && !d.js.Conn().IsConnected() { // it is in the client's buffer
+			if conn := d.js.Conn(); !conn.IsConnected() && !conn.IsClosed() { // each try would take room in its buffer, which acks need
 				<-ctx.Done()
-				return nil, ctx.Err()
+				return nil, fmt.Errorf("the connection is %s: %w", conn.Status(), errors.Join(nats.ErrDisconnected, ctx.Err()))
 			}
-			asked = true
 			ack, err := publish(ctx)
 			if code, ok := errors.AsType[*jetstream.APIError](err); ok && code.ErrorCode == inProcess {
 				<-ctx.Done() // the first one's answer is not there yet, and the next try gets it

@@ -218,6 +218,44 @@ func TestDLQLostOnItsWay(t *testing.T) {
 	}
 }
 
+// While the connection is down, no try of a letter takes room in the client's buffer: acks
+// need it. The letter goes out once the server is back.
+func TestDLQWaitsForTheConnection(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{})
+	d, err := NewDLQ(adaptertest.Context(t), r.js, DLQConfig{Stream: "D"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.stop()
+	adaptertest.Eventually(t, "the client knows of it", func() bool { return !r.nc.IsConnected() })
+	before, err := r.nc.Buffered()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 3 {
+		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+		err := d.Write(ctx, record())
+		cancel()
+		if !errors.Is(err, nats.ErrDisconnected) {
+			t.Errorf("%v", err)
+		}
+	}
+	if n, err := r.nc.Buffered(); err != nil || n != before {
+		t.Errorf("%d bytes in the buffer, %d before: %v", n, before, err)
+	}
+	wrote := make(chan error, 1)
+	ctx := adaptertest.Context(t)
+	go func() { wrote <- d.Write(ctx, record()) }()
+	r.start()
+	if err := <-wrote; err != nil {
+		t.Error(err)
+	}
+	if n := len(r.letters(t, "D")); n != 1 {
+		t.Errorf("%d letters", n)
+	}
+}
+
 // Two streams of dead letters live beside each other, and one that is in the way of
 // another is named.
 func TestDLQsDoNotOverlap(t *testing.T) {
