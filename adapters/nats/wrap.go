@@ -91,7 +91,7 @@ func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (
 	}
 	return &wrapped{
 		Consumer: consumer, src: src, port: p, lease: s.limits.AckWait, window: window,
-		pulls: newPulls(src.State().Settings.Order, window), drainFor: o.stopTimeout * 3 / 4, name: s.config.Name, log: o.log,
+		pulls: newPulls(src.State().Settings.Order, window), drainFor: o.stopTimeout * 3 / 4, copyWait: copyWait, name: s.config.Name, log: o.log,
 	}, nil
 }
 
@@ -346,6 +346,7 @@ type wrapped struct {
 	window int
 	// drainFor is how long a drain waits for what its order puts behind a head that waits.
 	drainFor time.Duration
+	copyWait time.Duration
 	name     string // the source's
 	log      *slog.Logger
 	said     sync.Once // that the program's failures have no error
@@ -387,14 +388,19 @@ func (w *wrapped) offer(ctx context.Context, m jetstream.Msg) error {
 // the server gave it to this process again.
 func (w *wrapped) hand(it guard.Item[*taken]) jetstream.Msg {
 	if w.port.gone(it.Msg) {
-		it.Msg.back = true
-		w.src.Done(it.Token, guard.Ignore(errLapsed))
+		w.takeBack(it)
 		return nil
 	}
 	it.Msg.lapsed.Store(nil)
 	m := &wrappedMsg{Msg: it.Msg.Msg, w: w, of: it.Msg, token: it.Token, end: w.port.begin()}
 	m.lease = time.AfterFunc(w.lease, m.expire)
 	return m
+}
+
+// takeBack forgets an item that has lapsed: if it comes again, it is new here.
+func (w *wrapped) takeBack(it guard.Item[*taken]) {
+	it.Msg.back = true
+	w.src.Done(it.Token, guard.Ignore(errLapsed))
 }
 
 var errLapsed = fmt.Errorf("nats: it was not kept alive: %w", guard.ErrTakenBack)

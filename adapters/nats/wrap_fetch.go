@@ -25,6 +25,9 @@ const (
 	// stuck is after how many of those a fetch takes what waits to be behind a retry
 	// of its lane.
 	stuck = 20
+	// copyWait is how long a fetch waits for the copy of a message that has lapsed: a round
+	// trip, and not so long that the breaker takes the wait for a slow call.
+	copyWait = time.Second
 )
 
 // Fetch is up to batch messages that may be handled now.
@@ -280,6 +283,10 @@ type fetching struct {
 	last    time.Time       // when the latest was handed out
 	size    int             // and their bytes
 	idle    int             // looks at which nothing was about to be handed out
+
+	late   *guard.Item[*taken] // has lapsed, and the open pull may bring its copy; nil for none
+	lateAt time.Time           // when it was taken …
+	came   uint64              // … and what had come by then; see wrapped.came
 }
 
 // fetch pulls what the source has room for and hands out what it lets through.
@@ -333,6 +340,10 @@ func (f *fetching) handOut(ctx context.Context) {
 		cancelled = ctx.Done()
 	}
 	for !f.full() && f.idle < stuck && !f.ended {
+		ready := f.w.src.Ready()
+		if f.late != nil {
+			ready = nil
+		}
 		select {
 		case f.turn <- struct{}{}:
 			f.pull()
@@ -342,23 +353,21 @@ func (f *fetching) handOut(ctx context.Context) {
 			// A pull that brought all leaves the rest of the wait to the source, if
 			// it holds, which may be for less than that.
 			f.over = f.over || f.own.short || f.own.err != nil
+			f.giveLate()
 		case <-f.w.src.Ended():
 			f.end(guard.ErrClosed)
 		case <-cancelled:
 			f.end(ctx.Err())
-		case it, ok := <-f.w.src.Ready():
+		case it, ok := <-ready:
 			if !ok {
 				continue // it has ended
 			}
 			f.idle = 0
-			m := f.w.hand(it)
-			if m == nil {
+			if f.pulling != nil && f.w.port.gone(it.Msg) {
+				f.late, f.lateAt, f.came = &it, time.Now(), f.w.came()
 				continue
 			}
-			f.given++
-			f.last = time.Now()
-			f.size += f.w.port.Size(it.Msg)
-			f.batch.out <- m
+			f.give(it)
 		case <-deadline.C:
 			f.over = true
 			if !f.a.noWait {
@@ -368,8 +377,31 @@ func (f *fetching) handOut(ctx context.Context) {
 			f.look()
 		}
 	}
+	if f.late != nil { // its copy, if it came, comes again
+		f.w.takeBack(*f.late)
+	}
 	if !f.ended {
 		f.w.sayShort(f.given, cap(f.batch.out))
+	}
+}
+
+// give hands an item out, if it has not lapsed.
+func (f *fetching) give(it guard.Item[*taken]) {
+	m := f.w.hand(it)
+	if m == nil {
+		return
+	}
+	f.given++
+	f.last = time.Now()
+	f.size += f.w.port.Size(it.Msg)
+	f.batch.out <- m
+}
+
+// giveLate ends the wait for the copy of a message that has lapsed.
+func (f *fetching) giveLate() {
+	if it := f.late; it != nil {
+		f.late = nil
+		f.give(*it)
 	}
 }
 
@@ -400,6 +432,11 @@ func (f *fetching) pull() {
 
 // look sees from counts whether anything more will come.
 func (f *fetching) look() {
+	// The server delivers again before it delivers what is new, and in order.
+	if f.late != nil && (!f.w.port.gone(f.late.Msg) || f.w.came() > f.came || f.w.port.full() || time.Since(f.lateAt) >= f.w.copyWait) {
+		f.giveLate()
+		return
+	}
 	acc := f.w.src.Account()
 	inTurn := f.turn != nil && !f.over && (f.given == 0 || acc.Waiting == 0)
 	switch {
@@ -413,6 +450,11 @@ func (f *fetching) look() {
 	default:
 		f.idle++
 	}
+}
+
+// came counts what the server has delivered, new or again, more or less: it grows with each.
+func (w *wrapped) came() uint64 {
+	return w.src.Account().Received + uint64(w.port.copies.newer.Load())
 }
 
 // sayShort says once that a batch ended since as many messages are out as may be.

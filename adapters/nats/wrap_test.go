@@ -683,7 +683,7 @@ func TestWhatLapsedTwiceGoesToOthers(t *testing.T) {
 	}
 }
 
-// A message keeps its attempts when it lapses, also for a program that takes one at a time.
+// A message keeps its attempts when it lapses, and comes again as a new one.
 func TestLapsedMessageKeepsItsAttempts(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{AckWait: 5 * time.Second})
@@ -695,18 +695,30 @@ func TestLapsedMessageKeepsItsAttempts(t *testing.T) {
 		return nil
 	})))
 	w.port.unreadFor = time.Second
-	for i := range 2 {
+	fail := func(m jetstream.Msg) {
+		if err := Fail(m, &json.SyntaxError{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	next := func() jetstream.Msg {
+		t.Helper()
 		m, err := w.Next(jetstream.FetchMaxWait(time.Minute))
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := Fail(m, &json.SyntaxError{}); err != nil {
-			t.Fatal(err)
-		}
-		if i == 0 {
-			adaptertest.Eventually(t, "it is not kept alive", w.port.lapse.Load)
-		}
+		return m
 	}
+	fail(next())
+	adaptertest.Eventually(t, "it is not kept alive", w.port.lapse.Load)
+	batch, err := w.FetchNoWait(1) // before its AckWait is over
+	if err != nil {
+		t.Fatal(err)
+	}
+	m, ok := <-batch.Messages()
+	if !ok {
+		m = next()
+	}
+	fail(m)
 	select {
 	case n := <-letters:
 		if n != 2 {
@@ -715,6 +727,34 @@ func TestLapsedMessageKeepsItsAttempts(t *testing.T) {
 	case <-time.After(20 * time.Second):
 		t.Errorf("it was not dead-lettered after two attempts: %+v", w.src.State().Tally)
 	}
+}
+
+// A message that lapses stays the same one here if its copy comes with the next fetch: what
+// its failures prove counts, also if nothing can be compared with them.
+func TestRareNextEndsPoison(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 5 * time.Second})
+	r.publish(t, subject, 0, 1)
+	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{
+		NoBreaker: true, Retry: guard.Retry{Attempts: 2, Base: time.Millisecond, Max: 2 * time.Millisecond, Patience: time.Second},
+	}})
+	w := wrap(t, g, r.consumer, WithDeadLetters(dlq.WriterFunc(func(context.Context, *dlq.Record) error { return nil })))
+	w.port.unreadFor = time.Second
+	w.copyWait = time.Minute // the next fetch comes before the AckWait is over
+	for range 4 {
+		m, err := w.Next(jetstream.FetchMaxWait(time.Minute))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := Fail(m, errDown); err != nil {
+			t.Fatal(err)
+		}
+		adaptertest.Eventually(t, "it is not kept alive, or dead", func() bool { return w.port.lapse.Load() || w.src.Account().DeadLettered == 1 })
+		if w.src.Account().DeadLettered == 1 {
+			return
+		}
+	}
+	t.Errorf("it is not dead-lettered: %+v", w.src.State().Tally)
 }
 
 // A message that lapsed while it was asked out of turn has not failed. It comes again, and its
