@@ -135,7 +135,7 @@ unless sum by (` + byTopic + `) (increase(stormguard_dlq_write_duration_seconds_
 		expr: `sum by (` + byTopic + `) (deriv(stormguard_lag[15m])) > 0
 and max by (` + byTopic + `) (stormguard_hold_active{reason=~"breaker|storm|dlq|operator"}) == 1`,
 		summary: "The group falls behind while it is held: " + where,
-		means:   "The source is on hold, and ever more messages wait at the broker.",
+		means:   "The source is on hold, and ever more messages wait at the broker. This needs Kafka, or JetStream with Consume: with WrapConsumer the lag stands still, and RabbitMQ has none.",
 		do:      "Compare the age of the oldest message (`stormguard source show`) with the broker's retention. Raise that: what the broker deletes is lost.",
 		tests: []sample{
 			{labelled("stormguard_lag", ""), "0+600", "0"},

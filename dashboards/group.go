@@ -25,7 +25,7 @@ var group = dashboard{
 			}},
 			{title: "Unsettled, of the limit", about: "1 is a full window: intake stops until something is settled.", width: 6, kind: series, unit: "percentunit",
 				queries: []query{{`max by (stormguard_source) (sum without (state) (stormguard_messages{` + of + `}) / stormguard_messages_limit{` + of + `})`, "{{stormguard_source}}"}}},
-			{title: "Lag", about: "Messages behind at the broker, where the adapter knows.", width: 6, kind: series, unit: "none",
+			{title: "Lag", about: "Messages behind at the broker: Kafka and JetStream. With JetStream's WrapConsumer it stands still in an outage.", width: 6, kind: series, unit: "none",
 				queries: []query{{`max by (stormguard_source) (stormguard_lag{` + of + `})`, "{{stormguard_source}}"}}},
 		}},
 		{"Sources", 8, []panel{

@@ -75,7 +75,7 @@ func Consume(ctx context.Context, g *guard.Guard, consumer jetstream.Consumer, h
 	p.in = &intake{
 		consumer: consumer, feed: src.Feed(), log: o.log, name: s.config.Name, port: &p.msgPort,
 		conn: conn, most: s.info.Config.MaxRequestMaxBytes,
-		batch: s.batch(window), expiry: s.expiry(), patience: s.limits.AckWait / 6,
+		batch: s.batch(window), expiry: s.expiry(), patience: s.limits.AckWait / 6, lagEvery: o.lagEvery,
 		room: true, drain: make(chan struct{}, 1), more: make(chan struct{}, 1), trouble: make(chan error, 1),
 	}
 

@@ -36,6 +36,8 @@ const (
 	frameBytes = 8 << 10
 	// infoTimeout bounds one look at the consumer.
 	infoTimeout = 5 * time.Second
+	// lagTimeout bounds the question for the lag: room that comes waits as long.
+	lagTimeout = time.Second
 	// settleTime is how long a server may take to answer the last request.
 	settleTime = 100 * time.Millisecond
 	// drainTimeout bounds the wait for what is in the client's buffer.
@@ -65,6 +67,7 @@ type intake struct {
 	port     *msgPort      // tells which messages are new
 	conn     *nats.Conn    // the consumer's; nil where it is not known
 	most     int           // the consumer's MaxRequestMaxBytes; 0 for none
+	lagEvery time.Duration // while there is no room
 
 	mu       sync.Mutex
 	stash    []jetstream.Msg // taken from the server, not yet in the feed; oldest first
@@ -197,9 +200,14 @@ func (in *intake) run(ctx context.Context) error {
 }
 
 // awaitRoom moves the stash to the feed and waits until the source has room;
-// false when ctx ends first.
+// false when ctx ends first. Nothing is delivered meanwhile, so it asks for the lag.
 func (in *intake) awaitRoom(ctx context.Context) bool {
+	look := time.Now().Add(in.lagEvery)
 	for ctx.Err() == nil {
+		if !time.Now().Before(look) {
+			in.askLag(ctx)
+			look = time.Now().Add(in.lagEvery)
+		}
 		in.mu.Lock()
 		n, _ := in.feed.Put(ended, in.stash...)
 		in.dropLocked(n)
@@ -211,23 +219,41 @@ func (in *intake) awaitRoom(ctx context.Context) bool {
 		in.mu.Unlock()
 		switch {
 		case head != nil:
-			if n, err := in.feed.Put(ctx, head); n == 1 {
+			wait, cancel := context.WithDeadline(ctx, look)
+			n, err := in.feed.Put(wait, head)
+			cancel()
+			if n == 1 {
 				in.mu.Lock()
 				in.dropLocked(1)
 				in.mu.Unlock()
-			} else if err != nil {
+			} else if errors.Is(err, guard.ErrClosed) {
 				return false
 			}
 		case room:
 			return true
 		default:
+			wait, cancel := context.WithDeadline(ctx, look)
 			select {
 			case <-in.more:
-			case <-ctx.Done():
+			case <-wait.Done():
 			}
+			cancel()
 		}
 	}
 	return false
+}
+
+// askLag asks the server how many messages are behind, and keeps the last answer where there is
+// none.
+func (in *intake) askLag(ctx context.Context) {
+	if in.conn != nil && !in.conn.IsConnected() {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, lagTimeout)
+	defer cancel()
+	if info, err := in.consumer.Info(ctx); err == nil {
+		in.port.isBehind(info.NumPending)
+	}
 }
 
 // once opens a pull and sees it through. nil means that another may follow.

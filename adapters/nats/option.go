@@ -28,6 +28,7 @@ type options struct {
 	doubleAck   bool
 	stopTimeout time.Duration
 	log         *slog.Logger
+	lagEvery    time.Duration // between two looks at the lag; a test's is shorter
 }
 
 // WithName names the source in states, metrics and logs, and is its breaker's
@@ -78,6 +79,7 @@ func WithLogger(log *slog.Logger) Option { return func(o *options) { o.log = log
 const (
 	defaultStopTimeout = 30 * time.Second
 	ackTimeout         = 5 * time.Second // of a double ack
+	lagEvery           = 10 * time.Second
 )
 
 // sourceOptions are those of a source of g.
@@ -94,7 +96,7 @@ func sourceOptions(g *guard.Guard, opts []Option) (options, error) {
 }
 
 func newOptions(log *slog.Logger, opts []Option) (options, error) {
-	o := options{log: log, stopTimeout: defaultStopTimeout}
+	o := options{log: log, stopTimeout: defaultStopTimeout, lagEvery: lagEvery}
 	for _, opt := range opts {
 		opt(&o)
 	}

@@ -32,8 +32,10 @@ type msgPort struct {
 	double bool
 	copies *copies // set before the first message
 
-	mu   sync.Mutex
-	last jetstream.Msg // the latest delivery, for the lag
+	mu     sync.Mutex
+	last   jetstream.Msg // the latest delivery, for the lag
+	asked  bool          // the server was asked for the lag since
+	behind uint64        // its answer
 }
 
 func newMsgPort(group string, conn *nats.Conn, o *options) msgPort {
@@ -100,9 +102,16 @@ func (p *msgPort) acked(m jetstream.Msg, err error) error {
 // handled; see [copies].
 func (p *msgPort) took(m jetstream.Msg) bool {
 	p.mu.Lock()
-	p.last = m
+	p.last, p.asked = m, false
 	p.mu.Unlock()
 	return p.copies.take(m)
+}
+
+// isBehind takes note of how many messages are behind the latest delivery by now.
+func (p *msgPort) isBehind(n uint64) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.asked, p.behind = true, n
 }
 
 // Extend sends one +WPI for each message. It is fire and forget. They come each
@@ -135,12 +144,16 @@ func (p *msgPort) crowded() bool {
 // Flush has nothing to do: the connection's own flusher sends acks at once.
 func (p *msgPort) Flush() error { return nil }
 
-// Lag is the number of messages that were behind the latest delivery; while
-// nothing is delivered it stands still.
+// Lag is the number of messages that were behind the latest delivery. While Consume
+// pulls nothing, it is what the server last answered to [intake.askLag]. In the passive
+// shape it stands still while nothing is delivered.
 func (p *msgPort) Lag() int64 {
 	p.mu.Lock()
-	m := p.last
+	m, asked, behind := p.last, p.asked, p.behind
 	p.mu.Unlock()
+	if asked {
+		return int64(behind)
+	}
 	if m == nil {
 		return -1
 	}
