@@ -112,14 +112,12 @@ unless sum by (` + byTopic + `) (increase(stormguard_dlq_write_duration_seconds_
 	},
 	{
 		name: "StormguardHoldNearlyFull", severity: ticket, lasts: "5m",
-		expr:    `max by (` + byTopic + `) (sum without (state) (stormguard_messages) / stormguard_messages_limit) > 0.9`,
+		expr:    `max by (` + byTopic + `) (stormguard_window_used_ratio) > 0.9`,
 		summary: "The window is nearly full: " + where,
-		means:   "At the limit of unsettled messages, intake stops, and the rest waits at the broker. In an outage that is right.",
+		means:   "When the window is full, by messages or by bytes, intake stops, and the rest waits at the broker. In an outage that is right.",
 		do:      "In an outage, the broker's retention must be longer than the outage. If nothing is held, a handler is slow or hangs: look at the duration of calls on the group's dashboard.",
 		tests: []sample{
-			{labelled("stormguard_messages", `state="held"`), "1000", "10"},
-			{labelled("stormguard_messages", `state="processing"`), "1", "1"},
-			{labelled("stormguard_messages_limit", ""), "1024", "1024"},
+			{labelled("stormguard_window_used_ratio", ""), "0.98", "0.01"},
 		},
 	},
 	{

@@ -58,7 +58,7 @@ func TestEachPanelShowsSomething(t *testing.T) {
 	sys := newSystem(t)
 	p := startPrometheus(t, sys.targets)
 
-	p.until(t, `count(count by (instance) (stormguard_messages_limit{messaging_destination_name=~"orders.*"})) == 3`) // one partition each
+	p.until(t, `count(count by (instance) (stormguard_window_used_ratio{messaging_destination_name=~"orders.*"})) == 3`) // one partition each
 	sys.publish(t, 0, 400)
 	p.until(t, `sum(stormguard_handled_total{messaging_destination_name=~"orders.*"}) > 300`)
 	p.until(t, `min(count_over_time(stormguard_handled_total[15s])) > 3`) // rates are known

@@ -38,7 +38,7 @@ var overview = dashboard{
 	rows: []row{
 		{"Now", 4, []panel{
 			{title: "Sources", about: "Open sources.", width: 4, kind: stat, unit: "none",
-				queries: []query{{`count(stormguard_messages_limit{` + of + `})`, ""}}},
+				queries: []query{{`count(stormguard_window_used_ratio{` + of + `})`, ""}}},
 			{title: "Held", about: "Sources that are not simply running.", width: 4, kind: stat, unit: "none", steps: []step{{1, "orange"}},
 				queries: []query{{`count(max by (instance, stormguard_source) (stormguard_hold_active{` + of + `}) == 1) or vector(0)`, ""}}},
 			{title: "In storm", about: "Topics and queues whose error rate, attempts and age are over their thresholds.", width: 4, kind: stat, unit: "none", steps: anyIsBad,

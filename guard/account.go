@@ -84,6 +84,7 @@ type State struct {
 	// Window is how many messages the source may have besides its feed (which has
 	// up to half of [Policy.Window] where there is one), and Room how many more it takes now.
 	Window, Room int
+	used         float64 // see usedLocked
 	// Spilled is how many unsettled messages are in the spill, see [Policy.Spill]: the
 	// broker has their acks. Some of them are in the window, too.
 	Spilled int

@@ -30,7 +30,7 @@ func TestMetricsAreDocumented(t *testing.T) {
 		listed = append(listed, string(m[1]))
 	}
 	exported := []string{
-		metricConsumed, metricHandled, metricReturned, metricMessages, metricLimit, metricRetries, metricRefused, metricQuarantined,
+		metricConsumed, metricHandled, metricReturned, metricMessages, metricUsed, metricRetries, metricRefused, metricQuarantined,
 		metricAckFailures, metricHoldAge, metricHold, metricBreaker, metricBudget, metricLag,
 		metricParked, metricParkedTotal, metricFollowed, metricSpilled,
 		metricProcess, metricFailures, metricDeadLetters, metricDLQRatio, metricOvertaken, metricRecovery, metricTransitions, metricStorms, metricWrite, metricDependency,

@@ -184,7 +184,7 @@ func TestSeriesOfAPartition(t *testing.T) {
 			}
 			for name, want := range map[string]float64{
 				metricConsumed: 200, metricHandled: 198, metricReturned: 0, metricDeadLetters: 2, metricMessages: 0, metricLag: 0,
-				metricLimit: 1024, metricWrite: 2,
+				metricUsed: 0, metricWrite: 2,
 			} {
 				if v, _ := sum(points, name); v != want*float64(n) {
 					t.Errorf("%s = %v, want %v", name, v, want*float64(n))
@@ -203,6 +203,70 @@ func TestSeriesOfAPartition(t *testing.T) {
 			for _, in := range ins {
 				close(in)
 			}
+			closeGuard(t, g)
+		})
+	}
+}
+
+// sizedPort's messages have a size.
+type sizedPort struct {
+	testPort
+	size int
+}
+
+func (p *sizedPort) Size(int) int { return p.size }
+
+// The used part of the window is 1 when intake has stopped, whether by the number of messages or
+// by their bytes, and never more.
+func TestUsedPartOfTheWindow(t *testing.T) {
+	for name, tc := range map[string]struct {
+		feed        bool
+		size, put   int
+		least, most float64
+		room        bool
+	}{
+		"a feed, full":          {feed: true, size: 1, put: 1024, least: .9, most: 1},
+		"a feed, a message":     {feed: true, size: 1, put: 1, least: .001, most: .01, room: true},
+		"full by its bytes":     {size: 1 << 20, put: 64, least: .9, most: 1},
+		"a channel, full":       {size: 1, put: 1024, least: .9, most: 1},
+		"a channel, nine parts": {size: 1, put: 900, least: .85, most: .9, room: true},
+		"at rest":               {size: 1, room: true},
+	} {
+		bubble(t, name, func(t *testing.T) {
+			g, reader := meteredGuard(t, Config{Policy: Policy{Window: 1024, WindowBytes: 64 << 20}})
+			s := Must(Open(g, SourceConfig{Name: "s", Destination: "orders", DeadLetters: &testWriter{}}, Limits{}, &sizedPort{size: tc.size},
+				func(context.Context, int) error { return nil }))
+			ended := make(chan error)
+			in := make(chan int, tc.put)
+			ctx, stop := context.WithCancel(t.Context())
+			var feed *Feed[int]
+			if tc.feed {
+				feed = s.Feed()
+				go func() { ended <- s.RunFeed(ctx) }()
+			} else {
+				go func() { ended <- s.Run(ctx, in) }()
+			}
+			if err := s.ForceOpen(0); err != nil {
+				t.Fatal(err)
+			}
+			placed := make(chan struct{})
+			go func() {
+				defer close(placed)
+				for m := range tc.put {
+					if !tc.feed {
+						in <- m
+					} else if _, err := feed.Put(ctx, m); err != nil {
+						return
+					}
+				}
+			}()
+			time.Sleep(time.Second)
+			if used, n := sum(collect(t, reader), metricUsed); n != 1 || used < tc.least || used > tc.most || (s.State().Room > 0) != tc.room {
+				t.Errorf("%v used (%d series), want %v to %v; %+v", used, n, tc.least, tc.most, s.State())
+			}
+			stop()
+			<-placed
+			<-ended
 			closeGuard(t, g)
 		})
 	}

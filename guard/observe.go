@@ -31,7 +31,7 @@ const (
 	metricHandled     = "stormguard.handled"
 	metricReturned    = "stormguard.returned"
 	metricMessages    = "stormguard.messages"
-	metricLimit       = "stormguard.messages.limit"
+	metricUsed        = "stormguard.window.used"
 	metricRetries     = "stormguard.retries"
 	metricRefused     = "stormguard.refused"
 	metricQuarantined = "stormguard.quarantined"
@@ -174,8 +174,8 @@ func newMetrics(g *Guard) (*metrics, error) {
 type observed struct {
 	consumed, handled, returned, retries, refused, quarantined, ackFailures, parkedTotal, followed metric.Int64ObservableCounter
 
-	messages, limit, age, hold, state, budget, lag, parked, spilled, ratio metric.Float64ObservableGauge
-	fleetScope, heard, quorum, fleetStorm                                  metric.Float64ObservableGauge
+	messages, used, age, hold, state, budget, lag, parked, spilled, ratio metric.Float64ObservableGauge
+	fleetScope, heard, quorum, fleetStorm                                 metric.Float64ObservableGauge
 
 	all []metric.Observable
 }
@@ -203,7 +203,7 @@ func newObserved(meter metric.Meter) (*observed, error) {
 	o.parkedTotal = counter(metricParkedTotal, "{message}", "Messages parked for another try.")
 	o.followed = counter(metricFollowed, "{message}", "Messages sent after a parked one, unhandled, to keep their order.")
 	o.messages = gauge(metricMessages, "{message}", "Unsettled messages, by state.")
-	o.limit = gauge(metricLimit, "{message}", "Messages that the source may have unsettled.")
+	o.used = gauge(metricUsed, "1", "Part of the window that is used: at 1 intake has stopped. 0 while messages go to the spill.")
 	o.age = gauge(metricHoldAge, "s", "Age of the oldest unsettled message in this process.")
 	o.hold = gauge(metricHold, "", "1 for each reason why the source is not simply running, else 0.")
 	o.state = gauge(metricBreaker, "", "1 for the state of the breaker, or of the wider scope that holds it, else 0.")
@@ -314,7 +314,7 @@ func (o *observed) source(to metric.Observer, c controls, st State, own *sourceM
 	}
 	to.ObserveInt64(o.quarantined, int64(t.Quarantined), own.base)
 	to.ObserveInt64(o.ackFailures, int64(t.AckFailures), own.base)
-	to.ObserveFloat64(o.limit, float64(st.Window), own.base)
+	to.ObserveFloat64(o.used, st.used, own.base)
 	to.ObserveFloat64(o.age, st.OldestAge.Seconds(), own.base)
 	to.ObserveFloat64(o.budget, st.Budget, own.base)
 	if n := c.lag(); n >= 0 {

@@ -637,6 +637,7 @@ func (s *Source[M]) state(now time.Duration, fleet breaker.FleetScope) (st State
 		Storm: c.storm.Storm(), Budget: c.budget.Balance(credit.Exhausted),
 		Window: c.limit(), Room: s.inputRoomLocked(), Spilled: s.spilledLocked(), Settings: c.policy, Fleet: fleet, FleetStorm: c.fleetStorm,
 	}
+	st.used = s.usedLocked(st.Room)
 	st.Tally.Received, st.Tally.Acked = st.Account.Received, st.Account.Acked
 	st.OldestAge = now - s.callBegan(now)
 	if c.unsettled() > 0 {
@@ -707,6 +708,15 @@ func (s *Source[M]) state(now time.Duration, fleet breaker.FleetScope) (st State
 		hold(ReasonBackpressure, 0, "window full", "the messages in it")
 	}
 	return st, whys
+}
+
+// usedLocked is the part of the window without room: 0 while messages go to the spill, as
+// long as the disk takes them.
+func (s *Source[M]) usedLocked(room int) float64 {
+	if trouble, _ := s.spillHoldLocked(); s.over != nil && s.over.diverts && trouble == "" {
+		return 0
+	}
+	return 1 - float64(room)/float64(s.c.limit())
 }
 
 func pauseHold(now, ends time.Duration) Hold {

@@ -40,6 +40,9 @@ func TestSpillHoldsAnOutage(t *testing.T) {
 			if q.acked < 2990 || a.Unsettled() != 3000 || st.Spilled < 2990 || a.Acked > 0 {
 				t.Errorf("in the outage %d are acked at the broker, %d spilled: %+v", q.acked, st.Spilled, a)
 			}
+			if st.used != 0 {
+				t.Errorf("%v of the window used, and the disk takes more", st.used)
+			}
 			if err := a.Check(); err != nil {
 				t.Error(err)
 			}
@@ -569,6 +572,9 @@ func TestSpillFull(t *testing.T) {
 		}
 		if !slices.ContainsFunc(q.s.State().Holds, func(h Hold) bool { return strings.Contains(h.Detail, "spill") }) {
 			t.Errorf("no hold says so: %+v", q.s.State().Holds)
+		}
+		if used := q.s.State().used; used != 1 {
+			t.Errorf("%v of the window used, and intake has stopped", used)
 		}
 		q.setDown(false)
 		q.drain(60 * time.Second)
