@@ -68,6 +68,8 @@ type Source struct {
 
 	Credits   float64 `json:"credits"`            // DLQ budget left
 	OldestAge float64 `json:"oldest_age_seconds"` // of the oldest unsettled message
+
+	wider []Breaker // the scopes above the breaker that are open
 }
 
 // A Hold is one reason why a source is not simply running.
@@ -78,7 +80,8 @@ type Hold struct {
 	ClearedBy string  `json:"cleared_by"`
 }
 
-// A Breaker is one circuit breaker, which sources of one scope may share.
+// A Breaker is one circuit breaker, which sources of one scope may share; or a wider scope that
+// is open, a topic's or a group's, and the sources that it holds. That takes no order.
 type Breaker struct {
 	Name    string   `json:"name"` // its scope; empty if the source has none
 	Group   string   `json:"group,omitempty"`
@@ -117,6 +120,9 @@ func (c *Console) status(now time.Time, all []Source) Status {
 		}
 		if s.Breaker.Name != "" && s.Breaker.State != "closed" {
 			open[s.Group+" "+s.Breaker.Name] = true
+		}
+		for _, b := range s.wider {
+			open[s.Group+" "+b.Name] = true
 		}
 		if len(s.Holds) > 0 {
 			st.Held++
@@ -202,6 +208,11 @@ func view(group string, s guard.State) Source {
 		DeadLettered: s.Account.DeadLettered, Returned: s.Account.Returned, Quarantined: s.Tally.Quarantined,
 		Credits: s.Budget, OldestAge: s.OldestAge.Seconds(),
 	}
+	for _, b := range s.Wider {
+		of := s
+		of.Breaker = b
+		v.wider = append(v.wider, breakerView(of))
+	}
 	for _, h := range s.Holds {
 		v.Holds = append(v.Holds, Hold{h.Reason.String(), h.Detail, h.Until.Seconds(), h.ClearedBy})
 	}
@@ -233,21 +244,23 @@ func breakerView(s guard.State) Breaker {
 	return v
 }
 
-// breakers are those of all sources, each once.
+// breakers are those of all sources, each once, and the wider scopes that are open.
 func (c *Console) breakers(pattern string) []Breaker {
 	all := make(map[string]*Breaker)
 	for _, s := range c.sources("*") {
-		if s.Breaker.Name == "" || !matches(pattern, s.Breaker.Name) {
-			continue
+		for _, is := range append(s.wider, s.Breaker) {
+			if is.Name == "" || !matches(pattern, is.Name) {
+				continue
+			}
+			key := s.Group + " " + is.Name
+			b := all[key]
+			if b == nil {
+				is.Group = s.Group
+				b = &is
+				all[key] = b
+			}
+			b.Sources = append(b.Sources, s.Name)
 		}
-		key := s.Group + " " + s.Breaker.Name
-		b := all[key]
-		if b == nil {
-			b = &s.Breaker
-			b.Group = s.Group
-			all[key] = b
-		}
-		b.Sources = append(b.Sources, s.Name)
 	}
 	out := []Breaker{}
 	for _, key := range slices.Sorted(maps.Keys(all)) {

@@ -72,6 +72,10 @@ type State struct {
 	Tally   Tally
 	Storm   dlq.Storm
 	Breaker breaker.Snapshot
+	// Wider are the wider scopes of the breaker that are open, and hold the source, the
+	// nearest first: its topic or queue, and its consumer group. They only have a Name, a
+	// State, a Cause and a Since.
+	Wider []breaker.Snapshot
 	// Fleet is what the fleet makes of the breaker's scope, or of the wider one
 	// that holds it, and FleetStorm of the storm. Zero without [WithFleet].
 	Fleet      breaker.FleetScope

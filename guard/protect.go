@@ -515,9 +515,9 @@ func (f *Func[M]) State() State {
 		st.Holds = append(st.Holds, pauseHold(now, ends))
 	}
 	if f.gate != nil {
-		st.Breaker, st.Fleet = f.gate.Breaker.Snapshot(now), f.g.fleetScope(f.gate)
-		if !f.gate.Closed() {
-			st.Holds = append(st.Holds, breakerHold(st.Breaker, st.Fleet, f.policy.Breaker.Base, now))
+		st.Breaker, st.Wider, st.Fleet = f.gate.Breaker.Snapshot(now), f.gate.Wider(), f.g.fleetScope(f.gate)
+		if st.Breaker.State != breaker.Closed || len(st.Wider) > 0 {
+			st.Holds = append(st.Holds, breakerHold(&st, f.policy.Breaker.Base))
 		}
 	}
 	return st

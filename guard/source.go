@@ -663,9 +663,9 @@ func (s *Source[M]) state(now time.Duration, fleet breaker.FleetScope) (st State
 		hold(ReasonStorm, 0, c.fleetStorm.String(), "the storm detectors of the processes in storm")
 	}
 	if c.gate != nil {
-		st.Breaker = c.gate.Breaker.Snapshot(now)
-		if !c.gate.Closed() {
-			st.Holds = append(st.Holds, breakerHold(st.Breaker, fleet, c.policy.Breaker.Base, now))
+		st.Breaker, st.Wider = c.gate.Breaker.Snapshot(now), c.gate.Wider()
+		if st.Breaker.State != breaker.Closed || len(st.Wider) > 0 {
+			st.Holds = append(st.Holds, breakerHold(&st, c.policy.Breaker.Base))
 		}
 	}
 	if n := c.parked[ReasonLimiter]; n > 0 {
@@ -726,10 +726,12 @@ func pauseHold(now, ends time.Duration) Hold {
 	return Hold{ReasonOperator, "paused", max(1, ends-now), "operator: Resume; time"}
 }
 
-func breakerHold(b breaker.Snapshot, f breaker.FleetScope, base, now time.Duration) Hold {
+// breakerHold is that of a source whose breaker is not closed, or a wider one's.
+func breakerHold(st *State, base time.Duration) Hold {
+	b, f := st.Breaker, st.Fleet
 	h := Hold{
 		Reason: ReasonBreaker, Detail: b.State.String() + ": " + string(b.Cause),
-		Until: heldFor(b, f, base, now), ClearedBy: "its own probes",
+		Until: heldFor(b, f, base, st.Now), ClearedBy: "its own probes",
 	}
 	switch {
 	case b.Held && f.State == breaker.Closed:
@@ -741,7 +743,9 @@ func breakerHold(b breaker.Snapshot, f breaker.FleetScope, base, now time.Durati
 		h.ClearedBy = "operator: ForceClosed; its own probes after the period"
 	}
 	if b.State == breaker.Closed {
-		h.Detail, h.ClearedBy = "a wider scope is open", "the probes of that scope's other children"
+		wider := st.Wider[0]
+		h.Detail = "a wider scope is open: " + wider.Name + ": " + string(wider.Cause)
+		h.ClearedBy = "the probes of that scope's other children"
 	}
 	return h
 }

@@ -463,6 +463,21 @@ func (l *Leaf) gate() *parent {
 	return nil
 }
 
+// Wider are the parents that are open, the nearest first.
+func (l *Leaf) Wider() (open []breaker.Snapshot) {
+	if l.apart() {
+		return nil
+	}
+	for p := l.near; p != nil; p = p.up {
+		if p.open.Load() {
+			open = append(open, breaker.Snapshot{
+				Name: p.name, State: breaker.Open, Cause: breaker.CauseQuorum, Since: time.Duration(p.shut.Load()),
+			})
+		}
+	}
+	return open
+}
+
 // Closed reports whether the leaf and all its parents are closed: at most
 // three atomic loads, and one for a claim aside.
 func (l *Leaf) Closed() bool { return l.gate() == nil && l.Breaker.Closed() }

@@ -30,7 +30,7 @@ const zh: [string, string][] = [
   ["half-open: *", "半开：*"],
   ["its own probes", "自身的探测"],
   ["operator: ForceClosed; its own probes after the period", "人工：闭合熔断器；到时后自身的探测"],
-  ["a wider scope is open", "更大的范围处于断开"],
+  ["a wider scope is open: *: *", "更大的范围 * 处于断开：*"],
   ["the probes of that scope's other children", "该范围内其他成员的探测"],
   ["held by the fleet: * was taken over: *; * processes heard, * decide", "由集群决定：* 已被接管：*；有应答的进程 * 个，* 个即可决定"],
   ["held by the fleet: * is open, period *: *; * processes heard, * decide", "由集群决定：* 断开，第 * 个周期：*；有应答的进程 * 个，* 个即可决定"],
