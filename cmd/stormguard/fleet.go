@@ -272,18 +272,18 @@ func (op *operator) client(r *http.Request) (*http.Client, error) {
 	if op.ca != "" {
 		pem, err := os.ReadFile(op.ca)
 		if err != nil {
-			return nil, fmt.Errorf("--ca: %w", err)
+			return nil, usageError{fmt.Errorf("--ca: %w", err)}
 		}
 		roots := x509.NewCertPool()
 		if !roots.AppendCertsFromPEM(pem) {
-			return nil, fmt.Errorf("--ca %s: no certificate in it", op.ca)
+			return nil, usageError{fmt.Errorf("--ca %s: no certificate in it", op.ca)}
 		}
 		transport.TLSClientConfig = &tls.Config{RootCAs: roots, MinVersion: tls.VersionTLS12}
 	}
 	if op.tokenFile != "" {
 		tokens, err := readTokens("--token-file", op.tokenFile)
 		if err != nil {
-			return nil, err
+			return nil, usageError{err}
 		}
 		if r.URL.Scheme != "https" && !isLoopback(r.URL.Hostname()) {
 			return nil, usageError{fmt.Errorf("--token-file: %s would carry the token unencrypted; use https", op.url)}

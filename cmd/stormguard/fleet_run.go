@@ -139,7 +139,7 @@ func (r *fleetRun) run(ctx context.Context, stdout, stderr io.Writer) error {
 	if r.keys != "" {
 		ring, err := readKeys(r.keys)
 		if err != nil {
-			return err
+			return usageError{err}
 		}
 		opts = append(opts, fleet.WithKeyring(ring))
 	}
@@ -185,7 +185,7 @@ func (r *fleetRun) serve(ctx context.Context, p *fleet.Process, log *slog.Logger
 	if r.httpTokens != "" {
 		tokens, err := readTokens("--http-tokens", r.httpTokens)
 		if err != nil {
-			return nil, err
+			return nil, usageError{err}
 		}
 		for _, t := range tokens {
 			seat.Tokens = append(seat.Tokens, console.Token(t))
@@ -196,7 +196,7 @@ func (r *fleetRun) serve(ctx context.Context, p *fleet.Process, log *slog.Logger
 	if secure {
 		cert, err := tls.LoadX509KeyPair(r.httpCert, r.httpKey)
 		if err != nil {
-			return nil, fmt.Errorf("--http-cert, --http-key: %w", err)
+			return nil, usageError{fmt.Errorf("--http-cert, --http-key: %w", err)}
 		}
 		tlsConfig.Certificates = []tls.Certificate{cert}
 	}

@@ -30,7 +30,7 @@ const (
 	exitInterrupted = 130
 )
 
-// usageError is a mistake on the command line.
+// usageError is a mistake on the command line, or in a file that it names.
 type usageError struct{ error }
 
 func (e usageError) Unwrap() error { return e.error }
