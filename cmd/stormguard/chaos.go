@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"math/rand/v2"
 	"os"
 	"time"
@@ -276,27 +277,30 @@ func (r *chaosRun) run(cmd *cobra.Command, _ []string) error {
 	if err != nil {
 		return err
 	}
-	if r.history != "" {
-		if err := writeHistory(r.history, h); err != nil {
-			return err
-		}
-	}
+	return r.judge(cmd.OutOrStdout(), h)
+}
+
+// judge prints what became of the messages, and keeps the history.
+func (r *chaosRun) judge(out io.Writer, h chaos.History) (err error) {
 	report := chaos.Judge(h)
 	if r.asJSON {
-		err = json.NewEncoder(cmd.OutOrStdout()).Encode(struct {
+		err = json.NewEncoder(out).Encode(struct {
 			Broker string `json:"broker"`
 			chaos.Report
 		}{r.cfg.Broker, report})
 	} else {
-		_, err = fmt.Fprint(cmd.OutOrStdout(), report.Text())
+		_, err = fmt.Fprint(out, report.Text())
 	}
-	if err != nil || report.OK() {
+	if r.history != "" {
+		err = errors.Join(err, writeHistory(r.history, h))
+	}
+	if report.OK() {
 		return err
 	}
 	if report.Missed = nil; report.OK() {
-		return errMissed
+		return errors.Join(errMissed, err)
 	}
-	return errJudged
+	return errors.Join(errJudged, err)
 }
 
 func writeHistory(name string, h chaos.History) error {
