@@ -472,3 +472,22 @@ func TestConcurrent(t *testing.T) {
 		t.Errorf("%d of 10 handled afterwards: %+v", n, r.source("a"))
 	}
 }
+
+// A function has no dead letters. An order for credits says so, and is carried out for the
+// sources beside it.
+func TestCreditsOfAFunction(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, console.Config{}, "orders")
+		defer r.close()
+		if _, err := guard.Protect(r.g, guard.SourceConfig{Name: "rates"}, func(context.Context, int) error { return nil }); err != nil {
+			t.Fatal(err)
+		}
+		out := r.order(console.Order{Action: console.Credits, Sources: []string{"*"}, Count: 5})
+		if len(out.Results) != 2 || out.Results[0].Error != "" || out.Results[1].Source != "rates" || out.Results[1].Error != "a function has no dead letters" {
+			t.Errorf("%+v", out.Results)
+		}
+		if s := r.source("orders"); s.Credits != 25 {
+			t.Errorf("orders has %v credits", s.Credits)
+		}
+	})
+}

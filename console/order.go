@@ -273,12 +273,18 @@ func act(s guard.Control, o Order) (count int, err error) {
 	case Release:
 		err = s.Release()
 	case Credits:
+		if s.State().Window == 0 {
+			return 0, errNoLetters
+		}
 		s.GrantCredits(float64(o.Count))
 	case DeadLetter:
 		count = s.DeadLetterWaiting(o.Count)
 	}
 	return count, err
 }
+
+// errNoLetters is that of a protected function, which has no window either.
+var errNoLetters = errors.New("a function has no dead letters")
 
 // stateText is a source's state in a few words: that of [Source], and the breaker's.
 func stateText(s control) string {

@@ -87,6 +87,7 @@ type State struct {
 	OldestAge time.Duration
 	// Window is how many messages the source may have besides its feed (which has
 	// up to half of [Policy.Window] where there is one), and Room how many more it takes now.
+	// A protected function has neither: 0.
 	Window, Room int
 	used         float64 // see usedLocked
 	// Spilled is how many unsettled messages are in the spill, see [Policy.Spill]: the

@@ -347,6 +347,20 @@ func (j *journal) say(now time.Duration, l line) {
 	}
 }
 
+// paused is a source that an operator pauses for d, or until somebody resumes it.
+func (j *journal) paused(now time.Duration, topic, source string, d time.Duration) {
+	args := []any{"source", source, "reason", CauseOperator}
+	if d > 0 {
+		args = append(args, "for", d)
+	}
+	j.say(now, line{slog.LevelInfo, linePaused, topic, false, args})
+}
+
+// resumed is a source whose pause is over.
+func (j *journal) resumed(now time.Duration, topic, source, reason string) {
+	j.say(now, line{slog.LevelInfo, lineResumed, topic, false, []any{"source", source, "reason", reason}})
+}
+
 // tick logs what time brings, for the sweeper: joined lines, breakers that are still
 // open, sources that need a person. It tells whether lines wait for their time.
 func (j *journal) tick(now time.Duration) (pending bool) {

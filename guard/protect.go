@@ -110,6 +110,7 @@ func Protect[M any](g *Guard, cfg SourceConfig, f func(context.Context, M) error
 	if k := g.recall(cfg.Name); k.paused {
 		fn.paused.Store(int64(k.pauseEnds))
 		g.sayPaused(cfg.Name, k)
+		g.sweeper.kick()
 	}
 	return fn, nil
 }
@@ -525,23 +526,30 @@ func (f *Func[M]) State() State {
 
 // Pause refuses calls for d, or until Resume if d is not above 0. It outlives End.
 func (f *Func[M]) Pause(d time.Duration) {
-	f.paused.Store(int64(pauseEnd(f.g.now(), d)))
+	now := f.g.now()
+	f.paused.Store(int64(pauseEnd(now, d)))
+	f.g.journal.paused(now, f.topic(), f.cfg.Name, d)
 	f.g.saver.hurry()
+	f.g.sweeper.kick()
 }
 
 // Resume ends Pause.
 func (f *Func[M]) Resume() {
-	f.paused.Store(0)
+	if f.paused.Swap(0) != 0 {
+		f.resumed(f.g.now(), CauseOperator)
+	}
+}
+
+func (f *Func[M]) resumed(now time.Duration, reason string) {
+	f.g.journal.resumed(now, f.topic(), f.cfg.Name, reason)
 	f.g.saver.hurry()
 }
 
 // pausedUntil is when the pause ends by itself, 0 if there is none any more.
 func (f *Func[M]) pausedUntil(now time.Duration) time.Duration {
-	ends := f.paused.Load()
-	if ends == 0 || int64(now) < ends {
+	if ends := f.paused.Load(); int64(now) < ends {
 		return time.Duration(ends)
 	}
-	f.paused.CompareAndSwap(ends, 0)
 	return 0
 }
 
@@ -641,13 +649,17 @@ func (f *Func[M]) hurry() {
 
 func (*Func[M]) nudge() {}
 
-// sweep tells whether calls have succeeded since it last looked. A failure brings the
-// breaker up to date by itself.
-func (f *Func[M]) sweep(time.Duration) (moving bool) {
+// sweep ends a pause whose time is over. It tells whether one has an end, or calls have
+// succeeded since it last looked. A failure brings the breaker up to date by itself.
+func (f *Func[M]) sweep(now time.Duration) (moving bool) {
 	n := f.successes()
 	moving = n != f.seen && f.gate != nil
 	f.seen = n
-	return moving
+	ends := f.paused.Load()
+	if ends != 0 && int64(now) >= ends && f.paused.CompareAndSwap(ends, 0) {
+		f.resumed(now, "time")
+	}
+	return moving || ends != 0 && ends != int64(never)
 }
 
 func (f *Func[M]) measured() *sourceMetrics { return &f.metrics }

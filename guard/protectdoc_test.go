@@ -6,6 +6,9 @@ package guard
 import (
 	"context"
 	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -116,6 +119,48 @@ func TestProtectAsksItsLimiterConcurrently(t *testing.T) {
 			})
 		}
 		all.Wait()
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// A pause of a function is logged as that of a source is: when it begins, and when an operator
+// or its time ends it.
+func TestPauseOfAFunctionIsLogged(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		heard := new(logged)
+		g, err := New(Config{}, WithLogger(slog.New(heard)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		f := Must(Protect(g, SourceConfig{Name: "f"}, func(context.Context, int) error { return nil }))
+		f.Pause(0)
+		f.Resume()
+		f.Resume() // it is over
+		time.Sleep(time.Hour)
+		f.Pause(time.Minute)
+		time.Sleep(time.Minute - time.Second)
+		if err := f.Do(t.Context(), 1); !errors.Is(err, ErrHeld) {
+			t.Errorf("paused: %v", err)
+		}
+		time.Sleep(2 * time.Second)
+		var got []string
+		heard.mu.Lock()
+		for _, l := range heard.lines {
+			got = append(got, fmt.Sprint(l.text, " ", l.args["source"], " ", l.args["reason"], " ", l.args["for"]))
+		}
+		heard.mu.Unlock()
+		want := []string{
+			"source paused f operator <nil>", "source resumed f operator <nil>",
+			"source paused f operator 1m0s", "source resumed f time <nil>",
+		}
+		if !slices.Equal(got, want) {
+			t.Errorf("logged %q, want %q", got, want)
+		}
+		if err := f.Do(t.Context(), 1); err != nil {
+			t.Errorf("after the pause: %v", err)
+		}
 		if _, err := g.Close(t.Context()); err != nil {
 			t.Error(err)
 		}

@@ -8,7 +8,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -474,11 +473,7 @@ func (s *Source[M]) Pause(d time.Duration) {
 	s.mu.Lock()
 	s.c.paused, s.c.pauseEnds = true, pauseEnd(now, d)
 	s.unlock(now)
-	args := []any{"source", s.cfg.Name, "reason", CauseOperator}
-	if d > 0 {
-		args = append(args, "for", d)
-	}
-	s.g.journal.say(now, line{slog.LevelInfo, linePaused, s.topic(), false, args})
+	s.g.journal.paused(now, s.topic(), s.cfg.Name, d)
 	s.g.saver.hurry()
 	s.g.sweeper.kick()
 	s.nudge()
@@ -506,7 +501,7 @@ func (s *Source[M]) Resume() {
 
 // resumed tells the loop and the log that a pause is over.
 func (s *Source[M]) resumed(now time.Duration, reason string) {
-	s.g.journal.say(now, line{slog.LevelInfo, lineResumed, s.topic(), false, []any{"source", s.cfg.Name, "reason", reason}})
+	s.g.journal.resumed(now, s.topic(), s.cfg.Name, reason)
 	s.g.saver.hurry()
 	s.nudge()
 }

@@ -102,14 +102,15 @@ export function SourcePage({ w, s, name }: { w: Words; s?: Seen; name: string })
   const passed = (Date.now() - s.at) / 1000;
   const sources = [s.name];
   const breakers = [s.breaker.name];
+  const letters = s.window > 0; // a protected function has none
   const actions: [string, Order, boolean][] = [
     [w.pause, { action: "pause", sources }, s.state !== "paused"],
     [w.resume, { action: "resume", sources }, s.holds.some((h) => h.reason === "operator")],
     [w.open, { action: "open", breakers }, s.breaker.name !== ""],
     [w.close, { action: "close", breakers }, s.breaker.name !== "" && s.breaker.state !== "closed"],
     [w.release, { action: "release", breakers }, s.breaker.forced],
-    [w.grant, { action: "credits", sources }, true],
-    [w.deadletter, { action: "deadletter", sources }, s.waiting + s.held + s.retry_wait > 0],
+    [w.grant, { action: "credits", sources }, letters],
+    [w.deadletter, { action: "deadletter", sources }, letters && s.waiting + s.held + s.retry_wait > 0],
   ];
   return (
     <>
