@@ -266,7 +266,7 @@ func TestUsedPartOfTheWindow(t *testing.T) {
 			}
 			stop()
 			<-placed
-			<-ended
+			_ = <-ended
 			closeGuard(t, g)
 		})
 	}

@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/IBM/sarama"
 
@@ -22,7 +23,15 @@ func (p *kafkaRun) consume(ctx context.Context, h sarama.ConsumerGroupHandler) (
 	}
 	defer func() { err = errors.Join(err, group.Close()) }()
 	for ctx.Err() == nil {
-		if err := group.Consume(ctx, []string{p.topic}, h); err != nil && ctx.Err() == nil {
+		err := group.Consume(ctx, []string{p.topic}, h)
+		switch {
+		case ctx.Err() != nil:
+		case errors.Is(err, sarama.ErrUnknownTopicOrPartition): // it was made just now, and not every broker knows it yet
+			select {
+			case <-time.After(100 * time.Millisecond):
+			case <-ctx.Done():
+			}
+		case err != nil:
 			return err
 		}
 	}
