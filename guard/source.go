@@ -428,6 +428,12 @@ func (s *Source[M]) Update(p Policy) error {
 		next.Workers = old.Workers
 	}
 	next.Breaker = next.Breaker.WithDefaults()
+	if by := next; p.Breaker.Slow != 0 && !s.slowIs {
+		by.Breaker.Slow = 0
+		if by.slow().Slow == p.Breaker.Slow { // State.Settings of when that was the Timeout
+			next.Breaker.Slow = old.Breaker.Slow
+		}
+	}
 	if p.Breaker.Slow == 0 {
 		next.Breaker.Slow = old.Breaker.Slow
 	}

@@ -49,6 +49,25 @@ func TestUpdate(t *testing.T) {
 	})
 }
 
+// Settings from before an Update may be given back.
+func TestUpdateBack(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r := newRig(t, Policy{}, Limits{}, ok)
+		before := r.s.State().Settings
+		more := before
+		more.Timeout = 2 * time.Minute
+		for _, p := range []Policy{more, before, more, {}} {
+			if err := r.s.Update(p); err != nil {
+				t.Error(err)
+			}
+		}
+		if is := r.s.State().Settings; is != before {
+			t.Errorf("%+v, was %+v", is, before)
+		}
+		r.close()
+	})
+}
+
 // With the Timeout goes the age from which on a call is slow, unless Policy.Breaker has one.
 func TestUpdateOfTheTimeout(t *testing.T) {
 	for _, c := range []struct {

@@ -340,6 +340,19 @@ func (c *cuts) warn(from *dlq.Origin, size, cut int, raise string) {
 		"means", "the end is lost once the message's own stream drops it; a work-queue or interest stream does so with the ack")
 }
 
+// connected waits until the connection is, or is closed for good.
+func (d *DLQ) connected(ctx context.Context) error {
+	conn := d.js.Conn()
+	for status := conn.Status(); !conn.IsConnected() && !conn.IsClosed(); status = conn.Status() {
+		select {
+		case <-time.After(connectedPoll):
+		case <-ctx.Done():
+			return fmt.Errorf("the connection is %s: %w", status, errors.Join(nats.ErrDisconnected, ctx.Err()))
+		}
+	}
+	return nil
+}
+
 // publish writes a dead letter.
 func (d *DLQ) publish(ctx context.Context, m *nats.Msg, id string) error {
 	opts := []jetstream.PublishOpt{jetstream.WithExpectStream(d.cfg.Stream)}
@@ -352,9 +365,8 @@ func (d *DLQ) publish(ctx context.Context, m *nats.Msg, id string) error {
 		// again. The server recognises it by its id.
 		opts = append(opts, jetstream.WithMsgID(id))
 		_, err = ask(ctx, func(ctx context.Context) (*jetstream.PubAck, error) {
-			if conn := d.js.Conn(); !conn.IsConnected() && !conn.IsClosed() { // each try would take room in its buffer, which acks need
-				<-ctx.Done()
-				return nil, fmt.Errorf("the connection is %s: %w", conn.Status(), errors.Join(nats.ErrDisconnected, ctx.Err()))
+			if err := d.connected(ctx); err != nil { // each try would take room in its buffer, which acks need
+				return nil, err
 			}
 			ack, err := publish(ctx)
 			if code, ok := errors.AsType[*jetstream.APIError](err); ok && code.ErrorCode == inProcess {

@@ -91,7 +91,7 @@ func WrapConsumer(g *guard.Guard, consumer jetstream.Consumer, opts ...Option) (
 	}
 	return &wrapped{
 		Consumer: consumer, src: src, port: p, lease: s.limits.AckWait, window: window,
-		pulls: newPulls(src.State().Settings.Order, window), drainFor: o.stopTimeout * 3 / 4, copyWait: copyWait, name: s.config.Name, log: o.log,
+		pulls: newPulls(src.State().Settings.Order, window), drainFor: o.stopTimeout * 3 / 4, copyWait: min(copyWait, src.State().Settings.Breaker.Slow/2), name: s.config.Name, log: o.log,
 	}, nil
 }
 
@@ -408,10 +408,10 @@ var errLapsed = fmt.Errorf("nats: it was not kept alive: %w", guard.ErrTakenBack
 // drained tells whether nothing is about to be handed out.
 func (w *wrapped) drained() bool { return w.src.Account().Waiting == 0 }
 
-// overdue tells whether a drain whose pull ended at closed is to end although messages wait,
-// and says so.
-func (w *wrapped) overdue(closed time.Time) bool {
-	if time.Since(closed) < w.drainFor {
+// overdue tells whether a drain is to end although messages wait, and says so. moved is when its
+// pull ended, or it handed a message out after that.
+func (w *wrapped) overdue(moved time.Time) bool {
+	if time.Since(moved) < w.drainFor {
 		return false
 	}
 	a := w.src.Account()
@@ -479,7 +479,7 @@ func (w *wrapped) Consume(handler jetstream.MessageHandler, opts ...jetstream.Pu
 // pump hands messages to f until stop, until the source ends, or until the pull is closed
 // and nothing is left that may be handled, or the drain is overdue.
 func (w *wrapped) pump(stop, closed <-chan struct{}, f func(jetstream.Msg)) {
-	var over time.Time // when the pull was closed
+	var over time.Time // when the pull was closed, or what was handed out after that was done
 	for idle := 0; idle < 2; {
 		select {
 		case <-stop:
@@ -500,6 +500,9 @@ func (w *wrapped) pump(stop, closed <-chan struct{}, f func(jetstream.Msg)) {
 			idle = 0
 			if m := w.hand(it); m != nil {
 				f(m)
+				if !over.IsZero() {
+					over = time.Now()
+				}
 			}
 		case <-closed:
 			closed, over = nil, time.Now()
@@ -563,7 +566,7 @@ type iterator struct {
 
 	next   sync.Mutex // held through Next
 	asking chan error // its answer; nil if nobody asks
-	over   time.Time  // when the pull ended; zero while it has not
+	over   time.Time  // when the pull ended, or a message was handed out after that; zero before
 }
 
 func (it *iterator) Next(opts ...jetstream.NextOpt) (jetstream.Msg, error) {
@@ -614,6 +617,9 @@ func (it *iterator) Next(opts ...jetstream.NextOpt) (jetstream.Msg, error) {
 				return nil, guard.ErrClosed
 			}
 			if m := it.w.hand(item); m != nil {
+				if !it.over.IsZero() {
+					it.over = time.Now()
+				}
 				return m, nil
 			}
 		case err := <-it.asking:

@@ -26,7 +26,7 @@ const (
 	// of its lane.
 	stuck = 20
 	// copyWait is how long a fetch waits for the copy of a message that has lapsed: a round
-	// trip, and not so long that the breaker takes the wait for a slow call.
+	// trip. It is at most half of Breaker.Slow, or the wait would be a slow call.
 	copyWait = time.Second
 )
 
@@ -287,6 +287,7 @@ type fetching struct {
 	late   *guard.Item[*taken] // has lapsed, and the open pull may bring its copy; nil for none
 	lateAt time.Time           // when it was taken …
 	came   uint64              // … and what had come by then; see wrapped.came
+	gaveUp bool                // it did not come: the others go back at once, so that all come again in order
 }
 
 // fetch pulls what the source has room for and hands out what it lets through.
@@ -363,7 +364,7 @@ func (f *fetching) handOut(ctx context.Context) {
 				continue // it has ended
 			}
 			f.idle = 0
-			if f.pulling != nil && f.w.port.gone(it.Msg) {
+			if f.pulling != nil && !f.gaveUp && f.w.port.gone(it.Msg) {
 				f.late, f.lateAt, f.came = &it, time.Now(), f.w.came()
 				continue
 			}
@@ -400,7 +401,7 @@ func (f *fetching) give(it guard.Item[*taken]) {
 // giveLate ends the wait for the copy of a message that has lapsed.
 func (f *fetching) giveLate() {
 	if it := f.late; it != nil {
-		f.late = nil
+		f.late, f.gaveUp = nil, f.w.port.gone(it.Msg)
 		f.give(*it)
 	}
 }
@@ -417,7 +418,7 @@ func (f *fetching) end(err error) {
 
 // pull opens a pull in the call's turn, for what is left of its wait.
 func (f *fetching) pull() {
-	f.turn = nil
+	f.turn, f.gaveUp = nil, false
 	var late []jetstream.FetchOpt
 	if !f.a.noWait {
 		late = append(late, within(max(time.Until(f.until), time.Millisecond)))

@@ -24,7 +24,7 @@ import (
 //
 // Times travel as the fleet's, as those of a [Quarantine] do. A process that has just started
 // does not know that time yet: by a clock that is behind, an order that is over would be in
-// force. So it has no orders before [Orders.Offset] was called, or it has given one.
+// force. So it has no orders but its own before [Orders.Offset] was called.
 //
 // Orders have one sequence in all processes, that of their stamps: whoever hears two late
 // carries them out as everybody else did.
@@ -37,8 +37,9 @@ type Orders struct {
 
 	*board
 
-	shift   time.Duration // of our wall clock, to the fleet's time
-	timed   bool          // that is known
+	shift   time.Duration   // of our wall clock, to the fleet's time
+	timed   bool            // that is known
+	own     map[string]bool // before: ids of orders that were given here, by our clock; nil then
 	pruneAt time.Time
 }
 
@@ -71,7 +72,7 @@ func (o *Orders) Offset(shift time.Duration) {
 	defer o.mu.Unlock()
 	o.shift = shift
 	if !o.timed {
-		o.timed = true
+		o.timed, o.own = true, nil
 		o.watchedLocked() // there may be orders
 	}
 }
@@ -88,7 +89,6 @@ func (o *Orders) Give(id, text string, until time.Time) error {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.pruneLocked(o.wall())
-	o.timed = true // at the latest: it is by our clock
 	all := o.inForceLocked(o.wall())
 	if len(all) >= maxOrders {
 		return fmt.Errorf("%w: %d orders are in force", ErrBusy, len(all))
@@ -106,6 +106,12 @@ func (o *Orders) Give(id, text string, until time.Time) error {
 				at.Physical++
 			}
 		}
+	}
+	if !o.timed {
+		if o.own == nil {
+			o.own = make(map[string]bool)
+		}
+		o.own[id] = true
 	}
 	return o.addLocked(orderMark, id+"|"+text, "", until.Add(o.shift), at)
 }
@@ -179,11 +185,8 @@ type Order struct {
 }
 
 func (o *Orders) inForceLocked(now time.Time) (all []Order) {
-	if !o.timed {
-		return nil
-	}
 	o.each(orderMark, func(id, text, _ string, until time.Time, stamp crdt.Stamp) {
-		if until = until.Add(-o.shift); now.Before(until) {
+		if until = until.Add(-o.shift); now.Before(until) && (o.timed || o.own[id]) {
 			all = append(all, Order{id, text, until, stamp})
 		}
 	})

@@ -308,7 +308,7 @@ func (d *Driver) lookAboveLocked(now time.Duration, c *claim) {
 		if !c.tripped || level != c.level {
 			c.gen++
 		}
-		c.tripped, c.level, c.cause = true, level, cause
+		c.tripped, c.letGo, c.level, c.cause = true, false, level, cause // its own verdict
 		s.State, s.BackoffLevel, s.Cause = breaker.Open, level, cause
 	default:
 		c.tripped = false

@@ -398,7 +398,8 @@ func (m *Machine) Enter(now time.Duration, sc *Scope, s State, since time.Durati
 		return
 	}
 	sc.Since = since
-	if !sc.lost() || !before.Open() {
+	goesOn := before.Open() && before.Gen == s.Gen // another round of what was open
+	if !sc.lost() || !goesOn {
 		sc.firm = m.Due(sc)
 	}
 	sc.trial, sc.turn, sc.turnAt, sc.idleAt, sc.Mine = trial{}, "", 0, Never, false
@@ -407,7 +408,7 @@ func (m *Machine) Enter(now time.Duration, sc *Scope, s State, since time.Durati
 		return
 	}
 	if s.Open() {
-		if sc.mode == free && before.Open() && sc.lost() && m.connected {
+		if sc.mode == free && goesOn && sc.lost() && m.connected {
 			m.credit(now, sc) // what was let go since rounds are lost is not held by the next
 			return
 		}

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"slices"
 	"sync"
 	"time"
 
@@ -39,8 +40,8 @@ func (pt *Partition) boot(ctx context.Context) error {
 		case <-ctx.Done():
 			return ctx.Err()
 		}
-		if errors.Is(err, cluster.ErrUnsuitable) {
-			return err
+		if errors.Is(err, cluster.ErrUnsuitable) && !slices.Contains(pt.t.cfg.Sources, pt.c.Topic) {
+			return err // no waiting mends it; partitions may yet be added
 		}
 		pt.said.say("what is parked cannot be read: the claim waits", pt.c.Source, err)
 		if err == nil {
