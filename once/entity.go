@@ -116,11 +116,11 @@ func (e *Entities) step(ctx context.Context, entity, to string, effect func(ctx 
 	reached := reach(path, doing)
 	switch {
 	case happened:
-		return doing != to, e.r.finish(ctx, unmarked{key, claim, reached, []Entry{{Key: mark}}})
+		return doing != to, e.r.finish(ctx, &unmarked{name: name, key: key, claim: claim, value: reached, also: []Entry{{Key: mark}}})
 	case doing != to:
 		return true, e.r.release(ctx, claim)
 	}
-	return false, e.r.perform(ctx, key, claim, found.Doubt && e.r.records(), func(ctx context.Context) ([]byte, []Entry, error) {
+	return false, e.r.perform(ctx, &unmarked{name: name, key: key, claim: claim}, found.Doubt && e.r.records(), func(ctx context.Context) ([]byte, []Entry, error) {
 		return reached, []Entry{{Key: mark}}, effect(ctx)
 	})
 }
@@ -173,10 +173,11 @@ func (e *Entities) Settle(ctx context.Context, entity, to string, happened bool)
 	if err := checkName("entity", entity, maxEntity); err != nil {
 		return err
 	}
-	if err := e.r.writeUnmarked(ctx); err != nil {
+	name := e.name(entity)
+	if err := e.r.writeUnmarked(ctx, name); err != nil {
 		return err
 	}
-	claim, found, err := e.r.store.Claim(ctx, e.name(entity), Ask{Over: true, Record: true, Note: to})
+	claim, found, err := e.r.store.Claim(ctx, name, Ask{Over: true, Record: true, Note: to})
 	switch {
 	case err != nil:
 		return named(err, entity)
@@ -185,7 +186,10 @@ func (e *Entities) Settle(ctx context.Context, entity, to string, happened bool)
 	case !happened, !e.doubted(states(found.Value), found):
 		return e.r.release(ctx, claim)
 	}
-	return e.r.finish(ctx, unmarked{StepKey(e.m.name, entity, to), claim, reach(states(found.Value), to), []Entry{{Key: e.mark(entity, to)}}})
+	return e.r.finish(ctx, &unmarked{
+		name: name, key: StepKey(e.m.name, entity, to), claim: claim,
+		value: reach(states(found.Value), to), also: []Entry{{Key: e.mark(entity, to)}},
+	})
 }
 
 // StepKey names a step, for [WithLookup] and in logs.

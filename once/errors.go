@@ -27,7 +27,8 @@ var (
 	ErrLost = errors.New("once: claim lost")
 
 	// ErrUnmarked means that the effect has happened and the store did not take its mark.
-	// The runner writes it before it begins another effect.
+	// The runner writes it before it begins another effect. If the store refuses this mark
+	// and takes others, only effects of the same key or entity wait for it.
 	ErrUnmarked = errors.New("once: effect without its mark")
 
 	// ErrKey means that a key, or the name of an entity or state, is not allowed.

@@ -5,6 +5,7 @@ package once
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -23,6 +24,10 @@ const (
 	// markTime is how long the store may take for a mark when the effect has happened,
 	// whatever became of the delivery's context.
 	markTime = 10 * time.Second
+
+	// maxRefused is how many marks the store may refuse, while it takes others, before no
+	// effect begins any more.
+	maxRefused = 16
 )
 
 // Kinds of keys: the first byte that a store sees.
@@ -30,6 +35,7 @@ const (
 	kindEffect = 'k'
 	kindEntity = 'e'
 	kindStep   = 's'
+	kindTrial  = 't'
 )
 
 // InDoubt says what becomes of an effect that began, when nobody knows whether it happened.
@@ -82,18 +88,25 @@ type Runner struct {
 	lookup func(context.Context, string) (bool, error)
 
 	// unmarked are the effects that have happened and whose marks the store did not take.
-	// No effect begins before they are written, so there are never more of them than
-	// effects that ran at the same time.
+	// No effect begins before they are written, except for those that are refused. So there
+	// are never more of them than maxRefused and the effects that ran at the same time.
 	mu       sync.Mutex
-	unmarked []unmarked    // guarded by mu
+	unmarked []*unmarked   // guarded by mu
 	turn     chan struct{} // held by whoever writes them; taken before mu
 }
 
 type unmarked struct {
-	key   string
+	name  string // the claim's, in the store
+	key   string // the caller's
 	claim Claim
 	value []byte
 	also  []Entry
+
+	// refused means that the store took another mark after it had not taken this one:
+	// only effects of the same name wait for it. It is guarded by Runner.mu, and written
+	// with the turn.
+	refused bool
+	tried   time.Time // when the mark was last tried; guarded by Runner.mu
 }
 
 // New makes a Runner over a store. It asks the store nothing.
@@ -167,11 +180,11 @@ func (r *Runner) Result(ctx context.Context, key string, effect func(ctx context
 			return nil, also(err, r.leave(ctx, claim))
 		}
 		if happened {
-			return nil, r.finish(ctx, unmarked{key: key, claim: claim})
+			return nil, r.finish(ctx, &unmarked{name: name, key: key, claim: claim})
 		}
 	}
 	var value []byte
-	err = r.perform(ctx, key, claim, found.Doubt && r.records(), func(ctx context.Context) ([]byte, []Entry, error) {
+	err = r.perform(ctx, &unmarked{name: name, key: key, claim: claim}, found.Doubt && r.records(), func(ctx context.Context) ([]byte, []Entry, error) {
 		out, err := effect(ctx)
 		if err != nil {
 			return nil, nil, err
@@ -218,7 +231,7 @@ func (r *Runner) begin(ctx context.Context, name, key string, ask Ask) (Claim, F
 	if err := ctx.Err(); err != nil {
 		return nil, Found{}, err
 	}
-	if err := r.writeUnmarked(ctx); err != nil {
+	if err := r.writeUnmarked(ctx, name); err != nil {
 		return nil, Found{}, err
 	}
 	ask.Record = r.records()
@@ -267,9 +280,10 @@ func (r *Runner) decide(ctx context.Context, key string, claim Claim) (happened 
 	}
 }
 
-// perform runs an effect and ends its claim, also if the effect panics or calls Goexit.
+// perform runs an effect and ends the claim of u, also if the effect panics or calls Goexit.
 // doubt says that it was in doubt: if it does not begin it stays so.
-func (r *Runner) perform(ctx context.Context, key string, claim Claim, doubt bool, effect func(context.Context) ([]byte, []Entry, error)) error {
+func (r *Runner) perform(ctx context.Context, u *unmarked, doubt bool, effect func(context.Context) ([]byte, []Entry, error)) error {
+	claim := u.claim
 	if claim.Context().Err() != nil { // the claim was lost, or the delivery has ended: the effect does not begin
 		err := context.Cause(claim.Context())
 		if doubt {
@@ -291,7 +305,8 @@ func (r *Runner) perform(ctx context.Context, key string, claim Claim, doubt boo
 		}
 		return also(err, r.release(ctx, claim))
 	}
-	return r.finish(ctx, unmarked{key, claim, value, others})
+	u.value, u.also = value, others
+	return r.finish(ctx, u)
 }
 
 // also is an effect's error as it is, unless the store has one, too.
@@ -320,7 +335,7 @@ func (r *Runner) leave(ctx context.Context, c Claim) error {
 }
 
 // finish writes the mark of an effect that has happened, or keeps it for later.
-func (r *Runner) finish(ctx context.Context, u unmarked) error {
+func (r *Runner) finish(ctx context.Context, u *unmarked) error {
 	ctx, cancel := after(ctx)
 	defer cancel()
 	err := u.claim.Finish(ctx, u.value, u.also...)
@@ -336,13 +351,12 @@ func (r *Runner) finish(ctx context.Context, u unmarked) error {
 	return fmt.Errorf("%w: %.80q: %w", ErrUnmarked, u.key, err)
 }
 
-// writeUnmarked writes the marks that the store did not take before. Whoever waits for
-// another one to do so gives up with its context.
-func (r *Runner) writeUnmarked(ctx context.Context) error {
-	r.mu.Lock()
-	n := len(r.unmarked)
-	r.mu.Unlock()
-	if n == 0 {
+// writeUnmarked writes the marks that the store did not take before. If it does not take one
+// now, the effect of name must not begin: the store may take no mark at all. A mark that the
+// store refuses while it takes another stops only the effects of its own name. Whoever waits
+// for another one to write them gives up with its context.
+func (r *Runner) writeUnmarked(ctx context.Context, name string) error {
+	if len(r.due(name)) == 0 {
 		return nil
 	}
 	select {
@@ -351,27 +365,88 @@ func (r *Runner) writeUnmarked(ctx context.Context) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	}
-	for {
-		r.mu.Lock()
-		if len(r.unmarked) == 0 {
-			r.mu.Unlock()
-			return nil
+	takes := false // the store has taken a mark
+	for _, u := range r.due(name) {
+		written, err := r.tryMark(ctx, u)
+		if err == nil {
+			takes = takes || written
+			continue
 		}
-		u := r.unmarked[0]
-		r.mu.Unlock()
-		try, cancel := context.WithTimeout(ctx, markTime)
-		err := u.claim.Finish(try, u.value, u.also...)
-		cancel()
-		if err != nil && !errors.Is(err, ErrLost) {
+		if ctx.Err() == nil && !u.refused && r.refusable() && (takes || r.takesAnother(ctx)) {
+			takes = true
+			r.mu.Lock()
+			u.refused = true
+			r.mu.Unlock()
+			r.log.LogAttrs(ctx, slog.LevelWarn, "once: the store refuses a mark and takes others, effects of other keys go on", slog.String("key", u.key), slog.Any("error", err))
+		}
+		if !u.refused || u.name == name {
 			return fmt.Errorf("once: the mark of %.80q is not written yet: %w", u.key, err)
 		}
-		if err != nil {
-			r.log.LogAttrs(ctx, slog.LevelWarn, "once: effect happened, and another process has taken its key", slog.String("key", u.key), slog.Any("error", err))
-		}
-		r.mu.Lock()
-		r.unmarked = r.unmarked[1:]
-		r.mu.Unlock()
 	}
+	return nil
+}
+
+// due are the marks to be written before an effect of name may begin. Refused marks of other
+// names are among them each markTime.
+func (r *Runner) due(name string) (due []*unmarked) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, u := range r.unmarked {
+		if !u.refused || u.name == name || time.Since(u.tried) >= markTime {
+			due = append(due, u)
+		}
+	}
+	return due
+}
+
+// refusable tells whether one more mark may be refused without stopping all effects.
+func (r *Runner) refusable() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	n := 0
+	for _, u := range r.unmarked {
+		if u.refused {
+			n++
+		}
+	}
+	return n < maxRefused
+}
+
+// tryMark writes a mark, and forgets it if it is written or another process has its key. The
+// caller has the turn.
+func (r *Runner) tryMark(ctx context.Context, u *unmarked) (written bool, err error) {
+	r.mu.Lock()
+	u.tried = time.Now()
+	r.mu.Unlock()
+	try, cancel := context.WithTimeout(ctx, markTime)
+	defer cancel()
+	err = u.claim.Finish(try, u.value, u.also...)
+	if err != nil && !errors.Is(err, ErrLost) {
+		return false, err
+	}
+	if err != nil {
+		r.log.LogAttrs(ctx, slog.LevelWarn, "once: effect happened, and another process has taken its key", slog.String("key", u.key), slog.Any("error", err))
+	}
+	r.mu.Lock()
+	r.unmarked = slices.DeleteFunc(r.unmarked, func(other *unmarked) bool { return other == u })
+	r.mu.Unlock()
+	return err == nil, nil
+}
+
+// takesAnother tells whether the store takes the mark of a key that nobody else has. The mark
+// is forgotten as others are.
+func (r *Runner) takesAnother(ctx context.Context) bool {
+	ctx, cancel := context.WithTimeout(ctx, markTime)
+	defer cancel()
+	claim, _, err := r.store.Claim(ctx, string(kindTrial)+rand.Text(), Ask{})
+	if err != nil {
+		return false
+	}
+	if err := claim.Finish(ctx, nil); err != nil {
+		_ = r.release(ctx, claim) // the store fails, which the caller hears of
+		return false
+	}
+	return true
 }
 
 // Settle ends the doubt about an effect, after a person has looked whether it happened. If
@@ -382,15 +457,16 @@ func (r *Runner) Settle(ctx context.Context, key string, happened bool) error {
 	if err := CheckKey(key); err != nil {
 		return err
 	}
-	if err := r.writeUnmarked(ctx); err != nil { // the key may be one of these, and its claim ours
+	name := string(kindEffect) + key
+	if err := r.writeUnmarked(ctx, name); err != nil { // the key may be one of these, and its claim ours
 		return err
 	}
-	claim, found, err := r.store.Claim(ctx, string(kindEffect)+key, Ask{Over: true, Record: true})
+	claim, found, err := r.store.Claim(ctx, name, Ask{Over: true, Record: true})
 	if err != nil {
 		return named(err, key)
 	}
 	if happened && !found.Done {
-		return r.finish(ctx, unmarked{key: key, claim: claim})
+		return r.finish(ctx, &unmarked{name: name, key: key, claim: claim})
 	}
 	return r.release(ctx, claim) // which keeps the result of one that has happened
 }

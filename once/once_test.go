@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"go.uber.org/goleak"
@@ -51,27 +52,29 @@ func TestNewRefuses(t *testing.T) {
 	}
 }
 
-// refusing is a store that takes no marks while it says why.
+// refusing is a store that takes no marks while it says why: of keys that begin with only.
 type refusing struct {
 	once.Store
-	why error
+	why  error
+	only string
 }
 
 type refusedClaim struct {
 	once.Claim
-	s *refusing
+	s   *refusing
+	key string
 }
 
 func (s *refusing) Claim(ctx context.Context, key string, ask once.Ask) (once.Claim, once.Found, error) {
 	c, found, err := s.Store.Claim(ctx, key, ask)
 	if c != nil {
-		c = refusedClaim{c, s}
+		c = refusedClaim{c, s, key}
 	}
 	return c, found, err
 }
 
 func (c refusedClaim) Finish(ctx context.Context, value []byte, also ...once.Entry) error {
-	if c.s.why != nil {
+	if c.s.why != nil && strings.HasPrefix(c.key, c.s.only) {
 		return c.s.why
 	}
 	return c.Claim.Finish(ctx, value, also...)
@@ -129,6 +132,105 @@ func TestUnmarked(t *testing.T) {
 	s.why = nil
 	if err := do("f"); err != nil {
 		t.Error(err)
+	}
+}
+
+// A mark that the store refuses, while it takes others, stops the effects of its own key only.
+func TestOneMarkRefused(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "once.db")
+	synctest.Test(t, func(t *testing.T) {
+		file, err := bolt.Open(path, bolt.Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer file.Close()
+		why := errors.New("too large")
+		s := &refusing{Store: file, why: why, only: "ka"}
+		r := runner(t, s)
+		calls := make(map[string]int)
+		do := func(key string) error {
+			return r.Do(t.Context(), key, func(context.Context) error { calls[key]++; return nil })
+		}
+		runs := func(keys ...string) {
+			t.Helper()
+			for _, key := range keys {
+				if err := do(key); err != nil || calls[key] != 1 {
+					t.Fatalf("%s: ran %d times, %v", key, calls[key], err)
+				}
+			}
+		}
+		if err := do("a"); !errors.Is(err, once.ErrUnmarked) {
+			t.Fatalf("%v, want ErrUnmarked", err)
+		}
+		runs("b", "c")
+		for _, err := range []error{do("a"), r.Settle(t.Context(), "a", true)} {
+			if !errors.Is(err, why) || !strings.Contains(err.Error(), `the mark of "a"`) || calls["a"] != 1 {
+				t.Fatalf("its own key: ran %d times, %v", calls["a"], err)
+			}
+		}
+		if err := r.Settle(t.Context(), "settled", true); err != nil {
+			t.Fatal(err)
+		}
+
+		s.only = "" // and then the store takes nothing at all
+		if err := do("d"); !errors.Is(err, once.ErrUnmarked) {
+			t.Fatalf("%v, want ErrUnmarked", err)
+		}
+		if err := do("e"); !errors.Is(err, why) || calls["e"] != 0 {
+			t.Fatalf("the store takes nothing: e ran %d times, %v", calls["e"], err)
+		}
+		s.why = nil
+		runs("e", "d")
+
+		time.Sleep(time.Minute)
+		runs("f") // which tries a's mark again
+		if _, done, err := file.Get(t.Context(), "ka"); !done || err != nil {
+			t.Errorf("the mark of a: %v, %v", done, err)
+		}
+		runs("a")
+
+		s.why, s.only = why, "kx" // a store that takes none of the effects' marks, and others
+		begun := 0
+		for i := range 100 {
+			if key := fmt.Sprint("x", i); do(key) != nil && calls[key] > 0 {
+				begun++
+			}
+		}
+		if begun > 20 || do("g") == nil {
+			t.Errorf("%d effects without a mark", begun)
+		}
+	})
+}
+
+// A step whose mark the store refuses stops the steps of its own entity only.
+func TestOneStepRefused(t *testing.T) {
+	t.Parallel()
+	why := errors.New("too large")
+	s := &refusing{Store: store(t), why: why, only: "em\x0017"}
+	m, err := once.NewMachine("m", "a", map[string][]string{"a": {"b"}, "b": {"c"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	e, _, err := once.NewEntities(t.Context(), runner(t, s), m)
+	if err != nil {
+		t.Fatal(err)
+	}
+	step := func(entity, to string) error {
+		return e.Step(t.Context(), entity, to, func(context.Context) error { return nil })
+	}
+	if err := step("17", "b"); !errors.Is(err, once.ErrUnmarked) {
+		t.Fatalf("%v, want ErrUnmarked", err)
+	}
+	for _, to := range []string{"b", "c"} {
+		if err := step("18", to); err != nil {
+			t.Errorf("another entity's step to %s: %v", to, err)
+		}
+		if err := step("17", to); !errors.Is(err, why) || !strings.Contains(err.Error(), `the mark of "m/17/b"`) {
+			t.Errorf("its own step to %s: %v", to, err)
+		}
+	}
+	if err := e.Settle(t.Context(), "17", "b", true); !errors.Is(err, why) {
+		t.Errorf("Settle: %v", err)
 	}
 }
 

@@ -55,6 +55,9 @@ const (
 	defaultLease   = 10 * time.Second
 	minLease       = 100 * time.Millisecond
 	maxLease       = time.Hour
+
+	// minOnceValue holds a mark with the longest result, its record and its headers.
+	minOnceValue = once.MaxResult + 1<<10
 )
 
 // Validate reports everything wrong at once.
@@ -172,6 +175,9 @@ func (o *Once) check(s jetstream.KeyValueStatus) error {
 	}
 	if cfg.Discard == jetstream.DiscardOld && cfg.MaxBytes > 0 {
 		errs = append(errs, unsuitable("bucket %s: when it is full, marks are forgotten: nats stream edit %s --discard=new", o.cfg.Bucket, cfg.Name))
+	}
+	if cfg.MaxMsgSize > 0 && cfg.MaxMsgSize < minOnceValue {
+		errs = append(errs, unsuitable("bucket %s: its max message size is %d, and for a mark it must be %d or more: nats stream edit %s --max-msg-size=%d", o.cfg.Bucket, cfg.MaxMsgSize, minOnceValue, cfg.Name, minOnceValue))
 	}
 	if cfg.Mirror != nil || len(cfg.Sources) > 0 {
 		errs = append(errs, unsuitable("bucket %s: it is a copy of another: name that one", o.cfg.Bucket))

@@ -188,6 +188,7 @@ func TestOnceUnsuitable(t *testing.T) {
 	}{
 		{jetstream.KeyValueConfig{Bucket: "short", TTL: time.Second}, "nats stream edit KV_short --max-age=7d"},
 		{jetstream.KeyValueConfig{Bucket: "memory", Storage: jetstream.MemoryStorage}, "create it anew with file storage"},
+		{jetstream.KeyValueConfig{Bucket: "narrow", MaxValueSize: 1024}, "its max message size is 1024, and for a mark it must be 17408 or more: nats stream edit KV_narrow --max-msg-size=17408"},
 	} {
 		if _, err := js.CreateKeyValue(t.Context(), tt.cfg); err != nil {
 			t.Fatal(err)
