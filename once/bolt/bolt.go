@@ -10,6 +10,7 @@ package bolt
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -100,7 +101,7 @@ type Store struct {
 	count int           // of marks in order; guarded by turn
 	last  int64         // the newest time in order; guarded by turn
 
-	undoing sync.WaitGroup // see undoLater
+	undoing sync.WaitGroup // see later
 
 	mu     sync.Mutex
 	closed bool
@@ -390,9 +391,9 @@ func (s *Store) hold(ctx context.Context, key string) error {
 	start := time.Now()
 	for {
 		s.mu.Lock()
-		if s.broken != nil {
+		if s.broken != nil || s.closed {
 			defer s.mu.Unlock()
-			return s.broken
+			return cmp.Or(s.broken, ErrClosed)
 		}
 		ended, taken := s.held[key]
 		if !taken {
@@ -458,7 +459,10 @@ func (s *Store) Claim(ctx context.Context, key string, ask once.Ask) (_ once.Cla
 		w := s.enqueue(put{key: key, record: begun})
 		if err := s.await(ctx, w); err != nil {
 			if ctx.Err() != nil && !s.withdraw(w) {
-				later = s.undoLater(c, w)
+				later = s.later(w, func() { // no effect begins, so it must not be in doubt
+					c.recorded = w.err == nil
+					_ = c.Release(context.Background()) // a failure leaves it in doubt
+				})
 			}
 			return nil, once.Found{}, err
 		}
@@ -467,10 +471,9 @@ func (s *Store) Claim(ctx context.Context, key string, ask once.Ask) (_ once.Cla
 	return c, once.Found{Done: found, Value: r.Value}, nil
 }
 
-// undoLater ends a claim whose beginning a commit had taken up when its context ended: no
-// effect begins, so it must not be in doubt. The goroutine ends with that commit and one of
-// its own; Close waits for it. false after Close.
-func (s *Store) undoLater(c *claim, w *write) bool {
+// later calls f when a commit has ended that has taken up w. The goroutine ends with f; Close
+// waits for it. false after Close, when nobody may claim a key any more.
+func (s *Store) later(w *write, f func()) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed {
@@ -478,8 +481,7 @@ func (s *Store) undoLater(c *claim, w *write) bool {
 	}
 	s.undoing.Go(func() {
 		<-w.done
-		c.recorded = w.err == nil
-		_ = c.Release(context.Background()) // a failure leaves it in doubt
+		f()
 	})
 	return true
 }
@@ -507,17 +509,23 @@ func (c *claim) Finish(ctx context.Context, value []byte, also ...once.Entry) er
 	return nil
 }
 
-// Release has the disk forget the beginning, if it knows of it. A failure leaves it in doubt.
+// Release has the disk forget the beginning, if it knows of it. A failure leaves it in doubt:
+// nobody else has the key while a commit may still remove the record.
 func (c *claim) Release(ctx context.Context) error {
-	defer c.s.drop(c.key)
-	switch {
-	case !c.recorded:
+	if !c.recorded {
+		c.s.drop(c.key)
 		return nil
-	case c.before == nil:
-		return c.s.write(ctx, put{key: c.key, remove: true})
-	default:
-		return c.s.write(ctx, put{key: c.key, record: mark.Record{State: mark.Done, Value: c.before.Value}})
 	}
+	end := put{key: c.key, remove: true}
+	if c.before != nil {
+		end = put{key: c.key, record: mark.Record{State: mark.Done, Value: c.before.Value}}
+	}
+	w := c.s.enqueue(end)
+	err := c.s.await(ctx, w)
+	if err == nil || ctx.Err() == nil || c.s.withdraw(w) || !c.s.later(w, func() { c.s.drop(c.key) }) {
+		c.s.drop(c.key)
+	}
+	return err
 }
 
 func (c *claim) Leave(context.Context) error {

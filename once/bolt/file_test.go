@@ -235,6 +235,54 @@ func TestCancelledBeginning(t *testing.T) {
 	}
 }
 
+// A release that gives up while the disk stalls removes the record of no later attempt,
+// whether a commit has the removal by then or not.
+func TestReleaseGivesUp(t *testing.T) {
+	dir := t.TempDir()
+	for _, taken := range []bool{false, true} {
+		path := filepath.Join(dir, fmt.Sprint("once.db.", taken))
+		synctest.Test(t, func(t *testing.T) {
+			s := open(t, path, bolt.Config{})
+			r, err := once.New(s, once.Config{}, once.WithLookup(func(context.Context, string) (bool, error) { return false, nil }))
+			if err != nil {
+				t.Fatal(err)
+			}
+			proceed, end := func() {}, func() {}
+			ended := make(chan error, 1)
+			failed := errors.New("no answer")
+			go func() {
+				ended <- r.Do(t.Context(), "a", func(context.Context) error {
+					proceed = s.Stall()
+					return failed
+				})
+			}()
+			synctest.Wait() // until it is about to be released
+			if taken {
+				end = s.Begin()
+			}
+			if err := <-ended; !errors.Is(err, failed) || !errors.Is(err, context.DeadlineExceeded) {
+				t.Fatalf("taken %v: %v", taken, err)
+			}
+			goOn := make(chan struct{})
+			go func() {
+				ended <- r.Do(t.Context(), "a", func(context.Context) error { <-goOn; return nil })
+			}()
+			synctest.Wait()
+			end()
+			proceed()
+			synctest.Wait() // until the second attempt is in its effect
+			ran(t, r, "b")
+			if keys, err := r.Doubtful(t.Context()); fmt.Sprint(keys) != "[a]" || err != nil {
+				t.Errorf("taken %v: in doubt or under way are %v, %v: want a", taken, keys, err)
+			}
+			close(goOn)
+			if err := <-ended; err != nil || ran(t, r, "a") {
+				t.Errorf("taken %v: %v", taken, err)
+			}
+		})
+	}
+}
+
 // edit changes the file without the store.
 func edit(t *testing.T, path string, f func(marks *bbolt.Bucket) error) {
 	t.Helper()
