@@ -22,9 +22,9 @@ var (
 	// returned: it may still succeed.
 	ErrUnfinished = errors.New("nethttp: closed while the request was being replayed")
 
-	// errGone is the outcome of a handler that wrote nothing for a client that
-	// had gone away.
-	errGone = errors.New("nethttp: the client went away before there was an answer")
+	// errGone is the outcome of a handler that wrote nothing before the request's own
+	// context had ended: the client has left, or the server or a middleware ended it.
+	errGone = errors.New("nethttp: the request ended before there was an answer")
 
 	// errRefused is the outcome of a handler whose answer was another intake's
 	// refusal: it says nothing about this one's dependency.

@@ -211,6 +211,29 @@ func TestClientGone(t *testing.T) {
 	}
 }
 
+// A handler that answers nothing before its request's own context ends, as by a middleware, is
+// a 504 for a client that is still there. It is a failure as when the client has left.
+func TestSilentWhenTheRequestEnds(t *testing.T) {
+	for took, open := range map[time.Duration]bool{time.Second: false, 6 * time.Second: true} {
+		bubble(t, took.String(), func(t *testing.T) {
+			r := newRig(t, quick, Config{})
+			inner := r.in.Wrap(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }))
+			h := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				ctx, cancel := context.WithTimeout(r.Context(), took)
+				defer cancel()
+				inner.ServeHTTP(w, r.WithContext(ctx))
+			})
+			for range 5 {
+				r.want(send(h, "GET", "/", ""), 504)
+			}
+			if st := r.state(); (st.Breaker.State == breaker.Open) != open {
+				t.Errorf("%+v", st.Breaker)
+			}
+			r.close()
+		})
+	}
+}
+
 // An intake inside another: a refusal of the inner one is no outcome of the
 // outer one's dependency, and a request passes the same intake once.
 func TestNested(t *testing.T) {

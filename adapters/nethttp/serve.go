@@ -175,11 +175,13 @@ func (in *Intake) result(c *call, r *http.Request) error {
 		return guard.Ignore(errRefused)
 	case err != nil:
 		return err
-	case c.rec.silent() && c.Context.Err() != nil:
-		return errGone
-	case c.rec.silent() && r.Context().Err() != nil: // the handler gave up at its timeout; silence would be a 200
+	case c.rec.silent() && r.Context().Err() != nil: // the handler gave up; silence would be a 200
+		err = r.Context().Err()
+		if c.Context.Err() != nil {
+			err = errGone
+		}
 		http.Error(c.rec.writer(), http.StatusText(http.StatusGatewayTimeout), http.StatusGatewayTimeout)
-		return r.Context().Err()
+		return err
 	default:
 		return in.o.judge(r, c.status(), false)
 	}
