@@ -266,7 +266,9 @@ func TestUsedPartOfTheWindow(t *testing.T) {
 			}
 			stop()
 			<-placed
-			_ = <-ended
+			if err := <-ended; err != nil && !errors.Is(err, context.Canceled) {
+				t.Error(err)
+			}
 			closeGuard(t, g)
 		})
 	}
