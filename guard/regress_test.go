@@ -305,6 +305,7 @@ func TestDeadLetterWaiting(t *testing.T) {
 			if n := r.s.DeadLetterWaiting(1); n != 1 {
 				t.Errorf("%d of 1", n)
 			}
+			synctest.Wait() // its letter is written
 			r.s.DeadLetterWaiting(3)
 			a := r.check()
 			if a.DeadLettered < 2 || a.DeadLettered > 4 || r.letters.recs[0].Reason != dlq.ReasonOperator {
