@@ -129,7 +129,7 @@ type machine[M any] struct {
 
 	wasClosed   bool
 	freed       bool                  // a probe was settled: another source of the scope may have one
-	saysNothing bool                  // the latest probe did: its handler has ignored it, or asked for time
+	saysNothing bool                  // the latest probe proved nothing: its handler ignored it, or asked for time
 	writing     map[*item[M]]struct{} // condemned, not yet confirmed
 	undone      []*item[M]            // of these, put off until the source ended
 	firsts      uint64                // successful first attempts, probes left out; see firstTime

@@ -430,7 +430,7 @@ func (s *Source[M]) Update(p Policy) error {
 	next.Breaker = next.Breaker.WithDefaults()
 	if by := next; p.Breaker.Slow != 0 && !s.slowIs {
 		by.Breaker.Slow = 0
-		if by.slow().Slow == p.Breaker.Slow { // State.Settings of when that was the Timeout
+		if by.slow().Slow == p.Breaker.Slow { // settings from before another Update: it followed from their Timeout
 			next.Breaker.Slow = old.Breaker.Slow
 		}
 	}

@@ -298,12 +298,12 @@ func (n *Node) settleTerms() (grown bool) {
 	return grown
 }
 
-// An era is a time in which the same configurations counted. A key that nobody has used is
-// full, and has no row; when it is used its level is what it was at the end of each era.
+// An era is a time in which the same configurations counted. A key that is not used has no row.
+// When it is used again, its level is worked out from one era to the next: see recall.
 type era struct {
 	from   time.Duration
 	terms  []*term // as they were, and nobody silent
-	filled bool    // it began with a reset
+	filled bool    // it began with a reset, and no fence has passed since
 }
 
 // mostEras bounds how many are remembered. Before the first of them a key had nothing.
