@@ -515,11 +515,10 @@ func TestSpillLateWrite(t *testing.T) {
 		}
 		q.s.over.first += 1 << 40 // the number is of another epoch
 		q.s.over.number = q.s.over.first
-		q.send(40)
 		q.mu.Lock()
-		q.ready = q.ready[1:] // the broker has the ack of 0
-		q.acked++
+		q.sent, q.acked = 1, 1 // the broker has the ack of 0
 		q.mu.Unlock()
+		q.send(39)
 		time.Sleep(20 * time.Second)
 		q.setDown(false)
 		q.drain(30 * time.Second)
