@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/dlq"
@@ -197,54 +198,114 @@ func TestBudgetSpentWaitsForGrant(t *testing.T) {
 	})
 }
 
-// Letters that one topic's DLQ refuses keep no other waiting, and the writer is in trouble
-// until they are gone.
-func TestRefusedLettersKeepNoOtherWaiting(t *testing.T) {
+// Letters that one topic's DLQ does not take keep no other waiting, and the writer is in
+// trouble until they are gone.
+func TestFailedLettersKeepNoOtherWaiting(t *testing.T) {
+	for name, why := range map[string]error{"refused": fmt.Errorf("topic a.dlq: %w", dlq.ErrRefused), "down": errDown} {
+		bubble(t, name, func(t *testing.T) {
+			p := newPartlyDown(t, why)
+			a, b := p.open("a"), p.open("b")
+			for m := range 100 {
+				a <- m
+			}
+			time.Sleep(5 * time.Minute)
+			for m := range 20 {
+				tries := p.failed.Load()
+				b <- 1000 + m
+				if synctest.Wait(); len(p.w.bodies()) != m+1 {
+					t.Fatalf("%d letters of b are written at once, want %d", len(p.w.bodies()), m+1)
+				}
+				if n := p.failed.Load() - tries; n > 0 {
+					t.Fatalf("a letter of b brings %d tries of a", n)
+				}
+				for range 120 {
+					if time.Sleep(time.Second / 2); p.g.Ready() == nil {
+						t.Fatal("ready, while letters fail")
+					}
+				}
+			}
+			p.mend(120)
+		})
+	}
+}
+
+// Many sources whose DLQ is down: the writer is tried 8 times for each pause, and a source
+// whose DLQ is not waits for a pause of each 8 of them.
+func TestFailedSourcesTakeTurns(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
-		var mended atomic.Bool
-		w := &testWriter{says: func(r *dlq.Record) error {
-			if len(r.Body) < 4 && !mended.Load() {
-				return fmt.Errorf("topic a.dlq: %w", dlq.ErrRefused)
+		const sources = 40
+		p := newPartlyDown(t, errDown)
+		for m := range sources {
+			a := p.open(fmt.Sprint("a", m))
+			for range 10 {
+				a <- m
 			}
-			return nil
-		}}
-		g, err := New(Config{})
-		if err != nil {
-			t.Fatal(err)
 		}
-		open := func(name string) chan<- int {
-			s, err := Open(g, SourceConfig{Name: name, Destination: name, DeadLetters: w}, Limits{}, &testPort{}, func(context.Context, int) error {
-				return Permanent(errBad)
-			})
-			if err != nil {
-				t.Fatal(err)
-			}
-			in := make(chan int)
-			go func() { _ = s.Run(t.Context(), in) }() // ends with the Guard
-			return in
+		time.Sleep(10 * time.Minute)
+		tries := p.failed.Load()
+		if time.Sleep(10 * time.Minute); p.failed.Load()-tries > 8*(10*60/4) { // a pause takes 5s on average
+			t.Errorf("%d failed writes in 10 min", p.failed.Load()-tries)
 		}
-		a, b := open("a"), open("b")
-		for m := range 100 {
-			a <- m
-		}
-		time.Sleep(5 * time.Minute)
+		b := p.open("b")
 		for m := range 20 {
 			b <- 1000 + m
-			time.Sleep(writeMax)
-			if got := len(w.bodies()); got != m+1 {
-				t.Fatalf("%d letters of b are written %s after the last of %d", got, writeMax, m+1)
-			}
-			if g.Ready() == nil {
-				t.Fatal("ready, while letters are refused")
+			if time.Sleep((sources/8 + 1) * writeMax); len(p.w.bodies()) != m+1 {
+				t.Fatalf("%d letters of b are written, want %d", len(p.w.bodies()), m+1)
 			}
 		}
-		mended.Store(true)
-		time.Sleep(writeMax)
-		if got := len(w.bodies()); got != 120 || g.Ready() != nil {
-			t.Errorf("%d letters of 120, %v", got, g.Ready())
-		}
-		if _, err := g.Close(t.Context()); err != nil {
-			t.Error(err)
-		}
+		p.mend(20 + 10*sources)
 	})
+}
+
+// partlyDown is a writer that does not take bodies of less than four bytes, and sources
+// whose messages are all dead-lettered.
+type partlyDown struct {
+	t      *testing.T
+	g      *Guard
+	w      *testWriter
+	failed atomic.Int64
+	mended atomic.Bool
+}
+
+func newPartlyDown(t *testing.T, why error) *partlyDown {
+	t.Helper()
+	g, err := New(Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := &partlyDown{t: t, g: g}
+	p.w = &testWriter{says: func(r *dlq.Record) error {
+		if len(r.Body) < 4 && !p.mended.Load() {
+			p.failed.Add(1)
+			return why
+		}
+		return nil
+	}}
+	return p
+}
+
+func (p *partlyDown) open(name string) chan<- int {
+	p.t.Helper()
+	s, err := Open(p.g, SourceConfig{Name: name, Destination: name, DeadLetters: p.w}, Limits{}, &testPort{}, func(context.Context, int) error {
+		return Permanent(errBad)
+	})
+	if err != nil {
+		p.t.Fatal(err)
+	}
+	in := make(chan int)
+	go func() { _ = s.Run(p.t.Context(), in) }() // ends with the Guard
+	return in
+}
+
+// mend lets the writer take all, and ends the Guard when they are written.
+func (p *partlyDown) mend(letters int) {
+	p.t.Helper()
+	p.mended.Store(true)
+	time.Sleep(writeMax)
+	if got := len(p.w.bodies()); got != letters || p.g.Ready() != nil {
+		p.t.Errorf("%d letters of %d, %v", got, letters, p.g.Ready())
+	}
+	if _, err := p.g.Close(p.t.Context()); err != nil {
+		p.t.Error(err)
+	}
 }

@@ -273,7 +273,7 @@ func (g *Guard) letterbox(w dlq.Writer, own bool) *letterbox {
 			}
 		}
 	}
-	b := &letterbox{g: g, writer: w, own: own, users: 1}
+	b := newLetterbox(g, w, own)
 	g.boxes = append(g.boxes, b)
 	return b
 }

@@ -19,21 +19,22 @@ import (
 const (
 	// writeTimeout bounds one call of a dead-letter writer.
 	writeTimeout = 30 * time.Second
-	// writeBase and writeMax bound the pause after a failed write: full jitter.
+	// writeBase and writeMax bound the pause after failed writes: full jitter.
 	writeBase = 100 * time.Millisecond
 	writeMax  = 10 * time.Second
+	// writeTries bounds the failed writes without a pause, each of another source.
+	writeTries = 8
 	// putOffMax bounds the pause before what was put off is offered again.
 	putOffMax = time.Second
 )
 
 // letterbox writes the dead letters of all sources that share a writer, one at
 // a time, on a goroutine that lives as long as there are any. It is the
-// writer's own breaker: after a failure nothing is written for a pause that
-// doubles up to 10s, then one letter is the probe. A letter that fails goes to
-// the end, so that one that can never be written does not stop the others. One
-// that is put off ([dlq.ErrPutOff]) goes there too, but says nothing about the
-// writer: the others are written without a pause, which follows only when all that
-// are left were put off in a row.
+// writer's own breaker. A letter that is not taken goes to the end and waits for the next
+// pause: alone if the writer refuses it or puts it off ([dlq.ErrPutOff]), and with all
+// letters of its source if the write failed, since sources may have DLQs of their own. A
+// pause comes when all that are left wait for it, or after 8 failed writes in a row. It
+// doubles up to 10s, or 1s while letters are put off.
 type letterbox struct {
 	g      *Guard
 	writer dlq.Writer
@@ -43,9 +44,13 @@ type letterbox struct {
 	mu      sync.Mutex
 	queue   fifo[postable]
 	running bool
-	err     error    // of the last write; nil once nothing waits
-	failed  postable // whose it was
-	waits   error    // why the last letter was put off; nil once one is written
+	more    chan struct{}         // has room for one: a letter came that need not wait
+	later   map[any]struct{}      // what waits for the next pause: a postable, or a source by name
+	failing map[postable]struct{} // letters whose last write failed
+	err     error                 // of the last failed write; nil once no letter fails
+	waits   error                 // why the last letter was put off; nil once one is written
+	failed  int                   // writes in a row, since the last pause
+	pauses  int                   // since no letter failed
 
 	since time.Duration // run's: when the writer began to fail
 }
@@ -58,6 +63,8 @@ type postable interface {
 	park(ctx context.Context, r *dlq.Record) (parked bool, err error)
 	// confirmed tells the source that it is written, as a dead letter or parked.
 	confirmed(ctx context.Context, parked bool)
+	// source is the name of its source.
+	source() string
 	// from says whose it is.
 	from() letterFrom
 	// wrote is told of each call of the writer.
@@ -73,12 +80,21 @@ type letterFrom struct {
 	class Class // of its last error
 }
 
+func newLetterbox(g *Guard, w dlq.Writer, own bool) *letterbox {
+	return &letterbox{
+		g: g, writer: w, own: own, users: 1, more: make(chan struct{}, 1),
+		later: make(map[any]struct{}), failing: make(map[postable]struct{}),
+	}
+}
+
 func (b *letterbox) post(l postable) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.queue.push(l)
 	if !b.running && b.g.spawn(b.run) {
 		b.running = true
+	} else if !b.waitsLocked(l) {
+		token(b.more)
 	}
 }
 
@@ -99,25 +115,34 @@ func (b *letterbox) putOff() error {
 // noted keeps what a write came to, and tells whether the writer is well now and was
 // not before, or the other way round.
 func (b *letterbox) noted(l postable, err error) (turned bool) {
-	putOff := errors.Is(err, dlq.ErrPutOff)
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	was := b.err
+	delete(b.failing, l)
+	switch {
+	case err == nil:
+		b.failed, b.waits = 0, nil
+	case errors.Is(err, dlq.ErrPutOff):
+		b.waits = err
+		b.later[l] = struct{}{}
+	default:
+		b.err = err
+		b.failing[l] = struct{}{}
+		if errors.Is(err, dlq.ErrRefused) || errors.Is(err, dlq.ErrTooLarge) {
+			b.later[l] = struct{}{}
+		} else {
+			b.failed++
+			b.later[l.source()] = struct{}{}
+		}
+	}
 	if err != nil {
 		b.queue.push(l)
 	}
-	was := b.err
-	switch {
-	case err == nil && b.failed != nil && b.failed != l && itsOwn(b.err): // that letter is still refused
-		b.waits = nil
-	case !putOff:
-		b.err, b.failed = err, l
+	if len(b.failing) == 0 {
+		b.err = nil
 		if err == nil {
-			b.waits, b.failed = nil, nil
+			b.pauses = 0
 		}
-	case b.failed == l || b.failed == nil: // nothing is to be written that failed
-		b.waits, b.err, b.failed = err, nil, nil
-	default:
-		b.waits = err
 	}
 	return (b.err == nil) != (was == nil)
 }
@@ -126,9 +151,63 @@ func (b *letterbox) noted(l postable, err error) (turned bool) {
 func (b *letterbox) forget(l postable) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.failed == l {
-		b.failed = nil
+	delete(b.failing, l)
+}
+
+// waitsLocked tells whether a letter waits for the next pause.
+func (b *letterbox) waitsLocked(l postable) bool {
+	if len(b.later) == 0 {
+		return false
 	}
+	_, alone := b.later[l]
+	_, all := b.later[l.source()]
+	return alone || all
+}
+
+// next takes the first letter that need not wait, nil if there is none. The work is over
+// when no letter is left.
+func (b *letterbox) next(ctx context.Context) (_ postable, over bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.queue.len() == 0 || ctx.Err() != nil {
+		b.running, b.err, b.waits, b.failed, b.pauses = false, nil, nil, 0, 0
+		clear(b.later)
+		clear(b.failing)
+		b.dropLocked()
+		return nil, true
+	}
+	if b.failed >= writeTries {
+		return nil, false
+	}
+	for range b.queue.len() {
+		l := b.queue.pop()
+		if !b.waitsLocked(l) {
+			return l, false
+		}
+		b.queue.push(l)
+	}
+	return nil, false
+}
+
+// pause is how long those that wait do so.
+func (b *letterbox) pause() time.Duration {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	top := writeMax
+	if b.waits != nil {
+		top = putOffMax
+	}
+	top = min(top, writeBase<<min(b.pauses, 10))
+	b.pauses++
+	return 1 + time.Duration(b.g.dice.Int64N(int64(top)))
+}
+
+// paused lets all letters be tried again.
+func (b *letterbox) paused() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	clear(b.later)
+	b.failed = 0
 }
 
 // dropLocked makes the Guard forget a box that no source has and that writes nothing. One
@@ -152,18 +231,25 @@ func (b *letterbox) left() int {
 }
 
 func (b *letterbox) run(ctx context.Context) {
-	failures, putOff, rounds := 0, 0, 0 // in a row
-	refused, refusals := 0, 0           // since the last pause for them, and such pauses
+	var pause <-chan time.Time
 	for {
-		b.mu.Lock()
-		if b.queue.len() == 0 || ctx.Err() != nil {
-			b.running, b.err, b.failed, b.waits = false, nil, nil, nil
-			b.dropLocked()
-			b.mu.Unlock()
+		l, over := b.next(ctx)
+		if over {
 			return
 		}
-		l := b.queue.pop()
-		b.mu.Unlock()
+		if l == nil {
+			if pause == nil {
+				pause = time.After(b.pause())
+			}
+			select {
+			case <-pause:
+				pause = nil
+				b.paused()
+			case <-b.more:
+			case <-ctx.Done():
+			}
+			continue
+		}
 		r, err := l.record()
 		switch {
 		case err == nil:
@@ -180,41 +266,8 @@ func (b *letterbox) run(ctx context.Context) {
 		if b.noted(l, err) {
 			b.tell(l.from())
 		}
-		var top time.Duration
-		switch {
-		case err == nil:
-			failures, putOff, rounds = 0, 0, 0
-			continue
-		case errors.Is(err, dlq.ErrPutOff):
-			if putOff++; putOff < b.left() {
-				continue
-			}
-			top = min(putOffMax, writeBase<<min(rounds, 10))
-			putOff = 0
-			rounds++
-		case itsOwn(err):
-			if refused++; refused < b.left() {
-				continue
-			}
-			top = min(writeMax, writeBase<<min(refusals, 10))
-			refused = 0
-			refusals++
-		default:
-			top = min(writeMax, writeBase<<min(failures, 10))
-			putOff = 0
-			failures++
-		}
-		pause := time.NewTimer(1 + time.Duration(b.g.dice.Int64N(int64(top))))
-		select {
-		case <-pause.C:
-		case <-ctx.Done():
-			pause.Stop()
-		}
 	}
 }
-
-// itsOwn tells whether the writer refuses one letter, and may take others.
-func itsOwn(err error) bool { return errors.Is(err, dlq.ErrRefused) || errors.Is(err, dlq.ErrTooLarge) }
 
 // tell logs that the writer fails, or works again. Its sources hold their dead letters
 // meanwhile, and their order what stands behind these.
@@ -344,6 +397,8 @@ func (l letter[M]) record() (*dlq.Record, error) {
 	}
 	return r, nil
 }
+
+func (l letter[M]) source() string { return l.s.cfg.Name }
 
 func (l letter[M]) from() letterFrom { return letterFrom{l.s.cfg, l.s.topic(), l.it.class} }
 
