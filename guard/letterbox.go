@@ -19,6 +19,8 @@ import (
 const (
 	// writeTimeout bounds one call of a dead-letter writer.
 	writeTimeout = 30 * time.Second
+	// writeLate is when a call that has not heeded its context is said.
+	writeLate = writeTimeout + 5*time.Second
 	// writeBase and writeMax bound the pause after failed writes: full jitter.
 	writeBase = 100 * time.Millisecond
 	writeMax  = 10 * time.Second
@@ -51,8 +53,7 @@ type letterbox struct {
 	waits   error                 // why the last letter was put off; nil once one is written
 	failed  int                   // writes in a row, since the last pause
 	pauses  int                   // since no letter failed
-
-	since time.Duration // run's: when the writer began to fail
+	since   time.Duration         // when the writer began to fail
 }
 
 // postable is a dead letter in the making, whatever its message's type.
@@ -223,13 +224,6 @@ func (b *letterbox) dropLocked() {
 	}
 }
 
-// left is how many letters there are.
-func (b *letterbox) left() int {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.queue.len()
-}
-
 func (b *letterbox) run(ctx context.Context) {
 	var pause <-chan time.Time
 	for {
@@ -272,25 +266,57 @@ func (b *letterbox) run(ctx context.Context) {
 // tell logs that the writer fails, or works again. Its sources hold their dead letters
 // meanwhile, and their order what stands behind these.
 func (b *letterbox) tell(from letterFrom) {
-	now, err := b.g.now(), b.trouble()
+	now := b.g.now()
+	b.mu.Lock()
+	err, since, left := b.err, b.since, max(b.queue.len(), 1) // one may be at the writer
+	if err != nil {
+		b.since = now
+	}
+	b.mu.Unlock()
 	if err == nil {
 		b.g.journal.say(now, line{slog.LevelInfo, lineWriterWell, from.topic, true, []any{
-			"source", from.cfg.Name, "reason", ReasonDLQ.String(), "for", now - b.since,
+			"source", from.cfg.Name, "reason", ReasonDLQ.String(), "for", now - since,
 		}})
 		return
 	}
-	b.since = now
-	args := []any{"source", from.cfg.Name, "reason", ReasonDLQ.String(), "error", err, "messages", b.left(), "help", "mend the writer: it is tried again, and nothing is lost"}
+	args := []any{"source", from.cfg.Name, "reason", ReasonDLQ.String(), "error", err, "messages", left, "help", "mend the writer: it is tried again, and nothing is lost"}
 	if e, ok := errors.AsType[*lostCallError](err); ok {
 		args = append(args, "stack", string(e.stack))
 	}
 	b.g.journal.say(now, line{slog.LevelWarn, lineWriter, from.topic, false, args})
 }
 
+// errWriteLate is the trouble of a writer whose call goes on.
+var errWriteLate = errors.New("the call has not returned 5s after its context ended")
+
+// watch says that a write goes on after its context has ended. The caller calls over when
+// the write has returned.
+func (b *letterbox) watch(from letterFrom) (over func()) {
+	returned := false
+	late := time.AfterFunc(writeLate, func() {
+		b.mu.Lock()
+		say := !returned && b.err == nil
+		if say {
+			b.err = errWriteLate
+		}
+		b.mu.Unlock()
+		if say {
+			b.tell(from)
+		}
+	})
+	return func() {
+		late.Stop()
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		returned = true
+	}
+}
+
 // write writes one letter; one that is too large is trimmed and tried once more.
 func (b *letterbox) write(ctx context.Context, l postable, r *dlq.Record) error {
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
+	defer b.watch(l.from())()
 	ctx, end := b.g.trace(ctx, r)
 	parked, err := l.park(ctx, r)
 	if !parked {

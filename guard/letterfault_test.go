@@ -12,6 +12,7 @@ import (
 	"runtime"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/dlq"
@@ -77,4 +78,33 @@ func TestWriterThatDoesNotReturn(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A writer that does not heed its context is trouble that is said, and no letter is lost.
+func TestWriterThatStands(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		var logged bytes.Buffer
+		r := newRig(t, Policy{}, Limits{}, func(*rig, context.Context, int) error { return Permanent(errBad) })
+		r.g.log = slog.New(slog.NewTextHandler(&logged, nil)) // before anything is logged
+		release := make(chan struct{})
+		r.letters.says = func(*dlq.Record) error { <-release; return nil }
+		r.send(0, 1)
+		time.Sleep(writeLate - time.Second)
+		if err := r.g.Ready(); err != nil {
+			t.Error(err)
+		}
+		time.Sleep(2 * time.Second)
+		if err := r.g.Ready(); !errors.Is(err, errWriteLate) {
+			t.Errorf("ready: %v", err)
+		}
+		if !strings.Contains(logged.String(), "level=WARN msg=\""+lineWriter) {
+			t.Errorf("logged: %s", &logged)
+		}
+		close(release)
+		synctest.Wait()
+		if a := r.check(); a.DeadLettered != 1 || r.g.Ready() != nil {
+			t.Errorf("once it has returned: %+v, %v", a, r.g.Ready())
+		}
+		r.close()
+	})
 }
