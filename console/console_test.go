@@ -473,8 +473,8 @@ func TestConcurrent(t *testing.T) {
 	}
 }
 
-// A function has no dead letters. An order for credits says so, and is carried out for the
-// sources beside it.
+// A function has no dead letters. An order for credits that names it says so, and one for
+// all sources passes it over.
 func TestCreditsOfAFunction(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t, console.Config{}, "orders")
@@ -482,11 +482,14 @@ func TestCreditsOfAFunction(t *testing.T) {
 		if _, err := guard.Protect(r.g, guard.SourceConfig{Name: "rates"}, func(context.Context, int) error { return nil }); err != nil {
 			t.Fatal(err)
 		}
-		out := r.order(console.Order{Action: console.Credits, Sources: []string{"*"}, Count: 5})
+		out := r.order(console.Order{Action: console.Credits, Sources: []string{"orders", "rates"}, Count: 5})
 		if len(out.Results) != 2 || out.Results[0].Error != "" || out.Results[1].Source != "rates" || out.Results[1].Error != "a function has no dead letters" {
 			t.Errorf("%+v", out.Results)
 		}
-		if s := r.source("orders"); s.Credits != 25 {
+		if out := r.order(console.Order{Action: console.Credits, Sources: []string{"*"}, Count: 5}); len(out.Results) != 1 || out.Results[0].Error != "" {
+			t.Errorf("all sources: %+v", out.Results)
+		}
+		if s := r.source("orders"); s.Credits != 30 {
 			t.Errorf("orders has %v credits", s.Credits)
 		}
 	})

@@ -210,12 +210,17 @@ func matches(pattern, name string) bool {
 	return pattern == name
 }
 
-// about tells whether an order is about a source.
+// about tells whether an order is about a source. One about dead letters is about a
+// function only if it names it.
 func (o Order) about(s control) bool {
-	for _, pattern := range o.Sources {
-		if matches(pattern, s.Name()) {
-			return true
-		}
+	if slices.Contains(o.Sources, s.Name()) {
+		return true
+	}
+	if (o.Action == Credits || o.Action == DeadLetter) && s.State().Window == 0 {
+		return false
+	}
+	if slices.ContainsFunc(o.Sources, func(pattern string) bool { return matches(pattern, s.Name()) }) {
+		return true
 	}
 	if len(o.Breakers) == 0 {
 		return false
@@ -240,6 +245,9 @@ func (c *Console) do(o Order) (Outcome, error) {
 			return out, fmt.Errorf("%w: breaker %.64q; this process has %s", ErrNoSource, name,
 				names(all, func(s control) string { return s.State().Breaker.Name }))
 		}
+	}
+	if len(chosen) == 0 {
+		return out, fmt.Errorf("%w with dead letters: all that match are functions", ErrNoSource)
 	}
 	for _, s := range chosen {
 		out.Results = append(out.Results, carryOut(s, o))
