@@ -272,6 +272,9 @@ func (r *chaosRun) run(cmd *cobra.Command, _ []string) error {
 	if !cmd.Flags().Changed("seed") {
 		r.seed = rand.Uint64()
 	}
+	if err := r.tryHistory(); err != nil {
+		return err
+	}
 	r.cfg.Schedule = r.schedule(r.seed)
 	h, err := chaosrun.Run(cmd.Context(), r.cfg, cmd.ErrOrStderr())
 	if err != nil {
@@ -301,6 +304,21 @@ func (r *chaosRun) judge(out io.Writer, h chaos.History) (err error) {
 		return errors.Join(errMissed, err)
 	}
 	return errors.Join(errJudged, err)
+}
+
+// tryHistory tells before a long run whether its history can be written.
+func (r *chaosRun) tryHistory() error {
+	if r.history == "" {
+		return nil
+	}
+	f, err := os.OpenFile(r.history, os.O_CREATE|os.O_WRONLY, 0o600)
+	if err == nil {
+		err = f.Close()
+	}
+	if err != nil {
+		return usageError{fmt.Errorf("--history: %w", err)}
+	}
+	return nil
 }
 
 func writeHistory(name string, h chaos.History) error {

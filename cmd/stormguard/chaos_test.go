@@ -7,6 +7,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"errors"
+	"io"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -28,5 +29,16 @@ func TestVerdictWithoutItsHistory(t *testing.T) {
 		if !strings.Contains(out.String(), "lost") || asJSON != json.Valid(out.Bytes()) {
 			t.Errorf("printed %q", &out)
 		}
+	}
+}
+
+// A file that cannot be written is said before the run, which would take minutes.
+func TestHistoryIsTriedFirst(t *testing.T) {
+	cmd := newChaosCrash()
+	cmd.SetArgs([]string{"--history", filepath.Join(t.TempDir(), "no", "such", "h.json")})
+	cmd.SetOut(io.Discard)
+	cmd.SetErr(io.Discard)
+	if err := cmd.ExecuteContext(t.Context()); !errors.As(err, new(usageError)) || !strings.Contains(err.Error(), "--history") {
+		t.Errorf("%v", err)
 	}
 }
