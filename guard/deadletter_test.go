@@ -7,8 +7,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -212,8 +214,8 @@ func TestFailedLettersKeepNoOtherWaiting(t *testing.T) {
 			for m := range 20 {
 				tries := p.failed.Load()
 				b <- 1000 + m
-				if synctest.Wait(); len(p.w.bodies()) != m+1 {
-					t.Fatalf("%d letters of b are written at once, want %d", len(p.w.bodies()), m+1)
+				if synctest.Wait(); len(p.bodies()) != m+1 {
+					t.Fatalf("%d letters of b are written at once, want %d", len(p.bodies()), m+1)
 				}
 				if n := p.failed.Load() - tries; n > 0 {
 					t.Fatalf("a letter of b brings %d tries of a", n)
@@ -249,22 +251,103 @@ func TestFailedSourcesTakeTurns(t *testing.T) {
 		b := p.open("b")
 		for m := range 20 {
 			b <- 1000 + m
-			if time.Sleep((sources/8 + 1) * writeMax); len(p.w.bodies()) != m+1 {
-				t.Fatalf("%d letters of b are written, want %d", len(p.w.bodies()), m+1)
+			if time.Sleep((sources/8 + 1) * writeMax); len(p.bodies()) != m+1 {
+				t.Fatalf("%d letters of b are written, want %d", len(p.bodies()), m+1)
 			}
 		}
 		p.mend(20 + 10*sources)
 	})
 }
 
-// partlyDown is a writer that does not take bodies of less than four bytes, and sources
-// whose messages are all dead-lettered.
+// A writer that never rests takes what failed once, as soon as it can.
+func TestFailedLetterOfABusyWriter(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		p := newPartlyDown(t, errDown)
+		p.each = time.Millisecond
+		a, b := p.open("a"), p.open("b")
+		go func() {
+			for m := range 20_000 {
+				b <- 1000 + m
+			}
+		}()
+		a <- 7
+		for p.failed.Load() == 0 {
+			time.Sleep(time.Millisecond)
+		}
+		p.mended.Store(true)
+		if time.Sleep(writeMax); !slices.Contains(p.bodies(), "7") || p.g.Ready() != nil {
+			t.Errorf("the letter of a waits behind %d others, %v", len(p.bodies()), p.g.Ready())
+		}
+		time.Sleep(time.Minute)
+		p.mend(20_001)
+	})
+}
+
+// Writes that hang for sources whose DLQ is down keep another's letter waiting for one of
+// them.
+func TestWritesThatHangTakeTurns(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		p := newPartlyDown(t, errDown)
+		p.hangs = writeTimeout
+		b := p.open("b")
+		for m := range 12 {
+			p.open(fmt.Sprint("a", m)) <- m
+		}
+		time.Sleep(time.Hour)
+		for m := range 20 {
+			b <- 1000 + m
+			if time.Sleep(writeTimeout + writeMax); len(p.bodies()) != m+1 {
+				t.Fatalf("%d letters of b are written, want %d", len(p.bodies()), m+1)
+			}
+		}
+		p.mended.Store(true)
+		time.Sleep(writeTimeout)
+		p.mend(32)
+	})
+}
+
+// A letter that is refused for good makes no other wait for longer: not one whose write
+// failed once, nor one that is put off.
+func TestRefusedLetterLeavesThePaceOfOthers(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		p := newPartlyDown(t, dlq.ErrRefused)
+		once := make(chan error, 1)
+		p.says = func(r *dlq.Record) error {
+			select {
+			case err := <-once:
+				return err
+			default:
+				return nil
+			}
+		}
+		p.open("a") <- 7
+		time.Sleep(2 * time.Minute)
+		b := p.open("b")
+		for m, why := range []error{errDown, dlq.ErrPutOff, errDown, dlq.ErrPutOff} {
+			once <- why
+			b <- 1000 + m
+			if time.Sleep(writeBase); len(p.bodies()) != m+1 {
+				t.Errorf("%v: %d letters of b are written, want %d", why, len(p.bodies()), m+1)
+			}
+			time.Sleep(time.Second)
+		}
+		p.mend(5)
+	})
+}
+
+// partlyDown is a writer that does not take bodies of less than four bytes until it is
+// mended, and sources whose messages are all dead-lettered.
 type partlyDown struct {
-	t      *testing.T
-	g      *Guard
-	w      *testWriter
-	failed atomic.Int64
-	mended atomic.Bool
+	t           *testing.T
+	g           *Guard
+	why         error
+	each, hangs time.Duration             // a write takes so long, one that fails hangs longer
+	says        func(r *dlq.Record) error // of what it takes; nil for no error
+	failed      atomic.Int64
+	mended      atomic.Bool
+
+	mu      sync.Mutex
+	written []string
 }
 
 func newPartlyDown(t *testing.T, why error) *partlyDown {
@@ -273,22 +356,37 @@ func newPartlyDown(t *testing.T, why error) *partlyDown {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := &partlyDown{t: t, g: g}
-	p.w = &testWriter{says: func(r *dlq.Record) error {
-		if len(r.Body) < 4 && !p.mended.Load() {
-			p.failed.Add(1)
-			return why
+	return &partlyDown{t: t, g: g, why: why}
+}
+
+func (p *partlyDown) Write(_ context.Context, r *dlq.Record) error {
+	time.Sleep(p.each)
+	if len(r.Body) < 4 && !p.mended.Load() {
+		time.Sleep(p.hangs)
+		p.failed.Add(1)
+		return p.why
+	}
+	if p.says != nil {
+		if err := p.says(r); err != nil {
+			return err
 		}
-		return nil
-	}}
-	return p
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.written = append(p.written, string(r.Body))
+	return nil
+}
+
+func (p *partlyDown) bodies() []string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return slices.Clone(p.written)
 }
 
 func (p *partlyDown) open(name string) chan<- int {
 	p.t.Helper()
-	s, err := Open(p.g, SourceConfig{Name: name, Destination: name, DeadLetters: p.w}, Limits{}, &testPort{}, func(context.Context, int) error {
-		return Permanent(errBad)
-	})
+	cfg := SourceConfig{Name: name, Destination: name, DeadLetters: p, Policy: &Policy{Budget: dlq.BudgetConfig{Off: true}}}
+	s, err := Open(p.g, cfg, Limits{}, &testPort{}, func(context.Context, int) error { return Permanent(errBad) })
 	if err != nil {
 		p.t.Fatal(err)
 	}
@@ -302,7 +400,7 @@ func (p *partlyDown) mend(letters int) {
 	p.t.Helper()
 	p.mended.Store(true)
 	time.Sleep(writeMax)
-	if got := len(p.w.bodies()); got != letters || p.g.Ready() != nil {
+	if got := len(p.bodies()); got != letters || p.g.Ready() != nil {
 		p.t.Errorf("%d letters of %d, %v", got, letters, p.g.Ready())
 	}
 	if _, err := p.g.Close(p.t.Context()); err != nil {

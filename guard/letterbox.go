@@ -32,11 +32,10 @@ const (
 
 // letterbox writes the dead letters of all sources that share a writer, one at
 // a time, on a goroutine that lives as long as there are any. It is the
-// writer's own breaker. A letter that is not taken goes to the end and waits for the next
-// pause: alone if the writer refuses it or puts it off ([dlq.ErrPutOff]), and with all
-// letters of its source if the write failed, since sources may have DLQs of their own. A
-// pause comes when all that are left wait for it, or after 8 failed writes in a row. It
-// doubles up to 10s, or 1s while letters are put off.
+// writer's own breaker. A letter that is not taken goes to the end and waits for a pause:
+// alone if the writer refuses it or puts it off ([dlq.ErrPutOff]), and with all letters of
+// its source if the write failed, since sources may have DLQs of their own. The others are
+// written meanwhile, but after 8 failed writes in a row all wait.
 type letterbox struct {
 	g      *Guard
 	writer dlq.Writer
@@ -46,14 +45,59 @@ type letterbox struct {
 	mu      sync.Mutex
 	queue   fifo[postable]
 	running bool
-	more    chan struct{}         // has room for one: a letter came that need not wait
-	later   map[any]struct{}      // what waits for the next pause: a postable, or a source by name
-	failing map[postable]struct{} // letters whose last write failed
-	err     error                 // of the last failed write; nil once no letter fails
-	waits   error                 // why the last letter was put off; nil once one is written
-	failed  int                   // writes in a row, since the last pause
-	pauses  int                   // since no letter failed
-	since   time.Duration         // when the writer began to fail
+	more    chan struct{}       // has room for one: a letter came that need not wait
+	failed  bench               // a write failed; of sources by name
+	refused bench               // the writer refuses the letter; of letters, as is putOffs
+	putOffs bench               // it does not take the letter yet
+	ill     map[string]struct{} // sources whose last write failed
+	wasIll  bool                // the last letter was of such a source
+	row     int                 // failed writes in a row
+	err     error               // of the last failed write; nil once no letter fails
+	waits   error               // why the last letter was put off; nil once none is
+	since   time.Duration       // when the writer began to fail
+}
+
+// bench is what waits before it is tried again, for one reason. Its pauses double from
+// writeBase while any is left for which it is the last answer.
+type bench struct {
+	top    time.Duration // bounds a pause
+	left   map[postable]struct{}
+	later  map[any]struct{} // waits for the end of the pause
+	until  time.Duration    // when that is; 0 for no pause
+	pauses int
+}
+
+func newBench(top time.Duration) bench {
+	return bench{top: top, left: make(map[postable]struct{}), later: make(map[any]struct{})}
+}
+
+// add lets who wait for the end of the pause, which begins if there is none.
+func (w *bench) add(now time.Duration, g *Guard, l postable, who any) {
+	w.left[l] = struct{}{}
+	w.later[who] = struct{}{}
+	if w.until == 0 {
+		top := min(w.top, writeBase<<min(w.pauses, 10))
+		w.until = now + 1 + time.Duration(g.dice.Int64N(int64(top)))
+		w.pauses++
+	}
+}
+
+// drop forgets a letter that had another answer, or none.
+func (w *bench) drop(l postable) {
+	delete(w.left, l)
+	if len(w.left) == 0 {
+		w.pauses = 0
+	}
+}
+
+// end ends the pause if it is over, and tells so.
+func (w *bench) end(now time.Duration) bool {
+	if w.until == 0 || now < w.until {
+		return false
+	}
+	clear(w.later)
+	w.until = 0
+	return true
 }
 
 // postable is a dead letter in the making, whatever its message's type.
@@ -83,8 +127,8 @@ type letterFrom struct {
 
 func newLetterbox(g *Guard, w dlq.Writer, own bool) *letterbox {
 	return &letterbox{
-		g: g, writer: w, own: own, users: 1, more: make(chan struct{}, 1),
-		later: make(map[any]struct{}), failing: make(map[postable]struct{}),
+		g: g, writer: w, own: own, users: 1, more: make(chan struct{}, 1), ill: make(map[string]struct{}),
+		failed: newBench(writeMax), refused: newBench(writeMax), putOffs: newBench(putOffMax),
 	}
 }
 
@@ -116,34 +160,37 @@ func (b *letterbox) putOff() error {
 // noted keeps what a write came to, and tells whether the writer is well now and was
 // not before, or the other way round.
 func (b *letterbox) noted(l postable, err error) (turned bool) {
+	now := b.g.now()
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	was := b.err
-	delete(b.failing, l)
+	var to *bench
+	who := any(l)
 	switch {
 	case err == nil:
-		b.failed, b.waits = 0, nil
+		b.row = 0
+		delete(b.ill, l.source())
 	case errors.Is(err, dlq.ErrPutOff):
-		b.waits = err
-		b.later[l] = struct{}{}
+		to, b.waits = &b.putOffs, err
+	case errors.Is(err, dlq.ErrRefused), errors.Is(err, dlq.ErrTooLarge):
+		to, b.err = &b.refused, err
 	default:
-		b.err = err
-		b.failing[l] = struct{}{}
-		if errors.Is(err, dlq.ErrRefused) || errors.Is(err, dlq.ErrTooLarge) {
-			b.later[l] = struct{}{}
-		} else {
-			b.failed++
-			b.later[l.source()] = struct{}{}
-		}
+		to, b.err, who = &b.failed, err, l.source()
+		b.ill[l.source()] = struct{}{}
+		b.row++
 	}
+	if to != nil {
+		to.add(now, b.g, l, who)
+	}
+	b.dropLocked(l, to)
 	if err != nil {
 		b.queue.push(l)
 	}
-	if len(b.failing) == 0 {
+	if len(b.failed.left)+len(b.refused.left) == 0 {
 		b.err = nil
-		if err == nil {
-			b.pauses = 0
-		}
+	}
+	if len(b.putOffs.left) == 0 {
+		b.waits = nil
 	}
 	return (b.err == nil) != (was == nil)
 }
@@ -152,68 +199,83 @@ func (b *letterbox) noted(l postable, err error) (turned bool) {
 func (b *letterbox) forget(l postable) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	delete(b.failing, l)
+	b.dropLocked(l, nil)
+	delete(b.ill, l.source())
 }
 
-// waitsLocked tells whether a letter waits for the next pause.
-func (b *letterbox) waitsLocked(l postable) bool {
-	if len(b.later) == 0 {
-		return false
+// dropLocked takes a letter from all benches but one.
+func (b *letterbox) dropLocked(l postable, but *bench) {
+	for _, w := range []*bench{&b.failed, &b.refused, &b.putOffs} {
+		if w != but {
+			w.drop(l)
+		}
 	}
-	_, alone := b.later[l]
-	_, all := b.later[l.source()]
-	return alone || all
 }
 
-// next takes the first letter that need not wait, nil if there is none. The work is over
-// when no letter is left.
-func (b *letterbox) next(ctx context.Context) (_ postable, over bool) {
+// waitsLocked tells whether a letter waits for a pause to end.
+func (b *letterbox) waitsLocked(l postable) bool {
+	_, failed := b.failed.later[l.source()]
+	_, refused := b.refused.later[l]
+	_, putOff := b.putOffs.later[l]
+	return failed || refused || putOff
+}
+
+// next takes the first letter that need not wait, nil if there is none until then. After
+// one of a source that fails, which may have taken writeTimeout, those of others come
+// first. The work is over when no letter is left.
+func (b *letterbox) next(ctx context.Context) (l postable, until time.Duration, over bool) {
+	now := b.g.now()
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.queue.len() == 0 || ctx.Err() != nil {
-		b.running, b.err, b.waits, b.failed, b.pauses = false, nil, nil, 0, 0
-		clear(b.later)
-		clear(b.failing)
-		b.dropLocked()
-		return nil, true
+		b.running, b.err, b.waits, b.row, b.wasIll = false, nil, nil, 0, false
+		b.failed, b.refused, b.putOffs = newBench(writeMax), newBench(writeMax), newBench(putOffMax)
+		clear(b.ill)
+		b.leaveLocked()
+		return nil, 0, true
 	}
-	if b.failed >= writeTries {
-		return nil, false
+	if b.failed.end(now) {
+		b.row = 0
 	}
+	b.refused.end(now)
+	b.putOffs.end(now)
+	if b.row >= writeTries {
+		return nil, b.failed.until, false
+	}
+	if b.wasIll {
+		l = b.takeLocked(func(l postable) bool { _, ill := b.ill[l.source()]; return !ill })
+	}
+	if l == nil {
+		l = b.takeLocked(func(postable) bool { return true })
+	}
+	if l != nil {
+		_, b.wasIll = b.ill[l.source()]
+		return l, 0, false
+	}
+	for _, w := range []bench{b.failed, b.refused, b.putOffs} {
+		if until == 0 || w.until > 0 && w.until < until {
+			until = w.until
+		}
+	}
+	return nil, until, false
+}
+
+// takeLocked takes the first letter that need not wait and that may come, nil if there is
+// none.
+func (b *letterbox) takeLocked(may func(postable) bool) postable {
 	for range b.queue.len() {
 		l := b.queue.pop()
-		if !b.waitsLocked(l) {
-			return l, false
+		if !b.waitsLocked(l) && may(l) {
+			return l
 		}
 		b.queue.push(l)
 	}
-	return nil, false
+	return nil
 }
 
-// pause is how long those that wait do so.
-func (b *letterbox) pause() time.Duration {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	top := writeMax
-	if b.waits != nil {
-		top = putOffMax
-	}
-	top = min(top, writeBase<<min(b.pauses, 10))
-	b.pauses++
-	return 1 + time.Duration(b.g.dice.Int64N(int64(top)))
-}
-
-// paused lets all letters be tried again.
-func (b *letterbox) paused() {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	clear(b.later)
-	b.failed = 0
-}
-
-// dropLocked makes the Guard forget a box that no source has and that writes nothing. One
+// leaveLocked makes the Guard forget a box that no source has and that writes nothing. One
 // that still writes stays, so that the writer's next source has the same.
-func (b *letterbox) dropLocked() {
+func (b *letterbox) leaveLocked() {
 	if b.running {
 		return
 	}
@@ -225,20 +287,14 @@ func (b *letterbox) dropLocked() {
 }
 
 func (b *letterbox) run(ctx context.Context) {
-	var pause <-chan time.Time
 	for {
-		l, over := b.next(ctx)
+		l, until, over := b.next(ctx)
 		if over {
 			return
 		}
 		if l == nil {
-			if pause == nil {
-				pause = time.After(b.pause())
-			}
 			select {
-			case <-pause:
-				pause = nil
-				b.paused()
+			case <-time.After(until - b.g.now()):
 			case <-b.more:
 			case <-ctx.Done():
 			}
