@@ -59,7 +59,7 @@ var alerts = []alert{
 		expr: `max by (` + byTopic + `) (stormguard_hold_active{reason="storm"}) == 1
 or sum by (` + byTopic + `) (increase(stormguard_storms_total[5m])) > 0`,
 		summary: "Storm: " + where,
-		means:   "An outage: error rate, attempts and age of messages are all over their thresholds. The source holds its messages. It dead-letters only permanent failures, proven poison and rare guesses.",
+		means:   "An outage: error rate, attempts and age of messages are over their thresholds. The source holds its messages. It dead-letters only permanent failures, proven poison and rare guesses.",
 		do:      "Follow the runbook.",
 		tests:   []sample{{labelled("stormguard_hold_active", `reason="storm"`), "1", "0"}},
 	},
@@ -67,8 +67,8 @@ or sum by (` + byTopic + `) (increase(stormguard_storms_total[5m])) > 0`,
 		name: "StormguardBreakerOpen", severity: page, lasts: "5m",
 		expr:    `max by (messaging_consumer_group_name, scope) (stormguard_breaker_state{state!="closed"}) == 1`,
 		summary: "Breaker not closed for 5 min: {{ $labels.scope }}",
-		means:   "Calls of the scope fail, or a person forced its breaker open. Messages wait. Probes close it when the dependency is back.",
-		do:      "Mend the dependency. The log line `breaker opened` has the error, `stormguard breaker list` the cause, and whether it was forced. If the dependency works and the breaker stays open, go to the runbook's step 4.",
+		means:   "Calls of the scope fail, or a person forced its breaker open. Messages wait until probes succeed.",
+		do:      "The log line `breaker opened` has the error, `stormguard breaker list` the cause and any force. Mend the dependency. If it works, go to the runbook's step 4.",
 		tests: []sample{
 			{labelled("stormguard_breaker_state", `scope="billing/orders/*", state="open"`), "1", "0"},
 			{labelled("stormguard_breaker_state", `scope="billing/orders/*", state="half-open"`), "0", "0"},
@@ -78,15 +78,15 @@ or sum by (` + byTopic + `) (increase(stormguard_storms_total[5m])) > 0`,
 		name: "StormguardMessagesWaitForPerson", severity: page, lasts: "2m",
 		expr:    `max by (` + byTopic + `) (stormguard_hold_active{reason="dlq"}) == 1`,
 		summary: "Messages wait for a DLQ credit or the dead-letter writer: " + where,
-		means:   "Failed messages cannot be dead-lettered: there is no credit or no writer, a limit paces them, or the DLQ is away.",
-		do:      "`stormguard source show` says which. Mend the DLQ, or look at the errors and quarantine or grant credits.",
+		means:   "Failed messages cannot be dead-lettered: there is no credit or writer, a limit paces them, or the DLQ is away.",
+		do:      "`stormguard source show` says why. Mend the DLQ, or look at the errors and quarantine or grant credits.",
 		tests:   []sample{{labelled("stormguard_hold_active", `reason="dlq"`), "1", "0"}},
 	},
 	{
 		name: "StormguardBudgetSpent", severity: ticket, lasts: "5m",
 		expr:    `min by (` + byTopic + `) (stormguard_budget_balance) < 1`,
 		summary: "No DLQ credit left: " + where,
-		means:   "Messages that nothing proves to be poison wait. Proven ones have credits of their own. Successes and time bring credits.",
+		means:   "Failed messages that nothing proves to be poison wait, until successes or time bring credits.",
 		do:      "Quarantine what the dead letters share (`stormguard causes`).",
 		tests:   []sample{{labelled("stormguard_budget_balance", ""), "0.2", "20"}},
 	},
@@ -95,7 +95,7 @@ or sum by (` + byTopic + `) (increase(stormguard_storms_total[5m])) > 0`,
 		expr: `sum by (` + byTopic + `) (increase(stormguard_dlq_write_duration_seconds_count{outcome="failed"}[5m])) > 0
 unless sum by (` + byTopic + `) (increase(stormguard_dlq_write_duration_seconds_count{outcome="confirmed"}[5m])) > 0`,
 		summary: "Dead letters cannot be written: " + where,
-		means:   "No dead letter can be written. Nothing is lost: the messages wait.",
+		means:   "Nothing is lost: the messages wait.",
 		do:      "Mend the DLQ. The log line `dead-letter writer fails` has the error.",
 		tests: []sample{
 			{labelled("stormguard_dlq_write_duration_seconds_count", `outcome="failed"`), "0+6", ""},
@@ -106,16 +106,16 @@ unless sum by (` + byTopic + `) (increase(stormguard_dlq_write_duration_seconds_
 		name: "StormguardDeadLetters", severity: ticket,
 		expr:    `sum by (` + byTopic + `) (increase(stormguard_dead_letters_total{reason!="quarantine"}[10m])) > 20`,
 		summary: "Over 20 dead letters in 10 min: " + where,
-		means:   "A producer sends poison, or a handler has a mistake. Other messages flow.",
-		do:      "`stormguard causes` groups them by their error. Quarantine what they share.",
+		means:   "A producer sends poison, or a handler has a mistake.",
+		do:      "Quarantine what they share: `stormguard causes` groups them by error.",
 		tests:   []sample{{labelled("stormguard_dead_letters_total", `reason="attempts"`), "0+5", ""}},
 	},
 	{
 		name: "StormguardHoldNearlyFull", severity: ticket, lasts: "5m",
 		expr:    `max by (` + byTopic + `) (stormguard_window_used_ratio) > 0.9`,
 		summary: "The window is nearly full: " + where,
-		means:   "When the window is full, by messages or by bytes, intake stops, and the rest waits at the broker. In an outage that is right.",
-		do:      "In an outage, the broker's retention must be longer than the outage. If nothing is held, a handler is slow or hangs: look at the duration of calls on the group's dashboard.",
+		means:   "When the window is full, in messages or bytes, the rest waits at the broker. In an outage that is right.",
+		do:      "In an outage, the broker must keep messages for longer than it lasts. If nothing is held, a handler is slow or hangs: look at the duration of calls on the group's dashboard.",
 		tests: []sample{
 			{labelled("stormguard_window_used_ratio", ""), "0.98", "0.01"},
 		},
@@ -125,7 +125,7 @@ unless sum by (` + byTopic + `) (increase(stormguard_dlq_write_duration_seconds_
 		expr:    `max by (` + byTopic + `) (stormguard_hold_age_seconds) > 900`,
 		summary: "A message has waited for 15 min: " + where,
 		means:   "Its order is blocked: by an outage, a message that fails alone, or a handler that never returns.",
-		do:      "`stormguard source show` says why. The log has a WARN line with `help`.",
+		do:      "`stormguard source show` says why, and a WARN line has `help`.",
 		tests:   []sample{{labelled("stormguard_hold_age_seconds", ""), "1200", "2"}},
 	},
 	{
@@ -133,8 +133,8 @@ unless sum by (` + byTopic + `) (increase(stormguard_dlq_write_duration_seconds_
 		expr: `sum by (` + byTopic + `) (deriv(stormguard_lag[15m])) > 0
 and max by (` + byTopic + `) (stormguard_hold_active{reason=~"breaker|storm|dlq|operator"}) == 1`,
 		summary: "The group falls behind while it is held: " + where,
-		means:   "The source is on hold, and ever more messages wait at the broker. This needs Kafka, or JetStream with Consume: with WrapConsumer the lag stands still, and RabbitMQ has none.",
-		do:      "Compare the age of the oldest message (`stormguard source show`) with the broker's retention. Raise that: what the broker deletes is lost.",
+		means:   "Ever more messages wait at the broker. The alert works for Kafka, and for JetStream with Consume.",
+		do:      "Raise the broker's retention above the age of the oldest message (`stormguard source show`): what the broker deletes is lost.",
 		tests: []sample{
 			{labelled("stormguard_lag", ""), "0+600", "0"},
 			{labelled("stormguard_hold_active", `reason="breaker"`), "1", "0"},
@@ -152,8 +152,8 @@ and max by (` + byTopic + `) (stormguard_hold_active{reason=~"breaker|storm|dlq|
 		name: "StormguardFleetBelowQuorum", severity: page, lasts: "1m",
 		expr:    `stormguard_fleet_heard < stormguard_fleet_quorum`,
 		summary: "{{ $labels.instance }} hears {{ $value }} processes, fewer than a quorum",
-		means:   "The process cannot take part in decisions of the fleet. Its own breaker works on. So does its share of the limits, unless OnSilence is majority.",
-		do:      "Look at the network between the processes. `stormguard fleet` shows who is heard; `stormguard fleet evict` removes those that will not come back.",
+		means:   "The process takes no part in the fleet's decisions. Its breaker works on; so does its share of the limits, unless OnSilence is majority.",
+		do:      "Look at the network. `stormguard fleet` shows who is heard; `stormguard fleet evict` removes members that will not come back.",
 		tests: []sample{
 			{`stormguard_fleet_heard{instance="a"}`, "1", "3"},
 			{`stormguard_fleet_quorum{instance="a"}`, "2", "2"},
@@ -163,15 +163,15 @@ and max by (` + byTopic + `) (stormguard_hold_active{reason=~"breaker|storm|dlq|
 		name: "StormguardRegisterAway", severity: ticket, lasts: "10m",
 		expr:    `stormguard_fleet_register_away == 1`,
 		summary: "{{ $labels.instance }} cannot reach the register",
-		means:   "The configuration cannot change. Processes go on with the one they have.",
-		do:      "Mend the register: etcd, the broker, or PostgreSQL.",
+		means:   "The configuration cannot change; the newest stays in force.",
+		do:      "Mend the register's store.",
 		tests:   []sample{{`stormguard_fleet_register_away{instance="a"}`, "1", "0"}},
 	},
 	{
 		name: "StormguardLimitStranded", severity: ticket, lasts: "10m",
 		expr:    `max(stormguard_limiter_share_stranded_ratio) > 0`,
 		summary: "{{ $value | humanizePercentage }} of the limits is minted by nobody",
-		means:   "A process of the roster is away, with its share. The fleet admits less than its limit, unless OnSilence is takeover.",
+		means:   "A member is away, with its share. The fleet admits less than its limit, unless OnSilence is takeover.",
 		do:      "Start it again, or `stormguard fleet evict` it.",
 		tests:   []sample{{`stormguard_limiter_share_stranded_ratio{instance="a"}`, "0.33", "0"}},
 	},
@@ -179,15 +179,15 @@ and max by (` + byTopic + `) (stormguard_hold_active{reason=~"breaker|storm|dlq|
 		name: "StormguardLimitSkewed", severity: ticket, lasts: "15m",
 		expr:    `max(stormguard_limiter_skew_ratio) > 0.3`,
 		summary: "Tokens lie unevenly: {{ $value }}",
-		means:   "Some processes have tokens to spare, and others none. Loans usually even that out in a second.",
-		do:      "The processes hear each other badly: look at the delay of changes and at refused packets.",
+		means:   "Some processes have tokens to spare, others none. Loans even that out in a second if processes hear each other.",
+		do:      "Look at the delay of changes and at refused packets.",
 		tests:   []sample{{`stormguard_limiter_skew_ratio{instance="a"}`, "0.45", "0.1"}},
 	},
 	{
 		name: "StormguardCutNotApplied", severity: ticket, lasts: "5m",
 		expr:    `max(stormguard_fleet_configuration_lacking) > 0`,
 		summary: "{{ $value }} members have not applied a smaller limit",
-		means:   "A change is incomplete: a member whose share shrank has not confirmed it. The others do not get theirs yet.",
+		means:   "A member has not confirmed its smaller share. Until then the others do not get their larger ones.",
 		do:      "`stormguard fleet` names it. Start it again, or evict it.",
 		tests:   []sample{{`stormguard_fleet_configuration_lacking{instance="a"}`, "1", "0"}},
 	},
@@ -195,15 +195,15 @@ and max by (` + byTopic + `) (stormguard_hold_active{reason=~"breaker|storm|dlq|
 		name: "StormguardForeignPackets", severity: ticket,
 		expr:    `sum by (instance) (increase(stormguard_fleet_refused_total{reason="unauthenticated"}[10m])) > 0`,
 		summary: "{{ $labels.instance }} refuses packets without the fleet's key",
-		means:   "Somebody sends packets without the fleet's key: a process with an old key, or a stranger.",
-		do:      "Compare the processes' keys. If all are right, find the sender.",
+		means:   "A process has an old key, or a stranger sends packets.",
+		do:      "Compare the processes' keys. If all are equal, find the sender.",
 		tests:   []sample{{`stormguard_fleet_refused_total{instance="a", section="", reason="unauthenticated"}`, "0+5", ""}},
 	},
 	{
 		name: "StormguardClockWrong", severity: ticket,
 		expr:    `sum by (peer) (increase(stormguard_fleet_clock_violations_total[10m])) > 0`,
 		summary: "The clock of {{ $labels.peer }} is wrong",
-		means:   "That process's stamps are over 50 ms ahead of the others.",
+		means:   "The process's clock is over 50 ms ahead of the others.",
 		do:      "Mend that host's time synchronisation.",
 		tests:   []sample{{`stormguard_fleet_clock_violations_total{instance="a", peer="b"}`, "0+5", ""}},
 	},
@@ -253,11 +253,10 @@ func alertsPage() []byte {
 	var b bytes.Buffer
 	b.WriteString(`# Alerts
 
-This page says what each alert means, and what to do. The rules are in
-[stormguard.rules.yml](../dashboards/prometheus/stormguard.rules.yml); [the runbook](runbook.md)
-leads through an incident.
+What each alert of [stormguard.rules.yml](../dashboards/prometheus/stormguard.rules.yml) means, and
+what to do. [The runbook](runbook.md) leads through an incident.
 
-| alert | severity | when it has been so for |
+| alert | severity | after |
 |---|---|---|
 `)
 	for _, a := range alerts {
