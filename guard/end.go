@@ -42,12 +42,16 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 	s.ending = e
 	s.c.ended = true
 	cancel := s.cancel
+	s.revoked.Store(why == ReasonRebalance)
 	close(s.ended)
 	s.unlock(s.g.now())
 	if why == ReasonRebalance {
 		cancel(ErrRevoked)
 	}
 	s.nudge()
+	if s.writer != nil {
+		s.writer.ends()
+	}
 
 	stop := context.AfterFunc(ctx, s.overdue)
 	defer stop()

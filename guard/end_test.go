@@ -545,3 +545,35 @@ func TestEndGivesBackWhatIsPutOff(t *testing.T) {
 		}
 	}
 }
+
+// A letter that cannot be written keeps no revoke waiting, and so no consumer group: its
+// message is the next owner's. A shutdown tries until its context ends.
+func TestEndWhileLettersFail(t *testing.T) {
+	for name, err := range map[string]error{"down": errDown, "refused": dlq.ErrRefused} {
+		for _, why := range []Reason{ReasonRebalance, ReasonShutdown} {
+			bubble(t, name+"/"+why.String(), func(t *testing.T) {
+				g := Must(New(Config{}))
+				s := Must(Open(g, SourceConfig{Name: "s", DeadLetters: &testWriter{err: err}}, Limits{}, &testPort{}, func(context.Context, int) error { return Permanent(errBad) }))
+				in := make(chan int, 100)
+				for m := range 100 {
+					in <- m
+				}
+				go func() { _ = s.Run(t.Context(), in) }()
+				time.Sleep(time.Minute)
+				ctx, cancel := context.WithTimeout(t.Context(), 55*time.Second)
+				defer cancel()
+				start := time.Now()
+				rep := s.End(ctx, why)
+				took := time.Since(start)
+				if why == ReasonRebalance && (took > 0 || rep.Returned != 100 || rep.Account.Unsettled() != 0) ||
+					why == ReasonShutdown && (took != 55*time.Second || len(rep.Left) != 100) {
+					t.Errorf("End took %v: %+v", took, rep.Account)
+				}
+				if err := s.Account().Check(); err != nil {
+					t.Error(err)
+				}
+				_, _ = g.Close(t.Context())
+			})
+		}
+	}
+}

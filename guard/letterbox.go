@@ -114,6 +114,8 @@ type postable interface {
 	from() letterFrom
 	// wrote is told of each call of the writer.
 	wrote(ctx context.Context, took time.Duration, err error)
+	// ends tells whether its source ends, and whether its messages are another's to handle.
+	ends() (ended, revoked bool)
 	// undone hears that it is not written. It tells whether its source ends and has it back.
 	undone(err error) bool
 }
@@ -200,7 +202,6 @@ func (b *letterbox) forget(l postable) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.dropLocked(l, nil)
-	delete(b.ill, l.source())
 }
 
 // dropLocked takes a letter from all benches but one.
@@ -220,10 +221,31 @@ func (b *letterbox) waitsLocked(l postable) bool {
 	return failed || refused || putOff
 }
 
-// next takes the first letter that need not wait, nil if there is none until then. After
-// one of a source that fails, which may have taken writeTimeout, those of others come
-// first. The work is over when no letter is left.
-func (b *letterbox) next(ctx context.Context) (l postable, until time.Duration, over bool) {
+// backLocked tells whether a letter goes back to its source, which ends: what was put off
+// may not be taken before, and what fails would keep a whole consumer group waiting.
+func (b *letterbox) backLocked(l postable) bool {
+	ended, revoked := l.ends()
+	if !ended {
+		return false
+	}
+	_, putOff := b.putOffs.left[l]
+	_, refused := b.refused.left[l]
+	_, ill := b.ill[l.source()]
+	return putOff || revoked && (refused || ill)
+}
+
+// turn is what the dispatcher does next. With no letter it waits until then, and with over
+// there is none left.
+type turn struct {
+	l     postable
+	back  bool // it goes back to its source
+	until time.Duration
+	over  bool
+}
+
+// next takes the first letter that need not wait. After one of a source that fails, which
+// may have taken writeTimeout, those of others come first.
+func (b *letterbox) next(ctx context.Context) (t turn) {
 	now := b.g.now()
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -232,46 +254,49 @@ func (b *letterbox) next(ctx context.Context) (l postable, until time.Duration, 
 		b.failed, b.refused, b.putOffs = newBench(writeMax), newBench(writeMax), newBench(putOffMax)
 		clear(b.ill)
 		b.leaveLocked()
-		return nil, 0, true
+		return turn{over: true}
 	}
 	if b.failed.end(now) {
 		b.row = 0
 	}
 	b.refused.end(now)
 	b.putOffs.end(now)
-	if b.row >= writeTries {
-		return nil, b.failed.until, false
-	}
+	all := b.row >= writeTries
 	if b.wasIll {
-		l = b.takeLocked(func(l postable) bool { _, ill := b.ill[l.source()]; return !ill })
+		t = b.takeLocked(func(l postable) bool { _, ill := b.ill[l.source()]; return !all && !ill })
 	}
-	if l == nil {
-		l = b.takeLocked(func(postable) bool { return true })
+	if t.l == nil {
+		t = b.takeLocked(func(postable) bool { return !all })
 	}
-	if l != nil {
-		_, b.wasIll = b.ill[l.source()]
-		return l, 0, false
+	if t.l != nil {
+		_, b.wasIll = b.ill[t.l.source()]
+		return t
 	}
 	for _, w := range []bench{b.failed, b.refused, b.putOffs} {
-		if until == 0 || w.until > 0 && w.until < until {
-			until = w.until
+		if t.until == 0 || w.until > 0 && w.until < t.until {
+			t.until = w.until
 		}
 	}
-	return nil, until, false
+	return t
 }
 
-// takeLocked takes the first letter that need not wait and that may come, nil if there is
-// none.
-func (b *letterbox) takeLocked(may func(postable) bool) postable {
+// takeLocked takes the first letter that goes back, or need not wait and may come.
+func (b *letterbox) takeLocked(may func(postable) bool) turn {
 	for range b.queue.len() {
 		l := b.queue.pop()
+		if b.backLocked(l) {
+			return turn{l: l, back: true}
+		}
 		if !b.waitsLocked(l) && may(l) {
-			return l
+			return turn{l: l}
 		}
 		b.queue.push(l)
 	}
-	return nil
+	return turn{}
 }
+
+// ends lets the letters of a source that ends go back to it.
+func (b *letterbox) ends() { token(b.more) }
 
 // leaveLocked makes the Guard forget a box that no source has and that writes nothing. One
 // that still writes stays, so that the writer's next source has the same.
@@ -288,16 +313,20 @@ func (b *letterbox) leaveLocked() {
 
 func (b *letterbox) run(ctx context.Context) {
 	for {
-		l, until, over := b.next(ctx)
-		if over {
+		t := b.next(ctx)
+		l := t.l
+		switch {
+		case t.over:
 			return
-		}
-		if l == nil {
+		case l == nil:
 			select {
-			case <-time.After(until - b.g.now()):
+			case <-time.After(t.until - b.g.now()):
 			case <-b.more:
 			case <-ctx.Done():
 			}
+			continue
+		case t.back && l.undone(dlq.ErrPutOff):
+			b.forget(l)
 			continue
 		}
 		r, err := l.record()
@@ -488,14 +517,22 @@ func (l letter[M]) wrote(ctx context.Context, took time.Duration, err error) {
 	l.s.metrics.wrote(ctx, took, err)
 }
 
-// undone gives a letter that was put off back to its source if that ends: what the letter
-// waits for may not come before.
+func (l letter[M]) ends() (ended, revoked bool) {
+	select {
+	case <-l.s.ended:
+		return true, l.s.revoked.Load()
+	default:
+		return false, false
+	}
+}
+
+// undone gives a letter back to its source if that ends, as backLocked says.
 func (l letter[M]) undone(err error) (given bool) {
 	s := l.s
 	putOff := errors.Is(err, dlq.ErrPutOff)
 	s.mu.Lock()
 	l.it.tried = l.it.tried || !putOff
-	if given = putOff && s.c.ended && !s.fenced.Load(); given {
+	if given = (putOff || s.revoked.Load()) && s.c.ended && !s.fenced.Load(); given {
 		delete(s.c.writing, l.it)
 		s.c.undone = append(s.c.undone, l.it)
 	}

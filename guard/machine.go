@@ -131,7 +131,7 @@ type machine[M any] struct {
 	freed       bool                  // a probe was settled: another source of the scope may have one
 	saysNothing bool                  // the latest probe proved nothing: its handler ignored it, or asked for time
 	writing     map[*item[M]]struct{} // condemned, not yet confirmed
-	undone      []*item[M]            // of these, put off until the source ended
+	undone      []*item[M]            // of these, those that went back when the source ended
 	firsts      uint64                // successful first attempts, probes left out; see firstTime
 	firstProbes uint64                // those that were probes
 	lookAt      time.Duration         // the storm is judged again then

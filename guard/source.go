@@ -49,6 +49,7 @@ type Source[M any] struct {
 	chunk     atomic.Pointer[callChunk]
 	slowAt    atomic.Uint64 // number of the last call reported as slow, plus 1
 	fenced    atomic.Bool   // no port call may begin
+	revoked   atomic.Bool   // End's reason is ReasonRebalance; set before ended is closed
 	slow      atomic.Bool   // the machine has something to do: no closed path
 	timeout   atomic.Int64  // Policy.Timeout
 	batchMax  atomic.Int64  // how many messages Run takes from its input at once
