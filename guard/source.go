@@ -457,7 +457,7 @@ func (s *Source[M]) Update(p Policy) error {
 		p.Timeout, p.NoTimeout, p.Retry, p.Ramp = next.Timeout, next.NoTimeout, next.Retry, next.Ramp
 		p.Window, p.WindowBytes = next.Window, next.WindowBytes
 		s.timeout.Store(int64(next.Timeout))
-		if !s.slowIs {
+		if !s.slowIs && next.Timeout > 0 { // without one, a call is slow as late as before
 			next.Breaker.Slow = 0
 			p.Breaker.Slow = next.slow().Slow
 			s.c.slowAfter = p.Breaker.Slow

@@ -71,21 +71,27 @@ func TestUpdateBack(t *testing.T) {
 // With the Timeout goes the age from which on a call is slow, unless Policy.Breaker has one.
 func TestUpdateOfTheTimeout(t *testing.T) {
 	for _, c := range []struct {
-		slow  time.Duration // set
-		opens bool
-	}{{0, false}, {30 * time.Second, true}} {
-		bubble(t, c.slow.String(), func(t *testing.T) {
+		slow    time.Duration // set
+		timeout time.Duration // 0 for none
+		call    time.Duration
+		opens   bool
+	}{
+		{0, 2 * time.Minute, 45 * time.Second, false},
+		{30 * time.Second, 2 * time.Minute, 45 * time.Second, true},
+		{0, 0, 15 * time.Second, false},
+	} {
+		bubble(t, fmt.Sprint(c.slow, c.timeout), func(t *testing.T) {
 			p := Policy{Order: OrderNone, Workers: 8, Breaker: breaker.Config{Window: 30 * time.Minute, Slow: c.slow}}
 			r := newRig(t, p, Limits{}, func(_ *rig, ctx context.Context, _ int) error {
 				select {
-				case <-time.After(45 * time.Second):
+				case <-time.After(c.call):
 					return nil
 				case <-ctx.Done():
 					return ctx.Err()
 				}
 			})
 			settings := r.s.State().Settings
-			settings.Timeout = 2 * time.Minute
+			settings.Timeout, settings.NoTimeout = c.timeout, c.timeout == 0
 			if err := r.s.Update(settings); err != nil {
 				t.Fatal(err)
 			}
