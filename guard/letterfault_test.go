@@ -93,7 +93,7 @@ func TestWriterThatStands(t *testing.T) {
 		if err := r.g.Ready(); err != nil {
 			t.Error(err)
 		}
-		time.Sleep(2 * time.Second)
+		elapse(2 * time.Second) // its line is written
 		if err := r.g.Ready(); !errors.Is(err, errWriteLate) {
 			t.Errorf("ready: %v", err)
 		}
