@@ -56,7 +56,8 @@ func classes(t *testing.T, want Class, errs map[string]error) {
 
 func second[T any](_ T, err error) error { return err }
 
-// closedPort is an address where nobody listens.
+// closedPort is an address where nobody listens. It is an end of a connection, so that no
+// other test is given its port meanwhile.
 func closedPort(t *testing.T) string {
 	t.Helper()
 	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
@@ -64,7 +65,17 @@ func closedPort(t *testing.T) string {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	return l.Addr().String()
+	near, err := net.Dial("tcp", l.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = near.Close() })
+	far, err := l.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = far.Close() })
+	return near.LocalAddr().String()
 }
 
 func TestClassOfTheNetwork(t *testing.T) {
