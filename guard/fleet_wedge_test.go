@@ -54,7 +54,7 @@ func TestFleetPermitWithNothingWaiting(t *testing.T) {
 // does.
 func TestFleetNothingWaitsAnywhere(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		r, _, ss := heldFleet(t, 60)
+		r, _, ss := heldFleet(t, 100) // half of them fail: enough that two processes get some
 		for _, s := range ss {
 			s.Pause(0)
 		}
@@ -69,13 +69,13 @@ func TestFleetNothingWaitsAnywhere(t *testing.T) {
 		ss[2].end(t)
 		ss[1].Resume()
 		for n := range uint64(60) { // enough for it to have ten
-			r.broker.Publish("orders", guardtest.Message{Body: guardtest.Body(61+n, 0)})
+			r.broker.Publish("orders", guardtest.Message{Body: guardtest.Body(101+n, 0)})
 		}
 		took := r.until(time.Minute, "every breaker is closed", r.closed)
 		if took > 40*time.Second {
 			t.Errorf("it took %v", took)
 		}
-		r.until(time.Minute, "all is handled", func() bool { return r.broker.Stats("orders").Acked == 120 })
+		r.until(time.Minute, "all is handled", func() bool { return r.broker.Stats("orders").Acked == 160 })
 	})
 }
 
