@@ -21,7 +21,7 @@ func (c *machine[M]) condemn(now time.Duration, it *item[M]) {
 	switch {
 	case it.permanent:
 		class, reason = credit.Permanent, dlq.ReasonPermanent
-	case it.lastDelivery && it.attempts < c.policy.Retry.Attempts:
+	case it.last() && it.attempts < c.policy.Retry.Attempts:
 		reason = dlq.ReasonLastDelivery
 	case it.guessed:
 		reason = dlq.ReasonGuess

@@ -251,7 +251,7 @@ func TestFailedSourcesTakeTurns(t *testing.T) {
 		b := p.open("b")
 		for m := range 20 {
 			b <- 1000 + m
-			if time.Sleep((sources/8 + 1) * writeMax); len(p.bodies()) != m+1 {
+			if time.Sleep((sources/8 + 3) * writeMax); len(p.bodies()) != m+1 {
 				t.Fatalf("%d letters of b are written, want %d", len(p.bodies()), m+1)
 			}
 		}

@@ -138,18 +138,18 @@ func (c *machine[M]) stormy() bool { return c.storm.Storm().Active || c.fleetSto
 // usedUp tells whether a message has had its attempts: by count, or because the
 // broker will not deliver it again if this process crashes.
 func (c *machine[M]) usedUp(it *item[M]) bool {
-	return it.attempts >= c.policy.Retry.Attempts || it.tries >= c.policy.Retry.Attempts || it.lastDelivery
+	return it.attempts >= c.policy.Retry.Attempts || it.tries >= c.policy.Retry.Attempts || it.last()
 }
 
 // guilty tells whether the evidence is against the message.
 func (c *machine[M]) guilty(now time.Duration, it *item[M]) bool {
 	switch it.class {
 	case ClassMessage:
-		return it.attempts >= c.policy.Retry.Attempts || it.lastDelivery
+		return it.attempts >= c.policy.Retry.Attempts || it.last()
 	case ClassDependency:
 		return false
 	default:
-		return it.after >= proofs && (it.attempts >= c.flaky.attempts(now, c.policy.Retry.Attempts) || it.lastDelivery)
+		return it.after >= proofs && (it.attempts >= c.flaky.attempts(now, c.policy.Retry.Attempts) || it.last())
 	}
 }
 

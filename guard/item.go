@@ -89,7 +89,7 @@ type item[M any] struct {
 	place   int  // index in the machine's list of its phase, -1 outside
 
 	name         string     // over epochs; empty until it failed
-	lastDelivery bool       // the broker will not deliver it again
+	lastDelivery bool       // the broker would not deliver it again; see last
 	verdict      dlq.Reason // why it is dead-lettered
 	rule         *dlq.Rule  // of the quarantine that it matches, nil for none
 	seen         uint64     // version of the book that it was compared with
@@ -228,6 +228,10 @@ func (h *dueHeap[M]) remove(it *item[M]) {
 		heap.Remove(h, it.heap)
 	}
 }
+
+// last tells whether nobody will have the message again if this process crashes: the broker
+// has delivered it as often as it does, and it is not on the disk.
+func (it *item[M]) last() bool { return it.lastDelivery && !it.copy.kept() }
 
 // fifo is a queue that reuses its memory.
 type fifo[T any] struct {

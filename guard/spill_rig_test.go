@@ -5,6 +5,7 @@ package guard
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -81,6 +82,8 @@ type queue struct {
 	body    int           // bytes of a message …
 	empty   int           // … but for the first so many
 	takes   time.Duration // to handle one
+	limits  Limits
+	faults  map[int]int // how often a message still fails by a fault of its own
 
 	mu      sync.Mutex
 	sent    int
@@ -116,6 +119,9 @@ func (q *queue) handle(_ context.Context, m int) error {
 	switch {
 	case q.down:
 		return Unavailable(errDown)
+	case q.faults[m] > 0:
+		q.faults[m]--
+		return &json.SyntaxError{}
 	case q.poison(m):
 		return Permanent(errors.New("poison"))
 	}
@@ -132,12 +138,12 @@ func (q *queue) open() {
 			q.tb.Fatal(err)
 		}
 	}
-	q.port = &spillPort{testPort{keys: 8}, q.body, q.empty, q.bad, q.keyless}
+	q.port = &spillPort{testPort{keys: 8, delivery: q.limits.MaxDeliver}, q.body, q.empty, q.bad, q.keyless}
 	port := Port[int](q.port)
 	if q.log {
 		port = spillLog{q.port}
 	}
-	q.s, err = Open(q.g, SourceConfig{Name: q.name, DeadLetters: q.letters}, Limits{}, port, q.handle)
+	q.s, err = Open(q.g, SourceConfig{Name: q.name, DeadLetters: q.letters}, q.limits, port, q.handle)
 	if err != nil {
 		q.tb.Fatal(err)
 	}

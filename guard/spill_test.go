@@ -530,6 +530,31 @@ func TestSpillLateWrite(t *testing.T) {
 	})
 }
 
+// A message on the disk has all its attempts, however often the broker has delivered it.
+func TestSpilledIsNoLastDelivery(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: Policy{Spill: true}})
+		q.limits = Limits{MaxDeliver: 1}
+		q.open()
+		q.setDown(true)
+		q.send(3)
+		time.Sleep(spillAfter + time.Second)
+		if q.settle(false); q.acked != 3 {
+			t.Fatalf("%d acked, want 3", q.acked)
+		}
+		q.mu.Lock()
+		q.faults = map[int]int{0: 2, 1: 2, 2: 2}
+		q.down = false
+		q.mu.Unlock()
+		q.drain(30 * time.Second)
+		q.counts(1)
+		if n := len(q.handled); n != 3 {
+			t.Errorf("%d messages handled, %d dead letters", n, len(q.letters.recs))
+		}
+		q.close(ReasonShutdown, true)
+	})
+}
+
 // A few messages of a source without traffic are spilled after 10 s of a hold.
 func TestSpillAfterAWhile(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
