@@ -16,11 +16,11 @@ import (
 
 // consumeAsChild is the process that tests kill.
 func consumeAsChild(child *adaptertest.Child) error {
-	nc, err := nats.Connect(child.Args[0], nats.MaxReconnects(-1))
+	nc, err := nats.Connect(child.Args[0], nats.MaxReconnects(-1), nats.Timeout(connectTimeout))
 	if err != nil {
 		return err
 	}
-	js, err := jetstream.New(nc)
+	js, err := jetstream.New(nc, jetstream.WithDefaultTimeout(connectTimeout))
 	if err != nil {
 		return err
 	}

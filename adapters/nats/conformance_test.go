@@ -65,7 +65,7 @@ type exercised struct {
 func newExercised(t testing.TB, s guardtest.Setup, passive bool) *exercised {
 	cfg := jetstream.ConsumerConfig{Durable: "C", AckWait: s.AckWait, MaxDeliver: s.MaxDeliver}
 	if cfg.AckWait == 0 {
-		cfg.AckWait = 2 * time.Second
+		cfg.AckWait = 5 * time.Second // a busy machine extends late, and still in time
 	}
 	e := &exercised{rig: newRig(t, cfg), passive: passive, cfg: cfg, acks: make(map[string]int)}
 	var err error
@@ -109,7 +109,7 @@ func (e *exercised) Publish(ctx context.Context, ps ...guardtest.Publication) er
 
 func (e *exercised) Start(c guardtest.Consumer) error {
 	e.started = c
-	nc, err := nats.Connect(e.url(), nats.MaxReconnects(-1), nats.ReconnectWait(50*time.Millisecond))
+	nc, err := nats.Connect(e.url(), nats.MaxReconnects(-1), nats.ReconnectWait(50*time.Millisecond), nats.Timeout(connectTimeout))
 	if err != nil {
 		return err
 	}
@@ -117,7 +117,7 @@ func (e *exercised) Start(c guardtest.Consumer) error {
 	if err != nil {
 		return err
 	}
-	native, err := js.Consumer(context.Background(), "S", "C")
+	native, err := js.Consumer(adaptertest.Context(e.t), "S", "C")
 	if err != nil {
 		return err
 	}

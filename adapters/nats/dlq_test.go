@@ -193,7 +193,7 @@ func TestDLQLostOnItsWay(t *testing.T) {
 	r := newRig(t, jetstream.ConsumerConfig{})
 	var sent atomic.Int64
 	p := r.lossy(t, func(f frame) bool { return f.subject == "dead" && sent.Add(1) == 1 })
-	nc, err := nats.Connect("nats://" + p.l.Addr().String())
+	nc, err := nats.Connect("nats://"+p.l.Addr().String(), nats.Timeout(connectTimeout))
 	if err != nil {
 		t.Fatal(err)
 	}

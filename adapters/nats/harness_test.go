@@ -36,12 +36,7 @@ type broker struct {
 
 func newBroker(t testing.TB) *broker {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	b := &broker{t: t, port: l.Addr().(*net.TCPAddr).Port, dir: t.TempDir(), payload: 8 << 20}
-	_ = l.Close()
+	b := &broker{t: t, port: server.RANDOM_PORT, dir: t.TempDir(), payload: 8 << 20}
 	b.start()
 	t.Cleanup(b.stop)
 	return b
@@ -60,6 +55,7 @@ func (b *broker) start() {
 		b.t.Fatal("the server is not ready")
 	}
 	b.srv = srv
+	b.port = srv.Addr().(*net.TCPAddr).Port // also after a restart
 }
 
 func (b *broker) stop() {

@@ -52,7 +52,7 @@ func TestOnce(t *testing.T) {
 
 // onceAsChild is the process that TestOnceKilled kills.
 func onceAsChild(c oncetest.Child) (oncetest.ChildEffects, error) {
-	nc, err := nats.Connect(c.Args[0], nats.MaxReconnects(-1))
+	nc, err := nats.Connect(c.Args[0], nats.MaxReconnects(-1), nats.Timeout(connectTimeout))
 	if err != nil {
 		return oncetest.ChildEffects{}, err
 	}
@@ -213,7 +213,7 @@ func TestOnceUnsuitable(t *testing.T) {
 func TestOnceOverAShortDisconnect(t *testing.T) {
 	t.Parallel()
 	b := newBroker(t)
-	cfg := OnceConfig{Bucket: "once", Lease: 5 * time.Second}
+	cfg := OnceConfig{Bucket: "once", Lease: 30 * time.Second} // a busy machine may need seconds for the server
 	doubt := once.Config{InDoubt: once.Refuse}
 	r, err := once.New(newOnce(t, b, cfg), doubt)
 	if err != nil {

@@ -127,7 +127,7 @@ func newCluster(t *testing.T) (urls string) {
 		all = append(all, s.ClientURL())
 	}
 	urls = strings.Join(all, ",")
-	nc, err := nats.Connect(urls)
+	nc, err := nats.Connect(urls, nats.Timeout(connectTimeout))
 	if err != nil {
 		t.Fatal(err)
 	}
