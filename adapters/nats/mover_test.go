@@ -168,20 +168,23 @@ func (r *moverRig) run(t *testing.T, m *Mover) (stop func() error) {
 func (r *moverRig) die(t *testing.T, n int) {
 	t.Helper()
 	for range 2 * n {
-		if _, err := r.consumer.Next(jetstream.FetchMaxWait(5 * time.Second)); err != nil {
+		if _, err := r.consumer.Next(jetstream.FetchMaxWait(time.Minute)); err != nil {
 			t.Fatal(err)
 		}
 	}
 	r.expire(t)
 }
 
-// expire pulls until the last AckWait is over: without a pull the server does
-// not look.
+// expire pulls until the last AckWait is over, and the server has given up on all:
+// without a pull it may not look.
 func (r *moverRig) expire(t *testing.T) {
 	t.Helper()
-	if m, err := r.consumer.Next(jetstream.FetchMaxWait(1500 * time.Millisecond)); !errors.Is(err, nats.ErrTimeout) {
-		t.Fatalf("%v %v", m, err)
-	}
+	adaptertest.Eventually(t, "the server gives up", func() bool {
+		if m, err := r.consumer.Next(jetstream.FetchMaxWait(1500 * time.Millisecond)); !errors.Is(err, nats.ErrTimeout) {
+			t.Fatalf("%v %v", m, err)
+		}
+		return r.info(t).NumAckPending == 0
+	})
 }
 
 func TestMoverMovesWhatTheServerGaveUpOn(t *testing.T) {
@@ -189,7 +192,7 @@ func TestMoverMovesWhatTheServerGaveUpOn(t *testing.T) {
 	r := newMoverRig(t, jetstream.StreamConfig{Retention: jetstream.WorkQueuePolicy}, dlq.BudgetConfig{})
 	r.publish(t, subject, 0, 3)
 	for range 5 { // 0 and 1 twice, 2 once
-		m, err := r.consumer.Next(jetstream.FetchMaxWait(5 * time.Second))
+		m, err := r.consumer.Next(jetstream.FetchMaxWait(time.Minute))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -257,7 +260,7 @@ func TestMoverKeepsToItsBudget(t *testing.T) {
 	adaptertest.Eventually(t, "and no more", func() bool { return again.Counts().Refused > 2 })
 	r.publish(t, subject, 6, 16)
 	for range 10 {
-		m, err := r.consumer.Next(jetstream.FetchMaxWait(5 * time.Second))
+		m, err := r.consumer.Next(jetstream.FetchMaxWait(time.Minute))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -291,7 +294,7 @@ func TestMoverOfAConsumerMadeAnew(t *testing.T) {
 	ack := func(n int) {
 		t.Helper()
 		for range n {
-			m, err := r.consumer.Next(jetstream.FetchMaxWait(5 * time.Second))
+			m, err := r.consumer.Next(jetstream.FetchMaxWait(time.Minute))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -321,10 +324,10 @@ func TestMoverOfAConsumerMadeAnew(t *testing.T) {
 	r.publish(t, subject, 20, 26)
 	r.die(t, 6)
 	adaptertest.Eventually(t, "the third is refused", func() bool { return r.mover.Counts().Released == 2 && r.mover.Counts().Refused > 0 })
-	for round := range 2 { // each fills the balance
+	for round := range 2 { // each fills the balance, or twice if the mover looks in its middle
 		r.publish(t, subject, 26+4*round, 30+4*round)
 		ack(4)
-		adaptertest.Eventually(t, "successes release two", func() bool { return r.mover.Counts().Released == uint64(4+2*round) })
+		adaptertest.Eventually(t, "successes release two", func() bool { return r.mover.Counts().Released >= uint64(4+2*round) })
 	}
 }
 
