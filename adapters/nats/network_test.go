@@ -166,7 +166,7 @@ func TestStopIsBounded(t *testing.T) {
 			}
 			start := time.Now()
 			err := c.Stop(t)
-			if d := time.Since(start); d > 6*time.Second {
+			if d := time.Since(start); d > 20*time.Second { // 6s, and what a busy machine needs
 				t.Errorf("it took %s", d)
 			}
 			if err == nil || !strings.Contains(err.Error(), "50 messages") {
@@ -255,7 +255,7 @@ func TestAway(t *testing.T) {
 func TestOwnLogger(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{})
-	nc, err := nats.Connect(r.url())
+	nc, err := nats.Connect(r.url(), nats.Timeout(connectTimeout))
 	if err != nil {
 		t.Fatal(err)
 	}
