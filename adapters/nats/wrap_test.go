@@ -249,7 +249,7 @@ func TestWrappedOrder(t *testing.T) {
 			}
 
 			r.publish(t, subject, n, n+10)
-			b, err := w.Fetch(10, jetstream.FetchMaxWait(2*time.Second))
+			b, err := w.Fetch(10, jetstream.FetchMaxWait(20*time.Second)) // it ends early
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -270,7 +270,7 @@ func TestWrappedOrder(t *testing.T) {
 // What a program says of a message is its outcome.
 func TestWrappedOutcomes(t *testing.T) {
 	t.Parallel()
-	r := newRig(t, jetstream.ConsumerConfig{AckWait: 2 * time.Second})
+	r := newRig(t, jetstream.ConsumerConfig{AckWait: 5 * time.Second}) // a busy machine extends late, and still in time
 	d, err := NewDLQ(adaptertest.Context(t), r.js, DLQConfig{Stream: "D"})
 	if err != nil {
 		t.Fatal(err)
@@ -281,7 +281,7 @@ func TestWrappedOutcomes(t *testing.T) {
 	tries := map[string]int{}
 	start := time.Now()
 	for acked := 0; acked < 4; {
-		m, err := w.Next(jetstream.FetchMaxWait(10 * time.Second))
+		m, err := w.Next(jetstream.FetchMaxWait(time.Minute))
 		if err != nil {
 			t.Fatalf("%v: tried %v, %+v", err, tries, w.src.State())
 		}
@@ -299,7 +299,7 @@ func TestWrappedOutcomes(t *testing.T) {
 			err = Fail(m, guard.Permanent(errDown))
 		case body == "5" && tries[body] == 1:
 			for range 4 {
-				time.Sleep(800 * time.Millisecond)
+				time.Sleep(2 * time.Second)
 				if err := m.InProgress(); err != nil {
 					t.Error(err)
 				}
@@ -545,6 +545,7 @@ func TestWhatNobodyReadsGoesToOthers(t *testing.T) {
 		handled[string((<-out).Data())]++
 	}
 	consuming.Stop()
+	<-consuming.Closed()
 	for m, times := range handled {
 		if times != 1 {
 			t.Errorf("%s was handled %d times", m, times)
@@ -898,7 +899,7 @@ func TestWrappedDrainBehindAHeadThatWaits(t *testing.T) {
 			case <-time.After(20 * time.Second):
 				t.Fatalf("it does not end: %+v", w.src.Account())
 			}
-			if a := w.src.Account(); a.RetryWait != 1 || a.Waiting != 3 {
+			if a := w.src.Account(); a.RetryWait > 1 || a.RetryWait+a.Waiting != 4 { // the head may be due again
 				t.Errorf("%+v", a)
 			}
 			if n := log.lines("level=WARN", "drain", "source=S/C", "waiting=3"); n != 1 {
