@@ -146,13 +146,15 @@ func TestTheDLQTellsThatItCannotConnect(t *testing.T) {
 	}
 	letters.dialer.URLs = []string{"amqp://127.0.0.1:1/"}
 	l.cut()
+	begun := time.Now()
 	for range 3 {
 		if err := letters.Write(t.Context(), &dlq.Record{Body: []byte("x")}); err == nil {
 			t.Error("written")
 		}
 		adaptertest.Eventually(t, "its connection is gone", func() bool { return letters.s == nil || letters.s.over() })
 	}
-	if lines := log.with("level=WARN", "not connected", r.queue, "127.0.0.1:1"); len(lines) != 1 {
+	// After a second the line is due again.
+	if lines := log.with("level=WARN", "not connected", r.queue, "127.0.0.1:1"); len(lines) == 0 || len(lines) > 1 && time.Since(begun) < time.Second {
 		t.Errorf("%s", lines)
 	}
 	if err := letters.Close(t.Context()); err != nil {
