@@ -112,7 +112,7 @@ func TestAStopEndsInAFrozenNetwork(t *testing.T) {
 				t.Parallel()
 				within := func(t *testing.T, start time.Time) {
 					t.Helper()
-					if took := time.Since(start); took > stop+5*time.Second {
+					if took := time.Since(start); took > stop+15*time.Second { // 5 s, and what a busy machine needs
 						t.Errorf("it took %s", took)
 					}
 				}
