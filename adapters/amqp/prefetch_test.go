@@ -152,6 +152,7 @@ func TestHeldBytesAreBounded(t *testing.T) {
 				t.Fatalf("it does not grow back: %d", l.books().prefetch)
 			}
 			r.publish(i, i+3000)
+			adaptertest.Eventually(t, "half of them are handled", func() bool { return l.prefetch() >= prefetch || rec.distinct() >= i+1500 })
 		}
 		if err := errors.Join(c.Stop(t), l.check(), rec.order()); err != nil {
 			t.Fatal(err)
