@@ -55,7 +55,7 @@ func Main(m *testing.M, s Suite) {
 }
 
 func leaks(ignore []goleak.Option) (err error) {
-	for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline); {
+	for deadline := time.Now().Add(time.Minute); time.Now().Before(deadline); { // which only a leak takes
 		if err = goleak.Find(ignore...); err == nil {
 			return nil
 		}
