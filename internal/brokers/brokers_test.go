@@ -254,13 +254,17 @@ func TestHolders(t *testing.T) {
 	}
 	_ = holders[1].Process.Kill()
 	_ = holders[1].Wait()
-	run("sweep")
-	if err := dial(t.Context(), host); !errors.Is(err, syscall.ECONNREFUSED) {
-		t.Errorf("nobody holds it: dial says %v, want connection refused", err)
+	// A sweep passes over what another one, of a start beside this test, looks at.
+	for end := time.Now().Add(time.Minute); ; {
+		run("sweep")
+		if _, err := b.Info(t.Context()); err != nil {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatal("a temporary instance is still there after the sweep")
+		}
 	}
-	if _, err := b.Info(t.Context()); err == nil {
-		t.Error("a temporary instance is still there after the sweep")
-	}
+	refuses(t, host, "nobody holds it")
 }
 
 func TestSettings(t *testing.T) {
@@ -328,14 +332,24 @@ func TestStartGivenUpAtOnce(t *testing.T) {
 		"stop":  func() error { return b.Stop(t.Context()) },
 		"sweep": func() error { _, err := script(t.Context(), "sweep"); return err },
 	} {
-		if err := os.MkdirAll(filepath.Join(dir, "holders"), 0o755); err != nil {
-			t.Fatal(err)
+		// A sweep of a start beside this test may come between, and be passed over by ours.
+		for err := os.ErrNotExist; errors.Is(err, os.ErrNotExist); {
+			if err = os.MkdirAll(filepath.Join(dir, "holders"), 0o755); err != nil && !errors.Is(err, os.ErrNotExist) {
+				t.Fatal(err)
+			}
 		}
-		if err := end(); err != nil {
-			t.Error(err)
-		}
-		if _, err := os.Stat(dir); !errors.Is(err, os.ErrNotExist) {
-			t.Errorf("%s: %s is still there (stat: %v)", what, dir, err)
+		for late := time.Now().Add(time.Minute); ; {
+			if err := end(); err != nil {
+				t.Error(err)
+			}
+			_, err := os.Stat(dir)
+			if errors.Is(err, os.ErrNotExist) {
+				break
+			}
+			if time.Now().After(late) {
+				t.Errorf("%s: %s is still there (stat: %v)", what, dir, err)
+				break
+			}
 		}
 	}
 }
