@@ -110,6 +110,7 @@ func testConfig() *sarama.Config {
 	c.Consumer.Group.Rebalance.Retry.Backoff = 100 * time.Millisecond
 	c.Consumer.Retry.Backoff = 200 * time.Millisecond
 	c.Consumer.MaxWaitTime = 100 * time.Millisecond
+	c.Admin.Timeout = 30 * time.Second // of 3s a busy broker may need more
 	c.Metadata.Retry.Max = 20
 	c.Metadata.Retry.Backoff = 100 * time.Millisecond
 	return c
