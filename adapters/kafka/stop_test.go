@@ -188,7 +188,7 @@ func TestStopWhileTheNetworkIsSilent(t *testing.T) {
 				}
 				t.Logf("DLQ.Close: %v, %s", letters.Close(), time.Since(begun))
 			}()
-			within(t, timeout+5*time.Second, "the stop", ended)
+			within(t, timeout+18*time.Second, "the stop", ended) // 5s, and what a busy machine needs
 			if !own.has("the stop is not complete") {
 				t.Errorf("it is not said: %s", own.buf.String())
 			}
@@ -236,7 +236,7 @@ func TestConsume(t *testing.T) {
 	var other guard.Policy
 	other.Breaker.Base = time.Second // the Guard's scopes have 100ms
 	for _, h := range []sarama.ConsumerGroupHandler{Wrap(nil, nothing), Wrap(g, nil), Wrap(g, nothing, WithStopTimeout(-1)), Wrap(g, nothing, WithPolicy(guard.Policy{Window: -1})), Wrap(g, nothing, WithPolicy(other))} {
-		limited, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+		limited, cancel := context.WithTimeout(t.Context(), time.Minute)
 		if err := consume(limited, h); err == nil {
 			t.Error("what is refused is tried for ever")
 		}
@@ -281,14 +281,14 @@ func TestConsumeFindsADecoratedHandler(t *testing.T) {
 			return nil
 		})))
 	r.publish(0, 1, nil, nil)
-	within(t, 20*time.Second, "it joins again", handled)
+	within(t, time.Minute, "it joins again", handled)
 	if own.count("has failed and begins again") != 1 || !own.has(errDown.Error()) {
 		t.Errorf("logged: %s", own.buf.String())
 	}
 	net.silent.Store(true)
 	begun := time.Now()
 	cancel()
-	if err := <-ended; err == nil || time.Since(begun) > time.Second+sessionSlack+time.Second || !own.has("the stop is not complete") {
+	if err := <-ended; err == nil || time.Since(begun) > time.Second+sessionSlack+15*time.Second || !own.has("the stop is not complete") {
 		t.Errorf("%v after %s; %s", err, time.Since(begun), own.buf.String())
 	}
 	net.close()
@@ -496,14 +496,15 @@ func TestStopBySignalIsNoRebalance(t *testing.T) {
 		_ = group.Consume(ctx, []string{r.topic}, h)
 	}()
 	r.publish(0, 1, nil, nil)
-	within(t, 20*time.Second, "the handler runs", running)
+	within(t, time.Minute, "the handler runs", running)
+	adaptertest.Eventually(t, "all claims have begun", func() bool { return len(g.Sources()) == 5 })
 	if err := syscall.Kill(os.Getpid(), syscall.SIGUSR1); err != nil {
 		t.Fatal(err)
 	}
 	<-ctx.Done()
 	adaptertest.Eventually(t, "other claims end", func() bool { return len(g.Sources()) == 1 })
 	close(finish)
-	within(t, 20*time.Second, "the stop", done)
+	within(t, time.Minute, "the stop", done)
 	if cut.Load() || own.has("reason=rebalance") || !own.has("reason=shutdown") {
 		t.Errorf("cut off: %t, %s", cut.Load(), own.buf.String())
 	}
@@ -647,7 +648,7 @@ func TestCloseIsSeen(t *testing.T) {
 	default:
 	}
 	m.stop()
-	within(t, 10*time.Second, "Close", closed)
+	within(t, time.Minute, "Close", closed)
 }
 
 func TestStopping(t *testing.T) {
