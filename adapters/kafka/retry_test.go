@@ -389,15 +389,17 @@ func TestRestartKnowsWhatIsParked(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, 1).parks(4 * time.Second)
 	j, name := r.j, r.retryTopic(1)
+	j.gate = make(chan struct{}) // what is parked is not done before the others follow
 	r.failUntilParked(2, 0, 1)
 	m := r.start(parking(2))
 	stop := r.pulse()
 	begun := time.Now()
 	r.publish(0, 2, nil, func(i int) string { return []string{"a", "b"}[i] }) // both are parked
 	adaptertest.Eventually(t, "two are parked", func() bool { return r.parked(0) == 2 })
-	j.fail(0, 0, 1)
 	r.publish(2, 4, nil, func(i int) string { return "a" })
 	adaptertest.Eventually(t, "two follow", func() bool { return r.end(name, 0) == 4 })
+	j.fail(0, 0, 1)
+	close(j.gate)
 	for _, foreign := range []bool{false, true} { // copies of all of them
 		ms, err := r.read(adaptertest.Context(t), name, 0, 0, 4)
 		if err != nil {
@@ -468,7 +470,7 @@ func TestDoneAheadIsNotHandledAgain(t *testing.T) {
 // An outage parks nothing, and holds what is parked and due.
 func TestOutageParksNothing(t *testing.T) {
 	t.Parallel()
-	r := newRig(t, 1).parks(1500 * time.Millisecond)
+	r := newRig(t, 1).parks(5 * time.Second) // the breaker is forced open before it is due
 	j := r.j
 	r.failUntilParked(1, 0)
 	policy := parking(2)
