@@ -113,7 +113,7 @@ func TestRevokeOfAClaimThatWaitsForItsName(t *testing.T) {
 		time.Sleep(5 * nameWait)
 		close(c.partition().dying)
 		close(c.partition().messages)
-		within(t, 5*time.Second, "the revoked claim is left", done)
+		within(t, 30*time.Second, "the revoked claim is left", done)
 		end(nil)
 		owning.Wait()
 	}

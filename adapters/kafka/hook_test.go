@@ -96,7 +96,7 @@ func TestHooksOfTheProgram(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer group.Close()
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	refuses := WithSetup(func(sarama.ConsumerGroupSession) error { return errDown })
 	if err := group.Consume(ctx, []string{r.topic}, Wrap(adaptertest.Guard(t, guard.Config{}), nothing, refuses)); !errors.Is(err, errDown) {
