@@ -49,7 +49,7 @@ func TestPauseOfTheProgramStays(t *testing.T) {
 			// may bring the next message.
 			adaptertest.Eventually(t, "what was fetched is handled", func() bool { return calls.Load() >= 20 })
 			r.publish(30, 31, nil, nil)
-			time.Sleep(500 * time.Millisecond)
+			time.Sleep(2 * time.Second)
 			r.publish(31, 60, nil, nil)
 			time.Sleep(time.Second)
 			if n := calls.Load(); n > 31 {
