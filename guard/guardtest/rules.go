@@ -280,7 +280,7 @@ var basics = []rule{
 	{
 		name: "keep-alive", says: "what is held or handled is not delivered again",
 		needs: func(f Features) string { return lack(!f.AckWait, "AckWait") },
-		setup: func(x *run) Setup { return Setup{AckWait: x.span(3*time.Second, time.Second)} },
+		setup: func(*run) Setup { return Setup{AckWait: 3 * time.Second} }, // a busy machine extends late, and still in time
 		run: func(x *run) {
 			wait := x.setup.AckWait
 			x.policy.Timeout = 10 * wait
