@@ -32,7 +32,7 @@ func ExampleBroker() {
 	if err != nil {
 		panic(err)
 	}
-	ctx, stop := context.WithTimeout(context.Background(), 10*time.Second)
+	ctx, stop := context.WithTimeout(context.Background(), time.Minute)
 	done := make(chan error)
 	go func() { done <- broker.Run(ctx, g, "orders", guardtest.Guarded{}, serve) }()
 
@@ -61,7 +61,7 @@ func ExampleHandler() {
 	if err != nil {
 		panic(err)
 	}
-	ctx, stop := context.WithTimeout(context.Background(), 30*time.Second)
+	ctx, stop := context.WithTimeout(context.Background(), time.Minute)
 	done := make(chan error)
 	go func() { done <- broker.Run(ctx, g, "orders", guardtest.Guarded{}, handler.HandleMessage) }()
 
