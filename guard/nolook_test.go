@@ -182,8 +182,11 @@ func TestOutageOfASourceThatParks(t *testing.T) {
 			if c.every == 1 && (stormed.Load() == 0 || calls.Load() > 1000) {
 				t.Errorf("%d storms, %d calls in 130 s", stormed.Load(), calls.Load())
 			}
-			if port.parked > 0 && c.every == 1 {
-				t.Errorf("%d were parked in an outage", port.parked)
+			port.mu.Lock()
+			parked := port.parked
+			port.mu.Unlock()
+			if parked > 0 && c.every == 1 {
+				t.Errorf("%d were parked in an outage", parked)
 			}
 			close(stop)
 			<-stopped
@@ -202,8 +205,11 @@ func TestGuessesAreParkedInAnOutage(t *testing.T) {
 			r.send(m, m+1)
 			time.Sleep(30 * time.Second)
 		}
-		if got := letters.bodies(); len(got) > 0 || port.parked == 0 {
-			t.Errorf("letters %v, %d parked", got, port.parked)
+		port.mu.Lock()
+		parked := port.parked
+		port.mu.Unlock()
+		if got := letters.bodies(); len(got) > 0 || parked == 0 {
+			t.Errorf("letters %v, %d parked", got, parked)
 		}
 		if r.s.State().Breaker.State == breaker.Closed {
 			t.Error("the breaker is closed")
