@@ -79,7 +79,11 @@ func TestConsumeWaitsForTheServer(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r.stop()
+	gone := func() { // another error would be another line
+		r.stop()
+		adaptertest.Eventually(t, "the client knows of it", func() bool { return !r.nc.IsConnected() })
+	}
+	gone()
 	g, log := logging(t, guard.Config{})
 	var handled atomic.Int64
 	c := consume(t, g, consumer, func(context.Context, jetstream.Msg) error { handled.Add(1); return nil })
@@ -94,7 +98,7 @@ func TestConsumeWaitsForTheServer(t *testing.T) {
 		t.Errorf("%d lines:\n%s", n, log)
 	}
 
-	r.stop()
+	gone()
 	c = consume(t, g, consumer, none)
 	adaptertest.Eventually(t, "it waits again", func() bool { return log.lines("the server is away") == 2 })
 	if err := c.Stop(t); err != nil {
