@@ -279,7 +279,8 @@ func TestHoldBeyondTheDeliveryLimit(t *testing.T) {
 					}
 					return guard.Unavailable(err)
 				}
-				opts := []Option{WithPrefetch(100), WithConsumerTimeout(2 * time.Second), WithDeliveryLimit(limit), WithDeadLetters(letters)}
+				// A channel that closes has an eighth of the consumer timeout to write letters.
+				opts := []Option{WithPrefetch(100), WithConsumerTimeout(5 * time.Second), WithDeliveryLimit(limit), WithDeadLetters(letters)}
 				c := r.consume(g, handle, opts...)
 				died := func() int {
 					ds, err := r.get(letters.cfg.Queue)
