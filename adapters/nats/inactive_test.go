@@ -19,22 +19,23 @@ import (
 // server delete the consumer, whatever the hold has in hand.
 func TestHoldKeepsTheConsumer(t *testing.T) {
 	t.Parallel()
-	adaptertest.NotShort(t, "holds for 6s")
+	adaptertest.NotShort(t, "holds for 9s")
 	const (
 		window, n = 5, 20
 		// The server adds up to a second to the threshold. Without any sign of
-		// life it deletes a consumer at most 5s after its last delivery with an
-		// AckWait of 1.5s: it waits for that of a delivery and of the next, too.
+		// life it deletes a consumer at most 8s after its last delivery with an
+		// AckWait of 3s: it waits for that of a delivery and of the next, too. With
+		// less a busy machine extends too late.
 		threshold = time.Second
-		hold      = 6 * time.Second
+		hold      = 9 * time.Second
 	)
 	for name, c := range map[string]struct {
 		consumer jetstream.ConsumerConfig
 		wrapped  bool
 		empty    bool // paused with nothing in hand; else forced open over a full window
 	}{
-		"full":          {consumer: jetstream.ConsumerConfig{AckWait: 1500 * time.Millisecond}},
-		"full, wrapped": {consumer: jetstream.ConsumerConfig{AckWait: 1500 * time.Millisecond}, wrapped: true},
+		"full":          {consumer: jetstream.ConsumerConfig{AckWait: 3 * time.Second}},
+		"full, wrapped": {consumer: jetstream.ConsumerConfig{AckWait: 3 * time.Second}, wrapped: true},
 		// No extension is due in all that time.
 		"full, long AckWait": {consumer: jetstream.ConsumerConfig{AckWait: 30 * time.Second}},
 		// Pull requests end and are followed by others.
