@@ -34,7 +34,8 @@
 //	quorum                                                          votes so, until it closes again
 //	              open, period not over                             holds its breaker
 //	              open, period over, its turn                       lets one probe through, and holds on
-//	              open, all who can have probed, it cannot          seconds their success
+//	              open, all who can have probed, it cannot          seconds their success; does not wait for
+//	                                                                those, fewer than Need, who ended rounds
 //	              open, and the round does not move for twice       its breaker decides by itself, until the
 //	              Lease and two Turns, though it has calls          fleet's next decision
 //	              just closed                                       closes its breaker, and keeps its backoff

@@ -151,6 +151,46 @@ func TestOneBrokenAmongFew(t *testing.T) {
 	}
 }
 
+// Nor does it where the others but one have no messages: these second what that one's probes
+// say. Where those with a broken path are a quorum, the scope stays open.
+func TestBrokenAmongQuiet(t *testing.T) {
+	for _, c := range []struct {
+		name          string
+		broken, nodes int
+		closes        bool
+	}{
+		{"one of three", 1, 3, true},
+		{"two of five", 2, 5, true},
+		{"two of four", 2, 4, false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			quiet := make(map[int]bool)
+			for i := c.broken + 1; i < c.nodes; i++ {
+				quiet[i] = true
+			}
+			w := newWorld(t, 3, options{nodes: c.nodes, rate: 20, quiet: quiet})
+			w.down = true
+			w.run(30 * sec)
+			if s := w.status(0); !s.Open() {
+				t.Fatalf("the fleet is %v", s.Position)
+			}
+			for _, n := range w.nodes[:c.broken] {
+				n.broken = true
+			}
+			w.down = false
+			if c.closes {
+				took := w.until(3*time.Minute, "the one that is well closed", w.nodes[c.broken].b.Closed)
+				t.Logf("%v", took)
+				return
+			}
+			w.run(3 * time.Minute)
+			if s := w.status(0); s.Gen > 0 || !s.Open() {
+				t.Errorf("the fleet is %v", s.Position)
+			}
+		})
+	}
+}
+
 // Three sides of one: nobody decides for the fleet, and each recovers by itself.
 func TestSplitInThree(t *testing.T) {
 	for _, before := range []bool{false, true} {

@@ -26,12 +26,16 @@ func (m *Machine) elect(now time.Duration, sc *Scope) {
 		m.drift(now, sc, out)
 		return
 	}
-	next, total := m.round(sc).Next(m.cfg.Successes, func(name string) *Vote { return sc.Book.Vote(now, name) })
+	round, vote := m.round(sc), func(name string) *Vote { return sc.Book.Vote(now, name) }
+	next, total := round.Next(m.cfg.Successes, vote)
 	if total != sc.passed {
 		sc.passed, sc.probed = total, now
 	}
 	if sc.wants || sc.release != Never {
 		m.letDrift(now, sc)
+	}
+	if next != "" && !sc.wants && total >= m.cfg.Successes && round.Outvoted(m.need, vote) && m.second(now, sc) {
+		return
 	}
 	if out {
 		sc.turn, sc.idleAt = "", Never
@@ -109,7 +113,7 @@ func (m *Machine) adrift(now time.Duration, sc *Scope) bool {
 
 // idle is a round in which everybody with something to probe with has done so. Those
 // without second the result: else a scope that few have traffic on could not find a
-// quorum to close it.
+// quorum to close it. They do not wait for those who are outvoted.
 func (m *Machine) idle(now time.Duration, sc *Scope, total int) {
 	sc.turn = ""
 	if sc.idleAt == Never {
@@ -119,15 +123,25 @@ func (m *Machine) idle(now time.Duration, sc *Scope, total int) {
 	if idle < m.cfg.Turn {
 		return
 	}
-	if w := m.standing(sc); w.Phase == PhaseWaiting && w.Passes == 0 && total >= m.cfg.Successes {
-		w.Phase = PhaseSeconded
-		m.write(now, sc, w)
-		sc.Book.Decide(now)
+	if total >= m.cfg.Successes {
+		m.second(now, sc)
 	}
 	if idle >= 2*m.cfg.Turn && len(sc.skipped) > 0 {
 		clear(sc.skipped)
 		sc.idleAt = Never
 	}
+}
+
+// second seconds the probes that passed, unless we have a word of our own in the round.
+func (m *Machine) second(now time.Duration, sc *Scope) bool {
+	w := m.standing(sc)
+	if w.Phase != PhaseWaiting || w.Passes > 0 {
+		return false
+	}
+	w.Phase = PhaseSeconded
+	m.write(now, sc, w)
+	sc.Book.Decide(now)
+	return true
 }
 
 // Announce makes it our vote that our probe goes out. The lock must be held.

@@ -60,6 +60,27 @@ func (r Round) Next(successes int, vote func(name string) *Vote) (next string, p
 	return next, passed
 }
 
+// Outvoted reports whether those who have yet to probe in the round have each ended one
+// before, and are fewer than need: so few cannot open the scope. They may have a broken path
+// of their own, and end each round.
+func (r Round) Outvoted(need int, vote func(name string) *Vote) bool {
+	left := 0
+	for _, n := range r.Names {
+		w := vote(n)
+		if w == nil || w.Gone || w.At.Gen != r.At.Gen || !w.Wants || w.At == r.At && w.Passes > 0 {
+			continue
+		}
+		if _, skipped := r.Skipped[n]; skipped {
+			continue
+		}
+		if w.Failed == 0 {
+			return false
+		}
+		left++
+	}
+	return left < need
+}
+
 // Share is a number in [0, 1) that differs by process and round: what several may do
 // at once, each does so much later.
 func (r Round) Share(name string) float64 {

@@ -46,6 +46,33 @@ func TestRoundNext(t *testing.T) {
 	}
 }
 
+// Who has yet to probe is outvoted only if each of them has ended a round, and they are few.
+func TestRoundOutvoted(t *testing.T) {
+	at := Position{Gen: 3, Round: 5}
+	passed, broken, untried := &Vote{Wants: true, At: at, Passes: 10}, &Vote{Wants: true, At: at, Failed: 4}, &Vote{Wants: true, At: at}
+	for _, c := range []struct {
+		what    string
+		votes   []*Vote
+		skipped string
+		want    bool
+	}{
+		{"one broken", []*Vote{passed, broken, nil}, "", true},
+		{"as many as a quorum", []*Vote{passed, broken, broken}, "", false},
+		{"one who has not tried", []*Vote{passed, broken, untried}, "", false},
+		{"one who let its turn go", []*Vote{passed, broken, untried}, "c", true},
+		{"one without messages", []*Vote{passed, broken, {At: at}}, "", true},
+		{"one that gave the scope up", []*Vote{passed, broken, {Wants: true, At: at, Gone: true}}, "", true},
+		{"of before the last close", []*Vote{passed, broken, {Wants: true, At: Position{Gen: 2, Round: 5}}}, "", true},
+		{"passed in another round", []*Vote{passed, broken, {Wants: true, At: Position{Gen: 3, Round: 4}, Passes: 10}}, "", false},
+	} {
+		names := []string{"a", "b", "c"}
+		r := Round{Scope: "q", At: at, Names: names, Skipped: map[string]struct{}{c.skipped: {}}}
+		if got := r.Outvoted(2, func(name string) *Vote { return c.votes[name[0]-'a'] }); got != c.want {
+			t.Errorf("%s: %v", c.what, got)
+		}
+	}
+}
+
 // Shares differ by process and round, and are in [0, 1).
 func TestRoundShare(t *testing.T) {
 	seen := map[float64]bool{}
