@@ -32,8 +32,9 @@ type follower struct {
 
 	given sync.Map // ids of the orders that were given here: their audit has who
 
-	mu     sync.Mutex // held while orders are carried out, the fleet's or one of this process
-	locals []local    // the latest last
+	mu        sync.Mutex         // held while orders are carried out, the fleet's or one of this process
+	locals    []local            // the latest last
+	outlasted map[string][]Order // the later orders that end before one, by its id
 
 	// Of the goroutine alone.
 	applied  map[guard.Control]*[kinds]string // the order that decided last, by kind
@@ -79,7 +80,7 @@ func follow(c *Console, carrier operator.Carrier) *follower {
 	ctx, cancel := context.WithCancel(context.Background())
 	f := &follower{
 		c: c, carrier: carrier, wake: make(chan struct{}, 1), began: time.Now(), cancel: cancel,
-		applied: make(map[guard.Control]*[kinds]string), answered: make(map[string]bool),
+		applied: make(map[guard.Control]*[kinds]string), answered: make(map[string]bool), outlasted: make(map[string][]Order),
 	}
 	f.done.Go(func() { f.run(ctx) })
 	return f
@@ -114,12 +115,13 @@ func wake(c chan struct{}) {
 }
 
 // standing is an order in force that is for this process. A pause or a forced breaker is over
-// at until; it may be known for longer.
+// at until; it may be known for longer, until known.
 type standing struct {
 	Order
 
 	id    string
 	until time.Time
+	known time.Time
 }
 
 // carriedOrder is an order as the fleet carries it. It is carried for as long as the last one
@@ -168,9 +170,25 @@ func (f *follower) alone(o Order) (Outcome, error) {
 	return out, nil
 }
 
+// overruleLocked notes what outlasts a later order of its kind, whose giver had not heard of it:
+// it does not come back when that one ends.
+func (f *follower) overruleLocked(orders []standing) {
+	for i, later := range orders {
+		kind := kindOf(later.Action)
+		for _, o := range orders[:i] {
+			if kind < kinds && kindOf(o.Action) == kind && o.known.After(later.known) && !(f.answered[o.id] && f.answered[later.id]) {
+				f.outlasted[o.id] = append(f.outlasted[o.id], later.Order)
+			}
+		}
+	}
+}
+
 // overruledLocked tells whether an order of this process about a source came after one of the
-// fleet's.
+// fleet's, or one of the fleet's did that has ended.
 func (f *follower) overruledLocked(s control, kind int, id string) bool {
+	if slices.ContainsFunc(f.outlasted[id], func(o Order) bool { return o.about(s) }) {
+		return true
+	}
 	return slices.ContainsFunc(f.locals, func(l local) bool {
 		return l.kind == kind && l.overrules[id] && (l.sources[s.Name()] || l.breakers[s.State().Breaker.Name])
 	})
@@ -178,6 +196,9 @@ func (f *follower) overruledLocked(s control, kind int, id string) bool {
 
 // forgetLocked drops what overrules nothing any more.
 func (f *follower) forgetLocked(inForce []operator.Carried) {
+	maps.DeleteFunc(f.outlasted, func(id string, _ []Order) bool {
+		return !slices.ContainsFunc(inForce, func(c operator.Carried) bool { return c.ID == id })
+	})
 	f.locals = slices.DeleteFunc(f.locals, func(l local) bool {
 		return !slices.ContainsFunc(inForce, func(c operator.Carried) bool { return l.overrules[c.ID] })
 	})
@@ -188,6 +209,7 @@ func (f *follower) look() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	orders, bad, none := f.inForceLocked()
+	f.overruleLocked(orders)
 	answers := make(map[string]*Answer)
 	for id, err := range bad {
 		answers[id] = &Answer{Error: err.Error()}
@@ -284,7 +306,7 @@ func (f *follower) inForceLocked() (orders []standing, bad map[string]error, non
 			continue
 		}
 		if f.here(o.In) {
-			orders = append(orders, standing{o.Order, c.ID, c.Until.Add(-time.Duration(o.Over))})
+			orders = append(orders, standing{o.Order, c.ID, c.Until.Add(-time.Duration(o.Over)), c.Until})
 		}
 	}
 	return orders, bad, len(all) == 0

@@ -320,6 +320,59 @@ func TestLaterShorterOrders(t *testing.T) {
 	})
 }
 
+// Of two orders whose givers had not heard of each other the later decides, also where it ends
+// first: the earlier does not come back, whichever was heard first.
+func TestLaterOrderEndsFirst(t *testing.T) {
+	for _, late := range []bool{false, true} {
+		t.Run(fmt.Sprint("the earlier is heard late: ", late), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				c := new(carrier)
+				r := newRig(t, console.Config{Fleet: c}, "orders")
+				defer r.close()
+				defer r.c.Close()
+				free := func(when, name string) {
+					t.Helper()
+					if s := r.source(name); s.State != "running" || s.Breaker.Forced || s.Breaker.State != "closed" {
+						t.Errorf("%s: %s is %s, and its breaker %+v", when, name, s.State, s.Breaker)
+					}
+				}
+				earlier := []operator.Carried{
+					carried("1", `{"action":"pause","sources":["*"],"for":"2h","in":"fleet"}`, 2*time.Hour),
+					carried("2", `{"action":"open","sources":["*"],"for":"2h","in":"fleet"}`, 2*time.Hour),
+				}
+				later := []operator.Carried{
+					carried("3", `{"action":"resume","sources":["*"],"in":"fleet"}`, time.Minute),
+					carried("4", `{"action":"close","sources":["*"],"in":"fleet"}`, time.Minute),
+				}
+				if late {
+					c.put(later...)
+					time.Sleep(time.Second)
+					c.mu.Lock()
+					c.orders = append(earlier, c.orders...)
+					c.mu.Unlock()
+				} else {
+					c.put(append(earlier, later...)...)
+				}
+				time.Sleep(time.Second)
+				free("in the later ones' time", "orders")
+				time.Sleep(time.Minute)
+				free("after it", "orders")
+				r.end("orders")
+				r.open("orders")
+				r.open("refunds")
+				time.Sleep(time.Second)
+				free("after a rebalance", "orders")
+				free("that begins after it", "refunds")
+				c.put(carried("5", `{"action":"pause","sources":["*"],"for":"1m","in":"fleet"}`, time.Minute))
+				time.Sleep(time.Second)
+				if got := r.source("orders").State; got != "paused" {
+					t.Error("after one that is later than all:", got)
+				}
+			})
+		})
+	}
+}
+
 // An order of one process stands, also over a rebalance, against the fleet's orders before it,
 // and not against those after it.
 func TestLocalOrderAfterTheFleets(t *testing.T) {
