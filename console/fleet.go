@@ -124,6 +124,15 @@ type standing struct {
 	known time.Time
 }
 
+// age is how long ago the order was given.
+func (o standing) age() time.Duration {
+	lasts := onceFor
+	if o.For > 0 {
+		lasts = time.Duration(o.For)
+	}
+	return lasts - time.Until(o.until)
+}
+
 // carriedOrder is an order as the fleet carries it. It is carried for as long as the last one
 // that it overrules: Over longer than it lasts. Otherwise that one would come back.
 type carriedOrder struct {
@@ -226,7 +235,7 @@ func (f *follower) look() {
 			}
 			// An earlier run may have, and its answer be on the way. Ages are compared, for the
 			// wall clock may have been set since.
-			if onceFor-time.Until(o.until) > time.Since(f.began) {
+			if o.age() > time.Since(f.began) {
 				answers[o.id], f.answered[o.id] = &Answer{Error: errBeganLater.Error()}, true
 				continue
 			}
@@ -350,8 +359,9 @@ func (f *follower) settleLocked(s control, orders []standing, answers map[string
 		if o.For > 0 && !time.Now().Before(o.until) { // what it has overruled may be in force here
 			rest.For, rest.Action = 0, undoes[kind]
 		}
-		if f.answered[o.id] && kind == kindForce && rest.Action != Open && !s.State().Breaker.Forced {
-			continue // the source is younger than the order, and there is nothing to undo
+		younger := f.answered[o.id] || o.age() > time.Since(f.began) // the source, or the process
+		if younger && kind == kindForce && rest.Action != Open && !s.State().Breaker.Forced {
+			continue // there is nothing to undo: if it is open, it has tripped since
 		}
 		if rest.For > 0 {
 			rest.For = Duration(max(time.Until(o.until), 1))
@@ -393,11 +403,8 @@ func (f *follower) until(o Order) (last time.Time, over time.Duration) {
 			last = c.Until
 		}
 	}
-	if o.For > 0 {
-		over = (last.Sub(ends) + time.Second - 1).Truncate(time.Second)
-		last = ends.Add(over)
-	}
-	return last, over
+	over = (last.Sub(ends) + time.Second - 1).Truncate(time.Second)
+	return ends.Add(over), over
 }
 
 // give puts an order up for the processes that it is for, and waits for their answers,

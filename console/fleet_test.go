@@ -222,6 +222,53 @@ func TestOrdersOverARestart(t *testing.T) {
 	})
 }
 
+// A close is known for as long as the force that it ended. A process that starts again meanwhile
+// ends a force by it, and leaves a breaker alone that has tripped since.
+func TestCloseAfterARestart(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		before := new(carrier)
+		r := newRig(t, console.Config{Fleet: before}, "orders")
+		all := []string{"*"}
+		r.order(console.Order{Action: console.Open, Sources: all, For: console.Duration(24 * time.Hour), In: "fleet"})
+		time.Sleep(30 * time.Minute)
+		r.order(console.Order{Action: console.Close, Sources: all, In: "fleet"})
+		if b := r.source("orders").Breaker; b.State != "closed" || b.Forced {
+			t.Errorf("after the close: %+v", b)
+		}
+		r.c.Close()
+		r.close()
+		time.Sleep(6 * time.Hour)
+
+		again := new(carrier) // it has no orders before it knows the fleet's time
+		r = newRig(t, console.Config{Fleet: again}, "orders", "refunds")
+		defer r.close()
+		defer r.c.Close()
+		r.fails.Store(true)
+		for i := range 5 {
+			r.in["orders"] <- i
+		}
+		time.Sleep(20 * time.Second)
+		r.order(console.Order{Action: console.Open, Sources: []string{"refunds"}, For: console.Duration(time.Hour)})
+		tripped := r.source("orders").Breaker
+		if tripped.State == "closed" {
+			t.Fatalf("it has not tripped: %+v", tripped)
+		}
+		again.put(before.InForce()...)
+		synctest.Wait()
+		if b := r.source("orders").Breaker; b.State != tripped.State || b.Since != tripped.Since {
+			t.Errorf("a breaker that tripped after the close: %+v, before it was heard: %+v", b, tripped)
+		}
+		if b := r.source("refunds").Breaker; b.State != "closed" || b.Forced {
+			t.Errorf("a forced breaker: %+v", b)
+		}
+
+		r.order(console.Order{Action: console.Close, Sources: all, In: "fleet"})
+		if b := r.source("orders").Breaker; b.State != "closed" {
+			t.Errorf("after a close that is later than the start: %+v", b)
+		}
+	})
+}
+
 // Who does not answer is named at once if it is silent, and after five seconds if it is
 // heard; a dry run asks nobody.
 func TestSilentProcesses(t *testing.T) {
