@@ -12,6 +12,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/internal/fleetstate"
+	"github.com/stormguard-mq/stormguard/internal/gossip"
 	"github.com/stormguard-mq/stormguard/internal/operator"
 )
 
@@ -66,18 +67,25 @@ func (p *Process) joinQuarantine() (*fleetstate.Quarantine, error) {
 	return q, err
 }
 
-// keepFleetTime tells the list and the orders how far our clock is off those of the peers.
+// keepFleetTime tells the list and the orders how far our clock is off those of the peers. While
+// there is none, the fleet's time is what it was.
 func (p *Process) keepFleetTime() {
-	var offsets []time.Duration
-	for _, peer := range p.node.Peers() {
-		if peer.HasOffset {
-			offsets = append(offsets, peer.Offset)
+	if offsets := offsetsOf(p.node.Peers()); len(offsets) > 0 {
+		p.orders.Offset(p.quarantine.Offset(offsets))
+	}
+}
+
+// offsetsOf are the offsets by which the fleet's time is told. A peer that has gone keeps its last
+// one, which is wrong once our clock was set. One that is back soon counts meanwhile: without it a
+// wrong clock may be that of half of those who are left.
+func offsetsOf(peers []gossip.Peer) (all []time.Duration) {
+	const back = 10 * time.Minute
+	for _, peer := range peers {
+		if peer.HasOffset && peer.Heard < back {
+			all = append(all, peer.Offset)
 		}
 	}
-	shift := p.quarantine.Offset(offsets)
-	if len(offsets) > 0 {
-		p.orders.Offset(shift)
-	}
+	return all
 }
 
 // QuarantineRequest is a change of the quarantine as it is sent.

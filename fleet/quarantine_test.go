@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -306,6 +307,35 @@ func rulesIn(p *Process) string {
 		all = append(all, e.Rule.String())
 	}
 	return strings.Join(all, " ")
+}
+
+// Peers that have gone do not tell the fleet's time; one that starts again does meanwhile.
+func TestOffsetsOf(t *testing.T) {
+	gone := gossip.Peer{State: gossip.Lost, Heard: time.Hour, Offset: time.Hour, HasOffset: true}
+	got := offsetsOf([]gossip.Peer{
+		{Heard: time.Second, Offset: 1, HasOffset: true},
+		{State: gossip.Silent, Heard: 7 * time.Second, Offset: 2, HasOffset: true},
+		{State: gossip.Lost, Heard: time.Minute, Offset: 3, HasOffset: true},
+		{Heard: time.Second, Offset: 4},
+		gone, gone, gone, gone,
+	})
+	if want := []time.Duration{1, 2, 3}; !slices.Equal(got, want) {
+		t.Errorf("%v, want %v", got, want)
+	}
+}
+
+// A process that hears nobody keeps to the last time of the fleet that it knew.
+func TestFleetTimeOfOneCutOff(t *testing.T) {
+	p := startProcess(t, configOf("a", nil, "a", "b", "c"))
+	p.quarantine.Offset([]time.Duration{2 * time.Hour, 2 * time.Hour})
+	if err := p.Quarantine().Add(dlq.QuarantineEntry{Rule: tenantRule("acme")}); err != nil {
+		t.Fatal(err)
+	}
+	before := p.Quarantine().Entries()
+	p.keepFleetTime()
+	if after := p.Quarantine().Entries(); len(before) != 1 || len(after) != 1 || !after[0].Until.Equal(before[0].Until) {
+		t.Errorf("%+v, before %+v", after, before)
+	}
 }
 
 // A process that is alone has a list of its own.
