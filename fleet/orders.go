@@ -5,6 +5,7 @@ package fleet
 
 import (
 	"net/http"
+	"time"
 
 	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 	"github.com/stormguard-mq/stormguard/internal/operator"
@@ -21,11 +22,17 @@ func (c carrier) Place() (name, zone string) { return c.p.self.Name, c.p.cfg.Gos
 
 func (c carrier) Routes() http.Handler { return c.p.routes() }
 
-func (c carrier) Members() []operator.Member {
-	var all []operator.Member
-	for _, m := range c.p.Status().Members {
+func (c carrier) Members() []operator.Member { return addressees(c.p.Status().Members) }
+
+// addressees are the processes that orders are for. One in the roster is, until it leaves or is
+// evicted; one outside that was not heard for long has gone.
+func addressees(members []Member) (all []operator.Member) {
+	const gone = 10 * time.Minute
+	for _, m := range members {
 		heard := m.State == "self" || m.State == "fresh"
-		all = append(all, operator.Member{Name: m.Name, Zone: m.Zone, Heard: heard})
+		if heard || m.Roster || m.Heard < gone {
+			all = append(all, operator.Member{Name: m.Name, Zone: m.Zone, Heard: heard})
+		}
 	}
 	return all
 }

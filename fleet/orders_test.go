@@ -17,6 +17,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/console"
 	"github.com/stormguard-mq/stormguard/internal/gossip"
+	"github.com/stormguard-mq/stormguard/internal/operator"
 )
 
 // operated is a process that handles messages, with its console.
@@ -182,5 +183,24 @@ func TestOrderToNineProcesses(t *testing.T) {
 			}
 			return false
 		})
+	}
+}
+
+// Orders are for who is in the roster, heard or not, and for learners that may be there.
+func TestAddressees(t *testing.T) {
+	got := addressees([]Member{
+		{Name: "self", State: "self"},
+		{Name: "fresh", State: "fresh"},
+		{Name: "member", State: "lost", Heard: time.Hour, Roster: true},
+		{Name: "never heard", State: "unknown", Roster: true},
+		{Name: "away", State: "lost", Zone: "z", Heard: 9 * time.Minute},
+		{Name: "gone", State: "lost", Heard: 10 * time.Minute},
+	})
+	want := []operator.Member{
+		{Name: "self", Heard: true}, {Name: "fresh", Heard: true},
+		{Name: "member"}, {Name: "never heard"}, {Name: "away", Zone: "z"},
+	}
+	if !slices.Equal(got, want) {
+		t.Errorf("%+v, want %+v", got, want)
 	}
 }
