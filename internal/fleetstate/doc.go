@@ -66,9 +66,10 @@
 // # Who probes
 //
 // One process at a time: of those that are heard, are in the roster and have
-// something to probe with, who has probed least in this round,
-// then who has not ended a round lately, then by the highest random weight of
-// scope, position and name. It announces the probe, lets one delivery through and says what
+// something to probe with, who has not ended a round lately,
+// then who has probed least in this round, then by the highest random weight of
+// scope, position and name. Once enough probes have passed only those have a turn who have
+// not probed in the round. It announces the probe, lets one delivery through and says what
 // became of it; its breaker stays shut. A turn that is not taken is over after
 // Turn, one whose probe ends without an outcome (a handler that returned Ignore or
 // Permanent, an operator's force) within half of it, and a probe of which no more

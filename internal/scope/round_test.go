@@ -5,8 +5,8 @@ package scope
 
 import "testing"
 
-// Who is next: one that wants to, has probed least in the round, and has not ended
-// one lately; and nobody a second time once enough have passed.
+// Who is next: one that wants to, has not lately ended a round, and has probed least in
+// it; and nobody a second time once enough have passed.
 func TestRoundNext(t *testing.T) {
 	at := Position{Gen: 3, Round: 5}
 	wants := func(passes, failed uint32) *Vote { return &Vote{Wants: true, At: at, Passes: passes, Failed: failed} }
