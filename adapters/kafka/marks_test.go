@@ -195,6 +195,15 @@ func TestBeginningIsTheFirstMessage(t *testing.T) {
 			t.Errorf("committed is %d, want %d", s.offset, step.want)
 		}
 	}
+	c = &claim{topic: "t", initial: sarama.OffsetOldest, start: -1, begun: -1, marks: offsets.New(), session: &markSession{offset: 50}}
+	s = c.session.(*markSession)
+	if c.mark(); s.calls != 0 {
+		t.Error("a claim of the log's beginning is marked before that is known")
+	}
+	c.marks.Deliver(3)
+	if c.mark(); s.offset != 3 {
+		t.Errorf("committed is %d, beyond the log, and 3 is held", s.offset)
+	}
 	c = &claim{topic: "t", initial: 7, start: -1, begun: -1, marks: offsets.New(), session: &markSession{offset: 7}}
 	s = c.session.(*markSession)
 	c.marks.Deliver(7)
@@ -202,6 +211,23 @@ func TestBeginningIsTheFirstMessage(t *testing.T) {
 		t.Error("a claim that goes on where its group was is marked before anything is settled")
 	}
 }
+
+// A claim that begins anew at an empty log, as after the topic was made anew, begins at 0: that is
+// known without a message.
+func TestBeginningOfAnEmptyLog(t *testing.T) {
+	t.Parallel()
+	s := &markSession{offset: 50}
+	h := Wrap(adaptertest.Guard(t, guard.Config{}), nothing).(*handler)
+	c := newClaim(newSession(h, s, settings{config: testConfig()}), emptyClaim{newFakeClaim()})
+	if c.mark(); s.offset != 0 {
+		t.Errorf("committed is %d", s.offset)
+	}
+}
+
+// emptyClaim is a claim that sarama has begun anew at an empty log.
+type emptyClaim struct{ *fakeClaim }
+
+func (emptyClaim) InitialOffset() int64 { return sarama.OffsetOldest }
 
 // markSession keeps what is committed, as sarama does.
 type markSession struct {

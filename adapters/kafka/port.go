@@ -33,7 +33,7 @@ type claim struct {
 	group     string
 	name      string // the source's
 	initial   int64  // below 0 if nothing was committed, or what the log does not have
-	start     int64  // where it begins then, if that is the log's end; -1 otherwise
+	start     int64  // where it begins then, if that is the log's end, or 0 of an empty log; -1 otherwise
 	key       func(*sarama.ConsumerMessage) []byte
 	seed      maphash.Seed
 	native    sarama.ConsumerGroupClaim
@@ -66,8 +66,9 @@ func newClaim(s *session, c sarama.ConsumerGroupClaim) *claim {
 		key: s.h.opts.key, seed: seed, native: c, session: s.native, soon: s.commitSoon, marks: offsets.New(), asked: askedPausesOf(c),
 	}
 	p.end.Store(-1)
-	if p.start, p.begun = -1, -1; p.initial == sarama.OffsetNewest {
-		p.start = c.HighWaterMarkOffset()
+	p.start, p.begun = -1, -1
+	if end := c.HighWaterMarkOffset(); p.initial == sarama.OffsetNewest || p.initial == sarama.OffsetOldest && end == 0 {
+		p.start = end
 	}
 	return p
 }
@@ -180,12 +181,16 @@ func (c *claim) mark() {
 	}
 }
 
-// beginningLocked is where a claim of the log's end began, if the session was not told. While
-// nothing is committed, whoever gets the partition next begins at the log's end once more,
-// behind what is held here.
+// beginningLocked is where a claim began that does not go on where its group was, if the session
+// was not told. Until it is, whoever gets the partition next may begin behind what is held here:
+// at the log's end once more, or at a committed offset that the log has grown to again.
 func (c *claim) beginningLocked() (offset int64, due bool) {
 	offset = c.start
 	switch first, _ := c.marks.Position(); {
+	case c.initial >= 0:
+		return 0, false
+	case first >= 0 && offset < 0:
+		offset = first
 	case first >= 0:
 		offset = min(offset, first) // start may be a fetch later
 	case c.native != nil && len(c.native.Messages()) > 0:
