@@ -322,7 +322,7 @@ func TestInspect(t *testing.T) {
 	}
 	defer client.Close()
 	fs := find(client)
-	for _, what := range []string{"OffsetNewest", "AutoCommit.Interval is 1m0s", "Retry.Max is 0", "Return.Errors", "Heartbeat.Interval is 4s", "MaxProcessingTime is 1s"} {
+	for _, what := range []string{"OffsetNewest", "AutoCommit.Interval is 1m0s", "Retry.Max is 0", "Return.Errors", "Heartbeat.Interval is 4s", "MaxProcessingTime is 1s", "ReadTimeout is 30s"} {
 		has(fs, "client", what)
 	}
 	for _, what := range []string{"keeps dead letters for 1h0m0s", "100000 bytes of a partition", "counts from the message's own time", "1 partitions", "max.message.bytes is 100000", "one replica"} {
@@ -342,6 +342,7 @@ func TestInspect(t *testing.T) {
 	r.dlq(cfg) // what the package creates has nothing but its single replica against it
 	good := testConfig()
 	good.Consumer.Return.Errors = true
+	good.Net.ReadTimeout = good.Consumer.Group.Rebalance.Timeout
 	client2, err := sarama.NewClient(r.addrs, good)
 	if err != nil {
 		t.Fatal(err)

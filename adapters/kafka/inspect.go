@@ -103,6 +103,11 @@ func (i *inspection) settings() {
 		i.findings.Add(guard.Warning, "client", "Consumer.Group.Heartbeat.Interval = a third of Session.Timeout or less",
 			"Consumer.Group.Heartbeat.Interval is %s of a session of %s: two lost heartbeats cost the session", h, s)
 	}
+	// The answer to a join comes when the slowest member has joined.
+	if read, rebalance := c.Net.ReadTimeout, c.Consumer.Group.Rebalance.Timeout; read < rebalance {
+		i.findings.Add(guard.Warning, "client", fmt.Sprintf("Net.ReadTimeout = %s, as Consumer.Group.Rebalance.Timeout", rebalance),
+			"Net.ReadTimeout is %s: a rebalance in which another member takes longer, up to %s, is an error of this one's Consume", read, rebalance)
+	}
 }
 
 // broker looks at what the group depends on.

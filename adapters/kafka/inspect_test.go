@@ -5,6 +5,7 @@ package guardkafka
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -36,6 +37,35 @@ func refuseSettings(fake *kfake.Cluster, which func(kmsg.ConfigResourceType, str
 	})
 }
 
+// A member that reads no longer than the slowest of its group may take fails in a rebalance, with
+// sarama's defaults too.
+func TestInspectReadTimeout(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		read, rebalance time.Duration
+		found           bool
+	}{{30 * time.Second, time.Minute, true}, {time.Minute, time.Minute, false}, {5 * time.Second, 40 * time.Second, true}} {
+		cfg := sarama.NewConfig()
+		cfg.Net.ReadTimeout, cfg.Consumer.Group.Rebalance.Timeout = c.read, c.rebalance
+		i := &inspection{client: configured{config: cfg}}
+		i.settings()
+		if found := slices.ContainsFunc(i.findings, func(f guard.Finding) bool {
+			return f.Severity == guard.Warning && strings.Contains(f.What, "Net.ReadTimeout is "+c.read.String()) && strings.Contains(f.Fix, c.rebalance.String())
+		}); found != c.found {
+			t.Errorf("%s below %s: found %t, in %v", c.read, c.rebalance, found, i.findings)
+		}
+	}
+}
+
+// configured is a client as far as its settings go.
+type configured struct {
+	sarama.Client
+
+	config *sarama.Config
+}
+
+func (c configured) Config() *sarama.Config { return c.config }
+
 // Settings that may not be read are no settings without a fault: the error says so, and the
 // findings have nothing that only they could tell. Who creates topics does without them.
 func TestInspectWithoutTheRightToReadSettings(t *testing.T) {
@@ -46,6 +76,7 @@ func TestInspectWithoutTheRightToReadSettings(t *testing.T) {
 	client, err := sarama.NewClient(r.addrs, func() *sarama.Config {
 		c := testConfig()
 		c.Consumer.Return.Errors = true
+		c.Net.ReadTimeout = c.Consumer.Group.Rebalance.Timeout
 		return c
 	}())
 	if err != nil {

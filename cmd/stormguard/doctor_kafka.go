@@ -89,6 +89,7 @@ func inspectKafka(a *access.Access, url string, target guardkafka.Target) ([]gua
 	config.Metadata.AllowAutoTopicCreation = false
 	config.Consumer.Offsets.Initial = sarama.OffsetOldest
 	config.Consumer.Return.Errors = true
+	config.Consumer.Group.Rebalance.Timeout = config.Net.ReadTimeout
 	a.Kafka(config)
 	client, err := sarama.NewClient(strings.Split(url, ","), config)
 	if err != nil {
