@@ -6,6 +6,7 @@ package guardkafka
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -137,6 +138,44 @@ func TestOffsetBeyondTheLogIsLowered(t *testing.T) {
 	m = r.join(testConfig(), Wrap(adaptertest.Guard(t, guard.Config{}), handle))
 	adaptertest.Eventually(t, "none is skipped", all(beyond+before))
 	m.stop()
+}
+
+// When the log does not have what the group has committed, a line says so and from where the claim
+// begins instead. A group that has committed nothing, or what the log has, has no such line.
+func TestOffsetThatTheLogDoesNotHaveIsSaid(t *testing.T) {
+	t.Parallel()
+	const published = 10
+	for _, c := range []struct {
+		committed, begins int64
+		want              string
+	}{
+		{3, 7, "level=ERROR msg=\"messages are lost: the log begins behind the committed offset\" topic=orders partition=0 committed=3 begins=7 ends=10 from=7"},
+		{50, 0, "level=WARN msg=\"the log ends before the committed offset: it was made anew, or has lost messages\" topic=orders partition=0 committed=50 begins=0 ends=10 from=0"},
+		{-1, 7, ""},
+		{8, 7, ""},
+	} {
+		r, _ := newFakeRig(t)
+		r.publish(0, published, nil, nil)
+		if c.committed >= 0 {
+			r.commit(r.topic, 0, c.committed, "")
+		}
+		if c.begins > 0 {
+			if err := r.admin.DeleteRecords(r.topic, map[int32]int64{0: c.begins}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		var own logged
+		var last atomic.Int64
+		m := r.join(testConfig(), Wrap(adaptertest.Guard(t, guard.Config{}), func(_ context.Context, m *sarama.ConsumerMessage) error {
+			last.Store(m.Offset)
+			return nil
+		}, WithLogger(slog.New(slog.NewTextHandler(&own, nil)))))
+		adaptertest.Eventually(t, "all are handled", func() bool { return last.Load() == published-1 })
+		if c.want != "" && own.count(c.want) != 1 || c.want == "" && own.has("committed offset") {
+			t.Errorf("%d is committed, and the log begins at %d: %s", c.committed, c.begins, own.buf.String())
+		}
+		m.stop()
+	}
 }
 
 // A claim that begins at the log's end commits that beginning: what it held, or had in a

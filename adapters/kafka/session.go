@@ -22,7 +22,7 @@ import (
 // session itself.
 //
 // Goroutines: the watch, from Setup to Cleanup; it ends with the request it is
-// making. Two for each [left]. One while commitSoon commits. Lock order: session.mu, then a claim's.
+// making. Two for each [left]. One while commitSoon commits, or sayLost asks. Lock order: session.mu, then a claim's.
 type session struct {
 	h      *handler
 	native sarama.ConsumerGroupSession
@@ -346,6 +346,42 @@ func (ss *session) committed(parts map[string][]int32) (func(place) int64, error
 		}
 		return -1
 	}, nil
+}
+
+// sayLost says what is lost where the log does not have what the group has committed, and sarama
+// has begun a claim elsewhere. It asks before a mark changes what is committed, and a claim that
+// is taken away does not wait for the answer.
+func (ss *session) sayLost(c *claim, revoked <-chan struct{}) {
+	if c.initial >= 0 || ss.set.client == nil {
+		return
+	}
+	said := make(chan struct{})
+	go func() {
+		defer close(said)
+		committed, err := ss.committed(map[string][]int32{c.topic: {c.partition}})
+		if err != nil {
+			return
+		}
+		at := committed(place{c.topic, c.partition})
+		if at < 0 {
+			return
+		}
+		begins, err := ss.set.client.GetOffset(c.topic, c.partition, sarama.OffsetOldest)
+		ends, err2 := ss.set.client.GetOffset(c.topic, c.partition, sarama.OffsetNewest)
+		log := ss.h.opts.log.With("topic", c.topic, "partition", c.partition, "committed", at, "begins", begins, "ends", ends, "from", max(begins, c.start))
+		switch {
+		case err != nil || err2 != nil:
+		case at < begins:
+			log.Error("messages are lost: the log begins behind the committed offset")
+		case at > ends:
+			log.Warn("the log ends before the committed offset: it was made anew, or has lost messages")
+		}
+	}()
+	select {
+	case <-said:
+	case <-revoked:
+	case <-ss.native.Context().Done():
+	}
 }
 
 // --- what a wrapped handler sees --------------------------------------------

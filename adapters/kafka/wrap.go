@@ -144,6 +144,7 @@ func (h *handler) ConsumeClaim(s sarama.ConsumerGroupSession, native sarama.Cons
 	ss.hands(native)
 	c := newClaim(ss, native)
 	revoked := ss.revoked(native)
+	ss.sayLost(c, revoked)
 	consume := ss.consume
 	switch {
 	case h.passive():
