@@ -240,7 +240,7 @@ func (ss *session) watch() {
 	ctx, cancel := context.WithCancel(context.Background())
 	ss.cancel = cancel
 	go func() {
-		w := watcher{ss: ss, behind: make(map[place]bool), marked: make(map[place]int64)}
+		w := watcher{ss: ss, behind: make(map[place]bool), marked: make(map[place]int64), silent: make(map[place]int)}
 		every := ss.h.opts.lookEvery
 		if a := ss.set.config.Consumer.Offsets.AutoCommit; a.Enable {
 			every = max(every, 2*a.Interval) // what is marked at one look is committed at the next
@@ -266,21 +266,20 @@ type watcher struct {
 	ss     *session
 	marked map[place]int64 // what was marked at the last look
 	behind map[place]bool  // commits of it fail
+	silent map[place]int   // looks in a row that its broker has not answered
 }
+
+const silentLooks = 2 // before it is said: a partition's leader may move
 
 func (w *watcher) look() {
 	claims := w.ss.open()
-	parts := make(map[string][]int32)
-	for _, c := range claims {
-		end, err := w.ss.set.client.GetOffset(c.topic, c.partition, sarama.OffsetNewest)
-		if err != nil {
-			end = -1
-		}
-		c.end.Store(end)
-		parts[c.topic] = append(parts[c.topic], c.partition)
-	}
+	w.ends(claims)
 	if len(claims) == 0 || !w.ss.set.config.Consumer.Offsets.AutoCommit.Enable {
 		return // the program commits when it likes
+	}
+	parts := make(map[string][]int32)
+	for _, c := range claims {
+		parts[c.topic] = append(parts[c.topic], c.partition)
 	}
 	type change struct {
 		topic string
@@ -316,6 +315,36 @@ func (w *watcher) look() {
 				"topic", ch.topic, "partitions", n, "messages", uncommitted[ch.topic], "error", err)
 		} else {
 			w.ss.h.opts.log.Info("commits have caught up", "topic", ch.topic, "partitions", n)
+		}
+	}
+}
+
+// ends looks at the end of each log. sarama goes on for ever with a partition that it could open
+// and cannot read, and such a one does not answer here either.
+func (w *watcher) ends(claims []*claim) {
+	type news struct{ topic, err string }
+	found := make(map[news][]int32)
+	for _, c := range claims {
+		end, err := w.ss.set.client.GetOffset(c.topic, c.partition, sarama.OffsetNewest)
+		at, n := place{c.topic, c.partition}, news{topic: c.topic}
+		before := w.silent[at]
+		w.silent[at] = 0
+		if err != nil {
+			end, n.err = -1, err.Error()
+			w.silent[at] = before + 1
+		}
+		c.end.Store(end)
+		if err == nil && before >= silentLooks || err != nil && before+1 == silentLooks {
+			found[n] = append(found[n], c.partition)
+		}
+	}
+	for n, partitions := range found {
+		slices.Sort(partitions)
+		if n.err == "" {
+			w.ss.h.opts.log.Info("partitions answer again", "topic", n.topic, "partitions", partitions)
+		} else {
+			w.ss.h.opts.log.Warn("partitions do not answer and are probably not read: see WatchErrors for what sarama says",
+				"topic", n.topic, "partitions", partitions, "error", n.err)
 		}
 	}
 }

@@ -186,6 +186,37 @@ func TestPartitionThatCannotBeReadIsNamed(t *testing.T) {
 	}
 }
 
+// A partition that fails while its claim is open ends no session, and sarama tries again for ever.
+// The log names it once, and says when it is over.
+func TestOpenPartitionThatDoesNotAnswerIsNamed(t *testing.T) {
+	t.Parallel()
+	r, fake := newFakeRig(t)
+	var own logged
+	var calls atomic.Int64
+	m := r.join(testConfig(), Wrap(adaptertest.Guard(t, guard.Config{}), func(context.Context, *sarama.ConsumerMessage) error { calls.Add(1); return nil },
+		WithLogger(slog.New(slog.NewTextHandler(&own, nil))), func(o *options) { o.lookEvery = 100 * time.Millisecond }))
+	r.publish(0, 1, nil, nil)
+	adaptertest.Eventually(t, "it is handled", func() bool { return calls.Load() == 1 })
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Log(own.buf.String())
+		}
+	})
+	const said, over = "partitions do not answer", "partitions answer again"
+	fault := fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.ListOffsets}, Err: kerr.TopicAuthorizationFailed, Count: -1})
+	adaptertest.Eventually(t, "the log names it", func() bool {
+		return own.has(said) && own.has("topic=orders partitions=[0]") && own.has(sarama.ErrTopicAuthorizationFailed.Error())
+	})
+	before := fault.Hits()
+	adaptertest.Eventually(t, "it is looked at again", func() bool { return fault.Hits() >= before+4 }) // two for a look
+	fault.Remove()
+	adaptertest.Eventually(t, "it is over", func() bool { return own.has(over) })
+	m.stop()
+	if own.count(said) != 1 || own.count(over) != 1 {
+		t.Error("it is said more than once")
+	}
+}
+
 // A program's producer may wait for batches; its dead letters do not.
 func TestLettersWaitForNoBatch(t *testing.T) {
 	t.Parallel()
