@@ -112,6 +112,53 @@ func TestALoweredPrefetchGrowsBack(t *testing.T) {
 	})
 }
 
+// A consumer that is replaced after a hold hands over to the next one of a queue with a
+// single active consumer: between them they keep the order, and one handler runs at a time.
+func TestASingleActiveConsumerHandsOver(t *testing.T) {
+	t.Parallel()
+	kinds(t, func(t *testing.T, s *server) {
+		r := newRig(t, s, Quorum, amqp091.Table{"x-single-active-consumer": true, "x-delivery-limit": int64(1000)})
+		policy := guard.Policy{
+			Timeout: 500 * time.Millisecond, Ramp: guard.Ramp{Off: true},
+			Breaker: breaker.Config{Base: 100 * time.Millisecond, Cap: 500 * time.Millisecond},
+		}
+		var lines [2]lines
+		var rec record
+		var down atomic.Bool
+		var running, overlaps, second atomic.Int32
+		down.Store(true)
+		const n = 600
+		r.publish(0, n)
+		start := func(i int) *adaptertest.Running {
+			return r.consumeBy(lines[i].dialer(r.url()), adaptertest.Guard(t, guard.Config{Policy: policy}), func(ctx context.Context, d amqp091.Delivery) error {
+				if i == 0 && down.Load() {
+					return errDown
+				}
+				second.Add(int32(i))
+				if running.Add(1) > 1 {
+					overlaps.Add(1)
+				}
+				defer running.Add(-1)
+				time.Sleep(3 * time.Millisecond)
+				return rec.handle(ctx, d)
+			}, WithPrefetch(200), WithConsumerTimeout(8*time.Second), WithDeliveryLimit(1000))
+		}
+		first := start(0)
+		adaptertest.Eventually(t, "opened to probe", func() bool { return len(lines[0].books().prefetch) > 1 && lines[0].unacked() == witnesses })
+		next := start(1)
+		adaptertest.Eventually(t, "the next one waits", func() bool { return lines[1].prefetch() > 0 })
+		down.Store(false)
+		adaptertest.Eventually(t, "all handled", func() bool { return rec.distinct() == n })
+		if err := errors.Join(first.Stop(t), next.Stop(t), lines[0].check(), lines[1].check(), rec.order()); err != nil {
+			t.Error(err)
+		}
+		if overlaps.Load() > 0 || rec.twice() > 0 {
+			t.Errorf("%d calls beside another, %d messages twice", overlaps.Load(), rec.twice())
+		}
+		t.Logf("prefetches %d, %d of %d by the second", lines[0].books().prefetch, second.Load(), n)
+	})
+}
+
 // Large messages that are held take no more than twice WindowBytes for long, and the
 // prefetch is the whole again when small ones follow.
 func TestHeldBytesAreBounded(t *testing.T) {
@@ -164,10 +211,11 @@ func TestHeldBytesAreBounded(t *testing.T) {
 }
 
 // A consumer is replaced only while all of its own prefetch is out, so that nothing is
-// on its way to it, and by one whose deliveries fit at their mean size.
+// on its way to it, and handled, if there is an order to keep, and by one whose deliveries
+// fit at their mean size.
 func TestAConsumerIsReplacedWhenItsPrefetchIsOut(t *testing.T) {
 	t.Parallel()
-	e := &epoch{c: &consumer{full: 100}, port: newPort("q", &options{}), size: 4, after: 2, budget: 50 * 1000}
+	e := &epoch{c: &consumer{full: 100, o: &options{}}, port: newPort("q", &options{}), size: 4, after: 2, budget: 50 * 1000}
 	defer e.port.end()
 	for n := uint64(1); n <= 5; n++ {
 		e.port.tags.add(n, 1000)
@@ -182,9 +230,23 @@ func TestAConsumerIsReplacedWhenItsPrefetchIsOut(t *testing.T) {
 		t.Error("replaced with 3 of 4 out")
 	}
 	e.port.tags.add(6, 1000)
-	if to, ok := e.replaceable(t.Context(), 100); !ok || to != 50 {
-		t.Errorf("%d, %t", to, ok)
+	replaced := func(when string, want bool) {
+		t.Helper()
+		if to, ok := e.replaceable(t.Context(), 100); ok != want || ok && to != 50 {
+			t.Errorf("%s: %d, %t", when, to, ok)
+		}
 	}
+	for n := uint64(3); n <= 6; n++ {
+		replaced("not all is handled", false)
+		e.port.tags.settle(n, tagSettled)
+	}
+	replaced("all is handled", true)
+	e.port.tags.take(nil)
+	for n := uint64(7); n <= 10; n++ {
+		e.port.tags.add(n, 1000)
+	}
+	e.c.policy.Order = guard.OrderNone
+	replaced("there is no order to keep", true)
 	e.budget = 7 * 1000
 	if _, ok := e.replaceable(t.Context(), 100); ok {
 		t.Error("replaced for less than twice as many")

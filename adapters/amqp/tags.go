@@ -251,3 +251,10 @@ func (t *tags) full(n int, after uint64) bool {
 	defer t.mu.Unlock()
 	return len(t.out)-t.head-t.acked >= n && t.head < len(t.out) && t.out[t.head].n > after
 }
+
+// handled tells whether all that the broker waits for is settled.
+func (t *tags) handled() bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.due == len(t.out)-t.head-t.acked
+}
