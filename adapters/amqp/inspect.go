@@ -187,13 +187,19 @@ func (x *inspector) queue(ctx context.Context, name string) (*queueInfo, error) 
 	return &q, err
 }
 
-// text is a setting of the queue: its argument, or else the policy's.
+// policyFirst tells whether a policy overrides an argument of the queue.
+func (q *queueInfo) policyFirst(name string) bool {
+	return q.Type == string(Quorum) && name == "overflow" || q.Type == string(Stream) && name == "max-age"
+}
+
+// text is a setting of the queue: its argument, or else the policy's; see policyFirst.
 func (q *queueInfo) text(name string) string {
-	if s, ok := q.Arguments["x-"+name].(string); ok {
-		return s
+	arg, ok := q.Arguments["x-"+name].(string)
+	policy, is := q.Policy[name].(string)
+	if !ok || is && q.policyFirst(name) {
+		return policy
 	}
-	s, _ := q.Policy[name].(string)
-	return s
+	return arg
 }
 
 // number is a setting of the queue: the lower of its argument and the policy's.
@@ -209,6 +215,26 @@ func (q *queueInfo) number(name string) (n int, ok bool) {
 	return n, ok
 }
 
+// deliveryLimit is the limit that counts; false if there is none. From 4.0 on one below 0
+// means none, and gives way to another; before, it is exceeded by the first delivery.
+func (x *inspector) deliveryLimit(q *queueInfo) (n int, ok bool) {
+	if q.Type != string(Quorum) {
+		return 0, false
+	}
+	n, ok = q.number("delivery-limit")
+	switch {
+	case x.major < 4:
+		return max(n, 0), ok
+	case !ok:
+		return defaultDeliveryLimit, true
+	}
+	arg, both := q.Arguments["x-delivery-limit"].(float64)
+	if policy, is := q.Policy["delivery-limit"].(float64); both && is && n < 0 {
+		n = int(max(arg, policy))
+	}
+	return n, n >= 0
+}
+
 func (x *inspector) add(s guard.Severity, q *queueInfo, problem, fix string) {
 	where := "queue " + strings.TrimSuffix(x.in.VHost, "/") + "/" + q.Name
 	x.found = append(x.found, guard.Finding{Severity: s, Where: where, What: problem, Fix: fix})
@@ -219,6 +245,30 @@ func (x *inspector) policy(q *queueInfo, definition string) string {
 	return fmt.Sprintf("rabbitmqctl set_policy -p %s --apply-to queues --priority 10 %s '^%s$' '{%s}' (a queue has one policy: keep what yours says)",
 		x.in.VHost, q.Name, q.Name, definition)
 }
+
+// change is how a setting is changed: by a policy, if no argument holds it.
+func (x *inspector) change(q *queueInfo, definition, name string) string {
+	fix := x.policy(q, definition)
+	if _, set := q.Arguments["x-"+name]; set && !q.policyFirst(name) {
+		fix = anew(name) + ", then " + fix
+	}
+	return fix
+}
+
+// without is how a setting is taken away.
+func (x *inspector) without(q *queueInfo, name string) string {
+	var fixes []string
+	if _, set := q.Arguments["x-"+name]; set {
+		fixes = append(fixes, anew(name))
+	}
+	if _, set := q.Policy[name]; set {
+		fixes = append(fixes, x.policy(q, "")+" without "+name)
+	}
+	return strings.Join(fixes, ", then ")
+}
+
+// anew is what an argument takes: it is the queue's for as long as it lives.
+func anew(name string) string { return "declare it anew without x-" + name }
 
 // placement looks at how many nodes keep the queue.
 func (x *inspector) placement(q *queueInfo) {
@@ -260,18 +310,18 @@ func (x *inspector) source(ctx context.Context, q *queueInfo) error {
 		x.add(guard.Danger, q, "it is deleted when its last consumer goes, as it does in a long hold and when the connection breaks", "declare it anew with auto_delete and exclusive false")
 	}
 	if n, ok := q.number("expires"); ok {
-		x.add(guard.Danger, q, fmt.Sprintf("it is deleted after %s without a consumer, which a long hold is", ms(n)), x.policy(q, "")+" without expires")
+		x.add(guard.Danger, q, fmt.Sprintf("it is deleted after %s without a consumer, which a long hold is", ms(n)), x.without(q, "expires"))
 	}
 	if err := x.limits(ctx, q); err != nil {
 		return err
 	}
 	if n, ok := q.number("message-ttl"); ok && ms(n) < x.in.Hold {
-		x.add(guard.Danger, q, fmt.Sprintf("its messages expire after %s, also while an outage of %s holds them", ms(n), x.in.Hold), x.policy(q, "")+" without message-ttl")
+		x.add(guard.Danger, q, fmt.Sprintf("its messages expire after %s, also while an outage of %s holds them", ms(n), x.in.Hold), x.without(q, "message-ttl"))
 	}
 	x.overflow(q)
 	if n, ok := q.number("consumer-timeout"); ok && time.Duration(n)*time.Millisecond < x.in.ConsumerTimeout {
 		x.add(guard.Danger, q, fmt.Sprintf("its consumer timeout is %s, and the guard counts on %s: the broker closes the channel under a hold", ms(n), x.in.ConsumerTimeout),
-			fmt.Sprintf("guardamqp.WithConsumerTimeout(%d * time.Millisecond), or %s", n, x.policy(q, fmt.Sprintf("\"consumer-timeout\":%d", x.in.ConsumerTimeout.Milliseconds()))))
+			fmt.Sprintf("guardamqp.WithConsumerTimeout(%d * time.Millisecond), or %s", n, x.change(q, fmt.Sprintf("\"consumer-timeout\":%d", x.in.ConsumerTimeout.Milliseconds()), "consumer-timeout")))
 	}
 	if whole := time.Duration(x.in.Prefetch) * x.in.HandlerTime; x.in.HandlerTime > 0 && whole > x.in.ConsumerTimeout/2 {
 		x.add(guard.Warning, q, fmt.Sprintf("the last of %d prefetched messages waits %s, more than half of the consumer timeout of %s", x.in.Prefetch, whole, x.in.ConsumerTimeout),
@@ -283,11 +333,11 @@ func (x *inspector) source(ctx context.Context, q *queueInfo) error {
 // limits looks at delivery limit and dead-letter exchange.
 func (x *inspector) limits(ctx context.Context, q *queueInfo) error {
 	quorum := q.Type == string(Quorum)
-	limit, limited := q.number("delivery-limit")
-	if quorum && !limited && x.major >= 4 {
-		limit, limited = defaultDeliveryLimit, true
+	limit, limited := x.deliveryLimit(q)
+	if policy, set := q.Policy["delivery-limit"].(float64); set && limited && int(policy) != limit {
+		x.add(guard.Warning, q, fmt.Sprintf("its delivery limit is %d, by its argument: the %d of its policy has no effect", limit, int(policy)),
+			fmt.Sprintf("%s, or guardamqp.WithDeliveryLimit(%d)", anew("delivery-limit"), max(limit, 1)))
 	}
-	limited = limited && quorum && limit >= 0
 	exchange := q.text("dead-letter-exchange")
 	_, has := q.Arguments["x-dead-letter-exchange"]
 	_, byPolicy := q.Policy["dead-letter-exchange"]
@@ -299,7 +349,7 @@ func (x *inspector) limits(ctx context.Context, q *queueInfo) error {
 	case !has && limited:
 		fix := x.policy(q, toDLX)
 		if x.major >= 4 {
-			fix += ", or \"delivery-limit\":-1 and guardamqp.WithDeliveryLimit(1000000)"
+			fix += ", or " + x.change(q, "\"delivery-limit\":-1", "delivery-limit") + " and guardamqp.WithDeliveryLimit(1000000)"
 		}
 		x.add(guard.Danger, q, fmt.Sprintf("its delivery limit is %d and it has no dead-letter exchange: after %d deliveries, broken connections among them, the broker drops a message", limit, limit+1), fix)
 	case has:
@@ -314,7 +364,7 @@ func (x *inspector) limits(ctx context.Context, q *queueInfo) error {
 	}
 	if limited && x.in.Prefetch >= manyPrefetched {
 		x.add(guard.Warning, q, fmt.Sprintf("a consumer that crashes %d times brings all %d prefetched messages to its delivery limit, although no handler saw them", limit+1, x.in.Prefetch),
-			fmt.Sprintf("a smaller prefetch, such as guardamqp.WithPrefetch(%d), or a higher limit: %s", manyPrefetched/5, x.policy(q, "\"delivery-limit\":1000")+", and guardamqp.WithDeliveryLimit(1000)"))
+			fmt.Sprintf("a smaller prefetch, such as guardamqp.WithPrefetch(%d), or a higher limit: %s", manyPrefetched/5, x.change(q, "\"delivery-limit\":1000", "delivery-limit")+", and guardamqp.WithDeliveryLimit(1000)"))
 	}
 	return nil
 }
@@ -346,7 +396,7 @@ func (x *inspector) strategy(q *queueInfo, quorum bool, toDLX string) {
 	case !quorum:
 		x.add(guard.Warning, q, "the broker's dead-lettering from a classic queue is at most once: a letter can be lost on its way", "a quorum queue, or guardamqp.WithDeadLetters instead")
 	case q.text("dead-letter-strategy") != "at-least-once":
-		x.add(guard.Warning, q, "the broker's dead-lettering is at most once: a letter can be lost on its way", x.policy(q, toDLX))
+		x.add(guard.Warning, q, "the broker's dead-lettering is at most once: a letter can be lost on its way", x.change(q, toDLX, "dead-letter-strategy"))
 	case q.text("overflow") != "reject-publish":
 		x.add(guard.Danger, q, "at-least-once dead-lettering without reject-publish is silently at most once", x.policy(q, toDLX))
 	default:
@@ -357,8 +407,10 @@ func (x *inspector) strategy(q *queueInfo, quorum bool, toDLX string) {
 func (x *inspector) overflow(q *queueInfo) {
 	_, count := q.number("max-length")
 	_, bytes := q.number("max-length-bytes")
-	if o := q.text("overflow"); (count || bytes) && (o == "" || o == "drop-head") {
-		x.add(guard.Danger, q, "it has a maximum length and drops its oldest messages when it is full", x.policy(q, "\"overflow\":\"reject-publish\""))
+	o := q.text("overflow")
+	drops := o == "" || o == "drop-head" || o != "reject-publish" && q.Type == string(Quorum) // which knows no other
+	if (count || bytes) && drops {
+		x.add(guard.Danger, q, "it has a maximum length and drops its oldest messages when it is full", x.change(q, "\"overflow\":\"reject-publish\"", "overflow"))
 	}
 }
 
@@ -379,17 +431,17 @@ func (x *inspector) deadLetters(ctx context.Context) error {
 	}
 	for _, name := range []string{"expires", "message-ttl", "max-age"} {
 		if n, ok := q.number(name); ok {
-			x.add(guard.Warning, q, fmt.Sprintf("dead letters in it end after %s (%s)", ms(n), name), x.policy(q, "")+" without "+name)
+			x.add(guard.Warning, q, fmt.Sprintf("dead letters in it end after %s (%s)", ms(n), name), x.without(q, name))
 		}
 	}
 	if age := q.text("max-age"); age != "" {
-		x.add(guard.Notice, q, "dead letters in it end after "+age+" (max-age)", x.policy(q, "\"max-age\":\"LONGER\""))
+		x.add(guard.Notice, q, "dead letters in it end after "+age+" (max-age)", x.change(q, "\"max-age\":\"LONGER\"", "max-age"))
 	}
 	if q.Type != string(Stream) {
 		x.overflow(q)
 	}
-	if limit, ok := q.number("delivery-limit"); q.Type == string(Quorum) && q.text("dead-letter-exchange") == "" && (ok && limit >= 0 || !ok && x.major >= 4) {
-		x.add(guard.Notice, q, "a consumer of dead letters that crashes over and over makes the broker drop them at the delivery limit", x.policy(q, "\"delivery-limit\":1000"))
+	if _, limited := x.deliveryLimit(q); limited && q.text("dead-letter-exchange") == "" {
+		x.add(guard.Notice, q, "a consumer of dead letters that crashes over and over makes the broker drop them at the delivery limit", x.change(q, "\"delivery-limit\":1000", "delivery-limit"))
 	}
 	return nil
 }

@@ -50,6 +50,16 @@ func TestInspect(t *testing.T) {
 			"classic":                {Classic, amqp091.Table{"x-dead-letter-exchange": ""}, "", Target{}, []string{"warning: from a classic queue"}},
 			"ends by itself": {Classic, amqp091.Table{"x-expires": int64(60000), "x-message-ttl": int64(1000)}, "", Target{},
 				[]string{"danger: deleted after 1m0s", "danger: expire after 1s"}},
+			"the argument is lower": {Quorum, amqp091.Table{"x-delivery-limit": int64(20)}, `"delivery-limit":-1`, Target{Prefetch: 10},
+				[]string{"danger: after 21 deliveries", "warning: of its policy has no effect"}},
+			"a policy drops the head": {Quorum, amqp091.Table{
+				"x-dead-letter-exchange": "", "x-dead-letter-strategy": "at-least-once", "x-max-length": int64(10), "x-overflow": "reject-publish",
+			}, `"overflow":"drop-head"`, Target{Prefetch: 10}, []string{"danger: without reject-publish", "danger: drops its oldest"}},
+			"a policy rejects": {Quorum, amqp091.Table{
+				"x-dead-letter-exchange": "", "x-dead-letter-strategy": "at-least-once", "x-max-length": int64(10), "x-overflow": "drop-head",
+			}, `"overflow":"reject-publish"`, Target{Prefetch: 10}, nil},
+			"a classic queue's policy does not": {Classic, amqp091.Table{"x-max-length": int64(10), "x-overflow": "drop-head"}, `"overflow":"reject-publish"`, Target{},
+				[]string{"danger: drops its oldest"}},
 			"drops its head": {Classic, amqp091.Table{"x-max-length": int64(10)}, "", Target{}, []string{"danger: drops its oldest"}},
 			"short timeout": {Classic, amqp091.Table{"x-consumer-timeout": int64(60000)}, "", Target{},
 				[]string{"danger: its consumer timeout is 1m0s, and the guard counts on 30m0s"}},
@@ -61,6 +71,9 @@ func TestInspect(t *testing.T) {
 				if name == "short timeout" && !four {
 					delete(c.args, "x-consumer-timeout") // 3.10 refuses it as an argument
 					c.want = nil
+				}
+				if name == "the argument is lower" && !four {
+					c.policy = `"delivery-limit":50` // 3.10 refuses -1
 				}
 				r := newRig(t, s, c.kind, c.args)
 				if c.policy != "" {
@@ -140,6 +153,57 @@ func TestPlacement(t *testing.T) {
 		}
 		if c.q.Name != "q" && len(x.found) > 0 && strings.Contains(x.found[0].What, "crashes") {
 			t.Errorf("of a queue of dead letters: %s", x.found[0].What)
+		}
+	}
+}
+
+// Argument and policy as the broker merges them, by rabbit_quorum_queue, rabbit_amqqueue_process
+// and rabbit_stream_queue of 3.10 and 4.0. A fix by policy alone changes no argument.
+func TestArgumentAndPolicy(t *testing.T) {
+	const anew = "declare it anew without x-"
+	type table = map[string]any
+	for name, c := range map[string]struct {
+		major        int
+		kind         Kind
+		args, policy table
+		want         []string // parts of the problems
+		fix          string   // how the last one's begins
+	}{
+		"no limit":       {4, Quorum, nil, table{"delivery-limit": -1.0}, nil, ""},
+		"twice no limit": {4, Quorum, table{"x-delivery-limit": -1.0}, table{"delivery-limit": -1.0}, nil, ""},
+		"no limit of the policy's": {4, Quorum, table{"x-delivery-limit": 20.0}, table{"delivery-limit": -1.0},
+			[]string{"its delivery limit is 20, by its argument: the -1 of its policy", "its delivery limit is 20 and", "crashes 21 times"}, "a smaller prefetch, such as guardamqp.WithPrefetch(20), or a higher limit: " + anew + "delivery-limit, then rabbitmqctl"},
+		"no limit of the argument's": {4, Quorum, table{"x-delivery-limit": -1.0}, table{"delivery-limit": 30.0},
+			[]string{"its delivery limit is 30 and", "crashes 31 times"}, "a smaller prefetch"},
+		"a negative argument of 3.10": {3, Quorum, table{"x-delivery-limit": -1.0}, nil, []string{"its delivery limit is 0 and", "crashes 1 times"}, "a smaller prefetch"},
+		"the policy's limit is lower": {4, Quorum, table{"x-delivery-limit": 20.0}, table{"delivery-limit": 7.0}, []string{"its delivery limit is 7 and", "crashes 8 times"}, "a smaller prefetch"},
+		"the default":                 {4, Quorum, nil, nil, []string{"its delivery limit is 20 and", "crashes 21 times"}, "a smaller prefetch, such as guardamqp.WithPrefetch(20), or a higher limit: rabbitmqctl"},
+		"none before 4.0":             {3, Quorum, nil, nil, nil, ""},
+
+		"overflow by policy":          {3, Quorum, table{"x-max-length": 9.0, "x-overflow": "reject-publish"}, table{"overflow": "drop-head"}, []string{"drops its oldest"}, "rabbitmqctl"},
+		"not by argument":             {3, Quorum, table{"x-max-length": 9.0, "x-overflow": "drop-head"}, table{"overflow": "reject-publish"}, nil, ""},
+		"what no quorum queue does":   {3, Quorum, table{"x-max-length": 9.0}, table{"overflow": "reject-publish-dlx"}, []string{"drops its oldest"}, "rabbitmqctl"},
+		"what a classic one does":     {3, Classic, table{"x-max-length": 9.0}, table{"overflow": "reject-publish-dlx"}, nil, ""},
+		"a classic one's by argument": {3, Classic, table{"x-max-length": 9.0, "x-overflow": "drop-head"}, table{"overflow": "reject-publish"}, []string{"drops its oldest"}, anew + "overflow, then rabbitmqctl"},
+		"strategy by argument":        {3, Quorum, table{"x-dead-letter-exchange": "", "x-dead-letter-strategy": "at-most-once"}, table{"dead-letter-strategy": "at-least-once", "overflow": "reject-publish"}, []string{"at most once"}, anew + "dead-letter-strategy, then rabbitmqctl"},
+		"expires by argument":         {3, Classic, table{"x-expires": 9000.0}, nil, []string{"deleted after 9s"}, anew + "expires"},
+		"expires by both":             {3, Classic, table{"x-expires": 9000.0}, table{"expires": 8000.0}, []string{"deleted after 8s"}, anew + "expires, then rabbitmqctl"},
+		"expires by policy":           {3, Classic, nil, table{"expires": 8000.0}, []string{"deleted after 8s"}, "rabbitmqctl"},
+	} {
+		q := &queueInfo{Name: "d", Type: string(c.kind), Durable: true, Arguments: c.args, Policy: c.policy, Members: []string{"a", "b", "c"}}
+		x := &inspector{in: &Target{VHost: "v", Queue: "q", DLQ: "d", Prefetch: 256, ConsumerTimeout: time.Hour}, major: c.major}
+		if err := x.source(t.Context(), q); err != nil {
+			t.Fatal(err)
+		}
+		found := slices.DeleteFunc(x.found, placed)
+		if len(found) != len(c.want) {
+			t.Errorf("%s: %v", name, found)
+			continue
+		}
+		for i, want := range c.want {
+			if !strings.Contains(found[i].What, want) || i == len(c.want)-1 && !strings.HasPrefix(found[i].Fix, c.fix) {
+				t.Errorf("%s: %s", name, found[i])
+			}
 		}
 	}
 }
