@@ -185,10 +185,10 @@ func ensureStream(ctx context.Context, js jetstream.JetStream, want jetstream.St
 		errs = append(errs, unsuitable("stream %s: does not acknowledge, so nothing is confirmed: nats stream edit %s --ack", c.Name, c.Name))
 	}
 	keeps := want.Discard == jetstream.DiscardNew // what is confirmed there; nobody confirms an advisory
-	if keeps && c.Discard == jetstream.DiscardOld && (c.MaxMsgs > 0 || c.MaxBytes > 0) {
+	if keeps && dropsOldest(&c) {
 		errs = append(errs, unsuitable("stream %s: at its limit it drops the oldest, though it was confirmed: nats stream edit %s --discard new", c.Name, c.Name))
 	}
-	if keeps && c.MaxMsgsPerSubject > 0 && !(c.Discard == jetstream.DiscardNew && c.DiscardNewPerSubject) {
+	if keeps && dropsOfSubject(&c) {
 		errs = append(errs, unsuitable("stream %s: it keeps %d messages of a subject, and drops older ones though they were confirmed: nats stream edit %s --max-msgs-per-subject=-1",
 			c.Name, c.MaxMsgsPerSubject, c.Name))
 	}
@@ -196,6 +196,16 @@ func ensureStream(ctx context.Context, js jetstream.JetStream, want jetstream.St
 		errs = append(errs, unsuitable("stream %s: its interest retention drops what nobody reads yet; make another: %s", c.Name, addCommand(&want)))
 	}
 	return s, errors.Join(errs...)
+}
+
+// dropsOldest tells whether a stream at its limit makes room for a new message.
+func dropsOldest(c *jetstream.StreamConfig) bool {
+	return c.Discard == jetstream.DiscardOld && (c.MaxMsgs > 0 || c.MaxBytes > 0)
+}
+
+// dropsOfSubject tells whether it does so for the messages of one subject.
+func dropsOfSubject(c *jetstream.StreamConfig) bool {
+	return c.MaxMsgsPerSubject > 0 && !(c.Discard == jetstream.DiscardNew && c.DiscardNewPerSubject)
 }
 
 // overlaps is the stream that has subjects of want's already; empty if that is not

@@ -75,7 +75,7 @@ func Inspect(ctx context.Context, js jetstream.JetStream, t Target) ([]guard.Fin
 	}
 	i := inspection{Target: t}
 	i.source(stream.CachedInfo())
-	i.consumer(consumer.CachedInfo().Config)
+	i.consumer(consumer.CachedInfo().Config, stream.CachedInfo().Config.Replicas)
 	if d := consumer.CachedInfo().Config.MaxDeliver; d > 0 {
 		advisory := fmt.Sprintf(maxDeliveriesSubject, t.Stream, t.Consumer)
 		switch _, err := js.StreamNameBySubject(ctx, advisory); {
@@ -122,17 +122,33 @@ func (i *inspection) source(info *jetstream.StreamInfo) {
 		i.add(guard.Danger, where, fmt.Sprintf("nats stream edit %s --max-age=%s", i.Stream, i.Hold),
 			"MaxAge is %s: in an outage of %s messages are dropped while they wait", c.MaxAge, i.Hold)
 	}
-	if c.Discard == jetstream.DiscardOld && (c.MaxMsgs > 0 || c.MaxBytes > 0 || c.MaxMsgsPerSubject > 0) {
-		i.add(guard.Danger, where, fmt.Sprintf("nats stream edit %s --discard=new", i.Stream),
-			"it discards old messages at MaxMsgs %d, MaxBytes %d, MaxMsgsPerSubject %d: those that wait first", c.MaxMsgs, c.MaxBytes, c.MaxMsgsPerSubject)
+	if limits, fix := drops(&c); limits != "" {
+		i.add(guard.Danger, where, fix, "it discards old messages at %s: those that wait first", limits)
 	}
 	if c.Storage == jetstream.MemoryStorage {
 		i.add(guard.Danger, where, "keep it in files", "it is in memory: a restart of the server loses what waits")
 	}
 }
 
-// consumer looks at what decides about deliveries.
-func (i *inspection) consumer(c jetstream.ConsumerConfig) {
+// drops says at which limits a stream drops its oldest messages, and what ends that.
+func drops(c *jetstream.StreamConfig) (limits, fix string) {
+	fix = "nats stream edit " + c.Name
+	if dropsOldest(c) {
+		limits = fmt.Sprintf("MaxMsgs %d, MaxBytes %d", c.MaxMsgs, c.MaxBytes)
+		fix += " --discard=new"
+	}
+	if dropsOfSubject(c) {
+		if limits != "" {
+			limits += ", "
+		}
+		limits += fmt.Sprintf("MaxMsgsPerSubject %d", c.MaxMsgsPerSubject)
+		fix += " --max-msgs-per-subject=-1"
+	}
+	return limits, fix
+}
+
+// consumer looks at what decides about deliveries. replicas are the stream's.
+func (i *inspection) consumer(c jetstream.ConsumerConfig, replicas int) {
 	where := i.consumerName()
 	edit := fmt.Sprintf("nats consumer edit %s %s ", i.Stream, i.Consumer)
 	if c.AckPolicy != jetstream.AckExplicitPolicy {
@@ -158,11 +174,15 @@ func (i *inspection) consumer(c jetstream.ConsumerConfig) {
 		i.add(guard.Warning, where, fmt.Sprintf("%s--max-pending=%d", edit, window),
 			"MaxAckPending is %d, and Policy.Window %d: the source will not open", c.MaxAckPending, window)
 	}
+	severity, then := guard.Warning, "a new one begins at the start of the stream"
+	if c.DeliverPolicy != jetstream.DeliverAllPolicy {
+		severity, then = guard.Danger, "a new one passes what was not handled"
+	}
+	if c.MemoryStorage && cmp.Or(c.Replicas, replicas) <= 1 {
+		i.add(severity, where, "make it anew without MemoryStorage, from behind its ack floor on (DeliverByStartSequence)",
+			"it is in memory, and has one replica: a restart of the server deletes it with its position, and %s", then)
+	}
 	if c.InactiveThreshold > 0 && c.InactiveThreshold < i.Hold {
-		severity, then := guard.Warning, "a new one begins at the start of the stream"
-		if c.DeliverPolicy != jetstream.DeliverAllPolicy {
-			severity, then = guard.Danger, "a new one passes what was not handled"
-		}
 		i.add(severity, where, edit+"--inactive-threshold=0",
 			"InactiveThreshold is %s: when no process is connected for longer the server deletes it with its position, and %s", c.InactiveThreshold, then)
 	}
@@ -185,9 +205,8 @@ func (i *inspection) dlq(c, source jetstream.StreamConfig) {
 		i.add(guard.Warning, where, fmt.Sprintf("nats stream edit %s --max-age=0", i.DLQ),
 			"MaxAge is %s, less than the source keeps: a dead letter is gone before what was published with it", c.MaxAge)
 	}
-	if c.Discard == jetstream.DiscardOld && (c.MaxMsgs > 0 || c.MaxBytes > 0 || c.MaxMsgsPerSubject > 0) {
-		i.add(guard.Danger, where, fmt.Sprintf("nats stream edit %s --discard=new", i.DLQ),
-			"it discards old dead letters at MaxMsgs %d, MaxBytes %d, MaxMsgsPerSubject %d", c.MaxMsgs, c.MaxBytes, c.MaxMsgsPerSubject)
+	if limits, fix := drops(&c); limits != "" {
+		i.add(guard.Danger, where, fix, "it discards old dead letters at %s", limits)
 	}
 	if c.Replicas < source.Replicas {
 		i.add(guard.Warning, where, fmt.Sprintf("nats stream edit %s --replicas=%d", i.DLQ, source.Replicas),

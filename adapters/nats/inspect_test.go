@@ -27,24 +27,30 @@ func TestInspect(t *testing.T) {
 		severity guard.Severity
 		want     string // in the finding; empty means none
 	}{
-		"sound":           {},
-		"age":             {stream: jetstream.StreamConfig{MaxAge: 59 * time.Minute, Duplicates: time.Minute}, severity: guard.Danger, want: "MaxAge is 59m0s"},
-		"age enough":      {stream: jetstream.StreamConfig{MaxAge: time.Hour}, dead: jetstream.StreamConfig{MaxAge: time.Hour}},
-		"size":            {stream: jetstream.StreamConfig{MaxMsgs: 10}, severity: guard.Danger, want: "MaxMsgs 10"},
-		"size refused":    {stream: jetstream.StreamConfig{MaxMsgs: 10, Discard: jetstream.DiscardNew}},
-		"memory":          {stream: jetstream.StreamConfig{Storage: jetstream.MemoryStorage}, severity: guard.Danger, want: "in memory"},
-		"ack all":         {consumer: jetstream.ConsumerConfig{AckPolicy: jetstream.AckAllPolicy}, severity: guard.Danger, want: "AckAll"},
-		"short wait":      {consumer: jetstream.ConsumerConfig{AckWait: 900 * time.Millisecond}, severity: guard.Warning, want: "900ms"},
-		"long handler":    {consumer: jetstream.ConsumerConfig{AckWait: 20 * time.Second}, severity: guard.Warning, want: "AckWait (or the shortest BackOff) is 20s, and a message may be handled for 30s"},
-		"as long":         {consumer: jetstream.ConsumerConfig{AckWait: 20 * time.Second}, policy: guard.Policy{Timeout: 20 * time.Second}},
-		"pending":         {consumer: jetstream.ConsumerConfig{MaxAckPending: 9}, policy: guard.Policy{Window: 10}, severity: guard.Warning, want: "Policy.Window 10"},
-		"pending default": {consumer: jetstream.ConsumerConfig{MaxAckPending: 9}},
-		"inactive":        {consumer: jetstream.ConsumerConfig{InactiveThreshold: time.Minute}, severity: guard.Warning, want: "begins at the start"},
-		"inactive, new":   {consumer: jetstream.ConsumerConfig{InactiveThreshold: time.Minute, DeliverPolicy: jetstream.DeliverNewPolicy}, severity: guard.Danger, want: "passes"},
-		"deliver":         {consumer: jetstream.ConsumerConfig{MaxDeliver: 5}, severity: guard.Danger, want: "nobody is told"},
-		"dead in memory":  {dead: jetstream.StreamConfig{Storage: jetstream.MemoryStorage}, severity: guard.Danger, want: "loses the dead letters"},
-		"dead age":        {dead: jetstream.StreamConfig{MaxAge: time.Hour}, severity: guard.Warning, want: "less than the source keeps"},
-		"dead size":       {dead: jetstream.StreamConfig{MaxBytes: 1 << 20}, severity: guard.Danger, want: "discards old dead letters"},
+		"sound":                   {},
+		"age":                     {stream: jetstream.StreamConfig{MaxAge: 59 * time.Minute, Duplicates: time.Minute}, severity: guard.Danger, want: "MaxAge is 59m0s"},
+		"age enough":              {stream: jetstream.StreamConfig{MaxAge: time.Hour}, dead: jetstream.StreamConfig{MaxAge: time.Hour}},
+		"size":                    {stream: jetstream.StreamConfig{MaxMsgs: 10}, severity: guard.Danger, want: "MaxMsgs 10"},
+		"size refused":            {stream: jetstream.StreamConfig{MaxMsgs: 10, Discard: jetstream.DiscardNew}},
+		"subject":                 {stream: jetstream.StreamConfig{MaxMsgsPerSubject: 10, Discard: jetstream.DiscardNew}, severity: guard.Danger, want: "at MaxMsgsPerSubject 10: those that wait first; nats stream edit SRC-subject --max-msgs-per-subject=-1"},
+		"subject and size":        {stream: jetstream.StreamConfig{MaxMsgsPerSubject: 10, MaxMsgs: 9}, severity: guard.Danger, want: "at MaxMsgs 9, MaxBytes -1, MaxMsgsPerSubject 10: those that wait first; nats stream edit SRC-subject-and-size --discard=new --max-msgs-per-subject=-1"},
+		"subject refused":         {stream: jetstream.StreamConfig{MaxMsgsPerSubject: 10, Discard: jetstream.DiscardNew, DiscardNewPerSubject: true}},
+		"memory":                  {stream: jetstream.StreamConfig{Storage: jetstream.MemoryStorage}, severity: guard.Danger, want: "in memory"},
+		"ack all":                 {consumer: jetstream.ConsumerConfig{AckPolicy: jetstream.AckAllPolicy}, severity: guard.Danger, want: "AckAll"},
+		"short wait":              {consumer: jetstream.ConsumerConfig{AckWait: 900 * time.Millisecond}, severity: guard.Warning, want: "900ms"},
+		"long handler":            {consumer: jetstream.ConsumerConfig{AckWait: 20 * time.Second}, severity: guard.Warning, want: "AckWait (or the shortest BackOff) is 20s, and a message may be handled for 30s"},
+		"as long":                 {consumer: jetstream.ConsumerConfig{AckWait: 20 * time.Second}, policy: guard.Policy{Timeout: 20 * time.Second}},
+		"pending":                 {consumer: jetstream.ConsumerConfig{MaxAckPending: 9}, policy: guard.Policy{Window: 10}, severity: guard.Warning, want: "Policy.Window 10"},
+		"pending default":         {consumer: jetstream.ConsumerConfig{MaxAckPending: 9}},
+		"inactive":                {consumer: jetstream.ConsumerConfig{InactiveThreshold: time.Minute}, severity: guard.Warning, want: "begins at the start"},
+		"inactive, new":           {consumer: jetstream.ConsumerConfig{InactiveThreshold: time.Minute, DeliverPolicy: jetstream.DeliverNewPolicy}, severity: guard.Danger, want: "passes"},
+		"consumer in memory":      {consumer: jetstream.ConsumerConfig{MemoryStorage: true}, severity: guard.Warning, want: "begins at the start"},
+		"consumer in memory, new": {consumer: jetstream.ConsumerConfig{MemoryStorage: true, DeliverPolicy: jetstream.DeliverNewPolicy}, severity: guard.Danger, want: "deletes it with its position, and a new one passes"},
+		"deliver":                 {consumer: jetstream.ConsumerConfig{MaxDeliver: 5}, severity: guard.Danger, want: "nobody is told"},
+		"dead in memory":          {dead: jetstream.StreamConfig{Storage: jetstream.MemoryStorage}, severity: guard.Danger, want: "loses the dead letters"},
+		"dead age":                {dead: jetstream.StreamConfig{MaxAge: time.Hour}, severity: guard.Warning, want: "less than the source keeps"},
+		"dead subject":            {dead: jetstream.StreamConfig{MaxMsgsPerSubject: 10, Discard: jetstream.DiscardNew}, severity: guard.Danger, want: "at MaxMsgsPerSubject 10; nats stream edit DEAD-dead-subject --max-msgs-per-subject=-1"},
+		"dead size":               {dead: jetstream.StreamConfig{MaxBytes: 1 << 20}, severity: guard.Danger, want: "discards old dead letters"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -75,6 +81,17 @@ func TestInspect(t *testing.T) {
 				t.Errorf("found %v, want one %s with %q", found, c.severity, c.want)
 			}
 		})
+	}
+}
+
+// A restart of one server leaves a consumer in memory on the others.
+func TestInspectReplicasInMemory(t *testing.T) {
+	for _, replicas := range [][2]int{{3, 0}, {1, 3}} {
+		var i inspection
+		c := jetstream.ConsumerConfig{AckPolicy: jetstream.AckExplicitPolicy, AckWait: time.Minute, MemoryStorage: true, Replicas: replicas[1]}
+		if i.consumer(c, replicas[0]); len(i.findings) > 0 {
+			t.Errorf("%d: %v", replicas, i.findings)
+		}
 	}
 }
 
