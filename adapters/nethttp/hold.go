@@ -163,6 +163,9 @@ func (in *Intake) hold(w http.ResponseWriter, c *call, lane uint64) {
 		}
 		if err != nil && !errors.Is(err, errStalls) { // which may have taken it
 			r.Body = io.NopCloser(bytes.NewReader(body))
+			// Where the body was read in front the server reads on in the background already:
+			// the deadline would end that, and the request's context with it.
+			_ = http.NewResponseController(w).SetReadDeadline(time.Time{})
 			if in.probes(c, lane) {
 				return
 			}

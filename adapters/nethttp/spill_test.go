@@ -356,6 +356,65 @@ func TestDiskFull(t *testing.T) {
 	})
 }
 
+// A request that the disk does not take probes, and has its handler's time for that, not
+// BodyTimeout: also where something in front has read its body.
+func TestDiskFullProbe(t *testing.T) {
+	for _, front := range []bool{false, true} {
+		bubble(t, fmt.Sprint("read in front ", front), func(t *testing.T) {
+			s := &service{down: true}
+			in, g, h := spillIntake(t, filepath.Join(t.TempDir(), "d"), guard.Config{SpillBytes: 64 << 10}, s)
+			conns := make(pipes)
+			server := &http.Server{ReadHeaderTimeout: time.Minute, Handler: http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+				if front {
+					body, err := io.ReadAll(req.Body)
+					if err != nil {
+						t.Error(err)
+					}
+					req.Body = io.NopCloser(bytes.NewReader(body))
+				}
+				h.ServeHTTP(w, req)
+			})}
+			go func() { _ = server.Serve(conns) }()
+			client := &http.Client{Transport: &http.Transport{DialContext: conns.dial}}
+			post := func() int {
+				res, err := client.Post("http://server/", "text/plain", bytes.NewReader(make([]byte, 100<<10)))
+				if err != nil {
+					t.Fatal(err)
+				}
+				res.Body.Close()
+				return res.StatusCode
+			}
+			for post() != http.StatusServiceUnavailable { // until the breaker opens
+			}
+			var ended error
+			s.mu.Lock()
+			s.down = false
+			s.handle = func(_ http.ResponseWriter, req *http.Request) bool {
+				select {
+				case <-req.Context().Done():
+					ended = req.Context().Err()
+				case <-time.After(2 * in.cfg.BodyTimeout):
+				}
+				return false
+			}
+			s.mu.Unlock()
+			for begun := time.Now(); post() != http.StatusOK; time.Sleep(100 * time.Millisecond) {
+				if time.Since(begun) > 5*time.Minute {
+					t.Fatal("no request probes")
+				}
+			}
+			if ended != nil {
+				t.Errorf("the context of a probe: %v", ended)
+			}
+			client.CloseIdleConnections()
+			if err := server.Close(); err != nil {
+				t.Error(err)
+			}
+			closeBoth(t, in, g)
+		})
+	}
+}
+
 // What is read from the disk is what was written, byte by byte, whatever a client sent; and
 // whatever the disk has is an error at worst.
 func FuzzSpilledRequest(f *testing.F) {
