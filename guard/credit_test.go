@@ -18,7 +18,7 @@ import (
 // next epoch nothing, though an operator's grant paid for it. What was handed to it
 // may have been written, and is paid for.
 func TestCreditsOutliveAWriterThatIsDown(t *testing.T) {
-	for _, order := range []Order{OrderSource, OrderNone} {
+	for order, why := range map[Order]Reason{OrderSource: ReasonShutdown, OrderNone: ReasonShutdown, OrderKey: ReasonRebalance} {
 		bubble(t, order.String(), func(t *testing.T) {
 			g, err := New(Config{Policy: Policy{Order: order, Budget: dlq.BudgetConfig{PermanentBalance: 2, FreeEvery: time.Hour}}})
 			if err != nil {
@@ -52,8 +52,8 @@ func TestCreditsOutliveAWriterThatIsDown(t *testing.T) {
 			}
 			over, cancel := context.WithCancel(t.Context())
 			cancel()
-			if rep := s.End(over, ReasonRebalance); len(rep.Left) != sent {
-				t.Errorf("left: %d", len(rep.Left))
+			if rep := s.End(over, why); len(rep.Left)+rep.Returned != sent {
+				t.Errorf("%d left, %d returned", len(rep.Left), rep.Returned)
 			}
 			<-ended
 			synctest.Wait()

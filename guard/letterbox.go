@@ -32,10 +32,10 @@ const (
 
 // letterbox writes the dead letters of all sources that share a writer, one at
 // a time, on a goroutine that lives as long as there are any. It is the
-// writer's own breaker. A letter that is not taken goes to the end and waits for a pause:
-// alone if the writer refuses it or puts it off ([dlq.ErrPutOff]), and with all letters of
-// its source if the write failed, since sources may have DLQs of their own. The others are
-// written meanwhile, but after 8 failed writes in a row all wait.
+// writer's own breaker. A letter that is not taken waits for a pause: alone if the writer
+// refuses it or puts it off ([dlq.ErrPutOff]), and with all letters of its source if the
+// write failed, since sources may have DLQs of their own. The others are written
+// meanwhile, but after 8 failed writes in a row all wait.
 type letterbox struct {
 	g      *Guard
 	writer dlq.Writer
@@ -43,12 +43,15 @@ type letterbox struct {
 	users  int  // open sources that have it; Guard.mu
 
 	mu      sync.Mutex
-	queue   fifo[postable]
 	running bool
-	more    chan struct{}       // has room for one: a letter came that need not wait
-	failed  bench               // a write failed; of sources by name
-	refused bench               // the writer refuses the letter; of letters, as is putOffs
+	queue   fifo[postable]      // may be written …
+	down    map[string]struct{} // … but for those of these sources: they wait in failed
+	failed  bench               // a write failed
+	refused bench               // the writer refuses the letter
 	putOffs bench               // it does not take the letter yet
+	back    []postable          // to go back to their sources, which end
+	ended   bool                // a source has ended: its letters are to be sorted out
+	more    chan struct{}       // has room for one: there is more to do
 	ill     map[string]struct{} // sources whose last write failed
 	wasIll  bool                // the last letter was of such a source
 	row     int                 // failed writes in a row
@@ -57,24 +60,22 @@ type letterbox struct {
 	since   time.Duration       // when the writer began to fail
 }
 
-// bench is what waits before it is tried again, for one reason. Its pauses double from
-// writeBase while any is left for which it is the last answer.
+// bench is where letters wait before they are tried again, for one reason. Its pauses
+// double from writeBase while any is left for which that is the last answer.
 type bench struct {
-	top    time.Duration // bounds a pause
-	left   map[postable]struct{}
-	later  map[any]struct{} // waits for the end of the pause
-	until  time.Duration    // when that is; 0 for no pause
+	top    time.Duration         // bounds a pause
+	left   map[postable]struct{} // for which it is the last answer, wherever they are
+	queue  []postable            // wait for the end of the pause
+	until  time.Duration         // when that is; 0 for no pause
 	pauses int
 }
 
-func newBench(top time.Duration) bench {
-	return bench{top: top, left: make(map[postable]struct{}), later: make(map[any]struct{})}
-}
+func newBench(top time.Duration) bench { return bench{top: top, left: make(map[postable]struct{})} }
 
-// add lets who wait for the end of the pause, which begins if there is none.
-func (w *bench) add(now time.Duration, g *Guard, l postable, who any) {
+// add lets a letter wait for the end of the pause, which begins if there is none.
+func (w *bench) add(now time.Duration, g *Guard, l postable) {
 	w.left[l] = struct{}{}
-	w.later[who] = struct{}{}
+	w.queue = append(w.queue, l)
 	if w.until == 0 {
 		top := min(w.top, writeBase<<min(w.pauses, 10))
 		w.until = now + 1 + time.Duration(g.dice.Int64N(int64(top)))
@@ -90,14 +91,13 @@ func (w *bench) drop(l postable) {
 	}
 }
 
-// end ends the pause if it is over, and tells so.
-func (w *bench) end(now time.Duration) bool {
+// end ends the pause if it is over, and returns what has waited.
+func (w *bench) end(now time.Duration) (some []postable, over bool) {
 	if w.until == 0 || now < w.until {
-		return false
+		return nil, false
 	}
-	clear(w.later)
-	w.until = 0
-	return true
+	some, w.queue, w.until = w.queue, nil, 0
+	return some, true
 }
 
 // postable is a dead letter in the making, whatever its message's type.
@@ -128,21 +128,45 @@ type letterFrom struct {
 }
 
 func newLetterbox(g *Guard, w dlq.Writer, own bool) *letterbox {
-	return &letterbox{
-		g: g, writer: w, own: own, users: 1, more: make(chan struct{}, 1), ill: make(map[string]struct{}),
-		failed: newBench(writeMax), refused: newBench(writeMax), putOffs: newBench(putOffMax),
-	}
+	b := &letterbox{g: g, writer: w, own: own, users: 1, more: make(chan struct{}, 1)}
+	b.begin()
+	return b
 }
+
+// begin makes it as new.
+func (b *letterbox) begin() {
+	b.down, b.ill = make(map[string]struct{}), make(map[string]struct{})
+	b.failed, b.refused, b.putOffs = newBench(writeMax), newBench(writeMax), newBench(putOffMax)
+	b.running, b.ended, b.wasIll, b.row, b.err, b.waits = false, false, false, 0, nil, nil
+}
+
+func (b *letterbox) benches() [3]*bench { return [...]*bench{&b.failed, &b.refused, &b.putOffs} }
 
 func (b *letterbox) post(l postable) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	if _, down := b.down[l.source()]; down {
+		b.failed.queue = append(b.failed.queue, l)
+		return
+	}
 	b.queue.push(l)
 	if !b.running && b.g.spawn(b.run) {
 		b.running = true
-	} else if !b.waitsLocked(l) {
-		token(b.more)
 	}
+	token(b.more)
+}
+
+// ends lets the letters of a source that ends go back to it.
+func (b *letterbox) ends() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.ended = true
+	token(b.more)
+}
+
+// leftLocked is how many letters there are, but for the one at the writer.
+func (b *letterbox) leftLocked() int {
+	return b.queue.len() + len(b.failed.queue) + len(b.refused.queue) + len(b.putOffs.queue) + len(b.back)
 }
 
 // trouble is the error of the last write, nil if it went well or nothing waits.
@@ -167,7 +191,6 @@ func (b *letterbox) noted(l postable, err error) (turned bool) {
 	defer b.mu.Unlock()
 	was := b.err
 	var to *bench
-	who := any(l)
 	switch {
 	case err == nil:
 		b.row = 0
@@ -177,17 +200,14 @@ func (b *letterbox) noted(l postable, err error) (turned bool) {
 	case errors.Is(err, dlq.ErrRefused), errors.Is(err, dlq.ErrTooLarge):
 		to, b.err = &b.refused, err
 	default:
-		to, b.err, who = &b.failed, err, l.source()
-		b.ill[l.source()] = struct{}{}
+		to, b.err = &b.failed, err
+		b.down[l.source()], b.ill[l.source()] = struct{}{}, struct{}{}
 		b.row++
 	}
 	if to != nil {
-		to.add(now, b.g, l, who)
+		to.add(now, b.g, l)
 	}
 	b.dropLocked(l, to)
-	if err != nil {
-		b.queue.push(l)
-	}
 	if len(b.failed.left)+len(b.refused.left) == 0 {
 		b.err = nil
 	}
@@ -206,19 +226,11 @@ func (b *letterbox) forget(l postable) {
 
 // dropLocked takes a letter from all benches but one.
 func (b *letterbox) dropLocked(l postable, but *bench) {
-	for _, w := range []*bench{&b.failed, &b.refused, &b.putOffs} {
+	for _, w := range b.benches() {
 		if w != but {
 			w.drop(l)
 		}
 	}
-}
-
-// waitsLocked tells whether a letter waits for a pause to end.
-func (b *letterbox) waitsLocked(l postable) bool {
-	_, failed := b.failed.later[l.source()]
-	_, refused := b.refused.later[l]
-	_, putOff := b.putOffs.later[l]
-	return failed || refused || putOff
 }
 
 // backLocked tells whether a letter goes back to its source, which ends: what was put off
@@ -232,6 +244,26 @@ func (b *letterbox) backLocked(l postable) bool {
 	_, refused := b.refused.left[l]
 	_, ill := b.ill[l.source()]
 	return putOff || revoked && (refused || ill)
+}
+
+// sortLocked finds the letters that go back.
+func (b *letterbox) sortLocked() {
+	b.ended = false
+	goes := func(l postable) bool {
+		if !b.backLocked(l) {
+			return false
+		}
+		b.back = append(b.back, l)
+		return true
+	}
+	for range b.queue.len() {
+		if l := b.queue.pop(); !goes(l) {
+			b.queue.push(l)
+		}
+	}
+	for _, w := range b.benches() {
+		w.queue = slices.DeleteFunc(w.queue, goes)
+	}
 }
 
 // turn is what the dispatcher does next. With no letter it waits until then, and with over
@@ -249,54 +281,61 @@ func (b *letterbox) next(ctx context.Context) (t turn) {
 	now := b.g.now()
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.queue.len() == 0 || ctx.Err() != nil {
-		b.running, b.err, b.waits, b.row, b.wasIll = false, nil, nil, 0, false
-		b.failed, b.refused, b.putOffs = newBench(writeMax), newBench(writeMax), newBench(putOffMax)
-		clear(b.ill)
+	if b.leftLocked() == 0 || ctx.Err() != nil {
+		b.begin()
 		b.leaveLocked()
 		return turn{over: true}
 	}
-	if b.failed.end(now) {
-		b.row = 0
+	for _, w := range b.benches() {
+		some, over := w.end(now)
+		for _, l := range some {
+			b.queue.push(l)
+		}
+		if over && w == &b.failed {
+			clear(b.down)
+			b.row = 0
+		}
+		if w.until > 0 && (t.until == 0 || w.until < t.until) {
+			t.until = w.until
+		}
 	}
-	b.refused.end(now)
-	b.putOffs.end(now)
-	all := b.row >= writeTries
+	if b.ended {
+		b.sortLocked()
+	}
+	if n := len(b.back); n > 0 {
+		t.l, t.back, b.back = b.back[n-1], true, b.back[:n-1]
+		return t
+	}
+	if b.row >= writeTries {
+		return turn{until: b.failed.until}
+	}
 	if b.wasIll {
-		t = b.takeLocked(func(l postable) bool { _, ill := b.ill[l.source()]; return !all && !ill })
+		t.l = b.takeLocked(func(l postable) bool { _, ill := b.ill[l.source()]; return !ill })
 	}
 	if t.l == nil {
-		t = b.takeLocked(func(postable) bool { return !all })
+		t.l = b.takeLocked(func(postable) bool { return true })
 	}
 	if t.l != nil {
 		_, b.wasIll = b.ill[t.l.source()]
-		return t
-	}
-	for _, w := range []bench{b.failed, b.refused, b.putOffs} {
-		if t.until == 0 || w.until > 0 && w.until < t.until {
-			t.until = w.until
-		}
 	}
 	return t
 }
 
-// takeLocked takes the first letter that goes back, or need not wait and may come.
-func (b *letterbox) takeLocked(may func(postable) bool) turn {
+// takeLocked takes the first letter that may come, nil if there is none.
+func (b *letterbox) takeLocked(may func(postable) bool) postable {
 	for range b.queue.len() {
 		l := b.queue.pop()
-		if b.backLocked(l) {
-			return turn{l: l, back: true}
+		if _, down := b.down[l.source()]; down {
+			b.failed.queue = append(b.failed.queue, l)
+			continue
 		}
-		if !b.waitsLocked(l) && may(l) {
-			return turn{l: l}
+		if may(l) {
+			return l
 		}
 		b.queue.push(l)
 	}
-	return turn{}
+	return nil
 }
-
-// ends lets the letters of a source that ends go back to it.
-func (b *letterbox) ends() { token(b.more) }
 
 // leaveLocked makes the Guard forget a box that no source has and that writes nothing. One
 // that still writes stays, so that the writer's next source has the same.
@@ -353,7 +392,7 @@ func (b *letterbox) run(ctx context.Context) {
 func (b *letterbox) tell(from letterFrom) {
 	now := b.g.now()
 	b.mu.Lock()
-	err, since, left := b.err, b.since, max(b.queue.len(), 1) // one may be at the writer
+	err, since, left := b.err, b.since, max(b.leftLocked(), 1) // one may be at the writer
 	if err != nil {
 		b.since = now
 	}
