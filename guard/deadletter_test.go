@@ -259,6 +259,22 @@ func TestFailedSourcesTakeTurns(t *testing.T) {
 	})
 }
 
+// One letter that can never be written keeps no other of its source waiting for long.
+func TestFailedLetterOfItsSource(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		p := newPartlyDown(t, errDown)
+		a := p.open("a")
+		a <- 7
+		for m := range 20 {
+			a <- 1000 + m
+		}
+		if time.Sleep(writeMax); len(p.bodies()) != 20 {
+			t.Errorf("%d letters are written, want 20", len(p.bodies()))
+		}
+		p.mend(21)
+	})
+}
+
 // A writer that never rests takes what failed once, as soon as it can.
 func TestFailedLetterOfABusyWriter(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {

@@ -577,3 +577,33 @@ func TestEndWhileLettersFail(t *testing.T) {
 		}
 	}
 }
+
+// While writes hang, a revoke waits for the one that is under way, if it is its own source's:
+// the other letters go back untried.
+func TestEndWhileWritesHang(t *testing.T) {
+	for name, failed := range map[string]bool{"first": false, "again": true} {
+		bubble(t, name, func(t *testing.T) {
+			p := newPartlyDown(t, errDown)
+			p.hangs = writeTimeout
+			a := p.open("a")
+			for m := range 3 {
+				a <- m
+			}
+			most := writeTimeout
+			if failed {
+				time.Sleep(writeTimeout + time.Microsecond)
+				p.open("b") <- 10
+				time.Sleep(time.Second) // its letter is at the writer
+				most = 0
+			}
+			start := time.Now()
+			rep := p.g.Source("a").End(t.Context(), ReasonRebalance)
+			if took := time.Since(start); took > most || rep.Returned != 3 || rep.Account.Unsettled() != 0 {
+				t.Errorf("End took %v: %+v", took, rep)
+			}
+			p.mended.Store(true)
+			time.Sleep(2 * writeTimeout)
+			_, _ = p.g.Close(t.Context())
+		})
+	}
+}

@@ -49,8 +49,8 @@ type letterbox struct {
 	failed  bench               // a write failed
 	refused bench               // the writer refuses the letter
 	putOffs bench               // it does not take the letter yet
-	back    []postable          // to go back to their sources, which end
-	ended   bool                // a source has ended: its letters are to be sorted out
+	back    fifo[postable]      // to go back to their sources, which end
+	ended   bool                // some may be among the others
 	more    chan struct{}       // has room for one: there is more to do
 	ill     map[string]struct{} // sources whose last write failed
 	wasIll  bool                // the last letter was of such a source
@@ -65,7 +65,8 @@ type letterbox struct {
 type bench struct {
 	top    time.Duration         // bounds a pause
 	left   map[postable]struct{} // for which it is the last answer, wherever they are
-	queue  []postable            // wait for the end of the pause
+	others []postable            // wait for the end of the pause with …
+	tried  []postable            // … those that had that answer, and come after them
 	until  time.Duration         // when that is; 0 for no pause
 	pauses int
 }
@@ -75,7 +76,7 @@ func newBench(top time.Duration) bench { return bench{top: top, left: make(map[p
 // add lets a letter wait for the end of the pause, which begins if there is none.
 func (w *bench) add(now time.Duration, g *Guard, l postable) {
 	w.left[l] = struct{}{}
-	w.queue = append(w.queue, l)
+	w.tried = append(w.tried, l)
 	if w.until == 0 {
 		top := min(w.top, writeBase<<min(w.pauses, 10))
 		w.until = now + 1 + time.Duration(g.dice.Int64N(int64(top)))
@@ -91,13 +92,18 @@ func (w *bench) drop(l postable) {
 	}
 }
 
-// end ends the pause if it is over, and returns what has waited.
-func (w *bench) end(now time.Duration) (some []postable, over bool) {
+// end ends the pause if it is over, and puts what has waited in the queue.
+func (w *bench) end(now time.Duration, queue *fifo[postable]) (over bool) {
 	if w.until == 0 || now < w.until {
-		return nil, false
+		return false
 	}
-	some, w.queue, w.until = w.queue, nil, 0
-	return some, true
+	for _, some := range [][]postable{w.others, w.tried} {
+		for _, l := range some {
+			queue.push(l)
+		}
+	}
+	w.others, w.tried, w.until = nil, nil, 0
+	return true
 }
 
 // postable is a dead letter in the making, whatever its message's type.
@@ -137,6 +143,7 @@ func newLetterbox(g *Guard, w dlq.Writer, own bool) *letterbox {
 func (b *letterbox) begin() {
 	b.down, b.ill = make(map[string]struct{}), make(map[string]struct{})
 	b.failed, b.refused, b.putOffs = newBench(writeMax), newBench(writeMax), newBench(putOffMax)
+	b.back = fifo[postable]{}
 	b.running, b.ended, b.wasIll, b.row, b.err, b.waits = false, false, false, 0, nil, nil
 }
 
@@ -145,28 +152,45 @@ func (b *letterbox) benches() [3]*bench { return [...]*bench{&b.failed, &b.refus
 func (b *letterbox) post(l postable) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if _, down := b.down[l.source()]; down {
-		b.failed.queue = append(b.failed.queue, l)
-		return
+	switch _, down := b.down[l.source()]; {
+	case !down:
+		b.queue.push(l)
+	default:
+		b.failed.others = append(b.failed.others, l)
+		if ended, _ := l.ends(); !ended {
+			return
+		}
+		b.ended = true
 	}
-	b.queue.push(l)
 	if !b.running && b.g.spawn(b.run) {
 		b.running = true
 	}
 	token(b.more)
 }
 
-// ends lets the letters of a source that ends go back to it.
+// ends gives the letters of a source that ends back to it, as backLocked says. It does not
+// wait for the writer.
 func (b *letterbox) ends() {
 	b.mu.Lock()
-	defer b.mu.Unlock()
-	b.ended = true
+	b.sortLocked()
+	back := b.back
+	b.back = fifo[postable]{}
+	b.mu.Unlock()
+	for back.len() > 0 {
+		l := back.pop()
+		b.forget(l, nil)
+		l.undone(dlq.ErrPutOff)
+	}
 	token(b.more)
 }
 
 // leftLocked is how many letters there are, but for the one at the writer.
 func (b *letterbox) leftLocked() int {
-	return b.queue.len() + len(b.failed.queue) + len(b.refused.queue) + len(b.putOffs.queue) + len(b.back)
+	n := b.queue.len() + b.back.len()
+	for _, w := range b.benches() {
+		n += len(w.others) + len(w.tried)
+	}
+	return n
 }
 
 // trouble is the error of the last write, nil if it went well or nothing waits.
@@ -190,11 +214,12 @@ func (b *letterbox) noted(l postable, err error) (turned bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	was := b.err
+	b.endLocked(now)
+	delete(b.ill, l.source())
 	var to *bench
 	switch {
 	case err == nil:
 		b.row = 0
-		delete(b.ill, l.source())
 	case errors.Is(err, dlq.ErrPutOff):
 		to, b.waits = &b.putOffs, err
 	case errors.Is(err, dlq.ErrRefused), errors.Is(err, dlq.ErrTooLarge):
@@ -217,11 +242,26 @@ func (b *letterbox) noted(l postable, err error) (turned bool) {
 	return (b.err == nil) != (was == nil)
 }
 
-// forget drops a letter whose source has ended, which says nothing about the writer.
-func (b *letterbox) forget(l postable) {
+// forget drops a letter whose source has ended. With the error of a failed write the others
+// of a revoked source need not be tried.
+func (b *letterbox) forget(l postable, err error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.dropLocked(l, nil)
+	if err != nil && !errors.Is(err, dlq.ErrPutOff) {
+		b.ill[l.source()] = struct{}{}
+		b.ended = true
+	}
+}
+
+// endLocked ends the pauses that are over, and tells whether that after failed writes is.
+func (b *letterbox) endLocked(now time.Duration) (failed bool) {
+	if failed = b.failed.end(now, &b.queue); failed {
+		clear(b.down)
+	}
+	b.refused.end(now, &b.queue)
+	b.putOffs.end(now, &b.queue)
+	return failed
 }
 
 // dropLocked takes a letter from all benches but one.
@@ -253,7 +293,7 @@ func (b *letterbox) sortLocked() {
 		if !b.backLocked(l) {
 			return false
 		}
-		b.back = append(b.back, l)
+		b.back.push(l)
 		return true
 	}
 	for range b.queue.len() {
@@ -262,7 +302,8 @@ func (b *letterbox) sortLocked() {
 		}
 	}
 	for _, w := range b.benches() {
-		w.queue = slices.DeleteFunc(w.queue, goes)
+		w.others = slices.DeleteFunc(w.others, goes)
+		w.tried = slices.DeleteFunc(w.tried, goes)
 	}
 }
 
@@ -286,25 +327,14 @@ func (b *letterbox) next(ctx context.Context) (t turn) {
 		b.leaveLocked()
 		return turn{over: true}
 	}
-	for _, w := range b.benches() {
-		some, over := w.end(now)
-		for _, l := range some {
-			b.queue.push(l)
-		}
-		if over && w == &b.failed {
-			clear(b.down)
-			b.row = 0
-		}
-		if w.until > 0 && (t.until == 0 || w.until < t.until) {
-			t.until = w.until
-		}
+	if b.endLocked(now) {
+		b.row = 0
 	}
 	if b.ended {
 		b.sortLocked()
 	}
-	if n := len(b.back); n > 0 {
-		t.l, t.back, b.back = b.back[n-1], true, b.back[:n-1]
-		return t
+	if b.back.len() > 0 {
+		return turn{l: b.back.pop(), back: true}
 	}
 	if b.row >= writeTries {
 		return turn{until: b.failed.until}
@@ -317,6 +347,12 @@ func (b *letterbox) next(ctx context.Context) (t turn) {
 	}
 	if t.l != nil {
 		_, b.wasIll = b.ill[t.l.source()]
+		return t
+	}
+	for _, w := range b.benches() {
+		if w.until > 0 && (t.until == 0 || w.until < t.until) {
+			t.until = w.until
+		}
 	}
 	return t
 }
@@ -326,7 +362,7 @@ func (b *letterbox) takeLocked(may func(postable) bool) postable {
 	for range b.queue.len() {
 		l := b.queue.pop()
 		if _, down := b.down[l.source()]; down {
-			b.failed.queue = append(b.failed.queue, l)
+			b.failed.others = append(b.failed.others, l)
 			continue
 		}
 		if may(l) {
@@ -365,7 +401,7 @@ func (b *letterbox) run(ctx context.Context) {
 			}
 			continue
 		case t.back && l.undone(dlq.ErrPutOff):
-			b.forget(l)
+			b.forget(l, nil)
 			continue
 		}
 		r, err := l.record()
@@ -373,12 +409,12 @@ func (b *letterbox) run(ctx context.Context) {
 		case err == nil:
 			err = b.write(ctx, l, r)
 		case errors.Is(err, ErrClosed):
-			b.forget(l)
+			b.forget(l, nil)
 			continue
 		default: // as a failed write
 		}
 		if err != nil && l.undone(err) {
-			b.forget(l)
+			b.forget(l, err)
 			continue
 		}
 		if b.noted(l, err) {

@@ -62,8 +62,9 @@ type Source[M any] struct {
 	metaLost  atomic.Bool   // a Port.Meta that did not return was logged
 	laneLost  atomic.Bool   // and a Port.Lane that panicked
 	failed    atomic.Pointer[failedCall]
-	slowAfter atomic.Int64 // Breaker.Slow
-	slowIs    bool         // Policy.Breaker says that, and not the Timeout
+	slowAfter atomic.Int64    // Breaker.Slow
+	slowIs    bool            // Policy.Breaker says that, and not the Timeout
+	slowWas   []time.Duration // else what Timeouts had made it; mu
 
 	mu       sync.Mutex
 	c        machine[M] // its policy and gate may be read by the loop without mu, see Update
@@ -416,6 +417,9 @@ func (s *Source[M]) batchLeftLocked(started uint64) int {
 	return len(s.batch) - s.diverted - int(started+s.adopted.Load()-s.batchAt)
 }
 
+// maxSlowWas bounds how many former ages of a slow call Update takes back.
+const maxSlowWas = 100
+
 // Update changes the settings of a running source: Timeout, NoTimeout, Retry, Ramp,
 // Window and WindowBytes. Another change is refused by name; open a new source for
 // it. What is beyond a smaller window stays, and no more comes before there is room.
@@ -431,7 +435,7 @@ func (s *Source[M]) Update(p Policy) error {
 	next.Breaker = next.Breaker.WithDefaults()
 	if by := next; p.Breaker.Slow != 0 && !s.slowIs {
 		by.Breaker.Slow = 0
-		if by.slow().Slow == p.Breaker.Slow { // settings from before another Update: it followed from their Timeout
+		if by.slow().Slow == p.Breaker.Slow || slices.Contains(s.slowWas, p.Breaker.Slow) { // settings from before another Update
 			next.Breaker.Slow = old.Breaker.Slow
 		}
 	}
@@ -460,6 +464,9 @@ func (s *Source[M]) Update(p Policy) error {
 		if !s.slowIs && next.Timeout > 0 { // without one, a call is slow as late as before
 			next.Breaker.Slow = 0
 			p.Breaker.Slow = next.slow().Slow
+			if !slices.Contains(s.slowWas, s.c.slowAfter) {
+				s.slowWas = append(s.slowWas[max(0, len(s.slowWas)-maxSlowWas):], s.c.slowAfter)
+			}
 			s.c.slowAfter = p.Breaker.Slow
 			s.slowAfter.Store(int64(p.Breaker.Slow))
 		}

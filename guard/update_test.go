@@ -64,6 +64,15 @@ func TestUpdateBack(t *testing.T) {
 		if is := r.s.State().Settings; is != before {
 			t.Errorf("%+v, was %+v", is, before)
 		}
+		if err := r.s.Update(Policy{NoTimeout: true}); err != nil {
+			t.Fatal(err)
+		}
+		none := r.s.State().Settings
+		for _, p := range []Policy{more, none, before, none} {
+			if err := r.s.Update(p); err != nil {
+				t.Error(err)
+			}
+		}
 		r.close()
 	})
 }
