@@ -212,37 +212,30 @@ func (e *epoch) replaceable(ctx context.Context, to int) (int, bool) {
 			return 0, false
 		}
 	}
-	if !e.handled(ctx) {
-		return 0, false
-	}
+	e.awaitHandled(ctx)
 	n, bytes := e.port.tags.weight()
 	to = min(to, int(e.budget*int64(n)/bytes))
 	return to, e.narrow && to > e.size || e.worthwhile(to)
 }
 
-// handled waits until all that is out is handled, where there is an order to keep; false
-// if that takes long. With a single active consumer the broker activates the next one as
-// soon as this one is cancelled, and leaves with this channel what is out: messages that
-// come before those of the next. Whether one waits it does not tell: the number of a
-// queue's consumers is without those.
-//
-// Workers that need long for the prefetch they have gain nothing by a larger one, unless
-// they are more. The run loop does not see the age of deliveries meanwhile.
-func (e *epoch) handled(ctx context.Context) bool {
+// awaitHandled waits until all that is out is handled, where there is an order to keep. With
+// a single active consumer the broker activates the next one as soon as this one is
+// cancelled, and leaves with this channel what is out: messages that come before those of
+// the next. Whether one waits it does not tell: the number of a queue's consumers is without
+// those. It does not wait for a message that cannot be settled: that needs others beside it.
+func (e *epoch) awaitHandled(ctx context.Context) {
 	if e.c.policy.Order == guard.OrderNone {
-		return true
+		return
 	}
-	limit := e.c.o.timeout / 16
-	if e.c.policy.Workers <= e.size {
-		limit = min(limit, settleMost)
-	}
-	for deadline := time.Now().Add(limit); !e.port.tags.handled(); time.Sleep(settleTime / 50) {
-		if time.Now().After(deadline) || ctx.Err() != nil || e.life.ended() {
-			e.done = progress{} // not again before it has settled more
-			return false
+	now := time.Now()
+	end, moved, left := now.Add(e.c.o.timeout/16), now, e.port.tags.unsettled()
+	for left > 0 && now.Before(end) && now.Sub(moved) < settleMost && ctx.Err() == nil {
+		time.Sleep(settleTime / 50)
+		now = time.Now()
+		if n := e.port.tags.unsettled(); n < left {
+			left, moved = n, now
 		}
 	}
-	return true
 }
 
 // lighten ends an epoch whose unsettled deliveries take too many bytes; false if

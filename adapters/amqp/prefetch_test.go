@@ -11,6 +11,7 @@ import (
 	"strconv"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/rabbitmq/amqp091-go"
@@ -210,9 +211,43 @@ func TestHeldBytesAreBounded(t *testing.T) {
 	})
 }
 
+// Where there is an order to keep, a consumer is replaced when all it has is handled, or
+// nothing was for a second.
+func TestAConsumerIsReplacedWhenAllIsHandled(t *testing.T) {
+	for _, c := range []struct {
+		order guard.Order
+		each  time.Duration // until one more of four is handled
+		takes time.Duration
+	}{
+		{guard.OrderSource, settleMost / 2, 2 * settleMost},
+		{guard.OrderKey, settleMost / 2, 2 * settleMost},
+		{guard.OrderSource, 3 * settleMost, settleMost},
+		{guard.OrderNone, settleMost / 2, 0},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			e := &epoch{
+				c:    &consumer{full: 100, o: &options{timeout: 30 * time.Minute}, policy: guard.Policy{Order: c.order}},
+				port: newPort("q", &options{}), size: 4, budget: 50 * 1000,
+			}
+			defer e.port.end()
+			for n := uint64(1); n <= 4; n++ {
+				e.port.tags.add(n, 1000)
+				settle := time.AfterFunc(time.Duration(n)*c.each, func() { e.port.tags.settle(n, tagSettled) })
+				defer settle.Stop()
+			}
+			start := time.Now()
+			if to, ok := e.replaceable(t.Context(), 100); !ok || to != 50 {
+				t.Errorf("%v: %d, %t", c.order, to, ok)
+			}
+			if took := time.Since(start); took < c.takes || took > c.takes+settleTime {
+				t.Errorf("%v, one each %v: it took %v, want %v", c.order, c.each, took, c.takes)
+			}
+		})
+	}
+}
+
 // A consumer is replaced only while all of its own prefetch is out, so that nothing is
-// on its way to it, and handled, if there is an order to keep, and by one whose deliveries
-// fit at their mean size.
+// on its way to it, and by one whose deliveries fit at their mean size.
 func TestAConsumerIsReplacedWhenItsPrefetchIsOut(t *testing.T) {
 	t.Parallel()
 	e := &epoch{c: &consumer{full: 100, o: &options{}}, port: newPort("q", &options{}), size: 4, after: 2, budget: 50 * 1000}
@@ -230,23 +265,9 @@ func TestAConsumerIsReplacedWhenItsPrefetchIsOut(t *testing.T) {
 		t.Error("replaced with 3 of 4 out")
 	}
 	e.port.tags.add(6, 1000)
-	replaced := func(when string, want bool) {
-		t.Helper()
-		if to, ok := e.replaceable(t.Context(), 100); ok != want || ok && to != 50 {
-			t.Errorf("%s: %d, %t", when, to, ok)
-		}
+	if to, ok := e.replaceable(t.Context(), 100); !ok || to != 50 {
+		t.Errorf("%d, %t", to, ok)
 	}
-	for n := uint64(3); n <= 6; n++ {
-		replaced("not all is handled", false)
-		e.port.tags.settle(n, tagSettled)
-	}
-	replaced("all is handled", true)
-	e.port.tags.take(nil)
-	for n := uint64(7); n <= 10; n++ {
-		e.port.tags.add(n, 1000)
-	}
-	e.c.policy.Order = guard.OrderNone
-	replaced("there is no order to keep", true)
 	e.budget = 7 * 1000
 	if _, ok := e.replaceable(t.Context(), 100); ok {
 		t.Error("replaced for less than twice as many")

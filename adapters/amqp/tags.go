@@ -252,9 +252,9 @@ func (t *tags) full(n int, after uint64) bool {
 	return len(t.out)-t.head-t.acked >= n && t.head < len(t.out) && t.out[t.head].n > after
 }
 
-// handled tells whether all that the broker waits for is settled.
-func (t *tags) handled() bool {
+// unsettled is how many of those that the broker waits for are not settled.
+func (t *tags) unsettled() int {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.due == len(t.out)-t.head-t.acked
+	return len(t.out) - t.head - t.acked - t.due
 }
