@@ -105,7 +105,7 @@ func (i *inspection) settings() {
 	}
 	// The answer to a join comes when the slowest member has joined.
 	if read, rebalance := c.Net.ReadTimeout, c.Consumer.Group.Rebalance.Timeout; read < rebalance {
-		i.findings.Add(guard.Warning, "client", fmt.Sprintf("Net.ReadTimeout = %s, as Consumer.Group.Rebalance.Timeout", rebalance),
+		i.findings.Add(guard.Notice, "client", fmt.Sprintf("Net.ReadTimeout = %s, or a lower Rebalance.Timeout; a broker that is silent delays a stop by the former", rebalance),
 			"Net.ReadTimeout is %s: a rebalance in which another member takes longer, up to %s, is an error of this one's Consume", read, rebalance)
 	}
 }

@@ -50,7 +50,7 @@ func TestInspectReadTimeout(t *testing.T) {
 		i := &inspection{client: configured{config: cfg}}
 		i.settings()
 		if found := slices.ContainsFunc(i.findings, func(f guard.Finding) bool {
-			return f.Severity == guard.Warning && strings.Contains(f.What, "Net.ReadTimeout is "+c.read.String()) && strings.Contains(f.Fix, c.rebalance.String())
+			return f.Severity == guard.Notice && strings.Contains(f.What, "Net.ReadTimeout is "+c.read.String()) && strings.Contains(f.Fix, c.rebalance.String())
 		}); found != c.found {
 			t.Errorf("%s below %s: found %t, in %v", c.read, c.rebalance, found, i.findings)
 		}
