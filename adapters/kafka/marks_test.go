@@ -178,6 +178,21 @@ func TestOffsetThatTheLogDoesNotHaveIsSaid(t *testing.T) {
 	}
 }
 
+// A claim of a log whose messages have all been deleted commits its beginning, before there is
+// one to handle: at an offset that the log grows to again, the next owner would skip messages.
+func TestBeginningOfALogThatWasEmptied(t *testing.T) {
+	t.Parallel()
+	r, _ := newFakeRig(t)
+	r.publish(0, 10, nil, nil)
+	if err := r.admin.DeleteRecords(r.topic, map[int32]int64{0: 10}); err != nil {
+		t.Fatal(err)
+	}
+	r.commit(r.topic, 0, 50, "")
+	m := r.join(testConfig(), Wrap(adaptertest.Guard(t, guard.Config{}), func(context.Context, *sarama.ConsumerMessage) error { return nil }))
+	adaptertest.Eventually(t, "its beginning is committed", func() bool { return r.committed(0) == 10 })
+	m.stop()
+}
+
 // A claim that begins at the log's end commits that beginning: what it held, or had in a
 // handler, when it was stopped is handed over again. Before its first mark nothing was
 // committed, and the next owner began at the log's end once more.

@@ -33,7 +33,7 @@ type claim struct {
 	group     string
 	name      string // the source's
 	initial   int64  // below 0 if nothing was committed, or what the log does not have
-	start     int64  // where it begins then, if that is the log's end, or 0 of an empty log; -1 otherwise
+	start     int64  // where it begins then, if that is known before its first message; -1 otherwise
 	key       func(*sarama.ConsumerMessage) []byte
 	seed      maphash.Seed
 	native    sarama.ConsumerGroupClaim

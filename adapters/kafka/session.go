@@ -378,15 +378,17 @@ func (ss *session) committed(parts map[string][]int32) (func(place) int64, error
 }
 
 // sayLost says what is lost where the log does not have what the group has committed, and sarama
-// has begun a claim elsewhere. It asks before a mark changes what is committed, and a claim that
-// is taken away does not wait for the answer.
+// has begun a claim elsewhere: at the log's beginning, which is then the claim's, also while there
+// is no message. It asks before a mark changes what is committed, and a claim that is taken away
+// does not wait for the answer.
 func (ss *session) sayLost(c *claim, revoked <-chan struct{}) {
 	if c.initial >= 0 || ss.set.client == nil {
 		return
 	}
-	said := make(chan struct{})
+	beginning := make(chan int64, 1) // -1 if it is not known, or nothing is committed
 	go func() {
-		defer close(said)
+		from := int64(-1)
+		defer func() { beginning <- from }()
 		committed, err := ss.committed(map[string][]int32{c.topic: {c.partition}})
 		if err != nil {
 			return
@@ -400,14 +402,21 @@ func (ss *session) sayLost(c *claim, revoked <-chan struct{}) {
 		log := ss.h.opts.log.With("topic", c.topic, "partition", c.partition, "committed", at, "begins", begins, "ends", ends, "from", max(begins, c.start))
 		switch {
 		case err != nil || err2 != nil:
+			return
 		case at < begins:
 			log.Error("messages are lost: the log begins behind the committed offset")
 		case at > ends:
 			log.Warn("the log ends before the committed offset: it was made anew, or has lost messages")
 		}
+		from = begins
 	}()
 	select {
-	case <-said:
+	case from := <-beginning:
+		c.marking.Lock()
+		defer c.marking.Unlock()
+		if c.initial == sarama.OffsetOldest && c.start < 0 {
+			c.start = from
+		}
 	case <-revoked:
 	case <-ss.native.Context().Done():
 	}
