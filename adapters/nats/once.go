@@ -425,7 +425,8 @@ func (c *onceClaim) reread(ctx context.Context, kv jetstream.KeyValue) error {
 
 // settle ends the keeper, and writes what becomes of the claim. It may be called again after
 // a failure. While the connection is lost it tries again until ctx ends: a claim that nobody
-// keeps is another process's when its lease ends.
+// keeps is another process's when its lease ends. An answer that was lost with the connection
+// is waited for until a try is over, so that a long lease makes no long try.
 func (c *onceClaim) settle(ctx context.Context, write func(ctx context.Context, kv jetstream.KeyValue) error) error {
 	c.kept.Do(func() {
 		close(c.stop)
@@ -433,7 +434,7 @@ func (c *onceClaim) settle(ctx context.Context, write func(ctx context.Context, 
 	})
 	defer c.end(nil)
 	for wait := onceFirst; ; wait = min(2*wait, onceLast) {
-		try, cancel := context.WithTimeout(ctx, c.o.cfg.Lease/3)
+		try, cancel := context.WithTimeout(ctx, min(c.o.cfg.Lease, defaultLease)/3)
 		err := c.write(try, write)
 		cancel()
 		passes := errors.Is(err, context.DeadlineExceeded) || errors.Is(err, nats.ErrDisconnected) ||
