@@ -207,24 +207,47 @@ func (b *letterbox) putOff() error {
 	return b.waits
 }
 
+// answer is what a write came to.
+type answer uint8
+
+const (
+	written answer = iota
+	notYet         // put off
+	refused
+	broken
+)
+
+// answerOf calls methods of the error, so no lock may be held.
+func answerOf(err error) answer {
+	switch {
+	case err == nil:
+		return written
+	case errors.Is(err, dlq.ErrPutOff):
+		return notYet
+	case errors.Is(err, dlq.ErrRefused), errors.Is(err, dlq.ErrTooLarge):
+		return refused
+	}
+	return broken
+}
+
 // noted keeps what a write came to, and tells whether the writer is well now and was
 // not before, or the other way round.
 func (b *letterbox) noted(l postable, err error) (turned bool) {
-	now := b.g.now()
+	now, what := b.g.now(), answerOf(err)
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	was := b.err
 	b.endLocked(now)
 	delete(b.ill, l.source())
 	var to *bench
-	switch {
-	case err == nil:
+	switch what {
+	case written:
 		b.row = 0
-	case errors.Is(err, dlq.ErrPutOff):
+	case notYet:
 		to, b.waits = &b.putOffs, err
-	case errors.Is(err, dlq.ErrRefused), errors.Is(err, dlq.ErrTooLarge):
+	case refused:
 		to, b.err = &b.refused, err
-	default:
+	case broken:
 		to, b.err = &b.failed, err
 		b.down[l.source()], b.ill[l.source()] = struct{}{}, struct{}{}
 		b.row++
@@ -242,13 +265,14 @@ func (b *letterbox) noted(l postable, err error) (turned bool) {
 	return (b.err == nil) != (was == nil)
 }
 
-// forget drops a letter whose source has ended. With the error of a failed write the others
-// of a revoked source need not be tried.
+// forget drops a letter whose source has ended. After a failed write the others of a revoked
+// source need not be tried.
 func (b *letterbox) forget(l postable, err error) {
+	what := answerOf(err)
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.dropLocked(l, nil)
-	if err != nil && !errors.Is(err, dlq.ErrPutOff) {
+	if what == broken {
 		b.ill[l.source()] = struct{}{}
 		b.ended = true
 	}
@@ -449,9 +473,9 @@ func (b *letterbox) tell(from letterFrom) {
 // errWriteLate is the trouble of a writer whose call goes on.
 var errWriteLate = errors.New("the call has not returned 5s after its context ended")
 
-// watch says that a write goes on after its context has ended. The caller calls over when
+// watch says that a write goes on after its context has ended. The caller calls done when
 // the write has returned.
-func (b *letterbox) watch(from letterFrom) (over func()) {
+func (b *letterbox) watch(from letterFrom) (done func()) {
 	returned := false
 	late := time.AfterFunc(writeLate, func() {
 		b.mu.Lock()
@@ -476,7 +500,8 @@ func (b *letterbox) watch(from letterFrom) (over func()) {
 func (b *letterbox) write(ctx context.Context, l postable, r *dlq.Record) error {
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
-	defer b.watch(l.from())()
+	returned := b.watch(l.from())
+	defer returned()
 	ctx, end := b.g.trace(ctx, r)
 	parked, err := l.park(ctx, r)
 	if !parked {
