@@ -53,7 +53,7 @@ func (r *rig) guardAt(name string, broker *guardtest.Broker, addr, state string)
 		r.t.Fatal(err)
 	}
 	p.close = sync.OnceFunc(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), 10*sec)
+		ctx, cancel := context.WithTimeout(context.Background(), 60*sec)
 		defer cancel()
 		if _, err := p.g.Close(ctx); err != nil {
 			r.t.Errorf("%s: %v", name, err)
@@ -118,7 +118,7 @@ func TestGuardTakesOver(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	r := newRig(t, brokers.ForTest(t, brokers.Etcd), long, "a", "b", "c")
-	r.cfg.Fleet.Base, r.cfg.Fleet.Cap = 8*sec, 8*sec
+	r.cfg.Fleet.Base, r.cfg.Fleet.Cap = 20*sec, 20*sec // b has a part of it to take over, and a second
 	r.down.Store(true)
 	broker := guardtest.NewBroker()
 	for i := range 400 {

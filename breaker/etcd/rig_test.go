@@ -42,7 +42,7 @@ type rig struct {
 	began  time.Time
 	frozen bool         // a proxy begins so
 	down   atomic.Bool  // the dependency
-	took   atomic.Int64 // a handler call, in ns
+	took   atomic.Int64 // a handler call that is the fleet's probe, in ns
 	out    atomic.Int64 // probes that are out
 	most   atomic.Int64 // of these, at once
 	total  atomic.Int64
@@ -83,6 +83,7 @@ type leases struct{ incarnation, probe time.Duration }
 
 var (
 	long  = leases{60 * sec, 60 * sec} // not to be lost where a machine is busy
+	some  = leases{10 * sec, 10 * sec} // not to be lost soon, and then to be waited for
 	short = leases{2 * sec, 2 * sec}   // to be waited for
 	brief = leases{60 * sec, 2 * sec}  // that of a probe is to be waited for
 )
@@ -311,7 +312,7 @@ func (p *proc) probeLocked(l *leaf) {
 		return
 	}
 	l.flying = true
-	fleets := l.b.Held()
+	fleets, took := l.b.Held(), 5*ms
 	if fleets {
 		p.r.went.Store(int64(time.Since(p.r.began)))
 		p.r.total.Add(1)
@@ -322,8 +323,11 @@ func (p *proc) probeLocked(l *leaf) {
 		p.solo.Add(1)
 	}
 	p.wg.Go(func() {
+		if fleets {
+			took = time.Duration(p.r.took.Load())
+		}
 		select {
-		case <-time.After(time.Duration(p.r.took.Load())):
+		case <-time.After(took):
 		case <-p.quit:
 		}
 		if fleets {

@@ -27,7 +27,10 @@ type still struct {
 
 func newStill(t *testing.T, client *clientv3.Client, prefix, name string) *still {
 	t.Helper()
-	c := Config{Prefix: prefix, Name: name, Roster: breaker.Roster{Names: []string{"a", "b", "c"}}}
+	c := Config{
+		Prefix: prefix, Name: name, Roster: breaker.Roster{Names: []string{"a", "b", "c"}},
+		Fleet: breaker.FleetConfig{Silent: 40 * time.Second}, // a busy etcd has a quarter of it for each call
+	}
 	if err := c.Validate(); err != nil {
 		t.Fatal(err)
 	}
