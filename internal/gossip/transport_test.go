@@ -284,7 +284,7 @@ func TestMetaFits(t *testing.T) {
 func TestMemberStreams(t *testing.T) {
 	for _, keys := range [][][]byte{nil, {testKey(1)}} {
 		a, b := local(t, TCP, keys...), local(t, TCP, keys...)
-		c, err := a.DialTimeout(b.self.String(), time.Second)
+		c, err := a.DialTimeout(b.self.String(), time.Minute)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -400,15 +400,15 @@ func TestPeerThatDoesNotRead(t *testing.T) {
 	var worst time.Duration
 	begin := time.Now()
 	for a.stats.dials.Load() < 2 {
-		if time.Since(begin) > 20*time.Second {
-			t.Fatalf("it was dialed %d times in 20s", a.stats.dials.Load())
+		if time.Since(begin) > time.Minute {
+			t.Fatalf("it was dialed %d times in a minute", a.stats.dials.Load())
 		}
 		before := time.Now()
 		a.send(packet, to)
 		worst = max(worst, time.Since(before))
 		time.Sleep(100 * time.Microsecond)
 	}
-	if worst > 500*time.Millisecond { // far above what a busy machine does, far below a write's deadline
+	if worst > writeTime*3/4 { // above what a busy machine does, below a write's deadline
 		t.Errorf("a send took %v", worst)
 	}
 	if a.stats.sendDropped.Load() == 0 {
@@ -532,7 +532,11 @@ func TestStreamsAreBounded(t *testing.T) {
 			own = append(own, c)
 		}
 		for i, c := range own {
-			_ = c.SetReadDeadline(time.Now().Add(200 * time.Millisecond))
+			within := 200 * time.Millisecond
+			if i < len(own)-stays { // its end comes, if late
+				within = time.Minute
+			}
+			_ = c.SetReadDeadline(time.Now().Add(within))
 			_, err := io.Copy(io.Discard, c)
 			if open := errors.Is(err, os.ErrDeadlineExceeded); open != (i >= len(own)-stays) {
 				t.Errorf("stream %d of one node, of which %d stay: %v", i, stays, err)
@@ -590,7 +594,7 @@ func TestStreamThatDoesNotOpenEnds(t *testing.T) {
 			t.Fatal("what opens does not come in")
 		}
 		frame(last)
-		_ = c.SetReadDeadline(time.Now().Add(5 * time.Second))
+		_ = c.SetReadDeadline(time.Now().Add(time.Minute))
 		if _, err := io.Copy(io.Discard, c); err != nil {
 			t.Errorf("%s: it goes on: %v", name, err)
 		}
