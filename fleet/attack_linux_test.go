@@ -289,7 +289,7 @@ func (a *attacker) record(t *testing.T, members []string, opts ...Option) (recor
 	defer p.Close()
 	var raw [2048]byte
 	for range 3 {
-		_ = a.conn.SetReadDeadline(time.Now().Add(5 * time.Second))
+		_ = a.conn.SetReadDeadline(time.Now().Add(time.Minute))
 		n, _, err := a.conn.ReadFromUDPAddrPort(raw[:])
 		if err != nil {
 			t.Fatal(err)

@@ -21,7 +21,7 @@ func overRegister(t *testing.T, onSilence SilencePolicy) *staff {
 }
 
 // back waits until a process that was evicted has its third again, and checks that it
-// said so once, and that nobody found an error.
+// said so, once if only an operator evicts, and that nobody found an error.
 func (s *staff) back(h *hired, from int64) {
 	s.t.Helper()
 	third := func(v sight) bool {
@@ -41,7 +41,8 @@ func (s *staff) back(h *hired, from int64) {
 	now := hostClock()
 	h.demand(staffRate)
 	s.until(20*time.Second, "it is granted its share", func() bool { return h.within(now, hostClock()) > staffRate/4 })
-	if said := h.log("evicted although it runs"); len(said) != 1 || len(h.log("level=WARN")) < 1 {
+	// By Majority it is evicted again if a busy machine lets it stand still again.
+	if said := h.log("evicted although it runs"); len(said) < 1 || len(said) > 1 && s.onSilence == Hold || len(h.log("level=WARN")) < 1 {
 		s.t.Errorf("it said %q", said)
 	}
 	for _, w := range s.every {
