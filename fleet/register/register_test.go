@@ -182,6 +182,9 @@ func (l *late) CompareAndSet(ctx context.Context, number uint64, document []byte
 	if l.sent != nil {
 		l.sent()
 	}
+	if err := ctx.Err(); err != nil { // given up first, also if the answer is there by now
+		return fmt.Errorf("%w: %w", register.ErrUnknown, err)
+	}
 	select {
 	case err := <-answer:
 		return err
