@@ -184,7 +184,7 @@ func TestForget(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	fill("59 minutes", 10)
+	fill("30 minutes", 10) // a busy server needs more than one for what follows
 	fill("61 minutes", 5000)
 	if n, err := s.Forget(t.Context()); n != 8000 || err != nil {
 		t.Errorf("%d forgotten, %v; want 4,000 marks and as many entities", n, err)
