@@ -22,7 +22,7 @@ import (
 )
 
 // onceLease is short, since a test waits for it, and longer than a busy machine is silent.
-const onceLease = time.Second
+const onceLease = 3 * time.Second
 
 func newOnce(t *testing.T, b *broker, cfg OnceConfig) *Once {
 	t.Helper()
@@ -60,7 +60,7 @@ func onceAsChild(c oncetest.Child) (oncetest.ChildEffects, error) {
 	if err != nil {
 		return oncetest.ChildEffects{}, err
 	}
-	o, err := NewOnce(js, OnceConfig{Bucket: "once", Lease: 200 * time.Millisecond})
+	o, err := NewOnce(js, OnceConfig{Bucket: "once", Lease: time.Second}) // which each kill waits for
 	if err != nil {
 		return oncetest.ChildEffects{}, err
 	}
@@ -110,7 +110,7 @@ func TestOnceRenewed(t *testing.T) {
 func TestOnceLost(t *testing.T) {
 	t.Parallel()
 	b := newBroker(t)
-	cfg := OnceConfig{Bucket: "once", Lease: 500 * time.Millisecond}
+	cfg := OnceConfig{Bucket: "once", Lease: 2 * time.Second}
 	o, other := newOnce(t, b, cfg), newOnce(t, b, cfg)
 	r, err := once.New(o, once.Config{})
 	if err != nil {
