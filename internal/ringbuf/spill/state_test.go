@@ -10,6 +10,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -78,8 +79,13 @@ func noRoomForChunks(tr *transaction) error {
 func TestNoSpace(t *testing.T) {
 	dir := t.TempDir()
 	synctest.Test(t, func(t *testing.T) {
+		var mu sync.Mutex // the writer and its callers tell
 		var states []State
-		s, f := openFaulty(t, Config{Dir: dir}, WithState(func(st State, err error) { states = append(states, st) }))
+		s, f := openFaulty(t, Config{Dir: dir}, WithState(func(st State, err error) {
+			mu.Lock()
+			defer mu.Unlock()
+			states = append(states, st)
+		}))
 		l := s.Lane("a")
 		put(t, l, "1", "2")
 		f.set(noRoomForChunks)
@@ -116,8 +122,12 @@ func TestNoSpace(t *testing.T) {
 		if d := time.Since(begin); d != 0 {
 			t.Errorf("went on after %v, although there was room", d)
 		}
-		if states[0] != NoSpace || states[len(states)-1] != Ready || s.Stats().State != Ready {
-			t.Error(states)
+		synctest.Wait() // until the writer has told
+		mu.Lock()
+		told := slices.Clone(states)
+		mu.Unlock()
+		if told[0] != NoSpace || told[len(told)-1] != Ready || s.Stats().State != Ready {
+			t.Error(told)
 		}
 		s.Close()
 	})
