@@ -91,7 +91,7 @@ func TestLinearizable(t *testing.T) {
 					t.Fatal(err)
 				}
 				history := record4(r.Lane(0), 2+round%3, uint64(round))
-				if res := porcupine.CheckOperationsTimeout(fifo, history, 20*time.Second); res != porcupine.Ok {
+				if res := porcupine.CheckOperationsTimeout(fifo, history, 2*time.Minute); res != porcupine.Ok {
 					t.Fatalf("round %d: %v: %v", round, res, history)
 				}
 			}
@@ -189,7 +189,7 @@ func TestReserveIsLinearizable(t *testing.T) {
 					t.Fatal(err)
 				}
 				history := recordRoom(t, r, 2+round%3, uint64(round))
-				if res := porcupine.CheckOperationsTimeout(room, history, 20*time.Second); res != porcupine.Ok {
+				if res := porcupine.CheckOperationsTimeout(room, history, 2*time.Minute); res != porcupine.Ok {
 					t.Fatalf("round %d: %v: %v", round, res, history)
 				}
 				if _, _, err := r.Audit(); err != nil {

@@ -562,7 +562,7 @@ func TestPutGoesToSleepBesideReserve(t *testing.T) {
 		t.Fatal(err)
 	}
 	for round := range 20_000 {
-		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		var wg sync.WaitGroup
 		wg.Go(func() {
 			if _, err := b.Put(ctx, round); err != nil {
@@ -609,7 +609,7 @@ func TestPutGoesToSleepOnce(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		var wg sync.WaitGroup
 		wg.Go(func() {
 			want := error(nil)
