@@ -207,7 +207,7 @@ func TestProcessRestarts(t *testing.T) {
 // A process that is alone listens nowhere, has its limits, and leaves a guard to
 // itself.
 func TestProcessAlone(t *testing.T) {
-	p := startProcess(t, Config{Fleet: "f", Name: "a", Limits: Limits{Limit: limiter.Limit{Rate: 1, Burst: 2}}})
+	p := startProcess(t, Config{Fleet: "f", Name: "a", Limits: Limits{Limit: limiter.Limit{Rate: 0.001, Burst: 2}}})
 	if !p.Key("k").AllowN(2) || p.Key("k").Allow() {
 		t.Error("not two of two")
 	}
