@@ -33,6 +33,8 @@ func dial(t testing.TB, url string) *goredis.Client {
 		t.Fatal(err)
 	}
 	o.ContextTimeoutEnabled = true
+	// By default the client asks once more after 5 s, and what Redis did late is done twice.
+	o.ReadTimeout, o.WriteTimeout = time.Minute, time.Minute
 	c := goredis.NewClient(o)
 	t.Cleanup(func() {
 		if err := c.Close(); err != nil {
@@ -45,7 +47,7 @@ func dial(t testing.TB, url string) *goredis.Client {
 // patient is a configuration for tests that are not about time: the machine may be
 // busy.
 func patient(l limiter.Limit) Config {
-	return Config{Limit: l, Timeout: 5 * time.Second}
+	return Config{Limit: l, Timeout: 10 * time.Second}
 }
 
 // open is a store with a prefix of its own at the shared Redis.
@@ -75,6 +77,16 @@ func soon(t testing.TB, what string, f func() bool) {
 			t.Fatalf("not within a minute: %s", what)
 		}
 	}
+}
+
+// idle waits until nothing is on its way to Redis for h.Admit.
+func idle(t testing.TB, h *Handle) {
+	t.Helper()
+	soon(t, "nothing is fetched", func() bool {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		return !h.prefetcher
+	})
 }
 
 func serverTime(t testing.TB, c *goredis.Client) time.Time {

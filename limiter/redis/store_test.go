@@ -56,14 +56,16 @@ func TestDecisionIsABucket(t *testing.T) {
 			most := rapid.SampledFrom([]int{0, 1, 1, 2, 7, limit.Burst, limit.Burst + 1}).Draw(t, "most")
 			least := rapid.SampledFrom([]int{most, most, min(1, most)}).Draw(t, "least")
 			back := rapid.SampledFrom([]int{0, 0, 0, 1, 5, limit.Burst}).Draw(t, "back")
+			asked := time.Now()
 			a, err := s.ask(ctx, h, least, most, back)
 			if err != nil {
 				t.Fatal(err)
 			}
 			kept, err := c.Get(ctx, h.keys[0]).Result()
 			if errors.Is(err, goredis.Nil) {
-				// It is full, and says nothing of when.
-				if a.left != limit.Burst || a.took > 0 {
+				// It is full, and says nothing of when: at once, or a second and more after the
+				// answer, if the machine stood still that long.
+				if (a.left != limit.Burst || a.took > 0) && time.Since(asked) < time.Second {
 					t.Fatal("forgotten though it is not full")
 				}
 				level.Set(burst)
@@ -111,7 +113,7 @@ func TestDecisionIsABucket(t *testing.T) {
 			level.SetFloat64(stored) // a double's rounding does not add up
 			ttl, err := c.PTTL(ctx, h.keys[0]).Result()
 			full := (float64(limit.Burst) - stored) / limit.Rate
-			if err != nil || full < 9e9 && (ttl.Seconds() > full+1.01 || ttl.Seconds() < full-1) { // more than 292 years is no Duration
+			if err != nil || full < 9e9 && (ttl.Seconds() > full+1.01 || ttl.Seconds() < full-1-time.Since(asked).Seconds()) { // more than 292 years is no Duration
 				t.Fatal("it is kept longer or shorter than until it is full")
 			}
 		}
@@ -151,7 +153,7 @@ func TestManyClients(t *testing.T) {
 	had, from := bucket()
 	for i, h := range handles {
 		all.Go(func() {
-			for end := time.Now().Add(1500 * ms); time.Now().Before(end); {
+			for end := time.Now().Add(1500 * ms); time.Now().Before(end) || admitted.Load() < 100; {
 				if h.AllowN(1 + i%3) {
 					admitted.Add(int64(1 + i%3))
 				}
@@ -373,6 +375,7 @@ func TestWrongType(t *testing.T) {
 			}
 			if silence == FailOpen {
 				soon(t, "Admit is open", func() bool { return h.Admit(0) == 0 })
+				idle(t, h) // or its refusal may come after the other key's answer
 			}
 			if !other.Allow() || s.Err() != nil {
 				t.Errorf("%v: another key: %v", silence, s.Err())
@@ -386,7 +389,7 @@ func TestWrongType(t *testing.T) {
 
 func TestKeysAtRedis(t *testing.T) {
 	t.Parallel()
-	s, c := open(t, Config{Limit: limiter.Limit{Rate: 1000, Burst: 10}, Limits: map[string]limiter.Limit{"slow": {Rate: 1, Burst: 2}}, Timeout: 5 * time.Second})
+	s, c := open(t, Config{Limit: limiter.Limit{Rate: 1000, Burst: 10}, Limits: map[string]limiter.Limit{"slow": {Rate: .001, Burst: 2}}, Timeout: 10 * time.Second})
 	if !s.Key("slow").AllowN(2) || s.Key("slow").Allow() || s.Key("fast").AllowN(11) || !s.Key("fast").AllowN(10) {
 		t.Error("not their own limits")
 	}
@@ -460,7 +463,7 @@ func TestCluster(t *testing.T) {
 	if err := node.ClusterAddSlotsRange(t.Context(), 0, 16383).Err(); err != nil {
 		t.Fatal(err)
 	}
-	c := goredis.NewClusterClient(&goredis.ClusterOptions{Addrs: []string{node.Options().Addr}, ContextTimeoutEnabled: true})
+	c := goredis.NewClusterClient(&goredis.ClusterOptions{Addrs: []string{node.Options().Addr}, ContextTimeoutEnabled: true, ReadTimeout: time.Minute, WriteTimeout: time.Minute})
 	t.Cleanup(func() { _ = c.Close() })
 	s := at(t, c, patient(limiter.Limit{Rate: .001, Burst: 3}))
 	soon(t, "the cluster is up", func() bool { return s.Key("first").Allow() })
@@ -481,8 +484,8 @@ func TestServerKilled(t *testing.T) {
 	c := dial(t, b.Addr())
 	limit := limiter.Limit{Rate: .001, Burst: 40}
 	var logged lockedBuffer
-	closed := at(t, c, Config{Limit: limit, Timeout: time.Second}, WithLogger(slog.New(slog.NewTextHandler(&logged, nil))))
-	open := at(t, c, Config{Limit: limit, Timeout: time.Second, Silence: FailOpen, Prefix: "open:"})
+	closed := at(t, c, Config{Limit: limit, Timeout: 10 * time.Second}, WithLogger(slog.New(slog.NewTextHandler(&logged, nil))))
+	open := at(t, c, Config{Limit: limit, Timeout: 10 * time.Second, Silence: FailOpen, Prefix: "open:"})
 	for _, s := range []*Store{closed, open} {
 		if !s.Key("k").AllowN(15) {
 			t.Fatal(s.Err())
@@ -513,6 +516,9 @@ func TestServerKilled(t *testing.T) {
 	err := h.Wait(ctx)
 	is(t, err, ErrSilent)
 	is(t, err, context.DeadlineExceeded)
+	for _, k := range []*Handle{h, o} {
+		idle(t, k) // or it may take tokens ahead once Redis is back
+	}
 
 	waited := make(chan error)
 	go func() { waited <- h.Wait(t.Context()) }()
@@ -577,7 +583,7 @@ func TestServerHangs(t *testing.T) {
 		t.Fatal(err)
 	}
 	c := dial(t, b.Addr())
-	s := at(t, c, Config{Limit: limiter.Limit{Rate: .001, Burst: 1000}, Timeout: 2 * time.Second})
+	s := at(t, c, Config{Limit: limiter.Limit{Rate: .001, Burst: 1000}, Timeout: 10 * time.Second})
 	h, guarded := s.Key("k"), s.Key("guarded")
 	soon(t, "answers", h.Allow)
 	soon(t, "something ahead", func() bool { return guarded.Admit(0) == 0 })
@@ -589,7 +595,7 @@ func TestServerHangs(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 50*ms)
 	defer cancel()
 	is(t, h.Wait(ctx), context.DeadlineExceeded)
-	if d := time.Since(start); d > 1900*ms {
+	if d := time.Since(start); d > 9900*ms {
 		t.Errorf("a deadline of 50 ms took %v", d)
 	}
 	if s.Err() != nil {
@@ -599,8 +605,8 @@ func TestServerHangs(t *testing.T) {
 	if h.Allow() {
 		t.Error("admitted")
 	}
-	if d := time.Since(start); d < 1990*ms || d > 20*time.Second {
-		t.Errorf("a timeout of 2 s took %v", d)
+	if d := time.Since(start); d < 9990*ms || d > time.Minute {
+		t.Errorf("a timeout of 10 s took %v", d)
 	}
 	is(t, s.Err(), ErrSilent)
 	if err := syscall.Kill(pid, syscall.SIGCONT); err != nil {
