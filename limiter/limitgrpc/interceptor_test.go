@@ -162,7 +162,7 @@ func TestDeadlines(t *testing.T) {
 		t.Errorf("3 of 5/s in %v", d)
 	}
 	// A caller that goes away while it waits does not take a token.
-	g := local(t, 1, 1)
+	g := local(t, .2, 1)
 	_, c = open(t, always(g), limitgrpc.Config{MaxWait: 20 * time.Second})
 	ctx, cancel = context.WithCancel(t.Context())
 	if err := call(ctx, c); err != nil {
