@@ -33,7 +33,7 @@ func TestRun(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	parked := topic.Name + ".billing.retry.1"
+	parked := topic.Name + "." + topic.Group + ".retry.1"
 	defer topic.Close(topic.Name+".dlq", parked)
 	var mu sync.Mutex
 	there := false // the customer
@@ -53,7 +53,9 @@ func TestRun(t *testing.T) {
 	consuming, interrupt := context.WithCancel(ctx)
 	defer interrupt()
 	ended := make(chan error, 1)
-	go func() { ended <- run(consuming, topics.Addrs(), topic.Name, []time.Duration{2 * time.Second}, charge) }()
+	go func() {
+		ended <- run(consuming, topics.Addrs(), topic.Name, topic.Group, []time.Duration{2 * time.Second}, charge)
+	}()
 
 	publish := func(customer string, order int) {
 		if err := topic.PublishKey(customer, strconv.Itoa(order)); err != nil {

@@ -27,14 +27,13 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
-const group = "billing"
-
 func main() {
 	brokers := flag.String("brokers", cmp.Or(os.Getenv("STORMGUARD_KAFKA"), "127.0.0.1:9092"), "addresses, separated by commas")
 	topic := flag.String("topic", "orders", "the topic to consume; it must be there")
+	group := flag.String("group", "billing", "the consumer group")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	err := run(ctx, strings.Split(*brokers, ","), *topic, []time.Duration{time.Minute, 10 * time.Minute, time.Hour}, charge)
+	err := run(ctx, strings.Split(*brokers, ","), *topic, *group, []time.Duration{time.Minute, 10 * time.Minute, time.Hour}, charge)
 	stop()
 	if err != nil {
 		log.Fatal(err)
@@ -47,12 +46,12 @@ func charge(customer string, order int) error {
 	return nil
 }
 
-func run(ctx context.Context, brokers []string, topic string, delays []time.Duration, charge func(customer string, order int) error) (err error) {
+func run(ctx context.Context, brokers []string, topic, group string, delays []time.Duration, charge func(customer string, order int) error) (err error) {
 	config := sarama.NewConfig()
 	config.Consumer.Offsets.Initial = sarama.OffsetOldest // never jump over what is left
 	config.Consumer.Return.Errors = true                  // for WatchErrors
 
-	// The topics of dead letters, topic.dlq, and of each delay, topic.billing.retry.1 and
+	// The topics of dead letters, topic.dlq, and of each delay, topic.group.retry.1 and
 	// so on, are created if they are not there.
 	letters, err := guardkafka.NewDLQ(brokers, config, guardkafka.DLQConfig{Sources: []string{topic}})
 	if err != nil {

@@ -37,7 +37,7 @@ func TestRun(t *testing.T) {
 	defer interrupt()
 	pay := payments.New()
 	ended := make(chan error, 1)
-	go func() { ended <- run(consuming, topics.Addrs(), topic.Name, pay.Charge) }()
+	go func() { ended <- run(consuming, topics.Addrs(), topic.Name, topic.Group, pay.Charge) }()
 	for i := 1; i <= payments.Orders; i++ {
 		body := strconv.Itoa(i)
 		if i == payments.Poison {

@@ -29,9 +29,10 @@ import (
 func main() {
 	brokers := flag.String("brokers", cmp.Or(os.Getenv("STORMGUARD_KAFKA"), "127.0.0.1:9092"), "addresses, separated by commas")
 	topic := flag.String("topic", "orders", "the topic to consume; it must be there")
+	groupID := flag.String("group", "billing", "the consumer group")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	err := run(ctx, strings.Split(*brokers, ","), *topic, charge)
+	err := run(ctx, strings.Split(*brokers, ","), *topic, *groupID, charge)
 	stop()
 	if err != nil {
 		log.Fatal(err)
@@ -44,7 +45,7 @@ func charge(order int) error {
 	return nil
 }
 
-func run(ctx context.Context, brokers []string, topic string, charge func(order int) error) (err error) {
+func run(ctx context.Context, brokers []string, topic, groupID string, charge func(order int) error) (err error) {
 	config := sarama.NewConfig()
 	config.Consumer.Offsets.Initial = sarama.OffsetOldest // never jump over what is left
 	config.Consumer.Return.Errors = true                  // for WatchErrors
@@ -55,7 +56,7 @@ func run(ctx context.Context, brokers []string, topic string, charge func(order 
 		return err
 	}
 	defer func() { err = errors.Join(err, letters.Close()) }()
-	g, err := guard.New(guard.Config{Group: "billing"}, guard.WithLogger(slog.Default()))
+	g, err := guard.New(guard.Config{Group: groupID}, guard.WithLogger(slog.Default()))
 	if err != nil {
 		return err
 	}
@@ -65,7 +66,7 @@ func run(ctx context.Context, brokers []string, topic string, charge func(order 
 		_, closeErr := g.Close(ctx)
 		err = errors.Join(err, closeErr)
 	}()
-	group, err := sarama.NewConsumerGroup(brokers, "billing", config)
+	group, err := sarama.NewConsumerGroup(brokers, groupID, config)
 	if err != nil {
 		return err
 	}

@@ -32,6 +32,7 @@ func Config() *sarama.Config {
 	c.Consumer.Return.Errors = true
 	c.Consumer.Group.Heartbeat.Interval = time.Second
 	c.Metadata.Retry.Max = 20
+	c.Admin.Timeout = 30 * time.Second // of 3s a busy broker may need more
 	return c
 }
 
