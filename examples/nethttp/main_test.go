@@ -44,7 +44,7 @@ func TestOutage(t *testing.T) {
 	if err := f.check(); err != nil {
 		t.Error(err)
 	}
-	if least := int(p.outage.Seconds()*float64(p.rate)/2*0.8) - p.rate/10; f.Accepted < least || f.Refused < least {
+	if least := int(p.outage.Seconds()*float64(p.rate)/2*0.4) - p.rate/10; f.Accepted < least || f.Refused < least {
 		t.Errorf("%d held and %d refused, want at least %d of each", f.Accepted, f.Refused, least)
 	}
 	switch {
@@ -79,7 +79,7 @@ func TestLoadIsBounded(t *testing.T) {
 	for here.Load() < inFlight {
 		time.Sleep(time.Millisecond)
 	}
-	time.Sleep(50 * time.Millisecond) // a thousand more would come
+	time.Sleep(time.Second) // thousands more would come
 	most := here.Load()
 	stop()
 	close(gate)
