@@ -172,7 +172,9 @@ func TestDoctorHalfALook(t *testing.T) {
 func TestDoctorKafka(t *testing.T) {
 	url := brokers.ForTest(t, brokers.Kafka)
 	topic := "doctor-" + strings.ToLower(rand.Text()[:8])
-	admin, err := sarama.NewClusterAdmin(strings.Split(url, ","), sarama.NewConfig())
+	config := sarama.NewConfig()
+	config.Admin.Timeout = 30 * time.Second // of 3s a busy broker may need more
+	admin, err := sarama.NewClusterAdmin(strings.Split(url, ","), config)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -182,7 +184,7 @@ func TestDoctorKafka(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer func() { _ = admin.DeleteTopic(name) }()
-		for range 100 { // the broker learns of a topic by and by
+		for range 600 { // the broker learns of a topic by and by
 			if about, err := admin.DescribeTopics([]string{name}); err == nil && len(about) == 1 && about[0].Err == sarama.ErrNoError {
 				break
 			}
@@ -280,7 +282,7 @@ func testDoctorRabbitMQ(t *testing.T, kind brokers.Kind) {
 		args := append([]string{"doctor", "rabbitmq", "--url", info["management"]}, c.args...)
 		var code int
 		var stdout, stderr string
-		for range 100 { // the API learns of a queue by and by
+		for range 600 { // the API learns of a queue by and by
 			if code, stdout, stderr = command(args...); code == c.code && begins(stdout, c.want) {
 				break
 			}

@@ -254,10 +254,14 @@ func TestOperateFromASeat(t *testing.T) {
 		}
 		return heard == 4 && len(g.Sources()) == 1
 	})
-	said, code := ask("source", "pause", "orders", "--in", "fleet", "--yes")
-	if code != exitOK || !regexp.MustCompile(`(?m)^a +1 +done`).MatchString(said) || !regexp.MustCompile(`(?m)^seat +0 +done`).MatchString(said) {
-		t.Errorf("%d\n%s", code, said)
-	}
+	soon(t, "the seat and the consumer do as they are told", func() bool { // each in five seconds, or the order is given again
+		said, code := ask("source", "pause", "orders", "--in", "fleet", "--yes")
+		done := code == exitOK && regexp.MustCompile(`(?m)^a +1 +done`).MatchString(said) && regexp.MustCompile(`(?m)^seat +0 +done`).MatchString(said)
+		if !done {
+			t.Logf("%d\n%s", code, said)
+		}
+		return done
+	})
 	if holds := g.Sources()[0].State().Holds; len(holds) != 1 || holds[0].Reason != guard.ReasonOperator {
 		t.Errorf("held by %+v", holds)
 	}
@@ -265,10 +269,10 @@ func TestOperateFromASeat(t *testing.T) {
 		t.Errorf("%d\n%s", code, said)
 	}
 	// The order stands, for a source that may begin; but nothing was done.
-	said, code = ask("source", "pause", "ordres", "--in", "fleet", "--yes")
-	if code != exitUnseen || !strings.Contains(said, "no process has a source") {
-		t.Errorf("%d\n%s", code, said)
-	}
+	soon(t, "nobody has a source of that name", func() bool {
+		said, code := ask("source", "pause", "ordres", "--in", "fleet", "--yes")
+		return code == exitUnseen && strings.Contains(said, "no process has a source")
+	})
 }
 
 // What a stranger sends to the console, and is told in the audit, does not steer the operator's

@@ -155,6 +155,7 @@ func TestSecureKafka(t *testing.T) { //nolint:tparallel // they share a broker
 	}
 	config := sarama.NewConfig()
 	config.Version = sarama.V2_8_0_0
+	config.Admin.Timeout = 30 * time.Second // of 3s a busy broker may need more
 	admin, err := sarama.NewClusterAdmin([]string{b.Addr()}, config)
 	if err != nil {
 		t.Fatal(err)
