@@ -229,6 +229,7 @@ func kafkaConfig() *sarama.Config {
 	c := sarama.NewConfig()
 	c.Consumer.Offsets.Initial = sarama.OffsetOldest
 	c.Producer.Return.Successes = true
+	c.Admin.Timeout = 30 * time.Second // of 3s a busy broker may need more
 	c.Producer.Partitioner = sarama.NewHashPartitioner
 	return c
 }
