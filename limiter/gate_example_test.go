@@ -23,7 +23,7 @@ func mustLocal(rate float64, burst int) *limiter.Limiter {
 
 // One process, one limit.
 func ExampleLocal() {
-	l, err := limiter.Local(limiter.Limit{Rate: 100, Burst: 3})
+	l, err := limiter.Local(limiter.Limit{Rate: 2, Burst: 3})
 	if err != nil {
 		log.Fatal(err)
 	}
@@ -31,7 +31,7 @@ func ExampleLocal() {
 		fmt.Print(l.Allow(), " ")
 	}
 	fmt.Println(l.AllowN(3))
-	fmt.Println(l.Wait(context.Background())) // 10 ms
+	fmt.Println(l.Wait(context.Background())) // half a second
 	// Output:
 	// true true true false
 	// <nil>
@@ -59,11 +59,11 @@ func ExampleObserve() {
 }
 
 func ExampleEnter() {
-	g := mustLocal(1, 1)
+	g := mustLocal(.01, 1)
 	g.Allow()
 	err := limiter.Enter(context.Background(), g, 100*time.Millisecond)
 	if denied, ok := errors.AsType[*limiter.DeniedError](err); ok {
-		fmt.Println("in about", denied.After.Round(100*time.Millisecond))
+		fmt.Println("in about", denied.After.Round(10*time.Second))
 	}
-	// Output: in about 1s
+	// Output: in about 1m40s
 }
