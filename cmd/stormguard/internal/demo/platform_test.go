@@ -82,7 +82,7 @@ func TestPlumbing(t *testing.T) { //nolint:tparallel // one broker after another
 	on(t, func(t *testing.T, cfg Config) {
 		for _, way := range []string{"unguarded", "guarded"} {
 			t.Run(way, func(t *testing.T) {
-				ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+				ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
 				defer cancel()
 				b, err := open(ctx, cfg, t.Output())
 				if err != nil {
@@ -96,7 +96,7 @@ func TestPlumbing(t *testing.T) { //nolint:tparallel // one broker after another
 				remove()
 				// What was left behind would be found by the next of the same name.
 				p = layAgain(ctx, t, b, id)
-				if err := acked(ctx, p, 20*time.Second); err != nil {
+				if err := acked(ctx, p, time.Minute); err != nil {
 					t.Error("remove left messages behind:", err)
 				}
 				if buried, err := p.buried(ctx); buried != 0 || err != nil {
@@ -165,7 +165,7 @@ func exercise(ctx context.Context, t *testing.T, p plumbing, way string) {
 	if err := <-ended; err != nil {
 		t.Fatal(err)
 	}
-	if err := acked(ctx, p, stopTimeout); err != nil {
+	if err := acked(ctx, p, time.Minute); err != nil {
 		t.Error(err)
 	}
 	if !slices.IsSorted(handled) || len(handled) != n-2 {
@@ -201,7 +201,7 @@ func publishOne(ctx context.Context, t *testing.T, p plumbing, id int) {
 func TestHandledButNeverSettled(t *testing.T) { //nolint:tparallel // one broker after another
 	t.Parallel()
 	on(t, func(t *testing.T, cfg Config) {
-		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
 		defer cancel()
 		b, err := open(ctx, cfg, t.Output())
 		if err != nil {
