@@ -160,7 +160,7 @@ func (i *incident) begin(ctx context.Context, cfg Config) {
 		if err := <-ended; err != nil {
 			t.Error(err)
 		}
-		end, cancel := context.WithTimeout(context.Background(), stopTimeout)
+		end, cancel := context.WithTimeout(context.Background(), time.Minute)
 		defer cancel()
 		if _, err := i.g.Close(end); err != nil {
 			t.Error(err)
