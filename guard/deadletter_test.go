@@ -322,6 +322,26 @@ func TestWritesThatHangTakeTurns(t *testing.T) {
 	})
 }
 
+// Letters whose refusals take time keep another's waiting for one of them.
+func TestRefusalsThatTakeTime(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		p := newPartlyDown(t, dlq.ErrRefused)
+		p.hangs = time.Second
+		a, b := p.open("a"), p.open("b")
+		for m := range 100 {
+			a <- m
+		}
+		time.Sleep(5 * time.Minute)
+		for m := range 20 {
+			b <- 1000 + m
+			if time.Sleep(p.hangs + time.Millisecond); len(p.bodies()) != m+1 {
+				t.Fatalf("%d letters of b are written, want %d", len(p.bodies()), m+1)
+			}
+		}
+		p.mend(120)
+	})
+}
+
 // A letter that is refused for good makes no other wait for longer: not one whose write
 // failed once, nor one that is put off.
 func TestRefusedLetterLeavesThePaceOfOthers(t *testing.T) {

@@ -50,7 +50,7 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 	}
 	s.nudge()
 	if s.writer != nil {
-		s.writer.ends()
+		s.writer.sourceEnds()
 	}
 
 	stop := context.AfterFunc(ctx, s.overdue)

@@ -6,6 +6,7 @@ package guard
 import (
 	"context"
 	"errors"
+	"fmt"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -606,4 +607,70 @@ func TestEndWhileWritesHang(t *testing.T) {
 			_, _ = p.g.Close(t.Context())
 		})
 	}
+}
+
+// While writes hang, sources that are revoked at once wait for one write and not for one each.
+func TestEndsWhileWritesHang(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		p := newPartlyDown(t, errDown)
+		p.hangs = writeTimeout
+		for m := range 4 {
+			p.open(fmt.Sprint(m)) <- m
+		}
+		time.Sleep(time.Second)
+		start := time.Now()
+		var ends sync.WaitGroup
+		for _, s := range p.g.Sources() {
+			ends.Go(func() {
+				if rep := s.End(t.Context(), ReasonRebalance); rep.Returned != 1 {
+					t.Errorf("%+v", rep)
+				}
+			})
+		}
+		ends.Wait()
+		if took := time.Since(start); took > writeTimeout {
+			t.Errorf("they took %v", took)
+		}
+		_, _ = p.g.Close(t.Context())
+	})
+}
+
+// endsItself is an error that ends its source while the guard reads it.
+type endsItself struct{ end func() }
+
+func (e *endsItself) Error() string { return "down" }
+
+func (e *endsItself) Is(err error) bool {
+	if err == dlq.ErrRefused { //nolint:errorlint // it is what errors.Is asks for
+		e.end()
+	}
+	return false
+}
+
+// A source that is revoked between a failed write and what is made of it has its letter back
+// at once.
+func TestEndBesideAFailedWrite(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		p := newPartlyDown(t, nil)
+		var s Control
+		var once sync.Once
+		ended := make(chan time.Duration, 1)
+		p.why = &endsItself{func() {
+			once.Do(func() {
+				start := time.Now()
+				go func() {
+					s.End(t.Context(), ReasonRebalance)
+					ended <- time.Since(start)
+				}()
+				time.Sleep(time.Microsecond)
+			})
+		}}
+		in := p.open("a")
+		s = p.g.Source("a")
+		in <- 7
+		if took := <-ended; took > time.Millisecond {
+			t.Errorf("End took %v", took)
+		}
+		_, _ = p.g.Close(t.Context())
+	})
 }

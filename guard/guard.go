@@ -285,7 +285,7 @@ func (g *Guard) discard(b *letterbox) {
 	g.mu.Lock()
 	b.users--
 	g.mu.Unlock()
-	b.leaveLocked()
+	b.retireLocked()
 }
 
 // spawn starts a goroutine that ends with the Guard; false once it is closed.

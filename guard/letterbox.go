@@ -35,7 +35,8 @@ const (
 // writer's own breaker. A letter that is not taken waits for a pause: alone if the writer
 // refuses it or puts it off ([dlq.ErrPutOff]), and with all letters of its source if the
 // write failed, since sources may have DLQs of their own. The others are written
-// meanwhile, but after 8 failed writes in a row all wait.
+// meanwhile, but after 8 failed writes in a row all wait. A letter of a source that fails, which
+// may take writeTimeout, and one of another source take turns.
 type letterbox struct {
 	g      *Guard
 	writer dlq.Writer
@@ -44,16 +45,18 @@ type letterbox struct {
 
 	mu      sync.Mutex
 	running bool
-	queue   fifo[postable]      // may be written …
-	down    map[string]struct{} // … but for those of these sources: they wait in failed
-	failed  bench               // a write failed
-	refused bench               // the writer refuses the letter
-	putOffs bench               // it does not take the letter yet
-	back    fifo[postable]      // to go back to their sources, which end
-	ended   bool                // some may be among the others
+	well    fifo[postable]      // letters that may be written, of sources that are not ill
+	sick    fifo[postable]      // letters that may be written, of those that are
+	failed  bench               // letters whose write failed, and all of sources that are down
+	refused bench               // letters that the writer refuses
+	putOffs bench               // letters that it does not take yet
+	back    fifo[postable]      // letters that go back to their sources
+	unsort  bool                // some of the others may go back
 	more    chan struct{}       // has room for one: there is more to do
-	ill     map[string]struct{} // sources whose last write failed
+	down    map[string]struct{} // sources whose letters wait for the pause of failed
+	ill     map[string]struct{} // sources whose last letter failed or was refused
 	wasIll  bool                // the last letter was of such a source
+	broken  bool                // no write has succeeded since one failed
 	row     int                 // failed writes in a row
 	err     error               // of the last failed write; nil once no letter fails
 	waits   error               // why the last letter was put off; nil once none is
@@ -64,18 +67,18 @@ type letterbox struct {
 // double from writeBase while any is left for which that is the last answer.
 type bench struct {
 	top    time.Duration         // bounds a pause
-	left   map[postable]struct{} // for which it is the last answer, wherever they are
-	others []postable            // wait for the end of the pause with …
-	tried  []postable            // … those that had that answer, and come after them
-	until  time.Duration         // when that is; 0 for no pause
+	last   map[postable]struct{} // letters whose last answer this is, wherever they are
+	tried  []postable            // letters that had the answer, and wait for the pause to end
+	others []postable            // letters that wait with them, and come first then
+	until  time.Duration         // when the pause ends; 0 for none
 	pauses int
 }
 
-func newBench(top time.Duration) bench { return bench{top: top, left: make(map[postable]struct{})} }
+func newBench(top time.Duration) bench { return bench{top: top, last: make(map[postable]struct{})} }
 
 // add lets a letter wait for the end of the pause, which begins if there is none.
 func (w *bench) add(now time.Duration, g *Guard, l postable) {
-	w.left[l] = struct{}{}
+	w.last[l] = struct{}{}
 	w.tried = append(w.tried, l)
 	if w.until == 0 {
 		top := min(w.top, writeBase<<min(w.pauses, 10))
@@ -86,8 +89,8 @@ func (w *bench) add(now time.Duration, g *Guard, l postable) {
 
 // drop forgets a letter that had another answer, or none.
 func (w *bench) drop(l postable) {
-	delete(w.left, l)
-	if len(w.left) == 0 {
+	delete(w.last, l)
+	if len(w.last) == 0 {
 		w.pauses = 0
 	}
 }
@@ -143,8 +146,8 @@ func newLetterbox(g *Guard, w dlq.Writer, own bool) *letterbox {
 func (b *letterbox) begin() {
 	b.down, b.ill = make(map[string]struct{}), make(map[string]struct{})
 	b.failed, b.refused, b.putOffs = newBench(writeMax), newBench(writeMax), newBench(putOffMax)
-	b.back = fifo[postable]{}
-	b.running, b.ended, b.wasIll, b.row, b.err, b.waits = false, false, false, 0, nil, nil
+	b.well, b.sick, b.back = fifo[postable]{}, fifo[postable]{}, fifo[postable]{}
+	b.running, b.unsort, b.wasIll, b.broken, b.row, b.err, b.waits = false, false, false, false, 0, nil, nil
 }
 
 func (b *letterbox) benches() [3]*bench { return [...]*bench{&b.failed, &b.refused, &b.putOffs} }
@@ -152,15 +155,15 @@ func (b *letterbox) benches() [3]*bench { return [...]*bench{&b.failed, &b.refus
 func (b *letterbox) post(l postable) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	switch _, down := b.down[l.source()]; {
-	case !down:
-		b.queue.push(l)
-	default:
+	ended, _ := l.ends()
+	b.unsort = b.unsort || ended
+	if _, down := b.down[l.source()]; down {
 		b.failed.others = append(b.failed.others, l)
-		if ended, _ := l.ends(); !ended {
+		if !ended {
 			return
 		}
-		b.ended = true
+	} else {
+		b.well.push(l)
 	}
 	if !b.running && b.g.spawn(b.run) {
 		b.running = true
@@ -168,9 +171,9 @@ func (b *letterbox) post(l postable) {
 	token(b.more)
 }
 
-// ends gives the letters of a source that ends back to it, as backLocked says. It does not
-// wait for the writer.
-func (b *letterbox) ends() {
+// sourceEnds gives the letters of a source that ends back to it, as backLocked says. It does
+// not wait for the writer.
+func (b *letterbox) sourceEnds() {
 	b.mu.Lock()
 	b.sortLocked()
 	back := b.back
@@ -178,15 +181,15 @@ func (b *letterbox) ends() {
 	b.mu.Unlock()
 	for back.len() > 0 {
 		l := back.pop()
-		b.forget(l, nil)
+		b.forget(l, notYet)
 		l.undone(dlq.ErrPutOff)
 	}
 	token(b.more)
 }
 
-// leftLocked is how many letters there are, but for the one at the writer.
-func (b *letterbox) leftLocked() int {
-	n := b.queue.len() + b.back.len()
+// countLocked is how many letters there are, but for the one at the writer.
+func (b *letterbox) countLocked() int {
+	n := b.well.len() + b.sick.len() + b.back.len()
 	for _, w := range b.benches() {
 		n += len(w.others) + len(w.tried)
 	}
@@ -238,7 +241,7 @@ func (b *letterbox) noted(l postable, err error) (turned bool) {
 	defer b.mu.Unlock()
 	was := b.err
 	b.endLocked(now)
-	delete(b.ill, l.source())
+	b.answeredLocked(l, what)
 	var to *bench
 	switch what {
 	case written:
@@ -249,42 +252,59 @@ func (b *letterbox) noted(l postable, err error) (turned bool) {
 		to, b.err = &b.refused, err
 	case broken:
 		to, b.err = &b.failed, err
-		b.down[l.source()], b.ill[l.source()] = struct{}{}, struct{}{}
+		b.down[l.source()] = struct{}{}
 		b.row++
 	}
 	if to != nil {
 		to.add(now, b.g, l)
+		ended, _ := l.ends()
+		b.unsort = b.unsort || ended
 	}
 	b.dropLocked(l, to)
-	if len(b.failed.left)+len(b.refused.left) == 0 {
+	if len(b.failed.last)+len(b.refused.last) == 0 {
 		b.err = nil
 	}
-	if len(b.putOffs.left) == 0 {
+	if len(b.putOffs.last) == 0 {
 		b.waits = nil
 	}
 	return (b.err == nil) != (was == nil)
 }
 
-// forget drops a letter whose source has ended. After a failed write the others of a revoked
-// source need not be tried.
-func (b *letterbox) forget(l postable, err error) {
-	what := answerOf(err)
+// forget drops a letter whose source has ended or has it back. What it was answered says
+// something about the others all the same.
+func (b *letterbox) forget(l postable, what answer) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.dropLocked(l, nil)
-	if what == broken {
-		b.ill[l.source()] = struct{}{}
-		b.ended = true
+	b.answeredLocked(l, what)
+}
+
+// answeredLocked keeps what an answer says about a source and the writer.
+func (b *letterbox) answeredLocked(l postable, what answer) {
+	switch what {
+	case written:
+		b.broken = false
+		delete(b.ill, l.source())
+	case notYet:
+	case broken:
+		b.unsort = b.unsort || !b.broken
+		b.broken = true
+		fallthrough
+	case refused:
+		if _, ill := b.ill[l.source()]; !ill {
+			b.ill[l.source()] = struct{}{}
+			b.unsort = true
+		}
 	}
 }
 
 // endLocked ends the pauses that are over, and tells whether that after failed writes is.
 func (b *letterbox) endLocked(now time.Duration) (failed bool) {
-	if failed = b.failed.end(now, &b.queue); failed {
+	if failed = b.failed.end(now, &b.well); failed {
 		clear(b.down)
 	}
-	b.refused.end(now, &b.queue)
-	b.putOffs.end(now, &b.queue)
+	b.refused.end(now, &b.well)
+	b.putOffs.end(now, &b.well)
 	return failed
 }
 
@@ -298,21 +318,21 @@ func (b *letterbox) dropLocked(l postable, but *bench) {
 }
 
 // backLocked tells whether a letter goes back to its source, which ends: what was put off
-// may not be taken before, and what fails would keep a whole consumer group waiting.
+// may not be taken before, and what fails would keep a whole consumer group waiting. While
+// the writer is broken none is tried for that.
 func (b *letterbox) backLocked(l postable) bool {
 	ended, revoked := l.ends()
 	if !ended {
 		return false
 	}
-	_, putOff := b.putOffs.left[l]
-	_, refused := b.refused.left[l]
+	_, putOff := b.putOffs.last[l]
 	_, ill := b.ill[l.source()]
-	return putOff || revoked && (refused || ill)
+	return putOff || revoked && (ill || b.broken)
 }
 
 // sortLocked finds the letters that go back.
 func (b *letterbox) sortLocked() {
-	b.ended = false
+	b.unsort = false
 	goes := func(l postable) bool {
 		if !b.backLocked(l) {
 			return false
@@ -320,9 +340,11 @@ func (b *letterbox) sortLocked() {
 		b.back.push(l)
 		return true
 	}
-	for range b.queue.len() {
-		if l := b.queue.pop(); !goes(l) {
-			b.queue.push(l)
+	for _, q := range []*fifo[postable]{&b.well, &b.sick} {
+		for range q.len() {
+			if l := q.pop(); !goes(l) {
+				q.push(l)
+			}
 		}
 	}
 	for _, w := range b.benches() {
@@ -340,21 +362,20 @@ type turn struct {
 	over  bool
 }
 
-// next takes the first letter that need not wait. After one of a source that fails, which
-// may have taken writeTimeout, those of others come first.
+// next takes a letter that need not wait.
 func (b *letterbox) next(ctx context.Context) (t turn) {
 	now := b.g.now()
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.leftLocked() == 0 || ctx.Err() != nil {
+	if b.countLocked() == 0 || ctx.Err() != nil {
 		b.begin()
-		b.leaveLocked()
+		b.retireLocked()
 		return turn{over: true}
 	}
 	if b.endLocked(now) {
 		b.row = 0
 	}
-	if b.ended {
+	if b.unsort {
 		b.sortLocked()
 	}
 	if b.back.len() > 0 {
@@ -363,15 +384,11 @@ func (b *letterbox) next(ctx context.Context) (t turn) {
 	if b.row >= writeTries {
 		return turn{until: b.failed.until}
 	}
-	if b.wasIll {
-		t.l = b.takeLocked(func(l postable) bool { _, ill := b.ill[l.source()]; return !ill })
-	}
-	if t.l == nil {
-		t.l = b.takeLocked(func(postable) bool { return true })
-	}
-	if t.l != nil {
-		_, b.wasIll = b.ill[t.l.source()]
-		return t
+	for range 3 { // the second may find letters for the first
+		b.wasIll = !b.wasIll
+		if t.l = b.takeLocked(b.wasIll); t.l != nil {
+			return t
+		}
 	}
 	for _, w := range b.benches() {
 		if w.until > 0 && (t.until == 0 || w.until < t.until) {
@@ -381,25 +398,31 @@ func (b *letterbox) next(ctx context.Context) (t turn) {
 	return t
 }
 
-// takeLocked takes the first letter that may come, nil if there is none.
-func (b *letterbox) takeLocked(may func(postable) bool) postable {
-	for range b.queue.len() {
-		l := b.queue.pop()
-		if _, down := b.down[l.source()]; down {
+// takeLocked takes the first letter of a source that is ill, or is not, nil if there is none.
+func (b *letterbox) takeLocked(ill bool) postable {
+	from, other := &b.well, &b.sick
+	if ill {
+		from, other = other, from
+	}
+	for from.len() > 0 {
+		l := from.pop()
+		_, down := b.down[l.source()]
+		_, is := b.ill[l.source()]
+		switch {
+		case down:
 			b.failed.others = append(b.failed.others, l)
-			continue
-		}
-		if may(l) {
+		case is != ill:
+			other.push(l)
+		default:
 			return l
 		}
-		b.queue.push(l)
 	}
 	return nil
 }
 
-// leaveLocked makes the Guard forget a box that no source has and that writes nothing. One
+// retireLocked makes the Guard forget a box that no source has and that writes nothing. One
 // that still writes stays, so that the writer's next source has the same.
-func (b *letterbox) leaveLocked() {
+func (b *letterbox) retireLocked() {
 	if b.running {
 		return
 	}
@@ -425,7 +448,7 @@ func (b *letterbox) run(ctx context.Context) {
 			}
 			continue
 		case t.back && l.undone(dlq.ErrPutOff):
-			b.forget(l, nil)
+			b.forget(l, notYet)
 			continue
 		}
 		r, err := l.record()
@@ -433,12 +456,12 @@ func (b *letterbox) run(ctx context.Context) {
 		case err == nil:
 			err = b.write(ctx, l, r)
 		case errors.Is(err, ErrClosed):
-			b.forget(l, nil)
+			b.forget(l, notYet)
 			continue
 		default: // as a failed write
 		}
 		if err != nil && l.undone(err) {
-			b.forget(l, err)
+			b.forget(l, answerOf(err))
 			continue
 		}
 		if b.noted(l, err) {
@@ -452,7 +475,7 @@ func (b *letterbox) run(ctx context.Context) {
 func (b *letterbox) tell(from letterFrom) {
 	now := b.g.now()
 	b.mu.Lock()
-	err, since, left := b.err, b.since, max(b.leftLocked(), 1) // one may be at the writer
+	err, since, left := b.err, b.since, max(b.countLocked(), 1) // one may be at the writer
 	if err != nil {
 		b.since = now
 	}

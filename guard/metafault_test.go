@@ -44,7 +44,7 @@ func TestMetaThatDoesNotReturn(t *testing.T) {
 		"panic":  {func() { panic("no headers") }, "Port.Meta panicked: no headers"},
 		"goexit": {runtime.Goexit, "Port.Meta called runtime.Goexit"},
 	} {
-		for _, mended := range []bool{true, false} {
+		for why, mended := range map[Reason]bool{ReasonOperator: true, ReasonShutdown: false, ReasonRebalance: false} {
 			bubble(t, name, func(t *testing.T) {
 				g, err := New(Config{})
 				if err != nil {
@@ -80,8 +80,8 @@ func TestMetaThatDoesNotReturn(t *testing.T) {
 				}
 				ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 				defer cancel()
-				if rep := s.End(ctx, ReasonShutdown); rep.Account.DeadLettered != want || rep.Clean() != mended {
-					t.Errorf("mended %v: %+v", mended, rep)
+				if rep := s.End(ctx, why); rep.Account.DeadLettered != want || rep.Clean() != (why != ReasonShutdown) {
+					t.Errorf("mended %v, %v: %+v", mended, why, rep)
 				}
 				s.mu.Lock()
 				if left := s.c.budget.Balance(credit.Permanent); left != float64(500-want) {

@@ -167,7 +167,7 @@ func (c *machine[M]) drain(now time.Duration) (rest []M, kept int) {
 	for _, it := range c.undone {
 		back(it.m, it.copy)
 		c.remember(now, it)
-		if !it.tried {
+		if !it.begun || !it.tried {
 			c.refund(it)
 		}
 		c.unguess(it)
