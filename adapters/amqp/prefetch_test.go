@@ -140,9 +140,9 @@ func TestASingleActiveConsumerHandsOver(t *testing.T) {
 					overlaps.Add(1)
 				}
 				defer running.Add(-1)
-				time.Sleep(3 * time.Millisecond)
+				time.Sleep(time.Millisecond)
 				return rec.handle(ctx, d)
-			}, WithPrefetch(200), WithConsumerTimeout(8*time.Second), WithDeliveryLimit(1000))
+			}, WithPrefetch(200), WithConsumerTimeout(40*time.Second), WithDeliveryLimit(1000))
 		}
 		first := start(0)
 		adaptertest.Eventually(t, "opened to probe", func() bool { return len(lines[0].books().prefetch) > 1 && lines[0].unacked() == witnesses })
