@@ -641,7 +641,7 @@ type endsItself struct{ end func() }
 func (e *endsItself) Error() string { return "down" }
 
 func (e *endsItself) Is(err error) bool {
-	if err == dlq.ErrRefused { //nolint:errorlint // it is what errors.Is asks for
+	if err == dlq.ErrRefused {
 		e.end()
 	}
 	return false
