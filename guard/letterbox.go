@@ -486,7 +486,11 @@ func (b *letterbox) tell(from letterFrom) {
 		}})
 		return
 	}
-	args := []any{"source", from.cfg.Name, "reason", ReasonDLQ.String(), "error", err, "messages", left, "help", "mend the writer: it is tried again, and nothing is lost"}
+	help := "mend the writer: it is tried again, and nothing is lost"
+	if err == errWriteLate { //nolint:errorlint // watch's own
+		help = "make the writer heed its context: nothing else is dead-lettered by it until the call returns"
+	}
+	args := []any{"source", from.cfg.Name, "reason", ReasonDLQ.String(), "error", err, "messages", left, "help", help}
 	if e, ok := errors.AsType[*lostCallError](err); ok {
 		args = append(args, "stack", string(e.stack))
 	}

@@ -97,7 +97,7 @@ func TestWriterThatStands(t *testing.T) {
 		if err := r.g.Ready(); !errors.Is(err, errWriteLate) {
 			t.Errorf("ready: %v", err)
 		}
-		if !strings.Contains(logged.String(), "level=WARN msg=\""+lineWriter) {
+		if !strings.Contains(logged.String(), "level=WARN msg=\""+lineWriter) || !strings.Contains(logged.String(), "heed its context") {
 			t.Errorf("logged: %s", &logged)
 		}
 		close(release)
