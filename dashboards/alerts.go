@@ -59,7 +59,7 @@ var alerts = []alert{
 		expr: `max by (` + byTopic + `) (stormguard_hold_active{reason="storm"}) == 1
 or sum by (` + byTopic + `) (increase(stormguard_storms_total[5m])) > 0`,
 		summary: "Storm: " + where,
-		means:   "An outage: error rate, attempts and age of messages are over their thresholds. The source holds its messages. It dead-letters only permanent failures, proven poison and rare guesses.",
+		means:   "An outage. The source holds its messages, and dead-letters only permanent failures, proven poison and rare guesses.",
 		do:      "Follow the runbook.",
 		tests:   []sample{{labelled("stormguard_hold_active", `reason="storm"`), "1", "0"}},
 	},
@@ -78,15 +78,15 @@ or sum by (` + byTopic + `) (increase(stormguard_storms_total[5m])) > 0`,
 		name: "StormguardMessagesWaitForPerson", severity: page, lasts: "2m",
 		expr:    `max by (` + byTopic + `) (stormguard_hold_active{reason="dlq"}) == 1`,
 		summary: "Messages wait for a DLQ credit or the dead-letter writer: " + where,
-		means:   "Failed messages cannot be dead-lettered: there is no credit or writer, a limit paces them, or the DLQ is away.",
-		do:      "`stormguard source show` says why. Mend the DLQ, or look at the errors and quarantine or grant credits.",
+		means:   "Failed messages cannot be dead-lettered: no credit, no writer, a limit, or a DLQ that is away.",
+		do:      "`stormguard source show` says which. The runbook's step 1 says what to do.",
 		tests:   []sample{{labelled("stormguard_hold_active", `reason="dlq"`), "1", "0"}},
 	},
 	{
 		name: "StormguardBudgetSpent", severity: ticket, lasts: "5m",
 		expr:    `min by (` + byTopic + `) (stormguard_budget_balance) < 1`,
 		summary: "No DLQ credit left: " + where,
-		means:   "Failed messages that nothing proves to be poison wait, until successes or time bring credits.",
+		means:   "Failed messages that nothing proves to be poison wait for credits.",
 		do:      "Quarantine what the dead letters share (`stormguard causes`).",
 		tests:   []sample{{labelled("stormguard_budget_balance", ""), "0.2", "20"}},
 	},
@@ -107,15 +107,15 @@ unless sum by (` + byTopic + `) (increase(stormguard_dlq_write_duration_seconds_
 		expr:    `sum by (` + byTopic + `) (increase(stormguard_dead_letters_total{reason!="quarantine"}[10m])) > 20`,
 		summary: "Over 20 dead letters in 10 min: " + where,
 		means:   "A producer sends poison, or a handler has a mistake.",
-		do:      "Quarantine what they share: `stormguard causes` groups them by error.",
+		do:      "Quarantine what they share (`stormguard causes`), or mend the handler.",
 		tests:   []sample{{labelled("stormguard_dead_letters_total", `reason="attempts"`), "0+5", ""}},
 	},
 	{
 		name: "StormguardHoldNearlyFull", severity: ticket, lasts: "5m",
 		expr:    `max by (` + byTopic + `) (stormguard_window_used_ratio) > 0.9`,
 		summary: "The window is nearly full: " + where,
-		means:   "When the window is full, in messages or bytes, the rest waits at the broker. In an outage that is right.",
-		do:      "In an outage, the broker must keep messages for longer than it lasts. If nothing is held, a handler is slow or hangs: look at the duration of calls on the group's dashboard.",
+		means:   "When the window is full, the rest waits at the broker. In an outage that is right.",
+		do:      "In an outage, check that the broker keeps messages for longer than it lasts. If nothing is held, a handler is slow or hangs: see the duration of calls on the group's dashboard.",
 		tests: []sample{
 			{labelled("stormguard_window_used_ratio", ""), "0.98", "0.01"},
 		},
@@ -145,15 +145,15 @@ and max by (` + byTopic + `) (stormguard_hold_active{reason=~"breaker|storm|dlq|
 		expr:    `sum by (` + byTopic + `) (increase(stormguard_ack_failures_total[10m])) > 0`,
 		summary: "Acks fail: " + where,
 		means:   "Handled messages will be handled again. On Kafka commits are behind.",
-		do:      "Look at the broker and the connection. An effect that may not happen twice needs `once`.",
+		do:      "Look at the broker and the connection.",
 		tests:   []sample{{labelled("stormguard_ack_failures_total", ""), "0+1", ""}},
 	},
 	{
 		name: "StormguardFleetBelowQuorum", severity: page, lasts: "1m",
 		expr:    `stormguard_fleet_heard < stormguard_fleet_quorum`,
 		summary: "{{ $labels.instance }} hears {{ $value }} processes, fewer than a quorum",
-		means:   "The process takes no part in the fleet's decisions. Its breaker works on; so does its share of the limits, unless OnSilence is majority.",
-		do:      "Look at the network. `stormguard fleet` shows who is heard; `stormguard fleet evict` removes members that will not come back.",
+		means:   "The process takes no part in the fleet's decisions. Its breakers work on; so does its share of the limits, unless OnSilence is majority.",
+		do:      "Look at the network. `stormguard fleet` shows who is heard. Evict members that will not come back (`stormguard fleet evict`).",
 		tests: []sample{
 			{`stormguard_fleet_heard{instance="a"}`, "1", "3"},
 			{`stormguard_fleet_quorum{instance="a"}`, "2", "2"},
@@ -171,7 +171,7 @@ and max by (` + byTopic + `) (stormguard_hold_active{reason=~"breaker|storm|dlq|
 		name: "StormguardLimitStranded", severity: ticket, lasts: "10m",
 		expr:    `max(stormguard_limiter_share_stranded_ratio) > 0`,
 		summary: "{{ $value | humanizePercentage }} of the limits is minted by nobody",
-		means:   "A member is away, with its share. The fleet admits less than its limit, unless OnSilence is takeover.",
+		means:   "A member is away, and its share unused, unless OnSilence is takeover.",
 		do:      "Start it again, or `stormguard fleet evict` it.",
 		tests:   []sample{{`stormguard_limiter_share_stranded_ratio{instance="a"}`, "0.33", "0"}},
 	},
@@ -179,15 +179,15 @@ and max by (` + byTopic + `) (stormguard_hold_active{reason=~"breaker|storm|dlq|
 		name: "StormguardLimitSkewed", severity: ticket, lasts: "15m",
 		expr:    `max(stormguard_limiter_skew_ratio) > 0.3`,
 		summary: "Tokens lie unevenly: {{ $value }}",
-		means:   "Some processes have tokens to spare, others none. Loans even that out in a second if processes hear each other.",
-		do:      "Look at the delay of changes and at refused packets.",
+		means:   "Some processes have tokens to spare, others none. If processes hear each other, loans even that out in a second.",
+		do:      "Look at the sync delay and refused packets.",
 		tests:   []sample{{`stormguard_limiter_skew_ratio{instance="a"}`, "0.45", "0.1"}},
 	},
 	{
 		name: "StormguardCutNotApplied", severity: ticket, lasts: "5m",
 		expr:    `max(stormguard_fleet_configuration_lacking) > 0`,
 		summary: "{{ $value }} members have not applied a smaller limit",
-		means:   "A member has not confirmed its smaller share. Until then the others do not get their larger ones.",
+		means:   "A member has not confirmed its smaller share. Until then the others wait for their larger ones.",
 		do:      "`stormguard fleet` names it. Start it again, or evict it.",
 		tests:   []sample{{`stormguard_fleet_configuration_lacking{instance="a"}`, "1", "0"}},
 	},
@@ -266,7 +266,7 @@ what to do. [The runbook](runbook.md) leads through an incident.
 		}
 		fmt.Fprintf(&b, "| [%s](#%s) | %s | %s |\n", a.name, strings.ToLower(a.name), a.severity, lasts)
 	}
-	b.WriteString("\n`page` means now; `ticket` can wait for office hours. `go run .` in `dashboards` writes this page.\n")
+	b.WriteString("\n`page` means now; `ticket` can wait for office hours.\n")
 	for _, a := range alerts {
 		fmt.Fprintf(&b, "\n## %s\n\n%s\n\n%s\n\n```\n%s\n```\n", a.name, wrap(a.means), wrap("**Do:** "+a.do), a.expr)
 	}
