@@ -24,7 +24,8 @@ import (
 //
 // Times travel as the fleet's, as those of a [Quarantine] do. A process that has just started
 // does not know that time yet: by a clock that is behind, an order that is over would be in
-// force. So it has no orders but its own before [Orders.Offset] was called.
+// force. So before [Orders.Offset] was called it has no orders but its own. These are sent
+// afterwards: by such a clock they would be over for the others, or last too long.
 //
 // Orders have one sequence in all processes, that of their stamps: whoever hears two late
 // carries them out as everybody else did.
@@ -37,9 +38,9 @@ type Orders struct {
 
 	*board
 
-	shift   time.Duration   // of our wall clock, to the fleet's time
-	timed   bool            // that is known
-	own     map[string]bool // before: ids of orders that were given here, by our clock; nil then
+	shift   time.Duration // of our wall clock, to the fleet's time
+	timed   bool          // that is known
+	own     []Order       // were given here before, by our clock, and are not sent yet
 	pruneAt time.Time
 }
 
@@ -72,9 +73,14 @@ func (o *Orders) Offset(shift time.Duration) {
 	defer o.mu.Unlock()
 	o.shift = shift
 	if !o.timed {
-		o.timed, o.own = true, nil
+		o.timed = true
 		o.watchedLocked() // there may be orders
 	}
+	now := o.wall()
+	o.own = slices.DeleteFunc(o.own, func(x Order) bool {
+		x.stamp.Physical = uint64(max(0, int64(x.stamp.Physical)+shift.Milliseconds()))
+		return !now.Before(x.Until) || o.addLocked(orderMark, x.ID+"|"+x.Text, "", x.Until.Add(shift), x.stamp) == nil
+	})
 }
 
 // Give puts an order up until its time. The error says what is wrong with it, or is
@@ -88,8 +94,11 @@ func (o *Orders) Give(id, text string, until time.Time) error {
 	}
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	o.pruneLocked(o.wall())
-	all := o.inForceLocked(o.wall())
+	now := o.wall()
+	if o.timed {
+		o.pruneLocked(now)
+	}
+	all := o.inForceLocked(now)
 	if len(all) >= maxOrders {
 		return fmt.Errorf("%w: %d orders are in force", ErrBusy, len(all))
 	}
@@ -108,10 +117,10 @@ func (o *Orders) Give(id, text string, until time.Time) error {
 		}
 	}
 	if !o.timed {
-		if o.own == nil {
-			o.own = make(map[string]bool)
-		}
-		o.own[id] = true
+		o.own = slices.DeleteFunc(o.own, func(x Order) bool { return !now.Before(x.Until) })
+		o.own = append(o.own, Order{id, text, until, at})
+		o.watchedLocked()
+		return nil
 	}
 	return o.addLocked(orderMark, id+"|"+text, "", until.Add(o.shift), at)
 }
@@ -185,8 +194,13 @@ type Order struct {
 }
 
 func (o *Orders) inForceLocked(now time.Time) (all []Order) {
+	for _, x := range o.own {
+		if now.Before(x.Until) {
+			all = append(all, x)
+		}
+	}
 	o.each(orderMark, func(id, text, _ string, until time.Time, stamp crdt.Stamp) {
-		if until = until.Add(-o.shift); now.Before(until) && (o.timed || o.own[id]) {
+		if until = until.Add(-o.shift); o.timed && now.Before(until) {
 			all = append(all, Order{id, text, until, stamp})
 		}
 	})

@@ -74,8 +74,48 @@ func TestOrdersBeforeTheFleetsTime(t *testing.T) {
 	}
 	before := told
 	b.Offset(30 * time.Minute)
-	if got := b.texts(); !slices.Equal(got, []string{"2 deadletter"}) || told != before+1 { // x is over by that time
+	if got := b.texts(); !slices.Equal(got, []string{"2 deadletter", "x pause"}) || told == before {
 		t.Errorf("then: %q, told %d times", got, told-before)
+	}
+}
+
+// An order that a process is given before it knows the fleet's time lasts as long as it says in
+// all processes, and is in its place among those of others, however wrong that process's clock is.
+func TestOrderGivenBeforeTheFleetsTime(t *testing.T) {
+	for _, off := range []time.Duration{-3 * time.Hour, 0, 3 * time.Hour} {
+		t.Run(off.String(), func(t *testing.T) {
+			start := time.Unix(1_800_000_000, 0)
+			a := newOrderer(t, "a", start)
+			give := func(o *orderer, id string) {
+				t.Helper()
+				if err := o.Give(id, "pause", o.wall.Add(10*time.Minute)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			give(a, "1")
+			a.wall = a.wall.Add(time.Minute)
+			b := newOrderer(t, "b", a.wall.Add(off))
+			b.timed = false
+			b.hear(t, a)
+			give(b, "2")
+			a.hear(t, b)
+			if got := a.texts(); !slices.Equal(got, []string{"1 pause"}) {
+				t.Errorf("before b knows the time a has %q", got)
+			}
+			a.wall, b.wall = a.wall.Add(time.Second), b.wall.Add(time.Second)
+			b.Offset(-off)
+			a.hear(t, b)
+			give(a, "3")
+			b.hear(t, a)
+			for _, o := range []*orderer{a, b} {
+				if got := o.texts(); !slices.Equal(got, []string{"1 pause", "2 pause", "3 pause"}) {
+					t.Fatalf("%s has %q", o.self.Name, got)
+				}
+			}
+			if until, want := a.InForce()[1].Until, start.Add(11*time.Minute); !until.Equal(want) {
+				t.Errorf("it ends at %v, want %v", until, want)
+			}
+		})
 	}
 }
 
