@@ -75,6 +75,15 @@ func (b *Breaker) CloseHeld(now time.Duration, cause breaker.Cause) {
 	b.closeLocked(now, cause)
 }
 
+// Proved reports whether the breaker is closed and probes closed it: its own, or those of the
+// party that held it. One that [Breaker.ForceClosed] closed has shown nothing, nor has one that
+// was never open.
+func (b *Breaker) Proved() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.epoch.Load().state == breaker.Closed && b.remember != -1
+}
+
 // Held reports whether the breaker is held, a permitted probe included: one atomic
 // load.
 func (b *Breaker) Held() bool { return b.epoch.Load().held }

@@ -71,6 +71,29 @@ func TestHoldAndForce(t *testing.T) {
 	state(t, b, 0, breaker.HalfOpen)
 }
 
+// Probes prove something; an operator's close does not, nor a breaker that was never open.
+func TestProved(t *testing.T) {
+	b := must(t, breaker.Config{})
+	proved := func(when string, want bool) {
+		t.Helper()
+		if got := b.Proved(); got != want {
+			t.Errorf("%s: %v", when, got)
+		}
+	}
+	proved("new", false)
+	b.Hold(0, 1, "fleet")
+	proved("held", false)
+	b.CloseHeld(sec, "fleet")
+	proved("closed by who held it", true)
+	trip(t, b, 2*sec)
+	proved("open", false)
+	b.ForceClosed(3*sec, "operator")
+	proved("closed by force", false)
+	trip(t, b, 4*sec)
+	reclose(t, b, 5*sec)
+	proved("closed by its own probes", true)
+}
+
 // A probe that is out when the hold is renewed counts for nothing.
 func TestHoldVoidsPermit(t *testing.T) {
 	b := must(t, breaker.Config{})

@@ -39,7 +39,7 @@
 //	              open, and the round does not move for twice       its breaker decides by itself, until the
 //	              Lease and two Turns, though it has calls          fleet's next decision
 //	              just closed                                       closes its breaker, and keeps its backoff
-//	heard again   open, its own breaker has closed meanwhile        holds it, and counts as passed
+//	heard again   open, its own probes closed it meanwhile          holds it, and counts as passed
 //	cut off       closed                                            its breaker decides by itself
 //	              open, period not over                             holds its breaker
 //	              open, period over, and up to a fifth longer       its breaker decides by itself

@@ -33,7 +33,7 @@ type driver = scope.Driver
 //
 // A force stands until it ends; the hold comes back after it if there still is one. A
 // breaker that is held and that somebody closed by force stays closed until it trips
-// again: then it is held with the others.
+// again: then it is held with the others. To the others a close by force is no recovery.
 type Member struct {
 	*driver
 	clock  func() time.Duration

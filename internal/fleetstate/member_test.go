@@ -5,6 +5,7 @@ package fleetstate
 
 import (
 	"fmt"
+	"slices"
 	"testing"
 	"time"
 
@@ -321,6 +322,121 @@ func TestMemberTellsARecoveryOfOnePartition(t *testing.T) {
 		}
 		if p := c.phase(i, "g/orders"); i >= 2 && p != PhasePassed {
 			t.Errorf("%s says %v, and its probes have passed", c.names[i], p)
+		}
+	}
+}
+
+// What an operator closes has not recovered: no call has returned. The fleet stays open until
+// probes have passed, also where all that a process has was closed while it was cut off.
+func TestMemberTellsNoRecoveryOfAnOperatorsClose(t *testing.T) {
+	const held, letGo, again = "while it is held", "after it was let go", "after it tripped again"
+	for _, topic := range []bool{false, true} {
+		for _, when := range []string{held, letGo, again} {
+			t.Run(fmt.Sprintf("topic %v, %s", topic, when), func(t *testing.T) {
+				c := newCrew(t, "a", "b", "c", "d")
+				var bs []*circuit.Breaker
+				for i := range c.names {
+					path := []string{"g", "orders"}
+					if topic {
+						path = append(path, fmt.Sprint(i))
+					}
+					bs = append(bs, c.adopt(i, path...))
+				}
+				bs[0].Trip(c.now, "run")
+				bs[1].Trip(c.now, "run")
+				for range 3 {
+					c.pass(20 * ms)
+					c.talk()
+				}
+				each := func(do func(b *circuit.Breaker)) {
+					for _, b := range bs {
+						do(b)
+					}
+					c.pass(40 * ms)
+				}
+				freed := func(b *circuit.Breaker) { b.ForceClosed(c.now, "operator") }
+				if each(func(b *circuit.Breaker) {
+					if !b.Held() {
+						t.Fatalf("%s is not held", b.Name())
+					}
+				}); when == held {
+					each(freed)
+				}
+				cutOff(c)
+				if when == again {
+					each(func(b *circuit.Breaker) { b.Trip(c.now, "run") })
+				}
+				if when != held {
+					each(freed)
+				}
+				for range 10 {
+					c.talk()
+					c.pass(20 * ms)
+				}
+				for i := range c.names {
+					if s := c.v[i].Status(c.fleet(), "g/orders"); !s.Open() {
+						t.Errorf("%s: the fleet is %v, and nobody has called", c.names[i], s.Position)
+					}
+				}
+				closed := func() bool {
+					return !slices.ContainsFunc(bs, func(b *circuit.Breaker) bool { return !b.Closed() })
+				}
+				for n := 0; !closed(); n++ {
+					if n == 1000 {
+						t.Fatalf("probes do not close it: %+v", c.m[0].Scopes())
+					}
+					c.talk()
+					c.pass(20*ms, bs...)
+					for _, b := range bs {
+						if tok, r := b.Admit(c.now, 1); r.OK() && tok.Probe() {
+							b.Success(c.now, tok)
+						}
+					}
+				}
+			})
+		}
+	}
+}
+
+// A partition that an operator had closed shows a recovery once its own probes have closed it
+// after it tripped again.
+func TestMemberTellsARecoveryAfterAnOperatorsClose(t *testing.T) {
+	c := newCrew(t, "a", "b", "c", "d")
+	var bs []*circuit.Breaker
+	for i := range c.names {
+		bs = append(bs, c.adopt(i, "g", "orders", fmt.Sprint(i)))
+	}
+	bs[0].Trip(c.now, "run")
+	bs[1].Trip(c.now, "run")
+	for range 3 {
+		c.pass(20 * ms)
+		c.talk()
+	}
+	for _, b := range bs {
+		b.ForceClosed(c.now, "operator")
+	}
+	c.pass(40 * ms)
+	cutOff(c)
+	for _, b := range bs {
+		b.Trip(c.now, "run")
+	}
+	c.pass(sec)
+	for _, b := range bs {
+		for !b.Closed() {
+			tok, r := b.Admit(c.now, 1)
+			if !r.OK() {
+				t.Fatalf("%s: %+v", b.Name(), r)
+			}
+			b.Success(c.now, tok)
+		}
+	}
+	for range 10 {
+		c.pass(20 * ms)
+		c.talk()
+	}
+	for i := range c.names {
+		if s := c.v[i].Status(c.fleet(), "g/orders"); s.Open() || s.Gen != 1 {
+			t.Errorf("%s: the topic is %v", c.names[i], s.Position)
 		}
 	}
 }

@@ -55,11 +55,12 @@ type claim struct {
 	prober *leaf  // has the permit of the probe that is out
 
 	// Of a topic, which has no breaker of its own.
-	gen     uint64
-	letGo   bool // half-open: no partition has closed since by its own probes
-	tripped bool
-	level   int
-	cause   breaker.Cause
+	gen      uint64
+	letGo    bool // half-open since the last HalfOpen
+	tripped  bool
+	unproved bool // no partition has closed by its own probes since it was let go or tripped
+	level    int
+	cause    breaker.Cause
 }
 
 // leaf is a breaker.
@@ -71,7 +72,7 @@ type leaf struct {
 
 	half    *claim // gave it back half-open while another held it: it is not closed with that one
 	told    bool   // it is closed, and that was told
-	letGo   bool   // half-open by the last HalfOpen: it closes by its own probes
+	opened  bool   // was not closed at some time since the last HalfOpen
 	waits   bool   // a message waits at it
 	freed   bool   // held, but closed by an operator
 	tripped bool   // by its own verdict, and not closed since
@@ -257,7 +258,7 @@ func (d *Driver) lookLocked(now time.Duration, l *leaf) {
 		}
 		s = l.b.Snapshot(now)
 	}
-	l.told = closed
+	l.told, l.opened = closed, l.opened || !closed
 	switch {
 	case closed:
 		l.tripped = false
@@ -266,6 +267,7 @@ func (d *Driver) lookLocked(now time.Duration, l *leaf) {
 	}
 	l.waits = l.waits && !closed && !s.Barred
 	if len(l.claims) > 0 && !l.claims[0].topic {
+		s.Forced = s.Forced || s.State == breaker.Closed && !l.b.Proved() // by an operator, as Observe has it
 		d.v.Observe(d.clock(), l.claims[0].name, s)
 		d.v.Want(d.clock(), l.claims[0].name, l.waits)
 	}
@@ -274,7 +276,7 @@ func (d *Driver) lookLocked(now time.Duration, l *leaf) {
 // lookAboveLocked is the same for a topic, whose breaker is made up from those of
 // its partitions. It is open while enough of them are by their own verdict. While it is
 // held, it is like the partition that probes. From when it is let go it is half-open,
-// until a partition has closed by its own probes.
+// until a partition has closed by its own probes, or all are closed.
 func (d *Driver) lookAboveLocked(now time.Duration, c *claim) {
 	if !c.topic {
 		return
@@ -284,7 +286,7 @@ func (d *Driver) lookAboveLocked(now time.Duration, c *claim) {
 	for _, l := range c.leaves {
 		rest = rest && l.told
 		waits = waits || l.waits
-		proved = proved || l.letGo && l.told
+		proved = proved || c.unproved && l.opened && l.told && l.b.Proved()
 		if l.tripped {
 			open++
 			if l.level > level {
@@ -292,7 +294,7 @@ func (d *Driver) lookAboveLocked(now time.Duration, c *claim) {
 			}
 		}
 	}
-	if rest && !c.held && !c.tripped && !c.letGo {
+	if rest && !c.held && !c.unproved {
 		return
 	}
 	s := breaker.Snapshot{Name: c.name}
@@ -308,13 +310,14 @@ func (d *Driver) lookAboveLocked(now time.Duration, c *claim) {
 		if !c.tripped || level != c.level {
 			c.gen++
 		}
-		c.tripped, c.letGo, c.level, c.cause = true, false, level, cause // its own verdict
+		c.tripped, c.letGo, c.unproved, c.level, c.cause = true, false, true, level, cause // its own verdict
 		s.State, s.BackoffLevel, s.Cause = breaker.Open, level, cause
 	default:
-		c.tripped = false
-		if c.letGo = c.letGo && !proved && !rest; c.letGo {
+		c.tripped, c.unproved = false, c.unproved && !proved
+		if c.letGo = c.letGo && c.unproved && !rest; c.letGo {
 			s.State = breaker.HalfOpen
 		}
+		s.Forced = c.unproved && !c.letGo
 	}
 	s.Generation = c.gen
 	d.v.Observe(d.clock(), c.name, s)
@@ -354,14 +357,14 @@ func (d *Driver) applyLocked(now time.Duration, c *claim, a Action) {
 	c.prober = nil
 	switch a.Kind {
 	case Hold:
-		c.held, c.last, c.letGo, c.tripped = true, a, false, false
+		c.held, c.last, c.letGo, c.tripped, c.unproved = true, a, false, false, false
 		for _, l := range c.leaves {
 			l.hold(now, c)
 		}
 	case HalfOpen:
-		c.held, c.letGo = false, true
+		c.held, c.letGo, c.unproved = false, true, true
 		for _, l := range c.leaves {
-			if l.letGo = !l.freed || !l.b.Closed(); !l.letGo {
+			if l.opened = !l.freed || !l.b.Closed(); !l.opened {
 				continue
 			}
 			l.half = nil
@@ -379,7 +382,7 @@ func (d *Driver) applyLocked(now time.Duration, c *claim, a Action) {
 			c.prober = l
 		}
 	case Close:
-		c.held, c.letGo = false, false
+		c.held, c.letGo, c.unproved = false, false, false
 		for _, l := range c.leaves {
 			if l.half == c {
 				l.half = nil

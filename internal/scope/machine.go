@@ -153,8 +153,8 @@ func (m *Machine) Obtain(now time.Duration, name string) *Scope {
 
 // Observe tells what the breaker of a scope is like. Call it after each of its
 // changes and after an action was applied; late and repeated calls do no harm,
-// for it is the state that counts. It does nothing about a scope that was not
-// adopted.
+// for it is the state that counts. A closed breaker that is Forced was closed by no
+// probe, and is no recovery. It does nothing about a scope that was not adopted.
 func (m *Machine) Observe(now time.Duration, name string, s breaker.Snapshot) {
 	m.mu.Lock()
 	defer m.unlock(nil)
@@ -171,7 +171,7 @@ func (m *Machine) Observe(now time.Duration, name string, s breaker.Snapshot) {
 			m.rehold(now, sc) // a force that stood in the way of the hold is over
 		}
 	case sc.Known.Open(): // cut off, or let go: the breaker decides
-		sc.back = s.State == breaker.Closed
+		sc.back = s.State == breaker.Closed && !s.Forced
 		sc.cast = s.Generation // what tripped before a close is no vote after it
 		if m.connected && !sc.Blind {
 			m.credit(now, sc)
@@ -348,7 +348,7 @@ func (m *Machine) rejoin(now time.Duration, sc *Scope) {
 	sc.Book.Decide(now)
 }
 
-// credit counts the probes of our breaker, where it has closed by itself while the
+// credit counts the probes of our breaker, where they have closed it while the
 // fleet is open, as ours in the round: if the others have recovered likewise, nobody
 // needs to probe again.
 func (m *Machine) credit(now time.Duration, sc *Scope) {

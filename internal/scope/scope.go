@@ -146,7 +146,7 @@ type Scope struct {
 	release time.Duration // when held gives way to HalfOpen; Never if it does not
 	seen    uint64        // generation of the breaker at the last Observe
 	cast    uint64        // generation of the breaker that the last vote was about
-	back    bool          // let go while the fleet is open, it has closed by itself
+	back    bool          // let go while the fleet is open, its own probes have closed it
 
 	// Of the round.
 	trial   trial
