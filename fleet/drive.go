@@ -145,11 +145,7 @@ func (p *Process) stormChanged(c fleetstate.StormChange) {
 // lookAround says how this process stands, and writes down what became of scopes.
 func (p *Process) lookAround(now time.Duration) {
 	peers := p.node.Peers()
-	for _, peer := range peers {
-		if peer.HasOffset {
-			p.journal.Sample(peer.Replica, peer.Offset, peer.RTT)
-		}
-	}
+	sampleClocks(p.journal, peers)
 	p.keepFleetTime()
 	if s := p.memberStatus(); p.drive.says(now, &s, len(peers)) {
 		p.statuses.Say(s)
@@ -178,6 +174,19 @@ func (p *Process) lookAround(now time.Duration) {
 			kind = fleetstate.EntryOpened
 		}
 		p.write(fleetstate.Entry{Kind: kind, Subject: s.Name, Text: string(s.Cause)})
+	}
+}
+
+// sampleClocks tells the journal how far the peers' clocks are off. One that has gone would keep
+// the last of it, and its journal might follow stamps that are as far ahead.
+func sampleClocks(j *fleetstate.Journal, peers []gossip.Peer) {
+	for _, peer := range peers {
+		switch {
+		case peer.Heard >= backFor:
+			j.ForgetClock(peer.Replica)
+		case peer.HasOffset:
+			j.Sample(peer.Replica, peer.Offset, peer.RTT)
+		}
 	}
 }
 

@@ -7,7 +7,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stormguard-mq/stormguard/internal/crdt"
 	"github.com/stormguard-mq/stormguard/internal/fleetstate"
+	"github.com/stormguard-mq/stormguard/internal/gossip"
 )
 
 // What a process says of itself is told when it has changed, as often as the others
@@ -37,5 +39,46 @@ func TestSays(t *testing.T) {
 				t.Errorf("%d others, changes %v: told %d times in %v, want %d", others, changes, told, span, want)
 			}
 		}
+	}
+}
+
+// A clock that jumps ahead is counted, though one was as far ahead whose process has gone.
+func TestSampleClocks(t *testing.T) {
+	t.Parallel()
+	wall, self := time.Unix(1_800_000_000, 0), crdt.Replica{Name: "b", Incarnation: 1}
+	journal := func(of crdt.Replica, ahead time.Duration) *fleetstate.Journal {
+		j, err := fleetstate.NewJournal(fleetstate.JournalConfig{}, of, func() time.Time { return wall.Add(ahead) })
+		if err != nil {
+			t.Fatal(err)
+		}
+		return j
+	}
+	a, b := journal(crdt.Replica{Name: "a", Incarnation: 1}, 0), journal(self, 300*time.Millisecond)
+	upto := uint64(0)
+	violations := func() (n uint64) {
+		t.Helper()
+		if err := b.Add(fleetstate.Entry{Kind: fleetstate.EntryStarted}); err != nil {
+			t.Fatal(err)
+		}
+		var delta []byte
+		delta, upto = b.Delta(0, nil, crdt.Replica{Name: "a", Incarnation: 1}, upto, 4096)
+		if err := a.Merge(crdt.Contact{From: self}, delta); err != nil {
+			t.Fatal(err)
+		}
+		_, _, n = a.Clock(self)
+		return n
+	}
+	peers := []gossip.Peer{
+		{Replica: crdt.Replica{Name: "c", Incarnation: 1}, State: gossip.Lost, Heard: time.Minute, Offset: 400 * time.Millisecond, HasOffset: true},
+		{Replica: self, HasOffset: true}, // from before the jump
+	}
+	sampleClocks(a, peers)
+	if n := violations(); n != 0 {
+		t.Errorf("beside one that may be back: %d violations", n)
+	}
+	peers[0].Heard = time.Hour
+	sampleClocks(a, peers)
+	if n := violations(); n != 1 {
+		t.Errorf("beside one that has gone: %d violations, want 1", n)
 	}
 }

@@ -75,13 +75,15 @@ func (p *Process) keepFleetTime() {
 	}
 }
 
+// backFor is for how long a peer that is not heard may be back: its clock counts meanwhile.
+const backFor = 10 * time.Minute
+
 // offsetsOf are the offsets by which the fleet's time is told. A peer that has gone keeps its last
 // one, which is wrong once our clock was set. One that is back soon counts meanwhile: without it a
 // wrong clock may be that of half of those who are left.
 func offsetsOf(peers []gossip.Peer) (all []time.Duration) {
-	const back = 10 * time.Minute
 	for _, peer := range peers {
-		if peer.HasOffset && peer.Heard < back {
+		if peer.HasOffset && peer.Heard < backFor {
 			all = append(all, peer.Offset)
 		}
 	}

@@ -254,12 +254,20 @@ func (j *Journal) OnChange(f func()) {
 }
 
 // Sample says how far a peer's wall clock is ahead of ours, as a round trip had
-// it. Without samples a peer's stamps order its entries and do not advance ours.
+// it. Without samples a peer's stamps order its entries and do not advance ours. It does
+// nothing for an incarnation that is over.
 func (j *Journal) Sample(peer crdt.Replica, offset, trip time.Duration) {
 	sent := time.Unix(0, 0)
 	theirs := sent.Add(offset + trip/2)
-	j.clock.Sample(peer, sent, theirs, theirs, sent.Add(trip))
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if _, ok := j.gone[peer]; !ok {
+		j.clock.Sample(peer, sent, theirs, theirs, sent.Add(trip))
+	}
 }
+
+// ForgetClock drops what the samples of a peer said.
+func (j *Journal) ForgetClock(peer crdt.Replica) { j.clock.Forget(peer) }
 
 // JournalStats is how a journal stands.
 type JournalStats struct {
@@ -386,9 +394,9 @@ func (j *Journal) readerLocked(now time.Duration, peer crdt.Replica) *journalRea
 // Gone says that a peer's incarnation is over for good: its entries stay, and nothing
 // waits for it any more.
 func (j *Journal) Gone(now time.Duration, peer crdt.Replica) {
-	j.clock.Forget(peer)
 	j.mu.Lock()
 	defer j.mu.Unlock()
+	j.clock.Forget(peer)
 	delete(j.readers, peer)
 	j.log.Gone(peer)
 	j.gone[peer] = now

@@ -282,6 +282,17 @@ func TestJournalForgetsIncarnations(t *testing.T) {
 	}
 }
 
+// A sample of an incarnation that is over is not taken in: nobody would forget it.
+func TestJournalSamplesNobodyGone(t *testing.T) {
+	w := newScribes(t, JournalConfig{}, 0, 0)
+	dead := w.all[0].self
+	w.all[1].Gone(w.now, dead)
+	w.all[1].Sample(dead, 400*ms, ms)
+	if off, known, _ := w.all[1].Clock(dead); known {
+		t.Errorf("its clock is known to be off by %v", off)
+	}
+}
+
 func TestJournalRefuses(t *testing.T) {
 	self := crdt.Replica{Name: "a", Incarnation: 1}
 	if _, err := NewJournal(JournalConfig{Keep: -1, Backlog: 1 << 20, Patience: 1}, crdt.Replica{}, nil); !errors.Is(err, ErrConfig) ||
