@@ -180,7 +180,8 @@ func (f *follower) alone(o Order) (Outcome, error) {
 }
 
 // overruleLocked notes what outlasts a later order of its kind, whose giver had not heard of it:
-// it does not come back when that one ends.
+// it does not come back when that one ends. A process that starts after that cannot know it, and
+// carries the earlier one out: it may be in force in the others.
 func (f *follower) overruleLocked(orders []standing) {
 	for i, later := range orders {
 		kind := kindOf(later.Action)
