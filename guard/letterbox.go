@@ -33,8 +33,8 @@ const (
 // letterbox writes the dead letters of all sources that share a writer, one at
 // a time, on a goroutine that lives as long as there are any. It is the
 // writer's own breaker. A letter that is not taken waits for a pause: alone if the writer
-// refuses it or puts it off ([dlq.ErrPutOff]), and with all letters of its source if the
-// write failed, since sources may have DLQs of their own. The others are written
+// refuses it or puts it off ([dlq.ErrPutOff]) or [Port.Meta] fails, and with all letters of its
+// source if the write failed, since sources may have DLQs of their own. The others are written
 // meanwhile, but after 8 failed writes in a row all wait. A letter of a source that fails, which
 // may take writeTimeout, and one of another source take turns.
 type letterbox struct {
@@ -48,7 +48,7 @@ type letterbox struct {
 	well    fifo[postable]      // letters that may be written, of sources that are not ill
 	sick    fifo[postable]      // letters that may be written, of those that are
 	failed  bench               // letters whose write failed, and all of sources that are down
-	refused bench               // letters that the writer refuses
+	refused bench               // letters that the writer refuses, and whose message cannot be described
 	putOffs bench               // letters that it does not take yet
 	back    fifo[postable]      // letters that go back to their sources
 	unsort  bool                // some of the others may go back
@@ -218,6 +218,7 @@ const (
 	notYet         // put off
 	refused
 	broken
+	unread // none: its message cannot be described, which says nothing about the writer
 )
 
 // answerOf calls methods of the error, so no lock may be held.
@@ -235,8 +236,8 @@ func answerOf(err error) answer {
 
 // noted keeps what a write came to, and tells whether the writer is well now and was
 // not before, or the other way round.
-func (b *letterbox) noted(l postable, err error) (turned bool) {
-	now, what := b.g.now(), answerOf(err)
+func (b *letterbox) noted(l postable, what answer, err error) (turned bool) {
+	now := b.g.now()
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	was := b.err
@@ -248,7 +249,7 @@ func (b *letterbox) noted(l postable, err error) (turned bool) {
 		b.row = 0
 	case notYet:
 		to, b.waits = &b.putOffs, err
-	case refused:
+	case refused, unread:
 		to, b.err = &b.refused, err
 	case broken:
 		to, b.err = &b.failed, err
@@ -285,7 +286,7 @@ func (b *letterbox) answeredLocked(l postable, what answer) {
 	case written:
 		b.broken = false
 		delete(b.ill, l.source())
-	case notYet:
+	case notYet, unread:
 	case broken:
 		b.unsort = b.unsort || !b.broken
 		b.broken = true
@@ -326,8 +327,9 @@ func (b *letterbox) backLocked(l postable) bool {
 		return false
 	}
 	_, putOff := b.putOffs.last[l]
+	_, alone := b.refused.last[l]
 	_, ill := b.ill[l.source()]
-	return putOff || revoked && (ill || b.broken)
+	return putOff || revoked && (alone || ill || b.broken)
 }
 
 // sortLocked finds the letters that go back.
@@ -458,13 +460,16 @@ func (b *letterbox) run(ctx context.Context) {
 		case errors.Is(err, ErrClosed):
 			b.forget(l, notYet)
 			continue
-		default: // as a failed write
 		}
-		if err != nil && l.undone(err) {
-			b.forget(l, answerOf(err))
+		given, what := err != nil && l.undone(err), unread
+		if r != nil {
+			what = answerOf(err)
+		}
+		if given {
+			b.forget(l, what)
 			continue
 		}
-		if b.noted(l, err) {
+		if b.noted(l, what, err) {
 			b.tell(l.from())
 		}
 	}

@@ -99,6 +99,49 @@ func TestMetaThatDoesNotReturn(t *testing.T) {
 	}
 }
 
+// A message that cannot be described says nothing about the writer: the letters of another
+// source that is revoked are written, and do not go back.
+func TestMetaThatFailsIsNoFailedWrite(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g := Must(New(Config{}))
+		release := make(chan struct{})
+		letters := &slowWriter{func() error { <-release; return nil }}
+		odd := &faultyPort{fail: func() { panic("no headers") }}
+		odd.broken.Store(true)
+		open := func(name string, port Port[int]) (*Source[int], chan<- int) {
+			s := Must(Open(g, SourceConfig{Name: name, DeadLetters: letters}, Limits{}, port, func(context.Context, int) error {
+				return Permanent(errBad)
+			}))
+			in := make(chan int)
+			go func() { _ = s.Run(t.Context(), in) }() // ends with the Guard
+			return s, in
+		}
+		a, of := open("a", odd)
+		of <- 0
+		synctest.Wait()
+		if g.Ready() == nil {
+			t.Error("ready, and a message cannot be described")
+		}
+		b, of := open("b", &testPort{})
+		of <- 1
+		of <- 2
+		synctest.Wait() // one is at the writer, and one waits for it
+		ended := make(chan Report, 1)
+		go func() { ended <- b.End(t.Context(), ReasonRebalance) }()
+		synctest.Wait()
+		close(release)
+		if rep := <-ended; rep.Account.DeadLettered != 2 || rep.Returned != 0 {
+			t.Errorf("of 2 letters %d are written and %d are back", rep.Account.DeadLettered, rep.Returned)
+		}
+		odd.broken.Store(false)
+		elapse(writeMax)
+		if n := a.Account().DeadLettered; n != 1 || g.Ready() != nil {
+			t.Errorf("once it can be described %d letters are written, %v", n, g.Ready())
+		}
+		closeAll(t, g)
+	})
+}
+
 // keylessPort cannot find the key of each third message.
 type keylessPort struct{ testPort }
 
