@@ -56,8 +56,8 @@ func TestWritersGoWithTheirEpochs(t *testing.T) {
 	closeAll(t, g)
 }
 
-// A writer is called by one goroutine at a time, also when the source that had it has
-// ended while it was writing and the next has it too; then its box goes.
+// The letters of a source are written one at a time, also when that which had the name has
+// ended while it was writing and the next has its writer too; then the box goes.
 func TestWriterOutlivesItsSource(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
 		g, err := New(Config{})

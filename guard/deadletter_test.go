@@ -299,8 +299,8 @@ func TestFailedLetterOfABusyWriter(t *testing.T) {
 	})
 }
 
-// Writes that hang for sources whose DLQ is down keep another's letter waiting for one of
-// them.
+// Writes that hang for sources whose DLQ is down keep another's letter waiting for a second
+// and, if none has succeeded for long, a pause.
 func TestWritesThatHangTakeTurns(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
 		p := newPartlyDown(t, errDown)
@@ -312,13 +312,42 @@ func TestWritesThatHangTakeTurns(t *testing.T) {
 		time.Sleep(15 * time.Minute)
 		for m := range 3 {
 			b <- 1000 + m
-			if time.Sleep(writeTimeout + writeMax); len(p.bodies()) != m+1 {
+			if time.Sleep(2*writeSlow + writeMax); len(p.bodies()) != m+1 {
 				t.Fatalf("%d letters of b are written, want %d", len(p.bodies()), m+1)
 			}
 		}
 		p.mended.Store(true)
 		time.Sleep(writeTimeout)
 		p.mend(15)
+	})
+}
+
+// Sources whose DLQ hangs, which nobody knows yet, keep another's letter waiting for one write,
+// and not for one of each.
+func TestFirstWritesThatHang(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		p := newPartlyDown(t, errDown)
+		p.hangs = writeTimeout
+		for m := range 12 {
+			p.open(fmt.Sprint("a", m)) <- m
+			synctest.Wait() // its letter is in front of b's
+		}
+		start := time.Now()
+		p.open("b") <- 1000
+		for len(p.bodies()) == 0 {
+			if time.Sleep(time.Second); time.Since(start) > 10*time.Minute {
+				t.Fatal("the letter of b is not written")
+			}
+		}
+		if took := time.Since(start); took > 2*writeTimeout {
+			t.Errorf("the letter of b is written after %v", took)
+		}
+		if n := p.most.Load(); n > writesAtOnce {
+			t.Errorf("%d writes at once", n)
+		}
+		p.mended.Store(true)
+		time.Sleep(writeTimeout)
+		p.mend(13)
 	})
 }
 
@@ -380,6 +409,7 @@ type partlyDown struct {
 	each, hangs time.Duration             // a write takes so long, one that fails hangs longer
 	says        func(r *dlq.Record) error // of what it takes; nil for no error
 	failed      atomic.Int64
+	now, most   atomic.Int64 // writes under way, and at most
 	mended      atomic.Bool
 
 	mu      sync.Mutex
@@ -396,6 +426,10 @@ func newPartlyDown(t *testing.T, why error) *partlyDown {
 }
 
 func (p *partlyDown) Write(_ context.Context, r *dlq.Record) error {
+	n := p.now.Add(1)
+	for was := p.most.Load(); n > was && !p.most.CompareAndSwap(was, n); was = p.most.Load() {
+	}
+	defer p.now.Add(-1)
 	time.Sleep(p.each)
 	if len(r.Body) < 4 && !p.mended.Load() {
 		time.Sleep(p.hangs)

@@ -594,7 +594,7 @@ func TestEndWhileWritesHang(t *testing.T) {
 			if failed {
 				time.Sleep(writeTimeout + time.Microsecond)
 				p.open("b") <- 10
-				time.Sleep(time.Second) // its letter is at the writer
+				time.Sleep(writeSlow / 2) // its letter is at the writer
 				most = 0
 			}
 			start := time.Now()

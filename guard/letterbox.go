@@ -26,13 +26,19 @@ const (
 	writeMax  = 10 * time.Second
 	// writeTries bounds the failed writes without a pause, each of another source.
 	writeTries = 8
+	// writeSlow is for how long a write keeps the letters of other sources waiting.
+	writeSlow = time.Second
+	// writesAtOnce bounds the writes under way, each of another source. All but one of them
+	// are slow, and half of them at most are of sources that are ill.
+	writesAtOnce = 8
 	// putOffMax bounds the pause before what was put off is offered again.
 	putOffMax = time.Second
 )
 
-// letterbox writes the dead letters of all sources that share a writer, one at
-// a time, on a goroutine that lives as long as there are any. It is the
-// writer's own breaker. A letter that is not taken waits for a pause: alone if the writer
+// letterbox writes the dead letters of all sources that share a writer, one after the
+// other, on a goroutine that lives as long as there are any. A write that takes longer than
+// writeSlow goes on beside those of other sources. The letterbox is the writer's own
+// breaker. A letter that is not taken waits for a pause: alone if the writer
 // refuses it or puts it off ([dlq.ErrPutOff]) or [Port.Meta] fails, and with all letters of its
 // source if the write failed, since sources may have DLQs of their own. The others are written
 // meanwhile, but after 8 failed writes in a row all wait. A letter of a source that fails, which
@@ -52,11 +58,15 @@ type letterbox struct {
 	putOffs bench               // letters that it does not take yet
 	back    fifo[postable]      // letters that go back to their sources
 	unsort  bool                // some of the others may go back
+	slow    map[string]struct{} // sources whose letter is at the writer for longer than writeSlow …
+	behind  []postable          // … and their next letters
+	done    fifo[*writing]      // slow writes that are over
+	late    int                 // writes that go on after their context has ended
 	more    chan struct{}       // has room for one: there is more to do
 	down    map[string]struct{} // sources whose letters wait for the pause of failed
 	ill     map[string]struct{} // sources whose last letter failed or was refused
 	wasIll  bool                // the last letter was of such a source
-	broken  bool                // no write has succeeded since one failed
+	broken  bool                // no write has succeeded since one failed or became slow
 	row     int                 // failed writes in a row
 	err     error               // of the last failed write; nil once no letter fails
 	waits   error               // why the last letter was put off; nil once none is
@@ -144,7 +154,7 @@ func newLetterbox(g *Guard, w dlq.Writer, own bool) *letterbox {
 
 // begin makes it as new.
 func (b *letterbox) begin() {
-	b.down, b.ill = make(map[string]struct{}), make(map[string]struct{})
+	b.down, b.ill, b.slow = make(map[string]struct{}), make(map[string]struct{}), make(map[string]struct{})
 	b.failed, b.refused, b.putOffs = newBench(writeMax), newBench(writeMax), newBench(putOffMax)
 	b.well, b.sick, b.back = fifo[postable]{}, fifo[postable]{}, fifo[postable]{}
 	b.running, b.unsort, b.wasIll, b.broken, b.row, b.err, b.waits = false, false, false, false, 0, nil, nil
@@ -187,9 +197,9 @@ func (b *letterbox) sourceEnds() {
 	token(b.more)
 }
 
-// countLocked is how many letters there are, but for the one at the writer.
+// countLocked is how many letters there are, but for those at the writer.
 func (b *letterbox) countLocked() int {
-	n := b.well.len() + b.sick.len() + b.back.len()
+	n := b.well.len() + b.sick.len() + b.back.len() + len(b.behind)
 	for _, w := range b.benches() {
 		n += len(w.others) + len(w.tried)
 	}
@@ -262,7 +272,7 @@ func (b *letterbox) noted(l postable, what answer, err error) (turned bool) {
 		b.unsort = b.unsort || ended
 	}
 	b.dropLocked(l, to)
-	if len(b.failed.last)+len(b.refused.last) == 0 {
+	if len(b.failed.last)+len(b.refused.last)+b.late == 0 {
 		b.err = nil
 	}
 	if len(b.putOffs.last) == 0 {
@@ -288,8 +298,7 @@ func (b *letterbox) answeredLocked(l postable, what answer) {
 		delete(b.ill, l.source())
 	case notYet, unread:
 	case broken:
-		b.unsort = b.unsort || !b.broken
-		b.broken = true
+		b.breakLocked()
 		fallthrough
 	case refused:
 		if _, ill := b.ill[l.source()]; !ill {
@@ -297,6 +306,12 @@ func (b *letterbox) answeredLocked(l postable, what answer) {
 			b.unsort = true
 		}
 	}
+}
+
+// breakLocked notes that the writer may not work.
+func (b *letterbox) breakLocked() {
+	b.unsort = b.unsort || !b.broken
+	b.broken = true
 }
 
 // endLocked ends the pauses that are over, and tells whether that after failed writes is.
@@ -349,17 +364,19 @@ func (b *letterbox) sortLocked() {
 			}
 		}
 	}
+	b.behind = slices.DeleteFunc(b.behind, goes)
 	for _, w := range b.benches() {
 		w.others = slices.DeleteFunc(w.others, goes)
 		w.tried = slices.DeleteFunc(w.tried, goes)
 	}
 }
 
-// turn is what the dispatcher does next. With no letter it waits until then, and with over
-// there is none left.
+// turn is what the dispatcher does next. With no letter it waits until then, if that is not
+// 0, and with over there is none left.
 type turn struct {
 	l     postable
-	back  bool // it goes back to its source
+	back  bool     // it goes back to its source
+	done  *writing // a slow write that is over
 	until time.Duration
 	over  bool
 }
@@ -369,12 +386,20 @@ func (b *letterbox) next(ctx context.Context) (t turn) {
 	now := b.g.now()
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	if b.done.len() > 0 {
+		w := b.done.pop()
+		b.hurryLocked(w.l.source())
+		return turn{done: w}
+	}
 	if b.countLocked() == 0 || ctx.Err() != nil {
+		if len(b.slow) > 0 {
+			return turn{}
+		}
 		b.begin()
 		b.retireLocked()
 		return turn{over: true}
 	}
-	if b.endLocked(now) {
+	if b.endLocked(now) || b.failed.until == 0 {
 		b.row = 0
 	}
 	if b.unsort {
@@ -382,6 +407,9 @@ func (b *letterbox) next(ctx context.Context) (t turn) {
 	}
 	if b.back.len() > 0 {
 		return turn{l: b.back.pop(), back: true}
+	}
+	if len(b.slow) == writesAtOnce {
+		return turn{}
 	}
 	if b.row >= writeTries {
 		return turn{until: b.failed.until}
@@ -408,18 +436,46 @@ func (b *letterbox) takeLocked(ill bool) postable {
 	}
 	for from.len() > 0 {
 		l := from.pop()
+		_, slow := b.slow[l.source()]
 		_, down := b.down[l.source()]
 		_, is := b.ill[l.source()]
 		switch {
+		case slow:
+			b.behind = append(b.behind, l)
 		case down:
 			b.failed.others = append(b.failed.others, l)
 		case is != ill:
 			other.push(l)
+		case ill && b.slowLocked() >= writesAtOnce/2:
+			from.pushFront(l)
+			return nil
 		default:
 			return l
 		}
 	}
 	return nil
+}
+
+// slowLocked is how many slow writes are of sources that are ill.
+func (b *letterbox) slowLocked() (n int) {
+	for source := range b.slow {
+		if _, ill := b.ill[source]; ill {
+			n++
+		}
+	}
+	return n
+}
+
+// hurryLocked lets the next letters of a source be written: its slow write is over.
+func (b *letterbox) hurryLocked(source string) {
+	delete(b.slow, source)
+	for b.well.len() > 0 {
+		b.behind = append(b.behind, b.well.pop())
+	}
+	for _, l := range b.behind {
+		b.well.push(l)
+	}
+	b.behind = nil
 }
 
 // retireLocked makes the Guard forget a box that no source has and that writes nothing. One
@@ -437,41 +493,101 @@ func (b *letterbox) retireLocked() {
 
 func (b *letterbox) run(ctx context.Context) {
 	for {
-		t := b.next(ctx)
-		l := t.l
-		switch {
+		switch t := b.next(ctx); {
 		case t.over:
 			return
-		case l == nil:
-			select {
-			case <-time.After(t.until - b.g.now()):
-			case <-b.more:
-			case <-ctx.Done():
-			}
-			continue
-		case t.back && l.undone(dlq.ErrPutOff):
-			b.forget(l, notYet)
-			continue
+		case t.done != nil:
+			b.finish(t.done)
+		case t.l == nil:
+			b.wait(ctx, t.until)
+		case t.back && t.l.undone(dlq.ErrPutOff):
+			b.forget(t.l, notYet)
+		default:
+			b.deliver(ctx, t.l)
 		}
-		r, err := l.record()
-		switch {
-		case err == nil:
-			err = b.write(ctx, l, r)
-		case errors.Is(err, ErrClosed):
-			b.forget(l, notYet)
-			continue
+	}
+}
+
+// wait waits until there is more to do, or then, if that is not 0.
+func (b *letterbox) wait(ctx context.Context, then time.Duration) {
+	var pause <-chan time.Time
+	if then > 0 {
+		pause = time.After(then - b.g.now())
+	}
+	ended := ctx.Done()
+	if ctx.Err() != nil { // slow writes are to heed it, too
+		ended = nil
+	}
+	select {
+	case <-pause:
+	case <-b.more:
+	case <-ended:
+	}
+}
+
+// writing is a letter at the writer.
+type writing struct {
+	l      postable
+	r      *dlq.Record     // nil if its message cannot be described
+	span   context.Context //nolint:containedctx // of the write
+	parked bool
+	err    error
+}
+
+// deliver writes a letter. If that takes longer than writeSlow it goes on by itself, and next
+// has it when it is over.
+func (b *letterbox) deliver(ctx context.Context, l postable) {
+	w, over := &writing{l: l}, make(chan struct{})
+	go func() { // run does not end before it
+		defer close(over)
+		if w.r, w.err = l.record(); w.err == nil {
+			w.span, w.parked, w.err = b.write(ctx, l, w.r)
 		}
-		given, what := err != nil && l.undone(err), unread
-		if r != nil {
-			what = answerOf(err)
+	}()
+	slow := time.NewTimer(writeSlow)
+	defer slow.Stop()
+	select {
+	case <-over:
+		b.finish(w)
+		return
+	case <-slow.C:
+	}
+	b.mu.Lock()
+	b.slow[l.source()] = struct{}{}
+	b.breakLocked()
+	b.mu.Unlock()
+	go func() { // nor before this one
+		<-over
+		b.mu.Lock()
+		b.done.push(w)
+		b.mu.Unlock()
+		token(b.more)
+	}()
+}
+
+// finish takes what a letter came to.
+func (b *letterbox) finish(w *writing) {
+	l, err := w.l, w.err
+	switch {
+	case err == nil:
+		if !w.parked {
+			b.g.journal.letter(l.from(), w.r)
 		}
-		if given {
-			b.forget(l, what)
-			continue
-		}
-		if b.noted(l, what, err) {
-			b.tell(l.from())
-		}
+		l.confirmed(w.span, w.parked)
+	case w.r == nil && errors.Is(err, ErrClosed):
+		b.forget(l, notYet)
+		return
+	}
+	given, what := err != nil && l.undone(err), unread
+	if w.r != nil {
+		what = answerOf(err)
+	}
+	if given {
+		b.forget(l, what)
+		return
+	}
+	if b.noted(l, what, err) {
+		b.tell(l.from())
 	}
 }
 
@@ -493,7 +609,7 @@ func (b *letterbox) tell(from letterFrom) {
 	}
 	help := "mend the writer: it is tried again, and nothing is lost"
 	if err == errWriteLate { //nolint:errorlint // watch's own
-		help = "make the writer heed its context: nothing else is dead-lettered by it until the call returns"
+		help = "make the writer heed its context: the source's dead letters wait until the call returns, and with 8 such calls all do"
 	}
 	args := []any{"source", from.cfg.Name, "reason", ReasonDLQ.String(), "error", err, "messages", left, "help", help}
 	if e, ok := errors.AsType[*lostCallError](err); ok {
@@ -508,10 +624,16 @@ var errWriteLate = errors.New("the call has not returned 5s after its context en
 // watch says that a write goes on after its context has ended. The caller calls done when
 // the write has returned.
 func (b *letterbox) watch(from letterFrom) (done func()) {
-	returned := false
+	returned, counted := false, 0
 	late := time.AfterFunc(writeLate, func() {
 		b.mu.Lock()
-		say := !returned && b.err == nil
+		if returned {
+			b.mu.Unlock()
+			return
+		}
+		counted = 1
+		b.late += counted
+		say := b.err == nil
 		if say {
 			b.err = errWriteLate
 		}
@@ -525,17 +647,19 @@ func (b *letterbox) watch(from letterFrom) (done func()) {
 		b.mu.Lock()
 		defer b.mu.Unlock()
 		returned = true
+		b.late -= counted
 	}
 }
 
-// write writes one letter; one that is too large is trimmed and tried once more.
-func (b *letterbox) write(ctx context.Context, l postable, r *dlq.Record) error {
+// write writes one letter; one that is too large is trimmed and tried once more. span is the
+// write's context, for what is measured of it later.
+func (b *letterbox) write(ctx context.Context, l postable, r *dlq.Record) (span context.Context, parked bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
 	returned := b.watch(l.from())
 	defer returned()
 	ctx, end := b.g.trace(ctx, r)
-	parked, err := l.park(ctx, r)
+	parked, err = l.park(ctx, r)
 	if !parked {
 		err = b.attempt(ctx, l, r)
 		if err != nil && dlq.TrimFor(r, err) {
@@ -543,13 +667,7 @@ func (b *letterbox) write(ctx context.Context, l postable, r *dlq.Record) error 
 		}
 	}
 	end(err)
-	if err == nil {
-		if !parked {
-			b.g.journal.letter(l.from(), r)
-		}
-		l.confirmed(ctx, parked)
-	}
-	return err
+	return context.WithoutCancel(ctx), parked, err
 }
 
 // attempt is one call of the writer.

@@ -94,9 +94,9 @@ type DeadLetter struct {
 // the message is acked. A message that was parked ([Parker]) is none. If the
 // process crashes in between, its dead letter is written again, and f called again.
 //
-// f is called by the goroutine that writes the dead letters, under no lock: those of
-// one writer after each other, those of different writers at the same time. No dead
-// letter of that writer is written before f returns, so f must return quickly, and must
+// f is called by the goroutine that hands out the dead letters, under no lock: those of
+// one writer after each other, those of different writers at the same time. No other
+// write of that writer begins before f returns, so f must return quickly, and must
 // not call [Guard.Close] or [Source.End]. A panic or a [runtime.Goexit] in f is logged and
 // has no other effect. Of several OnDeadLetter the last counts; nil means none.
 func OnDeadLetter(f func(DeadLetter)) Option { return func(g *Guard) { g.onLetter = f } }

@@ -24,8 +24,8 @@ import (
 // handler writes those that come later behind the parked one, and returns [Ignore].
 //
 // A Parker needs [SourceConfig.DeadLetters], for messages that it does not park. The guard
-// calls Parks and Park on the goroutine that writes the source's dead letters. One call of
-// Park may outlive [Source.End].
+// calls Parks and Park where it writes the source's dead letters, one after the other. One
+// call of Park may outlive [Source.End].
 type Parker[M any] interface {
 	// Parks tells from memory whether the message may be parked once more.
 	Parks(m M) bool

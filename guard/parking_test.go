@@ -90,7 +90,7 @@ func TestWhichLettersAreParked(t *testing.T) {
 					}
 				}
 				l := letter[int]{s, &item[int]{entry: entry[int]{m: 7}}}
-				err = s.writer.write(t.Context(), unconfirmed{l}, &dlq.Record{Reason: c.reason, Permanent: c.reason == dlq.ReasonPermanent})
+				_, _, err = s.writer.write(t.Context(), l, &dlq.Record{Reason: c.reason, Permanent: c.reason == dlq.ReasonPermanent})
 				if errors.Is(err, dlq.ErrPutOff) != c.putOff || errors.Is(err, errDown) != c.lost || err != nil && !c.putOff && !c.lost {
 					t.Errorf("%+v: %v", c, err)
 				}
@@ -102,11 +102,6 @@ func TestWhichLettersAreParked(t *testing.T) {
 		}
 	}
 }
-
-// unconfirmed is a letter whose source does not have it.
-type unconfirmed struct{ letter[int] }
-
-func (unconfirmed) confirmed(context.Context, bool) {}
 
 // A port that parks needs dead letters.
 func TestParkerNeedsDeadLetters(t *testing.T) {
