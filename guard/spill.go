@@ -94,6 +94,7 @@ type overflow[M any] struct {
 	number uint64        // the latest
 	most   int           // messages of a write: fewer while the spill is nearly full
 	told   bool          // that the spill takes nothing
+	memory bool          // a full spill has left messages of the machine out: they come before what is next
 	fullAt time.Duration // since when it has no room for a Keeper's message; 0 while it has
 
 	// Guarded by Source.mu.
@@ -176,13 +177,22 @@ func (s *Source[M]) divertsLocked(now time.Duration) bool {
 		return false
 	}
 	o.diverts = true
+	s.placeLocked()
+	return true
+}
+
+// placeLocked puts what the machine has, and the disk has not, in front of what is next.
+func (s *Source[M]) placeLocked() {
+	o := s.over
+	o.memory = false
+	var ours []spilling[M]
 	// A log commits nothing behind a message that is not settled, so one whose letter waits
 	// for the writer is acked here too.
 	s.c.unspilled(s.marker != nil, func(m M, c *spilled) {
 		c.placed = true
-		o.next = append(o.next, spilling[M]{m, c, 0, true})
+		ours = append(ours, spilling[M]{m, c, 0, true})
 	})
-	return true
+	o.next = append(ours, o.next...)
 }
 
 // spillDueLocked tells whether the hold is to go to the disk.
@@ -308,11 +318,20 @@ func (s *Source[M]) spillLocked(now time.Duration, m M, size int) {
 }
 
 // writeSpilled begins to write what is next, unless a write is under way: after one that
-// failed all is written again in order.
+// failed all is written again in order. What the machine has is written first, or the next
+// source of the name would handle it after what came later.
 func (s *Source[M]) writeSpilled() {
 	o := s.over
+	now := s.g.now()
 	s.mu.Lock()
-	if len(o.next) == 0 || len(o.going) > 0 || s.c.ended {
+	if len(o.going) > 0 || s.c.ended {
+		s.mu.Unlock()
+		return
+	}
+	if o.memory && (len(o.next) > 0 || !s.holdOverLocked(now)) {
+		s.placeLocked()
+	}
+	if len(o.next) == 0 {
 		s.mu.Unlock()
 		return
 	}
@@ -405,8 +424,9 @@ func (s *Source[M]) wroteSpilled(err error) {
 
 // notSpilled is what happens to what the disk does not take. A full one is asked again by
 // the sweeper, as long as the hold is on. Otherwise what the machine has stays there, and
-// needs the broker's ack after all. The rest waits, unless nothing of the lane is on the
-// disk: then it takes its place in the machine, as far as there is room.
+// needs the broker's ack after all, until more is to be written. The rest waits, unless
+// nothing of the lane is on the disk: then it takes its place in the machine, as far as there
+// is room.
 func (s *Source[M]) notSpilled(err error) {
 	o := s.over
 	if err == nil { // all that was next is done meanwhile
@@ -441,6 +461,7 @@ func (s *Source[M]) notSpilled(err error) {
 		if w.ours {
 			w.copy.placed = false
 			o.next = o.next[1:]
+			o.memory = o.memory || full
 			s.mu.Unlock()
 			if full || !s.g.spillTakes() {
 				continue
@@ -459,6 +480,7 @@ func (s *Source[M]) notSpilled(err error) {
 			return
 		}
 		s.put(w.m, false)
+		o.memory = o.memory || full
 	}
 }
 

@@ -610,6 +610,37 @@ func TestSpillFull(t *testing.T) {
 	})
 }
 
+// When the dependency fails again before a full spill has drained, the messages that were left in
+// memory go to the disk before later ones: the next source handles all in order.
+func TestSpillFullAndHeldAgain(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{SpillBytes: 64 << 10, Policy: Policy{Spill: true, Window: 400}})
+		q.body = 300 // some 200 are a full spill
+		q.open()
+		q.setDown(true)
+		q.send(1000)
+		time.Sleep(20 * time.Second)
+		q.setDown(false)
+		for handled := 0; handled < 60; {
+			time.Sleep(10 * time.Millisecond)
+			q.mu.Lock()
+			handled = len(q.handled)
+			q.mu.Unlock()
+		}
+		q.setDown(true)
+		time.Sleep(20 * time.Second)
+		q.close(ReasonShutdown, true)
+		q.setDown(false)
+		q.open()
+		q.drain(2 * time.Minute)
+		q.counts(1)
+		if !slices.IsSorted(q.handled) {
+			t.Errorf("not in order: %v", q.handled)
+		}
+		q.close(ReasonShutdown, true)
+	})
+}
+
 // Settings that cannot work are refused, by name.
 func TestSpillRefused(t *testing.T) {
 	dir := spillRoot(t)
