@@ -52,7 +52,9 @@ type core struct {
 
 	mu       sync.Mutex
 	state    State
-	err      error // why state is not Ready
+	err      error    // why state is not Ready
+	untold   []change // of state, for onState, oldest first
+	telling  bool     // somebody calls onState
 	lanes    map[string]*lane
 	idle     int   // lanes that hold nothing
 	count    int   // messages held or on their way, committed ones until the next checkpoint included
@@ -384,15 +386,39 @@ func (c *core) weighLocked(l *lane) {
 	}
 }
 
-func (c *core) setStateLocked(s State, err error) (tell func()) {
+// change is one of state.
+type change struct {
+	state State
+	err   error
+}
+
+// setStateLocked changes the state. tellState follows, without the lock.
+func (c *core) setStateLocked(s State, err error) {
 	if c.state == s || c.state == Closed || c.state == Failed && s != Closed {
-		return nil
+		return
 	}
 	c.state, c.err = s, err
 	c.wakePutsLocked()
-	f := c.onState
-	if f == nil {
-		return nil
+	if c.onState != nil {
+		c.untold = append(c.untold, change{s, err})
 	}
-	return func() { f(s, err) }
+}
+
+// tellState calls onState for all changes, unless somebody does: then that one goes on with them.
+func (c *core) tellState() {
+	c.mu.Lock()
+	if c.telling {
+		c.mu.Unlock()
+		return
+	}
+	c.telling = true
+	for len(c.untold) > 0 {
+		n := c.untold[0]
+		c.untold = c.untold[1:]
+		c.mu.Unlock()
+		c.onState(n.state, n.err)
+		c.mu.Lock()
+	}
+	c.telling = false
+	c.mu.Unlock()
 }

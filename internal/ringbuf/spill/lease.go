@@ -254,10 +254,9 @@ func (l *lane) read(head, tail uint64, n int, limit int64) (recs []record, err e
 		c.count -= gone
 		c.damaged += uint64(gone)
 	}
-	var tell func()
 	switch {
 	case err != nil && l.err == nil:
-		tell = c.setStateLocked(Failed, &FailedError{Op: "read", Err: err})
+		c.setStateLocked(Failed, &FailedError{Op: "read", Err: err})
 		err = &FailedError{Op: "read", Err: err}
 		c.signal() // what was put and is not written yet is refused
 	case l.err != nil:
@@ -274,8 +273,8 @@ func (l *lane) read(head, tail uint64, n int, limit int64) (recs []record, err e
 		}
 	}
 	c.mu.Unlock()
-	if tell != nil {
-		tell()
+	if err != nil {
+		c.tellState()
 	}
 	if c.onDamage != nil {
 		for _, d := range lost {

@@ -30,9 +30,10 @@ type option func(*core)
 
 func (o option) apply(c *core) { o(c) }
 
-// WithState has f called after each change of state, with the state's error. It is called
-// by the goroutine that writes, which may be that of a Put or a Flush, or that reads when
-// reading fails; it must not block, nor call any method of the Spill but Stats.
+// WithState has f called after each change of state, with the state's error: one call at a
+// time, in the order of the changes. It is called by a goroutine that writes, which may be
+// that of a Put or a Flush, or by one whose reading fails; it must not block, nor call any
+// method of the Spill but Stats.
 func WithState(f func(State, error)) Option { return option(func(c *core) { c.onState = f }) }
 
 // WithDamage has f called for damage that a Lease finds, in its goroutine. What Open finds

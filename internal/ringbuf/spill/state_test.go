@@ -79,7 +79,7 @@ func noRoomForChunks(tr *transaction) error {
 func TestNoSpace(t *testing.T) {
 	dir := t.TempDir()
 	synctest.Test(t, func(t *testing.T) {
-		var mu sync.Mutex // the writer and its callers tell
+		var mu sync.Mutex // another goroutine tells
 		var states []State
 		s, f := openFaulty(t, Config{Dir: dir}, WithState(func(st State, err error) {
 			mu.Lock()
@@ -191,6 +191,51 @@ func readFails(t *testing.T, s *Spill[string], f *faulty, refused <-chan error, 
 	r.Close()
 	if err := s.Close(); err != nil {
 		t.Error(err)
+	}
+}
+
+// Of two states that follow each other the older is told first, whoever came to them.
+func TestStatesAreToldInOrder(t *testing.T) {
+	var mu sync.Mutex
+	var told []State
+	telling, goOn := make(chan struct{}), make(chan struct{})
+	s, f := openFaulty(t, Config{Dir: t.TempDir()}, WithState(func(st State, _ error) {
+		if st == NoSpace {
+			close(telling)
+			<-goOn
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		told = append(told, st)
+	}))
+	l := s.Lane("a")
+	put(t, l, "1")
+	flushed(t, s)
+	f.set(noRoomForChunks)
+	refused := make(chan error, 1)
+	go func() {
+		_, err := l.TryPut("2")
+		refused <- err
+	}()
+	<-telling
+	f.unreadable.Store(true)
+	r, err := l.Reader()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.Read(make([]string, 1), 1); !errors.Is(err, ErrFailed) {
+		t.Error(err)
+	}
+	close(goOn)
+	if err := <-refused; !errors.Is(err, ErrNoSpace) && !errors.Is(err, ErrFailed) {
+		t.Error(err)
+	}
+	r.Close()
+	s.Close()
+	mu.Lock()
+	defer mu.Unlock()
+	if n := len(told); n < 2 || told[0] != NoSpace || told[n-1] != Failed {
+		t.Errorf("told %v, want no space first and failed at last", told)
 	}
 }
 

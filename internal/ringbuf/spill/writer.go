@@ -70,7 +70,6 @@ type job struct {
 	counts  []int // messages committed since the last checkpoint, for each of lanes
 	flushes []*flush
 	forget  []*lane
-	state   func()   // to tell
 	refused []*batch // are written by nobody
 }
 
@@ -97,7 +96,8 @@ func (c *core) nextLocked(now time.Time) (*job, time.Duration) {
 	}
 	if c.state == NoSpace && until(c.retryAt) {
 		c.stuck = false
-		return &job{state: c.setStateLocked(Ready, nil)}, 0
+		c.setStateLocked(Ready, nil)
+		return &job{}, 0
 	}
 	if c.stuck {
 		c.failFlushesLocked()
@@ -202,9 +202,7 @@ func (c *core) do(j *job) {
 		c.busy = false
 		err := c.err
 		c.mu.Unlock()
-		if j.state != nil {
-			j.state()
-		}
+		c.tellState()
 		end(j.refused, err)
 		return
 	}
@@ -247,7 +245,6 @@ func (c *core) do(j *job) {
 
 func (c *core) finish(j *job, t *transaction, tails []uint64, err error) {
 	size := c.store.size()
-	var tell func()
 	var failed []*batch
 	c.mu.Lock()
 	c.writing, c.busy = nil, false
@@ -265,12 +262,12 @@ func (c *core) finish(j *job, t *transaction, tails []uint64, err error) {
 		failed = c.takeBackLocked(j.batch)
 		c.redoLocked(j)
 		c.retryAt, c.stuck = time.Now().Add(retryDelay), j.batch == nil
-		tell = c.setStateLocked(NoSpace, fmt.Errorf("%w: %w", ErrNoSpace, err))
+		c.setStateLocked(NoSpace, fmt.Errorf("%w: %w", ErrNoSpace, err))
 		err = c.err
 	default:
 		failed = c.takeBackLocked(j.batch)
 		c.redoLocked(j)
-		tell = c.setStateLocked(Failed, &FailedError{Op: "write", Err: err})
+		c.setStateLocked(Failed, &FailedError{Op: "write", Err: err})
 		err = c.err
 	}
 	if err != nil && c.state != Failed && j.batch != nil {
@@ -280,8 +277,8 @@ func (c *core) finish(j *job, t *transaction, tails []uint64, err error) {
 	}
 	c.wakePutsLocked()
 	c.mu.Unlock()
-	if tell != nil {
-		tell()
+	if err != nil {
+		c.tellState()
 	}
 	for _, f := range j.flushes {
 		f.err = err
