@@ -244,14 +244,18 @@ func (c *machine[M]) report(now time.Duration, it, head *item[M]) (goesOn bool) 
 		it.lane.turn = 0
 	}
 	asks := it.probe && !c.gate.Passing() && it.evidence() // whether the dependency is back
-	if asks {
+	switch {
+	case asks:
 		if it.class == ClassUnknown && !it.slow && c.look(now, it, head, witness, true) {
 			return true
 		}
 		c.storm.Probe(now, false)
 		c.roundOver()
-	} else if first && !it.probe && !(witness && it.mute) {
+	case !first || witness && it.mute:
+	case !it.probe:
 		c.storm.Failure(now)
+	case c.gate.Passing(): // it carries a part of the load: a message counts once, as on the closed path
+		c.storm.Probe(now, false)
 	}
 	switch {
 	case c.gate == nil:

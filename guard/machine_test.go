@@ -241,6 +241,58 @@ func TestStormWhileHeld(t *testing.T) {
 	}
 }
 
+// A dependency that comes back in part is still a storm, though its probes keep the breaker
+// half-open: those that fail count, too.
+func TestStormWhileProbesPass(t *testing.T) {
+	for _, outage := range []time.Duration{2 * time.Second, 20 * time.Second} {
+		t.Run(outage.String(), func(t *testing.T) {
+			p := Policy{Order: OrderNone, Storm: scaled}
+			p.Breaker.Successes = 100 // so it does not close
+			p.Retry = Retry{Base: 300 * time.Millisecond, Attempts: 20}
+			s := newSim(t, p)
+			down := s.now + 2*time.Second
+			partly, well := down+outage, down+outage+30*time.Second
+			calls, passing, over := make(map[int]int), 0, 0
+			handler := func(m int) (time.Duration, error) {
+				fails := 0 // so often a message fails while the dependency is back in part
+				switch {
+				case m%50 == 7:
+					fails = 6
+				case m%3 > 0:
+					fails = 1
+				}
+				switch {
+				case s.now >= down && s.now < partly:
+					return time.Millisecond, errDown
+				case s.now >= partly && s.now < well:
+					if calls[m]++; calls[m] <= fails {
+						return time.Millisecond, errDown
+					}
+				}
+				return time.Millisecond, nil
+			}
+			feed := counter(100_000, 10*time.Millisecond)
+			s.run(partly+15*time.Second, handler, feed)
+			for s.now < well {
+				s.run(s.now+100*time.Millisecond, handler, feed)
+				if s.gate.Passing() {
+					passing++
+				}
+				if !s.storm.Storm().Active {
+					over++
+				}
+			}
+			if passing < 100 || over > 0 {
+				t.Errorf("of 150 looks the breaker was half-open and passing in %d, and there was no storm in %d: %v", passing, over, s.storm.Storm())
+			}
+			s.run(well+time.Minute, handler, feed)
+			if s.storm.Storm().Active || !s.closed() {
+				t.Errorf("a minute after the recovery: %v, closed %v", s.storm.Storm(), s.closed())
+			}
+		})
+	}
+}
+
 // The drain follows its formula to 10 %.
 func TestRamp(t *testing.T) {
 	p := Policy{Window: 100_000, Ramp: Ramp{Start: 50, Double: 2 * time.Second, For: 12 * time.Second}}

@@ -50,6 +50,9 @@ const (
 // is not asked of probes, since they are few by design. Thaw returns to the
 // live window, which has slid on meanwhile.
 //
+// While probes pass they are the source's traffic. Then a delivery that fails
+// counts once, by its first attempt.
+//
 // # The rate without traffic
 //
 // Also without a breaker a window can run empty under a storm: nothing is
@@ -164,8 +167,9 @@ func (d *Detector) Freeze(now time.Duration) {
 }
 
 // Probe counts the outcome of a probe made while frozen, be it the first
-// attempt of its delivery or not. A probe of the same scope made by another
-// process may be reported as well. While not frozen it does nothing.
+// attempt of its delivery or not; while probes pass, report no failure of a
+// retry. A probe of the same scope made by another process may be reported as
+// well. While not frozen it does nothing.
 func (d *Detector) Probe(now time.Duration, ok bool) {
 	if !d.frozen {
 		return
