@@ -94,9 +94,9 @@ or sum by (` + byTopic + `) (increase(stormguard_storms_total[5m])) > 0`,
 		name: "StormguardDeadLetterWriterDown", severity: page, lasts: "2m",
 		expr: `sum by (` + byTopic + `) (increase(stormguard_dlq_write_duration_seconds_count{outcome="failed"}[5m])) > 0
 unless sum by (` + byTopic + `) (increase(stormguard_dlq_write_duration_seconds_count{outcome="confirmed"}[5m])) > 0`,
-		summary: "Dead letters cannot be written: " + where,
-		means:   "Nothing is lost: the messages wait.",
-		do:      "Mend the DLQ. The log line `dead-letter writer fails` has the error.",
+		summary: "Writes of dead letters fail, and none succeeds: " + where,
+		means:   "In 5 min no dead letter of the topic was written, and one or more failed. It may be one source of many whose DLQ fails. Nothing is lost: the messages wait.",
+		do:      "Mend the DLQ. The log line `dead-letter writer fails` has the source and the error.",
 		tests: []sample{
 			{labelled("stormguard_dlq_write_duration_seconds_count", `outcome="failed"`), "0+6", ""},
 			{labelled("stormguard_dlq_write_duration_seconds_count", `outcome="confirmed"`), "3", "3+1"},

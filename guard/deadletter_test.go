@@ -231,6 +231,35 @@ func TestFailedLettersKeepNoOtherWaiting(t *testing.T) {
 	}
 }
 
+// A source whose DLQ is well does not say that its letters cannot be written while another's is
+// down, and Ready says whose it is.
+func TestFailedLettersAreTheirSources(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		p := newPartlyDown(t, errDown)
+		p.each = time.Second / 2
+		p.open("a") <- 7
+		b := p.open("b")
+		time.Sleep(10 * time.Second)
+		b <- 1000
+		synctest.Wait()
+		holds := func(source string) bool {
+			return slices.ContainsFunc(p.g.Source(source).State().Holds, func(h Hold) bool { return h.Reason == ReasonDLQ })
+		}
+		if a, b := holds("a"), holds("b"); !a || b || len(p.bodies()) > 0 {
+			t.Errorf("%d letters are written, a has a hold: %v, b: %v", len(p.bodies()), a, b)
+		}
+		if err := p.g.Ready(); err == nil || !strings.Contains(err.Error(), "source a: ") {
+			t.Errorf("ready: %v", err)
+		}
+		p.open("c") <- 8
+		time.Sleep(10 * time.Second)
+		if err := p.g.Ready(); err == nil || !strings.Contains(err.Error(), "source a and 1 more: ") {
+			t.Errorf("ready: %v", err)
+		}
+		p.mend(3)
+	})
+}
+
 // Many sources whose DLQ is down: the writer is tried 8 times for each pause, and a source
 // whose DLQ is not waits for a pause of each 8 of them.
 func TestFailedSourcesTakeTurns(t *testing.T) {

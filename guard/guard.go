@@ -366,9 +366,9 @@ func (g *Guard) Source(name string) Control {
 
 // Ready is for a readiness probe: nil while the Guard takes messages. A source
 // on hold is ready: taking it out of service would not help its dependency, and
-// its messages are safe. A closed Guard is not, and neither is one whose
-// dead-letter writer fails while something is to be written. One that puts letters
-// off ([dlq.ErrPutOff]) is well.
+// its messages are safe. A closed Guard is not, and neither is one while dead letters of a
+// source cannot be written: the error names it, and how many others there are. A writer that
+// puts letters off ([dlq.ErrPutOff]) is well.
 func (g *Guard) Ready() error {
 	g.mu.Lock()
 	closed, boxes := g.closed, slices.Clone(g.boxes)
@@ -378,8 +378,8 @@ func (g *Guard) Ready() error {
 	}
 	var errs []error
 	for _, b := range boxes {
-		if err := b.trouble(); err != nil {
-			errs = append(errs, fmt.Errorf("guard: dead-letter writer: %w", err))
+		if err := b.ready(); err != nil {
+			errs = append(errs, err)
 		}
 	}
 	return errors.Join(errs...)

@@ -61,34 +61,44 @@ type letterbox struct {
 	slow    map[string]struct{} // sources whose letter is at the writer for longer than writeSlow …
 	behind  []postable          // … and their next letters
 	done    fifo[*writing]      // slow writes that are over
-	late    int                 // writes that go on after their context has ended
 	more    chan struct{}       // has room for one: there is more to do
 	down    map[string]struct{} // sources whose letters wait for the pause of failed
 	ill     map[string]struct{} // sources whose last letter failed or was refused
 	wasIll  bool                // the last letter was of such a source
 	broken  bool                // no write has succeeded since one failed or became slow
 	row     int                 // failed writes in a row
-	err     error               // of the last failed write; nil once no letter fails
+	ails    map[string]ailment  // sources of which a letter fails
 	waits   error               // why the last letter was put off; nil once none is
-	since   time.Duration       // when the writer began to fail
+}
+
+// ailment is why letters of a source fail.
+type ailment struct {
+	err   error // of the last that did; nil for none
+	since time.Duration
 }
 
 // bench is where letters wait before they are tried again, for one reason. Its pauses
 // double from writeBase while any is left for which that is the last answer.
 type bench struct {
 	top    time.Duration         // bounds a pause
-	last   map[postable]struct{} // letters whose last answer this is, wherever they are
+	last   map[postable]struct{} // letters whose last answer this is, wherever they are …
+	of     map[string]int        // … and how many a source has of them
 	tried  []postable            // letters that had the answer, and wait for the pause to end
 	others []postable            // letters that wait with them, and come first then
 	until  time.Duration         // when the pause ends; 0 for none
 	pauses int
 }
 
-func newBench(top time.Duration) bench { return bench{top: top, last: make(map[postable]struct{})} }
+func newBench(top time.Duration) bench {
+	return bench{top: top, last: make(map[postable]struct{}), of: make(map[string]int)}
+}
 
 // add lets a letter wait for the end of the pause, which begins if there is none.
 func (w *bench) add(now time.Duration, g *Guard, l postable) {
-	w.last[l] = struct{}{}
+	if _, was := w.last[l]; !was {
+		w.last[l] = struct{}{}
+		w.of[l.source()]++
+	}
 	w.tried = append(w.tried, l)
 	if w.until == 0 {
 		top := min(w.top, writeBase<<min(w.pauses, 10))
@@ -99,7 +109,12 @@ func (w *bench) add(now time.Duration, g *Guard, l postable) {
 
 // drop forgets a letter that had another answer, or none.
 func (w *bench) drop(l postable) {
-	delete(w.last, l)
+	if _, was := w.last[l]; was {
+		delete(w.last, l)
+		if w.of[l.source()]--; w.of[l.source()] == 0 {
+			delete(w.of, l.source())
+		}
+	}
 	if len(w.last) == 0 {
 		w.pauses = 0
 	}
@@ -155,9 +170,10 @@ func newLetterbox(g *Guard, w dlq.Writer, own bool) *letterbox {
 // begin makes it as new.
 func (b *letterbox) begin() {
 	b.down, b.ill, b.slow = make(map[string]struct{}), make(map[string]struct{}), make(map[string]struct{})
+	b.ails = make(map[string]ailment)
 	b.failed, b.refused, b.putOffs = newBench(writeMax), newBench(writeMax), newBench(putOffMax)
 	b.well, b.sick, b.back = fifo[postable]{}, fifo[postable]{}, fifo[postable]{}
-	b.running, b.unsort, b.wasIll, b.broken, b.row, b.err, b.waits = false, false, false, false, 0, nil, nil
+	b.running, b.unsort, b.wasIll, b.broken, b.row, b.waits = false, false, false, false, 0, nil
 }
 
 func (b *letterbox) benches() [3]*bench { return [...]*bench{&b.failed, &b.refused, &b.putOffs} }
@@ -206,17 +222,50 @@ func (b *letterbox) countLocked() int {
 	return n
 }
 
-// trouble is the error of the last write, nil if it went well or nothing waits.
-func (b *letterbox) trouble() error {
+// ready is nil unless letters fail. It names the source whose have for longest.
+func (b *letterbox) ready() error {
 	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.err
+	source, err := b.worstLocked()
+	others := len(b.ails) - 1
+	b.mu.Unlock()
+	switch {
+	case err == nil:
+		return nil
+	case others == 0:
+		return fmt.Errorf("guard: dead letters of source %s: %w", source, err)
+	}
+	return fmt.Errorf("guard: dead letters of source %s and %d more: %w", source, others, err)
 }
 
-// putOff is why letters wait that the writer does not take yet, nil for none.
-func (b *letterbox) putOff() error {
+// trouble is why the letters of a source are not written, nil for no reason.
+func (b *letterbox) trouble(source string) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	err := b.ails[source].err
+	if err == nil && (b.row >= writeTries || len(b.slow) == writesAtOnce) { // all wait
+		_, err = b.worstLocked()
+	}
+	return err
+}
+
+// worstLocked is the source whose letters have failed for longest, and why.
+func (b *letterbox) worstLocked() (source string, err error) {
+	var since time.Duration
+	for name, a := range b.ails {
+		if err == nil || a.since < since || a.since == since && name < source {
+			source, err, since = name, a.err, a.since
+		}
+	}
+	return source, err
+}
+
+// putOff is why letters of a source wait that the writer does not take yet, nil for none.
+func (b *letterbox) putOff(source string) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.putOffs.of[source] == 0 {
+		return nil
+	}
 	return b.waits
 }
 
@@ -244,13 +293,13 @@ func answerOf(err error) answer {
 	return broken
 }
 
-// noted keeps what a write came to, and tells whether the writer is well now and was
-// not before, or the other way round.
-func (b *letterbox) noted(l postable, what answer, err error) (turned bool) {
+// noted keeps what a write came to. It returns why letters of the source failed before, and
+// why they do now.
+func (b *letterbox) noted(l postable, what answer, err error) (was, is ailment) {
 	now := b.g.now()
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	was := b.err
+	was = b.ails[l.source()]
 	b.endLocked(now)
 	b.answeredLocked(l, what)
 	var to *bench
@@ -260,9 +309,11 @@ func (b *letterbox) noted(l postable, what answer, err error) (turned bool) {
 	case notYet:
 		to, b.waits = &b.putOffs, err
 	case refused, unread:
-		to, b.err = &b.refused, err
+		to = &b.refused
+		b.ailsLocked(now, l.source(), err)
 	case broken:
-		to, b.err = &b.failed, err
+		to = &b.failed
+		b.ailsLocked(now, l.source(), err)
 		b.down[l.source()] = struct{}{}
 		b.row++
 	}
@@ -272,13 +323,20 @@ func (b *letterbox) noted(l postable, what answer, err error) (turned bool) {
 		b.unsort = b.unsort || ended
 	}
 	b.dropLocked(l, to)
-	if len(b.failed.last)+len(b.refused.last)+b.late == 0 {
-		b.err = nil
-	}
 	if len(b.putOffs.last) == 0 {
 		b.waits = nil
 	}
-	return (b.err == nil) != (was == nil)
+	return was, b.ails[l.source()]
+}
+
+// ailsLocked keeps why letters of a source fail.
+func (b *letterbox) ailsLocked(now time.Duration, source string, err error) {
+	a := b.ails[source]
+	if a.err == nil {
+		a.since = now
+	}
+	a.err = err
+	b.ails[source] = a
 }
 
 // forget drops a letter whose source has ended or has it back. What it was answered says
@@ -324,12 +382,17 @@ func (b *letterbox) endLocked(now time.Duration) (failed bool) {
 	return failed
 }
 
-// dropLocked takes a letter from all benches but one.
+// dropLocked takes a letter from all benches but one. Its source is well once no letter of it
+// fails.
 func (b *letterbox) dropLocked(l postable, but *bench) {
 	for _, w := range b.benches() {
 		if w != but {
 			w.drop(l)
 		}
+	}
+	_, slow := b.slow[l.source()]
+	if !slow && b.failed.of[l.source()]+b.refused.of[l.source()] == 0 {
+		delete(b.ails, l.source())
 	}
 }
 
@@ -586,33 +649,34 @@ func (b *letterbox) finish(w *writing) {
 		b.forget(l, what)
 		return
 	}
-	if b.noted(l, what, err) {
-		b.tell(l.from())
+	if was, is := b.noted(l, what, err); (was.err == nil) != (is.err == nil) {
+		b.tell(l.from(), was, is)
 	}
 }
 
-// tell logs that the writer fails, or works again. Its sources hold their dead letters
-// meanwhile, and their order what stands behind these.
-func (b *letterbox) tell(from letterFrom) {
-	now := b.g.now()
-	b.mu.Lock()
-	err, since, left := b.err, b.since, max(b.countLocked(), 1) // one may be at the writer
-	if err != nil {
-		b.since = now
-	}
-	b.mu.Unlock()
+// tell logs that the writer fails for a source, or works again. The source holds its dead
+// letters meanwhile, and its order what stands behind these.
+func (b *letterbox) tell(from letterFrom, was, is ailment) {
+	now, err := b.g.now(), is.err
 	if err == nil {
 		b.g.journal.say(now, line{slog.LevelInfo, lineWriterWell, from.topic, true, []any{
-			"source", from.cfg.Name, "reason", ReasonDLQ.String(), "for", now - since,
+			"source", from.cfg.Name, "reason", ReasonDLQ.String(), "for", now - was.since,
 		}})
 		return
 	}
-	help := "mend the writer: it is tried again, and nothing is lost"
-	if err == errWriteLate { //nolint:errorlint // watch's own
+	b.mu.Lock()
+	left := max(b.countLocked(), 1) // one may be at the writer
+	b.mu.Unlock()
+	help := "mend the source's DLQ: its letters are tried again, and nothing is lost"
+	e, lost := errors.AsType[*lostCallError](err)
+	switch {
+	case lost && e.who == metaCall:
+		help = "mend what describes the message, such as a function of your own: it is asked again, and nothing is lost"
+	case err == errWriteLate: //nolint:errorlint // watch's own
 		help = "make the writer heed its context: the source's dead letters wait until the call returns, and with 8 such calls all do"
 	}
 	args := []any{"source", from.cfg.Name, "reason", ReasonDLQ.String(), "error", err, "messages", left, "help", help}
-	if e, ok := errors.AsType[*lostCallError](err); ok {
+	if lost {
 		args = append(args, "stack", string(e.stack))
 	}
 	b.g.journal.say(now, line{slog.LevelWarn, lineWriter, from.topic, false, args})
@@ -624,22 +688,17 @@ var errWriteLate = errors.New("the call has not returned 5s after its context en
 // watch says that a write goes on after its context has ended. The caller calls done when
 // the write has returned.
 func (b *letterbox) watch(from letterFrom) (done func()) {
-	returned, counted := false, 0
+	returned := false
 	late := time.AfterFunc(writeLate, func() {
+		now := b.g.now()
 		b.mu.Lock()
-		if returned {
-			b.mu.Unlock()
-			return
-		}
-		counted = 1
-		b.late += counted
-		say := b.err == nil
+		say := !returned && b.ails[from.cfg.Name].err == nil
 		if say {
-			b.err = errWriteLate
+			b.ailsLocked(now, from.cfg.Name, errWriteLate)
 		}
 		b.mu.Unlock()
 		if say {
-			b.tell(from)
+			b.tell(from, ailment{}, ailment{errWriteLate, now})
 		}
 	})
 	return func() {
@@ -647,7 +706,6 @@ func (b *letterbox) watch(from letterFrom) (done func()) {
 		b.mu.Lock()
 		defer b.mu.Unlock()
 		returned = true
-		b.late -= counted
 	}
 }
 
@@ -703,6 +761,9 @@ func apart(who string, f func() error) (err error) {
 	<-gone
 	return err
 }
+
+// metaCall is a call of a port that may fail a letter.
+const metaCall = "Port.Meta"
 
 // lostCallError is a call, of a dead-letter writer or a port, that did not return.
 type lostCallError struct {

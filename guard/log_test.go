@@ -516,6 +516,33 @@ func TestWriterLines(t *testing.T) {
 	})
 }
 
+// Of two sources whose DLQs are down each is a warning, and a line when it is well.
+func TestWriterLinesOfTwoSources(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r, p := newLogRig(t), &partlyDown{t: t, why: errDown}
+		r.fail(Permanent(errDown))
+		names := []string{"bills/0", "orders/0"}
+		for i, name := range names {
+			_, in := r.open(name, name[:len(name)-2], "0", p)
+			in <- i
+			elapse(time.Minute)
+		}
+		p.mended.Store(true)
+		elapse(time.Minute)
+		for text, level := range map[string]slog.Level{lineWriter: slog.LevelWarn, lineWriterWell: slog.LevelInfo} {
+			var of []string
+			for _, l := range r.log.of(text) {
+				of = append(of, fmt.Sprint(l.level, " ", l.args["source"]))
+			}
+			slices.Sort(of)
+			if want := []string{level.String() + " " + names[0], level.String() + " " + names[1]}; !slices.Equal(of, want) {
+				t.Errorf("%q of %q, want %q", text, of, want)
+			}
+		}
+		r.close()
+	})
+}
+
 type writerFunc func(context.Context, *dlq.Record) error
 
 func (f writerFunc) Write(ctx context.Context, r *dlq.Record) error { return f(ctx, r) }

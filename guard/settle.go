@@ -72,7 +72,7 @@ func (s *Source[M]) exited(ctx *callContext) result {
 // meta asks the port for a message's Meta, outside any lock. A call that panics or
 // exits is an error, and a line in the log the first time.
 func (s *Source[M]) meta(m M) (meta Meta, err error) {
-	err = apart("Port.Meta", func() error {
+	err = apart(metaCall, func() error {
 		meta = s.port.Meta(m)
 		return nil
 	})

@@ -688,10 +688,10 @@ func (s *Source[M]) state(now time.Duration, fleet breaker.FleetScope) (st State
 		hold(ReasonDLQ, 0, fmt.Sprintf("%d messages wait for a credit", n), "successes, time, or operator: GrantCredits")
 	}
 	if n := len(c.writing); s.writer != nil && n > 0 {
-		if err := s.writer.trouble(); err != nil {
+		if err := s.writer.trouble(s.cfg.Name); err != nil {
 			hold(ReasonDLQ, 0, fmt.Sprintf("%d dead letters cannot be written", n), "the dead-letter writer")
 			because(err)
-		} else if err := s.writer.putOff(); err != nil {
+		} else if err := s.writer.putOff(s.cfg.Name); err != nil {
 			hold(ReasonDLQ, 0, fmt.Sprintf("%d dead letters are put off", n), "the dead-letter writer, once it takes them")
 			because(err)
 		}
