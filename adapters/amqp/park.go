@@ -212,7 +212,9 @@ func (e *epoch) replaceable(ctx context.Context, to int) (int, bool) {
 			return 0, false
 		}
 	}
-	e.awaitHandled(ctx)
+	if !e.awaitHandled(ctx) {
+		return 0, false
+	}
 	n, bytes := e.port.tags.weight()
 	to = min(to, int(e.budget*int64(n)/bytes))
 	return to, e.narrow && to > e.size || e.worthwhile(to)
@@ -222,20 +224,43 @@ func (e *epoch) replaceable(ctx context.Context, to int) (int, bool) {
 // a single active consumer the broker activates the next one as soon as this one is
 // cancelled, and leaves with this channel what is out: messages that come before those of
 // the next. Whether one waits it does not tell: the number of a queue's consumers is without
-// those. It does not wait for a message that cannot be settled: that needs others beside it.
-func (e *epoch) awaitHandled(ctx context.Context) {
+// those.
+//
+// A call is waited for until its timeout is over. A message that no handler has, and that is
+// not settled, is not waited for: it may need others beside it. false if the consumer must
+// not be replaced: it has ended, ctx has, or a delivery was out for half of the consumer
+// timeout.
+func (e *epoch) awaitHandled(ctx context.Context) bool {
 	if e.c.policy.Order == guard.OrderNone {
-		return
+		return true
 	}
-	now := time.Now()
-	end, moved, left := now.Add(e.c.o.timeout/16), now, e.port.tags.unsettled()
-	for left > 0 && now.Before(end) && now.Sub(moved) < settleMost && ctx.Err() == nil {
-		time.Sleep(settleTime / 50)
-		now = time.Now()
+	look := time.NewTicker(settleTime / 50)
+	defer look.Stop()
+	moved, left := time.Now(), e.port.tags.unsettled()
+	for left > 0 {
+		select {
+		case <-look.C:
+		case <-e.read:
+			return false
+		case <-ctx.Done():
+			return false
+		}
+		now := time.Now()
+		if oldest, high := e.port.tags.oldest(); e.age.over(now, oldest, high) {
+			return false // acks are kept back: whether it is settled is seen after this
+		}
+		stuck := false
+		if still := now.Sub(moved); still >= settleMost {
+			a := e.src.Account() // before the count below, which sees what is settled in between
+			stuck = a.Processing+a.Settling == 0 || still >= e.call+settleMost
+		}
 		if n := e.port.tags.unsettled(); n < left {
 			left, moved = n, now
+		} else if stuck {
+			return true
 		}
 	}
+	return true
 }
 
 // lighten ends an epoch whose unsettled deliveries take too many bytes; false if

@@ -5,10 +5,12 @@ package guardamqp
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"slices"
 	"strconv"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -211,37 +213,75 @@ func TestHeldBytesAreBounded(t *testing.T) {
 	})
 }
 
-// Where there is an order to keep, a consumer is replaced when all it has is handled, or
-// nothing was for a second.
+// Where there is an order to keep, a consumer is replaced when all it has is handled, however
+// long a call takes within its timeout. A message that no handler has is not waited for. The
+// consumer is not replaced when a delivery has been out for too long.
 func TestAConsumerIsReplacedWhenAllIsHandled(t *testing.T) {
-	for _, c := range []struct {
+	const timeout, out = 30 * time.Second, 4
+	for name, c := range map[string]struct {
 		order guard.Order
-		each  time.Duration // until one more of four is handled
+		each  time.Duration // how long a call takes; 0: until the end of the test
+		fails bool
+		age   time.Duration // that a delivery may have; 0: more than enough
 		takes time.Duration
+		not   bool // replaced
 	}{
-		{guard.OrderSource, settleMost / 2, 2 * settleMost},
-		{guard.OrderKey, settleMost / 2, 2 * settleMost},
-		{guard.OrderSource, 3 * settleMost, settleMost},
-		{guard.OrderNone, settleMost / 2, 0},
+		"in order":        {order: guard.OrderSource, each: settleMost / 2, takes: out * settleMost / 2},
+		"by key":          {order: guard.OrderKey, each: settleMost / 2, takes: out * settleMost / 2},
+		"slow calls":      {order: guard.OrderSource, each: 3 * settleMost, takes: 3 * out * settleMost},
+		"no order":        {order: guard.OrderNone, each: settleMost / 2},
+		"all fail":        {order: guard.OrderSource, each: time.Millisecond, fails: true, takes: settleMost},
+		"a call hangs":    {order: guard.OrderSource, takes: timeout + settleMost},
+		"almost too long": {order: guard.OrderSource, each: 5 * settleMost, age: 16 * settleMost, takes: 15 * settleMost, not: true},
 	} {
-		synctest.Test(t, func(t *testing.T) {
-			e := &epoch{
-				c:    &consumer{full: 100, o: &options{timeout: 30 * time.Minute}, policy: guard.Policy{Order: c.order}},
-				port: newPort("q", &options{}), size: 4, budget: 50 * 1000,
-			}
-			defer e.port.end()
-			for n := uint64(1); n <= 4; n++ {
-				e.port.tags.add(n, 1000)
-				settle := time.AfterFunc(time.Duration(n)*c.each, func() { e.port.tags.settle(n, tagSettled) })
-				defer settle.Stop()
-			}
-			start := time.Now()
-			if to, ok := e.replaceable(t.Context(), 100); !ok || to != 50 {
-				t.Errorf("%v: %d, %t", c.order, to, ok)
-			}
-			if took := time.Since(start); took < c.takes || took > c.takes+settleTime {
-				t.Errorf("%v, one each %v: it took %v, want %v", c.order, c.each, took, c.takes)
-			}
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				policy := guard.Policy{Order: c.order, Timeout: timeout}
+				e := &epoch{
+					c:    &consumer{full: 100, o: &options{}, policy: policy},
+					port: newPort("q", &options{}), size: out, budget: 50 * 1000, age: newAges(cmp.Or(c.age, time.Hour)), call: timeout,
+				}
+				defer e.port.end()
+				e.port.life.Store(&life{ch: new(amqp091.Channel)})
+				e.port.hold() // as widen does
+				in, release := make(chan amqp091.Delivery, out), make(chan struct{})
+				var err error
+				e.src, err = guard.Open(adaptertest.Guard(t, guard.Config{}), guard.SourceConfig{Name: "q", Policy: &policy}, guard.Limits{}, e.port,
+					func(context.Context, amqp091.Delivery) error {
+						var done <-chan time.Time
+						if c.each > 0 {
+							done = time.After(c.each)
+						}
+						select {
+						case <-done:
+						case <-release:
+						}
+						if c.fails {
+							return errDown
+						}
+						return nil
+					})
+				if err != nil {
+					t.Fatal(err)
+				}
+				var running sync.WaitGroup
+				running.Go(func() { _ = e.src.Run(context.Background(), in) })
+				for n := range uint64(out) {
+					e.port.tags.add(n+1, 1000)
+					in <- amqp091.Delivery{DeliveryTag: n + 1}
+				}
+				synctest.Wait()
+				start := time.Now()
+				if to, ok := e.replaceable(t.Context(), 100); ok == c.not || ok && to != 50 {
+					t.Errorf("%d, %t", to, ok)
+				}
+				if took := time.Since(start); took < c.takes || took > c.takes+settleTime {
+					t.Errorf("it took %v, want %v", took, c.takes)
+				}
+				close(release)
+				e.src.End(context.Background(), guard.ReasonShutdown)
+				running.Wait()
+			})
 		})
 	}
 }
@@ -250,7 +290,10 @@ func TestAConsumerIsReplacedWhenAllIsHandled(t *testing.T) {
 // on its way to it, and by one whose deliveries fit at their mean size.
 func TestAConsumerIsReplacedWhenItsPrefetchIsOut(t *testing.T) {
 	t.Parallel()
-	e := &epoch{c: &consumer{full: 100, o: &options{}}, port: newPort("q", &options{}), size: 4, after: 2, budget: 50 * 1000}
+	e := &epoch{
+		c:    &consumer{full: 100, o: &options{}, policy: guard.Policy{Order: guard.OrderNone}},
+		port: newPort("q", &options{}), size: 4, after: 2, budget: 50 * 1000,
+	}
 	defer e.port.end()
 	for n := uint64(1); n <= 5; n++ {
 		e.port.tags.add(n, 1000)
