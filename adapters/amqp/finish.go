@@ -264,7 +264,9 @@ func (e *epoch) consumer() string {
 	}
 }
 
-// consumers is how many the queue has, as its leader knows it.
+// consumers is how many the leader of the queue counts. A quorum queue's leaves out those that
+// wait for the end of a single active one, and counts a cancelled one until nothing of it is
+// out. 0 may also mean that the leader did not answer the broker in time.
 func (c *consumer) consumers(ctx context.Context) (n int, err error) {
 	err = c.link.within(ctx, answerTimeout, func() error {
 		ch, err := c.link.Channel()
