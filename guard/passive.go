@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
 // The passive shape: a user's own loop handles and settles, and the guard stands
@@ -274,6 +275,33 @@ func (c *machine[M]) unasked(now time.Duration, it *item[M]) {
 	if it.probe && (it.witness() || it.lane != nil && it.lane.step > 0 || c.round.step > 0) {
 		c.gate.Failure(now, it.token, false)
 	}
+}
+
+// inHand is how long the program has had an item, and whether it has it. The messages of an
+// adapter that takes them off Ready before the program does have a method TakenAt: when the
+// program took the message this time, zero before. It is called with the source's lock.
+func (c *machine[M]) inHand(now time.Duration, it *item[M]) (had time.Duration, taken bool) {
+	had = now - it.started
+	if !c.offers {
+		return had, true
+	}
+	m, ok := any(it.m).(interface{ TakenAt() time.Time })
+	if !ok {
+		return had, true
+	}
+	at := m.TakenAt()
+	if at.IsZero() {
+		return 0, false
+	}
+	return min(had, c.origin.Add(now).Sub(at)), true
+}
+
+// passOn gives up the slot of a probe that the program does not take: another source may
+// have it. The item stays where it is, and says nothing as a probe any more.
+func (c *machine[M]) passOn(now time.Duration, it *item[M]) {
+	c.unasked(now, it)
+	c.exclude(now, it)
+	it.token = circuit.Token{}
 }
 
 // mayOffer tells whether an item that nobody has taken may stay on Ready. A probe may

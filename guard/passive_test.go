@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -468,6 +469,102 @@ func TestPassiveBatchIsNotSlow(t *testing.T) {
 		time.Sleep(time.Second)
 		if a := s.Account(); a.Acked != 7 {
 			t.Errorf("%+v", a)
+		}
+		closeAll(t, g)
+	})
+}
+
+// ahead is a message that its adapter takes off Ready before the program takes it.
+type ahead struct{ at atomic.Pointer[time.Time] }
+
+func (m *ahead) TakenAt() time.Time {
+	if at := m.at.Load(); at != nil {
+		return *at
+	}
+	return time.Time{}
+}
+
+func (m *ahead) take() {
+	now := time.Now()
+	m.at.Store(&now)
+}
+
+type aheadPort struct{}
+
+func (aheadPort) Lane(*ahead) uint64            { return 0 }
+func (aheadPort) Size(*ahead) int               { return 1 }
+func (aheadPort) Meta(*ahead) Meta              { return Meta{Lag: -1} }
+func (aheadPort) Ack(*ahead) error              { return nil }
+func (aheadPort) Extend([]*ahead)               {}
+func (aheadPort) Return([]*ahead, Reason) error { return nil }
+func (aheadPort) Demand(int)                    {}
+func (aheadPort) Flush() error                  { return nil }
+
+// A call begins when the program has the message, and not when its adapter has it.
+func TestPassiveCallBeginsWithTheProgram(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		const slow = 10 * time.Second
+		g := Must(New(Config{Policy: Policy{Breaker: breaker.Config{MinSample: 1, Plain: true, Slow: slow}}}))
+		s := Must(Open[*ahead](g, SourceConfig{Name: "s"}, Limits{}, aheadPort{}, nil))
+		m := new(ahead)
+		if err := s.Offer(m); err != nil {
+			t.Fatal(err)
+		}
+		it := <-s.Ready()
+		time.Sleep(10 * slow)
+		if b := s.State().Breaker; b.State != breaker.Closed {
+			t.Errorf("nobody has the message, and the breaker is %+v", b)
+		}
+		m.take()
+		time.Sleep(slow - time.Second)
+		if b := s.State().Breaker; b.State != breaker.Closed {
+			t.Errorf("before the call is slow: %+v", b)
+		}
+		time.Sleep(2 * time.Second)
+		if b := s.State().Breaker; b.State == breaker.Closed {
+			t.Errorf("the call is slow: %+v", b)
+		}
+		s.Done(it.Token, nil)
+		if a := s.Account(); a.Acked != 1 {
+			t.Errorf("%+v", a)
+		}
+		closeAll(t, g)
+	})
+}
+
+// A probe that its adapter has, and the program does not take, is no failure, and leaves its
+// slot to another source of the scope.
+func TestPassiveProbeThatOnlyTheAdapterHas(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		const lease = 10 * time.Second
+		g := Must(New(Config{Scope: ScopeGroup, Policy: Policy{Breaker: breaker.Config{Lease: lease, Base: time.Second, Probes: 1, Successes: 1}}}))
+		var sources []*Source[*ahead]
+		for _, name := range []string{"a", "b"} {
+			sources = append(sources, Must(Open[*ahead](g, SourceConfig{Name: name}, Limits{}, aheadPort{}, nil)))
+		}
+		if err := sources[0].ForceOpen(time.Second); err != nil {
+			t.Fatal(err)
+		}
+		var messages []*ahead
+		var items []Item[*ahead]
+		for _, s := range sources {
+			messages = append(messages, new(ahead))
+			if err := s.Offer(messages[len(messages)-1]); err != nil {
+				t.Fatal(err)
+			}
+			select {
+			case it := <-s.Ready():
+				items = append(items, it)
+			case <-time.After(lease):
+				t.Fatalf("%s has no probe: %+v", s.Name(), s.State().Breaker)
+			}
+		}
+		for i := len(sources) - 1; i >= 0; i-- {
+			messages[i].take()
+			sources[i].Done(items[i].Token, nil)
+			if b := sources[i].State().Breaker; b.State != breaker.Closed || sources[i].Account().Acked != 1 {
+				t.Errorf("%s: %+v, %+v", sources[i].Name(), b, sources[i].Account())
+			}
 		}
 		closeAll(t, g)
 	})

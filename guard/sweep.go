@@ -31,7 +31,14 @@ func (c *machine[M]) sweep(now time.Duration, late []*callContext) ([]*callConte
 		// with another message. A program that has several in hand may keep them for its
 		// batch: that is no call.
 		collects := c.offers && c.policy.Workers > 1
-		if c.gate != nil && !it.slow && !it.offered && !collects && ran >= c.slowAfter && !(it.probe && it.ctx != nil && c.policy.Timeout > 0) {
+		had, taken := c.inHand(now, it)
+		switch {
+		case c.gate == nil, it.slow, it.offered, it.probe && it.ctx != nil && c.policy.Timeout > 0:
+		case !taken:
+			if it.token.Probe() && ran >= c.offerFor() {
+				c.passOn(now, it)
+			}
+		case !collects && had >= c.slowAfter:
 			it.slow = true
 			c.gate.Slow(now, it.token, it.tries == 0)
 			c.freed = c.freed || it.probe

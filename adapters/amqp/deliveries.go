@@ -193,7 +193,16 @@ type desk struct {
 // taken is a delivery that the source has.
 type taken struct {
 	amqp091.Delivery
-	acked error // what the ack said; of the goroutine that settles
+	acked error                     // what the ack said; of the goroutine that settles
+	at    atomic.Pointer[time.Time] // when the program took this attempt; nil before
+}
+
+// TakenAt is when the call of the delivery began: the guard asks for it.
+func (m *taken) TakenAt() time.Time {
+	if at := m.at.Load(); at != nil {
+		return *at
+	}
+	return time.Time{}
 }
 
 // intake reads every delivery at once, so that its tag is known, and offers it
@@ -253,6 +262,7 @@ func (d *desk) handOut() {
 	turn := uint64(0)
 	for it := range d.src.Ready() {
 		turn++
+		it.Msg.at.Store(nil)
 		a := &attempt{desk: d, of: it.Msg, token: it.Token, turn: turn}
 		m := it.Msg.Delivery
 		m.Acknowledger = a
@@ -262,6 +272,8 @@ func (d *desk) handOut() {
 		d.mu.Unlock()
 		select {
 		case d.out <- m:
+			now := time.Now()
+			it.Msg.at.Store(&now)
 			d.mu.Lock()
 			a.given = true
 			d.mu.Unlock()

@@ -16,11 +16,13 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/rabbitmq/amqp091-go"
 	"pgregory.net/rapid"
 
+	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/adaptertest"
@@ -533,4 +535,42 @@ func TestConsumerTimeoutOfTheArguments(t *testing.T) {
 			t.Errorf("%+v: %s, %v", c, o.timeout, err)
 		}
 	}
+}
+
+// A program that is busy elsewhere has not failed: a delivery that it has not taken is no call.
+func TestAProgramThatIsBusyElsewhereOpensNoBreaker(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Breaker: breaker.Config{MinSample: 1, Plain: true}}})
+		d := &desk{
+			o: &options{queue: "q"}, out: make(chan amqp091.Delivery), quit: make(chan struct{}),
+			port: newPassivePort(&options{queue: "q"}), handed: make(map[uint64]*attempt),
+		}
+		defer d.port.end()
+		d.port.life.Store(&life{ch: new(amqp091.Channel)})
+		d.port.hold() // there is no broker
+		var err error
+		if d.src, err = guard.Open(g, guard.SourceConfig{Name: "q"}, guard.Limits{}, d.port, nil); err != nil {
+			t.Fatal(err)
+		}
+		var handing sync.WaitGroup
+		handing.Go(d.handOut)
+		d.port.tags.add(1, 100)
+		if err := d.src.Offer(&taken{Delivery: amqp091.Delivery{DeliveryTag: 1}}); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(10 * time.Minute)
+		if b := d.src.State().Breaker; b.State != breaker.Closed {
+			t.Errorf("%+v", b)
+		}
+		m := <-d.out
+		if err := m.Ack(false); err != nil {
+			t.Error(err)
+		}
+		if a := d.src.Account(); a.Acked != 1 {
+			t.Errorf("%+v", a)
+		}
+		close(d.quit)
+		d.src.End(context.Background(), guard.ReasonShutdown)
+		handing.Wait()
+	})
 }

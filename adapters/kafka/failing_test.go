@@ -15,6 +15,7 @@ import (
 
 	"github.com/IBM/sarama"
 
+	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
@@ -84,6 +85,41 @@ func TestALoopThatFailsInAnOutageIsAFewLines(t *testing.T) {
 		time.Sleep(time.Minute)
 		cancel(nil)
 		close(c.partition().messages)
+		consuming.Wait()
+		if err := h.Cleanup(s); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// A loop that is busy elsewhere has not failed: a message that it has not taken is no call.
+func TestALoopThatIsBusyElsewhereOpensNoBreaker(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Breaker: breaker.Config{MinSample: 1, Plain: true}}})
+		free := make(chan struct{})
+		h := WrapHandler(g, rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
+			<-free
+			for m := range c.Messages() {
+				s.MarkMessage(m, "")
+			}
+			return nil
+		}}, WithConfig(testConfig()))
+		s, end := setup(t, h)
+		c := newFakeClaim()
+		c.publish(0, 3)
+		var consuming sync.WaitGroup
+		consuming.Go(func() { _ = h.ConsumeClaim(s, c) })
+		time.Sleep(10 * time.Minute)
+		src := g.Source("orders/0")
+		if b := src.State().Breaker; b.State != breaker.Closed {
+			t.Errorf("%+v", b)
+		}
+		close(free)
+		time.Sleep(time.Second)
+		if a := src.Account(); a.Acked != 3 {
+			t.Errorf("%+v", a)
+		}
+		end(nil)
 		consuming.Wait()
 		if err := h.Cleanup(s); err != nil {
 			t.Error(err)

@@ -45,8 +45,10 @@ func (w *wrappedClaim) handOut(leave <-chan struct{}) {
 				select {
 				case w.feed <- o.msg:
 					handed = true
+					now := time.Now()
+					o.m.at.Store(&now)
 					w.mu.Lock()
-					o.at, w.sending = time.Now(), nil
+					o.at, w.sending = now, nil
 					w.mu.Unlock()
 				case w.exact <- struct{}{}:
 				case <-w.anew:
@@ -81,6 +83,7 @@ func (w *wrappedClaim) renew() {
 // its mark may come at once.
 func (w *wrappedClaim) hand(it guard.Item[*taken]) *out {
 	o := &out{m: it.Msg, msg: it.Msg.ConsumerMessage, token: it.Token}
+	o.m.at.Store(nil)
 	if len(it.Msg.attempts) > 0 {
 		again := *it.Msg.ConsumerMessage
 		o.msg = &again

@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/IBM/sarama"
@@ -97,6 +98,15 @@ type taken struct {
 	*sarama.ConsumerMessage
 	meta     string                    // of its mark; written before Done, read by Ack
 	attempts []*sarama.ConsumerMessage // as handed out; each attempt has a pointer of its own
+	at       atomic.Pointer[time.Time] // when the loop took this attempt; nil before
+}
+
+// TakenAt is when the call of the message began: the guard asks for it.
+func (m *taken) TakenAt() time.Time {
+	if at := m.at.Load(); at != nil {
+		return *at
+	}
+	return time.Time{}
 }
 
 // passivePort is the port of the passive shape.
