@@ -139,9 +139,10 @@ func (ss *session) cut(err error) bool {
 }
 
 // unopened is why the session has ended, if it did since sarama could not open a claim: it
-// hands that one out to nobody, and group.Consume returns nil.
+// hands that one out to nobody, and group.Consume returns nil. A stop during the join, such as
+// by ConsumerGroup.Close, leaves claims unopened, too.
 func (ss *session) unopened() error {
-	if !errors.Is(context.Cause(ss.native.Context()), sarama.ErrSessionConsumeClaimExited) {
+	if !errors.Is(context.Cause(ss.native.Context()), sarama.ErrSessionConsumeClaimExited) || ss.stopped() {
 		return nil
 	}
 	var names []string
