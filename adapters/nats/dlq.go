@@ -350,7 +350,9 @@ func (c *cuts) warn(from *dlq.Origin, size, cut int, raise string) {
 		"means", "the end is lost once the message's own stream drops it; a work-queue or interest stream does so with the ack")
 }
 
-// connected waits until the connection is, or is closed for good.
+// connected waits until the connection is, or is closed for good. What is published before
+// takes room in the client's buffer, which acks need, and is sent later, also if the caller
+// was told that it is not written.
 func (d *DLQ) connected(ctx context.Context) error {
 	conn := d.js.Conn()
 	for status := conn.Status(); !conn.IsConnected() && !conn.IsClosed(); status = conn.Status() {
@@ -368,14 +370,16 @@ func (d *DLQ) publish(ctx context.Context, m *nats.Msg, id string) error {
 	opts := []jetstream.PublishOpt{jetstream.WithExpectStream(d.cfg.Stream)}
 	publish := func(ctx context.Context) (*jetstream.PubAck, error) { return d.js.PublishMsg(ctx, m, opts...) }
 	var err error
-	if id == "" {
-		_, err = publish(ctx)
+	if id == "" { // sent once: nothing would recognise its twin
+		if err = d.connected(ctx); err == nil {
+			_, err = publish(ctx)
+		}
 	} else {
 		// A broken connection loses the letter or the answer without a word, so it is sent
 		// again. The server recognises it by its id.
 		opts = append(opts, jetstream.WithMsgID(id))
 		_, err = ask(ctx, func(ctx context.Context) (*jetstream.PubAck, error) {
-			if err := d.connected(ctx); err != nil { // each try would take room in its buffer, which acks need
+			if err := d.connected(ctx); err != nil {
 				return nil, err
 			}
 			ack, err := publish(ctx)

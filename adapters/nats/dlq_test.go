@@ -219,7 +219,8 @@ func TestDLQLostOnItsWay(t *testing.T) {
 }
 
 // While the connection is down, no try of a letter takes room in the client's buffer: acks
-// need it. The letter goes out once the server is back.
+// need it, and a letter without an ID would be there twice. The letter goes out once the
+// server is back.
 func TestDLQWaitsForTheConnection(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{})
@@ -227,32 +228,44 @@ func TestDLQWaitsForTheConnection(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	nameless := record()
+	nameless.Origin.Sequence = 0
+	if nameless.ID() != "" {
+		t.Fatal(nameless.ID())
+	}
+	records := []*dlq.Record{record(), nameless}
 	r.stop()
 	adaptertest.Eventually(t, "the client knows of it", func() bool { return !r.nc.IsConnected() })
 	before, err := r.nc.Buffered()
 	if err != nil {
 		t.Fatal(err)
 	}
-	for range 3 {
-		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
-		err := d.Write(ctx, record())
-		cancel()
-		if !errors.Is(err, nats.ErrDisconnected) {
-			t.Errorf("%v", err)
+	for _, rec := range records {
+		for range 3 {
+			ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+			err := d.Write(ctx, rec)
+			cancel()
+			if !errors.Is(err, nats.ErrDisconnected) {
+				t.Errorf("id %q: %v", rec.ID(), err)
+			}
 		}
 	}
 	if n, err := r.nc.Buffered(); err != nil || n != before {
 		t.Errorf("%d bytes in the buffer, %d before: %v", n, before, err)
 	}
-	wrote := make(chan error, 1)
+	wrote := make(chan error, len(records))
 	ctx := adaptertest.Context(t)
-	go func() { wrote <- d.Write(ctx, record()) }()
-	r.start()
-	if err := <-wrote; err != nil {
-		t.Error(err)
+	for _, rec := range records {
+		go func() { wrote <- d.Write(ctx, rec) }()
 	}
-	if n := len(r.letters(t, "D")); n != 1 {
-		t.Errorf("%d letters", n)
+	r.start()
+	for range records {
+		if err := <-wrote; err != nil {
+			t.Error(err)
+		}
+	}
+	if n := len(r.letters(t, "D")); n != len(records) {
+		t.Errorf("%d letters of %d", n, len(records))
 	}
 }
 
