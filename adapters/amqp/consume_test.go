@@ -165,11 +165,8 @@ func TestHoldLongerThanTheConsumerTimeout(t *testing.T) {
 		src := adaptertest.Source(t, g, r.queue)
 		adaptertest.Eventually(t, "held", func() bool { return src.State().Room == 0 })
 		oldest := time.Now()
-		// The next one, to probe, may be open before anybody has looked.
-		adaptertest.Eventually(t, "the channel is closed before the timeout", func() bool { return l.unacked() == 0 || len(l.books().prefetch) > 1 })
-		if took := time.Since(oldest); took > timeout { // half of it, and what a busy machine needs
-			t.Errorf("closed after %s", took)
-		}
+		// How soon is TestAges's to say. The next one, to probe, may be open before anybody has looked.
+		adaptertest.Eventually(t, "the channel is closed", func() bool { return l.unacked() == 0 || len(l.books().prefetch) > 1 })
 		adaptertest.Eventually(t, "it is opened again to probe", func() bool { return len(l.books().prefetch) > 1 })
 		adaptertest.Eventually(t, "it probes", func() bool { return l.unacked() == witnesses })
 		rec.down.Store(false)

@@ -69,13 +69,8 @@ func TestRetryTopicsOpenNoBreaker(t *testing.T) {
 	}
 	letters := func() int64 { return r.end(r.topic+".dlq", 0) + r.end(r.topic+".dlq", 1) }
 	handled := func() int { mu.Lock(); defer mu.Unlock(); return len(done) }
-	for handled() < n-dying || letters() < int64(dying) {
-		if time.Since(begun) > time.Minute {
-			t.Errorf("%d of %d handled, %d dead letters of %d, 1m after the load", handled(), n-dying, letters(), dying)
-			break
-		}
-		time.Sleep(50 * time.Millisecond)
-	}
+	adaptertest.Eventually(t, "all are handled", func() bool { return handled() == n-dying })
+	adaptertest.Eventually(t, "poison is dead-lettered", func() bool { return letters() >= int64(dying) })
 	t.Logf("drained %s after the load", time.Since(begun).Round(time.Millisecond))
 	if trips := own.count("breaker opened"); trips > 0 {
 		t.Errorf("the breaker opened %d times", trips)
