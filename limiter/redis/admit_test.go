@@ -6,6 +6,7 @@ package redis
 import (
 	"context"
 	"errors"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -205,6 +206,87 @@ func TestWaitersInOrder(t *testing.T) {
 				t.Fatalf("waiter %d was served, it is the turn of %d", got, i)
 			}
 		}
+	})
+}
+
+// distant answers after 2 ms: that there will be a token in 1 ms, and from then on all that
+// is asked for.
+type distant struct {
+	goredis.Scripter
+
+	asked atomic.Int64
+}
+
+func (d *distant) EvalSha(ctx context.Context, _ string, _ []string, args ...any) *goredis.Cmd {
+	cmd := goredis.NewCmd(ctx)
+	first := d.asked.Add(1) == 1
+	most, _ := args[3].(int)
+	select {
+	case <-time.After(2 * ms):
+	case <-ctx.Done():
+		cmd.SetErr(ctx.Err())
+		return cmd
+	}
+	if first {
+		cmd.SetVal(took(0, ms))
+	} else {
+		cmd.SetVal(took(int64(most), 0))
+	}
+	return cmd
+}
+
+// Callers with a deadline who come faster than one in a round trip are all served below
+// the limit, also after a denial.
+func TestLineFasterThanRoundTrips(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := at(t, new(distant), Config{Limit: limiter.Limit{Rate: 1e6, Burst: 1e6}}).Key("k")
+		var denied atomic.Int64
+		var all sync.WaitGroup
+		for i := range 5000 {
+			all.Go(func() {
+				if limiter.Enter(t.Context(), h, 100*ms) != nil && i >= 1000 {
+					denied.Add(1)
+				}
+			})
+			time.Sleep(ms)
+		}
+		all.Wait()
+		if n := denied.Load(); n > 0 {
+			t.Errorf("%d of 4000 denied", n)
+		}
+	})
+}
+
+// An answer is everybody's in line, also of a question whose caller has given up. What is
+// left over goes back.
+func TestLineSharesAnAnswer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newScripted()
+		h := at(t, c, Config{Limit: limiter.Limit{Rate: 100, Burst: 100}, Timeout: time.Second}).Key("k")
+		hurry, giveUp := context.WithCancel(t.Context())
+		defer giveUp()
+		wait := func(ctx context.Context) <-chan error {
+			served := make(chan error, 1)
+			go func() { served <- h.Wait(ctx) }()
+			synctest.Wait() // it is in line
+			return served
+		}
+		first := wait(hurry)
+		<-c.asked
+		second, third := wait(t.Context()), wait(hurry)
+		c.answer <- took(0, 10*ms)
+		if args := <-c.asked; args[2] != 1 || args[3] != 3 || args[4] != 0 {
+			t.Errorf("asked for %v", args)
+		}
+		giveUp()
+		is(t, <-first, context.Canceled)
+		is(t, <-third, context.Canceled)
+		c.answer <- took(3, 0)
+		is(t, <-second, nil)
+		if args := <-c.asked; args[2] != 0 || args[3] != 0 || args[4] != 2 {
+			t.Errorf("asked for %v", args)
+		}
+		c.answer <- took(0, 0)
 	})
 }
 

@@ -17,6 +17,8 @@
 //
 //   - Tokens that [Handle.Admit] took ahead: at most Config.Batch for each handle
 //     that a guard uses.
+//   - Tokens on their way back: of [Handle.Refund], and of those who gave up while Redis
+//     was asked for them.
 //   - All that is admitted while Redis does not answer, with [FailOpen].
 //   - What Redis forgets. One that comes back empty, or a replica that takes over
 //     and has not heard of the last admissions, has fuller buckets: at most one Burst
@@ -31,13 +33,14 @@
 //
 // # What it costs
 //
-// Allow, AllowN and each turn of Wait are a round trip, of at most Config.Timeout. After
-// one that failed, nothing is asked for 100 ms, and everybody is answered at
-// once as [Config] says; then one asks, for all. Admit never waits for Redis: it
-// has a goroutine fetch up to Config.Batch tokens ahead, and those not used within a
+// Allow, AllowN and each question for those who Wait are a round trip, of at most
+// Config.Timeout. After one that failed, nothing is asked for 100 ms, and everybody is
+// answered at once as [Config] says; then one asks, for all. Admit never waits for Redis:
+// it has a goroutine fetch up to Config.Batch tokens ahead, and those not used within a
 // second are lost.
 //
-// A [Handle] whose callers Wait asks for one of them at a time, when Redis has said that
-// there can be a token, and up to as much later again (at most 100 ms) by chance, so
-// that processes do not all come at once. Between processes there is no order.
+// A [Handle] whose callers Wait asks one question at a time, for all of them. After a
+// denial it asks again when Redis has said that there can be enough for the first, and up to
+// as much later again (at most 100 ms) by chance, so that processes do not all come at
+// once. Between processes there is no order.
 package redis

@@ -29,11 +29,13 @@ type Handle struct {
 	limit limiter.Limit
 	batch int
 
-	waiting atomic.Int64
-	turn    chan struct{} // has one element while the first waiter asks
+	waiting atomic.Int64  // tokens that callers of WaitN wait for
+	turn    chan struct{} // has one element while somebody is the first in line
 
 	// Below is guarded by mu, which nothing waits under.
 	mu         sync.Mutex
+	asking     *question // is on its way for the line
+	spare      int       // tokens of its answer, for the next in line
 	ahead      int       // tokens that Admit may use
 	taken      time.Time // when the last of them came
 	want       bool      // the prefetcher is to fetch more
@@ -63,13 +65,13 @@ func (h *Handle) AllowN(n int) bool {
 	if !h.valid || n > h.limit.Burst || h.waiting.Load() > 0 {
 		return false
 	}
-	a, err := h.take(context.Background(), n)
+	a, err := h.take(n)
 	return a.took > 0 || err != nil && h.open(err)
 }
 
 // take asks for n, all or none.
-func (h *Handle) take(ctx context.Context, n int) (answer, error) {
-	a, err := h.store.ask(ctx, h, n, n, 0)
+func (h *Handle) take(n int) (answer, error) {
+	a, err := h.store.ask(h, n, n, 0)
 	if err == nil {
 		h.mu.Lock()
 		defer h.mu.Unlock()
@@ -114,8 +116,8 @@ func (h *Handle) WaitN(ctx context.Context, n int) error {
 	case n > h.limit.Burst:
 		return fmt.Errorf("%w: %d of %d", limiter.ErrBurst, n, h.limit.Burst)
 	}
-	h.waiting.Add(1)
-	defer h.waiting.Add(-1)
+	h.waiting.Add(int64(n))
+	defer h.leave(n)
 	select { // those who wait to send are served in their order
 	case h.turn <- struct{}{}:
 	case <-ctx.Done():
@@ -125,10 +127,20 @@ func (h *Handle) WaitN(ctx context.Context, n int) error {
 	timer := time.NewTimer(time.Hour)
 	defer timer.Stop()
 	for {
-		a, err := h.take(ctx, n)
-		wait := a.wait
+		q, own := h.question(n)
+		if q == nil {
+			return nil
+		}
+		select {
+		case <-q.done:
+		case <-ctx.Done(): // it goes on for those behind
+			return h.store.gaveUp(ctx)
+		}
+		wait, err := q.wait, q.err
 		switch {
-		case a.took > 0 || err != nil && h.open(err):
+		case !own || q.took > 0:
+			continue
+		case err != nil && h.open(err):
 			return nil
 		case err == nil:
 			if deadline, ok := ctx.Deadline(); ok && time.Until(deadline) < wait {
@@ -136,8 +148,6 @@ func (h *Handle) WaitN(ctx context.Context, n int) error {
 			}
 		case errors.Is(err, limiter.ErrClosed), errors.Is(err, ErrRefused):
 			return err
-		case ctx.Err() != nil:
-			return h.store.gaveUp(ctx)
 		default:
 			wait = h.store.rest()
 		}
@@ -149,6 +159,71 @@ func (h *Handle) WaitN(ctx context.Context, n int) error {
 		case <-ctx.Done():
 			return h.store.gaveUp(ctx)
 		}
+	}
+}
+
+// A question asks for all who wait, so no caller's context ends it.
+type question struct {
+	done chan struct{} // closed with the answer
+	answer
+	err error
+}
+
+// question takes n from what the latest answer had to spare, and returns nil. Without as
+// many it returns the question on its way, or else sends its own. Only the first in line
+// calls it.
+func (h *Handle) question(n int) (q *question, own bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	switch {
+	case h.spare >= n:
+		h.spare -= n
+		h.spent += n
+		return nil, false
+	case h.asking != nil:
+		return h.asking, false
+	}
+	q = &question{done: make(chan struct{})}
+	back, most := h.spare, int(h.waiting.Load())
+	h.spare = 0 // too few for the first in line
+	if h.store.run(func() { h.answer(q, n, most, back) }) {
+		h.asking = q
+	} else {
+		q.err = limiter.ErrClosed
+		close(q.done)
+	}
+	return q, true
+}
+
+// answer asks, and leaves what comes to the line.
+func (h *Handle) answer(q *question, least, most, back int) {
+	q.answer, q.err = h.store.ask(h, least, most, back)
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if q.err == nil {
+		h.learn(q.answer)
+	}
+	h.asking, h.spare = nil, q.took
+	close(q.done)
+	if h.waiting.Load() == 0 {
+		h.dissolve()
+	}
+}
+
+// leave takes a caller out of the line.
+func (h *Handle) leave(n int) {
+	if h.waiting.Add(-int64(n)) == 0 {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		h.dissolve()
+	}
+}
+
+// dissolve gives back what the line has left over at its end. The caller holds mu.
+func (h *Handle) dissolve() {
+	if h.spare > 0 {
+		h.owed, h.spare = h.owed+h.spare, 0
+		h.send()
 	}
 }
 
@@ -214,7 +289,7 @@ func (h *Handle) carry() {
 		if !ok {
 			return
 		}
-		a, err := h.store.ask(context.Background(), h, least, most, back)
+		a, err := h.store.ask(h, least, most, back)
 		h.deliver(a, err, most > 0)
 	}
 }

@@ -157,11 +157,8 @@ type answer struct {
 	left int
 }
 
-// ask runs the script. An error is the caller's own context's, or ErrSilent.
-func (s *Store) ask(ctx context.Context, h *Handle, least, most, back int) (a answer, err error) {
-	if err := ctx.Err(); err != nil {
-		return a, err
-	}
+// ask runs the script. An error is ErrSilent, or limiter.ErrClosed.
+func (s *Store) ask(h *Handle, least, most, back int) (a answer, err error) {
 	if s.isClosed() {
 		return a, limiter.ErrClosed
 	}
@@ -172,7 +169,7 @@ func (s *Store) ask(ctx context.Context, h *Handle, least, most, back int) (a an
 			return a, s.unheard()
 		}
 	}
-	within, cancel := context.WithTimeout(ctx, s.cfg.Timeout)
+	within, cancel := context.WithTimeout(context.Background(), s.cfg.Timeout)
 	defer cancel()
 	values, err := s.script.Run(within, s.client, h.keys, h.limit.Rate, h.limit.Burst, least, most, back).Int64Slice()
 	if err == nil && len(values) != 3 {
@@ -181,12 +178,6 @@ func (s *Store) ask(ctx context.Context, h *Handle, least, most, back int) (a an
 	if err == nil {
 		s.heard()
 		return answer{int(values[0]), time.Duration(min(values[1], math.MaxInt64/1000)) * time.Microsecond, int(values[2])}, nil
-	}
-	if ctx.Err() != nil && within.Err() != nil {
-		if s.silent.Load() {
-			s.quiet.Store(0) // it was to ask for all, and somebody else has to
-		}
-		return a, ctx.Err() // who gave up says nothing about Redis
 	}
 	return a, s.failed(err)
 }

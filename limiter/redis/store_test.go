@@ -57,7 +57,7 @@ func TestDecisionIsABucket(t *testing.T) {
 			least := rapid.SampledFrom([]int{most, most, min(1, most)}).Draw(t, "least")
 			back := rapid.SampledFrom([]int{0, 0, 0, 1, 5, limit.Burst}).Draw(t, "back")
 			asked := time.Now()
-			a, err := s.ask(ctx, h, least, most, back)
+			a, err := s.ask(h, least, most, back)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -407,7 +407,7 @@ func TestRefund(t *testing.T) {
 	s, _ := open(t, patient(limiter.Limit{Rate: .001, Burst: 10}))
 	h := s.Key("k")
 	left := func() int {
-		a, err := s.ask(t.Context(), h, 0, 0, 0)
+		a, err := s.ask(h, 0, 0, 0)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -424,7 +424,7 @@ func TestRefund(t *testing.T) {
 	soon(t, "given back", func() bool { return left() == 6 })
 	s.Close() // waits for all that is on its way
 	again := at(t, s.client, s.cfg)
-	if a, err := again.ask(t.Context(), h, 0, 0, 0); err != nil || a.left != 6 {
+	if a, err := again.ask(h, 0, 0, 0); err != nil || a.left != 6 {
 		t.Errorf("%d left, want 6 of what another handle has not: %v", a.left, err)
 	}
 }
@@ -450,7 +450,7 @@ func TestAll(t *testing.T) {
 		}
 	}
 	soon(t, "given back", func() bool {
-		a, err := s.ask(t.Context(), h, 0, 0, 0)
+		a, err := s.ask(h, 0, 0, 0)
 		return err == nil && a.left == 7
 	})
 }
@@ -534,7 +534,7 @@ func TestServerKilled(t *testing.T) {
 			want = 24
 		}
 		probe := s.Key("k")
-		soon(t, "decides again", func() bool { a, err := s.ask(t.Context(), probe, 0, 0, 0); return err == nil && a.left <= want })
+		soon(t, "decides again", func() bool { a, err := s.ask(probe, 0, 0, 0); return err == nil && a.left <= want })
 		n := 0
 		for probe.Allow() {
 			n++
