@@ -59,7 +59,7 @@ type cell struct {
 	inner    atomic.Uint64 // those of calls of a probe, whose own success is the proof
 	ignored  atomic.Uint64
 	returned atomic.Uint64
-	waiting  atomic.Int64 // in a retry's delay
+	waiting  atomic.Int64 // in a retry's delay, or for the limiter
 	failures atomic.Uint64
 	retries  atomic.Uint64
 	probes   atomic.Uint64
@@ -134,6 +134,8 @@ func (f *Func[M]) successes() (n uint64) {
 // succeeded; the last error after that, or if the guard refused a further call; [Permanent],
 // [Ignore] (as nil) and [Backoff] errors at once; a [*HeldError] if the guard refused the
 // first call; and ctx's error if it ended during a delay. A panic is a [*PanicError].
+//
+// A call waits up to 100 ms for the limiter before it is refused.
 func (f *Func[M]) Do(ctx context.Context, m M) error { return f.do(ctx, m, 0) }
 
 // Call is [Func.Do] without retries, for a function that cannot be called twice
@@ -147,7 +149,8 @@ func (f *Func[M]) Call(ctx context.Context, m M) error { return f.do(ctx, m, onc
 
 // CallClosed is [Func.Call] that never is a probe: unless the breaker is closed
 // it is refused, and [HeldError.Until] is the time until a probe may be made, 0 if
-// one may be made now. It leaves the probes to a source of the same scope.
+// one may be made now. It leaves the probes to a source of the same scope, and does not
+// wait for the limiter.
 func (f *Func[M]) CallClosed(ctx context.Context, m M) error { return f.do(ctx, m, once|noProbe) }
 
 // how is what a call may do.
@@ -206,7 +209,7 @@ func (f *Func[M]) slow(ctx context.Context, c *cell, m M, how how) error {
 	if how&noProbe == 0 && f.insideProbe(ctx) {
 		how |= inside
 	}
-	token, err := f.admit(c, how)
+	token, err := f.admit(ctx, c, how)
 	if err != nil {
 		c.returned.Add(1)
 		return err
@@ -223,7 +226,7 @@ func (f *Func[M]) slow(ctx context.Context, c *cell, m M, how how) error {
 	return f.failed(ctx, c, m, token, excused, err, how)
 }
 
-func (f *Func[M]) admit(c *cell, how how) (circuit.Token, error) {
+func (f *Func[M]) admit(ctx context.Context, c *cell, how how) (circuit.Token, error) {
 	now := f.g.now()
 	if ends := f.pausedUntil(now); ends != 0 {
 		c.diverted.Add(1)
@@ -250,10 +253,10 @@ func (f *Func[M]) admit(c *cell, how how) (circuit.Token, error) {
 		}
 	}
 	if f.limit != nil {
-		if wait := f.pace(now, c, token); wait > 0 {
-			f.unprobe(now, token)
+		if err := f.limited(ctx, now, c, token, how); err != nil {
+			f.unprobe(f.g.now(), token)
 			c.diverted.Add(1)
-			return token, &HeldError{Source: f.cfg.Name, Reason: ReasonLimiter, Until: soon(0, wait)}
+			return token, err
 		}
 	}
 	if token.Probe() {
@@ -271,6 +274,33 @@ func (f *Func[M]) insideProbe(ctx context.Context) bool {
 	}
 	p, ok := ctx.Value(gateKey{f.gate.Breaker}).(*probeCall)
 	return ok && f.gate.Probing(p.token)
+}
+
+// patience is for how long a call waits for the limiter. A limiter that fetches tokens only
+// when it is asked, as limiter/redis does, has one after a round trip, and not for long.
+const patience = 100 * time.Millisecond
+
+// limited asks the limiter, and again after each wait, as long as patience lasts. Each wait
+// is at least as long as those before it together, so a call asks a few times only.
+func (f *Func[M]) limited(ctx context.Context, now time.Duration, c *cell, token circuit.Token, how how) error {
+	for waited := time.Duration(0); ; now = f.g.now() {
+		wait := f.pace(now, c, token)
+		if wait <= 0 {
+			return nil
+		}
+		refusal := &HeldError{Source: f.cfg.Name, Reason: ReasonLimiter, Until: soon(0, wait)}
+		wait = max(wait, waited)
+		if how&noProbe != 0 || wait > patience-waited {
+			return refusal
+		}
+		waited += wait
+		switch err := f.pause(ctx, c, wait); {
+		case errors.Is(err, ErrClosed):
+			return err
+		case err != nil:
+			return refusal
+		}
+	}
 }
 
 // pace asks the limiter. One that panics or exits takes the caller along, but neither
@@ -370,7 +400,7 @@ func (f *Func[M]) failed(ctx context.Context, c *cell, m M, token circuit.Token,
 			return errors.Join(stop, err)
 		}
 		var refused error
-		if token, refused = f.admit(c, how|again); refused != nil {
+		if token, refused = f.admit(ctx, c, how|again); refused != nil {
 			c.returned.Add(1)
 			return fmt.Errorf("%w (no further try: %v)", err, refused) //nolint:errorlint // it was called: that is the outcome, and not the refusal
 		}
@@ -401,7 +431,7 @@ func (c *protectContext) excused() bool {
 // clearly above it.
 const fairWait = 900 * time.Millisecond
 
-// pause waits a retry's delay.
+// pause waits a retry's delay, or for the limiter.
 func (f *Func[M]) pause(ctx context.Context, c *cell, d time.Duration) error {
 	c.waiting.Add(1)
 	t := time.NewTimer(d)

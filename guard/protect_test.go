@@ -371,3 +371,93 @@ func TestFuncClasses(t *testing.T) {
 		})
 	}
 }
+
+// fetching is a limiter that fetches a token when it is asked, in a millisecond, and keeps
+// it for a second.
+type fetching struct{ comes time.Time }
+
+func (l *fetching) Admit(time.Duration) time.Duration {
+	switch age := time.Since(l.comes); {
+	case age < 0:
+		return time.Millisecond
+	case age <= time.Second:
+		l.comes = time.Time{}
+		return 0
+	}
+	l.comes = time.Now().Add(time.Millisecond)
+	return time.Millisecond
+}
+
+// Rare calls get through a limiter that has nothing until it is asked, as probes too.
+func TestProtectWaitsForTheLimiter(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, err := New(Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		called := 0
+		f, err := Protect(g, SourceConfig{Name: "f", Limiter: &fetching{}}, func(context.Context, int) error { called++; return nil })
+		if err != nil {
+			t.Fatal(err)
+		}
+		rarely := func() {
+			called = 0
+			for range 20 {
+				_ = f.Do(t.Context(), 1)
+				time.Sleep(2 * time.Second)
+			}
+			if called != 20 {
+				t.Errorf("%d of 20 are called", called)
+			}
+		}
+		rarely()
+		if err := f.ForceOpen(time.Second); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Second)
+		rarely()
+		if st := f.State().Breaker; st.State != breaker.Closed {
+			t.Errorf("%+v", st)
+		}
+		closeAll(t, g)
+	})
+}
+
+// A call waits for the limiter for 100 ms at the longest, and not beyond its context or the
+// function's end; one that can be held does not wait.
+func TestProtectWaitsNotForLong(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		g, err := New(Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		f, err := Protect(g, SourceConfig{Name: "f", Limiter: &strict{wait: 30 * time.Millisecond}}, func(context.Context, int) error { return nil })
+		if err != nil {
+			t.Fatal(err)
+		}
+		brief, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
+		defer cancel()
+		for _, c := range []struct {
+			call func(context.Context, int) error
+			ctx  context.Context
+			took time.Duration
+		}{{f.CallClosed, t.Context(), 0}, {f.Do, brief, 10 * time.Millisecond}, {f.Do, t.Context(), 60 * time.Millisecond}} {
+			start := time.Now()
+			err := c.call(c.ctx, 1)
+			held, ok := errors.AsType[*HeldError](err)
+			if took := time.Since(start); took != c.took || !ok || held.Reason != ReasonLimiter || held.Until != 30*time.Millisecond {
+				t.Errorf("%v after %v, want %v", err, took, c.took)
+			}
+		}
+		late := make(chan error)
+		go func() { late <- f.Do(t.Context(), 1) }()
+		synctest.Wait() // it waits
+		closeAll(t, g)
+		if err := <-late; !errors.Is(err, ErrClosed) {
+			t.Error(err)
+		}
+		if a := f.Account(); a.Check() != nil || a.Returned != 4 {
+			t.Errorf("%+v", a)
+		}
+	})
+}

@@ -87,8 +87,8 @@ func WithValues(keys ...any) Option {
 }
 
 // WithLimiter paces live requests and replays together. A request above the
-// limit is held if it is deferrable, and refused with 429 otherwise. Admit is
-// called by many goroutines at once.
+// limit is held if it is deferrable; otherwise it waits up to 100 ms, and is refused
+// with 429. Admit is called by many goroutines at once.
 func WithLimiter(l guard.Limiter) Option { return func(o *options) { o.limiter = l } }
 
 func newOptions(opts []Option) (options, error) {
