@@ -89,7 +89,8 @@
 // difference is a transaction to try, so that no answer need arrive. One goroutine
 // keeps a session: leases, a list, the watch from its revision on; one more renews
 // and four write. A revision that was compacted away ends the session, and the next
-// lists anew. Everybody who can write below the prefix can decide: give the client's
+// lists anew. So does a watch without a sign of life for longer than Silent, while the
+// lease is renewed: its node may have died without a word. Everybody who can write below the prefix can decide: give the client's
 // user a role for it and nothing else.
 //
 // # Sources

@@ -19,7 +19,10 @@ import (
 // Three consumers of one group. Their guards open, probe and close together, by
 // what etcd has.
 func Example() { //nolint:testableexamples // it needs an etcd
-	client, err := clientv3.New(clientv3.Config{Endpoints: []string{"https://etcd-1:2379", "https://etcd-2:2379", "https://etcd-3:2379"}})
+	client, err := clientv3.New(clientv3.Config{
+		Endpoints:         []string{"https://etcd-1:2379", "https://etcd-2:2379", "https://etcd-3:2379"},
+		DialKeepAliveTime: 10 * time.Second, DialKeepAliveTimeout: 3 * time.Second, // or calls go on to a node that died without a word
+	})
 	if err != nil {
 		log.Fatal(err)
 	}

@@ -295,11 +295,13 @@ func (a *Authority) watch(ctx context.Context, w clientv3.Watcher, rev int64) er
 	return errSession
 }
 
-// beat renews the leases, and asks the watch for signs of life.
+// beat renews the leases, and asks the watch for signs of life. A watch that gives none
+// while the lease is renewed is on a node that has died without a word: it ends the session,
+// for the client would keep it as long as TCP does.
 func (a *Authority) beat(ctx context.Context, cancel context.CancelCauseFunc, w clientv3.Watcher, l *leases) {
 	tick := time.NewTicker(a.ttl() / 4)
 	defer tick.Stop()
-	kept, told, known := a.now(), true, uint64(0)
+	kept, told, known, silent := a.now(), true, uint64(0), false
 	for {
 		asked := a.now()
 		a.core.ask(asked)
@@ -332,6 +334,16 @@ func (a *Authority) beat(ctx context.Context, cancel context.CancelCauseFunc, w 
 			} else {
 				a.say(errSilent)
 			}
+		}
+		switch {
+		case !a.core.silent(a.now()):
+			silent = false
+		case err != nil:
+		case silent:
+			cancel(errSession)
+			return
+		default: // this process may have stood still: the watch has until the next beat
+			silent = true
 		}
 		select {
 		case <-ctx.Done():

@@ -6,9 +6,11 @@ package etcd
 import (
 	"context"
 	"crypto/rand"
+	"errors"
 	"log/slog"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
@@ -182,6 +184,89 @@ func TestStaleWritesAreVoid(t *testing.T) {
 			if after := value(t, key); (after == before) != since.void {
 				t.Errorf("from %q to %q, void: %v", before, after, since.void)
 			}
+		})
+	}
+}
+
+// renewing is an etcd that renews every lease.
+type renewing struct {
+	clientv3.KV
+	clientv3.Lease
+}
+
+func (renewing) Get(context.Context, string, ...clientv3.OpOption) (*clientv3.GetResponse, error) {
+	return &clientv3.GetResponse{}, nil
+}
+
+func (renewing) KeepAliveOnce(context.Context, clientv3.LeaseID) (*clientv3.LeaseKeepAliveResponse, error) {
+	return &clientv3.LeaseKeepAliveResponse{}, nil
+}
+
+// newFaked is a process with a session of ttl, at an etcd that kv stands for.
+func newFaked(t *testing.T, kv clientv3.KV, ttl time.Duration, log *slog.Logger) (*Authority, *leases) {
+	t.Helper()
+	cfg := Config{Name: "a", Roster: breaker.Roster{Names: []string{"a", "b", "c"}}}.WithDefaults()
+	client := clientv3.NewCtxClient(t.Context())
+	client.KV, client.Lease = kv, renewing{}
+	a := &Authority{
+		cfg: cfg, client: client, log: log, keys: newLayout(cfg.Prefix),
+		self: crdt.Replica{Name: "a", Incarnation: 7}, origin: time.Now(),
+	}
+	a.core = newCore(cfg, a.self, a.now())
+	a.core.reset(a.now(), a.keys, nil, 1, link{up: true, ttl: ttl})
+	l := newLeases()
+	l.member = 1
+	l.keep.id.Store(1)
+	return a, l
+}
+
+// watched is a watch; answer is called with its nth question.
+type watched struct {
+	clientv3.Watcher
+	asked  int
+	answer func(n int)
+}
+
+func (w *watched) RequestProgress(context.Context) error {
+	w.asked++
+	w.answer(w.asked)
+	return nil
+}
+
+// A watch that says nothing while the lease is renewed is given up; not one that answers, or
+// does so again after this process stood still.
+func TestSilentWatchIsReplaced(t *testing.T) {
+	for name, c := range map[string]struct {
+		answer func(a *Authority, n int)
+		want   error
+	}{
+		"silent":  {func(*Authority, int) {}, errSession},
+		"answers": {func(a *Authority, _ int) { a.core.answer(a.now()) }, context.DeadlineExceeded},
+		"falls quiet": {func(a *Authority, n int) {
+			if n < 10 {
+				a.core.answer(a.now())
+			}
+		}, errSession},
+		"stood still": {func(a *Authority, n int) {
+			if n == 10 {
+				time.Sleep(2 * a.ttl())
+				return
+			}
+			a.core.answer(a.now())
+		}, context.DeadlineExceeded},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				a, l := newFaked(t, renewing{}, 5*time.Second, slog.New(slog.DiscardHandler))
+				within, cancel := context.WithTimeout(t.Context(), time.Minute)
+				defer cancel()
+				ctx, end := context.WithCancelCause(within)
+				defer end(nil)
+				a.beat(ctx, end, &watched{answer: func(n int) { c.answer(a, n) }}, l)
+				if cause := context.Cause(ctx); !errors.Is(cause, c.want) {
+					t.Errorf("the session ends by %v, want %v", cause, c.want)
+				}
+			})
 		})
 	}
 }

@@ -220,6 +220,14 @@ func (c *core) answer(now time.Duration) {
 	c.Step(now)
 }
 
+// silent reports whether the watch has left a question unanswered for longer than our lease
+// lasts.
+func (c *core) silent(now time.Duration) bool {
+	c.Lock()
+	defer c.Unlock()
+	return c.asked != never && now-c.asked > c.link.ttl
+}
+
 // pass makes time pass, where no driver does.
 func (c *core) pass(now time.Duration) {
 	c.Lock()
