@@ -13,6 +13,7 @@ import (
 	"sync"
 	"time"
 
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/stormguard-mq/stormguard/breaker"
@@ -47,8 +48,10 @@ type Authority struct {
 	cancel context.CancelFunc
 	done   chan struct{}
 
-	mu  sync.Mutex
-	err error // why etcd is not reached; nil if it is
+	mu      sync.Mutex
+	err     error         // why etcd is not reached; nil if it is
+	refusal error         // of the latest write; nil if etcd took it
+	tried   time.Duration // when that was; it is tried again within a second or so
 }
 
 var (
@@ -102,7 +105,8 @@ func (a *Authority) Config() Config { return a.cfg }
 
 // Err says why this process is without etcd, or nil while it has it: [ErrName] and
 // [ErrRoster] are what somebody has to mend. With [ErrLate] it has it, and follows
-// only. A pause of etcd shows here when the lease is over, not at once.
+// only. A pause of etcd shows here when the lease is over, not at once. While etcd
+// refuses what this process writes, for want of space or of the right, that is the error.
 func (a *Authority) Err() error {
 	fresh, late := a.core.status(a.now())
 	a.mu.Lock()
@@ -112,6 +116,8 @@ func (a *Authority) Err() error {
 		return a.err
 	case !fresh:
 		return errSilent
+	case a.refusedLocked():
+		return a.refusal
 	case late != 0:
 		return fmt.Errorf("%w: number %d, and ours is %d", ErrLate, late, a.cfg.Roster.Number)
 	}
@@ -156,6 +162,33 @@ func (a *Authority) say(err error) {
 		a.log.Warn("the fleet's authority is not reached; breakers go by themselves when our lease is over", "name", a.self.Name, "prefix", a.cfg.Prefix, "error", err)
 	}
 }
+
+// wrote notes and logs whether etcd takes what this process writes. A write without an
+// answer says nothing.
+func (a *Authority) wrote(err error) {
+	switch {
+	case err == nil:
+	case errors.Is(err, rpctypes.ErrNoSpace), errors.Is(err, rpctypes.ErrPermissionDenied):
+		err = fmt.Errorf("etcd: write: %w", err)
+	default:
+		return
+	}
+	a.mu.Lock()
+	before := a.refusedLocked()
+	a.refusal, a.tried = err, a.now()
+	a.mu.Unlock()
+	switch {
+	case before == (err != nil):
+	case err == nil:
+		a.log.Info("the fleet's authority takes writes again", "name", a.self.Name, "prefix", a.cfg.Prefix)
+	default:
+		a.log.Warn("the fleet's authority refuses writes; the votes of this process do not count", "name", a.self.Name, "prefix", a.cfg.Prefix, "error", err)
+	}
+}
+
+// refusedLocked reports whether the latest write was refused. One that was not tried again is
+// no longer wanted. The caller holds mu.
+func (a *Authority) refusedLocked() bool { return a.refusal != nil && a.now()-a.tried < a.ttl() }
 
 func (a *Authority) logScopes(events []event) {
 	for _, e := range events {

@@ -385,6 +385,7 @@ func (a *Authority) write(ctx context.Context, l *leases, o *op) error {
 		// A second longer than the probe itself may be out, so that one has ended
 		// before another begins.
 		if err := a.holdShared(ctx, l.probe, a.cfg.Fleet.Lease+time.Second); err != nil {
+			a.wrote(err)
 			a.core.done(a.now(), o, false, 0)
 			return nil // not the lease of the session; it is tried again
 		}
@@ -392,6 +393,7 @@ func (a *Authority) write(ctx context.Context, l *leases, o *op) error {
 	}
 	conds, puts := a.txn(l, o)
 	resp, err := a.client.Txn(ctx).If(conds...).Then(puts...).Commit()
+	a.wrote(err)
 	if err != nil {
 		a.core.done(a.now(), o, false, 0)
 		if o.kind == opTake || o.kind == opTestify {

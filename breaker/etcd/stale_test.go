@@ -8,11 +8,14 @@ import (
 	"crypto/rand"
 	"errors"
 	"log/slog"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/stormguard-mq/stormguard/breaker"
@@ -266,6 +269,79 @@ func TestSilentWatchIsReplaced(t *testing.T) {
 				if cause := context.Cause(ctx); !errors.Is(cause, c.want) {
 					t.Errorf("the session ends by %v, want %v", cause, c.want)
 				}
+			})
+		})
+	}
+}
+
+// writable is an etcd that finds each transaction void, or refuses it.
+type writable struct {
+	clientv3.KV
+	refuses atomic.Bool
+	err     error
+}
+
+func (w *writable) Txn(context.Context) clientv3.Txn { return transaction{w} }
+
+type transaction struct{ at *writable }
+
+func (t transaction) If(...clientv3.Cmp) clientv3.Txn  { return t }
+func (t transaction) Then(...clientv3.Op) clientv3.Txn { return t }
+func (t transaction) Else(...clientv3.Op) clientv3.Txn { return t }
+
+func (t transaction) Commit() (*clientv3.TxnResponse, error) {
+	if t.at.refuses.Load() {
+		return nil, t.at.err
+	}
+	return &clientv3.TxnResponse{}, nil
+}
+
+// A write that etcd refuses shows in Err, and is logged once, until etcd takes one or nothing
+// is to be written any more. One without an answer says nothing.
+func TestRefusedWritesShow(t *testing.T) {
+	for err, shows := range map[error]bool{
+		rpctypes.ErrNoSpace: true, rpctypes.ErrPermissionDenied: true, rpctypes.ErrNoLeader: false, context.DeadlineExceeded: false,
+	} {
+		t.Run(err.Error(), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				var said strings.Builder // by the writer, which the test waits for
+				kv := &writable{err: err}
+				kv.refuses.Store(true)
+				a, l := newFaked(t, kv, time.Hour, slog.New(slog.NewTextHandler(&said, nil)))
+				if _, err := a.core.Adopt(a.now(), "q"); err != nil {
+					t.Fatal(err)
+				}
+				a.core.Observe(a.now(), "q", breaker.Snapshot{State: breaker.Open, Generation: 1, BackoffLevel: 1, Cause: "timeout"})
+				ctx, end := context.WithCancelCause(t.Context())
+				defer end(nil)
+				ended := make(chan struct{})
+				go func() {
+					defer close(ended)
+					a.writeAll(ctx, end, l)
+				}()
+				check := func(refused bool, warnings, infos int) {
+					t.Helper()
+					time.Sleep(3 * time.Second)
+					synctest.Wait()
+					if got := a.Err(); (got == nil) == (refused && shows) || got != nil && !errors.Is(got, err) {
+						t.Errorf("Err is %v", got)
+					}
+					if !shows {
+						warnings, infos = 0, 0
+					}
+					if strings.Count(said.String(), "level=WARN") != warnings || strings.Count(said.String(), "level=INFO") != infos {
+						t.Errorf("%d warnings and %d ends are to be logged:\n%s", warnings, infos, said.String())
+					}
+				}
+				check(true, 1, 0)
+				kv.refuses.Store(false)
+				check(false, 1, 1)
+				kv.refuses.Store(true)
+				check(true, 2, 1)
+				end(nil)
+				<-ended
+				time.Sleep(a.ttl())
+				check(false, 2, 1)
 			})
 		})
 	}
