@@ -79,7 +79,13 @@ func (a *all) AllowN(n int) bool {
 func (a *all) Wait(ctx context.Context) error { return a.WaitN(ctx, 1) }
 
 func (a *all) WaitN(ctx context.Context, n int) error {
-	if err := ctx.Err(); err != nil || n <= 0 {
+	if n <= 0 {
+		return ctx.Err()
+	}
+	if err := ctx.Err(); err != nil {
+		if slices.ContainsFunc(a.gates, closed) {
+			return ErrClosed
+		}
 		return err
 	}
 	if a.AllowN(n) {

@@ -43,7 +43,7 @@ const minAsk = 100 * time.Microsecond
 // Enter admits one for somebody with a deadline. It waits for most at the longest,
 // not at all if that is 0, and never beyond ctx's deadline; and it does not begin to
 // wait for what cannot be in time as far as the gate knows. A denial is a
-// [*DeniedError]; any other error is one that no wait would mend.
+// [*DeniedError]; any other error is one that no wait would mend, [ErrClosed] above all.
 func Enter(ctx context.Context, g Gate, most time.Duration) error {
 	if err := ctx.Err(); err != nil {
 		return &DeniedError{Err: err}
@@ -52,14 +52,18 @@ func Enter(ctx context.Context, g Gate, most time.Duration) error {
 		return nil
 	}
 	next := max(g.Level().Next, minAsk)
-	if most <= 0 {
-		return &DeniedError{After: next}
-	}
-	if deadline, ok := ctx.Deadline(); ok {
-		most = min(most, time.Until(deadline))
+	denied := &DeniedError{After: next}
+	if most > 0 {
+		denied.Err = context.DeadlineExceeded
+		if deadline, ok := ctx.Deadline(); ok {
+			most = min(most, time.Until(deadline))
+		}
 	}
 	if next > most {
-		return &DeniedError{After: next, Err: context.DeadlineExceeded}
+		if closed(g) {
+			return ErrClosed
+		}
+		return denied
 	}
 	within, cancel := context.WithTimeout(ctx, most)
 	defer cancel()
@@ -69,3 +73,15 @@ func Enter(ctx context.Context, g Gate, most time.Duration) error {
 	}
 	return err
 }
+
+// over has ended: nobody is admitted with it.
+var over = ended()
+
+func ended() context.Context {
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	return ctx
+}
+
+// closed reports whether a gate is closed; see [Gate]'s Wait.
+func closed(g Gate) bool { return errors.Is(g.Wait(over), ErrClosed) }

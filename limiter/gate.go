@@ -17,7 +17,9 @@ type Gate interface {
 	Allow() bool
 	// AllowN is Allow for n, all or none. n <= 0 is admitted.
 	AllowN(n int) bool
-	// Wait waits until one is admitted, or ctx ends, or no wait would help.
+	// Wait waits until one is admitted, or ctx ends, or no wait would help. With a ctx
+	// that has ended it admits nobody; its error is [ErrClosed] even so if the gate is
+	// closed.
 	Wait(ctx context.Context) error
 	// WaitN is Wait for n, all at once; [ErrBurst] if that can never be.
 	WaitN(ctx context.Context, n int) error

@@ -402,8 +402,17 @@ func TestEnter(t *testing.T) {
 			t.Error("ended:", cause)
 		}
 		closeIt()
-		if err := Enter(t.Context(), l, time.Hour); !errors.Is(err, ErrClosed) || errors.Is(err, ErrDenied) {
-			t.Error("closed:", err)
+		if err := Enter(ended, l, time.Hour); !errors.Is(err, ErrDenied) {
+			t.Error("ended:", err)
+		}
+		open, closeOpen := closable(t, Limit{Rate: 1, Burst: 1})
+		defer closeOpen()
+		for _, g := range []Gate{l, All(open, l)} {
+			for _, most := range []time.Duration{0, 999 * ms, time.Hour} {
+				if err := Enter(t.Context(), g, most); !errors.Is(err, ErrClosed) || errors.Is(err, ErrDenied) {
+					t.Errorf("closed, %v: %v", most, err)
+				}
+			}
 		}
 	})
 }

@@ -101,7 +101,7 @@ func (l *Handle) fill(r *row) {
 }
 
 // Wait waits until one is admitted, or ctx ends, or the set is closed
-// ([ErrClosed]). Waiters of a handle are served in the order in which they came,
+// ([ErrClosed], whether ctx has ended or not). Waiters of a handle are served in the order in which they came,
 // and before any Allow that comes after them.
 func (l *Handle) Wait(ctx context.Context) error { return l.WaitN(ctx, 1) }
 
@@ -110,7 +110,13 @@ func (l *Handle) Wait(ctx context.Context) error { return l.WaitN(ctx, 1) }
 // as they use what they have, or are not there, and nodes that gather at the same
 // time get it one after the other, each after some refills of the burst.
 func (l *Handle) WaitN(ctx context.Context, n int) error {
-	if err := ctx.Err(); err != nil || n <= 0 {
+	if n <= 0 {
+		return ctx.Err()
+	}
+	if err := ctx.Err(); err != nil {
+		if l.set.isClosed() {
+			return ErrClosed
+		}
 		return err
 	}
 	if l.pool.takeN(int64(n)) {

@@ -312,6 +312,12 @@ func (s *Set) View(key string) (v View, ok bool) {
 	return s.node.View(s.clock(), key)
 }
 
+func (s *Set) isClosed() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.closed
+}
+
 // Close ends all waits with [ErrClosed] and denies everything from now on. It
 // returns when the set's goroutine has ended.
 func (s *Set) Close() {

@@ -183,7 +183,7 @@ func TestClosedGate(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.Close()
-	_, c := open(t, always((*limiter.Limiter)(s.Key("k"))), limitgrpc.Config{MaxWait: 20 * time.Second})
+	_, c := open(t, always((*limiter.Limiter)(s.Key("k"))), limitgrpc.Config{})
 	if err := call(t.Context(), c); status.Code(err) != codes.Unavailable {
 		t.Error(err)
 	}

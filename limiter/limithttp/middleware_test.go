@@ -164,7 +164,8 @@ type moving struct {
 	levels []limiter.Level
 }
 
-func (*moving) Allow() bool { return false }
+func (*moving) Allow() bool                    { return false }
+func (*moving) Wait(ctx context.Context) error { return ctx.Err() }
 func (m *moving) Level() limiter.Level {
 	l := m.levels[0]
 	m.levels = m.levels[1:]
@@ -269,10 +270,12 @@ func TestClosedGate(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	h := middleware(t, always((*limiter.Limiter)(s.Key("k")), ""), Config{MaxWait: 10 * time.Second}).Wrap(ok)
 	s.Close()
-	if w := get(t.Context(), h); w.Code != 503 || !strings.Contains(w.Body.String(), "temporary-reduced-capacity") {
-		t.Errorf("%d %s", w.Code, w.Body)
+	for _, most := range []time.Duration{0, 10 * time.Second} {
+		h := middleware(t, always((*limiter.Limiter)(s.Key("k")), ""), Config{MaxWait: most}).Wrap(ok)
+		if w := get(t.Context(), h); w.Code != 503 || !strings.Contains(w.Body.String(), "temporary-reduced-capacity") {
+			t.Errorf("%d %s", w.Code, w.Body)
+		}
 	}
 }
 

@@ -370,3 +370,14 @@ func TestAdmitYieldsToWaiters(t *testing.T) {
 		}
 	})
 }
+
+// A closed store says so to those who would not have waited, and asks nothing.
+func TestEnterClosed(t *testing.T) {
+	t.Parallel()
+	s := at(t, newScripted(), Config{Limit: limiter.Limit{Rate: 1, Burst: 1}})
+	h := s.Key("k")
+	s.Close()
+	for _, most := range []time.Duration{0, time.Second} {
+		is(t, limiter.Enter(t.Context(), h, most), limiter.ErrClosed)
+	}
+}

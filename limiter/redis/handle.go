@@ -107,6 +107,9 @@ func (h *Handle) Wait(ctx context.Context) error { return h.WaitN(ctx, 1) }
 // While Redis does not decide, FailOpen admits, and FailClosed goes on asking until
 // ctx ends; the error is then [ErrSilent] as well. [ErrRefused] ends a wait.
 func (h *Handle) WaitN(ctx context.Context, n int) error {
+	if n > 0 && h.store.isClosed() {
+		return limiter.ErrClosed
+	}
 	if err := ctx.Err(); err != nil || n <= 0 {
 		return err
 	}
