@@ -15,6 +15,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -99,6 +100,49 @@ func TestFleetOnRegisters(t *testing.T) { //nolint:tparallel // nine processes a
 				t.Skip("one more broker that is killed: STORMGUARD_FULL=1, or scripts/test --full")
 			}
 			onRegister(t, r.make(t))
+		})
+	}
+}
+
+// Simulated fleets keep their configuration in each of the stores: no number has two
+// documents, and after the last fault every process has its share.
+func TestExploreOnRegisters(t *testing.T) {
+	t.Parallel()
+	runs := "2"
+	if os.Getenv("STORMGUARD_FULL") != "" {
+		runs = "50"
+	}
+	url := func(kind brokers.Kind, scheme string) func(t *testing.T) string {
+		return func(t *testing.T) string {
+			addr := brokers.ForTest(t, kind)
+			if scheme == "" {
+				return addr
+			}
+			return schemed(scheme)(addr)
+		}
+	}
+	for name, at := range map[string]func(t *testing.T) string{
+		"file": func(t *testing.T) string { return "file:" + filepath.Join(t.TempDir(), "register") },
+		"etcd": url(brokers.Etcd, "etcd"),
+		"nats": func(t *testing.T) string {
+			return schemed("nats")(brokers.StartForTest(t, brokers.NATS, brokers.Options{}).Addr())
+		},
+		"postgres": url(brokers.Postgres, ""),
+		"rabbitmq": url(brokers.RabbitMQ4, ""),
+		"kafka":    url(brokers.Kafka, "kafka"),
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var stdout, stderr bytes.Buffer
+			args := []string{"simulate", "explore", "--register", at(t), "--runs", runs}
+			if seed, err := strconv.ParseUint(os.Getenv("RAPID_SEED"), 10, 64); err == nil {
+				args = append(args, "--seed", strconv.FormatUint(seed%(1<<31), 10))
+			}
+			code := run(args, &stdout, &stderr)
+			t.Log(stdout.String())
+			if code != exitOK {
+				t.Errorf("%d %s", code, stderr.String())
+			}
 		})
 	}
 }

@@ -4,11 +4,15 @@
 package main
 
 import (
+	"context"
+	"errors"
+	"fmt"
 	"math/rand/v2"
 
 	"github.com/spf13/cobra"
 
 	"github.com/stormguard-mq/stormguard/cmd/stormguard/internal/simulate"
+	"github.com/stormguard-mq/stormguard/fleet/register"
 )
 
 const exploreLong = `Run many simulated fleets, each through faults that are drawn: crashes, splits,
@@ -23,19 +27,27 @@ later that is looked at, until each was hot twice. A run fails if
   error            it does not admit the rate again, within 2 %
   least share      one node does not admit 90 % of the rate in its turns
 
-A run that fails is printed with its faults, and its seed runs it again.`
+  two documents    a number of the register had two, or the newest number fell
+
+A run that fails is printed with its faults, and its seed runs it again.
+
+With --register the fleets keep their configuration in a real store, each run in a
+register of its own, which stays there: use a store that is there to be tested.`
 
 func newSimulateExplore() *cobra.Command {
 	cfg := simulate.ExploreConfig{Runs: 100}
 	seed := 0
-	var ranges ranges
+	var (
+		ranges ranges
+		real   registerFlags
+	)
 	cmd := &cobra.Command{
 		Use:   "explore",
 		Short: "Run simulated fleets through faults that are drawn",
 		Long:  exploreLong,
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if err := ranges.check(); err != nil {
+			if err := errors.Join(ranges.check(), real.validate()); err != nil {
 				return usageError{err}
 			}
 			switch {
@@ -45,6 +57,15 @@ func newSimulateExplore() *cobra.Command {
 				cfg.Runs = 0
 			}
 			cfg.Seed = uint64(seed)
+			if batch := rand.Uint32(); real.url != "" {
+				cfg.Register = func(ctx context.Context, seed uint64) (register.Register, func(), error) {
+					name, of := fmt.Sprintf("explore-%08x-%d", batch, seed), real
+					if of.kind() == "file" {
+						of.url += "-" + name
+					}
+					return of.open(ctx, name, cmd.ErrOrStderr())
+				}
+			}
 			return simulate.Explore(cmd.Context(), cfg, cmd.OutOrStdout())
 		},
 	}
@@ -53,5 +74,7 @@ func newSimulateExplore() *cobra.Command {
 	ranges.number(flags, &seed, "seed", 0, 1<<31-1, "run this one; with --runs, draw them from it")
 	flags.Lookup("seed").DefValue = "drawn"
 	ranges.number(flags, &cfg.Runs, "runs", 1, 1_000_000, "draw so many")
+	real.bind(&ranges, flags)
+	flags.Lookup("register").Usage = "`URL` of a store for the fleets' configuration: " + registerForms + ". Without it they keep it in memory"
 	return cmd
 }

@@ -4,6 +4,7 @@
 package simulate
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -15,6 +16,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/stormguard-mq/stormguard/fleet/register"
 	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 	"github.com/stormguard-mq/stormguard/internal/gossip/simnet"
 )
@@ -37,6 +39,10 @@ type ExploreConfig struct {
 	Seed uint64
 	Runs int // draw so many seeds from Seed, one for each run; 0 is one run, of Seed itself
 	JSON bool
+
+	// Register makes the store of the configuration for the run of a seed, and what
+	// closes it. It must be empty. nil is one in memory.
+	Register func(ctx context.Context, seed uint64) (r register.Register, closes func(), err error)
 }
 
 // An Exploration is what one run came to.
@@ -147,8 +153,9 @@ type explored struct {
 
 func (e *explored) node() int { return e.rng.IntN(e.w.sc.nodes) }
 
-// explore is one run. ok is false if ctx ended before it did.
-func explore(ctx context.Context, seed uint64) (x Exploration, ok bool) {
+// explore is one run, on a register that is empty. The error is the context's, or why the
+// register did not answer.
+func explore(ctx context.Context, seed uint64, r register.Register) (x Exploration, err error) {
 	rng := rand.New(rand.NewPCG(seed, 0xe))
 	sc := base("explore", 2+rng.IntN(5), nil)
 	sc.rate = 2000
@@ -162,6 +169,7 @@ func explore(ctx context.Context, seed uint64) (x Exploration, ok bool) {
 		balanced(demand), balanced(3), rotating(rotation), rotating(200 * time.Millisecond), only(rng.IntN(sc.nodes)), skewed,
 	}[rng.IntN(6)], rotating(turn))
 	w := newWorld(&sc, Strict, seed)
+	w.store.register, w.store.rng, w.store.late = r, rand.New(rand.NewPCG(seed, 0xf)), quiet+troubled
 	e := &explored{w: w, rng: rng, link: sc.link()}
 	for range 1 + rng.IntN(10) {
 		begin := quiet + time.Duration(rng.Int64N(int64(troubled)))
@@ -176,8 +184,8 @@ func explore(ctx context.Context, seed uint64) (x Exploration, ok bool) {
 	var before []int
 	w.net.At(sc.from, func() { before = append(before, w.ledgers[0].byNode...) })
 	w.run(ctx)
-	if ctx.Err() != nil {
-		return x, false
+	if err := cmp.Or(ctx.Err(), w.store.err); err != nil {
+		return x, err
 	}
 
 	l := w.ledgers[0]
@@ -191,6 +199,7 @@ func explore(ctx context.Context, seed uint64) (x Exploration, ok bool) {
 		x.Least = min(x.Least, float64(n-before[i]))
 	}
 	x.Least /= fair
+	x.Why = w.store.wrong
 	if x.Over > x.Stated+1e-3 {
 		x.Why = append(x.Why, fmt.Sprintf("%.3f tokens over the bound, %.0f are stated", x.Over, x.Stated))
 	}
@@ -203,11 +212,25 @@ func explore(ctx context.Context, seed uint64) (x Exploration, ok bool) {
 	if x.Least < 1-part/100. {
 		x.Why = append(x.Why, fmt.Sprintf("a node admits %.2f of its share when all was mended for %v", x.Least, settle))
 	}
-	return x, true
+	return x, nil
+}
+
+// run makes the register of a run, and runs it.
+func (cfg *ExploreConfig) run(ctx context.Context, seed uint64) (Exploration, error) {
+	if cfg.Register == nil {
+		return explore(ctx, seed, new(register.Memory))
+	}
+	r, closes, err := cfg.Register(ctx, seed)
+	if err != nil {
+		return Exploration{}, err
+	}
+	defer closes()
+	return explore(ctx, seed, r)
 }
 
 // Explore runs what cfg says, prints each run that fails, and a line of all. The
-// error is [ErrFailed] if one did. It ends soon after ctx, with its error.
+// error is [ErrFailed] if one did, or why a register did not answer. It ends soon after ctx,
+// with its error.
 func Explore(ctx context.Context, cfg ExploreConfig, stdout io.Writer) error {
 	seeds := []uint64{cfg.Seed}
 	if cfg.Runs > 0 {
@@ -216,13 +239,16 @@ func Explore(ctx context.Context, cfg ExploreConfig, stdout io.Writer) error {
 	var mu sync.Mutex
 	var failed []Exploration
 	worst, least, over, faults := 0., 1., 0., 0
+	ctx, stop := context.WithCancelCause(ctx)
+	defer stop(nil)
 	next := make(chan uint64)
 	var runners sync.WaitGroup
 	for range runtime.GOMAXPROCS(0) {
 		runners.Go(func() {
 			for seed := range next {
-				x, ok := explore(ctx, seed)
-				if !ok {
+				x, err := cfg.run(ctx, seed)
+				if err != nil {
+					stop(fmt.Errorf("seed %d: %w", seed, err)) // the first counts
 					continue
 				}
 				mu.Lock()
@@ -243,8 +269,8 @@ func Explore(ctx context.Context, cfg ExploreConfig, stdout io.Writer) error {
 	}
 	close(next)
 	runners.Wait()
-	if err := ctx.Err(); err != nil {
-		return err
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
 	}
 	var err error
 	if cfg.JSON {

@@ -22,6 +22,7 @@ import (
 	"go.uber.org/goleak"
 	"pgregory.net/rapid"
 
+	"github.com/stormguard-mq/stormguard/fleet/register"
 	"github.com/stormguard-mq/stormguard/internal/gossip"
 )
 
@@ -143,6 +144,50 @@ func TestExplore(t *testing.T) {
 	t.Log(out.String())
 	if err != nil {
 		t.Error(err)
+	}
+}
+
+// overwritten is a store that takes every write: no register.
+type overwritten struct{ register.Memory }
+
+func (o *overwritten) CompareAndSet(ctx context.Context, number uint64, document []byte) error {
+	err := o.Memory.CompareAndSet(ctx, number, document)
+	if conflict := (*register.ConflictError)(nil); errors.As(err, &conflict) && conflict.Newest == number {
+		o.Memory = register.Memory{}
+		for n := range number - 1 {
+			if err := o.Memory.CompareAndSet(ctx, n+1, []byte("before")); err != nil {
+				return err
+			}
+		}
+		return o.Memory.CompareAndSet(ctx, number, document)
+	}
+	return err
+}
+
+// A store in which two writers get one number is found out.
+func TestExploreSeesTwoDocuments(t *testing.T) {
+	t.Parallel()
+	var out bytes.Buffer
+	err := Explore(t.Context(), ExploreConfig{Seed: 1, Runs: 5, Register: func(context.Context, uint64) (register.Register, func(), error) {
+		return new(overwritten), func() {}, nil
+	}}, &out)
+	if !errors.Is(err, ErrFailed) || !strings.Contains(out.String(), " is two") {
+		t.Errorf("%v: %s", err, out.String())
+	}
+}
+
+// A register that does not answer ends the exploration with its error.
+func TestExploreWithoutRegister(t *testing.T) {
+	t.Parallel()
+	away := errors.New("connection refused")
+	closed := 0
+	err := Explore(t.Context(), ExploreConfig{Seed: 1, Register: func(context.Context, uint64) (register.Register, func(), error) {
+		m := new(register.Memory)
+		m.SetAway(away)
+		return m, func() { closed++ }, nil
+	}}, io.Discard)
+	if !errors.Is(err, away) || errors.Is(err, ErrFailed) || closed != 1 {
+		t.Errorf("%v; closed %d times", err, closed)
 	}
 }
 

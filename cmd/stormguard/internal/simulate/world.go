@@ -11,6 +11,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/stormguard-mq/stormguard/fleet/register"
 	"github.com/stormguard-mq/stormguard/internal/escrow"
 	"github.com/stormguard-mq/stormguard/internal/gossip"
 	"github.com/stormguard-mq/stormguard/internal/gossip/simnet"
@@ -59,6 +60,7 @@ func newWorld(sc *scenario, strategy Strategy, seed uint64) *world {
 		strategy = Strict // of the row: it is not about how a limit is divided
 	}
 	w := &world{sc: sc, strategy: strategy, numbers: make(map[string]int)}
+	w.store = store{register: new(register.Memory), made: make(map[uint64][]byte)}
 	w.net = simnet.New(simnet.Config{Seed: seed, Link: sc.link()})
 	for i := range sc.nodes {
 		w.names = append(w.names, fmt.Sprintf("n%02d", i))
@@ -94,10 +96,11 @@ func (sc *scenario) link() simnet.Link {
 
 // run lets the whole scenario happen, or what there is of it until ctx ends.
 func (w *world) run(ctx context.Context) {
+	w.store.ctx = ctx
 	if w.sc.faults != nil {
 		w.sc.faults(w)
 	}
-	w.net.RunUntil(w.sc.length, func() bool { return ctx.Err() != nil })
+	w.net.RunUntil(w.sc.length, func() bool { return ctx.Err() != nil || w.store.err != nil })
 }
 
 func (w *world) shared() bool { return w.strategy == Strict }
