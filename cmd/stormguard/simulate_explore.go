@@ -26,20 +26,19 @@ later that is looked at, until each was hot twice. A run fails if
                    for each machine that stood still
   error            it does not admit the rate again, within 2 %
   least share      one node does not admit 90 % of the rate in its turns
-
-  two documents    a number of the register had two, or the newest number fell
+  register         one number had two documents, or the newest number fell
 
 A run that fails is printed with its faults, and its seed runs it again.
 
-With --register the fleets keep their configuration in a real store, each run in a
-register of its own, which stays there: use a store that is there to be tested.`
+With --register the fleets keep their configuration in a real store. Each run makes a
+new register there and does not delete it: use a store for tests.`
 
 func newSimulateExplore() *cobra.Command {
 	cfg := simulate.ExploreConfig{Runs: 100}
 	seed := 0
 	var (
 		ranges ranges
-		real   registerFlags
+		store  registerFlags
 	)
 	cmd := &cobra.Command{
 		Use:   "explore",
@@ -47,7 +46,7 @@ func newSimulateExplore() *cobra.Command {
 		Long:  exploreLong,
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if err := errors.Join(ranges.check(), real.validate()); err != nil {
+			if err := errors.Join(ranges.check(), store.validate()); err != nil {
 				return usageError{err}
 			}
 			switch {
@@ -57,9 +56,9 @@ func newSimulateExplore() *cobra.Command {
 				cfg.Runs = 0
 			}
 			cfg.Seed = uint64(seed)
-			if batch := rand.Uint32(); real.url != "" {
+			if batch := rand.Uint32(); store.url != "" {
 				cfg.Register = func(ctx context.Context, seed uint64) (register.Register, func(), error) {
-					name, of := fmt.Sprintf("explore-%08x-%d", batch, seed), real
+					name, of := fmt.Sprintf("explore-%08x-%d", batch, seed), store
 					if of.kind() == "file" {
 						of.url += "-" + name
 					}
@@ -74,7 +73,7 @@ func newSimulateExplore() *cobra.Command {
 	ranges.number(flags, &seed, "seed", 0, 1<<31-1, "run this one; with --runs, draw them from it")
 	flags.Lookup("seed").DefValue = "drawn"
 	ranges.number(flags, &cfg.Runs, "runs", 1, 1_000_000, "draw so many")
-	real.bind(&ranges, flags)
+	store.bind(&ranges, flags)
 	flags.Lookup("register").Usage = "`URL` of a store for the fleets' configuration: " + registerForms + ". Without it they keep it in memory"
 	return cmd
 }

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/fleet/register"
@@ -29,7 +30,7 @@ type store struct {
 
 	made   map[uint64][]byte // documents by number
 	newest uint64
-	wrong  []string // it was no register
+	wrong  []string // violations of what a register promises
 	err    error    // it did not answer
 }
 
@@ -54,7 +55,7 @@ func (s *store) read() (number uint64, document []byte, ok bool) {
 		return 0, nil, false
 	}
 	if number < s.newest {
-		s.wrong = append(s.wrong, fmt.Sprintf("the register has document %d, and had %d", number, s.newest))
+		s.blame(fmt.Sprintf("the newest number of the register fell from %d to %d", s.newest, number))
 	}
 	if number > 0 {
 		s.saw(number, document)
@@ -80,10 +81,17 @@ func (s *store) write(number uint64, document []byte) fleetstate.WriteResult {
 	}
 }
 
+// blame notes a violation once: a whole fleet may see it.
+func (s *store) blame(what string) {
+	if !slices.Contains(s.wrong, what) {
+		s.wrong = append(s.wrong, what)
+	}
+}
+
 // saw notes the document of a number, which has one for ever.
 func (s *store) saw(number uint64, document []byte) {
 	if had, ok := s.made[number]; ok && !bytes.Equal(had, document) {
-		s.wrong = append(s.wrong, fmt.Sprintf("document %d is two", number))
+		s.blame(fmt.Sprintf("number %d of the register has two documents", number))
 	}
 	s.made[number], s.newest = document, max(s.newest, number)
 }
@@ -127,7 +135,7 @@ func (c *citizen) hear() {
 	}
 	c.later(func(now time.Duration) {
 		if err := c.config.Read(now, number, document); err != nil {
-			s.wrong = append(s.wrong, err.Error())
+			s.blame(err.Error())
 		}
 	})
 }

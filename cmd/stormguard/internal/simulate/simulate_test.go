@@ -171,7 +171,7 @@ func TestExploreSeesTwoDocuments(t *testing.T) {
 	err := Explore(t.Context(), ExploreConfig{Seed: 1, Runs: 5, Register: func(context.Context, uint64) (register.Register, func(), error) {
 		return new(overwritten), func() {}, nil
 	}}, &out)
-	if !errors.Is(err, ErrFailed) || !strings.Contains(out.String(), " is two") {
+	if !errors.Is(err, ErrFailed) || !strings.Contains(out.String(), "has two documents") {
 		t.Errorf("%v: %s", err, out.String())
 	}
 }
