@@ -28,6 +28,7 @@ const (
 	quiet    = 1500 * time.Millisecond // before the first fault: all have met, and mint
 	troubled = 14 * time.Second        // long enough for some to be lost to each other
 	settle   = 8 * time.Second         // to meet again, 5.1 s, to mint, 1.011 s, and a second and more
+	unheard  = 200 * time.Millisecond  // from the loss of the register until a process notices it
 	turn     = 500 * time.Millisecond
 
 	admits = 2  // percent, of the rate that may be missing
@@ -51,12 +52,15 @@ type Exploration struct {
 	Nodes  int      `json:"nodes"`
 	Faults []string `json:"faults"`
 
-	Over   float64  `json:"over_budget_tokens"`
-	Stated float64  `json:"stated_extra_tokens"` // for machines that stood still, and for evictions
-	Error  float64  `json:"error_percent"`       // in the end, when all is mended
-	Least  float64  `json:"least_share"`         // of one node then, times its part
-	Trace  string   `json:"trace_hash"`
-	Why    []string `json:"why,omitempty"` // it failed
+	Over   float64 `json:"over_budget_tokens"`
+	Stated float64 `json:"stated_extra_tokens"` // for machines that stood still, and for evictions
+	Error  float64 `json:"error_percent"`       // in the end, when all is mended
+	Least  float64 `json:"least_share"`         // of one node then, times its part
+
+	Unknown int `json:"unknown_writes"` // to the register: whoever wrote was not told the outcome
+
+	Trace string   `json:"trace_hash"`
+	Why   []string `json:"why,omitempty"` // it failed
 }
 
 // A mishap makes one fault begin at t, has it end at until, and tells what it is.
@@ -115,25 +119,22 @@ var mishaps = []mishap{
 	func(e *explored, t, until time.Duration) string {
 		lost := e.rng.Perm(e.w.sc.nodes)[:1+e.rng.IntN(e.w.sc.nodes)]
 		e.w.unplug(t, until, lost...)
+		e.reweigh(min(t+time.Duration(e.rng.Int64N(int64(unheard))), quiet+troubled), lost[0]) // its write is lost, or arrives late
 		return fmt.Sprintf("%v lose the register", lost)
 	},
 	func(e *explored, t, _ time.Duration) string { // two operators at once
 		for range 2 {
-			by, node := e.node(), e.node()
-			change := fleetstate.Change{Weights: map[string]int{e.w.names[node]: 1 + e.rng.IntN(3)}}
-			e.w.ask(t, by, func(c *citizen, now time.Duration) {
-				number, _ := c.config.Number()
-				_, _ = c.config.Set(now, number, change, "explore") // the other was faster, or nothing is known yet
-			})
+			e.reweigh(t, e.node())
 		}
 		return "two change weights"
 	},
 	func(e *explored, t, _ time.Duration) string {
 		by, node := e.node(), e.node()
 		// One that runs mints its share until it hears of it, when all is mended at the latest.
-		// It weighs three at most, the others one at least.
+		// It weighs three at most, the others one at least. An operator who had lost the register
+		// may evict up to 1.2 s after that.
 		share := 3 / float64(e.w.sc.nodes+2)
-		e.stated += share * (float64(e.w.sc.burstTokens) + e.w.sc.rate*(quiet+troubled+time.Second-t).Seconds())
+		e.stated += share * (float64(e.w.sc.burstTokens) + e.w.sc.rate*(quiet+troubled+2*time.Second-t).Seconds())
 		e.w.ask(t, by, func(c *citizen, now time.Duration) {
 			number, _ := c.config.Number()
 			_, _ = c.config.Evict(now, number, e.w.names[node], "explore")
@@ -153,6 +154,15 @@ type explored struct {
 
 func (e *explored) node() int { return e.rng.IntN(e.w.sc.nodes) }
 
+// reweigh has a node's operator change the weight of one.
+func (e *explored) reweigh(t time.Duration, by int) {
+	change := fleetstate.Change{Weights: map[string]int{e.w.names[e.node()]: 1 + e.rng.IntN(3)}}
+	e.w.ask(t, by, func(c *citizen, now time.Duration) {
+		number, _ := c.config.Number()
+		_, _ = c.config.Set(now, number, change, "explore") // the other was faster, or nothing is known yet
+	})
+}
+
 // explore is one run, on a register that is empty. The error is the context's, or why the
 // register did not answer.
 func explore(ctx context.Context, seed uint64, r register.Register) (x Exploration, err error) {
@@ -169,7 +179,8 @@ func explore(ctx context.Context, seed uint64, r register.Register) (x Explorati
 		balanced(demand), balanced(3), rotating(rotation), rotating(200 * time.Millisecond), only(rng.IntN(sc.nodes)), skewed,
 	}[rng.IntN(6)], rotating(turn))
 	w := newWorld(&sc, Strict, seed)
-	w.store.register, w.store.rng, w.store.late = r, rand.New(rand.NewPCG(seed, 0xf)), quiet+troubled
+	w.store.register, w.store.notices = r, unheard
+	w.store.rng, w.store.late = rand.New(rand.NewPCG(seed, 0xf)), quiet+troubled
 	e := &explored{w: w, rng: rng, link: sc.link()}
 	for range 1 + rng.IntN(10) {
 		begin := quiet + time.Duration(rng.Int64N(int64(troubled)))
@@ -191,7 +202,7 @@ func explore(ctx context.Context, seed uint64, r register.Register) (x Explorati
 	l := w.ledgers[0]
 	x = Exploration{
 		Seed: seed, Nodes: sc.nodes, Faults: e.faults, Over: l.over, Stated: e.stated,
-		Error: l.worst(sc.from, sc.to), Trace: fmt.Sprintf("%016x", w.net.Hash()),
+		Error: l.worst(sc.from, sc.to), Trace: fmt.Sprintf("%016x", w.net.Hash()), Unknown: w.store.unknown,
 	}
 	fair := sc.rate * looked.Seconds() / float64(sc.nodes)
 	x.Least = fair
@@ -238,7 +249,7 @@ func Explore(ctx context.Context, cfg ExploreConfig, stdout io.Writer) error {
 	}
 	var mu sync.Mutex
 	var failed []Exploration
-	worst, least, over, faults := 0., 1., 0., 0
+	worst, least, over, faults, unknown := 0., 1., 0., 0, 0
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
 	next := make(chan uint64)
@@ -253,7 +264,7 @@ func Explore(ctx context.Context, cfg ExploreConfig, stdout io.Writer) error {
 				}
 				mu.Lock()
 				worst, least, over = min(worst, x.Error), min(least, x.Least), max(over, x.Over-x.Stated)
-				faults += len(x.Faults)
+				faults, unknown = faults+len(x.Faults), unknown+x.Unknown
 				if len(x.Why) > 0 {
 					failed = append(failed, x)
 				}
@@ -275,20 +286,21 @@ func Explore(ctx context.Context, cfg ExploreConfig, stdout io.Writer) error {
 	var err error
 	if cfg.JSON {
 		err = json.NewEncoder(stdout).Encode(struct {
-			Seed   uint64        `json:"seed"`
-			Runs   int           `json:"runs"`
-			Faults int           `json:"faults"`
-			Over   float64       `json:"over_stated_tokens"`
-			Error  float64       `json:"error_percent"`
-			Least  float64       `json:"least_share"`
-			Failed []Exploration `json:"failed"`
-		}{cfg.Seed, len(seeds), faults, over, worst, least, failed})
+			Seed    uint64        `json:"seed"`
+			Runs    int           `json:"runs"`
+			Faults  int           `json:"faults"`
+			Unknown int           `json:"unknown_writes"`
+			Over    float64       `json:"over_stated_tokens"`
+			Error   float64       `json:"error_percent"`
+			Least   float64       `json:"least_share"`
+			Failed  []Exploration `json:"failed"`
+		}{cfg.Seed, len(seeds), faults, unknown, over, worst, least, failed})
 	} else {
 		for _, x := range failed {
 			fmt.Fprintf(stdout, "seed %d, %d nodes, trace %s: %s\n  %s\n", x.Seed, x.Nodes, x.Trace, strings.Join(x.Why, "; "), strings.Join(x.Faults, "\n  "))
 		}
-		_, err = fmt.Fprintf(stdout, "%d runs of --seed %d, %d faults: %d failed; %.3f tokens over what is stated; %v after the last fault error %+.2f %%, least share %.2f\n",
-			len(seeds), cfg.Seed, faults, len(failed), over, settle, worst, least)
+		_, err = fmt.Fprintf(stdout, "%d runs of --seed %d, %d faults, %d writes of unknown outcome: %d failed; %.3f tokens over what is stated; %v after the last fault error %+.2f %%, least share %.2f\n",
+			len(seeds), cfg.Seed, faults, unknown, len(failed), over, settle, worst, least)
 	}
 	if len(failed) > 0 {
 		err = errors.Join(err, fmt.Errorf("%w: %d of %d runs", ErrFailed, len(failed), len(seeds)))

@@ -24,9 +24,15 @@ type store struct {
 	register register.Register
 	lost     map[int]bool // nodes that do not reach it
 
-	// A write of a node that loses the register may arrive late, and until then. nil: never.
+	// notices is how late a node notices that it has lost the register. 0 is at once.
+	notices time.Duration
+
+	// rng draws which writes of a node that has lost the register arrive late, until late at
+	// the latest. nil is none.
 	rng  *rand.Rand
 	late time.Duration
+
+	unknown int // writes whose outcome was not told
 
 	made   map[uint64][]byte // documents by number
 	newest uint64
@@ -102,8 +108,10 @@ func (w *world) unplug(from, until time.Duration, ids ...int) {
 		w.store.lost = map[int]bool{}
 		for _, id := range ids {
 			w.store.lost[id] = true
-			if m := w.members[id]; m != nil {
-				m.citizen.later(func(now time.Duration) { m.citizen.config.Away(now, errLost) })
+			if w.store.notices == 0 {
+				w.away(id)
+			} else {
+				w.net.At(from+w.store.notices, func() { w.away(id) })
 			}
 		}
 	})
@@ -115,6 +123,13 @@ func (w *world) unplug(from, until time.Duration, ids ...int) {
 			}
 		}
 	})
+}
+
+// away has a node notice that it has lost the register, if it still has.
+func (w *world) away(id int) {
+	if m := w.members[id]; m != nil && w.store.lost[id] {
+		m.citizen.later(func(now time.Duration) { m.citizen.config.Away(now, errLost) })
+	}
 }
 
 // read has a citizen read the register.
@@ -178,6 +193,9 @@ func (c *citizen) write(now time.Duration) {
 		w.net.At(w.net.Now()+way, func() {
 			if s.lost[id] && result == fleetstate.Written {
 				result = fleetstate.Unknown
+			}
+			if result == fleetstate.Unknown {
+				s.unknown++
 			}
 			c.later(func(now time.Duration) { c.config.Wrote(now, number, result) })
 			if result != fleetstate.Written {

@@ -145,6 +145,9 @@ func TestExplore(t *testing.T) {
 	if err != nil {
 		t.Error(err)
 	}
+	if !raceEnabled && strings.Contains(out.String(), " 0 writes of unknown outcome") {
+		t.Error("no write was lost, and none arrived late")
+	}
 }
 
 // overwritten is a store that takes every write: no register.
