@@ -280,6 +280,13 @@ func TestSchedule(t *testing.T) {
 	if broker.Count(BrokerKill) != 20 || broker.Count(BrokerFreeze) != 20 || broker.Count(Kill) == 0 || network.Count(Kill) == 0 {
 		t.Errorf("%+v", broker)
 	}
+	disk := Disk(7, 3, 40, 50)
+	if err := disk.Validate(); err != nil {
+		t.Error(err)
+	}
+	if disk.Count(DiskFull) != 40 || disk.Count(Outage) == 0 || disk.Count(Kill) == 0 || disk.Faults[0].Kind != DiskFull {
+		t.Errorf("%+v", disk)
+	}
 	if s := Stages(1, 3, 300, time.Minute, 45*time.Second, time.Minute); s.Validate() != nil {
 		t.Error(s.Validate())
 	}

@@ -71,7 +71,8 @@ type Fired struct {
 	At    Instant `json:"at"`
 
 	// Count shows that it happened: packets that were lost, reads that came late, connections
-	// that broke, milliseconds of processor time that were burnt. 0 for the other kinds.
+	// that broke, milliseconds of processor time that were burnt, KiB of the disk that were
+	// taken. 0 for the other kinds.
 	Count int `json:"count,omitempty"`
 
 	// Timers are how often the kernel of a consumer sent a packet again, in a Loss, because no

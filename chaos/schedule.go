@@ -23,6 +23,7 @@ const (
 	Down      Kind = "down"      // it gets SIGKILL, and another is started after For
 	Freeze    Kind = "freeze"    // it gets SIGSTOP, and SIGCONT after For
 	Outage    Kind = "outage"    // the dependency refuses connections for For
+	DiskFull  Kind = "disk-full" // for For the disk of the consumers has no room
 	Burn      Kind = "burn"      // for For as many processes compute as there are processors
 	Loss      Kind = "loss"      // for For the network loses Percent of the packets, each way
 	Delay     Kind = "delay"     // for For each read comes 100 ms late
@@ -40,7 +41,7 @@ var kinds = map[Kind]struct {
 	one, counted bool
 }{
 	Kill: {one: true}, Restart: {one: true}, Down: {1, maxFor, true, false}, Freeze: {1, maxFor, true, false},
-	Outage: {1, maxFor, false, false}, Burn: {1, maxFor, false, true},
+	Outage: {1, maxFor, false, false}, DiskFull: {1, maxFor, false, true}, Burn: {1, maxFor, false, true},
 	Loss: {1, maxFor, false, true}, Delay: {1, maxFor, false, true}, Blackhole: {1, maxFor, false, true}, Reset: {counted: true},
 	BrokerKill: {1, maxFor, false, false}, BrokerFreeze: {1, maxFor, false, false},
 }
@@ -210,6 +211,24 @@ func Broker(seed uint64, consumers, faults, most int) Schedule {
 			f.Kind, f.For = BrokerFreeze, 500+random.IntN(14_500)
 		}
 		s.Faults = append(s.Faults, f)
+		if random.IntN(4) == 0 {
+			s.Faults = append(s.Faults, Fault{Kind: Kill, Consumer: random.IntN(consumers)})
+		}
+	}
+	return s
+}
+
+// Disk draws a schedule in which the consumers' disk is full so many times, for one to four
+// seconds. Each comes after 1 to most effects. An outage of up to two seconds follows one in
+// two, and a kill of one of the consumers one in four; both then come in its middle.
+func Disk(seed uint64, consumers, faults, most int) Schedule {
+	random := rand.New(rand.NewPCG(seed, 5))
+	s := Schedule{Seed: seed, Consumers: consumers}
+	for range faults {
+		s.Faults = append(s.Faults, Fault{Kind: DiskFull, After: 1 + random.IntN(most), For: 1000 + random.IntN(3000)})
+		if random.IntN(2) == 0 {
+			s.Faults = append(s.Faults, Fault{Kind: Outage, For: 100 + random.IntN(1900)})
+		}
 		if random.IntN(4) == 0 {
 			s.Faults = append(s.Faults, Fault{Kind: Kill, Consumer: random.IntN(consumers)})
 		}

@@ -83,6 +83,14 @@ broker is killed with SIGKILL and started again up to three seconds later, and f
 up to fifteen. In the middle of one in four a consumer is killed. Messages that the broker
 did not confirm are published again.` + figuresLong
 
+const diskLong = `Fill the disk under guarded consumers, and prove that nothing is lost.
+
+The consumers keep their spill, their state and, if there is one consumer, the marks of its
+effects on a file system of 64 MiB, which the run mounts: that needs Linux and root. It is
+full for one to four seconds at a time. An outage of the dependency comes in the middle of
+one in two, so that messages must go to the disk and cannot. A kill comes in the middle of
+one in four, so that the next process begins on a full disk.` + figuresLong
+
 const seedLong = `Put guarded consumers through three stages, and hold them to gates.
 
 For --loss the network between consumers and broker loses 5 % of the packets each way; for
@@ -116,7 +124,7 @@ func newChaos() *cobra.Command {
 		Use: "run", Short: "Run a schedule of faults", Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	run.AddCommand(newChaosCrash(), newChaosRolling(), newChaosNetwork(), newChaosBroker(), newChaosSeed())
+	run.AddCommand(newChaosCrash(), newChaosRolling(), newChaosNetwork(), newChaosBroker(), newChaosDisk(), newChaosSeed())
 	cmd.AddCommand(run, &cobra.Command{
 		Use: "burn", Hidden: true, Args: cobra.NoArgs,
 		Run: func(*cobra.Command, []string) { chaosrun.Burn(os.Stdin) },
@@ -201,6 +209,24 @@ func newChaosBroker() *cobra.Command {
 	return cmd
 }
 
+func newChaosDisk() *cobra.Command {
+	consumers, faults := 1, 20
+	r := newChaosRun(func(seed uint64) chaos.Schedule { return chaos.Disk(seed, consumers, faults, faultWithin) })
+	r.cfg.Spill = true
+	cmd := &cobra.Command{
+		Use:   "disk",
+		Short: "Fill the disk under guarded consumers",
+		Long:  diskLong,
+		Example: `  stormguard chaos run disk
+  stormguard chaos run disk --broker rabbitmq --faults 40 --json`,
+		Args: cobra.NoArgs, RunE: r.run,
+	}
+	r.ranges.number(cmd.Flags(), &consumers, "consumers", 1, 64, "how many run side by side")
+	r.ranges.number(cmd.Flags(), &faults, "faults", 1, 10000, "how often the disk is full")
+	r.flags(cmd)
+	return cmd
+}
+
 func newChaosSeed() *cobra.Command {
 	consumers := 3
 	loss, down, burn := time.Minute, 45*time.Second, time.Minute
@@ -259,7 +285,7 @@ func (r *chaosRun) flags(cmd *cobra.Command) {
 	}
 	f.Uint64Var(&r.seed, "seed", 0, "of the schedule (default drawn anew, and printed)")
 	r.ranges.duration(f, &r.cfg.Drain, "drain", time.Second, time.Hour, "how long everything may take after the last fault")
-	f.BoolVar(&r.cfg.Spill, "spill", false, "a consumer holds what comes in an outage on its disk, with a window of 20, and keeps its state there")
+	f.BoolVar(&r.cfg.Spill, "spill", r.cfg.Spill, "a consumer holds what comes in an outage on its disk, with a window of 20, and keeps its state there")
 	choice(&r.ranges, f, &r.cfg.Mutant, "mutant", append(chaosrun.Mutants(), ""), "a consumer that is wrong on purpose")
 	f.StringVar(&r.history, "history", "", "`file` to write the history to, as JSON that chaos.Judge reads")
 	f.BoolVar(&r.asJSON, "json", false, "print one JSON object")

@@ -216,6 +216,41 @@ func TestBroker(t *testing.T) {
 	})
 }
 
+// A disk that is full, in outages and while a process begins, loses nothing, on each broker.
+func TestDisk(t *testing.T) {
+	t.Parallel()
+	full, err := newDisk(filepath.Join(t.TempDir(), "disk"))
+	if err == nil {
+		err = full.close()
+	}
+	if err != nil {
+		text := fmt.Sprintf("LEFT OUT: no full disk: %v", err)
+		if os.Getenv("CI") == "true" {
+			t.Fatal(text)
+		}
+		t.Skip(text)
+	}
+	exe := build(t)
+	faults := 5
+	if os.Getenv("STORMGUARD_FULL") != "" {
+		faults = 30
+	}
+	for _, name := range Brokers() {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			cfg := Config{Broker: name, Schedule: chaos.Disk(1, 1, faults, 60), Messages: 500, Drain: 5 * time.Minute, Spill: true, Exe: exe}
+			if found := kinds[name].found; found != "" {
+				cfg.URL = brokers.ForTest(t, found)
+			}
+			r := crash(t, cfg)
+			t.Logf("%d published, %d kills, %d duplicate deliveries, drained after %.1f s", r.Published, r.Kills, r.DuplicateDeliveries, r.DrainSeconds)
+			if !r.OK() {
+				t.Error(r.Text())
+			}
+		})
+	}
+}
+
 // Three stages pass their gates, or nearly: how long a message waits is judged where the
 // machine has nothing else to do, by scripts/test. A build that is worse misses its gate
 // on any machine.

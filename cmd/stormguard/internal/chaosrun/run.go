@@ -124,6 +124,8 @@ type run struct {
 	network    *network        // nil without faults of it
 	losses     losses
 	dir        string
+	full       *disk  // nil without faults of the disk
+	keep       string // where the consumers keep what outlives them: dir, or the disk
 	cancel     context.CancelCauseFunc // of the run
 	stop       func()
 
@@ -158,6 +160,13 @@ func newRun(ctx context.Context, cfg Config, stderr io.Writer) (r *run, err erro
 	if r.dir, err = os.MkdirTemp("", "stormguard-chaos-"); err != nil {
 		return r, err
 	}
+	r.keep = r.dir
+	if r.has(chaos.DiskFull) {
+		if r.full, err = newDisk(filepath.Join(r.dir, "disk")); err != nil {
+			return r, err
+		}
+		r.keep = r.full.at
+	}
 	url, stop, err := r.address(ctx)
 	if err != nil {
 		return r, err
@@ -180,7 +189,7 @@ func newRun(ctx context.Context, cfg Config, stderr io.Writer) (r *run, err erro
 	id := strings.ToUpper(rand.Text()[:8])
 	r.job = Job{
 		Broker: cfg.Broker, URL: url, ID: id, Dependency: r.dependency.addr, Recorder: r.recorder.addr,
-		Marks: filepath.Join(r.dir, "once.db"), Own: filepath.Join(r.dir, "once.db-"), Mutant: cfg.Mutant,
+		Marks: filepath.Join(r.keep, "once.db"), Own: filepath.Join(r.keep, "once.db-"), Mutant: cfg.Mutant,
 		Consumers: n, Static: cfg.Schedule.Count(chaos.Restart) == 0, OneByOne: r.own != nil,
 	}
 	if r.network != nil {
@@ -268,12 +277,16 @@ func (r *run) close(ctx context.Context) error {
 		r.broker.remove(clean)
 	}
 	r.stop()
-	return os.RemoveAll(r.dir)
+	var err error
+	if r.full != nil {
+		err = r.full.close()
+	}
+	return errors.Join(err, os.RemoveAll(r.dir))
 }
 
 // disk is where a consumer has what outlives it.
 func (r *run) disk(consumer int, what string) string {
-	return filepath.Join(r.dir, fmt.Sprint(what, "-", consumer))
+	return filepath.Join(r.keep, fmt.Sprint(what, "-", consumer))
 }
 
 // start starts the next process of a consumer.
@@ -398,8 +411,8 @@ func (r *run) paced() func(ctx context.Context) []chaos.Instant {
 // errStuck is a run in which nothing happens any more: the report says so.
 var errStuck = errors.New("chaos: no effect for a minute")
 
-// faults carries the schedule out. A kill or a restart comes in the middle of what lasts, any
-// other fault after its end.
+// faults carries the schedule out. A kill or a restart comes in the middle of what lasts, and
+// an outage in the middle of a full disk. Any other fault comes after the end of what lasts.
 func (r *run) faults(ctx context.Context) error {
 	var lasts sync.WaitGroup
 	shown := make([]chaos.Fired, len(r.schedule.Faults)) // of each that lasts, by its goroutine
@@ -411,7 +424,8 @@ func (r *run) faults(ctx context.Context) error {
 	}()
 	var middle <-chan time.Time // of what lasts
 	for i, f := range r.schedule.Faults {
-		if f.Kind != chaos.Kill && f.Kind != chaos.Restart {
+		within := f.Kind == chaos.Outage && i > 0 && r.schedule.Faults[i-1].Kind == chaos.DiskFull
+		if f.Kind != chaos.Kill && f.Kind != chaos.Restart && !within {
 			lasts.Wait()
 			middle = nil
 		}
@@ -480,6 +494,9 @@ func (r *run) begin(ctx context.Context, f chaos.Fault, shown *chaos.Fired) (end
 			shown.Count, err = burnt()
 			return err
 		}, err
+	case chaos.DiskFull:
+		shown.Count, err = r.full.fill()
+		return r.full.free, err
 	case chaos.Loss:
 		return func() (err error) {
 			shown.Count, shown.Timers, err = r.losses.end()

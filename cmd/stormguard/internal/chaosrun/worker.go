@@ -86,7 +86,7 @@ func Work(ctx context.Context, job string, stdin io.Reader, stderr io.Writer) (e
 		return err
 	}
 	w := &worker{job: j, recorder: client{addr: j.Recorder, dial: j.Network}, dependency: client{addr: j.Dependency, dial: j.Network}, seen: make(map[int]bool)}
-	marks, closeMarks, err := openMarks(j)
+	marks, closeMarks, err := openMarks(ctx, j)
 	if err != nil {
 		return err
 	}
@@ -107,10 +107,11 @@ func Work(ctx context.Context, job string, stdin io.Reader, stderr io.Writer) (e
 	return errors.Join(err, closeErr, closeMarks())
 }
 
-// openMarks opens the store of once: one that all consumers share if there are several.
-func openMarks(j Job) (once.Store, func() error, error) {
+// openMarks opens the store of once: one that all consumers share if there are several. A disk
+// may be full.
+func openMarks(ctx context.Context, j Job) (once.Store, func() error, error) {
 	if j.Consumers == 1 {
-		marks, err := bolt.Open(j.Marks, bolt.Config{})
+		marks, err := patiently(ctx, func() (*bolt.Store, error) { return bolt.Open(j.Marks, bolt.Config{}) })
 		if err != nil {
 			return nil, nil, err
 		}
