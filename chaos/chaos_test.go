@@ -284,8 +284,21 @@ func TestSchedule(t *testing.T) {
 	if err := disk.Validate(); err != nil {
 		t.Error(err)
 	}
-	if disk.Count(DiskFull) != 40 || disk.Count(Outage) == 0 || disk.Count(Kill) == 0 || disk.Faults[0].Kind != DiskFull {
+	if disk.Count(DiskFull) != 40 || disk.Count(Outage) != 20 || disk.Count(Kill) != 20 {
 		t.Errorf("%+v", disk)
+	}
+	full, at := 0, 0 // for how long the disk is full, and after how long of it the next fault comes
+	for i, f := range disk.Faults {
+		switch f.Kind {
+		case DiskFull:
+			full, at = f.For, f.For/2
+		case Outage:
+			at += f.For / 2
+		default:
+		}
+		if f.Kind == Kill && at >= full {
+			t.Errorf("fault %d is a kill after %d ms of a disk that is full for %d", i, at, full)
+		}
 	}
 	if s := Stages(1, 3, 300, time.Minute, 45*time.Second, time.Minute); s.Validate() != nil {
 		t.Error(s.Validate())

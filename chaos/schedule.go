@@ -219,17 +219,22 @@ func Broker(seed uint64, consumers, faults, most int) Schedule {
 }
 
 // Disk draws a schedule in which the consumers' disk is full so many times, for one to four
-// seconds. Each comes after 1 to most effects. An outage of up to two seconds follows one in
-// two, and a kill of one of the consumers one in four; both then come in its middle.
+// seconds. Each comes after 1 to most effects. By turns an outage begins in its middle, one of
+// the consumers is killed in its middle, both, and neither. With both, the kill comes in the
+// middle of the outage, while the disk is still full.
 func Disk(seed uint64, consumers, faults, most int) Schedule {
 	random := rand.New(rand.NewPCG(seed, 5))
 	s := Schedule{Seed: seed, Consumers: consumers}
-	for range faults {
-		s.Faults = append(s.Faults, Fault{Kind: DiskFull, After: 1 + random.IntN(most), For: 1000 + random.IntN(3000)})
-		if random.IntN(2) == 0 {
-			s.Faults = append(s.Faults, Fault{Kind: Outage, For: 100 + random.IntN(1900)})
+	for i := range faults {
+		full := 1000 + random.IntN(3000)
+		s.Faults = append(s.Faults, Fault{Kind: DiskFull, After: 1 + random.IntN(most), For: full})
+		switch i % 4 {
+		case 0: // it may end after the full disk
+			s.Faults = append(s.Faults, Fault{Kind: Outage, For: 100 + random.IntN(full)})
+		case 2: // its middle comes before that
+			s.Faults = append(s.Faults, Fault{Kind: Outage, For: 100 + random.IntN(full/2)})
 		}
-		if random.IntN(4) == 0 {
+		if i%4 == 1 || i%4 == 2 {
 			s.Faults = append(s.Faults, Fault{Kind: Kill, Consumer: random.IntN(consumers)})
 		}
 	}

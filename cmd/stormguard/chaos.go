@@ -85,11 +85,15 @@ did not confirm are published again.` + figuresLong
 
 const diskLong = `Fill the disk under guarded consumers, and prove that nothing is lost.
 
-The consumers keep their spill, their state and, if there is one consumer, the marks of its
-effects on a file system of 64 MiB, which the run mounts: that needs Linux and root. It is
-full for one to four seconds at a time. An outage of the dependency comes in the middle of
-one in two, so that messages must go to the disk and cannot. A kill comes in the middle of
-one in four, so that the next process begins on a full disk.` + figuresLong
+The consumers keep their spill and their state on a file system of 64 MiB. A single consumer
+keeps the marks of its effects there, too. The run mounts the file system, which needs Linux
+and root. The run fills it for one to four seconds at a time. By turns an outage of the
+dependency begins in the middle, a consumer is killed in the middle, both, and neither. In an
+outage messages must go to the full disk. After a kill the next process begins on it.
+
+A spill goes on taking messages while its file has free pages, also on a full disk. If the
+run itself is killed, the mount stays in the directory for temporary files, in
+stormguard-chaos-*/disk: unmount it.` + figuresLong
 
 const seedLong = `Put guarded consumers through three stages, and hold them to gates.
 

@@ -30,7 +30,7 @@ func newDisk(at string) (*disk, error) {
 
 func (d *disk) filler() string { return filepath.Join(d.at, "filler") }
 
-// fill takes all room, and is how many KiB there were.
+// fill takes all room, and returns how many KiB there were.
 func (d *disk) fill() (kib int, err error) {
 	f, err := os.OpenFile(d.filler(), os.O_CREATE|os.O_WRONLY|os.O_TRUNC, 0o600)
 	if err != nil {
@@ -55,7 +55,7 @@ func (d *disk) fill() (kib int, err error) {
 func (d *disk) free() error { return os.Remove(d.filler()) }
 
 // close unmounts it. A child that another goroutine starts has every open file until its
-// exec, so it may be busy for a moment.
+// exec, so it may be busy for a moment. One that stays busy is detached, which leaves no mount.
 func (d *disk) close() (err error) {
 	for range 1000 {
 		if err = syscall.Unmount(d.at, 0); !errors.Is(err, syscall.EBUSY) {
@@ -63,5 +63,5 @@ func (d *disk) close() (err error) {
 		}
 		time.Sleep(10 * time.Millisecond)
 	}
-	return err
+	return errors.Join(fmt.Errorf("chaos: unmount %s: %w", d.at, err), syscall.Unmount(d.at, syscall.MNT_DETACH))
 }

@@ -124,8 +124,8 @@ type run struct {
 	network    *network        // nil without faults of it
 	losses     losses
 	dir        string
-	full       *disk  // nil without faults of the disk
-	keep       string // where the consumers keep what outlives them: dir, or the disk
+	full       *disk                   // nil without faults of the disk
+	keep       string                  // where the consumers keep what outlives them: dir, or the disk
 	cancel     context.CancelCauseFunc // of the run
 	stop       func()
 
@@ -495,6 +495,9 @@ func (r *run) begin(ctx context.Context, f chaos.Fault, shown *chaos.Fired) (end
 			return err
 		}, err
 	case chaos.DiskFull:
+		if err := r.awaitSpills(ctx); err != nil {
+			return nil, err
+		}
 		shown.Count, err = r.full.fill()
 		return r.full.free, err
 	case chaos.Loss:
@@ -526,6 +529,30 @@ func (r *run) begin(ctx context.Context, f chaos.Fault, shown *chaos.Fired) (end
 		shown.Count = r.network.set(false, false)
 		return nil
 	}, nil
+}
+
+// awaitSpills waits until each consumer has made its spill, which it cannot on a full disk.
+func (r *run) awaitSpills(ctx context.Context) error {
+	if !r.cfg.Spill {
+		return nil
+	}
+	begun := time.Now()
+	for c := range r.consumers {
+		for {
+			_, err := os.Stat(filepath.Join(r.disk(c, "spill"), "spill.db"))
+			if err == nil {
+				break
+			}
+			if ctx.Err() != nil {
+				return ctx.Err()
+			}
+			if time.Since(begun) > stuckAfter {
+				return fmt.Errorf("consumer %d has made no spill: %w", c, err)
+			}
+			wait(ctx, 10*time.Millisecond)
+		}
+	}
+	return nil
 }
 
 func wait(ctx context.Context, d time.Duration) {
