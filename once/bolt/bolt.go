@@ -15,8 +15,10 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io/fs"
 	"iter"
 	"math"
+	"os"
 	"path/filepath"
 	"runtime/debug"
 	"slices"
@@ -125,12 +127,17 @@ func Open(path string, cfg Config) (*Store, error) {
 		s.max = defaultCount
 	}
 	var db *bbolt.DB
-	err := guarded(func() (err error) {
+	before, err := os.Stat(path)
+	made := errors.Is(err, fs.ErrNotExist) || err == nil && before.Size() == 0
+	err = guarded(func() (err error) {
 		db, err = bbolt.Open(path, 0o600, &bbolt.Options{Timeout: lockWait, FreelistType: bbolt.FreelistMapType})
 		return err
 	})
 	if errors.Is(err, bbolterrors.ErrTimeout) {
 		return nil, fmt.Errorf("%w: %s", ErrLocked, path)
+	}
+	if made && full(err) { // what is half made no later Open could read
+		err = errors.Join(err, os.Remove(path))
 	}
 	if err != nil {
 		return nil, fmt.Errorf("bolt: %s: %w", path, err)
@@ -141,6 +148,9 @@ func Open(path string, cfg Config) (*Store, error) {
 	}
 	return s, nil
 }
+
+// full tells whether there is no room on the disk.
+func full(err error) bool { return errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) }
 
 // lockWait is how long Open waits for the process that was there before.
 const lockWait = 2 * time.Second
@@ -293,7 +303,7 @@ func (s *Store) store(batch []*write) error {
 		return nil
 	case errors.Is(err, bbolterrors.ErrDatabaseNotOpen):
 		return ErrClosed
-	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT), errors.Is(err, bbolterrors.ErrMaxSizeReached):
+	case full(err), errors.Is(err, bbolterrors.ErrMaxSizeReached):
 		return fmt.Errorf("bolt: %w", err) // of a page that nothing refers to: nothing has changed
 	}
 	// A sync that failed may have lost pages that a later one does not write again.

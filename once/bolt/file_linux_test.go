@@ -94,6 +94,40 @@ func TestFullDisk(t *testing.T) {
 	}
 }
 
+// A file that a full disk left half made is no obstacle when there is room again.
+func TestFullDiskAtTheStart(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	if err := syscall.Mount("tmpfs", dir, "tmpfs", 0, "size=512k"); err != nil {
+		t.Skipf("LEFT OUT: a full disk; turn on by running as root, with the right to mount: %v", err)
+	}
+	t.Cleanup(func() {
+		if err := unmount(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	ballast := filepath.Join(dir, "ballast")
+	if err := os.WriteFile(ballast, make([]byte, 504<<10), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(dir, "once.db")
+	for range 2 {
+		if s, err := bolt.Open(path, bolt.Config{}); !errors.Is(err, syscall.ENOSPC) {
+			t.Fatalf("a file of four pages on a disk with room for two: %v, %v", s, err)
+		}
+	}
+	if err := os.Remove(ballast); err != nil {
+		t.Fatal(err)
+	}
+	s, err := bolt.Open(path, bolt.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
 // A write that fails otherwise: the store takes nothing more until it is opened anew.
 func TestBroken(t *testing.T) {
 	t.Parallel()
