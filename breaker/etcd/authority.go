@@ -68,11 +68,11 @@ var (
 // New returns the part of the process that c names, and starts to reach etcd. It
 // does not wait for that: until then each breaker goes by itself, and what is
 // adopted within Start is held. The client stays the caller's, who closes it after
-// [Authority.Close]; endpoints, TLS and users are its matter. The error is
-// [ErrConfig], with all that is wrong.
+// [Authority.Close]; endpoints, TLS and users are its matter. The error names every
+// field that is wrong, its value and the allowed range.
 func New(client *clientv3.Client, c Config, opts ...Option) (*Authority, error) {
 	if client == nil {
-		return nil, errors.Join(fmt.Errorf("%w: client: nil is none", ErrConfig), c.Validate())
+		return nil, errors.Join(fmt.Errorf("%w: client: nil is none", errConfig), c.Validate())
 	}
 	if err := c.Validate(); err != nil {
 		return nil, err

@@ -483,10 +483,10 @@ func TestUnreadable(t *testing.T) {
 
 func TestNewRefuses(t *testing.T) {
 	_, err := etcd.New(nil, etcd.Config{Prefix: "x/", Fleet: breaker.FleetConfig{Silent: sec, Lease: 100 * ms, Quorum: 2}})
-	if !errors.Is(err, etcd.ErrConfig) {
-		t.Fatal(err)
+	if err == nil {
+		t.Fatal("not refused")
 	}
-	for _, want := range []string{"client", "Prefix", "Name", "Roster", "Fleet.Silent", "Fleet.Lease", "Quorum"} {
+	for _, want := range []string{"etcd: config: client", "Prefix", "Name", "Roster", "Fleet.Silent", "Fleet.Lease", "Quorum"} {
 		if !strings.Contains(err.Error(), want) {
 			t.Errorf("%q is not named in %v", want, err)
 		}
@@ -495,7 +495,7 @@ func TestNewRefuses(t *testing.T) {
 	if err := c.Validate(); err != nil {
 		t.Error(err)
 	}
-	if c = c.WithDefaults(); c.Prefix != etcd.DefaultPrefix || c.Fleet.Silent != 5*sec {
+	if c = c.WithDefaults(); c.Prefix != "/stormguard" || c.Fleet.Silent != 5*sec {
 		t.Errorf("%+v", c)
 	}
 }

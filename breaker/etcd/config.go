@@ -15,12 +15,10 @@ import (
 )
 
 const (
-	// DefaultPrefix is what keys begin with unless Config.Prefix says otherwise.
-	DefaultPrefix = "/stormguard"
-
-	maxPrefix = 255
-	maxName   = 128
-	maxScope  = scope.MaxName
+	defaultPrefix = "/stormguard"
+	maxPrefix     = 255
+	maxName       = 128
+	maxScope      = scope.MaxName
 	// maxRoster keeps a decision, which compares each vote that it counts, within
 	// the 128 operations that etcd allows a transaction by default.
 	maxRoster = 120
@@ -60,19 +58,19 @@ type Config struct {
 // WithDefaults returns c with every unset field replaced by its default.
 func (c Config) WithDefaults() Config {
 	if c.Prefix == "" {
-		c.Prefix = DefaultPrefix
+		c.Prefix = defaultPrefix
 	}
 	c.Fleet = c.Fleet.WithDefaults()
 	return c
 }
 
-// Validate reports everything that is wrong with c at once, as an error that is
-// [ErrConfig], or nil. Unset fields are judged as their defaults.
+// Validate reports everything that is wrong with c at once, or nil. Unset fields are
+// judged as their defaults.
 func (c Config) Validate() error {
 	c = c.WithDefaults()
 	var all []error
 	bad := func(field string, value any, want string) {
-		all = append(all, fmt.Errorf("%w: %s: %v is not in %s", ErrConfig, field, value, want))
+		all = append(all, fmt.Errorf("%w: %s: %v is not in %s", errConfig, field, value, want))
 	}
 	if len(c.Prefix) > maxPrefix || strings.HasSuffix(c.Prefix, "/") {
 		bad("Prefix", fmt.Sprintf("%q", c.Prefix), fmt.Sprintf("up to %d bytes without a slash at the end", maxPrefix))
@@ -81,13 +79,13 @@ func (c Config) Validate() error {
 		bad("Name: length", len(c.Name), fmt.Sprintf("[1, %d]", maxName))
 	}
 	if err := c.Roster.Validate(); err != nil {
-		all = append(all, fmt.Errorf("%w: %w", ErrConfig, err))
+		all = append(all, fmt.Errorf("%w: %w", errConfig, err))
 	}
 	if n := len(c.Roster.Names); n > maxRoster {
 		bad("Roster: names", n, fmt.Sprintf("[1, %d]", maxRoster))
 	}
 	if err := c.Fleet.Validate(); err != nil {
-		all = append(all, fmt.Errorf("%w: Fleet: %w", ErrConfig, err))
+		all = append(all, fmt.Errorf("%w: Fleet: %w", errConfig, err))
 	}
 	if c.Fleet.Silent < leastLease {
 		bad("Fleet.Silent", c.Fleet.Silent, fmt.Sprintf("[%v, 10m0s]", leastLease))

@@ -6,14 +6,6 @@ package etcd
 import "errors"
 
 var (
-	// ErrConfig means a configuration was refused. The text names every field that
-	// is wrong, its value and the allowed range.
-	ErrConfig = errors.New("etcd: config")
-
-	// ErrMalformed means that a value in etcd cannot be read: of a later version, or
-	// not ours.
-	ErrMalformed = errors.New("etcd: malformed")
-
 	// ErrName means that another process has this one's name. It is retried until
 	// that one's lease is over.
 	ErrName = errors.New("etcd: name is taken")
@@ -26,6 +18,13 @@ var (
 	// those who have it, may vote, and neither decides nor probes until it has it
 	// too. Where they are gone it has to be brought again, or one that is later still.
 	ErrLate = errors.New("etcd: a later roster is in force")
+
+	// errConfig is what every refusal of a configuration begins with.
+	errConfig = errors.New("etcd: config")
+
+	// errMalformed means that a value in etcd cannot be read: of a later version, or
+	// not ours.
+	errMalformed = errors.New("etcd: malformed")
 
 	// errSession ends what an Authority does under one lease; a next one begins.
 	errSession = errors.New("etcd: session lost")

@@ -33,7 +33,7 @@ var _ register.Register = (*Register)(nil)
 // nothing. The client should have DialKeepAliveTime set.
 func NewRegister(client *clientv3.Client, key string) (*Register, error) {
 	if client == nil || key == "" {
-		return nil, fmt.Errorf("%w: register: a client and a key are needed", ErrConfig)
+		return nil, fmt.Errorf("%w: register: a client and a key are needed", errConfig)
 	}
 	return &Register{client: client, key: key}, nil
 }

@@ -91,7 +91,7 @@ func (r *reader) node() crdt.Replica {
 func (r *reader) end(what string) error {
 	r.End()
 	if r.Fault() != nil {
-		return fmt.Errorf("%w: %s: %w", ErrMalformed, what, r.Fault())
+		return fmt.Errorf("%w: %s: %w", errMalformed, what, r.Fault())
 	}
 	return nil
 }
