@@ -14,9 +14,8 @@ import (
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
-// ErrConfig means that a configuration was refused. The text names every field that
-// is wrong, its value and the allowed range.
-var ErrConfig = errors.New("limithttp: config")
+// errConfig is what every refusal of a configuration begins with.
+var errConfig = errors.New("limithttp: config")
 
 // A Tier is what limits a request.
 type Tier struct {
@@ -26,11 +25,6 @@ type Tier struct {
 	// Gate admits; nil admits everything, and leaves no headers.
 	Gate limiter.Gate
 }
-
-// A Choice is the tier of a request. It is called for each one, by many goroutines, and
-// before anything is admitted: it must be quick. A gate with waiters in line is kept
-// and not made anew each time, see [limiter.All].
-type Choice func(*http.Request) Tier
 
 // Config is what an operator may set from a file, a flag or the environment. The
 // zero value is valid.
@@ -47,11 +41,10 @@ type Config struct {
 	Legacy bool
 }
 
-// Validate reports everything that is wrong with c at once, as an error that is
-// [ErrConfig], or nil.
+// Validate reports everything that is wrong with c at once, or nil.
 func (c Config) Validate() error {
 	if c.MaxWait < 0 || c.MaxWait > time.Hour {
-		return fmt.Errorf("%w: MaxWait: %v is not in [0s, 1h0m0s]", ErrConfig, c.MaxWait)
+		return fmt.Errorf("%w: MaxWait: %v is not in [0s, 1h0m0s]", errConfig, c.MaxWait)
 	}
 	return nil
 }
@@ -61,23 +54,25 @@ type Middleware struct{ rules atomic.Pointer[rules] }
 
 // rules are never changed, only exchanged.
 type rules struct {
-	choose Choice
+	choose func(*http.Request) Tier
 	cfg    Config
 }
 
-// New is a middleware with a choice of tiers.
-func New(choose Choice, cfg Config) (*Middleware, error) {
+// New is a middleware. choose returns the tier of a request. It is called for each, by many
+// goroutines, and before anything is admitted: it must be quick. A gate with waiters in line
+// is kept and not made anew each time, see [limiter.All].
+func New(choose func(*http.Request) Tier, cfg Config) (*Middleware, error) {
 	d := &Middleware{}
 	return d, d.Swap(choose, cfg)
 }
 
-// Swap exchanges choice and configuration. Requests that wait already go on at the
+// Swap exchanges function and configuration. Requests that wait already go on at the
 // gate that was chosen for them; all others have the new ones. After an error the
 // old ones stay.
-func (d *Middleware) Swap(choose Choice, cfg Config) error {
+func (d *Middleware) Swap(choose func(*http.Request) Tier, cfg Config) error {
 	err := cfg.Validate()
 	if choose == nil {
-		err = errors.Join(err, fmt.Errorf("%w: choose: nil is not a function", ErrConfig))
+		err = errors.Join(err, fmt.Errorf("%w: choose: nil is not a function", errConfig))
 	}
 	if err == nil {
 		d.rules.Store(&rules{choose, cfg})

@@ -39,11 +39,11 @@ func local(t testing.TB, rate float64, burst int) *limiter.Limiter {
 	return l
 }
 
-func always(g limiter.Gate, name string) Choice {
+func always(g limiter.Gate, name string) func(*http.Request) Tier {
 	return func(*http.Request) Tier { return Tier{Name: name, Gate: g} }
 }
 
-func middleware(t testing.TB, choose Choice, cfg Config) *Middleware {
+func middleware(t testing.TB, choose func(*http.Request) Tier, cfg Config) *Middleware {
 	t.Helper()
 	d, err := New(choose, cfg)
 	if err != nil {
@@ -62,12 +62,12 @@ func get(ctx context.Context, h http.Handler) *httptest.ResponseRecorder {
 
 func TestConfig(t *testing.T) {
 	_, err := New(nil, Config{MaxWait: -1})
-	if !errors.Is(err, ErrConfig) || !strings.Contains(err.Error(), "MaxWait: -1ns") || !strings.Contains(err.Error(), "choose") {
+	if !errors.Is(err, errConfig) || !strings.Contains(err.Error(), "MaxWait: -1ns") || !strings.Contains(err.Error(), "choose") {
 		t.Error(err)
 	}
 	g := local(t, 1, 1)
 	d := middleware(t, always(g, ""), Config{})
-	if err := d.Swap(nil, Config{}); !errors.Is(err, ErrConfig) {
+	if err := d.Swap(nil, Config{}); !errors.Is(err, errConfig) {
 		t.Error(err)
 	}
 	if w := get(t.Context(), d.Wrap(ok)); w.Code != http.StatusNoContent {
