@@ -23,15 +23,8 @@ import (
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
-// ErrConfig means that a configuration was refused. The text names every field that
-// is wrong, its value and the allowed range.
-var ErrConfig = errors.New("limitgrpc: config")
-
-// A Choice is the gate of a call; nil admits everything. method is the full one,
-// /package.Service/Method. It is called for each call, and for each message with
-// Config.PerMessage, by many goroutines: it must be quick. A gate with waiters in
-// line is kept and not made anew each time, see [limiter.All].
-type Choice func(ctx context.Context, method string) limiter.Gate
+// errConfig is what every refusal of a configuration begins with.
+var errConfig = errors.New("limitgrpc: config")
 
 // Config is what an operator may set from a file, a flag or the environment. The
 // zero value is valid.
@@ -46,11 +39,10 @@ type Config struct {
 	PerMessage bool
 }
 
-// Validate reports everything that is wrong with c at once, as an error that is
-// [ErrConfig], or nil.
+// Validate reports everything that is wrong with c at once, or nil.
 func (c Config) Validate() error {
 	if c.MaxWait < 0 || c.MaxWait > time.Hour {
-		return fmt.Errorf("%w: MaxWait: %v is not in [0s, 1h0m0s]", ErrConfig, c.MaxWait)
+		return fmt.Errorf("%w: MaxWait: %v is not in [0s, 1h0m0s]", errConfig, c.MaxWait)
 	}
 	return nil
 }
@@ -60,23 +52,26 @@ type Interceptor struct{ rules atomic.Pointer[rules] }
 
 // rules are never changed, only exchanged.
 type rules struct {
-	choose Choice
+	choose func(ctx context.Context, method string) limiter.Gate
 	cfg    Config
 }
 
-// New is an interceptor with a choice of gates.
-func New(choose Choice, cfg Config) (*Interceptor, error) {
+// New is an interceptor. choose returns the gate of a call; nil admits everything. method is the
+// full one, /package.Service/Method. choose is called for each call, and for each message
+// with Config.PerMessage, by many goroutines: it must be quick. A gate with waiters in line
+// is kept and not made anew each time, see [limiter.All].
+func New(choose func(ctx context.Context, method string) limiter.Gate, cfg Config) (*Interceptor, error) {
 	d := &Interceptor{}
 	return d, d.Swap(choose, cfg)
 }
 
-// Swap exchanges choice and configuration. What waits already goes on at the gate
+// Swap exchanges function and configuration. What waits already goes on at the gate
 // that was chosen for it; the next call, and the next message of a stream that is
 // open, have the new ones. After an error the old ones stay.
-func (d *Interceptor) Swap(choose Choice, cfg Config) error {
+func (d *Interceptor) Swap(choose func(ctx context.Context, method string) limiter.Gate, cfg Config) error {
 	err := cfg.Validate()
 	if choose == nil {
-		err = errors.Join(err, fmt.Errorf("%w: choose: nil is not a function", ErrConfig))
+		err = errors.Join(err, fmt.Errorf("%w: choose: nil is not a function", errConfig))
 	}
 	if err == nil {
 		d.rules.Store(&rules{choose, cfg})
