@@ -119,12 +119,12 @@ func def[T comparable](field *T, value T) {
 	}
 }
 
-// Validate reports everything that is wrong at once, as an error that is
-// [ErrConfig], or nil. Unset fields are judged as their defaults.
+// Validate reports everything that is wrong at once, or nil. Unset fields are judged as
+// their defaults.
 func (c Config) Validate() error {
 	var wrong []error
 	addf := func(format string, args ...any) {
-		wrong = append(wrong, fmt.Errorf("%w: "+format, append([]any{ErrConfig}, args...)...))
+		wrong = append(wrong, fmt.Errorf("%w: "+format, append([]any{errConfig}, args...)...))
 	}
 	span := func(field string, v, low, high time.Duration) {
 		if v < low || v > high {
@@ -158,7 +158,7 @@ func (c Config) Validate() error {
 	}
 	if c.Policy != nil {
 		if err := c.Policy.Validate(); err != nil {
-			wrong = append(wrong, fmt.Errorf("%w: Config.Policy: %w", ErrConfig, err))
+			wrong = append(wrong, fmt.Errorf("%w: Config.Policy: %w", errConfig, err))
 		}
 	}
 	return errors.Join(wrong...)

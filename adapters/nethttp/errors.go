@@ -10,10 +10,6 @@ import (
 )
 
 var (
-	// ErrConfig means that a configuration was refused. The text names every
-	// field that is wrong, its value and the allowed range.
-	ErrConfig = errors.New("nethttp: config")
-
 	// ErrNotReplayed is the error of a dead letter whose request was answered 202
 	// and not yet replayed when the intake was closed.
 	ErrNotReplayed = errors.New("nethttp: closed before the request was replayed")
@@ -21,6 +17,9 @@ var (
 	// ErrUnfinished is the same for a request whose replay had begun and had not
 	// returned: it may still succeed.
 	ErrUnfinished = errors.New("nethttp: closed while the request was being replayed")
+
+	// errConfig is what every refusal of a configuration begins with.
+	errConfig = errors.New("nethttp: config")
 
 	// errGone is the outcome of a handler that wrote nothing before the request's own
 	// context had ended: the client has left, or the server or a middleware ended it.

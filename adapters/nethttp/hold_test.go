@@ -480,7 +480,7 @@ func TestConfig(t *testing.T) {
 		Headers: []string{"X Y", "connection", "http-method"}, Policy: &guard.Policy{Window: -3},
 	}
 	_, err := New(nil, bad, WithDeferrable(func(*http.Request) bool { return true }), WithValues(nil))
-	if !errors.Is(err, ErrConfig) {
+	if !errors.Is(err, errConfig) {
 		t.Fatal(err)
 	}
 	for _, want := range []string{

@@ -90,7 +90,7 @@ func New(g *guard.Guard, cfg Config, opts ...Option) (*Intake, error) {
 	o, optErr := newOptions(opts)
 	err := errors.Join(cfg.Validate(), optErr)
 	if g == nil {
-		err = errors.Join(err, fmt.Errorf("%w: New: the Guard must not be nil", ErrConfig))
+		err = errors.Join(err, fmt.Errorf("%w: New: the Guard must not be nil", errConfig))
 	}
 	if err != nil {
 		return nil, err

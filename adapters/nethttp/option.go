@@ -98,11 +98,11 @@ func newOptions(opts []Option) (options, error) {
 	}
 	var wrong []error
 	if o.deferrable != nil && o.letters == nil {
-		wrong = append(wrong, fmt.Errorf("%w: WithDeferrable: it needs WithDeadLetters", ErrConfig))
+		wrong = append(wrong, fmt.Errorf("%w: WithDeferrable: it needs WithDeadLetters", errConfig))
 	}
 	for _, key := range o.values {
 		if key == nil {
-			wrong = append(wrong, fmt.Errorf("%w: WithValues: a key must not be nil", ErrConfig))
+			wrong = append(wrong, fmt.Errorf("%w: WithValues: a key must not be nil", errConfig))
 		}
 	}
 	if o.judged = o.judge != nil; !o.judged {

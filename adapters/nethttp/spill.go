@@ -137,13 +137,13 @@ func (in *Intake) takeOver(found int) error {
 	}
 	var wrong []error
 	if in.o.replay == nil {
-		wrong = append(wrong, fmt.Errorf("%w: Policy.Spill: needs WithReplay: the handler of a request does not outlive the process", ErrConfig))
+		wrong = append(wrong, fmt.Errorf("%w: Policy.Spill: needs WithReplay: the handler of a request does not outlive the process", errConfig))
 	}
 	if len(in.o.values) > 0 {
-		wrong = append(wrong, fmt.Errorf("%w: Policy.Spill: not with WithValues: a context does not outlive the process", ErrConfig))
+		wrong = append(wrong, fmt.Errorf("%w: Policy.Spill: not with WithValues: a context does not outlive the process", errConfig))
 	}
 	if in.cfg.MaxBody > maxSpilled {
-		wrong = append(wrong, fmt.Errorf("%w: Config.MaxBody: %d is not within 1 and %d bytes, with Policy.Spill", ErrConfig, in.cfg.MaxBody, maxSpilled))
+		wrong = append(wrong, fmt.Errorf("%w: Config.MaxBody: %d is not within 1 and %d bytes, with Policy.Spill", errConfig, in.cfg.MaxBody, maxSpilled))
 	}
 	in.unread = found
 	in.waiting.Store(int64(found))
