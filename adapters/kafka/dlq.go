@@ -75,8 +75,8 @@ func newDLQ(client sarama.Client, cfg DLQConfig) (*DLQ, error) {
 // Close waits for writes under way, 1s at most, and disconnects. It says how many are left.
 func (d *DLQ) Close() error { return d.out.Close() }
 
-// ErrDLQClosed means that [DLQ.Close] was called.
-var ErrDLQClosed = errors.New("kafka: DLQ closed")
+// errDLQClosed is a Write after [DLQ.Close], unless sarama's client says so first.
+var errDLQClosed = errors.New("kafka: DLQ closed")
 
 // Write writes a dead letter and waits until all in-sync replicas have it, or ctx
 // ends; what was sent then may arrive all the same. A record over the topic's or
@@ -105,7 +105,7 @@ func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 	m.Partition = partitionFor(r, int32(len(partitions)))
 	_, err = d.out.Send(ctx, m)
 	if errors.Is(err, cluster.ErrClosed) {
-		return ErrDLQClosed
+		return errDLQClosed
 	}
 	return d.explain(topic, m, err)
 }

@@ -277,7 +277,7 @@ func TestDLQWhileTheBrokerIsDown(t *testing.T) {
 	if err := d.Close(); err != nil {
 		t.Error(err)
 	}
-	if err := d.Write(adaptertest.Context(t), letterOf(r.topic, 3)); !errors.Is(err, ErrDLQClosed) && !errors.Is(err, sarama.ErrClosedClient) {
+	if err := d.Write(adaptertest.Context(t), letterOf(r.topic, 3)); !errors.Is(err, errDLQClosed) && !errors.Is(err, sarama.ErrClosedClient) {
 		t.Errorf("%v", err)
 	}
 }
