@@ -67,7 +67,6 @@ type Snapshot struct {
 	Forced       bool          // open by force
 	Barred       bool          // a force lasts, be it behind a longer open period of the breaker's own: a fleet cannot hold it
 	Held         bool          // held by a fleet: open, or half-open for one probe
-	Trial        Trial         // of the last permit, while held and open
 	Since        time.Duration // when the state began
 	Until        time.Duration // when a call may next be admitted; 0 when closed or when there is room for a probe
 	BackoffLevel int           // level of the last open period, less the closes since
@@ -82,19 +81,6 @@ type Snapshot struct {
 	ProbesPassed int // successes in a row, towards Config.Successes or its multiple
 	Generation   uint64
 }
-
-// Trial is what became of the probe that a fleet let through a breaker that it holds.
-type Trial uint8
-
-const (
-	// NoTrial is a breaker that is not held, or holds since before a permit.
-	NoTrial Trial = iota
-	// TrialPassed is a held breaker whose last permitted probe succeeded.
-	TrialPassed
-	// TrialFailed is one whose last permitted probe failed, was too slow or was
-	// lost.
-	TrialFailed
-)
 
 // FleetScope is what a fleet makes of one scope, as this process knows.
 type FleetScope struct {

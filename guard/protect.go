@@ -332,7 +332,7 @@ func (f *Func[M]) untilProbe(now time.Duration) time.Duration {
 	if b.State == breaker.Closed { // a wider scope is open
 		return f.policy.Breaker.Base
 	}
-	return heldFor(b, f.g.fleetScope(f.gate), f.policy.Breaker.Base, now)
+	return heldFor(b.Snapshot, f.g.fleetScope(f.gate), f.policy.Breaker.Base, now)
 }
 
 func (f *Func[M]) succeeded(c *cell, token circuit.Token) {
@@ -546,7 +546,7 @@ func (f *Func[M]) State() State {
 		st.Holds = append(st.Holds, pauseHold(now, ends))
 	}
 	if f.gate != nil {
-		st.Breaker, st.Wider, st.Fleet = f.gate.Breaker.Snapshot(now), f.gate.Wider(), f.g.fleetScope(f.gate)
+		st.Breaker, st.Wider, st.Fleet = f.gate.Breaker.Snapshot(now).Snapshot, f.gate.Wider(), f.g.fleetScope(f.gate)
 		if st.Breaker.State != breaker.Closed || len(st.Wider) > 0 {
 			st.Holds = append(st.Holds, breakerHold(&st, f.policy.Breaker.Base))
 		}

@@ -672,7 +672,7 @@ func (s *Source[M]) state(now time.Duration, fleet breaker.FleetScope) (st State
 		hold(ReasonStorm, 0, c.fleetStorm.String(), "the storm detectors of the processes in storm")
 	}
 	if c.gate != nil {
-		st.Breaker, st.Wider = c.gate.Breaker.Snapshot(now), c.gate.Wider()
+		st.Breaker, st.Wider = c.gate.Breaker.Snapshot(now).Snapshot, c.gate.Wider()
 		if st.Breaker.State != breaker.Closed || len(st.Wider) > 0 {
 			st.Holds = append(st.Holds, breakerHold(&st, c.policy.Breaker.Base))
 		}

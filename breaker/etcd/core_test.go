@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 	"github.com/stormguard-mq/stormguard/internal/scope"
 )
@@ -129,6 +130,9 @@ func (d *desk) voted(o *op) scope.Vote {
 	return v
 }
 
+// seen is a breaker as it looks, with no permit settled.
+func seen(s breaker.Snapshot) circuit.Snapshot { return circuit.Snapshot{Snapshot: s} }
+
 // kinds is what is asked for.
 func (d *desk) kinds() (all []scope.Kind) {
 	for _, a := range d.Actions(nil) {
@@ -150,7 +154,7 @@ func (d *desk) probe() {
 	if k := d.kinds(); len(k) == 0 || k[len(k)-1] != scope.Probe {
 		d.t.Fatalf("%v, not a probe", k)
 	}
-	d.Observe(d.now, "q", breaker.Snapshot{State: breaker.HalfOpen, Held: true, Generation: 5, ProbesOut: 1})
+	d.Observe(d.now, "q", seen(breaker.Snapshot{State: breaker.HalfOpen, Held: true, Generation: 5, ProbesOut: 1}))
 }
 
 // A next owner waits for what is left of a breaker's own period, which may be shorter
@@ -164,7 +168,7 @@ func TestVoteHasTheBreakersPeriod(t *testing.T) {
 		if c.left > 0 {
 			s.Until = d.now + c.left
 		}
-		d.Observe(d.now, "q", s)
+		d.Observe(d.now, "q", seen(s))
 		if v := d.book().Own; v.BackoffLevel != 8 || v.OpenFor != c.want {
 			t.Errorf("%v left: %+v", c.left, v)
 		}
@@ -186,7 +190,7 @@ func TestProbeIsGivenBack(t *testing.T) {
 			if o := d.plan(); o != nil {
 				t.Fatalf("while it is out: %+v", o)
 			}
-			d.Observe(d.now, "q", after)
+			d.Observe(d.now, "q", seen(after))
 			d.pass(100 * time.Millisecond)
 			d.want(opDrop)
 		})
@@ -230,7 +234,7 @@ func TestHeldOnlyWhileSomebodyMayProbe(t *testing.T) {
 			gone(2*time.Second, true)
 
 			// Its breaker closes by itself, and that counts, also after a new session.
-			d.Observe(d.now, "q", breaker.Snapshot{State: breaker.Closed, Generation: 9})
+			d.Observe(d.now, "q", seen(breaker.Snapshot{State: breaker.Closed, Generation: 9}))
 			if v := d.voted(d.want(opVote)); v.Phase != scope.PhasePassed {
 				t.Errorf("votes %+v", v)
 			}
@@ -277,7 +281,7 @@ func TestUnreadableLastWord(t *testing.T) {
 // for the decision.
 func TestVotesBeforeTheLastWord(t *testing.T) {
 	d := newDesk(t, "a", "b")
-	d.Observe(d.now, "q", breaker.Snapshot{State: breaker.Open, Generation: 2, BackoffLevel: 1, Cause: "timeout"})
+	d.Observe(d.now, "q", seen(breaker.Snapshot{State: breaker.Open, Generation: 2, BackoffLevel: 1, Cause: "timeout"}))
 	mine := d.voted(d.want(opVote))
 	theirs := mine
 	theirs.Node = crdt.Replica{Name: "b", Incarnation: 7}
@@ -290,7 +294,7 @@ func TestVotesBeforeTheLastWord(t *testing.T) {
 	// At the end it is what must be written, and the rest goes with the leases.
 	d.put(d.l.state("q"), encodeState(scope.State{Position: scope.Position{Gen: 1}}))
 	d.kinds()
-	d.Observe(d.now, "q", breaker.Snapshot{State: breaker.Open, Generation: 4, BackoffLevel: 1, Cause: "timeout"})
+	d.Observe(d.now, "q", seen(breaker.Snapshot{State: breaker.Open, Generation: 4, BackoffLevel: 1, Cause: "timeout"}))
 	d.want(opVote)
 	d.part()
 	d.want(opTestify)
@@ -343,7 +347,7 @@ func TestSessionEnds(t *testing.T) {
 	t.Run("for good", func(t *testing.T) {
 		d := held(t)
 		d.down(d.now, false)
-		d.Observe(d.now, "q", breaker.Snapshot{State: breaker.Open, Held: true, Generation: 2})
+		d.Observe(d.now, "q", seen(breaker.Snapshot{State: breaker.Open, Held: true, Generation: 2}))
 		d.Want(d.now, "q", true)
 		alone(d, 4900*time.Millisecond)
 		if ks := d.kinds(); len(ks) != 0 {

@@ -91,7 +91,7 @@ func (s *still) plan(t *testing.T, want opKind) *op {
 // trip has s vote to open.
 func (s *still) trip(t *testing.T, generation uint64) {
 	t.Helper()
-	s.core.Observe(s.now(), "q", breaker.Snapshot{State: breaker.Open, Generation: generation, BackoffLevel: 1, Cause: "timeout"})
+	s.core.Observe(s.now(), "q", seen(breaker.Snapshot{State: breaker.Open, Generation: generation, BackoffLevel: 1, Cause: "timeout"}))
 	o := s.plan(t, opVote)
 	if err := s.write(t.Context(), s.l, o); err != nil {
 		t.Fatal(err)
@@ -387,7 +387,7 @@ func TestALeaseThatIsNotGranted(t *testing.T) {
 		})
 	}
 	<-asked
-	s.core.Observe(s.now(), "q", breaker.Snapshot{State: breaker.Open, Generation: 1, BackoffLevel: 1, Cause: "timeout"})
+	s.core.Observe(s.now(), "q", seen(breaker.Snapshot{State: breaker.Open, Generation: 1, BackoffLevel: 1, Cause: "timeout"}))
 	for _, kind := range []opKind{opVote, opTestify} {
 		s.core.pass(s.now())
 		o, _ := s.core.next(s.now())

@@ -91,7 +91,7 @@ type epoch struct {
 	forced bool
 	held   bool // open by Hold, or half-open by Permit
 	freed  bool // half-open by Unhold
-	trial  breaker.Trial
+	trial  Trial
 	cause  breaker.Cause
 	since  time.Duration
 
@@ -506,7 +506,7 @@ func (b *Breaker) Trip(now time.Duration, cause breaker.Cause) {
 	case breaker.HalfOpen:
 		b.gb = b.trippedGobreaker()
 		if b.epoch.Load().held {
-			b.holdLocked(now, cause, breaker.TrialFailed)
+			b.holdLocked(now, cause, TrialFailed)
 			return
 		}
 		b.climbLocked(now)
@@ -541,24 +541,30 @@ func (b *Breaker) Changes(dst []Change) []Change {
 	return dst
 }
 
+// Snapshot is a breaker at one instant, for people and for its fleet.
+type Snapshot struct {
+	breaker.Snapshot
+
+	Trial Trial // of the last permit, while held and open
+}
+
 // Snapshot describes the breaker as of now. It never changes it: not even an
 // open period that is over becomes half-open by being looked at.
-func (b *Breaker) Snapshot(now time.Duration) breaker.Snapshot {
+func (b *Breaker) Snapshot(now time.Duration) Snapshot {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	e := b.epoch.Load()
-	s := breaker.Snapshot{
+	s := Snapshot{Trial: e.trial, Snapshot: breaker.Snapshot{
 		Name:         b.name,
 		State:        e.state,
 		Cause:        e.cause,
 		Forced:       e.forced,
 		Barred:       now < b.promised,
 		Held:         e.held,
-		Trial:        e.trial,
 		Since:        e.since,
 		BackoffLevel: b.levelLocked(now),
 		Generation:   e.gen,
-	}
+	}}
 	if e.state != breaker.Closed {
 		s.Until = max(e.deadline(), 0)
 		s.ProbesOut, s.ProbesPassed = len(b.out), b.passed
@@ -788,7 +794,7 @@ func (b *Breaker) settleLocked(now time.Duration, p *probe, o outcome) {
 	case o == excluded, o == failed && again && b.pace > 0:
 		b.tellLocked(p, errExcluded)
 	case o == passed && e.held:
-		b.holdLocked(now, e.cause, breaker.TrialPassed)
+		b.holdLocked(now, e.cause, TrialPassed)
 		return
 	case o == passed:
 		b.passed++
@@ -806,7 +812,7 @@ func (b *Breaker) settleLocked(now time.Duration, p *probe, o outcome) {
 			return
 		}
 	case e.held:
-		b.holdLocked(now, probeCause[o], breaker.TrialFailed)
+		b.holdLocked(now, probeCause[o], TrialFailed)
 		return
 	case b.pace > 0:
 		b.pace-- // others succeed: slower, and not stopped

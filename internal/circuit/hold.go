@@ -9,6 +9,19 @@ import (
 	"github.com/stormguard-mq/stormguard/breaker"
 )
 
+// Trial is what became of the probe that a fleet let through a breaker that it holds.
+type Trial uint8
+
+const (
+	// NoTrial is a breaker that is not held, or holds since before a permit.
+	NoTrial Trial = iota
+	// TrialPassed is a held breaker whose last permitted probe succeeded.
+	TrialPassed
+	// TrialFailed is one whose last permitted probe failed, was too slow or was
+	// lost.
+	TrialFailed
+)
+
 // A hold is how a party above the breaker takes its decisions over: processes
 // that agree among themselves when their breakers open, which of them probes,
 // and when all close. It is apart from a force, so that neither can end the
@@ -29,9 +42,9 @@ func (b *Breaker) Hold(now time.Duration, level int, cause breaker.Cause) {
 	}
 	e := b.epoch.Load()
 	b.level = max(b.levelLocked(now), min(level, b.top))
-	if !e.held || e.state != breaker.Open || e.trial != breaker.NoTrial {
+	if !e.held || e.state != breaker.Open || e.trial != NoTrial {
 		b.gb = b.trippedGobreaker()
-		b.holdLocked(now, cause, breaker.NoTrial)
+		b.holdLocked(now, cause, NoTrial)
 	}
 	b.epoch.Load().stir.Store(int64(later(now, b.cfg.Period(max(b.level, 1)))))
 }
@@ -89,7 +102,7 @@ func (b *Breaker) Proved() bool {
 func (b *Breaker) Held() bool { return b.epoch.Load().held }
 
 // holdLocked is the way into a held open period.
-func (b *Breaker) holdLocked(now time.Duration, cause breaker.Cause, t breaker.Trial) {
+func (b *Breaker) holdLocked(now time.Duration, cause breaker.Cause, t Trial) {
 	e := &epoch{state: breaker.Open, cause: cause, held: true, trial: t}
 	e.until.Store(int64(never))
 	b.moveLocked(now, e, cause, never)

@@ -15,13 +15,13 @@ func TestPermit(t *testing.T) {
 	for _, c := range []struct {
 		name   string
 		settle func(*Breaker, Token)
-		trial  breaker.Trial
+		trial  Trial
 		cause  breaker.Cause
 	}{
-		{"passed", func(b *Breaker, k Token) { b.Success(2*sec, k) }, breaker.TrialPassed, "fleet"},
-		{"failed", func(b *Breaker, k Token) { b.Failure(2*sec, k, true) }, breaker.TrialFailed, breaker.CauseProbe},
-		{"slow", func(b *Breaker, k Token) { b.Slow(2*sec, k, true) }, breaker.TrialFailed, breaker.CauseSlow},
-		{"lost", func(b *Breaker, _ Token) { b.Tick(sec + b.Config().Lease) }, breaker.TrialFailed, breaker.CauseLost},
+		{"passed", func(b *Breaker, k Token) { b.Success(2*sec, k) }, TrialPassed, "fleet"},
+		{"failed", func(b *Breaker, k Token) { b.Failure(2*sec, k, true) }, TrialFailed, breaker.CauseProbe},
+		{"slow", func(b *Breaker, k Token) { b.Slow(2*sec, k, true) }, TrialFailed, breaker.CauseSlow},
+		{"lost", func(b *Breaker, _ Token) { b.Tick(sec + b.Config().Lease) }, TrialFailed, breaker.CauseLost},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			b := must(t, breaker.Config{Probes: 3, Successes: 1})
@@ -102,7 +102,7 @@ func TestHoldVoidsPermit(t *testing.T) {
 	k := admit(t, b, 0)
 	b.Hold(0, 2, "fleet")
 	b.Success(0, k)
-	if s := b.Snapshot(0); s.Trial != breaker.NoTrial || s.State != breaker.Open || s.BackoffLevel != 2 {
+	if s := b.Snapshot(0); s.Trial != NoTrial || s.State != breaker.Open || s.BackoffLevel != 2 {
 		t.Fatalf("%+v", s)
 	}
 	b.Unhold(0)

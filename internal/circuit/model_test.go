@@ -26,7 +26,7 @@ type model struct {
 	until   time.Duration
 	forced  bool
 	held    bool // by Hold; half-open by Permit
-	trial   breaker.Trial
+	trial   Trial
 	level   int
 	left    time.Duration // when the breaker was last closed, or half-open at half its pace
 	flaps   int           // trips in a row, each soon after a close
@@ -59,7 +59,7 @@ type modelToken struct {
 }
 
 func (m *model) phase(s breaker.State) {
-	m.state, m.gen, m.forced, m.held, m.trial = s, m.gen+1, false, false, breaker.NoTrial
+	m.state, m.gen, m.forced, m.held, m.trial = s, m.gen+1, false, false, NoTrial
 	m.out, m.passed, m.pace, m.head, m.stretch = nil, 0, 0, 0, nil
 }
 
@@ -134,14 +134,14 @@ func (m *model) slots() int {
 	return max(n, m.cfg.Probes)
 }
 
-func (m *model) hold(now time.Duration, t breaker.Trial) {
+func (m *model) hold(now time.Duration, t Trial) {
 	m.open(now, never, false)
 	m.held, m.trial = true, t
 }
 
 func (m *model) climb(now time.Duration) {
 	if m.held {
-		m.hold(now, breaker.TrialFailed)
+		m.hold(now, TrialFailed)
 		return
 	}
 	// A level is left once the next period may be as long as it, at least.
@@ -246,7 +246,7 @@ func (m *model) settle(now time.Duration, t *modelToken, o outcome, first bool) 
 		switch {
 		case o == excluded:
 		case o == passed && m.held:
-			m.hold(now, breaker.TrialPassed)
+			m.hold(now, TrialPassed)
 		case o == passed:
 			m.passed++
 			m.probed(now, false)
@@ -423,8 +423,8 @@ func (h *harness) hold(level int) {
 		m.level = 0
 	}
 	m.level = max(m.level, min(level, topLevel(m.cfg.Base, m.cfg.Cap)))
-	if m.state != breaker.Open || !m.held || m.trial != breaker.NoTrial {
-		m.hold(h.now, breaker.NoTrial)
+	if m.state != breaker.Open || !m.held || m.trial != NoTrial {
+		m.hold(h.now, NoTrial)
 	}
 }
 

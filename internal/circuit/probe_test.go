@@ -509,7 +509,7 @@ func TestRenew(t *testing.T) {
 		b.Tick(9*sec - 1)
 		state(t, b, 9*sec-1, breaker.HalfOpen)
 		b.Tick(9 * sec)
-		if s := b.Snapshot(9 * sec); s.Trial != breaker.TrialFailed {
+		if s := b.Snapshot(9 * sec); s.Trial != TrialFailed {
 			t.Fatalf("%+v", s)
 		}
 	})

@@ -597,12 +597,12 @@ func TestOperator(t *testing.T) {
 	if s := brk.Snapshot(l.now); s.Held || s.Cause != "operator" {
 		t.Fatalf("the hold replaced the operator's: %+v", s)
 	}
-	a.Observe(l.now, "t", brk.Snapshot(l.now))
+	a.m.Observe(l.now, "t", brk.Snapshot(l.now))
 	l.now = end
 	if _, r := brk.Admit(l.now, 1); !r.OK() {
 		t.Fatal("refused at its end")
 	}
-	a.Observe(l.now, "t", brk.Snapshot(l.now))
+	a.m.Observe(l.now, "t", brk.Snapshot(l.now))
 	got := a.Actions(nil)
 	if kinds(got) != "hold" {
 		t.Fatalf("%q", kinds(got))
@@ -612,7 +612,7 @@ func TestOperator(t *testing.T) {
 		t.Error("not held")
 	}
 	brk.ForceClosed(l.now, "operator")
-	a.Observe(l.now, "t", brk.Snapshot(l.now))
+	a.m.Observe(l.now, "t", brk.Snapshot(l.now))
 	if got := a.Actions(nil); len(got) != 0 {
 		t.Errorf("after an operator's close: %q", kinds(got))
 	}

@@ -11,6 +11,7 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 	"github.com/stormguard-mq/stormguard/internal/crdt"
 )
 
@@ -57,8 +58,9 @@ func writers(t *rapid.T) (packets []bottle, names []string) {
 			snap.State = breaker.Closed
 			vs[i].Observe(now, s, snap)
 		case 3:
-			snap.Held, snap.Trial = true, breaker.TrialPassed+breaker.Trial(rapid.IntRange(0, 3).Draw(t, "failed")/3)
-			vs[i].Observe(now, s, snap)
+			snap.Held = true
+			trial := circuit.TrialPassed + circuit.Trial(rapid.IntRange(0, 3).Draw(t, "failed")/3)
+			vs[i].m.Observe(now, s, circuit.Snapshot{Snapshot: snap, Trial: trial})
 		case 4:
 			vs[i].Want(now, s, rapid.Bool().Draw(t, "want"))
 		case 5:

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 	"github.com/stormguard-mq/stormguard/internal/scope"
 )
 
@@ -48,7 +49,7 @@ func (v *Verdicts) Describe(now time.Duration, name string) breaker.FleetScope {
 }
 
 func (v *Verdicts) Observe(now time.Duration, name string, s breaker.Snapshot) {
-	v.m.Observe(now, name, s)
+	v.m.Observe(now, name, circuit.Snapshot{Snapshot: s})
 }
 
 // book is what is known of a scope; nil if nothing is.

@@ -516,7 +516,7 @@ func TestMemberHoldSparesAnothersPermit(t *testing.T) {
 	c.v[0].m.Unlock()
 	c.m[0].Step(c.now, nil)
 	a0.Success(c.now, tok)
-	if s := a0.Snapshot(c.now); s.Trial != breaker.TrialPassed || !s.Held {
+	if s := a0.Snapshot(c.now); s.Trial != circuit.TrialPassed || !s.Held {
 		t.Errorf("%+v", s)
 	}
 }

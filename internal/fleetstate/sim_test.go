@@ -308,7 +308,7 @@ func (n *node) drive() {
 	if n.w.opt.local {
 		return
 	}
-	n.v.Observe(n.clock(), scopeName, n.b.Snapshot(n.clock()))
+	n.v.m.Observe(n.clock(), scopeName, n.b.Snapshot(n.clock()))
 	for {
 		acts := n.v.Actions(nil)
 		if len(acts) == 0 {
@@ -317,7 +317,7 @@ func (n *node) drive() {
 		for _, a := range acts {
 			n.apply(a)
 		}
-		n.v.Observe(n.clock(), scopeName, n.b.Snapshot(n.clock()))
+		n.v.m.Observe(n.clock(), scopeName, n.b.Snapshot(n.clock()))
 	}
 	if n.w.decided != nil {
 		if s := n.v.Status(n.clock(), scopeName).State; s != n.last {

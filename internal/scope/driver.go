@@ -297,7 +297,7 @@ func (d *Driver) lookAboveLocked(now time.Duration, c *claim) {
 	if rest && !c.held && !c.unproved {
 		return
 	}
-	s := breaker.Snapshot{Name: c.name}
+	s := circuit.Snapshot{Snapshot: breaker.Snapshot{Name: c.name}}
 	switch {
 	case c.held:
 		s.State, s.Held, s.Cause = breaker.Open, true, c.last.Cause

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
 // elect takes our part in a round of probes: one at a time, each process in its turn.
@@ -166,21 +167,21 @@ func (m *Machine) Revoke(now time.Duration, sc *Scope) {
 	}
 }
 
-func (m *Machine) observeTrial(now time.Duration, sc *Scope, s breaker.Snapshot) {
+func (m *Machine) observeTrial(now time.Duration, sc *Scope, s circuit.Snapshot) {
 	if s.Generation <= sc.trial.gen {
 		return
 	}
 	switch {
-	case !s.Held, s.State == breaker.Open && s.Trial == breaker.NoTrial:
+	case !s.Held, s.State == breaker.Open && s.Trial == circuit.NoTrial:
 		m.withdraw(now, sc) // forced, or held anew: what had the permit is gone
 	case s.State == breaker.HalfOpen:
 		sc.trial.taken = s.ProbesOut > 0 // an excluded probe gives the permit back
-	case s.State == breaker.Open && s.Trial == breaker.TrialPassed:
+	case s.State == breaker.Open && s.Trial == circuit.TrialPassed:
 		w := m.standing(sc)
 		w.Phase, w.Passes = PhasePassed, w.Passes+1
 		sc.mode, sc.Own = held, w
 		sc.Book.Settle(now, sc.Known)
-	case s.State == breaker.Open && s.Trial == breaker.TrialFailed:
+	case s.State == breaker.Open && s.Trial == circuit.TrialFailed:
 		m.fail(now, sc, s.Cause)
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/internal/circuit"
 )
 
 // Machine is one process's part in what a fleet decides about its scopes. All
@@ -155,7 +156,7 @@ func (m *Machine) Obtain(now time.Duration, name string) *Scope {
 // changes and after an action was applied; late and repeated calls do no harm,
 // for it is the state that counts. A closed breaker that is Forced was closed by no
 // probe, and is no recovery. It does nothing about a scope that was not adopted.
-func (m *Machine) Observe(now time.Duration, name string, s breaker.Snapshot) {
+func (m *Machine) Observe(now time.Duration, name string, s circuit.Snapshot) {
 	m.mu.Lock()
 	defer m.unlock(nil)
 	sc := m.scopes[name]
@@ -198,7 +199,7 @@ func (m *Machine) Observe(now time.Duration, name string, s breaker.Snapshot) {
 
 // periodOf is how long a breaker opens by its own verdict; that of a topic, which is
 // made up from its partitions', has the period of its level.
-func (m *Machine) periodOf(s breaker.Snapshot, level int) time.Duration {
+func (m *Machine) periodOf(s circuit.Snapshot, level int) time.Duration {
 	if s.Until > s.Since {
 		return min(s.Until-s.Since, Period(m.cfg, level))
 	}
