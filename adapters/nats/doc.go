@@ -7,10 +7,14 @@
 // from the server is kept alive, handed to a plain function, and acked, retried,
 // held or dead-lettered as package guard decides. [WrapConsumer] keeps the loop
 // of a program that already calls a [jetstream.Consumer]; its comment lists what
-// that shape cannot do. [Throttle] is Consume for a consumer of dead letters.
+// that shape cannot do.
 //
 // JetStream has no dead-letter queue. [NewDLQ] makes one of a stream, and
 // [NewMover] brings the messages to it that the server itself has given up on.
+// Consume works it off at a rate ([WithLimiter]), and not at all while the breaker of
+// what it works with is open. [ReadDeadLetter] reads a letter. What fails here needs a
+// place too: [WithDeadLetters] with another stream. Without it a letter that keeps failing
+// waits, and unless the policy's order is none, those behind it wait as well.
 //
 // # What the consumer should be
 //

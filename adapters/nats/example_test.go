@@ -18,6 +18,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/adapters/nats"
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/limiter"
 )
 
 // demo starts a server for an example, with a stream ORDERS of three messages
@@ -182,7 +183,7 @@ func ExampleReadDeadLetter() {
 }
 
 // An existing consumer of a DLQ gets a rate and a breaker.
-func ExampleThrottle() {
+func ExampleWithLimiter() {
 	_, letters, stop := demo()
 	defer stop()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -191,17 +192,17 @@ func ExampleThrottle() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	rate, err := guardnats.NewRate(50, 10)
+	rate, err := limiter.Local(limiter.Limit{Rate: 50, Burst: 10})
 	if err != nil {
 		log.Fatal(err)
 	}
-	err = guardnats.Throttle(ctx, g, letters, rate, func(_ context.Context, m jetstream.Msg) error {
+	err = guardnats.Consume(ctx, g, letters, func(_ context.Context, m jetstream.Msg) error {
 		fmt.Println("again", string(m.Data()))
 		if string(m.Data()) == "three" {
 			cancel()
 		}
 		return nil
-	})
+	}, guardnats.WithLimiter(rate))
 	if err != nil {
 		log.Fatal(err)
 	}

@@ -21,51 +21,17 @@ import (
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 	"github.com/stormguard-mq/stormguard/internal/credit"
+	"github.com/stormguard-mq/stormguard/limiter"
 )
-
-func TestRate(t *testing.T) {
-	r, err := NewRate(10, 3)
-	if err != nil {
-		t.Fatal(err)
-	}
-	admitted := func(from, to time.Duration) (n int) {
-		for now := from; now < to; now += time.Millisecond {
-			if r.Admit(now) == 0 {
-				n++
-			}
-		}
-		return n
-	}
-	if n := admitted(0, time.Second); n != 12 { // 3 at once, then at 100 ms, 200 ms ... 900 ms
-		t.Errorf("%d in the first second", n)
-	}
-	if n := admitted(10*time.Second, 10*time.Second+time.Millisecond); n != 1 {
-		t.Error("one tick admits one")
-	}
-	if n := admitted(20*time.Second, 20*time.Second+50*time.Millisecond); n != 3 {
-		t.Errorf("a burst of %d", n)
-	}
-	if wait := r.Admit(20*time.Second + 50*time.Millisecond); wait <= 0 || wait > 100*time.Millisecond {
-		t.Errorf("wait %s", wait)
-	}
-	for _, bad := range []struct {
-		rate  float64
-		burst int
-	}{{0, 1}, {-1, 1}, {1e9, 1}, {1, 0}} {
-		if _, err := NewRate(bad.rate, bad.burst); err == nil {
-			t.Errorf("%v is taken", bad)
-		}
-	}
-}
 
 // A DLQ consumer keeps to its rate, and does not call a dependency that is down
 // at that rate either: the breaker opens.
-func TestThrottle(t *testing.T) {
+func TestWithLimiter(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, jetstream.ConsumerConfig{})
 	const n = 60
 	r.publish(t, subject, 0, n)
-	rate, err := NewRate(100, 5)
+	rate, err := limiter.Local(limiter.Limit{Rate: 100, Burst: 5})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -77,7 +43,7 @@ func TestThrottle(t *testing.T) {
 	g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Ramp: guard.Ramp{Off: true}}})
 	start := time.Now()
 	go func() {
-		done <- Throttle(ctx, g, r.consumer, rate, func(_ context.Context, m jetstream.Msg) error {
+		done <- Consume(ctx, g, r.consumer, func(_ context.Context, m jetstream.Msg) error {
 			calls.Add(1)
 			if down.Load() {
 				return errDown
@@ -87,7 +53,7 @@ func TestThrottle(t *testing.T) {
 			}
 			ok.Add(1)
 			return nil
-		})
+		}, WithLimiter(rate))
 	}()
 	adaptertest.Eventually(t, "all handled", func() bool { return ok.Load() == n })
 	if took := time.Since(start); took < (n-5)*10*time.Millisecond {

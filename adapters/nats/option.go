@@ -50,7 +50,7 @@ func WithWindow(n int) Option { return func(o *options) { o.window = n } }
 // nothing is dead-lettered: what would be waits.
 func WithDeadLetters(w dlq.Writer) Option { return func(o *options) { o.letters = w } }
 
-// WithLimiter paces admissions; see [NewRate] for one on this process alone.
+// WithLimiter paces admissions; limiter.Local makes a limit of this process alone.
 func WithLimiter(l guard.Limiter) Option { return func(o *options) { o.limiter = l } }
 
 // WithKey chooses the key whose messages keep their order under

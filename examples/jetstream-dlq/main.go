@@ -24,6 +24,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/adapters/nats"
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/limiter"
 )
 
 func main() {
@@ -89,7 +90,7 @@ func workOff(ctx context.Context, js jetstream.JetStream, repair func(body []byt
 	if err != nil {
 		return err
 	}
-	rate, err := guardnats.NewRate(50, 5)
+	rate, err := limiter.Local(limiter.Limit{Rate: 50, Burst: 5})
 	if err != nil {
 		return err
 	}
@@ -103,11 +104,11 @@ func workOff(ctx context.Context, js jetstream.JetStream, repair func(body []byt
 		_, closeErr := g.Close(ctx)
 		err = errors.Join(err, closeErr)
 	}()
-	return guardnats.Throttle(ctx, g, consumer, rate, func(_ context.Context, m jetstream.Msg) error {
+	return guardnats.Consume(ctx, g, consumer, func(_ context.Context, m jetstream.Msg) error {
 		letter, err := guardnats.ReadDeadLetter(m)
 		if err != nil {
 			return guard.Permanent(err)
 		}
 		return repair(letter.Body)
-	}, guardnats.WithDeadLetters(unrepaired), guardnats.WithLogger(slog.Default()))
+	}, guardnats.WithLimiter(rate), guardnats.WithDeadLetters(unrepaired), guardnats.WithLogger(slog.Default()))
 }

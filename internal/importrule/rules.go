@@ -117,7 +117,7 @@ var Ours = Rules{
 		},
 		{
 			Path: "adapters/nats", May: []string{"guard", "dlq", "fleet/register", "internal/registers", "once", "internal/mark", "internal/credit"},
-			MayTest: []string{"guard/guardtest", "breaker", "internal/adaptertest", "internal/brokers", "internal/registertest", "internal/oncetest"},
+			MayTest: []string{"guard/guardtest", "breaker", "limiter", "internal/adaptertest", "internal/brokers", "internal/registertest", "internal/oncetest"},
 			Why:     "an adapter touches one broker and decides nothing; adapters never import each other",
 		},
 		{
