@@ -126,7 +126,7 @@ func def[T comparable](field *T, value T) {
 type checks []error
 
 func (w *checks) bad(field string, value any, want string) {
-	*w = append(*w, fmt.Errorf("%w: %s: %v is not in %s", ErrConfig, field, value, want))
+	*w = append(*w, fmt.Errorf("breaker: config: %s: %v is not in %s", field, value, want))
 }
 
 func (w *checks) span(field string, v, lo, hi time.Duration) {
@@ -141,8 +141,8 @@ func (w *checks) count(field string, v, lo, hi int) {
 	}
 }
 
-// Validate reports everything that is wrong with c at once, as an error that
-// is [ErrConfig], or nil. Unset fields are judged as their defaults.
+// Validate reports everything that is wrong with c at once: each field, its value and
+// the allowed range. Unset fields are judged as their defaults.
 func (c Config) Validate() error {
 	var w checks
 	if c.Plain && c.Z != 0 {

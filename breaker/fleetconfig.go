@@ -94,8 +94,8 @@ func (c FleetConfig) WithDefaults() FleetConfig {
 	return c
 }
 
-// Validate reports everything that is wrong with c at once, as an error that
-// is [ErrConfig], or nil. Unset fields are judged as their defaults.
+// Validate reports everything that is wrong with c at once: each field, its value and
+// the allowed range. Unset fields are judged as their defaults.
 func (c FleetConfig) Validate() error {
 	var w checks
 	c = c.WithDefaults()
@@ -129,9 +129,8 @@ const (
 	maxRosterName = 128
 )
 
-// Validate reports everything that is wrong with r at once, as an error that is
-// [ErrConfig], or nil: no name or more than 4096, an empty or repeated one, or
-// one longer than 128 bytes.
+// Validate reports everything that is wrong with r at once: no name or more than 4096,
+// an empty or repeated one, or one longer than 128 bytes.
 func (r Roster) Validate() error {
 	var w checks
 	w.count("Roster: names", len(r.Names), 1, maxRoster)

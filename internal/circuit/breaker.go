@@ -157,7 +157,7 @@ func (r *run) add(first bool, delivery uint64) {
 }
 
 // New returns a closed breaker. The name is what refusals, changes and
-// snapshots call the scope. The error is [breaker.ErrConfig], with all that is wrong.
+// snapshots call the scope. The error has all that is wrong with cfg.
 func New(name string, cfg breaker.Config, opts ...Option) (*Breaker, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, err

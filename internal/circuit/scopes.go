@@ -46,19 +46,18 @@ func (c ScopesConfig) WithDefaults() ScopesConfig {
 	return c
 }
 
-// Validate reports everything that is wrong with c at once, as an error that
-// is [breaker.ErrConfig], or nil.
+// Validate reports everything that is wrong with c at once, or nil.
 func (c ScopesConfig) Validate() error {
 	wrong := []error{c.Breaker.Validate()}
 	c = c.WithDefaults()
 	if !(c.Quorum > 0 && c.Quorum <= 1) {
-		wrong = append(wrong, fmt.Errorf("%w: Quorum: %v is not in (0, 1]", breaker.ErrConfig, c.Quorum))
+		wrong = append(wrong, fmt.Errorf("breaker: config: Quorum: %v is not in (0, 1]", c.Quorum))
 	}
 	if c.MinOpen < 2 || c.MinOpen > 1e6 {
-		wrong = append(wrong, fmt.Errorf("%w: MinOpen: %v is not in [2, 1000000]", breaker.ErrConfig, c.MinOpen))
+		wrong = append(wrong, fmt.Errorf("breaker: config: MinOpen: %v is not in [2, 1000000]", c.MinOpen))
 	}
 	if c.Limit < 1 || c.Limit > 1e7 {
-		wrong = append(wrong, fmt.Errorf("%w: Limit: %v is not in [1, 10000000]", breaker.ErrConfig, c.Limit))
+		wrong = append(wrong, fmt.Errorf("breaker: config: Limit: %v is not in [1, 10000000]", c.Limit))
 	}
 	return errors.Join(wrong...)
 }
@@ -143,8 +142,7 @@ type parent struct {
 	since time.Duration
 }
 
-// NewScopes returns an empty tree. The error is [breaker.ErrConfig], with all that is
-// wrong.
+// NewScopes returns an empty tree. The error has all that is wrong with cfg.
 func NewScopes(cfg ScopesConfig, opts ...Option) (*Scopes, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, err
