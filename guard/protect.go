@@ -586,7 +586,7 @@ func (f *Func[M]) pausedUntil(now time.Duration) time.Duration {
 // ForceOpen opens the breaker, as [Source.ForceOpen].
 func (f *Func[M]) ForceOpen(d time.Duration) error {
 	if f.gate == nil {
-		return ErrNoBreaker
+		return errNoBreaker
 	}
 	forceOpen(f.gate, f.g.now(), d)
 	f.g.sweeper.kick()
@@ -596,7 +596,7 @@ func (f *Func[M]) ForceOpen(d time.Duration) error {
 // Release ends a ForceOpen, as [Source.Release].
 func (f *Func[M]) Release() error {
 	if f.gate == nil {
-		return ErrNoBreaker
+		return errNoBreaker
 	}
 	f.gate.Release(f.g.now())
 	f.g.sweeper.kick()
@@ -606,7 +606,7 @@ func (f *Func[M]) Release() error {
 // ForceClosed closes the breaker, as [Source.ForceClosed].
 func (f *Func[M]) ForceClosed() error {
 	if f.gate == nil {
-		return ErrNoBreaker
+		return errNoBreaker
 	}
 	f.gate.ForceClosed(f.g.now(), CauseOperator)
 	f.g.sweeper.kick()

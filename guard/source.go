@@ -525,11 +525,11 @@ const CauseOperator = "operator"
 
 // ForceOpen opens the source's breaker for d, or until ForceClosed if d is not
 // above 0. A success that comes late does not undo it; after d the breaker is
-// half-open and probes. A later ForceOpen sets another end. It fails with [ErrNoBreaker]
-// under NoBreaker.
+// half-open and probes. A later ForceOpen sets another end. Only a source
+// with NoBreaker returns an error.
 func (s *Source[M]) ForceOpen(d time.Duration) error {
 	if s.c.gate == nil {
-		return ErrNoBreaker
+		return errNoBreaker
 	}
 	forceOpen(s.c.gate, s.g.now(), d)
 	s.gateChanged()
@@ -548,7 +548,7 @@ func forceOpen(gate *circuit.Leaf, now, d time.Duration) {
 // ForceClosed closes the source's breaker now, whatever its window says.
 func (s *Source[M]) ForceClosed() error {
 	if s.c.gate == nil {
-		return ErrNoBreaker
+		return errNoBreaker
 	}
 	s.c.gate.ForceClosed(s.g.now(), CauseOperator)
 	s.gateChanged()
@@ -559,7 +559,7 @@ func (s *Source[M]) ForceClosed() error {
 // does nothing to a breaker that is not forced open.
 func (s *Source[M]) Release() error {
 	if s.c.gate == nil {
-		return ErrNoBreaker
+		return errNoBreaker
 	}
 	s.c.gate.Release(s.g.now())
 	s.gateChanged()
@@ -575,8 +575,8 @@ func (s *Source[M]) gateChanged() {
 	s.g.sweeper.kick() // it wakes the others of the scope
 }
 
-// ErrNoBreaker means that the source's policy has NoBreaker.
-var ErrNoBreaker = errors.New("guard: the source has no breaker")
+// errNoBreaker means that the source's policy has NoBreaker.
+var errNoBreaker = errors.New("guard: the source has no breaker")
 
 // GrantCredits gives n DLQ credits: an operator's leave to dead-letter n messages
 // more, such as those that wait with the reason "dlq". They do not expire.
