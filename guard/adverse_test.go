@@ -554,13 +554,6 @@ func TestEndlessErrorChain(t *testing.T) {
 	}
 }
 
-// A clock below 0 is refused: 0 is when nothing is asked for.
-func TestNegativeClock(t *testing.T) {
-	if _, err := New(Config{}, WithClock(func() time.Duration { return -time.Hour })); err == nil {
-		t.Error("taken")
-	}
-}
-
 // Sizes that are negative or near the end of int.
 type oddPort struct {
 	testPort

@@ -312,10 +312,6 @@ func WithPropagator(p propagation.TextMapPropagator) Option {
 // conventions ask for: a message may be handled long after it was sent, or twice.
 func WithParentSpans() Option { return func(g *Guard) { g.parents = true } }
 
-// WithClock replaces the monotonic clock, which counts from an origin of its
-// own and is never below 0. Timers still follow the runtime's clock.
-func WithClock(now func() time.Duration) Option { return func(g *Guard) { g.now = now } }
-
 // WithSeed fixes what is drawn: the jitter of retries, probes and dead-letter writes. A
 // simulation replays with it. The default is a seed of its own for each Guard.
 func WithSeed(seed uint64) Option { return func(g *Guard) { g.seed = seed } }

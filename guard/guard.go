@@ -167,9 +167,6 @@ func New(cfg Config, opts ...Option) (*Guard, error) {
 			return nil, err
 		}
 	}
-	if now := g.now(); now < 0 {
-		return nil, fmt.Errorf("guard: WithClock: the clock says %v; it must not be below 0", now)
-	}
 	if g.quarantine == nil {
 		g.ownRules = quarantine.New(time.Now)
 		g.quarantine = g.ownRules
