@@ -36,7 +36,8 @@ func (s State) String() string {
 }
 
 // Cause is why a breaker is not closed. A force or a trip from outside brings
-// its own text.
+// its own text: "operator" for a force by a person, "storm" for a trip by a guard's storm
+// detector, "outage" for one because a guard found nothing that succeeds, "fleet" for a hold.
 type Cause string
 
 const (

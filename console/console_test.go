@@ -236,7 +236,7 @@ func TestBreaker(t *testing.T) {
 		r.order(console.Order{Action: console.Open, Sources: all, For: console.Duration(time.Minute)})
 		r.in["orders"] <- 1
 		time.Sleep(20 * time.Second)
-		if b := one(); b.State != "open" || !b.Forced || b.Since != 20 || b.Until != 40 || b.Cause != guard.CauseOperator || b.Group != "billing" {
+		if b := one(); b.State != "open" || !b.Forced || b.Since != 20 || b.Until != 40 || b.Cause != "operator" || b.Group != "billing" {
 			t.Errorf("%+v", b)
 		}
 		handles(39*time.Second, 0)

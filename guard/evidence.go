@@ -79,8 +79,8 @@ const (
 	maxGuessShift = 10
 )
 
-// CauseOutage is the breaker's cause when a look found nothing that succeeds.
-const CauseOutage breaker.Cause = "outage"
+// causeOutage is the breaker's cause when a look found nothing that succeeds.
+const causeOutage breaker.Cause = "outage"
 
 // life counts the successes of everything that shares the source's dependency.
 func (c *machine[M]) life() (n uint64) {
@@ -275,7 +275,7 @@ func (c *machine[M]) report(now time.Duration, it, head *item[M]) (goesOn bool) 
 		return true
 	}
 	if c.gate != nil && !c.open() && head.lane != nil && c.inVain(now, head) {
-		c.gate.Trip(now, CauseOutage)
+		c.gate.Trip(now, causeOutage)
 	}
 	if l := head.lane; l != nil {
 		l.step = 0

@@ -256,7 +256,7 @@ func (s *Source[M]) setFleetStorm(now time.Duration, f dlq.FleetStorm) {
 	changed := s.c.fleetStorm.Active != f.Active
 	s.c.fleetStorm = f
 	if changed && f.Active && s.c.gate != nil && s.c.gate.Closed() {
-		s.c.gate.Trip(now, CauseStorm)
+		s.c.gate.Trip(now, causeStorm)
 		s.c.notice(now)
 	}
 	s.unlock(now)

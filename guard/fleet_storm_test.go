@@ -101,7 +101,7 @@ func TestFleetStormOpensTheBreaker(t *testing.T) {
 		var seen breaker.Snapshot
 		r.until(3*time.Minute, "the breaker opens", func() bool {
 			seen = ss[3].State().Breaker
-			return seen.State != breaker.Closed && seen.Cause == guard.CauseStorm
+			return seen.State != breaker.Closed && seen.Cause == "storm"
 		})
 		if !ss[3].State().FleetStorm.Active {
 			t.Errorf("no storm, and %+v", seen)

@@ -49,9 +49,9 @@ func TestHoldWithinADrain(t *testing.T) {
 					s.run(s.now+lasts, handler, nil)
 					s.paused = false
 				case "breaker":
-					s.gate.Force(s.now, 0, CauseOperator)
+					s.gate.Force(s.now, 0, causeOperator)
 					s.run(s.now+lasts, handler, nil)
-					s.gate.ForceClosed(s.now, CauseOperator)
+					s.gate.ForceClosed(s.now, causeOperator)
 				default:
 					ask = true
 					for s.asked == 0 {
@@ -162,7 +162,7 @@ func TestHoldEndsWithItsMessages(t *testing.T) {
 // notice: the message that comes, or the one that is refused.
 func TestDivertedOnce(t *testing.T) {
 	for name, shut := range map[string]func(*sim){
-		"breaker": func(s *sim) { s.gate.Force(s.now, time.Second, CauseOperator) },
+		"breaker": func(s *sim) { s.gate.Force(s.now, time.Second, causeOperator) },
 		"pause":   func(s *sim) { s.paused = true },
 		"asked":   func(s *sim) { s.asked = s.now + time.Second },
 	} {
@@ -198,7 +198,7 @@ func TestDivertedOnce(t *testing.T) {
 		s := newSim(t, Policy{})
 		s.limiter = &strict{wait: time.Minute}
 		s.put(s.now, 0, 0, 1)
-		s.gate.Force(s.now, time.Second, CauseOperator)
+		s.gate.Force(s.now, time.Second, causeOperator)
 		s.now += time.Second
 		s.next(s.now) // the probe is refused by the limiter, which holds nothing
 		if s.tally.Diverted != 0 {

@@ -197,9 +197,9 @@ func TestCreditsAndProbes(t *testing.T) {
 					return
 				}
 				if rapid.Bool().Draw(t, "open") {
-					s.gate.Force(s.now, time.Second, CauseOperator)
+					s.gate.Force(s.now, time.Second, causeOperator)
 				} else {
-					s.gate.ForceClosed(s.now, CauseOperator)
+					s.gate.ForceClosed(s.now, causeOperator)
 				}
 				s.notice(s.now)
 			},

@@ -349,7 +349,7 @@ func (j *journal) say(now time.Duration, l line) {
 
 // paused is a source that an operator pauses for d, or until somebody resumes it.
 func (j *journal) paused(now time.Duration, topic, source string, d time.Duration) {
-	args := []any{"source", source, "reason", CauseOperator}
+	args := []any{"source", source, "reason", causeOperator}
 	if d > 0 {
 		args = append(args, "for", d)
 	}
@@ -503,7 +503,7 @@ func (j *journal) breaker(now time.Duration, c circuit.Change) {
 
 func (j *journal) opened(now time.Duration, c circuit.Change) {
 	all := j.under(c.Scope)
-	out := &outage{since: c.At, said: now, warned: string(c.Cause) != CauseOperator, probed: make(map[reporter]uint64, len(all))}
+	out := &outage{since: c.At, said: now, warned: string(c.Cause) != causeOperator, probed: make(map[reporter]uint64, len(all))}
 	for _, s := range all {
 		out.probed[s] = s.probed()
 	}
@@ -530,7 +530,7 @@ func (j *journal) opened(now time.Duration, c circuit.Change) {
 func meaning(cause breaker.Cause, last *failedCall) string {
 	const held = "messages are held, not lost and not dead-lettered; "
 	switch {
-	case string(cause) == CauseOperator:
+	case string(cause) == causeOperator:
 		return held + "an operator forced it open: ForceClosed ends it"
 	case cause == breaker.CauseQuorum:
 		return held + "so many of its children are open that all are held; it closes with them"

@@ -442,7 +442,7 @@ func TestStormOpensBreaker(t *testing.T) {
 		}
 		return time.Millisecond, nil
 	}, counter(2000, 10*time.Millisecond))
-	if cause != CauseStorm {
+	if cause != causeStorm {
 		t.Errorf("opened by %q", cause)
 	}
 }

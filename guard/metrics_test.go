@@ -466,7 +466,7 @@ func TestStateOfAPartitionThatItsTopicHolds(t *testing.T) {
 			if err := s.ForceClosed(); err != nil {
 				t.Fatal(err)
 			}
-			s.c.gate.Trip(g.now(), CauseOutage)
+			s.c.gate.Trip(g.now(), causeOutage)
 		}
 		time.Sleep(time.Second)
 		if st := g.Source("orders/2").State(); st.Breaker.State != breaker.Closed || len(st.Holds) == 0 {

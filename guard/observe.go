@@ -84,7 +84,7 @@ var (
 
 // openCauses are why a closed breaker opens.
 var openCauses = []string{
-	string(breaker.CauseRun), string(breaker.CauseRate), string(breaker.CauseSlow), string(breaker.CauseQuorum), string(CauseOutage), string(CauseStorm), CauseOperator,
+	string(breaker.CauseRun), string(breaker.CauseRate), string(breaker.CauseSlow), string(breaker.CauseQuorum), string(causeOutage), string(causeStorm), causeOperator,
 }
 
 var deadReasons = []dlq.Reason{

@@ -158,7 +158,7 @@ func TestParkedMessagesWaitForTheBreaker(t *testing.T) {
 			case c.force:
 				err = r.s.ForceOpen(0)
 			case name != "closed": // by its failures
-				r.s.c.gate.Trip(r.g.now(), CauseOutage)
+				r.s.c.gate.Trip(r.g.now(), causeOutage)
 			}
 			if err != nil {
 				t.Fatal(err)
@@ -285,7 +285,7 @@ func TestTheLastProbeIsParked(t *testing.T) {
 			}
 			return nil
 		}))
-		s.c.gate.Trip(g.now(), CauseOutage)
+		s.c.gate.Trip(g.now(), causeOutage)
 		in, done := make(chan int, 2), make(chan error, 1)
 		in <- 0 // of one key, since the port has no keys
 		in <- 1
@@ -323,7 +323,7 @@ func TestProbesThatSayNothingLetParkedGoOn(t *testing.T) {
 			handled.Store(true)
 			return nil
 		}))
-		s.c.gate.Trip(g.now(), CauseOutage)
+		s.c.gate.Trip(g.now(), causeOutage)
 		in, parked, done := make(chan int, 1), make(chan int, 1), make(chan error, 2)
 		in <- 1
 		parked <- 0

@@ -566,7 +566,7 @@ func (f *Func[M]) Pause(d time.Duration) {
 // Resume ends Pause.
 func (f *Func[M]) Resume() {
 	if f.paused.Swap(0) != 0 {
-		f.resumed(f.g.now(), CauseOperator)
+		f.resumed(f.g.now(), causeOperator)
 	}
 }
 
@@ -608,7 +608,7 @@ func (f *Func[M]) ForceClosed() error {
 	if f.gate == nil {
 		return errNoBreaker
 	}
-	f.gate.ForceClosed(f.g.now(), CauseOperator)
+	f.gate.ForceClosed(f.g.now(), causeOperator)
 	f.g.sweeper.kick()
 	return nil
 }

@@ -509,7 +509,7 @@ func (s *Source[M]) Resume() {
 	s.c.paused = false
 	s.unlock(now)
 	if was {
-		s.resumed(now, CauseOperator)
+		s.resumed(now, causeOperator)
 	}
 }
 
@@ -520,8 +520,8 @@ func (s *Source[M]) resumed(now time.Duration, reason string) {
 	s.nudge()
 }
 
-// CauseOperator is the breaker's cause when a person forced it.
-const CauseOperator = "operator"
+// causeOperator is the breaker's cause when a person forced it.
+const causeOperator = "operator"
 
 // ForceOpen opens the source's breaker for d, or until ForceClosed if d is not
 // above 0. A success that comes late does not undo it; after d the breaker is
@@ -542,7 +542,7 @@ func forceOpen(gate *circuit.Leaf, now, d time.Duration) {
 	if b := gate.Snapshot(now); b.Forced && d > 0 && b.Until > now+d {
 		gate.Release(now)
 	}
-	gate.Force(now, d, CauseOperator)
+	gate.Force(now, d, causeOperator)
 }
 
 // ForceClosed closes the source's breaker now, whatever its window says.
@@ -550,7 +550,7 @@ func (s *Source[M]) ForceClosed() error {
 	if s.c.gate == nil {
 		return errNoBreaker
 	}
-	s.c.gate.ForceClosed(s.g.now(), CauseOperator)
+	s.c.gate.ForceClosed(s.g.now(), causeOperator)
 	s.gateChanged()
 	return nil
 }
@@ -618,7 +618,7 @@ func (s *Source[M]) DeadLetterWaiting(n int) int {
 	if done > 0 && s.c.gate != nil { // what was behind them is tried now, and not when the open period is over
 		s.c.gate.Hasten(s.g.now())
 	}
-	s.g.log.Info(lineByHand, "source", s.cfg.Name, "reason", CauseOperator, "messages", done)
+	s.g.log.Info(lineByHand, "source", s.cfg.Name, "reason", causeOperator, "messages", done)
 	return done
 }
 

@@ -299,7 +299,7 @@ func (g *Guard) sayPaused(name string, k kept) {
 	if !k.restart || !k.paused || now >= k.pauseEnds {
 		return
 	}
-	args := []any{"source", name, "reason", CauseOperator, "help", "resume it"}
+	args := []any{"source", name, "reason", causeOperator, "help", "resume it"}
 	if k.pauseEnds != never {
 		args = append(args, "for", (k.pauseEnds - now).Round(time.Second))
 	}

@@ -16,8 +16,8 @@ import (
 // stormEvery is how often the detector looks at its three readings.
 const stormEvery = 250 * time.Millisecond
 
-// CauseStorm is the breaker's cause when the detector opened it.
-const CauseStorm breaker.Cause = "storm"
+// causeStorm is the breaker's cause when the detector opened it.
+const causeStorm breaker.Cause = "storm"
 
 // sweep is the step of time passing. It returns the contexts of handlers that
 // are over their timeout, and whether a storm began or ended.
@@ -59,7 +59,7 @@ func (c *machine[M]) sweep(now time.Duration, late []*callContext) ([]*callConte
 		return late, false
 	}
 	if c.storm.Storm().Active && c.gate != nil && c.gate.Closed() {
-		c.gate.Trip(now, CauseStorm)
+		c.gate.Trip(now, causeStorm)
 		c.notice(now)
 	}
 	return late, true
