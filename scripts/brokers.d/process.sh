@@ -24,7 +24,7 @@ leave_out() {
 }
 
 # apt_install PACKAGE... as root on a Debian system, else says what is missing.
-# Nothing that it installs is started as a service.
+# Nothing that it installs is started as a service. It waits for others that install.
 apt_install() {
   [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null ||
     leave_out "needs $* (Debian's names); install them, or run this as root on a Debian system"
@@ -35,10 +35,9 @@ apt_install() {
     ours=1
   fi
   say "installing $*"
-  local status=0
+  local status=0 install=(env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=900 install -y --no-install-recommends "$@")
   {
-    DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@" ||
-      { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"; }
+    "${install[@]}" || { apt-get update && "${install[@]}"; }
   } >"$log" 2>&1 </dev/null 7>&- 8>&- 9>&- || status=$?
   [[ -z $ours ]] || rm -f "$policy"
   ((status == 0)) || { tail -n 20 "$log" >&2; die "apt-get could not install $*"; }
