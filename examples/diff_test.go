@@ -146,7 +146,7 @@ func (w wrapped) test(t *testing.T) {
 		before, after = strings.ReplaceAll(before, w.rename, `"`+name), strings.ReplaceAll(after, w.rename, `"`+name)
 	}
 	compile(t, before)
-	program := exec.CommandContext(t.Context(), compile(t, after), url, name)
+	program := exec.CommandContext(t.Context(), link(t, after), url, name)
 	out, err := program.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)
@@ -245,10 +245,23 @@ func (w wrapped) sources(t *testing.T) (before, after string) {
 	return fmt.Sprintf(w.program, old...), fmt.Sprintf(w.program, changed...)
 }
 
-// compile builds a program in this module and returns its path.
-func compile(t *testing.T, code string) string {
+// compile compiles a program in this module. It is not run, so it is not linked.
+func compile(t *testing.T, code string) {
 	t.Helper()
-	dir := t.TempDir()
+	toModule(t, code, "list", "-export")
+}
+
+// link builds a program in this module and returns its path.
+func link(t *testing.T, code string) string {
+	t.Helper()
+	program := filepath.Join(t.TempDir(), "program")
+	toModule(t, code, "build", "-ldflags=-w", "-o", program)
+	return program
+}
+
+// toModule runs a go command on a program, as if the program stood in this module.
+func toModule(t *testing.T, code string, command ...string) {
+	t.Helper()
 	head, body, _ := strings.Cut(code, "\n")
 	var source strings.Builder
 	source.WriteString(head + "\n")
@@ -258,15 +271,14 @@ func compile(t *testing.T, code string) string {
 		}
 	}
 	source.WriteString(body)
-	write(t, filepath.Join(dir, "main.go"), []byte(source.String()))
-	program := filepath.Join(dir, "program")
-	build := exec.CommandContext(t.Context(), "go", "build", "-ldflags=-w", "-o", program, filepath.Join(dir, "main.go"))
-	build.Dir = ".." // the module
-	build.Env = append(os.Environ(), "GOWORK=off")
-	if out, err := build.CombinedOutput(); err != nil {
-		t.Fatalf("go build: %v\n%s\n%s", err, out, source.String())
+	file := filepath.Join(t.TempDir(), "main.go")
+	write(t, file, []byte(source.String()))
+	run := exec.CommandContext(t.Context(), "go", append(command, file)...)
+	run.Dir = ".." // the module
+	run.Env = append(os.Environ(), "GOWORK=off")
+	if out, err := run.CombinedOutput(); err != nil {
+		t.Fatalf("go %s: %v\n%s\n%s", command[0], err, out, source.String())
 	}
-	return program
 }
 
 func onKafka(t *testing.T) (url, name string, letters func() ([]dlq.Record, error)) {
