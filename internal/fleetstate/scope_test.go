@@ -63,5 +63,8 @@ func (w *wires) Step() {
 }
 
 func TestScopesByGossip(t *testing.T) {
+	if raceEnabled {
+		t.Skip("it has one goroutine: run without -race")
+	}
 	scopetest.Run(t, func() scopetest.Fabric { return &wires{t: t} })
 }
