@@ -181,6 +181,9 @@ const pondRate, pondBurst = 10_000, 500
 // The rate is reached, evenly or not, at 35 % loss too, and what is over it stays
 // below the formula of the package's words.
 func TestPooledAccuracy(t *testing.T) {
+	if raceEnabled {
+		t.Skip("it has one goroutine: run without -race")
+	}
 	for _, c := range []struct {
 		name  string
 		loads []float64
@@ -249,6 +252,9 @@ func TestPooledFairness(t *testing.T) {
 // In a split the sides share the rate after Silent, and go beyond it by what the
 // package's words say; nobody starves afterwards.
 func TestPooledSplit(t *testing.T) {
+	if raceEnabled {
+		t.Skip("it has one goroutine: run without -race")
+	}
 	w := newPond(t, 4, 3, Limit{Rate: pondRate, Burst: pondBurst})
 	for i := range 3 {
 		w.load(i, pondRate, 60*sec)
