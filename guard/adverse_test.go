@@ -477,6 +477,9 @@ func TestHealthySlowHandlers(t *testing.T) {
 
 // Healthy jobs that take longer than a probe's lease close their breaker all the same.
 func TestLongJobsCloseTheirBreaker(t *testing.T) {
+	if Brief {
+		t.Skip("hours of virtual time: run without -race")
+	}
 	synctest.Test(t, func(t *testing.T) {
 		p := Policy{Order: OrderNone, Workers: 8, Timeout: 5 * time.Minute, Breaker: breaker.Config{Window: 30 * time.Minute}}
 		r := newRig(t, p, Limits{}, func(*rig, context.Context, int) error {

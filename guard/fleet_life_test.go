@@ -142,6 +142,9 @@ func TestFleetLifeOfABrokenPath(t *testing.T) {
 // A process that never reached the dependency gets a burst for each of two partitions.
 // Both fail, so it is not taken for poison.
 func TestFleetLifeWhereTwoSourcesFail(t *testing.T) {
+	if guard.Brief {
+		t.Skip("minutes of three processes' time: run without -race")
+	}
 	orders(t, func(t *testing.T, order guard.Order) {
 		r, ps, _ := lifeRig(t, guard.Policy{Order: order})
 		ps[2].broken.Store(true)

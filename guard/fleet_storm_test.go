@@ -40,6 +40,9 @@ func holdOf(st guard.State, why guard.Reason) *guard.Hold {
 // In a storm of the fleet a process that is not in storm itself dead-letters
 // from the small part of its budget.
 func TestFleetStormStopsDeadLettering(t *testing.T) {
+	if guard.Brief {
+		t.Skip("minutes of four processes' time, which two tests below have too: run without -race")
+	}
 	synctest.Test(t, func(t *testing.T) {
 		r, ps, ss := stormRig(t, guard.Policy{NoBreaker: true, Order: guard.OrderNone}, false)
 		dead := func() int { return r.broker.DeadLetters("orders/3").Len() }
@@ -73,6 +76,9 @@ func TestFleetStormStopsDeadLettering(t *testing.T) {
 // A storm ends for those who no longer hear the processes that are in it, after
 // five seconds of silence.
 func TestFleetStormOfTheSilent(t *testing.T) {
+	if guard.Brief {
+		t.Skip("minutes of four processes' time, which two tests below have too: run without -race")
+	}
 	synctest.Test(t, func(t *testing.T) {
 		r, _, ss := stormRig(t, guard.Policy{NoBreaker: true, Order: guard.OrderNone}, false)
 		r.until(3*time.Minute, "the fleet's storm", func() bool { return ss[3].State().FleetStorm.Active })

@@ -108,8 +108,11 @@ func checkSpillModel(t *rapid.T, dir string) {
 // lost, and the drain is in order.
 func TestSpillLongOutage(t *testing.T) {
 	n, dir := 20_000, spillRoot(t)
-	if os.Getenv("STORMGUARD_FULL") != "" {
+	switch {
+	case os.Getenv("STORMGUARD_FULL") != "":
 		n, dir = 3_000_000, t.TempDir()
+	case Brief:
+		n = 5_000
 	}
 	bubble(t, "", func(t *testing.T) {
 		q := newQueue(t, filepath.Join(dir, "d"), Config{SpillBytes: 2 << 30, Policy: Policy{Spill: true}})
