@@ -45,7 +45,7 @@ var exeDir string
 
 var buildOnce = sync.OnceValues(func() (string, error) {
 	exe := filepath.Join(exeDir, "stormguard")
-	if out, err := exec.Command("go", "build", "-o", exe, "../..").CombinedOutput(); err != nil {
+	if out, err := exec.Command("go", "build", "-ldflags=-w", "-o", exe, "../..").CombinedOutput(); err != nil {
 		return "", fmt.Errorf("go build: %w\n%s", err, out)
 	}
 	return exe, nil

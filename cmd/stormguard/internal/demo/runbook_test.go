@@ -82,7 +82,7 @@ func TestRunbook(t *testing.T) { //nolint:tparallel // one broker after another
 		t.Skip("needs the command script, which makes a terminal (Debian: bsdutils)")
 	}
 	cli := filepath.Join(t.TempDir(), "stormguard")
-	if out, err := exec.CommandContext(t.Context(), "go", "build", "-o", cli, "../..").CombinedOutput(); err != nil {
+	if out, err := exec.CommandContext(t.Context(), "go", "build", "-ldflags=-w", "-o", cli, "../..").CombinedOutput(); err != nil {
 		t.Fatalf("go build: %v\n%s", err, out)
 	}
 	on(t, func(t *testing.T, cfg Config) {
