@@ -311,7 +311,7 @@ func TestRefusedWritesShow(t *testing.T) {
 				if _, err := a.core.Adopt(a.now(), "q"); err != nil {
 					t.Fatal(err)
 				}
-				a.core.Observe(a.now(), "q", breaker.Snapshot{State: breaker.Open, Generation: 1, BackoffLevel: 1, Cause: "timeout"})
+				a.core.Observe(a.now(), "q", seen(breaker.Snapshot{State: breaker.Open, Generation: 1, BackoffLevel: 1, Cause: "timeout"}))
 				ctx, end := context.WithCancelCause(t.Context())
 				defer end(nil)
 				ended := make(chan struct{})
