@@ -209,7 +209,7 @@ func TestEndFlushesLateAcks(t *testing.T) {
 			t.Error(err)
 		}
 		close(confirm)
-		rep := s.End(t.Context(), ReasonRebalance)
+		rep := s.End(t.Context(), ReasonShutdown)
 		if !rep.Clean() || rep.Account.DeadLettered != letters || port.most != flushEvery || port.due != 0 {
 			t.Errorf("%+v; at most %d acks coalesced, %d never sent", rep, port.most, port.due)
 		}
