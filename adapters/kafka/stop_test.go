@@ -651,42 +651,33 @@ func TestCloseIsSeen(t *testing.T) {
 	within(t, time.Minute, "Close", closed)
 }
 
+// claimless is a session whose claims sarama has not opened.
+type claimless struct{ *fakeSession }
+
+func (*claimless) Claims() map[string][]int32 { return map[string][]int32{"orders": {0}} }
+
 // ConsumerGroup.Close during a join leaves claims unopened: that is no partition that cannot be
 // read.
 func TestCloseDuringAJoin(t *testing.T) {
 	t.Parallel()
-	for name, run := range map[string]func(context.Context, sarama.ConsumerGroup, []string, sarama.ConsumerGroupHandler) error{
-		"Consume": Consume,
-		"a loop of its own": func(ctx context.Context, group sarama.ConsumerGroup, topics []string, h sarama.ConsumerGroupHandler) error {
-			if err := group.Consume(ctx, topics, h); err != nil {
-				return err
-			}
-			return group.Consume(ctx, topics, h)
-		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			r, _ := newFakeRig(t)
-			group, err := sarama.NewConsumerGroup(r.addrs, r.group, testConfig())
-			if err != nil {
-				t.Fatal(err)
-			}
-			var own logged
-			var closing sync.WaitGroup
-			h := Wrap(adaptertest.Guard(t, guard.Config{}), nothing, WithLogger(slog.New(slog.NewTextHandler(&own, nil))),
-				WithSetup(func(s sarama.ConsumerGroupSession) error {
-					closing.Go(func() { _ = group.Close() })
-					<-closedOf(s)
-					return nil
-				}))
-			if err := run(t.Context(), group, []string{r.topic}, h); !errors.Is(err, sarama.ErrClosedConsumerGroup) {
-				t.Error(err)
-			}
-			closing.Wait()
-			if own.has("cannot be read") {
-				t.Error(own.buf.String())
-			}
-		})
+	for _, stops := range []bool{false, true} {
+		var own logged
+		h := Wrap(adaptertest.Guard(t, guard.Config{}), nothing, WithConfig(testConfig()), WithLogger(slog.New(slog.NewTextHandler(&own, nil))))
+		ctx, end := context.WithCancelCause(context.Background())
+		s := &claimless{&fakeSession{ctx: ctx, parent: &fakeGroup{make(chan struct{})}}}
+		if err := h.Setup(s); err != nil {
+			t.Fatal(err)
+		}
+		if stops {
+			close(s.parent.closed)
+		}
+		end(sarama.ErrSessionConsumeClaimExited) // as sarama's claim does that sees either
+		if err := h.Cleanup(s); err != nil {
+			t.Error(err)
+		}
+		if said := own.has("cannot be read"); said == stops {
+			t.Errorf("stops %t: %s", stops, own.buf.String())
+		}
 	}
 }
 
