@@ -515,7 +515,8 @@ func (r *fleetRig) before(d *dlq.Record) string {
 }
 
 // vouchedFor tells whether another process succeeded after a message had failed for the
-// last process that tried it, while nothing succeeded there.
+// last process that tried it, while nothing of its partition succeeded there: each partition
+// has a breaker, and looks for life, of its own.
 func (r *fleetRig) vouchedFor(queue string, number uint64) bool {
 	calls := r.since(0)
 	is := func(c fleetCall) bool { return c.queue == queue && c.number == number }
@@ -536,7 +537,7 @@ func (r *fleetRig) vouchedFor(queue string, number uint64) bool {
 			vouched = true
 		case i > last:
 			return vouched
-		default:
+		case c.queue == queue:
 			failed, vouched = false, false
 		}
 	}
