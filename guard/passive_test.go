@@ -559,11 +559,11 @@ func TestPassiveProbeThatOnlyTheAdapterHas(t *testing.T) {
 				t.Fatalf("%s has no probe: %+v", s.Name(), s.State().Breaker)
 			}
 		}
-		for i := len(sources) - 1; i >= 0; i-- {
+		for i, s := range slices.Backward(sources) {
 			messages[i].take()
-			sources[i].Done(items[i].Token, nil)
-			if b := sources[i].State().Breaker; b.State != breaker.Closed || sources[i].Account().Acked != 1 {
-				t.Errorf("%s: %+v, %+v", sources[i].Name(), b, sources[i].Account())
+			s.Done(items[i].Token, nil)
+			if b := s.State().Breaker; b.State != breaker.Closed || s.Account().Acked != 1 {
+				t.Errorf("%s: %+v, %+v", s.Name(), b, s.Account())
 			}
 		}
 		closeAll(t, g)

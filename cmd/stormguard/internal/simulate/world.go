@@ -96,7 +96,7 @@ func (sc *scenario) link() simnet.Link {
 
 // run lets the whole scenario happen, or what there is of it until ctx ends.
 func (w *world) run(ctx context.Context) {
-	w.store.ctx = ctx
+	w.store.ctx = ctx //nolint:fatcontext // nothing nests: a world runs once
 	if w.sc.faults != nil {
 		w.sc.faults(w)
 	}
