@@ -79,7 +79,8 @@ func (d *DLQ) Close() error { return d.out.Close() }
 var errDLQClosed = errors.New("kafka: DLQ closed")
 
 // Write writes a dead letter and waits until all in-sync replicas have it, or ctx
-// ends; what was sent then may arrive all the same. A record over the topic's or
+// ends; what was sent then may arrive all the same. Until the broker has answered that,
+// another dead letter for the same partition is an error. A record over the topic's or
 // the client's limit is a [*dlq.TooLargeError], where the configuration compresses only
 // when the broker says so; a topic that does not exist, or
 // is not ours to write to, is a [dlq.ErrRefused].

@@ -23,7 +23,7 @@ import (
 type Sender struct {
 	Client   sarama.Client
 	producer sarama.SyncProducer
-	slots    chan struct{} // writes under way, given up ones among them
+	slots    chan struct{} // writes that somebody waits for
 	Squeezes bool          // it compresses
 	limit    int           // of a record whose topic's is not known
 
@@ -31,13 +31,19 @@ type Sender struct {
 	largest map[string]int       // of a record, by topic
 	looked  map[string]time.Time // when the topic's was asked for again
 
-	mu     sync.Mutex
-	closed bool
-	writes sync.WaitGroup
+	mu      sync.Mutex
+	closed  bool
+	givenUp map[place]int // writes under way that nobody waits for any more
+	writes  sync.WaitGroup
 }
 
-// maxWrites bounds writes under way, those among them that nobody waits for any
-// more: sarama's SendMessage heeds no context.
+// place is a partition that is written to.
+type place struct {
+	topic     string
+	partition int32
+}
+
+// maxWrites bounds the writes that somebody waits for.
 const maxWrites = 16
 
 // closeWait is how long Close waits for writes that nobody waits for any more.
@@ -71,7 +77,7 @@ func NewSender(client sarama.Client, largest map[string]int) (*Sender, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Sender{Client: client, producer: producer, slots: make(chan struct{}, maxWrites), limit: limit, largest: maps.Clone(largest), looked: make(map[string]time.Time), Squeezes: squeezes}, nil
+	return &Sender{Client: client, producer: producer, slots: make(chan struct{}, maxWrites), givenUp: make(map[place]int), limit: limit, largest: maps.Clone(largest), looked: make(map[string]time.Time), Squeezes: squeezes}, nil
 }
 
 // lookAgain is how often a topic's limit is asked for, while a record is above it.
@@ -155,15 +161,25 @@ func (s *Sender) Refused(m *sarama.ProducerMessage, err error) error {
 
 // Send gives a message to the producer, and returns its offset, -1 if the broker
 // did not say it. When ctx ends first, the message may arrive all the same:
-// SendMessage runs on a goroutine of its own, which Close waits for.
+// sarama's SendMessage heeds no context. It goes on, on a goroutine of its own that Close
+// waits for, and until it returns another write to the same partition is an error at once.
+// So writes that a broker leaves unanswered do not pile up, and keep none of another
+// partition waiting.
 func (s *Sender) Send(ctx context.Context, m *sarama.ProducerMessage) (int64, error) {
 	select {
 	case s.slots <- struct{}{}:
 	case <-ctx.Done():
 		return -1, context.Cause(ctx)
 	}
+	defer func() { <-s.slots }()
+	to := place{m.Topic, m.Partition}
+	s.mu.Lock()
+	waits := s.givenUp[to] > 0 && !s.closed
+	s.mu.Unlock()
+	if waits {
+		return -1, fmt.Errorf("kafka: the broker has not answered an earlier write to partition %d of %s", to.partition, to.topic)
+	}
 	if !s.begin() {
-		<-s.slots
 		return -1, ErrClosed
 	}
 	type answer struct {
@@ -171,19 +187,43 @@ func (s *Sender) Send(ctx context.Context, m *sarama.ProducerMessage) (int64, er
 		err error
 	}
 	sent := make(chan answer, 1)
+	answered, givenUp := false, false // s.mu
 	go func() {
 		defer s.writes.Done()
 		m.Offset = -1 // stays where the broker does not say it
 		_, at, err := s.producer.SendMessage(m)
 		sent <- answer{at, err}
-		<-s.slots
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if answered = true; !givenUp {
+			return
+		}
+		if s.givenUp[to]--; s.givenUp[to] == 0 {
+			delete(s.givenUp, to)
+		}
 	}()
 	select {
 	case a := <-sent:
 		return a.at, a.err
 	case <-ctx.Done():
-		return -1, context.Cause(ctx)
 	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if givenUp = !answered; givenUp {
+		s.givenUp[to]++
+	}
+	return -1, context.Cause(ctx)
+}
+
+// underWay is how many writes are under way.
+func (s *Sender) underWay() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	n := len(s.slots)
+	for _, more := range s.givenUp {
+		n += more
+	}
+	return n
 }
 
 // begin announces a write; false once it is closed.
@@ -246,7 +286,7 @@ func (s *Sender) closeWithin(closing func() error) error {
 	if ended {
 		return err
 	}
-	return fmt.Errorf("kafka: the broker has not answered for %s: %d writes under way may arrive all the same", closeWait, len(s.slots))
+	return fmt.Errorf("kafka: the broker has not answered for %s: %d writes under way may arrive all the same", closeWait, s.underWay())
 }
 
 // ProducerConfig is a copy of a configuration with what makes a producer safe.
