@@ -223,8 +223,9 @@ var errDLQClosed = errors.New("amqp: the dead-letter queue is closed")
 // frame, is a [*dlq.TooLargeError]; a queue that is gone an [ErrNoQueue]; while
 // the broker takes nothing in, an [ErrBlocked]. When ctx ends first the letter
 // may be there; written again within the same connection it is not published a
-// second time. Without a confirmation within 10 s, which double each time, the connection
-// is made anew; then the letter may be there, too.
+// second time. If it ends before the writes of other letters have, it is a [dlq.ErrPutOff], and
+// nothing was sent. Without a confirmation within 10 s, which double each time, the
+// connection is made anew; then the letter may be there, too.
 func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 	m, err := d.message(r)
 	if err != nil {
@@ -233,7 +234,7 @@ func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 	select {
 	case <-d.turn:
 	case <-ctx.Done():
-		return fmt.Errorf("amqp: dead letter to %s: %w", d.cfg.Queue, ctx.Err())
+		return fmt.Errorf("amqp: dead letter to %s: %w: other writes are before it: %w", d.cfg.Queue, dlq.ErrPutOff, ctx.Err())
 	}
 	defer func() { d.turn <- struct{}{} }()
 	if d.closed {

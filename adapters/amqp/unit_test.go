@@ -574,3 +574,16 @@ func TestAProgramThatIsBusyElsewhereOpensNoBreaker(t *testing.T) {
 		handing.Wait()
 	})
 }
+
+// A dead letter whose turn does not come, behind writes that hang, has not failed: it is put off.
+func TestDLQTurnThatDoesNotCome(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := &DLQ{cfg: DLQConfig{Queue: "q.dlq"}.withDefaults(), turn: make(chan struct{}, 1)} // another write has the turn
+		ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+		defer cancel()
+		err := d.Write(ctx, &dlq.Record{Body: []byte("body")})
+		if !errors.Is(err, dlq.ErrPutOff) || !errors.Is(err, context.DeadlineExceeded) {
+			t.Error(err)
+		}
+	})
+}
