@@ -297,11 +297,23 @@ func (c *machine[M]) inHand(now time.Duration, it *item[M]) (had time.Duration, 
 }
 
 // passOn gives up the slot of a probe that the program does not take: another source may
-// have it. The item stays where it is, and says nothing as a probe any more.
+// have it. The item stays where it is, and is a probe again when its call has ended; see takeUp.
 func (c *machine[M]) passOn(now time.Duration, it *item[M]) {
 	c.unasked(now, it)
 	c.exclude(now, it)
 	it.token = circuit.Token{}
+}
+
+// takeUp makes an item whose slot was passed on a probe again, if there is room for one: the
+// program has called its handler after all. Otherwise a program that takes each message late
+// would close no breaker.
+func (c *machine[M]) takeUp(now time.Duration, it *item[M]) {
+	if !c.offers || !it.probe || it.slow || it.token.Probe() || c.closed() {
+		return
+	}
+	if token, refusal := c.gate.AdmitFor(now, it.id, c.policy.lease()); refusal.OK() && token.Probe() {
+		it.token = token
+	}
 }
 
 // mayOffer tells whether an item that nobody has taken may stay on Ready. A probe may

@@ -569,3 +569,59 @@ func TestPassiveProbeThatOnlyTheAdapterHas(t *testing.T) {
 		closeAll(t, g)
 	})
 }
+
+// A program that takes each message long after its adapter has it, such as one a batch, closes
+// a breaker whose dependency is back.
+func TestPassiveProbesThatAreTakenLate(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		const lease = 10 * time.Second
+		g := Must(New(Config{Policy: Policy{Breaker: breaker.Config{Lease: lease, Base: time.Second, Probes: 1, Successes: 1}}}))
+		s := Must(Open[*ahead](g, SourceConfig{Name: "s"}, Limits{}, aheadPort{}, nil))
+		if err := s.ForceOpen(time.Second); err != nil {
+			t.Fatal(err)
+		}
+		const most = 5
+		for range most {
+			if err := s.Offer(new(ahead)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		rounds := 0
+		for ; rounds < most && s.State().Breaker.State != breaker.Closed; rounds++ {
+			it := <-s.Ready()
+			time.Sleep(lease/4 + time.Second)
+			it.Msg.take()
+			s.Done(it.Token, nil)
+		}
+		if b, a := s.State().Breaker, s.Account(); b.State != breaker.Closed || a.Acked != uint64(rounds) {
+			t.Errorf("after %d calls that have succeeded: %+v, %+v", rounds, b, a)
+		}
+		closeAll(t, g)
+	})
+}
+
+// A call whose message was taken late, and which fails, opens the breaker again.
+func TestPassiveProbeThatIsTakenLateFails(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		const lease = 10 * time.Second
+		g := Must(New(Config{Policy: Policy{Breaker: breaker.Config{Lease: lease, Base: time.Second, Probes: 1, Successes: 1}}}))
+		s := Must(Open[*ahead](g, SourceConfig{Name: "s"}, Limits{}, aheadPort{}, nil))
+		if err := s.ForceOpen(time.Second); err != nil {
+			t.Fatal(err)
+		}
+		if err := s.Offer(new(ahead)); err != nil {
+			t.Fatal(err)
+		}
+		it := <-s.Ready()
+		time.Sleep(lease/4 + time.Second)
+		if b := s.State().Breaker; b.State != breaker.HalfOpen {
+			t.Fatalf("%+v", b)
+		}
+		it.Msg.take()
+		s.Done(it.Token, errDown)
+		if b := s.State().Breaker; b.State != breaker.Open || b.Forced {
+			t.Errorf("%+v", b)
+		}
+		closeAll(t, g)
+	})
+}

@@ -36,6 +36,9 @@ func (c *machine[M]) done(now time.Duration, it *item[M], r result) step[M] {
 	if c.ended && word == failure {
 		word = cancelled
 	}
+	if word == success || word == failure {
+		c.takeUp(now, it)
+	}
 	if it.probe && word != cancelled {
 		c.saysNothing = word == ignore || word == backoff
 	}
