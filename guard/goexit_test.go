@@ -7,6 +7,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"runtime"
 	"slices"
@@ -262,4 +263,39 @@ func testLostMeta(t *testing.T, fail func(), traced bool) {
 	if n := strings.Count(logged.String(), "Port.Meta"); n != 1 {
 		t.Errorf("logged %d times: %s", n, &logged)
 	}
+}
+
+// exitingProcessor calls Goexit when the span of a dead letter begins, the first time.
+type exitingProcessor struct{ exited atomic.Bool }
+
+func (p *exitingProcessor) OnStart(_ context.Context, span sdktrace.ReadWriteSpan) {
+	if strings.HasPrefix(span.Name(), "dead_letter ") && p.exited.CompareAndSwap(false, true) {
+		runtime.Goexit()
+	}
+}
+
+func (*exitingProcessor) OnEnd(sdktrace.ReadOnlySpan)      {}
+func (*exitingProcessor) Shutdown(context.Context) error   { return nil }
+func (*exitingProcessor) ForceFlush(context.Context) error { return nil }
+
+// A write of a dead letter that a Goexit ends is a failure: the letter is written later, and
+// its message is not acked before.
+func TestGoexitInAWriteOfADeadLetter(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		p, log := new(exitingProcessor), new(logged)
+		g := Must(New(Config{}, WithLogger(slog.New(log)), WithTracerProvider(sdktrace.NewTracerProvider(sdktrace.WithSpanProcessor(p)))))
+		port, letters := new(testPort), new(testWriter)
+		s := Must(Open(g, SourceConfig{Name: "s", DeadLetters: letters}, Limits{}, port, func(context.Context, int) error { return Permanent(errBad) }))
+		in := make(chan int, 1)
+		in <- 7
+		go func() { _ = s.Run(t.Context(), in) }() // until Close
+		elapse(time.Minute)
+		if a, n := s.Account(), len(letters.bodies()); !p.exited.Load() || a.DeadLettered != 1 || n != 1 {
+			t.Errorf("%d letters are written, exited %v, %+v", n, p.exited.Load(), a)
+		}
+		if all := log.of(lineWriter); len(all) != 1 || !strings.Contains(fmt.Sprint(all[0].args["error"]), "called runtime.Goexit") {
+			t.Errorf("%+v", all)
+		}
+		closeAll(t, g)
+	})
 }

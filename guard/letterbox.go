@@ -603,9 +603,16 @@ func (b *letterbox) deliver(ctx context.Context, l postable) {
 	w, over := &writing{l: l}, make(chan struct{})
 	go func() { // run does not end before it
 		defer close(over)
+		returned := false
+		defer func() {
+			if !returned { // a Goexit, such as one of a tracer's: nothing is known to be written
+				w.err = &lostCallError{"dead-letter write", "called runtime.Goexit", debug.Stack()}
+			}
+		}()
 		if w.r, w.err = l.record(); w.err == nil {
 			w.span, w.parked, w.err = b.write(ctx, l, w.r)
 		}
+		returned = true
 	}()
 	slow := time.NewTimer(writeSlow)
 	defer slow.Stop()
