@@ -609,6 +609,36 @@ func TestEndWhileWritesHang(t *testing.T) {
 	}
 }
 
+// A revoke waits for a slow write of its source and not for those behind it, also when the
+// writer has taken another source's letter since.
+func TestEndBehindASlowWrite(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		const slow = 10 * time.Second
+		p := newPartlyDown(t, errDown)
+		p.says = func(r *dlq.Record) error {
+			if r.Body[0] == '2' {
+				time.Sleep(slow)
+			}
+			return nil
+		}
+		a := p.open("a")
+		for m := range 3 {
+			a <- 2000 + m
+		}
+		elapse(writeSlow + time.Microsecond)
+		p.open("b") <- 1000
+		if synctest.Wait(); len(p.bodies()) != 1 {
+			t.Errorf("beside a slow write %q are written", p.bodies())
+		}
+		start := time.Now()
+		rep := p.g.Source("a").End(t.Context(), ReasonRebalance)
+		if took := time.Since(start); took > slow || rep.Returned != 2 || rep.Account.DeadLettered != 1 {
+			t.Errorf("End took %v: %+v", took, rep)
+		}
+		closeAll(t, p.g)
+	})
+}
+
 // While writes hang, sources that are revoked at once wait for one write and not for one each.
 func TestEndsWhileWritesHang(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {

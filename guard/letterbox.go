@@ -397,8 +397,8 @@ func (b *letterbox) dropLocked(l postable, but *bench) {
 }
 
 // backLocked tells whether a letter goes back to its source, which ends: what was put off
-// may not be taken before, and what fails would keep a whole consumer group waiting. While
-// the writer is broken none is tried for that.
+// may not be taken before, and what fails, or is behind a slow write, would keep a whole
+// consumer group waiting. While the writer is broken none is tried for that.
 func (b *letterbox) backLocked(l postable) bool {
 	ended, revoked := l.ends()
 	if !ended {
@@ -407,7 +407,8 @@ func (b *letterbox) backLocked(l postable) bool {
 	_, putOff := b.putOffs.last[l]
 	_, alone := b.refused.last[l]
 	_, ill := b.ill[l.source()]
-	return putOff || revoked && (alone || ill || b.broken)
+	_, slow := b.slow[l.source()]
+	return putOff || revoked && (alone || ill || slow || b.broken)
 }
 
 // sortLocked finds the letters that go back.
