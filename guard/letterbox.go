@@ -340,12 +340,22 @@ func (b *letterbox) ailsLocked(now time.Duration, source string, err error) {
 }
 
 // forget drops a letter whose source has ended or has it back. What it was answered says
-// something about the others all the same.
+// something about the others all the same. With the last one that fails ends what tell has
+// said of the source: it is no longer this process that waits for the DLQ.
 func (b *letterbox) forget(l postable, what answer) {
 	b.mu.Lock()
-	defer b.mu.Unlock()
+	was := b.ails[l.source()]
 	b.dropLocked(l, nil)
 	b.answeredLocked(l, what)
+	is := b.ails[l.source()]
+	b.mu.Unlock()
+	if was.err == nil || is.err != nil {
+		return
+	}
+	now, from := b.g.now(), l.from()
+	b.g.journal.say(now, line{slog.LevelInfo, lineGoesOn, from.topic, true, []any{
+		"source", from.cfg.Name, "was", lineWriter, "for", now - was.since,
+	}})
 }
 
 // answeredLocked keeps what an answer says about a source and the writer.

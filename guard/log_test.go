@@ -543,6 +543,30 @@ func TestWriterLinesOfTwoSources(t *testing.T) {
 	})
 }
 
+// The warning about a source's letters has its end, too, when they go back on a revoke.
+func TestWriterLinesOfARevoke(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		r := newLogRig(t)
+		r.letters.err = errDown
+		r.fail(Permanent(errDown))
+		s, in := r.open("orders/0", "orders", "0", r.letters)
+		for m := range 3 {
+			in <- m
+		}
+		elapse(time.Minute)
+		r.log.one(t, lineWriter, slog.LevelWarn)
+		if rep := s.End(t.Context(), ReasonRebalance); rep.Returned != 3 {
+			t.Errorf("%+v", rep)
+		}
+		elapse(time.Minute)
+		l := r.log.one(t, lineGoesOn, slog.LevelInfo)
+		if d := l.args["for"].(time.Duration); l.args["was"] != lineWriter || l.args["source"] != "orders/0" || d < 50*time.Second || d > time.Minute {
+			t.Errorf("%+v", l)
+		}
+		r.close()
+	})
+}
+
 type writerFunc func(context.Context, *dlq.Record) error
 
 func (f writerFunc) Write(ctx context.Context, r *dlq.Record) error { return f(ctx, r) }
