@@ -691,7 +691,7 @@ func (b *letterbox) tell(from letterFrom, was, is ailment) {
 	case lost && e.who == metaCall:
 		help = "mend what describes the message, such as a function of your own: it is asked again, and nothing is lost"
 	case err == errWriteLate: //nolint:errorlint // watch's own
-		help = "make the writer heed its context: the source's dead letters wait until the call returns, and with 8 such calls all do"
+		help = "make the writer heed its context: the source's dead letters wait until the call returns. With 4 such calls those of all sources that fail wait, and with 8 all"
 	}
 	args := []any{"source", from.cfg.Name, "reason", ReasonDLQ.String(), "error", err, "messages", left, "help", help}
 	if lost {
