@@ -226,43 +226,75 @@ func (f *Func[M]) slow(ctx context.Context, c *cell, m M, how how) error {
 	return f.failed(ctx, c, m, token, excused, err, how)
 }
 
-func (f *Func[M]) admit(ctx context.Context, c *cell, how how) (circuit.Token, error) {
-	now := f.g.now()
-	if ends := f.pausedUntil(now); ends != 0 {
-		c.diverted.Add(1)
-		return circuit.Token{}, &HeldError{Source: f.cfg.Name, Reason: ReasonOperator, Until: pauseHold(now, ends).Until}
-	}
-	token, ok := f.enter()
-	if !ok && how&(inside|again) == inside {
-		token, ok = circuit.Token{}, true
-	}
-	if !ok && how&noProbe != 0 {
-		c.diverted.Add(1)
-		return token, &HeldError{Source: f.cfg.Name, Reason: ReasonBreaker, Until: f.untilProbe(now)}
-	}
-	if !ok {
-		var refusal circuit.Refusal
-		if token, refusal = f.gate.AdmitFor(now, 0, f.policy.lease()); !refusal.OK() {
-			c.diverted.Add(1)
-			f.refused.Store(int64(now))
-			until := max(0, refusal.Until-now)
-			if refusal.Until == never {
-				until = f.untilProbe(now)
-			}
-			return token, &HeldError{Source: f.cfg.Name, Reason: ReasonBreaker, Until: until}
-		}
-	}
-	if f.limit != nil {
-		if err := f.limited(ctx, now, c, token, how); err != nil {
-			f.unprobe(f.g.now(), token)
+// admit takes a token of the breaker, and one of the limiter. It asks the limiter again after
+// each wait, as long as patience lasts. Each wait is at least as long as those before it
+// together, so a call asks a few times only. During a wait the function may have been paused, or
+// its breaker have opened: both are asked again, too.
+func (f *Func[M]) admit(ctx context.Context, c *cell, how how) (token circuit.Token, err error) {
+	for waited := time.Duration(0); ; {
+		now := f.g.now()
+		if token, err = f.letIn(ctx, now, token, how); err != nil {
 			c.diverted.Add(1)
 			return token, err
 		}
+		if f.limit == nil {
+			break
+		}
+		wait := f.pace(now, c, token)
+		if wait <= 0 {
+			break
+		}
+		err = &HeldError{Source: f.cfg.Name, Reason: ReasonLimiter, Until: soon(0, wait)}
+		wait = max(wait, waited)
+		if how&noProbe == 0 && wait <= patience-waited {
+			waited += wait
+			stop := f.pause(ctx, c, wait)
+			if stop == nil {
+				continue
+			}
+			if errors.Is(stop, ErrClosed) {
+				err = stop
+			}
+		}
+		f.unprobe(f.g.now(), token)
+		c.diverted.Add(1)
+		return token, err
 	}
 	if token.Probe() {
 		c.probes.Add(1)
 	}
 	return token, nil
+}
+
+// letIn takes a token of the breaker, unless the function is paused. A call that has waited
+// keeps its probe, if that is still one.
+func (f *Func[M]) letIn(ctx context.Context, now time.Duration, had circuit.Token, how how) (circuit.Token, error) {
+	if ends := f.pausedUntil(now); ends != 0 {
+		f.unprobe(now, had)
+		return circuit.Token{}, &HeldError{Source: f.cfg.Name, Reason: ReasonOperator, Until: pauseHold(now, ends).Until}
+	}
+	if had.Probe() && f.gate.Renew(now, had) {
+		return had, nil
+	}
+	token, ok := f.enter()
+	switch {
+	case ok:
+		return token, nil
+	case how&(inside|again) == inside && f.insideProbe(ctx):
+		return circuit.Token{}, nil
+	case how&noProbe != 0:
+		return token, &HeldError{Source: f.cfg.Name, Reason: ReasonBreaker, Until: f.untilProbe(now)}
+	}
+	token, refusal := f.gate.AdmitFor(now, 0, f.policy.lease())
+	if refusal.OK() {
+		return token, nil
+	}
+	f.refused.Store(int64(now))
+	until := max(0, refusal.Until-now)
+	if refusal.Until == never {
+		until = f.untilProbe(now)
+	}
+	return token, &HeldError{Source: f.cfg.Name, Reason: ReasonBreaker, Until: until}
 }
 
 // insideProbe tells whether the call is made by a probe of the function's own breaker. There
@@ -279,29 +311,6 @@ func (f *Func[M]) insideProbe(ctx context.Context) bool {
 // patience is for how long a call waits for the limiter. A limiter that fetches tokens only
 // when it is asked, as limiter/redis does, has one after a round trip, and not for long.
 const patience = 100 * time.Millisecond
-
-// limited asks the limiter, and again after each wait, as long as patience lasts. Each wait
-// is at least as long as those before it together, so a call asks a few times only.
-func (f *Func[M]) limited(ctx context.Context, now time.Duration, c *cell, token circuit.Token, how how) error {
-	for waited := time.Duration(0); ; now = f.g.now() {
-		wait := f.pace(now, c, token)
-		if wait <= 0 {
-			return nil
-		}
-		refusal := &HeldError{Source: f.cfg.Name, Reason: ReasonLimiter, Until: soon(0, wait)}
-		wait = max(wait, waited)
-		if how&noProbe != 0 || wait > patience-waited {
-			return refusal
-		}
-		waited += wait
-		switch err := f.pause(ctx, c, wait); {
-		case errors.Is(err, ErrClosed):
-			return err
-		case err != nil:
-			return refusal
-		}
-	}
-}
 
 // pace asks the limiter. One that panics or exits takes the caller along, but neither
 // the account of its call nor the probe that it was to be.

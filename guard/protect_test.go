@@ -461,3 +461,75 @@ func TestProtectWaitsNotForLong(t *testing.T) {
 		}
 	})
 }
+
+// delaying is a limiter that admits when it is asked again.
+type delaying struct{ asked bool }
+
+func (l *delaying) Admit(time.Duration) time.Duration {
+	if l.asked {
+		return 0
+	}
+	l.asked = true
+	return 60 * time.Millisecond
+}
+
+// A call that waits for the limiter does not begin after a pause, a force or a trip. A probe stays
+// the call's own, or is given back.
+func TestProtectAsksAgainAfterItsWait(t *testing.T) {
+	pause := func(f *Func[int]) { f.Pause(0) }
+	force := func(f *Func[int]) { _ = f.ForceOpen(0) }
+	trip := func(f *Func[int]) { f.gate.Trip(f.g.now(), breaker.CauseRun) }
+	for name, c := range map[string]struct {
+		probe     bool
+		meanwhile func(*Func[int])
+		want      Reason
+	}{
+		"pause":   {false, pause, ReasonOperator},
+		"force":   {false, force, ReasonBreaker},
+		"trip":    {false, trip, ReasonBreaker},
+		"nothing": {false, func(*Func[int]) {}, ReasonNone},
+
+		"a probe and a pause": {true, pause, ReasonOperator},
+		"a probe and a force": {true, force, ReasonBreaker},
+		"a probe and a trip":  {true, trip, ReasonBreaker},
+		"a probe and nothing": {true, func(*Func[int]) {}, ReasonNone},
+	} {
+		bubble(t, name, func(t *testing.T) {
+			g, err := New(Config{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			called := 0
+			f, err := Protect(g, SourceConfig{Name: "f", Limiter: new(delaying)}, func(context.Context, int) error { called++; return nil })
+			if err != nil {
+				t.Fatal(err)
+			}
+			if c.probe {
+				if err := f.ForceOpen(time.Second); err != nil {
+					t.Fatal(err)
+				}
+				time.Sleep(time.Second)
+			}
+			late := make(chan error)
+			go func() { late <- f.Do(t.Context(), 1) }()
+			synctest.Wait() // it waits
+			if st := f.State(); st.Account.RetryWait != 1 || (st.Breaker.ProbesOut == 1) != c.probe {
+				t.Errorf("%+v", st)
+			}
+			c.meanwhile(f)
+			err = <-late
+			reason := ReasonNone
+			if held, ok := errors.AsType[*HeldError](err); ok {
+				reason = held.Reason
+			}
+			if reason != c.want || (err == nil) != (called == 1) || (err == nil) != (c.want == ReasonNone) {
+				t.Errorf("%v, and %d calls", err, called)
+			}
+			st := f.State()
+			if st.Breaker.ProbesOut != 0 || (st.Tally.Probes == 1) != (c.probe && err == nil) || (st.Tally.Diverted == 1) != (err != nil) || st.Account.Check() != nil {
+				t.Errorf("%+v", st)
+			}
+			closeAll(t, g)
+		})
+	}
+}
