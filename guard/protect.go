@@ -227,9 +227,9 @@ func (f *Func[M]) slow(ctx context.Context, c *cell, m M, how how) error {
 }
 
 // admit takes a token of the breaker, and one of the limiter. It asks the limiter again after
-// each wait, as long as patience lasts. Each wait is at least as long as those before it
-// together, so a call asks a few times only. During a wait the function may have been paused, or
-// its breaker have opened: both are asked again, too.
+// each wait, as long as patience lasts. Each wait but the last is at least as long as those
+// before it together, so a call asks a few times only. During a wait the function may have been
+// paused, or its breaker have opened: both are asked again, too.
 func (f *Func[M]) admit(ctx context.Context, c *cell, how how) (token circuit.Token, err error) {
 	for waited := time.Duration(0); ; {
 		now := f.g.now()
@@ -245,7 +245,7 @@ func (f *Func[M]) admit(ctx context.Context, c *cell, how how) (token circuit.To
 			break
 		}
 		err = &HeldError{Source: f.cfg.Name, Reason: ReasonLimiter, Until: soon(0, wait)}
-		wait = max(wait, waited)
+		wait = max(wait, min(waited, patience-waited))
 		if how&noProbe == 0 && wait <= patience-waited {
 			waited += wait
 			stop := f.pause(ctx, c, wait)

@@ -441,7 +441,7 @@ func TestProtectWaitsNotForLong(t *testing.T) {
 			call func(context.Context, int) error
 			ctx  context.Context
 			took time.Duration
-		}{{f.CallClosed, t.Context(), 0}, {f.Do, brief, 10 * time.Millisecond}, {f.Do, t.Context(), 60 * time.Millisecond}} {
+		}{{f.CallClosed, t.Context(), 0}, {f.Do, brief, 10 * time.Millisecond}, {f.Do, t.Context(), patience}} {
 			start := time.Now()
 			err := c.call(c.ctx, 1)
 			held, ok := errors.AsType[*HeldError](err)
