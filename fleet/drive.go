@@ -177,13 +177,14 @@ func (p *Process) lookAround(now time.Duration) {
 	}
 }
 
-// sampleClocks tells the journal how far the peers' clocks are off. One that has gone would keep
-// the last of it, and its journal might follow stamps that are as far ahead.
+// sampleClocks tells the journal how far the peers' clocks are off. The journal might follow stamps
+// that are as far ahead as the clock of a peer that has gone, so that does not count. It is not
+// forgotten: the first packet of one that is back would break the 50 ms rule.
 func sampleClocks(j *fleetstate.Journal, peers []gossip.Peer) {
 	for _, peer := range peers {
 		switch {
 		case peer.Heard >= backFor:
-			j.ForgetClock(peer.Replica)
+			j.IgnoreClock(peer.Replica)
 		case peer.HasOffset:
 			j.Sample(peer.Replica, peer.Offset, peer.RTT)
 		}

@@ -42,7 +42,8 @@ func TestSays(t *testing.T) {
 	}
 }
 
-// A clock that jumps ahead is counted, though one was as far ahead whose process has gone.
+// A clock that jumps ahead is counted, though one was as far ahead whose process has gone. That one
+// is not, when it is back.
 func TestSampleClocks(t *testing.T) {
 	t.Parallel()
 	wall, self := time.Unix(1_800_000_000, 0), crdt.Replica{Name: "b", Incarnation: 1}
@@ -53,23 +54,23 @@ func TestSampleClocks(t *testing.T) {
 		}
 		return j
 	}
-	a, b := journal(crdt.Replica{Name: "a", Incarnation: 1}, 0), journal(self, 300*time.Millisecond)
-	upto := uint64(0)
-	violations := func() (n uint64) {
+	gone := crdt.Replica{Name: "c", Incarnation: 1}
+	a, b, c := journal(crdt.Replica{Name: "a", Incarnation: 1}, 0), journal(self, 300*time.Millisecond), journal(gone, 400*time.Millisecond)
+	violationsOf := func(j *fleetstate.Journal, by crdt.Replica) (n uint64) {
 		t.Helper()
-		if err := b.Add(fleetstate.Entry{Kind: fleetstate.EntryStarted}); err != nil {
+		if err := j.Add(fleetstate.Entry{Kind: fleetstate.EntryStarted}); err != nil {
 			t.Fatal(err)
 		}
-		var delta []byte
-		delta, upto = b.Delta(0, nil, crdt.Replica{Name: "a", Incarnation: 1}, upto, 4096)
-		if err := a.Merge(crdt.Contact{From: self}, delta); err != nil {
+		delta, _ := j.Delta(0, nil, crdt.Replica{Name: "a", Incarnation: 1}, 0, 4096)
+		if err := a.Merge(crdt.Contact{From: by}, delta); err != nil {
 			t.Fatal(err)
 		}
-		_, _, n = a.Clock(self)
+		_, _, n = a.Clock(by)
 		return n
 	}
+	violations := func() uint64 { t.Helper(); return violationsOf(b, self) }
 	peers := []gossip.Peer{
-		{Replica: crdt.Replica{Name: "c", Incarnation: 1}, State: gossip.Lost, Heard: time.Minute, Offset: 400 * time.Millisecond, HasOffset: true},
+		{Replica: gone, State: gossip.Lost, Heard: time.Minute, Offset: 400 * time.Millisecond, HasOffset: true},
 		{Replica: self, HasOffset: true}, // from before the jump
 	}
 	sampleClocks(a, peers)
@@ -80,5 +81,12 @@ func TestSampleClocks(t *testing.T) {
 	sampleClocks(a, peers)
 	if n := violations(); n != 1 {
 		t.Errorf("beside one that has gone: %d violations, want 1", n)
+	}
+	sampleClocks(a, peers) // each second
+	if n := violationsOf(c, gone); n != 0 {
+		t.Errorf("of one that is back: %d violations", n)
+	}
+	if n := violations(); n != 1 {
+		t.Errorf("beside one that is back: %d violations, want 1", n)
 	}
 }

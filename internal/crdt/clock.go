@@ -35,8 +35,8 @@ const (
 //	physical < our wall clock + lead + maxAhead
 //
 // where lead is the largest offset of any peer, at least 0, leaving out those
-// beyond maxOffset. The rule has no lower side: an older stamp advances
-// nothing, and elements are mostly older than 50 ms.
+// beyond maxOffset and those of peers that [Clock.Ignore] was told of. The rule has no
+// lower side: an older stamp advances nothing, and elements are mostly older than 50 ms.
 //
 // A stamp that breaks the rule, or comes from a peer without an offset sample,
 // does not advance the clock and is counted. It still orders its element,
@@ -62,6 +62,7 @@ type Clock struct {
 type peerClock struct {
 	offsetEstimator
 	violations uint64
+	ignored    bool // its offset does not count for lead
 }
 
 // NewClock makes a clock over a wall clock: [time.Now], or a test's.
@@ -95,6 +96,10 @@ func (c *Clock) Observe(from Replica, s Stamp) bool {
 		return true
 	}
 	p := c.peer(from)
+	if p.ignored { // it is back
+		p.ignored = false
+		c.setLead()
+	}
 	_, sampled := p.Offset()
 	if !sampled || s.Physical >= wall+uint64((c.lead+maxAhead).Milliseconds()) {
 		p.violations++
@@ -111,7 +116,9 @@ func (c *Clock) Observe(from Replica, s Stamp) bool {
 func (c *Clock) Sample(peer Replica, sent, received, replied, heard time.Time) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	used := c.peer(peer).Add(sent, received, replied, heard)
+	p := c.peer(peer)
+	used := p.Add(sent, received, replied, heard)
+	p.ignored = false
 	c.setLead()
 	return used
 }
@@ -137,6 +144,18 @@ func (c *Clock) Violations(peer Replica) uint64 {
 	return 0
 }
 
+// Ignore leaves the offset of a peer that is not heard out of lead, until a stamp or
+// a sample of it comes: ours might follow stamps that are as far ahead as a clock
+// that is there no more.
+func (c *Clock) Ignore(peer Replica) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if p := c.peers[peer]; p != nil && !p.ignored {
+		p.ignored = true
+		c.setLead()
+	}
+}
+
 // Forget drops what is known of a peer that is gone. Whoever gossips calls it,
 // or the clock remembers every incarnation that it ever heard.
 func (c *Clock) Forget(peer Replica) {
@@ -160,7 +179,7 @@ func (c *Clock) peer(r Replica) *peerClock {
 func (c *Clock) setLead() {
 	c.lead = 0
 	for _, p := range c.peers {
-		if off, ok := p.Offset(); ok && off <= maxOffset {
+		if off, ok := p.Offset(); ok && off <= maxOffset && !p.ignored {
 			c.lead = max(c.lead, off)
 		}
 	}

@@ -203,6 +203,34 @@ func TestClockRule(t *testing.T) {
 	}
 }
 
+// A peer that is ignored does not widen the rule for others, until a sample or a stamp of it
+// comes. What was known of it stays.
+func TestClockIgnores(t *testing.T) {
+	f := newClocks(0, 300*time.Millisecond, 400*time.Millisecond)
+	f.ping(0, 1, 0, 0)
+	f.ping(0, 2, 0, 0)
+	rule := func(lead time.Duration) {
+		t.Helper()
+		if got := f.at[0].lead; got != lead {
+			t.Errorf("the lead is %v, want %v", got, lead)
+		}
+	}
+	rule(400 * time.Millisecond)
+	f.at[0].Ignore(f.name(2))
+	f.at[0].Ignore(Replica{Name: "nobody"})
+	rule(300 * time.Millisecond)
+	if off, ok := f.at[0].Offset(f.name(2)); !ok || off != 400*time.Millisecond || len(f.at[0].peers) != 2 {
+		t.Errorf("%v, %t: %d peers", off, ok, len(f.at[0].peers))
+	}
+	if !f.at[0].Observe(f.name(2), f.at[2].Now()) {
+		t.Error("a stamp of one that is back is refused")
+	}
+	rule(400 * time.Millisecond)
+	f.at[0].Ignore(f.name(2))
+	f.ping(0, 2, 0, 0)
+	rule(400 * time.Millisecond)
+}
+
 func TestClockGoesOnlyForward(t *testing.T) {
 	now := time.UnixMilli(10_000)
 	c := NewClock(func() time.Time { return now })

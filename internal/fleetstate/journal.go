@@ -266,8 +266,9 @@ func (j *Journal) Sample(peer crdt.Replica, offset, trip time.Duration) {
 	}
 }
 
-// ForgetClock drops what the samples of a peer said.
-func (j *Journal) ForgetClock(peer crdt.Replica) { j.clock.Forget(peer) }
+// IgnoreClock has the clock of a peer that is not heard count for nothing; see
+// [crdt.Clock.Ignore].
+func (j *Journal) IgnoreClock(peer crdt.Replica) { j.clock.Ignore(peer) }
 
 // JournalStats is how a journal stands.
 type JournalStats struct {
