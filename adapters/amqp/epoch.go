@@ -48,7 +48,6 @@ type epoch struct {
 	after  uint64        // the latest tag before the consumer
 	mixed  bool          // deliveries of an earlier consumer may be out
 	budget int64         // Policy.WindowBytes
-	call   time.Duration // Policy.Timeout
 	heavy  chan struct{} // holds a token when too many bytes are unsettled; capacity 1
 	worn   atomic.Bool   // a delivery has come back too often to be one of many that only probe
 	done   progress
@@ -98,8 +97,7 @@ func (c *consumer) epoch(ctx context.Context, parked bool) (outcome, error) {
 	if err != nil {
 		return epochStopped, fmt.Errorf("amqp: consume %s: %w", c.o.name, err)
 	}
-	set := e.src.State().Settings
-	e.budget, e.call = set.WindowBytes, set.Timeout
+	e.budget = e.src.State().Settings.WindowBytes
 	// Handlers finish after ctx ends, so it is not its context that stops the
 	// loop but End.
 	go func() {

@@ -5,6 +5,7 @@ package guardamqp
 
 import (
 	"context"
+	"slices"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/guard"
@@ -156,7 +157,7 @@ func (e *epoch) wanted(now time.Time) int {
 		e.done = progress{now, settled}
 		return 0
 	}
-	if to := int(min(uint64(c.full), settled-e.done.settled)); e.worthwhile(to) && e.port.tags.usedUp() {
+	if to := int(min(uint64(c.full), settled-e.done.settled)); e.worthwhile(to) && e.port.tags.usedUp() && !held(e.src.State()) {
 		return to
 	}
 	return 0
@@ -166,10 +167,11 @@ func (e *epoch) wanted(now time.Time) int {
 func (e *epoch) worthwhile(to int) bool { return to >= min(2*e.size, e.c.full) }
 
 // widen makes a narrow epoch an ordinary one, and replaces the consumer by one with
-// a larger prefetch if it can.
+// a larger prefetch if it can. An epoch that is held again meanwhile remains narrow.
 func (e *epoch) widen(ctx context.Context, to int) error {
+	again := false // it goes on to probe
 	begin := func() {
-		if e.narrow {
+		if e.narrow && !again {
 			e.narrow = false
 			e.pace.begin()
 		}
@@ -182,6 +184,7 @@ func (e *epoch) widen(ctx context.Context, to int) error {
 	defer e.port.release()
 	to, ok := e.replaceable(ctx, to)
 	if !ok {
+		again = e.narrow && held(e.src.State())
 		return nil
 	}
 	if err := e.ch.Cancel(e.tag, false); err != nil {
@@ -226,10 +229,11 @@ func (e *epoch) replaceable(ctx context.Context, to int) (int, bool) {
 // the next. Whether one waits it does not tell: the number of a queue's consumers is without
 // those.
 //
-// A call is waited for until its timeout is over. A message that no handler has, and that is
-// not settled, is not waited for: it may need others beside it. false if the consumer must
-// not be replaced: it has ended, ctx has, or a delivery was out for half of the consumer
-// timeout.
+// A call is waited for until its timeout is over, and a message that the rate limit, a ramp or
+// [guard.Backoff] delays until it is handled. Any other message that no handler has, and that is
+// not settled, is not waited for: it may need others beside it. false if the consumer must not be
+// replaced: it has ended, ctx has, the source is held, or a delivery was out for half of the
+// consumer timeout.
 func (e *epoch) awaitHandled(ctx context.Context) bool {
 	if e.c.policy.Order == guard.OrderNone {
 		return true
@@ -237,6 +241,7 @@ func (e *epoch) awaitHandled(ctx context.Context) bool {
 	look := time.NewTicker(settleTime / 50)
 	defer look.Stop()
 	moved, left := time.Now(), e.port.tags.unsettled()
+	idle := 0 // looks at which nothing was on its way
 	for left > 0 {
 		select {
 		case <-look.C:
@@ -251,16 +256,44 @@ func (e *epoch) awaitHandled(ctx context.Context) bool {
 		}
 		stuck := false
 		if still := now.Sub(moved); still >= settleMost {
-			a := e.src.Account() // before the count below, which sees what is settled in between
-			stuck = a.Processing+a.Settling == 0 || still >= e.call+settleMost
+			st := e.src.State() // before the count below, which sees what is settled in between
+			switch {
+			case held(st):
+				return false
+			case delayed(st):
+				moved, idle = now, 0
+			case st.Account.Processing+st.Account.Settling > 0:
+				idle = 0
+				stuck = still >= st.Settings.Timeout+settleMost
+			default:
+				idle++ // a message whose delay has just ended is not handled yet
+				stuck = idle > idleLooks
+			}
 		}
 		if n := e.port.tags.unsettled(); n < left {
-			left, moved = n, now
+			left, moved, idle = n, now, 0
 		} else if stuck {
 			return true
 		}
 	}
 	return true
+}
+
+// idleLooks is at how many looks in a row nothing may be on its way before it is taken for stuck.
+const idleLooks = 20
+
+// held tells whether a source handles nothing but probes until something else clears the way.
+func held(st guard.State) bool {
+	return slices.ContainsFunc(st.Holds, func(h guard.Hold) bool {
+		return h.Reason == guard.ReasonBreaker || h.Reason == guard.ReasonStorm || h.Reason == guard.ReasonOperator
+	})
+}
+
+// delayed tells whether a source handles its next message later, by the clock.
+func delayed(st guard.State) bool {
+	return slices.ContainsFunc(st.Holds, func(h guard.Hold) bool {
+		return h.Until > 0 && (h.Reason == guard.ReasonLimiter || h.Reason == guard.ReasonBackpressure)
+	})
 }
 
 // lighten ends an epoch whose unsettled deliveries take too many bytes; false if

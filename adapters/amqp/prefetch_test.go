@@ -213,9 +213,21 @@ func TestHeldBytesAreBounded(t *testing.T) {
 	})
 }
 
+// everyThree is a limiter that admits one message in three seconds.
+type everyThree struct{ next time.Duration }
+
+func (l *everyThree) Admit(now time.Duration) time.Duration {
+	if now < l.next {
+		return l.next - now
+	}
+	l.next = now + 3*settleMost
+	return 0
+}
+
 // Where there is an order to keep, a consumer is replaced when all it has is handled, however
-// long a call takes within its timeout. A message that no handler has is not waited for. The
-// consumer is not replaced when a delivery has been out for too long.
+// long a call takes within its timeout, or a limiter delays it. A message that waits for a retry
+// is not waited for. The consumer is not replaced when a delivery has been out for too long, or
+// the source is held.
 func TestAConsumerIsReplacedWhenAllIsHandled(t *testing.T) {
 	const timeout, out = 30 * time.Second, 4
 	for name, c := range map[string]struct {
@@ -225,6 +237,8 @@ func TestAConsumerIsReplacedWhenAllIsHandled(t *testing.T) {
 		age   time.Duration // that a delivery may have; 0: more than enough
 		takes time.Duration
 		not   bool // replaced
+		limit guard.Limiter
+		first func(*guard.Source[amqp091.Delivery], guard.Policy) error // before there is a message; may be nil
 	}{
 		"in order":        {order: guard.OrderSource, each: settleMost / 2, takes: out * settleMost / 2},
 		"by key":          {order: guard.OrderKey, each: settleMost / 2, takes: out * settleMost / 2},
@@ -233,20 +247,36 @@ func TestAConsumerIsReplacedWhenAllIsHandled(t *testing.T) {
 		"all fail":        {order: guard.OrderSource, each: time.Millisecond, fails: true, takes: settleMost},
 		"a call hangs":    {order: guard.OrderSource, takes: timeout + settleMost},
 		"almost too long": {order: guard.OrderSource, each: 5 * settleMost, age: 16 * settleMost, takes: 15 * settleMost, not: true},
+		"paced":           {order: guard.OrderSource, each: time.Millisecond, takes: 3 * (out - 1) * settleMost, limit: new(everyThree)},
+		"paused": {
+			order: guard.OrderSource, each: time.Millisecond, takes: settleMost, not: true,
+			first: func(s *guard.Source[amqp091.Delivery], _ guard.Policy) error { s.Pause(0); return nil },
+		},
+		"forced open": {
+			order: guard.OrderSource, each: time.Millisecond, takes: settleMost, not: true,
+			first: func(s *guard.Source[amqp091.Delivery], _ guard.Policy) error { return s.ForceOpen(0) },
+		},
+		"a longer timeout": {
+			order: guard.OrderSource, each: timeout + 2*settleMost, takes: out * (timeout + 2*settleMost),
+			first: func(s *guard.Source[amqp091.Delivery], p guard.Policy) error {
+				p.Timeout *= 2
+				return s.Update(p)
+			},
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				policy := guard.Policy{Order: c.order, Timeout: timeout}
+				policy := guard.Policy{Order: c.order, Timeout: timeout, NoBreaker: c.fails}
 				e := &epoch{
 					c:    &consumer{full: 100, o: &options{}, policy: policy},
-					port: newPort("q", &options{}), size: out, budget: 50 * 1000, age: newAges(cmp.Or(c.age, time.Hour)), call: timeout,
+					port: newPort("q", &options{}), size: out, budget: 50 * 1000, age: newAges(cmp.Or(c.age, time.Hour)),
 				}
 				defer e.port.end()
 				e.port.life.Store(&life{ch: new(amqp091.Channel)})
 				e.port.hold() // as widen does
 				in, release := make(chan amqp091.Delivery, out), make(chan struct{})
 				var err error
-				e.src, err = guard.Open(adaptertest.Guard(t, guard.Config{}), guard.SourceConfig{Name: "q", Policy: &policy}, guard.Limits{}, e.port,
+				e.src, err = guard.Open(adaptertest.Guard(t, guard.Config{}), guard.SourceConfig{Name: "q", Policy: &policy, Limiter: c.limit}, guard.Limits{}, e.port,
 					func(context.Context, amqp091.Delivery) error {
 						var done <-chan time.Time
 						if c.each > 0 {
@@ -264,6 +294,11 @@ func TestAConsumerIsReplacedWhenAllIsHandled(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
+				if c.first != nil {
+					if err := c.first(e.src, policy); err != nil {
+						t.Fatal(err)
+					}
+				}
 				var running sync.WaitGroup
 				running.Go(func() { _ = e.src.Run(context.Background(), in) })
 				for n := range uint64(out) {
@@ -277,6 +312,13 @@ func TestAConsumerIsReplacedWhenAllIsHandled(t *testing.T) {
 				}
 				if took := time.Since(start); took < c.takes || took > c.takes+settleTime {
 					t.Errorf("it took %v, want %v", took, c.takes)
+				}
+				if c.not && c.first != nil && !t.Failed() {
+					e.narrow, e.pace = true, new(pace)
+					if err := e.widen(t.Context(), 100); err != nil || !e.narrow {
+						t.Errorf("%v, narrow: %t", err, e.narrow)
+					}
+					e.port.hold()
 				}
 				close(release)
 				e.src.End(context.Background(), guard.ReasonShutdown)
