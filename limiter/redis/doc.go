@@ -19,6 +19,9 @@
 //     that a guard uses.
 //   - Tokens on their way back: of [Handle.Refund], and of those who gave up while Redis
 //     was asked for them.
+//   - Tokens that are given back twice or more. When a connection breaks, the client sends
+//     the command again, up to MaxRetries times (unset means 3), and Redis may have run it
+//     each time. With MaxRetries -1 it does not.
 //   - All that is admitted while Redis does not answer, with [FailOpen].
 //   - What Redis forgets. One that comes back empty, or a replica that takes over
 //     and has not heard of the last admissions, has fuller buckets: at most one Burst
@@ -29,7 +32,7 @@
 //     slow it answers before it writes. As much can be admitted again.
 //
 // An answer that is lost, or comes too late, has taken its tokens: less is admitted
-// then, never more. That is also the price of a command that the client sends again.
+// then, never more. A command that the client sends again takes its tokens again.
 //
 // # What it costs
 //
