@@ -290,6 +290,35 @@ func TestLineSharesAnAnswer(t *testing.T) {
 	})
 }
 
+// Who inherits the question of one that gave up waits for as long as a denial says, unless it
+// wants less.
+func TestLineInheritsADenial(t *testing.T) {
+	for n, waits := range map[int]bool{1: false, 5: true, 7: true} {
+		synctest.Test(t, func(t *testing.T) {
+			c := newScripted()
+			h := at(t, c, Config{Limit: limiter.Limit{Rate: 100, Burst: 100}, Timeout: time.Second}).Key("k")
+			hurry, giveUp := context.WithCancel(t.Context())
+			defer giveUp()
+			first, second := make(chan error, 1), make(chan error, 1)
+			go func() { first <- h.WaitN(hurry, 5) }()
+			<-c.asked
+			go func() { second <- h.WaitN(t.Context(), n) }()
+			synctest.Wait() // it is in line
+			giveUp()
+			is(t, <-first, context.Canceled)
+			synctest.Wait() // the question is its own
+			start := time.Now()
+			c.answer <- took(0, 500*ms)
+			<-c.asked
+			if after := time.Since(start); (after >= 500*ms) != waits {
+				t.Errorf("%d are asked for after %v", n, after)
+			}
+			c.answer <- took(int64(n), 0)
+			is(t, <-second, nil)
+		})
+	}
+}
+
 // Against the real one: what a guard's source gets in a while.
 func TestAdmitPaces(t *testing.T) {
 	t.Parallel()

@@ -141,7 +141,7 @@ func (h *Handle) WaitN(ctx context.Context, n int) error {
 		}
 		wait, err := q.wait, q.err
 		switch {
-		case !own || q.took > 0:
+		case q.took > 0, !own && err == nil && n < q.least: // there may be as few
 			continue
 		case err != nil && h.open(err):
 			return nil
@@ -167,7 +167,8 @@ func (h *Handle) WaitN(ctx context.Context, n int) error {
 
 // A question asks for all who wait, so no caller's context ends it.
 type question struct {
-	done chan struct{} // closed with the answer
+	least int
+	done  chan struct{} // closed with the answer
 	answer
 	err error
 }
@@ -186,10 +187,10 @@ func (h *Handle) question(n int) (q *question, own bool) {
 	case h.asking != nil:
 		return h.asking, false
 	}
-	q = &question{done: make(chan struct{})}
+	q = &question{least: n, done: make(chan struct{})}
 	back, most := h.spare, int(h.waiting.Load())
 	h.spare = 0 // too few for the first in line
-	if h.store.run(func() { h.answer(q, n, most, back) }) {
+	if h.store.run(func() { h.answer(q, most, back) }) {
 		h.asking = q
 	} else {
 		q.err = limiter.ErrClosed
@@ -199,8 +200,8 @@ func (h *Handle) question(n int) (q *question, own bool) {
 }
 
 // answer asks, and leaves what comes to the line.
-func (h *Handle) answer(q *question, least, most, back int) {
-	q.answer, q.err = h.store.ask(h, least, most, back)
+func (h *Handle) answer(q *question, most, back int) {
+	q.answer, q.err = h.store.ask(h, q.least, most, back)
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if q.err == nil {
