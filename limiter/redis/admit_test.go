@@ -410,3 +410,18 @@ func TestEnterClosed(t *testing.T) {
 		is(t, limiter.Enter(t.Context(), h, most), limiter.ErrClosed)
 	}
 }
+
+// A closed store serves nobody in line, whatever the last answer has to spare.
+func TestLineOfAClosedStore(t *testing.T) {
+	t.Parallel()
+	s := at(t, newScripted(), Config{Limit: limiter.Limit{Rate: 1, Burst: 1}})
+	h := s.Key("k")
+	h.spare = 2
+	s.Close()
+	q, own := h.question(1)
+	if q == nil || !own {
+		t.Fatal("served")
+	}
+	<-q.done
+	is(t, q.err, limiter.ErrClosed)
+}

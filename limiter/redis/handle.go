@@ -180,6 +180,7 @@ func (h *Handle) question(n int) (q *question, own bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	switch {
+	case h.store.isClosed(): // run refuses
 	case h.spare >= n:
 		h.spare -= n
 		h.spent += n
