@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -393,7 +394,9 @@ func (a *Authority) write(ctx context.Context, l *leases, o *op) error {
 	}
 	conds, puts := a.txn(l, o)
 	resp, err := a.client.Txn(ctx).If(conds...).Then(puts...).Commit()
-	a.wrote(err)
+	if err != nil || slices.ContainsFunc(o.puts, func(p put) bool { return p.value != nil }) {
+		a.wrote(err) // etcd deletes even where it has no space
+	}
 	if err != nil {
 		a.core.done(a.now(), o, false, 0)
 		if o.kind == opTake || o.kind == opTestify {

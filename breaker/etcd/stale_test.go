@@ -347,6 +347,27 @@ func TestRefusedWritesShow(t *testing.T) {
 	}
 }
 
+// A deletion that etcd takes does not say that it takes writes again.
+func TestADeletionEndsNoRefusal(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		kv := &writable{err: rpctypes.ErrNoSpace}
+		a, l := newFaked(t, kv, time.Hour, slog.New(slog.DiscardHandler))
+		probe := a.keys.probe("q")
+		puts, deletes := &op{kind: opVote, scope: "q", puts: []put{{probe, []byte{1}, memberLease}}}, &op{kind: opDrop, scope: "q", puts: []put{{key: probe}}}
+		for i, c := range []struct {
+			o       *op
+			refuses bool
+			want    error
+		}{{puts, true, kv.err}, {deletes, false, kv.err}, {puts, false, nil}, {deletes, false, nil}} {
+			kv.refuses.Store(c.refuses)
+			_ = a.write(t.Context(), l, c.o) // a refusal is an error as well
+			if err := a.Err(); !errors.Is(err, c.want) {
+				t.Errorf("after write %d Err is %v, want %v", i, err, c.want)
+			}
+		}
+	})
+}
+
 // ungranted has etcd not answer who asks for a lease.
 type ungranted struct {
 	clientv3.Lease
