@@ -36,6 +36,7 @@ type core struct {
 	members map[string]uint64 // who has a lease, by name: incarnation
 	rev     int64             // the watch has told all up to here
 	asked   time.Duration     // the watch was asked for a sign of life; never if it has answered
+	told    time.Duration     // the watch has told something, at its latest
 }
 
 // link is our state at etcd.

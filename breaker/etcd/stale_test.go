@@ -237,7 +237,7 @@ func (w *watched) RequestProgress(context.Context) error {
 }
 
 // A watch that says nothing while the lease is renewed is given up; not one that answers, or
-// does so again after this process stood still.
+// does so again after this process stood still, or that tells what it has to catch up with.
 func TestSilentWatchIsReplaced(t *testing.T) {
 	for name, c := range map[string]struct {
 		answer func(a *Authority, n int)
@@ -245,6 +245,7 @@ func TestSilentWatchIsReplaced(t *testing.T) {
 	}{
 		"silent":  {func(*Authority, int) {}, errSession},
 		"answers": {func(a *Authority, _ int) { a.core.answer(a.now()) }, context.DeadlineExceeded},
+		"tells":   {func(a *Authority, n int) { a.core.apply(a.now(), a.keys, nil, int64(n)) }, context.DeadlineExceeded},
 		"falls quiet": {func(a *Authority, n int) {
 			if n < 10 {
 				a.core.answer(a.now())

@@ -69,7 +69,7 @@ func (c *core) apply(now time.Duration, l layout, changed []entry, rev int64) {
 	for _, e := range changed {
 		c.takeLocked(now, l, e)
 	}
-	c.rev = max(c.rev, rev)
+	c.rev, c.told = max(c.rev, rev), now
 	c.Step(now)
 }
 
@@ -220,12 +220,12 @@ func (c *core) answer(now time.Duration) {
 	c.Step(now)
 }
 
-// silent reports whether the watch has left a question unanswered for longer than our lease
-// lasts.
+// silent reports whether the watch has left a question unanswered, and told nothing, for longer
+// than our lease lasts. One that is behind answers when it has told all.
 func (c *core) silent(now time.Duration) bool {
 	c.Lock()
 	defer c.Unlock()
-	return c.asked != never && now-c.asked > c.link.ttl
+	return c.asked != never && now-max(c.asked, c.told) > c.link.ttl
 }
 
 // pass makes time pass, where no driver does.
