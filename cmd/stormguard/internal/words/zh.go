@@ -15,7 +15,7 @@ var zh = map[string]string{ //nolint:gosec // no credentials are in it
 	"Group the dead letters of a process by their error, the most frequent first":      "按错误对进程的死信分组，最多的在前",
 	"Break guarded consumers on real brokers, and judge what becomes of the messages":  "在真实的消息代理上破坏受保护的消费者，并评判消息的结局",
 	"Run a schedule of faults":                                                         "按计划注入故障",
-	"Fill the disk under guarded consumers":                                             "填满受保护消费者所用的磁盘",
+	"Fill the disk under guarded consumers":                                            "填满受保护消费者所用的磁盘",
 	"Kill and freeze the broker under guarded consumers":                               "杀死并冻结受保护消费者所用的消息代理",
 	"Kill a consumer a few hundred times, during outages and poison":                   "在故障和有毒消息期间杀死消费者数百次",
 	"Lose, delay, hold and break what is between consumers and broker":                 "丢弃、延迟、阻塞、切断消费者与消息代理之间的连接",
