@@ -32,7 +32,8 @@ import (
 // for each group of sources whose scopes differ.
 //
 // Lock order: Source.mu; then one of Feed.mu, a breaker's, a ring's, the spill's, letterbox.mu;
-// Guard.mu, the last of all. No port, handler, writer or logger is called under any.
+// Guard.mu, journal.mu, the last of all. saver.mu comes before all. No port but a [Taker], and
+// no handler, writer or logger is called under any.
 type Guard struct {
 	cfg        Config
 	log        *slog.Logger

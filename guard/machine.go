@@ -38,10 +38,11 @@ type machine[M any] struct {
 	storm      *storm.Detector
 	budget     *credit.Budget
 	limiter    Limiter
-	letters    bool    // there is a dead-letter writer
-	inPlace    bool    // a message keeps its lane waiting until it is parked or dead-lettered
-	offers     bool    // the passive shape: what next gives out is only offered
-	letterPace Limiter // of dead letters; may be nil
+	letters    bool              // there is a dead-letter writer
+	inPlace    bool              // a message keeps its lane waiting until it is parked or dead-lettered
+	offers     bool              // the passive shape: what next gives out is only offered
+	takenAt    func(M) time.Time // of a Taker; nil for none
+	letterPace Limiter           // of dead letters; may be nil
 	fleetStorm dlq.FleetStorm
 	book       *ruleBook  // the quarantine in force; nil is none
 	unlooked   []*item[M] // wait for a retry, and are to be compared with it

@@ -104,6 +104,12 @@ type Lagger interface{ Lag() int64 }
 // from memory, and change by nothing but Ack.
 type Marker interface{ Ahead() int }
 
+// A Taker is a [Port] of the passive shape that takes messages off [Source.Ready] before the
+// program does. TakenAt is when the program took a message's current attempt, zero before:
+// its call begins then, and not on Ready. It is called with the source's lock, as no other
+// method of a port is: it must answer from memory, without a lock of its own.
+type Taker[M any] interface{ TakenAt(m M) time.Time }
+
 // metrics are the instruments of a Guard. Counters are kept by the sources and
 // read when somebody looks; only what is rare or sampled is recorded as it happens.
 type metrics struct {

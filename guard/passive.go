@@ -277,19 +277,13 @@ func (c *machine[M]) unasked(now time.Duration, it *item[M]) {
 	}
 }
 
-// inHand is how long the program has had an item, and whether it has it. The messages of an
-// adapter that takes them off Ready before the program does have a method TakenAt: when the
-// program took the message this time, zero before. It is called with the source's lock.
+// inHand is how long the handler or the program has had an item, and whether it has it.
 func (c *machine[M]) inHand(now time.Duration, it *item[M]) (had time.Duration, taken bool) {
 	had = now - it.started
-	if !c.offers {
+	if c.takenAt == nil {
 		return had, true
 	}
-	m, ok := any(it.m).(interface{ TakenAt() time.Time })
-	if !ok {
-		return had, true
-	}
-	at := m.TakenAt()
+	at := c.takenAt(it.m)
 	if at.IsZero() {
 		return 0, false
 	}

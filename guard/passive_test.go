@@ -477,13 +477,6 @@ func TestPassiveBatchIsNotSlow(t *testing.T) {
 // ahead is a message that its adapter takes off Ready before the program takes it.
 type ahead struct{ at atomic.Pointer[time.Time] }
 
-func (m *ahead) TakenAt() time.Time {
-	if at := m.at.Load(); at != nil {
-		return *at
-	}
-	return time.Time{}
-}
-
 func (m *ahead) take() {
 	now := time.Now()
 	m.at.Store(&now)
@@ -499,6 +492,12 @@ func (aheadPort) Extend([]*ahead)               {}
 func (aheadPort) Return([]*ahead, Reason) error { return nil }
 func (aheadPort) Demand(int)                    {}
 func (aheadPort) Flush() error                  { return nil }
+func (aheadPort) TakenAt(m *ahead) (at time.Time) {
+	if p := m.at.Load(); p != nil {
+		at = *p
+	}
+	return at
+}
 
 // A call begins when the program has the message, and not when its adapter has it.
 func TestPassiveCallBeginsWithTheProgram(t *testing.T) {

@@ -29,8 +29,8 @@ import (
 // broker has an AckWait. All end before Run returns, unless a handler hangs.
 // In the passive shape Offer starts a pump instead, which ends with End.
 //
-// Lock order: that of [Guard], Source.mu first. No port, handler, writer or logger
-// is called under it.
+// Lock order: that of [Guard], Source.mu first. No port but a [Taker], and no handler, writer
+// or logger is called under it.
 type Source[M any] struct {
 	g       *Guard
 	cfg     SourceConfig
@@ -190,6 +190,9 @@ func openSource[M any](g *Guard, cfg SourceConfig, limits Limits, port Port[M], 
 	if handler == nil {
 		s.ready = make(chan Item[M])
 		s.passive = make(map[uint64]*item[M])
+		if t, ok := any(port).(Taker[M]); ok {
+			s.c.takenAt = t.TakenAt
+		}
 	}
 	if !full.NoBreaker {
 		leaf, err := g.leaf(cfg, full.Breaker.Slow, (*circuit.Scopes).Leaf)

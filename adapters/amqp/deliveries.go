@@ -197,14 +197,6 @@ type taken struct {
 	at    atomic.Pointer[time.Time] // when the program took this attempt; nil before
 }
 
-// TakenAt is when the call of the delivery began: the guard asks for it.
-func (m *taken) TakenAt() time.Time {
-	if at := m.at.Load(); at != nil {
-		return *at
-	}
-	return time.Time{}
-}
-
 // intake reads every delivery at once, so that its tag is known, and offers it
 // to the source as there is room: so it cannot wait there, and offers again when the
 // source has named room.
@@ -477,9 +469,19 @@ func newPassivePort(o *options) *passivePort {
 	return p
 }
 
+var _ guard.Taker[*taken] = (*passivePort)(nil)
+
 func (p *passivePort) Lane(m *taken) uint64     { return p.lane(&m.Delivery) }
 func (p *passivePort) Size(m *taken) int        { return size(&m.Delivery) }
 func (p *passivePort) Meta(m *taken) guard.Meta { return p.describe(&m.Delivery) }
+
+// TakenAt is that of [guard.Taker].
+func (p *passivePort) TakenAt(m *taken) time.Time {
+	if at := m.at.Load(); at != nil {
+		return *at
+	}
+	return time.Time{}
+}
 
 func (p *passivePort) Ack(m *taken) error {
 	m.acked = p.ack(m.DeliveryTag)

@@ -101,22 +101,24 @@ type taken struct {
 	at       atomic.Pointer[time.Time] // when the loop took this attempt; nil before
 }
 
-// TakenAt is when the call of the message began: the guard asks for it.
-func (m *taken) TakenAt() time.Time {
-	if at := m.at.Load(); at != nil {
-		return *at
-	}
-	return time.Time{}
-}
-
 // passivePort is the port of the passive shape.
 type passivePort struct{ *claim }
+
+var _ guard.Taker[*taken] = passivePort{}
 
 func (p passivePort) Lane(m *taken) uint64                { return p.claim.Lane(m.ConsumerMessage) }
 func (p passivePort) Size(m *taken) int                   { return cluster.Size(m.ConsumerMessage) }
 func (p passivePort) Meta(m *taken) guard.Meta            { return p.claim.Meta(m.ConsumerMessage) }
 func (p passivePort) Extend([]*taken)                     {}
 func (p passivePort) Return([]*taken, guard.Reason) error { return nil }
+
+// TakenAt is that of [guard.Taker].
+func (passivePort) TakenAt(m *taken) time.Time {
+	if at := m.at.Load(); at != nil {
+		return *at
+	}
+	return time.Time{}
+}
 
 func (p passivePort) Ack(m *taken) error {
 	p.marks.Settle(m.Offset, m.meta)
