@@ -119,7 +119,7 @@ func def[T comparable](field *T, value T) {
 	}
 }
 
-// Validate reports everything that is wrong at once, or nil. Unset fields are judged as
+// Validate returns one error with all that is wrong, or nil. Unset fields are judged as
 // their defaults.
 func (c Config) Validate() error {
 	var wrong []error

@@ -64,7 +64,7 @@ func (c Config) WithDefaults() Config {
 	return c
 }
 
-// Validate reports everything that is wrong with c at once, or nil. Unset fields are
+// Validate returns one error with all that is wrong, or nil. Unset fields are
 // judged as their defaults.
 func (c Config) Validate() error {
 	c = c.WithDefaults()

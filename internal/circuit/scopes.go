@@ -46,7 +46,7 @@ func (c ScopesConfig) WithDefaults() ScopesConfig {
 	return c
 }
 
-// Validate reports everything that is wrong with c at once, or nil.
+// Validate returns one error with all that is wrong, or nil.
 func (c ScopesConfig) Validate() error {
 	wrong := []error{c.Breaker.Validate()}
 	c = c.WithDefaults()

@@ -41,7 +41,7 @@ type Config struct {
 	Legacy bool
 }
 
-// Validate reports everything that is wrong with c at once, or nil.
+// Validate returns one error with all that is wrong, or nil.
 func (c Config) Validate() error {
 	if c.MaxWait < 0 || c.MaxWait > time.Hour {
 		return fmt.Errorf("%w: MaxWait: %v is not in [0s, 1h0m0s]", errConfig, c.MaxWait)
