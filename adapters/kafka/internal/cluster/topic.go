@@ -138,8 +138,9 @@ func (t *Topic) Compacts() bool { return strings.Contains(t.Settings["cleanup.po
 const (
 	// topicWait is how long a new topic may take to be known everywhere.
 	topicWait = 10 * time.Second
-	// sourceWait is how long a source is looked for. It may just have been created.
-	sourceWait = time.Second
+	// sourceWait is how long a source is looked for. It may just have been created, and a busy
+	// broker learns of it seconds later.
+	sourceWait = 5 * time.Second
 )
 
 // HeaderRoom is what the headers of a dead letter, or of a parked message, may take beside
