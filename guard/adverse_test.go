@@ -477,7 +477,7 @@ func TestHealthySlowHandlers(t *testing.T) {
 
 // Healthy jobs that take longer than a probe's lease close their breaker all the same.
 func TestLongJobsCloseTheirBreaker(t *testing.T) {
-	if Brief {
+	if RaceEnabled {
 		t.Skip("hours of virtual time: run without -race")
 	}
 	synctest.Test(t, func(t *testing.T) {

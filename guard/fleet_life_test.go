@@ -49,7 +49,7 @@ func (r *fleetRig) publish(i int, first, last uint64) {
 
 func orders(t *testing.T, test func(t *testing.T, order guard.Order)) {
 	all := []guard.Order{guard.OrderSource, guard.OrderKey, guard.OrderNone}
-	if guard.Brief {
+	if guard.RaceEnabled {
 		all = []guard.Order{guard.OrderKey}
 	}
 	for _, order := range all {
@@ -115,7 +115,7 @@ func TestFleetLifeOfABrokenPath(t *testing.T) {
 		{8, time.Minute, false},
 		{100, time.Minute, true},
 	} {
-		if guard.Brief && c.batch != 2 || c.long && os.Getenv("STORMGUARD_FULL") == "" {
+		if guard.RaceEnabled && c.batch != 2 || c.long && os.Getenv("STORMGUARD_FULL") == "" {
 			continue
 		}
 		t.Run(fmt.Sprint(c.batch, " each ", c.every), func(t *testing.T) {
@@ -142,7 +142,7 @@ func TestFleetLifeOfABrokenPath(t *testing.T) {
 // A process that never reached the dependency gets a burst for each of two partitions.
 // Both fail, so it is not taken for poison.
 func TestFleetLifeWhereTwoSourcesFail(t *testing.T) {
-	if guard.Brief {
+	if guard.RaceEnabled {
 		t.Skip("minutes of three processes' time: run without -race")
 	}
 	orders(t, func(t *testing.T, order guard.Order) {

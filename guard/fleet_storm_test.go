@@ -40,7 +40,7 @@ func holdOf(st guard.State, why guard.Reason) *guard.Hold {
 // In a storm of the fleet a process that is not in storm itself dead-letters
 // from the small part of its budget.
 func TestFleetStormStopsDeadLettering(t *testing.T) {
-	if guard.Brief {
+	if guard.RaceEnabled {
 		t.Skip("minutes of four processes' time, which two tests below have too: run without -race")
 	}
 	synctest.Test(t, func(t *testing.T) {
@@ -76,7 +76,7 @@ func TestFleetStormStopsDeadLettering(t *testing.T) {
 // A storm ends for those who no longer hear the processes that are in it, after
 // five seconds of silence.
 func TestFleetStormOfTheSilent(t *testing.T) {
-	if guard.Brief {
+	if guard.RaceEnabled {
 		t.Skip("minutes of four processes' time, which two tests below have too: run without -race")
 	}
 	synctest.Test(t, func(t *testing.T) {

@@ -332,7 +332,7 @@ func TestFleetLeavesAnOperatorsForce(t *testing.T) {
 		ss := openAll(ps)
 		time.Sleep(time.Second)
 		force := 10 * time.Minute
-		if guard.Brief {
+		if guard.RaceEnabled {
 			force = 2 * time.Minute
 		}
 		if err := ss[0].ForceOpen(force); err != nil { // before the fleet opens

@@ -168,7 +168,7 @@ func TestFleetHoldsAFunction(t *testing.T) {
 		{5 * time.Second, 4 * time.Minute},
 		{2 * time.Minute, 40 * time.Minute}, // a job that runs now and then
 	} {
-		if guard.Brief && c.every > time.Minute { // half an hour of three processes' time
+		if guard.RaceEnabled && c.every > time.Minute { // half an hour of three processes' time
 			continue
 		}
 		t.Run(c.every.String(), func(t *testing.T) { heldFunction(t, c.every, c.closes) })
@@ -336,7 +336,7 @@ func TestFleetScopeThatCannotBeShared(t *testing.T) {
 // forces), when it is over every breaker closes and every message is handled.
 func TestFleetComesBack(t *testing.T) {
 	seeds := uint64(6)
-	if guard.Brief {
+	if guard.RaceEnabled {
 		seeds = 2
 	}
 	if os.Getenv("STORMGUARD_FULL") != "" {

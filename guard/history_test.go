@@ -35,7 +35,7 @@ func TestFailureHistoryIsSmall(t *testing.T) {
 		}
 		before := heap()
 		n := 100
-		if Brief { // each fails sixty times
+		if RaceEnabled { // each fails sixty times
 			n = 20
 		}
 		r.send(0, n)

@@ -19,7 +19,7 @@ import (
 // What waits for a person is a warning: once, again after an hour, and a line when it
 // goes on.
 func TestLinesOfWhatNeedsAPerson(t *testing.T) {
-	if Brief {
+	if RaceEnabled {
 		t.Skip("hours of virtual time: run without -race")
 	}
 	again := func(t *testing.T, r *logRig, text string) loggedLine {
@@ -114,7 +114,7 @@ func TestLineOfWhatStandsStill(t *testing.T) {
 			t.Errorf("%+v", l)
 		}
 		stands := time.Minute
-		if !Brief { // hours of virtual time
+		if !RaceEnabled { // hours of virtual time
 			stands = 65 * time.Minute
 		}
 		elapse(stands)

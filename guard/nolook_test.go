@@ -138,7 +138,7 @@ func newParkRig(t *testing.T, port *parkPort, w dlq.Writer, handler func(int) er
 // A source that parks has a breaker and a detector like any other: an outage opens it, also
 // one of a part of the calls, or one whose errors say nothing, and a long one is a storm.
 func TestOutageOfASourceThatParks(t *testing.T) {
-	if Brief {
+	if RaceEnabled {
 		t.Skip("minutes of an outage in which little else happens: run without -race")
 	}
 	for name, c := range map[string]struct {

@@ -64,7 +64,7 @@ func TestPauseEnds(t *testing.T) {
 		handles("a second before the end", 0)
 		time.Sleep(time.Second + 250*time.Millisecond)
 		handles("after the end", 1)
-		if guard.Brief { // the rest is hours of virtual time
+		if guard.RaceEnabled { // the rest is hours of virtual time
 			return
 		}
 

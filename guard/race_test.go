@@ -5,5 +5,6 @@
 
 package guard
 
-// RaceEnabled is for tests outside the package too.
+// RaceEnabled asks tests for short forms: the race detector needs each way once, and would make
+// minutes of all of them. The run without it has them whole. Tests outside the package use it too.
 const RaceEnabled = true

@@ -17,10 +17,6 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 )
 
-// Brief asks for short forms: under the race detector, which needs each way once and makes
-// minutes of all of them. The run without it has them whole, and with STORMGUARD_FULL both.
-var Brief = RaceEnabled && os.Getenv("STORMGUARD_FULL") == ""
-
 // The jitter of a source is drawn anew with STORMGUARD_FULL only: a red run is the
 // commit's doing, and not the draw's.
 func TestMain(m *testing.M) {

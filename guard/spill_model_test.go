@@ -109,10 +109,10 @@ func checkSpillModel(t *rapid.T, dir string) {
 func TestSpillLongOutage(t *testing.T) {
 	n, dir := 20_000, spillRoot(t)
 	switch {
+	case RaceEnabled:
+		n = 5_000
 	case os.Getenv("STORMGUARD_FULL") != "":
 		n, dir = 3_000_000, t.TempDir()
-	case Brief:
-		n = 5_000
 	}
 	bubble(t, "", func(t *testing.T) {
 		q := newQueue(t, filepath.Join(dir, "d"), Config{SpillBytes: 2 << 30, Policy: Policy{Spill: true}})

@@ -78,7 +78,7 @@ func TestBackoffOfAYear(t *testing.T) {
 
 // A source with such a limiter goes on by itself, and a caller is told an hour.
 func TestSourceWhoseLimiterSaysNever(t *testing.T) {
-	if Brief {
+	if RaceEnabled {
 		t.Skip("hours of virtual time: run without -race")
 	}
 	synctest.Test(t, func(t *testing.T) {
