@@ -38,6 +38,7 @@ type rig struct {
 	addrs      []string
 	topic      string
 	group      string
+	also       []string // topics that its members read, too
 	partitions int32
 	client     sarama.Client
 	admin      sarama.ClusterAdmin
@@ -235,7 +236,7 @@ func (r *rig) tryJoin(cfg *sarama.Config, h sarama.ConsumerGroupHandler) (*membe
 	go func() {
 		defer close(m.done)
 		for ctx.Err() == nil {
-			err := group.Consume(ctx, []string{r.topic}, h)
+			err := group.Consume(ctx, append([]string{r.topic}, r.also...), h)
 			if errors.Is(err, guard.ErrClosed) || errors.Is(err, ErrUnsuitable) || errors.Is(err, sarama.ErrClosedConsumerGroup) {
 				m.mu.Lock()
 				m.last = err

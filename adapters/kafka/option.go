@@ -39,8 +39,10 @@ type options struct {
 
 // WithName is put before the names of the sources, "topic/partition", as
 // "name/topic/partition": names are unique within a Guard, so two groups that
-// read one topic in one process need one each. The name is no part of the breakers'
-// scopes: two groups whose dependencies differ belong into two Guards.
+// read one topic in one process need one each. So do two handlers between which a
+// program divides the topics of one group, if they spill: each drains what the spill has
+// of any of these topics. The name is no part of the breakers' scopes: two groups whose
+// dependencies differ belong into two Guards.
 func WithName(name string) Option { return func(o *options) { o.name = name } }
 
 // WithGroup is the consumer group, as dead letters name it. The default is that
@@ -55,8 +57,9 @@ func WithConfig(config *sarama.Config) Option { return func(o *options) { o.conf
 // WithClient is a client for the log's end and, with AutoCommit, for what is
 // committed, each asked every 10s, or every other AutoCommit.Interval if that is
 // longer, off the way of the messages; its configuration stands in for
-// [WithConfig]. The default is the group's own, found in sarama's session.
-// Without any, the lag is unknown.
+// [WithConfig]. It also tells the group's topics, once in a session, if the spill has
+// messages of a topic without a claim. The default is the group's own, found in sarama's
+// session. Without any, the lag is unknown.
 func WithClient(client sarama.Client) Option { return func(o *options) { o.client = client } }
 
 // WithPolicy is how these sources behave; the default is the Guard's policy.

@@ -232,10 +232,13 @@ func (ss *session) yield(stop <-chan struct{}) {
 	ss.yieldUntil.CompareAndSwap(until, 0)
 }
 
-// watch looks at the log's end and at what is committed, if there is a client to
-// ask. Setup starts it, Cleanup stops it.
+// watch looks at the log's end, at what is committed and at what is in the spill, if there is
+// a client to ask. Setup starts it, Cleanup stops it.
 func (ss *session) watch() {
 	if ss.set.client == nil {
+		if _, more := ss.spilled(); more && !ss.joined && !ss.h.passive() {
+			ss.h.opts.log.Warn("what is in the spill of topics without a claim waits: there is no client to ask for this member's topics", "group", ss.set.group, "help", "pass one by WithClient")
+		}
 		return
 	}
 	ctx, cancel := context.WithCancel(context.Background())
@@ -268,11 +271,15 @@ type watcher struct {
 	marked map[place]int64 // what was marked at the last look
 	behind map[place]bool  // commits of it fail
 	silent map[place]int   // looks in a row that its broker has not answered
+
+	learned   bool // the group has told this member's topics
+	unlearned int  // looks at which it did not
 }
 
 const silentLooks = 2 // before it is said: a partition's leader may move
 
 func (w *watcher) look() {
+	w.learn()
 	claims := w.ss.open()
 	w.ends(claims)
 	if len(claims) == 0 || !w.ss.set.config.Consumer.Offsets.AutoCommit.Enable {

@@ -6,6 +6,7 @@ package guardkafka
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -16,6 +17,7 @@ import (
 
 	"github.com/IBM/sarama"
 
+	"github.com/stormguard-mq/stormguard/adapters/kafka/internal/cluster"
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
@@ -118,15 +120,8 @@ func (leftPort) Lag() int64                                           { return 0
 func (leftPort) Ahead() int                                           { return 0 }
 func (p leftPort) Meta(m *sarama.ConsumerMessage) guard.Meta          { return p.describe(m) }
 
-// drainAllSpilled is drainSpilled for each topic that the handler has seen a claim of, or
-// that [Consume] runs it for.
-func (ss *session) drainAllSpilled() {
-	for _, topic := range ss.h.seen(slices.Collect(maps.Keys(ss.native.Claims()))) {
-		ss.drainSpilled(topic)
-	}
-}
-
-// seen adds topics to those that the handler knows, and returns them all.
+// seen adds topics to those that the handler knows, and returns them all: those of its claims,
+// those that [Consume] runs it for, and those that the group has named.
 func (h *handler) seen(topics []string) []string {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -138,18 +133,83 @@ func (h *handler) seen(topics []string) []string {
 	return slices.Clone(h.topics)
 }
 
-// drainSpilled opens a source for each partition of a topic that has messages in the spill
-// and is not claimed: they are committed, so nobody else would handle them.
-func (ss *session) drainSpilled(topic string) {
-	claimed := ss.native.Claims()[topic]
-	prefix := strings.TrimSuffix(sourceName(ss.h.opts.name, topic, 0), "0")
+// spilled finds the partitions that have messages in the spill and are not claimed: they are
+// committed, so nobody else would handle them. more tells that there are others, of topics
+// that the handler does not know.
+func (ss *session) spilled() (found map[string]place, more bool) {
+	claims := ss.native.Claims()
+	known := ss.h.seen(slices.Collect(maps.Keys(claims)))
+	found = make(map[string]place)
+	prefix := strings.TrimSuffix(sourceName(ss.h.opts.name, "", 0), "/0")
 	for name := range ss.h.g.Spilled() {
-		number, ok := strings.CutPrefix(name, prefix)
+		rest, ours := strings.CutPrefix(name, prefix)
+		topic, number, _ := strings.Cut(rest, "/")
 		partition, err := strconv.ParseInt(number, 10, 32)
-		if ok && err == nil && !slices.Contains(claimed, int32(partition)) {
-			ss.drainLeft(name, topic, int32(partition))
+		switch {
+		case !ours || err != nil || slices.Contains(claims[topic], int32(partition)):
+		case slices.Contains(known, topic):
+			found[name] = place{topic, int32(partition)}
+		default:
+			more = true
 		}
 	}
+	return found, more
+}
+
+// drainSpilled opens a source for each of them.
+func (ss *session) drainSpilled() {
+	found, _ := ss.spilled()
+	for name, at := range found {
+		ss.drainLeft(name, at.topic, at.partition)
+	}
+}
+
+// learn asks the group, once in a session, for the topics of this member, when the spill has
+// messages of a topic that the handler does not know: in a loop of the program's own, a topic
+// is known by its claims alone.
+func (w *watcher) learn() {
+	ss := w.ss
+	if w.learned || ss.joined || ss.h.passive() {
+		return
+	}
+	if _, more := ss.spilled(); !more {
+		return
+	}
+	topics, err := ss.topics()
+	if err != nil {
+		if w.unlearned++; w.unlearned == silentLooks {
+			ss.h.opts.log.Warn("what is in the spill of topics without a claim waits: the group does not tell this member's topics", "group", ss.set.group, "error", err)
+		}
+		return
+	}
+	w.learned = true
+	ss.h.seen(topics)
+	ss.drainSpilled()
+}
+
+// topics asks the group for the topics of this member.
+func (ss *session) topics() ([]string, error) {
+	admin, err := cluster.NewAdmin(ss.set.client)
+	if err != nil {
+		return nil, err
+	}
+	groups, err := admin.DescribeConsumerGroups([]string{ss.set.group})
+	if err == nil && len(groups) == 1 && groups[0].ErrorCode != 0 {
+		err = sarama.KError(groups[0].ErrorCode)
+	}
+	if err != nil { // as in committed
+		return nil, errors.Join(err, ss.set.client.RefreshCoordinator(ss.set.group))
+	}
+	for _, group := range groups {
+		if m := group.Members[ss.native.MemberID()]; m != nil && len(m.MemberMetadata) > 0 {
+			meta, err := m.GetMemberMetadata()
+			if err != nil {
+				return nil, err
+			}
+			return meta.Topics, nil
+		}
+	}
+	return nil, errors.New("it rebalances, or does not have the member")
 }
 
 // drainLeft opens such a source. It ends when it has handled all, when a claim of the

@@ -5,6 +5,8 @@ package guardkafka
 
 import (
 	"context"
+	"log/slog"
+	"maps"
 	"path/filepath"
 	"reflect"
 	"slices"
@@ -15,6 +17,9 @@ import (
 	"time"
 
 	"github.com/IBM/sarama"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/adaptertest"
@@ -139,44 +144,194 @@ func TestSpillOfAPartitionThatMoved(t *testing.T) {
 }
 
 // What was spilled of a topic of which this process has no claim any more is handled by it.
+// In a loop of the program's own nothing but the group knows the topic.
 func TestSpillWithoutAClaim(t *testing.T) {
 	t.Parallel()
-	const n = 200
-	r := newRig(t, 1)
-	sticky := testConfig()
-	sticky.Consumer.Group.Rebalance.GroupStrategies = []sarama.BalanceStrategy{sarama.NewBalanceStrategySticky()}
-	cfg := spillConfig(t)
-	h := newSpillHandler()
-	h.down.Store(true)
-	g := adaptertest.Guard(t, cfg)
-	m := r.join(sticky, Wrap(g, h.handle))
-	r.publish(0, n, func(int) int32 { return 0 }, strconv.Itoa)
-	adaptertest.Eventually(t, "all spilled", func() bool { return allSpilled(g) == n })
-	m.stop()
-	if _, err := g.Close(adaptertest.Context(t)); err != nil {
-		t.Error(err)
-	}
-	other := adaptertest.Guard(t, spillConfig(t))
-	r.join(sticky, Wrap(other, newSpillHandler().handle))
-	adaptertest.Eventually(t, "another process has the partition", func() bool { return len(other.Sources()) == 1 })
+	for name, start := range map[string]func(*rig, *sarama.Config, sarama.ConsumerGroupHandler) (stop func()){
+		"Consume": func(r *rig, c *sarama.Config, h sarama.ConsumerGroupHandler) func() {
+			group, err := sarama.NewConsumerGroup(r.addrs, r.group, c)
+			if err != nil {
+				r.t.Fatal(err)
+			}
+			ctx, cancel := context.WithCancel(context.Background())
+			ended := make(chan error, 1)
+			go func() { ended <- Consume(ctx, group, []string{r.topic}, h) }()
+			return func() {
+				cancel()
+				if err := <-ended; err != nil {
+					r.t.Error(err)
+				}
+			}
+		},
+		"a loop": func(r *rig, c *sarama.Config, h sarama.ConsumerGroupHandler) func() { return r.join(c, h).stop },
+	} {
+		for protocol, config := range map[string]func() *sarama.Config{"eager": stickyConfig, "cooperative": cooperativeConfig} {
+			t.Run(name+", "+protocol, func(t *testing.T) {
+				t.Parallel()
+				const n = 200
+				r, foreign := newRig(t, 1), newRig(t, 1)
+				cfg := spillConfig(t)
+				h, of := newSpillHandler(), newSpillHandler()
+				h.down.Store(true)
+				of.down.Store(true)
+				g := adaptertest.Guard(t, cfg)
+				m, mf := r.join(config(), Wrap(g, h.handle)), foreign.join(config(), Wrap(g, of.handle))
+				for _, r := range []*rig{r, foreign} {
+					r.publish(0, n, func(int) int32 { return 0 }, strconv.Itoa)
+				}
+				adaptertest.Eventually(t, "all spilled", func() bool { return allSpilled(g) == 2*n })
+				m.stop()
+				mf.stop()
+				if _, err := g.Close(adaptertest.Context(t)); err != nil {
+					t.Error(err)
+				}
+				other := adaptertest.Guard(t, spillConfig(t))
+				r.join(config(), Wrap(other, newSpillHandler().handle))
+				adaptertest.Eventually(t, "another process has the partition", func() bool { return len(other.Sources()) == 1 })
 
-	h.down.Store(false)
-	g = adaptertest.Guard(t, cfg)
-	group, err := sarama.NewConsumerGroup(r.addrs, r.group, sticky)
+				h.down.Store(false)
+				of.down.Store(false)
+				g = adaptertest.Guard(t, cfg)
+				stop := start(r, config(), Wrap(g, h.handle))
+				adaptertest.Eventually(t, "all handled", func() bool { return h.count() == n })
+				adaptertest.Eventually(t, "the other has the partition", func() bool { return len(other.Sources()) == 1 })
+				stop()
+				if got := h.got[0]; !slices.IsSorted(got) || len(got) != n {
+					t.Errorf("handled %v", got)
+				}
+				if left := g.Spilled()[foreign.topic+"/0"]; left != n || of.count() > 0 {
+					t.Errorf("of %d messages of a topic that the group does not read %d wait, and %d were handled", n, left, of.count())
+				}
+			})
+		}
+	}
+}
+
+func stickyConfig() *sarama.Config {
+	c := testConfig()
+	c.Consumer.Group.Rebalance.GroupStrategies = []sarama.BalanceStrategy{sarama.NewBalanceStrategySticky()}
+	return c
+}
+
+// allBut is a strategy by which one member gets all partitions but those of a topic.
+type allBut string
+
+func (allBut) Name() string { return "all-but" }
+func (a allBut) Plan(members map[string]sarama.ConsumerGroupMemberMetadata, topics map[string][]int32) (sarama.BalanceStrategyPlan, error) {
+	plan := sarama.BalanceStrategyPlan{}
+	for topic, partitions := range topics {
+		if topic != string(a) {
+			plan.Add(slices.Min(slices.Collect(maps.Keys(members))), topic, partitions...)
+		}
+	}
+	return plan, nil
+}
+
+func (allBut) AssignmentData(string, map[string][]int32, int32) ([]byte, error) { return nil, nil }
+
+// lookedAt counts the looks of a session with one claim.
+type lookedAt struct {
+	sarama.Client
+	n atomic.Int64
+}
+
+func (l *lookedAt) GetOffset(topic string, partition int32, at int64) (int64, error) {
+	l.n.Add(1)
+	return l.Client.GetOffset(topic, partition, at)
+}
+
+// The group is asked for the topics until it answers, and once in a session, though the spill
+// has something of other topics. A second failure in a row is said once. A handler that cannot
+// spill does not ask.
+func TestTopicsAreAskedOnceInASession(t *testing.T) {
+	t.Parallel()
+	const n = 100
+	fake, err := kfake.NewCluster(kfake.NumBrokers(1), kfake.SeedTopics(1, "t", "foreign", "more"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithCancel(t.Context())
-	ended := make(chan error, 1)
-	go func() { ended <- Consume(ctx, group, []string{r.topic}, Wrap(g, h.handle)) }()
-	adaptertest.Eventually(t, "all handled", func() bool { return h.count() == n })
-	adaptertest.Eventually(t, "the other has the partition", func() bool { return len(other.Sources()) == 1 })
-	cancel()
-	if err := <-ended; err != nil {
+	defer fake.Close()
+	var asked, failing atomic.Int64
+	failing.Store(4)
+	fake.ControlKey(int16(kmsg.DescribeGroups), func(req kmsg.Request) (kmsg.Response, error, bool) {
+		fake.KeepControl()
+		if asked.Add(1) > failing.Load() {
+			return nil, nil, false
+		}
+		resp := req.ResponseKind().(*kmsg.DescribeGroupsResponse)
+		g := kmsg.NewDescribeGroupsResponseGroup()
+		g.Group, g.ErrorCode = "g", kerr.CoordinatorLoadInProgress.Code
+		resp.Groups = append(resp.Groups, g)
+		return resp, nil, true
+	})
+	rigOf := func(topic, group string) *rig {
+		r := &rig{t: t, addrs: fake.ListenAddrs(), topic: topic, group: group, partitions: 1}
+		cfg := testConfig()
+		cfg.Producer.Return.Successes = true
+		if r.producer, err = sarama.NewSyncProducer(r.addrs, cfg); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = r.producer.Close() })
+		return r
+	}
+	r, foreign := rigOf("t", "g"), rigOf("foreign", "f")
+	cfg := spillConfig(t)
+	h, of := newSpillHandler(), newSpillHandler()
+	h.down.Store(true)
+	of.down.Store(true)
+	g := adaptertest.Guard(t, cfg)
+	m, mf := r.join(testConfig(), Wrap(g, h.handle)), foreign.join(testConfig(), Wrap(g, of.handle))
+	r.publish(0, n, nil, strconv.Itoa)
+	foreign.publish(0, n, nil, strconv.Itoa)
+	adaptertest.Eventually(t, "all spilled", func() bool { return allSpilled(g) == 2*n })
+	m.stop()
+	mf.stop()
+	if _, err := g.Close(adaptertest.Context(t)); err != nil {
 		t.Error(err)
 	}
-	if got := h.got[0]; !slices.IsSorted(got) || len(got) != n {
-		t.Errorf("handled %v", got)
+	if asked.Load() > 0 {
+		t.Errorf("a group was asked %d times for nothing", asked.Load())
+	}
+
+	h.down.Store(false)
+	g = adaptertest.Guard(t, cfg)
+	var log logged
+	few := testConfig()
+	few.Consumer.Group.Rebalance.GroupStrategies = []sarama.BalanceStrategy{allBut("t")}
+	few.Consumer.Offsets.AutoCommit.Interval = time.Millisecond
+	client, err := sarama.NewClient(r.addrs, few)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	looks := &lookedAt{Client: client}
+	often := func(o *options) { o.client, o.lookEvery = looks, 10*time.Millisecond }
+	more := func() {
+		before := looks.n.Load()
+		adaptertest.Eventually(t, "further looks", func() bool { return looks.n.Load() > before+5 })
+	}
+	r.also = []string{"more"}
+	passive := rawHandler{func(s sarama.ConsumerGroupSession, c sarama.ConsumerGroupClaim) error {
+		for m := range c.Messages() {
+			s.MarkMessage(m, "")
+		}
+		return nil
+	}}
+	m = r.join(few, WrapHandler(g, passive, often, WithPolicy(guard.Policy{})))
+	more()
+	m.stop()
+	if asked.Load() > 0 {
+		t.Errorf("a handler that cannot spill asked %d times", asked.Load())
+	}
+	m = r.join(few, Wrap(g, h.handle, often, WithLogger(slog.New(slog.NewTextHandler(&log, nil)))))
+	adaptertest.Eventually(t, "all handled", func() bool { return h.count() == n })
+	more()
+	m.stop()
+	if a, w := asked.Load(), log.count("level=WARN"); a != failing.Load()+1 || w != 1 || !log.has("group=g") {
+		t.Errorf("%d times asked, %d lines:\n%s", a, w, log.buf.String())
+	}
+	if got := h.got[0]; !slices.IsSorted(got) || len(got) != n || of.count() > 0 {
+		t.Errorf("handled %v, and %d of a topic that the group does not read", got, of.count())
 	}
 }
 

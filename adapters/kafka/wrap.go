@@ -92,7 +92,7 @@ func (h *handler) Setup(s sarama.ConsumerGroupSession) error {
 			return err // Cleanup follows all the same
 		}
 	}
-	ss.drainAllSpilled()
+	ss.drainSpilled()
 	ss.watch()
 	return nil
 }
