@@ -56,7 +56,7 @@ type Fault struct {
 	After int  `json:"after"` // effects; 0 to 100000
 
 	// For is how long it lasts, in milliseconds; 1 to 600000, 0 for a Kill, a Restart or a
-	// Reset.
+	// Reset. A Loss, a Delay or a Blackhole goes on until it has hit something.
 	For int `json:"for_ms,omitempty"`
 
 	// Percent of the packets are lost; 1 to 99, 0 for other kinds than Loss.

@@ -72,9 +72,10 @@ lost.
 Each consumer runs in a network namespace of its own, which needs Linux with ip, nft and
 nsenter, and root or unprivileged user namespaces. There are four faults, by turns: 5 to 35 %
 of the packets are lost each way; each read comes 100 ms late; no traffic comes through,
-and no connection breaks; all connections break. The first three last one to two seconds.
-In the middle of one in four a consumer is killed. The dependency and the marks of effects
-are reached without faults.` + figuresLong
+and no connection breaks; all connections break. The first three last one to two seconds,
+and then until they have hit something, for a minute more at most. In the middle of one in
+four a consumer is killed. The dependency and the marks of effects are reached without
+faults.` + figuresLong
 
 const brokerLong = `Kill and freeze the broker under guarded consumers, and prove that nothing is lost.
 

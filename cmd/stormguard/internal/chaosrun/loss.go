@@ -66,9 +66,27 @@ func (l *losses) count(pid int) error {
 		return fmt.Errorf("the consumer with pid %d: %w", pid, err)
 	}
 	l.fired += n - l.timers[pid]
-	dropped, err := lost(pid)
+	dropped, err := dropped(pid)
+	if err != nil {
+		return err
+	}
 	l.packets += dropped
-	return err
+	return keepAll(pid)
+}
+
+// soFar is how many packets this loss has cost.
+func (l *losses) soFar() (packets int, err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	packets = l.packets
+	for pid := range l.timers {
+		n, err := dropped(pid)
+		if err != nil {
+			return 0, fmt.Errorf("the consumer with pid %d: %w", pid, err)
+		}
+		packets += n
+	}
+	return packets, nil
 }
 
 // end ends the loss, and is what it did.

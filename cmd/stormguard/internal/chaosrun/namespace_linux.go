@@ -99,8 +99,8 @@ func lose(pid, percent int) error {
 
 var packets = regexp.MustCompile(`packets (\d+)`)
 
-// lost ends that, and says how many packets it was.
-func lost(pid int) (dropped int, err error) {
+// dropped is how many packets a process has lost.
+func dropped(pid int) (n int, err error) {
 	cmd, err := enter(pid, "list", "chain", "inet", "chaos", "input")
 	if err != nil {
 		return 0, err
@@ -109,15 +109,20 @@ func lost(pid int) (dropped int, err error) {
 	if err != nil {
 		return 0, err
 	}
-	if m := packets.FindSubmatch(out); m == nil {
+	m := packets.FindSubmatch(out)
+	if m == nil {
 		return 0, fmt.Errorf("chaos: nft counts no packets: %.200q", out)
-	} else if dropped, err = strconv.Atoi(string(m[1])); err != nil {
-		return 0, err
 	}
-	if cmd, err = enter(pid, "delete", "table", "inet", "chaos"); err != nil {
-		return dropped, err
+	return strconv.Atoi(string(m[1]))
+}
+
+// keepAll ends the loss of a process.
+func keepAll(pid int) error {
+	cmd, err := enter(pid, "delete", "table", "inet", "chaos")
+	if err != nil {
+		return err
 	}
-	return dropped, runs(cmd)
+	return runs(cmd)
 }
 
 // timers is how often the kernel sent something again in the namespace of a process because

@@ -16,5 +16,6 @@ func ownNetwork() *syscall.SysProcAttr { return nil }
 func tryNamespaces() error             { return errNoNamespaces }
 func wake() error                      { return errNoNamespaces }
 func lose(int, int) error              { return errNoNamespaces }
-func lost(int) (int, error)            { return 0, errNoNamespaces }
+func dropped(int) (int, error)         { return 0, errNoNamespaces }
+func keepAll(int) error                { return errNoNamespaces }
 func timers(int) (int, error)          { return 0, errNoNamespaces }

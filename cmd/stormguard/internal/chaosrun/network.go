@@ -214,6 +214,13 @@ func (n *network) set(late, held bool) (count int) {
 	return count
 }
 
+// soFar is how many reads were held or came late.
+func (n *network) soFar() int {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.count
+}
+
 // reset breaks all connections to the broker, and says how many.
 func (n *network) reset() (broken int) {
 	n.mu.Lock()

@@ -49,7 +49,7 @@ const (
 	keys        = 3  // for each consumer
 	poisonEvery = 97 // no multiple of a number of keys
 	pad         = 200
-	stuckAfter  = time.Minute     // without an effect: the run gives up
+	stuckAfter  = time.Minute     // without an effect: the run gives up; without a hit: a fault of the network
 	idleAfter   = 2 * time.Second // without an effect: one batch more is published
 
 	// settled is how long a new queue is left alone before its broker is killed: RabbitMQ may
@@ -442,7 +442,8 @@ func (r *run) faults(ctx context.Context) error {
 			middle = time.After(f.Lasts() / 2)
 			lasts.Go(func() {
 				wait(ctx, f.Lasts())
-				if err := end(); err != nil {
+				err := r.awaitHit(ctx, i)
+				if err = errors.Join(err, end()); err != nil {
 					r.cancel(fmt.Errorf("the end of fault %d, a %s: %w", i, f.Kind, err))
 				}
 			})
@@ -522,13 +523,42 @@ func (r *run) begin(ctx context.Context, f chaos.Fault, shown *chaos.Fired) (end
 	case chaos.Blackhole:
 		r.network.set(false, true)
 	case chaos.Reset:
-		shown.Count = r.network.reset()
-		return nil, nil //nolint:nilnil // it does not last
+		return nil, r.untilHit(ctx, f.Kind, func() (int, error) { // consumers may be about to connect
+			shown.Count = r.network.reset()
+			return shown.Count, nil
+		})
 	}
 	return func() error { // of a delay and a blackhole
 		shown.Count = r.network.set(false, false)
 		return nil
 	}, nil
+}
+
+// awaitHit waits until a fault of the network that lasts has hit something.
+func (r *run) awaitHit(ctx context.Context, fault int) error {
+	switch kind := r.schedule.Faults[fault].Kind; kind {
+	case chaos.Loss:
+		return r.untilHit(ctx, kind, r.losses.soFar)
+	case chaos.Delay, chaos.Blackhole:
+		return r.untilHit(ctx, kind, func() (int, error) { return r.network.soFar(), nil })
+	default:
+		return nil
+	}
+}
+
+// untilHit waits until a fault has hit something, or for stuckAfter. The report then says that
+// not every fault happened.
+func (r *run) untilHit(ctx context.Context, kind chaos.Kind, hits func() (int, error)) error {
+	for began := time.Now(); ctx.Err() == nil; wait(ctx, 20*time.Millisecond) {
+		if n, err := hits(); n > 0 || err != nil {
+			return err
+		}
+		if waited := time.Since(began); waited > stuckAfter {
+			fmt.Fprintf(r.stderr, "chaos: a %s hit nothing, and was given up after %v more\n", kind, waited.Round(time.Second))
+			return nil
+		}
+	}
+	return nil
 }
 
 // awaitSpills waits until each consumer has made its spill, which it cannot on a full disk.
