@@ -41,6 +41,14 @@ func (s Stamp) next() Stamp {
 	return s
 }
 
+// After is s, or the earliest stamp after o if s is not later than that.
+func (s Stamp) After(o Stamp) Stamp {
+	if s.Compare(o) > 0 {
+		return s
+	}
+	return o.next()
+}
+
 func appendStamp(b []byte, s Stamp) []byte {
 	return binary.AppendUvarint(binary.AppendUvarint(b, s.Physical), s.Logical)
 }

@@ -17,7 +17,9 @@ import (
 
 // Orders carries what operators order from the process that was asked to all others, and
 // their answers back. Both are elements of one [crdt.LWWSet], which are added and never
-// removed: an order counts until its time, and an hour later it is forgotten. Each process
+// removed: an order counts until its time, and an hour later it is forgotten. One that is over
+// overrules nothing: whoever gives an order has it count for as long as those before it. So
+// orders that are over make room for others, the earliest first. Each process
 // answers each order, but nobody asks for an answer after some seconds: answers are forgotten
 // after two minutes, and the oldest of them before that where there is no room for an order.
 // What the orders say is the console's.
@@ -28,10 +30,11 @@ import (
 // afterwards: by such a clock they would be over for the others, or last too long.
 //
 // Orders have one sequence in all processes, that of their stamps: whoever hears two late
-// carries them out as everybody else did.
+// carries them out as everybody else did. A stamp is the fleet's time, and later than the stamps
+// of all orders that its giver had heard of, whatever the clocks say.
 //
-// Memory is bounded: 256 orders in force, and 8192 elements. It is a section of its own for
-// the gossip session, and safe for concurrent use.
+// Memory is bounded: 1024 orders in force, beyond which [Orders.Give] refuses one, and 8192
+// elements. It is a section of its own for the gossip session, and safe for concurrent use.
 type Orders struct {
 	clock *crdt.Clock
 	wall  func() time.Time
@@ -45,7 +48,7 @@ type Orders struct {
 }
 
 const (
-	maxOrders        = 256
+	maxOrders        = 1024
 	maxOrderElements = 8192
 	answersFor       = 2 * time.Minute
 	maxOrderID       = 32
@@ -76,11 +79,21 @@ func (o *Orders) Offset(shift time.Duration) {
 		o.timed = true
 		o.watchedLocked() // there may be orders
 	}
-	now := o.wall()
-	o.own = slices.DeleteFunc(o.own, func(x Order) bool {
-		x.stamp.Physical = uint64(max(0, int64(x.stamp.Physical)+shift.Milliseconds()))
-		return !now.Before(x.Until) || o.addLocked(orderMark, x.ID+"|"+x.Text, "", x.Until.Add(shift), x.stamp) == nil
-	})
+	now, given := o.wall(), o.own
+	o.own = nil
+	var last crdt.Stamp
+	for _, x := range given {
+		last = o.stampAt(x.at).After(x.heard).After(last)
+		x.stamp = last
+		if now.Before(x.Until) && o.addLocked(orderMark, x.ID+"|"+x.Text, "", x.Until.Add(shift), last) != nil {
+			o.own = append(o.own, x)
+		}
+	}
+}
+
+// stampAt is the fleet's time at an instant of our wall clock.
+func (o *Orders) stampAt(wall time.Time) crdt.Stamp {
+	return crdt.Stamp{Physical: uint64(max(0, wall.Add(o.shift).UnixMilli()))}
 }
 
 // Give puts an order up until its time. The error says what is wrong with it, or is
@@ -98,31 +111,27 @@ func (o *Orders) Give(id, text string, until time.Time) error {
 	if o.timed {
 		o.pruneLocked(now)
 	}
-	all := o.inForceLocked(now)
-	if len(all) >= maxOrders {
-		return fmt.Errorf("%w: %d orders are in force", ErrBusy, len(all))
+	if n := len(o.inForceLocked(now)); n >= maxOrders {
+		return fmt.Errorf("%w: %d orders are in force", ErrBusy, n)
 	}
+	var heard crdt.Stamp // the last that is known here
 	known := 0
-	o.each(orderMark, func(string, string, string, time.Time, crdt.Stamp) { known++ })
-	if known >= maxOrderElements/2 {
-		return fmt.Errorf("%w: %d orders of the last hour", ErrBusy, known)
-	}
-	at := o.clock.Now()
-	if len(all) > 0 { // whoever gives an order knows of these, so it comes after them, whatever the clocks say
-		if last := all[len(all)-1].stamp; at.Compare(last) <= 0 {
-			at = last
-			if at.Logical++; at.Logical == 0 {
-				at.Physical++
-			}
+	o.each(orderMark, func(_, _, _ string, _ time.Time, stamp crdt.Stamp) {
+		known++
+		if stamp.Compare(heard) > 0 {
+			heard = stamp
 		}
-	}
+	})
 	if !o.timed {
 		o.own = slices.DeleteFunc(o.own, func(x Order) bool { return !now.Before(x.Until) })
-		o.own = append(o.own, Order{id, text, until, at})
+		o.own = append(o.own, Order{ID: id, Text: text, Until: until, at: now, heard: heard})
 		o.watchedLocked()
 		return nil
 	}
-	return o.addLocked(orderMark, id+"|"+text, "", until.Add(o.shift), at)
+	if known >= maxOrderElements/2 {
+		o.forgetLocked(now)
+	}
+	return o.addLocked(orderMark, id+"|"+text, "", until.Add(o.shift), o.stampAt(now).After(heard))
 }
 
 // Answer says what became of an order in this process.
@@ -148,7 +157,8 @@ func (o *Orders) addLocked(mark byte, element, note string, at time.Time, stamp 
 	return nil
 }
 
-// roomLocked makes room for an element, by forgetting the oldest answers.
+// roomLocked makes room for an element, by forgetting the oldest answers, and if there are none
+// orders that are over.
 func (o *Orders) roomLocked() error {
 	if o.set.Len() < maxOrderElements {
 		return nil
@@ -165,10 +175,27 @@ func (o *Orders) roomLocked() error {
 	for _, a := range all[:min(len(all), maxOrderElements/4)] {
 		o.set.Drop(a.element)
 	}
-	if o.set.Len() >= maxOrderElements {
-		return fmt.Errorf("%w: %d orders", ErrBusy, o.set.Len())
+	if o.set.Len() >= maxOrderElements && o.timed {
+		o.forgetLocked(o.wall())
+	}
+	if n := o.set.Len(); n >= maxOrderElements {
+		return fmt.Errorf("%w: %d orders are in force", ErrBusy, n)
 	}
 	return nil
+}
+
+// forgetLocked forgets orders that are over, the earliest first.
+func (o *Orders) forgetLocked(now time.Time) {
+	var over []Order
+	o.each(orderMark, func(id, text, _ string, until time.Time, stamp crdt.Stamp) {
+		if !now.Add(o.shift).Before(until) {
+			over = append(over, Order{ID: id, Text: text, stamp: stamp})
+		}
+	})
+	slices.SortFunc(over, inSequence)
+	for _, x := range over[:min(len(over), maxOrderElements/4)] {
+		o.set.Drop(string(orderMark) + x.ID + "|" + x.Text)
+	}
 }
 
 // each visits the elements of a kind: what is behind the bar, the note, and the time.
@@ -191,7 +218,15 @@ type Order struct {
 	Until    time.Time
 
 	stamp crdt.Stamp
+
+	// Of one given before the fleet's time was known: when, by our clock, and the last stamp
+	// that was known then.
+	at    time.Time
+	heard crdt.Stamp
 }
+
+// inSequence compares orders by their stamps.
+func inSequence(a, b Order) int { return cmp.Or(a.stamp.Compare(b.stamp), cmp.Compare(a.ID, b.ID)) }
 
 func (o *Orders) inForceLocked(now time.Time) (all []Order) {
 	for _, x := range o.own {
@@ -199,12 +234,15 @@ func (o *Orders) inForceLocked(now time.Time) (all []Order) {
 			all = append(all, x)
 		}
 	}
+	if !o.timed {
+		return all // in the sequence in which they were given
+	}
 	o.each(orderMark, func(id, text, _ string, until time.Time, stamp crdt.Stamp) {
-		if until = until.Add(-o.shift); o.timed && now.Before(until) {
-			all = append(all, Order{id, text, until, stamp})
+		if until = until.Add(-o.shift); now.Before(until) {
+			all = append(all, Order{ID: id, Text: text, Until: until, stamp: stamp})
 		}
 	})
-	slices.SortFunc(all, func(a, b Order) int { return cmp.Or(a.stamp.Compare(b.stamp), cmp.Compare(a.ID, b.ID)) })
+	slices.SortFunc(all, inSequence)
 	return all
 }
 
