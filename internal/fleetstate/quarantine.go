@@ -6,6 +6,7 @@ package fleetstate
 import (
 	"encoding/binary"
 	"fmt"
+	"maps"
 	"slices"
 	"time"
 
@@ -17,13 +18,14 @@ import (
 
 // A Quarantine is the fleet's list of rules about messages that no process is to handle:
 // a [dlq.Quarantine] that all processes share. It is a [crdt.LWWSet]: of two writes about
-// one rule the later one wins, by the stamps of hybrid logical clocks, and a write that is
-// made here about what is known here is always the later one, however wrong a clock is.
-// So a rule that is taken off during a split is off when the split has healed.
+// one rule the later one wins. Stamps are the fleet's time, and a write that is made here about
+// what is known here is always the later one, however wrong a clock is. So a rule that is taken
+// off during a split is off when the split has healed.
 //
 // What travels is the fleet's time, the wall clock put right by the median of the peers'
 // offsets ([Quarantine.Offset]); what a process gives out is its own wall clock's. So a
-// clock that is an hour off ends no entry an hour early or late.
+// clock that is an hour off ends no entry an hour early or late. What is written before that
+// time is known counts here at once. It is sent afterwards, with the time at which it was written.
 //
 // Memory is bounded: [quarantine.Max] entries that are set by this process, and four
 // times as many with those that peers bring and those that were removed. Beyond that a
@@ -32,20 +34,32 @@ import (
 //
 // It is a section of its own for the gossip session, and safe for concurrent use.
 type Quarantine struct {
-	clock *crdt.Clock
-	wall  func() time.Time
+	wall func() time.Time
 
 	*board
 
-	shift   time.Duration // of our wall clock, to the fleet's time
+	shift   time.Duration         // of our wall clock, to the fleet's time
+	timed   bool                  // that is known
+	early   map[string]earlyWrite // what was written here before, by element
 	pruneAt time.Time
 	refused uint64
+}
+
+// earlyWrite is a write that was made before the fleet's time was known.
+type earlyWrite struct {
+	removed bool
+	entry   dlq.QuarantineEntry // by our clock
+	at      time.Time           // likewise
+	heard   crdt.Stamp          // of the write that decided before
 }
 
 const (
 	pruneEvery  = time.Minute
 	voidAfter   = time.Hour // an entry is dropped so long after its time, for peers whose clock is behind
 	maxElements = 4 * quarantine.Max
+
+	// removedFor is for how long a write overrules those before it: longer than any of them lasts.
+	removedFor = dlq.MaxQuarantineFor + 2*voidAfter
 )
 
 // NewQuarantine returns the empty list of self. wall is the wall clock, [time.Now] or a
@@ -58,7 +72,7 @@ func NewQuarantine(self crdt.Replica, wall func() time.Time) (*Quarantine, error
 	if err != nil {
 		return nil, err
 	}
-	return &Quarantine{clock: crdt.NewClock(wall), wall: wall, board: b}, nil
+	return &Quarantine{wall: wall, board: b, early: make(map[string]earlyWrite)}, nil
 }
 
 // Offset takes how far the wall clocks of the peers are ahead of ours, of those of which
@@ -72,19 +86,32 @@ func (q *Quarantine) Offset(peers []time.Duration) time.Duration {
 	if q.shift = all[len(all)/2]; (q.shift - was).Abs() >= time.Second {
 		q.watchedLocked() // what it was told of times is wrong
 	}
+	if len(peers) > 0 && !q.timed {
+		q.timed = true
+		q.sendLocked()
+	}
 	return q.shift
 }
 
-// stampLocked is above the write that decides about an element.
-func (q *Quarantine) stampLocked(element string) crdt.Stamp {
-	at := q.clock.Now()
-	if last, _, ok := q.set.At(element); ok && at.Compare(last) <= 0 {
-		at = last
-		if at.Logical++; at.Logical == 0 {
-			at.Physical++
+// sendLocked makes what was written before the fleet's time was known the writes that they are.
+func (q *Quarantine) sendLocked() {
+	for element, w := range q.early {
+		at := q.stampAt(w.at).After(w.heard)
+		if w.removed {
+			_, _ = q.set.Remove(element, at) // a later write that was heard decides
+		} else {
+			_, _ = q.set.Add(element, q.noteOf(w.entry), at)
 		}
 	}
-	return at
+	if len(q.early) > 0 {
+		clear(q.early)
+		q.tellLocked()
+	}
+}
+
+// stampAt is the fleet's time at an instant of our wall clock.
+func (q *Quarantine) stampAt(wall time.Time) crdt.Stamp {
+	return crdt.Stamp{Physical: uint64(max(0, wall.Add(q.shift).UnixMilli()))}
 }
 
 // Add is that of [dlq.Quarantine].
@@ -96,16 +123,21 @@ func (q *Quarantine) Add(e dlq.QuarantineEntry) error {
 	if err := e.Validate(now); err != nil {
 		return err
 	}
-	if q.set.Len() >= quarantine.Max || q.fullLocked() {
+	if q.lenLocked() >= quarantine.Max || q.fullLocked() {
 		q.pruneLocked(now)
 	}
-	e.At, e.Until = e.At.Add(q.shift), e.Until.Add(q.shift)
 	element := e.Rule.String()
-	if !q.set.Has(element) && (q.set.Len() >= quarantine.Max || q.fullLocked()) {
+	if !q.hasLocked(element) && (q.lenLocked() >= quarantine.Max || q.fullLocked()) {
 		return fmt.Errorf("%w: the list has %d entries and %d that were removed lately, the most there may be are %d: remove some, or wait",
-			dlq.ErrQuarantine, q.set.Len(), q.set.Tombstones(), quarantine.Max)
+			dlq.ErrQuarantine, q.lenLocked(), q.countLocked()-q.lenLocked(), quarantine.Max)
 	}
-	return q.wroteLocked(q.set.Add(element, noteOf(e), q.stampLocked(element)))
+	heard, _, _ := q.set.At(element)
+	if !q.timed {
+		q.early[element] = earlyWrite{entry: e, at: now, heard: heard}
+		q.tellLocked()
+		return nil
+	}
+	return q.wroteLocked(q.set.Add(element, q.noteOf(e), q.stampAt(now).After(heard)))
 }
 
 // Remove is that of [dlq.Quarantine].
@@ -115,14 +147,41 @@ func (q *Quarantine) Remove(r dlq.Rule, _ string) error {
 	}
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	element := r.String()
-	if _, _, known := q.set.At(element); !known && q.fullLocked() {
+	now, element := q.wall(), r.String()
+	heard, _, known := q.set.At(element)
+	if _, early := q.early[element]; !known && !early && q.fullLocked() {
 		return fmt.Errorf("%w: %v is not known here, and there is no room to remember it", dlq.ErrQuarantine, r)
 	}
-	return q.wroteLocked(q.set.Remove(element, q.stampLocked(element)))
+	if !q.timed {
+		q.early[element] = earlyWrite{removed: true, at: now, heard: heard}
+		q.tellLocked()
+		return nil
+	}
+	return q.wroteLocked(q.set.Remove(element, q.stampAt(now).After(heard)))
 }
 
-func (q *Quarantine) fullLocked() bool { return q.set.Len()+q.set.Tombstones() >= maxElements }
+// hasLocked tells whether an element is on the list; lenLocked and countLocked are how many
+// are, and how many with those that were removed. An early write counts beside one that was heard.
+func (q *Quarantine) hasLocked(element string) bool {
+	if w, ok := q.early[element]; ok {
+		return !w.removed
+	}
+	return q.set.Has(element)
+}
+
+func (q *Quarantine) lenLocked() int {
+	n := q.set.Len()
+	for _, w := range q.early {
+		if !w.removed {
+			n++
+		}
+	}
+	return n
+}
+
+func (q *Quarantine) countLocked() int { return q.set.Len() + q.set.Tombstones() + len(q.early) }
+
+func (q *Quarantine) fullLocked() bool { return q.countLocked() >= maxElements }
 
 func (q *Quarantine) wroteLocked(wrote bool, err error) error {
 	switch {
@@ -140,7 +199,15 @@ func (q *Quarantine) Entries() []dlq.QuarantineEntry {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	return quarantine.InForce(q.wall(), func(yield func(dlq.QuarantineEntry) bool) {
+		for _, w := range q.early {
+			if !w.removed && !yield(w.entry) {
+				return
+			}
+		}
 		for element, note := range q.set.All() {
+			if _, early := q.early[element]; early {
+				continue
+			}
 			e, ok := entryOf(element, note)
 			e.At, e.Until = e.At.Add(-q.shift), e.Until.Add(-q.shift)
 			if ok && !yield(e) {
@@ -151,15 +218,22 @@ func (q *Quarantine) Entries() []dlq.QuarantineEntry {
 }
 
 // pruneLocked forgets entries whose time is long over, and what was removed so long ago
-// that nobody can have it in force any more.
+// that nobody can have it in force any more. Before the fleet's time is known it cannot tell
+// that of what was heard. An early entry whose time is over goes too, unless it overrules one.
 func (q *Quarantine) pruneLocked(now time.Time) {
 	q.pruneAt = now.Add(pruneEvery)
+	maps.DeleteFunc(q.early, func(element string, w earlyWrite) bool {
+		return now.Sub(w.at) > removedFor || !w.removed && !now.Before(w.entry.Until) && !q.set.Has(element)
+	})
+	if !q.timed {
+		return
+	}
 	for element, note := range q.set.All() {
 		if e, ok := entryOf(element, note); !ok || now.Add(q.shift).Sub(e.Until) > voidAfter {
 			q.set.Drop(element)
 		}
 	}
-	_, _ = q.set.Prune(q.clock.Now(), dlq.MaxQuarantineFor+2*voidAfter) // the age is allowed
+	_, _ = q.set.Prune(q.stampAt(now), removedFor) // the age is allowed
 }
 
 // Refused is how many packets were refused for want of room.
@@ -198,10 +272,10 @@ func (q *Quarantine) Merge(c crdt.Contact, b []byte) error {
 	return q.mergeLocked(b)
 }
 
-// A note is the wall times of the entry in milliseconds, who, and why.
-func noteOf(e dlq.QuarantineEntry) string {
-	b := binary.AppendUvarint(nil, uint64(max(0, e.At.UnixMilli())))
-	b = binary.AppendUvarint(b, uint64(max(0, e.Until.UnixMilli())))
+// noteOf has the times of the entry in milliseconds, which are the fleet's, who, and why.
+func (q *Quarantine) noteOf(e dlq.QuarantineEntry) string {
+	b := binary.AppendUvarint(nil, uint64(max(0, e.At.Add(q.shift).UnixMilli())))
+	b = binary.AppendUvarint(b, uint64(max(0, e.Until.Add(q.shift).UnixMilli())))
 	return string(wire.AppendText(wire.AppendText(b, e.By), e.Why))
 }
 

@@ -245,6 +245,7 @@ func TestQuarantineBounds(t *testing.T) {
 	made := func(name string) *Quarantine {
 		q, err := NewQuarantine(crdt.Replica{Name: name, Incarnation: 1}, func() time.Time { return now })
 		mustNot(t, err)
+		q.Offset([]time.Duration{0})
 		return q
 	}
 	q, peer := made("a"), made("b")
@@ -350,6 +351,7 @@ func TestQuarantineBounds(t *testing.T) {
 func FuzzQuarantine(f *testing.F) {
 	now := func() time.Time { return time.Unix(1_800_000_000, 0) }
 	a, _ := NewQuarantine(crdt.Replica{Name: "a", Incarnation: 1}, now)
+	a.Offset([]time.Duration{0})
 	_ = a.Add(dlq.QuarantineEntry{Rule: tenant("acme"), By: "ann", Why: "why"})
 	_ = a.Remove(tenant("other"), "")
 	b, _ := a.Delta(0, nil, crdt.Replica{}, 0, 1200)
