@@ -32,9 +32,8 @@ type follower struct {
 
 	given sync.Map // ids of the orders that were given here: their audit has who
 
-	mu        sync.Mutex         // held while orders are carried out, the fleet's or one of this process
-	locals    []local            // the latest last
-	outlasted map[string][]Order // the later orders that end before one, by its id
+	mu     sync.Mutex // held while orders are carried out, the fleet's or one of this process
+	locals []local    // the latest last
 
 	// Of the goroutine alone.
 	applied  map[guard.Control]*[kinds]string // the order that decided last, by kind
@@ -51,6 +50,10 @@ const (
 
 	// onceFor is how long an order counts that does not last.
 	onceFor = time.Minute
+
+	// knownFor is how long an order about a pause or a force is known: an hour longer than any
+	// order before it may last. So what it overrules does not come back.
+	knownFor = mostFor + time.Hour
 )
 
 // Of the orders of one kind the last one decides. Others are carried out each, once.
@@ -80,7 +83,7 @@ func follow(c *Console, carrier operator.Carrier) *follower {
 	ctx, cancel := context.WithCancel(context.Background())
 	f := &follower{
 		c: c, carrier: carrier, wake: make(chan struct{}, 1), began: time.Now(), cancel: cancel,
-		applied: make(map[guard.Control]*[kinds]string), answered: make(map[string]bool), outlasted: make(map[string][]Order),
+		applied: make(map[guard.Control]*[kinds]string), answered: make(map[string]bool),
 	}
 	f.done.Go(func() { f.run(ctx) })
 	return f
@@ -115,13 +118,12 @@ func wake(c chan struct{}) {
 }
 
 // standing is an order in force that is for this process. A pause or a forced breaker is over
-// at until; it may be known for longer, until known.
+// at until.
 type standing struct {
 	Order
 
 	id    string
 	until time.Time
-	known time.Time
 }
 
 // age is how long ago the order was given.
@@ -133,18 +135,19 @@ func (o standing) age() time.Duration {
 	return lasts - time.Until(o.until)
 }
 
-// carriedOrder is an order as the fleet carries it. It is carried for as long as the last one
-// that it overrules: Over longer than it lasts. Otherwise that one would come back.
+// carriedOrder is an order as the fleet carries it: Over longer than it lasts, see knownFor.
 type carriedOrder struct {
 	Order
 
 	Over Duration `json:"over,omitempty"`
 }
 
-// local is an order of this process alone. The fleet's orders that were in force before it do
-// not come back with a source that it was about, when that begins anew.
+// local is an order of this process alone. The fleet's orders before it do not come back with a
+// source that it was about, when that begins anew: those that were known, and those that are heard
+// later and were given a minute before it.
 type local struct {
 	kind      int
+	at        time.Time
 	overrules map[string]bool // orders by id
 	sources   map[string]bool // by name
 	breakers  map[string]bool // likewise, of an order about those
@@ -157,12 +160,12 @@ const mostLocals = 256
 func (f *follower) alone(o Order) (Outcome, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	l := local{kind: kindOf(o.Action), overrules: make(map[string]bool), sources: make(map[string]bool), breakers: make(map[string]bool)}
+	l := local{kind: kindOf(o.Action), at: time.Now(), overrules: make(map[string]bool), sources: make(map[string]bool), breakers: make(map[string]bool)}
 	for _, c := range f.carrier.InForce() {
 		l.overrules[c.ID] = true
 	}
 	out, err := f.c.do(o)
-	if err != nil || o.DryRun || l.kind == kindOnce || len(l.overrules) == 0 {
+	if err != nil || o.DryRun || l.kind == kindOnce {
 		return out, err
 	}
 	for _, r := range out.Results {
@@ -179,38 +182,12 @@ func (f *follower) alone(o Order) (Outcome, error) {
 	return out, nil
 }
 
-// overruleLocked notes what outlasts a later order of its kind, whose giver had not heard of it:
-// it does not come back when that one ends. A process that starts after that cannot know it, and
-// carries the earlier one out: it may be in force in the others.
-func (f *follower) overruleLocked(orders []standing) {
-	for i, later := range orders {
-		kind := kindOf(later.Action)
-		for _, o := range orders[:i] {
-			if kind < kinds && kindOf(o.Action) == kind && o.known.After(later.known) && !(f.answered[o.id] && f.answered[later.id]) {
-				f.outlasted[o.id] = append(f.outlasted[o.id], later.Order)
-			}
-		}
-	}
-}
-
 // overruledLocked tells whether an order of this process about a source came after one of the
-// fleet's, or one of the fleet's did that has ended.
-func (f *follower) overruledLocked(s control, kind int, id string) bool {
-	if slices.ContainsFunc(f.outlasted[id], func(o Order) bool { return o.about(s) }) {
-		return true
-	}
+// fleet's.
+func (f *follower) overruledLocked(s control, kind int, o *standing) bool {
+	given := time.Now().Add(-o.age())
 	return slices.ContainsFunc(f.locals, func(l local) bool {
-		return l.kind == kind && l.overrules[id] && (l.sources[s.Name()] || l.breakers[s.State().Breaker.Name])
-	})
-}
-
-// forgetLocked drops what overrules nothing any more.
-func (f *follower) forgetLocked(inForce []operator.Carried) {
-	maps.DeleteFunc(f.outlasted, func(id string, _ []Order) bool {
-		return !slices.ContainsFunc(inForce, func(c operator.Carried) bool { return c.ID == id })
-	})
-	f.locals = slices.DeleteFunc(f.locals, func(l local) bool {
-		return !slices.ContainsFunc(inForce, func(c operator.Carried) bool { return l.overrules[c.ID] })
+		return l.kind == kind && (l.overrules[o.id] || l.at.Sub(given) > onceFor) && (l.sources[s.Name()] || l.breakers[s.State().Breaker.Name])
 	})
 }
 
@@ -219,7 +196,6 @@ func (f *follower) look() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	orders, bad, none := f.inForceLocked()
-	f.overruleLocked(orders)
 	answers := make(map[string]*Answer)
 	for id, err := range bad {
 		answers[id] = &Answer{Error: err.Error()}
@@ -277,7 +253,6 @@ func (f *follower) look() {
 		}
 	}
 	if none {
-		clear(f.answered)
 		f.given.Clear()
 	}
 }
@@ -306,7 +281,12 @@ func (f *follower) name() string {
 func (f *follower) inForceLocked() (orders []standing, bad map[string]error, none bool) {
 	bad = make(map[string]error)
 	all := f.carrier.InForce()
-	f.forgetLocked(all)
+	known := make(map[string]bool, len(all))
+	for _, c := range all {
+		known[c.ID] = true
+	}
+	maps.DeleteFunc(f.answered, func(id string, _ bool) bool { return !known[id] })
+	f.locals = slices.DeleteFunc(f.locals, func(l local) bool { return time.Since(l.at) > knownFor })
 	for _, c := range all {
 		o, err := readCarried(c.Order)
 		if err != nil { // of another version
@@ -316,7 +296,7 @@ func (f *follower) inForceLocked() (orders []standing, bad map[string]error, non
 			continue
 		}
 		if f.here(o.In) {
-			orders = append(orders, standing{o.Order, c.ID, c.Until.Add(-time.Duration(o.Over)), c.Until})
+			orders = append(orders, standing{o.Order, c.ID, c.Until.Add(-time.Duration(o.Over))})
 		}
 	}
 	return orders, bad, len(all) == 0
@@ -335,9 +315,11 @@ func within(in, zone string) bool {
 // settleLocked brings one source to what the last orders about it say.
 func (f *follower) settleLocked(s control, orders []standing, answers map[string]*Answer, results map[string][]Result) {
 	var last [kinds]*standing
+	var known [kinds]int
 	for i, o := range orders {
 		if kind := kindOf(o.Action); kind < kinds && o.about(s) {
 			last[kind] = &orders[i]
+			known[kind]++
 			if a := answers[o.id]; a != nil {
 				a.Sources++
 			}
@@ -353,16 +335,15 @@ func (f *follower) settleLocked(s control, orders []standing, answers map[string
 			continue
 		}
 		applied[kind] = o.id
-		if f.overruledLocked(s, kind, o.id) {
+		if f.overruledLocked(s, kind, o) {
 			continue
 		}
 		rest := o.Order
 		if o.For > 0 && !time.Now().Before(o.until) { // what it has overruled may be in force here
 			rest.For, rest.Action = 0, undoes[kind]
 		}
-		younger := f.answered[o.id] || o.age() > time.Since(f.began) // the source, or the process
-		if younger && kind == kindForce && rest.Action != Open && !s.State().Breaker.Forced {
-			continue // there is nothing to undo: if it is open, it has tripped since
+		if rest.For == 0 && f.nothingToUndo(s, kind, o, known[kind]) {
+			continue
 		}
 		if rest.For > 0 {
 			rest.For = Duration(max(time.Until(o.until), 1))
@@ -373,6 +354,16 @@ func (f *follower) settleLocked(s control, orders []standing, answers map[string
 			a.fails(r)
 		}
 	}
+}
+
+// nothingToUndo tells whether an order that ends another has nothing to end at a source, so that it
+// would end what came later. known is how many orders of its kind are known there.
+func (f *follower) nothingToUndo(s control, kind int, o *standing, known int) bool {
+	younger := f.answered[o.id] || o.age() > time.Since(f.began) // the source, or the process
+	if kind == kindForce {                                       // a breaker that is open by itself has tripped since
+		return (younger || o.age() > onceFor) && !s.State().Breaker.Forced
+	}
+	return younger && known == 1 // a pause here is that of this process
 }
 
 func (a *Answer) add(r Result) {
@@ -387,25 +378,16 @@ func (a *Answer) fails(r Result) {
 	}
 }
 
-// until is how long an order is known, and how much longer that is than it lasts. One that
-// overrules others is known as long as the last of them: who hears both late must not carry
-// out the first alone, and it must not come back.
-func (f *follower) until(o Order) (last time.Time, over time.Duration) {
-	ends := time.Now().Add(onceFor)
+// until is how long an order is known, and how much longer that is than it lasts.
+func until(o Order) (last time.Time, over time.Duration) {
+	lasts := onceFor
 	if o.For > 0 {
-		ends = time.Now().Add(time.Duration(o.For))
+		lasts = time.Duration(o.For)
 	}
-	if kindOf(o.Action) == kindOnce {
-		return ends, 0
+	if kindOf(o.Action) != kindOnce {
+		over = knownFor - lasts
 	}
-	last = ends
-	for _, c := range f.carrier.InForce() {
-		if of, err := readCarried(c.Order); err == nil && kindOf(of.Action) == kindOf(o.Action) && c.Until.After(last) {
-			last = c.Until
-		}
-	}
-	over = (last.Sub(ends) + time.Second - 1).Truncate(time.Second)
-	return ends.Add(over), over
+	return time.Now().Add(lasts + over), over
 }
 
 // give puts an order up for the processes that it is for, and waits for their answers,
@@ -429,7 +411,7 @@ func (f *follower) give(ctx context.Context, o Order, who string) (Outcome, erro
 		}
 		return out, nil
 	}
-	until, over := f.until(o)
+	last, over := until(o)
 	carried := carriedOrder{o, Duration(over)}
 	carried.Why = "" // that is the journal's
 	text, err := json.Marshal(carried)
@@ -441,7 +423,7 @@ func (f *follower) give(ctx context.Context, o Order, who string) (Outcome, erro
 	stop := f.carrier.Watch(func() { wake(news) })
 	defer stop()
 	f.given.Store(id, true)
-	if err := f.carrier.Give(operator.Carried{ID: id, Order: string(text), Until: until}, o.String(), who, o.Why); err != nil {
+	if err := f.carrier.Give(operator.Carried{ID: id, Order: string(text), Until: last}, o.String(), who, o.Why); err != nil {
 		return out, fmt.Errorf("%w: %w", ErrOrder, err)
 	}
 	patience := time.NewTimer(answerFor)

@@ -248,7 +248,13 @@ func TestCloseAfterARestart(t *testing.T) {
 			r.in["orders"] <- i
 		}
 		time.Sleep(20 * time.Second)
-		r.order(console.Order{Action: console.Open, Sources: []string{"refunds"}, For: console.Duration(time.Hour)})
+		for _, s := range r.g.Sources() { // as a guard's state brings back a force
+			if s.Name() == "refunds" {
+				if err := s.ForceOpen(time.Hour); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
 		tripped := r.source("orders").Breaker
 		if tripped.State == "closed" {
 			t.Fatalf("it has not tripped: %+v", tripped)
@@ -384,12 +390,12 @@ func TestLaterOrderEndsFirst(t *testing.T) {
 					}
 				}
 				earlier := []operator.Carried{
-					carried("1", `{"action":"pause","sources":["*"],"for":"2h","in":"fleet"}`, 2*time.Hour),
-					carried("2", `{"action":"open","sources":["*"],"for":"2h","in":"fleet"}`, 2*time.Hour),
+					carried("1", `{"action":"pause","sources":["*"],"for":"2h","in":"fleet","over":"23h"}`, 25*time.Hour),
+					carried("2", `{"action":"open","sources":["*"],"for":"2h","in":"fleet","over":"23h"}`, 25*time.Hour),
 				}
 				later := []operator.Carried{
-					carried("3", `{"action":"resume","sources":["*"],"in":"fleet"}`, time.Minute),
-					carried("4", `{"action":"close","sources":["*"],"in":"fleet"}`, time.Minute),
+					carried("3", `{"action":"resume","sources":["*"],"in":"fleet","over":"24h59m"}`, 25*time.Hour),
+					carried("4", `{"action":"close","sources":["*"],"in":"fleet","over":"24h59m"}`, 25*time.Hour),
 				}
 				if late {
 					c.put(later...)
@@ -418,6 +424,48 @@ func TestLaterOrderEndsFirst(t *testing.T) {
 			})
 		})
 	}
+}
+
+// A later order decides also where the earlier is heard after the later one's time, and in a
+// process that begins after it; an order of one process that is later than both stands.
+func TestOverruledOrderIsHeardLate(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := new(carrier)
+		r := newRig(t, console.Config{Fleet: c}, "orders")
+		all := []string{"*"}
+		given := time.Now().Add(25 * time.Hour)
+		time.Sleep(time.Second)
+		r.order(console.Order{Action: console.Resume, Sources: all, In: "fleet"})
+		r.order(console.Order{Action: console.Close, Sources: all, In: "fleet"})
+		time.Sleep(2 * time.Hour)
+		c.mu.Lock() // in front of the others by their stamps
+		c.orders = append([]operator.Carried{
+			{ID: "1", Order: `{"action":"pause","sources":["*"],"for":"24h","in":"fleet","over":"1h"}`, Until: given},
+			{ID: "2", Order: `{"action":"open","sources":["*"],"for":"24h","in":"fleet","over":"1h"}`, Until: given},
+		}, c.orders...)
+		c.mu.Unlock()
+		free := func(when string) {
+			t.Helper()
+			time.Sleep(time.Second)
+			if s := r.source("orders"); s.State != "running" || s.Breaker.Forced || s.Breaker.State != "closed" {
+				t.Errorf("%s it is %s, and its breaker %+v", when, s.State, s.Breaker)
+			}
+		}
+		free("when they are heard late")
+		r.c.Close()
+		r.close()
+		r = newRig(t, console.Config{Fleet: c}, "orders")
+		defer func() { r.c.Close(); r.close() }()
+		free("after a restart")
+		r.order(console.Order{Action: console.Pause, Sources: all, For: console.Duration(time.Hour)})
+		c.mu.Lock() // given an hour ago, and heard now
+		c.orders = append(c.orders, operator.Carried{ID: "3", Order: `{"action":"resume","sources":["*"],"in":"fleet","over":"24h59m0s"}`, Until: time.Now().Add(24 * time.Hour)})
+		c.mu.Unlock()
+		time.Sleep(time.Second)
+		if got := r.source("orders").State; got != "paused" {
+			t.Errorf("after an order of this process, and an earlier of the fleet that is heard late, it is %s", got)
+		}
+	})
 }
 
 // An order of one process stands, also over a rebalance, against the fleet's orders before it,
