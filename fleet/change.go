@@ -132,7 +132,7 @@ func (p *Process) asker(ctx context.Context) string {
 func (p *Process) ask(ctx context.Context, number uint64, e fleetstate.Entry, wish func(number uint64) (uint64, error)) (uint64, error) {
 	select {
 	case <-p.node.Done():
-		return 0, p.node.Err()
+		return 0, p.inFleet()
 	default:
 	}
 	if err := ctx.Err(); err != nil {
@@ -238,7 +238,7 @@ func (p *Process) until(ctx context.Context, ask func() (done bool, err error)) 
 		case <-ctx.Done():
 			return ctx.Err()
 		case <-p.node.Done():
-			return p.node.Err()
+			return p.inFleet()
 		case <-p.ctx.Done():
 			return gossip.ErrClosed
 		}

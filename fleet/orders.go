@@ -41,7 +41,10 @@ func (c carrier) Give(o operator.Carried, what, who, why string) error {
 	if c.p.orders == nil {
 		return ErrAlone
 	}
-	err := c.p.orders.Give(o.ID, o.Order, o.Until)
+	err := c.p.inFleet()
+	if err == nil {
+		err = c.p.orders.Give(o.ID, o.Order, o.Until)
+	}
 	if err == nil {
 		c.p.write(fleetstate.Entry{Kind: fleetstate.EntryOrdered, Subject: what, Text: spoken(who, why)})
 	}

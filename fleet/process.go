@@ -254,6 +254,14 @@ func (p *Process) Err() error {
 	return p.node.Err()
 }
 
+// inFleet is the error of what is asked of a process that is out of its fleet: nobody would hear it.
+func (p *Process) inFleet() error {
+	if err := p.Err(); err != nil {
+		return fmt.Errorf("fleet: process %q is out of its fleet: ask another, or start it again: %w", p.self.Name, err)
+	}
+	return nil
+}
+
 // Close ends the process at once: to the others it falls silent. It returns when
 // all its goroutines have ended, and may be called again.
 func (p *Process) Close() {

@@ -6,11 +6,16 @@ package fleet
 import (
 	"context"
 	"errors"
+	"net/http"
+	"net/http/httptest"
+	"strings"
 	"sync"
 	"testing"
 	"time"
 
+	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/internal/escrow"
+	"github.com/stormguard-mq/stormguard/internal/operator"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
@@ -248,5 +253,24 @@ func TestDisplaced(t *testing.T) {
 	}
 	if _, err := all[2].Set(t.Context(), Change{Reset: true}); !errors.Is(err, ErrDisplaced) {
 		t.Errorf("it proposes: %v", err)
+	}
+	// Nobody would hear it.
+	refused := func(what string, err error) {
+		t.Helper()
+		if !errors.Is(err, ErrDisplaced) || !strings.Contains(err.Error(), `"c"`) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	order := operator.Carried{ID: "1", Order: "pause", Until: time.Now().Add(time.Minute)}
+	refused("an order", all[2].Orders().Give(order, "pause", "ann", ""))
+	rule := dlq.Rule{Kind: dlq.RuleHeader, Header: "tenant", Value: "acme"}
+	refused("a rule", all[2].Quarantine().Add(dlq.QuarantineEntry{Rule: rule}))
+	refused("the end of a rule", all[2].Quarantine().Remove(rule, "ann"))
+	q := httptest.NewRequest(http.MethodPost, "http://localhost/fleet/quarantine", strings.NewReader(`{"rule":"header:tenant=acme"}`))
+	q = q.WithContext(context.WithValue(q.Context(), http.LocalAddrContextKey, loopback))
+	q.Header.Set("Content-Type", "application/json")
+	w := httptest.NewRecorder()
+	if all[2].Handler().ServeHTTP(w, q); w.Code != http.StatusServiceUnavailable {
+		t.Errorf("a request: %d %s", w.Code, w.Body)
 	}
 }

@@ -31,7 +31,10 @@ type rules struct {
 
 // Add is that of [dlq.Quarantine].
 func (r rules) Add(e dlq.QuarantineEntry) error {
-	err := r.Quarantine.Add(e)
+	err := r.p.inFleet()
+	if err == nil {
+		err = r.Quarantine.Add(e)
+	}
 	if err == nil {
 		r.p.write(fleetstate.Entry{Kind: fleetstate.EntryQuarantined, Subject: e.Rule.String(), Text: spoken(e.By, e.Why)})
 	}
@@ -40,7 +43,10 @@ func (r rules) Add(e dlq.QuarantineEntry) error {
 
 // Remove is that of [dlq.Quarantine].
 func (r rules) Remove(rule dlq.Rule, by string) error {
-	err := r.Quarantine.Remove(rule, by)
+	err := r.p.inFleet()
+	if err == nil {
+		err = r.Quarantine.Remove(rule, by)
+	}
 	if err == nil {
 		r.p.write(fleetstate.Entry{Kind: fleetstate.EntryReleased, Subject: rule.String(), Text: spoken(by, "")})
 	}
@@ -135,7 +141,10 @@ func (p *Process) serveQuarantine(mux *http.ServeMux) {
 		line := []any{"who", who.Remote, "token", who.Token, "by", audited(in.By), "rule", audited(in.Rule), "remove", in.Remove, "why", audited(in.Why)}
 		if err := p.changeQuarantine(in, who); err != nil {
 			p.log.Warn("fleet: an operator's change of the quarantine was not made", append(line, "error", err)...)
-			refuse(w, fmt.Errorf("%w: %w", fleetstate.ErrConfig, err))
+			if p.Err() == nil {
+				err = fmt.Errorf("%w: %w", fleetstate.ErrConfig, err)
+			}
+			refuse(w, err)
 			return
 		}
 		p.log.Info("fleet: an operator's change of the quarantine was made", line...)
