@@ -32,6 +32,7 @@
 //	a process     in the fleet's state                              does
 //	heard by a    closed                                            its breaker decides by itself; tripped, it
 //	quorum                                                          votes so, until it closes again
+//	              closed, and doubts its own path                   the same, without a vote
 //	              open, period not over                             holds its breaker
 //	              open, period over, its turn                       lets one probe through, and holds on
 //	              open, all who can have probed, it cannot          seconds their success; does not wait for
@@ -57,6 +58,12 @@
 // that its dead author can never take back would be half a quorum for ever. A
 // local trip acts at once, whatever the fleet thinks, and costs nobody else
 // anything.
+//
+// A process doubts its own path if a probe of its ended a round, the probes of others closed the
+// scope though it had calls, and its breaker trips within Cap of that. Of a roster of four, two whose path stays broken
+// are a quorum: without this rule they would hold the two that are well at once after each close.
+// The doubt ends when the process's own probes have closed its breaker. The price: an outage that
+// follows a close within Cap opens the scope by the votes of those whose probes had closed it.
 //
 // A process that is cut off probes as a breaker by itself does, each period with
 // certainty, or one that is alone for good would not recover. N of them

@@ -4,6 +4,7 @@
 package fleetstate
 
 import (
+	"fmt"
 	"os"
 	"slices"
 	"testing"
@@ -187,6 +188,33 @@ func TestBrokenAmongQuiet(t *testing.T) {
 			if s := w.status(0); s.Gen > 0 || !s.Open() {
 				t.Errorf("the fleet is %v", s.Position)
 			}
+		})
+	}
+}
+
+// Half of four is a quorum. Where the path of two stays broken after an outage, they do not hold
+// the two that are well again and again. Once they are well their votes count as before.
+func TestHalfStaysBroken(t *testing.T) {
+	for _, rate := range []int{20, 1} {
+		t.Run(fmt.Sprint(rate, " messages a second"), func(t *testing.T) {
+			w := newWorld(t, 3, options{nodes: 4, rate: rate})
+			w.down = true
+			w.run(90 * sec)
+			w.nodes[0].broken, w.nodes[1].broken, w.down = true, true, false
+			well := w.nodes[2:]
+			took := w.until(2*time.Minute, "the two that are well closed", func() bool { return well[0].b.Closed() && well[1].b.Closed() })
+			before := []int{well[0].good, well[1].good}
+			w.run(10 * time.Minute)
+			for i, n := range well {
+				if got, want := n.good-before[i], 590*rate; got < want {
+					t.Errorf("%s handled %d in ten minutes, want %d", n.name, got, want)
+				}
+			}
+			w.nodes[0].broken, w.nodes[1].broken = false, false
+			w.until(time.Minute, "the others closed", w.closed)
+			well[0].broken, w.nodes[0].broken = true, true
+			opened := w.until(time.Minute, "the fleet opened by the votes of two", func() bool { return w.status(3).Open() })
+			t.Logf("closed after %v, opened after %v", took, opened)
 		})
 	}
 }

@@ -67,7 +67,7 @@ func (m *Machine) Leave(now time.Duration, name string) {
 		return
 	}
 	sc.Claimed, sc.asking, sc.wants, sc.Mine, sc.mode, sc.release = false, false, false, false, free, Never
-	sc.seen, sc.cast, sc.back = 0, 0, false
+	sc.seen, sc.cast, sc.back, sc.doubt = 0, 0, false, false
 	// What was not applied yet is void, or it would be done to whoever takes the
 	// scope over next.
 	m.actions = slices.DeleteFunc(m.actions, func(a Action) bool { return a.Scope == name })

@@ -179,15 +179,20 @@ func (m *Machine) Observe(now time.Duration, name string, s circuit.Snapshot) {
 		}
 	case s.State == breaker.Closed:
 		if sc.Own.Troubled(sc.Known.Gen) {
+			sc.doubt = sc.doubt && s.Forced
 			m.write(now, sc, Vote{At: Position{Gen: sc.Known.Gen}})
 		}
 	case s.State == breaker.Open && !s.Forced && !s.Held && s.Generation > sc.cast:
 		sc.cast = s.Generation
 		level := min(max(s.BackoffLevel, 1), top(m.cfg))
+		phase := PhaseOpen
+		if m.doubted(now, sc) {
+			phase = PhaseInherited // for whoever takes the scope over, and no vote
+		}
 		// At the end of the backoff each period reads as the one before: whoever takes
 		// the scope over has to know that another began.
 		sc.Own = Vote{
-			Phase: PhaseOpen, At: Position{Gen: sc.Known.Gen}, Wants: sc.wants,
+			Phase: phase, At: Position{Gen: sc.Known.Gen}, Wants: sc.wants,
 			BackoffLevel: level, OpenFor: m.periodOf(s, level).Truncate(time.Microsecond), Cause: Cut(s.Cause),
 		}
 		m.stir(sc)
@@ -195,6 +200,16 @@ func (m *Machine) Observe(now time.Duration, name string, s circuit.Snapshot) {
 		sc.Book.Decide(now)
 	default: // half-open, or open by somebody's force: no evidence
 	}
+}
+
+// doubted reports whether a trip here may be of our own path: a probe of ours ended a round, those
+// of others closed the scope though we had calls, and it has tripped again within Cap. The rest has shown that it is
+// well, and is not to be held for that. It ends when our breaker's own probes have closed it, or if
+// it was closed for so long.
+func (m *Machine) doubted(now time.Duration, sc *Scope) bool {
+	first := sc.Own.Phase != PhaseInherited || sc.Own.At.Gen != sc.Known.Gen
+	sc.doubt = sc.doubt && !(first && now-sc.Since >= m.cfg.Cap)
+	return sc.doubt
 }
 
 // periodOf is how long a breaker opens by its own verdict; that of a topic, which is
@@ -399,6 +414,11 @@ func (m *Machine) Enter(now time.Duration, sc *Scope, s State, since time.Durati
 		return
 	}
 	sc.Since = since
+	if !s.Open() {
+		own, round := sc.Own, sc.Own.At == before.Position
+		failed := own.At.Gen == before.Gen && own.Failed > 0 && !(round && own.Phase == PhaseSeconded)
+		sc.doubt = (sc.doubt || failed) && !(round && own.Passes > 0)
+	}
 	goesOn := before.Open() && before.Gen == s.Gen // another round of what was open
 	if !sc.lost() || !goesOn {
 		sc.firm = m.Due(sc)

@@ -147,6 +147,7 @@ type Scope struct {
 	seen    uint64        // generation of the breaker at the last Observe
 	cast    uint64        // generation of the breaker that the last vote was about
 	back    bool          // let go while the fleet is open, its own probes have closed it
+	doubt   bool          // closed by the probes of others, after one of ours had ended a round: see doubted
 
 	// Of the round.
 	trial   trial
