@@ -55,8 +55,6 @@
 //     where T is how long it may not mint.
 //   - A fence of a process that stood still, or whose machine did: at most one pool for
 //     each key.
-//   - A reservation ([Limiter.Reserve]) that stands when a limit is cut or a fence
-//     comes: at most a share of Burst for each node.
 //   - A process that is given an outdated configuration and no fence, until it hears
 //     of the configuration that is in force.
 //

@@ -14,9 +14,6 @@ var (
 	// wait would end.
 	ErrBurst = escrow.ErrBurst
 
-	// ErrShare means that more was reserved than this process can mint for.
-	ErrShare = escrow.ErrShare
-
 	// ErrClosed means that the limits were closed, with their process.
 	ErrClosed = escrow.ErrClosed
 

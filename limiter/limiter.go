@@ -79,27 +79,3 @@ func (l *Limiter) Level() Level {
 	limit, left, next := l.handle().Level()
 	return Level{Limit: Limit(limit), Left: left, Next: next}
 }
-
-// Reserve admits n as soon as this process has minted them, and says when that is. It
-// never counts on loans: what is reserved, lent and not yet due is together at most this
-// process's share of the burst. Anything more is [ErrShare]. So is everything while the
-// process may not mint, where others wait already, where the key's owner is another
-// process, and with fleet.Pooled. n <= 0 is admitted at once.
-//
-// A limit that is cut or a fence that comes afterwards does not take a reservation back:
-// at most a share of the burst is admitted for it that was not minted by then.
-func (l *Limiter) Reserve(n int) (Reservation, error) {
-	r, err := l.handle().Reserve(n)
-	return Reservation(r), err
-}
-
-// A Reservation is an admission at a certain time: its holder does the work when Delay
-// has passed, and asks nobody any more. It is safe for concurrent use.
-type Reservation escrow.Reservation
-
-// Delay is how long there is to wait; 0 when it is time.
-func (r Reservation) Delay() time.Duration { return escrow.Reservation(r).Delay() }
-
-// Cancel gives the tokens back, at the time when they were due; those who have reserved
-// since are not served sooner. Later than that it does nothing.
-func (r Reservation) Cancel() { escrow.Reservation(r).Cancel() }
