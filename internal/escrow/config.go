@@ -82,8 +82,7 @@ const (
 	// and the others use the part of one that leaves. One that crashes is assumed to use
 	// its part, Rate/N, until its name is back or evicted. A learner cannot be evicted: its
 	// part is free again after 10 min of silence. Weights, owners and loans mean
-	// nothing to it. OnSilence must be Hold and UntilJoined Deny, and [Handle.Reserve]
-	// is [ErrShare].
+	// nothing to it. OnSilence must be Hold and UntilJoined Deny.
 	//
 	// It is not strict. With N processes, rate R, burst B, and d from a use to its
 	// arrival at a peer, the fleet admits more than B + R·T by up to

@@ -268,12 +268,6 @@ func (n *Node) Complete(now time.Duration, number uint64) {
 // tokens and what it has lent are no more than the smallest share that counts, and
 // no earlier incarnation of it has lent anything. 0 is none yet.
 func (n *Node) Applied() uint64 {
-	if n.alone && n.overs > 0 { // reservations, which no step redeems here
-		n.eachRow(func(r *row) {
-			r.update(n.now, n.mintAt)
-			n.pin(r)
-		})
-	}
 	if n.overs == 0 && (n.alone || n.now >= n.wait) {
 		n.applied = n.newest().Number
 	}
@@ -436,7 +430,7 @@ func (r *row) share(n *Node, terms []*term) {
 
 // trim takes from the level what is above the cap. The row's pool is empty.
 func (n *Node) trim(r *row) {
-	room := max(0, r.cap-r.lent-r.reserved)
+	room := max(0, r.cap-r.lent)
 	if n.fenced {
 		room = 0
 	}
@@ -450,7 +444,7 @@ func (n *Node) trim(r *row) {
 // pin notes whether a row has more out than its cap. Then the leases of who has it
 // are not renewed.
 func (n *Node) pin(r *row) {
-	over := r.lent+r.reserved > r.cap
+	over := r.lent > r.cap
 	if over == r.over {
 		return
 	}
@@ -474,7 +468,7 @@ func (n *Node) fillUp() bool {
 	}
 	n.steady = n.now
 	n.eachRow(func(r *row) {
-		if more := r.cap - r.lent - r.reserved - r.level; more > 0 {
+		if more := r.cap - r.lent - r.level; more > 0 {
 			r.level += more
 			r.sum.Refilled = plus(r.sum.Refilled, more)
 			n.ripen(r)

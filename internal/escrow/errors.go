@@ -14,9 +14,6 @@ var (
 	// wait would end.
 	ErrBurst = errors.New("limiter: more than the burst")
 
-	// ErrShare means that more was reserved than this node can mint for.
-	ErrShare = errors.New("limiter: more than this node's share")
-
 	// ErrClosed means that the [Set] is closed.
 	ErrClosed = errors.New("limiter: closed")
 

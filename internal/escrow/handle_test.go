@@ -355,6 +355,22 @@ func TestManyKeys(t *testing.T) {
 	}
 }
 
+// A wait that no clock reaches ends with its context.
+func TestWaitBeyondTheClock(t *testing.T) {
+	l, err := Local(Limit{Rate: 0.001, Burst: 1e9})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !l.AllowN(999_000_000) {
+		t.Fatal("denied")
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 10*ms)
+	defer cancel()
+	if err := l.WaitN(ctx, 1e9); !errors.Is(err, context.DeadlineExceeded) {
+		t.Error(err)
+	}
+}
+
 func BenchmarkNewKey(b *testing.B) {
 	s, err := New(crdt.Replica{Name: "a"}, Config{Limit: Limit{Rate: 10, Burst: 10}, MaxKeys: 1e7})
 	if err != nil {

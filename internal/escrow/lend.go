@@ -96,7 +96,7 @@ func (n *Node) ripen(r *row) {
 func (n *Node) rest(r *row) {
 	if n.alone {
 		next := never
-		if r.waiting > 0 && r.spendable() == 0 { // what was minted has gone to reservations
+		if r.waiting > 0 && r.spendable() == 0 { // such as while a fence is up
 			next = after(n.now, max(r.until(min(r.head, r.cap)), r.pace, time.Millisecond))
 		}
 		n.schedule(r, next)
@@ -104,7 +104,7 @@ func (n *Node) rest(r *row) {
 	}
 	f := &r.forecast
 	next := n.now + r.pace
-	if f.mean == 0 && f.asked == 0 && r.waiting == 0 && r.want == 0 && r.held == 0 && r.reserved == 0 && !r.needing && !r.stated {
+	if f.mean == 0 && f.asked == 0 && r.waiting == 0 && r.want == 0 && r.held == 0 && !r.needing && !r.stated {
 		if n.idle(r) {
 			n.evict(r)
 			return
@@ -136,7 +136,7 @@ func (n *Node) settled(r *row) time.Duration {
 
 // idle tells whether a row that is made anew would be this one.
 func (n *Node) idle(r *row) bool {
-	if r.level < r.cap || r.lent > 0 || r.held > 0 || r.waiting > 0 || r.want > 0 || r.pooled > 0 || r.reserved > 0 {
+	if r.level < r.cap || r.lent > 0 || r.held > 0 || r.waiting > 0 || r.want > 0 || r.pooled > 0 {
 		return false
 	}
 	if n.now < n.settled(r) {

@@ -73,7 +73,7 @@ func (n *Node) refund(r *row, amount int64) (back int64) {
 	if n.fenced {
 		return 0 // what is its own is void
 	}
-	back = max(0, min(amount, r.cap-r.level-r.lent-r.reserved, r.sum.Own))
+	back = max(0, min(amount, r.cap-r.level-r.lent, r.sum.Own))
 	r.level += back
 	r.sum.Own -= back
 	if r.here && r.drawing {

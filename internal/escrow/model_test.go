@@ -37,10 +37,10 @@ func (f *fleet) check() error {
 		if r.level < 0 || r.lent < 0 || r.held < 0 || r.granted < 0 || r.granted > r.level {
 			return errors.New("negative books")
 		}
-		if !r.over && r.level+r.lent+r.reserved > r.cap {
+		if !r.over && r.level+r.lent > r.cap {
 			return errors.New("level and loans exceed the cap")
 		}
-		if r.sum.Minted+r.sum.Back+r.sum.Refilled != r.level+r.sum.Own+r.sum.Lent+r.sum.Trimmed+r.prepaid {
+		if r.sum.Minted+r.sum.Back+r.sum.Refilled != r.level+r.sum.Own+r.sum.Lent+r.sum.Trimmed {
 			return errors.New("own tokens do not tie up")
 		}
 		if r.sum.Got != r.sum.Borrowed+r.sum.Returned+r.sum.Voided+r.held {

@@ -402,14 +402,13 @@ func (n *Node) Wake() time.Duration {
 // A View is what one node knows of a key at an instant. It is for people and
 // metrics: what remains of the fleet's tokens nobody knows.
 type View struct {
-	Level    int64 // own tokens, in micro-tokens as everything here
-	Cap      int64 // this node's part of the burst
-	Lent     int64 // given to others and not accounted for
-	Held     int64 // borrowed and not spent
-	Waiting  int64
-	Reserved int64  // taken or minted for reservations that are not due
-	Owner    string // where a small limit lives; empty if it is spread
-	Sums     Sums
+	Level   int64 // own tokens, in micro-tokens as everything here
+	Cap     int64 // this node's part of the burst
+	Lent    int64 // given to others and not accounted for
+	Held    int64 // borrowed and not spent
+	Waiting int64
+	Owner   string // where a small limit lives; empty if it is spread
+	Sums    Sums
 }
 
 // View looks at a key; ok says whether the node knows it.
@@ -420,7 +419,7 @@ func (n *Node) View(now time.Duration, key string) (v View, ok bool) {
 		return v, false
 	}
 	r.update(n.now, n.mintAt)
-	return View{Level: r.level, Cap: r.cap, Lent: r.lent, Held: r.held, Waiting: r.waiting, Reserved: r.prepaid, Owner: r.owner, Sums: r.sum}, true
+	return View{Level: r.level, Cap: r.cap, Lent: r.lent, Held: r.held, Waiting: r.waiting, Owner: r.owner, Sums: r.sum}, true
 }
 
 // Keys is how many keys the node knows.

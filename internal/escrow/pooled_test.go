@@ -821,9 +821,6 @@ func TestPooledByName(t *testing.T) {
 	if b.Allow() {
 		t.Error("what another has used is there")
 	}
-	if _, err := a.Reserve(1); !errors.Is(err, ErrShare) {
-		t.Errorf("Reserve: %v", err)
-	}
 
 	a.Refund(3)
 	left(a, 3)

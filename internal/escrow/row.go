@@ -68,12 +68,7 @@ type row struct {
 	openAt     time.Duration
 	opened     bool
 
-	reserved int64      // for reservations that are not due; fills the cap as a loan does
-	bookings []*booking // in the order in which they are due
-	prepaid  int64      // of reserved: was there or has been minted
-	owing    int64      // of reserved: is still to be minted
-	overdue  int64      // was admitted, and is still to be minted, since the rate was cut
-	over     bool       // more is out than the cap
+	over bool // more is out than the cap
 
 	queued int     // place in the node's queue, -1 if none
 	ripe   bool    // listed for its waiters
@@ -85,7 +80,7 @@ type row struct {
 
 // Sums are cumulative, in micro-tokens. They tie up exactly:
 //
-//	Minted + Back + Refilled = level + Own + Lent + Trimmed + reserved
+//	Minted + Back + Refilled = level + Own + Lent + Trimmed
 //	Got = Borrowed + Returned + Voided + held
 type Sums struct {
 	Minted   int64 // by this node
@@ -134,10 +129,7 @@ func (r *row) mint(now, from time.Duration) {
 		q, r.minted = bits.Div64(hi, lo, nanosPerMicro)
 		due = int64(q)
 	}
-	if r.owing+r.overdue > 0 {
-		due = r.pay(due)
-	}
-	made := min(due, max(0, r.cap-r.level-r.lent-r.reserved))
+	made := min(due, max(0, r.cap-r.level-r.lent))
 	if made < due {
 		r.minted = 0
 		r.sum.Missed = plus(r.sum.Missed, min(due-made, r.cap))
@@ -214,9 +206,6 @@ func (r *row) spend(amount int64) {
 // larger.
 func (r *row) update(now, from time.Duration) {
 	r.mint(now, from)
-	if len(r.bookings) > 0 {
-		r.redeem(now, from == never)
-	}
 	if r.pooled > 0 {
 		left := r.pool.left() * micro
 		if left < r.pooled {
