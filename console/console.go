@@ -168,7 +168,7 @@ func (c *Console) routes(fleet operator.Carrier) *http.ServeMux {
 			if text := r.URL.Query().Get("since"); text != "" {
 				var err error
 				if since, err = time.ParseDuration(text); err != nil || since <= 0 {
-					err = fmt.Errorf("%w: since: %.32q is not a duration above 0, such as 1h", ErrOrder, text)
+					err = fmt.Errorf("%w: since: %.32q is not a duration above 0, such as 1h", errOrder, text)
 					operator.Answer(w, http.StatusBadRequest, map[string]string{"error": err.Error()})
 					return
 				}
@@ -201,7 +201,7 @@ func (c *Console) order(w http.ResponseWriter, r *http.Request) {
 		}
 		out, err = carryOut(o)
 	case c.fleet == nil:
-		err = fmt.Errorf("%w: in: %q: this process has no fleet", ErrOrder, o.In)
+		err = fmt.Errorf("%w: in: %q: this process has no fleet", errOrder, o.In)
 	default:
 		out, err = c.fleet.give(r.Context(), o, who.String())
 	}
@@ -212,7 +212,7 @@ func (c *Console) order(w http.ResponseWriter, r *http.Request) {
 		e.Error = clip(err.Error())
 		c.audit.order(e)
 		status := http.StatusBadRequest
-		if errors.Is(err, ErrNoSource) {
+		if errors.Is(err, errNoSource) {
 			status = http.StatusNotFound
 		}
 		operator.Answer(w, status, map[string]string{"error": err.Error()})

@@ -403,7 +403,7 @@ func (f *follower) give(ctx context.Context, o Order, who string) (Outcome, erro
 		}
 	}
 	if !known {
-		return out, fmt.Errorf("%w: in: no process of the fleet is in %q", ErrNoSource, o.In)
+		return out, fmt.Errorf("%w: in: no process of the fleet is in %q", errNoSource, o.In)
 	}
 	if o.DryRun {
 		for _, name := range slices.Sorted(maps.Keys(waits)) {
@@ -424,7 +424,7 @@ func (f *follower) give(ctx context.Context, o Order, who string) (Outcome, erro
 	defer stop()
 	f.given.Store(id, true)
 	if err := f.carrier.Give(operator.Carried{ID: id, Order: string(text), Until: last}, o.String(), who, o.Why); err != nil {
-		return out, fmt.Errorf("%w: %w", ErrOrder, err)
+		return out, fmt.Errorf("%w: %w", errOrder, err)
 	}
 	patience := time.NewTimer(answerFor)
 	defer patience.Stop()

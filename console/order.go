@@ -132,11 +132,11 @@ const (
 	mostNames  = 1000
 )
 
-// ErrOrder is what all orders that cannot be carried out are.
-var ErrOrder = errors.New("console: order")
+// errOrder is what all orders that cannot be carried out are.
+var errOrder = errors.New("console: order")
 
-// ErrNoSource is an order about a source or breaker that this process does not have.
-var ErrNoSource = fmt.Errorf("%w: there is none of that name", ErrOrder)
+// errNoSource is an order about a source or breaker that this process does not have.
+var errNoSource = fmt.Errorf("%w: there is none of that name", errOrder)
 
 // WithDefaults is the order with what is unset filled in.
 func (o Order) WithDefaults() Order {
@@ -146,12 +146,11 @@ func (o Order) WithDefaults() Order {
 	return o
 }
 
-// Validate reports everything that is wrong with an order at once. Each error is an
-// [ErrOrder].
+// Validate reports everything that is wrong with an order at once.
 func (o Order) Validate() error {
 	var all []error
 	bad := func(format string, args ...any) {
-		all = append(all, fmt.Errorf("%w: "+format, append([]any{ErrOrder}, args...)...))
+		all = append(all, fmt.Errorf("%w: "+format, append([]any{errOrder}, args...)...))
 	}
 	if !slices.Contains(actions, o.Action) {
 		bad("action: %.32q is not one of %s", o.Action, strings.Join(actions, ", "))
@@ -237,17 +236,17 @@ func (c *Console) do(o Order) (Outcome, error) {
 	chosen := slices.DeleteFunc(slices.Clone(all), func(s control) bool { return !o.about(s) })
 	for _, name := range o.Sources {
 		if one := (Order{Sources: []string{name}}); !slices.ContainsFunc(all, one.about) {
-			return out, fmt.Errorf("%w: source %.64q; this process has %s", ErrNoSource, name, names(all, control.Name))
+			return out, fmt.Errorf("%w: source %.64q; this process has %s", errNoSource, name, names(all, control.Name))
 		}
 	}
 	for _, name := range o.Breakers {
 		if one := (Order{Breakers: []string{name}}); !slices.ContainsFunc(all, one.about) {
-			return out, fmt.Errorf("%w: breaker %.64q; this process has %s", ErrNoSource, name,
+			return out, fmt.Errorf("%w: breaker %.64q; this process has %s", errNoSource, name,
 				names(all, func(s control) string { return s.State().Breaker.Name }))
 		}
 	}
 	if len(chosen) == 0 {
-		return out, fmt.Errorf("%w with dead letters: all that match are functions", ErrNoSource)
+		return out, fmt.Errorf("%w with dead letters: all that match are functions", errNoSource)
 	}
 	for _, s := range chosen {
 		out.Results = append(out.Results, carryOut(s, o))
@@ -344,10 +343,10 @@ func readCarried(text string) (o carriedOrder, err error) {
 func readObject(d *json.Decoder, o any) error {
 	d.DisallowUnknownFields()
 	if err := d.Decode(o); err != nil {
-		return fmt.Errorf("%w: body: %w", ErrOrder, err)
+		return fmt.Errorf("%w: body: %w", errOrder, err)
 	}
 	if d.More() {
-		return fmt.Errorf("%w: body: want one object", ErrOrder)
+		return fmt.Errorf("%w: body: want one object", errOrder)
 	}
 	return nil
 }

@@ -85,7 +85,7 @@ func (c *Console) changeRules(w http.ResponseWriter, r *http.Request) {
 	e := Entry{At: time.Now().UTC(), Who: who.String(), Order: clip(in.String()), Why: clip(in.Why)}
 	line := []any{"who", e.Who, "order", e.Order, "why", e.Why}
 	if err != nil {
-		err = fmt.Errorf("%w: %w", ErrOrder, err)
+		err = fmt.Errorf("%w: %w", errOrder, err)
 		e.Error = clip(err.Error())
 		c.audit.order(e)
 		c.log.Warn("console: an operator's change of the quarantine was not made", append(line, "error", err)...)

@@ -17,8 +17,8 @@ import (
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
-// ErrAlone means that there is no fleet: the process has no roster.
-var ErrAlone = errors.New("fleet: alone")
+// errAlone means that there is no fleet: the process has no roster.
+var errAlone = errors.New("fleet: alone")
 
 const (
 	askEvery  = 5 * time.Millisecond
@@ -59,41 +59,28 @@ func (c Change) change() fleetstate.Change {
 
 // Errors of changes.
 var (
-	// ErrMember means that a name is in the roster and should not be, or is not
-	// and should.
-	ErrMember = fleetstate.ErrMember
-
-	// ErrBusy means that too much is under way: too many requests of this process,
-	// too many configurations that some member has not applied, or a full quarantine.
-	ErrBusy = fleetstate.ErrBusy
-
 	// ErrConflict means that the configuration moved on: the number that was to be
 	// changed is not the newest. Nothing was changed. The text tells the newest.
 	ErrConflict = fleetstate.ErrConflict
 
-	// ErrEnded means that a request was given up before it was made: it will not be.
-	ErrEnded = fleetstate.ErrEnded
-
 	// ErrUnknown means that nobody can say any more whether a request was made.
 	ErrUnknown = fleetstate.ErrUnknown
-
-	// ErrDiffers means that another configuration is known by the number. Nothing of the
-	// new one was taken in.
-	ErrDiffers = fleetstate.ErrDiffers
 )
 
 // Set changes limits, weights or fill of the configuration of a number, and returns the number
 // of the one that it made. It is made upon that one, or never. Set returns when that is
-// written; Status says who has not applied it. The errors are [ErrConfig], [ErrMember],
-// [ErrConflict] and [ErrBusy]; then nothing was asked for.
+// written; Status says who has not applied it. The errors are [ErrConfig] and
+// [ErrConflict], and of a name that is no member, or of too much under way: too many requests
+// of this process, or configurations that some member has not applied. Then nothing was asked
+// for.
 //
 // When ctx or this process ends before, the change is not made any more: the error is ctx's,
-// or [ErrClosed], and [ErrEnded]. If a write is under way then, Set waits up to 2 s more for
+// or [ErrClosed]. If a write is under way then, Set waits up to 2 s more for
 // its outcome, and returns [ErrUnknown] if it cannot learn that; this process
 // still sees to it that the write does not happen later.
 func (p *Process) Set(ctx context.Context, change Change) (uint64, error) {
 	if p.config == nil {
-		return 0, ErrAlone
+		return 0, errAlone
 	}
 	kind := fleetstate.EntryConfiguration
 	if change.Reset {
@@ -112,7 +99,7 @@ func (p *Process) Set(ctx context.Context, change Change) (uint64, error) {
 // eviction. Then it asks for its share again.
 func (p *Process) Evict(ctx context.Context, number uint64, name string) (uint64, error) {
 	if p.config == nil {
-		return 0, ErrAlone
+		return 0, errAlone
 	}
 	e := fleetstate.Entry{Kind: fleetstate.EntryEvicted, Subject: name, Text: signed(ctx, "")}
 	return p.ask(ctx, number, e, func(number uint64) (uint64, error) {
@@ -197,11 +184,11 @@ func (p *Process) writeDown() {
 // while the process runs: Limit, Limits and Roster count, the rest stays. Raise the number
 // by one with each change: of a number that leaves others out a process uses nothing until
 // it is complete. The same again changes nothing. The errors are [ErrConfig], also for limits
-// and a roster of more than 65,536 bytes, and [ErrDiffers] if another configuration is known
-// by that number; then nothing was taken in.
+// and a roster of more than 65,536 bytes, and of another configuration that is known by that
+// number; then nothing was taken in.
 func (p *Process) Load(number uint64, limits Limits) error {
 	if p.config == nil {
-		return ErrAlone
+		return errAlone
 	}
 	defer p.poke()
 	return p.config.Load(p.clock(), number, limits.config().Configuration())
@@ -251,7 +238,7 @@ func (p *Process) until(ctx context.Context, ask func() (done bool, err error)) 
 // Config.Limits names need not call it.
 func (p *Process) Join(ctx context.Context, weight int) error {
 	if p.config == nil {
-		return ErrAlone
+		return errAlone
 	}
 	member := func() bool {
 		s := p.config.Status(p.clock())

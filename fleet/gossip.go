@@ -91,9 +91,6 @@ var (
 	// ErrDisplaced says that a later incarnation of the process's name is at work, or that
 	// a peer gave this one up for newcomers, see [Gossip]'s MaxPeers.
 	ErrDisplaced = gossip.ErrDisplaced
-
-	// ErrUnacknowledged says that not all who were heard acknowledged a departure.
-	ErrUnacknowledged = gossip.ErrUnacknowledged
 )
 
 // Discovery says where processes of the fleet may be. It is asked every 1 to 5 s, so it

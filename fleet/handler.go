@@ -16,7 +16,6 @@ import (
 	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 	"github.com/stormguard-mq/stormguard/internal/gossip"
 	"github.com/stormguard-mq/stormguard/internal/operator"
-	"github.com/stormguard-mq/stormguard/limiter"
 )
 
 // A Token admits an operator to [Process.Handler]: the request carries
@@ -175,9 +174,9 @@ func refuse(w http.ResponseWriter, err error) {
 		body["newest"] = conflict.Newest
 	}
 	switch {
-	case errors.Is(err, fleetstate.ErrConfig), errors.Is(err, limiter.ErrConfig):
+	case errors.Is(err, fleetstate.ErrConfig), errors.Is(err, escrow.ErrConfig):
 		status = http.StatusBadRequest
-	case errors.Is(err, fleetstate.ErrMember), errors.Is(err, ErrAlone), errors.Is(err, fleetstate.ErrBusy), errors.Is(err, fleetstate.ErrConflict):
+	case errors.Is(err, fleetstate.ErrMember), errors.Is(err, errAlone), errors.Is(err, fleetstate.ErrBusy), errors.Is(err, fleetstate.ErrConflict):
 		status = http.StatusConflict
 	case errors.Is(err, gossip.ErrClosed), errors.Is(err, gossip.ErrDisplaced):
 		status = http.StatusServiceUnavailable

@@ -39,7 +39,7 @@ func addressees(members []Member) (all []operator.Member) {
 
 func (c carrier) Give(o operator.Carried, what, who, why string) error {
 	if c.p.orders == nil {
-		return ErrAlone
+		return errAlone
 	}
 	err := c.p.inFleet()
 	if err == nil {
@@ -53,7 +53,7 @@ func (c carrier) Give(o operator.Carried, what, who, why string) error {
 
 func (c carrier) Answer(id, text string) error {
 	if c.p.orders == nil {
-		return ErrAlone
+		return errAlone
 	}
 	return c.p.orders.Answer(id, text)
 }

@@ -15,6 +15,7 @@ import (
 
 	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/internal/escrow"
+	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 	"github.com/stormguard-mq/stormguard/internal/operator"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
@@ -98,7 +99,7 @@ func TestTwoEvictOne(t *testing.T) {
 		switch err := <-errs; {
 		case err == nil:
 			made++
-		case !errors.Is(err, ErrConflict) && !errors.Is(err, ErrMember):
+		case !errors.Is(err, ErrConflict) && !errors.Is(err, fleetstate.ErrMember):
 			t.Error(err)
 		}
 	}

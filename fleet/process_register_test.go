@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/fleet/register"
+	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
@@ -27,7 +28,7 @@ func TestProcessRegisterAway(t *testing.T) {
 	eventually(t, "they know", func() bool { return strings.Contains(all[1].Status().Configuration.Away, "unplugged") })
 	short, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 	defer cancel()
-	if _, err := all[1].Set(short, Change{Reset: true}); !errors.Is(err, context.DeadlineExceeded) || !errors.Is(err, ErrEnded) {
+	if _, err := all[1].Set(short, Change{Reset: true}); !errors.Is(err, context.DeadlineExceeded) || !errors.Is(err, fleetstate.ErrEnded) {
 		t.Errorf("a change without a register: %v", err)
 	}
 	if err := all[1].Key("k").WaitN(t.Context(), 50); err != nil {
@@ -132,7 +133,7 @@ func TestProcessEndsInAChange(t *testing.T) {
 				})
 			}
 			p.Close()
-			if err := <-answer; !errors.Is(err, ErrClosed) || errors.Is(err, ErrUnknown) != under || errors.Is(err, ErrEnded) == under {
+			if err := <-answer; !errors.Is(err, ErrClosed) || errors.Is(err, ErrUnknown) != under || errors.Is(err, fleetstate.ErrEnded) == under {
 				t.Error(err)
 			}
 		})

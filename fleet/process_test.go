@@ -23,6 +23,7 @@ import (
 	"github.com/stormguard-mq/stormguard/breaker"
 	"github.com/stormguard-mq/stormguard/fleet/register"
 	"github.com/stormguard-mq/stormguard/guard"
+	"github.com/stormguard-mq/stormguard/internal/fleetstate"
 	"github.com/stormguard-mq/stormguard/limiter"
 )
 
@@ -163,7 +164,7 @@ func TestProcesses(t *testing.T) {
 		sa, sd := a.limits.Stats(), d.limits.Stats()
 		return sa.Share == 0.5 && sd.Share == 0.5 && sa.Completed == number && sd.Completed == number && sa.Stranded == 0
 	})
-	if _, err := a.Evict(ctx, 0, "c"); !errors.Is(err, ErrMember) {
+	if _, err := a.Evict(ctx, 0, "c"); !errors.Is(err, fleetstate.ErrMember) {
 		t.Errorf("evicted twice: %v", err)
 	}
 	eventually(t, "both read that it was evicted, and the same", func() bool {
@@ -211,13 +212,13 @@ func TestProcessAlone(t *testing.T) {
 	if !p.Key("k").AllowN(2) || p.Key("k").Allow() {
 		t.Error("not two of two")
 	}
-	if _, err := p.Set(t.Context(), Change{}); !errors.Is(err, ErrAlone) {
+	if _, err := p.Set(t.Context(), Change{}); !errors.Is(err, errAlone) {
 		t.Error(err)
 	}
-	if _, err := p.Evict(t.Context(), 0, "b"); !errors.Is(err, ErrAlone) {
+	if _, err := p.Evict(t.Context(), 0, "b"); !errors.Is(err, errAlone) {
 		t.Error(err)
 	}
-	if err := p.Join(t.Context(), 1); !errors.Is(err, ErrAlone) {
+	if err := p.Join(t.Context(), 1); !errors.Is(err, errAlone) {
 		t.Error(err)
 	}
 	if len(p.Member().Scopes()) != 0 || p.node != nil || len(p.Journal()) != 0 {
@@ -388,7 +389,7 @@ func TestProcessesStatic(t *testing.T) {
 		})
 	}
 	complete(1)
-	if _, err := all[0].Set(t.Context(), Change{Reset: true}); !errors.Is(err, ErrMember) {
+	if _, err := all[0].Set(t.Context(), Change{Reset: true}); !errors.Is(err, fleetstate.ErrMember) {
 		t.Error(err)
 	}
 	all[0].Close()

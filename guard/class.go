@@ -235,9 +235,9 @@ func look(err error) (said says, around surroundings) {
 	switch err { //nolint:errorlint // the sentinels themselves
 	case context.DeadlineExceeded:
 		return timeoutSaid, open
-	case context.Canceled, ErrRevoked, ErrClosed:
+	case context.Canceled, errRevoked, ErrClosed:
 		return doubtSaid, open
-	case ErrHeld, io.ErrClosedPipe:
+	case errHeld, io.ErrClosedPipe:
 		return dependencySaid, open
 	}
 	t := reflect.TypeOf(err)

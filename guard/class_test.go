@@ -160,7 +160,7 @@ func TestClassOfTheNetwork(t *testing.T) {
 		"EOF":               io.EOF,
 		"unexpected EOF":    io.ErrUnexpectedEOF,
 		"no rows":           sql.ErrNoRows,
-		"revoked":           ErrRevoked,
+		"revoked":           errRevoked,
 		"plain":             errors.New("connection refused"),
 		"url without cause": &url.Error{Op: "Get", URL: "x"},
 	})
@@ -538,7 +538,7 @@ func TestClassifierIsAsked(t *testing.T) {
 // Wrapping changes nothing, and nothing panics.
 func TestClassOfAnyTree(t *testing.T) {
 	leaves := []error{
-		errDown, io.EOF, context.Canceled, context.DeadlineExceeded, syscall.ECONNREFUSED, ErrTimeout, ErrHeld, strconv.ErrSyntax,
+		errDown, io.EOF, context.Canceled, context.DeadlineExceeded, syscall.ECONNREFUSED, ErrTimeout, errHeld, strconv.ErrSyntax,
 		&strconv.NumError{Err: strconv.ErrSyntax}, withStatus(500), withStatus(503), withState("23505"), withRedis("LOADING x"), grpc(14),
 		(*net.OpError)(nil), (*brokenError)(nil), &hostile{"Unwrap"}, &PanicError{Value: errDown}, driver.ErrBadConn, &json.SyntaxError{},
 	}

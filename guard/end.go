@@ -46,7 +46,7 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 	close(s.ended)
 	s.unlock(s.g.now())
 	if why == ReasonRebalance {
-		cancel(ErrRevoked)
+		cancel(errRevoked)
 	}
 	s.nudge()
 	if s.writer != nil {

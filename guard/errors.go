@@ -16,9 +16,8 @@ var (
 	// ErrClosed means that the Guard or the Source has ended.
 	ErrClosed = errors.New("guard: closed")
 
-	// ErrHeld means that a call was refused because its source is on hold.
-	// [errors.As] to a [*HeldError] tells why and until when.
-	ErrHeld = errors.New("guard: source on hold")
+	// errHeld is what each [*HeldError] wraps.
+	errHeld = errors.New("guard: source on hold")
 
 	// ErrFull means that a window has no room for one more message. Nothing was
 	// taken; offer it again after [Port.Demand] named room. While something moves,
@@ -37,9 +36,9 @@ var (
 	// did not have the message, which so tells nothing.
 	ErrTakenBack = errors.New("guard: taken back by the adapter")
 
-	// ErrRevoked is the [context.Cause] of a handler's context whose source was
+	// errRevoked is the [context.Cause] of a handler's context whose source was
 	// taken away.
-	ErrRevoked = errors.New("guard: source revoked")
+	errRevoked = errors.New("guard: source revoked")
 )
 
 // Must returns v, and panics with err if that is not nil: for the start of a program,
@@ -53,7 +52,7 @@ func Must[T any](v T, err error) T {
 	return v
 }
 
-// HeldError tells why a call was refused. It is an [ErrHeld]. A handler of a source
+// HeldError tells why a call was refused. A handler of a source
 // that returns one, as from a [Func] that it calls, has not failed: the source waits
 // for Until as after [Backoff], 30s at most, or 1s where a person has to clear the reason.
 // A function that was called and refused a further try returns the error of its call instead.
@@ -69,8 +68,8 @@ func (e *HeldError) Error() string {
 	return fmt.Sprintf("guard: source %s on hold: %s", e.Source, e.Reason)
 }
 
-// Unwrap makes errors.Is(err, ErrHeld) hold.
-func (*HeldError) Unwrap() error { return ErrHeld }
+// Unwrap returns what errors of all holds have in common.
+func (*HeldError) Unwrap() error { return errHeld }
 
 // heldPoll is how long a handler is left alone at most whose call was refused for a
 // reason that somebody has to clear, and heldMost for any other: somebody may clear that,

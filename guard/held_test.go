@@ -127,7 +127,7 @@ func TestHeldErrorUntil(t *testing.T) {
 		{errors.Join(held, Permanent(errDown)), permanent},
 		{&PanicError{Value: held}, failure},
 		{fmt.Errorf("%w: %w", ErrTimeout, held), backoff},
-		{ErrHeld, failure},
+		{errHeld, failure},
 		{sound((*HeldError)(nil)), failure},
 	} {
 		if got, _ := classify(c.err); got != c.want {
@@ -146,7 +146,7 @@ func TestHeldErrorThroughAFunction(t *testing.T) {
 		}
 		inner.Pause(0)
 		for range 100 {
-			if err := outer.Do(t.Context(), 1); !errors.Is(err, ErrHeld) {
+			if err := outer.Do(t.Context(), 1); !errors.Is(err, errHeld) {
 				t.Error(err)
 			}
 		}

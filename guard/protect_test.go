@@ -60,7 +60,7 @@ func TestProtectOutage(t *testing.T) {
 					switch {
 					case errors.As(err, &h):
 						held.Add(1)
-						if h.Reason != ReasonBreaker || h.Source != "f" || !errors.Is(err, ErrHeld) {
+						if h.Reason != ReasonBreaker || h.Source != "f" || !errors.Is(err, errHeld) {
 							t.Errorf("%+v", h)
 						}
 					case err != nil:
@@ -197,10 +197,10 @@ func TestCallContext(t *testing.T) {
 
 		c = fresh()
 		done := c.Done()
-		cancel(ErrRevoked)
+		cancel(errRevoked)
 		<-done
 		synctest.Wait()
-		if !errors.Is(c.Err(), context.Canceled) || c.why() != ErrRevoked {
+		if !errors.Is(c.Err(), context.Canceled) || c.why() != errRevoked {
 			t.Error(c.Err(), c.why())
 		}
 	})

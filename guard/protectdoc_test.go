@@ -24,7 +24,7 @@ func TestProtectCountsWhatItRefuses(t *testing.T) {
 		g, f := newFunc(t, Policy{}, func(context.Context, int) error { return nil })
 		_ = f.Do(t.Context(), 1)
 		f.Pause(0)
-		if err := f.Do(t.Context(), 2); !errors.Is(err, ErrHeld) {
+		if err := f.Do(t.Context(), 2); !errors.Is(err, errHeld) {
 			t.Error(err)
 		}
 		st := f.State()
@@ -141,7 +141,7 @@ func TestPauseOfAFunctionIsLogged(t *testing.T) {
 		time.Sleep(time.Hour)
 		f.Pause(time.Minute)
 		time.Sleep(time.Minute - time.Second)
-		if err := f.Do(t.Context(), 1); !errors.Is(err, ErrHeld) {
+		if err := f.Do(t.Context(), 1); !errors.Is(err, errHeld) {
 			t.Errorf("paused: %v", err)
 		}
 		time.Sleep(2 * time.Second)

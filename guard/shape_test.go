@@ -474,7 +474,7 @@ func TestRevoke(t *testing.T) {
 				return nil
 			}
 			<-ctx.Done()
-			if !errors.Is(context.Cause(ctx), ErrRevoked) {
+			if !errors.Is(context.Cause(ctx), errRevoked) {
 				t.Errorf("cause %v", context.Cause(ctx))
 			}
 			return ctx.Err()

@@ -10,11 +10,7 @@ import (
 	"time"
 )
 
-// ErrDenied means that a gate did not admit. [errors.As] to a [*DeniedError] tells
-// when it is worth asking again.
-var ErrDenied = errors.New("limiter: denied")
-
-// A DeniedError is a denial. It is [ErrDenied], and what ended a wait: an error of
+// A DeniedError means that a gate did not admit. It wraps what ended a wait: an error of
 // the context, or [context.DeadlineExceeded] when the wait would have been, or was,
 // too long.
 type DeniedError struct {
@@ -24,18 +20,13 @@ type DeniedError struct {
 
 func (e *DeniedError) Error() string {
 	if e.Err != nil {
-		return fmt.Sprintf("%v: %v; again in %v", ErrDenied, e.Err, e.After)
+		return fmt.Sprintf("limiter: denied: %v; again in %v", e.Err, e.After)
 	}
-	return fmt.Sprintf("%v: again in %v", ErrDenied, e.After)
+	return fmt.Sprintf("limiter: denied: again in %v", e.After)
 }
 
-// Unwrap makes errors.Is(err, ErrDenied) hold.
-func (e *DeniedError) Unwrap() []error {
-	if e.Err == nil {
-		return []error{ErrDenied}
-	}
-	return []error{ErrDenied, e.Err}
-}
+// Unwrap returns Err.
+func (e *DeniedError) Unwrap() error { return e.Err }
 
 // minAsk is the least that anybody is told to wait.
 const minAsk = 100 * time.Microsecond

@@ -6,18 +6,10 @@ package limiter
 import "github.com/stormguard-mq/stormguard/internal/escrow"
 
 var (
-	// ErrConfig means a configuration was refused. The text names every field
-	// that is wrong, its value and the allowed range.
-	ErrConfig = escrow.ErrConfig
-
 	// ErrBurst means that more tokens were asked for at once than Limit.Burst: no
 	// wait would end.
 	ErrBurst = escrow.ErrBurst
 
 	// ErrClosed means that the limits were closed, with their process.
 	ErrClosed = escrow.ErrClosed
-
-	// ErrTooManyKeys means that there are more keys than the fleet's MaxKeys leaves
-	// room for.
-	ErrTooManyKeys = escrow.ErrTooManyKeys
 )

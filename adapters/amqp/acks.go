@@ -66,7 +66,7 @@ func (a *acker) flush() error {
 	l := a.life.Load()
 	for _, f := range a.frames {
 		if l.ended() {
-			return ErrChannelGone
+			return errChannelGone
 		}
 		a.last.Store(time.Now().UnixNano())
 		if f.reject {

@@ -196,7 +196,7 @@ func (e *exercised) session(ctx context.Context, dialer Dialer, c guardtest.Cons
 		}
 		_ = settle()
 		if c.Twice {
-			if err := settle(); !errors.Is(err, ErrSettled) {
+			if err := settle(); !errors.Is(err, errSettled) {
 				panic(fmt.Sprint("settled twice: ", err))
 			}
 		}

@@ -18,7 +18,7 @@ import (
 // Consume guards a queue: it connects, and handle gets the deliveries when the
 // guard says so. nil acks; any other error retries, and later dead-letters;
 // guard.Permanent, guard.Backoff and guard.Ignore say more. handle must not
-// settle the delivery itself: its Ack, Nack and Reject are an [ErrSettled].
+// settle the delivery itself: its Ack, Nack and Reject return an error.
 //
 // It blocks until ctx ends and then stops in order: handlers in flight finish
 // within [WithStopTimeout], acks are flushed, and the channel is closed, which
@@ -116,7 +116,7 @@ func Consume(ctx context.Context, g *guard.Guard, dialer Dialer, queue string, h
 // notYours is the Acknowledger of what a handler gets.
 type notYours struct{}
 
-var errNotYours = fmt.Errorf("%w: the guard settles what a handler returned", ErrSettled)
+var errNotYours = fmt.Errorf("%w: the guard settles what a handler returned", errSettled)
 
 func (notYours) Ack(uint64, bool) error        { return errNotYours }
 func (notYours) Nack(uint64, bool, bool) error { return errNotYours }

@@ -721,7 +721,7 @@ func TestHandlersDoNotSettle(t *testing.T) {
 	var rec record
 	c := r.consumeBy(l.dialer(r.url()), adaptertest.Guard(t, guard.Config{}), func(ctx context.Context, d amqp091.Delivery) error {
 		for _, err := range []error{d.Ack(true), d.Nack(true, false), d.Reject(false)} {
-			if !errors.Is(err, ErrSettled) {
+			if !errors.Is(err, errSettled) {
 				t.Errorf("a handler settled: %v", err)
 			}
 		}

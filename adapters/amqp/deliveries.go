@@ -30,7 +30,7 @@ import (
 // or the dead letter, and a message that is retried comes out again. So a
 // program that rejects to a dead-letter exchange on any error has the guard's
 // attempts, budget and dead-letter writer in its place. A delivery is settled
-// once; again is an [ErrSettled]. Tags stay the broker's, but a program that
+// once; again is an error. Tags stay the broker's, but a program that
 // settles by Channel.Ack goes past the guard and must not.
 //
 // Acks are coalesced while there is something left to hand out, up to 64 and
@@ -229,7 +229,7 @@ func (d *desk) intake() {
 				d.fault = err
 				return
 			}
-			stash = append(stash, &taken{Delivery: m, acked: ErrChannelGone})
+			stash = append(stash, &taken{Delivery: m, acked: errChannelGone})
 		case <-d.port.room:
 		case <-d.quit:
 			return
@@ -490,12 +490,12 @@ func (p *passivePort) Ack(m *taken) error {
 
 func (p *passivePort) ack(n uint64) error {
 	if p.life.Load().ended() {
-		return ErrChannelGone
+		return errChannelGone
 	}
 	ok, due, rest := p.tags.settle(n, tagSettled)
 	switch {
 	case !ok:
-		return ErrSettled
+		return errSettled
 	case pressing(due, rest-int(p.hands.Load())):
 		return p.flush()
 	}

@@ -146,7 +146,7 @@ func TestRecoveryTrap(t *testing.T) {
 			adaptertest.Eventually(t, "the broker delivered again", func() bool { return l.unacked() == 3 })
 			// Tags 1 and 2 mean other deliveries now.
 			for _, d := range []amqp091.Delivery{first, second} {
-				if err := d.Ack(true); !errors.Is(err, ErrChannelGone) {
+				if err := d.Ack(true); !errors.Is(err, errChannelGone) {
 					t.Errorf("an old delivery was acked: %v", err)
 				}
 			}
@@ -235,7 +235,7 @@ func TestOutcomesOfALoop(t *testing.T) {
 			t.Errorf("%+v", b)
 		}
 		for _, d := range []amqp091.Delivery{batch[0], batch[3], batch[5]} {
-			if err := d.Ack(false); !errors.Is(err, ErrSettled) {
+			if err := d.Ack(false); !errors.Is(err, errSettled) {
 				t.Errorf("settled twice: %v", err)
 			}
 		}
@@ -272,7 +272,7 @@ func TestOutcomesOfALoop(t *testing.T) {
 			}
 			return src.Account().DeadLettered == 2
 		})
-		if err := Fail(amqp091.Delivery{}, nil); !errors.Is(err, ErrNotGuarded) {
+		if err := Fail(amqp091.Delivery{}, nil); !errors.Is(err, errNotGuarded) {
 			t.Errorf("%v", err)
 		}
 		if err := l.check(); err != nil {
@@ -287,7 +287,7 @@ func TestOutcomesOfALoop(t *testing.T) {
 		}
 		for _, d := range dead {
 			rec, err := ReadDeadLetter(d)
-			want := map[string]string{"5": ErrReject.Error(), "8": errDown.Error()}[string(d.Body)]
+			want := map[string]string{"5": errReject.Error(), "8": errDown.Error()}[string(d.Body)]
 			if err != nil || rec.Error.Message != want || rec.Origin.Source != r.queue {
 				t.Errorf("%+v, %v", rec, err)
 			}
@@ -438,7 +438,7 @@ func TestPassiveAcks(t *testing.T) {
 			if err := p.ack(tag); err != nil {
 				t.Fatal(err)
 			}
-			if err := p.ack(tag); !errors.Is(err, ErrSettled) {
+			if err := p.ack(tag); !errors.Is(err, errSettled) {
 				t.Fatalf("acked twice: %v", err)
 			}
 		}

@@ -220,8 +220,8 @@ var errDLQClosed = errors.New("amqp: the dead-letter queue is closed")
 // Write publishes the dead letter (a decimal among its headers as text, if the
 // queue is a stream) and waits until the broker has confirmed it.
 // A record over the broker's max_message_size, or whose headers don't fit a
-// frame, is a [*dlq.TooLargeError]; a queue that is gone an [ErrNoQueue]; while
-// the broker takes nothing in, an [ErrBlocked]. When ctx ends first the letter
+// frame, is a [*dlq.TooLargeError]; a queue that is gone a [dlq.ErrRefused].
+// While the broker takes nothing in, a write fails. When ctx ends first the letter
 // may be there; written again within the same connection it is not published a
 // second time. If it ends before the writes of other letters have, it is a [dlq.ErrPutOff], and
 // nothing was sent. Without a confirmation within 10 s, which double each time, the

@@ -166,7 +166,7 @@ func TestDLQIsCheckedOrCreated(t *testing.T) {
 		}
 		defer func() { _ = d.Close(ctx) }()
 		r.on(func(ch *amqp091.Channel) error { _, err := ch.QueueDelete(name, false, false, false); return err })
-		if err := d.Write(ctx, letter()); !errors.Is(err, ErrNoQueue) || !errors.Is(err, dlq.ErrRefused) {
+		if err := d.Write(ctx, letter()); !errors.Is(err, errNoQueue) || !errors.Is(err, dlq.ErrRefused) {
 			t.Errorf("unroutable: %v", err)
 		}
 		r.on(func(ch *amqp091.Channel) error {
@@ -464,7 +464,7 @@ func TestReturnsAfterTheirWrites(t *testing.T) {
 		}
 	}
 	for _, id := range []int{lost, 0, 8, lost - 1} { // a new one, and some that are out already
-		if err := write(adaptertest.Context(t), id); !errors.Is(err, ErrNoQueue) {
+		if err := write(adaptertest.Context(t), id); !errors.Is(err, errNoQueue) {
 			t.Errorf("letter %d: %v", id, err)
 		}
 	}
@@ -482,7 +482,7 @@ func TestReturnsAfterTheirWrites(t *testing.T) {
 	}
 	f.frozen.Store(false)
 	adaptertest.Eventually(t, "no more may be given up", full.over)
-	if err := write(adaptertest.Context(t), 0); !errors.Is(err, ErrNoQueue) || d.s == full {
+	if err := write(adaptertest.Context(t), 0); !errors.Is(err, errNoQueue) || d.s == full {
 		t.Errorf("%v, by the same session: %t", err, d.s == full)
 	}
 	start := time.Now()
@@ -514,7 +514,7 @@ func TestMemoryAlarm(t *testing.T) {
 	}, WithDeadLetters(d))
 	adaptertest.Eventually(t, "the healthy ones are handled and acked", func() bool { return rec.distinct() == 45 && l.unacked() == 5 })
 	var why error
-	adaptertest.Eventually(t, "the Guard says why", func() bool { why = g.Ready(); return errors.Is(why, ErrBlocked) })
+	adaptertest.Eventually(t, "the Guard says why", func() bool { why = g.Ready(); return errors.Is(why, errBlocked) })
 	if !strings.Contains(why.Error(), "low on memory") {
 		t.Errorf("%v", why)
 	}
@@ -610,7 +610,7 @@ func TestRejectsAreHeldWithTheAcks(t *testing.T) {
 		if err := p.Ack(all[i]); err != nil {
 			t.Fatal(err)
 		}
-		if err := p.Ack(all[i]); !errors.Is(err, ErrSettled) {
+		if err := p.Ack(all[i]); !errors.Is(err, errSettled) {
 			t.Fatalf("settled twice: %v", err)
 		}
 	}

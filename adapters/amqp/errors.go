@@ -19,21 +19,21 @@ var (
 	// mends it.
 	ErrUnsuitable = errors.New("amqp: unsuitable configuration")
 
-	// ErrBlocked means that the broker takes no messages from a connection,
+	// errBlocked means that the broker takes no messages from a connection,
 	// usually for want of memory or disk; the text has its reason.
-	ErrBlocked = errors.New("amqp: connection blocked by the broker")
+	errBlocked = errors.New("amqp: connection blocked by the broker")
 
-	// ErrNoQueue means that a dead letter could not be routed to its queue. It
+	// errNoQueue means that a dead letter could not be routed to its queue. It
 	// is a [dlq.ErrRefused].
-	ErrNoQueue = errors.New("amqp: no queue takes the dead letter")
+	errNoQueue = errors.New("amqp: no queue takes the dead letter")
 
-	// ErrChannelGone means that a delivery cannot be settled any more, since the
+	// errChannelGone means that a delivery cannot be settled any more, since the
 	// channel it came from has ended: the broker delivers it again.
-	ErrChannelGone = errors.New("amqp: the delivery's channel has ended")
+	errChannelGone = errors.New("amqp: the delivery's channel has ended")
 
-	// ErrSettled means that a delivery was settled before, or that it is not the
+	// errSettled means that a delivery was settled before, or that it is not the
 	// caller's to settle.
-	ErrSettled = errors.New("amqp: already settled")
+	errSettled = errors.New("amqp: already settled")
 )
 
 // unsuitable is an [ErrUnsuitable] with its reason.

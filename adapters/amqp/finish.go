@@ -59,7 +59,7 @@ func (e *epoch) finish(ctx context.Context, how outcome, cause error) (outcome, 
 		return how, cause
 	}
 	var errs []error
-	if report.Err != nil && !errors.Is(report.Err, ErrChannelGone) {
+	if report.Err != nil && !errors.Is(report.Err, errChannelGone) {
 		errs = append(errs, fmt.Errorf("amqp: stop %s: %w", c.o.name, report.Err))
 	}
 	if open, frames := e.port.tags.open(), e.port.tags.unsure(); c.cut.Load() && open+frames > 0 {

@@ -48,7 +48,7 @@ func (r *rejects) Write(_ context.Context, rec *dlq.Record) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if len(name) < len(r.live) || name[:len(r.live)] != r.live {
-		return ErrChannelGone
+		return errChannelGone
 	}
 	r.due[name] = struct{}{}
 	return nil
@@ -67,7 +67,7 @@ func (r *rejects) take(d reject) bool {
 // settlements are held.
 func (p *port) reject(tag uint64) error {
 	if ok, _, _ := p.tags.settle(tag, tagRejected); !ok {
-		return ErrSettled
+		return errSettled
 	}
 	return p.flush()
 }

@@ -148,14 +148,14 @@ func (p *port) Meta(d amqp091.Delivery) guard.Meta {
 // Ack settles; Flush tells the broker.
 func (p *port) Ack(d amqp091.Delivery) error {
 	if p.life.Load().ended() {
-		return ErrChannelGone
+		return errChannelGone
 	}
 	if p.rejects != nil && p.rejects.take(reject{p.mark, d.DeliveryTag}) {
 		return p.reject(d.DeliveryTag)
 	}
 	ok, due, _ := p.tags.settle(d.DeliveryTag, tagSettled)
 	if !ok {
-		return ErrSettled
+		return errSettled
 	}
 	p.wait(due)
 	return nil

@@ -157,7 +157,7 @@ func (s *session) write(ctx context.Context, queue string, key letterKey, m *amq
 	sent, before := s.pending[key]
 	if !before {
 		if why, _ := s.blockage(); why != "" {
-			return fmt.Errorf("%w: %s", ErrBlocked, why)
+			return fmt.Errorf("%w: %s", errBlocked, why)
 		}
 		confirm, err := s.publish(ctx, queue, m)
 		if err != nil {
@@ -186,7 +186,7 @@ func (s *session) write(ctx context.Context, queue string, key letterKey, m *amq
 		why, change := s.blockage()
 		if why != "" && late {
 			keep()
-			return fmt.Errorf("%w: %s", ErrBlocked, why)
+			return fmt.Errorf("%w: %s", errBlocked, why)
 		}
 		select {
 		case <-confirm.Done():
@@ -261,7 +261,7 @@ func (s *session) judge(confirm *amqp091.DeferredConfirmation, m *amqp091.Publis
 	}
 	switch {
 	case back != nil:
-		return fmt.Errorf("%w: %w: it was returned: %d %s", ErrNoQueue, dlq.ErrRefused, back.ReplyCode, back.ReplyText)
+		return fmt.Errorf("%w: %w: it was returned: %d %s", errNoQueue, dlq.ErrRefused, back.ReplyCode, back.ReplyText)
 	case confirm.Acked():
 		return nil
 	case s.over():

@@ -16,16 +16,16 @@ import (
 )
 
 var (
-	// ErrNack is the failure of a delivery from [Deliveries] that the program
+	// errNack is the failure of a delivery from [Deliveries] that the program
 	// nacked or rejected with requeue.
-	ErrNack = errors.New("amqp: nack")
+	errNack = errors.New("amqp: nack")
 
-	// ErrReject is the same without requeue.
-	ErrReject = errors.New("amqp: rejected")
+	// errReject is the same without requeue.
+	errReject = errors.New("amqp: rejected")
 
-	// ErrNotGuarded means that [Fail] was given a delivery that does not come
+	// errNotGuarded means that [Fail] was given a delivery that does not come
 	// from [Deliveries].
-	ErrNotGuarded = errors.New("amqp: not a guarded delivery")
+	errNotGuarded = errors.New("amqp: not a guarded delivery")
 )
 
 // Fail reports the failure of a delivery from [Deliveries], as a handler would
@@ -36,7 +36,7 @@ var (
 func Fail(d amqp091.Delivery, err error) error {
 	a, ok := d.Acknowledger.(*attempt)
 	if !ok {
-		return ErrNotGuarded
+		return errNotGuarded
 	}
 	return a.settle(err)
 }
@@ -58,7 +58,7 @@ var _ amqp091.Acknowledger = (*attempt)(nil)
 // settle takes the outcome, once.
 func (a *attempt) settle(err error) error {
 	if !a.done.CompareAndSwap(false, true) {
-		return ErrSettled
+		return errSettled
 	}
 	d := a.desk
 	d.mu.Lock()
@@ -67,7 +67,7 @@ func (a *attempt) settle(err error) error {
 		d.port.hands.Store(int32(len(d.handed)))
 	}
 	d.mu.Unlock()
-	a.of.acked = ErrChannelGone // stays when the source has ended, so that no ack went out
+	a.of.acked = errChannelGone // stays when the source has ended, so that no ack went out
 	d.src.Done(a.token, err)    // acks right here
 	if err == nil {
 		return a.of.acked
@@ -109,7 +109,7 @@ func (a *attempt) these(tag uint64, multiple bool) []*attempt {
 func (a *attempt) settleAll(tag uint64, multiple bool, outcome error) error {
 	all := a.these(tag, multiple)
 	if len(all) == 0 {
-		return ErrSettled
+		return errSettled
 	}
 	if len(all) > 1 { // in one frame, if they are without a gap
 		p := a.desk.port
@@ -148,7 +148,7 @@ func (d *desk) hidden() {
 
 func refused(requeue bool) error {
 	if requeue {
-		return ErrNack
+		return errNack
 	}
-	return ErrReject
+	return errReject
 }

@@ -278,13 +278,13 @@ func TestTheCloseEventEndsTheTags(t *testing.T) {
 	p.life.Store(l)
 	p.tags.add(1, 1)
 	l.latch <- amqp091.ErrClosed
-	if err := p.Ack(&taken{Delivery: amqp091.Delivery{DeliveryTag: 1}}); !errors.Is(err, ErrChannelGone) {
+	if err := p.Ack(&taken{Delivery: amqp091.Delivery{DeliveryTag: 1}}); !errors.Is(err, errChannelGone) {
 		t.Errorf("passive: %v", err)
 	}
 	q := newPort("q", &options{})
 	q.life.Store(l)
 	q.tags.add(1, 1)
-	if err := q.Ack(amqp091.Delivery{DeliveryTag: 1}); !errors.Is(err, ErrChannelGone) {
+	if err := q.Ack(amqp091.Delivery{DeliveryTag: 1}); !errors.Is(err, errChannelGone) {
 		t.Errorf("function: %v", err)
 	}
 }

@@ -100,7 +100,7 @@ func TestSetupOfAForeignSessionAsksForTheConfiguration(t *testing.T) {
 	if err := WrapHandler(g, nil, WithConfig(testConfig())).Setup(foreignSession{}); err == nil || !strings.Contains(err.Error(), "handler") {
 		t.Errorf("%v", err)
 	}
-	if err := Fail(foreignSession{}, &sarama.ConsumerMessage{}, errDown); !errors.Is(err, ErrNotWrapped) {
+	if err := Fail(foreignSession{}, &sarama.ConsumerMessage{}, errDown); !errors.Is(err, errNotWrapped) {
 		t.Errorf("%v", err)
 	}
 }

@@ -15,11 +15,11 @@ var (
 	// that the guard cannot keep its promises with; the text says what to set.
 	ErrUnsuitable = cluster.ErrUnsuitable
 
-	// ErrNotWrapped means that [Fail] was given a session that is not the one
+	// errNotWrapped means that [Fail] was given a session that is not the one
 	// [WrapHandler] handed to the handler.
-	ErrNotWrapped = errors.New("kafka: not the session of a wrapped handler")
+	errNotWrapped = errors.New("kafka: not the session of a wrapped handler")
 
-	// ErrNotMarked is the failure of a message that a wrapped handler has
+	// errNotMarked is the failure of a message that a wrapped handler has
 	// neither marked nor failed within the policy's Timeout.
-	ErrNotMarked = errors.New("kafka: not marked within the timeout")
+	errNotMarked = errors.New("kafka: not marked within the timeout")
 )

@@ -220,7 +220,7 @@ func (w *wrappedClaim) failAll(err error) int {
 // expire fails what was not marked in time.
 func (w *wrappedClaim) expire() {
 	late := time.Now().Add(-w.lease)
-	err := fmt.Errorf("%w of %s", ErrNotMarked, w.lease)
+	err := fmt.Errorf("%w of %s", errNotMarked, w.lease)
 	if w.alone {
 		err = fmt.Errorf("%w; one message is out at a time: a loop that takes several before it marks needs Policy.Workers or WithBatchMarks", err)
 	}

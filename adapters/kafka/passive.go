@@ -32,7 +32,7 @@ import (
 // error from ConsumeClaim is the failure of every message that is handed out and
 // not marked, and ConsumeClaim is then called again for the same claim, so that
 // one failure costs the group no rebalance. A message that is neither marked nor
-// failed within the policy's Timeout has failed with [ErrNotMarked].
+// failed within the policy's Timeout has failed.
 //
 // So a loop that takes batches must not return the error of one message: with a
 // class of [guard.ClassMessage] it condemns all. It should Fail that message.
@@ -42,7 +42,7 @@ import (
 // workers of its own or for a batch, has to ask for more: by Policy.Workers, which
 // is how many may be out and needs [guard.OrderKey] or [guard.OrderNone], or by
 // [WithBatchMarks]. Otherwise it waits for its second message until the first has
-// failed with [ErrNotMarked].
+// failed by that Timeout.
 //
 // Marks may come in any order and from any goroutine: only what is settled
 // without a gap is marked at the group. What a loop marks although it failed is
@@ -76,7 +76,7 @@ func WrapHandler(g *guard.Guard, existing sarama.ConsumerGroupHandler, opts ...O
 func Fail(s sarama.ConsumerGroupSession, m *sarama.ConsumerMessage, err error) error {
 	ss, ok := s.(*session)
 	if !ok {
-		return ErrNotWrapped
+		return errNotWrapped
 	}
 	if err == nil {
 		ss.MarkMessage(m, "")

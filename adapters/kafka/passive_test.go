@@ -111,7 +111,7 @@ func TestReaderThatOutlivesItsLoop(t *testing.T) {
 	const n = 10
 	r.publish(0, n, nil, nil)
 	adaptertest.Eventually(t, "all committed", func() bool { return r.committed(0) == n })
-	if n := adaptertest.Source(t, g, r.topic+"/0").State().Tally.Failures; n != 4 { // one that nobody had would have failed with ErrNotMarked
+	if n := adaptertest.Source(t, g, r.topic+"/0").State().Tally.Failures; n != 4 { // one that nobody had would have failed with errNotMarked
 		t.Errorf("%d failures of 4", n)
 	}
 	m.stop()
@@ -339,7 +339,7 @@ func TestUnmarkedMessageFails(t *testing.T) {
 		t.Fatal(err)
 	}
 	rec, err := ReadDeadLetter(ms[0])
-	if want := ErrNotMarked.Error() + " of 200ms"; err != nil || !strings.HasPrefix(rec.Error.Message, want) || string(rec.Body) != "3" || calls.Load() < 2 {
+	if want := errNotMarked.Error() + " of 200ms"; err != nil || !strings.HasPrefix(rec.Error.Message, want) || string(rec.Body) != "3" || calls.Load() < 2 {
 		t.Errorf("%d calls, %q, %v", calls.Load(), rec.Error.Message, err)
 	}
 }

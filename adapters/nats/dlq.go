@@ -258,7 +258,7 @@ const HeaderTrimmed = "Dead-Letter-Trimmed"
 
 // Write publishes the dead letter and waits for the stream's answer. A record
 // over the server's max_payload or the stream's limit is a
-// [*dlq.TooLargeError]; a subject that no stream takes is an [ErrNoStream].
+// [*dlq.TooLargeError]; a subject that no stream takes is a [dlq.ErrRefused].
 //
 // A message that fits by itself, but leaves no room for what a trimmed record still
 // says, loses the end of its body, and has [HeaderTrimmed]: otherwise it could never
@@ -401,7 +401,7 @@ func (d *DLQ) publish(ctx context.Context, m *nats.Msg, id string) error {
 	case errors.Is(err, jetstream.ErrStreamMessageExceedsMaximum):
 		return &dlq.TooLargeError{Size: size, Max: d.streamMax(ctx), Err: err}
 	case errors.Is(err, jetstream.ErrNoStreamResponse):
-		return fmt.Errorf("%w %s: stream %s is gone, or the server is starting: %w: %w", ErrNoStream, m.Subject, d.cfg.Stream, dlq.ErrRefused, err)
+		return fmt.Errorf("%w %s: stream %s is gone, or the server is starting: %w: %w", errNoStream, m.Subject, d.cfg.Stream, dlq.ErrRefused, err)
 	case errors.As(err, &api) && (api.ErrorCode == streamMismatch || api.ErrorCode == streamSealed):
 		return fmt.Errorf("nats: dead letter to %s: stream %s: %w: %w", m.Subject, d.cfg.Stream, dlq.ErrRefused, err)
 	}

@@ -394,7 +394,7 @@ func TestDLQErrorsSayWhatToDo(t *testing.T) {
 	if err := r.js.DeleteStream(ctx, "D"); err != nil {
 		t.Fatal(err)
 	}
-	if err := d.Write(ctx, record()); !errors.Is(err, ErrNoStream) || !errors.Is(err, dlq.ErrRefused) {
+	if err := d.Write(ctx, record()); !errors.Is(err, errNoStream) || !errors.Is(err, dlq.ErrRefused) {
 		t.Errorf("%v", err)
 	}
 	if _, err := r.js.CreateStream(ctx, jetstream.StreamConfig{Name: "OTHER", Subjects: []string{"dlq.>"}}); err != nil {

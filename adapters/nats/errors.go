@@ -23,9 +23,9 @@ var (
 	// mends it.
 	ErrUnsuitable = errors.New("nats: unsuitable configuration")
 
-	// ErrNoStream means that no stream takes the subject of a dead letter. It is
+	// errNoStream means that no stream takes the subject of a dead letter. It is
 	// a [dlq.ErrRefused].
-	ErrNoStream = errors.New("nats: no stream takes the subject")
+	errNoStream = errors.New("nats: no stream takes the subject")
 )
 
 // unsuitable is an [ErrUnsuitable] with its reason.

@@ -565,7 +565,7 @@ func TestDLQUnavailable(t *testing.T) {
 	r.publish(t, subject, 0, 50)
 	adaptertest.Eventually(t, "the good ones are handled", func() bool { return good.Load() == 45 })
 	adaptertest.Eventually(t, "the Guard says why", func() bool { return g.Ready() != nil })
-	if err := g.Ready(); !errors.Is(err, ErrNoStream) {
+	if err := g.Ready(); !errors.Is(err, errNoStream) {
 		t.Errorf("%v", err)
 	}
 	adaptertest.Eventually(t, "the good ones are acked", func() bool { return r.info(t).NumAckPending == 5 })

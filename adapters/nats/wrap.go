@@ -29,8 +29,7 @@ import (
 // at WARN says so. Nothing is nak'ed or terminated at the server: the guard decides
 // about the retry, the hold or the dead letter. A message is settled once;
 // again is [jetstream.ErrMsgAlreadyAckd]. One that is not settled within the
-// consumer's AckWait has failed with [ErrNotSettled]; InProgress begins that
-// time anew.
+// consumer's AckWait has failed; InProgress begins that time anew.
 //
 // One message is out at a time, in the order of the stream, unless the policy has
 // more [guard.Policy.Workers]. With those a retry comes after messages that were
@@ -106,19 +105,19 @@ func override[M any](src *guard.Source[M], window int) error {
 }
 
 var (
-	// ErrNak is the failure of a wrapped message that was nak'ed.
-	ErrNak = errors.New("nats: nak")
+	// errNak is the failure of a wrapped message that was nak'ed.
+	errNak = errors.New("nats: nak")
 
-	// ErrTerm is the permanent failure of a wrapped message that was terminated.
-	ErrTerm = errors.New("nats: terminated")
+	// errTerm is the permanent failure of a wrapped message that was terminated.
+	errTerm = errors.New("nats: terminated")
 
-	// ErrNotSettled is the failure of a wrapped message that was neither
+	// errNotSettled is the failure of a wrapped message that was neither
 	// settled nor extended within the consumer's AckWait.
-	ErrNotSettled = errors.New("nats: not settled within the AckWait")
+	errNotSettled = errors.New("nats: not settled within the AckWait")
 
-	// ErrNotWrapped means that [Fail] was given a message that does not come
+	// errNotWrapped means that [Fail] was given a message that does not come
 	// from [WrapConsumer].
-	ErrNotWrapped = errors.New("nats: not a message of a wrapped consumer")
+	errNotWrapped = errors.New("nats: not a message of a wrapped consumer")
 )
 
 // Fail reports the failure of a message of a wrapped consumer, as a handler
@@ -129,7 +128,7 @@ var (
 func Fail(m jetstream.Msg, err error) error {
 	w, ok := m.(*wrappedMsg)
 	if !ok {
-		return ErrNotWrapped
+		return errNotWrapped
 	}
 	return w.settle(nil, err) //nolint:staticcheck // nil: no confirmation is waited for
 }
@@ -169,7 +168,7 @@ func (m *wrappedMsg) settle(confirm context.Context, err error) error {
 func (m *wrappedMsg) expire() {
 	if m.done.CompareAndSwap(false, true) {
 		m.end()
-		_ = m.tell(nil, ErrNotSettled) //nolint:staticcheck // nil: no confirmation is waited for
+		_ = m.tell(nil, errNotSettled) //nolint:staticcheck // nil: no confirmation is waited for
 	}
 }
 
@@ -192,7 +191,7 @@ func (m *wrappedMsg) DoubleAck(ctx context.Context) error { return m.settle(ctx,
 
 func (m *wrappedMsg) Nak() error {
 	m.w.hidden()
-	return m.settle(nil, ErrNak) //nolint:staticcheck // nil: no confirmation
+	return m.settle(nil, errNak) //nolint:staticcheck // nil: no confirmation
 }
 
 // NakWithDelay is Nak: the guard's own delays apply.
@@ -206,10 +205,10 @@ func (w *wrapped) hidden() {
 	})
 }
 
-func (m *wrappedMsg) Term() error { return m.settle(nil, guard.Permanent(ErrTerm)) } //nolint:staticcheck // nil: no confirmation
+func (m *wrappedMsg) Term() error { return m.settle(nil, guard.Permanent(errTerm)) } //nolint:staticcheck // nil: no confirmation
 
 func (m *wrappedMsg) TermWithReason(reason string) error {
-	return m.settle(nil, guard.Permanent(fmt.Errorf("%w: %s", ErrTerm, reason))) //nolint:staticcheck // nil: no confirmation
+	return m.settle(nil, guard.Permanent(fmt.Errorf("%w: %s", errTerm, reason))) //nolint:staticcheck // nil: no confirmation
 }
 
 // InProgress begins the message's AckWait anew, here and at the server.

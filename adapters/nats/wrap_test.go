@@ -332,7 +332,7 @@ func TestWrappedOutcomes(t *testing.T) {
 	if len(reasons) != 3 || reasons["1"] != "nats: terminated: no such order" || reasons["4"] != errDown.Error() {
 		t.Errorf("%v", reasons)
 	}
-	if err := Fail(r.letters(t, "D")[0], errDown); !errors.Is(err, ErrNotWrapped) {
+	if err := Fail(r.letters(t, "D")[0], errDown); !errors.Is(err, errNotWrapped) {
 		t.Errorf("%v", err)
 	}
 }

@@ -50,7 +50,7 @@ func TestCloseHandsOver(t *testing.T) {
 				t.Errorf("handed over: %s", bodies(got))
 			}
 			for i, rec := range got { // some behind the head were tried as witnesses
-				if rec.Reason != ReasonShutdown || rec.ID() == "" || rec.Error.Message != ErrNotReplayed.Error() || i == 0 && rec.Attempts == 0 || i > 8 && rec.Attempts != 0 {
+				if rec.Reason != ReasonShutdown || rec.ID() == "" || rec.Error.Message != errNotReplayed.Error() || i == 0 && rec.Attempts == 0 || i > 8 && rec.Attempts != 0 {
 					t.Errorf("%+v", rec)
 				}
 			}
@@ -146,7 +146,7 @@ func TestCloseWithHangingReplay(t *testing.T) {
 			t.Errorf("%v, %+v", err, rep)
 		}
 		got := r.letters.list()
-		if bodies(got) != "0 1 2" || got[0].Error.Message != ErrUnfinished.Error() || got[1].Error.Message != ErrNotReplayed.Error() {
+		if bodies(got) != "0 1 2" || got[0].Error.Message != errUnfinished.Error() || got[1].Error.Message != errNotReplayed.Error() {
 			t.Errorf("%s %+v", bodies(got), got[0].Error)
 		}
 		close(release)

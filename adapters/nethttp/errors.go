@@ -10,13 +10,13 @@ import (
 )
 
 var (
-	// ErrNotReplayed is the error of a dead letter whose request was answered 202
+	// errNotReplayed is the error of a dead letter whose request was answered 202
 	// and not yet replayed when the intake was closed.
-	ErrNotReplayed = errors.New("nethttp: closed before the request was replayed")
+	errNotReplayed = errors.New("nethttp: closed before the request was replayed")
 
-	// ErrUnfinished is the same for a request whose replay had begun and had not
+	// errUnfinished is the same for a request whose replay had begun and had not
 	// returned: it may still succeed.
-	ErrUnfinished = errors.New("nethttp: closed while the request was being replayed")
+	errUnfinished = errors.New("nethttp: closed while the request was being replayed")
 
 	// errConfig is what every refusal of a configuration begins with.
 	errConfig = errors.New("nethttp: config")

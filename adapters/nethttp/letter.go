@@ -121,9 +121,9 @@ func (in *Intake) surrender(ctx context.Context, hs []*held) (written int, left 
 		given, running, attempts := h.given, h.running, h.attempt
 		h.given = true
 		in.mu.Unlock()
-		why := ErrNotReplayed
+		why := errNotReplayed
 		if running {
-			why = ErrUnfinished
+			why = errUnfinished
 		}
 		meta := port{in}.Meta(h)
 		r := &dlq.Record{

@@ -103,8 +103,8 @@ func (a *Authority) now() time.Duration { return time.Since(a.origin) }
 // Config returns the configuration with its defaults filled in.
 func (a *Authority) Config() Config { return a.cfg }
 
-// Err says why this process is without etcd, or nil while it has it: [ErrName] and
-// [ErrRoster] are what somebody has to mend. With [ErrLate] it has it, and follows
+// Err says why this process is without etcd, or nil while it has it. Somebody has to
+// mend a name that is taken, and a roster that differs. With [ErrLate] it has it, and follows
 // only. A pause of etcd shows here when the lease is over, not at once. While etcd
 // refuses what this process writes, for want of space or of the right, that is the error.
 func (a *Authority) Err() error {

@@ -6,13 +6,13 @@ package etcd
 import "errors"
 
 var (
-	// ErrName means that another process has this one's name. It is retried until
+	// errName means that another process has this one's name. It is retried until
 	// that one's lease is over.
-	ErrName = errors.New("etcd: name is taken")
+	errName = errors.New("etcd: name is taken")
 
-	// ErrRoster means that processes under this prefix have another roster, Quorum
+	// errRoster means that processes under this prefix have another roster, Quorum
 	// or Successes under the same number, so that the two would count differently.
-	ErrRoster = errors.New("etcd: roster differs")
+	errRoster = errors.New("etcd: roster differs")
 
 	// ErrLate means that somebody has brought a later roster. This process follows
 	// those who have it, may vote, and neither decides nor probes until it has it

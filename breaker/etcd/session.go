@@ -172,7 +172,7 @@ func (a *Authority) join(ctx context.Context, l *leases) (link, error) {
 	if !resp.Succeeded {
 		kvs := resp.Responses[0].GetResponseRange().GetKvs()
 		if len(kvs) != 1 || string(kvs[0].GetValue()) != value || clientv3.LeaseID(kvs[0].GetLease()) != l.member {
-			return k, fmt.Errorf("%w: %q", ErrName, a.self.Name)
+			return k, fmt.Errorf("%w: %q", errName, a.self.Name)
 		}
 		k.born = kvs[0].GetCreateRevision()
 	}
@@ -232,7 +232,7 @@ func (a *Authority) agree(ctx context.Context) (rev int64, late uint64, err erro
 			case they.number > ours.number:
 				return kv.GetModRevision(), they.number, nil
 			case they.number == ours.number:
-				return 0, 0, fmt.Errorf("%w: number %d", ErrRoster, ours.number)
+				return 0, 0, fmt.Errorf("%w: number %d", errRoster, ours.number)
 			}
 			rev = kv.GetModRevision()
 		}

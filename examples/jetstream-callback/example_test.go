@@ -87,7 +87,7 @@ func TestRun(t *testing.T) {
 	if err != nil || letter.Origin.Sequence != payments.Poison || string(letter.Body) != "thirteen" || letter.Attempts < 1 {
 		t.Errorf("%+v, %v", letter, err)
 	}
-	if letter.Error.Message == guardnats.ErrNak.Error() {
+	if letter.Error.Message == "nats: nak" {
 		t.Error("the letter does not say why the order was not charged")
 	}
 }

@@ -77,7 +77,7 @@ func outage(t *testing.T) {
 	if err != nil || string(letter.Body) != strconv.Itoa(payments.Poison) || letter.Attempts < 1 {
 		t.Errorf("%+v, %v", letter, err)
 	}
-	if letter.Error.Message == guardamqp.ErrReject.Error() {
+	if letter.Error.Message == "amqp: rejected" {
 		t.Error("the letter does not say why the order was not charged")
 	}
 }

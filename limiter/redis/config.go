@@ -71,12 +71,12 @@ func (c Config) WithDefaults() Config {
 	return c
 }
 
-// Validate reports everything that is wrong with c at once, as an error that is
-// [ErrConfig], or nil. Unset fields are judged as their defaults.
+// Validate reports everything that is wrong with c at once, or returns nil. Unset
+// fields are judged as their defaults.
 func (c Config) Validate() error {
 	var wrong []error
 	bad := func(field string, value any, want string) {
-		wrong = append(wrong, fmt.Errorf("%w: %s: %v is not in %s", ErrConfig, field, value, want))
+		wrong = append(wrong, fmt.Errorf("%w: %s: %v is not in %s", errConfig, field, value, want))
 	}
 	limit := func(field string, l limiter.Limit) {
 		if !(l.Rate >= 0.001 && l.Rate <= 1e9) {

@@ -23,7 +23,7 @@ func TestValidateNamesEverything(t *testing.T) {
 		Timeout: time.Microsecond,
 		Batch:   -1,
 	}.Validate()
-	is(t, err, ErrConfig)
+	is(t, err, errConfig)
 	for _, want := range []string{
 		"Limit.Rate: -1", "Limit.Burst: 0", `Limits[""]: 0`, `Limits["big"].Rate: 1e+10`, `Limits["big"].Burst`,
 		`Prefix: "a{b"`, "Silence: 7", "Timeout: 1µs", "Batch: -1",
@@ -50,7 +50,7 @@ func TestNewWantsBoundedAnswers(t *testing.T) {
 		"ring":    goredis.NewRing(&goredis.RingOptions{Addrs: map[string]string{"a": "127.0.0.1:1"}, HeartbeatFrequency: time.Hour}),
 	} {
 		_, err := New(c, Config{})
-		is(t, err, ErrConfig)
+		is(t, err, errConfig)
 		if err == nil || !strings.Contains(err.Error(), "ContextTimeoutEnabled") || !strings.Contains(err.Error(), "Limit.Rate") {
 			t.Errorf("%s: %v", name, err)
 		}
@@ -59,7 +59,7 @@ func TestNewWantsBoundedAnswers(t *testing.T) {
 		}
 	}
 	_, err := New(nil, good)
-	is(t, err, ErrConfig)
+	is(t, err, errConfig)
 	for name, c := range map[string]interface {
 		goredis.Scripter
 		Close() error

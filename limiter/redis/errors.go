@@ -11,18 +11,18 @@ import (
 )
 
 var (
-	// ErrConfig means that a configuration was refused. The text names every field
+	// errConfig means that a configuration was refused. The text names every field
 	// that is wrong, its value and the allowed range.
-	ErrConfig = errors.New("limiter/redis: config")
+	errConfig = errors.New("limiter/redis: config")
 
 	// ErrSilent means that Redis did not decide: it was not reached, did not answer in
 	// time, or not long ago did not.
 	ErrSilent = errors.New("limiter/redis: no decision")
 
-	// ErrRefused means that Redis answered with an error that waiting does not mend:
+	// errRefused means that Redis answered with an error that waiting does not mend:
 	// the key is something else, or the user may not run scripts. It is [ErrSilent]
 	// too.
-	ErrRefused = errors.New("limiter/redis: refused by the server")
+	errRefused = errors.New("limiter/redis: refused by the server")
 )
 
 // passing are the beginnings of answers that time mends.

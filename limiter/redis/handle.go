@@ -105,7 +105,8 @@ func (h *Handle) Wait(ctx context.Context) error { return h.WaitN(ctx, 1) }
 // many tokens. Waiters of this handle are served in their order.
 //
 // While Redis does not decide, FailOpen admits, and FailClosed goes on asking until
-// ctx ends; the error is then [ErrSilent] as well. [ErrRefused] ends a wait.
+// ctx ends; the error is then [ErrSilent] as well. An answer that waiting
+// does not mend, such as NOPERM, ends a wait.
 func (h *Handle) WaitN(ctx context.Context, n int) error {
 	if n > 0 && h.store.isClosed() {
 		return limiter.ErrClosed
@@ -115,7 +116,7 @@ func (h *Handle) WaitN(ctx context.Context, n int) error {
 	}
 	switch {
 	case !h.valid:
-		return fmt.Errorf("%w: key: %d bytes are not in [1, %d]", ErrConfig, len(h.keys[0])-len(h.store.cfg.Prefix)-2, limiter.MaxKey)
+		return fmt.Errorf("%w: key: %d bytes are not in [1, %d]", errConfig, len(h.keys[0])-len(h.store.cfg.Prefix)-2, limiter.MaxKey)
 	case n > h.limit.Burst:
 		return fmt.Errorf("%w: %d of %d", limiter.ErrBurst, n, h.limit.Burst)
 	}
@@ -149,7 +150,7 @@ func (h *Handle) WaitN(ctx context.Context, n int) error {
 			if deadline, ok := ctx.Deadline(); ok && time.Until(deadline) < wait {
 				return fmt.Errorf("limiter/redis: %d in %v: %w", n, wait, context.DeadlineExceeded)
 			}
-		case errors.Is(err, limiter.ErrClosed), errors.Is(err, ErrRefused):
+		case errors.Is(err, limiter.ErrClosed), errors.Is(err, errRefused):
 			return err
 		default:
 			wait = h.store.rest()

@@ -66,7 +66,7 @@ func New(client goredis.Scripter, cfg Config, opts ...Option) (*Store, error) {
 	err := cfg.Validate()
 	switch c := client.(type) {
 	case nil:
-		err = errors.Join(err, fmt.Errorf("%w: client: nil is not a client", ErrConfig))
+		err = errors.Join(err, fmt.Errorf("%w: client: nil is not a client", errConfig))
 	case interface{ Options() *goredis.Options }:
 		err = errors.Join(err, bounded(c.Options().ContextTimeoutEnabled))
 	case interface {
@@ -87,7 +87,7 @@ func New(client goredis.Scripter, cfg Config, opts ...Option) (*Store, error) {
 		o(s)
 	}
 	if s.log == nil {
-		return nil, fmt.Errorf("%w: WithLogger: the logger must not be nil; leave the option out for silence", ErrConfig)
+		return nil, fmt.Errorf("%w: WithLogger: the logger must not be nil; leave the option out for silence", errConfig)
 	}
 	return s, nil
 }
@@ -96,7 +96,7 @@ func bounded(byContext bool) error {
 	if byContext {
 		return nil
 	}
-	return fmt.Errorf("%w: client: ContextTimeoutEnabled: false is not in {true}: Timeout would not bound an answer", ErrConfig)
+	return fmt.Errorf("%w: client: ContextTimeoutEnabled: false is not in {true}: Timeout would not bound an answer", errConfig)
 }
 
 // Key is a handle of a key. Each call makes another, with tokens and a line of
@@ -197,7 +197,7 @@ func (s *Store) heard() {
 func (s *Store) failed(err error) error {
 	if refused(err) {
 		s.heard()
-		err = fmt.Errorf("%w: %w: %w", ErrSilent, ErrRefused, err)
+		err = fmt.Errorf("%w: %w: %w", ErrSilent, errRefused, err)
 		s.last.Store(&err)
 		now := time.Since(s.start)
 		if at := s.says.Load(); now >= time.Duration(at) && s.says.CompareAndSwap(at, int64(now+sayEvery)) {

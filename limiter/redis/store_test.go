@@ -199,7 +199,7 @@ func TestWaitEnds(t *testing.T) {
 	s, _ := open(t, patient(limiter.Limit{Rate: .01, Burst: 3}))
 	h := s.Key("k")
 	is(t, h.WaitN(t.Context(), 4), limiter.ErrBurst)
-	is(t, s.Key("").Wait(t.Context()), ErrConfig)
+	is(t, s.Key("").Wait(t.Context()), errConfig)
 	if err := h.WaitN(t.Context(), 3); err != nil {
 		t.Fatal(err)
 	}
@@ -337,7 +337,7 @@ func TestRefusalIsLogged(t *testing.T) {
 	var logged lockedBuffer
 	s := &Store{log: slog.New(slog.NewTextHandler(&logged, nil)), start: time.Now()}
 	for range 3 {
-		is(t, s.failed(told("NOPERM this user has no permissions")), ErrRefused)
+		is(t, s.failed(told("NOPERM this user has no permissions")), errRefused)
 	}
 	if said := logged.String(); strings.Count(said, "limit store refuses") != 1 || !strings.Contains(said, "NOPERM") {
 		t.Errorf("logged:\n%s", said)
@@ -366,11 +366,11 @@ func TestWrongType(t *testing.T) {
 			if h.Allow() != (silence == FailOpen) {
 				t.Errorf("%v: Allow", silence)
 			}
-			is(t, s.Err(), ErrRefused)
+			is(t, s.Err(), errRefused)
 			if !strings.Contains(s.Err().Error(), "WRONGTYPE") {
 				t.Errorf("%v does not say why", s.Err())
 			}
-			if err := h.Wait(t.Context()); (err == nil) != (silence == FailOpen) || err != nil && !errors.Is(err, ErrRefused) {
+			if err := h.Wait(t.Context()); (err == nil) != (silence == FailOpen) || err != nil && !errors.Is(err, errRefused) {
 				t.Errorf("%v: Wait: %v", silence, err)
 			}
 			if silence == FailOpen {
