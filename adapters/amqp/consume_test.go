@@ -551,7 +551,7 @@ func TestUpgradedBroker(t *testing.T) {
 	before, after := shared(t, brokers.RabbitMQ), newRig(t, shared(t, brokers.RabbitMQ4), Quorum, nil)
 	old := &rig{server: before, t: t, queue: after.queue, kind: Quorum}
 	old.on(func(ch *amqp091.Channel) error {
-		_, err := ch.QueueDeclare(old.queue, true, false, false, false, amqp091.Table{"x-queue-type": string(Quorum)})
+		_, err := ch.QueueDeclare(old.queue, true, false, false, false, amqp091.Table{"x-queue-type": Quorum})
 		return err
 	})
 	var l lines

@@ -19,24 +19,14 @@ import (
 	"github.com/stormguard-mq/stormguard/dlq"
 )
 
-// Kind is a type of queue.
-type Kind string
-
-// The kinds of queue that can hold dead letters.
-const (
-	Quorum  Kind = "quorum"
-	Classic Kind = "classic"
-	Stream  Kind = "stream"
-)
-
 // DLQConfig describes a queue or stream of dead letters. Only Queue must be set.
 type DLQConfig struct {
 	// Queue is the name of the queue or stream.
 	Queue string
 
-	// Kind is the type of a queue that is created; unset means [Quorum]. One
-	// that exists may be of any.
-	Kind Kind
+	// Kind is the type of a queue that is created: [amqp091.QueueTypeQuorum], the default,
+	// [amqp091.QueueTypeClassic] or [amqp091.QueueTypeStream]. One that exists may be of any.
+	Kind string
 
 	// Args are further arguments of a queue that is created, such as
 	// x-max-age of a stream.
@@ -58,7 +48,7 @@ type DLQConfig struct {
 
 func (c DLQConfig) withDefaults() DLQConfig {
 	if c.Kind == "" {
-		c.Kind = Quorum
+		c.Kind = amqp091.QueueTypeQuorum
 	}
 	return c
 }
@@ -76,7 +66,7 @@ func (c DLQConfig) Validate() error {
 	if strings.HasPrefix(d.Queue, "amq.") {
 		add("Queue: %q: names that begin with amq. are the broker's", d.Queue)
 	}
-	if d.Kind != Quorum && d.Kind != Classic && d.Kind != Stream {
+	if d.Kind != amqp091.QueueTypeQuorum && d.Kind != amqp091.QueueTypeClassic && d.Kind != amqp091.QueueTypeStream {
 		add("Kind: %q is none of quorum, classic, stream", c.Kind)
 	}
 	if err := d.Args.Validate(); err != nil {
@@ -90,7 +80,7 @@ func (c DLQConfig) Validate() error {
 
 // arguments are those of the declaration.
 func (c DLQConfig) arguments() amqp091.Table {
-	args := amqp091.Table{"x-queue-type": string(c.Kind)}
+	args := amqp091.Table{"x-queue-type": c.Kind}
 	maps.Copy(args, c.Args)
 	return args
 }
@@ -140,7 +130,7 @@ func NewDLQ(ctx context.Context, dialer Dialer, cfg DLQConfig) (*DLQ, error) {
 		return nil, err
 	}
 	d := &DLQ{cfg: cfg.withDefaults(), dialer: dialer, turn: make(chan struct{}, 1)}
-	d.plain = d.cfg.Kind == Stream
+	d.plain = d.cfg.Kind == amqp091.QueueTypeStream
 	d.log.Store(d.cfg.Logger)
 	s, err := d.connect(ctx)
 	if err != nil {

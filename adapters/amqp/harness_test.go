@@ -33,6 +33,15 @@ func TestMain(m *testing.M) {
 	}})
 }
 
+// Kind is a type of queue.
+type Kind = string
+
+const (
+	Quorum  = amqp091.QueueTypeQuorum
+	Classic = amqp091.QueueTypeClassic
+	Stream  = amqp091.QueueTypeStream
+)
+
 // server is the package's own broker of one kind, which all its tests share
 // that do not harm it.
 type server struct {
@@ -126,7 +135,7 @@ type rig struct {
 func newRig(t testing.TB, s *server, kind Kind, args amqp091.Table) *rig {
 	t.Helper()
 	r := &rig{server: s, t: t, queue: fmt.Sprintf("q-%08x", rand.Uint32()), kind: kind}
-	all := amqp091.Table{"x-queue-type": string(kind)}
+	all := amqp091.Table{"x-queue-type": kind}
 	maps.Copy(all, args)
 	r.on(func(ch *amqp091.Channel) error {
 		_, err := ch.QueueDeclare(r.queue, true, false, false, false, all)

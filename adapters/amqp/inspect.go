@@ -15,6 +15,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/rabbitmq/amqp091-go"
+
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
@@ -189,7 +191,7 @@ func (x *inspector) queue(ctx context.Context, name string) (*queueInfo, error) 
 
 // policyFirst tells whether a policy overrides an argument of the queue.
 func (q *queueInfo) policyFirst(name string) bool {
-	return q.Type == string(Quorum) && name == "overflow" || q.Type == string(Stream) && name == "max-age"
+	return q.Type == amqp091.QueueTypeQuorum && name == "overflow" || q.Type == amqp091.QueueTypeStream && name == "max-age"
 }
 
 // text is a setting of the queue: its argument, or else the policy's; see policyFirst.
@@ -218,7 +220,7 @@ func (q *queueInfo) number(name string) (n int, ok bool) {
 // deliveryLimit is the limit that counts; false if there is none. From 4.0 on one below 0
 // means none, and gives way to another; before, it is exceeded by the first delivery.
 func (x *inspector) deliveryLimit(q *queueInfo) (n int, ok bool) {
-	if q.Type != string(Quorum) {
+	if q.Type != amqp091.QueueTypeQuorum {
 		return 0, false
 	}
 	n, ok = q.number("delivery-limit")
@@ -273,7 +275,7 @@ func anew(name string) string { return "declare it anew without x-" + name }
 // placement looks at how many nodes keep the queue.
 func (x *inspector) placement(q *queueInfo) {
 	switch {
-	case q.Type == string(Classic):
+	case q.Type == amqp091.QueueTypeClassic:
 		what := "it is a classic queue: one node keeps it"
 		if len(q.Mirrors) > 0 {
 			what = "it is a mirrored classic queue: RabbitMQ 4 has no mirrors"
@@ -281,10 +283,10 @@ func (x *inspector) placement(q *queueInfo) {
 		if q.Name == x.in.Queue {
 			what += ". It counts no deliveries, so a message that crashes its consumer does so for ever"
 		}
-		x.add(guard.Warning, q, what, "move to a quorum queue of another name: "+DLQConfig{Queue: "NAME", Kind: Quorum}.command())
+		x.add(guard.Warning, q, what, "move to a quorum queue of another name: "+DLQConfig{Queue: "NAME", Kind: amqp091.QueueTypeQuorum}.command())
 	case len(q.Members) == 1:
 		add := "rabbitmq-queues add_member"
-		if q.Type == string(Stream) {
+		if q.Type == amqp091.QueueTypeStream {
 			add = "rabbitmq-streams add_replica"
 		}
 		x.add(guard.Warning, q, "it has one replica: the disk of one node is all there is",
@@ -295,12 +297,12 @@ func (x *inspector) placement(q *queueInfo) {
 // source looks at the queue that is consumed.
 func (x *inspector) source(ctx context.Context, q *queueInfo) error {
 	switch {
-	case q.Type == string(Stream):
+	case q.Type == amqp091.QueueTypeStream:
 		x.add(guard.Danger, q, "it is a stream: acks remove nothing, and a consumer begins where it is told to", "consume from a quorum queue")
 		return nil
 	case !q.Durable:
 		x.add(guard.Danger, q, "it is not durable: it is gone with the broker's next restart", "declare it anew: rabbitmqadmin declare queue name="+q.Name+" durable=true arguments='{\"x-queue-type\":\"quorum\"}'")
-	case q.Type == string(Classic) && q.Messages > q.Persistent && q.Persistent >= 0:
+	case q.Type == amqp091.QueueTypeClassic && q.Messages > q.Persistent && q.Persistent >= 0:
 		x.add(guard.Warning, q, fmt.Sprintf("%d of its %d messages are transient: they are gone with the broker's next restart, and with its dead-letter queue's", q.Messages-q.Persistent, q.Messages),
 			"publish with delivery mode 2")
 	default:
@@ -332,7 +334,7 @@ func (x *inspector) source(ctx context.Context, q *queueInfo) error {
 
 // limits looks at delivery limit and dead-letter exchange.
 func (x *inspector) limits(ctx context.Context, q *queueInfo) error {
-	quorum := q.Type == string(Quorum)
+	quorum := q.Type == amqp091.QueueTypeQuorum
 	limit, limited := x.deliveryLimit(q)
 	if policy, set := q.Policy["delivery-limit"].(float64); set && limited && int(policy) != limit {
 		x.add(guard.Warning, q, fmt.Sprintf("its delivery limit is %d, by its argument: the %d of its policy has no effect", limit, int(policy)),
@@ -408,7 +410,7 @@ func (x *inspector) overflow(q *queueInfo) {
 	_, count := q.number("max-length")
 	_, bytes := q.number("max-length-bytes")
 	o := q.text("overflow")
-	drops := o == "" || o == "drop-head" || o != "reject-publish" && q.Type == string(Quorum) // which knows no other
+	drops := o == "" || o == "drop-head" || o != "reject-publish" && q.Type == amqp091.QueueTypeQuorum // which knows no other
 	if (count || bytes) && drops {
 		x.add(guard.Danger, q, "it has a maximum length and drops its oldest messages when it is full", x.change(q, "\"overflow\":\"reject-publish\"", "overflow"))
 	}
@@ -419,7 +421,7 @@ func (x *inspector) deadLetters(ctx context.Context) error {
 	q, err := x.queue(ctx, x.in.DLQ)
 	if errors.Is(err, ErrQueueGone) {
 		missing := &queueInfo{Name: x.in.DLQ}
-		x.add(guard.Warning, missing, "it does not exist: dead letters wait", DLQConfig{Queue: x.in.DLQ, Kind: Quorum}.command())
+		x.add(guard.Warning, missing, "it does not exist: dead letters wait", DLQConfig{Queue: x.in.DLQ, Kind: amqp091.QueueTypeQuorum}.command())
 		return nil
 	}
 	if err != nil {
@@ -427,7 +429,7 @@ func (x *inspector) deadLetters(ctx context.Context) error {
 	}
 	x.placement(q)
 	if !q.Durable || q.AutoDelete || q.Exclusive {
-		x.add(guard.Danger, q, "it is not durable, or deleted with its last consumer: dead letters are lost with it", "delete it, and "+DLQConfig{Queue: x.in.DLQ, Kind: Quorum}.command())
+		x.add(guard.Danger, q, "it is not durable, or deleted with its last consumer: dead letters are lost with it", "delete it, and "+DLQConfig{Queue: x.in.DLQ, Kind: amqp091.QueueTypeQuorum}.command())
 	}
 	for _, name := range []string{"expires", "message-ttl", "max-age"} {
 		if n, ok := q.number(name); ok {
@@ -437,7 +439,7 @@ func (x *inspector) deadLetters(ctx context.Context) error {
 	if age := q.text("max-age"); age != "" {
 		x.add(guard.Notice, q, "dead letters in it end after "+age+" (max-age)", x.change(q, "\"max-age\":\"LONGER\"", "max-age"))
 	}
-	if q.Type != string(Stream) {
+	if q.Type != amqp091.QueueTypeStream {
 		x.overflow(q)
 	}
 	if _, limited := x.deliveryLimit(q); limited && q.text("dead-letter-exchange") == "" {

@@ -190,7 +190,7 @@ func TestArgumentAndPolicy(t *testing.T) {
 		"expires by both":             {3, Classic, table{"x-expires": 9000.0}, table{"expires": 8000.0}, []string{"deleted after 8s"}, anew + "expires, then rabbitmqctl"},
 		"expires by policy":           {3, Classic, nil, table{"expires": 8000.0}, []string{"deleted after 8s"}, "rabbitmqctl"},
 	} {
-		q := &queueInfo{Name: "d", Type: string(c.kind), Durable: true, Arguments: c.args, Policy: c.policy, Members: []string{"a", "b", "c"}}
+		q := &queueInfo{Name: "d", Type: c.kind, Durable: true, Arguments: c.args, Policy: c.policy, Members: []string{"a", "b", "c"}}
 		x := &inspector{in: &Target{VHost: "v", Queue: "q", DLQ: "d", Prefetch: 256, ConsumerTimeout: time.Hour}, major: c.major}
 		if err := x.source(t.Context(), q); err != nil {
 			t.Fatal(err)

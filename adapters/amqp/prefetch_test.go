@@ -30,7 +30,7 @@ func TestAParkedChannelHasWitnesses(t *testing.T) {
 	t.Parallel()
 	kinds(t, func(t *testing.T, s *server) {
 		for _, kind := range []Kind{Quorum, Classic} {
-			t.Run(string(kind), func(t *testing.T) {
+			t.Run(kind, func(t *testing.T) {
 				t.Parallel()
 				r := newRig(t, s, kind, nil)
 				letters := r.deadLetters(Quorum)

@@ -145,11 +145,11 @@ func (r *Register) ensure(l *link) error {
 	if r.cfg.NoCreate {
 		_, err = ch.QueueDeclarePassive(r.cfg.Stream, true, false, false, false, nil)
 	} else {
-		_, err = ch.QueueDeclare(r.cfg.Stream, true, false, false, false, amqp091.Table{"x-queue-type": string(Stream)})
+		_, err = ch.QueueDeclare(r.cfg.Stream, true, false, false, false, amqp091.Table{"x-queue-type": amqp091.QueueTypeStream})
 	}
 	switch {
 	case isCode(err, amqp091.NotFound):
-		return unsuitable("there is no stream %s for a register: %s", r.cfg.Stream, DLQConfig{Queue: r.cfg.Stream, Kind: Stream}.command())
+		return unsuitable("there is no stream %s for a register: %s", r.cfg.Stream, DLQConfig{Queue: r.cfg.Stream, Kind: amqp091.QueueTypeStream}.command())
 	case isCode(err, amqp091.PreconditionFailed):
 		return unsuitable("queue %s is no stream that keeps everything; name another: %v", r.cfg.Stream, err)
 	case err != nil:

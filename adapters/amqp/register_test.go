@@ -78,7 +78,7 @@ func TestRegisterUnsuitable(t *testing.T) {
 		"a queue":             {"x-queue-type": "quorum"},
 		"a stream with limit": {"x-queue-type": "stream", "x-max-age": "1h"},
 	} {
-		rig := newRig(t, shared(t, brokers.RabbitMQ4), Kind(args["x-queue-type"].(string)), args)
+		rig := newRig(t, shared(t, brokers.RabbitMQ4), args["x-queue-type"].(string), args)
 		reg, err := NewRegister(Dial(rig.url()), RegisterConfig{Stream: rig.queue})
 		if err != nil {
 			t.Fatal(err)

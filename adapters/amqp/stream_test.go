@@ -47,7 +47,7 @@ func TestStreamsAreRefused(t *testing.T) {
 		})
 		for _, kind := range []Kind{Quorum, Classic} {
 			for name, args := range map[string]amqp091.Table{"": nil, ", one active": {"x-single-active-consumer": true}} {
-				t.Run("not "+string(kind)+name, func(t *testing.T) {
+				t.Run("not "+kind+name, func(t *testing.T) {
 					r := newRig(t, s, kind, args)
 					_, ch, in := r.openedAs("c", amqp091.Config{}, 10)
 					r.publish(0, 1)
