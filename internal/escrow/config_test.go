@@ -221,7 +221,7 @@ func TestForecast(t *testing.T) {
 // A node that nobody asks anything of rests, and forgets.
 func TestIdleCostsNothing(t *testing.T) {
 	f := newFleet(t, 3, Limit{Rate: 1000, Burst: 100}, 1)
-	f.run(3*time.Second, 1200, oneHot(f))
+	f.run(3*time.Second, 1200, func(time.Duration) int { return 0 })
 	f.pass(20 * time.Second)
 	for i, s := range f.nodes {
 		if s.Keys() != 0 || s.Wake() != never {

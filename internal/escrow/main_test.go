@@ -5,12 +5,16 @@ package escrow
 
 import (
 	"flag"
+	"os"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"go.uber.org/goleak"
 )
+
+// full says that the long forms are asked for.
+var full = os.Getenv("STORMGUARD_FULL") != ""
 
 // hand is a clock that stands until a test moves it. A set's own goroutine reads
 // it too.

@@ -47,8 +47,8 @@ func row(t *testing.T, name string, length time.Duration) *scenario {
 func TestRows(t *testing.T) {
 	t.Parallel()
 	for name, length := range map[string]time.Duration{
-		"idle-3": 30 * time.Second, "rotating-3": 6 * time.Second, "loss-35-rotating": 6 * time.Second, "split-1+2": 24 * time.Second,
-		"flaps-rotating-within": 24 * time.Second, "borrower-crash-loop": 6 * time.Second,
+		"idle-3": 30 * time.Second, "skew-3": 6 * time.Second, "one-hot-9": 6 * time.Second, "rotating-3": 6 * time.Second, "loss-35-rotating": 6 * time.Second, "split-1+2": 24 * time.Second,
+		"flaps-rotating-within": 24 * time.Second, "borrower-crash-loop": 6 * time.Second, "lender-crash-loop": 6 * time.Second,
 		"reset": 16 * time.Second, "evict-dead": 8 * time.Second, "pooled-rush": 13 * time.Second,
 	} {
 		if raceEnabled && name == "pooled-rush" {
