@@ -36,7 +36,6 @@ type world struct {
 	good     int                          // handled
 	out      map[int]Position             // nodes with a permitted probe out
 	overlaps int                          // permitted probes that began while another was out in reach
-	probes   map[Position]int             // permitted probes
 	decided  func(n *node, was, is State) // a node's view changed
 	trace    []string
 	tracing  bool
@@ -44,7 +43,6 @@ type world struct {
 
 type options struct {
 	nodes       int
-	quorum      float64
 	cfg         Config
 	brk         breaker.Config
 	rate        int     // messages a second and node; 0 is none
@@ -53,7 +51,6 @@ type options struct {
 	delay       time.Duration // at least; as much again at random
 	gossip      time.Duration // pacing of packets to one peer
 	local       bool          // no fleet
-	took        time.Duration // by a handler call
 	incarnation uint64        // added to incarnations
 	quiet       map[int]bool  // nodes without traffic
 }
@@ -76,7 +73,6 @@ type node struct {
 	busy    bool
 	probing bool
 	head    uint64
-	failed  int // attempts
 	good    int
 	last    State
 
@@ -140,12 +136,10 @@ func newWorld(t testing.TB, seed uint64, o options) *world {
 	}
 	def(&o.gossip, 50*ms)
 	def(&o.delay, 5*ms)
-	def(&o.took, 5*ms)
-	def(&o.cfg.Quorum, o.quorum)
 	w := &world{
 		t: t, rng: rand.New(rand.NewPCG(seed, 1)), opt: o,
 		cut: whole,
-		out: make(map[int]Position), probes: make(map[Position]int),
+		out: make(map[int]Position),
 	}
 	for i := range o.nodes {
 		n := &node{w: w, i: i, name: fmt.Sprintf("node-%02d", i)}
@@ -359,12 +353,9 @@ func (n *node) work() {
 	if w.down {
 		w.attempts++
 	}
-	if bad {
-		n.failed++
-	}
 	n.drive()
 	epoch := n.epoch
-	w.after(w.opt.took, func() {
+	w.after(5*ms, func() {
 		if n.epoch != epoch || n.frozen {
 			return
 		}
@@ -401,7 +392,6 @@ func (n *node) probe() {
 		}
 	}
 	w.out[n.i] = at
-	w.probes[at]++
 	n.probing = true
 	w.logf("%s probes at %v", n.name, at)
 }

@@ -45,7 +45,7 @@ func Run(t *testing.T, mk func() Fabric) {
 }
 
 func oneBad(t *testing.T, mk func() Fabric) {
-	r := start(t, mk, breaker.FleetConfig{}, "a", "b", "c", "d", "e")
+	r := start(t, mk, breaker.FleetConfig{Quorum: 0.1}, "a", "b", "c", "d", "e")
 	r.procs[1].broken = true
 	for range 1000 {
 		r.run(Tick)
@@ -141,8 +141,16 @@ func cutOff(t *testing.T, mk func() Fabric) {
 	if a.at(a.leaves[0]) != known {
 		t.Errorf("cut off it went from %v to %v", known, a.at(a.leaves[0]))
 	}
+	a.broken = true
+	r.until(10*sec, "opens by itself", func() bool { return !a.leaves[0].b.Closed() })
 	r.cutOff()
 	at := rest[0].at(rest[0].leaves[0])
+	r.until(5*sec, "hears what was decided", func() bool { return a.at(a.leaves[0]) == at })
+	r.run(5 * sec)
+	if !r.every(func(p *proc, l *leaf) bool { return closed(p, l) && p.at(l) == at }, rest...)() {
+		t.Errorf("what one did while it was cut off opened more%s", r.describe())
+	}
+	a.broken = false
 	r.until(5*sec, "back in line", r.every(func(p *proc, l *leaf) bool { return closed(p, l) && p.at(l) == at }))
 	r.run(5 * sec)
 	if !r.every(func(p *proc, l *leaf) bool { return closed(p, l) && p.at(l) == at })() {
@@ -151,19 +159,27 @@ func cutOff(t *testing.T, mk func() Fabric) {
 }
 
 func allCutOff(t *testing.T, mk func() Fabric) {
-	r := start(t, mk, breaker.FleetConfig{}, "a", "b", "c")
-	r.down = true
-	r.until(10*sec, "opens", r.every(open))
-	r.run(3 * sec)
-	r.cutOff("a", "b", "c")
-	r.run(r.cfg.Silent + 5*sec)
-	r.down = false
-	r.until(10*sec, "each recovers", r.every(func(_ *proc, l *leaf) bool { return l.b.Closed() }))
-	r.probes = 0
-	r.cutOff()
-	r.until(10*sec, "closes", r.every(closed))
-	if r.probes != 0 {
-		t.Errorf("%d probes though each had recovered", r.probes)
+	for _, before := range []bool{false, true} { // the outage began before the cut
+		r := start(t, mk, breaker.FleetConfig{}, "a", "b", "c")
+		if r.down = before; before {
+			r.until(10*sec, "opens", r.every(open))
+		}
+		r.run(3 * sec)
+		r.cutOff("a", "b", "c")
+		r.run(r.cfg.Silent + 5*sec)
+		r.down = true
+		r.run(5 * sec)
+		r.down = false
+		r.until(10*sec, "each recovers", r.every(func(_ *proc, l *leaf) bool { return l.b.Closed() }))
+		r.probes = 0
+		r.cutOff()
+		r.until(10*sec, "closes", r.every(closed))
+		if r.probes != 0 {
+			t.Errorf("%d probes though each had recovered", r.probes)
+		}
+		if at := r.procs[0].at(r.procs[0].leaves[0]); before != (at.Gen > 0) {
+			t.Errorf("outage before the cut %v: at %v", before, at)
+		}
 	}
 }
 
@@ -206,6 +222,14 @@ func proberDies(t *testing.T, mk func() Fabric) {
 	}
 	if took < r.cfg.Lease-200*time.Millisecond {
 		t.Errorf("after %v, and its lease is %v", took, r.cfg.Lease)
+	}
+	p.hangs = false
+	p.start()
+	p.adopt("q")
+	at = other.at(other.leaves[0])
+	r.run(10 * sec)
+	if !r.every(closed)() || other.at(other.leaves[0]) != at {
+		t.Errorf("its return opened the scope%s", r.describe())
 	}
 }
 
