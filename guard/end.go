@@ -74,7 +74,11 @@ func (s *Source[M]) End(ctx context.Context, why Reason) Report {
 		if len(rest) > 0 {
 			err = s.port.Return(rest, why)
 		}
-		err = errors.Join(err, s.port.Flush())
+		select {
+		case <-e.done: // End did not wait for Return
+		default:
+			err = errors.Join(err, s.port.Flush())
+		}
 	}) {
 		e.report.Err = errors.Join(e.report.Err, err)
 	} else {

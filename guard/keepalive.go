@@ -65,7 +65,8 @@ func (s *Source[M]) extend() {
 	if len(ms) > 0 {
 		s.port.Extend(ms)
 	}
-	if busy || phase(s.word.Load()&phaseMask) == processing {
+	busy = busy || phase(s.word.Load()&phaseMask) == processing
+	if busy && !s.fenced.Load() { // else End did not wait for Extend
 		// Acks that the loop has coalesced must not wait behind a slow handler.
 		if err := s.port.Flush(); err != nil {
 			s.mu.Lock()

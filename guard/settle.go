@@ -86,8 +86,11 @@ func (s *Source[M]) meta(m M) (meta Meta, err error) {
 // weigh asks the port for size and lane, outside any lock. Size comes first, since it
 // announces the message.
 func (s *Source[M]) weigh(m M) (key uint64, size int) {
+	if s.fenced.Load() { // End did not wait for Meta
+		return 0, 0
+	}
 	size = s.port.Size(m)
-	if s.c.policy.Order == OrderKey {
+	if s.c.policy.Order == OrderKey && !s.fenced.Load() {
 		key = s.laneOf(m)
 	}
 	return key, size
@@ -284,7 +287,7 @@ func (s *Source[M]) settleOne(it *item[M], acks *int) (due bool) {
 
 // lookAhead asks a [Marker].
 func (s *Source[M]) lookAhead() (turn uint64, ahead int) {
-	if s.marker == nil {
+	if s.marker == nil || s.fenced.Load() { // End did not wait for the ack
 		return 0, 0
 	}
 	turn = s.looks.Add(1)

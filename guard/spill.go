@@ -337,12 +337,16 @@ func (s *Source[M]) writeSpilled() {
 	}
 	o.next = slices.DeleteFunc(o.next, func(w spilling[M]) bool { return w.ours && w.copy.done })
 	some := o.next[:min(len(o.next), o.most)]
+	s.calls++ // as begin
 	s.mu.Unlock()
 
 	var data [][]byte
 	size := 0
 	var err error
 	for i, w := range some {
+		if s.fenced.Load() {
+			break
+		}
 		var b []byte
 		if b, err = o.encode(w); err != nil {
 			break
@@ -353,20 +357,22 @@ func (s *Source[M]) writeSpilled() {
 		data = append(data, b)
 	}
 	some = some[:len(data)]
-	if len(data) > 0 {
-		s.mu.Lock()
-		o.going, o.next = some, o.next[len(some):]
-		o.bytes -= weight(some)
+	s.mu.Lock()
+	s.endLocked()
+	if s.fenced.Load() { // End did not wait, and has them
 		s.mu.Unlock()
+		return
+	}
+	o.going, o.next = some, o.next[len(some):]
+	o.bytes -= weight(some)
+	s.mu.Unlock()
+	if len(data) > 0 {
 		o.lane = s.g.spill.Lane(o.name) // an empty one may have been dropped
 		if err = o.lane.Append(s.wroteSpilled, data...); err == nil {
 			o.told, o.most, o.fullAt = false, spillAtOnce, 0
 			return
 		}
-		s.mu.Lock()
-		o.next, o.going = append(some, o.next...), nil
-		o.bytes += weight(some)
-		s.mu.Unlock()
+		s.placedSpilled(err)
 	}
 	s.notSpilled(err)
 }
@@ -403,6 +409,12 @@ var errSpilled = errors.New("guard: a message in the spill is not in its form")
 
 // wroteSpilled takes the news of a write, from the spill's goroutine.
 func (s *Source[M]) wroteSpilled(err error) {
+	s.placedSpilled(err)
+	s.nudge()
+}
+
+// placedSpilled takes what is being written off going, unless End has done so.
+func (s *Source[M]) placedSpilled(err error) {
 	o := s.over
 	s.mu.Lock()
 	if err != nil {
@@ -419,7 +431,6 @@ func (s *Source[M]) wroteSpilled(err error) {
 	}
 	o.going = nil
 	s.mu.Unlock()
-	s.nudge()
 }
 
 // notSpilled is what happens to what the disk does not take. A full one is asked again by
@@ -543,21 +554,24 @@ func (s *Source[M]) ackSpilled() {
 			}
 		}
 		s.mu.Unlock()
-		failed := uint64(0)
+		done, failed := uint64(0), uint64(0)
 		for _, m := range some {
-			if o.keep != nil {
+			if s.fenced.Load() { // End did not wait for the one before
+				break
+			}
+			if done++; o.keep != nil {
 				o.keep.Kept(m, nil)
 			} else if err := s.port.Ack(m); err != nil && !errors.Is(err, ErrTakenBack) {
 				failed++
 			}
 		}
-		if len(some) > 0 {
+		if done > 0 && !s.fenced.Load() {
 			s.countFlush(s.port.Flush())
 		}
 		turn, ahead := s.lookAhead()
 		s.mu.Lock()
 		s.c.lookedAhead(turn, ahead)
-		s.c.tally.Spilled += uint64(len(some))
+		s.c.tally.Spilled += done
 		s.c.tally.AckFailures += failed
 		s.endLocked()
 		s.mu.Unlock()
@@ -653,8 +667,15 @@ func (s *Source[M]) unspill(b []byte) bool {
 	}
 	s.mu.Unlock()
 	var m M
+	var key uint64
 	if err == nil {
-		m, err = o.port.Unspill(head, body)
+		if !s.begin() {
+			return false // it stays on the disk
+		}
+		if m, err = o.port.Unspill(head, body); err == nil && s.c.policy.Order == OrderKey && !s.fenced.Load() {
+			key = s.laneOf(m)
+		}
+		s.end()
 	}
 	if err != nil {
 		s.g.log.Warn("a message in the spill cannot be made again: it and those behind it wait there", "source", s.cfg.Name, "error", err,
@@ -665,11 +686,6 @@ func (s *Source[M]) unspill(b []byte) bool {
 		return false
 	}
 	c := &spilled{number: number, placed: true, synced: true, acked: true}
-	var key uint64
-	if s.c.policy.Order == OrderKey && s.begin() {
-		key = s.laneOf(m)
-		s.end()
-	}
 	now := s.g.now()
 	s.mu.Lock()
 	s.pushReadLocked(c)
@@ -773,7 +789,7 @@ func (s *Source[M]) leaveSpillLocked() (rest []M, left int) {
 	s.giveBackLocked(s.c.behind)
 	left = s.c.behind - len(rest)
 	s.c.behind = 0
-	o.next, o.bytes, o.diverts = nil, 0, false
+	o.next, o.going, o.bytes, o.diverts = nil, nil, 0, false
 	return rest, left
 }
 
