@@ -769,14 +769,29 @@ func (c *machine[M]) ramp(now time.Duration) time.Duration {
 		c.held, c.draining, c.drainFrom, c.drained = false, true, now, 0
 	}
 	at := c.drainFrom + c.policy.Ramp.At(c.drained)
-	if now-c.drainFrom >= c.policy.Ramp.For {
-		c.draining = false
+	if c.rampOver(now); !c.draining {
 		return 0
 	}
 	if at > now {
 		return at
 	}
 	return 0
+}
+
+// rampOver ends a drain whose time is over, if nothing has asked the ramp since.
+func (c *machine[M]) rampOver(now time.Duration) {
+	if c.draining && now-c.drainFrom >= c.policy.Ramp.For {
+		c.draining = false
+	}
+}
+
+// still tells whether nothing moves before a message comes or a wait is over: no handler
+// has a message, and none waits for the ramp. Messages that wait for a credit do not.
+func (c *machine[M]) still() bool {
+	if c.count[processing] > 0 {
+		return false
+	}
+	return !c.draining || c.ready.len()+c.again.len() == 0 && (c.order() != OrderNone || c.queued == 0)
 }
 
 // divert counts messages that find the source holding.

@@ -180,8 +180,7 @@ func (s *Source[M]) tellDemand() (room bool) {
 func (s *Source[M]) demandDueLocked() bool {
 	room := s.inputRoomLocked()
 	if s.demanded == 0 {
-		stuck := s.c.count[processing] == 0 && !s.c.draining
-		return room > 0 && (stuck || 2*room >= s.c.limit())
+		return room > 0 && (s.c.still() || 2*room >= s.c.limit())
 	}
 	return s.demanded < 0 || room == 0
 }

@@ -589,7 +589,7 @@ func (s *Source[M]) readSpilled() (more bool) {
 	case o.copies.len() > 0:
 		want = min(o.copies.len(), spillAtOnce)
 	case s.c.ended:
-	case s.c.behind > len(o.next)+len(o.going) && (2*room >= s.c.limit() || s.c.count[processing] == 0 && !s.c.draining || s.c.unsettled() == 0):
+	case s.c.behind > len(o.next)+len(o.going) && (2*room >= s.c.limit() || s.c.still() || s.c.unsettled() == 0):
 		if room == 0 {
 			break
 		}

@@ -84,6 +84,7 @@ type queue struct {
 	takes   time.Duration // to handle one
 	limits  Limits
 	faults  map[int]int // how often a message still fails by a fault of its own
+	bads    int         // the first so many are poison, too
 
 	mu      sync.Mutex
 	sent    int
@@ -104,7 +105,7 @@ type queue struct {
 	stop    context.CancelFunc
 }
 
-func (q *queue) poison(m int) bool { return m%41 == 13 }
+func (q *queue) poison(m int) bool { return m < q.bads || m%41 == 13 }
 
 func (q *queue) handle(_ context.Context, m int) error {
 	time.Sleep(q.takes)

@@ -677,3 +677,30 @@ func TestSpillRefused(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// Messages that wait for credits, and fill most of the window, keep no other on the disk.
+func TestSpillBesideMessagesThatWaitForCredits(t *testing.T) {
+	bubble(t, "", func(t *testing.T) {
+		q := newQueue(t, filepath.Join(spillRoot(t), "d"), Config{Policy: Policy{Spill: true, Order: OrderNone, Window: 16, Budget: stingy}})
+		q.bads = 11
+		q.open()
+		q.send(11)
+		time.Sleep(time.Second)
+		q.setDown(true)
+		q.send(60)
+		time.Sleep(20 * time.Second)
+		if n := q.s.State().Spilled; n == 0 {
+			t.Fatal("nothing is spilled")
+		}
+		q.setDown(false)
+		time.Sleep(2 * time.Minute)
+		q.mu.Lock()
+		if n := len(q.handled); n != 58 {
+			t.Errorf("%d messages handled, want 58: %+v", n, q.s.State())
+		}
+		q.mu.Unlock()
+		q.s.GrantCredits(20)
+		q.drain(time.Minute)
+		q.close(ReasonShutdown, true)
+	})
+}

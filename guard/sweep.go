@@ -45,6 +45,7 @@ func (c *machine[M]) sweep(now time.Duration, late []*callContext) ([]*callConte
 		}
 	}
 	c.notice(now)
+	c.rampOver(now)
 	if now-c.watchedAt >= watchEvery && (!c.lucks.empty() || len(c.suspects) > 0) {
 		c.watch(now)
 	}
