@@ -11,9 +11,22 @@ import (
 )
 
 // condemn dead-letters an item if the budget allows, else parks it until the
-// next credit may have come. A guess pays from the smaller part of the budget, and so
-// does everything in a storm of the fleet but what its own error condemns.
+// next credit may have come.
 func (c *machine[M]) condemn(now time.Duration, it *item[M]) {
+	if c.afford(now, it) {
+		return
+	}
+	c.tally.Refused++
+	if it.permanent { // no handler call is spent on looking
+		c.queueUp(it, &c.owed, now+creditPoll, ReasonDLQ)
+		return
+	}
+	c.park(it, now+c.delay(max(it.attempts, 1)), ReasonDLQ)
+}
+
+// afford dead-letters an item if the budget allows. A guess pays from the smaller part of the
+// budget, and so does everything in a storm of the fleet but what its own error condemns.
+func (c *machine[M]) afford(now time.Duration, it *item[M]) bool {
 	class, reason := credit.Exhausted, poisonReason(it)
 	if c.guilty(now, it) && (it.class == ClassMessage || !c.fleetStorm.Active) {
 		class = credit.Permanent
@@ -34,15 +47,53 @@ func (c *machine[M]) condemn(now time.Duration, it *item[M]) {
 				c.doubt(it)
 			}
 			c.sentence(now, it, reason)
-			return
+			return true
 		}
 	}
-	c.tally.Refused++
-	wait := c.delay(max(it.attempts, 1))
-	if it.decided() {
-		wait = creditPoll // no handler call is spent on looking
+	return false
+}
+
+// queueOf has items that wait for the same thing, oldest first. The first looks for all. An
+// item that something else was decided about stays, and is passed over.
+type queueOf[M any] struct {
+	fifo[*item[M]]
+	at time.Duration // when it looks
+}
+
+// queueUp parks an item behind others that wait for the same.
+func (c *machine[M]) queueUp(it *item[M], q *queueOf[M], at time.Duration, why Reason) {
+	c.park(it, never, why)
+	if q.len() == 0 {
+		q.at = at
 	}
-	c.park(it, now+wait, ReasonDLQ)
+	q.push(it)
+}
+
+// serve gives items in the queues what they wait for, until there is no more.
+func (c *machine[M]) serve(now time.Duration) {
+	for q := &c.owed; q.len() > 0 && q.at <= now; q.pop() {
+		if it := q.peek(); it.queues() && !it.paid && !c.afford(now, it) {
+			q.at = now + creditPoll
+			break
+		}
+	}
+	for q := &c.paced; q.len() > 0 && q.at <= now; q.pop() {
+		it := q.peek()
+		if !it.queues() || !it.paid {
+			continue
+		}
+		if wait := c.letterPace.Admit(now); wait > 0 {
+			q.at = soon(now, wait)
+			break
+		}
+		it.paid = false
+		c.deadLetter(it, it.verdict)
+	}
+}
+
+// queues tells whether an item waits in a queue, and not with a rule for a writer.
+func (it *item[M]) queues() bool {
+	return it.phase == retryWait && it.due == never && (it.paid || it.rule == nil)
 }
 
 // sentence dead-letters an item that has its credit, or lets it wait for the limit
@@ -55,7 +106,7 @@ func (c *machine[M]) sentence(now time.Duration, it *item[M], why dlq.Reason) {
 			}
 			it.paid, it.verdict = true, why
 			c.undoubted(it)
-			c.park(it, soon(now, wait), ReasonLimiter)
+			c.queueUp(it, &c.paced, soon(now, wait), ReasonLimiter)
 			return
 		}
 	}

@@ -56,6 +56,8 @@ type machine[M any] struct {
 	ready fifo[*lane[M]]          // lanes whose head may be tried
 	again fifo[*item[M]]          // OrderNone: items to be tried (again)
 	due   dueHeap[M]              // parked items
+	owed  queueOf[M]              // of these, those that wait for a credit only …
+	paced queueOf[M]              // … and those that have it, and wait for the limit of dead letters
 	busy  []*item[M]              // processing
 	going []*item[M]              // settling
 	acks  fifo[*item[M]]          // dead letters confirmed, to be acked
@@ -487,17 +489,13 @@ func (c *machine[M]) next(now time.Duration) step[M] {
 		return step[M]{}
 	}
 	for len(c.due) > 0 && c.due[0].due <= now {
-		it := c.due[0]
-		c.wake(it)
-		switch {
-		case it.paid:
-			c.unstand(it)
-			c.sentence(now, it, it.verdict)
-		case it.permanent:
-			c.unstand(it)
+		if it := c.due[0]; it.permanent {
 			c.condemn(now, it)
+		} else {
+			c.wake(it)
 		}
 	}
+	c.serve(now)
 	if c.count[processing] >= c.policy.Workers {
 		return step[M]{}
 	}
@@ -523,10 +521,21 @@ func (c *machine[M]) next(now time.Duration) step[M] {
 	return step[M]{kind: stepHandle, it: it}
 }
 
-// wakeAt is the sooner of until and the next due item; 0 means neither.
+// wakeAt is the soonest of until, the next due item and the next look for a credit or at the
+// limit of dead letters; 0 means none.
 func (c *machine[M]) wakeAt(until time.Duration) time.Duration {
-	if len(c.due) > 0 && (until == 0 || c.due[0].due < until) {
-		return c.due[0].due
+	sooner := func(at time.Duration) {
+		if until == 0 || at < until {
+			until = at
+		}
+	}
+	if len(c.due) > 0 && c.due[0].due < never {
+		sooner(c.due[0].due)
+	}
+	for _, q := range []*queueOf[M]{&c.owed, &c.paced} {
+		if q.len() > 0 {
+			sooner(q.at)
+		}
 	}
 	return until
 }

@@ -223,7 +223,14 @@ func (c *machine[M]) looked(now time.Duration, it *item[M], book *ruleBook, rule
 	case rule != nil && !c.ended:
 		c.impound(now, it, rule)
 	case it.wasParked:
-		c.park(it, it.due, it.reason)
+		switch {
+		case it.due < never:
+			c.park(it, it.due, it.reason)
+		case it.paid:
+			c.queueUp(it, &c.paced, now, it.reason)
+		default:
+			c.queueUp(it, &c.owed, now, it.reason)
+		}
 		if c.unseen(it) {
 			c.unlooked = append(c.unlooked, it)
 		}
