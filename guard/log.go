@@ -699,7 +699,7 @@ func (j *journal) askNeeds(now time.Duration) {
 		j.mu.Lock()
 		had := j.wants[s]
 		if had == nil {
-			if have == [needCount]need{} {
+			if have == [needCount]need{} || !slices.Contains(j.g.all(), s) { // it has ended meanwhile
 				j.mu.Unlock()
 				continue
 			}
