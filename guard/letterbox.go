@@ -68,7 +68,7 @@ type letterbox struct {
 	broken  bool                // no write has succeeded since one failed or became slow
 	row     int                 // failed writes in a row
 	ails    map[string]ailment  // sources of which a letter fails
-	waits   error               // why the last letter was put off; nil once none is
+	waits   map[string]error    // why the last letter of a source was put off
 }
 
 // ailment is why letters of a source fail.
@@ -170,10 +170,10 @@ func newLetterbox(g *Guard, w dlq.Writer, own bool) *letterbox {
 // begin makes it as new.
 func (b *letterbox) begin() {
 	b.down, b.ill, b.slow = make(map[string]struct{}), make(map[string]struct{}), make(map[string]struct{})
-	b.ails = make(map[string]ailment)
+	b.ails, b.waits = make(map[string]ailment), make(map[string]error)
 	b.failed, b.refused, b.putOffs = newBench(writeMax), newBench(writeMax), newBench(putOffMax)
 	b.well, b.sick, b.back = fifo[postable]{}, fifo[postable]{}, fifo[postable]{}
-	b.running, b.unsort, b.wasIll, b.broken, b.row, b.waits = false, false, false, false, 0, nil
+	b.running, b.unsort, b.wasIll, b.broken, b.row = false, false, false, false, 0
 }
 
 func (b *letterbox) benches() [3]*bench { return [...]*bench{&b.failed, &b.refused, &b.putOffs} }
@@ -263,10 +263,7 @@ func (b *letterbox) worstLocked() (source string, err error) {
 func (b *letterbox) putOff(source string) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.putOffs.of[source] == 0 {
-		return nil
-	}
-	return b.waits
+	return b.waits[source]
 }
 
 // answer is what a write came to.
@@ -307,7 +304,7 @@ func (b *letterbox) noted(l postable, what answer, err error) (was, is ailment) 
 	case written:
 		b.row = 0
 	case notYet:
-		to, b.waits = &b.putOffs, err
+		to, b.waits[l.source()] = &b.putOffs, err
 	case refused, unread:
 		to = &b.refused
 		b.ailsLocked(now, l.source(), err)
@@ -323,9 +320,6 @@ func (b *letterbox) noted(l postable, what answer, err error) (was, is ailment) 
 		b.unsort = b.unsort || ended
 	}
 	b.dropLocked(l, to)
-	if len(b.putOffs.last) == 0 {
-		b.waits = nil
-	}
 	return was, b.ails[l.source()]
 }
 
@@ -399,6 +393,9 @@ func (b *letterbox) dropLocked(l postable, but *bench) {
 		if w != but {
 			w.drop(l)
 		}
+	}
+	if b.putOffs.of[l.source()] == 0 {
+		delete(b.waits, l.source())
 	}
 	_, slow := b.slow[l.source()]
 	if !slow && b.failed.of[l.source()]+b.refused.of[l.source()] == 0 {
