@@ -29,7 +29,8 @@ const (
 	// writeSlow is for how long a write keeps the letters of other sources waiting.
 	writeSlow = time.Second
 	// writesAtOnce bounds the writes under way, each of another source. All but one of them
-	// are slow, and half of them at most are of sources that are ill.
+	// are slow, and half of them at most are of sources that are ill. A write that is late
+	// does not count: it may never return.
 	writesAtOnce = 8
 	// putOffMax bounds the pause before what was put off is offered again.
 	putOffMax = time.Second
@@ -58,7 +59,7 @@ type letterbox struct {
 	putOffs bench               // letters that it does not take yet
 	back    fifo[postable]      // letters that go back to their sources
 	unsort  bool                // some of the others may go back
-	slow    map[string]struct{} // sources whose letter is at the writer for longer than writeSlow …
+	slow    map[string]bool     // sources whose letter is at the writer for longer than writeSlow, or writeLate …
 	behind  []postable          // … and their next letters
 	done    fifo[*writing]      // slow writes that are over
 	more    chan struct{}       // has room for one: there is more to do
@@ -75,6 +76,7 @@ type letterbox struct {
 type ailment struct {
 	err   error // of the last that did; nil for none
 	since time.Duration
+	late  bool // a write of the source was late, which was said
 }
 
 // bench is where letters wait before they are tried again, for one reason. Its pauses
@@ -169,7 +171,7 @@ func newLetterbox(g *Guard, w dlq.Writer, own bool) *letterbox {
 
 // begin makes it as new.
 func (b *letterbox) begin() {
-	b.down, b.ill, b.slow = make(map[string]struct{}), make(map[string]struct{}), make(map[string]struct{})
+	b.down, b.ill, b.slow = make(map[string]struct{}), make(map[string]struct{}), make(map[string]bool)
 	b.ails, b.waits = make(map[string]ailment), make(map[string]error)
 	b.failed, b.refused, b.putOffs = newBench(writeMax), newBench(writeMax), newBench(putOffMax)
 	b.well, b.sick, b.back = fifo[postable]{}, fifo[postable]{}, fifo[postable]{}
@@ -242,7 +244,7 @@ func (b *letterbox) trouble(source string) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	err := b.ails[source].err
-	if err == nil && (b.row >= writeTries || len(b.slow) == writesAtOnce) { // all wait
+	if err == nil && (b.row >= writeTries || b.slowLocked(false) == writesAtOnce) { // all wait
 		_, err = b.worstLocked()
 	}
 	return err
@@ -329,7 +331,7 @@ func (b *letterbox) ailsLocked(now time.Duration, source string, err error) {
 	if a.err == nil {
 		a.since = now
 	}
-	a.err = err
+	a.err, a.late = err, a.late || err == errWriteLate //nolint:errorlint // watch's own
 	b.ails[source] = a
 }
 
@@ -479,7 +481,7 @@ func (b *letterbox) next(ctx context.Context) (t turn) {
 	if b.back.len() > 0 {
 		return turn{l: b.back.pop(), back: true}
 	}
-	if len(b.slow) == writesAtOnce {
+	if b.slowLocked(false) == writesAtOnce {
 		return turn{}
 	}
 	if b.row >= writeTries {
@@ -517,7 +519,7 @@ func (b *letterbox) takeLocked(ill bool) postable {
 			b.failed.others = append(b.failed.others, l)
 		case is != ill:
 			other.push(l)
-		case ill && b.slowLocked() >= writesAtOnce/2:
+		case ill && b.slowLocked(true) >= writesAtOnce/2:
 			from.pushFront(l)
 			return nil
 		default:
@@ -527,10 +529,10 @@ func (b *letterbox) takeLocked(ill bool) postable {
 	return nil
 }
 
-// slowLocked is how many slow writes are of sources that are ill.
-func (b *letterbox) slowLocked() (n int) {
-	for source := range b.slow {
-		if _, ill := b.ill[source]; ill {
+// slowLocked is how many slow writes are not late, of all sources or of those that are ill.
+func (b *letterbox) slowLocked(ill bool) (n int) {
+	for source, late := range b.slow {
+		if _, is := b.ill[source]; !late && (is || !ill) {
 			n++
 		}
 	}
@@ -623,19 +625,29 @@ func (b *letterbox) deliver(ctx context.Context, l postable) {
 		returned = true
 	}()
 	slow := time.NewTimer(writeSlow)
-	defer slow.Stop()
 	select {
 	case <-over:
+		slow.Stop()
 		b.finish(w)
 		return
 	case <-slow.C:
 	}
 	b.mu.Lock()
-	b.slow[l.source()] = struct{}{}
+	b.slow[l.source()] = false
 	b.breakLocked()
 	b.mu.Unlock()
 	go func() { // nor before this one
-		<-over
+		slow.Reset(writeLate - writeSlow)
+		select {
+		case <-over:
+			slow.Stop()
+		case <-slow.C:
+			b.mu.Lock()
+			b.slow[l.source()] = true // no other source waits for it any more
+			b.mu.Unlock()
+			token(b.more)
+			<-over
+		}
 		b.mu.Lock()
 		b.done.push(w)
 		b.mu.Unlock()
@@ -688,7 +700,7 @@ func (b *letterbox) tell(from letterFrom, was, is ailment) {
 	case lost && e.who == metaCall:
 		help = "mend what describes the message, such as a function of your own: it is asked again, and nothing is lost"
 	case err == errWriteLate: //nolint:errorlint // watch's own
-		help = "make the writer heed its context: the source's dead letters wait until the call returns. With 4 such calls those of all sources that fail wait, and with 8 all"
+		help = "make the writer heed its context: the source's dead letters wait until the call returns"
 	}
 	args := []any{"source", from.cfg.Name, "reason", ReasonDLQ.String(), "error", err, "messages", left, "help", help}
 	if lost {
@@ -707,13 +719,13 @@ func (b *letterbox) watch(from letterFrom) (done func()) {
 	late := time.AfterFunc(writeLate, func() {
 		now := b.g.now()
 		b.mu.Lock()
-		say := !returned && b.ails[from.cfg.Name].err == nil
-		if say {
+		say := !returned && !b.ails[from.cfg.Name].late
+		if !returned {
 			b.ailsLocked(now, from.cfg.Name, errWriteLate)
 		}
 		b.mu.Unlock()
 		if say {
-			b.tell(from, ailment{}, ailment{errWriteLate, now})
+			b.tell(from, ailment{}, ailment{err: errWriteLate, since: now})
 		}
 	})
 	return func() {
