@@ -37,7 +37,7 @@ kafka_ports() {
 # kafka_format I ID becomes the program that makes node I's data directory, for
 # a cluster of that ID.
 kafka_format() {
-  exec env -i PATH="$PATH" HOME="$dir" LC_ALL=C java -Xmx128m -cp "$(kafka_home)/*" \
+  exec env -i PATH="$PATH" HOME="$dir" LC_ALL=C java -Xmx128m -XX:+UseSerialGC -XX:TieredStopAtLevel=1 -cp "$(kafka_home)/*" \
     -Dlog4j2.configurationFile="$parts/kafka/log4j2.properties" \
     kafka.tools.StorageTool format -t "$2" -c "$dir/$1/server.properties" >"$dir/$1/format.log" 2>&1
 }
@@ -115,7 +115,7 @@ kafka_launch() {
   local home
   home=$(kafka_home)
   launch "$dir/$1.pid" "$dir/$1.log" env -i PATH="$PATH" HOME="$dir" LC_ALL=C \
-    java -Xms256m -Xmx512m -XX:+ExitOnOutOfMemoryError -Djava.awt.headless=true -Djava.net.preferIPv4Stack=true \
+    java -Xms256m -Xmx512m -XX:+UseSerialGC -XX:TieredStopAtLevel=1 -XX:+ExitOnOutOfMemoryError -Djava.awt.headless=true -Djava.net.preferIPv4Stack=true \
     -Dlog4j2.configurationFile="$parts/kafka/log4j2.properties" -cp "$home/*" \
     kafka.Kafka "$dir/$1/server.properties"
 }
