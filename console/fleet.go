@@ -36,8 +36,19 @@ type follower struct {
 	locals []local    // the latest last
 
 	// Of the goroutine alone.
-	applied  map[guard.Control]*[kinds]string // the order that decided last, by kind
-	answered map[string]bool                  // orders by id
+	applied map[guard.Control]*[kinds]string // the order that decided last, by kind
+	known   map[string]*known                // orders by id
+}
+
+// known is one of the fleet's orders, as this process heard it. Once it is over it stays so,
+// whatever is done to the wall clock.
+type known struct {
+	carriedOrder
+
+	err      error     // what is wrong with it
+	seen     time.Time // in force, last
+	ends     time.Time // by the monotonic clock
+	answered bool
 }
 
 const (
@@ -54,6 +65,9 @@ const (
 	// knownFor is how long an order about a pause or a force is known: an hour longer than any
 	// order before it may last. So what it overrules does not come back.
 	knownFor = mostFor + time.Hour
+
+	// forgetAfter is how long an order is remembered after it was last in force.
+	forgetAfter = 2 * time.Hour
 )
 
 // Of the orders of one kind the last one decides. Others are carried out each, once.
@@ -83,7 +97,7 @@ func follow(c *Console, carrier operator.Carrier) *follower {
 	ctx, cancel := context.WithCancel(context.Background())
 	f := &follower{
 		c: c, carrier: carrier, wake: make(chan struct{}, 1), began: time.Now(), cancel: cancel,
-		applied: make(map[guard.Control]*[kinds]string), answered: make(map[string]bool),
+		applied: make(map[guard.Control]*[kinds]string), known: make(map[string]*known),
 	}
 	f.done.Go(func() { f.run(ctx) })
 	return f
@@ -118,9 +132,9 @@ func wake(c chan struct{}) {
 }
 
 // standing is an order in force that is for this process. A pause or a forced breaker is over
-// at until.
+// at until; it may be carried for longer, until ends.
 type standing struct {
-	Order
+	*known
 
 	id    string
 	until time.Time
@@ -191,29 +205,41 @@ func (f *follower) overruledLocked(s control, kind int, o *standing) bool {
 	})
 }
 
+// forgetLocked drops orders that no clock brings back, and what overrules nothing any more.
+func (f *follower) forgetLocked(now time.Time) {
+	maps.DeleteFunc(f.known, func(id string, k *known) bool {
+		forget := now.Sub(k.seen) > forgetAfter
+		if forget {
+			f.given.Delete(id)
+		}
+		return forget
+	})
+	f.locals = slices.DeleteFunc(f.locals, func(l local) bool { return now.Sub(l.at) > knownFor })
+}
+
 // look carries out what is in force and has not been.
 func (f *follower) look() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	orders, bad, none := f.inForceLocked()
+	orders, unreadable := f.inForceLocked()
 	answers := make(map[string]*Answer)
-	for id, err := range bad {
-		answers[id] = &Answer{Error: err.Error()}
+	for _, o := range unreadable {
+		answers[o.id] = &Answer{Error: o.err.Error()}
 	}
 	var due []standing // carried out once
 	for _, o := range orders {
-		if f.answered[o.id] {
+		if o.answered {
 			continue
 		}
 		if o.Action == Credits || o.Action == DeadLetter {
 			if _, before := f.carrier.Answers(o.id)[f.name()]; before { // by an earlier run of this process
-				f.answered[o.id] = true
+				o.answered = true
 				continue
 			}
 			// An earlier run may have, and its answer be on the way. Ages are compared, for the
 			// wall clock may have been set since.
 			if o.age() > time.Since(f.began) {
-				answers[o.id], f.answered[o.id] = &Answer{Error: errBeganLater.Error()}, true
+				answers[o.id], o.answered = &Answer{Error: errBeganLater.Error()}, true
 				continue
 			}
 			due = append(due, o)
@@ -236,13 +262,13 @@ func (f *follower) look() {
 		}
 	}
 	for _, o := range orders {
-		if _, here := f.given.Load(o.id); !here && !f.answered[o.id] {
+		if _, here := f.given.Load(o.id); !here && !o.answered {
 			f.heard(o.Order, results[o.id])
 		}
 	}
 	maps.DeleteFunc(f.applied, func(s guard.Control, _ *[kinds]string) bool { return !present[s] })
 	for id, a := range answers {
-		f.answered[id] = true
+		f.known[id].answered = true
 		a.Error = clipTo(a.Error, mostAnswer)
 		text, err := json.Marshal(a)
 		if err == nil {
@@ -251,9 +277,6 @@ func (f *follower) look() {
 		if err != nil {
 			f.c.log.Warn("console: an order's answer does not reach the fleet", "order", id, "error", err)
 		}
-	}
-	if none {
-		f.given.Clear()
 	}
 }
 
@@ -276,30 +299,41 @@ func (f *follower) name() string {
 	return name
 }
 
-// inForceLocked are the orders for this process, in their sequence, and what is wrong with those
-// that it cannot read. none says that none is in force for anybody.
-func (f *follower) inForceLocked() (orders []standing, bad map[string]error, none bool) {
-	bad = make(map[string]error)
-	all := f.carrier.InForce()
-	known := make(map[string]bool, len(all))
-	for _, c := range all {
-		known[c.ID] = true
-	}
-	maps.DeleteFunc(f.answered, func(id string, _ bool) bool { return !known[id] })
-	f.locals = slices.DeleteFunc(f.locals, func(l local) bool { return time.Since(l.at) > knownFor })
-	for _, c := range all {
-		o, err := readCarried(c.Order)
-		if err != nil { // of another version
-			if !f.answered[c.ID] {
-				bad[c.ID] = err
+// inForceLocked are the orders for this process, in their sequence, and those that it cannot
+// read and has not answered: they are of another version.
+func (f *follower) inForceLocked() (orders, unreadable []standing) {
+	now := time.Now()
+	var earlier [kinds]bool // there is an order of the kind
+	for _, c := range f.carrier.InForce() {
+		k := f.known[c.ID]
+		if k == nil {
+			k = &known{ends: c.Until}
+			k.carriedOrder, k.err = readCarried(c.Order)
+			f.known[c.ID] = k
+		}
+		if k.seen = now; k.ends.After(now) {
+			k.ends = now.Add(c.Until.Sub(now)) // the fleet's time may have been put right
+		}
+		o := standing{k, c.ID, k.ends.Add(-time.Duration(k.Over))}
+		kind := kindOf(k.Action)
+		switch {
+		case !k.ends.After(now):
+		case k.err != nil:
+			if !k.answered {
+				unreadable = append(unreadable, o)
 			}
-			continue
-		}
-		if f.here(o.In) {
-			orders = append(orders, standing{o.Order, c.ID, c.Until.Add(-time.Duration(o.Over))})
+		case !f.here(k.In):
+		case kind == kindOnce:
+			if !k.answered {
+				orders = append(orders, o)
+			}
+		case earlier[kind] || !k.answered || now.Before(o.until): // otherwise it is over, and overrules nothing
+			earlier[kind] = true
+			orders = append(orders, o)
 		}
 	}
-	return orders, bad, len(all) == 0
+	f.forgetLocked(now)
+	return orders, unreadable
 }
 
 func (f *follower) here(in string) bool {
@@ -359,8 +393,8 @@ func (f *follower) settleLocked(s control, orders []standing, answers map[string
 // nothingToUndo tells whether an order that ends another has nothing to end at a source, so that it
 // would end what came later. known is how many orders of its kind are known there.
 func (f *follower) nothingToUndo(s control, kind int, o *standing, known int) bool {
-	younger := f.answered[o.id] || o.age() > time.Since(f.began) // the source, or the process
-	if kind == kindForce {                                       // a breaker that is open by itself has tripped since
+	younger := o.answered || o.age() > time.Since(f.began) // the source, or the process
+	if kind == kindForce {                                 // a breaker that is open by itself has tripped since
 		return (younger || o.age() > onceFor) && !s.State().Breaker.Forced
 	}
 	return younger && known == 1 // a pause here is that of this process

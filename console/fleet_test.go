@@ -6,6 +6,7 @@ package console_test
 import (
 	"encoding/json"
 	"fmt"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"slices"
@@ -26,7 +27,8 @@ type carrier struct {
 	answers  map[string]map[string]string
 	watchers []func()
 	others   []operator.Member
-	told     int // how often it was answered
+	told     int           // how often it was answered
+	back     time.Duration // by how much the wall clock was set back
 }
 
 func (*carrier) Place() (name, zone string) { return "billing-1", "z1" }
@@ -50,6 +52,11 @@ func (c *carrier) put(orders ...operator.Carried) {
 }
 
 func (c *carrier) Answer(id, text string) error {
+	c.say(id, "billing-1", text)
+	return nil
+}
+
+func (c *carrier) say(id, process, text string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.told++
@@ -59,23 +66,26 @@ func (c *carrier) Answer(id, text string) error {
 	if c.answers[id] == nil {
 		c.answers[id] = make(map[string]string)
 	}
-	c.answers[id]["billing-1"] = text[:min(len(text), 248)] // as a fleet does
+	c.answers[id][process] = text[:min(len(text), 248)] // as a fleet does
 	for _, f := range c.watchers {
 		f()
 	}
-	return nil
 }
 
 func (c *carrier) Answers(id string) map[string]string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.answers[id]
+	return maps.Clone(c.answers[id])
 }
 
 func (c *carrier) InForce() []operator.Carried {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return slices.DeleteFunc(slices.Clone(c.orders), func(o operator.Carried) bool { return !time.Now().Before(o.Until) })
+	all := slices.Clone(c.orders)
+	for i := range all {
+		all[i].Until = all[i].Until.Add(c.back)
+	}
+	return slices.DeleteFunc(all, func(o operator.Carried) bool { return !time.Now().Before(o.Until) })
 }
 
 func (c *carrier) Watch(f func()) (stop func()) {
@@ -508,6 +518,94 @@ func TestLocalOrderAfterTheFleets(t *testing.T) {
 				time.Sleep(time.Second)
 				if got := r.source("orders").State; got != "running" {
 					t.Errorf("after later orders of the fleet: %s", got)
+				}
+			})
+		})
+	}
+}
+
+// An order that is over stays over when the wall clock is set back, also when no other is in
+// force and the fleet has forgotten the answers to it.
+func TestClockSetBack(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := new(carrier)
+		r := newRig(t, console.Config{Fleet: c}, "orders")
+		defer r.close()
+		defer r.c.Close()
+		c.put(carried("1", `{"action":"credits","sources":["*"],"count":7,"in":"fleet"}`, time.Minute),
+			carried("2", `{"action":"pause","sources":["*"],"for":"1m","in":"fleet"}`, time.Minute))
+		time.Sleep(10 * time.Minute)
+		check := func(when string) {
+			t.Helper()
+			s := r.source("orders")
+			if s.Credits < 27 || s.Credits >= 30 || s.State != "running" {
+				t.Errorf("%s: %v credits, and it is %s", when, s.Credits, s.State)
+			}
+		}
+		check("after the orders")
+		c.mu.Lock()
+		c.answers, c.back = nil, 9*time.Minute+30*time.Second
+		c.mu.Unlock()
+		r.open("refunds")
+		time.Sleep(time.Second)
+		check("after the clock was set back")
+		if got := r.source("refunds").State; got != "running" {
+			t.Errorf("a source that begins then is %s", got)
+		}
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		if len(c.answers) > 0 {
+			t.Errorf("answered again: %v", c.answers)
+		}
+	})
+}
+
+// A breaker that is forced open twice stays open for the time of the second order, and one
+// release ends both.
+func TestForcedTwice(t *testing.T) {
+	for _, in := range []string{"process", "fleet"} {
+		t.Run(in, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				c := new(carrier)
+				r := newRig(t, console.Config{Fleet: c}, "orders")
+				defer r.close()
+				defer r.c.Close()
+				open := func(d time.Duration) {
+					t.Helper()
+					r.order(console.Order{Action: console.Open, Breakers: []string{"*"}, In: in, For: console.Duration(d)})
+				}
+				breaker := func(when, state string, forced bool) {
+					t.Helper()
+					if b := r.source("orders").Breaker; b.State != state || b.Forced != forced {
+						t.Errorf("%s: %+v, want %s, forced %v", when, b, state, forced)
+					}
+				}
+				open(time.Minute)
+				time.Sleep(30 * time.Second)
+				open(time.Minute)
+				time.Sleep(50 * time.Second)
+				breaker("after the end of the first", "open", true)
+				send := func() {
+					for i := range 20 { // some are probes
+						r.in["orders"] <- i
+					}
+				}
+				send()
+				time.Sleep(40 * time.Second)
+				breaker("after the end of the second", "closed", false)
+
+				open(2 * time.Minute)
+				open(4 * time.Minute)
+				r.order(console.Order{Action: console.Release, Breakers: []string{"*"}, In: in})
+				send()
+				time.Sleep(30 * time.Second)
+				breaker("after a release", "closed", false)
+				r.end("orders")
+				r.open("orders")
+				time.Sleep(3 * time.Minute)
+				breaker("in the time of the second", "closed", false)
+				if got := r.handled.Load(); got != 40 {
+					t.Errorf("%d messages were handled", got)
 				}
 			})
 		})
