@@ -26,13 +26,15 @@
 //	     fleet/…     with a fleet, as fleet.Process.Handler answers
 //	GET  audit       the last 1000 orders and refused orders, oldest first: [Entry]
 //	POST order       [Order]: answered with [Outcome]
+//	POST quarantine  [RuleChange]: answered as GET
 //
 // Paths are relative to where the handler is mounted: use http.StripPrefix, and a path that
 // ends with a slash. The page itself needs no token, only what it asks does: it has none of
 // the process's data.
 //
 // An order that is wrong is answered 400, one about a source that is not there 404, one
-// that may not be given 401, 403 or 415. These have {"error": text}.
+// that may not be given 401, 403 or 415. A change of the quarantine that is not in force in
+// the whole fleet is answered 502. These have {"error": text}.
 //
 // # Who may ask
 //

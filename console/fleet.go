@@ -45,7 +45,8 @@ type follower struct {
 type known struct {
 	carriedOrder
 
-	err      error     // what is wrong with it
+	err      error // what is wrong with it
+	heard    time.Time
 	seen     time.Time // in force, last
 	ends     time.Time // by the monotonic clock
 	answered bool
@@ -68,6 +69,9 @@ const (
 
 	// forgetAfter is how long an order is remembered after it was last in force.
 	forgetAfter = 2 * time.Hour
+
+	// ruleFor is how long a rule of the quarantine is waited for, which travels by itself.
+	ruleFor = 3 * time.Second
 )
 
 // Of the orders of one kind the last one decides. Others are carried out each, once.
@@ -231,7 +235,8 @@ func (f *follower) look() {
 		if o.answered {
 			continue
 		}
-		if o.Action == Credits || o.Action == DeadLetter {
+		switch o.Action {
+		case Credits, DeadLetter:
 			if _, before := f.carrier.Answers(o.id)[f.name()]; before { // by an earlier run of this process
 				o.answered = true
 				continue
@@ -243,6 +248,13 @@ func (f *follower) look() {
 				continue
 			}
 			due = append(due, o)
+		case addRule, removeRule:
+			if err := f.c.heeds(o.Order); err != nil {
+				if time.Since(o.heard) >= ruleFor {
+					answers[o.id], o.answered = &Answer{Error: err.Error()}, true
+				}
+				continue
+			}
 		}
 		answers[o.id] = new(Answer)
 	}
@@ -262,7 +274,7 @@ func (f *follower) look() {
 		}
 	}
 	for _, o := range orders {
-		if _, here := f.given.Load(o.id); !here && !o.answered {
+		if _, here := f.given.Load(o.id); !here && !o.answered && answers[o.id] != nil {
 			f.heard(o.Order, results[o.id])
 		}
 	}
@@ -307,7 +319,7 @@ func (f *follower) inForceLocked() (orders, unreadable []standing) {
 	for _, c := range f.carrier.InForce() {
 		k := f.known[c.ID]
 		if k == nil {
-			k = &known{ends: c.Until}
+			k = &known{heard: now, ends: c.Until}
 			k.carriedOrder, k.err = readCarried(c.Order)
 			f.known[c.ID] = k
 		}

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/stormguard-mq/stormguard/console"
+	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/internal/operator"
 )
 
@@ -27,8 +28,9 @@ type carrier struct {
 	answers  map[string]map[string]string
 	watchers []func()
 	others   []operator.Member
-	told     int           // how often it was answered
-	back     time.Duration // by how much the wall clock was set back
+	told     int                                             // how often it was answered
+	back     time.Duration                                   // by how much the wall clock was set back
+	reply    func(o operator.Carried) (process, said string) // what another process answers at once
 }
 
 func (*carrier) Place() (name, zone string) { return "billing-1", "z1" }
@@ -39,6 +41,10 @@ func (c *carrier) Members() []operator.Member {
 
 func (c *carrier) Give(o operator.Carried, _, _, _ string) error {
 	c.put(o)
+	if c.reply != nil {
+		process, said := c.reply(o)
+		c.say(o.ID, process, said)
+	}
 	return nil
 }
 
@@ -556,6 +562,86 @@ func TestClockSetBack(t *testing.T) {
 		defer c.mu.Unlock()
 		if len(c.answers) > 0 {
 			t.Errorf("answered again: %v", c.answers)
+		}
+	})
+}
+
+// A change of the quarantine is asked of all processes of the fleet. Those in which the rule is
+// not in force, or that do not answer, are named.
+func TestQuarantineOfAFleet(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := &carrier{others: []operator.Member{{Name: "billing-2", Heard: true}, {Name: "away"}}}
+		r := newRig(t, console.Config{Fleet: c}, "orders")
+		defer r.close()
+		defer r.c.Close()
+		change := func(body, want string) {
+			t.Helper()
+			var said struct {
+				Error string `json:"error"`
+			}
+			if status := r.ask(http.MethodPost, "/quarantine", body, &said); status != http.StatusBadGateway || said.Error != want {
+				t.Errorf("%d %s\nwant %s", status, said.Error, want)
+			}
+		}
+		change(`{"rule":"key=a"}`, "quarantine add key=a: done here, but no answer from away, billing-2")
+		answers := `{}`
+		c.reply = func(operator.Carried) (process, said string) { return "billing-2", answers }
+		change(`{"rule":"key=a","remove":true}`, "quarantine remove key=a: done here, but no answer from away")
+		c.others = c.others[:1]
+		if status := r.ask(http.MethodPost, "/quarantine", `{"rule":"key=a"}`, nil); status != http.StatusOK {
+			t.Error("all have it:", status)
+		}
+		answers = `{"error":"not on its list"}`
+		change(`{"rule":"key=b"}`, "quarantine add key=b: done here, but not by billing-2: not on its list")
+		if got := len(r.g.Quarantine().Entries()); got != 2 {
+			t.Errorf("%d rules", got)
+		}
+		var audit []console.Entry
+		r.ask(http.MethodGet, "/audit", "", &audit)
+		if len(audit) != 4 || audit[2].Error != "" || !strings.Contains(audit[3].Error, "billing-2") {
+			t.Errorf("%+v", audit)
+		}
+		if status := r.ask(http.MethodPost, "/order", `{"action":"quarantine add","sources":["key=a"],"in":"fleet"}`, nil); status != http.StatusBadRequest {
+			t.Error("as an order:", status)
+		}
+	})
+}
+
+// A process answers a change of the quarantine when its guards' lists have it, and within some
+// seconds that they do not. It changes none of them: the fleet's list may say otherwise by now.
+func TestQuarantineIsAcknowledged(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := new(carrier)
+		r := newRig(t, console.Config{Fleet: c}, "orders")
+		defer r.close()
+		defer r.c.Close()
+		answer := func(id, want string) {
+			t.Helper()
+			time.Sleep(time.Second)
+			if got := c.Answers(id)["billing-1"]; got != want {
+				t.Errorf("%s is answered by %q, want %q", id, got, want)
+			}
+		}
+		c.put(carried("1", `{"action":"quarantine add","sources":["key=a"],"in":"fleet"}`, time.Minute))
+		answer("1", "")
+		if err := r.g.Quarantine().Add(dlq.QuarantineEntry{Rule: dlq.Rule{Kind: dlq.RuleKey, Value: "a"}}); err != nil {
+			t.Fatal(err)
+		}
+		answer("1", `{"sources":0}`)
+		c.put(carried("2", `{"action":"quarantine add","sources":["key=b"],"in":"fleet"}`, time.Minute),
+			carried("3", `{"action":"quarantine remove","sources":["key=b"],"in":"fleet"}`, time.Minute),
+			carried("4", `{"action":"quarantine remove","sources":["key=a"],"in":"fleet"}`, time.Minute),
+			carried("5", `{"action":"quarantine add","sources":["b"],"in":"fleet"}`, time.Minute))
+		answer("3", `{"sources":0}`)
+		answer("2", "")
+		time.Sleep(time.Second)
+		answer("2", `{"sources":0,"error":"not on its guards' list, which may be one of its own and not the fleet's"}`)
+		answer("4", `{"sources":0,"error":"still on its guards' list, which may be one of its own and not the fleet's"}`)
+		if got := c.Answers("5")["billing-1"]; !strings.Contains(got, "error") {
+			t.Error("no rule:", got)
+		}
+		if got := r.g.Quarantine().Entries(); len(got) != 1 {
+			t.Errorf("the list was changed: %v", got)
 		}
 	})
 }

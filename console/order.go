@@ -11,6 +11,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
 )
 
@@ -334,6 +335,13 @@ func readOrder(d *json.Decoder) (o Order, err error) {
 
 func readCarried(text string) (o carriedOrder, err error) {
 	if err := readObject(json.NewDecoder(strings.NewReader(text)), &o); err != nil {
+		return o, err
+	}
+	if o.Action == addRule || o.Action == removeRule {
+		if len(o.Sources) != 1 {
+			return o, fmt.Errorf("%w: sources: %d rules, want 1", errOrder, len(o.Sources))
+		}
+		_, err := dlq.ParseRule(o.Sources[0])
 		return o, err
 	}
 	o.Order = o.WithDefaults()

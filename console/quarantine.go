@@ -4,10 +4,13 @@
 package console
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"net/http"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/dlq"
@@ -50,7 +53,8 @@ func (c *Console) lists() (all []dlq.Quarantine) {
 }
 
 // A RuleChange puts a rule on the quarantine list, or takes it off. With a fleet's list it
-// reaches all processes.
+// reaches all processes. Those of [Config.Fleet] in which it is not in force within five
+// seconds are named, in an answer with the status 502.
 type RuleChange struct {
 	Rule   string        `json:"rule"`             // as dlq.ParseRule reads it
 	Remove bool          `json:"remove,omitempty"` // take it off; without it, put it on
@@ -59,11 +63,20 @@ type RuleChange struct {
 	Why    string        `json:"why,omitempty"`
 }
 
-func (r RuleChange) String() string {
+// What a fleet's processes are asked: whether the rule in Order.Sources is on the guards'
+// lists, or off them. The rule itself travels with the fleet's list.
+const (
+	addRule    = "quarantine add"
+	removeRule = "quarantine remove"
+)
+
+func (r RuleChange) String() string { return r.order().String() }
+
+func (r RuleChange) order() Order {
 	if r.Remove {
-		return "quarantine remove " + r.Rule
+		return Order{Action: removeRule, Sources: []string{r.Rule}}
 	}
-	return "quarantine add " + r.Rule
+	return Order{Action: addRule, Sources: []string{r.Rule}}
 }
 
 // changeRules changes the lists, and writes down what became of it.
@@ -82,14 +95,19 @@ func (c *Console) changeRules(w http.ResponseWriter, r *http.Request) {
 		}
 		err = c.changeRule(in)
 	}
+	status := http.StatusBadRequest
+	if err != nil {
+		err = fmt.Errorf("%w: %w", errOrder, err)
+	} else if err = c.confirm(r.Context(), in, who.String()); err != nil {
+		status = http.StatusBadGateway
+	}
 	e := Entry{At: time.Now().UTC(), Who: who.String(), Order: clip(in.String()), Why: clip(in.Why)}
 	line := []any{"who", e.Who, "order", e.Order, "why", e.Why}
 	if err != nil {
-		err = fmt.Errorf("%w: %w", errOrder, err)
 		e.Error = clip(err.Error())
 		c.audit.order(e)
-		c.log.Warn("console: an operator's change of the quarantine was not made", append(line, "error", err)...)
-		operator.Answer(w, http.StatusBadRequest, map[string]string{"error": err.Error()})
+		c.log.Warn("console: an operator's change of the quarantine was not made, or not everywhere", append(line, "error", err)...)
+		operator.Answer(w, status, map[string]string{"error": err.Error()})
 		return
 	}
 	c.audit.order(e)
@@ -118,4 +136,44 @@ func (c *Console) changeRule(in RuleChange) error {
 		err = errors.Join(err, q.Add(entry))
 	}
 	return err
+}
+
+// confirm asks the processes of the fleet whether a change that was made here is in force there.
+func (c *Console) confirm(ctx context.Context, in RuleChange, who string) error {
+	if c.fleet == nil || len(c.fleet.carrier.Members()) < 2 {
+		return nil
+	}
+	o := in.order()
+	o.In = inFleet
+	out, err := c.fleet.give(ctx, o, who)
+	if err != nil {
+		return fmt.Errorf("%s: done here, but the other processes cannot be asked: %w", in, err)
+	}
+	var lacking []string
+	for _, a := range out.Processes {
+		if a.Error != "" {
+			lacking = append(lacking, "not by "+a.Process+": "+a.Error)
+		}
+	}
+	if len(out.Silent) > 0 {
+		lacking = append(lacking, "no answer from "+strings.Join(out.Silent, ", "))
+	}
+	if len(lacking) > 0 {
+		return fmt.Errorf("%s: done here, but %s", in, strings.Join(lacking, "; "))
+	}
+	return nil
+}
+
+// heeds tells what is wrong if a change of the quarantine is not in force in this process.
+func (c *Console) heeds(o Order) error {
+	for _, q := range c.lists() {
+		on := slices.ContainsFunc(q.Entries(), func(e dlq.QuarantineEntry) bool { return e.Rule.String() == o.Sources[0] })
+		switch {
+		case on && o.Action == removeRule:
+			return errors.New("still on its guards' list, which may be one of its own and not the fleet's")
+		case !on && o.Action == addRule:
+			return errors.New("not on its guards' list, which may be one of its own and not the fleet's")
+		}
+	}
+	return nil
 }

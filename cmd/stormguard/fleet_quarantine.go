@@ -62,7 +62,8 @@ func (q *quarantineFlags) rule(cmd *cobra.Command) (rule dlq.Rule, err error) {
 
 const quarantineLong = `Keep messages apart that break the handlers, in all processes of the fleet: those of
 a key, of a header's value such as a tenant, or of a cause of failure. They are
-dead-lettered unhandled, with the reason "quarantine"; everything else is handled.`
+dead-lettered unhandled, with the reason "quarantine"; everything else is handled.
+Without a fleet the list is that of the process that is asked, and of no other.`
 
 // newFleetQuarantine also returns the commands that ask a process.
 func newFleetQuarantine(op *operator) (cmd *cobra.Command, asking []*cobra.Command) {
@@ -83,7 +84,7 @@ func newQuarantineAdd(op *operator) *cobra.Command {
 	var in fleet.QuarantineRequest
 	cmd := &cobra.Command{
 		Use:   "add (--key K | --header NAME=VALUE | --cause ID)",
-		Short: "Put a rule on the list, in force everywhere within a second",
+		Short: "Put a rule on the list, in force within a second",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			rule, err := flags.rule(cmd)
@@ -158,6 +159,9 @@ func newQuarantineList(op *operator) *cobra.Command {
 func (op *operator) quarantine(cmd *cobra.Command, in fleet.QuarantineRequest, done string) error {
 	var all []fleet.Quarantined
 	raw, err := op.ask(cmd.Context(), http.MethodPost, op.rules, in, &all)
+	if refused, ok := errors.AsType[refusedError](err); ok && refused.status == http.StatusBadGateway {
+		return partialError{err} // it was made, and not by all
+	}
 	if err != nil {
 		return err
 	}

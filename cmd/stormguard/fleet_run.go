@@ -179,7 +179,8 @@ func (r *fleetRun) run(ctx context.Context, stdout, stderr io.Writer) error {
 	return err
 }
 
-// serve serves the console until stop is called. Its guard has no source.
+// serve serves the console until stop is called. Its guard has no source, and the fleet's
+// quarantine.
 func (r *fleetRun) serve(ctx context.Context, p *fleet.Process, log *slog.Logger, stdout, stderr io.Writer) (stop func(), err error) {
 	seat := console.Config{Process: r.name, Fleet: p.Orders()}
 	if r.httpTokens != "" {
@@ -209,7 +210,7 @@ func (r *fleetRun) serve(ctx context.Context, p *fleet.Process, log *slog.Logger
 		_ = ln.Close()
 		return nil, usageError{fmt.Errorf("--http %q: is not a loopback address: give --http-tokens, --http-cert and --http-key", r.http)}
 	}
-	g, err := guard.New(guard.Config{Group: r.fleet}, guard.WithLogger(log))
+	g, err := guard.New(guard.Config{Group: r.fleet}, guard.WithLogger(log), guard.WithQuarantine(p.Quarantine()))
 	if err != nil {
 		_ = ln.Close()
 		return nil, usageError{fmt.Errorf("--fleet: %w", err)}

@@ -175,6 +175,12 @@ func TestOperateAFleet(t *testing.T) {
 	}
 	out.Reset()
 	errs.Reset()
+	code = run([]string{"quarantine", "add", "--key", "k", "--url", server.URL}, &out, &errs)
+	if code != exitPartial || !strings.Contains(errs.String(), "quarantine add key=k: done here, but no answer from b") {
+		t.Errorf("%d\n%s%s", code, out.String(), errs.String())
+	}
+	out.Reset()
+	errs.Reset()
 	code = run([]string{"source", "pause", "*", "--in", "zone:z9", "--yes", "--url", server.URL}, &out, &errs)
 	if code != exitUnseen || !strings.Contains(errs.String(), `no process of the fleet is in "zone:z9"`) {
 		t.Errorf("%d\n%s%s", code, out.String(), errs.String())
@@ -198,7 +204,7 @@ func TestOperateFromASeat(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer a.Close()
-	g := guard.Must(guard.New(guard.Config{Group: "billing"}, guard.WithLogger(slog.New(slog.DiscardHandler))))
+	g := guard.Must(guard.New(guard.Config{Group: "billing"}, guard.WithLogger(slog.New(slog.DiscardHandler)), guard.WithQuarantine(a.Quarantine())))
 	ctx, stop := context.WithCancel(t.Context())
 	broker, handler, ends := guardtest.NewBroker(), new(guardtest.Handler), make(chan error, 2)
 	go func() { ends <- broker.Run(ctx, g, "orders", guardtest.Guarded{}, handler.HandleMessage) }()
@@ -268,6 +274,17 @@ func TestOperateFromASeat(t *testing.T) {
 	if said, code := ask("audit"); code != exitOK || !strings.Contains(said, "1 sources in 2 processes") {
 		t.Errorf("%d\n%s", code, said)
 	}
+	soon(t, "a rule is in force at the consumer", func() bool {
+		said, code := ask("quarantine", "add", "--key", "k")
+		if code != exitOK {
+			t.Logf("%d\n%s", code, said)
+			return false
+		}
+		if got := g.Quarantine().Entries(); len(got) != 1 || got[0].Rule.Value != "k" {
+			t.Errorf("the command is done, and the consumer has %v", got)
+		}
+		return true
+	})
 	// The order stands, for a source that may begin; but nothing was done.
 	soon(t, "nobody has a source of that name", func() bool {
 		said, code := ask("source", "pause", "ordres", "--in", "fleet", "--yes")

@@ -33,7 +33,7 @@ var zh = map[string]string{ //nolint:gosec // no credentials are in it
 	"Print what happened in the fleet, oldest first":                                   "列出集群中发生的事，最早的在前",
 	"Print a new key for the fleet's gossip: 32 random bytes, base64":                  "输出集群通信的新密钥：32 个随机字节，base64",
 	"Keep a key's, a tenant's or a cause's messages from all handlers":                 "不让某个键、租户或错误成因的消息进入处理程序",
-	"Put a rule on the list, in force everywhere within a second":                      "添加一条规则，一秒内处处生效",
+	"Put a rule on the list, in force within a second":                                 "添加一条规则，一秒内生效",
 	"Print the rules that are in force, oldest first":                                  "列出生效中的规则，最早的在前",
 	"Take a rule off the list":                                                         "移除一条规则",
 	"Fill all buckets, once: up to a burst more is admitted":                           "将所有令牌桶填满一次：最多多放行一个突发量",
