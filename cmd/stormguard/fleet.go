@@ -389,7 +389,11 @@ func (op *operator) ask(ctx context.Context, method, path string, body, out any)
 			Error string `json:"error"`
 		}
 		if json.Unmarshal(raw, &refused) != nil || refused.Error == "" {
-			return nil, unanswered(fmt.Errorf("%s answers %s, which no %s does", op.url, a.Status, op.server))
+			none := ""
+			if op.server == "fleet" && a.StatusCode == http.StatusNotFound {
+				none = ": the process may have none"
+			}
+			return nil, unanswered(fmt.Errorf("%s answers %s, which no %s does%s", op.url, a.Status, op.server, none))
 		}
 		return nil, refusedError{a.StatusCode, refused.Error}
 	}

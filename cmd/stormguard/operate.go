@@ -247,11 +247,20 @@ func newBreakerList() *cobra.Command {
 		return show(&o, cmd, raw, all, func(w io.Writer, l words.Language) error {
 			return table(w, l, "BREAKER\tGROUP\tSTATE\tSINCE\tCAUSE\tFORCED\tFAILURES\tSOURCES", func(row func(...any)) {
 				for _, b := range all {
-					row(b.Name, b.Group, l.Say(b.State), seconds(b.Since), cmp.Or(b.Cause, "-"), b.Forced, fmt.Sprintf("%.1f %%", 100*b.Ratio), len(b.Sources))
+					row(b.Name, b.Group, l.Say(b.State), seconds(b.Since), cmp.Or(b.Cause, "-"), forced(b), fmt.Sprintf("%.1f %%", 100*b.Ratio), len(b.Sources))
 				}
 			})
 		})
 	})
+}
+
+// forced tells whether a breaker is forced, and for how much longer if that ends by itself.
+func forced(b console.Breaker) string {
+	text := fmt.Sprint(b.Forced)
+	if b.Forced && b.Until > 0 {
+		text += ", " + seconds(b.Until)
+	}
+	return text
 }
 
 func newAudit() *cobra.Command {
@@ -267,6 +276,9 @@ func newAudit() *cobra.Command {
 			return table(w, l, "AT\tWHO\tORDER\tWHY\tOUTCOME", func(row func(...any)) {
 				for _, e := range all {
 					outcome := cmp.Or(e.Error, e.Fleet, l.Count(len(e.Results), "source"))
+					if e.Error == "" && strings.HasPrefix(e.Order, "quarantine ") { // which is about no source
+						outcome = l.Say("done")
+					}
 					row(e.At.Format(time.RFC3339), e.Who, e.Order, cmp.Or(e.Why, "-"), outcome)
 				}
 			})

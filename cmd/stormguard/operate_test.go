@@ -121,7 +121,7 @@ func TestOperate(t *testing.T) {
 	}
 	name := breakers[0].Name
 	must("breaker open by force", "breaker", "open", name, "--for", "10m", "--yes")
-	must("true", "breaker", "list", name)
+	must("true, ", "breaker", "list", name) // and for how much longer
 	must("done", "breaker", "auto", name, "--yes")
 	must("breaker closed", "breaker", "close", name, "--yes")
 	must("done", "credits", "*", "--count", "5", "--yes")
@@ -134,6 +134,9 @@ func TestOperate(t *testing.T) {
 	}
 	must("DEAD LETTERS", "causes", "--since", "1h")
 	must("| order | ann at ", "report", "--since", "1h")
+	if out := must("quarantine add key=table 4", "audit"); !regexp.MustCompile(`quarantine add key=table 4 +broken +done\n`).MatchString(out) {
+		t.Error(out)
+	}
 	lines := strings.Split(strings.TrimSpace(must("{", "audit", "-o", "jsonl")), "\n")
 	var first console.Entry
 	if err := json.Unmarshal([]byte(lines[0]), &first); err != nil || len(lines) != 9 || first.Why != "ticket 7" || !strings.HasPrefix(first.Who, "ann at ") {
