@@ -170,6 +170,9 @@ func (p panel) object() (object, error) {
 		"type": string(p.kind), "title": p.title, "description": p.about, "datasource": datasource,
 		"targets": targets, "options": options, "fieldConfig": object{"defaults": field, "overrides": []object{}},
 	}
+	if p.kind == heat { // which is not painted with more points than half of the panel's pixels
+		o["maxDataPoints"] = 120
+	}
 	if p.renamed != nil {
 		rename, exclude := object{}, object{"Time": true}
 		for from, to := range p.renamed {

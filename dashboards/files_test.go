@@ -103,7 +103,9 @@ func TestPanels(t *testing.T) {
 				Type    string
 				Title   string
 				GridPos struct{ X, Y, W, H int }
-				Targets []struct{ Expr, RefID string }
+
+				MaxDataPoints int
+				Targets       []struct{ Expr, RefID string }
 			}
 		}
 		if err := json.Unmarshal(text, &got); err != nil {
@@ -113,6 +115,10 @@ func TestPanels(t *testing.T) {
 		for i, p := range got.Panels {
 			if p.ID != i+1 || p.Title == "" || (p.Type == "row") != (len(p.Targets) == 0) {
 				t.Errorf("%s: panel %d: %+v", d.uid, i, p)
+			}
+			// Grafana paints no history of more points than half of the panel's pixels.
+			if p.Type == string(heat) && (p.MaxDataPoints == 0 || p.MaxDataPoints > 150) {
+				t.Errorf("%s: %s: up to %d points", d.uid, p.Title, p.MaxDataPoints)
 			}
 			for x := range p.GridPos.W {
 				for y := range p.GridPos.H {

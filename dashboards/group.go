@@ -24,17 +24,17 @@ var group = dashboard{
 				{`sum(rate(stormguard_dead_letters_total{` + of + `}[$__rate_interval]))`, "dead-lettered"},
 			}},
 			{title: "Window in use", about: "1 is a full window: intake stops until something is settled. 0 while messages go to the disk.", width: 6, kind: series, unit: "percentunit",
-				queries: []query{{`max by (stormguard_source) (stormguard_window_used_ratio{` + of + `})`, "{{stormguard_source}}"}}},
+				queries: []query{{`max by (` + bySource + `) (stormguard_window_used_ratio{` + of + `})`, sourceName}}},
 			{title: "Lag", about: "Messages behind at the broker: Kafka and JetStream. With JetStream's WrapConsumer it stands still in an outage.", width: 6, kind: series, unit: "none",
-				queries: []query{{`max by (stormguard_source) (stormguard_lag{` + of + `})`, "{{stormguard_source}}"}}},
+				queries: []query{{`max by (` + bySource + `) (stormguard_lag{` + of + `})`, sourceName}}},
 		}},
 		{"Sources", 8, []panel{
-			{title: "Why it is held", width: 12, kind: timeline, unit: "none", words: reasons, queries: []query{{whyHeld, "{{stormguard_source}}"}}},
+			{title: "Why it is held", width: 12, kind: timeline, unit: "none", words: reasons, queries: []query{{whyHeld, sourceName}}},
 			{title: "Breaker", width: 12, kind: timeline, unit: "none",
 				words: []word{{0, "closed", "green"}, {1, "half-open", "yellow"}, {2, "open", "red"}},
-				queries: []query{{`max by (stormguard_source) (
+				queries: []query{{`max by (` + bySource + `) (
   2 * stormguard_breaker_state{` + of + `, state="open"} or stormguard_breaker_state{` + of + `, state="half-open"} or 0 * stormguard_breaker_state{` + of + `, state="closed"}
-)`, "{{stormguard_source}}"}}},
+)`, sourceName}}},
 		}},
 		{"Calls", 8, []panel{
 			{title: "Duration of successful calls", about: "One message in 64 is timed: its count is no rate.", width: 8, kind: series, unit: "s",
@@ -50,7 +50,7 @@ var group = dashboard{
 			{title: "Overtaken", about: "Messages that were handled before those in front of them, to prove that the dependency is up.", width: 8, kind: series, unit: "none",
 				queries: []query{{`sum by (messaging_destination_name) (increase(stormguard_overtaken_total{` + of + `}[$__rate_interval]))`, "{{messaging_destination_name}}"}}},
 			{title: "On the disk", about: "Sources with Policy.Spill.", width: 8, kind: series, unit: "none",
-				queries: []query{{`sum by (stormguard_source) (stormguard_spilled{` + of + `})`, "{{stormguard_source}}"}}},
+				queries: []query{{`sum by (` + bySource + `) (stormguard_spilled{` + of + `})`, sourceName}}},
 		}},
 	},
 }

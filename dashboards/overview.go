@@ -16,8 +16,14 @@ var (
 	ages     = []step{{1, "#9fbf3b"}, {10, "yellow"}, {60, "orange"}, {600, "red"}}
 )
 
+// A source is one of a group: two groups may read one topic.
+const (
+	bySource   = `messaging_consumer_group_name, stormguard_source`
+	sourceName = "{{messaging_consumer_group_name}} {{stormguard_source}}"
+)
+
 // whyHeld is one number for each source: the strongest reason that holds it.
-const whyHeld = `max by (stormguard_source) (
+const whyHeld = `max by (` + bySource + `) (
   1 * stormguard_hold_active{` + of + `, reason="backpressure"}
   or 2 * stormguard_hold_active{` + of + `, reason="limiter"}
   or 3 * stormguard_hold_active{` + of + `, reason="operator"}
@@ -40,7 +46,7 @@ var overview = dashboard{
 			{title: "Sources", about: "Open sources.", width: 4, kind: stat, unit: "none",
 				queries: []query{{`count(stormguard_window_used_ratio{` + of + `})`, ""}}},
 			{title: "Held", about: "Sources that are not simply running.", width: 4, kind: stat, unit: "none", steps: []step{{1, "orange"}},
-				queries: []query{{`count(max by (instance, stormguard_source) (stormguard_hold_active{` + of + `}) == 1) or vector(0)`, ""}}},
+				queries: []query{{`count(max by (instance, ` + bySource + `) (stormguard_hold_active{` + of + `}) == 1) or vector(0)`, ""}}},
 			{title: "In storm", about: "Topics and queues whose error rate, attempts and age are over their thresholds.", width: 4, kind: stat, unit: "none", steps: anyIsBad,
 				queries: []query{{`count(max by (messaging_consumer_group_name, messaging_destination_name) (stormguard_hold_active{` + of + `, reason="storm"}) == 1) or vector(0)`, ""}}},
 			{title: "Breakers not closed", about: "Scopes whose breaker is open or probes.", width: 4, kind: stat, unit: "none", steps: anyIsBad,
@@ -51,10 +57,10 @@ var overview = dashboard{
 				queries: []query{{`round(sum(increase(stormguard_dead_letters_total{` + of + `}[15m])))`, ""}}},
 		}},
 		{"Sources over time", 9, []panel{
-			{title: "Age of the oldest message", about: "One line for each partition or queue. A storm is a red block.", width: 12, kind: heat, unit: "s", steps: ages,
-				queries: []query{{`max by (stormguard_source) (stormguard_hold_age_seconds{` + of + `})`, "{{stormguard_source}}"}}},
+			{title: "Age of the oldest message", about: "One line for each partition or queue of a group. A storm is a red block.", width: 12, kind: heat, unit: "s", steps: ages,
+				queries: []query{{`max by (` + bySource + `) (max_over_time(stormguard_hold_age_seconds{` + of + `}[$__rate_interval]))`, sourceName}}},
 			{title: "Why it is held", about: "The strongest reason.", width: 12, kind: timeline, unit: "none", words: reasons,
-				queries: []query{{whyHeld, "{{stormguard_source}}"}}},
+				queries: []query{{whyHeld, sourceName}}},
 		}},
 		{"Flow", 8, []panel{
 			{title: "Handled", width: 8, kind: series, unit: "cps",

@@ -92,6 +92,42 @@ func last(t *testing.T, sample string) string {
 	return strconv.Itoa(a + b*minutes)
 }
 
+// The heat map of the storm has a line for each partition of each group, also where two groups
+// read one topic or a partition has moved to another process.
+func TestHeatMap(t *testing.T) {
+	need(t, "promtool", promtoolRemedy)
+	check := unit{Interval: "1m", Tests: []exprExpected{{Expr: stat1(t, overview, "Age of the oldest message"), EvalTime: "10m"}}}
+	for i, group := range []string{"audit", "billing"} {
+		for partition := range 2 {
+			labels := fmt.Sprintf(`{messaging_consumer_group_name=%q, stormguard_source="orders/%d"}`, group, partition)
+			age := 100*i + 10*partition + 1
+			check.Tests[0].Samples = append(check.Tests[0].Samples, expectedSample{labels, float64(age)})
+			for _, at := range []string{"a", "b"} {
+				series := fmt.Sprintf(`stormguard_hold_age_seconds{instance=%q, messaging_destination_name="orders", %s`, at, labels[1:])
+				check.InputSeries = append(check.InputSeries, inputSeries{series, times(strconv.Itoa(age))})
+				age--
+			}
+		}
+	}
+	promtool(t, check)
+}
+
+// promtool runs unit tests.
+func promtool(t *testing.T, units ...unit) {
+	t.Helper()
+	rules, err := filepath.Abs(filepath.Join("prometheus", "stormguard.rules.yml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := yaml.Marshal(map[string]any{"rule_files": []string{rules}, "evaluation_interval": "1m", "tests": units})
+	if err != nil {
+		t.Fatal(err)
+	}
+	file := filepath.Join(t.TempDir(), "test.yml")
+	write(t, file, string(text))
+	run(t, ".", "promtool", "test", "rules", file)
+}
+
 func TestAlerts(t *testing.T) {
 	need(t, "promtool", promtoolRemedy)
 	rules, err := filepath.Abs(filepath.Join("prometheus", "stormguard.rules.yml"))
@@ -108,13 +144,7 @@ func TestAlerts(t *testing.T) {
 			if a.means == "" || a.do == "" || a.summary == "" || !strings.Contains(string(page), "\n## "+a.name+"\n") {
 				t.Errorf("%+v is not explained", a)
 			}
-			text, err := yaml.Marshal(map[string]any{"rule_files": []string{rules}, "evaluation_interval": "1m", "tests": a.units(t)})
-			if err != nil {
-				t.Fatal(err)
-			}
-			file := filepath.Join(t.TempDir(), "test.yml")
-			write(t, file, string(text))
-			run(t, ".", "promtool", "test", "rules", file)
+			promtool(t, a.units(t)...)
 		})
 	}
 }
