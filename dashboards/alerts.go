@@ -200,12 +200,17 @@ and max by (` + byTopic + `) (stormguard_hold_active{reason=~"breaker|storm|dlq|
 		tests:   []sample{{`stormguard_fleet_refused_total{instance="a", section="", reason="unauthenticated"}`, "0+5", ""}},
 	},
 	{
-		name: "StormguardClockWrong", severity: ticket,
-		expr:    `sum by (peer) (increase(stormguard_fleet_clock_violations_total[10m])) > 0`,
-		summary: "The clock of {{ $labels.peer }} is wrong",
-		means:   "The process's clock is over 50 ms ahead of the others.",
+		name: "StormguardClockWrong", severity: ticket, lasts: "2m",
+		expr: `max by (peer) (
+  stormguard_fleet_clock_offset_seconds > 0.5 and increase(stormguard_fleet_clock_violations_total[10m]) > 0
+)`,
+		summary: "The clock of {{ $labels.peer }} is {{ $value }} s ahead",
+		means:   "The process's clock is over 0.5 s ahead, for which the others cannot correct: its changes win against theirs. If it fires for all peers of one process, that one's clock is behind.",
 		do:      "Mend that host's time synchronisation.",
-		tests:   []sample{{`stormguard_fleet_clock_violations_total{instance="a", peer="b"}`, "0+5", ""}},
+		tests: []sample{
+			{`stormguard_fleet_clock_offset_seconds{instance="a", peer="b"}`, "3600", "0"},
+			{`stormguard_fleet_clock_violations_total{instance="a", peer="b"}`, "0+5", "0+5"}, // from before the offset is known, too
+		},
 	},
 }
 
