@@ -83,11 +83,13 @@ func (in *Admin) Topic(name string) (*Topic, error) {
 	}
 }
 
-// Source is topic for one that should be there: a broker may learn of a new one late.
+// Source is topic for one that should be there: a broker may learn of a new one late, and
+// of its settings later still.
 func (in *Admin) Source(name string) (*Topic, error) {
 	for begun := time.Now(); ; time.Sleep(50 * time.Millisecond) {
 		info, err := in.Topic(name)
-		if err != nil || info != nil || time.Since(begun) > sourceWait {
+		unknown := info == nil && err == nil || errors.Is(err, sarama.ErrUnknownTopicOrPartition)
+		if !unknown || time.Since(begun) > sourceWait {
 			return info, err
 		}
 	}
