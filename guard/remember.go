@@ -37,9 +37,11 @@ func identity(m Meta) (name string, certain bool) {
 	switch o := m.Origin; {
 	case m.Content != nil:
 		return o.Source + "#" + m.Content(), m.Redelivered
+	case o.HasOffset && !m.Timestamp.IsZero(): // a topic or a stream that is made anew counts from its beginning again
+		return fmt.Sprintf("%s/%d/%d@%d", o.Source, o.Partition, o.Offset, m.Timestamp.UnixNano()), true
 	case o.HasOffset:
 		return fmt.Sprintf("%s/%d/%d", o.Source, o.Partition, o.Offset), true
-	case o.Sequence > 0 && !m.Timestamp.IsZero(): // a stream that is made anew counts from 1 again
+	case o.Sequence > 0 && !m.Timestamp.IsZero():
 		return fmt.Sprintf("%s/%d@%d", o.Source, o.Sequence, m.Timestamp.UnixNano()), true
 	case o.Sequence > 0:
 		return fmt.Sprintf("%s/%d", o.Source, o.Sequence), true

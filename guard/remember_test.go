@@ -22,12 +22,13 @@ func TestIdentity(t *testing.T) {
 	abc := func() string { return "abc" }
 	at := func(m Meta) string { name, sure := identity(m); return fmt.Sprint(name, " ", sure) }
 	for want, m := range map[string]Meta{
-		"q/3/17 true":         {Origin: dlq.Origin{Source: "q", Partition: 3, Offset: 17, HasOffset: true}},
-		"q/5 true":            {Origin: dlq.Origin{Source: "q", Sequence: 5}},
-		"q/5@1000000000 true": {Origin: dlq.Origin{Source: "q", Sequence: 5}, Timestamp: time.Unix(1, 0)},
-		"q/m7 true":           {Origin: dlq.Origin{Source: "q", MessageID: "m7"}},
-		"q#abc false":         {Origin: dlq.Origin{Source: "q", MessageID: "made-1"}, Content: abc},
-		"q#abc true":          {Origin: dlq.Origin{Source: "q", MessageID: "made-2"}, Content: abc, Redelivered: true},
+		"q/3/17 true":            {Origin: dlq.Origin{Source: "q", Partition: 3, Offset: 17, HasOffset: true}},
+		"q/3/17@1000000000 true": {Origin: dlq.Origin{Source: "q", Partition: 3, Offset: 17, HasOffset: true}, Timestamp: time.Unix(1, 0)},
+		"q/5 true":               {Origin: dlq.Origin{Source: "q", Sequence: 5}},
+		"q/5@1000000000 true":    {Origin: dlq.Origin{Source: "q", Sequence: 5}, Timestamp: time.Unix(1, 0)},
+		"q/m7 true":              {Origin: dlq.Origin{Source: "q", MessageID: "m7"}},
+		"q#abc false":            {Origin: dlq.Origin{Source: "q", MessageID: "made-1"}, Content: abc},
+		"q#abc true":             {Origin: dlq.Origin{Source: "q", MessageID: "made-2"}, Content: abc, Redelivered: true},
 	} {
 		if got := at(m); got != want {
 			t.Errorf("%s, want %s", got, want)

@@ -205,3 +205,61 @@ func TestMakingWayIsNoFailure(t *testing.T) {
 	end(nil)
 	consuming.Wait()
 }
+
+// Attempts of a message are counted over claims. A topic that was made anew has another message
+// at its offset, whose attempts are its own. The spill keeps what tells the two apart.
+func TestAttemptsOfATopicMadeAnew(t *testing.T) {
+	t.Parallel()
+	at := time.UnixMilli(1_700_000_000_123)
+	first := &sarama.ConsumerMessage{Topic: "orders", Timestamp: at}
+	head, body, err := (&claim{}).Spill(first)
+	if err != nil {
+		t.Fatal(err)
+	}
+	spilled, err := (&claim{}).Unspill(head, body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, c := range map[string]struct {
+		again *sarama.ConsumerMessage
+		want  int // the number of its second attempt
+	}{
+		"again":        {&sarama.ConsumerMessage{Topic: "orders", Timestamp: at}, 4},
+		"out of spill": {spilled, 4},
+		"made anew":    {&sarama.ConsumerMessage{Topic: "orders", Timestamp: at.Add(time.Millisecond)}, 2},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			g := adaptertest.Guard(t, guard.Config{})
+			policy := guard.Policy{Retry: guard.Retry{Base: time.Millisecond, Max: time.Millisecond, Attempts: 10}, NoBreaker: true}
+			run := func(m *sarama.ConsumerMessage) (second int) {
+				failed := make(chan int, 2)
+				h := Wrap(g, func(ctx context.Context, _ *sarama.ConsumerMessage) error {
+					if len(failed) == cap(failed) { // until the claim ends
+						<-ctx.Done()
+						return guard.Backoff(ctx.Err(), time.Time{})
+					}
+					failed <- guard.Attempt(ctx)
+					return errDown
+				}, WithConfig(testConfig()), WithPolicy(policy))
+				s, end := setup(t, h)
+				claim := newFakeClaim()
+				claim.partition().messages <- m
+				var consuming sync.WaitGroup
+				consuming.Go(func() { _ = h.ConsumeClaim(s, claim) })
+				adaptertest.Eventually(t, "two attempts", func() bool { return len(failed) == 2 })
+				adaptertest.Eventually(t, "a third", func() bool { return g.Source("orders/0").Account().Processing == 1 })
+				end(errors.New("group is rebalancing"))
+				consuming.Wait()
+				<-failed
+				return <-failed
+			}
+			if n := run(first); n != 2 {
+				t.Fatalf("the second attempt has number %d", n)
+			}
+			if n := run(c.again); n != c.want {
+				t.Errorf("the second attempt has number %d, want %d", n, c.want)
+			}
+		})
+	}
+}
