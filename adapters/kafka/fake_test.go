@@ -247,8 +247,8 @@ func TestAttemptsOfATopicMadeAnew(t *testing.T) {
 				claim.partition().messages <- m
 				var consuming sync.WaitGroup
 				consuming.Go(func() { _ = h.ConsumeClaim(s, claim) })
-				adaptertest.Eventually(t, "two attempts", func() bool { return len(failed) == 2 })
-				adaptertest.Eventually(t, "a third", func() bool { return g.Source("orders/0").Account().Processing == 1 })
+				src := adaptertest.Source(t, g, "orders/0")
+				adaptertest.Eventually(t, "two failures", func() bool { return src.State().Tally.Failures == 2 })
 				end(errors.New("group is rebalancing"))
 				consuming.Wait()
 				<-failed

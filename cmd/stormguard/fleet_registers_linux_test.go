@@ -47,7 +47,38 @@ func brokerStore(kind brokers.Kind, url func(addr string) string) func(t *testin
 				if err := b.Restart(t.Context()); err != nil {
 					t.Fatal(err)
 				}
+				answers(t, url(b.Addr()))
 			},
+		}
+	}
+}
+
+// answers waits until the register of the fleet can be read again: a broker that serves may
+// still be looking for its topics.
+func answers(t *testing.T, url string) {
+	t.Helper()
+	flags := registerFlags{url: url}
+	r, closes, err := flags.open(t.Context(), "nine", io.Discard)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer closes()
+	inTime(t, "the store answers", func() bool {
+		ctx, cancel := context.WithTimeout(t.Context(), storeTimeout)
+		defer cancel()
+		_, _, err = r.Read(ctx)
+		return err == nil
+	})
+}
+
+// inTime is soon without a time of its own: what real brokers and nine processes take
+// depends on the machine. Only the test's own deadline ends it.
+func inTime(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	end, limited := t.Deadline()
+	for begun := time.Now(); !ok(); time.Sleep(10 * time.Millisecond) {
+		if limited && time.Until(end) < 20*time.Second { // which the logs of nine processes may need
+			t.Fatalf("not within %v: %s", time.Since(begun).Round(time.Second), what)
 		}
 	}
 }
@@ -178,7 +209,7 @@ func startCLI(t *testing.T, name string, args ...string) *cliProcess {
 			t.Logf("%s: %s%s", name, p.stdout.String(), p.stderr.String())
 		}
 	})
-	soon(t, name+" answers", func() bool {
+	inTime(t, name+" answers", func() bool {
 		at := regexp.MustCompile(`listens on (\S+)\n`).FindStringSubmatch(p.stdout.String())
 		url := regexp.MustCompile(`answers at (\S+)\n`).FindStringSubmatch(p.stdout.String())
 		if at != nil && url != nil {
@@ -268,7 +299,7 @@ func onRegister(t *testing.T, r store) {
 		all = append(all, p)
 	}
 	a, b := all[0], all[nine-1]
-	soon(t, "all have begun", func() bool { s := b.status(t); return inForce(&s, 1) })
+	inTime(t, "all have begun", func() bool { s := b.status(t); return inForce(&s, 1) })
 
 	// By the command, which names the newest.
 	begun := time.Now()
@@ -277,13 +308,13 @@ func onRegister(t *testing.T, r store) {
 		t.Fatalf("%d %s%s", code, stdout.String(), stderr.String())
 	}
 	made := time.Since(begun)
-	soon(t, "it is in force", func() bool { s := b.status(t); return inForce(&s, 2) })
+	inTime(t, "it is in force", func() bool { s := b.status(t); return inForce(&s, 2) })
 	t.Logf("more: made after %v, in force at nine after %v", made, time.Since(begun))
 	begun = time.Now()
 	if n, err := a.set(t, 2, 900); n != 3 || err != nil {
 		t.Fatal(n, err)
 	}
-	soon(t, "it is in force", func() bool { s := b.status(t); return inForce(&s, 3) })
+	inTime(t, "it is in force", func() bool { s := b.status(t); return inForce(&s, 3) })
 	t.Logf("less: in force at nine after %v", time.Since(begun))
 
 	// The register is killed in the middle of changes. A store may have stumbled over nine
@@ -312,7 +343,7 @@ func onRegister(t *testing.T, r store) {
 		newest = n
 	}
 	<-killed
-	soon(t, "all know that it is away", func() bool {
+	inTime(t, "all know that it is away", func() bool {
 		for _, p := range all {
 			if p.said("the register cannot be reached") == 0 {
 				return false
@@ -329,7 +360,7 @@ func onRegister(t *testing.T, r store) {
 		return n
 	}
 	before := admitted()
-	soon(t, "everybody admits", func() bool {
+	inTime(t, "everybody admits", func() bool {
 		for i, n := range admitted() {
 			if n < before[i]+10 {
 				return false
@@ -348,7 +379,7 @@ func onRegister(t *testing.T, r store) {
 	}
 
 	r.start(t)
-	soon(t, "all know that it is back", func() bool {
+	inTime(t, "all know that it is back", func() bool {
 		for _, p := range all {
 			if p.said("the register can be reached again") == 0 {
 				return false
@@ -356,14 +387,14 @@ func onRegister(t *testing.T, r store) {
 		}
 		return true
 	})
-	soon(t, "a change is made again", func() bool {
+	inTime(t, "a change is made again", func() bool {
 		rate++
 		n, err := b.set(t, 0, rate)
 		told[rate] = asked{n, err}
 		return err == nil
 	})
 	last := told[rate].number
-	soon(t, "it is in force", func() bool { s := a.status(t); return inForce(&s, last) })
+	inTime(t, "it is in force", func() bool { s := a.status(t); return inForce(&s, last) })
 
 	var lines []fleet.Entry
 	log := a.status(t).Configuration.Log
@@ -385,7 +416,7 @@ func onRegister(t *testing.T, r store) {
 		}
 		return n
 	}
-	soon(t, "the journal has the last one, which another process wrote", func() bool {
+	inTime(t, "the journal has the last one, which another process wrote", func() bool {
 		a.get(t, "fleet/journal", &lines)
 		return noted(rate) == 1
 	})
@@ -404,7 +435,7 @@ func onRegister(t *testing.T, r store) {
 	}
 	for _, p := range all {
 		// Said once for each time that it was away: a busy machine may time out one more read.
-		soon(t, p.name+" said once that the register is away, and once that it is back", func() bool {
+		inTime(t, p.name+" said once that the register is away, and once that it is back", func() bool {
 			n := p.said("the register cannot be reached")
 			return n > 0 && n == p.said("the register can be reached again")
 		})
