@@ -83,12 +83,16 @@ func (p *meta) describe(d *amqp091.Delivery) guard.Meta {
 		},
 		Deliveries: deliveries(d.Headers), Redelivered: d.Redelivered, Lag: -1,
 	}
-	if d.MessageId == "" {
+	if nameless(d) {
+		m.Redelivered = m.Redelivered || d.MessageId != "" // from the spill
 		headers, properties := m.Headers, m.Properties
 		m.Content = func() string { return content(d, properties, headers) }
 	}
 	return m
 }
+
+// nameless tells whether the publisher gave a message no id.
+func nameless(d *amqp091.Delivery) bool { return d.MessageId == "" || d.Acknowledger == madeID{} }
 
 // content is a hash of what each delivery of a message has, so without the broker's counts.
 func content(d *amqp091.Delivery, properties, headers []dlq.Header) string {

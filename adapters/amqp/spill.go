@@ -39,7 +39,11 @@ type spillHead struct {
 	Redelivered     bool   `json:"redelivered,omitempty"`
 	Exchange        []byte `json:"exchange"`
 	RoutingKey      []byte `json:"routing_key"`
+	Made            bool   `json:"made,omitempty"` // the id is ours
 }
+
+// madeID marks a delivery from the spill whose id was made for it. Handlers get [notYours].
+type madeID struct{ notYours }
 
 // Spill is [guard.Spiller]'s. A message without an id gets the one that its dead letter
 // would have.
@@ -49,6 +53,7 @@ func (p *port) Spill(d amqp091.Delivery) (head, body []byte, err error) {
 		CorrelationID: []byte(d.CorrelationId), ReplyTo: []byte(d.ReplyTo), Expiration: []byte(d.Expiration), MessageID: []byte(p.id(&d)),
 		Type: []byte(d.Type), UserID: []byte(d.UserId), AppID: []byte(d.AppId),
 		Redelivered: d.Redelivered, Exchange: []byte(d.Exchange), RoutingKey: []byte(d.RoutingKey),
+		Made: nameless(&d),
 	}
 	if !d.Timestamp.IsZero() {
 		at := d.Timestamp.Unix()
@@ -75,6 +80,9 @@ func (p *port) Unspill(head, body []byte) (d amqp091.Delivery, err error) {
 		Type: string(h.Type), UserId: string(h.UserID), AppId: string(h.AppID),
 		Redelivered: h.Redelivered, Exchange: string(h.Exchange), RoutingKey: string(h.RoutingKey),
 		Body: body,
+	}
+	if h.Made {
+		d.Acknowledger = madeID{}
 	}
 	if h.Timestamp != nil {
 		d.Timestamp = time.Unix(*h.Timestamp, 0)

@@ -145,6 +145,10 @@ func TestSpilledDelivery(t *testing.T) {
 	if got, err = p.Unspill(head, body); err != nil || p.Meta(got).Origin != want {
 		t.Errorf("%+v, %v, want %+v", p.Meta(got).Origin, err, want)
 	}
+	// Its content names it as before, so that its attempts are known.
+	if m := p.Meta(got); m.Content == nil || m.Content() != p.Meta(d).Content() || !m.Redelivered {
+		t.Errorf("from the spill: %+v", m)
+	}
 	if _, _, err := p.Spill(amqp091.Delivery{Headers: amqp091.Table{"c": make(chan int)}}); err == nil || !strings.Contains(err.Error(), `header "c"`) {
 		t.Errorf("a header of no type: %v", err)
 	}
