@@ -27,7 +27,7 @@ var fleetAndLimits = dashboard{
 		{"Members", 8, []panel{
 			{title: "Silence of a peer", about: "Silent from 1 s on, lost from 10 s on. The worst that any process sees.", width: 12, kind: heat, unit: "s",
 				steps:   []step{{1, "yellow"}, {10, "red"}},
-				queries: []query{{`max by (peer) (stormguard_fleet_silence_seconds{` + at1 + `})`, "{{peer}}"}}},
+				queries: []query{{`max by (peer) (max_over_time(stormguard_fleet_silence_seconds{` + at1 + `}[$__rate_interval]))`, "{{peer}}"}}},
 			{title: "What the fleet makes of breakers", width: 12, kind: timeline, unit: "none",
 				words: []word{{0, "closed", "green"}, {1, "probing", "yellow"}, {2, "open", "red"}},
 				queries: []query{{`max by (scope) (
