@@ -38,7 +38,9 @@
 //	              open, all who can have probed, it cannot          seconds their success; does not wait for
 //	                                                                those, fewer than Need, who ended rounds
 //	              open, and the round does not move for twice       its breaker decides by itself, until the
-//	              Lease and two Turns, though it has calls          fleet's next decision
+//	              Lease and two Turns, though it has calls;         fleet's next decision
+//	              or others end each round for so long, though
+//	              its probes pass
 //	              just closed                                       closes its breaker, and keeps its backoff
 //	heard again   open, its own probes closed it meanwhile          holds it, and counts as passed
 //	cut off       closed                                            its breaker decides by itself

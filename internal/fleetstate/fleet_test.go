@@ -190,6 +190,49 @@ func TestHalfStaysBroken(t *testing.T) {
 	}
 }
 
+// Where no quorum can close the scope, one that is well is not held for ever by those whose path
+// stays broken.
+func TestWellAmongBroken(t *testing.T) {
+	for _, c := range []struct {
+		name                        string
+		nodes, broken, quiet, ended int
+	}{
+		{"one of three ended", 3, 1, 0, 1},
+		{"two of three are broken", 3, 2, 0, 0},
+		{"four of five are broken", 5, 4, 0, 0},
+		{"two of four are broken, one is quiet", 4, 2, 1, 0},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			quiet := make(map[int]bool)
+			for i := range c.quiet {
+				quiet[c.broken+1+i] = true
+			}
+			w := newWorld(t, 3, options{nodes: c.nodes, rate: 20, quiet: quiet})
+			w.down = true
+			w.run(90 * sec)
+			for i, n := range w.nodes {
+				n.broken = i < c.broken
+				if i >= c.nodes-c.ended {
+					n.crash()
+				}
+			}
+			w.down = false
+			well := w.nodes[c.broken]
+			took := w.until(5*time.Minute, "the one that is well closed", well.b.Closed)
+			before := well.good
+			w.run(10 * time.Minute)
+			if got, want := well.good-before, 590*20; got < want {
+				t.Errorf("it handled %d in ten minutes, want %d", got, want)
+			}
+			for _, n := range w.nodes {
+				n.broken = false
+			}
+			w.until(2*time.Minute, "all closed", w.closed)
+			t.Logf("%v", took)
+		})
+	}
+}
+
 func (w *world) status(i int) Status {
 	return w.nodes[i].v.Status(w.nodes[i].clock(), scopeName)
 }

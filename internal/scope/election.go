@@ -88,6 +88,8 @@ func (m *Machine) letDrift(now time.Duration, sc *Scope) {
 	case sc.mode != held:
 	case !m.adrift(now, sc):
 		sc.release = Never
+	case sc.spoilt:
+		m.letGo(sc) // at once: others may end the round in the meantime
 	case sc.release == Never:
 		sc.release = m.Solo(now, sc)
 	}
@@ -97,12 +99,16 @@ func (m *Machine) letDrift(now time.Duration, sc *Scope) {
 // take. Those who may probe wait for twice that, since they are in touch: a prober may have
 // died. Of them, it is one with so few calls that none comes in its turn. A round that ends
 // with a lost probe has not moved either: calls that take longer than a lease are lost in each.
+// Nor has one that another ends though ours passed: its path may stay broken, and no quorum be left
+// to close the scope.
 func (m *Machine) adrift(now time.Duration, sc *Scope) bool {
 	patience, from := m.cfg.Lease+2*m.cfg.Turn, m.Due(sc)
-	if sc.lost() {
+	if sc.vain() {
 		from = sc.firm
 	}
-	from = max(from, sc.probed)
+	if !sc.spoilt {
+		from = max(from, sc.probed)
+	}
 	if m.sub.MayDecide() {
 		from = max(from, m.since)
 	}

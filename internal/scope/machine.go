@@ -420,7 +420,8 @@ func (m *Machine) Enter(now time.Duration, sc *Scope, s State, since time.Durati
 		sc.doubt = (sc.doubt || failed) && !(round && own.Passes > 0)
 	}
 	goesOn := before.Open() && before.Gen == s.Gen // another round of what was open
-	if !sc.lost() || !goesOn {
+	sc.spoilt = goesOn && sc.Own.At == before.Position && sc.Own.Passes > 0 && m.sub.MayDecide()
+	if !sc.vain() || !goesOn {
 		sc.firm = m.Due(sc)
 	}
 	sc.trial, sc.turn, sc.turnAt, sc.idleAt, sc.Mine = trial{}, "", 0, Never, false
@@ -429,8 +430,8 @@ func (m *Machine) Enter(now time.Duration, sc *Scope, s State, since time.Durati
 		return
 	}
 	if s.Open() {
-		if sc.mode == free && goesOn && sc.lost() && m.connected {
-			m.credit(now, sc) // what was let go since rounds are lost is not held by the next
+		if sc.mode == free && goesOn && sc.vain() && m.connected {
+			m.credit(now, sc) // what was let go since rounds are in vain is not held by the next
 			return
 		}
 		m.hold(now, sc)

@@ -156,7 +156,8 @@ type Scope struct {
 	idleAt  time.Duration       // since when nobody is left to probe; Never if somebody is
 	probed  time.Duration       // the round moved, as far as we saw: see adrift
 	passed  int                 // probes of the round, when last counted
-	firm    time.Duration       // the open period was over of the latest round that no lost probe began
+	firm    time.Duration       // the open period was over of the latest round that did not begin in vain
+	spoilt  bool                // another ended the round before, in which probes of ours had passed
 	skipped map[string]struct{} // let their turn go by
 }
 
@@ -179,6 +180,10 @@ type trial struct {
 
 // lost reports whether a probe that outlived its lease began the round.
 func (sc *Scope) lost() bool { return sc.Known.Open() && sc.Known.Cause == breaker.CauseLost }
+
+// vain reports whether the round began without anything learned: by a lost probe, or by another's
+// failure although ours passes.
+func (sc *Scope) vain() bool { return sc.lost() || sc.spoilt }
 
 // Held reports whether the fleet, or a handover, holds the scope, and no probe of
 // ours is out.
