@@ -52,8 +52,9 @@ import (
 // Acks are coalesced, and one frame acks all that is settled without a gap: a
 // crash may repeat the deliveries whose acks were on their way, at most 64 of
 // them with one worker. Before a lowered prefetch grows back, acks wait until all that is
-// out is handled: with a single active consumer the next one takes over there. They do not
-// wait for a message that waits for a retry or a credit, nor for a call beyond its timeout.
+// out is handled: with a single active consumer the next one takes over there. They wait for a
+// call until its timeout, and for a failed message as long as the longest delay between its
+// attempts, not until it has a credit.
 //
 // Beside the guard's goroutines and the client's it starts three, which end
 // before it returns; only a handler that ignores its cancelled context for ever

@@ -230,8 +230,9 @@ func (e *epoch) replaceable(ctx context.Context, to int) (int, bool) {
 // those.
 //
 // A call is waited for until its timeout is over, and a message that the rate limit, a ramp or
-// [guard.Backoff] delays until it is handled. Any other message that no handler has, and that is
-// not settled, is not waited for: it may need others beside it. false if the consumer must not be
+// [guard.Backoff] delays until it is handled. A message that has failed is waited for as long as
+// its longest delay. Any other message that no handler has, and that is not settled, is not waited
+// for: it may need others beside it. false if the consumer must not be
 // replaced: it has ended, ctx has, the source is held, or a delivery was out for half of the
 // consumer timeout.
 func (e *epoch) awaitHandled(ctx context.Context) bool {
@@ -267,7 +268,7 @@ func (e *epoch) awaitHandled(ctx context.Context) bool {
 				stuck = still >= st.Settings.Timeout+settleMost
 			default:
 				idle++ // a message whose delay has just ended is not handled yet
-				stuck = idle > idleLooks
+				stuck = idle > idleLooks && (st.Account.RetryWait == 0 || still >= longest(st.Settings.Retry)+settleMost)
 			}
 		}
 		if n := e.port.tags.unsettled(); n < left {
@@ -277,6 +278,15 @@ func (e *epoch) awaitHandled(ctx context.Context) bool {
 		}
 	}
 	return true
+}
+
+// longest is the longest delay of a message that has attempts left.
+func longest(r guard.Retry) time.Duration {
+	d := r.Base
+	for n := 2; n < r.Attempts && d < r.Max; n++ {
+		d *= 2
+	}
+	return min(d, r.Max)
 }
 
 // idleLooks is at how many looks in a row nothing may be on its way before it is taken for stuck.

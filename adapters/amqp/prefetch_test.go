@@ -19,6 +19,7 @@ import (
 	"github.com/rabbitmq/amqp091-go"
 
 	"github.com/stormguard-mq/stormguard/breaker"
+	"github.com/stormguard-mq/stormguard/dlq"
 	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/adaptertest"
 )
@@ -224,9 +225,14 @@ func (l *everyThree) Admit(now time.Duration) time.Duration {
 	return 0
 }
 
+// downDLQ takes no letter.
+type downDLQ struct{}
+
+func (downDLQ) Write(context.Context, *dlq.Record) error { return errDown }
+
 // Where there is an order to keep, a consumer is replaced when all it has is handled, however
-// long a call takes within its timeout, or a limiter delays it. A message that waits for a retry
-// is not waited for. The consumer is not replaced when a delivery has been out for too long, or
+// long a call takes within its timeout, or a limiter or a retry delays it. A message that only
+// others can help is not waited for, nor are letters that cannot be written. The consumer is not replaced when a delivery has been out for too long, or
 // the source is held.
 func TestAConsumerIsReplacedWhenAllIsHandled(t *testing.T) {
 	const timeout, out = 30 * time.Second, 4
@@ -234,6 +240,8 @@ func TestAConsumerIsReplacedWhenAllIsHandled(t *testing.T) {
 		order guard.Order
 		each  time.Duration // how long a call takes; 0: until the end of the test
 		fails bool
+		retry guard.Retry   // not zero: the first call fails
+		dlq   dlq.Writer    // not nil: all fail for good
 		age   time.Duration // that a delivery may have; 0: more than enough
 		takes time.Duration
 		not   bool // replaced
@@ -244,7 +252,9 @@ func TestAConsumerIsReplacedWhenAllIsHandled(t *testing.T) {
 		"by key":          {order: guard.OrderKey, each: settleMost / 2, takes: out * settleMost / 2},
 		"slow calls":      {order: guard.OrderSource, each: 3 * settleMost, takes: 3 * out * settleMost},
 		"no order":        {order: guard.OrderNone, each: settleMost / 2},
-		"all fail":        {order: guard.OrderSource, each: time.Millisecond, fails: true, takes: settleMost},
+		"all fail":        {order: guard.OrderSource, each: time.Millisecond, fails: true, takes: settleMost + 400*time.Millisecond},
+		"a retry":         {order: guard.OrderSource, each: time.Millisecond, retry: guard.Retry{Base: 10 * settleMost, Max: 10 * settleMost}},
+		"letters wait":    {order: guard.OrderSource, each: time.Millisecond, dlq: downDLQ{}, takes: timeout + settleMost},
 		"a call hangs":    {order: guard.OrderSource, takes: timeout + settleMost},
 		"almost too long": {order: guard.OrderSource, each: 5 * settleMost, age: 16 * settleMost, takes: 15 * settleMost, not: true},
 		"paced":           {order: guard.OrderSource, each: time.Millisecond, takes: 3 * (out - 1) * settleMost, limit: new(everyThree)},
@@ -266,7 +276,7 @@ func TestAConsumerIsReplacedWhenAllIsHandled(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				policy := guard.Policy{Order: c.order, Timeout: timeout, NoBreaker: c.fails}
+				policy := guard.Policy{Order: c.order, Timeout: timeout, NoBreaker: c.fails || c.dlq != nil || c.retry.Max > 0, Retry: c.retry}
 				e := &epoch{
 					c:    &consumer{full: 100, o: &options{}, policy: policy},
 					port: newPort("q", &options{}), size: out, budget: 50 * 1000, age: newAges(cmp.Or(c.age, time.Hour)),
@@ -276,7 +286,8 @@ func TestAConsumerIsReplacedWhenAllIsHandled(t *testing.T) {
 				e.port.hold() // as widen does
 				in, release := make(chan amqp091.Delivery, out), make(chan struct{})
 				var err error
-				e.src, err = guard.Open(adaptertest.Guard(t, guard.Config{}), guard.SourceConfig{Name: "q", Policy: &policy, Limiter: c.limit}, guard.Limits{}, e.port,
+				var calls atomic.Int32
+				e.src, err = guard.Open(adaptertest.Guard(t, guard.Config{}), guard.SourceConfig{Name: "q", Policy: &policy, Limiter: c.limit, DeadLetters: c.dlq}, guard.Limits{}, e.port,
 					func(context.Context, amqp091.Delivery) error {
 						var done <-chan time.Time
 						if c.each > 0 {
@@ -286,7 +297,10 @@ func TestAConsumerIsReplacedWhenAllIsHandled(t *testing.T) {
 						case <-done:
 						case <-release:
 						}
-						if c.fails {
+						switch {
+						case c.dlq != nil:
+							return guard.Permanent(errDown)
+						case c.fails, c.retry.Max > 0 && calls.Add(1)%2 == 1:
 							return errDown
 						}
 						return nil
@@ -310,7 +324,11 @@ func TestAConsumerIsReplacedWhenAllIsHandled(t *testing.T) {
 				if to, ok := e.replaceable(t.Context(), 100); ok == c.not || ok && to != 50 {
 					t.Errorf("%d, %t", to, ok)
 				}
-				if took := time.Since(start); took < c.takes || took > c.takes+settleTime {
+				left := e.port.tags.unsettled()
+				if want := map[bool]int{true: out}[c.fails || c.dlq != nil]; (c.retry.Max > 0 || want > 0) && left != want {
+					t.Errorf("%d of %d are not settled, want %d", left, out, want)
+				}
+				if took := time.Since(start); took < c.takes || took > c.takes+out*c.retry.Max+settleTime {
 					t.Errorf("it took %v, want %v", took, c.takes)
 				}
 				if c.not && c.first != nil && !t.Failed() {
@@ -321,7 +339,9 @@ func TestAConsumerIsReplacedWhenAllIsHandled(t *testing.T) {
 					e.port.hold()
 				}
 				close(release)
-				e.src.End(context.Background(), guard.ReasonShutdown)
+				end, cancel := context.WithTimeout(context.Background(), time.Hour)
+				defer cancel()
+				e.src.End(end, guard.ReasonShutdown)
 				running.Wait()
 			})
 		})
