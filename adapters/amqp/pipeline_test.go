@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"log/slog"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -265,6 +266,42 @@ func TestConsumeSeesItsAcksThrough(t *testing.T) {
 		t.Logf("%d of %d acks were lost; known to be taken in: %t", lost, n-1, known)
 		if known && !slow || lost < 0 || lost > n-1-inFlight || known && lost > 0 {
 			t.Errorf("%d acks were lost, known to be taken in: %t", lost, known)
+		}
+	})
+}
+
+// After a clean stop the next consumer gets nothing that was handled, with a backlog or without.
+func TestACleanStopRepeatsNothing(t *testing.T) {
+	t.Parallel()
+	const n = 1000
+	kinds(t, func(t *testing.T, s *server) {
+		for _, kind := range []Kind{Quorum, Classic} {
+			for _, backlog := range []int{0, n} {
+				r := newRig(t, s, kind, nil)
+				r.publish(0, n+backlog)
+				var rec record
+				handled := make(chan struct{})
+				var calls atomic.Int32
+				c := r.consume(adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Order: guard.OrderNone, Workers: 4}}), func(ctx context.Context, d amqp091.Delivery) error {
+					if calls.Add(1) == n {
+						close(handled)
+					}
+					return rec.handle(ctx, d)
+				})
+				<-handled
+				if err := c.Stop(t); err != nil {
+					t.Error(err)
+				}
+				next := r.consume(adaptertest.Guard(t, guard.Config{}), rec.handle)
+				adaptertest.Eventually(t, "the rest is handled", func() bool { return rec.distinct() == n+backlog })
+				adaptertest.Eventually(t, "the queue is empty", func() bool { k, err := r.ready(); return err == nil && k == 0 })
+				if err := next.Stop(t); err != nil {
+					t.Error(err)
+				}
+				if twice, back := rec.twice(), r.back(); twice > 0 || back > 0 {
+					t.Errorf("%s, backlog of %d: %d were handled twice, %d are left", kind, backlog, twice, back)
+				}
+			}
 		}
 	})
 }
