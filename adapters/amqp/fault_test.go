@@ -8,6 +8,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -36,9 +40,8 @@ func TestKilledBroker(t *testing.T) {
 			s := own(t, k, nil)
 			r := newRig(t, s, Quorum, amqp091.Table{"x-delivery-limit": int64(1000)})
 			letters := r.deadLetters(Quorum)
-			// A quorum queue that has just been declared does not survive a kill:
-			// its log has not been written yet.
-			time.Sleep(8 * time.Second)
+			// A quorum queue that has just been declared does not survive a kill.
+			adaptertest.Eventually(t, "the broker knows its queues after a kill", func() bool { return s.knows(t, r.queue, letters.cfg.Queue) })
 			var l lines
 			var rec record
 			g := adaptertest.Guard(t, guard.Config{Policy: guard.Policy{Order: guard.OrderNone, Retry: guard.Retry{Attempts: 2}}})
@@ -98,6 +101,30 @@ func TestKilledBroker(t *testing.T) {
 			}
 		})
 	}
+}
+
+// knows tells whether the broker has the names of quorum queues on the disk, which it writes
+// after the queues themselves.
+func (s *server) knows(t *testing.T, queues ...string) bool {
+	t.Helper()
+	info, err := s.broker.Info(adaptertest.Context(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var names []byte
+	err = filepath.WalkDir(info["directory"], func(path string, f fs.DirEntry, err error) error {
+		if err == nil && f.Name() == "names.dets" {
+			names, err = os.ReadFile(path)
+		}
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil // it was there a moment ago
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return !slices.ContainsFunc(queues, func(q string) bool { return !bytes.Contains(names, []byte(q)) })
 }
 
 // Two consumers of a queue with a single active one lose their connections in
