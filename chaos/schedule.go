@@ -46,9 +46,6 @@ var kinds = map[Kind]struct {
 	BrokerKill: {1, maxFor, false, false}, BrokerFreeze: {1, maxFor, false, false},
 }
 
-// Kinds are all of them.
-func Kinds() []Kind { return slices.Sorted(maps.Keys(kinds)) }
-
 // A Fault happens once the consumers have made After effects since the last one, so that
 // there is work to break whatever the machine's speed.
 type Fault struct {
@@ -117,7 +114,7 @@ func (s Schedule) Validate() error {
 		}
 		switch {
 		case !known:
-			all = append(all, fmt.Errorf("chaos: schedule: fault %d: kind: %.32q is not one of %q", i, f.Kind, Kinds()))
+			all = append(all, fmt.Errorf("chaos: schedule: fault %d: kind: %.32q is not one of %q", i, f.Kind, slices.Sorted(maps.Keys(kinds))))
 		case f.After < 0 || f.After > maxAfter:
 			all = append(all, fmt.Errorf("chaos: schedule: fault %d: after: %d is not in [0, %d]", i, f.After, maxAfter))
 		case f.For < k.least || f.For > k.most:

@@ -215,7 +215,7 @@ func (e *epoch) subscribe(prefetch int) error {
 		e.port.tags.fill(prefetch)
 	}
 	e.tag = consumerTag()
-	out, err := e.ch.Consume(e.c.o.queue, e.tag, false, e.c.o.exclusive, false, false, noStream(e.c.o.args))
+	out, err := e.ch.Consume(e.c.o.queue, e.tag, false, false, false, false, noStream(e.c.o.args))
 	if err != nil {
 		return streamRefusal(e.c.o.queue, err)
 	}

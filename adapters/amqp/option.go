@@ -32,7 +32,6 @@ type options struct {
 	limiter     guard.Limiter
 	key         func(amqp091.Delivery) string
 	args        amqp091.Table
-	exclusive   bool
 	stopTimeout time.Duration
 	log         *slog.Logger
 }
@@ -102,9 +101,6 @@ func WithKey(key func(amqp091.Delivery) string) Option { return func(o *options)
 // WithConsumeArgs are the arguments of basic.consume, such as
 // x-consumer-timeout or x-priority.
 func WithConsumeArgs(args amqp091.Table) Option { return func(o *options) { o.args = args } }
-
-// WithExclusive asks for exclusive access to the queue.
-func WithExclusive() Option { return func(o *options) { o.exclusive = true } }
 
 // WithStopTimeout is how long a stop waits for handlers in flight and for dead
 // letters being written. At least 1ms; the default is 30s.

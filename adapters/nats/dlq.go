@@ -124,7 +124,7 @@ func wildcard(subject string) string { return placeholders.Replace(subject) }
 // anew counts from 1 again, and so does one of the same name in another domain.
 //
 // It logs to the logger of the first source or [Mover] that has one, else to
-// [slog.Default]: at WARN, once for each source, that a body was cut; see [HeaderTrimmed].
+// [slog.Default]: at WARN, once for each source, that a body was cut; see [DLQ.Write].
 type DLQ struct {
 	js   jetstream.JetStream
 	cfg  DLQConfig
@@ -252,18 +252,19 @@ func covered(subject string, patterns []string) bool {
 	return false
 }
 
-// HeaderTrimmed is in a dead letter whose body was cut to make room for the headers
+// headerTrimmed is in a dead letter whose body was cut to make room for the headers
 // that say why it is dead: "body: 1048000 of 1048576 bytes, 576 cut".
-const HeaderTrimmed = "Dead-Letter-Trimmed"
+const headerTrimmed = "Dead-Letter-Trimmed"
 
 // Write publishes the dead letter and waits for the stream's answer. A record
 // over the server's max_payload or the stream's limit is a
 // [*dlq.TooLargeError]; a subject that no stream takes is a [dlq.ErrRefused].
 //
 // A message that fits by itself, but leaves no room for what a trimmed record still
-// says, loses the end of its body, and has [HeaderTrimmed]: otherwise it could never
-// be written. Only the message's own stream has the whole body then, as long as it
-// keeps the message; after the ack a work-queue or interest stream does not.
+// says, loses the end of its body, and has the header Dead-Letter-Trimmed, which says
+// how much: otherwise it could never be written. Only the message's own stream has the
+// whole body then, as long as it keeps the message; after the ack a work-queue or
+// interest stream does not.
 func (d *DLQ) Write(ctx context.Context, r *dlq.Record) error {
 	m := d.message(r)
 	err := d.publish(ctx, m, letterID(r))
@@ -311,16 +312,16 @@ func cutBody(m *nats.Msg, r *dlq.Record, large *dlq.TooLargeError) (size int) {
 		before.Header[name] = append(before.Header[name], headerText(h.Value))
 	}
 	size = len(r.Body)
-	if was := before.Header.Get(HeaderTrimmed); was != "" { // by the Mover, on its way here
+	if was := before.Header.Get(headerTrimmed); was != "" { // by the Mover, on its way here
 		_, _ = fmt.Sscanf(was, trimmedText, new(int), &size, new(int))
 	}
-	m.Header.Set(HeaderTrimmed, fmt.Sprintf(trimmedText, size, size, size)) // as long as it gets
+	m.Header.Set(headerTrimmed, fmt.Sprintf(trimmedText, size, size, size)) // as long as it gets
 	over := wireSize(m) - large.Max
 	if wireSize(before) > large.Max || over <= 0 || over > len(m.Data) {
 		return 0
 	}
 	m.Data = m.Data[:len(m.Data)-over]
-	m.Header.Set(HeaderTrimmed, fmt.Sprintf(trimmedText, len(m.Data), size, size-len(m.Data)))
+	m.Header.Set(headerTrimmed, fmt.Sprintf(trimmedText, len(m.Data), size, size-len(m.Data)))
 	return size
 }
 

@@ -336,7 +336,7 @@ func TestDLQTrimsWhatFillsThePayload(t *testing.T) {
 		if err != nil {
 			t.Error(err)
 		}
-		if _, cut := dlq.LookupText(rec.Headers, HeaderTrimmed); cut && !told {
+		if _, cut := dlq.LookupText(rec.Headers, headerTrimmed); cut && !told {
 			told = true
 			size := all[rec.Origin.Sequence-1].size
 			if l.lines("body was cut") != 1 || l.lines("WARN", "source=S/C", fmt.Sprintf("sequence=%d bytes=%d cut=%d", rec.Origin.Sequence, size, size-len(rec.Body)), "max_payload") != 1 {
@@ -344,7 +344,7 @@ func TestDLQTrimsWhatFillsThePayload(t *testing.T) {
 			}
 		}
 		s := all[rec.Origin.Sequence-1]
-		text, cut := dlq.LookupText(rec.Headers, HeaderTrimmed)
+		text, cut := dlq.LookupText(rec.Headers, headerTrimmed)
 		if cut != s.cut || rec.Reason != dlq.ReasonPermanent || s.header != nil && m.Headers().Get("A") != "1" {
 			t.Errorf("%d: cut %v, %+v", i, cut, rec.Headers)
 		}
@@ -359,8 +359,8 @@ func TestDLQTrimsWhatFillsThePayload(t *testing.T) {
 		rec.Trim(0)
 		again := d.message(&rec)
 		if large := (&dlq.TooLargeError{Size: wireSize(again), Max: most}); cut && (cutBody(again, &rec, large) != s.size || wireSize(again) > most ||
-			again.Header.Get(HeaderTrimmed) != fmt.Sprintf("body: %d of %d bytes, %d cut", len(again.Data), s.size, s.size-len(again.Data))) {
-			t.Errorf("%d: %d bytes, %v", i, wireSize(again), again.Header[HeaderTrimmed])
+			again.Header.Get(headerTrimmed) != fmt.Sprintf("body: %d of %d bytes, %d cut", len(again.Data), s.size, s.size-len(again.Data))) {
+			t.Errorf("%d: %d bytes, %v", i, wireSize(again), again.Header[headerTrimmed])
 		}
 	}
 }

@@ -479,7 +479,7 @@ func TestMoverTellsOfACutBody(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, letter := range r.letters(t, "D") {
-		if got, want := letter.Headers().Get(HeaderTrimmed), fmt.Sprintf(trimmedText, len(letter.Data()), r.payload, int(r.payload)-len(letter.Data())); got != want {
+		if got, want := letter.Headers().Get(headerTrimmed), fmt.Sprintf(trimmedText, len(letter.Data()), r.payload, int(r.payload)-len(letter.Data())); got != want {
 			t.Errorf("%q, want %q", got, want)
 		}
 	}

@@ -73,7 +73,7 @@ func WithDoubleAck() Option { return func(o *options) { o.doubleAck = true } }
 func WithStopTimeout(d time.Duration) Option { return func(o *options) { o.stopTimeout = d } }
 
 // WithLogger logs changes of state, never messages. The default is the Guard's
-// logger; a Mover has none and is silent, but for bodies that it cuts ([HeaderTrimmed]).
+// logger; a Mover has none and is silent, but for bodies that it cuts ([DLQ.Write]).
 func WithLogger(log *slog.Logger) Option { return func(o *options) { o.log = log } }
 
 const (

@@ -43,13 +43,13 @@ func NewBroker() *Broker {
 
 // Errors of epochs that ended; the causes of [Epoch.Context].
 var (
-	// ErrRevoked means that the broker took the queue away and expects the
+	// errRevoked means that the broker took the queue away and expects the
 	// consumer to give back what it has.
-	ErrRevoked = errors.New("guardtest: revoked")
+	errRevoked = errors.New("guardtest: revoked")
 
-	// ErrLost means that the connection broke: whatever was unacked is
+	// errLost means that the connection broke: whatever was unacked is
 	// delivered again, and what the epoch still says is ignored.
-	ErrLost = errors.New("guardtest: connection lost")
+	errLost = errors.New("guardtest: connection lost")
 )
 
 // Message is one delivery of one message. Key, Body and Headers are what
@@ -188,12 +188,12 @@ func (b *Broker) Revoke(queue string, eager bool) {
 	}
 }
 
-// Kill breaks the connections of a queue's consumers: their epochs end with
-// [ErrLost], what lay in client buffers is gone, everything unacked is ready
-// again in its old order, and later acks of these epochs are counted and ignored.
+// Kill breaks the connections of a queue's consumers: their epochs end,
+// what lay in client buffers is gone, everything unacked is ready again in its old
+// order, and later acks of these epochs are counted and ignored.
 func (b *Broker) Kill(queue string) {
 	for _, e := range b.queue(queue).consumers() {
-		e.lose(ErrLost)
+		e.lose(errLost)
 	}
 }
 

@@ -76,7 +76,7 @@ func TestBrokerFaults(t *testing.T) {
 			ack(e, ms[0], ms[3])
 			b.Kill(queueName)
 			wantSeqs(t, "after the end", take(e))
-			if context.Cause(e.Context()) != ErrLost {
+			if context.Cause(e.Context()) != errLost {
 				t.Error(context.Cause(e.Context()))
 			}
 			ack(e, ms[1])
@@ -128,7 +128,7 @@ func TestBrokerFaults(t *testing.T) {
 			take(e)
 			b.Revoke(queueName, false)
 			time.Sleep(2 * time.Second)
-			if context.Cause(e.Context()) != ErrRevoked || b.Stats(queueName).Ready != 1 {
+			if context.Cause(e.Context()) != errRevoked || b.Stats(queueName).Ready != 1 {
 				t.Errorf("%v, %+v", context.Cause(e.Context()), b.Stats(queueName))
 			}
 			e.Close()
@@ -159,7 +159,7 @@ func TestBrokerFaults(t *testing.T) {
 				time.Sleep(300 * time.Millisecond)
 				e.Port().Extend(ms)
 			}
-			if context.Cause(e.Context()) != ErrLost {
+			if context.Cause(e.Context()) != errLost {
 				t.Error("still there")
 			}
 			e.Close()

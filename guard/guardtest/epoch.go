@@ -116,8 +116,7 @@ func (e *Epoch) Messages() <-chan *Message { return e.ch }
 // coalesced until Flush, so one that the guard forgets to flush is lost.
 func (e *Epoch) Port() guard.Port[*Message] { return e.port }
 
-// Context ends, with the cause [ErrRevoked] or [ErrLost], when the epoch is
-// revoked eagerly or lost, and with [Epoch.Close].
+// Context ends when the epoch is revoked eagerly or lost, and with [Epoch.Close].
 func (e *Epoch) Context() context.Context { return e.ctx }
 
 // Number is the epoch's number in its Broker, from 1.
@@ -153,11 +152,11 @@ func (e *Epoch) revoke(eager bool) {
 		if grace <= 0 {
 			grace = defaultGrace
 		}
-		e.grace = time.AfterFunc(grace, func() { e.lose(ErrRevoked) })
+		e.grace = time.AfterFunc(grace, func() { e.lose(errRevoked) })
 	}
 	e.q.mu.Unlock()
 	if eager {
-		e.cancel(ErrRevoked)
+		e.cancel(errRevoked)
 	}
 	e.halt()
 }
@@ -369,7 +368,7 @@ func (e *Epoch) checkHolds() {
 	}
 	q.mu.Unlock()
 	if over {
-		e.lose(ErrLost)
+		e.lose(errLost)
 	}
 }
 

@@ -91,8 +91,8 @@ func pause(ctx context.Context, d time.Duration) error {
 // ErrDown is what a [Handler] whose dependency is down returns, unless told.
 var ErrDown = errors.New("guardtest: connection refused")
 
-// ErrPoison is what a [Handler] returns for a poison message.
-var ErrPoison = errors.New("guardtest: cannot decode the message")
+// errPoison is what a [Handler] returns for a poison message.
+var errPoison = errors.New("guardtest: cannot decode the message")
 
 // Handler is a scripted handler and its own oracle: what it does is set by
 // methods, at any time from any goroutine, and what it did is recorded. The
@@ -154,7 +154,7 @@ func (h *Handler) Up() { h.set(func() { h.down = nil }) }
 // Delay makes every call take d, unless its context ends.
 func (h *Handler) Delay(d time.Duration) { h.set(func() { h.delay = d }) }
 
-// Poison makes messages fail for ever with [ErrPoison].
+// Poison makes messages fail for ever, as what cannot be decoded does.
 func (h *Handler) Poison(seqs ...uint64) {
 	h.set(func() {
 		if h.poison == nil {
@@ -246,7 +246,7 @@ func (h *Handler) stepLocked(c Call) Step {
 		h.steps[c.Seq] = steps[1:]
 		return steps[0]
 	case h.poison[c.Seq], h.keys[c.Key]:
-		return Fail(ErrPoison)
+		return Fail(errPoison)
 	case h.down != nil:
 		return Fail(h.down)
 	default:

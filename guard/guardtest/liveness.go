@@ -89,7 +89,7 @@ func burstRule(name string, n int, least time.Duration, poison func() error) rul
 // behind is how many healthy messages come with a burst.
 const behind = 10
 
-func unknownPoison() error { return ErrPoison }
+func unknownPoison() error { return errPoison }
 
 // malformed is the error of a message that is no JSON of the expected kind.
 func malformed() error {
@@ -257,7 +257,7 @@ func (x *run) recovers(d time.Duration, n int, err error) (o recovered) {
 	calls, began := x.h.Len(), time.Now()
 	x.h.Down(err)
 	first := x.numbers + 1
-	x.bad(n, ErrPoison)
+	x.bad(n, errPoison)
 	x.publish(n + 20)
 	for range 10 {
 		time.Sleep(time.Until(began) + d/10)

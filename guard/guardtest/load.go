@@ -42,9 +42,9 @@ func loadRule(name string, virtual time.Duration, rate, poison, flaky, least int
 			for range rate * int(x.spanOf(virtual)/time.Second) {
 				switch d := draw.IntN(100); {
 				case d < poison:
-					x.bad(1, ErrPoison)
+					x.bad(1, errPoison)
 				case d < poison+flaky:
-					x.h.On(x.numbers+1, Fail(ErrPoison))
+					x.h.On(x.numbers+1, Fail(errPoison))
 					fallthrough
 				default:
 					healthy = append(healthy, x.numbers+1)

@@ -721,7 +721,7 @@ func deadLetter(x *run) {
 	}
 	wrong("fewer attempts than the policy gives", rec.Attempts < 3)
 	wrong(fmt.Sprintf("attempts that were not made: there were %d calls", calls), rec.Attempts > calls)
-	wrong("not the handler's error", rec.Error.Message != ErrPoison.Error())
+	wrong("not the handler's error", rec.Error.Message != errPoison.Error())
 	wrong("no cause", rec.Cause.ID == "" || rec.Cause.Title == "")
 	wrong("no history", len(rec.History) < 3 || rec.History[0].N != 1)
 	wrong("no place of origin", rec.Origin.System == "" || rec.Origin.Source == "")
