@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -72,10 +73,9 @@ func TestWritesThatNeverReturn(t *testing.T) {
 		}
 		close(release)
 		time.Sleep(time.Minute)
-		close(calls)
 		var got []string
-		for body := range calls {
-			got = append(got, body)
+		for range len(calls) {
+			got = append(got, <-calls)
 		}
 		slices.Sort(got)
 		if len(got) != 2*hung+1 || len(slices.Compact(got)) != 2*hung+1 {
@@ -95,11 +95,29 @@ func TestWritesThatNeverReturn(t *testing.T) {
 	})
 }
 
+// lockedLog is a log that is read while it is written.
+type lockedLog struct {
+	mu  sync.Mutex
+	buf bytes.Buffer
+}
+
+func (l *lockedLog) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.Write(p)
+}
+
+func (l *lockedLog) text() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.String()
+}
+
 // A write that is late is said of a source whose letters fail, too, once, and not of one
 // whose write has returned.
 func TestLateWriteOfASourceWhoseLettersFail(t *testing.T) {
 	bubble(t, "", func(t *testing.T) {
-		var logged bytes.Buffer
+		var logged lockedLog
 		r := newRig(t, Policy{}, Limits{}, func(*rig, context.Context, int) error { return Permanent(errBad) })
 		r.g.log = slog.New(slog.NewTextHandler(&logged, nil)) // before anything is logged
 		writes, release := 0, make(chan struct{})
@@ -119,16 +137,16 @@ func TestLateWriteOfASourceWhoseLettersFail(t *testing.T) {
 		}
 		late := func() int {
 			synctest.Wait()
-			return strings.Count(logged.String(), errWriteLate.Error())
+			return strings.Count(logged.text(), errWriteLate.Error())
 		}
 		r.send(0, 1)
 		time.Sleep(2*writeLate + 30*time.Second)
 		if n := late(); n != 0 {
-			t.Errorf("%d lines of a late write: %s", n, &logged)
+			t.Errorf("%d lines of a late write: %s", n, logged.text())
 		}
 		time.Sleep(10 * time.Minute)
 		if n := late(); n != 1 || writes != 6 {
-			t.Errorf("%d lines of a late write after %d writes: %s", n, writes, &logged)
+			t.Errorf("%d lines of a late write after %d writes: %s", n, writes, logged.text())
 		}
 		if err := r.g.Ready(); !errors.Is(err, errWriteLate) {
 			t.Errorf("ready: %v", err)

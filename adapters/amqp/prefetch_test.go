@@ -232,15 +232,15 @@ func (downDLQ) Write(context.Context, *dlq.Record) error { return errDown }
 
 // Where there is an order to keep, a consumer is replaced when all it has is handled, however
 // long a call takes within its timeout, or a limiter or a retry delays it. A message that only
-// others can help is not waited for, nor are letters that cannot be written. The consumer is not replaced when a delivery has been out for too long, or
-// the source is held.
+// others can help is not waited for, nor are letters that cannot be written. The consumer is not
+// replaced when a delivery has been out for too long, or the source is held.
 func TestAConsumerIsReplacedWhenAllIsHandled(t *testing.T) {
 	const timeout, out = 30 * time.Second, 4
 	for name, c := range map[string]struct {
 		order guard.Order
 		each  time.Duration // how long a call takes; 0: until the end of the test
 		fails bool
-		retry guard.Retry   // not zero: the first call fails
+		retry guard.Retry   // not zero: the first call of each message fails
 		dlq   dlq.Writer    // not nil: all fail for good
 		age   time.Duration // that a delivery may have; 0: more than enough
 		takes time.Duration
