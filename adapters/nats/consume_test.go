@@ -86,6 +86,29 @@ func TestRefusedPullGivesBack(t *testing.T) {
 	}
 }
 
+// A stop at the last delivery of a message, which nobody is given again, says so and what helps.
+func TestAStopAtTheLastDelivery(t *testing.T) {
+	t.Parallel()
+	const n = 3
+	for max, warned := range map[int]int{1: 1, 2: 0} {
+		r := newRig(t, jetstream.ConsumerConfig{MaxDeliver: max})
+		g, log := logging(t, guard.Config{})
+		c := consume(t, g, r.consumer, none, WithLogger(g.Logger()))
+		src := adaptertest.Source(t, g, "S/C")
+		if err := src.ForceOpen(0); err != nil {
+			t.Fatal(err)
+		}
+		r.publish(t, subject, 0, n)
+		adaptertest.Eventually(t, "held", func() bool { return src.Account().Held == n })
+		if err := c.Stop(t); err != nil {
+			t.Error(err)
+		}
+		if got := log.lines("level=WARN", "source=S/C", "messages=3", "nats consumer edit S C --max-deliver=-1", "NewMover"); got != warned {
+			t.Errorf("MaxDeliver %d: warned %d times\n%s", max, got, log)
+		}
+	}
+}
+
 // What must not be nil is named, with all else that is wrong.
 func TestNilGuard(t *testing.T) {
 	handle := func(context.Context, jetstream.Msg) error { return nil }

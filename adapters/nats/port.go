@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"hash/maphash"
+	"log/slog"
 	"maps"
 	"slices"
 	"sync"
@@ -31,6 +32,8 @@ type msgPort struct {
 	seed   maphash.Seed
 	double bool
 	copies *copies // set before the first message
+	log    *slog.Logger
+	name   string // of the source; "" for the consumer's
 
 	mu     sync.Mutex
 	last   jetstream.Msg // the latest delivery, for the lag
@@ -39,7 +42,7 @@ type msgPort struct {
 }
 
 func newMsgPort(group string, conn *nats.Conn, o *options) msgPort {
-	return msgPort{group: group, conn: conn, key: o.key, double: o.doubleAck, seed: maphash.MakeSeed()}
+	return msgPort{group: group, conn: conn, key: o.key, double: o.doubleAck, seed: maphash.MakeSeed(), log: o.log, name: o.name}
 }
 
 func (p *msgPort) Lane(m jetstream.Msg) uint64 {
@@ -165,23 +168,34 @@ func (p *msgPort) Lag() int64 {
 }
 
 // nakAll gives messages back in the order of the stream, once. A message on its
-// last delivery is left to its AckWait: a nak would not bring it again.
+// last delivery is left to its AckWait: a nak would not bring it again. Only a [Mover]
+// or a larger MaxDeliver does.
 func (p *msgPort) nakAll(ms []jetstream.Msg, maxDeliver int) error {
 	type back struct {
 		m   jetstream.Msg
 		seq uint64
 	}
 	rest := make([]back, 0, len(ms))
+	last, lasts := (*jetstream.MsgMetadata)(nil), 0
 	for _, m := range ms {
 		if p.copies.stale(m) {
 			continue
 		}
 		m = p.copies.of(m)
 		md, err := m.Metadata()
-		if err != nil || maxDeliver > 0 && md.NumDelivered >= uint64(maxDeliver) {
+		if err != nil {
+			continue
+		}
+		if maxDeliver > 0 && md.NumDelivered >= uint64(maxDeliver) {
+			last, lasts = md, lasts+1
 			continue
 		}
 		rest = append(rest, back{m, md.Sequence.Stream})
+	}
+	if last != nil {
+		p.log.Warn("messages are not delivered again: they were at their last delivery; a Mover brings them to the DLQ after the AckWait",
+			"source", cmp.Or(p.name, last.Stream+"/"+last.Consumer), "messages", lasts, "max_deliver", maxDeliver,
+			"help", "run guardnats.NewMover, or within the AckWait: nats consumer edit "+last.Stream+" "+last.Consumer+" --max-deliver=-1")
 	}
 	slices.SortFunc(rest, func(a, b back) int { return cmp.Compare(a.seq, b.seq) })
 	var errs []error
