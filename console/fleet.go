@@ -319,14 +319,16 @@ func (f *follower) inForceLocked() (orders, unreadable []standing) {
 	for _, c := range f.carrier.InForce() {
 		k := f.known[c.ID]
 		if k == nil {
-			k = &known{heard: now, ends: c.Until}
+			k = &known{heard: now, ends: now.Add(c.Until.Sub(now))}
 			k.carriedOrder, k.err = readCarried(c.Order)
 			f.known[c.ID] = k
 		}
-		if k.seen = now; k.ends.After(now) {
-			k.ends = now.Add(c.Until.Sub(now)) // the fleet's time may have been put right
+		k.seen = now
+		over := time.Duration(k.Over)
+		if ends := now.Add(c.Until.Sub(now)); k.ends.Add(-over).After(now) && ends.Add(-over).After(now) {
+			k.ends = ends // the fleet's time may have been put right
 		}
-		o := standing{k, c.ID, k.ends.Add(-time.Duration(k.Over))}
+		o := standing{k, c.ID, k.ends.Add(-over)}
 		kind := kindOf(k.Action)
 		switch {
 		case !k.ends.After(now):
@@ -360,12 +362,15 @@ func within(in, zone string) bool {
 
 // settleLocked brings one source to what the last orders about it say.
 func (f *follower) settleLocked(s control, orders []standing, answers map[string]*Answer, results map[string][]Result) {
+	now := time.Now()
 	var last [kinds]*standing
-	var known [kinds]int
+	var lasting [kinds]int
 	for i, o := range orders {
 		if kind := kindOf(o.Action); kind < kinds && o.about(s) {
 			last[kind] = &orders[i]
-			known[kind]++
+			if o.For > 0 && now.Before(o.until) {
+				lasting[kind]++
+			}
 			if a := answers[o.id]; a != nil {
 				a.Sources++
 			}
@@ -385,10 +390,10 @@ func (f *follower) settleLocked(s control, orders []standing, answers map[string
 			continue
 		}
 		rest := o.Order
-		if o.For > 0 && !time.Now().Before(o.until) { // what it has overruled may be in force here
+		if o.For > 0 && !now.Before(o.until) { // what it has overruled may be in force here
 			rest.For, rest.Action = 0, undoes[kind]
 		}
-		if rest.For == 0 && f.nothingToUndo(s, kind, o, known[kind]) {
+		if rest.For == 0 && f.nothingToUndo(s, kind, o, lasting[kind]) {
 			continue
 		}
 		if rest.For > 0 {
@@ -403,13 +408,14 @@ func (f *follower) settleLocked(s control, orders []standing, answers map[string
 }
 
 // nothingToUndo tells whether an order that ends another has nothing to end at a source, so that it
-// would end what came later. known is how many orders of its kind are known there.
-func (f *follower) nothingToUndo(s control, kind int, o *standing, known int) bool {
+// would end what came later. lasting is how many pauses or forces of the fleet last there.
+func (f *follower) nothingToUndo(s control, kind int, o *standing, lasting int) bool {
 	younger := o.answered || o.age() > time.Since(f.began) // the source, or the process
+	own := younger && lasting == 0                         // what is in force there is the process's own
 	if kind == kindForce {                                 // a breaker that is open by itself has tripped since
-		return (younger || o.age() > onceFor) && !s.State().Breaker.Forced
+		return own || (younger || o.age() > onceFor) && !s.State().Breaker.Forced
 	}
-	return younger && known == 1 // a pause here is that of this process
+	return own
 }
 
 func (a *Answer) add(r Result) {
@@ -470,6 +476,7 @@ func (f *follower) give(ctx context.Context, o Order, who string) (Outcome, erro
 	defer stop()
 	f.given.Store(id, true)
 	if err := f.carrier.Give(operator.Carried{ID: id, Order: string(text), Until: last}, o.String(), who, o.Why); err != nil {
+		f.given.Delete(id)
 		return out, fmt.Errorf("%w: %w", errOrder, err)
 	}
 	patience := time.NewTimer(answerFor)

@@ -291,6 +291,29 @@ func TestCloseAfterARestart(t *testing.T) {
 	})
 }
 
+// A fleet's close or resume that a process hears again after a restart leaves alone what a person
+// has forced or paused since in this process, and a guard's state has brought back.
+func TestOldOrderLeavesWhatCameLater(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := new(carrier)
+		r := newRig(t, console.Config{Fleet: c}, "orders")
+		defer r.close()
+		defer r.c.Close()
+		s := r.g.Sources()[0]
+		s.Pause(8 * time.Hour)
+		if err := s.ForceOpen(8 * time.Hour); err != nil {
+			t.Fatal(err)
+		}
+		c.put(carried("1", `{"action":"close","sources":["*"],"over":"24h59m","in":"fleet"}`, 19*time.Hour),
+			carried("2", `{"action":"pause","sources":["*"],"for":"30m","over":"24h30m","in":"fleet"}`, 19*time.Hour),
+			carried("3", `{"action":"resume","sources":["*"],"over":"24h59m","in":"fleet"}`, 19*time.Hour))
+		time.Sleep(time.Minute)
+		if now := r.source("orders"); now.State != "paused" || !now.Breaker.Forced {
+			t.Errorf("%s, %+v", now.State, now.Breaker)
+		}
+	})
+}
+
 // Who does not answer is named at once if it is silent, and after five seconds if it is
 // heard; a dry run asks nobody.
 func TestSilentProcesses(t *testing.T) {
@@ -539,7 +562,7 @@ func TestClockSetBack(t *testing.T) {
 		defer r.close()
 		defer r.c.Close()
 		c.put(carried("1", `{"action":"credits","sources":["*"],"count":7,"in":"fleet"}`, time.Minute),
-			carried("2", `{"action":"pause","sources":["*"],"for":"1m","in":"fleet"}`, time.Minute))
+			carried("2", `{"action":"pause","sources":["*"],"for":"5m","over":"24h55m","in":"fleet"}`, 25*time.Hour))
 		time.Sleep(10 * time.Minute)
 		check := func(when string) {
 			t.Helper()
@@ -583,16 +606,16 @@ func TestQuarantineOfAFleet(t *testing.T) {
 				t.Errorf("%d %s\nwant %s", status, said.Error, want)
 			}
 		}
-		change(`{"rule":"key=a"}`, "quarantine add key=a: done here, but no answer from away, billing-2")
+		change(`{"rule":"key=a"}`, "quarantine add key=a: done here and sent, but no answer from away, billing-2")
 		answers := `{}`
 		c.reply = func(operator.Carried) (process, said string) { return "billing-2", answers }
-		change(`{"rule":"key=a","remove":true}`, "quarantine remove key=a: done here, but no answer from away")
+		change(`{"rule":"key=a","remove":true}`, "quarantine remove key=a: done here and sent, but no answer from away")
 		c.others = c.others[:1]
 		if status := r.ask(http.MethodPost, "/quarantine", `{"rule":"key=a"}`, nil); status != http.StatusOK {
 			t.Error("all have it:", status)
 		}
 		answers = `{"error":"not on its list"}`
-		change(`{"rule":"key=b"}`, "quarantine add key=b: done here, but not by billing-2: not on its list")
+		change(`{"rule":"key=b"}`, "quarantine add key=b: done here and sent, but not by billing-2: not on its list")
 		if got := len(r.g.Quarantine().Entries()); got != 2 {
 			t.Errorf("%d rules", got)
 		}

@@ -147,7 +147,7 @@ func (c *Console) confirm(ctx context.Context, in RuleChange, who string) error 
 	o.In = inFleet
 	out, err := c.fleet.give(ctx, o, who)
 	if err != nil {
-		return fmt.Errorf("%s: done here, but the other processes cannot be asked: %w", in, err)
+		return fmt.Errorf("%s: done here and sent, but the other processes cannot be asked: %w", in, err)
 	}
 	var lacking []string
 	for _, a := range out.Processes {
@@ -159,7 +159,7 @@ func (c *Console) confirm(ctx context.Context, in RuleChange, who string) error 
 		lacking = append(lacking, "no answer from "+strings.Join(out.Silent, ", "))
 	}
 	if len(lacking) > 0 {
-		return fmt.Errorf("%s: done here, but %s", in, strings.Join(lacking, "; "))
+		return fmt.Errorf("%s: done here and sent, but %s", in, strings.Join(lacking, "; "))
 	}
 	return nil
 }

@@ -280,7 +280,8 @@ func (e *epoch) awaitHandled(ctx context.Context) bool {
 	return true
 }
 
-// longest is the longest delay of a message that has attempts left.
+// longest is the longest delay of a message that has attempts left. Of several such delays in a row
+// only the first is waited for.
 func longest(r guard.Retry) time.Duration {
 	d := r.Base
 	for n := 2; n < r.Attempts && d < r.Max; n++ {

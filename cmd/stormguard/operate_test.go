@@ -179,7 +179,7 @@ func TestOperateAFleet(t *testing.T) {
 	out.Reset()
 	errs.Reset()
 	code = run([]string{"quarantine", "add", "--key", "k", "--url", server.URL}, &out, &errs)
-	if code != exitPartial || !strings.Contains(errs.String(), "quarantine add key=k: done here, but no answer from b") {
+	if code != exitPartial || !strings.Contains(errs.String(), "quarantine add key=k: done here and sent, but no answer from b") {
 		t.Errorf("%d\n%s%s", code, out.String(), errs.String())
 	}
 	out.Reset()
