@@ -11,9 +11,13 @@ import (
 )
 
 // condemn dead-letters an item if the budget allows, else parks it until the
-// next credit may have come.
+// next credit may have come. Those that wait for one have it first.
 func (c *machine[M]) condemn(now time.Duration, it *item[M]) {
-	if c.afford(now, it) {
+	if it.permanent && c.owed.len() > 0 {
+		c.owed.at = now
+		c.serveOwed(now)
+	}
+	if (!it.permanent || c.owed.len() == 0) && c.afford(now, it) {
 		return
 	}
 	c.tally.Refused++
@@ -54,41 +58,62 @@ func (c *machine[M]) afford(now time.Duration, it *item[M]) bool {
 }
 
 // queueOf has items that wait for the same thing, oldest first. The first looks for all. An
-// item that something else was decided about stays, and is passed over.
+// item that something else was decided about is passed over.
 type queueOf[M any] struct {
 	fifo[*item[M]]
 	at time.Duration // when it looks
 }
 
-// queueUp parks an item behind others that wait for the same.
+// queueUp parks an item behind others that wait for the same, or where it is in the queue.
 func (c *machine[M]) queueUp(it *item[M], q *queueOf[M], at time.Duration, why Reason) {
 	c.park(it, never, why)
-	if q.len() == 0 {
+	if q.len() == 0 || at < q.at {
 		q.at = at
 	}
-	q.push(it)
+	if it.queue != q {
+		it.queue = q
+		q.push(it)
+	}
 }
 
-// serve gives items in the queues what they wait for, until there is no more.
-func (c *machine[M]) serve(now time.Duration) {
-	for q := &c.owed; q.len() > 0 && q.at <= now; q.pop() {
-		if it := q.peek(); it.queues() && !it.paid && !c.afford(now, it) {
-			q.at = now + creditPoll
-			break
-		}
-	}
-	for q := &c.paced; q.len() > 0 && q.at <= now; q.pop() {
-		it := q.peek()
-		if !it.queues() || !it.paid {
+// serve gives the items of a queue what they wait for, until ask has the first one wait.
+func (q *queueOf[M]) serve(now time.Duration, ask func(*item[M]) (wait time.Duration)) {
+	for q.len() > 0 && q.at <= now {
+		it := q.pop()
+		if it.queue != q {
 			continue
 		}
+		it.queue = nil
+		if wait := ask(it); wait > 0 {
+			q.at, it.queue = soon(now, wait), q
+			q.pushFront(it)
+		}
+	}
+}
+
+// serveOwed gives credits to items that wait for one.
+func (c *machine[M]) serveOwed(now time.Duration) {
+	c.owed.serve(now, func(it *item[M]) time.Duration {
+		if it.queues() && !it.paid && !c.afford(now, it) {
+			return creditPoll
+		}
+		return 0
+	})
+}
+
+// servePaced dead-letters items that wait for the limit of dead letters.
+func (c *machine[M]) servePaced(now time.Duration) {
+	c.paced.serve(now, func(it *item[M]) time.Duration {
+		if !it.queues() || !it.paid {
+			return 0
+		}
 		if wait := c.letterPace.Admit(now); wait > 0 {
-			q.at = soon(now, wait)
-			break
+			return wait
 		}
 		it.paid = false
 		c.deadLetter(it, it.verdict)
-	}
+		return 0
+	})
 }
 
 // queues tells whether an item waits in a queue, and not with a rule for a writer.
@@ -97,16 +122,22 @@ func (it *item[M]) queues() bool {
 }
 
 // sentence dead-letters an item that has its credit, or lets it wait for the limit
-// of dead letters: that is no attempt, and nothing asks the handler again.
+// of dead letters, behind others: that is no attempt, and nothing asks the handler again.
 func (c *machine[M]) sentence(now time.Duration, it *item[M], why dlq.Reason) {
 	if c.letterPace != nil {
-		if wait := c.letterPace.Admit(now); wait > 0 {
+		c.paced.at = now
+		c.servePaced(now)
+		at := c.paced.at
+		if c.paced.len() == 0 {
+			at = soon(now, c.letterPace.Admit(now))
+		}
+		if at > now {
 			if !it.paid {
 				c.tally.Paced++
 			}
 			it.paid, it.verdict = true, why
 			c.undoubted(it)
-			c.queueUp(it, &c.paced, soon(now, wait), ReasonLimiter)
+			c.queueUp(it, &c.paced, at, ReasonLimiter)
 			return
 		}
 	}
@@ -125,7 +156,7 @@ func (c *machine[M]) refund(it *item[M]) {
 // earn brings the budget up to date with the successes.
 func (c *machine[M]) earn() { c.budget.Successes(c.total()) }
 
-// creditPoll is how often a permanently failed message looks for a credit.
+// creditPoll is how often the first of those that wait for a credit looks for one.
 const creditPoll = 250 * time.Millisecond
 
 // byHandBatch is how many messages an operator's decision dead-letters at a time, so

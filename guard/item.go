@@ -77,8 +77,9 @@ type item[M any] struct {
 	noted       int           // … and how many of the machine's bytes they are
 	reason      Reason        // why it is parked
 
-	due  time.Duration // retryWait: when to try again
-	heap int           // index in the machine's due heap, -1 outside
+	due   time.Duration // retryWait: when to try again
+	heap  int           // index in the machine's due heap, -1 outside
+	queue *queueOf[M]   // the one that it has a place in, nil for none
 
 	token   circuit.Token
 	probe   bool

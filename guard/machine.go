@@ -495,7 +495,8 @@ func (c *machine[M]) next(now time.Duration) step[M] {
 			c.wake(it)
 		}
 	}
-	c.serve(now)
+	c.serveOwed(now)
+	c.servePaced(now)
 	if c.count[processing] >= c.policy.Workers {
 		return step[M]{}
 	}

@@ -43,8 +43,11 @@ func TestOneLooksForAllThatWait(t *testing.T) {
 		r := newRig(t, Policy{Order: OrderNone, Budget: stingy}, Limits{}, poison)
 		r.send(0, n)
 		time.Sleep(10 * time.Second)
-		if st := r.s.State(); st.Account.RetryWait != n-1 || st.Tally.Refused > 2*n {
-			t.Errorf("%d looks for a credit: %+v", st.Tally.Refused, st.Account)
+		r.s.mu.Lock()
+		looks := r.s.c.budget.Refused()
+		r.s.mu.Unlock()
+		if a := r.s.Account(); a.RetryWait != n-1 || looks > 2*n {
+			t.Errorf("%d looks for a credit: %+v", looks, a)
 		}
 		r.s.GrantCredits(n)
 		time.Sleep(time.Second)
@@ -65,6 +68,58 @@ func TestOneLooksForAllThatWait(t *testing.T) {
 			t.Errorf("the limit was asked %d times for %d letters", asked, n)
 		}
 		inOrder(t, r)
+		r.close()
+	})
+}
+
+// A message that fails now has its credit, and its turn at the limit of dead letters, after those
+// that wait.
+func TestWhoWaitsComesFirst(t *testing.T) {
+	poison := func(_ *rig, _ context.Context, m int) error {
+		if m < 10 || m >= 100 {
+			return Permanent(errBad)
+		}
+		return nil
+	}
+	turns := func(t *testing.T, r *rig, bodies ...int) {
+		t.Helper()
+		r.check()
+		var want []string
+		for _, m := range bodies {
+			want = append(want, string(r.port.Meta(m).Body))
+		}
+		if got := r.letters.bodies(); !slices.Equal(got, want) {
+			t.Errorf("letters %q, want %q", got, want)
+		}
+	}
+	bubble(t, "credit", func(t *testing.T) {
+		budget := stingy
+		budget.PermanentEarn = 0.25
+		r := newRig(t, Policy{Order: OrderNone, Budget: budget}, Limits{}, poison)
+		r.send(0, 10)
+		turns(t, r, 0)
+		r.send(50, 54) // a credit
+		r.send(100, 101)
+		turns(t, r, 0, 1)
+		r.s.GrantCredits(20)
+		time.Sleep(time.Second)
+		turns(t, r, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 100)
+		r.close()
+	})
+	bubble(t, "limit", func(t *testing.T) {
+		p := new(pace)
+		r := newRig(t, Policy{Order: OrderNone, Budget: dlq.BudgetConfig{Off: true}}, Limits{}, poison)
+		r.s.mu.Lock()
+		r.s.c.letterPace = p
+		p.next = r.g.now() + time.Hour
+		r.s.mu.Unlock()
+		r.send(0, 3)
+		turns(t, r)
+		r.s.mu.Lock()
+		p.next = 0 // the hour was a mistake
+		r.s.mu.Unlock()
+		r.send(100, 101)
+		turns(t, r, 0, 1, 2, 100)
 		r.close()
 	})
 }

@@ -227,9 +227,9 @@ func (c *machine[M]) looked(now time.Duration, it *item[M], book *ruleBook, rule
 		case it.due < never:
 			c.park(it, it.due, it.reason)
 		case it.paid:
-			c.queueUp(it, &c.paced, now, it.reason)
+			c.queueUp(it, &c.paced, now+creditPoll, it.reason)
 		default:
-			c.queueUp(it, &c.owed, now, it.reason)
+			c.queueUp(it, &c.owed, now+creditPoll, it.reason)
 		}
 		if c.unseen(it) {
 			c.unlooked = append(c.unlooked, it)
