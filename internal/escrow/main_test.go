@@ -21,7 +21,6 @@ var full = os.Getenv("STORMGUARD_FULL") != ""
 type hand struct{ at atomic.Int64 }
 
 func (h *hand) read() time.Duration  { return time.Duration(h.at.Load()) }
-func (h *hand) set(to time.Duration) { h.at.Store(int64(to)) }
 func (h *hand) move(d time.Duration) { h.at.Add(int64(d)) }
 
 func TestMain(m *testing.M) {

@@ -62,10 +62,11 @@
 // anything.
 //
 // A process doubts its own path if a probe of its ended a round, the probes of others closed the
-// scope though it had calls, and its breaker trips within Cap of that. Of a roster of four, two whose path stays broken
-// are a quorum: without this rule they would hold the two that are well at once after each close.
-// The doubt ends when the process's own probes have closed its breaker. The price: an outage that
-// follows a close within Cap opens the scope by the votes of those whose probes had closed it.
+// scope though it had calls, and its breaker trips within Cap of that. Of a roster of four, two
+// whose path stays broken are a quorum: without this rule they would hold the two that are well at
+// once after each close. The doubt ends when the process's own probes have closed its breaker. The
+// price: an outage that follows a close within Cap opens the scope by the votes of those whose
+// probes had closed it. If these are fewer than Need, each process opens its own breaker only.
 //
 // A process that is cut off probes as a breaker by itself does, each period with
 // certainty, or one that is alone for good would not recover. N of them

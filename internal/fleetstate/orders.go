@@ -76,8 +76,8 @@ func (o *Orders) Offset(shift time.Duration) {
 	defer o.mu.Unlock()
 	o.shift = shift
 	if !o.timed {
-		o.timed = true
-		o.watchedLocked() // there may be orders
+		o.timed, o.pruneAt = true, o.wall().Add(pruneEvery) // more peers may put the time right
+		o.watchedLocked()                                   // there may be orders
 	}
 	now, given := o.wall(), o.own
 	o.own = nil

@@ -87,7 +87,7 @@ func (q *Quarantine) Offset(peers []time.Duration) time.Duration {
 		q.watchedLocked() // what it was told of times is wrong
 	}
 	if len(peers) > 0 && !q.timed {
-		q.timed = true
+		q.timed, q.pruneAt = true, q.wall().Add(pruneEvery) // more peers may put the time right
 		q.sendLocked()
 	}
 	return q.shift

@@ -203,9 +203,9 @@ func (m *Machine) Observe(now time.Duration, name string, s circuit.Snapshot) {
 }
 
 // doubted reports whether a trip here may be of our own path: a probe of ours ended a round, those
-// of others closed the scope though we had calls, and it has tripped again within Cap. The rest has shown that it is
-// well, and is not to be held for that. It ends when our breaker's own probes have closed it, or if
-// it was closed for so long.
+// of others closed the scope though we had calls, and it has tripped again within Cap. The rest
+// has shown that it is well, and is not to be held for that. The doubt ends when our breaker's own
+// probes have closed it, or if it was closed for so long.
 func (m *Machine) doubted(now time.Duration, sc *Scope) bool {
 	first := sc.Own.Phase != PhaseInherited || sc.Own.At.Gen != sc.Known.Gen
 	sc.doubt = sc.doubt && !(first && now-sc.Since >= m.cfg.Cap)
