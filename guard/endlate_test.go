@@ -98,7 +98,7 @@ func TestEndBetweenTwoPortCalls(t *testing.T) {
 			}
 			begun := port.begun.Load()
 			close(port.release)
-			<-ended
+			_ = <-ended
 			synctest.Wait()
 			if n := port.begun.Load() - begun; n > 0 {
 				t.Errorf("%d port calls after End had returned", n)

@@ -256,7 +256,7 @@ func TestTopicsAreAskedOnceInASession(t *testing.T) {
 	fake.ControlKey(int16(kmsg.DescribeGroups), func(req kmsg.Request) (kmsg.Response, error, bool) {
 		fake.KeepControl()
 		if asked.Add(1) > failing.Load() {
-			return nil, nil, false
+			return nil, nil, false //nolint:nilnil // the cluster answers
 		}
 		resp := req.ResponseKind().(*kmsg.DescribeGroupsResponse)
 		g := kmsg.NewDescribeGroupsResponseGroup()

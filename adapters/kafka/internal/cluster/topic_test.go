@@ -37,7 +37,6 @@ func (d *describer) DescribeConfigs([]*sarama.ConfigResource, sarama.DescribeCon
 // A source that the broker learns of late is waited for, and its settings, too. Another
 // error than that it is unknown is told at once.
 func TestSourceThatWasJustCreated(t *testing.T) {
-	t.Parallel()
 	at := func(code sarama.KError, until time.Duration) func(time.Duration) sarama.KError {
 		return func(since time.Duration) sarama.KError {
 			if since < until {
