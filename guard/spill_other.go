@@ -30,9 +30,9 @@ func (*spillLane) Len() int                            { return 0 }
 func (*spillLane) Append(func(error), ...[]byte) error { return errNoSpill }
 func (*spillLane) Reader() (*spillReader, error)       { return nil, errNoSpill }
 
-func (*spillReader) Read([][]byte) (int, error) { return 0, errNoSpill }
-func (*spillReader) Commit(int) error           { return errNoSpill }
-func (*spillReader) Close()                     {}
+func (*spillReader) Read([][]byte, int64) (int, error) { return 0, errNoSpill }
+func (*spillReader) Commit(int) error                  { return errNoSpill }
+func (*spillReader) Close()                            {}
 
 var errNoSpill = errors.New("guard: Config.SpillDir: a spill needs Unix")
 
