@@ -23,11 +23,13 @@ func TestRetryTopicMadeAnew(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, 1).parks(300 * time.Millisecond)
 	j, name := r.j, r.retryTopic(1)
-	j.failUntil(func() bool { return r.end(name, 0) >= 3 }, 0, 1, 2)
 	m := r.start(parking(2))
 	stop := r.pulse()
-	r.publish(0, 3, nil, strconv.Itoa)
-	adaptertest.Eventually(t, "what was parked is handled", func() bool { return j.handled() == 3 && r.parkedLeft() == 0 })
+	for n := range 3 { // one at a time: a second failure there would be the last
+		j.failUntil(func() bool { return r.end(name, 0) > int64(n) }, n)
+		r.publish(n, n+1, nil, strconv.Itoa)
+		adaptertest.Eventually(t, "what was parked is handled", func() bool { return j.handled() == n+1 && r.parkedLeft() == 0 })
+	}
 	if err := r.admin.DeleteTopic(name); err != nil {
 		t.Fatal(err)
 	}

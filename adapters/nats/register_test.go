@@ -10,6 +10,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/url"
+	"runtime"
 	"strings"
 	"testing"
 	"time"
@@ -92,10 +93,14 @@ func TestRegisterFaults(t *testing.T) {
 // newCluster is three servers, and the stream that a test makes has a copy on each.
 func newCluster(t *testing.T) (urls string) {
 	t.Helper()
+	host := "127.0.0.1"
+	if runtime.GOOS == "linux" { // an address of its own, where nobody else takes the ports meanwhile
+		host = fmt.Sprintf("127.%d.%d.1", 1+rand.IntN(250), rand.IntN(250))
+	}
 	var all, routes []string
 	var ports []int
 	for range 3 {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
+		l, err := net.Listen("tcp", host+":0")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -107,7 +112,7 @@ func newCluster(t *testing.T) (urls string) {
 	for i := range 3 {
 		s, err := server.NewServer(&server.Options{
 			ServerName: fmt.Sprint("n", i), Host: "127.0.0.1", Port: server.RANDOM_PORT, JetStream: true, StoreDir: t.TempDir(), NoSigs: true, NoLog: true,
-			Cluster: server.ClusterOpts{Name: "c", Host: "127.0.0.1", Port: ports[i]},
+			Cluster: server.ClusterOpts{Name: "c", Host: host, Port: ports[i]},
 			Routes:  server.RoutesFromStr(strings.Join(routes, ",")),
 		})
 		if err != nil {
