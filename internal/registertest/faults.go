@@ -1,6 +1,8 @@
 // SPDX-FileCopyrightText: The stormguard authors
 // SPDX-License-Identifier: Apache-2.0
 
+//go:build unix
+
 package registertest
 
 import (
