@@ -98,7 +98,9 @@ func TestEndBetweenTwoPortCalls(t *testing.T) {
 			}
 			begun := port.begun.Load()
 			close(port.release)
-			_ = <-ended
+			if err := <-ended; err != nil {
+				t.Error("Run:", err)
+			}
 			synctest.Wait()
 			if n := port.begun.Load() - begun; n > 0 {
 				t.Errorf("%d port calls after End had returned", n)
