@@ -5,6 +5,7 @@ package guard
 
 import (
 	"context"
+	"errors"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -98,7 +99,7 @@ func TestEndBetweenTwoPortCalls(t *testing.T) {
 			}
 			begun := port.begun.Load()
 			close(port.release)
-			if err := <-ended; err != nil {
+			if err := <-ended; !errors.Is(err, ErrClosed) {
 				t.Error("Run:", err)
 			}
 			synctest.Wait()
