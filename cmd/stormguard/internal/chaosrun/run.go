@@ -486,9 +486,9 @@ func (r *run) begin(ctx context.Context, f chaos.Fault, shown *chaos.Fired) (end
 	case chaos.Freeze:
 		p := r.consumers[f.Consumer].cmd.Process
 		return func() error {
-			_ = p.Signal(syscall.SIGCONT) // it may be dead
+			_ = p.Signal(thaw) // it may be dead
 			return nil
-		}, p.Signal(syscall.SIGSTOP)
+		}, p.Signal(freeze)
 	case chaos.Burn:
 		burnt, err := burn(r.cfg.Exe)
 		return func() (err error) {
@@ -517,7 +517,11 @@ func (r *run) begin(ctx context.Context, f chaos.Fault, shown *chaos.Fired) (end
 		if err != nil {
 			return nil, err
 		}
-		return func() error { return syscall.Kill(pid, syscall.SIGCONT) }, syscall.Kill(pid, syscall.SIGSTOP)
+		p, err := os.FindProcess(pid)
+		if err != nil {
+			return nil, err
+		}
+		return func() error { return p.Signal(thaw) }, p.Signal(freeze)
 	case chaos.Delay:
 		r.network.set(true, false)
 	case chaos.Blackhole:

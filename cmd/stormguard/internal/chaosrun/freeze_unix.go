@@ -1,0 +1,14 @@
+// SPDX-FileCopyrightText: The stormguard authors
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build unix
+
+package chaosrun
+
+import (
+	"os"
+	"syscall"
+)
+
+// freeze stops a process, and thaw lets it go on.
+var freeze, thaw os.Signal = syscall.SIGSTOP, syscall.SIGCONT
