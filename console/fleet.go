@@ -223,6 +223,7 @@ func (f *follower) forgetLocked(now time.Time) {
 
 // look carries out what is in force and has not been.
 func (f *follower) look() {
+	heeded := f.heeded()
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	orders, unreadable := f.inForceLocked()
@@ -249,12 +250,10 @@ func (f *follower) look() {
 			}
 			due = append(due, o)
 		case addRule, removeRule:
-			if err := f.c.heeds(o.Order); err != nil {
-				if time.Since(o.heard) >= ruleFor {
-					answers[o.id], o.answered = &Answer{Error: err.Error()}, true
-				}
-				continue
+			if a := f.ruleAnswer(o, heeded); a != nil {
+				answers[o.id] = a
 			}
+			continue
 		}
 		answers[o.id] = new(Answer)
 	}
@@ -290,6 +289,34 @@ func (f *follower) look() {
 			f.c.log.Warn("console: an order's answer does not reach the fleet", "order", id, "error", err)
 		}
 	}
+}
+
+// heeded tells of each change of the quarantine that is not answered what is wrong, if it is not in
+// force here. It asks before the lock is taken: a list may be the program's own.
+func (f *follower) heeded() map[string]error {
+	all := make(map[string]error)
+	for id, k := range f.known {
+		if rule := k.Action == addRule || k.Action == removeRule; rule && k.err == nil && !k.answered && k.ends.After(time.Now()) {
+			all[id] = f.c.heeds(k.Order)
+		}
+	}
+	return all
+}
+
+// ruleAnswer is the answer to a change of the quarantine, nil while there is none.
+func (f *follower) ruleAnswer(o standing, heeded map[string]error) *Answer {
+	err, asked := heeded[o.id]
+	switch {
+	case !asked:
+		wake(f.wake) // it has just been heard
+		return nil
+	case err == nil:
+		return new(Answer)
+	case time.Since(o.heard) < ruleFor:
+		return nil
+	}
+	o.answered = true
+	return &Answer{Error: err.Error()}
 }
 
 // errBeganLater is the answer to an order that is carried out once, and was given before

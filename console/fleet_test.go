@@ -4,6 +4,7 @@
 package console_test
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"maps"
@@ -12,12 +13,14 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"github.com/stormguard-mq/stormguard/console"
 	"github.com/stormguard-mq/stormguard/dlq"
+	"github.com/stormguard-mq/stormguard/guard"
 	"github.com/stormguard-mq/stormguard/internal/operator"
 )
 
@@ -665,6 +668,69 @@ func TestQuarantineIsAcknowledged(t *testing.T) {
 		}
 		if got := r.g.Quarantine().Entries(); len(got) != 1 {
 			t.Errorf("the list was changed: %v", got)
+		}
+	})
+}
+
+// stuckList is a program's own list, which does not answer once it is stuck, until it is released.
+type stuckList struct {
+	stuck, asked atomic.Bool
+	until        chan struct{}
+}
+
+func (*stuckList) Add(dlq.QuarantineEntry) error { return nil }
+func (*stuckList) Remove(dlq.Rule, string) error { return nil }
+func (*stuckList) Watch(func()) (stop func())    { return func() {} }
+func (l *stuckList) Entries() []dlq.QuarantineEntry {
+	if l.stuck.Load() {
+		l.asked.Store(true)
+		<-l.until
+	}
+	return nil
+}
+
+// A list that does not answer keeps no order of the process waiting.
+func TestListThatDoesNotAnswer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		list := &stuckList{until: make(chan struct{})}
+		g, err := guard.New(guard.Config{Group: "billing"}, guard.WithQuarantine(list))
+		if err != nil {
+			t.Fatal(err)
+		}
+		f, err := guard.Protect(g, guard.SourceConfig{Name: "payments"}, func(context.Context, int) error { return nil })
+		if err != nil {
+			t.Fatal(err)
+		}
+		carries := new(carrier)
+		r := &rig{t: t, g: g}
+		if r.c, err = console.New(console.Config{Process: "billing-1", Fleet: carries}, g); err != nil {
+			t.Fatal(err)
+		}
+		list.stuck.Store(true)
+		carries.put(carried("1", `{"action":"quarantine add","sources":["key=a"],"in":"fleet"}`, time.Minute))
+		synctest.Wait()
+		if !list.asked.Load() {
+			t.Error("the list was not asked")
+		}
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			r.order(console.Order{Action: console.Open, Breakers: []string{"*"}})
+		}()
+		synctest.Wait()
+		select {
+		case <-done:
+		default:
+			t.Error("an order waits for the list")
+		}
+		if !f.State().Breaker.Forced {
+			t.Error("the breaker is not forced")
+		}
+		close(list.until)
+		<-done
+		r.c.Close()
+		if _, err := g.Close(t.Context()); err != nil {
+			t.Error(err)
 		}
 	})
 }
